@@ -1,0 +1,94 @@
+//! A slab is one page-aligned block of memory that the CPU, the SSD and (on a Mac) the GPU all see. Expert slots and the
+//! trunk live in slabs, so a byte read from disk is used where it landed.
+
+use std::{ops::Range, sync::Arc};
+
+/// Page-aligned, zeroed, fixed-size memory, written through shared references by whoever owns a range of it.
+///
+/// Who may write which range is the caller's business: the slot table hands a slot to one reader at a time, and a loader
+/// fills a trunk before anyone looks. Hence the `unsafe` on [`Slab::bytes_mut`] and nowhere else.
+pub struct Slab {
+    map: memmap2::MmapRaw,
+}
+
+impl Slab {
+    /// Reserves `len` bytes of zeroed memory; pages are committed when first touched.
+    pub fn new(len: usize) -> std::io::Result<Self> {
+        let map = memmap2::MmapOptions::new().len(len.max(1)).map_anon()?;
+        Ok(Self { map: map.into() })
+    }
+
+    pub fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.map.len() == 0
+    }
+
+    /// A read-only view of `range`. Panics if it is out of bounds.
+    ///
+    /// # Safety
+    /// Nobody may write this range while the view lives.
+    pub unsafe fn bytes(&self, range: Range<usize>) -> &[u8] {
+        assert!(range.start <= range.end && range.end <= self.len(), "slab range {range:?} of {}", self.len());
+        // SAFETY: in bounds (checked above), initialised (anonymous maps are zeroed), not written (caller).
+        unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(range.start), range.len()) }
+    }
+
+    /// A writable view of `range`. Panics if it is out of bounds.
+    ///
+    /// # Safety
+    /// Nobody else may read or write this range while the view lives.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
+        assert!(range.start <= range.end && range.end <= self.len(), "slab range {range:?} of {}", self.len());
+        // SAFETY: in bounds (checked above), exclusive (caller).
+        unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(range.start), range.len()) }
+    }
+}
+
+/// A read-only range of a slab that is never written again: one trunk tensor.
+#[derive(Clone)]
+pub struct Span {
+    slab: Arc<Slab>,
+    range: Range<usize>,
+}
+
+impl Span {
+    /// # Safety
+    /// Nobody may write this range as long as the span or a clone of it lives.
+    pub unsafe fn new(slab: Arc<Slab>, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= slab.len());
+        Self { slab, range }
+    }
+
+    /// Copies `bytes` into a slab of their own: for small tensors and tests.
+    pub fn from_bytes(bytes: &[u8]) -> std::io::Result<Self> {
+        let slab = Slab::new(bytes.len())?;
+        // SAFETY: the slab is not shared yet.
+        unsafe { slab.bytes_mut(0..bytes.len()) }.copy_from_slice(bytes);
+        Ok(Self { slab: Arc::new(slab), range: 0..bytes.len() })
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the constructor's contract: nobody writes this range any more.
+        unsafe { self.slab.bytes(self.range.clone()) }
+    }
+
+    pub fn slab(&self) -> &Arc<Slab> {
+        &self.slab
+    }
+
+    pub fn offset(&self) -> usize {
+        self.range.start
+    }
+
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+}

@@ -1,0 +1,34 @@
+//! What the machine is: memory that CPU and GPU both see, compute threads, files. The only `cfg(target_os)`.
+
+mod memory;
+mod threads;
+
+pub use memory::{Slab, Span};
+pub use threads::Threads;
+
+use std::sync::Arc;
+
+/// Which arithmetic the quantised products use on the CPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Math {
+    /// Activations as 16-bit integers with a scale per group: relative error about 2e-5. The default.
+    #[default]
+    Int16,
+    /// Plain f32: the reference.
+    F32,
+}
+
+/// Where and how tensors are computed; cheap to clone, held by every op.
+#[derive(Clone)]
+pub struct Compute {
+    pub device: candle_core::Device,
+    pub threads: Arc<Threads>,
+    pub math: Math,
+}
+
+impl Compute {
+    /// The CPU with `threads` compute threads (the caller is one of them).
+    pub fn cpu(threads: usize, math: Math) -> Self {
+        Self { device: candle_core::Device::Cpu, threads: Arc::new(Threads::new(threads)), math }
+    }
+}

@@ -1,0 +1,103 @@
+//! The engine: one thread that owns the model. A [`Handle`] queues [`Request`]s, first in first out; each is answered by
+//! [`Event`]s. Dropping the receiver is the cancellation: the engine notices within one token.
+
+use crate::error::EngineError;
+use std::time::Duration;
+
+/// How the next token is drawn from the logits.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sampling {
+    /// 0 is greedy.
+    pub temperature: f32,
+    pub top_p: f32,
+    /// 0 is off.
+    pub top_k: usize,
+    pub min_p: f32,
+    /// 1 is off.
+    pub repetition_penalty: f32,
+    pub presence_penalty: f32,
+    pub frequency_penalty: f32,
+    /// Added to the logits before anything else.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// `None` draws a fresh seed.
+    pub seed: Option<u64>,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            seed: None,
+        }
+    }
+}
+
+/// One generation, in tokens.
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub ids: Vec<u32>,
+    /// Most tokens to generate; 0 evaluates the prompt only.
+    pub max_tokens: usize,
+    pub sampling: Sampling,
+    /// Log-probabilities of each generated token, with this many alternatives.
+    pub logprobs: Option<usize>,
+    /// Log-probabilities of the prompt's own tokens (for `echo`), with this many alternatives.
+    pub prompt_logprobs: Option<usize>,
+    /// Go on past end-of-sequence tokens (benchmarks).
+    pub ignore_eos: bool,
+}
+
+/// The log-probability of a token and of the likeliest ones at its position, before temperature and penalties.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Logprobs {
+    pub logprob: f32,
+    pub top: Vec<(u32, f32)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    /// An end-of-sequence token was drawn (it is not sent as a [`Event::Token`]).
+    Stop,
+    /// `max_tokens` or the context's end.
+    Length,
+}
+
+/// What the engine tells whoever asked. The last one is `Done` or `Failed`, unless the receiver went away.
+#[derive(Debug)]
+pub enum Event {
+    /// The prompt is being evaluated; this many of its tokens were already known.
+    Started {
+        cached_tokens: usize,
+        queued: Duration,
+    },
+    /// One entry a prompt token; the first has no logprob (nothing precedes it). Sent before any `Token`.
+    Prompt(Vec<Option<Logprobs>>),
+    Token {
+        id: u32,
+        logprobs: Option<Logprobs>,
+    },
+    Done {
+        finish: Finish,
+        timings: Timings,
+    },
+    Failed(EngineError),
+}
+
+/// Where the time of one request went, in seconds.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Timings {
+    pub prompt_tokens: usize,
+    pub cached_tokens: usize,
+    pub generated_tokens: usize,
+    pub prompt_seconds: f64,
+    pub decode_seconds: f64,
+}
+
+pub type Events = tokio::sync::mpsc::UnboundedReceiver<Event>;

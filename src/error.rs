@@ -1,0 +1,67 @@
+//! One error enum a layer. Each says where it happened, in words a user can act on; `http/reject.rs` gives them a status.
+
+use std::{io, path::PathBuf};
+
+/// Text in, tokens out: templates and tokenizers.
+#[derive(Debug, thiserror::Error)]
+pub enum ChatError {
+    /// The template itself refused the conversation (`raise_exception`); the text is the template's own.
+    #[error("{0}")]
+    Refused(String),
+    #[error("the chat template failed: {0}")]
+    Template(String),
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+}
+
+/// Bytes on disk.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    #[error("{}: {source}", path.display())]
+    Io { path: PathBuf, source: io::Error },
+    #[error("{}: not a checkpoint: {why}", path.display())]
+    NotACheckpoint { path: PathBuf, why: String },
+    #[error("tensor {name} is missing (looked for it in {})", dir.display())]
+    Missing { name: String, dir: PathBuf },
+    #[error("tensor {name} in {}: expected {expected}, found {found}", file.display())]
+    Mismatch { name: String, file: PathBuf, expected: String, found: String },
+    #[error("tensor {name} in {}: not part of this architecture", file.display())]
+    Unknown { name: String, file: PathBuf },
+    /// A read of one expert failed: the request that wanted it ends, the server lives on.
+    #[error("layer {layer}, expert {expert}: reading {len} bytes at offset {offset} of {}: {source}", file.display())]
+    Read { layer: usize, expert: usize, file: PathBuf, offset: u64, len: usize, source: io::Error },
+    #[error("{0}")]
+    Other(String),
+}
+
+/// The model: its configuration and its forward pass.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    #[error("config.json: {0}")]
+    Config(String),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("tensor operation: {0}")]
+    Tensor(#[from] candle_core::Error),
+    #[error("the context of {context} tokens is full")]
+    ContextFull { context: usize },
+    #[error("token id {id} is outside the vocabulary of {vocab}")]
+    TokenOutOfRange { id: u32, vocab: usize },
+    #[error("{0}")]
+    Memory(String),
+}
+
+/// Why a request could not be queued, or ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    #[error("the queue is full")]
+    QueueFull,
+    #[error("the server is shutting down")]
+    Draining,
+    #[error("the request exceeded its time limit")]
+    TimedOut,
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error("the engine stopped")]
+    Stopped,
+}

@@ -1,0 +1,31 @@
+//! Moestro serves Qwen3.5/3.6 mixture-of-experts models that are larger than memory.
+//!
+//! # Layout
+//!
+//! Imports run one way: `http -> engine -> model -> {ops, store} -> device`. `tests/house.rs` fails on any other edge.
+//!
+//! * [`http`] is what clients see: OpenAI's wire format, axum routes, server-sent events. It knows no tensor.
+//! * [`chat`] turns messages into tokens and tokens into text: pure functions and small state machines.
+//! * [`engine`] is the one thread that owns the model. Everything else sends it a [`engine::Request`] and reads
+//!   [`engine::Event`]s; a receiver that is dropped is a cancellation.
+//! * [`model`] is Qwen3.5, to be read beside the paper: embedding, layers of gated attention or gated delta net with a
+//!   mixture of experts, head.
+//! * [`ops`] has one file for each operation Candle lacks: fast CPU code, its plain reference, its Metal dispatch.
+//! * [`store`] brings bytes from disk into slots. It knows no mathematics.
+//! * [`device`] is the only place that knows the operating system: memory both CPU and GPU see, threads, files.
+//! * [`config`] says what was asked for, checked; [`plan`] what it costs in memory; [`metrics`] and [`error`] are leaves
+//!   that every room may use.
+//!
+//! A request's way: `ChatRequest -> String -> ids -> Request -> logits -> Event -> delta -> SSE frame`.
+
+pub mod chat;
+pub mod config;
+pub mod device;
+pub mod engine;
+pub mod error;
+pub mod http;
+pub mod metrics;
+pub mod model;
+pub mod ops;
+pub mod plan;
+pub mod store;

@@ -1,0 +1,48 @@
+//! Qwen3.5 and 3.6, dense and mixture of experts.
+
+use crate::error::ModelError;
+
+/// Which rows of logits a forward pass returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rows {
+    None,
+    Last,
+    All,
+}
+
+/// Logits, row after row: `[rows, vocab]`.
+#[derive(Debug, Clone, Default)]
+pub struct Logits {
+    pub vocab: usize,
+    pub data: Vec<f32>,
+}
+
+impl Logits {
+    pub fn rows(&self) -> usize {
+        self.data.len().checked_div(self.vocab).unwrap_or(0)
+    }
+
+    pub fn row(&self, index: usize) -> &[f32] {
+        &self.data[index * self.vocab..(index + 1) * self.vocab]
+    }
+}
+
+/// What the engine needs of a model: so that the engine and the server also run against a test double.
+pub trait Model: Send + 'static {
+    /// Everything one sequence remembers: KV cache, delta and convolution state.
+    type State: Send;
+
+    /// An empty state.
+    fn start(&self) -> Result<Self::State, ModelError>;
+
+    /// Appends `ids` to the sequence. The bytes of a row of logits do not depend on how `ids` are cut into calls.
+    fn forward(&mut self, state: &mut Self::State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError>;
+
+    fn vocab(&self) -> usize;
+
+    /// Most tokens a state can hold.
+    fn context(&self) -> usize;
+
+    /// Most tokens worth passing to one `forward`.
+    fn chunk(&self) -> usize;
+}
