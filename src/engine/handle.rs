@@ -170,8 +170,14 @@ pub(super) enum Over {
     Failed(EngineError),
 }
 
-impl<E: Into<EngineError>> From<E> for Over {
-    fn from(error: E) -> Self {
+impl From<EngineError> for Over {
+    fn from(error: EngineError) -> Self {
+        Over::Failed(error)
+    }
+}
+
+impl From<ModelError> for Over {
+    fn from(error: ModelError) -> Self {
         Over::Failed(error.into())
     }
 }
@@ -197,7 +203,9 @@ enum Phase {
     #[default]
     Open,
     /// Nothing more is accepted; at `deadline`, if there is one, what is left ends.
-    Draining { deadline: Option<Instant> },
+    Draining {
+        deadline: Option<Instant>,
+    },
     Stopped,
 }
 
@@ -234,8 +242,8 @@ impl Line {
     /// The next request, or `None` when there will be none any more. Blocks.
     pub fn next(&self) -> Option<Job> {
         let mut queue = self.lock();
-        queue.running = false;
         loop {
+            queue.running = false;
             self.sweep(&mut queue);
             if let Some(job) = queue.waiting.pop_front() {
                 queue.running = true;
@@ -248,6 +256,13 @@ impl Line {
             }
             queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// The running request is over.
+    pub fn leave(&self) {
+        let mut queue = self.lock();
+        queue.running = false;
+        self.count(&queue);
     }
 
     /// Between two steps of the running request: lets go of those in line that are over, and says whether `job` is.
