@@ -237,5 +237,4 @@ fn mix(mut z: u64) -> u64 {
 }
 
 #[cfg(test)]
-#[path = "sampler_tests.rs"]
 mod tests;
