@@ -1,6 +1,7 @@
 //! What the machine is: memory that CPU and GPU both see, compute threads, files. The only `cfg(target_os)`.
 
 mod memory;
+pub mod os;
 mod threads;
 
 pub use memory::{Slab, Span};
