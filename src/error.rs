@@ -60,6 +60,16 @@ pub enum EngineError {
     Draining,
     #[error("the request exceeded its time limit")]
     TimedOut,
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    #[error("the prompt has {prompt} tokens, the context {context}")]
+    PromptTooLong { prompt: usize, context: usize },
+    /// Every logit is NaN or negative infinity: the checkpoint or a kernel is broken.
+    #[error("the model's logits are not numbers")]
+    NoLogits,
+    /// A bug. The state is thrown away, the engine goes on.
+    #[error("the model panicked: {0}")]
+    Panicked(String),
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error("the engine stopped")]
