@@ -33,9 +33,9 @@ pub struct Serve {
     /// Clients must send this key (`Authorization: Bearer KEY`)
     #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = config::parse::key)]
     pub api_key: Option<String>,
-    /// Web pages of this origin may call the API; may be repeated, * is any
-    #[arg(long, env = "MOESTRO_CORS", value_name = "ORIGIN", value_delimiter = ',', value_parser = config::parse::origin)]
-    pub cors: Vec<String>,
+    /// Web pages of this origin may call the API; * is any
+    #[arg(long, env = "MOESTRO_CORS", value_name = "ORIGIN", value_parser = config::parse::origin)]
+    pub cors: Option<String>,
     /// Requests that may wait; more are answered 429
     #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16)]
     pub max_queue: usize,

@@ -136,7 +136,7 @@ pub struct Serve {
     pub host: String,
     pub port: u16,
     pub api_key: Option<String>,
-    pub cors: Vec<String>,
+    pub cors: Option<String>,
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
     pub load: Load,

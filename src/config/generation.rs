@@ -34,12 +34,13 @@ impl Generation {
     /// and cannot be read, is not JSON or holds an impossible value is an error.
     pub fn read(dir: &Path) -> Result<Self, StoreError> {
         let mut generation = Self::default();
-        if let Some((fields, file)) = json(&dir.join("generation_config.json"))? {
+        let file = dir.join("generation_config.json");
+        if let Some(fields) = json(&file)? {
             let number = |name: &str, fits: fn(f64) -> bool| match fields.get(name) {
                 None | Some(Value::Null) => Ok(None),
                 Some(value) => match value.as_f64().filter(|&number| fits(number)) {
                     Some(number) => Ok(Some(number)),
-                    None => Err(StoreError::NotACheckpoint { path: file.into(), why: format!("{name} is {value}") }),
+                    None => Err(StoreError::NotACheckpoint { path: file.clone(), why: format!("{name} is {value}") }),
                 },
             };
             let greedy = fields.get("do_sample") == Some(&Value::Bool(false));
@@ -53,7 +54,7 @@ impl Generation {
                 eos: ids(&fields["eos_token_id"]),
             };
         }
-        if let Some((fields, _)) = json(&dir.join("config.json"))? {
+        if let Some(fields) = json(&dir.join("config.json"))? {
             generation.eos.extend(ids(&fields["eos_token_id"]));
             generation.eos.extend(ids(&fields["text_config"]["eos_token_id"]));
         }
@@ -84,15 +85,15 @@ fn ids(value: &Value) -> Vec<u32> {
     all.iter().filter_map(|id| id.as_u64()?.try_into().ok()).collect()
 }
 
-/// The object in a file, and the file's name; `None` if there is no such file.
-fn json(path: &Path) -> Result<Option<(Value, &Path)>, StoreError> {
+/// The JSON object in a file; `None` if there is no such file.
+pub fn json(path: &Path) -> Result<Option<Value>, StoreError> {
     let text = match fs::read(path) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(StoreError::Io { path: path.into(), source }),
     };
     match serde_json::from_slice(&text) {
-        Ok(value @ Value::Object(_)) => Ok(Some((value, path))),
+        Ok(value @ Value::Object(_)) => Ok(Some(value)),
         Ok(_) => Err(StoreError::NotACheckpoint { path: path.into(), why: "it is not a JSON object".into() }),
         Err(error) => Err(StoreError::NotACheckpoint { path: path.into(), why: error.to_string() }),
     }

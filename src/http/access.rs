@@ -136,9 +136,10 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
 
 /// Equality in a time that does not tell how much of the key was right.
 fn same(given: &[u8], key: &[u8]) -> bool {
-    let differs = given.iter().zip(key).fold(given.len() ^ key.len(), |differs, (a, b)| {
-        std::hint::black_box(differs | usize::from(a ^ b))
-    });
+    let differs = given
+        .iter()
+        .zip(key)
+        .fold(given.len() ^ key.len(), |differs, (a, b)| std::hint::black_box(differs | usize::from(a ^ b)));
     differs == 0
 }
 

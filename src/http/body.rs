@@ -65,7 +65,10 @@ mod tests {
     #[test]
     fn an_error_names_the_field() {
         assert_eq!(error::<Common>(r#"{"temperature": "hot"}"#)["param"], "temperature");
-        assert_eq!(error::<Common>(r#"{"stream_options": {"include_usage": 3}}"#)["param"], "stream_options.include_usage");
+        assert_eq!(
+            error::<Common>(r#"{"stream_options": {"include_usage": 3}}"#)["param"],
+            "stream_options.include_usage"
+        );
         assert_eq!(error::<ChatRequest>("{}")["param"], "messages");
         assert_eq!(error::<CompletionRequest>(r#"{"prompt": [1, "a"]}"#)["param"], "prompt");
     }

@@ -97,14 +97,7 @@ pub struct Door {
 
 impl Door {
     pub fn new(metrics: Arc<Metrics>, api_key: Option<String>, cors: Option<HeaderValue>) -> Self {
-        Self {
-            metrics,
-            api_key,
-            cors,
-            body_limit: BODY_LIMIT,
-            app: OnceLock::new(),
-            closing: AtomicBool::new(false),
-        }
+        Self { metrics, api_key, cors, body_limit: BODY_LIMIT, app: OnceLock::new(), closing: AtomicBool::new(false) }
     }
 
     /// The model is loaded. A second call changes nothing.

@@ -132,7 +132,10 @@ fn joined(parts: &[Value], at: &str) -> Result<String, Reject> {
         match (part.get("type").and_then(Value::as_str), part.get("text")) {
             (Some("text"), Some(Value::String(text))) => joined.push_str(text),
             (Some("text") | None, _) => {
-                return Err(Reject::json(Some(at.clone()), format!("{at} must be {{\"type\": \"text\", \"text\": ...}}.")));
+                return Err(Reject::json(
+                    Some(at.clone()),
+                    format!("{at} must be {{\"type\": \"text\", \"text\": ...}}."),
+                ));
             }
             (Some(kind), _) => {
                 let text = format!("{at} is of type `{kind}`; this server reads text only.");

@@ -117,9 +117,12 @@ impl From<EngineError> for Reject {
                 let reject = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("queue_full"), full);
                 Self { retry_after: Some(2), ..reject }
             }
-            EngineError::Draining => {
-                Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("shutting_down"), "The server is shutting down.")
-            }
+            EngineError::Draining => Self::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER,
+                Some("shutting_down"),
+                "The server is shutting down.",
+            ),
             EngineError::TimedOut => Self::new(StatusCode::GATEWAY_TIMEOUT, SERVER, Some("timeout"), &*message),
             EngineError::Model(ModelError::ContextFull { .. }) => {
                 Self::new(StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded"), &*message)

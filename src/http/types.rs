@@ -62,7 +62,10 @@ pub struct CompletionRequest {
 
 /// One prompt or several, as text or as token ids.
 #[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected a string, an array of strings, an array of token ids or an array of such arrays")]
+#[serde(
+    untagged,
+    expecting = "expected a string, an array of strings, an array of token ids or an array of such arrays"
+)]
 pub enum Prompt {
     Text(String),
     Texts(Vec<String>),
