@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, backend:
 
 use super::{
     quant::{Digits, Order, Quantised},
-    simd::{self, Isa, Line},
+    simd::{self, Isa, Line, Out},
     weight::{Codes, Weight, WeightView},
 };
 use crate::device::{Compute, Math, Threads};
@@ -145,15 +145,16 @@ fn forward(
     formats.fill(compute, x, tokens, cols, weights.iter().map(|weight| weight.codes));
     let base = out.as_mut_ptr();
     let mut lines = Vec::with_capacity(weights.len() * tokens);
+    let mut outs = Vec::with_capacity(weights.len() * tokens);
     let mut first = 0;
     for weight in weights {
         for token in 0..tokens {
             lines.push(Line {
                 x: &x[token * cols..(token + 1) * cols],
                 digits: formats.row(compute.math, weight.codes, token),
-                // SAFETY: inside `out`, which has `total` columns.
-                out: unsafe { base.add(token * total + first) },
             });
+            // SAFETY: inside `out`, which has `total` columns.
+            outs.push(Out(unsafe { base.add(token * total + first) }));
         }
         first += weight.rows;
     }
@@ -162,9 +163,10 @@ fn forward(
     let isa = Isa::best();
     compute.threads.run(tasks(&views, height), &|task| {
         let (index, rows) = locate(&views, height, task);
-        let lines = &lines[index * tokens..(index + 1) * tokens];
+        let range = index * tokens..(index + 1) * tokens;
+        let (lines, outs) = (&lines[range.clone()], &outs[range]);
         // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
-        unsafe { simd::product(isa, compute.math == Math::Int16, &views[index], rows, lines) };
+        unsafe { simd::product(isa, compute.math == Math::Int16, &views[index], rows, lines, outs) };
     });
     drop(lines);
     FORMATS.set(formats);

@@ -2,7 +2,7 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Scratch, float, x86};
+use super::{Affine, Line, Out, Scratch, float, x86};
 use crate::ops::weight::WeightView;
 
 struct Vnni;
@@ -12,9 +12,9 @@ struct Vnni;
 /// # Safety
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], scratch: &mut Scratch) {
+pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
     // SAFETY: passed on.
-    unsafe { x86::rows::<Vnni>(weight, rows, lines, scratch) }
+    unsafe { x86::rows::<Vnni>(weight, rows, lines, outs, scratch) }
 }
 
 /// See [`super::product`].
@@ -22,9 +22,21 @@ pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], 
 /// # Safety
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq")]
-pub unsafe fn float_rows(weight: &WeightView<'_>, rows: Range<usize>, lines: &[Line<'_>], scratch: &mut Scratch) {
+pub unsafe fn float_rows(
+    weight: &WeightView<'_>,
+    rows: Range<usize>,
+    lines: &[Line<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
     // SAFETY: passed on.
-    unsafe { float::rows(weight, rows, lines, scratch) }
+    unsafe { float::rows(weight, rows, lines, outs, scratch) }
+}
+
+/// See [`super::vectorised`].
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq")]
+pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
+    work()
 }
 
 #[inline(always)]

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::{Line, Scratch, tree, unpack};
+use super::{Line, Out, Scratch, tree, unpack};
 use crate::ops::weight::WeightView;
 
 /// See [`super::product`].
@@ -12,21 +12,27 @@ use crate::ops::weight::WeightView;
 /// # Safety
 /// As for [`super::product`].
 #[inline(always)]
-pub unsafe fn rows(weight: &WeightView<'_>, rows: Range<usize>, lines: &[Line<'_>], scratch: &mut Scratch) {
+pub unsafe fn rows(
+    weight: &WeightView<'_>,
+    rows: Range<usize>,
+    lines: &[Line<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
     for row in rows {
         unpack::expand(weight, row, &mut scratch.bytes, &mut scratch.values);
-        let mut fours = lines.chunks_exact(4);
-        for four in &mut fours {
+        let (fours, rest) = lines.as_chunks::<4>();
+        for (four, outs) in fours.iter().zip(outs.chunks_exact(4)) {
             let sums = dot::<4>(&scratch.values, [four[0].x, four[1].x, four[2].x, four[3].x]);
-            for (line, sum) in four.iter().zip(sums) {
+            for (out, sum) in outs.iter().zip(sums) {
                 // SAFETY: the caller lets us write this output.
-                unsafe { line.out.add(row).write(sum * weight.gain) };
+                unsafe { out.0.add(row).write(sum * weight.gain) };
             }
         }
-        for line in fours.remainder() {
+        for (line, out) in rest.iter().zip(&outs[fours.len() * 4..]) {
             let [sum] = dot::<1>(&scratch.values, [line.x]);
             // SAFETY: as above.
-            unsafe { line.out.add(row).write(sum * weight.gain) };
+            unsafe { out.0.add(row).write(sum * weight.gain) };
         }
     }
 }

@@ -59,20 +59,23 @@ impl Isa {
     }
 }
 
-/// One row of activations and where its products go: `out` points at column 0 of the weight's outputs in that row.
+/// One row of activations.
 #[derive(Clone, Copy)]
 pub struct Line<'a> {
     /// The row in f32, for the float kernels.
     pub x: &'a [f32],
     /// The row quantised in the weight's groups and [`order`], for the integer kernels.
     pub digits: Digits<'a>,
-    pub out: *mut f32,
 }
 
-// SAFETY: `out` is only written through `product`, whose callers promise that no two threads share an output.
-unsafe impl Send for Line<'_> {}
+/// Where the products of one line go: the place of the weight's first row.
+#[derive(Clone, Copy)]
+pub struct Out(pub *mut f32);
+
+// SAFETY: only written through `product`, whose callers promise that no two threads share an output.
+unsafe impl Send for Out {}
 // SAFETY: as above.
-unsafe impl Sync for Line<'_> {}
+unsafe impl Sync for Out {}
 
 /// An affine weight, as the integer kernels see it.
 #[derive(Clone, Copy)]
@@ -140,35 +143,58 @@ pub fn is_integer(codes: Codes) -> bool {
     matches!(codes, Codes::Affine { .. })
 }
 
-/// `line.out[row] = weight[row] . line.x` for every row in `rows` and every line; with `integer`, affine weights meet the
-/// quantised row instead of the f32 one.
+/// `outs[i][row] = weight[row] . lines[i].x` for every row in `rows` and every line; with `integer`, affine weights meet
+/// the quantised row instead of the f32 one.
 ///
 /// # Safety
-/// `line.out` is valid for writes at `rows`, and nobody else reads or writes there meanwhile. The processor has `isa`.
+/// There are as many `outs` as lines, each valid for writes at `rows`, and nobody else reads or writes there meanwhile.
+/// The processor has `isa`.
 /// The view's parts have the lengths its encoding asks for, and the lines `cols` values (padded groups for digits).
-pub unsafe fn product(isa: Isa, integer: bool, weight: &WeightView<'_>, rows: Range<usize>, lines: &[Line<'_>]) {
+pub unsafe fn product(
+    isa: Isa,
+    integer: bool,
+    weight: &WeightView<'_>,
+    rows: Range<usize>,
+    lines: &[Line<'_>],
+    outs: &[Out],
+) {
     SCRATCH.with_borrow_mut(|scratch| match Affine::new(weight).filter(|_| integer) {
         // SAFETY: passed on.
         Some(affine) => unsafe {
             match isa {
-                Isa::Scalar => scalar::rows(&affine, rows, lines, scratch),
+                Isa::Scalar => scalar::rows(&affine, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => avx2::rows(&affine, rows, lines, scratch),
+                Isa::Avx2 => avx2::rows(&affine, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512::rows(&affine, rows, lines, scratch),
+                Isa::Avx512 => avx512::rows(&affine, rows, lines, outs, scratch),
             }
         },
         // SAFETY: passed on.
         None => unsafe {
             match isa {
-                Isa::Scalar => float::rows(weight, rows, lines, scratch),
+                Isa::Scalar => float::rows(weight, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => avx2::float_rows(weight, rows, lines, scratch),
+                Isa::Avx2 => avx2::float_rows(weight, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512::float_rows(weight, rows, lines, scratch),
+                Isa::Avx512 => avx512::float_rows(weight, rows, lines, outs, scratch),
             }
         },
     })
+}
+
+/// Runs plain code compiled for the instructions of `isa`, which this processor must have: the same operations, hence
+/// the same bytes, only more of them at once. What `work` calls must be `#[inline(always)]` to profit.
+#[inline(always)]
+pub fn vectorised<R>(isa: Isa, work: impl FnOnce() -> R) -> R {
+    match isa {
+        Isa::Scalar => work(),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: an `Isa` other than Scalar comes from `Isa::all`, which asked the processor.
+        Isa::Avx2 => unsafe { avx2::vectorised(work) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx512 => unsafe { avx512::vectorised(work) },
+    }
 }
 
 /// The sum of eight lanes: halves are added until one is left.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Affine, Line, Scratch, tree, unpack};
+use super::{Affine, Line, Out, Scratch, tree, unpack};
 use crate::ops::quant::Digits;
 
 /// See [`super::product`].
@@ -10,7 +10,7 @@ use crate::ops::quant::Digits;
 /// # Safety
 /// As for [`super::product`].
 #[inline(always)]
-pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], scratch: &mut Scratch) {
+pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
     for row in rows {
         scratch.load(weight, row);
         scratch.bytes.resize(weight.cols, 0);
@@ -19,10 +19,10 @@ pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], 
         } else {
             unpack::natural(weight.bits, weight.codes(row), &mut scratch.bytes, unpack::spread(weight.bits));
         }
-        for line in lines {
+        for (line, out) in lines.iter().zip(outs) {
             let sum = dot(&scratch.bytes, weight.group, &scratch.constants, &line.digits);
             // SAFETY: the caller lets us write this output.
-            unsafe { line.out.add(row).write(sum * weight.gain) };
+            unsafe { out.0.add(row).write(sum * weight.gain) };
         }
     }
 }

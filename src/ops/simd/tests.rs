@@ -88,16 +88,13 @@ fn run(isa: Isa, integer: bool, weight: &Owned, x: &[f32], together: usize) -> V
     }
     let base = out.as_mut_ptr();
     let lines: Vec<Line<'_>> = (0..tokens)
-        .map(|token| Line {
-            x: &x[token * weight.cols..(token + 1) * weight.cols],
-            digits: quantised.row(token),
-            // SAFETY: inside `out`.
-            out: unsafe { base.add(token * weight.rows) },
-        })
+        .map(|token| Line { x: &x[token * weight.cols..(token + 1) * weight.cols], digits: quantised.row(token) })
         .collect();
-    for lines in lines.chunks(together) {
+    // SAFETY: inside `out`.
+    let outs: Vec<Out> = (0..tokens).map(|token| Out(unsafe { base.add(token * weight.rows) })).collect();
+    for (lines, outs) in lines.chunks(together).zip(outs.chunks(together)) {
         // SAFETY: sizes as built; one thread.
-        unsafe { product(isa, integer, &view, 0..weight.rows, lines) };
+        unsafe { product(isa, integer, &view, 0..weight.rows, lines, outs) };
     }
     out
 }

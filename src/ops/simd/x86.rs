@@ -2,7 +2,7 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Scratch, unpack};
+use super::{Affine, Line, Out, Scratch, unpack};
 use crate::ops::quant::Digits;
 
 /// Dot products of one group as eight partial sums, with 32-byte vectors.
@@ -23,19 +23,25 @@ pub(super) trait Dot {
 
 /// See [`super::product`]. Must be inlined into a function that has the instructions of `D`, FMA and BMI2.
 #[inline(always)]
-pub(super) unsafe fn rows<D: Dot>(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], scratch: &mut Scratch) {
+pub(super) unsafe fn rows<D: Dot>(
+    weight: &Affine<'_>,
+    rows: Range<usize>,
+    lines: &[Line<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
     // SAFETY: passed on.
     unsafe {
         match (weight.bits, weight.group) {
-            (4, 32) => rows_of::<D, 4, 32>(weight, rows, lines, scratch),
-            (4, 64) => rows_of::<D, 4, 64>(weight, rows, lines, scratch),
-            (4, _) => rows_of::<D, 4, 128>(weight, rows, lines, scratch),
-            (8, 32) => rows_of::<D, 8, 32>(weight, rows, lines, scratch),
-            (8, 64) => rows_of::<D, 8, 64>(weight, rows, lines, scratch),
-            (8, _) => rows_of::<D, 8, 128>(weight, rows, lines, scratch),
-            (_, 32) => rows_of::<D, 0, 32>(weight, rows, lines, scratch),
-            (_, 64) => rows_of::<D, 0, 64>(weight, rows, lines, scratch),
-            (_, _) => rows_of::<D, 0, 128>(weight, rows, lines, scratch),
+            (4, 32) => rows_of::<D, 4, 32>(weight, rows, lines, outs, scratch),
+            (4, 64) => rows_of::<D, 4, 64>(weight, rows, lines, outs, scratch),
+            (4, _) => rows_of::<D, 4, 128>(weight, rows, lines, outs, scratch),
+            (8, 32) => rows_of::<D, 8, 32>(weight, rows, lines, outs, scratch),
+            (8, 64) => rows_of::<D, 8, 64>(weight, rows, lines, outs, scratch),
+            (8, _) => rows_of::<D, 8, 128>(weight, rows, lines, outs, scratch),
+            (_, 32) => rows_of::<D, 0, 32>(weight, rows, lines, outs, scratch),
+            (_, 64) => rows_of::<D, 0, 64>(weight, rows, lines, outs, scratch),
+            (_, _) => rows_of::<D, 0, 128>(weight, rows, lines, outs, scratch),
         }
     }
 }
@@ -46,6 +52,7 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
     weight: &Affine<'_>,
     rows: Range<usize>,
     lines: &[Line<'_>],
+    outs: &[Out],
     scratch: &mut Scratch,
 ) {
     for row in rows {
@@ -56,11 +63,11 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
             unsafe { unpack_row(weight, row, &mut scratch.bytes) };
             codes = &scratch.bytes;
         }
-        for line in lines {
+        for (line, out) in lines.iter().zip(outs) {
             // SAFETY: codes, constants and digits have a row's length; the caller lets us write this output.
             unsafe {
                 let sum = dot::<D, BITS, GROUP>(codes, &scratch.constants, &line.digits);
-                line.out.add(row).write(sum * weight.gain);
+                out.0.add(row).write(sum * weight.gain);
             }
         }
     }
