@@ -12,3 +12,6 @@ pub use combine::combine;
 pub use experts::{Assignment, ExpertView, Job, experts};
 pub use linear::linear;
 pub use weight::{Codes, Float, Weight, WeightView};
+
+#[cfg(test)]
+mod tests;

@@ -222,4 +222,4 @@ impl Scratch {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
