@@ -96,7 +96,7 @@ pub fn bandwidth(
     let (next, bytes) = (AtomicUsize::new(0), AtomicU64::new(0));
     let failed = Mutex::new(None);
     // A stride that has no factor in common with the number of experts visits each of them once before any again.
-    let mut stride = experts.len() * 618 / 1000 | 1;
+    let mut stride = (experts.len() * 618 / 1000) | 1;
     while common(stride, experts.len()) > 1 {
         stride += 2;
     }

@@ -310,7 +310,7 @@ impl<'r> Batch<'r> {
 
 impl Store {
     /// The pieces of an occupation that is ready and pinned for as long as the result lives.
-    fn pieces<'r>(&'r self, place: Place) -> [&'r [u8]; PIECES] {
+    fn pieces(&self, place: Place) -> [&[u8]; PIECES] {
         let state = self.state.borrow();
         let base = place.slot.index() * self.slot_bytes;
         std::array::from_fn(|piece| {
