@@ -2,6 +2,7 @@
 
 mod file;
 mod memory;
+pub mod os;
 mod threads;
 
 pub use file::{Access, File, MAX_BLOCK, disk_bytes};
