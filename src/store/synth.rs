@@ -103,8 +103,8 @@ pub struct Options {
     pub dimensions: Dimensions,
     /// The same seed and dimensions give the same bytes.
     pub seed: u64,
-    /// Standard deviation of the logarithm of the routers' row gains: 0 makes all experts equally likely, 0.5 gives
-    /// about the reuse of a trained model (the likeliest quarter of the experts takes 60 to 70 % of the lookups).
+    /// Standard deviation of the logarithm of the routers' row gains: 0 makes all experts about equally likely, the
+    /// larger the more lookups the likeliest take.
     pub router_skew: f32,
     pub eos_token_ids: Vec<u32>,
     /// Bytes a shard may have.
