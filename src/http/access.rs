@@ -6,7 +6,7 @@
 use super::{Door, reject::Reject};
 use crate::metrics::Metrics;
 use axum::{
-    extract::{MatchedPath, Request, State},
+    extract::{Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header},
     middleware::Next,
     response::{IntoResponse, Response},
@@ -30,8 +30,8 @@ pub struct Tally {
     metrics: Arc<Metrics>,
     method: Method,
     path: String,
-    /// The route, for the metrics' label: a client cannot invent one.
-    endpoint: String,
+    /// The route, for the metrics' label.
+    endpoint: &'static str,
     id: String,
     start: Instant,
     status: OnceLock<StatusCode>,
@@ -73,7 +73,7 @@ impl Drop for Tally {
     fn drop(&mut self) {
         let status = self.status.get().map_or(CLIENT_LEFT, StatusCode::as_u16);
         let seconds = self.start.elapsed().as_secs_f64();
-        self.metrics.request(&self.endpoint, status);
+        self.metrics.request(self.endpoint, status);
         if *self.generates.get_mut() {
             self.metrics.request_seconds.observe(seconds);
         }
@@ -91,15 +91,22 @@ impl Drop for Tally {
     }
 }
 
+/// The label of a path: one of a fixed set, since a client can invent any number of paths.
+fn endpoint(path: &str) -> &'static str {
+    const KNOWN: [&str; 7] =
+        ["/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"];
+    let model = path.starts_with("/v1/models/").then_some("/v1/models/{id}");
+    KNOWN.into_iter().find(|known| *known == path).or(model).unwrap_or("other")
+}
+
 /// The outermost layer: gives the request an id and an account.
 pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: Next) -> Response {
     let id = given_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique()));
-    let endpoint = request.extensions().get::<MatchedPath>().map_or("other", MatchedPath::as_str).to_owned();
     let tally = Arc::new(Tally {
         metrics: door.metrics.clone(),
         method: request.method().clone(),
+        endpoint: endpoint(request.uri().path()),
         path: request.uri().path().to_owned(),
-        endpoint,
         id,
         start: Instant::now(),
         status: OnceLock::new(),

@@ -179,7 +179,7 @@ pub fn tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<Va
             return Err(Reject::invalid(format!("{at}.type"), format!("{at}.type must be `function`.")));
         }
         let function = &tool["function"];
-        if !function["name"].as_str().is_some_and(|name| !name.is_empty()) {
+        if function["name"].as_str().is_none_or(str::is_empty) {
             let text = format!("{at}.function.name must be a string that is not empty.");
             return Err(Reject::invalid(format!("{at}.function.name"), text));
         }

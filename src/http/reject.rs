@@ -124,14 +124,16 @@ impl From<EngineError> for Reject {
                 "The server is shutting down.",
             ),
             EngineError::TimedOut => Self::new(StatusCode::GATEWAY_TIMEOUT, SERVER, Some("timeout"), &*message),
-            EngineError::Model(ModelError::ContextFull { .. }) => {
+            EngineError::Model(ModelError::ContextFull { .. }) | EngineError::PromptTooLong { .. } => {
                 Self::new(StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded"), &*message)
             }
-            EngineError::Model(ModelError::TokenOutOfRange { .. }) => {
+            EngineError::Model(ModelError::TokenOutOfRange { .. }) | EngineError::EmptyPrompt => {
                 Self::new(StatusCode::BAD_REQUEST, INVALID, Some("invalid_value"), &*message)
             }
             EngineError::Model(ModelError::Store(_)) => failed(Some("storage_error")),
-            EngineError::Model(_) | EngineError::Stopped => failed(None),
+            EngineError::Model(_) | EngineError::Stopped | EngineError::NoLogits | EngineError::Panicked(_) => {
+                failed(None)
+            }
         }
     }
 }
