@@ -1,1 +1,2 @@
 //! See `lib.rs`.
+pub mod synth;
