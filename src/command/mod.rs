@@ -1,7 +1,9 @@
 //! One file for each subcommand, and what they share: finding a checkpoint and loading its parts.
 
 mod generate;
+mod progress;
 mod serve;
+mod synth;
 
 use crate::{
     chat::{Template, Tokenizer},
@@ -22,6 +24,7 @@ pub fn run(command: Command) -> Result<(), CommandError> {
     match command {
         Command::Serve(typed) => serve::run(config::Serve::new(typed).map_err(CommandError::Usage)?),
         Command::Generate(typed) => generate::run(config::Generate::new(typed).map_err(CommandError::Usage)?),
+        Command::Synth(typed) => synth::run(&typed),
     }
 }
 

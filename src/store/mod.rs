@@ -17,6 +17,7 @@ pub mod reader;
 mod routed;
 pub mod slots;
 pub mod source;
+pub mod synth;
 mod trace;
 pub mod warm;
 
