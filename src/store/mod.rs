@@ -9,6 +9,7 @@
 //! a slot to fill and say when they are done.
 
 pub mod heat;
+pub mod index;
 pub mod layout;
 pub mod prefetch;
 pub mod probe;
