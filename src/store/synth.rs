@@ -90,7 +90,7 @@ impl Dimensions {
             return refuse(format!("{e} experts are too few: each token is routed to {k} of them"));
         }
         let inputs = [self.hidden, self.heads * self.head_dim, self.linear_value_heads * self.linear_head_dim];
-        if inputs.iter().chain([&self.expert_hidden, &self.shared_hidden]).any(|&n| n == 0 || n % layout::GROUP != 0) {
+        if inputs.iter().chain([&self.expert_hidden, &self.shared_hidden]).any(|&n| n == 0 || !n.is_multiple_of(layout::GROUP)) {
             return refuse(format!("every matrix needs a multiple of {} columns", layout::GROUP));
         }
         Ok(())
