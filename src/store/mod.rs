@@ -10,6 +10,7 @@
 //! a slot to fill and say when they are done.
 
 pub mod heat;
+pub mod index;
 pub mod layout;
 pub mod pack;
 mod partial;
