@@ -1,6 +1,10 @@
 //! One file for each subcommand, and what they share: finding a checkpoint and loading its parts.
 
+mod bench;
 mod generate;
+mod info;
+mod measure;
+mod pack;
 mod progress;
 mod serve;
 mod synth;
@@ -14,7 +18,7 @@ use crate::{
     error::{CommandError, ModelError, StoreError},
     metrics::Metrics,
     model::{self, Qwen, config::FfnShape, qwen::StoreOptions},
-    plan::{Stream, Wishes},
+    plan::Wishes,
     store,
 };
 use std::{path::PathBuf, sync::Arc};
@@ -24,6 +28,9 @@ pub fn run(command: Command) -> Result<(), CommandError> {
     match command {
         Command::Serve(typed) => serve::run(config::Serve::new(typed).map_err(CommandError::Usage)?),
         Command::Generate(typed) => generate::run(config::Generate::new(typed).map_err(CommandError::Usage)?),
+        Command::Info(typed) => info::run(typed),
+        Command::Bench(typed) => bench::run(typed),
+        Command::Pack(typed) => pack::run(&typed),
         Command::Synth(typed) => synth::run(&typed),
     }
 }
@@ -116,11 +123,7 @@ pub fn options(load: &Load) -> model::Options {
         threads: load.threads,
         wishes: Wishes {
             limit: load.memory_limit,
-            stream: match load.stream_experts {
-                Switch::Auto => Stream::Auto,
-                Switch::On => Stream::On,
-                Switch::Off => Stream::Off,
-            },
+            stream: load.stream_experts,
             context: load.context,
             chunk: load.chunk,
             buffered: load.expert_io == ExpertIo::Buffered,
