@@ -59,6 +59,7 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
         scratch.load(weight, row);
         let mut codes = weight.codes(row);
         if BITS == 0 {
+            scratch.bytes.resize(weight.cols, 0);
             // SAFETY: the processor has BMI2.
             unsafe { unpack_row(weight, row, &mut scratch.bytes) };
             codes = &scratch.bytes;
@@ -75,8 +76,7 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
 
 /// Unpacks the codes of `row` to bytes in natural order.
 #[inline(always)]
-pub(super) unsafe fn unpack_row(weight: &Affine<'_>, row: usize, bytes: &mut Vec<u8>) {
-    bytes.resize(weight.cols, 0);
+pub(super) unsafe fn unpack_row(weight: &Affine<'_>, row: usize, bytes: &mut [u8]) {
     let mask = 0x0101_0101_0101_0101 * ((1u64 << weight.bits) - 1);
     // SAFETY: the processor has BMI2 (caller).
     unpack::natural(weight.bits, weight.codes(row), bytes, |word| unsafe { _pdep_u64(word, mask) });
