@@ -8,7 +8,7 @@ mod threads;
 
 pub use bandwidth::memory_bandwidth;
 pub use file::{Access, File, MAX_BLOCK, disk_bytes};
-pub use memory::{Slab, Span};
+pub use memory::{Filling, Slab, Span};
 pub use threads::Threads;
 
 use std::sync::Arc;
