@@ -133,12 +133,12 @@ fn hostile_templates_end_with_an_error() {
 fn values_nested_by_a_loop_overflow_nothing() {
     let nest = |then: &str| {
         let deep = "[".repeat(20) + "ns.x" + &"]".repeat(20);
-        let nest = format!("{{% for i in range(50000) %}}{{% set ns.x = {deep} %}}{{% endfor %}}");
+        let nest = format!("{{% for i in range(10000) %}}{{% set ns.x = {deep} %}}{{% endfor %}}");
         one(&format!("{{% set ns = namespace(x=[]) %}}{nest}{then}"))
     };
     assert_eq!(nest("").unwrap(), "");
     assert_eq!(nest("{{ ns.x == [ns.x] }}").unwrap(), "False");
-    assert_eq!(nest("{{ ns.x }}").unwrap().len(), 2_000_002);
+    assert_eq!(nest("{{ ns.x }}").unwrap().len(), 400_002);
     assert!(matches!(nest("{{ ns.x | tojson }}"), Err(ChatError::Template(_))));
 }
 
