@@ -1,6 +1,10 @@
 //! One file for each subcommand, and what they share: finding a checkpoint and loading its parts.
 
+mod bench;
 mod generate;
+mod info;
+mod measure;
+mod pack;
 mod progress;
 mod serve;
 mod synth;
@@ -24,6 +28,9 @@ pub fn run(command: Command) -> Result<(), CommandError> {
     match command {
         Command::Serve(typed) => serve::run(config::Serve::new(typed).map_err(CommandError::Usage)?),
         Command::Generate(typed) => generate::run(config::Generate::new(typed).map_err(CommandError::Usage)?),
+        Command::Info(typed) => info::run(typed),
+        Command::Bench(typed) => bench::run(typed),
+        Command::Pack(typed) => pack::run(&typed),
         Command::Synth(typed) => synth::run(&typed),
     }
 }

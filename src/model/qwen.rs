@@ -23,10 +23,13 @@ use crate::{
     metrics::Metrics,
     ops::{self, Rotation, Routes, Weight},
     plan::{Limits, Plan, Shape, Wishes},
-    store::{self, ExpertMap, PIECES, Piece, Store, index::Index},
+    store::{self, ExpertMap, PIECES, Piece, Store, index::Index, pack},
 };
 use candle_core::Tensor;
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 /// How to load a model.
 #[derive(Debug, Clone, Default)]
@@ -136,13 +139,28 @@ impl Net {
 pub struct Surveyed {
     pub config: Config,
     pub checkpoint: Checkpoint,
+    /// Where the routed experts lie in `files`: the checkpoint's, or its pack's.
     pub experts: ExpertMap,
+    pub files: Vec<PathBuf>,
+    /// The pack's directory, if there is one.
+    pub pack: Option<PathBuf>,
     pub shape: Shape,
 }
 
 impl Surveyed {
-    /// Reads the headers and a few small tensors; checks every name and shape.
+    /// As [`Surveyed::unpacked`]; the experts are those of the checkpoint's pack if it has one.
     pub fn new(dir: &Path, options: &Options) -> Result<Self, ModelError> {
+        let mut found = Self::unpacked(dir, options)?;
+        if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
+            tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
+            found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
+            (found.experts, found.files, found.pack) = (pack.map, pack.files, Some(pack.dir));
+        }
+        Ok(found)
+    }
+
+    /// Reads the headers and a few small tensors; checks every name and shape.
+    pub fn unpacked(dir: &Path, options: &Options) -> Result<Self, ModelError> {
         let mut config = Config::read(dir)?;
         if let (Some(wanted), FfnShape::Moe { k, .. }) = (options.experts_per_token, &mut config.ffn) {
             if wanted < 1 || wanted > *k {
@@ -157,10 +175,10 @@ impl Surveyed {
         let (net, layers) = Net::load(&mut trunk, &config, &compute)?;
         let len = trunk.len() as u64;
         checkpoint.finish()?;
-        let experts = ExpertMap { layers };
+        let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
         let gathered = if net.head.is_some() { table_bytes(&net.embed) } else { 0 };
         let shape = shape(&config, len, gathered, &experts);
-        Ok(Self { config, checkpoint, experts, shape })
+        Ok(Self { config, checkpoint, experts, files, pack: None, shape })
     }
 }
 
@@ -204,7 +222,7 @@ impl Qwen {
         metrics: &Arc<Metrics>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
-        let Surveyed { config, checkpoint, experts, shape } = Surveyed::new(dir, options)?;
+        let Surveyed { config, checkpoint, experts, files, shape, .. } = Surveyed::new(dir, options)?;
         let plan = Plan::new(&shape, &Limits::here(None), &options.wishes)?;
         let threads = options.threads.unwrap_or_else(device::os::physical_cores);
         let compute = Compute::cpu(threads, options.math);
@@ -216,7 +234,7 @@ impl Qwen {
             let StoreOptions { io, threads, prefetch, warm, trace } = options.store.clone();
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
             let options = store::Options { slots: plan.slots, io, threads, prefetch, warm, trace };
-            let store = Store::open(checkpoint.index.files.clone(), experts, options, metrics.clone())?;
+            let store = Store::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)
         };
@@ -307,7 +325,7 @@ impl Ffn {
 /// Where the list of a checkpoint's hot experts is kept between runs.
 fn hot_list(index: &Index) -> Option<store::Warm> {
     let identity = index.identity();
-    let file = device::os::cache_dir()?.join("moestro").join("hot").join(format!("{identity}.json"));
+    let file = device::os::cache_dir()?.join("hot").join(format!("{identity}.json"));
     Some(store::Warm { file, identity })
 }
 

@@ -126,4 +126,3 @@ fn unit(x: &[f32], scale: f32, y: &mut [f32]) {
 fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
-

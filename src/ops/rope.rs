@@ -79,12 +79,7 @@ impl CustomOp1 for Queries<'_> {
 
 /// Writes rows `[T, KV * D]` to positions `at..at + T` of a cache `[KV, N, D]`; keys (which have a norm) are normed and
 /// turned first.
-pub fn remember(
-    cache: &Tensor,
-    rows: &Tensor,
-    at: usize,
-    key: Option<(HeadNorm<'_>, &Rotation)>,
-) -> Result<()> {
+pub fn remember(cache: &Tensor, rows: &Tensor, at: usize, key: Option<(HeadNorm<'_>, &Rotation)>) -> Result<()> {
     cache.inplace_op2(rows, &Remember { at, key })
 }
 

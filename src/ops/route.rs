@@ -34,11 +34,8 @@ pub fn route(logits: &Tensor, k: usize, renormalise: bool) -> Result<Routes> {
         chosen.sort_unstable_by(before);
         let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let weigh = |id: u32| (row[id as usize] - most).exp();
-        let sum: f32 = if renormalise {
-            chosen.iter().map(|&id| weigh(id)).sum()
-        } else {
-            (0..row.len() as u32).map(weigh).sum()
-        };
+        let sum: f32 =
+            if renormalise { chosen.iter().map(|&id| weigh(id)).sum() } else { (0..row.len() as u32).map(weigh).sum() };
         routes.weights.extend(chosen.iter().map(|&id| weigh(id) / sum));
         routes.ids.extend_from_slice(chosen);
     }
