@@ -25,7 +25,7 @@ const EOS: [u32; 2] = [2040, 2038];
 fn main() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
     let metrics = Metrics::new("bench", "cpu");
-    let model = Qwen::load(&dir, model::Options::default(), metrics.clone()).expect("the demo model");
+    let model = Qwen::load(&dir, &model::Options::default(), &metrics, &mut |_, _| {}).expect("the demo model");
     let options = Options { eos: EOS.into(), ..Options::default() };
     let (engine, _worker) = engine::spawn(model, options, metrics.clone()).expect("a thread");
     let tokenizer = Arc::new(Tokenizer::load(&dir).expect("a tokenizer"));
@@ -36,9 +36,12 @@ fn main() {
         Conversation { messages: &messages, tools: None, kwargs: &Map::new(), add_generation_prompt: true };
     let prompt = template.render(&conversation).expect("a prompt");
     let ids = tokenizer.encode(&prompt).expect("ids");
-    let body = json!({"messages": messages, "temperature": 0, "stream": true}).to_string();
+    let body =
+        json!({"messages": messages, "temperature": 0, "stream": true, "stream_options": {"include_usage": true}});
+    let body = body.to_string();
 
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
     let address = runtime.block_on(serve(engine.clone(), tokenizer, template, metrics));
 
     let (mut alone, mut served) = (Vec::new(), Vec::new());
@@ -48,9 +51,9 @@ fn main() {
     }
     // The first round fills caches.
     let (alone, served) = (median(&mut alone[1..]), median(&mut served[1..]));
-    println!("engine alone    {alone:>10.1?} a token");
-    println!("as a chat stream{served:>10.1?} a token");
-    println!("ratio           {:>10.3}", served.as_secs_f64() / alone.as_secs_f64());
+    println!("engine alone      {alone:>10.1?} a token");
+    println!("as a chat stream  {served:>10.1?} a token");
+    println!("ratio             {:>10.3}", served.as_secs_f64() / alone.as_secs_f64());
 }
 
 async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, metrics: Arc<Metrics>) -> SocketAddr {
@@ -102,20 +105,20 @@ fn stream(address: SocketAddr, body: &str) -> Duration {
     let mut connection = TcpStream::connect(address).expect("a connection");
     let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length:";
     write!(connection, "{head} {}\r\n\r\n{body}", body.len()).expect("a request");
-    let (mut first, mut tokens) = (None, 0);
+    let (mut first, mut last, mut usage) = (None, None, String::new());
     for line in BufReader::new(connection).lines().map_while(Result::ok) {
-        if line.contains("\"reasoning_content\":") || line.contains("\"content\":") {
-            // The role comes with the first token, in a chunk of its own.
-            match first {
-                None => first = Some(Instant::now()),
-                Some(_) => tokens += 1,
-            }
-        }
-        if line == "data: [DONE]" {
+        if line.starts_with("data: {") {
+            // The role comes with the first token.
+            first.get_or_insert_with(Instant::now);
+            usage = line;
+        } else if line == "data: [DONE]" {
+            last = Some(Instant::now());
             break;
         }
     }
-    first.expect("a chunk").elapsed() / tokens
+    let usage: Value = serde_json::from_str(&usage["data: ".len()..]).expect("a chunk");
+    let tokens = usage["usage"]["completion_tokens"].as_u64().expect("a count");
+    (last.expect("an end") - first.expect("a chunk")) / tokens as u32
 }
 
 fn median(times: &mut [Duration]) -> Duration {
