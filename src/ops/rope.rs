@@ -2,7 +2,7 @@
 
 use super::{norm::normalise, simd, view::Rows};
 use crate::device::Compute;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
 /// Cosines and sines of a run of positions, computed once for all layers.
 pub struct Rotation {
