@@ -177,7 +177,7 @@ impl Surveyed {
         checkpoint.finish()?;
         let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
         let gathered = if net.head.is_some() { table_bytes(&net.embed) } else { 0 };
-        let shape = shape(&config, len, gathered, &experts);
+        let shape = shape(&config, options.math, len, gathered, &experts);
         Ok(Self { config, checkpoint, experts, files, pack: None, shape })
     }
 }
@@ -187,7 +187,7 @@ fn table_bytes(table: &Weight) -> u64 {
 }
 
 /// What the plan needs to know of a model.
-fn shape(config: &Config, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
+fn shape(config: &Config, math: Math, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
     let (hidden, d, a) = (config.hidden, &config.delta, &config.attention);
     let (experts, k, intermediate) = match config.ffn {
         FfnShape::Dense { intermediate } => (0, 1, intermediate),
@@ -205,7 +205,7 @@ fn shape(config: &Config, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
         layers: map.layers.len(),
         experts,
         experts_per_token: if experts == 0 { 0 } else { k },
-        kv_per_token: State::kv_bytes(config),
+        kv_per_token: State::kv_bytes(config, math),
         state: State::fixed_bytes(config),
         workspace_per_row: 4 * row as u64,
         workspace_fixed: 8 * config.vocab as u64,
@@ -333,7 +333,7 @@ impl Model for Qwen {
     type State = State;
 
     fn start(&self) -> Result<State, ModelError> {
-        State::new(&self.config, self.plan.context, &self.compute.device)
+        State::new(&self.config, self.plan.context, &self.compute)
     }
 
     fn forward(&mut self, state: &mut State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
