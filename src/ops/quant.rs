@@ -7,6 +7,8 @@
 
 use std::ops::Range;
 
+use super::simd::wide;
+
 /// Largest magnitude of a quantised activation.
 pub const LEVELS: f32 = 32639.0;
 /// Below this maximum a group counts as zero: its reciprocal scale would overflow.
@@ -139,11 +141,7 @@ impl Writer {
                 let q = std::slice::from_raw_parts_mut(self.q.add(at), self.group);
                 let (scale, sum) = quantise(values, q, self.order);
                 let high = std::slice::from_raw_parts_mut(self.high.add(at), self.group);
-                let low = std::slice::from_raw_parts_mut(self.low.add(at), self.group);
-                for ((q, high), low) in q.iter().zip(high).zip(low) {
-                    *low = *q as i8;
-                    *high = ((i32::from(*q) + 128) >> 8) as i8;
-                }
+                split(q, high, std::slice::from_raw_parts_mut(self.low.add(at), self.group));
                 self.scale.add(group).write(scale);
                 self.sum.add(group).write(sum);
             }
@@ -162,41 +160,52 @@ impl Writer {
     }
 }
 
-/// One group: fills `q` and returns scale and scaled sum. A group with a value that is not finite has the scale NaN, so
-/// that the damage shows in every product and nowhere else.
-#[inline(always)]
-pub(super) fn quantise(values: &[f32], q: &mut [i16], order: Order) -> (f32, f32) {
-    // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
-    let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
-    let most = f32::from_bits(most);
-    if !(TINY..=f32::MAX).contains(&most) {
-        q.fill(0);
-        return if most.is_finite() { (0.0, 0.0) } else { (f32::NAN, f32::NAN) };
-    }
-    let inverse = LEVELS / most;
-    let scale = most / LEVELS;
-    let round = |value: f32| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-    let mut sum = 0i32;
-    match order {
-        Order::Natural => {
-            for (value, q) in values.iter().zip(q.iter_mut()) {
-                let rounded = round(*value);
-                sum += rounded;
-                *q = rounded as i16;
-            }
+wide! {
+    /// One group: fills `q` and returns scale and scaled sum. A group with a value that is not finite has the scale NaN, so
+    /// that the damage shows in every product and nowhere else.
+    pub(super) fn quantise(values: &[f32], q: &mut [i16], order: Order) -> (f32, f32) {
+        // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
+        let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
+        let most = f32::from_bits(most);
+        if !(TINY..=f32::MAX).contains(&most) {
+            q.fill(0);
+            return if most.is_finite() { (0.0, 0.0) } else { (f32::NAN, f32::NAN) };
         }
-        Order::Nibbles => {
-            let unit = Order::unit(values.len());
-            for (values, q) in values.chunks_exact(unit).zip(q.chunks_exact_mut(unit)) {
-                let (even, odd) = q.split_at_mut(unit / 2);
-                for ((pair, even), odd) in values.chunks_exact(2).zip(even).zip(odd) {
-                    let (a, b) = (round(pair[0]), round(pair[1]));
-                    sum += a + b;
-                    *even = a as i16;
-                    *odd = b as i16;
+        let inverse = LEVELS / most;
+        let scale = most / LEVELS;
+        let round = |value: f32| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+        let mut sum = 0i32;
+        match order {
+            Order::Natural => {
+                for (value, q) in values.iter().zip(q.iter_mut()) {
+                    let rounded = round(*value);
+                    sum += rounded;
+                    *q = rounded as i16;
+                }
+            }
+            Order::Nibbles => {
+                let unit = Order::unit(values.len());
+                for (values, q) in values.chunks_exact(unit).zip(q.chunks_exact_mut(unit)) {
+                    let (even, odd) = q.split_at_mut(unit / 2);
+                    for ((pair, even), odd) in values.chunks_exact(2).zip(even).zip(odd) {
+                        let (a, b) = (round(pair[0]), round(pair[1]));
+                        sum += a + b;
+                        *even = a as i16;
+                        *odd = b as i16;
+                    }
                 }
             }
         }
+        (scale, scale * sum as f32)
     }
-    (scale, scale * sum as f32)
+}
+
+wide! {
+    /// Both digits of every value.
+    fn split(q: &[i16], high: &mut [i8], low: &mut [i8]) {
+        for ((q, high), low) in q.iter().zip(high).zip(low) {
+            *low = *q as i8;
+            *high = ((i32::from(*q) + 128) >> 8) as i8;
+        }
+    }
 }

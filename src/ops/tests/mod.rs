@@ -9,6 +9,7 @@ use super::{
 use crate::device::{Compute, Math, Span};
 
 mod attention;
+mod delta;
 
 const AFFINE: Codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 
