@@ -24,12 +24,7 @@ pub struct DeltaNet {
 
 impl DeltaNet {
     /// Loads the layer whose tensors start with `prefix`.
-    pub fn load(
-        trunk: &mut Trunk<'_>,
-        prefix: &str,
-        config: &Config,
-        compute: &Compute,
-    ) -> Result<Self, ModelError> {
+    pub fn load(trunk: &mut Trunk<'_>, prefix: &str, config: &Config, compute: &Compute) -> Result<Self, ModelError> {
         let (hidden, d) = (config.hidden, &config.delta);
         let path = |name: &str| format!("{prefix}linear_attn.{name}");
         let from = trunk.from;

@@ -17,7 +17,7 @@ use crate::{
     device::Compute,
     error::ModelError,
     ops::{self, Assignment, ExpertView, Job, Routes, Weight, WeightView},
-    store::{Landed, PIECES, Phase, Piece, Store},
+    store::{Choice, Landed, PIECES, Phase, Piece, Store},
 };
 use candle_core::{DType, Tensor};
 
@@ -101,12 +101,14 @@ impl Moe {
         })
     }
 
-    /// The experts that each row of `x` (`[T, hidden]`, normed) visits, and the shared expert's gate (`[T]`).
-    pub fn route(&self, compute: &Compute, x: &Tensor) -> Result<(Routes, Tensor), ModelError> {
+    /// The experts that each row of `x` (`[T, hidden]`, normed) visits, the shared expert's gate (`[T]`), and the logits of
+    /// all experts (`[T, experts]`).
+    pub fn route(&self, compute: &Compute, x: &Tensor) -> Result<(Routes, Tensor, Tensor), ModelError> {
         let scores = ops::linear(compute, x, &[&self.router, &self.shared_gate])?;
-        let routes = ops::route(&scores.narrow(1, 0, self.router.rows)?, self.k, self.renormalise)?;
+        let logits = scores.narrow(1, 0, self.router.rows)?;
+        let routes = ops::route(&logits, self.k, self.renormalise)?;
         let gate = candle_nn::ops::sigmoid(&scores.narrow(1, self.router.rows, 1)?.contiguous()?)?;
-        Ok((routes, gate.flatten_all()?))
+        Ok((routes, gate.flatten_all()?, logits))
     }
 
     /// `x` is `[T, hidden]`. `next` is the following layer's mixture, whose experts are predicted and read ahead.
@@ -118,17 +120,20 @@ impl Moe {
         next: Option<&Moe>,
     ) -> Result<(Tensor, Routes), ModelError> {
         let (tokens, hidden) = x.dims2()?;
-        let (routes, gate) = self.route(compute, x)?;
+        let (routes, gate, logits) = self.route(compute, x)?;
         let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
         let (ids, rows) = group(&routes);
-        store.note(self.layer, tokens, routes.ids.iter().copied().zip(routes.weights.iter().copied()));
+        if !store.is_resident() {
+            let logits = logits.flatten_all()?.to_vec1()?;
+            store.note(self.layer, Choice { ids: &routes.ids, k: routes.k, logits: &logits });
+        }
         let mut routed = store.route(self.layer, &ids, phase)?;
         if let Some(next) = next
             && phase == Phase::Decode
             && store.wants_prediction()
         {
             // The next layer's router on this layer's input: a guess, read only when nothing better is to be done.
-            let (guess, _) = next.route(compute, x)?;
+            let (guess, ..) = next.route(compute, x)?;
             store.read_ahead(next.layer, &guess.ids);
         }
 
@@ -203,7 +208,8 @@ fn find_experts(
         let stack = |layout: Layout| Stack { layout, gains: vec![1.0; experts] };
         return Ok(([stack(half.clone()), stack(half), stack(down)], pieces));
     }
-    let names = [("gate_proj", intermediate, hidden), ("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)];
+    let names =
+        [("gate_proj", intermediate, hidden), ("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)];
     if from.find(&format!("{mlp}experts.0.gate_proj.weight")).is_some() {
         let mut pieces = Vec::with_capacity(experts);
         let mut first: Option<[Stack; 3]> = None;
@@ -214,9 +220,8 @@ fn find_experts(
             }
             let Ok(layouts) = <[Layout; 3]>::try_from(layouts) else { continue };
             pieces.push(checkpoint::expert(std::array::from_fn(|index| checkpoint::pieces(&layouts[index], 0))));
-            let stacks = first.get_or_insert_with(|| {
-                layouts.clone().map(|layout| Stack { layout, gains: vec![1.0; experts] })
-            });
+            let stacks =
+                first.get_or_insert_with(|| layouts.clone().map(|layout| Stack { layout, gains: vec![1.0; experts] }));
             for (stack, layout) in stacks.iter().zip(&layouts) {
                 if stack.layout.codes != layout.codes {
                     return Err(ModelError::Config(format!("{mlp}experts.{expert} is not stored like expert 0")));

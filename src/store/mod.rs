@@ -21,6 +21,7 @@ pub mod synth;
 mod trace;
 pub mod warm;
 
+pub use heat::Choice;
 pub use layout::{ExpertMap, PIECES, Piece};
 pub use prefetch::Prefetch;
 pub use probe::Io;
@@ -228,11 +229,14 @@ impl Store {
         }
     }
 
-    /// Says how many of `tokens` tokens wanted each expert of `layer`, before routing it. Without this a decode route
+    /// Says what the router made of the tokens that [`Store::route`] will be called for next. Without this a decode route
     /// counts each of its experts once, and a prefill route teaches nothing.
-    pub fn note(&self, layer: usize, tokens: usize, wanted: impl Iterator<Item = (u32, f32)>) {
+    pub fn note(&self, layer: usize, choice: Choice<'_>) {
+        if self.resident {
+            return;
+        }
         let mut state = self.state.borrow_mut();
-        state.heat.visit(layer, tokens, wanted);
+        state.heat.visit(layer, choice);
         state.noted = Some(layer);
     }
 
