@@ -224,6 +224,16 @@ impl Qwen {
     ) -> Result<Self, ModelError> {
         let Surveyed { config, checkpoint, experts, files, shape, .. } = Surveyed::new(dir, options)?;
         let plan = Plan::new(&shape, &Limits::here(None), &options.wishes)?;
+        for (gauge, bytes) in [
+            (&metrics.memory_limit_bytes, plan.limit),
+            (&metrics.memory_trunk, plan.trunk),
+            (&metrics.memory_experts, plan.experts),
+            (&metrics.memory_kv, plan.kv),
+            (&metrics.memory_state, plan.state),
+            (&metrics.memory_workspace, plan.workspace),
+        ] {
+            gauge.set(bytes as i64);
+        }
         let threads = options.threads.unwrap_or_else(device::os::physical_cores);
         let compute = Compute::cpu(threads, options.math);
         let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
