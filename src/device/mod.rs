@@ -1,12 +1,14 @@
 //! What the machine is: memory that CPU and GPU both see, compute threads, files. The only `cfg(target_os)`.
 
+mod bandwidth;
 mod file;
 mod memory;
 pub mod os;
 mod threads;
 
+pub use bandwidth::memory_bandwidth;
 pub use file::{Access, File, MAX_BLOCK, disk_bytes};
-pub use memory::{Slab, Span};
+pub use memory::{Filling, Slab, Span};
 pub use threads::Threads;
 
 use std::sync::Arc;
