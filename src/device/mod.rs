@@ -1,8 +1,10 @@
 //! What the machine is: memory that CPU and GPU both see, compute threads, files. The only `cfg(target_os)`.
 
+mod dispatch;
 mod memory;
 mod threads;
 
+pub use dispatch::{Access, Binding, Dispatch, Region};
 pub use memory::{Slab, Span};
 pub use threads::Threads;
 
