@@ -1,1 +1,236 @@
-//! What was asked for, checked.
+//! What was asked for, checked. `cli` says what was typed; from here on nobody sees a raw option.
+
+pub mod generation;
+pub mod parse;
+
+pub use generation::Generation;
+
+use crate::cli;
+use std::{
+    env,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// Where to compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Device {
+    /// Metal where there is one, else the CPU.
+    #[default]
+    Auto,
+    Cpu,
+    Metal,
+}
+
+/// A choice that can be left to the program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Switch {
+    #[default]
+    Auto,
+    On,
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum OnOff {
+    On,
+    Off,
+}
+
+/// How experts are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum ExpertIo {
+    /// Direct, unless buffered measures clearly faster.
+    #[default]
+    Auto,
+    /// Past the page cache.
+    Direct,
+    /// Through the page cache.
+    Buffered,
+}
+
+/// Which model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// The one in the binary.
+    Demo,
+    Directory(PathBuf),
+    /// `org/name` on the Hugging Face hub.
+    Hub(String),
+}
+
+impl Source {
+    /// What is there is a directory; what is not, but reads as `org/name`, is a hub id.
+    pub fn new(typed: Option<&str>) -> Self {
+        let Some(typed) = typed else { return Source::Demo };
+        let path = expand(typed);
+        if !path.exists() && is_hub_id(typed) { Source::Hub(typed.into()) } else { Source::Directory(path) }
+    }
+}
+
+/// `~` and `~/...` as a shell would; a variable or a quoted word has not been through one.
+fn expand(typed: &str) -> PathBuf {
+    let rest = match typed.strip_prefix('~') {
+        Some(rest) if rest.is_empty() || rest.starts_with('/') => rest.trim_start_matches('/'),
+        _ => return typed.into(),
+    };
+    env::home_dir().map_or_else(|| typed.into(), |home| home.join(rest))
+}
+
+fn is_hub_id(typed: &str) -> bool {
+    let word = |word: &str| {
+        word.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && word.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+    };
+    typed.split_once('/').is_some_and(|(org, name)| word(org) && word(name))
+}
+
+/// How to load the model. `None` is for the plan to choose.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Load {
+    pub device: Device,
+    pub threads: Option<usize>,
+    /// Bytes.
+    pub memory_limit: Option<u64>,
+    pub stream_experts: Switch,
+    pub expert_io: ExpertIo,
+    pub io_threads: usize,
+    pub prefetch: Switch,
+    pub experts_per_token: Option<usize>,
+    pub context: Option<usize>,
+    pub chunk: Option<usize>,
+}
+
+impl Load {
+    /// Fails with a sentence if `SWIFTLM_TOP_K` is no number.
+    pub fn new(typed: cli::Load) -> Result<Self, String> {
+        let swiftlm = env::var("SWIFTLM_TOP_K").ok();
+        Ok(Self {
+            device: typed.device,
+            threads: typed.threads,
+            memory_limit: typed.memory_limit,
+            stream_experts: typed.stream_experts,
+            expert_io: typed.expert_io,
+            io_threads: typed.io_threads,
+            prefetch: typed.prefetch,
+            experts_per_token: experts_per_token(typed.experts_per_token, swiftlm.as_deref())?,
+            context: typed.ctx_size,
+            chunk: typed.prefill_chunk,
+        })
+    }
+}
+
+fn experts_per_token(typed: Option<usize>, swiftlm: Option<&str>) -> Result<Option<usize>, String> {
+    match swiftlm {
+        Some(text) if typed.is_none() && !text.is_empty() => {
+            parse::count(text).map(Some).map_err(|why| format!("invalid value '{text}' for SWIFTLM_TOP_K: {why}"))
+        }
+        _ => Ok(typed),
+    }
+}
+
+/// `moestro serve`.
+#[derive(Debug, Clone)]
+pub struct Serve {
+    pub model: Source,
+    pub host: String,
+    pub port: u16,
+    pub api_key: Option<String>,
+    pub cors: Option<String>,
+    pub max_queue: usize,
+    pub request_timeout: Option<Duration>,
+    pub load: Load,
+    pub generation: Generation,
+    /// Whether the model reasons, where a request does not say.
+    pub thinking: Option<bool>,
+}
+
+impl Serve {
+    pub fn new(typed: cli::Serve) -> Result<Self, String> {
+        Ok(Self {
+            model: Source::new(typed.model.model.as_deref()),
+            host: typed.host,
+            port: typed.port,
+            api_key: typed.api_key,
+            cors: typed.cors,
+            max_queue: typed.max_queue,
+            request_timeout: typed.request_timeout,
+            load: Load::new(typed.load)?,
+            thinking: thinking(&typed.sampling),
+            generation: Generation::typed(&typed.sampling),
+        })
+    }
+}
+
+/// `moestro generate`.
+#[derive(Debug, Clone)]
+pub struct Generate {
+    pub model: Source,
+    pub prompt: String,
+    pub max_tokens: Option<usize>,
+    pub seed: Option<u64>,
+    pub load: Load,
+    pub generation: Generation,
+    pub thinking: Option<bool>,
+}
+
+impl Generate {
+    pub fn new(typed: cli::Generate) -> Result<Self, String> {
+        Ok(Self {
+            model: Source::new(typed.model.model.as_deref()),
+            prompt: typed.prompt,
+            max_tokens: typed.max_tokens,
+            seed: typed.seed,
+            load: Load::new(typed.load)?,
+            thinking: thinking(&typed.sampling),
+            generation: Generation::typed(&typed.sampling),
+        })
+    }
+}
+
+fn thinking(typed: &cli::Sampling) -> Option<bool> {
+    typed.thinking.map(|thinking| thinking == OnOff::On)
+}
+
+/// What a checkpoint is called: its directory's name.
+pub fn name(dir: &Path) -> String {
+    let whole = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
+    whole.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_a_directory_or_a_hub_id_or_the_demo() {
+        let here = tempfile::tempdir().unwrap();
+        let path = here.path().to_str().unwrap();
+        assert_eq!(Source::new(None), Source::Demo);
+        assert_eq!(Source::new(Some(path)), Source::Directory(path.into()));
+        assert_eq!(Source::new(Some("mlx-community/Qwen3.5-4bit")), Source::Hub("mlx-community/Qwen3.5-4bit".into()));
+        // An existing directory comes first, and what cannot be an id stays a path, to be missed as one.
+        assert_eq!(Source::new(Some("src/engine")), Source::Directory("src/engine".into()));
+        for path in ["./no/where", "/no/where", "nowhere", "a/b/c", "../models/x", "a/", "org/na me"] {
+            assert_eq!(Source::new(Some(path)), Source::Directory(path.into()));
+        }
+    }
+
+    #[test]
+    fn a_tilde_is_home() {
+        let home = env::home_dir().unwrap();
+        assert_eq!(expand("~/models/x"), home.join("models/x"));
+        assert_eq!(expand("~"), home);
+        assert_eq!(expand("~other/x"), PathBuf::from("~other/x"));
+        assert_eq!(expand("/a/~"), PathBuf::from("/a/~"));
+    }
+
+    #[test]
+    fn swiftlm_top_k_is_honoured_where_nothing_else_is_said() {
+        assert_eq!(experts_per_token(None, Some("6")), Ok(Some(6)));
+        assert_eq!(experts_per_token(Some(4), Some("6")), Ok(Some(4)));
+        assert_eq!(experts_per_token(Some(4), Some("x")), Ok(Some(4)));
+        assert_eq!(experts_per_token(None, Some("")), Ok(None));
+        assert!(experts_per_token(None, Some("six")).unwrap_err().contains("SWIFTLM_TOP_K"));
+    }
+}

@@ -60,8 +60,54 @@ pub enum EngineError {
     Draining,
     #[error("the request exceeded its time limit")]
     TimedOut,
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    #[error("the prompt has {prompt} tokens, the context {context}")]
+    PromptTooLong { prompt: usize, context: usize },
+    /// Every logit is NaN or negative infinity: the checkpoint or a kernel is broken.
+    #[error("the model's logits are not numbers")]
+    NoLogits,
+    /// A bug. The state is thrown away, the engine goes on.
+    #[error("the model panicked: {0}")]
+    Panicked(String),
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error("the engine stopped")]
     Stopped,
+}
+
+/// Why a command ended: one line on the terminal.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// What was typed makes no sense.
+    #[error("{0}")]
+    Usage(String),
+    #[error("no such directory: {}", .0.display())]
+    NoSuchDirectory(PathBuf),
+    #[error("port {port} of {host} is in use; --port takes another one, --port 0 any that is free")]
+    PortInUse { host: String, port: u16 },
+    #[error("{what}: {source}")]
+    Io { what: String, source: io::Error },
+    #[error(transparent)]
+    Chat(#[from] ChatError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// A second Ctrl-C or SIGTERM.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+impl CommandError {
+    /// As shells expect it: 2 is a usage error, 130 an interruption, 1 everything else.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            CommandError::Usage(_) => 2,
+            CommandError::Interrupted => 130,
+            _ => 1,
+        }
+    }
 }

@@ -16,10 +16,16 @@
 //! * [`config`] says what was asked for, checked; [`plan`] what it costs in memory; [`metrics`] and [`error`] are leaves
 //!   that every room may use.
 //!
+//! * [`cli`] says what was typed, [`command`] has one file for each subcommand and sits on top of everything, with
+//!   `main.rs`; [`demo`] is the model inside the binary.
+//!
 //! A request's way: `ChatRequest -> String -> ids -> Request -> logits -> Event -> delta -> SSE frame`.
 
 pub mod chat;
+pub mod cli;
+pub mod command;
 pub mod config;
+pub mod demo;
 pub mod device;
 pub mod engine;
 pub mod error;

@@ -1,1 +1,299 @@
-//! Every metric, named once.
+//! Every metric, named once. Rooms hold an `Arc<Metrics>` and count at the event itself; `GET /metrics` renders it.
+//!
+//! Labelled metrics are resolved to their children here, so that counting on a hot path is one atomic addition. Units
+//! are base units (seconds, bytes), as Prometheus wants them; `process_*` comes from the crate's own collector, which
+//! reads `/proc` and therefore exists on Linux only.
+
+use prometheus::{
+    Counter, Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    TextEncoder,
+};
+use std::sync::Arc;
+
+/// The content type of [`Metrics::render`].
+pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// From the first token of the smallest model to a long prompt streamed from a disk.
+const FIRST_TOKEN: &[f64] =
+    &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
+const INTER_TOKEN: &[f64] =
+    &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0];
+const REQUEST: &[f64] =
+    &[0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0];
+const QUEUE: &[f64] = &[0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
+/// One expert is half a megabyte to ten: tens of microseconds from the page cache, milliseconds from a disk.
+const READ: &[f64] =
+    &[25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0];
+
+/// All of it. Fields are named after the metric, followed by the values of their labels.
+pub struct Metrics {
+    registry: Registry,
+
+    /// Finished requests by `endpoint` (the route's path) and `status`; [`Metrics::request`] adds to it.
+    pub requests: IntCounterVec,
+    pub requests_running: IntGauge,
+    pub requests_queued: IntGauge,
+    /// Prompt tokens that went through the model.
+    pub prompt_tokens_computed: IntCounter,
+    /// Prompt tokens whose state was still there.
+    pub prompt_tokens_cached: IntCounter,
+    pub generated_tokens: IntCounter,
+    /// From the arrival in the queue to the first generated token.
+    pub time_to_first_token_seconds: Histogram,
+    /// Between two generated tokens of one request.
+    pub inter_token_seconds: Histogram,
+    /// From the request's head to the last byte of the answer.
+    pub request_seconds: Histogram,
+    /// From the arrival in the queue to the start of the prefill.
+    pub queue_seconds: Histogram,
+
+    /// Routed experts found in a slot.
+    pub lookups_prefill_hit: IntCounter,
+    /// Routed experts that had to be read.
+    pub lookups_prefill_miss: IntCounter,
+    /// Routed experts found in a slot, or on their way to one, because a prefetch had asked for them.
+    pub lookups_prefill_prefetched: IntCounter,
+    pub lookups_decode_hit: IntCounter,
+    pub lookups_decode_miss: IntCounter,
+    pub lookups_decode_prefetched: IntCounter,
+    pub expert_evictions: IntCounter,
+    pub expert_slots: IntGauge,
+    pub expert_slots_used: IntGauge,
+    /// Prefetched experts that a route asked for afterwards.
+    pub prefetches_used: IntCounter,
+    /// Prefetched experts that were evicted unused.
+    pub prefetches_wasted: IntCounter,
+
+    /// Reads asked of the operating system.
+    pub ssd_reads: IntCounter,
+    /// Bytes those reads returned, from the disk or from the page cache.
+    pub ssd_read_bytes: IntCounter,
+    /// Bytes that the disk delivered, as the operating system counts them.
+    pub ssd_disk_bytes: IntCounter,
+    /// Time of one read.
+    pub ssd_read_seconds: Histogram,
+    /// Time in which the model had nothing to compute for want of an expert.
+    pub ssd_stall_seconds: Counter,
+    pub ssd_errors: IntCounter,
+
+    pub memory_trunk: IntGauge,
+    pub memory_experts: IntGauge,
+    pub memory_kv: IntGauge,
+    pub memory_state: IntGauge,
+    pub memory_workspace: IntGauge,
+    pub memory_prompt_cache: IntGauge,
+    pub memory_limit_bytes: IntGauge,
+}
+
+impl Metrics {
+    /// A registry of its own, so that two servers in one process (tests) do not share counts. `device` is `cpu` or
+    /// `metal`.
+    pub fn new(version: &str, device: &str) -> Arc<Self> {
+        let registry = Registry::new();
+        let r = &registry;
+
+        let prompt =
+            counters(r, "moestro_prompt_tokens_total", "Prompt tokens by where their state came from", &["source"]);
+        let lookups = counters(
+            r,
+            "moestro_expert_lookups_total",
+            "Routed experts by phase and by whether they were in memory",
+            &["phase", "result"],
+        );
+        let prefetches =
+            counters(r, "moestro_expert_prefetches_total", "Prefetched experts by what became of them", &["outcome"]);
+        let memory = gauges(r, "moestro_memory_bytes", "Memory held, by kind", &["kind"]);
+        gauges(r, "moestro_build_info", "Always 1; the labels say what is running", &["version", "device"])
+            .with_label_values(&[version, device])
+            .set(1);
+        #[cfg(target_os = "linux")]
+        r.register(Box::new(prometheus::process_collector::ProcessCollector::for_self())).expect("registered once");
+
+        Arc::new(Self {
+            requests: counters(
+                r,
+                "moestro_requests_total",
+                "Finished HTTP requests by endpoint and status",
+                &["endpoint", "status"],
+            ),
+            requests_running: gauge(r, "moestro_requests_running", "Requests the model is working on"),
+            requests_queued: gauge(r, "moestro_requests_queued", "Requests waiting for the model"),
+            prompt_tokens_computed: prompt.with_label_values(&["computed"]),
+            prompt_tokens_cached: prompt.with_label_values(&["cached"]),
+            generated_tokens: counter(r, "moestro_generated_tokens_total", "Generated tokens"),
+            time_to_first_token_seconds: histogram(
+                r,
+                "moestro_time_to_first_token_seconds",
+                "From the arrival in the queue to the first generated token",
+                FIRST_TOKEN,
+            ),
+            inter_token_seconds: histogram(
+                r,
+                "moestro_inter_token_seconds",
+                "Between two generated tokens of one request",
+                INTER_TOKEN,
+            ),
+            request_seconds: histogram(
+                r,
+                "moestro_request_seconds",
+                "From the head of a generation request to the last byte of its answer",
+                REQUEST,
+            ),
+            queue_seconds: histogram(
+                r,
+                "moestro_queue_seconds",
+                "From the arrival in the queue to the start of the prefill",
+                QUEUE,
+            ),
+
+            lookups_prefill_hit: lookups.with_label_values(&["prefill", "hit"]),
+            lookups_prefill_miss: lookups.with_label_values(&["prefill", "miss"]),
+            lookups_prefill_prefetched: lookups.with_label_values(&["prefill", "prefetched"]),
+            lookups_decode_hit: lookups.with_label_values(&["decode", "hit"]),
+            lookups_decode_miss: lookups.with_label_values(&["decode", "miss"]),
+            lookups_decode_prefetched: lookups.with_label_values(&["decode", "prefetched"]),
+            expert_evictions: counter(r, "moestro_expert_evictions_total", "Experts that gave up their slot"),
+            expert_slots: gauge(r, "moestro_expert_slots", "Slots for experts"),
+            expert_slots_used: gauge(r, "moestro_expert_slots_used", "Slots that hold an expert"),
+            prefetches_used: prefetches.with_label_values(&["used"]),
+            prefetches_wasted: prefetches.with_label_values(&["wasted"]),
+
+            ssd_reads: counter(r, "moestro_ssd_reads_total", "Reads of experts asked of the operating system"),
+            ssd_read_bytes: counter(
+                r,
+                "moestro_ssd_read_bytes_total",
+                "Bytes those reads returned, from the disk or from the page cache",
+            ),
+            ssd_disk_bytes: counter(
+                r,
+                "moestro_ssd_disk_bytes_total",
+                "Bytes the disk delivered, as the operating system counts them",
+            ),
+            ssd_read_seconds: histogram(r, "moestro_ssd_read_seconds", "Time of one read", READ),
+            ssd_stall_seconds: register(
+                r,
+                Counter::new(
+                    "moestro_ssd_stall_seconds_total",
+                    "Time in which the model had nothing to compute for want of an expert",
+                )
+                .expect("a valid name"),
+            ),
+            ssd_errors: counter(r, "moestro_ssd_errors_total", "Reads that failed or came up short"),
+
+            memory_trunk: memory.with_label_values(&["trunk"]),
+            memory_experts: memory.with_label_values(&["experts"]),
+            memory_kv: memory.with_label_values(&["kv"]),
+            memory_state: memory.with_label_values(&["state"]),
+            memory_workspace: memory.with_label_values(&["workspace"]),
+            memory_prompt_cache: memory.with_label_values(&["prompt_cache"]),
+            memory_limit_bytes: gauge(r, "moestro_memory_limit_bytes", "The memory plan's limit"),
+            registry,
+        })
+    }
+
+    /// Counts one finished request. `endpoint` must come from a fixed set (the router's paths), never from the client.
+    pub fn request(&self, endpoint: &str, status: u16) {
+        self.requests.with_label_values(&[endpoint, &status.to_string()]).inc();
+    }
+
+    /// Prometheus' text format, see [`CONTENT_TYPE`].
+    pub fn render(&self) -> String {
+        let mut out = Vec::with_capacity(16 << 10);
+        // The encoder refuses a metric family without metrics and nothing else; `gather` leaves those out.
+        if let Err(error) = TextEncoder::new().encode(&self.registry.gather(), &mut out) {
+            tracing::error!(%error, "metrics could not be rendered");
+        }
+        String::from_utf8_lossy(&out).into_owned()
+    }
+}
+
+// Names, labels and buckets are the literals above: a mistake in one fails every test that makes a `Metrics`, and no
+// input can cause one. Hence `expect`.
+
+fn register<C: prometheus::core::Collector + Clone + 'static>(registry: &Registry, metric: C) -> C {
+    registry.register(Box::new(metric.clone())).expect("each metric is named once");
+    metric
+}
+
+fn counter(registry: &Registry, name: &str, help: &str) -> IntCounter {
+    register(registry, IntCounter::new(name, help).expect("a valid name"))
+}
+
+fn counters(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
+    register(registry, IntCounterVec::new(Opts::new(name, help), labels).expect("valid labels"))
+}
+
+fn gauge(registry: &Registry, name: &str, help: &str) -> IntGauge {
+    register(registry, IntGauge::new(name, help).expect("a valid name"))
+}
+
+fn gauges(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> IntGaugeVec {
+    register(registry, IntGaugeVec::new(Opts::new(name, help), labels).expect("valid labels"))
+}
+
+fn histogram(registry: &Registry, name: &str, help: &str, buckets: &[f64]) -> Histogram {
+    let opts = HistogramOpts::new(name, help).buckets(buckets.to_vec());
+    register(registry, Histogram::with_opts(opts).expect("ascending buckets"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_metric_of_the_contract_is_there_from_the_start() {
+        let metrics = Metrics::new("1.2.3", "cpu");
+        metrics.request("/v1/chat/completions", 200);
+        let text = metrics.render();
+        for line in [
+            "moestro_requests_total{endpoint=\"/v1/chat/completions\",status=\"200\"} 1",
+            "moestro_requests_running 0",
+            "moestro_requests_queued 0",
+            "moestro_prompt_tokens_total{source=\"computed\"} 0",
+            "moestro_prompt_tokens_total{source=\"cached\"} 0",
+            "moestro_generated_tokens_total 0",
+            "moestro_time_to_first_token_seconds_count 0",
+            "moestro_inter_token_seconds_count 0",
+            "moestro_request_seconds_count 0",
+            "moestro_queue_seconds_count 0",
+            "moestro_expert_lookups_total{phase=\"prefill\",result=\"prefetched\"} 0",
+            "moestro_expert_lookups_total{phase=\"decode\",result=\"hit\"} 0",
+            "moestro_expert_evictions_total 0",
+            "moestro_expert_slots 0",
+            "moestro_expert_slots_used 0",
+            "moestro_expert_prefetches_total{outcome=\"used\"} 0",
+            "moestro_expert_prefetches_total{outcome=\"wasted\"} 0",
+            "moestro_ssd_reads_total 0",
+            "moestro_ssd_read_bytes_total 0",
+            "moestro_ssd_disk_bytes_total 0",
+            "moestro_ssd_read_seconds_count 0",
+            "moestro_ssd_stall_seconds_total 0",
+            "moestro_ssd_errors_total 0",
+            "moestro_memory_bytes{kind=\"prompt_cache\"} 0",
+            "moestro_memory_limit_bytes 0",
+            "moestro_build_info{device=\"cpu\",version=\"1.2.3\"} 1",
+        ] {
+            assert!(text.lines().any(|l| l == line), "{line} is missing from\n{text}");
+        }
+    }
+
+    #[test]
+    fn two_servers_in_one_process_count_apart() {
+        let (a, b) = (Metrics::new("0", "cpu"), Metrics::new("0", "cpu"));
+        a.lookups_decode_hit.inc_by(3);
+        a.inter_token_seconds.observe(0.012);
+        assert!(a.render().contains("moestro_expert_lookups_total{phase=\"decode\",result=\"hit\"} 3"));
+        assert!(a.render().contains("moestro_inter_token_seconds_bucket{le=\"0.02\"} 1"));
+        assert!(a.render().contains("moestro_inter_token_seconds_bucket{le=\"0.01\"} 0"));
+        assert!(b.render().contains("moestro_expert_lookups_total{phase=\"decode\",result=\"hit\"} 0"));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn the_process_reports_itself() {
+        let text = Metrics::new("0", "cpu").render();
+        for name in ["process_resident_memory_bytes", "process_open_fds", "process_cpu_seconds_total"] {
+            assert!(text.contains(name), "{name} is missing");
+        }
+    }
+}

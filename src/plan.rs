@@ -1,1 +1,357 @@
-//! The memory plan.
+//! The memory plan: what goes into memory under the limit, and how many experts stay there.
+//!
+//! A pure function from a model's [`Shape`], the machine's [`Limits`] and the user's [`Wishes`] to a [`Plan`]:
+//!
+//! ```text
+//! limit = process + trunk + state + KV(context) + workspace(chunk) + prompt cache + slots
+//! ```
+//!
+//! Defaults: the context starts at 4096 tokens, the prefill chunk at 256 rows, the slots at one token's working set
+//! (layers x experts per token); if these do not fit, the plan is refused with the sum. Of what is then left, 1/16 goes
+//! to the context (up to 32768 tokens), 1/32 to the chunk (up to 2048 rows), 1/32 to the prompt cache (up to 1 GiB), and
+//! the rest to slots, until every expert has one. Only then the context grows on, up to the model's own. So a higher
+//! limit never means fewer slots, a shorter context or a smaller chunk. What the user sets is taken as it is.
+
+mod estimate;
+
+pub use estimate::{Bandwidth, Estimate, HIT_RATES, estimate};
+
+use crate::{device::os, error::ModelError};
+use serde::Serialize;
+use std::{fmt, str::FromStr};
+
+/// Context by default where memory is short, and the most it takes while experts still lack slots (tokens).
+const CONTEXT: [u64; 2] = [4096, 32768];
+/// The same for the prefill chunk (rows).
+const CHUNK: [u64; 2] = [256, 2048];
+/// The most the prompt cache takes by default (bytes).
+const PROMPT_CACHE: u64 = 1 << 30;
+/// The limit where neither the user nor the system gives one (bytes).
+const FALLBACK: u64 = 4 << 30;
+
+/// What a model asks of memory. Bytes unless said otherwise.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Shape {
+    /// Everything but the routed experts.
+    pub trunk: u64,
+    /// The part of `trunk` of which a token reads only one row: the embedding (0 if the head shares it).
+    pub gathered: u64,
+    /// One routed expert as the checkpoint stores it: what a miss reads.
+    pub expert: u64,
+    /// One slot: an expert with its alignment.
+    pub slot: u64,
+    /// Layers with routed experts (0 for a dense model).
+    pub layers: usize,
+    /// Experts in each of them.
+    pub experts: usize,
+    /// Experts a token is routed to in each layer, after `--experts-per-token`.
+    pub experts_per_token: usize,
+    /// Keys and values of one token, all layers.
+    pub kv_per_token: u64,
+    /// Delta-net and convolution state of one sequence, all layers.
+    pub state: u64,
+    /// Activations of one row of a prefill chunk.
+    pub workspace_per_row: u64,
+    /// Activations that do not depend on the chunk: logits, score buffers.
+    pub workspace_fixed: u64,
+    /// The longest context the model was made for (tokens).
+    pub context: usize,
+}
+
+impl Shape {
+    /// Experts in all layers together: as many slots as there can be use for.
+    pub fn total_experts(&self) -> u64 {
+        self.layers as u64 * self.experts as u64
+    }
+
+    /// Experts one token needs: the fewest slots that a plan may have.
+    pub fn working_set(&self) -> u64 {
+        self.layers as u64 * self.experts_per_token as u64
+    }
+
+    /// All weights.
+    pub fn weights(&self) -> u64 {
+        self.trunk + self.total_experts() * self.expert
+    }
+}
+
+/// What the machine allows, in bytes; `None` where the system does not say.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Limits {
+    pub ram: Option<u64>,
+    /// What the GPU recommends as its working set (Metal).
+    pub gpu: Option<u64>,
+    /// The control group's limit.
+    pub cgroup: Option<u64>,
+    /// What this process occupies apart from the plan's other terms: code, tokenizer, threads.
+    pub process: u64,
+}
+
+impl Limits {
+    /// This machine's limits. Call it when the tokenizer is loaded and the weights are not: the memory in use by then,
+    /// and 1/8 and 16 MiB more for what serving adds, is the process's own.
+    pub fn here(gpu: Option<u64>) -> Self {
+        let process = os::resident_memory().unwrap_or(0);
+        let process = process + process / 8 + (16 << 20);
+        Self { ram: os::total_memory(), gpu, cgroup: os::cgroup_limit(), process }
+    }
+
+    /// The limit to plan with: what the user asked for, else 75 % of RAM or the GPU's recommendation if that is less;
+    /// never above RAM or 10/11 of the control group's limit (beyond that the kernel's own use could get us killed).
+    fn choose(&self, asked: Option<u64>) -> (u64, LimitFrom) {
+        let ram = self.ram.map(|ram| (if asked.is_some() { ram } else { ram / 4 * 3 }, LimitFrom::Ram));
+        let gpu = self.gpu.filter(|_| asked.is_none()).map(|gpu| (gpu, LimitFrom::Gpu));
+        let cgroup = self.cgroup.map(|cgroup| ((cgroup as f64 / 1.1) as u64, LimitFrom::Cgroup));
+        let asked = asked.map(|asked| (asked, LimitFrom::Asked));
+        let candidates = [asked, cgroup, ram, gpu].into_iter().flatten();
+        candidates.min_by_key(|&(bytes, _)| bytes).unwrap_or((FALLBACK, LimitFrom::Fallback))
+    }
+}
+
+/// Which of the limits was the least.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LimitFrom {
+    Asked,
+    Ram,
+    Gpu,
+    Cgroup,
+    Fallback,
+}
+
+/// `--stream-experts`: whether experts may live on the SSD.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stream {
+    /// Resident if all fit, else streaming.
+    #[default]
+    Auto,
+    /// Streaming even if all fit.
+    On,
+    /// Resident, or a refusal.
+    Off,
+}
+
+impl FromStr for Stream {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Stream::Auto),
+            "on" => Ok(Stream::On),
+            "off" => Ok(Stream::Off),
+            _ => Err(format!("{text:?} is none of auto, on, off")),
+        }
+    }
+}
+
+/// What the user set; `None` is the default described at the top.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Wishes {
+    pub limit: Option<u64>,
+    pub stream: Stream,
+    pub context: Option<usize>,
+    pub chunk: Option<usize>,
+    pub prompt_cache: Option<u64>,
+    /// Buffered expert reads: the page cache serves the experts, so while streaming the slots stay few (two tokens'
+    /// working sets) and the rest of the limit is left to the page cache.
+    pub buffered: bool,
+}
+
+/// Whether experts are read once or as they are asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Strategy {
+    /// Every expert has its slot, filled once, never evicted.
+    Resident,
+    Streaming,
+}
+
+/// What goes into memory: bytes, but for `slots`, `context` (tokens) and `chunk` (rows).
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Plan {
+    pub strategy: Strategy,
+    pub limit: u64,
+    pub limit_from: LimitFrom,
+    pub process: u64,
+    pub trunk: u64,
+    pub kv: u64,
+    pub state: u64,
+    pub workspace: u64,
+    pub prompt_cache: u64,
+    /// The slab of all slots.
+    pub experts: u64,
+    /// Left to the page cache (buffered streaming only).
+    pub page_cache: u64,
+    pub slots: usize,
+    /// The part of all experts that has a slot: 0 to 1.
+    pub residency: f64,
+    /// What the model would take with every expert in memory, over the limit: above 1 it must stream.
+    pub overcommit: f64,
+    pub context: usize,
+    pub chunk: usize,
+}
+
+impl Plan {
+    /// What the plan commits: at most `limit`.
+    pub fn total(&self) -> u64 {
+        self.process + self.trunk + self.kv + self.state + self.workspace + self.prompt_cache + self.experts
+    }
+
+    /// Plans `shape` under `limits` as `wishes` say.
+    ///
+    /// # Errors
+    /// `ModelError::Memory` with the sum in words if not even the smallest working set fits.
+    pub fn new(shape: &Shape, limits: &Limits, wishes: &Wishes) -> Result<Self, ModelError> {
+        let (limit, limit_from) = limits.choose(wishes.limit);
+        let all = shape.total_experts();
+        let kv = Range::new(wishes.context, CONTEXT, shape.context as u64, shape.kv_per_token);
+        let rows = Range::new(wishes.chunk, CHUNK, shape.context as u64, shape.workspace_per_row);
+        let prompt_cache = wishes.prompt_cache.unwrap_or(0);
+        let slots = if wishes.stream == Stream::Off { all } else { shape.working_set().min(all) };
+
+        let fixed = limits.process + shape.trunk + shape.state + shape.workspace_fixed + prompt_cache;
+        let least = fixed + kv.bytes(kv.floor) + rows.bytes(rows.floor) + slots * shape.slot;
+        let Some(spare) = limit.checked_sub(least) else {
+            let asked = Refused { shape, limits, wishes, limit, limit_from, kv, rows, slots, prompt_cache, least };
+            return Err(ModelError::Memory(asked.to_string()));
+        };
+
+        // The shares are of `spare`, not of what rounding leaves of it: so more memory never means less of anything.
+        let kv_share = (spare / 16).min(kv.bytes(kv.short - kv.floor));
+        let rows_share = (spare / 32).min(rows.bytes(rows.short - rows.floor));
+        let cache_share = if wishes.prompt_cache.is_some() { 0 } else { (spare / 32).min(PROMPT_CACHE) };
+        let for_slots = spare - kv_share - rows_share - cache_share;
+        let fit = (slots + for_slots.checked_div(shape.slot).unwrap_or(0)).min(all);
+        let over = if fit == all { for_slots - (fit - slots) * shape.slot } else { 0 };
+        let context = kv.count(kv_share + over, 256);
+        let chunk = rows.count(rows_share, 64);
+
+        let resident = fit == all && wishes.stream != Stream::On;
+        let slots = if wishes.buffered && !resident { fit.min(2 * slots) } else { fit };
+        let mut plan = Self {
+            strategy: if resident { Strategy::Resident } else { Strategy::Streaming },
+            limit,
+            limit_from,
+            process: limits.process,
+            trunk: shape.trunk,
+            kv: kv.bytes(context),
+            state: shape.state,
+            workspace: shape.workspace_fixed + rows.bytes(chunk),
+            prompt_cache: prompt_cache + cache_share,
+            experts: slots * shape.slot,
+            page_cache: 0,
+            slots: slots as usize,
+            residency: if all == 0 { 1.0 } else { slots as f64 / all as f64 },
+            overcommit: 0.0,
+            context: context as usize,
+            chunk: chunk as usize,
+        };
+        let whole = plan.total() - plan.experts + all * shape.slot;
+        plan.overcommit = whole as f64 / limit as f64;
+        if wishes.buffered && !resident {
+            plan.page_cache = limit - plan.total();
+        }
+        Ok(plan)
+    }
+}
+
+/// How many of something (tokens of context, rows of a chunk) a plan may take, and what each costs.
+#[derive(Clone, Copy)]
+struct Range {
+    /// At least so many.
+    floor: u64,
+    /// At most so many while experts lack slots.
+    short: u64,
+    /// At most so many in any case.
+    most: u64,
+    each: u64,
+}
+
+impl Range {
+    fn new(asked: Option<usize>, [floor, short]: [u64; 2], most: u64, each: u64) -> Self {
+        match asked {
+            Some(asked) => Self { floor: asked as u64, short: asked as u64, most: asked as u64, each },
+            None => Self { floor: floor.min(most), short: short.min(most), most, each },
+        }
+    }
+
+    fn bytes(&self, count: u64) -> u64 {
+        count * self.each
+    }
+
+    /// The floor and what `extra` bytes add to it, in steps of `step`.
+    fn count(&self, extra: u64, step: u64) -> u64 {
+        let count = self.floor.saturating_add(extra.checked_div(self.each).unwrap_or(u64::MAX));
+        if count >= self.most { self.most } else { (count - count % step).max(self.floor) }
+    }
+}
+
+/// A number of bytes, for people.
+pub struct Size(pub u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = self.0 as f64;
+        match self.0 {
+            0..0x400 => write!(f, "{} B", self.0),
+            0x400..0x10_0000 => write!(f, "{:.1} KiB", bytes / 1024.0),
+            0x10_0000..0x4000_0000 => write!(f, "{:.1} MiB", bytes / (1u64 << 20) as f64),
+            _ => write!(f, "{:.2} GiB", bytes / (1u64 << 30) as f64),
+        }
+    }
+}
+
+/// Why a plan was refused: the sum, in words.
+struct Refused<'a> {
+    shape: &'a Shape,
+    limits: &'a Limits,
+    wishes: &'a Wishes,
+    limit: u64,
+    limit_from: LimitFrom,
+    kv: Range,
+    rows: Range,
+    slots: u64,
+    prompt_cache: u64,
+    least: u64,
+}
+
+impl fmt::Display for Refused<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let from = match self.limit_from {
+            LimitFrom::Asked => "--memory-limit",
+            LimitFrom::Ram => "this machine's memory",
+            LimitFrom::Gpu => "the GPU's recommended working set",
+            LimitFrom::Cgroup => "the control group's limit",
+            LimitFrom::Fallback => "assumed, as the system does not tell its memory",
+        };
+        let shape = self.shape;
+        write!(f, "the model does not fit in {} ({from}): trunk {}", Size(self.limit), Size(shape.trunk))?;
+        write!(f, " + KV cache for {} tokens {}", self.kv.floor, Size(self.kv.bytes(self.kv.floor)))?;
+        write!(f, " + state {}", Size(shape.state))?;
+        let workspace = shape.workspace_fixed + self.rows.bytes(self.rows.floor);
+        write!(f, " + workspace for chunks of {} tokens {}", self.rows.floor, Size(workspace))?;
+        if self.prompt_cache > 0 {
+            write!(f, " + prompt cache {}", Size(self.prompt_cache))?;
+        }
+        write!(f, " + {} expert slots ({} layers x ", self.slots, shape.layers)?;
+        match self.wishes.stream {
+            Stream::Off => write!(f, "{}, all of them)", shape.experts)?,
+            _ => write!(f, "{} experts a token)", shape.experts_per_token)?,
+        }
+        write!(f, " {}", Size(self.slots * shape.slot))?;
+        write!(f, " + the program itself {}", Size(self.limits.process))?;
+        write!(f, " = {}", Size(self.least))?;
+        match self.limit_from {
+            LimitFrom::Cgroup => write!(f, "; raise the group's limit"),
+            _ => write!(f, "; --memory-limit {}M or more would do", self.least.div_ceil(1 << 20)),
+        }?;
+        if self.wishes.stream == Stream::Off {
+            write!(f, ", or --stream-experts auto")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,17 @@
-//! See `lib.rs`.
+//! Text to tokens and back, pure: no model, no network, no clock but the one a template asks for.
+//!
+//! In: a [`Conversation`] becomes a prompt ([`Template`]) and the prompt ids ([`Tokenizer`]).
+//! Out: ids become text ([`Decoder`]), the text is cut at stop strings ([`Stop`]) and sorted into reasoning, content and
+//! tool calls ([`parse::Parser`]). The three of them are state machines that take whatever pieces the stream happens to
+//! be cut into and give the same text for every cut.
+
+mod decoder;
+pub mod parse;
+mod stop;
+mod template;
+mod tokenizer;
+
+pub use decoder::Decoder;
+pub use stop::{Held, Stop};
+pub use template::{Conversation, Template};
+pub use tokenizer::Tokenizer;

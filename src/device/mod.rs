@@ -2,6 +2,7 @@
 
 mod dispatch;
 mod memory;
+pub mod os;
 mod threads;
 
 pub use dispatch::{Access, Binding, Dispatch, Region};

@@ -1,13 +1,24 @@
 //! The engine: one thread that owns the model. A [`Handle`] queues [`Request`]s, first in first out; each is answered by
 //! [`Event`]s. Dropping the receiver is the cancellation: the engine notices within one token.
 
+mod handle;
+pub mod parrot;
+mod sampler;
+mod scheduler;
+mod session;
+
+pub use handle::{Handle, Options, Worker, spawn};
+pub use sampler::Sampler;
+use scheduler::Scheduler;
+pub use session::Session;
+
 use crate::error::EngineError;
 use std::time::Duration;
 
 /// How the next token is drawn from the logits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sampling {
-    /// 0 is greedy.
+    /// 0 is greedy: the likeliest token, of several the one with the lowest id.
     pub temperature: f32,
     pub top_p: f32,
     /// 0 is off.

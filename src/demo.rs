@@ -1,0 +1,153 @@
+//! The demo model, carried in the binary, so that `moestro serve` answers before anything is downloaded. How it was
+//! trained is in `models/demo/`.
+
+use crate::{device::os, error::StoreError};
+use sha2::{Digest, Sha256};
+use std::{
+    fs::{self, File},
+    io::{self, Read, Write},
+    path::{Path, PathBuf},
+    process,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+/// The directory's name, and so the model's.
+pub const NAME: &str = "moestro-demo";
+
+macro_rules! files {
+    ($($name:literal),* $(,)?) => {
+        &[$(($name, include_bytes!(concat!("../models/demo/moestro-demo/", $name)))),*]
+    };
+}
+
+const FILES: &[(&str, &[u8])] = files![
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+];
+
+/// As `sha256sum` writes it: what the files must be, without hashing what the binary holds at every start.
+const SUMS: &str = include_str!("../models/demo/SHA256SUMS");
+
+/// The demo model's directory in the user's cache. Every file is checked; one that is missing or damaged is written.
+pub fn unpack() -> Result<PathBuf, StoreError> {
+    let Some(cache) = os::cache_dir() else {
+        return Err(StoreError::Other("no place for the demo model: neither HOME nor XDG_CACHE_HOME is set".into()));
+    };
+    unpack_into(&cache.join("demo"))
+}
+
+/// Unpacks into a directory named after the contents, so that two versions of the program do not undo each other's work.
+/// Files appear whole or not at all, and only ever replace a damaged one: any number of processes may do this at once.
+fn unpack_into(cache: &Path) -> Result<PathBuf, StoreError> {
+    let version = hex(&Sha256::digest(SUMS));
+    let dir = cache.join(&version[..16]).join(NAME);
+    for (name, bytes) in FILES {
+        let path = dir.join(name);
+        if !is_whole(&path, sum(name)) {
+            replace(&path, bytes).map_err(|source| StoreError::Io { path, source })?;
+        }
+    }
+    Ok(dir)
+}
+
+/// What SHA256SUMS says of a file.
+fn sum(name: &str) -> &'static str {
+    SUMS.lines().filter_map(|line| line.split_once("  ")).find(|(_, file)| *file == name).map_or("", |(sum, _)| sum)
+}
+
+/// Whether the file is there, can be read, and has this sum.
+fn is_whole(path: &Path, sum: &str) -> bool {
+    let hash = || -> io::Result<String> {
+        let (mut file, mut hasher, mut block) = (File::open(path)?, Sha256::new(), [0; 1 << 16]);
+        loop {
+            match file.read(&mut block)? {
+                0 => return Ok(hex(&hasher.finalize())),
+                read => hasher.update(&block[..read]),
+            }
+        }
+    };
+    hash().is_ok_and(|found| found == sum)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Writes beside the place and renames into it.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    static TURN: AtomicUsize = AtomicUsize::new(0);
+    let turn = TURN.fetch_add(1, Ordering::Relaxed);
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(format!(".{}-{turn}.part", process::id()));
+    path.parent().map_or(Ok(()), fs::create_dir_all)?;
+    let written = File::create(&beside)
+        .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
+        .and_then(|()| fs::rename(&beside, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&beside);
+    }
+    written
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn assert_whole(dir: &Path) {
+        for (name, bytes) in FILES {
+            assert!(fs::read(dir.join(name)).unwrap() == *bytes, "{name}");
+        }
+        assert_eq!(fs::read_dir(dir).unwrap().count(), FILES.len(), "nothing else lies there");
+    }
+
+    #[test]
+    fn the_sums_are_those_of_the_files() {
+        assert_eq!(SUMS.lines().count(), FILES.len());
+        for (name, bytes) in FILES {
+            assert_eq!(hex(&Sha256::digest(bytes)), sum(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn unpacks_once_and_repairs() {
+        let cache = tempfile::tempdir().unwrap();
+        let dir = unpack_into(cache.path()).unwrap();
+        assert_eq!(dir.file_name().unwrap(), NAME);
+        assert_whole(&dir);
+        let written = |name| fs::metadata(dir.join(name)).unwrap().modified().unwrap();
+        let before = written("model.safetensors");
+
+        fs::remove_file(dir.join("config.json")).unwrap();
+        fs::write(dir.join("tokenizer.json"), "{").unwrap();
+        let mut damaged = fs::read(dir.join("chat_template.jinja")).unwrap();
+        damaged[100] ^= 1;
+        fs::write(dir.join("chat_template.jinja"), damaged).unwrap();
+        assert_eq!(unpack_into(cache.path()).unwrap(), dir);
+        assert_whole(&dir);
+        assert_eq!(written("model.safetensors"), before, "what is whole is left alone");
+    }
+
+    #[test]
+    fn many_may_unpack_at_once() {
+        let cache = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| assert!(unpack_into(cache.path()).is_ok()));
+            }
+        });
+        assert_whole(&unpack_into(cache.path()).unwrap());
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_is_an_error_that_names_it() {
+        let cache = tempfile::tempdir().unwrap();
+        let file = cache.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(unpack_into(&file).unwrap_err().to_string().contains("chat_template.jinja"));
+    }
+}

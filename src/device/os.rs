@@ -1,0 +1,224 @@
+//! Facts from the operating system: memory and its limits, cores, what this process has read, where caches go.
+//!
+//! Every answer is an `Option`: a system that does not say gets `None`, never a guess.
+
+#[cfg(target_os = "linux")]
+mod cgroup;
+
+use std::path::{Path, PathBuf};
+
+/// Bytes of physical memory in this machine.
+pub fn total_memory() -> Option<u64> {
+    sys::total_memory()
+}
+
+/// The least memory limit that a control group (v1 or v2) sets on this process, itself or through an ancestor.
+/// `None` without a limit, and on systems without control groups.
+pub fn cgroup_limit() -> Option<u64> {
+    #[cfg(target_os = "linux")]
+    return cgroup::limit();
+    #[cfg(not(target_os = "linux"))]
+    None
+}
+
+/// Physical cores this process may run on (performance cores where cores differ), at least 1. Hardware threads that
+/// share a core count once, and a CPU quota counts as that many cores.
+pub fn physical_cores() -> usize {
+    let allowed = std::thread::available_parallelism().map_or(1, usize::from);
+    sys::physical_cores().unwrap_or(allowed).clamp(1, allowed)
+}
+
+/// Bytes of this process in physical memory now.
+pub fn resident_memory() -> Option<u64> {
+    sys::resident_memory()
+}
+
+/// The most bytes this process has had in physical memory.
+pub fn peak_resident_memory() -> Option<u64> {
+    sys::peak_resident_memory()
+}
+
+/// Bytes the disk has delivered for this process since it started; what the page cache served does not count.
+pub fn disk_bytes_read() -> Option<u64> {
+    sys::disk_bytes_read()
+}
+
+/// Free bytes, for this user, on the file system that holds `path` (or, if it does not exist yet, its nearest
+/// ancestor that does).
+pub fn free_space(path: &Path) -> Option<u64> {
+    let existing = path.ancestors().find(|p| p.exists()).filter(|p| !p.as_os_str().is_empty());
+    let path = existing.unwrap_or(Path::new("."));
+    let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).ok()?;
+    let mut stat = std::mem::MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: `path` is a NUL-terminated string and `stat` has room for the answer, which is read only on success.
+    let stat = unsafe { (libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
+    #[allow(clippy::unnecessary_cast)] // the fields' widths differ between systems
+    (stat.f_bavail as u64).checked_mul(stat.f_frsize as u64)
+}
+
+/// Where this program may keep what it can make again: `$XDG_CACHE_HOME/moestro`, else `~/.cache/moestro`; on macOS
+/// `~/Library/Caches/moestro` unless `XDG_CACHE_HOME` is set. `None` without a home directory.
+pub fn cache_dir() -> Option<PathBuf> {
+    let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    let base = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(sys::CACHE)))?;
+    Some(base.join("moestro"))
+}
+
+#[cfg(target_os = "linux")]
+mod sys {
+    use std::{collections::BTreeSet, fs};
+
+    pub const CACHE: &str = ".cache";
+
+    /// The number after `key` in a `key: value [kB]` table of `/proc`.
+    pub fn field(table: &str, key: &str) -> Option<u64> {
+        let line = table.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+        let mut words = line.split_whitespace();
+        let value: u64 = words.next()?.parse().ok()?;
+        if words.next() == Some("kB") { value.checked_mul(1024) } else { Some(value) }
+    }
+
+    pub fn total_memory() -> Option<u64> {
+        field(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal")
+    }
+
+    pub fn physical_cores() -> Option<usize> {
+        let affinity = fs::read_to_string("/proc/self/status").ok()?;
+        let allowed = affinity.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+        let siblings = |cpu: usize| {
+            fs::read_to_string(format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")).ok()
+        };
+        let cores: BTreeSet<String> = list(allowed.trim())?.into_iter().map(siblings).collect::<Option<_>>()?;
+        Some(cores.len())
+    }
+
+    /// The numbers of a kernel list such as `0-3,8,10-11`.
+    pub fn list(text: &str) -> Option<Vec<usize>> {
+        let mut numbers = Vec::new();
+        for part in text.split(',') {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            numbers.extend(first.parse::<usize>().ok()?..=last.parse::<usize>().ok()?);
+        }
+        Some(numbers)
+    }
+
+    pub fn resident_memory() -> Option<u64> {
+        field(&fs::read_to_string("/proc/self/status").ok()?, "VmRSS")
+    }
+
+    pub fn peak_resident_memory() -> Option<u64> {
+        // Not `getrusage`: its maximum survives `exec`, so it can be that of the shell that started us.
+        field(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM")
+    }
+
+    pub fn disk_bytes_read() -> Option<u64> {
+        field(&fs::read_to_string("/proc/self/io").ok()?, "read_bytes")
+    }
+}
+
+#[cfg(target_os = "macos")]
+mod sys {
+    use std::mem::MaybeUninit;
+
+    pub const CACHE: &str = "Library/Caches";
+
+    /// A number the kernel publishes under `name`.
+    fn sysctl(name: &std::ffi::CStr) -> Option<u64> {
+        let mut bytes = [0u8; 8];
+        let mut len = bytes.len();
+        // SAFETY: `name` is NUL-terminated; the kernel writes at most `len` bytes and sets `len` to how many it wrote.
+        let code =
+            unsafe { libc::sysctlbyname(name.as_ptr(), bytes.as_mut_ptr().cast(), &mut len, std::ptr::null_mut(), 0) };
+        // Little-endian: a 4-byte answer leaves the upper half zero.
+        (code == 0 && (len == 4 || len == 8)).then(|| u64::from_le_bytes(bytes))
+    }
+
+    fn usage() -> Option<libc::rusage_info_v4> {
+        let mut info = MaybeUninit::<libc::rusage_info_v4>::zeroed();
+        // SAFETY: the flavour says that the buffer is a `rusage_info_v4`; all-zero bytes are a valid one.
+        unsafe {
+            let code = libc::proc_pid_rusage(libc::getpid(), libc::RUSAGE_INFO_V4, info.as_mut_ptr().cast());
+            (code == 0).then(|| info.assume_init())
+        }
+    }
+
+    pub fn total_memory() -> Option<u64> {
+        sysctl(c"hw.memsize")
+    }
+
+    pub fn physical_cores() -> Option<usize> {
+        let cores = sysctl(c"hw.perflevel0.physicalcpu").or_else(|| sysctl(c"hw.physicalcpu"))?;
+        usize::try_from(cores).ok()
+    }
+
+    pub fn resident_memory() -> Option<u64> {
+        Some(usage()?.ri_resident_size)
+    }
+
+    pub fn peak_resident_memory() -> Option<u64> {
+        let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+        // SAFETY: the buffer is a `rusage`, read only on success. macOS counts `ru_maxrss` in bytes.
+        let usage =
+            unsafe { (libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) == 0).then(|| usage.assume_init()) };
+        u64::try_from(usage?.ru_maxrss).ok()
+    }
+
+    pub fn disk_bytes_read() -> Option<u64> {
+        Some(usage()?.ri_diskio_bytesread)
+    }
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "macos")))]
+mod sys {
+    pub const CACHE: &str = ".cache";
+
+    pub fn total_memory() -> Option<u64> {
+        None
+    }
+    pub fn physical_cores() -> Option<usize> {
+        None
+    }
+    pub fn resident_memory() -> Option<u64> {
+        None
+    }
+    pub fn peak_resident_memory() -> Option<u64> {
+        None
+    }
+    pub fn disk_bytes_read() -> Option<u64> {
+        None
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_machine_has_memory_and_cores() {
+        let total = total_memory().unwrap();
+        let resident = resident_memory().unwrap();
+        assert!(resident > 0 && resident < total, "{resident} of {total}");
+        assert!(peak_resident_memory().unwrap() >= resident / 2);
+        assert!(physical_cores() >= 1);
+        assert!(free_space(Path::new("/no/such/place/yet")).unwrap() > 0);
+        assert!(free_space(Path::new("relative")).unwrap() > 0);
+    }
+
+    #[test]
+    fn tables_and_lists_of_proc() {
+        assert_eq!(sys::field("A:\t12 kB\nAB: 3\n", "A"), Some(12 * 1024));
+        assert_eq!(sys::field("A:\t12 kB\nAB: 3\n", "AB"), Some(3));
+        assert_eq!(sys::field("A: x\n", "A"), None);
+        assert_eq!(sys::list("0-2,5"), Some(vec![0, 1, 2, 5]));
+        assert_eq!(sys::list("0-"), None);
+    }
+
+    #[test]
+    fn touched_memory_is_resident() {
+        let before = resident_memory().unwrap();
+        let block = std::hint::black_box(vec![1u8; 64 << 20]);
+        let after = resident_memory().unwrap();
+        assert!(after >= before + (48 << 20), "{before} -> {after}");
+        drop(block);
+    }
+}

@@ -1,0 +1,334 @@
+//! The door of the engine: a bounded line of requests, first in first out, in front of the one thread that owns the
+//! model. Whoever waits in line and goes away leaves the line at once; so does whoever waits too long.
+
+use super::{Event, Events, Request, Scheduler};
+use crate::{
+    error::{EngineError, ModelError},
+    metrics::Metrics,
+    model::Model,
+};
+use std::{
+    collections::VecDeque,
+    io,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+use tokio::sync::mpsc;
+
+/// What the engine needs to know that no request says.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Requests that may wait beside the one being worked on.
+    pub max_queue: usize,
+    /// Tokens that end an answer.
+    pub eos: Vec<u32>,
+    /// Ids from here on are rows that pad the vocabulary: no text belongs to them, so they are never drawn.
+    pub usable_vocab: usize,
+    /// The most time a request may take, the wait included.
+    pub request_timeout: Option<Duration>,
+    /// What [`Handle::drain`] leaves to requests that were accepted before it.
+    pub grace: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            max_queue: 16,
+            eos: Vec::new(),
+            usable_vocab: usize::MAX,
+            request_timeout: None,
+            grace: Duration::from_secs(5),
+        }
+    }
+}
+
+/// Starts the thread that owns `model`. It ends after [`Handle::drain`], or when the last handle is gone; a
+/// [`Worker::join`] waits for that.
+pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io::Result<(Handle, Worker)> {
+    let line = Arc::new(Line {
+        queue: Mutex::default(),
+        changed: Condvar::new(),
+        limits: Limits {
+            vocab: model.vocab(),
+            context: model.context(),
+            max_queue: options.max_queue,
+            timeout: options.request_timeout,
+            grace: options.grace,
+        },
+        metrics,
+    });
+    let door = Arc::new(Door(line.clone()));
+    let thread =
+        std::thread::Builder::new().name("engine".into()).spawn(move || Scheduler::new(model, options, line).run())?;
+    Ok((Handle { door }, Worker { thread }))
+}
+
+/// Queues requests. Clones share the line; the engine stops when the last one is dropped.
+#[derive(Clone)]
+pub struct Handle {
+    door: Arc<Door>,
+}
+
+impl Handle {
+    /// Puts `request` at the end of the line; its events arrive on the receiver, and dropping that cancels it.
+    ///
+    /// Refuses with `QueueFull`, `Draining` or `Stopped`; with `EmptyPrompt`, `PromptTooLong` or a model's
+    /// `TokenOutOfRange` where the prompt can never be evaluated.
+    pub fn submit(&self, request: Request) -> Result<Events, EngineError> {
+        let line = &self.door.0;
+        line.limits.admit(&request)?;
+        let arrived = Instant::now();
+        let (sender, events) = mpsc::unbounded_channel();
+        let deadline = line.limits.timeout.map(|limit| arrived + limit);
+
+        let mut queue = line.lock();
+        match queue.phase {
+            Phase::Open => {}
+            Phase::Draining { .. } => return Err(EngineError::Draining),
+            Phase::Stopped => return Err(EngineError::Stopped),
+        }
+        line.sweep(&mut queue);
+        if queue.waiting.len() + usize::from(queue.running) > line.limits.max_queue {
+            return Err(EngineError::QueueFull);
+        }
+        queue.waiting.push_back(Job { request, events: sender, arrived, deadline });
+        line.count(&queue);
+        line.changed.notify_one();
+        Ok(events)
+    }
+
+    /// Requests being worked on (0 or 1) and requests waiting.
+    pub fn load(&self) -> (usize, usize) {
+        let queue = self.door.0.lock();
+        (usize::from(queue.running), queue.waiting.len())
+    }
+
+    /// The most tokens a prompt and its answer may have together.
+    pub fn context(&self) -> usize {
+        self.door.0.limits.context
+    }
+
+    /// Ids below this are tokens or padding; anything else is refused.
+    pub fn vocab(&self) -> usize {
+        self.door.0.limits.vocab
+    }
+
+    /// Accepts nothing more. What was accepted goes on for [`Options::grace`] and then ends with `Draining`; the engine
+    /// stops as soon as nothing is left. A second call changes nothing.
+    pub fn drain(&self) {
+        self.door.0.drain();
+    }
+}
+
+/// The engine's thread.
+pub struct Worker {
+    thread: JoinHandle<()>,
+}
+
+impl Worker {
+    /// Waits until the engine has stopped and its model is freed. Blocks; an `Err` says that its thread panicked.
+    pub fn join(self) -> Result<(), EngineError> {
+        self.thread.join().map_err(|_| EngineError::Stopped)
+    }
+
+    pub fn is_finished(&self) -> bool {
+        self.thread.is_finished()
+    }
+}
+
+/// A request in line.
+pub(super) struct Job {
+    pub request: Request,
+    pub events: mpsc::UnboundedSender<Event>,
+    pub arrived: Instant,
+    pub deadline: Option<Instant>,
+}
+
+impl Job {
+    /// Why there is no point in going on, if so.
+    pub fn over(&self, drained: Option<Instant>) -> Option<Over> {
+        if self.events.is_closed() {
+            return Some(Over::Gone);
+        }
+        let now = Instant::now();
+        if drained.is_some_and(|deadline| now >= deadline) {
+            return Some(Over::Failed(EngineError::Draining));
+        }
+        if self.deadline.is_some_and(|deadline| now >= deadline) {
+            return Some(Over::Failed(EngineError::TimedOut));
+        }
+        None
+    }
+}
+
+/// How a request ends before its answer does.
+#[derive(Debug)]
+pub(super) enum Over {
+    /// Nobody listens any more.
+    Gone,
+    Failed(EngineError),
+}
+
+impl From<EngineError> for Over {
+    fn from(error: EngineError) -> Self {
+        Over::Failed(error)
+    }
+}
+
+impl From<ModelError> for Over {
+    fn from(error: ModelError) -> Self {
+        Over::Failed(error.into())
+    }
+}
+
+/// What is shared between the handles and the engine's thread. The lock is held for moments only, never across a
+/// forward pass.
+pub(super) struct Line {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    limits: Limits,
+    pub metrics: Arc<Metrics>,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Job>,
+    running: bool,
+    phase: Phase,
+}
+
+#[derive(Default, Clone, Copy)]
+enum Phase {
+    #[default]
+    Open,
+    /// Nothing more is accepted; at `deadline`, if there is one, what is left ends.
+    Draining {
+        deadline: Option<Instant>,
+    },
+    Stopped,
+}
+
+struct Limits {
+    vocab: usize,
+    context: usize,
+    max_queue: usize,
+    timeout: Option<Duration>,
+    grace: Duration,
+}
+
+impl Limits {
+    fn admit(&self, request: &Request) -> Result<(), EngineError> {
+        let prompt = request.ids.len();
+        if prompt == 0 {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if prompt > self.context {
+            return Err(EngineError::PromptTooLong { prompt, context: self.context });
+        }
+        match request.ids.iter().find(|&&id| id as usize >= self.vocab) {
+            Some(&id) => Err(ModelError::TokenOutOfRange { id, vocab: self.vocab }.into()),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Line {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        // Every change under the lock is a single step, so a panic elsewhere leaves the queue sound.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next request, or `None` when there will be none any more. Blocks.
+    pub fn next(&self) -> Option<Job> {
+        let mut queue = self.lock();
+        loop {
+            queue.running = false;
+            self.sweep(&mut queue);
+            if let Some(job) = queue.waiting.pop_front() {
+                queue.running = true;
+                self.count(&queue);
+                return Some(job);
+            }
+            self.count(&queue);
+            if !matches!(queue.phase, Phase::Open) {
+                return None;
+            }
+            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The running request is over.
+    pub fn leave(&self) {
+        let mut queue = self.lock();
+        queue.running = false;
+        self.count(&queue);
+    }
+
+    /// Between two steps of the running request: lets go of those in line that are over, and says whether `job` is.
+    pub fn check(&self, job: &Job) -> Result<(), Over> {
+        let mut queue = self.lock();
+        self.sweep(&mut queue);
+        self.count(&queue);
+        job.over(queue.deadline()).map_or(Ok(()), Err)
+    }
+
+    fn drain(&self) {
+        let mut queue = self.lock();
+        if !matches!(queue.phase, Phase::Draining { deadline: Some(_) } | Phase::Stopped) {
+            queue.phase = Phase::Draining { deadline: Some(Instant::now() + self.limits.grace) };
+        }
+        self.changed.notify_all();
+    }
+
+    /// The engine's thread ends: whoever is still in line learns it.
+    pub fn stop(&self) {
+        let mut queue = self.lock();
+        queue.phase = Phase::Stopped;
+        queue.running = false;
+        for job in queue.waiting.drain(..) {
+            let _ = job.events.send(Event::Failed(EngineError::Stopped));
+        }
+        self.count(&queue);
+    }
+
+    fn sweep(&self, queue: &mut Queue) {
+        let deadline = queue.deadline();
+        queue.waiting.retain(|job| match job.over(deadline) {
+            None => true,
+            Some(Over::Gone) => false,
+            Some(Over::Failed(error)) => {
+                let _ = job.events.send(Event::Failed(error));
+                false
+            }
+        });
+    }
+
+    fn count(&self, queue: &Queue) {
+        self.metrics.requests_running.set(i64::from(queue.running));
+        self.metrics.requests_queued.set(queue.waiting.len() as i64);
+    }
+}
+
+impl Queue {
+    fn deadline(&self) -> Option<Instant> {
+        match self.phase {
+            Phase::Draining { deadline } => deadline,
+            _ => None,
+        }
+    }
+}
+
+/// Held by the handles alone: when the last of them goes, nobody can come any more, so the engine finishes what was
+/// accepted and stops.
+struct Door(Arc<Line>);
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        let mut queue = self.0.lock();
+        if matches!(queue.phase, Phase::Open) {
+            queue.phase = Phase::Draining { deadline: None };
+        }
+        self.0.changed.notify_all();
+    }
+}

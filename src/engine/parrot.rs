@@ -1,0 +1,135 @@
+//! A test double: a model that repeats what it was told, and then ends. It ships with the library, so that the tests of
+//! the engine and of the server run without a checkpoint; no command uses it.
+
+use crate::{
+    error::{ModelError, StoreError},
+    model::{Logits, Model, Rows},
+};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+/// Repeats its prompt, or says [`Parrot::answer`], and then [`Parrot::eos`].
+///
+/// The likeliest next token follows from the sequence alone: as long as the tokens continue the answer it is in the
+/// middle of answering; any other token belongs to a prompt, which ends where the answer begins. So a prompt must not
+/// end in what its own answer begins with.
+#[derive(Debug, Clone)]
+pub struct Parrot {
+    pub vocab: usize,
+    pub context: usize,
+    pub chunk: usize,
+    pub eos: u32,
+    /// Said after any prompt; `None` repeats the prompt.
+    pub answer: Option<Vec<u32>>,
+    /// How far the likeliest logit stands out from the others, which lie between 0 and 1.
+    pub margin: f32,
+    /// Time that one token takes.
+    pub delay: Duration,
+    /// Evaluating this token is an error.
+    pub fails_on: Option<u32>,
+    /// Evaluating this token is a panic.
+    pub panics_on: Option<u32>,
+    /// Tokens evaluated so far; clones share it, so a test can watch.
+    pub evaluated: Arc<AtomicUsize>,
+    /// Has as many owners beside the parrots as there are states alive.
+    pub states: Arc<()>,
+}
+
+impl Default for Parrot {
+    fn default() -> Self {
+        Self {
+            vocab: 64,
+            context: 256,
+            chunk: 8,
+            eos: 2,
+            answer: None,
+            margin: 50.0,
+            delay: Duration::ZERO,
+            fails_on: None,
+            panics_on: None,
+            evaluated: Arc::default(),
+            states: Arc::default(),
+        }
+    }
+}
+
+/// All tokens so far, how many of them are prompt, and how many of the answer have been said.
+pub struct Heard {
+    tokens: Vec<u32>,
+    prompt: usize,
+    said: usize,
+    _alive: Arc<()>,
+}
+
+impl Parrot {
+    /// The likeliest token after `heard`.
+    fn next(&self, heard: &Heard) -> u32 {
+        let answer = self.answer.as_deref().unwrap_or(&heard.tokens[..heard.prompt]);
+        answer.get(heard.said).copied().unwrap_or(self.eos)
+    }
+
+    fn hear(&self, heard: &mut Heard, id: u32) {
+        let expected = heard.prompt > 0 && id == self.next(heard);
+        heard.tokens.push(id);
+        if expected {
+            heard.said += 1;
+        } else {
+            heard.prompt = heard.tokens.len();
+            heard.said = 0;
+        }
+    }
+}
+
+impl Model for Parrot {
+    type State = Heard;
+
+    fn start(&self) -> Result<Heard, ModelError> {
+        Ok(Heard { tokens: Vec::new(), prompt: 0, said: 0, _alive: self.states.clone() })
+    }
+
+    fn forward(&mut self, heard: &mut Heard, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
+        let mut logits = Logits { vocab: self.vocab, data: Vec::new() };
+        for (index, &id) in ids.iter().enumerate() {
+            std::thread::sleep(self.delay);
+            self.evaluated.fetch_add(1, Ordering::Relaxed);
+            assert!(Some(id) != self.panics_on, "the parrot was told to panic on token {id}");
+            if Some(id) == self.fails_on {
+                return Err(StoreError::Other(format!("the parrot was told to fail on token {id}")).into());
+            }
+            if heard.tokens.len() == self.context {
+                return Err(ModelError::ContextFull { context: self.context });
+            }
+            self.hear(heard, id);
+            if rows == Rows::All || (rows == Rows::Last && index + 1 == ids.len()) {
+                let (next, length) = (self.next(heard) as usize, heard.tokens.len() as u32);
+                logits.data.extend((0..self.vocab as u32).map(|token| noise(token, length)));
+                let row = logits.data.len() - self.vocab;
+                logits.data[row + next] = self.margin;
+            }
+        }
+        Ok(logits)
+    }
+
+    fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    fn context(&self) -> usize {
+        self.context
+    }
+
+    fn chunk(&self) -> usize {
+        self.chunk
+    }
+}
+
+/// Something in 0..1 that differs from token to token and from place to place.
+fn noise(token: u32, length: u32) -> f32 {
+    let mixed = (token.wrapping_mul(0x9E37_79B1) ^ length.wrapping_mul(0x85EB_CA77)).wrapping_mul(0xC2B2_AE3D);
+    (mixed >> 8) as f32 / (1 << 24) as f32
+}

@@ -1,0 +1,189 @@
+//! The engine's thread: takes one request after another out of the line and works on it step by step, a chunk of the
+//! prompt or one token at a time. Between two steps it looks whether anyone still listens, whether the request's time is
+//! up, and whether the server wants to go.
+//!
+//! ```text
+//! next() -> sync -> chunk, chunk, ... -> [Prompt] -> draw, Token, step, draw, Token, ... -> Done
+//!                 ^check               ^check                     ^check
+//! ```
+//!
+//! An error or a panic of the model ends the request it happened in, and its session; the next request starts afresh.
+
+use super::{
+    Event, Finish, Logprobs, Options, Request, Sampler, Session, Timings,
+    handle::{Job, Line, Over},
+    sampler::logprobs,
+};
+use crate::{
+    error::EngineError,
+    model::{Logits, Model, Rows},
+};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    time::Instant,
+};
+
+/// Prompt rows whose logits are held at once when the prompt's own log-probabilities are wanted: at a vocabulary of
+/// 248,320 this is 32 MB. How a prompt is cut does not change its logits.
+const PROMPT_ROWS: usize = 32;
+
+/// The thread's own things: nobody else sees the model.
+pub(super) struct Scheduler<M: Model> {
+    model: M,
+    options: Options,
+    line: Arc<Line>,
+    /// What the last request left, for one that goes on where it ended.
+    session: Option<Session<M::State>>,
+}
+
+impl<M: Model> Scheduler<M> {
+    pub fn new(model: M, options: Options, line: Arc<Line>) -> Self {
+        Self { model, options, line, session: None }
+    }
+
+    /// Works until the line is closed and empty.
+    pub fn run(mut self) {
+        let line = self.line.clone();
+        let _stop = Stop(&line);
+        while let Some(job) = line.next() {
+            // The model may be left in the middle of something, but a session that saw the panic is never used again,
+            // and whatever else a forward pass holds is written before it is read.
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.answer(&job)));
+            // Before the last event: whoever reads that may count on the next request finding the engine free.
+            line.leave();
+            let event = match outcome {
+                Ok(Ok((finish, timings))) => Event::Done { finish, timings },
+                Ok(Err(Over::Gone)) => continue,
+                Ok(Err(Over::Failed(error))) => Event::Failed(error),
+                Err(panic) => Event::Failed(EngineError::Panicked(words(&*panic))),
+            };
+            if let Event::Failed(error) = &event {
+                tracing::warn!(%error, "a request failed");
+            }
+            let _ = job.events.send(event);
+        }
+    }
+
+    fn answer(&mut self, job: &Job) -> Result<(Finish, Timings), Over> {
+        self.line.check(job)?;
+        let started = Instant::now();
+        let queued = started - job.arrived;
+        let metrics = self.line.metrics.clone();
+        metrics.queue_seconds.observe(queued.as_secs_f64());
+
+        // The session is out of `self` while it is worked on: whatever goes wrong, it is gone.
+        let previous = self.session.take().filter(|_| job.request.prompt_logprobs.is_none());
+        let mut session = Session::sync(previous, &self.model, &job.request.ids)?;
+        let cached_tokens = session.len();
+        metrics.prompt_tokens_cached.inc_by(cached_tokens as u64);
+        let _ = job.events.send(Event::Started { cached_tokens, queued });
+
+        let outcome = self.prefill(job, &mut session).and_then(|logits| {
+            let prefilled = Instant::now();
+            let (finish, generated_tokens) = self.decode(job, &mut session, logits)?;
+            let timings = Timings {
+                prompt_tokens: job.request.ids.len(),
+                cached_tokens,
+                generated_tokens,
+                prompt_seconds: (prefilled - started).as_secs_f64(),
+                decode_seconds: prefilled.elapsed().as_secs_f64(),
+            };
+            Ok((finish, timings))
+        });
+        // A client that left, or ran out of time, did so between two steps: the state is sound.
+        if matches!(&outcome, Ok(_) | Err(Over::Gone | Over::Failed(EngineError::TimedOut | EngineError::Draining))) {
+            self.session = Some(session);
+        }
+        outcome
+    }
+
+    /// Evaluates what the session does not know of the prompt; returns the logits after its last token.
+    fn prefill(&mut self, job: &Job, session: &mut Session<M::State>) -> Result<Logits, Over> {
+        let Request { ids, prompt_logprobs: wanted, max_tokens, .. } = &job.request;
+        let chunk = self.model.chunk().max(1);
+        let chunk = if wanted.is_some() { chunk.min(PROMPT_ROWS) } else { chunk };
+        // Nothing precedes the first token.
+        let mut prompt: Vec<Option<Logprobs>> = vec![None];
+        let mut last = Logits::default();
+        while session.len() < ids.len() {
+            let (from, to) = (session.len(), ids.len().min(session.len() + chunk));
+            let rows = match wanted {
+                Some(_) => Rows::All,
+                None if to == ids.len() && *max_tokens > 0 => Rows::Last,
+                None => Rows::None,
+            };
+            last = session.extend(&mut self.model, &ids[from..to], rows)?;
+            self.line.metrics.prompt_tokens_computed.inc_by((to - from) as u64);
+            if let Some(top) = *wanted {
+                // The row of a token tells of the token after it.
+                let next = &ids[from + 1..ids.len().min(to + 1)];
+                prompt.extend(
+                    next.iter()
+                        .enumerate()
+                        .map(|(row, &id)| Some(logprobs(last.row(row), id, top, self.options.usable_vocab))),
+                );
+            }
+            self.line.check(job)?;
+        }
+        if wanted.is_some() {
+            let _ = job.events.send(Event::Prompt(prompt));
+        }
+        Ok(last)
+    }
+
+    /// Draws, tells and evaluates one token after another; returns why it ended and how many were told.
+    fn decode(
+        &mut self,
+        job: &Job,
+        session: &mut Session<M::State>,
+        mut logits: Logits,
+    ) -> Result<(Finish, usize), Over> {
+        let Request { ids, max_tokens, logprobs: wanted, ignore_eos, sampling, .. } = &job.request;
+        let metrics = self.line.metrics.clone();
+        let usable = self.options.usable_vocab;
+        let mut sampler = Sampler::new(sampling.clone(), ids, usable);
+        let mut told_at = None::<Instant>;
+        for generated in 0..*max_tokens {
+            let row = logits.row(logits.rows().checked_sub(1).ok_or(EngineError::NoLogits)?);
+            let id = sampler.draw(row).ok_or(EngineError::NoLogits)?;
+            if self.options.eos.contains(&id) && !ignore_eos {
+                return Ok((Finish::Stop, generated));
+            }
+            let logprobs = wanted.map(|top| logprobs(row, id, top, usable));
+            if job.events.send(Event::Token { id, logprobs }).is_err() {
+                return Err(Over::Gone);
+            }
+            let now = Instant::now();
+            match told_at.replace(now) {
+                None => metrics.time_to_first_token_seconds.observe((now - job.arrived).as_secs_f64()),
+                Some(before) => metrics.inter_token_seconds.observe((now - before).as_secs_f64()),
+            }
+            metrics.generated_tokens.inc();
+            if generated + 1 == *max_tokens || session.len() == self.model.context() {
+                return Ok((Finish::Length, generated + 1));
+            }
+            self.line.check(job)?;
+            logits = session.extend(&mut self.model, &[id], Rows::Last)?;
+        }
+        Ok((Finish::Length, 0))
+    }
+}
+
+/// Tells those in line when the thread ends, even by a panic.
+struct Stop<'a>(&'a Line);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
+/// What a panic said.
+fn words(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+}
+
+#[cfg(test)]
+mod tests;

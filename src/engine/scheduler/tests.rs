@@ -1,0 +1,349 @@
+use crate::{
+    engine::{Event, Events, Finish, Handle, Options, Request, Sampling, Timings, Worker, parrot::Parrot, spawn},
+    error::EngineError,
+    metrics::Metrics,
+};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+const MS: Duration = Duration::from_millis(1);
+
+fn options() -> Options {
+    Options { eos: vec![2], ..Options::default() }
+}
+
+fn engine(parrot: &Parrot, options: Options) -> (Handle, Worker, Arc<Metrics>) {
+    let metrics = Metrics::new("test", "cpu");
+    let (handle, worker) = spawn(parrot.clone(), options, metrics.clone()).unwrap();
+    (handle, worker, metrics)
+}
+
+fn ask(ids: &[u32], max_tokens: usize) -> Request {
+    Request {
+        ids: ids.to_vec(),
+        max_tokens,
+        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+        logprobs: None,
+        prompt_logprobs: None,
+        ignore_eos: false,
+    }
+}
+
+/// Everything up to the last event: the tokens, and how it ended.
+fn hear(mut events: Events) -> (Vec<u32>, Result<(Finish, Timings), EngineError>) {
+    let mut tokens = Vec::new();
+    loop {
+        match events.blocking_recv().expect("the last event is Done or Failed") {
+            Event::Token { id, .. } => tokens.push(id),
+            Event::Done { finish, timings } => return (tokens, Ok((finish, timings))),
+            Event::Failed(error) => return (tokens, Err(error)),
+            Event::Started { .. } | Event::Prompt(_) => {}
+        }
+    }
+}
+
+fn says(handle: &Handle, ids: &[u32]) -> Vec<u32> {
+    let (tokens, end) = hear(handle.submit(ask(ids, 100)).unwrap());
+    assert_eq!(end.unwrap().0, Finish::Stop);
+    tokens
+}
+
+/// Waits for the first token.
+fn begun(events: &mut Events) {
+    while !matches!(events.blocking_recv(), Some(Event::Token { .. })) {}
+}
+
+fn idle(handle: &Handle) {
+    let patience = Instant::now() + Duration::from_secs(10);
+    while handle.load() != (0, 0) {
+        assert!(Instant::now() < patience, "still busy: {:?}", handle.load());
+        std::thread::sleep(MS);
+    }
+}
+
+/// A prompt too long to be through with before the test is, at a millisecond a token.
+fn slow() -> Parrot {
+    Parrot { delay: MS, context: 100_000, answer: Some(vec![5; 90_000]), ..Parrot::default() }
+}
+
+#[test]
+fn a_parrot_repeats_its_prompt() {
+    let (handle, ..) = engine(&Parrot::default(), options());
+    let (tokens, end) = hear(handle.submit(ask(&[9, 5, 6], 100)).unwrap());
+    let (finish, timings) = end.unwrap();
+    assert_eq!((tokens, finish), (vec![9, 5, 6], Finish::Stop));
+    assert_eq!((timings.prompt_tokens, timings.cached_tokens, timings.generated_tokens), (3, 0, 3));
+}
+
+#[test]
+fn each_end_of_sequence_ends() {
+    let parrot = Parrot { answer: Some(vec![5, 6, 7, 8]), ..Parrot::default() };
+    for (eos, tokens) in [(vec![2, 7], vec![5, 6]), (vec![6, 2], vec![5]), (vec![2], vec![5, 6, 7, 8])] {
+        let (handle, ..) = engine(&parrot, Options { eos, ..options() });
+        assert_eq!(says(&handle, &[9]), tokens);
+    }
+}
+
+#[test]
+fn benchmarks_go_on_past_the_end() {
+    let (handle, ..) = engine(&Parrot::default(), options());
+    let (tokens, end) = hear(handle.submit(Request { ignore_eos: true, ..ask(&[9, 5], 6) }).unwrap());
+    assert_eq!(tokens, [9, 5, 2, 2, 2, 2]);
+    assert_eq!(end.unwrap().0, Finish::Length);
+}
+
+#[test]
+fn length_is_max_tokens_or_the_end_of_the_context() {
+    let (handle, ..) = engine(&Parrot { context: 6, ..Parrot::default() }, options());
+    let run = |ids: &[u32], max| {
+        let (tokens, end) = hear(handle.submit(ask(ids, max)).unwrap());
+        (tokens.len(), end.unwrap().0)
+    };
+    assert_eq!(run(&[9, 5, 6, 7], 0), (0, Finish::Length));
+    assert_eq!(run(&[9, 5, 6, 7], 2), (2, Finish::Length));
+    // Three more fit, the last of which need not be evaluated.
+    assert_eq!(run(&[9, 5, 6, 7], 100), (3, Finish::Length));
+    assert_eq!(run(&[9, 5, 6, 7, 8, 3], 100), (1, Finish::Length));
+    // The end of the sequence comes first.
+    assert_eq!(run(&[9, 5, 6], 100), (3, Finish::Stop));
+}
+
+#[test]
+fn a_prompt_that_cannot_be_evaluated_is_refused() {
+    let (handle, ..) = engine(&Parrot { context: 3, ..Parrot::default() }, options());
+    assert!(matches!(handle.submit(ask(&[], 1)), Err(EngineError::EmptyPrompt)));
+    let long = handle.submit(ask(&[9; 4], 1));
+    assert!(matches!(long, Err(EngineError::PromptTooLong { prompt: 4, context: 3 })));
+    assert_eq!(handle.submit(ask(&[64], 1)).unwrap_err().to_string(), "token id 64 is outside the vocabulary of 64");
+    assert_eq!(says(&handle, &[9]), [9]);
+}
+
+#[test]
+fn first_in_first_out() {
+    let (handle, ..) = engine(&Parrot { delay: MS, ..Parrot::default() }, options());
+    let receivers: Vec<_> = (10..16).map(|id| handle.submit(ask(&[id, 5], 100)).unwrap()).collect();
+    let ends: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            receivers.into_iter().map(|events| scope.spawn(move || (hear(events).0, Instant::now()))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for (id, (tokens, _)) in (10..16).zip(&ends) {
+        assert_eq!(*tokens, [id, 5]);
+    }
+    assert!(ends.is_sorted_by(|a, b| a.1 < b.1));
+}
+
+#[test]
+fn a_full_line_refuses_until_someone_leaves() {
+    let (handle, ..) = engine(&slow(), Options { max_queue: 2, ..options() });
+    let mut running = handle.submit(ask(&[9], 90_000)).unwrap();
+    begun(&mut running);
+    let mut waiting: Vec<_> = (0..2).map(|_| handle.submit(ask(&[9], 90_000)).unwrap()).collect();
+    assert!(matches!(handle.submit(ask(&[9], 1)), Err(EngineError::QueueFull)));
+    assert_eq!(handle.load(), (1, 2));
+    // Whoever gives up in line makes room at once, although the engine is busy.
+    waiting.pop();
+    assert!(handle.submit(ask(&[9], 1)).is_ok());
+}
+
+#[test]
+fn a_closed_receiver_ends_within_one_token() {
+    let parrot = slow();
+    let (handle, _, metrics) = engine(&parrot, options());
+    let mut events = handle.submit(ask(&[9], 90_000)).unwrap();
+    begun(&mut events);
+    drop(events);
+    let before = parrot.evaluated.load(Ordering::Relaxed);
+    idle(&handle);
+    // One was perhaps being evaluated, and one more had been checked before the receiver closed.
+    assert!(parrot.evaluated.load(Ordering::Relaxed) <= before + 2);
+    assert_eq!(metrics.requests_running.get(), 0);
+}
+
+#[test]
+fn a_closed_receiver_ends_a_prefill_within_one_chunk() {
+    let parrot = slow();
+    let (handle, ..) = engine(&parrot, options());
+    let mut events = handle.submit(ask(&[9; 10_000], 1)).unwrap();
+    assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
+    drop(events);
+    idle(&handle);
+    assert!(parrot.evaluated.load(Ordering::Relaxed) < 1000);
+}
+
+#[test]
+fn closed_in_line_is_no_work() {
+    let parrot = slow();
+    let (handle, ..) = engine(&parrot, options());
+    let mut running = handle.submit(ask(&[9], 20)).unwrap();
+    begun(&mut running);
+    drop(handle.submit(ask(&[9; 5000], 1)).unwrap());
+    assert_eq!(hear(running).0.len(), 19);
+    idle(&handle);
+    assert!(parrot.evaluated.load(Ordering::Relaxed) < 100);
+}
+
+#[test]
+fn time_is_up_running_and_waiting() {
+    let (handle, ..) = engine(&slow(), Options { request_timeout: Some(60 * MS), ..options() });
+    let begin = Instant::now();
+    let running = handle.submit(ask(&[9], 90_000)).unwrap();
+    let waiting = handle.submit(ask(&[9], 90_000)).unwrap();
+    let (tokens, end) = hear(running);
+    assert!(!tokens.is_empty());
+    assert!(matches!(end, Err(EngineError::TimedOut)));
+    let (tokens, end) = hear(waiting);
+    assert!(tokens.is_empty());
+    assert!(matches!(end, Err(EngineError::TimedOut)));
+    assert!(begin.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn draining_finishes_what_was_accepted() {
+    let parrot = Parrot { delay: MS, ..Parrot::default() };
+    let (handle, worker, _) = engine(&parrot, options());
+    let receivers: Vec<_> = (10..14).map(|id| handle.submit(ask(&[id], 100)).unwrap()).collect();
+    handle.drain();
+    assert!(matches!(handle.submit(ask(&[9], 1)), Err(EngineError::Draining | EngineError::Stopped)));
+    for (id, events) in (10..14).zip(receivers) {
+        assert_eq!(hear(events).0, [id]);
+    }
+    worker.join().unwrap();
+    assert_eq!(Arc::strong_count(&parrot.states), 1, "the model and every state are freed");
+    assert!(matches!(handle.submit(ask(&[9], 1)), Err(EngineError::Stopped)));
+}
+
+#[test]
+fn draining_ends_when_the_grace_does() {
+    let (handle, worker, _) = engine(&slow(), Options { grace: 50 * MS, ..options() });
+    let running = handle.submit(ask(&[9], 90_000)).unwrap();
+    let waiting = handle.submit(ask(&[9], 90_000)).unwrap();
+    handle.drain();
+    assert!(matches!(hear(running).1, Err(EngineError::Draining)));
+    assert!(matches!(hear(waiting).1, Err(EngineError::Draining)));
+    worker.join().unwrap();
+}
+
+#[test]
+fn the_engine_stops_with_its_last_handle() {
+    let (handle, worker, _) = engine(&Parrot::default(), options());
+    let events = handle.clone().submit(ask(&[9], 100)).unwrap();
+    drop(handle);
+    assert_eq!(hear(events).0, [9]);
+    worker.join().unwrap();
+}
+
+#[test]
+fn an_error_and_a_panic_end_one_request() {
+    let parrot = Parrot { fails_on: Some(40), panics_on: Some(41), ..Parrot::default() };
+    let (handle, ..) = engine(&parrot, options());
+    for _ in 0..3 {
+        let (_, failed) = hear(handle.submit(ask(&[9, 40], 5)).unwrap());
+        assert_eq!(failed.unwrap_err().to_string(), "the parrot was told to fail on token 40");
+        assert_eq!(says(&handle, &[9, 5]), [9, 5]);
+        let (_, panicked) = hear(handle.submit(ask(&[9, 5, 2, 41], 5)).unwrap());
+        assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
+        assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
+    }
+    // What the last request left is all that lives beside the two parrots.
+    idle(&handle);
+    assert_eq!(Arc::strong_count(&parrot.states), 3);
+}
+
+#[test]
+fn a_model_without_numbers_fails_the_request() {
+    let (handle, ..) = engine(&Parrot::default(), Options { usable_vocab: 0, ..options() });
+    assert!(matches!(hear(handle.submit(ask(&[9], 5)).unwrap()).1, Err(EngineError::NoLogits)));
+}
+
+#[test]
+fn a_prompt_that_goes_on_is_cached() {
+    let (handle, _, metrics) = engine(&Parrot::default(), options());
+    assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
+    // The state holds the prompt and the answer.
+    let (tokens, end) = hear(handle.submit(ask(&[9, 5, 6, 9, 5, 6, 2, 30], 100)).unwrap());
+    assert_eq!(tokens, [9, 5, 6, 9, 5, 6, 2, 30][..6]);
+    assert_eq!(end.unwrap().1.cached_tokens, 6);
+    assert_eq!((metrics.prompt_tokens_computed.get(), metrics.prompt_tokens_cached.get()), (5, 6));
+    assert_eq!(metrics.generated_tokens.get(), 9);
+    assert_eq!(metrics.time_to_first_token_seconds.get_sample_count(), 2);
+    assert_eq!(metrics.inter_token_seconds.get_sample_count(), 7);
+    assert_eq!(metrics.queue_seconds.get_sample_count(), 2);
+}
+
+#[test]
+fn prompt_logprobs_do_not_depend_on_the_chunk() {
+    let ids: Vec<u32> = (0..77).map(|place| 3 + place * 7 % 60).collect();
+    let run = |chunk, max_tokens| {
+        let (handle, ..) = engine(&Parrot { chunk, margin: 2.0, ..Parrot::default() }, options());
+        let mut events =
+            handle.submit(Request { prompt_logprobs: Some(3), logprobs: Some(2), ..ask(&ids, max_tokens) }).unwrap();
+        assert!(matches!(events.blocking_recv(), Some(Event::Started { cached_tokens: 0, .. })));
+        let Some(Event::Prompt(prompt)) = events.blocking_recv() else { panic!("no prompt") };
+        if max_tokens > 0 {
+            let Some(Event::Token { logprobs: Some(logprobs), id }) = events.blocking_recv() else { panic!() };
+            assert_eq!((logprobs.top.len(), logprobs.top[0]), (2, (id, logprobs.logprob)));
+        }
+        assert!(matches!(events.blocking_recv(), Some(Event::Done { finish: Finish::Length, .. })));
+        prompt
+    };
+    let prompt = run(1000, 0);
+    assert_eq!(prompt.len(), ids.len());
+    assert_eq!(prompt.iter().position(|entry| entry.is_some()), Some(1));
+    assert!(prompt[1..].iter().flatten().all(|entry| entry.top.len() == 3 && entry.top[0].1 >= entry.logprob));
+    for (chunk, max_tokens) in [(1, 0), (7, 1), (32, 0), (33, 1)] {
+        assert_eq!(run(chunk, max_tokens), prompt);
+    }
+}
+
+#[test]
+fn a_seed_reproduces_whatever_ran_before() {
+    let warm = Sampling { temperature: 30.0, seed: Some(11), ..Sampling::default() };
+    let run = |before: &[&[u32]], chunk| {
+        let (handle, ..) = engine(&Parrot { chunk, ..Parrot::default() }, Options { eos: vec![], ..options() });
+        for prompt in before {
+            hear(handle.submit(ask(prompt, 5)).unwrap());
+        }
+        hear(handle.submit(Request { sampling: warm.clone(), ..ask(&[9, 5, 6, 7], 30) }).unwrap()).0
+    };
+    let tokens = run(&[], 8);
+    assert_eq!(tokens.len(), 30);
+    assert_eq!(run(&[&[8, 3], &[9, 5, 6]], 1), tokens);
+    assert_eq!(run(&[&[9, 5]], 3), tokens);
+}
+
+#[test]
+fn many_requests_of_which_a_third_leave() {
+    let parrot = Parrot { delay: Duration::from_micros(20), chunk: 3, ..Parrot::default() };
+    let (handle, worker, metrics) = engine(&parrot, Options { max_queue: 64, ..options() });
+    // A fixed course of pseudo-random numbers.
+    let dice = |n: u32| n.wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) >> 8;
+    let one = |n: u32| {
+        let prompt: Vec<u32> =
+            std::iter::once(3 + n % 40).chain((0..dice(n) % 12).map(|k| 44 + dice(n + k) % 20)).collect();
+        let mut events = handle.submit(ask(&prompt, 100)).unwrap();
+        if dice(n ^ 0x5555).is_multiple_of(3) {
+            for _ in 0..dice(n) % 9 {
+                let _ = events.blocking_recv();
+            }
+        } else {
+            let (tokens, end) = hear(events);
+            assert_eq!(tokens, prompt, "request {n}");
+            assert_eq!(end.unwrap().0, Finish::Stop);
+        }
+    };
+    (0..200).for_each(one);
+    std::thread::scope(|scope| {
+        for n in 1000..1032 {
+            scope.spawn(move || one(n));
+        }
+    });
+    idle(&handle);
+    assert_eq!((metrics.requests_running.get(), metrics.requests_queued.get()), (0, 0));
+    assert!(Arc::strong_count(&parrot.states) <= 3, "at most the last session is kept");
+    handle.drain();
+    worker.join().unwrap();
+    assert_eq!(Arc::strong_count(&parrot.states), 1);
+}

@@ -1,0 +1,199 @@
+//! Around every request: its id, its line in the log, its counters; and the API key.
+//!
+//! A [`Tally`] lives as long as the answer, the body of a stream included, and is written when it is dropped, so a
+//! client that leaves is logged too. No text of a message is ever logged.
+
+use super::{Door, reject::Reject};
+use crate::metrics::Metrics;
+use axum::{
+    extract::{Request, State},
+    http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use std::{
+    hash::{BuildHasher, RandomState},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
+    },
+    time::Instant,
+};
+
+pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// What nginx logs for a client that closed the connection before there was an answer.
+const CLIENT_LEFT: u16 = 499;
+
+/// One request's account.
+pub struct Tally {
+    metrics: Arc<Metrics>,
+    method: Method,
+    path: String,
+    /// The route, for the metrics' label.
+    endpoint: &'static str,
+    id: String,
+    start: Instant,
+    status: OnceLock<StatusCode>,
+    /// An answer was begun and not ended.
+    open: AtomicBool,
+    /// This request asked for a generation.
+    generates: AtomicBool,
+    prompt_tokens: AtomicUsize,
+    completion_tokens: AtomicUsize,
+}
+
+impl Tally {
+    /// The request is one that the model answers, and so counts in `moestro_request_seconds`.
+    pub fn generates(&self) {
+        self.generates.store(true, Relaxed);
+    }
+
+    pub fn add(&self, prompt_tokens: usize, completion_tokens: usize) {
+        self.prompt_tokens.fetch_add(prompt_tokens, Relaxed);
+        self.completion_tokens.fetch_add(completion_tokens, Relaxed);
+    }
+
+    /// A stream begins: until [`Tally::complete`], it counts as cut short.
+    pub fn begin(&self) {
+        self.open.store(true, Relaxed);
+    }
+
+    pub fn complete(&self) {
+        self.open.store(false, Relaxed);
+    }
+
+    /// Says in the log why an answer that had already begun could not be finished.
+    pub fn failed(&self, error: &dyn std::fmt::Display) {
+        tracing::error!(id = self.id, %error, "the answer broke off");
+    }
+}
+
+impl Drop for Tally {
+    fn drop(&mut self) {
+        let status = self.status.get().map_or(CLIENT_LEFT, StatusCode::as_u16);
+        let seconds = self.start.elapsed().as_secs_f64();
+        self.metrics.request(self.endpoint, status);
+        if *self.generates.get_mut() {
+            self.metrics.request_seconds.observe(seconds);
+        }
+        tracing::info!(
+            method = %self.method,
+            path = self.path,
+            status,
+            ms = (seconds * 1e4).round() / 10.0,
+            prompt_tokens = *self.prompt_tokens.get_mut(),
+            completion_tokens = *self.completion_tokens.get_mut(),
+            cut_short = *self.open.get_mut(),
+            id = self.id,
+            "request"
+        );
+    }
+}
+
+/// The label of a path: one of a fixed set, since a client can invent any number of paths.
+fn endpoint(path: &str) -> &'static str {
+    const KNOWN: [&str; 7] =
+        ["/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"];
+    let model = path.starts_with("/v1/models/").then_some("/v1/models/{id}");
+    KNOWN.into_iter().find(|known| *known == path).or(model).unwrap_or("other")
+}
+
+/// The outermost layer: gives the request an id and an account.
+pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: Next) -> Response {
+    let id = given_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique()));
+    let tally = Arc::new(Tally {
+        metrics: door.metrics.clone(),
+        method: request.method().clone(),
+        endpoint: endpoint(request.uri().path()),
+        path: request.uri().path().to_owned(),
+        id,
+        start: Instant::now(),
+        status: OnceLock::new(),
+        open: AtomicBool::new(false),
+        generates: AtomicBool::new(false),
+        prompt_tokens: AtomicUsize::new(0),
+        completion_tokens: AtomicUsize::new(0),
+    });
+    request.extensions_mut().insert(tally.clone());
+    let mut response = next.run(request).await;
+    let _ = tally.status.set(response.status());
+    if let Ok(id) = HeaderValue::from_str(&tally.id) {
+        response.headers_mut().insert(REQUEST_ID.clone(), id);
+    }
+    response
+}
+
+/// Lets through who has the key, and everyone where none is set or asked for.
+pub async fn authorize(State(door): State<Arc<Door>>, request: Request, next: Next) -> Response {
+    let free = matches!(request.uri().path(), "/health" | "/metrics");
+    match &door.api_key {
+        Some(key) if !free && !bearer(request.headers()).is_some_and(|given| same(given, key.as_bytes())) => {
+            Reject::unauthorized().into_response()
+        }
+        _ => next.run(request).await,
+    }
+}
+
+/// The token of `Authorization: Bearer TOKEN`.
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let (scheme, token) = headers.get(header::AUTHORIZATION)?.as_bytes().split_at_checked(7)?;
+    scheme.eq_ignore_ascii_case(b"bearer ").then(|| token.trim_ascii())
+}
+
+/// Equality in a time that does not tell how much of the key was right.
+fn same(given: &[u8], key: &[u8]) -> bool {
+    let differs = given
+        .iter()
+        .zip(key)
+        .fold(given.len() ^ key.len(), |differs, (a, b)| std::hint::black_box(differs | usize::from(a ^ b)));
+    differs == 0
+}
+
+/// A client's own request id, if it is one that may stand in a log line.
+fn given_id(headers: &HeaderMap) -> Option<String> {
+    let id = headers.get(&REQUEST_ID)?.to_str().ok()?;
+    let sane = !id.is_empty() && id.len() <= 128 && id.bytes().all(|byte| byte.is_ascii_graphic());
+    sane.then(|| id.to_owned())
+}
+
+/// 24 hexadecimal digits that no other answer of this process has, and hardly one of another.
+pub fn unique() -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    static KEYS: OnceLock<RandomState> = OnceLock::new();
+    let count = COUNT.fetch_add(1, Relaxed);
+    format!("{:016x}{:08x}", KEYS.get_or_init(RandomState::new).hash_one(count), count as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_compared_whole() {
+        assert!(same(b"secret", b"secret"));
+        for wrong in [&b"secre"[..], b"secrets", b"Secret", b"", b"\0\0\0\0\0\0"] {
+            assert!(!same(wrong, b"secret"));
+        }
+    }
+
+    #[test]
+    fn the_scheme_is_bearer_in_any_case() {
+        let with = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::AUTHORIZATION, value.parse().unwrap());
+            bearer(&headers).map(<[u8]>::to_vec)
+        };
+        assert_eq!(with("Bearer abc"), Some(b"abc".to_vec()));
+        assert_eq!(with("bearer  abc "), Some(b"abc".to_vec()));
+        assert_eq!(with("Basic abc"), None);
+        assert_eq!(with("abc"), None);
+    }
+
+    #[test]
+    fn ids_differ() {
+        let ids: std::collections::HashSet<_> = (0..1000).map(|_| unique()).collect();
+        assert_eq!(ids.len(), 1000);
+        assert!(ids.iter().all(|id| id.len() == 24));
+    }
+}

@@ -1,0 +1,60 @@
+//! `GET /health`, `/metrics`, `/v1/models` and `/v1/models/{id}`.
+
+use super::{App, Door, answers::Model, reject::Reject};
+use crate::metrics;
+use axum::{
+    Json,
+    extract::{Path, State},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// 200 when a request would be accepted or queued, else 503.
+pub async fn health(State(door): State<Arc<Door>>) -> Response {
+    let not_ready = |status: &str| (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": status}))).into_response();
+    if door.closing() {
+        return not_ready("shutting_down");
+    }
+    let Ok(app) = door.app() else { return not_ready("loading") };
+    let (running, queued) = app.engine.load();
+    let version = env!("CARGO_PKG_VERSION");
+    Json(json!({
+        "status": "ok",
+        "model": app.card.id,
+        "version": version,
+        "context": app.engine.context(),
+        "requests": {"running": running, "queued": queued},
+        "plan": app.plan,
+    }))
+    .into_response()
+}
+
+pub async fn metrics(State(door): State<Arc<Door>>) -> Response {
+    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], door.metrics.render()).into_response()
+}
+
+pub async fn models(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> {
+    Ok(Json(json!({"object": "list", "data": [card(door.app()?)]})))
+}
+
+/// Unlike a request's `model`, this must be the model's very id: a client asks what there is.
+pub async fn model(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Response, Reject> {
+    let app = door.app()?;
+    match id == app.card.id {
+        true => Ok(Json(card(app)).into_response()),
+        false => Err(Reject::no_such_model(&id, &app.card.id)),
+    }
+}
+
+fn card(app: &App) -> Model<'_> {
+    Model {
+        id: &app.card.id,
+        object: "model",
+        created: app.card.created,
+        owned_by: "moestro",
+        max_model_len: app.engine.context(),
+        experts_per_token: app.card.experts_per_token,
+    }
+}

@@ -1,0 +1,202 @@
+//! What the server sends: OpenAI's answers and chunks. Serde only. What is borrowed here is written once a token.
+
+use serde::{Serialize, Serializer};
+use serde_json::{Map, Value};
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    Stop,
+    Length,
+    ToolCalls,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Usage {
+    pub prompt_tokens: usize,
+    pub completion_tokens: usize,
+    pub total_tokens: usize,
+    pub prompt_tokens_details: PromptDetails,
+    pub completion_tokens_details: CompletionDetails,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct PromptDetails {
+    pub cached_tokens: usize,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct CompletionDetails {
+    pub reasoning_tokens: usize,
+}
+
+/// An answer or a chunk of one, around `C`, its choice.
+#[derive(Debug, Serialize)]
+pub struct Envelope<'a, C> {
+    pub id: &'a str,
+    pub object: &'static str,
+    pub created: u64,
+    pub model: &'a str,
+    pub system_fingerprint: &'a str,
+    pub choices: &'a [C],
+    /// In a stream: absent unless asked for, and then `null` in every chunk but the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub usage: Option<Option<Usage>>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ChatChoice {
+    pub index: usize,
+    pub message: Message,
+    pub logprobs: Option<ChatLogprobs>,
+    pub finish_reason: FinishReason,
+}
+
+#[derive(Debug, Default, Serialize)]
+pub struct Message {
+    pub role: &'static str,
+    /// `null` in an answer that consists of tool calls only.
+    pub content: Option<String>,
+    pub refusal: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ToolCall {
+    pub id: String,
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    pub function: Function,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Function {
+    pub name: String,
+    /// JSON in a string, as OpenAI has it.
+    pub arguments: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ChatChunk<'a> {
+    pub index: usize,
+    pub delta: ChatDelta<'a>,
+    pub logprobs: Option<ChatLogprobs>,
+    pub finish_reason: Option<FinishReason>,
+}
+
+#[derive(Debug, Default, Serialize)]
+pub struct ChatDelta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tool_calls: Option<[ToolCallDelta<'a>; 1]>,
+}
+
+/// `id`, `type` and `name` come with the first delta of a call only.
+#[derive(Debug, Serialize)]
+pub struct ToolCallDelta<'a> {
+    pub index: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<&'a str>,
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    pub kind: Option<&'static str>,
+    pub function: FunctionDelta<'a>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct FunctionDelta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<&'a str>,
+    pub arguments: &'a str,
+}
+
+/// One entry a generated token, those of the reasoning included.
+#[derive(Debug, Default, Serialize)]
+pub struct ChatLogprobs {
+    pub content: Vec<TokenLogprob>,
+    pub refusal: Option<Vec<TokenLogprob>>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct TokenLogprob {
+    #[serde(flatten)]
+    pub token: Scored,
+    pub top_logprobs: Vec<Scored>,
+}
+
+/// A token and its log-probability. `bytes` are exact even where `token`, being text, cannot be.
+#[derive(Debug, Serialize)]
+pub struct Scored {
+    pub token: String,
+    #[serde(serialize_with = "finite")]
+    pub logprob: f32,
+    pub bytes: Vec<u8>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct TextChoice<'a> {
+    pub index: usize,
+    pub text: &'a str,
+    pub logprobs: Option<TextLogprobs>,
+    pub finish_reason: Option<FinishReason>,
+}
+
+/// The log-probabilities of `/v1/completions`: four arrays of one length.
+#[derive(Debug, Default, Serialize)]
+pub struct TextLogprobs {
+    pub tokens: Vec<String>,
+    /// `null` for the first token of an echoed prompt: nothing precedes it.
+    #[serde(serialize_with = "finite_or_null")]
+    pub token_logprobs: Vec<Option<f32>>,
+    /// The likeliest tokens and the token itself.
+    pub top_logprobs: Vec<Option<Map<String, Value>>>,
+    /// Where the token begins in the text, in characters.
+    pub text_offset: Vec<usize>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Tokenized {
+    pub count: usize,
+    pub max_model_len: usize,
+    pub tokens: Vec<u32>,
+    pub token_strs: Option<Vec<String>>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Detokenized {
+    pub prompt: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Model<'a> {
+    pub id: &'a str,
+    pub object: &'static str,
+    pub created: u64,
+    pub owned_by: &'static str,
+    /// Context length in tokens, under vLLM's name.
+    pub max_model_len: usize,
+    /// Experts that each token visits, if the model has any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub experts_per_token: Option<usize>,
+}
+
+/// JSON has no infinity, and a client's sum should not meet a `null`: an impossible token gets OpenAI's -9999.
+pub fn finite_logprob(logprob: f32) -> f32 {
+    if logprob.is_finite() { logprob } else { -9999.0 }
+}
+
+fn finite<S: Serializer>(logprob: &f32, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f32(finite_logprob(*logprob))
+}
+
+fn finite_or_null<S: Serializer>(logprobs: &[Option<f32>], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(logprobs.iter().map(|logprob| logprob.map(finite_logprob)))
+}

@@ -1,0 +1,226 @@
+//! `POST /v1/chat/completions`.
+//!
+//! Where servers differ: `max_tokens` defaults to the rest of the context and is cut to it; stop strings end the content,
+//! not the reasoning; `logprobs` list every generated token, those of the reasoning included.
+
+use super::{
+    App, Door, Head,
+    access::Tally,
+    answers::*,
+    body, check,
+    prompt::{self, Chat},
+    reject::Reject,
+    stream::{self, Frames},
+    transcript::{Reader, Transcript, Turn},
+    types::{ChatRequest, Common},
+};
+use crate::{
+    chat::{
+        Template,
+        parse::{Delta, Parser},
+    },
+    engine::{Logprobs, Request},
+};
+use axum::{
+    Extension, Json,
+    body::Body,
+    extract::State,
+    response::{IntoResponse, Response},
+};
+use std::{mem, sync::Arc};
+
+pub async fn chat(
+    State(door): State<Arc<Door>>,
+    Extension(tally): Extension<Arc<Tally>>,
+    body: Body,
+) -> Result<Response, Reject> {
+    let app = door.app()?;
+    let bytes = body::read(body, door.body_limit).await?;
+    let common: Common = body::parse(&bytes)?;
+    let request: ChatRequest = body::parse(&bytes)?;
+    drop(bytes);
+    let transcript = submit(app, &tally, &common, request).await?;
+    let answer = Answer { head: Head::new(app, "chatcmpl", "chat.completion"), pending: Vec::new() };
+    match common.streams() {
+        true => Ok(answer.stream(transcript, common.usage(), tally)),
+        false => answer.whole(transcript).await,
+    }
+}
+
+/// Checks the request and queues it.
+async fn submit(app: &App, tally: &Arc<Tally>, common: &Common, request: ChatRequest) -> Result<Transcript, Reject> {
+    common.check(&app.card)?;
+    let sampling = common.sampling(&app.defaults, app.engine.vocab())?;
+    let stops = common.stops()?;
+    let (param, limit) = match request.max_completion_tokens {
+        None => ("max_tokens", common.max_tokens),
+        limit => ("max_completion_tokens", limit),
+    };
+    let max_tokens = check::tokens(param, limit, 1)?;
+    let logprobs = logprobs(&request)?;
+    if let Some(format) = request.response_format.filter(|format| format.kind != "text") {
+        let message = format!("response_format `{}` is not supported yet; only `text` is.", format.kind);
+        return Err(Reject::unsupported("response_format", message));
+    }
+    if request.functions.is_some() {
+        return Err(Reject::unsupported("functions", "functions is not supported; use tools."));
+    }
+    let mut kwargs = request.chat_template_kwargs.unwrap_or_default();
+    if let Some(thinking) = request.enable_thinking {
+        kwargs.entry("enable_thinking").or_insert(thinking.into());
+    }
+    let chat = Chat {
+        messages: prompt::messages(request.messages)?,
+        tools: prompt::tools(request.tools, request.tool_choice.as_ref())?,
+        kwargs,
+        add_generation_prompt: true,
+    };
+    let prompt = app.render(&chat)?;
+    let in_reasoning = Template::opens_in_reasoning(&prompt);
+    let ids = app.encode(prompt).await?;
+    let max_tokens = check::room("messages", ids.len(), max_tokens, app.engine.context())?;
+    let reader = Reader::Chat {
+        parser: Parser::new(in_reasoning, &chat.tools),
+        in_reasoning,
+        parallel_tool_calls: request.parallel_tool_calls.unwrap_or(true),
+    };
+    let request = Request { ids, max_tokens, sampling, logprobs, prompt_logprobs: None, ignore_eos: false };
+    tally.generates();
+    Ok(Transcript::submit(app, tally, request, reader, stops)?)
+}
+
+/// How many alternatives to list with each token, if any are to be listed.
+fn logprobs(request: &ChatRequest) -> Result<Option<usize>, Reject> {
+    let wanted = request.logprobs.unwrap_or(false);
+    match request.top_logprobs {
+        Some(top) if wanted => Ok(Some(check::alternatives("top_logprobs", top)?)),
+        Some(_) => Err(Reject::invalid("top_logprobs", "top_logprobs is only allowed when logprobs is true.")),
+        None => Ok(wanted.then_some(0)),
+    }
+}
+
+/// An answer being written.
+struct Answer {
+    head: Head,
+    /// Log-probabilities of tokens whose text has not been sent yet.
+    pending: Vec<TokenLogprob>,
+}
+
+impl Answer {
+    /// One body.
+    async fn whole(mut self, mut transcript: Transcript) -> Result<Response, Reject> {
+        let (mut content, mut reasoning, mut tool_calls) = (String::new(), String::new(), Vec::<ToolCall>::new());
+        let finish_reason = loop {
+            let turn = transcript.next().await?;
+            self.score(&turn);
+            for delta in turn.deltas {
+                match delta {
+                    Delta::Reasoning(text) => reasoning += &text,
+                    Delta::Content(text) => content += &text,
+                    Delta::ToolCall { id, name, .. } => {
+                        let function = Function { name, arguments: String::new() };
+                        tool_calls.push(ToolCall { id, kind: "function", function });
+                    }
+                    Delta::Arguments { json, .. } => {
+                        if let Some(call) = tool_calls.last_mut() {
+                            call.function.arguments += &json;
+                        }
+                    }
+                }
+            }
+            if let Some(reason) = turn.end {
+                break reason;
+            }
+        };
+        let message = Message {
+            role: "assistant",
+            content: (tool_calls.is_empty() || !content.is_empty()).then_some(content),
+            refusal: None,
+            reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
+            tool_calls,
+        };
+        let choice = ChatChoice { index: 0, message, logprobs: self.scores(), finish_reason };
+        Ok(Json(self.head.envelope(&[choice], Some(Some(transcript.usage())))).into_response())
+    }
+
+    /// A chunk a delta; then the one with the `finish_reason`, then, if asked for, the one with the usage.
+    fn stream(mut self, mut transcript: Transcript, usage: bool, tally: Arc<Tally>) -> Response {
+        self.head.object = "chat.completion.chunk";
+        stream::respond(move |frames| async move {
+            tally.begin();
+            let null_usage = usage.then_some(None);
+            let mut begun = false;
+            let end = loop {
+                let turn = match transcript.next().await {
+                    Ok(turn) => turn,
+                    Err(error) => {
+                        tally.failed(&error);
+                        return frames.error(&error.into());
+                    }
+                };
+                if !mem::replace(&mut begun, true) {
+                    let role = ChatDelta { role: Some("assistant"), content: Some(""), ..ChatDelta::default() };
+                    self.chunk(&frames, role, None, null_usage);
+                }
+                self.score(&turn);
+                for delta in &turn.deltas {
+                    self.chunk(&frames, wire(delta), None, null_usage);
+                }
+                if turn.end.is_some() {
+                    break turn.end;
+                }
+            };
+            self.chunk(&frames, ChatDelta::default(), end, null_usage);
+            if usage {
+                frames.data(&self.head.envelope::<ChatChunk>(&[], Some(Some(transcript.usage()))));
+            }
+            frames.done();
+            tally.complete();
+        })
+    }
+
+    fn chunk(&mut self, frames: &Frames, delta: ChatDelta, end: Option<FinishReason>, usage: Option<Option<Usage>>) {
+        let logprobs = self.scores();
+        let choice = ChatChunk { index: 0, delta, logprobs, finish_reason: end };
+        frames.data(&self.head.envelope(&[choice], usage));
+    }
+
+    fn score(&mut self, turn: &Turn) {
+        if let Some((id, logprobs)) = &turn.scored {
+            self.pending.push(scored(&self.head.app, *id, logprobs));
+        }
+    }
+
+    fn scores(&mut self) -> Option<ChatLogprobs> {
+        let content = mem::take(&mut self.pending);
+        (!content.is_empty()).then_some(ChatLogprobs { content, refusal: None })
+    }
+}
+
+fn wire(delta: &Delta) -> ChatDelta<'_> {
+    match delta {
+        Delta::Reasoning(text) => ChatDelta { reasoning_content: Some(text), ..ChatDelta::default() },
+        Delta::Content(text) => ChatDelta { content: Some(text), ..ChatDelta::default() },
+        Delta::ToolCall { index, id, name } => {
+            let function = FunctionDelta { name: Some(name), arguments: "" };
+            let call = ToolCallDelta { index: *index, id: Some(id), kind: Some("function"), function };
+            ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() }
+        }
+        Delta::Arguments { index, json } => {
+            let function = FunctionDelta { name: None, arguments: json };
+            let call = ToolCallDelta { index: *index, id: None, kind: None, function };
+            ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() }
+        }
+    }
+}
+
+fn scored(app: &App, id: u32, logprobs: &Logprobs) -> TokenLogprob {
+    let entry = |id, logprob| {
+        let (token, bytes) = app.token_text(id);
+        Scored { token, logprob, bytes }
+    };
+    TokenLogprob {
+        token: entry(id, logprobs.logprob),
+        top_logprobs: logprobs.top.iter().map(|&(id, logprob)| entry(id, logprob)).collect(),
+    }
+}

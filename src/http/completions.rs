@@ -1,0 +1,293 @@
+//! `POST /v1/completions`: text or token ids in, text out, without a template.
+//!
+//! Several prompts are answered one after another, as choices of one answer; only the first of them can meet a full
+//! queue. `max_tokens` defaults to 16, as OpenAI has it. With `echo` and `logprobs` the prompt is scored, which is what
+//! evaluation harnesses ask for; they add one token and leave its entry out again, so that token is generated even if
+//! it ends the text.
+
+use super::{
+    App, Door, Head,
+    access::Tally,
+    answers::{Envelope, FinishReason, TextChoice, Usage},
+    body, check,
+    reject::Reject,
+    scores::Scores,
+    stream,
+    transcript::{Reader, Transcript, Turn},
+    types::{Common, CompletionRequest, Prompt},
+};
+use crate::{
+    chat::parse::Delta,
+    engine::{Request, Sampling},
+    error::EngineError,
+};
+use axum::{
+    Extension, Json,
+    body::Body,
+    extract::State,
+    response::{IntoResponse, Response},
+};
+use std::{sync::Arc, time::Duration};
+
+const DEFAULT_MAX_TOKENS: usize = 16;
+
+/// As many prompts as OpenAI takes.
+const MAX_PROMPTS: usize = 2048;
+
+pub async fn completions(
+    State(door): State<Arc<Door>>,
+    Extension(tally): Extension<Arc<Tally>>,
+    body: Body,
+) -> Result<Response, Reject> {
+    let app = door.app()?;
+    let bytes = body::read(body, door.body_limit).await?;
+    let common: Common = body::parse(&bytes)?;
+    let request: CompletionRequest = body::parse(&bytes)?;
+    drop(bytes);
+    let job = Job::new(app, tally.clone(), &common, request).await?;
+    tally.generates();
+    let first = job.submit(0)?;
+    match common.streams() {
+        true => Ok(job.stream(first, common.usage())),
+        false => job.whole(first).await,
+    }
+}
+
+/// What was asked for, checked.
+struct Job {
+    head: Head,
+    tally: Arc<Tally>,
+    prompts: Vec<Vec<u32>>,
+    max_tokens: usize,
+    echo: bool,
+    logprobs: Option<usize>,
+    sampling: Sampling,
+    stops: Vec<String>,
+}
+
+impl Job {
+    async fn new(
+        app: &Arc<App>,
+        tally: Arc<Tally>,
+        common: &Common,
+        request: CompletionRequest,
+    ) -> Result<Self, Reject> {
+        common.check(&app.card)?;
+        check::one("best_of", request.best_of)?;
+        if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
+            return Err(Reject::unsupported("suffix", "suffix is not supported."));
+        }
+        let max_tokens = check::tokens("max_tokens", common.max_tokens, 0)?.unwrap_or(DEFAULT_MAX_TOKENS);
+        let job = Self {
+            head: Head::new(app, "cmpl", "text_completion"),
+            tally,
+            max_tokens,
+            echo: request.echo.unwrap_or(false),
+            logprobs: request.logprobs.map(|top| check::alternatives("logprobs", top)).transpose()?,
+            sampling: common.sampling(&app.defaults, app.engine.vocab())?,
+            stops: common.stops()?,
+            prompts: prompts(app, request.prompt).await?,
+        };
+        for prompt in &job.prompts {
+            check::room("prompt", prompt.len(), Some(max_tokens), app.engine.context())?;
+        }
+        Ok(job)
+    }
+
+    fn submit(&self, index: usize) -> Result<Transcript, EngineError> {
+        let app = &self.head.app;
+        let ids = self.prompts.get(index).cloned().unwrap_or_default();
+        let request = Request {
+            max_tokens: self.max_tokens.min(app.engine.context().saturating_sub(ids.len())),
+            ids,
+            sampling: self.sampling.clone(),
+            logprobs: self.logprobs,
+            prompt_logprobs: self.logprobs.filter(|_| self.echo),
+            ignore_eos: self.echo && self.logprobs.is_some() && self.max_tokens == 1,
+        };
+        Transcript::submit(app, &self.tally, request, Reader::Plain, self.stops.clone())
+    }
+
+    /// The generation of a later prompt: it has waited in line already, so it waits for a place rather than give up.
+    async fn submit_later(&self, index: usize) -> Result<Transcript, EngineError> {
+        loop {
+            match self.submit(index) {
+                Err(EngineError::QueueFull) => tokio::time::sleep(Duration::from_millis(50)).await,
+                submitted => return submitted,
+            }
+        }
+    }
+
+    /// One body.
+    async fn whole(self, first: Transcript) -> Result<Response, Reject> {
+        let mut first = Some(first);
+        let mut usage = Usage::default();
+        let mut answers = Vec::with_capacity(self.prompts.len());
+        for index in 0..self.prompts.len() {
+            let mut transcript = match first.take() {
+                Some(first) => first,
+                None => self.submit_later(index).await?,
+            };
+            let (mut choice, mut text) = (Choice::new(&self, index), String::new());
+            let end = loop {
+                let turn = transcript.next().await?;
+                choice.add(&turn, &mut text);
+                if let Some(end) = turn.end {
+                    break end;
+                }
+            };
+            add(&mut usage, transcript.usage());
+            let logprobs = choice.scores.as_mut().map(|scores| scores.take(Some(end)));
+            answers.push((text, logprobs, end));
+        }
+        let choices: Vec<_> = answers
+            .iter_mut()
+            .enumerate()
+            .map(|(index, (text, logprobs, end))| TextChoice {
+                index,
+                text,
+                logprobs: logprobs.take(),
+                finish_reason: Some(*end),
+            })
+            .collect();
+        Ok(Json(self.head.envelope(&choices, Some(Some(usage)))).into_response())
+    }
+
+    /// One choice after the other, a chunk a turn that has text; then, if asked for, the usage.
+    fn stream(self, first: Transcript, usage: bool) -> Response {
+        stream::respond(move |frames| async move {
+            self.tally.begin();
+            let mut first = Some(first);
+            let mut used = Usage::default();
+            for index in 0..self.prompts.len() {
+                let submitted = match first.take() {
+                    Some(first) => Ok(first),
+                    None => self.submit_later(index).await,
+                };
+                let outcome = match submitted {
+                    Ok(transcript) => self.stream_one(&frames, index, transcript, usage).await,
+                    Err(error) => Err(error),
+                };
+                match outcome {
+                    Ok(usage) => add(&mut used, usage),
+                    Err(error) => {
+                        self.tally.failed(&error);
+                        return frames.error(&error.into());
+                    }
+                }
+            }
+            if usage {
+                let end: Envelope<TextChoice> = self.head.envelope(&[], Some(Some(used)));
+                frames.data(&end);
+            }
+            frames.done();
+            self.tally.complete();
+        })
+    }
+
+    async fn stream_one(
+        &self,
+        frames: &stream::Frames,
+        index: usize,
+        mut transcript: Transcript,
+        usage: bool,
+    ) -> Result<Usage, EngineError> {
+        let (mut choice, mut text) = (Choice::new(self, index), String::new());
+        let send = |text: &str, choice: &mut Choice, end: Option<FinishReason>| {
+            let logprobs = choice.scores.as_mut().map(|scores| scores.take(end));
+            let choice = TextChoice { index, text, logprobs, finish_reason: end };
+            frames.data(&self.head.envelope(&[choice], usage.then_some(None)));
+        };
+        loop {
+            let turn = transcript.next().await?;
+            choice.add(&turn, &mut text);
+            if !text.is_empty() && turn.end.is_none() {
+                send(&text, &mut choice, None);
+                text.clear();
+            }
+            if turn.end.is_some() {
+                send(&text, &mut choice, turn.end);
+                return Ok(transcript.usage());
+            }
+        }
+    }
+}
+
+/// One prompt's answer in the making.
+struct Choice<'a> {
+    job: &'a Job,
+    index: usize,
+    scores: Option<Scores<'a>>,
+    begun: bool,
+}
+
+impl<'a> Choice<'a> {
+    fn new(job: &'a Job, index: usize) -> Self {
+        let scores = job.logprobs.map(|_| Scores::new(&job.head.app));
+        Self { job, index, scores, begun: false }
+    }
+
+    /// Adds what a turn brought; the prompt comes first if it is to be echoed.
+    fn add(&mut self, turn: &Turn, text: &mut String) {
+        let before = text.len();
+        if !self.begun && self.job.echo {
+            let ids = self.job.prompts.get(self.index).map_or(&[][..], |ids| ids);
+            *text += &self.job.head.app.text(ids);
+            if let (Some(scores), Some(prompt)) = (&mut self.scores, &turn.prompt) {
+                for (&id, logprobs) in ids.iter().zip(prompt) {
+                    scores.push(id, logprobs.as_ref());
+                }
+            }
+        }
+        self.begun = true;
+        for delta in &turn.deltas {
+            if let Delta::Content(more) = delta {
+                *text += more;
+            }
+        }
+        if let Some(scores) = &mut self.scores {
+            scores.told(&text[before..]);
+            if let Some((id, logprobs)) = &turn.scored {
+                scores.push(*id, Some(logprobs));
+            }
+        }
+    }
+}
+
+fn add(sum: &mut Usage, usage: Usage) {
+    sum.prompt_tokens += usage.prompt_tokens;
+    sum.completion_tokens += usage.completion_tokens;
+    sum.total_tokens += usage.total_tokens;
+    sum.prompt_tokens_details.cached_tokens += usage.prompt_tokens_details.cached_tokens;
+}
+
+async fn prompts(app: &App, prompt: Prompt) -> Result<Vec<Vec<u32>>, Reject> {
+    let vocab = app.engine.vocab();
+    let count = match &prompt {
+        Prompt::Texts(texts) => texts.len(),
+        Prompt::Batch(batch) => batch.len(),
+        Prompt::Text(_) | Prompt::Ids(_) => 1,
+    };
+    if count > MAX_PROMPTS {
+        return Err(Reject::invalid("prompt", format!("There are {count} prompts; {MAX_PROMPTS} are the most.")));
+    }
+    let mut prompts = Vec::with_capacity(count);
+    match prompt {
+        Prompt::Text(text) => prompts.push(app.encode(text).await?),
+        Prompt::Texts(texts) => {
+            for text in texts {
+                prompts.push(app.encode(text).await?);
+            }
+        }
+        Prompt::Ids(ids) => prompts.push(check::ids("prompt", &ids, vocab)?),
+        Prompt::Batch(batch) => {
+            for ids in batch {
+                prompts.push(check::ids("prompt", &ids, vocab)?);
+            }
+        }
+    }
+    if prompts.is_empty() || prompts.iter().any(Vec::is_empty) {
+        return Err(Reject::invalid("prompt", "The prompt is empty; there must be at least one token to go on from."));
+    }
+    Ok(prompts)
+}

@@ -1,0 +1,275 @@
+//! Messages and tools, checked and rendered: `messages -> prompt -> ids`.
+//!
+//! Contents become plain strings on the way, because templates differ in whether they understand OpenAI's parts; this
+//! server reads text only. `developer` is OpenAI's newer name for `system`, and templates know the older one.
+
+use super::{App, reject::Reject};
+use crate::chat::Conversation;
+use serde_json::{Map, Value};
+
+/// Longer texts are tokenized on a thread of their own, so that they do not hold up other connections.
+const LONG: usize = 64 << 10;
+
+/// What a conversation is rendered with, checked.
+#[derive(Debug)]
+pub struct Chat {
+    pub messages: Vec<Value>,
+    /// Empty if the model may not call any.
+    pub tools: Vec<Value>,
+    pub kwargs: Map<String, Value>,
+    pub add_generation_prompt: bool,
+}
+
+impl App {
+    /// The prompt of a conversation.
+    pub fn render(&self, chat: &Chat) -> Result<String, Reject> {
+        let Some(template) = &self.template else {
+            let message = "This model has no chat template. Use /v1/completions.";
+            return Err(Reject::unsupported("messages", message));
+        };
+        let mut kwargs = chat.kwargs.clone();
+        if let Some(thinking) = self.thinking {
+            kwargs.entry("enable_thinking").or_insert(thinking.into());
+        }
+        let tools = (!chat.tools.is_empty()).then_some(&*chat.tools);
+        let conversation = Conversation {
+            messages: &chat.messages,
+            tools,
+            kwargs: &kwargs,
+            add_generation_prompt: chat.add_generation_prompt,
+        };
+        Ok(template.render(&conversation)?)
+    }
+
+    pub async fn encode(&self, text: String) -> Result<Vec<u32>, Reject> {
+        if text.len() < LONG {
+            return Ok(self.tokenizer.encode(&text)?);
+        }
+        let tokenizer = self.tokenizer.clone();
+        match tokio::task::spawn_blocking(move || tokenizer.encode(&text)).await {
+            Ok(ids) => Ok(ids?),
+            Err(_) => Err(crate::error::ChatError::Tokenizer("it failed on this text".into()).into()),
+        }
+    }
+
+    /// A token as it stands in `logprobs`: its text, or its bytes where they are no text by themselves.
+    pub fn token_text(&self, id: u32) -> (String, Vec<u8>) {
+        let bytes = self.tokenizer.token_bytes(id);
+        let text = match std::str::from_utf8(&bytes) {
+            Ok(text) => text.to_owned(),
+            Err(_) => bytes.iter().fold("bytes:".to_owned(), |text, byte| text + &format!("\\x{byte:02x}")),
+        };
+        (text, bytes)
+    }
+
+    /// The exact text of `ids`, special tokens included.
+    pub fn text(&self, ids: &[u32]) -> String {
+        let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.tokenizer.token_bytes(id)).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+/// Checks every message and puts it into the form that templates expect.
+pub fn messages(mut messages: Vec<Value>) -> Result<Vec<Value>, Reject> {
+    if messages.is_empty() {
+        return Err(Reject::invalid("messages", "messages is empty; there must be at least one."));
+    }
+    for (index, message) in messages.iter_mut().enumerate() {
+        let at = format!("messages[{index}]");
+        let Value::Object(message) = message else {
+            return Err(Reject::json(Some(at.clone()), format!("{at} must be an object.")));
+        };
+        one_message(message, &at)?;
+    }
+    Ok(messages)
+}
+
+fn one_message(message: &mut Map<String, Value>, at: &str) -> Result<(), Reject> {
+    let role = match message.get("role") {
+        Some(Value::String(role)) => role.clone(),
+        Some(_) => return Err(Reject::json(Some(format!("{at}.role")), format!("{at}.role must be a string."))),
+        None => return Err(Reject::invalid(format!("{at}.role"), format!("{at} has no role."))),
+    };
+    match role.as_str() {
+        "system" | "user" | "assistant" | "tool" => {}
+        "developer" => {
+            message.insert("role".into(), "system".into());
+        }
+        other => {
+            let known = "system, developer, user, assistant and tool";
+            let text = format!("{at}.role is `{other}`; the roles are {known}.");
+            return Err(Reject::invalid(format!("{at}.role"), text));
+        }
+    }
+    let calls = message.get("tool_calls").is_some_and(|calls| !calls.is_null());
+    if calls {
+        tool_calls(&message["tool_calls"], at)?;
+    }
+    match message.get_mut("content") {
+        Some(Value::String(_)) => {}
+        Some(Value::Array(parts)) => {
+            let text = joined(parts, &format!("{at}.content"))?;
+            message.insert("content".into(), text.into());
+        }
+        None | Some(Value::Null) if role == "assistant" => {}
+        None | Some(Value::Null) => {
+            let text = format!("{at} has no content; a message of role {role} must have one.");
+            return Err(Reject::invalid(format!("{at}.content"), text));
+        }
+        Some(_) => {
+            let text = format!("{at}.content must be a string or an array of parts.");
+            return Err(Reject::json(Some(format!("{at}.content")), text));
+        }
+    }
+    Ok(())
+}
+
+/// The text of `[{"type": "text", "text": "..."}, ...]`.
+fn joined(parts: &[Value], at: &str) -> Result<String, Reject> {
+    let mut joined = String::new();
+    for (index, part) in parts.iter().enumerate() {
+        let at = format!("{at}[{index}]");
+        match (part.get("type").and_then(Value::as_str), part.get("text")) {
+            (Some("text"), Some(Value::String(text))) => joined.push_str(text),
+            (Some("text") | None, _) => {
+                return Err(Reject::json(
+                    Some(at.clone()),
+                    format!("{at} must be {{\"type\": \"text\", \"text\": ...}}."),
+                ));
+            }
+            (Some(kind), _) => {
+                let text = format!("{at} is of type `{kind}`; this server reads text only.");
+                return Err(Reject::unsupported(&at, text));
+            }
+        }
+    }
+    Ok(joined)
+}
+
+/// The calls an assistant made earlier: each needs a name and arguments, as JSON in a string or as an object.
+fn tool_calls(calls: &Value, at: &str) -> Result<(), Reject> {
+    let Value::Array(calls) = calls else {
+        return Err(Reject::json(Some(format!("{at}.tool_calls")), format!("{at}.tool_calls must be an array.")));
+    };
+    for (index, call) in calls.iter().enumerate() {
+        let at = format!("{at}.tool_calls[{index}].function");
+        let function = &call["function"];
+        if !function["name"].is_string() {
+            return Err(Reject::json(Some(format!("{at}.name")), format!("{at}.name must be a string.")));
+        }
+        let sound = match &function["arguments"] {
+            Value::Object(_) | Value::Null => true,
+            Value::String(json) => json.trim().is_empty() || serde_json::from_str::<Map<String, Value>>(json).is_ok(),
+            _ => false,
+        };
+        if !sound {
+            let text = format!("{at}.arguments must be a JSON object in a string.");
+            return Err(Reject::invalid(format!("{at}.arguments"), text));
+        }
+    }
+    Ok(())
+}
+
+/// The tools that the model may call: none if `choice` is `"none"`.
+pub fn tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<Value>, Reject> {
+    let tools = tools.unwrap_or_default();
+    for (index, tool) in tools.iter().enumerate() {
+        let at = format!("tools[{index}]");
+        if tool["type"] != "function" {
+            return Err(Reject::invalid(format!("{at}.type"), format!("{at}.type must be `function`.")));
+        }
+        let function = &tool["function"];
+        if function["name"].as_str().is_none_or(str::is_empty) {
+            let text = format!("{at}.function.name must be a string that is not empty.");
+            return Err(Reject::invalid(format!("{at}.function.name"), text));
+        }
+        if !matches!(function["parameters"], Value::Null | Value::Object(_)) {
+            let text = format!("{at}.function.parameters must be a JSON schema, which is an object.");
+            return Err(Reject::invalid(format!("{at}.function.parameters"), text));
+        }
+    }
+    match choice {
+        None | Some(Value::Null) => Ok(tools),
+        Some(Value::String(choice)) => match choice.as_str() {
+            "auto" => Ok(tools),
+            "none" => Ok(Vec::new()),
+            "required" => Err(Reject::unsupported("tool_choice", "tool_choice `required` is not supported yet.")),
+            other => {
+                let text = format!("tool_choice is `{other}`; it must be `auto` or `none`.");
+                Err(Reject::invalid("tool_choice", text))
+            }
+        },
+        Some(Value::Object(_)) => {
+            Err(Reject::unsupported("tool_choice", "A tool_choice that names a tool is not supported yet."))
+        }
+        Some(_) => Err(Reject::json(Some("tool_choice".into()), "tool_choice must be `auto` or `none`.")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn param(result: Result<Vec<Value>, Reject>) -> String {
+        let body = serde_json::to_value(result.unwrap_err().body()).unwrap();
+        body["error"]["param"].as_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn contents_become_strings() {
+        let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
+        let given = vec![json!({"role": "developer", "content": "d"}), json!({"role": "user", "content": parts})];
+        let wanted = [json!({"role": "system", "content": "d"}), json!({"role": "user", "content": "ab"})];
+        assert_eq!(messages(given).unwrap(), wanted);
+    }
+
+    #[test]
+    fn an_assistant_may_say_nothing_but_call() {
+        let call = json!({"type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
+        for content in [json!("x"), Value::Null] {
+            let message = json!({"role": "assistant", "content": content, "tool_calls": [call]});
+            assert!(messages(vec![message]).is_ok());
+        }
+        assert!(messages(vec![json!({"role": "assistant", "tool_calls": [call]})]).is_ok());
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_message_is_named() {
+        for (message, at) in [
+            (json!("hi"), "messages[0]"),
+            (json!({"content": "hi"}), "messages[0].role"),
+            (json!({"role": 1, "content": "hi"}), "messages[0].role"),
+            (json!({"role": "wizard", "content": "hi"}), "messages[0].role"),
+            (json!({"role": "user"}), "messages[0].content"),
+            (json!({"role": "user", "content": null}), "messages[0].content"),
+            (json!({"role": "user", "content": 5}), "messages[0].content"),
+            (json!({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0]"),
+            (json!({"role": "user", "content": ["hi"]}), "messages[0].content[0]"),
+            (json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "messages[0].content[0]"),
+            (json!({"role": "assistant", "tool_calls": {}}), "messages[0].tool_calls"),
+            (json!({"role": "assistant", "tool_calls": [{}]}), "messages[0].tool_calls[0].function.name"),
+            (
+                json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
+                "messages[0].tool_calls[0].function.arguments",
+            ),
+        ] {
+            assert_eq!(param(messages(vec![message])), at);
+        }
+        assert_eq!(param(messages(Vec::new())), "messages");
+    }
+
+    #[test]
+    fn tools_are_offered_unless_forbidden() {
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}});
+        let offered = || Some(vec![tool.clone()]);
+        assert_eq!(tools(offered(), None).unwrap().len(), 1);
+        assert_eq!(tools(offered(), Some(&json!("auto"))).unwrap().len(), 1);
+        assert!(tools(offered(), Some(&json!("none"))).unwrap().is_empty());
+        for choice in [json!("required"), json!({"type": "function"}), json!("maybe"), json!(3)] {
+            assert_eq!(param(tools(offered(), Some(&choice))), "tool_choice");
+        }
+        assert_eq!(param(tools(Some(vec![json!({"type": "web_search"})]), None)), "tools[0].type");
+        assert_eq!(param(tools(Some(vec![json!({"type": "function"})]), None)), "tools[0].function.name");
+    }
+}

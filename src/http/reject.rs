@@ -1,0 +1,209 @@
+//! Errors at the door: each becomes a status and OpenAI's error object, `{"error": {message, type, param, code}}`.
+//!
+//! | status | when |
+//! |---|---|
+//! | 400 | not JSON, a wrong type, a value out of range, something not supported; a prompt longer than the context |
+//! | 401 | no API key, or a wrong one |
+//! | 404, 405 | no such path or model; the path exists, but not with this method |
+//! | 413 | a body over the limit |
+//! | 422 | a well-formed conversation that the model's chat template refuses |
+//! | 429 | the queue is full; `Retry-After` says when to try again |
+//! | 500 | the model failed: the message says where |
+//! | 503 | the model is still loading, or the server is shutting down |
+//! | 504 | the request took longer than `--request-timeout` |
+//!
+//! A stream has sent its 200 by the time the model can fail. It then ends with one `data: {"error": ...}` event, which
+//! the OpenAI SDKs raise as an `APIError`; no `finish_reason` and no `[DONE]` pretend that the answer was complete.
+
+use super::types::{ErrorBody, ErrorObject};
+use crate::error::{ChatError, EngineError, ModelError};
+use axum::{
+    Json,
+    http::{HeaderValue, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+
+const INVALID: &str = "invalid_request_error";
+const SERVER: &str = "server_error";
+
+/// A refusal, ready to be sent.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Reject {
+    pub status: StatusCode,
+    kind: &'static str,
+    code: Option<&'static str>,
+    param: Option<String>,
+    message: String,
+    retry_after: Option<u32>,
+}
+
+impl Reject {
+    fn new(status: StatusCode, kind: &'static str, code: Option<&'static str>, message: impl Into<String>) -> Self {
+        Self { status, kind, code, param: None, message: message.into(), retry_after: None }
+    }
+
+    /// A value that is wrong; `param` names it as the client wrote it, such as `messages[0].role`.
+    pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
+        let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("invalid_value"), message);
+        Self { param: Some(param.into()), ..reject }
+    }
+
+    /// A request that is right in OpenAI's API but that this server cannot serve.
+    pub fn unsupported(param: &str, message: impl Into<String>) -> Self {
+        let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unsupported_parameter"), message);
+        Self { param: Some(param.into()), ..reject }
+    }
+
+    /// A body that is not the JSON that was expected. `path` is where, if a field can be named.
+    pub fn json(path: Option<String>, message: impl Into<String>) -> Self {
+        let code = if path.is_some() { "invalid_type" } else { "invalid_json" };
+        Self { param: path, ..Self::new(StatusCode::BAD_REQUEST, INVALID, Some(code), message) }
+    }
+
+    pub fn context(prompt: usize, context: usize, param: &str) -> Self {
+        let message = format!(
+            "This model's context length is {context} tokens, and the prompt has {prompt} of them: it leaves no room \
+             for an answer. Shorten the prompt, or start the server with a larger --ctx-size."
+        );
+        let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded"), message);
+        Self { param: Some(param.into()), ..reject }
+    }
+
+    pub fn unauthorized() -> Self {
+        let message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`.";
+        Self::new(StatusCode::UNAUTHORIZED, INVALID, Some("invalid_api_key"), message)
+    }
+
+    pub fn no_such_model(asked: &str, served: &str) -> Self {
+        let message = format!("The model `{asked}` does not exist here. This server serves `{served}`.");
+        let reject = Self::new(StatusCode::NOT_FOUND, INVALID, Some("model_not_found"), message);
+        Self { param: Some("model".into()), ..reject }
+    }
+
+    pub fn no_such_path(method: &str, path: &str) -> Self {
+        let message = format!("Unknown path: {method} {path}");
+        Self::new(StatusCode::NOT_FOUND, INVALID, Some("not_found"), message)
+    }
+
+    pub fn wrong_method(method: &str, path: &str) -> Self {
+        let message = format!("{path} does not take {method}.");
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, INVALID, Some("method_not_allowed"), message)
+    }
+
+    pub fn too_large(limit: usize) -> Self {
+        let message = format!("The body is larger than {limit} bytes.");
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, Some("request_too_large"), message)
+    }
+
+    pub fn loading() -> Self {
+        let reject = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("loading"), "The model is still loading.");
+        Self { retry_after: Some(5), ..reject }
+    }
+
+    /// What is sent as JSON, in a body or in an event of a stream.
+    pub fn body(&self) -> ErrorBody<'_> {
+        let Self { kind, code, param, message, .. } = self;
+        ErrorBody { error: ErrorObject { message, kind, param: param.as_deref(), code: *code } }
+    }
+}
+
+impl From<EngineError> for Reject {
+    fn from(error: EngineError) -> Self {
+        let message = error.to_string();
+        let failed = |code| Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, code, &*message);
+        match error {
+            EngineError::QueueFull => {
+                let full = "Too many requests are waiting. Try again, or start the server with a larger --max-queue.";
+                let reject = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("queue_full"), full);
+                Self { retry_after: Some(2), ..reject }
+            }
+            EngineError::Draining => Self::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER,
+                Some("shutting_down"),
+                "The server is shutting down.",
+            ),
+            EngineError::TimedOut => Self::new(StatusCode::GATEWAY_TIMEOUT, SERVER, Some("timeout"), &*message),
+            EngineError::Model(ModelError::ContextFull { .. }) | EngineError::PromptTooLong { .. } => {
+                Self::new(StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded"), &*message)
+            }
+            EngineError::Model(ModelError::TokenOutOfRange { .. }) | EngineError::EmptyPrompt => {
+                Self::new(StatusCode::BAD_REQUEST, INVALID, Some("invalid_value"), &*message)
+            }
+            EngineError::Model(ModelError::Store(_)) => failed(Some("storage_error")),
+            EngineError::Model(_) | EngineError::Stopped | EngineError::NoLogits | EngineError::Panicked(_) => {
+                failed(None)
+            }
+        }
+    }
+}
+
+impl From<ChatError> for Reject {
+    fn from(error: ChatError) -> Self {
+        let message = error.to_string();
+        match error {
+            ChatError::Refused(_) => {
+                let code = Some("conversation_refused");
+                let reject = Self::new(StatusCode::UNPROCESSABLE_ENTITY, INVALID, code, message);
+                Self { param: Some("messages".into()), ..reject }
+            }
+            ChatError::Template(_) | ChatError::Tokenizer(_) => {
+                Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, None, message)
+            }
+        }
+    }
+}
+
+impl IntoResponse for Reject {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(self.body())).into_response();
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{io, path::PathBuf};
+
+    #[test]
+    fn engine_errors_get_the_status_a_client_acts_on() {
+        let status = |error: EngineError| Reject::from(error).status.as_u16();
+        assert_eq!(status(EngineError::QueueFull), 429);
+        assert_eq!(status(EngineError::Draining), 503);
+        assert_eq!(status(EngineError::TimedOut), 504);
+        assert_eq!(status(EngineError::Stopped), 500);
+        assert_eq!(status(ModelError::ContextFull { context: 8 }.into()), 400);
+    }
+
+    #[test]
+    fn a_failed_read_names_expert_file_and_offset() {
+        let read = crate::error::StoreError::Read {
+            layer: 3,
+            expert: 17,
+            file: PathBuf::from("model-00002.safetensors"),
+            offset: 4096,
+            len: 512,
+            source: io::ErrorKind::UnexpectedEof.into(),
+        };
+        let reject = Reject::from(EngineError::Model(ModelError::Store(read)));
+        let body = serde_json::to_value(reject.body()).unwrap();
+        let message = body["error"]["message"].as_str().unwrap();
+        for part in ["layer 3", "expert 17", "model-00002.safetensors", "offset 4096"] {
+            assert!(message.contains(part), "{message}");
+        }
+        assert_eq!(body["error"]["code"], "storage_error");
+    }
+
+    #[test]
+    fn a_full_queue_says_when_to_come_back() {
+        let response = Reject::from(EngineError::QueueFull).into_response();
+        assert_eq!(response.headers()[header::RETRY_AFTER], "2");
+    }
+}

@@ -1,0 +1,59 @@
+//! The log-probabilities of `/v1/completions`: four arrays, one entry a token, with places counted in characters.
+
+use super::{
+    App,
+    answers::{FinishReason, TextLogprobs, finite_logprob},
+};
+use crate::engine::Logprobs;
+use serde_json::Map;
+use std::mem;
+
+/// Entries that have not been sent yet.
+pub struct Scores<'a> {
+    app: &'a App,
+    entries: TextLogprobs,
+    /// Where the next token begins.
+    offset: usize,
+    /// Characters of text told to the client.
+    told: usize,
+}
+
+impl<'a> Scores<'a> {
+    pub fn new(app: &'a App) -> Self {
+        Self { app, entries: TextLogprobs::default(), offset: 0, told: 0 }
+    }
+
+    /// A token and its log-probability; none for the first of a prompt.
+    pub fn push(&mut self, id: u32, logprobs: Option<&Logprobs>) {
+        let (token, bytes) = self.app.token_text(id);
+        self.entries.text_offset.push(self.offset);
+        // A character that is cut into several tokens counts where it begins.
+        self.offset += bytes.iter().filter(|&&byte| byte & 0xC0 != 0x80).count();
+        self.entries.token_logprobs.push(logprobs.map(|logprobs| logprobs.logprob));
+        self.entries.top_logprobs.push(logprobs.map(|Logprobs { logprob, top }| {
+            let mut likeliest: Map<_, _> =
+                top.iter().map(|&(id, logprob)| (self.app.token_text(id).0, finite_logprob(logprob).into())).collect();
+            likeliest.entry(token.clone()).or_insert(finite_logprob(*logprob).into());
+            likeliest
+        }));
+        self.entries.tokens.push(token);
+    }
+
+    /// The client was told `text`.
+    pub fn told(&mut self, text: &str) {
+        self.told += text.chars().count();
+    }
+
+    /// The entries since the last call. At a stop string's place the text was cut, and so are they.
+    pub fn take(&mut self, end: Option<FinishReason>) -> TextLogprobs {
+        let mut entries = mem::take(&mut self.entries);
+        if end == Some(FinishReason::Stop) {
+            let kept = entries.text_offset.partition_point(|&offset| offset < self.told);
+            entries.tokens.truncate(kept);
+            entries.token_logprobs.truncate(kept);
+            entries.top_logprobs.truncate(kept);
+            entries.text_offset.truncate(kept);
+        }
+        entries
+    }
+}

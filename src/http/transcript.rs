@@ -1,0 +1,199 @@
+//! One generation as it is told to a client: `Event -> Turn`. A token becomes text, the text is sorted into reasoning,
+//! content and tool calls, and the content is cut at the first stop string.
+//!
+//! Stop strings are looked for in the content alone: a model that thinks writes blank lines and whatever else it likes
+//! before it answers, and a `stop` of the client's must not end that.
+
+use super::{
+    App,
+    access::Tally,
+    answers::{CompletionDetails, FinishReason, PromptDetails, Usage},
+};
+use crate::{
+    chat::{
+        Decoder, Stop,
+        parse::{Delta, Parser},
+    },
+    engine::{Event, Events, Finish, Logprobs, Request},
+    error::EngineError,
+};
+use std::sync::Arc;
+
+/// What one event brought.
+#[derive(Debug, Default)]
+pub struct Turn {
+    pub deltas: Vec<Delta>,
+    /// The token that was generated, if its log-probabilities were asked for. Its text may come with a later turn.
+    pub scored: Option<(u32, Logprobs)>,
+    /// The log-probabilities of the prompt, if they were asked for.
+    pub prompt: Option<Vec<Option<Logprobs>>>,
+    /// This is the last turn.
+    pub end: Option<FinishReason>,
+}
+
+/// How a generation's text is read.
+pub enum Reader {
+    /// As it is.
+    Plain,
+    /// As an assistant's turn.
+    Chat { parser: Parser, in_reasoning: bool, parallel_tool_calls: bool },
+}
+
+/// A generation under way. Dropping it cancels it: the engine stops within one token, or never begins.
+pub struct Transcript {
+    events: Events,
+    decoder: Decoder,
+    reader: Reader,
+    stop: Stop,
+    /// The ids of `<think>` and `</think>`, by which reasoning tokens are counted.
+    think: [Option<u32>; 2],
+    in_reasoning: bool,
+    called: bool,
+    usage: Usage,
+    tally: Arc<Tally>,
+}
+
+impl Transcript {
+    /// Queues `request`.
+    pub fn submit(
+        app: &App,
+        tally: &Arc<Tally>,
+        request: Request,
+        reader: Reader,
+        stops: Vec<String>,
+    ) -> Result<Self, EngineError> {
+        let prompt_tokens = request.ids.len();
+        let events = app.engine.submit(request)?;
+        tally.add(prompt_tokens, 0);
+        Ok(Self {
+            events,
+            decoder: Decoder::new(app.tokenizer.clone()),
+            stop: Stop::new(stops),
+            think: ["<think>", "</think>"].map(|token| app.tokenizer.id(token)),
+            in_reasoning: matches!(reader, Reader::Chat { in_reasoning: true, .. }),
+            reader,
+            called: false,
+            usage: Usage { prompt_tokens, ..Usage::default() },
+            tally: tally.clone(),
+        })
+    }
+
+    /// The next thing to tell. After a turn with an `end`, or an error, there is none.
+    pub async fn next(&mut self) -> Result<Turn, EngineError> {
+        loop {
+            let mut turn = Turn::default();
+            match self.events.recv().await.ok_or(EngineError::Stopped)? {
+                Event::Started { cached_tokens, .. } => {
+                    self.usage.prompt_tokens_details = PromptDetails { cached_tokens };
+                    continue;
+                }
+                Event::Prompt(logprobs) => turn.prompt = Some(logprobs),
+                Event::Token { id, logprobs } => {
+                    self.count(id);
+                    turn.scored = logprobs.map(|logprobs| (id, logprobs));
+                    let text = self.decoder.push(id);
+                    if !text.is_empty() && self.read(&text, &mut turn.deltas) {
+                        // Nobody will hear what follows, so it is not generated.
+                        self.events.close();
+                        turn.end = Some(self.reason(Finish::Stop));
+                    }
+                }
+                Event::Done { finish, .. } => {
+                    let rest = self.decoder.finish();
+                    let hit = self.read(&rest, &mut turn.deltas) || self.finish(&mut turn.deltas);
+                    turn.end = Some(self.reason(if hit { Finish::Stop } else { finish }));
+                }
+                Event::Failed(error) => return Err(error),
+            }
+            return Ok(turn);
+        }
+    }
+
+    /// What was used so far.
+    pub fn usage(&self) -> Usage {
+        Usage { total_tokens: self.usage.prompt_tokens + self.usage.completion_tokens, ..self.usage }
+    }
+
+    fn count(&mut self, id: u32) {
+        self.usage.completion_tokens += 1;
+        if matches!(self.reader, Reader::Plain) {
+            return;
+        }
+        let [open, close] = self.think;
+        self.in_reasoning |= Some(id) == open;
+        let CompletionDetails { reasoning_tokens } = &mut self.usage.completion_tokens_details;
+        *reasoning_tokens += usize::from(self.in_reasoning);
+        self.in_reasoning &= Some(id) != close;
+    }
+
+    /// Reads on; true if a stop string was met.
+    fn read(&mut self, text: &str, deltas: &mut Vec<Delta>) -> bool {
+        let read = match &mut self.reader {
+            Reader::Plain => vec![Delta::Content(text.to_owned())],
+            Reader::Chat { parser, .. } => parser.push(text),
+        };
+        self.cut(read, deltas)
+    }
+
+    /// Gives up what was held back; true if it held a stop string.
+    fn finish(&mut self, deltas: &mut Vec<Delta>) -> bool {
+        let read = match &mut self.reader {
+            Reader::Plain => Vec::new(),
+            Reader::Chat { parser, .. } => parser.finish(),
+        };
+        if self.cut(read, deltas) {
+            return true;
+        }
+        self.release(deltas);
+        false
+    }
+
+    fn cut(&mut self, read: Vec<Delta>, deltas: &mut Vec<Delta>) -> bool {
+        for delta in read {
+            match delta {
+                Delta::Content(text) => {
+                    let held = self.stop.push(&text);
+                    if !held.text.is_empty() {
+                        deltas.push(Delta::Content(held.text));
+                    }
+                    if held.hit {
+                        return true;
+                    }
+                }
+                Delta::ToolCall { index, .. } if index > 0 && self.single_call() => return true,
+                delta => {
+                    self.called |= matches!(delta, Delta::ToolCall { .. });
+                    // The content is over: what could have become a stop string will not.
+                    self.release(deltas);
+                    deltas.push(delta);
+                }
+            }
+        }
+        false
+    }
+
+    fn release(&mut self, deltas: &mut Vec<Delta>) {
+        let held = self.stop.finish();
+        if !held.is_empty() {
+            deltas.push(Delta::Content(held));
+        }
+    }
+
+    fn single_call(&self) -> bool {
+        matches!(self.reader, Reader::Chat { parallel_tool_calls: false, .. })
+    }
+
+    fn reason(&self, finish: Finish) -> FinishReason {
+        match finish {
+            Finish::Length => FinishReason::Length,
+            Finish::Stop if self.called => FinishReason::ToolCalls,
+            Finish::Stop => FinishReason::Stop,
+        }
+    }
+}
+
+impl Drop for Transcript {
+    fn drop(&mut self) {
+        self.tally.add(0, self.usage.completion_tokens);
+    }
+}

@@ -1,0 +1,126 @@
+//! What clients send: OpenAI's requests, and vLLM's for the tokenizer. Serde only; `check.rs` knows what is allowed.
+//!
+//! A field that is `null` counts as absent, a field that nobody knows is ignored. What the server sends is in
+//! `answers.rs`.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// What `/v1/chat/completions` and `/v1/completions` have in common. It is read from the body on its own, because
+/// serde's `flatten` would lose the path that names a wrong field.
+#[derive(Debug, Default, Deserialize)]
+pub struct Common {
+    pub model: Option<String>,
+    pub stream: Option<bool>,
+    pub stream_options: Option<StreamOptions>,
+    pub max_tokens: Option<i64>,
+    pub n: Option<i64>,
+    pub stop: Option<OneOrMany>,
+    pub temperature: Option<f64>,
+    pub top_p: Option<f64>,
+    /// 0 and -1 are off.
+    pub top_k: Option<i64>,
+    pub min_p: Option<f64>,
+    pub repetition_penalty: Option<f64>,
+    /// llama-server's and Ollama's name for `repetition_penalty`.
+    pub repeat_penalty: Option<f64>,
+    pub presence_penalty: Option<f64>,
+    pub frequency_penalty: Option<f64>,
+    /// Token id (JSON keys are strings) to bias.
+    pub logit_bias: Option<BTreeMap<String, f64>>,
+    pub seed: Option<i64>,
+}
+
+/// `POST /v1/chat/completions`, without [`Common`].
+#[derive(Debug, Deserialize)]
+pub struct ChatRequest {
+    pub messages: Vec<Value>,
+    pub max_completion_tokens: Option<i64>,
+    pub logprobs: Option<bool>,
+    pub top_logprobs: Option<i64>,
+    pub tools: Option<Vec<Value>>,
+    pub tool_choice: Option<Value>,
+    pub parallel_tool_calls: Option<bool>,
+    pub response_format: Option<ResponseFormat>,
+    pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// Short for `chat_template_kwargs: {"enable_thinking": ...}`, which wins if both are given.
+    pub enable_thinking: Option<bool>,
+    /// What `tools` replaced; refused rather than ignored.
+    pub functions: Option<Value>,
+}
+
+/// `POST /v1/completions`, without [`Common`].
+#[derive(Debug, Deserialize)]
+pub struct CompletionRequest {
+    pub prompt: Prompt,
+    pub echo: Option<bool>,
+    pub logprobs: Option<i64>,
+    pub suffix: Option<String>,
+    pub best_of: Option<i64>,
+}
+
+/// One prompt or several, as text or as token ids.
+#[derive(Debug, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "expected a string, an array of strings, an array of token ids or an array of such arrays"
+)]
+pub enum Prompt {
+    Text(String),
+    Texts(Vec<String>),
+    Ids(Vec<i64>),
+    Batch(Vec<Vec<i64>>),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "expected a string or an array of strings")]
+pub enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+#[derive(Debug, Deserialize)]
+pub struct StreamOptions {
+    pub include_usage: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct ResponseFormat {
+    #[serde(rename = "type")]
+    pub kind: String,
+}
+
+/// `POST /tokenize`: a `prompt`, or `messages` rendered by the model's template.
+#[derive(Debug, Deserialize)]
+pub struct TokenizeRequest {
+    pub model: Option<String>,
+    pub prompt: Option<String>,
+    pub messages: Option<Vec<Value>>,
+    pub tools: Option<Vec<Value>>,
+    pub add_generation_prompt: Option<bool>,
+    pub chat_template_kwargs: Option<Map<String, Value>>,
+    pub return_token_strs: Option<bool>,
+}
+
+/// `POST /detokenize`.
+#[derive(Debug, Deserialize)]
+pub struct DetokenizeRequest {
+    pub model: Option<String>,
+    pub tokens: Vec<i64>,
+}
+
+/// OpenAI's error object.
+#[derive(Debug, Serialize)]
+pub struct ErrorBody<'a> {
+    pub error: ErrorObject<'a>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ErrorObject<'a> {
+    pub message: &'a str,
+    #[serde(rename = "type")]
+    pub kind: &'a str,
+    pub param: Option<&'a str>,
+    pub code: Option<&'a str>,
+}

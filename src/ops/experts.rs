@@ -1,0 +1,333 @@
+//! The experts of one layer: gate and up in one pass, SwiGLU, down, all experts of the call as one parallel job.
+//!
+//! Rows of a gate and up projection are cut where the groups of the down projection's input end, so the task that has
+//! computed a run of the intermediate values also quantises them. Nothing depends on which experts share a call, on how
+//! many tokens an expert serves, or on the order in which tasks are claimed.
+
+use std::{cell::RefCell, ops::Range};
+
+use candle_core::{CpuStorage, InplaceOp2, Layout, Result, Tensor, bail};
+
+use super::{
+    linear::{Formats, check, contiguous, format},
+    math::silu,
+    quant::{Digits, Quantised, Writer},
+    simd::{self, Isa, Line, Out},
+    weight::{Codes, WeightView},
+};
+use crate::device::{Compute, Math};
+
+/// Tokens that one task computes together: their results fit a core's cache beside the unpacked weights.
+const BLOCK: usize = 128;
+/// Most rows of a gate or up projection in one task.
+const SLICE: usize = 128;
+/// Bytes of a down projection in one task.
+const TASK: usize = 64 << 10;
+
+/// One expert: `gate` and `up` are `[I, H]`, `down` is `[H, I]`.
+#[derive(Clone, Copy)]
+pub struct ExpertView<'a> {
+    pub gate: WeightView<'a>,
+    pub up: WeightView<'a>,
+    pub down: WeightView<'a>,
+}
+
+/// A token that was routed to an expert, and the row of `out` its result goes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Assignment {
+    pub token: u32,
+    pub place: u32,
+}
+
+/// An expert and all its tokens of this call.
+#[derive(Clone, Copy)]
+pub struct Job<'a> {
+    pub expert: ExpertView<'a>,
+    pub rows: &'a [Assignment],
+}
+
+/// `out[place] = Down(silu(Gate x[token]) * (Up x[token]))` for every assignment, unweighted.
+///
+/// `x` is `[T, H]`, `out` `[places, H]`, both f32 and contiguous; `out` is written in place. No two assignments of a call
+/// may share a place.
+pub fn experts(compute: &Compute, x: &Tensor, jobs: &[Job<'_>], out: &Tensor) -> Result<()> {
+    out.inplace_op2(x, &Experts { compute, jobs })
+}
+
+struct Experts<'a> {
+    compute: &'a Compute,
+    jobs: &'a [Job<'a>],
+}
+
+impl InplaceOp2 for Experts<'_> {
+    fn name(&self) -> &'static str {
+        "experts"
+    }
+
+    fn cpu_fwd(&self, out: &mut CpuStorage, to: &Layout, x: &CpuStorage, from: &Layout) -> Result<()> {
+        let (places, width) = to.shape().dims2()?;
+        let (tokens, hidden) = from.shape().dims2()?;
+        if width != hidden {
+            bail!("experts: {hidden} values in, {width} out")
+        }
+        let x = contiguous(x, from)?;
+        let (CpuStorage::F32(out), Some((start, end))) = (out, to.contiguous_offsets()) else {
+            bail!("experts: the output is not a contiguous f32 tensor")
+        };
+        let Some(out) = out.get_mut(start..end) else { bail!("experts: the output's layout does not fit its storage") };
+        for job in self.jobs {
+            let ExpertView { gate, up, down } = job.expert;
+            check(&gate, hidden)?;
+            check(&up, hidden)?;
+            check(&down, gate.rows)?;
+            if up.rows != gate.rows || down.rows != hidden {
+                bail!("experts: gate, up and down have {}, {} and {} rows", gate.rows, up.rows, down.rows)
+            }
+        }
+        // A place that is written twice would be a race: each must be claimed once.
+        let mut claimed = vec![false; places];
+        for row in self.jobs.iter().flat_map(|job| job.rows) {
+            match claimed.get_mut(row.place as usize) {
+                Some(claimed) if !*claimed && (row.token as usize) < tokens => *claimed = true,
+                _ => bail!("experts: {row:?} with {tokens} tokens and {places} places, each to be used once"),
+            }
+        }
+        SCRATCH.with(|scratch| {
+            // Taken, not borrowed: a task that panics or calls back must find nothing locked.
+            let mut taken = scratch.take();
+            forward(self.compute, x, tokens, hidden, self.jobs, out, &mut taken);
+            scratch.replace(taken);
+        });
+        Ok(())
+    }
+}
+
+/// Buffers of the calling thread, kept from call to call.
+#[derive(Default)]
+struct Scratch {
+    formats: Formats,
+    /// Intermediate values, one entry for each shape and format among the down projections.
+    middle: Vec<Middle>,
+    /// For each job: its entry of `middle` and its first row there.
+    places: Vec<(usize, usize)>,
+    /// For each job and phase: the number of its first task.
+    first: Vec<usize>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    /// Products of one task: gate, then up.
+    static PRODUCTS: RefCell<Vec<f32>> = RefCell::default();
+}
+
+/// `silu(gate) * up` of all rows whose down projections are alike.
+#[derive(Default)]
+struct Middle {
+    cols: usize,
+    codes: Option<Codes>,
+    rows: usize,
+    quantised: Quantised,
+    /// In f32, for down projections that are not computed in integers.
+    values: Vec<f32>,
+}
+
+#[derive(Clone, Copy)]
+struct MiddleOut {
+    quantised: Option<Writer>,
+    values: Out,
+}
+
+fn forward(
+    compute: &Compute,
+    x: &[f32],
+    tokens: usize,
+    hidden: usize,
+    jobs: &[Job<'_>],
+    out: &mut [f32],
+    scratch: &mut Scratch,
+) {
+    let (math, isa) = (compute.math, Isa::best());
+    let Scratch { formats, middle, places, first } = scratch;
+    let codes = jobs.iter().flat_map(|job| [job.expert.gate.codes, job.expert.up.codes]);
+    formats.fill(compute, x, tokens, hidden, codes);
+    arrange(math, jobs, middle, places);
+
+    // Gate and up, quantised as the down projection wants it.
+    let line = |codes: Codes, token: usize| Line {
+        x: &x[token * hidden..(token + 1) * hidden],
+        digits: formats.row(math, codes, token),
+    };
+    let all = || jobs.iter().flat_map(|job| job.rows.iter().map(move |row| (job, row.token as usize)));
+    let gates: Vec<Line<'_>> = all().map(|(job, token)| line(job.expert.gate.codes, token)).collect();
+    let same = jobs.iter().all(|job| format(math, job.expert.gate.codes) == format(math, job.expert.up.codes));
+    let ups: Vec<Line<'_>> =
+        if same { Vec::new() } else { all().map(|(job, token)| line(job.expert.up.codes, token)).collect() };
+    let ups = if same { &gates } else { &ups };
+    let targets: Vec<MiddleOut> = middle.iter_mut().map(|middle| middle.writer(math)).collect();
+    let slice = |job: &Job<'_>| job.expert.down.codes.group().clamp(64, SLICE);
+    number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * job.expert.gate.rows.div_ceil(slice(job)));
+    compute.threads.run(total(first), &|task| {
+        let (index, before, task) = locate(jobs, first, task);
+        let job = &jobs[index];
+        let slices = job.expert.gate.rows.div_ceil(slice(job));
+        let (block, at) = (task / slices, task % slices * slice(job));
+        let rows = at..(at + slice(job)).min(job.expert.gate.rows);
+        let block = block * BLOCK..((block + 1) * BLOCK).min(job.rows.len());
+        let (gates, ups) = (&gates[before..][block.clone()], &ups[before..][block.clone()]);
+        let (entry, start) = places[index];
+        // SAFETY: checked sizes; each task writes its own rows and columns of the intermediate values.
+        unsafe {
+            let gate_up = [&job.expert.gate, &job.expert.up];
+            swiglu(isa, math, gate_up, rows, [gates, ups], targets[entry], start + block.start);
+        }
+    });
+    drop(gates);
+
+    // Down.
+    let base = Out(out.as_mut_ptr());
+    let middle = &*middle;
+    let rows = jobs.iter().zip(&*places).flat_map(|(job, (entry, start))| {
+        (0..job.rows.len()).map(move |row| middle[*entry].line(math, job.expert.down.codes, start + row))
+    });
+    let lines: Vec<Line<'_>> = rows.collect();
+    let outs = jobs.iter().flat_map(|job| job.rows).map(|row| {
+        let Out(base) = base;
+        // SAFETY: places were checked.
+        Out(unsafe { base.add(row.place as usize * hidden) })
+    });
+    let outs: Vec<Out> = outs.collect();
+    let height = |job: &Job<'_>| {
+        let row: usize = job.expert.down.codes.row_bytes(job.expert.down.cols).iter().sum();
+        (TASK / row.max(1)).next_multiple_of(32).max(32)
+    };
+    number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * hidden.div_ceil(height(job)));
+    compute.threads.run(total(first), &|task| {
+        let (index, before, task) = locate(jobs, first, task);
+        let job = &jobs[index];
+        let slices = hidden.div_ceil(height(job));
+        let (block, at) = (task / slices, task % slices * height(job));
+        let block = before + block * BLOCK..before + ((block + 1) * BLOCK).min(job.rows.len());
+        let rows = at..(at + height(job)).min(hidden);
+        let (lines, outs) = (&lines[block.clone()], &outs[block]);
+        // SAFETY: checked sizes; each task writes its own rows of `out`, of which no two lines share one.
+        unsafe { simd::product(isa, math == Math::Int16, &job.expert.down, rows, lines, outs) };
+    });
+}
+
+/// Gives every job its rows among the intermediate values.
+fn arrange(math: Math, jobs: &[Job<'_>], middle: &mut Vec<Middle>, places: &mut Vec<(usize, usize)>) {
+    for entry in middle.iter_mut() {
+        entry.rows = 0;
+    }
+    places.clear();
+    for job in jobs {
+        let (cols, codes) = (job.expert.gate.rows, job.expert.down.codes);
+        let alike = |entry: &Middle| {
+            entry.cols == cols && entry.codes.is_some_and(|other| format(math, other) == format(math, codes))
+        };
+        let entry = middle.iter().position(alike).unwrap_or_else(|| {
+            middle.push(Middle { cols, codes: Some(codes), ..Middle::default() });
+            middle.len() - 1
+        });
+        places.push((entry, middle[entry].rows));
+        middle[entry].rows += job.rows.len();
+    }
+}
+
+impl Middle {
+    /// Makes room for its rows.
+    fn writer(&mut self, math: Math) -> MiddleOut {
+        match self.codes.and_then(|codes| format(math, codes)) {
+            Some((group, order)) => {
+                self.quantised.resize(self.rows, self.cols, group);
+                MiddleOut { quantised: Some(self.quantised.writer(group, order)), values: Out(std::ptr::null_mut()) }
+            }
+            None => {
+                self.values.resize(self.rows * self.cols, 0.0);
+                MiddleOut { quantised: None, values: Out(self.values.as_mut_ptr()) }
+            }
+        }
+    }
+
+    fn line(&self, math: Math, codes: Codes, row: usize) -> Line<'_> {
+        match format(math, codes) {
+            Some(_) => Line { x: &[], digits: self.quantised.row(row) },
+            None => Line { x: &self.values[row * self.cols..(row + 1) * self.cols], digits: Digits::default() },
+        }
+    }
+}
+
+/// `silu(gate) * up` at columns `rows` for some lines, to the rows of `to` from `first` on.
+///
+/// # Safety
+/// As for [`simd::product`]; those columns of those rows of `to` are exclusively the caller's.
+unsafe fn swiglu(
+    isa: Isa,
+    math: Math,
+    weights: [&WeightView<'_>; 2],
+    rows: Range<usize>,
+    lines: [&[Line<'_>]; 2],
+    to: MiddleOut,
+    first: usize,
+) {
+    let (count, width, integer) = (lines[0].len(), rows.len(), math == Math::Int16);
+    PRODUCTS.with_borrow_mut(|products| {
+        products.clear();
+        products.resize(2 * count * width, 0.0);
+        for ((weight, lines), products) in weights.iter().zip(lines).zip(products.chunks_exact_mut(count * width)) {
+            let view = part(weight, rows.clone());
+            let mut outs = [Out(std::ptr::null_mut()); BLOCK];
+            for (out, products) in outs.iter_mut().zip(products.chunks_exact_mut(width)) {
+                *out = Out(products.as_mut_ptr());
+            }
+            // SAFETY: `outs` are rows of our own buffer, as wide as the view has rows.
+            unsafe { simd::product(isa, integer, &view, 0..width, lines, &outs[..count]) };
+        }
+        let (gates, ups) = products.split_at_mut(count * width);
+        simd::vectorised(isa, || {
+            for (gate, up) in gates.iter_mut().zip(&*ups) {
+                *gate = silu(*gate) * up;
+            }
+            for (line, values) in gates.chunks_exact(width).enumerate() {
+                let row = first + line;
+                match to.quantised {
+                    // SAFETY: ours to write (caller).
+                    Some(writer) => unsafe { writer.write(row, rows.start, values) },
+                    // SAFETY: ours to write (caller); a row has as many values as the weights have rows.
+                    None => unsafe {
+                        let to = to.values.0.add(row * weights[0].rows + rows.start);
+                        to.copy_from_nonoverlapping(values.as_ptr(), values.len());
+                    },
+                }
+            }
+        });
+    });
+}
+
+/// Some rows of a weight, as a weight.
+fn part<'a>(weight: &WeightView<'a>, rows: Range<usize>) -> WeightView<'a> {
+    let sizes = weight.codes.row_bytes(weight.cols);
+    let parts = [0, 1, 2].map(|index| &weight.parts[index][rows.start * sizes[index]..rows.end * sizes[index]]);
+    WeightView { rows: rows.len(), parts, ..*weight }
+}
+
+/// Numbers the tasks of all jobs one after the other.
+fn number<'a>(jobs: &[Job<'a>], first: &mut Vec<usize>, tasks: impl Fn(&Job<'a>) -> usize) {
+    first.clear();
+    first.push(0);
+    let mut next = 0;
+    for job in jobs {
+        next += tasks(job);
+        first.push(next);
+    }
+}
+
+fn total(first: &[usize]) -> usize {
+    first.last().copied().unwrap_or(0)
+}
+
+/// The job of `task`, how many rows the jobs before it have, and the task's number within it.
+fn locate(jobs: &[Job<'_>], first: &[usize], task: usize) -> (usize, usize, usize) {
+    let job = first.partition_point(|first| *first <= task) - 1;
+    (job, jobs[..job].iter().map(|job| job.rows.len()).sum(), task - first[job])
+}

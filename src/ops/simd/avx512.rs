@@ -1,0 +1,95 @@
+//! AVX-512 with VNNI: four byte products a lane and instruction, exact in 32 bits.
+
+use std::{arch::x86_64::*, ops::Range};
+
+use super::{Affine, Line, Out, Scratch, float, x86};
+use crate::ops::weight::WeightView;
+
+struct Vnni;
+
+/// See [`super::product`].
+///
+/// # Safety
+/// As for [`super::product`].
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
+    // SAFETY: passed on.
+    unsafe { x86::rows::<Vnni>(weight, rows, lines, outs, scratch) }
+}
+
+/// See [`super::product`].
+///
+/// # Safety
+/// As for [`super::product`].
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq")]
+pub unsafe fn float_rows(
+    weight: &WeightView<'_>,
+    rows: Range<usize>,
+    lines: &[Line<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
+    // SAFETY: passed on.
+    unsafe { float::rows(weight, rows, lines, outs, scratch) }
+}
+
+/// See [`super::vectorised`].
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq")]
+pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
+    work()
+}
+
+#[inline(always)]
+unsafe fn load<T>(at: *const T) -> __m256i {
+    // SAFETY: 32 bytes are readable (caller); any alignment.
+    unsafe { _mm256_loadu_si256(at.cast()) }
+}
+
+impl x86::Dot for Vnni {
+    #[inline(always)]
+    unsafe fn nibbles<const GROUP: usize>(codes: *const u8, high: *const i8, low: *const i8) -> __m256i {
+        // SAFETY: a group is readable (caller).
+        unsafe {
+            let mask = _mm256_set1_epi8(15);
+            let mut sum = _mm256_setzero_si256();
+            if GROUP == 32 {
+                let codes = _mm_loadu_si128(codes.cast());
+                let both = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16::<4>(codes), codes), mask);
+                sum = _mm256_slli_epi32::<8>(_mm256_dpbusd_epi32(sum, both, load(high)));
+                return _mm256_dpbusd_epi32(sum, both, load(low));
+            }
+            for at in (0..GROUP).step_by(64) {
+                let codes = load(codes.add(at / 2));
+                let (even, odd) =
+                    (_mm256_and_si256(codes, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(codes), mask));
+                let (high, low) = (high.add(at), low.add(at));
+                let mut part = _mm256_dpbusd_epi32(_mm256_setzero_si256(), even, load(high));
+                part = _mm256_slli_epi32::<8>(_mm256_dpbusd_epi32(part, odd, load(high.add(32))));
+                part = _mm256_dpbusd_epi32(part, even, load(low));
+                part = _mm256_dpbusd_epi32(part, odd, load(low.add(32)));
+                sum = _mm256_add_epi32(sum, part);
+            }
+            sum
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn bytes<const GROUP: usize, const WIDE: bool>(
+        codes: *const u8,
+        high: *const i8,
+        low: *const i8,
+    ) -> __m256i {
+        // SAFETY: a group is readable (caller).
+        unsafe {
+            let mut sum = _mm256_setzero_si256();
+            for at in (0..GROUP).step_by(32) {
+                sum = _mm256_dpbusd_epi32(sum, load(codes.add(at)), load(high.add(at)));
+            }
+            sum = _mm256_slli_epi32::<8>(sum);
+            for at in (0..GROUP).step_by(32) {
+                sum = _mm256_dpbusd_epi32(sum, load(codes.add(at)), load(low.add(at)));
+            }
+            sum
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! The inner products behind every linear layer, one file an instruction set, all with the same bytes.
+//!
+//! An affine weight meets activations quantised by [`super::quant`]. Per group the integer dot product is exact in any
+//! order. What follows is f32 and therefore has one order everywhere: the groups of a row are padded with zero groups
+//! to a multiple of eight, group `g` belongs to lane `g % 8`, and going up in `g`
+//! `lane = fma(dot, scale_w * scale_x, lane)`, then `lane = fma(bias_w, sum_x, lane)`; at the end [`tree`]. So neither
+//! the processor, nor how many rows are computed together, nor the thread can be seen in a result.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod float;
+mod scalar;
+mod unpack;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use std::{cell::RefCell, ops::Range, sync::OnceLock};
+
+use super::{
+    quant::{Digits, Order},
+    weight::{Codes, Float, WeightView},
+};
+
+/// An instruction set that has its own kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Isa {
+    /// Plain Rust: the reference, and what processors without any of the others run.
+    Scalar,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// AVX-512 with VNNI.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Isa {
+    /// The best that this processor has.
+    pub fn best() -> Self {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| *Self::all().last().unwrap_or(&Isa::Scalar))
+    }
+
+    /// All that this processor has, the slowest first.
+    pub fn all() -> Vec<Self> {
+        let mut all = vec![Isa::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        {
+            macro_rules! has { ($($name:tt)*) => { $(std::arch::is_x86_feature_detected!($name))&&* } }
+            if has!("avx2" "fma" "bmi2") {
+                all.push(Isa::Avx2);
+                if has!("avx512f" "avx512bw" "avx512vl" "avx512dq" "avx512vnni") {
+                    all.push(Isa::Avx512);
+                }
+            }
+        }
+        all
+    }
+}
+
+/// One row of activations.
+#[derive(Clone, Copy)]
+pub struct Line<'a> {
+    /// The row in f32, for the float kernels.
+    pub x: &'a [f32],
+    /// The row quantised in the weight's groups and [`order`], for the integer kernels.
+    pub digits: Digits<'a>,
+}
+
+/// Where the products of one line go: the place of the weight's first row.
+#[derive(Clone, Copy)]
+pub struct Out(pub *mut f32);
+
+// SAFETY: only written through `product`, whose callers promise that no two threads share an output.
+unsafe impl Send for Out {}
+// SAFETY: as above.
+unsafe impl Sync for Out {}
+
+/// An affine weight, as the integer kernels see it.
+#[derive(Clone, Copy)]
+pub(crate) struct Affine<'a> {
+    pub bits: usize,
+    pub group: usize,
+    pub cols: usize,
+    pub float: Float,
+    pub gain: f32,
+    codes: &'a [u8],
+    scales: &'a [u8],
+    biases: &'a [u8],
+}
+
+impl<'a> Affine<'a> {
+    fn new(view: &WeightView<'a>) -> Option<Self> {
+        let Codes::Affine { bits, group, scale } = view.codes else { return None };
+        let [codes, scales, biases] = view.parts;
+        let (bits, group) = (bits as usize, group as usize);
+        Some(Self { bits, group, cols: view.cols, float: scale, gain: view.gain, codes, scales, biases })
+    }
+
+    pub fn groups(&self) -> usize {
+        self.cols / self.group
+    }
+
+    /// The codes of `row`.
+    pub fn codes(&self, row: usize) -> &'a [u8] {
+        let bytes = self.cols * self.bits / 8;
+        &self.codes[row * bytes..(row + 1) * bytes]
+    }
+
+    /// The scales and biases of `row` as they are stored.
+    pub fn constants(&self, row: usize) -> (&'a [u8], &'a [u8]) {
+        let bytes = self.groups() * self.float.bytes();
+        let range = row * bytes..(row + 1) * bytes;
+        (&self.scales[range.clone()], &self.biases[range])
+    }
+}
+
+/// Buffers of one thread, kept from call to call.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    /// Scales, then biases, each padded with zeros to a multiple of eight groups.
+    pub constants: Vec<f32>,
+    /// Unpacked codes, in the weight's order.
+    pub bytes: Vec<u8>,
+    /// A row of weights in f32.
+    pub values: Vec<f32>,
+    /// Partial sums of a tile.
+    pub sums: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+/// In which order the integer kernels want the activations that meet codes of `bits` bits.
+pub fn order(bits: u8) -> Order {
+    if bits == 4 { Order::Nibbles } else { Order::Natural }
+}
+
+/// Whether the integer kernels serve this encoding.
+pub fn is_integer(codes: Codes) -> bool {
+    matches!(codes, Codes::Affine { .. })
+}
+
+/// `outs[i][row] = weight[row] . lines[i].x` for every row in `rows` and every line; with `integer`, affine weights meet
+/// the quantised row instead of the f32 one.
+///
+/// # Safety
+/// There are as many `outs` as lines, each valid for writes at `rows`, and nobody else reads or writes there meanwhile.
+/// The processor has `isa`.
+/// The view's parts have the lengths its encoding asks for, and the lines `cols` values (padded groups for digits).
+pub unsafe fn product(
+    isa: Isa,
+    integer: bool,
+    weight: &WeightView<'_>,
+    rows: Range<usize>,
+    lines: &[Line<'_>],
+    outs: &[Out],
+) {
+    SCRATCH.with_borrow_mut(|scratch| match Affine::new(weight).filter(|_| integer) {
+        // SAFETY: passed on.
+        Some(affine) => unsafe {
+            match isa {
+                Isa::Scalar => scalar::rows(&affine, rows, lines, outs, scratch),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => avx2::rows(&affine, rows, lines, outs, scratch),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => avx512::rows(&affine, rows, lines, outs, scratch),
+            }
+        },
+        // SAFETY: passed on.
+        None => unsafe {
+            match isa {
+                Isa::Scalar => float::rows(weight, rows, lines, outs, scratch),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => avx2::float_rows(weight, rows, lines, outs, scratch),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => avx512::float_rows(weight, rows, lines, outs, scratch),
+            }
+        },
+    })
+}
+
+/// Runs plain code compiled for the instructions of `isa`, which this processor must have: the same operations, hence
+/// the same bytes, only more of them at once. What `work` calls must be `#[inline(always)]` to profit.
+#[inline(always)]
+pub fn vectorised<R>(isa: Isa, work: impl FnOnce() -> R) -> R {
+    match isa {
+        Isa::Scalar => work(),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: an `Isa` other than Scalar comes from `Isa::all`, which asked the processor.
+        Isa::Avx2 => unsafe { avx2::vectorised(work) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx512 => unsafe { avx512::vectorised(work) },
+    }
+}
+
+/// The sum of eight lanes: halves are added until one is left.
+#[inline(always)]
+pub(crate) fn tree(l: [f32; 8]) -> f32 {
+    ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
+}
+
+impl Scratch {
+    /// Loads scales and biases of `row` and returns them in padded f32.
+    #[inline(always)]
+    pub fn load(&mut self, weight: &Affine<'_>, row: usize) {
+        let padded = weight.groups().next_multiple_of(8);
+        if self.constants.len() != 2 * padded {
+            self.constants.clear();
+            self.constants.resize(2 * padded, 0.0);
+        }
+        let (scales, biases) = weight.constants(row);
+        let (s, b) = self.constants.split_at_mut(padded);
+        unpack::widen(weight.float, scales, &mut s[..weight.groups()]);
+        unpack::widen(weight.float, biases, &mut b[..weight.groups()]);
+        s[weight.groups()..].fill(0.0);
+        b[weight.groups()..].fill(0.0);
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,44 @@
+//! The integer product in plain Rust.
+
+use std::ops::Range;
+
+use super::{Affine, Line, Out, Scratch, tree, unpack};
+use crate::ops::quant::Digits;
+
+/// See [`super::product`].
+///
+/// # Safety
+/// As for [`super::product`].
+#[inline(always)]
+pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
+    for row in rows {
+        scratch.load(weight, row);
+        scratch.bytes.resize(weight.cols, 0);
+        if weight.bits == 4 {
+            unpack::nibbles(weight.group, weight.codes(row), &mut scratch.bytes);
+        } else {
+            unpack::natural(weight.bits, weight.codes(row), &mut scratch.bytes, unpack::spread(weight.bits));
+        }
+        for (line, out) in lines.iter().zip(outs) {
+            let sum = dot(&scratch.bytes, weight.group, &scratch.constants, &line.digits);
+            // SAFETY: the caller lets us write this output.
+            unsafe { out.0.add(row).write(sum * weight.gain) };
+        }
+    }
+}
+
+/// One unpacked row against one row of activations.
+#[inline(always)]
+fn dot(codes: &[u8], group: usize, constants: &[f32], x: &Digits<'_>) -> f32 {
+    let (scales, biases) = constants.split_at(constants.len() / 2);
+    let mut lanes = [0f32; 8];
+    for index in 0..scales.len() {
+        let at = (index * group).min(codes.len())..((index + 1) * group).min(codes.len());
+        let pairs = codes[at.clone()].iter().zip(&x.q[at]);
+        let dot: i32 = pairs.map(|(code, q)| i32::from(*code) * i32::from(*q)).sum();
+        let lane = &mut lanes[index % 8];
+        *lane = (dot as f32).mul_add(scales[index] * x.scale[index], *lane);
+        *lane = biases[index].mul_add(x.sum[index], *lane);
+    }
+    tree(lanes)
+}

@@ -1,0 +1,244 @@
+//! Every instruction set against a naive product, and all of them against each other byte for byte.
+
+use super::*;
+use crate::ops::quant::{LEVELS, Quantised};
+
+/// A small generator: the tests must not depend on a crate's random stream.
+pub(crate) struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let x = self.0 ^ self.0 >> 33;
+        (x.wrapping_mul(0xff51_afd7_ed55_8ccd)) ^ x >> 29
+    }
+
+    /// Uniform in -1..1.
+    pub fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() >> 16) as usize % n
+    }
+
+    pub fn bytes(&mut self, n: usize) -> Vec<u8> {
+        (0..n).map(|_| (self.next() >> 24) as u8).collect()
+    }
+
+    pub fn floats(&mut self, float: Float, n: usize, size: f32) -> Vec<u8> {
+        let mut values = (0..n).map(|_| self.unit() * size).collect::<Vec<_>>().into_iter();
+        let mut values = || values.next().unwrap_or_default();
+        match float {
+            Float::F32 => (0..n).flat_map(|_| values().to_le_bytes()).collect(),
+            Float::F16 => (0..n).flat_map(|_| half::f16::from_f32(values()).to_le_bytes()).collect(),
+            Float::Bf16 => (0..n).flat_map(|_| half::bf16::from_f32(values()).to_le_bytes()).collect(),
+        }
+    }
+}
+
+/// Three parts at odd addresses.
+pub(crate) struct Owned {
+    pub codes: Codes,
+    pub rows: usize,
+    pub cols: usize,
+    pub gain: f32,
+    parts: [Vec<u8>; 3],
+}
+
+impl Owned {
+    pub fn random(random: &mut Random, codes: Codes, rows: usize, cols: usize) -> Self {
+        let sizes = codes.row_bytes(cols).map(|bytes| bytes * rows);
+        let parts = [0, 1, 2].map(|part| {
+            let data = match (codes, part) {
+                (Codes::Affine { scale, .. }, 1 | 2) => random.floats(scale, sizes[part] / scale.bytes(), 0.1),
+                (Codes::Dense(float), 0) => random.floats(float, rows * cols, 0.1),
+                // Exponents near one, no NaN.
+                (Codes::Mxfp4 | Codes::Mxfp8, 1) => (0..sizes[1]).map(|_| 120 + random.below(12) as u8).collect(),
+                (Codes::Mxfp8, 0) | (Codes::Nvfp4, 1) => {
+                    random.bytes(sizes[part]).iter().map(|byte| if byte & 0x7f == 0x7f { 1 } else { *byte }).collect()
+                }
+                _ => random.bytes(sizes[part]),
+            };
+            let mut odd = vec![0xa5; 1 + part];
+            odd.extend(data);
+            odd
+        });
+        Self { codes, rows, cols, gain: 1.0, parts }
+    }
+
+    pub fn view(&self) -> WeightView<'_> {
+        let parts = [&self.parts[0][1..], &self.parts[1][2..], &self.parts[2][3..]];
+        WeightView { codes: self.codes, rows: self.rows, cols: self.cols, gain: self.gain, parts }
+    }
+}
+
+/// `weight` times the rows of `x` with `isa`: `[rows of x, rows of weight]`, computed `together` rows of x at a time.
+fn run(isa: Isa, integer: bool, weight: &Owned, x: &[f32], together: usize) -> Vec<f32> {
+    let view = weight.view();
+    let tokens = x.len() / weight.cols;
+    let mut out = vec![f32::NAN; tokens * weight.rows];
+    let mut quantised = Quantised::default();
+    if let (true, Codes::Affine { bits, group, .. }) = (integer, weight.codes) {
+        quantised.resize(tokens, weight.cols, group.into());
+        // SAFETY: one thread, all rows.
+        unsafe { quantised.writer(group.into(), order(bits)).rows(x, 0..tokens) };
+    } else {
+        quantised.resize(tokens, weight.cols, weight.cols);
+    }
+    let base = out.as_mut_ptr();
+    let lines: Vec<Line<'_>> = (0..tokens)
+        .map(|token| Line { x: &x[token * weight.cols..(token + 1) * weight.cols], digits: quantised.row(token) })
+        .collect();
+    // SAFETY: inside `out`.
+    let outs: Vec<Out> = (0..tokens).map(|token| Out(unsafe { base.add(token * weight.rows) })).collect();
+    for (lines, outs) in lines.chunks(together).zip(outs.chunks(together)) {
+        // SAFETY: sizes as built; one thread.
+        unsafe { product(isa, integer, &view, 0..weight.rows, lines, outs) };
+    }
+    out
+}
+
+/// Bits `[index * bits, (index + 1) * bits)` of a little-endian stream.
+fn code(bytes: &[u8], bits: usize, index: usize) -> u32 {
+    (0..bits)
+        .map(|bit| index * bits + bit)
+        .enumerate()
+        .fold(0, |code, (bit, at)| code | u32::from(bytes[at / 8] >> (at % 8) & 1) << bit)
+}
+
+/// The contract of this module, word by word.
+fn reference(weight: &Owned, x: &[f32]) -> Vec<f32> {
+    let Codes::Affine { bits, group, scale } = weight.codes else { panic!("affine only") };
+    let (bits, group, view) = (bits as usize, group as usize, weight.view());
+    let groups = weight.cols / group;
+    let mut out = Vec::new();
+    for x in x.chunks(weight.cols) {
+        for row in 0..weight.rows {
+            let codes = &view.parts[0][row * weight.cols * bits / 8..];
+            let mut lanes = [0f32; 8];
+            for g in 0..groups.next_multiple_of(8) {
+                let (mut dot, mut total, mut sx, mut sw, mut bw) = (0i64, 0i64, 0f32, 0f32, 0f32);
+                if g < groups {
+                    let x = &x[g * group..(g + 1) * group];
+                    let most = x.iter().fold(0f32, |most, x| most.max(x.abs()));
+                    sx = most / LEVELS;
+                    for (i, x) in x.iter().enumerate() {
+                        let q = if most == 0.0 { 0 } else { (x * (LEVELS / most)).round_ties_even() as i64 };
+                        dot += q * i64::from(code(codes, bits, g * group + i));
+                        total += q;
+                    }
+                    sw = scale.get(view.parts[1], row * groups + g);
+                    bw = scale.get(view.parts[2], row * groups + g);
+                }
+                let lane = &mut lanes[g % 8];
+                *lane = (dot as f32).mul_add(sw * sx, *lane);
+                *lane = bw.mul_add(sx * total as f32, *lane);
+            }
+            out.push(tree(lanes));
+        }
+    }
+    out
+}
+
+fn activations(random: &mut Random, tokens: usize, cols: usize) -> Vec<f32> {
+    let mut x: Vec<f32> = (0..tokens * cols).map(|_| random.unit() * 3.0).collect();
+    for _ in 0..tokens {
+        // A zero group, an outlier, and what stands at either end of the range.
+        let at = random.below(tokens * cols / 32) * 32;
+        x[at..at + 32].fill(0.0);
+        let at = random.below(tokens * cols);
+        x[at] = 1000.0;
+    }
+    x
+}
+
+fn same(a: &[f32], b: &[f32], what: &str) {
+    assert_eq!(a.len(), b.len(), "{what}");
+    for (index, (a, b)) in a.iter().zip(b).enumerate() {
+        assert_eq!(a.to_bits(), b.to_bits(), "{what}: {index}: {a} {b}");
+    }
+}
+
+#[test]
+fn every_isa_gives_the_reference_bytes() {
+    let mut random = Random(1);
+    for bits in [2, 3, 4, 5, 6, 8] {
+        for group in [32, 64, 128] {
+            for (rows, groups, tokens) in [(1, 1, 1), (3, 8, 2), (37, 5, 7), (64, 19, 3), (70, 16, 9), (16, 3, 33)] {
+                let scale = [Float::Bf16, Float::F16, Float::F32][random.below(3)];
+                let codes = Codes::Affine { bits, group, scale };
+                let cols = groups * group as usize;
+                let weight = Owned::random(&mut random, codes, rows, cols);
+                let x = activations(&mut random, tokens, cols);
+                let expected = reference(&weight, &x);
+                for isa in Isa::all() {
+                    for together in [1, 2, tokens] {
+                        let what = format!("{isa:?} {codes:?} [{rows}, {cols}] {together} of {tokens} rows");
+                        same(&run(isa, true, &weight, &x, together), &expected, &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn integers_are_close_to_floats() {
+    let mut random = Random(2);
+    for bits in [2, 3, 4, 5, 6, 8] {
+        let codes = Codes::Affine { bits, group: 64, scale: Float::Bf16 };
+        let weight = Owned::random(&mut random, codes, 40, 1024);
+        let x: Vec<f32> = (0..1024).map(|_| random.unit()).collect();
+        let (exact, fast) = (run(Isa::best(), false, &weight, &x, 1), run(Isa::best(), true, &weight, &x, 1));
+        let norm = exact.iter().map(|y| y * y).sum::<f32>().sqrt();
+        let error = exact.iter().zip(&fast).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
+        assert!(error < 3e-5 * norm, "{bits} bits: {error} of {norm}");
+    }
+}
+
+#[test]
+fn floats_are_the_same_everywhere_and_right() {
+    let mut random = Random(3);
+    let affine = |bits| Codes::Affine { bits, group: 32, scale: Float::F16 };
+    let dense = [Float::F32, Float::F16, Float::Bf16].map(Codes::Dense);
+    let all = [Codes::Mxfp4, Codes::Nvfp4, Codes::Mxfp8, affine(3), affine(4), affine(5), affine(8)];
+    for codes in dense.into_iter().chain(all) {
+        for (rows, cols, tokens) in [(1, 32, 1), (5, 96, 3), (33, 320, 6)] {
+            let mut weight = Owned::random(&mut random, codes, rows, cols);
+            weight.gain = 0.5;
+            let x: Vec<f32> = (0..tokens * cols).map(|_| random.unit()).collect();
+            let expected = run(Isa::Scalar, false, &weight, &x, 1);
+            for isa in Isa::all() {
+                for together in [1, 2, tokens] {
+                    same(&run(isa, false, &weight, &x, together), &expected, &format!("{isa:?} {codes:?}"));
+                }
+            }
+            let mut values = Vec::new();
+            for token in 0..tokens {
+                for row in 0..rows {
+                    unpack::expand(&weight.view(), row, &mut Vec::new(), &mut values);
+                    let x = &x[token * cols..];
+                    let sum: f64 = values.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+                    let size: f64 = values.iter().map(|w| f64::from(*w).abs()).sum();
+                    let got = f64::from(expected[token * rows + row]);
+                    assert!((sum * 0.5 - got).abs() <= 1e-5 * size, "{codes:?}: {} {got}", sum * 0.5);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_value_that_is_not_finite_shows() {
+    let mut random = Random(4);
+    let codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
+    let weight = Owned::random(&mut random, codes, 3, 128);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut x = vec![1.0; 128];
+        x[77] = bad;
+        for isa in Isa::all() {
+            assert!(run(isa, true, &weight, &x, 1).iter().all(|y| !y.is_finite()));
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! What AVX2 and AVX-512 share: one row of weights, read once in order, against one row of activations.
+
+use std::{arch::x86_64::*, ops::Range};
+
+use super::{Affine, Line, Out, Scratch, unpack};
+use crate::ops::quant::Digits;
+
+/// Dot products of one group as eight partial sums, with 32-byte vectors.
+pub(super) trait Dot {
+    /// `GROUP` packed nibbles at `codes` with the digits at `high` and `low` (in the order of nibbles).
+    ///
+    /// # Safety
+    /// `GROUP / 2` codes and `GROUP` digits are readable.
+    unsafe fn nibbles<const GROUP: usize>(codes: *const u8, high: *const i8, low: *const i8) -> __m256i;
+
+    /// `GROUP` codes of a byte each; with `WIDE` any byte, else at most 63.
+    ///
+    /// # Safety
+    /// `GROUP` codes and digits are readable.
+    unsafe fn bytes<const GROUP: usize, const WIDE: bool>(codes: *const u8, high: *const i8, low: *const i8)
+    -> __m256i;
+}
+
+/// See [`super::product`]. Must be inlined into a function that has the instructions of `D`, FMA and BMI2.
+#[inline(always)]
+pub(super) unsafe fn rows<D: Dot>(
+    weight: &Affine<'_>,
+    rows: Range<usize>,
+    lines: &[Line<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
+    // SAFETY: passed on.
+    unsafe {
+        match (weight.bits, weight.group) {
+            (4, 32) => rows_of::<D, 4, 32>(weight, rows, lines, outs, scratch),
+            (4, 64) => rows_of::<D, 4, 64>(weight, rows, lines, outs, scratch),
+            (4, _) => rows_of::<D, 4, 128>(weight, rows, lines, outs, scratch),
+            (8, 32) => rows_of::<D, 8, 32>(weight, rows, lines, outs, scratch),
+            (8, 64) => rows_of::<D, 8, 64>(weight, rows, lines, outs, scratch),
+            (8, _) => rows_of::<D, 8, 128>(weight, rows, lines, outs, scratch),
+            (_, 32) => rows_of::<D, 0, 32>(weight, rows, lines, outs, scratch),
+            (_, 64) => rows_of::<D, 0, 64>(weight, rows, lines, outs, scratch),
+            (_, _) => rows_of::<D, 0, 128>(weight, rows, lines, outs, scratch),
+        }
+    }
+}
+
+/// `BITS` is 4, 8, or 0 for the widths that are unpacked to bytes first.
+#[inline(always)]
+unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
+    weight: &Affine<'_>,
+    rows: Range<usize>,
+    lines: &[Line<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
+    for row in rows {
+        scratch.load(weight, row);
+        let mut codes = weight.codes(row);
+        if BITS == 0 {
+            // SAFETY: the processor has BMI2.
+            unsafe { unpack_row(weight, row, &mut scratch.bytes) };
+            codes = &scratch.bytes;
+        }
+        for (line, out) in lines.iter().zip(outs) {
+            // SAFETY: codes, constants and digits have a row's length; the caller lets us write this output.
+            unsafe {
+                let sum = dot::<D, BITS, GROUP>(codes, &scratch.constants, &line.digits);
+                out.0.add(row).write(sum * weight.gain);
+            }
+        }
+    }
+}
+
+/// Unpacks the codes of `row` to bytes in natural order.
+#[inline(always)]
+pub(super) unsafe fn unpack_row(weight: &Affine<'_>, row: usize, bytes: &mut Vec<u8>) {
+    bytes.resize(weight.cols, 0);
+    let mask = 0x0101_0101_0101_0101 * ((1u64 << weight.bits) - 1);
+    // SAFETY: the processor has BMI2 (caller).
+    unpack::natural(weight.bits, weight.codes(row), bytes, |word| unsafe { _pdep_u64(word, mask) });
+}
+
+#[inline(always)]
+unsafe fn dot<D: Dot, const BITS: usize, const GROUP: usize>(codes: &[u8], constants: &[f32], x: &Digits<'_>) -> f32 {
+    let (scales, biases) = constants.split_at(constants.len() / 2);
+    let step = if BITS == 4 { GROUP / 2 } else { GROUP };
+    let groups = codes.len() / step;
+    // SAFETY: all reads are of whole groups below `groups`, of which codes and digits have that many; constants, scales
+    // and sums are padded to a multiple of eight.
+    unsafe {
+        let partial = |group: usize| {
+            let (high, low) = (x.high.as_ptr().add(group * GROUP), x.low.as_ptr().add(group * GROUP));
+            let codes = codes.as_ptr().add(group * step);
+            match BITS {
+                4 => D::nibbles::<GROUP>(codes, high, low),
+                8 => D::bytes::<GROUP, true>(codes, high, low),
+                _ => D::bytes::<GROUP, false>(codes, high, low),
+            }
+        };
+        let mut lanes = _mm256_setzero_ps();
+        for first in (0..groups).step_by(8) {
+            let mut sums = [_mm256_setzero_si256(); 8];
+            if groups - first >= 8 {
+                for (index, sum) in sums.iter_mut().enumerate() {
+                    *sum = partial(first + index);
+                }
+            } else {
+                for (index, sum) in sums.iter_mut().enumerate().take(groups - first) {
+                    *sum = partial(first + index);
+                }
+            }
+            let dots = _mm256_cvtepi32_ps(gather(sums));
+            let scale = _mm256_mul_ps(
+                _mm256_loadu_ps(scales.as_ptr().add(first)),
+                _mm256_loadu_ps(x.scale.as_ptr().add(first)),
+            );
+            lanes = _mm256_fmadd_ps(dots, scale, lanes);
+            let (bias, sum) = (_mm256_loadu_ps(biases.as_ptr().add(first)), _mm256_loadu_ps(x.sum.as_ptr().add(first)));
+            lanes = _mm256_fmadd_ps(bias, sum, lanes);
+        }
+        tree(lanes)
+    }
+}
+
+/// Lane `i` of the result is the sum of the lanes of vector `i`.
+#[inline(always)]
+unsafe fn gather(v: [__m256i; 8]) -> __m256i {
+    // SAFETY: the processor has AVX2 (caller).
+    unsafe {
+        let low = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+        let high = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
+        _mm256_add_epi32(_mm256_permute2x128_si256::<0x20>(low, high), _mm256_permute2x128_si256::<0x31>(low, high))
+    }
+}
+
+/// [`super::tree`] in registers.
+#[inline(always)]
+unsafe fn tree(lanes: __m256) -> f32 {
+    // SAFETY: the processor has AVX (caller).
+    unsafe {
+        let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
+        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+    }
+}

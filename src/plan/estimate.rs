@@ -1,0 +1,105 @@
+//! How fast decoding can be, from bandwidths measured on this machine.
+//!
+//! One token reads the trunk (but for the embedding's other rows) and, in each layer, k experts from memory; those that
+//! missed come from the disk first. The overlap assumed is the store's: within a layer, hits are computed while misses
+//! are read and each miss is computed as it lands, so a layer takes
+//!
+//! ```text
+//! max(k * expert / memory, wait + expert / memory)    wait = max(latency, m * expert / disk), 0 without misses
+//! ```
+//!
+//! for m misses: either computing hides the reads, or the last one lands and is then computed. Misses fall independently
+//! with the miss rate, so m is binomial. Nothing is assumed to be read ahead across layers, and computing is assumed to
+//! run at memory bandwidth: on a CPU with few cores it can be slower, which `moestro bench` shows.
+
+use super::Shape;
+use serde::Serialize;
+
+/// The hit rates that `moestro info` shows.
+pub const HIT_RATES: [f64; 6] = [0.0, 0.5, 0.8, 0.9, 0.95, 1.0];
+
+/// What was measured here.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Bandwidth {
+    /// Bytes per second that all compute threads together read from memory.
+    pub memory: f64,
+    /// Bytes per second of random reads of one expert's size at the streamer's queue depth.
+    pub disk: f64,
+    /// Seconds that the read of one expert takes alone.
+    pub latency: f64,
+}
+
+/// Decoding at one hit rate.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Estimate {
+    pub hit_rate: f64,
+    pub tokens_per_second: f64,
+    /// Bytes that a token reads from the disk.
+    pub disk_bytes_per_token: f64,
+}
+
+/// Decode speed of `shape` at `hit_rate` (0 to 1).
+pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, hit_rate: f64) -> Estimate {
+    let miss = 1.0 - hit_rate.clamp(0.0, 1.0);
+    let (k, layers) = (shape.experts_per_token, shape.layers as f64);
+    let expert = shape.expert as f64;
+    let compute = expert / bandwidth.memory;
+    let layer: f64 = (0..=k)
+        .map(|misses| {
+            let read = misses as f64 * expert / bandwidth.disk;
+            let wait = if misses == 0 { 0.0 } else { read.max(bandwidth.latency) + compute };
+            binomial(k, misses, miss) * wait.max(k as f64 * compute)
+        })
+        .sum();
+    let trunk = shape.trunk.saturating_sub(shape.gathered) as f64 / bandwidth.memory;
+    Estimate {
+        hit_rate,
+        tokens_per_second: 1.0 / (trunk + layers * layer),
+        disk_bytes_per_token: miss * layers * k as f64 * expert,
+    }
+}
+
+/// The probability of `m` successes in `n` trials.
+fn binomial(n: usize, m: usize, p: f64) -> f64 {
+    let choose: f64 = (0..m).map(|i| (n - i) as f64 / (i + 1) as f64).product();
+    choose * p.powi(m as i32) * (1.0 - p).powi((n - m) as i32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::model_35b;
+    use super::*;
+
+    #[test]
+    fn binomial_sums_to_one() {
+        for p in [0.0, 0.05, 0.5, 1.0] {
+            let sum: f64 = (0..=8).map(|m| binomial(8, m, p)).sum();
+            assert!((sum - 1.0).abs() < 1e-12, "{p}: {sum}");
+        }
+        assert_eq!(binomial(8, 0, 0.0), 1.0);
+        assert!((binomial(3, 2, 0.5) - 0.375).abs() < 1e-12);
+    }
+
+    #[test]
+    fn the_ends_are_the_bandwidths() {
+        let shape = model_35b();
+        let bandwidth = Bandwidth { memory: 100e9, disk: 5e9, latency: 0.3e-3 };
+        let read = (shape.trunk - shape.gathered) as f64;
+        let routed = 40.0 * 8.0 * shape.expert as f64;
+        let warm = estimate(&shape, &bandwidth, 1.0);
+        assert!((warm.tokens_per_second - 100e9 / (read + routed)).abs() < 1e-6);
+        assert_eq!(warm.disk_bytes_per_token, 0.0);
+        // Nothing but misses: the disk, and the trunk and one expert a layer that it cannot hide.
+        let cold = estimate(&shape, &bandwidth, 0.0);
+        let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9;
+        assert!((cold.tokens_per_second - 1.0 / seconds).abs() < 1e-6);
+        assert!((cold.disk_bytes_per_token - routed).abs() < 1.0);
+    }
+
+    #[test]
+    fn a_higher_hit_rate_is_never_slower() {
+        let bandwidth = Bandwidth { memory: 20e9, disk: 1e9, latency: 1e-3 };
+        let speeds = HIT_RATES.map(|rate| estimate(&model_35b(), &bandwidth, rate).tokens_per_second);
+        assert!(speeds.windows(2).all(|pair| pair[0] < pair[1]), "{speeds:?}");
+    }
+}

@@ -1,0 +1,183 @@
+use super::*;
+use proptest::{
+    prelude::{Just, any, prop_assert, prop_assert_eq, prop_oneof, proptest},
+    strategy::Strategy as _,
+};
+
+const GIB: u64 = 1 << 30;
+
+/// Qwen3.5-35B-A3B in 4 bits.
+pub fn model_35b() -> Shape {
+    Shape {
+        trunk: 1_390_000_000,
+        gathered: 286_000_000,
+        expert: 1_769_472,
+        slot: 1_785_856,
+        layers: 40,
+        experts: 256,
+        experts_per_token: 8,
+        kv_per_token: 40_960,
+        state: 66_000_000,
+        workspace_per_row: 300_000,
+        workspace_fixed: 4_000_000,
+        context: 262_144,
+    }
+}
+
+fn limits() -> Limits {
+    Limits { ram: Some(64 * GIB), gpu: None, cgroup: None, process: 100 << 20 }
+}
+
+fn plan(limit: u64) -> Plan {
+    let wishes = Wishes { limit: Some(limit), ..Wishes::default() };
+    Plan::new(&model_35b(), &limits(), &wishes).unwrap()
+}
+
+#[test]
+fn the_limit_is_the_least_that_applies() {
+    let mut limits = limits();
+    assert_eq!(limits.choose(None), (48 * GIB, LimitFrom::Ram));
+    assert_eq!(limits.choose(Some(GIB)), (GIB, LimitFrom::Asked));
+    assert_eq!(limits.choose(Some(60 * GIB)), (60 * GIB, LimitFrom::Asked));
+    assert_eq!(limits.choose(Some(99 * GIB)), (64 * GIB, LimitFrom::Ram));
+    limits.gpu = Some(40 * GIB);
+    assert_eq!(limits.choose(None), (40 * GIB, LimitFrom::Gpu));
+    limits.cgroup = Some(11 * GIB);
+    assert_eq!(limits.choose(None).1, LimitFrom::Cgroup);
+    assert!(limits.choose(Some(11 * GIB)).0.abs_diff(10 * GIB) < 16);
+    assert_eq!(Limits::default().choose(None), (FALLBACK, LimitFrom::Fallback));
+}
+
+#[test]
+fn everything_fits_in_a_large_machine() {
+    let plan = plan(40 * GIB);
+    assert_eq!(plan.strategy, Strategy::Resident);
+    assert_eq!(plan.slots, 40 * 256);
+    assert_eq!((plan.context, plan.chunk), (262_144, 2048));
+    assert!(plan.overcommit < 1.0 && plan.residency == 1.0);
+}
+
+#[test]
+fn a_small_machine_streams() {
+    let plan = plan(8 * GIB);
+    assert_eq!(plan.strategy, Strategy::Streaming);
+    assert!(plan.slots > 2700 && plan.slots < 3900, "{}", plan.slots);
+    assert!(plan.context >= 4096 && plan.context <= 32768);
+    assert!(plan.overcommit > 2.0, "{}", plan.overcommit);
+    // What the shares do not take goes to the slots: at most one slot and two rounding steps stay free.
+    let shape = model_35b();
+    let rounding = shape.slot + 256 * shape.kv_per_token + 64 * shape.workspace_per_row;
+    assert!(plan.limit - plan.total() <= rounding);
+}
+
+#[test]
+fn a_refusal_says_the_sum_and_what_would_do() {
+    let wishes = Wishes { limit: Some(2 * GIB), ..Wishes::default() };
+    let text = Plan::new(&model_35b(), &limits(), &wishes).unwrap_err().to_string();
+    assert!(text.contains("2.00 GiB (--memory-limit)"), "{text}");
+    assert!(text.contains("320 expert slots (40 layers x 8 experts a token)"), "{text}");
+    let advice = text.split("--memory-limit ").nth(1).and_then(|t| t.split('M').next()).unwrap();
+    let advice: u64 = advice.parse::<u64>().unwrap() << 20;
+    assert_eq!(plan(advice).slots, 320);
+    let wishes = Wishes { limit: Some(advice - (1 << 20)), ..Wishes::default() };
+    assert!(Plan::new(&model_35b(), &limits(), &wishes).is_err());
+}
+
+#[test]
+fn stream_experts_on_and_off() {
+    let mut wishes = Wishes { limit: Some(40 * GIB), stream: Stream::On, ..Wishes::default() };
+    let on = Plan::new(&model_35b(), &limits(), &wishes).unwrap();
+    assert_eq!((on.strategy, on.slots), (Strategy::Streaming, 40 * 256));
+    wishes = Wishes { limit: Some(8 * GIB), stream: Stream::Off, ..Wishes::default() };
+    let text = Plan::new(&model_35b(), &limits(), &wishes).unwrap_err().to_string();
+    assert!(text.contains("all of them") && text.ends_with("or --stream-experts auto"), "{text}");
+}
+
+#[test]
+fn buffered_reads_leave_memory_to_the_page_cache() {
+    let wishes = Wishes { limit: Some(8 * GIB), buffered: true, ..Wishes::default() };
+    let plan = Plan::new(&model_35b(), &limits(), &wishes).unwrap();
+    assert_eq!(plan.slots, 2 * 320);
+    assert!(plan.page_cache > 4 * GIB);
+    assert_eq!(plan.total() + plan.page_cache, plan.limit);
+}
+
+#[test]
+fn a_dense_model_has_no_slots() {
+    let shape = Shape { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
+    let plan = Plan::new(&shape, &limits(), &Wishes::default()).unwrap();
+    assert_eq!((plan.strategy, plan.slots, plan.experts), (Strategy::Resident, 0, 0));
+    let bandwidth = Bandwidth { memory: 1e9, disk: 1e9, latency: 1e-3 };
+    assert!(estimate(&shape, &bandwidth, 1.0).tokens_per_second.is_finite());
+}
+
+#[test]
+fn sizes_in_words() {
+    let words = [0, 1023, 1536, 5 << 20, 3 << 29].map(|bytes| Size(bytes).to_string());
+    assert_eq!(words, ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "1.50 GiB"]);
+}
+
+fn shapes() -> impl proptest::strategy::Strategy<Value = Shape> {
+    let bytes = (1u64..4 << 30, 1u64..30 << 20, 1u64..1 << 17, 0u64..1 << 28, 1u64..1 << 20);
+    let counts = (0usize..64, 1usize..512, 1usize..16, 1usize..300_000);
+    (bytes, counts).prop_map(|((trunk, expert, kv, state, row), (layers, experts, k, context))| Shape {
+        trunk,
+        gathered: trunk / 5,
+        expert,
+        slot: expert.next_multiple_of(4096),
+        layers,
+        experts,
+        experts_per_token: k.min(experts),
+        kv_per_token: kv,
+        state,
+        workspace_per_row: row,
+        workspace_fixed: 1 << 20,
+        context,
+    })
+}
+
+fn wishes() -> impl proptest::strategy::Strategy<Value = Wishes> {
+    let stream = prop_oneof![Just(Stream::Auto), Just(Stream::On), Just(Stream::Off)];
+    let context = proptest::option::of(1usize..300_000);
+    let chunk = proptest::option::of(1usize..8192);
+    let cache = proptest::option::of(0u64..2 << 30);
+    (stream, context, chunk, cache, any::<bool>()).prop_map(|(stream, context, chunk, prompt_cache, buffered)| Wishes {
+        limit: None,
+        stream,
+        context,
+        chunk,
+        prompt_cache,
+        buffered,
+    })
+}
+
+proptest! {
+    #[test]
+    fn the_sum_never_exceeds_the_limit(shape in shapes(), wishes in wishes(), limit in 0u64..200 << 30) {
+        let limits = Limits { process: 50 << 20, ..Limits::default() };
+        let Ok(plan) = Plan::new(&shape, &limits, &Wishes { limit: Some(limit), ..wishes }) else { return Ok(()) };
+        prop_assert_eq!(plan.limit, limit);
+        prop_assert!(plan.total() + plan.page_cache <= limit, "{plan:?}");
+        prop_assert!(plan.slots as u64 >= shape.working_set());
+        prop_assert!(plan.slots as u64 <= shape.total_experts());
+        prop_assert_eq!(plan.experts, plan.slots as u64 * shape.slot);
+        prop_assert_eq!(plan.kv, plan.context as u64 * shape.kv_per_token);
+        prop_assert!(plan.chunk >= 1);
+        prop_assert_eq!(plan.context, wishes.context.unwrap_or(plan.context.min(shape.context)));
+    }
+
+    #[test]
+    fn more_memory_never_means_less_of_anything(
+        shape in shapes(), wishes in wishes(), limit in 0u64..100 << 30, more in 0u64..20 << 30,
+    ) {
+        let limits = Limits { process: 50 << 20, ..Limits::default() };
+        let at = |limit| Plan::new(&shape, &limits, &Wishes { limit: Some(limit), ..wishes });
+        let Ok(small) = at(limit) else { return Ok(()) };
+        let large = at(limit + more).expect("what fits in less fits in more");
+        prop_assert!(large.slots >= small.slots);
+        prop_assert!(large.context >= small.context);
+        prop_assert!(large.chunk >= small.chunk);
+        prop_assert!(large.prompt_cache >= small.prompt_cache);
+        prop_assert!(large.strategy == small.strategy || large.strategy == super::Strategy::Resident);
+    }
+}
