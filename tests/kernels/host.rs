@@ -11,7 +11,7 @@ use std::{
     sync::OnceLock,
 };
 
-pub const FILES: [&str; 4] = ["linear", "experts", "route", "norm"];
+pub const FILES: [&str; 7] = ["linear", "experts", "route", "norm", "delta", "attend", "weights"];
 
 fn kernels() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")

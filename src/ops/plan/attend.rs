@@ -67,7 +67,15 @@ pub struct Turn {
 }
 
 /// Norms and rotates; queries go to `q` `[tokens, heads * dim]`, keys and values into the cache.
-pub fn attend_place(op: &Attend, start: usize, tokens: usize, proj: Region, turn: Turn, q: Region, cache: Cache) -> Dispatch {
+pub fn attend_place(
+    op: &Attend,
+    start: usize,
+    tokens: usize,
+    proj: Region,
+    turn: Turn,
+    q: Region,
+    cache: Cache,
+) -> Dispatch {
     Dispatch {
         kernel: if op.half { "attend_place_bf16" } else { "attend_place" },
         args: op.args(start, tokens),

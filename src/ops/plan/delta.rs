@@ -28,7 +28,8 @@ impl Delta {
 
     fn args(&self, tokens: usize) -> Vec<u32> {
         let b_at = self.channels() + self.values();
-        let words = [tokens, self.width(), self.key_heads, self.value_heads, self.dk, self.dv, b_at, b_at + self.value_heads];
+        let words =
+            [tokens, self.width(), self.key_heads, self.value_heads, self.dk, self.dv, b_at, b_at + self.value_heads];
         let mut args = words.map(|w| w as u32).to_vec();
         args.push(1e-6f32.to_bits());
         args
@@ -62,7 +63,15 @@ pub struct Decay {
 
 /// The recurrence over all tokens. `mixed` is [`conv`]'s output; `state` `[value_heads, dv, dk]` moves on; `out`
 /// `[tokens, value_heads * dv]`. Panics if `dk` is above 256.
-pub fn delta(op: &Delta, tokens: usize, proj: Region, mixed: Region, decay: Decay, state: Region, out: Region) -> Dispatch {
+pub fn delta(
+    op: &Delta,
+    tokens: usize,
+    proj: Region,
+    mixed: Region,
+    decay: Decay,
+    state: Region,
+    out: Region,
+) -> Dispatch {
     assert!(op.dk <= 256, "key heads of {}", op.dk);
     Dispatch {
         kernel: if op.dk <= 128 { "delta_128" } else { "delta_256" },

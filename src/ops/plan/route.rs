@@ -45,7 +45,13 @@ pub fn embed(weight: &Matrix, tokens: usize, ids: Region, h: Region) -> Dispatch
     let mut bindings = vec![Binding::read(floats(ids, tokens))];
     bindings.extend(weight.bindings());
     bindings.push(Binding::write(floats(h, tokens * weight.cols)));
-    Dispatch { kernel: "embed", args, bindings, grid: [weight.cols.div_ceil(512) as u32, tokens as u32, 1], threads: 32 }
+    Dispatch {
+        kernel: "embed",
+        args,
+        bindings,
+        grid: [weight.cols.div_ceil(512) as u32, tokens as u32, 1],
+        threads: 32,
+    }
 }
 
 /// The whole matrix as f16 or f32 values, for a matrix product. Panics for bf16.
