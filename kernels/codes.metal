@@ -118,6 +118,12 @@ FN float dot_q8(uint4 q, THREAD const float* x) {
   return dot_word8(q.w, x + 12, sum);
 }
 
+FN float sum16(THREAD const float* v) {
+  float a = 0, b = 0;
+  UNROLL for (uint i = 0; i < 16; i += 2) a += v[i], b += v[i + 1];
+  return a + b;
+}
+
 // Sixteen activations, and their sum (which the biases multiply).
 FN float load16(DEVICE const float* x, THREAD float* v) {
   DEVICE const float4* p = (DEVICE const float4*)x;
@@ -125,7 +131,5 @@ FN float load16(DEVICE const float* x, THREAD float* v) {
     const float4 q = p[i];
     v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
   }
-  float a = 0, b = 0;
-  UNROLL for (uint i = 0; i < 16; i += 2) a += v[i], b += v[i + 1];
-  return a + b;
+  return sum16(v);
 }

@@ -22,24 +22,19 @@ template <bool NORM> FN float load_fast(DEVICE const float* x, DEVICE const floa
   if (NORM) {
     float u[16];
     load16(w, u);
-    sum = 0;
-    UNROLL for (uint i = 0; i < 16; i++) {
-      v[i] *= u[i];
-      sum += v[i];
-    }
+    UNROLL for (uint i = 0; i < 16; i++) v[i] *= u[i];
+    sum = sum16(v);
   }
   return sum;
 }
 
 // The same for a row of any length, with zeros past its end.
 template <bool NORM> FN float load_any(DEVICE const float* x, DEVICE const float* w, uint c, uint cols, THREAD float* v) {
-  float sum = 0;
   for (uint i = 0; i < 16; i++) {
     const uint at = c * 16 + i;
     v[i] = at < cols ? (NORM ? x[at] * w[at] : x[at]) : 0.0f;
-    sum += v[i];
   }
-  return sum;
+  return sum16(v);
 }
 
 // One lane's share of ROWS rows of W (from `row`; rows past the last repeat it) times TOKENS rows of x (from `first`).
