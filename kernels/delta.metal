@@ -18,7 +18,7 @@ FN float softplus(float x) {
 }
 
 // Causal depthwise convolution of width 4, SiLU, then the l2 norm of each head of q and k (q also times dk^-1/2).
-// `state` [3, channels] holds the last three rows of raw projections and is moved on. `taps` is [channels, 4].
+// `state` [3, channels] holds the last three rows of raw projections and is moved on. `taps` is [4, channels].
 // Grid (2 * key_heads + value_heads), 128 threads: a threadgroup takes one head through all tokens.
 KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, taps, 2), OUT(float, state, 3), OUT(float, out, 4)) {
   SHARED(float, part, 4);
@@ -31,8 +31,8 @@ KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, taps, 2), OUT(flo
     for (uint i = tid; i < size; i += 128) {
       const uint c = first + i;
       const float s0 = state[c], s1 = state[channels + c], s2 = state[2 * channels + c], x = proj[ulong(t) * a.width + c];
-      DEVICE const float* w = taps + 4 * c;
-      const float y = silu(fma(w[3], x, fma(w[2], s2, fma(w[1], s1, w[0] * s0))));
+      const float w0 = taps[c], w1 = taps[channels + c], w2 = taps[2 * channels + c], w3 = taps[3 * channels + c];
+      const float y = silu(fma(w3, x, fma(w2, s2, fma(w1, s1, w0 * s0))));
       state[c] = s1, state[channels + c] = s2, state[2 * channels + c] = x;
       out[ulong(t) * channels + c] = y;
       squares = fma(y, y, squares);
@@ -48,17 +48,17 @@ KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, taps, 2), OUT(flo
   }
 }
 
-// The recurrence, one value head at a time: S = g S; d = beta (v - S k); S += d k^T; o = S q. S is [value_heads, dv, dk].
+// The recurrence, one value head at a time: g = exp(decay * softplus(a + dt_bias)), beta = sigmoid(b); S = g S; d = beta (v - S k); S += d k^T; o = S q. S is [value_heads, dv, dk].
 // A simdgroup keeps STATES rows of S in registers over all tokens: lane l has columns l, l + 32, ...
-// `conv` is what the kernel above wrote. Grid (ceil(dv / 16), value_heads), 128 threads.
+// `mixed` is what the kernel above wrote, `decay` is -exp(A_log). Grid (ceil(dv / 16), value_heads), 128 threads.
 enum { STATES = 4 };
 
 template <uint COLUMNS>
-FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed, DEVICE const float* a_log,
+FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed, DEVICE const float* decay,
              DEVICE const float* dt_bias, DEVICE float* state, DEVICE float* out PLACE) {
   const uint head = tgid.y, row = (tgid.x * 4 + sg) * STATES, key = head / (a.value_heads / a.key_heads);
   const uint keys = a.key_heads * a.dk, channels = 2 * keys + a.value_heads * a.dv;
-  const float decay = -exp(a_log[head]), bias = dt_bias[head];
+  const float rate = decay[head], bias = dt_bias[head];
   float s[STATES * COLUMNS];
   UNROLL for (uint r = 0; r < STATES; r++)
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
@@ -68,7 +68,7 @@ FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float
   for (uint t = 0; t < a.tokens; t++) {
     DEVICE const float* from = mixed + ulong(t) * channels;
     DEVICE const float* gates = proj + ulong(t) * a.width;
-    const float beta = sigmoid(gates[a.b_at + head]), g = exp(decay * softplus(gates[a.a_at + head] + bias));
+    const float beta = sigmoid(gates[a.b_at + head]), g = exp(rate * softplus(gates[a.a_at + head] + bias));
     float q[COLUMNS], k[COLUMNS];
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint c = lane + 32 * j;
@@ -99,9 +99,9 @@ FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float
 }
 
 #define DELTA(name, COLUMNS)                                                                                            \
-  KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, a_log, 3), IN(float, dt_bias, 4), \
+  KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, decay, 3), IN(float, dt_bias, 4), \
          OUT(float, state, 5), OUT(float, out, 6)) {                                                                    \
-    step<COLUMNS>(a, proj, mixed, a_log, dt_bias, state, out HERE);                                                     \
+    step<COLUMNS>(a, proj, mixed, decay, dt_bias, state, out HERE);                                                     \
   }
 
 DELTA(delta_128, 4)  // key heads of up to 128

@@ -26,7 +26,7 @@ impl Region {
 
 /// What a kernel does with a buffer; hazards between launches follow from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Access {
+pub enum Effect {
     Read,
     /// Every byte is written, none is read.
     Write,
@@ -37,20 +37,20 @@ pub enum Access {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Binding {
     pub region: Region,
-    pub access: Access,
+    pub effect: Effect,
 }
 
 impl Binding {
     pub fn read(region: Region) -> Self {
-        Self { region, access: Access::Read }
+        Self { region, effect: Effect::Read }
     }
 
     pub fn write(region: Region) -> Self {
-        Self { region, access: Access::Write }
+        Self { region, effect: Effect::Write }
     }
 
     pub fn update(region: Region) -> Self {
-        Self { region, access: Access::Update }
+        Self { region, effect: Effect::Update }
     }
 }
 
@@ -74,7 +74,7 @@ impl Dispatch {
     pub fn follows(&self, earlier: &Dispatch) -> bool {
         self.bindings.iter().any(|mine| {
             earlier.bindings.iter().any(|theirs| {
-                (mine.access != Access::Read || theirs.access != Access::Read) && overlap(mine.region, theirs.region)
+                (mine.effect != Effect::Read || theirs.effect != Effect::Read) && overlap(mine.region, theirs.region)
             })
         })
     }

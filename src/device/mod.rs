@@ -1,11 +1,13 @@
 //! What the machine is: memory that CPU and GPU both see, compute threads, files. The only `cfg(target_os)`.
 
 mod dispatch;
+mod file;
 mod memory;
 pub mod os;
 mod threads;
 
-pub use dispatch::{Access, Binding, Dispatch, Region};
+pub use dispatch::{Binding, Dispatch, Effect, Region};
+pub use file::{Access, File, MAX_BLOCK, disk_bytes};
 pub use memory::{Slab, Span};
 pub use threads::Threads;
 

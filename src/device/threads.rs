@@ -107,6 +107,22 @@ impl Threads {
         let size = if self.count() == 1 { len.max(1) } else { size };
         self.run(len.div_ceil(size), &|task| job(task * size..((task + 1) * size).min(len)));
     }
+
+    /// Calls `job(i, piece)` for every piece of `size` values of `data` (the last may be shorter).
+    pub fn run_pieces<T: Send>(&self, data: &mut [T], size: usize, job: &(dyn Fn(usize, &mut [T]) + Sync)) {
+        struct Base<T>(*mut T);
+        // SAFETY: each piece goes to one task, and T may be sent.
+        unsafe impl<T: Send> Sync for Base<T> {}
+        let (len, size) = (data.len(), size.max(1));
+        let base = Base(data.as_mut_ptr());
+        self.run(len.div_ceil(size), &|task| {
+            let base = &base;
+            let start = task * size;
+            // SAFETY: in bounds of `data`, which is borrowed mutably until `run` returns; every task has a piece of its own.
+            let piece = unsafe { std::slice::from_raw_parts_mut(base.0.add(start), size.min(len - start)) };
+            job(task, piece);
+        });
+    }
 }
 
 impl Drop for Threads {

@@ -1,7 +1,7 @@
 //! The kernels as a program of their own: compiled by the system's C++ compiler under AddressSanitizer and
 //! UndefinedBehaviorSanitizer, fed with dispatches through a pipe (`kernels/host/main.cpp` has the protocol).
 
-use moestro::device::{Access, Dispatch, Region};
+use moestro::device::{Dispatch, Effect, Region};
 use sha2::Digest;
 use std::{
     fs,
@@ -144,12 +144,12 @@ impl Host {
         words.extend(&dispatch.args);
         words.push(dispatch.bindings.len() as u32);
         for binding in &dispatch.bindings {
-            let access = match binding.access {
-                Access::Read => 0,
-                Access::Write => 1,
-                Access::Update => 2,
+            let effect = match binding.effect {
+                Effect::Read => 0,
+                Effect::Write => 1,
+                Effect::Update => 2,
             };
-            words.extend([binding.region.buffer, binding.region.offset as u32, binding.region.len as u32, access]);
+            words.extend([binding.region.buffer, binding.region.offset as u32, binding.region.len as u32, effect]);
         }
         words.extend(dispatch.grid);
         words.extend([dispatch.threads, self.twice.into()]);

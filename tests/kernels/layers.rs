@@ -76,14 +76,15 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
     let (channels, values, width) = (op.channels(), op.values(), op.width());
     let proj = random.normals(tokens * width);
     let taps = random.normals(channels * 4);
-    let (a_log, dt_bias, w) = (random.normals(op.value_heads), random.normals(op.value_heads), random.normals(op.dv));
+    let (rate, dt_bias, w) = (random.normals(op.value_heads), random.normals(op.value_heads), random.normals(op.dv));
+    let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
     let (conv0, state0) = (random.normals(channels * 3), random.normals(values * op.dk));
 
     let mut bytes: Option<Vec<Vec<u8>>> = None;
     for chunks in chunks {
         let mut host = Host::start();
         let (taps, conv_state) = (host.floats(&taps), host.floats(&conv0));
-        let decay = Decay { a_log: host.floats(&a_log), dt_bias: host.floats(&dt_bias) };
+        let decay = Decay { rate: host.floats(&rate), dt_bias: host.floats(&dt_bias) };
         let (w, state) = (host.floats(&w), host.floats(&state0));
         let all = host.floats(&proj);
         let [mixed, out, y] = [channels, values, values].map(|n| host.empty(tokens * n * 4));
@@ -107,7 +108,7 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
     for row in proj.chunks(width) {
         conv.extend(&row[..channels]);
         let mut c: Vec<f64> = (0..channels)
-            .map(|c| silu((0..4).map(|j| f64::from(taps[c * 4 + j]) * conv[j * channels + c]).sum::<f64>()))
+            .map(|c| silu((0..4).map(|j| f64::from(taps[j * channels + c]) * conv[j * channels + c]).sum::<f64>()))
             .collect();
         conv.drain(..channels);
         let keys = op.key_heads * op.dk;
@@ -122,7 +123,7 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
             let v = &c[2 * keys + head * op.dv..][..op.dv];
             let beta = sigmoid(row[channels + values + head]);
             let a = row[channels + values + op.value_heads + head] + f64::from(dt_bias[head]);
-            let g = (-f64::from(a_log[head]).exp() * a.exp().ln_1p()).exp();
+            let g = (f64::from(rate[head]) * a.exp().ln_1p()).exp();
             let mut o = Vec::new();
             for (i, s) in state[head * op.dv * op.dk..][..op.dv * op.dk].chunks_mut(op.dk).enumerate() {
                 s.iter_mut().for_each(|s| *s *= g);

@@ -36,7 +36,7 @@ impl Delta {
     }
 }
 
-/// The convolution with SiLU, and the l2 norms of q and k. `taps` `[channels, 4]`; `state` `[3, channels]` moves on;
+/// The convolution with SiLU, and the l2 norms of q and k. `taps` `[4, channels]`; `state` `[3, channels]` moves on;
 /// `out` `[tokens, channels]`.
 pub fn conv(op: &Delta, tokens: usize, proj: Region, taps: Region, state: Region, out: Region) -> Dispatch {
     let channels = op.channels();
@@ -54,10 +54,10 @@ pub fn conv(op: &Delta, tokens: usize, proj: Region, taps: Region, state: Region
     }
 }
 
-/// The weights of the recurrence's decay, `[value_heads]` each.
+/// What the recurrence's decay is made of, `[value_heads]` each: `rate` is `-exp(A_log)`.
 #[derive(Debug, Clone, Copy)]
 pub struct Decay {
-    pub a_log: Region,
+    pub rate: Region,
     pub dt_bias: Region,
 }
 
@@ -79,7 +79,7 @@ pub fn delta(
         bindings: vec![
             Binding::read(floats(proj, tokens * op.width())),
             Binding::read(floats(mixed, tokens * op.channels())),
-            Binding::read(floats(decay.a_log, op.value_heads)),
+            Binding::read(floats(decay.rate, op.value_heads)),
             Binding::read(floats(decay.dt_bias, op.value_heads)),
             Binding::update(floats(state, op.values() * op.dk)),
             Binding::write(floats(out, tokens * op.values())),

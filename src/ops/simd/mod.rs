@@ -10,9 +10,9 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-mod float;
+pub(super) mod float;
 mod scalar;
-mod unpack;
+pub(super) mod unpack;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 

@@ -1,0 +1,116 @@
+//! Queries and keys of full attention: a norm per head, then a rotation of the first dimensions (spec 2.1). Keys and
+//! values go straight to their place in the cache.
+
+use super::{norm::normalise, simd, view::Rows, view::contiguous_mut};
+use crate::device::Compute;
+use candle_core::{CpuStorage, CustomOp1, InplaceOp2, Layout, Result, Shape, Tensor, bail};
+
+/// Cosines and sines of a run of positions, computed once for all layers.
+pub struct Rotation {
+    /// Half the number of rotated dimensions.
+    half: usize,
+    /// `half` pairs (cos, sin) a position.
+    table: Vec<(f32, f32)>,
+}
+
+impl Rotation {
+    /// Positions `start..start + count`; dimension `j` and `j + rotated / 2` turn by `position * theta^(-2j / rotated)`.
+    pub fn new(start: usize, count: usize, rotated: usize, theta: f64) -> Self {
+        let half = rotated / 2;
+        let frequencies: Vec<f64> = (0..half).map(|j| theta.powf(-2.0 * j as f64 / rotated as f64)).collect();
+        let positions = (start..start + count).flat_map(|position| {
+            frequencies.iter().map(move |frequency| {
+                let angle = position as f64 * frequency;
+                (angle.cos() as f32, angle.sin() as f32)
+            })
+        });
+        Self { half, table: positions.collect() }
+    }
+
+    #[inline(always)]
+    fn turn(&self, token: usize, head: &mut [f32]) {
+        let (low, high) = head[..2 * self.half].split_at_mut(self.half);
+        for ((low, high), (cos, sin)) in low.iter_mut().zip(high).zip(&self.table[token * self.half..]) {
+            (*low, *high) = (*low * cos - *high * sin, *high * cos + *low * sin);
+        }
+    }
+}
+
+/// What the heads of one attention layer have in common.
+#[derive(Clone, Copy)]
+pub struct HeadNorm<'a> {
+    /// `[D]`.
+    pub weight: &'a [f32],
+    pub eps: f32,
+}
+
+/// The queries: `projected` is `[T, H * 2 * D]`, per head D query values and D gate values; the result is `[T, H, D]`,
+/// normed and turned.
+pub fn queries(compute: &Compute, projected: &Tensor, norm: HeadNorm<'_>, rotation: &Rotation) -> Result<Tensor> {
+    projected.apply_op1_no_bwd(&Queries { compute, norm, rotation })
+}
+
+struct Queries<'a> {
+    compute: &'a Compute,
+    norm: HeadNorm<'a>,
+    rotation: &'a Rotation,
+}
+
+impl CustomOp1 for Queries<'_> {
+    fn name(&self) -> &'static str {
+        "queries"
+    }
+
+    fn cpu_fwd(&self, p: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (projected, dim) = (Rows::new(p, l)?, self.norm.weight.len());
+        let heads = projected.width() / (2 * dim);
+        let mut y = vec![0f32; projected.count() * heads * dim];
+        self.compute.threads.run_pieces(&mut y, heads * dim, &|token, y| {
+            simd::vectorised(simd::Isa::best(), || {
+                for (y, x) in y.chunks_exact_mut(dim).zip(projected.row(token).chunks_exact(2 * dim)) {
+                    normalise(&x[..dim], self.norm.weight, self.norm.eps, y);
+                    self.rotation.turn(token, y);
+                }
+            });
+        });
+        Ok((CpuStorage::F32(y), Shape::from((projected.count(), heads, dim))))
+    }
+}
+
+/// Writes rows `[T, KV * D]` to positions `at..at + T` of a cache `[KV, N, D]`; keys (which have a norm) are normed and
+/// turned first.
+pub fn remember(cache: &Tensor, rows: &Tensor, at: usize, key: Option<(HeadNorm<'_>, &Rotation)>) -> Result<()> {
+    cache.inplace_op2(rows, &Remember { at, key })
+}
+
+struct Remember<'a> {
+    at: usize,
+    key: Option<(HeadNorm<'a>, &'a Rotation)>,
+}
+
+impl InplaceOp2 for Remember<'_> {
+    fn name(&self) -> &'static str {
+        "remember"
+    }
+
+    fn cpu_fwd(&self, c: &mut CpuStorage, cl: &Layout, r: &CpuStorage, rl: &Layout) -> Result<()> {
+        let (heads, room, dim) = cl.shape().dims3()?;
+        let (cache, rows) = (contiguous_mut(c, cl)?, Rows::new(r, rl)?);
+        if rows.width() != heads * dim || self.at + rows.count() > room {
+            bail!("remember: {} rows of {} at {} of [{heads}, {room}, {dim}]", rows.count(), rows.width(), self.at)
+        }
+        for token in 0..rows.count() {
+            for (head, x) in rows.row(token).chunks_exact(dim).enumerate() {
+                let place = &mut cache[(head * room + self.at + token) * dim..][..dim];
+                match self.key {
+                    None => place.copy_from_slice(x),
+                    Some((norm, rotation)) => simd::vectorised(simd::Isa::best(), || {
+                        normalise(x, norm.weight, norm.eps, place);
+                        rotation.turn(token, place);
+                    }),
+                }
+            }
+        }
+        Ok(())
+    }
+}

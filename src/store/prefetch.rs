@@ -1,0 +1,179 @@
+//! Reading ahead: which predicted experts are under way, and whether predicting pays.
+//!
+//! Whether it pays is measured, not assumed: for a few dozen tokens predictions are read ahead, for as many they are
+//! not, and what counts is the time the model stood still per expert that had to come from disk. The better way is kept
+//! for a while, longer each time the outcome is the same.
+
+use super::slots::Place;
+
+/// `--prefetch`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Prefetch {
+    /// On while it measures better than off.
+    #[default]
+    Auto,
+    On,
+    Off,
+}
+
+/// Bytes that may be read ahead for a layer that has not been routed yet.
+const BUDGET: usize = 128 << 20;
+
+/// Tokens one way is tried for.
+const TRIAL: u32 = 16;
+
+/// Tokens the better way is kept for at first, and at most.
+const KEEP: u32 = 128;
+const KEEP_MOST: u32 = 8192;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    TryOff,
+    TryOn,
+    Keep,
+}
+
+/// What has been sent ahead, and how reading ahead has done so far.
+pub struct Ahead {
+    setting: Prefetch,
+    on: bool,
+    stage: Stage,
+    /// Tokens left in this stage, and how many the next `Keep` has.
+    left: u32,
+    keep: u32,
+    layer: usize,
+    /// Seconds stood still, and experts that came from disk: in this stage, and in the last trial without.
+    stall: f64,
+    needed: u64,
+    without: Option<f64>,
+    most: usize,
+    sent: Vec<(usize, Place)>,
+}
+
+impl Ahead {
+    pub fn new(setting: Prefetch, slots: usize, slot_bytes: usize) -> Self {
+        Self {
+            setting,
+            on: setting == Prefetch::On,
+            stage: Stage::TryOff,
+            left: TRIAL,
+            keep: KEEP,
+            layer: 0,
+            stall: 0.0,
+            needed: 0,
+            without: None,
+            // Predictions hold their slots until their layer has come: they must leave most of the pool alone.
+            most: (BUDGET / slot_bytes.max(1)).min(slots / 8),
+            sent: Vec::new(),
+        }
+    }
+
+    pub fn is_on(&self) -> bool {
+        self.on && self.most > 0
+    }
+
+    /// Whether the budget allows one more.
+    pub fn has_room(&self) -> bool {
+        self.sent.len() < self.most
+    }
+
+    pub fn sent(&mut self, layer: usize, place: Place) {
+        self.sent.push((layer, place));
+    }
+
+    /// The place was given up before its layer came.
+    pub fn forget(&mut self, place: Place) {
+        self.sent.retain(|(_, other)| *other != place);
+    }
+
+    /// Takes one prediction for a layer that has just been routed off the list.
+    pub fn settle(&mut self, layer: usize) -> Option<Place> {
+        let at = self.sent.iter().position(|(other, _)| *other == layer)?;
+        Some(self.sent.swap_remove(at).1)
+    }
+
+    /// A decode route of `layer` begins; going back to an earlier layer is a new token.
+    pub fn tick(&mut self, layer: usize) {
+        let new_token = layer <= self.layer;
+        self.layer = layer;
+        if !new_token || self.setting != Prefetch::Auto {
+            return;
+        }
+        self.left = self.left.saturating_sub(1);
+        // A trial in which hardly anything came from disk says nothing yet.
+        if self.left > 0 || (self.stage != Stage::Keep && self.needed < u64::from(TRIAL)) {
+            return;
+        }
+        let stall = self.stall / self.needed.max(1) as f64;
+        (self.stall, self.needed) = (0.0, 0);
+        match self.stage {
+            Stage::TryOff => {
+                self.without = Some(stall);
+                (self.stage, self.left, self.on) = (Stage::TryOn, TRIAL, true);
+            }
+            Stage::TryOn => {
+                // Two in a hundred is noise, and a prediction is not free.
+                let pays = self.without.is_some_and(|without| stall < 0.98 * without);
+                tracing::debug!(with = stall, without = self.without, pays, "reading ahead, seconds stalled an expert");
+                (self.stage, self.left, self.on) = (Stage::Keep, self.keep, pays);
+                self.keep = (self.keep * 2).min(KEEP_MOST);
+            }
+            Stage::Keep => (self.stage, self.left, self.on) = (Stage::TryOff, TRIAL, false),
+        }
+    }
+
+    /// A route found `misses` experts nowhere and `foreseen` because they had been predicted.
+    pub fn looked_up(&mut self, misses: u64, foreseen: u64) {
+        self.needed += misses + foreseen;
+    }
+
+    pub fn stalled(&mut self, seconds: f64) {
+        self.stall += seconds;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs `tokens` tokens of two layers in which an expert costs `with` or `without` seconds; returns how many of
+    /// them had reading ahead on.
+    fn run(ahead: &mut Ahead, tokens: usize, with: f64, without: f64) -> usize {
+        let mut on = 0;
+        for _ in 0..tokens {
+            for layer in 0..2 {
+                ahead.tick(layer);
+                ahead.looked_up(4, 0);
+                ahead.stalled(4.0 * if ahead.is_on() { with } else { without });
+            }
+            on += usize::from(ahead.is_on());
+        }
+        on
+    }
+
+    #[test]
+    fn what_pays_is_kept_and_what_does_not_is_rarely_tried() {
+        let mut pays = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+        assert!(run(&mut pays, 4000, 0.5e-3, 1e-3) > 3700);
+        let mut costs = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+        assert!(run(&mut costs, 4000, 1.1e-3, 1e-3) < 120);
+        let mut same = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+        assert!(run(&mut same, 4000, 1e-3, 1e-3) < 120);
+    }
+
+    #[test]
+    fn a_change_of_mind_takes_one_more_trial() {
+        let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+        run(&mut ahead, 200, 1e-3, 0.5e-3);
+        assert!(!ahead.is_on());
+        run(&mut ahead, 2000, 0.5e-3, 1e-3);
+        assert!(ahead.is_on());
+    }
+
+    #[test]
+    fn the_budget_is_bytes_and_never_most_of_the_pool() {
+        assert_eq!(Ahead::new(Prefetch::On, 10_000, 16 << 20).most, 8);
+        assert_eq!(Ahead::new(Prefetch::On, 16, 1 << 20).most, 2);
+        assert!(!Ahead::new(Prefetch::On, 4, 1 << 20).is_on());
+    }
+}

@@ -1,0 +1,146 @@
+//! How to read: measured on the model's own file.
+
+use super::{
+    layout::{ExpertMap, Layout},
+    source::{Files, Source},
+};
+use crate::{
+    device::{Access, Slab},
+    error::StoreError,
+};
+use std::{
+    io,
+    path::PathBuf,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// `--expert-io`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Io {
+    /// Past the page cache, unless the file system cannot or is clearly faster through it.
+    #[default]
+    Auto,
+    Direct,
+    Buffered,
+}
+
+/// Reading through the page cache has to be this much faster to be chosen: it keeps every byte twice.
+const CLEARLY: f64 = 1.5;
+
+/// How long each way is measured.
+const BUDGET: Duration = Duration::from_millis(120);
+
+/// Opens the shards the way `io` says, or the way that measures better.
+pub fn open(paths: &[PathBuf], map: &ExpertMap, io: Io, threads: usize) -> Result<(Files, Access), StoreError> {
+    if io == Io::Buffered {
+        return Ok((Files::open(paths, Access::Buffered)?, Access::Buffered));
+    }
+    let direct = match Files::open(paths, Access::Direct) {
+        Err(StoreError::Io { source, .. }) if source.kind() == io::ErrorKind::Unsupported && io == Io::Auto => None,
+        Err(StoreError::Io { path, source }) if source.kind() == io::ErrorKind::Unsupported => {
+            let why = "this file system cannot be read past the page cache; use --expert-io buffered or auto";
+            return Err(StoreError::Io { path, source: io::Error::new(source.kind(), why) });
+        }
+        other => Some(other?),
+    };
+    let Some(direct) = direct else {
+        tracing::info!("experts are read through the page cache: this file system knows no direct reads");
+        return Ok((Files::open(paths, Access::Buffered)?, Access::Buffered));
+    };
+    if io == Io::Direct {
+        return Ok((direct, Access::Direct));
+    }
+    let buffered = Files::open(paths, Access::Buffered)?;
+    let speed = |files: &Files, cold: bool| bandwidth(files, map, threads, BUDGET, cold.then_some(files));
+    match (speed(&direct, false), speed(&buffered, true)) {
+        (Ok(past), Ok(through)) if through > CLEARLY * past => {
+            tracing::info!(
+                direct = past,
+                buffered = through,
+                "experts are read through the page cache, bytes a second"
+            );
+            Ok((buffered, Access::Buffered))
+        }
+        (Err(error), Ok(_)) => {
+            tracing::warn!(%error, "direct reads fail; experts are read through the page cache");
+            Ok((buffered, Access::Buffered))
+        }
+        (past, through) => {
+            let (past, through) = (past.unwrap_or(0.0), through.unwrap_or(0.0));
+            tracing::info!(direct = past, buffered = through, "experts are read past the page cache, bytes a second");
+            Ok((direct, Access::Direct))
+        }
+    }
+}
+
+/// Bytes a second of random reads of whole experts with `threads` threads, for about `budget`. With `cold`, the cached
+/// pages of each expert are dropped first.
+pub fn bandwidth(
+    source: &dyn Source,
+    map: &ExpertMap,
+    threads: usize,
+    budget: Duration,
+    cold: Option<&Files>,
+) -> io::Result<f64> {
+    let experts: Vec<_> = map.layers.iter().flatten().collect();
+    let room = map.slot_bytes(source.block());
+    if experts.is_empty() || room == 0 {
+        return Ok(0.0);
+    }
+    let threads = threads.clamp(1, 64);
+    let slab = Slab::new(room * threads)?;
+    let (next, bytes) = (AtomicUsize::new(0), AtomicU64::new(0));
+    let failed = Mutex::new(None);
+    // A stride that has no factor in common with the number of experts visits each of them once before any again.
+    let mut stride = (experts.len() * 618 / 1000) | 1;
+    while common(stride, experts.len()) > 1 {
+        stride += 2;
+    }
+    let begin = Instant::now();
+    let work = |thread: usize| -> io::Result<()> {
+        // SAFETY: each thread has a part of the slab of its own.
+        let into = unsafe { slab.bytes_mut(thread * room..(thread + 1) * room) };
+        while begin.elapsed() < budget {
+            let turn = next.fetch_add(1, Ordering::Relaxed);
+            if turn >= experts.len() {
+                break;
+            }
+            let Some(pieces) = experts.get(turn.wrapping_mul(stride) % experts.len()) else { break };
+            for read in Layout::new(pieces, source.block()).reads() {
+                if let Some(files) = cold {
+                    files.drop_cached(read.file, read.offset, read.len);
+                }
+                let Some(part) = into.get_mut(read.at..read.at + read.len) else { continue };
+                let got = source.read(read.file, read.offset, part)?;
+                bytes.fetch_add(got as u64, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            let (work, failed) = (&work, &failed);
+            scope.spawn(move || {
+                if let Err(error) = work(thread) {
+                    *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                }
+            });
+        }
+    });
+    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => Ok(bytes.into_inner() as f64 / begin.elapsed().as_secs_f64()),
+    }
+}
+
+/// Greatest common divisor.
+fn common(mut a: usize, mut b: usize) -> usize {
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}

@@ -1,0 +1,77 @@
+//! What the reader reads from: the checkpoint's files, or a test's double that fails on purpose.
+
+use crate::{
+    device::{Access, File},
+    error::StoreError,
+};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+/// Numbered files that can be read at any offset by many threads at once.
+pub trait Source: Send + Sync {
+    /// One read; may return fewer bytes than asked for, 0 at the end of the file.
+    fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize>;
+
+    /// Bytes in the file; `None` if there is no such file.
+    fn size(&self, file: u32) -> Option<u64>;
+
+    /// For messages.
+    fn path(&self, file: u32) -> PathBuf;
+
+    /// Offset, length and address of every read are multiples of this power of two.
+    fn block(&self) -> usize;
+}
+
+/// A checkpoint's shards, held open. None is ever written to.
+pub struct Files {
+    files: Vec<File>,
+    block: usize,
+}
+
+impl Files {
+    pub fn open(paths: &[PathBuf], access: Access) -> Result<Self, StoreError> {
+        let mut files = Vec::with_capacity(paths.len());
+        let mut block = 1;
+        for path in paths {
+            let file = File::open(path, access).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+            block = block.max(file.block());
+            files.push(file);
+        }
+        Ok(Self { files, block })
+    }
+
+    fn get(&self, file: u32) -> io::Result<&File> {
+        self.files.get(file as usize).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
+    }
+
+    /// See [`File::drop_cached`].
+    pub fn drop_cached(&self, file: u32, offset: u64, len: usize) {
+        if let Ok(file) = self.get(file) {
+            file.drop_cached(offset, len);
+        }
+    }
+}
+
+impl Source for Files {
+    fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+        let file = self.get(file)?;
+        let got = file.read_at(into, offset)?;
+        // After the read: what was written to before it has been noticed by now.
+        file.check_unchanged()?;
+        Ok(got)
+    }
+
+    fn size(&self, file: u32) -> Option<u64> {
+        self.files.get(file as usize).map(File::len)
+    }
+
+    fn path(&self, file: u32) -> PathBuf {
+        self.files.get(file as usize).map_or(Path::new("?"), File::path).to_owned()
+    }
+
+    fn block(&self) -> usize {
+        self.block
+    }
+}

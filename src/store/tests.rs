@@ -1,0 +1,294 @@
+//! The store on real files: every byte in its place, every count exact.
+
+use super::*;
+use std::{io::Write, path::Path};
+
+const LAYERS: usize = 3;
+const EXPERTS: usize = 8;
+/// Codes, scales, biases of gate, up, down; the last projection has no biases.
+const LENS: [usize; PIECES] = [2000, 130, 130, 2000, 130, 130, 1900, 120, 0];
+
+/// What byte `at` of file `file` is.
+fn byte(file: u32, at: u64) -> u8 {
+    (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u8 ^ file as u8
+}
+
+struct Checkpoint {
+    dir: tempfile::TempDir,
+    map: ExpertMap,
+}
+
+/// Two shards with tensors at odd offsets, as MLX writes them: one tensor a projection and part, expert after expert.
+fn checkpoint() -> Checkpoint {
+    let dir = tempfile::tempdir().unwrap();
+    let mut ends = [77u64, 9731];
+    let mut map = ExpertMap { layers: vec![vec![[Piece::default(); PIECES]; EXPERTS]; LAYERS] };
+    for layer in 0..LAYERS {
+        let file = (layer % 2) as u32;
+        for (part, &len) in LENS.iter().enumerate() {
+            for expert in 0..EXPERTS {
+                map.layers[layer][expert][part] = Piece { file, offset: ends[file as usize], len };
+                ends[file as usize] += len as u64;
+            }
+        }
+    }
+    for (file, &end) in ends.iter().enumerate() {
+        let bytes: Vec<u8> = (0..end).map(|at| byte(file as u32, at)).collect();
+        let mut out = std::fs::File::create(dir.path().join(format!("{file}.safetensors"))).unwrap();
+        out.write_all(&bytes).unwrap();
+        out.sync_all().unwrap();
+    }
+    Checkpoint { dir, map }
+}
+
+impl Checkpoint {
+    fn files(&self) -> Vec<PathBuf> {
+        (0..2).map(|file| self.dir.path().join(format!("{file}.safetensors"))).collect()
+    }
+
+    fn open(&self, options: Options) -> (Store, Arc<Metrics>) {
+        let metrics = Metrics::new("0", "cpu");
+        (Store::open(self.files(), self.map.clone(), options, metrics.clone()).unwrap(), metrics)
+    }
+}
+
+/// Takes everything a route gives and compares it with the files.
+fn take(store: &Store, map: &ExpertMap, layer: usize, experts: &[u32], phase: Phase) {
+    let mut routed = store.route(layer, experts, phase).unwrap();
+    let mut seen = vec![0; experts.len()];
+    while let Some(batch) = routed.next().unwrap() {
+        assert!(!batch.is_empty());
+        for landed in batch.iter() {
+            seen[landed.index] += 1;
+            let pieces = &map.layers[layer][experts[landed.index] as usize];
+            for (piece, bytes) in pieces.iter().zip(landed.pieces) {
+                assert_eq!(bytes.len(), piece.len);
+                assert!((piece.offset..).zip(bytes).all(|(at, &b)| b == byte(piece.file, at)), "layer {layer}");
+            }
+        }
+    }
+    assert!(seen.iter().all(|&times| times == 1), "{seen:?}");
+}
+
+fn ios() -> Vec<Io> {
+    // A file system without direct reads (tmpfs on old kernels) leaves one way to test.
+    let checkpoint = checkpoint();
+    let direct = Files::open(&checkpoint.files(), Access::Direct).is_ok();
+    if direct { vec![Io::Direct, Io::Buffered, Io::Auto] } else { vec![Io::Buffered, Io::Auto] }
+}
+
+#[test]
+fn every_way_of_reading_gives_the_files_bytes() {
+    let checkpoint = checkpoint();
+    for io in ios() {
+        for threads in [1, 2, 32] {
+            for slots in [2, 5, 12, LAYERS * EXPERTS] {
+                let (store, _) = checkpoint.open(Options { io, threads, ..Options::new(slots) });
+                store.fill(&mut |_, _| {}).unwrap();
+                for token in 0..20usize {
+                    for layer in 0..LAYERS {
+                        let one = ((token * 3 + layer) % EXPERTS) as u32;
+                        take(&store, &checkpoint.map, layer, &[one, (one + 3) % EXPERTS as u32], Phase::Decode);
+                    }
+                }
+                let all: Vec<u32> = (0..EXPERTS as u32).rev().collect();
+                for layer in 0..LAYERS {
+                    take(&store, &checkpoint.map, layer, &all, Phase::Prefill);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn known_reads_show_exactly_these_bytes() {
+    let checkpoint = checkpoint();
+    for io in ios() {
+        let (store, metrics) = checkpoint.open(Options { io, ..Options::new(4) });
+        let block = store.reader.source().block();
+        let expected: Vec<_> = (0..4).map(|e| Layout::new(&checkpoint.map.layers[0][e], block)).collect();
+        let reads: usize = expected.iter().map(|layout| layout.reads().len()).sum();
+        let bytes: usize = expected.iter().flat_map(|layout| layout.reads()).map(|read| read.len).sum();
+        let before = disk_bytes();
+        take(&store, &checkpoint.map, 0, &[0, 1], Phase::Decode);
+        take(&store, &checkpoint.map, 0, &[1, 2, 3], Phase::Prefill);
+        take(&store, &checkpoint.map, 0, &[0, 1, 2, 3], Phase::Decode);
+        assert_eq!(metrics.ssd_reads.get(), reads as u64);
+        assert_eq!(metrics.ssd_read_bytes.get(), bytes as u64);
+        assert_eq!(metrics.ssd_read_seconds.get_sample_count(), reads as u64);
+        assert_eq!((metrics.lookups_decode_miss.get(), metrics.lookups_decode_hit.get()), (2, 4));
+        assert_eq!((metrics.lookups_prefill_miss.get(), metrics.lookups_prefill_hit.get()), (2, 1));
+        assert_eq!((metrics.expert_slots.get(), metrics.expert_slots_used.get()), (4, 4));
+        assert_eq!((metrics.expert_evictions.get(), metrics.ssd_errors.get()), (0, 0));
+        take(&store, &checkpoint.map, 1, &[0, 1, 2], Phase::Decode);
+        assert_eq!(metrics.expert_evictions.get(), 3);
+        if io == Io::Direct && cfg!(target_os = "linux") {
+            // Past the page cache, what the disk delivered is what was read: other tests of this process may add.
+            let delivered = disk_bytes().unwrap_or(0) - before.unwrap_or(0);
+            assert!(delivered >= bytes as u64, "{delivered} of {bytes}");
+        }
+    }
+}
+
+use crate::device::disk_bytes;
+
+#[test]
+fn resident_reads_everything_once_and_never_again() {
+    let checkpoint = checkpoint();
+    let (store, metrics) = checkpoint.open(Options { io: Io::Buffered, ..Options::new(1000) });
+    assert!(store.is_resident());
+    let mut last = 0;
+    store
+        .fill(&mut |done, total| {
+            assert!(done >= last && total == checkpoint.map.bytes());
+            last = done;
+        })
+        .unwrap();
+    assert_eq!(last, checkpoint.map.bytes());
+    let read = metrics.ssd_read_bytes.get();
+    assert_eq!(read, checkpoint.map.bytes());
+    for layer in 0..LAYERS {
+        take(&store, &checkpoint.map, layer, &[7, 0, 3], Phase::Decode);
+    }
+    assert_eq!(metrics.ssd_read_bytes.get(), read);
+    assert_eq!(metrics.lookups_decode_miss.get(), 0);
+}
+
+#[test]
+fn a_decode_that_cannot_fit_says_so_and_the_next_one_works() {
+    let checkpoint = checkpoint();
+    let (store, _) = checkpoint.open(Options::new(3));
+    let mut routed = store.route(0, &[0, 1, 2, 3], Phase::Decode).unwrap();
+    let error = loop {
+        match routed.next() {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("four experts in three slots"),
+            Err(error) => break error,
+        }
+    };
+    assert!(error.to_string().contains("3 slots are too few"), "{error}");
+    drop(routed);
+    take(&store, &checkpoint.map, 1, &[4, 5, 6], Phase::Decode);
+    assert!(store.route(0, &[EXPERTS as u32], Phase::Decode).is_err());
+    assert!(store.route(LAYERS, &[0], Phase::Decode).is_err());
+}
+
+#[test]
+fn a_route_that_is_dropped_leaves_its_slots_to_others() {
+    let checkpoint = checkpoint();
+    let (store, _) = checkpoint.open(Options::new(3));
+    for round in 0..50u32 {
+        drop(store.route(0, &[round % 8, (round + 1) % 8, (round + 2) % 8], Phase::Decode).unwrap());
+        take(&store, &checkpoint.map, 1, &[round % 8, (round + 4) % 8], Phase::Decode);
+    }
+}
+
+#[test]
+fn what_was_read_ahead_is_found() {
+    let checkpoint = checkpoint();
+    let options = Options { prefetch: Prefetch::On, ..Options::new(20) };
+    let (store, metrics) = checkpoint.open(options);
+    assert!(store.wants_prediction());
+    take(&store, &checkpoint.map, 0, &[0], Phase::Decode);
+    store.read_ahead(1, &[5, 6, 7]);
+    take(&store, &checkpoint.map, 1, &[5, 2], Phase::Decode);
+    // A budget of an eighth of the slots: 5 and 6 were sent, 7 was not.
+    assert_eq!((metrics.lookups_decode_prefetched.get(), metrics.prefetches_used.get()), (1, 1));
+    assert_eq!(metrics.lookups_decode_miss.get(), 2);
+    for layer in [2, 0, 1, 2] {
+        take(&store, &checkpoint.map, layer, &[0, 1, 2, 3, 4, 5, 7], Phase::Decode);
+    }
+    let (used, wasted) = (metrics.prefetches_used.get(), metrics.prefetches_wasted.get());
+    assert!(used == 1 && wasted <= 1, "{used} used, {wasted} wasted");
+}
+
+#[test]
+fn a_warm_start_brings_back_what_was_hot() {
+    let checkpoint = checkpoint();
+    let warm = Warm { file: checkpoint.dir.path().join("cache/hot.json"), identity: "a".into() };
+    let options = Options { warm: Some(warm.clone()), ..Options::new(6) };
+    let (store, _) = checkpoint.open(options.clone());
+    for _ in 0..5 {
+        take(&store, &checkpoint.map, 0, &[1, 2], Phase::Decode);
+        take(&store, &checkpoint.map, 2, &[3], Phase::Decode);
+    }
+    drop(store);
+
+    let (store, metrics) = checkpoint.open(options.clone());
+    store.fill(&mut |_, _| {}).unwrap();
+    take(&store, &checkpoint.map, 0, &[1, 2], Phase::Decode);
+    take(&store, &checkpoint.map, 2, &[3, 4], Phase::Decode);
+    assert_eq!(metrics.expert_slots_used.get(), 4, "three that were hot and one that was not");
+    let layouts = [(0, 1), (0, 2), (2, 3), (2, 4)]
+        .map(|(layer, expert)| Layout::new(&checkpoint.map.layers[layer][expert], store.reader.source().block()));
+    let reads: usize = layouts.iter().map(|layout| layout.reads().len()).sum();
+    assert_eq!(metrics.ssd_reads.get(), reads as u64, "each once");
+    drop(store);
+
+    let other = Warm { identity: "b".into(), ..warm.clone() };
+    let (store, metrics) = checkpoint.open(Options { warm: Some(other), ..options.clone() });
+    store.fill(&mut |_, _| {}).unwrap();
+    assert_eq!(metrics.expert_slots_used.get(), 0, "another model's list");
+    drop(store);
+    std::fs::write(&warm.file, b"{ half a fi").unwrap();
+    let (store, _) = checkpoint.open(options);
+    store.fill(&mut |_, _| {}).unwrap();
+}
+
+#[test]
+fn demand_takes_slots_from_a_warm_start() {
+    let checkpoint = checkpoint();
+    let warm = Warm { file: checkpoint.dir.path().join("hot.json"), identity: "a".into() };
+    let options = Options { warm: Some(warm), threads: 1, ..Options::new(6) };
+    let (store, _) = checkpoint.open(options.clone());
+    take(&store, &checkpoint.map, 0, &[0, 1, 2, 3, 4, 5], Phase::Decode);
+    drop(store);
+    for _ in 0..20 {
+        let (store, _) = checkpoint.open(options.clone());
+        store.fill(&mut |_, _| {}).unwrap();
+        take(&store, &checkpoint.map, 1, &[0, 1, 2, 3, 4, 5], Phase::Decode);
+        take(&store, &checkpoint.map, 0, &[5, 4, 3], Phase::Decode);
+    }
+}
+
+#[test]
+fn a_trace_has_a_line_for_each_route() {
+    let checkpoint = checkpoint();
+    let file = checkpoint.dir.path().join("trace");
+    let (store, _) = checkpoint.open(Options { trace: Some(file.clone()), ..Options::new(6) });
+    take(&store, &checkpoint.map, 0, &[1, 2], Phase::Decode);
+    take(&store, &checkpoint.map, 2, &[3], Phase::Prefill);
+    drop(store);
+    assert_eq!(std::fs::read_to_string(file).unwrap(), "d 0 1 2\np 2 3\n");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn direct_reads_leave_nothing_in_the_page_cache() {
+    let checkpoint = checkpoint();
+    let Ok(files) = Files::open(&checkpoint.files(), Access::Direct) else { return };
+    for file in 0..2 {
+        files.drop_cached(file, 0, 0);
+    }
+    let cached = |path: &Path| {
+        let file = std::fs::File::open(path).unwrap();
+        // SAFETY: the file is this test's own and nobody changes it.
+        let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+        let mut pages = vec![0u8; map.len().div_ceil(4096)];
+        // SAFETY: one byte for each page of the map.
+        let status = unsafe { libc::mincore(map.as_ptr() as *mut _, map.len(), pages.as_mut_ptr()) };
+        assert_eq!(status, 0);
+        pages.iter().filter(|&&page| page & 1 == 1).count()
+    };
+    if checkpoint.files().iter().any(|path| cached(path) > 0) {
+        return; // The system kept the pages although asked not to (tmpfs): nothing can be shown here.
+    }
+    let (store, _) = checkpoint.open(Options { io: Io::Direct, ..Options::new(4) });
+    let all: Vec<u32> = (0..EXPERTS as u32).collect();
+    for layer in 0..LAYERS {
+        take(&store, &checkpoint.map, layer, &all, Phase::Prefill);
+    }
+    for path in checkpoint.files() {
+        assert_eq!(cached(&path), 0, "{}", path.display());
+    }
+}
