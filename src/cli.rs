@@ -18,6 +18,8 @@ pub enum Command {
     Serve(Serve),
     /// One answer on the terminal, tokens as they come
     Generate(Generate),
+    /// Write a synthetic checkpoint with a real model's dimensions
+    Synth(Synth),
 }
 
 #[derive(Debug, Args)]
@@ -175,7 +177,7 @@ pub struct Bench {
 /// A synthetic checkpoint with real dimensions and random weights.
 #[derive(Debug, Args)]
 pub struct Synth {
-    /// Directory to write
+    /// Directory to write; must not exist
     pub out: PathBuf,
     /// Whose dimensions
     #[arg(long, env = "MOESTRO_LIKE", value_parser = ["35b", "122b", "397b"])]
@@ -192,8 +194,8 @@ pub struct Synth {
     /// The same seed writes the same bytes
     #[arg(long, env = "MOESTRO_SEED", value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// How unevenly the router chooses: 0 is evenly, real models lie around 1
-    #[arg(long, env = "MOESTRO_ROUTER_SKEW", value_name = "S", default_value_t = 1.0, value_parser = config::parse::not_negative)]
+    /// How unevenly the routers choose: 0 is evenly, 0.5 lets a quarter of the experts serve most lookups
+    #[arg(long, env = "MOESTRO_ROUTER_SKEW", value_name = "S", default_value_t = 0.5, value_parser = config::parse::not_negative)]
     pub router_skew: f32,
 }
 

@@ -33,6 +33,11 @@ const FILES: &[(&str, &[u8])] = files![
 /// As `sha256sum` writes it: what the files must be, without hashing what the binary holds at every start.
 const SUMS: &str = include_str!("../models/demo/SHA256SUMS");
 
+/// One of its files: a synthetic checkpoint borrows the tokenizer and the template.
+pub fn file(name: &str) -> Option<&'static [u8]> {
+    FILES.iter().find(|(file, _)| *file == name).map(|(_, bytes)| *bytes)
+}
+
 /// The demo model's directory in the user's cache. Every file is checked; one that is missing or damaged is written.
 pub fn unpack() -> Result<PathBuf, StoreError> {
     let Some(cache) = os::cache_dir() else {

@@ -16,9 +16,9 @@ mod estimate;
 
 pub use estimate::{Bandwidth, Estimate, HIT_RATES, estimate};
 
-use crate::{device::os, error::ModelError};
+use crate::{config::Switch, device::os, error::ModelError};
 use serde::Serialize;
-use std::{fmt, str::FromStr};
+use std::fmt;
 
 /// Context by default where memory is short, and the most it takes while experts still lack slots (tokens).
 const CONTEXT: [u64; 2] = [4096, 32768];
@@ -119,37 +119,13 @@ pub enum LimitFrom {
     Fallback,
 }
 
-/// `--stream-experts`: whether experts may live on the SSD.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Stream {
-    /// Resident if all fit, else streaming.
-    #[default]
-    Auto,
-    /// Streaming even if all fit.
-    On,
-    /// Resident, or a refusal.
-    Off,
-}
-
-impl FromStr for Stream {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Stream::Auto),
-            "on" => Ok(Stream::On),
-            "off" => Ok(Stream::Off),
-            _ => Err(format!("{text:?} is none of auto, on, off")),
-        }
-    }
-}
-
 /// What the user set; `None` is the default described at the top.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Wishes {
     pub limit: Option<u64>,
-    pub stream: Stream,
+    /// `--stream-experts`: auto is resident if all experts fit, else streaming; on streams even then; off is resident
+    /// or a refusal.
+    pub stream: Switch,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     pub prompt_cache: Option<u64>,
@@ -208,7 +184,7 @@ impl Plan {
         let kv = Range::new(wishes.context, CONTEXT, shape.context as u64, shape.kv_per_token);
         let rows = Range::new(wishes.chunk, CHUNK, shape.context as u64, shape.workspace_per_row);
         let prompt_cache = wishes.prompt_cache.unwrap_or(0);
-        let slots = if wishes.stream == Stream::Off { all } else { shape.working_set().min(all) };
+        let slots = if wishes.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
         let fixed = limits.process + shape.trunk + shape.state + shape.workspace_fixed + prompt_cache;
         let least = fixed + kv.bytes(kv.floor) + rows.bytes(rows.floor) + slots * shape.slot;
@@ -227,7 +203,7 @@ impl Plan {
         let context = kv.count(kv_share + over, 256);
         let chunk = rows.count(rows_share, 64);
 
-        let resident = fit == all && wishes.stream != Stream::On;
+        let resident = fit == all && wishes.stream != Switch::On;
         let slots = if wishes.buffered && !resident { fit.min(2 * slots) } else { fit };
         let mut plan = Self {
             strategy: if resident { Strategy::Resident } else { Strategy::Streaming },
@@ -336,7 +312,7 @@ impl fmt::Display for Refused<'_> {
         }
         write!(f, " + {} expert slots ({} layers x ", self.slots, shape.layers)?;
         match self.wishes.stream {
-            Stream::Off => write!(f, "{}, all of them)", shape.experts)?,
+            Switch::Off => write!(f, "{}, all of them)", shape.experts)?,
             _ => write!(f, "{} experts a token)", shape.experts_per_token)?,
         }
         write!(f, " {}", Size(self.slots * shape.slot))?;
@@ -346,7 +322,7 @@ impl fmt::Display for Refused<'_> {
             LimitFrom::Cgroup => write!(f, "; raise the group's limit"),
             _ => write!(f, "; --memory-limit {}M or more would do", self.least.div_ceil(1 << 20)),
         }?;
-        if self.wishes.stream == Stream::Off {
+        if self.wishes.stream == Switch::Off {
             write!(f, ", or --stream-experts auto")?;
         }
         Ok(())

@@ -1,17 +1,21 @@
 //! One file for each subcommand, and what they share: finding a checkpoint and loading its parts.
 
 mod generate;
+mod progress;
 mod serve;
+mod synth;
 
 use crate::{
     chat::{Template, Tokenizer},
     cli::Command,
-    config::{self, Device, Generation, Load, Source},
+    config::{self, Device, ExpertIo, Generation, Load, Source, Switch},
     demo,
-    engine::{Sampling, parrot::Parrot},
+    engine::Sampling,
     error::{CommandError, ModelError, StoreError},
     metrics::Metrics,
-    model::Model,
+    model::{self, Qwen, config::FfnShape, qwen::StoreOptions},
+    plan::{Stream, Wishes},
+    store,
 };
 use std::{path::PathBuf, sync::Arc};
 
@@ -20,6 +24,7 @@ pub fn run(command: Command) -> Result<(), CommandError> {
     match command {
         Command::Serve(typed) => serve::run(config::Serve::new(typed).map_err(CommandError::Usage)?),
         Command::Generate(typed) => generate::run(config::Generate::new(typed).map_err(CommandError::Usage)?),
+        Command::Synth(typed) => synth::run(&typed),
     }
 }
 
@@ -89,8 +94,8 @@ impl Checkpoint {
 }
 
 /// A model in memory, and what is to be said about it.
-pub struct Loaded<M> {
-    pub model: M,
+pub struct Loaded {
+    pub model: Qwen,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
     /// The memory plan.
@@ -105,13 +110,49 @@ pub fn device(load: &Load) -> Result<&'static str, CommandError> {
     }
 }
 
+/// What the flags say of loading, in the model's words.
+pub fn options(load: &Load) -> model::Options {
+    model::Options {
+        threads: load.threads,
+        wishes: Wishes {
+            limit: load.memory_limit,
+            stream: match load.stream_experts {
+                Switch::Auto => Stream::Auto,
+                Switch::On => Stream::On,
+                Switch::Off => Stream::Off,
+            },
+            context: load.context,
+            chunk: load.chunk,
+            buffered: load.expert_io == ExpertIo::Buffered,
+            ..Wishes::default()
+        },
+        experts_per_token: load.experts_per_token,
+        store: StoreOptions {
+            io: match load.expert_io {
+                ExpertIo::Auto => store::Io::Auto,
+                ExpertIo::Direct => store::Io::Direct,
+                ExpertIo::Buffered => store::Io::Buffered,
+            },
+            threads: load.io_threads,
+            prefetch: match load.prefetch {
+                Switch::Auto => store::Prefetch::Auto,
+                Switch::On => store::Prefetch::On,
+                Switch::Off => store::Prefetch::Off,
+            },
+            warm: true,
+            trace: None,
+        },
+        ..model::Options::default()
+    }
+}
+
 /// Loads the weights.
-pub fn load_model(
-    checkpoint: &Checkpoint,
-    _load: &Load,
-    _metrics: &Arc<Metrics>,
-) -> Result<Loaded<impl Model>, ModelError> {
-    let eos = checkpoint.generation.eos.first().copied().unwrap_or(0);
-    let model = Parrot { vocab: checkpoint.tokenizer.vocab_size(), context: 4096, eos, ..Parrot::default() };
-    Ok(Loaded { model, experts_per_token: None, plan: serde_json::Value::Null })
+pub fn load_model(checkpoint: &Checkpoint, load: &Load, metrics: &Arc<Metrics>) -> Result<Loaded, ModelError> {
+    let model = Qwen::load(&checkpoint.dir, &options(load), metrics, &mut |_, _| ())?;
+    let experts_per_token = match model.config().ffn {
+        FfnShape::Moe { k, .. } => Some(k),
+        FfnShape::Dense { .. } => None,
+    };
+    let plan = serde_json::to_value(model.plan()).unwrap_or_default();
+    Ok(Loaded { model, experts_per_token, plan })
 }

@@ -1,4 +1,18 @@
-//! Qwen3.5 and 3.6, dense and mixture of experts.
+//! Qwen3.5 and 3.6, dense and mixture of experts: [`qwen`] is the forward pass, its layers are [`attention`], [`delta`] and
+//! [`moe`], what a sequence remembers is [`state`]. [`config`], [`names`] and [`checkpoint`] bring files into this form.
+
+pub mod attention;
+pub mod checkpoint;
+pub mod config;
+pub mod delta;
+pub mod moe;
+pub mod names;
+pub mod qwen;
+pub mod state;
+
+pub use config::Config;
+pub use qwen::{Options, Qwen};
+pub use state::State;
 
 use crate::error::ModelError;
 

@@ -85,10 +85,10 @@ fn a_refusal_says_the_sum_and_what_would_do() {
 
 #[test]
 fn stream_experts_on_and_off() {
-    let mut wishes = Wishes { limit: Some(40 * GIB), stream: Stream::On, ..Wishes::default() };
+    let mut wishes = Wishes { limit: Some(40 * GIB), stream: Switch::On, ..Wishes::default() };
     let on = Plan::new(&model_35b(), &limits(), &wishes).unwrap();
     assert_eq!((on.strategy, on.slots), (Strategy::Streaming, 40 * 256));
-    wishes = Wishes { limit: Some(8 * GIB), stream: Stream::Off, ..Wishes::default() };
+    wishes = Wishes { limit: Some(8 * GIB), stream: Switch::Off, ..Wishes::default() };
     let text = Plan::new(&model_35b(), &limits(), &wishes).unwrap_err().to_string();
     assert!(text.contains("all of them") && text.ends_with("or --stream-experts auto"), "{text}");
 }
@@ -137,7 +137,7 @@ fn shapes() -> impl proptest::strategy::Strategy<Value = Shape> {
 }
 
 fn wishes() -> impl proptest::strategy::Strategy<Value = Wishes> {
-    let stream = prop_oneof![Just(Stream::Auto), Just(Stream::On), Just(Stream::Off)];
+    let stream = prop_oneof![Just(Switch::Auto), Just(Switch::On), Just(Switch::Off)];
     let context = proptest::option::of(1usize..300_000);
     let chunk = proptest::option::of(1usize..8192);
     let cache = proptest::option::of(0u64..2 << 30);

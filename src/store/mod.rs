@@ -9,6 +9,7 @@
 //! a slot to fill and say when they are done.
 
 pub mod heat;
+pub mod index;
 pub mod layout;
 pub mod prefetch;
 pub mod probe;
@@ -16,6 +17,7 @@ pub mod reader;
 mod routed;
 pub mod slots;
 pub mod source;
+pub mod synth;
 mod trace;
 pub mod warm;
 

@@ -1,0 +1,39 @@
+//! Drawing one token from a row as long as Qwen3.5's vocabulary: it happens between two forward passes, so it has to cost
+//! next to nothing beside one.
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use moestro::engine::{Sampler, Sampling};
+use std::hint::black_box;
+
+const VOCAB: usize = 248_320;
+
+/// Logits as a model's are: most are far below a few.
+fn logits() -> Vec<f32> {
+    let mut bits = 1u64;
+    let mut uniform = || {
+        bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (bits >> 40) as f32 / (1 << 24) as f32
+    };
+    (0..VOCAB).map(|_| (0..12).map(|_| uniform()).sum::<f32>() * 3.0 - 18.0).collect()
+}
+
+fn draw(criterion: &mut Criterion) {
+    let logits = logits();
+    let prompt: Vec<u32> = (0..4096).map(|place| place * 7).collect();
+    let neutral = Sampling { seed: Some(1), ..Sampling::default() };
+    let cases = [
+        ("greedy", Sampling { temperature: 0.0, ..neutral.clone() }),
+        ("temperature", neutral.clone()),
+        ("top_k 20, top_p 0.95", Sampling { top_k: 20, top_p: 0.95, ..neutral.clone() }),
+        ("top_p 0.95", Sampling { top_p: 0.95, ..neutral.clone() }),
+        ("min_p 0.05", Sampling { min_p: 0.05, ..neutral.clone() }),
+        ("presence penalty, top_k 20", Sampling { presence_penalty: 1.5, top_k: 20, ..neutral.clone() }),
+    ];
+    for (name, sampling) in cases {
+        let mut sampler = Sampler::new(sampling, &prompt, VOCAB);
+        criterion.bench_function(name, |bench| bench.iter(|| sampler.draw(black_box(&logits))));
+    }
+}
+
+criterion_group!(benches, draw);
+criterion_main!(benches);

@@ -1,0 +1,112 @@
+//! `moestro synth`: a checkpoint with a real model's dimensions and random weights, to try a machine with.
+
+use super::progress;
+use crate::{
+    cli, demo,
+    device::os,
+    error::{CommandError, StoreError},
+    plan::Size,
+    store::synth::{self, Dimensions, Options},
+};
+use std::time::Instant;
+
+/// Borrowed from the demo model, so that `serve` and `bench` work on what is written.
+const BORROWED: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+
+/// Bytes of a shard: what MLX makes of one.
+const SHARD: u64 = 5 << 30;
+
+pub fn run(typed: &cli::Synth) -> Result<(), CommandError> {
+    let options = options(typed)?;
+    let bar = progress::bytes(synth::size(&options), "writing");
+    let begin = Instant::now();
+    let written = synth::write(&typed.out, &options, &|bytes| bar.inc(bytes));
+    bar.finish_and_clear();
+    let written = written?;
+    let seconds = begin.elapsed().as_secs_f64();
+    println!(
+        "{}: {} in {} tensors and {} {}, {:.1} s, {:.0} MB/s",
+        typed.out.display(),
+        Size(written.bytes),
+        written.tensors,
+        written.shards,
+        if written.shards == 1 { "shard" } else { "shards" },
+        seconds,
+        written.bytes as f64 / seconds / 1e6
+    );
+    Ok(())
+}
+
+fn options(typed: &cli::Synth) -> Result<Options, CommandError> {
+    let model = match typed.like.as_str() {
+        "35b" => Dimensions::of_35b(),
+        "122b" => Dimensions::of_122b(),
+        "397b" => Dimensions::of_397b(),
+        other => return Err(CommandError::Usage(format!("--like {other}: 35b, 122b and 397b are known"))),
+    };
+    let dimensions = Dimensions {
+        layers: typed.layers.unwrap_or(model.layers),
+        experts: typed.experts.unwrap_or(model.experts),
+        vocab: typed.vocab.unwrap_or(model.vocab),
+        ..model
+    };
+    let borrowed = |name: &str| demo::file(name).unwrap_or_default();
+    let broken = |error: serde_json::Error| StoreError::Other(format!("the demo model's JSON: {error}"));
+    let tokenizer: serde_json::Value = serde_json::from_slice(borrowed("tokenizer.json")).map_err(broken)?;
+    let tokens = tokens(&tokenizer);
+    if dimensions.vocab < tokens {
+        let why = format!("--vocab {}: the tokenizer that goes with it has {tokens} tokens", dimensions.vocab);
+        return Err(CommandError::Usage(why));
+    }
+    let generation: serde_json::Value = serde_json::from_slice(borrowed("generation_config.json")).map_err(broken)?;
+    let ends = generation["eos_token_id"].as_array().into_iter().flatten();
+    Ok(Options {
+        dimensions,
+        seed: typed.seed,
+        router_skew: typed.router_skew,
+        eos_token_ids: ends.filter_map(|id| id.as_u64()?.try_into().ok()).collect(),
+        shard: SHARD,
+        // More than a few only wait for the disk.
+        threads: os::physical_cores().min(4),
+        extras: BORROWED.map(|name| (name.to_owned(), borrowed(name).to_vec())).into(),
+    })
+}
+
+/// One more than the highest id.
+fn tokens(tokenizer: &serde_json::Value) -> usize {
+    let words = tokenizer["model"]["vocab"].as_object().into_iter().flat_map(|vocab| vocab.values());
+    let added = tokenizer["added_tokens"].as_array().into_iter().flatten().map(|token| &token["id"]);
+    let last = words.chain(added).filter_map(serde_json::Value::as_u64).max();
+    last.map_or(0, |id| id as usize + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn typed(like: &str, vocab: usize) -> cli::Synth {
+        cli::Synth {
+            out: "unused".into(),
+            like: like.into(),
+            layers: Some(4),
+            experts: None,
+            vocab: Some(vocab),
+            seed: 1,
+            router_skew: 0.5,
+        }
+    }
+
+    #[test]
+    fn the_demo_lends_its_tokenizer() {
+        let options = options(&typed("122b", 2048)).unwrap();
+        assert_eq!((options.dimensions.hidden, options.dimensions.layers), (3072, 4));
+        assert_eq!(options.eos_token_ids, [2040, 2038]);
+        assert!(options.extras.iter().all(|(_, content)| !content.is_empty()));
+    }
+
+    #[test]
+    fn a_vocabulary_smaller_than_the_tokenizer_is_refused() {
+        let text = super::options(&typed("35b", 2047)).unwrap_err().to_string();
+        assert!(text.contains("2048 tokens"), "{text}");
+    }
+}

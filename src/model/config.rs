@@ -1,0 +1,283 @@
+//! `config.json` as shapes, checked: what is not implemented is refused here, in one sentence.
+
+use crate::error::ModelError;
+use serde_json::Value;
+use std::path::Path;
+
+/// The text model's dimensions (spec section 1), under the names of the paper.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    pub hidden: usize,
+    pub layers: usize,
+    pub vocab: usize,
+    /// The longest context the model was made for.
+    pub context: usize,
+    pub eps: f32,
+    pub tied: bool,
+    /// `true` where a layer is full attention; else it is a gated delta net.
+    pub full: Vec<bool>,
+    pub attention: AttentionShape,
+    pub delta: DeltaShape,
+    pub ffn: FfnShape,
+    /// The `quantization` table, empty if there is none.
+    pub quantization: Value,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionShape {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub dim: usize,
+    /// Leading dimensions of a head that the position turns.
+    pub rotated: usize,
+    pub theta: f64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DeltaShape {
+    pub key_heads: usize,
+    pub value_heads: usize,
+    pub key_dim: usize,
+    pub value_dim: usize,
+    /// Taps of the convolution.
+    pub taps: usize,
+}
+
+impl DeltaShape {
+    /// Width of q, k and v side by side.
+    pub fn mixed(&self) -> usize {
+        2 * self.key_heads * self.key_dim + self.values()
+    }
+
+    /// Width of v.
+    pub fn values(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum FfnShape {
+    Dense {
+        intermediate: usize,
+    },
+    Moe {
+        experts: usize,
+        /// Experts a token visits.
+        k: usize,
+        intermediate: usize,
+        shared: usize,
+        /// A token's weights sum to one.
+        renormalise: bool,
+    },
+}
+
+impl Config {
+    /// Reads `config.json` of a checkpoint directory.
+    pub fn read(dir: &Path) -> Result<Self, ModelError> {
+        let path = dir.join("config.json");
+        let text = std::fs::read(&path)
+            .map_err(|source| crate::error::StoreError::Io { path, source })
+            .map_err(ModelError::Store)?;
+        let json = serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))?;
+        Self::new(&json)
+    }
+
+    /// Checks a parsed `config.json`.
+    pub fn new(json: &Value) -> Result<Self, ModelError> {
+        let text = Table(json.get("text_config").unwrap_or(json));
+        let moe = match text.0.get("model_type").or(json.get("model_type")).and_then(Value::as_str) {
+            Some("qwen3_5_moe" | "qwen3_5_moe_text") => true,
+            Some("qwen3_5" | "qwen3_5_text") => false,
+            other => {
+                let other = other.unwrap_or("(absent)");
+                return refuse(format!("model_type {other} is not supported; Moestro serves qwen3_5_moe and qwen3_5"));
+            }
+        };
+        for (key, supported) in
+            [("hidden_act", "silu"), ("output_gate_type", "swish"), ("mamba_ssm_dtype", "float32")]
+        {
+            match text.0.get(key).and_then(Value::as_str) {
+                None => {}
+                Some(value) if value == supported || (key == "output_gate_type" && value == "silu") => {}
+                Some(value) => return refuse(format!("{key} {value} is not supported, only {supported}")),
+            }
+        }
+        if text.flag("attention_bias", false)? {
+            return refuse("attention_bias is not supported".into());
+        }
+        if !text.flag("attn_output_gate", true)? {
+            return refuse("attention without an output gate is not supported".into());
+        }
+        if text.0.get("mlp_only_layers").and_then(Value::as_array).is_some_and(|layers| !layers.is_empty()) {
+            return refuse("mlp_only_layers is not supported: every layer must have experts".into());
+        }
+        let layers = text.count("num_hidden_layers", 4096)?;
+        let config = Self {
+            hidden: text.count("hidden_size", 1 << 20)?,
+            layers,
+            vocab: text.count("vocab_size", 1 << 24)?,
+            context: text.count("max_position_embeddings", 1 << 30)?,
+            eps: text.number("rms_norm_eps")? as f32,
+            tied: match text.0.get("tie_word_embeddings").or(json.get("tie_word_embeddings")) {
+                Some(value) => value.as_bool().unwrap_or(false),
+                None => false,
+            },
+            full: text.full_layers(layers)?,
+            attention: text.attention()?,
+            delta: DeltaShape {
+                key_heads: text.count("linear_num_key_heads", 1 << 12)?,
+                value_heads: text.count("linear_num_value_heads", 1 << 12)?,
+                key_dim: text.count("linear_key_head_dim", 1 << 12)?,
+                value_dim: text.count("linear_value_head_dim", 1 << 12)?,
+                taps: text.count("linear_conv_kernel_dim", 64)?,
+            },
+            ffn: if moe { text.moe()? } else { FfnShape::Dense { intermediate: text.count("intermediate_size", 1 << 20)? } },
+            quantization: json
+                .get("quantization")
+                .or(json.get("quantization_config"))
+                .cloned()
+                .unwrap_or(Value::Null),
+        };
+        if !config.delta.value_heads.is_multiple_of(config.delta.key_heads) {
+            return refuse("linear_num_value_heads is no multiple of linear_num_key_heads".into());
+        }
+        Ok(config)
+    }
+
+    /// Layers with full attention.
+    pub fn full_layers(&self) -> usize {
+        self.full.iter().filter(|full| **full).count()
+    }
+}
+
+fn refuse<T>(why: String) -> Result<T, ModelError> {
+    Err(ModelError::Config(why))
+}
+
+/// A JSON object whose values are looked up with checks.
+#[derive(Clone, Copy)]
+struct Table<'a>(&'a Value);
+
+impl Table<'_> {
+    /// A whole number of at least 1 and at most `most`.
+    fn count(self, key: &str, most: usize) -> Result<usize, ModelError> {
+        match self.0.get(key) {
+            None => refuse(format!("{key} is missing")),
+            Some(value) => match value.as_u64() {
+                Some(count) if count >= 1 && count <= most as u64 => Ok(count as usize),
+                _ => refuse(format!("{key} is {value}, not a whole number from 1 to {most}")),
+            },
+        }
+    }
+
+    fn number(self, key: &str) -> Result<f64, ModelError> {
+        match self.0.get(key).map(|value| (value, value.as_f64())) {
+            Some((_, Some(number))) => Ok(number),
+            Some((value, None)) => refuse(format!("{key} is {value}, not a number")),
+            None => refuse(format!("{key} is missing")),
+        }
+    }
+
+    fn flag(self, key: &str, default: bool) -> Result<bool, ModelError> {
+        match self.0.get(key) {
+            None | Some(Value::Null) => Ok(default),
+            Some(Value::Bool(flag)) => Ok(*flag),
+            Some(value) => refuse(format!("{key} is {value}, not true or false")),
+        }
+    }
+
+    /// `layer_types` says it layer by layer, or `full_attention_interval` in one number.
+    fn full_layers(self, layers: usize) -> Result<Vec<bool>, ModelError> {
+        let Some(types) = self.0.get("layer_types").and_then(Value::as_array) else {
+            let interval =
+                if self.0.get("full_attention_interval").is_some() { self.count("full_attention_interval", 4096)? } else { 4 };
+            return Ok((1..=layers).map(|layer| layer.is_multiple_of(interval)).collect());
+        };
+        if types.len() != layers {
+            return refuse(format!("layer_types names {} layers, num_hidden_layers says {layers}", types.len()));
+        }
+        let full = types.iter().map(|kind| match kind.as_str() {
+            Some("full_attention") => Ok(true),
+            Some("linear_attention") => Ok(false),
+            _ => refuse(format!("layer type {kind} is not supported")),
+        });
+        full.collect()
+    }
+
+    fn attention(self) -> Result<AttentionShape, ModelError> {
+        let rope = Table(self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null));
+        // mlx-lm writes `type` where transformers writes `rope_type`.
+        match rope.0.get("rope_type").or(rope.0.get("type")).and_then(Value::as_str) {
+            None | Some("default") => {}
+            Some(other) => return refuse(format!("rope type {other} is not supported, only default")),
+        }
+        let number = |key: &str, default: f64| match rope.0.get(key).or(self.0.get(key)) {
+            None | Some(Value::Null) => Ok(default),
+            Some(value) => value.as_f64().filter(|n| *n > 0.0).map_or_else(|| refuse(format!("{key} is {value}")), Ok),
+        };
+        let heads = self.count("num_attention_heads", 1 << 12)?;
+        let kv_heads = self.count("num_key_value_heads", 1 << 12)?;
+        let dim = self.count("head_dim", 1 << 12)?;
+        let rotated = (dim as f64 * number("partial_rotary_factor", 0.25)?) as usize;
+        if !heads.is_multiple_of(kv_heads) {
+            return refuse(format!("{heads} attention heads cannot share {kv_heads} key and value heads"));
+        }
+        if rotated > dim || rotated % 2 == 1 {
+            return refuse(format!("{rotated} of {dim} dimensions of a head cannot be rotated"));
+        }
+        Ok(AttentionShape { heads, kv_heads, dim, rotated, theta: number("rope_theta", 1e7)? })
+    }
+
+    fn moe(self) -> Result<FfnShape, ModelError> {
+        let experts = self.count("num_experts", 1 << 16)?;
+        Ok(FfnShape::Moe {
+            experts,
+            k: self.count("num_experts_per_tok", experts)?,
+            intermediate: self.count("moe_intermediate_size", 1 << 20)?,
+            shared: self.count("shared_expert_intermediate_size", 1 << 20)?,
+            // Absent in Qwen3.5's configuration, where it means true.
+            renormalise: self.flag("norm_topk_prob", true)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn demo() -> Value {
+        let text = include_str!("../../models/demo/moestro-demo/config.json");
+        serde_json::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn the_demo() {
+        let config = Config::new(&demo()).unwrap();
+        assert_eq!(config.full, [false, false, false, true, false, false, false, true]);
+        assert_eq!(config.attention.rotated, 16);
+        let FfnShape::Moe { k, renormalise, .. } = config.ffn else { panic!("{:?}", config.ffn) };
+        assert_eq!((k, renormalise), (4, true));
+    }
+
+    #[test]
+    fn what_is_not_implemented_is_refused() {
+        for (pointer, value, word) in [
+            ("/text_config/model_type", Value::from("llama"), "llama"),
+            ("/text_config/rope_parameters/type", "yarn".into(), "yarn"),
+            ("/text_config/attention_bias", true.into(), "attention_bias"),
+            ("/text_config/attn_output_gate", false.into(), "gate"),
+            ("/text_config/hidden_act", "gelu".into(), "gelu"),
+            ("/text_config/num_experts_per_tok", 33.into(), "num_experts_per_tok"),
+            ("/text_config/num_hidden_layers", 7.into(), "layer_types"),
+            ("/text_config/hidden_size", (-1).into(), "hidden_size"),
+            ("/text_config/num_key_value_heads", 3.into(), "share"),
+        ] {
+            let mut json = demo();
+            // `attn_output_gate` and the like may be absent: set them in their table.
+            let (table, key) = pointer.rsplit_once('/').unwrap();
+            json.pointer_mut(table).unwrap()[key] = value;
+            let error = Config::new(&json).unwrap_err().to_string();
+            assert!(error.contains(word) && !error.contains('\n'), "{pointer}: {error}");
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! The whole text model (spec section 2).
+//!
+//! ```text
+//! h = embed[tokens]
+//! for each layer:  h = h + mixer(rms(h))        mixer: gated delta net, or every fourth layer gated attention
+//!                  h = h + ffn(rms(h))          ffn: mixture of experts, or dense
+//! logits = rms(h) head^T
+//! ```
+
+use super::{
+    Logits, Model, Rows,
+    attention::Attention,
+    checkpoint::{Checkpoint, Trunk},
+    config::{Config, FfnShape},
+    delta::DeltaNet,
+    moe::{Mlp, Moe},
+    names,
+    state::{LayerState, State},
+};
+use crate::{
+    device::{self, Compute, MAX_BLOCK, Math},
+    error::ModelError,
+    metrics::Metrics,
+    ops::{self, Rotation, Routes, Weight},
+    plan::{Limits, Plan, Shape, Wishes},
+    store::{self, ExpertMap, PIECES, Piece, Store, index::Index},
+};
+use candle_core::Tensor;
+use std::{path::Path, sync::Arc};
+
+/// How to load a model.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Compute threads; the physical cores by default.
+    pub threads: Option<usize>,
+    pub math: Math,
+    pub wishes: Wishes,
+    /// Fewer experts a token than the model's k.
+    pub experts_per_token: Option<usize>,
+    /// How experts are read; `slots` is the plan's business.
+    pub store: StoreOptions,
+}
+
+/// What [`store::Options`] has and the plan does not decide.
+#[derive(Debug, Clone)]
+pub struct StoreOptions {
+    pub io: store::Io,
+    pub threads: usize,
+    pub prefetch: store::Prefetch,
+    /// Whether the list of hot experts is kept in the user's cache directory.
+    pub warm: bool,
+    pub trace: Option<std::path::PathBuf>,
+}
+
+impl Default for StoreOptions {
+    fn default() -> Self {
+        let store::Options { io, threads, prefetch, trace, .. } = store::Options::new(0);
+        Self { io, threads, prefetch, trace, warm: false }
+    }
+}
+
+enum Mixer {
+    Attention(Attention),
+    Delta(DeltaNet),
+}
+
+enum Ffn {
+    Dense(Mlp),
+    Moe(Moe),
+}
+
+struct Layer {
+    input_norm: Tensor,
+    mixer: Mixer,
+    post_norm: Tensor,
+    ffn: Ffn,
+}
+
+/// Everything but the routed experts.
+struct Net {
+    embed: Weight,
+    layers: Vec<Layer>,
+    norm: Tensor,
+    /// `None`: the embedding is the head, too.
+    head: Option<Weight>,
+}
+
+/// A loaded model.
+pub struct Qwen {
+    config: Config,
+    compute: Compute,
+    net: Net,
+    store: Option<Store>,
+    plan: Plan,
+    shape: Shape,
+}
+
+impl Net {
+    /// Claims every tensor of the checkpoint. Routed experts are only located.
+    fn load(
+        trunk: &mut Trunk<'_>,
+        config: &Config,
+        compute: &Compute,
+    ) -> Result<(Self, Vec<Vec<[Piece; PIECES]>>), ModelError> {
+        let (from, hidden) = (trunk.from, config.hidden);
+        let norm = |name: &str| -> Result<Tensor, ModelError> {
+            Ok(Tensor::from_vec(from.norm(name, hidden)?, hidden, &compute.device)?)
+        };
+        let embed = trunk.weight(names::EMBED, config.vocab, hidden)?;
+        let mut map = Vec::new();
+        let mut layers = Vec::with_capacity(config.layers);
+        for (index, full) in config.full.iter().enumerate() {
+            let prefix = names::layer(index);
+            layers.push(Layer {
+                input_norm: norm(&format!("{prefix}input_layernorm.weight"))?,
+                mixer: if *full {
+                    Mixer::Attention(Attention::load(trunk, &prefix, config)?)
+                } else {
+                    Mixer::Delta(DeltaNet::load(trunk, &prefix, config, compute)?)
+                },
+                post_norm: norm(&format!("{prefix}post_attention_layernorm.weight"))?,
+                ffn: match config.ffn {
+                    FfnShape::Dense { intermediate } => {
+                        Ffn::Dense(Mlp::load(trunk, &format!("{prefix}mlp."), hidden, intermediate)?)
+                    }
+                    FfnShape::Moe { .. } => Ffn::Moe(Moe::load(trunk, &prefix, config, index, &mut map)?),
+                },
+            });
+        }
+        let head = if config.tied { None } else { Some(trunk.weight(names::HEAD, config.vocab, hidden)?) };
+        Ok((Self { embed, layers, norm: norm(names::NORM)?, head }, map))
+    }
+}
+
+/// A checkpoint that has been looked at and not loaded: what there is, where it lies, what it will cost.
+pub struct Surveyed {
+    pub config: Config,
+    pub checkpoint: Checkpoint,
+    pub experts: ExpertMap,
+    pub shape: Shape,
+}
+
+impl Surveyed {
+    /// Reads the headers and a few small tensors; checks every name and shape.
+    pub fn new(dir: &Path, options: &Options) -> Result<Self, ModelError> {
+        let mut config = Config::read(dir)?;
+        if let (Some(wanted), FfnShape::Moe { k, .. }) = (options.experts_per_token, &mut config.ffn) {
+            if wanted < 1 || wanted > *k {
+                return Err(ModelError::Config(format!("--experts-per-token {wanted}: this model takes 1 to {k}")));
+            }
+            *k = wanted;
+        }
+        let checkpoint = Checkpoint::open(Index::open(dir)?, &config)?;
+        let compute = Compute::cpu(1, options.math);
+        let mut ignore = |_, _| ();
+        let mut trunk = Trunk::measure(&checkpoint, &mut ignore);
+        let (net, layers) = Net::load(&mut trunk, &config, &compute)?;
+        let len = trunk.len() as u64;
+        checkpoint.finish()?;
+        let experts = ExpertMap { layers };
+        let gathered = if net.head.is_some() { table_bytes(&net.embed) } else { 0 };
+        let shape = shape(&config, len, gathered, &experts);
+        Ok(Self { config, checkpoint, experts, shape })
+    }
+}
+
+fn table_bytes(table: &Weight) -> u64 {
+    (table.codes.row_bytes(table.cols).iter().sum::<usize>() * table.rows) as u64
+}
+
+/// What the plan needs to know of a model.
+fn shape(config: &Config, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
+    let (hidden, d, a) = (config.hidden, &config.delta, &config.attention);
+    let (experts, k, intermediate) = match config.ffn {
+        FfnShape::Dense { intermediate } => (0, 1, intermediate),
+        FfnShape::Moe { experts, k, intermediate, shared, .. } => (experts, k, intermediate.max(shared)),
+    };
+    // Floats alive at once in the widest part of a layer, for one row.
+    let mixer = (2 * d.mixed() + 3 * d.values()).max(6 * a.heads * a.dim);
+    let ffn = (k + 2) * hidden + (k + 1) * 3 * intermediate;
+    let row = 4 * hidden + mixer.max(ffn);
+    Shape {
+        trunk,
+        gathered,
+        expert: map.bytes() / (map.experts() as u64).max(1),
+        slot: map.slot_bytes(MAX_BLOCK) as u64,
+        layers: map.layers.len(),
+        experts,
+        experts_per_token: if experts == 0 { 0 } else { k },
+        kv_per_token: State::kv_bytes(config),
+        state: State::fixed_bytes(config),
+        workspace_per_row: 4 * row as u64,
+        workspace_fixed: 8 * config.vocab as u64,
+        context: config.context,
+    }
+}
+
+impl Qwen {
+    /// Loads the checkpoint in `dir`: plans the memory, reads the trunk, and the experts if they fit. `progress` gets
+    /// bytes read and bytes in all.
+    pub fn load(
+        dir: &Path,
+        options: &Options,
+        metrics: &Arc<Metrics>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Self, ModelError> {
+        let Surveyed { config, checkpoint, experts, shape } = Surveyed::new(dir, options)?;
+        let plan = Plan::new(&shape, &Limits::here(None), &options.wishes)?;
+        let threads = options.threads.unwrap_or_else(device::os::physical_cores);
+        let compute = Compute::cpu(threads, options.math);
+        let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
+        let (net, _) = Net::load(&mut trunk, &config, &compute)?;
+        let store = if experts.layers.is_empty() {
+            None
+        } else {
+            let StoreOptions { io, threads, prefetch, warm, trace } = options.store.clone();
+            let warm = if warm { hot_list(&checkpoint.index) } else { None };
+            let options = store::Options { slots: plan.slots, io, threads, prefetch, warm, trace };
+            let store = Store::open(checkpoint.index.files.clone(), experts, options, metrics.clone())?;
+            store.fill(progress)?;
+            Some(store)
+        };
+        Ok(Self { config, compute, net, store, plan, shape })
+    }
+
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Where the routed experts come from; a dense model has none.
+    pub fn store(&self) -> Option<&Store> {
+        self.store.as_ref()
+    }
+
+    /// [`Model::forward`], showing the router's choice of every layer to `observe`.
+    pub fn forward_observed(
+        &self,
+        state: &mut State,
+        ids: &[u32],
+        rows: Rows,
+        observe: &mut dyn FnMut(usize, &Routes),
+    ) -> Result<Logits, ModelError> {
+        let Self { config, compute, net, .. } = self;
+        if state.len + ids.len() > self.plan.context {
+            return Err(ModelError::ContextFull { context: self.plan.context });
+        }
+        if let Some(&id) = ids.iter().find(|id| **id as usize >= config.vocab) {
+            return Err(ModelError::TokenOutOfRange { id, vocab: config.vocab });
+        }
+        if ids.is_empty() {
+            return Ok(Logits { vocab: config.vocab, data: Vec::new() });
+        }
+        let rotation = Rotation::new(state.len, ids.len(), config.attention.rotated, config.attention.theta);
+        let mut h = ops::embed(&net.embed, ids, &compute.device)?;
+        for (index, (layer, memory)) in net.layers.iter().zip(&state.layers).enumerate() {
+            let x = ops::rms_norm(compute, &h, &layer.input_norm, config.eps)?;
+            let y = match (&layer.mixer, memory) {
+                (Mixer::Attention(attention), LayerState::Attention { keys, values }) => {
+                    attention.forward(compute, &x, keys, values, state.len, &rotation)?
+                }
+                (Mixer::Delta(delta), LayerState::Delta { conv, heads }) => delta.forward(compute, &x, conv, heads)?,
+                _ => return Err(ModelError::Config("the state belongs to another model".into())),
+            };
+            h = (h + y)?;
+            let x = ops::rms_norm(compute, &h, &layer.post_norm, config.eps)?;
+            let y = match (&layer.ffn, &self.store) {
+                (Ffn::Moe(moe), Some(store)) => {
+                    let next = net.layers.get(index + 1).and_then(|layer| layer.ffn.moe());
+                    let (y, routes) = moe.forward(compute, store, &x, next)?;
+                    observe(index, &routes);
+                    y
+                }
+                (Ffn::Dense(mlp), _) => mlp.forward(compute, &x)?,
+                (Ffn::Moe(_), None) => return Err(ModelError::Config("the experts are not loaded".into())),
+            };
+            h = (h + y)?;
+        }
+        state.len += ids.len();
+        let h = match rows {
+            Rows::None => return Ok(Logits { vocab: config.vocab, data: Vec::new() }),
+            Rows::Last => h.narrow(0, ids.len() - 1, 1)?,
+            Rows::All => h,
+        };
+        let h = ops::rms_norm(compute, &h, &net.norm, config.eps)?;
+        let logits = ops::linear(compute, &h, &[net.head.as_ref().unwrap_or(&net.embed)])?;
+        Ok(Logits { vocab: config.vocab, data: logits.flatten_all()?.to_vec1()? })
+    }
+}
+
+impl Ffn {
+    fn moe(&self) -> Option<&Moe> {
+        match self {
+            Ffn::Moe(moe) => Some(moe),
+            Ffn::Dense(_) => None,
+        }
+    }
+}
+
+/// Where the list of a checkpoint's hot experts is kept between runs.
+fn hot_list(index: &Index) -> Option<store::Warm> {
+    let identity = index.identity();
+    let file = device::os::cache_dir()?.join("moestro").join("hot").join(format!("{identity}.json"));
+    Some(store::Warm { file, identity })
+}
+
+impl Model for Qwen {
+    type State = State;
+
+    fn start(&self) -> Result<State, ModelError> {
+        State::new(&self.config, self.plan.context, &self.compute.device)
+    }
+
+    fn forward(&mut self, state: &mut State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
+        self.forward_observed(state, ids, rows, &mut |_, _| ())
+    }
+
+    fn vocab(&self) -> usize {
+        self.config.vocab
+    }
+
+    fn context(&self) -> usize {
+        self.plan.context
+    }
+
+    fn chunk(&self) -> usize {
+        self.plan.chunk
+    }
+}

@@ -1,0 +1,255 @@
+//! Synthetic checkpoints: the real dimensions, names, encodings and file layout of Qwen3.5 MoE in MLX 4-bit, with
+//! random weights. So a machine can be tried with the 122B model before 70 GB are downloaded.
+//!
+//! [`layout`] says which tensors there are, [`noise`] what is in them: every value is a function of the seed, the
+//! tensor's name and the value's index, so the bytes depend neither on threads nor on the order of writing, and any
+//! block can be made at any time. Blocks of a few megabytes are made and written by a few threads, in file order.
+
+mod layout;
+mod noise;
+
+use crate::error::StoreError;
+use layout::Tensor;
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+/// Bytes made and written at a time: large enough for sequential disk speed, small enough to stay in a core's cache.
+const BLOCK: usize = 2 << 20;
+
+/// The size of a model: what its `config.json` says. Every fourth layer has full attention.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Dimensions {
+    pub hidden: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub linear_key_heads: usize,
+    pub linear_value_heads: usize,
+    pub linear_head_dim: usize,
+    pub experts: usize,
+    pub experts_per_token: usize,
+    pub expert_hidden: usize,
+    pub shared_hidden: usize,
+    pub vocab: usize,
+}
+
+impl Dimensions {
+    /// Qwen3.5-35B-A3B and Qwen3.6-35B-A3B.
+    pub fn of_35b() -> Self {
+        Self {
+            hidden: 2048,
+            layers: 40,
+            heads: 16,
+            kv_heads: 2,
+            head_dim: 256,
+            linear_key_heads: 16,
+            linear_value_heads: 32,
+            linear_head_dim: 128,
+            experts: 256,
+            experts_per_token: 8,
+            expert_hidden: 512,
+            shared_hidden: 512,
+            vocab: 248_320,
+        }
+    }
+
+    /// Qwen3.5-122B-A10B.
+    pub fn of_122b() -> Self {
+        Self {
+            hidden: 3072,
+            layers: 48,
+            heads: 32,
+            linear_value_heads: 64,
+            expert_hidden: 1024,
+            shared_hidden: 1024,
+            ..Self::of_35b()
+        }
+    }
+
+    /// Qwen3.5-397B-A17B.
+    pub fn of_397b() -> Self {
+        Self { hidden: 4096, layers: 60, experts: 512, experts_per_token: 10, ..Self::of_122b() }
+    }
+
+    fn check(&self) -> Result<(), StoreError> {
+        let refuse = |why: String| Err(StoreError::Other(why));
+        if self.layers == 0 || self.vocab == 0 {
+            return refuse("a model has at least one layer and one token".into());
+        }
+        if self.experts < self.experts_per_token {
+            let (e, k) = (self.experts, self.experts_per_token);
+            return refuse(format!("{e} experts are too few: each token is routed to {k} of them"));
+        }
+        let inputs = [self.hidden, self.heads * self.head_dim, self.linear_value_heads * self.linear_head_dim];
+        if inputs.iter().chain([&self.expert_hidden, &self.shared_hidden]).any(|&n| n == 0 || n % layout::GROUP != 0) {
+            return refuse(format!("every matrix needs a multiple of {} columns", layout::GROUP));
+        }
+        Ok(())
+    }
+}
+
+/// What to write.
+#[derive(Debug, Clone)]
+pub struct Options {
+    pub dimensions: Dimensions,
+    /// The same seed and dimensions give the same bytes.
+    pub seed: u64,
+    /// Standard deviation of the logarithm of the routers' row gains: 0 makes all experts about equally likely, the
+    /// larger the more lookups the likeliest take.
+    pub router_skew: f32,
+    pub eos_token_ids: Vec<u32>,
+    /// Bytes a shard may have.
+    pub shard: u64,
+    /// Threads that make and write blocks.
+    pub threads: usize,
+    /// Files to put beside the weights: tokenizer and template, name and content.
+    pub extras: Vec<(String, Vec<u8>)>,
+}
+
+/// What was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Summary {
+    pub bytes: u64,
+    pub tensors: usize,
+    pub shards: usize,
+}
+
+/// Bytes of tensors that `options` would write.
+pub fn size(options: &Options) -> u64 {
+    layout::tensors(options).iter().map(Tensor::bytes).sum()
+}
+
+/// Writes a checkpoint to the directory `out`, which must not exist or be empty. It appears under its name when it is
+/// complete; until then it is `.NAME.partial` beside it, and a failure removes that. `progress` gets the bytes written
+/// since its last call.
+///
+/// # Errors
+/// What the file system says (disk full is said before writing, if the file system tells), or impossible dimensions.
+pub fn write(out: &Path, options: &Options, progress: &(dyn Fn(u64) + Sync)) -> Result<Summary, StoreError> {
+    options.dimensions.check()?;
+    let at = |path: &Path| {
+        let path = path.to_owned();
+        move |source| StoreError::Io { path, source }
+    };
+    if fs::read_dir(out).map_or(out.exists(), |mut entries| entries.next().is_some()) {
+        return Err(StoreError::Other(format!("{} exists already; synth overwrites nothing", out.display())));
+    }
+    let tensors = layout::tensors(options);
+    let bytes: u64 = tensors.iter().map(Tensor::bytes).sum();
+    if let Some(free) = crate::device::os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
+        let why = format!("{bytes} bytes are needed and {free} are free");
+        return Err(at(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
+    }
+    let partial = Partial::create(out).map_err(at(out))?;
+    let shards = layout::shards(&tensors, options.shard);
+    let mut map = serde_json::Map::new();
+    for (index, shard) in shards.iter().enumerate() {
+        let name = match shards.len() {
+            1 => "model.safetensors".to_owned(),
+            count => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+        };
+        map.extend(shard.iter().map(|tensor| (tensor.name.clone(), name.clone().into())));
+        let path = partial.0.join(&name);
+        write_shard(&path, shard, options.threads, progress).map_err(at(&path))?;
+    }
+    map.sort_keys();
+    let index = serde_json::json!({ "metadata": { "total_size": bytes }, "weight_map": map });
+    let texts = [
+        ("model.safetensors.index.json", index),
+        ("config.json", layout::config(options)),
+        ("generation_config.json", layout::generation_config(options)),
+    ];
+    let texts = texts.map(|(name, json)| (name.to_owned(), format!("{json:#}\n").into_bytes()));
+    for (name, content) in texts.iter().chain(&options.extras) {
+        let path = partial.0.join(name);
+        File::create_new(&path).and_then(|mut file| file.write_all(content)).map_err(at(&path))?;
+    }
+    partial.rename(out).map_err(at(out))?;
+    Ok(Summary { bytes, tensors: tensors.len(), shards: shards.len() })
+}
+
+/// A directory that is removed unless it gets its name.
+struct Partial(PathBuf);
+
+impl Partial {
+    fn create(out: &Path) -> io::Result<Self> {
+        let parent = match out.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "this path has no last name");
+        let name = out.file_name().ok_or_else(no_name)?.to_string_lossy();
+        fs::create_dir_all(parent)?;
+        let path = parent.join(format!(".{name}.partial"));
+        if path.exists() {
+            // Left by a run that was killed: nothing else uses this name.
+            fs::remove_dir_all(&path)?;
+        }
+        fs::create_dir(&path)?;
+        Ok(Self(path))
+    }
+
+    fn rename(self, out: &Path) -> io::Result<()> {
+        fs::rename(&self.0, out)?;
+        std::mem::forget(self);
+        Ok(())
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.0) {
+            tracing::warn!(path = %self.0.display(), %error, "could not remove an unfinished checkpoint");
+        }
+    }
+}
+
+fn write_shard(path: &Path, tensors: &[Tensor], threads: usize, progress: &(dyn Fn(u64) + Sync)) -> io::Result<()> {
+    let file = File::create_new(path)?;
+    let header = layout::header(tensors);
+    file.write_all_at(&header, 0)?;
+    let mut blocks = Vec::new();
+    let mut start = header.len() as u64;
+    for tensor in tensors {
+        let bytes = tensor.bytes();
+        blocks.extend((0..bytes).step_by(BLOCK).map(|from| (tensor, from, start)));
+        start += bytes;
+    }
+    let next = AtomicUsize::new(0);
+    let failed = Mutex::new(None);
+    let work = || {
+        let mut block = vec![0; BLOCK];
+        while let Some(&(tensor, from, start)) = blocks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let len = (tensor.bytes() - from).min(BLOCK as u64) as usize;
+            let part = &mut block[..len];
+            tensor.fill(from, part);
+            if let Err(error) = file.write_all_at(part, start + from) {
+                *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                next.store(blocks.len(), Ordering::Relaxed);
+            }
+            progress(len as u64);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads.max(1) {
+            scope.spawn(work);
+        }
+        work();
+    });
+    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => file.sync_all(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

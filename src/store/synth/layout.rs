@@ -1,0 +1,313 @@
+//! Which tensors a synthetic checkpoint has, how they are encoded, and the JSON around them: as `mlx-lm` converts
+//! Qwen3.5 MoE to 4 bits. Router and shared-expert gate have 8 bits; the safetensors header is not padded, so tensors
+//! start at odd offsets.
+//!
+//! Matrices have unit gain unless said otherwise: the step between codes is chosen so that a row's weights have the
+//! variance gain^2 / columns. With the gains below activations neither vanish nor explode over 60 layers.
+
+use super::{Options, noise};
+use half::bf16;
+use serde_json::{Value, json};
+
+/// Weights that share a scale and a bias.
+pub const GROUP: usize = 64;
+/// Width of codes, but for routers and shared-expert gates.
+const BITS: u32 = 4;
+/// Width of codes of routers and shared-expert gates.
+const GATE_BITS: u32 = 8;
+/// Taps of the causal convolution.
+const TAPS: usize = 4;
+const PREFIX: &str = "language_model.model";
+
+/// One tensor of the checkpoint.
+pub struct Tensor {
+    pub name: String,
+    shape: Vec<usize>,
+    fill: Fill,
+    key: u64,
+}
+
+/// What is in a tensor.
+#[derive(Clone, Copy)]
+enum Fill {
+    /// Packed codes: any bits will do.
+    Codes,
+    /// bf16: `step` times a random sign and 0.8 to 1.2, times the row's gain.
+    Scales(Step),
+    /// bf16: puts the middle code at zero.
+    Biases(Step, f32),
+    /// bf16: normal around 1 with a deviation of 0.1.
+    Ones,
+    /// bf16: normal around 0 with this deviation.
+    Normal(f32),
+    /// f32: `ln(uniform(1, 16))`, the delta net's decay rates.
+    DecayLog,
+    /// bf16: the inverse softplus of step sizes from 0.002 to 0.1.
+    StepBias,
+}
+
+#[derive(Clone, Copy)]
+struct Step {
+    size: f32,
+    /// Groups in a row.
+    groups: usize,
+    /// Deviation of the logarithm of the rows' gains.
+    skew: f32,
+}
+
+impl Step {
+    fn scale(&self, key: u64, i: u64) -> bf16 {
+        let bits = noise::bits(key, i);
+        let sign = if bits & 1 == 0 { 1.0 } else { -1.0 };
+        let mut scale = self.size * sign * noise::uniform(bits, 0.8, 1.2);
+        if self.skew > 0.0 {
+            let row = noise::bits(!key, i / self.groups as u64);
+            scale *= (self.skew * noise::normal(row)).exp();
+        }
+        bf16::from_f32(scale)
+    }
+}
+
+impl Tensor {
+    pub fn bytes(&self) -> u64 {
+        self.shape.iter().map(|&n| n as u64).product::<u64>() * self.width() as u64
+    }
+
+    /// Bytes of one element.
+    fn width(&self) -> usize {
+        if matches!(self.fill, Fill::Codes | Fill::DecayLog) { 4 } else { 2 }
+    }
+
+    fn dtype(&self) -> &'static str {
+        match self.fill {
+            Fill::Codes => "U32",
+            Fill::DecayLog => "F32",
+            _ => "BF16",
+        }
+    }
+
+    /// The tensor's bytes from byte `from` on, a multiple of 8.
+    pub fn fill(&self, from: u64, out: &mut [u8]) {
+        let key = self.key;
+        match self.fill {
+            Fill::Codes => noise::fill(key, from, out),
+            Fill::Scales(step) => halves(from, out, |i| step.scale(key, i)),
+            Fill::Biases(step, middle) => halves(from, out, |i| bf16::from_f32(-middle * step.scale(key, i).to_f32())),
+            Fill::Ones => halves(from, out, |i| bf16::from_f32(1.0 + 0.1 * noise::normal(noise::bits(key, i)))),
+            Fill::Normal(size) => halves(from, out, |i| bf16::from_f32(size * noise::normal(noise::bits(key, i)))),
+            Fill::StepBias => halves(from, out, |i| {
+                let step = noise::uniform(noise::bits(key, i), 2e-3f32.ln(), 1e-1f32.ln()).exp();
+                bf16::from_f32(step.exp_m1().ln())
+            }),
+            Fill::DecayLog => {
+                for (i, word) in (from / 4..).zip(out.chunks_exact_mut(4)) {
+                    word.copy_from_slice(&noise::uniform(noise::bits(key, i), 1.0, 16.0).ln().to_le_bytes());
+                }
+            }
+        }
+    }
+}
+
+/// Sets each bf16 of `out` to the value at its index in the tensor, of which `out` starts at byte `from`.
+fn halves(from: u64, out: &mut [u8], value: impl Fn(u64) -> bf16) {
+    for (i, half) in (from / 2..).zip(out.chunks_exact_mut(2)) {
+        half.copy_from_slice(&value(i).to_le_bytes());
+    }
+}
+
+/// Collects tensors in the order of the forward pass.
+struct List {
+    seed: u64,
+    tensors: Vec<Tensor>,
+}
+
+impl List {
+    fn dense(&mut self, name: String, shape: &[usize], fill: Fill) {
+        let key = noise::key(self.seed, &name);
+        self.tensors.push(Tensor { name, shape: shape.to_vec(), fill, key });
+    }
+
+    /// A quantised matrix `[rows, cols]`.
+    fn matrix(&mut self, name: String, rows: usize, cols: usize, gain: f32) {
+        self.quantised(&name, &[rows], cols, gain, BITS, 0.0);
+    }
+
+    fn quantised(&mut self, name: &str, rows: &[usize], cols: usize, gain: f32, bits: u32, skew: f32) {
+        let levels = (1u32 << bits) as f32;
+        // Codes are uniform over `levels` values, whose variance is (levels^2 - 1) / 12.
+        let size = gain / (cols as f32).sqrt() / ((levels * levels - 1.0) / 12.0).sqrt();
+        let groups = cols / GROUP;
+        let step = Step { size, groups, skew };
+        let codes = [rows, &[cols * bits as usize / 32]].concat();
+        let scales = [rows, &[groups]].concat();
+        let (codes_key, key) = (noise::key(self.seed, &format!("{name}.weight")), noise::key(self.seed, name));
+        let mut push = |part: &str, shape: &[usize], fill, key| {
+            self.tensors.push(Tensor { name: format!("{name}.{part}"), shape: shape.to_vec(), fill, key });
+        };
+        push("weight", &codes, Fill::Codes, codes_key);
+        push("scales", &scales, Fill::Scales(step), key);
+        push("biases", &scales, Fill::Biases(step, (levels - 1.0) / 2.0), key);
+    }
+}
+
+fn is_full(layer: usize) -> bool {
+    (layer + 1) % 4 == 0
+}
+
+/// Every tensor, in file order.
+pub fn tensors(options: &Options) -> Vec<Tensor> {
+    let d = &options.dimensions;
+    let h = d.hidden;
+    let mut list = List { seed: options.seed, tensors: Vec::new() };
+    list.matrix(format!("{PREFIX}.embed_tokens"), d.vocab, h, (h as f32).sqrt());
+    for layer in 0..d.layers {
+        let layer_name = format!("{PREFIX}.layers.{layer}");
+        list.dense(format!("{layer_name}.input_layernorm.weight"), &[h], Fill::Ones);
+        if is_full(layer) {
+            let name = |part: &str| format!("{layer_name}.self_attn.{part}");
+            let (q, kv) = (d.heads * d.head_dim, d.kv_heads * d.head_dim);
+            list.matrix(name("q_proj"), 2 * q, h, 1.0);
+            list.matrix(name("k_proj"), kv, h, 1.0);
+            list.matrix(name("v_proj"), kv, h, 1.0);
+            list.matrix(name("o_proj"), h, q, 0.25);
+            list.dense(name("q_norm.weight"), &[d.head_dim], Fill::Ones);
+            list.dense(name("k_norm.weight"), &[d.head_dim], Fill::Ones);
+        } else {
+            let name = |part: &str| format!("{layer_name}.linear_attn.{part}");
+            let (heads, values) = (d.linear_value_heads, d.linear_value_heads * d.linear_head_dim);
+            let channels = 2 * d.linear_key_heads * d.linear_head_dim + values;
+            list.dense(name("A_log"), &[heads], Fill::DecayLog);
+            list.dense(name("conv1d.weight"), &[channels, TAPS, 1], Fill::Normal(0.5));
+            list.dense(name("dt_bias"), &[heads], Fill::StepBias);
+            list.matrix(name("in_proj_qkv"), channels, h, 1.0);
+            list.matrix(name("in_proj_z"), values, h, 1.0);
+            list.matrix(name("in_proj_b"), heads, h, 1.0);
+            list.matrix(name("in_proj_a"), heads, h, 1.0);
+            list.dense(name("norm.weight"), &[d.linear_head_dim], Fill::Ones);
+            list.matrix(name("out_proj"), h, values, 0.25);
+        }
+        list.dense(format!("{layer_name}.post_attention_layernorm.weight"), &[h], Fill::Ones);
+        let name = |part: &str| format!("{layer_name}.mlp.{part}");
+        list.quantised(&name("gate"), &[d.experts], h, 2.0, GATE_BITS, options.router_skew);
+        list.quantised(&name("shared_expert_gate"), &[1], h, 1.0, GATE_BITS, 0.0);
+        for part in ["gate_proj", "up_proj"] {
+            list.matrix(name(&format!("shared_expert.{part}")), d.shared_hidden, h, 1.4);
+            let rows = [d.experts, d.expert_hidden];
+            list.quantised(&name(&format!("switch_mlp.{part}")), &rows, h, 1.4, BITS, 0.0);
+        }
+        list.matrix(name("shared_expert.down_proj"), h, d.shared_hidden, 0.35);
+        list.quantised(&name("switch_mlp.down_proj"), &[d.experts, h], d.expert_hidden, 0.35, BITS, 0.0);
+    }
+    list.dense(format!("{PREFIX}.norm.weight"), &[h], Fill::Ones);
+    list.matrix("language_model.lm_head".into(), d.vocab, h, 3.0);
+    list.tensors
+}
+
+/// Cuts the list into files of at most `limit` bytes (or of one tensor that has more).
+pub fn shards(tensors: &[Tensor], limit: u64) -> Vec<&[Tensor]> {
+    let mut shards = Vec::new();
+    let (mut first, mut bytes) = (0, 0);
+    for (i, tensor) in tensors.iter().enumerate() {
+        if i > first && bytes + tensor.bytes() > limit {
+            shards.push(&tensors[first..i]);
+            (first, bytes) = (i, 0);
+        }
+        bytes += tensor.bytes();
+    }
+    shards.push(&tensors[first..]);
+    shards
+}
+
+/// A safetensors header: its length, then JSON. Never a multiple of four long, like most of MLX's.
+pub fn header(tensors: &[Tensor]) -> Vec<u8> {
+    let mut entries = serde_json::Map::from_iter([("__metadata__".to_owned(), json!({ "format": "mlx" }))]);
+    let mut start = 0;
+    for tensor in tensors {
+        let end = start + tensor.bytes();
+        let entry = json!({ "dtype": tensor.dtype(), "shape": tensor.shape, "data_offsets": [start, end] });
+        entries.insert(tensor.name.clone(), entry);
+        start = end;
+    }
+    let mut json = Value::Object(entries).to_string();
+    if json.len() % 4 == 0 {
+        json.push(' ');
+    }
+    [&(json.len() as u64).to_le_bytes()[..], json.as_bytes()].concat()
+}
+
+/// `config.json`.
+pub fn config(options: &Options) -> Value {
+    let d = &options.dimensions;
+    let mut quantization = json!({ "group_size": GROUP, "bits": BITS, "mode": "affine" });
+    for layer in 0..d.layers {
+        for gate in ["gate", "shared_expert_gate"] {
+            let path = format!("{PREFIX}.layers.{layer}.mlp.{gate}");
+            quantization[path] = json!({ "group_size": GROUP, "bits": GATE_BITS });
+        }
+    }
+    let kinds = (0..d.layers).map(|layer| if is_full(layer) { "full_attention" } else { "linear_attention" });
+    let text = json!({
+        "model_type": "qwen3_5_moe_text",
+        "attention_bias": false,
+        "attention_dropout": 0.0,
+        "attn_output_gate": true,
+        "dtype": "bfloat16",
+        "eos_token_id": options.eos_token_ids.last(),
+        "full_attention_interval": 4,
+        "head_dim": d.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": d.hidden,
+        "initializer_range": 0.02,
+        "layer_types": kinds.collect::<Vec<_>>(),
+        "linear_conv_kernel_dim": TAPS,
+        "linear_key_head_dim": d.linear_head_dim,
+        "linear_num_key_heads": d.linear_key_heads,
+        "linear_num_value_heads": d.linear_value_heads,
+        "linear_value_head_dim": d.linear_head_dim,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262_144,
+        "mlp_only_layers": [],
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": false,
+        "moe_intermediate_size": d.expert_hidden,
+        "num_attention_heads": d.heads,
+        "num_experts": d.experts,
+        "num_experts_per_tok": d.experts_per_token,
+        "num_hidden_layers": d.layers,
+        "num_key_value_heads": d.kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": true,
+            "mrope_section": [11, 11, 10],
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "type": "default",
+        },
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": d.shared_hidden,
+        "tie_word_embeddings": false,
+        "use_cache": true,
+        "vocab_size": d.vocab,
+    });
+    json!({
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "eos_token_id": options.eos_token_ids,
+        "model_type": "qwen3_5_moe",
+        "quantization": quantization,
+        "quantization_config": quantization,
+        "text_config": text,
+        "tie_word_embeddings": false,
+    })
+}
+
+/// `generation_config.json`.
+pub fn generation_config(options: &Options) -> Value {
+    json!({
+        "do_sample": true,
+        "eos_token_id": options.eos_token_ids,
+        "pad_token_id": options.eos_token_ids.last(),
+        "temperature": 1.0,
+        "top_k": 20,
+        "top_p": 0.95,
+    })
+}

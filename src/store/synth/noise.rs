@@ -1,0 +1,66 @@
+//! Random numbers by index: `number(key, i)` is the i-th of a sequence, without the ones before it.
+
+/// The i-th 64 random bits of the sequence `key`: SplitMix64 (Steele, Lea and Flood 2014), which is a counter and a
+/// mixing function.
+pub fn bits(key: u64, i: u64) -> u64 {
+    let z = key.wrapping_add(i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// The sequence that belongs to a name (FNV-1a, then mixed with the seed).
+pub fn key(seed: u64, name: &str) -> u64 {
+    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ b as u64).wrapping_mul(0x0100_0000_01b3));
+    bits(hash, seed)
+}
+
+/// Uniform in [low, high).
+pub fn uniform(bits: u64, low: f32, high: f32) -> f32 {
+    low + (high - low) * (bits >> 40) as f32 / (1u32 << 24) as f32
+}
+
+/// Standard normal (Box and Muller 1958): the upper bits give the radius, the lower ones the angle.
+pub fn normal(bits: u64) -> f32 {
+    let radius = ((bits >> 32) as f64 + 0.5) / (1u64 << 32) as f64;
+    let angle = (bits & 0xffff_ffff) as f64 / (1u64 << 32) as f64;
+    ((-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * angle).cos()) as f32
+}
+
+/// Fills `out` with the bytes of the sequence from byte `from` on, a multiple of 8.
+pub fn fill(key: u64, from: u64, out: &mut [u8]) {
+    let mut i = from / 8;
+    let mut words = out.chunks_exact_mut(8);
+    for word in &mut words {
+        word.copy_from_slice(&bits(key, i).to_le_bytes());
+        i += 1;
+    }
+    let rest = words.into_remainder();
+    let len = rest.len();
+    rest.copy_from_slice(&bits(key, i).to_le_bytes()[..len]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_block_of_a_sequence_can_be_made_alone() {
+        let mut whole = vec![0; 1001];
+        fill(7, 0, &mut whole);
+        let mut part = vec![0; 401];
+        fill(7, 600, &mut part);
+        assert_eq!(whole[600..], part[..]);
+        assert_ne!(key(1, "a"), key(1, "b"));
+        assert_ne!(key(1, "a"), key(2, "a"));
+    }
+
+    #[test]
+    fn moments() {
+        let n = 100_000;
+        let mean = |f: &dyn Fn(u64) -> f32| (0..n).map(|i| f(bits(3, i)) as f64).sum::<f64>() / n as f64;
+        assert!(mean(&normal).abs() < 0.01);
+        assert!((mean(&|b| normal(b).powi(2)) - 1.0).abs() < 0.02);
+        assert!((mean(&|b| uniform(b, 2.0, 4.0)) - 3.0).abs() < 0.01);
+    }
+}

@@ -1,0 +1,122 @@
+use super::*;
+
+/// Two layers' worth of the real structure at a fiftieth of the width.
+fn small(seed: u64, layers: usize) -> Options {
+    let dimensions = Dimensions {
+        hidden: 128,
+        layers,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 64,
+        linear_key_heads: 2,
+        linear_value_heads: 4,
+        linear_head_dim: 32,
+        experts: 16,
+        experts_per_token: 4,
+        expert_hidden: 64,
+        shared_hidden: 64,
+        vocab: 300,
+    };
+    let extras = vec![("chat_template.jinja".to_owned(), b"{{ messages }}".to_vec())];
+    let eos_token_ids = vec![298, 296];
+    Options { dimensions, seed, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 3, extras }
+}
+
+fn bytes_of(dir: &Path) -> std::collections::BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
+    entries.map(|e| (e.file_name().into_string().unwrap(), fs::read(e.path()).unwrap())).collect()
+}
+
+#[test]
+fn the_sizes_are_the_real_models() {
+    let of = |dimensions| Options { dimensions, ..small(0, 1) };
+    // Computed from the published dimensions: 19.5, 68.7 and 223 GB.
+    let sizes = [Dimensions::of_35b(), Dimensions::of_122b(), Dimensions::of_397b()].map(|d| size(&of(d)) as f64 / 1e9);
+    assert!((sizes[0] - 19.5).abs() < 0.05, "{sizes:?}");
+    assert!((sizes[1] - 68.7).abs() < 0.05, "{sizes:?}");
+    assert!((sizes[2] - 223.0).abs() < 0.5, "{sizes:?}");
+    let shards = layout::shards(&layout::tensors(&of(Dimensions::of_35b())), 5 << 30).len();
+    assert_eq!(shards, 4);
+}
+
+#[test]
+fn safetensors_reads_what_was_written() {
+    let root = tempfile::tempdir().unwrap();
+    let out = root.path().join("model");
+    let options = small(1, 5);
+    let written = std::sync::atomic::AtomicU64::new(0);
+    let summary = write(&out, &options, &|n| {
+        written.fetch_add(n, Ordering::Relaxed);
+    })
+    .unwrap();
+    assert_eq!((summary.bytes, written.into_inner()), (size(&options), size(&options)));
+    assert!(summary.shards > 1);
+    let index: serde_json::Value =
+        serde_json::from_slice(&fs::read(out.join("model.safetensors.index.json")).unwrap()).unwrap();
+    let map = index["weight_map"].as_object().unwrap();
+    assert_eq!(map.len(), summary.tensors);
+    let mut seen = 0;
+    for (file, bytes) in bytes_of(&out).iter().filter(|(name, _)| name.ends_with(".safetensors")) {
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+        assert_ne!(header % 4, 0, "tensors of {file} would be aligned");
+        let tensors = safetensors::SafeTensors::deserialize(bytes).unwrap();
+        for (name, view) in tensors.tensors() {
+            assert_eq!(map[&name], file.as_str());
+            seen += view.data().len() as u64;
+            if view.dtype() == safetensors::Dtype::BF16 {
+                let values = view.data().chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32());
+                assert!(values.clone().all(f32::is_finite) && values.clone().any(|v| v != 0.0), "{name}");
+            }
+        }
+    }
+    assert_eq!(seen, summary.bytes);
+    assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1, "nothing unfinished is left");
+}
+
+#[test]
+fn the_same_seed_gives_the_same_bytes_on_any_number_of_threads() {
+    let root = tempfile::tempdir().unwrap();
+    let make = |name: &str, options: &Options| {
+        write(&root.path().join(name), options, &|_| ()).unwrap();
+        bytes_of(&root.path().join(name))
+    };
+    let one = make("one", &Options { threads: 1, ..small(5, 2) });
+    assert_eq!(one, make("four", &Options { threads: 4, ..small(5, 2) }));
+    assert_ne!(one, make("other", &small(6, 2)));
+}
+
+#[test]
+fn the_skew_makes_some_rows_of_the_router_larger() {
+    let spread = |router_skew| {
+        let tensors = layout::tensors(&Options { router_skew, ..small(1, 1) });
+        let scales = tensors.iter().find(|t| t.name.ends_with("mlp.gate.scales")).unwrap();
+        let mut bytes = vec![0; scales.bytes() as usize];
+        scales.fill(0, &mut bytes);
+        let sizes = bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32().abs());
+        sizes.clone().fold(0.0, f32::max) / sizes.fold(f32::MAX, f32::min)
+    };
+    assert!(spread(0.0) <= 1.51, "only the noise of 0.8 to 1.2");
+    assert!(spread(1.0) > 4.0, "{}", spread(1.0));
+}
+
+#[test]
+fn nothing_is_overwritten_and_impossible_sizes_are_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let out = root.path().join("model");
+    fs::create_dir(&out).unwrap();
+    write(&out, &small(1, 1), &|_| ()).unwrap();
+    let before = bytes_of(&out);
+    let text = write(&out, &small(2, 1), &|_| ()).unwrap_err().to_string();
+    assert!(text.contains("overwrites nothing"), "{text}");
+    assert_eq!(bytes_of(&out), before);
+    let mut few = small(1, 1);
+    few.dimensions.experts = 3;
+    let text = write(&root.path().join("few"), &few, &|_| ()).unwrap_err().to_string();
+    assert!(text.contains("3 experts are too few"), "{text}");
+    let mut huge = small(1, 1);
+    huge.dimensions.layers = 1000;
+    huge.dimensions.expert_hidden = 1 << 20;
+    let text = write(&root.path().join("huge"), &huge, &|_| ()).unwrap_err().to_string();
+    assert!(text.contains("are free"), "{text}");
+    assert!(!root.path().join("few").exists() && !root.path().join("huge").exists());
+}

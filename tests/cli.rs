@@ -1,0 +1,174 @@
+//! The binary as a user meets it: errors in one line, the ready line, a signal that lets the running answer end.
+
+use serde_json::{Value, json};
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::{TcpListener, TcpStream},
+    path::Path,
+    process::{Child, ChildStdout, Command, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+/// `moestro` with a cache of its own and none of our environment's settings.
+fn moestro(cache: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {
+        command.env_remove(name);
+    }
+    command.env_remove("SWIFTLM_TOP_K").env("XDG_CACHE_HOME", cache);
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    moestro(tempfile::tempdir().unwrap().path()).args(args).output().unwrap()
+}
+
+fn stderr(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).unwrap()
+}
+
+#[test]
+fn errors_are_one_line_and_exit_with_1() {
+    let busy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = busy.local_addr().unwrap().port().to_string();
+    let empty = tempfile::tempdir().unwrap();
+    let cases: [(&[&str], &str); 5] = [
+        (&["serve", "--port", &port], "is in use"),
+        (&["serve", "--port", "0", "/no/such/directory"], "no such directory: /no/such/directory"),
+        (&["generate", "/no/such/directory", "-p", "Hi"], "no such directory: /no/such/directory"),
+        (&["serve", "--port", "0", env!("CARGO_BIN_EXE_moestro")], "not a checkpoint: it is a file"),
+        (&["serve", "--port", "0", empty.path().to_str().unwrap()], "not a checkpoint: it has no config.json"),
+    ];
+    for (args, words) in cases {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        let said = stderr(&output);
+        assert!(said.starts_with("moestro: ") && said.contains(words), "{args:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{args:?}: {said}");
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn usage_errors_exit_with_2() {
+    for args in [&["serve", "--top-p", "2"][..], &["serve", "--no-such-flag"], &[], &["generate"], &["dance"]] {
+        assert_eq!(run(args).status.code(), Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn one_answer_on_the_terminal() {
+    let output = run(&["generate", "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "12 + 7 = 19.\n");
+    // Stderr is no terminal here: no reasoning, one line of figures.
+    let said = stderr(&output);
+    assert_eq!(said.lines().filter(|line| line.contains("prompt tokens in")).count(), 1, "{said}");
+    assert!(!said.contains('\x1b'), "{said}");
+}
+
+/// A running server, ended with the test whatever happens.
+struct Server {
+    child: Child,
+    stdout: BufReader<ChildStdout>,
+    ready: Value,
+    _cache: tempfile::TempDir,
+}
+
+impl Server {
+    fn start(args: &[&str]) -> Self {
+        let cache = tempfile::tempdir().unwrap();
+        let mut command = moestro(cache.path());
+        command.args(["serve", "--port", "0"]).args(args).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        stdout.read_line(&mut line).unwrap();
+        Self { child, stdout, ready: serde_json::from_str(&line).unwrap(), _cache: cache }
+    }
+
+    /// A request, the answer to which ends with the connection.
+    fn send(&self, line: &str, headers: &str, body: &str) -> TcpStream {
+        let port = self.ready["port"].as_u64().unwrap().try_into().unwrap();
+        let mut connection = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let length = body.len();
+        let head = "Host: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n";
+        write!(connection, "{line} HTTP/1.1\r\n{head}{headers}Content-Length: {length}\r\n\r\n{body}").unwrap();
+        connection
+    }
+
+    fn ask(&self, line: &str, headers: &str, body: &str) -> String {
+        let mut text = String::new();
+        self.send(line, headers, body).read_to_string(&mut text).unwrap();
+        text
+    }
+
+    fn signal(&self, name: &str) {
+        let done = Command::new("kill").args([&format!("-{name}"), &self.child.id().to_string()]).status();
+        assert!(done.unwrap().success());
+    }
+
+    /// The exit code.
+    fn ends(&mut self) -> Option<i32> {
+        let begin = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(begin.elapsed() < Duration::from_secs(20), "still running");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn chat(question: &str, stream: bool) -> String {
+    json!({ "messages": [{ "role": "user", "content": question }], "stream": stream }).to_string()
+}
+
+#[test]
+fn says_when_it_is_ready_and_serves_the_demo() {
+    let mut server = Server::start(&[]);
+    assert_eq!(server.ready["event"], "ready");
+    assert_eq!(server.ready["model"], "moestro-demo");
+    assert_eq!(server.ready["device"], "cpu");
+    assert!(server.ready["plan"].is_object());
+    assert!(server.ask("GET /health", "", "").starts_with("HTTP/1.1 200"));
+    assert!(server.ask("GET /v1/models", "", "").contains("moestro-demo"));
+    server.signal("INT");
+    assert_eq!(server.ends(), Some(0));
+    let mut rest = String::new();
+    server.stdout.read_to_string(&mut rest).unwrap();
+    assert_eq!(rest, "", "one line on stdout and no more");
+}
+
+#[test]
+fn a_signal_lets_the_running_answer_end() {
+    let mut server = Server::start(&["--temp", "0"]);
+    let question = chat("Tell me a story about Paul and a dragon.", true);
+    let mut answer = BufReader::new(server.send("POST /v1/chat/completions", "", &question));
+    let mut text = String::new();
+    while !text.contains("data: ") {
+        answer.read_line(&mut text).unwrap();
+    }
+    server.signal("TERM");
+    answer.read_to_string(&mut text).unwrap();
+    assert!(text.contains("\"finish_reason\":\"stop\"") && text.contains("data: [DONE]"), "{text}");
+    assert_eq!(server.ends(), Some(0));
+}
+
+#[test]
+fn flags_are_defaults_of_requests() {
+    let server = Server::start(&["--thinking", "off", "--temp", "0", "--api-key", "secret"]);
+    let question = chat("What is 12+7?", false);
+    assert!(server.ask("POST /v1/chat/completions", "", &question).starts_with("HTTP/1.1 401"));
+    let answer = server.ask("POST /v1/chat/completions", "Authorization: Bearer secret\r\n", &question);
+    assert!(answer.contains("12 + 7 = 19."), "{answer}");
+    assert!(!answer.contains("\"reasoning_content\":\""), "{answer}");
+}
