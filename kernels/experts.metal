@@ -213,10 +213,12 @@ KERNEL(experts_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, share
   h[ulong(token) * a.hidden + i] += sum;
 }
 
-// act = silu(gate) * up of rows that hold gate then up: a dense MLP, or the shared expert of a chunk. Grid as above.
-KERNEL(swiglu, ARGS(ExpertsArgs, a), IN(float, scores, 1), OUT(float, act, 2)) {
+// act = silu(gate) * up of rows of `width` in which `inner` gates, then `inner` ups, start at `at`. Grid as above.
+struct SwigluArgs { uint inner, width, at; };
+
+KERNEL(swiglu, ARGS(SwigluArgs, a), IN(float, scores, 1), OUT(float, act, 2)) {
   const uint i = tgid.x * 128 + tid;
-  if (i >= a.shared_inner) return;
-  DEVICE const float* from = scores + ulong(tgid.y) * a.scores + a.shared_at;
-  act[ulong(tgid.y) * a.shared_inner + i] = silu(from[i]) * from[a.shared_inner + i];
+  if (i >= a.inner) return;
+  DEVICE const float* from = scores + ulong(tgid.y) * a.width + a.at;
+  act[ulong(tgid.y) * a.inner + i] = silu(from[i]) * from[a.inner + i];
 }

@@ -1,4 +1,5 @@
-// The router: softmax over all experts, the k best, their weights renormalised (which is the softmax of the chosen scores).
+// The router: softmax over all experts, the k best, their weights renormalised (which is the softmax of the
+// chosen scores) unless the model wants them as they are.
 // Ties go to the lower id. Chosen ids become slots through `table` where every expert is resident, so the CPU need not know.
 // Weight k of a token is the shared expert's: sigmoid of its gate, which stands `gate_at` in the row of scores.
 //
@@ -6,7 +7,7 @@
 
 enum { MOST_EXPERTS = 1024 };
 
-struct RouteArgs { uint experts, k, width, gate_at, shared; };
+struct RouteArgs { uint experts, k, width, gate_at, shared, renormalise; };
 
 KERNEL(route, ARGS(RouteArgs, a), IN(float, scores, 1), IN(uint, table, 2), OUT(uint, ids, 3), OUT(uint, slots, 4),
        OUT(float, weights, 5)) {
@@ -32,6 +33,11 @@ KERNEL(route, ARGS(RouteArgs, a), IN(float, scores, 1), IN(uint, table, 2), OUT(
       slots[token * a.k + rank] = table[id];
       weights[token * (a.k + 1) + rank] = w;
     }
+  }
+  if (a.renormalise == 0) {
+    sum = 0;
+    for (uint e = lane; e < a.experts; e += 32) sum += exp(row[e] - best0);
+    sum = SIMD_SUM(sum);
   }
   if (lane != 0) return;
   for (uint rank = 0; rank < a.k; rank++) weights[token * (a.k + 1) + rank] /= sum;

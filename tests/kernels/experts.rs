@@ -120,7 +120,7 @@ fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: 
     host.run(&plan::experts_up_rows(&op, x_at, jobs));
     host.run(&plan::experts_down_rows(&op, jobs, out));
     if let Some(down) = op.shared {
-        host.run(&plan::swiglu(&op, shared_act));
+        host.run(&plan::swiglu(tokens, shared_inner, op.scores, width, 5, shared_act));
         let linear = plan::Linear { x: shared_act, tokens, norm: None, matrices: &[down], y: shared, add: false };
         host.run(&plan::linear(&linear));
     }
@@ -168,11 +168,13 @@ fn other_formats() {
 fn the_router_chooses_and_maps() {
     let mut host = Host::start();
     let mut random = Random(99);
-    for (experts, k, tokens) in [(256, 8, 1), (512, 10, 3), (5, 5, 2), (33, 1, 4)] {
+    for (experts, k, tokens, renormalise) in
+        [(256, 8, 1, true), (512, 10, 3, true), (5, 5, 2, true), (33, 1, 4, true), (64, 4, 2, false)]
+    {
         let width = experts + 7;
         let mut scores = random.normals(tokens * width);
         scores[1] = scores[0]; // a tie
-        let op = plan::Route { experts, k, width, gate_at: Some(experts + 2) };
+        let op = plan::Route { experts, k, width, gate_at: Some(experts + 2), renormalise };
         let table: Vec<u32> = (0..experts as u32).map(|e| 1000 + e).collect();
         let place = |host: &mut Host, n: usize| -> Region { host.empty(n * 4) };
         let to = plan::Chosen {
@@ -190,7 +192,8 @@ fn the_router_chooses_and_maps() {
             order.sort_by(|&a, &b| row[b].total_cmp(&row[a]).then(a.cmp(&b)));
             let found: Vec<usize> = ids[t * k..(t + 1) * k].iter().map(|&i| i as usize).collect();
             assert_eq!(found, order[..k]);
-            let sum: f64 = order[..k].iter().map(|&e| f64::from(row[e]).exp()).sum();
+            let among = if renormalise { &order[..k] } else { &order[..] };
+            let sum: f64 = among.iter().map(|&e| f64::from(row[e]).exp()).sum();
             expected.extend(order[..k].iter().map(|&e| f64::from(row[e]).exp() / sum));
             expected.push(1.0 / (1.0 + (-f64::from(row[experts + 2])).exp()));
         }

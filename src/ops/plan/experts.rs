@@ -174,10 +174,14 @@ pub fn experts_combine(op: &Experts, out: Region, shared: Region, h: Region) -> 
     op.launch("experts_combine", bindings, [op.hidden().div_ceil(128), op.tokens, 1], 128)
 }
 
-/// The shared expert's activation `[tokens, shared]` from its projections, on its own.
-pub fn swiglu(op: &Experts, act: Region) -> Dispatch {
-    let inner = op.shared_inner();
-    let bindings =
-        vec![Binding::read(floats(op.scores, op.tokens * op.width)), Binding::write(floats(act, op.tokens * inner))];
-    op.launch("swiglu", bindings, [inner.div_ceil(128), op.tokens, 1], 128)
+/// `act = silu(gate) * up`, `[tokens, inner]`, of rows of `width` floats in which `inner` gates, then `inner` ups, start
+/// at `at`: a dense feed-forward, or the shared expert on its own.
+pub fn swiglu(tokens: usize, inner: usize, scores: Region, width: usize, at: usize, act: Region) -> Dispatch {
+    Dispatch {
+        kernel: "swiglu",
+        args: [inner, width, at].map(|w| w as u32).to_vec(),
+        bindings: vec![Binding::read(floats(scores, tokens * width)), Binding::write(floats(act, tokens * inner))],
+        grid: [inner.div_ceil(128) as u32, tokens as u32, 1],
+        threads: 128,
+    }
 }

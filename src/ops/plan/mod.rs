@@ -3,6 +3,7 @@
 mod attend;
 mod delta;
 mod experts;
+mod layer;
 mod linear;
 mod route;
 
@@ -11,6 +12,7 @@ pub use delta::{Decay, Delta, conv, delta, gated_norm};
 pub use experts::{
     Experts, Jobs, Piece, Slots, experts_combine, experts_down, experts_down_rows, experts_up, experts_up_rows, swiglu,
 };
+pub use layer::{Ffn, Layer, Memory, Mixer, Mixture, Scratch};
 pub use linear::{Linear, Norm, linear};
 pub use route::{Chosen, Route, dequantise, embed, rms_norm, route};
 

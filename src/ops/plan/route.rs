@@ -9,6 +9,8 @@ pub struct Route {
     pub k: usize,
     pub width: usize,
     pub gate_at: Option<usize>,
+    /// A token's weights sum to one.
+    pub renormalise: bool,
 }
 
 /// What the router decides: `[tokens * k]` ids and slots, `[tokens, k + 1]` weights (the last is the shared expert's).
@@ -22,7 +24,8 @@ pub struct Chosen {
 /// Softmax, top k, renormalise. `table` `[experts]` holds each expert's slot. Panics above 1024 experts.
 pub fn route(op: &Route, tokens: usize, scores: Region, table: Region, to: Chosen) -> Dispatch {
     assert!(op.experts <= 1024 && op.k <= op.experts, "{} of {} experts", op.k, op.experts);
-    let words = [op.experts, op.k, op.width, op.gate_at.unwrap_or(0), usize::from(op.gate_at.is_some())];
+    let gate = [op.gate_at.unwrap_or(0), op.gate_at.is_some().into(), op.renormalise.into()];
+    let words = [op.experts, op.k, op.width, gate[0], gate[1], gate[2]];
     Dispatch {
         kernel: "route",
         args: words.map(|w| w as u32).to_vec(),
