@@ -1,24 +1,106 @@
+//! Ids to text as they come.
+
 use super::Tokenizer;
 use std::sync::Arc;
 
-/// Token ids to text, one at a time. Never splits a character.
+/// Token ids to text, one at a time. A character may be spread over several tokens: its first bytes wait here until the
+/// rest is known. All pushes and the final [`Decoder::finish`] together give what [`Tokenizer::decode`] gives.
 pub struct Decoder {
     tokenizer: Arc<Tokenizer>,
+    /// The beginning of a character: at most three bytes between pushes.
+    pending: Vec<u8>,
 }
 
 impl Decoder {
     pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
-        Self { tokenizer }
+        Self { tokenizer, pending: Vec::new() }
     }
 
-    /// The text that `id` completes.
+    /// The text that `id` completes, which may be none.
     pub fn push(&mut self, id: u32) -> String {
-        let _ = (&self.tokenizer, id);
-        todo!()
+        let mut text = String::new();
+        Self::append(&mut text, &mut self.pending, self.tokenizer.text_bytes(id));
+        text
     }
 
     /// What was held back: an unfinished character becomes U+FFFD.
     pub fn finish(&mut self) -> String {
-        todo!()
+        let mut text = String::new();
+        Self::flush(&mut text, &mut self.pending);
+        text
+    }
+
+    /// Adds `bytes` to `text`, except for the beginning of a character, which stays in `pending`.
+    pub(super) fn append(text: &mut String, pending: &mut Vec<u8>, bytes: &[u8]) {
+        pending.extend_from_slice(bytes);
+        let mut done = 0;
+        while let Some(rest) = pending.get(done..).filter(|rest| !rest.is_empty()) {
+            match std::str::from_utf8(rest) {
+                Ok(valid) => {
+                    text.push_str(valid);
+                    done = pending.len();
+                }
+                Err(error) => {
+                    let (valid, _) = rest.split_at(error.valid_up_to());
+                    text.push_str(&String::from_utf8_lossy(valid));
+                    done += valid.len();
+                    // No length: the input ended inside a character.
+                    let Some(invalid) = error.error_len() else { break };
+                    text.push(char::REPLACEMENT_CHARACTER);
+                    done += invalid;
+                }
+            }
+        }
+        pending.drain(..done);
+    }
+
+    pub(super) fn flush(text: &mut String, pending: &mut Vec<u8>) {
+        text.push_str(&String::from_utf8_lossy(pending));
+        pending.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn cut(bytes: &[u8], pieces: &[usize]) -> String {
+        let (mut text, mut pending, mut rest) = (String::new(), Vec::new(), bytes);
+        for piece in pieces {
+            let (now, later) = rest.split_at((*piece).min(rest.len()));
+            Decoder::append(&mut text, &mut pending, now);
+            assert!(pending.len() < 4);
+            rest = later;
+        }
+        Decoder::append(&mut text, &mut pending, rest);
+        Decoder::flush(&mut text, &mut pending);
+        text
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_in_any_pieces_decode_as_a_whole(
+            bytes in prop_oneof![
+                prop::collection::vec(any::<u8>(), 0..40),
+                prop::collection::vec(prop::sample::select(b"a\x80\xbf\xc3\xe2\x82\xac\xed\xa0\xf0\x9f\x98\x80\xf4\xff".to_vec()), 0..40),
+                any::<String>().prop_map(String::into_bytes),
+            ],
+            pieces in prop::collection::vec(0usize..5, 0..20),
+        ) {
+            prop_assert_eq!(cut(&bytes, &pieces), String::from_utf8_lossy(&bytes));
+        }
+    }
+
+    #[test]
+    fn a_character_waits_for_its_last_byte() {
+        let (mut text, mut pending) = (String::new(), Vec::new());
+        Decoder::append(&mut text, &mut pending, b"a\xf0\x9f");
+        assert_eq!(text, "a");
+        Decoder::append(&mut text, &mut pending, b"\x98\x80b");
+        assert_eq!(text, "a😀b");
+        Decoder::append(&mut text, &mut pending, b"\xe2\x82");
+        Decoder::flush(&mut text, &mut pending);
+        assert_eq!(text, "a😀b\u{fffd}");
     }
 }

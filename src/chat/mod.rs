@@ -6,7 +6,10 @@
 //! be cut into and give the same text for every cut.
 
 mod decoder;
+mod history;
+mod methods;
 pub mod parse;
+mod python;
 mod stop;
 mod template;
 mod tokenizer;

@@ -1,36 +1,225 @@
+//! A model's chat template: messages to prompt, byte for byte as transformers renders it.
+
+use super::{history, methods, python};
 use crate::error::ChatError;
-use serde_json::{Map, Value};
-use std::path::Path;
+use minijinja::{Environment, Error, ErrorKind, Value, syntax::SyntaxConfig, value::Serde};
+use serde_json::{Map, Value as Json};
+use std::{collections::BTreeMap, fmt, io, path::Path};
 
 /// What a chat template is rendered with.
 #[derive(Debug, Clone, Copy)]
 pub struct Conversation<'a> {
     /// OpenAI chat messages, oldest first.
-    pub messages: &'a [Value],
+    pub messages: &'a [Json],
     /// OpenAI tool definitions.
-    pub tools: Option<&'a [Value]>,
+    pub tools: Option<&'a [Json]>,
     /// Further variables of the template (`chat_template_kwargs`), such as `enable_thinking`.
-    pub kwargs: &'a Map<String, Value>,
+    pub kwargs: &'a Map<String, Json>,
     /// End the prompt with the opening of the assistant's turn.
     pub add_generation_prompt: bool,
 }
 
-/// A model's chat template.
-pub struct Template {}
+/// A model's chat template, compiled.
+///
+/// Known to differ from Python: integers beyond 64 bits become floats, and a float joined to a string with `~` is never
+/// written with an exponent.
+pub struct Template {
+    env: Environment<'static>,
+    /// `bos_token` and the like from `tokenizer_config.json`, which transformers gives to the template as variables.
+    special: BTreeMap<String, Value>,
+}
+
+/// The template for all conversations, and the one that some models have for those with tools.
+const DEFAULT: &str = "default";
+const TOOL_USE: &str = "tool_use";
+
+/// Instructions a render may execute: those of some ten thousand messages, and over in a tenth of a second. It bounds the
+/// work of a template, not the size of a string that one doubles on purpose; a template is part of the model one chose.
+const FUEL: u64 = 1_500_000;
+
+/// Stack of the thread that renders, in bytes. A loop can nest values once an instruction, and dropping, comparing or
+/// printing them recurses, with less than 700 bytes a level. Only what is touched is ever real memory.
+const STACK: usize = 1 << 30;
 
 impl Template {
     /// Reads `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, in a model's directory.
-    pub fn load(_dir: &Path) -> Result<Self, ChatError> {
-        todo!()
+    pub fn load(dir: &Path) -> Result<Self, ChatError> {
+        let config: Json = match read(&dir.join("tokenizer_config.json"))? {
+            Some(text) => serde_json::from_str(&text)
+                .map_err(|e| ChatError::Template(format!("{}: {e}", dir.join("tokenizer_config.json").display())))?,
+            None => Json::Null,
+        };
+        let sources = match read(&dir.join("chat_template.jinja"))? {
+            Some(source) => vec![(DEFAULT.to_string(), source)],
+            None => named(config.get("chat_template")),
+        };
+        if sources.is_empty() {
+            let dir = dir.display();
+            return Err(ChatError::Template(format!(
+                "{dir} has neither chat_template.jinja nor a chat_template in tokenizer_config.json"
+            )));
+        }
+        Self::new(sources, &config)
     }
 
-    /// The prompt of a conversation.
-    pub fn render(&self, _conversation: &Conversation) -> Result<String, ChatError> {
-        todo!()
+    fn new(sources: Vec<(String, String)>, config: &Json) -> Result<Self, ChatError> {
+        let mut env = environment();
+        for (name, source) in sources {
+            env.add_template_owned(name, without_generation_marks(&source)).map_err(failed)?;
+        }
+        let special = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"]
+            .into_iter()
+            .filter_map(|name| {
+                let token = config.get(name)?;
+                let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
+                Some((name.to_string(), Value::from(text)))
+            })
+            .collect();
+        Ok(Self { env, special })
     }
 
-    /// Whether the answer to this prompt begins inside the model's reasoning.
-    pub fn opens_in_reasoning(_prompt: &str) -> bool {
-        todo!()
+    /// The prompt of a conversation. [`ChatError::Refused`] if the template will not have it, or if a tool call in its
+    /// history has arguments that are no JSON object.
+    pub fn render(&self, conversation: &Conversation) -> Result<String, ChatError> {
+        let name = if conversation.tools.is_some() { TOOL_USE } else { DEFAULT };
+        let template = self.env.get_template(name).or_else(|_| self.env.get_template(DEFAULT)).map_err(failed)?;
+        let messages = history::normalise(conversation.messages)?;
+        let mut variables = self.special.clone();
+        variables.insert("documents".into(), Value::from(()));
+        variables.extend(conversation.kwargs.iter().map(|(k, v)| (k.clone(), Value::from(Serde(v)))));
+        variables.insert("messages".into(), Value::from(Serde(&messages)));
+        variables.insert("tools".into(), Value::from(Serde(conversation.tools)));
+        variables.insert("add_generation_prompt".into(), Value::from(conversation.add_generation_prompt));
+        let render = || template.render(variables).map_err(|error| refusal(&error).unwrap_or_else(|| failed(error)));
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("template".into()).stack_size(STACK);
+            let thread = thread.spawn_scoped(scope, render).map_err(|e| ChatError::Template(e.to_string()))?;
+            thread.join().map_err(|_| ChatError::Template("it panicked".into()))?
+        })
+    }
+
+    /// Whether the answer to this prompt begins inside the model's reasoning: the prompt has opened it.
+    pub fn opens_in_reasoning(prompt: &str) -> bool {
+        prompt.strip_suffix('\n').unwrap_or(prompt).ends_with("<think>")
     }
 }
+
+/// The file's text, or nothing if there is no such file.
+fn read(path: &Path) -> Result<Option<String>, ChatError> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(ChatError::Template(format!("{}: {error}", path.display()))),
+    }
+}
+
+/// `chat_template` is one template, or a list of `{"name", "template"}`.
+fn named(chat_template: Option<&Json>) -> Vec<(String, String)> {
+    match chat_template {
+        Some(Json::String(source)) => vec![(DEFAULT.to_string(), source.clone())],
+        Some(Json::Array(list)) => {
+            let text = |entry: &Json, key| entry.get(key)?.as_str().map(str::to_string);
+            list.iter().filter_map(|entry| Some((text(entry, "name")?, text(entry, "template")?))).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Jinja as transformers sets it up.
+fn environment() -> Environment<'static> {
+    let mut env = Environment::new();
+    let mut syntax = SyntaxConfig::builder();
+    syntax.trim_blocks(true).lstrip_blocks(true);
+    // Cannot fail: only the delimiters are checked, and they are the defaults.
+    if let Ok(syntax) = syntax.build() {
+        env.set_syntax(syntax);
+    }
+    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    env.set_fuel(Some(FUEL));
+    env.set_unknown_method_callback(methods::call);
+    env.set_formatter(|out, state, value| match python::as_float(value) {
+        Some(x) => Ok(out.write_str(&python::float(x))?),
+        None => minijinja::escape_formatter(out, state, value),
+    });
+    env.add_filter("tojson", python::tojson);
+    env.add_filter("string", |value: &Value| match value.as_str() {
+        Some(_) => value.clone(),
+        None => Value::from(python::string(value)),
+    });
+    env.add_filter("trim", |value: &Value, chars: Option<&str>| {
+        methods::strip(&python::string(value), chars, true, true).to_string()
+    });
+    env.add_filter("length", length);
+    env.add_filter("count", length);
+    // To Python a string and a mapping are sequences too: they have a length and items.
+    env.add_test("sequence", |value: &Value| {
+        use minijinja::value::ValueKind::{Map, Seq, String};
+        matches!(value.kind(), Map | Seq | String)
+    });
+    env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
+        let message = python::string(&message);
+        Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Refusal(message)))
+    });
+    env.add_function("strftime_now", |format: &str| {
+        jiff::fmt::strtime::format(format, &jiff::Zoned::now())
+            .map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))
+    });
+    env
+}
+
+/// `len`, which is 0 for what is undefined.
+fn length(value: &Value) -> Result<usize, Error> {
+    if value.is_undefined() { Ok(0) } else { minijinja::filters::length(value) }
+}
+
+/// Marks an error as the template's own word.
+#[derive(Debug)]
+struct Refusal(String);
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+fn refusal(error: &Error) -> Option<ChatError> {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if let Some(Refusal(message)) = error.downcast_ref() {
+            return Some(ChatError::Refused(message.clone()));
+        }
+        cause = error.source();
+    }
+    None
+}
+
+fn failed(error: Error) -> ChatError {
+    ChatError::Template(error.to_string())
+}
+
+/// Training marks the model's own words with `{% generation %}`, a tag of transformers; `with` is a block like it that
+/// prints what it holds.
+fn without_generation_marks(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let (before, tag) = rest.split_at(at);
+        out.push_str(before);
+        let end = tag.find("%}").map_or(tag.len(), |end| end + 2);
+        let (tag, after) = tag.split_at(end);
+        let word = tag.trim_matches(|c: char| "{%-+}".contains(c) || c.is_whitespace());
+        match word {
+            "generation" => out.push_str(&tag.replacen("generation", "with", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endwith", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+mod tests;

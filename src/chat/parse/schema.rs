@@ -1,0 +1,193 @@
+//! Which types a tool's JSON schema lets a parameter have, and raw text read as one of them.
+
+use serde_json::Value;
+
+/// A set of JSON types.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Types {
+    pub null: bool,
+    pub boolean: bool,
+    pub integer: bool,
+    pub number: bool,
+    pub object: bool,
+    pub array: bool,
+    pub string: bool,
+}
+
+const STRING: Types =
+    Types { string: true, null: false, boolean: false, integer: false, number: false, object: false, array: false };
+
+/// How many subschemas are looked at for one parameter: a schema may refer to itself, and more than once.
+const MOST: usize = 256;
+
+impl Types {
+    /// The types of parameter `name` of the function `function`, one of `tools` (OpenAI's definitions). A string, where
+    /// the tools do not say.
+    pub fn of(tools: &[Value], function: &str, name: &str) -> Self {
+        let functions = tools.iter().map(|tool| tool.get("function").unwrap_or(tool));
+        let schema = functions
+            .filter(|f| f.get("name").and_then(Value::as_str) == Some(function))
+            .find_map(|f| f.get("parameters").or_else(|| f.get("input_schema")));
+        let Some(schema) = schema else { return STRING };
+        let parameter =
+            schema.get("properties").and_then(|p| p.get(name)).or_else(|| schema.get("additionalProperties"));
+        let (mut types, mut left) = (Self::default(), MOST);
+        if let Some(parameter) = parameter {
+            types.collect(parameter, schema, &mut left);
+        }
+        if types == Self::default() { STRING } else { types }
+    }
+
+    pub fn only_string(self) -> bool {
+        self == STRING
+    }
+
+    pub fn string_or_null(self) -> bool {
+        self == Self { null: true, ..STRING }
+    }
+
+    fn collect(&mut self, schema: &Value, root: &Value, left: &mut usize) {
+        let Some(fewer) = left.checked_sub(1) else { return };
+        *left = fewer;
+        match schema.get("type") {
+            Some(Value::String(name)) => return self.add(name),
+            Some(Value::Array(names)) => return names.iter().filter_map(Value::as_str).for_each(|name| self.add(name)),
+            _ => {}
+        }
+        let before = *self;
+        if let Some(target) = schema.get("$ref").and_then(Value::as_str).and_then(|r| r.strip_prefix('#')) {
+            if let Some(target) = root.pointer(target) {
+                self.collect(target, root, left);
+            }
+        }
+        for key in ["anyOf", "oneOf", "allOf"] {
+            for schema in schema.get(key).and_then(Value::as_array).into_iter().flatten() {
+                self.collect(schema, root, left);
+            }
+        }
+        let values = schema.get("enum").and_then(Value::as_array).into_iter().flatten();
+        for value in values.chain(schema.get("const")) {
+            match value {
+                Value::Null => self.null = true,
+                Value::Bool(_) => self.boolean = true,
+                Value::Number(_) => self.number = true,
+                Value::String(_) => self.string = true,
+                Value::Array(_) => self.array = true,
+                Value::Object(_) => self.object = true,
+            }
+        }
+        if *self == before {
+            self.object |= schema.get("properties").is_some();
+            self.array |= schema.get("items").is_some() || schema.get("prefixItems").is_some();
+        }
+    }
+
+    fn add(&mut self, name: &str) {
+        match name {
+            "null" => self.null = true,
+            "boolean" => self.boolean = true,
+            "integer" => self.integer = true,
+            "number" => self.number = true,
+            "object" => self.object = true,
+            "array" => self.array = true,
+            _ => self.string = true,
+        }
+    }
+
+    /// A parameter's raw text as JSON.
+    ///
+    /// Text that reads as one of the types is kept as the model wrote it (digits and all); anything else is a string. If
+    /// a string is allowed as well, whatever reads as another allowed type is that type. Models write `null` where the
+    /// schema has none, and `True`, `False`, `None` after templates that print Python: those are understood unless the
+    /// parameter may be a string.
+    pub fn json(self, text: &str) -> String {
+        let word = text.trim();
+        if !self.only_string() {
+            let literal = match word {
+                "null" if self.null || !self.string => Some("null"),
+                "None" if !self.string => Some("null"),
+                "true" if self.boolean => Some("true"),
+                "false" if self.boolean => Some("false"),
+                "True" if self.boolean && !self.string => Some("true"),
+                "False" if self.boolean && !self.string => Some("false"),
+                _ => None,
+            };
+            if let Some(literal) = literal {
+                return literal.into();
+            }
+            let fits = match serde_json::from_str::<Value>(word) {
+                Ok(Value::Number(n)) => self.number || (self.integer && n.as_f64().is_some_and(|x| x.fract() == 0.0)),
+                Ok(Value::Array(_)) => self.array,
+                Ok(Value::Object(_)) => self.object,
+                _ => false,
+            };
+            if fits {
+                return word.into();
+            }
+        }
+        Value::from(text).to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn read(schema: Value, text: &str) -> String {
+        let tools = [json!({"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"p": schema},
+            "$defs": {"Point": {"type": "object"}, "Loop": {"$ref": "#/$defs/Loop"}}
+        }}})];
+        Types::of(&tools, "f", "p").json(text)
+    }
+
+    #[test]
+    fn values_are_read_by_their_type() {
+        for (kind, text, expected) in [
+            ("string", "5", "\"5\""),
+            ("string", "null", "\"null\""),
+            ("string", " a\n\"b\"", r#"" a\n\"b\"""#),
+            ("integer", "5", "5"),
+            ("integer", " -5 ", "-5"),
+            ("integer", "12345678901234567890123", "12345678901234567890123"),
+            ("integer", "5.0", "5.0"),
+            ("integer", "5.5", "\"5.5\""),
+            ("integer", "five", "\"five\""),
+            ("integer", "007", "\"007\""),
+            ("integer", "null", "null"),
+            ("integer", "None", "null"),
+            ("number", "1e3", "1e3"),
+            ("number", "0.10", "0.10"),
+            ("number", "NaN", "\"NaN\""),
+            ("number", "true", "\"true\""),
+            ("boolean", "true", "true"),
+            ("boolean", "False", "false"),
+            ("boolean", "yes", "\"yes\""),
+            ("object", "{\"a\": [1, 2]}", "{\"a\": [1, 2]}"),
+            ("object", "{\"a\": ", "\"{\\\"a\\\": \""),
+            ("object", "[1]", "\"[1]\""),
+            ("array", "[1]", "[1]"),
+            ("array", "", "\"\""),
+            ("unheard-of", "1", "\"1\""),
+        ] {
+            assert_eq!(read(json!({"type": kind}), text), expected, "{kind} {text:?}");
+        }
+    }
+
+    #[test]
+    fn unions_prefer_what_is_no_string() {
+        assert_eq!(read(json!({"type": ["string", "null"]}), "null"), "null");
+        assert_eq!(read(json!({"type": ["string", "null"]}), "5"), "\"5\"");
+        assert_eq!(read(json!({"anyOf": [{"type": "integer"}, {"type": "string"}]}), "5"), "5");
+        assert_eq!(read(json!({"anyOf": [{"type": "integer"}, {"type": "string"}]}), "null"), "\"null\"");
+        assert_eq!(read(json!({"oneOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}), "{}"), "{}");
+        assert_eq!(read(json!({"allOf": [{"$ref": "#/$defs/Point"}]}), "{}"), "{}");
+        assert_eq!(read(json!({"enum": [1, 2]}), "1"), "1");
+        assert_eq!(read(json!({"enum": ["1", "2"]}), "1"), "\"1\"");
+        assert_eq!(read(json!({"items": {}}), "[]"), "[]");
+        assert_eq!(read(json!({"$ref": "#/$defs/Loop"}), "1"), "\"1\"");
+        assert_eq!(read(json!({}), "1"), "\"1\"");
+        assert_eq!(Types::of(&[], "f", "p"), STRING);
+    }
+}

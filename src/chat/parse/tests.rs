@@ -1,0 +1,237 @@
+use super::*;
+use proptest::prelude::*;
+use serde_json::json;
+
+fn tools() -> Vec<Value> {
+    vec![json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
+        "s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "b": {"type": "boolean"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    }}}})]
+}
+
+/// What a parser makes of some pieces: deltas of one kind joined, ids checked and left out.
+fn pieces<'a>(in_reasoning: bool, tools: &[Value], pieces: impl IntoIterator<Item = &'a str>) -> Vec<String> {
+    let mut parser = Parser::new(in_reasoning, tools);
+    let mut deltas: Vec<Delta> = pieces.into_iter().flat_map(|piece| parser.push(piece)).collect();
+    deltas.extend(parser.finish());
+    parser.out.clear();
+    deltas.into_iter().for_each(|delta| parser.emit(delta));
+    let said = parser.out.iter().map(|delta| match delta {
+        Delta::Reasoning(text) => format!("R {text}"),
+        Delta::Content(text) => format!("C {text}"),
+        Delta::ToolCall { index, id, name } => {
+            assert!(id.starts_with("call_") && id.len() == 29 && id[5..].bytes().all(|b| b.is_ascii_alphanumeric()));
+            format!("{index} {name}")
+        }
+        Delta::Arguments { index, json } => format!("{index} {json}"),
+    });
+    said.collect()
+}
+
+fn whole(in_reasoning: bool, text: &str) -> Vec<String> {
+    let whole = pieces(in_reasoning, &tools(), [text]);
+    let single: Vec<String> = text.chars().map(String::from).collect();
+    assert_eq!(pieces(in_reasoning, &tools(), single.iter().map(String::as_str)), whole, "by character: {text:?}");
+    whole
+}
+
+#[test]
+fn reasoning_ends_at_the_first_end_tag() {
+    assert_eq!(whole(true, "hmm\nso\n</think>\n\nhi </think> there\n"), ["R hmm\nso", "C hi </think> there\n"]);
+    assert_eq!(whole(true, "\n\nhmm</think>hi"), ["R hmm", "C hi"]);
+    assert_eq!(whole(true, "\n</think>\n\n"), [""; 0]);
+    assert_eq!(whole(true, "cut off\n</thi"), ["R cut off\n</thi"]);
+    assert_eq!(whole(true, "<tool_call> in thought</think>x"), ["R <tool_call> in thought", "C x"]);
+    assert_eq!(whole(true, "<think>\nagain</think>x"), ["R again", "C x"]);
+    assert_eq!(whole(false, "\n<think>\nhmm\n</think>\n\nhi"), ["R hmm", "C hi"]);
+    assert_eq!(whole(false, "  hi <think>"), ["C   hi <think>"]);
+    assert_eq!(whole(false, ""), [""; 0]);
+}
+
+#[test]
+fn calls_are_typed_by_their_tool() {
+    let text = "Let me look.\n\n<tool_call>\n<function=f>\n<parameter=s>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n\
+                <parameter=o>\n{\"a\": [1]}\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n<parameter=maybe>\nnull\n\
+                </parameter>\n<parameter=other>\n1\n</parameter>\n</function>\n</tool_call>\n\
+                <tool_call>\n<function=g>\n</function>\n</tool_call>\n";
+    let first = r#"0 {"s":"5","n":5,"o":{"a": [1]},"b":true,"maybe":null,"other":"1"}"#;
+    assert_eq!(whole(false, text), ["C Let me look.", "0 f", first, "1 g", "1 {}"]);
+}
+
+#[test]
+fn values_are_raw_text() {
+    let call = |value: &str| {
+        format!("<tool_call>\n<function=f>\n<parameter=s>\n{value}\n</parameter>\n</function>\n</tool_call>")
+    };
+    for value in [
+        "",
+        "\n",
+        "\n\nx\n\n",
+        "a < b && \"c\" \\ \t é 😀",
+        "<tool_call>\n<function=x>\n</function>\n</tool_call>",
+        "</param> </parameter x>",
+        "say </parameter> and go on",
+        "</think>",
+        "null",
+    ] {
+        let arguments = format!("0 {}", json!({"s": value}));
+        assert_eq!(whole(false, &call(value)), ["0 f".to_string(), arguments], "{value:?}");
+    }
+    // The newlines around a value may be missing.
+    let bare =
+        "<tool_call><function=f><parameter=s>x</parameter><parameter=maybe>nullify</parameter></function></tool_call>";
+    assert_eq!(whole(false, bare), ["0 f", r#"0 {"s":"x","maybe":"nullify"}"#]);
+}
+
+#[test]
+fn strings_are_streamed() {
+    let mut parser = Parser::new(false, &tools());
+    let mut say = |text: &str| match parser.push(text).as_slice() {
+        [] => String::new(),
+        [Delta::Arguments { json, .. }] => json.clone(),
+        [Delta::ToolCall { name, .. }] => name.clone(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(say("<tool_call>\n<function=f>"), "f");
+    assert_eq!(say("\n<parameter=s>\n"), r#"{"s":""#);
+    assert_eq!(say("one\n"), "one");
+    assert_eq!(say("two</p"), "\\ntwo");
+    assert_eq!(say("re>\n</parameter>"), "</pre>");
+    assert_eq!(say("\n</function>"), "\"}");
+}
+
+#[test]
+fn calls_in_a_row_and_text_around_them() {
+    let call = "<tool_call>\n<function=f>\n</function>\n</tool_call>";
+    assert_eq!(
+        whole(true, &format!("so</think>\n\n{call}\n{call}\nand then\n")),
+        ["R so", "0 f", "0 {}", "1 f", "1 {}", "C \nand then"]
+    );
+    let two = "<tool_call>\n<function=f>\n</function>\n<function=g>\n</function>\n</tool_call>";
+    assert_eq!(whole(false, two), ["0 f", "0 {}", "1 g", "1 {}"]);
+}
+
+#[test]
+fn what_is_no_call_is_content() {
+    for text in [
+        "a <tool_call> b",
+        "a\n<tool_call>\n{\"name\": \"f\"}\n</tool_call>",
+        "a <tool_call>\n<function=f",
+        "a <tool_call>\n<function=>",
+        "a <tool_call>\n<function=f\n>",
+        "a <tool_ca",
+        "a \n",
+    ] {
+        assert_eq!(whole(false, text), [format!("C {text}")]);
+    }
+    let call = "a <tool_call>\n<function=f>\n</function>\n</tool_call>";
+    assert_eq!(pieces(false, &[], [call]), [format!("C {call}")], "no tools, no calls");
+}
+
+#[test]
+fn a_call_that_is_cut_off_is_closed() {
+    let start = "<tool_call>\n<function=f>\n";
+    for (rest, arguments) in [
+        ("", "{}"),
+        ("<param", "{}"),
+        ("<parameter=s>", r#"{"s":""}"#),
+        ("<parameter=s>\nab\n", r#"{"s":"ab\n"}"#),
+        ("<parameter=s>\nab\n</para", r#"{"s":"ab\n</para"}"#),
+        ("<parameter=s>\nab\n</parameter>", r#"{"s":"ab"}"#),
+        ("<parameter=s>\nab\n</parameter>\n<para", r#"{"s":"ab"}"#),
+        ("<parameter=o>\n{\"a\": ", r#"{"o":"{\"a\": "}"#),
+        ("<parameter=maybe>\nnul", r#"{"maybe":"nul"}"#),
+        ("</func", "{}"),
+        ("</function>\n</tool", "{}"),
+        ("<parameter=n>\n1\n</parameter>\n</tool_call>", r#"{"n":1}"#),
+        ("<parameter=n>\n1\n</parameter>\n</function>", r#"{"n":1}"#),
+    ] {
+        assert_eq!(whole(false, &format!("{start}{rest}")), ["0 f".to_string(), format!("0 {arguments}")], "{rest:?}");
+    }
+}
+
+#[test]
+fn stray_text_in_a_call_is_content() {
+    let text = "<tool_call>\n<function=f>\n note: <b> \n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>";
+    assert_eq!(whole(false, text), ["0 f", "C note: <b> \n", r#"0 {"n":1}"#]);
+    let text = "<tool_call>\n<function=f>\n<parameter=>\n</function>\n</tool_call>";
+    assert_eq!(whole(false, text), ["0 f", "C <parameter=>\n", "0 {}"]);
+}
+
+/// Text that is mostly markup, in any order.
+fn markup() -> impl Strategy<Value = String> {
+    let word = prop::sample::select(vec![
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "<function=",
+        "</function>",
+        "<parameter=s>",
+        "<parameter=n>",
+        "<parameter=o>",
+        "<parameter=maybe>",
+        "<parameter=",
+        "</parameter>",
+        "</param",
+        "\n",
+        " ",
+        "x",
+        "null",
+        "12",
+        "{\"a\": 1}",
+        "é",
+        "\"",
+        "<",
+        ">",
+        "\\",
+        "<tool_call>\n<function=f>\n<parameter=s>\n",
+        "\n</parameter>\n</function>\n</tool_call>",
+    ]);
+    prop::collection::vec(word, 0..24).prop_map(|words| words.concat())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn any_cut_gives_the_same_deltas(text in markup(), in_reasoning: bool, cuts in prop::collection::vec(0usize..12, 0..24)) {
+        let (mut parts, mut rest) = (Vec::new(), text.as_str());
+        for cut in cuts {
+            let at = rest.char_indices().nth(cut).map_or(rest.len(), |(at, _)| at);
+            let (part, later) = rest.split_at(at);
+            parts.push(part);
+            rest = later;
+        }
+        parts.push(rest);
+        prop_assert_eq!(pieces(in_reasoning, &tools(), parts), whole(in_reasoning, &text));
+    }
+
+    #[test]
+    fn arguments_are_always_an_object(text in markup()) {
+        let mut parser = Parser::new(false, &tools());
+        let mut deltas = parser.push(&format!("<tool_call>\n<function=f>\n{text}"));
+        deltas.extend(parser.finish());
+        let mut calls: Vec<String> = Vec::new();
+        for delta in deltas {
+            match delta {
+                Delta::ToolCall { index, .. } => { prop_assert_eq!(index, calls.len()); calls.push(String::new()); }
+                Delta::Arguments { index, json } => { prop_assert_eq!(index + 1, calls.len()); calls[index] += &json; }
+                _ => {}
+            }
+        }
+        prop_assert!(!calls.is_empty());
+        for json in calls {
+            let parsed: Result<serde_json::Map<String, Value>, _> = serde_json::from_str(&json);
+            prop_assert!(parsed.is_ok(), "{}", json);
+        }
+    }
+
+    #[test]
+    fn without_tools_and_reasoning_nothing_changes(text in markup()) {
+        prop_assume!(!text.trim_start().starts_with("<think>"));
+        let said = pieces(false, &[], [text.as_str()]).concat();
+        prop_assert_eq!(said.strip_prefix("C ").unwrap_or(""), text);
+    }
+}

@@ -1,0 +1,16 @@
+//! The server as its clients see it: every endpoint over a real port, in front of a model that repeats what it was told.
+
+#[path = "api/admin.rs"]
+mod admin;
+#[path = "api/chat.rs"]
+mod chat;
+#[path = "api/client.rs"]
+mod client;
+#[path = "api/completions.rs"]
+mod completions;
+#[path = "api/leave.rs"]
+mod leave;
+#[path = "api/malformed.rs"]
+mod malformed;
+#[path = "api/server.rs"]
+mod server;

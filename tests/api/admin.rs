@@ -1,0 +1,251 @@
+//! Health, models, metrics, the tokenizer's endpoints; keys, origins, paths and methods; loading and shutting down.
+
+use super::{
+    client::stable,
+    server::{Server, Setup},
+};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn question() -> Value {
+    json!({"messages": [{"role": "user", "content": "Hi"}]})
+}
+
+#[tokio::test]
+async fn health() {
+    let server = Server::saying("Hello.").await;
+    let answer = server.get("/health").await;
+    assert_eq!(answer.status, 200);
+    let body = answer.json().await;
+    assert_eq!(body["status"], "ok");
+    assert_eq!(body["model"], "parrot");
+    assert_eq!(body["context"], 512);
+    assert_eq!(body["requests"], json!({"running": 0, "queued": 0}));
+    assert_eq!(body["plan"], json!({"resident": true}));
+}
+
+#[tokio::test]
+async fn a_server_without_its_model_yet() {
+    let server = Setup { loading: true, ..Setup::default() }.start().await;
+    let answer = server.get("/health").await;
+    assert_eq!((answer.status, answer.json().await["status"].clone()), (503, json!("loading")));
+    assert_eq!(server.get("/metrics").await.status, 200);
+    for (path, body) in [(CHAT, question()), ("/tokenize", json!({"prompt": "x"}))] {
+        let answer = server.post(path, &body).await;
+        assert_eq!(answer.status, 503);
+        assert!(answer.header("retry-after").is_some());
+        assert_eq!(answer.json().await["error"]["code"], "loading");
+    }
+    assert_eq!(server.get("/v1/models").await.status, 503);
+}
+
+#[tokio::test]
+async fn models() {
+    let server = Server::saying("Hello.").await;
+    insta::assert_json_snapshot!(server.get("/v1/models").await.json().await);
+    assert_eq!(server.get("/v1/models/parrot").await.json().await["id"], "parrot");
+    for unknown in ["/v1/models/other", "/v1/models/org/parrot", "/v1/models/org%2Fother"] {
+        let answer = server.get(unknown).await;
+        assert_eq!(answer.status, 404);
+        assert_eq!(answer.json().await["error"]["code"], "model_not_found");
+    }
+}
+
+#[tokio::test]
+async fn tokenize_and_detokenize() {
+    let server = Server::saying("Hello.").await;
+    let text = "The cat says 日本 <|im_end|>";
+    let answer = server.ask("/tokenize", &json!({"prompt": text, "return_token_strs": true})).await;
+    let tokens = answer["tokens"].as_array().unwrap();
+    assert_eq!(answer["count"], tokens.len());
+    assert_eq!(answer["max_model_len"], 512);
+    assert_eq!(answer["token_strs"].as_array().unwrap().len(), tokens.len());
+    assert_eq!(answer["token_strs"].as_array().unwrap().last().unwrap(), "<|im_end|>");
+    assert_eq!(server.ask("/detokenize", &json!({"tokens": tokens})).await, json!({"prompt": text}));
+
+    let chat = json!({"messages": [{"role": "user", "content": "Hi"}]});
+    let answer = server.ask("/tokenize", &chat).await;
+    assert_eq!(answer["token_strs"], Value::Null);
+    let rendered = server.ask("/detokenize", &json!({"tokens": answer["tokens"]})).await;
+    assert_eq!(rendered["prompt"], "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n");
+    let asked = server.ask(CHAT, &chat).await;
+    assert_eq!(asked["usage"]["prompt_tokens"], answer["count"], "what the chat endpoint renders");
+
+    let mut quiet = chat.clone();
+    quiet["chat_template_kwargs"] = json!({"enable_thinking": false});
+    quiet["add_generation_prompt"] = json!(false);
+    quiet["tools"] = json!([{"type": "function", "function": {"name": "f"}}]);
+    let answer = server.ask("/tokenize", &quiet).await;
+    let rendered = server.ask("/detokenize", &json!({"tokens": answer["tokens"]})).await;
+    let rendered = rendered["prompt"].as_str().unwrap();
+    assert!(rendered.starts_with("<|im_start|>system\n# Tools") && rendered.ends_with("Hi<|im_end|>\n"), "{rendered}");
+}
+
+#[tokio::test]
+async fn metrics_tell_what_happened() {
+    let server = Server::saying("</think>\n\nHello, you.").await;
+    let usage = server.ask(CHAT, &question()).await["usage"].clone();
+    server.post(CHAT, &json!({"messages": []})).await;
+    server.get("/nowhere").await;
+    // An account is written when the last byte of its answer is on its way.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let answer = server.get("/metrics").await;
+    assert_eq!(answer.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let text = answer.text().await;
+    for line in [
+        format!("moestro_requests_total{{endpoint=\"{CHAT}\",status=\"200\"}} 1"),
+        format!("moestro_requests_total{{endpoint=\"{CHAT}\",status=\"400\"}} 1"),
+        "moestro_requests_total{endpoint=\"other\",status=\"404\"} 1".into(),
+        format!("moestro_generated_tokens_total {}", usage["completion_tokens"]),
+        format!("moestro_prompt_tokens_total{{source=\"computed\"}} {}", usage["prompt_tokens"]),
+        "moestro_prompt_tokens_total{source=\"cached\"} 0".into(),
+        "moestro_request_seconds_count 1".into(),
+        "moestro_time_to_first_token_seconds_count 1".into(),
+        "moestro_queue_seconds_count 1".into(),
+        format!("moestro_inter_token_seconds_count {}", usage["completion_tokens"].as_u64().unwrap() - 1),
+        "moestro_requests_running 0".into(),
+        "moestro_requests_queued 0".into(),
+        "moestro_build_info{device=\"cpu\",version=\"0.0.0\"} 1".into(),
+    ] {
+        assert!(text.lines().any(|other| other == line), "{line} is missing from\n{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_key_opens_everything_but_health_and_metrics() {
+    let server = Setup { says: Some("Hello."), api_key: Some("secret"), ..Setup::default() }.start().await;
+    assert_eq!(server.get("/health").await.status, 200);
+    assert_eq!(server.get("/metrics").await.status, 200);
+    for wrong in [None, Some("Bearer wrong"), Some("Bearer secret2"), Some("Basic secret"), Some("secret")] {
+        let headers: Vec<_> = wrong.iter().map(|value| ("authorization", *value)).collect();
+        for path in ["/v1/models", "/nowhere", CHAT] {
+            let answer = server.send("GET", path, &headers, None).await;
+            assert_eq!(answer.status, 401, "{wrong:?}");
+            assert_eq!(answer.json().await["error"]["code"], "invalid_api_key");
+        }
+    }
+    let answer = server.send("GET", "/v1/models", &[("authorization", "Bearer secret")], None).await;
+    assert_eq!(answer.status, 200);
+}
+
+#[tokio::test]
+async fn browsers_are_answered_if_they_may_call() {
+    let closed = Server::saying("Hello.").await;
+    let origin = ("origin", "http://app.example");
+    assert_eq!(closed.send("GET", "/health", &[origin], None).await.header("access-control-allow-origin"), None);
+
+    let setup = Setup { api_key: Some("secret"), cors: Some("http://app.example"), ..Setup::default() };
+    let server = setup.start().await;
+    let asks = [
+        origin,
+        ("access-control-request-method", "POST"),
+        ("access-control-request-headers", "authorization,content-type"),
+    ];
+    let preflight = server.send("OPTIONS", CHAT, &asks, None).await;
+    assert_eq!(preflight.status, 200, "a preflight carries no key");
+    assert_eq!(preflight.header("access-control-allow-origin"), Some("http://app.example"));
+    assert_eq!(preflight.header("access-control-allow-headers"), Some("authorization,content-type"));
+    assert!(preflight.header("access-control-allow-methods").unwrap().contains("POST"));
+    let refused = server.send("POST", CHAT, &[origin], Some(b"{}")).await;
+    assert_eq!(refused.status, 401);
+    assert_eq!(refused.header("access-control-allow-origin"), Some("http://app.example"), "so that the error is read");
+
+    let any = Setup { cors: Some("*"), ..Setup::default() }.start().await;
+    assert_eq!(any.send("GET", "/health", &[origin], None).await.header("access-control-allow-origin"), Some("*"));
+}
+
+#[tokio::test]
+async fn unknown_paths_and_wrong_methods() {
+    let server = Server::saying("Hello.").await;
+    insta::assert_json_snapshot!("unknown_path", server.get("/nowhere").await.json().await);
+    for (method, path) in [("GET", CHAT), ("PUT", "/v1/completions"), ("POST", "/health"), ("DELETE", "/v1/models")] {
+        let answer = server.send(method, path, &[], None).await;
+        assert_eq!(answer.status, 405, "{method} {path}");
+        assert!(answer.header("allow").is_some());
+        assert_eq!(answer.json().await["error"]["code"], "method_not_allowed");
+    }
+    for path in ["/", "/v1", "/v1/chat", "/v1/chat/completions/", "/v1/embeddings"] {
+        assert_eq!(server.get(path).await.status, 404, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn every_answer_has_a_request_id() {
+    let server = Server::saying("Hello.").await;
+    let id = |answer: &super::client::Answer| answer.header("x-request-id").unwrap().to_owned();
+    let (first, second) = (id(&server.get("/health").await), id(&server.get("/nowhere").await));
+    assert!(first.starts_with("req_") && second.starts_with("req_") && first != second);
+    assert_eq!(id(&server.send("GET", "/health", &[("x-request-id", "mine-1")], None).await), "mine-1");
+    assert!(id(&server.send("GET", "/health", &[("x-request-id", "two words")], None).await).starts_with("req_"));
+}
+
+#[tokio::test]
+async fn a_model_may_go_by_any_word_but_not_by_another_hub_id() {
+    let server = Server::saying("</think>\n\nHello.").await;
+    for (name, status) in [("default", 200), ("org/Parrot", 200), ("org/macaw", 404)] {
+        let mut body = question();
+        body["model"] = name.into();
+        let answer = server.post(CHAT, &body).await;
+        assert_eq!(answer.status, status, "{name}");
+        let body = answer.json().await;
+        match status {
+            200 => assert_eq!(stable(body)["model"], "parrot"),
+            _ => assert_eq!(body["error"]["code"], "model_not_found"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_full_queue_says_so() {
+    let setup = Setup { says: Some("x"), max_queue: 1, delay: Duration::from_millis(50), ..Setup::default() };
+    let server = setup.start().await;
+    let mut body = question();
+    body["stream"] = true.into();
+    let running = server.post(CHAT, &body).await;
+    server.load(1, 0).await;
+    let waiting = server.post(CHAT, &body).await;
+    server.load(1, 1).await;
+    let refused = server.post(CHAT, &body).await;
+    assert_eq!(refused.status, 429);
+    assert!(refused.header("retry-after").unwrap().parse::<u32>().is_ok());
+    assert_eq!(refused.json().await["error"]["code"], "queue_full");
+    drop((running, waiting));
+    server.idle().await;
+    assert_eq!(server.post(CHAT, &body).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_server_that_shuts_down_ends_what_it_began() {
+    const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
+    let mut server = Setup { says: Some(SAYS), delay: Duration::from_millis(20), ..Setup::default() }.start().await;
+    let mut body = question();
+    body["stream"] = true.into();
+    let running = server.post(CHAT, &body).await;
+    server.load(1, 0).await;
+    server.shut_down();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let refused = server.post(CHAT, &question()).await;
+    assert_eq!(refused.status, 503);
+    assert_eq!(refused.json().await["error"]["code"], "shutting_down");
+    assert_eq!(server.get("/health").await.status, 503);
+    assert!(running.text().await.ends_with("data: [DONE]\n\n"));
+    server.ended().await;
+}
+
+#[tokio::test]
+async fn what_outlasts_the_grace_ends_with_an_error() {
+    const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
+    let grace = Duration::from_millis(200);
+    let setup = Setup { says: Some(SAYS), delay: Duration::from_millis(100), grace, ..Setup::default() };
+    let mut server = setup.start().await;
+    let mut body = question();
+    body["stream"] = true.into();
+    let running = server.post(CHAT, &body).await;
+    server.load(1, 0).await;
+    server.shut_down();
+    let text = running.text().await;
+    assert!(text.contains("\"code\":\"shutting_down\"") && !text.contains("[DONE]"), "{text}");
+    server.ended().await;
+}

@@ -1,0 +1,242 @@
+//! `/v1/chat/completions`.
+
+use super::{
+    client::{events, stable},
+    server::{Server, Setup},
+};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+const PATH: &str = "/v1/chat/completions";
+
+const THINKS: &str = "I need to compute 12 + 7. That is 19.\n</think>\n\n12 + 7 = 19.";
+
+const CALLS: &str = "I should call get_weather.\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n\
+                     </parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>";
+
+fn question() -> Value {
+    json!({"model": "parrot", "messages": [{"role": "user", "content": "What is 12+7?"}]})
+}
+
+fn with(mut body: Value, more: Value) -> Value {
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+fn tools() -> Value {
+    let properties = json!({"city": {"type": "string"}, "days": {"type": "integer"}});
+    let parameters = json!({"type": "object", "properties": properties, "required": ["city"]});
+    json!({"tools": [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]})
+}
+
+/// The parts of a stream's deltas, joined.
+fn joined(chunks: &[Value], part: &str) -> String {
+    chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"][part].as_str()).collect()
+}
+
+/// What holds of every stream.
+fn check_stream(chunks: &[Value]) {
+    let first = &chunks[0];
+    let choices: Vec<_> = chunks.iter().filter(|chunk| chunk["choices"] != json!([])).collect();
+    for (index, chunk) in choices.iter().enumerate() {
+        assert_eq!(chunk["id"], first["id"]);
+        assert_eq!(chunk["created"], first["created"]);
+        assert_eq!(chunk["object"], "chat.completion.chunk");
+        assert_eq!(chunk["choices"][0]["delta"].get("role").is_some(), index == 0, "{chunk}");
+        let last = index + 1 == choices.len();
+        let choice = chunk["choices"][0].as_object().unwrap();
+        assert_eq!(choice["finish_reason"].is_null(), !last, "{chunk}");
+    }
+}
+
+#[tokio::test]
+async fn an_answer_in_one_body() {
+    let server = Server::saying(THINKS).await;
+    insta::assert_json_snapshot!(stable(server.ask(PATH, &question()).await));
+}
+
+#[tokio::test]
+async fn an_answer_as_a_stream() {
+    let server = Server::saying(THINKS).await;
+    let body = with(question(), json!({"stream": true, "stream_options": {"include_usage": true}}));
+    let chunks = server.stream(PATH, &body).await;
+    check_stream(&chunks);
+    assert_eq!(joined(&chunks, "reasoning_content"), "I need to compute 12 + 7. That is 19.");
+    assert_eq!(joined(&chunks, "content"), "12 + 7 = 19.");
+    assert!(chunks.len() > 20, "a chunk a token");
+    let (first, last) = (chunks[..2].to_vec(), chunks[chunks.len() - 3..].to_vec());
+    insta::assert_json_snapshot!([first, last].concat().into_iter().map(stable).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn a_stream_without_usage_does_not_mention_it() {
+    let server = Server::saying(THINKS).await;
+    let chunks = server.stream(PATH, &with(question(), json!({"stream": true}))).await;
+    check_stream(&chunks);
+    assert!(chunks.iter().all(|chunk| chunk.get("usage").is_none()));
+}
+
+#[tokio::test]
+async fn the_stream_says_what_the_body_says() {
+    for says in [THINKS, CALLS, "</think>\n\nÄrger mit 日本語 und 🦀!", ""] {
+        let server = Server::saying(says).await;
+        let body = with(question(), tools());
+        let message = server.ask(PATH, &body).await["choices"][0].clone();
+        let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+        check_stream(&chunks);
+        assert_eq!(joined(&chunks, "content"), message["message"]["content"].as_str().unwrap_or(""));
+        assert_eq!(
+            joined(&chunks, "reasoning_content"),
+            message["message"]["reasoning_content"].as_str().unwrap_or("")
+        );
+        assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], message["finish_reason"]);
+    }
+}
+
+#[tokio::test]
+async fn a_tool_call() {
+    let server = Server::saying(CALLS).await;
+    let body = with(question(), tools());
+    insta::assert_json_snapshot!("tool_call", stable(server.ask(PATH, &body).await));
+
+    let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+    check_stream(&chunks);
+    let calls: Vec<_> =
+        chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["tool_calls"].get(0).cloned()).collect();
+    assert!(calls.iter().all(|call| call["index"] == 0));
+    assert_eq!(calls[0]["function"], json!({"name": "get_weather", "arguments": ""}));
+    assert_eq!(calls[0]["type"], "function");
+    assert!(calls[0]["id"].as_str().is_some_and(|id| !id.is_empty()));
+    let arguments: String = calls.iter().filter_map(|call| call["function"]["arguments"].as_str()).collect();
+    assert_eq!(serde_json::from_str::<Value>(&arguments).unwrap(), json!({"city": "Paris", "days": 3}));
+    assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "tool_calls");
+}
+
+#[tokio::test]
+async fn no_more_calls_than_were_allowed() {
+    const TWICE: &str = "</think>\n\n<tool_call>\n<function=f>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n\
+                         </function>\n</tool_call>";
+    let server = Server::saying(TWICE).await;
+    let function = |name| json!({"type": "function", "function": {"name": name}});
+    let body = with(question(), json!({"tools": [function("f"), function("g")]}));
+    let count = async |more| {
+        let choice = server.ask(PATH, &with(body.clone(), more)).await["choices"][0].clone();
+        let calls = choice["message"]["tool_calls"].as_array().map_or(0, Vec::len);
+        (calls, choice["finish_reason"].as_str().unwrap().to_owned())
+    };
+    assert_eq!(count(json!({})).await, (2, "tool_calls".into()));
+    assert_eq!(count(json!({"parallel_tool_calls": false})).await, (1, "tool_calls".into()));
+    assert_eq!(count(json!({"tool_choice": "none"})).await, (0, "stop".into()));
+}
+
+#[tokio::test]
+async fn a_stop_string_ends_the_content_but_not_the_reasoning() {
+    let server = Server::saying(THINKS).await;
+    for (stop, content) in [
+        (json!("= 1"), "12 + 7 "),
+        (json!([" 7", "12 +"]), ""),
+        (json!("19"), "12 + 7 = "),
+        (json!("none of it"), "12 + 7 = 19."),
+        (json!(["", "9."]), "12 + 7 = 1"),
+    ] {
+        let body = with(question(), json!({"stop": stop}));
+        let answer = server.ask(PATH, &body).await;
+        assert_eq!(answer["choices"][0]["message"]["content"], content, "{stop}");
+        assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+        assert_eq!(answer["choices"][0]["message"]["reasoning_content"], "I need to compute 12 + 7. That is 19.");
+        let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+        assert_eq!(joined(&chunks, "content"), content, "{stop}");
+    }
+}
+
+#[tokio::test]
+async fn a_stop_string_stops_the_engine() {
+    let server = Setup { says: Some(LONG), delay: Duration::from_millis(2), ..Setup::default() }.start().await;
+    let body = with(question(), json!({"stop": "five"}));
+    assert_eq!(server.ask(PATH, &body).await["choices"][0]["message"]["content"], "one two three four ");
+    server.idle().await;
+    assert!(server.evaluated() < 60, "{} tokens were evaluated", server.evaluated());
+}
+
+const LONG: &str = "</think>\n\none two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen \
+                    sixteen seventeen eighteen nineteen twenty and again one two three four five six seven eight nine ten \
+                    eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty, and that is all.";
+
+#[tokio::test]
+async fn a_limit_of_tokens_ends_it_with_length() {
+    let server = Server::saying(THINKS).await;
+    for limit in [json!({"max_tokens": 5}), json!({"max_completion_tokens": 5, "max_tokens": 50})] {
+        let answer = server.ask(PATH, &with(question(), limit)).await;
+        assert_eq!(answer["choices"][0]["finish_reason"], "length");
+        assert_eq!(answer["usage"]["completion_tokens"], 5);
+        assert_eq!(answer["usage"]["completion_tokens_details"]["reasoning_tokens"], 5);
+    }
+    let small = Setup { says: Some(LONG), context: 40, ..Setup::default() }.start().await;
+    let answer = small.ask(PATH, &with(question(), json!({"max_tokens": 10_000}))).await;
+    assert_eq!(answer["choices"][0]["finish_reason"], "length");
+    assert!(answer["usage"]["total_tokens"].as_u64().unwrap() <= 41);
+}
+
+#[tokio::test]
+async fn log_probabilities_of_each_token() {
+    let server = Server::saying("</think>\n\n🦀 ok").await;
+    let body = with(question(), json!({"logprobs": true, "top_logprobs": 3}));
+    let answer = server.ask(PATH, &body).await;
+    let entries = answer["choices"][0]["logprobs"]["content"].as_array().unwrap().clone();
+    assert_eq!(entries.len() as u64, answer["usage"]["completion_tokens"].as_u64().unwrap());
+    let bytes: Vec<u8> = entries
+        .iter()
+        .flat_map(|entry| entry["bytes"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8))
+        .collect();
+    assert_eq!(String::from_utf8(bytes).unwrap(), "</think>\n\n🦀 ok");
+    for entry in &entries {
+        let top = entry["top_logprobs"].as_array().unwrap();
+        assert_eq!(top.len(), 3);
+        assert_eq!(top[0]["token"], entry["token"], "greedy takes the likeliest");
+        assert!(entry["logprob"].as_f64().unwrap() <= 0.0);
+    }
+    let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+    let streamed: Vec<Value> = chunks
+        .iter()
+        .flat_map(|chunk| chunk["choices"][0]["logprobs"]["content"].as_array().cloned().unwrap_or_default())
+        .collect();
+    assert_eq!(streamed, entries);
+
+    let plain = server.ask(PATH, &with(question(), json!({"logprobs": true}))).await;
+    assert_eq!(plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"], json!([]));
+}
+
+#[tokio::test]
+async fn thinking_is_switched_by_request_and_by_server() {
+    let asked = async |server: &Server, more: Value| {
+        let body = with(with(question(), json!({"max_tokens": 1})), more);
+        server.ask(PATH, &body).await["usage"]["prompt_tokens"].as_u64().unwrap()
+    };
+    let server = Server::saying("Hello.").await;
+    let thinks = asked(&server, json!({})).await;
+    let silent = asked(&server, json!({"chat_template_kwargs": {"enable_thinking": false}})).await;
+    assert!(silent > thinks, "the template closes the reasoning in the prompt");
+    assert_eq!(asked(&server, json!({"enable_thinking": false})).await, silent);
+    let off = Setup { says: Some("Hello."), thinking: Some(false), ..Setup::default() }.start().await;
+    assert_eq!(asked(&off, json!({})).await, silent);
+    assert_eq!(asked(&off, json!({"enable_thinking": true})).await, thinks);
+    let answer = off.ask(PATH, &question()).await;
+    assert_eq!(answer["choices"][0]["message"]["content"], "Hello.");
+    assert_eq!(answer["usage"]["completion_tokens_details"]["reasoning_tokens"], 0);
+}
+
+#[tokio::test]
+async fn a_failure_of_the_model_is_a_500_or_ends_the_stream_with_an_error() {
+    let server = Setup { says: Some(THINKS), fails_on: Some(" compute"), ..Setup::default() }.start().await;
+    let answer = server.post(PATH, &question()).await;
+    assert_eq!(answer.status, 500);
+    assert!(answer.json().await["error"]["message"].as_str().unwrap().contains("told to fail"));
+
+    let text = server.post(PATH, &with(question(), json!({"stream": true}))).await.text().await;
+    let chunks = events(&text);
+    let (last, before) = chunks.split_last().unwrap();
+    assert_eq!(last["error"]["type"], "server_error");
+    assert!(joined(before, "reasoning_content").starts_with("I need to"));
+    assert!(before.iter().all(|chunk| chunk["choices"][0]["finish_reason"].is_null()));
+    assert_eq!(server.get("/health").await.status, 200);
+}

@@ -1,0 +1,191 @@
+//! The least of an HTTP/1.1 client: it shows the bytes as they come and can hang up anywhere.
+
+// Shared by two test binaries, neither of which uses all of it.
+#![allow(dead_code)]
+
+use super::server::Server;
+use serde_json::Value;
+use std::{io, time::Duration};
+use tokio::net::TcpStream;
+
+/// No answer of these tests takes longer.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// An answer, or its head and a body still to come.
+pub struct Answer {
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    wire: Wire,
+}
+
+impl Server {
+    pub async fn get(&self, path: &str) -> Answer {
+        self.send("GET", path, &[], None).await
+    }
+
+    pub async fn post(&self, path: &str, body: &Value) -> Answer {
+        self.send("POST", path, &[], Some(body.to_string().as_bytes())).await
+    }
+
+    /// Posts and reads a body that must be a 200.
+    pub async fn ask(&self, path: &str, body: &Value) -> Value {
+        let answer = self.post(path, body).await;
+        let status = answer.status;
+        let body = answer.json().await;
+        assert_eq!(status, 200, "{body}");
+        body
+    }
+
+    /// Posts and reads the events of a stream, `[DONE]` not among them.
+    pub async fn stream(&self, path: &str, body: &Value) -> Vec<Value> {
+        let text = self.post(path, body).await.text().await;
+        let text = text.strip_suffix("data: [DONE]\n\n").expect("[DONE] at the end");
+        events(text)
+    }
+
+    pub async fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Option<&[u8]>) -> Answer {
+        tokio::time::timeout(PATIENCE, self.open(method, path, headers, body)).await.expect("an answer in time")
+    }
+
+    async fn open(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Option<&[u8]>) -> Answer {
+        let stream = TcpStream::connect(self.address).await.unwrap();
+        let mut wire = Wire { stream, read: Vec::new() };
+        let mut head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
+        for (name, value) in headers {
+            head += &format!("{name}: {value}\r\n");
+        }
+        if let Some(body) = body {
+            head += &format!("content-type: application/json\r\ncontent-length: {}\r\n", body.len());
+        }
+        wire.write(head.as_bytes()).await;
+        wire.write(b"\r\n").await;
+        wire.write(body.unwrap_or_default()).await;
+        let mut lines = Vec::new();
+        loop {
+            match wire.line().await {
+                line if line.is_empty() => break,
+                line => lines.push(line),
+            }
+        }
+        let status = lines[0].split(' ').nth(1).unwrap().parse().unwrap();
+        let headers = lines[1..].iter().filter_map(|line| line.split_once(": "));
+        let headers = headers.map(|(name, value)| (name.to_lowercase(), value.to_owned())).collect();
+        Answer { status, headers, wire }
+    }
+}
+
+impl Answer {
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(other, _)| other == name).map(|(_, value)| value.as_str())
+    }
+
+    pub async fn json(self) -> Value {
+        let text = self.text().await;
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+
+    /// The whole body.
+    pub async fn text(mut self) -> String {
+        let mut body = Vec::new();
+        if let Some(length) = self.header("content-length") {
+            body = self.wire.exactly(length.parse().unwrap()).await;
+        } else {
+            while let Some(chunk) = self.chunk().await {
+                body.extend_from_slice(&chunk);
+            }
+        }
+        String::from_utf8(body).unwrap()
+    }
+
+    /// The next chunk of a chunked body.
+    pub async fn chunk(&mut self) -> Option<Vec<u8>> {
+        assert_eq!(self.header("transfer-encoding"), Some("chunked"));
+        let read = async {
+            let size = usize::from_str_radix(&self.wire.line().await, 16).expect("the body broke off");
+            let mut chunk = self.wire.exactly(size + 2).await;
+            chunk.truncate(size);
+            (size > 0).then_some(chunk)
+        };
+        tokio::time::timeout(PATIENCE, read).await.expect("a chunk in time")
+    }
+}
+
+/// A connection and what was read of it ahead.
+struct Wire {
+    stream: TcpStream,
+    read: Vec<u8>,
+}
+
+impl Wire {
+    async fn write(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            self.stream.writable().await.unwrap();
+            match self.stream.try_write(bytes) {
+                Ok(written) => bytes = &bytes[written..],
+                Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}"),
+            }
+        }
+    }
+
+    /// Reads some more; false at the end.
+    async fn more(&mut self) -> bool {
+        loop {
+            self.stream.readable().await.unwrap();
+            let mut buffer = [0; 4096];
+            match self.stream.try_read(&mut buffer) {
+                Ok(count) => {
+                    self.read.extend_from_slice(&buffer[..count]);
+                    return count > 0;
+                }
+                Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}"),
+            }
+        }
+    }
+
+    /// A line without its end; what is there, if the connection ends before.
+    async fn line(&mut self) -> String {
+        loop {
+            if let Some(end) = self.read.windows(2).position(|pair| pair == b"\r\n") {
+                let line = self.read.drain(..end + 2).take(end).collect();
+                return String::from_utf8(line).unwrap();
+            }
+            if !self.more().await {
+                return String::from_utf8(self.read.split_off(0)).unwrap();
+            }
+        }
+    }
+
+    async fn exactly(&mut self, count: usize) -> Vec<u8> {
+        while self.read.len() < count {
+            assert!(self.more().await, "the body broke off");
+        }
+        self.read.drain(..count).collect()
+    }
+}
+
+/// The JSON of `data:` lines.
+pub fn events(text: &str) -> Vec<Value> {
+    text.split_terminator("\n\n")
+        .filter(|event| !event.starts_with(':'))
+        .map(|event| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap())
+        .collect()
+}
+
+/// The same body with the parts that change from run to run blanked out.
+pub fn stable(mut body: Value) -> Value {
+    for name in ["id", "created", "system_fingerprint"] {
+        if let Some(value) = body.get_mut(name) {
+            *value = name.to_uppercase().into();
+        }
+    }
+    for choice in body.get_mut("choices").and_then(Value::as_array_mut).into_iter().flatten() {
+        for calls in ["/message/tool_calls", "/delta/tool_calls"] {
+            for call in choice.pointer_mut(calls).and_then(Value::as_array_mut).into_iter().flatten() {
+                if let Some(id) = call.get_mut("id") {
+                    *id = "ID".into();
+                }
+            }
+        }
+    }
+    body
+}

@@ -1,0 +1,175 @@
+//! `/v1/completions`. The model repeats its prompt.
+
+use super::{
+    client::stable,
+    server::{Server, Setup, VOCAB},
+};
+use serde_json::{Value, json};
+
+const PATH: &str = "/v1/completions";
+const TEXT: &str = "The capital of France is Paris.";
+
+async fn parrot() -> Server {
+    Setup::default().start().await
+}
+
+/// The token ids of `text`.
+fn ids(server: &Server, text: &str) -> Vec<u32> {
+    server.tokenizer.encode(text).unwrap()
+}
+
+#[tokio::test]
+async fn an_answer_in_one_body() {
+    let server = parrot().await;
+    insta::assert_json_snapshot!(stable(server.ask(PATH, &json!({"prompt": TEXT, "max_tokens": 100})).await));
+}
+
+#[tokio::test]
+async fn sixteen_tokens_unless_more_are_asked_for() {
+    let server = Server::saying("one two three four five six seven eight nine ten eleven twelve thirteen").await;
+    let answer = server.ask(PATH, &json!({"prompt": TEXT})).await;
+    assert_eq!(answer["usage"]["completion_tokens"], 16);
+    assert_eq!(answer["choices"][0]["finish_reason"], "length");
+}
+
+#[tokio::test]
+async fn text_and_ids_and_several_of_them() {
+    let server = parrot().await;
+    let (first, second) = ("A fox.", "One two three.");
+    let texts = async |prompt: Value| -> Vec<String> {
+        let answer = server.ask(PATH, &json!({"prompt": prompt, "max_tokens": 50})).await;
+        let choices = answer["choices"].as_array().unwrap();
+        assert!(choices.iter().enumerate().all(|(index, choice)| choice["index"] == index));
+        choices.iter().map(|choice| choice["text"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(texts(json!(first)).await, [first]);
+    assert_eq!(texts(json!([first, second])).await, [first, second]);
+    assert_eq!(texts(json!(ids(&server, first))).await, [first]);
+    assert_eq!(texts(json!([ids(&server, first), ids(&server, second)])).await, [first, second]);
+}
+
+#[tokio::test]
+async fn more_prompts_than_the_queue_is_long() {
+    let server = Setup { max_queue: 1, ..Setup::default() }.start().await;
+    let prompts: Vec<String> = (0..20).map(|n| format!("Number {n}.")).collect();
+    let answer = server.ask(PATH, &json!({"prompt": prompts, "max_tokens": 50})).await;
+    for (choice, prompt) in answer["choices"].as_array().unwrap().iter().zip(&prompts) {
+        assert_eq!(choice["text"], *prompt);
+        assert_eq!(choice["finish_reason"], "stop");
+    }
+}
+
+#[tokio::test]
+async fn a_stream() {
+    let server = parrot().await;
+    let body = json!({
+        "prompt": [TEXT, "A fox."], "max_tokens": 50, "stream": true, "stream_options": {"include_usage": true},
+    });
+    let chunks = server.stream(PATH, &body).await;
+    let (last, chunks) = chunks.split_last().unwrap();
+    assert_eq!(last["choices"], json!([]));
+    assert_eq!(last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]);
+    for (index, text) in [(0, TEXT), (1, "A fox.")] {
+        let own: Vec<_> =
+            chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|choice| choice["index"] == index).collect();
+        assert_eq!(own.iter().map(|choice| choice["text"].as_str().unwrap()).collect::<String>(), text);
+        let (end, before) = own.split_last().unwrap();
+        assert_eq!(end["finish_reason"], "stop");
+        assert!(before.iter().all(|choice| choice["finish_reason"].is_null()));
+    }
+    assert!(chunks.iter().all(|chunk| chunk["id"] == chunks[0]["id"] && chunk["usage"].is_null()));
+}
+
+#[tokio::test]
+async fn an_echo_comes_before_the_answer() {
+    let server = parrot().await;
+    let body = json!({"prompt": TEXT, "max_tokens": 50, "echo": true});
+    assert_eq!(server.ask(PATH, &body).await["choices"][0]["text"], TEXT.repeat(2));
+    let body = json!({"prompt": TEXT, "max_tokens": 0, "echo": true});
+    let answer = server.ask(PATH, &body).await;
+    assert_eq!(answer["choices"][0]["text"], TEXT);
+    assert_eq!(answer["choices"][0]["finish_reason"], "length");
+    let chunks = server.stream(PATH, &json!({"prompt": TEXT, "max_tokens": 3, "echo": true, "stream": true})).await;
+    let text: String = chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
+    assert!(text.starts_with(TEXT) && text.len() > TEXT.len());
+}
+
+#[tokio::test]
+async fn log_probabilities_have_one_entry_a_token() {
+    let server = parrot().await;
+    let answer = server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 50, "logprobs": 2})).await;
+    insta::assert_json_snapshot!(rounded(answer["choices"][0]["logprobs"].clone()));
+}
+
+/// Logarithms of another processor's library may differ in the last digit.
+fn rounded(mut value: Value) -> Value {
+    match &mut value {
+        Value::Number(number) if number.is_f64() => return json!((number.as_f64().unwrap() * 1e3).round() / 1e3),
+        Value::Array(list) => list.iter_mut().for_each(|item| *item = rounded(item.take())),
+        Value::Object(map) => map.values_mut().for_each(|item| *item = rounded(item.take())),
+        _ => {}
+    }
+    value
+}
+
+/// What lm-evaluation-harness sends for a log-likelihood, and how it reads the answer: context and continuation as one
+/// prompt, one token more than it wants, `[ctxlen:-1]` of each array.
+#[tokio::test]
+async fn a_harness_can_score_a_continuation() {
+    // Before the second model the extra token is the one that ends the text.
+    for server in [parrot().await, Server::saying("").await] {
+        for stream in [false, true] {
+            score(&server, stream).await;
+        }
+    }
+}
+
+async fn score(server: &Server, stream: bool) {
+    let (context, continuation) = ("The sky is", " blue and wide.");
+    let prompt = [ids(server, context), ids(server, continuation)].concat();
+    let from = ids(server, context).len();
+    let body = json!({
+        "model": "parrot", "prompt": [prompt], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": true,
+        "seed": 1234, "stream": stream,
+    });
+    let logprobs: Vec<Value> = match stream {
+        false => vec![server.ask(PATH, &body).await["choices"][0]["logprobs"].clone()],
+        true => server.stream(PATH, &body).await.iter().map(|chunk| chunk["choices"][0]["logprobs"].clone()).collect(),
+    };
+    let column = |name: &str| -> Vec<Value> {
+        logprobs.iter().flat_map(|logprobs| logprobs[name].as_array().unwrap().clone()).collect()
+    };
+    let (tokens, top) = (column("token_logprobs"), column("top_logprobs"));
+    assert_eq!(tokens.len(), prompt.len() + 1, "one entry a prompt token and one for the extra token");
+    assert_eq!(top.len(), tokens.len());
+    assert_eq!(column("tokens").len(), tokens.len());
+    assert!(tokens[0].is_null() && top[0].is_null());
+    for (logprob, top) in tokens[from..tokens.len() - 1].iter().zip(&top[from..]) {
+        let best = top.as_object().unwrap().values().map(|value| value.as_f64().unwrap()).fold(f64::MIN, f64::max);
+        assert!(logprob.as_f64().unwrap() <= best);
+    }
+    let offsets: Vec<u64> = column("text_offset").iter().map(|offset| offset.as_u64().unwrap()).collect();
+    assert_eq!(offsets[from], context.len() as u64);
+}
+
+#[tokio::test]
+async fn a_stop_string_cuts_text_and_log_probabilities_alike() {
+    let server = parrot().await;
+    let body = json!({"prompt": TEXT, "max_tokens": 50, "logprobs": 0, "stop": [" is"]});
+    let choice = server.ask(PATH, &body).await["choices"][0].clone();
+    assert_eq!(choice["text"], "The capital of France");
+    assert_eq!(choice["finish_reason"], "stop");
+    let tokens: String =
+        choice["logprobs"]["tokens"].as_array().unwrap().iter().map(|token| token.as_str().unwrap()).collect();
+    assert_eq!(tokens, "The capital of France");
+}
+
+#[tokio::test]
+async fn ids_must_be_tokens() {
+    let server = parrot().await;
+    for prompt in [json!([VOCAB]), json!([-1]), json!([[1], [5_000_000_000i64]]), json!([1, 2.5])] {
+        let answer = server.post(PATH, &json!({"prompt": prompt})).await;
+        assert_eq!(answer.status, 400);
+        assert_eq!(answer.json().await["error"]["param"], "prompt");
+    }
+}

@@ -1,0 +1,68 @@
+//! Clients that leave: mid-stream, in the queue, while they wait for a body. The engine is free within a token, and
+//! nothing is left behind.
+
+use super::server::{Server, Setup};
+use serde_json::{Value, json};
+use std::{sync::Arc, time::Duration};
+
+const CHAT: &str = "/v1/chat/completions";
+const TEXT: &str = "/v1/completions";
+
+const LONG: &str = "</think>\n\none two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen \
+                    sixteen seventeen eighteen nineteen twenty, and that is all there is to say about it today.";
+
+async fn slow() -> Server {
+    Setup { says: Some(LONG), delay: Duration::from_millis(20), ..Setup::default() }.start().await
+}
+
+fn question(stream: bool) -> Value {
+    json!({"messages": [{"role": "user", "content": "Count."}], "stream": stream})
+}
+
+#[tokio::test]
+async fn mid_stream() {
+    let server = slow().await;
+    let mut answer = server.post(CHAT, &question(true)).await;
+    for _ in 0..3 {
+        assert!(answer.chunk().await.is_some());
+    }
+    assert_eq!(server.engine.load().0, 1);
+    drop(answer);
+    server.idle().await;
+    let evaluated = server.evaluated();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(server.evaluated(), evaluated, "nothing is computed for nobody");
+    assert!(evaluated < 40, "{evaluated} tokens were evaluated");
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(server.metrics.render().contains("moestro_request_seconds_count 1"), "it is accounted for");
+}
+
+#[tokio::test]
+async fn while_waiting_for_a_body() {
+    for (path, body) in [(CHAT, question(false)), (TEXT, json!({"prompt": ["Count.", "Again."], "max_tokens": 60}))] {
+        let server = Arc::new(slow().await);
+        let asking = tokio::spawn({
+            let (server, body) = (server.clone(), body.clone());
+            async move { server.post(path, &body).await.status }
+        });
+        server.load(1, 0).await;
+        asking.abort();
+        server.idle().await;
+        assert!(server.evaluated() < 40, "{} tokens were evaluated", server.evaluated());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let line = format!("moestro_requests_total{{endpoint=\"{path}\",status=\"499\"}} 1");
+        assert!(server.metrics.render().contains(&line), "{}", server.metrics.render());
+    }
+}
+
+#[tokio::test]
+async fn in_the_queue() {
+    let server = slow().await;
+    let mut running = server.post(CHAT, &question(true)).await;
+    running.chunk().await.unwrap();
+    let waiting = server.post(CHAT, &question(true)).await;
+    server.load(1, 1).await;
+    drop(waiting);
+    server.load(1, 0).await;
+    assert!(running.text().await.ends_with("data: [DONE]\n\n"), "the one that runs does not notice");
+}

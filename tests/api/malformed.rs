@@ -1,0 +1,189 @@
+//! Requests that are wrong, each of which gets a 4xx in OpenAI's shape, and a few that only look wrong.
+
+use super::server::{Server, Setup};
+use serde_json::{Value, json};
+
+const CHAT: &str = "/v1/chat/completions";
+const TEXT: &str = "/v1/completions";
+
+/// Sends `body` and returns the status and the error's `param`, after a look at the shape.
+async fn refused(server: &Server, path: &str, body: &[u8]) -> (u16, Value) {
+    let answer = server.send("POST", path, &[], Some(body)).await;
+    let status = answer.status;
+    assert_eq!(answer.header("content-type"), Some("application/json"));
+    let body = answer.json().await;
+    let error = body["error"].as_object().unwrap_or_else(|| panic!("{status}: {body}"));
+    let fields: Vec<_> = error.keys().map(String::as_str).collect();
+    assert_eq!(fields, ["message", "type", "param", "code"]);
+    assert!(error["message"].as_str().is_some_and(|message| !message.is_empty()));
+    assert_eq!(error["type"], "invalid_request_error");
+    (status, error["param"].clone())
+}
+
+#[tokio::test]
+async fn what_is_not_a_request() {
+    let server = Server::saying("Hello.").await;
+    for path in [CHAT, TEXT, "/tokenize", "/detokenize"] {
+        for body in ["", "{", "null", "[]", "5", "\"text\"", "{\"messages\": [}", "not json", "\u{0}", "{} {}"] {
+            assert_eq!(refused(&server, path, body.as_bytes()).await.0, 400, "{path} {body:?}");
+        }
+        assert_eq!(refused(&server, path, b"{\"prompt\": \"\xff\xfe\"}").await.0, 400, "not UTF-8");
+        let deep = "[".repeat(100_000);
+        assert_eq!(refused(&server, path, deep.as_bytes()).await.0, 400);
+    }
+}
+
+#[tokio::test]
+async fn a_wrong_value_is_named() {
+    let server = Server::saying("</think>\n\nHello.").await;
+    let user = json!([{"role": "user", "content": "Hi"}]);
+    let tool = |function: Value| json!([{"type": "function", "function": function}]);
+    for (more, param) in [
+        (json!({"messages": null}), "messages"),
+        (json!({"messages": []}), "messages"),
+        (json!({"messages": "Hi"}), "messages"),
+        (json!({"messages": {"role": "user"}}), "messages"),
+        (json!({"messages": ["Hi"]}), "messages[0]"),
+        (json!({"messages": [{"role": "wizard", "content": "Hi"}]}), "messages[0].role"),
+        (json!({"messages": [{"content": "Hi"}]}), "messages[0].role"),
+        (json!({"messages": [{"role": "user", "content": 5}]}), "messages[0].content"),
+        (json!({"messages": [{"role": "user"}]}), "messages[0].content"),
+        (json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages[0].content[0]"),
+        (json!({"model": 5}), "model"),
+        (json!({"max_tokens": -1}), "max_tokens"),
+        (json!({"max_tokens": 0}), "max_tokens"),
+        (json!({"max_tokens": "5"}), "max_tokens"),
+        (json!({"max_tokens": 1.5}), "max_tokens"),
+        (json!({"max_completion_tokens": -1}), "max_completion_tokens"),
+        (json!({"n": 2}), "n"),
+        (json!({"n": 0}), "n"),
+        (json!({"temperature": -1}), "temperature"),
+        (json!({"temperature": 3}), "temperature"),
+        (json!({"temperature": "hot"}), "temperature"),
+        (json!({"top_p": 2}), "top_p"),
+        (json!({"top_k": -5}), "top_k"),
+        (json!({"min_p": 1.5}), "min_p"),
+        (json!({"repetition_penalty": 0}), "repetition_penalty"),
+        (json!({"presence_penalty": -2.5}), "presence_penalty"),
+        (json!({"frequency_penalty": 2.5}), "frequency_penalty"),
+        (json!({"logit_bias": {"99999": 1}}), "logit_bias.99999"),
+        (json!({"logit_bias": [1]}), "logit_bias"),
+        (json!({"seed": "lucky"}), "seed"),
+        (json!({"stop": 5}), "stop"),
+        (json!({"stop": vec!["x"; 17]}), "stop"),
+        (json!({"stream": "yes"}), "stream"),
+        (json!({"stream_options": {"include_usage": true}}), "stream_options"),
+        (json!({"logprobs": 5}), "logprobs"),
+        (json!({"top_logprobs": 3}), "top_logprobs"),
+        (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
+        (json!({"logprobs": true, "top_logprobs": -1}), "top_logprobs"),
+        (json!({"tools": "all"}), "tools"),
+        (json!({"tools": tool(json!({}))}), "tools[0].function.name"),
+        (json!({"tools": tool(json!({"name": "f", "parameters": 5}))}), "tools[0].function.parameters"),
+        (json!({"tools": tool(json!({"name": "f"})), "tool_choice": "required"}), "tool_choice"),
+        (json!({"tools": tool(json!({"name": "f"})), "tool_choice": {"type": "function"}}), "tool_choice"),
+        (json!({"response_format": {"type": "json_object"}}), "response_format"),
+        (json!({"response_format": "text"}), "response_format"),
+        (json!({"chat_template_kwargs": []}), "chat_template_kwargs"),
+        (json!({"functions": []}), "functions"),
+    ] {
+        let mut body = json!({"messages": user});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        assert_eq!(refused(&server, CHAT, body.to_string().as_bytes()).await, (400, json!(param)), "{more}");
+    }
+    for (body, param) in [
+        (json!({}), "prompt"),
+        (json!({"prompt": null}), "prompt"),
+        (json!({"prompt": ""}), "prompt"),
+        (json!({"prompt": []}), "prompt"),
+        (json!({"prompt": [[]]}), "prompt"),
+        (json!({"prompt": {"text": "x"}}), "prompt"),
+        (json!({"prompt": [1, "x"]}), "prompt"),
+        (json!({"prompt": [1, 99999]}), "prompt"),
+        (json!({"prompt": "x", "max_tokens": -1}), "max_tokens"),
+        (json!({"prompt": "x", "n": 2}), "n"),
+        (json!({"prompt": "x", "best_of": 2}), "best_of"),
+        (json!({"prompt": "x", "logprobs": 21}), "logprobs"),
+        (json!({"prompt": "x", "logprobs": true}), "logprobs"),
+        (json!({"prompt": "x", "suffix": "y"}), "suffix"),
+        (json!({"prompt": vec!["x"; 2049]}), "prompt"),
+    ] {
+        assert_eq!(refused(&server, TEXT, body.to_string().as_bytes()).await, (400, json!(param)), "{body}");
+    }
+    for (path, body, param) in [
+        ("/tokenize", json!({}), "prompt"),
+        ("/tokenize", json!({"prompt": "x", "messages": user}), "prompt"),
+        ("/tokenize", json!({"prompt": 5}), "prompt"),
+        ("/tokenize", json!({"messages": []}), "messages"),
+        ("/detokenize", json!({}), "tokens"),
+        ("/detokenize", json!({"tokens": [99999]}), "tokens"),
+        ("/detokenize", json!({"tokens": "x"}), "tokens"),
+    ] {
+        assert_eq!(refused(&server, path, body.to_string().as_bytes()).await, (400, json!(param)), "{body}");
+    }
+    assert_eq!(server.engine.load(), (0, 0));
+    assert_eq!(server.evaluated(), 0, "nothing wrong reaches the model");
+}
+
+#[tokio::test]
+async fn what_looks_wrong_and_works() {
+    let server = Server::saying("</think>\n\nHello.").await;
+    for more in [
+        json!({"temperature": null, "stop": null, "tools": null, "stream": null, "max_tokens": null, "n": null}),
+        json!({"n": 1, "top_k": -1, "stop": [], "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}),
+        json!({"user": "me", "metadata": {"a": 1}, "store": true, "frobnicate": [1, 2, 3]}),
+        json!({"max_tokens": 4_000_000_000u32, "temperature": 2, "seed": -5, "logit_bias": {"5": -100}}),
+    ] {
+        let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let answer = server.post(CHAT, &body).await;
+        let status = answer.status;
+        assert_eq!(status, 200, "{more}: {}", answer.text().await);
+    }
+    let body = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
+    let headers = [("content-type", "application/x-www-form-urlencoded")];
+    let head = server.send("POST", CHAT, &headers, Some(body)).await;
+    assert_eq!(head.status, 200, "curl -d sends another content type");
+}
+
+#[tokio::test]
+async fn what_the_template_refuses_is_a_422() {
+    let server = Server::saying("Hello.").await;
+    let late = json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}]});
+    assert_eq!(refused(&server, CHAT, late.to_string().as_bytes()).await, (422, json!("messages")));
+}
+
+#[tokio::test]
+async fn ten_megabytes_are_read_and_twenty_are_not() {
+    let server = Setup::default().start().await;
+    let of = |megabytes: usize| "word ".repeat(megabytes << 20 >> 2);
+    let chat = json!({"messages": [{"role": "user", "content": of(8)}]}).to_string();
+    assert!(chat.len() > 10_000_000);
+    assert_eq!(refused(&server, CHAT, chat.as_bytes()).await, (400, json!("messages")), "longer than the context");
+    let unused = json!({"messages": [{"role": "user", "content": "Hi"}], "metadata": {"blob": of(8)}, "max_tokens": 2});
+    assert_eq!(server.post(CHAT, &unused).await.status, 200);
+    let text = json!({"prompt": of(16)}).to_string();
+    assert!(text.len() > 20_000_000);
+    assert_eq!(refused(&server, TEXT, text.as_bytes()).await, (413, Value::Null));
+    assert_eq!(server.get("/health").await.status, 200);
+}
+
+#[tokio::test]
+async fn a_prompt_over_the_context_is_refused_with_the_numbers() {
+    let server = Setup { context: 64, ..Setup::default() }.start().await;
+    let long = "one two three four five six seven eight ".repeat(20);
+    for (path, body) in [
+        (CHAT, json!({"messages": [{"role": "user", "content": long}]})),
+        (TEXT, json!({"prompt": long})),
+        (TEXT, json!({"prompt": vec![5; 64]})),
+        (TEXT, json!({"prompt": vec![5; 65], "max_tokens": 0, "echo": true})),
+    ] {
+        let answer = server.post(path, &body).await;
+        assert_eq!(answer.status, 400);
+        let error = answer.json().await["error"].clone();
+        assert_eq!(error["code"], "context_length_exceeded");
+        assert!(error["message"].as_str().unwrap().contains("64 tokens"), "{error}");
+    }
+    let fits = json!({"prompt": vec![5; 64], "max_tokens": 0, "echo": true});
+    assert_eq!(server.post(TEXT, &fits).await.status, 200);
+}

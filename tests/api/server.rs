@@ -1,0 +1,153 @@
+//! A server on a port of its own, with the demo model's tokenizer and template and a parrot behind them.
+
+// Shared by two test binaries, neither of which uses all of it.
+#![allow(dead_code)]
+
+use moestro::{
+    chat::{Template, Tokenizer},
+    engine::{self, Handle, Options, Sampling, parrot::Parrot},
+    http::{self, App, Door, ModelCard},
+    metrics::Metrics,
+};
+use serde_json::json;
+use std::{
+    net::SocketAddr,
+    path::PathBuf,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
+
+/// `<|im_end|>`
+pub const EOS: u32 = 2040;
+pub const VOCAB: usize = 2048;
+
+/// What a test wants of its server.
+pub struct Setup {
+    /// What the model says to everything; `None` repeats the prompt.
+    pub says: Option<&'static str>,
+    pub delay: Duration,
+    pub context: usize,
+    pub max_queue: usize,
+    pub api_key: Option<&'static str>,
+    pub cors: Option<&'static str>,
+    pub thinking: Option<bool>,
+    /// The model fails when it meets this text's last token.
+    pub fails_on: Option<&'static str>,
+    pub grace: Duration,
+    /// Leave the door without a model.
+    pub loading: bool,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            says: None,
+            delay: Duration::ZERO,
+            context: 512,
+            max_queue: 16,
+            api_key: None,
+            cors: None,
+            thinking: None,
+            fails_on: None,
+            grace: Duration::from_secs(5),
+            loading: false,
+        }
+    }
+}
+
+pub struct Server {
+    pub address: SocketAddr,
+    pub engine: Handle,
+    pub tokenizer: Arc<Tokenizer>,
+    pub metrics: Arc<Metrics>,
+    pub door: Arc<Door>,
+    parrot: Parrot,
+    shutdown: Option<oneshot::Sender<()>>,
+    serving: JoinHandle<std::io::Result<()>>,
+}
+
+pub fn demo() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")
+}
+
+impl Server {
+    /// A model that says `says` to everything.
+    pub async fn saying(says: &'static str) -> Self {
+        Setup { says: Some(says), ..Setup::default() }.start().await
+    }
+
+    /// How many tokens the model has evaluated so far.
+    pub fn evaluated(&self) -> usize {
+        self.parrot.evaluated.load(Ordering::Relaxed)
+    }
+
+    /// Waits until nothing runs and nothing waits.
+    pub async fn idle(&self) {
+        for _ in 0..500 {
+            if self.engine.load() == (0, 0) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("the engine is still busy: {:?}", self.engine.load());
+    }
+
+    /// Waits until `running` requests run and `queued` wait.
+    pub async fn load(&self, running: usize, queued: usize) {
+        for _ in 0..500 {
+            if self.engine.load() == (running, queued) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("{:?} is not ({running}, {queued})", self.engine.load());
+    }
+
+    pub fn shut_down(&mut self) {
+        drop(self.shutdown.take());
+    }
+
+    pub async fn ended(self) {
+        self.serving.await.unwrap().unwrap();
+    }
+}
+
+impl Setup {
+    pub async fn start(self) -> Server {
+        let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
+        let ids = |text: &str| tokenizer.encode(text).unwrap();
+        let parrot = Parrot {
+            vocab: VOCAB,
+            context: self.context,
+            chunk: 32,
+            eos: EOS,
+            answer: self.says.map(ids),
+            delay: self.delay,
+            fails_on: self.fails_on.and_then(|text| ids(text).last().copied()),
+            ..Parrot::default()
+        };
+        let metrics = Metrics::new("0.0.0", "cpu");
+        let options = Options { max_queue: self.max_queue, eos: vec![EOS], grace: self.grace, ..Options::default() };
+        let (engine, _worker) = engine::spawn(parrot.clone(), options, metrics.clone()).unwrap();
+        let cors = self.cors.map(|origin| origin.parse().unwrap());
+        let door = Arc::new(Door::new(metrics.clone(), self.api_key.map(str::to_owned), cors));
+        if !self.loading {
+            door.open(App {
+                engine: engine.clone(),
+                tokenizer: tokenizer.clone(),
+                template: Some(Template::load(&demo()).unwrap()),
+                card: ModelCard { id: "parrot".into(), created: 1, experts_per_token: Some(2) },
+                defaults: Sampling { temperature: 0.0, ..Sampling::default() },
+                thinking: self.thinking,
+                plan: json!({"resident": true}),
+            });
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (sender, receiver) = oneshot::channel::<()>();
+        let shutdown = async move { drop(receiver.await) };
+        let serving = tokio::spawn(http::serve(listener, door.clone(), shutdown));
+        Server { address, engine, tokenizer, metrics, door, parrot, shutdown: Some(sender), serving }
+    }
+}

@@ -1,0 +1,100 @@
+//! 200 requests in turn, then 32 at a time, a third of which leaves at random: no file descriptor and no memory stays
+//! behind, and no answer is wrong. In a process of its own, because it counts what the process holds.
+
+#![cfg(target_os = "linux")]
+
+#[path = "api/client.rs"]
+mod client;
+#[path = "api/server.rs"]
+mod server;
+
+use serde_json::json;
+use server::{Server, Setup};
+use std::{sync::Arc, time::Duration};
+
+const TEXT: &str = "/v1/completions";
+
+/// Open file descriptors of this process.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Resident memory of this process, in bytes.
+fn memory() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+}
+
+/// One request: its answer checked, or the connection dropped somewhere on the way, as `number` has it.
+async fn visit(server: &Server, number: usize) {
+    let text = format!("This is request {number} of many.");
+    let stream = number.is_multiple_of(2);
+    let body = json!({"prompt": text, "max_tokens": 60, "stream": stream});
+    if number % 3 == 0 {
+        // A third leaves: at once, after the head, or after a few tokens.
+        match number % 9 {
+            0 => drop(tokio::time::timeout(Duration::from_millis(2), server.post(TEXT, &body)).await),
+            3 => drop(server.post(TEXT, &json!({"prompt": text, "max_tokens": 60, "stream": true})).await),
+            _ => {
+                let mut answer = server.post(TEXT, &json!({"prompt": text, "max_tokens": 60, "stream": true})).await;
+                if answer.status == 200 {
+                    answer.chunk().await;
+                }
+            }
+        }
+        return;
+    }
+    let told = if stream {
+        let chunks = server.stream(TEXT, &body).await;
+        assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "stop");
+        chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect()
+    } else {
+        let answer = server.ask(TEXT, &body).await;
+        assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+        answer["choices"][0]["text"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(told, text);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_of_them_leave_nothing_behind() {
+    let setup = Setup { delay: Duration::from_micros(100), max_queue: 64, ..Setup::default() };
+    let server = Arc::new(setup.start().await);
+    for number in 0..40 {
+        visit(&server, number).await;
+    }
+    server.idle().await;
+    let (files_before, memory_before) = (descriptors(), memory());
+    for number in 0..200 {
+        visit(&server, number).await;
+        if number % 20 == 0 {
+            assert_eq!(server.get("/health").await.status, 200);
+        }
+    }
+    for round in 0..5 {
+        let visits: Vec<_> = (0..32)
+            .map(|number| {
+                let server = server.clone();
+                tokio::spawn(async move { visit(&server, round * 32 + number).await })
+            })
+            .collect();
+        for visit in visits {
+            visit.await.unwrap();
+        }
+        assert_eq!(server.get("/health").await.status, 200);
+    }
+    server.idle().await;
+    // Connections that were hung up on are closed when the server next looks at them.
+    let mut files_after = descriptors();
+    for _ in 0..200 {
+        if files_after <= files_before + 4 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        files_after = descriptors();
+    }
+    assert!(files_after <= files_before + 4, "{files_before} descriptors became {files_after}");
+    let grown = memory().saturating_sub(memory_before);
+    assert!(grown < 32 << 20, "memory grew by {} KiB", grown >> 10);
+    assert_eq!(server.engine.load(), (0, 0));
+}

@@ -1,0 +1,231 @@
+//! Prompts and ids against transformers. `MOESTRO_VECTORS=DIR cargo test --test chat` also checks the vectors of a real
+//! model: DIR has `tokenizer.json`, `templates/NAME.jinja` and `chat_vectors.json` (`{NAME: {case: {..}}}`).
+
+use moestro::{
+    chat::{Conversation, Decoder, Template, Tokenizer},
+    error::ChatError,
+};
+use proptest::prelude::*;
+use serde_json::{Map, Value, json};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::{Arc, LazyLock},
+};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat").join(name)
+}
+
+fn read(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// A template given as text, loaded as a model's would be.
+fn template(source: &str) -> Result<Template, ChatError> {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
+    Template::load(dir.path())
+}
+
+fn render(template: &Template, case: &Value) -> Result<String, ChatError> {
+    let mut kwargs = case["kwargs"].as_object().cloned().unwrap_or_default();
+    let given = kwargs.remove("add_generation_prompt").unwrap_or(case["add_generation_prompt"].clone());
+    template.render(&Conversation {
+        messages: case["messages"].as_array().unwrap(),
+        tools: case["tools"].as_array().map(Vec::as_slice),
+        kwargs: &kwargs,
+        add_generation_prompt: given.as_bool().unwrap_or(true),
+    })
+}
+
+fn one(source: &str) -> Result<String, ChatError> {
+    render(&template(source)?, &json!({"messages": [{"role": "user", "content": "hi"}]}))
+}
+
+/// Which lines differ is easier to read than which texts.
+fn assert_same(found: &str, expected: &str, case: &str) {
+    for (i, (found, expected)) in found.lines().zip(expected.lines()).enumerate() {
+        assert_eq!(found, expected, "{case}, line {}", i + 1);
+    }
+    assert_eq!(found, expected, "{case}");
+}
+
+#[test]
+fn templates_render_as_jinja2_renders_them() {
+    let template = Template::load(&fixture("features")).unwrap();
+    let cases = read(&fixture("features/vectors.json"));
+    for case in cases.as_array().unwrap() {
+        let name = case["name"].as_str().unwrap();
+        match (render(&template, case), case["text"].as_str()) {
+            (Ok(text), Some(expected)) => assert_same(&text, expected, name),
+            (Err(ChatError::Refused(why)), None) => assert_eq!(why, case["refused"], "{name}"),
+            (other, _) => panic!("{name}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn vectors_of_a_real_model() {
+    let Some(dir) = std::env::var_os("MOESTRO_VECTORS").map(PathBuf::from) else { return };
+    let tokenizer = Tokenizer::load(&dir).unwrap();
+    let vectors = read(&dir.join("chat_vectors.json"));
+    for (name, cases) in vectors.as_object().unwrap() {
+        let source = fs::read_to_string(dir.join("templates").join(name).with_extension("jinja"))
+            .or_else(|_| fs::read_to_string(dir.join("templates").join(format!("{name}.jinja"))));
+        let template = template(&source.unwrap()).unwrap();
+        for (case_name, case) in cases.as_object().unwrap() {
+            let case_name = format!("{name}: {case_name}");
+            if let Some(refused) = case.get("refused") {
+                let error = render(&template, case).unwrap_err();
+                assert!(
+                    matches!(&error, ChatError::Refused(why) if why == refused.as_str().unwrap()),
+                    "{case_name}: {error}"
+                );
+                continue;
+            }
+            let text = render(&template, case).unwrap();
+            assert_same(&text, case["text"].as_str().unwrap(), &case_name);
+            let ids: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
+            assert_eq!(tokenizer.encode(&text).unwrap(), ids, "{case_name}");
+            eprintln!("{case_name}: {} ids", ids.len());
+        }
+    }
+}
+
+#[test]
+fn a_template_is_found_where_models_keep_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let load = || Template::load(dir.path());
+    assert!(load().err().unwrap().to_string().contains("chat_template.jinja"));
+    let config = |value: Value| fs::write(dir.path().join("tokenizer_config.json"), value.to_string()).unwrap();
+    let case = json!({"messages": []});
+    config(json!({"chat_template": "one {{ eos_token }}", "eos_token": {"content": "<e>"}}));
+    assert_eq!(render(&load().unwrap(), &case).unwrap(), "one <e>");
+    config(
+        json!({"chat_template": [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "two"}]}),
+    );
+    assert_eq!(render(&load().unwrap(), &case).unwrap(), "two");
+    assert_eq!(render(&load().unwrap(), &json!({"messages": [], "tools": [{}]})).unwrap(), "tools");
+    fs::write(dir.path().join("chat_template.jinja"), "three").unwrap();
+    assert_eq!(render(&load().unwrap(), &case).unwrap(), "three");
+    fs::write(dir.path().join("chat_template.jinja"), "{% if %}").unwrap();
+    assert!(matches!(load(), Err(ChatError::Template(_))));
+}
+
+#[test]
+fn hostile_templates_end_with_an_error() {
+    for source in [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ range(1000000000) | list }}",
+        "{{ 'x' * 100000000000 }}",
+        "{{ nothing.at_all }}",
+        "{{ messages | tojson(indent=nothing.x) }}",
+        "{{ strftime_now('%!') }}",
+        "{{ 'a'.split('') }}",
+    ] {
+        assert!(matches!(one(source), Err(ChatError::Template(_))), "{source}");
+    }
+}
+
+#[test]
+fn values_nested_by_a_loop_overflow_nothing() {
+    let nest = |then: &str| {
+        let deep = "[".repeat(20) + "ns.x" + &"]".repeat(20);
+        let nest = format!("{{% for i in range(50000) %}}{{% set ns.x = {deep} %}}{{% endfor %}}");
+        one(&format!("{{% set ns = namespace(x=[]) %}}{nest}{then}"))
+    };
+    assert_eq!(nest("").unwrap(), "");
+    assert_eq!(nest("{{ ns.x == [ns.x] }}").unwrap(), "False");
+    assert_eq!(nest("{{ ns.x }}").unwrap().len(), 2_000_002);
+    assert!(matches!(nest("{{ ns.x | tojson }}"), Err(ChatError::Template(_))));
+}
+
+#[test]
+fn the_date_is_todays() {
+    let date = one("{{ strftime_now('%Y-%m-%d') }}").unwrap();
+    assert_eq!((date.len(), &date[4..5]), (10, "-"));
+}
+
+#[test]
+fn reasoning_is_open_where_the_prompt_opened_it() {
+    for (prompt, open) in [
+        ("a<think>\n", true),
+        ("a<think>", true),
+        ("<think>\n\n</think>\n\n", false),
+        ("<think>\n\n", false),
+        ("", false),
+    ] {
+        assert_eq!(Template::opens_in_reasoning(prompt), open, "{prompt:?}");
+    }
+}
+
+static DEMO: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| Arc::new(Tokenizer::load(&fixture("demo")).unwrap()));
+
+#[test]
+fn the_demo_model_reads_and_writes() {
+    let template = Template::load(&fixture("demo")).unwrap();
+    let golden = read(&fixture("demo/vectors.json"));
+    for case in golden.as_array().unwrap() {
+        let text = render(&template, case).unwrap();
+        assert_eq!(text, case["text"]);
+        let ids: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
+        assert_eq!(DEMO.encode(&text).unwrap(), ids);
+        assert_eq!(DEMO.decode(&ids), case["decoded"]);
+    }
+}
+
+#[test]
+fn tokens_and_their_bytes() {
+    let think = DEMO.id("<think>").unwrap();
+    let end = DEMO.id("<|im_end|>").unwrap();
+    let space = DEMO.encode(" the").unwrap();
+    assert_eq!(DEMO.decode(&[think, end]), "<think>", "special tokens are dropped, others stay");
+    assert_eq!(DEMO.token(end).unwrap(), "<|im_end|>");
+    assert_eq!(DEMO.token_bytes(end), b"<|im_end|>");
+    assert_eq!(space.iter().flat_map(|id| DEMO.token_bytes(*id)).collect::<Vec<_>>(), b" the");
+    assert!(DEMO.token(space[0]).unwrap().starts_with('Ġ'));
+    let size = u32::try_from(DEMO.vocab_size()).unwrap();
+    assert_eq!(
+        (DEMO.token(size), DEMO.token_bytes(size), DEMO.decode(&[size, u32::MAX])),
+        (None, vec![], String::new())
+    );
+    assert_eq!(DEMO.encode("").unwrap(), [] as [u32; 0]);
+    assert!(Tokenizer::load(&fixture("features")).err().unwrap().to_string().contains("tokenizer.json"));
+}
+
+#[test]
+fn long_runs_encode() {
+    for text in [" ".repeat(300_000), " ".repeat(300_000) + "x", "\n".repeat(100_000), "a".repeat(100_000)] {
+        assert_eq!(DEMO.decode(&DEMO.encode(&text).unwrap()), text);
+    }
+}
+
+proptest! {
+    #[test]
+    fn text_comes_back(text in "[ -~\\n\\r\\té世😀\u{0}]{0,60}") {
+        prop_assert_eq!(DEMO.decode(&DEMO.encode(&text).unwrap()), text);
+    }
+
+    #[test]
+    fn a_stream_of_ids_decodes_as_a_whole(ids in prop::collection::vec(0u32..2100, 0..60)) {
+        let mut decoder = Decoder::new(DEMO.clone());
+        let mut text: String = ids.iter().map(|id| decoder.push(*id)).collect();
+        text += &decoder.finish();
+        prop_assert_eq!(&text, &DEMO.decode(&ids));
+        let bytes: Vec<u8> = ids.iter().filter(|id| !(2038..2042).contains(*id)).flat_map(|id| DEMO.token_bytes(*id)).collect();
+        prop_assert_eq!(text, String::from_utf8_lossy(&bytes));
+    }
+}
+
+#[test]
+fn kwargs_are_variables() {
+    let kwargs = Map::from_iter([("enable_thinking".to_string(), json!(false))]);
+    let template = Template::load(&fixture("demo")).unwrap();
+    let messages = [json!({"role": "user", "content": "hi"})];
+    let conversation = Conversation { messages: &messages, tools: None, kwargs: &kwargs, add_generation_prompt: true };
+    let prompt = template.render(&conversation).unwrap();
+    assert!(prompt.ends_with("<think>\n\n</think>\n\n"), "{prompt}");
+    assert!(!Template::opens_in_reasoning(&prompt));
+}
