@@ -14,7 +14,7 @@ use crate::{
     error::{CommandError, ModelError, StoreError},
     metrics::Metrics,
     model::{self, Qwen, config::FfnShape, qwen::StoreOptions},
-    plan::{Stream, Wishes},
+    plan::Wishes,
     store,
 };
 use std::{path::PathBuf, sync::Arc};
@@ -116,11 +116,7 @@ pub fn options(load: &Load) -> model::Options {
         threads: load.threads,
         wishes: Wishes {
             limit: load.memory_limit,
-            stream: match load.stream_experts {
-                Switch::Auto => Stream::Auto,
-                Switch::On => Stream::On,
-                Switch::Off => Stream::Off,
-            },
+            stream: load.stream_experts,
             context: load.context,
             chunk: load.chunk,
             buffered: load.expert_io == ExpertIo::Buffered,
