@@ -2,12 +2,14 @@
 
 mod dispatch;
 mod file;
+mod gpu;
 mod memory;
 pub mod os;
 mod threads;
 
 pub use dispatch::{Binding, Dispatch, Effect, Region};
 pub use file::{Access, File, MAX_BLOCK, disk_bytes};
+pub use gpu::{Gpu, GpuError};
 pub use memory::{Slab, Span};
 pub use threads::Threads;
 

@@ -93,8 +93,7 @@ impl Config {
                 return refuse(format!("model_type {other} is not supported; Moestro serves qwen3_5_moe and qwen3_5"));
             }
         };
-        for (key, supported) in
-            [("hidden_act", "silu"), ("output_gate_type", "swish"), ("mamba_ssm_dtype", "float32")]
+        for (key, supported) in [("hidden_act", "silu"), ("output_gate_type", "swish"), ("mamba_ssm_dtype", "float32")]
         {
             match text.0.get(key).and_then(Value::as_str) {
                 None => {}
@@ -131,12 +130,12 @@ impl Config {
                 value_dim: text.count("linear_value_head_dim", 1 << 12)?,
                 taps: text.count("linear_conv_kernel_dim", 64)?,
             },
-            ffn: if moe { text.moe()? } else { FfnShape::Dense { intermediate: text.count("intermediate_size", 1 << 20)? } },
-            quantization: json
-                .get("quantization")
-                .or(json.get("quantization_config"))
-                .cloned()
-                .unwrap_or(Value::Null),
+            ffn: if moe {
+                text.moe()?
+            } else {
+                FfnShape::Dense { intermediate: text.count("intermediate_size", 1 << 20)? }
+            },
+            quantization: json.get("quantization").or(json.get("quantization_config")).cloned().unwrap_or(Value::Null),
         };
         if !config.delta.value_heads.is_multiple_of(config.delta.key_heads) {
             return refuse("linear_num_value_heads is no multiple of linear_num_key_heads".into());
@@ -189,8 +188,11 @@ impl Table<'_> {
     /// `layer_types` says it layer by layer, or `full_attention_interval` in one number.
     fn full_layers(self, layers: usize) -> Result<Vec<bool>, ModelError> {
         let Some(types) = self.0.get("layer_types").and_then(Value::as_array) else {
-            let interval =
-                if self.0.get("full_attention_interval").is_some() { self.count("full_attention_interval", 4096)? } else { 4 };
+            let interval = if self.0.get("full_attention_interval").is_some() {
+                self.count("full_attention_interval", 4096)?
+            } else {
+                4
+            };
             return Ok((1..=layers).map(|layer| layer.is_multiple_of(interval)).collect());
         };
         if types.len() != layers {

@@ -23,9 +23,9 @@ use candle_core::{DType, Tensor};
 
 /// Gate, up and down of a feed-forward that stays in memory.
 pub struct Mlp {
-    gate: Weight,
-    up: Weight,
-    down: Weight,
+    pub(super) gate: Weight,
+    pub(super) up: Weight,
+    pub(super) down: Weight,
 }
 
 impl Mlp {
@@ -58,20 +58,20 @@ fn each_token(tokens: usize, first: usize) -> Vec<Assignment> {
 
 pub struct Moe {
     layer: usize,
-    k: usize,
-    renormalise: bool,
-    router: Weight,
-    shared_gate: Weight,
-    shared: Mlp,
+    pub(super) k: usize,
+    pub(super) renormalise: bool,
+    pub(super) router: Weight,
+    pub(super) shared_gate: Weight,
+    pub(super) shared: Mlp,
     /// How gate, up and down of every expert are stored.
-    stacks: [Stack; 3],
+    pub(super) stacks: [Stack; 3],
 }
 
 /// One projection of all experts of a layer.
-struct Stack {
-    layout: Layout,
+pub(super) struct Stack {
+    pub(super) layout: Layout,
     /// One an expert.
-    gains: Vec<f32>,
+    pub(super) gains: Vec<f32>,
 }
 
 impl Moe {
@@ -203,7 +203,8 @@ fn find_experts(
         let stack = |layout: Layout| Stack { layout, gains: vec![1.0; experts] };
         return Ok(([stack(half.clone()), stack(half), stack(down)], pieces));
     }
-    let names = [("gate_proj", intermediate, hidden), ("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)];
+    let names =
+        [("gate_proj", intermediate, hidden), ("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)];
     if from.find(&format!("{mlp}experts.0.gate_proj.weight")).is_some() {
         let mut pieces = Vec::with_capacity(experts);
         let mut first: Option<[Stack; 3]> = None;
@@ -214,9 +215,8 @@ fn find_experts(
             }
             let Ok(layouts) = <[Layout; 3]>::try_from(layouts) else { continue };
             pieces.push(checkpoint::expert(std::array::from_fn(|index| checkpoint::pieces(&layouts[index], 0))));
-            let stacks = first.get_or_insert_with(|| {
-                layouts.clone().map(|layout| Stack { layout, gains: vec![1.0; experts] })
-            });
+            let stacks =
+                first.get_or_insert_with(|| layouts.clone().map(|layout| Stack { layout, gains: vec![1.0; experts] }));
             for (stack, layout) in stacks.iter().zip(&layouts) {
                 if stack.layout.codes != layout.codes {
                     return Err(ModelError::Config(format!("{mlp}experts.{expert} is not stored like expert 0")));

@@ -228,11 +228,8 @@ mod tests {
         shard(dir.path(), "model.safetensors", r#"{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,12]}}"#, 12);
         assert!(opened().contains("does not take bytes"));
         shard(dir.path(), "model.safetensors", r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}"#, 12);
-        std::fs::write(
-            dir.path().join("model.safetensors.index.json"),
-            r#"{"weight_map":{"z":"model.safetensors"}}"#,
-        )
-        .unwrap();
+        std::fs::write(dir.path().join("model.safetensors.index.json"), r#"{"weight_map":{"z":"model.safetensors"}}"#)
+            .unwrap();
         assert!(opened().contains("tensor z is missing"));
         std::fs::write(dir.path().join("model.safetensors"), [255; 9]).unwrap();
         assert!(opened().contains("header of"));

@@ -59,7 +59,10 @@ pub struct Mixture {
 #[derive(Debug, Clone, Copy)]
 pub enum Memory {
     /// `[3, channels]` and `[value_heads, dv, dk]`, f32.
-    Delta { conv: Region, heads: Region },
+    Delta {
+        conv: Region,
+        heads: Region,
+    },
     Attend(Cache),
 }
 
@@ -197,6 +200,33 @@ impl Mixture {
         experts_up(&self.op(tokens, slots, s), s.normed, s.misses, false)
     }
 
+    /// A batch of places grouped by expert: their results, unweighted, to `out`.
+    pub fn batch(&self, tokens: usize, slots: &Slots, s: &Scratch, jobs: Jobs, out: Region) -> [Dispatch; 2] {
+        let op = self.op(tokens, slots, s);
+        [experts_up_rows(&op, s.normed, jobs), experts_down_rows(&op, jobs, out)]
+    }
+
+    /// After all batches: the shared expert (`act` and `shared` are room for it), and the sum over ranks.
+    pub fn combine(
+        &self,
+        tokens: usize,
+        slots: &Slots,
+        s: &Scratch,
+        out: Region,
+        act: Region,
+        shared: Region,
+    ) -> Vec<Dispatch> {
+        let op = self.op(tokens, slots, s);
+        let mut launches = Vec::with_capacity(3);
+        if let Some([_, _, down, _]) = &self.shared {
+            launches.push(swiglu(tokens, self.shared_inner(), s.scores, self.width(), self.router.rows, act));
+            let matrices = std::slice::from_ref(down);
+            launches.push(linear(&Linear { x: act, tokens, norm: None, matrices, y: shared, add: false }));
+        }
+        launches.push(experts_combine(&op, out, shared, s.h));
+        launches
+    }
+
     /// All `places` together: the layer's result, added to the residual stream.
     pub fn join(&self, tokens: usize, slots: &Slots, s: &Scratch) -> Dispatch {
         experts_down(&self.op(tokens, slots, s), s.places, s.h)
@@ -213,13 +243,15 @@ impl Layer {
             linear(&Linear { x: s.y, tokens, norm: None, matrices, y: s.h, add: true })
         };
         match (&self.mixer, memory) {
-            (Mixer::Delta { op, project: matrices, taps, decay, norm, out }, Memory::Delta { conv: state, heads }) => vec![
-                project(matrices),
-                conv(op, tokens, s.proj, *taps, *state, s.mixed),
-                delta(op, tokens, s.proj, s.mixed, *decay, *heads, s.out),
-                gated_norm(op, tokens, s.out, s.proj, *norm, s.y),
-                back(out),
-            ],
+            (Mixer::Delta { op, project: matrices, taps, decay, norm, out }, Memory::Delta { conv: state, heads }) => {
+                vec![
+                    project(matrices),
+                    conv(op, tokens, s.proj, *taps, *state, s.mixed),
+                    delta(op, tokens, s.proj, s.mixed, *decay, *heads, s.out),
+                    gated_norm(op, tokens, s.out, s.proj, *norm, s.y),
+                    back(out),
+                ]
+            }
             (Mixer::Attend { op, project: matrices, q_norm, k_norm, out }, Memory::Attend(cache)) => {
                 let turn = Turn { q_norm: *q_norm, k_norm: *k_norm, turn: s.turn };
                 let mut launches =

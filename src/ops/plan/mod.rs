@@ -6,6 +6,7 @@ mod experts;
 mod layer;
 mod linear;
 mod route;
+mod token;
 
 pub use attend::{Attend, Cache, Turn, attend, attend_join, attend_place};
 pub use delta::{Decay, Delta, conv, delta, gated_norm};
@@ -15,6 +16,7 @@ pub use experts::{
 pub use layer::{Ffn, Layer, Memory, Mixer, Mixture, Scratch};
 pub use linear::{Linear, Norm, linear};
 pub use route::{Chosen, Route, dequantise, embed, rms_norm, route};
+pub use token::{Cost, Net, Residence, Step, cost, layer, pass};
 
 use super::{Codes, Float};
 use crate::device::{Binding, Dispatch, Region};
