@@ -3,7 +3,10 @@
 mod dispatch;
 mod file;
 mod gpu;
+pub mod kernels;
 mod memory;
+#[cfg(target_os = "macos")]
+mod metal;
 pub mod os;
 mod threads;
 
@@ -11,6 +14,8 @@ pub use dispatch::{Binding, Dispatch, Effect, Region};
 pub use file::{Access, File, MAX_BLOCK, disk_bytes};
 pub use gpu::{Gpu, GpuError};
 pub use memory::{Slab, Span};
+#[cfg(target_os = "macos")]
+pub use metal::Metal;
 pub use threads::Threads;
 
 use std::sync::Arc;
