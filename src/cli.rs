@@ -18,8 +18,14 @@ pub enum Command {
     Serve(Serve),
     /// One answer on the terminal, tokens as they come
     Generate(Generate),
+    /// What a model needs of this machine, and how fast it can be here
+    Info(Info),
+    /// Measure prefill, decode, hits, stall and disk
+    Bench(Bench),
     /// Write a synthetic checkpoint with a real model's dimensions
     Synth(Synth),
+    /// Write one page-aligned record per expert, for faster reads
+    Pack(Pack),
 }
 
 #[derive(Debug, Args)]
@@ -204,7 +210,7 @@ pub struct Synth {
 pub struct Pack {
     #[command(flatten)]
     pub model: Model,
-    /// Directory to write [default: beside the checkpoint]
+    /// Directory to write [default: in the user's cache]
     #[arg(long, env = "MOESTRO_OUT", value_name = "DIR")]
     pub out: Option<PathBuf>,
 }

@@ -21,6 +21,9 @@ pub enum StoreError {
     Io { path: PathBuf, source: io::Error },
     #[error("{}: not a checkpoint: {why}", path.display())]
     NotACheckpoint { path: PathBuf, why: String },
+    /// Packed experts that do not belong to the checkpoint, or are incomplete.
+    #[error("{}: not this checkpoint's pack: {why}", path.display())]
+    NotAPack { path: PathBuf, why: String },
     #[error("tensor {name} is missing (looked for it in {})", dir.display())]
     Missing { name: String, dir: PathBuf },
     #[error("tensor {name} in {}: expected {expected}, found {found}", file.display())]

@@ -1,15 +1,24 @@
 //! Parses what was typed, sets up the log, runs, and is the only exit.
 
 use clap::Parser;
-use moestro::{cli::Cli, command};
-use std::{io, process::ExitCode};
+use moestro::{
+    cli::{Cli, Command},
+    command,
+};
+use std::{
+    io::{self, IsTerminal},
+    process::ExitCode,
+};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
     // A usage error ends here, with clap's words and exit code 2.
     let cli = Cli::parse();
-    let filter = EnvFilter::try_from_env("MOESTRO_LOG").unwrap_or_else(|_| EnvFilter::new("moestro=info,warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
+    // A server tells what it does; the answer of any other command is what it prints.
+    let level = if matches!(cli.command, Command::Serve(_)) { "moestro=info,warn" } else { "warn" };
+    let filter = EnvFilter::try_from_env("MOESTRO_LOG").unwrap_or_else(|_| EnvFilter::new(level));
+    let colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(io::stderr).init();
     match command::run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -45,10 +45,9 @@ fn one(source: &str) -> Result<String, ChatError> {
 
 /// Which lines differ is easier to read than which texts.
 fn assert_same(found: &str, expected: &str, case: &str) {
-    for (i, (found, expected)) in found.lines().zip(expected.lines()).enumerate() {
-        assert_eq!(found, expected, "{case}, line {}", i + 1);
-    }
-    assert_eq!(found, expected, "{case}");
+    let lines = found.lines().zip(expected.lines()).filter(|(found, expected)| found != expected);
+    let lines: String = lines.map(|(found, expected)| format!("found    {found}\nexpected {expected}\n")).collect();
+    assert!(found == expected, "{case}: {} bytes, {} expected\n{lines}", found.len(), expected.len());
 }
 
 #[test]
@@ -71,8 +70,7 @@ fn vectors_of_a_real_model() {
     let tokenizer = Tokenizer::load(&dir).unwrap();
     let vectors = read(&dir.join("chat_vectors.json"));
     for (name, cases) in vectors.as_object().unwrap() {
-        let source = fs::read_to_string(dir.join("templates").join(name).with_extension("jinja"))
-            .or_else(|_| fs::read_to_string(dir.join("templates").join(format!("{name}.jinja"))));
+        let source = fs::read_to_string(dir.join(format!("templates/{name}.jinja")));
         let template = template(&source.unwrap()).unwrap();
         for (case_name, case) in cases.as_object().unwrap() {
             let case_name = format!("{name}: {case_name}");
@@ -124,6 +122,8 @@ fn hostile_templates_end_with_an_error() {
         "{{ messages | tojson(indent=nothing.x) }}",
         "{{ strftime_now('%!') }}",
         "{{ 'a'.split('') }}",
+        // Minijinja 3.0.5 panics here.
+        "{{ ''[::-1] }}",
     ] {
         assert!(matches!(one(source), Err(ChatError::Template(_))), "{source}");
     }
@@ -133,12 +133,12 @@ fn hostile_templates_end_with_an_error() {
 fn values_nested_by_a_loop_overflow_nothing() {
     let nest = |then: &str| {
         let deep = "[".repeat(20) + "ns.x" + &"]".repeat(20);
-        let nest = format!("{{% for i in range(50000) %}}{{% set ns.x = {deep} %}}{{% endfor %}}");
+        let nest = format!("{{% for i in range(10000) %}}{{% set ns.x = {deep} %}}{{% endfor %}}");
         one(&format!("{{% set ns = namespace(x=[]) %}}{nest}{then}"))
     };
     assert_eq!(nest("").unwrap(), "");
     assert_eq!(nest("{{ ns.x == [ns.x] }}").unwrap(), "False");
-    assert_eq!(nest("{{ ns.x }}").unwrap().len(), 2_000_002);
+    assert_eq!(nest("{{ ns.x }}").unwrap().len(), 400_002);
     assert!(matches!(nest("{{ ns.x | tojson }}"), Err(ChatError::Template(_))));
 }
 

@@ -1,6 +1,9 @@
-//! Python's string methods, where minijinja's own differ or are missing. The rest falls through to `pycompat`.
+//! Python's methods, where minijinja's own differ or are missing. The rest falls through to `pycompat`.
 
-use minijinja::{Error, ErrorKind, State, Value, value::Tuple, value::from_args};
+use minijinja::{
+    Error, ErrorKind, State, Value,
+    value::{Tuple, ValueKind, from_args},
+};
 
 /// Calls `value.method(args)` as Python would.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
@@ -8,6 +11,13 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
         && let Some(result) = of_string(text, method, args)?
     {
         return Ok(result);
+    }
+    if value.kind() == ValueKind::Seq && method == "index" {
+        let (what,): (&Value,) = from_args(args)?;
+        let at = value.try_iter()?.position(|item| item == *what);
+        return Ok(Value::from(
+            at.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "the value is not in the list"))?,
+        ));
     }
     minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
 }
@@ -63,6 +73,10 @@ fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, 
             let at = text.find(what).ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "substring not found"))?;
             Value::from(text[..at].chars().count())
         }
+        "title" => {
+            let () = from_args(args)?;
+            Value::from(title(text))
+        }
         "swapcase" => {
             let () = from_args(args)?;
             let swap =
@@ -71,6 +85,23 @@ fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, 
         }
         _ => return Ok(None),
     }))
+}
+
+/// A capital after whatever is no letter.
+fn title(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut inside = false;
+    for c in text.chars() {
+        if inside {
+            out.extend(c.to_lowercase());
+        } else {
+            let mut upper = c.to_uppercase();
+            out.extend(upper.next());
+            out.extend(upper.flat_map(char::to_lowercase));
+        }
+        inside = c.is_alphabetic();
+    }
+    out
 }
 
 fn not_empty(sep: &str) -> Result<(), Error> {

@@ -2,7 +2,11 @@
 
 use super::{history, methods, python};
 use crate::error::ChatError;
-use minijinja::{Environment, Error, ErrorKind, Value, syntax::SyntaxConfig, value::Serde};
+use minijinja::{
+    Environment, Error, ErrorKind, Value,
+    syntax::SyntaxConfig,
+    value::{Serde, ValueKind as Kind},
+};
 use serde_json::{Map, Value as Json};
 use std::{collections::BTreeMap, fmt, io, path::Path};
 
@@ -21,8 +25,8 @@ pub struct Conversation<'a> {
 
 /// A model's chat template, compiled.
 ///
-/// Known to differ from Python: integers beyond 64 bits become floats, and a float joined to a string with `~` is never
-/// written with an exponent.
+/// Known to differ from Python: integers beyond 64 bits become floats, a float joined to a string with `~` is never
+/// written with an exponent, and an empty string cannot be sliced backwards.
 pub struct Template {
     env: Environment<'static>,
     /// `bos_token` and the like from `tokenizer_config.json`, which transformers gives to the template as variables.
@@ -94,7 +98,8 @@ impl Template {
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("template".into()).stack_size(STACK);
             let thread = thread.spawn_scoped(scope, render).map_err(|e| ChatError::Template(e.to_string()))?;
-            thread.join().map_err(|_| ChatError::Template("it panicked".into()))?
+            // A fault in the template engine ends this request, not the server.
+            thread.join().map_err(|_| ChatError::Template("the template engine panicked".into()))?
         })
     }
 
@@ -151,11 +156,9 @@ fn environment() -> Environment<'static> {
     });
     env.add_filter("length", length);
     env.add_filter("count", length);
-    // To Python a string and a mapping are sequences too: they have a length and items.
-    env.add_test("sequence", |value: &Value| {
-        use minijinja::value::ValueKind::{Map, Seq, String};
-        matches!(value.kind(), Map | Seq | String)
-    });
+    // To Python a string and a mapping are sequences too: they have a length and items. None is nothing to iterate over.
+    env.add_test("sequence", |value: &Value| matches!(value.kind(), Kind::Map | Kind::Seq | Kind::String));
+    env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok() || value.as_str().is_some());
     env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
         let message = python::string(&message);
         Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Refusal(message)))
@@ -220,6 +223,3 @@ fn without_generation_marks(source: &str) -> String {
     out.push_str(rest);
     out
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,6 +1,10 @@
 //! One file for each subcommand, and what they share: finding a checkpoint and loading its parts.
 
+mod bench;
 mod generate;
+mod info;
+mod measure;
+mod pack;
 mod progress;
 mod serve;
 mod synth;
@@ -24,6 +28,9 @@ pub fn run(command: Command) -> Result<(), CommandError> {
     match command {
         Command::Serve(typed) => serve::run(config::Serve::new(typed).map_err(CommandError::Usage)?),
         Command::Generate(typed) => generate::run(config::Generate::new(typed).map_err(CommandError::Usage)?),
+        Command::Info(typed) => info::run(typed),
+        Command::Bench(typed) => bench::run(typed),
+        Command::Pack(typed) => pack::run(&typed),
         Command::Synth(typed) => synth::run(&typed),
     }
 }
@@ -115,6 +122,8 @@ pub fn options(load: &Load) -> model::Options {
     model::Options {
         threads: load.threads,
         wishes: Wishes {
+            // There is none yet: what it would take goes to the slots.
+            prompt_cache: Some(0),
             limit: load.memory_limit,
             stream: load.stream_experts,
             context: load.context,

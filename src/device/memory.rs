@@ -48,6 +48,40 @@ impl Slab {
     }
 }
 
+/// A slab that is filled once, from the start, range by range: a trunk being loaded.
+pub struct Filling {
+    slab: Arc<Slab>,
+    /// Bytes handed out.
+    taken: usize,
+}
+
+impl Filling {
+    /// Room for `len` bytes.
+    pub fn new(len: usize) -> std::io::Result<Self> {
+        Ok(Self { slab: Arc::new(Slab::new(len)?), taken: 0 })
+    }
+
+    /// Lets `fill` write the next `len` bytes, starting at a multiple of `align`. Panics if the slab is too small.
+    pub fn fill<E>(
+        &mut self,
+        len: usize,
+        align: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<Span, E> {
+        let start = self.taken.next_multiple_of(align);
+        self.taken = start + len;
+        // SAFETY: ranges are handed out once each, in order; no span of this one exists yet.
+        fill(unsafe { self.slab.bytes_mut(start..self.taken) })?;
+        // SAFETY: this range has just been written and is never handed out again.
+        Ok(unsafe { Span::new(self.slab.clone(), start..self.taken) })
+    }
+
+    /// Bytes handed out, and in all.
+    pub fn progress(&self) -> (usize, usize) {
+        (self.taken, self.slab.len())
+    }
+}
+
 /// A read-only range of a slab that is never written again: one trunk tensor.
 #[derive(Clone)]
 pub struct Span {

@@ -24,7 +24,7 @@ use library::Library;
 use objc2::{rc::Retained, runtime::ProtocolObject};
 use objc2_metal::{
     MTLBarrierScope, MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandEncoder, MTLCommandQueue,
-    MTLComputeCommandEncoder, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLSharedEvent, MTLSize,
+    MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLSharedEvent, MTLSize,
 };
 use std::{
     collections::BTreeMap,
@@ -206,7 +206,7 @@ impl Gpu for Metal {
         // SAFETY: in bounds; only the address is taken.
         let start = unsafe { slab.bytes(range.clone()) }.as_ptr();
         let whole = range.len().next_multiple_of(PAGE);
-        let pointer = NonNull::from(unsafe { &*start }).cast::<c_void>();
+        let Some(pointer) = NonNull::new(start.cast_mut().cast::<c_void>()) else { return failed("an empty slab") };
         // SAFETY: mapped memory from a page's start to a page's end (a mapping is whole pages), which lives as long as the
         // slab that is kept beside the buffer.
         let raw = unsafe {

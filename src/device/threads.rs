@@ -159,7 +159,7 @@ impl Crew {
         while self.gate.load(Ordering::Acquire) & INSIDE != 0 {
             turns += 1;
             // A worker inside may have lost its core to another process: let it have ours.
-            if turns.is_multiple_of(4096) { std::thread::yield_now() } else { std::hint::spin_loop() }
+            if turns.is_multiple_of(256) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
     }
 
@@ -205,11 +205,14 @@ impl Crew {
                 continue;
             }
             turns += 1;
-            if turns.is_multiple_of(64) && since.elapsed() > SPIN {
+            if !turns.is_multiple_of(64) {
+                std::hint::spin_loop();
+            } else if since.elapsed() > SPIN {
                 self.park(done);
                 since = Instant::now();
+            } else {
+                std::thread::yield_now();
             }
-            std::hint::spin_loop();
         }
     }
 

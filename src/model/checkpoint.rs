@@ -6,7 +6,7 @@ use super::{
     names::{Name, canonical},
 };
 use crate::{
-    device::{Slab, Span},
+    device::{Filling, Span},
     error::{ModelError, StoreError},
     ops::{Codes, Float, Weight},
     store::index::{Dtype, Entry, Index},
@@ -17,7 +17,6 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs::File,
     os::unix::fs::FileExt,
-    sync::Arc,
 };
 
 /// Trunk tensors start at multiples of this (bytes): a cache line.
@@ -242,7 +241,7 @@ fn float(dtype: Dtype) -> Option<Float> {
 /// and learns the size, then with [`Trunk::read`].
 pub struct Trunk<'a> {
     pub from: &'a Checkpoint,
-    slab: Option<Arc<Slab>>,
+    slab: Option<Filling>,
     /// Bytes taken so far.
     len: usize,
     progress: &'a mut dyn FnMut(u64, u64),
@@ -257,7 +256,7 @@ impl<'a> Trunk<'a> {
     /// Reads into a slab of `len` bytes, as measured.
     pub fn read(from: &'a Checkpoint, len: usize, progress: &'a mut dyn FnMut(u64, u64)) -> Result<Self, ModelError> {
         let refused = |error| ModelError::Memory(format!("no memory for a trunk of {len} bytes: {error}"));
-        Ok(Self { from, slab: Some(Arc::new(Slab::new(len).map_err(refused)?)), len: 0, progress })
+        Ok(Self { from, slab: Some(Filling::new(len).map_err(refused)?), len: 0, progress })
     }
 
     /// Bytes taken so far.
@@ -282,16 +281,13 @@ impl<'a> Trunk<'a> {
     }
 
     fn span(&mut self, entry: Option<&Entry>) -> Result<Span, ModelError> {
-        let (Some(entry), Some(slab)) = (entry, &self.slab) else {
-            self.len = (self.len + entry.map_or(0, |entry| entry.len)).next_multiple_of(ALIGN);
+        self.len = self.len.next_multiple_of(ALIGN) + entry.map_or(0, |entry| entry.len);
+        let (Some(entry), Some(slab)) = (entry, &mut self.slab) else {
             return Span::from_bytes(&[]).map_err(|error| ModelError::Memory(error.to_string()));
         };
-        let range = self.len..self.len + entry.len;
-        // SAFETY: nobody else has a view of this range yet: spans are made below, one after the other.
-        self.from.read_into(entry, unsafe { slab.bytes_mut(range.clone()) })?;
-        self.len = range.end.next_multiple_of(ALIGN);
-        (self.progress)(self.len as u64, slab.len() as u64);
-        // SAFETY: the range has just been filled and is never written again.
-        Ok(unsafe { Span::new(slab.clone(), range) })
+        let span = slab.fill(entry.len, ALIGN, |bytes| self.from.read_into(entry, bytes))?;
+        let (done, total) = slab.progress();
+        (self.progress)(done as u64, total as u64);
+        Ok(span)
     }
 }

@@ -23,10 +23,13 @@ use crate::{
     metrics::Metrics,
     ops::{self, Rotation, Routes, Weight},
     plan::{Limits, Plan, Shape, Wishes},
-    store::{self, ExpertMap, PIECES, Piece, Store, index::Index},
+    store::{self, ExpertMap, PIECES, Piece, Store, index::Index, pack},
 };
 use candle_core::Tensor;
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 /// How to load a model.
 #[derive(Debug, Clone, Default)]
@@ -136,13 +139,28 @@ impl Net {
 pub struct Surveyed {
     pub config: Config,
     pub checkpoint: Checkpoint,
+    /// Where the routed experts lie in `files`: the checkpoint's, or its pack's.
     pub experts: ExpertMap,
+    pub files: Vec<PathBuf>,
+    /// The pack's directory, if there is one.
+    pub pack: Option<PathBuf>,
     pub shape: Shape,
 }
 
 impl Surveyed {
-    /// Reads the headers and a few small tensors; checks every name and shape.
+    /// As [`Surveyed::unpacked`]; the experts are those of the checkpoint's pack if it has one.
     pub fn new(dir: &Path, options: &Options) -> Result<Self, ModelError> {
+        let mut found = Self::unpacked(dir, options)?;
+        if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
+            tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
+            found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
+            (found.experts, found.files, found.pack) = (pack.map, pack.files, Some(pack.dir));
+        }
+        Ok(found)
+    }
+
+    /// Reads the headers and a few small tensors; checks every name and shape.
+    pub fn unpacked(dir: &Path, options: &Options) -> Result<Self, ModelError> {
         let mut config = Config::read(dir)?;
         if let (Some(wanted), FfnShape::Moe { k, .. }) = (options.experts_per_token, &mut config.ffn) {
             if wanted < 1 || wanted > *k {
@@ -157,10 +175,10 @@ impl Surveyed {
         let (net, layers) = Net::load(&mut trunk, &config, &compute)?;
         let len = trunk.len() as u64;
         checkpoint.finish()?;
-        let experts = ExpertMap { layers };
+        let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
         let gathered = if net.head.is_some() { table_bytes(&net.embed) } else { 0 };
-        let shape = shape(&config, len, gathered, &experts);
-        Ok(Self { config, checkpoint, experts, shape })
+        let shape = shape(&config, options.math, len, gathered, &experts);
+        Ok(Self { config, checkpoint, experts, files, pack: None, shape })
     }
 }
 
@@ -169,7 +187,7 @@ fn table_bytes(table: &Weight) -> u64 {
 }
 
 /// What the plan needs to know of a model.
-fn shape(config: &Config, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
+fn shape(config: &Config, math: Math, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
     let (hidden, d, a) = (config.hidden, &config.delta, &config.attention);
     let (experts, k, intermediate) = match config.ffn {
         FfnShape::Dense { intermediate } => (0, 1, intermediate),
@@ -187,7 +205,7 @@ fn shape(config: &Config, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
         layers: map.layers.len(),
         experts,
         experts_per_token: if experts == 0 { 0 } else { k },
-        kv_per_token: State::kv_bytes(config),
+        kv_per_token: State::kv_bytes(config, math),
         state: State::fixed_bytes(config),
         workspace_per_row: 4 * row as u64,
         workspace_fixed: 8 * config.vocab as u64,
@@ -204,8 +222,18 @@ impl Qwen {
         metrics: &Arc<Metrics>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
-        let Surveyed { config, checkpoint, experts, shape } = Surveyed::new(dir, options)?;
+        let Surveyed { config, checkpoint, experts, files, shape, .. } = Surveyed::new(dir, options)?;
         let plan = Plan::new(&shape, &Limits::here(None), &options.wishes)?;
+        for (gauge, bytes) in [
+            (&metrics.memory_limit_bytes, plan.limit),
+            (&metrics.memory_trunk, plan.trunk),
+            (&metrics.memory_experts, plan.experts),
+            (&metrics.memory_kv, plan.kv),
+            (&metrics.memory_state, plan.state),
+            (&metrics.memory_workspace, plan.workspace),
+        ] {
+            gauge.set(bytes as i64);
+        }
         let threads = options.threads.unwrap_or_else(device::os::physical_cores);
         let compute = Compute::cpu(threads, options.math);
         let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
@@ -216,7 +244,7 @@ impl Qwen {
             let StoreOptions { io, threads, prefetch, warm, trace } = options.store.clone();
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
             let options = store::Options { slots: plan.slots, io, threads, prefetch, warm, trace };
-            let store = Store::open(checkpoint.index.files.clone(), experts, options, metrics.clone())?;
+            let store = Store::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)
         };
@@ -307,7 +335,7 @@ impl Ffn {
 /// Where the list of a checkpoint's hot experts is kept between runs.
 fn hot_list(index: &Index) -> Option<store::Warm> {
     let identity = index.identity();
-    let file = device::os::cache_dir()?.join("moestro").join("hot").join(format!("{identity}.json"));
+    let file = device::os::cache_dir()?.join("hot").join(format!("{identity}.json"));
     Some(store::Warm { file, identity })
 }
 
@@ -315,7 +343,7 @@ impl Model for Qwen {
     type State = State;
 
     fn start(&self) -> Result<State, ModelError> {
-        State::new(&self.config, self.plan.context, &self.compute.device)
+        State::new(&self.config, self.plan.context, &self.compute)
     }
 
     fn forward(&mut self, state: &mut State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {

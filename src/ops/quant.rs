@@ -165,7 +165,7 @@ impl Writer {
 /// One group: fills `q` and returns scale and scaled sum. A group with a value that is not finite has the scale NaN, so
 /// that the damage shows in every product and nowhere else.
 #[inline(always)]
-fn quantise(values: &[f32], q: &mut [i16], order: Order) -> (f32, f32) {
+pub(super) fn quantise(values: &[f32], q: &mut [i16], order: Order) -> (f32, f32) {
     // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
     let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
     let most = f32::from_bits(most);

@@ -1,9 +1,8 @@
-//! Queries and keys of full attention: a norm per head, then a rotation of the first dimensions (spec 2.1). Keys and
-//! values go straight to their place in the cache.
+//! Queries and keys of full attention: a norm per head, then a rotation of the first dimensions (spec 2.1).
 
-use super::{norm::normalise, simd, view::Rows, view::contiguous_mut};
+use super::{norm::normalise, simd, view::Rows};
 use crate::device::Compute;
-use candle_core::{CpuStorage, CustomOp1, InplaceOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
 /// Cosines and sines of a run of positions, computed once for all layers.
 pub struct Rotation {
@@ -33,7 +32,7 @@ impl Rotation {
     }
 
     #[inline(always)]
-    fn turn(&self, token: usize, head: &mut [f32]) {
+    pub(super) fn turn(&self, token: usize, head: &mut [f32]) {
         let (low, high) = head[..2 * self.half].split_at_mut(self.half);
         for ((low, high), (cos, sin)) in low.iter_mut().zip(high).zip(&self.table[token * self.half..]) {
             (*low, *high) = (*low * cos - *high * sin, *high * cos + *low * sin);
@@ -79,43 +78,5 @@ impl CustomOp1 for Queries<'_> {
             });
         });
         Ok((CpuStorage::F32(y), Shape::from((projected.count(), heads, dim))))
-    }
-}
-
-/// Writes rows `[T, KV * D]` to positions `at..at + T` of a cache `[KV, N, D]`; keys (which have a norm) are normed and
-/// turned first.
-pub fn remember(cache: &Tensor, rows: &Tensor, at: usize, key: Option<(HeadNorm<'_>, &Rotation)>) -> Result<()> {
-    cache.inplace_op2(rows, &Remember { at, key })
-}
-
-struct Remember<'a> {
-    at: usize,
-    key: Option<(HeadNorm<'a>, &'a Rotation)>,
-}
-
-impl InplaceOp2 for Remember<'_> {
-    fn name(&self) -> &'static str {
-        "remember"
-    }
-
-    fn cpu_fwd(&self, c: &mut CpuStorage, cl: &Layout, r: &CpuStorage, rl: &Layout) -> Result<()> {
-        let (heads, room, dim) = cl.shape().dims3()?;
-        let (cache, rows) = (contiguous_mut(c, cl)?, Rows::new(r, rl)?);
-        if rows.width() != heads * dim || self.at + rows.count() > room {
-            bail!("remember: {} rows of {} at {} of [{heads}, {room}, {dim}]", rows.count(), rows.width(), self.at)
-        }
-        for token in 0..rows.count() {
-            for (head, x) in rows.row(token).chunks_exact(dim).enumerate() {
-                let place = &mut cache[(head * room + self.at + token) * dim..][..dim];
-                match self.key {
-                    None => place.copy_from_slice(x),
-                    Some((norm, rotation)) => simd::vectorised(simd::Isa::best(), || {
-                        normalise(x, norm.weight, norm.eps, place);
-                        rotation.turn(token, place);
-                    }),
-                }
-            }
-        }
-        Ok(())
     }
 }

@@ -3,6 +3,7 @@
 //! * [`layout`]: where an expert's bytes lie on disk and where each lands in a slot.
 //! * [`slots`] is the table: which expert is in which slot, who is pinned, who has to go; [`heat`] says who is wanted.
 //! * [`reader`] is the pool of threads that reads a [`source`] straight into slots; [`probe`] picks how.
+//! * [`pack`] writes an expert's bytes side by side; [`synth`] makes checkpoints to try a machine with.
 //! * [`prefetch`] judges whether reading ahead pays; [`warm`] remembers what was hot when the server stopped.
 //!
 //! A [`Store`] belongs to the thread that owns the model. Its table needs no lock: reader threads never see it, they get
@@ -11,6 +12,8 @@
 pub mod heat;
 pub mod index;
 pub mod layout;
+pub mod pack;
+mod partial;
 pub mod prefetch;
 pub mod probe;
 pub mod reader;

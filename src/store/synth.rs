@@ -8,13 +8,14 @@
 mod layout;
 mod noise;
 
+use super::partial::Partial;
 use crate::error::StoreError;
 use layout::Tensor;
 use std::{
     fs::{self, File},
     io::{self, Write},
     os::unix::fs::FileExt,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -90,7 +91,11 @@ impl Dimensions {
             return refuse(format!("{e} experts are too few: each token is routed to {k} of them"));
         }
         let inputs = [self.hidden, self.heads * self.head_dim, self.linear_value_heads * self.linear_head_dim];
-        if inputs.iter().chain([&self.expert_hidden, &self.shared_hidden]).any(|&n| n == 0 || n % layout::GROUP != 0) {
+        if inputs
+            .iter()
+            .chain([&self.expert_hidden, &self.shared_hidden])
+            .any(|&n| n == 0 || !n.is_multiple_of(layout::GROUP))
+        {
             return refuse(format!("every matrix needs a multiple of {} columns", layout::GROUP));
         }
         Ok(())
@@ -158,7 +163,7 @@ pub fn write(out: &Path, options: &Options, progress: &(dyn Fn(u64) + Sync)) -> 
             count => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
         };
         map.extend(shard.iter().map(|tensor| (tensor.name.clone(), name.clone().into())));
-        let path = partial.0.join(&name);
+        let path = partial.path().join(&name);
         write_shard(&path, shard, options.threads, progress).map_err(at(&path))?;
     }
     map.sort_keys();
@@ -170,47 +175,11 @@ pub fn write(out: &Path, options: &Options, progress: &(dyn Fn(u64) + Sync)) -> 
     ];
     let texts = texts.map(|(name, json)| (name.to_owned(), format!("{json:#}\n").into_bytes()));
     for (name, content) in texts.iter().chain(&options.extras) {
-        let path = partial.0.join(name);
+        let path = partial.path().join(name);
         File::create_new(&path).and_then(|mut file| file.write_all(content)).map_err(at(&path))?;
     }
-    partial.rename(out).map_err(at(out))?;
+    partial.finish(out).map_err(at(out))?;
     Ok(Summary { bytes, tensors: tensors.len(), shards: shards.len() })
-}
-
-/// A directory that is removed unless it gets its name.
-struct Partial(PathBuf);
-
-impl Partial {
-    fn create(out: &Path) -> io::Result<Self> {
-        let parent = match out.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "this path has no last name");
-        let name = out.file_name().ok_or_else(no_name)?.to_string_lossy();
-        fs::create_dir_all(parent)?;
-        let path = parent.join(format!(".{name}.partial"));
-        if path.exists() {
-            // Left by a run that was killed: nothing else uses this name.
-            fs::remove_dir_all(&path)?;
-        }
-        fs::create_dir(&path)?;
-        Ok(Self(path))
-    }
-
-    fn rename(self, out: &Path) -> io::Result<()> {
-        fs::rename(&self.0, out)?;
-        std::mem::forget(self);
-        Ok(())
-    }
-}
-
-impl Drop for Partial {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.0) {
-            tracing::warn!(path = %self.0.display(), %error, "could not remove an unfinished checkpoint");
-        }
-    }
 }
 
 fn write_shard(path: &Path, tensors: &[Tensor], threads: usize, progress: &(dyn Fn(u64) + Sync)) -> io::Result<()> {

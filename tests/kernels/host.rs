@@ -104,6 +104,11 @@ impl Host {
         Region { buffer, offset: 0, len }
     }
 
+    /// Gives a buffer's memory back.
+    pub fn drop_buffer(&mut self, buffer: u32) {
+        self.send(b"B", &[buffer, 0], &[]);
+    }
+
     pub fn bytes(&mut self, bytes: &[u8]) -> Region {
         let region = self.empty(bytes.len());
         self.write(region, bytes);

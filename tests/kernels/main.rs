@@ -2,7 +2,10 @@
 
 mod check;
 mod experts;
+mod cost;
 mod faults;
+mod forward;
+mod gpu;
 mod host;
 mod layers;
 mod linear;

@@ -55,10 +55,9 @@ impl Types {
             _ => {}
         }
         let before = *self;
-        if let Some(target) = schema.get("$ref").and_then(Value::as_str).and_then(|r| r.strip_prefix('#')) {
-            if let Some(target) = root.pointer(target) {
-                self.collect(target, root, left);
-            }
+        let reference = schema.get("$ref").and_then(Value::as_str).and_then(|r| r.strip_prefix('#'));
+        if let Some(target) = reference.and_then(|path| root.pointer(path)) {
+            self.collect(target, root, left);
         }
         for key in ["anyOf", "oneOf", "allOf"] {
             for schema in schema.get(key).and_then(Value::as_array).into_iter().flatten() {

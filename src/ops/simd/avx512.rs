@@ -2,8 +2,11 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Out, Scratch, float, x86};
+use super::{Affine, Line, Out, Scratch, float, tile512, x86};
 use crate::ops::weight::WeightView;
+
+/// From this many lines on, unpacking a tile pays.
+const MANY: usize = 2;
 
 struct Vnni;
 
@@ -13,8 +16,14 @@ struct Vnni;
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
+    let mut rows = rows;
     // SAFETY: passed on.
-    unsafe { x86::rows::<Vnni>(weight, rows, lines, outs, scratch) }
+    unsafe {
+        if lines.len() >= MANY {
+            rows.start += tile512::rows(weight, rows.clone(), lines, outs, scratch);
+        }
+        x86::rows::<Vnni>(weight, rows, lines, outs, scratch);
+    }
 }
 
 /// See [`super::product`].

@@ -55,5 +55,24 @@ pub fn dot<const N: usize>(weights: &[f32], x: [&[f32]; N]) -> [f32; N] {
             *lane = weight.mul_add(*x, *lane);
         }
     }
-    lanes.map(|lanes| tree(std::array::from_fn(|lane| lanes[lane] + lanes[lane + 8])))
+    lanes.map(|lanes| fold(&lanes))
+}
+
+/// The sum of sixteen lanes.
+#[inline(always)]
+pub fn fold(lanes: &[f32; 16]) -> f32 {
+    tree(std::array::from_fn(|lane| lanes[lane] + lanes[lane + 8]))
+}
+
+/// The sum of `x`, lane by lane.
+#[inline(always)]
+pub fn lanes_sum(x: &[f32]) -> f32 {
+    let mut lanes = [0f32; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for x in chunks.iter().map(|chunk| chunk.as_slice()).chain([rest]) {
+        for (lane, x) in lanes.iter_mut().zip(x) {
+            *lane += x;
+        }
+    }
+    fold(&lanes)
 }

@@ -12,6 +12,8 @@ mod avx2;
 mod avx512;
 pub(super) mod float;
 mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod tile512;
 pub(super) mod unpack;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -125,8 +127,8 @@ pub(crate) struct Scratch {
     pub bytes: Vec<u8>,
     /// A row of weights in f32.
     pub values: Vec<f32>,
-    /// Partial sums of a tile.
-    pub sums: Vec<f32>,
+    #[cfg(target_arch = "x86_64")]
+    pub tiles: tile512::Tiles,
 }
 
 thread_local! {

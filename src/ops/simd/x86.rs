@@ -59,6 +59,7 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
         scratch.load(weight, row);
         let mut codes = weight.codes(row);
         if BITS == 0 {
+            scratch.bytes.resize(weight.cols, 0);
             // SAFETY: the processor has BMI2.
             unsafe { unpack_row(weight, row, &mut scratch.bytes) };
             codes = &scratch.bytes;
@@ -75,8 +76,7 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
 
 /// Unpacks the codes of `row` to bytes in natural order.
 #[inline(always)]
-pub(super) unsafe fn unpack_row(weight: &Affine<'_>, row: usize, bytes: &mut Vec<u8>) {
-    bytes.resize(weight.cols, 0);
+pub(super) unsafe fn unpack_row(weight: &Affine<'_>, row: usize, bytes: &mut [u8]) {
     let mask = 0x0101_0101_0101_0101 * ((1u64 << weight.bits) - 1);
     // SAFETY: the processor has BMI2 (caller).
     unpack::natural(weight.bits, weight.codes(row), bytes, |word| unsafe { _pdep_u64(word, mask) });
@@ -90,25 +90,16 @@ unsafe fn dot<D: Dot, const BITS: usize, const GROUP: usize>(codes: &[u8], const
     // SAFETY: all reads are of whole groups below `groups`, of which codes and digits have that many; constants, scales
     // and sums are padded to a multiple of eight.
     unsafe {
-        let partial = |group: usize| {
-            let (high, low) = (x.high.as_ptr().add(group * GROUP), x.low.as_ptr().add(group * GROUP));
-            let codes = codes.as_ptr().add(group * step);
-            match BITS {
-                4 => D::nibbles::<GROUP>(codes, high, low),
-                8 => D::bytes::<GROUP, true>(codes, high, low),
-                _ => D::bytes::<GROUP, false>(codes, high, low),
-            }
-        };
         let mut lanes = _mm256_setzero_ps();
         for first in (0..groups).step_by(8) {
             let mut sums = [_mm256_setzero_si256(); 8];
             if groups - first >= 8 {
                 for (index, sum) in sums.iter_mut().enumerate() {
-                    *sum = partial(first + index);
+                    *sum = partial::<D, BITS, GROUP>(codes, x, first + index);
                 }
             } else {
                 for (index, sum) in sums.iter_mut().enumerate().take(groups - first) {
-                    *sum = partial(first + index);
+                    *sum = partial::<D, BITS, GROUP>(codes, x, first + index);
                 }
             }
             let dots = _mm256_cvtepi32_ps(gather(sums));
@@ -121,6 +112,24 @@ unsafe fn dot<D: Dot, const BITS: usize, const GROUP: usize>(codes: &[u8], const
             lanes = _mm256_fmadd_ps(bias, sum, lanes);
         }
         tree(lanes)
+    }
+}
+
+/// The dot product of one group as eight partial sums.
+#[inline(always)]
+unsafe fn partial<D: Dot, const BITS: usize, const GROUP: usize>(
+    codes: &[u8],
+    x: &Digits<'_>,
+    group: usize,
+) -> __m256i {
+    // SAFETY: there are that many groups of codes and digits (caller).
+    unsafe {
+        let (high, low) = (x.high.as_ptr().add(group * GROUP), x.low.as_ptr().add(group * GROUP));
+        match BITS {
+            4 => D::nibbles::<GROUP>(codes.as_ptr().add(group * GROUP / 2), high, low),
+            8 => D::bytes::<GROUP, true>(codes.as_ptr().add(group * GROUP), high, low),
+            _ => D::bytes::<GROUP, false>(codes.as_ptr().add(group * GROUP), high, low),
+        }
     }
 }
 

@@ -151,7 +151,7 @@ impl List {
 }
 
 fn is_full(layer: usize) -> bool {
-    (layer + 1) % 4 == 0
+    (layer + 1).is_multiple_of(4)
 }
 
 /// Every tensor, in file order.
@@ -229,7 +229,7 @@ pub fn header(tensors: &[Tensor]) -> Vec<u8> {
         start = end;
     }
     let mut json = Value::Object(entries).to_string();
-    if json.len() % 4 == 0 {
+    if json.len().is_multiple_of(4) {
         json.push(' ');
     }
     [&(json.len() as u64).to_le_bytes()[..], json.as_bytes()].concat()

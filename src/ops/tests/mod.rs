@@ -8,6 +8,8 @@ use super::{
 };
 use crate::device::{Compute, Math, Span};
 
+mod attention;
+
 const AFFINE: Codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 
 fn weight(random: &mut Random, codes: Codes, rows: usize, cols: usize) -> Weight {

@@ -1,0 +1,86 @@
+//! How fast misses arrive: routes of eight experts nobody has in memory, without any computation, from one large file.
+//!
+//! ```text
+//! cargo bench --bench expert_io -- FILE [SECONDS] [THREADS,THREADS..]
+//! ```
+//! FILE is any file of at least 1 GB that is not in the page cache, for instance a shard of a checkpoint. It is laid out
+//! twice in imagination, with the dimensions of the 35B model: as MLX stores experts (nine ranges each) and packed (one
+//! range). Prints one line of CSV for each way: layout, io, threads, MB/s, reads/s, bytes read per byte wanted, mean
+//! milliseconds of a route. `benches/disk.sh` runs it beside fio.
+
+use moestro::{
+    metrics::Metrics,
+    store::{ExpertMap, Io, Options, PIECES, Phase, Piece, Prefetch, Store},
+};
+use std::{path::PathBuf, time::Instant};
+
+/// Codes, scales and biases of gate, up and down.
+const LENS: [usize; PIECES] = [524_288, 32_768, 32_768, 524_288, 32_768, 32_768, 524_288, 32_768, 32_768];
+const EXPERT: usize = 1_769_472;
+const EXPERTS: usize = 256;
+const ROUTE: usize = 8;
+
+fn map(size: u64, packed: bool) -> ExpertMap {
+    let layers = (size / (EXPERT * EXPERTS + 8192) as u64) as usize;
+    let layer = |layer: usize| {
+        let start = (layer * EXPERT * EXPERTS) as u64;
+        let expert = |expert: usize| {
+            // MLX: headers of odd length, then tensor after tensor. Packed: record after record, on a page.
+            let mut at = if packed { start + (expert * EXPERT) as u64 } else { start + 9731 };
+            std::array::from_fn(|part| {
+                let len = LENS[part];
+                let piece = Piece { file: 0, offset: if packed { at } else { at + (expert * len) as u64 }, len };
+                at += if packed { len as u64 } else { (len * EXPERTS) as u64 };
+                piece
+            })
+        };
+        (0..EXPERTS).map(expert).collect()
+    };
+    ExpertMap { layers: (0..layers).map(layer).collect() }
+}
+
+fn main() {
+    let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
+    let Some(path) = args.next().map(PathBuf::from) else {
+        println!("expert_io: no file given, nothing measured");
+        return;
+    };
+    let seconds: f64 = args.next().map_or(3.0, |text| text.parse().expect("seconds"));
+    let threads: Vec<usize> =
+        args.next().map_or(vec![8, 16, 32], |text| text.split(',').map(|n| n.parse().expect("threads")).collect());
+    let size = std::fs::metadata(&path).expect("the file").len();
+    println!("layout,io,threads,mb_per_s,reads_per_s,read_per_wanted,route_ms");
+    for (packed, io) in [(false, Io::Direct), (true, Io::Direct), (false, Io::Buffered), (true, Io::Buffered)] {
+        for &threads in &threads {
+            let metrics = Metrics::new("bench", "cpu");
+            let map = map(size, packed);
+            let layers = map.layers.len();
+            let options = Options { io, threads, prefetch: Prefetch::Off, ..Options::new(ROUTE) };
+            let store = Store::open(vec![path.clone()], map, options, metrics.clone()).expect("the store opens");
+            let (mut routes, mut seed, begin) = (0u64, 7u64, Instant::now());
+            while begin.elapsed().as_secs_f64() < seconds {
+                let mut next = || {
+                    seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                    (seed >> 33) as usize
+                };
+                let layer = next() % layers;
+                let first = next() % EXPERTS;
+                let experts: [u32; ROUTE] = std::array::from_fn(|i| ((first + i * 31) % EXPERTS) as u32);
+                let mut routed = store.route(layer, &experts, Phase::Decode).expect("a route");
+                while routed.next().expect("a read").is_some() {}
+                routes += 1;
+            }
+            let spent = begin.elapsed().as_secs_f64();
+            let read = metrics.ssd_read_bytes.get() as f64;
+            println!(
+                "{},{},{threads},{:.0},{:.0},{:.4},{:.2}",
+                if packed { "packed" } else { "mlx" },
+                if io == Io::Direct { "direct" } else { "buffered" },
+                read / spent / 1e6,
+                metrics.ssd_reads.get() as f64 / spent,
+                read / (metrics.lookups_decode_miss.get() as f64 * EXPERT as f64),
+                1e3 * spent / routes as f64,
+            );
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! What HTTP, JSON and streaming cost: the same tokens of the demo model, once straight from the engine and once through
+//! the server as a chat stream, in turn. Prints the time of one token either way and their ratio.
+//!
+//! Not a criterion bench: the two have to alternate, so that whatever else the machine does meets both.
+
+use moestro::{
+    chat::{Conversation, Template, Tokenizer},
+    engine::{self, Event, Handle, Options, Request, Sampling},
+    http::{self, App, Door, ModelCard},
+    metrics::Metrics,
+    model::{self, Qwen},
+};
+use serde_json::{Map, Value, json};
+use std::{
+    io::{BufRead, BufReader, Write},
+    net::{SocketAddr, TcpStream},
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+const ROUNDS: usize = 40;
+const EOS: [u32; 2] = [2040, 2038];
+
+fn main() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
+    let metrics = Metrics::new("bench", "cpu");
+    let model = Qwen::load(&dir, &model::Options::default(), &metrics, &mut |_, _| {}).expect("the demo model");
+    let options = Options { eos: EOS.into(), ..Options::default() };
+    let (engine, _worker) = engine::spawn(model, options, metrics.clone()).expect("a thread");
+    let tokenizer = Arc::new(Tokenizer::load(&dir).expect("a tokenizer"));
+    let template = Template::load(&dir).expect("a template");
+
+    let messages = [json!({"role": "user", "content": "Tell me a story about Paul and a dragon."})];
+    let conversation =
+        Conversation { messages: &messages, tools: None, kwargs: &Map::new(), add_generation_prompt: true };
+    let prompt = template.render(&conversation).expect("a prompt");
+    let ids = tokenizer.encode(&prompt).expect("ids");
+    let body =
+        json!({"messages": messages, "temperature": 0, "stream": true, "stream_options": {"include_usage": true}});
+    let body = body.to_string();
+
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    let address = runtime.block_on(serve(engine.clone(), tokenizer, template, metrics));
+
+    let (mut alone, mut served) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        alone.push(straight(&engine, &ids));
+        served.push(stream(address, &body));
+    }
+    // The first round fills caches.
+    let (alone, served) = (median(&mut alone[1..]), median(&mut served[1..]));
+    println!("engine alone      {alone:>10.1?} a token");
+    println!("as a chat stream  {served:>10.1?} a token");
+    println!("ratio             {:>10.3}", served.as_secs_f64() / alone.as_secs_f64());
+}
+
+async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, metrics: Arc<Metrics>) -> SocketAddr {
+    let door = Arc::new(Door::new(metrics, None, None));
+    door.open(App {
+        engine,
+        tokenizer,
+        template: Some(template),
+        card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None },
+        defaults: Sampling::default(),
+        thinking: None,
+        plan: Value::Null,
+    });
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let address = listener.local_addr().expect("an address");
+    tokio::spawn(http::serve(listener, door, std::future::pending()));
+    address
+}
+
+/// The time of a token from the first to the last, as the engine tells them.
+fn straight(engine: &Handle, ids: &[u32]) -> Duration {
+    let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
+    let request = Request {
+        ids: ids.to_vec(),
+        max_tokens: 400,
+        sampling,
+        logprobs: None,
+        prompt_logprobs: None,
+        ignore_eos: false,
+    };
+    let mut events = engine.submit(request).expect("a place in the queue");
+    let (mut first, mut tokens) = (None, 0);
+    loop {
+        match events.blocking_recv().expect("an event") {
+            Event::Token { .. } => {
+                first.get_or_insert_with(Instant::now);
+                tokens += 1;
+            }
+            Event::Done { .. } => break,
+            Event::Failed(error) => panic!("{error}"),
+            _ => {}
+        }
+    }
+    first.expect("a token").elapsed() / tokens
+}
+
+/// The same, as a client sees it.
+fn stream(address: SocketAddr, body: &str) -> Duration {
+    let mut connection = TcpStream::connect(address).expect("a connection");
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length:";
+    write!(connection, "{head} {}\r\n\r\n{body}", body.len()).expect("a request");
+    let (mut first, mut last, mut usage) = (None, None, String::new());
+    for line in BufReader::new(connection).lines().map_while(Result::ok) {
+        if line.starts_with("data: {") {
+            // The role comes with the first token.
+            first.get_or_insert_with(Instant::now);
+            usage = line;
+        } else if line == "data: [DONE]" {
+            last = Some(Instant::now());
+            break;
+        }
+    }
+    let usage: Value = serde_json::from_str(&usage["data: ".len()..]).expect("a chunk");
+    let tokens = usage["usage"]["completion_tokens"].as_u64().expect("a count");
+    (last.expect("an end") - first.expect("a chunk")) / tokens as u32
+}
+
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort();
+    times[times.len() / 2]
+}

@@ -1,0 +1,171 @@
+//! `moestro info`: what a model needs of this machine, and how fast it can decode here.
+
+use super::{measure, options, resolve};
+use crate::{
+    chat::Tokenizer,
+    cli,
+    config::{self, Load, Source},
+    device::os,
+    error::CommandError,
+    model::{Config, config::FfnShape, qwen::Surveyed},
+    plan::{Estimate, HIT_RATES, LimitFrom, Limits, Plan, Shape, Size, Strategy, estimate},
+};
+use measure::Measured;
+use serde::Serialize;
+use std::{fmt, path::PathBuf};
+
+/// Everything `info` says; `--json` prints it as it is. Bytes, tokens, seconds, bytes per second.
+#[derive(Debug, Serialize)]
+struct Report {
+    model: String,
+    directory: PathBuf,
+    /// Where the packed experts are read from, if there are any.
+    pack: Option<PathBuf>,
+    shards: usize,
+    weights: u64,
+    /// What the model was trained with; `shape.experts_per_token` is what is used.
+    trained_experts_per_token: usize,
+    shape: Shape,
+    limits: Limits,
+    plan: Option<Plan>,
+    /// Why there is no plan.
+    refused: Option<String>,
+    measured: Measured,
+    decode: Vec<Estimate>,
+}
+
+pub fn run(typed: cli::Info) -> Result<(), CommandError> {
+    let source = Source::new(typed.model.model.as_deref());
+    let load = Load::new(typed.load).map_err(CommandError::Usage)?;
+    let dir = resolve(&source)?;
+    // What serving holds before it loads the weights, so that both make the same plan. Without one there is still
+    // something to say.
+    let tokenizer = Tokenizer::load(&dir);
+    let limits = Limits::here(None);
+    drop(tokenizer);
+    let options = options(&load);
+    let found = Surveyed::new(&dir, &options)?;
+    let plan = Plan::new(&found.shape, &limits, &options.wishes);
+    let threads = load.threads.unwrap_or_else(os::physical_cores);
+    let room = plan.as_ref().map_or(u64::MAX, |plan| plan.limit / 4);
+    let measured = measure::measure(&found, &load, threads, room)?;
+    let rates = if found.shape.experts_per_token == 0 { &HIT_RATES[HIT_RATES.len() - 1..] } else { &HIT_RATES[..] };
+    let trained = match Config::read(&dir)?.ffn {
+        FfnShape::Moe { k, .. } => k,
+        FfnShape::Dense { .. } => 0,
+    };
+    let (plan, refused) = match plan {
+        Ok(plan) => (Some(plan), None),
+        Err(error) => (None, Some(error)),
+    };
+    let report = Report {
+        model: match &source {
+            Source::Hub(id) => id.clone(),
+            _ => config::name(&dir),
+        },
+        directory: dir,
+        pack: found.pack,
+        shards: found.checkpoint.index.files.len(),
+        weights: found.shape.weights(),
+        trained_experts_per_token: trained,
+        limits,
+        plan,
+        refused: refused.as_ref().map(ToString::to_string),
+        measured,
+        decode: rates.iter().map(|&rate| estimate(&found.shape, &measured.bandwidth, rate)).collect(),
+        shape: found.shape,
+    };
+    match typed.json {
+        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
+        false => print!("{report}"),
+    }
+    refused.map_or(Ok(()), |error| Err(error.into()))
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shape = &self.shape;
+        writeln!(f, "{}  ({})", self.model, self.directory.display())?;
+        let shards = if self.shards == 1 { "file" } else { "files" };
+        writeln!(f, "  weights         {:>10}  in {} {shards}", Size(self.weights).to_string(), self.shards)?;
+        writeln!(f, "  trunk           {:>10}  always in memory", Size(shape.trunk).to_string())?;
+        if shape.layers > 0 {
+            let experts = format!("{} layers x {} experts", shape.layers, shape.experts);
+            writeln!(f, "  one expert      {:>10}  {experts}", Size(shape.expert).to_string())?;
+            let (used, trained) = (shape.experts_per_token, self.trained_experts_per_token);
+            let fewer = if used < trained { format!(" (trained with {trained})") } else { String::new() };
+            writeln!(f, "  experts a token {used:>10}{fewer}")?;
+        }
+        writeln!(f, "  KV cache        {:>10}  a token", Size(shape.kv_per_token).to_string())?;
+        writeln!(f, "  state           {:>10}  a sequence", Size(shape.state).to_string())?;
+        if let Some(pack) = &self.pack {
+            writeln!(f, "  packed experts  in {}", pack.display())?;
+        }
+        writeln!(f)?;
+        match &self.plan {
+            Some(plan) => self.write_plan(f, plan)?,
+            None => writeln!(f, "no plan: {}", self.refused.as_deref().unwrap_or_default())?,
+        }
+        writeln!(f)?;
+        self.write_speed(f)
+    }
+}
+
+impl Report {
+    fn write_plan(&self, f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
+        let strategy = match plan.strategy {
+            Strategy::Resident => "resident",
+            Strategy::Streaming => "streaming",
+        };
+        let from = match plan.limit_from {
+            LimitFrom::Asked => "--memory-limit",
+            LimitFrom::Ram => "of this machine's memory",
+            LimitFrom::Gpu => "the GPU's recommended working set",
+            LimitFrom::Cgroup => "of the control group's limit",
+            LimitFrom::Fallback => "assumed",
+        };
+        writeln!(f, "plan: {strategy}, {} ({from}), overcommit {:.2}", Size(plan.limit), plan.overcommit)?;
+        let mut line = |what: &str, bytes: u64, note: String| {
+            writeln!(f, "  {}", format!("{what:<15} {:>10}  {note}", Size(bytes).to_string()).trim_end())
+        };
+        line("program", plan.process, String::new())?;
+        line("trunk", plan.trunk, String::new())?;
+        line("KV cache", plan.kv, format!("{} tokens", plan.context))?;
+        line("state", plan.state, String::new())?;
+        line("workspace", plan.workspace, format!("prefill in chunks of {} tokens", plan.chunk))?;
+        let slots = format!("{} slots, {:.1} % of all experts", plan.slots, 100.0 * plan.residency);
+        line("experts", plan.experts, if self.shape.layers > 0 { slots } else { String::new() })?;
+        if plan.page_cache > 0 {
+            line("page cache", plan.page_cache, "left to it, as experts are read through it".into())?;
+        }
+        Ok(())
+    }
+
+    fn write_speed(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Measured { bandwidth, threads, io_threads, direct } = self.measured;
+        writeln!(f, "measured here")?;
+        writeln!(f, "  memory          {:>5.1} GB/s  read by {threads} threads", bandwidth.memory / 1e9)?;
+        if self.shape.layers == 0 {
+            let speed = self.decode.first().map_or(0.0, |estimate| estimate.tokens_per_second);
+            return writeln!(f, "  decode          at most {speed:.1} tokens/s");
+        }
+        let how = if direct { "past" } else { "through" };
+        let note = format!("random experts, {io_threads} threads, {how} the page cache");
+        writeln!(f, "  disk            {:>5.2} GB/s  {note}", bandwidth.disk / 1e9)?;
+        writeln!(f, "  one expert      {:>6.2} ms  from asking to having it", bandwidth.latency * 1e3)?;
+        writeln!(f)?;
+        write!(f, "decode, at most\n  hit rate      ")?;
+        for estimate in &self.decode {
+            write!(f, "{:>8}", format!("{:.0} %", 100.0 * estimate.hit_rate))?;
+        }
+        write!(f, "\n  tokens/s      ")?;
+        for estimate in &self.decode {
+            write!(f, "{:>8.1}", estimate.tokens_per_second)?;
+        }
+        write!(f, "\n  MB read/token ")?;
+        for estimate in &self.decode {
+            write!(f, "{:>8.1}", estimate.disk_bytes_per_token / 1e6)?;
+        }
+        writeln!(f)
+    }
+}

@@ -1,0 +1,125 @@
+//! What the estimates rest on, measured here and now: the memory, and the disk through the store itself.
+
+use crate::{
+    config::Load,
+    device::{Access, memory_bandwidth},
+    error::{CommandError, StoreError},
+    metrics::Metrics,
+    model::qwen::Surveyed,
+    plan::Bandwidth,
+    store::{Options, Phase, Prefetch, Store},
+};
+use serde::Serialize;
+use std::time::{Duration, Instant};
+
+/// The most bytes that are read to measure the memory: more than any cache.
+const BLOCK: u64 = 512 << 20;
+
+/// What was measured, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Measured {
+    #[serde(flatten)]
+    pub bandwidth: Bandwidth,
+    pub threads: usize,
+    pub io_threads: usize,
+    /// Whether the experts were read past the page cache.
+    pub direct: bool,
+}
+
+/// Measures memory with `threads` threads, using at most `room` bytes, and the disk as [`disk`] does.
+pub fn measure(found: &Surveyed, load: &Load, threads: usize, room: u64) -> Result<Measured, CommandError> {
+    let io = |source| CommandError::Io { what: "measuring the memory".into(), source };
+    let memory = memory_bandwidth(threads, BLOCK.min(room) as usize, Duration::from_millis(200)).map_err(io)?;
+    let (disk, latency, direct) = disk(found, load)?;
+    Ok(Measured { bandwidth: Bandwidth { memory, disk, latency }, threads, io_threads: load.io_threads, direct })
+}
+
+/// Bytes per second of routes of which every expert misses, and seconds of a route of one expert: what decoding gets of
+/// the disk, through the store's own threads, without any computation. No expert is read twice. Infinite and 0 for a
+/// model without routed experts.
+fn disk(found: &Surveyed, load: &Load) -> Result<(f64, f64, bool), StoreError> {
+    let k = found.shape.experts_per_token;
+    if k == 0 {
+        return Ok((f64::INFINITY, 0.0, true));
+    }
+    let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
+    let options = Options {
+        io: super::options(load).store.io,
+        threads: load.io_threads,
+        prefetch: Prefetch::Off,
+        ..Options::new(k)
+    };
+    let store = Store::open(found.files.clone(), found.experts.clone(), options, metrics)?;
+    let direct = store.access() == Access::Direct;
+    let mut routes = Routes::new(found.shape.layers, found.shape.experts);
+    let mut read = |experts: usize, budget: Duration| -> Result<f64, StoreError> {
+        let (begin, mut count) = (Instant::now(), 0);
+        while count == 0 || begin.elapsed() < budget {
+            let Some((layer, ids)) = routes.next(experts) else { break };
+            let mut routed = store.route(layer, &ids, Phase::Decode)?;
+            while routed.next()?.is_some() {}
+            count += 1;
+        }
+        Ok(begin.elapsed().as_secs_f64() / count.max(1) as f64)
+    };
+    let latency = read(1, Duration::from_millis(150))?;
+    let route = read(k, Duration::from_millis(450))?;
+    Ok((k as f64 * found.shape.expert as f64 / route, latency, direct))
+}
+
+/// Walks over all experts, scattered over layers and files, each once.
+struct Routes {
+    layers: usize,
+    experts: usize,
+    turn: usize,
+}
+
+impl Routes {
+    fn new(layers: usize, experts: usize) -> Self {
+        Self { layers, experts, turn: 0 }
+    }
+
+    /// `count` experts of one layer. `None` when all layers have been through all their experts.
+    fn next(&mut self, count: usize) -> Option<(usize, Vec<u32>)> {
+        let (layer, round) = (self.turn % self.layers, self.turn / self.layers);
+        let first = round * count;
+        if first + count > self.experts {
+            return None;
+        }
+        self.turn += 1;
+        // An odd stride scatters the experts of one route over the file, as a router does.
+        let stride = coprime(self.experts);
+        let ids = (first..first + count).map(|i| (i * stride % self.experts) as u32).collect();
+        Some((layer, ids))
+    }
+}
+
+/// About the golden section of `n`, without a common divisor with it: its multiples visit all numbers below `n`.
+fn coprime(n: usize) -> usize {
+    let divisor = |mut a: usize, mut b: usize| {
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    (n * 618 / 1000..).find(|&stride| divisor(stride, n) == 1).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn routes_visit_every_expert_once() {
+        for (layers, experts, count) in [(3, 16, 4), (2, 255, 5), (1, 1, 1)] {
+            let mut routes = Routes::new(layers, experts);
+            let mut seen = BTreeSet::new();
+            while let Some((layer, ids)) = routes.next(count) {
+                assert_eq!(ids.len(), count);
+                assert!(ids.iter().all(|&id| (id as usize) < experts && seen.insert((layer, id))));
+            }
+            assert_eq!(seen.len(), layers * experts);
+        }
+    }
+}

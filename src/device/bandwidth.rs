@@ -1,0 +1,68 @@
+//! How fast this machine's memory is, measured.
+
+use super::Slab;
+use std::{
+    hint::black_box,
+    io,
+    time::{Duration, Instant},
+};
+
+/// Bytes per second that `threads` threads together read from a block of `bytes`, measured for about `budget`. The
+/// block has to be larger than the caches for this to be the memory's speed.
+pub fn memory_bandwidth(threads: usize, bytes: usize, budget: Duration) -> io::Result<f64> {
+    let threads = threads.max(1);
+    let part = (bytes / threads).next_multiple_of(4096);
+    let slab = Slab::new(part * threads)?;
+    let rates = std::thread::scope(|scope| {
+        let measure = |thread: usize| {
+            // SAFETY: each thread has a part of the slab of its own.
+            let mine = unsafe { slab.bytes_mut(thread * part..(thread + 1) * part) };
+            // A page that was never written is not memory yet.
+            mine.fill(thread as u8 + 1);
+            let (begin, mut passes) = (Instant::now(), 0);
+            while passes == 0 || begin.elapsed() < budget {
+                black_box(sum(black_box(mine)));
+                passes += 1;
+            }
+            passes as f64 * part as f64 / begin.elapsed().as_secs_f64()
+        };
+        let threads: Vec<_> = (0..threads).map(|thread| scope.spawn(move || measure(thread))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or(0.0)).collect::<Vec<f64>>()
+    });
+    Ok(rates.iter().sum())
+}
+
+/// Reads every byte; several sums side by side, so that no addition waits for the one before it.
+fn sum(bytes: &[u8]) -> u64 {
+    let mut sums = [0u64; 32];
+    let (lines, _) = bytes.as_chunks::<256>();
+    for line in lines {
+        let (words, _) = line.as_chunks::<8>();
+        for (sum, word) in sums.iter_mut().zip(words) {
+            *sum = sum.wrapping_add(u64::from_ne_bytes(*word));
+        }
+    }
+    sums.iter().fold(0, |all, sum| all.wrapping_add(*sum))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sum_is_of_every_byte() {
+        let mut bytes = vec![0u8; 4096];
+        for i in (0..4096).step_by(8) {
+            bytes[i] = 1;
+        }
+        assert_eq!(sum(&bytes), 512);
+        bytes[4088] = 5;
+        assert_eq!(sum(&bytes), 516);
+    }
+
+    #[test]
+    fn memory_is_neither_a_disk_nor_magic() {
+        let rate = memory_bandwidth(2, 8 << 20, Duration::from_millis(20)).unwrap();
+        assert!(rate > 100e6 && rate < 10e12, "{rate}");
+    }
+}

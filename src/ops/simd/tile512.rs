@@ -1,0 +1,254 @@
+//! Many rows of activations with AVX-512: 16 or 32 rows of weights are unpacked once into a tile whose lanes are rows, so
+//! that products need no sums across a register, and then meet every line.
+//!
+//! A tile has for each four columns one vector: 16 rows, four codes each. The digits of a line meet it as a broadcast of
+//! four bytes. Per group the integer sums become f32 and join eight accumulators a row, as everywhere (see [`super`]).
+
+use std::{arch::x86_64::*, ops::Range};
+
+use super::{Affine, Line, Out, Scratch, unpack, x86};
+use crate::ops::quant::Order;
+
+/// Rows of a tile: the 32-bit lanes of a register.
+const ROWS: usize = 16;
+
+/// One register's worth, aligned like it.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub struct Vector(#[expect(dead_code, reason = "only read and written as registers")] [u32; ROWS]);
+
+/// Buffers for two tiles of weights with their scales and biases.
+#[derive(Default)]
+pub struct Tiles {
+    codes: Vec<Vector>,
+    scales: Vec<Vector>,
+    biases: Vec<Vector>,
+    /// Rows of one tile before they are transposed.
+    bytes: Vec<u8>,
+    constants: Vec<f32>,
+}
+
+/// See [`super::product`]; for as many whole tiles as `rows` has. Returns how many rows it computed.
+///
+/// # Safety
+/// As for [`super::product`].
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub unsafe fn rows(
+    weight: &Affine<'_>,
+    rows: Range<usize>,
+    lines: &[Line<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) -> usize {
+    let tiles = &mut scratch.tiles;
+    let mut row = rows.start;
+    while rows.end - row >= ROWS {
+        let count = ((rows.end - row) / ROWS).min(2);
+        // SAFETY: the rows exist; everything else is passed on.
+        unsafe {
+            for tile in 0..count {
+                fill(weight, row + tile * ROWS, tiles, tile, count);
+            }
+            if count == 2 {
+                all_lines::<2>(weight, row, lines, outs, tiles);
+            } else {
+                all_lines::<1>(weight, row, lines, outs, tiles);
+            }
+        }
+        row += count * ROWS;
+    }
+    row - rows.start
+}
+
+/// Unpacks rows `row..row + 16` into tile number `tile` of `count`; the tiles of a pair alternate vector by vector.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn fill(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, tile: usize, count: usize) {
+    let zero = Vector([0; ROWS]);
+    let (words, groups) = (weight.cols / 4, weight.groups());
+    tiles.codes.resize((words * count).max(tiles.codes.len()), zero);
+    tiles.scales.resize((groups * count).max(tiles.scales.len()), zero);
+    tiles.biases.resize((groups * count).max(tiles.biases.len()), zero);
+    tiles.constants.resize(2 * ROWS * groups, 0.0);
+    let (scales, biases) = tiles.constants.split_at_mut(ROWS * groups);
+    for index in 0..ROWS {
+        let (s, b) = weight.constants(row + index);
+        unpack::widen(weight.float, s, &mut scales[index * groups..(index + 1) * groups]);
+        unpack::widen(weight.float, b, &mut biases[index * groups..(index + 1) * groups]);
+    }
+    // SAFETY: source rows have `groups` or `words` words (half as many for nibbles), the targets room for them all.
+    unsafe {
+        let to = |vectors: &mut Vec<Vector>| vectors.as_mut_ptr().add(tile);
+        turn(scales.as_ptr().cast(), groups, to(&mut tiles.scales), |at| at * count);
+        turn(biases.as_ptr().cast(), groups, to(&mut tiles.biases), |at| at * count);
+        if weight.bits == 4 {
+            turn_nibbles(weight, row, to(&mut tiles.codes), count);
+        } else {
+            tiles.bytes.resize(ROWS * weight.cols, 0);
+            for (index, bytes) in tiles.bytes.chunks_exact_mut(weight.cols).enumerate() {
+                x86::unpack_row(weight, row + index, bytes);
+            }
+            turn(tiles.bytes.as_ptr().cast(), words, to(&mut tiles.codes), |at| at * count);
+        }
+    }
+}
+
+/// Transposes 16 adjoining rows of `words` words each: vector `place(i)` of `to` gets word `i` of every row.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn turn(from: *const u32, words: usize, to: *mut Vector, place: impl Fn(usize) -> usize) {
+    for at in (0..words).step_by(ROWS) {
+        let here = (words - at).min(ROWS);
+        // SAFETY: the mask keeps the loads inside the rows; the caller has room at the places.
+        unsafe {
+            let vectors = load_block(from.add(at).cast(), words * 4, here);
+            for (index, vector) in vectors.into_iter().enumerate().take(here) {
+                _mm512_store_si512(to.add(place(at + index)).cast(), vector);
+            }
+        }
+    }
+}
+
+/// [`turn`] for packed nibbles: each word becomes its four even codes and its four odd ones, in the order of
+/// [`Order::Nibbles`].
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn turn_nibbles(weight: &Affine<'_>, row: usize, to: *mut Vector, count: usize) {
+    let (words, half) = (weight.cols / 8, Order::unit(weight.group) / 8);
+    let from = weight.codes(row).as_ptr();
+    let mask = _mm512_set1_epi32(0x0f0f_0f0f);
+    for at in (0..words).step_by(ROWS) {
+        let here = (words - at).min(ROWS);
+        // SAFETY: as in `turn`; 16 rows of codes follow each other.
+        unsafe {
+            let vectors = load_block(from.add(at * 4), words * 4, here);
+            for (index, vector) in vectors.into_iter().enumerate().take(here) {
+                let (unit, word) = ((at + index) / half, (at + index) % half);
+                let place = unit * 2 * half + word;
+                let (even, odd) = (vector, _mm512_srli_epi32::<4>(vector));
+                _mm512_store_si512(to.add(place * count).cast(), _mm512_and_si512(even, mask));
+                _mm512_store_si512(to.add((place + half) * count).cast(), _mm512_and_si512(odd, mask));
+            }
+        }
+    }
+}
+
+/// The first `words` (at most 16) words of 16 rows that start `stride` bytes apart, transposed.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load_block(from: *const u8, stride: usize, words: usize) -> [__m512i; ROWS] {
+    let mask = if words >= ROWS { u16::MAX } else { (1 << words) - 1 };
+    let mut a = [_mm512_setzero_si512(); ROWS];
+    for (index, a) in a.iter_mut().enumerate() {
+        // SAFETY: the mask keeps the load to words that exist (caller).
+        *a = unsafe { _mm512_maskz_loadu_epi32(mask, from.add(index * stride).cast()) };
+    }
+    // Pairs of words, then fours, within quarters of the registers; then the quarters themselves.
+    let mut b = a;
+    for i in 0..8 {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+    for i in 0..4 {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+    for i in 0..4 {
+        b[i] = _mm512_shuffle_i32x4::<0x88>(a[i], a[i + 4]);
+        b[i + 4] = _mm512_shuffle_i32x4::<0xdd>(a[i], a[i + 4]);
+        b[i + 8] = _mm512_shuffle_i32x4::<0x88>(a[i + 8], a[i + 12]);
+        b[i + 12] = _mm512_shuffle_i32x4::<0xdd>(a[i + 8], a[i + 12]);
+    }
+    for i in 0..4 {
+        a[i] = _mm512_shuffle_i32x4::<0x88>(b[i], b[i + 8]);
+        a[i + 4] = _mm512_shuffle_i32x4::<0x88>(b[i + 4], b[i + 12]);
+        a[i + 8] = _mm512_shuffle_i32x4::<0xdd>(b[i], b[i + 8]);
+        a[i + 12] = _mm512_shuffle_i32x4::<0xdd>(b[i + 4], b[i + 12]);
+    }
+    a
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn all_lines<const M: usize>(weight: &Affine<'_>, row: usize, lines: &[Line<'_>], outs: &[Out], tiles: &Tiles) {
+    let (fours, rest) = lines.as_chunks::<4>();
+    let (fours_out, rest_out) = outs.as_chunks::<4>();
+    // SAFETY: passed on; there are as many outs as lines.
+    unsafe {
+        for (lines, outs) in fours.iter().zip(fours_out) {
+            some_lines::<M, 4>(weight, row, lines, outs, tiles);
+        }
+        match (rest, rest_out) {
+            ([a], [x]) => some_lines::<M, 1>(weight, row, &[*a], &[*x], tiles),
+            ([a, b], [x, y]) => some_lines::<M, 2>(weight, row, &[*a, *b], &[*x, *y], tiles),
+            ([a, b, c], [x, y, z]) => some_lines::<M, 3>(weight, row, &[*a, *b, *c], &[*x, *y, *z], tiles),
+            _ => {}
+        }
+    }
+}
+
+/// `M` tiles against `N` lines.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn some_lines<const M: usize, const N: usize>(
+    weight: &Affine<'_>,
+    row: usize,
+    lines: &[Line<'_>; N],
+    outs: &[Out; N],
+    tiles: &Tiles,
+) {
+    let (groups, words) = (weight.groups(), weight.group / 4);
+    let zero = _mm512_setzero_si512();
+    let mut lanes = [[[_mm512_setzero_ps(); 8]; M]; N];
+    // SAFETY: tiles and digits have `groups` groups of `words` words; outs are writable at these rows (caller).
+    unsafe {
+        let high: [*const i32; N] = std::array::from_fn(|n| lines[n].digits.high.as_ptr().cast());
+        let low: [*const i32; N] = std::array::from_fn(|n| lines[n].digits.low.as_ptr().cast());
+        for group in 0..groups {
+            let (mut highs, mut lows) = ([[zero; M]; N], [[zero; M]; N]);
+            for word in group * words..(group + 1) * words {
+                let mut codes = [zero; M];
+                for (m, codes) in codes.iter_mut().enumerate() {
+                    *codes = _mm512_load_si512(tiles.codes.as_ptr().add(word * M + m).cast());
+                }
+                for n in 0..N {
+                    let a = _mm512_set1_epi32(high[n].add(word).read_unaligned());
+                    let b = _mm512_set1_epi32(low[n].add(word).read_unaligned());
+                    for m in 0..M {
+                        highs[n][m] = _mm512_dpbusd_epi32(highs[n][m], codes[m], a);
+                        lows[n][m] = _mm512_dpbusd_epi32(lows[n][m], codes[m], b);
+                    }
+                }
+            }
+            for m in 0..M {
+                let scale = _mm512_load_ps(tiles.scales.as_ptr().add(group * M + m).cast());
+                let bias = _mm512_load_ps(tiles.biases.as_ptr().add(group * M + m).cast());
+                for n in 0..N {
+                    let dot = _mm512_add_epi32(_mm512_slli_epi32::<8>(highs[n][m]), lows[n][m]);
+                    let x_scale = _mm512_set1_ps(*lines[n].digits.scale.get_unchecked(group));
+                    let x_sum = _mm512_set1_ps(*lines[n].digits.sum.get_unchecked(group));
+                    let lane = &mut lanes[n][m][group % 8];
+                    *lane = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, x_scale), *lane);
+                    *lane = _mm512_fmadd_ps(bias, x_sum, *lane);
+                }
+            }
+        }
+        for n in 0..N {
+            for m in 0..M {
+                let l = &mut lanes[n][m];
+                if !groups.is_multiple_of(8) {
+                    // The zero groups of the padding: they turn -0 into 0.
+                    for lane in &mut l[groups % 8..] {
+                        *lane = _mm512_add_ps(*lane, _mm512_setzero_ps());
+                    }
+                }
+                let sum = |a: __m512, b: __m512| _mm512_add_ps(a, b);
+                let total = sum(sum(sum(l[0], l[4]), sum(l[2], l[6])), sum(sum(l[1], l[5]), sum(l[3], l[7])));
+                let to = outs[n].0.add(row + m * ROWS);
+                _mm512_storeu_ps(to, _mm512_mul_ps(total, _mm512_set1_ps(weight.gain)));
+            }
+        }
+    }
+}

@@ -1,0 +1,150 @@
+use super::*;
+use crate::store::source::{Files, Source};
+use std::os::unix::fs::FileExt;
+
+/// A checkpoint of two shards with 3 layers of 5 experts, at odd offsets and out of order.
+struct Checkpoint {
+    root: tempfile::TempDir,
+    map: ExpertMap,
+    files: Vec<PathBuf>,
+}
+
+impl Checkpoint {
+    fn new() -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("model");
+        fs::create_dir(&dir).unwrap();
+        let files: Vec<PathBuf> = (0..2).map(|i| dir.join(format!("{i}.safetensors"))).collect();
+        for (seed, file) in files.iter().enumerate() {
+            let noise = (0..600_000u32).map(|i| (i.wrapping_mul(2654435761).rotate_left(seed as u32 * 7) >> 13) as u8);
+            let bytes: Vec<u8> = 3u64.to_le_bytes().into_iter().chain(*b"{ }").chain(noise).collect();
+            fs::write(file, bytes).unwrap();
+        }
+        // The last matrix has no biases, as in mxfp4.
+        let lens = [7000, 700, 701, 7000, 700, 701, 6000, 600, 0];
+        let piece = |layer: usize, expert: usize, part: usize| Piece {
+            file: ((layer + part) % 2) as u32,
+            offset: (11 + layer * 150_001 + expert * 7919 + part * 12_345) as u64,
+            len: lens[part],
+        };
+        let experts = |layer| (0..5).map(|e| std::array::from_fn(|part| piece(layer, e, part))).collect();
+        let map = ExpertMap { layers: (0..3).map(experts).collect() };
+        Self { root, map, files }
+    }
+
+    fn dir(&self) -> PathBuf {
+        self.root.path().join("model")
+    }
+
+    /// Where `find` looks first.
+    fn beside(&self) -> PathBuf {
+        self.root.path().join("model.pack")
+    }
+
+    fn write(&self) -> Result<Summary, StoreError> {
+        write(&self.map, &self.files, &identity(&self.files)?, &self.beside(), &|_| ())
+    }
+}
+
+fn bytes(map: &ExpertMap, files: &[PathBuf]) -> Vec<Vec<u8>> {
+    let files = Files::open(files, crate::device::Access::Buffered).unwrap();
+    let read = |piece: &Piece| {
+        let mut into = vec![0; piece.len];
+        assert_eq!(files.read(piece.file, piece.offset, &mut into).unwrap(), piece.len);
+        into
+    };
+    map.layers.iter().flatten().flatten().map(read).collect()
+}
+
+#[test]
+fn a_pack_holds_the_same_bytes_one_page_aligned_record_an_expert() {
+    let checkpoint = Checkpoint::new();
+    let before: Vec<_> = checkpoint.files.iter().map(|file| fs::read(file).unwrap()).collect();
+    let done = std::sync::atomic::AtomicU64::new(0);
+    let id = identity(&checkpoint.files).unwrap();
+    let summary = write(&checkpoint.map, &checkpoint.files, &id, &checkpoint.beside(), &|n| {
+        done.fetch_add(n, std::sync::atomic::Ordering::Relaxed);
+    })
+    .unwrap();
+    assert_eq!(summary, Summary { bytes: 15 * 32768, experts: 15, written: true });
+    assert_eq!(done.into_inner(), 2 * summary.bytes, "written and verified");
+    let pack = find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).unwrap();
+    assert_eq!(pack.dir.file_name().unwrap(), "model.pack");
+    assert_eq!(bytes(&pack.map, &pack.files), bytes(&checkpoint.map, &checkpoint.files));
+    for pieces in pack.map.layers.iter().flatten() {
+        assert_eq!(pieces[0].offset % PAGE, 0);
+        let layout = crate::store::layout::Layout::new(pieces, 4096);
+        assert_eq!(layout.reads().len(), 1, "a packed expert is one read");
+    }
+    let after: Vec<_> = checkpoint.files.iter().map(|file| fs::read(file).unwrap()).collect();
+    assert!(before == after, "the checkpoint was written to");
+    // Once more: it is there.
+    assert!(!checkpoint.write().unwrap().written);
+}
+
+#[test]
+fn a_pack_of_another_revision_is_not_used() {
+    let checkpoint = Checkpoint::new();
+    checkpoint.write().unwrap();
+    let mut other = fs::read(&checkpoint.files[1]).unwrap();
+    other.iter_mut().skip(11).for_each(|byte| *byte ^= 1);
+    fs::write(&checkpoint.files[1], other).unwrap();
+    assert!(find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).is_none());
+    let text = checkpoint.write().unwrap_err().to_string();
+    assert!(text.contains("made from another checkpoint"), "{text}");
+}
+
+#[test]
+fn a_damaged_pack_is_not_used() {
+    let checkpoint = Checkpoint::new();
+    checkpoint.write().unwrap();
+    let id = identity(&checkpoint.files).unwrap();
+    let why = || open(&checkpoint.beside(), &id, &checkpoint.map).unwrap_err().to_string();
+    let layer = checkpoint.beside().join("layer-001.experts");
+    let file = fs::OpenOptions::new().write(true).open(&layer).unwrap();
+    file.set_len(1000).unwrap();
+    assert!(why().contains("layer-001.experts has 1000 bytes"), "{}", why());
+    fs::remove_file(&layer).unwrap();
+    assert!(why().contains("layer-001.experts"), "{}", why());
+    let manifest = checkpoint.beside().join(MANIFEST);
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(&manifest, text.replace("\"version\":1", "\"version\":9")).unwrap();
+    assert!(why().contains("version 9"), "{}", why());
+    fs::write(&manifest, &text[..text.len() / 2]).unwrap();
+    assert!(why().contains("not this checkpoint's pack"), "{}", why());
+    assert!(find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).is_none());
+}
+
+#[test]
+fn a_failure_leaves_nothing() {
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.map.layers[2][4][3].offset = 1 << 40;
+    let text = checkpoint.write().unwrap_err().to_string();
+    assert!(text.contains("1.safetensors") && text.contains("ends inside an expert"), "{text}");
+    let names: Vec<_> = fs::read_dir(checkpoint.root.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(names, ["model"]);
+    // A place that holds something else is left alone.
+    fs::create_dir(checkpoint.beside()).unwrap();
+    fs::write(checkpoint.beside().join("mine"), "x").unwrap();
+    let text = checkpoint.write().unwrap_err().to_string();
+    assert!(text.contains("neither empty nor a pack"), "{text}");
+    checkpoint.map.layers[1][0][0].len += 1;
+    assert!(checkpoint.write().unwrap_err().to_string().contains("differ in size"));
+}
+
+#[test]
+fn the_identity_is_of_contents_not_of_places() {
+    let checkpoint = Checkpoint::new();
+    let id = identity(&checkpoint.files).unwrap();
+    assert_eq!(id.len(), 32);
+    let moved = checkpoint.root.path().join("moved");
+    fs::rename(checkpoint.dir(), &moved).unwrap();
+    let files: Vec<_> = checkpoint.files.iter().map(|file| moved.join(file.file_name().unwrap())).collect();
+    assert_eq!(identity(&files).unwrap(), id);
+    fs::OpenOptions::new().write(true).open(&files[0]).unwrap().write_all_at(b"!", 600_000).unwrap();
+    assert_ne!(identity(&files).unwrap(), id);
+    fs::write(&files[0], b"no").unwrap();
+    assert!(identity(&files).is_err());
+    fs::write(&files[0], [255; 64]).unwrap();
+    assert!(identity(&files).unwrap_err().to_string().contains("not a safetensors file"));
+}

@@ -1,0 +1,96 @@
+//! A directory that appears whole or not at all.
+
+use std::{
+    fs::{self, File, TryLockError},
+    io,
+    path::{Path, PathBuf},
+};
+
+/// `.NAME.partial` beside what will be `NAME`; removed unless [`Partial::finish`] gives it its name.
+pub struct Partial {
+    path: PathBuf,
+    finished: bool,
+    /// Open and locked, so that two runs do not write the same directory. The lock ends with the process.
+    _lock: File,
+}
+
+impl Partial {
+    /// Makes the directory that is to become `out`, and `out`'s parents. What a killed run left under the same name is
+    /// removed.
+    pub fn create(out: &Path) -> io::Result<Self> {
+        let parent = parent(out);
+        let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "this path has no last name");
+        let name = out.file_name().ok_or_else(no_name)?.to_string_lossy();
+        fs::create_dir_all(parent)?;
+        let path = parent.join(format!(".{name}.partial"));
+        if path.exists() {
+            lock(&path)?;
+            fs::remove_dir_all(&path)?;
+        }
+        fs::create_dir(&path)?;
+        Ok(Self { finished: false, _lock: lock(&path)?, path })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Renames it to `out`, which must be the path it was created for, and absent or an empty directory.
+    pub fn finish(mut self, out: &Path) -> io::Result<()> {
+        fs::rename(&self.path, out)?;
+        self.finished = true;
+        // The new name itself has to reach the disk.
+        File::open(parent(out))?.sync_all()
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if self.finished {
+            return;
+        }
+        if let Err(error) = fs::remove_dir_all(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "could not remove what was left unfinished");
+        }
+    }
+}
+
+fn lock(dir: &Path) -> io::Result<File> {
+    let file = File::open(dir)?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::Error(error)) => Err(error),
+        Err(TryLockError::WouldBlock) => {
+            Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("another run is writing {}", dir.display())))
+        }
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_appears_whole_or_not_at_all() {
+        let root = tempfile::tempdir().unwrap();
+        let out = root.path().join("a/b");
+        let partial = Partial::create(&out).unwrap();
+        fs::write(partial.path().join("x"), "1").unwrap();
+        assert!(Partial::create(&out).err().unwrap().to_string().contains("another run"));
+        drop(partial);
+        assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 0);
+        // A killed run leaves its directory unlocked.
+        fs::create_dir(root.path().join("a/.b.partial")).unwrap();
+        fs::write(root.path().join("a/.b.partial/old"), "0").unwrap();
+        let partial = Partial::create(&out).unwrap();
+        fs::write(partial.path().join("x"), "1").unwrap();
+        partial.finish(&out).unwrap();
+        let names: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, ["x"]);
+        assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,93 @@
+//! What several integration tests share: loading a model, and reading reference tensors.
+#![allow(dead_code)] // Each test binary uses a part of it.
+
+use moestro::{
+    device::Math,
+    metrics::Metrics,
+    model::{Logits, Model, Options, Qwen, Rows, State},
+    ops::Routes,
+};
+use std::{collections::HashMap, path::Path};
+
+/// The model in `dir` with the given arithmetic, on two threads.
+pub fn load(dir: &Path, math: Math) -> Qwen {
+    load_with(dir, Options { math, threads: Some(2), ..Options::default() })
+}
+
+pub fn load_with(dir: &Path, mut options: Options) -> Qwen {
+    options.wishes.context = options.wishes.context.or(Some(1024));
+    Qwen::load(dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ())
+        .unwrap_or_else(|error| panic!("{}: {error}", dir.display()))
+}
+
+/// The tensors of a safetensors file as f32 (integers included), by name.
+pub fn tensors(path: &Path) -> HashMap<String, Vec<f32>> {
+    let bytes = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let values = |tensor: safetensors::tensor::TensorView<'_>| -> Vec<f32> {
+        let words = tensor.data().as_chunks::<4>().0.iter();
+        match tensor.dtype() {
+            safetensors::Dtype::F32 => words.map(|word| f32::from_le_bytes(*word)).collect(),
+            safetensors::Dtype::I32 => words.map(|word| i32::from_le_bytes(*word) as f32).collect(),
+            safetensors::Dtype::F16 => {
+                let halves = tensor.data().as_chunks::<2>().0.iter();
+                halves.map(|half| half::f16::from_le_bytes(*half).to_f32()).collect()
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    file.tensors().into_iter().map(|(name, tensor)| (name, values(tensor))).collect()
+}
+
+/// A prompt's logits in chunks of `chunk` tokens, the state after it, and the routes of every layer in token order.
+pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, State, Vec<Routes>) {
+    let mut state = model.start().unwrap();
+    let mut logits = Logits { vocab: model.vocab(), data: Vec::new() };
+    let mut routes: Vec<Routes> = vec![Routes::default(); model.config().layers];
+    for ids in ids.chunks(chunk) {
+        let part = model
+            .forward_observed(&mut state, ids, Rows::All, &mut |layer, part| {
+                routes[layer].k = part.k;
+                routes[layer].ids.extend(&part.ids);
+                routes[layer].weights.extend(&part.weights);
+            })
+            .unwrap();
+        logits.data.extend(part.data);
+    }
+    (logits, state, routes)
+}
+
+/// Greedy decoding from the last row of `logits`: ids, and the rows they were chosen from.
+pub fn decode(model: &mut Qwen, state: &mut State, last: &[f32], count: usize) -> (Vec<u32>, Vec<f32>) {
+    let (mut ids, mut rows, mut row) = (Vec::new(), Vec::new(), last.to_vec());
+    for _ in 0..count {
+        ids.push(argmax(&row));
+        let next = model.forward(state, &[ids[ids.len() - 1]], Rows::Last).unwrap();
+        rows.extend(std::mem::replace(&mut row, next.data));
+    }
+    (ids, rows)
+}
+
+pub fn argmax(row: &[f32]) -> u32 {
+    let best = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
+    best.unwrap().0 as u32
+}
+
+/// The largest absolute difference.
+pub fn distance(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    let worst = a
+        .iter()
+        .zip(b)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, |worst: f32, d| if d > worst || d.is_nan() { d } else { worst });
+    assert!(!worst.is_nan());
+    worst
+}
+
+/// How far the likeliest value is ahead of the next.
+pub fn margin(row: &[f32]) -> f32 {
+    let mut row = row.to_vec();
+    row.sort_by(|a, b| b.total_cmp(a));
+    row[0] - row[1]
+}

@@ -1,0 +1,305 @@
+//! What goes wrong between a disk and a slot: the request that wanted the expert gets an error that says where, the next
+//! request works, and no slot is lost.
+
+use moestro::{
+    error::StoreError,
+    metrics::Metrics,
+    store::{ExpertMap, Files, Io, Options, PIECES, Phase, Piece, Prefetch, Source, Store},
+};
+use std::{
+    io::{self, Write},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+};
+
+const EXPERTS: usize = 6;
+const LAYERS: usize = 2;
+const LEN: usize = 5000;
+
+fn byte(at: u64) -> u8 {
+    (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as u8
+}
+
+/// One file; each expert has three pieces, far enough apart to be three reads.
+fn map() -> ExpertMap {
+    let place = |layer: usize, expert: usize, part: usize| {
+        let part = part as u64;
+        let nth = part * (LAYERS * EXPERTS) as u64 + (layer * EXPERTS + expert) as u64;
+        Piece { file: 0, offset: 33 + nth * LEN as u64, len: LEN }
+    };
+    let expert = |layer, expert| {
+        let mut pieces = [Piece::default(); PIECES];
+        for part in 0..3 {
+            pieces[part * 3] = place(layer, expert, part);
+        }
+        pieces
+    };
+    ExpertMap { layers: (0..LAYERS).map(|l| (0..EXPERTS).map(|e| expert(l, e)).collect()).collect() }
+}
+
+fn size() -> usize {
+    33 + 3 * LAYERS * EXPERTS * LEN
+}
+
+fn bytes() -> Vec<u8> {
+    (0..size() as u64).map(byte).collect()
+}
+
+/// Routes, compares every byte, and says how it ended.
+fn take(store: &Store, layer: usize, experts: &[u32], phase: Phase) -> Result<(), StoreError> {
+    let map = map();
+    let mut routed = store.route(layer, experts, phase)?;
+    let mut seen = 0;
+    while let Some(batch) = routed.next()? {
+        for landed in batch.iter() {
+            seen += 1;
+            for (piece, got) in map.layers[layer][experts[landed.index] as usize].iter().zip(landed.pieces) {
+                assert!((piece.offset..).zip(got).all(|(at, &b)| b == byte(at)) && got.len() == piece.len);
+            }
+        }
+    }
+    assert_eq!(seen, experts.len());
+    Ok(())
+}
+
+/// After a fault: every slot can still be used, for every expert.
+fn works(store: &Store) {
+    let slots = store.slots();
+    for round in 0..4 {
+        for layer in 0..LAYERS {
+            let experts: Vec<u32> = (0..slots.min(EXPERTS)).map(|i| ((i + round) % EXPERTS) as u32).collect();
+            take(store, layer, &experts, Phase::Decode).unwrap();
+            take(store, layer, &[0, 1, 2, 3, 4, 5], Phase::Prefill).unwrap();
+        }
+    }
+}
+
+/// A disk that misbehaves on demand.
+#[derive(Default)]
+struct Disk {
+    /// Offsets that cannot be read.
+    broken: Mutex<Vec<std::ops::Range<u64>>>,
+    /// The next reads are interrupted, or come back short.
+    interrupted: AtomicUsize,
+    short: AtomicBool,
+}
+
+struct Seam(Arc<Disk>);
+
+impl Source for Seam {
+    fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+        let disk = &self.0;
+        if disk.interrupted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok() {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        let end = offset + into.len() as u64;
+        if disk.broken.lock().unwrap().iter().any(|range| range.start < end && offset < range.end) {
+            return Err(io::Error::from_raw_os_error(5));
+        }
+        let mut len = into.len().min((size() as u64 - offset) as usize);
+        if disk.short.load(Ordering::SeqCst) && len > 700 {
+            len = 700;
+        }
+        for (at, byte_at) in into[..len].iter_mut().zip(offset..) {
+            *at = byte(byte_at);
+        }
+        Ok(len)
+    }
+
+    fn size(&self, _: u32) -> Option<u64> {
+        Some(size() as u64)
+    }
+
+    fn path(&self, _: u32) -> PathBuf {
+        "model-00001-of-00001.safetensors".into()
+    }
+
+    fn block(&self) -> usize {
+        1
+    }
+}
+
+fn seam(slots: usize) -> (Store, Arc<Disk>, Arc<Metrics>) {
+    let disk = Arc::new(Disk::default());
+    let metrics = Metrics::new("0", "cpu");
+    let options = Options { prefetch: Prefetch::On, ..Options::new(slots) };
+    let store = Store::with_source(Box::new(Seam(disk.clone())), map(), options, metrics.clone()).unwrap();
+    (store, disk, metrics)
+}
+
+#[test]
+fn an_unreadable_range_ends_the_request_that_wanted_it() {
+    for slots in [3, 4, LAYERS * EXPERTS] {
+        for phase in [Phase::Decode, Phase::Prefill] {
+            let (store, disk, metrics) = seam(slots);
+            let bad = map().layers[1][4][6];
+            *disk.broken.lock().unwrap() = vec![bad.offset + 9..bad.offset + 10];
+            for _ in 0..10 {
+                take(&store, 0, &[4, 1], phase).unwrap();
+                let error = take(&store, 1, &[0, 4, 2], phase).unwrap_err();
+                let text = error.to_string();
+                let StoreError::Read { layer: 1, expert: 4, offset, len: LEN, source, .. } = error else {
+                    panic!("{text}")
+                };
+                assert_eq!((offset, source.raw_os_error()), (bad.offset, Some(5)));
+                for part in ["layer 1", "expert 4", "model-00001-of-00001.safetensors", "offset"] {
+                    assert!(text.contains(part), "{text}");
+                }
+                take(&store, 1, &[5, 2], phase).unwrap();
+            }
+            assert_eq!(metrics.ssd_errors.get(), 10);
+            disk.broken.lock().unwrap().clear();
+            works(&store);
+        }
+    }
+}
+
+#[test]
+fn a_resident_model_that_cannot_be_read_does_not_start() {
+    let (store, disk, _) = seam(LAYERS * EXPERTS);
+    let bad = map().layers[0][3][0];
+    disk.broken.lock().unwrap().push(bad.offset..bad.offset + 1);
+    let error = store.fill(&mut |_, _| {}).unwrap_err();
+    assert!(matches!(error, StoreError::Read { layer: 0, expert: 3, .. }), "{error}");
+}
+
+#[test]
+fn what_cannot_be_read_ahead_harms_nobody() {
+    let (store, disk, metrics) = seam(11);
+    let bad = map().layers[1][2][0];
+    disk.broken.lock().unwrap().push(bad.offset..bad.offset + 1);
+    for _ in 0..20 {
+        take(&store, 0, &[0, 1], Phase::Decode).unwrap();
+        store.read_ahead(1, &[2]);
+        take(&store, 1, &[0, 1], Phase::Decode).unwrap();
+    }
+    assert!(metrics.ssd_errors.get() <= 20);
+    disk.broken.lock().unwrap().clear();
+    works(&store);
+    assert_eq!(store.slots() as i64, metrics.expert_slots_used.get());
+}
+
+#[test]
+fn interruptions_and_short_reads_are_not_errors() {
+    let (store, disk, metrics) = seam(4);
+    disk.interrupted.store(50, Ordering::SeqCst);
+    works(&store);
+    disk.short.store(true, Ordering::SeqCst);
+    works(&store);
+    assert_eq!(metrics.ssd_errors.get(), 0);
+}
+
+fn shard(dir: &Path) -> PathBuf {
+    let path = dir.join("model.safetensors");
+    let mut file = std::fs::File::create(&path).unwrap();
+    file.write_all(&bytes()).unwrap();
+    file.sync_all().unwrap();
+    path
+}
+
+/// The ways of reading that this file system knows.
+fn ways(path: &Path) -> Vec<Io> {
+    let direct = Files::open(&[path.to_owned()], moestro::device::Access::Direct).is_ok();
+    if direct { vec![Io::Buffered, Io::Direct] } else { vec![Io::Buffered] }
+}
+
+fn open(path: &Path, io: Io) -> Result<Store, StoreError> {
+    let options = Options { io, ..Options::new(4) };
+    Store::open(vec![path.to_owned()], map(), options, Metrics::new("0", "cpu"))
+}
+
+#[test]
+fn a_truncated_shard_is_refused_when_opened() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = shard(dir.path());
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(size() as u64 - 1).unwrap();
+    for io in ways(&path) {
+        let error = open(&path, io).err().expect("a byte is missing").to_string();
+        assert!(error.contains("model.safetensors") && error.contains("layer 1, expert 5"), "{error}");
+    }
+}
+
+#[test]
+fn a_shard_truncated_while_serving_ends_requests_that_need_the_rest() {
+    for io in [Io::Buffered, Io::Direct] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = shard(dir.path());
+        if !ways(&path).contains(&io) {
+            continue;
+        }
+        let store = open(&path, io).unwrap();
+        take(&store, 0, &[0, 1], Phase::Decode).unwrap();
+        let last = map().layers[1][5][6];
+        std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(last.offset + 1).unwrap();
+        let error = take(&store, 1, &[5], Phase::Decode).unwrap_err();
+        assert!(matches!(error, StoreError::Read { layer: 1, expert: 5, .. }), "{error}");
+        take(&store, 0, &[0, 1], Phase::Decode).expect("what is in memory stays usable");
+    }
+}
+
+#[test]
+fn a_shard_written_to_while_serving_is_never_mixed_in() {
+    for io in [Io::Buffered, Io::Direct] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = shard(dir.path());
+        if !ways(&path).contains(&io) {
+            continue;
+        }
+        let store = open(&path, io).unwrap();
+        take(&store, 0, &[0, 1], Phase::Decode).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        std::fs::OpenOptions::new().write(true).open(&path).unwrap().write_all(&vec![0; size()]).unwrap();
+        let error = take(&store, 1, &[3], Phase::Decode).unwrap_err();
+        assert!(error.to_string().contains("changed while it was being served"), "{error}");
+        take(&store, 0, &[0, 1], Phase::Decode).expect("what is in memory is the old file's");
+    }
+}
+
+#[test]
+fn a_shard_replaced_by_another_goes_on_being_served_from_the_old_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = shard(dir.path());
+    for io in ways(&path) {
+        shard(dir.path());
+        let store = open(&path, io).unwrap();
+        let other = dir.path().join("other");
+        std::fs::write(&other, vec![0; size()]).unwrap();
+        std::fs::rename(&other, &path).unwrap();
+        works(&store);
+    }
+}
+
+#[test]
+fn too_many_open_files_is_an_error_with_the_files_name() {
+    // Limits are a process's own, so a process of its own runs out of files.
+    let me = std::env::current_exe().unwrap();
+    let child = std::process::Command::new(me).args(["--exact", "out_of_files", "--ignored"]).output().unwrap();
+    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
+}
+
+#[test]
+#[ignore = "run by too_many_open_files_is_an_error_with_the_files_name"]
+fn out_of_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = shard(dir.path());
+    let mut limit = libc::rlimit { rlim_cur: 64, rlim_max: 64 };
+    // SAFETY: plain system calls on a struct that lives.
+    unsafe {
+        assert_eq!(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit), 0);
+        limit.rlim_cur = 64;
+        assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &limit), 0);
+    }
+    let mut held: Vec<_> = std::iter::from_fn(|| std::fs::File::open(&path).ok()).take(100).collect();
+    assert!(held.len() < 100);
+    let error = open(&path, Io::Buffered).err().expect("no file is left");
+    assert!(error.to_string().contains("model.safetensors"), "{error}");
+    held.truncate(held.len() - 8);
+    let store = open(&path, Io::Buffered).unwrap();
+    while let Ok(file) = std::fs::File::open(&path) {
+        held.push(file);
+    }
+    works(&store);
+}
