@@ -23,9 +23,9 @@ use candle_core::{DType, Tensor};
 
 /// Gate, up and down of a feed-forward that stays in memory.
 pub struct Mlp {
-    gate: Weight,
-    up: Weight,
-    down: Weight,
+    pub(super) gate: Weight,
+    pub(super) up: Weight,
+    pub(super) down: Weight,
 }
 
 impl Mlp {
@@ -58,20 +58,20 @@ fn each_token(tokens: usize, first: usize) -> Vec<Assignment> {
 
 pub struct Moe {
     layer: usize,
-    k: usize,
-    renormalise: bool,
-    router: Weight,
-    shared_gate: Weight,
-    shared: Mlp,
+    pub(super) k: usize,
+    pub(super) renormalise: bool,
+    pub(super) router: Weight,
+    pub(super) shared_gate: Weight,
+    pub(super) shared: Mlp,
     /// How gate, up and down of every expert are stored.
-    stacks: [Stack; 3],
+    pub(super) stacks: [Stack; 3],
 }
 
 /// One projection of all experts of a layer.
-struct Stack {
-    layout: Layout,
+pub(super) struct Stack {
+    pub(super) layout: Layout,
     /// One an expert.
-    gains: Vec<f32>,
+    pub(super) gains: Vec<f32>,
 }
 
 impl Moe {

@@ -196,6 +196,18 @@ impl Store {
         &self.slab
     }
 
+    /// Where the pieces of an expert lie in whichever slot it is in; `None` if there is no such expert.
+    pub fn spans(&self, layer: usize, expert: u32) -> Option<[Range<usize>; PIECES]> {
+        let pieces = self.map.layers.get(layer)?.get(expert as usize)?;
+        Some(Layout::new(pieces, self.reader.source().block()).spans)
+    }
+
+    /// The slot an expert is in now. It stays there if the store [is resident](Store::is_resident) and filled.
+    pub fn slot_of(&self, layer: usize, expert: u32) -> Option<SlotId> {
+        let key = self.key(layer, expert)?;
+        self.state.borrow().slots.find(key).map(|place| place.slot)
+    }
+
     /// Reads in what can be known to be wanted. Resident: every expert, before this returns; `progress` gets bytes read
     /// and bytes in all. Streaming: the hot list of the last run, in the background. Without this call experts arrive
     /// as they are asked for.
