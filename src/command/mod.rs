@@ -129,7 +129,6 @@ pub fn options(load: &Load) -> model::Options {
             context: load.context,
             chunk: load.chunk,
             buffered: load.expert_io == ExpertIo::Buffered,
-            ..Wishes::default()
         },
         experts_per_token: load.experts_per_token,
         store: StoreOptions {

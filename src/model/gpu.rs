@@ -11,7 +11,7 @@ use crate::{
         Rotation,
         plan::{self, Cache, Ffn, Jobs, Memory, Mixer, Mixture, NONE, Net, Residence, Scratch, Step},
     },
-    store::{Batch, Phase, Routed, Store},
+    store::{Batch, Choice, Phase, Routed, Store},
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -197,9 +197,8 @@ impl<'a, G: Gpu> Run<'a, G> {
             return Err(ModelError::Config("a dense layer routes nothing".into()));
         };
         let chosen = self.words(self.scratch.ids, self.tokens * moe.k)?;
-        let weights = self.words(self.scratch.weights, self.tokens * (moe.k + 1))?;
-        let weights = weights.chunks(moe.k + 1).flat_map(|row| &row[..moe.k]).map(|word| f32::from_bits(*word));
-        store.note(layer, self.tokens, chosen.iter().copied().zip(weights));
+        // The logits stay on the GPU: counts alone say who is wanted.
+        store.note(layer, Choice { ids: &chosen, k: moe.k, logits: &[] });
         let mut distinct = chosen.clone();
         distinct.sort_unstable();
         distinct.dedup();

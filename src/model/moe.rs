@@ -17,7 +17,7 @@ use crate::{
     device::Compute,
     error::ModelError,
     ops::{self, Assignment, ExpertView, Job, Routes, Weight, WeightView},
-    store::{Choice, Landed, PIECES, Phase, Piece, Store},
+    store::{Choice, Landed, LayerExperts, Phase, Store},
 };
 use candle_core::{DType, Tensor};
 
@@ -81,7 +81,7 @@ impl Moe {
         prefix: &str,
         config: &Config,
         layer: usize,
-        map: &mut Vec<Vec<[Piece; PIECES]>>,
+        map: &mut Vec<LayerExperts>,
     ) -> Result<Self, ModelError> {
         let FfnShape::Moe { experts, k, intermediate, shared, renormalise } = config.ffn else {
             return Err(ModelError::Config("a dense model has no experts".into()));
@@ -194,7 +194,7 @@ fn find_experts(
     experts: usize,
     hidden: usize,
     intermediate: usize,
-) -> Result<([Stack; 3], Vec<[Piece; PIECES]>), ModelError> {
+) -> Result<([Stack; 3], LayerExperts), ModelError> {
     let lead = [experts];
     if from.find(&format!("{mlp}experts.gate_up_proj")).is_some() {
         let fused = from.dense(&format!("{mlp}experts.gate_up_proj"), &[experts, 2 * intermediate, hidden])?;

@@ -23,7 +23,7 @@ use crate::{
     metrics::Metrics,
     ops::{self, Rotation, Routes, Weight},
     plan::{Limits, Plan, Shape, Wishes},
-    store::{self, ExpertMap, PIECES, Piece, Store, index::Index, pack},
+    store::{self, ExpertMap, LayerExperts, Store, index::Index, pack},
 };
 use candle_core::Tensor;
 use std::{
@@ -67,6 +67,8 @@ pub(super) enum Mixer {
     Delta(DeltaNet),
 }
 
+// One a layer: its size does not matter.
+#[allow(clippy::large_enum_variant)]
 pub(super) enum Ffn {
     Dense(Mlp),
     Moe(Moe),
@@ -104,7 +106,7 @@ impl Net {
         trunk: &mut Trunk<'_>,
         config: &Config,
         compute: &Compute,
-    ) -> Result<(Self, Vec<Vec<[Piece; PIECES]>>), ModelError> {
+    ) -> Result<(Self, Vec<LayerExperts>), ModelError> {
         let (from, hidden) = (trunk.from, config.hidden);
         let norm = |name: &str| -> Result<Tensor, ModelError> {
             Ok(Tensor::from_vec(from.norm(name, hidden)?, hidden, &compute.device)?)

@@ -25,7 +25,7 @@ mod trace;
 pub mod warm;
 
 pub use heat::Choice;
-pub use layout::{ExpertMap, PIECES, Piece};
+pub use layout::{ExpertMap, LayerExperts, PIECES, Piece};
 pub use prefetch::Prefetch;
 pub use probe::Io;
 pub use routed::{Batch, Landed, Routed};

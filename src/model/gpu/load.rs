@@ -191,7 +191,7 @@ impl<'a, G: Gpu> Loader<'a, G> {
             }
             None => *self.slabs.entry(Arc::as_ptr(slab)).or_insert(self.gpu.adopt(slab, 0..slab.len())?),
         };
-        if span.offset() % ALIGN != 0 {
+        if !span.offset().is_multiple_of(ALIGN) {
             return refuse(format!("a matrix at byte {} of the trunk", span.offset()));
         }
         Ok(whole.part(span.offset(), span.len()))

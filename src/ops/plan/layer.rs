@@ -34,6 +34,8 @@ pub enum Mixer {
     },
 }
 
+// One a layer: its size does not matter.
+#[allow(clippy::large_enum_variant)]
 #[derive(Debug, Clone)]
 pub enum Ffn {
     Moe(Mixture),
