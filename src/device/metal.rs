@@ -201,7 +201,7 @@ impl Gpu for Metal {
     }
 
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, GpuError> {
-        if range.is_empty() || range.end > slab.len() || range.start % PAGE != 0 {
+        if range.is_empty() || range.end > slab.len() || !range.start.is_multiple_of(PAGE) {
             return failed(&format!("bytes {range:?} of a slab of {}", slab.len()));
         }
         // SAFETY: in bounds; only the address is taken.
