@@ -12,6 +12,7 @@
 pub mod heat;
 pub mod index;
 pub mod layout;
+pub mod optimum;
 pub mod pack;
 mod partial;
 pub mod prefetch;
