@@ -7,7 +7,7 @@ pub mod os;
 mod threads;
 
 pub use bandwidth::memory_bandwidth;
-pub use file::{Access, File, MAX_BLOCK, disk_bytes};
+pub use file::{Access, File, MAX_BLOCK};
 pub use memory::{Filling, Slab, Span};
 pub use threads::Threads;
 
