@@ -132,6 +132,7 @@ pub fn options(load: &Load) -> model::Options {
         },
         experts_per_token: load.experts_per_token,
         store: StoreOptions {
+            slots: None,
             io: match load.expert_io {
                 ExpertIo::Auto => store::Io::Auto,
                 ExpertIo::Direct => store::Io::Direct,

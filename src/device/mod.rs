@@ -13,7 +13,7 @@ mod threads;
 
 pub use bandwidth::memory_bandwidth;
 pub use dispatch::{Binding, Dispatch, Effect, Region};
-pub use file::{Access, File, MAX_BLOCK, disk_bytes};
+pub use file::{Access, File, MAX_BLOCK};
 pub use gpu::{Gpu, GpuError};
 pub use memory::{Filling, Slab, Span};
 #[cfg(target_os = "macos")]
