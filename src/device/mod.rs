@@ -1,14 +1,23 @@
 //! What the machine is: memory that CPU and GPU both see, compute threads, files. The only `cfg(target_os)`.
 
 mod bandwidth;
+mod dispatch;
 mod file;
+mod gpu;
+pub mod kernels;
 mod memory;
+#[cfg(target_os = "macos")]
+mod metal;
 pub mod os;
 mod threads;
 
 pub use bandwidth::memory_bandwidth;
+pub use dispatch::{Binding, Dispatch, Effect, Region};
 pub use file::{Access, File, MAX_BLOCK, disk_bytes};
+pub use gpu::{Gpu, GpuError};
 pub use memory::{Filling, Slab, Span};
+#[cfg(target_os = "macos")]
+pub use metal::Metal;
 pub use threads::Threads;
 
 use std::sync::Arc;

@@ -23,7 +23,7 @@ use crate::{
     metrics::Metrics,
     ops::{self, Rotation, Routes, Weight},
     plan::{Limits, Plan, Shape, Wishes},
-    store::{self, ExpertMap, PIECES, Piece, Store, index::Index, pack},
+    store::{self, ExpertMap, LayerExperts, Store, index::Index, pack},
 };
 use candle_core::Tensor;
 use std::{
@@ -62,39 +62,41 @@ impl Default for StoreOptions {
     }
 }
 
-enum Mixer {
+pub(super) enum Mixer {
     Attention(Attention),
     Delta(DeltaNet),
 }
 
-enum Ffn {
+// One a layer: its size does not matter.
+#[allow(clippy::large_enum_variant)]
+pub(super) enum Ffn {
     Dense(Mlp),
     Moe(Moe),
 }
 
-struct Layer {
-    input_norm: Tensor,
-    mixer: Mixer,
-    post_norm: Tensor,
-    ffn: Ffn,
+pub(super) struct Layer {
+    pub(super) input_norm: Tensor,
+    pub(super) mixer: Mixer,
+    pub(super) post_norm: Tensor,
+    pub(super) ffn: Ffn,
 }
 
 /// Everything but the routed experts.
-struct Net {
-    embed: Weight,
-    layers: Vec<Layer>,
-    norm: Tensor,
+pub(super) struct Net {
+    pub(super) embed: Weight,
+    pub(super) layers: Vec<Layer>,
+    pub(super) norm: Tensor,
     /// `None`: the embedding is the head, too.
-    head: Option<Weight>,
+    pub(super) head: Option<Weight>,
 }
 
 /// A loaded model.
 pub struct Qwen {
-    config: Config,
+    pub(super) config: Config,
     compute: Compute,
-    net: Net,
-    store: Option<Store>,
-    plan: Plan,
+    pub(super) net: Net,
+    pub(super) store: Option<Store>,
+    pub(super) plan: Plan,
     shape: Shape,
 }
 
@@ -104,7 +106,7 @@ impl Net {
         trunk: &mut Trunk<'_>,
         config: &Config,
         compute: &Compute,
-    ) -> Result<(Self, Vec<Vec<[Piece; PIECES]>>), ModelError> {
+    ) -> Result<(Self, Vec<LayerExperts>), ModelError> {
         let (from, hidden) = (trunk.from, config.hidden);
         let norm = |name: &str| -> Result<Tensor, ModelError> {
             Ok(Tensor::from_vec(from.norm(name, hidden)?, hidden, &compute.device)?)

@@ -46,6 +46,7 @@ impl Isa {
 
     /// All that this processor has, the slowest first.
     pub fn all() -> Vec<Self> {
+        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
         let mut all = vec![Isa::Scalar];
         #[cfg(target_arch = "x86_64")]
         {

@@ -236,8 +236,7 @@ unsafe fn some_lines<const M: usize, const N: usize>(
             }
         }
         for n in 0..N {
-            for m in 0..M {
-                let l = &mut lanes[n][m];
+            for (m, l) in lanes[n].iter_mut().enumerate() {
                 if !groups.is_multiple_of(8) {
                     // The zero groups of the padding: they turn -0 into 0.
                     for lane in &mut l[groups % 8..] {
