@@ -24,7 +24,8 @@ use library::Library;
 use objc2::{rc::Retained, runtime::ProtocolObject};
 use objc2_metal::{
     MTLBarrierScope, MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandEncoder, MTLCommandQueue,
-    MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLSharedEvent, MTLSize,
+    MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLSharedEvent,
+    MTLSize,
 };
 use std::{
     collections::BTreeMap,

@@ -48,8 +48,7 @@ impl Buffers {
 fn net(shape: &Shape, b: &mut Buffers) -> (Net, Vec<Memory>) {
     let Shape { hidden, inner, experts, .. } = *shape;
     let codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
-    let delta =
-        Delta { key_heads: 16, value_heads: shape.value_heads, dk: 128, dv: 128, eps: 1e-6 };
+    let delta = Delta { key_heads: 16, value_heads: shape.value_heads, dk: 128, dv: 128, eps: 1e-6 };
     let attend =
         Attend { heads: shape.heads, kv_heads: 2, dim: 256, rotary: 64, eps: 1e-6, context: 8192, half: false };
     let piece = |rows: usize, cols: usize| Piece { codes, rows, cols, gain: 1.0, at: [0; 3] };

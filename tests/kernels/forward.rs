@@ -7,9 +7,9 @@ mod common;
 use crate::{gpu::HostGpu, host::Host};
 use common::{argmax, load_with};
 use moestro::{
+    config::Switch,
     device::Math,
     model::{Model, Options, Qwen, Rows, gpu::OnGpu, qwen::StoreOptions},
-    plan::Switch,
     store::Io,
 };
 use std::path::Path;

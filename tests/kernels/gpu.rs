@@ -67,7 +67,9 @@ impl Gpu for HostGpu {
             assert_eq!(binding.effect, Effect::Read, "{} writes to weights", dispatch.kernel);
             // SAFETY: reads into the slab may go on in other slots; the store hands out only what has landed, and the
             // kernels touch nothing else.
-            let now = unsafe { adopted.slab.bytes(adopted.start + region.offset..adopted.start + region.offset + region.len) };
+            let now = unsafe {
+                adopted.slab.bytes(adopted.start + region.offset..adopted.start + region.offset + region.len)
+            };
             let seen = &mut adopted.seen[region.offset..region.offset + region.len];
             if seen != now {
                 seen.copy_from_slice(now);
