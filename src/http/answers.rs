@@ -1,7 +1,6 @@
 //! What the server sends: OpenAI's answers and chunks. Serde only. What is borrowed here is written once a token.
 
 use serde::{Serialize, Serializer};
-use serde_json::{Map, Value};
 
 /// Why an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -157,9 +156,20 @@ pub struct TextLogprobs {
     #[serde(serialize_with = "finite_or_null")]
     pub token_logprobs: Vec<Option<f32>>,
     /// The likeliest tokens and the token itself.
-    pub top_logprobs: Vec<Option<Map<String, Value>>>,
+    pub top_logprobs: Vec<Option<Likeliest>>,
     /// Where the token begins in the text, in characters.
     pub text_offset: Vec<usize>,
+}
+
+/// Tokens and their log-probabilities, likeliest first; an object in JSON. They stay `f32` until they are written, like
+/// those of `token_logprobs`: clients compare the two to see whether a token was the likeliest.
+#[derive(Debug, Default)]
+pub struct Likeliest(pub Vec<(String, f32)>);
+
+impl Serialize for Likeliest {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(token, logprob)| (token, finite_logprob(*logprob))))
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -189,7 +199,7 @@ pub struct Model<'a> {
 }
 
 /// JSON has no infinity, and a client's sum should not meet a `null`: an impossible token gets OpenAI's -9999.
-pub fn finite_logprob(logprob: f32) -> f32 {
+fn finite_logprob(logprob: f32) -> f32 {
     if logprob.is_finite() { logprob } else { -9999.0 }
 }
 

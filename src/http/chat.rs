@@ -85,8 +85,9 @@ async fn submit(app: &App, tally: &Arc<Tally>, common: &Common, request: ChatReq
         parallel_tool_calls: request.parallel_tool_calls.unwrap_or(true),
     };
     let request = Request { ids, max_tokens, sampling, logprobs, prompt_logprobs: None, ignore_eos: false };
+    let transcript = Transcript::submit(app, tally, request, reader, stops)?;
     tally.generates();
-    Ok(Transcript::submit(app, tally, request, reader, stops)?)
+    Ok(transcript)
 }
 
 /// How many alternatives to list with each token, if any are to be listed.

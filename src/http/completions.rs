@@ -45,8 +45,8 @@ pub async fn completions(
     let request: CompletionRequest = body::parse(&bytes)?;
     drop(bytes);
     let job = Job::new(app, tally.clone(), &common, request).await?;
-    tally.generates();
     let first = job.submit(0)?;
+    tally.generates();
     match common.streams() {
         true => Ok(job.stream(first, common.usage())),
         false => job.whole(first).await,

@@ -2,10 +2,9 @@
 
 use super::{
     App,
-    answers::{FinishReason, TextLogprobs, finite_logprob},
+    answers::{FinishReason, Likeliest, TextLogprobs},
 };
 use crate::engine::Logprobs;
-use serde_json::Map;
 use std::mem;
 
 /// Entries that have not been sent yet.
@@ -31,10 +30,11 @@ impl<'a> Scores<'a> {
         self.offset += bytes.iter().filter(|&&byte| byte & 0xC0 != 0x80).count();
         self.entries.token_logprobs.push(logprobs.map(|logprobs| logprobs.logprob));
         self.entries.top_logprobs.push(logprobs.map(|Logprobs { logprob, top }| {
-            let mut likeliest: Map<_, _> =
-                top.iter().map(|&(id, logprob)| (self.app.token_text(id).0, finite_logprob(logprob).into())).collect();
-            likeliest.entry(token.clone()).or_insert(finite_logprob(*logprob).into());
-            likeliest
+            let mut likeliest: Vec<_> = top.iter().map(|&(id, logprob)| (self.app.token_text(id).0, logprob)).collect();
+            if likeliest.iter().all(|(other, _)| *other != token) {
+                likeliest.push((token.clone(), *logprob));
+            }
+            Likeliest(likeliest)
         }));
         self.entries.tokens.push(token);
     }

@@ -1,0 +1,119 @@
+//! Checkpoints that are not what they should be: every refusal is one sentence that names what, where, and why.
+
+mod common;
+
+use moestro::{
+    metrics::Metrics,
+    model::{Options, Qwen},
+};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use std::{collections::BTreeMap, path::Path};
+
+const BF16: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/micro/affine4.safetensors");
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// What loading says after `damage` was done to a good checkpoint's tensors and configuration.
+fn refusal(damage: impl FnOnce(&mut Tensors, &mut serde_json::Value)) -> String {
+    let file = std::fs::read(BF16).unwrap();
+    let (_, header) = SafeTensors::read_metadata(&file).unwrap();
+    let mut config = serde_json::from_str(&header.metadata().as_ref().unwrap()["config"]).unwrap();
+    let good = SafeTensors::deserialize(&file).unwrap();
+    let mut tensors: Tensors = good
+        .tensors()
+        .into_iter()
+        .map(|(name, tensor)| (name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec())))
+        .collect();
+    damage(&mut tensors, &mut config);
+    let dir = tempfile::tempdir().unwrap();
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, data))| (name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(dir.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    open(dir.path())
+}
+
+fn open(dir: &Path) -> String {
+    let loaded = Qwen::load(dir, &Options::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
+    let error = loaded.err().expect("it was loaded").to_string();
+    assert!(!error.contains('\n'), "{error}");
+    error
+}
+
+fn says(error: &str, words: &[&str]) {
+    for word in words {
+        assert!(error.contains(word), "{word:?} is not in: {error}");
+    }
+}
+
+#[test]
+fn a_tensor_too_many() {
+    let error = refusal(|tensors, _| {
+        tensors.insert("language_model.model.layers.0.mlp.router_bias".into(), (Dtype::F32, vec![1], vec![0; 4]));
+    });
+    says(&error, &["router_bias", "model.safetensors", "not part of this architecture"]);
+}
+
+#[test]
+fn a_tensor_too_few() {
+    let error = refusal(|tensors, _| {
+        tensors.remove("language_model.model.layers.1.self_attn.k_proj.weight");
+    });
+    says(&error, &["layers.1.self_attn.k_proj.weight", "missing"]);
+    let error = refusal(|tensors, _| {
+        tensors.remove("language_model.model.layers.1.self_attn.k_proj.biases");
+    });
+    says(&error, &["k_proj.biases", "missing"]);
+}
+
+#[test]
+fn a_wrong_shape() {
+    let error = refusal(|tensors, _| {
+        let name = "language_model.model.layers.0.linear_attn.dt_bias";
+        tensors.insert(name.into(), (Dtype::F32, vec![3], vec![0; 12]));
+    });
+    says(&error, &["dt_bias", "model.safetensors", "expected 2 floats", "found F32 [3]"]);
+    let error = refusal(|_, config| config["text_config"]["moe_intermediate_size"] = 128.into());
+    says(&error, &["switch_mlp.gate_proj.weight", "expected packed codes for [3, 128, 128]", "found U32 [3, 64, 16]"]);
+}
+
+#[test]
+fn a_wrong_type() {
+    let error = refusal(|tensors, _| {
+        let name = "language_model.model.norm.weight";
+        tensors.insert(name.into(), (Dtype::I32, vec![128], vec![0; 512]));
+    });
+    says(&error, &["norm.weight", "expected 128 floats", "found I32 [128]"]);
+}
+
+#[test]
+fn what_is_not_implemented() {
+    let error = refusal(|_, config| config["text_config"]["rope_parameters"]["type"] = "yarn".into());
+    says(&error, &["rope type yarn is not supported"]);
+    let error = refusal(|_, config| config["text_config"]["model_type"] = "llama".into());
+    says(&error, &["model_type llama is not supported"]);
+}
+
+#[test]
+fn no_checkpoint_at_all() {
+    let dir = tempfile::tempdir().unwrap();
+    says(&open(dir.path()), &["config.json"]);
+    let error = Qwen::load(
+        Path::new(BF16),
+        &Options { experts_per_token: Some(3), ..Options::default() },
+        &Metrics::new("test", "cpu"),
+        &mut |_, _| (),
+    );
+    assert!(error.is_err());
+}
+
+#[test]
+fn experts_per_token_has_bounds() {
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+    for (wanted, good) in [(0, false), (1, true), (4, true), (5, false)] {
+        let options = Options { experts_per_token: Some(wanted), ..Options::default() };
+        let loaded = Qwen::load(Path::new(dir), &options, &Metrics::new("test", "cpu"), &mut |_, _| ());
+        assert_eq!(loaded.is_ok(), good, "{wanted}");
+    }
+}
