@@ -2,7 +2,7 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Out, Scratch, float, tile512, x86};
+use super::{Affine, Line, Out, Scratch, float, pair512, tile512, x86};
 use crate::ops::weight::WeightView;
 
 /// From this many lines on, unpacking a tile pays.
@@ -22,6 +22,7 @@ pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], 
         if lines.len() >= MANY {
             rows.start += tile512::rows(weight, rows.clone(), lines, outs, scratch);
         }
+        rows.start += pair512::rows(weight, rows.clone(), lines, outs, scratch);
         x86::rows::<Vnni>(weight, rows, lines, outs, scratch);
     }
 }
