@@ -4,7 +4,7 @@
 //!
 //! Candle's device, allocator types and residency set; a command queue of our own, because Candle's stream cannot hand over
 //! work without waiting for it (its encoder commits by itself, and gives nobody a command buffer to signal an event from).
-//! When to commit and when to wait is [`crate::ops::plan::pass`]'s business.
+//! When to commit and when to wait is `ops::plan::pass`'s business.
 //!
 //! ```text
 //! launch   encode into the open command buffer; a memory barrier where this launch follows one since the last barrier
