@@ -72,9 +72,15 @@ fn load_with_bar(dir: &Path, options: &model::Options, metrics: &Arc<Metrics>) -
     model
 }
 
-/// `count` tokens of [`TEXT`], from its start again when it ends.
+/// `count` tokens of [`TEXT`], from its start again when it ends; its bytes, spread over the vocabulary, for a checkpoint
+/// that has weights only.
 fn prompt(dir: &Path, count: usize) -> Result<Vec<u32>, CommandError> {
-    let ids = Tokenizer::load(dir)?.encode(TEXT)?;
+    let ids: Vec<u32> = if dir.join("tokenizer.json").exists() {
+        Tokenizer::load(dir)?.encode(TEXT)?
+    } else {
+        let vocab = model::Config::read(dir)?.vocab;
+        TEXT.bytes().map(|byte| (byte as usize * 7919 % vocab) as u32).collect()
+    };
     Ok(ids.iter().copied().cycle().take(count).collect())
 }
 

@@ -134,6 +134,7 @@ pub fn options(load: &Load) -> model::Options {
         },
         experts_per_token: load.experts_per_token,
         store: StoreOptions {
+            slots: None,
             io: match load.expert_io {
                 ExpertIo::Auto => store::Io::Auto,
                 ExpertIo::Direct => store::Io::Direct,
@@ -152,9 +153,15 @@ pub fn options(load: &Load) -> model::Options {
     }
 }
 
-/// Loads the weights.
+/// Loads the weights: a bar for the trunk, then one for the experts that are read before the first request.
 pub fn load_model(checkpoint: &Checkpoint, load: &Load, metrics: &Arc<Metrics>) -> Result<Loaded, ModelError> {
-    let model = Qwen::load(&checkpoint.dir, &options(load), metrics, &mut |_, _| ())?;
+    let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
+    let model = Qwen::load(&checkpoint.dir, &options(load), metrics, &mut |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    let model = model?;
     let experts_per_token = match model.config().ffn {
         FfnShape::Moe { k, .. } => Some(k),
         FfnShape::Dense { .. } => None,

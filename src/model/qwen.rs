@@ -47,6 +47,8 @@ pub struct Options {
 /// What [`store::Options`] has and the plan does not decide.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
+    /// Fewer slots than the plan has room for, for tests and measurements.
+    pub slots: Option<usize>,
     pub io: store::Io,
     pub threads: usize,
     pub prefetch: store::Prefetch,
@@ -58,7 +60,7 @@ pub struct StoreOptions {
 impl Default for StoreOptions {
     fn default() -> Self {
         let store::Options { io, threads, prefetch, trace, .. } = store::Options::new(0);
-        Self { io, threads, prefetch, trace, warm: false }
+        Self { slots: None, io, threads, prefetch, trace, warm: false }
     }
 }
 
@@ -243,9 +245,10 @@ impl Qwen {
         let store = if experts.layers.is_empty() {
             None
         } else {
-            let StoreOptions { io, threads, prefetch, warm, trace } = options.store.clone();
+            let StoreOptions { slots, io, threads, prefetch, warm, trace } = options.store.clone();
+            let slots = slots.unwrap_or(plan.slots).min(plan.slots);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
-            let options = store::Options { slots: plan.slots, io, threads, prefetch, warm, trace };
+            let options = store::Options { slots, io, threads, prefetch, warm, trace };
             let store = Store::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)
