@@ -81,7 +81,6 @@ pub struct Metrics {
     pub memory_kv: IntGauge,
     pub memory_state: IntGauge,
     pub memory_workspace: IntGauge,
-    pub memory_prompt_cache: IntGauge,
     pub memory_limit_bytes: IntGauge,
 }
 
@@ -185,7 +184,6 @@ impl Metrics {
             memory_kv: memory.with_label_values(&["kv"]),
             memory_state: memory.with_label_values(&["state"]),
             memory_workspace: memory.with_label_values(&["workspace"]),
-            memory_prompt_cache: memory.with_label_values(&["prompt_cache"]),
             memory_limit_bytes: gauge(r, "moestro_memory_limit_bytes", "The memory plan's limit"),
             registry,
         })
@@ -269,7 +267,7 @@ mod tests {
             "moestro_ssd_read_seconds_count 0",
             "moestro_ssd_stall_seconds_total 0",
             "moestro_ssd_errors_total 0",
-            "moestro_memory_bytes{kind=\"prompt_cache\"} 0",
+            "moestro_memory_bytes{kind=\"workspace\"} 0",
             "moestro_memory_limit_bytes 0",
             "moestro_build_info{device=\"cpu\",version=\"1.2.3\"} 1",
         ] {

@@ -30,7 +30,7 @@ async fn visit(server: &Server, number: usize) {
     let text = format!("This is request {number} of many.");
     let stream = number.is_multiple_of(2);
     let body = json!({"prompt": text, "max_tokens": 60, "stream": stream});
-    if number % 3 == 0 {
+    if number.is_multiple_of(3) {
         // A third leaves: at once, after the head, or after a few tokens.
         match number % 9 {
             0 => drop(tokio::time::timeout(Duration::from_millis(2), server.post(TEXT, &body)).await),

@@ -17,6 +17,10 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat").join(name)
 }
 
+fn demo() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")
+}
+
 fn read(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
@@ -161,12 +165,12 @@ fn reasoning_is_open_where_the_prompt_opened_it() {
     }
 }
 
-static DEMO: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| Arc::new(Tokenizer::load(&fixture("demo")).unwrap()));
+static DEMO: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| Arc::new(Tokenizer::load(&demo()).unwrap()));
 
 #[test]
 fn the_demo_model_reads_and_writes() {
-    let template = Template::load(&fixture("demo")).unwrap();
-    let golden = read(&fixture("demo/vectors.json"));
+    let template = Template::load(&demo()).unwrap();
+    let golden = read(&fixture("demo.json"));
     for case in golden.as_array().unwrap() {
         let text = render(&template, case).unwrap();
         assert_eq!(text, case["text"]);
@@ -222,7 +226,7 @@ proptest! {
 #[test]
 fn kwargs_are_variables() {
     let kwargs = Map::from_iter([("enable_thinking".to_string(), json!(false))]);
-    let template = Template::load(&fixture("demo")).unwrap();
+    let template = Template::load(&demo()).unwrap();
     let messages = [json!({"role": "user", "content": "hi"})];
     let conversation = Conversation { messages: &messages, tools: None, kwargs: &kwargs, add_generation_prompt: true };
     let prompt = template.render(&conversation).unwrap();

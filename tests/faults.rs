@@ -136,7 +136,7 @@ fn an_unreadable_range_ends_the_request_that_wanted_it() {
         for phase in [Phase::Decode, Phase::Prefill] {
             let (store, disk, metrics) = seam(slots);
             let bad = map().layers[1][4][6];
-            *disk.broken.lock().unwrap() = vec![bad.offset + 9..bad.offset + 10];
+            *disk.broken.lock().unwrap() = std::iter::once(bad.offset + 9..bad.offset + 10).collect();
             for _ in 0..10 {
                 take(&store, 0, &[4, 1], phase).unwrap();
                 let error = take(&store, 1, &[0, 4, 2], phase).unwrap_err();

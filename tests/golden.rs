@@ -146,8 +146,8 @@ fn sequences_do_not_leak_into_each_other() {
     let (alone, ..) = prefill(&model, &a, 64);
     let mut states = [model_start(&model), model_start(&model)];
     let mut rows = Vec::new();
-    for step in 0..30 {
-        rows.extend(one(&model, &mut states[0], a[step]));
+    for (step, id) in a.iter().enumerate() {
+        rows.extend(one(&model, &mut states[0], *id));
         if let Some(id) = b.get(step) {
             one(&model, &mut states[1], *id);
         }

@@ -1,4 +1,109 @@
-use crate::{cli, error::CommandError};
-pub fn run(_typed: cli::Bench) -> Result<(), CommandError> {
+//! `moestro bench`: prefill and decode on this machine, what the disk had to do with it, and what a cache that is larger
+//! or knows the future would change.
+
+mod report;
+mod run;
+
+use super::{options, progress, resolve};
+use crate::{
+    chat::Tokenizer,
+    cli,
+    config::{self, Load, Source},
+    device::{Access, File, os},
+    error::{CommandError, ModelError, StoreError},
+    metrics::Metrics,
+    model::{self, Model, Qwen},
+};
+use report::{Report, Setup};
+use run::Session;
+use std::{path::Path, sync::Arc};
+
+/// Plain English that every copy of the program has. Random tokens would be routed like nothing anybody types.
+const TEXT: &str = include_str!("../../LICENSE-APACHE");
+
+pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
+    let source = Source::new(typed.model.model.as_deref());
+    let load = Load::new(typed.load).map_err(CommandError::Usage)?;
+    let dir = resolve(&source)?;
+    let prompt = prompt(&dir, typed.prompt_tokens)?;
+    let mut options = options(&load);
+    // What an earlier run left in the cache directory would make this one incomparable.
+    options.store.warm = false;
+    let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
+    let (sessions, runs_each) = if typed.cold { (typed.repeat, 1) } else { (1, typed.repeat) };
+    let (mut runs, mut setup) = (Vec::new(), None);
+    for _ in 0..sessions {
+        let model = load_with_bar(&dir, &options, &metrics)?;
+        let needed = typed.prompt_tokens + typed.gen_tokens;
+        if model.context() < needed {
+            let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.context());
+            return Err(CommandError::Usage(why));
+        }
+        setup = Some(Setup::new(&model, &load));
+        if typed.cold {
+            drop_cached(&dir)?;
+        }
+        let mut session = Session::new(model, metrics.clone());
+        for _ in 0..runs_each {
+            session.run(&prompt, typed.gen_tokens)?;
+        }
+        runs.extend(session.finish());
+    }
+    let model = match &source {
+        Source::Hub(id) => id.clone(),
+        _ => config::name(&dir),
+    };
+    let Some(setup) = setup else { return Ok(()) };
+    let report = Report::new(model, setup, typed.cold, runs, os::peak_resident_memory());
+    match typed.json {
+        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
+        false => print!("{report}"),
+    }
     Ok(())
+}
+
+fn load_with_bar(dir: &Path, options: &model::Options, metrics: &Arc<Metrics>) -> Result<Qwen, ModelError> {
+    let bar = progress::bytes(0, "loading");
+    let model = Qwen::load(dir, options, metrics, &mut |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    model
+}
+
+/// `count` tokens of [`TEXT`], from its start again when it ends; its bytes, spread over the vocabulary, for a checkpoint
+/// that has weights only.
+fn prompt(dir: &Path, count: usize) -> Result<Vec<u32>, CommandError> {
+    let ids: Vec<u32> = if dir.join("tokenizer.json").exists() {
+        Tokenizer::load(dir)?.encode(TEXT)?
+    } else {
+        let vocab = model::Config::read(dir)?.vocab;
+        TEXT.bytes().map(|byte| (byte as usize * 7919 % vocab) as u32).collect()
+    };
+    Ok(ids.iter().copied().cycle().take(count).collect())
+}
+
+/// Drops what the page cache holds of the checkpoint.
+fn drop_cached(dir: &Path) -> Result<(), StoreError> {
+    let index = crate::store::index::Index::open(dir)?;
+    for path in &index.files {
+        let failed = |source| StoreError::Io { path: path.clone(), source };
+        let file = File::open(path, Access::Buffered).map_err(failed)?;
+        file.drop_cached(0, file.len() as usize);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_prompt_is_as_long_as_asked_for() {
+        let dir = crate::demo::unpack().unwrap();
+        let long = prompt(&dir, 10_000).unwrap();
+        assert_eq!(long.len(), 10_000);
+        assert_eq!(prompt(&dir, 7).unwrap(), long[..7]);
+    }
 }

@@ -133,7 +133,6 @@ impl Report {
         line("KV cache", plan.kv, format!("{} tokens", plan.context))?;
         line("state", plan.state, String::new())?;
         line("workspace", plan.workspace, format!("prefill in chunks of {} tokens", plan.chunk))?;
-        line("prompt cache", plan.prompt_cache, String::new())?;
         let slots = format!("{} slots, {:.1} % of all experts", plan.slots, 100.0 * plan.residency);
         line("experts", plan.experts, if self.shape.layers > 0 { slots } else { String::new() })?;
         if plan.page_cache > 0 {

@@ -122,15 +122,17 @@ pub fn options(load: &Load) -> model::Options {
     model::Options {
         threads: load.threads,
         wishes: Wishes {
+            // There is none yet: what it would take goes to the slots.
+            prompt_cache: Some(0),
             limit: load.memory_limit,
             stream: load.stream_experts,
             context: load.context,
             chunk: load.chunk,
             buffered: load.expert_io == ExpertIo::Buffered,
-            ..Wishes::default()
         },
         experts_per_token: load.experts_per_token,
         store: StoreOptions {
+            slots: None,
             io: match load.expert_io {
                 ExpertIo::Auto => store::Io::Auto,
                 ExpertIo::Direct => store::Io::Direct,
@@ -149,9 +151,15 @@ pub fn options(load: &Load) -> model::Options {
     }
 }
 
-/// Loads the weights.
+/// Loads the weights: a bar for the trunk, then one for the experts that are read before the first request.
 pub fn load_model(checkpoint: &Checkpoint, load: &Load, metrics: &Arc<Metrics>) -> Result<Loaded, ModelError> {
-    let model = Qwen::load(&checkpoint.dir, &options(load), metrics, &mut |_, _| ())?;
+    let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
+    let model = Qwen::load(&checkpoint.dir, &options(load), metrics, &mut |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+    });
+    bar.finish_and_clear();
+    let model = model?;
     let experts_per_token = match model.config().ffn {
         FfnShape::Moe { k, .. } => Some(k),
         FfnShape::Dense { .. } => None,

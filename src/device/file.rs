@@ -1,5 +1,4 @@
-//! Files as the expert reader needs them: positional reads that leave nothing in the page cache, and the operating
-//! system's own count of what the disk delivered.
+//! Files as the expert reader needs them: positional reads that leave nothing in the page cache.
 
 use std::{
     fs, io,
@@ -90,12 +89,6 @@ impl File {
     }
 }
 
-/// Bytes that storage delivered to this process since it started, as the operating system counts them; `None` where it
-/// does not say.
-pub fn disk_bytes() -> Option<u64> {
-    os::disk_bytes()
-}
-
 #[cfg(target_os = "linux")]
 mod os {
     use super::MAX_BLOCK;
@@ -138,11 +131,6 @@ mod os {
         // SAFETY: plain system call on a file that is open; it is advice, so its result does not matter.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), offset as libc::off_t, len as libc::off_t, advice) };
     }
-
-    pub fn disk_bytes() -> Option<u64> {
-        let text = fs::read_to_string("/proc/self/io").ok()?;
-        text.lines().find_map(|line| line.strip_prefix("read_bytes: "))?.trim().parse().ok()
-    }
 }
 
 #[cfg(target_os = "macos")]
@@ -173,20 +161,6 @@ mod os {
 
     /// macOS has no call that drops one file's pages.
     pub fn drop_cached(_: &fs::File, _: u64, _: usize) {}
-
-    pub fn disk_bytes() -> Option<u64> {
-        let mut usage = std::mem::MaybeUninit::<libc::rusage_info_v2>::zeroed();
-        // SAFETY: the buffer has the size of the flavour asked for; zeroed memory is a valid value of it.
-        let (status, usage) = unsafe {
-            let status = libc::proc_pid_rusage(
-                std::process::id() as i32,
-                libc::RUSAGE_INFO_V2,
-                usage.as_mut_ptr().cast::<libc::rusage_info_t>(),
-            );
-            (status, usage.assume_init())
-        };
-        (status == 0).then_some(usage.ri_diskio_bytesread)
-    }
 }
 
 #[cfg(not(any(target_os = "linux", target_os = "macos")))]
@@ -204,10 +178,6 @@ mod os {
     }
 
     pub fn drop_cached(_: &fs::File, _: u64, _: usize) {}
-
-    pub fn disk_bytes() -> Option<u64> {
-        None
-    }
 }
 
 #[cfg(test)]
@@ -258,11 +228,5 @@ mod tests {
     #[test]
     fn a_directory_is_no_file() {
         assert!(File::open(Path::new("/"), Access::Buffered).is_err());
-    }
-
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn the_system_counts_disk_bytes() {
-        assert!(disk_bytes().is_some());
     }
 }

@@ -178,11 +178,11 @@ impl Crew {
         let mut done = 0;
         while let Some(number) = self.enter(done) {
             // SAFETY: this thread is inside the gate, so the job is set, alive, and not being written.
-            if let Some((job, tasks)) = unsafe { *self.job.get() } {
-                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.claim(job, tasks))) {
-                    self.next.fetch_max(tasks, Ordering::Relaxed);
-                    *lock(&self.panic) = Some(panic);
-                }
+            if let Some((job, tasks)) = unsafe { *self.job.get() }
+                && let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.claim(job, tasks)))
+            {
+                self.next.fetch_max(tasks, Ordering::Relaxed);
+                *lock(&self.panic) = Some(panic);
             }
             self.gate.fetch_sub(1, Ordering::Release);
             done = number;

@@ -11,12 +11,12 @@ use candle_core::Tensor;
 pub struct Attention {
     dim: usize,
     eps: f32,
-    q: Weight,
-    k: Weight,
-    v: Weight,
-    o: Weight,
-    q_norm: Vec<f32>,
-    k_norm: Vec<f32>,
+    pub(super) q: Weight,
+    pub(super) k: Weight,
+    pub(super) v: Weight,
+    pub(super) o: Weight,
+    pub(super) q_norm: Vec<f32>,
+    pub(super) k_norm: Vec<f32>,
 }
 
 impl Attention {

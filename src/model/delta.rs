@@ -9,17 +9,17 @@ use crate::{
 use candle_core::Tensor;
 
 pub struct DeltaNet {
-    heads: DeltaHeads,
+    pub(super) heads: DeltaHeads,
     eps: f32,
-    qkv: Weight,
-    z: Weight,
-    b: Weight,
-    a: Weight,
-    out: Weight,
+    pub(super) qkv: Weight,
+    pub(super) z: Weight,
+    pub(super) b: Weight,
+    pub(super) a: Weight,
+    pub(super) out: Weight,
     /// `[taps, C]`.
-    conv: Tensor,
+    pub(super) conv: Tensor,
     /// `[Dv]`.
-    norm: Tensor,
+    pub(super) norm: Tensor,
 }
 
 impl DeltaNet {

@@ -5,6 +5,7 @@ pub mod attention;
 pub mod checkpoint;
 pub mod config;
 pub mod delta;
+pub mod gpu;
 pub mod moe;
 pub mod names;
 pub mod qwen;

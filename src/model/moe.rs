@@ -17,15 +17,15 @@ use crate::{
     device::Compute,
     error::ModelError,
     ops::{self, Assignment, ExpertView, Job, Routes, Weight, WeightView},
-    store::{Landed, PIECES, Phase, Piece, Store},
+    store::{Choice, Landed, LayerExperts, Phase, Store},
 };
 use candle_core::{DType, Tensor};
 
 /// Gate, up and down of a feed-forward that stays in memory.
 pub struct Mlp {
-    gate: Weight,
-    up: Weight,
-    down: Weight,
+    pub(super) gate: Weight,
+    pub(super) up: Weight,
+    pub(super) down: Weight,
 }
 
 impl Mlp {
@@ -58,20 +58,20 @@ fn each_token(tokens: usize, first: usize) -> Vec<Assignment> {
 
 pub struct Moe {
     layer: usize,
-    k: usize,
-    renormalise: bool,
-    router: Weight,
-    shared_gate: Weight,
-    shared: Mlp,
+    pub(super) k: usize,
+    pub(super) renormalise: bool,
+    pub(super) router: Weight,
+    pub(super) shared_gate: Weight,
+    pub(super) shared: Mlp,
     /// How gate, up and down of every expert are stored.
-    stacks: [Stack; 3],
+    pub(super) stacks: [Stack; 3],
 }
 
 /// One projection of all experts of a layer.
-struct Stack {
-    layout: Layout,
+pub(super) struct Stack {
+    pub(super) layout: Layout,
     /// One an expert.
-    gains: Vec<f32>,
+    pub(super) gains: Vec<f32>,
 }
 
 impl Moe {
@@ -81,7 +81,7 @@ impl Moe {
         prefix: &str,
         config: &Config,
         layer: usize,
-        map: &mut Vec<Vec<[Piece; PIECES]>>,
+        map: &mut Vec<LayerExperts>,
     ) -> Result<Self, ModelError> {
         let FfnShape::Moe { experts, k, intermediate, shared, renormalise } = config.ffn else {
             return Err(ModelError::Config("a dense model has no experts".into()));
@@ -101,12 +101,14 @@ impl Moe {
         })
     }
 
-    /// The experts that each row of `x` (`[T, hidden]`, normed) visits, and the shared expert's gate (`[T]`).
-    pub fn route(&self, compute: &Compute, x: &Tensor) -> Result<(Routes, Tensor), ModelError> {
+    /// The experts that each row of `x` (`[T, hidden]`, normed) visits, the shared expert's gate (`[T]`), and the logits of
+    /// all experts (`[T, experts]`).
+    pub fn route(&self, compute: &Compute, x: &Tensor) -> Result<(Routes, Tensor, Tensor), ModelError> {
         let scores = ops::linear(compute, x, &[&self.router, &self.shared_gate])?;
-        let routes = ops::route(&scores.narrow(1, 0, self.router.rows)?, self.k, self.renormalise)?;
+        let logits = scores.narrow(1, 0, self.router.rows)?;
+        let routes = ops::route(&logits, self.k, self.renormalise)?;
         let gate = candle_nn::ops::sigmoid(&scores.narrow(1, self.router.rows, 1)?.contiguous()?)?;
-        Ok((routes, gate.flatten_all()?))
+        Ok((routes, gate.flatten_all()?, logits))
     }
 
     /// `x` is `[T, hidden]`. `next` is the following layer's mixture, whose experts are predicted and read ahead.
@@ -118,17 +120,20 @@ impl Moe {
         next: Option<&Moe>,
     ) -> Result<(Tensor, Routes), ModelError> {
         let (tokens, hidden) = x.dims2()?;
-        let (routes, gate) = self.route(compute, x)?;
+        let (routes, gate, logits) = self.route(compute, x)?;
         let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
         let (ids, rows) = group(&routes);
-        store.note(self.layer, tokens, routes.ids.iter().copied().zip(routes.weights.iter().copied()));
+        if !store.is_resident() {
+            let logits = logits.flatten_all()?.to_vec1()?;
+            store.note(self.layer, Choice { ids: &routes.ids, k: routes.k, logits: &logits });
+        }
         let mut routed = store.route(self.layer, &ids, phase)?;
         if let Some(next) = next
             && phase == Phase::Decode
             && store.wants_prediction()
         {
             // The next layer's router on this layer's input: a guess, read only when nothing better is to be done.
-            let (guess, _) = next.route(compute, x)?;
+            let (guess, ..) = next.route(compute, x)?;
             store.read_ahead(next.layer, &guess.ids);
         }
 
@@ -189,7 +194,7 @@ fn find_experts(
     experts: usize,
     hidden: usize,
     intermediate: usize,
-) -> Result<([Stack; 3], Vec<[Piece; PIECES]>), ModelError> {
+) -> Result<([Stack; 3], LayerExperts), ModelError> {
     let lead = [experts];
     if from.find(&format!("{mlp}experts.gate_up_proj")).is_some() {
         let fused = from.dense(&format!("{mlp}experts.gate_up_proj"), &[experts, 2 * intermediate, hidden])?;

@@ -23,7 +23,7 @@ use crate::{
     metrics::Metrics,
     ops::{self, Rotation, Routes, Weight},
     plan::{Limits, Plan, Shape, Wishes},
-    store::{self, ExpertMap, PIECES, Piece, Store, index::Index, pack},
+    store::{self, ExpertMap, LayerExperts, Store, index::Index, pack},
 };
 use candle_core::Tensor;
 use std::{
@@ -47,6 +47,8 @@ pub struct Options {
 /// What [`store::Options`] has and the plan does not decide.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
+    /// Fewer slots than the plan has room for, for tests and measurements.
+    pub slots: Option<usize>,
     pub io: store::Io,
     pub threads: usize,
     pub prefetch: store::Prefetch,
@@ -58,43 +60,45 @@ pub struct StoreOptions {
 impl Default for StoreOptions {
     fn default() -> Self {
         let store::Options { io, threads, prefetch, trace, .. } = store::Options::new(0);
-        Self { io, threads, prefetch, trace, warm: false }
+        Self { slots: None, io, threads, prefetch, trace, warm: false }
     }
 }
 
-enum Mixer {
+pub(super) enum Mixer {
     Attention(Attention),
     Delta(DeltaNet),
 }
 
-enum Ffn {
+// One a layer: its size does not matter.
+#[allow(clippy::large_enum_variant)]
+pub(super) enum Ffn {
     Dense(Mlp),
     Moe(Moe),
 }
 
-struct Layer {
-    input_norm: Tensor,
-    mixer: Mixer,
-    post_norm: Tensor,
-    ffn: Ffn,
+pub(super) struct Layer {
+    pub(super) input_norm: Tensor,
+    pub(super) mixer: Mixer,
+    pub(super) post_norm: Tensor,
+    pub(super) ffn: Ffn,
 }
 
 /// Everything but the routed experts.
-struct Net {
-    embed: Weight,
-    layers: Vec<Layer>,
-    norm: Tensor,
+pub(super) struct Net {
+    pub(super) embed: Weight,
+    pub(super) layers: Vec<Layer>,
+    pub(super) norm: Tensor,
     /// `None`: the embedding is the head, too.
-    head: Option<Weight>,
+    pub(super) head: Option<Weight>,
 }
 
 /// A loaded model.
 pub struct Qwen {
-    config: Config,
+    pub(super) config: Config,
     compute: Compute,
-    net: Net,
-    store: Option<Store>,
-    plan: Plan,
+    pub(super) net: Net,
+    pub(super) store: Option<Store>,
+    pub(super) plan: Plan,
     shape: Shape,
 }
 
@@ -104,7 +108,7 @@ impl Net {
         trunk: &mut Trunk<'_>,
         config: &Config,
         compute: &Compute,
-    ) -> Result<(Self, Vec<Vec<[Piece; PIECES]>>), ModelError> {
+    ) -> Result<(Self, Vec<LayerExperts>), ModelError> {
         let (from, hidden) = (trunk.from, config.hidden);
         let norm = |name: &str| -> Result<Tensor, ModelError> {
             Ok(Tensor::from_vec(from.norm(name, hidden)?, hidden, &compute.device)?)
@@ -224,6 +228,16 @@ impl Qwen {
     ) -> Result<Self, ModelError> {
         let Surveyed { config, checkpoint, experts, files, shape, .. } = Surveyed::new(dir, options)?;
         let plan = Plan::new(&shape, &Limits::here(None), &options.wishes)?;
+        for (gauge, bytes) in [
+            (&metrics.memory_limit_bytes, plan.limit),
+            (&metrics.memory_trunk, plan.trunk),
+            (&metrics.memory_experts, plan.experts),
+            (&metrics.memory_kv, plan.kv),
+            (&metrics.memory_state, plan.state),
+            (&metrics.memory_workspace, plan.workspace),
+        ] {
+            gauge.set(bytes as i64);
+        }
         let threads = options.threads.unwrap_or_else(device::os::physical_cores);
         let compute = Compute::cpu(threads, options.math);
         let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
@@ -231,9 +245,10 @@ impl Qwen {
         let store = if experts.layers.is_empty() {
             None
         } else {
-            let StoreOptions { io, threads, prefetch, warm, trace } = options.store.clone();
+            let StoreOptions { slots, io, threads, prefetch, warm, trace } = options.store.clone();
+            let slots = slots.unwrap_or(plan.slots).min(plan.slots);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
-            let options = store::Options { slots: plan.slots, io, threads, prefetch, warm, trace };
+            let options = store::Options { slots, io, threads, prefetch, warm, trace };
             let store = Store::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)

@@ -16,6 +16,9 @@ use super::{
 };
 use crate::device::Math;
 
+/// A row as 16-bit integers, in the order of its values.
+const FORMAT: quant::Format = quant::Format { group: 1, order: quant::Order::Natural, levels: 32_639 };
+
 /// Type and width of a cache's row for heads of `dim` values.
 pub fn cache_row(math: Math, dim: usize) -> (DType, usize) {
     match math {
@@ -133,7 +136,7 @@ impl InplaceOp2 for Remember<'_> {
         if rows.width() != heads * dim || self.at + rows.count() > room {
             bail!("remember: {} rows of {} at {} of [{heads}, {room}, {dim}]", rows.count(), rows.width(), self.at)
         }
-        let mut row = vec![0f32; dim];
+        let (mut row, mut wide) = (vec![0f32; dim], vec![0i32; dim]);
         for token in 0..rows.count() {
             for (head, x) in rows.row(token).chunks_exact(dim.max(1)).enumerate() {
                 simd::vectorised(simd::Isa::best(), || match self.key {
@@ -148,7 +151,10 @@ impl InplaceOp2 for Remember<'_> {
                     CpuStorage::F32(cache) if at + width <= end => cache[at..at + width].copy_from_slice(&row),
                     CpuStorage::I16(cache) if at + width <= end => {
                         let (values, scale) = cache[at..at + width].split_at_mut(dim);
-                        let (factor, _) = quant::quantise(&row, values, quant::Order::Natural);
+                        let (factor, _) = quant::quantise(&row, &mut wide, FORMAT);
+                        for (value, wide) in values.iter_mut().zip(&wide) {
+                            *value = *wide as i16;
+                        }
                         scale.copy_from_slice(&[factor.to_bits() as i16, (factor.to_bits() >> 16) as i16]);
                     }
                     _ => bail!("remember: a cache of {:?} with {end} values", to.shape()),

@@ -238,9 +238,9 @@ impl Middle {
     /// Makes room for its rows.
     fn writer(&mut self, math: Math) -> MiddleOut {
         match self.codes.and_then(|codes| format(math, codes)) {
-            Some((group, order)) => {
-                self.quantised.resize(self.rows, self.cols, group);
-                MiddleOut { quantised: Some(self.quantised.writer(group, order)), values: Out(std::ptr::null_mut()) }
+            Some(format) => {
+                let writer = self.quantised.resize(self.rows, self.cols, format);
+                MiddleOut { quantised: Some(writer), values: Out(std::ptr::null_mut()) }
             }
             None => {
                 self.values.resize(self.rows * self.cols, 0.0);

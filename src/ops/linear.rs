@@ -5,7 +5,7 @@ use std::{cell::RefCell, ops::Range};
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, backend::BackendStorage, bail};
 
 use super::{
-    quant::{Digits, Order, Quantised},
+    quant::{Digits, Format, Quantised},
     simd::{self, Isa, Line, Out},
     weight::{Codes, Weight, WeightView},
 };
@@ -20,7 +20,7 @@ const TASK: Range<usize> = 16 << 10..96 << 10;
 /// The products of `x` (`[T, in]`, f32) with every weight (`[rows, in]`), side by side: `[T, sum of rows]`, f32.
 ///
 /// A row of the result has the same bytes whatever `T` and the number of threads. With [`Math::Int16`] affine weights
-/// meet activations quantised to 16 bits (relative error about 2e-5), everything else is f32.
+/// meet activations quantised to integers (see [`quant`](super::quant)), everything else is f32.
 pub fn linear(compute: &Compute, x: &Tensor, weights: &[&Weight]) -> Result<Tensor> {
     x.apply_op1_no_bwd(&Linear { compute, weights })
 }
@@ -76,9 +76,9 @@ pub(super) fn check(view: &WeightView<'_>, cols: usize) -> Result<()> {
 }
 
 /// How the activations of an affine weight are quantised; `None` where the product is f32.
-pub(super) fn format(math: Math, codes: Codes) -> Option<(usize, Order)> {
+pub(super) fn format(math: Math, codes: Codes) -> Option<Format> {
     match (math, codes) {
-        (Math::Int16, Codes::Affine { bits, group, .. }) => Some((group.into(), simd::order(bits))),
+        (Math::Int16, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
         _ => None,
     }
 }
@@ -86,7 +86,7 @@ pub(super) fn format(math: Math, codes: Codes) -> Option<(usize, Order)> {
 /// Activations quantised once for each distinct format among the weights that read them.
 #[derive(Default)]
 pub(super) struct Formats {
-    formats: Vec<(usize, Order)>,
+    formats: Vec<Format>,
     rows: Vec<Quantised>,
 }
 
@@ -109,12 +109,11 @@ impl Formats {
         if self.rows.len() < self.formats.len() {
             self.rows.resize_with(self.formats.len(), Quantised::default);
         }
-        for (&(group, order), rows) in self.formats.iter().zip(&mut self.rows) {
-            rows.resize(tokens, cols, group);
-            let writer = rows.writer(group, order);
+        for (format, rows) in self.formats.iter().zip(&mut self.rows) {
+            let writer = rows.resize(tokens, cols, *format);
             compute.threads.run_split(tokens, 8, &|range| {
                 // SAFETY: the ranges of a split are disjoint and inside `tokens`; `rows` is borrowed until all are done.
-                unsafe { writer.rows(x, range) };
+                simd::vectorised(Isa::best(), || unsafe { writer.rows(x, range) });
             });
         }
     }

@@ -11,6 +11,7 @@ pub mod gate;
 pub mod linear;
 pub mod math;
 pub mod norm;
+pub mod plan;
 pub mod quant;
 pub mod rope;
 pub mod route;

@@ -1,18 +1,24 @@
-//! Activations as 16-bit integers with a scale per weight group.
+//! Activations as integers of up to 22 bits with a scale per weight group.
 //!
-//! A group of `n` values becomes `q_i = round_half_even(x_i / s)`, `s = max|x| / 32639`, together with
-//! `sum = s * (q_0 + ... + q_{n-1})` for the bias of an affine weight. 32639 = 127 * 257, not 32767, so that every `q` is also
-//! `256 * high + low` with two signed bytes: the form that byte multiply instructions want. The relative error of a
-//! product is about 2e-5. All of it is integer or single-rounded f32 arithmetic, hence the same bytes on every processor.
+//! A group of `n` values becomes `q_i = round_half_even(x_i / s)`, `s = max|x| / levels`, together with
+//! `sum = s * (q_0 + ... + q_{n-1})` for the bias of an affine weight. `levels` is as large as the weight's codes allow:
+//! the dot product of a group must fit an i32, so it is `(2^31 - 1) / (n * (2^bits - 1))`, and at most 2^21, up to where
+//! the rounding below is exact. For groups of 64 that is 2^21 with codes of up to 4 bits, where the rounding of a product
+//! is as fine as that of f32 arithmetic (relative error about 2e-7), and 131586 with 8 bits (about 4e-6).
+//!
+//! A `q` is kept as `65536 * high + 256 * middle + low` in three signed bytes, the form that byte multiply instructions
+//! want. All of it is integer or single-rounded f32 arithmetic, hence the same bytes on every processor.
 
 use std::ops::Range;
 
-/// Largest magnitude of a quantised activation.
-pub const LEVELS: f32 = 32639.0;
+/// Most levels: a product with the inverse scale then stays below `levels + 1/2` however it is rounded.
+const MAX_LEVELS: u32 = 1 << 21;
 /// Below this maximum a group counts as zero: its reciprocal scale would overflow.
 const TINY: f32 = 1e-30;
 /// Adding and subtracting 1.5 * 2^23 rounds an f32 below 2^22 to an integer, half to even.
 const ROUND: f32 = 12_582_912.0;
+/// Largest group.
+const MAX_GROUP: usize = 128;
 
 /// In which order the values of a row are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,38 +46,53 @@ impl Order {
     }
 }
 
+/// How activations are quantised for a weight of some width and group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Format {
+    pub group: usize,
+    pub order: Order,
+    /// Largest magnitude of a quantised value.
+    pub levels: u32,
+}
+
+impl Format {
+    /// For codes of `bits` (2 to 8) bits with a scale per `group` (at most 128).
+    pub fn new(bits: u8, group: u16) -> Self {
+        debug_assert!(usize::from(group) <= MAX_GROUP);
+        let most = u32::from(group) * ((1 << bits) - 1);
+        Self {
+            group: group.into(),
+            order: if bits == 4 { Order::Nibbles } else { Order::Natural },
+            levels: (i32::MAX as u32 / most).min(MAX_LEVELS),
+        }
+    }
+}
+
 /// Quantised rows. Buffers keep their capacity, so that a reused one allocates nothing.
 #[derive(Debug, Default)]
 pub struct Quantised {
     cols: usize,
     groups: usize,
-    q: Vec<i16>,
-    high: Vec<i8>,
-    low: Vec<i8>,
+    planes: [Vec<i8>; 3],
     scale: Vec<f32>,
     sum: Vec<f32>,
 }
 
-/// One quantised row. `scale` and `sum` are padded with zeros to a multiple of eight groups.
+/// One quantised row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a multiple of eight groups.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Digits<'a> {
-    pub q: &'a [i16],
-    pub high: &'a [i8],
-    pub low: &'a [i8],
+    pub planes: [&'a [i8]; 3],
     pub scale: &'a [f32],
     pub sum: &'a [f32],
 }
 
-/// Rows of a [`Quantised`] being written; see [`Quantised::writer`].
+/// Rows of a [`Quantised`] being written; see [`Quantised::resize`].
 #[derive(Clone, Copy)]
 pub struct Writer {
     cols: usize,
     groups: usize,
-    group: usize,
-    order: Order,
-    q: *mut i16,
-    high: *mut i8,
-    low: *mut i8,
+    format: Format,
+    planes: [*mut i8; 3],
     scale: *mut f32,
     sum: *mut f32,
 }
@@ -82,31 +103,25 @@ unsafe impl Send for Writer {}
 unsafe impl Sync for Writer {}
 
 impl Quantised {
-    /// Makes room for `rows` rows of `cols` values in groups of `group`.
-    pub fn resize(&mut self, rows: usize, cols: usize, group: usize) {
-        debug_assert!(cols.is_multiple_of(group));
+    /// Makes room for `rows` rows of `cols` values. Returns a handle through which several threads fill disjoint parts,
+    /// valid until the next call.
+    pub fn resize(&mut self, rows: usize, cols: usize, format: Format) -> Writer {
+        debug_assert!(cols.is_multiple_of(format.group));
         self.cols = cols;
-        self.groups = (cols / group).next_multiple_of(8);
-        self.q.resize(rows * cols, 0);
-        self.high.resize(rows * cols, 0);
-        self.low.resize(rows * cols, 0);
+        self.groups = (cols / format.group).next_multiple_of(8);
+        for plane in &mut self.planes {
+            plane.resize(rows * cols, 0);
+        }
         // The padding must be zero whatever the buffers held before.
         self.scale.clear();
         self.scale.resize(rows * self.groups, 0.0);
         self.sum.clear();
         self.sum.resize(rows * self.groups, 0.0);
-    }
-
-    /// A handle through which several threads fill disjoint parts; valid until the next `resize`.
-    pub fn writer(&mut self, group: usize, order: Order) -> Writer {
         Writer {
             cols: self.cols,
             groups: self.groups,
-            group,
-            order,
-            q: self.q.as_mut_ptr(),
-            high: self.high.as_mut_ptr(),
-            low: self.low.as_mut_ptr(),
+            format,
+            planes: self.planes.each_mut().map(Vec::as_mut_ptr),
             scale: self.scale.as_mut_ptr(),
             sum: self.sum.as_mut_ptr(),
         }
@@ -115,9 +130,7 @@ impl Quantised {
     pub fn row(&self, row: usize) -> Digits<'_> {
         let (values, groups) = (row * self.cols..(row + 1) * self.cols, row * self.groups..(row + 1) * self.groups);
         Digits {
-            q: &self.q[values.clone()],
-            high: &self.high[values.clone()],
-            low: &self.low[values],
+            planes: self.planes.each_ref().map(|plane| &plane[values.clone()]),
             scale: &self.scale[groups.clone()],
             sum: &self.sum[groups],
         }
@@ -129,20 +142,24 @@ impl Writer {
     ///
     /// # Safety
     /// The [`Quantised`] lives and was not resized; the range lies inside it; no one else reads or writes it meanwhile.
+    #[inline(always)]
     pub unsafe fn write(&self, row: usize, col: usize, values: &[f32]) {
         let at = row * self.cols + col;
-        for (index, values) in values.chunks_exact(self.group).enumerate() {
-            let at = at + index * self.group;
-            let group = row * self.groups + col / self.group + index;
+        let mut buffer = [0; MAX_GROUP];
+        let q = &mut buffer[..self.format.group];
+        for (index, values) in values.chunks_exact(q.len()).enumerate() {
+            let at = at + index * q.len();
+            let group = row * self.groups + col / q.len() + index;
+            let (scale, sum) = quantise(values, q, self.format);
             // SAFETY: one whole group inside the buffers, exclusively ours (caller).
             unsafe {
-                let q = std::slice::from_raw_parts_mut(self.q.add(at), self.group);
-                let (scale, sum) = quantise(values, q, self.order);
-                let high = std::slice::from_raw_parts_mut(self.high.add(at), self.group);
-                let low = std::slice::from_raw_parts_mut(self.low.add(at), self.group);
-                for ((q, high), low) in q.iter().zip(high).zip(low) {
+                let [high, middle, low] =
+                    self.planes.map(|plane| std::slice::from_raw_parts_mut(plane.add(at), q.len()));
+                for (((q, high), middle), low) in q.iter().zip(high).zip(middle).zip(low) {
+                    // What is left after a digit, which stands for -128 to 127, is a multiple of 256.
                     *low = *q as i8;
-                    *high = ((i32::from(*q) + 128) >> 8) as i8;
+                    *middle = ((*q + 0x80) >> 8) as i8;
+                    *high = ((*q + 0x8080) >> 16) as i8;
                 }
                 self.scale.add(group).write(scale);
                 self.sum.add(group).write(sum);
@@ -154,6 +171,7 @@ impl Writer {
     ///
     /// # Safety
     /// As for [`Writer::write`].
+    #[inline(always)]
     pub unsafe fn rows(&self, x: &[f32], rows: Range<usize>) {
         for row in rows {
             // SAFETY: passed on.
@@ -165,7 +183,7 @@ impl Writer {
 /// One group: fills `q` and returns scale and scaled sum. A group with a value that is not finite has the scale NaN, so
 /// that the damage shows in every product and nowhere else.
 #[inline(always)]
-pub(super) fn quantise(values: &[f32], q: &mut [i16], order: Order) -> (f32, f32) {
+pub(super) fn quantise(values: &[f32], q: &mut [i32], format: Format) -> (f32, f32) {
     // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
     let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
     let most = f32::from_bits(most);
@@ -173,16 +191,15 @@ pub(super) fn quantise(values: &[f32], q: &mut [i16], order: Order) -> (f32, f32
         q.fill(0);
         return if most.is_finite() { (0.0, 0.0) } else { (f32::NAN, f32::NAN) };
     }
-    let inverse = LEVELS / most;
-    let scale = most / LEVELS;
+    let levels = format.levels as f32;
+    let (inverse, scale) = (levels / most, most / levels);
     let round = |value: f32| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let mut sum = 0i32;
-    match order {
+    match format.order {
         Order::Natural => {
             for (value, q) in values.iter().zip(q.iter_mut()) {
-                let rounded = round(*value);
-                sum += rounded;
-                *q = rounded as i16;
+                *q = round(*value);
+                sum += *q;
             }
         }
         Order::Nibbles => {
@@ -190,10 +207,8 @@ pub(super) fn quantise(values: &[f32], q: &mut [i16], order: Order) -> (f32, f32
             for (values, q) in values.chunks_exact(unit).zip(q.chunks_exact_mut(unit)) {
                 let (even, odd) = q.split_at_mut(unit / 2);
                 for ((pair, even), odd) in values.chunks_exact(2).zip(even).zip(odd) {
-                    let (a, b) = (round(pair[0]), round(pair[1]));
-                    sum += a + b;
-                    *even = a as i16;
-                    *odd = b as i16;
+                    (*even, *odd) = (round(pair[0]), round(pair[1]));
+                    sum += *even + *odd;
                 }
             }
         }

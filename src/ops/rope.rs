@@ -26,6 +26,11 @@ impl Rotation {
         Self { half, table: positions.collect() }
     }
 
+    /// `half` pairs (cos, sin) a position.
+    pub fn pairs(&self) -> &[(f32, f32)] {
+        &self.table
+    }
+
     #[inline(always)]
     pub(super) fn turn(&self, token: usize, head: &mut [f32]) {
         let (low, high) = head[..2 * self.half].split_at_mut(self.half);

@@ -1,12 +1,21 @@
 //! How much each expert is wanted: an estimate of the chance that the next token of its layer asks for it.
 //!
-//! Two running averages of "was it asked for", one over the last few dozen tokens and one over the last few hundred,
-//! added up. Each layer has its own clock, so a layer that this token has not reached yet does not look older than one
-//! it has passed; and experts that hold no slot keep their history, so one that comes back is not a stranger.
+//! Counting alone learns slowly: an expert that one token in fifty asks for is a stranger for most of the first fifty.
+//! But a router scores every expert for every token, and how far an expert stayed below the ones that were taken says as
+//! much about its chances as being taken does. So an expert's margin (its logit less the least logit taken) is followed
+//! as a mean and a variance, and the chance that a normal variable with these is positive is one estimate; how often it
+//! was taken lately is the other; the score is their mean, weighted by how much each has seen.
+//!
+//! Each layer has its own clock, so a layer that this token has not reached yet does not look older than one it has
+//! passed; and experts that hold no slot keep their history, so one that comes back is not a stranger.
 
-/// Tokens over which the fast and the slow average reach back.
-const FAST: f32 = 32.0;
-const SLOW: f32 = 512.0;
+/// Tokens that margins and counts reach back.
+const MARGINS: f32 = 128.0;
+const COUNTS: f32 = 32.0;
+
+/// The most the estimate from margins weighs, in tokens of counting, and how fast it gets there.
+const TRUST: f32 = 64.0;
+const TRUST_A_TOKEN: f32 = 2.0;
 
 /// Tokens that what an earlier run knew is worth.
 const PRIOR: f32 = 16.0;
@@ -14,58 +23,115 @@ const PRIOR: f32 = 16.0;
 /// One expert of one layer: `layer * experts + expert`.
 pub type Key = u32;
 
-/// The averages of every expert of every layer.
+/// What the router made of some tokens.
+#[derive(Debug, Clone, Copy)]
+pub struct Choice<'a> {
+    /// The experts taken, `k` a token.
+    pub ids: &'a [u32],
+    pub k: usize,
+    /// Every expert's logit, one row a token; empty if they are not known.
+    pub logits: &'a [f32],
+}
+
+/// One layer's experts.
+#[derive(Clone)]
+struct Layer {
+    /// Mean and variance of each expert's margin, and the share of tokens that took it.
+    mean: Vec<f32>,
+    variance: Vec<f32>,
+    share: Vec<f32>,
+    /// Mean of the variances: what a variance of few samples is drawn towards.
+    spread: f32,
+    /// Tokens that margins and counts have seen, up to their reach.
+    margins: f32,
+    counts: f32,
+}
+
+/// The estimates of every expert of every layer.
 pub struct Heat {
     experts: usize,
-    /// Fast and slow average by key.
-    average: Vec<[f32; 2]>,
-    /// Tokens each layer has seen, up to [`SLOW`].
-    tokens: Vec<f32>,
+    layers: Vec<Layer>,
 }
 
 impl Heat {
     pub fn new(layers: usize, experts: usize) -> Self {
-        Self { experts, average: vec![[0.0; 2]; layers * experts], tokens: vec![0.0; layers] }
+        let zeros = vec![0.0; experts];
+        let (mean, variance, share) = (zeros.clone(), zeros.clone(), zeros);
+        let layer = Layer { mean, variance, share, spread: 0.0, margins: 0.0, counts: 0.0 };
+        Self { experts, layers: vec![layer; layers] }
     }
 
-    /// `tokens` more tokens went through `layer`; `wanted` gives the experts they asked for, each with how many of the
-    /// tokens did.
-    pub fn visit(&mut self, layer: usize, tokens: usize, wanted: impl Iterator<Item = (u32, f32)>) {
-        let Some(seen) = self.tokens.get_mut(layer) else { return };
-        let new = tokens.max(1) as f32;
-        let total = *seen + new;
-        // The mean of all tokens as long as there are few, then an exponential one.
-        let weight = |span: f32| (new / total).max(1.0 - (1.0 - 1.0 / span).powf(new));
-        let weights = [weight(FAST), weight(SLOW)];
-        *seen = total.min(SLOW);
-        let Some(row) = self.average.get_mut(layer * self.experts..(layer + 1) * self.experts) else { return };
-        for average in row.iter_mut() {
-            average[0] *= 1.0 - weights[0];
-            average[1] *= 1.0 - weights[1];
+    /// Tokens went through `layer`.
+    pub fn visit(&mut self, layer: usize, choice: Choice<'_>) {
+        let Some(layer) = self.layers.get_mut(layer) else { return };
+        let mut rows = choice.logits.chunks_exact(self.experts.max(1));
+        for ids in choice.ids.chunks(choice.k.max(1)) {
+            layer.count(ids);
+            if let Some(row) = rows.next() {
+                layer.weigh(row, ids);
+            }
         }
-        for (expert, count) in wanted {
-            if let Some(average) = row.get_mut(expert as usize) {
-                let share = (count / new).min(1.0);
-                average[0] += weights[0] * share;
-                average[1] += weights[1] * share;
+        layer.spread = layer.variance.iter().sum::<f32>() / self.experts.max(1) as f32;
+    }
+
+    /// Sets the score of an expert nobody has asked for yet, from an earlier run.
+    pub fn prime(&mut self, key: Key, score: f32) {
+        let (layer, expert) = (key as usize / self.experts.max(1), key as usize % self.experts.max(1));
+        let Some(layer) = self.layers.get_mut(layer) else { return };
+        if let Some(share) = layer.share.get_mut(expert) {
+            *share = score.clamp(0.0, 1.0);
+            layer.counts = layer.counts.max(PRIOR);
+        }
+    }
+
+    /// What an expert's slot is worth, from 0 to 1: higher is kept longer.
+    pub fn score(&self, key: Key) -> f32 {
+        let expert = key as usize % self.experts.max(1);
+        self.layers.get(key as usize / self.experts.max(1)).map_or(0.0, |layer| layer.score(expert))
+    }
+}
+
+impl Layer {
+    fn count(&mut self, ids: &[u32]) {
+        self.counts = (self.counts + 1.0).min(COUNTS);
+        let step = 1.0 / self.counts;
+        for share in &mut self.share {
+            *share *= 1.0 - step;
+        }
+        for &id in ids {
+            if let Some(share) = self.share.get_mut(id as usize) {
+                *share += step;
             }
         }
     }
 
-    /// Sets the score of an expert nobody has asked for yet, from an earlier run; it weighs as much as [`PRIOR`] tokens.
-    pub fn prime(&mut self, key: Key, score: f32) {
-        let (Some(average), Some(tokens)) =
-            (self.average.get_mut(key as usize), self.tokens.get_mut(key as usize / self.experts.max(1)))
-        else {
+    /// Running mean and variance, exact over the first tokens and exponential after.
+    fn weigh(&mut self, row: &[f32], ids: &[u32]) {
+        let taken = ids.iter().filter_map(|&id| row.get(id as usize));
+        let least = taken.copied().fold(f32::INFINITY, f32::min);
+        if !least.is_finite() {
             return;
-        };
-        *average = [score.clamp(0.0, 2.0) / 2.0; 2];
-        *tokens = tokens.max(PRIOR);
+        }
+        self.margins = (self.margins + 1.0).min(MARGINS);
+        let step = 1.0 / self.margins;
+        for ((mean, variance), logit) in self.mean.iter_mut().zip(&mut self.variance).zip(row) {
+            let off = logit - least - *mean;
+            *mean += step * off;
+            *variance = (1.0 - step) * (*variance + step * off * off);
+        }
     }
 
-    /// What an expert's slot is worth: higher is kept longer.
-    pub fn score(&self, key: Key) -> f32 {
-        self.average.get(key as usize).map_or(0.0, |average| average[0] + average[1])
+    fn score(&self, expert: usize) -> f32 {
+        let get = |values: &[f32]| values.get(expert).copied().unwrap_or(0.0);
+        let share = get(&self.share);
+        if self.margins == 0.0 {
+            return share;
+        }
+        let variance = (get(&self.variance) * self.margins + 2.0 * self.spread) / (self.margins + 2.0);
+        // The logistic function that comes closest to the normal distribution's.
+        let chance = 1.0 / (1.0 + (-1.702 * get(&self.mean) / variance.max(1e-9).sqrt()).exp());
+        let trust = (TRUST_A_TOKEN * self.margins).min(TRUST);
+        (trust * chance + self.counts * share) / (trust + self.counts)
     }
 }
 
@@ -73,41 +139,75 @@ impl Heat {
 mod tests {
     use super::*;
 
+    fn counted(ids: &[u32], k: usize) -> Choice<'_> {
+        Choice { ids, k, logits: &[] }
+    }
+
     #[test]
     fn wanted_often_beats_wanted_once_and_the_past_fades() {
         let mut heat = Heat::new(1, 4);
         for token in 0..100 {
-            let wanted = if token % 2 == 0 { 0 } else { 1 + token % 3 };
-            heat.visit(0, 1, std::iter::once((wanted, 1.0)));
+            heat.visit(0, counted(&[if token % 2 == 0 { 0 } else { 1 + token % 3 }], 1));
         }
         assert!((1..4).all(|other| heat.score(0) > heat.score(other)));
         for _ in 0..200 {
-            heat.visit(0, 1, std::iter::once((3, 1.0)));
+            heat.visit(0, counted(&[3], 1));
         }
-        assert!(heat.score(3) > heat.score(0) && heat.score(0) > 0.0);
+        assert!(heat.score(3) > 0.9 && heat.score(0) < 0.1);
     }
 
     #[test]
     fn a_layer_not_yet_visited_is_not_older() {
         let mut heat = Heat::new(2, 2);
         for _ in 0..10 {
-            heat.visit(0, 1, std::iter::once((0, 1.0)));
-            heat.visit(1, 1, std::iter::once((0, 1.0)));
+            heat.visit(0, counted(&[0], 1));
+            heat.visit(1, counted(&[0], 1));
         }
-        heat.visit(0, 1, std::iter::once((0, 1.0)));
+        heat.visit(0, counted(&[0], 1));
         assert_eq!(heat.score(0), heat.score(2));
     }
 
     #[test]
     fn a_chunk_counts_like_its_tokens() {
-        let mut chunk = Heat::new(1, 2);
-        let mut single = Heat::new(1, 2);
-        chunk.visit(0, 4, [(0, 4.0), (1, 2.0)].into_iter());
-        for token in 0..4 {
-            single.visit(0, 1, [(0, 1.0), (1, (token % 2) as f32)].into_iter());
+        let logits = [3.0, 2.0, 1.0, 0.5, 2.5, 2.0, -1.0, 0.0, 4.0];
+        let ids = [0, 1, 1, 2, 2, 1];
+        let (mut chunk, mut single) = (Heat::new(1, 3), Heat::new(1, 3));
+        chunk.visit(0, Choice { ids: &ids, k: 2, logits: &logits });
+        for (ids, logits) in ids.chunks(2).zip(logits.chunks(3)) {
+            single.visit(0, Choice { ids, k: 2, logits });
         }
-        for key in 0..2 {
-            assert!((chunk.score(key) - single.score(key)).abs() < 1e-5);
+        for key in 0..3 {
+            assert_eq!(chunk.score(key), single.score(key));
         }
+    }
+
+    #[test]
+    fn nearly_taken_is_worth_more_than_far_off() {
+        let mut heat = Heat::new(1, 3);
+        for token in 0..8 {
+            let noise = [0.3, -0.2, 0.1, -0.4][token % 4];
+            heat.visit(0, Choice { ids: &[0], k: 1, logits: &[5.0 + noise, 4.8 - noise, 1.0 + noise] });
+        }
+        assert!(heat.score(0) > heat.score(1) && heat.score(1) > heat.score(2) + 0.01);
+    }
+
+    #[test]
+    fn what_an_earlier_run_knew_counts_until_this_one_knows_better() {
+        let mut heat = Heat::new(1, 3);
+        heat.prime(2, 0.8);
+        assert!((heat.score(2) - 0.8).abs() < 1e-6 && heat.score(1) == 0.0);
+        for _ in 0..100 {
+            heat.visit(0, counted(&[1], 1));
+        }
+        assert!(heat.score(1) > heat.score(2));
+    }
+
+    #[test]
+    fn logits_of_any_kind_give_a_finite_score() {
+        let mut heat = Heat::new(1, 3);
+        for logits in [[f32::NAN; 3], [f32::NEG_INFINITY; 3], [f32::INFINITY, 0.0, 0.0], [0.0; 3], [1e30, -1e30, 0.0]] {
+            heat.visit(0, Choice { ids: &[0], k: 1, logits: &logits });
+        }
+        assert!((0..3).all(|key| heat.score(key).is_finite()));
     }
 }

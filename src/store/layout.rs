@@ -22,10 +22,13 @@ pub struct Piece {
     pub len: usize,
 }
 
+/// Where the experts of one layer lie.
+pub type LayerExperts = Vec<[Piece; PIECES]>;
+
 /// Where every expert lies: `layers[layer][expert]` is gate's codes, scales, biases, then up's, then down's.
 #[derive(Debug, Clone, Default)]
 pub struct ExpertMap {
-    pub layers: Vec<Vec<[Piece; PIECES]>>,
+    pub layers: Vec<LayerExperts>,
 }
 
 impl ExpertMap {

@@ -12,6 +12,7 @@
 pub mod heat;
 pub mod index;
 pub mod layout;
+pub mod optimum;
 pub mod pack;
 mod partial;
 pub mod prefetch;
@@ -24,7 +25,8 @@ pub mod synth;
 mod trace;
 pub mod warm;
 
-pub use layout::{ExpertMap, PIECES, Piece};
+pub use heat::Choice;
+pub use layout::{ExpertMap, LayerExperts, PIECES, Piece};
 pub use prefetch::Prefetch;
 pub use probe::Io;
 pub use routed::{Batch, Landed, Routed};
@@ -195,6 +197,18 @@ impl Store {
         &self.slab
     }
 
+    /// Where the pieces of an expert lie in whichever slot it is in; `None` if there is no such expert.
+    pub fn spans(&self, layer: usize, expert: u32) -> Option<[Range<usize>; PIECES]> {
+        let pieces = self.map.layers.get(layer)?.get(expert as usize)?;
+        Some(Layout::new(pieces, self.reader.source().block()).spans)
+    }
+
+    /// The slot an expert is in now. It stays there if the store [is resident](Store::is_resident) and filled.
+    pub fn slot_of(&self, layer: usize, expert: u32) -> Option<SlotId> {
+        let key = self.key(layer, expert)?;
+        self.state.borrow().slots.find(key).map(|place| place.slot)
+    }
+
     /// Reads in what can be known to be wanted. Resident: every expert, before this returns; `progress` gets bytes read
     /// and bytes in all. Streaming: the hot list of the last run, in the background. Without this call experts arrive
     /// as they are asked for.
@@ -231,11 +245,14 @@ impl Store {
         }
     }
 
-    /// Says how many of `tokens` tokens wanted each expert of `layer`, before routing it. Without this a decode route
+    /// Says what the router made of the tokens that [`Store::route`] will be called for next. Without this a decode route
     /// counts each of its experts once, and a prefill route teaches nothing.
-    pub fn note(&self, layer: usize, tokens: usize, wanted: impl Iterator<Item = (u32, f32)>) {
+    pub fn note(&self, layer: usize, choice: Choice<'_>) {
+        if self.resident {
+            return;
+        }
         let mut state = self.state.borrow_mut();
-        state.heat.visit(layer, tokens, wanted);
+        state.heat.visit(layer, choice);
         state.noted = Some(layer);
     }
 

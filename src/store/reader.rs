@@ -11,7 +11,7 @@ use super::{
     source::Source,
 };
 use crate::{
-    device::{Slab, disk_bytes},
+    device::{Slab, os::disk_bytes_read},
     metrics::Metrics,
 };
 use std::{
@@ -114,7 +114,7 @@ impl Reader {
             work: Condvar::new(),
             landed: Condvar::new(),
             metrics,
-            disk_base: disk_bytes(),
+            disk_base: disk_bytes_read(),
         });
         let mut reader = Self { shared, threads: Vec::with_capacity(threads) };
         for index in 0..threads {
@@ -343,7 +343,7 @@ impl Shared {
     }
 
     fn count_disk(&self) {
-        if let (Some(now), Some(base)) = (disk_bytes(), self.disk_base) {
+        if let (Some(now), Some(base)) = (disk_bytes_read(), self.disk_base) {
             let counted = self.metrics.ssd_disk_bytes.get();
             self.metrics.ssd_disk_bytes.inc_by(now.saturating_sub(base).saturating_sub(counted));
         }

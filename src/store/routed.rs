@@ -1,7 +1,7 @@
 //! One layer's experts on their way: what a route hands out as it becomes readable.
 
 use super::{
-    Phase, Store,
+    Choice, Phase, Store,
     heat::Key,
     layout::PIECES,
     slots::{Place, Reason, SlotId, State as SlotState},
@@ -72,7 +72,7 @@ impl Store {
             trace.route(layer, experts, phase);
         }
         if state.noted.take() != Some(layer) && phase == Phase::Decode {
-            state.heat.visit(layer, 1, experts.iter().map(|&expert| (expert, 1.0)));
+            state.heat.visit(layer, Choice { ids: experts, k: experts.len(), logits: &[] });
         }
         if phase == Phase::Decode {
             state.ahead.tick(layer);

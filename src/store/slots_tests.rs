@@ -6,6 +6,10 @@ use std::collections::HashMap;
 
 const KEYS: usize = 24;
 
+fn want(heat: &mut Heat, key: Key) {
+    heat.visit(0, crate::store::Choice { ids: &[key], k: 1, logits: &[] });
+}
+
 #[derive(Debug, Clone)]
 enum Step {
     Claim { key: Key, ahead: bool },
@@ -50,7 +54,7 @@ proptest! {
         };
         for step in steps {
             match step {
-                Step::Want(key) => heat.visit(0, 1, std::iter::once((key, 1.0))),
+                Step::Want(key) => want(&mut heat, key),
                 Step::Claim { key, ahead } => {
                     let reason = if ahead { Reason::Ahead } else { Reason::Demand };
                     let claim = slots.claim(key, reason, &heat, None);
@@ -116,7 +120,7 @@ fn the_coldest_goes_first() {
     let mut heat = Heat::new(1, 8);
     for key in 0..3u32 {
         for _ in 0..=key {
-            heat.visit(0, 1, std::iter::once((key, 1.0)));
+            want(&mut heat, key);
         }
         let claim = slots.claim(key, Reason::Demand, &heat, None).unwrap();
         slots.landed(claim.place);

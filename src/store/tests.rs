@@ -1,6 +1,7 @@
 //! The store on real files: every byte in its place, every count exact.
 
 use super::*;
+use crate::device::os::disk_bytes_read;
 use std::{io::Write, path::Path};
 
 const LAYERS: usize = 3;
@@ -109,7 +110,7 @@ fn known_reads_show_exactly_these_bytes() {
         let expected: Vec<_> = (0..4).map(|e| Layout::new(&checkpoint.map.layers[0][e], block)).collect();
         let reads: usize = expected.iter().map(|layout| layout.reads().len()).sum();
         let bytes: usize = expected.iter().flat_map(|layout| layout.reads()).map(|read| read.len).sum();
-        let before = disk_bytes();
+        let before = disk_bytes_read();
         take(&store, &checkpoint.map, 0, &[0, 1], Phase::Decode);
         take(&store, &checkpoint.map, 0, &[1, 2, 3], Phase::Prefill);
         take(&store, &checkpoint.map, 0, &[0, 1, 2, 3], Phase::Decode);
@@ -124,13 +125,11 @@ fn known_reads_show_exactly_these_bytes() {
         assert_eq!(metrics.expert_evictions.get(), 3);
         if io == Io::Direct && cfg!(target_os = "linux") {
             // Past the page cache, what the disk delivered is what was read: other tests of this process may add.
-            let delivered = disk_bytes().unwrap_or(0) - before.unwrap_or(0);
+            let delivered = disk_bytes_read().unwrap_or(0) - before.unwrap_or(0);
             assert!(delivered >= bytes as u64, "{delivered} of {bytes}");
         }
     }
 }
-
-use crate::device::disk_bytes;
 
 #[test]
 fn resident_reads_everything_once_and_never_again() {

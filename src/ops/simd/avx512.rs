@@ -56,7 +56,7 @@ unsafe fn load<T>(at: *const T) -> __m256i {
 
 impl x86::Dot for Vnni {
     #[inline(always)]
-    unsafe fn nibbles<const GROUP: usize>(codes: *const u8, high: *const i8, low: *const i8) -> __m256i {
+    unsafe fn nibbles<const GROUP: usize>(codes: *const u8, x: [*const i8; 3]) -> __m256i {
         // SAFETY: a group is readable (caller).
         unsafe {
             let mask = _mm256_set1_epi8(15);
@@ -64,18 +64,20 @@ impl x86::Dot for Vnni {
             if GROUP == 32 {
                 let codes = _mm_loadu_si128(codes.cast());
                 let both = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16::<4>(codes), codes), mask);
-                sum = _mm256_slli_epi32::<8>(_mm256_dpbusd_epi32(sum, both, load(high)));
-                return _mm256_dpbusd_epi32(sum, both, load(low));
+                for x in x {
+                    sum = _mm256_dpbusd_epi32(_mm256_slli_epi32::<8>(sum), both, load(x));
+                }
+                return sum;
             }
             for at in (0..GROUP).step_by(64) {
                 let codes = load(codes.add(at / 2));
                 let (even, odd) =
                     (_mm256_and_si256(codes, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(codes), mask));
-                let (high, low) = (high.add(at), low.add(at));
-                let mut part = _mm256_dpbusd_epi32(_mm256_setzero_si256(), even, load(high));
-                part = _mm256_slli_epi32::<8>(_mm256_dpbusd_epi32(part, odd, load(high.add(32))));
-                part = _mm256_dpbusd_epi32(part, even, load(low));
-                part = _mm256_dpbusd_epi32(part, odd, load(low.add(32)));
+                let mut part = _mm256_setzero_si256();
+                for x in x {
+                    part = _mm256_dpbusd_epi32(_mm256_slli_epi32::<8>(part), even, load(x.add(at)));
+                    part = _mm256_dpbusd_epi32(part, odd, load(x.add(at + 32)));
+                }
                 sum = _mm256_add_epi32(sum, part);
             }
             sum
@@ -83,20 +85,15 @@ impl x86::Dot for Vnni {
     }
 
     #[inline(always)]
-    unsafe fn bytes<const GROUP: usize, const WIDE: bool>(
-        codes: *const u8,
-        high: *const i8,
-        low: *const i8,
-    ) -> __m256i {
+    unsafe fn bytes<const GROUP: usize, const WIDE: bool>(codes: *const u8, x: [*const i8; 3]) -> __m256i {
         // SAFETY: a group is readable (caller).
         unsafe {
             let mut sum = _mm256_setzero_si256();
-            for at in (0..GROUP).step_by(32) {
-                sum = _mm256_dpbusd_epi32(sum, load(codes.add(at)), load(high.add(at)));
-            }
-            sum = _mm256_slli_epi32::<8>(sum);
-            for at in (0..GROUP).step_by(32) {
-                sum = _mm256_dpbusd_epi32(sum, load(codes.add(at)), load(low.add(at)));
+            for x in x {
+                sum = _mm256_slli_epi32::<8>(sum);
+                for at in (0..GROUP).step_by(32) {
+                    sum = _mm256_dpbusd_epi32(sum, load(codes.add(at)), load(x.add(at)));
+                }
             }
             sum
         }

@@ -1,7 +1,7 @@
 //! The inner products behind every linear layer, one file an instruction set, all with the same bytes.
 //!
-//! An affine weight meets activations quantised by [`super::quant`]. Per group the integer dot product is exact in any
-//! order. What follows is f32 and therefore has one order everywhere: the groups of a row are padded with zero groups
+//! An affine weight meets activations quantised by [`super::quant`]. Per group the integer dot product fits an i32 and
+//! is exact in any order; what comes up on the way, as sums of digits are shifted and added, may wrap around. What follows is f32 and therefore has one order everywhere: the groups of a row are padded with zero groups
 //! to a multiple of eight, group `g` belongs to lane `g % 8`, and going up in `g`
 //! `lane = fma(dot, scale_w * scale_x, lane)`, then `lane = fma(bias_w, sum_x, lane)`; at the end [`tree`]. So neither
 //! the processor, nor how many rows are computed together, nor the thread can be seen in a result.
@@ -21,7 +21,7 @@ mod x86;
 use std::{cell::RefCell, ops::Range, sync::OnceLock};
 
 use super::{
-    quant::{Digits, Order},
+    quant::Digits,
     weight::{Codes, Float, WeightView},
 };
 
@@ -46,6 +46,7 @@ impl Isa {
 
     /// All that this processor has, the slowest first.
     pub fn all() -> Vec<Self> {
+        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
         let mut all = vec![Isa::Scalar];
         #[cfg(target_arch = "x86_64")]
         {
@@ -66,7 +67,7 @@ impl Isa {
 pub struct Line<'a> {
     /// The row in f32, for the float kernels.
     pub x: &'a [f32],
-    /// The row quantised in the weight's groups and [`order`], for the integer kernels.
+    /// The row quantised in the weight's [`Format`](super::quant::Format), for the integer kernels.
     pub digits: Digits<'a>,
 }
 
@@ -133,11 +134,6 @@ pub(crate) struct Scratch {
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
-}
-
-/// In which order the integer kernels want the activations that meet codes of `bits` bits.
-pub fn order(bits: u8) -> Order {
-    if bits == 4 { Order::Nibbles } else { Order::Natural }
 }
 
 /// Whether the integer kernels serve this encoding.

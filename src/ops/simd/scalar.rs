@@ -34,8 +34,11 @@ fn dot(codes: &[u8], group: usize, constants: &[f32], x: &Digits<'_>) -> f32 {
     let mut lanes = [0f32; 8];
     for index in 0..scales.len() {
         let at = (index * group).min(codes.len())..((index + 1) * group).min(codes.len());
-        let pairs = codes[at.clone()].iter().zip(&x.q[at]);
-        let dot: i32 = pairs.map(|(code, q)| i32::from(*code) * i32::from(*q)).sum();
+        let codes = &codes[at.clone()];
+        let [high, middle, low] = x.planes.map(|plane| {
+            codes.iter().zip(&plane[at.clone()]).map(|(code, digit)| i32::from(*code) * i32::from(*digit)).sum::<i32>()
+        });
+        let dot = (high << 16).wrapping_add(middle << 8).wrapping_add(low);
         let lane = &mut lanes[index % 8];
         *lane = (dot as f32).mul_add(scales[index] * x.scale[index], *lane);
         *lane = biases[index].mul_add(x.sum[index], *lane);

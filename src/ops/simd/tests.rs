@@ -1,7 +1,7 @@
 //! Every instruction set against a naive product, and all of them against each other byte for byte.
 
 use super::*;
-use crate::ops::quant::{LEVELS, Quantised};
+use crate::ops::quant::{Format, Quantised};
 
 /// A small generator: the tests must not depend on a crate's random stream.
 pub(crate) struct Random(pub u64);
@@ -80,11 +80,9 @@ fn run(isa: Isa, integer: bool, weight: &Owned, x: &[f32], together: usize) -> V
     let mut out = vec![f32::NAN; tokens * weight.rows];
     let mut quantised = Quantised::default();
     if let (true, Codes::Affine { bits, group, .. }) = (integer, weight.codes) {
-        quantised.resize(tokens, weight.cols, group.into());
+        let writer = quantised.resize(tokens, weight.cols, Format::new(bits, group));
         // SAFETY: one thread, all rows.
-        unsafe { quantised.writer(group.into(), order(bits)).rows(x, 0..tokens) };
-    } else {
-        quantised.resize(tokens, weight.cols, weight.cols);
+        unsafe { writer.rows(x, 0..tokens) };
     }
     let base = out.as_mut_ptr();
     let lines: Vec<Line<'_>> = (0..tokens)
@@ -112,6 +110,8 @@ fn reference(weight: &Owned, x: &[f32]) -> Vec<f32> {
     let Codes::Affine { bits, group, scale } = weight.codes else { panic!("affine only") };
     let (bits, group, view) = (bits as usize, group as usize, weight.view());
     let groups = weight.cols / group;
+    let levels = ((1u64 << 31) - 1) / (group as u64 * ((1 << bits) - 1));
+    let levels = levels.min(1 << 21) as f32;
     let mut out = Vec::new();
     for x in x.chunks(weight.cols) {
         for row in 0..weight.rows {
@@ -122,9 +122,9 @@ fn reference(weight: &Owned, x: &[f32]) -> Vec<f32> {
                 if g < groups {
                     let x = &x[g * group..(g + 1) * group];
                     let most = x.iter().fold(0f32, |most, x| most.max(x.abs()));
-                    sx = most / LEVELS;
+                    sx = most / levels;
                     for (i, x) in x.iter().enumerate() {
-                        let q = if most == 0.0 { 0 } else { (x * (LEVELS / most)).round_ties_even() as i64 };
+                        let q = if most == 0.0 { 0 } else { (x * (levels / most)).round_ties_even() as i64 };
                         dot += q * i64::from(code(codes, bits, g * group + i));
                         total += q;
                     }
@@ -151,6 +151,28 @@ fn activations(random: &mut Random, tokens: usize, cols: usize) -> Vec<f32> {
         x[at] = 1000.0;
     }
     x
+}
+
+#[test]
+fn levels_fill_an_i32_and_no_more() {
+    for (bits, group, levels) in [(2, 128, 1 << 21), (4, 64, 1 << 21), (4, 128, 1_118_481), (8, 64, 131_586)] {
+        assert_eq!(Format::new(bits, group).levels, levels);
+    }
+    for bits in [2, 3, 4, 5, 6, 8] {
+        for group in [32, 64, 128] {
+            // The largest dot product there is: every code and every activation at its end, of one sign.
+            let codes = Codes::Affine { bits, group, scale: Float::F32 };
+            let mut weight = Owned::random(&mut Random(5), codes, 16, group.into());
+            weight.parts[0].fill(0xff);
+            let x: Vec<f32> = vec![-3.0; 2 * usize::from(group)];
+            let expected = reference(&weight, &x);
+            for isa in Isa::all() {
+                for together in [1, 2] {
+                    same(&run(isa, true, &weight, &x, together), &expected, &format!("{isa:?} {codes:?}"));
+                }
+            }
+        }
+    }
 }
 
 fn same(a: &[f32], b: &[f32], what: &str) {
@@ -193,7 +215,9 @@ fn integers_are_close_to_floats() {
         let (exact, fast) = (run(Isa::best(), false, &weight, &x, 1), run(Isa::best(), true, &weight, &x, 1));
         let norm = exact.iter().map(|y| y * y).sum::<f32>().sqrt();
         let error = exact.iter().zip(&fast).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
-        assert!(error < 3e-5 * norm, "{bits} bits: {error} of {norm}");
+        // Half a level is the most that one value can be off; the rest is f32 on both sides.
+        let bound = 1.0 / Format::new(bits, 64).levels as f32 + 4e-7;
+        assert!(error < bound * norm, "{bits} bits: {error} of {norm}");
     }
 }
 

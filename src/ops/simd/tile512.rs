@@ -204,21 +204,20 @@ unsafe fn some_lines<const M: usize, const N: usize>(
     let mut lanes = [[[_mm512_setzero_ps(); 8]; M]; N];
     // SAFETY: tiles and digits have `groups` groups of `words` words; outs are writable at these rows (caller).
     unsafe {
-        let high: [*const i32; N] = std::array::from_fn(|n| lines[n].digits.high.as_ptr().cast());
-        let low: [*const i32; N] = std::array::from_fn(|n| lines[n].digits.low.as_ptr().cast());
+        let planes = lines.map(|line| line.digits.planes.map(|plane| plane.as_ptr().cast::<i32>()));
         for group in 0..groups {
-            let (mut highs, mut lows) = ([[zero; M]; N], [[zero; M]; N]);
+            let mut sums = [[[zero; M]; 3]; N];
             for word in group * words..(group + 1) * words {
                 let mut codes = [zero; M];
                 for (m, codes) in codes.iter_mut().enumerate() {
                     *codes = _mm512_load_si512(tiles.codes.as_ptr().add(word * M + m).cast());
                 }
-                for n in 0..N {
-                    let a = _mm512_set1_epi32(high[n].add(word).read_unaligned());
-                    let b = _mm512_set1_epi32(low[n].add(word).read_unaligned());
-                    for m in 0..M {
-                        highs[n][m] = _mm512_dpbusd_epi32(highs[n][m], codes[m], a);
-                        lows[n][m] = _mm512_dpbusd_epi32(lows[n][m], codes[m], b);
+                for (sums, planes) in sums.iter_mut().zip(&planes) {
+                    for (sums, plane) in sums.iter_mut().zip(planes) {
+                        let digits = _mm512_set1_epi32(plane.add(word).read_unaligned());
+                        for (sum, codes) in sums.iter_mut().zip(codes) {
+                            *sum = _mm512_dpbusd_epi32(*sum, codes, digits);
+                        }
                     }
                 }
             }
@@ -226,7 +225,8 @@ unsafe fn some_lines<const M: usize, const N: usize>(
                 let scale = _mm512_load_ps(tiles.scales.as_ptr().add(group * M + m).cast());
                 let bias = _mm512_load_ps(tiles.biases.as_ptr().add(group * M + m).cast());
                 for n in 0..N {
-                    let dot = _mm512_add_epi32(_mm512_slli_epi32::<8>(highs[n][m]), lows[n][m]);
+                    let upper = _mm512_add_epi32(_mm512_slli_epi32::<8>(sums[n][0][m]), sums[n][1][m]);
+                    let dot = _mm512_add_epi32(_mm512_slli_epi32::<8>(upper), sums[n][2][m]);
                     let x_scale = _mm512_set1_ps(*lines[n].digits.scale.get_unchecked(group));
                     let x_sum = _mm512_set1_ps(*lines[n].digits.sum.get_unchecked(group));
                     let lane = &mut lanes[n][m][group % 8];
@@ -236,8 +236,7 @@ unsafe fn some_lines<const M: usize, const N: usize>(
             }
         }
         for n in 0..N {
-            for m in 0..M {
-                let l = &mut lanes[n][m];
+            for (m, l) in lanes[n].iter_mut().enumerate() {
                 if !groups.is_multiple_of(8) {
                     // The zero groups of the padding: they turn -0 into 0.
                     for lane in &mut l[groups % 8..] {

@@ -7,18 +7,17 @@ use crate::ops::quant::Digits;
 
 /// Dot products of one group as eight partial sums, with 32-byte vectors.
 pub(super) trait Dot {
-    /// `GROUP` packed nibbles at `codes` with the digits at `high` and `low` (in the order of nibbles).
+    /// `GROUP` packed nibbles at `codes` with the three planes of digits at `x` (in the order of nibbles).
     ///
     /// # Safety
     /// `GROUP / 2` codes and `GROUP` digits are readable.
-    unsafe fn nibbles<const GROUP: usize>(codes: *const u8, high: *const i8, low: *const i8) -> __m256i;
+    unsafe fn nibbles<const GROUP: usize>(codes: *const u8, x: [*const i8; 3]) -> __m256i;
 
     /// `GROUP` codes of a byte each; with `WIDE` any byte, else at most 63.
     ///
     /// # Safety
     /// `GROUP` codes and digits are readable.
-    unsafe fn bytes<const GROUP: usize, const WIDE: bool>(codes: *const u8, high: *const i8, low: *const i8)
-    -> __m256i;
+    unsafe fn bytes<const GROUP: usize, const WIDE: bool>(codes: *const u8, x: [*const i8; 3]) -> __m256i;
 }
 
 /// See [`super::product`]. Must be inlined into a function that has the instructions of `D`, FMA and BMI2.
@@ -124,11 +123,11 @@ unsafe fn partial<D: Dot, const BITS: usize, const GROUP: usize>(
 ) -> __m256i {
     // SAFETY: there are that many groups of codes and digits (caller).
     unsafe {
-        let (high, low) = (x.high.as_ptr().add(group * GROUP), x.low.as_ptr().add(group * GROUP));
+        let x = x.planes.map(|plane| plane.as_ptr().add(group * GROUP));
         match BITS {
-            4 => D::nibbles::<GROUP>(codes.as_ptr().add(group * GROUP / 2), high, low),
-            8 => D::bytes::<GROUP, true>(codes.as_ptr().add(group * GROUP), high, low),
-            _ => D::bytes::<GROUP, false>(codes.as_ptr().add(group * GROUP), high, low),
+            4 => D::nibbles::<GROUP>(codes.as_ptr().add(group * GROUP / 2), x),
+            8 => D::bytes::<GROUP, true>(codes.as_ptr().add(group * GROUP), x),
+            _ => D::bytes::<GROUP, false>(codes.as_ptr().add(group * GROUP), x),
         }
     }
 }

@@ -1,0 +1,97 @@
+//! Decode from a cold start with random tokens, phase by phase: what a memory cap, a policy or a way of reading costs.
+//!
+//! ```text
+//! cargo bench --bench stream -- MODEL LIMIT [--tokens 64,64] [--threads N] [--io auto|direct|buffered] [--io-threads N]
+//!     [--prefetch auto|on|off] [--trace FILE] [--seed N]
+//! ```
+//! LIMIT is the memory limit in bytes (0: none). The tokens are drawn at random from the vocabulary, as llama-bench
+//! draws them. Prints `MARK start` and `MARK phase` lines, so that a wrapper can account for the phases, and one line
+//! `RESULT {json}` with tokens a second, hit rate and bytes for each phase.
+
+use moestro::{
+    config::Switch,
+    metrics::Metrics,
+    model::{Model, Options, Qwen, Rows, qwen::StoreOptions},
+    plan::Wishes,
+    store::{Io, Prefetch},
+};
+use std::{path::Path, time::Instant};
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+    let (Some(dir), Some(limit)) = (args.first(), args.get(1).and_then(|text| text.parse::<u64>().ok())) else {
+        println!("stream: no model and limit given, nothing measured");
+        return;
+    };
+    let flag = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1)).map(String::as_str);
+    let number = |name: &str, default: usize| flag(name).map_or(default, |text| text.parse().expect("a number"));
+    let defaults = StoreOptions::default();
+    let options = Options {
+        threads: flag("--threads").map(|text| text.parse().expect("threads")),
+        wishes: Wishes {
+            limit: (limit > 0).then_some(limit),
+            context: Some(number("--context", 512)),
+            chunk: Some(number("--chunk", 16)),
+            prompt_cache: Some(0),
+            stream: if flag("--stream") == Some("on") { Switch::On } else { Switch::Auto },
+            buffered: flag("--io") == Some("buffered"),
+        },
+        store: StoreOptions {
+            io: match flag("--io") {
+                Some("direct") => Io::Direct,
+                Some("buffered") => Io::Buffered,
+                _ => Io::Auto,
+            },
+            threads: number("--io-threads", defaults.threads),
+            prefetch: match flag("--prefetch") {
+                Some("on") => Prefetch::On,
+                Some("off") => Prefetch::Off,
+                _ => Prefetch::Auto,
+            },
+            trace: flag("--trace").map(Into::into),
+            ..defaults
+        },
+        ..Options::default()
+    };
+    let metrics = Metrics::new("bench", "cpu");
+    let begin = Instant::now();
+    let mut model = Qwen::load(Path::new(dir), &options, &metrics, &mut |_, _| ()).expect("the model loads");
+    let loaded = begin.elapsed().as_secs_f64();
+    let mut state = model.start().expect("a state");
+    let mut seed = number("--seed", 1) as u64;
+    let vocab = model.vocab() as u64;
+    let mut token = || {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((seed >> 33) % vocab) as u32
+    };
+    let slots = metrics.expert_slots.get();
+    println!("MARK start slots {slots} loaded {loaded:.2} s");
+    let mut phases = Vec::new();
+    for tokens in flag("--tokens").unwrap_or("64,64").split(',').map(|text| text.parse::<usize>().expect("tokens")) {
+        let count = || {
+            let hits = metrics.lookups_decode_hit.get();
+            let (misses, foreseen) = (metrics.lookups_decode_miss.get(), metrics.lookups_decode_prefetched.get());
+            let (read, stall) = (metrics.ssd_read_bytes.get(), metrics.ssd_stall_seconds.get());
+            [hits as f64, misses as f64, foreseen as f64, read as f64, stall, metrics.prefetches_wasted.get() as f64]
+        };
+        let (before, begin) = (count(), Instant::now());
+        for _ in 0..tokens {
+            model.forward(&mut state, &[token()], Rows::Last).expect("a token");
+        }
+        let (after, seconds) = (count(), begin.elapsed().as_secs_f64());
+        let [hits, misses, foreseen, read, stall, wasted]: [f64; 6] = std::array::from_fn(|i| after[i] - before[i]);
+        let lookups = (hits + misses + foreseen).max(1.0);
+        println!("MARK phase {tokens} tokens");
+        phases.push(serde_json::json!({
+            "tokens": tokens,
+            "tok_s": tokens as f64 / seconds,
+            "hit": hits / lookups,
+            "foreseen": foreseen / lookups,
+            "read_mb_per_token": read / 1e6 / tokens as f64,
+            "read_mb_s": read / 1e6 / seconds,
+            "stall_share": stall / seconds,
+            "wasted": wasted,
+        }));
+    }
+    println!("RESULT {}", serde_json::json!({ "slots": slots, "loaded_s": loaded, "phases": phases }));
+}

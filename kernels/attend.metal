@@ -1,0 +1,134 @@
+// Gated attention between its projections. A row of `proj` holds, for each query head, its query then its gate; then the
+// keys and the values of the kv heads. The cache is [kv heads, context, dim], keys normed and rotated; f32 or bf16.
+
+struct AttendArgs {
+  uint tokens, width, heads, kv_heads, dim;
+  uint rotary;            // leading dimensions that are rotated, in pairs (j, j + rotary / 2)
+  uint start, context;    // position of the first row; positions the cache has room for
+  uint splits;            // parts the positions are cut into, SPLIT each
+  float eps, scale;
+};
+
+enum { SPLIT = 256, MOST_DIM = 256 };
+
+FN float bf16_(uint h) { return as_type<float>(h << 16); }
+FN uint to_bf16(float x) {
+  const uint u = as_type<uint>(x);
+  return (u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 64u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+}
+FN float get(DEVICE const float* p, ulong i) { return p[i]; }
+FN float get(DEVICE const ushort* p, ulong i) { return bf16_(p[i]); }
+FN void put(DEVICE float* p, ulong i, float x) { p[i] = x; }
+FN void put(DEVICE ushort* p, ulong i, float x) { p[i] = ushort(to_bf16(x)); }
+
+// Norm and rotation of query and key heads; keys and values go into the cache at start + token, queries to `q`.
+// `turn` [tokens, rotary / 2, 2] holds cosines and sines. Grid (heads + 2 kv heads, tokens), 32 threads.
+template <class T>
+FN void place(CONSTANT AttendArgs& a, DEVICE const float* proj, DEVICE const float* q_norm, DEVICE const float* k_norm,
+              DEVICE const float* turn, DEVICE float* q, DEVICE T* keys, DEVICE T* values, THREADGROUP float* x PLACE) {
+  const uint head = tgid.x, token = tgid.y, half_ = a.rotary / 2;
+  const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
+  const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
+  const uint from = query ? head * 2 * a.dim : (a.heads + head) * a.dim;
+  DEVICE const float* row = proj + ulong(token) * a.width + from;
+  const ulong to = query ? (ulong(token) * a.heads + head) * a.dim : (ulong(kv) * a.context + a.start + token) * a.dim;
+  if (value) {
+    for (uint i = lane; i < a.dim; i += 32) put(values, to + i, row[i]);
+    return;
+  }
+  DEVICE const float* w = query ? q_norm : k_norm;
+  float squares = 0;
+  for (uint i = lane; i < a.dim; i += 32) squares = fma(row[i], row[i], squares);
+  const float scale = 1.0f / sqrt(SIMD_SUM(squares) / float(a.dim) + a.eps);
+  for (uint i = lane; i < a.dim; i += 32) x[i] = row[i] * scale * w[i];
+  BARRIER();
+  for (uint i = lane; i < a.dim; i += 32) {
+    float v = x[i];
+    if (i < a.rotary) {
+      const uint j = i % half_;
+      const float c = turn[(token * half_ + j) * 2], s = turn[(token * half_ + j) * 2 + 1];
+      v = i < half_ ? x[i] * c - x[i + half_] * s : x[i] * c + x[i - half_] * s;
+    }
+    if (query) q[to + i] = v;
+    else put(keys, to + i, v);
+  }
+}
+
+// One part of the positions for all query heads of a kv head: softmax over it, unnormalised. A simdgroup is a query head;
+// they read the same keys at about the same time. `parts` [tokens, heads, splits, dim + 2]: the sum, then its largest score
+// and its denominator. Where a part begins depends on nothing but the position, so a row's bytes do not depend on its
+// company. Grid (splits, kv heads, tokens), 32 * heads / kv_heads threads.
+template <class T, uint COLUMNS>
+FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
+             DEVICE float* parts PLACE) {
+  const uint token = tgid.z, head = tgid.y * (a.heads / a.kv_heads) + sg;
+  const uint seen = a.start + token + 1, first = tgid.x * SPLIT, end = min(first + SPLIT, seen);
+  float query[COLUMNS], sum[COLUMNS];
+  UNROLL for (uint j = 0; j < COLUMNS; j++) {
+    const uint i = lane + 32 * j;
+    query[j] = i < a.dim ? q[(ulong(token) * a.heads + head) * a.dim + i] * a.scale : 0.0f;
+    sum[j] = 0;
+  }
+  float largest = -as_type<float>(0x7f7fffffu), total = 0;
+  for (uint p = first; p < end; p++) {
+    const ulong at = (ulong(tgid.y) * a.context + p) * a.dim;
+    float score = 0;
+    UNROLL for (uint j = 0; j < COLUMNS; j++) {
+      const uint i = lane + 32 * j;
+      if (i < a.dim) score = fma(query[j], get(keys, at + i), score);
+    }
+    score = SIMD_SUM(score);
+    const float next = max(largest, score), old = exp(largest - next), now = exp(score - next);
+    largest = next;
+    total = fma(total, old, now);
+    UNROLL for (uint j = 0; j < COLUMNS; j++) {
+      const uint i = lane + 32 * j;
+      if (i < a.dim) sum[j] = fma(sum[j], old, now * get(values, at + i));
+    }
+  }
+  DEVICE float* out = parts + ((ulong(token) * a.heads + head) * a.splits + tgid.x) * (a.dim + 2);
+  UNROLL for (uint j = 0; j < COLUMNS; j++) {
+    const uint i = lane + 32 * j;
+    if (i < a.dim) out[i] = sum[j];
+  }
+  if (lane == 0) out[a.dim] = largest, out[a.dim + 1] = total;
+}
+
+// Joins the parts, divides, and applies the gate. Grid (heads, tokens), 128 threads.
+KERNEL(attend_join, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
+  const uint head = tgid.x, token = tgid.y, splits = (a.start + token) / SPLIT + 1;
+  DEVICE const float* from = parts + (ulong(token) * a.heads + head) * a.splits * (a.dim + 2);
+  DEVICE const float* gate = proj + ulong(token) * a.width + head * 2 * a.dim + a.dim;
+  float largest = from[a.dim], total = 0;
+  for (uint s = 1; s < splits; s++) largest = max(largest, from[s * (a.dim + 2) + a.dim]);
+  for (uint s = 0; s < splits; s++) {
+    DEVICE const float* p = from + s * (a.dim + 2);
+    total = fma(p[a.dim + 1], exp(p[a.dim] - largest), total);
+  }
+  for (uint i = tid; i < a.dim; i += 128) {
+    float sum = 0;
+    for (uint s = 0; s < splits; s++) {
+      DEVICE const float* p = from + s * (a.dim + 2);
+      sum = fma(p[i], exp(p[a.dim] - largest), sum);
+    }
+    y[(ulong(token) * a.heads + head) * a.dim + i] = sum / total * (1.0f / (1.0f + exp(-gate[i])));
+  }
+}
+
+#define ATTEND(suffix, T)                                                                                              \
+  KERNEL(attend_place##suffix, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
+         IN(float, turn, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7)) {                                   \
+    SHARED(float, x, MOST_DIM);                                                                                        \
+    place<T>(a, proj, q_norm, k_norm, turn, q, keys, values, x HERE);                                                  \
+  }                                                                                                                    \
+  KERNEL(attend_128##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
+         OUT(float, parts, 4)) {                                                                                       \
+    part<T, 4>(a, q, keys, values, parts HERE);                                                                        \
+  }                                                                                                                    \
+  KERNEL(attend_256##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
+         OUT(float, parts, 4)) {                                                                                       \
+    part<T, 8>(a, q, keys, values, parts HERE);                                                                        \
+  }
+
+ATTEND(, float)
+ATTEND(_bf16, ushort)

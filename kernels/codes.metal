@@ -1,0 +1,135 @@
+// How checkpoints pack weights (MLX), and how they are read. Joined before every kernel that touches a weight.
+//
+// A lane takes sixteen consecutive values at a time, a "chunk": n-bit codes of a chunk are n 16-bit words, and a chunk never
+// crosses a group. Codes, scales and biases begin at 16-byte boundaries; rows of codes are whole multiples of what is read.
+
+enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, DENSE = 30 };  // an affine format is its number of bits
+enum Float { F32 = 0, F16 = 1, BF16 = 2 };
+
+// One matrix: y = x W^T, W [rows, cols]. `real` is how scales and biases (or, if dense, the values) are stored.
+struct Matrix { uint rows, format, group, real; float gain; };
+
+FN float bf16(uint h) { return as_type<float>(h << 16); }
+
+FN float f16(uint h) {
+  const uint e = (h >> 10) & 31u, m = h & 1023u;
+  float v = e == 0 ? float(m) * as_type<float>(0x33800000u)                 // 2^-24
+                   : as_type<float>(((e == 31 ? 255u : e + 112u) << 23) | (m << 13));
+  return h & 0x8000u ? -v : v;
+}
+
+FN float e4m3(uint q) {
+  const uint e = (q >> 3) & 15u, m = q & 7u;
+  float v = e == 0 ? float(m) * as_type<float>(0x3b000000u)                 // 2^-9
+                   : as_type<float>((q & 127u) == 127u ? 0x7fc00000u : ((e + 120u) << 23) | (m << 20));
+  return q & 128u ? -v : v;
+}
+
+FN float e2m1(uint q) {
+  const uint e = (q >> 1) & 3u, m = q & 1u;
+  float v = e == 0 ? float(m) * 0.5f : as_type<float>(((e + 126u) << 23) | (m << 22));
+  return q & 8u ? -v : v;
+}
+
+FN float e8m0(uint s) { return as_type<float>(s == 255 ? 0x7fc00000u : s == 0 ? 0x00400000u : s << 23); }
+
+FN float real_at(DEVICE const uchar* p, uint real, uint i) {
+  if (real == BF16) return bf16(((DEVICE const ushort*)p)[i]);
+  if (real == F16) return f16(((DEVICE const ushort*)p)[i]);
+  return ((DEVICE const float*)p)[i];
+}
+
+// Bytes of one row: codes, and scales (the same for biases).
+FN uint row_codes(CONSTANT Matrix& m, uint cols) {
+  if (m.format == DENSE) return cols * (m.real == F32 ? 4 : 2);
+  if (m.format == MXFP8) return cols;
+  return cols / 8 * (m.format >= MXFP4 ? 4 : m.format);
+}
+FN uint row_scales(CONSTANT Matrix& m, uint cols) {
+  if (m.format == DENSE) return 0;
+  if (m.format >= MXFP4) return cols / (m.format == NVFP4 ? 16 : 32);
+  return cols / m.group * (m.real == F32 ? 4 : 2);
+}
+
+template <uint BITS> FN void unpack(DEVICE const uchar* p, THREAD float* v) {
+  DEVICE const ushort* w = (DEVICE const ushort*)p;
+  uint words[BITS + 1];
+  UNROLL for (uint i = 0; i < BITS; i++) words[i] = w[i];
+  words[BITS] = 0;
+  UNROLL for (uint i = 0; i < 16; i++) {
+    const uint at = i * BITS / 16, shift = i * BITS % 16;
+    v[i] = float(((words[at] | words[at + 1] << 16) >> shift) & ((1u << BITS) - 1u));
+  }
+}
+
+// The codes of chunk `c` of a row as numbers, before scale and bias. Past the end of a dense row: zeros.
+FN void chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint cols, THREAD float* v) {
+  switch (m.format) {
+    case 2: return unpack<2>(row + c * 4, v);
+    case 3: return unpack<3>(row + c * 6, v);
+    case 4: return unpack<4>(row + c * 8, v);
+    case 5: return unpack<5>(row + c * 10, v);
+    case 6: return unpack<6>(row + c * 12, v);
+    case 8: return unpack<8>(row + c * 16, v);
+    case MXFP4:
+    case NVFP4:
+      unpack<4>(row + c * 8, v);
+      for (uint i = 0; i < 16; i++) v[i] = e2m1(uint(v[i]));
+      return;
+    case MXFP8:
+      unpack<8>(row + c * 16, v);
+      for (uint i = 0; i < 16; i++) v[i] = e4m3(uint(v[i]));
+      return;
+    default:
+      for (uint i = 0; i < 16; i++) v[i] = c * 16 + i < cols ? real_at(row, m.real, c * 16 + i) : 0.0f;
+  }
+}
+
+// What chunk `c` is multiplied by, and what is added to each of its values.
+FN float chunk_scale(CONSTANT Matrix& m, DEVICE const uchar* scales, uint c) {
+  if (m.format == DENSE) return m.gain;
+  if (m.format == NVFP4) return e4m3(scales[c]) * m.gain;
+  if (m.format >= MXFP4) return e8m0(scales[c / 2]) * m.gain;
+  return real_at(scales, m.real, c * 16 / m.group) * m.gain;
+}
+FN float chunk_bias(CONSTANT Matrix& m, DEVICE const uchar* biases, uint c) {
+  return m.format < MXFP4 ? real_at(biases, m.real, c * 16 / m.group) * m.gain : 0.0f;
+}
+
+// The two formats that matter, at full speed: 4 and 8 bits, group 64, bf16 scales. Codes stay where they lie in the word
+// and the activations carry the power of two instead: exact, and it saves the shifts.
+FN float dot_q4(uint low, uint high, THREAD const float* x) {
+  float sum = 0;
+  UNROLL for (uint i = 0; i < 8; i++) sum = fma(float(low & (15u << 4 * i)), x[i], sum);
+  UNROLL for (uint i = 0; i < 8; i++) sum = fma(float(high & (15u << 4 * i)), x[8 + i], sum);
+  return sum;
+}
+FN void scale_x4(THREAD float* x) {
+  UNROLL for (uint i = 0; i < 16; i++) x[i] *= as_type<float>((127u - 4 * (i % 8)) << 23);
+}
+FN float dot_word8(uint q, THREAD const float* x, float sum) {
+  UNROLL for (uint i = 0; i < 4; i++) sum = fma(float((q >> 8 * i) & 255u), x[i], sum);
+  return sum;
+}
+FN float dot_q8(uint4 q, THREAD const float* x) {
+  float sum = dot_word8(q.x, x, 0.0f);
+  sum = dot_word8(q.y, x + 4, sum);
+  sum = dot_word8(q.z, x + 8, sum);
+  return dot_word8(q.w, x + 12, sum);
+}
+
+FN float sum16(THREAD const float* v) {
+  float a = 0, b = 0;
+  UNROLL for (uint i = 0; i < 16; i += 2) a += v[i], b += v[i + 1];
+  return a + b;
+}
+
+// Sixteen activations, and their sum (which the biases multiply).
+FN float load16(DEVICE const float* x, THREAD float* v) {
+  DEVICE const float4* p = (DEVICE const float4*)x;
+  UNROLL for (uint i = 0; i < 4; i++) {
+    const float4 q = p[i];
+    v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
+  }
+  return sum16(v);
+}

@@ -1,0 +1,123 @@
+// Executes dispatches that arrive on stdin, with the kernels compiled into this program. The test builds it (see
+// tests/kernels/host.rs): shim/host.h, codes.metal, each kernel file in a namespace of its own, then this.
+//
+// Everything is little-endian u32 words and raw bytes. Requests: 'B' id bytes (a buffer, filled with 0xff), 'W' id offset
+// bytes DATA, 'R' id offset bytes (answered by the data), 'D' kernel-name-length NAME words ARGS bindings {id offset bytes
+// access}... grid[3] threads twice (answered by one byte: 0, or 1 and a length and a message).
+//
+// A binding becomes a heap block of exactly its bytes, at its own alignment, so that AddressSanitizer sees every overrun;
+// outputs start as 0xff. With `twice` the dispatch also runs backwards, and must give the same bytes.
+#include <memory>
+
+#ifdef FIBER_ASAN
+#include <sanitizer/asan_interface.h>
+#endif
+
+namespace {
+
+enum Access { In = 0, Out = 1, InOut = 2 };
+struct Binding { uint id, offset, bytes, access; };
+
+void take(void* to, size_t bytes) {
+  if (bytes && fread(to, bytes, 1, stdin) != 1) _exit(0);
+}
+uint word() {
+  uint x;
+  take(&x, 4);
+  return x;
+}
+void give(const void* from, size_t bytes) {
+  if (bytes) fwrite(from, bytes, 1, stdout);
+}
+void answer(const std::string& trouble) {
+  uchar status = !trouble.empty();
+  uint n = trouble.size();
+  give(&status, 1);
+  if (status) give(&n, 4), give(trouble.data(), n);
+  fflush(stdout);
+}
+
+std::map<uint, std::vector<uchar>> buffers;
+
+// A copy of a binding's bytes with nothing readable around it.
+struct Block {
+  uchar *heap, *start;
+  explicit Block(const Binding& b) {
+    const size_t slack = b.offset % 16;
+    heap = (uchar*)malloc(slack + b.bytes);
+    start = heap + slack;
+    if (b.access == Out) memset(start, 0xff, b.bytes);
+    else if (b.bytes) memcpy(start, buffers[b.id].data() + b.offset, b.bytes);
+#ifdef FIBER_ASAN
+    __asan_poison_memory_region(heap, slack & 8);
+#endif
+  }
+  ~Block() {
+#ifdef FIBER_ASAN
+    __asan_unpoison_memory_region(heap, 8);
+#endif
+    free(heap);
+  }
+  Block(const Block&) = delete;
+};
+
+std::string run(const std::string& name, std::vector<uint>& args, const std::vector<Binding>& bindings, uint3 grid, uint threads,
+                bool twice) {
+  auto found = host::kernels().find(name);
+  if (found == host::kernels().end()) return "there is no kernel " + name;
+  const host::Kernel& kernel = found->second;
+  if (kernel.args != args.size() * 4) return name + " takes " + std::to_string(kernel.args) + " bytes of arguments, not " + std::to_string(args.size() * 4);
+  if (kernel.buffers != bindings.size()) return name + " takes " + std::to_string(kernel.buffers) + " buffers, not " + std::to_string(bindings.size());
+  if (threads == 0 || threads % 32 || threads > 1024) return name + ": a threadgroup of " + std::to_string(threads);
+  for (const Binding& b : bindings)
+    if (!buffers.count(b.id) || size_t(b.offset) + b.bytes > buffers[b.id].size()) return name + ": a binding outside its buffer";
+  std::vector<std::vector<uchar>> first;
+  for (int pass = 0; pass <= twice; pass++) {
+    std::vector<std::shared_ptr<Block>> blocks;
+    std::vector<void*> pointers = {args.data()};
+    for (const Binding& b : bindings) {
+      size_t same = 0;  // a range bound twice for reading is copied once
+      while (same < blocks.size() && memcmp(&bindings[same], &b, sizeof b)) same++;
+      const bool twin = same < blocks.size() && b.access == In;
+      blocks.push_back(twin ? blocks[same] : std::make_shared<Block>(b));
+      pointers.push_back(blocks.back()->start);
+    }
+    host::dispatch(grid, threads, pass, [&] { kernel.call(pointers.data()); });
+    first.resize(bindings.size());
+    for (size_t i = 0; i < bindings.size(); i++) {
+      const Binding& b = bindings[i];
+      if (b.access == In) continue;
+      const uchar* out = blocks[i]->start;
+      if (!pass) first[i].assign(out, out + b.bytes);
+      else if (memcmp(first[i].data(), out, b.bytes)) return name + ": a race: the result depends on the order of threads";
+      if (pass == int(twice)) memcpy(buffers[b.id].data() + b.offset, out, b.bytes);
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+int main() {
+  for (;;) {
+    uchar what;
+    take(&what, 1);
+    if (what == 'D') {
+      std::string name(word(), ' ');
+      take(&name[0], name.size());
+      std::vector<uint> args(word());
+      take(args.data(), args.size() * 4);
+      std::vector<Binding> bindings(word());
+      take(bindings.data(), bindings.size() * sizeof(Binding));
+      uint3 grid = {word(), word(), word()};
+      uint threads = word(), twice = word();
+      answer(run(name, args, bindings, grid, threads, twice != 0));
+      continue;
+    }
+    uint id = word(), offset = what == 'B' ? 0 : word(), bytes = word();
+    if (what == 'B') buffers[id].assign(bytes, 0xff);
+    else if (size_t(offset) + bytes > buffers[id].size()) return 2;
+    else if (what == 'W') take(buffers[id].data() + offset, bytes);
+    else give(buffers[id].data() + offset, bytes), fflush(stdout);
+  }
+}

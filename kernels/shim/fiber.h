@@ -1,0 +1,115 @@
+// A stack of its own and a way to switch to it: the few lines of assembly that ucontext would spend system calls on.
+#pragma once
+#include <sys/mman.h>
+#include <unistd.h>
+#include <cstdlib>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define FIBER_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define FIBER_ASAN 1
+#endif
+#endif
+#ifdef FIBER_ASAN
+#include <sanitizer/common_interface_defs.h>
+#endif
+#ifdef __APPLE__
+#define FIBER_SYMBOL "_fiber_switch"
+#else
+#define FIBER_SYMBOL "fiber_switch"
+#endif
+
+// Saves the callee-saved registers and the stack pointer in *save, and goes on where `load` was saved.
+extern "C" void fiber_switch(void** save, void* load);
+#if defined(__x86_64__)
+asm(".text\n.globl " FIBER_SYMBOL "\n" FIBER_SYMBOL ":\n"
+    "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
+    "movq %rsp, (%rdi)\nmovq %rsi, %rsp\n"
+    "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n");
+#elif defined(__aarch64__)
+asm(".text\n.balign 4\n.globl " FIBER_SYMBOL "\n" FIBER_SYMBOL ":\n"
+    "sub sp, sp, #160\n"
+    "stp x19, x20, [sp, #0]\nstp x21, x22, [sp, #16]\nstp x23, x24, [sp, #32]\nstp x25, x26, [sp, #48]\n"
+    "stp x27, x28, [sp, #64]\nstp x29, x30, [sp, #80]\nstp d8, d9, [sp, #96]\nstp d10, d11, [sp, #112]\n"
+    "stp d12, d13, [sp, #128]\nstp d14, d15, [sp, #144]\n"
+    "mov x9, sp\nstr x9, [x0]\nmov sp, x1\n"
+    "ldp x19, x20, [sp, #0]\nldp x21, x22, [sp, #16]\nldp x23, x24, [sp, #32]\nldp x25, x26, [sp, #48]\n"
+    "ldp x27, x28, [sp, #64]\nldp x29, x30, [sp, #80]\nldp d8, d9, [sp, #96]\nldp d10, d11, [sp, #112]\n"
+    "ldp d12, d13, [sp, #128]\nldp d14, d15, [sp, #144]\n"
+    "add sp, sp, #160\nret\n");
+#else
+#error "fibers are written for x86-64 and aarch64"
+#endif
+
+namespace host {
+
+struct Fiber {
+  static const size_t size = 128 << 10;
+  void* sp = nullptr;
+  char* stack = nullptr;
+  void (*entry)() = nullptr;
+};
+
+inline void* home;           // the scheduler's stack pointer while a fiber runs
+inline Fiber* running;
+#ifdef FIBER_ASAN
+inline const void* home_stack;
+inline size_t home_size;
+#endif
+
+inline void before(const void* stack, size_t size) {
+#ifdef FIBER_ASAN
+  __sanitizer_start_switch_fiber(nullptr, stack, size);
+#endif
+  (void)stack, (void)size;
+}
+inline void after(bool in_fiber) {
+#ifdef FIBER_ASAN
+  if (in_fiber) __sanitizer_finish_switch_fiber(nullptr, &home_stack, &home_size);
+  else __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+#endif
+  (void)in_fiber;
+}
+
+// Back to the scheduler.
+inline void leave(Fiber& f) {
+#ifdef FIBER_ASAN
+  before(home_stack, home_size);
+#endif
+  fiber_switch(&f.sp, home);
+  after(true);
+}
+// Runs `f` until it leaves.
+inline void enter(Fiber& f) {
+  running = &f;
+  before(f.stack, Fiber::size);
+  fiber_switch(&home, f.sp);
+  after(false);
+}
+[[noreturn]] inline void fiber_main() {
+  after(true);
+  Fiber* f = running;
+  f->entry();
+  leave(*f);
+  abort();
+}
+// Prepares `f` to call `entry` when first entered. The stack is kept from one use to the next.
+inline void start(Fiber& f, void (*entry)()) {
+  if (!f.stack) f.stack = (char*)mmap(nullptr, Fiber::size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+  f.entry = entry;
+  void** top = (void**)(f.stack + Fiber::size - 64);
+#if defined(__x86_64__)
+  top[-1] = nullptr;                      // keeps the stack 16-byte aligned at the call boundary
+  top[-2] = (void*)fiber_main;
+  for (int i = 3; i <= 8; i++) top[-i] = nullptr;
+  f.sp = top - 8;
+#else
+  void** frame = top - 20;
+  for (int i = 0; i < 20; i++) frame[i] = nullptr;
+  frame[11] = (void*)fiber_main;          // x30
+  f.sp = frame;
+#endif
+}
+
+}  // namespace host

@@ -1,0 +1,188 @@
+// Host: every GPU thread is a fiber on one CPU thread, and a threadgroup runs to its end before the next begins. A fiber
+// runs until it must wait for others; simdgroup operations and barriers then release it together with all its fellows. What
+// is undefined on a GPU stops the run here: a barrier or reduction that some threads do not reach, and (under
+// AddressSanitizer) any access outside a bound range or a threadgroup array. Threadgroup memory starts as NaNs.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+#include "fiber.h"
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+struct uint2 { uint x, y; };
+struct uint3 { uint x, y, z; };
+struct alignas(16) uint4 { uint x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+inline float exp(float x) { return expf(x); }
+inline float log(float x) { return logf(x); }
+inline float sqrt(float x) { return sqrtf(x); }
+inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline float min(float a, float b) { return fminf(a, b); }
+inline uint max(uint a, uint b) { return a < b ? b : a; }
+inline uint min(uint a, uint b) { return a < b ? a : b; }
+template <class To, class From> To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+#define FN static inline
+#define DEVICE
+#define CONSTANT const
+#define THREAD
+#define THREADGROUP
+#define UNROLL
+#define ARGS(T, name) const T& name
+#define IN(T, name, slot) const T* name
+#define OUT(T, name, slot) T* name
+#define PLACE
+#define HERE
+#define SHARED(T, name, count) T* const name = (T*)host::shared(#name, sizeof(T) * (count))
+#define KERNEL(name, ...)                                                   \
+  static void name(__VA_ARGS__);                                            \
+  static const bool host_##name = host::add(#name, host::callable(&name)); \
+  static void name(__VA_ARGS__)
+#define tgid (host::group->id)
+#define tid (host::group->now)
+#define lane (host::group->now % 32u)
+#define sg (host::group->now / 32u)
+#define BARRIER() host::meet(host::Whole, __LINE__, 0)
+#define SIMD_SUM(x) host::reduce(host::Sum, __LINE__, x)
+#define SIMD_MAX(x) host::reduce(host::Max, __LINE__, x)
+#define SIMD_MIN(x) host::smallest(__LINE__, x)
+
+namespace host {
+
+enum State { Ready, Whole, Sum, Max, Min, Done };
+struct Thread {
+  Fiber fiber;
+  State state = Ready;
+  int site = 0;
+  uint operand = 0;
+};
+struct Group {
+  uint3 id;
+  uint now = 0;
+  std::vector<Thread> threads;
+  std::map<std::string, void*> arrays;
+};
+inline Group* group;
+inline const std::function<void()>* body;
+
+[[noreturn]] inline void die(const char* what, uint a, uint b) {
+  const Thread &x = group->threads[a], &y = group->threads[b];
+  fprintf(stderr, "%s in threadgroup (%u, %u, %u): thread %u is at line %d, thread %u %s %d\n", what, group->id.x, group->id.y,
+          group->id.z, a, x.site, b, y.state == Done ? "returned; it was last at line" : "is at line", y.site);
+  fflush(stderr);
+  _exit(3);
+}
+
+// Threadgroup memory: a heap block each, so that AddressSanitizer guards both ends.
+inline void* shared(const char* name, size_t bytes) {
+  void*& p = group->arrays[name];
+  if (!p) p = memset(malloc(bytes), 0xff, bytes);
+  return p;
+}
+
+// Waits until every thread of the simdgroup (or threadgroup) stands at the same line.
+inline uint meet(State why, int site, uint operand) {
+  Thread& t = group->threads[group->now];
+  t.state = why, t.site = site, t.operand = operand;
+  leave(t.fiber);
+  return t.operand;
+}
+inline float reduce(State why, int site, float x) { return as_type<float>(meet(why, site, as_type<uint>(x))); }
+inline uint smallest(int site, uint x) { return meet(Min, site, x); }
+
+// The 32 threads from `first` wait for one another: computes what they wait for and releases them. A tree for the sum.
+inline void release_simd(uint first) {
+  Thread* t = &group->threads[first];
+  uint v[32];
+  for (int i = 0; i < 32; i++) v[i] = t[i].operand;
+  for (int half = 16; half; half >>= 1)
+    for (int i = 0; i < half; i++) {
+      float a = as_type<float>(v[i]), b = as_type<float>(v[i + half]);
+      v[i] = t->state == Sum ? as_type<uint>(a + b) : t->state == Max ? as_type<uint>(max(a, b)) : min(v[i], v[i + half]);
+    }
+  for (int i = 0; i < 32; i++) t[i].operand = v[0], t[i].state = Ready;
+}
+
+// Runs the simdgroup at `first` until all its threads wait for the threadgroup or are done.
+inline void run_simd(uint first, bool backwards) {
+  Thread* t = &group->threads[first];
+  for (;;) {
+    for (uint i = 0; i < 32; i++) {
+      uint l = backwards ? 31 - i : i;
+      if (t[l].state != Ready) continue;
+      group->now = first + l;
+      enter(t[l].fiber);
+    }
+    for (uint i = 1; i < 32; i++)
+      if (t[i].state != t[0].state || (t[i].state != Done && t[i].site != t[0].site))
+        t[0].state == Done ? die("divergent barrier", first + i, first) : die("divergent barrier", first, first + i);
+    if (t[0].state == Whole || t[0].state == Done) return;
+    release_simd(first);
+  }
+}
+
+inline void run_group(uint3 id, uint count, bool backwards) {
+  group->id = id;
+  for (Thread& t : group->threads) {
+    t.state = Ready, t.site = 0;
+    start(t.fiber, [] { (*body)(); group->threads[group->now].state = Done; });
+  }
+  for (bool over = false; !over;) {
+    for (uint s = 0; s < count; s += 32) run_simd(backwards ? count - 32 - s : s, backwards);
+    for (uint s = 32; s < count; s += 32) {
+      Thread &a = group->threads[0], &b = group->threads[s];
+      if (a.state != b.state || (a.state != Done && a.site != b.site))
+        a.state == Done ? die("divergent barrier", s, 0) : die("divergent barrier", 0, s);
+    }
+    over = group->threads[0].state == Done;
+    if (!over) for (Thread& t : group->threads) t.state = Ready;
+  }
+  for (auto& array : group->arrays) free(array.second);
+  group->arrays.clear();
+}
+
+// Runs `kernel` over grid x threads, upwards or backwards: a kernel whose result depends on the order has a race.
+inline void dispatch(uint3 grid, uint count, bool backwards, const std::function<void()>& kernel) {
+  static Group memory;
+  group = &memory, body = &kernel;
+  memory.threads.resize(count);
+  const uint total = grid.x * grid.y * grid.z;
+  for (uint i = 0; i < total; i++) {
+    uint n = backwards ? total - 1 - i : i;
+    run_group({n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y}, count, backwards);
+  }
+}
+
+// What a kernel looks like from outside: how large its arguments are, how many buffers follow, how to call it.
+struct Kernel {
+  size_t args, buffers;
+  std::function<void(void**)> call;
+};
+inline std::map<std::string, Kernel>& kernels() {
+  static std::map<std::string, Kernel> all;
+  return all;
+}
+inline bool add(const char* name, Kernel kernel) { return kernels().emplace(name, kernel).second; }
+template <class A, class... P, size_t... I> Kernel callable(void (*f)(const A&, P...), std::index_sequence<I...>) {
+  return {sizeof(A), sizeof...(P), [f](void** b) { f(*(const A*)b[0], (P)b[I + 1]...); }};
+}
+template <class A, class... P> Kernel callable(void (*f)(const A&, P...)) { return callable(f, std::index_sequence_for<P...>{}); }
+
+}  // namespace host

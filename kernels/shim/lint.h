@@ -1,0 +1,46 @@
+// Clang's syntax check with Metal's address spaces and little else: what Apple's compiler would refuse (a pointer without
+// its address space, double, a library call Metal lacks, a built-in used outside a kernel) is an error here too.
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef __attribute__((ext_vector_type(2))) uint uint2;
+typedef __attribute__((ext_vector_type(3))) uint uint3;
+typedef __attribute__((ext_vector_type(4))) uint uint4;
+typedef __attribute__((ext_vector_type(4))) float float4;
+
+#define FN static inline
+#define DEVICE __attribute__((address_space(1)))
+#define CONSTANT const __attribute__((address_space(2)))
+#define THREAD
+#define THREADGROUP __attribute__((address_space(3)))
+#define UNROLL
+#define ARGS(T, name) CONSTANT T& name
+#define IN(T, name, slot) DEVICE const T* name
+#define OUT(T, name, slot) DEVICE T* name
+// What a function below a kernel needs to know its place: f(int a PLACE), called f(a HERE).
+#define PLACE , uint3 tgid, uint tid, uint lane, uint sg
+#define HERE , tgid, tid, lane, sg
+#define SHARED(T, name, count) static THREADGROUP T name[count]
+#define KERNEL(name, ...)                                       \
+  void name(__VA_ARGS__, uint3 tgid, uint tid, uint lane, uint sg); \
+  void name(__VA_ARGS__, uint3 tgid, uint tid, uint lane, uint sg)
+#define BARRIER() lint_barrier()
+#define SIMD_SUM(x) simd_sum(x)
+#define SIMD_MAX(x) simd_max(x)
+#define SIMD_MIN(x) simd_min(x)
+
+void lint_barrier();
+float simd_sum(float);
+float simd_max(float);
+uint simd_min(uint);
+template <class To, class From> To as_type(From);
+float exp(float);
+float log(float);
+float sqrt(float);
+float fma(float, float, float);
+float max(float, float);
+float min(float, float);
+uint max(uint, uint);
+uint min(uint, uint);
+#pragma GCC poison double goto throw try catch new delete dynamic_cast std printf

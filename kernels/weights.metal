@@ -1,0 +1,46 @@
+// Weights as values: rows of the embedding, and a whole matrix in half precision (or f32) for a matrix product.
+
+struct WeightsArgs { uint cols, real; Matrix m; };
+
+FN uint to_f16(float x) {  // to nearest, ties to even
+  const uint u = as_type<uint>(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  if (a >= 0x7f800000u) return sign | (a > 0x7f800000u ? 0x7e00u : 0x7c00u);
+  if (a >= 0x477ff000u) return sign | 0x7c00u;
+  if (a >= 0x38800000u) return sign | ((a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13);
+  if (a < 0x33000000u) return sign;
+  const uint shift = 126u - (a >> 23), m = (a & 0x7fffffu) | 0x800000u;  // subnormal: shift 14 to 24
+  const uint whole = m >> shift, rest = m & ((1u << shift) - 1u), half_ = 1u << (shift - 1);
+  return sign | (whole + (rest > half_ || (rest == half_ && (whole & 1u)) ? 1u : 0u));
+}
+
+FN void row_values(CONSTANT Matrix& m, uint cols, uint row, uint c, DEVICE const uchar* codes, DEVICE const uchar* scales,
+                   DEVICE const uchar* biases, THREAD float* v) {
+  const ulong code_bytes = row_codes(m, cols), scale_bytes = row_scales(m, cols);
+  chunk(m, codes + row * code_bytes, c, cols, v);
+  const float s = chunk_scale(m, scales + row * scale_bytes, c), b = chunk_bias(m, biases + row * scale_bytes, c);
+  for (uint i = 0; i < 16; i++) v[i] = fma(s, v[i], b);
+}
+
+// h[token] = row ids[token]. Grid (ceil(cols / 512), tokens), 32 threads.
+KERNEL(embed, ARGS(WeightsArgs, a), IN(uint, ids, 1), IN(uchar, codes, 2), IN(uchar, scales, 3), IN(uchar, biases, 4),
+       OUT(float, h, 5)) {
+  const uint c = tgid.x * 32 + lane;
+  if (c * 16 >= a.cols) return;
+  float v[16];
+  row_values(a.m, a.cols, min(ids[tgid.y], a.m.rows - 1), c, codes, scales, biases, v);
+  for (uint i = 0; i < 16; i++)
+    if (c * 16 + i < a.cols) h[ulong(tgid.y) * a.cols + c * 16 + i] = v[i];
+}
+
+// All rows as `real` (f16 or f32). Grid (ceil(cols / 512), rows), 32 threads.
+KERNEL(dequantise, ARGS(WeightsArgs, a), IN(uchar, codes, 1), IN(uchar, scales, 2), IN(uchar, biases, 3), OUT(uchar, out, 4)) {
+  const uint c = tgid.x * 32 + lane;
+  if (c * 16 >= a.cols) return;
+  float v[16];
+  row_values(a.m, a.cols, tgid.y, c, codes, scales, biases, v);
+  const ulong at = ulong(tgid.y) * a.cols + c * 16;
+  for (uint i = 0; i < 16 && c * 16 + i < a.cols; i++) {
+    if (a.real == F32) ((DEVICE float*)out)[at + i] = v[i];
+    else ((DEVICE ushort*)out)[at + i] = ushort(to_f16(v[i]));
+  }
+}

@@ -1,0 +1,23 @@
+//! The kernels' text, embedded: what Metal compiles at start.
+
+/// Files of `kernels/`, each compiled with the shim and `codes.metal` in front.
+pub const FILES: [(&str, &str); 7] = [
+    ("attend", include_str!("../../kernels/attend.metal")),
+    ("delta", include_str!("../../kernels/delta.metal")),
+    ("experts", include_str!("../../kernels/experts.metal")),
+    ("linear", include_str!("../../kernels/linear.metal")),
+    ("norm", include_str!("../../kernels/norm.metal")),
+    ("route", include_str!("../../kernels/route.metal")),
+    ("weights", include_str!("../../kernels/weights.metal")),
+];
+
+/// How packed weights are read: part of every file.
+pub const CODES: &str = include_str!("../../kernels/codes.metal");
+
+/// The dialect's words in Metal.
+pub const METAL: &str = include_str!("../../kernels/shim/metal.h");
+
+/// One file as Metal compiles it.
+pub fn metal(text: &str) -> String {
+    format!("{METAL}\n{CODES}\n{text}")
+}

@@ -1,0 +1,124 @@
+//! The same bytes, whatever is in memory: greedy output and logits must not depend on how many experts have slots, on
+//! how they are read, by how many threads and in which order, on prefetching, or on where the prompt is cut.
+
+mod common;
+
+use common::{decode, load_with, prefill};
+use moestro::{
+    device::Access,
+    model::{Options, qwen::StoreOptions},
+    store::{Files, Io, Prefetch, synth},
+};
+use std::path::{Path, PathBuf};
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+
+/// One way of running a model.
+#[derive(Debug, Clone, Copy)]
+struct Way {
+    slots: usize,
+    io: Io,
+    io_threads: usize,
+    prefetch: Prefetch,
+    chunk: usize,
+    threads: usize,
+}
+
+/// The bits of every logit of prompt and answer, and the answer.
+fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Way) -> (Vec<u32>, Vec<u32>) {
+    let Way { slots, io, io_threads, prefetch, chunk, threads } = way;
+    let store = StoreOptions { slots: Some(slots), io, threads: io_threads, prefetch, ..StoreOptions::default() };
+    let options = Options { threads: Some(threads), store, ..Options::default() };
+    let mut model = load_with(dir, options);
+    assert_eq!(model.store().map(|store| store.slots()), Some(slots), "{way:?}");
+    let (logits, mut state, _) = prefill(&model, prompt, chunk);
+    let (ids, rows) = decode(&mut model, &mut state, logits.row(logits.rows() - 1), tokens);
+    let bits = logits.data.iter().chain(&rows).map(|logit| logit.to_bits()).collect();
+    (ids, bits)
+}
+
+/// Every way must give what the first one gives. `per_token` experts of `layers` layers make a token's working set.
+fn check(dir: &Path, prompt: &[u32], tokens: usize, layers: usize, experts: usize, per_token: usize) {
+    let all = layers * experts;
+    let shards: Vec<PathBuf> = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
+        .collect();
+    let direct = if Files::open(&shards, Access::Direct).is_ok() { Io::Direct } else { Io::Buffered };
+    let plain =
+        Way { slots: all, io: Io::Buffered, io_threads: 4, prefetch: Prefetch::Off, chunk: prompt.len(), threads: 2 };
+    let (ids, bits) = run(dir, prompt, tokens, plain);
+    assert_eq!(ids.len(), tokens);
+    let few = layers * per_token;
+    let mut ways = Vec::new();
+    for slots in [all / 2, all / 4, few, per_token] {
+        for io in [direct, Io::Buffered] {
+            ways.push(Way { slots, io, prefetch: Prefetch::On, ..plain });
+        }
+    }
+    for io_threads in [1, 2, 8, 32] {
+        for prefetch in [Prefetch::On, Prefetch::Off, Prefetch::Auto] {
+            ways.push(Way { slots: all / 4, io: direct, io_threads, prefetch, ..plain });
+        }
+    }
+    for chunk in [1, 2, 7, 16] {
+        ways.push(Way { slots: few, io: Io::Auto, chunk, ..plain });
+        ways.push(Way { chunk, threads: 1, ..plain });
+    }
+    for way in ways {
+        let (other_ids, other_bits) = run(dir, prompt, tokens, way);
+        assert_eq!(other_ids, ids, "{way:?}");
+        assert_eq!(other_bits.len(), bits.len());
+        let first = other_bits.iter().zip(&bits).position(|(a, b)| a != b);
+        assert_eq!(first, None, "{way:?}: a logit differs");
+    }
+}
+
+#[test]
+fn the_demo_model() {
+    let prompt: Vec<u32> = (0..40).map(|i| 100 + i * 37 % 1500).collect();
+    check(Path::new(DEMO), &prompt, 24, 8, 32, 4);
+}
+
+#[test]
+fn a_synthetic_model() {
+    let dimensions = synth::Dimensions {
+        hidden: 128,
+        layers: 5,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 64,
+        linear_key_heads: 2,
+        linear_value_heads: 4,
+        linear_head_dim: 32,
+        experts: 16,
+        experts_per_token: 4,
+        expert_hidden: 64,
+        shared_hidden: 64,
+        vocab: 300,
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("model");
+    let options = synth::Options {
+        dimensions,
+        seed: 3,
+        router_skew: 0.5,
+        eos_token_ids: vec![],
+        shard: 1 << 20,
+        threads: 2,
+        extras: vec![],
+    };
+    synth::write(&out, &options, &|_| ()).unwrap();
+    let prompt: Vec<u32> = (0..33).map(|i| i * 71 % 300).collect();
+    check(&out, &prompt, 24, 5, 16, 4);
+}
+
+/// A comparison that cannot fail shows nothing: another prompt gives other bytes.
+#[test]
+fn another_prompt_gives_other_bytes() {
+    let way = Way { slots: 64, io: Io::Buffered, io_threads: 4, prefetch: Prefetch::Off, chunk: 8, threads: 2 };
+    let one = run(Path::new(DEMO), &[100, 200, 300], 4, way);
+    let other = run(Path::new(DEMO), &[100, 200, 301], 4, way);
+    assert_ne!(one.1, other.1);
+}

@@ -1,0 +1,169 @@
+//! Random weights, and what the kernels should have computed: plain loops in f64 that share nothing with them.
+
+use crate::host::Host;
+use moestro::{
+    device::Region,
+    ops::{Codes, Float, Weight, plan::Matrix},
+};
+
+/// SplitMix64: the tests' only source of randomness.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Roughly normal: mean 0, deviation 1.
+    pub fn normal(&mut self) -> f32 {
+        let sum: f64 = (0..4).map(|_| (self.bits() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
+        (sum * 3f64.sqrt()) as f32
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n as u64) as usize
+    }
+
+    pub fn normals(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.normal()).collect()
+    }
+
+    fn float(&mut self, float: Float, scale: f32) -> Vec<u8> {
+        let v = self.normal() * scale;
+        match float {
+            Float::F32 => v.to_le_bytes().to_vec(),
+            Float::F16 => half::f16::from_f32(v).to_le_bytes().to_vec(),
+            Float::Bf16 => half::bf16::from_f32(v).to_le_bytes().to_vec(),
+        }
+    }
+
+    /// Codes, scales and biases of a random matrix whose values are about 1 / sqrt(cols).
+    pub fn parts(&mut self, codes: Codes, rows: usize, cols: usize) -> [Vec<u8>; 3] {
+        let size = 1.0 / (cols as f32).sqrt();
+        let [code_bytes, scale_bytes, _] = codes.row_bytes(cols);
+        let random: Vec<u8> = (0..rows * code_bytes).map(|_| self.bits() as u8).collect();
+        match codes {
+            Codes::Dense(float) => [(0..rows * cols).flat_map(|_| self.float(float, size)).collect(), vec![], vec![]],
+            Codes::Affine { bits, group, scale } => {
+                let groups = rows * cols / group as usize;
+                let step = size / (1u32 << bits) as f32 * 3.0;
+                let scales = (0..groups).flat_map(|_| self.float(scale, step)).collect();
+                [random, scales, (0..groups).flat_map(|_| self.float(scale, size)).collect()]
+            }
+            Codes::Mxfp4 | Codes::Mxfp8 => {
+                let codes =
+                    random.into_iter().map(|b| if matches!(codes, Codes::Mxfp8) && b & 127 == 127 { 0 } else { b });
+                [codes.collect(), (0..rows * scale_bytes).map(|_| 115 + self.below(6) as u8).collect(), vec![]]
+            }
+            Codes::Nvfp4 => [random, (0..rows * scale_bytes).map(|_| self.below(127) as u8).collect(), vec![]],
+        }
+    }
+}
+
+/// A matrix in the program's memory and its values.
+pub struct Sample {
+    pub matrix: Matrix,
+    pub values: Vec<f64>,
+    pub parts: [Vec<u8>; 3],
+}
+
+pub fn matrix(host: &mut Host, random: &mut Random, codes: Codes, rows: usize, cols: usize) -> Sample {
+    let gain = if matches!(codes, Codes::Nvfp4) { 0.25 } else { 1.0 };
+    let parts = random.parts(codes, rows, cols);
+    let regions = [0, 1, 2].map(|i| host.bytes(&parts[i]));
+    let matrix = Matrix { codes, rows, cols, gain, parts: regions };
+    Sample { matrix, values: values(codes, rows, cols, gain, &parts), parts }
+}
+
+/// Every value of a matrix, by the spec's section 3.2 read literally.
+pub fn values(codes: Codes, rows: usize, cols: usize, gain: f32, parts: &[Vec<u8>; 3]) -> Vec<f64> {
+    let code = |bits: usize, row: usize, col: usize| {
+        let start = row * (cols * bits / 8) * 8 + col * bits;
+        (0..bits).map(|b| (u32::from(parts[0][(start + b) / 8] >> ((start + b) % 8)) & 1) << b).sum::<u32>()
+    };
+    let e2m1 = |q: u32| [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][q as usize & 7] * if q & 8 == 0 { 1.0 } else { -1.0 };
+    let e4m3 = |q: u32| {
+        let (e, m) = ((q >> 3 & 15) as i32, f64::from(q & 7));
+        let v = if e == 0 { m / 8.0 * 2f64.powi(-6) } else { (1.0 + m / 8.0) * 2f64.powi(e - 7) };
+        if q & 128 == 0 { v } else { -v }
+    };
+    let mut out = Vec::with_capacity(rows * cols);
+    for row in 0..rows {
+        for col in 0..cols {
+            let group = (row * cols + col) / codes.group();
+            let value = match codes {
+                Codes::Dense(float) => f64::from(float.get(&parts[0], row * cols + col)),
+                Codes::Affine { bits, scale, .. } => {
+                    f64::from(scale.get(&parts[1], group)) * f64::from(code(bits.into(), row, col))
+                        + f64::from(scale.get(&parts[2], group))
+                }
+                Codes::Mxfp4 => e2m1(code(4, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
+                Codes::Nvfp4 => e2m1(code(4, row, col)) * e4m3(parts[1][group].into()),
+                Codes::Mxfp8 => e4m3(code(8, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
+            };
+            out.push(value * f64::from(gain));
+        }
+    }
+    out
+}
+
+/// `x [tokens, cols] * w [rows, cols]^T`.
+pub fn product(x: &[f64], w: &[f64], cols: usize) -> Vec<f64> {
+    x.chunks(cols).flat_map(|x| w.chunks(cols).map(move |w| x.iter().zip(w).map(|(a, b)| a * b).sum())).collect()
+}
+
+pub fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&v| f64::from(v)).collect()
+}
+
+pub fn rms(x: &[f64], w: &[f64], eps: f64) -> Vec<f64> {
+    let scale = 1.0 / (x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64 + eps).sqrt();
+    x.iter().zip(w).map(|(v, w)| v * scale * w).collect()
+}
+
+pub fn silu(x: f64) -> f64 {
+    x / (1.0 + (-x).exp())
+}
+
+/// The largest difference over the largest value; NaN if there is one.
+pub fn difference(found: &[f32], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let largest = expected.iter().fold(0f64, |m, v| m.max(v.abs()));
+    let mut worst = 0f64;
+    for (f, e) in found.iter().zip(expected) {
+        let d = (f64::from(*f) - e).abs() / largest;
+        if d.is_nan() || d > worst {
+            worst = d;
+        }
+        if d.is_nan() {
+            break;
+        }
+    }
+    worst
+}
+
+/// The f32 tolerance of every kernel: 1e-5 of the largest value.
+#[track_caller]
+pub fn close(what: &str, found: &[f32], expected: &[f64]) {
+    let d = difference(found, expected);
+    assert!(d <= 1e-5, "{what}: relative error {d:.1e}");
+}
+
+pub const AFFINE4: Codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
+pub const AFFINE8: Codes = Codes::Affine { bits: 8, group: 64, scale: Float::Bf16 };
+
+/// A weight of the CPU ops with the same bytes.
+#[allow(dead_code)]
+pub fn weight(sample: &Sample) -> Weight {
+    let Matrix { codes, rows, cols, gain, .. } = sample.matrix;
+    let parts = [0, 1, 2].map(|i| moestro::device::Span::from_bytes(&sample.parts[i]).unwrap());
+    Weight { codes, rows, cols, gain, parts }
+}
+
+#[allow(dead_code)]
+pub fn none() -> Region {
+    Region { buffer: 0, offset: 0, len: 0 }
+}

@@ -1,0 +1,203 @@
+use crate::{check::*, host::Host};
+use moestro::{
+    device::Region,
+    ops::{
+        Codes, Float,
+        plan::{self, Experts, Jobs, NONE, Piece, Slots},
+    },
+};
+
+/// A layer of experts in slots, in two slabs with a hole before the last piece, and their values.
+struct Layer {
+    pieces: [Piece; 3],
+    slots: Slots,
+    /// `[slot][projection]`.
+    values: Vec<[Vec<f64>; 3]>,
+}
+
+fn layer(host: &mut Host, random: &mut Random, codes: [Codes; 3], hidden: usize, inner: usize, slots: usize) -> Layer {
+    let mut at = 0;
+    let mut place = |len: usize| {
+        let start = at;
+        at = (at + len).next_multiple_of(16) + 16;
+        start
+    };
+    let pieces = [0, 1, 2].map(|i| {
+        let (rows, cols) = if i < 2 { (inner, hidden) } else { (hidden, inner) };
+        Piece { codes: codes[i], rows, cols, gain: 1.0, at: codes[i].row_bytes(cols).map(|bytes| place(bytes * rows)) }
+    });
+    let (stride, per_slab) = (at, slots.div_ceil(2));
+    let mut memory = vec![0u8; slots * stride];
+    let mut all = Vec::new();
+    for slot in memory.chunks_mut(stride) {
+        all.push(pieces.map(|piece| {
+            let parts = random.parts(piece.codes, piece.rows, piece.cols);
+            for (part, at) in parts.iter().zip(piece.at) {
+                slot[at..at + part.len()].copy_from_slice(part);
+            }
+            values(piece.codes, piece.rows, piece.cols, 1.0, &parts)
+        }));
+    }
+    let slabs = memory.chunks(per_slab * stride).map(|bytes| host.bytes(bytes)).collect();
+    Layer { pieces, slots: Slots { slabs, per_slab, stride }, values: all }
+}
+
+/// One layer's mixture on random rows, in one launch each, in two (hits, misses), and grouped by expert.
+fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: usize, tokens: usize) {
+    let (mut host, slots) = (Host::start(), k + 3);
+    let mut random = Random((hidden + inner + k) as u64);
+    let layer = layer(&mut host, &mut random, codes, hidden, inner, slots);
+    let shared_down = matrix(&mut host, &mut random, codes[2], hidden, shared_inner.max(64));
+    let width = 5 + 2 * shared_inner;
+    let x = random.normals(tokens * hidden);
+    let scores = random.normals(tokens * width);
+    let weights: Vec<f32> = (0..tokens * (k + 1)).map(|_| random.normal().abs()).collect();
+    let before = random.normals(tokens * hidden);
+    let chosen: Vec<u32> = (0..tokens).flat_map(|t| (0..k).map(move |r| ((t + r) % slots) as u32)).collect();
+    let row = inner.max(shared_inner);
+    let (x_at, act) = (host.floats(&x), host.empty((tokens * k + tokens) * row * 4));
+    let op = Experts {
+        tokens,
+        k,
+        gate: layer.pieces[0],
+        up: layer.pieces[1],
+        down: layer.pieces[2],
+        slots: &layer.slots,
+        shared: (shared_inner > 0).then_some(shared_down.matrix),
+        scores: host.floats(&scores),
+        width,
+        shared_at: 5,
+        act,
+        weights: host.floats(&weights),
+    };
+
+    let x = wide(&x);
+    let mut expected = wide(&before);
+    for t in 0..tokens {
+        let mut add = |act: &[f64], down: &[f64], weight: f32| {
+            let y = product(act, down, act.len());
+            expected[t * hidden..(t + 1) * hidden].iter_mut().zip(y).for_each(|(e, y)| *e += f64::from(weight) * y);
+        };
+        for r in 0..k {
+            let [gate, up, down] = &layer.values[chosen[t * k + r] as usize];
+            let xt = &x[t * hidden..(t + 1) * hidden];
+            let act: Vec<f64> =
+                product(xt, gate, hidden).iter().zip(product(xt, up, hidden)).map(|(g, u)| silu(*g) * u).collect();
+            add(&act, down, weights[t * (k + 1) + r]);
+        }
+        if shared_inner > 0 {
+            let from = wide(&scores[t * width + 5..(t + 1) * width]);
+            let act: Vec<f64> = (0..shared_inner).map(|i| silu(from[i]) * from[shared_inner + i]).collect();
+            add(&act, &shared_down.values, weights[t * (k + 1) + k]);
+        }
+    }
+
+    let slots_at = host.words(&chosen);
+    let h = host.floats(&before);
+    host.run(&plan::experts_up(&op, x_at, slots_at, true));
+    host.run(&plan::experts_down(&op, slots_at, h));
+    let at_once = host.read_floats(h);
+    close(&format!("experts {hidden} x {inner}, k {k}, {tokens} tokens"), &at_once, &expected);
+
+    // Hits first, then misses: the same bytes.
+    let part = |odd: bool| -> Vec<u32> {
+        chosen.iter().enumerate().map(|(i, &s)| if (i % 3 == 1) == odd { s } else { NONE }).collect()
+    };
+    let (hits, misses) = (host.words(&part(false)), host.words(&part(true)));
+    let fresh = host.empty(act.len);
+    let op = Experts { act: fresh, ..op };
+    let h = host.floats(&before);
+    host.run(&plan::experts_up(&op, x_at, hits, true));
+    host.run(&plan::experts_up(&op, x_at, misses, false));
+    host.run(&plan::experts_down(&op, slots_at, h));
+    assert_eq!(host.read_floats(h), at_once, "hits first, then misses");
+
+    // Grouped by expert, as a prefill chunk is.
+    let jobs = group(&mut host, &chosen, slots);
+    let out = host.empty(tokens * k * hidden * 4);
+    let (shared_act, shared) = (host.empty(tokens * shared_inner * 4), host.empty(tokens * hidden * 4));
+    let h = host.floats(&before);
+    host.run(&plan::experts_up_rows(&op, x_at, jobs));
+    host.run(&plan::experts_down_rows(&op, jobs, out));
+    if let Some(down) = op.shared {
+        host.run(&plan::swiglu(tokens, shared_inner, op.scores, width, 5, shared_act));
+        let linear = plan::Linear { x: shared_act, tokens, norm: None, matrices: &[down], y: shared, add: false };
+        host.run(&plan::linear(&linear));
+    }
+    host.run(&plan::experts_combine(&op, out, shared, h));
+    assert_eq!(host.read_floats(h), at_once, "grouped by expert");
+}
+
+fn group(host: &mut Host, chosen: &[u32], slots: usize) -> Jobs {
+    let (mut jobs, mut order) = (Vec::new(), Vec::new());
+    for slot in 0..slots as u32 {
+        let first = order.len() as u32;
+        order.extend(chosen.iter().enumerate().filter(|(_, s)| **s == slot).map(|(place, _)| place as u32));
+        if order.len() as u32 > first {
+            jobs.extend([slot, first, order.len() as u32 - first]);
+        }
+    }
+    Jobs { count: jobs.len() / 3, jobs: host.words(&jobs), order: host.words(&order) }
+}
+
+fn affine(bits: u8, group: u16) -> Codes {
+    Codes::Affine { bits, group, scale: Float::Bf16 }
+}
+
+#[test]
+fn real_sizes() {
+    case([AFFINE4; 3], 2048, 512, 512, 2, 1);
+    case([AFFINE4; 3], 1024, 1024, 1024, 3, 1);
+}
+
+#[test]
+fn several_rows() {
+    case([AFFINE4; 3], 192, 128, 64, 8, 6);
+    case([AFFINE4; 3], 64, 64, 0, 10, 3);
+}
+
+#[test]
+fn other_formats() {
+    case([affine(3, 32), affine(5, 32), affine(6, 32)], 96, 32, 64, 4, 2);
+    case([affine(8, 64), affine(2, 64), affine(8, 128)], 128, 128, 128, 1, 1);
+    case([Codes::Mxfp4; 3], 160, 96, 64, 5, 5);
+    case([Codes::Dense(Float::Bf16); 3], 64, 48, 64, 2, 2);
+}
+
+#[test]
+fn the_router_chooses_and_maps() {
+    let mut host = Host::start();
+    let mut random = Random(99);
+    for (experts, k, tokens, renormalise) in
+        [(256, 8, 1, true), (512, 10, 3, true), (5, 5, 2, true), (33, 1, 4, true), (64, 4, 2, false)]
+    {
+        let width = experts + 7;
+        let mut scores = random.normals(tokens * width);
+        scores[1] = scores[0]; // a tie
+        let op = plan::Route { experts, k, width, gate_at: Some(experts + 2), renormalise };
+        let table: Vec<u32> = (0..experts as u32).map(|e| 1000 + e).collect();
+        let place = |host: &mut Host, n: usize| -> Region { host.empty(n * 4) };
+        let to = plan::Chosen {
+            ids: place(&mut host, tokens * k),
+            slots: place(&mut host, tokens * k),
+            weights: place(&mut host, tokens * (k + 1)),
+        };
+        let (at, table) = (host.floats(&scores), host.words(&table));
+        host.run(&plan::route(&op, tokens, at, table, to));
+        let ids = host.read_words(to.ids);
+        let mut expected = Vec::new();
+        for t in 0..tokens {
+            let row = &scores[t * width..(t + 1) * width];
+            let mut order: Vec<usize> = (0..experts).collect();
+            order.sort_by(|&a, &b| row[b].total_cmp(&row[a]).then(a.cmp(&b)));
+            let found: Vec<usize> = ids[t * k..(t + 1) * k].iter().map(|&i| i as usize).collect();
+            assert_eq!(found, order[..k]);
+            let among = if renormalise { &order[..k] } else { &order[..] };
+            let sum: f64 = among.iter().map(|&e| f64::from(row[e]).exp()).sum();
+            expected.extend(order[..k].iter().map(|&e| f64::from(row[e]).exp() / sum));
+            expected.push(1.0 / (1.0 + (-f64::from(row[experts + 2])).exp()));
+        }
+        close("router weights", &host.read_floats(to.weights), &expected);
+        assert!(host.read_words(to.slots).iter().zip(&ids).all(|(slot, id)| *slot == 1000 + id));
+    }
+}

@@ -1,0 +1,68 @@
+//! The harness catches what it is there to catch.
+
+use crate::{check::*, host::Host};
+use moestro::device::{Binding, Dispatch, Region};
+
+fn dispatch(kernel: &'static str, x: Region, y: Region) -> Dispatch {
+    let bindings = vec![Binding::read(x), Binding::write(y)];
+    Dispatch { kernel, args: vec![0], bindings, grid: [2, 1, 1], threads: 64 }
+}
+
+fn outcome(kernel: &'static str) -> (Result<(), String>, Vec<f32>, Vec<f32>) {
+    let mut host = Host::faulty();
+    let x: Vec<f32> = (0..192).map(|i| i as f32 + 1.0).collect();
+    // In the middle of larger buffers: a bound range is what counts, not the buffer.
+    let (all_x, all_y) = (host.floats(&x), host.empty(192 * 4));
+    let (from, to) = (all_x.part(256, 256), all_y.part(256, 256));
+    let result = host.try_run(&dispatch(kernel, from, to));
+    let y = if result.is_ok() { host.read_floats(to) } else { vec![] };
+    (result, x[64..128].to_vec(), y)
+}
+
+#[test]
+fn a_sound_kernel_passes() {
+    let (result, x, y) = outcome("fine");
+    result.unwrap();
+    let expected: Vec<f64> = (0..64).map(|i| f64::from(x[63 - i]) + 32.0 + 31.0 + 5.0).collect();
+    close("fine", &y, &expected);
+}
+
+#[test]
+fn faults_are_caught() {
+    for (kernel, words) in [
+        ("reads_too_far", "heap-buffer-overflow"),
+        ("reads_too_early", "AddressSanitizer"),
+        ("writes_too_far", "heap-buffer-overflow"),
+        ("overruns_threadgroup_memory", "heap-buffer-overflow"),
+        ("some_skip_the_barrier", "divergent barrier"),
+        ("some_return_before_the_barrier", "divergent barrier"),
+        ("meets_at_two_barriers", "divergent barrier"),
+        ("some_skip_the_sum", "divergent barrier"),
+        ("races", "a race"),
+        ("races_across_threadgroups", "a race"),
+        ("shifts_too_far", "shift exponent"),
+        ("no_such_kernel", "there is no kernel"),
+    ] {
+        let fault = outcome(kernel).0.expect_err(kernel);
+        assert!(fault.contains(words), "{kernel}: {fault}");
+    }
+}
+
+#[test]
+fn wrong_and_missing_results_are_caught() {
+    for kernel in ["is_wrong", "leaves_out_one"] {
+        let (result, x, y) = outcome(kernel);
+        result.unwrap();
+        let d = difference(&y, &wide(&x));
+        assert!(d.is_nan() || d > 1e-5, "{kernel}: {d}");
+    }
+}
+
+#[test]
+fn arguments_of_another_size_are_refused() {
+    let mut host = Host::faulty();
+    let (x, y) = (host.floats(&[0.0; 64]), host.empty(256));
+    let mut wrong = dispatch("fine", x, y);
+    wrong.args.push(1);
+    assert!(host.try_run(&wrong).unwrap_err().contains("bytes of arguments"));
+}

@@ -1,0 +1,91 @@
+//! The kernels on the host as a [`Gpu`]: what `device/metal.rs` is on a Mac.
+
+use crate::host::Host;
+use moestro::device::{Dispatch, Effect, Gpu, GpuError, Region, Slab};
+use std::{collections::HashMap, ops::Range, sync::Arc};
+
+pub struct HostGpu {
+    host: Host,
+    /// What of each adopted slab the program has seen.
+    adopted: HashMap<u32, Adopted>,
+    pub launches: usize,
+    pub waits: usize,
+}
+
+struct Adopted {
+    slab: Arc<Slab>,
+    start: usize,
+    seen: Vec<u8>,
+}
+
+impl HostGpu {
+    /// `host` runs each dispatch once: that its kernels do not depend on the order of threads is another test's matter.
+    pub fn new(mut host: Host) -> Self {
+        host.twice = false;
+        Self { host, adopted: HashMap::new(), launches: 0, waits: 0 }
+    }
+}
+
+impl Gpu for HostGpu {
+    fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
+        let region = self.host.empty(bytes);
+        self.host.write(region, &vec![0; bytes]);
+        Ok(region)
+    }
+
+    fn release(&mut self, buffer: u32) {
+        self.host.drop_buffer(buffer);
+    }
+
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, GpuError> {
+        let region = self.host.empty(range.len());
+        self.host.write(region, &vec![0; range.len()]);
+        let adopted = Adopted { slab: slab.clone(), start: range.start, seen: vec![0; range.len()] };
+        self.adopted.insert(region.buffer, adopted);
+        Ok(region)
+    }
+
+    /// So little that a store's slab takes several.
+    fn longest(&self) -> usize {
+        4 << 20
+    }
+
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), GpuError> {
+        self.host.write(region, bytes);
+        Ok(())
+    }
+
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), GpuError> {
+        bytes.copy_from_slice(&self.host.read(region));
+        Ok(())
+    }
+
+    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+        for binding in &dispatch.bindings {
+            let region = binding.region;
+            let Some(adopted) = self.adopted.get_mut(&region.buffer) else { continue };
+            assert_eq!(binding.effect, Effect::Read, "{} writes to weights", dispatch.kernel);
+            // SAFETY: reads into the slab may go on in other slots; the store hands out only what has landed, and the
+            // kernels touch nothing else.
+            let now = unsafe {
+                adopted.slab.bytes(adopted.start + region.offset..adopted.start + region.offset + region.len)
+            };
+            let seen = &mut adopted.seen[region.offset..region.offset + region.len];
+            if seen != now {
+                seen.copy_from_slice(now);
+                self.host.write(region, seen);
+            }
+        }
+        self.launches += 1;
+        self.host.try_run(dispatch).map_err(GpuError)
+    }
+
+    fn commit(&mut self) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<(), GpuError> {
+        self.waits += 1;
+        Ok(())
+    }
+}

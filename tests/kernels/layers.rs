@@ -1,0 +1,261 @@
+//! What stands between the projections: norms, convolution, delta rule, attention, embedding.
+
+use crate::{check::*, host::Host};
+use moestro::ops::{
+    Codes, Float,
+    plan::{self, Attend, Cache, Decay, Delta, Turn},
+};
+
+#[test]
+fn rms_norms() {
+    let mut host = Host::start();
+    let mut random = Random(1);
+    for (rows, cols) in [(1, 2048), (3, 3072), (2, 4096), (5, 77)] {
+        let (x, w) = (random.normals(rows * cols), random.normals(cols));
+        let (x_at, w_at, y) = (host.floats(&x), host.floats(&w), host.empty(rows * cols * 4));
+        host.run(&plan::rms_norm(rows, cols, 1e-6, x_at, w_at, y));
+        let expected: Vec<f64> = wide(&x).chunks(cols).flat_map(|row| rms(row, &wide(&w), 1e-6)).collect();
+        close("rms norm", &host.read_floats(y), &expected);
+    }
+}
+
+#[test]
+fn embeddings_and_whole_weights() {
+    let mut host = Host::start();
+    let mut random = Random(2);
+    let (rows, cols) = (50, 576);
+    for codes in [AFFINE4, AFFINE8, Codes::Affine { bits: 3, group: 32, scale: Float::F16 }, Codes::Dense(Float::Bf16)]
+    {
+        let sample = matrix(&mut host, &mut random, codes, rows, cols);
+        let ids = [3u32, 49, 0];
+        let (ids_at, h) = (host.words(&ids), host.empty(3 * cols * 4));
+        host.run(&plan::embed(&sample.matrix, 3, ids_at, h));
+        let expected: Vec<f64> =
+            ids.iter().flat_map(|&i| sample.values[i as usize * cols..][..cols].to_vec()).collect();
+        close("embedding", &host.read_floats(h), &expected);
+
+        let (full, half) = (host.empty(rows * cols * 4), host.empty(rows * cols * 2));
+        host.run(&plan::dequantise(&sample.matrix, Float::F32, full));
+        host.run(&plan::dequantise(&sample.matrix, Float::F16, half));
+        let full = host.read_floats(full);
+        close("dequantise", &full, &sample.values);
+        let half = host.read(half);
+        for (i, v) in full.iter().enumerate() {
+            let found = u16::from_le_bytes([half[2 * i], half[2 * i + 1]]);
+            assert_eq!(found, half::f16::from_f32(*v).to_bits(), "{v} as f16");
+        }
+    }
+}
+
+#[test]
+fn f16_rounds_like_the_standard() {
+    let mut host = Host::start();
+    let mut random = Random(5);
+    let mut values: Vec<f32> =
+        (0..4096).map(|_| f32::from_bits(random.bits() as u32)).map(|v| if v.is_nan() { 1.5 } else { v }).collect();
+    values.extend((0..2048).map(|i| f32::from_bits(0x3280_0000 + i * 0x1_3579)));
+    values.extend((0..2048).map(|i| f32::from_bits(0x4770_0000 + i * 0x157)));
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let parts = [host.bytes(&bytes), host.bytes(&[]), host.bytes(&[])];
+    let weight = plan::Matrix { codes: Codes::Dense(Float::F32), rows: 8, cols: 1024, gain: 1.0, parts };
+    let out = host.empty(8192 * 2);
+    host.run(&plan::dequantise(&weight, Float::F16, out));
+    for (found, v) in host.read(out).chunks_exact(2).zip(&values) {
+        assert_eq!(u16::from_le_bytes([found[0], found[1]]), half::f16::from_f32(*v).to_bits(), "{v:e}");
+    }
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// Convolution, recurrence and gated norm over `chunks` of tokens; every chunking gives the same bytes.
+fn delta_case(op: Delta, chunks: &[&[usize]]) {
+    let mut random = Random((op.dk * 7 + op.dv) as u64);
+    let tokens: usize = chunks[0].iter().sum();
+    let (channels, values, width) = (op.channels(), op.values(), op.width());
+    let proj = random.normals(tokens * width);
+    let taps = random.normals(channels * 4);
+    let (rate, dt_bias, w) = (random.normals(op.value_heads), random.normals(op.value_heads), random.normals(op.dv));
+    let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
+    let (conv0, state0) = (random.normals(channels * 3), random.normals(values * op.dk));
+
+    let mut bytes: Option<Vec<Vec<u8>>> = None;
+    for chunks in chunks {
+        let mut host = Host::start();
+        let (taps, conv_state) = (host.floats(&taps), host.floats(&conv0));
+        let decay = Decay { rate: host.floats(&rate), dt_bias: host.floats(&dt_bias) };
+        let (w, state) = (host.floats(&w), host.floats(&state0));
+        let all = host.floats(&proj);
+        let [mixed, out, y] = [channels, values, values].map(|n| host.empty(tokens * n * 4));
+        let mut at = 0;
+        for &n in *chunks {
+            let rows = |region: moestro::device::Region, width: usize| region.part(at * width * 4, n * width * 4);
+            let (proj, mixed, out) = (rows(all, width), rows(mixed, channels), rows(out, values));
+            host.run(&plan::conv(&op, n, proj, taps, conv_state, mixed));
+            host.run(&plan::delta(&op, n, proj, mixed, decay, state, out));
+            host.run(&plan::gated_norm(&op, n, out, proj, w, rows(y, values)));
+            at += n;
+        }
+        let found = [mixed, out, y, state, conv_state].map(|r| host.read(r)).to_vec();
+        assert!(bytes.get_or_insert(found.clone()) == &found, "chunks {chunks:?} change the result");
+    }
+    let found = bytes.unwrap();
+
+    let proj = wide(&proj);
+    let (mut conv, mut state) = (wide(&conv0), wide(&state0));
+    let (mut mixed, mut out, mut y) = (vec![], vec![], vec![]);
+    for row in proj.chunks(width) {
+        conv.extend(&row[..channels]);
+        let mut c: Vec<f64> = (0..channels)
+            .map(|c| silu((0..4).map(|j| f64::from(taps[j * channels + c]) * conv[j * channels + c]).sum::<f64>()))
+            .collect();
+        conv.drain(..channels);
+        let keys = op.key_heads * op.dk;
+        for (i, head) in c[..2 * keys].chunks_mut(op.dk).enumerate() {
+            let norm = (head.iter().map(|v| v * v).sum::<f64>() + 1e-6).sqrt();
+            let scale = if i < op.key_heads { (op.dk as f64).powf(-0.5) } else { 1.0 };
+            head.iter_mut().for_each(|v| *v *= scale / norm);
+        }
+        for head in 0..op.value_heads {
+            let key = head / (op.value_heads / op.key_heads);
+            let (q, k) = (&c[key * op.dk..][..op.dk], &c[keys + key * op.dk..][..op.dk]);
+            let v = &c[2 * keys + head * op.dv..][..op.dv];
+            let beta = sigmoid(row[channels + values + head]);
+            let a = row[channels + values + op.value_heads + head] + f64::from(dt_bias[head]);
+            let g = (f64::from(rate[head]) * a.exp().ln_1p()).exp();
+            let mut o = Vec::new();
+            for (i, s) in state[head * op.dv * op.dk..][..op.dv * op.dk].chunks_mut(op.dk).enumerate() {
+                s.iter_mut().for_each(|s| *s *= g);
+                let d = beta * (v[i] - s.iter().zip(k).map(|(s, k)| s * k).sum::<f64>());
+                s.iter_mut().zip(k).for_each(|(s, k)| *s += d * k);
+                o.push(s.iter().zip(q).map(|(s, q)| s * q).sum::<f64>());
+            }
+            let z = &row[channels + head * op.dv..][..op.dv];
+            y.extend(rms(&o, &wide(&w), f64::from(op.eps)).iter().zip(z).map(|(o, z)| o * silu(*z)));
+            out.extend(o);
+        }
+        mixed.extend(c);
+    }
+    for (name, found, expected) in [
+        ("conv", 0, &mixed),
+        ("delta", 1, &out),
+        ("gated norm", 2, &y),
+        ("delta state", 3, &state),
+        ("conv state", 4, &conv),
+    ]
+    .map(|(name, i, e)| (name, &found[i], e))
+    {
+        let found: Vec<f32> = found.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        close(&format!("{name} of {op:?}"), &found, expected);
+    }
+}
+
+#[test]
+fn delta_net() {
+    let delta = |key_heads, value_heads, dk, dv| Delta { key_heads, value_heads, dk, dv, eps: 1e-6 };
+    delta_case(delta(2, 4, 128, 128), &[&[7], &[1, 1, 1, 1, 1, 1, 1], &[2, 5]]);
+    delta_case(delta(1, 3, 20, 37), &[&[4], &[3, 1]]);
+    delta_case(delta(1, 1, 256, 16), &[&[3]]);
+}
+
+/// Attention of `tokens` rows after `start` cached ones, against plain loops; and row by row, the same bytes.
+fn attend_case(op: Attend, start: usize, tokens: usize) {
+    let mut host = Host::start();
+    host.twice = start < 100;
+    let mut random = Random((op.dim + start) as u64);
+    let (width, dim) = (op.width(), op.dim);
+    let proj = random.normals(tokens * width);
+    let (q_norm, k_norm) = (random.normals(dim), random.normals(dim));
+    let old = [random.normals(op.kv_heads * op.context * dim), random.normals(op.kv_heads * op.context * dim)];
+    let cast = |v: f32| if op.half { half::bf16::from_f32(v).to_f32() } else { v };
+    let old = old.map(|v| v.into_iter().map(cast).collect::<Vec<_>>());
+    let turn: Vec<f32> = (0..tokens)
+        .flat_map(|t| {
+            (0..op.rotary / 2).map(move |j| (start + t) as f64 * 1e4f64.powf(-2.0 * j as f64 / op.rotary as f64))
+        })
+        .flat_map(|angle| [angle.cos() as f32, angle.sin() as f32])
+        .collect();
+    let store = |host: &mut Host, v: &[f32]| {
+        if op.half {
+            host.bytes(&v.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect::<Vec<_>>())
+        } else {
+            host.floats(v)
+        }
+    };
+    let mut results = Vec::new();
+    for chunk in [tokens, 1] {
+        let cache = Cache { keys: store(&mut host, &old[0]), values: store(&mut host, &old[1]) };
+        let norms = (host.floats(&q_norm), host.floats(&k_norm));
+        let (proj, turn) = (host.floats(&proj), host.floats(&turn));
+        let y = host.empty(tokens * op.heads * dim * 4);
+        for t in (0..tokens).step_by(chunk) {
+            let rows = |region: moestro::device::Region, width: usize| region.part(t * width * 4, chunk * width * 4);
+            let (proj, at) = (rows(proj, width), start + t);
+            let turn = Turn { q_norm: norms.0, k_norm: norms.1, turn: rows(turn, op.rotary) };
+            let (q, parts) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.scratch(at, chunk) * 4));
+            host.run(&plan::attend_place(&op, at, chunk, proj, turn, q, cache));
+            host.run(&plan::attend(&op, at, chunk, q, cache, parts));
+            host.run(&plan::attend_join(&op, at, chunk, proj, parts, rows(y, op.heads * dim)));
+        }
+        results.push(host.read_floats(y));
+    }
+    assert!(results[0] == results[1], "rows depend on their company");
+
+    let (mut keys, mut values) = (wide(&old[0]), wide(&old[1]));
+    let mut expected = Vec::new();
+    for (t, row) in wide(&proj).chunks(width).enumerate() {
+        let placed = |from: usize, norm: &[f32]| -> Vec<f64> {
+            let x = rms(&row[from..from + dim], &wide(norm), f64::from(op.eps));
+            let mut y = x.clone();
+            for j in 0..op.rotary / 2 {
+                let at = (t * op.rotary / 2 + j) * 2;
+                let (c, s) = (f64::from(turn[at]), f64::from(turn[at + 1]));
+                y[j] = x[j] * c - x[j + op.rotary / 2] * s;
+                y[j + op.rotary / 2] = x[j + op.rotary / 2] * c + x[j] * s;
+            }
+            y
+        };
+        for kv in 0..op.kv_heads {
+            let at = (kv * op.context + start + t) * dim;
+            let key = placed((2 * op.heads + kv) * dim, &k_norm);
+            let value = &row[(2 * op.heads + op.kv_heads + kv) * dim..][..dim];
+            for i in 0..dim {
+                keys[at + i] = f64::from(cast(key[i] as f32));
+                values[at + i] = f64::from(cast(value[i] as f32));
+            }
+        }
+        for head in 0..op.heads {
+            let q = placed(head * 2 * dim, &q_norm);
+            let first = head / (op.heads / op.kv_heads) * op.context * dim;
+            let score = |p: usize| -> f64 {
+                q.iter().zip(&keys[first + p * dim..]).map(|(q, k)| q * k).sum::<f64>() / (dim as f64).sqrt()
+            };
+            let e: Vec<f64> = (0..=start + t).map(|p| score(p).exp()).collect();
+            let sum: f64 = e.iter().sum();
+            for i in 0..dim {
+                let o: f64 = e.iter().enumerate().map(|(p, e)| e / sum * values[first + p * dim + i]).sum();
+                expected.push(o * sigmoid(row[head * 2 * dim + dim + i]));
+            }
+        }
+    }
+    close(&format!("attention {op:?} from {start}"), &results[0], &expected);
+}
+
+#[test]
+fn attention() {
+    let op = |heads, kv_heads, dim, rotary, context| Attend {
+        heads,
+        kv_heads,
+        dim,
+        rotary,
+        eps: 1e-6,
+        context,
+        half: false,
+    };
+    attend_case(op(8, 2, 256, 64, 40), 0, 5);
+    attend_case(op(4, 1, 128, 32, 9), 6, 3);
+    attend_case(op(3, 3, 20, 10, 7), 2, 1);
+    attend_case(op(4, 2, 64, 16, 600), 510, 4); // across the border of a part
+    attend_case(Attend { half: true, ..op(8, 1, 256, 64, 40) }, 11, 3);
+}

@@ -1,0 +1,113 @@
+use crate::{check::*, host::Host};
+use moestro::{
+    device::Dispatch,
+    ops::{
+        Codes, Float,
+        plan::{Linear, Norm, linear},
+    },
+};
+
+/// Runs `matrices` on `tokens` random rows, optionally normed or added to what is there, and compares.
+fn case(shapes: &[(Codes, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Dispatch {
+    let mut host = Host::start();
+    let mut random = Random((cols * 31 + tokens) as u64);
+    let samples: Vec<_> =
+        shapes.iter().map(|&(codes, rows)| matrix(&mut host, &mut random, codes, rows, cols)).collect();
+    let (x, w) = (random.normals(tokens * cols), random.normals(cols));
+    let width: usize = shapes.iter().map(|s| s.1).sum();
+    let before = random.normals(tokens * width);
+    let (x_at, w_at, kept) = (host.floats(&x), host.floats(&w), host.empty(x.len() * 4));
+    let y = if add { host.floats(&before) } else { host.empty(before.len() * 4) };
+    let matrices: Vec<_> = samples.iter().map(|s| s.matrix).collect();
+    let norm_at = norm.then_some(Norm { weight: w_at, eps: 1e-6, keep: Some(kept) });
+    let dispatch = linear(&Linear { x: x_at, tokens, norm: norm_at, matrices: &matrices, y, add });
+    host.run(&dispatch);
+
+    let mut x = wide(&x);
+    if norm {
+        x = x.chunks(cols).flat_map(|row| rms(row, &wide(&w), 1e-6)).collect();
+        close("the normed rows", &host.read_floats(kept), &x);
+    }
+    let mut expected = Vec::new();
+    for (t, row) in x.chunks(cols).enumerate() {
+        for sample in &samples {
+            expected.extend(product(row, &sample.values, cols));
+        }
+        if add {
+            let (from, to) = (t * width, (t + 1) * width);
+            expected[from..to].iter_mut().zip(&before[from..to]).for_each(|(e, b)| *e += f64::from(*b));
+        }
+    }
+    close(&format!("{shapes:?} x {cols}, {tokens} tokens"), &host.read_floats(y), &expected);
+    dispatch
+}
+
+fn affine(bits: u8, group: u16) -> Codes {
+    Codes::Affine { bits, group, scale: Float::Bf16 }
+}
+
+#[test]
+fn every_affine_format() {
+    for bits in [2, 3, 4, 5, 6, 8] {
+        for group in [32, 64, 128] {
+            case(&[(affine(bits, group), 19)], 384, 1, false, false);
+        }
+    }
+    for scale in [Float::F16, Float::F32] {
+        case(&[(Codes::Affine { bits: 4, group: 64, scale }, 17)], 192, 2, false, false);
+    }
+}
+
+#[test]
+fn the_other_formats() {
+    for codes in [Codes::Mxfp4, Codes::Nvfp4, Codes::Mxfp8] {
+        case(&[(codes, 21)], 352, 1, false, false);
+        case(&[(codes, 5)], 64, 3, true, true);
+    }
+    for float in [Float::F32, Float::F16, Float::Bf16] {
+        case(&[(Codes::Dense(float), 7)], 77, 2, true, false);
+    }
+}
+
+#[test]
+fn real_widths() {
+    for cols in [2048, 3072, 4096] {
+        assert_eq!(case(&[(AFFINE4, 67)], cols, 1, false, false).kernel, "linear_1");
+        assert_eq!(case(&[(AFFINE8, 33)], cols, 1, true, false).kernel, "linear_norm_1");
+    }
+    for cols in [512, 1024] {
+        case(&[(AFFINE4, 64)], cols, 1, false, true);
+    }
+}
+
+#[test]
+fn several_matrices_in_one_launch() {
+    case(&[(AFFINE4, 64), (AFFINE4, 33), (AFFINE4, 4), (AFFINE4, 4)], 256, 1, true, false);
+    case(&[(AFFINE8, 32), (AFFINE4, 16), (AFFINE4, 16), (AFFINE8, 1)], 2048, 5, true, false);
+    assert_eq!(
+        case(&[(AFFINE8, 32), (affine(6, 64), 16), (AFFINE4, 1)], 128, 1, true, false).kernel,
+        "linear_any_norm_1"
+    );
+}
+
+#[test]
+fn a_row_does_not_depend_on_its_company() {
+    let mut host = Host::start();
+    let mut random = Random(7);
+    let cols = 512;
+    for codes in [AFFINE4, AFFINE8, affine(3, 32)] {
+        let sample = matrix(&mut host, &mut random, codes, 40, cols);
+        let (x, w) = (random.normals(16 * cols), random.normals(cols));
+        let (x, weight) = (host.floats(&x), host.floats(&w));
+        let norm = Some(Norm { weight, eps: 1e-6, keep: None });
+        let together = host.empty(16 * 40 * 4);
+        let matrices = [sample.matrix];
+        host.run(&linear(&Linear { x, tokens: 16, norm, matrices: &matrices, y: together, add: false }));
+        let together = host.read(together);
+        for t in 0..16 {
+            let (row, alone) = (x.part(t * cols * 4, cols * 4), host.empty(40 * 4));
+            host.run(&linear(&Linear { x: row, tokens: 1, norm, matrices: &matrices, y: alone, add: false }));
+            assert_eq!(host.read(alone), together[t * 160..(t + 1) * 160], "row {t} of {codes:?}");
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! Every GPU kernel, executed on the CPU from the very text that a Mac compiles and the very values that a Mac encodes.
+
+mod check;
+mod cost;
+mod experts;
+mod faults;
+mod forward;
+mod gpu;
+mod host;
+mod layers;
+mod linear;
