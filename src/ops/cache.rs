@@ -11,7 +11,7 @@ use super::{
     norm::normalise,
     quant,
     rope::{HeadNorm, Rotation},
-    simd,
+    simd::Vector,
     view::Rows,
 };
 use crate::device::Math;
@@ -28,15 +28,15 @@ pub fn cache_row(math: Math, dim: usize) -> (DType, usize) {
 }
 
 /// A kind of value that a cache holds.
-pub(super) trait Cached: Copy + Sync + 'static {
+pub(super) trait Cached: Copy + Default + Sync + 'static {
     /// Values of a row that are not its contents.
     const TAIL: usize;
 
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
 
-    fn widen(self) -> f32;
+    fn load<V: Vector>(x: &[Self; 16]) -> V;
 
-    /// What the widened values of `row` are to be multiplied by.
+    /// What the loaded values of `row` are to be multiplied by.
     fn scale(row: &[Self]) -> f32;
 
     /// The contents of a row.
@@ -54,8 +54,8 @@ impl Cached for f32 {
     }
 
     #[inline(always)]
-    fn widen(self) -> f32 {
-        self
+    fn load<V: Vector>(x: &[f32; 16]) -> V {
+        V::load(x)
     }
 
     #[inline(always)]
@@ -72,8 +72,8 @@ impl Cached for i16 {
     }
 
     #[inline(always)]
-    fn widen(self) -> f32 {
-        f32::from(self)
+    fn load<V: Vector>(x: &[i16; 16]) -> V {
+        V::widen(x)
     }
 
     #[inline(always)]
@@ -139,13 +139,13 @@ impl InplaceOp2 for Remember<'_> {
         let (mut row, mut wide) = (vec![0f32; dim], vec![0i32; dim]);
         for token in 0..rows.count() {
             for (head, x) in rows.row(token).chunks_exact(dim.max(1)).enumerate() {
-                simd::vectorised(simd::Isa::best(), || match self.key {
+                match self.key {
                     None => row.copy_from_slice(x),
                     Some((norm, rotation)) => {
                         normalise(x, norm.weight, norm.eps, &mut row);
                         rotation.turn(token, &mut row);
                     }
-                });
+                }
                 let at = start + (head * room + self.at + token) * width;
                 match cache {
                     CpuStorage::F32(cache) if at + width <= end => cache[at..at + width].copy_from_slice(&row),

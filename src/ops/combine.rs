@@ -2,7 +2,10 @@
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
 
-use super::{linear::contiguous, simd};
+use super::{
+    linear::contiguous,
+    simd::{self, wide},
+};
 use crate::device::Compute;
 
 /// `y[t] = sum over r < k of weights[t * k + r] * out[t * k + r]`, in this order, `+ gate[t] * shared[t]` if there is a
@@ -46,27 +49,27 @@ impl Combine<'_> {
         let base = simd::Out(y.as_mut_ptr());
         self.compute.threads.run_split(tokens, 16, &|range| {
             let base = &base;
-            simd::vectorised(simd::Isa::best(), || {
-                for token in range {
-                    // SAFETY: the ranges of a split are disjoint: this row of `y` is ours.
-                    let y = unsafe { std::slice::from_raw_parts_mut(base.0.add(token * hidden), hidden) };
-                    for rank in token * k..(token + 1) * k {
-                        add(y, weights[rank], &out[rank * hidden..(rank + 1) * hidden]);
-                    }
-                    if let Some((shared, gate)) = shared {
-                        add(y, gate[token], &shared[token * hidden..(token + 1) * hidden]);
-                    }
+            for token in range {
+                // SAFETY: the ranges of a split are disjoint: this row of `y` is ours.
+                let y = unsafe { std::slice::from_raw_parts_mut(base.0.add(token * hidden), hidden) };
+                add(y, &weights[token * k..(token + 1) * k], &out[token * k * hidden..(token + 1) * k * hidden]);
+                if let Some((shared, gate)) = shared {
+                    add(y, &gate[token..=token], &shared[token * hidden..(token + 1) * hidden]);
                 }
-            });
+            }
         });
         Ok((CpuStorage::F32(y), Shape::from((tokens, hidden))))
     }
 }
 
-#[inline(always)]
-fn add(y: &mut [f32], weight: f32, x: &[f32]) {
-    for (y, x) in y.iter_mut().zip(x) {
-        *y = weight.mul_add(*x, *y);
+wide! {
+    /// Adds every row of `x`, weighted.
+    fn add(y: &mut [f32], weights: &[f32], x: &[f32]) {
+        for (weight, x) in weights.iter().zip(x.chunks_exact(y.len())) {
+            for (y, x) in y.iter_mut().zip(x) {
+                *y = weight.mul_add(*x, *y);
+            }
+        }
     }
 }
 

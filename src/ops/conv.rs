@@ -1,6 +1,6 @@
 //! The causal depthwise convolution of a delta layer, followed by SiLU (spec 2.2).
 
-use super::{linear::contiguous, math::silu, simd, view::Rows, view::contiguous_mut};
+use super::{linear::contiguous, math::silu, simd::wide, view::Rows, view::contiguous_mut};
 use crate::device::Compute;
 use candle_core::{CpuStorage, CustomOp3, InplaceOp2, Layout, Result, Shape, Tensor, bail};
 
@@ -12,6 +12,9 @@ pub fn conv(compute: &Compute, x: &Tensor, weight: &Tensor, state: &Tensor) -> R
     state.inplace_op2(x, &Shift)?;
     Ok(y)
 }
+
+/// Channels of a task.
+const PIECE: usize = 2048;
 
 struct Conv<'a> {
     compute: &'a Compute,
@@ -37,21 +40,35 @@ impl CustomOp3 for Conv<'_> {
             bail!("conv: {taps} taps of {width} for rows of {} after {} rows", x.width(), state.count())
         }
         let mut y = vec![0f32; x.count() * width];
-        self.compute.threads.run_pieces(&mut y, width, &|token, y| {
-            simd::vectorised(simd::Isa::best(), || {
-                for tap in 0..taps {
-                    let at = token + tap;
-                    let row = if at < taps - 1 { state.row(at) } else { x.row(at + 1 - taps) };
-                    for ((y, w), x) in y.iter_mut().zip(&weight[tap * width..(tap + 1) * width]).zip(row) {
-                        *y = w.mul_add(*x, *y);
-                    }
-                }
-                for y in y.iter_mut() {
-                    *y = silu(*y);
-                }
-            });
+        // Channels do not touch each other either, which is all there is to share out in decode.
+        let piece = if width.is_multiple_of(PIECE) { PIECE } else { width };
+        self.compute.threads.run_pieces(&mut y, piece, &|task, y| {
+            let (token, first) = (task * piece / width, task * piece % width);
+            for tap in 0..taps {
+                let at = token + tap;
+                let row = if at < taps - 1 { state.row(at) } else { x.row(at + 1 - taps) };
+                add(y, &weight[tap * width + first..], &row[first..]);
+            }
+            activate(y);
         });
         Ok((CpuStorage::F32(y), Shape::from((x.count(), width))))
+    }
+}
+
+wide! {
+    /// `y += weight * x`.
+    fn add(y: &mut [f32], weight: &[f32], x: &[f32]) {
+        for ((y, w), x) in y.iter_mut().zip(weight).zip(x) {
+            *y = w.mul_add(*x, *y);
+        }
+    }
+}
+
+wide! {
+    fn activate(y: &mut [f32]) {
+        for y in y {
+            *y = silu(*y);
+        }
     }
 }
 

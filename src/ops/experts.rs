@@ -12,7 +12,7 @@ use super::{
     linear::{Formats, check, contiguous, format},
     math::silu,
     quant::{Digits, Quantised, Writer},
-    simd::{self, Isa, Line, Out},
+    simd::{self, Isa, Line, Out, wide},
     weight::{Codes, WeightView},
 };
 use crate::device::{Compute, Math};
@@ -284,24 +284,29 @@ unsafe fn swiglu(
             unsafe { simd::product(isa, integer, &view, 0..width, lines, &outs[..count]) };
         }
         let (gates, ups) = products.split_at_mut(count * width);
-        simd::vectorised(isa, || {
-            for (gate, up) in gates.iter_mut().zip(&*ups) {
-                *gate = silu(*gate) * up;
+        activate(gates, ups);
+        for (line, values) in gates.chunks_exact(width).enumerate() {
+            let row = first + line;
+            match to.quantised {
+                // SAFETY: ours to write (caller).
+                Some(writer) => unsafe { writer.write(row, rows.start, values) },
+                // SAFETY: ours to write (caller); a row has as many values as the weights have rows.
+                None => unsafe {
+                    let to = to.values.0.add(row * weights[0].rows + rows.start);
+                    to.copy_from_nonoverlapping(values.as_ptr(), values.len());
+                },
             }
-            for (line, values) in gates.chunks_exact(width).enumerate() {
-                let row = first + line;
-                match to.quantised {
-                    // SAFETY: ours to write (caller).
-                    Some(writer) => unsafe { writer.write(row, rows.start, values) },
-                    // SAFETY: ours to write (caller); a row has as many values as the weights have rows.
-                    None => unsafe {
-                        let to = to.values.0.add(row * weights[0].rows + rows.start);
-                        to.copy_from_nonoverlapping(values.as_ptr(), values.len());
-                    },
-                }
-            }
-        });
+        }
     });
+}
+
+wide! {
+    /// `gate = silu(gate) * up`.
+    fn activate(gate: &mut [f32], up: &[f32]) {
+        for (gate, up) in gate.iter_mut().zip(up) {
+            *gate = silu(*gate) * up;
+        }
+    }
 }
 
 /// Some rows of a weight, as a weight.

@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
-use super::{linear::contiguous, math::sigmoid, simd, view::Rows};
+use super::{linear::contiguous, math::sigmoid, simd::wide, view::Rows};
 use crate::device::Compute;
 
 /// `o * sigmoid(gate)`: `o` is `[T, H * D]`, the gates are the second D of every 2 D of `projected` (`[T, H * 2 * D]`).
@@ -28,14 +28,18 @@ impl CustomOp2 for Gate<'_> {
         }
         let mut y = o.to_vec();
         self.compute.threads.run_pieces(&mut y, width, &|token, y| {
-            simd::vectorised(simd::Isa::best(), || {
-                for (y, gate) in y.chunks_exact_mut(self.dim).zip(projected.row(token).chunks_exact(2 * self.dim)) {
-                    for (y, gate) in y.iter_mut().zip(&gate[self.dim..]) {
-                        *y *= sigmoid(*gate);
-                    }
-                }
-            });
+            for (y, gate) in y.chunks_exact_mut(self.dim).zip(projected.row(token).chunks_exact(2 * self.dim)) {
+                multiply(y, &gate[self.dim..]);
+            }
         });
         Ok((CpuStorage::F32(y), Shape::from((tokens, width))))
+    }
+}
+
+wide! {
+    fn multiply(y: &mut [f32], gate: &[f32]) {
+        for (y, gate) in y.iter_mut().zip(gate) {
+            *y *= sigmoid(*gate);
+        }
     }
 }

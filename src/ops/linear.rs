@@ -113,7 +113,7 @@ impl Formats {
             let writer = rows.resize(tokens, cols, *format);
             compute.threads.run_split(tokens, 8, &|range| {
                 // SAFETY: the ranges of a split are disjoint and inside `tokens`; `rows` is borrowed until all are done.
-                simd::vectorised(Isa::best(), || unsafe { writer.rows(x, range) });
+                unsafe { writer.rows(x, range) };
             });
         }
     }

@@ -3,7 +3,7 @@
 use super::{
     linear::contiguous,
     math::silu,
-    simd::{self, float},
+    simd::{float, wide},
     view::Rows,
 };
 use crate::device::Compute;
@@ -32,23 +32,30 @@ impl CustomOp2 for RmsNorm<'_> {
         }
         let mut y = vec![0f32; count * width];
         self.compute.threads.run_pieces(&mut y, 16 * width, &|task, piece| {
-            simd::vectorised(simd::Isa::best(), || {
-                for (row, y) in piece.chunks_exact_mut(width).enumerate() {
-                    normalise(x.row(task * 16 + row), weight, self.eps, y);
-                }
-            });
+            for (row, y) in piece.chunks_exact_mut(width).enumerate() {
+                normalise(x.row(task * 16 + row), weight, self.eps, y);
+            }
         });
         Ok((CpuStorage::F32(y), Shape::from((count, width))))
     }
 }
 
-/// One row: `y = x / sqrt(mean(x^2) + eps) * weight`. The sum's order is fixed by its length alone.
-#[inline(always)]
-pub(super) fn normalise(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
-    let [square] = float::dot::<1>(x, [x]);
-    let scale = 1.0 / (square / x.len() as f32 + eps).sqrt();
-    for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-        *y = x * scale * w;
+wide! {
+    /// One row: `y = x / sqrt(mean(x^2) + eps) * weight`. The sum's order is fixed by its length alone.
+    pub(super) fn normalise(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+        let [square] = float::dot::<V, 1>(x, [x]);
+        let scale = 1.0 / (square / x.len() as f32 + eps).sqrt();
+        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+            *y = x * scale * w;
+        }
+    }
+}
+
+wide! {
+    fn multiply(y: &mut [f32], z: &[f32]) {
+        for (y, z) in y.iter_mut().zip(z) {
+            *y *= silu(*z);
+        }
     }
 }
 
@@ -84,15 +91,11 @@ impl CustomOp3 for GatedNorm<'_> {
         }
         let mut y = vec![0f32; tokens * heads * width];
         self.compute.threads.run_pieces(&mut y, heads * width, &|token, y| {
-            simd::vectorised(simd::Isa::best(), || {
-                for (head, (y, z)) in y.chunks_exact_mut(width).zip(z.row(token).chunks_exact(width)).enumerate() {
-                    let start = (head * tokens + token) * width;
-                    normalise(&o[start..start + width], weight, self.eps, y);
-                    for (y, z) in y.iter_mut().zip(z) {
-                        *y *= silu(*z);
-                    }
-                }
-            });
+            for (head, y) in y.chunks_exact_mut(width).enumerate() {
+                let start = (head * tokens + token) * width;
+                normalise(&o[start..start + width], weight, self.eps, y);
+            }
+            multiply(y, z.row(token));
         });
         Ok((CpuStorage::F32(y), Shape::from((tokens, heads * width))))
     }

@@ -11,6 +11,8 @@
 
 use std::ops::Range;
 
+use super::simd::wide;
+
 /// Most levels: a product with the inverse scale then stays below `levels + 1/2` however it is rounded.
 const MAX_LEVELS: u32 = 1 << 21;
 /// Below this maximum a group counts as zero: its reciprocal scale would overflow.
@@ -153,14 +155,8 @@ impl Writer {
             let (scale, sum) = quantise(values, q, self.format);
             // SAFETY: one whole group inside the buffers, exclusively ours (caller).
             unsafe {
-                let [high, middle, low] =
-                    self.planes.map(|plane| std::slice::from_raw_parts_mut(plane.add(at), q.len()));
-                for (((q, high), middle), low) in q.iter().zip(high).zip(middle).zip(low) {
-                    // What is left after a digit, which stands for -128 to 127, is a multiple of 256.
-                    *low = *q as i8;
-                    *middle = ((*q + 0x80) >> 8) as i8;
-                    *high = ((*q + 0x8080) >> 16) as i8;
-                }
+                let planes = self.planes.map(|plane| std::slice::from_raw_parts_mut(plane.add(at), q.len()));
+                split(q, planes);
                 self.scale.add(group).write(scale);
                 self.sum.add(group).write(sum);
             }
@@ -180,38 +176,51 @@ impl Writer {
     }
 }
 
-/// One group: fills `q` and returns scale and scaled sum. A group with a value that is not finite has the scale NaN, so
-/// that the damage shows in every product and nowhere else.
-#[inline(always)]
-pub(super) fn quantise(values: &[f32], q: &mut [i32], format: Format) -> (f32, f32) {
-    // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
-    let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
-    let most = f32::from_bits(most);
-    if !(TINY..=f32::MAX).contains(&most) {
-        q.fill(0);
-        return if most.is_finite() { (0.0, 0.0) } else { (f32::NAN, f32::NAN) };
-    }
-    let levels = format.levels as f32;
-    let (inverse, scale) = (levels / most, most / levels);
-    let round = |value: f32| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-    let mut sum = 0i32;
-    match format.order {
-        Order::Natural => {
-            for (value, q) in values.iter().zip(q.iter_mut()) {
-                *q = round(*value);
-                sum += *q;
-            }
+wide! {
+    /// One group: fills `q` and returns scale and scaled sum. A group with a value that is not finite has the scale NaN, so
+    /// that the damage shows in every product and nowhere else.
+    pub(super) fn quantise(values: &[f32], q: &mut [i32], format: Format) -> (f32, f32) {
+        // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
+        let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
+        let most = f32::from_bits(most);
+        if !(TINY..=f32::MAX).contains(&most) {
+            q.fill(0);
+            return if most.is_finite() { (0.0, 0.0) } else { (f32::NAN, f32::NAN) };
         }
-        Order::Nibbles => {
-            let unit = Order::unit(values.len());
-            for (values, q) in values.chunks_exact(unit).zip(q.chunks_exact_mut(unit)) {
-                let (even, odd) = q.split_at_mut(unit / 2);
-                for ((pair, even), odd) in values.chunks_exact(2).zip(even).zip(odd) {
-                    (*even, *odd) = (round(pair[0]), round(pair[1]));
-                    sum += *even + *odd;
+        let levels = format.levels as f32;
+        let (inverse, scale) = (levels / most, most / levels);
+        let round = |value: f32| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+        let mut sum = 0i32;
+        match format.order {
+            Order::Natural => {
+                for (value, q) in values.iter().zip(q.iter_mut()) {
+                    *q = round(*value);
+                    sum += *q;
+                }
+            }
+            Order::Nibbles => {
+                let unit = Order::unit(values.len());
+                for (values, q) in values.chunks_exact(unit).zip(q.chunks_exact_mut(unit)) {
+                    let (even, odd) = q.split_at_mut(unit / 2);
+                    for ((pair, even), odd) in values.chunks_exact(2).zip(even).zip(odd) {
+                        (*even, *odd) = (round(pair[0]), round(pair[1]));
+                        sum += *even + *odd;
+                    }
                 }
             }
         }
+        (scale, scale * sum as f32)
     }
-    (scale, scale * sum as f32)
+}
+
+wide! {
+    /// The digits of every value. What is left after a digit, which stands for -128 to 127, is a multiple of 256.
+    fn split(q: &[i32], planes: [&mut [i8]; 3]) {
+        let [high, middle, low] = planes;
+        for (((q, high), middle), low) in q.iter().zip(high).zip(middle).zip(low) {
+            *low = *q as i8;
+            *middle = ((*q + 0x80) >> 8) as i8;
+            *high = ((*q + 0x8080) >> 16) as i8;
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! Queries and keys of full attention: a norm per head, then a rotation of the first dimensions (spec 2.1).
 
-use super::{norm::normalise, simd, view::Rows};
+use super::{norm::normalise, view::Rows};
 use crate::device::Compute;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
@@ -70,12 +70,10 @@ impl CustomOp1 for Queries<'_> {
         let heads = projected.width() / (2 * dim);
         let mut y = vec![0f32; projected.count() * heads * dim];
         self.compute.threads.run_pieces(&mut y, heads * dim, &|token, y| {
-            simd::vectorised(simd::Isa::best(), || {
-                for (y, x) in y.chunks_exact_mut(dim).zip(projected.row(token).chunks_exact(2 * dim)) {
-                    normalise(&x[..dim], self.norm.weight, self.norm.eps, y);
-                    self.rotation.turn(token, y);
-                }
-            });
+            for (y, x) in y.chunks_exact_mut(dim).zip(projected.row(token).chunks_exact(2 * dim)) {
+                normalise(&x[..dim], self.norm.weight, self.norm.eps, y);
+                self.rotation.turn(token, y);
+            }
         });
         Ok((CpuStorage::F32(y), Shape::from((projected.count(), heads, dim))))
     }

@@ -10,6 +10,8 @@
 //! a slot to fill and say when they are done.
 
 pub mod heat;
+#[cfg(feature = "hub")]
+pub mod hub;
 pub mod index;
 pub mod layout;
 pub mod optimum;

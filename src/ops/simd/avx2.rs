@@ -30,13 +30,7 @@ pub unsafe fn float_rows(
     scratch: &mut Scratch,
 ) {
     // SAFETY: passed on.
-    unsafe { float::rows(weight, rows, lines, outs, scratch) }
-}
-
-/// See [`super::vectorised`].
-#[target_feature(enable = "avx2,fma,bmi2")]
-pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
-    work()
+    unsafe { float::rows::<super::vector::Avx2>(weight, rows, lines, outs, scratch) }
 }
 
 #[inline(always)]

@@ -39,13 +39,7 @@ pub unsafe fn float_rows(
     scratch: &mut Scratch,
 ) {
     // SAFETY: passed on.
-    unsafe { float::rows(weight, rows, lines, outs, scratch) }
-}
-
-/// See [`super::vectorised`].
-#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq")]
-pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
-    work()
+    unsafe { float::rows::<super::vector::Avx512>(weight, rows, lines, outs, scratch) }
 }
 
 #[inline(always)]

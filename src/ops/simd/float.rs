@@ -1,10 +1,10 @@
 //! Products in f32: dense weights, the float encodings, and the reference beside the integer path.
 //!
-//! Order: value `k` goes to lane `k % 16` by fma, going up in `k`; lanes 8..16 are added to 0..8, then [`tree`].
+//! Order: value `k` goes to lane `k % 16` by fma, going up in `k`; then [`Vector::fold`].
 
 use std::ops::Range;
 
-use super::{Line, Out, Scratch, tree, unpack};
+use super::{Line, Out, Scratch, Vector, unpack};
 use crate::ops::weight::WeightView;
 
 /// See [`super::product`].
@@ -12,7 +12,7 @@ use crate::ops::weight::WeightView;
 /// # Safety
 /// As for [`super::product`].
 #[inline(always)]
-pub unsafe fn rows(
+pub unsafe fn rows<V: Vector>(
     weight: &WeightView<'_>,
     rows: Range<usize>,
     lines: &[Line<'_>],
@@ -23,56 +23,63 @@ pub unsafe fn rows(
         unpack::expand(weight, row, &mut scratch.bytes, &mut scratch.values);
         let (fours, rest) = lines.as_chunks::<4>();
         for (four, outs) in fours.iter().zip(outs.chunks_exact(4)) {
-            let sums = dot::<4>(&scratch.values, [four[0].x, four[1].x, four[2].x, four[3].x]);
+            let sums = dot::<V, 4>(&scratch.values, [four[0].x, four[1].x, four[2].x, four[3].x]);
             for (out, sum) in outs.iter().zip(sums) {
                 // SAFETY: the caller lets us write this output.
                 unsafe { out.0.add(row).write(sum * weight.gain) };
             }
         }
         for (line, out) in rest.iter().zip(&outs[fours.len() * 4..]) {
-            let [sum] = dot::<1>(&scratch.values, [line.x]);
+            let [sum] = dot::<V, 1>(&scratch.values, [line.x]);
             // SAFETY: as above.
             unsafe { out.0.add(row).write(sum * weight.gain) };
         }
     }
 }
 
-/// `weights . x` for `N` rows at once.
+/// `a . b` for `N` rows `b` of the same length at once.
 #[inline(always)]
-pub fn dot<const N: usize>(weights: &[f32], x: [&[f32]; N]) -> [f32; N] {
-    let mut lanes = [[0f32; 16]; N];
-    let (blocks, rest) = weights.as_chunks::<16>();
-    let x = x.map(|x| x[..weights.len()].as_chunks::<16>());
-    for (index, block) in blocks.iter().enumerate() {
-        for (lanes, (x, _)) in lanes.iter_mut().zip(&x) {
-            for ((lane, weight), x) in lanes.iter_mut().zip(block).zip(&x[index]) {
-                *lane = weight.mul_add(*x, *lane);
-            }
+pub fn dot<V: Vector, const N: usize>(a: &[f32], b: [&[f32]; N]) -> [f32; N] {
+    let mut lanes = [V::splat(0.0); N];
+    let (chunks, rest) = a.as_chunks::<16>();
+    let mut blocks: [&[[f32; 16]]; N] = [&[]; N];
+    for n in 0..N {
+        blocks[n] = &b[n][..a.len()].as_chunks::<16>().0[..chunks.len()];
+    }
+    for (index, chunk) in chunks.iter().enumerate() {
+        let a = V::load(chunk);
+        for n in 0..N {
+            lanes[n] = a.fma(V::load(&blocks[n][index]), lanes[n]);
         }
     }
-    for (lanes, (_, x)) in lanes.iter_mut().zip(&x) {
-        for ((lane, weight), x) in lanes.iter_mut().zip(rest).zip(*x) {
-            *lane = weight.mul_add(*x, *lane);
+    if !rest.is_empty() {
+        let last = V::load(&padded(rest));
+        for n in 0..N {
+            lanes[n] = last.fma(V::load(&padded(&b[n][chunks.len() * 16..a.len()])), lanes[n]);
         }
     }
-    lanes.map(|lanes| fold(&lanes))
+    let mut sums = [0f32; N];
+    for n in 0..N {
+        sums[n] = lanes[n].fold();
+    }
+    sums
 }
 
-/// The sum of sixteen lanes.
+/// At most sixteen values, then zeros.
 #[inline(always)]
-pub fn fold(lanes: &[f32; 16]) -> f32 {
-    tree(std::array::from_fn(|lane| lanes[lane] + lanes[lane + 8]))
+pub fn padded<T: Copy + Default>(x: &[T]) -> [T; 16] {
+    let mut out = [T::default(); 16];
+    out[..x.len()].copy_from_slice(x);
+    out
 }
 
 /// The sum of `x`, lane by lane.
 #[inline(always)]
-pub fn lanes_sum(x: &[f32]) -> f32 {
-    let mut lanes = [0f32; 16];
+pub fn sum<V: Vector>(x: &[f32]) -> f32 {
     let (chunks, rest) = x.as_chunks::<16>();
-    for x in chunks.iter().map(|chunk| chunk.as_slice()).chain([rest]) {
-        for (lane, x) in lanes.iter_mut().zip(x) {
-            *lane += x;
-        }
+    let (one, mut lanes) = (V::splat(1.0), V::splat(0.0));
+    for chunk in chunks {
+        lanes = V::load(chunk).fma(one, lanes);
     }
-    fold(&lanes)
+    V::load(&padded(rest)).fma(one, lanes).fold()
 }

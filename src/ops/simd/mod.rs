@@ -15,8 +15,13 @@ mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod tile512;
 pub(super) mod unpack;
+pub(crate) mod vector;
+mod wide;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+
+pub(crate) use vector::Vector;
+pub(crate) use wide::wide;
 
 use std::{cell::RefCell, ops::Range, sync::OnceLock};
 
@@ -170,7 +175,7 @@ pub unsafe fn product(
         // SAFETY: passed on.
         None => unsafe {
             match isa {
-                Isa::Scalar => float::rows(weight, rows, lines, outs, scratch),
+                Isa::Scalar => float::rows::<[f32; 16]>(weight, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2::float_rows(weight, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
@@ -178,21 +183,6 @@ pub unsafe fn product(
             }
         },
     })
-}
-
-/// Runs plain code compiled for the instructions of `isa`, which this processor must have: the same operations, hence
-/// the same bytes, only more of them at once. What `work` calls must be `#[inline(always)]` to profit.
-#[inline(always)]
-pub fn vectorised<R>(isa: Isa, work: impl FnOnce() -> R) -> R {
-    match isa {
-        Isa::Scalar => work(),
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: an `Isa` other than Scalar comes from `Isa::all`, which asked the processor.
-        Isa::Avx2 => unsafe { avx2::vectorised(work) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Isa::Avx512 => unsafe { avx512::vectorised(work) },
-    }
 }
 
 /// The sum of eight lanes: halves are added until one is left.

@@ -145,7 +145,7 @@ unsafe fn gather(v: [__m256i; 8]) -> __m256i {
 
 /// [`super::tree`] in registers.
 #[inline(always)]
-unsafe fn tree(lanes: __m256) -> f32 {
+pub(super) unsafe fn tree(lanes: __m256) -> f32 {
     // SAFETY: the processor has AVX (caller).
     unsafe {
         let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));

@@ -1,0 +1,152 @@
+//! Sixteen floats, as each instruction set holds them. The operations are lane by lane or in a fixed order, so all give
+//! the same bytes.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+use super::tree;
+
+/// Sixteen lanes of f32.
+///
+/// The methods are safe to call only in code compiled for the type's instructions: [`super::wide!`] is the one place
+/// that names the types, and does so in functions that it runs on processors which have them.
+pub(crate) trait Vector: Copy {
+    fn splat(x: f32) -> Self;
+    fn load(x: &[f32; 16]) -> Self;
+    fn store(self, to: &mut [f32; 16]);
+    fn widen(x: &[i16; 16]) -> Self;
+    /// `self * b + c` with one rounding.
+    fn fma(self, b: Self, c: Self) -> Self;
+    /// The sum of the lanes: 8..16 are added to 0..8, then [`tree`].
+    fn fold(self) -> f32;
+}
+
+impl Vector for [f32; 16] {
+    #[inline(always)]
+    fn splat(x: f32) -> Self {
+        [x; 16]
+    }
+
+    #[inline(always)]
+    fn load(x: &[f32; 16]) -> Self {
+        *x
+    }
+
+    #[inline(always)]
+    fn store(self, to: &mut [f32; 16]) {
+        *to = self;
+    }
+
+    #[inline(always)]
+    fn widen(x: &[i16; 16]) -> Self {
+        x.map(f32::from)
+    }
+
+    #[inline(always)]
+    fn fma(self, b: Self, c: Self) -> Self {
+        std::array::from_fn(|i| self[i].mul_add(b[i], c[i]))
+    }
+
+    #[inline(always)]
+    fn fold(self) -> f32 {
+        tree(std::array::from_fn(|i| self[i] + self[i + 8]))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2(__m256, __m256);
+
+// SAFETY, for every block: the instructions exist where the trait's contract is kept; arrays have the lengths that are
+// read and written, unaligned.
+#[cfg(target_arch = "x86_64")]
+impl Vector for Avx2 {
+    #[inline(always)]
+    fn splat(x: f32) -> Self {
+        // SAFETY: see above.
+        unsafe { Self(_mm256_set1_ps(x), _mm256_set1_ps(x)) }
+    }
+
+    #[inline(always)]
+    fn load(x: &[f32; 16]) -> Self {
+        // SAFETY: see above.
+        unsafe { Self(_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(8))) }
+    }
+
+    #[inline(always)]
+    fn store(self, to: &mut [f32; 16]) {
+        // SAFETY: see above.
+        unsafe {
+            _mm256_storeu_ps(to.as_mut_ptr(), self.0);
+            _mm256_storeu_ps(to.as_mut_ptr().add(8), self.1);
+        }
+    }
+
+    #[inline(always)]
+    fn widen(x: &[i16; 16]) -> Self {
+        // SAFETY: see above.
+        unsafe {
+            let half =
+                |at: usize| _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128(x.as_ptr().add(at).cast())));
+            Self(half(0), half(8))
+        }
+    }
+
+    #[inline(always)]
+    fn fma(self, b: Self, c: Self) -> Self {
+        // SAFETY: see above.
+        unsafe { Self(_mm256_fmadd_ps(self.0, b.0, c.0), _mm256_fmadd_ps(self.1, b.1, c.1)) }
+    }
+
+    #[inline(always)]
+    fn fold(self) -> f32 {
+        // SAFETY: see above.
+        unsafe { super::x86::tree(_mm256_add_ps(self.0, self.1)) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512(__m512);
+
+#[cfg(target_arch = "x86_64")]
+impl Vector for Avx512 {
+    #[inline(always)]
+    fn splat(x: f32) -> Self {
+        // SAFETY: see above.
+        unsafe { Self(_mm512_set1_ps(x)) }
+    }
+
+    #[inline(always)]
+    fn load(x: &[f32; 16]) -> Self {
+        // SAFETY: see above.
+        unsafe { Self(_mm512_loadu_ps(x.as_ptr())) }
+    }
+
+    #[inline(always)]
+    fn store(self, to: &mut [f32; 16]) {
+        // SAFETY: see above.
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), self.0) }
+    }
+
+    #[inline(always)]
+    fn widen(x: &[i16; 16]) -> Self {
+        // SAFETY: see above.
+        unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256(x.as_ptr().cast())))) }
+    }
+
+    #[inline(always)]
+    fn fma(self, b: Self, c: Self) -> Self {
+        // SAFETY: see above.
+        unsafe { Self(_mm512_fmadd_ps(self.0, b.0, c.0)) }
+    }
+
+    #[inline(always)]
+    fn fold(self) -> f32 {
+        // SAFETY: see above.
+        unsafe {
+            let (low, high) = (_mm512_castps512_ps256(self.0), _mm512_extractf32x8_ps::<1>(self.0));
+            super::x86::tree(_mm256_add_ps(low, high))
+        }
+    }
+}
