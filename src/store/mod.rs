@@ -254,6 +254,9 @@ impl Store {
             return;
         }
         let mut state = self.state.borrow_mut();
+        if let Some(trace) = &mut state.trace {
+            trace.note(layer, &choice);
+        }
         state.heat.visit(layer, choice);
         state.noted = Some(layer);
     }
