@@ -26,6 +26,8 @@ pub enum Command {
     Synth(Synth),
     /// Write one page-aligned record per expert, for faster reads
     Pack(Pack),
+    /// Download a model from the Hugging Face hub
+    Pull(Pull),
 }
 
 #[derive(Debug, Args)]

@@ -77,7 +77,8 @@ fn expand(typed: &str) -> PathBuf {
     env::home_dir().map_or_else(|| typed.into(), |home| home.join(rest))
 }
 
-fn is_hub_id(typed: &str) -> bool {
+/// Whether `typed` reads as `org/name`.
+pub fn is_hub_id(typed: &str) -> bool {
     let word = |word: &str| {
         word.starts_with(|c: char| c.is_ascii_alphanumeric())
             && word.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))

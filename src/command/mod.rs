@@ -6,6 +6,7 @@ mod info;
 mod measure;
 mod pack;
 mod progress;
+mod pull;
 mod serve;
 mod synth;
 
@@ -31,6 +32,7 @@ pub fn run(command: Command) -> Result<(), CommandError> {
         Command::Info(typed) => info::run(typed),
         Command::Bench(typed) => bench::run(typed),
         Command::Pack(typed) => pack::run(&typed),
+        Command::Pull(typed) => pull::run(&typed),
         Command::Synth(typed) => synth::run(&typed),
     }
 }
@@ -40,7 +42,7 @@ pub fn resolve(source: &Source) -> Result<PathBuf, CommandError> {
     let dir = match source {
         Source::Demo => demo::unpack()?,
         Source::Directory(path) => path.clone(),
-        Source::Hub(id) => PathBuf::from(id),
+        Source::Hub(id) => pull::find_or_download(id)?,
     };
     let not_a_checkpoint = |why: &str| Err(StoreError::NotACheckpoint { path: dir.clone(), why: why.into() }.into());
     if !dir.exists() {

@@ -1,10 +1,9 @@
 //! Metal. **No Mac was at hand when this was written: it has been type-checked for macOS and never run.** What it executes
-//! has: the kernels, the dispatches and the schedule are the ones that the tests run on the host. `moestro doctor` compares
-//! every kernel with the CPU on the machine it runs on.
+//! has: the kernels, the dispatches and the schedule are the ones that the tests run on the host.
 //!
 //! Candle's device, allocator types and residency set; a command queue of our own, because Candle's stream cannot hand over
 //! work without waiting for it (its encoder commits by itself, and gives nobody a command buffer to signal an event from).
-//! When to commit and when to wait is [`crate::ops::plan::pass`]'s business.
+//! When to commit and when to wait is `ops::plan::pass`'s business.
 //!
 //! ```text
 //! launch   encode into the open command buffer; a memory barrier where this launch follows one since the last barrier

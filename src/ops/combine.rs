@@ -48,7 +48,7 @@ impl Combine<'_> {
         let mut y = vec![0f32; tokens * hidden];
         let base = simd::Out(y.as_mut_ptr());
         self.compute.threads.run_split(tokens, 16, &|range| {
-            let base = base;
+            let base = &base;
             for token in range {
                 // SAFETY: the ranges of a split are disjoint: this row of `y` is ours.
                 let y = unsafe { std::slice::from_raw_parts_mut(base.0.add(token * hidden), hidden) };

@@ -144,6 +144,7 @@ impl Writer {
     ///
     /// # Safety
     /// The [`Quantised`] lives and was not resized; the range lies inside it; no one else reads or writes it meanwhile.
+    #[inline(always)]
     pub unsafe fn write(&self, row: usize, col: usize, values: &[f32]) {
         let at = row * self.cols + col;
         let mut buffer = [0; MAX_GROUP];
@@ -154,9 +155,8 @@ impl Writer {
             let (scale, sum) = quantise(values, q, self.format);
             // SAFETY: one whole group inside the buffers, exclusively ours (caller).
             unsafe {
-                let [high, middle, low] =
-                    self.planes.map(|plane| std::slice::from_raw_parts_mut(plane.add(at), q.len()));
-                split(q, high, middle, low);
+                let planes = self.planes.map(|plane| std::slice::from_raw_parts_mut(plane.add(at), q.len()));
+                split(q, planes);
                 self.scale.add(group).write(scale);
                 self.sum.add(group).write(sum);
             }
@@ -167,6 +167,7 @@ impl Writer {
     ///
     /// # Safety
     /// As for [`Writer::write`].
+    #[inline(always)]
     pub unsafe fn rows(&self, x: &[f32], rows: Range<usize>) {
         for row in rows {
             // SAFETY: passed on.
@@ -213,10 +214,10 @@ wide! {
 }
 
 wide! {
-    /// The three digits of every value.
-    fn split(q: &[i32], high: &mut [i8], middle: &mut [i8], low: &mut [i8]) {
+    /// The digits of every value. What is left after a digit, which stands for -128 to 127, is a multiple of 256.
+    fn split(q: &[i32], planes: [&mut [i8]; 3]) {
+        let [high, middle, low] = planes;
         for (((q, high), middle), low) in q.iter().zip(high).zip(middle).zip(low) {
-            // What is left after a digit, which stands for -128 to 127, is a multiple of 256.
             *low = *q as i8;
             *middle = ((*q + 0x80) >> 8) as i8;
             *high = ((*q + 0x8080) >> 16) as i8;

@@ -10,6 +10,8 @@
 //! a slot to fill and say when they are done.
 
 pub mod heat;
+#[cfg(feature = "hub")]
+pub mod hub;
 pub mod index;
 pub mod layout;
 pub mod optimum;
@@ -252,6 +254,9 @@ impl Store {
             return;
         }
         let mut state = self.state.borrow_mut();
+        if let Some(trace) = &mut state.trace {
+            trace.note(layer, &choice);
+        }
         state.heat.visit(layer, choice);
         state.noted = Some(layer);
     }

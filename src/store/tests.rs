@@ -256,9 +256,11 @@ fn a_trace_has_a_line_for_each_route() {
     let file = checkpoint.dir.path().join("trace");
     let (store, _) = checkpoint.open(Options { trace: Some(file.clone()), ..Options::new(6) });
     take(&store, &checkpoint.map, 0, &[1, 2], Phase::Decode);
+    store.note(2, Choice { ids: &[3, 3], k: 1, logits: &[0.5, 1.0, -2.0, 0.25] });
     take(&store, &checkpoint.map, 2, &[3], Phase::Prefill);
     drop(store);
-    assert_eq!(std::fs::read_to_string(file).unwrap(), "d 0 1 2\np 2 3\n");
+    let lines = "d 0 1 2\nn 2 1 0.500 1.000\nn 2 1 -2.000 0.250\np 2 3\n";
+    assert_eq!(std::fs::read_to_string(file).unwrap(), lines);
 }
 
 #[cfg(target_os = "linux")]

@@ -1,6 +1,8 @@
-//! A record of what was asked for, for benches: one line a route, `d` (decode) or `p` (prefill), layer, experts.
+//! A record of what was asked for, for `benches/expert_cache.rs`. One line a route: `d` (decode) or `p` (prefill), layer,
+//! experts. Before it, if the model says what its router made of the tokens, one line a token: `n`, layer, k, and every
+//! expert's logit.
 
-use super::Phase;
+use super::{Choice, Phase};
 use crate::error::StoreError;
 use std::{
     fs::File,
@@ -18,7 +20,8 @@ impl Trace {
         Ok(Self { out: BufWriter::new(file) })
     }
 
-    /// A record that cannot be written is not worth ending a request for.
+    // A record that cannot be written is not worth ending a request for: hence the results are let go.
+
     pub fn route(&mut self, layer: usize, experts: &[u32], phase: Phase) {
         let letter = if phase == Phase::Decode { 'd' } else { 'p' };
         let _ = write!(self.out, "{letter} {layer}");
@@ -26,5 +29,19 @@ impl Trace {
             let _ = write!(self.out, " {expert}");
         }
         let _ = writeln!(self.out);
+    }
+
+    pub fn note(&mut self, layer: usize, choice: &Choice<'_>) {
+        let tokens = choice.ids.len() / choice.k.max(1);
+        if tokens == 0 || choice.logits.is_empty() {
+            return;
+        }
+        for row in choice.logits.chunks(choice.logits.len() / tokens) {
+            let _ = write!(self.out, "n {layer} {}", choice.k);
+            for logit in row {
+                let _ = write!(self.out, " {logit:.3}");
+            }
+            let _ = writeln!(self.out);
+        }
     }
 }

@@ -69,7 +69,10 @@ impl fmt::Display for Report {
         };
         writeln!(f, "; {threads} compute threads{how}")?;
         writeln!(f)?;
-        writeln!(f, "run      phase   tokens   tok/s   hits %   MB asked/token   MB disk/token   stall %   MB/s read")?;
+        writeln!(
+            f,
+            "run      phase   tokens   tok/s   hits %   ahead %   MB asked/token   MB disk/token   stall %   MB/s read"
+        )?;
         for (index, run) in self.runs.iter().enumerate() {
             self.write_run(f, &(index + 1).to_string(), run)?;
         }
@@ -97,10 +100,11 @@ impl Report {
         let disk = phase.disk_bytes_per_token.map_or("?".into(), |bytes| format!("{:.2}", bytes / 1e6));
         writeln!(
             f,
-            "{run:<8} {name}  {:>7} {:>7.2}  {:>7.1}   {:>14.2}   {disk:>13}   {:>7.1}   {:>9.0}",
+            "{run:<8} {name}  {:>7} {:>7.2}  {:>7.1}   {:>7.1}   {:>14.2}   {disk:>13}   {:>7.1}   {:>9.0}",
             phase.tokens,
             phase.tokens_per_second,
             100.0 * phase.hit_rate,
+            100.0 * phase.prefetch_rate,
             phase.bytes_asked_per_token / 1e6,
             100.0 * phase.stall_share,
             phase.read_bytes_per_second / 1e6,

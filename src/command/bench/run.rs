@@ -20,8 +20,10 @@ pub struct Phase {
     pub hits: u64,
     pub misses: u64,
     pub prefetched: u64,
-    /// Hits of all lookups, those read ahead among them.
+    /// Lookups of experts that had been kept in a slot, of all lookups.
     pub hit_rate: f64,
+    /// Lookups of experts that had been read ahead, of all lookups.
+    pub prefetch_rate: f64,
     pub reads: u64,
     /// Bytes that reads of experts returned, a token.
     pub bytes_asked_per_token: f64,
@@ -168,7 +170,8 @@ impl Moment {
             hits,
             misses,
             prefetched,
-            hit_rate: rate((hits + prefetched) as f64, (hits + misses + prefetched) as f64),
+            hit_rate: rate(hits as f64, (hits + misses + prefetched) as f64),
+            prefetch_rate: rate(prefetched as f64, (hits + misses + prefetched) as f64),
             reads: end.reads - self.reads,
             bytes_asked_per_token: per_token(asked),
             disk_bytes_per_token: self.disk.zip(end.disk).map(|(before, after)| per_token((after - before) as f64)),
@@ -204,7 +207,7 @@ mod tests {
         let end = Moment { at: begin.at + std::time::Duration::from_secs(2), ..Moment::now(&metrics) };
         let phase = begin.until(&end, 4, |counts| counts.decode);
         assert_eq!((phase.hits, phase.misses, phase.prefetched, phase.reads), (6, 3, 1, 9));
-        assert_eq!((phase.tokens_per_second, phase.hit_rate), (2.0, 0.7));
+        assert_eq!((phase.tokens_per_second, phase.hit_rate, phase.prefetch_rate), (2.0, 0.6, 0.1));
         assert_eq!((phase.bytes_asked_per_token, phase.read_bytes_per_second), (1000.0, 2000.0));
     }
 }

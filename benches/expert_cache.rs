@@ -1,0 +1,200 @@
+//! What eviction is worth, on recorded traces: LRU, ours, and two that know the future.
+//!
+//! ```text
+//! cargo bench --bench expert_cache -- TRACE.. > benches/results/expert_cache.csv
+//! ```
+//! A trace is what `--bench stream -- .. --trace FILE` writes. All policies start empty and must take in every expert
+//! that is asked for. `ours` runs the store's own table and estimates ([`Slots`], [`Heat`]); `counts` is the same without
+//! the router's margins. `belady` evicts what is wanted again last: no policy does better. `fixed` keeps the experts that
+//! the whole trace asks for most often and exchanges only the rest: where tokens are independent of each other (random
+//! ones are), no policy that does not see the future does better.
+
+use moestro::store::{
+    Choice,
+    heat::{Heat, Key},
+    slots::{Reason, Slots},
+};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// One layer's experts for one token or chunk, and the router's logits a token, if they were recorded.
+struct Route {
+    layer: usize,
+    keys: Vec<Key>,
+    ids: Vec<u32>,
+    k: usize,
+    logits: Vec<f32>,
+}
+
+struct Trace {
+    routes: Vec<Route>,
+    layers: usize,
+    experts: usize,
+}
+
+fn read(path: &str) -> Trace {
+    let text = std::fs::read_to_string(path).expect("the trace");
+    let mut routes: Vec<Route> = Vec::new();
+    let (mut logits, mut k) = (Vec::new(), 0);
+    let (mut layers, mut experts) = (0, 0);
+    for line in text.lines() {
+        let mut words = line.split(' ');
+        let kind = words.next().expect("a kind");
+        let layer: usize = words.next().expect("a layer").parse().expect("a layer");
+        if kind == "n" {
+            k = words.next().expect("k").parse().expect("k");
+            logits.extend(words.map(|word| word.parse::<f32>().expect("a logit")));
+            continue;
+        }
+        let ids: Vec<u32> = words.map(|word| word.parse().expect("an expert")).collect();
+        layers = layers.max(layer + 1);
+        experts = experts.max(ids.iter().max().map_or(0, |&id| id as usize + 1));
+        let k = if k == 0 { ids.len() } else { k };
+        routes.push(Route { layer, keys: Vec::new(), ids, k, logits: std::mem::take(&mut logits) });
+    }
+    if let Some(first) = routes.iter().find(|route| !route.logits.is_empty() && route.ids.len() == route.k) {
+        experts = first.logits.len();
+    }
+    for route in &mut routes {
+        route.keys = route.ids.iter().map(|&id| (route.layer * experts) as Key + id).collect();
+    }
+    Trace { routes, layers, experts }
+}
+
+/// Lookups and hits of the first and of the second half.
+#[derive(Default)]
+struct Score {
+    lookups: [u64; 2],
+    hits: [u64; 2],
+}
+
+impl Score {
+    fn add(&mut self, half: usize, hit: bool) {
+        self.lookups[half] += 1;
+        self.hits[half] += u64::from(hit);
+    }
+
+    fn rates(&self) -> [f64; 3] {
+        let rate = |hits: u64, lookups: u64| 100.0 * hits as f64 / lookups.max(1) as f64;
+        let [(a, b), (c, d)] = [0, 1].map(|half| (self.hits[half], self.lookups[half]));
+        [rate(a + c, b + d), rate(a, b), rate(c, d)]
+    }
+}
+
+fn halves(trace: &Trace) -> impl Iterator<Item = (usize, &Route)> {
+    let middle = trace.routes.len() / 2;
+    trace.routes.iter().enumerate().map(move |(at, route)| (usize::from(at >= middle), route))
+}
+
+fn lru(trace: &Trace, slots: usize) -> Score {
+    let (mut score, mut clock) = (Score::default(), 0u64);
+    let (mut used, mut order) = (HashMap::new(), BTreeMap::new());
+    for (half, route) in halves(trace) {
+        for &key in &route.keys {
+            clock += 1;
+            let before = used.insert(key, clock);
+            score.add(half, before.is_some());
+            if let Some(before) = before {
+                order.remove(&before);
+            } else if order.len() == slots {
+                let (_, oldest) = order.pop_first().expect("a full cache");
+                used.remove(&oldest);
+            }
+            order.insert(clock, key);
+        }
+    }
+    score
+}
+
+/// Both that know the future: evicts the greatest `rank(key, next use)`.
+fn knowing(trace: &Trace, slots: usize, rank: impl Fn(Key, u64) -> u64) -> Score {
+    let keys: Vec<Key> = trace.routes.iter().flat_map(|route| route.keys.iter().copied()).collect();
+    let (mut next, mut seen) = (vec![u64::MAX; keys.len()], HashMap::new());
+    for (at, key) in keys.iter().enumerate().rev() {
+        next[at] = seen.insert(*key, at as u64).unwrap_or(u64::MAX);
+    }
+    let (mut score, mut at) = (Score::default(), 0);
+    let (mut held, mut order) = (HashMap::new(), BTreeSet::new());
+    for (half, route) in halves(trace) {
+        for &key in &route.keys {
+            let rank = rank(key, next[at]);
+            at += 1;
+            let before = held.get(&key).copied();
+            score.add(half, before.is_some());
+            if let Some(before) = before {
+                order.remove(&(before, key));
+            } else if held.len() == slots {
+                let (_, last) = order.pop_last().expect("a full cache");
+                held.remove(&last);
+            }
+            held.insert(key, rank);
+            order.insert((rank, key));
+        }
+    }
+    score
+}
+
+/// As the store does it: the route's hits are pinned before anything is evicted for its misses.
+fn ours(trace: &Trace, size: usize, margins: bool) -> Score {
+    let mut slots = Slots::new(size, trace.layers * trace.experts);
+    let mut heat = Heat::new(trace.layers, trace.experts);
+    let mut score = Score::default();
+    for (half, route) in halves(trace) {
+        let logits = if margins { route.logits.as_slice() } else { &[] };
+        if route.ids.len() == route.k || !logits.is_empty() {
+            heat.visit(route.layer, Choice { ids: &route.ids, k: route.k, logits });
+        }
+        let mut places = Vec::new();
+        for &key in &route.keys {
+            let place = slots.find(key);
+            score.add(half, place.is_some());
+            if let Some(place) = place {
+                slots.pin(place);
+                places.push(place);
+            }
+        }
+        for &key in &route.keys {
+            if slots.find(key).is_some() {
+                continue;
+            }
+            let claim = slots.claim(key, Reason::Demand, &heat, None).expect("more slots than a route has experts");
+            slots.pin(claim.place);
+            slots.landed(claim.place);
+            places.push(claim.place);
+        }
+        for place in places {
+            slots.unpin(place);
+        }
+    }
+    score
+}
+
+fn main() {
+    let traces: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+    if traces.is_empty() {
+        println!("expert_cache: no trace given, nothing simulated");
+        return;
+    }
+    println!("trace,residency,policy,hit_percent,first_half,second_half");
+    for path in traces {
+        let trace = read(&path);
+        let name = path.rsplit('/').next().unwrap_or(&path);
+        let mut counts = HashMap::new();
+        for key in trace.routes.iter().flat_map(|route| &route.keys) {
+            *counts.entry(*key).or_insert(0u64) += 1;
+        }
+        for residency in [25, 50] {
+            let slots = trace.layers * trace.experts * residency / 100;
+            let rows = [
+                ("lru", lru(&trace, slots)),
+                ("counts", ours(&trace, slots, false)),
+                ("ours", ours(&trace, slots, true)),
+                ("fixed", knowing(&trace, slots, |key, _| u64::MAX - counts[&key])),
+                ("belady", knowing(&trace, slots, |_, next| next)),
+            ];
+            for (policy, score) in rows {
+                let [all, first, second] = score.rates();
+                println!("{name},{residency},{policy},{all:.1},{first:.1},{second:.1}");
+            }
+        }
+    }
+}

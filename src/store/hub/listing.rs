@@ -1,0 +1,150 @@
+//! What a repository on the hub holds, and which of it a model needs.
+
+use crate::error::StoreError;
+use serde::Deserialize;
+use std::{collections::BTreeSet, fs, path::Path};
+
+pub const INDEX: &str = "model.safetensors.index.json";
+
+/// Everything but the weights.
+const SMALL: [&str; 7] = [
+    INDEX,
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+/// One commit.
+#[derive(Debug, Deserialize)]
+pub struct Listing {
+    pub sha: String,
+    siblings: Vec<Listed>,
+}
+
+/// One file of it.
+#[derive(Debug, Deserialize)]
+pub struct Listed {
+    #[serde(rename = "rfilename")]
+    pub name: String,
+    pub size: Option<u64>,
+    #[serde(rename = "blobId")]
+    blob: Option<String>,
+    lfs: Option<Lfs>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Lfs {
+    sha256: Option<String>,
+}
+
+impl Listed {
+    /// The hub knows it of large files.
+    pub fn sha256(&self) -> Option<String> {
+        self.lfs.as_ref()?.sha256.as_ref().map(|hash| hash.to_lowercase())
+    }
+}
+
+impl Listed {
+    /// What the file is called among the cache's blobs.
+    pub fn etag(&self) -> Option<&str> {
+        let large = self.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
+        large.or(self.blob.as_deref()).filter(|etag| etag.bytes().all(|byte| byte.is_ascii_hexdigit()))
+    }
+}
+
+impl Listing {
+    /// The files beside the weights.
+    pub fn small(&self) -> Vec<&Listed> {
+        SMALL.iter().filter_map(|name| self.find(name)).collect()
+    }
+
+    /// The weights: what the index in `dir` names, else `model*.safetensors`; and a draft head's, if there is one.
+    pub fn shards(&self, dir: &Path) -> Result<Vec<&Listed>, StoreError> {
+        let is_weights = |name: &str| !name.contains('/') && name.ends_with(".safetensors");
+        let mut names: BTreeSet<String> = match self.find(INDEX) {
+            None => {
+                self.siblings.iter().map(|file| file.name.clone()).filter(|name| name.starts_with("model")).collect()
+            }
+            Some(_) => {
+                let path = dir.join(INDEX);
+                let text = fs::read(&path).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+                shard_names(&text).map_err(|error| StoreError::NotACheckpoint { path, why: error.to_string() })?
+            }
+        };
+        names.extend(self.siblings.iter().map(|file| file.name.clone()).filter(|name| name.contains("mtp")));
+        names.retain(|name| is_weights(name));
+        if names.is_empty() {
+            return Err(StoreError::Other(
+                "this repository on the hub has no model.safetensors: not a model we read".into(),
+            ));
+        }
+        let missing =
+            |name: &str| StoreError::Other(format!("the hub's index names {name}, which the hub does not have"));
+        names.iter().map(|name| self.find(name).ok_or_else(|| missing(name))).collect()
+    }
+
+    fn find(&self, name: &str) -> Option<&Listed> {
+        self.siblings.iter().find(|file| file.name == name)
+    }
+}
+
+/// The files an index names.
+pub fn shard_names(index: &[u8]) -> Result<BTreeSet<String>, serde_json::Error> {
+    #[derive(Deserialize)]
+    struct Names {
+        weight_map: std::collections::HashMap<String, String>,
+    }
+    Ok(serde_json::from_slice::<Names>(index)?.weight_map.into_values().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listing(names: &[&str]) -> Listing {
+        let file = |name: &&str| Listed { name: name.to_string(), size: Some(1), blob: None, lfs: None };
+        Listing { sha: "c".into(), siblings: names.iter().map(file).collect() }
+    }
+
+    fn names(files: Vec<&Listed>) -> Vec<&str> {
+        files.into_iter().map(|file| file.name.as_str()).collect()
+    }
+
+    #[test]
+    fn only_what_a_model_needs() {
+        let dir = tempfile::tempdir().unwrap();
+        let all = [
+            "README.md",
+            "config.json",
+            "tokenizer.json",
+            "vocab.json",
+            "model.gguf",
+            "pytorch_model.bin",
+            "original/consolidated.safetensors",
+            "consolidated.safetensors",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model-mtp.safetensors",
+            "../evil.safetensors",
+        ];
+        let hub = listing(&all);
+        assert_eq!(names(hub.small()), ["config.json", "tokenizer.json"]);
+        let shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model-mtp.safetensors"];
+        assert_eq!(names(hub.shards(dir.path()).unwrap()), shards);
+
+        let hub = listing(&[&all[..], &[INDEX]].concat());
+        let index =
+            r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}}"#;
+        fs::write(dir.path().join(INDEX), index).unwrap();
+        assert_eq!(names(hub.shards(dir.path()).unwrap()), [shards[0], shards[2]]);
+
+        fs::write(dir.path().join(INDEX), r#"{"weight_map": {"a": "lost.safetensors"}}"#).unwrap();
+        assert!(hub.shards(dir.path()).unwrap_err().to_string().contains("lost.safetensors"));
+        fs::write(dir.path().join(INDEX), "{").unwrap();
+        assert!(hub.shards(dir.path()).is_err());
+        assert!(listing(&["config.json"]).shards(dir.path()).is_err());
+    }
+}
