@@ -3,6 +3,10 @@
 
 use std::{ops::Range, sync::Arc};
 
+/// From this size on a slab asks for huge pages.
+#[cfg(target_os = "linux")]
+const HUGE: usize = 8 << 20;
+
 /// Page-aligned, zeroed, fixed-size memory, written through shared references by whoever owns a range of it.
 ///
 /// Who may write which range is the caller's business: the slot table hands a slot to one reader at a time, and a loader
@@ -15,6 +19,11 @@ impl Slab {
     /// Reserves `len` bytes of zeroed memory; pages are committed when first touched.
     pub fn new(len: usize) -> std::io::Result<Self> {
         let map = memmap2::MmapOptions::new().len(len.max(1)).map_anon()?;
+        // Weights are streamed at the speed of memory, where page-table walks show. Advice only: it may be ignored.
+        #[cfg(target_os = "linux")]
+        if len >= HUGE {
+            let _ = map.advise(memmap2::Advice::HugePage);
+        }
         Ok(Self { map: map.into() })
     }
 

@@ -1,9 +1,10 @@
 //! The compute threads: a fixed crew that runs one parallel job at a time and does not sleep between layers.
 //!
 //! A token is some hundred short jobs with microseconds between them, so a worker that runs out of work spins for a
-//! moment before it parks. The caller is one of the crew. Tasks are claimed one by one from a counter, so a core that is
-//! slower, or busy with someone else's process, takes fewer. A job never waits for a worker that has not yet woken: a
-//! worker enters a job through a gate, and the caller waits only for those inside.
+//! moment before it parks. The caller is one of the crew. Every thread has a run of neighbouring tasks, which it claims
+//! one by one from the front, so that it reads memory in order; one that has finished its own goes on with the others',
+//! so a core that is slower, or busy with someone else's process, does less. A job never waits for a worker that has not
+//! yet woken: a worker enters a job through a gate, and the caller waits only for those inside.
 
 use std::{
     any::Any,
@@ -39,13 +40,21 @@ pub struct Threads {
 struct Crew {
     gate: AtomicU64,
     /// The job behind the gate; written only while the gate is closed and nobody is inside.
-    job: UnsafeCell<Option<(Job<'static>, usize)>>,
-    next: AtomicUsize,
+    job: UnsafeCell<Option<Job<'static>>>,
+    shares: Vec<Share>,
     quit: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     parked: AtomicUsize,
     bed: Mutex<()>,
     bell: Condvar,
+}
+
+/// The tasks that one thread begins with; in a cache line of its own.
+#[derive(Default)]
+#[repr(align(128))]
+struct Share {
+    next: AtomicUsize,
+    end: AtomicUsize,
 }
 
 // SAFETY: `job` is written by the holder of `turn` while the gate is closed with nobody inside, and read only by workers
@@ -61,7 +70,7 @@ impl Threads {
         let crew = Arc::new(Crew {
             gate: AtomicU64::new(0),
             job: UnsafeCell::new(None),
-            next: AtomicUsize::new(0),
+            shares: (0..count.max(1)).map(|_| Share::default()).collect(),
             quit: AtomicBool::new(false),
             panic: Mutex::new(None),
             parked: AtomicUsize::new(0),
@@ -71,7 +80,7 @@ impl Threads {
         let workers = (1..count)
             .map_while(|index| {
                 let crew = crew.clone();
-                std::thread::Builder::new().name(format!("compute-{index}")).spawn(move || crew.work()).ok()
+                std::thread::Builder::new().name(format!("compute-{index}")).spawn(move || crew.work(index)).ok()
             })
             .collect();
         Self { crew, workers, turn: Mutex::new(()) }
@@ -90,8 +99,8 @@ impl Threads {
             return;
         };
         self.crew.open(job, tasks);
-        let own = catch_unwind(AssertUnwindSafe(|| self.crew.claim(job, tasks)));
-        self.crew.close(tasks);
+        let own = catch_unwind(AssertUnwindSafe(|| self.crew.claim(0, job)));
+        self.crew.close();
         let others = lock(&self.crew.panic).take();
         if let Some(panic) = own.err().or(others) {
             drop(_turn);
@@ -141,8 +150,12 @@ impl Crew {
         // SAFETY: only the lifetime changes; `close` returns after the last worker has left, while `job` still lives.
         let job = unsafe { std::mem::transmute::<Job<'_>, Job<'static>>(job) };
         // SAFETY: the caller holds the turn, the gate is closed and nobody is inside.
-        unsafe { *self.job.get() = Some((job, tasks)) };
-        self.next.store(0, Ordering::Relaxed);
+        unsafe { *self.job.get() = Some(job) };
+        let count = self.shares.len();
+        for (index, share) in self.shares.iter().enumerate() {
+            share.next.store(index * tasks / count, Ordering::Relaxed);
+            share.end.store((index + 1) * tasks / count, Ordering::Relaxed);
+        }
         let number = (self.gate.load(Ordering::Relaxed) >> NUMBER).wrapping_add(1);
         self.gate.store(number << NUMBER | OPEN, Ordering::SeqCst);
         if self.parked.load(Ordering::SeqCst) > 0 {
@@ -151,9 +164,16 @@ impl Crew {
         }
     }
 
+    /// Takes all tasks that nobody has claimed out of the job.
+    fn cancel(&self) {
+        for share in &self.shares {
+            share.next.fetch_max(share.end.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
+
     /// Closes the gate and waits for those inside.
-    fn close(&self, tasks: usize) {
-        self.next.fetch_max(tasks, Ordering::Relaxed);
+    fn close(&self) {
+        self.cancel();
         self.gate.fetch_and(!OPEN, Ordering::AcqRel);
         let mut turns = 0u32;
         while self.gate.load(Ordering::Acquire) & INSIDE != 0 {
@@ -163,25 +183,30 @@ impl Crew {
         }
     }
 
-    fn claim(&self, job: Job<'_>, tasks: usize) {
-        loop {
-            let task = self.next.fetch_add(1, Ordering::Relaxed);
-            if task >= tasks {
-                break;
+    /// Runs tasks until none is left, those of thread `own` first.
+    fn claim(&self, own: usize, job: Job<'_>) {
+        let (before, after) = self.shares.split_at(own);
+        for share in after.iter().chain(before) {
+            let end = share.end.load(Ordering::Relaxed);
+            // Looking first keeps a counter that is used up from growing.
+            while share.next.load(Ordering::Relaxed) < end {
+                let task = share.next.fetch_add(1, Ordering::Relaxed);
+                if task < end {
+                    job(task);
+                }
             }
-            job(task);
         }
     }
 
     /// A worker's life.
-    fn work(&self) {
+    fn work(&self, own: usize) {
         let mut done = 0;
         while let Some(number) = self.enter(done) {
             // SAFETY: this thread is inside the gate, so the job is set, alive, and not being written.
-            if let Some((job, tasks)) = unsafe { *self.job.get() }
-                && let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.claim(job, tasks)))
+            if let Some(job) = unsafe { *self.job.get() }
+                && let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.claim(own, job)))
             {
-                self.next.fetch_max(tasks, Ordering::Relaxed);
+                self.cancel();
                 *lock(&self.panic) = Some(panic);
             }
             self.gate.fetch_sub(1, Ordering::Release);

@@ -5,6 +5,10 @@ use std::{arch::x86_64::*, ops::Range};
 use super::{Affine, Line, Out, Scratch, unpack};
 use crate::ops::quant::Digits;
 
+/// How far ahead of the codes being read the next are asked for. Without it the products wait for memory and memory for
+/// the products: 6 GB/s and core instead of 11 of 12.
+const AHEAD: usize = 4096;
+
 /// Dot products of one group as eight partial sums, with 32-byte vectors.
 pub(super) trait Dot {
     /// `GROUP` packed nibbles at `codes` with the three planes of digits at `x` (in the order of nibbles).
@@ -55,6 +59,12 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
     scratch: &mut Scratch,
 ) {
     for row in rows {
+        let (s, b) = weight.constants(row);
+        // SAFETY: a prefetch may name any address.
+        unsafe {
+            fetch(s.as_ptr().wrapping_add(AHEAD / 8));
+            fetch(b.as_ptr().wrapping_add(AHEAD / 8));
+        }
         scratch.load(weight, row);
         let mut codes = weight.codes(row);
         if BITS == 0 {
@@ -92,6 +102,9 @@ unsafe fn dot<D: Dot, const BITS: usize, const GROUP: usize>(codes: &[u8], const
         let mut lanes = _mm256_setzero_ps();
         for first in (0..groups).step_by(8) {
             let mut sums = [_mm256_setzero_si256(); 8];
+            for line in (0..8 * step).step_by(64) {
+                fetch(codes.as_ptr().wrapping_add(first * step + line + AHEAD));
+            }
             if groups - first >= 8 {
                 for (index, sum) in sums.iter_mut().enumerate() {
                     *sum = partial::<D, BITS, GROUP>(codes, x, first + index);
@@ -130,6 +143,13 @@ unsafe fn partial<D: Dot, const BITS: usize, const GROUP: usize>(
             _ => D::bytes::<GROUP, false>(codes.as_ptr().add(group * GROUP), x),
         }
     }
+}
+
+/// Asks for the cache line at `at`, which may be anywhere.
+#[inline(always)]
+unsafe fn fetch(at: *const u8) {
+    // SAFETY: a prefetch of an address that is not mapped does nothing.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
 }
 
 /// Lane `i` of the result is the sum of the lanes of vector `i`.
