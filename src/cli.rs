@@ -169,7 +169,7 @@ pub struct Bench {
     /// Tokens to generate
     #[arg(long, env = "MOESTRO_GEN_TOKENS", value_name = "N", default_value_t = 128, value_parser = config::parse::count)]
     pub gen_tokens: usize,
-    /// Start with nothing of the checkpoint in the page cache
+    /// Start every run with empty slots and (Linux only) nothing of the checkpoint in the page cache
     #[arg(long, env = "MOESTRO_COLD", value_parser = BoolishValueParser::new())]
     pub cold: bool,
     /// Runs to take the median of

@@ -126,7 +126,8 @@ impl Hub {
         let mut wait = self.wait;
         for _ in 1..ATTEMPTS {
             match ask() {
-                Err(error) if passes(&error) => std::thread::sleep(wait),
+                // Nobody there is said at once: perhaps the model is here already.
+                Err(error) if passes(&error) && status(&error).is_some() => std::thread::sleep(wait),
                 other => return other.map_err(|error| self.failed(id, "", &error)),
             }
             wait *= 2;

@@ -1,0 +1,128 @@
+//! A Hugging Face hub of our own: threads that speak as much HTTP as hf-hub asks for. It holds one model, `org/name`.
+
+use sha2::{Digest, Sha256};
+use std::{
+    collections::HashMap,
+    io::{BufRead, BufReader, Write},
+    net::{TcpListener, TcpStream},
+    sync::{Arc, Mutex},
+};
+
+pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+
+/// What the hub holds and how it behaves.
+#[derive(Default)]
+pub struct Shelf {
+    pub files: HashMap<String, Vec<u8>>,
+    /// Sends so many bytes of this file and hangs up, once each.
+    pub breaks: Vec<(String, usize)>,
+    /// Answers so many requests with this status first.
+    pub refuses: Vec<u16>,
+    /// Sends other bytes than those it has the checksum of.
+    pub lies: bool,
+    /// Wants this key.
+    pub token: Option<String>,
+    /// `path from-byte` of every file that was asked for.
+    pub asked: Vec<(String, usize)>,
+    pub requests: usize,
+}
+
+#[derive(Clone)]
+pub struct TestHub {
+    pub shelf: Arc<Mutex<Shelf>>,
+    pub endpoint: String,
+}
+
+impl TestHub {
+    pub fn new(files: &[(&str, Vec<u8>)]) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let files = files.iter().map(|(name, bytes)| (name.to_string(), bytes.clone())).collect();
+        let shelf = Arc::new(Mutex::new(Shelf { files, ..Shelf::default() }));
+        let hub = Self { shelf, endpoint };
+        let served = hub.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let hub = served.clone();
+                std::thread::spawn(move || hub.serve(stream));
+            }
+        });
+        hub
+    }
+
+    pub fn change(&self, change: impl FnOnce(&mut Shelf)) {
+        change(&mut self.shelf.lock().unwrap());
+    }
+
+    /// The bytes asked of a file, by where each request began (those of one byte ask for the size).
+    pub fn starts(&self, file: &str) -> Vec<usize> {
+        self.shelf.lock().unwrap().asked.iter().filter(|(name, _)| name == file).map(|(_, from)| *from).collect()
+    }
+
+    fn serve(&self, mut stream: TcpStream) {
+        let mut reader = BufReader::new(stream.try_clone().unwrap());
+        let mut head = String::new();
+        while reader.read_line(&mut head).is_ok_and(|n| n > 2) {}
+        let mut shelf = self.shelf.lock().unwrap();
+        shelf.requests += 1;
+        let field = |name: &str| {
+            let line = head.lines().find(|line| line.to_lowercase().starts_with(name));
+            line.and_then(|line| line.split_once(':')).map(|(_, value)| value.trim().to_string())
+        };
+        let path = head.split(' ').nth(1).unwrap_or_default().to_string();
+        let denied = shelf.token.as_ref().is_some_and(|key| field("authorization") != Some(format!("Bearer {key}")));
+        let status = if denied { Some(401) } else { shelf.refuses.pop() };
+        if let Some(status) = status {
+            let _ = write!(stream, "HTTP/1.1 {status} No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+            return;
+        }
+        if path.starts_with("/api/models/org/name/revision/main") {
+            assert!(path.ends_with("?blobs=true"));
+            let siblings = shelf.files.iter().map(|(name, bytes)| {
+                let lfs = name
+                    .ends_with(".safetensors")
+                    .then(|| serde_json::json!({ "sha256": hash(bytes), "size": bytes.len() }));
+                serde_json::json!({ "rfilename": name, "size": bytes.len(), "blobId": &hash(bytes)[..40], "lfs": lfs })
+            });
+            let body = serde_json::json!({ "sha": COMMIT, "siblings": siblings.collect::<Vec<_>>() }).to_string();
+            let _ = write!(
+                stream,
+                "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+                body.len()
+            );
+            return;
+        }
+        let name = path.strip_prefix(&format!("/org/name/resolve/{COMMIT}/")).unwrap_or_default().to_string();
+        let Some(bytes) = shelf.files.get(&name).cloned() else {
+            let _ = write!(stream, "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+            return;
+        };
+        let range = field("range").unwrap_or_default();
+        let mut ends = range.trim_start_matches("bytes=").split('-');
+        let from: usize = ends.next().and_then(|n| n.parse().ok()).unwrap_or(0);
+        let to = ends.next().and_then(|n| n.parse::<usize>().ok()).map_or(bytes.len(), |n| n + 1);
+        let etag = if name.ends_with(".safetensors") { hash(&bytes) } else { hash(&bytes)[..40].to_string() };
+        let mut part = bytes[from.min(bytes.len())..to.min(bytes.len())].to_vec();
+        if to != from + 1 {
+            shelf.asked.push((name.clone(), from));
+            if shelf.lies {
+                part.iter_mut().for_each(|byte| *byte ^= 1);
+            }
+        }
+        let _ = write!(
+            stream,
+            "HTTP/1.1 206 Partial Content\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Range: bytes {from}-{}/{}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            to.saturating_sub(1),
+            bytes.len(),
+            part.len()
+        );
+        let broken = shelf.breaks.iter().position(|(file, _)| *file == name).filter(|_| to != from + 1);
+        let sent = broken.map_or(part.len(), |i| shelf.breaks.remove(i).1);
+        drop(shelf);
+        let _ = stream.write_all(&part[..sent.min(part.len())]);
+    }
+}
+
+pub fn hash(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
