@@ -151,6 +151,12 @@ unsafe fn partial<D: Dot, const BITS: usize, const GROUP: usize>(
     }
 }
 
+#[inline(always)]
+pub(super) unsafe fn load<T>(at: *const T) -> __m256i {
+    // SAFETY: 32 bytes are readable (caller); any alignment.
+    unsafe { _mm256_loadu_si256(at.cast()) }
+}
+
 /// Asks for the cache line at `at`, which may be anywhere.
 #[inline(always)]
 pub(super) unsafe fn fetch(at: *const u8) {
