@@ -19,7 +19,7 @@ const TASK: Range<usize> = 16 << 10..96 << 10;
 
 /// The products of `x` (`[T, in]`, f32) with every weight (`[rows, in]`), side by side: `[T, sum of rows]`, f32.
 ///
-/// A row of the result has the same bytes whatever `T` and the number of threads. With [`Math::Int16`] affine weights
+/// A row of the result has the same bytes whatever `T` and the number of threads. With [`Math::Integer`] affine weights
 /// meet activations quantised to integers (see [`quant`](super::quant)), everything else is f32.
 pub fn linear(compute: &Compute, x: &Tensor, weights: &[&Weight]) -> Result<Tensor> {
     x.apply_op1_no_bwd(&Linear { compute, weights })
@@ -78,7 +78,7 @@ pub(super) fn check(view: &WeightView<'_>, cols: usize) -> Result<()> {
 /// How the activations of an affine weight are quantised; `None` where the product is f32.
 pub(super) fn format(math: Math, codes: Codes) -> Option<Format> {
     match (math, codes) {
-        (Math::Int16, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
+        (Math::Integer, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
         _ => None,
     }
 }
@@ -165,7 +165,7 @@ fn forward(
         let range = index * tokens..(index + 1) * tokens;
         let (lines, outs) = (&lines[range.clone()], &outs[range]);
         // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
-        unsafe { simd::product(isa, compute.math == Math::Int16, &views[index], rows, lines, outs) };
+        unsafe { simd::product(isa, compute.math == Math::Integer, &views[index], rows, lines, outs) };
     });
     drop(lines);
     FORMATS.set(formats);

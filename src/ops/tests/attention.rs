@@ -63,7 +63,7 @@ const SHAPES: [(usize, usize, usize, usize); 7] = [
 fn attention_is_right() -> Result<()> {
     let mut random = Random(21);
     for (heads, shared, dim, count) in SHAPES {
-        for (math, tolerance) in [(Math::F32, 1e-6), (Math::Int16, 5e-5)] {
+        for (math, tolerance) in [(Math::F32, 1e-6), (Math::Integer, 5e-5)] {
             let filled = Filled::random(&mut random, math, shared, dim, count)?;
             let tokens = (count / 2).min(70);
             let q = (tensor(&mut random, tokens, heads * dim)? * 4.0)?.reshape((tokens, heads, dim))?;
@@ -87,7 +87,7 @@ fn attention_is_right() -> Result<()> {
 fn attention_does_not_see_batch_or_threads() -> Result<()> {
     let mut random = Random(22);
     for (heads, shared, dim, count) in SHAPES {
-        for math in [Math::F32, Math::Int16] {
+        for math in [Math::F32, Math::Integer] {
             let filled = Filled::random(&mut random, math, shared, dim, count)?;
             let tokens = count.min(150);
             let q = tensor(&mut random, tokens, heads * dim)?.reshape((tokens, heads, dim))?;
@@ -115,7 +115,7 @@ fn a_cached_row_is_its_values() -> Result<()> {
     let weight: Vec<f32> = (0..dim).map(|_| random.unit()).collect();
     let rotation = Rotation::new(7, tokens, 16, 1e7);
     let mut plain = Vec::new();
-    for math in [Math::F32, Math::Int16] {
+    for math in [Math::F32, Math::Integer] {
         let (kind, width) = cache_row(math, dim);
         let cache = Tensor::zeros((shared, 20, width), kind, &Device::Cpu)?;
         remember(&cache, &x, 7, Some((HeadNorm { weight: &weight, eps: 1e-6 }, &rotation)))?;
