@@ -191,9 +191,8 @@ fn forward(
     });
     let lines: Vec<Line<'_>> = rows.collect();
     let outs = jobs.iter().flat_map(|job| job.rows).map(|row| {
-        let Out(base) = base;
         // SAFETY: places were checked.
-        Out(unsafe { base.add(row.place as usize * hidden) })
+        unsafe { base.add(row.place as usize * hidden) }
     });
     let outs: Vec<Out> = outs.collect();
     let height = |job: &Job<'_>| {

@@ -82,6 +82,17 @@ pub struct Line<'a> {
 #[derive(Clone, Copy)]
 pub struct Out(pub *mut f32);
 
+impl Out {
+    /// The place `count` values further on.
+    ///
+    /// # Safety
+    /// As for [`pointer::add`].
+    pub unsafe fn add(self, count: usize) -> Self {
+        // SAFETY: passed on.
+        Self(unsafe { self.0.add(count) })
+    }
+}
+
 // SAFETY: only written through `product`, whose callers promise that no two threads share an output.
 unsafe impl Send for Out {}
 // SAFETY: as above.
