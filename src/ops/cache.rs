@@ -106,9 +106,31 @@ impl<'a, T: Cached> Heads<'a, T> {
         }
     }
 
+    /// The rows of positions `first..first + count`.
+    #[inline(always)]
+    pub fn rows(&self, head: usize, first: usize, count: usize) -> CachedRows<'a, T> {
+        let start = (head * self.room + first) * self.width;
+        CachedRows { data: &self.data[start..start + count * self.width], width: self.width }
+    }
+
     #[inline(always)]
     pub fn row(&self, head: usize, position: usize) -> &'a [T] {
         &self.data[(head * self.room + position) * self.width..][..self.width]
+    }
+}
+
+/// Rows of one head that follow each other.
+#[derive(Clone, Copy)]
+pub(super) struct CachedRows<'a, T> {
+    data: &'a [T],
+    /// Values of a row, those included that are not its contents.
+    pub width: usize,
+}
+
+impl<'a, T: Cached> CachedRows<'a, T> {
+    #[inline(always)]
+    pub fn iter(&self) -> impl Iterator<Item = &'a [T]> {
+        self.data.chunks_exact(self.width)
     }
 }
 

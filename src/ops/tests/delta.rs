@@ -6,7 +6,13 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::{bits, tensor, values};
 use crate::{
     device::{Compute, Math},
-    ops::{DeltaHeads, conv, delta_rule, gated_norm, simd::tests::Random},
+    ops::{
+        DeltaHeads, conv, delta_rule, gated_norm,
+        simd::{
+            Isa,
+            tests::{Random, with},
+        },
+    },
 };
 
 fn heads(random: &mut Random, key_heads: usize, value_heads: usize, key_dim: usize, value_dim: usize) -> DeltaHeads {
@@ -93,6 +99,9 @@ fn chunks_and_threads_do_not_show() -> Result<()> {
     let expected = run(1, &[37])?;
     for cuts in [vec![1; 37], vec![2, 1, 30, 4], vec![20, 17]] {
         assert!(run(1, &cuts)? == expected && run(3, &cuts)? == expected);
+    }
+    for isa in Isa::all() {
+        assert!(with(isa, || run(1, &[37]))? == expected, "{isa:?}");
     }
     Ok(())
 }

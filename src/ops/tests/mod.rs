@@ -5,7 +5,10 @@ use candle_core::{Device, Result, Tensor};
 use super::{
     Assignment, Codes, ExpertView, Float, Job, Weight, combine, experts, linear,
     quant::Format,
-    simd::tests::{Owned, Random},
+    simd::{
+        Isa,
+        tests::{Owned, Random, with},
+    },
 };
 use crate::device::{Compute, Math, Span};
 
@@ -176,6 +179,11 @@ fn experts_do_not_see_batch_threads_or_each_other() -> Result<()> {
             }
         }
         assert!(bits(&single)? == expected);
+        for isa in Isa::all() {
+            let here = places()?;
+            with(isa, || experts(&one, &x, &layer.jobs(), &here))?;
+            assert!(bits(&here)? == expected, "{isa:?}");
+        }
     }
     Ok(())
 }
