@@ -113,7 +113,7 @@ pub struct Load {
     #[arg(long, env = "MOESTRO_PREFETCH", value_enum, default_value_t)]
     pub prefetch: Switch,
     /// Fewer experts a token than the model was trained with: faster, and a different, worse model. SWIFTLM_TOP_K is
-    /// honoured too
+    /// honoured where this is not said, and lowered to what the model takes
     #[arg(long, env = "MOESTRO_EXPERTS_PER_TOKEN", value_name = "N", value_parser = values::count)]
     pub experts_per_token: Option<usize>,
     /// Tokens that a prompt and its answer may have together [default: as many as fit]
