@@ -156,13 +156,13 @@ fn ours(trace: &Trace, size: usize, margins: bool) -> Score {
             if slots.find(key).is_some() {
                 continue;
             }
-            let claim = slots.claim(key, Reason::Demand, &heat, None).expect("more slots than a route has experts");
+            let claim = slots.claim(key, Reason::Demand, &heat).expect("more slots than a route has experts");
             slots.pin(claim.place);
             slots.landed(claim.place);
             places.push(claim.place);
         }
         for place in places {
-            slots.unpin(place);
+            slots.unpin(place, &heat);
         }
     }
     score

@@ -2,10 +2,10 @@
 //!
 //! ```text
 //! cargo bench --bench stream -- MODEL LIMIT [--tokens 64,64] [--threads N] [--io auto|direct|buffered] [--io-threads N]
-//!     [--prefetch auto|on|off] [--trace FILE] [--seed N]
+//!     [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE]
 //! ```
 //! LIMIT is the memory limit in bytes (0: none). The tokens are drawn at random from the vocabulary, as llama-bench
-//! draws them. Prints `MARK start` and `MARK phase` lines, so that a wrapper can account for the phases, and one line
+//! draws them, or are those of a file of numbers, from its start again when it ends. Prints `MARK start` and `MARK phase` lines, so that a wrapper can account for the phases, and one line
 //! `RESULT {json}` with tokens a second, hit rate and bytes for each phase.
 
 use moestro::{
@@ -60,7 +60,15 @@ fn main() {
     let mut state = model.start().expect("a state");
     let mut seed = number("--seed", 1) as u64;
     let vocab = model.vocab() as u64;
+    let ids: Option<Vec<u64>> = flag("--ids").map(|path| {
+        let text = std::fs::read_to_string(path).expect("the file of ids");
+        text.split_whitespace().map(|id| id.parse().expect("an id")).collect()
+    });
+    let mut given = ids.iter().flatten().cycle();
     let mut token = || {
+        if let Some(id) = given.next() {
+            return (id % vocab) as u32;
+        }
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((seed >> 33) % vocab) as u32
     };

@@ -97,7 +97,9 @@ def run(command, cap_mb, mark):
         except OSError:
             time.sleep(0.1)
     if child.returncode:
-        sys.stderr.write("".join(lines[-20:]))
+        # llama-bench built for a CPU whose AMX the system does not allow ends so, without a word, in repacked prefill.
+        how = f"signal {-child.returncode}" if child.returncode < 0 else f"status {child.returncode}"
+        sys.stderr.write("".join(lines[-20:]) + f"{command[0]} ended with {how}\n")
     return "".join(lines), marks, peak, killed or child.returncode != 0
 
 

@@ -1,53 +1,16 @@
 //! What was asked for, checked. `cli` says what was typed; from here on nobody sees a raw option.
 
 pub mod generation;
-pub mod parse;
 
+pub use crate::cli::values::{Device, ExpertIo, OnOff, Switch};
 pub use generation::Generation;
 
-use crate::cli;
+use crate::cli::{self, values};
 use std::{
     env,
     path::{Path, PathBuf},
     time::Duration,
 };
-
-/// Where to compute.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Device {
-    /// Metal where there is one, else the CPU.
-    #[default]
-    Auto,
-    Cpu,
-    Metal,
-}
-
-/// A choice that can be left to the program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Switch {
-    #[default]
-    Auto,
-    On,
-    Off,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum OnOff {
-    On,
-    Off,
-}
-
-/// How experts are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum ExpertIo {
-    /// Direct, unless buffered measures clearly faster.
-    #[default]
-    Auto,
-    /// Past the page cache.
-    Direct,
-    /// Through the page cache.
-    Buffered,
-}
 
 /// Which model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -98,6 +61,8 @@ pub struct Load {
     pub io_threads: usize,
     pub prefetch: Switch,
     pub experts_per_token: Option<usize>,
+    /// `SWIFTLM_TOP_K`: as SwiftLM means it, never more than the model's k.
+    pub experts_at_most: Option<usize>,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
 }
@@ -114,20 +79,18 @@ impl Load {
             expert_io: typed.expert_io,
             io_threads: typed.io_threads,
             prefetch: typed.prefetch,
-            experts_per_token: experts_per_token(typed.experts_per_token, swiftlm.as_deref())?,
+            experts_per_token: typed.experts_per_token,
+            experts_at_most: experts_at_most(swiftlm.as_deref())?,
             context: typed.ctx_size,
             chunk: typed.prefill_chunk,
         })
     }
 }
 
-fn experts_per_token(typed: Option<usize>, swiftlm: Option<&str>) -> Result<Option<usize>, String> {
-    match swiftlm {
-        Some(text) if typed.is_none() && !text.is_empty() => {
-            parse::count(text).map(Some).map_err(|why| format!("invalid value '{text}' for SWIFTLM_TOP_K: {why}"))
-        }
-        _ => Ok(typed),
-    }
+fn experts_at_most(swiftlm: Option<&str>) -> Result<Option<usize>, String> {
+    let text = swiftlm.filter(|text| !text.is_empty());
+    let count = |text| values::count(text).map_err(|why| format!("invalid value '{text}' for SWIFTLM_TOP_K: {why}"));
+    text.map(count).transpose()
 }
 
 /// `moestro serve`.
@@ -227,11 +190,10 @@ mod tests {
     }
 
     #[test]
-    fn swiftlm_top_k_is_honoured_where_nothing_else_is_said() {
-        assert_eq!(experts_per_token(None, Some("6")), Ok(Some(6)));
-        assert_eq!(experts_per_token(Some(4), Some("6")), Ok(Some(4)));
-        assert_eq!(experts_per_token(Some(4), Some("x")), Ok(Some(4)));
-        assert_eq!(experts_per_token(None, Some("")), Ok(None));
-        assert!(experts_per_token(None, Some("six")).unwrap_err().contains("SWIFTLM_TOP_K"));
+    fn swiftlm_top_k_is_a_number_or_nothing() {
+        assert_eq!(experts_at_most(Some("6")), Ok(Some(6)));
+        assert_eq!(experts_at_most(Some("")), Ok(None));
+        assert_eq!(experts_at_most(None), Ok(None));
+        assert!(experts_at_most(Some("six")).unwrap_err().contains("SWIFTLM_TOP_K"));
     }
 }

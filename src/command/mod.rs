@@ -133,6 +133,7 @@ pub fn options(load: &Load) -> model::Options {
             buffered: load.expert_io == ExpertIo::Buffered,
         },
         experts_per_token: load.experts_per_token,
+        experts_at_most: load.experts_at_most,
         store: StoreOptions {
             slots: None,
             io: match load.expert_io {

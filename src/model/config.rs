@@ -82,6 +82,29 @@ impl Config {
         Self::new(&json)
     }
 
+    /// Lowers the number of experts a token visits: to `exactly`, which must be possible, else to `at_most`, if that is
+    /// less.
+    pub fn use_fewer_experts(&mut self, exactly: Option<usize>, at_most: Option<usize>) -> Result<(), ModelError> {
+        match (&mut self.ffn, exactly, at_most) {
+            (FfnShape::Dense { .. }, Some(wanted), _) => {
+                let why = format!("--experts-per-token {wanted}: this model is dense, it has no experts");
+                return Err(ModelError::Config(why));
+            }
+            (FfnShape::Moe { k, .. }, Some(wanted), _) if !(1..=*k).contains(&wanted) => {
+                return Err(ModelError::Config(format!("--experts-per-token {wanted}: this model takes 1 to {k}")));
+            }
+            (FfnShape::Moe { k, .. }, Some(wanted), _) => *k = wanted,
+            (FfnShape::Moe { k, .. }, None, Some(most)) if most < *k => *k = most.max(1),
+            (FfnShape::Moe { k, .. }, None, Some(most)) if most > *k => {
+                tracing::warn!(
+                    "SWIFTLM_TOP_K is {most}; this model was trained with {k} experts a token, and {k} it is"
+                );
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
     /// Checks a parsed `config.json`.
     pub fn new(json: &Value) -> Result<Self, ModelError> {
         let text = Table(json.get("text_config").unwrap_or(json));
@@ -259,6 +282,28 @@ mod tests {
         assert_eq!(config.attention.rotated, 16);
         let FfnShape::Moe { k, renormalise, .. } = config.ffn else { panic!("{:?}", config.ffn) };
         assert_eq!((k, renormalise), (4, true));
+    }
+
+    #[test]
+    fn fewer_experts_and_never_more() {
+        let k = |exactly, at_most| {
+            let mut config = Config::new(&demo()).unwrap();
+            config.use_fewer_experts(exactly, at_most).map(|()| match config.ffn {
+                FfnShape::Moe { k, .. } => k,
+                FfnShape::Dense { .. } => 0,
+            })
+        };
+        assert_eq!(k(None, None).unwrap(), 4);
+        assert_eq!(k(Some(3), None).unwrap(), 3);
+        assert_eq!(k(Some(3), Some(2)).unwrap(), 3, "what was said outright holds");
+        assert_eq!(k(None, Some(2)).unwrap(), 2);
+        assert_eq!(k(None, Some(9)).unwrap(), 4);
+        assert!(k(Some(5), None).unwrap_err().to_string().contains("1 to 4"));
+
+        let mut dense = Config::new(&demo()).unwrap();
+        dense.ffn = FfnShape::Dense { intermediate: 64 };
+        assert!(dense.use_fewer_experts(Some(2), None).unwrap_err().to_string().contains("no experts"));
+        assert!(dense.use_fewer_experts(None, Some(2)).is_ok());
     }
 
     #[test]

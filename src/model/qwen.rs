@@ -38,8 +38,10 @@ pub struct Options {
     pub threads: Option<usize>,
     pub math: Math,
     pub wishes: Wishes,
-    /// Fewer experts a token than the model's k.
+    /// Fewer experts a token than the model's k; more is an error.
     pub experts_per_token: Option<usize>,
+    /// Where that says nothing: experts a token at most.
+    pub experts_at_most: Option<usize>,
     /// How experts are read; `slots` is the plan's business.
     pub store: StoreOptions,
 }
@@ -166,12 +168,7 @@ impl Surveyed {
     /// Reads the headers and a few small tensors; checks every name and shape.
     pub fn unpacked(dir: &Path, options: &Options) -> Result<Self, ModelError> {
         let mut config = Config::read(dir)?;
-        if let (Some(wanted), FfnShape::Moe { k, .. }) = (options.experts_per_token, &mut config.ffn) {
-            if wanted < 1 || wanted > *k {
-                return Err(ModelError::Config(format!("--experts-per-token {wanted}: this model takes 1 to {k}")));
-            }
-            *k = wanted;
-        }
+        config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
         let checkpoint = Checkpoint::open(Index::open(dir)?, &config)?;
         let compute = Compute::cpu(1, options.math);
         let mut ignore = |_, _| ();

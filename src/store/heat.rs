@@ -9,9 +9,9 @@
 //! Each layer has its own clock, so a layer that this token has not reached yet does not look older than one it has
 //! passed; and experts that hold no slot keep their history, so one that comes back is not a stranger.
 
-/// Tokens that margins and counts reach back.
-const MARGINS: f32 = 128.0;
-const COUNTS: f32 = 32.0;
+/// Tokens that margins and counts reach back. Longer is better while nothing changes, and a change of subject takes about
+/// as long to notice.
+const REACH: f32 = 256.0;
 
 /// The most the estimate from margins weighs, in tokens of counting, and how fast it gets there.
 const TRUST: f32 = 64.0;
@@ -93,7 +93,7 @@ impl Heat {
 
 impl Layer {
     fn count(&mut self, ids: &[u32]) {
-        self.counts = (self.counts + 1.0).min(COUNTS);
+        self.counts = (self.counts + 1.0).min(REACH);
         let step = 1.0 / self.counts;
         for share in &mut self.share {
             *share *= 1.0 - step;
@@ -112,7 +112,7 @@ impl Layer {
         if !least.is_finite() {
             return;
         }
-        self.margins = (self.margins + 1.0).min(MARGINS);
+        self.margins = (self.margins + 1.0).min(REACH);
         let step = 1.0 / self.margins;
         for ((mean, variance), logit) in self.mean.iter_mut().zip(&mut self.variance).zip(row) {
             let off = logit - least - *mean;
@@ -150,7 +150,7 @@ mod tests {
             heat.visit(0, counted(&[if token % 2 == 0 { 0 } else { 1 + token % 3 }], 1));
         }
         assert!((1..4).all(|other| heat.score(0) > heat.score(other)));
-        for _ in 0..200 {
+        for _ in 0..1000 {
             heat.visit(0, counted(&[3], 1));
         }
         assert!(heat.score(3) > 0.9 && heat.score(0) < 0.1);

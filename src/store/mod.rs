@@ -227,7 +227,7 @@ impl Store {
         let mut bytes = 0;
         let state = &mut *self.state.borrow_mut();
         for &key in &all {
-            if let Some(claim) = state.slots.claim(key, Reason::Demand, &state.heat, None) {
+            if let Some(claim) = state.slots.claim(key, Reason::Demand, &state.heat) {
                 // Pinned for good: never evicted, and a failure is kept for us to find.
                 state.slots.pin(claim.place);
                 self.send(state, key, claim.place, Reason::Demand);
@@ -283,7 +283,7 @@ impl Store {
             if !state.ahead.has_room() {
                 break;
             }
-            let Some(claim) = state.slots.claim(key, Reason::Ahead, &state.heat, None) else { break };
+            let Some(claim) = state.slots.claim(key, Reason::Ahead, &state.heat) else { break };
             self.count_eviction(&claim);
             state.ahead.sent(layer, claim.place);
             self.send(state, key, claim.place, Reason::Ahead);

@@ -1,8 +1,8 @@
 //! Reading ahead: which predicted experts are under way, and whether predicting pays.
 //!
-//! Whether it pays is measured, not assumed: for a few dozen tokens predictions are read ahead, for as many they are
-//! not, and what counts is the time the model stood still per expert that had to come from disk. The better way is kept
-//! for a while, longer each time the outcome is the same.
+//! Whether it pays is measured, not assumed: for a few dozen tokens every other one is read ahead for, and what counts is
+//! the time the model stood still per expert that had to come from disk. The better way is kept for a while, longer each
+//! time. Until the first trial is over predictions are read ahead: it is a cold start that gains most.
 
 use super::slots::Place;
 
@@ -19,8 +19,12 @@ pub enum Prefetch {
 /// Bytes that may be read ahead for a layer that has not been routed yet.
 const BUDGET: usize = 128 << 20;
 
-/// Tokens one way is tried for.
+/// Tokens before the first trial, and in a trial.
+const COLD: u32 = 8;
 const TRIAL: u32 = 16;
+
+/// Experts that each way must have brought from disk for a trial to say anything.
+const ENOUGH: u64 = 16;
 
 /// Tokens the better way is kept for at first, and at most.
 const KEEP: u32 = 128;
@@ -28,8 +32,9 @@ const KEEP_MOST: u32 = 8192;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    TryOff,
-    TryOn,
+    Cold,
+    /// Tokens with and without take turns.
+    Try,
     Keep,
 }
 
@@ -42,10 +47,9 @@ pub struct Ahead {
     left: u32,
     keep: u32,
     layer: usize,
-    /// Seconds stood still, and experts that came from disk: in this stage, and in the last trial without.
-    stall: f64,
-    needed: u64,
-    without: Option<f64>,
+    /// Seconds stood still, and experts that came from disk: without, with.
+    stall: [f64; 2],
+    needed: [u64; 2],
     most: usize,
     sent: Vec<(usize, Place)>,
 }
@@ -54,14 +58,13 @@ impl Ahead {
     pub fn new(setting: Prefetch, slots: usize, slot_bytes: usize) -> Self {
         Self {
             setting,
-            on: setting == Prefetch::On,
-            stage: Stage::TryOff,
-            left: TRIAL,
+            on: setting != Prefetch::Off,
+            stage: Stage::Cold,
+            left: COLD,
             keep: KEEP,
             layer: 0,
-            stall: 0.0,
-            needed: 0,
-            without: None,
+            stall: [0.0; 2],
+            needed: [0; 2],
             // Predictions hold their slots until their layer has come: they must leave most of the pool alone.
             most: (BUDGET / slot_bytes.max(1)).min(slots / 8),
             sent: Vec::new(),
@@ -100,35 +103,31 @@ impl Ahead {
             return;
         }
         self.left = self.left.saturating_sub(1);
-        // A trial in which hardly anything came from disk says nothing yet.
-        if self.left > 0 || (self.stage != Stage::Keep && self.needed < u64::from(TRIAL)) {
-            return;
-        }
-        let stall = self.stall / self.needed.max(1) as f64;
-        (self.stall, self.needed) = (0.0, 0);
         match self.stage {
-            Stage::TryOff => {
-                self.without = Some(stall);
-                (self.stage, self.left, self.on) = (Stage::TryOn, TRIAL, true);
-            }
-            Stage::TryOn => {
+            Stage::Try if self.left > 0 || self.needed.iter().any(|&needed| needed < ENOUGH) => self.on = !self.on,
+            Stage::Try => {
+                let [without, with] = [0, 1].map(|way| self.stall[way] / self.needed[way] as f64);
                 // Two in a hundred is noise, and a prediction is not free.
-                let pays = self.without.is_some_and(|without| stall < 0.98 * without);
-                tracing::debug!(with = stall, without = self.without, pays, "reading ahead, seconds stalled an expert");
-                (self.stage, self.left, self.on) = (Stage::Keep, self.keep, pays);
+                self.on = with < 0.98 * without;
+                tracing::debug!(with, without, on = self.on, "reading ahead, seconds stalled an expert");
+                (self.stage, self.left) = (Stage::Keep, self.keep);
                 self.keep = (self.keep * 2).min(KEEP_MOST);
             }
-            Stage::Keep => (self.stage, self.left, self.on) = (Stage::TryOff, TRIAL, false),
+            Stage::Cold | Stage::Keep if self.left == 0 => {
+                (self.stage, self.left) = (Stage::Try, TRIAL);
+                (self.stall, self.needed) = ([0.0; 2], [0; 2]);
+            }
+            Stage::Cold | Stage::Keep => {}
         }
     }
 
     /// A route found `misses` experts nowhere and `foreseen` because they had been predicted.
     pub fn looked_up(&mut self, misses: u64, foreseen: u64) {
-        self.needed += misses + foreseen;
+        self.needed[usize::from(self.on)] += misses + foreseen;
     }
 
     pub fn stalled(&mut self, seconds: f64) {
-        self.stall += seconds;
+        self.stall[usize::from(self.on)] += seconds;
     }
 }
 

@@ -226,7 +226,7 @@ impl Routed<'_> {
     fn release(&mut self, state: &mut super::State) {
         for (_, stage) in &mut self.scratch.wanted {
             if let Stage::Given(place) = *stage {
-                state.slots.unpin(place);
+                state.slots.unpin(place, &state.heat);
                 *stage = Stage::Over;
             }
         }
@@ -236,7 +236,7 @@ impl Routed<'_> {
 impl Store {
     /// A slot for an expert that has none, with its reads under way.
     fn slot_for(&self, state: &mut super::State, key: Key) -> Option<Place> {
-        let claim = match state.slots.claim(key, Reason::Demand, &state.heat, None) {
+        let claim = match state.slots.claim(key, Reason::Demand, &state.heat) {
             Some(claim) => claim,
             None => {
                 // Nothing to evict: a slot that waits for a background read has to do.
@@ -244,7 +244,7 @@ impl Store {
                 let place = waiting.find_map(|reason| state.slots.unwanted(reason).find(|&p| self.reader.cancel(p)))?;
                 state.ahead.forget(place);
                 state.slots.vacate(place);
-                state.slots.claim(key, Reason::Demand, &state.heat, None)?
+                state.slots.claim(key, Reason::Demand, &state.heat)?
             }
         };
         self.count_eviction(&claim);
@@ -282,7 +282,7 @@ impl Drop for Routed<'_> {
         let state = &mut *self.store.state.borrow_mut();
         for (_, stage) in &self.scratch.wanted {
             if let Stage::Held(place) | Stage::Given(place) = *stage {
-                state.slots.unpin(place);
+                state.slots.unpin(place, &state.heat);
                 state.failed.retain(|(failed, ..)| *failed != place);
             }
         }

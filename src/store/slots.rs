@@ -149,9 +149,13 @@ impl Slots {
         true
     }
 
-    pub fn unpin(&mut self, place: Place) {
-        if let Some(slot) = self.get_mut(place) {
-            slot.pins = slot.pins.saturating_sub(1);
+    /// Undoes one [`Slots::pin`].
+    pub fn unpin(&mut self, place: Place, heat: &Heat) {
+        let Some(slot) = self.get_mut(place) else { return };
+        slot.pins = slot.pins.saturating_sub(1);
+        if evictable(slot) {
+            let score = heat.score(slot.key);
+            self.offer(score, place.slot.0);
         }
     }
 
@@ -163,15 +167,15 @@ impl Slots {
     }
 
     /// Gives `key`, which must have no slot, a free slot or that of the coldest victim; it is then loading and not yet
-    /// pinned. With `below`, a victim must be colder than that. `None` if no slot can be had.
-    pub fn claim(&mut self, key: Key, reason: Reason, heat: &Heat, below: Option<f32>) -> Option<Claim> {
+    /// pinned. `None` if no slot can be had.
+    pub fn claim(&mut self, key: Key, reason: Reason, heat: &Heat) -> Option<Claim> {
         if self.find(key).is_some() || key as usize >= self.places.len() {
             return None;
         }
         let (index, evicted, unused) = match self.free.pop() {
             Some(index) => (index, None, false),
             None => {
-                let index = self.victim(heat, below)?;
+                let index = self.victim(heat)?;
                 let old = *self.slots.get(index as usize)?;
                 if let Some(place) = self.places.get_mut(old.key as usize) {
                     *place = NOWHERE;
@@ -215,17 +219,14 @@ impl Slots {
     }
 
     /// The coldest slot that may be given away. One look at all slots serves several victims: the list is good as long
-    /// as a slot on it is still evictable and no warmer than it was.
-    fn victim(&mut self, heat: &Heat, below: Option<f32>) -> Option<u32> {
+    /// as a slot on it is still evictable and no warmer than it was, and colder ones join it when they are unpinned.
+    fn victim(&mut self, heat: &Heat) -> Option<u32> {
         for fresh in [false, true] {
             if fresh {
                 self.look(heat);
             }
             while let Some(&(score, index)) = self.victims.last() {
                 let good = self.slots.get(index as usize).is_some_and(|s| evictable(s) && heat.score(s.key) <= score);
-                if good && below.is_some_and(|below| score >= below) {
-                    return None;
-                }
                 self.victims.pop();
                 if good {
                     return Some(index);
@@ -252,6 +253,17 @@ impl Slots {
             }
             let at = self.victims.partition_point(|other| other.0 > score);
             self.victims.insert(at, (score, index as u32));
+        }
+    }
+
+    /// Puts a slot on the list of victims if it is colder than the warmest of them.
+    fn offer(&mut self, score: f32, index: u32) {
+        if self.victims.first().is_some_and(|warmest| score < warmest.0) {
+            if self.victims.len() == MAX_VICTIMS {
+                self.victims.remove(0);
+            }
+            let at = self.victims.partition_point(|other| other.0 > score);
+            self.victims.insert(at, (score, index));
         }
     }
 

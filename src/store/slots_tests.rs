@@ -57,7 +57,7 @@ proptest! {
                 Step::Want(key) => want(&mut heat, key),
                 Step::Claim { key, ahead } => {
                     let reason = if ahead { Reason::Ahead } else { Reason::Demand };
-                    let claim = slots.claim(key, reason, &heat, None);
+                    let claim = slots.claim(key, reason, &heat);
                     let victims: Vec<Key> =
                         model.iter().filter(|(_, h)| h.ready && h.pins == 0 && !h.ahead).map(|(k, _)| *k).collect();
                     if model.contains_key(&key) || (model.len() == size && victims.is_empty()) {
@@ -91,7 +91,7 @@ proptest! {
                 },
                 Step::Unpin(n) => if let Some(key) = pick(&model, n) {
                     let held = model.get_mut(&key).expect("picked");
-                    slots.unpin(held.place);
+                    slots.unpin(held.place, &heat);
                     held.pins = held.pins.saturating_sub(1);
                 },
                 Step::Calm(n) => if let Some(key) = pick(&model, n) {
@@ -122,10 +122,28 @@ fn the_coldest_goes_first() {
         for _ in 0..=key {
             want(&mut heat, key);
         }
-        let claim = slots.claim(key, Reason::Demand, &heat, None).unwrap();
+        let claim = slots.claim(key, Reason::Demand, &heat).unwrap();
         slots.landed(claim.place);
     }
     let coldest = (0..3).min_by(|a, b| heat.score(*a).total_cmp(&heat.score(*b))).unwrap();
-    assert_eq!(slots.claim(7, Reason::Demand, &heat, Some(0.0)), None, "nobody is colder than nothing");
-    assert_eq!(slots.claim(7, Reason::Demand, &heat, None).unwrap().evicted, Some(coldest));
+    assert_eq!(slots.claim(7, Reason::Demand, &heat).unwrap().evicted, Some(coldest));
+}
+
+#[test]
+fn who_was_never_wanted_again_goes_before_older_victims() {
+    let mut slots = Slots::new(96, 128);
+    let mut heat = Heat::new(1, 128);
+    let take = |slots: &mut Slots, heat: &Heat, key| {
+        let claim = slots.claim(key, Reason::Demand, heat).unwrap();
+        slots.pin(claim.place);
+        slots.landed(claim.place);
+        slots.unpin(claim.place, heat);
+        claim.evicted
+    };
+    for key in 0..96 {
+        (0..2).for_each(|_| want(&mut heat, key));
+        take(&mut slots, &heat, key);
+    }
+    assert!(take(&mut slots, &heat, 100).is_some_and(|key| key < 96));
+    assert_eq!(take(&mut slots, &heat, 101), Some(100), "nobody asked for it even once");
 }

@@ -94,7 +94,7 @@ impl Store {
                 break;
             }
             state.heat.prime(key, score);
-            if let Some(claim) = state.slots.claim(key, Reason::Warm, &state.heat, None) {
+            if let Some(claim) = state.slots.claim(key, Reason::Warm, &state.heat) {
                 self.send(state, key, claim.place, Reason::Warm);
                 sent += 1;
             }

@@ -106,7 +106,7 @@ impl Out {
     /// The place `count` values further on.
     ///
     /// # Safety
-    /// As for [`pointer::add`].
+    /// As for `add` of the pointer.
     pub unsafe fn add(self, count: usize) -> Self {
         // SAFETY: passed on.
         Self(unsafe { self.0.add(count) })
