@@ -1,6 +1,7 @@
 //! NEON: byte products by `sdot` where the processor has it (all of Apple's do), else by `smull` and `sadalp`.
 //!
-//! Written without an Arm machine at hand: tested under emulation, never timed.
+//! Written without an Arm machine at hand. Both ways pass this room's tests (the scalar bytes for all widths, groups and
+//! numbers of lines) under emulation, and so do the golden tests: `tests/neon.sh`. Never timed, so nothing here is tuned.
 
 use std::{
     arch::{aarch64::*, asm},
