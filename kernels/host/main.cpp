@@ -3,7 +3,8 @@
 //
 // Everything is little-endian u32 words and raw bytes. Requests: 'B' id bytes (a buffer, filled with 0xff), 'W' id offset
 // bytes DATA, 'R' id offset bytes (answered by the data), 'D' kernel-name-length NAME words ARGS bindings {id offset bytes
-// access}... grid[3] threads twice (answered by one byte: 0, or 1 and a length and a message).
+// access}... grid[3] threads twice (answered by one byte: 0, or 1 and a length and a message), 'N' (answered by a length and the
+// kernels' names, a space behind each).
 //
 // A binding becomes a heap block of exactly its bytes, at its own alignment, so that AddressSanitizer sees every overrun;
 // outputs start as 0xff. With `twice` the dispatch also runs backwards, and must give the same bytes.
@@ -112,6 +113,13 @@ int main() {
       uint3 grid = {word(), word(), word()};
       uint threads = word(), twice = word();
       answer(run(name, args, bindings, grid, threads, twice != 0));
+      continue;
+    }
+    if (what == 'N') {
+      std::string names;
+      for (auto& kernel : host::kernels()) names += kernel.first + " ";
+      uint n = names.size();
+      give(&n, 4), give(names.data(), n), fflush(stdout);
       continue;
     }
     uint id = word(), offset = what == 'B' ? 0 : word(), bytes = word();

@@ -20,7 +20,10 @@ use candle_metal_kernels::{
     metal::{Buffer, Device, ResidencySet},
 };
 use library::Library;
-use objc2::{rc::Retained, runtime::ProtocolObject};
+use objc2::{
+    rc::{Retained, autoreleasepool},
+    runtime::ProtocolObject,
+};
 use objc2_metal::{
     MTLBarrierScope, MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandEncoder, MTLCommandQueue,
     MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLSharedEvent,
@@ -47,7 +50,7 @@ pub struct Metal {
     residency: ResidencySet,
     fence: Retained<ProtocolObject<dyn MTLFence>>,
     event: Retained<ProtocolObject<dyn MTLSharedEvent>>,
-    /// The last number a command buffer will signal.
+    /// The last number a command buffer will signal: 0 before the first one, which has no fence to wait for.
     signalled: u64,
     library: Library,
     buffers: BTreeMap<u32, Memory>,
@@ -79,11 +82,12 @@ fn failed<T>(what: &str) -> Result<T, GpuError> {
 }
 
 impl Metal {
-    /// The system's GPU through Candle. Compiles every kernel file; an error carries Apple's compiler log.
+    /// The system's GPU through Candle. A kernel file that Apple's compiler refuses is an error of whoever launches one of
+    /// its kernels.
     pub fn new() -> Result<Self, GpuError> {
         let candle = candle_core::Device::new_metal(0).map_err(|error| GpuError(error.to_string()))?;
         let device = candle.as_metal_device().map_err(|error| GpuError(error.to_string()))?.device().clone();
-        let library = Library::new(&device)?;
+        let library = Library::new(&device);
         let raw = device.as_ref();
         let (Some(queue), Some(fence), Some(event)) = (raw.newCommandQueue(), raw.newFence(), raw.newSharedEvent())
         else {
@@ -109,23 +113,6 @@ impl Metal {
         })
     }
 
-    /// Bytes the GPU should be made to hold at most, as the system recommends.
-    pub fn working_set(&self) -> u64 {
-        self.device.recommended_max_working_set_size() as u64
-    }
-
-    /// The GPU's name.
-    pub fn name(&self) -> String {
-        self.device.as_ref().name().to_string()
-    }
-
-    /// Names of all kernels, each made into a pipeline: an error says which one the driver refuses.
-    pub fn compile_all(&mut self) -> Result<Vec<String>, GpuError> {
-        let names = self.library.names();
-        names.iter().try_for_each(|name| self.library.pipeline(name).map(|_| ()))?;
-        Ok(names)
-    }
-
     fn keep(&mut self, buffer: Buffer, len: usize, slab: Option<Arc<Slab>>) -> Region {
         self.residency.insert(&buffer);
         let number = self.next;
@@ -149,7 +136,9 @@ impl Metal {
         let Some(encoder) = commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Concurrent) else {
             return failed("an encoder");
         };
-        encoder.waitForFence(&self.fence);
+        if self.signalled > 0 {
+            encoder.waitForFence(&self.fence);
+        }
         Ok(Open { commands, encoder, unordered: Vec::new() })
     }
 
@@ -183,6 +172,18 @@ impl Metal {
 }
 
 impl Gpu for Metal {
+    fn name(&self) -> String {
+        self.device.as_ref().name().to_string()
+    }
+
+    fn working_set(&self) -> Option<u64> {
+        Some(self.device.recommended_max_working_set_size() as u64).filter(|bytes| *bytes > 0)
+    }
+
+    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+        autoreleasepool(|_| self.library.all())
+    }
+
     fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
         let buffer = self.device.new_buffer(bytes.max(16), RESOURCE_OPTIONS);
         let buffer = buffer.map_err(|error| GpuError(format!("{bytes} bytes: {error}")))?;
@@ -238,13 +239,26 @@ impl Gpu for Metal {
     }
 
     fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
-        let mut open = self.open()?;
-        let done = self.encode(&mut open, dispatch);
-        self.open = Some(open);
-        done
+        // Metal leaves objects to the thread's pool, and a thread of ours has none.
+        autoreleasepool(|_| {
+            let mut open = self.open()?;
+            let done = self.encode(&mut open, dispatch);
+            self.open = Some(open);
+            done
+        })
     }
 
     fn commit(&mut self) -> Result<(), GpuError> {
+        autoreleasepool(|_| self.hand_over())
+    }
+
+    fn wait(&mut self) -> Result<(), GpuError> {
+        autoreleasepool(|_| self.finish())
+    }
+}
+
+impl Metal {
+    fn hand_over(&mut self) -> Result<(), GpuError> {
         let Some(open) = self.open.take() else { return Ok(()) };
         open.encoder.updateFence(&self.fence);
         open.encoder.endEncoding();
@@ -256,8 +270,8 @@ impl Gpu for Metal {
         Ok(())
     }
 
-    fn wait(&mut self) -> Result<(), GpuError> {
-        self.commit()?;
+    fn finish(&mut self) -> Result<(), GpuError> {
+        self.hand_over()?;
         let begin = Instant::now();
         while self.event.signaledValue() < self.signalled {
             if begin.elapsed() < SPIN {
