@@ -4,7 +4,10 @@
 mod report;
 mod run;
 
-use super::{options, progress, resolve};
+use super::{
+    device::{self, Chosen},
+    options, progress, resolve,
+};
 use crate::{
     chat::Tokenizer,
     cli,
@@ -33,13 +36,15 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     let (sessions, runs_each) = if typed.cold { (typed.repeat, 1) } else { (1, typed.repeat) };
     let (mut runs, mut setup) = (Vec::new(), None);
     for _ in 0..sessions {
-        let model = load_with_bar(&dir, &options, &metrics)?;
+        let chosen = Chosen::new(&load)?;
+        options.gpu = chosen.working_set();
+        let model = chosen.place(load_with_bar(&dir, &options, &metrics)?)?;
         let needed = typed.prompt_tokens + typed.gen_tokens;
         if model.context() < needed {
             let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.context());
             return Err(CommandError::Usage(why));
         }
-        setup = Some(Setup::new(&model, &load));
+        setup = Some(Setup::new(device::name(&model), model.qwen(), &load));
         if typed.cold {
             drop_cached(&dir)?;
         }

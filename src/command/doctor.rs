@@ -1,0 +1,79 @@
+//! `moestro doctor`: whether this machine computes what it should. Every kernel of the GPU against the CPU's op, every
+//! instruction set of the processor against plain Rust, and one answer of the demo model on each device: what to paste into a
+//! bug report.
+
+mod answer;
+mod report;
+
+use super::device::NONE;
+use crate::{
+    cli,
+    device::{self, Gpu, Math, os},
+    error::CommandError,
+    ops::check::{self, Finding},
+};
+use answer::Demo;
+pub use report::Report;
+use report::{GpuReport, Machine};
+use std::{io::Write, time::Instant};
+
+/// Prints the findings.
+///
+/// # Errors
+/// `CommandError::Unsound` if something differs or fails.
+pub fn run(typed: &cli::Doctor) -> Result<(), CommandError> {
+    let gpu = device::gpu().map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NONE.into()));
+    let report = examine(gpu)?;
+    let text = match typed.json {
+        true => serde_json::to_string_pretty(&report).unwrap_or_default() + "\n",
+        false => report.to_string(),
+    };
+    // If nobody reads it, the exit status still says it.
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    let wrong = report.wrong();
+    if wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(wrong.join(", "))) }
+}
+
+/// The findings about this machine with any GPU, or with the reason why there is none.
+///
+/// # Errors
+/// What keeps the demo from being loaded at all.
+pub fn examine(gpu: Result<Box<dyn Gpu>, String>) -> Result<Report, CommandError> {
+    let demo = Demo::open()?;
+    let processor = check::processor();
+    let mut answers = vec![demo.on_cpu(Math::F32)?, demo.on_cpu(Math::Integer)?];
+    let gpu = match gpu {
+        Ok(mut gpu) => {
+            let begin = Instant::now();
+            // Findings of kernels that do not compile come with the others.
+            let compiled = gpu.compile().iter().filter(|(_, error)| error.is_none()).count();
+            let compile_seconds = begin.elapsed().as_secs_f64();
+            let begin = Instant::now();
+            let kernels: Vec<Finding> = check::kernels(&mut gpu);
+            let check_seconds = begin.elapsed().as_secs_f64();
+            let (name, working_set) = (gpu.name(), gpu.working_set());
+            answers.push(demo.on_gpu(gpu)?);
+            Ok(GpuReport { name, working_set, compiled, compile_seconds, check_seconds, kernels })
+        }
+        Err(why) => Err(why),
+    };
+    Ok(Report { machine: Machine::here(os::physical_cores()), processor, gpu, answers })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_machine_is_sound() {
+        let report = examine(Err("there is none".into())).unwrap();
+        assert!(report.wrong().is_empty(), "{report}");
+        let text = report.to_string();
+        assert!(text.contains("no GPU: there is none") && text.contains("scalar"), "{text}");
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(json["gpu"], serde_json::Value::Null);
+        assert_eq!(json["answers"][0]["device"], "cpu, plain f32");
+        assert_eq!(json["answers"][0]["ids"], json["answers"][1]["ids"]);
+        assert!(json["processor"].as_array().is_some_and(|all| all.iter().all(|one| one["agrees"] == true)));
+    }
+}
