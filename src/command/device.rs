@@ -2,11 +2,12 @@
 
 use crate::{
     config::{Device, Load},
-    device::{self, Gpu},
+    device::{self, Gpu, GpuError},
     error::{CommandError, ModelError},
     model::{Placed, Qwen, gpu::OnGpu},
-    ops::check,
+    ops::check::{self, Finding},
 };
+use std::time::Instant;
 
 /// The device that is going to compute.
 pub struct Chosen {
@@ -23,23 +24,30 @@ pub const METAL: &str = "metal";
 pub const NONE: &str = "this build has no Metal, which is for macOS only";
 
 impl Chosen {
-    /// What `--device` says. `auto` takes the system's GPU if all its kernels agree with the CPU on small inputs, which is a
-    /// matter of milliseconds; else the log says why not, and the CPU computes.
+    /// What `--device` says. `auto` takes the system's GPU if all its kernels agree with the CPU on small inputs: what that
+    /// takes is compiling them, which has to be done anyway. Else the log says why not, and the CPU computes.
     ///
     /// # Errors
     /// `--device metal` where there is none.
     pub fn new(load: &Load) -> Result<Self, CommandError> {
-        let asked = load.device == Device::Metal;
         let found = if load.device == Device::Cpu { Ok(None) } else { device::gpu() };
+        Self::of(found, load.device == Device::Metal)
+    }
+
+    /// The same of a GPU that was found, or not; `asked` if nothing else will do.
+    ///
+    /// # Errors
+    /// There is none, and it was asked for.
+    pub fn of(found: Result<Option<Box<dyn Gpu>>, GpuError>, asked: bool) -> Result<Self, CommandError> {
         let gpu = match found {
             Ok(Some(mut gpu)) => match objections(&mut gpu) {
                 None => Some(gpu),
                 Some(wrong) if asked => {
-                    tracing::warn!("{wrong}; --device metal takes it nevertheless");
+                    tracing::warn!("--device metal is taken at its word: {wrong}");
                     Some(gpu)
                 }
                 Some(wrong) => {
-                    tracing::warn!("{wrong}; the CPU computes instead (`moestro doctor` tells more)");
+                    tracing::warn!("the CPU computes (`moestro doctor` tells more): {wrong}");
                     None
                 }
             },
@@ -73,7 +81,7 @@ impl Chosen {
             Ok(model) => Ok(Placed::Gpu(Box::new(model))),
             Err(refused) if self.asked => Err(refused.error),
             Err(refused) => {
-                tracing::warn!("{}; the CPU computes instead", refused.error);
+                tracing::warn!("the CPU computes: {}", refused.error);
                 Ok(Placed::Cpu(refused.qwen))
             }
         }
@@ -88,12 +96,21 @@ pub fn name(model: &Placed) -> &'static str {
     }
 }
 
-/// What is wrong with a GPU, in a sentence.
-fn objections(gpu: &mut Box<dyn Gpu>) -> Option<String> {
+/// What is wrong with a GPU: the kernels' names, and what the first of those that could not run was told.
+fn objections<G: Gpu + ?Sized>(gpu: &mut G) -> Option<String> {
+    let begin = Instant::now();
     let found = check::kernels(gpu);
-    let wrong: Vec<&str> = found.iter().filter(|finding| !finding.agrees()).map(|f| f.name.as_str()).collect();
-    (!wrong.is_empty())
-        .then(|| format!("{}: these kernels fail or do not agree with the CPU: {}", gpu.name(), wrong.join(", ")))
+    let wrong: Vec<&Finding> = found.iter().filter(|finding| !finding.agrees()).collect();
+    if wrong.is_empty() {
+        let seconds = begin.elapsed().as_secs_f64();
+        tracing::debug!("{}: all kernels agree with the CPU; compiling and comparing took {seconds:.2} s", gpu.name());
+        return None;
+    }
+    let names: Vec<&str> = wrong.iter().map(|finding| finding.name.as_str()).collect();
+    let told =
+        wrong.iter().find_map(|finding| Some(format!("; {}: {}", finding.name, finding.outcome.as_ref().err()?)));
+    let (gpu, told) = (gpu.name(), told.unwrap_or_default());
+    Some(format!("{gpu}: these fail or do not agree with the CPU: {}{told}", names.join(", ")))
 }
 
 #[cfg(all(test, not(target_vendor = "apple")))]

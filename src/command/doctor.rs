@@ -25,7 +25,7 @@ pub fn run(typed: &cli::Doctor) -> Result<(), CommandError> {
     let gpu = device::gpu().map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NONE.into()));
     let report = examine(gpu)?;
     let text = match typed.json {
-        true => serde_json::to_string_pretty(&report).unwrap_or_default() + "\n",
+        true => format!("{:#}\n", report.json()),
         false => report.to_string(),
     };
     // If nobody reads it, the exit status still says it.
@@ -45,7 +45,7 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>) -> Result<Report, CommandError
     let gpu = match gpu {
         Ok(mut gpu) => {
             let begin = Instant::now();
-            // Findings of kernels that do not compile come with the others.
+            // What does not compile comes with the other findings.
             let compiled = gpu.compile().iter().filter(|(_, error)| error.is_none()).count();
             let compile_seconds = begin.elapsed().as_secs_f64();
             let begin = Instant::now();
@@ -57,12 +57,13 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>) -> Result<Report, CommandError
         }
         Err(why) => Err(why),
     };
-    Ok(Report { machine: Machine::here(os::physical_cores()), processor, gpu, answers })
+    Ok(Report { machine: Machine::here(os::physical_cores()), processor, gpu, question: answer::QUESTION, answers })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn this_machine_is_sound() {
@@ -70,8 +71,9 @@ mod tests {
         assert!(report.wrong().is_empty(), "{report}");
         let text = report.to_string();
         assert!(text.contains("no GPU: there is none") && text.contains("scalar"), "{text}");
-        let json = serde_json::to_value(&report).unwrap();
-        assert_eq!(json["gpu"], serde_json::Value::Null);
+        assert!(text.ends_with("everything agrees; there was no GPU to compare\n"), "{text}");
+        let json = report.json();
+        assert_eq!((&json["gpu"]["absent"], &json["wrong"]), (&json!("there is none"), &json!([])));
         assert_eq!(json["answers"][0]["device"], "cpu, plain f32");
         assert_eq!(json["answers"][0]["ids"], json["answers"][1]["ids"]);
         assert!(json["processor"].as_array().is_some_and(|all| all.iter().all(|one| one["agrees"] == true)));

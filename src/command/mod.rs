@@ -1,7 +1,7 @@
 //! One file for each subcommand, and what they share: finding a checkpoint and loading its parts.
 
 mod bench;
-mod device;
+pub mod device;
 pub mod doctor;
 mod generate;
 mod info;

@@ -1,8 +1,8 @@
-//! `moestro doctor`'s comparisons, over the kernels compiled for the host.
+//! `moestro doctor`'s comparisons, and what `--device` makes of them, over the kernels compiled for the host.
 
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
-    command::doctor,
+    command::{device::Chosen, doctor},
     device::{Dispatch, Effect, Gpu, GpuError, Region, Slab},
     ops::check,
 };
@@ -105,7 +105,7 @@ fn every_kernel_is_compared_and_agrees() {
     assert!(wrong.is_empty(), "{wrong:?}");
     let names = found.iter().map(|finding| finding.name.as_str());
     let (others, compared): (BTreeSet<&str>, BTreeSet<&str>) = names.partition(|name| name.starts_with('('));
-    assert_eq!(others, BTreeSet::from(["(order of launches)", "(memory shared with the CPU)"]));
+    assert_eq!(others, BTreeSet::from(["(order of launches)", "(shared memory)"]));
     let all = Host::start().names();
     assert_eq!(compared, all.iter().map(String::as_str).collect(), "a kernel nobody compares");
 }
@@ -170,8 +170,9 @@ fn the_whole_report_of_a_sound_gpu() {
     let report = doctor::examine(Ok(Box::new(HostGpu::new(Host::fast())))).unwrap();
     assert!(report.wrong().is_empty(), "{report}");
     let text = report.to_string();
+    println!("{text}");
     assert!(text.contains("the host: working set unknown") && text.ends_with("everything agrees\n"), "{text}");
-    let json = serde_json::to_value(&report).unwrap();
+    let json = report.json();
     assert_eq!(json["answers"][2]["device"], "metal");
     assert_eq!(json["answers"][2]["ids"], json["answers"][0]["ids"]);
     assert_eq!(json["gpu"]["kernels"].as_array().unwrap().len(), Host::fast().names().len() + 2);
@@ -182,5 +183,19 @@ fn the_whole_report_of_a_faulty_gpu() {
     let report = doctor::examine(Ok(Box::new(Faulty::new("experts_down", false)))).unwrap();
     assert_eq!(report.wrong(), ["experts_down", "the demo's answer (metal)"]);
     let text = report.to_string();
-    assert!(text.contains("OTHER TOKENS") && text.contains("WRONG: experts_down, the demo's answer (metal)"), "{text}");
+    println!("{text}");
+    assert!(text.contains("WRONG after ") && text.contains("WRONG: experts_down, the demo's answer (metal)"), "{text}");
+}
+
+#[test]
+fn a_gpu_is_taken_if_it_computes_what_the_cpu_does() {
+    let sound = || Ok(Some(Box::new(HostGpu::new(Host::fast())) as Box<dyn Gpu>));
+    let faulty = || Ok(Some(Box::new(Faulty::new("route", false)) as Box<dyn Gpu>));
+    let name = |found, asked| Chosen::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
+    assert_eq!((name(sound(), false), name(sound(), true)), (Ok("metal"), Ok("metal")));
+    // Who asks for it gets it; `auto` takes the CPU.
+    assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok("metal")));
+    let broken = || Err(GpuError("no queue".into()));
+    assert_eq!((name(broken(), false), name(Ok(None), false)), (Ok("cpu"), Ok("cpu")));
+    assert_eq!(name(broken(), true), Err("--device metal: no queue".into()));
 }

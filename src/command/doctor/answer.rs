@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde_json::{Map, json};
 use std::time::Instant;
 
-const QUESTION: &str = "What is 12+7?";
+pub const QUESTION: &str = "What is 12+7?";
 /// Tokens to generate, end-of-sequence or not.
 const COUNT: usize = 48;
 /// Tokens of the context: the demo was made for more, and nobody needs them here.
@@ -26,6 +26,7 @@ const CONTEXT: usize = 256;
 pub struct Answer {
     pub device: String,
     pub ids: Vec<u32>,
+    /// Of the tokens before the one that ends an answer.
     pub text: String,
     pub prompt_tokens_per_second: f64,
     pub tokens_per_second: f64,
@@ -97,7 +98,9 @@ impl Demo {
         // The first pass warms what the second one measures: pipelines, threads, pages.
         match generate().and_then(|_| generate()) {
             Ok((prompt_tokens_per_second, tokens_per_second, ids)) => {
-                let text = self.checkpoint.tokenizer.decode(&ids);
+                let eos = &self.checkpoint.generation.eos;
+                let len = ids.iter().position(|id| eos.contains(id)).unwrap_or(ids.len());
+                let text = self.checkpoint.tokenizer.decode(&ids[..len]);
                 Answer { device: device.into(), ids, text, prompt_tokens_per_second, tokens_per_second, error: None }
             }
             Err::<_, crate::error::ModelError>(error) => failed(device, error.to_string()),

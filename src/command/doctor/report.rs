@@ -3,6 +3,7 @@
 use super::answer::Answer;
 use crate::{device::os, ops::check::Finding, plan::Size};
 use serde::{Serialize, Serializer, ser::SerializeSeq};
+use serde_json::{Value, json};
 use std::fmt;
 
 /// What this program runs on.
@@ -43,14 +44,17 @@ pub struct GpuReport {
     pub kernels: Vec<Finding>,
 }
 
-/// All of it; `--json` prints it as it is.
+/// All of it.
 #[derive(Debug, Serialize)]
 pub struct Report {
     pub machine: Machine,
     #[serde(serialize_with = "findings")]
     pub processor: Vec<Finding>,
+    /// Or why there is none.
     #[serde(serialize_with = "gpu")]
     pub gpu: Result<GpuReport, String>,
+    /// What the demo was asked.
+    pub question: &'static str,
     pub answers: Vec<Answer>,
 }
 
@@ -58,7 +62,7 @@ fn findings<S: Serializer>(findings: &[Finding], to: S) -> Result<S::Ok, S::Erro
     let mut list = to.serialize_seq(Some(findings.len()))?;
     for finding in findings {
         let difference = finding.outcome.as_ref().ok();
-        list.serialize_element(&serde_json::json!({
+        list.serialize_element(&json!({
             "name": finding.name,
             "agrees": finding.agrees(),
             "difference": difference.map(|(difference, _)| difference),
@@ -70,75 +74,91 @@ fn findings<S: Serializer>(findings: &[Finding], to: S) -> Result<S::Ok, S::Erro
 }
 
 fn gpu<S: Serializer>(gpu: &Result<GpuReport, String>, to: S) -> Result<S::Ok, S::Error> {
-    gpu.as_ref().ok().serialize(to)
+    match gpu {
+        Ok(report) => report.serialize(to),
+        Err(why) => json!({ "absent": why }).serialize(to),
+    }
 }
 
 impl Report {
     /// What differs or fails, by name.
     pub fn wrong(&self) -> Vec<String> {
         let kernels = self.gpu.iter().flat_map(|gpu| &gpu.kernels);
-        let mut wrong: Vec<String> =
-            self.processor.iter().chain(kernels).filter(|f| !f.agrees()).map(|f| f.name.clone()).collect();
-        let first = self.answers.first();
-        for answer in &self.answers {
-            if answer.error.is_some() || Some(&answer.ids) != first.map(|first| &first.ids) {
-                wrong.push(format!("the demo's answer ({})", answer.device));
+        let findings = self.processor.iter().chain(kernels).filter(|finding| !finding.agrees());
+        let answers = self.answers.iter().filter(|answer| self.verdict(answer) != Verdict::Same);
+        findings
+            .map(|finding| finding.name.clone())
+            .chain(answers.map(|answer| format!("the demo's answer ({})", answer.device)))
+            .collect()
+    }
+
+    /// What `--json` prints: the fields, and the list of what is wrong.
+    pub fn json(&self) -> Value {
+        let mut all = json!(self);
+        all["wrong"] = json!(self.wrong());
+        all
+    }
+
+    /// An answer beside the first one, which every other must equal.
+    fn verdict<'a>(&self, answer: &'a Answer) -> Verdict<'a> {
+        let expected = self.answers.first().map_or(&[][..], |first| &first.ids);
+        match &answer.error {
+            Some(error) => Verdict::Failed(error),
+            None if answer.ids == expected => Verdict::Same,
+            None => {
+                let same = answer.ids.iter().zip(expected).take_while(|(found, expected)| found == expected);
+                Verdict::Other(same.count())
             }
         }
-        wrong
     }
+}
+
+#[derive(PartialEq)]
+enum Verdict<'a> {
+    Same,
+    /// After so many equal tokens.
+    Other(usize),
+    Failed(&'a str),
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Machine { version, system, architecture, processor, cores, memory } = &self.machine;
         let unknown = || "unknown".to_string();
-        writeln!(f, "moestro {version}, {}, {architecture}", system.clone().unwrap_or_else(unknown))?;
-        let memory = memory.map_or_else(unknown, |bytes| Size(bytes).to_string());
-        writeln!(f, "{}, {cores} cores, {memory}", processor.clone().unwrap_or_else(unknown))?;
-        writeln!(f)?;
-        writeln!(
-            f,
-            "processor: quantised and plain products, each instruction set against plain Rust (scalar: against f32)"
-        )?;
+        let size = |bytes: Option<u64>| bytes.map_or_else(unknown, |bytes| Size(bytes).to_string());
+        writeln!(f, "moestro {version} on {}, {architecture}", system.clone().unwrap_or_else(unknown))?;
+        writeln!(f, "{}, {cores} cores, {}", processor.clone().unwrap_or_else(unknown), size(*memory))?;
+
+        writeln!(f, "\nprocessor, all formats of weights: scalar against plain f32, the others against scalar")?;
         table(f, &self.processor)?;
-        writeln!(f)?;
+
         match &self.gpu {
             Ok(gpu) => {
-                let working_set = gpu.working_set.map_or_else(unknown, |bytes| Size(bytes).to_string());
-                writeln!(f, "{}: working set {working_set}", gpu.name)?;
-                let (compile, check) = (gpu.compile_seconds, gpu.check_seconds);
-                writeln!(
-                    f,
-                    "{} kernels made ready in {compile:.2} s, compared with the CPU in {check:.2} s",
-                    gpu.compiled
-                )?;
-                table(f, &gpu.kernels)?;
+                let GpuReport { name, working_set, compiled, compile_seconds, check_seconds, kernels } = gpu;
+                writeln!(f, "\n{name}: working set {}", size(*working_set))?;
+                write!(f, "{compiled} kernels compiled in {compile_seconds:.2} s (less when macOS has kept them), ")?;
+                writeln!(f, "compared with the CPU in {check_seconds:.2} s")?;
+                table(f, kernels)?;
             }
-            Err(why) => writeln!(f, "no GPU: {why}")?,
+            Err(why) => writeln!(f, "\nno GPU: {why}")?,
         }
-        writeln!(f)?;
-        writeln!(f, "demo: one answer, greedily")?;
-        let expected = self.answers.first().map(|answer| &answer.ids);
-        for (index, answer) in self.answers.iter().enumerate() {
-            match &answer.error {
-                Some(error) => writeln!(f, "  {:<24} FAILED: {error}", answer.device)?,
-                None => {
-                    let same = match (index, Some(&answer.ids) == expected) {
-                        (0, _) => &*format!("{} tokens", answer.ids.len()),
-                        (_, true) => "the same tokens",
-                        (_, false) => "OTHER TOKENS",
-                    };
-                    let (prompt, decode) = (answer.prompt_tokens_per_second, answer.tokens_per_second);
-                    writeln!(f, "  {:<24} {same:<16} prompt {prompt:>8.1}/s, decode {decode:>7.1}/s", answer.device)?;
-                }
+
+        writeln!(f, "\ndemo model: {:?}", self.question)?;
+        for answer in &self.answers {
+            let Answer { device, text, prompt_tokens_per_second: prompt, tokens_per_second: decode, .. } = answer;
+            let speed = format!("prompt {prompt:>7.0}/s, decode {decode:>6.0}/s");
+            match self.verdict(answer) {
+                Verdict::Same => writeln!(f, "  {device:<24} {speed}  {text:?}")?,
+                Verdict::Other(same) => writeln!(f, "  {device:<24} {speed}  WRONG after {same} tokens: {text:?}")?,
+                Verdict::Failed(error) => writeln!(f, "  {device:<24} FAILED: {error}")?,
             }
         }
-        writeln!(f)?;
+
         let wrong = self.wrong();
-        match wrong.is_empty() {
-            true => writeln!(f, "everything agrees"),
-            false => writeln!(f, "WRONG: {}", wrong.join(", ")),
+        match (wrong.is_empty(), &self.gpu) {
+            (true, Ok(_)) => writeln!(f, "\neverything agrees"),
+            (true, Err(_)) => writeln!(f, "\neverything agrees; there was no GPU to compare"),
+            (false, _) => writeln!(f, "\nWRONG: {}", wrong.join(", ")),
         }
     }
 }

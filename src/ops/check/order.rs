@@ -14,7 +14,7 @@ use std::sync::Arc;
 const SIDE: usize = 256;
 const STEPS: usize = 40;
 const WHAT: &str = "(order of launches)";
-const SHARED: &str = "(memory shared with the CPU)";
+const SHARED: &str = "(shared memory)";
 
 pub fn all<G: Gpu + ?Sized>(b: &mut Bench<'_, G>) -> Result<(), Trouble> {
     let (weight, matrix) = b.matrix(Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 }, SIDE, SIDE)?;
