@@ -27,8 +27,8 @@ use objc2::{
 };
 use objc2_metal::{
     MTLBarrierScope, MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandEncoder, MTLCommandQueue,
-    MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLSharedEvent,
-    MTLSize,
+    MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLGPUFamily,
+    MTLSharedEvent, MTLSize,
 };
 use std::{
     collections::BTreeMap,
@@ -97,6 +97,12 @@ impl Metal {
         if !device.as_ref().hasUnifiedMemory() {
             let name = device.as_ref().name();
             return Err(GpuError(format!("{name} has memory of its own; Metal is for GPUs that share the CPU's")));
+        }
+        if !device.as_ref().supportsFamily(MTLGPUFamily::Apple7) {
+            let name = device.as_ref().name();
+            return Err(GpuError(format!(
+                "{name} is older than M1 or a virtual machine's: it cannot add up a simdgroup"
+            )));
         }
         let library = Library::new(&device);
         let raw = device.as_ref();
