@@ -6,7 +6,7 @@ mod run;
 
 use super::{
     device::{self, Chosen},
-    options, progress, resolve,
+    options, progress, resolve, show,
 };
 use crate::{
     chat::Tokenizer,
@@ -60,10 +60,7 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     };
     let Some(setup) = setup else { return Ok(()) };
     let report = Report::new(model, setup, typed.cold, runs, os::peak_resident_memory());
-    match typed.json {
-        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
-        false => print!("{report}"),
-    }
+    show(&report, typed.json);
     Ok(())
 }
 

@@ -5,17 +5,17 @@
 mod answer;
 mod report;
 
-use super::device::NONE;
+use super::{device::NONE, show};
 use crate::{
     cli,
-    device::{self, Gpu, Math, os},
+    device::{self, Gpu, Math},
     error::CommandError,
     ops::check::{self, Finding},
 };
 use answer::Demo;
+use report::GpuReport;
 pub use report::Report;
-use report::{GpuReport, Machine};
-use std::{io::Write, time::Instant};
+use std::time::Instant;
 
 /// Prints the findings.
 ///
@@ -24,14 +24,8 @@ use std::{io::Write, time::Instant};
 pub fn run(typed: &cli::Doctor) -> Result<(), CommandError> {
     let gpu = device::gpu().map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NONE.into()));
     let report = examine(gpu)?;
-    let text = match typed.json {
-        true => format!("{:#}\n", report.json()),
-        false => report.to_string(),
-    };
-    // If nobody reads it, the exit status still says it.
-    let _ = std::io::stdout().write_all(text.as_bytes());
-    let wrong = report.wrong();
-    if wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(wrong.join(", "))) }
+    show(&report, typed.json);
+    if report.wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(report.wrong.join(", "))) }
 }
 
 /// The findings about this machine with any GPU, or with the reason why there is none.
@@ -57,7 +51,7 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>) -> Result<Report, CommandError
         }
         Err(why) => Err(why),
     };
-    Ok(Report { machine: Machine::here(os::physical_cores()), processor, gpu, question: answer::QUESTION, answers })
+    Ok(Report::new(processor, gpu, answers))
 }
 
 #[cfg(test)]
@@ -68,11 +62,11 @@ mod tests {
     #[test]
     fn this_machine_is_sound() {
         let report = examine(Err("there is none".into())).unwrap();
-        assert!(report.wrong().is_empty(), "{report}");
+        assert!(report.wrong.is_empty(), "{report}");
         let text = report.to_string();
         assert!(text.contains("no GPU: there is none") && text.contains("scalar"), "{text}");
         assert!(text.ends_with("everything agrees; there was no GPU to compare\n"), "{text}");
-        let json = report.json();
+        let json = json!(report);
         assert_eq!((&json["gpu"]["absent"], &json["wrong"]), (&json!("there is none"), &json!([])));
         assert_eq!(json["answers"][0]["device"], "cpu, plain f32");
         assert_eq!(json["answers"][0]["ids"], json["answers"][1]["ids"]);

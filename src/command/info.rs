@@ -1,6 +1,6 @@
 //! `moestro info`: what a model needs of this machine, and how fast it can decode here.
 
-use super::{device::Chosen, measure, options, resolve};
+use super::{device::Chosen, measure, options, resolve, show};
 use crate::{
     chat::Tokenizer,
     cli,
@@ -79,10 +79,7 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
         decode: rates.iter().map(|&rate| estimate(&found.shape, &measured.bandwidth, rate)).collect(),
         shape: found.shape,
     };
-    match typed.json {
-        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
-        false => print!("{report}"),
-    }
+    show(&report, typed.json);
     refused.map_or(Ok(()), |error| Err(error.into()))
 }
 

@@ -25,7 +25,22 @@ use crate::{
     store,
 };
 use device::Chosen;
-use std::{path::PathBuf, sync::Arc};
+use serde::Serialize;
+use std::{
+    fmt::Display,
+    io::{self, Write},
+    path::PathBuf,
+    sync::Arc,
+};
+
+/// Prints a report, or one JSON object. If nobody reads it, nobody misses it.
+fn show(report: &(impl Display + Serialize), json: bool) {
+    let text = match json {
+        true => serde_json::to_string_pretty(report).unwrap_or_default() + "\n",
+        false => report.to_string(),
+    };
+    let _ = io::stdout().write_all(text.as_bytes());
+}
 
 /// Runs what was asked for; returns when it is done.
 pub fn run(command: Command) -> Result<(), CommandError> {

@@ -1,9 +1,9 @@
 //! What `doctor` prints.
 
-use super::answer::Answer;
+use super::answer::{Answer, QUESTION};
 use crate::{device::os, ops::check::Finding, plan::Size};
 use serde::{Serialize, Serializer, ser::SerializeSeq};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::fmt;
 
 /// What this program runs on.
@@ -56,6 +56,8 @@ pub struct Report {
     /// What the demo was asked.
     pub question: &'static str,
     pub answers: Vec<Answer>,
+    /// What differs or fails, by name.
+    pub wrong: Vec<String>,
 }
 
 fn findings<S: Serializer>(findings: &[Finding], to: S) -> Result<S::Ok, S::Error> {
@@ -81,22 +83,17 @@ fn gpu<S: Serializer>(gpu: &Result<GpuReport, String>, to: S) -> Result<S::Ok, S
 }
 
 impl Report {
-    /// What differs or fails, by name.
-    pub fn wrong(&self) -> Vec<String> {
-        let kernels = self.gpu.iter().flat_map(|gpu| &gpu.kernels);
-        let findings = self.processor.iter().chain(kernels).filter(|finding| !finding.agrees());
-        let answers = self.answers.iter().filter(|answer| self.verdict(answer) != Verdict::Same);
-        findings
+    pub fn new(processor: Vec<Finding>, gpu: Result<GpuReport, String>, answers: Vec<Answer>) -> Self {
+        let (machine, question, wrong) = (Machine::here(os::physical_cores()), QUESTION, Vec::new());
+        let mut report = Self { machine, processor, gpu, question, answers, wrong };
+        let kernels = report.gpu.iter().flat_map(|gpu| &gpu.kernels);
+        let findings = report.processor.iter().chain(kernels).filter(|finding| !finding.agrees());
+        let answers = report.answers.iter().filter(|answer| report.verdict(answer) != Verdict::Same);
+        report.wrong = findings
             .map(|finding| finding.name.clone())
             .chain(answers.map(|answer| format!("the demo's answer ({})", answer.device)))
-            .collect()
-    }
-
-    /// What `--json` prints: the fields, and the list of what is wrong.
-    pub fn json(&self) -> Value {
-        let mut all = json!(self);
-        all["wrong"] = json!(self.wrong());
-        all
+            .collect();
+        report
     }
 
     /// An answer beside the first one, which every other must equal.
@@ -154,11 +151,10 @@ impl fmt::Display for Report {
             }
         }
 
-        let wrong = self.wrong();
-        match (wrong.is_empty(), &self.gpu) {
+        match (self.wrong.is_empty(), &self.gpu) {
             (true, Ok(_)) => writeln!(f, "\neverything agrees"),
             (true, Err(_)) => writeln!(f, "\neverything agrees; there was no GPU to compare"),
-            (false, _) => writeln!(f, "\nWRONG: {}", wrong.join(", ")),
+            (false, _) => writeln!(f, "\nWRONG: {}", self.wrong.join(", ")),
         }
     }
 }
