@@ -27,7 +27,7 @@ run() {
 }
 
 # `max` has sdot, `cortex-a53` has not; a test says which kernels it found, so that neither is left out unseen.
-run max --lib ops:: -- --nocapture | tee /dev/stderr | grep 'kernels: .*Dotprod' >/dev/null
-run cortex-a53 --lib ops:: -- --nocapture | tee /dev/stderr | grep 'kernels: \[Scalar, Neon\]' >/dev/null
+run max --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
+run cortex-a53 --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: \[Scalar, Neon\]' >/dev/null
 run max --test golden
 printf '\n%s s\n' "$SECONDS"
