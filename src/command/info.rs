@@ -145,16 +145,17 @@ impl Report {
         let Measured { bandwidth, threads, io_threads, direct } = self.measured;
         writeln!(f, "measured here")?;
         writeln!(f, "  memory          {:>5.1} GB/s  read by {threads} threads", bandwidth.memory / 1e9)?;
+        writeln!(f, "  kernels         {:>5.1} GB/s  of this model's weights", bandwidth.compute / 1e9)?;
         if self.shape.layers == 0 {
             let speed = self.decode.first().map_or(0.0, |estimate| estimate.tokens_per_second);
-            return writeln!(f, "  decode          at most {speed:.1} tokens/s");
+            return writeln!(f, "  decode          about {speed:.1} tokens/s");
         }
         let how = if direct { "past" } else { "through" };
         let note = format!("random experts, {io_threads} threads, {how} the page cache");
         writeln!(f, "  disk            {:>5.2} GB/s  {note}", bandwidth.disk / 1e9)?;
         writeln!(f, "  one expert      {:>6.2} ms  from asking to having it", bandwidth.latency * 1e3)?;
         writeln!(f)?;
-        write!(f, "decode, at most\n  hit rate      ")?;
+        write!(f, "decode, about (a short context; nothing read ahead of its layer)\n  hit rate      ")?;
         for estimate in &self.decode {
             write!(f, "{:>8}", format!("{:.0} %", 100.0 * estimate.hit_rate))?;
         }

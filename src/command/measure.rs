@@ -2,10 +2,10 @@
 
 use crate::{
     config::Load,
-    device::{Access, memory_bandwidth},
+    device::{Access, Compute, memory_bandwidth},
     error::{CommandError, StoreError},
     metrics::Metrics,
-    model::qwen::Surveyed,
+    model::{qwen::Surveyed, speed},
     plan::Bandwidth,
     store::{Options, Phase, Prefetch, Store},
 };
@@ -26,12 +26,22 @@ pub struct Measured {
     pub direct: bool,
 }
 
-/// Measures memory with `threads` threads, using at most `room` bytes, and the disk as [`disk`] does.
+/// Measures memory and the model's kernels with `threads` threads, using at most `room` bytes, and the disk as [`disk`]
+/// does.
 pub fn measure(found: &Surveyed, load: &Load, threads: usize, room: u64) -> Result<Measured, CommandError> {
     let io = |source| CommandError::Io { what: "measuring the memory".into(), source };
     let memory = memory_bandwidth(threads, BLOCK.min(room) as usize, Duration::from_millis(200)).map_err(io)?;
+    let at_once = found.shape.experts_per_token.max(1);
+    let compute = match &found.feed_forward {
+        Some(kinds) => {
+            let compute = Compute::cpu(threads, Default::default());
+            speed::decode_rate(kinds, at_once, &compute, BLOCK.min(room) as usize, Duration::from_millis(300))?
+        }
+        None => memory,
+    };
     let (disk, latency, direct) = disk(found, load)?;
-    Ok(Measured { bandwidth: Bandwidth { memory, disk, latency }, threads, io_threads: load.io_threads, direct })
+    let bandwidth = Bandwidth { memory, compute, disk, latency };
+    Ok(Measured { bandwidth, threads, io_threads: load.io_threads, direct })
 }
 
 /// Bytes per second of routes of which every expert misses, and seconds of a route of one expert: what decoding gets of

@@ -9,6 +9,7 @@ pub mod gpu;
 pub mod moe;
 pub mod names;
 pub mod qwen;
+pub mod speed;
 pub mod state;
 
 pub use config::Config;
