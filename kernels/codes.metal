@@ -58,7 +58,7 @@ template <uint BITS> FN void unpack(DEVICE const uchar* p, THREAD float* v) {
   words[BITS] = 0;
   UNROLL for (uint i = 0; i < 16; i++) {
     const uint at = i * BITS / 16, shift = i * BITS % 16;
-    v[i] = float(((words[at] | words[at + 1] << 16) >> shift) & ((1u << BITS) - 1u));
+    v[i] = MASKED((words[at] | words[at + 1] << 16) >> shift, (1u << BITS) - 1u);
   }
 }
 
@@ -74,14 +74,14 @@ FN void chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint cols, TH
     case MXFP4:
     case NVFP4:
       unpack<4>(row + c * 8, v);
-      for (uint i = 0; i < 16; i++) v[i] = e2m1(uint(v[i]));
+      UNROLL for (uint i = 0; i < 16; i++) v[i] = e2m1(uint(v[i]));
       return;
     case MXFP8:
       unpack<8>(row + c * 16, v);
-      for (uint i = 0; i < 16; i++) v[i] = e4m3(uint(v[i]));
+      UNROLL for (uint i = 0; i < 16; i++) v[i] = e4m3(uint(v[i]));
       return;
     default:
-      for (uint i = 0; i < 16; i++) v[i] = c * 16 + i < cols ? real_at(row, m.real, c * 16 + i) : 0.0f;
+      UNROLL for (uint i = 0; i < 16; i++) v[i] = c * 16 + i < cols ? real_at(row, m.real, c * 16 + i) : 0.0f;
   }
 }
 
@@ -96,26 +96,55 @@ FN float chunk_bias(CONSTANT Matrix& m, DEVICE const uchar* biases, uint c) {
   return m.format < MXFP4 ? real_at(biases, m.real, c * 16 / m.group) * m.gain : 0.0f;
 }
 
-// The two formats that matter, at full speed: 4 and 8 bits, group 64, bf16 scales. Codes stay where they lie in the word
-// and the activations carry the power of two instead: exact, and it saves the shifts.
-FN float dot_q4(uint low, uint high, THREAD const float* x) {
-  float sum = 0;
-  UNROLL for (uint i = 0; i < 8; i++) sum = fma(float(low & (15u << 4 * i)), x[i], sum);
-  UNROLL for (uint i = 0; i < 8; i++) sum = fma(float(high & (15u << 4 * i)), x[8 + i], sum);
-  return sum;
-}
+// The two formats that matter, at full speed: 4 and 8 bits, group 64, bf16 scales. Codes stay where they lie in a half
+// word and the activations carry the power of two instead: exact, and it saves the shifts.
 FN void scale_x4(THREAD float* x) {
-  UNROLL for (uint i = 0; i < 16; i++) x[i] *= as_type<float>((127u - 4 * (i % 8)) << 23);
+  UNROLL for (uint i = 0; i < 16; i++) x[i] *= as_type<float>((127u - 4 * (i % 4)) << 23);
 }
-FN float dot_word8(uint q, THREAD const float* x, float sum) {
-  UNROLL for (uint i = 0; i < 4; i++) sum = fma(float((q >> 8 * i) & 255u), x[i], sum);
+FN float dot_q4(THREAD const uint* q, THREAD const float* x) {
+  float sum = 0;
+  UNROLL for (uint h = 0; h < 4; h++) {
+    const uint w = q[h / 2] >> 16 * (h % 2);
+    UNROLL for (uint i = 0; i < 4; i++) sum = fma(MASKED(w, 15u << 4 * i), x[4 * h + i], sum);
+  }
   return sum;
 }
-FN float dot_q8(uint4 q, THREAD const float* x) {
-  float sum = dot_word8(q.x, x, 0.0f);
-  sum = dot_word8(q.y, x + 4, sum);
-  sum = dot_word8(q.z, x + 8, sum);
-  return dot_word8(q.w, x + 12, sum);
+FN float dot_q8(THREAD const uint* q, THREAD const float* x) {
+  float sum = 0;
+  UNROLL for (uint i = 0; i < 16; i++) sum = fma(MASKED(q[i / 4] >> 8 * (i % 4), 255u), x[i], sum);
+  return sum;
+}
+
+// A matrix in memory.
+struct Bytes { DEVICE const uchar *codes, *scales, *biases; };
+
+// COUNT rows at one chunk, as they lie in memory. They are loaded a step before they are used: that keeps memory busy.
+template <uint BITS, uint COUNT> struct Rows { uint q[COUNT * BITS / 2], s[COUNT], b[COUNT]; };
+
+// Rows `row`.. at chunk `c`; rows past the last repeat it. Offsets of 32 bits: a matrix is below 4 GiB.
+template <uint BITS, uint COUNT>
+FN void load_rows(Bytes w, uint rows, uint cols, uint row, uint c, THREAD Rows<BITS, COUNT>& to) {
+  UNROLL for (uint r = 0; r < COUNT; r++) {
+    const uint at = min(row + r, rows - 1), code = at * (cols / 8 * BITS) + c * (2 * BITS), scale = (at * (cols / 64) + c / 4) * 2;
+    if (BITS == 4) {
+      const uint2 q = *(DEVICE const uint2*)(w.codes + code);
+      to.q[2 * r] = q.x, to.q[2 * r + 1] = q.y;
+    } else {
+      const uint4 q = *(DEVICE const uint4*)(w.codes + code);
+      to.q[4 * r] = q.x, to.q[4 * r + 1] = q.y, to.q[4 * r + 2] = q.z, to.q[4 * r + 3] = q.w;
+    }
+    to.s[r] = *(DEVICE const ushort*)(w.scales + scale);
+    to.b[r] = *(DEVICE const ushort*)(w.biases + scale);
+  }
+}
+
+// acc[r] += row r times v, which scale_x4 has scaled if codes have 4 bits; `sum` is that of v before.
+template <uint BITS, uint COUNT>
+FN void add_rows(THREAD const Rows<BITS, COUNT>& w, THREAD const float* v, float sum, THREAD float* acc) {
+  UNROLL for (uint r = 0; r < COUNT; r++) {
+    const float dot = BITS == 4 ? dot_q4(w.q + r * (BITS / 2), v) : dot_q8(w.q + r * (BITS / 2), v);
+    acc[r] = fma(bf16(w.b[r]), sum, fma(bf16(w.s[r]), dot, acc[r]));
+  }
 }
 
 FN float sum16(THREAD const float* v) {

@@ -2,8 +2,8 @@
 // kernel is told slot numbers. A "place" is one chosen expert of one token: place = token * k + rank. NONE as a slot means
 // "not in this launch": hits run first, misses when they have been read.
 //
-//   experts_up         act[place] = silu(Gate x) * (Up x)              grid (ceil(inner / 8), places), 128 threads
-//   experts_down       h[token] += sum over ranks of weight * Down act  grid (ceil(hidden / 4), tokens), (k + 1) * 32 threads
+//   experts_up         act[place] = silu(Gate x) * (Up x)              grid (ceil(inner / 8), k + 1, tokens), 128 threads
+//   experts_down       h[token] += sum over ranks of weight * Down act  grid (ceil(hidden / 16), tokens), (k + 1) * 32 threads
 //   experts_up_rows, experts_down_rows   rows grouped by expert: a job is {slot, first, count} of `order`, a list of places
 //   experts_combine    h[token] += sum over ranks of weight * out[place]
 //
@@ -11,7 +11,8 @@
 // them, experts_down reads its Down from the trunk. Sums run in rank order whatever arrived first.
 
 enum : uint { NONE = 0xffffffffu };
-enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 4 };
+enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 4 };  // rows at once; simdgroups; places at once
+enum { DOWN_PARTS = 4 };                                             // times DOWN_ROWS rows of a threadgroup's experts_down
 
 struct ExpertsArgs {
   uint hidden, inner, k, tokens;
@@ -24,44 +25,63 @@ struct ExpertsArgs {
 
 FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
                                DEVICE const uchar* slab2, DEVICE const uchar* slab3) {
-  const uint slab = slot / a.slots;
-  DEVICE const uchar* p = slab == 0 ? slab0 : slab == 1 ? slab1 : slab == 2 ? slab2 : slab3;
-  return p + ulong(slot % a.slots) * a.stride * 16;
+  DEVICE const uchar* p = slab0;
+  if (slot >= a.slots) slot -= a.slots, p = slab1;  // a division takes longer
+  if (slot >= a.slots) slot -= a.slots, p = slab2;
+  if (slot >= a.slots) slot -= a.slots, p = slab3;
+  return p + ulong(slot) * a.stride * 16;
 }
 
 FN float silu(float x) { return x / (1.0f + exp(-x)); }
 
-// One lane's share of COUNT rows of a projection (rows past the last repeat it) times TOKENS rows of x, starting at from[t].
-template <uint COUNT, uint TOKENS, bool ANY>
-FN void rows_times(CONSTANT Matrix& m, uint cols, uint row, DEVICE const float* x, THREAD const ulong* from,
-                   DEVICE const uchar* codes, DEVICE const uchar* scales, DEVICE const uchar* biases, THREAD float* acc PLACE) {
-  const ulong code_bytes = row_codes(m, cols), scale_bytes = row_scales(m, cols);
-  for (uint c = lane; c < cols / 16; c += 32) {
-    uint2 q4[COUNT];
-    float s[COUNT], b[COUNT], v[16];
-    if (!ANY) {
-      UNROLL for (uint r = 0; r < COUNT; r++) {
-        const uint at = min(row + r, m.rows - 1);
-        q4[r] = ((DEVICE const uint2*)(codes + at * code_bytes))[c];
-        s[r] = bf16(((DEVICE const ushort*)(scales + at * scale_bytes))[c / 4]);
-        b[r] = bf16(((DEVICE const ushort*)(biases + at * scale_bytes))[c / 4]);
+// A piece of the expert (0 gate, 1 up, 2 down).
+FN Bytes piece(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint i) {
+  CONSTANT uint* at = a.at + 3 * i;
+  const Bytes bytes = {expert + ulong(at[0]) * 16, expert + ulong(at[1]) * 16, expert + ulong(at[2]) * 16};
+  return bytes;
+}
+
+// One lane's share of PARTS times COUNT rows (those past the last repeat it) times TOKENS rows of x, which start at from[t].
+// Part j is rows `row + j * step`.. of w[j]. Sums go to acc[(j * TOKENS + t) * COUNT..].
+template <uint PARTS, uint COUNT, uint TOKENS>
+FN void rows_fast(THREAD const Bytes* w, uint rows, uint cols, uint row, uint step, DEVICE const float* x, THREAD const ulong* from,
+                  THREAD float* acc PLACE) {
+  const uint chunks = cols / 16;
+  Rows<4, COUNT> next;
+  if (lane < chunks) load_rows(w[0], rows, cols, row, lane, next);
+  for (uint c = lane; c < chunks; c += 32) {
+    float v[16], sum = 0;
+    UNROLL for (uint j = 0; j < PARTS; j++) {
+      const Rows<4, COUNT> now = next;
+      if (j + 1 < PARTS) load_rows(w[j + 1], rows, cols, row + (j + 1) * step, c, next);
+      else if (c + 32 < chunks) load_rows(w[0], rows, cols, row, c + 32, next);
+      UNROLL for (uint t = 0; t < TOKENS; t++) {
+        if (TOKENS > 1 || j == 0) {
+          sum = load16(x + from[t] + c * 16, v);
+          scale_x4(v);
+        }
+        add_rows(now, v, sum, acc + (j * TOKENS + t) * COUNT);
       }
     }
-    UNROLL for (uint t = 0; t < TOKENS; t++) {
-      const float sum = load16(x + from[t] + c * 16, v);
-      if (!ANY) scale_x4(v);
-      UNROLL for (uint r = 0; r < COUNT; r++) {
+  }
+}
+
+// One part of the same for any encoding.
+template <uint COUNT, uint TOKENS>
+FN void rows_any(CONSTANT Matrix& m, Bytes w, uint cols, uint row, DEVICE const float* x, THREAD const ulong* from,
+                 THREAD float* acc PLACE) {
+  const uint code_bytes = row_codes(m, cols), scale_bytes = row_scales(m, cols);
+  for (uint c = lane; c < cols / 16; c += 32) {
+    UNROLL for (uint r = 0; r < COUNT; r++) {
+      const uint at = min(row + r, m.rows - 1);
+      float u[16], v[16];
+      chunk(m, w.codes + at * code_bytes, c, cols, u);
+      const float s = chunk_scale(m, w.scales + at * scale_bytes, c), b = chunk_bias(m, w.biases + at * scale_bytes, c);
+      UNROLL for (uint t = 0; t < TOKENS; t++) {
+        const float sum = load16(x + from[t] + c * 16, v);
         float dot = 0;
-        if (ANY) {
-          const uint at = min(row + r, m.rows - 1);
-          float u[16];
-          chunk(m, codes + at * code_bytes, c, cols, u);
-          s[r] = chunk_scale(m, scales + at * scale_bytes, c), b[r] = chunk_bias(m, biases + at * scale_bytes, c);
-          for (uint i = 0; i < 16; i++) dot = fma(u[i], v[i], dot);
-        } else {
-          dot = dot_q4(q4[r].x, q4[r].y, v);
-        }
-        acc[t * COUNT + r] = fma(b[r], sum, fma(s[r], dot, acc[t * COUNT + r]));
+        UNROLL for (uint i = 0; i < 16; i++) dot = fma(u[i], v[i], dot);
+        acc[t * COUNT + r] = fma(b, sum, fma(s, dot, acc[t * COUNT + r]));
       }
     }
   }
@@ -69,20 +89,23 @@ FN void rows_times(CONSTANT Matrix& m, uint cols, uint row, DEVICE const float* 
 
 // TOKENS places (count of them real) of one expert: rows `row`.. of gate and up, then SwiGLU.
 template <uint TOKENS, bool ANY>
-FN void up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* place, uint count,
-           DEVICE const float* x, DEVICE float* act PLACE) {
-  float gate[TOKENS * UP_ROWS], value[TOKENS * UP_ROWS];
+FN void up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* place,
+           THREAD const uint* token, uint count, DEVICE const float* x, DEVICE float* act PLACE) {
+  const Bytes w[2] = {piece(a, expert, 0), piece(a, expert, 1)};
+  float acc[2 * TOKENS * UP_ROWS];  // gates, then values
   ulong from[TOKENS];
-  UNROLL for (uint t = 0; t < TOKENS; t++) from[t] = ulong(place[t] / a.k) * a.hidden;
-  UNROLL for (uint i = 0; i < TOKENS * UP_ROWS; i++) gate[i] = 0, value[i] = 0;
-  rows_times<UP_ROWS, TOKENS, ANY>(a.gate, a.hidden, row, x, from, expert + ulong(a.at[0]) * 16, expert + ulong(a.at[1]) * 16,
-                                   expert + ulong(a.at[2]) * 16, gate HERE);
-  rows_times<UP_ROWS, TOKENS, ANY>(a.up, a.hidden, row, x, from, expert + ulong(a.at[3]) * 16, expert + ulong(a.at[4]) * 16,
-                                   expert + ulong(a.at[5]) * 16, value HERE);
+  UNROLL for (uint t = 0; t < TOKENS; t++) from[t] = ulong(token[t]) * a.hidden;
+  UNROLL for (uint i = 0; i < 2 * TOKENS * UP_ROWS; i++) acc[i] = 0;
+  if (ANY) {
+    rows_any<UP_ROWS, TOKENS>(a.gate, w[0], a.hidden, row, x, from, acc HERE);
+    rows_any<UP_ROWS, TOKENS>(a.up, w[1], a.hidden, row, x, from, acc + TOKENS * UP_ROWS HERE);
+  } else {
+    rows_fast<2, UP_ROWS, TOKENS>(w, a.inner, a.hidden, row, 0, x, from, acc HERE);
+  }
   UNROLL for (uint t = 0; t < TOKENS; t++)
     UNROLL for (uint r = 0; r < UP_ROWS; r++) {
-      const float g = SIMD_SUM(gate[t * UP_ROWS + r]), u = SIMD_SUM(value[t * UP_ROWS + r]);
-      if (lane == 0 && t < count && row + r < a.inner) act[ulong(place[t]) * a.row + row + r] = silu(g) * u;
+      const float gate = SIMD_SUM(acc[t * UP_ROWS + r]), value = SIMD_SUM(acc[(TOKENS + t) * UP_ROWS + r]);
+      if (lane == 0 && t < count && row + r < a.inner) act[ulong(place[t]) * a.row + row + r] = silu(gate) * value;
     }
 }
 
@@ -97,43 +120,46 @@ template <bool ANY>
 FN void up_places(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const float* scores, DEVICE const uint* slots,
                   DEVICE float* act, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
                   DEVICE const uchar* slab3 PLACE) {
-  const uint places = a.tokens * a.k;
-  if (tgid.y >= places) {
-    if (tgid.x == 0) up_shared(a, tgid.y - places, scores, act HERE);
+  if (tgid.y == a.k) {
+    if (tgid.x == 0) up_shared(a, tgid.z, scores, act HERE);
     return;
   }
-  const uint slot = slots[tgid.y], place = tgid.y;
+  const uint token = tgid.z, place = token * a.k + tgid.y, slot = slots[place];
   if (slot == NONE) return;
-  up<1, ANY>(a, slot_at(a, slot, slab0, slab1, slab2, slab3), (tgid.x * UP_GROUPS + sg) * UP_ROWS, &place, 1, x, act HERE);
+  DEVICE const uchar* expert = slot_at(a, slot, slab0, slab1, slab2, slab3);
+  up<1, ANY>(a, expert, (tgid.x * UP_GROUPS + sg) * UP_ROWS, &place, &token, 1, x, act HERE);
 }
 
-// DOWN_ROWS rows of sum over ranks of weight * Down act: a simdgroup a rank.
+// Rows of the sum over ranks of weight * Down act: a simdgroup a rank.
 template <bool ANY>
 FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const float* weights, DEVICE const uint* slots,
-             DEVICE float* h, DEVICE const uchar* codes, DEVICE const uchar* scales, DEVICE const uchar* biases,
-             DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2, DEVICE const uchar* slab3,
-             THREADGROUP float* part PLACE) {
-  const uint row = tgid.x * DOWN_ROWS, token = tgid.y, place = token * a.k + sg;
-  const uint ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
-  float acc[DOWN_ROWS];
-  UNROLL for (uint r = 0; r < DOWN_ROWS; r++) acc[r] = 0;
-  if (sg < a.k) {
-    DEVICE const uchar* expert = slot_at(a, slots[place], slab0, slab1, slab2, slab3);
+             DEVICE float* h, Bytes shared, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
+             DEVICE const uchar* slab3, THREADGROUP float* part PLACE) {
+  const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
+  float acc[DOWN_PARTS * DOWN_ROWS], weight = 0;
+  UNROLL for (uint r = 0; r < count; r++) acc[r] = 0;
+  if (sg < ranks) {
+    weight = weights[token * (a.k + 1) + sg];
+    const uint place = sg < a.k ? token * a.k + sg : a.tokens * a.k + token, cols = sg < a.k ? a.inner : a.shared_inner;
+    Bytes w = shared;
+    if (sg < a.k) w = piece(a, slot_at(a, slots[place], slab0, slab1, slab2, slab3), 2);
     const ulong from = ulong(place) * a.row;
-    rows_times<DOWN_ROWS, 1, ANY>(a.down, a.inner, row, act, &from, expert + ulong(a.at[6]) * 16,
-                                  expert + ulong(a.at[7]) * 16, expert + ulong(a.at[8]) * 16, acc HERE);
-  } else if (sg < ranks) {
-    const ulong from = ulong(a.tokens * a.k + token) * a.row;
-    rows_times<DOWN_ROWS, 1, ANY>(a.shared, a.shared_inner, row, act, &from, codes, scales, biases, acc HERE);
+    if (ANY) {
+      UNROLL for (uint j = 0; j < DOWN_PARTS; j++)
+        rows_any<DOWN_ROWS, 1>(sg < a.k ? a.down : a.shared, w, cols, row + j * DOWN_ROWS, act, &from, acc + j * DOWN_ROWS HERE);
+    } else {
+      const Bytes same[DOWN_PARTS] = {w, w, w, w};
+      rows_fast<DOWN_PARTS, DOWN_ROWS, 1>(same, a.hidden, cols, row, DOWN_ROWS, act, &from, acc HERE);
+    }
   }
-  UNROLL for (uint r = 0; r < DOWN_ROWS; r++) {
-    const float sum = SIMD_SUM(acc[r]);
-    if (lane == 0) part[sg * DOWN_ROWS + r] = sum;
+  UNROLL for (uint r = 0; r < count; r++) {
+    const float sum = weight * SIMD_SUM(acc[r]);
+    if (lane == 0) part[sg * count + r] = sum;
   }
   BARRIER();
-  if (tid >= DOWN_ROWS || row + tid >= a.hidden) return;
+  if (tid >= count || row + tid >= a.hidden) return;
   float sum = 0;
-  for (uint r = 0; r < ranks; r++) sum = fma(weights[token * (a.k + 1) + r], part[r * DOWN_ROWS + tid], sum);
+  for (uint r = 0; r < ranks; r++) sum += part[r * count + tid];
   h[ulong(token) * a.hidden + row + tid] += sum;
 }
 
@@ -148,9 +174,10 @@ FN void up_rows(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const uin
                 DEVICE const uchar* slab3 PLACE) {
   DEVICE const uchar* expert = slot_at(a, job[0], slab0, slab1, slab2, slab3);
   for (uint done = 0; done < job[2]; done += JOB_TOKENS) {
-    uint place[JOB_TOKENS];
+    uint place[JOB_TOKENS], token[JOB_TOKENS];
     places_of(job, order, done, place);
-    up<JOB_TOKENS, ANY>(a, expert, (tgid.x * UP_GROUPS + sg) * UP_ROWS, place, job[2] - done, x, act HERE);
+    UNROLL for (uint t = 0; t < JOB_TOKENS; t++) token[t] = place[t] / a.k;
+    up<JOB_TOKENS, ANY>(a, expert, (tgid.x * UP_GROUPS + sg) * UP_ROWS, place, token, job[2] - done, x, act HERE);
   }
 }
 
@@ -159,7 +186,7 @@ template <bool ANY>
 FN void down_rows(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const uint* job, DEVICE const uint* order,
                   DEVICE float* out, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
                   DEVICE const uchar* slab3 PLACE) {
-  DEVICE const uchar* expert = slot_at(a, job[0], slab0, slab1, slab2, slab3);
+  const Bytes w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), 2);
   const uint row = (tgid.x * UP_GROUPS + sg) * DOWN_ROWS;
   for (uint done = 0; done < job[2]; done += JOB_TOKENS) {
     uint place[JOB_TOKENS];
@@ -168,8 +195,8 @@ FN void down_rows(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const
     places_of(job, order, done, place);
     for (uint t = 0; t < JOB_TOKENS; t++) from[t] = ulong(place[t]) * a.row;
     for (uint i = 0; i < JOB_TOKENS * DOWN_ROWS; i++) acc[i] = 0;
-    rows_times<DOWN_ROWS, JOB_TOKENS, ANY>(a.down, a.inner, row, act, from, expert + ulong(a.at[6]) * 16,
-                                           expert + ulong(a.at[7]) * 16, expert + ulong(a.at[8]) * 16, acc HERE);
+    if (ANY) rows_any<DOWN_ROWS, JOB_TOKENS>(a.down, w, a.inner, row, act, from, acc HERE);
+    else rows_fast<1, DOWN_ROWS, JOB_TOKENS>(&w, a.hidden, a.inner, row, 0, act, from, acc HERE);
     UNROLL for (uint t = 0; t < JOB_TOKENS; t++)
       UNROLL for (uint r = 0; r < DOWN_ROWS; r++) {
         const float sum = SIMD_SUM(acc[t * DOWN_ROWS + r]);
@@ -187,8 +214,9 @@ FN void down_rows(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const
   }                                                                                                                      \
   KERNEL(experts_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),       \
          OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), SLABS(8)) {                                \
-    SHARED(float, part, 32 * DOWN_ROWS);                                                                                 \
-    down<ANY>(a, act, weights, slots, h, c, s, b, slab0, slab1, slab2, slab3, part HERE);                                \
+    SHARED(float, part, 32 * DOWN_PARTS * DOWN_ROWS);                                                                    \
+    const Bytes shared = {c, s, b};                                                                                      \
+    down<ANY>(a, act, weights, slots, h, shared, slab0, slab1, slab2, slab3, part HERE);                                 \
   }                                                                                                                      \
   KERNEL(experts_up_rows##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),          \
          OUT(float, act, 4), SLABS(5)) {                                                                                 \
@@ -208,8 +236,8 @@ KERNEL(experts_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, share
   if (i >= a.hidden) return;
   float sum = 0;
   for (uint r = 0; r < a.k; r++)
-    sum = fma(weights[token * (a.k + 1) + r], out[ulong(token * a.k + r) * a.hidden + i], sum);
-  if (a.shared_inner != 0) sum = fma(weights[token * (a.k + 1) + a.k], shared[ulong(token) * a.hidden + i], sum);
+    sum += weights[token * (a.k + 1) + r] * out[ulong(token * a.k + r) * a.hidden + i];
+  if (a.shared_inner != 0) sum += weights[token * (a.k + 1) + a.k] * shared[ulong(token) * a.hidden + i];
   h[ulong(token) * a.hidden + i] += sum;
 }
 

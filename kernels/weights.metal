@@ -18,7 +18,7 @@ FN void row_values(CONSTANT Matrix& m, uint cols, uint row, uint c, DEVICE const
   const ulong code_bytes = row_codes(m, cols), scale_bytes = row_scales(m, cols);
   chunk(m, codes + row * code_bytes, c, cols, v);
   const float s = chunk_scale(m, scales + row * scale_bytes, c), b = chunk_bias(m, biases + row * scale_bytes, c);
-  for (uint i = 0; i < 16; i++) v[i] = fma(s, v[i], b);
+  UNROLL for (uint i = 0; i < 16; i++) v[i] = fma(s, v[i], b);
 }
 
 // h[token] = row ids[token]. Grid (ceil(cols / 512), tokens), 32 threads.

@@ -1,9 +1,11 @@
 //! What was typed: every subcommand and flag, and nothing of what they mean (`config` says that). Each flag has an
 //! environment variable, `MOESTRO_` and its name; what is typed wins.
 
-use crate::config::{self, Device, ExpertIo, OnOff, Switch};
+pub mod values;
+
 use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
 use std::path::PathBuf;
+use values::{Device, ExpertIo, OnOff, Switch};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 120)]
@@ -41,16 +43,16 @@ pub struct Serve {
     #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413)]
     pub port: u16,
     /// Clients must send this key (`Authorization: Bearer KEY`)
-    #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = config::parse::key)]
+    #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = values::key)]
     pub api_key: Option<String>,
     /// Web pages of this origin may call the API; * is any
-    #[arg(long, env = "MOESTRO_CORS", value_name = "ORIGIN", value_parser = config::parse::origin)]
+    #[arg(long, env = "MOESTRO_CORS", value_name = "ORIGIN", value_parser = values::origin)]
     pub cors: Option<String>,
     /// Requests that may wait; more are answered 429
     #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16)]
     pub max_queue: usize,
     /// The most time a request may take, in seconds, the wait included [default: no limit]
-    #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = config::parse::seconds)]
+    #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds)]
     pub request_timeout: Option<std::time::Duration>,
     #[command(flatten)]
     pub load: Load,
@@ -93,10 +95,10 @@ pub struct Load {
     #[arg(long, env = "MOESTRO_DEVICE", value_enum, default_value_t)]
     pub device: Device,
     /// Compute threads on the CPU [default: the physical cores]
-    #[arg(long, env = "MOESTRO_THREADS", value_name = "N", value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_THREADS", value_name = "N", value_parser = values::count)]
     pub threads: Option<usize>,
     /// Memory to use at most: 8GiB, 8G, 500M [default: what the machine can spare]
-    #[arg(long, env = "MOESTRO_MEMORY_LIMIT", value_name = "SIZE", value_parser = config::parse::size)]
+    #[arg(long, env = "MOESTRO_MEMORY_LIMIT", value_name = "SIZE", value_parser = values::size)]
     pub memory_limit: Option<u64>,
     /// Read experts from the SSD as they are asked for; auto does so if they do not all fit into memory
     #[arg(long, env = "MOESTRO_STREAM_EXPERTS", value_enum, default_value_t)]
@@ -105,20 +107,20 @@ pub struct Load {
     #[arg(long, env = "MOESTRO_EXPERT_IO", value_enum, default_value_t)]
     pub expert_io: ExpertIo,
     /// Reads of experts in flight at most
-    #[arg(long, env = "MOESTRO_IO_THREADS", value_name = "N", default_value_t = 16, value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_IO_THREADS", value_name = "N", default_value_t = 16, value_parser = values::count)]
     pub io_threads: usize,
     /// Read ahead the experts that the next layers will probably ask for
     #[arg(long, env = "MOESTRO_PREFETCH", value_enum, default_value_t)]
     pub prefetch: Switch,
     /// Fewer experts a token than the model was trained with: faster, and a different, worse model. SWIFTLM_TOP_K is
     /// honoured where this is not said, and lowered to what the model takes
-    #[arg(long, env = "MOESTRO_EXPERTS_PER_TOKEN", value_name = "N", value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_EXPERTS_PER_TOKEN", value_name = "N", value_parser = values::count)]
     pub experts_per_token: Option<usize>,
     /// Tokens that a prompt and its answer may have together [default: as many as fit]
-    #[arg(long, env = "MOESTRO_CTX_SIZE", value_name = "N", value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_CTX_SIZE", value_name = "N", value_parser = values::count)]
     pub ctx_size: Option<usize>,
     /// Prompt tokens evaluated at once [default: as many as fit]
-    #[arg(long, env = "MOESTRO_PREFILL_CHUNK", value_name = "N", value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_PREFILL_CHUNK", value_name = "N", value_parser = values::count)]
     pub prefill_chunk: Option<usize>,
 }
 
@@ -127,19 +129,19 @@ pub struct Load {
 #[command(next_help_heading = "Sampling defaults (else the model's own)")]
 pub struct Sampling {
     /// 0 is greedy
-    #[arg(long, env = "MOESTRO_TEMP", value_name = "T", value_parser = config::parse::not_negative)]
+    #[arg(long, env = "MOESTRO_TEMP", value_name = "T", value_parser = values::not_negative)]
     pub temp: Option<f32>,
     /// Draw from the fewest likeliest tokens that have this probability together
-    #[arg(long, env = "MOESTRO_TOP_P", value_name = "P", value_parser = config::parse::share)]
+    #[arg(long, env = "MOESTRO_TOP_P", value_name = "P", value_parser = values::share)]
     pub top_p: Option<f32>,
     /// Draw from the N likeliest tokens; 0 is all
     #[arg(long, env = "MOESTRO_TOP_K", value_name = "N")]
     pub top_k: Option<usize>,
     /// Draw only tokens that have this share of the likeliest one's probability
-    #[arg(long, env = "MOESTRO_MIN_P", value_name = "P", value_parser = config::parse::share)]
+    #[arg(long, env = "MOESTRO_MIN_P", value_name = "P", value_parser = values::share)]
     pub min_p: Option<f32>,
     /// Above 1 makes tokens that occurred less likely
-    #[arg(long, env = "MOESTRO_REPEAT_PENALTY", value_name = "R", value_parser = config::parse::positive)]
+    #[arg(long, env = "MOESTRO_REPEAT_PENALTY", value_name = "R", value_parser = values::positive)]
     pub repeat_penalty: Option<f32>,
     /// Whether the model reasons before it answers [default: what its chat template does]
     #[arg(long, env = "MOESTRO_THINKING", value_enum)]
@@ -164,16 +166,16 @@ pub struct Bench {
     #[command(flatten)]
     pub model: Model,
     /// Tokens of the prompt
-    #[arg(long, env = "MOESTRO_PROMPT_TOKENS", value_name = "N", default_value_t = 512, value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_PROMPT_TOKENS", value_name = "N", default_value_t = 512, value_parser = values::count)]
     pub prompt_tokens: usize,
     /// Tokens to generate
-    #[arg(long, env = "MOESTRO_GEN_TOKENS", value_name = "N", default_value_t = 128, value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_GEN_TOKENS", value_name = "N", default_value_t = 128, value_parser = values::count)]
     pub gen_tokens: usize,
     /// Start every run with empty slots and (Linux only) nothing of the checkpoint in the page cache
     #[arg(long, env = "MOESTRO_COLD", value_parser = BoolishValueParser::new())]
     pub cold: bool,
     /// Runs to take the median of
-    #[arg(long, env = "MOESTRO_REPEAT", value_name = "N", default_value_t = 3, value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_REPEAT", value_name = "N", default_value_t = 3, value_parser = values::count)]
     pub repeat: usize,
     /// One JSON object instead of a table
     #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
@@ -191,19 +193,19 @@ pub struct Synth {
     #[arg(long, env = "MOESTRO_LIKE", value_parser = ["35b", "122b", "397b"])]
     pub like: String,
     /// Fewer layers than the original
-    #[arg(long, env = "MOESTRO_LAYERS", value_name = "N", value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_LAYERS", value_name = "N", value_parser = values::count)]
     pub layers: Option<usize>,
     /// Fewer experts than the original
-    #[arg(long, env = "MOESTRO_EXPERTS", value_name = "N", value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_EXPERTS", value_name = "N", value_parser = values::count)]
     pub experts: Option<usize>,
     /// Fewer tokens than the original
-    #[arg(long, env = "MOESTRO_VOCAB", value_name = "N", value_parser = config::parse::count)]
+    #[arg(long, env = "MOESTRO_VOCAB", value_name = "N", value_parser = values::count)]
     pub vocab: Option<usize>,
     /// The same seed writes the same bytes
     #[arg(long, env = "MOESTRO_SEED", value_name = "N", default_value_t = 0)]
     pub seed: u64,
     /// How unevenly the routers choose: 0 is evenly, 0.5 lets a quarter of the experts serve most lookups
-    #[arg(long, env = "MOESTRO_ROUTER_SKEW", value_name = "S", default_value_t = 0.5, value_parser = config::parse::not_negative)]
+    #[arg(long, env = "MOESTRO_ROUTER_SKEW", value_name = "S", default_value_t = 0.5, value_parser = values::not_negative)]
     pub router_skew: f32,
 }
 

@@ -1,53 +1,16 @@
 //! What was asked for, checked. `cli` says what was typed; from here on nobody sees a raw option.
 
 pub mod generation;
-pub mod parse;
 
+pub use crate::cli::values::{Device, ExpertIo, OnOff, Switch};
 pub use generation::Generation;
 
-use crate::cli;
+use crate::cli::{self, values};
 use std::{
     env,
     path::{Path, PathBuf},
     time::Duration,
 };
-
-/// Where to compute.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Device {
-    /// Metal where there is one, else the CPU.
-    #[default]
-    Auto,
-    Cpu,
-    Metal,
-}
-
-/// A choice that can be left to the program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Switch {
-    #[default]
-    Auto,
-    On,
-    Off,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum OnOff {
-    On,
-    Off,
-}
-
-/// How experts are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum ExpertIo {
-    /// Direct, unless buffered measures clearly faster.
-    #[default]
-    Auto,
-    /// Past the page cache.
-    Direct,
-    /// Through the page cache.
-    Buffered,
-}
 
 /// Which model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -126,7 +89,7 @@ impl Load {
 
 fn experts_at_most(swiftlm: Option<&str>) -> Result<Option<usize>, String> {
     let text = swiftlm.filter(|text| !text.is_empty());
-    let count = |text| parse::count(text).map_err(|why| format!("invalid value '{text}' for SWIFTLM_TOP_K: {why}"));
+    let count = |text| values::count(text).map_err(|why| format!("invalid value '{text}' for SWIFTLM_TOP_K: {why}"));
     text.map(count).transpose()
 }
 

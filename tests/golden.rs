@@ -21,7 +21,7 @@ fn bound(math: Math) -> f32 {
     if math == Math::F32 { 2e-4 } else { 1e-3 }
 }
 
-const MATHS: [Math; 2] = [Math::F32, Math::Int16];
+const MATHS: [Math; 2] = [Math::F32, Math::Integer];
 
 #[test]
 fn the_demo_answers_as_mlx_does() {
@@ -141,7 +141,7 @@ fn chunks_and_threads_cannot_be_seen() {
 
 #[test]
 fn sequences_do_not_leak_into_each_other() {
-    let model = load(Path::new(DEMO), Math::Int16);
+    let model = load(Path::new(DEMO), Math::Integer);
     let (a, b): (Vec<u32>, Vec<u32>) = ((10..40).collect(), (300..320).collect());
     let (alone, ..) = prefill(&model, &a, 64);
     let mut states = [model_start(&model), model_start(&model)];
@@ -170,7 +170,7 @@ fn hugging_face_layouts() {
     let mlx = Folded::read("bf16");
     let ids: Vec<u32> = (0..40).map(|n| n * 7 % 96).collect();
     let dir = mlx.unfold();
-    let (expected, ..) = prefill(&load(dir.path(), Math::Int16), &ids, 100);
+    let (expected, ..) = prefill(&load(dir.path(), Math::Integer), &ids, 100);
     for fused in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), &mlx.config).unwrap();
@@ -187,7 +187,7 @@ fn hugging_face_layouts() {
         }
         let index = serde_json::json!({ "weight_map": map }).to_string();
         std::fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
-        let (logits, ..) = prefill(&load(dir.path(), Math::Int16), &ids, 100);
+        let (logits, ..) = prefill(&load(dir.path(), Math::Integer), &ids, 100);
         assert!(logits.data == expected.data, "fused: {fused}");
         assert_ne!(argmax(logits.row(0)), argmax(logits.row(39)));
     }

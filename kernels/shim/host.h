@@ -59,6 +59,7 @@ template <class To, class From> To as_type(From from) {
 #define tid (host::group->now)
 #define lane (host::group->now % 32u)
 #define sg (host::group->now / 32u)
+#define MASKED(q, mask) float((q) & (mask))
 #define BARRIER() host::meet(host::Whole, __LINE__, 0)
 #define SIMD_SUM(x) host::reduce(host::Sum, __LINE__, x)
 #define SIMD_MAX(x) host::reduce(host::Max, __LINE__, x)

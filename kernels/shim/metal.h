@@ -22,6 +22,7 @@ using namespace metal;
                    uint tid [[thread_index_in_threadgroup]],    \
                    uint lane [[thread_index_in_simdgroup]],     \
                    uint sg [[simdgroup_index_in_threadgroup]])
+#define MASKED(q, mask) float((q) & (mask))
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define SIMD_SUM(x) simd_sum(x)
 #define SIMD_MAX(x) simd_max(x)

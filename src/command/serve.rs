@@ -35,7 +35,7 @@ pub fn run(config: Serve) -> Result<(), CommandError> {
 async fn serve(config: Serve) -> Result<(), CommandError> {
     let device = device(&config.load)?;
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), device);
-    // A header value, as `config::parse::origin` has checked.
+    // A header value, as `cli::values::origin` has checked.
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
     let door = Arc::new(Door::new(metrics.clone(), config.api_key.clone(), cors));
     let mut stop = Stop::new().map_err(|source| CommandError::Io { what: "watching for signals".into(), source })?;

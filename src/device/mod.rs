@@ -28,7 +28,7 @@ pub enum Math {
     /// Activations as integers with a scale per group: relative error of a product with 4-bit codes about 2e-7, with
     /// 8-bit codes about 4e-6. The default.
     #[default]
-    Int16,
+    Integer,
     /// Plain f32: the reference.
     F32,
 }

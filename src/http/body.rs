@@ -1,6 +1,6 @@
 //! A request's body: bounded, then JSON with errors that name the field.
 
-use super::reject::Reject;
+use super::{reject::Reject, types::Common};
 use axum::body::{Body, Bytes};
 use serde::de::DeserializeOwned;
 use tokio_stream::StreamExt;
@@ -25,6 +25,12 @@ pub async fn read(body: Body, limit: usize) -> Result<Bytes, Reject> {
         }
     }
     if seen > limit { Err(Reject::too_large(limit)) } else { Ok(kept.into()) }
+}
+
+/// What is asked for: the fields that all kinds of generation share, and those of one kind.
+pub async fn request<T: DeserializeOwned>(body: Body, limit: usize) -> Result<(Common, T), Reject> {
+    let bytes = read(body, limit).await?;
+    Ok((parse(&bytes)?, parse(&bytes)?))
 }
 
 /// Reads `bytes` as JSON, whatever the content type says: `curl -d` names another one.

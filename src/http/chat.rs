@@ -35,10 +35,7 @@ pub async fn chat(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let bytes = body::read(body, door.body_limit).await?;
-    let common: Common = body::parse(&bytes)?;
-    let request: ChatRequest = body::parse(&bytes)?;
-    drop(bytes);
+    let (common, request) = body::request::<ChatRequest>(body, door.body_limit).await?;
     let transcript = submit(app, &tally, &common, request).await?;
     let answer = Answer { head: Head::new(app, "chatcmpl", "chat.completion"), pending: Vec::new() };
     match common.streams() {

@@ -40,10 +40,7 @@ pub async fn completions(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let bytes = body::read(body, door.body_limit).await?;
-    let common: Common = body::parse(&bytes)?;
-    let request: CompletionRequest = body::parse(&bytes)?;
-    drop(bytes);
+    let (common, request) = body::request::<CompletionRequest>(body, door.body_limit).await?;
     let job = Job::new(app, tally.clone(), &common, request).await?;
     let first = job.submit(0)?;
     tally.generates();

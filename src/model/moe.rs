@@ -140,12 +140,12 @@ impl Moe {
         let (tokens, hidden) = x.dims2()?;
         let (routes, gate, logits) = self.route(compute, x)?;
         let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
-        let (ids, rows) = group(&routes);
+        let grouped = Grouped::new(&routes);
         if !store.is_resident() {
             let logits = logits.flatten_all()?.to_vec1()?;
             store.note(self.layer, Choice { ids: &routes.ids, k: routes.k, logits: &logits });
         }
-        let mut routed = store.route(self.layer, &ids, phase)?;
+        let mut routed = store.route(self.layer, &grouped.ids, phase)?;
         if let Some(next) = next
             && phase == Phase::Decode
             && store.wants_prediction()
@@ -165,7 +165,7 @@ impl Moe {
             jobs.clear();
         }
         while let Some(batch) = routed.next()? {
-            jobs.extend(batch.iter().map(|landed| self.job(&landed, &ids, &rows)));
+            jobs.extend(batch.iter().map(|landed| self.job(&landed, &grouped)));
             ops::experts(compute, x, &jobs, &out)?;
             jobs = Vec::new();
         }
@@ -174,34 +174,49 @@ impl Moe {
         Ok((y, routes))
     }
 
-    fn job<'a>(&self, landed: &Landed<'a>, ids: &[u32], rows: &'a [Vec<Assignment>]) -> Job<'a> {
-        let expert = ids[landed.index] as usize;
+    fn job<'a>(&self, landed: &Landed<'a>, grouped: &'a Grouped) -> Job<'a> {
+        let expert = grouped.ids[landed.index] as usize;
         let view = |index: usize| {
             let Stack { layout, gains } = &self.stacks[index];
             let parts = std::array::from_fn(|part| landed.pieces[3 * index + part]);
             WeightView { codes: layout.codes, rows: layout.rows, cols: layout.cols, gain: gains[expert], parts }
         };
-        Job { expert: ExpertView { gate: view(0), up: view(1), down: view(2) }, rows: &rows[landed.index] }
+        Job { expert: ExpertView { gate: view(0), up: view(1), down: view(2) }, rows: grouped.rows(landed.index) }
     }
 }
 
-/// The distinct experts of `routes`, and each one's tokens. Place `r` is the `r`-th entry of `routes`.
-fn group(routes: &Routes) -> (Vec<u32>, Vec<Vec<Assignment>>) {
-    let mut order: Vec<u32> = (0..routes.ids.len() as u32).collect();
-    order.sort_by_key(|&place| routes.ids[place as usize]);
-    let mut ids: Vec<u32> = Vec::new();
-    let mut rows: Vec<Vec<Assignment>> = Vec::new();
-    for place in order {
-        let id = routes.ids[place as usize];
-        if ids.last() != Some(&id) {
-            ids.push(id);
-            rows.push(Vec::new());
+/// A call's routes by expert.
+struct Grouped {
+    /// The distinct experts, in order of their numbers.
+    ids: Vec<u32>,
+    /// All tokens of the first expert, then of the second, and so on. Place `r` is the `r`-th entry of the routes.
+    rows: Vec<Assignment>,
+    /// Where each expert's rows begin, and the end.
+    starts: Vec<usize>,
+}
+
+impl Grouped {
+    fn new(routes: &Routes) -> Self {
+        let places = 0..routes.ids.len() as u32;
+        let mut rows: Vec<Assignment> =
+            places.map(|place| Assignment { token: place / routes.k as u32, place }).collect();
+        let id = |row: &Assignment| routes.ids[row.place as usize];
+        rows.sort_unstable_by_key(|row| (id(row), row.place));
+        let (mut ids, mut starts): (Vec<u32>, _) = (Vec::with_capacity(routes.k), Vec::with_capacity(routes.k + 1));
+        for (index, row) in rows.iter().enumerate() {
+            if ids.last() != Some(&id(row)) {
+                ids.push(id(row));
+                starts.push(index);
+            }
         }
-        if let Some(rows) = rows.last_mut() {
-            rows.push(Assignment { token: place / routes.k as u32, place });
-        }
+        starts.push(rows.len());
+        Self { ids, rows, starts }
     }
-    (ids, rows)
+
+    /// The tokens of the expert at `index`.
+    fn rows(&self, index: usize) -> &[Assignment] {
+        &self.rows[self.starts[index]..self.starts[index + 1]]
+    }
 }
 
 /// Where a layer's experts lie, in any of the three layouts: stacked (MLX), fused gate and up (Hugging Face), or one

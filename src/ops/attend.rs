@@ -24,6 +24,8 @@ use kernels::{blend, collect, compare, soften};
 const BLOCK: usize = 256;
 /// Most queries that one task computes together.
 const QUERIES: usize = 64;
+/// Most blocks whose results wait to be folded.
+const WAVE: usize = 64;
 
 /// `softmax(q k^T / sqrt(D)) v` for queries `[T, H, D]` at positions `at..at + T` over the caches of keys and values (see
 /// [`super::cache`]); a query sees its own position and those before. The result is `[T, H * D]`, f32.
@@ -52,12 +54,10 @@ impl CustomOp3 for Attend<'_> {
     ) -> Result<(CpuStorage, Shape)> {
         let (tokens, heads, dim) = ql.shape().dims3()?;
         let q = contiguous(q, ql)?;
-        let y = match (Heads::<f32>::new(k, kl, dim), Heads::<f32>::new(v, vl, dim)) {
-            (Ok(keys), Ok(values)) => self.forward(q, [tokens, heads, dim], keys, values)?,
-            _ => {
-                let (keys, values) = (Heads::<i16>::new(k, kl, dim)?, Heads::<i16>::new(v, vl, dim)?);
-                self.forward(q, [tokens, heads, dim], keys, values)?
-            }
+        let shape = [tokens, heads, dim];
+        let y = match k {
+            CpuStorage::I16(_) => self.forward(q, shape, Heads::<i16>::new(k, kl, dim)?, Heads::new(v, vl, dim)?)?,
+            _ => self.forward(q, shape, Heads::<f32>::new(k, kl, dim)?, Heads::new(v, vl, dim)?)?,
         };
         Ok((CpuStorage::F32(y), Shape::from((tokens, heads * dim))))
     }
@@ -124,46 +124,49 @@ impl Attend<'_> {
             });
             return Ok(y);
         }
-        // Too few tiles to keep all threads busy: blocks of keys are tasks of their own.
-        let size = height * group * (width + 2);
+        // Too few tiles to keep all threads busy: blocks of keys are tasks of their own, as many at a time as there is
+        // room for, which does not grow with the context.
+        let size = height.min(tokens) * group * (width + 2);
         let mut parts = PARTS.take();
-        parts.resize((shared * tiles * blocks * size).max(parts.len()), 0.0);
-        let part = Out(parts.as_mut_ptr());
-        threads.run(shared * tiles * blocks, &|task| {
-            let (part, out) = (part, task * size);
-            let (head, tokens) = tile(task / blocks);
-            // SAFETY: `size` values for each task, inside `parts`.
-            let part = unsafe { std::slice::from_raw_parts_mut(part.0.add(out), size) };
-            SCRATCH.with_borrow_mut(|scratch| work.block(head, tokens, task % blocks, part, &mut scratch.query));
-        });
-        threads.run(shared * tiles, &|task| {
-            let (head, tokens) = tile(task);
-            let parts = &parts[task * blocks * size..(task + 1) * blocks * size];
-            SCRATCH.with_borrow_mut(|scratch| work.fold_all(head, tokens, parts.chunks_exact(size), out, scratch));
-        });
+        let (sums, wave) = (shared * tiles * size, blocks.min(WAVE));
+        parts.resize((sums * (1 + wave)).max(parts.len()), 0.0);
+        let (sums, parts_of) = parts.split_at_mut(sums);
+        for (task, sums) in sums.chunks_exact_mut(size).enumerate() {
+            clear(sums, tile(task).1.len() * group);
+        }
+        let (sums, part) = (Out(sums.as_mut_ptr()), Out(parts_of.as_mut_ptr()));
+        // SAFETY: `size` values for each index, inside its buffer; each belongs to one task at a time.
+        let slice = |base: Out, index: usize| unsafe { std::slice::from_raw_parts_mut(base.0.add(index * size), size) };
+        for first in (0..blocks).step_by(wave) {
+            let count = wave.min(blocks - first);
+            threads.run(shared * tiles * count, &|task| {
+                let (head, tokens) = tile(task / count);
+                let part = slice(part, task);
+                SCRATCH.with_borrow_mut(|scratch| {
+                    work.block(head, tokens, first + task % count, part, &mut scratch.query);
+                });
+            });
+            threads.run(shared * tiles, &|task| {
+                let (head, tokens) = tile(task);
+                let sums = slice(sums, task);
+                for block in first..(first + count).min(work.blocks(&tokens)) {
+                    work.fold(&tokens, block, sums, slice(part, task * count + block - first));
+                }
+                if first + count == blocks {
+                    work.finish(head, tokens, sums, out);
+                }
+            });
+        }
         PARTS.set(parts);
         Ok(y)
     }
 }
 
 /// Results of some queries over some keys are kept as all maxima, all sums, then all weighted sums of values.
-fn clear(sums: &mut Vec<f32>, queries: usize, width: usize) {
-    sums.clear();
-    sums.resize(queries, f32::NEG_INFINITY);
-    sums.resize(queries * (width + 2), 0.0);
-}
-
-/// Adds `part` to `sums` for the queries that saw anything of its block.
-fn fold(sums: &mut [f32], part: &[f32], seeing: Range<usize>, queries: usize, width: usize) {
-    for query in seeing {
-        let (old, new) = (sums[query], part[query]);
-        let most = old.max(new);
-        let (a, b) = (exp(old - most), exp(new - most));
-        sums[query] = most;
-        sums[queries + query] = sums[queries + query] * a + part[queries + query] * b;
-        let row = 2 * queries + query * width..2 * queries + (query + 1) * width;
-        blend(&mut sums[row.clone()], a, &part[row], b);
-    }
+fn clear(sums: &mut [f32], queries: usize) {
+    let (most, rest) = sums.split_at_mut(queries);
+    most.fill(f32::NEG_INFINITY);
+    rest.fill(0.0);
 }
 
 impl<T: Cached> Work<'_, T> {
@@ -181,30 +184,29 @@ impl<T: Cached> Work<'_, T> {
     fn tile(&self, head: usize, tokens: Range<usize>, out: Out, scratch: &mut Scratch) {
         let queries = tokens.len() * self.group;
         let Scratch { sums, part, query } = scratch;
-        clear(sums, queries, self.width);
-        part.resize(sums.len().max(part.len()), 0.0);
+        let size = queries * (self.width + 2);
+        sums.resize(size.max(sums.len()), 0.0);
+        part.resize(size.max(part.len()), 0.0);
+        clear(&mut sums[..size], queries);
         for block in 0..self.blocks(&tokens) {
             self.block(head, tokens.clone(), block, part, query);
-            fold(sums, part, self.blind(&tokens, block)..queries, queries, self.width);
+            self.fold(&tokens, block, sums, part);
         }
         self.finish(head, tokens, sums, out);
     }
 
-    /// The whole result of some tokens from blocks that were computed apart.
-    fn fold_all<'p>(
-        &self,
-        head: usize,
-        tokens: Range<usize>,
-        parts: impl Iterator<Item = &'p [f32]>,
-        out: Out,
-        scratch: &mut Scratch,
-    ) {
+    /// Adds a block's `part` to `sums` for the queries that saw anything of it.
+    fn fold(&self, tokens: &Range<usize>, block: usize, sums: &mut [f32], part: &[f32]) {
         let queries = tokens.len() * self.group;
-        clear(&mut scratch.sums, queries, self.width);
-        for (block, part) in parts.take(self.blocks(&tokens)).enumerate() {
-            fold(&mut scratch.sums, part, self.blind(&tokens, block)..queries, queries, self.width);
+        for query in self.blind(tokens, block)..queries {
+            let (old, new) = (sums[query], part[query]);
+            let most = old.max(new);
+            let (a, b) = (exp(old - most), exp(new - most));
+            sums[query] = most;
+            sums[queries + query] = sums[queries + query] * a + part[queries + query] * b;
+            let row = 2 * queries + query * self.width..2 * queries + (query + 1) * self.width;
+            blend(&mut sums[row.clone()], a, &part[row], b);
         }
-        self.finish(head, tokens, &scratch.sums, out);
     }
 
     /// Divides by the sums and writes the rows.

@@ -1,6 +1,6 @@
 //! Where full attention keeps its keys and values: `[KV, N, row]`, one row a position.
 //!
-//! With [`Math::F32`] a row is its D values. With [`Math::Int16`] it is D integers and then an f32 (as two more, low
+//! With [`Math::F32`] a row is its D values. With [`Math::Integer`] it is D integers and then an f32 (as two more, low
 //! half first): the row's largest magnitude over 32639, times which an integer is the value. That is half the bytes,
 //! which is what decoding over a long context costs, and an error of at most 2e-5 of the row's largest value: less
 //! than bf16's of each.
@@ -23,7 +23,7 @@ const FORMAT: quant::Format = quant::Format { group: 1, order: quant::Order::Nat
 pub fn cache_row(math: Math, dim: usize) -> (DType, usize) {
     match math {
         Math::F32 => (DType::F32, dim),
-        Math::Int16 => (DType::I16, dim + 2),
+        Math::Integer => (DType::I16, dim + 2),
     }
 }
 
@@ -106,9 +106,31 @@ impl<'a, T: Cached> Heads<'a, T> {
         }
     }
 
+    /// The rows of positions `first..first + count`.
+    #[inline(always)]
+    pub fn rows(&self, head: usize, first: usize, count: usize) -> CachedRows<'a, T> {
+        let start = (head * self.room + first) * self.width;
+        CachedRows { data: &self.data[start..start + count * self.width], width: self.width }
+    }
+
     #[inline(always)]
     pub fn row(&self, head: usize, position: usize) -> &'a [T] {
         &self.data[(head * self.room + position) * self.width..][..self.width]
+    }
+}
+
+/// Rows of one head that follow each other.
+#[derive(Clone, Copy)]
+pub(super) struct CachedRows<'a, T> {
+    data: &'a [T],
+    /// Values of a row, those included that are not its contents.
+    pub width: usize,
+}
+
+impl<'a, T: Cached> CachedRows<'a, T> {
+    #[inline(always)]
+    pub fn iter(&self) -> impl Iterator<Item = &'a [T]> {
+        self.data.chunks_exact(self.width)
     }
 }
 

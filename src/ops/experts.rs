@@ -191,9 +191,8 @@ fn forward(
     });
     let lines: Vec<Line<'_>> = rows.collect();
     let outs = jobs.iter().flat_map(|job| job.rows).map(|row| {
-        let Out(base) = base;
         // SAFETY: places were checked.
-        Out(unsafe { base.add(row.place as usize * hidden) })
+        unsafe { base.add(row.place as usize * hidden) }
     });
     let outs: Vec<Out> = outs.collect();
     let height = |job: &Job<'_>| {
@@ -210,7 +209,7 @@ fn forward(
         let rows = at..(at + height(job)).min(hidden);
         let (lines, outs) = (&lines[block.clone()], &outs[block]);
         // SAFETY: checked sizes; each task writes its own rows of `out`, of which no two lines share one.
-        unsafe { simd::product(isa, math == Math::Int16, &job.expert.down, rows, lines, outs) };
+        unsafe { simd::product(isa, math == Math::Integer, &job.expert.down, rows, lines, outs) };
     });
 }
 
@@ -270,7 +269,7 @@ unsafe fn swiglu(
     to: MiddleOut,
     first: usize,
 ) {
-    let (count, width, integer) = (lines[0].len(), rows.len(), math == Math::Int16);
+    let (count, width, integer) = (lines[0].len(), rows.len(), math == Math::Integer);
     PRODUCTS.with_borrow_mut(|products| {
         products.clear();
         products.resize(2 * count * width, 0.0);

@@ -9,7 +9,7 @@ use super::{
     simd::{self, Isa, Line, Out},
     weight::{Codes, Weight, WeightView},
 };
-use crate::device::{Compute, Math, Threads};
+use crate::device::{Compute, Math, Span, Threads};
 
 /// Rows of weights are cut in multiples of this, the height of the widest kernel's tile.
 const TILE: usize = 32;
@@ -19,7 +19,7 @@ const TASK: Range<usize> = 16 << 10..96 << 10;
 
 /// The products of `x` (`[T, in]`, f32) with every weight (`[rows, in]`), side by side: `[T, sum of rows]`, f32.
 ///
-/// A row of the result has the same bytes whatever `T` and the number of threads. With [`Math::Int16`] affine weights
+/// A row of the result has the same bytes whatever `T` and the number of threads. With [`Math::Integer`] affine weights
 /// meet activations quantised to integers (see [`quant`](super::quant)), everything else is f32.
 pub fn linear(compute: &Compute, x: &Tensor, weights: &[&Weight]) -> Result<Tensor> {
     x.apply_op1_no_bwd(&Linear { compute, weights })
@@ -78,7 +78,7 @@ pub(super) fn check(view: &WeightView<'_>, cols: usize) -> Result<()> {
 /// How the activations of an affine weight are quantised; `None` where the product is f32.
 pub(super) fn format(math: Math, codes: Codes) -> Option<Format> {
     match (math, codes) {
-        (Math::Int16, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
+        (Math::Integer, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
         _ => None,
     }
 }
@@ -142,53 +142,53 @@ fn forward(
     // Taken, not borrowed: a task that panics or calls back must find nothing locked.
     let mut formats = FORMATS.take();
     formats.fill(compute, x, tokens, cols, weights.iter().map(|weight| weight.codes));
-    let base = out.as_mut_ptr();
-    let mut lines = Vec::with_capacity(weights.len() * tokens);
-    let mut outs = Vec::with_capacity(weights.len() * tokens);
-    let mut first = 0;
-    for weight in weights {
-        for token in 0..tokens {
-            lines.push(Line {
-                x: &x[token * cols..(token + 1) * cols],
-                digits: formats.row(compute.math, weight.codes, token),
-            });
-            // SAFETY: inside `out`, which has `total` columns.
-            outs.push(Out(unsafe { base.add(token * total + first) }));
-        }
-        first += weight.rows;
-    }
-    let views: Vec<WeightView<'_>> = weights.iter().map(|weight| weight.view()).collect();
-    let height = height(&compute.threads, &views);
+    let base = Out(out.as_mut_ptr());
+    let line = |weight: usize, token: usize| Line {
+        x: &x[token * cols..(token + 1) * cols],
+        digits: formats.row(compute.math, weights[weight].codes, token),
+    };
+    let place = |weight: usize, token: usize| {
+        let first: usize = weights[..weight].iter().map(|weight| weight.rows).sum();
+        // SAFETY: inside `out`, which has `total` columns.
+        unsafe { base.add(token * total + first) }
+    };
+    // Decode has one line, for which lists need not be made.
+    let many = if tokens > 1 { weights.len() } else { 0 };
+    let all = || (0..many).flat_map(|weight| (0..tokens).map(move |token| (weight, token)));
+    let lines: Vec<Line<'_>> = all().map(|(weight, token)| line(weight, token)).collect();
+    let outs: Vec<Out> = all().map(|(weight, token)| place(weight, token)).collect();
+    let height = height(&compute.threads, weights);
     let isa = Isa::best();
-    compute.threads.run(tasks(&views, height), &|task| {
-        let (index, rows) = locate(&views, height, task);
+    compute.threads.run(tasks(weights, height), &|task| {
+        let (index, rows) = locate(weights, height, task);
         let range = index * tokens..(index + 1) * tokens;
-        let (lines, outs) = (&lines[range.clone()], &outs[range]);
+        let one = ([line(index, 0)], [place(index, 0)]);
+        let (lines, outs) = if tokens > 1 { (&lines[range.clone()], &outs[range]) } else { (&one.0[..], &one.1[..]) };
         // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
-        unsafe { simd::product(isa, compute.math == Math::Int16, &views[index], rows, lines, outs) };
+        unsafe { simd::product(isa, compute.math == Math::Integer, &weights[index].view(), rows, lines, outs) };
     });
     drop(lines);
     FORMATS.set(formats);
 }
 
 /// Rows of weights in one task.
-fn height(threads: &Threads, views: &[WeightView<'_>]) -> usize {
-    let bytes: usize = views.iter().flat_map(|view| view.parts).map(<[u8]>::len).sum();
-    let rows: usize = views.iter().map(|view| view.rows).sum();
+fn height(threads: &Threads, weights: &[&Weight]) -> usize {
+    let bytes: usize = weights.iter().flat_map(|weight| &weight.parts).map(Span::len).sum();
+    let rows: usize = weights.iter().map(|weight| weight.rows).sum();
     let task = (bytes / (8 * threads.count())).clamp(TASK.start, TASK.end);
     (task * rows / bytes.max(1)).next_multiple_of(TILE).max(TILE)
 }
 
-fn tasks(views: &[WeightView<'_>], height: usize) -> usize {
-    views.iter().map(|view| view.rows.div_ceil(height)).sum()
+fn tasks(weights: &[&Weight], height: usize) -> usize {
+    weights.iter().map(|weight| weight.rows.div_ceil(height)).sum()
 }
 
 /// Which weight and rows `task` computes.
-fn locate(views: &[WeightView<'_>], height: usize, mut task: usize) -> (usize, Range<usize>) {
-    for (index, view) in views.iter().enumerate() {
-        let here = view.rows.div_ceil(height);
+fn locate(weights: &[&Weight], height: usize, mut task: usize) -> (usize, Range<usize>) {
+    for (index, weight) in weights.iter().enumerate() {
+        let here = weight.rows.div_ceil(height);
         if task < here {
-            return (index, task * height..((task + 1) * height).min(view.rows));
+            return (index, task * height..((task + 1) * height).min(weight.rows));
         }
         task -= here;
     }

@@ -258,4 +258,5 @@ fn attention() {
     attend_case(op(3, 3, 20, 10, 7), 2, 1);
     attend_case(op(4, 2, 64, 16, 600), 510, 4); // across the border of a part
     attend_case(Attend { half: true, ..op(8, 1, 256, 64, 40) }, 11, 3);
+    attend_case(Attend { half: true, ..op(2, 1, 64, 16, 20) }, 3, 2);
 }

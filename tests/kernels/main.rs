@@ -9,3 +9,5 @@ mod gpu;
 mod host;
 mod layers;
 mod linear;
+mod lint;
+mod record;

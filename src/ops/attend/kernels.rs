@@ -2,11 +2,16 @@
 
 use super::BLOCK;
 use crate::ops::{
-    cache::{Cached, Heads},
+    cache::{Cached, CachedRows, Heads},
     math::exp,
     simd::{Vector, float, wide},
 };
 use std::ops::Range;
+
+/// How far ahead of the row being read the next are asked for, in bytes.
+const AHEAD: usize = 4096;
+/// Values that are added up while they are in the first-level cache, in rows.
+const STRIP: usize = 32;
 
 wide! {
     /// `scores[n][i] = q[n] . key[seen.start + i]`.
@@ -17,14 +22,59 @@ wide! {
         seen: Range<usize>,
         scores: &mut [[f32; BLOCK]; N],
     ) {
-        for (index, key) in seen.enumerate() {
+        let mut done = 0;
+        if V::MANY {
+            // Sixteen products at a time.
+            done = match N {
+                8 => compare_sets::<V, T, N, 2>(q, keys, head, seen.clone(), scores),
+                4 => compare_sets::<V, T, N, 4>(q, keys, head, seen.clone(), scores),
+                2 => compare_sets::<V, T, N, 8>(q, keys, head, seen.clone(), scores),
+                _ => compare_sets::<V, T, N, 16>(q, keys, head, seen.clone(), scores),
+            };
+        }
+        for (index, key) in (seen.start + done..seen.end).enumerate() {
             let row = keys.row(head, key);
-            let (factor, dots) = (T::scale(row), dots::<V, T, N>(q, T::values(row)));
+            let [lanes] = dots::<V, T, N, 1>(q, &[T::values(row)]);
             for n in 0..N {
-                scores[n][index] = dots[n] * factor;
+                scores[n][done + index] = lanes[n].fold() * T::scale(row);
             }
         }
     }
+}
+
+/// [`compare`] for as many sets of `K` keys as there are, `N * K` being 16. Returns how many keys they had.
+#[inline(always)]
+fn compare_sets<V: Vector, T: Cached, const N: usize, const K: usize>(
+    q: &[&[f32]; N],
+    keys: &Heads<'_, T>,
+    head: usize,
+    seen: Range<usize>,
+    scores: &mut [[f32; BLOCK]; N],
+) -> usize {
+    let count = seen.len() / K * K;
+    for index in (0..count).step_by(K) {
+        let mut rows: [&[T]; K] = [&[]; K];
+        let mut scales = [0f32; K];
+        for k in 0..K {
+            let row = keys.row(head, seen.start + index + k);
+            for at in (0..size_of_val(row)).step_by(64) {
+                V::fetch(row.as_ptr().cast::<u8>().wrapping_add(AHEAD + at));
+            }
+            (rows[k], scales[k]) = (T::values(row), T::scale(row));
+        }
+        let lanes = dots::<V, T, N, K>(q, &rows);
+        let mut all = [V::splat(0.0); 16];
+        for (index, all) in all.iter_mut().enumerate() {
+            *all = lanes[index / N % K][index % N];
+        }
+        let sums = V::fold_all(all);
+        for n in 0..N {
+            for k in 0..K {
+                scores[n][index + k] = sums[k * N + n] * scales[k];
+            }
+        }
+    }
+    count
 }
 
 wide! {
@@ -38,21 +88,28 @@ wide! {
         head: usize,
         seen: Range<usize>,
     ) {
-        for (index, key) in seen.clone().enumerate() {
-            let factor = T::scale(values.row(head, key));
-            for scores in scores.iter_mut() {
-                scores[index] *= factor;
+        let mut scales = [0f32; BLOCK];
+        for (scale, key) in scales.iter_mut().zip(seen.clone()) {
+            *scale = T::scale(values.row(head, key));
+        }
+        for scores in scores.iter_mut() {
+            for (score, scale) in scores.iter_mut().zip(&scales) {
+                *score *= scale;
             }
         }
-        let mut index = 0;
-        while index + 4 <= seen.len() {
-            let rows = row_set::<T, 4>(values, head, seen.start + index);
-            add::<V, T, N, 4>(sums, width, scores, index, &rows);
-            index += 4;
-        }
-        while index < seen.len() {
-            add::<V, T, N, 1>(sums, width, scores, index, &row_set(values, head, seen.start + index));
-            index += 1;
+        let dim = T::values(values.row(head, seen.start)).len();
+        for first in (0..seen.len()).step_by(STRIP) {
+            let strip = first..(first + STRIP).min(seen.len());
+            let rows = values.rows(head, seen.start + first, strip.len());
+            let mut at = 0;
+            while V::MANY && at + 32 <= dim {
+                add::<V, T, N, 2>(sums, width, scores, strip.clone(), &rows, at);
+                at += 32;
+            }
+            while at < dim {
+                add::<V, T, N, 1>(sums, width, scores, strip.clone(), &rows, at);
+                at += 16;
+            }
         }
     }
 }
@@ -77,73 +134,80 @@ wide! {
     }
 }
 
+/// The lanes of `q . k` for `N` queries, padded to whole vectors, and `K` keys.
 #[inline(always)]
-fn row_set<'a, T: Cached, const K: usize>(values: &Heads<'a, T>, head: usize, first: usize) -> [&'a [T]; K] {
-    let mut rows: [&[T]; K] = [&[]; K];
-    for (index, row) in rows.iter_mut().enumerate() {
-        *row = T::values(values.row(head, first + index));
-    }
-    rows
-}
-
-/// `q . k` for `N` queries, padded to whole vectors.
-#[inline(always)]
-fn dots<V: Vector, T: Cached, const N: usize>(q: &[&[f32]; N], k: &[T]) -> [f32; N] {
-    let mut lanes = [V::splat(0.0); N];
-    let (chunks, rest) = k.as_chunks::<16>();
+fn dots<V: Vector, T: Cached, const N: usize, const K: usize>(q: &[&[f32]; N], keys: &[&[T]; K]) -> [[V; N]; K] {
+    let mut lanes = [[V::splat(0.0); N]; K];
+    let dim = keys[0].len();
     let mut blocks: [&[[f32; 16]]; N] = [&[]; N];
     for n in 0..N {
-        blocks[n] = &q[n].as_chunks::<16>().0[..k.len().div_ceil(16)];
+        blocks[n] = &q[n].as_chunks::<16>().0[..dim.div_ceil(16)];
     }
-    for (index, chunk) in chunks.iter().enumerate() {
-        let k = T::load::<V>(chunk);
-        for n in 0..N {
-            lanes[n] = k.fma(V::load(&blocks[n][index]), lanes[n]);
+    let mut chunks: [&[[T; 16]]; K] = [&[]; K];
+    for k in 0..K {
+        chunks[k] = &keys[k].as_chunks::<16>().0[..dim / 16];
+    }
+    for index in 0..dim / 16 {
+        for k in 0..K {
+            let key = T::load::<V>(&chunks[k][index]);
+            for n in 0..N {
+                lanes[k][n] = key.fma(V::load(&blocks[n][index]), lanes[k][n]);
+            }
         }
     }
-    if !rest.is_empty() {
-        let k = T::load::<V>(&float::padded(rest));
-        for n in 0..N {
-            lanes[n] = k.fma(V::load(&blocks[n][chunks.len()]), lanes[n]);
+    if !dim.is_multiple_of(16) {
+        for k in 0..K {
+            let key = T::load::<V>(&float::padded(&keys[k][dim / 16 * 16..]));
+            for n in 0..N {
+                lanes[k][n] = key.fma(V::load(&blocks[n][dim / 16]), lanes[k][n]);
+            }
         }
     }
-    let mut sums = [0f32; N];
-    for n in 0..N {
-        sums[n] = lanes[n].fold();
-    }
-    sums
+    lanes
 }
 
-/// `sums[n] += scores[n][first] * rows[0] + scores[n][first + 1] * rows[1] + ...`, one after the other.
+/// `sums[n] += scores[n][i] * row[i]`, row after row, for values `at..at + 16 * C`.
 #[inline(always)]
-fn add<V: Vector, T: Cached, const N: usize, const K: usize>(
+fn add<V: Vector, T: Cached, const N: usize, const C: usize>(
     sums: &mut [f32],
     width: usize,
     scores: &[[f32; BLOCK]; N],
-    first: usize,
-    rows: &[&[T]; K],
+    strip: Range<usize>,
+    rows: &CachedRows<'_, T>,
+    at: usize,
 ) {
-    let mut weights = [[0f32; K]; N];
+    let mut lanes = [[V::splat(0.0); C]; N];
     for n in 0..N {
-        weights[n].copy_from_slice(&scores[n][first..first + K]);
+        let (sums, _) = sums[n * width + at..][..16 * C].as_chunks::<16>();
+        for c in 0..C {
+            lanes[n][c] = V::load(&sums[c]);
+        }
     }
-    let len = rows[0].len();
-    for at in (0..len).step_by(16) {
-        let mut values = [V::splat(0.0); K];
-        for k in 0..K {
-            values[k] = match rows[k][at..].first_chunk() {
+    let mut parts: [&[f32]; N] = [&[]; N];
+    for n in 0..N {
+        parts[n] = &scores[n][strip.clone()];
+    }
+    for (index, row) in rows.iter().enumerate().take(strip.len()) {
+        let row = &T::values(row)[at..];
+        V::fetch(row.as_ptr().wrapping_add(STRIP * rows.width).cast());
+        let mut values = [V::splat(0.0); C];
+        for c in 0..C {
+            values[c] = match row[16 * c..].first_chunk() {
                 Some(chunk) => T::load::<V>(chunk),
-                None => T::load::<V>(&float::padded(&rows[k][at..])),
+                None => T::load::<V>(&float::padded(&row[16 * c..])),
             };
         }
         for n in 0..N {
-            if let Some(sums) = sums[n * width + at..].first_chunk_mut::<16>() {
-                let mut sum = V::load(sums);
-                for k in 0..K {
-                    sum = V::splat(weights[n][k]).fma(values[k], sum);
-                }
-                sum.store(sums);
+            let weight = V::splat(parts[n][index]);
+            for c in 0..C {
+                lanes[n][c] = weight.fma(values[c], lanes[n][c]);
             }
+        }
+    }
+    for n in 0..N {
+        let (sums, _) = sums[n * width + at..][..16 * C].as_chunks_mut::<16>();
+        for c in 0..C {
+            lanes[n][c].store(&mut sums[c]);
         }
     }
 }

@@ -108,7 +108,7 @@ impl Experts<'_> {
 /// expert's activation too. `x` is `[tokens, hidden]`, normed. Hits and misses may be two launches: hence `act` is updated.
 pub fn experts_up(op: &Experts, x: Region, slots: Region, shared: bool) -> Dispatch {
     let places = op.tokens * op.k;
-    let extra = if shared && op.shared.is_some() { op.tokens } else { 0 };
+    let extra = usize::from(shared && op.shared.is_some());
     let mut bindings = vec![
         Binding::read(floats(x, op.tokens * op.hidden())),
         Binding::read(floats(op.scores, op.tokens * op.width)),
@@ -117,7 +117,7 @@ pub fn experts_up(op: &Experts, x: Region, slots: Region, shared: bool) -> Dispa
     ];
     bindings.extend(op.slabs());
     let kernel = if op.fast_up() { "experts_up" } else { "experts_up_any" };
-    op.launch(kernel, bindings, [op.inner().div_ceil(8), places + extra, 1], 128)
+    op.launch(kernel, bindings, [op.inner().div_ceil(8), op.k + extra, op.tokens], 128)
 }
 
 /// `h[token] += sum over ranks of weight * down act`, the shared expert last. `h` is `[tokens, hidden]`.
@@ -133,7 +133,7 @@ pub fn experts_down(op: &Experts, slots: Region, h: Region) -> Dispatch {
     bindings.extend(op.slabs());
     let fast = op.fast_down() && op.shared.is_none_or(|m| fast(m.codes, m.gain, m.cols, &[4]));
     let kernel = if fast { "experts_down" } else { "experts_down_any" };
-    op.launch(kernel, bindings, [op.hidden().div_ceil(4), op.tokens, 1], 32 * (op.k + 1))
+    op.launch(kernel, bindings, [op.hidden().div_ceil(16), op.tokens, 1], 32 * (op.k + 1))
 }
 
 /// [`experts_up`] for places grouped by expert; the shared expert's activation is [`swiglu`]'s business.

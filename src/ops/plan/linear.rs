@@ -65,6 +65,6 @@ pub fn linear(op: &Linear) -> Dispatch {
         args,
         bindings,
         grid: [tokens.div_ceil(if batch { 4 } else { 1 }) as u32, blocks as u32, 1],
-        threads: 128,
+        threads: if batch { 128 } else { 64 },
     }
 }

@@ -2,8 +2,10 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Out, Scratch, float, x86};
-use crate::ops::weight::WeightView;
+use super::{
+    Affine, Line, Out, Scratch, float,
+    x86::{self, load},
+};
 
 struct Avx2;
 
@@ -17,27 +19,7 @@ pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], 
     unsafe { x86::rows::<Avx2>(weight, rows, lines, outs, scratch) }
 }
 
-/// See [`super::product`].
-///
-/// # Safety
-/// As for [`super::product`].
-#[target_feature(enable = "avx2,fma,bmi2")]
-pub unsafe fn float_rows(
-    weight: &WeightView<'_>,
-    rows: Range<usize>,
-    lines: &[Line<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
-) {
-    // SAFETY: passed on.
-    unsafe { float::rows::<super::vector::Avx2>(weight, rows, lines, outs, scratch) }
-}
-
-#[inline(always)]
-unsafe fn load<T>(at: *const T) -> __m256i {
-    // SAFETY: 32 bytes are readable (caller); any alignment.
-    unsafe { _mm256_loadu_si256(at.cast()) }
-}
+float::compiled_for!("avx2,fma,bmi2", super::vector::Avx2);
 
 /// Two vectors of codes (at most 63 each) and their digits at `x` and, for `b`, `x + 32`: eight lanes of sums.
 #[inline(always)]

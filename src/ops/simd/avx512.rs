@@ -2,8 +2,10 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Out, Scratch, float, tile512, x86};
-use crate::ops::weight::WeightView;
+use super::{
+    Affine, Line, Out, Scratch, float, pair512, tile512,
+    x86::{self, load},
+};
 
 /// From this many lines on, unpacking a tile pays.
 const MANY: usize = 2;
@@ -22,31 +24,12 @@ pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], 
         if lines.len() >= MANY {
             rows.start += tile512::rows(weight, rows.clone(), lines, outs, scratch);
         }
+        rows.start += pair512::rows(weight, rows.clone(), lines, outs, scratch);
         x86::rows::<Vnni>(weight, rows, lines, outs, scratch);
     }
 }
 
-/// See [`super::product`].
-///
-/// # Safety
-/// As for [`super::product`].
-#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq")]
-pub unsafe fn float_rows(
-    weight: &WeightView<'_>,
-    rows: Range<usize>,
-    lines: &[Line<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
-) {
-    // SAFETY: passed on.
-    unsafe { float::rows::<super::vector::Avx512>(weight, rows, lines, outs, scratch) }
-}
-
-#[inline(always)]
-unsafe fn load<T>(at: *const T) -> __m256i {
-    // SAFETY: 32 bytes are readable (caller); any alignment.
-    unsafe { _mm256_loadu_si256(at.cast()) }
-}
+float::compiled_for!("avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq", super::vector::Avx512);
 
 impl x86::Dot for Vnni {
     #[inline(always)]

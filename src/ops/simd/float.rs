@@ -37,6 +37,30 @@ pub unsafe fn rows<V: Vector>(
     }
 }
 
+/// Defines `float_rows`: [`rows`] compiled for some processor features and their [`Vector`].
+#[cfg(target_arch = "x86_64")]
+macro_rules! compiled_for {
+    ($features:literal, $vector:ty) => {
+        /// See [`super::product`].
+        ///
+        /// # Safety
+        /// As for [`super::product`].
+        #[target_feature(enable = $features)]
+        pub unsafe fn float_rows(
+            weight: &$crate::ops::weight::WeightView<'_>,
+            rows: Range<usize>,
+            lines: &[Line<'_>],
+            outs: &[Out],
+            scratch: &mut Scratch,
+        ) {
+            // SAFETY: passed on.
+            unsafe { float::rows::<$vector>(weight, rows, lines, outs, scratch) }
+        }
+    };
+}
+#[cfg(target_arch = "x86_64")]
+pub(super) use compiled_for;
+
 /// `a . b` for `N` rows `b` of the same length at once.
 #[inline(always)]
 pub fn dot<V: Vector, const N: usize>(a: &[f32], b: [&[f32]; N]) -> [f32; N] {

@@ -11,6 +11,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub(super) mod float;
+#[cfg(target_arch = "x86_64")]
+mod pair512;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod tile512;
@@ -45,6 +47,10 @@ pub enum Isa {
 impl Isa {
     /// The best that this processor has.
     pub fn best() -> Self {
+        #[cfg(test)]
+        if let Some(forced) = tests::FORCED.get() {
+            return forced;
+        }
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| *Self::all().last().unwrap_or(&Isa::Scalar))
     }
@@ -79,6 +85,17 @@ pub struct Line<'a> {
 /// Where the products of one line go: the place of the weight's first row.
 #[derive(Clone, Copy)]
 pub struct Out(pub *mut f32);
+
+impl Out {
+    /// The place `count` values further on.
+    ///
+    /// # Safety
+    /// As for `add` of the pointer.
+    pub unsafe fn add(self, count: usize) -> Self {
+        // SAFETY: passed on.
+        Self(unsafe { self.0.add(count) })
+    }
+}
 
 // SAFETY: only written through `product`, whose callers promise that no two threads share an output.
 unsafe impl Send for Out {}
@@ -127,14 +144,22 @@ impl<'a> Affine<'a> {
 /// Buffers of one thread, kept from call to call.
 #[derive(Default)]
 pub(crate) struct Scratch {
+    /// What the integer kernels need of a row of weights, for two rows.
+    pub rows: [Loaded; 2],
+    /// A row of weights in f32, and its codes before.
+    pub values: Vec<f32>,
+    pub bytes: Vec<u8>,
+    #[cfg(target_arch = "x86_64")]
+    pub tiles: tile512::Tiles,
+}
+
+/// A row of weights on its way through an integer kernel.
+#[derive(Default)]
+pub(crate) struct Loaded {
     /// Scales, then biases, each padded with zeros to a multiple of eight groups.
     pub constants: Vec<f32>,
     /// Unpacked codes, in the weight's order.
     pub bytes: Vec<u8>,
-    /// A row of weights in f32.
-    pub values: Vec<f32>,
-    #[cfg(target_arch = "x86_64")]
-    pub tiles: tile512::Tiles,
 }
 
 thread_local! {
@@ -191,7 +216,7 @@ pub(crate) fn tree(l: [f32; 8]) -> f32 {
     ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
 }
 
-impl Scratch {
+impl Loaded {
     /// Loads scales and biases of `row` and returns them in padded f32.
     #[inline(always)]
     pub fn load(&mut self, weight: &Affine<'_>, row: usize) {

@@ -12,15 +12,16 @@ use crate::ops::quant::Digits;
 #[inline(always)]
 pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
     for row in rows {
-        scratch.load(weight, row);
-        scratch.bytes.resize(weight.cols, 0);
+        let loaded = &mut scratch.rows[0];
+        loaded.load(weight, row);
+        loaded.bytes.resize(weight.cols, 0);
         if weight.bits == 4 {
-            unpack::nibbles(weight.group, weight.codes(row), &mut scratch.bytes);
+            unpack::nibbles(weight.group, weight.codes(row), &mut loaded.bytes);
         } else {
-            unpack::natural(weight.bits, weight.codes(row), &mut scratch.bytes, unpack::spread(weight.bits));
+            unpack::natural(weight.bits, weight.codes(row), &mut loaded.bytes, unpack::spread(weight.bits));
         }
         for (line, out) in lines.iter().zip(outs) {
-            let sum = dot(&scratch.bytes, weight.group, &scratch.constants, &line.digits);
+            let sum = dot(&loaded.bytes, weight.group, &loaded.constants, &line.digits);
             // SAFETY: the caller lets us write this output.
             unsafe { out.0.add(row).write(sum * weight.gain) };
         }

@@ -3,6 +3,19 @@
 use super::*;
 use crate::ops::quant::{Format, Quantised};
 
+thread_local! {
+    /// What this thread is to take for the best instruction set.
+    pub(super) static FORCED: std::cell::Cell<Option<Isa>> = const { std::cell::Cell::new(None) };
+}
+
+/// Runs `job` with `isa` on this thread.
+pub(crate) fn with<R>(isa: Isa, job: impl FnOnce() -> R) -> R {
+    FORCED.set(Some(isa));
+    let result = job();
+    FORCED.set(None);
+    result
+}
+
 /// A small generator: the tests must not depend on a crate's random stream.
 pub(crate) struct Random(pub u64);
 

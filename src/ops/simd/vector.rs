@@ -11,6 +11,9 @@ use super::tree;
 /// The methods are safe to call only in code compiled for the type's instructions: [`super::wide!`] is the one place
 /// that names the types, and does so in functions that it runs on processors which have them.
 pub(crate) trait Vector: Copy {
+    /// Whether sixteen of them stay in registers, with some room to work.
+    const MANY: bool = false;
+
     fn splat(x: f32) -> Self;
     fn load(x: &[f32; 16]) -> Self;
     fn store(self, to: &mut [f32; 16]);
@@ -19,6 +22,16 @@ pub(crate) trait Vector: Copy {
     fn fma(self, b: Self, c: Self) -> Self;
     /// The sum of the lanes: 8..16 are added to 0..8, then [`tree`].
     fn fold(self) -> f32;
+
+    /// [`Self::fold`] of each.
+    #[inline(always)]
+    fn fold_all(all: [Self; 16]) -> [f32; 16] {
+        all.map(Self::fold)
+    }
+
+    /// Asks for the cache line at `at`, which may be anywhere.
+    #[inline(always)]
+    fn fetch(_at: *const u8) {}
 }
 
 impl Vector for [f32; 16] {
@@ -103,6 +116,12 @@ impl Vector for Avx2 {
         // SAFETY: see above.
         unsafe { super::x86::tree(_mm256_add_ps(self.0, self.1)) }
     }
+
+    #[inline(always)]
+    fn fetch(at: *const u8) {
+        // SAFETY: see above.
+        unsafe { super::x86::fetch(at) }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -111,6 +130,8 @@ pub(crate) struct Avx512(__m512);
 
 #[cfg(target_arch = "x86_64")]
 impl Vector for Avx512 {
+    const MANY: bool = true;
+
     #[inline(always)]
     fn splat(x: f32) -> Self {
         // SAFETY: see above.
@@ -149,4 +170,45 @@ impl Vector for Avx512 {
             super::x86::tree(_mm256_add_ps(low, high))
         }
     }
+
+    #[inline(always)]
+    fn fold_all(all: [Self; 16]) -> [f32; 16] {
+        // SAFETY: see above.
+        unsafe { fold_all(all) }
+    }
+
+    #[inline(always)]
+    fn fetch(at: *const u8) {
+        // SAFETY: see above.
+        unsafe { super::x86::fetch(at) }
+    }
+}
+
+/// Two registers become one at each step, so that no lane is added up for nothing.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn fold_all(all: [Avx512; 16]) -> [f32; 16] {
+    // The quarters of two registers, upper onto lower halves; then their quarters likewise.
+    let halves = |at: usize| {
+        let (a, b) = (all[at].0, all[at + 1].0);
+        _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b))
+    };
+    let quarters = |at: usize| {
+        let (a, b) = (halves(at), halves(at + 2));
+        _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
+    };
+    // Each quarter now has four lanes of one vector: 0 + 2 and 1 + 3, and then these two.
+    let pairs = |at: usize| {
+        let (a, b) = (quarters(at), quarters(at + 4));
+        _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)))
+    };
+    let (a, b) = (pairs(0), pairs(8));
+    let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+    let sums = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    let mut out = [0f32; 16];
+    // SAFETY: sixteen values fit.
+    unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_permutexvar_ps(order, sums)) };
+    out
 }

@@ -2,12 +2,12 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Out, Scratch, unpack};
+use super::{Affine, Line, Loaded, Out, Scratch, unpack};
 use crate::ops::quant::Digits;
 
 /// How far ahead of the codes being read the next are asked for. Without it the products wait for memory and memory for
 /// the products: 6 GB/s and core instead of 11 of 12.
-const AHEAD: usize = 4096;
+pub(super) const AHEAD: usize = 4096;
 
 /// Dot products of one group as eight partial sums, with 32-byte vectors.
 pub(super) trait Dot {
@@ -59,26 +59,32 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
     scratch: &mut Scratch,
 ) {
     for row in rows {
-        let (s, b) = weight.constants(row);
-        // SAFETY: a prefetch may name any address.
-        unsafe {
-            fetch(s.as_ptr().wrapping_add(AHEAD / 8));
-            fetch(b.as_ptr().wrapping_add(AHEAD / 8));
-        }
-        scratch.load(weight, row);
-        let mut codes = weight.codes(row);
-        if BITS == 0 {
-            scratch.bytes.resize(weight.cols, 0);
-            // SAFETY: the processor has BMI2.
-            unsafe { unpack_row(weight, row, &mut scratch.bytes) };
-            codes = &scratch.bytes;
-        }
+        let loaded = &mut scratch.rows[0];
+        // SAFETY: the processor has BMI2.
+        unsafe { load_row::<BITS>(weight, row, loaded) };
+        let codes = if BITS == 0 { &loaded.bytes } else { weight.codes(row) };
         for (line, out) in lines.iter().zip(outs) {
             // SAFETY: codes, constants and digits have a row's length; the caller lets us write this output.
             unsafe {
-                let sum = dot::<D, BITS, GROUP>(codes, &scratch.constants, &line.digits);
+                let sum = dot::<D, BITS, GROUP>(codes, &loaded.constants, &line.digits);
                 out.0.add(row).write(sum * weight.gain);
             }
+        }
+    }
+}
+
+/// Loads scales and biases and, if `BITS` is 0, unpacks the codes.
+#[inline(always)]
+pub(super) unsafe fn load_row<const BITS: usize>(weight: &Affine<'_>, row: usize, loaded: &mut Loaded) {
+    let (scales, biases) = weight.constants(row);
+    // SAFETY: a prefetch may name any address; the processor has BMI2 (caller).
+    unsafe {
+        fetch(scales.as_ptr().wrapping_add(AHEAD / 8));
+        fetch(biases.as_ptr().wrapping_add(AHEAD / 8));
+        loaded.load(weight, row);
+        if BITS == 0 {
+            loaded.bytes.resize(weight.cols, 0);
+            unpack_row(weight, row, &mut loaded.bytes);
         }
     }
 }
@@ -145,9 +151,15 @@ unsafe fn partial<D: Dot, const BITS: usize, const GROUP: usize>(
     }
 }
 
+#[inline(always)]
+pub(super) unsafe fn load<T>(at: *const T) -> __m256i {
+    // SAFETY: 32 bytes are readable (caller); any alignment.
+    unsafe { _mm256_loadu_si256(at.cast()) }
+}
+
 /// Asks for the cache line at `at`, which may be anywhere.
 #[inline(always)]
-unsafe fn fetch(at: *const u8) {
+pub(super) unsafe fn fetch(at: *const u8) {
     // SAFETY: a prefetch of an address that is not mapped does nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
 }

@@ -1,11 +1,17 @@
 //! Attention over a cache: against plain loops in f64, and against itself with other batches, threads and lengths.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 use super::{bits, tensor};
 use crate::{
     device::{Compute, Math},
-    ops::{HeadNorm, Rotation, attend, cache_row, remember, simd::tests::Random},
+    ops::{
+        HeadNorm, Rotation, attend, cache_row, gate, queries, remember, rms_norm,
+        simd::{
+            Isa,
+            tests::{Random, with},
+        },
+    },
 };
 
 /// Keys and values of `count` positions in caches with room for more, and as plain values.
@@ -63,7 +69,7 @@ const SHAPES: [(usize, usize, usize, usize); 7] = [
 fn attention_is_right() -> Result<()> {
     let mut random = Random(21);
     for (heads, shared, dim, count) in SHAPES {
-        for (math, tolerance) in [(Math::F32, 1e-6), (Math::Int16, 5e-5)] {
+        for (math, tolerance) in [(Math::F32, 1e-6), (Math::Integer, 5e-5)] {
             let filled = Filled::random(&mut random, math, shared, dim, count)?;
             let tokens = (count / 2).min(70);
             let q = (tensor(&mut random, tokens, heads * dim)? * 4.0)?.reshape((tokens, heads, dim))?;
@@ -87,7 +93,7 @@ fn attention_is_right() -> Result<()> {
 fn attention_does_not_see_batch_or_threads() -> Result<()> {
     let mut random = Random(22);
     for (heads, shared, dim, count) in SHAPES {
-        for math in [Math::F32, Math::Int16] {
+        for math in [Math::F32, Math::Integer] {
             let filled = Filled::random(&mut random, math, shared, dim, count)?;
             let tokens = count.min(150);
             let q = tensor(&mut random, tokens, heads * dim)?.reshape((tokens, heads, dim))?;
@@ -98,6 +104,9 @@ fn attention_does_not_see_batch_or_threads() -> Result<()> {
             };
             let expected = run(1, 0, tokens)?;
             assert!(run(2, 0, tokens)? == expected && run(5, 0, tokens)? == expected);
+            for isa in Isa::all() {
+                assert!(with(isa, || run(1, 0, tokens))? == expected, "{isa:?}");
+            }
             for token in [0, tokens / 2, tokens - 1] {
                 let row = token * heads * dim..(token + 1) * heads * dim;
                 assert!(run(1, token, 1)? == expected[row.clone()] && run(4, token, 1)? == expected[row]);
@@ -115,12 +124,12 @@ fn a_cached_row_is_its_values() -> Result<()> {
     let weight: Vec<f32> = (0..dim).map(|_| random.unit()).collect();
     let rotation = Rotation::new(7, tokens, 16, 1e7);
     let mut plain = Vec::new();
-    for math in [Math::F32, Math::Int16] {
+    for math in [Math::F32, Math::Integer] {
         let (kind, width) = cache_row(math, dim);
         let cache = Tensor::zeros((shared, 20, width), kind, &Device::Cpu)?;
         remember(&cache, &x, 7, Some((HeadNorm { weight: &weight, eps: 1e-6 }, &rotation)))?;
         // One query of zeros sees the mean of what is at positions 7..12.
-        let zero = Tensor::zeros((1, shared, dim), candle_core::DType::F32, &Device::Cpu)?;
+        let zero = Tensor::zeros((1, shared, dim), DType::F32, &Device::Cpu)?;
         let nothing = cache.zeros_like()?;
         let mean = attend(&Compute::cpu(1, math), &zero, &nothing, &cache, 11)?.to_vec2::<f32>()?;
         if plain.is_empty() {
@@ -128,6 +137,32 @@ fn a_cached_row_is_its_values() -> Result<()> {
         }
         assert!(mean[0].iter().zip(&plain).all(|(a, b)| (a - b).abs() < 1e-4));
         assert!(remember(&cache, &x, 16, None).is_err(), "no room");
+    }
+    Ok(())
+}
+
+#[test]
+fn what_surrounds_attention_has_the_same_bytes_everywhere() -> Result<()> {
+    let mut random = Random(24);
+    let (heads, dim, tokens) = (3, 40, 5);
+    let x = tensor(&mut random, tokens, heads * dim)?;
+    let projected = tensor(&mut random, tokens, heads * 2 * dim)?;
+    let weight: Vec<f32> = (0..dim).map(|_| random.unit()).collect();
+    let all: Vec<f32> = (0..heads * dim).map(|_| random.unit()).collect();
+    let all = Tensor::from_vec(all, heads * dim, &Device::Cpu)?;
+    let (norm, rotation) = (HeadNorm { weight: &weight, eps: 1e-6 }, Rotation::new(7, tokens, 16, 1e7));
+    let compute = Compute::cpu(1, Math::Integer);
+    let run = || -> Result<(Vec<u32>, Vec<i16>)> {
+        let cache = Tensor::zeros((heads, 20, dim + 2), DType::I16, &Device::Cpu)?;
+        remember(&cache, &x, 7, Some((norm, &rotation)))?;
+        let mut rows = bits(&queries(&compute, &projected, norm, &rotation)?)?;
+        rows.extend(bits(&gate(&compute, &x, &projected, dim)?)?);
+        rows.extend(bits(&rms_norm(&compute, &x, &all, 1e-6)?)?);
+        Ok((rows, cache.flatten_all()?.to_vec1()?))
+    };
+    let expected = with(Isa::Scalar, run)?;
+    for isa in Isa::all() {
+        assert!(with(isa, run)? == expected, "{isa:?}");
     }
     Ok(())
 }

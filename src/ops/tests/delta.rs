@@ -6,7 +6,13 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::{bits, tensor, values};
 use crate::{
     device::{Compute, Math},
-    ops::{DeltaHeads, conv, delta_rule, gated_norm, simd::tests::Random},
+    ops::{
+        DeltaHeads, conv, delta_rule, gated_norm,
+        simd::{
+            Isa,
+            tests::{Random, with},
+        },
+    },
 };
 
 fn heads(random: &mut Random, key_heads: usize, value_heads: usize, key_dim: usize, value_dim: usize) -> DeltaHeads {
@@ -58,7 +64,7 @@ fn the_rule_is_right() -> Result<()> {
         let state = Tensor::zeros((value_heads, value_dim, key_dim), DType::F32, &Device::Cpu)?;
         let mut plain = vec![0.0; value_heads * value_dim * key_dim];
         let expected = rule(&h, &values(&mixed)?, &values(&gates)?, &mut plain);
-        let got = values(&delta_rule(&Compute::cpu(3, Math::Int16), &h, &mixed, &gates, &state)?)?;
+        let got = values(&delta_rule(&Compute::cpu(3, Math::Integer), &h, &mixed, &gates, &state)?)?;
         for (got, expected) in got.iter().zip(&expected).chain(values(&state)?.iter().zip(&plain)) {
             assert!((f64::from(*got) - expected).abs() < 1e-6, "{got} {expected}");
         }
@@ -75,7 +81,7 @@ fn chunks_and_threads_do_not_show() -> Result<()> {
     let projected = tensor(&mut random, tokens, width + 4 * 80 + 8)?;
     let (taps, norm) = (tensor(&mut random, 4, width)?, tensor(&mut random, 1, 80)?.flatten_all()?);
     let run = |threads: usize, cuts: &[usize]| -> Result<(Vec<u32>, Vec<u32>)> {
-        let compute = Compute::cpu(threads, Math::Int16);
+        let compute = Compute::cpu(threads, Math::Integer);
         let samples = Tensor::zeros((3, width), DType::F32, &Device::Cpu)?;
         let state = Tensor::zeros((4, 80, 64), DType::F32, &Device::Cpu)?;
         let (mut rows, mut at) = (Vec::new(), 0);
@@ -94,6 +100,9 @@ fn chunks_and_threads_do_not_show() -> Result<()> {
     for cuts in [vec![1; 37], vec![2, 1, 30, 4], vec![20, 17]] {
         assert!(run(1, &cuts)? == expected && run(3, &cuts)? == expected);
     }
+    for isa in Isa::all() {
+        assert!(with(isa, || run(1, &[37]))? == expected, "{isa:?}");
+    }
     Ok(())
 }
 
@@ -104,7 +113,7 @@ fn the_convolution_is_right() -> Result<()> {
     let (x, taps) = (tensor(&mut random, tokens, width)?, tensor(&mut random, 4, width)?);
     let state = tensor(&mut random, 3, width)?;
     let full = Tensor::cat(&[&state, &x], 0)?.to_vec2::<f32>()?;
-    let y = conv(&Compute::cpu(2, Math::Int16), &x, &taps, &state.copy()?)?.to_vec2::<f32>()?;
+    let y = conv(&Compute::cpu(2, Math::Integer), &x, &taps, &state.copy()?)?.to_vec2::<f32>()?;
     let taps = taps.to_vec2::<f32>()?;
     for token in 0..tokens {
         for c in 0..width {

@@ -5,7 +5,10 @@ use candle_core::{Device, Result, Tensor};
 use super::{
     Assignment, Codes, ExpertView, Float, Job, Weight, combine, experts, linear,
     quant::Format,
-    simd::tests::{Owned, Random},
+    simd::{
+        Isa,
+        tests::{Owned, Random, with},
+    },
 };
 use crate::device::{Compute, Math, Span};
 
@@ -40,7 +43,7 @@ fn linear_does_not_see_batch_threads_or_neighbours() -> Result<()> {
         .map(|(codes, rows)| weight(&mut random, codes, rows, 384));
     let all: Vec<&Weight> = weights.iter().collect();
     let x = tensor(&mut random, 67, 384)?;
-    for math in [Math::Int16, Math::F32] {
+    for math in [Math::Integer, Math::F32] {
         let one = Compute::cpu(1, math);
         let expected = bits(&linear(&one, &x, &all)?)?;
         for threads in [2, 5] {
@@ -58,7 +61,7 @@ fn linear_does_not_see_batch_threads_or_neighbours() -> Result<()> {
 fn linear_refuses_what_does_not_fit() -> Result<()> {
     let mut random = Random(12);
     let weight = weight(&mut random, AFFINE, 8, 128);
-    let compute = Compute::cpu(1, Math::Int16);
+    let compute = Compute::cpu(1, Math::Integer);
     assert!(linear(&compute, &tensor(&mut random, 2, 64)?, &[&weight]).is_err());
     let short = Weight { rows: 9, ..weight.clone() };
     assert!(linear(&compute, &tensor(&mut random, 2, 128)?, &[&short]).is_err());
@@ -125,10 +128,10 @@ fn experts_do_what_they_say() -> Result<()> {
     let (tokens, k) = (40, 3);
     let layer = Layer::random(&mut random, &kinds(), tokens, k);
     let x = tensor(&mut random, tokens, Layer::HIDDEN)?;
-    for math in [Math::F32, Math::Int16] {
+    for math in [Math::F32, Math::Integer] {
         // Some levels of each product's activations, which depend on the weight.
         let levels = |weight: &Weight| match weight.codes {
-            Codes::Affine { bits, group, .. } if math == Math::Int16 => 4.0 / Format::new(bits, group).levels as f32,
+            Codes::Affine { bits, group, .. } if math == Math::Integer => 4.0 / Format::new(bits, group).levels as f32,
             _ => 0.0,
         };
         let (compute, plain) = (Compute::cpu(3, math), Compute::cpu(1, Math::F32));
@@ -160,7 +163,7 @@ fn experts_do_not_see_batch_threads_or_each_other() -> Result<()> {
     let layer = Layer::random(&mut random, &kinds(), tokens, k);
     let x = tensor(&mut random, tokens, Layer::HIDDEN)?;
     let places = || Tensor::zeros((tokens * k, Layer::HIDDEN), candle_core::DType::F32, &Device::Cpu);
-    for math in [Math::Int16, Math::F32] {
+    for math in [Math::Integer, Math::F32] {
         let (one, many) = (Compute::cpu(1, math), Compute::cpu(4, math));
         let together = places()?;
         experts(&one, &x, &layer.jobs(), &together)?;
@@ -176,6 +179,11 @@ fn experts_do_not_see_batch_threads_or_each_other() -> Result<()> {
             }
         }
         assert!(bits(&single)? == expected);
+        for isa in Isa::all() {
+            let here = places()?;
+            with(isa, || experts(&one, &x, &layer.jobs(), &here))?;
+            assert!(bits(&here)? == expected, "{isa:?}");
+        }
     }
     Ok(())
 }
@@ -184,7 +192,7 @@ fn experts_do_not_see_batch_threads_or_each_other() -> Result<()> {
 fn experts_refuse_what_does_not_fit() -> Result<()> {
     let mut random = Random(15);
     let layer = Layer::random(&mut random, &kinds()[..1], 1, 1);
-    let compute = Compute::cpu(1, Math::Int16);
+    let compute = Compute::cpu(1, Math::Integer);
     let x = tensor(&mut random, 1, Layer::HIDDEN)?;
     let out = tensor(&mut random, 2, Layer::HIDDEN)?;
     let expert = layer.jobs()[0].expert;
@@ -206,7 +214,7 @@ fn combine_adds_in_rank_order() -> Result<()> {
     let shared = out.narrow(0, tokens * k, tokens)?;
     let gate = tensor(&mut random, tokens, 1)?;
     let weights: Vec<f32> = (0..tokens * k).map(|_| random.unit()).collect();
-    let got = combine(&Compute::cpu(2, Math::Int16), &out, &weights, k, Some((&shared, &gate)))?.to_vec2::<f32>()?;
+    let got = combine(&Compute::cpu(2, Math::Integer), &out, &weights, k, Some((&shared, &gate)))?.to_vec2::<f32>()?;
     let (rows, gate) = (out.to_vec2::<f32>()?, values(&gate)?);
     for token in 0..tokens {
         for col in 0..hidden {

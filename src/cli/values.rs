@@ -1,7 +1,44 @@
-//! Single values, from text: numbers with a range, sizes, durations, origins. The errors are ends of sentences that
-//! begin with the flag and the value.
+//! What the values of flags may be: words to choose from, and numbers with a range, sizes, durations, origins, from text.
+//! The errors are ends of sentences that begin with the flag and the value.
 
 use std::time::Duration;
+
+/// Where to compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Device {
+    /// Metal where there is one, else the CPU.
+    #[default]
+    Auto,
+    Cpu,
+    Metal,
+}
+
+/// A choice that can be left to the program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Switch {
+    #[default]
+    Auto,
+    On,
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum OnOff {
+    On,
+    Off,
+}
+
+/// How experts are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum ExpertIo {
+    /// Direct, unless buffered measures clearly faster.
+    #[default]
+    Auto,
+    /// Past the page cache.
+    Direct,
+    /// Through the page cache.
+    Buffered,
+}
 
 /// Bytes: `8GiB` and `8G` are the same, 2^30 each; `8GB` is 10^9; a plain number is bytes. K, M, G, T, in any case.
 pub fn size(text: &str) -> Result<u64, String> {

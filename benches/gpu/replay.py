@@ -1,0 +1,60 @@
+"""Runs recorded dispatches on an NVIDIA GPU and compares with what the host run wrote.
+
+    MOESTRO_RECORD=REC cargo test --release --test kernels -- --skip forward --skip faults
+    python benches/gpu/cuda.py CUBINS && python benches/gpu/replay.py CUBINS REC
+    compute-sanitizer --tool memcheck python benches/gpu/replay.py CUBINS REC    (and --tool racecheck)
+
+Each binding is an allocation of exactly its bytes, so that memcheck sees an overrun. f32 results: largest difference over
+largest value at most 1e-5; bf16: at most one unit in the last place apart; integers and f16: equal.
+"""
+import glob
+import json
+import os
+import sys
+
+import numpy as np
+
+from cuda import Gpu
+
+
+def compare(kernel, index, args, found, expected):
+    """The largest difference over the largest value; infinity where they must be equal and are not."""
+    if found == expected:
+        return 0.0
+    if kernel == "route" and index < 4 or kernel == "dequantise" and args[1] != 0:
+        return float("inf")
+    if kernel.endswith("_bf16") and kernel.startswith("attend_place") and index > 4:
+        found, expected = (np.frombuffer(b, np.uint16).astype(np.int64) for b in (found, expected))
+        return 0.0 if np.abs(found - expected).max() <= 1 else float("inf")
+    f, e = np.frombuffer(found, np.uint32), np.frombuffer(expected, np.uint32)
+    same = f == e  # places nobody writes keep the NaNs they were filled with
+    f, e = f[~same].view(np.float32).astype(np.float64), e.view(np.float32).astype(np.float64)
+    worst = np.abs(f - e[~same]).max() / np.nanmax(np.abs(e))
+    return float("inf") if np.isnan(worst) else worst
+
+
+def main(cubins, records, short="0"):
+    """With `short`, each buffer that is written lacks so many bytes: memcheck has to object."""
+    gpu, worst = Gpu(cubins), {}
+    blob = lambda name: open(os.path.join(records, name), "rb").read()
+    for path in sorted(glob.glob(records + "/*.json")):
+        d = json.load(open(path))
+        contents = [blob(b["before"]) if b["before"] else b"\xff" * b["bytes"] for b in d["bindings"]]
+        pointers = [gpu.alloc(c[:-int(short) or None] if b["after"] else c) for b, c in zip(d["bindings"], contents)]
+        gpu.launch(d["kernel"], d["args"], pointers, d["grid"], d["threads"])
+        gpu.wait()
+        for index, (b, pointer) in enumerate(zip(d["bindings"], pointers)):
+            if b["after"]:
+                off = compare(d["kernel"], index, d["args"], gpu.read(pointer, b["bytes"]), blob(b["after"]))
+                count, most = worst.get(d["kernel"], (0, 0.0))
+                worst[d["kernel"]] = (count + 1, max(most, off))
+            gpu.free(pointer)
+    print(gpu.name)
+    print("kernel,outputs,worst")
+    for kernel, (count, off) in sorted(worst.items()):
+        print(f"{kernel},{count},{off:.1e}")
+    bad = [kernel for kernel, (_, off) in worst.items() if off > 1e-5]
+    sys.exit(f"differ: {bad}" if bad else 0)
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,108 @@
+//! A whole model on random tokens, as llama-bench draws them: prefill, and decode at several depths of context in turn.
+//!
+//! ```text
+//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--tokens 16] [--rounds 5] [--threads N] [--wait]
+//! ```
+//! Each depth gets a prompt of so many tokens, then a few tokens more in every round. With `--wait` the rounds begin with a
+//! line on standard input: filling a context takes minutes and measuring seconds, for which a shared machine can be kept
+//! quiet. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the whole
+//! prompt, `decode,<round>,<depth>,<tok/s>,<times slower than at the first depth>`, and the median rounds.
+
+use moestro::{
+    metrics::Metrics,
+    model::{Model, Options, Qwen, Rows, State},
+    plan::Wishes,
+};
+use std::{path::Path, time::Instant};
+
+struct Bench {
+    model: Qwen,
+    seed: u64,
+}
+
+impl Bench {
+    fn token(&mut self) -> u32 {
+        self.seed = self.seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((self.seed >> 33) % self.model.vocab() as u64) as u32
+    }
+
+    /// A state after `tokens` tokens.
+    fn fill(&mut self, tokens: usize) -> State {
+        let mut state = self.model.start().expect("a state");
+        let (begin, mut since, mut from) = (Instant::now(), Instant::now(), 0);
+        let report = |from: usize, to: usize, since: Instant| {
+            println!("prefill,{from},{to},{:.2}", (to - from) as f64 / since.elapsed().as_secs_f64());
+        };
+        while state.len < tokens {
+            let count = self.model.chunk().min(tokens - state.len);
+            let ids: Vec<u32> = (0..count).map(|_| self.token()).collect();
+            let rows = if state.len + count == tokens { Rows::Last } else { Rows::None };
+            self.model.forward(&mut state, &ids, rows).expect("a chunk");
+            if state.len >= (2 * from).max(1024) && state.len < tokens {
+                report(from, state.len, since);
+                (since, from) = (Instant::now(), state.len);
+            }
+        }
+        report(0, tokens, begin);
+        state
+    }
+
+    /// Seconds a token, over `tokens` tokens.
+    fn decode(&mut self, state: &mut State, tokens: usize) -> f64 {
+        let begin = Instant::now();
+        for _ in 0..tokens {
+            let token = self.token();
+            self.model.forward(state, &[token], Rows::Last).expect("a token");
+        }
+        begin.elapsed().as_secs_f64() / tokens as f64
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+    let Some(dir) = args.first() else {
+        println!("model: no model given, nothing measured");
+        return;
+    };
+    let flag = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1)).map(String::as_str);
+    let number = |name: &str, default: usize| flag(name).map_or(default, |text| text.parse().expect("a number"));
+    let depths = flag("--depths").unwrap_or("1024,32768").split(',');
+    let depths: Vec<usize> = depths.map(|text| text.parse().expect("a depth")).collect();
+    let (tokens, rounds) = (number("--tokens", 16).max(1), number("--rounds", 5).max(1));
+    let context = depths.iter().max().map(|depth| depth + tokens * (rounds + 1));
+    let options = Options {
+        threads: flag("--threads").map(|text| text.parse().expect("threads")),
+        wishes: Wishes { context, ..Wishes::default() },
+        ..Options::default()
+    };
+    let metrics = Metrics::new("bench", "cpu");
+    let model = Qwen::load(Path::new(dir), &options, &metrics, &mut |_, _| ()).expect("the model loads");
+    let shape = model.shape();
+    let experts = (shape.layers * shape.experts_per_token) as u64 * shape.expert;
+    println!("weights,{}", shape.trunk - shape.gathered + experts);
+    let mut bench = Bench { model, seed: 1 };
+    let mut states: Vec<State> = depths.iter().map(|depth| bench.fill(*depth)).collect();
+    if args.iter().any(|arg| arg == "--wait") {
+        println!("ready");
+        std::io::stdin().read_line(&mut String::new()).expect("a line");
+    }
+    let mut all = vec![[Vec::new(), Vec::new()]; depths.len()];
+    for round in 0..=rounds {
+        let seconds: Vec<f64> = states.iter_mut().map(|state| bench.decode(state, tokens)).collect();
+        // The first round warms up.
+        for ((depth, time), all) in depths.iter().zip(&seconds).zip(&mut all).filter(|_| round > 0) {
+            println!("decode,{round},{depth},{:.2},{:.3}", 1.0 / time, time / seconds[0]);
+            all[0].push(1.0 / time);
+            all[1].push(time / seconds[0]);
+        }
+    }
+    for (depth, all) in depths.iter().zip(all) {
+        let [rate, slower] = all.map(median);
+        println!("decode,median,{depth},{rate:.2},{slower:.3}");
+    }
+}

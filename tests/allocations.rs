@@ -1,0 +1,91 @@
+//! Few heap allocations a token, and none that grows with the context: counted, on all threads, once decoding is warm.
+
+mod common;
+
+use common::load_with;
+use moestro::model::{Model, Options, Qwen, Rows, State};
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+/// The system's allocator, counting.
+struct Counting;
+
+static CALLS: AtomicU64 = AtomicU64::new(0);
+static BYTES: AtomicU64 = AtomicU64::new(0);
+
+fn count(bytes: usize) {
+    CALLS.fetch_add(1, Relaxed);
+    BYTES.fetch_add(bytes as u64, Relaxed);
+}
+
+// SAFETY: every call is passed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size());
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size());
+        // SAFETY: passed on.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count(size);
+        // SAFETY: passed on.
+        unsafe { System.realloc(at, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: passed on.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+
+/// Most allocations of a layer. Nearly all are Candle's: five for each of some twenty tensors (values, storage, handle,
+/// shape, strides).
+const A_LAYER: u64 = 120;
+
+/// Allocations and their bytes over the next `tokens` tokens, a token.
+fn measure(model: &mut Qwen, state: &mut State, tokens: u32) -> (u64, u64) {
+    let before = (CALLS.load(Relaxed), BYTES.load(Relaxed));
+    for index in 0..tokens {
+        model.forward(state, &[100 + index * 37 % 1500], Rows::Last).unwrap();
+    }
+    let (calls, bytes) = (CALLS.load(Relaxed) - before.0, BYTES.load(Relaxed) - before.1);
+    (calls / u64::from(tokens), bytes / u64::from(tokens))
+}
+
+#[test]
+fn decode_allocates_little_and_no_more_as_the_context_grows() {
+    let mut options = Options { threads: Some(2), ..Options::default() };
+    options.wishes.context = Some(6000);
+    let mut model = load_with(Path::new(DEMO), options);
+    let mut state = model.start().unwrap();
+    let (layers, logits) = (model.config().layers as u64, 4 * model.vocab() as u64);
+    let mut at = Vec::new();
+    for len in [64, 600, 5000] {
+        while state.len < len {
+            let ids: Vec<u32> = (0..(len - state.len).min(256) as u32).map(|index| index * 71 % 1500).collect();
+            model.forward(&mut state, &ids, Rows::None).unwrap();
+        }
+        measure(&mut model, &mut state, 8);
+        at.push(measure(&mut model, &mut state, 32));
+    }
+    println!("allocations and bytes a token, {layers} layers, logits of {logits} bytes: {at:?}");
+    assert!(at[0].0 <= A_LAYER * layers, "{at:?}");
+    for later in &at[1..] {
+        // Which experts a token visits makes a small difference.
+        assert!(later.0 <= at[0].0 + layers && later.1 <= at[0].1 + at[0].1 / 50, "{at:?}");
+    }
+}
