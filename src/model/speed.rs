@@ -91,7 +91,7 @@ mod tests {
         for codes in [affine(4, 64), affine(8, 32), Codes::Mxfp4, Codes::Nvfp4, Codes::Dense(Float::Bf16)] {
             let kind = |rows, cols| Kind { codes, rows, cols };
             let kinds = [kind(64, 128), kind(64, 128), kind(128, 64)];
-            let compute = Compute::cpu(2, Math::Int16);
+            let compute = Compute::cpu(2, Math::Integer);
             let rate = decode_rate(&kinds, 3, &compute, 1 << 20, Duration::from_millis(5)).unwrap();
             assert!(rate > 1e6 && rate < 1e13, "{codes:?}: {rate}");
         }
