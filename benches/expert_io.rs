@@ -1,12 +1,12 @@
 //! How fast misses arrive: routes of eight experts nobody has in memory, without any computation, from one large file.
 //!
 //! ```text
-//! cargo bench --bench expert_io -- FILE [SECONDS] [THREADS,THREADS..]
+//! cargo bench --bench expert_io -- FILE [SECONDS] [THREADS,THREADS..] [direct]
 //! ```
 //! FILE is any file of at least 1 GB that is not in the page cache, for instance a shard of a checkpoint. It is laid out
 //! twice in imagination, with the dimensions of the 35B model: as MLX stores experts (nine ranges each) and packed (one
-//! range). Prints one line of CSV for each way: layout, io, threads, MB/s, reads/s, bytes read per byte wanted, mean
-//! milliseconds of a route. `benches/disk.sh` runs it beside fio.
+//! range). Prints one line of CSV for each way: layout, io, threads, MB/s of experts, reads/s, bytes that the block device
+//! read for each byte of an expert, mean milliseconds of a route. `benches/disk.py` runs it beside fio.
 
 use moestro::{
     metrics::Metrics,
@@ -48,9 +48,11 @@ fn main() {
     let seconds: f64 = args.next().map_or(3.0, |text| text.parse().expect("seconds"));
     let threads: Vec<usize> =
         args.next().map_or(vec![8, 16, 32], |text| text.split(',').map(|n| n.parse().expect("threads")).collect());
+    let ways = [(false, Io::Direct), (true, Io::Direct), (false, Io::Buffered), (true, Io::Buffered)];
+    let ways = if args.next().as_deref() == Some("direct") { &ways[..2] } else { &ways[..] };
     let size = std::fs::metadata(&path).expect("the file").len();
-    println!("layout,io,threads,mb_per_s,reads_per_s,read_per_wanted,route_ms");
-    for (packed, io) in [(false, Io::Direct), (true, Io::Direct), (false, Io::Buffered), (true, Io::Buffered)] {
+    println!("layout,io,threads,mb_per_s,reads_per_s,disk_per_wanted,route_ms");
+    for &(packed, io) in ways {
         for &threads in &threads {
             let metrics = Metrics::new("bench", "cpu");
             let map = map(size, packed);
@@ -71,14 +73,16 @@ fn main() {
                 routes += 1;
             }
             let spent = begin.elapsed().as_secs_f64();
-            let read = metrics.ssd_read_bytes.get() as f64;
+            // The block device's count is brought up to date when the store ends.
+            drop(store);
+            let wanted = metrics.lookups_decode_miss.get() as f64 * EXPERT as f64;
             println!(
                 "{},{},{threads},{:.0},{:.0},{:.4},{:.2}",
                 if packed { "packed" } else { "mlx" },
                 if io == Io::Direct { "direct" } else { "buffered" },
-                read / spent / 1e6,
+                wanted / spent / 1e6,
                 metrics.ssd_reads.get() as f64 / spent,
-                read / (metrics.lookups_decode_miss.get() as f64 * EXPERT as f64),
+                metrics.ssd_disk_bytes.get() as f64 / wanted,
                 1e3 * spent / routes as f64,
             );
         }

@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""What the reader gets of a disk, beside fio: random reads of one expert's size past the page cache, in turn.
+
+  disk.py --file FILE --expert-io BIN [--rounds 5] [--seconds 2] > out.csv
+
+FILE is a large file (a shard), BIN the binary of `cargo bench --bench expert_io --no-run`. `packed` reads routes of eight
+experts, one read each, so that eight reads are in flight at most and none once the last of a route is being waited for;
+`mlx` nine pieces each, sixteen in flight. fio keeps its depth all the time: psync with one thread for each read in
+flight, libaio and io_uring with one thread for all. One CSV line each: megabytes a second, and bytes read by the block
+device for each byte wanted.
+"""
+import argparse
+import json
+import subprocess
+
+EXPERT = 1769472
+PAGES = "/proc/sys/vm/nr_hugepages"
+
+
+def fio(a, engine, depth):
+    command = ["fio", "--name=x", f"--filename={a.file}", "--readonly", "--rw=randread", f"--bs={EXPERT}", "--direct=1"]
+    command += ["--thread", "--group_reporting"]
+    command += ["--time_based", f"--runtime={a.seconds}", "--norandommap", "--mem=mmaphuge", "--randrepeat=0", "--output-format=json", f"--ioengine={engine}"]
+    command += [f"--numjobs={depth}"] if engine == "psync" else [f"--iodepth={depth}"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return json.loads(text[text.index("{"):])["jobs"][0]["read"]["bw_bytes"] / 1e6
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--file", required=True)
+    p.add_argument("--expert-io", required=True)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--seconds", type=int, default=2)
+    a = p.parse_args()
+    before = open(PAGES).read()
+    open(PAGES, "w").write("64")
+    try:
+        measure(a)
+    finally:
+        open(PAGES, "w").write(before)
+
+
+def measure(a):
+    print("round,reader,depth,mb_per_s,disk_per_wanted", flush=True)
+    for turn in range(1, a.rounds + 1):
+        for threads in (8, 16):
+            for engine in ("psync", "io_uring", "libaio"):
+                print(turn, f"fio {engine}", threads, f"{fio(a, engine, threads):.0f}", "", sep=",", flush=True)
+            command = [a.expert_io, a.file, str(a.seconds), str(threads), "direct"]
+            lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+            for line in lines:
+                layout, _, threads_used, speed, _, per_wanted, _ = line.split(",")
+                print(turn, f"moestro {layout}", threads_used, speed, per_wanted, sep=",", flush=True)
+
+
+if __name__ == "__main__":
+    main()
