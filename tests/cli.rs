@@ -163,6 +163,61 @@ fn a_signal_lets_the_running_answer_end() {
     assert_eq!(server.ends(), Some(0));
 }
 
+/// The demo in a directory of its own, served with so little memory that experts are read for every answer.
+fn streaming(dir: &Path) -> Server {
+    let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo"));
+    for file in demo.read_dir().unwrap().map(Result::unwrap) {
+        std::fs::copy(file.path(), dir.join(file.file_name())).unwrap();
+    }
+    let model = dir.to_str().unwrap();
+    let refused = run(&["serve", "--port", "0", model, "--memory-limit", "1M"]);
+    let (_, rest) = stderr(&refused).rsplit_once("--memory-limit ").unwrap();
+    let least = rest.split_once('M').unwrap().0;
+    let limit = format!("{}M", least.parse::<u32>().unwrap() + 2);
+    Server::start(&[model, "--memory-limit", &limit, "--temp", "0", "--thinking", "off"])
+}
+
+#[test]
+fn a_file_cut_while_serving_fails_requests_until_it_is_whole_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = streaming(dir.path());
+    assert_eq!(server.ready["plan"]["strategy"], "streaming", "{}", server.ready);
+    let ask = |question: &str, stream| server.ask("POST /v1/chat/completions", "", &chat(question, stream));
+    let story = "Tell me a story about Paul and a dragon.";
+    let (sum, whole) = (ask("What is 12+7?", false), ask(story, true));
+    assert!(sum.contains("12 + 7 = 19."), "{sum}");
+    assert!(whole.contains("\"finish_reason\":\"stop\""), "{whole}");
+
+    let path = dir.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    let modified = file.metadata().unwrap().modified().unwrap();
+    file.set_len(bytes.len() as u64 / 2).unwrap();
+    let answer = ask(story, false);
+    assert!(answer.starts_with("HTTP/1.1 500"), "{answer}");
+    let stream = ask(story, true);
+    for failed in [answer, stream] {
+        assert!(failed.contains("model.safetensors") && failed.contains("expert"), "{failed}");
+        assert!(!failed.contains("\"finish_reason\":\""), "{failed}");
+    }
+    assert!(server.ask("GET /health", "", "").starts_with("HTTP/1.1 200"));
+    let metrics = server.ask("GET /metrics", "", "");
+    let errors = metrics.lines().find_map(|line| line.strip_prefix("moestro_ssd_errors_total ")).unwrap();
+    assert!(errors.trim().parse::<f64>().unwrap() >= 2.0, "{errors}");
+
+    (&file).write_all(&bytes).unwrap();
+    file.set_modified(modified).unwrap();
+    assert!(ask("What is 12+7?", false).contains("12 + 7 = 19."));
+    let text = |answer: &str| answer.lines().filter(|line| line.contains("delta")).map(content).collect::<String>();
+    assert_eq!(text(&ask(story, true)), text(&whole), "what was read in between was not mixed in");
+}
+
+/// The piece of the answer that a line of a stream brings.
+fn content(line: &str) -> String {
+    let event: Value = serde_json::from_str(line.trim_start_matches("data: ")).unwrap();
+    event["choices"][0]["delta"]["content"].as_str().unwrap_or_default().to_owned()
+}
+
 #[test]
 fn flags_are_defaults_of_requests() {
     let server = Server::start(&["--thinking", "off", "--temp", "0", "--api-key", "secret"]);
