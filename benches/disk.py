@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the reader gets of a disk, beside fio: random reads of one expert's size past the page cache, in turn.
 
-  disk.py --file FILE --expert-io BIN [--rounds 5] [--seconds 2] > out.csv
+  disk.py --file FILE --expert-io BIN [--rounds 5] [--seconds 2] [--small-pages] > out.csv
 
 FILE is a large file (a shard), BIN the binary of `cargo bench --bench expert_io --no-run`. `packed` reads routes of eight
 experts, one read each, so that eight reads are in flight at most and none once the last of a route is being waited for;
@@ -19,8 +19,9 @@ PAGES = "/proc/sys/vm/nr_hugepages"
 
 def fio(a, engine, depth):
     command = ["fio", "--name=x", f"--filename={a.file}", "--readonly", "--rw=randread", f"--bs={EXPERT}", "--direct=1"]
-    command += ["--thread", "--group_reporting"]
-    command += ["--time_based", f"--runtime={a.seconds}", "--norandommap", "--mem=mmaphuge", "--randrepeat=0", "--output-format=json", f"--ioengine={engine}"]
+    command += ["--thread", "--group_reporting", "--time_based", f"--runtime={a.seconds}", "--norandommap", "--randrepeat=0"]
+    command += [] if a.small_pages else ["--mem=mmaphuge"]
+    command += ["--output-format=json", f"--ioengine={engine}"]
     command += [f"--numjobs={depth}"] if engine == "psync" else [f"--iodepth={depth}"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return json.loads(text[text.index("{"):])["jobs"][0]["read"]["bw_bytes"] / 1e6
@@ -32,7 +33,10 @@ def main():
     p.add_argument("--expert-io", required=True)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seconds", type=int, default=2)
+    p.add_argument("--small-pages", action="store_true")
     a = p.parse_args()
+    if a.small_pages:
+        return measure(a)
     before = open(PAGES).read()
     open(PAGES, "w").write("64")
     try:
