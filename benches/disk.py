@@ -45,17 +45,22 @@ def main():
         open(PAGES, "w").write(before)
 
 
+def row(*values):
+    print(*values, sep=",", flush=True)
+
+
 def measure(a):
-    print("round,reader,depth,mb_per_s,disk_per_wanted", flush=True)
+    row("round", "reader", "depth", "mb_per_s", "disk_per_wanted")
     for turn in range(1, a.rounds + 1):
         for threads in (8, 16):
-            for engine in ("psync", "io_uring", "libaio"):
-                print(turn, f"fio {engine}", threads, f"{fio(a, engine, threads):.0f}", "", sep=",", flush=True)
+            row(turn, "fio psync", threads, f"{fio(a, 'psync', threads):.0f}", "")
             command = [a.expert_io, a.file, str(a.seconds), str(threads), "direct"]
             lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
             for line in lines:
                 layout, _, threads_used, speed, _, per_wanted, _ = line.split(",")
-                print(turn, f"moestro {layout}", threads_used, speed, per_wanted, sep=",", flush=True)
+                row(turn, f"moestro {layout}", threads_used, speed, per_wanted)
+            for engine in ("io_uring", "libaio"):
+                row(turn, f"fio {engine}", threads, f"{fio(a, engine, threads):.0f}", "")
 
 
 if __name__ == "__main__":
