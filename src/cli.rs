@@ -30,6 +30,8 @@ pub enum Command {
     Pack(Pack),
     /// Download a model from the Hugging Face hub
     Pull(Pull),
+    /// Whether this machine computes what it should: what to paste into a bug report
+    Doctor(Doctor),
 }
 
 #[derive(Debug, Args)]
@@ -224,6 +226,14 @@ pub struct Pack {
 pub struct Pull {
     /// A hub id: org/name
     pub id: String,
+}
+
+/// Every kernel compared with the CPU, and the demo's answer on each device.
+#[derive(Debug, Args)]
+pub struct Doctor {
+    /// One JSON object instead of tables
+    #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
+    pub json: bool,
 }
 
 #[cfg(test)]

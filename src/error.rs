@@ -87,6 +87,9 @@ pub enum CommandError {
     Usage(String),
     #[error("no such directory: {}", .0.display())]
     NoSuchDirectory(PathBuf),
+    /// `doctor` found something: what, by name.
+    #[error("this machine does not compute what it should: {0}")]
+    Unsound(String),
     #[error("port {port} of {host} is in use; --port takes another one, --port 0 any that is free")]
     PortInUse { host: String, port: u16 },
     #[error("{what}: {source}")]

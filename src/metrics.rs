@@ -28,6 +28,8 @@ const READ: &[f64] =
 /// All of it. Fields are named after the metric, followed by the values of their labels.
 pub struct Metrics {
     registry: Registry,
+    info: IntGaugeVec,
+    version: String,
 
     /// Finished requests by `endpoint` (the route's path) and `status`; [`Metrics::request`] adds to it.
     pub requests: IntCounterVec,
@@ -102,13 +104,14 @@ impl Metrics {
         let prefetches =
             counters(r, "moestro_expert_prefetches_total", "Prefetched experts by what became of them", &["outcome"]);
         let memory = gauges(r, "moestro_memory_bytes", "Memory held, by kind", &["kind"]);
-        gauges(r, "moestro_build_info", "Always 1; the labels say what is running", &["version", "device"])
-            .with_label_values(&[version, device])
-            .set(1);
+        let info = gauges(r, "moestro_build_info", "Always 1; the labels say what is running", &["version", "device"]);
+        info.with_label_values(&[version, device]).set(1);
         #[cfg(target_os = "linux")]
         r.register(Box::new(prometheus::process_collector::ProcessCollector::for_self())).expect("registered once");
 
         Arc::new(Self {
+            info,
+            version: version.into(),
             requests: counters(
                 r,
                 "moestro_requests_total",
@@ -187,6 +190,12 @@ impl Metrics {
             memory_limit_bytes: gauge(r, "moestro_memory_limit_bytes", "The memory plan's limit"),
             registry,
         })
+    }
+
+    /// The model computes on `device` after all, and not where [`Metrics::new`] expected it.
+    pub fn runs_on(&self, device: &str) {
+        self.info.reset();
+        self.info.with_label_values(&[&self.version, device]).set(1);
     }
 
     /// Counts one finished request. `endpoint` must come from a fixed set (the router's paths), never from the client.

@@ -67,6 +67,21 @@ fn one_answer_on_the_terminal() {
     assert!(!said.contains('\x1b'), "{said}");
 }
 
+#[test]
+fn doctor_finds_this_machine_sound() {
+    let output = run(&["doctor"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", stderr(&output));
+    assert!(
+        text.starts_with("moestro ") && text.contains("12 + 7 = 19.") && text.contains("everything agrees"),
+        "{text}"
+    );
+    let report: Value = serde_json::from_slice(&run(&["doctor", "--json"]).stdout).unwrap();
+    assert_eq!(report["wrong"], json!([]));
+    // Either kernels were compared, or it says why not.
+    assert!(report["gpu"]["kernels"].is_array() != report["gpu"]["absent"].is_string(), "{report}");
+}
+
 /// A running server, ended with the test whatever happens.
 struct Server {
     child: Child,

@@ -3,10 +3,12 @@
 //
 // Everything is little-endian u32 words and raw bytes. Requests: 'B' id bytes (a buffer, filled with 0xff), 'W' id offset
 // bytes DATA, 'R' id offset bytes (answered by the data), 'D' kernel-name-length NAME words ARGS bindings {id offset bytes
-// access}... grid[3] threads twice (answered by one byte: 0, or 1 and a length and a message).
+// access}... grid[3] threads twice (answered by one byte: 0, or 1 and a length and a message), 'N' (answered by a length and the
+// kernels' names, a space behind each).
 //
-// A binding becomes a heap block of exactly its bytes, at its own alignment, so that AddressSanitizer sees every overrun;
-// outputs start as 0xff. With `twice` the dispatch also runs backwards, and must give the same bytes.
+// Under AddressSanitizer a binding becomes a heap block of exactly its bytes, at its own alignment, so that every overrun is
+// seen; without it, it is the buffer's own memory. Outputs start as 0xff. With `twice` the dispatch also runs backwards, and
+// must give the same bytes.
 #include <memory>
 
 #ifdef FIBER_ASAN
@@ -39,22 +41,25 @@ void answer(const std::string& trouble) {
 
 std::map<uint, std::vector<uchar>> buffers;
 
-// A copy of a binding's bytes with nothing readable around it.
+// A binding's memory; a copy has nothing readable around it.
 struct Block {
-  uchar *heap, *start;
-  explicit Block(const Binding& b) {
-    const size_t slack = b.offset % 16;
-    heap = (uchar*)malloc(slack + b.bytes);
-    start = heap + slack;
-    if (b.access == Out) memset(start, 0xff, b.bytes);
-    else if (b.bytes) memcpy(start, buffers[b.id].data() + b.offset, b.bytes);
+  uchar *heap = nullptr, *start;
+  Block(const Binding& b, bool copy) {
+    uchar* own = start = buffers[b.id].data() + b.offset;
+    if (copy) {
+      const size_t slack = b.offset % 16;
+      heap = (uchar*)malloc(slack + b.bytes);
+      start = heap + slack;
 #ifdef FIBER_ASAN
-    __asan_poison_memory_region(heap, slack & 8);
+      __asan_poison_memory_region(heap, slack & 8);
 #endif
+    }
+    if (b.access == Out) memset(start, 0xff, b.bytes);
+    else if (copy && b.bytes) memcpy(start, own, b.bytes);
   }
   ~Block() {
 #ifdef FIBER_ASAN
-    __asan_unpoison_memory_region(heap, 8);
+    if (heap) __asan_unpoison_memory_region(heap, 8);
 #endif
     free(heap);
   }
@@ -71,7 +76,12 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
   if (threads == 0 || threads % 32 || threads > 1024) return name + ": a threadgroup of " + std::to_string(threads);
   for (const Binding& b : bindings)
     if (!buffers.count(b.id) || size_t(b.offset) + b.bytes > buffers[b.id].size()) return name + ": a binding outside its buffer";
-  std::vector<std::vector<uchar>> first;
+#ifdef FIBER_ASAN
+  const bool copy = true;
+#else
+  const bool copy = twice;
+#endif
+  std::vector<std::vector<uchar>> first(bindings.size());
   for (int pass = 0; pass <= twice; pass++) {
     std::vector<std::shared_ptr<Block>> blocks;
     std::vector<void*> pointers = {args.data()};
@@ -79,12 +89,11 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
       size_t same = 0;  // a range bound twice for reading is copied once
       while (same < blocks.size() && memcmp(&bindings[same], &b, sizeof b)) same++;
       const bool twin = same < blocks.size() && b.access == In;
-      blocks.push_back(twin ? blocks[same] : std::make_shared<Block>(b));
+      blocks.push_back(twin ? blocks[same] : std::make_shared<Block>(b, copy));
       pointers.push_back(blocks.back()->start);
     }
     host::dispatch(grid, threads, pass, [&] { kernel.call(pointers.data()); });
-    first.resize(bindings.size());
-    for (size_t i = 0; i < bindings.size(); i++) {
+    for (size_t i = 0; copy && i < bindings.size(); i++) {
       const Binding& b = bindings[i];
       if (b.access == In) continue;
       const uchar* out = blocks[i]->start;
@@ -112,6 +121,13 @@ int main() {
       uint3 grid = {word(), word(), word()};
       uint threads = word(), twice = word();
       answer(run(name, args, bindings, grid, threads, twice != 0));
+      continue;
+    }
+    if (what == 'N') {
+      std::string names;
+      for (auto& kernel : host::kernels()) names += kernel.first + " ";
+      uint n = names.size();
+      give(&n, 4), give(names.data(), n), fflush(stdout);
       continue;
     }
     uint id = word(), offset = what == 'B' ? 0 : word(), bytes = word();

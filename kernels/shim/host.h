@@ -78,7 +78,7 @@ struct Group {
   uint3 id;
   uint now = 0;
   std::vector<Thread> threads;
-  std::map<std::string, void*> arrays;
+  std::vector<std::pair<const char*, void*>> arrays;  // by the address of their name
 };
 inline Group* group;
 inline const std::function<void()>* body;
@@ -93,9 +93,10 @@ inline const std::function<void()>* body;
 
 // Threadgroup memory: a heap block each, so that AddressSanitizer guards both ends.
 inline void* shared(const char* name, size_t bytes) {
-  void*& p = group->arrays[name];
-  if (!p) p = memset(malloc(bytes), 0xff, bytes);
-  return p;
+  for (auto& array : group->arrays)
+    if (array.first == name) return array.second;
+  group->arrays.emplace_back(name, memset(malloc(bytes), 0xff, bytes));
+  return group->arrays.back().second;
 }
 
 // Waits until every thread of the simdgroup (or threadgroup) stands at the same line.
@@ -141,9 +142,10 @@ inline void run_simd(uint first, bool backwards) {
 
 inline void run_group(uint3 id, uint count, bool backwards) {
   group->id = id;
-  for (Thread& t : group->threads) {
+  for (uint i = 0; i < count; i++) {
+    Thread& t = group->threads[i];
     t.state = Ready, t.site = 0;
-    start(t.fiber, [] { (*body)(); group->threads[group->now].state = Done; });
+    start(t.fiber, [] { (*body)(); group->threads[group->now].state = Done; }, i);
   }
   for (bool over = false; !over;) {
     for (uint s = 0; s < count; s += 32) run_simd(backwards ? count - 32 - s : s, backwards);

@@ -6,10 +6,11 @@ use std::time::Duration;
 /// Where to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Device {
-    /// Metal where there is one, else the CPU.
+    /// Metal where there is one and its kernels agree with the CPU, else the CPU.
     #[default]
     Auto,
     Cpu,
+    /// Metal, or an error.
     Metal,
 }
 

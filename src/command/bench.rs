@@ -4,7 +4,10 @@
 mod report;
 mod run;
 
-use super::{options, progress, resolve};
+use super::{
+    device::{self, Chosen},
+    options, progress, resolve, show,
+};
 use crate::{
     chat::Tokenizer,
     cli,
@@ -33,13 +36,15 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     let (sessions, runs_each) = if typed.cold { (typed.repeat, 1) } else { (1, typed.repeat) };
     let (mut runs, mut setup) = (Vec::new(), None);
     for _ in 0..sessions {
-        let model = load_with_bar(&dir, &options, &metrics)?;
+        let chosen = Chosen::new(&load)?;
+        options.gpu = chosen.working_set();
+        let model = chosen.place(load_with_bar(&dir, &options, &metrics)?)?;
         let needed = typed.prompt_tokens + typed.gen_tokens;
         if model.context() < needed {
             let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.context());
             return Err(CommandError::Usage(why));
         }
-        setup = Some(Setup::new(&model, &load));
+        setup = Some(Setup::new(device::name(&model), model.qwen(), &load));
         if typed.cold {
             drop_cached(&dir)?;
         }
@@ -55,10 +60,7 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     };
     let Some(setup) = setup else { return Ok(()) };
     let report = Report::new(model, setup, typed.cold, runs, os::peak_resident_memory());
-    match typed.json {
-        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
-        false => print!("{report}"),
-    }
+    show(&report, typed.json);
     Ok(())
 }
 

@@ -1,7 +1,7 @@
 //! `moestro generate`: one answer on the terminal. The answer goes to stdout as its tokens come; reasoning, dimmed, and a
 //! line of figures go to stderr, the reasoning only if that is a terminal.
 
-use super::{Checkpoint, device, load_model};
+use super::{Checkpoint, device::Chosen, load_model};
 use crate::{
     chat::{
         Conversation, Decoder, Template,
@@ -18,11 +18,12 @@ use std::io::{self, IsTerminal, Write};
 
 /// Answers one prompt.
 pub fn run(config: Generate) -> Result<(), CommandError> {
-    let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), device(&config.load)?);
+    let chosen = Chosen::new(&config.load)?;
+    let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), chosen.name());
     let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
     let prompt = prompt(&checkpoint, &config)?;
     let ids = checkpoint.tokenizer.encode(&prompt)?;
-    let loaded = load_model(&checkpoint, &config.load, &metrics)?;
+    let loaded = load_model(&checkpoint, &config.load, chosen, &metrics)?;
     let options = Options {
         eos: checkpoint.generation.eos.clone(),
         usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.vocab()),

@@ -1,13 +1,13 @@
 //! `moestro info`: what a model needs of this machine, and how fast it can decode here.
 
-use super::{measure, options, resolve};
+use super::{device::Chosen, measure, options, resolve, show};
 use crate::{
     chat::Tokenizer,
     cli,
     config::{self, Load, Source},
     device::os,
     error::CommandError,
-    model::{Config, config::FfnShape, qwen::Surveyed},
+    model::{self, Config, config::FfnShape, qwen::Surveyed},
     plan::{Estimate, HIT_RATES, LimitFrom, Limits, Plan, Shape, Size, Strategy, estimate},
 };
 use measure::Measured;
@@ -26,6 +26,8 @@ struct Report {
     /// What the model was trained with; `shape.experts_per_token` is what is used.
     trained_experts_per_token: usize,
     shape: Shape,
+    /// Where `--device` would compute: `cpu` or `metal`.
+    device: &'static str,
     limits: Limits,
     plan: Option<Plan>,
     /// Why there is no plan.
@@ -41,9 +43,10 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     // What serving holds before it loads the weights, so that both make the same plan. Without one there is still
     // something to say.
     let tokenizer = Tokenizer::load(&dir);
-    let limits = Limits::here(None);
+    let chosen = Chosen::new(&load)?;
+    let options = model::Options { gpu: chosen.working_set(), ..options(&load) };
+    let limits = Limits::here(options.gpu);
     drop(tokenizer);
-    let options = options(&load);
     let found = Surveyed::new(&dir, &options)?;
     let plan = Plan::new(&found.shape, &limits, &options.wishes);
     let threads = load.threads.unwrap_or_else(os::physical_cores);
@@ -68,6 +71,7 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
         shards: found.checkpoint.index.files.len(),
         weights: found.shape.weights(),
         trained_experts_per_token: trained,
+        device: chosen.name(),
         limits,
         plan,
         refused: refused.as_ref().map(ToString::to_string),
@@ -75,10 +79,7 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
         decode: rates.iter().map(|&rate| estimate(&found.shape, &measured.bandwidth, rate)).collect(),
         shape: found.shape,
     };
-    match typed.json {
-        true => println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default()),
-        false => print!("{report}"),
-    }
+    show(&report, typed.json);
     refused.map_or(Ok(()), |error| Err(error.into()))
 }
 
@@ -124,7 +125,13 @@ impl Report {
             LimitFrom::Cgroup => "of the control group's limit",
             LimitFrom::Fallback => "assumed",
         };
-        writeln!(f, "plan: {strategy}, {} ({from}), overcommit {:.2}", Size(plan.limit), plan.overcommit)?;
+        let device = self.device;
+        writeln!(
+            f,
+            "plan: {strategy} on the {device}, {} ({from}), overcommit {:.2}",
+            Size(plan.limit),
+            plan.overcommit
+        )?;
         let mut line = |what: &str, bytes: u64, note: String| {
             writeln!(f, "  {}", format!("{what:<15} {:>10}  {note}", Size(bytes).to_string()).trim_end())
         };

@@ -1,6 +1,8 @@
 //! One file for each subcommand, and what they share: finding a checkpoint and loading its parts.
 
 mod bench;
+pub mod device;
+pub mod doctor;
 mod generate;
 mod info;
 mod measure;
@@ -13,16 +15,32 @@ mod synth;
 use crate::{
     chat::{Template, Tokenizer},
     cli::Command,
-    config::{self, Device, ExpertIo, Generation, Load, Source, Switch},
+    config::{self, ExpertIo, Generation, Load, Source, Switch},
     demo,
     engine::Sampling,
     error::{CommandError, ModelError, StoreError},
     metrics::Metrics,
-    model::{self, Qwen, config::FfnShape, qwen::StoreOptions},
+    model::{self, Placed, Qwen, config::FfnShape, qwen::StoreOptions},
     plan::Wishes,
     store,
 };
-use std::{path::PathBuf, sync::Arc};
+use device::Chosen;
+use serde::Serialize;
+use std::{
+    fmt::Display,
+    io::{self, Write},
+    path::PathBuf,
+    sync::Arc,
+};
+
+/// Prints a report, or one JSON object. If nobody reads it, nobody misses it.
+fn show(report: &(impl Display + Serialize), json: bool) {
+    let text = match json {
+        true => serde_json::to_string_pretty(report).unwrap_or_default() + "\n",
+        false => report.to_string(),
+    };
+    let _ = io::stdout().write_all(text.as_bytes());
+}
 
 /// Runs what was asked for; returns when it is done.
 pub fn run(command: Command) -> Result<(), CommandError> {
@@ -31,6 +49,7 @@ pub fn run(command: Command) -> Result<(), CommandError> {
         Command::Generate(typed) => generate::run(config::Generate::new(typed).map_err(CommandError::Usage)?),
         Command::Info(typed) => info::run(typed),
         Command::Bench(typed) => bench::run(typed),
+        Command::Doctor(typed) => doctor::run(&typed),
         Command::Pack(typed) => pack::run(&typed),
         Command::Pull(typed) => pull::run(&typed),
         Command::Synth(typed) => synth::run(&typed),
@@ -104,19 +123,13 @@ impl Checkpoint {
 
 /// A model in memory, and what is to be said about it.
 pub struct Loaded {
-    pub model: Qwen,
+    pub model: Placed,
+    /// Where it computes: `cpu` or `metal`.
+    pub device: &'static str,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
-    /// The memory plan.
+    /// The memory plan, and the device it was made for.
     pub plan: serde_json::Value,
-}
-
-/// Where `load` says to compute: `cpu` or `metal`.
-pub fn device(load: &Load) -> Result<&'static str, CommandError> {
-    match load.device {
-        Device::Auto | Device::Cpu => Ok("cpu"),
-        Device::Metal => Err(CommandError::Usage("--device metal: this build has no Metal".into())),
-    }
 }
 
 /// What the flags say of loading, in the model's words.
@@ -155,18 +168,27 @@ pub fn options(load: &Load) -> model::Options {
 }
 
 /// Loads the weights: a bar for the trunk, then one for the experts that are read before the first request.
-pub fn load_model(checkpoint: &Checkpoint, load: &Load, metrics: &Arc<Metrics>) -> Result<Loaded, ModelError> {
+pub fn load_model(
+    checkpoint: &Checkpoint,
+    load: &Load,
+    chosen: Chosen,
+    metrics: &Arc<Metrics>,
+) -> Result<Loaded, ModelError> {
     let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
-    let model = Qwen::load(&checkpoint.dir, &options(load), metrics, &mut |done, total| {
+    let options = model::Options { gpu: chosen.working_set(), ..options(load) };
+    let model = Qwen::load(&checkpoint.dir, &options, metrics, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
     });
     bar.finish_and_clear();
-    let model = model?;
-    let experts_per_token = match model.config().ffn {
+    let model = chosen.place(model?)?;
+    let device = device::name(&model);
+    metrics.runs_on(device);
+    let experts_per_token = match model.qwen().config().ffn {
         FfnShape::Moe { k, .. } => Some(k),
         FfnShape::Dense { .. } => None,
     };
-    let plan = serde_json::to_value(model.plan()).unwrap_or_default();
-    Ok(Loaded { model, experts_per_token, plan })
+    let mut plan = serde_json::to_value(model.qwen().plan()).unwrap_or_default();
+    plan["device"] = device.into();
+    Ok(Loaded { model, device, experts_per_token, plan })
 }

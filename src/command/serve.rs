@@ -1,6 +1,6 @@
 //! `moestro serve`: opens the port, loads the model behind it, says so, and serves until it is told to stop.
 
-use super::{Checkpoint, device, load_model};
+use super::{Checkpoint, device::Chosen, load_model};
 use crate::{
     config::Serve,
     engine::{self, Options, Worker},
@@ -33,8 +33,8 @@ pub fn run(config: Serve) -> Result<(), CommandError> {
 }
 
 async fn serve(config: Serve) -> Result<(), CommandError> {
-    let device = device(&config.load)?;
-    let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), device);
+    let chosen = Chosen::new(&config.load)?;
+    let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), chosen.name());
     // A header value, as `cli::values::origin` has checked.
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
     let door = Arc::new(Door::new(metrics.clone(), config.api_key.clone(), cors));
@@ -49,7 +49,7 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
     let begin = std::time::Instant::now();
     let opening = {
         let (config, metrics, door) = (config.clone(), metrics.clone(), door.clone());
-        spawn_blocking(move || open(&config, &metrics, &door))
+        spawn_blocking(move || open(&config, chosen, &metrics, &door))
     };
     let opened = tokio::select! {
         opened = opening => opened.map_err(|panic| failed("loading the model", io::Error::other(panic)))??,
@@ -60,7 +60,7 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
         "event": "ready",
         "port": address.port(),
         "model": opened.name,
-        "device": device,
+        "device": opened.device,
         "plan": opened.plan,
     });
     // If nobody reads it, nobody misses it.
@@ -86,14 +86,15 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
 
 struct Opened {
     name: String,
+    device: &'static str,
     plan: serde_json::Value,
     worker: Worker,
 }
 
 /// Loads the model, starts its engine, and opens the door. Takes its time.
-fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, CommandError> {
+fn open(config: &Serve, chosen: Chosen, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, CommandError> {
     let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
-    let loaded = load_model(&checkpoint, &config.load, metrics)?;
+    let loaded = load_model(&checkpoint, &config.load, chosen, metrics)?;
     let options = Options {
         max_queue: config.max_queue,
         eos: checkpoint.generation.eos.clone(),
@@ -113,7 +114,7 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
         thinking: config.thinking,
         plan: loaded.plan.clone(),
     });
-    Ok(Opened { name: checkpoint.name, plan: loaded.plan, worker })
+    Ok(Opened { name: checkpoint.name, device: loaded.device, plan: loaded.plan, worker })
 }
 
 async fn bind(host: &str, port: u16) -> Result<TcpListener, CommandError> {

@@ -11,6 +11,15 @@ pub struct GpuError(pub String);
 /// A device that executes launches in the order given. Memory is visible to the CPU, which may touch it only between a
 /// [`Gpu::wait`] and the launch that uses it.
 pub trait Gpu: Send + 'static {
+    /// What the device is called.
+    fn name(&self) -> String;
+
+    /// Bytes that it should be made to hold at most, if it says.
+    fn working_set(&self) -> Option<u64>;
+
+    /// Makes every kernel ready: its name (or a file's), and what the compiler said if it refused it.
+    fn compile(&mut self) -> Vec<(String, Option<GpuError>)>;
+
     /// Zeroed memory.
     fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError>;
 
@@ -36,4 +45,66 @@ pub trait Gpu: Send + 'static {
 
     /// Hands over and waits until the device has done everything.
     fn wait(&mut self) -> Result<(), GpuError>;
+}
+
+/// The system's GPU, whichever it is.
+impl Gpu for Box<dyn Gpu> {
+    fn name(&self) -> String {
+        (**self).name()
+    }
+
+    fn working_set(&self) -> Option<u64> {
+        (**self).working_set()
+    }
+
+    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+        (**self).compile()
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
+        (**self).allocate(bytes)
+    }
+
+    fn release(&mut self, buffer: u32) {
+        (**self).release(buffer);
+    }
+
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, GpuError> {
+        (**self).adopt(slab, range)
+    }
+
+    fn longest(&self) -> usize {
+        (**self).longest()
+    }
+
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), GpuError> {
+        (**self).write(region, bytes)
+    }
+
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), GpuError> {
+        (**self).read(region, bytes)
+    }
+
+    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+        (**self).launch(dispatch)
+    }
+
+    fn commit(&mut self) -> Result<(), GpuError> {
+        (**self).commit()
+    }
+
+    fn wait(&mut self) -> Result<(), GpuError> {
+        (**self).wait()
+    }
+}
+
+/// The system's GPU; `None` if this build knows no kind of GPU. Not every kernel need have compiled: [`Gpu::compile`] tells.
+///
+/// # Errors
+/// Why a GPU that there should be is of no use.
+pub fn gpu() -> Result<Option<Box<dyn Gpu>>, GpuError> {
+    #[cfg(target_os = "macos")]
+    return Ok(Some(Box::new(super::Metal::new()?)));
+    #[cfg(not(target_os = "macos"))]
+    Ok(None)
 }

@@ -1,9 +1,10 @@
 //! Metal. **No Mac was at hand when this was written: it has been type-checked for macOS and never run.** What it executes
 //! has: the kernels, the dispatches and the schedule are the ones that the tests run on the host.
 //!
-//! Candle's device, allocator types and residency set; a command queue of our own, because Candle's stream cannot hand over
-//! work without waiting for it (its encoder commits by itself, and gives nobody a command buffer to signal an event from).
-//! When to commit and when to wait is `ops::plan::pass`'s business.
+//! Candle's device, buffers and residency set, but a command queue of our own and no `metal_fwd` on Candle's encoder:
+//! that one commits by itself and gives nobody a command buffer to signal an event from, so work cannot be handed over without
+//! waiting for all of it, and hits could not run while misses are read. When to commit and when to wait is
+//! `ops::plan::pass`'s business.
 //!
 //! ```text
 //! launch   encode into the open command buffer; a memory barrier where this launch follows one since the last barrier
@@ -20,11 +21,14 @@ use candle_metal_kernels::{
     metal::{Buffer, Device, ResidencySet},
 };
 use library::Library;
-use objc2::{rc::Retained, runtime::ProtocolObject};
+use objc2::{
+    rc::{Retained, autoreleasepool},
+    runtime::{AnyClass, ProtocolObject},
+};
 use objc2_metal::{
     MTLBarrierScope, MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandEncoder, MTLCommandQueue,
-    MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLSharedEvent,
-    MTLSize,
+    MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLGPUFamily,
+    MTLSharedEvent, MTLSize,
 };
 use std::{
     collections::BTreeMap,
@@ -35,6 +39,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+// Without it the system names no default GPU to a program that has no window.
+#[link(name = "CoreGraphics", kind = "framework")]
+unsafe extern "C" {}
+
 /// No-copy buffers start and end at pages; 16 KiB is every Apple silicon's.
 const PAGE: usize = 16384;
 /// How long a wait spins before it asks the system to be woken.
@@ -44,10 +52,10 @@ const SPIN: Duration = Duration::from_millis(2);
 pub struct Metal {
     device: Device,
     queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
-    residency: ResidencySet,
+    residency: Option<ResidencySet>,
     fence: Retained<ProtocolObject<dyn MTLFence>>,
     event: Retained<ProtocolObject<dyn MTLSharedEvent>>,
-    /// The last number a command buffer will signal.
+    /// The last number a command buffer will signal: 0 before the first one, which has no fence to wait for.
     signalled: u64,
     library: Library,
     buffers: BTreeMap<u32, Memory>,
@@ -79,18 +87,32 @@ fn failed<T>(what: &str) -> Result<T, GpuError> {
 }
 
 impl Metal {
-    /// The system's GPU through Candle. Compiles every kernel file; an error carries Apple's compiler log.
+    /// The system's GPU. Nothing is compiled yet. A kernel file that Apple's compiler refuses is an error of
+    /// whoever launches one of its kernels.
     pub fn new() -> Result<Self, GpuError> {
-        let candle = candle_core::Device::new_metal(0).map_err(|error| GpuError(error.to_string()))?;
-        let device = candle.as_metal_device().map_err(|error| GpuError(error.to_string()))?.device().clone();
-        let library = Library::new(&device)?;
+        // Not through a tensor device of Candle's: making one panics where there is no GPU, and before macOS 15.
+        let Some(device) = Device::system_default() else {
+            return Err(GpuError("this Mac offers no Metal GPU".into()));
+        };
+        if !device.as_ref().hasUnifiedMemory() {
+            let name = device.as_ref().name();
+            return Err(GpuError(format!("{name} has memory of its own; Metal is for GPUs that share the CPU's")));
+        }
+        if !device.as_ref().supportsFamily(MTLGPUFamily::Apple7) {
+            let name = device.as_ref().name();
+            return Err(GpuError(format!(
+                "{name} is older than M1 or a virtual machine's: it cannot add up a simdgroup"
+            )));
+        }
+        let library = Library::new(&device);
         let raw = device.as_ref();
         let (Some(queue), Some(fence), Some(event)) = (raw.newCommandQueue(), raw.newFence(), raw.newSharedEvent())
         else {
             return failed("a queue, a fence or an event");
         };
-        let residency = ResidencySet::new(&device);
-        if let Some(set) = residency.raw() {
+        // Since macOS 15. Before, what a launch binds becomes resident with its command buffer.
+        let residency = AnyClass::get(c"MTLResidencySetDescriptor").map(|_| ResidencySet::new(&device));
+        if let Some(set) = residency.as_ref().and_then(ResidencySet::raw) {
             queue.addResidencySet(set);
         }
         let (buffers, committed) = (BTreeMap::new(), Vec::new());
@@ -109,25 +131,10 @@ impl Metal {
         })
     }
 
-    /// Bytes the GPU should be made to hold at most, as the system recommends.
-    pub fn working_set(&self) -> u64 {
-        self.device.recommended_max_working_set_size() as u64
-    }
-
-    /// The GPU's name.
-    pub fn name(&self) -> String {
-        self.device.as_ref().name().to_string()
-    }
-
-    /// Names of all kernels, each made into a pipeline: an error says which one the driver refuses.
-    pub fn compile_all(&mut self) -> Result<Vec<String>, GpuError> {
-        let names = self.library.names();
-        names.iter().try_for_each(|name| self.library.pipeline(name).map(|_| ()))?;
-        Ok(names)
-    }
-
     fn keep(&mut self, buffer: Buffer, len: usize, slab: Option<Arc<Slab>>) -> Region {
-        self.residency.insert(&buffer);
+        if let Some(set) = &self.residency {
+            set.insert(&buffer);
+        }
         let number = self.next;
         self.next += 1;
         self.buffers.insert(number, Memory { buffer, _slab: slab });
@@ -149,7 +156,9 @@ impl Metal {
         let Some(encoder) = commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Concurrent) else {
             return failed("an encoder");
         };
-        encoder.waitForFence(&self.fence);
+        if self.signalled > 0 {
+            encoder.waitForFence(&self.fence);
+        }
         Ok(Open { commands, encoder, unordered: Vec::new() })
     }
 
@@ -183,6 +192,18 @@ impl Metal {
 }
 
 impl Gpu for Metal {
+    fn name(&self) -> String {
+        self.device.as_ref().name().to_string()
+    }
+
+    fn working_set(&self) -> Option<u64> {
+        Some(self.device.recommended_max_working_set_size() as u64).filter(|bytes| *bytes > 0)
+    }
+
+    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+        autoreleasepool(|_| self.library.all())
+    }
+
     fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
         let buffer = self.device.new_buffer(bytes.max(16), RESOURCE_OPTIONS);
         let buffer = buffer.map_err(|error| GpuError(format!("{bytes} bytes: {error}")))?;
@@ -194,8 +215,8 @@ impl Gpu for Metal {
     fn release(&mut self, buffer: u32) {
         // What is in flight may still use it; an error there is the next wait's to report.
         let _ = self.wait();
-        if let Some(memory) = self.buffers.remove(&buffer) {
-            self.residency.remove(&memory.buffer);
+        if let (Some(memory), Some(set)) = (self.buffers.remove(&buffer), &self.residency) {
+            set.remove(&memory.buffer);
         }
     }
 
@@ -238,13 +259,33 @@ impl Gpu for Metal {
     }
 
     fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
-        let mut open = self.open()?;
-        let done = self.encode(&mut open, dispatch);
-        self.open = Some(open);
-        done
+        // Metal leaves objects to the thread's pool, and a thread of ours has none.
+        autoreleasepool(|_| {
+            let mut open = self.open()?;
+            let done = self.encode(&mut open, dispatch);
+            self.open = Some(open);
+            done
+        })
     }
 
     fn commit(&mut self) -> Result<(), GpuError> {
+        autoreleasepool(|_| self.hand_over())
+    }
+
+    fn wait(&mut self) -> Result<(), GpuError> {
+        autoreleasepool(|_| self.finish())
+    }
+}
+
+impl Drop for Metal {
+    /// Metal aborts the program if an encoder goes before it has ended; and the GPU must not outlive the slabs it reads.
+    fn drop(&mut self) {
+        let _ = self.wait();
+    }
+}
+
+impl Metal {
+    fn hand_over(&mut self) -> Result<(), GpuError> {
         let Some(open) = self.open.take() else { return Ok(()) };
         open.encoder.updateFence(&self.fence);
         open.encoder.endEncoding();
@@ -256,8 +297,8 @@ impl Gpu for Metal {
         Ok(())
     }
 
-    fn wait(&mut self) -> Result<(), GpuError> {
-        self.commit()?;
+    fn finish(&mut self) -> Result<(), GpuError> {
+        self.hand_over()?;
         let begin = Instant::now();
         while self.event.signaledValue() < self.signalled {
             if begin.elapsed() < SPIN {

@@ -14,10 +14,10 @@ mod threads;
 pub use bandwidth::memory_bandwidth;
 pub use dispatch::{Binding, Dispatch, Effect, Region};
 pub use file::{Access, File, MAX_BLOCK};
-pub use gpu::{Gpu, GpuError};
+pub use gpu::{Gpu, GpuError, gpu};
 pub use memory::{Filling, Slab, Span};
 #[cfg(target_os = "macos")]
-pub use metal::Metal;
+use metal::Metal;
 pub use threads::Threads;
 
 use std::sync::Arc;

@@ -12,6 +12,16 @@ pub fn total_memory() -> Option<u64> {
     sys::total_memory()
 }
 
+/// What the operating system calls itself, with its version.
+pub fn system() -> Option<String> {
+    sys::system()
+}
+
+/// What the processor calls itself.
+pub fn processor() -> Option<String> {
+    sys::processor()
+}
+
 /// The least memory limit that a control group (v1 or v2) sets on this process, itself or through an ancestor.
 /// `None` without a limit, and on systems without control groups.
 pub fn cgroup_limit() -> Option<u64> {
@@ -78,6 +88,19 @@ mod sys {
         if words.next() == Some("kB") { value.checked_mul(1024) } else { Some(value) }
     }
 
+    pub fn system() -> Option<String> {
+        let release = fs::read_to_string("/etc/os-release").ok()?;
+        let name = release.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="))?.trim_matches('"');
+        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").ok()?;
+        Some(format!("{name}, Linux {}", kernel.trim()))
+    }
+
+    pub fn processor() -> Option<String> {
+        let table = fs::read_to_string("/proc/cpuinfo").ok()?;
+        let line = table.lines().find(|line| line.starts_with("model name"))?;
+        Some(line.split_once(':')?.1.trim().into())
+    }
+
     pub fn total_memory() -> Option<u64> {
         field(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal")
     }
@@ -133,6 +156,25 @@ mod sys {
         (code == 0 && (len == 4 || len == 8)).then(|| u64::from_le_bytes(bytes))
     }
 
+    /// A text the kernel publishes under `name`.
+    fn text(name: &std::ffi::CStr) -> Option<String> {
+        let mut bytes = [0u8; 128];
+        let mut len = bytes.len();
+        // SAFETY: as above.
+        let code =
+            unsafe { libc::sysctlbyname(name.as_ptr(), bytes.as_mut_ptr().cast(), &mut len, std::ptr::null_mut(), 0) };
+        let text = std::ffi::CStr::from_bytes_until_nul(&bytes).ok()?;
+        (code == 0).then(|| text.to_string_lossy().into_owned())
+    }
+
+    pub fn system() -> Option<String> {
+        Some(format!("macOS {}", text(c"kern.osproductversion")?))
+    }
+
+    pub fn processor() -> Option<String> {
+        Some(format!("{} ({})", text(c"machdep.cpu.brand_string")?, text(c"hw.model")?))
+    }
+
     fn usage() -> Option<libc::rusage_info_v4> {
         let mut info = MaybeUninit::<libc::rusage_info_v4>::zeroed();
         // SAFETY: the flavour says that the buffer is a `rusage_info_v4`; all-zero bytes are a valid one.
@@ -172,6 +214,12 @@ mod sys {
 mod sys {
     pub const CACHE: &str = ".cache";
 
+    pub fn system() -> Option<String> {
+        None
+    }
+    pub fn processor() -> Option<String> {
+        None
+    }
     pub fn total_memory() -> Option<u64> {
         None
     }

@@ -1,5 +1,6 @@
 //! Qwen3.5 and 3.6, dense and mixture of experts: [`qwen`] is the forward pass, its layers are [`attention`], [`delta`] and
 //! [`moe`], what a sequence remembers is [`state`]. [`config`], [`names`] and [`checkpoint`] bring files into this form.
+//! [`gpu`] shows a loaded model to a GPU; [`placed`] is a model on either device.
 
 pub mod attention;
 pub mod checkpoint;
@@ -8,11 +9,13 @@ pub mod delta;
 pub mod gpu;
 pub mod moe;
 pub mod names;
+pub mod placed;
 pub mod qwen;
 pub mod speed;
 pub mod state;
 
 pub use config::Config;
+pub use placed::Placed;
 pub use qwen::{Options, Qwen};
 pub use state::State;
 

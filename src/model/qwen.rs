@@ -13,6 +13,7 @@ use super::{
     checkpoint::{Checkpoint, Trunk},
     config::{Config, FfnShape},
     delta::DeltaNet,
+    gpu::{self, Room},
     moe::{Mlp, Moe},
     names,
     speed::Kind,
@@ -45,6 +46,8 @@ pub struct Options {
     pub experts_at_most: Option<usize>,
     /// How experts are read; `slots` is the plan's business.
     pub store: StoreOptions,
+    /// The model goes to a GPU that recommends to be given so many bytes at most; the plan is made for it.
+    pub gpu: Option<u64>,
 }
 
 /// What [`store::Options`] has and the plan does not decide.
@@ -181,7 +184,7 @@ impl Surveyed {
         checkpoint.finish()?;
         let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
         let gathered = if net.head.is_some() { table_bytes(&net.embed) } else { 0 };
-        let shape = shape(&config, options.math, len, gathered, &experts);
+        let shape = shape(&config, options, len, gathered, &experts);
         let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
             Ffn::Dense(mlp) => mlp.kinds(),
             Ffn::Moe(moe) => moe.kinds(),
@@ -195,7 +198,7 @@ fn table_bytes(table: &Weight) -> u64 {
 }
 
 /// What the plan needs to know of a model.
-fn shape(config: &Config, math: Math, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
+fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
     let (hidden, d, a) = (config.hidden, &config.delta, &config.attention);
     let (experts, k, intermediate) = match config.ffn {
         FfnShape::Dense { intermediate } => (0, 1, intermediate),
@@ -205,6 +208,13 @@ fn shape(config: &Config, math: Math, trunk: u64, gathered: u64, map: &ExpertMap
     let mixer = (2 * d.mixed() + 3 * d.values()).max(6 * a.heads * a.dim);
     let ffn = (k + 2) * hidden + (k + 1) * 3 * intermediate;
     let row = 4 * hidden + mixer.max(ffn);
+    let room = match options.gpu {
+        None => {
+            let kv_per_token = State::kv_bytes(config, options.math);
+            Room { kv_per_token, per_row: 4 * row as u64, fixed: 8 * config.vocab as u64 }
+        }
+        Some(_) => gpu::room(config),
+    };
     Shape {
         trunk,
         gathered,
@@ -213,10 +223,10 @@ fn shape(config: &Config, math: Math, trunk: u64, gathered: u64, map: &ExpertMap
         layers: map.layers.len(),
         experts,
         experts_per_token: if experts == 0 { 0 } else { k },
-        kv_per_token: State::kv_bytes(config, math),
+        kv_per_token: room.kv_per_token,
         state: State::fixed_bytes(config),
-        workspace_per_row: 4 * row as u64,
-        workspace_fixed: 8 * config.vocab as u64,
+        workspace_per_row: room.per_row,
+        workspace_fixed: room.fixed,
         context: config.context,
     }
 }
@@ -231,7 +241,7 @@ impl Qwen {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
         let Surveyed { config, checkpoint, experts, files, shape, .. } = Surveyed::new(dir, options)?;
-        let plan = Plan::new(&shape, &Limits::here(None), &options.wishes)?;
+        let plan = Plan::new(&shape, &Limits::here(options.gpu), &options.wishes)?;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
             (&metrics.memory_trunk, plan.trunk),

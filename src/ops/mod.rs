@@ -2,6 +2,7 @@
 
 pub mod attend;
 pub mod cache;
+pub mod check;
 pub mod combine;
 pub mod conv;
 pub mod delta;

@@ -110,7 +110,7 @@ fn few_launches_and_no_needless_wait() {
         let scratch = Scratch::new(&net.layers, shape.hidden, 1, |bytes| Ok::<_, ()>(b.take(bytes))).unwrap();
         let (ids, logits) = (b.take(4), b.take(248_320 * 4));
         for residence in [Residence::Resident, Residence::Streaming] {
-            let steps = pass(&net, &memory, (4000, 1), ids, residence, &scratch, Some((logits, 1)));
+            let steps = pass(&net, &memory, (4000, 1), ids, residence, &scratch, Some((logits, 0..1)));
             let Cost { launches: all, command_buffers, waits } = cost(&steps);
             let most = (0..shape.layers).map(|i| launches(&layer(&net, i, &memory[i], (4000, 1), residence, &scratch)));
             let most = most.max().unwrap();

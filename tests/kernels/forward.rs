@@ -1,5 +1,5 @@
 //! The demo model with every operation on the kernels: greedy tokens as on the CPU, whatever is resident, however the
-//! prompt is cut.
+//! prompt is cut; and what a streaming prompt reads.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -9,14 +9,15 @@ use common::{argmax, load_with};
 use moestro::{
     config::Switch,
     device::Math,
+    metrics::Metrics,
     model::{Model, Options, Qwen, Rows, gpu::OnGpu, qwen::StoreOptions},
-    store::Io,
+    store::{Io, Prefetch},
 };
-use std::path::Path;
+use std::{path::Path, sync::atomic::Ordering};
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-fn qwen(streaming: bool) -> Qwen {
+fn options(streaming: bool) -> Options {
     let store = StoreOptions { io: Io::Buffered, ..StoreOptions::default() };
     let mut options = Options { math: Math::F32, threads: Some(1), store, ..Options::default() };
     if streaming {
@@ -24,11 +25,21 @@ fn qwen(streaming: bool) -> Qwen {
         options.wishes.stream = Switch::On;
         options.wishes.buffered = true;
     }
-    load_with(Path::new(DEMO), options)
+    options
 }
 
-fn on_gpu(host: Host) -> OnGpu<HostGpu> {
-    OnGpu::new(qwen(false), HostGpu::new(host)).unwrap()
+/// The demo, planned for a GPU and shown to one.
+fn planned(options: Options, gpu: HostGpu) -> OnGpu<HostGpu> {
+    let options = Options { gpu: Some(u64::MAX), ..options };
+    OnGpu::new(load_with(Path::new(DEMO), options), gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+}
+
+fn resident(gpu: HostGpu) -> OnGpu<HostGpu> {
+    planned(options(false), gpu)
+}
+
+fn fast() -> HostGpu {
+    HostGpu::new(Host::fast())
 }
 
 #[derive(serde::Deserialize)]
@@ -65,12 +76,12 @@ fn answer<M: Model>(model: &mut M, prompt: &[u32], chunks: &[usize], count: usiz
     (ids, rows)
 }
 
-#[test]
-fn the_demo_answers_as_on_the_cpu() {
-    let (mut cpu, mut gpu) = (qwen(false), on_gpu(Host::fast()));
+/// Every other prompt, so that two threads share the work.
+fn the_demo_answers_as_on_the_cpu(first: usize) {
+    let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options(false)), resident(fast()));
     let cases = cases();
     assert_eq!(cases.len(), 8);
-    for case in cases {
+    for case in cases.iter().skip(first).step_by(2) {
         let (expected, rows) = answer(&mut cpu, &case.prompt_ids, &[], case.greedy_ids.len());
         let (found, logits) = answer(&mut gpu, &case.prompt_ids, &[], case.greedy_ids.len());
         assert_eq!(found, expected, "{}", case.question);
@@ -82,25 +93,94 @@ fn the_demo_answers_as_on_the_cpu() {
 }
 
 #[test]
-fn nothing_depends_on_where_experts_are_or_how_a_prompt_is_cut() {
+fn the_demo_answers_as_on_the_cpu_even() {
+    the_demo_answers_as_on_the_cpu(0);
+}
+
+#[test]
+fn the_demo_answers_as_on_the_cpu_odd() {
+    the_demo_answers_as_on_the_cpu(1);
+}
+
+#[test]
+fn nothing_depends_on_how_a_prompt_is_cut() {
+    let case = cases().swap_remove(3);
+    let mut gpu = resident(fast());
+    let expected = answer(&mut gpu, &case.prompt_ids, &[], 2);
+    for chunks in [vec![1; case.prompt_ids.len()], vec![16, 5], vec![20]] {
+        assert!(answer(&mut gpu, &case.prompt_ids, &chunks, 2) == expected, "chunks {chunks:?}");
+    }
+}
+
+#[test]
+fn nothing_depends_on_where_experts_are() {
     let case = cases().swap_remove(3);
     let (prompt, count) = (&case.prompt_ids, 6);
-    let mut resident = on_gpu(Host::fast());
-    let expected = answer(&mut resident, prompt, &[], count);
-    for chunks in [vec![1; prompt.len()], vec![16, 5], vec![20]] {
-        assert!(answer(&mut resident, prompt, &chunks, count) == expected, "resident, chunks {chunks:?}");
-    }
-    let streaming = qwen(true);
-    assert!(streaming.store().is_some_and(|store| !store.is_resident() && store.slots() < 8 * 32));
-    let mut streaming = OnGpu::new(streaming, HostGpu::new(Host::fast())).unwrap();
-    for chunks in [vec![1; prompt.len()], vec![], vec![7]] {
-        assert!(answer(&mut streaming, prompt, &chunks, count) == expected, "streaming, chunks {chunks:?}");
+    let expected = answer(&mut resident(fast()), prompt, &[], count);
+    // As many slots as the plan takes, and hardly more than the four experts of one token and layer.
+    for (slots, chunks) in [(None, vec![]), (None, vec![1; prompt.len()]), (Some(5), vec![]), (Some(5), vec![7])] {
+        let mut options = options(true);
+        options.store.slots = slots;
+        let mut streaming = planned(options, fast());
+        let store = streaming.qwen().store().unwrap();
+        assert!(!store.is_resident() && store.slots() <= slots.unwrap_or(2 * 8 * 4), "{} slots", store.slots());
+        let found = answer(&mut streaming, prompt, &chunks, count);
+        assert!(found == expected, "{slots:?} slots, chunks {chunks:?}");
+        assert_eq!(found.0, case.greedy_ids[..count]);
     }
 }
 
 #[test]
 fn no_sanitizer_objects_to_a_pass() {
-    let mut model = on_gpu(Host::start());
+    let mut model = resident(HostGpu::new(Host::start()));
     // A chunk of experts grouped, a few rows together, and one token.
     answer(&mut model, &cases().swap_remove(1).prompt_ids, &[17], 1);
+}
+
+/// Evaluates 64 tokens in chunks of `chunk` with eight slots for the 32 experts of a layer, and checks what is asked for and
+/// read: each expert once a layer and chunk. Returns how many that were.
+fn read(chunk: usize) -> u64 {
+    const LAYERS: usize = 8;
+    let mut options = Options { gpu: Some(u64::MAX), ..options(true) };
+    (options.wishes.chunk, options.wishes.context) = (Some(chunk), Some(1024));
+    (options.store.slots, options.store.prefetch) = (Some(8), Prefetch::Off);
+    let metrics = Metrics::new("test", "gpu");
+    let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
+    let mut model = OnGpu::new(qwen, fast()).unwrap_or_else(|refused| panic!("{}", refused.error));
+    let prompt: Vec<u32> = cases().iter().flat_map(|case| case.prompt_ids.clone()).take(64).collect();
+    let (mut state, mut layers, mut asked) = (model.start().unwrap(), Vec::new(), 0);
+    let observe = &mut |layer, experts: &[u32]| {
+        assert!(experts.is_sorted_by(|a, b| a < b), "layer {layer} asks twice for one of {experts:?}");
+        layers.push(layer);
+        asked += experts.len() as u64;
+    };
+    model.forward_observed(&mut state, &prompt, Rows::None, observe).unwrap();
+    let chunks = prompt.len().div_ceil(chunk);
+    assert_eq!(layers, (0..chunks).flat_map(|_| 0..LAYERS).collect::<Vec<_>>(), "once a layer and chunk");
+    let (hits, misses) = (metrics.lookups_prefill_hit.get(), metrics.lookups_prefill_miss.get());
+    assert_eq!(hits + misses, asked);
+    assert_eq!(metrics.ssd_read_bytes.get(), misses * model.qwen().shape().expert);
+    assert!(misses > asked / 2, "with so few slots most have to be read: {misses} of {asked}");
+    asked
+}
+
+#[test]
+fn a_chunk_reads_each_expert_once() {
+    let whole = read(64);
+    assert!(read(32) > whole, "the count sees what two chunks cost");
+}
+
+#[test]
+fn what_it_takes_is_what_the_plan_says() {
+    let gpu = fast();
+    let allocated = gpu.allocated.clone();
+    let mut options = options(true);
+    // Room for attention's parts is planned for the longest context there can be.
+    options.wishes.context = Some(moestro::model::Config::read(Path::new(DEMO)).unwrap().context);
+    let model = planned(options, gpu);
+    let _state = model.start().unwrap();
+    let (plan, taken) = (model.qwen().plan(), allocated.load(Ordering::Relaxed) as u64);
+    let planned = plan.kv + plan.state + plan.workspace;
+    assert!(taken <= planned, "{taken} bytes, planned {planned}");
+    assert!(taken > planned / 10 * 9, "{taken} bytes, planned {planned}: the rest would be slots");
 }

@@ -2,14 +2,21 @@
 
 use crate::host::Host;
 use moestro::device::{Dispatch, Effect, Gpu, GpuError, Region, Slab};
-use std::{collections::HashMap, ops::Range, sync::Arc};
+use std::{
+    collections::HashMap,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
 
 pub struct HostGpu {
     host: Host,
     /// What of each adopted slab the program has seen.
     adopted: HashMap<u32, Adopted>,
-    pub launches: usize,
-    pub waits: usize,
+    /// Bytes from [`Gpu::allocate`], given back or not.
+    pub allocated: Arc<AtomicUsize>,
 }
 
 struct Adopted {
@@ -22,12 +29,25 @@ impl HostGpu {
     /// `host` runs each dispatch once: that its kernels do not depend on the order of threads is another test's matter.
     pub fn new(mut host: Host) -> Self {
         host.twice = false;
-        Self { host, adopted: HashMap::new(), launches: 0, waits: 0 }
+        Self { host, adopted: HashMap::new(), allocated: Arc::default() }
     }
 }
 
 impl Gpu for HostGpu {
+    fn name(&self) -> String {
+        "the host".into()
+    }
+
+    fn working_set(&self) -> Option<u64> {
+        None
+    }
+
+    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+        Vec::new()
+    }
+
     fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
+        self.allocated.fetch_add(bytes, Ordering::Relaxed);
         let region = self.host.empty(bytes);
         self.host.write(region, &vec![0; bytes]);
         Ok(region)
@@ -51,12 +71,12 @@ impl Gpu for HostGpu {
     }
 
     fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), GpuError> {
-        self.host.write(region, bytes);
+        self.host.write(region.first(bytes.len()), bytes);
         Ok(())
     }
 
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), GpuError> {
-        bytes.copy_from_slice(&self.host.read(region));
+        bytes.copy_from_slice(&self.host.read(region.first(bytes.len())));
         Ok(())
     }
 
@@ -76,7 +96,6 @@ impl Gpu for HostGpu {
                 self.host.write(region, seen);
             }
         }
-        self.launches += 1;
         self.host.try_run(dispatch).map_err(GpuError)
     }
 
@@ -85,7 +104,6 @@ impl Gpu for HostGpu {
     }
 
     fn wait(&mut self) -> Result<(), GpuError> {
-        self.waits += 1;
         Ok(())
     }
 }

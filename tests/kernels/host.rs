@@ -151,6 +151,16 @@ impl Host {
         self.read(region).chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
     }
 
+    /// The kernels there are.
+    pub fn names(&mut self) -> Vec<String> {
+        self.send(b"N", &[], &[]);
+        let mut len = [0; 4];
+        self.from.read_exact(&mut len).unwrap();
+        let mut names = vec![0; u32::from_le_bytes(len) as usize];
+        self.from.read_exact(&mut names).unwrap();
+        String::from_utf8(names).unwrap().split_whitespace().map(Into::into).collect()
+    }
+
     /// Executes one dispatch. The error is what a sanitizer, the lock-step or the order check found; the program is then gone.
     pub fn try_run(&mut self, dispatch: &Dispatch) -> Result<(), String> {
         let Some(dir) = record::wanted(dispatch) else { return self.execute(dispatch) };

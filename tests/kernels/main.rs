@@ -2,6 +2,7 @@
 
 mod check;
 mod cost;
+mod doctor;
 mod experts;
 mod faults;
 mod forward;

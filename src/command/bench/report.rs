@@ -13,6 +13,8 @@ use std::fmt;
 /// What was measured on.
 #[derive(Debug, Clone, Serialize)]
 pub struct Setup {
+    /// `cpu` or `metal`.
+    pub device: &'static str,
     pub threads: usize,
     pub io_threads: usize,
     /// How experts were read: past the page cache or through it; `None` without routed experts.
@@ -22,8 +24,9 @@ pub struct Setup {
 }
 
 impl Setup {
-    pub fn new(model: &Qwen, load: &Load) -> Self {
+    pub fn new(device: &'static str, model: &Qwen, load: &Load) -> Self {
         Self {
+            device,
             threads: load.threads.unwrap_or_else(os::physical_cores),
             io_threads: load.io_threads,
             direct: model.store().map(|store| store.access() == Access::Direct),
@@ -59,7 +62,7 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Setup { threads, io_threads, direct, shape, plan } = &self.setup;
+        let Setup { device, threads, io_threads, direct, shape, plan } = &self.setup;
         let strategy = if plan.strategy == Strategy::Resident { "resident" } else { "streaming" };
         write!(f, "{}: {strategy}, {} of {} experts in memory", self.model, plan.slots, shape.total_experts())?;
         let how = match direct {
@@ -67,7 +70,7 @@ impl fmt::Display for Report {
             Some(false) => format!(", {io_threads} reading through the page cache"),
             None => String::new(),
         };
-        writeln!(f, "; {threads} compute threads{how}")?;
+        writeln!(f, "; {device}, {threads} compute threads{how}")?;
         writeln!(f)?;
         writeln!(
             f,

@@ -4,7 +4,7 @@ use crate::{
     device::os,
     error::{CommandError, EngineError, ModelError},
     metrics::Metrics,
-    model::{Logits, Model, Qwen, Rows, State},
+    model::{Logits, Model, Placed, Rows, placed::PlacedState},
     store::optimum,
 };
 use serde::Serialize;
@@ -52,7 +52,7 @@ pub struct Run {
 
 /// A loaded model and what it was asked for.
 pub struct Session {
-    model: Qwen,
+    model: Placed,
     metrics: Arc<Metrics>,
     /// Every expert looked up, in order: layer times experts a layer, plus the expert.
     asked: Vec<u32>,
@@ -60,7 +60,7 @@ pub struct Session {
 }
 
 impl Session {
-    pub fn new(model: Qwen, metrics: Arc<Metrics>) -> Self {
+    pub fn new(model: Placed, metrics: Arc<Metrics>) -> Self {
         Self { model, metrics, asked: Vec::new(), runs: Vec::new() }
     }
 
@@ -89,22 +89,18 @@ impl Session {
         Ok(())
     }
 
-    fn forward(&mut self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+    fn forward(&mut self, state: &mut PlacedState, ids: &[u32]) -> Result<Logits, ModelError> {
         let Self { model, asked, .. } = self;
-        let experts = model.shape().experts;
-        model.forward_observed(state, ids, Rows::Last, &mut |layer, routes| {
-            // Each expert once a layer and chunk: so often it is looked up.
-            let mut wanted: Vec<u32> = routes.ids.iter().map(|id| (layer * experts) as u32 + id).collect();
-            wanted.sort_unstable();
-            wanted.dedup();
-            asked.extend(wanted);
+        let experts = model.qwen().shape().experts;
+        model.forward_observed(state, ids, Rows::Last, &mut |layer, wanted| {
+            asked.extend(wanted.iter().map(|id| (layer * experts) as u32 + id));
         })
     }
 
     /// The runs, compared with what cannot be had: all experts in memory, and a cache that knew what was coming. Both
     /// follow from the measured stalls, and the second one from the lookups of all runs of this session, in order.
     pub fn finish(self) -> Vec<Run> {
-        let missed = optimum::misses(&self.asked, self.model.plan().slots);
+        let missed = optimum::misses(&self.asked, self.model.qwen().plan().slots);
         let mut runs = self.runs;
         for run in &mut runs {
             let lookups = missed.get(run.asked.clone()).unwrap_or_default();

@@ -3,7 +3,7 @@
 use super::{Binding, Dispatch, Region, floats};
 
 /// Positions one threadgroup looks at.
-const SPLIT: usize = 256;
+pub const SPLIT: usize = 256;
 
 /// Heads and sizes. A row of the projection is `(query, gate) of each head | keys | values`.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -96,7 +96,9 @@ pub struct Scratch {
 }
 
 /// Attention scratch is kept below this (bytes) by looking at fewer rows at once.
-const PARTS: usize = 64 << 20;
+pub const PARTS: usize = 64 << 20;
+/// Rows whose attention one launch computes at most.
+pub const TOGETHER: usize = 16;
 
 impl Scratch {
     /// Takes each buffer from `allocate` (bytes). `rows` is the most rows one launch will see.
@@ -156,7 +158,7 @@ impl Scratch {
 
 /// Rows whose attention is computed in one launch when the cache holds `positions`.
 fn attend_rows(op: &Attend, positions: usize) -> usize {
-    (PARTS / (op.scratch(positions.saturating_sub(1), 1) * 4)).clamp(1, 16)
+    (PARTS / (op.scratch(positions.saturating_sub(1), 1) * 4)).clamp(1, TOGETHER)
 }
 
 impl Mixture {

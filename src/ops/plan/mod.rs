@@ -8,15 +8,15 @@ mod linear;
 mod route;
 mod token;
 
-pub use attend::{Attend, Cache, Turn, attend, attend_join, attend_place};
+pub use attend::{Attend, Cache, SPLIT, Turn, attend, attend_join, attend_place};
 pub use delta::{Decay, Delta, conv, delta, gated_norm};
 pub use experts::{
     Experts, Jobs, Piece, Slots, experts_combine, experts_down, experts_down_rows, experts_up, experts_up_rows, swiglu,
 };
-pub use layer::{Ffn, Layer, Memory, Mixer, Mixture, Scratch};
+pub use layer::{Ffn, Layer, Memory, Mixer, Mixture, PARTS, Scratch, TOGETHER};
 pub use linear::{Linear, Norm, linear};
 pub use route::{Chosen, Route, dequantise, embed, rms_norm, route};
-pub use token::{Cost, Net, Residence, Step, cost, layer, pass};
+pub use token::{Cost, Net, Residence, Step, cost, head, layer, pass};
 
 use super::{Codes, Float};
 use crate::device::{Binding, Dispatch, Region};

@@ -20,6 +20,7 @@
 //! projection runs with all others: the sum over ranks has one order whatever was read when.
 
 use super::*;
+use std::ops::Range;
 
 /// Layers between two commits when nothing waits.
 const LAYERS_A_COMMIT: usize = 4;
@@ -67,8 +68,8 @@ pub enum Step {
     Wait,
 }
 
-/// A pass over `tokens` rows whose first is at position `start`; `ids` `[tokens]` holds them. With `logits` (as many rows
-/// of `vocab` as the last ones wanted), the head runs on the last `wanted` rows.
+/// A pass over `tokens` rows whose first is at position `start`; `ids` `[tokens]` holds them. With `logits`, the head runs on
+/// these rows, too, and leaves `vocab` floats a row there.
 pub fn pass(
     net: &Net,
     memory: &[Memory],
@@ -76,10 +77,9 @@ pub fn pass(
     ids: Region,
     residence: Residence,
     scratch: &Scratch,
-    logits: Option<(Region, usize)>,
+    logits: Option<(Region, Range<usize>)>,
 ) -> Vec<Step> {
     assert!(tokens <= scratch.rows, "{tokens} rows in room for {}", scratch.rows);
-    let hidden = net.embed.cols;
     let mut steps = vec![Step::Launch(embed(&net.embed, tokens, ids, scratch.h))];
     for (index, memory) in memory.iter().enumerate() {
         steps.extend(layer(net, index, memory, (start, tokens), residence, scratch));
@@ -87,14 +87,20 @@ pub fn pass(
             steps.push(Step::Commit);
         }
     }
-    if let Some((logits, wanted)) = logits {
-        let x = scratch.h.part((tokens - wanted) * hidden * 4, wanted * hidden * 4);
-        let norm = Some(Norm { weight: net.norm, eps: net.eps, keep: None });
-        let matrices = std::slice::from_ref(&net.head);
-        steps.push(Step::Launch(linear(&Linear { x, tokens: wanted, norm, matrices, y: logits, add: false })));
+    if let Some((logits, rows)) = logits {
+        steps.push(Step::Launch(head(net, rows, scratch, logits)));
     }
     steps.push(Step::Wait);
     steps
+}
+
+/// The head on these rows of a pass that has gone through all layers.
+pub fn head(net: &Net, rows: Range<usize>, scratch: &Scratch, logits: Region) -> Dispatch {
+    let row = net.embed.cols * 4;
+    let x = scratch.h.part(rows.start * row, rows.len() * row);
+    let norm = Some(Norm { weight: net.norm, eps: net.eps, keep: None });
+    let matrices = std::slice::from_ref(&net.head);
+    linear(&Linear { x, tokens: rows.len(), norm, matrices, y: logits, add: false })
 }
 
 /// One layer of a pass.

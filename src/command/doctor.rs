@@ -1,0 +1,75 @@
+//! `moestro doctor`: whether this machine computes what it should. Every kernel of the GPU against the CPU's op, every
+//! instruction set of the processor against plain Rust, and one answer of the demo model on each device: what to paste into a
+//! bug report.
+
+mod answer;
+mod report;
+
+use super::{device::NONE, show};
+use crate::{
+    cli,
+    device::{self, Gpu, Math},
+    error::CommandError,
+    ops::check::{self, Finding},
+};
+use answer::Demo;
+use report::GpuReport;
+pub use report::Report;
+use std::time::Instant;
+
+/// Prints the findings.
+///
+/// # Errors
+/// `CommandError::Unsound` if something differs or fails.
+pub fn run(typed: &cli::Doctor) -> Result<(), CommandError> {
+    let gpu = device::gpu().map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NONE.into()));
+    let report = examine(gpu)?;
+    show(&report, typed.json);
+    if report.wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(report.wrong.join(", "))) }
+}
+
+/// The findings about this machine with any GPU, or with the reason why there is none.
+///
+/// # Errors
+/// What keeps the demo from being loaded at all.
+pub fn examine(gpu: Result<Box<dyn Gpu>, String>) -> Result<Report, CommandError> {
+    let demo = Demo::open()?;
+    let processor = check::processor();
+    let mut answers = vec![demo.on_cpu(Math::F32)?, demo.on_cpu(Math::Integer)?];
+    let gpu = match gpu {
+        Ok(mut gpu) => {
+            let begin = Instant::now();
+            // What does not compile comes with the other findings.
+            let compiled = gpu.compile().iter().filter(|(_, error)| error.is_none()).count();
+            let compile_seconds = begin.elapsed().as_secs_f64();
+            let begin = Instant::now();
+            let kernels: Vec<Finding> = check::kernels(&mut gpu);
+            let check_seconds = begin.elapsed().as_secs_f64();
+            let (name, working_set) = (gpu.name(), gpu.working_set());
+            answers.push(demo.on_gpu(gpu)?);
+            Ok(GpuReport { name, working_set, compiled, compile_seconds, check_seconds, kernels })
+        }
+        Err(why) => Err(why),
+    };
+    Ok(Report::new(processor, gpu, answers))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn this_machine_is_sound() {
+        let report = examine(Err("there is none".into())).unwrap();
+        assert!(report.wrong.is_empty(), "{report}");
+        let text = report.to_string();
+        assert!(text.contains("no GPU: there is none") && text.contains("scalar"), "{text}");
+        assert!(text.ends_with("everything agrees; there was no GPU to compare\n"), "{text}");
+        let json = json!(report);
+        assert_eq!((&json["gpu"]["absent"], &json["wrong"]), (&json!("there is none"), &json!([])));
+        assert_eq!(json["answers"][0]["device"], "cpu, plain f32");
+        assert_eq!(json["answers"][0]["ids"], json["answers"][1]["ids"]);
+        assert!(json["processor"].as_array().is_some_and(|all| all.iter().all(|one| one["agrees"] == true)));
+    }
+}

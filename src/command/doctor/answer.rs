@@ -1,0 +1,121 @@
+//! One answer of the demo model, greedily, wherever it computes.
+
+use crate::{
+    chat::Conversation,
+    command::{Checkpoint, device::METAL},
+    config::{Generation, Source, Switch},
+    device::{Gpu, Math},
+    error::CommandError,
+    metrics::Metrics,
+    model::{Model, Options, Qwen, Rows, gpu::OnGpu, qwen::StoreOptions},
+    plan::Wishes,
+    store::Io,
+};
+use serde::Serialize;
+use serde_json::{Map, json};
+use std::time::Instant;
+
+pub const QUESTION: &str = "What is 12+7?";
+/// Tokens to generate, end-of-sequence or not.
+const COUNT: usize = 48;
+/// Tokens of the context: the demo was made for more, and nobody needs them here.
+const CONTEXT: usize = 256;
+
+/// What one device answered, or why it could not.
+#[derive(Debug, Clone, Serialize)]
+pub struct Answer {
+    pub device: String,
+    pub ids: Vec<u32>,
+    /// Of the tokens before the one that ends an answer.
+    pub text: String,
+    pub prompt_tokens_per_second: f64,
+    pub tokens_per_second: f64,
+    pub error: Option<String>,
+}
+
+/// The demo, ready to be asked.
+pub struct Demo {
+    checkpoint: Checkpoint,
+    prompt: Vec<u32>,
+}
+
+impl Demo {
+    pub fn open() -> Result<Self, CommandError> {
+        let checkpoint = Checkpoint::open(&Source::Demo, Generation::default())?;
+        let messages = [json!({ "role": "user", "content": QUESTION })];
+        let kwargs = Map::new();
+        let conversation =
+            Conversation { messages: &messages, tools: None, kwargs: &kwargs, add_generation_prompt: true };
+        let prompt = match &checkpoint.template {
+            Some(template) => template.render(&conversation)?,
+            None => QUESTION.into(),
+        };
+        let prompt = checkpoint.tokenizer.encode(&prompt)?;
+        Ok(Self { checkpoint, prompt })
+    }
+
+    fn load(&self, math: Math, gpu: Option<u64>) -> Result<Qwen, CommandError> {
+        let wishes =
+            Wishes { context: Some(CONTEXT), prompt_cache: Some(0), stream: Switch::Auto, ..Wishes::default() };
+        // Direct reads may shift experts in their slots by what the disk's blocks ask for, which a GPU refuses.
+        let store = StoreOptions { io: Io::Buffered, ..StoreOptions::default() };
+        let options = Options { math, gpu, wishes, store, ..Options::default() };
+        Ok(Qwen::load(&self.checkpoint.dir, &options, &Metrics::new("doctor", "cpu"), &mut |_, _| ())?)
+    }
+
+    /// The CPU's answer in one kind of arithmetic.
+    pub fn on_cpu(&self, math: Math) -> Result<Answer, CommandError> {
+        let device = match math {
+            Math::F32 => "cpu, plain f32",
+            Math::Integer => "cpu",
+        };
+        Ok(self.ask(device, self.load(math, None)?))
+    }
+
+    /// The GPU's. What goes wrong there is part of the report.
+    pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<Answer, CommandError> {
+        let qwen = self.load(Math::F32, Some(gpu.working_set().unwrap_or(u64::MAX)))?;
+        Ok(match OnGpu::new(qwen, gpu) {
+            Ok(model) => self.ask(METAL, model),
+            Err(refused) => failed(METAL, refused.error.to_string()),
+        })
+    }
+
+    fn ask<M: Model>(&self, device: &str, mut model: M) -> Answer {
+        let mut generate = || {
+            let mut state = model.start()?;
+            let begin = Instant::now();
+            let mut row = model.forward(&mut state, &self.prompt, Rows::Last)?;
+            let (prefilled, mut ids) = (Instant::now(), Vec::new());
+            while ids.len() < COUNT {
+                ids.push(likeliest(row.row(0)));
+                row = model.forward(&mut state, &ids[ids.len() - 1..], Rows::Last)?;
+            }
+            let rate = |tokens: usize, from: Instant, to: Instant| tokens as f64 / (to - from).as_secs_f64().max(1e-9);
+            let end = Instant::now();
+            Ok((rate(self.prompt.len(), begin, prefilled), rate(COUNT, prefilled, end), ids))
+        };
+        // The first pass warms what the second one measures: pipelines, threads, pages.
+        match generate().and_then(|_| generate()) {
+            Ok((prompt_tokens_per_second, tokens_per_second, ids)) => {
+                let eos = &self.checkpoint.generation.eos;
+                let len = ids.iter().position(|id| eos.contains(id)).unwrap_or(ids.len());
+                let text = self.checkpoint.tokenizer.decode(&ids[..len]);
+                Answer { device: device.into(), ids, text, prompt_tokens_per_second, tokens_per_second, error: None }
+            }
+            Err::<_, crate::error::ModelError>(error) => failed(device, error.to_string()),
+        }
+    }
+}
+
+fn failed(device: &str, error: String) -> Answer {
+    let (ids, text) = (Vec::new(), String::new());
+    let device = device.into();
+    Answer { device, ids, text, prompt_tokens_per_second: 0.0, tokens_per_second: 0.0, error: Some(error) }
+}
+
+/// The lowest of equals; not-a-number is never chosen.
+fn likeliest(row: &[f32]) -> u32 {
+    let best = row.iter().enumerate().filter(|(_, v)| !v.is_nan()).rev().max_by(|a, b| a.1.total_cmp(b.1));
+    best.map_or(0, |(id, _)| id as u32)
+}

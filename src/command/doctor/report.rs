@@ -1,0 +1,175 @@
+//! What `doctor` prints.
+
+use super::answer::{Answer, QUESTION};
+use crate::{device::os, ops::check::Finding, plan::Size};
+use serde::{Serialize, Serializer, ser::SerializeSeq};
+use serde_json::json;
+use std::fmt;
+
+/// What this program runs on.
+#[derive(Debug, Serialize)]
+pub struct Machine {
+    version: &'static str,
+    system: Option<String>,
+    architecture: &'static str,
+    processor: Option<String>,
+    cores: usize,
+    /// Bytes.
+    memory: Option<u64>,
+}
+
+impl Machine {
+    pub fn here(cores: usize) -> Self {
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            system: os::system(),
+            architecture: std::env::consts::ARCH,
+            processor: os::processor(),
+            cores,
+            memory: os::total_memory(),
+        }
+    }
+}
+
+/// A GPU and its kernels.
+#[derive(Debug, Serialize)]
+pub struct GpuReport {
+    pub name: String,
+    /// Bytes it recommends to be given at most.
+    pub working_set: Option<u64>,
+    pub compiled: usize,
+    pub compile_seconds: f64,
+    pub check_seconds: f64,
+    #[serde(serialize_with = "findings")]
+    pub kernels: Vec<Finding>,
+}
+
+/// All of it.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    pub machine: Machine,
+    #[serde(serialize_with = "findings")]
+    pub processor: Vec<Finding>,
+    /// Or why there is none.
+    #[serde(serialize_with = "gpu")]
+    pub gpu: Result<GpuReport, String>,
+    /// What the demo was asked.
+    pub question: &'static str,
+    pub answers: Vec<Answer>,
+    /// What differs or fails, by name.
+    pub wrong: Vec<String>,
+}
+
+fn findings<S: Serializer>(findings: &[Finding], to: S) -> Result<S::Ok, S::Error> {
+    let mut list = to.serialize_seq(Some(findings.len()))?;
+    for finding in findings {
+        let difference = finding.outcome.as_ref().ok();
+        list.serialize_element(&json!({
+            "name": finding.name,
+            "agrees": finding.agrees(),
+            "difference": difference.map(|(difference, _)| difference),
+            "allowed": difference.map(|(_, allowed)| allowed),
+            "error": finding.outcome.as_ref().err(),
+        }))?;
+    }
+    list.end()
+}
+
+fn gpu<S: Serializer>(gpu: &Result<GpuReport, String>, to: S) -> Result<S::Ok, S::Error> {
+    match gpu {
+        Ok(report) => report.serialize(to),
+        Err(why) => json!({ "absent": why }).serialize(to),
+    }
+}
+
+impl Report {
+    pub fn new(processor: Vec<Finding>, gpu: Result<GpuReport, String>, answers: Vec<Answer>) -> Self {
+        let (machine, question, wrong) = (Machine::here(os::physical_cores()), QUESTION, Vec::new());
+        let mut report = Self { machine, processor, gpu, question, answers, wrong };
+        let kernels = report.gpu.iter().flat_map(|gpu| &gpu.kernels);
+        let findings = report.processor.iter().chain(kernels).filter(|finding| !finding.agrees());
+        let answers = report.answers.iter().filter(|answer| report.verdict(answer) != Verdict::Same);
+        report.wrong = findings
+            .map(|finding| finding.name.clone())
+            .chain(answers.map(|answer| format!("the demo's answer ({})", answer.device)))
+            .collect();
+        report
+    }
+
+    /// An answer beside the first one, which every other must equal.
+    fn verdict<'a>(&self, answer: &'a Answer) -> Verdict<'a> {
+        let expected = self.answers.first().map_or(&[][..], |first| &first.ids);
+        match &answer.error {
+            Some(error) => Verdict::Failed(error),
+            None if answer.ids == expected => Verdict::Same,
+            None => {
+                let same = answer.ids.iter().zip(expected).take_while(|(found, expected)| found == expected);
+                Verdict::Other(same.count())
+            }
+        }
+    }
+}
+
+#[derive(PartialEq)]
+enum Verdict<'a> {
+    Same,
+    /// After so many equal tokens.
+    Other(usize),
+    Failed(&'a str),
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Machine { version, system, architecture, processor, cores, memory } = &self.machine;
+        let unknown = || "unknown".to_string();
+        let size = |bytes: Option<u64>| bytes.map_or_else(unknown, |bytes| Size(bytes).to_string());
+        writeln!(f, "moestro {version} on {}, {architecture}", system.clone().unwrap_or_else(unknown))?;
+        writeln!(f, "{}, {cores} cores, {}", processor.clone().unwrap_or_else(unknown), size(*memory))?;
+
+        writeln!(f, "\nprocessor, all formats of weights: scalar against plain f32, the others against scalar")?;
+        table(f, &self.processor)?;
+
+        match &self.gpu {
+            Ok(gpu) => {
+                let GpuReport { name, working_set, compiled, compile_seconds, check_seconds, kernels } = gpu;
+                writeln!(f, "\n{name}: working set {}", size(*working_set))?;
+                write!(f, "{compiled} kernels compiled in {compile_seconds:.2} s (less when macOS has kept them), ")?;
+                writeln!(f, "compared with the CPU in {check_seconds:.2} s")?;
+                table(f, kernels)?;
+            }
+            Err(why) => writeln!(f, "\nno GPU: {why}")?,
+        }
+
+        writeln!(f, "\ndemo model: {:?}", self.question)?;
+        for answer in &self.answers {
+            let Answer { device, text, prompt_tokens_per_second: prompt, tokens_per_second: decode, .. } = answer;
+            let speed = format!("prompt {prompt:>7.0}/s, decode {decode:>6.0}/s");
+            match self.verdict(answer) {
+                Verdict::Same => writeln!(f, "  {device:<24} {speed}  {text:?}")?,
+                Verdict::Other(same) => writeln!(f, "  {device:<24} {speed}  WRONG after {same} tokens: {text:?}")?,
+                Verdict::Failed(error) => writeln!(f, "  {device:<24} FAILED: {error}")?,
+            }
+        }
+
+        match (self.wrong.is_empty(), &self.gpu) {
+            (true, Ok(_)) => writeln!(f, "\neverything agrees"),
+            (true, Err(_)) => writeln!(f, "\neverything agrees; there was no GPU to compare"),
+            (false, _) => writeln!(f, "\nWRONG: {}", self.wrong.join(", ")),
+        }
+    }
+}
+
+fn table(f: &mut fmt::Formatter<'_>, findings: &[Finding]) -> fmt::Result {
+    for finding in findings {
+        let name = &finding.name;
+        match &finding.outcome {
+            Ok((0.0, _)) => writeln!(f, "  {name:<24} same bytes")?,
+            Ok((difference, allowed)) => {
+                let verdict = if finding.agrees() { "" } else { "  WRONG" };
+                writeln!(f, "  {name:<24} off by {difference:.1e}, allowed {allowed:.0e}{verdict}")?;
+            }
+            Err(error) => writeln!(f, "  {name:<24} FAILED: {error}")?,
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,81 @@
+//! The processor's instruction sets against plain Rust: the same bytes, in both kinds of arithmetic.
+
+use super::{Finding, Random, difference};
+use crate::ops::{
+    quant::{Format, Quantised},
+    simd::{Isa, Line, Out, product},
+    weight::{Codes, Float, WeightView},
+};
+
+/// Rows that are no multiple of anything, columns that are no whole number of lanes.
+const ROWS: usize = 37;
+const COLS: usize = 5 * 128;
+const TOKENS: usize = 3;
+/// How far the integer arithmetic may be from plain f32, in parts of the largest value: codes of 8 bits in groups of 128 leave
+/// an activation 65,793 levels.
+const LEVELS: f64 = 2e-5;
+
+/// A finding for each instruction set that this processor has kernels for. The first is plain Rust, whose integer
+/// arithmetic is held to f32.
+pub fn processor() -> Vec<Finding> {
+    let mut found: Vec<Finding> = Isa::all()
+        .into_iter()
+        .map(|isa| Finding { name: format!("{isa:?}").to_lowercase(), outcome: Ok((0.0, 0.0)) })
+        .collect();
+    for bits in [2, 3, 4, 5, 6, 8] {
+        for group in [32, 64, 128] {
+            compare(Codes::Affine { bits, group, scale: Float::Bf16 }, &mut found);
+        }
+    }
+    for codes in [Codes::Mxfp4, Codes::Nvfp4, Codes::Mxfp8, Codes::Dense(Float::Bf16), Codes::Dense(Float::F16)] {
+        compare(codes, &mut found);
+    }
+    found
+}
+
+fn compare(codes: Codes, found: &mut [Finding]) {
+    let mut random = Random(2);
+    let parts = random.parts(codes, ROWS, COLS);
+    let x = random.floats(TOKENS * COLS);
+    let parts = [&parts[0][..], &parts[1][..], &parts[2][..]];
+    let weight = WeightView { codes, rows: ROWS, cols: COLS, gain: 1.0, parts };
+    for integer in [false, true] {
+        let plain = run(Isa::Scalar, integer, &weight, &x);
+        for (isa, finding) in Isa::all().into_iter().zip(&mut *found) {
+            let (off, allowed) = match isa {
+                Isa::Scalar => (difference(&plain, &run(Isa::Scalar, false, &weight, &x)), LEVELS),
+                #[allow(unreachable_patterns)] // There may be no other.
+                _ => {
+                    let same =
+                        run(isa, integer, &weight, &x).iter().zip(&plain).all(|(a, b)| a.to_bits() == b.to_bits());
+                    (if same { 0.0 } else { f64::INFINITY }, 0.0)
+                }
+            };
+            if let Ok((worst, limit)) = &mut finding.outcome {
+                *limit = allowed;
+                *worst = if off <= *worst { *worst } else { off };
+            }
+        }
+    }
+}
+
+/// `x W^T`, `[TOKENS, ROWS]`.
+fn run(isa: Isa, integer: bool, weight: &WeightView<'_>, x: &[f32]) -> Vec<f32> {
+    let mut out = vec![f32::NAN; TOKENS * ROWS];
+    let mut quantised = Quantised::default();
+    if let (true, Codes::Affine { bits, group, .. }) = (integer, weight.codes) {
+        let writer = quantised.resize(TOKENS, COLS, Format::new(bits, group));
+        // SAFETY: one thread, all rows.
+        unsafe { writer.rows(x, 0..TOKENS) };
+    }
+    let digits = |token| {
+        if integer && matches!(weight.codes, Codes::Affine { .. }) { quantised.row(token) } else { Default::default() }
+    };
+    let lines: Vec<Line<'_>> = x.chunks(COLS).enumerate().map(|(token, x)| Line { x, digits: digits(token) }).collect();
+    let outs: Vec<Out> = out.chunks_mut(ROWS).map(|row| Out(row.as_mut_ptr())).collect();
+    // SAFETY: each line has its row of `out`, which nobody else sees; the processor has what `Isa::all` lists; the parts
+    // are as long as the encoding asks for.
+    unsafe { product(isa, integer, weight, 0..ROWS, &lines, &outs) };
+    drop(outs);
+    out
+}

@@ -1,0 +1,201 @@
+//! `moestro doctor`'s comparisons, and what `--device` makes of them, over the kernels compiled for the host.
+
+use crate::{gpu::HostGpu, host::Host};
+use moestro::{
+    command::{device::Chosen, doctor},
+    device::{Dispatch, Effect, Gpu, GpuError, Region, Slab},
+    ops::check,
+};
+use std::{collections::BTreeSet, ops::Range, sync::Arc};
+
+/// Memory as the device below has it.
+macro_rules! memory_of {
+    ($below:tt) => {
+        fn working_set(&self) -> Option<u64> {
+            None
+        }
+
+        fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
+            self.$below.allocate(bytes)
+        }
+
+        fn release(&mut self, buffer: u32) {
+            self.$below.release(buffer);
+        }
+
+        fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, GpuError> {
+            self.$below.adopt(slab, range)
+        }
+
+        fn longest(&self) -> usize {
+            self.$below.longest()
+        }
+
+        fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), GpuError> {
+            self.$below.write(region, bytes)
+        }
+
+        fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), GpuError> {
+            self.$below.read(region, bytes)
+        }
+    };
+}
+
+/// A device with a fault: results of one kernel are off, or it is refused.
+struct Faulty {
+    sound: HostGpu,
+    kernel: &'static str,
+    refuse: bool,
+}
+
+impl Faulty {
+    fn new(kernel: &'static str, refuse: bool) -> Self {
+        Self { sound: HostGpu::new(Host::fast()), kernel, refuse }
+    }
+}
+
+impl Gpu for Faulty {
+    fn name(&self) -> String {
+        "faulty".into()
+    }
+
+    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+        match self.refuse {
+            true => vec![("kernels/some.metal".into(), Some(GpuError("line 1: no".into())))],
+            false => Vec::new(),
+        }
+    }
+
+    memory_of!(sound);
+
+    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+        if dispatch.kernel != self.kernel {
+            return self.sound.launch(dispatch);
+        }
+        if self.refuse {
+            return Err(GpuError("the driver says no".into()));
+        }
+        self.sound.launch(dispatch)?;
+        for binding in dispatch.bindings.iter().filter(|binding| binding.effect != Effect::Read) {
+            // The high byte of a float, a number, or two halves in the middle of what was written.
+            let at = binding.region.part(binding.region.len / 8 * 4 + 3, 1);
+            let mut byte = [0];
+            self.sound.read(at, &mut byte)?;
+            self.sound.write(at, &[byte[0] ^ 0x08])?;
+        }
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<(), GpuError> {
+        self.sound.commit()
+    }
+
+    fn wait(&mut self) -> Result<(), GpuError> {
+        self.sound.wait()
+    }
+}
+
+#[test]
+fn every_kernel_is_compared_and_agrees() {
+    let found = check::kernels(&mut HostGpu::new(Host::start()));
+    for finding in &found {
+        println!("{finding:?}");
+    }
+    let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
+    assert!(wrong.is_empty(), "{wrong:?}");
+    let names = found.iter().map(|finding| finding.name.as_str());
+    let (others, compared): (BTreeSet<&str>, BTreeSet<&str>) = names.partition(|name| name.starts_with('('));
+    assert_eq!(others, BTreeSet::from(["(order of launches)", "(shared memory)"]));
+    let all = Host::start().names();
+    assert_eq!(compared, all.iter().map(String::as_str).collect(), "a kernel nobody compares");
+}
+
+#[test]
+fn a_wrong_result_is_found_in_every_kernel() {
+    for name in Host::start().names() {
+        let kernel: &'static str = name.leak();
+        let found = check::kernels(&mut Faulty::new(kernel, false));
+        let finding = found.iter().find(|finding| finding.name == kernel).unwrap();
+        assert!(!finding.agrees(), "{finding:?}");
+    }
+}
+
+/// A device that forgets to wait: what is launched between two waits runs backwards.
+struct Hasty(HostGpu, Vec<Dispatch>);
+
+impl Gpu for Hasty {
+    memory_of!(0);
+
+    fn name(&self) -> String {
+        "hasty".into()
+    }
+
+    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+        Vec::new()
+    }
+
+    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+        self.1.push(dispatch.clone());
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<(), GpuError> {
+        let launches: Vec<_> = self.1.drain(..).rev().collect();
+        launches.iter().try_for_each(|dispatch| self.0.launch(dispatch))
+    }
+}
+
+#[test]
+fn launches_out_of_order_are_found() {
+    let found = check::kernels(&mut Hasty(HostGpu::new(Host::fast()), Vec::new()));
+    let wrong: Vec<&str> = found.iter().filter(|f| !f.agrees()).map(|f| f.name.as_str()).collect();
+    assert_eq!(wrong, ["(order of launches)"]);
+}
+
+#[test]
+fn a_refused_kernel_is_reported_and_the_others_go_on() {
+    let found = check::kernels(&mut Faulty::new("conv", true));
+    let of = |name: &str| found.iter().find(|finding| finding.name == name).unwrap();
+    assert_eq!(of("conv").outcome, Err("the driver says no".into()));
+    assert_eq!(of("kernels/some.metal").outcome, Err("line 1: no".into()));
+    assert!(of("linear_1").agrees() && of("experts_down").agrees() && of("attend_join").agrees());
+}
+
+#[test]
+fn the_whole_report_of_a_sound_gpu() {
+    let report = doctor::examine(Ok(Box::new(HostGpu::new(Host::fast())))).unwrap();
+    assert!(report.wrong.is_empty(), "{report}");
+    let text = report.to_string();
+    println!("{text}");
+    assert!(text.contains("the host: working set unknown") && text.ends_with("everything agrees\n"), "{text}");
+    let json = serde_json::json!(report);
+    assert_eq!(json["answers"][2]["device"], "metal");
+    assert_eq!(json["answers"][2]["ids"], json["answers"][0]["ids"]);
+    assert_eq!(json["gpu"]["kernels"].as_array().unwrap().len(), Host::fast().names().len() + 2);
+}
+
+#[test]
+fn the_whole_report_of_a_faulty_gpu() {
+    let report = doctor::examine(Ok(Box::new(Faulty::new("experts_down", false)))).unwrap();
+    assert_eq!(report.wrong, ["experts_down", "the demo's answer (metal)"]);
+    let text = report.to_string();
+    println!("{text}");
+    assert!(text.contains("WRONG after ") && text.contains("WRONG: experts_down, the demo's answer (metal)"), "{text}");
+}
+
+#[test]
+fn a_gpu_is_taken_if_it_computes_what_the_cpu_does() {
+    let sound = || Ok(Some(Box::new(HostGpu::new(Host::fast())) as Box<dyn Gpu>));
+    let faulty = || Ok(Some(Box::new(Faulty::new("route", false)) as Box<dyn Gpu>));
+    let name = |found, asked| Chosen::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
+    assert_eq!((name(sound(), false), name(sound(), true)), (Ok("metal"), Ok("metal")));
+    // Who asks for it gets it; `auto` takes the CPU.
+    assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok("metal")));
+    let broken = || Err(GpuError("no queue".into()));
+    assert_eq!((name(broken(), false), name(Ok(None), false)), (Ok("cpu"), Ok("cpu")));
+    assert_eq!(name(broken(), true), Err("--device metal: no queue".into()));
+}
