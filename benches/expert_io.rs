@@ -1,12 +1,12 @@
-//! How fast misses arrive: routes of eight experts nobody has in memory, without any computation, from one large file.
+//! How fast misses arrive: routes of ROUTE (eight) experts nobody has in memory, without any computation, from one large file.
 //!
 //! ```text
-//! cargo bench --bench expert_io -- FILE [SECONDS] [THREADS,THREADS..]
+//! cargo bench --bench expert_io -- FILE [SECONDS] [THREADS,THREADS..] [direct|all] [ROUTE]
 //! ```
 //! FILE is any file of at least 1 GB that is not in the page cache, for instance a shard of a checkpoint. It is laid out
 //! twice in imagination, with the dimensions of the 35B model: as MLX stores experts (nine ranges each) and packed (one
-//! range). Prints one line of CSV for each way: layout, io, threads, MB/s, reads/s, bytes read per byte wanted, mean
-//! milliseconds of a route. `benches/disk.sh` runs it beside fio.
+//! range). Prints one line of CSV for each way: layout, io, threads, MB/s of experts, reads/s, bytes that the block device
+//! read for each byte of an expert, mean milliseconds of a route. `benches/disk.py` runs it beside fio.
 
 use moestro::{
     metrics::Metrics,
@@ -18,7 +18,6 @@ use std::{path::PathBuf, time::Instant};
 const LENS: [usize; PIECES] = [524_288, 32_768, 32_768, 524_288, 32_768, 32_768, 524_288, 32_768, 32_768];
 const EXPERT: usize = 1_769_472;
 const EXPERTS: usize = 256;
-const ROUTE: usize = 8;
 
 fn map(size: u64, packed: bool) -> ExpertMap {
     let layers = (size / (EXPERT * EXPERTS + 8192) as u64) as usize;
@@ -48,14 +47,17 @@ fn main() {
     let seconds: f64 = args.next().map_or(3.0, |text| text.parse().expect("seconds"));
     let threads: Vec<usize> =
         args.next().map_or(vec![8, 16, 32], |text| text.split(',').map(|n| n.parse().expect("threads")).collect());
+    let ways = [(false, Io::Direct), (true, Io::Direct), (false, Io::Buffered), (true, Io::Buffered)];
+    let ways = if args.next().as_deref() == Some("direct") { &ways[..2] } else { &ways[..] };
+    let route: usize = args.next().map_or(8, |text| text.parse().expect("experts a route"));
     let size = std::fs::metadata(&path).expect("the file").len();
-    println!("layout,io,threads,mb_per_s,reads_per_s,read_per_wanted,route_ms");
-    for (packed, io) in [(false, Io::Direct), (true, Io::Direct), (false, Io::Buffered), (true, Io::Buffered)] {
+    println!("layout,io,threads,mb_per_s,reads_per_s,disk_per_wanted,route_ms");
+    for &(packed, io) in ways {
         for &threads in &threads {
             let metrics = Metrics::new("bench", "cpu");
             let map = map(size, packed);
             let layers = map.layers.len();
-            let options = Options { io, threads, prefetch: Prefetch::Off, ..Options::new(ROUTE) };
+            let options = Options { io, threads, prefetch: Prefetch::Off, ..Options::new(route) };
             let store = Store::open(vec![path.clone()], map, options, metrics.clone()).expect("the store opens");
             let (mut routes, mut seed, begin) = (0u64, 7u64, Instant::now());
             while begin.elapsed().as_secs_f64() < seconds {
@@ -65,20 +67,22 @@ fn main() {
                 };
                 let layer = next() % layers;
                 let first = next() % EXPERTS;
-                let experts: [u32; ROUTE] = std::array::from_fn(|i| ((first + i * 31) % EXPERTS) as u32);
+                let experts: Vec<u32> = (0..route).map(|i| ((first + i * 31) % EXPERTS) as u32).collect();
                 let mut routed = store.route(layer, &experts, Phase::Decode).expect("a route");
                 while routed.next().expect("a read").is_some() {}
                 routes += 1;
             }
             let spent = begin.elapsed().as_secs_f64();
-            let read = metrics.ssd_read_bytes.get() as f64;
+            // The block device's count is brought up to date when the store ends.
+            drop(store);
+            let wanted = metrics.lookups_decode_miss.get() as f64 * EXPERT as f64;
             println!(
                 "{},{},{threads},{:.0},{:.0},{:.4},{:.2}",
                 if packed { "packed" } else { "mlx" },
                 if io == Io::Direct { "direct" } else { "buffered" },
-                read / spent / 1e6,
+                wanted / spent / 1e6,
                 metrics.ssd_reads.get() as f64 / spent,
-                read / (metrics.lookups_decode_miss.get() as f64 * EXPERT as f64),
+                metrics.ssd_disk_bytes.get() as f64 / wanted,
                 1e3 * spent / routes as f64,
             );
         }

@@ -5,11 +5,13 @@
 //!     [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE]
 //! ```
 //! LIMIT is the memory limit in bytes (0: none). The tokens are drawn at random from the vocabulary, as llama-bench
-//! draws them, or are those of a file of numbers, from its start again when it ends. Prints `MARK start` and `MARK phase` lines, so that a wrapper can account for the phases, and one line
-//! `RESULT {json}` with tokens a second, hit rate and bytes for each phase.
+//! draws them, or are those of a file of numbers, from its start again when it ends. Prints `MARK start` and `MARK phase`
+//! lines, so that a wrapper can account for the phases, and one line `RESULT {json}` with tokens a second, hit rate and
+//! bytes for each phase, and the most memory that was resident.
 
 use moestro::{
     config::Switch,
+    device::os::peak_resident_memory,
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, qwen::StoreOptions},
     plan::Wishes,
@@ -101,5 +103,7 @@ fn main() {
             "wasted": wasted,
         }));
     }
-    println!("RESULT {}", serde_json::json!({ "slots": slots, "loaded_s": loaded, "phases": phases }));
+    let peak = peak_resident_memory();
+    let result = serde_json::json!({ "slots": slots, "loaded_s": loaded, "peak_resident": peak, "phases": phases });
+    println!("RESULT {result}");
 }

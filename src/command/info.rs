@@ -51,7 +51,7 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     let plan = Plan::new(&found.shape, &limits, &options.wishes);
     let threads = load.threads.unwrap_or_else(os::physical_cores);
     let room = plan.as_ref().map_or(u64::MAX, |plan| plan.limit / 4);
-    let measured = measure::measure(&found, &load, threads, room)?;
+    let measured = measure::measure(&found, &load, threads, options.gpu.is_some(), room)?;
     let rates = if found.shape.experts_per_token == 0 { &HIT_RATES[HIT_RATES.len() - 1..] } else { &HIT_RATES[..] };
     let trained = match Config::read(&dir)?.ffn {
         FfnShape::Moe { k, .. } => k,
@@ -149,19 +149,21 @@ impl Report {
     }
 
     fn write_speed(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Measured { bandwidth, threads, io_threads, direct } = self.measured;
+        let Measured { bandwidth, threads, io_threads, direct, kernels } = self.measured;
         writeln!(f, "measured here")?;
         writeln!(f, "  memory          {:>5.1} GB/s  read by {threads} threads", bandwidth.memory / 1e9)?;
+        let note = if kernels { "of this model's weights" } else { "assumed: as fast as memory is read" };
+        writeln!(f, "  kernels         {:>5.1} GB/s  {note}", bandwidth.compute / 1e9)?;
         if self.shape.layers == 0 {
             let speed = self.decode.first().map_or(0.0, |estimate| estimate.tokens_per_second);
-            return writeln!(f, "  decode          at most {speed:.1} tokens/s");
+            return writeln!(f, "  decode          about {speed:.1} tokens/s");
         }
         let how = if direct { "past" } else { "through" };
         let note = format!("random experts, {io_threads} threads, {how} the page cache");
         writeln!(f, "  disk            {:>5.2} GB/s  {note}", bandwidth.disk / 1e9)?;
         writeln!(f, "  one expert      {:>6.2} ms  from asking to having it", bandwidth.latency * 1e3)?;
         writeln!(f)?;
-        write!(f, "decode, at most\n  hit rate      ")?;
+        write!(f, "decode, about (a short context; nothing read ahead of its layer)\n  hit rate      ")?;
         for estimate in &self.decode {
             write!(f, "{:>8}", format!("{:.0} %", 100.0 * estimate.hit_rate))?;
         }

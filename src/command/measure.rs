@@ -2,10 +2,10 @@
 
 use crate::{
     config::Load,
-    device::{Access, memory_bandwidth},
+    device::{Access, Compute, memory_bandwidth},
     error::{CommandError, StoreError},
     metrics::Metrics,
-    model::qwen::Surveyed,
+    model::{qwen::Surveyed, speed},
     plan::Bandwidth,
     store::{Options, Phase, Prefetch, Store},
 };
@@ -24,19 +24,33 @@ pub struct Measured {
     pub io_threads: usize,
     /// Whether the experts were read past the page cache.
     pub direct: bool,
+    /// Whether the model's kernels were measured; the GPU's are not.
+    pub kernels: bool,
 }
 
-/// Measures memory with `threads` threads, using at most `room` bytes, and the disk as [`disk`] does.
-pub fn measure(found: &Surveyed, load: &Load, threads: usize, room: u64) -> Result<Measured, CommandError> {
+/// Measures memory and the model's kernels with `threads` threads, using at most `room` bytes, and the disk as [`disk`]
+/// does. Where a GPU computes (`gpu`), or a model has no layers, the kernels are taken to go through weights as fast as the
+/// threads read memory.
+pub fn measure(found: &Surveyed, load: &Load, threads: usize, gpu: bool, room: u64) -> Result<Measured, CommandError> {
     let io = |source| CommandError::Io { what: "measuring the memory".into(), source };
     let memory = memory_bandwidth(threads, BLOCK.min(room) as usize, Duration::from_millis(200)).map_err(io)?;
+    let at_once = found.shape.experts_per_token.max(1);
+    let kernels = found.feed_forward.filter(|_| !gpu);
+    let compute = match &kernels {
+        Some(kinds) => {
+            let compute = Compute::cpu(threads, Default::default());
+            speed::decode_rate(kinds, at_once, &compute, BLOCK.min(room) as usize, Duration::from_millis(300))?
+        }
+        None => memory,
+    };
     let (disk, latency, direct) = disk(found, load)?;
-    Ok(Measured { bandwidth: Bandwidth { memory, disk, latency }, threads, io_threads: load.io_threads, direct })
+    let bandwidth = Bandwidth { memory, compute, disk, latency };
+    Ok(Measured { bandwidth, threads, io_threads: load.io_threads, direct, kernels: kernels.is_some() })
 }
 
 /// Bytes per second of routes of which every expert misses, and seconds of a route of one expert: what decoding gets of
-/// the disk, through the store's own threads, without any computation. Infinite and 0 for a
-/// model without routed experts.
+/// the disk, through the store's own threads, without any computation. Infinite and 0 for a model without routed
+/// experts.
 fn disk(found: &Surveyed, load: &Load) -> Result<(f64, f64, bool), StoreError> {
     let k = found.shape.experts_per_token;
     if k == 0 {

@@ -11,6 +11,7 @@ pub mod moe;
 pub mod names;
 pub mod placed;
 pub mod qwen;
+pub mod speed;
 pub mod state;
 
 pub use config::Config;

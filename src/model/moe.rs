@@ -12,6 +12,7 @@
 use super::{
     checkpoint::{self, Checkpoint, Layout, Trunk},
     config::{Config, FfnShape},
+    speed::Kind,
 };
 use crate::{
     device::Compute,
@@ -35,6 +36,15 @@ impl Mlp {
             gate: trunk.weight(&format!("{prefix}gate_proj"), intermediate, hidden)?,
             up: trunk.weight(&format!("{prefix}up_proj"), intermediate, hidden)?,
             down: trunk.weight(&format!("{prefix}down_proj"), hidden, intermediate)?,
+        })
+    }
+
+    /// How its projections are stored.
+    pub fn kinds(&self) -> [Kind; 3] {
+        [&self.gate, &self.up, &self.down].map(|weight| Kind {
+            codes: weight.codes,
+            rows: weight.rows,
+            cols: weight.cols,
         })
     }
 
@@ -98,6 +108,14 @@ impl Moe {
             shared_gate: trunk.weight(&format!("{mlp}shared_expert_gate"), 1, hidden)?,
             shared: Mlp::load(trunk, &format!("{mlp}shared_expert."), hidden, shared)?,
             stacks,
+        })
+    }
+
+    /// How every expert's projections are stored.
+    pub fn kinds(&self) -> [Kind; 3] {
+        [0, 1, 2].map(|index| {
+            let Layout { codes, rows, cols, .. } = self.stacks[index].layout;
+            Kind { codes, rows, cols }
         })
     }
 

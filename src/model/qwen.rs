@@ -16,6 +16,7 @@ use super::{
     gpu::{self, Room},
     moe::{Mlp, Moe},
     names,
+    speed::Kind,
     state::{LayerState, State},
 };
 use crate::{
@@ -154,6 +155,8 @@ pub struct Surveyed {
     /// The pack's directory, if there is one.
     pub pack: Option<PathBuf>,
     pub shape: Shape,
+    /// How gate, up and down of the first layer's experts (or, dense, of its feed-forward) are stored.
+    pub feed_forward: Option<[Kind; 3]>,
 }
 
 impl Surveyed {
@@ -182,7 +185,11 @@ impl Surveyed {
         let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
         let gathered = if net.head.is_some() { table_bytes(&net.embed) } else { 0 };
         let shape = shape(&config, options, len, gathered, &experts);
-        Ok(Self { config, checkpoint, experts, files, pack: None, shape })
+        let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
+            Ffn::Dense(mlp) => mlp.kinds(),
+            Ffn::Moe(moe) => moe.kinds(),
+        });
+        Ok(Self { config, checkpoint, experts, files, pack: None, shape, feed_forward })
     }
 }
 

@@ -1,16 +1,17 @@
 //! How fast decoding can be, from bandwidths measured on this machine.
 //!
-//! One token reads the trunk (but for the embedding's other rows) and, in each layer, k experts from memory; those that
-//! missed come from the disk first. The overlap assumed is the store's: within a layer, hits are computed while misses
-//! are read and each miss is computed as it lands, so a layer takes
+//! One token goes through the trunk (but for the embedding's other rows) and, in each layer, k experts; those that missed
+//! come from the disk first. Weights are gone through at the rate of the model's own expert kernels, as measured here. The
+//! overlap assumed is the store's: within a layer, hits are computed while misses are read and each miss is computed as it
+//! lands, so a layer takes
 //!
 //! ```text
-//! max(k * expert / memory, wait + expert / memory)    wait = max(latency, m * expert / disk), 0 without misses
+//! max(k * expert / compute, wait + expert / compute)   wait = max(latency, m * expert / disk), 0 without misses
 //! ```
 //!
 //! for m misses: either computing hides the reads, or the last one lands and is then computed. Misses fall independently
-//! with the miss rate, so m is binomial. Nothing is assumed to be read ahead across layers, and computing is assumed to
-//! run at memory bandwidth: on a CPU with few cores it can be slower, which `moestro bench` shows.
+//! with the miss rate, so m is binomial. Nothing is assumed to be read ahead across layers, which makes decoding faster
+//! than this; a short context is assumed, and a processor that reading leaves alone, which make it slower.
 
 use super::Shape;
 use serde::Serialize;
@@ -23,6 +24,8 @@ pub const HIT_RATES: [f64; 6] = [0.0, 0.5, 0.8, 0.9, 0.95, 1.0];
 pub struct Bandwidth {
     /// Bytes per second that all compute threads together read from memory.
     pub memory: f64,
+    /// Bytes of weights per second that the compute threads go through in decode.
+    pub compute: f64,
     /// Bytes per second of random reads of one expert's size at the streamer's queue depth.
     pub disk: f64,
     /// Seconds that the read of one expert takes alone.
@@ -43,7 +46,7 @@ pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, hit_rate: f64) -> Estimate
     let miss = 1.0 - hit_rate.clamp(0.0, 1.0);
     let (k, layers) = (shape.experts_per_token, shape.layers as f64);
     let expert = shape.expert as f64;
-    let compute = expert / bandwidth.memory;
+    let compute = expert / bandwidth.compute;
     let layer: f64 = (0..=k)
         .map(|misses| {
             let read = misses as f64 * expert / bandwidth.disk;
@@ -51,7 +54,7 @@ pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, hit_rate: f64) -> Estimate
             binomial(k, misses, miss) * wait.max(k as f64 * compute)
         })
         .sum();
-    let trunk = shape.trunk.saturating_sub(shape.gathered) as f64 / bandwidth.memory;
+    let trunk = shape.trunk.saturating_sub(shape.gathered) as f64 / bandwidth.compute;
     Estimate {
         hit_rate,
         tokens_per_second: 1.0 / (trunk + layers * layer),
@@ -83,7 +86,7 @@ mod tests {
     #[test]
     fn the_ends_are_the_bandwidths() {
         let shape = model_35b();
-        let bandwidth = Bandwidth { memory: 100e9, disk: 5e9, latency: 0.3e-3 };
+        let bandwidth = Bandwidth { memory: 120e9, compute: 100e9, disk: 5e9, latency: 0.3e-3 };
         let read = (shape.trunk - shape.gathered) as f64;
         let routed = 40.0 * 8.0 * shape.expert as f64;
         let warm = estimate(&shape, &bandwidth, 1.0);
@@ -98,7 +101,7 @@ mod tests {
 
     #[test]
     fn a_higher_hit_rate_is_never_slower() {
-        let bandwidth = Bandwidth { memory: 20e9, disk: 1e9, latency: 1e-3 };
+        let bandwidth = Bandwidth { memory: 20e9, compute: 15e9, disk: 1e9, latency: 1e-3 };
         let speeds = HIT_RATES.map(|rate| estimate(&model_35b(), &bandwidth, rate).tokens_per_second);
         assert!(speeds.windows(2).all(|pair| pair[0] < pair[1]), "{speeds:?}");
     }

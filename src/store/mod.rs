@@ -37,7 +37,7 @@ pub use source::{Files, Source};
 pub use warm::Warm;
 
 use crate::{
-    device::{Access, Slab},
+    device::{Access, Slab, os},
     error::StoreError,
     metrics::Metrics,
 };
@@ -212,10 +212,11 @@ impl Store {
     }
 
     /// Reads in what can be known to be wanted. Resident: every expert, before this returns; `progress` gets bytes read
-    /// and bytes in all. Streaming: the hot list of the last run, in the background. Without this call experts arrive
-    /// as they are asked for.
+    /// and bytes in all. Streaming: the hot list of the last run, in the background, after the slots' memory has been
+    /// committed. Without this call experts arrive as they are asked for.
     pub fn fill(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), StoreError> {
         if !self.resident {
+            self.slab.commit(os::physical_cores());
             self.read_in_hot();
             return Ok(());
         }
