@@ -1,14 +1,15 @@
 //! A whole model on random tokens, as llama-bench draws them: prefill, and decode at several depths of context in turn.
 //!
 //! ```text
-//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--tokens 16] [--rounds 5] [--threads N] [--wait]
+//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--tokens 16] [--rounds 5] [--threads N] [--f32] [--wait]
 //! ```
-//! Each depth gets a prompt of so many tokens, then a few tokens more in every round. With `--wait` the rounds begin with a
-//! line on standard input: filling a context takes minutes and measuring seconds, for which a shared machine can be kept
-//! quiet. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the whole
+//! Each depth gets a prompt of so many tokens, then a few tokens more in every round. With `--f32` nothing is quantised
+//! that the checkpoint has not quantised. With `--wait` the rounds begin with a line on standard input: filling a context
+//! takes minutes and measuring seconds, for which a shared machine can be kept quiet. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the whole
 //! prompt, `decode,<round>,<depth>,<tok/s>,<times slower than at the first depth>`, and the median rounds.
 
 use moestro::{
+    device::Math,
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, State},
     plan::Wishes,
@@ -77,6 +78,7 @@ fn main() {
     let context = depths.iter().max().map(|depth| depth + tokens * (rounds + 1));
     let options = Options {
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
+        math: if args.iter().any(|arg| arg == "--f32") { Math::F32 } else { Math::Integer },
         wishes: Wishes { context, ..Wishes::default() },
         ..Options::default()
     };

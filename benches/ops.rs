@@ -2,7 +2,7 @@
 //! memory gives when nothing is computed.
 //!
 //! ```text
-//! cargo bench --bench ops -- [FILTER] [--threads N]
+//! cargo bench --bench ops -- [FILTER] [--threads N] [--f32]
 //! ```
 //! What decode reads of weights and states is read from a fresh copy each time, of which there are so many that no cache
 //! holds them all; in prefill weights are read from memory once a task and then met by many rows, so that its bytes a
@@ -231,10 +231,11 @@ fn size(weights: &[Weight]) -> usize {
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
-    let (mut threads, mut filter) = (moestro::device::os::physical_cores(), None);
+    let (mut threads, mut filter, mut math) = (moestro::device::os::physical_cores(), None, Math::Integer);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--threads" => threads = args.next().and_then(|text| text.parse().ok()).expect("a number of threads"),
+            "--f32" => math = Math::F32,
             _ => filter = Some(arg),
         }
     }
@@ -242,7 +243,7 @@ fn main() -> Result<()> {
     println!("{threads} threads read {:.1} GB/s of memory\n", memory / 1e9);
     let criterion = Criterion::default().sample_size(20).warm_up_time(Duration::from_millis(300));
     let criterion = criterion.measurement_time(Duration::from_secs(1)).without_plots();
-    let mut bench = Bench { criterion, compute: Compute::cpu(threads, Math::default()), filter, memory };
+    let mut bench = Bench { criterion, compute: Compute::cpu(threads, math), filter, memory };
     for (name, codes) in [("4 bits", FOUR), ("8 bits", affine(8)), ("3 bits", affine(3)), ("mxfp4", Codes::Mxfp4)] {
         bench.linear(name, codes, 8192)?;
     }

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Moestro, llama.cpp and mlx-lm on a model that fits in memory, on the CPU: prefill and decode, each against the others.
 
-  peers.py --model DIR --bench BIN [--gguf FILE --llama-bench BIN] [--mlx PYTHON] [--membw BIN] [--prompts 512,4096]
-           [--tokens 64] [--rounds 3] [--threads 2] [--before 'CMD'] [--llama-args '...'] > out.csv
+  peers.py --model DIR --bench BIN [--gguf FILE --llama-bench CMD [--llama-decode CMD]] [--mlx PYTHON] [--membw CMD]
+           [--prompts 512,4096] [--tokens 64] [--rounds 3] [--threads 2] [--before 'CMD'] > out.csv
 
 DIR is an MLX 4-bit checkpoint, FILE its GGUF twin with the same codes (Q4_0), --bench the binary of
-`cargo bench --bench model --no-run`, PYTHON one that has mlx-lm. --membw names a program that prints "GB/s=<number>" for
-what all threads together read of plain memory. The engines run in turn, round after round, so that a machine that is
-slower for a while is so for all; CMD is put before each run (`nice -n -19`, a lock that keeps a shared machine quiet).
-All of them draw tokens at random. mlx-lm's CPU backend is slow: it gets a sixteenth of the tokens.
+`cargo bench --bench model --no-run`, PYTHON one that has mlx-lm. --llama-bench is llama.cpp's program with any arguments
+of its own; --llama-decode another build of it (with AMX, say), of which only decode is taken. --membw names a program
+that prints "GB/s=<number>" for what all threads together read of plain memory. The engines run in turn, round after
+round, so that a machine that is slower for a while is so for all; --before is put before each run (`nice -n -19`, a lock
+that keeps a shared machine quiet). All of them draw tokens at random. llama-bench decodes from an empty context, Moestro
+after the prompt. mlx-lm's CPU backend is slow: it gets a sixteenth of the tokens.
 
 One CSV line for each figure of each run, then the ratios: of each round's figures Moestro's over the other's, the
 median, the least and the most. `share` is the bytes of weights that a token reads, times tokens a second, over the
@@ -50,7 +52,7 @@ def parse():
     p.add_argument("--bench", required=True)
     p.add_argument("--gguf")
     p.add_argument("--llama-bench")
-    p.add_argument("--llama-args", default="")
+    p.add_argument("--llama-decode")
     p.add_argument("--mlx")
     p.add_argument("--membw")
     p.add_argument("--prompts", default="512,4096")
@@ -78,10 +80,18 @@ def moestro(a, prompt):
     )
 
 
-def llama(a, prompt):
-    command = [a.llama_bench, "-m", a.gguf, "-p", str(prompt), "-n", str(a.tokens), "-r", "1", "-t", str(a.threads)]
-    tests = json.loads(run(a, command + ["-o", "json"] + shlex.split(a.llama_args)))
+def llama_bench(a, command, prompt):
+    command = [*shlex.split(command), "-m", a.gguf, "-p", prompt, "-n", a.tokens, "-r", 1, "-t", a.threads, "-o", "json"]
+    tests = json.loads(run(a, [str(word) for word in command]))
     return {"prefill" if test["n_prompt"] else "decode": test["avg_ts"] for test in tests}
+
+
+def llama(a, prompt):
+    return llama_bench(a, a.llama_bench, prompt)
+
+
+def llama_decode(a, _):
+    return llama_bench(a, a.llama_decode, 0)
 
 
 def mlx(a, prompt):
@@ -96,6 +106,8 @@ def memory(a):
 def main():
     a = parse()
     ratios = {}
+    others = [("llama.cpp", llama, a.llama_bench), ("llama.cpp (b)", llama_decode, a.llama_decode), ("mlx-lm", mlx, a.mlx)]
+    others = [(name, engine) for name, engine, given in others if given]
 
     def show(turn, engine, what, prompt, value):
         print(turn, engine, what, prompt, f"{value:.3g}" if engine == "ratio" else f"{value:.2f}", sep=",", flush=True)
@@ -103,7 +115,6 @@ def main():
     print("round,engine,what,prompt,value")
     for turn in range(1, a.rounds + 1):
         for prompt in map(int, a.prompts.split(",")):
-            others = ([("llama.cpp", llama)] if a.llama_bench else []) + ([("mlx-lm", mlx)] if a.mlx else [])
             bandwidth = memory(a) if a.membw else None
             first, between = (others, []) if turn % 2 == 0 else ([], others)
             found = {name: engine(a, prompt) for name, engine in first}

@@ -10,6 +10,9 @@ use std::ops::Range;
 
 /// How far ahead of the row being read the next are asked for, in bytes.
 const AHEAD: usize = 4096;
+/// Weights of less than `e^FAINT` times the block's largest are taken for 0: they are beyond what an f32 can add to it, and
+/// products with them would be subnormal, which processors compute a hundred times slower.
+const FAINT: f32 = -60.0;
 /// Values that are added up while they are in the first-level cache, in rows.
 const STRIP: usize = 32;
 
@@ -115,11 +118,12 @@ wide! {
 }
 
 wide! {
-    /// `e^(score - max)`; returns the maximum and the sum.
+    /// `e^(score - max)`, or 0 below [`FAINT`]; returns the maximum and the sum.
     pub(super) fn soften(scores: &mut [f32]) -> (f32, f32) {
         let most = greatest(scores);
         for score in scores.iter_mut() {
-            *score = exp(*score - most);
+            let below = *score - most;
+            *score = if below < FAINT { 0.0 } else { exp(below) };
         }
         (most, float::sum::<V>(scores))
     }

@@ -1,8 +1,9 @@
 //! The inner products behind every linear layer, one file an instruction set, all with the same bytes.
 //!
 //! An affine weight meets activations quantised by [`super::quant`]. Per group the integer dot product fits an i32 and
-//! is exact in any order; what comes up on the way, as sums of digits are shifted and added, may wrap around. What follows is f32 and therefore has one order everywhere: the groups of a row are padded with zero groups
-//! to a multiple of eight, group `g` belongs to lane `g % 8`, and going up in `g`
+//! is exact in any order; what comes up on the way, as sums of digits are shifted and added, may wrap around. What
+//! follows is f32 and therefore has one order everywhere: the groups of a row are padded with zero groups to a multiple
+//! of eight, group `g` belongs to lane `g % 8`, and going up in `g`
 //! `lane = fma(dot, scale_w * scale_x, lane)`, then `lane = fma(bias_w, sum_x, lane)`; at the end [`tree`]. So neither
 //! the processor, nor how many rows are computed together, nor the thread can be seen in a result.
 
@@ -11,6 +12,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub(super) mod float;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(target_arch = "x86_64")]
 mod pair512;
 mod scalar;
@@ -42,6 +45,12 @@ pub enum Isa {
     /// AVX-512 with VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// NEON alone.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+    /// NEON with `sdot`.
+    #[cfg(target_arch = "aarch64")]
+    Dotprod,
 }
 
 impl Isa {
@@ -57,7 +66,7 @@ impl Isa {
 
     /// All that this processor has, the slowest first.
     pub fn all() -> Vec<Self> {
-        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
+        #[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(unused_mut))]
         let mut all = vec![Isa::Scalar];
         #[cfg(target_arch = "x86_64")]
         {
@@ -67,6 +76,13 @@ impl Isa {
                 if has!("avx512f" "avx512bw" "avx512vl" "avx512dq" "avx512vnni") {
                     all.push(Isa::Avx512);
                 }
+            }
+        }
+        #[cfg(target_arch = "aarch64")]
+        {
+            all.push(Isa::Neon);
+            if std::arch::is_aarch64_feature_detected!("dotprod") {
+                all.push(Isa::Dotprod);
             }
         }
         all
@@ -195,16 +211,21 @@ pub unsafe fn product(
                 Isa::Avx2 => avx2::rows(&affine, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512 => avx512::rows(&affine, rows, lines, outs, scratch),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => neon::rows(&affine, rows, lines, outs, scratch),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Dotprod => neon::rows_dotprod(&affine, rows, lines, outs, scratch),
             }
         },
         // SAFETY: passed on.
         None => unsafe {
             match isa {
-                Isa::Scalar => float::rows::<[f32; 16]>(weight, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2::float_rows(weight, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512 => avx512::float_rows(weight, rows, lines, outs, scratch),
+                // Arm's baseline has NEON and fma: the compiler uses them here, too.
+                _ => float::rows::<[f32; 16]>(weight, rows, lines, outs, scratch),
             }
         },
     })

@@ -29,7 +29,8 @@ pub(crate) trait Vector: Copy {
         all.map(Self::fold)
     }
 
-    /// Asks for the cache line at `at`, which may be anywhere.
+    /// Asks for the cache line at `at`, which may be anywhere. It comes into the second-level cache, of which more can be
+    /// under way at once.
     #[inline(always)]
     fn fetch(_at: *const u8) {}
 }
@@ -120,7 +121,7 @@ impl Vector for Avx2 {
     #[inline(always)]
     fn fetch(at: *const u8) {
         // SAFETY: see above.
-        unsafe { super::x86::fetch(at) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
 }
 
@@ -180,7 +181,7 @@ impl Vector for Avx512 {
     #[inline(always)]
     fn fetch(at: *const u8) {
         // SAFETY: see above.
-        unsafe { super::x86::fetch(at) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
 }
 

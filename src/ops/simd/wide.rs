@@ -31,13 +31,13 @@ macro_rules! wide {
             }
 
             match wide_simd::Isa::best() {
-                wide_simd::Isa::Scalar => plain(PhantomData::<[f32; 16]>, $($arg),*),
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: an `Isa` other than Scalar is one that the processor said it has.
                 wide_simd::Isa::Avx2 => unsafe { avx2($($arg),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
                 wide_simd::Isa::Avx512 => unsafe { avx512($($arg),*) },
+                _ => plain(PhantomData::<[f32; 16]>, $($arg),*),
             }
         }
     };

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The NEON kernels on a machine without Arm: built for aarch64 Linux and run by qemu, the tests of ops on a processor with
+# `sdot` and on one without, then the golden ones. Emulation says what the bytes are, nothing about speed.
+#
+# Needs (and installs none of) `rustup target add aarch64-unknown-linux-gnu`, aarch64-linux-gnu-gcc with its C library
+# (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross) and qemu-aarch64-static or qemu-aarch64 (qemu-user-static).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+target=aarch64-unknown-linux-gnu
+sysroot=/usr/aarch64-linux-gnu
+qemu=$(command -v qemu-aarch64-static || command -v qemu-aarch64 || true)
+missing=()
+[ -n "$qemu" ] || missing+=(qemu-aarch64-static)
+command -v aarch64-linux-gnu-gcc >/dev/null || missing+=(aarch64-linux-gnu-gcc)
+[ -d "$(rustc --print sysroot)/lib/rustlib/$target" ] || missing+=("rustup target $target")
+if [ ${#missing[@]} -gt 0 ]; then
+  printf 'neon.sh: not here: %s\n' "${missing[@]}" >&2
+  exit 2
+fi
+
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
+run() {
+  printf '\n== %s: %s (%s s)\n' "$1" "${*:2}" "$SECONDS"
+  CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -cpu $1 -L $sysroot" \
+    cargo test --locked --quiet --release --no-default-features --target "$target" "${@:2}"
+}
+
+# `max` has sdot, `cortex-a53` has not; a test says which kernels it found, so that neither is left out unseen.
+run max --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
+run cortex-a53 --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: \[Scalar, Neon\]' >/dev/null
+run max --test golden
+printf '\n%s s\n' "$SECONDS"
