@@ -2,10 +2,12 @@
 //! kernels compiled for the host.
 
 mod load;
-mod room;
 mod run;
 
-use super::{Logits, Model, Qwen, Rows};
+use super::{
+    Logits, Model, Qwen, Rows,
+    room::{self, LOGITS},
+};
 use crate::{
     device::{Gpu, GpuError, Region},
     error::ModelError,
@@ -14,12 +16,8 @@ use crate::{
         plan::{self, Cache, Memory, Mixer, Net, Residence, Scratch},
     },
 };
-pub use room::{Room, room};
 use run::{Run, bytes};
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// Rows whose logits are computed at once.
-const LOGITS: usize = 16;
 
 /// Up to this many rows the resident path does not ask the CPU which experts were chosen.
 const TOGETHER: usize = 16;

@@ -1,6 +1,7 @@
 //! Qwen3.5 and 3.6, dense and mixture of experts: [`qwen`] is the forward pass, its layers are [`attention`], [`delta`] and
 //! [`moe`], what a sequence remembers is [`state`]. [`config`], [`names`] and [`checkpoint`] bring files into this form.
-//! [`gpu`] shows a loaded model to a GPU; [`placed`] is a model on either device.
+//! [`gpu`] shows a loaded model to a GPU; [`placed`] is a model on either device, [`room`] what it takes there, and [`speed`]
+//! how fast it can be.
 
 pub mod attention;
 pub mod checkpoint;
@@ -11,6 +12,7 @@ pub mod moe;
 pub mod names;
 pub mod placed;
 pub mod qwen;
+pub mod room;
 pub mod speed;
 pub mod state;
 

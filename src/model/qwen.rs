@@ -13,9 +13,9 @@ use super::{
     checkpoint::{Checkpoint, Trunk},
     config::{Config, FfnShape},
     delta::DeltaNet,
-    gpu::{self, Room},
     moe::{Mlp, Moe},
     names,
+    room::Room,
     speed::Kind,
     state::{LayerState, State},
 };
@@ -199,21 +199,13 @@ fn table_bytes(table: &Weight) -> u64 {
 
 /// What the plan needs to know of a model.
 fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
-    let (hidden, d, a) = (config.hidden, &config.delta, &config.attention);
-    let (experts, k, intermediate) = match config.ffn {
-        FfnShape::Dense { intermediate } => (0, 1, intermediate),
-        FfnShape::Moe { experts, k, intermediate, shared, .. } => (experts, k, intermediate.max(shared)),
+    let (experts, experts_per_token) = match config.ffn {
+        FfnShape::Dense { .. } => (0, 0),
+        FfnShape::Moe { experts, k, .. } => (experts, k),
     };
-    // Floats alive at once in the widest part of a layer, for one row.
-    let mixer = (2 * d.mixed() + 3 * d.values()).max(6 * a.heads * a.dim);
-    let ffn = (k + 2) * hidden + (k + 1) * 3 * intermediate;
-    let row = 4 * hidden + mixer.max(ffn);
     let room = match options.gpu {
-        None => {
-            let kv_per_token = State::kv_bytes(config, options.math);
-            Room { kv_per_token, per_row: 4 * row as u64, fixed: 8 * config.vocab as u64 }
-        }
-        Some(_) => gpu::room(config),
+        None => Room::on_cpu(config, options.math),
+        Some(_) => Room::on_gpu(config),
     };
     Shape {
         trunk,
@@ -222,7 +214,7 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         slot: map.slot_bytes(MAX_BLOCK) as u64,
         layers: map.layers.len(),
         experts,
-        experts_per_token: if experts == 0 { 0 } else { k },
+        experts_per_token,
         kv_per_token: room.kv_per_token,
         state: State::fixed_bytes(config),
         workspace_per_row: room.per_row,
