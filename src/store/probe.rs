@@ -59,8 +59,8 @@ pub fn open(paths: &[PathBuf], map: &ExpertMap, io: Io, threads: usize) -> Resul
     match (speed(&direct, false), speed(&buffered, true)) {
         (Ok(past), Ok(through)) if through > CLEARLY * past => {
             tracing::info!(
-                direct = past,
-                buffered = through,
+                direct = past as u64,
+                buffered = through as u64,
                 "experts are read through the page cache, bytes a second"
             );
             Ok((buffered, Access::Buffered))
@@ -71,7 +71,11 @@ pub fn open(paths: &[PathBuf], map: &ExpertMap, io: Io, threads: usize) -> Resul
         }
         (past, through) => {
             let (past, through) = (past.unwrap_or(0.0), through.unwrap_or(0.0));
-            tracing::info!(direct = past, buffered = through, "experts are read past the page cache, bytes a second");
+            tracing::info!(
+                direct = past as u64,
+                buffered = through as u64,
+                "experts are read past the page cache, bytes a second"
+            );
             Ok((direct, Access::Direct))
         }
     }
