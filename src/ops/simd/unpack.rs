@@ -82,18 +82,25 @@ pub fn nibbles(group: usize, codes: &[u8], out: &mut [u8]) {
     }
 }
 
-/// E2M1: sign, two bits of exponent, one of mantissa.
-const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+/// E2M1: sign, two bits of exponent, one of mantissa. Like [`e4m3`] without a branch, so that many are computed at once.
+#[inline(always)]
+fn e2m1(code: u8) -> f32 {
+    const HALF: u32 = 0.5f32.to_bits();
+    let magnitude = u32::from(code & 7);
+    // Above 0.5, the only subnormal, exponent and mantissa are an f32's first bits but for the bias.
+    let bits = if magnitude > 1 { HALF + (magnitude << 22) } else { magnitude * HALF };
+    f32::from_bits(bits | u32::from(code & 8) << 28)
+}
 
 /// E4M3 (no infinities; 0x7f and 0xff are NaN).
+#[inline(always)]
 fn e4m3(code: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
-    let magnitude = match (exponent, code & 7) {
-        (15, 7) => f32::NAN,
-        (0, _) => mantissa / 512.0,
-        _ => (1.0 + mantissa / 8.0) * power(exponent - 7 + 127),
-    };
-    if code & 0x80 == 0 { magnitude } else { -magnitude }
+    let magnitude = u32::from(code & 0x7f);
+    let normal = ((127 - 7) << 23) + (magnitude << 20);
+    let subnormal = (magnitude as f32 / 512.0).to_bits();
+    let bits = if magnitude > 7 { normal } else { subnormal };
+    let bits = if magnitude == 0x7f { f32::NAN.to_bits() } else { bits };
+    f32::from_bits(bits | u32::from(code & 0x80) << 24)
 }
 
 /// `2^(biased - 127)`; E8M0's 255 is NaN, its 0 the subnormal 2^-127.
@@ -125,18 +132,52 @@ pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut 
                 }
             }
         }
-        Codes::Mxfp4 | Codes::Nvfp4 | Codes::Mxfp8 => {
+        Codes::Mxfp4 => fours(view.codes.group(), part(0), part(1), |code| power(i32::from(code)), out),
+        Codes::Nvfp4 => fours(view.codes.group(), part(0), part(1), e4m3, out),
+        Codes::Mxfp8 => {
             let group = view.codes.group();
-            let eight = view.codes == Codes::Mxfp8;
-            natural(if eight { 8 } else { 4 }, part(0), bytes, spread(4));
-            for (index, (codes, out)) in bytes.chunks_exact(group).zip(out.chunks_exact_mut(group)).enumerate() {
-                let code = part(1)[index];
-                let scale = if view.codes == Codes::Nvfp4 { e4m3(code) } else { power(i32::from(code)) };
+            for ((codes, scale), out) in part(0).chunks_exact(group).zip(part(1)).zip(out.chunks_exact_mut(group)) {
+                let scale = power(i32::from(*scale));
                 for (code, out) in codes.iter().zip(out) {
-                    let value = if eight { e4m3(*code) } else { E2M1[usize::from(code & 15)] };
-                    *out = value * scale;
+                    *out = e4m3(*code) * scale;
                 }
             }
+        }
+    }
+}
+
+/// E2M1 codes in groups with a scale each, two in a byte, the low half first.
+#[inline(always)]
+fn fours(group: usize, codes: &[u8], scales: &[u8], scale: impl Fn(u8) -> f32, out: &mut [f32]) {
+    for ((codes, code), out) in codes.chunks_exact(group / 2).zip(scales).zip(out.chunks_exact_mut(group)) {
+        let scale = scale(*code);
+        for (pair, out) in codes.iter().zip(out.as_chunks_mut::<2>().0) {
+            *out = [e2m1(pair & 15) * scale, e2m1(pair >> 4) * scale];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_floats_are_what_their_bits_say() {
+        let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        for code in 0..16u8 {
+            let sign = if code & 8 == 0 { 1.0 } else { -1.0 };
+            assert_eq!(e2m1(code).to_bits(), f32::to_bits(sign * magnitudes[usize::from(code & 7)]), "{code}");
+        }
+        for code in 0..=255u8 {
+            let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
+            let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+            let magnitude = match (exponent, code & 7) {
+                (15, 7) => f32::NAN,
+                (0, _) => mantissa / 8.0 * 2f32.powi(-6),
+                _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
+            };
+            let found = e4m3(code);
+            assert!(found.to_bits() == (sign * magnitude).to_bits() || found.is_nan() && magnitude.is_nan(), "{code}");
         }
     }
 }
