@@ -1,6 +1,10 @@
 //! `moestro serve`: opens the port, loads the model behind it, says so, and serves until it is told to stop.
 
-use super::{Checkpoint, device::Chosen, load_model};
+use super::{
+    Checkpoint,
+    device::{CPU, Chosen},
+    load_model,
+};
 use crate::{
     config::Serve,
     engine::{self, Options, Worker},
@@ -33,8 +37,8 @@ pub fn run(config: Serve) -> Result<(), CommandError> {
 }
 
 async fn serve(config: Serve) -> Result<(), CommandError> {
-    let chosen = Chosen::new(&config.load)?;
-    let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), chosen.name());
+    // Until the model is loaded. Looking for a GPU may mean compiling its kernels: that, too, is done behind the open port.
+    let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
     // A header value, as `cli::values::origin` has checked.
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
     let door = Arc::new(Door::new(metrics.clone(), config.api_key.clone(), cors));
@@ -49,7 +53,7 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
     let begin = std::time::Instant::now();
     let opening = {
         let (config, metrics, door) = (config.clone(), metrics.clone(), door.clone());
-        spawn_blocking(move || open(&config, chosen, &metrics, &door))
+        spawn_blocking(move || open(&config, &metrics, &door))
     };
     let opened = tokio::select! {
         opened = opening => opened.map_err(|panic| failed("loading the model", io::Error::other(panic)))??,
@@ -92,7 +96,8 @@ struct Opened {
 }
 
 /// Loads the model, starts its engine, and opens the door. Takes its time.
-fn open(config: &Serve, chosen: Chosen, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, CommandError> {
+fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, CommandError> {
+    let chosen = Chosen::new(&config.load)?;
     let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
     let loaded = load_model(&checkpoint, &config.load, chosen, metrics)?;
     let options = Options {
