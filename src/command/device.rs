@@ -68,7 +68,7 @@ impl Chosen {
 
     /// What the memory plan has to know of it: the GPU's recommended working set (bytes).
     pub fn working_set(&self) -> Option<u64> {
-        self.gpu.as_ref().map(|gpu| gpu.working_set().unwrap_or(u64::MAX))
+        self.gpu.as_deref().map(working_set)
     }
 
     /// Puts a loaded model there. What the GPU's kernels cannot compute stays on the CPU, unless the GPU was asked for.
@@ -86,6 +86,11 @@ impl Chosen {
             }
         }
     }
+}
+
+/// What the memory plan takes for a GPU's recommended working set (bytes): no bound if it says nothing.
+pub fn working_set(gpu: &dyn Gpu) -> u64 {
+    gpu.working_set().unwrap_or(u64::MAX)
 }
 
 /// Where a model came to compute.

@@ -45,6 +45,24 @@ pub trait Gpu: Send + 'static {
 
     /// Hands over and waits until the device has done everything.
     fn wait(&mut self) -> Result<(), GpuError>;
+
+    /// [`Gpu::write`] to the region's beginning.
+    fn write_words(&mut self, region: Region, words: &[u32]) -> Result<(), GpuError> {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        self.write(region.first(bytes.len()), &bytes)
+    }
+
+    /// [`Gpu::read`] of the whole region.
+    fn read_words(&mut self, region: Region) -> Result<Vec<u32>, GpuError> {
+        let mut bytes = vec![0; region.len];
+        self.read(region, &mut bytes)?;
+        Ok(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    }
+
+    /// [`Gpu::read_words`] of floats.
+    fn read_floats(&mut self, region: Region) -> Result<Vec<f32>, GpuError> {
+        Ok(self.read_words(region)?.into_iter().map(f32::from_bits).collect())
+    }
 }
 
 /// The system's GPU, whichever it is.

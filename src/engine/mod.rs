@@ -8,7 +8,7 @@ mod scheduler;
 mod session;
 
 pub use handle::{Handle, Options, Worker, spawn};
-pub use sampler::Sampler;
+pub use sampler::{Sampler, likeliest};
 use scheduler::Scheduler;
 pub use session::Session;
 

@@ -174,7 +174,7 @@ fn peak(logits: &[f32]) -> f32 {
 }
 
 /// The largest logit's id, the lowest of several; `None` if all are impossible.
-fn likeliest(logits: &[f32]) -> Option<u32> {
+pub fn likeliest(logits: &[f32]) -> Option<u32> {
     let peak = peak(logits);
     let place = logits.iter().position(|&logit| logit == peak)?;
     (peak > f32::NEG_INFINITY).then_some(place as u32)

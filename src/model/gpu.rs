@@ -16,7 +16,7 @@ use crate::{
         plan::{self, Cache, Memory, Mixer, Net, Residence, Scratch},
     },
 };
-use run::{Run, bytes};
+use run::Run;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Up to this many rows the resident path does not ask the CPU which experts were chosen.
@@ -139,11 +139,11 @@ impl<G: Gpu> OnGpu<G> {
             Some(_) => Residence::Grouped,
             None => Residence::Resident,
         };
-        gpu.write(ids_at.first(tokens * 4), &bytes(ids))?;
+        gpu.write_words(*ids_at, ids)?;
         let shape = &qwen.config().attention;
         let turn = Rotation::new(state.len, tokens, shape.rotated, shape.theta);
         let turn: Vec<u32> = turn.pairs().iter().flat_map(|(cos, sin)| [cos.to_bits(), sin.to_bits()]).collect();
-        gpu.write(scratch.turn.first(turn.len() * 4), &bytes(&turn))?;
+        gpu.write_words(scratch.turn, &turn)?;
 
         // The first rows of logits follow the layers at once; of more there is no room.
         let mut rows = tokens - wanted..tokens.min(tokens - wanted + LOGITS);
@@ -153,9 +153,7 @@ impl<G: Gpu> OnGpu<G> {
         run.all(&steps)?;
         state.len += tokens;
         while !rows.is_empty() {
-            let mut data = vec![0; rows.len() * qwen.config().vocab * 4];
-            gpu.read(logits.first(data.len()), &mut data)?;
-            out.extend(data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+            out.extend(gpu.read_floats(logits.first(rows.len() * qwen.config().vocab * 4))?);
             rows = rows.end..tokens.min(rows.end + LOGITS);
             if !rows.is_empty() {
                 gpu.launch(&plan::head(net, rows.clone(), scratch, *logits))?;

@@ -6,7 +6,7 @@ mod experts;
 mod linear;
 mod mixers;
 mod order;
-mod processor;
+pub(super) mod processor;
 
 pub use processor::processor;
 
@@ -100,19 +100,27 @@ struct Bench<'a, G: ?Sized> {
 }
 
 impl<G: Gpu + ?Sized> Bench<'_, G> {
-    fn bytes(&mut self, bytes: &[u8]) -> Result<Region, GpuError> {
-        let region = self.gpu.allocate(bytes.len())?;
+    /// Memory that is given back when this part of the comparison is over.
+    fn allocate(&mut self, len: usize) -> Result<Region, GpuError> {
+        let region = self.gpu.allocate(len)?;
         self.buffers.push(region.buffer);
+        Ok(region)
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) -> Result<Region, GpuError> {
+        let region = self.allocate(bytes.len())?;
         self.gpu.write(region, bytes)?;
         Ok(region)
     }
 
-    fn floats(&mut self, values: &[f32]) -> Result<Region, GpuError> {
-        self.bytes(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>())
+    fn words(&mut self, words: &[u32]) -> Result<Region, GpuError> {
+        let region = self.allocate(words.len() * 4)?;
+        self.gpu.write_words(region, words)?;
+        Ok(region)
     }
 
-    fn words(&mut self, values: &[u32]) -> Result<Region, GpuError> {
-        self.bytes(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>())
+    fn floats(&mut self, values: &[f32]) -> Result<Region, GpuError> {
+        self.words(&values.iter().map(|value| value.to_bits()).collect::<Vec<_>>())
     }
 
     /// Room for `count` floats, NaN until written.
@@ -124,11 +132,6 @@ impl<G: Gpu + ?Sized> Bench<'_, G> {
         let mut bytes = vec![0; region.len];
         self.gpu.read(region, &mut bytes)?;
         Ok(bytes)
-    }
-
-    fn read_floats(&mut self, region: Region) -> Result<Vec<f32>, GpuError> {
-        let bytes = self.read(region)?;
-        Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 
     /// A random matrix: as the CPU sees it, and as the GPU does.
@@ -160,7 +163,7 @@ impl<G: Gpu + ?Sized> Bench<'_, G> {
     fn check(&mut self, dispatch: &Dispatch, results: &[(Region, &[f32])]) -> Result<(), Trouble> {
         if self.run(dispatch) {
             for (region, expected) in results {
-                let found = self.read_floats(region.first(expected.len() * 4))?;
+                let found = self.gpu.read_floats(region.first(expected.len() * 4))?;
                 self.enter(dispatch.kernel, difference(&found, expected), CLOSE);
             }
         }

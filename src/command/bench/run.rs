@@ -2,6 +2,7 @@
 
 use crate::{
     device::os,
+    engine,
     error::{CommandError, EngineError, ModelError},
     metrics::Metrics,
     model::{Logits, Model, Placed, Rows, placed::PlacedState},
@@ -117,11 +118,10 @@ impl Session {
     }
 }
 
-/// The likeliest token; the lowest of equals.
+/// The likeliest token of the last row; the lowest of equals.
 fn likeliest(logits: &Logits) -> Result<u32, EngineError> {
     let last = logits.rows().checked_sub(1).map_or(&[][..], |row| logits.row(row));
-    let best = last.iter().enumerate().filter(|(_, logit)| !logit.is_nan()).rev().max_by(|a, b| a.1.total_cmp(b.1));
-    best.map(|(id, _)| id as u32).ok_or(EngineError::NoLogits)
+    engine::likeliest(last).ok_or(EngineError::NoLogits)
 }
 
 /// `count / over`, 0 over 0.

@@ -2,9 +2,13 @@
 
 use crate::{
     chat::Conversation,
-    command::{Checkpoint, device::METAL},
+    command::{
+        Checkpoint,
+        device::{METAL, working_set},
+    },
     config::{Generation, Source, Switch},
     device::{Gpu, Math},
+    engine::likeliest,
     error::CommandError,
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, gpu::OnGpu, qwen::StoreOptions},
@@ -74,7 +78,7 @@ impl Demo {
 
     /// The GPU's. What goes wrong there is part of the report.
     pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<Answer, CommandError> {
-        let qwen = self.load(Math::F32, Some(gpu.working_set().unwrap_or(u64::MAX)))?;
+        let qwen = self.load(Math::F32, Some(working_set(&*gpu)))?;
         Ok(match OnGpu::new(qwen, gpu) {
             Ok(model) => self.ask(METAL, model),
             Err(refused) => failed(METAL, refused.error.to_string()),
@@ -88,7 +92,7 @@ impl Demo {
             let mut row = model.forward(&mut state, &self.prompt, Rows::Last)?;
             let (prefilled, mut ids) = (Instant::now(), Vec::new());
             while ids.len() < COUNT {
-                ids.push(likeliest(row.row(0)));
+                ids.push(likeliest(row.row(0)).unwrap_or(0));
                 row = model.forward(&mut state, &ids[ids.len() - 1..], Rows::Last)?;
             }
             let rate = |tokens: usize, from: Instant, to: Instant| tokens as f64 / (to - from).as_secs_f64().max(1e-9);
@@ -112,10 +116,4 @@ fn failed(device: &str, error: String) -> Answer {
     let (ids, text) = (Vec::new(), String::new());
     let device = device.into();
     Answer { device, ids, text, prompt_tokens_per_second: 0.0, tokens_per_second: 0.0, error: Some(error) }
-}
-
-/// The lowest of equals; not-a-number is never chosen.
-fn likeliest(row: &[f32]) -> u32 {
-    let best = row.iter().enumerate().filter(|(_, v)| !v.is_nan()).rev().max_by(|a, b| a.1.total_cmp(b.1));
-    best.map_or(0, |(id, _)| id as u32)
 }

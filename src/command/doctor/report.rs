@@ -19,13 +19,13 @@ pub struct Machine {
 }
 
 impl Machine {
-    pub fn here(cores: usize) -> Self {
+    pub fn here() -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION"),
             system: os::system(),
             architecture: std::env::consts::ARCH,
             processor: os::processor(),
-            cores,
+            cores: os::physical_cores(),
             memory: os::total_memory(),
         }
     }
@@ -84,7 +84,7 @@ fn gpu<S: Serializer>(gpu: &Result<GpuReport, String>, to: S) -> Result<S::Ok, S
 
 impl Report {
     pub fn new(processor: Vec<Finding>, gpu: Result<GpuReport, String>, answers: Vec<Answer>) -> Self {
-        let (machine, question, wrong) = (Machine::here(os::physical_cores()), QUESTION, Vec::new());
+        let (machine, question, wrong) = (Machine::here(), QUESTION, Vec::new());
         let mut report = Self { machine, processor, gpu, question, answers, wrong };
         let kernels = report.gpu.iter().flat_map(|gpu| &gpu.kernels);
         let findings = report.processor.iter().chain(kernels).filter(|finding| !finding.agrees());

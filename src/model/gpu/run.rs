@@ -2,7 +2,7 @@
 
 use super::Grouped;
 use crate::{
-    device::{Gpu, Region},
+    device::Gpu,
     error::ModelError,
     ops::plan::{Ffn, Jobs, Mixture, NONE, Net, Scratch, Step},
     store::{Batch, Choice, Phase, Routed, Store},
@@ -56,8 +56,7 @@ impl<'a, G: Gpu> Run<'a, G> {
                 if let Some(batch) = asked.routed.next()? {
                     place(&batch, &asked.distinct, &asked.chosen, &mut asked.slots);
                 }
-                let hits = self.scratch.hits.first(asked.slots.len() * 4);
-                self.gpu.write(hits, &bytes(&asked.slots))?;
+                self.gpu.write_words(self.scratch.hits, &asked.slots)?;
                 self.held = Some(asked);
             }
             Step::Land(_) => {
@@ -70,9 +69,8 @@ impl<'a, G: Gpu> Run<'a, G> {
                 for (slot, late) in asked.slots.iter_mut().zip(&late) {
                     *slot = (*slot).min(*late);
                 }
-                let len = late.len() * 4;
-                self.gpu.write(self.scratch.misses.first(len), &bytes(&late))?;
-                self.gpu.write(self.scratch.places.first(len), &bytes(&asked.slots))?;
+                self.gpu.write_words(self.scratch.misses, &late)?;
+                self.gpu.write_words(self.scratch.places, &asked.slots)?;
             }
             Step::Late(dispatch) => {
                 if self.held.as_ref().is_some_and(|asked| asked.missed) {
@@ -91,7 +89,7 @@ impl<'a, G: Gpu> Run<'a, G> {
         let (Some(store), Some(moe)) = (self.store, mixture(self.net, layer)) else {
             return Err(ModelError::Config("a dense layer routes nothing".into()));
         };
-        let chosen = self.words(self.scratch.ids, self.tokens * moe.k)?;
+        let chosen = self.gpu.read_words(self.scratch.ids.first(self.tokens * moe.k * 4))?;
         // The logits stay on the GPU: counts alone say who is wanted.
         store.note(layer, Choice { ids: &chosen, k: moe.k, logits: &[] });
         let mut distinct = chosen.clone();
@@ -121,8 +119,8 @@ impl<'a, G: Gpu> Run<'a, G> {
                 places.extend(&wanted[landed.index]);
                 job_words.extend([landed.slot.index(), first, places.len() - first].map(|word| word as u32));
             }
-            self.gpu.write(jobs.first(job_words.len() * 4), &bytes(&job_words))?;
-            self.gpu.write(order.first(places.len() * 4), &bytes(&places))?;
+            self.gpu.write_words(jobs, &job_words)?;
+            self.gpu.write_words(order, &places)?;
             let jobs = Jobs { count: job_words.len() / 3, jobs, order: order.first(places.len() * 4) };
             for dispatch in moe.batch(tokens, slots, self.scratch, jobs, out) {
                 self.gpu.launch(&dispatch)?;
@@ -133,12 +131,6 @@ impl<'a, G: Gpu> Run<'a, G> {
             self.gpu.launch(&dispatch)?;
         }
         Ok(())
-    }
-
-    fn words(&mut self, region: Region, count: usize) -> Result<Vec<u32>, ModelError> {
-        let mut data = vec![0; count * 4];
-        self.gpu.read(region.first(count * 4), &mut data)?;
-        Ok(data.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 }
 
@@ -158,8 +150,4 @@ fn place(batch: &Batch<'_>, distinct: &[u32], chosen: &[u32], slots: &mut [u32])
             }
         }
     }
-}
-
-pub(super) fn bytes(words: &[u32]) -> Vec<u8> {
-    words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }

@@ -41,9 +41,8 @@ fn route<G: Gpu + ?Sized>(b: &mut Bench<'_, G>) -> Result<(), Trouble> {
     let op = Route { experts, k, width, gate_at: Some(gate_at), renormalise: true };
     let dispatch = plan::route(&op, TOKENS, scores_at, table_at, to);
     b.check(&dispatch, &[(to.weights, &weights)])?;
-    let bytes = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
     let slots: Vec<u32> = routes.ids.iter().map(|id| table[*id as usize]).collect();
-    if b.read(to.ids)? != bytes(&routes.ids) || b.read(to.slots)? != bytes(&slots) {
+    if b.gpu.read_words(to.ids)? != routes.ids || b.gpu.read_words(to.slots)? != slots {
         b.enter(dispatch.kernel, f64::INFINITY, CLOSE);
     }
     Ok(())

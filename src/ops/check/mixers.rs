@@ -125,7 +125,7 @@ fn attend<G: Gpu + ?Sized>(b: &mut Bench<'_, G>, op: Attend, start: usize, token
         let y = values(&y)?;
         b.check(&join, &[(y_at, &y)])?;
         // What the join made of its parts speaks for the parts, too.
-        let found = b.read_floats(y_at)?;
+        let found = b.gpu.read_floats(y_at)?;
         b.enter(attend.kernel, difference(&found, &y), CLOSE);
     }
     Ok(())
@@ -133,7 +133,7 @@ fn attend<G: Gpu + ?Sized>(b: &mut Bench<'_, G>, op: Attend, start: usize, token
 
 fn read_cache<G: Gpu + ?Sized>(b: &mut Bench<'_, G>, region: Region, half: bool) -> Result<Vec<f32>, Trouble> {
     if !half {
-        return Ok(b.read_floats(region)?);
+        return Ok(b.gpu.read_floats(region)?);
     }
     let bytes = b.read(region)?;
     Ok(bytes.chunks_exact(2).map(|v| half::bf16::from_le_bytes([v[0], v[1]]).to_f32()).collect())

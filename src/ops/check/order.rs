@@ -53,8 +53,8 @@ fn order<G: Gpu + ?Sized>(b: &mut Bench<'_, G>, matrix: &Matrix) -> Result<(), T
         b.gpu.wait()?;
         let mut last: Vec<f32> = Vec::new();
         for [x, y] in chains {
-            last.extend(b.read_floats(x)?);
-            last.extend(b.read_floats(y)?);
+            last.extend(b.gpu.read_floats(x)?);
+            last.extend(b.gpu.read_floats(y)?);
         }
         results.push(last);
     }
@@ -92,7 +92,7 @@ fn shared<G: Gpu + ?Sized>(b: &mut Bench<'_, G>, weight: &ops::Weight, matrix: &
         let matrices = [Matrix { parts: regions, ..*matrix }];
         b.gpu.launch(&plan::linear(&Linear { x: x_at, tokens: 1, norm: None, matrices: &matrices, y, add: false }))?;
         b.gpu.wait()?;
-        let found = b.read_floats(y)?;
+        let found = b.gpu.read_floats(y)?;
         let expected: Vec<f32> = expected.iter().map(|v| if negative { -v } else { *v }).collect();
         b.enter(SHARED, super::difference(&found, &expected), super::CLOSE);
     }

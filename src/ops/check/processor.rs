@@ -40,14 +40,16 @@ fn compare(codes: Codes, found: &mut [Finding]) {
     let parts = [&parts[0][..], &parts[1][..], &parts[2][..]];
     let weight = WeightView { codes, rows: ROWS, cols: COLS, gain: 1.0, parts };
     for integer in [false, true] {
-        let plain = run(Isa::Scalar, integer, &weight, &x);
+        let plain = run(Isa::Scalar, integer, &weight, &x, TOKENS);
         for (isa, finding) in Isa::all().into_iter().zip(&mut *found) {
             let (off, allowed) = match isa {
-                Isa::Scalar => (difference(&plain, &run(Isa::Scalar, false, &weight, &x)), LEVELS),
+                Isa::Scalar => (difference(&plain, &run(Isa::Scalar, false, &weight, &x, TOKENS)), LEVELS),
                 #[allow(unreachable_patterns)] // There may be no other.
                 _ => {
-                    let same =
-                        run(isa, integer, &weight, &x).iter().zip(&plain).all(|(a, b)| a.to_bits() == b.to_bits());
+                    let same = run(isa, integer, &weight, &x, TOKENS)
+                        .iter()
+                        .zip(&plain)
+                        .all(|(a, b)| a.to_bits() == b.to_bits());
                     (if same { 0.0 } else { f64::INFINITY }, 0.0)
                 }
             };
@@ -59,23 +61,24 @@ fn compare(codes: Codes, found: &mut [Finding]) {
     }
 }
 
-/// `x W^T`, `[TOKENS, ROWS]`.
-fn run(isa: Isa, integer: bool, weight: &WeightView<'_>, x: &[f32]) -> Vec<f32> {
-    let mut out = vec![f32::NAN; TOKENS * ROWS];
+/// `x W^T` by one instruction set: `[rows of x, rows of weight]`, computed `together` rows of x at a time.
+pub(in crate::ops) fn run(isa: Isa, integer: bool, weight: &WeightView<'_>, x: &[f32], together: usize) -> Vec<f32> {
+    let tokens = x.len() / weight.cols;
+    let mut out = vec![f32::NAN; tokens * weight.rows];
     let mut quantised = Quantised::default();
     if let (true, Codes::Affine { bits, group, .. }) = (integer, weight.codes) {
-        let writer = quantised.resize(TOKENS, COLS, Format::new(bits, group));
+        let writer = quantised.resize(tokens, weight.cols, Format::new(bits, group));
         // SAFETY: one thread, all rows.
-        unsafe { writer.rows(x, 0..TOKENS) };
+        unsafe { writer.rows(x, 0..tokens) };
     }
-    let digits = |token| {
-        if integer && matches!(weight.codes, Codes::Affine { .. }) { quantised.row(token) } else { Default::default() }
-    };
-    let lines: Vec<Line<'_>> = x.chunks(COLS).enumerate().map(|(token, x)| Line { x, digits: digits(token) }).collect();
-    let outs: Vec<Out> = out.chunks_mut(ROWS).map(|row| Out(row.as_mut_ptr())).collect();
-    // SAFETY: each line has its row of `out`, which nobody else sees; the processor has what `Isa::all` lists; the parts
-    // are as long as the encoding asks for.
-    unsafe { product(isa, integer, weight, 0..ROWS, &lines, &outs) };
+    let line = |(token, x)| Line { x, digits: quantised.row(token) };
+    let lines: Vec<Line<'_>> = x.chunks_exact(weight.cols).enumerate().map(line).collect();
+    let outs: Vec<Out> = out.chunks_exact_mut(weight.rows).map(|row| Out(row.as_mut_ptr())).collect();
+    for (lines, outs) in lines.chunks(together).zip(outs.chunks(together)) {
+        // SAFETY: each line has its row of `out`, which nobody else sees; the processor has what `Isa::all` lists; the parts
+        // are as long as the encoding asks for.
+        unsafe { product(isa, integer, weight, 0..weight.rows, lines, outs) };
+    }
     drop(outs);
     out
 }

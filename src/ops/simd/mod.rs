@@ -238,6 +238,17 @@ pub(crate) fn tree(l: [f32; 8]) -> f32 {
 }
 
 impl Loaded {
+    /// Unpacks the codes of `row` to bytes: 4-bit ones in the order of nibbles, others in their own.
+    #[inline(always)]
+    pub fn unpack(&mut self, weight: &Affine<'_>, row: usize) {
+        self.bytes.resize(weight.cols, 0);
+        if weight.bits == 4 {
+            unpack::nibbles(weight.group, weight.codes(row), &mut self.bytes);
+        } else {
+            unpack::natural(weight.bits, weight.codes(row), &mut self.bytes, unpack::spread(weight.bits));
+        }
+    }
+
     /// Loads scales and biases of `row` and returns them in padded f32.
     #[inline(always)]
     pub fn load(&mut self, weight: &Affine<'_>, row: usize) {

@@ -8,7 +8,7 @@ use std::{
     ops::Range,
 };
 
-use super::{Affine, Line, Out, Scratch, tree, unpack};
+use super::{Affine, Line, Out, Scratch, tree};
 use crate::ops::quant::{Digits, Order};
 
 /// See [`super::product`].
@@ -91,12 +91,7 @@ unsafe fn all_rows<D: Dot>(
         // One line meets nibbles as they are stored; for several they are unpacked once.
         let packed = weight.bits == 4 && lines.len() == 1;
         if weight.bits != 8 && !packed {
-            loaded.bytes.resize(weight.cols, 0);
-            if weight.bits == 4 {
-                unpack::nibbles(weight.group, weight.codes(row), &mut loaded.bytes);
-            } else {
-                unpack::natural(weight.bits, weight.codes(row), &mut loaded.bytes, unpack::spread(weight.bits));
-            }
+            loaded.unpack(weight, row);
         }
         for (line, out) in lines.iter().zip(outs) {
             let (constants, x) = (&loaded.constants, &line.digits);

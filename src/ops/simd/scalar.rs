@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Affine, Line, Out, Scratch, tree, unpack};
+use super::{Affine, Line, Out, Scratch, tree};
 use crate::ops::quant::Digits;
 
 /// See [`super::product`].
@@ -14,12 +14,7 @@ pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], 
     for row in rows {
         let loaded = &mut scratch.rows[0];
         loaded.load(weight, row);
-        loaded.bytes.resize(weight.cols, 0);
-        if weight.bits == 4 {
-            unpack::nibbles(weight.group, weight.codes(row), &mut loaded.bytes);
-        } else {
-            unpack::natural(weight.bits, weight.codes(row), &mut loaded.bytes, unpack::spread(weight.bits));
-        }
+        loaded.unpack(weight, row);
         for (line, out) in lines.iter().zip(outs) {
             let sum = dot(&loaded.bytes, weight.group, &loaded.constants, &line.digits);
             // SAFETY: the caller lets us write this output.

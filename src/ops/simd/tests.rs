@@ -1,7 +1,7 @@
 //! Every instruction set against a naive product, and all of them against each other byte for byte.
 
 use super::*;
-use crate::ops::quant::{Format, Quantised};
+use crate::ops::{check::processor, quant::Format};
 
 thread_local! {
     /// What this thread is to take for the best instruction set.
@@ -86,28 +86,8 @@ impl Owned {
     }
 }
 
-/// `weight` times the rows of `x` with `isa`: `[rows of x, rows of weight]`, computed `together` rows of x at a time.
 fn run(isa: Isa, integer: bool, weight: &Owned, x: &[f32], together: usize) -> Vec<f32> {
-    let view = weight.view();
-    let tokens = x.len() / weight.cols;
-    let mut out = vec![f32::NAN; tokens * weight.rows];
-    let mut quantised = Quantised::default();
-    if let (true, Codes::Affine { bits, group, .. }) = (integer, weight.codes) {
-        let writer = quantised.resize(tokens, weight.cols, Format::new(bits, group));
-        // SAFETY: one thread, all rows.
-        unsafe { writer.rows(x, 0..tokens) };
-    }
-    let base = out.as_mut_ptr();
-    let lines: Vec<Line<'_>> = (0..tokens)
-        .map(|token| Line { x: &x[token * weight.cols..(token + 1) * weight.cols], digits: quantised.row(token) })
-        .collect();
-    // SAFETY: inside `out`.
-    let outs: Vec<Out> = (0..tokens).map(|token| Out(unsafe { base.add(token * weight.rows) })).collect();
-    for (lines, outs) in lines.chunks(together).zip(outs.chunks(together)) {
-        // SAFETY: sizes as built; one thread.
-        unsafe { product(isa, integer, &view, 0..weight.rows, lines, outs) };
-    }
-    out
+    processor::run(isa, integer, &weight.view(), x, together)
 }
 
 /// Bits `[index * bits, (index + 1) * bits)` of a little-endian stream.

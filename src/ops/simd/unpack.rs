@@ -119,10 +119,10 @@ pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut 
     let sizes = view.codes.row_bytes(cols);
     let part = |index: usize| &view.parts[index][row * sizes[index]..(row + 1) * sizes[index]];
     out.resize(cols, 0.0);
-    bytes.resize(cols, 0);
     match view.codes {
         Codes::Dense(float) => widen(float, part(0), out),
         Codes::Affine { bits, group, scale } => {
+            bytes.resize(cols, 0);
             natural(bits as usize, part(0), bytes, spread(bits as usize));
             let groups = bytes.chunks_exact(group as usize).zip(out.chunks_exact_mut(group as usize));
             for (index, (codes, out)) in groups.enumerate() {
