@@ -100,14 +100,8 @@ impl<G: Gpu> OnGpu<G> {
         rows: Rows,
         observe: &mut dyn FnMut(usize, &[u32]),
     ) -> Result<Logits, ModelError> {
-        let (vocab, context) = (self.vocab(), self.context());
-        if state.len + ids.len() > context {
-            return Err(ModelError::ContextFull { context });
-        }
-        if let Some(&id) = ids.iter().find(|id| **id as usize >= vocab) {
-            return Err(ModelError::TokenOutOfRange { id, vocab });
-        }
-        let mut all = Logits { vocab, data: Vec::new() };
+        self.qwen.admit(state.len, ids)?;
+        let mut all = Logits { vocab: self.vocab(), data: Vec::new() };
         let chunks = ids.chunks(self.scratch.rows);
         let last = chunks.len();
         for (index, chunk) in chunks.enumerate() {

@@ -279,6 +279,18 @@ impl Qwen {
         self.store.as_ref()
     }
 
+    /// Whether `ids` are tokens, and may follow `len` others.
+    pub(super) fn admit(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
+        let (vocab, context) = (self.config.vocab, self.plan.context);
+        if len + ids.len() > context {
+            return Err(ModelError::ContextFull { context });
+        }
+        match ids.iter().find(|id| **id as usize >= vocab) {
+            Some(&id) => Err(ModelError::TokenOutOfRange { id, vocab }),
+            None => Ok(()),
+        }
+    }
+
     /// [`Model::forward`], showing the router's choice of every layer to `observe`.
     pub fn forward_observed(
         &self,
@@ -287,13 +299,8 @@ impl Qwen {
         rows: Rows,
         observe: &mut dyn FnMut(usize, &Routes),
     ) -> Result<Logits, ModelError> {
+        self.admit(state.len, ids)?;
         let Self { config, compute, net, .. } = self;
-        if state.len + ids.len() > self.plan.context {
-            return Err(ModelError::ContextFull { context: self.plan.context });
-        }
-        if let Some(&id) = ids.iter().find(|id| **id as usize >= config.vocab) {
-            return Err(ModelError::TokenOutOfRange { id, vocab: config.vocab });
-        }
         if ids.is_empty() {
             return Ok(Logits { vocab: config.vocab, data: Vec::new() });
         }
