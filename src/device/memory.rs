@@ -53,7 +53,7 @@ impl Slab {
     }
 
     /// All of it, to whoever has it to himself.
-    pub fn as_mut(&mut self) -> &mut [u8] {
+    pub fn all_mut(&mut self) -> &mut [u8] {
         let len = self.len();
         // SAFETY: in bounds, initialised (anonymous maps are zeroed), exclusive by the borrow.
         unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr(), len) }

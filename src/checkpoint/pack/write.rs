@@ -132,7 +132,7 @@ where
         }
     };
     std::thread::scope(|scope| {
-        for buffer in room.as_mut().chunks_exact_mut(record.max(1)) {
+        for buffer in room.all_mut().chunks_exact_mut(record.max(1)) {
             let run = &run;
             scope.spawn(move || run(buffer));
         }
