@@ -4,7 +4,9 @@
 mod file;
 pub mod os;
 pub mod partial;
+mod small;
 mod threads;
 
 pub use file::{Access, File, MAX_BLOCK};
+pub use small::{Stamp, open_regular, read_small};
 pub use threads::Threads;
