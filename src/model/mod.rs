@@ -1,4 +1,4 @@
-//! Qwen3.5 and 3.6, dense and mixture of experts: [`qwen`] is the forward pass, its layers are [`attention`], [`delta`] and
+//! Qwen3.5 and 3.6, dense and mixture of experts. [`reference`] is the architecture in plain tensors: read it first. [`qwen`] is the forward pass, its layers are [`attention`], [`delta`] and
 //! [`moe`], what a sequence remembers is [`state`]. [`config`], [`names`] and [`checkpoint`] bring files into this form.
 //! [`gpu`] shows a loaded model to a GPU; [`placed`] is a model on either device, [`room`] what it takes there, and [`speed`]
 //! how fast it can be.
@@ -10,6 +10,7 @@ pub mod gpu;
 pub mod moe;
 pub mod placed;
 pub mod qwen;
+pub mod reference;
 pub mod room;
 pub mod speed;
 pub mod state;
@@ -17,6 +18,7 @@ pub mod state;
 pub use config::Config;
 pub use placed::Placed;
 pub use qwen::{Options, Qwen};
+pub use reference::Reference;
 pub use state::State;
 
 use crate::error::ModelError;
