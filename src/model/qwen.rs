@@ -16,8 +16,9 @@ use super::{
     moe::{Mlp, Moe},
     names,
     room::Room,
+    snapshot::{Snapshot, SnapshotSize},
     speed::Kind,
-    state::{LayerState, State},
+    state::{self, LayerState, State},
 };
 use crate::{
     device::{self, Compute, MAX_BLOCK, Math},
@@ -299,11 +300,25 @@ impl Qwen {
         rows: Rows,
         observe: &mut dyn FnMut(usize, &Routes),
     ) -> Result<Logits, ModelError> {
+        self.pass(state, ids, rows, (&[], &mut Vec::new()), observe)
+    }
+
+    fn pass(
+        &self,
+        state: &mut State,
+        ids: &[u32],
+        rows: Rows,
+        (marks, taken): (&[usize], &mut Vec<Snapshot>),
+        observe: &mut dyn FnMut(usize, &Routes),
+    ) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
         let Self { config, compute, net, .. } = self;
         if ids.is_empty() {
             return Ok(Logits { vocab: config.vocab, data: Vec::new() });
         }
+        let marks: Vec<usize> = marks.iter().map(|mark| mark - state.len).collect();
+        let room = if marks.is_empty() { 0 } else { State::fixed_bytes(config) as usize };
+        let mut fixed: Vec<Vec<u8>> = marks.iter().map(|_| Vec::with_capacity(room)).collect();
         let rotation = Rotation::new(state.len, ids.len(), config.attention.rotated, config.attention.theta);
         let mut h = ops::embed(&net.embed, ids, &compute.device)?;
         for (index, (layer, memory)) in net.layers.iter().zip(&state.layers).enumerate() {
@@ -312,7 +327,10 @@ impl Qwen {
                 (Mixer::Attention(attention), LayerState::Attention { keys, values }) => {
                     attention.forward(compute, &x, keys, values, state.len, &rotation)?
                 }
-                (Mixer::Delta(delta), LayerState::Delta { conv, heads }) => delta.forward(compute, &x, conv, heads)?,
+                (Mixer::Delta(delta), LayerState::Delta { conv, heads }) => {
+                    let mut mark = |index: usize| state::append_fixed(conv, heads, &mut fixed[index]);
+                    delta.forward(compute, &x, (conv, heads), &marks, &mut mark)?
+                }
                 _ => return Err(ModelError::Config("the state belongs to another model".into())),
             };
             h = (h + y)?;
@@ -328,6 +346,9 @@ impl Qwen {
                 (Ffn::Moe(_), None) => return Err(ModelError::Config("the experts are not loaded".into())),
             };
             h = (h + y)?;
+        }
+        for (mark, fixed) in marks.iter().zip(fixed) {
+            taken.push(state.snapshot(state.len + mark, fixed)?);
         }
         state.len += ids.len();
         let h = match rows {
@@ -364,8 +385,32 @@ impl Model for Qwen {
         State::new(&self.config, self.plan.context, &self.compute)
     }
 
-    fn forward(&mut self, state: &mut State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
-        self.forward_observed(state, ids, rows, &mut |_, _| ())
+    fn forward_marking(
+        &mut self,
+        state: &mut State,
+        ids: &[u32],
+        rows: Rows,
+        marks: &[usize],
+        taken: &mut Vec<Snapshot>,
+    ) -> Result<Logits, ModelError> {
+        self.pass(state, ids, rows, (marks, taken), &mut |_, _| ())
+    }
+
+    fn snapshot(&self, state: &mut State) -> Result<Snapshot, ModelError> {
+        state.snapshot(state.len, state.fixed()?)
+    }
+
+    fn restore(&self, snapshot: &Snapshot, into: Option<State>) -> Result<State, ModelError> {
+        if snapshot.len > self.plan.context {
+            return Err(ModelError::ContextFull { context: self.plan.context });
+        }
+        let mut state = into.map_or_else(|| self.start(), Ok)?;
+        state.restore(snapshot)?;
+        Ok(state)
+    }
+
+    fn snapshot_size(&self) -> SnapshotSize {
+        SnapshotSize { state: self.shape.state, position: self.shape.kv_per_token }
     }
 
     fn vocab(&self) -> usize {
