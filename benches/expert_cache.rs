@@ -9,7 +9,7 @@
 //! the whole trace asks for most often and exchanges only the rest: where tokens are independent of each other (random
 //! ones are), no policy that does not see the future does better.
 
-use moestro::store::{
+use moestro::experts::{
     Choice,
     heat::{Heat, Key},
     slots::{Reason, Slots},

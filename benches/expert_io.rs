@@ -9,8 +9,8 @@
 //! read for each byte of an expert, mean milliseconds of a route. `benches/disk.py` runs it beside fio.
 
 use moestro::{
+    experts::{ExpertMap, Io, Options, PIECES, Phase, Piece, Prefetch, Store},
     metrics::Metrics,
-    store::{ExpertMap, Io, Options, PIECES, Phase, Piece, Prefetch, Store},
 };
 use std::{path::PathBuf, time::Instant};
 

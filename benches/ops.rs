@@ -231,7 +231,7 @@ fn size(weights: &[Weight]) -> usize {
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
-    let (mut threads, mut filter, mut math) = (moestro::device::os::physical_cores(), None, Math::Integer);
+    let (mut threads, mut filter, mut math) = (moestro::platform::os::physical_cores(), None, Math::Integer);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--threads" => threads = args.next().and_then(|text| text.parse().ok()).expect("a number of threads"),

@@ -11,11 +11,11 @@
 
 use moestro::{
     config::Switch,
-    device::os::peak_resident_memory,
+    experts::{Io, Prefetch},
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, qwen::StoreOptions},
     plan::Wishes,
-    store::{Io, Prefetch},
+    platform::os::peak_resident_memory,
 };
 use std::{path::Path, time::Instant};
 

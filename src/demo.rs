@@ -1,7 +1,7 @@
 //! The demo model, carried in the binary, so that `moestro serve` answers before anything is downloaded. How it was
 //! trained is in `models/demo/`.
 
-use crate::{device::os, error::StoreError};
+use crate::{error::StoreError, platform::os};
 use sha2::{Digest, Sha256};
 use std::{
     fs::{self, File},

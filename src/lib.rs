@@ -2,7 +2,7 @@
 //!
 //! # Layout
 //!
-//! Imports run one way: `http -> engine -> model -> {ops, store} -> device`. `tests/house.rs` fails on any other edge.
+//! Imports run one way: `http -> engine -> model -> checkpoint -> {ops, experts} -> device -> platform`. `tests/house.rs` fails on any other edge.
 //!
 //! * [`http`] is what clients see: OpenAI's wire format, axum routes, server-sent events. It knows no tensor.
 //! * [`chat`] turns messages into tokens and tokens into text: pure functions and small state machines.
@@ -11,17 +11,21 @@
 //! * [`model`] is Qwen3.5, to be read beside the paper: embedding, layers of gated attention or gated delta net with a
 //!   mixture of experts, head.
 //! * [`ops`] has one file for each operation Candle lacks: fast CPU code, its plain reference, its Metal dispatch.
-//! * [`store`] brings bytes from disk into slots. It knows no mathematics.
-//! * [`device`] is the only place that knows the operating system: memory both CPU and GPU see, threads, files.
+//! * [`experts`] brings bytes from disk into slots. It knows no mathematics.
+//! * [`checkpoint`] knows the files: their names, how each matrix is stored, packs, the hub.
+//! * [`device`] is memory that CPU, SSD and GPU see, and what runs launches on it. It knows no operation.
+//! * [`platform`] is the operating system: files, threads, memory and its limits.
 //! * [`config`] says what was asked for, checked; [`plan`] what it costs in memory; [`metrics`] and [`error`] are leaves
 //!   that every room may use.
 //!
-//! * [`cli`] says what was typed, [`command`] has one file for each subcommand and sits on top of everything, with
-//!   `main.rs`; [`demo`] is the model inside the binary.
+//! * [`cli`] says what was typed, [`command`] has one file for each subcommand that serves, with what they share; [`tools`] has
+//!   the others (bench, doctor, info, synth). They sit on top of everything, with `main.rs`; [`demo`] is the model inside
+//!   the binary.
 //!
 //! A request's way: `ChatRequest -> String -> ids -> Request -> logits -> Event -> delta -> SSE frame`.
 
 pub mod chat;
+pub mod checkpoint;
 pub mod cli;
 pub mod command;
 pub mod config;
@@ -29,9 +33,11 @@ pub mod demo;
 pub mod device;
 pub mod engine;
 pub mod error;
+pub mod experts;
 pub mod http;
 pub mod metrics;
 pub mod model;
 pub mod ops;
 pub mod plan;
-pub mod store;
+pub mod platform;
+pub mod tools;

@@ -3,7 +3,10 @@
 use clap::Parser;
 use moestro::{
     cli::{Cli, Command},
-    command,
+    command::{generate, pack, pull, serve},
+    config::{Generate, Serve},
+    error::CommandError,
+    tools::{bench, doctor, info, synth},
 };
 use std::{
     io::{self, IsTerminal},
@@ -19,11 +22,24 @@ fn main() -> ExitCode {
     let filter = EnvFilter::try_from_env("MOESTRO_LOG").unwrap_or_else(|_| EnvFilter::new(level));
     let colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(io::stderr).init();
-    match command::run(cli.command) {
+    match run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("moestro: {error}");
             ExitCode::from(error.exit_code())
         }
+    }
+}
+
+fn run(command: Command) -> Result<(), CommandError> {
+    match command {
+        Command::Serve(typed) => serve::run(Serve::new(typed).map_err(CommandError::Usage)?),
+        Command::Generate(typed) => generate::run(Generate::new(typed).map_err(CommandError::Usage)?),
+        Command::Pack(typed) => pack::run(&typed),
+        Command::Pull(typed) => pull::run(&typed),
+        Command::Info(typed) => info::run(typed),
+        Command::Bench(typed) => bench::run(typed),
+        Command::Doctor(typed) => doctor::run(&typed),
+        Command::Synth(typed) => synth::command::run(&typed),
     }
 }

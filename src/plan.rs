@@ -16,7 +16,7 @@ mod estimate;
 
 pub use estimate::{Bandwidth, Estimate, HIT_RATES, estimate};
 
-use crate::{config::Switch, device::os, error::ModelError};
+use crate::{config::Switch, error::ModelError, platform::os};
 use serde::Serialize;
 use std::fmt;
 

@@ -7,7 +7,7 @@
 
 use moestro::{
     demo,
-    store::synth::{self, Dimensions},
+    tools::synth::{self, Dimensions},
 };
 use std::{
     fs,

@@ -5,9 +5,10 @@ mod common;
 
 use common::{decode, load_with, prefill};
 use moestro::{
-    device::Access,
+    experts::{Files, Io, Prefetch},
     model::{Options, qwen::StoreOptions},
-    store::{Files, Io, Prefetch, synth},
+    platform::Access,
+    tools::synth,
 };
 use std::path::{Path, PathBuf};
 

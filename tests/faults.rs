@@ -3,8 +3,8 @@
 
 use moestro::{
     error::StoreError,
+    experts::{ExpertMap, Files, Io, Options, PIECES, Phase, Piece, Prefetch, Source, Store},
     metrics::Metrics,
-    store::{ExpertMap, Files, Io, Options, PIECES, Phase, Piece, Prefetch, Source, Store},
 };
 use std::{
     io::{self, Write},
@@ -202,7 +202,7 @@ fn shard(dir: &Path) -> PathBuf {
 
 /// The ways of reading that this file system knows.
 fn ways(path: &Path) -> Vec<Io> {
-    let direct = Files::open(&[path.to_owned()], moestro::device::Access::Direct).is_ok();
+    let direct = Files::open(&[path.to_owned()], moestro::platform::Access::Direct).is_ok();
     if direct { vec![Io::Buffered, Io::Direct] } else { vec![Io::Buffered] }
 }
 

@@ -1,28 +1,23 @@
-//! One file for each subcommand, and what they share: finding a checkpoint and loading its parts.
+//! The subcommands that serve and fetch, one file each, and what all commands share: finding a checkpoint and loading its
+//! parts.
 
-mod bench;
 pub mod device;
-pub mod doctor;
-mod generate;
-mod info;
-mod measure;
-mod pack;
-mod progress;
-mod pull;
-mod serve;
-mod synth;
+pub mod generate;
+pub mod pack;
+pub mod progress;
+pub mod pull;
+pub mod serve;
 
 use crate::{
     chat::{Template, Tokenizer},
-    cli::Command,
     config::{self, ExpertIo, Generation, Load, Source, Switch},
     demo,
     engine::Sampling,
     error::{CommandError, ModelError, StoreError},
+    experts,
     metrics::Metrics,
     model::{self, Placed, Qwen, config::FfnShape, qwen::StoreOptions},
     plan::Wishes,
-    store,
 };
 use device::Chosen;
 use serde::Serialize;
@@ -34,26 +29,12 @@ use std::{
 };
 
 /// Prints a report, or one JSON object. If nobody reads it, nobody misses it.
-fn show(report: &(impl Display + Serialize), json: bool) {
+pub fn show(report: &(impl Display + Serialize), json: bool) {
     let text = match json {
         true => serde_json::to_string_pretty(report).unwrap_or_default() + "\n",
         false => report.to_string(),
     };
     let _ = io::stdout().write_all(text.as_bytes());
-}
-
-/// Runs what was asked for; returns when it is done.
-pub fn run(command: Command) -> Result<(), CommandError> {
-    match command {
-        Command::Serve(typed) => serve::run(config::Serve::new(typed).map_err(CommandError::Usage)?),
-        Command::Generate(typed) => generate::run(config::Generate::new(typed).map_err(CommandError::Usage)?),
-        Command::Info(typed) => info::run(typed),
-        Command::Bench(typed) => bench::run(typed),
-        Command::Doctor(typed) => doctor::run(&typed),
-        Command::Pack(typed) => pack::run(&typed),
-        Command::Pull(typed) => pull::run(&typed),
-        Command::Synth(typed) => synth::run(&typed),
-    }
 }
 
 /// The directory of a checkpoint: unpacks the demo model, and checks that there is something to read.
@@ -150,15 +131,15 @@ pub fn options(load: &Load) -> model::Options {
         store: StoreOptions {
             slots: None,
             io: match load.expert_io {
-                ExpertIo::Auto => store::Io::Auto,
-                ExpertIo::Direct => store::Io::Direct,
-                ExpertIo::Buffered => store::Io::Buffered,
+                ExpertIo::Auto => experts::Io::Auto,
+                ExpertIo::Direct => experts::Io::Direct,
+                ExpertIo::Buffered => experts::Io::Buffered,
             },
             threads: load.io_threads,
             prefetch: match load.prefetch {
-                Switch::Auto => store::Prefetch::Auto,
-                Switch::On => store::Prefetch::On,
-                Switch::Off => store::Prefetch::Off,
+                Switch::Auto => experts::Prefetch::Auto,
+                Switch::On => experts::Prefetch::On,
+                Switch::Off => experts::Prefetch::Off,
             },
             warm: true,
             trace: None,

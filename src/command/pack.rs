@@ -2,12 +2,12 @@
 
 use super::{progress, resolve};
 use crate::{
+    checkpoint::pack,
     cli,
     config::Source,
     error::{CommandError, StoreError},
     model::{Options, qwen::Surveyed},
     plan::Size,
-    store::pack,
 };
 use std::time::Instant;
 

@@ -19,7 +19,7 @@ pub fn find_or_download(id: &str) -> Result<PathBuf, CommandError> {
 
 #[cfg(feature = "hub")]
 fn find(id: &str) -> Result<Option<PathBuf>, CommandError> {
-    Ok(crate::store::hub::Hub::from_env()?.local(id))
+    Ok(crate::checkpoint::hub::Hub::from_env()?.local(id))
 }
 
 #[cfg(feature = "hub")]
@@ -27,7 +27,7 @@ fn download(id: &str) -> Result<PathBuf, CommandError> {
     if !crate::config::is_hub_id(id) {
         return Err(CommandError::Usage(format!("{id}: a model on the hub is called org/name")));
     }
-    let hub = crate::store::hub::Hub::from_env()?;
+    let hub = crate::checkpoint::hub::Hub::from_env()?;
     let bar = super::progress::bytes(0, id);
     let outcome = hub.pull(id, &|here, total| {
         bar.set_length(total);

@@ -52,6 +52,13 @@ impl Slab {
         self.map.len() == 0
     }
 
+    /// All of it, to whoever has it to himself.
+    pub fn all_mut(&mut self) -> &mut [u8] {
+        let len = self.len();
+        // SAFETY: in bounds, initialised (anonymous maps are zeroed), exclusive by the borrow.
+        unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr(), len) }
+    }
+
     /// A read-only view of `range`. Panics if it is out of bounds.
     ///
     /// # Safety

@@ -1,25 +1,20 @@
-//! What the machine is: memory that CPU and GPU both see, compute threads, files. The only `cfg(target_os)`.
+//! Memory that CPU, SSD and GPU see, and whoever runs launches on it. It knows no operation.
 
 mod bandwidth;
 mod dispatch;
-mod file;
 mod gpu;
 pub mod kernels;
 mod memory;
 #[cfg(target_os = "macos")]
 mod metal;
-pub mod os;
-mod threads;
 
+use crate::platform::Threads;
 pub use bandwidth::memory_bandwidth;
 pub use dispatch::{Binding, Dispatch, Effect, Region};
-pub use file::{Access, File, MAX_BLOCK};
 pub use gpu::{Gpu, GpuError, gpu};
 pub use memory::{Filling, Slab, Span};
 #[cfg(target_os = "macos")]
 use metal::Metal;
-pub use threads::Threads;
-
 use std::sync::Arc;
 
 /// Which arithmetic the quantised products use on the CPU.

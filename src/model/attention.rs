@@ -1,6 +1,7 @@
 //! Gated full attention (spec 2.1): one layer in four.
 
-use super::{checkpoint::Trunk, config::Config};
+use super::config::Config;
+use crate::checkpoint::Trunk;
 use crate::{
     device::Compute,
     error::ModelError,

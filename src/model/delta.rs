@@ -1,6 +1,7 @@
 //! The gated delta net (spec 2.2): three layers in four. Its memory is one matrix per head, whatever the context.
 
-use super::{checkpoint::Trunk, config::Config};
+use super::config::Config;
+use crate::checkpoint::Trunk;
 use crate::{
     device::Compute,
     error::ModelError,

@@ -5,12 +5,10 @@
 //! how fast it can be.
 
 pub mod attention;
-pub mod checkpoint;
 pub mod config;
 pub mod delta;
 pub mod gpu;
 pub mod moe;
-pub mod names;
 pub mod placed;
 pub mod qwen;
 pub mod room;

@@ -10,15 +10,15 @@
 //! matter what landed first.
 
 use super::{
-    checkpoint::{self, Checkpoint, Layout, Trunk},
     config::{Config, FfnShape},
     speed::Kind,
 };
 use crate::{
+    checkpoint::{self, Checkpoint, Layout, Trunk},
     device::Compute,
     error::ModelError,
+    experts::{Choice, Landed, LayerExperts, Phase, Store},
     ops::{self, Assignment, ExpertView, Job, Routes, Weight, WeightView},
-    store::{Choice, Landed, LayerExperts, Phase, Store},
 };
 use candle_core::{DType, Tensor};
 

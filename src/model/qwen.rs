@@ -10,23 +10,23 @@
 use super::{
     Logits, Model, Rows,
     attention::Attention,
-    checkpoint::{Checkpoint, Trunk},
     config::{Config, FfnShape},
     delta::DeltaNet,
     moe::{Mlp, Moe},
-    names,
     room::Room,
     snapshot::{Snapshot, SnapshotSize},
     speed::Kind,
     state::{self, LayerState, State},
 };
 use crate::{
-    device::{self, Compute, MAX_BLOCK, Math},
+    checkpoint::{Checkpoint, Trunk, index::Index, names, pack},
+    device::{Compute, Math},
     error::ModelError,
+    experts::{self, ExpertMap, LayerExperts, Store},
     metrics::Metrics,
     ops::{self, Rotation, Routes, Weight},
     plan::{Limits, Plan, Shape, Wishes},
-    store::{self, ExpertMap, LayerExperts, Store, index::Index, pack},
+    platform::{MAX_BLOCK, os},
 };
 use candle_core::Tensor;
 use std::{
@@ -51,14 +51,14 @@ pub struct Options {
     pub gpu: Option<u64>,
 }
 
-/// What [`store::Options`] has and the plan does not decide.
+/// What [`experts::Options`] has and the plan does not decide.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
     /// Fewer slots than the plan has room for, for tests and measurements.
     pub slots: Option<usize>,
-    pub io: store::Io,
+    pub io: experts::Io,
     pub threads: usize,
-    pub prefetch: store::Prefetch,
+    pub prefetch: experts::Prefetch,
     /// Whether the list of hot experts is kept in the user's cache directory.
     pub warm: bool,
     pub trace: Option<std::path::PathBuf>,
@@ -66,7 +66,7 @@ pub struct StoreOptions {
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        let store::Options { io, threads, prefetch, trace, .. } = store::Options::new(0);
+        let experts::Options { io, threads, prefetch, trace, .. } = experts::Options::new(0);
         Self { slots: None, io, threads, prefetch, trace, warm: false }
     }
 }
@@ -176,7 +176,7 @@ impl Surveyed {
     pub fn unpacked(dir: &Path, options: &Options) -> Result<Self, ModelError> {
         let mut config = Config::read(dir)?;
         config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
-        let checkpoint = Checkpoint::open(Index::open(dir)?, &config)?;
+        let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
         let compute = Compute::cpu(1, options.math);
         let mut ignore = |_, _| ();
         let mut trunk = Trunk::measure(&checkpoint, &mut ignore);
@@ -245,7 +245,7 @@ impl Qwen {
         ] {
             gauge.set(bytes as i64);
         }
-        let threads = options.threads.unwrap_or_else(device::os::physical_cores);
+        let threads = options.threads.unwrap_or_else(os::physical_cores);
         let compute = Compute::cpu(threads, options.math);
         let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
         let (net, _) = Net::load(&mut trunk, &config, &compute)?;
@@ -255,7 +255,7 @@ impl Qwen {
             let StoreOptions { slots, io, threads, prefetch, warm, trace } = options.store.clone();
             let slots = slots.unwrap_or(plan.slots).min(plan.slots);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
-            let options = store::Options { slots, io, threads, prefetch, warm, trace };
+            let options = experts::Options { slots, io, threads, prefetch, warm, trace };
             let store = Store::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)
@@ -372,10 +372,10 @@ impl Ffn {
 }
 
 /// Where the list of a checkpoint's hot experts is kept between runs.
-fn hot_list(index: &Index) -> Option<store::Warm> {
+fn hot_list(index: &Index) -> Option<experts::Warm> {
     let identity = index.identity();
-    let file = device::os::cache_dir()?.join("hot").join(format!("{identity}.json"));
-    Some(store::Warm { file, identity })
+    let file = os::cache_dir()?.join("hot").join(format!("{identity}.json"));
+    Some(experts::Warm { file, identity })
 }
 
 impl Model for Qwen {

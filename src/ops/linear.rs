@@ -9,7 +9,10 @@ use super::{
     simd::{self, Isa, Line, Out},
     weight::{Codes, Weight, WeightView},
 };
-use crate::device::{Compute, Math, Span, Threads};
+use crate::{
+    device::{Compute, Math, Span},
+    platform::Threads,
+};
 
 /// Rows of weights are cut in multiples of this, the height of the widest kernel's tile.
 const TILE: usize = 32;

@@ -2,9 +2,10 @@
 
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
-    command::{device::Chosen, doctor},
+    command::device::Chosen,
     device::{Dispatch, Effect, Gpu, GpuError, Region, Slab},
     ops::check,
+    tools::doctor,
 };
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 

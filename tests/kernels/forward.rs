@@ -9,9 +9,9 @@ use common::{argmax, load_with};
 use moestro::{
     config::Switch,
     device::Math,
+    experts::{Io, Prefetch},
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, gpu::OnGpu, qwen::StoreOptions},
-    store::{Io, Prefetch},
 };
 use std::{path::Path, sync::atomic::Ordering};
 

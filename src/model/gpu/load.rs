@@ -3,6 +3,7 @@
 use crate::{
     device::{Gpu, Region, Slab, Span},
     error::ModelError,
+    experts::Store,
     model::{
         attention::Attention,
         config::Config,
@@ -14,7 +15,6 @@ use crate::{
         Weight,
         plan::{Attend, Decay, Delta, Ffn, Layer, Matrix, Mixer, Mixture, Net, Piece, Slots},
     },
-    store::Store,
 };
 use candle_core::Tensor;
 use std::{collections::HashMap, sync::Arc};

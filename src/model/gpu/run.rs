@@ -4,8 +4,8 @@ use super::Grouped;
 use crate::{
     device::Gpu,
     error::ModelError,
+    experts::{Batch, Choice, Phase, Routed, Store},
     ops::plan::{Ffn, Jobs, Mixture, NONE, Net, Scratch, Step},
-    store::{Batch, Choice, Phase, Routed, Store},
 };
 
 /// One pass under way.

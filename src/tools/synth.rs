@@ -5,11 +5,12 @@
 //! tensor's name and the value's index, so the bytes depend neither on threads nor on the order of writing, and any
 //! block can be made at any time. Blocks of a few megabytes are made and written by a few threads, in file order.
 
+pub mod command;
 mod layout;
 mod noise;
 
-use super::partial::Partial;
 use crate::error::StoreError;
+use crate::platform::partial::Partial;
 use layout::Tensor;
 use std::{
     fs::{self, File},
@@ -150,7 +151,7 @@ pub fn write(out: &Path, options: &Options, progress: &(dyn Fn(u64) + Sync)) -> 
     }
     let tensors = layout::tensors(options);
     let bytes: u64 = tensors.iter().map(Tensor::bytes).sum();
-    if let Some(free) = crate::device::os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
+    if let Some(free) = crate::platform::os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
         let why = format!("{bytes} bytes are needed and {free} are free");
         return Err(at(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
     }

@@ -22,8 +22,8 @@ mod write;
 pub use identity::identity;
 pub use write::{Summary, write};
 
-use super::{ExpertMap, PIECES, Piece};
-use crate::{device::os, error::StoreError};
+use crate::experts::{ExpertMap, PIECES, Piece};
+use crate::{error::StoreError, platform::os};
 use serde::{Deserialize, Serialize};
 use std::{
     fs, io,

@@ -4,10 +4,7 @@ use super::{
     layout::{ExpertMap, Layout},
     source::{Files, Source},
 };
-use crate::{
-    device::{Access, Slab},
-    error::StoreError,
-};
+use crate::{device::Slab, error::StoreError, platform::Access};
 use std::{
     io,
     path::PathBuf,

@@ -1,7 +1,7 @@
 //! The store on real files: every byte in its place, every count exact.
 
 use super::*;
-use crate::device::os::disk_bytes_read;
+use crate::platform::os::disk_bytes_read;
 use std::{io::Write, path::Path};
 
 const LAYERS: usize = 3;

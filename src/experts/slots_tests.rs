@@ -7,7 +7,7 @@ use std::collections::HashMap;
 const KEYS: usize = 24;
 
 fn want(heat: &mut Heat, key: Key) {
-    heat.visit(0, crate::store::Choice { ids: &[key], k: 1, logits: &[] });
+    heat.visit(0, crate::experts::Choice { ids: &[key], k: 1, logits: &[] });
 }
 
 #[derive(Debug, Clone)]

@@ -1,16 +1,13 @@
 //! From a directory of safetensors to weights: finds each tensor by its canonical name, checks its shape, says how it is
 //! quantised, and gathers the trunk in one slab. What nobody asked for in the end is an error.
 
-use super::{
-    config::Config,
-    names::{Name, canonical},
-};
+use super::names::{Name, canonical};
 use crate::{
+    checkpoint::index::{Dtype, Entry, Index},
     device::{Filling, Span},
     error::{ModelError, StoreError},
+    experts::{PIECES, Piece},
     ops::{Codes, Float, Weight},
-    store::index::{Dtype, Entry, Index},
-    store::{PIECES, Piece},
 };
 use std::{
     cell::RefCell,
@@ -44,7 +41,8 @@ pub struct Layout {
 }
 
 impl Checkpoint {
-    pub fn open(index: Index, config: &Config) -> Result<Self, ModelError> {
+    /// `quantization` is the table of that name in `config.json`, or null.
+    pub fn open(index: Index, quantization: &serde_json::Value) -> Result<Self, ModelError> {
         let mut names = BTreeMap::new();
         for found in index.tensors.keys() {
             if let Name::Ours(name) = canonical(found) {
@@ -55,7 +53,7 @@ impl Checkpoint {
             .tensors
             .iter()
             .any(|(name, entry)| name.ends_with("conv1d.weight") && entry.shape.last().is_some_and(|last| *last != 1));
-        let table = config.quantization.as_object().cloned().unwrap_or_default();
+        let table = quantization.as_object().cloned().unwrap_or_default();
         let quantization = table.into_iter().map(|(path, value)| match canonical(&path) {
             Name::Ours(path) if value.is_object() || value.is_boolean() => (path, value),
             _ => (path, value),

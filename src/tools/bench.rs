@@ -4,7 +4,7 @@
 mod report;
 mod run;
 
-use super::{
+use crate::command::{
     device::{self, Chosen},
     options, progress, resolve, show,
 };
@@ -12,10 +12,10 @@ use crate::{
     chat::Tokenizer,
     cli,
     config::{self, Load, Source},
-    device::{Access, File, os},
     error::{CommandError, ModelError, StoreError},
     metrics::Metrics,
     model::{self, Model, Qwen},
+    platform::{Access, File, os},
 };
 use report::{Report, Setup};
 use run::Session;
@@ -88,7 +88,7 @@ fn prompt(dir: &Path, count: usize) -> Result<Vec<u32>, CommandError> {
 
 /// Drops what the page cache holds of the checkpoint.
 fn drop_cached(dir: &Path) -> Result<(), StoreError> {
-    let index = crate::store::index::Index::open(dir)?;
+    let index = crate::checkpoint::index::Index::open(dir)?;
     for path in &index.files {
         let failed = |source| StoreError::Io { path: path.clone(), source };
         let file = File::open(path, Access::Buffered).map_err(failed)?;

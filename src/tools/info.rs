@@ -1,14 +1,15 @@
 //! `moestro info`: what a model needs of this machine, and how fast it can decode here.
 
-use super::{device::Chosen, measure, options, resolve, show};
+use super::measure;
+use crate::command::{device::Chosen, options, resolve, show};
 use crate::{
     chat::Tokenizer,
     cli,
     config::{self, Load, Source},
-    device::os,
     error::CommandError,
     model::{self, Config, config::FfnShape, qwen::Surveyed},
     plan::{Estimate, HIT_RATES, LimitFrom, Limits, Plan, Shape, Size, Strategy, estimate},
+    platform::os,
 };
 use measure::Measured;
 use serde::Serialize;

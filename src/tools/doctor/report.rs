@@ -1,7 +1,7 @@
 //! What `doctor` prints.
 
 use super::answer::{Answer, QUESTION};
-use crate::{device::os, ops::check::Finding, plan::Size};
+use crate::{ops::check::Finding, plan::Size, platform::os};
 use serde::{Serialize, Serializer, ser::SerializeSeq};
 use serde_json::json;
 use std::fmt;

@@ -2,12 +2,13 @@
 
 use crate::{
     config::Load,
-    device::{Access, Compute, memory_bandwidth},
+    device::{Compute, memory_bandwidth},
     error::{CommandError, StoreError},
+    experts::{Options, Phase, Prefetch, Store},
     metrics::Metrics,
     model::{qwen::Surveyed, speed},
     plan::Bandwidth,
-    store::{Options, Phase, Prefetch, Store},
+    platform::Access,
 };
 use serde::Serialize;
 use std::time::{Duration, Instant};
@@ -58,7 +59,7 @@ fn disk(found: &Surveyed, load: &Load) -> Result<(f64, f64, bool), StoreError> {
     }
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let options = Options {
-        io: super::options(load).store.io,
+        io: crate::command::options(load).store.io,
         threads: load.io_threads,
         prefetch: Prefetch::Off,
         ..Options::new(k)

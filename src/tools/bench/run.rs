@@ -1,12 +1,12 @@
 //! One model, a few runs, and everything that can be counted about them.
 
 use crate::{
-    device::os,
     engine,
     error::{CommandError, EngineError, ModelError},
     metrics::Metrics,
     model::{Logits, Model, Placed, Rows, placed::PlacedState},
-    store::optimum,
+    platform::os,
+    tools::belady,
 };
 use serde::Serialize;
 use std::{ops::Range, sync::Arc, time::Instant};
@@ -101,7 +101,7 @@ impl Session {
     /// The runs, compared with what cannot be had: all experts in memory, and a cache that knew what was coming. Both
     /// follow from the measured stalls, and the second one from the lookups of all runs of this session, in order.
     pub fn finish(self) -> Vec<Run> {
-        let missed = optimum::misses(&self.asked, self.model.qwen().plan().slots);
+        let missed = belady::misses(&self.asked, self.model.qwen().plan().slots);
         let mut runs = self.runs;
         for run in &mut runs {
             let lookups = missed.get(run.asked.clone()).unwrap_or_default();

@@ -42,7 +42,7 @@ impl ExpertMap {
         self.layers.iter().flatten().flatten().map(|piece| piece.len as u64).sum()
     }
 
-    /// Bytes one slot takes if reads must be aligned to `block` ([`crate::device::MAX_BLOCK`] is the worst case).
+    /// Bytes one slot takes if reads must be aligned to `block` ([`crate::platform::MAX_BLOCK`] is the worst case).
     pub fn slot_bytes(&self, block: usize) -> usize {
         let room = self.layers.iter().flatten().map(|pieces| Layout::new(pieces, block).room).max();
         room.unwrap_or(0).next_multiple_of(block.max(ALIGN))

@@ -10,10 +10,10 @@ use crate::{
     device::{Gpu, Math},
     engine::likeliest,
     error::CommandError,
+    experts::Io,
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, gpu::OnGpu, qwen::StoreOptions},
     plan::Wishes,
-    store::Io,
 };
 use serde::Serialize;
 use serde_json::{Map, json};

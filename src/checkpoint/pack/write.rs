@@ -2,9 +2,11 @@
 
 use super::{FORMAT, LINE, Layer, MANIFEST, Manifest, PAGE, VERSION, identity::hex, open};
 use crate::{
-    device::{Access, File as Disk, Slab, os},
+    device::Slab,
     error::StoreError,
-    store::{ExpertMap, PIECES, Piece, partial::Partial, source::Files, source::Source},
+    experts::{ExpertMap, PIECES, Piece, source::Files, source::Source},
+    platform::partial::Partial,
+    platform::{Access, File as Disk, os},
 };
 use sha2::{Digest, Sha256};
 use std::{
@@ -110,10 +112,8 @@ where
 {
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Ok(Vec::with_capacity(experts)));
-    let room = Slab::new(record * THREADS).map_err(|error| StoreError::Other(format!("no memory: {error}")))?;
-    let run = |thread: usize| {
-        // SAFETY: each thread has a part of the slab of its own.
-        let buffer = unsafe { room.bytes_mut(thread * record..(thread + 1) * record) };
+    let mut room = Slab::new(record * THREADS).map_err(|error| StoreError::Other(format!("no memory: {error}")))?;
+    let run = |buffer: &mut [u8]| {
         loop {
             let expert = next.fetch_add(1, Ordering::Relaxed);
             if expert >= experts {
@@ -132,9 +132,9 @@ where
         }
     };
     std::thread::scope(|scope| {
-        for thread in 0..THREADS {
+        for buffer in room.all_mut().chunks_exact_mut(record.max(1)) {
             let run = &run;
-            scope.spawn(move || run(thread));
+            scope.spawn(move || run(buffer));
         }
     });
     let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner)?;

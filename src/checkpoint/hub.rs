@@ -7,7 +7,7 @@
 
 mod listing;
 
-use crate::{device::os, error::StoreError, store::index::Index};
+use crate::{checkpoint::index::Index, error::StoreError, platform::os};
 use hf_hub::{
     Cache, Repo, RepoType,
     api::{

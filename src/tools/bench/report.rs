@@ -3,9 +3,9 @@
 use super::run::{Phase, Run};
 use crate::{
     config::Load,
-    device::{Access, os},
     model::Qwen,
     plan::{Plan, Shape, Size, Strategy},
+    platform::{Access, os},
 };
 use serde::Serialize;
 use std::fmt;

@@ -10,10 +10,7 @@ use super::{
     slots::Place,
     source::Source,
 };
-use crate::{
-    device::{Slab, os::disk_bytes_read},
-    metrics::Metrics,
-};
+use crate::{device::Slab, metrics::Metrics, platform::os::disk_bytes_read};
 use std::{
     collections::VecDeque,
     io,

@@ -5,7 +5,7 @@
 mod answer;
 mod report;
 
-use super::{device::NONE, show};
+use crate::command::{device::NONE, show};
 use crate::{
     cli,
     device::{self, Gpu, Math},

@@ -1,29 +1,21 @@
-//! Bytes on disk to bytes in slots. It knows no mathematics and never sees a tensor.
+//! Experts in memory: bytes on disk to bytes in slots. It knows no mathematics and never sees a tensor.
 //!
 //! * [`layout`]: where an expert's bytes lie on disk and where each lands in a slot.
 //! * [`slots`] is the table: which expert is in which slot, who is pinned, who has to go; [`heat`] says who is wanted.
 //! * [`reader`] is the pool of threads that reads a [`source`] straight into slots; [`probe`] picks how.
-//! * [`pack`] writes an expert's bytes side by side; [`synth`] makes checkpoints to try a machine with.
 //! * [`prefetch`] judges whether reading ahead pays; [`warm`] remembers what was hot when the server stopped.
 //!
 //! A [`Store`] belongs to the thread that owns the model. Its table needs no lock: reader threads never see it, they get
 //! a slot to fill and say when they are done.
 
 pub mod heat;
-#[cfg(feature = "hub")]
-pub mod hub;
-pub mod index;
 pub mod layout;
-pub mod optimum;
-pub mod pack;
-mod partial;
 pub mod prefetch;
 pub mod probe;
 pub mod reader;
 mod routed;
 pub mod slots;
 pub mod source;
-pub mod synth;
 mod trace;
 pub mod warm;
 
@@ -37,9 +29,10 @@ pub use source::{Files, Source};
 pub use warm::Warm;
 
 use crate::{
-    device::{Access, Slab, os},
+    device::Slab,
     error::StoreError,
     metrics::Metrics,
+    platform::{Access, os},
 };
 use heat::{Heat, Key};
 use layout::Layout;

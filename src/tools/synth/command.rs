@@ -1,12 +1,12 @@
 //! `moestro synth`: a checkpoint with a real model's dimensions and random weights, to try a machine with.
 
-use super::progress;
+use crate::command::progress;
 use crate::{
     cli, demo,
-    device::os,
     error::{CommandError, StoreError},
     plan::Size,
-    store::synth::{self, Dimensions, Options},
+    platform::os,
+    tools::synth::{self, Dimensions, Options},
 };
 use std::time::Instant;
 

@@ -201,9 +201,8 @@ mod tests {
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => continue,
                 other => other.unwrap(),
             };
-            let slab = crate::device::Slab::new(4 * MAX_BLOCK).unwrap();
-            // SAFETY: the slab is this test's own.
-            let room = unsafe { slab.bytes_mut(0..slab.len()) };
+            let mut map = memmap2::MmapMut::map_anon(4 * MAX_BLOCK).unwrap();
+            let room = &mut map[..];
             let got = opened.read_at(room, MAX_BLOCK as u64).unwrap();
             assert_eq!(&room[..got], &bytes[MAX_BLOCK..], "{access:?}: up to the ragged end");
             assert_eq!(opened.len(), bytes.len() as u64);

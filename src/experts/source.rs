@@ -1,8 +1,8 @@
 //! What the reader reads from: the checkpoint's files, or a test's double that fails on purpose.
 
 use crate::{
-    device::{Access, File},
     error::StoreError,
+    platform::{Access, File},
 };
 use std::{
     io,

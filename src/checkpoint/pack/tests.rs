@@ -1,5 +1,5 @@
 use super::*;
-use crate::store::source::{Files, Source};
+use crate::experts::source::{Files, Source};
 use std::os::unix::fs::FileExt;
 
 /// A checkpoint of two shards with 3 layers of 5 experts, at odd offsets and out of order.
@@ -47,7 +47,7 @@ impl Checkpoint {
 }
 
 fn bytes(map: &ExpertMap, files: &[PathBuf]) -> Vec<Vec<u8>> {
-    let files = Files::open(files, crate::device::Access::Buffered).unwrap();
+    let files = Files::open(files, crate::platform::Access::Buffered).unwrap();
     let read = |piece: &Piece| {
         let mut into = vec![0; piece.len];
         assert_eq!(files.read(piece.file, piece.offset, &mut into).unwrap(), piece.len);
@@ -73,7 +73,7 @@ fn a_pack_holds_the_same_bytes_one_page_aligned_record_an_expert() {
     assert_eq!(bytes(&pack.map, &pack.files), bytes(&checkpoint.map, &checkpoint.files));
     for pieces in pack.map.layers.iter().flatten() {
         assert_eq!(pieces[0].offset % PAGE, 0);
-        let layout = crate::store::layout::Layout::new(pieces, 4096);
+        let layout = crate::experts::layout::Layout::new(pieces, 4096);
         assert_eq!(layout.reads().len(), 1, "a packed expert is one read");
     }
     let after: Vec<_> = checkpoint.files.iter().map(|file| fs::read(file).unwrap()).collect();

@@ -1,0 +1,11 @@
+//! Checkpoints as files: [`index`] finds tensors in safetensors, [`names`] bends their names to ours, [`trunk`] says how each is
+//! quantised and gathers what stays in memory, [`pack`] writes an expert's bytes side by side, [`hub`] downloads.
+
+#[cfg(feature = "hub")]
+pub mod hub;
+pub mod index;
+pub mod names;
+pub mod pack;
+mod trunk;
+
+pub use trunk::{Checkpoint, Layout, Trunk, expert, pieces};

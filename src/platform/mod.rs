@@ -1,0 +1,10 @@
+//! What the operating system gives: files and how they are read, threads, memory and its limits. The only room, with
+//! `device`, that knows which system it is.
+
+mod file;
+pub mod os;
+pub mod partial;
+mod threads;
+
+pub use file::{Access, File, MAX_BLOCK};
+pub use threads::Threads;

@@ -1,0 +1,9 @@
+//! For whoever wants to know a machine, a model or this program better: [`bench`], [`doctor`], [`info`] and [`synth`]. Serving
+//! needs none of them.
+
+pub mod belady;
+pub mod bench;
+pub mod doctor;
+pub mod info;
+mod measure;
+pub mod synth;
