@@ -152,6 +152,10 @@ impl Model for Parrot {
         Ok(heard)
     }
 
+    fn held(&self, heard: &Heard) -> usize {
+        heard.frozen.held()
+    }
+
     fn snapshot_size(&self) -> SnapshotSize {
         SnapshotSize { state: 8, position: 4 }
     }

@@ -255,6 +255,10 @@ impl<G: Gpu> Model for OnGpu<G> {
         Ok(state)
     }
 
+    fn held(&self, state: &GpuState) -> usize {
+        state.frozen.held()
+    }
+
     fn snapshot_size(&self) -> SnapshotSize {
         self.qwen.snapshot_size()
     }

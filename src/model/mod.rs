@@ -12,6 +12,7 @@ pub mod moe;
 pub mod placed;
 pub mod qwen;
 pub mod room;
+mod sequence;
 pub mod snapshot;
 pub mod speed;
 pub mod state;
@@ -79,6 +80,9 @@ pub trait Model: Send + 'static {
     /// The sequence that `snapshot` was taken of, by this model or one with the same bytes. What `into` already holds of
     /// it is not copied.
     fn restore(&self, snapshot: &Snapshot, into: Option<Self::State>) -> Result<Self::State, ModelError>;
+
+    /// Positions from the first on whose keys and values a snapshot of `state` would share with others that are alive.
+    fn held(&self, state: &Self::State) -> usize;
 
     /// What its snapshots take.
     fn snapshot_size(&self) -> SnapshotSize;

@@ -101,6 +101,14 @@ impl Model for Placed {
         }
     }
 
+    fn held(&self, state: &PlacedState) -> usize {
+        match (self, state) {
+            (Placed::Cpu(qwen), PlacedState::Cpu(state)) => qwen.held(state),
+            (Placed::Gpu(model), PlacedState::Gpu(state)) => model.held(state),
+            _ => 0,
+        }
+    }
+
     fn snapshot_size(&self) -> SnapshotSize {
         self.qwen().snapshot_size()
     }

@@ -8,13 +8,13 @@
 //! ```
 
 use super::{
-    Logits, Model, Rows,
+    Logits, Rows,
     attention::Attention,
     config::{Config, FfnShape},
     delta::DeltaNet,
     moe::{Mlp, Moe},
     room::Room,
-    snapshot::{Snapshot, SnapshotSize},
+    snapshot::Snapshot,
     speed::Kind,
     state::{self, LayerState, State},
 };
@@ -102,11 +102,11 @@ pub(super) struct Net {
 /// A loaded model.
 pub struct Qwen {
     pub(super) config: Config,
-    compute: Compute,
+    pub(super) compute: Compute,
     pub(super) net: Net,
     pub(super) store: Option<Store>,
     pub(super) plan: Plan,
-    shape: Shape,
+    pub(super) shape: Shape,
 }
 
 impl Net {
@@ -303,7 +303,7 @@ impl Qwen {
         self.pass(state, ids, rows, (&[], &mut Vec::new()), observe)
     }
 
-    fn pass(
+    pub(super) fn pass(
         &self,
         state: &mut State,
         ids: &[u32],
@@ -376,52 +376,4 @@ fn hot_list(index: &Index) -> Option<experts::Warm> {
     let identity = index.identity();
     let file = os::cache_dir()?.join("hot").join(format!("{identity}.json"));
     Some(experts::Warm { file, identity })
-}
-
-impl Model for Qwen {
-    type State = State;
-
-    fn start(&self) -> Result<State, ModelError> {
-        State::new(&self.config, self.plan.context, &self.compute)
-    }
-
-    fn forward_marking(
-        &mut self,
-        state: &mut State,
-        ids: &[u32],
-        rows: Rows,
-        marks: &[usize],
-        taken: &mut Vec<Snapshot>,
-    ) -> Result<Logits, ModelError> {
-        self.pass(state, ids, rows, (marks, taken), &mut |_, _| ())
-    }
-
-    fn snapshot(&self, state: &mut State) -> Result<Snapshot, ModelError> {
-        state.snapshot(state.len, state.fixed()?)
-    }
-
-    fn restore(&self, snapshot: &Snapshot, into: Option<State>) -> Result<State, ModelError> {
-        if snapshot.len > self.plan.context {
-            return Err(ModelError::ContextFull { context: self.plan.context });
-        }
-        let mut state = into.map_or_else(|| self.start(), Ok)?;
-        state.restore(snapshot)?;
-        Ok(state)
-    }
-
-    fn snapshot_size(&self) -> SnapshotSize {
-        SnapshotSize { state: self.shape.state, position: self.shape.kv_per_token }
-    }
-
-    fn vocab(&self) -> usize {
-        self.config.vocab
-    }
-
-    fn context(&self) -> usize {
-        self.plan.context
-    }
-
-    fn chunk(&self) -> usize {
-        self.plan.chunk
-    }
 }

@@ -4,7 +4,10 @@
 //! of the sequence, and by those of the sequences that go on from one. The delta and convolution states are overwritten by
 //! every token: each snapshot has its own.
 
-use std::{ops::Range, sync::Arc};
+use std::{
+    ops::Range,
+    sync::{Arc, Weak},
+};
 
 /// Positions in a page of keys and values.
 pub const PAGE: usize = 256;
@@ -39,10 +42,11 @@ impl SnapshotSize {
     }
 }
 
-/// The pages of a sequence that have been written out.
+/// The pages of a sequence that have been written out, for as long as a snapshot holds them: the sequence itself keeps
+/// its keys and values elsewhere.
 #[derive(Debug, Default)]
 pub struct Frozen {
-    pages: Vec<Shared>,
+    pages: Vec<Weak<Vec<u8>>>,
 }
 
 impl Frozen {
@@ -54,15 +58,25 @@ impl Frozen {
         state: Vec<u8>,
         mut read: impl FnMut(Range<usize>) -> Result<Vec<u8>, E>,
     ) -> Result<Snapshot, E> {
-        while (self.pages.len() + 1) * PAGE <= len {
-            let first = self.pages.len() * PAGE;
-            self.pages.push(Arc::new(read(first..first + PAGE)?));
+        self.pages.resize(self.pages.len().max(len / PAGE), Weak::new());
+        let mut pages = Vec::with_capacity(len.div_ceil(PAGE));
+        for (index, page) in self.pages[..len / PAGE].iter_mut().enumerate() {
+            let shared = match page.upgrade() {
+                Some(shared) => shared,
+                None => Arc::new(read(index * PAGE..(index + 1) * PAGE)?),
+            };
+            *page = Arc::downgrade(&shared);
+            pages.push(shared);
         }
-        let mut pages = self.pages[..len / PAGE].to_vec();
         if !len.is_multiple_of(PAGE) {
             pages.push(Arc::new(read(len / PAGE * PAGE..len)?));
         }
         Ok(Snapshot { len, pages, state: Arc::new(state) })
+    }
+
+    /// Positions from the first on whose pages a snapshot of this sequence would share with others.
+    pub fn held(&self) -> usize {
+        self.pages.iter().take_while(|page| page.strong_count() > 0).count() * PAGE
     }
 
     /// Makes the sequence what `snapshot` says: `write` is given the keys and values of each range of positions that this
@@ -72,14 +86,15 @@ impl Frozen {
         snapshot: &Snapshot,
         mut write: impl FnMut(Range<usize>, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let same =
-            self.pages.iter().zip(&snapshot.pages).take_while(|(ours, theirs)| Arc::ptr_eq(ours, theirs)).count();
+        // A page that nobody holds any more keeps its address, so no other is taken for it.
+        let same = |(ours, theirs): &(&Weak<Vec<u8>>, &Shared)| ours.as_ptr() == Arc::as_ptr(theirs);
+        let same = self.pages.iter().zip(&snapshot.pages).take_while(same).count();
         self.pages.truncate(same);
         for (index, page) in snapshot.pages.iter().enumerate().skip(same) {
             let first = index * PAGE;
             write(first..snapshot.len.min(first + PAGE), page)?;
             if first + PAGE <= snapshot.len {
-                self.pages.push(page.clone());
+                self.pages.push(Arc::downgrade(page));
             }
         }
         Ok(())
@@ -128,6 +143,17 @@ mod tests {
             written,
             [PAGE..PAGE + 5, 0..PAGE, PAGE..2 * PAGE, 2 * PAGE..3 * PAGE, PAGE..2 * PAGE, 2 * PAGE..3 * PAGE]
         );
+    }
+
+    #[test]
+    fn pages_are_held_by_snapshots_alone() {
+        let mut frozen = Frozen::default();
+        let Ok(first) = frozen.snapshot(2 * PAGE + 1, vec![1], read);
+        assert_eq!(frozen.held(), 2 * PAGE);
+        drop(first);
+        assert_eq!(frozen.held(), 0);
+        let Ok(again) = frozen.snapshot(PAGE, vec![1], read);
+        assert_eq!((frozen.held(), again.pages[0][..3].to_vec()), (PAGE, vec![0, 0, 0]));
     }
 
     #[test]

@@ -65,6 +65,11 @@ impl State {
         })
     }
 
+    /// See [`Frozen::held`].
+    pub fn held(&self) -> usize {
+        self.frozen.held()
+    }
+
     /// The delta and convolution states as they are now.
     pub fn fixed(&self) -> Result<Vec<u8>, ModelError> {
         let mut out = Vec::new();
