@@ -283,6 +283,9 @@ pub struct Pack {
     /// Directory to write [default: in the user's cache]
     #[arg(long, env = "MOESTRO_OUT", value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Write nothing; compare the pack that is there (or in --out) with the checkpoint, byte by byte
+    #[arg(long)]
+    pub verify: bool,
 }
 
 /// Download with progress, resume and checksum.
