@@ -81,8 +81,17 @@ async fn submit(app: &App, tally: &Arc<Tally>, common: &Common, request: ChatReq
         in_reasoning,
         parallel_tool_calls: request.parallel_tool_calls.unwrap_or(true),
     };
-    let request =
-        Request { ids, max_tokens, sampling, logprobs, prompt_logprobs: None, ignore_eos: false, constraint: None };
+    let request = Request {
+        boundaries: app.boundaries(&ids),
+        cache_prompt: common.cache_prompt.unwrap_or(true),
+        ids,
+        max_tokens,
+        sampling,
+        logprobs,
+        prompt_logprobs: None,
+        ignore_eos: false,
+        constraint: None,
+    };
     let transcript = Transcript::submit(app, tally, request, reader, stops)?;
     tally.generates();
     Ok(transcript)

@@ -34,7 +34,7 @@ use axum::{
     http::{HeaderValue, Method, header},
     middleware::from_fn_with_state,
     response::{IntoResponse, Response},
-    routing::{get, post},
+    routing::{delete, get, post},
     serve::ListenerExt,
 };
 use reject::Reject;
@@ -138,6 +138,7 @@ pub fn router(door: Arc<Door>) -> Router {
         .route("/v1/models/{*id}", get(admin::model))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
+        .route("/prompt_cache", delete(admin::clear_prompt_cache))
         .route("/health", get(admin::health))
         .route("/metrics", get(admin::metrics))
         .fallback(no_such_path)

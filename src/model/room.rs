@@ -38,7 +38,8 @@ impl Room {
             FfnShape::Dense { intermediate } => (1, intermediate),
             FfnShape::Moe { k, intermediate, shared, .. } => (k, intermediate.max(shared)),
         };
-        let mixer = (2 * d.mixed() + 3 * d.values()).max(6 * a.heads * a.dim);
+        // Checkpoints within a pass cut the delta net's output, which is then joined.
+        let mixer = (2 * d.mixed() + 4 * d.values()).max(6 * a.heads * a.dim);
         let ffn = (k + 2) * hidden + (k + 1) * 3 * intermediate;
         let row = 4 * hidden + mixer.max(ffn);
         let kv_per_token = State::kv_bytes(config, math);
