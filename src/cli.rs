@@ -71,6 +71,10 @@ pub struct Serve {
     /// The most time a request may take, in seconds, the wait included [default: no limit]
     #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds)]
     pub request_timeout: Option<std::time::Duration>,
+    /// Leave the `x-anthropic-billing-header:` that Claude Code puts before its system prompt in the prompt: it changes
+    /// with every turn
+    #[arg(long, env = "MOESTRO_KEEP_BILLING_HEADER", value_parser = BoolishValueParser::new())]
+    pub keep_billing_header: bool,
     /// Write the log into files in this directory, one a day for a week, rather than to stderr
     #[arg(long, env = "MOESTRO_LOG_DIR", value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
@@ -279,6 +283,9 @@ pub struct Pack {
     /// Directory to write [default: in the user's cache]
     #[arg(long, env = "MOESTRO_OUT", value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Write nothing; compare the pack that is there (or in --out) with the checkpoint, byte by byte
+    #[arg(long)]
+    pub verify: bool,
 }
 
 /// Download with progress, resume and checksum.

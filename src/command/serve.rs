@@ -42,7 +42,9 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
     // A header value, as `cli::values::origin` has checked.
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
-    let door = Arc::new(Door::new(metrics.clone(), config.api_key.clone(), cors));
+    let mut door = Door::new(metrics.clone(), config.api_key.clone(), cors);
+    door.keep_billing_header = config.keep_billing_header;
+    let door = Arc::new(door);
     let mut stop = Stop::new().map_err(|source| CommandError::Io { what: "watching for signals".into(), source })?;
 
     let listener = match inherited()? {

@@ -5,7 +5,9 @@ mod file;
 pub mod os;
 pub mod partial;
 pub mod service;
+mod small;
 mod threads;
 
 pub use file::{Access, File, MAX_BLOCK};
+pub use small::{Stamp, open_regular, read_small};
 pub use threads::Threads;
