@@ -16,6 +16,7 @@ pub mod reader;
 mod routed;
 pub mod slots;
 pub mod source;
+mod sums;
 mod trace;
 pub mod warm;
 
@@ -26,6 +27,7 @@ pub use probe::Io;
 pub use routed::{Batch, Landed, Routed};
 pub use slots::SlotId;
 pub use source::{Files, Source};
+pub use sums::{Records, Sums};
 pub use warm::Warm;
 
 use crate::{
@@ -63,12 +65,14 @@ pub struct Options {
     pub warm: Option<Warm>,
     /// Writes every route to this file, one line each: the input of `benches/expert_cache.rs`.
     pub trace: Option<PathBuf>,
+    /// What each record of a pack has to be; `None` for a checkpoint's own files.
+    pub sums: Option<Arc<Sums>>,
 }
 
 impl Options {
     /// Everything automatic, nothing kept on disk.
     pub fn new(slots: usize) -> Self {
-        Self { slots, io: Io::Auto, threads: 16, prefetch: Prefetch::Auto, warm: None, trace: None }
+        Self { slots, io: Io::Auto, threads: 16, prefetch: Prefetch::Auto, warm: None, trace: None, sums: None }
     }
 }
 
@@ -114,6 +118,7 @@ impl Store {
         metrics: Arc<Metrics>,
     ) -> Result<Self, StoreError> {
         let (files, access) = probe::open(&files, &map, options.io, options.threads)?;
+        let files = files.with_sums(options.sums.clone());
         let mut store = Self::with_source(Box::new(files), map, options, metrics)?;
         store.access = access;
         Ok(store)

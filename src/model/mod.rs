@@ -1,6 +1,5 @@
-//! Qwen3.5 and 3.6, dense and mixture of experts: [`qwen`] is the forward pass, its layers are [`attention`], [`delta`] and
-//! [`moe`], what a sequence remembers is
-//! [`state`], and [`snapshot`] is what is kept of it. [`config`], [`names`] and [`checkpoint`] bring files into this form.
+//! Qwen3.5 and 3.6, dense and mixture of experts. [`reference`] is the architecture in plain tensors: read it first. [`qwen`]
+//! is the forward pass, its layers are [`attention`], [`delta`] and [`moe`], what a sequence remembers is [`state`], and [`snapshot`] is what is kept of it. [`config`], [`names`] and [`checkpoint`] bring files into this form.
 //! [`gpu`] shows a loaded model to a GPU; [`placed`] is a model on either device, [`room`] what it takes there, and [`speed`]
 //! how fast it can be.
 
@@ -11,6 +10,7 @@ pub mod gpu;
 pub mod moe;
 pub mod placed;
 pub mod qwen;
+pub mod reference;
 pub mod room;
 mod sequence;
 pub mod snapshot;
@@ -20,6 +20,7 @@ pub mod state;
 pub use config::Config;
 pub use placed::Placed;
 pub use qwen::{Options, Qwen};
+pub use reference::Reference;
 pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
 
