@@ -4,7 +4,7 @@
 //! the time the model stood still per expert that had to come from disk. The better way is kept for a while, longer each
 //! time. Until the first trial is over predictions are read ahead: it is a cold start that gains most.
 
-use super::slots::Place;
+use super::slots::SlotId;
 
 /// `--prefetch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -16,7 +16,7 @@ pub enum Prefetch {
     Off,
 }
 
-/// Bytes that may be read ahead for a layer that has not been routed yet.
+/// Bytes that may be read ahead for a layer that has not asked yet.
 const BUDGET: usize = 128 << 20;
 
 /// Tokens before the first trial, and in a trial.
@@ -51,7 +51,7 @@ pub struct Ahead {
     stall: [f64; 2],
     needed: [u64; 2],
     most: usize,
-    sent: Vec<(usize, Place)>,
+    sent: Vec<(usize, SlotId)>,
 }
 
 impl Ahead {
@@ -80,22 +80,23 @@ impl Ahead {
         self.sent.len() < self.most
     }
 
-    pub fn sent(&mut self, layer: usize, place: Place) {
-        self.sent.push((layer, place));
+    pub fn sent(&mut self, layer: usize, slot: SlotId) {
+        self.sent.push((layer, slot));
     }
 
-    /// The place was given up before its layer came.
-    pub fn forget(&mut self, place: Place) {
-        self.sent.retain(|(_, other)| *other != place);
+    /// Takes the first prediction that `may_go` off the list, before its layer has come.
+    pub fn give_up(&mut self, may_go: impl Fn(SlotId) -> bool) -> Option<SlotId> {
+        let at = self.sent.iter().position(|&(_, slot)| may_go(slot))?;
+        Some(self.sent.remove(at).1)
     }
 
-    /// Takes one prediction for a layer that has just been routed off the list.
-    pub fn settle(&mut self, layer: usize) -> Option<Place> {
+    /// Takes one prediction for a layer that asks now off the list.
+    pub fn settle(&mut self, layer: usize) -> Option<SlotId> {
         let at = self.sent.iter().position(|(other, _)| *other == layer)?;
         Some(self.sent.swap_remove(at).1)
     }
 
-    /// A decode route of `layer` begins; going back to an earlier layer is a new token.
+    /// `layer` asks while decoding; going back to an earlier layer is a new token.
     pub fn tick(&mut self, layer: usize) {
         let new_token = layer <= self.layer;
         self.layer = layer;
@@ -121,7 +122,7 @@ impl Ahead {
         }
     }
 
-    /// A route found `misses` experts nowhere and `foreseen` because they had been predicted.
+    /// A layer found `misses` experts nowhere and `foreseen` because they had been predicted.
     pub fn looked_up(&mut self, misses: u64, foreseen: u64) {
         self.needed[usize::from(self.on)] += misses + foreseen;
     }

@@ -21,7 +21,7 @@ use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index, names, pack},
     device::{Compute, Math},
     error::ModelError,
-    experts::{self, ExpertMap, LayerExperts, Store},
+    experts::{self, ExpertMap, Experts, LayerExperts},
     metrics::Metrics,
     ops::{self, Rotation, Routes, Weight},
     plan::{Limits, Plan, Shape, Wishes},
@@ -103,7 +103,7 @@ pub struct Qwen {
     pub(super) config: Config,
     compute: Compute,
     pub(super) net: Net,
-    pub(super) store: Option<Store>,
+    pub(super) store: Option<Experts>,
     pub(super) plan: Plan,
     shape: Shape,
 }
@@ -255,7 +255,7 @@ impl Qwen {
             let slots = slots.unwrap_or(plan.slots).min(plan.slots);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
             let options = experts::Options { slots, io, threads, prefetch, warm, trace };
-            let store = Store::open(files, experts, options, metrics.clone())?;
+            let store = Experts::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)
         };
@@ -275,7 +275,7 @@ impl Qwen {
     }
 
     /// Where the routed experts come from; a dense model has none.
-    pub fn store(&self) -> Option<&Store> {
+    pub fn store(&self) -> Option<&Experts> {
         self.store.as_ref()
     }
 
