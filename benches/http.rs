@@ -87,6 +87,7 @@ fn straight(engine: &Handle, ids: &[u32]) -> f64 {
         logprobs: None,
         prompt_logprobs: None,
         ignore_eos: false,
+        constraint: None,
     };
     let mut events = engine.submit(request).expect("a place in the queue");
     let (mut first, mut tokens) = (None, 0u32);

@@ -8,8 +8,11 @@ use std::path::PathBuf;
 use values::{Device, ExpertIo, OnOff, Switch};
 
 #[derive(Debug, Parser)]
-#[command(name = "moestro", version, about, max_term_width = 120)]
+#[command(name = "moestro", version, about, max_term_width = 120, args_override_self = true)]
 pub struct Cli {
+    /// Settings by the flags' names [default: moestro/moestro.toml in ~/.config or $XDG_CONFIG_HOME]
+    #[arg(long, env = "MOESTRO_CONFIG", value_name = "FILE", global = true)]
+    pub config: Option<PathBuf>,
     #[command(subcommand)]
     pub command: Command,
 }
@@ -32,6 +35,16 @@ pub enum Command {
     Pull(Pull),
     /// Whether this machine computes what it should: what to paste into a bug report
     Doctor(Doctor),
+    /// What `serve` would do: each setting and where it came from
+    Config(Serve),
+    /// A completion script for a shell
+    Completions {
+        #[arg(value_enum)]
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual's pages into a directory
+    #[command(hide = true)]
+    Man { dir: PathBuf },
 }
 
 #[derive(Debug, Args)]

@@ -1,5 +1,6 @@
 //! What was asked for, checked. `cli` says what was typed; from here on nobody sees a raw option.
 
+pub mod file;
 pub mod generation;
 
 pub use crate::cli::values::{Device, ExpertIo, OnOff, Switch};

@@ -70,6 +70,9 @@ pub enum EngineError {
     /// Every logit is NaN or negative infinity: the checkpoint or a kernel is broken.
     #[error("the model's logits are not numbers")]
     NoLogits,
+    /// A constrained answer could not go on.
+    #[error("the answer could not be held to its form: {0}")]
+    Constraint(String),
     /// A bug. The state is thrown away, the engine goes on.
     #[error("the model panicked: {0}")]
     Panicked(String),

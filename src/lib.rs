@@ -8,8 +8,8 @@
 //! * [`chat`] turns messages into tokens and tokens into text: pure functions and small state machines.
 //! * [`engine`] is the one thread that owns the model. Everything else sends it a [`engine::Request`] and reads
 //!   [`engine::Event`]s; a receiver that is dropped is a cancellation.
-//! * [`model`] is Qwen3.5, to be read beside the paper: embedding, layers of gated attention or gated delta net with a
-//!   mixture of experts, head.
+//! * [`model`] is Qwen3.5. [`model::reference`] is the text to read first: plain tensors, one function a formula. The rest is
+//!   the same, fast: embedding, layers of gated attention or gated delta net with a mixture of experts, head.
 //! * [`ops`] has one file for each operation Candle lacks: fast CPU code, its plain reference, its Metal dispatch.
 //! * [`experts`] brings bytes from disk into slots. It knows no mathematics.
 //! * [`checkpoint`] knows the files: their names, how each matrix is stored, packs, the hub.

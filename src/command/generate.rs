@@ -38,6 +38,7 @@ pub fn run(config: Generate) -> Result<(), CommandError> {
         logprobs: None,
         prompt_logprobs: None,
         ignore_eos: false,
+        constraint: None,
     })?;
 
     let mut decoder = Decoder::new(checkpoint.tokenizer.clone());

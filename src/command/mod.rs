@@ -2,11 +2,13 @@
 //! parts.
 
 pub mod device;
+pub mod effective;
 pub mod generate;
 pub mod pack;
 pub mod progress;
 pub mod pull;
 pub mod serve;
+pub mod shell;
 
 use crate::{
     chat::{Template, Tokenizer},

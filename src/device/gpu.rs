@@ -130,6 +130,14 @@ impl Gpu for Box<dyn Gpu> {
     }
 }
 
+/// Candle's own device on the system's GPU, for the reference implementation, where Candle has one.
+pub fn candle_gpu() -> Option<candle_core::Device> {
+    #[cfg(target_os = "macos")]
+    return super::metal::candle();
+    #[cfg(not(target_os = "macos"))]
+    None
+}
+
 /// The system's GPU; `None` if this build knows no kind of GPU. Not every kernel need have compiled: [`Gpu::compile`] tells.
 ///
 /// # Errors

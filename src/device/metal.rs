@@ -82,6 +82,13 @@ struct Open {
     unordered: Vec<Dispatch>,
 }
 
+/// Candle's device, which panics when it is made before macOS 15 or without a GPU.
+pub fn candle() -> Option<candle_core::Device> {
+    AnyClass::get(c"MTLResidencySetDescriptor")?;
+    Device::system_default()?;
+    candle_core::Device::new_metal(0).ok()
+}
+
 fn failed<T>(what: &str) -> Result<T, GpuError> {
     Err(GpuError(format!("Metal refused {what}")))
 }

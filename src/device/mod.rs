@@ -12,7 +12,7 @@ mod timeline;
 use crate::platform::Threads;
 pub use bandwidth::memory_bandwidth;
 pub use dispatch::{Binding, Dispatch, Effect, Region};
-pub use gpu::{Gpu, GpuError, gpu};
+pub use gpu::{Gpu, GpuError, candle_gpu, gpu};
 pub use memory::{Filling, Slab, Span};
 #[cfg(target_os = "macos")]
 use metal::Metal;

@@ -1,12 +1,14 @@
 //! The engine: one thread that owns the model. A [`Handle`] queues [`Request`]s, first in first out; each is answered by
 //! [`Event`]s. Dropping the receiver is the cancellation: the engine notices within one token.
 
+mod constraint;
 mod handle;
 pub mod parrot;
 mod sampler;
 mod scheduler;
 mod session;
 
+pub use constraint::{Allowed, Constraint};
 pub use handle::{Handle, Options, Worker, spawn};
 pub use sampler::{Sampler, likeliest};
 use scheduler::Scheduler;
@@ -61,8 +63,10 @@ pub struct Request {
     pub logprobs: Option<usize>,
     /// Log-probabilities of the prompt's own tokens (for `echo`), with this many alternatives.
     pub prompt_logprobs: Option<usize>,
-    /// Go on past end-of-sequence tokens (benchmarks).
+    /// Go on past end-of-sequence tokens (benchmarks). A constrained answer ends with one all the same.
     pub ignore_eos: bool,
+    /// The form that the answer is held to.
+    pub constraint: Option<Box<dyn Constraint>>,
 }
 
 /// The log-probability of a token and of the likeliest ones at its position, before temperature and penalties.

@@ -3,7 +3,7 @@
 
 use crate::{
     error::{ModelError, StoreError},
-    model::{Logits, Model, Rows},
+    model::{Logits, Model, Rows, Snapshot, SnapshotSize, snapshot::Frozen},
 };
 use std::{
     sync::{
@@ -63,6 +63,7 @@ pub struct Heard {
     tokens: Vec<u32>,
     prompt: usize,
     said: usize,
+    frozen: Frozen,
     _alive: Arc<()>,
 }
 
@@ -89,10 +90,17 @@ impl Model for Parrot {
     type State = Heard;
 
     fn start(&self) -> Result<Heard, ModelError> {
-        Ok(Heard { tokens: Vec::new(), prompt: 0, said: 0, _alive: self.states.clone() })
+        Ok(Heard { tokens: Vec::new(), prompt: 0, said: 0, frozen: Frozen::default(), _alive: self.states.clone() })
     }
 
-    fn forward(&mut self, heard: &mut Heard, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
+    fn forward_marking(
+        &mut self,
+        heard: &mut Heard,
+        ids: &[u32],
+        rows: Rows,
+        marks: &[usize],
+        taken: &mut Vec<Snapshot>,
+    ) -> Result<Logits, ModelError> {
         let mut logits = Logits { vocab: self.vocab, data: Vec::new() };
         for (index, &id) in ids.iter().enumerate() {
             std::thread::sleep(self.delay);
@@ -105,6 +113,9 @@ impl Model for Parrot {
                 return Err(ModelError::ContextFull { context: self.context });
             }
             self.hear(heard, id);
+            if marks.contains(&heard.tokens.len()) {
+                taken.push(self.snapshot(heard)?);
+            }
             if rows == Rows::All || (rows == Rows::Last && index + 1 == ids.len()) {
                 let (next, length) = (self.next(heard) as usize, heard.tokens.len() as u32);
                 logits.data.extend((0..self.vocab as u32).map(|token| noise(token, length)));
@@ -113,6 +124,40 @@ impl Model for Parrot {
             }
         }
         Ok(logits)
+    }
+
+    /// The tokens are the keys and values, 4 bytes each; where in them it is, is the state.
+    fn snapshot(&self, heard: &mut Heard) -> Result<Snapshot, ModelError> {
+        let Heard { tokens, prompt, said, frozen, .. } = heard;
+        let state = [*prompt, *said].into_iter().flat_map(|count| (count as u32).to_le_bytes()).collect();
+        frozen.snapshot(tokens.len(), state, |range| {
+            Ok(tokens[range].iter().flat_map(|token| token.to_le_bytes()).collect())
+        })
+    }
+
+    fn restore(&self, snapshot: &Snapshot, into: Option<Heard>) -> Result<Heard, ModelError> {
+        let mut heard = into.map_or_else(|| self.start(), Ok)?;
+        let words = |bytes: &[u8]| bytes.as_chunks::<4>().0.iter().map(|w| u32::from_le_bytes(*w)).collect::<Vec<_>>();
+        let Heard { tokens, frozen, .. } = &mut heard;
+        tokens.truncate(snapshot.len);
+        tokens.resize(snapshot.len, 0);
+        frozen.restore(snapshot, |range, page| {
+            tokens[range].copy_from_slice(&words(page));
+            Ok::<_, ModelError>(())
+        })?;
+        let [prompt, said] = words(&snapshot.state)[..] else {
+            return Err(ModelError::Config("the snapshot belongs to another model".into()));
+        };
+        (heard.prompt, heard.said) = (prompt as usize, said as usize);
+        Ok(heard)
+    }
+
+    fn held(&self, heard: &Heard) -> usize {
+        heard.frozen.held()
+    }
+
+    fn snapshot_size(&self) -> SnapshotSize {
+        SnapshotSize { state: 8, position: 4 }
     }
 
     fn vocab(&self) -> usize {

@@ -3,16 +3,17 @@
 //! 1. `logit_bias` is added;
 //! 2. repetition penalty (tokens of the prompt and of the answer: a positive logit is divided, a negative one
 //!    multiplied), then frequency and presence penalty (tokens of the answer only; both are subtracted);
-//! 3. temperature divides; 0 ends here with the largest logit;
-//! 4. top-k keeps the `k` likeliest;
-//! 5. top-p keeps, of what is left and renormalised, the fewest likeliest whose probabilities reach `p`;
-//! 6. min-p keeps what has at least `min_p` times the probability of the likeliest.
+//! 3. tokens that a [`super::Constraint`] does not allow become impossible;
+//! 4. temperature divides; 0 ends here with the largest logit;
+//! 5. top-k keeps the `k` likeliest;
+//! 6. top-p keeps, of what is left and renormalised, the fewest likeliest whose probabilities reach `p`;
+//! 7. min-p keeps what has at least `min_p` times the probability of the likeliest.
 //!
 //! Among equals the lower id counts as likelier, everywhere. A logit that is not a number counts as impossible. One
 //! random number is used a token, a function of the seed and the token's place in the sequence only: what was drawn
 //! before, or beside, does not matter.
 
-use super::{Logprobs, Sampling};
+use super::{Allowed, Logprobs, Sampling};
 use std::{
     cmp::Ordering,
     collections::HashMap,
@@ -28,7 +29,7 @@ pub struct Sampler {
     place: u64,
     /// How often the answer has each token; 0 for a token of the prompt alone. Empty where no penalty asks.
     seen: HashMap<u32, u32>,
-    /// The logits of steps 1 and 2.
+    /// The logits of steps 1 to 3.
     row: Vec<f32>,
     /// Who is still in the draw.
     pool: Vec<Candidate>,
@@ -62,13 +63,19 @@ impl Sampler {
     }
 
     /// The next token after `logits`; `None` if no token is possible. Counts it as part of the answer.
-    pub fn draw(&mut self, logits: &[f32]) -> Option<u32> {
+    pub fn draw(&mut self, logits: &[f32], allowed: &Allowed) -> Option<u32> {
         let logits = &logits[..logits.len().min(self.usable)];
         let mut row = std::mem::take(&mut self.row);
-        let logits = if self.penalises() || !self.sampling.logit_bias.is_empty() {
+        let adjusts = self.penalises() || !self.sampling.logit_bias.is_empty();
+        let logits = if adjusts || *allowed != Allowed::Any {
             row.clear();
             row.extend_from_slice(logits);
-            self.adjust(&mut row);
+            if adjusts {
+                self.adjust(&mut row);
+            }
+            if let Allowed::Only(words) = allowed {
+                forbid(&mut row, words);
+            }
             &row[..]
         } else {
             logits
@@ -106,7 +113,7 @@ impl Sampler {
         }
     }
 
-    /// Steps 3 to 6 and the draw.
+    /// Steps 4 to 7 and the draw.
     fn pick(&mut self, logits: &[f32]) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let best = likeliest(logits)?;
@@ -138,6 +145,21 @@ impl Sampler {
         }
         // Rounding used the whole sum up.
         pool.iter().rev().find(|candidate| candidate.value > 0.0).map(|candidate| candidate.id)
+    }
+}
+
+/// Step 3: what has no bit in `words` becomes impossible.
+fn forbid(row: &mut [f32], words: &[u32]) {
+    for (block, word) in row.chunks_mut(32).zip(words.iter().copied().chain(std::iter::repeat(0))) {
+        match word {
+            0 => block.fill(f32::NEG_INFINITY),
+            u32::MAX => {}
+            _ => {
+                for (bit, logit) in block.iter_mut().enumerate() {
+                    *logit = if word >> bit & 1 == 1 { *logit } else { f32::NEG_INFINITY };
+                }
+            }
+        }
     }
 }
 

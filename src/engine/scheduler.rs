@@ -10,7 +10,8 @@
 //! An error or a panic of the model ends the request it happened in, and its session; the next request starts afresh.
 
 use super::{
-    Event, Finish, Logprobs, Options, Request, Sampler, Session, Timings,
+    Allowed, Event, Finish, Logprobs, Options, Request, Sampler, Session, Timings,
+    constraint::Ahead,
     handle::{Job, Line, Over},
     sampler::logprobs,
 };
@@ -139,15 +140,17 @@ impl<M: Model> Scheduler<M> {
         session: &mut Session<M::State>,
         mut logits: Logits,
     ) -> Result<(Finish, usize), Over> {
-        let Request { ids, max_tokens, logprobs: wanted, ignore_eos, sampling, .. } = &job.request;
+        let Request { ids, max_tokens, logprobs: wanted, ignore_eos, sampling, constraint, .. } = &job.request;
+        let ahead = constraint.clone().map(Ahead::start).transpose()?;
         let metrics = self.line.metrics.clone();
         let usable = self.options.usable_vocab;
         let mut sampler = Sampler::new(sampling.clone(), ids, usable);
         let mut told_at = None::<Instant>;
         for generated in 0..*max_tokens {
             let row = logits.row(logits.rows().checked_sub(1).ok_or(EngineError::NoLogits)?);
-            let id = sampler.draw(row).ok_or(EngineError::NoLogits)?;
-            if self.options.eos.contains(&id) && !ignore_eos {
+            let allowed = ahead.as_ref().map_or(Ok(Allowed::Any), Ahead::allowed)?;
+            let id = sampler.draw(row, &allowed).ok_or(EngineError::NoLogits)?;
+            if self.options.eos.contains(&id) && (ahead.is_some() || !ignore_eos) {
                 return Ok((Finish::Stop, generated));
             }
             let logprobs = wanted.map(|top| logprobs(row, id, top, usable));
@@ -164,6 +167,9 @@ impl<M: Model> Scheduler<M> {
                 return Ok((Finish::Length, generated + 1));
             }
             self.line.check(job)?;
+            if let Some(ahead) = &ahead {
+                ahead.drew(id);
+            }
             logits = session.extend(&mut self.model, &[id], Rows::Last)?;
         }
         Ok((Finish::Length, 0))

@@ -81,7 +81,8 @@ async fn submit(app: &App, tally: &Arc<Tally>, common: &Common, request: ChatReq
         in_reasoning,
         parallel_tool_calls: request.parallel_tool_calls.unwrap_or(true),
     };
-    let request = Request { ids, max_tokens, sampling, logprobs, prompt_logprobs: None, ignore_eos: false };
+    let request =
+        Request { ids, max_tokens, sampling, logprobs, prompt_logprobs: None, ignore_eos: false, constraint: None };
     let transcript = Transcript::submit(app, tally, request, reader, stops)?;
     tally.generates();
     Ok(transcript)

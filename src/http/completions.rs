@@ -101,6 +101,7 @@ impl Job {
             logprobs: self.logprobs,
             prompt_logprobs: self.logprobs.filter(|_| self.echo),
             ignore_eos: self.echo && self.logprobs.is_some() && self.max_tokens == 1,
+            constraint: None,
         };
         Transcript::submit(app, &self.tally, request, Reader::Plain, self.stops.clone())
     }

@@ -131,9 +131,11 @@ impl From<EngineError> for Reject {
                 Self::new(StatusCode::BAD_REQUEST, INVALID, Some("invalid_value"), &*message)
             }
             EngineError::Model(ModelError::Store(_)) => failed(Some("storage_error")),
-            EngineError::Model(_) | EngineError::Stopped | EngineError::NoLogits | EngineError::Panicked(_) => {
-                failed(None)
-            }
+            EngineError::Model(_)
+            | EngineError::Stopped
+            | EngineError::NoLogits
+            | EngineError::Constraint(_)
+            | EngineError::Panicked(_) => failed(None),
         }
     }
 }

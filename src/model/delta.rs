@@ -54,16 +54,35 @@ impl DeltaNet {
         })
     }
 
-    /// `x` is `[T, hidden]`; `conv` and `heads` are the layer's state.
-    pub fn forward(&self, compute: &Compute, x: &Tensor, conv: &Tensor, heads: &Tensor) -> Result<Tensor, ModelError> {
+    /// `x` is `[T, hidden]`; `conv` and `heads` are the layer's state. `mark` is called when the state is as it was after
+    /// each of `marks` rows (ascending, 1 to T), with the mark's index: rows are walked one by one anyway.
+    pub fn forward(
+        &self,
+        compute: &Compute,
+        x: &Tensor,
+        (conv, heads): (&Tensor, &Tensor),
+        marks: &[usize],
+        mark: &mut dyn FnMut(usize) -> Result<(), ModelError>,
+    ) -> Result<Tensor, ModelError> {
         let (mixed, values) = (self.qkv.rows, self.z.rows);
         let projected = ops::linear(compute, x, &[&self.qkv, &self.z, &self.b, &self.a])?;
         let qkv = projected.narrow(1, 0, mixed)?;
         let z = projected.narrow(1, mixed, values)?;
         let gates = projected.narrow(1, mixed + values, 2 * self.b.rows)?;
 
-        let qkv = ops::conv(compute, &qkv, &self.conv, conv)?;
-        let o = ops::delta_rule(compute, &self.heads, &qkv, &gates, heads)?;
+        let (mut parts, mut from) = (Vec::with_capacity(marks.len() + 1), 0);
+        for (index, to) in marks.iter().copied().chain([x.dim(0)?]).enumerate() {
+            if to > from {
+                let part = |rows: &Tensor| rows.narrow(0, from, to - from);
+                let qkv = ops::conv(compute, &part(&qkv)?, &self.conv, conv)?;
+                parts.push(ops::delta_rule(compute, &self.heads, &qkv, &part(&gates)?, heads)?);
+            }
+            from = to;
+            if index < marks.len() {
+                mark(index)?;
+            }
+        }
+        let o = if let [whole] = &parts[..] { whole.clone() } else { Tensor::cat(&parts, 1)? };
         let o = ops::gated_norm(compute, &o, &z, &self.norm, self.eps)?;
         Ok(ops::linear(compute, &o, &[&self.out])?)
     }

@@ -3,10 +3,12 @@
 
 mod load;
 mod run;
+mod snapshot;
 
 use super::{
     Logits, Model, Qwen, Rows,
     room::{self, LOGITS},
+    snapshot::{Frozen, Snapshot, SnapshotSize},
 };
 use crate::{
     device::{Gpu, GpuError, Region},
@@ -59,6 +61,7 @@ pub struct GpuState {
     len: usize,
     layers: Vec<Memory>,
     buffers: Vec<u32>,
+    frozen: Frozen,
     released: Arc<Mutex<Vec<u32>>>,
 }
 
@@ -200,7 +203,9 @@ impl<G: Gpu> Model for OnGpu<G> {
         for buffer in self.released.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             gpu.release(buffer);
         }
-        let mut state = GpuState { len: 0, layers: Vec::new(), buffers: Vec::new(), released: self.released.clone() };
+        let released = self.released.clone();
+        let (layers, buffers, frozen) = (Vec::new(), Vec::new(), Frozen::default());
+        let mut state = GpuState { len: 0, layers, buffers, frozen, released };
         for layer in &self.net.layers {
             let mut take = |bytes: usize| -> Result<Region, ModelError> {
                 let region = gpu.allocate(bytes)?;
@@ -220,8 +225,46 @@ impl<G: Gpu> Model for OnGpu<G> {
         Ok(state)
     }
 
-    fn forward(&mut self, state: &mut GpuState, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
-        self.forward_observed(state, ids, rows, &mut |_, _| ())
+    /// Kernels do not write states out in passing: a pass ends at each mark.
+    fn forward_marking(
+        &mut self,
+        state: &mut GpuState,
+        ids: &[u32],
+        rows: Rows,
+        marks: &[usize],
+        taken: &mut Vec<Snapshot>,
+    ) -> Result<Logits, ModelError> {
+        let (mut all, mut rest) = (Logits { vocab: self.vocab(), data: Vec::new() }, ids);
+        for mark in marks {
+            let (now, later) = rest.split_at(mark - state.len);
+            let rows = if later.is_empty() || rows == Rows::All { rows } else { Rows::None };
+            all.data.extend(self.forward_observed(state, now, rows, &mut |_, _| ())?.data);
+            taken.push(self.take(state)?);
+            rest = later;
+        }
+        all.data.extend(self.forward_observed(state, rest, rows, &mut |_, _| ())?.data);
+        Ok(all)
+    }
+
+    fn snapshot(&self, state: &mut GpuState) -> Result<Snapshot, ModelError> {
+        self.take(state)
+    }
+
+    fn restore(&self, snapshot: &Snapshot, into: Option<GpuState>) -> Result<GpuState, ModelError> {
+        if snapshot.len > self.context() {
+            return Err(ModelError::ContextFull { context: self.context() });
+        }
+        let mut state = into.map_or_else(|| self.start(), Ok)?;
+        self.put(snapshot, &mut state)?;
+        Ok(state)
+    }
+
+    fn held(&self, state: &GpuState) -> usize {
+        state.frozen.held()
+    }
+
+    fn snapshot_size(&self) -> SnapshotSize {
+        self.qwen.snapshot_size()
     }
 
     fn vocab(&self) -> usize {

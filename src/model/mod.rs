@@ -1,5 +1,5 @@
-//! Qwen3.5 and 3.6, dense and mixture of experts: [`qwen`] is the forward pass, its layers are [`attention`], [`delta`] and
-//! [`moe`], what a sequence remembers is [`state`]. [`config`], [`names`] and [`checkpoint`] bring files into this form.
+//! Qwen3.5 and 3.6, dense and mixture of experts. [`reference`] is the architecture in plain tensors: read it first. [`qwen`]
+//! is the forward pass, its layers are [`attention`], [`delta`] and [`moe`], what a sequence remembers is [`state`], and [`snapshot`] is what is kept of it. [`config`], [`names`] and [`checkpoint`] bring files into this form.
 //! [`gpu`] shows a loaded model to a GPU; [`placed`] is a model on either device, [`room`] what it takes there, and [`speed`]
 //! how fast it can be.
 
@@ -10,13 +10,18 @@ pub mod gpu;
 pub mod moe;
 pub mod placed;
 pub mod qwen;
+pub mod reference;
 pub mod room;
+mod sequence;
+pub mod snapshot;
 pub mod speed;
 pub mod state;
 
 pub use config::Config;
 pub use placed::Placed;
 pub use qwen::{Options, Qwen};
+pub use reference::Reference;
+pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
 
 use crate::error::ModelError;
@@ -55,7 +60,33 @@ pub trait Model: Send + 'static {
     fn start(&self) -> Result<Self::State, ModelError>;
 
     /// Appends `ids` to the sequence. The bytes of a row of logits do not depend on how `ids` are cut into calls.
-    fn forward(&mut self, state: &mut Self::State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError>;
+    fn forward(&mut self, state: &mut Self::State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
+        self.forward_marking(state, ids, rows, &[], &mut Vec::new())
+    }
+
+    /// [`Model::forward`], adding to `taken` what the sequence was at each of `marks`: positions, ascending, behind the
+    /// first of `ids` and at most behind the last. They are taken in passing: the weights are read as often as without.
+    fn forward_marking(
+        &mut self,
+        state: &mut Self::State,
+        ids: &[u32],
+        rows: Rows,
+        marks: &[usize],
+        taken: &mut Vec<Snapshot>,
+    ) -> Result<Logits, ModelError>;
+
+    /// What the sequence is now.
+    fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
+
+    /// The sequence that `snapshot` was taken of, by this model or one with the same bytes. What `into` already holds of
+    /// it is not copied.
+    fn restore(&self, snapshot: &Snapshot, into: Option<Self::State>) -> Result<Self::State, ModelError>;
+
+    /// Positions from the first on whose keys and values a snapshot of `state` would share with others that are alive.
+    fn held(&self, state: &Self::State) -> usize;
+
+    /// What its snapshots take.
+    fn snapshot_size(&self) -> SnapshotSize;
 
     fn vocab(&self) -> usize;
 

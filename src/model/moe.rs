@@ -193,7 +193,7 @@ impl Moe {
 
 /// Where a layer's experts lie, in any of the three layouts: stacked (MLX), fused gate and up (Hugging Face), or one
 /// tensor an expert (Hugging Face, re-saved).
-fn find_experts(
+pub(super) fn find_experts(
     from: &Checkpoint,
     mlp: &str,
     experts: usize,

@@ -1,7 +1,7 @@
 //! A model where it computes: on the CPU, or on the system's GPU.
 
 use super::{
-    Logits, Model, Qwen, Rows, State,
+    Logits, Model, Qwen, Rows, Snapshot, SnapshotSize, State,
     gpu::{GpuState, OnGpu},
 };
 use crate::{device::Gpu, error::ModelError};
@@ -45,9 +45,13 @@ impl Placed {
                 })
             }
             (Placed::Gpu(model), PlacedState::Gpu(state)) => model.forward_observed(state, ids, rows, observe),
-            _ => Err(ModelError::Config("the state belongs to another device".into())),
+            _ => Err(elsewhere()),
         }
     }
+}
+
+fn elsewhere() -> ModelError {
+    ModelError::Config("the state belongs to another device".into())
 }
 
 impl Model for Placed {
@@ -60,12 +64,53 @@ impl Model for Placed {
         })
     }
 
-    fn forward(&mut self, state: &mut PlacedState, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
+    fn forward_marking(
+        &mut self,
+        state: &mut PlacedState,
+        ids: &[u32],
+        rows: Rows,
+        marks: &[usize],
+        taken: &mut Vec<Snapshot>,
+    ) -> Result<Logits, ModelError> {
         match (self, state) {
-            (Placed::Cpu(qwen), PlacedState::Cpu(state)) => qwen.forward(state, ids, rows),
-            (Placed::Gpu(model), PlacedState::Gpu(state)) => model.forward(state, ids, rows),
-            _ => Err(ModelError::Config("the state belongs to another device".into())),
+            (Placed::Cpu(qwen), PlacedState::Cpu(state)) => qwen.forward_marking(state, ids, rows, marks, taken),
+            (Placed::Gpu(model), PlacedState::Gpu(state)) => model.forward_marking(state, ids, rows, marks, taken),
+            _ => Err(elsewhere()),
         }
+    }
+
+    fn snapshot(&self, state: &mut PlacedState) -> Result<Snapshot, ModelError> {
+        match (self, state) {
+            (Placed::Cpu(qwen), PlacedState::Cpu(state)) => qwen.snapshot(state),
+            (Placed::Gpu(model), PlacedState::Gpu(state)) => model.snapshot(state),
+            _ => Err(elsewhere()),
+        }
+    }
+
+    fn restore(&self, snapshot: &Snapshot, into: Option<PlacedState>) -> Result<PlacedState, ModelError> {
+        match (self, into) {
+            (Placed::Cpu(qwen), None) => qwen.restore(snapshot, None).map(PlacedState::Cpu),
+            (Placed::Cpu(qwen), Some(PlacedState::Cpu(state))) => {
+                qwen.restore(snapshot, Some(state)).map(PlacedState::Cpu)
+            }
+            (Placed::Gpu(model), None) => model.restore(snapshot, None).map(PlacedState::Gpu),
+            (Placed::Gpu(model), Some(PlacedState::Gpu(state))) => {
+                model.restore(snapshot, Some(state)).map(PlacedState::Gpu)
+            }
+            _ => Err(elsewhere()),
+        }
+    }
+
+    fn held(&self, state: &PlacedState) -> usize {
+        match (self, state) {
+            (Placed::Cpu(qwen), PlacedState::Cpu(state)) => qwen.held(state),
+            (Placed::Gpu(model), PlacedState::Gpu(state)) => model.held(state),
+            _ => 0,
+        }
+    }
+
+    fn snapshot_size(&self) -> SnapshotSize {
+        self.qwen().snapshot_size()
     }
 
     fn vocab(&self) -> usize {

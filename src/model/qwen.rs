@@ -8,14 +8,15 @@
 //! ```
 
 use super::{
-    Logits, Model, Rows,
+    Logits, Rows,
     attention::Attention,
     config::{Config, FfnShape},
     delta::DeltaNet,
     moe::{Mlp, Moe},
     room::Room,
+    snapshot::Snapshot,
     speed::Kind,
-    state::{LayerState, State},
+    state::{self, LayerState, State},
 };
 use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index, names, pack},
@@ -101,11 +102,11 @@ pub(super) struct Net {
 /// A loaded model.
 pub struct Qwen {
     pub(super) config: Config,
-    compute: Compute,
+    pub(super) compute: Compute,
     pub(super) net: Net,
     pub(super) store: Option<Experts>,
     pub(super) plan: Plan,
-    shape: Shape,
+    pub(super) shape: Shape,
 }
 
 impl Net {
@@ -299,11 +300,25 @@ impl Qwen {
         rows: Rows,
         observe: &mut dyn FnMut(usize, &Routes),
     ) -> Result<Logits, ModelError> {
+        self.pass(state, ids, rows, (&[], &mut Vec::new()), observe)
+    }
+
+    pub(super) fn pass(
+        &self,
+        state: &mut State,
+        ids: &[u32],
+        rows: Rows,
+        (marks, taken): (&[usize], &mut Vec<Snapshot>),
+        observe: &mut dyn FnMut(usize, &Routes),
+    ) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
         let Self { config, compute, net, .. } = self;
         if ids.is_empty() {
             return Ok(Logits { vocab: config.vocab, data: Vec::new() });
         }
+        let marks: Vec<usize> = marks.iter().map(|mark| mark - state.len).collect();
+        let room = if marks.is_empty() { 0 } else { State::fixed_bytes(config) as usize };
+        let mut fixed: Vec<Vec<u8>> = marks.iter().map(|_| Vec::with_capacity(room)).collect();
         let rotation = Rotation::new(state.len, ids.len(), config.attention.rotated, config.attention.theta);
         let mut h = ops::embed(&net.embed, ids, &compute.device)?;
         for (index, (layer, memory)) in net.layers.iter().zip(&state.layers).enumerate() {
@@ -312,7 +327,10 @@ impl Qwen {
                 (Mixer::Attention(attention), LayerState::Attention { keys, values }) => {
                     attention.forward(compute, &x, keys, values, state.len, &rotation)?
                 }
-                (Mixer::Delta(delta), LayerState::Delta { conv, heads }) => delta.forward(compute, &x, conv, heads)?,
+                (Mixer::Delta(delta), LayerState::Delta { conv, heads }) => {
+                    let mut mark = |index: usize| state::append_fixed(conv, heads, &mut fixed[index]);
+                    delta.forward(compute, &x, (conv, heads), &marks, &mut mark)?
+                }
                 _ => return Err(ModelError::Config("the state belongs to another model".into())),
             };
             h = (h + y)?;
@@ -328,6 +346,9 @@ impl Qwen {
                 (Ffn::Moe(_), None) => return Err(ModelError::Config("the experts are not loaded".into())),
             };
             h = (h + y)?;
+        }
+        for (mark, fixed) in marks.iter().zip(fixed) {
+            taken.push(state.snapshot(state.len + mark, fixed)?);
         }
         state.len += ids.len();
         let h = match rows {
@@ -355,28 +376,4 @@ fn hot_list(index: &Index) -> Option<experts::Warm> {
     let identity = index.identity();
     let file = os::cache_dir()?.join("hot").join(format!("{identity}.json"));
     Some(experts::Warm { file, identity })
-}
-
-impl Model for Qwen {
-    type State = State;
-
-    fn start(&self) -> Result<State, ModelError> {
-        State::new(&self.config, self.plan.context, &self.compute)
-    }
-
-    fn forward(&mut self, state: &mut State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
-        self.forward_observed(state, ids, rows, &mut |_, _| ())
-    }
-
-    fn vocab(&self) -> usize {
-        self.config.vocab
-    }
-
-    fn context(&self) -> usize {
-        self.plan.context
-    }
-
-    fn chunk(&self) -> usize {
-        self.plan.chunk
-    }
 }

@@ -1,13 +1,17 @@
 //! What one sequence remembers: keys and values of the full-attention layers, convolution and delta state of the others.
 //! Everything is allocated once and updated in place.
 
-use super::config::Config;
+use super::{
+    config::Config,
+    snapshot::{Frozen, Snapshot},
+};
 use crate::{
     device::{Compute, Math},
     error::ModelError,
-    ops,
+    ops::{self, bytes},
 };
 use candle_core::{DType, Tensor};
+use std::ops::Range;
 
 /// One layer's memory.
 #[derive(Debug, Clone)]
@@ -24,6 +28,7 @@ pub struct State {
     /// Tokens seen.
     pub len: usize,
     pub layers: Vec<LayerState>,
+    frozen: Frozen,
 }
 
 impl State {
@@ -42,7 +47,64 @@ impl State {
                 }
             })
         });
-        Ok(Self { len: 0, layers: layers.collect::<Result<_, ModelError>>()? })
+        Ok(Self { len: 0, layers: layers.collect::<Result<_, ModelError>>()?, frozen: Frozen::default() })
+    }
+
+    /// A snapshot at `len`, behind what is written of it, where the other layers' states were `fixed`.
+    pub fn snapshot(&mut self, len: usize, fixed: Vec<u8>) -> Result<Snapshot, ModelError> {
+        let Self { layers, frozen, .. } = self;
+        frozen.snapshot(len, fixed, |positions| {
+            let mut out = Vec::new();
+            for cache in caches(layers) {
+                let (heads, room, width) = cache.dims3()?;
+                for head in 0..heads {
+                    bytes::read(cache, rows(head, room, width, &positions), &mut out)?;
+                }
+            }
+            Ok(out)
+        })
+    }
+
+    /// See [`Frozen::held`].
+    pub fn held(&self) -> usize {
+        self.frozen.held()
+    }
+
+    /// The delta and convolution states as they are now.
+    pub fn fixed(&self) -> Result<Vec<u8>, ModelError> {
+        let mut out = Vec::new();
+        for layer in &self.layers {
+            if let LayerState::Delta { conv, heads } = layer {
+                append_fixed(conv, heads, &mut out)?;
+            }
+        }
+        Ok(out)
+    }
+
+    /// Makes this the sequence that `snapshot` was taken of.
+    pub fn restore(&mut self, snapshot: &Snapshot) -> Result<(), ModelError> {
+        let Self { layers, frozen, .. } = self;
+        frozen.restore(snapshot, |positions, mut page: &[u8]| {
+            for cache in caches(layers) {
+                let (heads, room, width) = cache.dims3()?;
+                let bytes = width * cache.dtype().size_in_bytes() * positions.len();
+                for head in 0..heads {
+                    let part = page.split_off(..bytes).ok_or_else(foreign)?;
+                    bytes::write(cache, rows(head, room, width, &positions).start, part)?;
+                }
+            }
+            Ok::<_, ModelError>(())
+        })?;
+        let mut fixed = &snapshot.state[..];
+        for layer in layers {
+            let LayerState::Delta { conv, heads } = layer else { continue };
+            for tensor in [conv, heads] {
+                let part = fixed.split_off(..4 * tensor.elem_count()).ok_or_else(foreign)?;
+                bytes::write(tensor, 0, part)?;
+            }
+        }
+        self.len = snapshot.len;
+        Ok(())
     }
 
     /// Bytes of keys and values of one token, all layers.
@@ -57,4 +119,31 @@ impl State {
         let layer = d.value_heads * d.value_dim * d.key_dim + (d.taps - 1) * d.mixed();
         ((config.layers - config.full_layers()) * layer * 4) as u64
     }
+}
+
+/// Keys and values, layer by layer.
+fn caches(layers: &[LayerState]) -> impl Iterator<Item = &Tensor> {
+    let both = |layer| match layer {
+        &LayerState::Attention { ref keys, ref values } => Some([keys, values]),
+        LayerState::Delta { .. } => None,
+    };
+    layers.iter().filter_map(both).flatten()
+}
+
+/// The values of a head's rows in a cache `[KV, room, width]`.
+fn rows(head: usize, room: usize, width: usize, positions: &Range<usize>) -> Range<usize> {
+    let at = |position| (head * room + position) * width;
+    at(positions.start)..at(positions.end)
+}
+
+/// Appends a delta layer's two states.
+pub(super) fn append_fixed(conv: &Tensor, heads: &Tensor, out: &mut Vec<u8>) -> Result<(), ModelError> {
+    for tensor in [conv, heads] {
+        bytes::read(tensor, 0..tensor.elem_count(), out)?;
+    }
+    Ok(())
+}
+
+fn foreign() -> ModelError {
+    ModelError::Config("the snapshot belongs to another model".into())
 }

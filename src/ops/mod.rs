@@ -1,6 +1,7 @@
 //! One file for each operation Candle lacks: fast CPU code, its plain reference, its Metal dispatch.
 
 pub mod attend;
+pub mod bytes;
 pub mod cache;
 pub mod check;
 pub mod combine;

@@ -1,6 +1,7 @@
 //! A matrix as the checkpoint stores it: packed codes with scales and biases, or plain floats. Nothing here is ever
 //! expanded as a whole; kernels unpack in registers.
 
+use super::simd::unpack;
 use crate::device::Span;
 
 /// How a float is stored.
@@ -102,4 +103,16 @@ pub struct WeightView<'a> {
     pub cols: usize,
     pub gain: f32,
     pub parts: [&'a [u8]; 3],
+}
+
+impl WeightView<'_> {
+    /// All values, row after row.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let (mut bytes, mut row, mut all) = (Vec::new(), Vec::new(), Vec::with_capacity(self.rows * self.cols));
+        for index in 0..self.rows {
+            unpack::expand(self, index, &mut bytes, &mut row);
+            all.extend(row.iter().map(|value| value * self.gain));
+        }
+        all
+    }
 }

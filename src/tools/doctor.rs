@@ -13,6 +13,7 @@ use crate::{
     ops::check::{self, Finding},
 };
 use answer::Demo;
+use candle_core::Device;
 use report::GpuReport;
 pub use report::Report;
 use std::time::Instant;
@@ -23,16 +24,18 @@ use std::time::Instant;
 /// `CommandError::Unsound` if something differs or fails.
 pub fn run(typed: &cli::Doctor) -> Result<(), CommandError> {
     let gpu = device::gpu().map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NONE.into()));
-    let report = examine(gpu)?;
+    let candles = device::candle_gpu().filter(|_| gpu.is_ok());
+    let report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     show(&report, typed.json);
     if report.wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(report.wrong.join(", "))) }
 }
 
-/// The findings about this machine with any GPU, or with the reason why there is none.
+/// The findings about this machine with any GPU, or with the reason why there is none. The reference implementation answers
+/// on each of `candle`.
 ///
 /// # Errors
 /// What keeps the demo from being loaded at all.
-pub fn examine(gpu: Result<Box<dyn Gpu>, String>) -> Result<Report, CommandError> {
+pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<Report, CommandError> {
     let demo = Demo::open()?;
     let processor = check::processor();
     let mut answers = vec![demo.on_cpu(Math::F32)?, demo.on_cpu(Math::Integer)?];
@@ -51,6 +54,8 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>) -> Result<Report, CommandError
         }
         Err(why) => Err(why),
     };
+    let first = answers[0].ids.clone();
+    answers.extend(candle.iter().map(|device| demo.by_reference(device, &first)));
     Ok(Report::new(processor, gpu, answers))
 }
 
@@ -61,7 +66,7 @@ mod tests {
 
     #[test]
     fn this_machine_is_sound() {
-        let report = examine(Err("there is none".into())).unwrap();
+        let report = examine(Err("there is none".into()), &[Device::Cpu]).unwrap();
         assert!(report.wrong.is_empty(), "{report}");
         let text = report.to_string();
         assert!(text.contains("no GPU: there is none") && text.contains("scalar"), "{text}");
@@ -70,6 +75,8 @@ mod tests {
         assert_eq!((&json["gpu"]["absent"], &json["wrong"]), (&json!("there is none"), &json!([])));
         assert_eq!(json["answers"][0]["device"], "cpu, plain f32");
         assert_eq!(json["answers"][0]["ids"], json["answers"][1]["ids"]);
+        assert_eq!(json["answers"][2]["device"], "reference, Candle's cpu");
+        assert_eq!(json["answers"][0]["ids"], json["answers"][2]["ids"]);
         assert!(json["processor"].as_array().is_some_and(|all| all.iter().all(|one| one["agrees"] == true)));
     }
 }

@@ -192,7 +192,7 @@ fn a_refused_kernel_is_reported_and_the_others_go_on() {
 
 #[test]
 fn the_whole_report_of_a_sound_gpu() {
-    let report = doctor::examine(Ok(Box::new(HostGpu::new(Host::fast())))).unwrap();
+    let report = doctor::examine(Ok(Box::new(HostGpu::new(Host::fast()))), &[]).unwrap();
     assert!(report.wrong.is_empty(), "{report}");
     let text = report.to_string();
     println!("{text}");
@@ -205,7 +205,7 @@ fn the_whole_report_of_a_sound_gpu() {
 
 #[test]
 fn the_whole_report_of_a_faulty_gpu() {
-    let report = doctor::examine(Ok(Box::new(Faulty::new("experts_down", false)))).unwrap();
+    let report = doctor::examine(Ok(Box::new(Faulty::new("experts_down", false))), &[]).unwrap();
     assert_eq!(report.wrong, ["experts_down", "the demo's answer (metal)"]);
     let text = report.to_string();
     println!("{text}");

@@ -103,6 +103,23 @@ fn the_demo_answers_as_on_the_cpu_odd() {
 }
 
 #[test]
+fn a_sequence_goes_on_from_a_snapshot() {
+    let case = cases().swap_remove(2);
+    let mut gpu = resident(fast());
+    let (expected, rows) = answer(&mut gpu, &case.prompt_ids, &[], 1);
+    let (mut state, mut taken) = (gpu.start().unwrap(), Vec::new());
+    let marks = [5, case.prompt_ids.len() - 3];
+    let row = gpu.forward_marking(&mut state, &case.prompt_ids, Rows::Last, &marks, &mut taken).unwrap();
+    assert_eq!(row.data, rows[0]);
+    let mut into = Some(state);
+    for snapshot in taken {
+        let mut state = gpu.restore(&snapshot, into.take()).unwrap();
+        let row = gpu.forward(&mut state, &case.prompt_ids[snapshot.len..], Rows::Last).unwrap();
+        assert_eq!((argmax(&row.data), row.data), (expected[0], rows[0].clone()), "from {}", snapshot.len);
+    }
+}
+
+#[test]
 fn nothing_depends_on_how_a_prompt_is_cut() {
     let case = cases().swap_remove(3);
     let mut gpu = resident(fast());

@@ -8,7 +8,7 @@ fn sampling(change: impl FnOnce(&mut Sampling)) -> Sampling {
 }
 
 fn draw(sampling: Sampling, prompt: &[u32], logits: &[f32]) -> Option<u32> {
-    Sampler::new(sampling, prompt, usize::MAX).draw(logits)
+    Sampler::new(sampling, prompt, usize::MAX).draw(logits, &Allowed::Any)
 }
 
 /// The header's six steps, word for word, in f64 and with full sorts: the probability of every id. `None` where a
@@ -117,7 +117,7 @@ proptest! {
                 *sampler.seen.entry(id).or_default() += 1;
             }
         }
-        let drawn = sampler.draw(&logits).unwrap();
+        let drawn = sampler.draw(&logits, &Allowed::Any).unwrap();
         prop_assert!(expected[drawn as usize] > 0.0, "drew {drawn}, which is out");
         let whole: f64 = sampler.pool.iter().map(|c| f64::from(c.value)).sum();
         let mut found = vec![0.0; logits.len()];
@@ -126,6 +126,23 @@ proptest! {
         }
         for id in 0..logits.len() {
             prop_assert!((found[id] - expected[id]).abs() < 1e-4, "id {id}: {} instead of {}", found[id], expected[id]);
+        }
+    }
+
+    #[test]
+    fn what_is_not_allowed_is_as_good_as_impossible(
+        sampling in any_sampling(),
+        logits in any_logits(),
+        words in prop::collection::vec(prop_oneof![Just(0u32), Just(u32::MAX), any::<u32>()], 0..10),
+    ) {
+        let allowed = Allowed::Only(words);
+        let masked: Vec<f32> =
+            logits.iter().zip(0..).map(|(&l, id)| if allowed.contains(id) { l } else { f32::NAN }).collect();
+        for temperature in [0.0, sampling.temperature] {
+            let sampling = Sampling { temperature, ..sampling.clone() };
+            let drawn = Sampler::new(sampling.clone(), &[0, 1], usize::MAX).draw(&logits, &allowed);
+            prop_assert_eq!(drawn, draw(sampling, &[0, 1], &masked));
+            prop_assert!(drawn.is_none_or(|id| allowed.contains(id)));
         }
     }
 
@@ -162,7 +179,7 @@ fn draws_have_the_probabilities() {
     let mut counts = [0u32; 5];
     let rounds = 50_000;
     for _ in 0..rounds {
-        counts[sampler.draw(&logits).unwrap() as usize] += 1;
+        counts[sampler.draw(&logits, &Allowed::Any).unwrap() as usize] += 1;
     }
     let expected = reference(&sampling(|_| {}), &[], &[], &logits).unwrap();
     for (id, &count) in counts.iter().enumerate() {
@@ -210,7 +227,7 @@ fn padding_is_never_drawn_nor_shown() {
     let logits = [1.0, 2.0, 90.0, 80.0];
     for temperature in [0.0, 1.0] {
         let mut sampler = Sampler::new(sampling(|s| s.temperature = temperature), &[], 2);
-        assert!((0..200).all(|_| sampler.draw(&logits).unwrap() < 2));
+        assert!((0..200).all(|_| sampler.draw(&logits, &Allowed::Any).unwrap() < 2));
     }
     let shown: Vec<u32> = logprobs(&logits, 1, 4, 2).top.iter().map(|&(id, _)| id).collect();
     assert_eq!(shown, [1, 0]);
@@ -221,7 +238,7 @@ fn a_seed_and_a_place_make_a_number() {
     let logits: Vec<f32> = (0..50).map(|id| (id % 7) as f32 * 0.1).collect();
     let run = |seed, prompt: &[u32], count| {
         let mut sampler = Sampler::new(sampling(|s| s.seed = Some(seed)), prompt, usize::MAX);
-        (0..count).map(|_| sampler.draw(&logits).unwrap()).collect::<Vec<_>>()
+        (0..count).map(|_| sampler.draw(&logits, &Allowed::Any).unwrap()).collect::<Vec<_>>()
     };
     let whole = run(3, &[1, 2], 40);
     assert_eq!(whole, run(3, &[1, 2], 40));
@@ -242,7 +259,7 @@ fn penalties_count_what_was_said() {
     let greedy = |change: fn(&mut Sampling)| {
         let mut sampler = Sampler::new(sampling(|s| s.temperature = 0.0), &[0], usize::MAX);
         change(&mut sampler.sampling);
-        (0..4).map(|_| sampler.draw(&logits).unwrap()).collect::<Vec<_>>()
+        (0..4).map(|_| sampler.draw(&logits, &Allowed::Any).unwrap()).collect::<Vec<_>>()
     };
     assert_eq!(greedy(|_| {}), [0, 0, 0, 0]);
     // Counts from the first token of the answer on, and grows.
@@ -250,5 +267,5 @@ fn penalties_count_what_was_said() {
     // Counts once.
     assert_eq!(greedy(|s| s.presence_penalty = 0.2), [0, 1, 0, 0]);
     let mut sampler = Sampler::new(sampling(|s| (s.temperature, s.repetition_penalty) = (0.0, 1.5)), &[0], usize::MAX);
-    assert_eq!(sampler.draw(&logits), Some(1), "the prompt's tokens count for the repetition penalty");
+    assert_eq!(sampler.draw(&logits, &Allowed::Any), Some(1), "the prompt's tokens count for the repetition penalty");
 }

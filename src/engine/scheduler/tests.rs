@@ -28,6 +28,7 @@ fn ask(ids: &[u32], max_tokens: usize) -> Request {
         logprobs: None,
         prompt_logprobs: None,
         ignore_eos: false,
+        constraint: None,
     }
 }
 

@@ -12,9 +12,10 @@ use crate::{
     error::CommandError,
     experts::Io,
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, gpu::OnGpu, qwen::StoreOptions},
+    model::{Model, Options, Qwen, Reference, Rows, gpu::OnGpu, qwen::StoreOptions},
     plan::Wishes,
 };
+use candle_core::{DType, Device};
 use serde::Serialize;
 use serde_json::{Map, json};
 use std::time::Instant;
@@ -33,7 +34,8 @@ pub struct Answer {
     /// Of the tokens before the one that ends an answer.
     pub text: String,
     pub prompt_tokens_per_second: f64,
-    pub tokens_per_second: f64,
+    /// `None` for the reference, which computes an answer as one sequence.
+    pub tokens_per_second: Option<f64>,
     pub error: Option<String>,
 }
 
@@ -85,6 +87,30 @@ impl Demo {
         })
     }
 
+    /// The reference implementation's on one of Candle's devices. It computes whole sequences only, so it is given what another
+    /// device answered, and its answer ends where the two differ. What goes wrong is part of the report.
+    pub fn by_reference(&self, device: &Device, answer: &[u32]) -> Answer {
+        let name = format!("reference, Candle's {}", if device.is_cpu() { "cpu" } else { METAL });
+        let begin = Instant::now();
+        let ids = [&self.prompt, answer].concat();
+        let logits = Reference::open(&self.checkpoint.dir, device.clone(), DType::F32)
+            .and_then(|reference| Ok(reference.forward(&ids)?.logits.to_vec2::<f32>()?));
+        let logits = match logits {
+            Ok(logits) => logits,
+            Err(error) => return failed(&name, error.to_string()),
+        };
+        let speed = ids.len() as f64 / begin.elapsed().as_secs_f64().max(1e-9);
+        let mut ids = Vec::new();
+        for (row, other) in logits[self.prompt.len() - 1..].iter().zip(answer) {
+            let id = likeliest(row).unwrap_or(0);
+            ids.push(id);
+            if id != *other {
+                break;
+            }
+        }
+        self.answer(&name, ids, speed, None)
+    }
+
     fn ask<M: Model>(&self, device: &str, mut model: M) -> Answer {
         let mut generate = || {
             let mut state = model.start()?;
@@ -97,23 +123,26 @@ impl Demo {
             }
             let rate = |tokens: usize, from: Instant, to: Instant| tokens as f64 / (to - from).as_secs_f64().max(1e-9);
             let end = Instant::now();
-            Ok((rate(self.prompt.len(), begin, prefilled), rate(COUNT, prefilled, end), ids))
+            Ok((ids, rate(self.prompt.len(), begin, prefilled), rate(COUNT, prefilled, end)))
         };
         // The first pass warms what the second one measures: pipelines, threads, pages.
         match generate().and_then(|_| generate()) {
-            Ok((prompt_tokens_per_second, tokens_per_second, ids)) => {
-                let eos = &self.checkpoint.generation.eos;
-                let len = ids.iter().position(|id| eos.contains(id)).unwrap_or(ids.len());
-                let text = self.checkpoint.tokenizer.decode(&ids[..len]);
-                Answer { device: device.into(), ids, text, prompt_tokens_per_second, tokens_per_second, error: None }
-            }
+            Ok((ids, prompt, decode)) => self.answer(device, ids, prompt, Some(decode)),
             Err::<_, crate::error::ModelError>(error) => failed(device, error.to_string()),
         }
+    }
+
+    fn answer(&self, device: &str, ids: Vec<u32>, prompt: f64, decode: Option<f64>) -> Answer {
+        let eos = &self.checkpoint.generation.eos;
+        let len = ids.iter().position(|id| eos.contains(id)).unwrap_or(ids.len());
+        let text = self.checkpoint.tokenizer.decode(&ids[..len]);
+        let device = device.into();
+        Answer { device, ids, text, prompt_tokens_per_second: prompt, tokens_per_second: decode, error: None }
     }
 }
 
 fn failed(device: &str, error: String) -> Answer {
     let (ids, text) = (Vec::new(), String::new());
     let device = device.into();
-    Answer { device, ids, text, prompt_tokens_per_second: 0.0, tokens_per_second: 0.0, error: Some(error) }
+    Answer { device, ids, text, prompt_tokens_per_second: 0.0, tokens_per_second: None, error: Some(error) }
 }

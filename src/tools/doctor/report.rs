@@ -143,7 +143,8 @@ impl fmt::Display for Report {
         writeln!(f, "\ndemo model: {:?}", self.question)?;
         for answer in &self.answers {
             let Answer { device, text, prompt_tokens_per_second: prompt, tokens_per_second: decode, .. } = answer;
-            let speed = format!("prompt {prompt:>7.0}/s, decode {decode:>6.0}/s");
+            let decode = decode.map_or_else(String::new, |decode| format!(", decode {decode:>6.0}/s"));
+            let speed = format!("prompt {prompt:>7.0}/s{decode:<17}");
             match self.verdict(answer) {
                 Verdict::Same => writeln!(f, "  {device:<24} {speed}  {text:?}")?,
                 Verdict::Other(same) => writeln!(f, "  {device:<24} {speed}  WRONG after {same} tokens: {text:?}")?,

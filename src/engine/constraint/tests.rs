@@ -1,0 +1,88 @@
+use super::*;
+use crate::{
+    engine::{Event, Finish, Handle, Options, Request, Sampling, parrot::Parrot, spawn},
+    metrics::Metrics,
+};
+use std::sync::{Arc, Mutex};
+
+/// Only these tokens, one after the other.
+#[derive(Clone, Default)]
+struct Script {
+    tokens: Vec<u32>,
+    came: Arc<Mutex<Vec<u32>>>,
+    at: usize,
+}
+
+impl Constraint for Script {
+    fn allowed(&mut self) -> Result<Allowed, String> {
+        assert!(self.tokens.get(self.at) != Some(&60), "told to panic");
+        let id = self.tokens.get(self.at).ok_or("the script is over")?;
+        let mut words = vec![0; 2];
+        words[*id as usize / 32] |= 1 << (id % 32);
+        Ok(Allowed::Only(words))
+    }
+
+    fn accept(&mut self, id: u32) -> Result<(), String> {
+        self.came.lock().unwrap().push(id);
+        self.at += 1;
+        Ok(())
+    }
+
+    fn fork(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
+
+fn engine() -> Handle {
+    spawn(Parrot::default(), Options { eos: vec![2], ..Options::default() }, Metrics::new("test", "cpu")).unwrap().0
+}
+
+fn answer(engine: &Handle, script: &Script, ignore_eos: bool) -> (Vec<u32>, Result<Finish, String>) {
+    let request = Request {
+        ids: vec![9, 8, 7],
+        max_tokens: 20,
+        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+        logprobs: None,
+        prompt_logprobs: None,
+        ignore_eos,
+        constraint: Some(Box::new(script.clone())),
+    };
+    let (mut events, mut tokens) = (engine.submit(request).unwrap(), Vec::new());
+    loop {
+        match events.blocking_recv().unwrap() {
+            Event::Token { id, .. } => tokens.push(id),
+            Event::Done { finish, .. } => return (tokens, Ok(finish)),
+            Event::Failed(error) => return (tokens, Err(error.to_string())),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn an_answer_keeps_to_its_form_and_ends_where_it_may() {
+    let engine = engine();
+    for ignore_eos in [false, true] {
+        let script = Script { tokens: vec![40, 41, 9, 63, 2], ..Script::default() };
+        assert_eq!(answer(&engine, &script, ignore_eos), (vec![40, 41, 9, 63], Ok(Finish::Stop)));
+        assert_eq!(*script.came.lock().unwrap(), [40, 41, 9, 63], "it sees every token but the one that ends");
+    }
+}
+
+#[test]
+fn a_constraint_that_fails_ends_its_request_only() {
+    let engine = engine();
+    let script = Script { tokens: vec![40, 41], ..Script::default() };
+    let (tokens, end) = answer(&engine, &script, false);
+    assert_eq!((tokens.len(), end), (2, Err("the answer could not be held to its form: the script is over".into())));
+    let script = Script { tokens: vec![40, 60], ..Script::default() };
+    assert_eq!(answer(&engine, &script, false).1.unwrap_err(), "the answer could not be held to its form: it panicked");
+    let script = Script { tokens: vec![5, 2], ..Script::default() };
+    assert_eq!(answer(&engine, &script, false), (vec![5], Ok(Finish::Stop)));
+}
+
+#[test]
+fn a_bit_a_token() {
+    let allowed = Allowed::Only(vec![1 << 31, 1]);
+    assert_eq!((0..100).filter(|&id| allowed.contains(id)).collect::<Vec<_>>(), [31, 32]);
+    assert!(Allowed::Any.contains(7));
+}

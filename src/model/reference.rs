@@ -1,0 +1,344 @@
+//! Qwen3.5, dense and mixture of experts, in plain tensors: the architecture, one function a formula. Read this first.
+//!
+//! A whole sequence is computed at once, in f32 on any Candle device, or in f64 where rounding must be out of the question.
+//! Nothing is cached and nothing is fast: a matrix is read from the checkpoint and dequantised each time it is used, so that
+//! memory holds one at a time. The tests and `moestro doctor` hold the fast pass to it.
+//!
+//! ```text
+//! h = embed[ids]                        T tokens are T rows of `hidden` values
+//! for each layer:
+//!     h = h + mixer(rms_norm(h))        every fourth layer attention, the others a gated delta net
+//!     h = h + feed_forward(rms_norm(h)) a mixture of experts; one dense expert in the small models
+//! logits = rms_norm(h) head^T
+//! ```
+//!
+//! Sources: `qwen3_5_moe` in transformers and mlx-lm. The delta rule is equation 10 of Yang et al., "Gated Delta Networks"
+//! (2024).
+
+use super::{
+    config::{AttentionShape, Config, DeltaShape, FfnShape},
+    moe::find_experts,
+};
+use crate::{
+    checkpoint::{self, Checkpoint, Layout, index::Index, names},
+    error::{ModelError, StoreError},
+    experts::Piece,
+    ops::WeightView,
+};
+use candle_core::{D, DType, Device, Shape, Tensor};
+use candle_nn::ops::{sigmoid, silu, softmax_last_dim};
+use std::{fs::File, os::unix::fs::FileExt, path::Path};
+
+/// A checkpoint, and where and how finely to compute.
+pub struct Reference {
+    config: Config,
+    checkpoint: Checkpoint,
+    device: Device,
+    precision: DType,
+}
+
+/// A sequence of T tokens, computed.
+pub struct Computed {
+    /// `[T, vocab]`: row `t` scores the token after `t`.
+    pub logits: Tensor,
+    /// The residual stream after each layer, `[T, hidden]`.
+    pub residuals: Vec<Tensor>,
+    /// `routes[layer][token]`: the experts chosen, likeliest first. A dense model has no entries.
+    pub routes: Vec<Vec<Vec<u32>>>,
+}
+
+impl Reference {
+    /// Opens the checkpoint in `dir`, to compute in `F32` or `F64`.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or a model of another architecture.
+    pub fn open(dir: &Path, device: Device, precision: DType) -> Result<Self, ModelError> {
+        let config = Config::read(dir)?;
+        let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
+        Ok(Self { config, checkpoint, device, precision })
+    }
+
+    /// Computes the sequence `ids`, which must not be empty.
+    ///
+    /// # Errors
+    /// A token outside the vocabulary, a tensor that is missing or has another shape, or what the device refuses.
+    pub fn forward(&self, ids: &[u32]) -> Result<Computed, ModelError> {
+        let Config { hidden, vocab, eps, .. } = self.config;
+        if let Some(&id) = ids.iter().find(|id| **id as usize >= vocab) {
+            return Err(ModelError::TokenOutOfRange { id, vocab });
+        }
+        let embed = self.matrix(names::EMBED, vocab, hidden)?;
+        let mut h = embed.index_select(&Tensor::new(ids, &self.device)?, 0)?;
+        let (mut residuals, mut routes) = (Vec::new(), Vec::new());
+        for (index, full) in self.config.full.iter().enumerate() {
+            let layer = names::layer(index);
+            let x = rms_norm(&h, &self.norm(&format!("{layer}input_layernorm.weight"), hidden)?, eps)?;
+            h = (h + if *full {
+                self.attention(&x, &format!("{layer}self_attn."))?
+            } else {
+                self.delta_net(&x, &format!("{layer}linear_attn."))?
+            })?;
+            let x = rms_norm(&h, &self.norm(&format!("{layer}post_attention_layernorm.weight"), hidden)?, eps)?;
+            h = (h + match self.config.ffn {
+                FfnShape::Dense { intermediate } => self.mlp(&x, &format!("{layer}mlp."), intermediate)?,
+                FfnShape::Moe { .. } => {
+                    let (y, chosen) = self.mixture(&x, &format!("{layer}mlp."))?;
+                    routes.push(chosen);
+                    y
+                }
+            })?;
+            residuals.push(h.clone());
+        }
+        let h = rms_norm(&h, &self.norm(names::NORM, hidden)?, eps)?;
+        let head = if self.config.tied { embed } else { self.matrix(names::HEAD, vocab, hidden)? };
+        Ok(Computed { logits: linear(&h, &head)?, residuals, routes })
+    }
+
+    /// Gated attention. A query's projection holds, head by head, the query and a gate for the head's output; several query
+    /// heads share one head of keys and values.
+    fn attention(&self, x: &Tensor, path: &str) -> Result<Tensor, ModelError> {
+        let AttentionShape { heads, kv_heads, dim, rotated, theta } = self.config.attention;
+        let (tokens, hidden) = x.dims2()?;
+        let project = |name: &str, heads: usize, dim: usize| -> Result<Tensor, ModelError> {
+            let weight = self.matrix(&format!("{path}{name}"), heads * dim, hidden)?;
+            Ok(linear(x, &weight)?.reshape((tokens, heads, dim))?)
+        };
+        let head_norm = |x: &Tensor, name: &str| -> Result<Tensor, ModelError> {
+            Ok(rms_norm(x, &self.norm(&format!("{path}{name}.weight"), dim)?, self.config.eps)?)
+        };
+        let q_gate = project("q_proj", heads, 2 * dim)?;
+        let q = rotate(&head_norm(&q_gate.narrow(2, 0, dim)?, "q_norm")?, rotated, theta)?;
+        let k = rotate(&head_norm(&project("k_proj", kv_heads, dim)?, "k_norm")?, rotated, theta)?;
+        let v = project("v_proj", kv_heads, dim)?;
+        let o = attend(&q, &repeat_heads(&k, heads)?, &repeat_heads(&v, heads)?)?;
+        let gated = (o * sigmoid(&q_gate.narrow(2, dim, dim)?.contiguous()?)?)?;
+        let out = self.matrix(&format!("{path}o_proj"), hidden, heads * dim)?;
+        Ok(linear(&gated.reshape((tokens, heads * dim))?, &out)?)
+    }
+
+    /// The gated delta net. Its memory of the past is one matrix a head, whatever the length.
+    fn delta_net(&self, x: &Tensor, path: &str) -> Result<Tensor, ModelError> {
+        let shape @ DeltaShape { key_heads, value_heads, key_dim, value_dim, taps } = self.config.delta;
+        let (tokens, hidden) = x.dims2()?;
+        let project = |name: &str, rows: usize| -> Result<Tensor, ModelError> {
+            Ok(linear(x, &self.matrix(&format!("{path}{name}"), rows, hidden)?)?)
+        };
+        // [C, taps, 1] in MLX's layout, [C, 1, taps] in Hugging Face's: the same order of values.
+        let kernel = self.vector(&format!("{path}conv1d.weight"), shape.mixed() * taps)?;
+        let mixed = convolve(&project("in_proj_qkv", shape.mixed())?, &kernel.reshape((shape.mixed(), taps))?)?;
+        let keys = key_heads * key_dim;
+        let q = mixed.narrow(1, 0, keys)?.reshape((tokens, key_heads, key_dim))?;
+        let k = mixed.narrow(1, keys, keys)?.reshape((tokens, key_heads, key_dim))?;
+        let v = mixed.narrow(1, 2 * keys, shape.values())?.reshape((tokens, value_heads, value_dim))?;
+        let q = (repeat_heads(&unit(&q)?, value_heads)? * (key_dim as f64).powf(-0.5))?;
+        let k = repeat_heads(&unit(&k)?, value_heads)?;
+
+        let beta = sigmoid(&project("in_proj_b", value_heads)?)?;
+        let step = softplus(
+            &project("in_proj_a", value_heads)?.broadcast_add(&self.vector(&format!("{path}dt_bias"), value_heads)?)?,
+        )?;
+        let rate = self.vector(&format!("{path}A_log"), value_heads)?.exp()?;
+        let decay = step.broadcast_mul(&rate)?.neg()?.exp()?;
+        let o = delta_rule(&q, &k, &v, &beta, &decay)?;
+
+        // The norm comes before the gate, and unlike the others its weight is stored as it is in every layout.
+        let o = rms_norm(&o, &self.vector(&format!("{path}norm.weight"), value_dim)?, self.config.eps)?;
+        let z = project("in_proj_z", shape.values())?;
+        let gated = (o.reshape((tokens, shape.values()))? * silu(&z)?)?;
+        Ok(linear(&gated, &self.matrix(&format!("{path}out_proj"), hidden, shape.values())?)?)
+    }
+
+    /// The mixture of experts: each token's k experts in the router's proportions, and one that all tokens share behind a
+    /// gate. Returns the experts chosen for each token, too.
+    fn mixture(&self, x: &Tensor, path: &str) -> Result<(Tensor, Vec<Vec<u32>>), ModelError> {
+        let FfnShape::Moe { experts, k, intermediate, shared, renormalise } = self.config.ffn else {
+            return Err(ModelError::Config("a dense model has no experts".into()));
+        };
+        let (tokens, hidden) = x.dims2()?;
+        let router = self.matrix(&format!("{path}gate"), experts, hidden)?;
+        let chosen = top_k(&softmax_last_dim(&linear(x, &router)?)?, k, renormalise)?;
+        let (stacks, pieces) = find_experts(&self.checkpoint, path, experts, hidden, intermediate)?;
+        let mut routed = x.zeros_like()?;
+        for (expert, pieces) in pieces.iter().enumerate() {
+            let visits = (0..tokens).flat_map(|token| {
+                let of_token = chosen[token].iter().filter(|(id, _)| *id == expert as u32);
+                of_token.map(move |(_, weight)| (token as u32, *weight))
+            });
+            let (rows, weights): (Vec<u32>, Vec<f64>) = visits.unzip();
+            if rows.is_empty() {
+                continue;
+            }
+            let matrix = |index: usize| -> Result<Tensor, ModelError> {
+                let stack = &stacks[index];
+                self.dequantise(&stack.layout, &pieces[3 * index..3 * index + 3], stack.gains[expert])
+            };
+            let weights = constant(weights, (rows.len(), 1), x)?;
+            let rows = Tensor::new(rows, &self.device)?;
+            let y = swiglu(&x.index_select(&rows, 0)?, &matrix(0)?, &matrix(1)?, &matrix(2)?)?;
+            routed = routed.index_add(&rows, &y.broadcast_mul(&weights)?, 0)?;
+        }
+        let gate = sigmoid(&linear(x, &self.matrix(&format!("{path}shared_expert_gate"), 1, hidden)?)?)?;
+        let shared = self.mlp(x, &format!("{path}shared_expert."), shared)?;
+        let ids = chosen.into_iter().map(|token| token.into_iter().map(|(id, _)| id).collect());
+        Ok(((routed + shared.broadcast_mul(&gate)?)?, ids.collect()))
+    }
+
+    /// A dense feed-forward: a small model's, or the shared expert.
+    fn mlp(&self, x: &Tensor, path: &str, intermediate: usize) -> Result<Tensor, ModelError> {
+        let hidden = x.dim(1)?;
+        let gate = self.matrix(&format!("{path}gate_proj"), intermediate, hidden)?;
+        let up = self.matrix(&format!("{path}up_proj"), intermediate, hidden)?;
+        let down = self.matrix(&format!("{path}down_proj"), hidden, intermediate)?;
+        Ok(swiglu(x, &gate, &up, &down)?)
+    }
+
+    /// The matrix at `path`, `[rows, cols]`, dequantised.
+    fn matrix(&self, path: &str, rows: usize, cols: usize) -> Result<Tensor, ModelError> {
+        let layout = self.checkpoint.layout(path, &[], rows, cols)?;
+        let gain = self.checkpoint.gains(path, 1)?.first().copied().unwrap_or(1.0);
+        self.dequantise(&layout, &checkpoint::pieces(&layout, 0), gain)
+    }
+
+    /// Codes, scales and biases as one f32 matrix.
+    fn dequantise(&self, layout: &Layout, pieces: &[Piece], gain: f32) -> Result<Tensor, ModelError> {
+        let mut parts: [Vec<u8>; 3] = Default::default();
+        for (bytes, piece) in parts.iter_mut().zip(pieces) {
+            bytes.resize(piece.len, 0);
+            let path = &self.checkpoint.index.files[piece.file as usize];
+            let read = File::open(path).and_then(|file| file.read_exact_at(bytes, piece.offset));
+            read.map_err(|source| StoreError::Io { path: path.clone(), source })?;
+        }
+        let &Layout { codes, rows, cols, .. } = layout;
+        let view = WeightView { codes, rows, cols, gain, parts: parts.each_ref().map(Vec::as_slice) };
+        Ok(Tensor::from_vec(view.to_f32(), (rows, cols), &self.device)?.to_dtype(self.precision)?)
+    }
+
+    /// A small tensor that is never quantised, `[len]`.
+    fn vector(&self, name: &str, len: usize) -> Result<Tensor, ModelError> {
+        Ok(Tensor::from_vec(self.checkpoint.vector(name, len)?, len, &self.device)?.to_dtype(self.precision)?)
+    }
+
+    /// The weight of a norm, `[len]`: Hugging Face's layout stores it less one.
+    fn norm(&self, name: &str, len: usize) -> Result<Tensor, ModelError> {
+        Ok(Tensor::from_vec(self.checkpoint.norm(name, len)?, len, &self.device)?.to_dtype(self.precision)?)
+    }
+}
+
+/// `x W^T`: `[T, cols]` by `[rows, cols]` to `[T, rows]`.
+pub fn linear(x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+    x.matmul(&weight.t()?)
+}
+
+/// `x / sqrt(mean(x^2) + eps) * w` over the last dimension.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f32) -> candle_core::Result<Tensor> {
+    let size = (x.sqr()?.mean_keepdim(D::Minus1)? + f64::from(eps))?.sqrt()?;
+    x.broadcast_div(&size)?.broadcast_mul(weight)
+}
+
+/// `x / sqrt(sum(x^2) + 1e-6)` over the last dimension.
+pub fn unit(x: &Tensor) -> candle_core::Result<Tensor> {
+    x.broadcast_div(&(x.sqr()?.sum_keepdim(D::Minus1)? + 1e-6)?.sqrt()?)
+}
+
+/// `ln(1 + e^x)`, on the CPU, since Candle has no `ln_1p` and small steps need it.
+pub fn softplus(x: &Tensor) -> candle_core::Result<Tensor> {
+    let values = on_cpu(x)?.flatten_all()?.to_vec1::<f64>()?.into_iter();
+    constant(values.map(|x| x.max(0.0) + (-x.abs()).exp().ln_1p()).collect(), x.dims(), x)
+}
+
+/// `Down(silu(Gate x) * Up x)`.
+pub fn swiglu(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor) -> candle_core::Result<Tensor> {
+    linear(&(silu(&linear(x, gate)?)? * linear(x, up)?)?, down)
+}
+
+/// `[T, few, dim]` to `[T, heads, dim]`: each head in turn serves `heads / few` neighbours.
+pub fn repeat_heads(x: &Tensor, heads: usize) -> candle_core::Result<Tensor> {
+    let (tokens, few, dim) = x.dims3()?;
+    x.unsqueeze(2)?.expand((tokens, few, heads / few, dim))?.reshape((tokens, heads, dim))
+}
+
+/// Rotary position embedding of `[T, heads, dim]`: token `t` turns the pairs `(j, j + rotated / 2)` of each head by
+/// `t * theta^(-2j / rotated)`. The dimensions from `rotated` on stay as they are.
+pub fn rotate(x: &Tensor, rotated: usize, theta: f64) -> candle_core::Result<Tensor> {
+    let (tokens, _, dim) = x.dims3()?;
+    let half = rotated / 2;
+    let angles =
+        (0..tokens).flat_map(|t| (0..half).map(move |j| t as f64 * theta.powf(-2.0 * j as f64 / rotated as f64)));
+    let (cos, sin) = angles.map(|angle| (angle.cos(), angle.sin())).unzip();
+    let (cos, sin) = (constant(cos, (tokens, 1, half), x)?, constant(sin, (tokens, 1, half), x)?);
+    let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
+    let left = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+    let right = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+    Tensor::cat(&[left, right, x.narrow(2, rotated, dim - rotated)?], 2)
+}
+
+/// `softmax(q k^T / sqrt(dim)) v` for each head, where a token sees itself and what came before. All `[T, heads, dim]`.
+pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
+    let (tokens, _, dim) = q.dims3()?;
+    let by_head = |x: &Tensor| x.transpose(0, 1)?.contiguous();
+    let scores = (by_head(q)?.matmul(&by_head(k)?.t()?)? * (dim as f64).powf(-0.5))?;
+    let seen = (0..tokens).flat_map(|t| (0..tokens).map(move |s| if s <= t { 0.0 } else { f64::NEG_INFINITY }));
+    let mask = constant(seen.collect(), (tokens, tokens), q)?;
+    let o = softmax_last_dim(&scores.broadcast_add(&mask)?)?.matmul(&by_head(v)?)?;
+    o.transpose(0, 1)?.contiguous()
+}
+
+/// A causal convolution of each channel: `silu(sum_j w[c, j] x[t - taps + 1 + j, c])`, zeros before the first token.
+/// `x` is `[T, C]`, `w` is `[C, taps]`.
+pub fn convolve(x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
+    let ((tokens, _), (channels, taps)) = (x.dims2()?, kernel.dims2()?);
+    let before = Tensor::zeros((taps - 1, channels), x.dtype(), x.device())?;
+    let padded = Tensor::cat(&[&before, x], 0)?;
+    let mut sum = x.zeros_like()?;
+    for tap in 0..taps {
+        let weight = kernel.narrow(1, tap, 1)?.reshape((1, channels))?;
+        sum = (sum + padded.narrow(0, tap, tokens)?.broadcast_mul(&weight)?)?;
+    }
+    silu(&sum)
+}
+
+/// The gated delta rule. Each head has a matrix S, zero at first, that maps keys to values. A token fades it, corrects the
+/// value that it gives for the token's key, and reads it with the token's query:
+///
+/// ```text
+/// S = decay_t S;   S = S + beta_t (v_t - S k_t) k_t^T;   o_t = S q_t
+/// ```
+/// `q` and `k` are `[T, heads, key dim]`, `v` and the result `[T, heads, value dim]`, `beta` and `decay` `[T, heads]`.
+pub fn delta_rule(q: &Tensor, k: &Tensor, v: &Tensor, beta: &Tensor, decay: &Tensor) -> candle_core::Result<Tensor> {
+    let ((tokens, heads, key_dim), value_dim) = (q.dims3()?, v.dim(2)?);
+    let mut s = Tensor::zeros((heads, value_dim, key_dim), v.dtype(), v.device())?;
+    let mut out = Vec::with_capacity(tokens);
+    for t in 0..tokens {
+        let column = |x: &Tensor| x.get(t)?.unsqueeze(2);
+        let scalar = |x: &Tensor| x.get(t)?.reshape((heads, 1, 1));
+        let key = column(k)?;
+        s = s.broadcast_mul(&scalar(decay)?)?;
+        let correction = (column(v)? - s.matmul(&key)?)?.broadcast_mul(&scalar(beta)?)?;
+        s = (s + correction.broadcast_mul(&key.transpose(1, 2)?)?)?;
+        out.push(s.matmul(&column(q)?)?.squeeze(2)?);
+    }
+    Tensor::stack(&out, 0)
+}
+
+/// The `k` likeliest experts of each row of `[T, experts]` with their weights, likeliest first, the lower number first among
+/// equals. With `renormalise` the weights of a token sum to one.
+pub fn top_k(likelihood: &Tensor, k: usize, renormalise: bool) -> candle_core::Result<Vec<Vec<(u32, f64)>>> {
+    let choose = |row: Vec<f64>| {
+        let mut chosen: Vec<(u32, f64)> = (0..).zip(row).collect();
+        chosen.sort_by(|a, b| b.1.total_cmp(&a.1));
+        chosen.truncate(k);
+        let sum: f64 = if renormalise { chosen.iter().map(|(_, weight)| weight).sum() } else { 1.0 };
+        chosen.into_iter().map(|(id, weight)| (id, weight / sum)).collect()
+    };
+    Ok(on_cpu(likelihood)?.to_vec2::<f64>()?.into_iter().map(choose).collect())
+}
+
+/// For what Candle cannot express: a tensor's values in f64, off its device.
+fn on_cpu(x: &Tensor) -> candle_core::Result<Tensor> {
+    x.to_device(&Device::Cpu)?.to_dtype(DType::F64)
+}
+
+/// `values` where and how finely `like` is.
+fn constant(values: Vec<f64>, shape: impl Into<Shape>, like: &Tensor) -> candle_core::Result<Tensor> {
+    Tensor::from_vec(values, shape.into(), &Device::Cpu)?.to_dtype(like.dtype())?.to_device(like.device())
+}

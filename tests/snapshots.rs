@@ -1,0 +1,89 @@
+//! A snapshot is the sequence: whatever goes on from one has the bytes of a sequence that was never interrupted, wherever
+//! in a pass it was taken and whatever it is restored into.
+
+mod common;
+
+use common::load_with;
+use moestro::model::{Model, Options, Qwen, Rows, Snapshot, snapshot::PAGE};
+use std::path::Path;
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+
+fn demo() -> Qwen {
+    load_with(Path::new(DEMO), Options { threads: Some(2), ..Options::default() })
+}
+
+fn prompt(seed: usize, len: usize) -> Vec<u32> {
+    (0..len).map(|i| (100 + (i * 37 + seed * 101 + i * i * seed) % 1500) as u32).collect()
+}
+
+/// The bits of the logits behind each of `ids`, evaluated from `state` on.
+fn bits(model: &mut Qwen, state: &mut <Qwen as Model>::State, ids: &[u32]) -> Vec<u32> {
+    let logits = model.forward(state, ids, Rows::All).unwrap();
+    logits.data.iter().map(|logit| logit.to_bits()).collect()
+}
+
+#[test]
+fn a_sequence_goes_on_from_any_mark() {
+    let mut model = demo();
+    let vocab = model.vocab();
+    let ids = prompt(1, PAGE + 60);
+    let mut state = model.start().unwrap();
+    let whole = bits(&mut model, &mut state, &ids);
+
+    // In one pass, in passes that marks cut anywhere, and behind a pass.
+    let places = [1, 3, 40, PAGE - 1, PAGE, PAGE + 1, ids.len()];
+    let mut taken = Vec::new();
+    let mut state = model.start().unwrap();
+    let marked = model.forward_marking(&mut state, &ids, Rows::All, &places, &mut taken).unwrap();
+    assert!(marked.data.iter().map(|logit| logit.to_bits()).eq(whole.iter().copied()), "marks change the logits");
+    let mut state = model.start().unwrap();
+    for (from, to) in [(0, 33), (33, 34), (34, 290), (290, ids.len())] {
+        let marks: Vec<usize> = places.iter().copied().filter(|mark| (from + 1..=to).contains(mark)).collect();
+        model.forward_marking(&mut state, &ids[from..to], Rows::None, &marks, &mut taken).unwrap();
+    }
+    taken.push(model.snapshot(&mut state).unwrap());
+    assert_eq!(taken.len(), 2 * places.len() + 1);
+    assert_eq!(taken.iter().map(|snapshot| snapshot.len).collect::<Vec<_>>()[..7], places);
+
+    // Into a state of its own, and into one that was something else before.
+    let mut used = Some(state);
+    for snapshot in &taken {
+        for into in [None, used.take()] {
+            let mut state = model.restore(snapshot, into).unwrap();
+            let next = snapshot.len..ids.len().min(snapshot.len + 12);
+            let rest = bits(&mut model, &mut state, &ids[next.clone()]);
+            assert_eq!(rest, whole[next.start * vocab..next.end * vocab], "from {}", snapshot.len);
+            model.forward(&mut state, &prompt(2, 50), Rows::None).unwrap();
+            used = Some(state);
+        }
+    }
+}
+
+#[test]
+fn sizes_are_as_announced() {
+    let mut model = demo();
+    let mut state = model.start().unwrap();
+    let ids = prompt(3, 2 * PAGE + 9);
+    let mut taken = Vec::new();
+    model.forward_marking(&mut state, &ids, Rows::None, &[PAGE + 9, 2 * PAGE + 9], &mut taken).unwrap();
+    let size = model.snapshot_size();
+    let bytes = |snapshot: &Snapshot| {
+        (snapshot.state.len() + snapshot.pages.iter().map(|page| page.len()).sum::<usize>()) as u64
+    };
+    for snapshot in &taken {
+        assert_eq!(bytes(snapshot), size.bytes(snapshot.len, 0));
+    }
+    let [early, late] = &taken[..] else { panic!() };
+    assert!(std::sync::Arc::ptr_eq(&early.pages[0], &late.pages[0]));
+    assert_eq!(bytes(late) - early.pages[0].len() as u64, size.bytes(late.len, early.len));
+}
+
+#[test]
+fn a_snapshot_of_another_model_is_refused() {
+    let model = demo();
+    let foreign = Snapshot { len: 5, pages: vec![vec![0; 40].into()], state: vec![0; 8].into() };
+    assert!(model.restore(&foreign, None).is_err());
+    let long = Snapshot { len: model.context() + 1, ..foreign };
+    assert!(model.restore(&long, None).is_err());
+}
