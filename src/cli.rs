@@ -5,7 +5,7 @@ pub mod values;
 
 use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
 use std::path::PathBuf;
-use values::{Device, ExpertIo, OnOff, Switch};
+use values::{Device, ExpertIo, LogFormat, OnOff, Switch};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 120, args_override_self = true)]
@@ -35,6 +35,8 @@ pub enum Command {
     Pull(Pull),
     /// Whether this machine computes what it should: what to paste into a bug report
     Doctor(Doctor),
+    /// Serve from login on, kept running by launchd or systemd
+    Service(Service),
     /// What `serve` would do: each setting and where it came from
     Config(Serve),
     /// A completion script for a shell
@@ -69,10 +71,59 @@ pub struct Serve {
     /// The most time a request may take, in seconds, the wait included [default: no limit]
     #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds)]
     pub request_timeout: Option<std::time::Duration>,
+    /// Leave the `x-anthropic-billing-header:` that Claude Code puts before its system prompt in the prompt: it changes
+    /// with every turn
+    #[arg(long, env = "MOESTRO_KEEP_BILLING_HEADER", value_parser = BoolishValueParser::new())]
+    pub keep_billing_header: bool,
+    /// Write the log into files in this directory, one a day for a week, rather than to stderr
+    #[arg(long, env = "MOESTRO_LOG_DIR", value_name = "DIR")]
+    pub log_dir: Option<PathBuf>,
+    /// How a line of the log is written
+    #[arg(long, env = "MOESTRO_LOG_FORMAT", value_enum, default_value_t)]
+    pub log_format: LogFormat,
     #[command(flatten)]
     pub load: Load,
     #[command(flatten)]
     pub sampling: Sampling,
+}
+
+#[derive(Debug, Args)]
+pub struct Service {
+    #[command(subcommand)]
+    pub action: ServiceAction,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum ServiceAction {
+    /// Describe the service to the system and start it
+    Install(Install),
+    /// Stop it, and take its description away
+    Uninstall,
+    Start,
+    Stop,
+    /// What the system says of it
+    Status,
+    /// The end of its log, and what comes
+    Logs,
+}
+
+#[derive(Debug, Default, Args)]
+pub struct Install {
+    /// Let the system hold the port, and start with the first connection
+    #[arg(long, env = "MOESTRO_ON_DEMAND", value_parser = BoolishValueParser::new())]
+    pub on_demand: bool,
+    /// On demand: the address to listen on
+    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1")]
+    pub host: String,
+    /// On demand: the port to listen on
+    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413)]
+    pub port: u16,
+    /// Show what would be written and run
+    #[arg(long, env = "MOESTRO_DRY_RUN", value_parser = BoolishValueParser::new())]
+    pub dry_run: bool,
+    /// Arguments of `moestro serve`, behind --
+    #[arg(last = true)]
+    pub args: Vec<String>,
 }
 
 #[derive(Debug, Args)]
@@ -232,6 +283,9 @@ pub struct Pack {
     /// Directory to write [default: in the user's cache]
     #[arg(long, env = "MOESTRO_OUT", value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Write nothing; compare the pack that is there (or in --out) with the checkpoint, byte by byte
+    #[arg(long)]
+    pub verify: bool,
 }
 
 /// Download with progress, resume and checksum.

@@ -104,6 +104,7 @@ pub struct Serve {
     pub cors: Option<String>,
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
+    pub keep_billing_header: bool,
     pub load: Load,
     pub generation: Generation,
     /// Whether the model reasons, where a request does not say.
@@ -120,6 +121,7 @@ impl Serve {
             cors: typed.cors,
             max_queue: typed.max_queue,
             request_timeout: typed.request_timeout,
+            keep_billing_header: typed.keep_billing_header,
             load: Load::new(typed.load)?,
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),

@@ -1,14 +1,15 @@
 //! The demo model, carried in the binary, so that `moestro serve` answers before anything is downloaded. How it was
 //! trained is in `models/demo/`.
 
-use crate::{error::StoreError, platform::os};
+use crate::{
+    error::StoreError,
+    platform::{os, partial},
+};
 use sha2::{Digest, Sha256};
 use std::{
-    fs::{self, File},
-    io::{self, Read, Write},
+    fs::File,
+    io::{self, Read},
     path::{Path, PathBuf},
-    process,
-    sync::atomic::{AtomicUsize, Ordering},
 };
 
 /// The directory's name, and so the model's.
@@ -54,7 +55,7 @@ fn unpack_into(cache: &Path) -> Result<PathBuf, StoreError> {
     for (name, bytes) in FILES {
         let path = dir.join(name);
         if !is_whole(&path, sum(name)) {
-            replace(&path, bytes).map_err(|source| StoreError::Io { path, source })?;
+            partial::replace(&path, bytes).map_err(|source| StoreError::Io { path, source })?;
         }
     }
     Ok(dir)
@@ -83,25 +84,10 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Writes beside the place and renames into it.
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    static TURN: AtomicUsize = AtomicUsize::new(0);
-    let turn = TURN.fetch_add(1, Ordering::Relaxed);
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(format!(".{}-{turn}.part", process::id()));
-    path.parent().map_or(Ok(()), fs::create_dir_all)?;
-    let written = File::create(&beside)
-        .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
-        .and_then(|()| fs::rename(&beside, path));
-    if written.is_err() {
-        let _ = fs::remove_file(&beside);
-    }
-    written
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn assert_whole(dir: &Path) {
         for (name, bytes) in FILES {

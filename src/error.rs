@@ -90,6 +90,9 @@ pub enum CommandError {
     Usage(String),
     #[error("no such directory: {}", .0.display())]
     NoSuchDirectory(PathBuf),
+    /// The system's service manager, or a file for it.
+    #[error("{0}")]
+    Service(String),
     /// `doctor` found something: what, by name.
     #[error("this machine does not compute what it should: {0}")]
     Unsound(String),

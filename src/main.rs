@@ -2,7 +2,7 @@
 
 use moestro::{
     cli::Command,
-    command::{effective, generate, pack, pull, serve, shell},
+    command::{effective, generate, log, pack, pull, serve, service, shell},
     config::{
         Generate, Serve,
         file::{self, Settings},
@@ -11,20 +11,14 @@ use moestro::{
     tools::{bench, doctor, info, synth},
 };
 use std::{
-    io::{self, IsTerminal, Write},
+    io::{self, Write},
     process::ExitCode,
 };
-use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
     // A usage error ends here, with clap's words and exit code 2.
     let (cli, settings) = file::parse(std::env::args_os()).unwrap_or_else(|error| error.exit());
-    // A server tells what it does; the answer of any other command is what it prints.
-    let level = if matches!(cli.command, Command::Serve(_)) { "moestro=info,warn" } else { "warn" };
-    let filter = EnvFilter::try_from_env("MOESTRO_LOG").unwrap_or_else(|_| EnvFilter::new(level));
-    let colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(io::stderr).init();
-    match run(cli.command, &settings) {
+    match log::init(&cli.command).and_then(|()| run(cli.command, &settings)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("moestro: {error}");
@@ -44,6 +38,7 @@ fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
         Command::Doctor(typed) => doctor::run(&typed),
         Command::Synth(typed) => synth::command::run(&typed),
         Command::Man { dir } => shell::man(&dir),
+        Command::Service(typed) => service::run(typed),
         Command::Config(_) => show(effective::report(settings).as_bytes()),
         Command::Completions { shell } => show(&shell::completions(shell)),
     }

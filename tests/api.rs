@@ -12,5 +12,7 @@ mod completions;
 mod leave;
 #[path = "api/malformed.rs"]
 mod malformed;
+#[path = "api/messages.rs"]
+mod messages;
 #[path = "api/server.rs"]
 mod server;

@@ -8,7 +8,8 @@
 pub struct Stop {
     patterns: Vec<Pattern>,
     held: String,
-    hit: bool,
+    /// The stop string that was met.
+    met: Option<String>,
 }
 
 /// What may be sent on.
@@ -31,12 +32,12 @@ impl Stop {
     /// Empty strings stop nothing.
     pub fn new(strings: Vec<String>) -> Self {
         let patterns = strings.into_iter().filter(|s| !s.is_empty()).map(Pattern::new).collect();
-        Self { patterns, held: String::new(), hit: false }
+        Self { patterns, held: String::new(), met: None }
     }
 
     /// Takes the next piece of text and gives what is certain to stand before any stop string.
     pub fn push(&mut self, text: &str) -> Held {
-        if self.hit {
+        if self.met.is_some() {
             return Held { text: String::new(), hit: true };
         }
         let before = self.held.len();
@@ -44,9 +45,10 @@ impl Stop {
         for (i, byte) in text.bytes().enumerate() {
             let longest = self.patterns.iter_mut().filter_map(|p| p.step(byte).then_some(p.bytes.len())).max();
             if let Some(length) = longest {
-                self.hit = true;
                 let mut text = std::mem::take(&mut self.held);
-                text.truncate(before + i + 1 - length);
+                let end = before + i + 1;
+                self.met = text.get(end - length..end).map(str::to_owned);
+                text.truncate(end - length);
                 return Held { text, hit: true };
             }
         }
@@ -54,6 +56,11 @@ impl Stop {
         let keep = self.patterns.iter().map(|p| p.matched).max().unwrap_or(0);
         let rest = self.held.split_off(self.held.len() - keep);
         Held { text: std::mem::replace(&mut self.held, rest), hit: false }
+    }
+
+    /// The stop string that ended the text, if one did.
+    pub fn met(&self) -> Option<&str> {
+        self.met.as_deref()
     }
 
     /// What was held back because it could have become a stop string.
@@ -111,6 +118,15 @@ mod tests {
         assert_eq!(run(&["END"], &["a EN"]), (vec!["a ".into(), "EN".into()], false));
         assert_eq!(run(&["aab"], &["a", "a", "a", "b"]).0.concat(), "a");
         assert_eq!(run(&["→"], &["é", "→"]), (vec!["é".into(), "".into(), "".into()], true));
+    }
+
+    #[test]
+    fn the_string_that_was_met_is_named() {
+        let mut stop = Stop::new(vec!["x→".into(), "→".into(), "b".into()]);
+        stop.push("a x");
+        assert_eq!(stop.met(), None);
+        stop.push("→ b");
+        assert_eq!(stop.met(), Some("x→"));
     }
 
     #[test]

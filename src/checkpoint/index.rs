@@ -99,20 +99,6 @@ impl Index {
         }
     }
 
-    /// A name for this checkpoint that changes when its files or their layout do (hexadecimal).
-    pub fn identity(&self) -> String {
-        use sha2::{Digest, Sha256};
-        let mut hash = Sha256::new();
-        for file in &self.files {
-            let size = std::fs::metadata(file).map_or(0, |file| file.len());
-            hash.update(format!("{:?} {size}\n", file.file_name()));
-        }
-        for (name, Entry { file, offset, len, .. }) in &self.tensors {
-            hash.update(format!("{name} {file} {offset} {len}\n"));
-        }
-        hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
-    }
-
     /// The file a tensor lies in.
     pub fn path(&self, entry: &Entry) -> &Path {
         self.files.get(entry.file).unwrap_or(&self.dir)

@@ -1,8 +1,10 @@
 //! Checkpoints as files: [`index`] finds tensors in safetensors, [`names`] bends their names to ours, [`trunk`] says how each is
-//! quantised and gathers what stays in memory, [`pack`] writes an expert's bytes side by side, [`hub`] downloads.
+//! quantised and gathers what stays in memory, [`pack`] writes an expert's bytes side by side, [`hub`] downloads,
+//! [`identity`] says which files these are.
 
 #[cfg(feature = "hub")]
 pub mod hub;
+pub mod identity;
 pub mod index;
 pub mod names;
 pub mod pack;

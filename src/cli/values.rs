@@ -29,6 +29,15 @@ pub enum OnOff {
     Off,
 }
 
+/// How a line of the log is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum LogFormat {
+    #[default]
+    Text,
+    /// One object a line.
+    Json,
+}
+
 /// How experts are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ExpertIo {

@@ -4,10 +4,12 @@
 pub mod device;
 pub mod effective;
 pub mod generate;
+pub mod log;
 pub mod pack;
 pub mod progress;
 pub mod pull;
 pub mod serve;
+pub mod service;
 pub mod shell;
 
 use crate::{

@@ -9,22 +9,31 @@ use crate::{
     model::{Options, qwen::Surveyed},
     plan::Size,
 };
-use std::time::Instant;
+use std::{path::Path, time::Instant};
 
 pub fn run(typed: &cli::Pack) -> Result<(), CommandError> {
     let dir = resolve(&Source::new(typed.model.model.as_deref()))?;
     let found = Surveyed::unpacked(&dir, &Options::default())?;
-    let (map, files) = (found.experts, found.files);
-    let identity = pack::identity(&files)?;
+    if typed.verify { verify(typed, &dir, &found) } else { write(typed, &dir, &found) }
+}
+
+fn write(typed: &cli::Pack, dir: &Path, found: &Surveyed) -> Result<(), CommandError> {
+    let Surveyed { experts: map, files, .. } = found;
     let homeless = || StoreError::Other("no place for the pack: neither HOME nor XDG_CACHE_HOME is set; --out".into());
-    let out = typed.out.clone().or_else(|| pack::default_dir(&identity)).ok_or_else(homeless)?;
+    let out = match &typed.out {
+        Some(out) => out.clone(),
+        None => match pack::find(dir, map, files) {
+            Some(pack) => pack.dir,
+            None => pack::default_dir(files)?.ok_or_else(homeless)?,
+        },
+    };
     let bar = progress::bytes(2 * map.bytes(), "packing and verifying");
     let begin = Instant::now();
-    let summary = pack::write(&map, &files, &identity, &out, &|bytes| bar.inc(bytes));
+    let summary = pack::write(map, files, &out, &|bytes| bar.inc(bytes));
     bar.finish_and_clear();
     let summary = summary?;
     if typed.out.is_some() {
-        pack::link(&identity, &out)?;
+        pack::link(files, &out)?;
     }
     if !summary.written {
         println!("{}: these experts are packed already", out.display());
@@ -37,5 +46,26 @@ pub fn run(typed: &cli::Pack) -> Result<(), CommandError> {
         Size(summary.bytes),
         begin.elapsed().as_secs_f64()
     );
+    Ok(())
+}
+
+/// Compares the pack in `--out`, or every pack that looks like this checkpoint's.
+fn verify(typed: &cli::Pack, dir: &Path, found: &Surveyed) -> Result<(), CommandError> {
+    let Surveyed { experts: map, files, .. } = found;
+    let packs = match &typed.out {
+        Some(out) => vec![out.clone()],
+        None => pack::candidates(dir, files)?,
+    };
+    if packs.is_empty() {
+        return Err(StoreError::Other(format!("{}: there is no pack of this checkpoint", dir.display())).into());
+    }
+    for pack in packs {
+        let bar = progress::bytes(map.bytes(), "comparing");
+        let begin = Instant::now();
+        let compared = pack::verify(&pack, map, files, &|bytes| bar.inc(bytes));
+        bar.finish_and_clear();
+        let (experts, seconds) = (compared?, begin.elapsed().as_secs_f64());
+        println!("{}: {experts} experts, each byte the checkpoint's, compared in {seconds:.1} s", pack.display());
+    }
     Ok(())
 }

@@ -12,12 +12,13 @@ use crate::{
     http::{self, App, Door, ModelCard},
     metrics::Metrics,
     model::Model,
+    platform::service,
 };
 use serde_json::json;
 use std::{
     io::{self, Write},
     sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use tokio::{
     net::TcpListener,
@@ -41,14 +42,23 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
     // A header value, as `cli::values::origin` has checked.
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
-    let door = Arc::new(Door::new(metrics.clone(), config.api_key.clone(), cors));
+    let mut door = Door::new(metrics.clone(), config.api_key.clone(), cors);
+    door.keep_billing_header = config.keep_billing_header;
+    let door = Arc::new(door);
     let mut stop = Stop::new().map_err(|source| CommandError::Io { what: "watching for signals".into(), source })?;
 
-    let listener = bind(&config.host, config.port).await?;
+    let listener = match inherited()? {
+        Some(listener) => listener,
+        None => bind(&config.host, config.port).await?,
+    };
     let address = listener.local_addr().map_err(|source| CommandError::Io { what: config.host.clone(), source })?;
     let (closing, closed) = oneshot::channel::<()>();
     let shutdown = async { drop(closed.await) };
     let mut server = tokio::spawn(http::serve(listener, door.clone(), shutdown));
+    service::ready("loading the model");
+    if let Some(every) = service::watched() {
+        tokio::spawn(keep_alive(every));
+    }
 
     let begin = std::time::Instant::now();
     let opening = {
@@ -69,6 +79,7 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
     });
     // If nobody reads it, nobody misses it.
     let _ = writeln!(io::stdout(), "{ready}").and_then(|()| io::stdout().flush());
+    service::ready(&format!("serving {}", opened.name));
     tracing::info!("{} is served at http://{address}/v1 after {:.1?}", opened.name, begin.elapsed());
 
     tokio::select! {
@@ -120,6 +131,24 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
         plan: loaded.plan.clone(),
     });
     Ok(Opened { name: checkpoint.name, device: loaded.device, plan: loaded.plan, worker })
+}
+
+/// The port that the service manager has opened, if it has.
+fn inherited() -> Result<Option<TcpListener>, CommandError> {
+    let listener = service::inherited().and_then(|listener| {
+        let Some(listener) = listener else { return Ok(None) };
+        listener.set_nonblocking(true)?;
+        TcpListener::from_std(listener).map(Some)
+    });
+    listener.map_err(|source| failed("the service manager's socket", source))
+}
+
+/// As long as connections can be served, this says so.
+async fn keep_alive(every: Duration) {
+    loop {
+        service::alive();
+        tokio::time::sleep(every).await;
+    }
 }
 
 async fn bind(host: &str, port: u16) -> Result<TcpListener, CommandError> {

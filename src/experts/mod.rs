@@ -32,6 +32,7 @@ pub mod probe;
 pub mod reader;
 pub mod slots;
 pub mod source;
+mod sums;
 mod trace;
 pub mod warm;
 
@@ -42,6 +43,7 @@ pub use prefetch::Prefetch;
 pub use probe::Io;
 pub use slots::SlotId;
 pub use source::{Files, Source};
+pub use sums::{Records, Sums};
 pub use warm::Warm;
 
 use crate::{
@@ -79,12 +81,14 @@ pub struct Options {
     pub warm: Option<Warm>,
     /// Writes what every layer asks for to this file: the input of `benches/expert_cache.rs`.
     pub trace: Option<PathBuf>,
+    /// What each record of a pack has to be; `None` for a checkpoint's own files.
+    pub sums: Option<Arc<Sums>>,
 }
 
 impl Options {
     /// Everything automatic, nothing kept on disk.
     pub fn new(slots: usize) -> Self {
-        Self { slots, io: Io::Auto, threads: 16, prefetch: Prefetch::Auto, warm: None, trace: None }
+        Self { slots, io: Io::Auto, threads: 16, prefetch: Prefetch::Auto, warm: None, trace: None, sums: None }
     }
 }
 
@@ -125,6 +129,7 @@ impl Experts {
         metrics: Arc<Metrics>,
     ) -> Result<Self, StoreError> {
         let (files, access) = probe::open(&files, &map, options.io, options.threads)?;
+        let files = files.with_sums(options.sums.clone());
         let mut experts = Self::with_source(Box::new(files), map, options, metrics)?;
         experts.access = access;
         Ok(experts)

@@ -342,7 +342,8 @@ impl Shared {
             }
             have = reached;
         }
-        Ok(())
+        let read_in = into.get(..read.need).unwrap_or_default();
+        self.source.check(read.file, read.offset, read_in).map_err(|error| self.fail(read, error))
     }
 
     fn fail(&self, read: &Read, source: io::Error) -> Failure {

@@ -1,5 +1,6 @@
 //! What the reader reads from: the checkpoint's files, or a test's double that fails on purpose.
 
+use super::Sums;
 use crate::{
     error::StoreError,
     platform::{Access, File},
@@ -7,12 +8,19 @@ use crate::{
 use std::{
     io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 /// Numbered files that can be read at any offset by many threads at once.
 pub trait Source: Send + Sync {
     /// One read; may return fewer bytes than asked for, 0 at the end of the file.
     fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize>;
+
+    /// Whether an expert's bytes, all of what was asked for at `offset`, are what was once written there, where that is
+    /// known.
+    fn check(&self, _file: u32, _offset: u64, _bytes: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
 
     /// Bytes in the file; `None` if there is no such file.
     fn size(&self, file: u32) -> Option<u64>;
@@ -28,6 +36,7 @@ pub trait Source: Send + Sync {
 pub struct Files {
     files: Vec<File>,
     block: usize,
+    sums: Option<Arc<Sums>>,
 }
 
 impl Files {
@@ -39,7 +48,12 @@ impl Files {
             block = block.max(file.block());
             files.push(file);
         }
-        Ok(Self { files, block })
+        Ok(Self { files, block, sums: None })
+    }
+
+    /// With checksums, if there are any, that whole records have to match.
+    pub fn with_sums(self, sums: Option<Arc<Sums>>) -> Self {
+        Self { sums, ..self }
     }
 
     fn get(&self, file: u32) -> io::Result<&File> {
@@ -61,6 +75,10 @@ impl Source for Files {
         // After the read: what was written to before it has been noticed by now.
         file.check_unchanged()?;
         Ok(got)
+    }
+
+    fn check(&self, file: u32, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.sums.as_ref().map_or(Ok(()), |sums| sums.check(file, offset, bytes))
     }
 
     fn size(&self, file: u32) -> Option<u64> {

@@ -5,15 +5,19 @@ use super::{
     eviction::Key,
     slots::{Purpose, State},
 };
+use crate::platform::{partial, read_small};
 use serde::{Deserialize, Serialize};
 use std::{
-    fs, io,
+    io,
     path::PathBuf,
     time::{Duration, Instant},
 };
 
 /// How often the list is written while serving.
 const EVERY: Duration = Duration::from_secs(60);
+
+/// Bytes of a list at most: an expert takes about thirty.
+const MOST: u64 = 16 << 20;
 
 /// Where the list is kept, and of which model it is.
 #[derive(Debug, Clone)]
@@ -64,20 +68,13 @@ impl Experts {
         let stride = self.experts as u32;
         let experts = hot.iter().map(|&(score, key)| ((key / stride) as usize, key % stride, score)).collect();
         let text = serde_json::to_vec(&List { identity: warm.identity.clone(), experts })?;
-        if let Some(dir) = warm.file.parent() {
-            fs::create_dir_all(dir)?;
-        }
-        let partial = warm.file.with_extension(format!("partial-{}", std::process::id()));
-        fs::write(&partial, text)?;
-        fs::rename(&partial, &warm.file).inspect_err(|_| {
-            let _ = fs::remove_file(&partial);
-        })
+        partial::replace(&warm.file, &text)
     }
 
     /// Starts reading in what was hot, below everything else; returns how many experts that is.
     pub(super) fn read_in_hot(&self) -> usize {
         let Some(warm) = &self.warm else { return 0 };
-        let list = match fs::read(&warm.file) {
+        let list = match read_small(&warm.file, MOST) {
             Ok(bytes) => serde_json::from_slice::<List>(&bytes),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return 0,
             Err(error) => Err(serde_json::Error::io(error)),

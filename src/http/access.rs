@@ -6,7 +6,7 @@
 use super::{Door, reject::Reject};
 use crate::metrics::Metrics;
 use axum::{
-    extract::{Request, State},
+    extract::{Query, Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header},
     middleware::Next,
     response::{IntoResponse, Response},
@@ -93,10 +93,27 @@ impl Drop for Tally {
 
 /// The label of a path: one of a fixed set, since a client can invent any number of paths.
 fn endpoint(path: &str) -> &'static str {
-    const KNOWN: [&str; 7] =
-        ["/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"];
-    let model = path.starts_with("/v1/models/").then_some("/v1/models/{id}");
-    KNOWN.into_iter().find(|known| *known == path).or(model).unwrap_or("other")
+    const KNOWN: [&str; 9] = [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/metrics",
+    ];
+    let bare = |path: &str| path.trim_end_matches('/').trim_start_matches("/v1").to_owned();
+    let path = bare(path);
+    let model = path.starts_with("/models/").then_some("/v1/models/{id}");
+    KNOWN.into_iter().find(|known| bare(known) == path).or(model).unwrap_or("other")
+}
+
+/// The ways in which clients write a path: with `/v1` or without it, and with a slash at the end.
+pub fn spellings(path: &str) -> [String; 4] {
+    let bare = path.trim_start_matches("/v1");
+    [bare.to_owned(), format!("{bare}/"), format!("/v1{bare}"), format!("/v1{bare}/")]
 }
 
 /// The outermost layer: gives the request an id and an account.
@@ -126,13 +143,21 @@ pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: 
 
 /// Lets through who has the key, and everyone where none is set or asked for.
 pub async fn authorize(State(door): State<Arc<Door>>, request: Request, next: Next) -> Response {
-    let free = matches!(request.uri().path(), "/health" | "/metrics");
+    let free = matches!(endpoint(request.uri().path()), "/health" | "/metrics");
     match &door.api_key {
-        Some(key) if !free && !bearer(request.headers()).is_some_and(|given| same(given, key.as_bytes())) => {
+        Some(key) if !free && !given(&request).iter().any(|given| same(given, key.as_bytes())) => {
             Reject::unauthorized().into_response()
         }
         _ => next.run(request).await,
     }
+}
+
+/// The keys that a request brings: as OpenAI's clients send theirs, as Anthropic's do, and as Google's.
+fn given(request: &Request) -> Vec<Vec<u8>> {
+    let header = request.headers().get("x-api-key").map(HeaderValue::as_bytes);
+    let query = Query::<Vec<(String, String)>>::try_from_uri(request.uri()).unwrap_or_default().0;
+    let query = query.into_iter().filter(|(name, _)| name == "key").map(|(_, key)| key.into_bytes());
+    bearer(request.headers()).into_iter().chain(header).map(<[u8]>::to_vec).chain(query).collect()
 }
 
 /// The token of `Authorization: Bearer TOKEN`.

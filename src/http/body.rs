@@ -2,7 +2,8 @@
 
 use super::{reject::Reject, types::Common};
 use axum::body::{Body, Bytes};
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, Deserializer};
+use serde_json::Value;
 use tokio_stream::StreamExt;
 
 /// A body beyond the limit is still read, up to this many times the limit, and thrown away: closing the connection on a
@@ -29,25 +30,40 @@ pub async fn read(body: Body, limit: usize) -> Result<Bytes, Reject> {
 
 /// What is asked for: the fields that all kinds of generation share, and those of one kind.
 pub async fn request<T: DeserializeOwned>(body: Body, limit: usize) -> Result<(Common, T), Reject> {
-    let bytes = read(body, limit).await?;
-    Ok((parse(&bytes)?, parse(&bytes)?))
+    let object = object(&read(body, limit).await?)?;
+    Ok((typed(&object)?, typed(object)?))
 }
 
-/// Reads `bytes` as JSON, whatever the content type says: `curl -d` names another one.
+/// Reads `bytes` as `T`, whatever the content type says: `curl -d` names another one.
 pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Reject> {
-    let mut json = serde_json::Deserializer::from_slice(bytes);
-    let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+    typed(object(bytes)?)
+}
+
+/// Reads `bytes` as a JSON object.
+pub fn object(bytes: &[u8]) -> Result<Value, Reject> {
+    let value = serde_json::from_slice(bytes);
+    let value = value.map_err(|error| Reject::json(None, format!("The body is not valid JSON: {error}")))?;
+    let what = match value {
+        Value::Object(_) => return Ok(value),
+        Value::Array(_) => "an array",
+        Value::String(_) => "a string",
+        Value::Number(_) => "a number",
+        Value::Bool(_) => "a boolean",
+        Value::Null => "null",
+    };
+    Err(Reject::json(None, format!("The body must be a JSON object; it is {what}.")))
+}
+
+/// Reads a JSON value as `T`; an error names the field.
+pub fn typed<'de, T: DeserializeOwned>(json: impl Deserializer<'de, Error = serde_json::Error>) -> Result<T, Reject> {
+    serde_path_to_error::deserialize(json).map_err(|error| {
         let path = error.path().to_string();
         let wrong = error.inner();
-        let named = wrong.is_data() && path != ".";
-        match named {
-            true => Reject::json(Some(path.clone()), format!("{path}: {wrong}")),
-            false if wrong.is_data() => Reject::json(missing(wrong), wrong.to_string()),
-            false => Reject::json(None, format!("The body is not valid JSON: {wrong}")),
+        match path == "." {
+            true => Reject::json(missing(wrong), wrong.to_string()),
+            false => Reject::json(Some(path.clone()), format!("{path}: {wrong}")),
         }
-    })?;
-    json.end().map_err(|error| Reject::json(None, format!("The body is not valid JSON: {error}")))?;
-    Ok(value)
+    })
 }
 
 /// The field that serde misses has no path; its name stands in the message.
@@ -61,7 +77,6 @@ fn missing(error: &serde_json::Error) -> Option<String> {
 mod tests {
     use super::super::types::{ChatRequest, Common, CompletionRequest};
     use super::*;
-    use serde_json::Value;
 
     fn error<T: DeserializeOwned>(text: &str) -> Value {
         let reject = parse::<T>(text.as_bytes()).err().expect("an error");
@@ -86,6 +101,7 @@ mod tests {
             assert_eq!(error::<Common>(text)["param"], Value::Null, "{text}");
         }
         assert_eq!(error::<Common>("[]")["code"], "invalid_json");
+        assert_eq!(error::<Common>("[]")["message"], "The body must be a JSON object; it is an array.");
     }
 
     #[test]

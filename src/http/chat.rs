@@ -10,9 +10,10 @@ use super::{
     body, check,
     prompt::{self, Chat},
     reject::Reject,
-    stream::{self, Frames},
-    transcript::{Reader, Transcript, Turn},
+    stream::Frames,
+    transcript::{Ending, Reader, Transcript, Turn},
     types::{ChatRequest, Common},
+    wire::{self, Part, Parts, Wire},
 };
 use crate::{
     chat::{
@@ -37,15 +38,26 @@ pub async fn chat(
     let app = door.app()?;
     let (common, request) = body::request::<ChatRequest>(body, door.body_limit).await?;
     let transcript = submit(app, &tally, &common, request).await?;
-    let answer = Answer { head: Head::new(app, "chatcmpl", "chat.completion"), pending: Vec::new() };
-    match common.streams() {
-        true => Ok(answer.stream(transcript, common.usage(), tally)),
-        false => answer.whole(transcript).await,
+    let mut answer = Answer {
+        head: Head::new(app, "chatcmpl", "chat.completion"),
+        pending: Vec::new(),
+        begun: false,
+        usage: common.usage(),
+    };
+    if common.streams() {
+        answer.head.object = "chat.completion.chunk";
+        return Ok(wire::stream(transcript, answer, tally));
     }
+    answer.whole(transcript).await
 }
 
-/// Checks the request and queues it.
-async fn submit(app: &App, tally: &Arc<Tally>, common: &Common, request: ChatRequest) -> Result<Transcript, Reject> {
+/// Checks the request and queues it. Every wire format's conversations come this way.
+pub(super) async fn submit(
+    app: &App,
+    tally: &Arc<Tally>,
+    common: &Common,
+    request: ChatRequest,
+) -> Result<Transcript, Reject> {
     common.check(&app.card)?;
     let sampling = common.sampling(&app.defaults, app.engine.vocab())?;
     let stops = common.stops()?;
@@ -55,37 +67,39 @@ async fn submit(app: &App, tally: &Arc<Tally>, common: &Common, request: ChatReq
     };
     let max_tokens = check::tokens(param, limit, 1)?;
     let logprobs = logprobs(&request)?;
-    if let Some(format) = request.response_format.filter(|format| format.kind != "text") {
+    if let Some(format) = request.response_format.as_ref().filter(|format| format.kind != "text") {
         let message = format!("response_format `{}` is not supported yet; only `text` is.", format.kind);
         return Err(Reject::unsupported("response_format", message));
     }
     if request.functions.is_some() {
         return Err(Reject::unsupported("functions", "functions is not supported; use tools."));
     }
-    let mut kwargs = request.chat_template_kwargs.unwrap_or_default();
-    if let Some(thinking) = request.enable_thinking {
-        kwargs.entry("enable_thinking").or_insert(thinking.into());
-    }
-    let chat = Chat {
-        messages: prompt::messages(request.messages)?,
-        tools: prompt::tools(request.tools, request.tool_choice.as_ref())?,
-        kwargs,
-        add_generation_prompt: true,
-    };
+    let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true);
+    let chat = conversation(request)?;
     let prompt = app.render(&chat)?;
     let in_reasoning = Template::opens_in_reasoning(&prompt);
     let ids = app.encode(prompt).await?;
     let max_tokens = check::room("messages", ids.len(), max_tokens, app.engine.context())?;
-    let reader = Reader::Chat {
-        parser: Parser::new(in_reasoning, &chat.tools),
-        in_reasoning,
-        parallel_tool_calls: request.parallel_tool_calls.unwrap_or(true),
-    };
+    let reader = Reader::Chat { parser: Parser::new(in_reasoning, &chat.tools), in_reasoning, parallel_tool_calls };
     let request =
         Request { ids, max_tokens, sampling, logprobs, prompt_logprobs: None, ignore_eos: false, constraint: None };
     let transcript = Transcript::submit(app, tally, request, reader, stops)?;
     tally.generates();
     Ok(transcript)
+}
+
+/// What is rendered of a request.
+pub(super) fn conversation(request: ChatRequest) -> Result<Chat, Reject> {
+    let mut kwargs = request.chat_template_kwargs.unwrap_or_default();
+    if let Some(thinking) = request.enable_thinking {
+        kwargs.entry("enable_thinking").or_insert(thinking.into());
+    }
+    Ok(Chat {
+        messages: prompt::messages(request.messages)?,
+        tools: prompt::tools(request.tools, request.tool_choice.as_ref())?,
+        kwargs,
+        add_generation_prompt: true,
+    })
 }
 
 /// How many alternatives to list with each token, if any are to be listed.
@@ -103,34 +117,57 @@ struct Answer {
     head: Head,
     /// Log-probabilities of tokens whose text has not been sent yet.
     pending: Vec<TokenLogprob>,
+    /// A stream's first chunk has been sent.
+    begun: bool,
+    /// A stream ends with its usage.
+    usage: bool,
+}
+
+/// A chunk a delta; then the one with the `finish_reason`, then, if asked for, the one with the usage.
+impl Wire for Answer {
+    fn turn(&mut self, out: &Frames, turn: &Turn) {
+        if !mem::replace(&mut self.begun, true) {
+            let role = ChatDelta { role: Some("assistant"), content: Some(""), ..ChatDelta::default() };
+            self.chunk(out, role, None);
+        }
+        self.score(turn);
+        for delta in &turn.deltas {
+            self.chunk(out, wire(delta), None);
+        }
+    }
+
+    fn end(&mut self, out: &Frames, ending: &Ending) {
+        self.chunk(out, ChatDelta::default(), Some(ending.reason));
+        if self.usage {
+            out.data(&self.head.envelope::<ChatChunk>(&[], Some(Some(ending.usage))));
+        }
+        out.done();
+    }
+
+    fn error(&mut self, out: &Frames, error: &Reject) {
+        out.error(error);
+    }
 }
 
 impl Answer {
     /// One body.
     async fn whole(mut self, mut transcript: Transcript) -> Result<Response, Reject> {
-        let (mut content, mut reasoning, mut tool_calls) = (String::new(), String::new(), Vec::<ToolCall>::new());
-        let finish_reason = loop {
-            let turn = transcript.next().await?;
+        let mut parts = Parts::default();
+        let ending = transcript.tell(|turn| {
             self.score(&turn);
-            for delta in turn.deltas {
-                match delta {
-                    Delta::Reasoning(text) => reasoning += &text,
-                    Delta::Content(text) => content += &text,
-                    Delta::ToolCall { id, name, .. } => {
-                        let function = Function { name, arguments: String::new() };
-                        tool_calls.push(ToolCall { id, kind: "function", function });
-                    }
-                    Delta::Arguments { json, .. } => {
-                        if let Some(call) = tool_calls.last_mut() {
-                            call.function.arguments += &json;
-                        }
-                    }
+            parts.add(&turn.deltas);
+        });
+        let ending = ending.await?;
+        let (mut content, mut reasoning, mut tool_calls) = (String::new(), String::new(), Vec::new());
+        for part in parts.0 {
+            match part {
+                Part::Reasoning(text) => reasoning += &text,
+                Part::Text(text) => content += &text,
+                Part::Call { id, name, arguments } => {
+                    tool_calls.push(ToolCall { id, kind: "function", function: Function { name, arguments } });
                 }
             }
-            if let Some(reason) = turn.end {
-                break reason;
-            }
-        };
+        }
         let message = Message {
             role: "assistant",
             content: (tool_calls.is_empty() || !content.is_empty()).then_some(content),
@@ -138,50 +175,14 @@ impl Answer {
             reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
             tool_calls,
         };
-        let choice = ChatChoice { index: 0, message, logprobs: self.scores(), finish_reason };
-        Ok(Json(self.head.envelope(&[choice], Some(Some(transcript.usage())))).into_response())
+        let choice = ChatChoice { index: 0, message, logprobs: self.scores(), finish_reason: ending.reason };
+        Ok(Json(self.head.envelope(&[choice], Some(Some(ending.usage)))).into_response())
     }
 
-    /// A chunk a delta; then the one with the `finish_reason`, then, if asked for, the one with the usage.
-    fn stream(mut self, mut transcript: Transcript, usage: bool, tally: Arc<Tally>) -> Response {
-        self.head.object = "chat.completion.chunk";
-        stream::respond(move |frames| async move {
-            tally.begin();
-            let null_usage = usage.then_some(None);
-            let mut begun = false;
-            let end = loop {
-                let turn = match transcript.next().await {
-                    Ok(turn) => turn,
-                    Err(error) => {
-                        tally.failed(&error);
-                        return frames.error(&error.into());
-                    }
-                };
-                if !mem::replace(&mut begun, true) {
-                    let role = ChatDelta { role: Some("assistant"), content: Some(""), ..ChatDelta::default() };
-                    self.chunk(&frames, role, None, null_usage);
-                }
-                self.score(&turn);
-                for delta in &turn.deltas {
-                    self.chunk(&frames, wire(delta), None, null_usage);
-                }
-                if turn.end.is_some() {
-                    break turn.end;
-                }
-            };
-            self.chunk(&frames, ChatDelta::default(), end, null_usage);
-            if usage {
-                frames.data(&self.head.envelope::<ChatChunk>(&[], Some(Some(transcript.usage()))));
-            }
-            frames.done();
-            tally.complete();
-        })
-    }
-
-    fn chunk(&mut self, frames: &Frames, delta: ChatDelta, end: Option<FinishReason>, usage: Option<Option<Usage>>) {
+    fn chunk(&mut self, out: &Frames, delta: ChatDelta, end: Option<FinishReason>) {
         let logprobs = self.scores();
         let choice = ChatChunk { index: 0, delta, logprobs, finish_reason: end };
-        frames.data(&self.head.envelope(&[choice], usage));
+        out.data(&self.head.envelope(&[choice], self.usage.then_some(None)));
     }
 
     fn score(&mut self, turn: &Turn) {

@@ -127,16 +127,10 @@ impl Job {
                 None => self.submit_later(index).await?,
             };
             let (mut choice, mut text) = (Choice::new(&self, index), String::new());
-            let end = loop {
-                let turn = transcript.next().await?;
-                choice.add(&turn, &mut text);
-                if let Some(end) = turn.end {
-                    break end;
-                }
-            };
-            add(&mut usage, transcript.usage());
-            let logprobs = choice.scores.as_mut().map(|scores| scores.take(Some(end)));
-            answers.push((text, logprobs, end));
+            let ending = transcript.tell(|turn| choice.add(&turn, &mut text)).await?;
+            add(&mut usage, ending.usage);
+            let logprobs = choice.scores.as_mut().map(|scores| scores.take(Some(ending.reason)));
+            answers.push((text, logprobs, ending.reason));
         }
         let choices: Vec<_> = answers
             .iter_mut()
@@ -196,18 +190,14 @@ impl Job {
             let choice = TextChoice { index, text, logprobs, finish_reason: end };
             frames.data(&self.head.envelope(&[choice], usage.then_some(None)));
         };
-        loop {
-            let turn = transcript.next().await?;
+        let told = transcript.tell(|turn| {
             choice.add(&turn, &mut text);
-            if !text.is_empty() && turn.end.is_none() {
-                send(&text, &mut choice, None);
+            if !text.is_empty() || turn.end.is_some() {
+                send(&text, &mut choice, turn.end);
                 text.clear();
             }
-            if turn.end.is_some() {
-                send(&text, &mut choice, turn.end);
-                return Ok(transcript.usage());
-            }
-        }
+        });
+        Ok(told.await?.usage)
     }
 }
 

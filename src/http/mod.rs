@@ -1,8 +1,8 @@
 //! What clients see: OpenAI's API over HTTP/1.1, and a little of vLLM's. This room knows no tensor.
 //!
 //! `body` reads JSON, `check` and `prompt` turn it into an engine's request, `transcript` turns the engine's events back
-//! into text, and `chat` and `completions` write it down as one body or, through `stream`, as server-sent events.
-//! `access` accounts for every request, `reject` says no.
+//! into text, and `chat` and `completions` write it down as one body or, through `wire` and `stream`, as server-sent events.
+//! `messages` and `responses` translate other formats into the one `conversation` and back. `access` accounts for every request, `reject` says no.
 //!
 //! A [`Door`] can be opened before there is a model: until [`Door::open`] it answers `/health` and `/metrics`, and
 //! everything else with 503.
@@ -14,6 +14,8 @@ mod body;
 mod chat;
 mod check;
 mod completions;
+mod conversation;
+mod messages;
 mod prompt;
 mod reject;
 mod scores;
@@ -21,6 +23,7 @@ mod stream;
 mod tokens;
 mod transcript;
 mod types;
+mod wire;
 
 use crate::{
     chat::{Template, Tokenizer},
@@ -32,7 +35,7 @@ use axum::{
     Router,
     extract::Request,
     http::{HeaderValue, Method, header},
-    middleware::from_fn_with_state,
+    middleware::{from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
     routing::{get, post},
     serve::ListenerExt,
@@ -91,13 +94,23 @@ pub struct Door {
     pub cors: Option<HeaderValue>,
     /// The most bytes of a body.
     pub body_limit: usize,
+    /// Leave the billing header that Claude Code sends in the prompt.
+    pub keep_billing_header: bool,
     app: OnceLock<Arc<App>>,
     closing: AtomicBool,
 }
 
 impl Door {
     pub fn new(metrics: Arc<Metrics>, api_key: Option<String>, cors: Option<HeaderValue>) -> Self {
-        Self { metrics, api_key, cors, body_limit: BODY_LIMIT, app: OnceLock::new(), closing: AtomicBool::new(false) }
+        Self {
+            metrics,
+            api_key,
+            cors,
+            body_limit: BODY_LIMIT,
+            keep_billing_header: false,
+            app: OnceLock::new(),
+            closing: AtomicBool::new(false),
+        }
     }
 
     /// The model is loaded. A second call changes nothing.
@@ -131,15 +144,26 @@ impl Door {
 
 /// All routes.
 pub fn router(door: Arc<Door>) -> Router {
-    let router = Router::new()
-        .route("/v1/chat/completions", post(chat::chat))
-        .route("/v1/completions", post(completions::completions))
-        .route("/v1/models", get(admin::models))
+    let routes = [
+        ("/v1/chat/completions", post(chat::chat)),
+        ("/v1/completions", post(completions::completions)),
+        ("/v1/messages", post(messages::messages)),
+        ("/v1/messages/count_tokens", post(messages::count_tokens)),
+        ("/v1/models", get(admin::models)),
+        ("/tokenize", post(tokens::tokenize)),
+        ("/detokenize", post(tokens::detokenize)),
+        ("/health", get(admin::health)),
+        ("/metrics", get(admin::metrics)),
+    ];
+    let mut router = Router::new();
+    for (path, handler) in routes {
+        for spelling in access::spellings(path) {
+            router = router.route(&spelling, handler.clone());
+        }
+    }
+    let router = router
         .route("/v1/models/{*id}", get(admin::model))
-        .route("/tokenize", post(tokens::tokenize))
-        .route("/detokenize", post(tokens::detokenize))
-        .route("/health", get(admin::health))
-        .route("/metrics", get(admin::metrics))
+        .route("/models/{*id}", get(admin::model))
         .fallback(no_such_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(door.clone(), access::authorize));
@@ -147,7 +171,7 @@ pub fn router(door: Arc<Door>) -> Router {
         Some(origin) => router.layer(cors(origin)),
         None => router,
     };
-    router.layer(from_fn_with_state(door.clone(), access::account)).with_state(door)
+    router.layer(from_fn_with_state(door.clone(), access::account)).layer(from_fn(messages::shape)).with_state(door)
 }
 
 /// Serves until `shutdown`, then drains: new requests get 503 while the accepted ones end within the engine's grace.

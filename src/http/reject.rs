@@ -70,7 +70,7 @@ impl Reject {
     }
 
     pub fn unauthorized() -> Self {
-        let message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`.";
+        let message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.";
         Self::new(StatusCode::UNAUTHORIZED, INVALID, Some("invalid_api_key"), message)
     }
 
@@ -98,6 +98,10 @@ impl Reject {
     pub fn loading() -> Self {
         let reject = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("loading"), "The model is still loading.");
         Self { retry_after: Some(5), ..reject }
+    }
+
+    pub fn message(&self) -> &str {
+        &self.message
     }
 
     /// What is sent as JSON, in a body or in an event of a stream.
@@ -165,6 +169,8 @@ impl IntoResponse for Reject {
         if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        // For formats that give errors another shape.
+        response.extensions_mut().insert(self);
         response
     }
 }

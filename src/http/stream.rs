@@ -22,8 +22,9 @@ use std::{
 use tokio::time::{Instant, Sleep};
 use tokio_stream::Stream;
 
-/// After this much silence (a long prefill, a place far back in the queue) a comment keeps proxies from hanging up.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// After this much silence (a place far back in the queue, a long prefill, a tool call that is not yet sure to be one) a
+/// comment keeps clients and proxies from hanging up.
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 /// What has been written and not yet sent. The lock is never contended: writer and reader are one task.
 #[derive(Clone, Default)]
@@ -32,8 +33,22 @@ pub struct Frames(Arc<Mutex<Vec<u8>>>);
 impl Frames {
     /// `data: {...}`
     pub fn data(&self, value: &impl Serialize) {
+        self.frame("", value);
+    }
+
+    /// `event: name`, then `data: {...}`
+    pub fn event(&self, name: &str, value: &impl Serialize) {
+        self.frame(name, value);
+    }
+
+    fn frame(&self, event: &str, value: &impl Serialize) {
         let mut buffer = self.buffer();
         let start = buffer.len();
+        if !event.is_empty() {
+            buffer.extend_from_slice(b"event: ");
+            buffer.extend_from_slice(event.as_bytes());
+            buffer.push(b'\n');
+        }
         buffer.extend_from_slice(b"data: ");
         match serde_json::to_writer(&mut *buffer, value) {
             Ok(()) => buffer.extend_from_slice(b"\n\n"),

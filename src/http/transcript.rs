@@ -31,6 +31,15 @@ pub struct Turn {
     pub end: Option<FinishReason>,
 }
 
+/// How an answer ended.
+#[derive(Debug)]
+pub struct Ending {
+    pub reason: FinishReason,
+    /// The stop string that ended it, if one did.
+    pub stop: Option<String>,
+    pub usage: Usage,
+}
+
 /// How a generation's text is read.
 pub enum Reader {
     /// As it is.
@@ -79,7 +88,7 @@ impl Transcript {
     }
 
     /// The next thing to tell. After a turn with an `end`, or an error, there is none.
-    pub async fn next(&mut self) -> Result<Turn, EngineError> {
+    async fn next(&mut self) -> Result<Turn, EngineError> {
         loop {
             let mut turn = Turn::default();
             match self.events.recv().await.ok_or(EngineError::Stopped)? {
@@ -106,6 +115,18 @@ impl Transcript {
                 Event::Failed(error) => return Err(error),
             }
             return Ok(turn);
+        }
+    }
+
+    /// Gives every turn to `sink`, as it comes, and says how the answer ended. This is the only loop over a transcript.
+    pub async fn tell(&mut self, mut sink: impl FnMut(Turn)) -> Result<Ending, EngineError> {
+        loop {
+            let turn = self.next().await?;
+            let end = turn.end;
+            sink(turn);
+            if let Some(reason) = end {
+                return Ok(Ending { reason, stop: self.stop.met().map(str::to_owned), usage: self.usage() });
+            }
         }
     }
 

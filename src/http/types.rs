@@ -32,8 +32,8 @@ pub struct Common {
     pub seed: Option<i64>,
 }
 
-/// `POST /v1/chat/completions`, without [`Common`].
-#[derive(Debug, Deserialize)]
+/// `POST /v1/chat/completions`, without [`Common`]; also what other formats' conversations are translated into.
+#[derive(Debug, Default, Deserialize)]
 pub struct ChatRequest {
     pub messages: Vec<Value>,
     pub max_completion_tokens: Option<i64>,

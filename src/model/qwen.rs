@@ -19,10 +19,10 @@ use super::{
     state::{self, LayerState, State},
 };
 use crate::{
-    checkpoint::{Checkpoint, Trunk, index::Index, names, pack},
+    checkpoint::{Checkpoint, Trunk, identity::identity, index::Index, names, pack},
     device::{Compute, Math},
     error::ModelError,
-    experts::{self, ExpertMap, Experts, LayerExperts},
+    experts::{self, ExpertMap, Experts, LayerExperts, Sums},
     metrics::Metrics,
     ops::{self, Rotation, Routes, Weight},
     plan::{Limits, Plan, Shape, Wishes},
@@ -155,6 +155,8 @@ pub struct Surveyed {
     pub files: Vec<PathBuf>,
     /// The pack's directory, if there is one.
     pub pack: Option<PathBuf>,
+    /// What its records have to be.
+    pub sums: Option<Arc<Sums>>,
     pub shape: Shape,
     /// How gate, up and down of the first layer's experts (or, dense, of its feed-forward) are stored.
     pub feed_forward: Option<[Kind; 3]>,
@@ -167,7 +169,8 @@ impl Surveyed {
         if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
             tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
             found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
-            (found.experts, found.files, found.pack) = (pack.map, pack.files, Some(pack.dir));
+            (found.experts, found.files) = (pack.map, pack.files);
+            (found.pack, found.sums) = (Some(pack.dir), Some(pack.sums));
         }
         Ok(found)
     }
@@ -190,7 +193,7 @@ impl Surveyed {
             Ffn::Dense(mlp) => mlp.kinds(),
             Ffn::Moe(moe) => moe.kinds(),
         });
-        Ok(Self { config, checkpoint, experts, files, pack: None, shape, feed_forward })
+        Ok(Self { config, checkpoint, experts, files, pack: None, sums: None, shape, feed_forward })
     }
 }
 
@@ -233,7 +236,7 @@ impl Qwen {
         metrics: &Arc<Metrics>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
-        let Surveyed { config, checkpoint, experts, files, shape, .. } = Surveyed::new(dir, options)?;
+        let Surveyed { config, checkpoint, experts, files, sums, shape, .. } = Surveyed::new(dir, options)?;
         let plan = Plan::new(&shape, &Limits::here(options.gpu), &options.wishes)?;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
@@ -255,7 +258,7 @@ impl Qwen {
             let StoreOptions { slots, io, threads, prefetch, warm, trace } = options.store.clone();
             let slots = slots.unwrap_or(plan.slots).min(plan.slots);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
-            let options = experts::Options { slots, io, threads, prefetch, warm, trace };
+            let options = experts::Options { slots, io, threads, prefetch, warm, trace, sums };
             let store = Experts::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)
@@ -373,7 +376,7 @@ impl Ffn {
 
 /// Where the list of a checkpoint's hot experts is kept between runs.
 fn hot_list(index: &Index) -> Option<experts::Warm> {
-    let identity = index.identity();
+    let identity = identity(&index.files).ok()?;
     let file = os::cache_dir()?.join("hot").join(format!("{identity}.json"));
     Some(experts::Warm { file, identity })
 }

@@ -31,10 +31,9 @@ impl File {
     /// Opens `path`. `Access::Direct` fails with `ErrorKind::Unsupported` where the file system cannot do it.
     pub fn open(path: &Path, access: Access) -> io::Result<Self> {
         let mut options = fs::OpenOptions::new();
-        options.read(true);
-        if access == Access::Direct {
-            options.custom_flags(os::DIRECT);
-        }
+        // Opening a pipe would wait for somebody to write to it otherwise.
+        let flags = if access == Access::Direct { os::DIRECT } else { 0 };
+        options.read(true).custom_flags(flags | libc::O_NONBLOCK);
         let file = options.open(path).map_err(|error| match error.raw_os_error() {
             Some(libc::EINVAL) if access == Access::Direct => io::Error::from(io::ErrorKind::Unsupported),
             _ => error,

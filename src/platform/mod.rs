@@ -1,10 +1,13 @@
-//! What the operating system gives: files and how they are read, threads, memory and its limits. The only room, with
+//! What the operating system gives: files and how they are read, threads, memory and its limits, services. The only room, with
 //! `device`, that knows which system it is.
 
 mod file;
 pub mod os;
 pub mod partial;
+pub mod service;
+mod small;
 mod threads;
 
 pub use file::{Access, File, MAX_BLOCK};
+pub use small::{Stamp, open_regular, read_small};
 pub use threads::Threads;

@@ -66,6 +66,12 @@ pub fn free_space(path: &Path) -> Option<u64> {
     (stat.f_bavail as u64).checked_mul(stat.f_frsize as u64)
 }
 
+/// The user's number.
+pub fn user() -> u32 {
+    // SAFETY: it takes nothing, touches nothing and cannot fail.
+    unsafe { libc::getuid() }
+}
+
 /// Where this program may keep what it can make again: `$XDG_CACHE_HOME/moestro`, else `~/.cache/moestro`; on macOS
 /// `~/Library/Caches/moestro` unless `XDG_CACHE_HOME` is set. `None` without a home directory.
 pub fn cache_dir() -> Option<PathBuf> {

@@ -1,9 +1,11 @@
-//! A directory that appears whole or not at all.
+//! Directories and files that appear whole or not at all.
 
 use std::{
     fs::{self, File, TryLockError},
-    io,
+    io::{self, Write},
     path::{Path, PathBuf},
+    process,
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 /// `.NAME.partial` beside what will be `NAME`; removed unless [`Partial::finish`] gives it its name.
@@ -53,6 +55,23 @@ impl Drop for Partial {
             tracing::warn!(path = %self.path.display(), %error, "could not remove what was left unfinished");
         }
     }
+}
+
+/// Writes a file that appears whole or not at all, and its parents: beside its place, then renamed. A failure leaves
+/// nothing.
+pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    static TURN: AtomicUsize = AtomicUsize::new(0);
+    let turn = TURN.fetch_add(1, Ordering::Relaxed);
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(format!(".{}-{turn}.partial", process::id()));
+    fs::create_dir_all(parent(path))?;
+    let written = File::create_new(&beside)
+        .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
+        .and_then(|()| fs::rename(&beside, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&beside);
+    }
+    written
 }
 
 fn lock(dir: &Path) -> io::Result<File> {

@@ -126,8 +126,12 @@ async fn a_key_opens_everything_but_health_and_metrics() {
             assert_eq!(answer.json().await["error"]["code"], "invalid_api_key");
         }
     }
-    let answer = server.send("GET", "/v1/models", &[("authorization", "Bearer secret")], None).await;
-    assert_eq!(answer.status, 200);
+    for right in [("authorization", "Bearer secret"), ("authorization", "bearer secret"), ("x-api-key", "secret")] {
+        assert_eq!(server.send("GET", "/v1/models", &[right], None).await.status, 200, "{right:?}");
+    }
+    assert_eq!(server.send("GET", "/v1/models", &[("x-api-key", "wrong")], None).await.status, 401);
+    assert_eq!(server.get("/v1/models?a=b&key=%73ecret").await.status, 200);
+    assert_eq!(server.get("/v1/models?key=wrong").await.status, 401);
 }
 
 #[tokio::test]
@@ -166,9 +170,24 @@ async fn unknown_paths_and_wrong_methods() {
         assert!(answer.header("allow").is_some());
         assert_eq!(answer.json().await["error"]["code"], "method_not_allowed");
     }
-    for path in ["/", "/v1", "/v1/chat", "/v1/chat/completions/", "/v1/embeddings"] {
+    for path in ["/", "/v1", "/v1/chat", "/v1/embeddings", "/v1/v1/models"] {
         assert_eq!(server.get(path).await.status, 404, "{path}");
     }
+}
+
+#[tokio::test]
+async fn a_path_may_be_written_without_v1_and_with_a_slash_at_the_end() {
+    let server = Server::saying("</think>\n\nHello.").await;
+    for path in ["/chat/completions", "/chat/completions/", "/v1/chat/completions/"] {
+        let answer = server.ask(path, &question()).await;
+        assert_eq!(answer["choices"][0]["message"]["content"], "Hello.", "{path}");
+    }
+    for path in ["/models", "/models/", "/v1/models/", "/models/parrot", "/v1/health", "/v1/health/", "/v1/metrics"] {
+        assert_eq!(server.get(path).await.status, 200, "{path}");
+    }
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let line = format!("moestro_requests_total{{endpoint=\"{CHAT}\",status=\"200\"}} 3");
+    assert!(server.metrics.render().contains(&line), "one label for all spellings");
 }
 
 #[tokio::test]

@@ -1,6 +1,16 @@
-use super::*;
-use crate::experts::source::{Files, Source};
-use std::os::unix::fs::FileExt;
+use super::{
+    find::open,
+    manifest::{MANIFEST, PAGE},
+    *,
+};
+use crate::{
+    error::StoreError,
+    experts::{
+        ExpertMap, Piece,
+        source::{Files, Source},
+    },
+};
+use std::{fs, os::unix::fs::FileExt, path::PathBuf};
 
 /// A checkpoint of two shards with 3 layers of 5 experts, at odd offsets and out of order.
 struct Checkpoint {
@@ -42,7 +52,7 @@ impl Checkpoint {
     }
 
     fn write(&self) -> Result<Summary, StoreError> {
-        write(&self.map, &self.files, &identity(&self.files)?, &self.beside(), &|_| ())
+        write(&self.map, &self.files, &self.beside(), &|_| ())
     }
 }
 
@@ -61,8 +71,7 @@ fn a_pack_holds_the_same_bytes_one_page_aligned_record_an_expert() {
     let checkpoint = Checkpoint::new();
     let before: Vec<_> = checkpoint.files.iter().map(|file| fs::read(file).unwrap()).collect();
     let done = std::sync::atomic::AtomicU64::new(0);
-    let id = identity(&checkpoint.files).unwrap();
-    let summary = write(&checkpoint.map, &checkpoint.files, &id, &checkpoint.beside(), &|n| {
+    let summary = write(&checkpoint.map, &checkpoint.files, &checkpoint.beside(), &|n| {
         done.fetch_add(n, std::sync::atomic::Ordering::Relaxed);
     })
     .unwrap();
@@ -95,11 +104,55 @@ fn a_pack_of_another_revision_is_not_used() {
 }
 
 #[test]
+fn a_pack_of_a_copy_with_a_few_changed_bytes_is_not_used() {
+    let checkpoint = Checkpoint::new();
+    checkpoint.write().unwrap();
+    let print = fingerprint(&checkpoint.files).unwrap();
+    // Between two samples, inside an expert.
+    let changed = checkpoint.map.layers[1][3][3];
+    let file = fs::File::options().read(true).write(true).open(&checkpoint.files[changed.file as usize]).unwrap();
+    let mut byte = [0];
+    let at = changed.offset + changed.len as u64 / 2;
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 16], at).unwrap();
+    assert_eq!(fingerprint(&checkpoint.files).unwrap(), print, "the samples do not tell");
+    let why = open(&checkpoint.beside(), &checkpoint.map, &checkpoint.files).unwrap_err().to_string();
+    assert!(why.contains("made from another checkpoint: layer 1, expert 3 differs"), "{why}");
+    let why = verify(&checkpoint.beside(), &checkpoint.map, &checkpoint.files, &|_| ()).unwrap_err().to_string();
+    assert!(why.contains("layer 1, expert 3: byte") && why.contains("layer-001.experts"), "{why}");
+    assert!(find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).is_none());
+    file.write_all_at(&byte, at).unwrap();
+    assert!(find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).is_some());
+}
+
+#[test]
+fn verify_compares_every_byte() {
+    let checkpoint = Checkpoint::new();
+    checkpoint.write().unwrap();
+    let check = || verify(&checkpoint.beside(), &checkpoint.map, &checkpoint.files, &|_| ()).map_err(|e| e.to_string());
+    assert_eq!(check(), Ok(15));
+    let layer = fs::File::options().write(true).read(true).open(checkpoint.beside().join("layer-002.experts")).unwrap();
+    // The last byte of the last record is padding, which nobody reads.
+    for at in [0, 4 * 32768 + 5, 5 * 32768 - 1] {
+        let mut byte = [0];
+        layer.read_exact_at(&mut byte, at).unwrap();
+        layer.write_all_at(&[byte[0] ^ 1], at).unwrap();
+        let why = check().unwrap_err();
+        assert!(why.contains(&format!("byte {at} of layer-002.experts is not the checkpoint's")), "{why}");
+        layer.write_all_at(&byte, at).unwrap();
+    }
+    let manifest = checkpoint.beside().join(MANIFEST);
+    let text = fs::read_to_string(&manifest).unwrap();
+    let sum = text.split("\"crc32\":[").nth(2).unwrap().split(',').next().unwrap();
+    fs::write(&manifest, text.replace(sum, "77")).unwrap();
+    assert!(check().unwrap_err().contains("layer 1, expert 0: its bytes are the checkpoint's, its checksum is not"));
+}
+
+#[test]
 fn a_damaged_pack_is_not_used() {
     let checkpoint = Checkpoint::new();
     checkpoint.write().unwrap();
-    let id = identity(&checkpoint.files).unwrap();
-    let why = || open(&checkpoint.beside(), &id, &checkpoint.map).unwrap_err().to_string();
+    let why = || open(&checkpoint.beside(), &checkpoint.map, &checkpoint.files).unwrap_err().to_string();
     let layer = checkpoint.beside().join("layer-001.experts");
     let file = fs::OpenOptions::new().write(true).open(&layer).unwrap();
     file.set_len(1000).unwrap();
@@ -108,8 +161,12 @@ fn a_damaged_pack_is_not_used() {
     assert!(why().contains("layer-001.experts"), "{}", why());
     let manifest = checkpoint.beside().join(MANIFEST);
     let text = fs::read_to_string(&manifest).unwrap();
-    fs::write(&manifest, text.replace("\"version\":1", "\"version\":9")).unwrap();
+    fs::write(&manifest, text.replace("\"version\":2", "\"version\":9")).unwrap();
     assert!(why().contains("version 9"), "{}", why());
+    fs::write(&manifest, text.replace("\"version\":2", "\"version\":1")).unwrap();
+    assert!(why().contains("version 1, without checksums"), "{}", why());
+    fs::write(&manifest, text.replace("layer-000.experts", "../model/0.safetensors")).unwrap();
+    assert!(why().contains("no file's name"), "{}", why());
     fs::write(&manifest, &text[..text.len() / 2]).unwrap();
     assert!(why().contains("not this checkpoint's pack"), "{}", why());
     assert!(find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).is_none());
@@ -133,18 +190,18 @@ fn a_failure_leaves_nothing() {
 }
 
 #[test]
-fn the_identity_is_of_contents_not_of_places() {
+fn the_fingerprint_is_of_contents_not_of_places() {
     let checkpoint = Checkpoint::new();
-    let id = identity(&checkpoint.files).unwrap();
+    let id = fingerprint(&checkpoint.files).unwrap();
     assert_eq!(id.len(), 32);
     let moved = checkpoint.root.path().join("moved");
     fs::rename(checkpoint.dir(), &moved).unwrap();
     let files: Vec<_> = checkpoint.files.iter().map(|file| moved.join(file.file_name().unwrap())).collect();
-    assert_eq!(identity(&files).unwrap(), id);
+    assert_eq!(fingerprint(&files).unwrap(), id);
     fs::OpenOptions::new().write(true).open(&files[0]).unwrap().write_all_at(b"!", 600_000).unwrap();
-    assert_ne!(identity(&files).unwrap(), id);
+    assert_ne!(fingerprint(&files).unwrap(), id);
     fs::write(&files[0], b"no").unwrap();
-    assert!(identity(&files).is_err());
+    assert!(fingerprint(&files).is_err());
     fs::write(&files[0], [255; 64]).unwrap();
-    assert!(identity(&files).unwrap_err().to_string().contains("not a safetensors file"));
+    assert!(fingerprint(&files).unwrap_err().to_string().contains("not a safetensors file"));
 }

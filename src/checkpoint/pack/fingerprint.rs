@@ -1,8 +1,12 @@
-//! Which checkpoint a pack was made from.
+//! Which packs may have been made from a checkpoint: cheap to ask, and no proof.
 
-use crate::error::StoreError;
+use crate::{checkpoint::identity::hex, error::StoreError, platform::open_regular};
 use sha2::{Digest, Sha256};
-use std::{fs::File, io, os::unix::fs::FileExt, path::PathBuf};
+use std::{
+    io,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
 
 /// Bytes of one sample.
 const SAMPLE: usize = 4096;
@@ -11,10 +15,10 @@ const SAMPLES: u64 = 16;
 /// No header of a checkpoint is longer.
 const MAX_HEADER: u64 = 100 << 20;
 
-/// 32 hexadecimal digits that name the contents of a checkpoint's shards: a hash of their sizes, their headers (names,
-/// shapes, places of all tensors) and samples of the data. Reading all of it would take minutes; another revision of
-/// the same model differs nearly everywhere, so the samples tell it apart.
-pub fn identity(shards: &[PathBuf]) -> Result<String, StoreError> {
+/// 32 hexadecimal digits: a hash of the shards' sizes, their headers (names, shapes, places of all tensors) and samples
+/// of the data. Another model or another revision has another one, nearly always; a copy in which a few bytes were
+/// changed may have the same.
+pub fn fingerprint(shards: &[PathBuf]) -> Result<String, StoreError> {
     let mut hash = Sha256::new();
     for path in shards {
         add(&mut hash, path).map_err(|source| StoreError::Io { path: path.clone(), source })?;
@@ -22,8 +26,8 @@ pub fn identity(shards: &[PathBuf]) -> Result<String, StoreError> {
     Ok(hex(&hash.finalize()[..16]))
 }
 
-fn add(hash: &mut Sha256, path: &PathBuf) -> io::Result<()> {
-    let file = File::open(path)?;
+fn add(hash: &mut Sha256, path: &Path) -> io::Result<()> {
+    let file = open_regular(path)?;
     let size = file.metadata()?.len();
     hash.update(size.to_le_bytes());
     let mut len = [0; 8];
@@ -44,8 +48,4 @@ fn add(hash: &mut Sha256, path: &PathBuf) -> io::Result<()> {
         hash.update(part);
     }
     Ok(())
-}
-
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,0 +1,134 @@
+//! One expert's record: put together from the checkpoint, read from the pack, summed.
+
+use super::manifest::Layer;
+use crate::{
+    checkpoint::identity::hex,
+    device::Slab,
+    error::StoreError,
+    experts::{PIECES, Piece, source::Files, source::Source},
+    platform::{Access, File},
+};
+use sha2::{Digest, Sha256};
+use std::{
+    io,
+    path::Path,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+/// Experts read, hashed and written at the same time.
+const THREADS: usize = 4;
+
+/// What a record has to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sum {
+    /// Of all of it, first 32 hexadecimal digits.
+    pub sha256: String,
+    /// Up to the end of its last piece: what is read.
+    pub crc32: u32,
+}
+
+impl Sum {
+    pub fn of(record: &[u8], layer: &Layer) -> Self {
+        let read = record.get(..layer.end() as usize).unwrap_or(record);
+        Self { sha256: hex(&Sha256::digest(record)[..16]), crc32: crc32fast::hash(read) }
+    }
+}
+
+/// Puts a record together from the checkpoint's pieces.
+pub fn gather(source: &Files, pieces: &[Piece; PIECES], layer: &Layer, record: &mut [u8]) -> Result<(), StoreError> {
+    record.fill(0);
+    for (piece, &(at, len)) in pieces.iter().zip(&layer.pieces) {
+        if let Some(into) = record.get_mut(at as usize..at as usize + len) {
+            fill(into, |rest, done| {
+                source
+                    .read(piece.file, piece.offset + done, rest)
+                    .map_err(|error| StoreError::Io { path: source.path(piece.file), source: error })
+                    .and_then(|got| if got == 0 { Err(ends(&source.path(piece.file))) } else { Ok(got) })
+            })?;
+            source.drop_cached(piece.file, piece.offset, piece.len);
+        }
+    }
+    Ok(())
+}
+
+/// A layer's file, opened so that what is read comes from the disk and not from the page cache, where that can be had.
+pub fn open(path: &Path) -> Result<File, StoreError> {
+    let disk = match File::open(path, Access::Direct) {
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => File::open(path, Access::Buffered),
+        other => other,
+    };
+    let disk = disk.map_err(|source| StoreError::Io { path: path.to_owned(), source })?;
+    disk.drop_cached(0, disk.len() as usize);
+    Ok(disk)
+}
+
+/// Reads record `expert` of the file `disk`.
+pub fn read(disk: &File, expert: usize, layer: &Layer, record: &mut [u8]) -> Result<(), StoreError> {
+    let start = expert as u64 * layer.stride;
+    fill(record, |rest, done| match disk.read_at(rest, start + done) {
+        Ok(0) => Err(ends(disk.path())),
+        other => other.map_err(|source| StoreError::Io { path: disk.path().to_owned(), source }),
+    })
+}
+
+fn ends(path: &Path) -> StoreError {
+    let source = io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends inside an expert");
+    StoreError::Io { path: path.to_owned(), source }
+}
+
+fn fill(into: &mut [u8], mut read: impl FnMut(&mut [u8], u64) -> Result<usize, StoreError>) -> Result<(), StoreError> {
+    let mut done = 0;
+    while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        done += read(rest, done as u64)?;
+    }
+    Ok(())
+}
+
+/// Runs `work(expert, buffers)` for every expert of a layer on a few threads, each with two buffers of one record that
+/// start at a page, and returns what it made of them in order; the first error stops all.
+pub fn each<T, W>(experts: usize, record: usize, work: W) -> Result<Vec<T>, StoreError>
+where
+    T: Send,
+    W: Fn(usize, [&mut [u8]; 2]) -> Result<T, StoreError> + Sync,
+{
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(Ok(Vec::with_capacity(experts)));
+    let enter = |result: Result<(usize, T), StoreError>| {
+        let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+        match (results.as_mut(), result) {
+            (Ok(done), Ok(result)) => done.push(result),
+            (Ok(_), Err(error)) => {
+                *results = Err(error);
+                next.store(experts, Ordering::Relaxed);
+            }
+            (Err(_), _) => {}
+        }
+    };
+    let run = || {
+        let room = || Slab::new(record);
+        let (mut first, mut second) = match (room(), room()) {
+            (Ok(first), Ok(second)) => (first, second),
+            (Err(error), _) | (_, Err(error)) => {
+                return enter(Err(StoreError::Other(format!("no memory for two experts: {error}"))));
+            }
+        };
+        loop {
+            let expert = next.fetch_add(1, Ordering::Relaxed);
+            if expert >= experts {
+                break;
+            }
+            enter(work(expert, [first.all_mut(), second.all_mut()]).map(|result| (expert, result)));
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(run);
+        }
+    });
+    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+    results.sort_unstable_by_key(|(expert, _)| *expert);
+    Ok(results.into_iter().map(|(_, result)| result).collect())
+}

@@ -1,0 +1,45 @@
+//! `moestro service`: serve from login on, or from the first request on, kept running by the system.
+
+use crate::{
+    cli,
+    error::CommandError,
+    platform::{
+        os,
+        service::{Action, Manager, Service, Step},
+    },
+};
+use std::env;
+
+pub fn run(typed: cli::Service) -> Result<(), CommandError> {
+    let failed = |what: &str| CommandError::Usage(format!("{what} is not known, and a service needs it"));
+    let (action, install) = match typed.action {
+        cli::ServiceAction::Install(install) => (Action::Install, install),
+        cli::ServiceAction::Uninstall => (Action::Uninstall, cli::Install::default()),
+        cli::ServiceAction::Start => (Action::Start, cli::Install::default()),
+        cli::ServiceAction::Stop => (Action::Stop, cli::Install::default()),
+        cli::ServiceAction::Status => (Action::Status, cli::Install::default()),
+        cli::ServiceAction::Logs => (Action::Logs, cli::Install::default()),
+    };
+    let service = Service {
+        program: env::current_exe().map_err(|_| failed("this program's path"))?,
+        args: install.args,
+        home: env::home_dir().ok_or_else(|| failed("your home directory"))?,
+        user: os::user(),
+        on_demand: install.on_demand.then_some((install.host, install.port)),
+    };
+    let manager = Manager::here();
+    if install.dry_run {
+        for step in service.steps(manager, action) {
+            match step {
+                Step::Write(path, text) => println!("write {}:\n{text}", path.display()),
+                Step::Remove(path) => println!("remove {}", path.display()),
+                Step::Run(words) | Step::Try(words) => {
+                    let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
+                    println!("run {}", words.join(" "));
+                }
+            }
+        }
+        return Ok(());
+    }
+    service.act(manager, action).map_err(CommandError::Service)
+}

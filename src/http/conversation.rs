@@ -1,0 +1,33 @@
+//! The one conversation that all wire formats are translated into: OpenAI's chat request. Whatever comes after it (the
+//! checks, the prompt, the sampling, the transcript) knows no wire format.
+
+use super::{
+    App,
+    access::Tally,
+    chat,
+    reject::Reject,
+    transcript::Transcript,
+    types::{ChatRequest, Common},
+};
+use std::sync::Arc;
+
+/// A conversation that wants its next turn.
+#[derive(Debug, Default)]
+pub struct Conversation {
+    pub common: Common,
+    pub chat: ChatRequest,
+}
+
+impl Conversation {
+    /// Checks it and queues it.
+    pub async fn submit(self, app: &App, tally: &Arc<Tally>) -> Result<Transcript, Reject> {
+        chat::submit(app, tally, &self.common, self.chat).await
+    }
+
+    /// How many tokens its prompt has.
+    pub async fn count(self, app: &App) -> Result<usize, Reject> {
+        self.common.check(&app.card)?;
+        let chat = chat::conversation(self.chat)?;
+        Ok(app.encode(app.render(&chat)?).await?.len())
+    }
+}

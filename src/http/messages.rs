@@ -1,0 +1,82 @@
+//! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, translated into a [`super::conversation`] and
+//! back. `request` is the way in, `answer` the way out.
+//!
+//! Where this server decides: without `thinking` the model does not reason, as Anthropic documents it, unless the server
+//! was started with `--thinking on`; a signature of a thinking block is never checked; what a tool's error was is in its
+//! text.
+
+mod answer;
+mod request;
+
+use super::{
+    Door,
+    access::{REQUEST_ID, Tally, unique},
+    body,
+    reject::Reject,
+    wire,
+};
+use answer::Answer;
+use axum::{
+    Extension, Json,
+    body::Body,
+    extract::{Request, State},
+    http::HeaderName,
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use request::MessagesRequest;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Anthropic's name for the request's id.
+static ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
+
+pub async fn messages(
+    State(door): State<Arc<Door>>,
+    Extension(tally): Extension<Arc<Tally>>,
+    body: Body,
+) -> Result<Response, Reject> {
+    let app = door.app()?;
+    let request: MessagesRequest = body::parse(&body::read(body, door.body_limit).await?)?;
+    if request.max_tokens.is_none() {
+        return Err(Reject::invalid("max_tokens", "max_tokens: Field required"));
+    }
+    let conversation = request.conversation(door.keep_billing_header, app.thinking)?;
+    let streams = conversation.common.streams();
+    let transcript = conversation.submit(app, &tally).await?;
+    let answer = Answer::new(format!("msg_{}", unique()), app.card.id.clone());
+    match streams {
+        true => Ok(wire::stream(transcript, answer, tally)),
+        false => answer.whole(transcript).await,
+    }
+}
+
+/// The tokens that a request's prompt has, without generating anything.
+pub async fn count_tokens(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Value>, Reject> {
+    let app = door.app()?;
+    let request: MessagesRequest = body::parse(&body::read(body, door.body_limit).await?)?;
+    let conversation = request.conversation(door.keep_billing_header, app.thinking)?;
+    Ok(Json(json!({"input_tokens": conversation.count(app).await?})))
+}
+
+/// Gives Anthropic's shape to whatever goes wrong under `/v1/messages`, a missing key or a wrong method included.
+pub async fn shape(request: Request, next: Next) -> Response {
+    let ours = request.uri().path().trim_start_matches("/v1").starts_with("/messages");
+    let mut response = next.run(request).await;
+    if !ours {
+        return response;
+    }
+    if let Some(error) = response.extensions_mut().remove::<Reject>() {
+        let mut shaped = (error.status, Json(answer::error(&error))).into_response();
+        for (name, value) in response.headers() {
+            if !shaped.headers().contains_key(name) && name != axum::http::header::CONTENT_LENGTH {
+                shaped.headers_mut().append(name, value.clone());
+            }
+        }
+        response = shaped;
+    }
+    if let Some(id) = response.headers().get(&REQUEST_ID).cloned() {
+        response.headers_mut().insert(ANTHROPIC_ID.clone(), id);
+    }
+    response
+}

@@ -1,0 +1,115 @@
+//! The systemd user unit, a socket beside it if it is to start on demand, and `systemctl --user`.
+
+use super::{Action, LINES, Service, Step, words};
+use std::path::PathBuf;
+
+const UNIT: &str = "moestro.service";
+const SOCKET: &str = "moestro.socket";
+
+fn dir(service: &Service) -> PathBuf {
+    service.home.join(".config/systemd/user")
+}
+
+/// A word of `ExecStart`: quoted, with what systemd would expand taken literally.
+fn quoted(word: &str) -> String {
+    let escaped = word.replace('\\', "\\\\").replace('"', "\\\"").replace('%', "%%").replace('$', "$$");
+    format!("\"{escaped}\"")
+}
+
+/// The unit.
+///
+/// What is shut off is what a server of tokens has no use for. It must map memory and read models wherever they are, and it
+/// writes to its cache and its log only.
+pub fn unit(service: &Service) -> String {
+    let mut command = vec![quoted(&service.program.to_string_lossy()), "serve".into()];
+    command.extend(service.args.iter().map(|arg| quoted(arg)));
+    let command = command.join(" ");
+    let install = match service.on_demand {
+        Some(_) => format!("Also={SOCKET}"),
+        None => "WantedBy=default.target".into(),
+    };
+    format!(
+        "[Unit]\n\
+         Description=Moestro, a server of language models\n\
+         Documentation=man:moestro-serve(1)\n\
+         StartLimitIntervalSec=300\n\
+         StartLimitBurst=5\n\
+         \n\
+         [Service]\n\
+         Type=notify\n\
+         NotifyAccess=main\n\
+         ExecStart={command}\n\
+         ExecReload=/bin/kill -HUP $MAINPID\n\
+         # The port is open, and says so, before the model is loaded.\n\
+         TimeoutStartSec=60\n\
+         TimeoutStopSec=15\n\
+         WatchdogSec=60\n\
+         Restart=on-failure\n\
+         RestartSec=10\n\
+         CacheDirectory=moestro\n\
+         NoNewPrivileges=yes\n\
+         ProtectSystem=strict\n\
+         ProtectHome=read-only\n\
+         ReadWritePaths=-%C/moestro\n\
+         PrivateTmp=yes\n\
+         ProtectKernelTunables=yes\n\
+         ProtectKernelModules=yes\n\
+         ProtectKernelLogs=yes\n\
+         ProtectControlGroups=yes\n\
+         ProtectClock=yes\n\
+         ProtectHostname=yes\n\
+         RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX\n\
+         RestrictNamespaces=yes\n\
+         RestrictRealtime=yes\n\
+         RestrictSUIDSGID=yes\n\
+         LockPersonality=yes\n\
+         MemoryDenyWriteExecute=yes\n\
+         SystemCallArchitectures=native\n\
+         SystemCallFilter=@system-service\n\
+         CapabilityBoundingSet=\n\
+         UMask=0077\n\
+         \n\
+         [Install]\n\
+         {install}\n"
+    )
+}
+
+/// The socket that starts the unit with the first connection.
+pub fn socket(host: &str, port: u16) -> String {
+    let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.into() };
+    format!(
+        "[Unit]\nDescription=Moestro's port\n\n[Socket]\nListenStream={host}:{port}\nNoDelay=yes\n\n\
+         [Install]\nWantedBy=sockets.target\n"
+    )
+}
+
+pub fn steps(service: &Service, action: Action) -> Vec<Step> {
+    let dir = dir(service);
+    let main = if service.on_demand.is_some() { SOCKET } else { UNIT };
+    match action {
+        Action::Install => {
+            let mut steps = vec![Step::Write(dir.join(UNIT), unit(service))];
+            match &service.on_demand {
+                Some((host, port)) => steps.push(Step::Write(dir.join(SOCKET), socket(host, *port))),
+                None => {
+                    steps.push(Step::Try(words(["systemctl", "--user", "disable", "--now", SOCKET])));
+                    steps.push(Step::Remove(dir.join(SOCKET)));
+                }
+            }
+            steps.push(Step::Run(words(["systemctl", "--user", "daemon-reload"])));
+            steps.push(Step::Run(words(["systemctl", "--user", "enable", "--now", main])));
+            steps
+        }
+        Action::Uninstall => vec![
+            Step::Try(words(["systemctl", "--user", "disable", "--now", SOCKET])),
+            Step::Try(words(["systemctl", "--user", "disable", "--now", UNIT])),
+            Step::Remove(dir.join(SOCKET)),
+            Step::Remove(dir.join(UNIT)),
+            Step::Run(words(["systemctl", "--user", "daemon-reload"])),
+        ],
+        Action::Start => vec![Step::Run(words(["systemctl", "--user", "start", UNIT]))],
+        Action::Stop => vec![Step::Run(words(["systemctl", "--user", "stop", UNIT]))],
+        Action::Status => vec![Step::Run(words(["systemctl", "--user", "--no-pager", "status", UNIT]))],
+        Action::Logs => vec![Step::Run(words(["journalctl", "--user-unit", UNIT, "-n", LINES, "-f"]))],
+    }
+}

@@ -1,0 +1,240 @@
+//! `/v1/messages` and `/v1/messages/count_tokens`.
+
+use super::server::{Server, Setup};
+use serde_json::{Value, json};
+
+const PATH: &str = "/v1/messages";
+
+const THINKS: &str = "12 + 7 is 19.\n</think>\n\n12 + 7 = 19.";
+
+const CALLS: &str = "I look it up.\n</think>\n\nOne moment.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n\
+                     </parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>";
+
+fn question() -> Value {
+    json!({"model": "parrot", "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": 1024},
+           "messages": [{"role": "user", "content": "What is 12+7?"}]})
+}
+
+fn with(mut body: Value, more: Value) -> Value {
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+fn tools() -> Value {
+    let properties = json!({"city": {"type": "string"}, "days": {"type": "integer"}});
+    json!({"tools": [{"name": "get_weather", "input_schema": {"type": "object", "properties": properties}}]})
+}
+
+/// The events of a stream. Their names must be their types.
+async fn stream(server: &Server, body: &Value) -> Vec<Value> {
+    let text = server.post(PATH, &with(body.clone(), json!({"stream": true}))).await.text().await;
+    let events = text.split_terminator("\n\n").map(|event| {
+        let (name, data) = event.split_once('\n').unwrap();
+        let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+        assert_eq!(name.strip_prefix("event: "), data["type"].as_str());
+        data
+    });
+    events.collect()
+}
+
+/// The message that the events of a stream add up to, by Anthropic's rules.
+fn added_up(events: &[Value]) -> Value {
+    assert_eq!(events[0]["type"], "message_start");
+    let mut message = events[0]["message"].clone();
+    let mut json = String::new();
+    for event in &events[1..] {
+        let content = message["content"].as_array_mut().unwrap();
+        match event["type"].as_str().unwrap() {
+            "ping" => {}
+            "content_block_start" => {
+                assert_eq!(event["index"], content.len());
+                content.push(event["content_block"].clone());
+                json.clear();
+            }
+            "content_block_delta" => {
+                assert_eq!(event["index"], content.len() - 1);
+                let (block, delta) = (content.last_mut().unwrap(), &event["delta"]);
+                let mut add = |field: &str| {
+                    let joined = block[field].as_str().unwrap().to_owned() + delta[field].as_str().unwrap();
+                    block[field] = joined.into();
+                };
+                match delta["type"].as_str().unwrap() {
+                    "text_delta" => add("text"),
+                    "thinking_delta" => add("thinking"),
+                    "signature_delta" => add("signature"),
+                    "input_json_delta" => json += delta["partial_json"].as_str().unwrap(),
+                    other => panic!("{other}"),
+                }
+            }
+            "content_block_stop" => {
+                assert_eq!(event["index"], content.len() - 1);
+                let block = content.last_mut().unwrap();
+                if block["type"] == "tool_use" {
+                    block["input"] = serde_json::from_str(&json).unwrap();
+                }
+            }
+            "message_delta" => {
+                for field in ["stop_reason", "stop_sequence"] {
+                    message[field] = event["delta"][field].clone();
+                }
+                message["usage"] = event["usage"].clone();
+            }
+            "message_stop" => {}
+            other => panic!("{other}"),
+        }
+    }
+    let last: Vec<_> = events[events.len() - 2..].iter().map(|event| event["type"].as_str().unwrap()).collect();
+    assert_eq!(last, ["message_delta", "message_stop"]);
+    message
+}
+
+fn without_ids(mut message: Value) -> Value {
+    message["id"] = "ID".into();
+    for block in message["content"].as_array_mut().unwrap() {
+        if block.get("id").is_some() {
+            block["id"] = "ID".into();
+        }
+    }
+    message
+}
+
+#[tokio::test]
+async fn an_answer_in_one_body() {
+    let server = Server::saying(THINKS).await;
+    let answer = server.ask(PATH, &question()).await;
+    assert!(answer["id"].as_str().unwrap().starts_with("msg_"));
+    let answer = without_ids(answer);
+    let (input, output) = (&answer["usage"]["input_tokens"], &answer["usage"]["output_tokens"]);
+    assert!(input.as_u64() > Some(0) && output.as_u64() > Some(0));
+    let wanted = json!({
+        "id": "ID", "type": "message", "role": "assistant", "model": "parrot",
+        "content": [
+            {"type": "thinking", "thinking": "12 + 7 is 19.", "signature": "moestro"},
+            {"type": "text", "text": "12 + 7 = 19."},
+        ],
+        "stop_reason": "end_turn", "stop_sequence": null,
+        "usage": {"input_tokens": input, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
+                  "output_tokens": output, "service_tier": "standard"},
+    });
+    assert_eq!(answer, wanted);
+}
+
+#[tokio::test]
+async fn the_stream_adds_up_to_the_body() {
+    const STRAY: &str = "</think>\n\n<tool_call>\n<function=get_weather>\nstray\n<parameter=city>\nParis\n</parameter>\n\
+                         </function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n</function>\n</tool_call>";
+    for (says, stop) in [(THINKS, "end_turn"), (CALLS, "tool_use"), (STRAY, "tool_use"), ("", "end_turn")] {
+        let server = Server::saying(says).await;
+        let body = with(question(), tools());
+        let mut whole = without_ids(server.ask(PATH, &body).await);
+        let mut streamed = without_ids(added_up(&stream(&server, &body).await));
+        // The second time the prompt's state was still there.
+        for message in [&mut whole, &mut streamed] {
+            let input = message["usage"]["input_tokens"].as_u64().unwrap();
+            let cached = message["usage"]["cache_read_input_tokens"].as_u64().unwrap();
+            message["usage"] = json!({"input": input + cached, "output": message["usage"]["output_tokens"]});
+        }
+        assert_eq!(streamed, whole);
+        assert_eq!(whole["stop_reason"], stop);
+    }
+}
+
+#[tokio::test]
+async fn a_tool_is_called_and_its_result_read() {
+    let server = Server::saying(CALLS).await;
+    let body = with(question(), tools());
+    let answer = server.ask(PATH, &body).await;
+    let call = answer["content"][2].clone();
+    assert_eq!(call["type"], "tool_use");
+    assert_eq!(call["input"], json!({"city": "Paris", "days": 3}));
+
+    let result = json!({"type": "tool_result", "tool_use_id": call["id"], "content": "sunny", "is_error": false});
+    let mut next = body.clone();
+    let turns = next["messages"].as_array_mut().unwrap();
+    turns.push(json!({"role": "assistant", "content": answer["content"]}));
+    turns.push(json!({"role": "user", "content": [result]}));
+    assert_eq!(server.post(PATH, &next).await.status, 200);
+
+    // The same conversation in OpenAI's words has the same prompt.
+    let function = json!({"name": "get_weather", "parameters": body["tools"][0]["input_schema"]});
+    let arguments = call["input"].to_string();
+    let calls = json!([{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}]);
+    let chat = json!({
+        "tools": [{"type": "function", "function": function}],
+        "messages": [
+            {"role": "user", "content": "What is 12+7?"},
+            {"role": "assistant", "reasoning_content": "I look it up.", "content": "One moment.", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+        ],
+    });
+    let counted = server.ask("/v1/messages/count_tokens", &next).await["input_tokens"].clone();
+    assert_eq!(counted, server.ask("/tokenize", &chat).await["count"]);
+}
+
+#[tokio::test]
+async fn why_an_answer_ended() {
+    let server = Server::saying(THINKS).await;
+    let ended = async |more: Value| {
+        let answer = server.ask(PATH, &with(question(), more)).await;
+        (answer["stop_reason"].as_str().unwrap().to_owned(), answer["stop_sequence"].clone())
+    };
+    assert_eq!(ended(json!({})).await, ("end_turn".into(), Value::Null));
+    assert_eq!(ended(json!({"max_tokens": 3})).await, ("max_tokens".into(), Value::Null));
+    assert_eq!(ended(json!({"stop_sequences": ["x", "= 1"]})).await, ("stop_sequence".into(), json!("= 1")));
+}
+
+#[tokio::test]
+async fn thinking_is_what_was_asked_for() {
+    let server = Server::saying("Hello.").await;
+    let mut body = question();
+    let thinks = server.ask("/v1/messages/count_tokens", &body).await["input_tokens"].as_u64().unwrap();
+    body.as_object_mut().unwrap().remove("thinking");
+    let answer = server.ask(PATH, &body).await;
+    assert_eq!(answer["content"], json!([{"type": "text", "text": "Hello."}]), "as Anthropic has it: not unless asked");
+    assert!(answer["usage"]["input_tokens"].as_u64().unwrap() > thinks, "the template closes the reasoning");
+}
+
+#[tokio::test]
+async fn a_billing_header_changes_nothing() {
+    let server = Server::saying("Hello.").await;
+    let count = async |header: &str| {
+        let system = json!([{"type": "text", "text": header}, {"type": "text", "text": "Be kind."}]);
+        let body = with(question(), json!({"system": system}));
+        server.ask("/v1/messages/count_tokens", &body).await["input_tokens"].as_u64().unwrap()
+    };
+    let first = count("x-anthropic-billing-header: cc_version=2.1; cch=1;").await;
+    assert_eq!(first, count("x-anthropic-billing-header: cc_version=2.1; cch=1234567890;").await);
+    assert!(first < count("X-Billing: cch=1;").await);
+}
+
+#[tokio::test]
+async fn errors_have_anthropics_shape() {
+    let setup = Setup { says: Some(THINKS), api_key: Some("secret"), fails_on: Some(" 19"), ..Setup::default() };
+    let server = setup.start().await;
+    let key = ("x-api-key", "secret");
+    let refused = async |method: &str, path: &str, headers: &[(&str, &str)], body: Value| {
+        let answer = server.send(method, path, headers, Some(body.to_string().as_bytes())).await;
+        assert!(answer.header("request-id").is_some());
+        let status = answer.status;
+        let body = answer.json().await;
+        assert_eq!(body["type"], "error");
+        assert!(body["error"]["message"].as_str().is_some_and(|message| !message.is_empty()));
+        (status, body["error"]["type"].as_str().unwrap().to_owned())
+    };
+    let invalid = (400, "invalid_request_error".to_owned());
+    let no_limit = json!({"messages": [{"role": "user", "content": "Hi"}]});
+    assert_eq!(refused("POST", PATH, &[key], no_limit).await, invalid);
+    assert_eq!(refused("POST", PATH, &[key], json!([])).await, invalid);
+    assert_eq!(refused("POST", PATH, &[key], with(question(), json!({"max_tokens": 0}))).await, invalid);
+    assert_eq!(refused("POST", PATH, &[key], with(question(), json!({"temperature": "hot"}))).await, invalid);
+    assert_eq!(refused("POST", PATH, &[], question()).await, (401, "authentication_error".into()));
+    assert_eq!(refused("GET", PATH, &[key], question()).await.0, 405);
+    assert_eq!(refused("POST", "/v1/messages/batches", &[key], question()).await, (404, "not_found_error".into()));
+    assert_eq!(refused("POST", PATH, &[key], question()).await, (500, "api_error".into()));
+
+    let body = with(question(), json!({"stream": true})).to_string();
+    let text = server.send("POST", PATH, &[key], Some(body.as_bytes())).await.text().await;
+    let last = text.trim_end().rsplit("\n\n").next().unwrap();
+    assert!(last.starts_with("event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\""), "{last}");
+    assert!(!text.contains("message_stop"));
+}
