@@ -176,7 +176,7 @@ fn what_cannot_be_read_ahead_harms_nobody() {
     disk.broken.lock().unwrap().push(bad.offset..bad.offset + 1);
     for _ in 0..20 {
         take(&store, 0, &[0, 1], Phase::Decode).unwrap();
-        store.read_ahead(1, &[2]);
+        store.read_ahead(1, &[2], Phase::Decode);
         take(&store, 1, &[0, 1], Phase::Decode).unwrap();
     }
     assert!(metrics.ssd_errors.get() <= 20);

@@ -3,9 +3,9 @@
 use moestro::{
     checkpoint::pack,
     demo,
-    error::StoreError,
     device::{Immediate, Mark},
-    experts::{Choice, ExpertMap, Io, Options, PIECES, Phase, Piece, Experts},
+    error::StoreError,
+    experts::{Choice, ExpertMap, Experts, Io, Options, PIECES, Phase, Piece},
     metrics::Metrics,
 };
 use std::{

@@ -168,7 +168,9 @@ impl Asked<'_> {
             experts.reader.wait(seen);
             let stalled = begin.elapsed().as_secs_f64();
             experts.metrics.ssd_stall_seconds.inc_by(stalled);
-            live.ahead.stalled(stalled);
+            if self.phase == Phase::Decode {
+                live.ahead.stalled(stalled);
+            }
         }
     }
 
@@ -215,7 +217,9 @@ impl Asked<'_> {
         miss.inc_by(misses);
         prefetched.inc_by(foreseen);
         metrics.prefetches_used.inc_by(foreseen);
-        live.ahead.looked_up(misses, foreseen);
+        if self.phase == Phase::Decode {
+            live.ahead.looked_up(misses, foreseen);
+        }
         experts.pass_over(live, self.layer);
     }
 

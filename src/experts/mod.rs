@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! let mut asked = experts.ask(layer, &Choice { ids, k, logits }, phase, device)?;   hits are pinned, misses on their way
-//! experts.read_ahead(layer + 1, &guess);                                            after what is asked for
+//! experts.read_ahead(layer + 1, &guess, phase);                                     after what is asked for
 //! while let Some(batch) = asked.next(device)? {                                     hits at once, then what has landed
 //!     for landed in batch.iter() { .. expert, slot, places, pieces .. }             encode, or compute
 //!     batch.reads_until(device.mark());                                             behind the last reader of these slots
@@ -258,18 +258,27 @@ impl Experts {
     }
 
     /// Whether [`Experts::read_ahead`] would do anything: predicting costs time, too.
-    pub fn wants_prediction(&self) -> bool {
-        !self.resident && self.live.borrow().ahead.is_on()
+    pub fn wants_prediction(&self, phase: Phase) -> bool {
+        !self.resident && self.live.borrow().ahead.is_on(phase)
     }
 
-    /// These experts of `layer` will probably be asked for next. They are read when nothing more urgent is left, likely
-    /// ones first, until the byte budget is used up.
-    pub fn read_ahead(&self, layer: usize, experts: &[u32]) {
-        if !self.wants_prediction() {
+    /// `layer` will probably be asked for these experts next: some for each row, with repetitions. They are read when nothing
+    /// more urgent is left, until the byte budget is used up: those of most rows first, else in the order given.
+    pub fn read_ahead(&self, layer: usize, guess: &[u32], phase: Phase) {
+        if !self.wants_prediction(phase) {
             return;
         }
         let live = &mut *self.live.borrow_mut();
-        for &expert in experts {
+        let mut likely: Vec<(u32, usize)> = Vec::with_capacity(guess.len());
+        likely.extend(guess.iter().enumerate().map(|(place, &expert)| (expert, place)));
+        likely.sort_unstable();
+        let ranked = likely.chunk_by(|a, b| a.0 == b.0).filter_map(|same| {
+            let &(expert, first) = same.first()?;
+            Some((std::cmp::Reverse(same.len()), first, expert))
+        });
+        let mut ranked: Vec<_> = ranked.collect();
+        ranked.sort_unstable();
+        for (.., expert) in ranked {
             let Some(key) = self.key(layer, expert) else { continue };
             if live.slots.find(key).is_some() {
                 continue;

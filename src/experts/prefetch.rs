@@ -4,7 +4,7 @@
 //! the time the model stood still per expert that had to come from disk. The better way is kept for a while, longer each
 //! time. Until the first trial is over predictions are read ahead: it is a cold start that gains most.
 
-use super::slots::SlotId;
+use super::{Phase, slots::SlotId};
 
 /// `--prefetch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -71,8 +71,13 @@ impl Ahead {
         }
     }
 
-    pub fn is_on(&self) -> bool {
-        self.on && self.most > 0
+    /// A prompt asks for nearly all experts, so guesses about it are always worth a read; trials are about decoding.
+    pub fn is_on(&self, phase: Phase) -> bool {
+        let on = match phase {
+            Phase::Prefill => self.setting != Prefetch::Off,
+            Phase::Decode => self.on,
+        };
+        on && self.most > 0
     }
 
     /// Whether the budget allows one more.
@@ -144,9 +149,9 @@ mod tests {
             for layer in 0..2 {
                 ahead.tick(layer);
                 ahead.looked_up(4, 0);
-                ahead.stalled(4.0 * if ahead.is_on() { with } else { without });
+                ahead.stalled(4.0 * if ahead.is_on(Phase::Decode) { with } else { without });
             }
-            on += usize::from(ahead.is_on());
+            on += usize::from(ahead.is_on(Phase::Decode));
         }
         on
     }
@@ -165,15 +170,15 @@ mod tests {
     fn a_change_of_mind_takes_one_more_trial() {
         let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
         run(&mut ahead, 200, 1e-3, 0.5e-3);
-        assert!(!ahead.is_on());
+        assert!(!ahead.is_on(Phase::Decode));
         run(&mut ahead, 2000, 0.5e-3, 1e-3);
-        assert!(ahead.is_on());
+        assert!(ahead.is_on(Phase::Decode));
     }
 
     #[test]
     fn the_budget_is_bytes_and_never_most_of_the_pool() {
         assert_eq!(Ahead::new(Prefetch::On, 10_000, 16 << 20).most, 8);
         assert_eq!(Ahead::new(Prefetch::On, 16, 1 << 20).most, 2);
-        assert!(!Ahead::new(Prefetch::On, 4, 1 << 20).is_on());
+        assert!(!Ahead::new(Prefetch::On, 4, 1 << 20).is_on(Phase::Decode));
     }
 }

@@ -200,9 +200,9 @@ fn what_was_read_ahead_is_found() {
     let checkpoint = checkpoint();
     let options = Options { prefetch: Prefetch::On, ..Options::new(20) };
     let (store, metrics) = checkpoint.open(options);
-    assert!(store.wants_prediction());
+    assert!(store.wants_prediction(Phase::Decode));
     take(&store, &checkpoint.map, 0, &[0], Phase::Decode);
-    store.read_ahead(1, &[5, 6, 7]);
+    store.read_ahead(1, &[5, 6, 7], Phase::Decode);
     take(&store, &checkpoint.map, 1, &[5, 2], Phase::Decode);
     // A budget of an eighth of the slots: 5 and 6 were sent, 7 was not.
     assert_eq!((metrics.lookups_decode_prefetched.get(), metrics.prefetches_used.get()), (1, 1));

@@ -145,11 +145,11 @@ impl Moe {
         let mut asked = store.ask(self.layer, &choice, phase, &mut Immediate)?;
         if let Some(next) = next
             && phase == Phase::Decode
-            && store.wants_prediction()
+            && store.wants_prediction(phase)
         {
             // The next layer's router on this layer's input: a guess, read only when nothing better is to be done.
             let (guess, ..) = next.route(compute, x)?;
-            store.read_ahead(next.layer, &guess.ids);
+            store.read_ahead(next.layer, &guess.ids, phase);
         }
 
         let places = routes.ids.len();

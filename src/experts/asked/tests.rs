@@ -180,7 +180,8 @@ fn a_trace_counts_the_same_whoever_computes() {
             gpu.wait_for(end).unwrap();
             let device: &mut dyn Timeline = if late { &mut gpu } else { &mut cpu };
             let mut asked = store.ask(layer, &choice, Phase::Decode, device).unwrap();
-            store.read_ahead((layer + 1) % LAYERS, &token(at + usize::from(layer + 1 == LAYERS), (layer + 1) % LAYERS));
+            let next = (layer + 1) % LAYERS;
+            store.read_ahead(next, &token(at + usize::from(next == 0), next), Phase::Decode);
             let mut handed_out = Vec::new();
             while let Some(batch) = asked.next(device).unwrap() {
                 handed_out.extend(batch.iter().map(|landed| (layer, landed.expert, landed.slot.index())));

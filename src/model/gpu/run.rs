@@ -88,7 +88,7 @@ impl<'a, G: Gpu> Run<'a, G> {
         let (Some(experts), Some(moe)) = (self.experts, mixture(self.net, layer)) else {
             return Err(ModelError::Config("a dense layer routes nothing".into()));
         };
-        let next = mixture(self.net, layer + 1).filter(|_| phase == Phase::Decode && experts.wants_prediction());
+        let next = mixture(self.net, layer + 1).filter(|_| phase == Phase::Decode && experts.wants_prediction(phase));
         if let Some(next) = next {
             let (x, matrices) = (self.scratch.normed, std::slice::from_ref(&next.router));
             self.gpu.launch(&linear(&Linear { x, tokens: 1, norm: None, matrices, y: self.guess, add: false }))?;
@@ -110,7 +110,7 @@ impl<'a, G: Gpu> Run<'a, G> {
         let asked = experts.ask(layer, &Choice { ids: &ids, k: moe.k, logits: &logits }, phase, self.gpu)?;
         if let Some(next) = next {
             let guess = self.gpu.read_floats(self.guess.first(next.router.rows * 4))?;
-            experts.read_ahead(layer + 1, &largest(&guess, next.k));
+            experts.read_ahead(layer + 1, &largest(&guess, next.k), phase);
         }
         Ok((asked, ids.len()))
     }
