@@ -387,6 +387,3 @@ impl Experts {
         })
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -12,4 +12,3 @@ mod layers;
 mod linear;
 mod lint;
 mod record;
-mod streaming;
