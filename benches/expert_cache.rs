@@ -4,15 +4,18 @@
 //! cargo bench --bench expert_cache -- TRACE.. > benches/results/expert_cache.csv
 //! ```
 //! A trace is what `--bench stream -- .. --trace FILE` writes. All policies start empty and must take in every expert
-//! that is asked for. `ours` runs the store's own table and estimates ([`Slots`], [`Heat`]); `counts` is the same without
+//! that is asked for. `ours` runs the store's own table and estimates ([`Slots`], [`Scores`]); `counts` is the same without
 //! the router's margins. `belady` evicts what is wanted again last: no policy does better. `fixed` keeps the experts that
 //! the whole trace asks for most often and exchanges only the rest: where tokens are independent of each other (random
 //! ones are), no policy that does not see the future does better.
 
-use moestro::experts::{
-    Choice,
-    heat::{Heat, Key},
-    slots::{Reason, Slots},
+use moestro::{
+    device::Mark,
+    experts::{
+        Choice,
+        eviction::{Key, Scores},
+        slots::{Purpose, Slots, State},
+    },
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -136,33 +139,32 @@ fn knowing(trace: &Trace, slots: usize, rank: impl Fn(Key, u64) -> u64) -> Score
 /// As the store does it: the route's hits are pinned before anything is evicted for its misses.
 fn ours(trace: &Trace, size: usize, margins: bool) -> Score {
     let mut slots = Slots::new(size, trace.layers * trace.experts);
-    let mut heat = Heat::new(trace.layers, trace.experts);
+    let mut scores = Scores::new(trace.layers, trace.experts);
     let mut score = Score::default();
     for (half, route) in halves(trace) {
         let logits = if margins { route.logits.as_slice() } else { &[] };
         if route.ids.len() == route.k || !logits.is_empty() {
-            heat.visit(route.layer, Choice { ids: &route.ids, k: route.k, logits });
+            scores.visit(route.layer, Choice { ids: &route.ids, k: route.k, logits });
         }
-        let mut places = Vec::new();
+        let mut taken = Vec::new();
         for &key in &route.keys {
-            let place = slots.find(key);
-            score.add(half, place.is_some());
-            if let Some(place) = place {
-                slots.pin(place);
-                places.push(place);
+            let slot = slots.find(key);
+            score.add(half, slot.is_some());
+            if let Some(slot) = slot {
+                slots.pin(slot);
+                taken.push(slot);
             }
         }
         for &key in &route.keys {
             if slots.find(key).is_some() {
                 continue;
             }
-            let claim = slots.claim(key, Reason::Demand, &heat).expect("more slots than a route has experts");
-            slots.pin(claim.place);
-            slots.landed(claim.place);
-            places.push(claim.place);
+            let claim = slots.claim(key, Purpose::Demand, &scores).expect("more slots than a route has experts");
+            slots.states().set(claim.slot, State::Ready);
+            taken.push(claim.slot);
         }
-        for place in places {
-            slots.unpin(place, &heat);
+        for slot in taken {
+            slots.unpin(slot, Mark::START, &scores);
         }
     }
     score

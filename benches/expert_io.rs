@@ -9,7 +9,8 @@
 //! read for each byte of an expert, mean milliseconds of a route. `benches/disk.py` runs it beside fio.
 
 use moestro::{
-    experts::{ExpertMap, Io, Options, PIECES, Phase, Piece, Prefetch, Store},
+    device::Immediate,
+    experts::{Choice, ExpertMap, Experts, Io, Options, PIECES, Phase, Piece, Prefetch},
     metrics::Metrics,
 };
 use std::{path::PathBuf, time::Instant};
@@ -58,7 +59,7 @@ fn main() {
             let map = map(size, packed);
             let layers = map.layers.len();
             let options = Options { io, threads, prefetch: Prefetch::Off, ..Options::new(route) };
-            let store = Store::open(vec![path.clone()], map, options, metrics.clone()).expect("the store opens");
+            let store = Experts::open(vec![path.clone()], map, options, metrics.clone()).expect("the store opens");
             let (mut routes, mut seed, begin) = (0u64, 7u64, Instant::now());
             while begin.elapsed().as_secs_f64() < seconds {
                 let mut next = || {
@@ -68,8 +69,10 @@ fn main() {
                 let layer = next() % layers;
                 let first = next() % EXPERTS;
                 let experts: Vec<u32> = (0..route).map(|i| ((first + i * 31) % EXPERTS) as u32).collect();
-                let mut routed = store.route(layer, &experts, Phase::Decode).expect("a route");
-                while routed.next().expect("a read").is_some() {}
+                let choice = Choice { ids: &experts, k: route, logits: &[] };
+                let asked = store.ask(layer, &choice, Phase::Decode, &mut Immediate);
+                let mut asked = asked.expect("experts that there are");
+                while asked.next(&mut Immediate).expect("a read").is_some() {}
                 routes += 1;
             }
             let spent = begin.elapsed().as_secs_f64();

@@ -88,6 +88,8 @@ fn straight(engine: &Handle, ids: &[u32]) -> f64 {
         prompt_logprobs: None,
         ignore_eos: false,
         constraint: None,
+        boundaries: Vec::new(),
+        cache_prompt: false,
     };
     let mut events = engine.submit(request).expect("a place in the queue");
     let (mut first, mut tokens) = (None, 0u32);

@@ -84,7 +84,19 @@ pub struct Serve {
     #[command(flatten)]
     pub load: Load,
     #[command(flatten)]
+    pub cache: PromptCache,
+    #[command(flatten)]
     pub sampling: Sampling,
+}
+
+/// What earlier prompts leave for later ones.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Prompt cache")]
+pub struct PromptCache {
+    /// Memory for what later prompts can go on from: 1GiB, 500M, 0 for nothing [default: 1/16 of what the least plan
+    /// leaves, at most 2GiB]
+    #[arg(long, env = "MOESTRO_PROMPT_CACHE", value_name = "SIZE", value_parser = values::size)]
+    pub prompt_cache: Option<u64>,
 }
 
 #[derive(Debug, Args)]
@@ -224,6 +236,8 @@ pub struct Info {
     pub json: bool,
     #[command(flatten)]
     pub load: Load,
+    #[command(flatten)]
+    pub cache: PromptCache,
 }
 
 /// Prefill, decode, hits, stall, disk.

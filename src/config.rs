@@ -66,6 +66,8 @@ pub struct Load {
     pub experts_at_most: Option<usize>,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
+    /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
+    pub prompt_cache: Option<u64>,
 }
 
 impl Load {
@@ -84,6 +86,7 @@ impl Load {
             experts_at_most: experts_at_most(swiftlm.as_deref())?,
             context: typed.ctx_size,
             chunk: typed.prefill_chunk,
+            prompt_cache: Some(0),
         })
     }
 }
@@ -122,7 +125,7 @@ impl Serve {
             max_queue: typed.max_queue,
             request_timeout: typed.request_timeout,
             keep_billing_header: typed.keep_billing_header,
-            load: Load::new(typed.load)?,
+            load: Load { prompt_cache: typed.cache.prompt_cache, ..Load::new(typed.load)? },
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),
         })

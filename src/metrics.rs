@@ -21,6 +21,9 @@ const INTER_TOKEN: &[f64] =
 const REQUEST: &[f64] =
     &[0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0];
 const QUEUE: &[f64] = &[0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
+/// From a greeting to a full context.
+const DEPTH: &[f64] =
+    &[16.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131_072.0, 262_144.0];
 /// One expert is half a megabyte to ten: tens of microseconds from the page cache, milliseconds from a disk.
 const READ: &[f64] =
     &[25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0];
@@ -40,6 +43,17 @@ pub struct Metrics {
     /// Prompt tokens whose state was still there.
     pub prompt_tokens_cached: IntCounter,
     pub generated_tokens: IntCounter,
+    /// Prompts that went on where the request before them ended.
+    pub prompt_cache_hits_session: IntCounter,
+    /// Prompts that went on from a checkpoint in memory.
+    pub prompt_cache_hits_memory: IntCounter,
+    pub prompt_cache_misses: IntCounter,
+    /// Tokens of a prompt that were known, where any were.
+    pub prompt_cache_hit_tokens: Histogram,
+    /// Bytes of checkpoints.
+    pub prompt_cache_bytes_memory: IntGauge,
+    pub prompt_cache_checkpoints_memory: IntGauge,
+    pub prompt_cache_evictions_memory: IntCounter,
     /// From the arrival in the queue to the first generated token.
     pub time_to_first_token_seconds: Histogram,
     /// Between two generated tokens of one request.
@@ -83,6 +97,7 @@ pub struct Metrics {
     pub memory_kv: IntGauge,
     pub memory_state: IntGauge,
     pub memory_workspace: IntGauge,
+    pub memory_prompt_cache: IntGauge,
     pub memory_limit_bytes: IntGauge,
 }
 
@@ -103,6 +118,20 @@ impl Metrics {
         );
         let prefetches =
             counters(r, "moestro_expert_prefetches_total", "Prefetched experts by what became of them", &["outcome"]);
+        let hits = counters(
+            r,
+            "moestro_prompt_cache_hits_total",
+            "Prompts by where their beginning was known from",
+            &["source"],
+        );
+        let cache_bytes = gauges(r, "moestro_prompt_cache_bytes", "Bytes of checkpoints, by place", &["place"]);
+        let checkpoints = gauges(r, "moestro_prompt_cache_checkpoints", "Checkpoints, by place", &["place"]);
+        let evictions = counters(
+            r,
+            "moestro_prompt_cache_evictions_total",
+            "Checkpoints that gave way to others, by place",
+            &["place"],
+        );
         let memory = gauges(r, "moestro_memory_bytes", "Memory held, by kind", &["kind"]);
         let info = gauges(r, "moestro_build_info", "Always 1; the labels say what is running", &["version", "device"]);
         info.with_label_values(&[version, device]).set(1);
@@ -123,6 +152,18 @@ impl Metrics {
             prompt_tokens_computed: prompt.with_label_values(&["computed"]),
             prompt_tokens_cached: prompt.with_label_values(&["cached"]),
             generated_tokens: counter(r, "moestro_generated_tokens_total", "Generated tokens"),
+            prompt_cache_hits_session: hits.with_label_values(&["session"]),
+            prompt_cache_hits_memory: hits.with_label_values(&["memory"]),
+            prompt_cache_misses: counter(r, "moestro_prompt_cache_misses_total", "Prompts of which nothing was known"),
+            prompt_cache_hit_tokens: histogram(
+                r,
+                "moestro_prompt_cache_hit_tokens",
+                "Known tokens of prompts of which some were known",
+                DEPTH,
+            ),
+            prompt_cache_bytes_memory: cache_bytes.with_label_values(&["memory"]),
+            prompt_cache_checkpoints_memory: checkpoints.with_label_values(&["memory"]),
+            prompt_cache_evictions_memory: evictions.with_label_values(&["memory"]),
             time_to_first_token_seconds: histogram(
                 r,
                 "moestro_time_to_first_token_seconds",
@@ -187,6 +228,7 @@ impl Metrics {
             memory_kv: memory.with_label_values(&["kv"]),
             memory_state: memory.with_label_values(&["state"]),
             memory_workspace: memory.with_label_values(&["workspace"]),
+            memory_prompt_cache: memory.with_label_values(&["prompt_cache"]),
             memory_limit_bytes: gauge(r, "moestro_memory_limit_bytes", "The memory plan's limit"),
             registry,
         })
@@ -278,6 +320,14 @@ mod tests {
             "moestro_ssd_errors_total 0",
             "moestro_memory_bytes{kind=\"workspace\"} 0",
             "moestro_memory_limit_bytes 0",
+            "moestro_memory_bytes{kind=\"prompt_cache\"} 0",
+            "moestro_prompt_cache_hits_total{source=\"session\"} 0",
+            "moestro_prompt_cache_hits_total{source=\"memory\"} 0",
+            "moestro_prompt_cache_misses_total 0",
+            "moestro_prompt_cache_hit_tokens_count 0",
+            "moestro_prompt_cache_bytes{place=\"memory\"} 0",
+            "moestro_prompt_cache_checkpoints{place=\"memory\"} 0",
+            "moestro_prompt_cache_evictions_total{place=\"memory\"} 0",
             "moestro_build_info{device=\"cpu\",version=\"1.2.3\"} 1",
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is missing from\n{text}");

@@ -2,8 +2,9 @@
 //! request works, and no slot is lost.
 
 use moestro::{
+    device::{Immediate, Mark},
     error::StoreError,
-    experts::{ExpertMap, Files, Io, Options, PIECES, Phase, Piece, Prefetch, Source, Store},
+    experts::{Choice, ExpertMap, Experts, Files, Io, Options, PIECES, Phase, Piece, Prefetch, Source},
     metrics::Metrics,
 };
 use std::{
@@ -49,24 +50,26 @@ fn bytes() -> Vec<u8> {
 }
 
 /// Routes, compares every byte, and says how it ended.
-fn take(store: &Store, layer: usize, experts: &[u32], phase: Phase) -> Result<(), StoreError> {
+fn take(store: &Experts, layer: usize, experts: &[u32], phase: Phase) -> Result<(), StoreError> {
     let map = map();
-    let mut routed = store.route(layer, experts, phase)?;
+    let choice = Choice { ids: experts, k: experts.len(), logits: &[] };
+    let mut asked = store.ask(layer, &choice, phase, &mut Immediate)?;
     let mut seen = 0;
-    while let Some(batch) = routed.next()? {
+    while let Some(batch) = asked.next(&mut Immediate)? {
         for landed in batch.iter() {
             seen += 1;
-            for (piece, got) in map.layers[layer][experts[landed.index] as usize].iter().zip(landed.pieces) {
+            for (piece, got) in map.layers[layer][landed.expert as usize].iter().zip(landed.pieces) {
                 assert!((piece.offset..).zip(got).all(|(at, &b)| b == byte(at)) && got.len() == piece.len);
             }
         }
+        batch.reads_until(Mark::START);
     }
     assert_eq!(seen, experts.len());
     Ok(())
 }
 
 /// After a fault: every slot can still be used, for every expert.
-fn works(store: &Store) {
+fn works(store: &Experts) {
     let slots = store.slots();
     for round in 0..4 {
         for layer in 0..LAYERS {
@@ -122,11 +125,11 @@ impl Source for Seam {
     }
 }
 
-fn seam(slots: usize) -> (Store, Arc<Disk>, Arc<Metrics>) {
+fn seam(slots: usize) -> (Experts, Arc<Disk>, Arc<Metrics>) {
     let disk = Arc::new(Disk::default());
     let metrics = Metrics::new("0", "cpu");
     let options = Options { prefetch: Prefetch::On, ..Options::new(slots) };
-    let store = Store::with_source(Box::new(Seam(disk.clone())), map(), options, metrics.clone()).unwrap();
+    let store = Experts::with_source(Box::new(Seam(disk.clone())), map(), options, metrics.clone()).unwrap();
     (store, disk, metrics)
 }
 
@@ -173,7 +176,7 @@ fn what_cannot_be_read_ahead_harms_nobody() {
     disk.broken.lock().unwrap().push(bad.offset..bad.offset + 1);
     for _ in 0..20 {
         take(&store, 0, &[0, 1], Phase::Decode).unwrap();
-        store.read_ahead(1, &[2]);
+        store.read_ahead(1, &[2], Phase::Decode);
         take(&store, 1, &[0, 1], Phase::Decode).unwrap();
     }
     assert!(metrics.ssd_errors.get() <= 20);
@@ -206,9 +209,9 @@ fn ways(path: &Path) -> Vec<Io> {
     if direct { vec![Io::Buffered, Io::Direct] } else { vec![Io::Buffered] }
 }
 
-fn open(path: &Path, io: Io) -> Result<Store, StoreError> {
+fn open(path: &Path, io: Io) -> Result<Experts, StoreError> {
     let options = Options { io, ..Options::new(4) };
-    Store::open(vec![path.to_owned()], map(), options, Metrics::new("0", "cpu"))
+    Experts::open(vec![path.to_owned()], map(), options, Metrics::new("0", "cpu"))
 }
 
 #[test]

@@ -3,8 +3,9 @@
 use moestro::{
     checkpoint::pack,
     demo,
+    device::{Immediate, Mark},
     error::StoreError,
-    experts::{ExpertMap, Io, Options, PIECES, Phase, Piece, Store},
+    experts::{Choice, ExpertMap, Experts, Io, Options, PIECES, Phase, Piece},
     metrics::Metrics,
 };
 use std::{
@@ -129,11 +130,13 @@ fn shard(dir: &Path) -> (ExpertMap, PathBuf) {
     (map, path)
 }
 
-fn take(store: &Store, layer: usize, experts: &[u32], phase: Phase) -> Result<usize, StoreError> {
-    let mut routed = store.route(layer, experts, phase)?;
+fn take(store: &Experts, layer: usize, experts: &[u32], phase: Phase) -> Result<usize, StoreError> {
+    let choice = Choice { ids: experts, k: experts.len(), logits: &[] };
+    let mut asked = store.ask(layer, &choice, phase, &mut Immediate)?;
     let mut seen = 0;
-    while let Some(batch) = routed.next()? {
+    while let Some(batch) = asked.next(&mut Immediate)? {
         seen += batch.len();
+        batch.reads_until(Mark::START);
     }
     Ok(seen)
 }
@@ -159,7 +162,7 @@ fn four_kib_flipped_in_a_record_end_the_request_that_reads_it_and_no_other() {
     for (io, phase) in [(Io::Buffered, Phase::Decode), (Io::Auto, Phase::Decode), (Io::Auto, Phase::Prefill)] {
         let options = Options { io, sums: Some(pack.sums.clone()), ..Options::new(4) };
         let metrics = Metrics::new("0", "cpu");
-        let store = Store::open(pack.files.clone(), pack.map.clone(), options, metrics.clone()).unwrap();
+        let store = Experts::open(pack.files.clone(), pack.map.clone(), options, metrics.clone()).unwrap();
         for expert in 0..6u32 {
             let error = take(&store, 1, &[expert], phase).unwrap_err();
             let StoreError::Read { layer: 1, expert: found, offset, .. } = &error else { panic!("{error}") };

@@ -13,6 +13,7 @@ mod python;
 mod stop;
 mod template;
 mod tokenizer;
+pub mod turns;
 
 pub use decoder::Decoder;
 pub use stop::{Held, Stop};

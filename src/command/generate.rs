@@ -39,6 +39,8 @@ pub fn run(config: Generate) -> Result<(), CommandError> {
         prompt_logprobs: None,
         ignore_eos: false,
         constraint: None,
+        boundaries: Vec::new(),
+        cache_prompt: false,
     })?;
 
     let mut decoder = Decoder::new(checkpoint.tokenizer.clone());

@@ -122,8 +122,7 @@ pub fn options(load: &Load) -> model::Options {
     model::Options {
         threads: load.threads,
         wishes: Wishes {
-            // There is none yet: what it would take goes to the slots.
-            prompt_cache: Some(0),
+            prompt_cache: load.prompt_cache,
             limit: load.memory_limit,
             stream: load.stream_experts,
             context: load.context,

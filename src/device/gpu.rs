@@ -1,6 +1,6 @@
 //! What a GPU has to be able to do. Two devices can: Metal, and (in the tests) the kernels compiled for the host.
 
-use super::{Dispatch, Region, Slab};
+use super::{Dispatch, Mark, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
 /// Why a GPU could not do what it was asked: the driver's own words where there are any.
@@ -10,7 +10,7 @@ pub struct GpuError(pub String);
 
 /// A device that executes launches in the order given. Memory is visible to the CPU, which may touch it only between a
 /// [`Gpu::wait`] and the launch that uses it.
-pub trait Gpu: Send + 'static {
+pub trait Gpu: Timeline + Send + 'static {
     /// What the device is called.
     fn name(&self) -> String;
 
@@ -62,6 +62,20 @@ pub trait Gpu: Send + 'static {
     /// [`Gpu::read_words`] of floats.
     fn read_floats(&mut self, region: Region) -> Result<Vec<f32>, GpuError> {
         Ok(self.read_words(region)?.into_iter().map(f32::from_bits).collect())
+    }
+}
+
+impl Timeline for Box<dyn Gpu> {
+    fn mark(&mut self) -> Mark {
+        (**self).mark()
+    }
+
+    fn passed(&mut self) -> Mark {
+        (**self).passed()
+    }
+
+    fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError> {
+        (**self).wait_for(mark)
     }
 }
 

@@ -15,7 +15,7 @@
 
 mod library;
 
-use super::{Dispatch, Gpu, GpuError, Region, Slab};
+use super::{Dispatch, Gpu, GpuError, Mark, Region, Slab, Timeline};
 use candle_metal_kernels::{
     RESOURCE_OPTIONS,
     metal::{Buffer, Device, ResidencySet},
@@ -284,6 +284,25 @@ impl Gpu for Metal {
     }
 }
 
+impl Timeline for Metal {
+    fn mark(&mut self) -> Mark {
+        Mark(self.signalled + u64::from(self.open.is_some()))
+    }
+
+    fn passed(&mut self) -> Mark {
+        Mark(self.event.signaledValue())
+    }
+
+    fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError> {
+        autoreleasepool(|_| {
+            if mark.0 > self.signalled {
+                self.hand_over()?;
+            }
+            self.reach(mark.0.min(self.signalled))
+        })
+    }
+}
+
 impl Drop for Metal {
     /// Metal aborts the program if an encoder goes before it has ended; and the GPU must not outlive the slabs it reads.
     fn drop(&mut self) {
@@ -306,8 +325,15 @@ impl Metal {
 
     fn finish(&mut self) -> Result<(), GpuError> {
         self.hand_over()?;
+        let reached = self.reach(self.signalled);
+        self.committed.clear();
+        reached
+    }
+
+    /// Waits until the event has this value.
+    fn reach(&self, value: u64) -> Result<(), GpuError> {
         let begin = Instant::now();
-        while self.event.signaledValue() < self.signalled {
+        while self.event.signaledValue() < value {
             if begin.elapsed() < SPIN {
                 std::hint::spin_loop();
                 continue;
@@ -315,10 +341,9 @@ impl Metal {
             if self.committed.iter().any(|commands| commands.status() == MTLCommandBufferStatus::Error) {
                 break;
             }
-            self.event.waitUntilSignaledValue_timeoutMS(self.signalled, 100);
+            self.event.waitUntilSignaledValue_timeoutMS(value, 100);
         }
-        let broken = self.committed.drain(..).find_map(|commands| commands.error());
-        match broken {
+        match self.committed.iter().find_map(|commands| commands.error()) {
             Some(error) => Err(GpuError(error.localizedDescription().to_string())),
             None => Ok(()),
         }

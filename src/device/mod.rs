@@ -7,6 +7,7 @@ pub mod kernels;
 mod memory;
 #[cfg(target_os = "macos")]
 mod metal;
+mod timeline;
 
 use crate::platform::Threads;
 pub use bandwidth::memory_bandwidth;
@@ -16,6 +17,7 @@ pub use memory::{Filling, Slab, Span};
 #[cfg(target_os = "macos")]
 use metal::Metal;
 use std::sync::Arc;
+pub use timeline::{Immediate, Mark, Timeline};
 
 /// Which arithmetic the quantised products use on the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

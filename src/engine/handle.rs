@@ -1,7 +1,10 @@
 //! The door of the engine: a bounded line of requests, first in first out, in front of the one thread that owns the
 //! model. Whoever waits in line and goes away leaves the line at once; so does whoever waits too long.
 
-use super::{Event, Events, Request, Scheduler};
+use super::{
+    Event, Events, Request, Scheduler,
+    cache::{Cache, Status},
+};
 use crate::{
     error::{EngineError, ModelError},
     metrics::Metrics,
@@ -27,6 +30,8 @@ pub struct Options {
     pub usable_vocab: usize,
     /// The most time a request may take, the wait included.
     pub request_timeout: Option<Duration>,
+    /// Bytes that the prompt cache may take in memory.
+    pub prompt_cache: u64,
     /// What [`Handle::drain`] leaves to requests that were accepted before it.
     pub grace: Duration,
 }
@@ -38,6 +43,7 @@ impl Default for Options {
             eos: Vec::new(),
             usable_vocab: usize::MAX,
             request_timeout: None,
+            prompt_cache: 0,
             grace: Duration::from_secs(5),
         }
     }
@@ -56,6 +62,7 @@ pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io:
             timeout: options.request_timeout,
             grace: options.grace,
         },
+        cache: Arc::new(Cache::new(options.prompt_cache, model.snapshot_size(), metrics.clone())),
         metrics,
     });
     let door = Arc::new(Door(line.clone()));
@@ -112,6 +119,16 @@ impl Handle {
     /// Ids below this are tokens or padding; anything else is refused.
     pub fn vocab(&self) -> usize {
         self.door.0.limits.vocab
+    }
+
+    /// What the prompt cache holds.
+    pub fn prompt_cache(&self) -> Status {
+        self.door.0.cache.status()
+    }
+
+    /// Empties the prompt cache; a request that is running keeps what it has.
+    pub fn clear_prompt_cache(&self) {
+        self.door.0.cache.clear();
     }
 
     /// Accepts nothing more. What was accepted goes on for [`Options::grace`] and then ends with `Draining`; the engine
@@ -189,6 +206,7 @@ pub(super) struct Line {
     changed: Condvar,
     limits: Limits,
     pub metrics: Arc<Metrics>,
+    pub cache: Arc<Cache>,
 }
 
 #[derive(Default)]

@@ -1,6 +1,7 @@
 //! The engine: one thread that owns the model. A [`Handle`] queues [`Request`]s, first in first out; each is answered by
 //! [`Event`]s. Dropping the receiver is the cancellation: the engine notices within one token.
 
+mod cache;
 mod constraint;
 mod handle;
 pub mod parrot;
@@ -8,6 +9,7 @@ mod sampler;
 mod scheduler;
 mod session;
 
+pub use cache::Status as PromptCacheStatus;
 pub use constraint::{Allowed, Constraint};
 pub use handle::{Handle, Options, Worker, spawn};
 pub use sampler::{Sampler, likeliest};
@@ -67,6 +69,29 @@ pub struct Request {
     pub ignore_eos: bool,
     /// The form that the answer is held to.
     pub constraint: Option<Box<dyn Constraint>>,
+    /// Where other prompts may depart from this one, ascending.
+    pub boundaries: Vec<Boundary>,
+    /// Go on from what earlier requests left, and leave something for later ones.
+    pub cache_prompt: bool,
+}
+
+/// The end of a message in a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Boundary {
+    /// Tokens up to here.
+    pub at: usize,
+    pub departure: Departure,
+}
+
+/// What ends at a [`Boundary`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Departure {
+    /// The system prompt and the tools.
+    System,
+    /// A question: what a person asks, not what a tool answers.
+    Query,
+    /// Any other message.
+    Message,
 }
 
 /// The log-probability of a token and of the likeliest ones at its position, before temperature and penalties.

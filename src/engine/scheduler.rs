@@ -3,7 +3,7 @@
 //! up, and whether the server wants to go.
 //!
 //! ```text
-//! next() -> sync -> chunk, chunk, ... -> [Prompt] -> draw, Token, step, draw, Token, ... -> Done
+//! next() -> sync -> chunk, chunk, ... -> [Prompt] -> draw, Token, step, draw, Token, ... -> Done -> keep
 //!                 ^check               ^check                     ^check
 //! ```
 //!
@@ -11,12 +11,13 @@
 
 use super::{
     Allowed, Event, Finish, Logprobs, Options, Request, Sampler, Session, Timings,
+    cache::places::{self, Kind},
     constraint::Ahead,
     handle::{Job, Line, Over},
     sampler::logprobs,
 };
 use crate::{
-    error::EngineError,
+    error::{EngineError, ModelError},
     model::{Logits, Model, Rows},
 };
 use std::{
@@ -36,11 +37,13 @@ pub(super) struct Scheduler<M: Model> {
     line: Arc<Line>,
     /// What the last request left, for one that goes on where it ended.
     session: Option<Session<M::State>>,
+    /// How often the cache had been emptied when the session was left.
+    emptied: u64,
 }
 
 impl<M: Model> Scheduler<M> {
     pub fn new(model: M, options: Options, line: Arc<Line>) -> Self {
-        Self { model, options, line, session: None }
+        Self { model, options, line, session: None, emptied: 0 }
     }
 
     /// Works until the line is closed and empty.
@@ -62,7 +65,25 @@ impl<M: Model> Scheduler<M> {
             if let Event::Failed(error) = &event {
                 tracing::warn!(%error, "a request failed");
             }
+            let done = matches!(event, Event::Done { .. });
             let _ = job.events.send(event);
+            if done && job.request.cache_prompt {
+                self.keep();
+            }
+        }
+    }
+
+    /// Takes a checkpoint at the end of an answer, when nobody waits for it any more.
+    fn keep(&mut self) {
+        let (model, cache) = (&self.model, &self.line.cache);
+        let Some(session) = &mut self.session else { return };
+        let need = || cache.size().bytes(session.len(), model.held(session.state()));
+        if !cache.make_room(session.tokens(), Kind::Answer, &need) {
+            return;
+        }
+        match session.snapshot(model) {
+            Ok(snapshot) => cache.insert(session.tokens(), Kind::Answer, snapshot),
+            Err(error) => tracing::warn!(%error, "no checkpoint at the end of this answer"),
         }
     }
 
@@ -73,9 +94,7 @@ impl<M: Model> Scheduler<M> {
         let metrics = self.line.metrics.clone();
         metrics.queue_seconds.observe(queued.as_secs_f64());
 
-        // The session is out of `self` while it is worked on: whatever goes wrong, it is gone.
-        let previous = self.session.take().filter(|_| job.request.prompt_logprobs.is_none());
-        let mut session = Session::sync(previous, &self.model, &job.request.ids)?;
+        let mut session = self.resume(&job.request)?;
         let cached_tokens = session.len();
         metrics.prompt_tokens_cached.inc_by(cached_tokens as u64);
         let _ = job.events.send(Event::Started { cached_tokens, queued });
@@ -94,14 +113,66 @@ impl<M: Model> Scheduler<M> {
         });
         // A client that left, or ran out of time, did so between two steps: the state is sound.
         if matches!(&outcome, Ok(_) | Err(Over::Gone | Over::Failed(EngineError::TimedOut | EngineError::Draining))) {
-            self.session = Some(session);
+            self.session = Some(session).filter(|_| job.request.cache_prompt);
         }
         outcome
     }
 
+    /// What is known of a prompt. The session is out of `self` while it is worked on: whatever goes wrong, it is gone.
+    fn resume(&mut self, request: &Request) -> Result<Session<M::State>, ModelError> {
+        let cache = self.line.cache.clone();
+        let emptied = std::mem::replace(&mut self.emptied, cache.emptied());
+        let wanted = request.cache_prompt && request.prompt_logprobs.is_none();
+        let previous = self.session.take().filter(|_| wanted && emptied == self.emptied);
+        let mut hit = &self.line.metrics.prompt_cache_hits_session;
+        let session = Session::sync(previous, &self.model, &request.ids, |beyond| {
+            let snapshot = if wanted { cache.deepest(&request.ids, beyond) } else { None };
+            hit = if snapshot.is_some() { &self.line.metrics.prompt_cache_hits_memory } else { hit };
+            snapshot
+        })?;
+        if session.is_empty() {
+            self.line.metrics.prompt_cache_misses.inc();
+        } else {
+            hit.inc();
+            self.line.metrics.prompt_cache_hit_tokens.observe(session.len() as f64);
+        }
+        Ok(session)
+    }
+
+    /// The places between `from` and `to` at which there is room for a checkpoint.
+    fn admit(
+        &self,
+        places: &[(usize, Kind)],
+        session: &Session<M::State>,
+        ids: &[u32],
+        to: usize,
+    ) -> Vec<(usize, Kind)> {
+        let (model, cache) = (&self.model, &self.line.cache);
+        let mut wanted: Vec<_> = places.iter().copied().filter(|&(at, _)| session.len() < at && at <= to).collect();
+        wanted.sort_unstable_by_key(|&(_, kind)| kind);
+        let mut admitted: Vec<(usize, Kind)> = Vec::new();
+        for (at, kind) in wanted {
+            let need = || {
+                let mut shared = model.held(session.state());
+                let mut all: Vec<usize> = admitted.iter().map(|&(at, _)| at).chain([at]).collect();
+                all.sort_unstable();
+                let bytes = |at| cache.size().bytes(at, std::mem::replace(&mut shared, at));
+                all.into_iter().map(bytes).sum()
+            };
+            if cache.make_room(&ids[..at], kind, &need) {
+                admitted.push((at, kind));
+            }
+        }
+        admitted.sort_unstable();
+        admitted
+    }
+
     /// Evaluates what the session does not know of the prompt; returns the logits after its last token.
     fn prefill(&mut self, job: &Job, session: &mut Session<M::State>) -> Result<Logits, Over> {
-        let Request { ids, prompt_logprobs: wanted, max_tokens, .. } = &job.request;
+        let Request { ids, prompt_logprobs: wanted, max_tokens, boundaries, cache_prompt, .. } = &job.request;
+        let cache = self.line.cache.clone();
+        let share = if *cache_prompt { cache.share() } else { 0 };
+        let places = places::choose(boundaries, session.len(), ids.len(), share);
         let chunk = self.model.chunk().max(1);
         let chunk = if wanted.is_some() { chunk.min(PROMPT_ROWS) } else { chunk };
         // Nothing precedes the first token.
@@ -114,7 +185,13 @@ impl<M: Model> Scheduler<M> {
                 None if to == ids.len() && *max_tokens > 0 => Rows::Last,
                 None => Rows::None,
             };
-            last = session.extend(&mut self.model, &ids[from..to], rows)?;
+            let marks = self.admit(&places, session, ids, to);
+            let at: Vec<usize> = marks.iter().map(|mark| mark.0).collect();
+            let mut taken = Vec::with_capacity(at.len());
+            last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken)?;
+            for ((at, kind), snapshot) in marks.into_iter().zip(taken) {
+                cache.insert(&ids[..at], kind, snapshot);
+            }
             self.line.metrics.prompt_tokens_computed.inc_by((to - from) as u64);
             if let Some(top) = *wanted {
                 // The row of a token tells of the token after it.
@@ -170,7 +247,7 @@ impl<M: Model> Scheduler<M> {
             if let Some(ahead) = &ahead {
                 ahead.drew(id);
             }
-            logits = session.extend(&mut self.model, &[id], Rows::Last)?;
+            logits = session.extend(&mut self.model, &[id], Rows::Last, &[], &mut Vec::new())?;
         }
         Ok((Finish::Length, 0))
     }

@@ -1,9 +1,9 @@
 //! A session is a timeline: the tokens that went through the model, and the state they left. A state of the delta net
-//! cannot be rewound, so a prompt either extends the timeline or starts a new one.
+//! cannot be rewound, so a prompt extends the timeline, goes on from a checkpoint, or starts a new one.
 
 use crate::{
     error::ModelError,
-    model::{Logits, Model, Rows},
+    model::{Logits, Model, Rows, Snapshot},
 };
 
 /// Tokens and the state after exactly these tokens.
@@ -18,11 +18,27 @@ impl<S> Session<S> {
         Ok(Self { tokens: Vec::new(), state: model.start()? })
     }
 
-    /// `previous`, if `prompt` continues it by at least one token (the one whose logits are wanted); else a new
-    /// timeline, with `previous` freed first. What the session's tokens are afterwards need not be evaluated.
-    pub fn sync<M: Model<State = S>>(previous: Option<Self>, model: &M, prompt: &[u32]) -> Result<Self, ModelError> {
+    /// What is known of `prompt`: `previous`, if the prompt continues it by at least one token (the one whose logits are
+    /// wanted), or what `deepest` has that the prompt begins with and that is longer; else a new timeline. At no time
+    /// there are two states: `previous` becomes the other, or is freed first.
+    pub fn sync<M: Model<State = S>>(
+        previous: Option<Self>,
+        model: &M,
+        prompt: &[u32],
+        deepest: impl FnOnce(usize) -> Option<Snapshot>,
+    ) -> Result<Self, ModelError> {
+        let continued = |session: &Self| session.tokens.len() < prompt.len() && prompt.starts_with(&session.tokens);
+        let (here, on) = previous.as_ref().map_or((0, false), |session| (session.len(), continued(session)));
+        if let Some(snapshot) = deepest(if on { here } else { 0 }) {
+            let state = model.restore(&snapshot, previous.map(|session| session.state));
+            match state {
+                Ok(state) => return Ok(Self { tokens: prompt[..snapshot.len].to_vec(), state }),
+                Err(error) => tracing::warn!(%error, "a checkpoint is of no use; the prompt is computed"),
+            }
+            return Self::start(model);
+        }
         match previous {
-            Some(session) if session.tokens.len() < prompt.len() && prompt.starts_with(&session.tokens) => Ok(session),
+            Some(session) if on => Ok(session),
             other => {
                 drop(other);
                 Self::start(model)
@@ -30,16 +46,27 @@ impl<S> Session<S> {
         }
     }
 
-    /// Appends `ids`. After an error the state may hold a part of them, so the session must not be used again.
+    /// Appends `ids`, and adds to `taken` what the timeline was at each of `marks` (see [`Model::forward_marking`]). After
+    /// an error the state may hold a part of them, so the session must not be used again.
     pub fn extend<M: Model<State = S>>(
         &mut self,
         model: &mut M,
         ids: &[u32],
         rows: Rows,
+        marks: &[usize],
+        taken: &mut Vec<Snapshot>,
     ) -> Result<Logits, ModelError> {
-        let logits = model.forward(&mut self.state, ids, rows)?;
+        let logits = model.forward_marking(&mut self.state, ids, rows, marks, taken)?;
         self.tokens.extend_from_slice(ids);
         Ok(logits)
+    }
+
+    pub fn snapshot<M: Model<State = S>>(&mut self, model: &M) -> Result<Snapshot, ModelError> {
+        model.snapshot(&mut self.state)
+    }
+
+    pub fn state(&self) -> &S {
+        &self.state
     }
 
     pub fn len(&self) -> usize {
@@ -62,7 +89,7 @@ mod tests {
 
     fn after(parrot: &mut Parrot, ids: &[u32]) -> Session<<Parrot as Model>::State> {
         let mut session = Session::start(parrot).unwrap();
-        session.extend(parrot, ids, Rows::None).unwrap();
+        session.extend(parrot, ids, Rows::None, &[], &mut Vec::new()).unwrap();
         session
     }
 
@@ -70,10 +97,11 @@ mod tests {
     fn a_prompt_that_goes_on_reuses_the_state() {
         let mut parrot = Parrot::default();
         let previous = after(&mut parrot, &[5, 6, 7]);
-        let mut session = Session::sync(Some(previous), &parrot, &[5, 6, 7, 8, 9]).unwrap();
+        let mut session = Session::sync(Some(previous), &parrot, &[5, 6, 7, 8, 9], |_| None).unwrap();
         assert_eq!(session.len(), 3);
-        let reused = session.extend(&mut parrot, &[8, 9], Rows::Last).unwrap();
-        let fresh = Session::start(&parrot).unwrap().extend(&mut parrot, &[5, 6, 7, 8, 9], Rows::Last).unwrap();
+        let reused = session.extend(&mut parrot, &[8, 9], Rows::Last, &[], &mut Vec::new()).unwrap();
+        let fresh =
+            after(&mut parrot, &[5, 6, 7]).extend(&mut parrot, &[8, 9], Rows::Last, &[], &mut Vec::new()).unwrap();
         assert_eq!(reused.data, fresh.data);
     }
 
@@ -82,8 +110,27 @@ mod tests {
         for prompt in [&[5, 6, 7][..], &[5, 6], &[5, 9, 7, 8], &[9]] {
             let mut parrot = Parrot::default();
             let previous = after(&mut parrot, &[5, 6, 7]);
-            let session = Session::sync(Some(previous), &parrot, prompt).unwrap();
+            let session = Session::sync(Some(previous), &parrot, prompt, |_| None).unwrap();
             assert!(session.is_empty(), "{prompt:?}");
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_comes_before_a_shorter_timeline() {
+        let mut parrot = Parrot::default();
+        let mut long = after(&mut parrot, &[5, 6, 7, 8]);
+        let snapshot = long.snapshot(&parrot).unwrap();
+        for (previous, beyond) in [(&[5, 6][..], 2), (&[9], 0), (&[5, 6, 7, 8, 9, 9, 9], 0)] {
+            let previous = after(&mut parrot, previous);
+            let deepest = |than| {
+                assert_eq!(than, beyond);
+                Some(snapshot.clone())
+            };
+            let mut session = Session::sync(Some(previous), &parrot, &[5, 6, 7, 8, 9], deepest).unwrap();
+            assert_eq!(session.tokens(), [5, 6, 7, 8]);
+            let reused = session.extend(&mut parrot, &[9], Rows::Last, &[], &mut Vec::new()).unwrap();
+            let fresh = after(&mut parrot, &[5, 6, 7, 8]).extend(&mut parrot, &[9], Rows::Last, &[], &mut Vec::new());
+            assert_eq!(reused.data, fresh.unwrap().data);
         }
     }
 
@@ -91,7 +138,7 @@ mod tests {
     fn one_state_is_alive_at_a_time() {
         let mut parrot = Parrot::default();
         let previous = after(&mut parrot, &[5, 6, 7]);
-        let _session = Session::sync(Some(previous), &parrot, &[9]).unwrap();
+        let _session = Session::sync(Some(previous), &parrot, &[9], |_| None).unwrap();
         assert_eq!(std::sync::Arc::strong_count(&parrot.states), 2);
     }
 }

@@ -1,30 +1,46 @@
 //! Experts in memory: bytes on disk to bytes in slots. It knows no mathematics and never sees a tensor.
 //!
-//! * [`layout`]: where an expert's bytes lie on disk and where each lands in a slot.
-//! * [`slots`] is the table: which expert is in which slot, who is pinned, who has to go; [`heat`] says who is wanted.
-//! * [`reader`] is the pool of threads that reads a [`source`] straight into slots; [`probe`] picks how.
-//! * [`prefetch`] judges whether reading ahead pays; [`warm`] remembers what was hot when the server stopped.
+//! One call a layer is the only way to an expert's weights, the same on every device:
 //!
-//! A [`Store`] belongs to the thread that owns the model. Its table needs no lock: reader threads never see it, they get
-//! a slot to fill and say when they are done.
+//! ```text
+//! let mut asked = experts.ask(layer, &Choice { ids, k, logits }, phase, device)?;   hits are pinned, misses on their way
+//! experts.read_ahead(layer + 1, &guess, phase);                                     after what is asked for
+//! while let Some(batch) = asked.next(device)? {                                     hits at once, then what has landed
+//!     for landed in batch.iter() { .. expert, slot, places, pieces .. }             encode, or compute
+//!     batch.reads_until(device.mark());                                             behind the last reader of these slots
+//! }
+//! ```
+//! There is one rule about slots: a slot may be filled again once the device has passed a mark that was set behind its last
+//! reader. `device` is a [`Timeline`]: the CPU ([`Immediate`](crate::device::Immediate)) has passed every mark; a GPU is asked.
+//! Whoever reads the slots of all batches together at a layer's end marks them there: `asked.reads_until(device.mark())`. All
+//! experts of the layer then need a slot at once; with a mark a batch, any number of slots will do. A place is `row * k +
+//! rank`: results belong to places, and places summed in rank order do not tell what landed first.
+//!
+//! * [`slots`] draws the life of an expert, and is the table of who is in which slot; [`eviction`] scores who is wanted.
+//! * [`layout`]: where an expert's bytes lie on disk and where each lands in a slot.
+//! * [`reader`] is the pool of threads that reads a [`source`] straight into slots; [`probe`] picks how.
+//! * [`prefetch`] judges whether reading ahead pays; [`warm`] remembers what was wanted when the server stopped.
+//!
+//! [`Experts`] belong to the thread that owns the model. The table needs no lock: reader threads see the states of slots and
+//! nothing else of it.
 
-pub mod heat;
+mod asked;
+pub mod eviction;
 pub mod layout;
 pub mod prefetch;
 pub mod probe;
 pub mod reader;
-mod routed;
 pub mod slots;
 pub mod source;
 mod sums;
 mod trace;
 pub mod warm;
 
-pub use heat::Choice;
+pub use asked::{Asked, Batch, Landed};
+pub use eviction::Choice;
 pub use layout::{ExpertMap, LayerExperts, PIECES, Piece};
 pub use prefetch::Prefetch;
 pub use probe::Io;
-pub use routed::{Batch, Landed, Routed};
 pub use slots::SlotId;
 pub use source::{Files, Source};
 pub use sums::{Records, Sums};
@@ -36,23 +52,23 @@ use crate::{
     metrics::Metrics,
     platform::{Access, os},
 };
-use heat::{Heat, Key};
+use eviction::{Key, Scores};
 use layout::Layout;
 use prefetch::Ahead;
-use reader::{Done, Failure, Reader};
-use slots::{Claim, Place, Reason, Slots};
+use reader::{Failure, Reader};
+use slots::{Claim, Purpose, Slots, State};
 use std::{cell::RefCell, ops::Range, path::PathBuf, sync::Arc, time::Instant};
 
-/// What a route is for.
+/// What experts are asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// Many tokens: nearly every expert of the layer is wanted once, possibly more than there are slots.
+    /// A chunk of a prompt: nearly every expert of a layer is wanted, so reads are lined up a few at a time.
     Prefill,
-    /// One token, or the few of a draft: every expert stays in its slot until the layer is done.
+    /// One token, or the few of a draft: whatever is missing is read at once.
     Decode,
 }
 
-/// How a store is set up.
+/// How experts are kept.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Experts held in memory; as many as the model has (or more) is *resident*.
@@ -63,7 +79,7 @@ pub struct Options {
     pub prefetch: Prefetch,
     /// Where the list of hot experts is kept, if it is.
     pub warm: Option<Warm>,
-    /// Writes every route to this file, one line each: the input of `benches/expert_cache.rs`.
+    /// Writes what every layer asks for to this file: the input of `benches/expert_cache.rs`.
     pub trace: Option<PathBuf>,
     /// What each record of a pack has to be; `None` for a checkpoint's own files.
     pub sums: Option<Arc<Sums>>,
@@ -77,7 +93,7 @@ impl Options {
 }
 
 /// The experts of one model.
-pub struct Store {
+pub struct Experts {
     map: ExpertMap,
     /// Most experts in one layer: the stride of keys.
     experts: usize,
@@ -88,28 +104,23 @@ pub struct Store {
     reader: Reader,
     metrics: Arc<Metrics>,
     warm: Option<Warm>,
-    state: RefCell<State>,
+    live: RefCell<Live>,
 }
 
 /// What changes while serving.
-struct State {
+struct Live {
     slots: Slots,
-    heat: Heat,
+    scores: Scores,
     ahead: Ahead,
     /// Where each slot's pieces are, from the start of the slot.
     spans: Vec<[Range<usize>; PIECES]>,
-    /// Occupations whose reads failed while somebody had them pinned.
-    failed: Vec<(Place, Key, Failure)>,
-    /// The layer whose heat the model has noted itself.
-    noted: Option<usize>,
     trace: Option<trace::Trace>,
-    done: Vec<Done>,
-    spare: Vec<routed::Scratch>,
+    spare: Vec<asked::Lists>,
     /// When the hot list was last written.
     saved: Instant,
 }
 
-impl Store {
+impl Experts {
     /// Opens a checkpoint's shards. Fails if one of them is shorter than `map` says.
     pub fn open(
         files: Vec<PathBuf>,
@@ -119,12 +130,12 @@ impl Store {
     ) -> Result<Self, StoreError> {
         let (files, access) = probe::open(&files, &map, options.io, options.threads)?;
         let files = files.with_sums(options.sums.clone());
-        let mut store = Self::with_source(Box::new(files), map, options, metrics)?;
-        store.access = access;
-        Ok(store)
+        let mut experts = Self::with_source(Box::new(files), map, options, metrics)?;
+        experts.access = access;
+        Ok(experts)
     }
 
-    /// A store that reads from `source`: for tests that make reads fail.
+    /// Reads from `source`: for tests that make reads fail.
     pub fn with_source(
         source: Box<dyn Source>,
         map: ExpertMap,
@@ -143,20 +154,19 @@ impl Store {
         let slab = slots.checked_mul(slot_bytes).map(Slab::new);
         let slab = slab.unwrap_or_else(|| Err(std::io::ErrorKind::OutOfMemory.into()));
         let slab = Arc::new(slab.map_err(|error| other(&format!("{slots} slots of {slot_bytes} bytes"), error))?);
-        let reader = Reader::new(source, slab.clone(), slots, slot_bytes, options.threads, metrics.clone());
+        let table = Slots::new(slots, map.layers.len() * experts);
+        let reader =
+            Reader::new(source, slab.clone(), table.states().clone(), slot_bytes, options.threads, metrics.clone());
         let reader = reader.map_err(|error| other("starting the threads that read experts", error))?;
         let trace = options.trace.as_deref().map(trace::Trace::create).transpose()?;
         metrics.expert_slots.set(slots as i64);
-        let state = State {
-            slots: Slots::new(slots, map.layers.len() * experts),
-            heat: Heat::new(map.layers.len(), experts),
+        let live = Live {
+            slots: table,
+            scores: Scores::new(map.layers.len(), experts),
             ahead: Ahead::new(options.prefetch, slots, slot_bytes),
             spans: vec![std::array::from_fn(|_| 0..0); slots],
-            failed: Vec::new(),
-            noted: None,
             saved: Instant::now(),
             trace,
-            done: Vec::new(),
             spare: Vec::new(),
         };
         Ok(Self {
@@ -169,7 +179,7 @@ impl Store {
             reader,
             metrics,
             warm: options.warm,
-            state: RefCell::new(state),
+            live: RefCell::new(live),
         })
     }
 
@@ -184,7 +194,7 @@ impl Store {
     }
 
     pub fn slots(&self) -> usize {
-        self.state.borrow().slots.len()
+        self.live.borrow().slots.len()
     }
 
     /// Bytes from one slot to the next.
@@ -203,10 +213,10 @@ impl Store {
         Some(Layout::new(pieces, self.reader.source().block()).spans)
     }
 
-    /// The slot an expert is in now. It stays there if the store [is resident](Store::is_resident) and filled.
+    /// The slot an expert is in now. It stays there if all are [resident](Experts::is_resident) and filled.
     pub fn slot_of(&self, layer: usize, expert: u32) -> Option<SlotId> {
         let key = self.key(layer, expert)?;
-        self.state.borrow().slots.find(key).map(|place| place.slot)
+        self.live.borrow().slots.find(key)
     }
 
     /// Reads in what can be known to be wanted. Resident: every expert, before this returns; `progress` gets bytes read
@@ -222,70 +232,64 @@ impl Store {
             .map(|key| key as Key)
             .filter(|&key| self.pieces_of(key).is_some())
             .collect();
-        let total = self.map.bytes();
-        let mut bytes = 0;
-        let state = &mut *self.state.borrow_mut();
-        for &key in &all {
-            if let Some(claim) = state.slots.claim(key, Reason::Demand, &state.heat) {
-                // Pinned for good: never evicted, and a failure is kept for us to find.
-                state.slots.pin(claim.place);
-                self.send(state, key, claim.place, Reason::Demand);
+        let live = &mut *self.live.borrow_mut();
+        let mut sent = Vec::with_capacity(all.len());
+        for key in all {
+            // Pinned for good: never evicted.
+            if let Some(claim) = live.slots.claim(key, Purpose::Demand, &live.scores) {
+                self.send(live, key, claim.slot, Purpose::Demand);
+                sent.push((key, claim.slot));
             }
         }
-        while state.slots.loading() > 0 {
-            self.reader.wait();
-            self.reader.collect(&mut state.done);
-            let landed = state.done.iter().filter(|done| done.failure.is_none());
-            bytes += landed.map(|done| self.bytes_of(state.slots.key(done.place))).sum::<u64>();
-            self.settle(state);
-            progress(bytes, total);
+        let mut bytes = 0;
+        for (key, slot) in sent {
+            loop {
+                let seen = self.reader.landed();
+                match live.slots.state(slot) {
+                    State::Ready => break,
+                    State::Failed => return Err(self.failure(live, slot)),
+                    _ => self.reader.wait(seen),
+                }
+            }
+            bytes += self.pieces_of(key).map_or(0, |pieces| pieces.iter().map(|piece| piece.len as u64).sum());
+            progress(bytes, self.map.bytes());
         }
-        match state.failed.pop() {
-            Some((_, key, failure)) => Err(self.name(failure, key)),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
-    /// Says what the router made of the tokens that [`Store::route`] will be called for next. Without this a decode route
-    /// counts each of its experts once, and a prefill route teaches nothing.
-    pub fn note(&self, layer: usize, choice: Choice<'_>) {
-        if self.resident {
+    /// Whether [`Experts::read_ahead`] would do anything: predicting costs time, too.
+    pub fn wants_prediction(&self, phase: Phase) -> bool {
+        !self.resident && self.live.borrow().ahead.is_on(phase)
+    }
+
+    /// `layer` will probably be asked for these experts next: some for each row, with repetitions. They are read when nothing
+    /// more urgent is left, until the byte budget is used up: those of most rows first, else in the order given.
+    pub fn read_ahead(&self, layer: usize, guess: &[u32], phase: Phase) {
+        if !self.wants_prediction(phase) {
             return;
         }
-        let mut state = self.state.borrow_mut();
-        if let Some(trace) = &mut state.trace {
-            trace.note(layer, &choice);
-        }
-        state.heat.visit(layer, choice);
-        state.noted = Some(layer);
-    }
-
-    /// Whether [`Store::read_ahead`] would do anything: predicting costs time, too.
-    pub fn wants_prediction(&self) -> bool {
-        !self.resident && self.state.borrow().ahead.is_on()
-    }
-
-    /// These experts of `layer` will probably be asked for next. They are read when nothing more urgent is left, likely
-    /// ones first, until the byte budget is used up.
-    pub fn read_ahead(&self, layer: usize, experts: &[u32]) {
-        if !self.wants_prediction() {
-            return;
-        }
-        let state = &mut *self.state.borrow_mut();
-        self.reader.collect(&mut state.done);
-        self.settle(state);
-        for &expert in experts {
+        let live = &mut *self.live.borrow_mut();
+        let mut likely: Vec<(u32, usize)> = Vec::with_capacity(guess.len());
+        likely.extend(guess.iter().enumerate().map(|(place, &expert)| (expert, place)));
+        likely.sort_unstable();
+        let ranked = likely.chunk_by(|a, b| a.0 == b.0).filter_map(|same| {
+            let &(expert, first) = same.first()?;
+            Some((std::cmp::Reverse(same.len()), first, expert))
+        });
+        let mut ranked: Vec<_> = ranked.collect();
+        ranked.sort_unstable();
+        for (.., expert) in ranked {
             let Some(key) = self.key(layer, expert) else { continue };
-            if state.slots.find(key).is_some() {
+            if live.slots.find(key).is_some() {
                 continue;
             }
-            if !state.ahead.has_room() {
+            if !live.ahead.has_room() {
                 break;
             }
-            let Some(claim) = state.slots.claim(key, Reason::Ahead, &state.heat) else { break };
+            let Some(claim) = live.slots.claim(key, Purpose::Prediction, &live.scores) else { break };
             self.count_eviction(&claim);
-            state.ahead.sent(layer, claim.place);
-            self.send(state, key, claim.place, Reason::Ahead);
+            live.ahead.sent(layer, claim.slot);
+            self.send(live, key, claim.slot, Purpose::Prediction);
         }
     }
 
@@ -299,64 +303,43 @@ impl Store {
         self.map.layers.get(layer)?.get(expert)
     }
 
-    fn bytes_of(&self, key: Option<Key>) -> u64 {
-        let pieces = key.and_then(|key| self.pieces_of(key));
-        pieces.map_or(0, |pieces| pieces.iter().map(|piece| piece.len as u64).sum())
-    }
-
     /// Sets the reader to work on a claimed slot.
-    fn send(&self, state: &mut State, key: Key, place: Place, reason: Reason) {
+    fn send(&self, live: &mut Live, key: Key, slot: SlotId, purpose: Purpose) {
         let Some(pieces) = self.pieces_of(key) else { return };
         let layout = Layout::new(pieces, self.reader.source().block());
-        if let Some(spans) = state.spans.get_mut(place.slot.index()) {
+        if let Some(spans) = live.spans.get_mut(slot.index()) {
             spans.clone_from(&layout.spans);
         }
-        match reason {
-            Reason::Demand => self.reader.demand(place, layout),
-            _ => self.reader.later(place, layout),
+        match purpose {
+            Purpose::Demand => self.reader.demand(slot, layout),
+            Purpose::Prediction | Purpose::WarmStart => self.reader.later(slot, layout),
         }
-        self.metrics.expert_slots_used.set(state.slots.used() as i64);
-    }
-
-    /// Enters what the reader has finished into the table.
-    fn settle(&self, state: &mut State) {
-        let mut done = std::mem::take(&mut state.done);
-        for Done { place, failure } in done.drain(..) {
-            let Some(failure) = failure else {
-                state.slots.landed(place);
-                continue;
-            };
-            let Some(key) = state.slots.key(place) else { continue };
-            state.ahead.forget(place);
-            if state.slots.pins(place) > 0 {
-                state.failed.push((place, key, failure));
-            } else {
-                tracing::warn!(error = %self.name(failure, key), "an expert could not be read ahead");
-            }
-            state.slots.vacate(place);
-        }
-        state.done = done;
-        self.metrics.expert_slots_used.set(state.slots.used() as i64);
+        self.metrics.expert_slots_used.set(live.slots.used() as i64);
     }
 
     fn count_eviction(&self, claim: &Claim) {
         if claim.evicted.is_some() {
             self.metrics.expert_evictions.inc();
         }
-        if claim.unused {
+        if claim.wasted {
             self.metrics.prefetches_wasted.inc();
         }
     }
 
-    fn name(&self, failure: Failure, key: Key) -> StoreError {
-        let Failure { file, offset, len, source } = failure;
-        let file = self.reader.source().path(file);
-        let (layer, expert) = (key as usize / self.experts, key as usize % self.experts);
-        StoreError::Read { layer, expert, file, offset, len, source }
+    /// Why the expert in this slot could not be read.
+    fn failure(&self, live: &Live, slot: SlotId) -> StoreError {
+        let key = live.slots.key(slot).unwrap_or_default() as usize;
+        let (layer, expert) = (key / self.experts, key % self.experts);
+        match self.reader.failure(slot) {
+            Some(Failure { file, offset, len, source }) => {
+                StoreError::Read { layer, expert, file: self.reader.source().path(file), offset, len, source }
+            }
+            None => StoreError::Other(format!("layer {layer}, expert {expert} could not be read")),
+        }
     }
 }
 
-impl Drop for Store {
+impl Drop for Experts {
     fn drop(&mut self) {
         self.save_hot_or_warn();
     }

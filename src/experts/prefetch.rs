@@ -4,7 +4,7 @@
 //! the time the model stood still per expert that had to come from disk. The better way is kept for a while, longer each
 //! time. Until the first trial is over predictions are read ahead: it is a cold start that gains most.
 
-use super::slots::Place;
+use super::{Phase, slots::SlotId};
 
 /// `--prefetch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -16,7 +16,7 @@ pub enum Prefetch {
     Off,
 }
 
-/// Bytes that may be read ahead for a layer that has not been routed yet.
+/// Bytes that may be read ahead for a layer that has not asked yet.
 const BUDGET: usize = 128 << 20;
 
 /// Tokens before the first trial, and in a trial.
@@ -51,7 +51,7 @@ pub struct Ahead {
     stall: [f64; 2],
     needed: [u64; 2],
     most: usize,
-    sent: Vec<(usize, Place)>,
+    sent: Vec<(usize, SlotId)>,
 }
 
 impl Ahead {
@@ -71,8 +71,13 @@ impl Ahead {
         }
     }
 
-    pub fn is_on(&self) -> bool {
-        self.on && self.most > 0
+    /// A prompt asks for nearly all experts, so guesses about it are always worth a read; trials are about decoding.
+    pub fn is_on(&self, phase: Phase) -> bool {
+        let on = match phase {
+            Phase::Prefill => self.setting != Prefetch::Off,
+            Phase::Decode => self.on,
+        };
+        on && self.most > 0
     }
 
     /// Whether the budget allows one more.
@@ -80,22 +85,23 @@ impl Ahead {
         self.sent.len() < self.most
     }
 
-    pub fn sent(&mut self, layer: usize, place: Place) {
-        self.sent.push((layer, place));
+    pub fn sent(&mut self, layer: usize, slot: SlotId) {
+        self.sent.push((layer, slot));
     }
 
-    /// The place was given up before its layer came.
-    pub fn forget(&mut self, place: Place) {
-        self.sent.retain(|(_, other)| *other != place);
+    /// Takes the first prediction that `may_go` off the list, before its layer has come.
+    pub fn give_up(&mut self, may_go: impl Fn(SlotId) -> bool) -> Option<SlotId> {
+        let at = self.sent.iter().position(|&(_, slot)| may_go(slot))?;
+        Some(self.sent.remove(at).1)
     }
 
-    /// Takes one prediction for a layer that has just been routed off the list.
-    pub fn settle(&mut self, layer: usize) -> Option<Place> {
+    /// Takes one prediction for a layer that asks now off the list.
+    pub fn settle(&mut self, layer: usize) -> Option<SlotId> {
         let at = self.sent.iter().position(|(other, _)| *other == layer)?;
         Some(self.sent.swap_remove(at).1)
     }
 
-    /// A decode route of `layer` begins; going back to an earlier layer is a new token.
+    /// `layer` asks while decoding; going back to an earlier layer is a new token.
     pub fn tick(&mut self, layer: usize) {
         let new_token = layer <= self.layer;
         self.layer = layer;
@@ -121,7 +127,7 @@ impl Ahead {
         }
     }
 
-    /// A route found `misses` experts nowhere and `foreseen` because they had been predicted.
+    /// A layer found `misses` experts nowhere and `foreseen` because they had been predicted.
     pub fn looked_up(&mut self, misses: u64, foreseen: u64) {
         self.needed[usize::from(self.on)] += misses + foreseen;
     }
@@ -143,9 +149,9 @@ mod tests {
             for layer in 0..2 {
                 ahead.tick(layer);
                 ahead.looked_up(4, 0);
-                ahead.stalled(4.0 * if ahead.is_on() { with } else { without });
+                ahead.stalled(4.0 * if ahead.is_on(Phase::Decode) { with } else { without });
             }
-            on += usize::from(ahead.is_on());
+            on += usize::from(ahead.is_on(Phase::Decode));
         }
         on
     }
@@ -164,15 +170,15 @@ mod tests {
     fn a_change_of_mind_takes_one_more_trial() {
         let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
         run(&mut ahead, 200, 1e-3, 0.5e-3);
-        assert!(!ahead.is_on());
+        assert!(!ahead.is_on(Phase::Decode));
         run(&mut ahead, 2000, 0.5e-3, 1e-3);
-        assert!(ahead.is_on());
+        assert!(ahead.is_on(Phase::Decode));
     }
 
     #[test]
     fn the_budget_is_bytes_and_never_most_of_the_pool() {
         assert_eq!(Ahead::new(Prefetch::On, 10_000, 16 << 20).most, 8);
         assert_eq!(Ahead::new(Prefetch::On, 16, 1 << 20).most, 2);
-        assert!(!Ahead::new(Prefetch::On, 4, 1 << 20).is_on());
+        assert!(!Ahead::new(Prefetch::On, 4, 1 << 20).is_on(Phase::Decode));
     }
 }

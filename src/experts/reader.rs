@@ -3,18 +3,21 @@
 //! Each expert is one to nine reads ([`Layout`]), taken by whichever thread is free, so that a single miss already keeps
 //! the disk busy. What the model waits for goes before everything else; the rest (predictions, warm start) waits in a
 //! second queue, of which only half the threads may work at a time. The lock guards the queues alone and is never held
-//! across a read.
+//! across a read. How a read ended is told by the slot's state ([`States`]).
 
 use super::{
     layout::{Layout, Read},
-    slots::Place,
+    slots::{SlotId, State, States},
     source::Source,
 };
 use crate::{device::Slab, metrics::Metrics, platform::os::disk_bytes_read};
 use std::{
     collections::VecDeque,
     io,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -31,16 +34,8 @@ pub struct Failure {
     pub source: io::Error,
 }
 
-/// All reads of one occupation are over.
-#[derive(Debug)]
-pub struct Done {
-    pub place: Place,
-    pub failure: Option<Failure>,
-}
-
 /// What is on its way into one slot.
 struct Flight {
-    place: Option<Place>,
     layout: Layout,
     /// Reads that are not over yet.
     left: usize,
@@ -49,7 +44,7 @@ struct Flight {
 
 #[derive(Clone, Copy)]
 struct Job {
-    slot: usize,
+    slot: SlotId,
     read: Read,
     background: bool,
 }
@@ -60,10 +55,9 @@ struct Queue {
     /// Reads of background experts that have been started.
     background: VecDeque<Job>,
     /// Background experts that have not.
-    later: VecDeque<Place>,
+    later: VecDeque<SlotId>,
     background_running: usize,
     flights: Vec<Flight>,
-    done: Vec<Done>,
     running: usize,
     /// Reads ended since the disk's bytes were last looked up.
     uncounted: bool,
@@ -73,11 +67,14 @@ struct Queue {
 struct Shared {
     source: Box<dyn Source>,
     slab: Arc<Slab>,
+    states: States,
     slot_bytes: usize,
     threads: usize,
     queue: Mutex<Queue>,
     work: Condvar,
-    landed: Condvar,
+    /// Experts whose reads have ended, and the bell for it.
+    landed: AtomicU64,
+    landing: Condvar,
     metrics: Arc<Metrics>,
     /// The system's count when the pool was made.
     disk_base: Option<u64>,
@@ -90,26 +87,29 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// `slab` holds `slots` slots of `slot_bytes` each; nobody else writes to it.
+    /// `slab` holds slots of `slot_bytes` each; nobody else writes to it.
     pub fn new(
         source: Box<dyn Source>,
         slab: Arc<Slab>,
-        slots: usize,
+        states: States,
         slot_bytes: usize,
         threads: usize,
         metrics: Arc<Metrics>,
     ) -> io::Result<Self> {
         let threads = threads.max(1);
-        let flight = || Flight { place: None, layout: Layout::empty(), left: 0, failure: None };
+        let flight = || Flight { layout: Layout::empty(), left: 0, failure: None };
+        let slots = slab.len() / slot_bytes.max(1);
         let queue = Queue { flights: (0..slots).map(|_| flight()).collect(), ..Queue::default() };
         let shared = Arc::new(Shared {
             source,
             slab,
+            states,
             slot_bytes,
             threads,
             queue: Mutex::new(queue),
             work: Condvar::new(),
-            landed: Condvar::new(),
+            landed: AtomicU64::new(0),
+            landing: Condvar::new(),
             metrics,
             disk_base: disk_bytes_read(),
         });
@@ -126,34 +126,34 @@ impl Reader {
         &*self.shared.source
     }
 
-    /// Reads an expert into its slot as soon as possible.
-    pub fn demand(&self, place: Place, layout: Layout) {
+    /// Reads an expert into its slot, whose state is [`State::Reading`], as soon as possible.
+    pub fn demand(&self, slot: SlotId, layout: Layout) {
         let mut queue = self.shared.lock();
-        queue.take_off(place, layout);
-        queue.start(place, false);
+        queue.board(slot, layout);
+        self.shared.start(&mut queue, slot, false);
         self.shared.wake(&queue);
     }
 
-    /// Reads an expert when nothing more urgent is left.
-    pub fn later(&self, place: Place, layout: Layout) {
+    /// Reads an expert into its slot, whose state is [`State::Queued`], when nothing more urgent is left.
+    pub fn later(&self, slot: SlotId, layout: Layout) {
         let mut queue = self.shared.lock();
-        queue.take_off(place, layout);
-        queue.later.push_back(place);
+        queue.board(slot, layout);
+        queue.later.push_back(slot);
         drop(queue);
         self.shared.work.notify_one();
     }
 
     /// What was to be read later is wanted now.
-    pub fn hurry(&self, place: Place) {
+    pub fn hurry(&self, slot: SlotId) {
         let mut queue = self.shared.lock();
-        if queue.forget(place) {
-            queue.start(place, false);
+        if queue.forget(slot) {
+            self.shared.start(&mut queue, slot, false);
         } else {
             // Started already: what is left of it moves to the front.
             let queue = &mut *queue;
             for _ in 0..queue.background.len() {
                 let Some(job) = queue.background.pop_front() else { break };
-                if job.slot == place.slot.index() {
+                if job.slot == slot {
                     queue.demand.push_back(Job { background: false, ..job });
                 } else {
                     queue.background.push_back(job);
@@ -163,21 +163,32 @@ impl Reader {
         self.shared.wake(&queue);
     }
 
-    /// Gives up on what was to be read later; false if it has been started (and will be done).
-    pub fn cancel(&self, place: Place) -> bool {
-        self.shared.lock().forget(place)
+    /// Gives up on what was to be read later; false if it has been started (and will be done). The slot is the caller's.
+    pub fn cancel(&self, slot: SlotId) -> bool {
+        self.shared.lock().forget(slot)
     }
 
-    /// Moves what is over to `done`, without waiting.
-    pub fn collect(&self, done: &mut Vec<Done>) {
-        done.append(&mut self.shared.lock().done);
+    /// Why the last read into a slot failed. Tells once.
+    pub fn failure(&self, slot: SlotId) -> Option<Failure> {
+        self.shared.lock().flights.get_mut(slot.index())?.failure.take()
     }
 
-    /// Waits until something is over that has not been collected.
-    pub fn wait(&self) {
+    /// How many experts' reads have ended. Looked at before states are, it makes [`Reader::wait`] miss none.
+    pub fn landed(&self) -> u64 {
+        self.shared.landed.load(Ordering::Acquire)
+    }
+
+    /// Whether reads are under way, or waiting.
+    pub fn is_busy(&self) -> bool {
+        let queue = self.shared.lock();
+        queue.running > 0 || !(queue.demand.is_empty() && queue.background.is_empty() && queue.later.is_empty())
+    }
+
+    /// Waits until more than `seen` experts' reads have ended.
+    pub fn wait(&self, seen: u64) {
         let mut queue = self.shared.lock();
-        while queue.done.is_empty() {
-            queue = self.shared.landed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        while self.landed() <= seen {
+            queue = self.shared.landing.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -195,41 +206,15 @@ impl Drop for Reader {
 }
 
 impl Queue {
-    fn take_off(&mut self, place: Place, layout: Layout) {
-        if let Some(flight) = self.flights.get_mut(place.slot.index()) {
-            *flight = Flight { place: Some(place), left: layout.reads().len(), layout, failure: None };
+    fn board(&mut self, slot: SlotId, layout: Layout) {
+        if let Some(flight) = self.flights.get_mut(slot.index()) {
+            *flight = Flight { left: layout.reads().len(), layout, failure: None };
         }
     }
 
-    fn start(&mut self, place: Place, background: bool) {
-        let slot = place.slot.index();
-        let Some(flight) = self.flights.get(slot) else { return };
-        let queue = if background { &mut self.background } else { &mut self.demand };
-        queue.extend(flight.layout.reads().iter().map(|&read| Job { slot, read, background }));
-        if flight.left == 0 {
-            self.done.push(Done { place, failure: None });
-        }
-    }
-
-    fn forget(&mut self, place: Place) -> bool {
-        let found = self.later.iter().position(|&other| other == place);
+    fn forget(&mut self, slot: SlotId) -> bool {
+        let found = self.later.iter().position(|&other| other == slot);
         found.and_then(|at| self.later.remove(at)).is_some()
-    }
-
-    fn next(&mut self, background_most: usize) -> Option<Job> {
-        if let Some(job) = self.demand.pop_front() {
-            return Some(job);
-        }
-        if self.background_running >= background_most {
-            return None;
-        }
-        while self.background.is_empty() {
-            let place = self.later.pop_front()?;
-            self.start(place, true);
-        }
-        let job = self.background.pop_front()?;
-        self.background_running += 1;
-        Some(job)
     }
 }
 
@@ -238,23 +223,53 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Cuts an expert into reads and lines them up.
+    fn start(&self, queue: &mut Queue, slot: SlotId, background: bool) {
+        self.states.set(slot, State::Reading);
+        let Some(flight) = queue.flights.get(slot.index()) else { return };
+        let jobs = if background { &mut queue.background } else { &mut queue.demand };
+        jobs.extend(flight.layout.reads().iter().map(|&read| Job { slot, read, background }));
+        if flight.left == 0 {
+            self.land(slot, State::Ready);
+        }
+    }
+
+    /// All reads of an expert have ended. Called under the lock, so that nobody goes to sleep in between.
+    fn land(&self, slot: SlotId, state: State) {
+        self.states.set(slot, state);
+        self.landed.fetch_add(1, Ordering::Release);
+        self.landing.notify_one();
+    }
+
+    fn next(&self, queue: &mut Queue) -> Option<Job> {
+        if let Some(job) = queue.demand.pop_front() {
+            return Some(job);
+        }
+        if queue.background_running >= self.threads.div_ceil(2) {
+            return None;
+        }
+        while queue.background.is_empty() {
+            let slot = queue.later.pop_front()?;
+            self.start(queue, slot, true);
+        }
+        let job = queue.background.pop_front()?;
+        queue.background_running += 1;
+        Some(job)
+    }
+
     fn wake(&self, queue: &Queue) {
         match queue.demand.len() {
             0 => {}
             1 => self.work.notify_one(),
             _ => self.work.notify_all(),
         }
-        if !queue.done.is_empty() {
-            self.landed.notify_one();
-        }
     }
 
     /// The life of one thread.
     fn serve(&self) {
-        let background_most = self.threads.div_ceil(2);
         let mut queue = self.lock();
         while !queue.closing {
-            if let Some(job) = queue.next(background_most) {
+            if let Some(job) = self.next(&mut queue) {
                 queue.running += 1;
                 drop(queue);
                 let result = self.read(&job);
@@ -281,26 +296,22 @@ impl Shared {
         if job.background {
             queue.background_running -= 1;
         }
-        let Some(flight) = queue.flights.get_mut(job.slot) else { return };
+        let Some(flight) = queue.flights.get_mut(job.slot.index()) else { return };
         if let Err(failure) = result {
             flight.failure = Some(failure);
         }
         flight.left -= 1;
-        if flight.left == 0
-            && let Some(place) = flight.place.take()
-        {
-            let failure = flight.failure.take();
-            queue.done.push(Done { place, failure });
-            self.landed.notify_one();
+        if flight.left == 0 {
+            self.land(job.slot, if flight.failure.is_some() { State::Failed } else { State::Ready });
         }
     }
 
     /// Reads one range into its slot, over interruptions and short reads.
     fn read(&self, job: &Job) -> Result<(), Failure> {
         let read = &job.read;
-        let base = job.slot * self.slot_bytes + read.at;
-        // SAFETY: the slot is loading, so nobody reads it, and each of its reads has a range of its own and is taken
-        // from the queue by one thread. The store reuses a slot only after all its reads have ended.
+        let base = job.slot.index() * self.slot_bytes + read.at;
+        // SAFETY: the slot's state is Reading, so nobody reads it, and each of its reads has a range of its own and is taken
+        // from the queue by one thread. A slot gets another expert only after all its reads have ended.
         let into = unsafe { self.slab.bytes_mut(base..base + read.len) };
         let block = self.source.block();
         let mut have = 0;

@@ -1,10 +1,30 @@
-//! Which expert is in which slot: a pure table, without input or output.
+//! The life of an expert, and the table that says which one is in which slot. Pure: no input or output.
 //!
-//! A slot is free, loading or ready. Whoever is going to read an expert's bytes pins its slot; a pinned slot is never
-//! given to another expert. The victim for a new expert is the coldest ([`Heat`]) of all unpinned ready slots of all
-//! layers.
+//! ```text
+//!                    predicted, or hot in the last run
+//!            Free ------------------------------------> Queued
+//!             |  ^                                       |  |
+//!    asked    |  |   given up before a reader took it    |  |  a reader is idle,
+//!    for      |  +---------------------------------------+  |  or it is asked for
+//!             v                                             |
+//!          Reading <----------------------------------------+
+//!             |  |
+//!             |  +---- a read failed ----> Failed ---+
+//!             v                                      |
+//!           Ready -----------------------------------+----> Free, or Reading and Queued for another expert
+//!                      nobody has it pinned, and the device has passed the mark of its last reader
+//! ```
+//! The reader makes three of these steps: Queued to Reading and Reading to Ready or Failed. The table's owner makes the
+//! others. A layer pins the slots it is handed until it names the mark behind what reads them; a prediction pins its slot
+//! until its layer has asked. The victim for a new expert is the one with the least eviction score ([`Scores`]) of all
+//! layers' experts that may go.
 
-use super::heat::{Heat, Key};
+use super::eviction::{Key, Scores};
+use crate::device::Mark;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU8, Ordering},
+};
 
 /// A place in the slab.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -16,75 +36,106 @@ impl SlotId {
     }
 }
 
-/// One occupation of one slot: a slot that was given away since has another number.
+/// Where the expert of a slot stands: see the drawing above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
-    pub slot: SlotId,
-    pub turn: u32,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
 pub enum State {
     Free,
-    Loading,
+    Queued,
+    Reading,
     Ready,
+    Failed,
 }
 
-/// Why an expert was given a slot.
+/// The state of every slot, as the table and the reader see it. Bytes are visible to whoever has seen [`State::Ready`].
+#[derive(Clone)]
+pub struct States(Arc<[AtomicU8]>);
+
+impl States {
+    fn new(slots: usize) -> Self {
+        Self((0..slots).map(|_| AtomicU8::new(State::Free as u8)).collect())
+    }
+
+    /// [`State::Free`] for a slot that does not exist.
+    pub fn get(&self, slot: SlotId) -> State {
+        match self.0.get(slot.index()).map(|state| state.load(Ordering::Acquire)) {
+            Some(1) => State::Queued,
+            Some(2) => State::Reading,
+            Some(3) => State::Ready,
+            Some(4) => State::Failed,
+            _ => State::Free,
+        }
+    }
+
+    pub fn set(&self, slot: SlotId, state: State) {
+        if let Some(slot) = self.0.get(slot.index()) {
+            slot.store(state as u8, Ordering::Release);
+        }
+    }
+}
+
+/// What an expert is given a slot for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
-    /// A route wants it now.
+pub enum Purpose {
+    /// A layer asks for it: it is read at once, and pinned.
     Demand,
-    /// A prediction; kept until its layer has been routed, whatever its heat.
-    Ahead,
-    /// A prediction that its layer did not ask for.
-    Passed,
-    /// It was hot when the server last stopped.
-    Warm,
+    /// A layer will probably ask for it: it is queued, and pinned until the layer has asked.
+    Prediction,
+    /// It was hot when the server last stopped: it is queued.
+    WarmStart,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Slot {
     key: Key,
-    state: State,
     pins: u32,
-    turn: u32,
-    reason: Reason,
+    /// The device may read it up to here.
+    until: Mark,
+    /// It was predicted, and nobody has asked for it yet.
+    predicted: bool,
 }
 
 /// What became of a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Claim {
-    pub place: Place,
-    /// Who had to go.
+    pub slot: SlotId,
+    /// The expert that had to go.
     pub evicted: Option<Key>,
-    /// It had been read ahead and nobody ever asked for it.
-    pub unused: bool,
+    /// It had been predicted and nobody ever asked for it.
+    pub wasted: bool,
 }
 
 const NOWHERE: u32 = u32::MAX;
 
 pub struct Slots {
     slots: Vec<Slot>,
+    states: States,
     /// Slot by key.
     places: Vec<u32>,
     free: Vec<u32>,
-    /// The coldest slots at the last look, coldest last, with the score they had.
+    /// The slots of least score at the last look, least last, with the score they had.
     victims: Vec<(f32, u32)>,
-    loading: usize,
+    /// How far the device has come.
+    passed: Mark,
 }
 
 impl Slots {
     /// `keys`: layers times experts a layer.
     pub fn new(slots: usize, keys: usize) -> Self {
-        let empty = Slot { key: 0, state: State::Free, pins: 0, turn: 0, reason: Reason::Demand };
+        let empty = Slot { key: 0, pins: 0, until: Mark::START, predicted: false };
         Self {
             slots: vec![empty; slots],
+            states: States::new(slots),
             places: vec![NOWHERE; keys],
             free: (0..slots as u32).rev().collect(),
             victims: Vec::with_capacity(MAX_VICTIMS),
-            loading: 0,
+            passed: Mark::START,
         }
+    }
+
+    /// The states, for the reader.
+    pub fn states(&self) -> &States {
+        &self.states
     }
 
     pub fn len(&self) -> usize {
@@ -95,140 +146,120 @@ impl Slots {
         self.slots.is_empty()
     }
 
-    /// Slots that hold or are being filled with an expert.
+    /// Slots that hold, or are being filled with, an expert.
     pub fn used(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Slots being filled.
-    pub fn loading(&self) -> usize {
-        self.loading
+    /// The device has come so far.
+    pub fn advance(&mut self, passed: Mark) {
+        self.passed = self.passed.max(passed);
     }
 
     /// Where `key` is or will be.
-    pub fn find(&self, key: Key) -> Option<Place> {
+    pub fn find(&self, key: Key) -> Option<SlotId> {
         let slot = *self.places.get(key as usize)?;
-        let turn = self.slots.get(slot as usize)?.turn;
-        Some(Place { slot: SlotId(slot), turn })
+        (slot != NOWHERE).then_some(SlotId(slot))
     }
 
-    /// The state of an occupation; `None` if it is over.
-    pub fn state(&self, place: Place) -> Option<State> {
-        self.get(place).map(|slot| slot.state)
+    pub fn state(&self, slot: SlotId) -> State {
+        self.states.get(slot)
     }
 
-    pub fn reason(&self, place: Place) -> Option<Reason> {
-        self.get(place).map(|slot| slot.reason)
+    pub fn pins(&self, slot: SlotId) -> u32 {
+        self.slots.get(slot.index()).map_or(0, |slot| slot.pins)
     }
 
-    pub fn pins(&self, place: Place) -> u32 {
-        self.get(place).map_or(0, |slot| slot.pins)
+    /// The expert in a slot, unless that is free.
+    pub fn key(&self, slot: SlotId) -> Option<Key> {
+        let key = self.slots.get(slot.index())?.key;
+        (self.find(key) == Some(slot)).then_some(key)
     }
 
-    pub fn key(&self, place: Place) -> Option<Key> {
-        self.get(place).map(|slot| slot.key)
+    /// The slots in this state, with their experts.
+    pub fn all(&self, state: State) -> impl Iterator<Item = (Key, SlotId)> {
+        let slots = self.slots.iter().enumerate().map(|(index, slot)| (slot.key, SlotId(index as u32)));
+        slots.filter(move |&(_, slot)| self.state(slot) == state)
     }
 
-    /// Every expert that is ready, with its place.
-    pub fn ready(&self) -> impl Iterator<Item = (Key, Place)> {
-        let ready = self.slots.iter().enumerate().filter(|(_, slot)| slot.state == State::Ready);
-        ready.map(|(index, slot)| (slot.key, Place { slot: SlotId(index as u32), turn: slot.turn }))
+    /// The first mark that the device has not passed and that keeps a slot from being given away.
+    pub fn next_mark(&self) -> Option<Mark> {
+        let waiting = self.slots.iter().filter(|slot| slot.pins == 0 && slot.until > self.passed);
+        waiting.map(|slot| slot.until).min()
     }
 
-    /// The occupations that are loading for `reason` and that nobody has pinned.
-    pub fn unwanted(&self, reason: Reason) -> impl Iterator<Item = Place> {
-        let waiting = move |slot: &Slot| slot.state == State::Loading && slot.reason == reason && slot.pins == 0;
-        let found = self.slots.iter().enumerate().filter(move |(_, slot)| waiting(slot));
-        found.map(|(index, slot)| Place { slot: SlotId(index as u32), turn: slot.turn })
-    }
-
-    /// Keeps the occupation until it is unpinned as often. False if it is over already.
-    pub fn pin(&mut self, place: Place) -> bool {
-        let Some(slot) = self.get_mut(place) else { return false };
-        slot.pins += 1;
-        true
-    }
-
-    /// Undoes one [`Slots::pin`].
-    pub fn unpin(&mut self, place: Place, heat: &Heat) {
-        let Some(slot) = self.get_mut(place) else { return };
-        slot.pins = slot.pins.saturating_sub(1);
-        if evictable(slot) {
-            let score = heat.score(slot.key);
-            self.offer(score, place.slot.0);
+    /// Keeps the expert in its slot until it is unpinned as often.
+    pub fn pin(&mut self, slot: SlotId) {
+        if let Some(slot) = self.slots.get_mut(slot.index()) {
+            slot.pins += 1;
         }
     }
 
-    /// Changes why an expert has its slot; what was ahead or warm becomes ordinary when it is asked for or passed over.
-    pub fn set_reason(&mut self, place: Place, reason: Reason) {
-        if let Some(slot) = self.get_mut(place) {
-            slot.reason = reason;
+    /// Undoes one [`Slots::pin`]. The device may read the slot until it passes `until`.
+    pub fn unpin(&mut self, slot: SlotId, until: Mark, scores: &Scores) {
+        let Some(held) = self.slots.get_mut(slot.index()) else { return };
+        held.pins = held.pins.saturating_sub(1);
+        held.until = held.until.max(until);
+        let (key, pins) = (held.key, held.pins);
+        match self.state(slot) {
+            State::Failed if pins == 0 => self.vacate(slot),
+            State::Ready if pins == 0 => self.offer(scores.score(key), slot.0),
+            _ => {}
         }
     }
 
-    /// Gives `key`, which must have no slot, a free slot or that of the coldest victim; it is then loading and not yet
-    /// pinned. `None` if no slot can be had.
-    pub fn claim(&mut self, key: Key, reason: Reason, heat: &Heat) -> Option<Claim> {
+    /// Somebody asks for the expert in this slot; true if it is there because this was predicted.
+    pub fn asked(&mut self, slot: SlotId) -> bool {
+        self.slots.get_mut(slot.index()).is_some_and(|slot| std::mem::take(&mut slot.predicted))
+    }
+
+    /// Whether it was predicted that somebody would ask for this slot, and nobody has.
+    pub fn is_predicted(&self, slot: SlotId) -> bool {
+        self.slots.get(slot.index()).is_some_and(|slot| slot.predicted)
+    }
+
+    /// Gives `key`, which must have no slot, a free one or that of a victim. `None` if there is none.
+    pub fn claim(&mut self, key: Key, purpose: Purpose, scores: &Scores) -> Option<Claim> {
         if self.find(key).is_some() || key as usize >= self.places.len() {
             return None;
         }
-        let (index, evicted, unused) = match self.free.pop() {
+        let (index, evicted, wasted) = match self.free.pop() {
             Some(index) => (index, None, false),
             None => {
-                let index = self.victim(heat)?;
+                let index = self.victim(scores)?;
                 let old = *self.slots.get(index as usize)?;
-                if let Some(place) = self.places.get_mut(old.key as usize) {
-                    *place = NOWHERE;
-                }
-                (index, Some(old.key), old.reason == Reason::Passed)
+                *self.places.get_mut(old.key as usize)? = NOWHERE;
+                (index, Some(old.key), old.predicted)
             }
         };
-        let slot = self.slots.get_mut(index as usize)?;
-        *slot = Slot { key, state: State::Loading, pins: 0, turn: slot.turn.wrapping_add(1), reason };
-        let turn = slot.turn;
+        let (pins, predicted) = (u32::from(purpose != Purpose::WarmStart), purpose == Purpose::Prediction);
+        *self.slots.get_mut(index as usize)? = Slot { key, pins, until: Mark::START, predicted };
         *self.places.get_mut(key as usize)? = index;
-        self.loading += 1;
-        Some(Claim { place: Place { slot: SlotId(index), turn }, evicted, unused })
+        let slot = SlotId(index);
+        self.states.set(slot, if purpose == Purpose::Demand { State::Reading } else { State::Queued });
+        Some(Claim { slot, evicted, wasted })
     }
 
-    /// The expert's bytes have arrived.
-    pub fn landed(&mut self, place: Place) {
-        if let Some(slot) = self.get_mut(place)
-            && slot.state == State::Loading
-        {
-            slot.state = State::Ready;
-            self.loading -= 1;
+    /// Frees a slot that no reader is filling, pinned or not.
+    pub fn vacate(&mut self, slot: SlotId) {
+        let Some(key) = self.key(slot) else { return };
+        if let (Some(at), Some(held)) = (self.places.get_mut(key as usize), self.slots.get_mut(slot.index())) {
+            (*at, held.pins, held.until) = (NOWHERE, 0, Mark::START);
         }
+        self.states.set(slot, State::Free);
+        self.free.push(slot.0);
     }
 
-    /// Ends the occupation, pinned or not: its bytes will never arrive.
-    pub fn vacate(&mut self, place: Place) {
-        let Some(slot) = self.get_mut(place) else { return };
-        let (key, state) = (slot.key, slot.state);
-        if state == State::Free {
-            return;
-        }
-        *slot = Slot { state: State::Free, pins: 0, turn: slot.turn.wrapping_add(1), ..*slot };
-        if state == State::Loading {
-            self.loading -= 1;
-        }
-        if let Some(at) = self.places.get_mut(key as usize) {
-            *at = NOWHERE;
-        }
-        self.free.push(place.slot.0);
-    }
-
-    /// The coldest slot that may be given away. One look at all slots serves several victims: the list is good as long
-    /// as a slot on it is still evictable and no warmer than it was, and colder ones join it when they are unpinned.
-    fn victim(&mut self, heat: &Heat) -> Option<u32> {
+    /// The slot of least score that may be given away. One look at all slots serves several victims: the list is good as
+    /// long as a slot on it may still go and its score has not risen, and lesser ones join it when they are unpinned.
+    fn victim(&mut self, scores: &Scores) -> Option<u32> {
         for fresh in [false, true] {
             if fresh {
-                self.look(heat);
+                self.look(scores);
             }
-            while let Some(&(score, index)) = self.victims.last() {
-                let good = self.slots.get(index as usize).is_some_and(|s| evictable(s) && heat.score(s.key) <= score);
-                self.victims.pop();
-                if good {
+            while let Some((score, index)) = self.victims.pop() {
+                let slot = self.slots.get(index as usize);
+                if slot.is_some_and(|slot| self.may_go(slot, index) && scores.score(slot.key) <= score) {
                     return Some(index);
                 }
             }
@@ -236,29 +267,31 @@ impl Slots {
         None
     }
 
-    fn look(&mut self, heat: &Heat) {
-        let coldest = (self.slots.len() / 32).clamp(1, MAX_VICTIMS);
-        self.victims.clear();
-        // The list is a sorted run of the coldest so far; most slots fail the first comparison.
+    fn look(&mut self, scores: &Scores) {
+        let least = (self.slots.len() / 32).clamp(1, MAX_VICTIMS);
+        let mut victims = std::mem::take(&mut self.victims);
+        victims.clear();
+        // The list is a sorted run of the least so far; most slots fail the first comparison.
         for (index, slot) in self.slots.iter().enumerate() {
-            if !evictable(slot) {
+            if !self.may_go(slot, index as u32) {
                 continue;
             }
-            let score = heat.score(slot.key);
-            if self.victims.len() == coldest {
-                if self.victims.first().is_some_and(|warmest| score >= warmest.0) {
+            let score = scores.score(slot.key);
+            if victims.len() == least {
+                if victims.first().is_some_and(|most| score >= most.0) {
                     continue;
                 }
-                self.victims.remove(0);
+                victims.remove(0);
             }
-            let at = self.victims.partition_point(|other| other.0 > score);
-            self.victims.insert(at, (score, index as u32));
+            let at = victims.partition_point(|other| other.0 > score);
+            victims.insert(at, (score, index as u32));
         }
+        self.victims = victims;
     }
 
-    /// Puts a slot on the list of victims if it is colder than the warmest of them.
+    /// Puts a slot on the list of victims if its score is less than that of the last to go.
     fn offer(&mut self, score: f32, index: u32) {
-        if self.victims.first().is_some_and(|warmest| score < warmest.0) {
+        if self.victims.first().is_some_and(|most| score < most.0) {
             if self.victims.len() == MAX_VICTIMS {
                 self.victims.remove(0);
             }
@@ -267,21 +300,14 @@ impl Slots {
         }
     }
 
-    fn get(&self, place: Place) -> Option<&Slot> {
-        self.slots.get(place.slot.index()).filter(|slot| slot.turn == place.turn)
-    }
-
-    fn get_mut(&mut self, place: Place) -> Option<&mut Slot> {
-        self.slots.get_mut(place.slot.index()).filter(|slot| slot.turn == place.turn)
+    fn may_go(&self, slot: &Slot, index: u32) -> bool {
+        let over = matches!(self.state(SlotId(index)), State::Ready | State::Failed);
+        over && slot.pins == 0 && slot.until <= self.passed
     }
 }
 
 /// Most victims found in one look at all slots.
 const MAX_VICTIMS: usize = 64;
-
-fn evictable(slot: &Slot) -> bool {
-    slot.state == State::Ready && slot.pins == 0 && slot.reason != Reason::Ahead
-}
 
 #[cfg(test)]
 #[path = "slots_tests.rs"]

@@ -6,47 +6,55 @@ use std::collections::HashMap;
 
 const KEYS: usize = 24;
 
-fn want(heat: &mut Heat, key: Key) {
-    heat.visit(0, crate::experts::Choice { ids: &[key], k: 1, logits: &[] });
+fn want(scores: &mut Scores, key: Key) {
+    scores.visit(0, crate::experts::Choice { ids: &[key], k: 1, logits: &[] });
 }
 
 #[derive(Debug, Clone)]
 enum Step {
-    Claim { key: Key, ahead: bool },
+    Claim { key: Key, purpose: Purpose },
     Land(usize),
     Vacate(usize),
     Pin(usize),
-    Unpin(usize),
-    Calm(usize),
+    Unpin(usize, bool),
+    Ask(usize),
+    Pass,
     Want(u32),
+}
+
+fn purpose() -> impl Strategy<Value = Purpose> {
+    prop_oneof![Just(Purpose::Demand), Just(Purpose::Prediction), Just(Purpose::WarmStart)]
 }
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        4 => (0..KEYS as Key, any::<bool>()).prop_map(|(key, ahead)| Step::Claim { key, ahead }),
+        4 => (0..KEYS as Key, purpose()).prop_map(|(key, purpose)| Step::Claim { key, purpose }),
         4 => (0..64usize).prop_map(Step::Land),
         1 => (0..64usize).prop_map(Step::Vacate),
         2 => (0..64usize).prop_map(Step::Pin),
-        3 => (0..64usize).prop_map(Step::Unpin),
-        1 => (0..64usize).prop_map(Step::Calm),
+        3 => (0..64usize, any::<bool>()).prop_map(|(n, late)| Step::Unpin(n, late)),
+        1 => (0..64usize).prop_map(Step::Ask),
+        1 => Just(Step::Pass),
         3 => (0..KEYS as u32).prop_map(Step::Want),
     ]
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Held {
-    place: Place,
-    ready: bool,
+    slot: SlotId,
+    state: State,
     pins: u32,
-    ahead: bool,
+    until: u64,
+    predicted: bool,
 }
 
 proptest! {
     #[test]
     fn the_table_does_the_obvious_thing(size in 1usize..10, steps in proptest::collection::vec(step(), 1..200)) {
         let mut slots = Slots::new(size, KEYS);
-        let mut heat = Heat::new(1, KEYS);
+        let mut scores = Scores::new(1, KEYS);
         let mut model: HashMap<Key, Held> = HashMap::new();
+        let mut passed = 0;
         let pick = |model: &HashMap<Key, Held>, n: usize| {
             let mut keys: Vec<_> = model.keys().copied().collect();
             keys.sort_unstable();
@@ -54,12 +62,15 @@ proptest! {
         };
         for step in steps {
             match step {
-                Step::Want(key) => want(&mut heat, key),
-                Step::Claim { key, ahead } => {
-                    let reason = if ahead { Reason::Ahead } else { Reason::Demand };
-                    let claim = slots.claim(key, reason, &heat);
-                    let victims: Vec<Key> =
-                        model.iter().filter(|(_, h)| h.ready && h.pins == 0 && !h.ahead).map(|(k, _)| *k).collect();
+                Step::Want(key) => want(&mut scores, key),
+                Step::Pass => {
+                    passed += 1;
+                    slots.advance(Mark(passed));
+                }
+                Step::Claim { key, purpose } => {
+                    let claim = slots.claim(key, purpose, &scores);
+                    let may_go = |h: &Held| h.state == State::Ready && h.pins == 0 && h.until <= passed;
+                    let victims: Vec<Key> = model.iter().filter(|(_, h)| may_go(h)).map(|(k, _)| *k).collect();
                     if model.contains_key(&key) || (model.len() == size && victims.is_empty()) {
                         prop_assert_eq!(claim, None);
                         continue;
@@ -69,81 +80,86 @@ proptest! {
                     if let Some(evicted) = claim.evicted {
                         prop_assert!(victims.contains(&evicted), "{evicted} was in use");
                         let old = model.remove(&evicted).expect("was there");
-                        prop_assert_eq!(slots.state(old.place), None, "the old occupation is over");
+                        prop_assert_eq!(claim.wasted, old.predicted);
                     }
-                    prop_assert!(model.values().all(|h| h.place.slot != claim.place.slot), "one slot given twice");
-                    model.insert(key, Held { place: claim.place, ready: false, pins: 0, ahead });
+                    prop_assert!(model.values().all(|h| h.slot != claim.slot), "one slot given twice");
+                    let state = if purpose == Purpose::Demand { State::Reading } else { State::Queued };
+                    let (pins, predicted) = (u32::from(purpose != Purpose::WarmStart), purpose == Purpose::Prediction);
+                    model.insert(key, Held { slot: claim.slot, state, pins, until: 0, predicted });
                 }
                 Step::Land(n) => if let Some(key) = pick(&model, n) {
                     let held = model.get_mut(&key).expect("picked");
-                    slots.landed(held.place);
-                    held.ready = true;
+                    slots.states().set(held.slot, State::Ready);
+                    held.state = State::Ready;
                 },
                 Step::Vacate(n) => if let Some(key) = pick(&model, n) {
                     let held = model.remove(&key).expect("picked");
-                    slots.vacate(held.place);
-                    slots.vacate(held.place);
+                    slots.vacate(held.slot);
+                    slots.vacate(held.slot);
                 },
                 Step::Pin(n) => if let Some(key) = pick(&model, n) {
                     let held = model.get_mut(&key).expect("picked");
-                    prop_assert!(slots.pin(held.place));
+                    slots.pin(held.slot);
                     held.pins += 1;
                 },
-                Step::Unpin(n) => if let Some(key) = pick(&model, n) {
+                Step::Unpin(n, late) => if let Some(key) = pick(&model, n) {
                     let held = model.get_mut(&key).expect("picked");
-                    slots.unpin(held.place, &heat);
+                    let until = if late { passed + 1 } else { passed };
+                    slots.unpin(held.slot, Mark(until), &scores);
                     held.pins = held.pins.saturating_sub(1);
+                    held.until = held.until.max(until);
                 },
-                Step::Calm(n) => if let Some(key) = pick(&model, n) {
+                Step::Ask(n) => if let Some(key) = pick(&model, n) {
                     let held = model.get_mut(&key).expect("picked");
-                    slots.set_reason(held.place, Reason::Demand);
-                    held.ahead = false;
+                    prop_assert_eq!(slots.asked(held.slot), held.predicted);
+                    held.predicted = false;
                 },
             }
             prop_assert_eq!(slots.used(), model.len());
-            prop_assert_eq!(slots.loading(), model.values().filter(|h| !h.ready).count());
+            let waiting = model.values().filter(|h| h.pins == 0 && h.until > passed).map(|h| Mark(h.until)).min();
+            prop_assert_eq!(slots.next_mark(), waiting);
             for key in 0..KEYS as Key {
-                prop_assert_eq!(slots.find(key), model.get(&key).map(|h| h.place));
+                prop_assert_eq!(slots.find(key), model.get(&key).map(|h| h.slot));
             }
-            for held in model.values() {
-                let state = if held.ready { State::Ready } else { State::Loading };
-                prop_assert_eq!(slots.state(held.place), Some(state));
-                prop_assert_eq!(slots.pins(held.place), held.pins);
+            for (key, held) in &model {
+                prop_assert_eq!(slots.state(held.slot), held.state);
+                prop_assert_eq!(slots.pins(held.slot), held.pins);
+                prop_assert_eq!(slots.key(held.slot), Some(*key));
             }
         }
     }
 }
 
 #[test]
-fn the_coldest_goes_first() {
+fn the_least_score_goes_first() {
     let mut slots = Slots::new(3, 8);
-    let mut heat = Heat::new(1, 8);
+    let mut scores = Scores::new(1, 8);
     for key in 0..3u32 {
         for _ in 0..=key {
-            want(&mut heat, key);
+            want(&mut scores, key);
         }
-        let claim = slots.claim(key, Reason::Demand, &heat).unwrap();
-        slots.landed(claim.place);
+        let claim = slots.claim(key, Purpose::Demand, &scores).unwrap();
+        slots.states().set(claim.slot, State::Ready);
+        slots.unpin(claim.slot, Mark::START, &scores);
     }
-    let coldest = (0..3).min_by(|a, b| heat.score(*a).total_cmp(&heat.score(*b))).unwrap();
-    assert_eq!(slots.claim(7, Reason::Demand, &heat).unwrap().evicted, Some(coldest));
+    let least = (0..3).min_by(|a, b| scores.score(*a).total_cmp(&scores.score(*b))).unwrap();
+    assert_eq!(slots.claim(7, Purpose::Demand, &scores).unwrap().evicted, Some(least));
 }
 
 #[test]
 fn who_was_never_wanted_again_goes_before_older_victims() {
     let mut slots = Slots::new(96, 128);
-    let mut heat = Heat::new(1, 128);
-    let take = |slots: &mut Slots, heat: &Heat, key| {
-        let claim = slots.claim(key, Reason::Demand, heat).unwrap();
-        slots.pin(claim.place);
-        slots.landed(claim.place);
-        slots.unpin(claim.place, heat);
+    let mut scores = Scores::new(1, 128);
+    let take = |slots: &mut Slots, scores: &Scores, key| {
+        let claim = slots.claim(key, Purpose::Demand, scores).unwrap();
+        slots.states().set(claim.slot, State::Ready);
+        slots.unpin(claim.slot, Mark::START, scores);
         claim.evicted
     };
     for key in 0..96 {
-        (0..2).for_each(|_| want(&mut heat, key));
-        take(&mut slots, &heat, key);
+        (0..2).for_each(|_| want(&mut scores, key));
+        take(&mut slots, &scores, key);
     }
-    assert!(take(&mut slots, &heat, 100).is_some_and(|key| key < 96));
-    assert_eq!(take(&mut slots, &heat, 101), Some(100), "nobody asked for it even once");
+    assert!(take(&mut slots, &scores, 100).is_some_and(|key| key < 96));
+    assert_eq!(take(&mut slots, &scores, 101), Some(100), "nobody asked for it even once");
 }

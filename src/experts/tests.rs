@@ -1,26 +1,29 @@
 //! The store on real files: every byte in its place, every count exact.
 
 use super::*;
-use crate::platform::os::disk_bytes_read;
+use crate::{
+    device::{Immediate, Mark},
+    platform::os::disk_bytes_read,
+};
 use std::{io::Write, path::Path};
 
-const LAYERS: usize = 3;
-const EXPERTS: usize = 8;
+pub(super) const LAYERS: usize = 3;
+pub(super) const EXPERTS: usize = 8;
 /// Codes, scales, biases of gate, up, down; the last projection has no biases.
 const LENS: [usize; PIECES] = [2000, 130, 130, 2000, 130, 130, 1900, 120, 0];
 
 /// What byte `at` of file `file` is.
-fn byte(file: u32, at: u64) -> u8 {
+pub(super) fn byte(file: u32, at: u64) -> u8 {
     (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u8 ^ file as u8
 }
 
-struct Checkpoint {
+pub(super) struct Checkpoint {
     dir: tempfile::TempDir,
-    map: ExpertMap,
+    pub(super) map: ExpertMap,
 }
 
 /// Two shards with tensors at odd offsets, as MLX writes them: one tensor a projection and part, expert after expert.
-fn checkpoint() -> Checkpoint {
+pub(super) fn checkpoint() -> Checkpoint {
     let dir = tempfile::tempdir().unwrap();
     let mut ends = [77u64, 9731];
     let mut map = ExpertMap { layers: vec![vec![[Piece::default(); PIECES]; EXPERTS]; LAYERS] };
@@ -47,26 +50,35 @@ impl Checkpoint {
         (0..2).map(|file| self.dir.path().join(format!("{file}.safetensors"))).collect()
     }
 
-    fn open(&self, options: Options) -> (Store, Arc<Metrics>) {
+    pub(super) fn open(&self, options: Options) -> (Experts, Arc<Metrics>) {
         let metrics = Metrics::new("0", "cpu");
-        (Store::open(self.files(), self.map.clone(), options, metrics.clone()).unwrap(), metrics)
+        (Experts::open(self.files(), self.map.clone(), options, metrics.clone()).unwrap(), metrics)
     }
 }
 
-/// Takes everything a route gives and compares it with the files.
-fn take(store: &Store, map: &ExpertMap, layer: usize, experts: &[u32], phase: Phase) {
-    let mut routed = store.route(layer, experts, phase).unwrap();
+/// One row's choice.
+fn row(ids: &[u32]) -> Choice<'_> {
+    Choice { ids, k: ids.len(), logits: &[] }
+}
+
+/// Takes everything a layer is given and compares it with the files.
+fn take(store: &Experts, map: &ExpertMap, layer: usize, experts: &[u32], phase: Phase) {
+    let mut asked = store.ask(layer, &row(experts), phase, &mut Immediate).unwrap();
     let mut seen = vec![0; experts.len()];
-    while let Some(batch) = routed.next().unwrap() {
+    while let Some(batch) = asked.next(&mut Immediate).unwrap() {
         assert!(!batch.is_empty());
         for landed in batch.iter() {
-            seen[landed.index] += 1;
-            let pieces = &map.layers[layer][experts[landed.index] as usize];
+            for &place in landed.places {
+                assert_eq!(experts[place as usize], landed.expert);
+                seen[place as usize] += 1;
+            }
+            let pieces = &map.layers[layer][landed.expert as usize];
             for (piece, bytes) in pieces.iter().zip(landed.pieces) {
                 assert_eq!(bytes.len(), piece.len);
                 assert!((piece.offset..).zip(bytes).all(|(at, &b)| b == byte(piece.file, at)), "layer {layer}");
             }
         }
+        batch.reads_until(Mark::START);
     }
     assert!(seen.iter().all(|&times| times == 1), "{seen:?}");
 }
@@ -157,27 +169,28 @@ fn resident_reads_everything_once_and_never_again() {
 fn a_decode_that_cannot_fit_says_so_and_the_next_one_works() {
     let checkpoint = checkpoint();
     let (store, _) = checkpoint.open(Options::new(3));
-    let mut routed = store.route(0, &[0, 1, 2, 3], Phase::Decode).unwrap();
+    let mut asked = store.ask(0, &row(&[0, 1, 2, 3]), Phase::Decode, &mut Immediate).unwrap();
     let error = loop {
-        match routed.next() {
+        match asked.next(&mut Immediate) {
             Ok(Some(_)) => {}
             Ok(None) => panic!("four experts in three slots"),
             Err(error) => break error,
         }
     };
     assert!(error.to_string().contains("3 slots are too few"), "{error}");
-    drop(routed);
+    drop(asked);
     take(&store, &checkpoint.map, 1, &[4, 5, 6], Phase::Decode);
-    assert!(store.route(0, &[EXPERTS as u32], Phase::Decode).is_err());
-    assert!(store.route(LAYERS, &[0], Phase::Decode).is_err());
+    assert!(store.ask(0, &row(&[EXPERTS as u32]), Phase::Decode, &mut Immediate).is_err());
+    assert!(store.ask(LAYERS, &row(&[0]), Phase::Decode, &mut Immediate).is_err());
 }
 
 #[test]
-fn a_route_that_is_dropped_leaves_its_slots_to_others() {
+fn a_layer_that_is_dropped_leaves_its_slots_to_others() {
     let checkpoint = checkpoint();
     let (store, _) = checkpoint.open(Options::new(3));
     for round in 0..50u32 {
-        drop(store.route(0, &[round % 8, (round + 1) % 8, (round + 2) % 8], Phase::Decode).unwrap());
+        let wanted = [round % 8, (round + 1) % 8, (round + 2) % 8];
+        drop(store.ask(0, &row(&wanted), Phase::Decode, &mut Immediate).unwrap());
         take(&store, &checkpoint.map, 1, &[round % 8, (round + 4) % 8], Phase::Decode);
     }
 }
@@ -187,9 +200,9 @@ fn what_was_read_ahead_is_found() {
     let checkpoint = checkpoint();
     let options = Options { prefetch: Prefetch::On, ..Options::new(20) };
     let (store, metrics) = checkpoint.open(options);
-    assert!(store.wants_prediction());
+    assert!(store.wants_prediction(Phase::Decode));
     take(&store, &checkpoint.map, 0, &[0], Phase::Decode);
-    store.read_ahead(1, &[5, 6, 7]);
+    store.read_ahead(1, &[5, 6, 7], Phase::Decode);
     take(&store, &checkpoint.map, 1, &[5, 2], Phase::Decode);
     // A budget of an eighth of the slots: 5 and 6 were sent, 7 was not.
     assert_eq!((metrics.lookups_decode_prefetched.get(), metrics.prefetches_used.get()), (1, 1));
@@ -251,13 +264,13 @@ fn demand_takes_slots_from_a_warm_start() {
 }
 
 #[test]
-fn a_trace_has_a_line_for_each_route() {
+fn a_trace_has_a_line_for_each_layer() {
     let checkpoint = checkpoint();
     let file = checkpoint.dir.path().join("trace");
     let (store, _) = checkpoint.open(Options { trace: Some(file.clone()), ..Options::new(6) });
     take(&store, &checkpoint.map, 0, &[1, 2], Phase::Decode);
-    store.note(2, Choice { ids: &[3, 3], k: 1, logits: &[0.5, 1.0, -2.0, 0.25] });
-    take(&store, &checkpoint.map, 2, &[3], Phase::Prefill);
+    let choice = Choice { ids: &[3, 3], k: 1, logits: &[0.5, 1.0, -2.0, 0.25] };
+    drop(store.ask(2, &choice, Phase::Prefill, &mut Immediate).unwrap());
     drop(store);
     let lines = "d 0 1 2\nn 2 1 0.500 1.000\nn 2 1 -2.000 0.250\np 2 3\n";
     assert_eq!(std::fs::read_to_string(file).unwrap(), lines);

@@ -1,6 +1,10 @@
 //! A warm start: which experts were hot when the server stopped, kept per model in the cache directory.
 
-use super::{State, Store, heat::Key, slots::Reason};
+use super::{
+    Experts, Live,
+    eviction::Key,
+    slots::{Purpose, State},
+};
 use crate::platform::{partial, read_small};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -31,10 +35,10 @@ struct List {
     experts: Vec<(usize, u32, f32)>,
 }
 
-impl Store {
+impl Experts {
     /// Writes the list of the experts in memory, hottest first; does nothing if none is kept. Never leaves half a file.
     pub fn save_hot(&self) -> io::Result<()> {
-        self.write_hot(&self.state.borrow())
+        self.write_hot(&self.live.borrow())
     }
 
     pub(super) fn save_hot_or_warn(&self) {
@@ -43,22 +47,23 @@ impl Store {
         }
     }
 
-    pub(super) fn save_hot_if_due(&self, state: &mut State) {
-        if self.warm.is_none() || state.saved.elapsed() < EVERY {
+    pub(super) fn save_hot_if_due(&self, live: &mut Live) {
+        if self.warm.is_none() || live.saved.elapsed() < EVERY {
             return;
         }
-        state.saved = Instant::now();
-        if let Err(error) = self.write_hot(state) {
+        live.saved = Instant::now();
+        if let Err(error) = self.write_hot(live) {
             tracing::warn!(%error, "the list of hot experts could not be kept");
         }
     }
 
-    fn write_hot(&self, state: &State) -> io::Result<()> {
+    fn write_hot(&self, live: &Live) -> io::Result<()> {
         let Some(warm) = &self.warm else { return Ok(()) };
-        if self.resident || state.slots.used() == 0 {
+        if self.resident || live.slots.used() == 0 {
             return Ok(());
         }
-        let mut hot: Vec<(f32, Key)> = state.slots.ready().map(|(key, _)| (state.heat.score(key), key)).collect();
+        let mut hot: Vec<(f32, Key)> =
+            live.slots.all(State::Ready).map(|(key, _)| (live.scores.score(key), key)).collect();
         hot.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
         let stride = self.experts as u32;
         let experts = hot.iter().map(|&(score, key)| ((key / stride) as usize, key % stride, score)).collect();
@@ -82,17 +87,17 @@ impl Store {
                 return 0;
             }
         };
-        let state = &mut *self.state.borrow_mut();
+        let live = &mut *self.live.borrow_mut();
         let mut sent = 0;
         for (layer, expert, score) in list.experts {
             let Some(key) = self.key(layer, expert) else { continue };
             // Free slots only: nothing that is in memory is colder than a memory.
-            if state.slots.used() == state.slots.len() {
+            if live.slots.used() == live.slots.len() {
                 break;
             }
-            state.heat.prime(key, score);
-            if let Some(claim) = state.slots.claim(key, Reason::Warm, &state.heat) {
-                self.send(state, key, claim.place, Reason::Warm);
+            live.scores.prime(key, score);
+            if let Some(claim) = live.slots.claim(key, Purpose::WarmStart, &live.scores) {
+                self.send(live, key, claim.slot, Purpose::WarmStart);
                 sent += 1;
             }
         }

@@ -1,4 +1,4 @@
-//! `GET /health`, `/metrics`, `/v1/models` and `/v1/models/{id}`.
+//! `GET /health`, `/metrics`, `/v1/models` and `/v1/models/{id}`; `DELETE /prompt_cache`.
 
 use super::{App, Door, answers::Model, reject::Reject};
 use crate::metrics;
@@ -27,8 +27,15 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
         "context": app.engine.context(),
         "requests": {"running": running, "queued": queued},
         "plan": app.plan,
+        "prompt_cache": app.engine.prompt_cache(),
     }))
     .into_response()
+}
+
+/// Empties the prompt cache.
+pub async fn clear_prompt_cache(State(door): State<Arc<Door>>) -> Result<StatusCode, Reject> {
+    door.app()?.engine.clear_prompt_cache();
+    Ok(StatusCode::NO_CONTENT)
 }
 
 pub async fn metrics(State(door): State<Arc<Door>>) -> Response {

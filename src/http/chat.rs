@@ -81,8 +81,17 @@ pub(super) async fn submit(
     let ids = app.encode(prompt).await?;
     let max_tokens = check::room("messages", ids.len(), max_tokens, app.engine.context())?;
     let reader = Reader::Chat { parser: Parser::new(in_reasoning, &chat.tools), in_reasoning, parallel_tool_calls };
-    let request =
-        Request { ids, max_tokens, sampling, logprobs, prompt_logprobs: None, ignore_eos: false, constraint: None };
+    let request = Request {
+        boundaries: app.boundaries(&ids),
+        cache_prompt: common.cache_prompt.unwrap_or(true),
+        ids,
+        max_tokens,
+        sampling,
+        logprobs,
+        prompt_logprobs: None,
+        ignore_eos: false,
+        constraint: None,
+    };
     let transcript = Transcript::submit(app, tally, request, reader, stops)?;
     tally.generates();
     Ok(transcript)

@@ -60,6 +60,7 @@ struct Job {
     logprobs: Option<usize>,
     sampling: Sampling,
     stops: Vec<String>,
+    cache_prompt: bool,
 }
 
 impl Job {
@@ -83,6 +84,7 @@ impl Job {
             logprobs: request.logprobs.map(|top| check::alternatives("logprobs", top)).transpose()?,
             sampling: common.sampling(&app.defaults, app.engine.vocab())?,
             stops: common.stops()?,
+            cache_prompt: common.cache_prompt.unwrap_or(true),
             prompts: prompts(app, request.prompt).await?,
         };
         for prompt in &job.prompts {
@@ -95,6 +97,8 @@ impl Job {
         let app = &self.head.app;
         let ids = self.prompts.get(index).cloned().unwrap_or_default();
         let request = Request {
+            boundaries: app.boundaries(&ids),
+            cache_prompt: self.cache_prompt,
             max_tokens: self.max_tokens.min(app.engine.context().saturating_sub(ids.len())),
             ids,
             sampling: self.sampling.clone(),

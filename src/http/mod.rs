@@ -38,7 +38,7 @@ use axum::{
     http::{HeaderValue, Method, header},
     middleware::{from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
-    routing::{get, post},
+    routing::{delete, get, post},
     serve::ListenerExt,
 };
 use reject::Reject;
@@ -158,6 +158,7 @@ pub fn router(door: Arc<Door>) -> Router {
         ("/v1/models", get(admin::models)),
         ("/tokenize", post(tokens::tokenize)),
         ("/detokenize", post(tokens::detokenize)),
+        ("/prompt_cache", delete(admin::clear_prompt_cache)),
         ("/health", get(admin::health)),
         ("/metrics", get(admin::metrics)),
     ];

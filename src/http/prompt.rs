@@ -4,7 +4,13 @@
 //! server reads text only. `developer` is OpenAI's newer name for `system`, and templates know the older one.
 
 use super::{App, reject::Reject};
-use crate::chat::Conversation;
+use crate::{
+    chat::{
+        Conversation,
+        turns::{self, Speaker},
+    },
+    engine::{Boundary, Departure},
+};
 use serde_json::{Map, Value};
 
 /// Longer texts are tokenized on a thread of their own, so that they do not hold up other connections.
@@ -50,6 +56,17 @@ impl App {
             Ok(ids) => Ok(ids?),
             Err(_) => Err(crate::error::ChatError::Tokenizer("it failed on this text".into()).into()),
         }
+    }
+
+    /// Where other prompts may depart from this one.
+    pub fn boundaries(&self, ids: &[u32]) -> Vec<Boundary> {
+        let ends = turns::ends(&self.tokenizer, ids).into_iter();
+        let departure = |speaker| match speaker {
+            Speaker::System => Departure::System,
+            Speaker::User => Departure::Query,
+            Speaker::Other => Departure::Message,
+        };
+        ends.map(|(at, speaker)| Boundary { at, departure: departure(speaker) }).collect()
     }
 
     /// A token as it stands in `logprobs`: its text, or its bytes where they are no text by themselves.

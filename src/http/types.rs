@@ -30,6 +30,8 @@ pub struct Common {
     /// Token id (JSON keys are strings) to bias.
     pub logit_bias: Option<BTreeMap<String, f64>>,
     pub seed: Option<i64>,
+    /// llama-server's: whether to go on from what earlier prompts left, and to leave something. True unless said.
+    pub cache_prompt: Option<bool>,
 }
 
 /// `POST /v1/chat/completions`, without [`Common`]; also what other formats' conversations are translated into.

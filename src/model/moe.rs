@@ -1,7 +1,7 @@
 //! The mixture of experts (spec 2.3), and the dense feed-forward of the small models.
 //!
 //! ```text
-//! x --+-- router --> ids --> store.route ----> hits ----> experts --+
+//! x --+-- router --> ids --> experts.ask ----> hits ----> experts --+
 //!     |                            |                               |
 //!     |                            +-- reads --> as they land -----+--> combine in rank order --> y
 //!     +-- shared expert (with the hits, while the disk works) -----+
@@ -15,9 +15,9 @@ use super::{
 };
 use crate::{
     checkpoint::{self, Checkpoint, Layout, Trunk},
-    device::Compute,
+    device::{Compute, Immediate, Mark},
     error::ModelError,
-    experts::{Choice, Landed, LayerExperts, Phase, Store},
+    experts::{Choice, Experts, Landed, LayerExperts, Phase},
     ops::{self, Assignment, ExpertView, Job, Routes, Weight, WeightView},
 };
 use candle_core::{DType, Tensor};
@@ -133,89 +133,61 @@ impl Moe {
     pub fn forward(
         &self,
         compute: &Compute,
-        store: &Store,
+        store: &Experts,
         x: &Tensor,
         next: Option<&Moe>,
     ) -> Result<(Tensor, Routes), ModelError> {
         let (tokens, hidden) = x.dims2()?;
         let (routes, gate, logits) = self.route(compute, x)?;
         let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
-        let grouped = Grouped::new(&routes);
-        if !store.is_resident() {
-            let logits = logits.flatten_all()?.to_vec1()?;
-            store.note(self.layer, Choice { ids: &routes.ids, k: routes.k, logits: &logits });
-        }
-        let mut routed = store.route(self.layer, &grouped.ids, phase)?;
+        let logits = if store.is_resident() { Vec::new() } else { logits.flatten_all()?.to_vec1()? };
+        let choice = Choice { ids: &routes.ids, k: routes.k, logits: &logits };
+        let mut asked = store.ask(self.layer, &choice, phase, &mut Immediate)?;
         if let Some(next) = next
             && phase == Phase::Decode
-            && store.wants_prediction()
+            && store.wants_prediction(phase)
         {
             // The next layer's router on this layer's input: a guess, read only when nothing better is to be done.
             let (guess, ..) = next.route(compute, x)?;
-            store.read_ahead(next.layer, &guess.ids);
+            store.read_ahead(next.layer, &guess.ids, phase);
         }
 
         let places = routes.ids.len();
         let out = Tensor::zeros((places + tokens, hidden), DType::F32, x.device())?;
         let shared = each_token(tokens, places);
-        let mut jobs = vec![Job { expert: self.shared.view(), rows: &shared }];
+        let mut early = vec![Job { expert: self.shared.view(), rows: &shared }];
         if !store.is_resident() {
             // The disk is at work: the shared expert must not wait for it.
-            ops::experts(compute, x, &jobs, &out)?;
-            jobs.clear();
+            ops::experts(compute, x, &early, &out)?;
+            early.clear();
         }
-        while let Some(batch) = routed.next()? {
-            jobs.extend(batch.iter().map(|landed| self.job(&landed, &grouped)));
+        while let Some(batch) = asked.next(&mut Immediate)? {
+            let places = batch.iter().flat_map(|landed| landed.places);
+            let rows: Vec<_> = places.map(|&place| Assignment { token: place / routes.k as u32, place }).collect();
+            let mut rest = rows.as_slice();
+            let mut jobs = std::mem::take(&mut early);
+            jobs.extend(batch.iter().map(|landed| {
+                let (rows, others) = rest.split_at(landed.places.len());
+                rest = others;
+                self.job(&landed, rows)
+            }));
             ops::experts(compute, x, &jobs, &out)?;
-            jobs = Vec::new();
+            drop(jobs);
+            batch.reads_until(Mark::START);
         }
         let shared = out.narrow(0, places, tokens)?;
         let y = ops::combine(compute, &out, &routes.weights, routes.k, Some((&shared, &gate)))?;
         Ok((y, routes))
     }
 
-    fn job<'a>(&self, landed: &Landed<'a>, grouped: &'a Grouped) -> Job<'a> {
-        let expert = grouped.ids[landed.index] as usize;
+    fn job<'a>(&self, landed: &Landed<'a>, rows: &'a [Assignment]) -> Job<'a> {
+        let expert = landed.expert as usize;
         let view = |index: usize| {
             let Stack { layout, gains } = &self.stacks[index];
             let parts = std::array::from_fn(|part| landed.pieces[3 * index + part]);
             WeightView { codes: layout.codes, rows: layout.rows, cols: layout.cols, gain: gains[expert], parts }
         };
-        Job { expert: ExpertView { gate: view(0), up: view(1), down: view(2) }, rows: grouped.rows(landed.index) }
-    }
-}
-
-/// A call's routes by expert.
-struct Grouped {
-    /// The distinct experts, in order of their numbers.
-    ids: Vec<u32>,
-    /// All tokens of the first expert, then of the second, and so on. Place `r` is the `r`-th entry of the routes.
-    rows: Vec<Assignment>,
-    /// Where each expert's rows begin, and the end.
-    starts: Vec<usize>,
-}
-
-impl Grouped {
-    fn new(routes: &Routes) -> Self {
-        let places = 0..routes.ids.len() as u32;
-        let mut rows: Vec<Assignment> =
-            places.map(|place| Assignment { token: place / routes.k as u32, place }).collect();
-        let id = |row: &Assignment| routes.ids[row.place as usize];
-        rows.sort_unstable_by_key(|row| (id(row), row.place));
-        let (mut ids, mut starts): (Vec<u32>, _) = (Vec::with_capacity(routes.k), Vec::with_capacity(routes.k + 1));
-        for (index, row) in rows.iter().enumerate() {
-            if ids.last() != Some(&id(row)) {
-                ids.push(id(row));
-                starts.push(index);
-            }
-        }
-        starts.push(rows.len());
-        Self { ids, rows, starts }
-    }
-
-    /// The tokens of the expert at `index`.
-    fn rows(&self, index: usize) -> &[Assignment] {
-        &self.rows[self.starts[index]..self.starts[index + 1]]
+        Job { expert: ExpertView { gate: view(0), up: view(1), down: view(2) }, rows }
     }
 }
 

@@ -22,7 +22,7 @@ use crate::{
     checkpoint::{Checkpoint, Trunk, identity::identity, index::Index, names, pack},
     device::{Compute, Math},
     error::ModelError,
-    experts::{self, ExpertMap, LayerExperts, Store, Sums},
+    experts::{self, ExpertMap, Experts, LayerExperts, Sums},
     metrics::Metrics,
     ops::{self, Rotation, Routes, Weight},
     plan::{Limits, Plan, Shape, Wishes},
@@ -104,7 +104,7 @@ pub struct Qwen {
     pub(super) config: Config,
     pub(super) compute: Compute,
     pub(super) net: Net,
-    pub(super) store: Option<Store>,
+    pub(super) store: Option<Experts>,
     pub(super) plan: Plan,
     pub(super) shape: Shape,
 }
@@ -259,7 +259,7 @@ impl Qwen {
             let slots = slots.unwrap_or(plan.slots).min(plan.slots);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
             let options = experts::Options { slots, io, threads, prefetch, warm, trace, sums };
-            let store = Store::open(files, experts, options, metrics.clone())?;
+            let store = Experts::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)
         };
@@ -279,7 +279,7 @@ impl Qwen {
     }
 
     /// Where the routed experts come from; a dense model has none.
-    pub fn store(&self) -> Option<&Store> {
+    pub fn store(&self) -> Option<&Experts> {
         self.store.as_ref()
     }
 

@@ -30,6 +30,14 @@ pub fn shared_width(config: &Config) -> usize {
     }
 }
 
+/// Experts of a layer.
+pub fn routed(config: &Config) -> usize {
+    match config.ffn {
+        FfnShape::Moe { experts, .. } => experts,
+        FfnShape::Dense { .. } => 1,
+    }
+}
+
 impl Room {
     /// On the CPU: floats alive at once in the widest part of a layer, and two rows of logits.
     pub fn on_cpu(config: &Config, math: Math) -> Self {
@@ -38,7 +46,8 @@ impl Room {
             FfnShape::Dense { intermediate } => (1, intermediate),
             FfnShape::Moe { k, intermediate, shared, .. } => (k, intermediate.max(shared)),
         };
-        let mixer = (2 * d.mixed() + 3 * d.values()).max(6 * a.heads * a.dim);
+        // Checkpoints within a pass cut the delta net's output, which is then joined.
+        let mixer = (2 * d.mixed() + 4 * d.values()).max(6 * a.heads * a.dim);
         let ffn = (k + 2) * hidden + (k + 1) * 3 * intermediate;
         let row = 4 * hidden + mixer.max(ffn);
         let kv_per_token = State::kv_bytes(config, math);
@@ -70,7 +79,7 @@ impl Room {
         Self {
             kv_per_token: (full * 2 * a.kv_heads * a.dim * 4) as u64,
             per_row: 4 * row as u64,
-            fixed: (parts + 4 * vectors + 4 * LOGITS * config.vocab) as u64,
+            fixed: (parts + 4 * (vectors + LOGITS * config.vocab + routed(config))) as u64,
         }
     }
 }

@@ -123,11 +123,11 @@ impl State {
 
 /// Keys and values, layer by layer.
 fn caches(layers: &[LayerState]) -> impl Iterator<Item = &Tensor> {
-    let both = |layer| match layer {
-        &LayerState::Attention { ref keys, ref values } => Some([keys, values]),
+    let caches = layers.iter().filter_map(|layer| match layer {
+        LayerState::Attention { keys, values } => Some([keys, values]),
         LayerState::Delta { .. } => None,
-    };
-    layers.iter().filter_map(both).flatten()
+    });
+    caches.flatten()
 }
 
 /// The values of a head's rows in a cache `[KV, room, width]`.

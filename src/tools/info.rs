@@ -40,6 +40,7 @@ struct Report {
 pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     let source = Source::new(typed.model.model.as_deref());
     let load = Load::new(typed.load).map_err(CommandError::Usage)?;
+    let load = Load { prompt_cache: typed.cache.prompt_cache, ..load };
     let dir = resolve(&source)?;
     // What serving holds before it loads the weights, so that both make the same plan. Without one there is still
     // something to say.
@@ -141,12 +142,26 @@ impl Report {
         line("KV cache", plan.kv, format!("{} tokens", plan.context))?;
         line("state", plan.state, String::new())?;
         line("workspace", plan.workspace, format!("prefill in chunks of {} tokens", plan.chunk))?;
+        line("prompt cache", plan.prompt_cache, self.bought(plan))?;
         let slots = format!("{} slots, {:.1} % of all experts", plan.slots, 100.0 * plan.residency);
         line("experts", plan.experts, if self.shape.layers > 0 { slots } else { String::new() })?;
         if plan.page_cache > 0 {
             line("page cache", plan.page_cache, "left to it, as experts are read through it".into())?;
         }
         Ok(())
+    }
+
+    /// What the prompt cache buys, and what it costs.
+    fn bought(&self, plan: &Plan) -> String {
+        let shape = &self.shape;
+        let states = plan.prompt_cache.checked_div(shape.state).unwrap_or(0);
+        if plan.prompt_cache == 0 || states == 0 {
+            return "no checkpoint: only a prompt that goes on where the last one ended is not computed again".into();
+        }
+        let each = format!("{} and {} a token", Size(shape.state), Size(shape.kv_per_token));
+        let slots = plan.prompt_cache.checked_div(shape.slot).filter(|_| plan.residency < 1.0);
+        let cost = slots.map_or(String::new(), |slots| format!("; as much as {slots} slots"));
+        format!("up to {states} checkpoints of {each}{cost}")
     }
 
     fn write_speed(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

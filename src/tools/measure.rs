@@ -2,9 +2,9 @@
 
 use crate::{
     config::Load,
-    device::{Compute, memory_bandwidth},
+    device::{Compute, Immediate, memory_bandwidth},
     error::{CommandError, StoreError},
-    experts::{Options, Phase, Prefetch, Store},
+    experts::{Choice, Experts, Options, Phase, Prefetch},
     metrics::Metrics,
     model::{qwen::Surveyed, speed},
     plan::Bandwidth,
@@ -64,15 +64,16 @@ fn disk(found: &Surveyed, load: &Load) -> Result<(f64, f64, bool), StoreError> {
         prefetch: Prefetch::Off,
         ..Options::new(k)
     };
-    let store = Store::open(found.files.clone(), found.experts.clone(), options, metrics)?;
+    let store = Experts::open(found.files.clone(), found.experts.clone(), options, metrics)?;
     let direct = store.access() == Access::Direct;
     let mut routes = Routes::new(found.shape.layers, found.shape.experts);
     let mut read = |experts: usize, most: usize, budget: Duration| -> Result<f64, StoreError> {
         let (begin, mut count) = (Instant::now(), 0);
         while count < most && (count == 0 || begin.elapsed() < budget) {
             let Some((layer, ids)) = routes.next(experts) else { break };
-            let mut routed = store.route(layer, &ids, Phase::Decode)?;
-            while routed.next()?.is_some() {}
+            let choice = Choice { ids: &ids, k: ids.len(), logits: &[] };
+            let mut asked = store.ask(layer, &choice, Phase::Decode, &mut Immediate)?;
+            while asked.next(&mut Immediate)?.is_some() {}
             count += 1;
         }
         Ok(begin.elapsed().as_secs_f64() / count.max(1) as f64)

@@ -3,7 +3,7 @@
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
     command::device::Chosen,
-    device::{Dispatch, Effect, Gpu, GpuError, Region, Slab},
+    device::{Dispatch, Effect, Gpu, GpuError, Mark, Region, Slab, Timeline},
     ops::check,
     tools::doctor,
 };
@@ -42,6 +42,24 @@ macro_rules! memory_of {
     };
 }
 
+macro_rules! timeline_of {
+    ($device:ty, $below:tt) => {
+        impl Timeline for $device {
+            fn mark(&mut self) -> Mark {
+                self.$below.mark()
+            }
+
+            fn passed(&mut self) -> Mark {
+                self.$below.passed()
+            }
+
+            fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError> {
+                self.$below.wait_for(mark)
+            }
+        }
+    };
+}
+
 /// A device with a fault: results of one kernel are off, or it is refused.
 struct Faulty {
     sound: HostGpu,
@@ -54,6 +72,8 @@ impl Faulty {
         Self { sound: HostGpu::new(Host::fast()), kernel, refuse }
     }
 }
+
+timeline_of!(Faulty, sound);
 
 impl Gpu for Faulty {
     fn name(&self) -> String {
@@ -77,6 +97,7 @@ impl Gpu for Faulty {
             return Err(GpuError("the driver says no".into()));
         }
         self.sound.launch(dispatch)?;
+        self.sound.wait()?;
         for binding in dispatch.bindings.iter().filter(|binding| binding.effect != Effect::Read) {
             // The high byte of a float, a number, or two halves in the middle of what was written.
             let at = binding.region.part(binding.region.len / 8 * 4 + 3, 1);
@@ -124,6 +145,8 @@ fn a_wrong_result_is_found_in_every_kernel() {
 /// A device that forgets to wait: what is launched between two waits runs backwards.
 struct Hasty(HostGpu, Vec<Dispatch>);
 
+timeline_of!(Hasty, 0);
+
 impl Gpu for Hasty {
     memory_of!(0);
 
@@ -146,7 +169,8 @@ impl Gpu for Hasty {
 
     fn wait(&mut self) -> Result<(), GpuError> {
         let launches: Vec<_> = self.1.drain(..).rev().collect();
-        launches.iter().try_for_each(|dispatch| self.0.launch(dispatch))
+        launches.iter().try_for_each(|dispatch| self.0.launch(dispatch))?;
+        self.0.wait()
     }
 }
 

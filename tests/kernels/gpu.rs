@@ -1,9 +1,11 @@
-//! The kernels on the host as a [`Gpu`]: what `device/metal.rs` is on a Mac.
+//! The kernels on the host as a [`Gpu`]: what `device/metal.rs` is on a Mac. It is as late as a device may be: a launch runs
+//! when somebody waits for it, or looks how far the device has come a second time. So a slot that is filled too early, or a list
+//! that is written too early, gives wrong results.
 
 use crate::host::Host;
-use moestro::device::{Dispatch, Effect, Gpu, GpuError, Region, Slab};
+use moestro::device::{Dispatch, Effect, Gpu, GpuError, Mark, Region, Slab, Timeline};
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     ops::Range,
     sync::{
         Arc,
@@ -17,6 +19,11 @@ pub struct HostGpu {
     adopted: HashMap<u32, Adopted>,
     /// Bytes from [`Gpu::allocate`], given back or not.
     pub allocated: Arc<AtomicUsize>,
+    /// What has been encoded and not run; each launch is a mark of its own.
+    late: VecDeque<Dispatch>,
+    encoded: u64,
+    /// Marks that had been encoded when somebody last looked.
+    looked: u64,
 }
 
 struct Adopted {
@@ -29,7 +36,7 @@ impl HostGpu {
     /// `host` runs each dispatch once: that its kernels do not depend on the order of threads is another test's matter.
     pub fn new(mut host: Host) -> Self {
         host.twice = false;
-        Self { host, adopted: HashMap::new(), allocated: Arc::default() }
+        Self { host, adopted: HashMap::new(), allocated: Arc::default(), late: VecDeque::new(), encoded: 0, looked: 0 }
     }
 }
 
@@ -81,11 +88,50 @@ impl Gpu for HostGpu {
     }
 
     fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+        self.late.push_back(dispatch.clone());
+        self.encoded += 1;
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<(), GpuError> {
+        self.wait_for(Mark(self.encoded))
+    }
+}
+
+impl Timeline for HostGpu {
+    fn mark(&mut self) -> Mark {
+        Mark(self.encoded)
+    }
+
+    fn passed(&mut self) -> Mark {
+        let before = std::mem::replace(&mut self.looked, self.encoded);
+        // An error is the next wait's.
+        let _ = self.wait_for(Mark(before));
+        Mark(self.encoded - self.late.len() as u64)
+    }
+
+    fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError> {
+        while self.encoded - (self.late.len() as u64) < mark.0
+            && let Some(dispatch) = self.late.front().cloned()
+        {
+            self.run(&dispatch)?;
+            self.late.pop_front();
+        }
+        Ok(())
+    }
+}
+
+impl HostGpu {
+    fn run(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
         for binding in &dispatch.bindings {
             let region = binding.region;
             let Some(adopted) = self.adopted.get_mut(&region.buffer) else { continue };
             assert_eq!(binding.effect, Effect::Read, "{} writes to weights", dispatch.kernel);
-            // SAFETY: reads into the slab may go on in other slots; the store hands out only what has landed, and the
+            // SAFETY: reads into the slab may go on in other slots; the experts hand out only what has landed, and the
             // kernels touch nothing else.
             let now = unsafe {
                 adopted.slab.bytes(adopted.start + region.offset..adopted.start + region.offset + region.len)
@@ -97,13 +143,5 @@ impl Gpu for HostGpu {
             }
         }
         self.host.try_run(dispatch).map_err(GpuError)
-    }
-
-    fn commit(&mut self) -> Result<(), GpuError> {
-        Ok(())
-    }
-
-    fn wait(&mut self) -> Result<(), GpuError> {
-        Ok(())
     }
 }

@@ -46,6 +46,8 @@ fn answer(engine: &Handle, script: &Script, ignore_eos: bool) -> (Vec<u32>, Resu
         prompt_logprobs: None,
         ignore_eos,
         constraint: Some(Box::new(script.clone())),
+        boundaries: Vec::new(),
+        cache_prompt: true,
     };
     let (mut events, mut tokens) = (engine.submit(request).unwrap(), Vec::new());
     loop {

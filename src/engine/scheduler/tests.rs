@@ -29,6 +29,8 @@ fn ask(ids: &[u32], max_tokens: usize) -> Request {
         prompt_logprobs: None,
         ignore_eos: false,
         constraint: None,
+        boundaries: Vec::new(),
+        cache_prompt: true,
     }
 }
 

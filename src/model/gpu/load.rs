@@ -3,7 +3,7 @@
 use crate::{
     device::{Gpu, Region, Slab, Span},
     error::ModelError,
-    experts::Store,
+    experts::Experts,
     model::{
         attention::Attention,
         config::Config,
@@ -109,7 +109,7 @@ impl<'a, G: Gpu> Loader<'a, G> {
         Ok([self.matrix(&mlp.gate)?, self.matrix(&mlp.up)?, self.matrix(&mlp.down)?])
     }
 
-    fn mixture(&mut self, moe: &Moe, store: &Store, index: usize) -> Result<Mixture, ModelError> {
+    fn mixture(&mut self, moe: &Moe, store: &Experts, index: usize) -> Result<Mixture, ModelError> {
         let experts = moe.router.rows;
         if experts > 1024 || moe.k > 31 {
             return refuse(format!(
@@ -151,7 +151,7 @@ impl<'a, G: Gpu> Loader<'a, G> {
     }
 
     /// The store's slab in as few pieces as the GPU takes, each a whole number of slots and of pages.
-    fn slots(&mut self, store: &Store) -> Result<Slots, ModelError> {
+    fn slots(&mut self, store: &Experts) -> Result<Slots, ModelError> {
         let (stride, count) = (store.slot_bytes(), store.slots());
         if stride % ALIGN != 0 {
             return refuse(format!("slots of {stride} bytes"));

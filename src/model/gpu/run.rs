@@ -2,31 +2,30 @@
 
 use super::Grouped;
 use crate::{
-    device::Gpu,
+    device::{Gpu, Region},
     error::ModelError,
-    experts::{Batch, Choice, Phase, Routed, Store},
-    ops::plan::{Ffn, Jobs, Mixture, NONE, Net, Scratch, Step},
+    experts::{Asked, Batch, Choice, Experts, Phase},
+    ops::plan::{Ffn, Jobs, Linear, Mixture, NONE, Net, Scratch, Step, linear},
 };
 
 /// One pass under way.
 pub(super) struct Run<'a, G> {
     pub gpu: &'a mut G,
     pub net: &'a Net,
-    pub store: Option<&'a Store>,
+    pub experts: Option<&'a Experts>,
     pub scratch: &'a Scratch,
     pub grouped: &'a Grouped,
+    /// `[experts]`: what the next layer's router makes of this layer's input.
+    pub guess: Region,
     pub tokens: usize,
     /// The experts the GPU may be reading: their slots must not change before the next wait.
-    pub held: Option<Asked<'a>>,
+    pub held: Option<Held<'a>>,
     pub observe: &'a mut dyn FnMut(usize, &[u32]),
 }
 
-/// A layer's experts on their way.
-pub(super) struct Asked<'a> {
-    routed: Routed<'a>,
-    /// Distinct experts in the order asked for, and the expert of each place.
-    distinct: Vec<u32>,
-    chosen: Vec<u32>,
+/// A token's experts on their way.
+pub(super) struct Held<'a> {
+    asked: Asked<'a>,
     /// The slot of each place, as far as known.
     slots: Vec<u32>,
     missed: bool,
@@ -52,28 +51,30 @@ impl<'a, G: Gpu> Run<'a, G> {
                 self.held = None;
             }
             Step::Route(layer) => {
-                let mut asked = self.ask(*layer, Phase::Decode)?;
-                if let Some(batch) = asked.routed.next()? {
-                    place(&batch, &asked.distinct, &asked.chosen, &mut asked.slots);
+                let (mut asked, places) = self.ask(*layer, Phase::Decode)?;
+                let mut slots = vec![NONE; places];
+                if let Some(batch) = asked.next(self.gpu)? {
+                    place(&batch, &mut slots);
                 }
-                self.gpu.write_words(self.scratch.hits, &asked.slots)?;
-                self.held = Some(asked);
+                self.gpu.write_words(self.scratch.hits, &slots)?;
+                self.held = Some(Held { asked, slots, missed: false });
             }
             Step::Land(_) => {
-                let Some(asked) = &mut self.held else { return Ok(()) };
-                let mut late = vec![NONE; asked.slots.len()];
-                while let Some(batch) = asked.routed.next()? {
-                    asked.missed = true;
-                    place(&batch, &asked.distinct, &asked.chosen, &mut late);
+                let Some(held) = &mut self.held else { return Ok(()) };
+                let mut late = vec![NONE; held.slots.len()];
+                // One launch reads them all: nothing is marked before it.
+                while let Some(batch) = held.asked.next(self.gpu)? {
+                    held.missed = true;
+                    place(&batch, &mut late);
                 }
-                for (slot, late) in asked.slots.iter_mut().zip(&late) {
+                for (slot, late) in held.slots.iter_mut().zip(&late) {
                     *slot = (*slot).min(*late);
                 }
                 self.gpu.write_words(self.scratch.misses, &late)?;
-                self.gpu.write_words(self.scratch.places, &asked.slots)?;
+                self.gpu.write_words(self.scratch.places, &held.slots)?;
             }
             Step::Late(dispatch) => {
-                if self.held.as_ref().is_some_and(|asked| asked.missed) {
+                if self.held.as_ref().is_some_and(|held| held.missed) {
                     self.gpu.launch(dispatch)?;
                 }
             }
@@ -82,56 +83,77 @@ impl<'a, G: Gpu> Run<'a, G> {
         Ok(())
     }
 
-    /// Waits for the router's choice and asks the store for it. What was held before is let go.
-    fn ask(&mut self, layer: usize, phase: Phase) -> Result<Asked<'a>, ModelError> {
-        self.gpu.wait()?;
-        self.held = None;
-        let (Some(store), Some(moe)) = (self.store, mixture(self.net, layer)) else {
+    /// Waits for the router's choice and asks for it; returns how many places it has. What was held before is let go.
+    fn ask(&mut self, layer: usize, phase: Phase) -> Result<(Asked<'a>, usize), ModelError> {
+        let (Some(experts), Some(moe)) = (self.experts, mixture(self.net, layer)) else {
             return Err(ModelError::Config("a dense layer routes nothing".into()));
         };
-        let chosen = self.gpu.read_words(self.scratch.ids.first(self.tokens * moe.k * 4))?;
-        // The logits stay on the GPU: counts alone say who is wanted.
-        store.note(layer, Choice { ids: &chosen, k: moe.k, logits: &[] });
-        let mut distinct = chosen.clone();
+        let next = mixture(self.net, layer + 1).filter(|_| phase == Phase::Decode && experts.wants_prediction(phase));
+        if let Some(next) = next {
+            let (x, matrices) = (self.scratch.normed, std::slice::from_ref(&next.router));
+            self.gpu.launch(&linear(&Linear { x, tokens: 1, norm: None, matrices, y: self.guess, add: false }))?;
+        }
+        self.gpu.wait()?;
+        self.held = None;
+        let ids = self.gpu.read_words(self.scratch.ids.first(self.tokens * moe.k * 4))?;
+        let mut logits = Vec::new();
+        if !experts.is_resident() {
+            for row in 0..self.tokens {
+                let scores = self.scratch.scores.part(row * moe.width() * 4, moe.router.rows * 4);
+                logits.extend(self.gpu.read_floats(scores)?);
+            }
+        }
+        let mut distinct = ids.clone();
         distinct.sort_unstable();
         distinct.dedup();
         (self.observe)(layer, &distinct);
-        let routed = store.route(layer, &distinct, phase)?;
-        let slots = vec![NONE; chosen.len()];
-        Ok(Asked { routed, distinct, chosen, slots, missed: false })
+        let asked = experts.ask(layer, &Choice { ids: &ids, k: moe.k, logits: &logits }, phase, self.gpu)?;
+        if let Some(next) = next {
+            let guess = self.gpu.read_floats(self.guess.first(next.router.rows * 4))?;
+            experts.read_ahead(layer + 1, &largest(&guess, next.k), phase);
+        }
+        Ok((asked, ids.len()))
     }
 
-    /// The experts of a layer, grouped: each batch that has landed runs while its slots are held.
+    /// The experts of a layer, grouped: each batch runs as it lands.
     fn batches(&mut self, layer: usize) -> Result<(), ModelError> {
-        let mut asked = self.ask(layer, Phase::Prefill)?;
+        let (mut asked, _) = self.ask(layer, Phase::Prefill)?;
         let Some(moe) = mixture(self.net, layer) else { return Ok(()) };
         let (slots, tokens, Grouped { jobs, order, out, act, shared }) = (&self.net.slots, self.tokens, *self.grouped);
-        let mut wanted = vec![Vec::new(); asked.distinct.len()];
-        for (place, expert) in asked.chosen.iter().enumerate() {
-            if let Ok(index) = asked.distinct.binary_search(expert) {
-                wanted[index].push(place as u32);
-            }
-        }
-        while let Some(batch) = asked.routed.next()? {
-            let (mut job_words, mut places) = (Vec::new(), Vec::new());
+        let (mut experts, mut places) = (0, 0);
+        while let Some(batch) = asked.next(self.gpu)? {
+            let (mut job_words, mut order_words) = (Vec::new(), Vec::new());
             for landed in batch.iter() {
-                let first = places.len();
-                places.extend(&wanted[landed.index]);
-                job_words.extend([landed.slot.index(), first, places.len() - first].map(|word| word as u32));
+                let (first, count) = (order_words.len(), landed.places.len());
+                order_words.extend(landed.places);
+                job_words.extend([landed.slot.index(), first, count].map(|word| word as u32));
             }
+            // A part of its own for each batch: the GPU may still be reading the lists of those before.
+            let count = job_words.len() / 3;
+            let jobs = jobs.part(experts * 12, count * 12);
+            let order = order.part(places * 4, order_words.len() * 4);
+            (experts, places) = (experts + count, places + order_words.len());
             self.gpu.write_words(jobs, &job_words)?;
-            self.gpu.write_words(order, &places)?;
-            let jobs = Jobs { count: job_words.len() / 3, jobs, order: order.first(places.len() * 4) };
-            for dispatch in moe.batch(tokens, slots, self.scratch, jobs, out) {
+            self.gpu.write_words(order, &order_words)?;
+            for dispatch in moe.batch(tokens, slots, self.scratch, Jobs { count, jobs, order }, out) {
                 self.gpu.launch(&dispatch)?;
             }
-            self.gpu.wait()?;
+            self.gpu.commit()?;
+            batch.reads_until(self.gpu.mark());
         }
         for dispatch in moe.combine(tokens, slots, self.scratch, out, act, shared) {
             self.gpu.launch(&dispatch)?;
         }
         Ok(())
     }
+}
+
+/// The `k` experts of largest logit, largest first.
+fn largest(logits: &[f32], k: usize) -> Vec<u32> {
+    let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
+    ids.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
+    ids.truncate(k);
+    ids
 }
 
 fn mixture(net: &Net, layer: usize) -> Option<&Mixture> {
@@ -141,12 +163,12 @@ fn mixture(net: &Net, layer: usize) -> Option<&Mixture> {
     }
 }
 
-/// Enters where the experts of a batch lie: `slots` has an entry for each of `chosen`.
-fn place(batch: &Batch<'_>, distinct: &[u32], chosen: &[u32], slots: &mut [u32]) {
+/// Enters where the experts of a batch lie: `slots` has an entry for each place.
+fn place(batch: &Batch<'_>, slots: &mut [u32]) {
     for landed in batch.iter() {
-        for (slot, expert) in slots.iter_mut().zip(chosen) {
-            if *expert == distinct[landed.index] {
-                *slot = landed.slot.index() as u32;
+        for &place in landed.places {
+            if let Some(slot) = slots.get_mut(place as usize) {
+                *slot = landed.slot.0;
             }
         }
     }

@@ -167,7 +167,7 @@ impl Mixture {
     }
 
     /// Floats in a row of `router | shared gate | shared up | gate of the shared result`.
-    fn width(&self) -> usize {
+    pub fn width(&self) -> usize {
         self.router.rows + self.shared.map_or(0, |_| 2 * self.shared_inner() + 1)
     }
 

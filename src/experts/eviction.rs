@@ -1,4 +1,4 @@
-//! How much each expert is wanted: an estimate of the chance that the next token of its layer asks for it.
+//! The eviction score of every expert: an estimate of the chance that the next token of its layer asks for it.
 //!
 //! Counting alone learns slowly: an expert that one token in fifty asks for is a stranger for most of the first fifty.
 //! But a router scores every expert for every token, and how far an expert stayed below the ones that were taken says as
@@ -23,13 +23,14 @@ const PRIOR: f32 = 16.0;
 /// One expert of one layer: `layer * experts + expert`.
 pub type Key = u32;
 
-/// What the router made of some tokens.
+/// What a layer's router made of some rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice<'a> {
-    /// The experts taken, `k` a token.
+    /// The experts taken, `k` a row: place `row * k + rank`.
     pub ids: &'a [u32],
     pub k: usize,
-    /// Every expert's logit, one row a token; empty if they are not known.
+    /// Every expert's logit, one row after the other; empty if they are not known. How far an expert stayed below those that
+    /// were taken says as much of its chances as being taken does.
     pub logits: &'a [f32],
 }
 
@@ -47,13 +48,13 @@ struct Layer {
     counts: f32,
 }
 
-/// The estimates of every expert of every layer.
-pub struct Heat {
+/// The scores of every expert of every layer.
+pub struct Scores {
     experts: usize,
     layers: Vec<Layer>,
 }
 
-impl Heat {
+impl Scores {
     pub fn new(layers: usize, experts: usize) -> Self {
         let zeros = vec![0.0; experts];
         let (mean, variance, share) = (zeros.clone(), zeros.clone(), zeros);
@@ -145,33 +146,33 @@ mod tests {
 
     #[test]
     fn wanted_often_beats_wanted_once_and_the_past_fades() {
-        let mut heat = Heat::new(1, 4);
+        let mut scores = Scores::new(1, 4);
         for token in 0..100 {
-            heat.visit(0, counted(&[if token % 2 == 0 { 0 } else { 1 + token % 3 }], 1));
+            scores.visit(0, counted(&[if token % 2 == 0 { 0 } else { 1 + token % 3 }], 1));
         }
-        assert!((1..4).all(|other| heat.score(0) > heat.score(other)));
+        assert!((1..4).all(|other| scores.score(0) > scores.score(other)));
         for _ in 0..1000 {
-            heat.visit(0, counted(&[3], 1));
+            scores.visit(0, counted(&[3], 1));
         }
-        assert!(heat.score(3) > 0.9 && heat.score(0) < 0.1);
+        assert!(scores.score(3) > 0.9 && scores.score(0) < 0.1);
     }
 
     #[test]
     fn a_layer_not_yet_visited_is_not_older() {
-        let mut heat = Heat::new(2, 2);
+        let mut scores = Scores::new(2, 2);
         for _ in 0..10 {
-            heat.visit(0, counted(&[0], 1));
-            heat.visit(1, counted(&[0], 1));
+            scores.visit(0, counted(&[0], 1));
+            scores.visit(1, counted(&[0], 1));
         }
-        heat.visit(0, counted(&[0], 1));
-        assert_eq!(heat.score(0), heat.score(2));
+        scores.visit(0, counted(&[0], 1));
+        assert_eq!(scores.score(0), scores.score(2));
     }
 
     #[test]
     fn a_chunk_counts_like_its_tokens() {
         let logits = [3.0, 2.0, 1.0, 0.5, 2.5, 2.0, -1.0, 0.0, 4.0];
         let ids = [0, 1, 1, 2, 2, 1];
-        let (mut chunk, mut single) = (Heat::new(1, 3), Heat::new(1, 3));
+        let (mut chunk, mut single) = (Scores::new(1, 3), Scores::new(1, 3));
         chunk.visit(0, Choice { ids: &ids, k: 2, logits: &logits });
         for (ids, logits) in ids.chunks(2).zip(logits.chunks(3)) {
             single.visit(0, Choice { ids, k: 2, logits });
@@ -183,31 +184,31 @@ mod tests {
 
     #[test]
     fn nearly_taken_is_worth_more_than_far_off() {
-        let mut heat = Heat::new(1, 3);
+        let mut scores = Scores::new(1, 3);
         for token in 0..8 {
             let noise = [0.3, -0.2, 0.1, -0.4][token % 4];
-            heat.visit(0, Choice { ids: &[0], k: 1, logits: &[5.0 + noise, 4.8 - noise, 1.0 + noise] });
+            scores.visit(0, Choice { ids: &[0], k: 1, logits: &[5.0 + noise, 4.8 - noise, 1.0 + noise] });
         }
-        assert!(heat.score(0) > heat.score(1) && heat.score(1) > heat.score(2) + 0.01);
+        assert!(scores.score(0) > scores.score(1) && scores.score(1) > scores.score(2) + 0.01);
     }
 
     #[test]
     fn what_an_earlier_run_knew_counts_until_this_one_knows_better() {
-        let mut heat = Heat::new(1, 3);
-        heat.prime(2, 0.8);
-        assert!((heat.score(2) - 0.8).abs() < 1e-6 && heat.score(1) == 0.0);
+        let mut scores = Scores::new(1, 3);
+        scores.prime(2, 0.8);
+        assert!((scores.score(2) - 0.8).abs() < 1e-6 && scores.score(1) == 0.0);
         for _ in 0..100 {
-            heat.visit(0, counted(&[1], 1));
+            scores.visit(0, counted(&[1], 1));
         }
-        assert!(heat.score(1) > heat.score(2));
+        assert!(scores.score(1) > scores.score(2));
     }
 
     #[test]
     fn logits_of_any_kind_give_a_finite_score() {
-        let mut heat = Heat::new(1, 3);
+        let mut scores = Scores::new(1, 3);
         for logits in [[f32::NAN; 3], [f32::NEG_INFINITY; 3], [f32::INFINITY, 0.0, 0.0], [0.0; 3], [1e30, -1e30, 0.0]] {
-            heat.visit(0, Choice { ids: &[0], k: 1, logits: &logits });
+            scores.visit(0, Choice { ids: &[0], k: 1, logits: &logits });
         }
-        assert!((0..3).all(|key| heat.score(key).is_finite()));
+        assert!((0..3).all(|key| scores.score(key).is_finite()));
     }
 }

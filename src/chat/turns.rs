@@ -1,0 +1,68 @@
+//! Where the messages of a rendered prompt end, in tokens.
+//!
+//! Qwen's templates open every message with `<|im_start|>` and its role. Special tokens are never joined with the text
+//! around them, so whatever stands in front of one has the same tokens in every prompt that begins with the same text.
+
+use super::Tokenizer;
+
+/// Whose message it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Speaker {
+    /// The system prompt, with the tools.
+    System,
+    /// A person.
+    User,
+    /// The model, or a tool.
+    Other,
+}
+
+/// The end of each message that another one follows: the tokens up to there, and who spoke. Empty if the template knows
+/// no such turns.
+pub fn ends(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<(usize, Speaker)> {
+    let Some(open) = tokenizer.id("<|im_start|>") else { return Vec::new() };
+    let starts: Vec<usize> = ids.iter().enumerate().filter(|&(_, &id)| id == open).map(|(at, _)| at).collect();
+    let speaker = |message: &[u32]| {
+        // The role and what follows; no token is longer than what is looked for by so much that more are needed.
+        let text: Vec<u8> = message.iter().take(32).flat_map(|&id| tokenizer.token_bytes(id)).collect();
+        if text.starts_with(b"system\n") {
+            Speaker::System
+        } else if text.starts_with(b"user\n") && !text.starts_with(b"user\n<tool_response>") {
+            Speaker::User
+        } else {
+            Speaker::Other
+        }
+    };
+    starts.windows(2).map(|pair| (pair[1], speaker(&ids[pair[0] + 1..pair[1]]))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn messages_end_where_the_next_one_opens() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
+        let tokenizer = Tokenizer::load(&dir).unwrap();
+        let parts = [
+            ("<|im_start|>system\nBe brief.<|im_end|>\n", Speaker::System),
+            ("<|im_start|>user\nWhat is 1+2?<|im_end|>\n", Speaker::User),
+            ("<|im_start|>assistant\n<tool_call>\n</tool_call><|im_end|>\n", Speaker::Other),
+            ("<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n", Speaker::Other),
+        ];
+        let opening = "<|im_start|>assistant\n<think>\n";
+        let text: String = parts.iter().map(|part| part.0).chain([opening]).collect();
+        let ids = tokenizer.encode(&text).unwrap();
+        let mut before = String::new();
+        let wanted: Vec<_> = parts
+            .iter()
+            .map(|(part, speaker)| {
+                before += part;
+                (tokenizer.encode(&before).unwrap().len(), *speaker)
+            })
+            .collect();
+        assert_eq!(ends(&tokenizer, &ids), wanted);
+        assert_eq!(ends(&tokenizer, &tokenizer.encode("plain text").unwrap()), []);
+        assert_eq!(ends(&tokenizer, &[]), []);
+    }
+}

@@ -1,0 +1,101 @@
+use super::*;
+use crate::model::snapshot::PAGE;
+
+/// A state of 100 bytes and 1 byte a position.
+const SIZE: SnapshotSize = SnapshotSize { state: 100, position: 1 };
+
+fn cache(limit: u64) -> Cache {
+    Cache::new(limit, SIZE, Metrics::new("test", "cpu"))
+}
+
+fn snapshot(len: usize) -> Snapshot {
+    let pages = (0..len).step_by(PAGE).map(|first| Arc::new(vec![7; PAGE.min(len - first)])).collect();
+    Snapshot { len, pages, state: Arc::new(vec![1; 100]) }
+}
+
+/// `count` tokens that begin with `first`.
+fn tokens(first: u32, count: usize) -> Vec<u32> {
+    (0..count as u32).map(|n| first * 1000 + n).collect()
+}
+
+fn put(cache: &Cache, ids: &[u32], kind: Kind) -> bool {
+    let made = cache.make_room(ids, kind, &|| SIZE.bytes(ids.len(), 0));
+    if made {
+        cache.insert(ids, kind, snapshot(ids.len()));
+    }
+    made
+}
+
+fn lens(cache: &Cache) -> Vec<usize> {
+    let inner = cache.lock();
+    let mut lens: Vec<usize> = inner.tree.iter().map(|(id, _)| inner.tree.len(id)).collect();
+    lens.sort_unstable();
+    lens
+}
+
+#[test]
+fn a_prompt_takes_the_longest_that_leaves_a_token() {
+    let cache = cache(10_000);
+    let ids = tokens(1, 50);
+    assert!(cache.deepest(&ids, 0).is_none());
+    for len in [10, 30, 50] {
+        assert!(put(&cache, &ids[..len], Kind::Message));
+    }
+    assert_eq!(cache.deepest(&ids, 0).unwrap().len, 30);
+    assert_eq!(cache.deepest(&[&ids[..], &[5]].concat(), 0).unwrap().len, 50);
+    assert_eq!(cache.deepest(&ids[..30], 0).unwrap().len, 10);
+    assert!(cache.deepest(&ids, 30).is_none());
+    assert!(cache.deepest(&tokens(2, 50), 0).is_none());
+    // What is there is not taken again.
+    assert!(!put(&cache, &ids[..30], Kind::Message));
+}
+
+#[test]
+fn the_limit_holds_and_the_least_worth_goes_first() {
+    let cache = cache(500);
+    let system = tokens(1, 100);
+    assert!(put(&cache, &system, Kind::System));
+    let turn = |n: u32, count: usize| [&system[..], &tokens(n, count)].concat();
+    // A conversation that grows by little and one that grows by much.
+    assert!(put(&cache, &turn(2, 5), Kind::Message));
+    assert_eq!((cache.status().bytes, lens(&cache)), (405, vec![100, 105]));
+    assert!(put(&cache, &turn(3, 90), Kind::Message));
+    assert_eq!(lens(&cache), [100, 190]);
+    assert_eq!(cache.status().bytes, 490);
+    assert_eq!(cache.metrics.prompt_cache_evictions_memory.get(), 1);
+    // An answer does not push out what is worth more; the next message does.
+    assert!(!put(&cache, &turn(4, 40), Kind::Answer));
+    assert!(put(&cache, &turn(4, 40), Kind::Message));
+    assert_eq!(lens(&cache), [100, 140]);
+}
+
+#[test]
+fn what_is_not_used_grows_old() {
+    let cache = cache(1000);
+    let old = tokens(1, 150);
+    assert!(put(&cache, &old, Kind::Message));
+    // Each is worth less than the first, and comes later.
+    for n in 2..40 {
+        assert!(put(&cache, &tokens(n, 60), Kind::Message));
+    }
+    assert!(!lens(&cache).contains(&150));
+}
+
+#[test]
+fn what_can_never_fit_pushes_nothing_out() {
+    let cache = cache(300);
+    assert!(put(&cache, &tokens(1, 20), Kind::Message));
+    assert!(!put(&cache, &tokens(2, 201), Kind::Message));
+    assert_eq!(lens(&cache), [20]);
+    assert_eq!(super::Cache::new(99, SIZE, Metrics::new("test", "cpu")).share(), 0);
+}
+
+#[test]
+fn emptied_it_is_empty() {
+    let cache = cache(1000);
+    assert!(put(&cache, &tokens(1, 20), Kind::Message));
+    cache.clear();
+    assert_eq!(cache.status(), Status { limit: 1000, bytes: 0, checkpoints: 0 });
+    assert_eq!(cache.emptied(), 1);
+    assert!(cache.deepest(&tokens(1, 30), 0).is_none());
+}

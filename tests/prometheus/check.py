@@ -1,0 +1,90 @@
+"""Scrapes the demo with Prometheus and runs the board's queries and the alerts' expressions."""
+
+import json
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+
+BINARY, DEPLOY, WORK = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def get(url, body=None):
+    head = {"content-type": "application/json"} if body else {}
+    data = json.dumps(body).encode() if body else None
+    with urllib.request.urlopen(urllib.request.Request(url, data, head), timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def wait_for(url):
+    for _ in range(600):
+        try:
+            return urllib.request.urlopen(url, timeout=5).read()
+        except OSError:
+            time.sleep(0.05)
+    raise SystemExit(f"{url} never answered")
+
+
+def queries():
+    """Every expression, with what Grafana would put in its variables."""
+    board = json.loads((DEPLOY / "grafana.json").read_text())
+    for panel in board["panels"]:
+        for target in panel.get("targets", []):
+            expr = target["expr"].replace("$instance", ".+").replace("$__rate_interval", "1m")
+            yield f"board: {panel['title']}", expr, True
+    for expr in re.findall(r"^ +expr: (.*)$", (DEPLOY / "alerts.yml").read_text(), re.M):
+        # An alert is silent when all is well: what it looks at must be there all the same.
+        yield f"alert: {expr}", expr, False
+        for name in re.findall(r"\b(moestro_\w+|process_\w+)", expr):
+            yield f"alert's metric: {name}", name, name != "moestro_requests_total"
+
+
+def main():
+    port, own = free_port(), free_port()
+    server = subprocess.Popen([BINARY, "serve", "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (WORK / "prometheus.yml").write_text(
+        "global: {scrape_interval: 1s}\n"
+        f"scrape_configs: [{{job_name: moestro, static_configs: [{{targets: ['127.0.0.1:{port}']}}]}}]\n"
+    )
+    prometheus = subprocess.Popen(
+        ["prometheus", f"--config.file={WORK}/prometheus.yml", f"--storage.tsdb.path={WORK}/data",
+         f"--web.listen-address=127.0.0.1:{own}", "--log.level=error"]
+    )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health")
+        wait_for(f"http://127.0.0.1:{own}/-/ready")
+        for n in range(8):
+            body = {"messages": [{"role": "user", "content": f"What is {n} + 7?"}], "max_tokens": 16}
+            get(f"http://127.0.0.1:{port}/v1/chat/completions", body)
+            time.sleep(0.5)
+        # A rate needs samples from before and after.
+        ask = urllib.parse.urlencode({"query": "count_over_time(moestro_build_info[1m]) >= 8"})
+        for _ in range(60):
+            if get(f"http://127.0.0.1:{own}/api/v1/query?{ask}")["data"]["result"]:
+                break
+            time.sleep(0.5)
+        count, wrong = 0, []
+        for what, expr, some in queries():
+            query = urllib.parse.urlencode({"query": expr})
+            answer = get(f"http://127.0.0.1:{own}/api/v1/query?{query}")
+            count += 1
+            if answer["status"] != "success" or some and not answer["data"]["result"]:
+                wrong.append(f"{what}: {expr}: {answer}")
+        assert not wrong, "\n".join(wrong)
+        print(f"prometheus: {count} queries of the board and the alerts answered")
+    finally:
+        server.kill()
+        prometheus.kill()
+
+
+main()

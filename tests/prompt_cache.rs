@@ -1,0 +1,311 @@
+//! The prompt cache changes what is computed and never what is answered: random walks over trees of conversations, each
+//! answer compared with that of an engine that remembers nothing; and an agent's conversation, of which nothing is
+//! computed twice.
+
+mod common;
+
+use common::load_with;
+use moestro::{
+    chat::{Conversation, Template, Tokenizer, turns},
+    engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Worker},
+    error::ModelError,
+    metrics::Metrics,
+    model::{Logits, Model, Options, Qwen, Rows, Snapshot, SnapshotSize},
+};
+use serde_json::{Value, json};
+use std::{
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+
+/// The demo model, with a count of what it is really asked to compute.
+struct Counted {
+    qwen: Qwen,
+    tokens: Arc<AtomicUsize>,
+}
+
+impl Model for Counted {
+    type State = <Qwen as Model>::State;
+
+    fn start(&self) -> Result<Self::State, ModelError> {
+        self.qwen.start()
+    }
+
+    fn forward_marking(
+        &mut self,
+        state: &mut Self::State,
+        ids: &[u32],
+        rows: Rows,
+        marks: &[usize],
+        taken: &mut Vec<Snapshot>,
+    ) -> Result<Logits, ModelError> {
+        self.tokens.fetch_add(ids.len(), Ordering::Relaxed);
+        self.qwen.forward_marking(state, ids, rows, marks, taken)
+    }
+
+    fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError> {
+        self.qwen.snapshot(state)
+    }
+
+    fn restore(&self, snapshot: &Snapshot, into: Option<Self::State>) -> Result<Self::State, ModelError> {
+        self.qwen.restore(snapshot, into)
+    }
+
+    fn held(&self, state: &Self::State) -> usize {
+        self.qwen.held(state)
+    }
+
+    fn snapshot_size(&self) -> SnapshotSize {
+        self.qwen.snapshot_size()
+    }
+
+    fn vocab(&self) -> usize {
+        self.qwen.vocab()
+    }
+
+    fn context(&self) -> usize {
+        self.qwen.context()
+    }
+
+    /// Small, so that marks and the ends of chunks meet in many ways.
+    fn chunk(&self) -> usize {
+        96
+    }
+}
+
+struct Server {
+    engine: Handle,
+    _worker: Worker,
+    tokens: Arc<AtomicUsize>,
+    metrics: Arc<Metrics>,
+}
+
+impl Server {
+    /// With room for `states` states and as many positions as `context` a state.
+    fn new(states: u64) -> Self {
+        let mut options = Options { threads: Some(2), ..Options::default() };
+        options.wishes.context = Some(4096);
+        let qwen = load_with(Path::new(DEMO), options);
+        let size = qwen.snapshot_size();
+        let tokens = Arc::new(AtomicUsize::new(0));
+        let metrics = Metrics::new("test", "cpu");
+        let options = engine::Options {
+            eos: vec![2040],
+            prompt_cache: states * size.bytes(400, 0),
+            ..engine::Options::default()
+        };
+        let (engine, worker) =
+            engine::spawn(Counted { qwen, tokens: tokens.clone() }, options, metrics.clone()).unwrap();
+        Self { engine, _worker: worker, tokens, metrics }
+    }
+
+    /// The answer, each token with the bits of its log-probability; and how many tokens of the prompt were known.
+    fn ask(
+        &self,
+        ids: &[u32],
+        boundaries: &[Boundary],
+        max_tokens: usize,
+        cache_prompt: bool,
+    ) -> (Vec<(u32, u32)>, usize) {
+        let request = Request {
+            ids: ids.to_vec(),
+            max_tokens,
+            sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+            logprobs: Some(0),
+            prompt_logprobs: None,
+            ignore_eos: true,
+            constraint: None,
+            boundaries: boundaries.to_vec(),
+            cache_prompt,
+        };
+        let mut events = self.engine.submit(request).unwrap();
+        let (mut answer, mut cached) = (Vec::new(), 0);
+        loop {
+            match events.blocking_recv().unwrap() {
+                Event::Started { cached_tokens, .. } => cached = cached_tokens,
+                Event::Token { id, logprobs } => answer.push((id, logprobs.unwrap().logprob.to_bits())),
+                Event::Done { .. } => return (answer, cached),
+                Event::Failed(error) => panic!("{error}"),
+                Event::Prompt(_) => {}
+            }
+        }
+    }
+}
+
+/// Numbers that look random, the same at every run.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: usize) -> usize {
+        self.0 = self.0.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+        ((self.0 >> 33) as usize) % sides
+    }
+
+    fn tokens(&mut self, count: usize) -> Vec<u32> {
+        (0..count).map(|_| 100 + self.roll(1500) as u32).collect()
+    }
+}
+
+/// A conversation: its tokens, and where its messages end.
+#[derive(Clone, Default)]
+struct Talk {
+    ids: Vec<u32>,
+    ends: Vec<Boundary>,
+}
+
+impl Talk {
+    fn say(&mut self, ids: &[u32], departure: Departure) {
+        self.ids.extend_from_slice(ids);
+        self.ends.push(Boundary { at: self.ids.len(), departure });
+    }
+
+    /// What was said up to the end of a message.
+    fn until(&self, message: usize) -> Self {
+        let ends = self.ends[..message].to_vec();
+        Self { ids: self.ids[..ends.last().map_or(0, |end| end.at)].to_vec(), ends }
+    }
+}
+
+/// One walk: a few conversations that grow, branch, are edited, asked again and continued with the answer or another.
+fn walk(seed: u64, cached: &Server, fresh: &Server) {
+    let mut dice = Dice(seed);
+    let system = dice.tokens(30 + 40 * (seed % 7) as usize);
+    let mut talks: Vec<Talk> = Vec::new();
+    for step in 0..12 {
+        let number = dice.roll(talks.len() + 1);
+        let mut talk = match talks.get(number) {
+            None => {
+                let mut talk = Talk::default();
+                talk.say(&system, Departure::System);
+                talk
+            }
+            Some(talk) => match dice.roll(4) {
+                // An earlier message is written anew.
+                0 => talk.until(1 + dice.roll(talk.ends.len())),
+                _ => talk.clone(),
+            },
+        };
+        let again = talks.get(number).is_some() && dice.roll(4) == 0;
+        if !again {
+            let count = 1 + dice.roll(60);
+            let departure = if dice.roll(2) == 0 { Departure::Query } else { Departure::Message };
+            let message = dice.tokens(count);
+            talk.say(&message, departure);
+        }
+        // The opening of the answer.
+        let prompt = [&talk.ids[..], &[2039, 77]].concat();
+        let max_tokens = 1 + dice.roll(6);
+        let (expected, none) = fresh.ask(&prompt, &[], max_tokens, false);
+        assert_eq!(none, 0, "the other engine remembers nothing");
+        let (answer, _) = cached.ask(&prompt, &talk.ends, max_tokens, true);
+        assert_eq!(answer, expected, "walk {seed}, step {step}, prompt of {}", prompt.len());
+        if dice.roll(2) == 0 {
+            // The client sends the answer back as it was.
+            let answer: Vec<u32> = answer.iter().map(|token| token.0).collect();
+            talk.say(&[&[2039, 77], &answer[..]].concat(), Departure::Message);
+        }
+        match talks.get_mut(number) {
+            Some(old) if dice.roll(3) > 0 => *old = talk,
+            _ => talks.push(talk),
+        }
+    }
+}
+
+/// As many as `MOESTRO_WALKS` says: 200 by hand.
+#[test]
+fn answers_do_not_depend_on_what_is_remembered() {
+    let walks: u64 = std::env::var("MOESTRO_WALKS").map_or(9, |walks| walks.parse().unwrap());
+    let fresh = Server::new(0);
+    let (mut known, mut evicted) = (0, 0);
+    // A cache for one checkpoint, for a few, and for all.
+    for (part, states) in [(0, 1), (1, 3), (2, 40)] {
+        let cached = Server::new(states);
+        for seed in (part..walks).step_by(3) {
+            walk(seed, &cached, &fresh);
+        }
+        let status = cached.engine.prompt_cache();
+        assert!(status.bytes <= status.limit, "{status:?}");
+        known += cached.metrics.prompt_tokens_cached.get();
+        evicted += cached.metrics.prompt_cache_evictions_memory.get();
+        assert!(cached.metrics.prompt_cache_hits_memory.get() > 0, "{states}");
+        cached.engine.clear_prompt_cache();
+        assert_eq!(cached.engine.prompt_cache().bytes, 0);
+    }
+    // The engine that forgets has its session, which a retry does not extend.
+    assert!(known > 0 && evicted > 0, "{known} {evicted}");
+}
+
+/// What a coding agent sends, turn by turn: a tool call and its result after each answer; every fourth turn the person
+/// asks something new, where the template drops the reasoning before it.
+fn agent(turns: usize, reasoning: bool) -> Vec<Vec<Value>> {
+    let words = |n: usize, count: usize| {
+        let word =
+            |k: usize| ["slot", "plan", "limit", "file", "line", "read", "what", "is"][(n * 7 + k * k + k / 3) % 8];
+        (0..count).map(word).collect::<Vec<_>>().join(" ")
+    };
+    let mut messages =
+        vec![json!({"role": "system", "content": words(1, 60)}), json!({"role": "user", "content": words(2, 12)})];
+    let mut sent = Vec::new();
+    for turn in 0..turns {
+        sent.push(messages.clone());
+        let mut answer = json!({"role": "assistant", "content": words(turn + 3, 4)});
+        if reasoning {
+            answer["reasoning_content"] = words(turn + 5, 20).into();
+        }
+        messages.push(answer);
+        messages.push(match turn % 4 {
+            3 => json!({"role": "user", "content": words(turn + 11, 10)}),
+            _ => json!({"role": "tool", "content": words(turn + 7, 90 + turn * 37 % 80)}),
+        });
+    }
+    sent
+}
+
+#[test]
+fn an_agent_computes_what_is_new() {
+    let tokenizer = Tokenizer::load(Path::new(DEMO)).unwrap();
+    let template = Template::load(Path::new(DEMO)).unwrap();
+    for reasoning in [true, false] {
+        let server = Server::new(60);
+        let (mut new, mut earlier) = (0, Vec::<Vec<u32>>::new());
+        let mut generated = 0;
+        for messages in agent(14, reasoning) {
+            let kwargs = serde_json::Map::new();
+            let text = template
+                .render(&Conversation {
+                    messages: &messages,
+                    tools: None,
+                    kwargs: &kwargs,
+                    add_generation_prompt: true,
+                })
+                .unwrap();
+            let ids = tokenizer.encode(&text).unwrap();
+            let departure = |speaker| match speaker {
+                turns::Speaker::System => Departure::System,
+                turns::Speaker::User => Departure::Query,
+                turns::Speaker::Other => Departure::Message,
+            };
+            let ends: Vec<Boundary> = turns::ends(&tokenizer, &ids)
+                .into_iter()
+                .map(|(at, speaker)| Boundary { at, departure: departure(speaker) })
+                .collect();
+            let shared = |other: &Vec<u32>| ids.iter().zip(other).take_while(|(a, b)| a == b).count();
+            new += ids.len() - earlier.iter().map(shared).max().unwrap_or(0);
+            generated += server.ask(&ids, &ends, 5, true).0.len() - 1;
+            earlier.push(ids);
+        }
+        // Of an answer all but the last token went through the model.
+        let computed = server.tokens.load(Ordering::Relaxed) - generated;
+        let all: usize = earlier.iter().map(Vec::len).sum();
+        let ratio = computed as f64 / new as f64;
+        println!("{computed} tokens computed, {new} new, {all} sent: {ratio:.3}");
+        assert!(ratio <= 1.05, "{computed} tokens computed, {new} new, {all} sent (reasoning: {reasoning})");
+        assert_eq!(server.metrics.prompt_tokens_computed.get(), computed as u64);
+        assert!(all > 3 * new, "a conversation that shares little shows little");
+    }
+}

@@ -1,0 +1,140 @@
+"""Two replicas behind a router: who gets a conversation, and what is lost when one replica goes."""
+
+import json
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+BINARY, CONFIG, WORK = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def ask(port, topic, turn=0, timeout=60):
+    """One turn of a conversation; the answer's text."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is {topic} + 7?"}]
+    for n in range(turn):
+        messages += [{"role": "assistant", "content": "It is so."}, {"role": "user", "content": f"And {n} + {topic}?"}]
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+
+def get(port, path):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        return answer.read().decode()
+
+
+def wait_for(port):
+    for _ in range(600):
+        try:
+            return get(port, "/health")
+        except OSError:
+            time.sleep(0.05)
+    raise SystemExit(f"port {port} never answered")
+
+
+def answered(port):
+    """Chats that a replica has answered."""
+    lines = re.findall(r'moestro_requests_total\{endpoint="/v1/chat/completions",status="200"\} (\d+)', get(port, "/metrics"))
+    return sum(map(int, lines))
+
+
+class Replica:
+    def __init__(self, port):
+        self.port = port
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen(
+            [BINARY, "serve", "--port", str(self.port), "--threads", "1", "--max-queue", "64"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_for(self.port)
+
+
+def load(router, seconds, event):
+    """Eight clients that ask all the time; `event` happens in the middle. What failed, by cause, and how many were right."""
+    lost, right, end = [], [0], time.time() + seconds
+    lock = threading.Lock()
+
+    def client(n):
+        turn = 0
+        while time.time() < end:
+            turn += 1
+            try:
+                ask(router, 10 * n + turn % 10)
+                with lock:
+                    right[0] += 1
+            except urllib.error.HTTPError as error:
+                with lock:
+                    lost.append(f"status {error.code}")
+            except OSError as error:
+                with lock:
+                    lost.append(type(error).__name__)
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds / 3)
+    event()
+    for thread in threads:
+        thread.join()
+    return lost, right[0]
+
+
+def main():
+    router, one, two = free_port(), Replica(free_port()), Replica(free_port())
+    text = CONFIG.read_text()
+    for old, new in [("5400", router), ("5413", one.port), ("5414", two.port)]:
+        text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
+    (WORK / "haproxy.cfg").write_text(text)
+    haproxy = subprocess.Popen(["haproxy", "-q", "-f", str(WORK / "haproxy.cfg")])
+    wait_for(router)
+
+    # A conversation stays where it began; many of them use both replicas.
+    spread = set()
+    for topic in range(12):
+        before = answered(one.port), answered(two.port)
+        for turn in range(3):
+            ask(router, topic, turn)
+        after = answered(one.port), answered(two.port)
+        gained = after[0] - before[0], after[1] - before[1]
+        assert sorted(gained) == [0, 3], f"conversation {topic} went to both: {gained}"
+        spread.add(gained)
+    assert len(spread) == 2, "one replica got every conversation"
+    print("affinity: 12 conversations of 3 turns, each on one replica, both used")
+
+    # Killed: what it was answering or had in line is lost, at most one request a client, and nothing after that.
+    lost, right = load(router, 9, lambda: one.process.kill())
+    print(f"killed: {len(lost)} lost of {right + len(lost)}: {sorted(set(lost))}")
+    assert len(lost) <= 8 and right > 20, (lost, right)
+    one.start()
+    time.sleep(1.5)
+
+    # Drained: nothing is lost.
+    lost, right = load(router, 9, lambda: two.process.send_signal(signal.SIGTERM))
+    print(f"drained: {len(lost)} lost of {right + len(lost)}: {sorted(set(lost))}")
+    assert not lost and right > 20, (lost, right)
+    for process in (haproxy, one.process, two.process):
+        process.kill()
+
+
+main()
