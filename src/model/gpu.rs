@@ -40,7 +40,6 @@ pub struct OnGpu<G> {
     grouped: Grouped,
     ids: Region,
     logits: Region,
-    guess: Region,
     released: Arc<Mutex<Vec<u32>>>,
 }
 
@@ -82,9 +81,9 @@ impl<G: Gpu> OnGpu<G> {
     pub fn new(qwen: Qwen, mut gpu: G) -> Result<Self, Refused> {
         let parts = Parts::new(&qwen, &mut gpu);
         match parts {
-            Ok(Parts { net, scratch, grouped, ids, logits, guess }) => {
+            Ok(Parts { net, scratch, grouped, ids, logits }) => {
                 let gpu = Mutex::new(gpu);
-                Ok(Self { qwen, net, gpu, scratch, grouped, ids, logits, guess, released: Arc::default() })
+                Ok(Self { qwen, net, gpu, scratch, grouped, ids, logits, released: Arc::default() })
             }
             Err(error) => Err(Refused { qwen: Box::new(qwen), error }),
         }
@@ -128,7 +127,7 @@ impl<G: Gpu> OnGpu<G> {
         observe: &mut dyn FnMut(usize, &[u32]),
         out: &mut Vec<f32>,
     ) -> Result<(), ModelError> {
-        let Self { qwen, net, gpu, scratch, grouped, ids: ids_at, logits, guess, .. } = self;
+        let Self { qwen, net, gpu, scratch, grouped, ids: ids_at, logits, .. } = self;
         let gpu = gpu.get_mut().unwrap_or_else(PoisonError::into_inner);
         let tokens = ids.len();
         let residence = match qwen.store() {
@@ -147,8 +146,7 @@ impl<G: Gpu> OnGpu<G> {
         let mut rows = tokens - wanted..tokens.min(tokens - wanted + LOGITS);
         let head = (wanted > 0).then_some((*logits, rows.clone()));
         let steps = plan::pass(net, &state.layers, (state.len, tokens), *ids_at, residence, scratch, head);
-        let (experts, guess) = (qwen.store(), *guess);
-        let run = Run { gpu, net, experts, scratch, grouped, guess, tokens, held: None, observe };
+        let run = Run { gpu, net, experts: qwen.store(), scratch, grouped, tokens, held: None, observe };
         run.all(&steps)?;
         state.len += tokens;
         while !rows.is_empty() {
@@ -170,7 +168,6 @@ struct Parts {
     grouped: Grouped,
     ids: Region,
     logits: Region,
-    guess: Region,
 }
 
 impl Parts {
@@ -190,8 +187,7 @@ impl Parts {
             shared: take(rows * hidden)?,
         };
         let (ids, logits) = (take(rows)?, take(rows.min(LOGITS) * qwen.config().vocab)?);
-        let guess = take(room::routed(qwen.config()))?;
-        Ok(Self { net, scratch, grouped, ids, logits, guess })
+        Ok(Self { net, scratch, grouped, ids, logits })
     }
 }
 

@@ -144,10 +144,10 @@ impl Moe {
         let choice = Choice { ids: &routes.ids, k: routes.k, logits: &logits };
         let mut asked = store.ask(self.layer, &choice, phase, &mut Immediate)?;
         if let Some(next) = next
-            && phase == Phase::Decode
             && store.wants_prediction(phase)
         {
-            // The next layer's router on this layer's input: a guess, read only when nothing better is to be done.
+            // The next layer's router on this layer's input: a guess, read only when nothing better is to be done. While
+            // a prompt is at it that is from this layer's last read to the next layer's first: its mixer, above all.
             let (guess, ..) = next.route(compute, x)?;
             store.read_ahead(next.layer, &guess.ids, phase);
         }

@@ -30,14 +30,6 @@ pub fn shared_width(config: &Config) -> usize {
     }
 }
 
-/// Experts of a layer.
-pub fn routed(config: &Config) -> usize {
-    match config.ffn {
-        FfnShape::Moe { experts, .. } => experts,
-        FfnShape::Dense { .. } => 1,
-    }
-}
-
 impl Room {
     /// On the CPU: floats alive at once in the widest part of a layer, and two rows of logits.
     pub fn on_cpu(config: &Config, math: Math) -> Self {
@@ -79,7 +71,7 @@ impl Room {
         Self {
             kv_per_token: (full * 2 * a.kv_heads * a.dim * 4) as u64,
             per_row: 4 * row as u64,
-            fixed: (parts + 4 * (vectors + LOGITS * config.vocab + routed(config))) as u64,
+            fixed: (parts + 4 * vectors + 4 * LOGITS * config.vocab) as u64,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::Grouped;
 use crate::{
-    device::{Gpu, Region},
+    device::Gpu,
     error::ModelError,
     experts::{Asked, Batch, Choice, Experts, Phase},
     ops::plan::{Ffn, Jobs, Linear, Mixture, NONE, Net, Scratch, Step, linear},
@@ -15,8 +15,6 @@ pub(super) struct Run<'a, G> {
     pub experts: Option<&'a Experts>,
     pub scratch: &'a Scratch,
     pub grouped: &'a Grouped,
-    /// `[experts]`: what the next layer's router makes of this layer's input.
-    pub guess: Region,
     pub tokens: usize,
     /// The experts the GPU may be reading: their slots must not change before the next wait.
     pub held: Option<Held<'a>>,
@@ -88,10 +86,13 @@ impl<'a, G: Gpu> Run<'a, G> {
         let (Some(experts), Some(moe)) = (self.experts, mixture(self.net, layer)) else {
             return Err(ModelError::Config("a dense layer routes nothing".into()));
         };
-        let next = mixture(self.net, layer + 1).filter(|_| phase == Phase::Decode && experts.wants_prediction(phase));
+        // What the next layer's router makes of this layer's input goes where nothing is before the experts have run.
+        let (tokens, guess) = (self.tokens, self.grouped.out);
+        let next = mixture(self.net, layer + 1).filter(|_| experts.wants_prediction(phase));
+        let next = next.filter(|next| tokens * next.router.rows * 4 <= guess.len);
         if let Some(next) = next {
             let (x, matrices) = (self.scratch.normed, std::slice::from_ref(&next.router));
-            self.gpu.launch(&linear(&Linear { x, tokens: 1, norm: None, matrices, y: self.guess, add: false }))?;
+            self.gpu.launch(&linear(&Linear { x, tokens, norm: None, matrices, y: guess, add: false }))?;
         }
         self.gpu.wait()?;
         self.held = None;
@@ -109,8 +110,9 @@ impl<'a, G: Gpu> Run<'a, G> {
         (self.observe)(layer, &distinct);
         let asked = experts.ask(layer, &Choice { ids: &ids, k: moe.k, logits: &logits }, phase, self.gpu)?;
         if let Some(next) = next {
-            let guess = self.gpu.read_floats(self.guess.first(next.router.rows * 4))?;
-            experts.read_ahead(layer + 1, &largest(&guess, next.k), phase);
+            let guess = self.gpu.read_floats(guess.first(tokens * next.router.rows * 4))?;
+            let guess: Vec<u32> = guess.chunks(next.router.rows).flat_map(|row| largest(row, next.k)).collect();
+            experts.read_ahead(layer + 1, &guess, phase);
         }
         Ok((asked, ids.len()))
     }
