@@ -116,7 +116,7 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
         eos: checkpoint.generation.eos.clone(),
         usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.vocab()),
         request_timeout: config.request_timeout,
-        prompt_cache: loaded.model.qwen().plan().prompt_cache,
+        prompt_cache: loaded.model.plan().prompt_cache,
         ..Options::default()
     };
     let (engine, worker) = engine::spawn(loaded.model, options, metrics.clone())

@@ -6,7 +6,7 @@ use moestro::{
     device::Math,
     experts::{Io, Prefetch},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, gpu::OnGpu, qwen::StoreOptions},
+    model::{Model, Options, Qwen, Rows, qwen::StoreOptions},
 };
 use std::{path::Path, sync::Arc};
 
@@ -56,7 +56,7 @@ fn run(prefetch: Prefetch, gpu: bool) -> Counts {
     let (mut qwen, metrics) = load(prefetch, &trace, gpu);
     if gpu {
         let host = HostGpu::new(Host::fast());
-        decode(&mut OnGpu::new(qwen, host).unwrap_or_else(|refused| panic!("{}", refused.error)));
+        decode(&mut qwen.onto(host).unwrap_or_else(|refused| panic!("{}", refused.error)));
     } else {
         decode(&mut qwen);
         drop(qwen);

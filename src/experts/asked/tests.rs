@@ -5,7 +5,7 @@ use super::super::{
     tests::{Checkpoint, EXPERTS, LAYERS, byte, checkpoint},
 };
 use crate::{
-    device::{GpuError, Immediate, Mark, Timeline},
+    device::{DeviceError, Immediate, Mark, Timeline},
     metrics::Metrics,
 };
 
@@ -59,9 +59,9 @@ impl Timeline for Late<'_> {
         Mark(self.done as u64)
     }
 
-    fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError> {
+    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
         if self.broken {
-            return Err(GpuError("lost".into()));
+            return Err(DeviceError("lost".into()));
         }
         self.waits += 1;
         self.work_until(mark.0 as usize);
