@@ -92,6 +92,15 @@ pub struct Metrics {
     pub ssd_stall_seconds: Counter,
     pub ssd_errors: IntCounter,
 
+    /// Cycles that verified tokens found in the prompt or the answer.
+    pub draft_cycles_lookup: IntCounter,
+    pub draft_tokens_accepted: IntCounter,
+    pub draft_tokens_rejected: IntCounter,
+    /// By cycles that were faster than plain steps.
+    pub draft_seconds_saved: Counter,
+    /// By cycles that were slower.
+    pub draft_seconds_lost: Counter,
+
     pub memory_trunk: IntGauge,
     pub memory_experts: IntGauge,
     pub memory_kv: IntGauge,
@@ -118,6 +127,12 @@ impl Metrics {
         );
         let prefetches =
             counters(r, "moestro_expert_prefetches_total", "Prefetched experts by what became of them", &["outcome"]);
+        let drafts = counters(
+            r,
+            "moestro_draft_tokens_total",
+            "Drafted tokens by the draft's kind and by what became of them",
+            &["kind", "outcome"],
+        );
         let hits = counters(
             r,
             "moestro_prompt_cache_hits_total",
@@ -223,6 +238,26 @@ impl Metrics {
             ),
             ssd_errors: counter(r, "moestro_ssd_errors_total", "Reads that failed or came up short"),
 
+            draft_cycles_lookup: counters(
+                r,
+                "moestro_draft_cycles_total",
+                "Passes that verified a draft, by its kind",
+                &["kind"],
+            )
+            .with_label_values(&["lookup"]),
+            draft_tokens_accepted: drafts.with_label_values(&["lookup", "accepted"]),
+            draft_tokens_rejected: drafts.with_label_values(&["lookup", "rejected"]),
+            draft_seconds_saved: seconds(
+                r,
+                "moestro_draft_seconds_saved_total",
+                "Time saved by cycles that were faster than as many plain steps",
+            ),
+            draft_seconds_lost: seconds(
+                r,
+                "moestro_draft_seconds_lost_total",
+                "Time lost by cycles that were slower than as many plain steps",
+            ),
+
             memory_trunk: memory.with_label_values(&["trunk"]),
             memory_experts: memory.with_label_values(&["experts"]),
             memory_kv: memory.with_label_values(&["kv"]),
@@ -262,6 +297,10 @@ impl Metrics {
 fn register<C: prometheus::core::Collector + Clone + 'static>(registry: &Registry, metric: C) -> C {
     registry.register(Box::new(metric.clone())).expect("each metric is named once");
     metric
+}
+
+fn seconds(registry: &Registry, name: &str, help: &str) -> Counter {
+    register(registry, Counter::new(name, help).expect("a valid name"))
 }
 
 fn counter(registry: &Registry, name: &str, help: &str) -> IntCounter {
