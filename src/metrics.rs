@@ -106,6 +106,8 @@ pub struct Metrics {
     pub memory_kv: IntGauge,
     pub memory_state: IntGauge,
     pub memory_workspace: IntGauge,
+    /// What requests hold now of the memory that the plan sets aside for them.
+    pub memory_requests: IntGauge,
     pub memory_prompt_cache: IntGauge,
     pub memory_limit_bytes: IntGauge,
 }
@@ -263,6 +265,7 @@ impl Metrics {
             memory_kv: memory.with_label_values(&["kv"]),
             memory_state: memory.with_label_values(&["state"]),
             memory_workspace: memory.with_label_values(&["workspace"]),
+            memory_requests: memory.with_label_values(&["requests"]),
             memory_prompt_cache: memory.with_label_values(&["prompt_cache"]),
             memory_limit_bytes: gauge(r, "moestro_memory_limit_bytes", "The memory plan's limit"),
             registry,
@@ -358,6 +361,7 @@ mod tests {
             "moestro_ssd_stall_seconds_total 0",
             "moestro_ssd_errors_total 0",
             "moestro_memory_bytes{kind=\"workspace\"} 0",
+            "moestro_memory_bytes{kind=\"requests\"} 0",
             "moestro_memory_limit_bytes 0",
             "moestro_memory_bytes{kind=\"prompt_cache\"} 0",
             "moestro_prompt_cache_hits_total{source=\"session\"} 0",

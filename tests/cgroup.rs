@@ -5,61 +5,17 @@
 
 #![cfg(target_os = "linux")]
 
+#[path = "support/group.rs"]
+mod group;
+
+use group::Group;
 use moestro::{
     demo,
     tools::synth::{self, Dimensions},
 };
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::{Command, Output},
-};
+use std::{path::Path, process::Output};
 
 const MIB: u64 = 1 << 20;
-
-/// A group of our own, removed in the end.
-struct Group {
-    dir: PathBuf,
-    limit: &'static str,
-}
-
-impl Group {
-    fn new() -> Option<Self> {
-        let name = format!("moestro-test-{}", std::process::id());
-        let v1 = Path::new("/sys/fs/cgroup/memory").to_owned();
-        let own = fs::read_to_string("/proc/self/cgroup").ok()?;
-        let v2 =
-            own.lines().find_map(|line| line.strip_prefix("0::/")).map(|own| Path::new("/sys/fs/cgroup").join(own));
-        [(v1, "memory.limit_in_bytes"), (v2?, "memory.max")].into_iter().find_map(|(parent, limit)| {
-            let group = Self { dir: parent.join(&name), limit };
-            fs::create_dir(&group.dir).ok()?;
-            group.dir.join(limit).exists().then_some(group)
-        })
-    }
-
-    fn set(&self, bytes: u64) {
-        fs::write(self.dir.join(self.limit), bytes.to_string()).unwrap();
-    }
-
-    /// How often something was killed in it.
-    fn kills(&self) -> u64 {
-        let read = |file: &str| fs::read_to_string(self.dir.join(file)).unwrap_or_default();
-        let text = read("memory.oom_control") + &read("memory.events");
-        text.lines().filter_map(|line| line.strip_prefix("oom_kill ")?.parse::<u64>().ok()).sum()
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        // What the page cache holds for the group may keep it for a moment.
-        for _ in 0..100 {
-            if fs::remove_dir(&self.dir).is_ok() || !self.dir.exists() {
-                break;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-    }
-}
 
 /// 120 MB, nearly all of it experts.
 fn model(dir: &Path) {
@@ -89,10 +45,8 @@ fn model(dir: &Path) {
 }
 
 fn bench(model: &Path, group: Option<&Group>, limit: u64, io: &str) -> Output {
-    let enter =
-        group.map_or(String::new(), |group| format!("echo $$ > {}/cgroup.procs || exit 9; ", group.dir.display()));
-    Command::new("sh")
-        .args(["-c", &format!("{enter}exec \"$@\""), "sh", env!("CARGO_BIN_EXE_moestro"), "bench"])
+    group::command(group)
+        .arg("bench")
         .arg(model)
         .args(["--prompt-tokens", "200", "--gen-tokens", "12", "--repeat", "1", "--json", "--expert-io", io])
         .args(["--memory-limit", &limit.to_string()])
