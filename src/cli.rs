@@ -341,6 +341,10 @@ pub struct Doctor {
     /// One JSON object instead of tables
     #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
     pub json: bool,
+
+    /// Try a GPU that is refused otherwise: older than M1, or a virtual machine's
+    #[arg(long, env = "MOESTRO_ANY_GPU", value_parser = BoolishValueParser::new())]
+    pub any_gpu: bool,
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What was asked for, checked. `cli` says what was typed; from here on nobody sees a raw option.
+//! The user's requests, checked. `cli` has what was typed; from here on nobody sees a raw option.
 
 pub mod file;
 pub mod generation;
@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-/// Which model.
+/// The model asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// The one in the binary.
@@ -24,7 +24,7 @@ pub enum Source {
 }
 
 impl Source {
-    /// What is there is a directory; what is not, but reads as `org/name`, is a hub id.
+    /// A path that exists is a directory; another that reads as `org/name` is a hub id.
     pub fn new(typed: Option<&str>) -> Self {
         let Some(typed) = typed else { return Source::Demo };
         let path = expand(typed);
@@ -41,7 +41,7 @@ fn expand(typed: &str) -> PathBuf {
     env::home_dir().map_or_else(|| typed.into(), |home| home.join(rest))
 }
 
-/// Whether `typed` reads as `org/name`.
+/// True if `typed` reads as `org/name`.
 pub fn is_hub_id(typed: &str) -> bool {
     let word = |word: &str| {
         word.starts_with(|c: char| c.is_ascii_alphanumeric())
@@ -50,7 +50,7 @@ pub fn is_hub_id(typed: &str) -> bool {
     typed.split_once('/').is_some_and(|(org, name)| word(org) && word(name))
 }
 
-/// How to load the model. `None` is for the plan to choose.
+/// The options of loading a model. `None` is for the plan to choose.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Load {
     pub device: Device,
@@ -123,7 +123,7 @@ pub struct Serve {
     pub load: Load,
     pub drafts: Drafts,
     pub generation: Generation,
-    /// Whether the model reasons, where a request does not say.
+    /// The model reasons, where a request does not say.
     pub thinking: Option<bool>,
 }
 
@@ -214,7 +214,7 @@ fn thinking(typed: &cli::Sampling) -> Option<bool> {
     typed.thinking.map(|thinking| thinking == OnOff::On)
 }
 
-/// What a checkpoint is called: its directory's name.
+/// A checkpoint's name: that of its directory.
 pub fn name(dir: &Path) -> String {
     let whole = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
     whole.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())

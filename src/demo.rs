@@ -73,12 +73,12 @@ fn unpack_into(cache: &Path) -> Result<PathBuf, StoreError> {
     Ok(dir)
 }
 
-/// What SHA256SUMS says of a file.
+/// A file's sum in SHA256SUMS.
 fn sum(name: &str) -> &'static str {
     SUMS.lines().filter_map(|line| line.split_once("  ")).find(|(_, file)| *file == name).map_or("", |(sum, _)| sum)
 }
 
-/// Whether the file is there, can be read, and has this sum.
+/// True if the file is there, can be read, and has this sum.
 fn is_whole(path: &Path, sum: &str) -> bool {
     let hash = || -> io::Result<String> {
         let (mut file, mut hasher, mut block) = (File::open(path)?, Sha256::new(), [0; 1 << 16]);

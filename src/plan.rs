@@ -31,7 +31,10 @@ const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
 /// The limit where neither the user nor the system gives one (bytes).
 const FALLBACK: u64 = 4 << 30;
 
-/// What a model asks of memory. Bytes unless said otherwise.
+/// Bytes of a GPU's recommended working set that stay free.
+const GPU_RESERVE: u64 = 2 << 30;
+
+/// A model's demands on memory. Bytes unless said otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Shape {
     /// Everything but the routed experts.
@@ -77,15 +80,15 @@ impl Shape {
     }
 }
 
-/// What the machine allows, in bytes; `None` where the system does not say.
+/// The machine's limits, in bytes; `None` where the system does not say.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Limits {
     pub ram: Option<u64>,
-    /// What the GPU recommends as its working set (Metal).
+    /// The GPU's recommended working set (Metal).
     pub gpu: Option<u64>,
     /// The control group's limit.
     pub cgroup: Option<u64>,
-    /// What this process occupies apart from the plan's other terms: code, tokenizer, threads.
+    /// Memory of this process apart from the plan's other terms: code, tokenizer, threads.
     pub process: u64,
 }
 
@@ -98,11 +101,12 @@ impl Limits {
         Self { ram: os::total_memory(), gpu, cgroup: os::cgroup_limit(), process }
     }
 
-    /// The limit to plan with: what the user asked for, else 75 % of RAM or the GPU's recommendation if that is less;
-    /// never above RAM or 10/11 of the control group's limit (beyond that the kernel's own use could get us killed).
+    /// The limit to plan with: what the user asked for, else 75 % of RAM; never above RAM, 10/11 of the control group's limit
+    /// (beyond that the kernel's own use could get us killed), or 2 GiB less than the GPU recommends (what the window server
+    /// and Metal itself take counts, too, and a little above it a command buffer fails for want of memory).
     fn choose(&self, asked: Option<u64>) -> (u64, LimitFrom) {
         let ram = self.ram.map(|ram| (if asked.is_some() { ram } else { ram / 4 * 3 }, LimitFrom::Ram));
-        let gpu = self.gpu.filter(|_| asked.is_none()).map(|gpu| (gpu, LimitFrom::Gpu));
+        let gpu = self.gpu.map(|gpu| (gpu.saturating_sub(GPU_RESERVE), LimitFrom::Gpu));
         let cgroup = self.cgroup.map(|cgroup| ((cgroup as f64 / 1.1) as u64, LimitFrom::Cgroup));
         let asked = asked.map(|asked| (asked, LimitFrom::Asked));
         let candidates = [asked, cgroup, ram, gpu].into_iter().flatten();
@@ -110,7 +114,7 @@ impl Limits {
     }
 }
 
-/// Which of the limits was the least.
+/// The limit that was the least.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LimitFrom {
@@ -121,7 +125,7 @@ pub enum LimitFrom {
     Fallback,
 }
 
-/// What the user set; `None` is the default described at the top.
+/// The user's settings; `None` is the default described at the top.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Wishes {
     pub limit: Option<u64>,
@@ -138,7 +142,7 @@ pub struct Wishes {
     pub buffered: bool,
 }
 
-/// Whether experts are read once or as they are asked for.
+/// Experts are read once, or as they are asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Strategy {
@@ -147,7 +151,7 @@ pub enum Strategy {
     Streaming,
 }
 
-/// What goes into memory: bytes, but for `slots`, `context` (tokens) and `chunk` (rows).
+/// The contents of memory: bytes, but for `slots`, `context` (tokens) and `chunk` (rows).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
     pub strategy: Strategy,
@@ -168,14 +172,14 @@ pub struct Plan {
     pub slots: usize,
     /// The part of all experts that has a slot: 0 to 1.
     pub residency: f64,
-    /// What the model would take with every expert in memory, over the limit: above 1 it must stream.
+    /// The model's size with every expert in memory, over the limit: above 1 it must stream.
     pub overcommit: f64,
     pub context: usize,
     pub chunk: usize,
 }
 
 impl Plan {
-    /// What the plan commits: at most `limit`.
+    /// All that the plan commits: at most `limit`.
     pub fn total(&self) -> u64 {
         self.process
             + self.trunk
@@ -250,7 +254,7 @@ impl Plan {
     }
 }
 
-/// How many of something (tokens of context, rows of a chunk) a plan may take, and what each costs.
+/// A count that a plan may choose (tokens of context, rows of a chunk), and the cost of each.
 #[derive(Clone, Copy)]
 struct Range {
     /// At least so many.

@@ -3,7 +3,7 @@
 // is undefined on a GPU stops the run here: a barrier or reduction that some threads do not reach, and (under
 // AddressSanitizer) any access outside a bound range or a threadgroup array. Threadgroup memory starts as NaNs.
 #pragma once
-#include <cmath>
+#include <math.h>  // Not <cmath>: it alone brings exp(float) and the like without std::, in libstdc++ and in libc++.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -24,10 +24,6 @@ struct uint3 { uint x, y, z; };
 struct alignas(16) uint4 { uint x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 
-inline float exp(float x) { return expf(x); }
-inline float log(float x) { return logf(x); }
-inline float sqrt(float x) { return sqrtf(x); }
-inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline float min(float a, float b) { return fminf(a, b); }
 inline uint max(uint a, uint b) { return a < b ? b : a; }

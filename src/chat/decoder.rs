@@ -23,7 +23,7 @@ impl Decoder {
         text
     }
 
-    /// What was held back: an unfinished character becomes U+FFFD.
+    /// The bytes held back: an unfinished character becomes U+FFFD.
     pub fn finish(&mut self) -> String {
         let mut text = String::new();
         Self::flush(&mut text, &mut self.pending);

@@ -94,7 +94,7 @@ enum State {
     Closing,
 }
 
-/// How a step left the text.
+/// The result of a step.
 #[derive(PartialEq)]
 enum Step {
     On,

@@ -1,4 +1,4 @@
-//! How Python writes values. A template's prompt is what the model was trained on to the byte, and it was trained on the
+//! Values in Python's notation. A template's prompt is what the model was trained on to the byte, and it was trained on the
 //! text that Python's `str` and `json.dumps` gave.
 
 use minijinja::{
@@ -38,7 +38,7 @@ pub(super) fn string(value: &Value) -> String {
     as_float(value).map_or_else(|| value.to_string(), float)
 }
 
-/// What `json.dumps` takes, as far as templates may say it.
+/// The arguments of `json.dumps` that templates may give.
 struct Dumps {
     indent: Option<String>,
     item_separator: String,

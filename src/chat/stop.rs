@@ -12,7 +12,7 @@ pub struct Stop {
     met: Option<String>,
 }
 
-/// What may be sent on.
+/// Text that may be sent on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
     pub text: String,
@@ -24,7 +24,7 @@ struct Pattern {
     bytes: Vec<u8>,
     /// `borders[i]`: length of the longest proper prefix of `bytes[..=i]` that is also its suffix.
     borders: Vec<usize>,
-    /// How many of the pattern's bytes the text so far ends with.
+    /// The number of the pattern's bytes that the text so far ends with.
     matched: usize,
 }
 
@@ -63,7 +63,7 @@ impl Stop {
         self.met.as_deref()
     }
 
-    /// What was held back because it could have become a stop string.
+    /// Text held back because it could have become a stop string.
     pub fn finish(&mut self) -> String {
         self.patterns.iter_mut().for_each(|p| p.matched = 0);
         std::mem::take(&mut self.held)

@@ -10,7 +10,7 @@ use minijinja::{
 use serde_json::{Map, Value as Json};
 use std::{collections::BTreeMap, fmt, io, path::Path};
 
-/// What a chat template is rendered with.
+/// The variables of a chat template.
 #[derive(Debug, Clone, Copy)]
 pub struct Conversation<'a> {
     /// OpenAI chat messages, oldest first.
@@ -115,7 +115,7 @@ impl Template {
         })
     }
 
-    /// Whether the answer to this prompt begins inside the model's reasoning: the prompt has opened it.
+    /// True if the answer to this prompt begins inside the model's reasoning: the prompt has opened it.
     pub fn opens_in_reasoning(prompt: &str) -> bool {
         prompt.strip_suffix('\n').unwrap_or(prompt).ends_with("<think>")
     }

@@ -1,4 +1,4 @@
-//! Where each tensor of a checkpoint lies: the headers of its safetensors files, checked, without reading the data.
+//! The places of a checkpoint's tensors: the headers of its safetensors files, checked, without reading the data.
 
 use crate::{
     error::StoreError,

@@ -1,6 +1,6 @@
 //! One name for each tensor, whatever converter wrote the checkpoint: MLX's names are ours (spec section 3).
 
-/// What a tensor is to us.
+/// A tensor's place in the model, by its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Name {
     /// Part of the text model, under its canonical name.

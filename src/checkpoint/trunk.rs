@@ -39,7 +39,7 @@ pub struct Checkpoint {
     pub hugging_face: bool,
 }
 
-/// How one matrix is stored, before its bytes are read.
+/// The encoding and the place of one matrix, before its bytes are read.
 #[derive(Debug, Clone)]
 pub struct Layout {
     pub codes: Codes,
@@ -160,7 +160,7 @@ impl Checkpoint {
         Ok(Layout { codes: Codes::Dense(float), rows: *rows, cols: *cols, entries: [Some(entry.clone()), None, None] })
     }
 
-    /// How the matrix at `path` (`[lead.., rows, cols]`) is stored. Shapes decide; the `quantization` table is checked
+    /// The encoding of the matrix at `path` (`[lead.., rows, cols]`). Shapes decide; the `quantization` table is checked
     /// against them, since files exist whose table is out of date.
     pub fn layout(&self, path: &str, lead: &[usize], rows: usize, cols: usize) -> Result<Layout, ModelError> {
         let name = format!("{path}.weight");
@@ -208,7 +208,7 @@ impl Checkpoint {
     }
 }
 
-/// Where matrix `index` of a stack lies.
+/// The place of matrix `index` of a stack.
 pub fn pieces(layout: &Layout, index: usize) -> [Piece; 3] {
     let bytes = layout.codes.row_bytes(layout.cols);
     std::array::from_fn(|part| match &layout.entries[part] {

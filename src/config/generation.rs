@@ -1,4 +1,4 @@
-//! How a checkpoint wants to be sampled and where its answers end: `generation_config.json` and the token ids that
+//! A checkpoint's own sampling parameters and the ends of its answers: `generation_config.json` and the token ids that
 //! `config.json` calls ends of a sequence. Flags come before it, a request before both.
 
 use crate::{cli, error::StoreError};
@@ -18,7 +18,7 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// What the flags say.
+    /// The flags' values.
     pub fn typed(typed: &cli::Sampling) -> Self {
         Self {
             temperature: typed.temp,
@@ -30,7 +30,7 @@ impl Generation {
         }
     }
 
-    /// What the checkpoint in `dir` says. `do_sample: false` is greedy. Either file may be missing; one that is there
+    /// The values of the checkpoint in `dir`. `do_sample: false` is greedy. Either file may be missing; one that is there
     /// and cannot be read, is not JSON or holds an impossible value is an error.
     pub fn read(dir: &Path) -> Result<Self, StoreError> {
         let mut generation = Self::default();

@@ -1,4 +1,4 @@
-//! How fast this machine's memory is, measured.
+//! The bandwidth of this machine's memory, measured.
 
 use super::Slab;
 use std::{

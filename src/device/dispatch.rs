@@ -39,7 +39,7 @@ impl Region {
     }
 }
 
-/// What a kernel does with a buffer; hazards between launches follow from it.
+/// A kernel's access to a buffer; hazards between launches follow from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
     Read,
@@ -85,7 +85,7 @@ pub struct Dispatch {
 }
 
 impl Dispatch {
-    /// Whether this launch must wait until `earlier` has finished: one of them writes what the other touches.
+    /// True if this launch must wait until `earlier` has finished: one of them writes what the other touches.
     pub fn follows(&self, earlier: &Dispatch) -> bool {
         self.bindings.iter().any(|mine| {
             earlier.bindings.iter().any(|theirs| {

@@ -1,4 +1,4 @@
-//! What a GPU has to be able to do. Two devices can: Metal, and (in the tests) the kernels compiled for the host.
+//! The calls a GPU answers. Two devices do: Metal, and (in the tests) the kernels compiled for the host.
 
 use super::{Dispatch, Mark, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
@@ -11,7 +11,7 @@ pub struct DeviceError(pub String);
 /// A device that executes launches in the order given. Memory is visible to the CPU, which may touch it only between a
 /// [`Gpu::wait`] and the launch that uses it.
 pub trait Gpu: Timeline + Send {
-    /// What the device is called.
+    /// The device's name.
     fn name(&self) -> String;
 
     /// Bytes that it should be made to hold at most, if it says.
@@ -45,6 +45,19 @@ pub trait Gpu: Timeline + Send {
 
     /// Hands over and waits until the device has done everything.
     fn wait(&mut self) -> Result<(), DeviceError>;
+
+    /// True if the device has been given up: nothing will succeed any more, and the CPU should go on.
+    fn lost(&self) -> bool {
+        false
+    }
+
+    /// Makes the device fail on purpose, and says how that was reported; `None` if nobody can.
+    ///
+    /// # Errors
+    /// The failure was not noticed, or never ended.
+    fn provoke(&mut self) -> Option<Result<String, DeviceError>> {
+        None
+    }
 
     /// [`Gpu::write`] to the region's beginning.
     fn write_words(&mut self, region: Region, words: &[u32]) -> Result<(), DeviceError> {
@@ -130,6 +143,14 @@ macro_rules! behind {
             fn wait(&mut self) -> Result<(), DeviceError> {
                 (**self).wait()
             }
+
+            fn lost(&self) -> bool {
+                (**self).lost()
+            }
+
+            fn provoke(&mut self) -> Option<Result<String, DeviceError>> {
+                (**self).provoke()
+            }
         }
     };
 }
@@ -144,13 +165,24 @@ pub fn candle_gpu() -> Option<candle_core::Device> {
     None
 }
 
+/// The system's GPU though it may lack what the kernels need: to find out what it makes of them.
+///
+/// # Errors
+/// As [`gpu`].
+pub fn any_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+    #[cfg(target_os = "macos")]
+    return Ok(Some(Box::new(super::Queue::new(super::metal::Metal::new(false)?))));
+    #[cfg(not(target_os = "macos"))]
+    Ok(None)
+}
+
 /// The system's GPU; `None` if this build knows no kind of GPU. Not every kernel need have compiled: [`Gpu::compile`] tells.
 ///
 /// # Errors
 /// Why a GPU that there should be is of no use.
 pub fn gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     #[cfg(target_os = "macos")]
-    return Ok(Some(Box::new(super::Metal::new()?)));
+    return Ok(Some(Box::new(super::Queue::new(super::metal::Metal::new(true)?))));
     #[cfg(not(target_os = "macos"))]
     Ok(None)
 }

@@ -11,7 +11,7 @@ pub const FILES: [(&str, &str); 7] = [
     ("weights", include_str!("../../kernels/weights.metal")),
 ];
 
-/// How packed weights are read: part of every file.
+/// Reading packed weights: part of every file.
 pub const CODES: &str = include_str!("../../kernels/codes.metal");
 
 /// The dialect's words in Metal.

@@ -2,24 +2,26 @@
 
 mod bandwidth;
 mod dispatch;
+mod driver;
 mod gpu;
 pub mod kernels;
 mod memory;
 #[cfg(target_os = "macos")]
 mod metal;
+mod queue;
 mod timeline;
 
 use crate::platform::Threads;
 pub use bandwidth::memory_bandwidth;
 pub use dispatch::{Binding, Dispatch, Effect, Region};
-pub use gpu::{DeviceError, Gpu, candle_gpu, gpu};
+pub use driver::{Driver, Status};
+pub use gpu::{DeviceError, Gpu, any_gpu, candle_gpu, gpu};
 pub use memory::{Filling, Slab, Span};
-#[cfg(target_os = "macos")]
-use metal::Metal;
+pub use queue::Queue;
 use std::sync::Arc;
 pub use timeline::{Immediate, Mark, Timeline};
 
-/// Which arithmetic the quantised products use on the CPU.
+/// The arithmetic of quantised products on the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Math {
     /// Activations as integers with a scale per group: relative error of a product with 4-bit codes about 2e-7, with
@@ -30,7 +32,7 @@ pub enum Math {
     F32,
 }
 
-/// How the CPU computes; cheap to clone.
+/// The CPU's threads and arithmetic; cheap to clone.
 #[derive(Clone)]
 pub struct Compute {
     pub threads: Arc<Threads>,

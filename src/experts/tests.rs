@@ -5,7 +5,7 @@ use crate::{
     device::{Immediate, Mark},
     platform::os::disk_bytes_read,
 };
-use std::{io::Write, path::Path};
+use std::io::Write;
 
 pub(super) const LAYERS: usize = 3;
 pub(super) const EXPERTS: usize = 8;
@@ -284,7 +284,7 @@ fn direct_reads_leave_nothing_in_the_page_cache() {
     for file in 0..2 {
         files.drop_cached(file, 0, 0);
     }
-    let cached = |path: &Path| {
+    let cached = |path: &std::path::Path| {
         let file = std::fs::File::open(path).unwrap();
         // SAFETY: the file is this test's own and nobody changes it.
         let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();

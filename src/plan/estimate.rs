@@ -1,4 +1,4 @@
-//! How fast decoding can be, from bandwidths measured on this machine.
+//! The speed decoding can reach, from bandwidths measured on this machine.
 //!
 //! One token goes through the trunk (but for the embedding's other rows) and, in each layer, k experts; those that missed
 //! come from the disk first. Weights are gone through at the rate of the model's own expert kernels, as measured here. The
@@ -19,7 +19,7 @@ use serde::Serialize;
 /// The hit rates that `moestro info` shows.
 pub const HIT_RATES: [f64; 6] = [0.0, 0.5, 0.8, 0.9, 0.95, 1.0];
 
-/// What was measured here.
+/// This machine's measurements.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Bandwidth {
     /// Bytes per second that all compute threads together read from memory.

@@ -41,7 +41,9 @@ fn the_limit_is_the_least_that_applies() {
     assert_eq!(limits.choose(Some(60 * GIB)), (60 * GIB, LimitFrom::Asked));
     assert_eq!(limits.choose(Some(99 * GIB)), (64 * GIB, LimitFrom::Ram));
     limits.gpu = Some(40 * GIB);
-    assert_eq!(limits.choose(None), (40 * GIB, LimitFrom::Gpu));
+    assert_eq!(limits.choose(None), (38 * GIB, LimitFrom::Gpu));
+    assert_eq!(limits.choose(Some(60 * GIB)), (38 * GIB, LimitFrom::Gpu));
+    assert_eq!(limits.choose(Some(30 * GIB)), (30 * GIB, LimitFrom::Asked));
     limits.cgroup = Some(11 * GIB);
     assert_eq!(limits.choose(None).1, LimitFrom::Cgroup);
     assert!(limits.choose(Some(11 * GIB)).0.abs_diff(10 * GIB) < 16);

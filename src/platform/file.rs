@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Who keeps what is read: nobody but the reader's buffer, or the page cache too.
+/// Bytes read are kept by the reader's buffer alone, or by the page cache too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// Past the page cache: `O_DIRECT` on Linux, `F_NOCACHE` on macOS.

@@ -1,4 +1,4 @@
-//! What the operating system gives: files and how they are read, threads, memory and its limits, services. The only room, with
+//! The operating system: files and how they are read, threads, memory and its limits, services. The only room, with
 //! `device`, that knows which system it is.
 
 mod file;

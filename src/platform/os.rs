@@ -12,12 +12,12 @@ pub fn total_memory() -> Option<u64> {
     sys::total_memory()
 }
 
-/// What the operating system calls itself, with its version.
+/// The operating system's name and version.
 pub fn system() -> Option<String> {
     sys::system()
 }
 
-/// What the processor calls itself.
+/// The processor's name.
 pub fn processor() -> Option<String> {
     sys::processor()
 }
@@ -110,7 +110,7 @@ pub fn user() -> u32 {
     unsafe { libc::getuid() }
 }
 
-/// Where this program may keep what it can make again: `$XDG_CACHE_HOME/moestro`, else `~/.cache/moestro`; on macOS
+/// The directory for files that this program can make again: `$XDG_CACHE_HOME/moestro`, else `~/.cache/moestro`; on macOS
 /// `~/Library/Caches/moestro` unless `XDG_CACHE_HOME` is set. `None` without a home directory.
 pub fn cache_dir() -> Option<PathBuf> {
     let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());

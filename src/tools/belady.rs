@@ -20,7 +20,7 @@ pub fn misses(asked: &[u32], slots: usize) -> Vec<bool> {
         .zip(&next)
         .enumerate()
         .map(|(at, (&key, &next))| {
-            // What is held is filed under when it is wanted again: now.
+            // Experts held are filed under the time when they are wanted again: now.
             let hit = held.remove(&(at, key));
             if hit || held.len() < slots {
                 held.insert((next, key));

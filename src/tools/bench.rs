@@ -30,7 +30,7 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     let dir = resolve(&source)?;
     let prompt = prompt(&dir, typed.prompt_tokens)?;
     let mut options = options(&load);
-    // What an earlier run left in the cache directory would make this one incomparable.
+    // Files that an earlier run left in the cache directory would make this one incomparable.
     options.store.warm = false;
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let (sessions, runs_each) = if typed.cold { (typed.repeat, 1) } else { (1, typed.repeat) };

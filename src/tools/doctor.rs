@@ -3,6 +3,7 @@
 //! bug report.
 
 mod answer;
+mod gpu;
 mod report;
 
 use crate::command::{device::NONE, show};
@@ -23,7 +24,8 @@ use std::time::Instant;
 /// # Errors
 /// `CommandError::Unsound` if something differs or fails.
 pub fn run(typed: &cli::Doctor) -> Result<(), CommandError> {
-    let gpu = device::gpu().map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NONE.into()));
+    let found = if typed.any_gpu { device::any_gpu() } else { device::gpu() };
+    let gpu = found.map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NONE.into()));
     let candles = device::candle_gpu().filter(|_| gpu.is_ok());
     let report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     show(&report, typed.json);
@@ -34,7 +36,7 @@ pub fn run(typed: &cli::Doctor) -> Result<(), CommandError> {
 /// on each of `candle`.
 ///
 /// # Errors
-/// What keeps the demo from being loaded at all.
+/// The demo cannot be loaded.
 pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<Report, CommandError> {
     let demo = Demo::open()?;
     let processor = check::processor();
@@ -42,15 +44,18 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<R
     let gpu = match gpu {
         Ok(mut gpu) => {
             let begin = Instant::now();
-            // What does not compile comes with the other findings.
+            // A kernel that does not compile is among the findings below.
             let compiled = gpu.compile().iter().filter(|(_, error)| error.is_none()).count();
             let compile_seconds = begin.elapsed().as_secs_f64();
             let begin = Instant::now();
-            let kernels: Vec<Finding> = check::kernels(&mut gpu);
+            let mut kernels: Vec<Finding> = check::kernels(&mut gpu);
             let check_seconds = begin.elapsed().as_secs_f64();
             let (name, working_set) = (gpu.name(), gpu.working_set());
+            kernels.extend(gpu::long_buffer(&mut gpu));
+            kernels.extend(gpu::recovery(&mut gpu));
+            let times = gpu::times(&mut gpu).ok();
             answers.push(demo.on_gpu(gpu)?);
-            Ok(GpuReport { name, working_set, compiled, compile_seconds, check_seconds, kernels })
+            Ok(GpuReport { name, working_set, compiled, compile_seconds, check_seconds, times, kernels })
         }
         Err(why) => Err(why),
     };

@@ -20,14 +20,14 @@ use std::{fmt, path::PathBuf};
 struct Report {
     model: String,
     directory: PathBuf,
-    /// Where the packed experts are read from, if there are any.
+    /// The pack's directory, if there is one.
     pack: Option<PathBuf>,
     shards: usize,
     weights: u64,
-    /// What the model was trained with; `shape.experts_per_token` is what is used.
+    /// Experts a token in training; `shape.experts_per_token` is the number in use.
     trained_experts_per_token: usize,
     shape: Shape,
-    /// Where `--device` would compute: `cpu` or `metal`.
+    /// The device that `--device` would take: `cpu` or `metal`.
     device: &'static str,
     limits: Limits,
     plan: Option<Plan>,
@@ -42,7 +42,7 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     let load = Load::new(typed.load).map_err(CommandError::Usage)?.serving();
     let load = Load { prompt_cache: typed.cache.prompt_cache, ..load };
     let dir = resolve(&source)?;
-    // What serving holds before it loads the weights, so that both make the same plan. Without one there is still
+    // Serving holds these before it loads the weights, so that both make the same plan. Without one there is still
     // something to say.
     let tokenizer = Tokenizer::load(&dir);
     let chosen = Chosen::new(&load)?;

@@ -1,4 +1,4 @@
-//! What the estimates rest on, measured here and now: the memory, and the disk through the store itself.
+//! The measurements behind the estimates, made here and now: the memory, and the disk through the store itself.
 
 use crate::{
     config::Load,
@@ -16,16 +16,16 @@ use std::time::{Duration, Instant};
 /// The most bytes that are read to measure the memory: more than any cache.
 const BLOCK: u64 = 512 << 20;
 
-/// What was measured, and how.
+/// Results of the measurements, and their conditions.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Measured {
     #[serde(flatten)]
     pub bandwidth: Bandwidth,
     pub threads: usize,
     pub io_threads: usize,
-    /// Whether the experts were read past the page cache.
+    /// The experts were read past the page cache.
     pub direct: bool,
-    /// Whether the model's kernels were measured; the GPU's are not.
+    /// The model's kernels were measured; the GPU's are not.
     pub kernels: bool,
 }
 
@@ -87,7 +87,7 @@ fn disk(found: &Surveyed, load: &Load) -> Result<(f64, f64, bool), StoreError> {
 
 /// Walks over all experts, layer after layer, those of a layer scattered over the file as a router scatters them.
 struct Routes {
-    /// How many experts of each layer have been given out.
+    /// The number of experts of each layer that have been given out.
     given: Vec<usize>,
     experts: usize,
     stride: usize,

@@ -103,7 +103,7 @@ impl Dimensions {
     }
 }
 
-/// What to write.
+/// The checkpoint to write.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub dimensions: Dimensions,
@@ -121,7 +121,7 @@ pub struct Options {
     pub extras: Vec<(String, Vec<u8>)>,
 }
 
-/// What was written.
+/// The checkpoint that was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Summary {
     pub bytes: u64,
@@ -139,7 +139,7 @@ pub fn size(options: &Options) -> u64 {
 /// since its last call.
 ///
 /// # Errors
-/// What the file system says (disk full is said before writing, if the file system tells), or impossible dimensions.
+/// An error of the file system (a full disk is found before writing, if the file system tells), or impossible dimensions.
 pub fn write(out: &Path, options: &Options, progress: &(dyn Fn(u64) + Sync)) -> Result<Summary, StoreError> {
     options.dimensions.check()?;
     let at = |path: &Path| {

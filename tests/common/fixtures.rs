@@ -18,7 +18,7 @@ pub fn encodings() -> Vec<String> {
     names
 }
 
-/// What mlx-lm answers to the checkpoint `name`.
+/// mlx-lm's logits and ids for the checkpoint `name`.
 pub fn expected(name: &str) -> HashMap<String, Vec<f32>> {
     tensors(Path::new(&format!("{FIXTURES}/micro/{name}.expected.safetensors")))
 }

@@ -1,4 +1,4 @@
-//! What several integration tests share: loading a model, and reading reference tensors.
+//! Helpers of several integration tests: loading a model, and reading reference tensors.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 pub mod fixtures;
@@ -74,7 +74,7 @@ pub fn argmax(row: &[f32]) -> u32 {
     best.unwrap().0 as u32
 }
 
-/// How far the fast pass's logits may be from mlx-lm's and from the reference's.
+/// The largest difference allowed between the fast pass's logits and mlx-lm's or the reference's.
 pub fn bound(math: Math) -> f32 {
     if math == Math::F32 { 2e-4 } else { 1e-3 }
 }
@@ -91,7 +91,7 @@ pub fn distance(a: &[f32], b: &[f32]) -> f32 {
     worst
 }
 
-/// How far the likeliest value is ahead of the next.
+/// The largest value less the next.
 pub fn margin(row: &[f32]) -> f32 {
     let mut row = row.to_vec();
     row.sort_by(|a, b| b.total_cmp(a));

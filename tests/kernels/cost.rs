@@ -1,4 +1,4 @@
-//! What a token costs in launches, command buffers and waits: counted while the demo decodes one.
+//! The launches, command buffers and waits of a token: counted while the demo decodes one.
 
 use crate::{
     forward::{DEMO, options},

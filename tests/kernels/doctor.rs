@@ -196,6 +196,7 @@ fn the_whole_report_of_a_sound_gpu() {
     assert!(report.wrong.is_empty(), "{report}");
     let text = report.to_string();
     println!("{text}");
+    assert!(text.contains("us to hand over") && report.gpu.as_ref().unwrap().times.is_some(), "{text}");
     assert!(text.contains("the host: working set unknown") && text.ends_with("everything agrees\n"), "{text}");
     let json = serde_json::json!(report);
     assert_eq!(json["answers"][2]["device"], "metal");
@@ -218,7 +219,7 @@ fn a_gpu_is_taken_if_it_computes_what_the_cpu_does() {
     let faulty = || Ok(Some(Box::new(Faulty::new("route", false)) as Box<dyn Gpu>));
     let name = |found, asked| Chosen::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
     assert_eq!((name(sound(), false), name(sound(), true)), (Ok("metal"), Ok("metal")));
-    // Who asks for it gets it; `auto` takes the CPU.
+    // A GPU asked for by name is taken all the same; `auto` takes the CPU.
     assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok("metal")));
     let broken = || Err(DeviceError("no queue".into()));
     assert_eq!((name(broken(), false), name(Ok(None), false)), (Ok("cpu"), Ok("cpu")));

@@ -15,7 +15,7 @@ use std::{
 
 pub struct HostGpu {
     host: Host,
-    /// What of each adopted slab the program has seen.
+    /// The bytes of each adopted slab that the program has seen.
     adopted: HashMap<u32, Adopted>,
     /// Bytes from [`Gpu::allocate`], given back or not.
     pub allocated: Arc<AtomicUsize>,

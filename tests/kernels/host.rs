@@ -22,13 +22,28 @@ fn compiler() -> String {
     std::env::var("CXX").unwrap_or_else(|_| "c++".into())
 }
 
-/// Compiles `files` (of kernels, each in a namespace) into a program; keeps it for the next run of unchanged sources.
-fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
+/// The files of `kernels/`.
+fn all() -> [PathBuf; 7] {
+    FILES.map(|file| kernels().join(file).with_extension("metal"))
+}
+
+/// A program of `files` (of kernels, each in a namespace).
+fn program(files: &[PathBuf]) -> String {
     let mut source = String::from("#include \"shim/host.h\"\n#include \"codes.metal\"\n");
     for (i, file) in files.iter().enumerate() {
         source += &format!("namespace file{i} {{\n#include \"{}\"\n}}\n", file.display());
     }
-    source += "#include \"host/main.cpp\"\n";
+    source + "#include \"host/main.cpp\"\n"
+}
+
+/// The program of all kernels, as the tests build it.
+pub fn source() -> String {
+    program(&all())
+}
+
+/// Compiles `files` into a program; keeps it for the next run of unchanged sources.
+fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
+    let source = program(files);
     let mut hash = sha2::Sha256::new();
     hash.update(format!("{} {sanitise} {source}", compiler()));
     for file in
@@ -73,15 +88,13 @@ impl Host {
     /// The kernels of `kernels/`.
     pub fn start() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-        let files = || FILES.map(|f| kernels().join(f).with_extension("metal"));
-        Self::run_program(PROGRAM.get_or_init(|| build(&files(), "kernels", true)))
+        Self::run_program(PROGRAM.get_or_init(|| build(&all(), "kernels", true)))
     }
 
     /// The same without sanitizers, several times as fast: for whole forward passes.
     pub fn fast() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-        let files = || FILES.map(|f| kernels().join(f).with_extension("metal"));
-        Self::run_program(PROGRAM.get_or_init(|| build(&files(), "fast", false)))
+        Self::run_program(PROGRAM.get_or_init(|| build(&all(), "fast", false)))
     }
 
     /// The planted faults.

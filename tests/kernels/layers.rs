@@ -1,4 +1,4 @@
-//! What stands between the projections: norms, convolution, delta rule, attention, embedding.
+//! The operations between the projections: norms, convolution, delta rule, attention, embedding.
 
 use crate::{check::*, host::Host};
 use moestro::ops::{

@@ -1,5 +1,6 @@
-//! What Apple's compiler would refuse and C++ would not: pointers without an address space, `double`, library calls. Clang
-//! knows address spaces; where there is none the test says so and passes.
+//! Slips that Apple's compiler refuses and the system's C++ does not: pointers without an address space, `double`, library
+//! calls; and those that only its C++ library refuses. Clang knows address spaces, and C++ for OpenCL, Metal's nearest relative; where
+//! there is no Clang, or no libc++, the test says so and passes.
 
 use std::{
     io::Write,
@@ -7,19 +8,43 @@ use std::{
     process::{Command, Stdio},
 };
 
-const COMMON: [&str; 7] =
-    ["-std=c++14", "-fsyntax-only", "-nostdinc", "-Wall", "-Werror", "-Wno-unused-function", "-xc++"];
+/// C++ with the lint shim's address spaces.
+const LINT: &[&str] =
+    &["-std=c++14", "-fsyntax-only", "-nostdinc", "-Wall", "-Werror", "-Wno-unused-function", "-xc++"];
+/// C++ for OpenCL, to the end of code generation.
+#[rustfmt::skip]
+const OPENCL: &[&str] = &[
+    "-xcl", "-cl-std=clc++2021", "-target", "spir64", "-Wall", "-Werror", "-Wno-unused-function", "-S", "-emit-llvm", "-o", "/dev/null",
+];
+/// The host's program with Apple's C++ library, as macOS has it.
+const LIBCXX: &[&str] = &[
+    "-std=c++17",
+    "-stdlib=libc++",
+    "-fsyntax-only",
+    "-Wall",
+    "-Werror",
+    "-Wno-unused",
+    "-Wno-unknown-pragmas",
+    "-xc++",
+];
 
-/// Clang's complaints about `text` behind the lint shim.
-fn lint(text: &str) -> Result<(), String> {
+/// Clang's complaints about `source`.
+fn clang(arguments: &[&str], source: &str) -> Result<(), String> {
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
     let mut command = Command::new("clang++");
-    command.args(COMMON).arg("-I").arg(kernels).arg("-").stdin(Stdio::piped()).stderr(Stdio::piped());
+    command.args(arguments).arg("-I").arg(kernels).arg("-").stdin(Stdio::piped()).stderr(Stdio::piped());
     let mut clang = command.spawn().map_err(|error| error.to_string())?;
-    let source = format!("#include \"shim/lint.h\"\n#include \"codes.metal\"\n{text}\n");
     clang.stdin.take().unwrap().write_all(source.as_bytes()).unwrap();
     let done = clang.wait_with_output().unwrap();
     if done.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&done.stderr).into_owned()) }
+}
+
+fn lint(text: &str) -> Result<(), String> {
+    clang(LINT, &format!("#include \"shim/lint.h\"\n#include \"codes.metal\"\n{text}\n"))
+}
+
+fn opencl(text: &str) -> Result<(), String> {
+    clang(OPENCL, &format!("#include \"shim/opencl.h\"\n#include \"codes.metal\"\n{text}\n"))
 }
 
 fn absent() -> bool {
@@ -36,8 +61,18 @@ fn every_kernel_keeps_to_the_dialect() {
         return;
     }
     for file in crate::host::FILES {
-        lint(&format!("#include \"{file}.metal\"")).unwrap_or_else(|complaints| panic!("{complaints}"));
+        let text = format!("#include \"{file}.metal\"");
+        lint(&text).and_then(|()| opencl(&text)).unwrap_or_else(|complaints| panic!("{complaints}"));
     }
+}
+
+#[test]
+fn the_host_program_compiles_with_the_library_of_a_mac() {
+    if absent() || clang(LIBCXX, "#include <version>\n").is_err() {
+        println!("there is no libc++ here: what `cargo test` compiles on a Mac is not checked");
+        return;
+    }
+    clang(LIBCXX, &crate::host::source()).unwrap_or_else(|complaints| panic!("{complaints}"));
 }
 
 #[test]
@@ -48,7 +83,8 @@ fn slips_are_noticed() {
     let kernel = |body: &str| {
         format!("struct A {{ uint n; }};\nKERNEL(k, ARGS(A, a), IN(float, x, 1), OUT(float, y, 2)) {{ {body} }}")
     };
-    lint(&kernel("y[tid] = x[tid] + float(a.n);")).unwrap();
+    let sound = kernel("y[tid] = x[tid] + float(a.n);");
+    lint(&sound).and_then(|()| opencl(&sound)).unwrap();
     for (slip, complaint) in [
         ("const float* p = x; y[tid] = p[0];", "address"),
         ("double d = x[0]; y[tid] = float(d);", "poisoned"),
@@ -61,4 +97,11 @@ fn slips_are_noticed() {
     }
     let outside = "struct A { uint n; };\nFN uint where() { return tid; }";
     assert!(lint(outside).expect_err(outside).contains("undeclared"));
+    for (slip, complaint) in [
+        ("float (*f)(float) = simd_sum; y[tid] = f(x[tid]);", "pointers to functions"),
+        ("DEVICE float* p = x; p[0] = 1;", "cannot initialize"),
+    ] {
+        let complaints = opencl(&kernel(slip)).expect_err(slip);
+        assert!(complaints.contains(complaint), "{slip}: {complaints}");
+    }
 }

@@ -3,6 +3,7 @@
 mod check;
 mod cost;
 mod doctor;
+mod double;
 mod experts;
 mod faults;
 mod forward;
@@ -11,5 +12,6 @@ mod host;
 mod layers;
 mod linear;
 mod lint;
+mod queue;
 mod record;
 mod streaming;

@@ -9,7 +9,7 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-/// What is larger is not recorded (bytes).
+/// Buffers larger than this are not recorded (bytes).
 const MOST: usize = 32 << 20;
 
 pub fn wanted(dispatch: &Dispatch) -> Option<PathBuf> {

@@ -1,6 +1,6 @@
 //! Compiles the kernels when the first one is needed, a file at a time, and makes pipelines as they are first used.
 //!
-//! What is kept between runs is macOS's, not ours. Apple says of pipelines that Metal stores the GPU's code in a cache on disk
+//! Nothing of ours is kept between runs; macOS keeps some. Apple says of pipelines that Metal stores the GPU's code in a cache on disk
 //! as they are made (WWDC 2022, session 10102); it lies in the user's cache directory and may be purged at any time. Of the step
 //! before, from source to library, Apple promises nothing, so each start may have to pay for it: `moestro doctor` prints
 //! how long all of it took, and a second run shows what was kept. Nothing of ours could save that step without Xcode's tools,
@@ -9,11 +9,17 @@
 use crate::device::{DeviceError, kernels};
 use candle_metal_kernels::metal::Device;
 use objc2::{rc::Retained, runtime::ProtocolObject};
-use objc2_foundation::NSString;
+use objc2_foundation::{NSError, NSString};
 use objc2_metal::{MTLCompileOptions, MTLComputePipelineState, MTLDevice, MTLLibrary};
 use std::collections::BTreeMap;
 
 type Pipeline = Retained<ProtocolObject<dyn MTLComputePipelineState>>;
+
+/// A page that no process has: the second one of all addresses. The argument keeps a compiler from knowing so.
+const FAULT: &str = "#include <metal_stdlib>
+kernel void fault(constant uint& zero [[buffer(0)]]) {
+    *(volatile device uint*)(16384ul + zero) = 1;
+}";
 
 pub struct Library {
     device: Device,
@@ -68,6 +74,16 @@ impl Library {
             (name, error)
         }));
         all
+    }
+
+    /// A kernel that writes where nobody has memory, for `doctor`.
+    pub fn fault(&mut self) -> Result<Pipeline, DeviceError> {
+        let refused = |error: Retained<NSError>| DeviceError(error.localizedDescription().to_string());
+        let library = self.device.as_ref().newLibraryWithSource_options_error(&NSString::from_str(FAULT), None);
+        let Some(function) = library.map_err(refused)?.newFunctionWithName(&NSString::from_str("fault")) else {
+            return Err(DeviceError("the kernel that fails is missing".into()));
+        };
+        self.device.as_ref().newComputePipelineStateWithFunction_error(&function).map_err(refused)
     }
 
     pub fn pipeline(&mut self, name: &str) -> Result<Pipeline, DeviceError> {

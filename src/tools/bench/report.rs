@@ -1,4 +1,4 @@
-//! What `bench` prints.
+//! The report of `bench`.
 
 use super::run::{Phase, Run};
 use crate::{
@@ -10,14 +10,14 @@ use crate::{
 use serde::Serialize;
 use std::fmt;
 
-/// What was measured on.
+/// The machine and the model.
 #[derive(Debug, Clone, Serialize)]
 pub struct Setup {
     /// `cpu` or `metal`.
     pub device: &'static str,
     pub threads: usize,
     pub io_threads: usize,
-    /// How experts were read: past the page cache or through it; `None` without routed experts.
+    /// Experts were read past the page cache, or through it; `None` without routed experts.
     pub direct: Option<bool>,
     pub shape: Shape,
     pub plan: Plan,

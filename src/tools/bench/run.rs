@@ -11,7 +11,7 @@ use crate::{
 use serde::Serialize;
 use std::{ops::Range, sync::Arc, time::Instant};
 
-/// What happened between two moments.
+/// Counts between two moments.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Phase {
     pub tokens: usize,
@@ -41,7 +41,7 @@ pub struct Phase {
 pub struct Run {
     pub prompt: Phase,
     pub decode: Phase,
-    /// What decoding would have taken without its stalls: with every expert in memory.
+    /// Decoding's time less its stalls: as if every expert were in memory.
     pub resident_tokens_per_second: f64,
     /// The hit rate of a cache of this size that knows the future.
     pub perfect_hit_rate: f64,

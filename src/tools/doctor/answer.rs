@@ -26,7 +26,7 @@ const COUNT: usize = 48;
 /// Tokens of the context: the demo was made for more, and nobody needs them here.
 const CONTEXT: usize = 256;
 
-/// What one device answered, or why it could not.
+/// One device's answer, or why there is none.
 #[derive(Debug, Clone, Serialize)]
 pub struct Answer {
     pub device: String,

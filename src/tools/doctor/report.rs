@@ -1,12 +1,15 @@
-//! What `doctor` prints.
+//! The report of `doctor`, as text and as JSON.
 
-use super::answer::{Answer, QUESTION};
+use super::{
+    answer::{Answer, QUESTION},
+    gpu::Times,
+};
 use crate::{ops::check::Finding, plan::Size, platform::os};
 use serde::{Serialize, Serializer, ser::SerializeSeq};
 use serde_json::json;
 use std::fmt;
 
-/// What this program runs on.
+/// The machine, as the system describes it.
 #[derive(Debug, Serialize)]
 pub struct Machine {
     version: &'static str,
@@ -40,6 +43,7 @@ pub struct GpuReport {
     pub compiled: usize,
     pub compile_seconds: f64,
     pub check_seconds: f64,
+    pub times: Option<Times>,
     #[serde(serialize_with = "findings")]
     pub kernels: Vec<Finding>,
 }
@@ -53,10 +57,10 @@ pub struct Report {
     /// Or why there is none.
     #[serde(serialize_with = "gpu")]
     pub gpu: Result<GpuReport, String>,
-    /// What the demo was asked.
+    /// The question to the demo.
     pub question: &'static str,
     pub answers: Vec<Answer>,
-    /// What differs or fails, by name.
+    /// Names of all that differs or fails.
     pub wrong: Vec<String>,
 }
 
@@ -131,10 +135,16 @@ impl fmt::Display for Report {
 
         match &self.gpu {
             Ok(gpu) => {
-                let GpuReport { name, working_set, compiled, compile_seconds, check_seconds, kernels } = gpu;
+                let GpuReport { name, working_set, compiled, compile_seconds, check_seconds, times, kernels } = gpu;
                 writeln!(f, "\n{name}: working set {}", size(*working_set))?;
                 write!(f, "{compiled} kernels compiled in {compile_seconds:.2} s (less when macOS has kept them), ")?;
                 writeln!(f, "compared with the CPU in {check_seconds:.2} s")?;
+                if let Some(Times { launch, commit, wait }) = times {
+                    writeln!(
+                        f,
+                        "a launch {launch:.1} us to encode, {commit:.1} us to hand over, {wait:.1} us to its end"
+                    )?;
+                }
                 table(f, kernels)?;
             }
             Err(why) => writeln!(f, "\nno GPU: {why}")?,

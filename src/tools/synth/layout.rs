@@ -1,4 +1,4 @@
-//! Which tensors a synthetic checkpoint has, how they are encoded, and the JSON around them: as `mlx-lm` converts
+//! The tensors of a synthetic checkpoint, their encodings, and the JSON around them: as `mlx-lm` converts
 //! Qwen3.5 MoE to 4 bits. Router and shared-expert gate have 8 bits; the safetensors header is not padded, so tensors
 //! start at odd offsets.
 //!
@@ -27,7 +27,7 @@ pub struct Tensor {
     key: u64,
 }
 
-/// What is in a tensor.
+/// The contents of a tensor.
 #[derive(Clone, Copy)]
 enum Fill {
     /// Packed codes: any bits will do.

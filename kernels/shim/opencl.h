@@ -1,0 +1,29 @@
+// C++ for OpenCL, to SPIR-V's target: a compiler that has Metal's address spaces built in, infers them where Metal does, and
+// refuses what a GPU cannot do (recursion, function pointers, arrays of a threadgroup outside a kernel). Nothing runs it.
+#define FN static inline
+#define DEVICE __global
+#define CONSTANT __constant const
+#define THREAD __private
+#define THREADGROUP __local
+#define UNROLL _Pragma("unroll")
+#define ARGS(T, name) __constant const T& name
+#define IN(T, name, slot) __global const T* name
+#define OUT(T, name, slot) __global T* name
+#define PLACE
+#define HERE
+#define SHARED(T, name, count) __local T name[count]
+#define KERNEL(name, ...) __kernel void name(__VA_ARGS__)
+#define tgid ((uint3)((uint)get_group_id(0), (uint)get_group_id(1), (uint)get_group_id(2)))
+#define tid ((uint)get_local_id(0))
+#define lane ((uint)get_local_id(0) % 32u)
+#define sg ((uint)get_local_id(0) / 32u)
+#define MASKED(q, mask) float((q) & (mask))
+#define BARRIER() barrier(CLK_LOCAL_MEM_FENCE)
+#define SIMD_SUM(x) simd_sum(x)
+#define SIMD_MAX(x) simd_max(x)
+#define SIMD_MIN(x) simd_min(x)
+
+float simd_sum(float);
+float simd_max(float);
+uint simd_min(uint);
+template <class To, class From> To as_type(From from) { return __builtin_astype(from, To); }

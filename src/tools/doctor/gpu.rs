@@ -1,0 +1,90 @@
+//! A GPU's reaction to a long buffer and to an error, and the costs of a launch.
+
+use crate::{
+    device::{Binding, DeviceError, Dispatch, Gpu, Region},
+    ops::check::Finding,
+};
+use serde::Serialize;
+use std::time::Instant;
+
+/// Values of the vector that the launches below norm.
+const WIDTH: usize = 64;
+/// A buffer whose end no 32-bit offset reaches (bytes), and how much more the device must be ready to hold.
+const LONG: usize = 5 << 30;
+const SPARE: u64 = 4 << 30;
+
+/// Microseconds, the least of many tries.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Times {
+    /// Encoding a launch.
+    pub launch: f64,
+    /// Handing a command buffer over.
+    pub commit: f64,
+    /// From a launch to the end of the wait for it.
+    pub wait: f64,
+}
+
+fn norm([x, w, y]: [Region; 3]) -> Dispatch {
+    Dispatch {
+        kernel: "rms_norm",
+        args: vec![1, WIDTH as u32, 0, 0, 1e-6f32.to_bits()],
+        bindings: vec![Binding::read(x), Binding::read(w), Binding::write(y)],
+        grid: [1, 1, 1],
+        threads: 256,
+    }
+}
+
+pub fn times<G: Gpu + ?Sized>(gpu: &mut G) -> Result<Times, DeviceError> {
+    let room = gpu.allocate(3 * WIDTH * 4)?;
+    let dispatch = norm([0, 1, 2].map(|index| room.part(index * WIDTH * 4, WIDTH * 4)));
+    let mut times = Times { launch: f64::INFINITY, commit: f64::INFINITY, wait: f64::INFINITY };
+    let micros = |begin: Instant| begin.elapsed().as_secs_f64() * 1e6;
+    for _ in 0..100 {
+        let begin = Instant::now();
+        gpu.launch(&dispatch)?;
+        times.launch = times.launch.min(micros(begin));
+        let before_commit = Instant::now();
+        gpu.commit()?;
+        times.commit = times.commit.min(micros(before_commit));
+        gpu.wait()?;
+        times.wait = times.wait.min(micros(begin));
+    }
+    gpu.release(room.buffer);
+    Ok(times)
+}
+
+/// A launch at the end of a buffer of several GiB, which begins as zeros. `None` where there is no room for one.
+pub fn long_buffer<G: Gpu + ?Sized>(gpu: &mut G) -> Option<Finding> {
+    let room = gpu.working_set().is_some_and(|bytes| bytes >= LONG as u64 + SPARE) && gpu.longest() >= LONG;
+    room.then(|| finding("(a buffer of 5 GiB)", at_the_end(gpu, LONG)))
+}
+
+fn at_the_end<G: Gpu + ?Sized>(gpu: &mut G, len: usize) -> Result<bool, DeviceError> {
+    let long = gpu.allocate(len)?;
+    let part = |index: usize| long.part(len - index * WIDTH * 4, WIDTH * 4);
+    let [x, w, y] = [part(3), part(2), part(1)];
+    let cleared = gpu.read_words(y)?.iter().all(|word| *word == 0);
+    let ones = [1f32.to_bits(); WIDTH];
+    gpu.write_words(x, &ones)?;
+    gpu.write_words(w, &ones)?;
+    gpu.launch(&norm([x, w, y]))?;
+    gpu.wait()?;
+    let normed = gpu.read_floats(y)?.iter().all(|value| (value - 1.0).abs() < 1e-5);
+    gpu.release(long.buffer);
+    Ok(cleared && normed)
+}
+
+/// An error on purpose, and a launch after it. `None` where nobody can make one.
+pub fn recovery<G: Gpu + ?Sized>(gpu: &mut G) -> Option<Finding> {
+    let provoked = gpu.provoke()?;
+    let after = provoked.and_then(|reported| {
+        tracing::debug!("the GPU failed as it should: {reported}");
+        at_the_end(gpu, 1 << 16)
+    });
+    Some(finding("(an error, and after it)", after))
+}
+
+fn finding(name: &str, outcome: Result<bool, DeviceError>) -> Finding {
+    let outcome = outcome.map(|right| (if right { 0.0 } else { f64::INFINITY }, 0.0)).map_err(|error| error.0);
+    Finding { name: name.into(), outcome }
+}

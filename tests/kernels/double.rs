@@ -1,0 +1,375 @@
+//! A double of Metal under `device::Queue`: command buffers run some time after they are committed, on the kernels compiled for
+//! the host, in any order that barriers and fences allow. What Metal forbids, or leaves undefined, stops the test; and any call
+//! can be made to fail.
+
+use crate::host::Host;
+use moestro::device::{DeviceError, Dispatch, Driver, Effect, Region, Slab, Status};
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+/// A way for a call to go wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The call is refused.
+    Refused,
+    /// The command buffer fails half done, and signals nothing.
+    Fails,
+    /// It does nothing, does not end, and signals nothing.
+    Hangs,
+    /// It is done, and the signal is lost.
+    Unsignalled,
+    /// It fails, and so does every later one, whatever the queue: macOS does so to programs that caused too many errors.
+    Banned,
+}
+
+/// A fault in the `nth` call (from 0) of a method.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Plan {
+    pub method: &'static str,
+    pub nth: usize,
+    pub fault: Fault,
+}
+
+pub struct Double(RefCell<Inner>);
+
+/// The test's hand on a double that a model owns.
+#[derive(Default)]
+pub struct Control {
+    pub fault: Option<Plan>,
+    /// Calls of each method.
+    pub calls: BTreeMap<&'static str, usize>,
+    /// Another order from here on.
+    pub seed: Option<u64>,
+}
+
+pub type Shared = Arc<Mutex<Control>>;
+
+struct Inner {
+    host: Host,
+    random: u64,
+    slabs: BTreeMap<u32, (Arc<Slab>, usize)>,
+    lengths: BTreeMap<u32, usize>,
+    /// The number of the command buffer that is open.
+    open: Option<u64>,
+    begun: u64,
+    /// Committed, the oldest first.
+    buffers: Vec<Commands>,
+    event: u64,
+    banned: bool,
+    control: Shared,
+}
+
+/// A command buffer.
+pub struct Commands {
+    number: u64,
+    value: u64,
+    fenced: bool,
+    /// Launches between barriers.
+    segments: Vec<Vec<Dispatch>>,
+    fault: Option<Fault>,
+    status: Status,
+}
+
+fn overlap(a: Region, b: Region) -> bool {
+    a.buffer == b.buffer && a.offset < b.offset + b.len && b.offset < a.offset + a.len
+}
+
+impl Double {
+    pub fn new(mut host: Host) -> Self {
+        host.twice = false;
+        Self(RefCell::new(Inner {
+            host,
+            random: 1,
+            slabs: BTreeMap::new(),
+            lengths: BTreeMap::new(),
+            open: None,
+            begun: 0,
+            buffers: Vec::new(),
+            event: 0,
+            banned: false,
+            control: Shared::default(),
+        }))
+    }
+
+    pub fn control(&self) -> Shared {
+        self.0.borrow().control.clone()
+    }
+}
+
+impl Inner {
+    fn below(&mut self, n: usize) -> usize {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random >> 33) as usize % n
+    }
+
+    /// Counts a call; the fault that is planned for it.
+    fn called(&mut self, method: &'static str) -> Option<Fault> {
+        let mut control = self.control.lock().unwrap();
+        if let Some(seed) = control.seed.take() {
+            self.random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        }
+        let count = control.calls.entry(method).or_default();
+        *count += 1;
+        let count = *count;
+        control.fault.filter(|plan| plan.method == method && plan.nth + 1 == count).map(|plan| plan.fault)
+    }
+
+    fn refused(&mut self, method: &'static str) -> Result<(), DeviceError> {
+        match self.called(method) {
+            Some(fault) => Err(DeviceError(format!("{method}: {fault:?}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Command buffers, by place, that may execute a launch now: pending, and behind the fence if they asked for it.
+    fn ready(&self) -> Vec<usize> {
+        let over = |commands: &Commands| commands.status != Status::Pending;
+        let may = |index: &usize| {
+            let commands = &self.buffers[*index];
+            !over(commands) && (!commands.fenced || self.buffers[..*index].iter().all(over))
+        };
+        (0..self.buffers.len()).filter(may).collect()
+    }
+
+    /// Executes one launch of one command buffer, any that may run now. False if nothing can happen any more.
+    fn step(&mut self) -> bool {
+        let ready: Vec<usize> =
+            self.ready().into_iter().filter(|index| self.buffers[*index].fault != Some(Fault::Hangs)).collect();
+        if ready.is_empty() {
+            return false;
+        }
+        let index = ready[self.below(ready.len())];
+        let left: usize = self.buffers[index].segments.iter().map(Vec::len).sum();
+        let fails = matches!(self.buffers[index].fault, Some(Fault::Fails | Fault::Banned)) || self.banned;
+        if fails && (left < 2 || self.below(3) == 0) {
+            self.banned |= self.buffers[index].fault == Some(Fault::Banned);
+            let why = if self.banned { "submissions are ignored" } else { "an address fault" };
+            self.buffers[index].status = Status::Failed(why.into());
+            return true;
+        }
+        self.buffers[index].segments.retain(|segment| !segment.is_empty());
+        let Some(count) = self.buffers[index].segments.first().map(Vec::len) else {
+            let commands = &mut self.buffers[index];
+            commands.status = Status::Done(2e-3);
+            if commands.fault != Some(Fault::Unsignalled) {
+                self.event = self.event.max(commands.value);
+            }
+            return true;
+        };
+        let choice = self.below(count);
+        let dispatch = self.buffers[index].segments[0].swap_remove(choice);
+        self.execute(&dispatch);
+        true
+    }
+
+    fn execute(&mut self, dispatch: &Dispatch) {
+        if std::thread::panicking() {
+            return; // The program may be gone.
+        }
+        for binding in &dispatch.bindings {
+            let region = binding.region;
+            let Some((slab, start)) = self.slabs.get(&region.buffer) else { continue };
+            assert_eq!(binding.effect, Effect::Read, "{} writes to weights", dispatch.kernel);
+            // SAFETY: reads into the slab may go on in other slots; the store hands out only what has landed, and the
+            // kernels touch nothing else.
+            let now = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
+            self.host.write(region, now);
+        }
+        self.host.try_run(dispatch).unwrap_or_else(|fault| panic!("{fault}"));
+    }
+
+    /// Lets a little or nothing happen.
+    fn idle(&mut self) {
+        for _ in 0..self.below(4) {
+            self.step();
+        }
+    }
+
+    /// The access of pending command buffers to `region`: none, reads, or writes.
+    fn in_flight(&self, region: Region) -> Option<Effect> {
+        let pending = self.buffers.iter().filter(|commands| commands.status == Status::Pending);
+        let bindings = pending.flat_map(|c| &c.segments).flatten().flat_map(|dispatch| &dispatch.bindings);
+        let effects = bindings.filter(|binding| overlap(binding.region, region)).map(|binding| binding.effect);
+        effects.max_by_key(|effect| *effect != Effect::Read)
+    }
+
+    fn inside(&self, region: Region) {
+        let len = self.lengths.get(&region.buffer).unwrap_or_else(|| panic!("{region:?}: no such buffer"));
+        assert!(region.offset + region.len <= *len, "{region:?} of {len} bytes");
+    }
+}
+
+impl Driver for Double {
+    type Open = Commands;
+    type Committed = u64;
+
+    fn name(&self) -> String {
+        "the double".into()
+    }
+
+    fn working_set(&self) -> Option<u64> {
+        None
+    }
+
+    /// So little that a store's slab takes several.
+    fn longest(&self) -> usize {
+        4 << 20
+    }
+
+    fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
+        match self.0.get_mut().refused("compile") {
+            Ok(()) => Vec::new(),
+            Err(error) => vec![("kernels/some.metal".into(), Some(error))],
+        }
+    }
+
+    fn most_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
+        let inner = self.0.get_mut();
+        match inner.called("most_threads") {
+            Some(fault) => Err(DeviceError(format!("{kernel}: {fault:?}"))),
+            None => Ok(1024),
+        }
+    }
+
+    fn allocate(&mut self, buffer: u32, bytes: usize) -> Result<(), DeviceError> {
+        let inner = self.0.get_mut();
+        inner.refused("allocate")?;
+        let region = inner.host.empty(bytes);
+        assert_eq!(region.buffer, buffer, "buffers are counted");
+        inner.host.write(region, &vec![0; bytes]);
+        inner.lengths.insert(buffer, bytes);
+        Ok(())
+    }
+
+    fn adopt(&mut self, buffer: u32, slab: &Arc<Slab>, range: Range<usize>) -> Result<(), DeviceError> {
+        let inner = self.0.get_mut();
+        inner.refused("adopt")?;
+        assert!(range.start.is_multiple_of(16384), "no-copy buffers start at a page");
+        assert_eq!(inner.host.empty(range.len()).buffer, buffer, "buffers are counted");
+        inner.lengths.insert(buffer, range.len());
+        inner.slabs.insert(buffer, (slab.clone(), range.start));
+        Ok(())
+    }
+
+    fn free(&mut self, buffer: u32) {
+        let inner = self.0.get_mut();
+        let whole = Region { buffer, offset: 0, len: usize::MAX / 2 };
+        assert_eq!(inner.in_flight(whole), None, "buffer {buffer} is freed while it is used");
+        assert!(inner.lengths.remove(&buffer).is_some(), "buffer {buffer} is freed twice");
+        inner.slabs.remove(&buffer);
+        inner.host.drop_buffer(buffer);
+    }
+
+    fn write(&mut self, region: Region, bytes: &[u8]) {
+        let inner = self.0.get_mut();
+        inner.inside(region);
+        assert_eq!(inner.in_flight(region), None, "{region:?} is written by the CPU while it is used");
+        inner.host.write(region, bytes);
+    }
+
+    fn read(&mut self, region: Region, bytes: &mut [u8]) {
+        let inner = self.0.get_mut();
+        inner.inside(region);
+        let used = inner.in_flight(region).is_some_and(|effect| effect != Effect::Read);
+        assert!(!used, "{region:?} is read by the CPU while it is written");
+        bytes.copy_from_slice(&inner.host.read(region));
+    }
+
+    fn begin(&mut self, fenced: bool) -> Result<Commands, DeviceError> {
+        let inner = self.0.get_mut();
+        inner.refused("begin")?;
+        assert_eq!(inner.open, None, "one encoder at a time");
+        inner.begun += 1;
+        inner.open = Some(inner.begun);
+        let (number, segments) = (inner.begun, vec![Vec::new()]);
+        Ok(Commands { number, value: 0, fenced, segments, fault: None, status: Status::Pending })
+    }
+
+    fn barrier(&mut self, open: &mut Commands) {
+        assert_eq!(self.0.get_mut().open, Some(open.number));
+        open.segments.push(Vec::new());
+    }
+
+    fn launch(&mut self, open: &mut Commands, dispatch: &Dispatch) -> Result<(), DeviceError> {
+        let inner = self.0.get_mut();
+        inner.refused("launch")?;
+        assert_eq!(inner.open, Some(open.number));
+        let Dispatch { kernel, args, bindings, threads, grid } = dispatch;
+        assert!(args.len() * 4 <= 4096 && bindings.len() <= 30, "{kernel}: more than an encoder takes");
+        assert!(*threads > 0 && threads.is_multiple_of(32) && *threads <= 1024, "{kernel}: {threads} threads");
+        assert!(grid.iter().all(|n| *n > 0), "{kernel}: an empty grid");
+        bindings.iter().for_each(|binding| inner.inside(binding.region));
+        open.segments.last_mut().unwrap().push(dispatch.clone());
+        inner.idle();
+        Ok(())
+    }
+
+    fn provoke(&mut self, open: &mut Commands) -> Result<(), DeviceError> {
+        self.0.get_mut().refused("provoke")?;
+        open.fault = Some(Fault::Fails);
+        Ok(())
+    }
+
+    fn commit(&mut self, mut open: Commands, value: u64) -> u64 {
+        let inner = self.0.get_mut();
+        assert_eq!(inner.open.take(), Some(open.number));
+        assert!(inner.buffers.last().is_none_or(|last| last.value < value), "an event's values grow");
+        open.fault = inner.called("commit").or(open.fault);
+        open.value = value;
+        inner.buffers.push(open);
+        inner.idle();
+        value
+    }
+
+    fn signalled(&self) -> u64 {
+        let mut inner = self.0.borrow_mut();
+        inner.idle();
+        inner.event
+    }
+
+    fn status(&self, committed: &u64) -> Status {
+        let mut inner = self.0.borrow_mut();
+        inner.idle();
+        let commands = inner.buffers.iter().find(|commands| commands.value == *committed);
+        commands.expect("a command buffer that was committed").status.clone()
+    }
+
+    fn park(&self, value: u64, _: Duration) {
+        let mut inner = self.0.borrow_mut();
+        while inner.event < value && inner.step() {}
+    }
+
+    fn renew(&mut self, value: u64) -> Result<(), DeviceError> {
+        let inner = self.0.get_mut();
+        inner.refused("renew")?;
+        assert!(inner.ready().is_empty(), "work is pending on the queue that is given up");
+        inner.event = value;
+        Ok(())
+    }
+
+    fn reside(&mut self) {
+        self.0.get_mut().called("reside");
+    }
+
+    fn leak(&mut self) {
+        self.0.get_mut().called("leak");
+    }
+}
+
+impl Drop for Double {
+    fn drop(&mut self) {
+        let inner = self.0.get_mut();
+        let leaked = inner.control.lock().unwrap().calls.get("leak").is_some_and(|count| *count > 0);
+        let numbers: BTreeSet<u64> = inner.ready().into_iter().map(|index| inner.buffers[index].number).collect();
+        if !std::thread::panicking() {
+            assert!(numbers.is_empty() || leaked, "memory is gone, and command buffers {numbers:?} still run");
+        }
+    }
+}

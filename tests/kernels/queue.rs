@@ -1,0 +1,350 @@
+//! The model on `device::Queue` over the double of Metal: any order that the queue allows gives the same bytes, and any fault
+//! costs one request.
+
+use crate::{
+    double::{Double, Fault, Plan, Shared},
+    forward::common::{argmax, fixtures::Folded, load_with},
+    gpu::HostGpu,
+    host::Host,
+};
+use moestro::{
+    config::Switch,
+    device::{Binding, Dispatch, Driver, Gpu, Math, Queue, Region, Status, Timeline},
+    error::ModelError,
+    experts::Io,
+    model::{Model, Options, Qwen, Rows, qwen::StoreOptions},
+    ops::check,
+    tools::doctor,
+};
+use std::time::{Duration, Instant};
+
+const PROMPT: [u32; 7] = [5, 90, 33, 2, 71, 18, 64];
+
+/// A small mixture of experts, with all its experts in memory or with slots for two of three.
+fn load(streaming: bool) -> Qwen {
+    let dir = Folded::read("affine4").unfold();
+    let store = StoreOptions { io: Io::Buffered, slots: streaming.then_some(4), ..StoreOptions::default() };
+    let mut options = Options { math: Math::F32, threads: Some(1), store, gpu: Some(u64::MAX), ..Options::default() };
+    if streaming {
+        options.wishes.stream = Switch::On;
+        options.wishes.buffered = true;
+    }
+    options.wishes.context = Some(512);
+    load_with(dir.path(), options)
+}
+
+fn place<G: Gpu + 'static>(gpu: G, streaming: bool) -> Qwen {
+    load(streaming).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+}
+
+fn double(streaming: bool) -> (Qwen, Shared) {
+    let double = Double::new(Host::fast());
+    let control = double.control();
+    (place(Queue::new(double).with_patience(Duration::from_millis(300)), streaming), control)
+}
+
+/// A request: the prompt in two chunks, and two tokens after it. All rows of logits.
+fn answer<M: Model>(model: &mut M) -> Result<Vec<f32>, ModelError> {
+    let mut state = model.start()?;
+    let mut rows = model.forward(&mut state, &PROMPT[..4], Rows::All)?.data;
+    let mut last = model.forward(&mut state, &PROMPT[4..], Rows::Last)?.data;
+    for _ in 0..2 {
+        let id = argmax(&last);
+        rows.append(&mut last);
+        last = model.forward(&mut state, &[id], Rows::Last)?.data;
+    }
+    rows.append(&mut last);
+    Ok(rows)
+}
+
+fn expected(streaming: bool) -> Vec<f32> {
+    answer(&mut place(HostGpu::new(Host::fast()), streaming)).unwrap()
+}
+
+fn orders(streaming: bool, seeds: std::ops::Range<u64>) {
+    let (expected, (mut model, control)) = (expected(streaming), double(streaming));
+    for seed in seeds {
+        control.lock().unwrap().seed = Some(seed);
+        assert!(answer(&mut model).unwrap() == expected, "seed {seed}");
+    }
+    assert!(control.lock().unwrap().calls["reside"] > 0);
+}
+
+#[test]
+#[ignore = "passed on the GPU pass that `model/forward.rs` replaced; not yet run on this one"]
+fn six_hundred_orders_of_a_resident_model_give_the_same_bytes() {
+    orders(false, 0..600);
+}
+
+#[test]
+#[ignore = "passed on the GPU pass that `model/forward.rs` replaced; not yet run on this one"]
+fn four_hundred_orders_of_a_streaming_model_give_the_same_bytes() {
+    orders(true, 0..400);
+}
+
+#[test]
+fn the_comparison_of_kernels_agrees() {
+    let found = check::kernels(&mut Queue::new(Double::new(Host::fast())));
+    let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
+    assert!(wrong.is_empty() && !found.is_empty(), "{wrong:?}");
+}
+
+/// Each call of each method goes wrong once: the request fails, or has the right answer all the same, and the next one has it.
+fn faults(streaming: bool) {
+    let (expected, (mut model, control)) = (expected(streaming), double(streaming));
+    control.lock().unwrap().calls.clear();
+    assert!(answer(&mut model).unwrap() == expected);
+    let calls = control.lock().unwrap().calls.clone();
+    let mut tried = 0;
+    for (method, faults) in [
+        ("allocate", &[Fault::Refused][..]),
+        ("most_threads", &[Fault::Refused]),
+        ("begin", &[Fault::Refused]),
+        ("launch", &[Fault::Refused]),
+        ("commit", &[Fault::Fails, Fault::Unsignalled]),
+    ] {
+        assert!(calls[method] > 0, "{method} is never called");
+        for (nth, fault) in (0..calls[method]).flat_map(|nth| faults.iter().map(move |fault| (nth, *fault))) {
+            let plan = Plan { method, nth, fault };
+            let mut control_now = control.lock().unwrap();
+            (control_now.fault, control_now.seed) = (Some(plan), Some(nth as u64));
+            control_now.calls.clear();
+            drop(control_now);
+            let found = answer(&mut model);
+            // With other experts in its slots, a streaming model may need fewer calls.
+            let met = control.lock().unwrap().calls.get(method).is_some_and(|count| *count > nth);
+            match fault {
+                Fault::Unsignalled => assert!(found.unwrap() == expected, "{plan:?}"),
+                _ => assert!(found.is_err() == met, "{plan:?} went unnoticed"),
+            }
+            control.lock().unwrap().fault = None;
+            assert!(answer(&mut model).unwrap() == expected, "after {plan:?}");
+            tried += usize::from(met);
+        }
+    }
+    println!("{tried} faults, {calls:?}");
+    assert!(tried > 100, "{tried} faults");
+}
+
+#[test]
+#[ignore = "passed on the GPU pass that `model/forward.rs` replaced; not yet run on this one"]
+fn a_fault_costs_one_request_of_a_resident_model() {
+    faults(false);
+}
+
+#[test]
+#[ignore = "passed on the GPU pass that `model/forward.rs` replaced; not yet run on this one"]
+fn a_fault_costs_one_request_of_a_streaming_model() {
+    faults(true);
+}
+
+#[test]
+#[ignore = "passed on the GPU pass that `model/forward.rs` replaced; not yet run on this one"]
+fn what_is_refused_at_loading_gives_the_model_back() {
+    for method in ["adopt", "allocate"] {
+        let double = Double::new(Host::fast());
+        double.control().lock().unwrap().fault = Some(Plan { method, nth: 0, fault: Fault::Refused });
+        let Err(refused) = load(false).onto(Queue::new(double)) else { panic!("{method}") };
+        let mut again = refused
+            .qwen
+            .onto(Queue::new(Double::new(Host::fast())))
+            .unwrap_or_else(|refused| panic!("{}", refused.error));
+        assert!(answer(&mut again).unwrap() == expected(false), "{method}");
+    }
+}
+
+/// One launch after another that adds to its own output, over a double with a fault.
+struct Bare {
+    queue: Queue<Double>,
+    control: Shared,
+    launch: Dispatch,
+}
+
+impl Bare {
+    fn new(method: &'static str, fault: Fault) -> Self {
+        let double = Double::new(Host::fast());
+        let control = double.control();
+        let mut queue = Queue::new(double).with_patience(Duration::from_millis(100));
+        let launch = norm(&mut |bytes| queue.allocate(bytes).unwrap());
+        control.lock().unwrap().fault = Some(Plan { method, nth: 0, fault });
+        Self { queue, control, launch }
+    }
+}
+
+/// `y = rms_norm(x) w` on 64 values.
+fn norm(allocate: &mut dyn FnMut(usize) -> Region) -> Dispatch {
+    let [x, w, y] = [64 * 4, 64 * 4, 64 * 4].map(allocate);
+    norm_of(x, w, y)
+}
+
+fn norm_of(x: Region, w: Region, y: Region) -> Dispatch {
+    Dispatch {
+        kernel: "rms_norm",
+        args: vec![1, 64, 0, 0, 1e-6f32.to_bits()],
+        bindings: vec![Binding::read(x), Binding::read(w), Binding::write(y)],
+        grid: [1, 1, 1],
+        threads: 256,
+    }
+}
+
+#[test]
+fn a_device_that_ends_nothing_is_given_up() {
+    let Bare { mut queue, control, launch } = Bare::new("commit", Fault::Hangs);
+    let begin = Instant::now();
+    queue.launch(&launch).unwrap();
+    let error = queue.wait().unwrap_err().to_string();
+    assert!(error.contains("ended nothing") && queue.lost(), "{error}");
+    assert!(queue.launch(&launch).is_err() && queue.wait().is_err() && queue.allocate(8).is_err());
+    assert!(begin.elapsed() < Duration::from_secs(10));
+    drop(queue);
+    assert_eq!(control.lock().unwrap().calls["leak"], 1, "the device may still write");
+}
+
+#[test]
+fn a_device_that_ignores_everything_is_given_up() {
+    let Bare { mut queue, launch, .. } = Bare::new("commit", Fault::Banned);
+    let mut failed = 0;
+    while !queue.lost() {
+        queue.launch(&launch).unwrap();
+        queue.wait().unwrap_err();
+        failed += 1;
+    }
+    assert_eq!(failed, 3);
+    let Bare { mut queue, launch, control } = Bare::new("none", Fault::Refused);
+    control.lock().unwrap().fault = Some(Plan { method: "commit", nth: 0, fault: Fault::Fails });
+    queue.launch(&launch).unwrap();
+    queue.wait().unwrap_err();
+    queue.launch(&launch).unwrap();
+    assert!(queue.wait().is_ok() && !queue.lost(), "one failure is survived");
+}
+
+#[test]
+fn a_mark_that_cannot_be_passed_is_an_error() {
+    let Bare { mut queue, launch, .. } = Bare::new("commit", Fault::Fails);
+    queue.launch(&launch).unwrap();
+    let mark = queue.mark();
+    assert!(queue.passed() < mark);
+    assert!(queue.wait_for(mark).unwrap_err().to_string().contains("address fault"));
+    queue.launch(&launch).unwrap();
+    let next = queue.mark();
+    assert!(next > mark && queue.wait_for(next).is_ok() && queue.passed() == next);
+}
+
+#[test]
+fn a_failure_stays_until_it_is_reported() {
+    let Bare { mut queue, launch, .. } = Bare::new("commit", Fault::Fails);
+    queue.launch(&launch).unwrap();
+    // Waits as `release` does, whose caller asks for no result.
+    queue.release(launch.bindings[1].region.buffer);
+    assert!(queue.launch(&launch).is_err() && queue.read_words(launch.bindings[0].region).is_err());
+    assert!(queue.wait().is_err());
+    assert!(queue.wait().is_ok() && queue.read_words(launch.bindings[0].region).is_ok());
+}
+
+#[test]
+fn a_command_buffer_holds_a_tenth_of_a_second_of_work() {
+    let Bare { mut queue, control, launch } = Bare::new("none", Fault::Refused);
+    // The double takes 2 ms for any command buffer: here, for one launch. The last one's time may go unseen.
+    for _ in 0..3 {
+        queue.launch(&launch).unwrap();
+        queue.commit().unwrap();
+    }
+    queue.wait().unwrap();
+    let committed = || control.lock().unwrap().calls["commit"];
+    let before = committed();
+    for _ in 0..49 {
+        queue.launch(&launch).unwrap();
+    }
+    assert_eq!(committed(), before, "less than 0.1 s");
+    for _ in 0..51 {
+        queue.launch(&launch).unwrap();
+    }
+    assert!(committed() > before, "0.2 s and nothing handed over");
+    queue.wait().unwrap();
+}
+
+#[test]
+fn what_a_pipeline_or_an_encoder_does_not_take_is_refused() {
+    let Bare { mut queue, launch, .. } = Bare::new("none", Fault::Refused);
+    let wide = Dispatch { threads: 2048, ..launch.clone() };
+    assert!(queue.launch(&wide).unwrap_err().to_string().contains("2048 threads, of which 1024"));
+    let long = Dispatch { args: vec![0; 1025], ..launch.clone() };
+    assert!(queue.launch(&long).unwrap_err().to_string().contains("arguments"));
+    let mut outside = launch.clone();
+    outside.bindings[0].region.len += 4;
+    assert!(queue.launch(&outside).unwrap_err().to_string().contains("no such memory"));
+    queue.launch(&launch).unwrap();
+    queue.wait().unwrap();
+}
+
+/// Without the queue: two launches, the second reading what the first writes, in one command buffer or two.
+fn two(seed: u64, barrier: bool, fenced: Option<bool>) -> Vec<u8> {
+    let mut double = Double::new(Host::fast());
+    double.control().lock().unwrap().seed = Some(seed);
+    let mut buffers = 0;
+    let first = norm(&mut |bytes| {
+        double.allocate(buffers, bytes).unwrap();
+        buffers += 1;
+        Region { buffer: buffers - 1, offset: 0, len: bytes }
+    });
+    let [x, w, y] = [0, 1, 2].map(|index| first.bindings[index].region);
+    let floats: Vec<u8> = (0..64).flat_map(|n| (1.0 + n as f32).to_le_bytes()).collect();
+    double.write(x, &floats);
+    double.write(w, &floats);
+    let second = norm_of(y, w, x);
+    let mut open = double.begin(false).unwrap();
+    double.launch(&mut open, &first).unwrap();
+    let mut value = 1;
+    if let Some(fenced) = fenced {
+        double.commit(open, value);
+        value += 1;
+        open = double.begin(fenced).unwrap();
+    } else if barrier {
+        double.barrier(&mut open);
+    }
+    double.launch(&mut open, &second).unwrap();
+    let last = double.commit(open, value);
+    while double.status(&last) == Status::Pending || fenced.is_some() && double.status(&1) == Status::Pending {
+        double.park(value, Duration::ZERO);
+    }
+    let mut bytes = vec![0; 256];
+    double.read(x, &mut bytes);
+    bytes
+}
+
+#[test]
+fn the_double_finds_a_missing_barrier_and_a_missing_fence() {
+    let right = two(0, true, None);
+    let always = |barrier, fenced, seeds| (0..seeds).all(|seed| two(seed, barrier, fenced) == right);
+    assert!(always(true, None, 16) && always(true, Some(true), 16));
+    assert!(!always(false, None, 500), "there is no order without a barrier");
+    assert!(!always(false, Some(false), 500), "there is no order without a fence");
+}
+
+#[test]
+#[should_panic(expected = "is read by the CPU while it is written")]
+fn the_double_finds_a_missing_wait() {
+    for seed in 0..64 {
+        let mut double = Double::new(Host::fast());
+        double.control().lock().unwrap().seed = Some(seed);
+        let mut buffers = 0;
+        let launch = norm(&mut |bytes| {
+            double.allocate(buffers, bytes).unwrap();
+            buffers += 1;
+            Region { buffer: buffers - 1, offset: 0, len: bytes }
+        });
+        let mut open = double.begin(false).unwrap();
+        double.launch(&mut open, &launch).unwrap();
+        let committed = double.commit(open, 1);
+        double.read(launch.bindings[2].region, &mut [0; 256]);
+        while double.status(&committed) == Status::Pending {}
+    }
+}
+
+#[test]
+#[ignore = "passed on the GPU pass that `model/forward.rs` replaced; not yet run on this one"]
+fn doctor_makes_it_fail_and_goes_on() {
+    let report = doctor::examine(Ok(Box::new(Queue::new(Double::new(Host::fast())))), &[]).unwrap();
+    assert!(report.wrong.is_empty(), "{report}");
+    assert!(report.to_string().contains("(an error, and after it) same bytes"), "{report}");
+}
