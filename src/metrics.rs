@@ -47,6 +47,8 @@ pub struct Metrics {
     pub prompt_cache_hits_session: IntCounter,
     /// Prompts that went on from a checkpoint in memory.
     pub prompt_cache_hits_memory: IntCounter,
+    /// Prompts that went on from a checkpoint on the disk.
+    pub prompt_cache_hits_disk: IntCounter,
     pub prompt_cache_misses: IntCounter,
     /// Tokens of a prompt that were known, where any were.
     pub prompt_cache_hit_tokens: Histogram,
@@ -54,6 +56,14 @@ pub struct Metrics {
     pub prompt_cache_bytes_memory: IntGauge,
     pub prompt_cache_checkpoints_memory: IntGauge,
     pub prompt_cache_evictions_memory: IntCounter,
+    pub prompt_cache_bytes_disk: IntGauge,
+    pub prompt_cache_checkpoints_disk: IntGauge,
+    pub prompt_cache_evictions_disk: IntCounter,
+    /// Checkpoints read back, and the bytes of their states, keys and values.
+    pub prompt_cache_disk_reads: IntCounter,
+    pub prompt_cache_disk_read_bytes: IntCounter,
+    pub prompt_cache_disk_writes: IntCounter,
+    pub prompt_cache_disk_written_bytes: IntCounter,
     /// From the arrival in the queue to the first generated token.
     pub time_to_first_token_seconds: Histogram,
     /// Between two generated tokens of one request.
@@ -164,6 +174,30 @@ impl Metrics {
             prompt_cache_bytes_memory: cache_bytes.with_label_values(&["memory"]),
             prompt_cache_checkpoints_memory: checkpoints.with_label_values(&["memory"]),
             prompt_cache_evictions_memory: evictions.with_label_values(&["memory"]),
+            prompt_cache_hits_disk: hits.with_label_values(&["disk"]),
+            prompt_cache_bytes_disk: cache_bytes.with_label_values(&["disk"]),
+            prompt_cache_checkpoints_disk: checkpoints.with_label_values(&["disk"]),
+            prompt_cache_evictions_disk: evictions.with_label_values(&["disk"]),
+            prompt_cache_disk_reads: counter(
+                r,
+                "moestro_prompt_cache_disk_reads_total",
+                "Checkpoints read back from the disk",
+            ),
+            prompt_cache_disk_read_bytes: counter(
+                r,
+                "moestro_prompt_cache_disk_read_bytes_total",
+                "Bytes of checkpoints read back from the disk",
+            ),
+            prompt_cache_disk_writes: counter(
+                r,
+                "moestro_prompt_cache_disk_writes_total",
+                "Checkpoints written to the disk",
+            ),
+            prompt_cache_disk_written_bytes: counter(
+                r,
+                "moestro_prompt_cache_disk_written_bytes_total",
+                "Bytes of checkpoints written to the disk",
+            ),
             time_to_first_token_seconds: histogram(
                 r,
                 "moestro_time_to_first_token_seconds",
@@ -324,6 +358,12 @@ mod tests {
             "moestro_prompt_cache_hits_total{source=\"session\"} 0",
             "moestro_prompt_cache_hits_total{source=\"memory\"} 0",
             "moestro_prompt_cache_misses_total 0",
+            "moestro_prompt_cache_hits_total{source=\"disk\"} 0",
+            "moestro_prompt_cache_bytes{place=\"disk\"} 0",
+            "moestro_prompt_cache_disk_reads_total 0",
+            "moestro_prompt_cache_disk_read_bytes_total 0",
+            "moestro_prompt_cache_disk_writes_total 0",
+            "moestro_prompt_cache_disk_written_bytes_total 0",
             "moestro_prompt_cache_hit_tokens_count 0",
             "moestro_prompt_cache_bytes{place=\"memory\"} 0",
             "moestro_prompt_cache_checkpoints{place=\"memory\"} 0",

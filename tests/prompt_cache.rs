@@ -1,20 +1,23 @@
 //! The prompt cache changes what is computed and never what is answered: random walks over trees of conversations, each
-//! answer compared with that of an engine that remembers nothing; and an agent's conversation, of which nothing is
-//! computed twice.
+//! answer compared with that of an engine that remembers nothing, with restarts in between; an agent's conversation, of
+//! which nothing is computed twice; and a server that is killed and remembers.
 
 mod common;
 
 use common::load_with;
 use moestro::{
     chat::{Conversation, Template, Tokenizer, turns},
-    engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Worker},
+    engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Storage, Worker},
     error::ModelError,
     metrics::Metrics,
     model::{Logits, Model, Options, Qwen, Rows, Snapshot, SnapshotSize},
 };
 use serde_json::{Value, json};
 use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpStream,
     path::Path,
+    process::{Child, Command, Stdio},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -80,14 +83,14 @@ impl Model for Counted {
 
 struct Server {
     engine: Handle,
-    _worker: Worker,
+    worker: Worker,
     tokens: Arc<AtomicUsize>,
     metrics: Arc<Metrics>,
 }
 
 impl Server {
-    /// With room for `states` states and as many positions as `context` a state.
-    fn new(states: u64) -> Self {
+    /// With room for `states` states of 400 tokens, and with what was left in `dir`.
+    fn new(states: u64, dir: Option<&Path>) -> Self {
         let mut options = Options { threads: Some(2), ..Options::default() };
         options.wishes.context = Some(4096);
         let qwen = load_with(Path::new(DEMO), options);
@@ -97,11 +100,18 @@ impl Server {
         let options = engine::Options {
             eos: vec![2040],
             prompt_cache: states * size.bytes(400, 0),
+            storage: dir.map(|dir| Storage { dir: dir.to_owned(), limit: 64 << 20, key: "the demo".into() }),
             ..engine::Options::default()
         };
         let (engine, worker) =
             engine::spawn(Counted { qwen, tokens: tokens.clone() }, options, metrics.clone()).unwrap();
-        Self { engine, _worker: worker, tokens, metrics }
+        Self { engine, worker, tokens, metrics }
+    }
+
+    /// Stops, when what is to be kept has been written.
+    fn stop(self) {
+        self.engine.drain();
+        self.worker.join().unwrap();
     }
 
     /// The answer, each token with the bits of its log-probability; and how many tokens of the prompt were known.
@@ -172,11 +182,14 @@ impl Talk {
 }
 
 /// One walk: a few conversations that grow, branch, are edited, asked again and continued with the answer or another.
-fn walk(seed: u64, cached: &Server, fresh: &Server) {
+fn walk(seed: u64, mut cached: Server, fresh: &Server, again: &dyn Fn(Server) -> Server) -> Server {
     let mut dice = Dice(seed);
     let system = dice.tokens(30 + 40 * (seed % 7) as usize);
     let mut talks: Vec<Talk> = Vec::new();
     for step in 0..12 {
+        if dice.roll(8) == 0 {
+            cached = again(cached);
+        }
         let number = dice.roll(talks.len() + 1);
         let mut talk = match talks.get(number) {
             None => {
@@ -190,8 +203,8 @@ fn walk(seed: u64, cached: &Server, fresh: &Server) {
                 _ => talk.clone(),
             },
         };
-        let again = talks.get(number).is_some() && dice.roll(4) == 0;
-        if !again {
+        let retry = talks.get(number).is_some() && dice.roll(4) == 0;
+        if !retry {
             let count = 1 + dice.roll(60);
             let departure = if dice.roll(2) == 0 { Departure::Query } else { Departure::Message };
             let message = dice.tokens(count);
@@ -214,30 +227,50 @@ fn walk(seed: u64, cached: &Server, fresh: &Server) {
             _ => talks.push(talk),
         }
     }
+    cached
 }
 
 /// As many as `MOESTRO_WALKS` says: 200 by hand.
 #[test]
 fn answers_do_not_depend_on_what_is_remembered() {
     let walks: u64 = std::env::var("MOESTRO_WALKS").map_or(9, |walks| walks.parse().unwrap());
-    let fresh = Server::new(0);
-    let (mut known, mut evicted) = (0, 0);
-    // A cache for one checkpoint, for a few, and for all.
+    let fresh = Server::new(0, None);
+    let (mut known, mut evicted, mut from_disk) = (0, 0, 0);
+    // A cache for one checkpoint, for a few, and for all; the last two are restarted now and then.
     for (part, states) in [(0, 1), (1, 3), (2, 40)] {
-        let cached = Server::new(states);
+        let dir = tempfile::tempdir().unwrap();
+        let start = || Server::new(states, Some(dir.path()).filter(|_| states > 1));
+        let (disk, lost) = (std::cell::Cell::new(0), std::cell::Cell::new((0, 0, 0)));
+        let count = |server: &Server| {
+            let (known, evicted, memory) = lost.get();
+            let metrics = &server.metrics;
+            disk.set(disk.get() + metrics.prompt_cache_hits_disk.get());
+            lost.set((
+                known + metrics.prompt_tokens_cached.get(),
+                evicted + metrics.prompt_cache_evictions_memory.get(),
+                memory + metrics.prompt_cache_hits_memory.get(),
+            ));
+        };
+        let again = |server: Server| {
+            count(&server);
+            server.stop();
+            start()
+        };
+        let mut cached = start();
         for seed in (part..walks).step_by(3) {
-            walk(seed, &cached, &fresh);
+            cached = walk(seed, cached, &fresh, &again);
         }
+        count(&cached);
         let status = cached.engine.prompt_cache();
         assert!(status.bytes <= status.limit, "{status:?}");
-        known += cached.metrics.prompt_tokens_cached.get();
-        evicted += cached.metrics.prompt_cache_evictions_memory.get();
-        assert!(cached.metrics.prompt_cache_hits_memory.get() > 0, "{states}");
+        let (tokens, gone, memory) = lost.get();
+        assert!(memory > 0, "{states}");
+        (known, evicted, from_disk) = (known + tokens, evicted + gone, from_disk + disk.get());
         cached.engine.clear_prompt_cache();
         assert_eq!(cached.engine.prompt_cache().bytes, 0);
     }
-    // The engine that forgets has its session, which a retry does not extend.
-    assert!(known > 0 && evicted > 0, "{known} {evicted}");
+    println!("{walks} walks: {known} tokens known, {evicted} checkpoints evicted, {from_disk} read from the disk");
+    assert!(known > 0 && evicted > 0 && from_disk > 0, "{known} {evicted} {from_disk}");
 }
 
 /// What a coding agent sends, turn by turn: a tool call and its result after each answer; every fourth turn the person
@@ -271,7 +304,7 @@ fn an_agent_computes_what_is_new() {
     let tokenizer = Tokenizer::load(Path::new(DEMO)).unwrap();
     let template = Template::load(Path::new(DEMO)).unwrap();
     for reasoning in [true, false] {
-        let server = Server::new(60);
+        let server = Server::new(60, None);
         let (mut new, mut earlier) = (0, Vec::<Vec<u32>>::new());
         let mut generated = 0;
         for messages in agent(14, reasoning) {
@@ -308,4 +341,105 @@ fn an_agent_computes_what_is_new() {
         assert_eq!(server.metrics.prompt_tokens_computed.get(), computed as u64);
         assert!(all > 3 * new, "a conversation that shares little shows little");
     }
+}
+
+/// A server of its own, killed when it goes.
+struct Process {
+    child: Child,
+    port: u64,
+}
+
+impl Process {
+    fn start(dir: &Path) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_moestro"))
+            .args(["serve", "--port", "0", "--device", "cpu", "--memory-limit", "300M", "--prompt-cache-dir"])
+            .arg(dir)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let ready: Value = serde_json::from_str(&line).unwrap();
+        Self { port: ready["port"].as_u64().unwrap(), child }
+    }
+
+    /// The body of the answer.
+    fn ask(&self, method: &str, path: &str, body: &str) -> String {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port as u16)).unwrap();
+        let length = body.len();
+        let head = "content-type: application/json\r\nconnection: close";
+        write!(stream, "{method} {path} HTTP/1.1\r\nhost: here\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}")
+            .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer.split_once("\r\n\r\n").unwrap().1.to_owned()
+    }
+
+    /// The value of a metric.
+    fn metric(&self, name: &str) -> u64 {
+        let text = self.ask("GET", "/metrics", "");
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("{name} in {text}")).parse().unwrap()
+    }
+
+    fn chat(&self, messages: &[Value]) -> Value {
+        let body = json!({"messages": messages, "temperature": 0, "max_tokens": 12});
+        serde_json::from_str(&self.ask("POST", "/v1/chat/completions", &body.to_string())).unwrap()
+    }
+}
+
+impl Drop for Process {
+    /// SIGKILL: nothing is written after it.
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_killed_server_computes_at_most_the_last_message() {
+    let dir = tempfile::tempdir().unwrap();
+    let turns = agent(4, true);
+    let first = Process::start(dir.path());
+    for messages in &turns[..3] {
+        first.chat(messages);
+    }
+    // They are written within moments of the answer.
+    let checkpoints = |place: &str| first.metric(&format!("moestro_prompt_cache_checkpoints{{place=\"{place}\"}}"));
+    let patience = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    while checkpoints("disk") < checkpoints("memory") {
+        assert!(std::time::Instant::now() < patience, "{}", first.ask("GET", "/metrics", ""));
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    drop(first);
+
+    let second = Process::start(dir.path());
+    // The turn that was answered last, asked again: all of it but the opening of the answer is known.
+    let again = second.chat(&turns[2]);
+    let [prompt, cached] =
+        [&again["usage"]["prompt_tokens"], &again["usage"]["prompt_tokens_details"]["cached_tokens"]]
+            .map(|count| count.as_u64().unwrap());
+    assert!(prompt - cached < 8, "{again}");
+    assert_eq!(second.metric("moestro_prompt_tokens_total{source=\"computed\"}"), prompt - cached);
+    // The next turn, of which the answer and its result are new.
+    let next = second.chat(&turns[3]);
+    let known = next["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    assert!(known >= cached, "{next}");
+
+    // The same answers as of a server that remembers nothing.
+    let empty = tempfile::tempdir().unwrap();
+    let fresh = Process::start(empty.path());
+    assert_eq!(fresh.chat(&turns[2])["choices"], again["choices"]);
+    let body = json!({"messages": turns[3], "temperature": 0, "max_tokens": 12, "cache_prompt": false});
+    let other: Value = serde_json::from_str(&fresh.ask("POST", "/v1/chat/completions", &body.to_string())).unwrap();
+    assert_eq!(other["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
+    assert_eq!(other["choices"], next["choices"]);
+
+    // Emptied, it has nothing.
+    assert_eq!(second.ask("DELETE", "/prompt_cache", ""), "");
+    let health: Value = serde_json::from_str(&second.ask("GET", "/health", "")).unwrap();
+    assert_eq!(health["prompt_cache"]["bytes"], 0);
+    assert_eq!(health["prompt_cache"]["disk"]["bytes"], 0);
+    assert_eq!(second.chat(&turns[3])["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
 }

@@ -3,7 +3,7 @@
 
 use super::{
     Event, Events, Request, Scheduler,
-    cache::{Cache, Status},
+    cache::{Cache, Status, Storage},
 };
 use crate::{
     error::{EngineError, ModelError},
@@ -32,6 +32,8 @@ pub struct Options {
     pub request_timeout: Option<Duration>,
     /// Bytes that the prompt cache may take in memory.
     pub prompt_cache: u64,
+    /// Where it keeps checkpoints for the next start.
+    pub storage: Option<Storage>,
     /// What [`Handle::drain`] leaves to requests that were accepted before it.
     pub grace: Duration,
 }
@@ -44,6 +46,7 @@ impl Default for Options {
             usable_vocab: usize::MAX,
             request_timeout: None,
             prompt_cache: 0,
+            storage: None,
             grace: Duration::from_secs(5),
         }
     }
@@ -52,6 +55,10 @@ impl Default for Options {
 /// Starts the thread that owns `model`. It ends after [`Handle::drain`], or when the last handle is gone; a
 /// [`Worker::join`] waits for that.
 pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io::Result<(Handle, Worker)> {
+    let cache = Arc::new(Cache::new(options.prompt_cache, model.snapshot_size(), metrics.clone()));
+    if let Some(storage) = options.storage.as_ref().filter(|_| options.prompt_cache > 0) {
+        cache.store_in(storage);
+    }
     let line = Arc::new(Line {
         queue: Mutex::default(),
         changed: Condvar::new(),
@@ -62,7 +69,7 @@ pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io:
             timeout: options.request_timeout,
             grace: options.grace,
         },
-        cache: Arc::new(Cache::new(options.prompt_cache, model.snapshot_size(), metrics.clone())),
+        cache,
         metrics,
     });
     let door = Arc::new(Door(line.clone()));

@@ -9,7 +9,7 @@ mod sampler;
 mod scheduler;
 mod session;
 
-pub use cache::Status as PromptCacheStatus;
+pub use cache::{Status as PromptCacheStatus, Storage};
 pub use constraint::{Allowed, Constraint};
 pub use handle::{Handle, Options, Worker, spawn};
 pub use sampler::{Sampler, likeliest};

@@ -41,9 +41,9 @@ fn a_prompt_takes_the_longest_that_leaves_a_token() {
     for len in [10, 30, 50] {
         assert!(put(&cache, &ids[..len], Kind::Message));
     }
-    assert_eq!(cache.deepest(&ids, 0).unwrap().len, 30);
-    assert_eq!(cache.deepest(&[&ids[..], &[5]].concat(), 0).unwrap().len, 50);
-    assert_eq!(cache.deepest(&ids[..30], 0).unwrap().len, 10);
+    assert_eq!(cache.deepest(&ids, 0).unwrap().0.len, 30);
+    assert_eq!(cache.deepest(&[&ids[..], &[5]].concat(), 0).unwrap().0.len, 50);
+    assert_eq!(cache.deepest(&ids[..30], 0).unwrap().0.len, 10);
     assert!(cache.deepest(&ids, 30).is_none());
     assert!(cache.deepest(&tokens(2, 50), 0).is_none());
     // What is there is not taken again.
@@ -95,7 +95,7 @@ fn emptied_it_is_empty() {
     let cache = cache(1000);
     assert!(put(&cache, &tokens(1, 20), Kind::Message));
     cache.clear();
-    assert_eq!(cache.status(), Status { limit: 1000, bytes: 0, checkpoints: 0 });
+    assert_eq!(cache.status(), Status { limit: 1000, bytes: 0, checkpoints: 0, disk: None });
     assert_eq!(cache.emptied(), 1);
     assert!(cache.deepest(&tokens(1, 30), 0).is_none());
 }
