@@ -5,6 +5,9 @@
 
 #![cfg(target_os = "linux")]
 
+#[path = "support/process.rs"]
+mod process;
+
 use moestro::{
     demo,
     tools::synth::{self, Dimensions},
@@ -24,8 +27,8 @@ struct Group {
 }
 
 impl Group {
-    fn new() -> Option<Self> {
-        let name = format!("moestro-test-{}", std::process::id());
+    fn new(what: &str) -> Option<Self> {
+        let name = format!("moestro-test-{what}-{}", std::process::id());
         let v1 = Path::new("/sys/fs/cgroup/memory").to_owned();
         let own = fs::read_to_string("/proc/self/cgroup").ok()?;
         let v2 =
@@ -88,11 +91,18 @@ fn model(dir: &Path) {
     synth::write(dir, &options, &|_| ()).unwrap();
 }
 
-fn bench(model: &Path, group: Option<&Group>, limit: u64, io: &str) -> Output {
+/// A command that enters the group and becomes moestro.
+fn moestro(group: Option<&Group>) -> Command {
     let enter =
         group.map_or(String::new(), |group| format!("echo $$ > {}/cgroup.procs || exit 9; ", group.dir.display()));
-    Command::new("sh")
-        .args(["-c", &format!("{enter}exec \"$@\""), "sh", env!("CARGO_BIN_EXE_moestro"), "bench"])
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{enter}exec \"$@\""), "sh", env!("CARGO_BIN_EXE_moestro")]);
+    command
+}
+
+fn bench(model: &Path, group: Option<&Group>, limit: u64, io: &str) -> Output {
+    moestro(group)
+        .arg("bench")
         .arg(model)
         .args(["--prompt-tokens", "200", "--gen-tokens", "12", "--repeat", "1", "--json", "--expert-io", io])
         .args(["--memory-limit", &limit.to_string()])
@@ -105,7 +115,7 @@ fn the_peak_stays_under_the_limit_and_nothing_is_killed() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     model(&dir);
-    let group = Group::new();
+    let group = Group::new("bench");
     if group.is_none() {
         eprintln!("no right to make a memory control group: the limits are measured, not enforced");
     }
@@ -139,4 +149,57 @@ fn the_peak_stays_under_the_limit_and_nothing_is_killed() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("the model does not fit in 40.0 MiB (--memory-limit)"), "{said}");
+}
+
+#[test]
+fn a_full_prompt_cache_stays_in_the_plan() {
+    let root = tempfile::tempdir().unwrap();
+    let (dir, checkpoints) = (root.path().join("model"), root.path().join("checkpoints"));
+    model(&dir);
+    let group = Group::new("serve");
+    let limit = 150 * MIB;
+    if let Some(group) = &group {
+        group.set(limit + limit / 10 + 4096);
+    }
+    let (limit_text, dir_text) = (limit.to_string(), checkpoints.to_str().unwrap());
+    let args = [
+        "--memory-limit",
+        &limit_text,
+        "--prompt-cache",
+        "24M",
+        "--prompt-cache-dir",
+        dir_text,
+        "--expert-io",
+        "direct",
+    ];
+    let mut args = args.to_vec();
+    args.extend(["--ctx-size", "2048", dir.to_str().unwrap()]);
+    let server = process::Process::spawn(moestro(group.as_ref()), &args);
+    let talk = |number: usize, turns: usize| -> Vec<serde_json::Value> {
+        let words =
+            |turn: usize| (0..100).map(|k| format!("w{} ", (number * 7 + turn * 3 + k * k) % 97)).collect::<String>();
+        let role = |turn: usize| if turn.is_multiple_of(2) { "user" } else { "assistant" };
+        (0..turns).map(|turn| serde_json::json!({"role": role(turn), "content": words(turn)})).collect()
+    };
+    for number in 0..8 {
+        for turns in [1, 3] {
+            let answer = server.chat(&talk(number, turns));
+            assert!(answer["usage"]["prompt_tokens"].as_u64().unwrap() > 200, "{answer}");
+        }
+    }
+    let health: serde_json::Value = serde_json::from_str(&server.ask("GET", "/health", "")).unwrap();
+    let cache = &health["prompt_cache"];
+    let [held, most] = ["bytes", "limit"].map(|name| cache[name].as_u64().unwrap());
+    assert_eq!(most, 24 * MIB);
+    assert_eq!(health["plan"]["prompt_cache"], most);
+    assert!(held <= most && held > most / 2, "{cache}");
+    assert!(server.metric("moestro_prompt_cache_evictions_total{place=\"memory\"}") > 0);
+    assert!(server.metric("moestro_prompt_cache_hits_total{source=\"memory\"}") > 0);
+    let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    let peak = peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10;
+    println!("{peak} bytes at the peak of {limit}, {held} of {most} in the cache");
+    assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
+    drop(server);
+    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }

@@ -3,6 +3,8 @@
 //! which nothing is computed twice; and a server that is killed and remembers.
 
 mod common;
+#[path = "support/process.rs"]
+mod process;
 
 use common::load_with;
 use moestro::{
@@ -12,12 +14,10 @@ use moestro::{
     metrics::Metrics,
     model::{Logits, Model, Options, Qwen, Rows, Snapshot, SnapshotSize},
 };
+use process::{Process, agent};
 use serde_json::{Value, json};
 use std::{
-    io::{BufRead, BufReader, Read, Write},
-    net::TcpStream,
     path::Path,
-    process::{Child, Command, Stdio},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -273,32 +273,6 @@ fn answers_do_not_depend_on_what_is_remembered() {
     assert!(known > 0 && evicted > 0 && from_disk > 0, "{known} {evicted} {from_disk}");
 }
 
-/// What a coding agent sends, turn by turn: a tool call and its result after each answer; every fourth turn the person
-/// asks something new, where the template drops the reasoning before it.
-fn agent(turns: usize, reasoning: bool) -> Vec<Vec<Value>> {
-    let words = |n: usize, count: usize| {
-        let word =
-            |k: usize| ["slot", "plan", "limit", "file", "line", "read", "what", "is"][(n * 7 + k * k + k / 3) % 8];
-        (0..count).map(word).collect::<Vec<_>>().join(" ")
-    };
-    let mut messages =
-        vec![json!({"role": "system", "content": words(1, 60)}), json!({"role": "user", "content": words(2, 12)})];
-    let mut sent = Vec::new();
-    for turn in 0..turns {
-        sent.push(messages.clone());
-        let mut answer = json!({"role": "assistant", "content": words(turn + 3, 4)});
-        if reasoning {
-            answer["reasoning_content"] = words(turn + 5, 20).into();
-        }
-        messages.push(answer);
-        messages.push(match turn % 4 {
-            3 => json!({"role": "user", "content": words(turn + 11, 10)}),
-            _ => json!({"role": "tool", "content": words(turn + 7, 90 + turn * 37 % 80)}),
-        });
-    }
-    sent
-}
-
 #[test]
 fn an_agent_computes_what_is_new() {
     let tokenizer = Tokenizer::load(Path::new(DEMO)).unwrap();
@@ -343,65 +317,12 @@ fn an_agent_computes_what_is_new() {
     }
 }
 
-/// A server of its own, killed when it goes.
-struct Process {
-    child: Child,
-    port: u64,
-}
-
-impl Process {
-    fn start(dir: &Path) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_moestro"))
-            .args(["serve", "--port", "0", "--device", "cpu", "--memory-limit", "300M", "--prompt-cache-dir"])
-            .arg(dir)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let ready: Value = serde_json::from_str(&line).unwrap();
-        Self { port: ready["port"].as_u64().unwrap(), child }
-    }
-
-    /// The body of the answer.
-    fn ask(&self, method: &str, path: &str, body: &str) -> String {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port as u16)).unwrap();
-        let length = body.len();
-        let head = "content-type: application/json\r\nconnection: close";
-        write!(stream, "{method} {path} HTTP/1.1\r\nhost: here\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}")
-            .unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer.split_once("\r\n\r\n").unwrap().1.to_owned()
-    }
-
-    /// The value of a metric.
-    fn metric(&self, name: &str) -> u64 {
-        let text = self.ask("GET", "/metrics", "");
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        line.unwrap_or_else(|| panic!("{name} in {text}")).parse().unwrap()
-    }
-
-    fn chat(&self, messages: &[Value]) -> Value {
-        let body = json!({"messages": messages, "temperature": 0, "max_tokens": 12});
-        serde_json::from_str(&self.ask("POST", "/v1/chat/completions", &body.to_string())).unwrap()
-    }
-}
-
-impl Drop for Process {
-    /// SIGKILL: nothing is written after it.
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 #[test]
 fn a_killed_server_computes_at_most_the_last_message() {
     let dir = tempfile::tempdir().unwrap();
     let turns = agent(4, true);
-    let first = Process::start(dir.path());
+    let serve = |dir: &Path| Process::start(&["--memory-limit", "300M", "--prompt-cache-dir", dir.to_str().unwrap()]);
+    let first = serve(dir.path());
     for messages in &turns[..3] {
         first.chat(messages);
     }
@@ -414,7 +335,7 @@ fn a_killed_server_computes_at_most_the_last_message() {
     }
     drop(first);
 
-    let second = Process::start(dir.path());
+    let second = serve(dir.path());
     // The turn that was answered last, asked again: all of it but the opening of the answer is known.
     let again = second.chat(&turns[2]);
     let [prompt, cached] =
@@ -429,7 +350,7 @@ fn a_killed_server_computes_at_most_the_last_message() {
 
     // The same answers as of a server that remembers nothing.
     let empty = tempfile::tempdir().unwrap();
-    let fresh = Process::start(empty.path());
+    let fresh = serve(empty.path());
     assert_eq!(fresh.chat(&turns[2])["choices"], again["choices"]);
     let body = json!({"messages": turns[3], "temperature": 0, "max_tokens": 12, "cache_prompt": false});
     let other: Value = serde_json::from_str(&fresh.ask("POST", "/v1/chat/completions", &body.to_string())).unwrap();

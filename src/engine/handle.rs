@@ -133,7 +133,7 @@ impl Handle {
         self.door.0.cache.status()
     }
 
-    /// Empties the prompt cache; a request that is running keeps what it has.
+    /// Empties the prompt cache. A request that is running goes on and leaves nothing.
     pub fn clear_prompt_cache(&self) {
         self.door.0.cache.clear();
     }

@@ -85,7 +85,7 @@ impl<M: Model> Scheduler<M> {
             return;
         }
         match session.snapshot(model) {
-            Ok(snapshot) => cache.insert(session.tokens(), Kind::Answer, snapshot),
+            Ok(snapshot) => cache.insert(session.tokens(), Kind::Answer, snapshot, self.emptied),
             Err(error) => tracing::warn!(%error, "no checkpoint at the end of this answer"),
         }
     }
@@ -197,7 +197,7 @@ impl<M: Model> Scheduler<M> {
             let begin = Instant::now();
             last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken)?;
             for ((at, kind), snapshot) in marks.into_iter().zip(taken) {
-                cache.insert(&ids[..at], kind, snapshot);
+                cache.insert(&ids[..at], kind, snapshot, self.emptied);
             }
             cache.computed(to - from, begin.elapsed());
             self.line.metrics.prompt_tokens_computed.inc_by((to - from) as u64);

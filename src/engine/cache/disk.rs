@@ -97,11 +97,12 @@ impl Cache {
 
     fn open(self: &Arc<Self>, storage: &Storage) -> io::Result<()> {
         let (files, found) = Files::open(&storage.dir, &storage.key, self.size)?;
+        let others = files.make_way(&storage.dir, storage.limit / 2)?;
         let mut inner = self.lock();
         let files = Arc::new(files);
         inner.disk = Some(Disk {
             files: files.clone(),
-            limit: storage.limit,
+            limit: storage.limit - others,
             bytes: 0,
             pages: HashMap::new(),
             recent: VecDeque::new(),
@@ -170,8 +171,9 @@ impl Cache {
                     }
                 }
                 let kind = inner.exact(ids).map_or(Kind::Message, |id| inner.tree[id].kind);
+                let emptied = inner.emptied;
                 drop(inner);
-                self.insert(ids, kind, snapshot.clone());
+                self.insert(ids, kind, snapshot.clone(), emptied);
                 Ok(Some(snapshot))
             }
             Err(error) => {

@@ -24,7 +24,7 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 const MAGIC: &[u8; 8] = b"MOESTRO1";
@@ -71,12 +71,34 @@ impl Files {
                         fs::remove_file(&path)?;
                     }
                 },
-                Some("page") => {}
-                // What a killed server left unfinished.
-                _ => fs::remove_file(&path)?,
+                // What a killed server left unfinished, not what another one is writing.
+                Some("unfinished") if is_old(&path) => remove(&path),
+                _ => {}
             }
         }
         Ok((files, found))
+    }
+
+    /// Leaves at most `most` bytes to other keys (models, devices, versions), those last written to; returns how many.
+    pub fn make_way(&self, root: &Path, most: u64) -> io::Result<u64> {
+        let mut others = Vec::new();
+        for entry in fs::read_dir(root)? {
+            let path = entry?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if path != self.dir && name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+                let bytes = fs::read_dir(&path)?.map(|entry| Ok(entry?.metadata()?.len())).sum::<io::Result<u64>>()?;
+                others.push((fs::metadata(&path)?.modified()?, path, bytes));
+            }
+        }
+        others.sort();
+        let mut left: u64 = others.iter().map(|(_, _, bytes)| bytes).sum();
+        for (_, path, bytes) in others {
+            if left > most {
+                fs::remove_dir_all(&path)?;
+                left -= bytes;
+            }
+        }
+        Ok(left)
     }
 
     pub fn dir(&self) -> &Path {
@@ -178,7 +200,7 @@ impl Files {
         for entry in fs::read_dir(&self.dir)? {
             let path = entry?.path();
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-            if name.ends_with(".page") && !needed(name) {
+            if name.ends_with(".page") && !needed(name) && is_old(&path) {
                 remove(&path);
             }
         }
@@ -273,6 +295,12 @@ fn words(ids: &[u32]) -> Vec<u8> {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Nobody is still at work on it.
+fn is_old(path: &Path) -> bool {
+    let age = fs::metadata(path).and_then(|meta| meta.modified()).map(|at| at.elapsed().unwrap_or_default());
+    age.is_ok_and(|age| age > Duration::from_secs(600))
 }
 
 fn damaged(why: &str) -> io::Error {

@@ -174,9 +174,13 @@ impl Cache {
         true
     }
 
-    /// Adds what [`Cache::make_room`] has made room for.
-    pub fn insert(&self, ids: &[u32], kind: Kind, snapshot: Snapshot) {
+    /// Adds what [`Cache::make_room`] has made room for, unless the cache was emptied since it had been so `emptied` times:
+    /// whoever empties it wants to find nothing of what was asked before.
+    pub fn insert(&self, ids: &[u32], kind: Kind, snapshot: Snapshot, emptied: u64) {
         let mut inner = self.lock();
+        if inner.emptied != emptied {
+            return;
+        }
         let Inner { tree, ledger, clock, .. } = &mut *inner;
         let id = tree.entry(ids, || Checkpoint { kind, memory: None, disk: None, written: false, touched: 0.0 });
         tree[id].touched = *clock;

@@ -21,7 +21,7 @@ fn tokens(first: u32, count: usize) -> Vec<u32> {
 fn put(cache: &Cache, ids: &[u32], kind: Kind) -> bool {
     let made = cache.make_room(ids, kind, &|| SIZE.bytes(ids.len(), 0));
     if made {
-        cache.insert(ids, kind, snapshot(ids.len()));
+        cache.insert(ids, kind, snapshot(ids.len()), cache.emptied());
     }
     made
 }
@@ -98,4 +98,7 @@ fn emptied_it_is_empty() {
     assert_eq!(cache.status(), Status { limit: 1000, bytes: 0, checkpoints: 0, disk: None });
     assert_eq!(cache.emptied(), 1);
     assert!(cache.deepest(&tokens(1, 30), 0).is_none());
+    // What was under way when it was emptied comes too late.
+    cache.insert(&tokens(1, 20), Kind::Answer, snapshot(20), 0);
+    assert_eq!(cache.status().checkpoints, 0);
 }

@@ -28,7 +28,7 @@ fn snapshot(ids: &[u32]) -> Snapshot {
 
 fn put(cache: &Cache, ids: &[u32]) {
     assert!(cache.make_room(ids, Kind::Message, &|| SIZE.bytes(ids.len(), 0)));
-    cache.insert(ids, Kind::Message, snapshot(ids));
+    cache.insert(ids, Kind::Message, snapshot(ids), cache.emptied());
 }
 
 /// What a new server finds for a prompt, and where.
@@ -148,6 +148,24 @@ fn the_disks_limit_holds() {
     first.clear();
     assert!(files(dir.path(), "state").is_empty());
     assert_eq!(first.status().disk.unwrap().bytes, 0);
+}
+
+#[test]
+fn other_models_keep_half_at_most() {
+    let dir = tempfile::tempdir().unwrap();
+    let of = |key: &str, limit| Storage { key: key.into(), limit, ..storage(dir.path()) };
+    for key in ["one", "two"] {
+        let cache = cache(Some(&of(key, 1 << 20)));
+        put(&cache, &tokens(1, 50));
+        cache.close();
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // One of them fits into the half, and it is the later one.
+    let third = cache(Some(&of("three", 1000)));
+    assert!((500..1000).contains(&third.status().disk.unwrap().limit));
+    third.close();
+    assert_eq!(found(&cache(Some(&of("one", 1 << 20))), &tokens(1, 50)), None);
+    assert!(found(&cache(Some(&of("two", 1 << 20))), &tokens(1, 50)).is_some());
 }
 
 #[test]
