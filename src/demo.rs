@@ -39,12 +39,24 @@ pub fn file(name: &str) -> Option<&'static [u8]> {
     FILES.iter().find(|(file, _)| *file == name).map(|(_, bytes)| *bytes)
 }
 
-/// The demo model's directory in the user's cache. Every file is checked; one that is missing or damaged is written.
+/// The demo model's directory: in the user's cache, or, where that cannot be written, in a temporary directory that
+/// nobody else may write to. Every file is checked; one that is missing or damaged is written.
 pub fn unpack() -> Result<PathBuf, StoreError> {
-    let Some(cache) = os::cache_dir() else {
-        return Err(StoreError::Other("no place for the demo model: neither HOME nor XDG_CACHE_HOME is set".into()));
-    };
-    unpack_into(&cache.join("demo"))
+    let mut refused = Vec::new();
+    if let Some(cache) = os::cache_dir() {
+        match unpack_into(&cache.join("demo")) {
+            Ok(dir) => return Ok(dir),
+            Err(error) => refused.push(error.to_string()),
+        }
+    }
+    for root in [std::env::temp_dir(), "/dev/shm".into()] {
+        let private = partial::private(&root).map_err(|source| StoreError::Io { path: root, source });
+        match private.and_then(|dir| unpack_into(&dir.join("demo"))) {
+            Ok(dir) => return Ok(dir),
+            Err(error) => refused.push(error.to_string()),
+        }
+    }
+    Err(StoreError::Other(format!("no place for the demo model: {}", refused.join("; "))))
 }
 
 /// Unpacks into a directory named after the contents, so that two versions of the program do not undo each other's work.

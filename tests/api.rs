@@ -14,5 +14,7 @@ mod leave;
 mod malformed;
 #[path = "api/messages.rs"]
 mod messages;
+#[path = "api/responses.rs"]
+mod responses;
 #[path = "api/server.rs"]
 mod server;

@@ -68,6 +68,38 @@ fn one_answer_on_the_terminal() {
 }
 
 #[test]
+fn the_demo_needs_no_cache() {
+    for cache in [Some("/dev/null/cache"), None] {
+        let temporary = tempfile::tempdir().unwrap();
+        let mut command = moestro(Path::new(cache.unwrap_or("/")));
+        if cache.is_none() {
+            command.env_remove("XDG_CACHE_HOME").env_remove("HOME");
+        }
+        let args = ["generate", "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"];
+        let output = command.args(args).env("TMPDIR", temporary.path()).output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "12 + 7 = 19.\n", "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_pipe_in_place_of_a_checkpoints_file_is_not_waited_for() {
+    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+        let path = dir.path().join(name);
+        let _ = std::fs::remove_file(&path);
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let output = run(&["generate", dir.path().to_str().unwrap(), "-p", "Hi"]);
+        let said = stderr(&output);
+        assert!(said.contains(name) && said.contains("not a regular file"), "{said}");
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+        let output = run(&["generate", dir.path().to_str().unwrap(), "-p", "Hi"]);
+        assert!(stderr(&output).contains("not a regular file"), "{}", stderr(&output));
+    }
+}
+
+#[test]
 fn doctor_finds_this_machine_sound() {
     let output = run(&["doctor"]);
     let text = String::from_utf8_lossy(&output.stdout);
@@ -176,6 +208,23 @@ fn a_signal_lets_the_running_answer_end() {
     answer.read_to_string(&mut text).unwrap();
     assert!(text.contains("\"finish_reason\":\"stop\"") && text.contains("data: [DONE]"), "{text}");
     assert_eq!(server.ends(), Some(0));
+}
+
+#[test]
+fn a_full_disk_leaves_nothing_half_written() {
+    let cache = tempfile::tempdir().unwrap();
+    let refused = moestro(cache.path()).args(["generate", "-p", "Hi", "--memory-limit", "1M"]).output().unwrap();
+    let (_, rest) = stderr(&refused).rsplit_once("--memory-limit ").unwrap();
+    let limit = format!("{}M", rest.split_once('M').unwrap().0.parse::<u32>().unwrap() + 1);
+    // No file may grow beyond a block, as if the disk were full: the list of hot experts does not fit.
+    let shell = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
+    let args = ["-c", shell, env!("CARGO_BIN_EXE_moestro"), "generate", "-p", "Hi", "--memory-limit", &limit];
+    let output = Command::new("bash").args(args).env("XDG_CACHE_HOME", cache.path()).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("the list of hot experts could not be kept"), "{}", stderr(&output));
+    let hot = std::fs::read_dir(cache.path().join("moestro/hot")).unwrap();
+    let left: Vec<_> = hot.map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.is_empty(), "{left:?}");
 }
 
 /// The demo in a directory of its own, served with so little memory that experts are read for every answer.

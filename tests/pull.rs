@@ -8,7 +8,7 @@ mod server;
 use moestro::demo;
 use server::{COMMIT, TestHub};
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Output},
 };
 
@@ -24,11 +24,70 @@ fn moestro(args: &[&str], endpoint: &str, home: &Path) -> Output {
         .unwrap()
 }
 
-#[test]
-fn the_demo_by_way_of_a_hub() {
+fn demo_files() -> Vec<(&'static str, Vec<u8>)> {
     let names =
         ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"];
-    let files: Vec<_> = names.iter().map(|&name| (name, demo::file(name).unwrap().to_vec())).collect();
+    names.iter().map(|&name| (name, demo::file(name).unwrap().to_vec())).collect()
+}
+
+/// Everything below a directory.
+fn below(dir: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { below(&path) } else { vec![path] }).collect()
+}
+
+#[test]
+fn a_hostile_hub_names_no_file_outside_its_place() {
+    for (etag, commit) in [
+        (Some("../../../../mine"), None),
+        (Some("/HOME/mine"), None),
+        (None, Some("../../../../../mine")),
+        (None, Some("/HOME/mine")),
+    ] {
+        let home = tempfile::tempdir().unwrap();
+        let mine = home.path().join("mine");
+        std::fs::write(&mine, "precious").unwrap();
+        let named = |text: Option<&str>| text.map(|text| text.replace("/HOME", home.path().to_str().unwrap()));
+        let hub = TestHub::new(&demo_files());
+        hub.change(|shelf| (shelf.etag, shelf.commit) = (named(etag), named(commit)));
+        let pulled = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
+        let said = String::from_utf8_lossy(&pulled.stderr);
+        assert_eq!(std::fs::read_to_string(&mine).unwrap(), "precious", "{etag:?} {commit:?}: {said}");
+        let inside = home.path().join("hf/hub/models--org--name");
+        let outside: Vec<_> =
+            below(home.path()).into_iter().filter(|path| !path.starts_with(&inside) && *path != mine).collect();
+        assert!(outside.is_empty(), "{outside:?}");
+        // An ETag is not needed; a commit that is none ends it.
+        assert_eq!(pulled.status.success(), commit.is_none(), "{said}");
+        assert!(commit.is_none() || said.contains("is no commit"), "{said}");
+    }
+}
+
+#[test]
+fn the_key_stays_with_the_hub() {
+    let (hub, cdn) = (TestHub::new(&demo_files()), TestHub::new(&demo_files()));
+    hub.change(|shelf| {
+        shelf.elsewhere = Some(cdn.endpoint.clone());
+        shelf.token = Some("key".into());
+        shelf.says_little = true;
+    });
+    let home = tempfile::tempdir().unwrap();
+    let pulled = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
+    assert!(pulled.status.success(), "{}", String::from_utf8_lossy(&pulled.stderr));
+    let keys = |hub: &TestHub| hub.shelf.lock().unwrap().keys.clone();
+    assert!(keys(&hub).iter().all(|key| key.as_deref() == Some("Bearer key")));
+    assert!(keys(&cdn).len() >= 5 && keys(&cdn).iter().all(Option::is_none), "{:?}", keys(&cdn));
+    // In circles.
+    cdn.change(|shelf| shelf.elsewhere = Some(hub.endpoint.clone()));
+    let home = tempfile::tempdir().unwrap();
+    let pulled = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
+    let said = String::from_utf8_lossy(&pulled.stderr);
+    assert!(!pulled.status.success() && said.contains("redirects"), "{said}");
+}
+
+#[test]
+fn the_demo_by_way_of_a_hub() {
+    let files = demo_files();
     let hub = TestHub::new(&files);
     hub.change(|shelf| {
         shelf.breaks = vec![("model.safetensors".into(), 5_000_000)];

@@ -1,16 +1,25 @@
 //! Where each tensor of a checkpoint lies: the headers of its safetensors files, checked, without reading the data.
 
-use crate::error::StoreError;
-use serde::Deserialize;
+use crate::{
+    error::StoreError,
+    platform::{open_regular, read_small},
+};
+use serde::{
+    Deserialize, Deserializer,
+    de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
+};
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs::File,
+    fmt,
     io::Read,
+    marker::PhantomData,
     path::{Path, PathBuf},
 };
 
-/// No header of a real checkpoint comes near this (bytes).
-const MOST_HEADER: u64 = 256 << 20;
+/// Bytes of a header, or of an index, at most: what the safetensors library allows.
+const MOST_HEADER: u64 = 100 << 20;
+/// Dimensions of a tensor at most.
+const MOST_SIDES: usize = 8;
 
 /// A tensor's element type, as safetensors names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -73,8 +82,68 @@ pub struct Index {
 #[derive(Deserialize)]
 struct Header {
     dtype: Dtype,
-    shape: Vec<usize>,
+    shape: Shape,
     data_offsets: [u64; 2],
+}
+
+/// A list of few numbers.
+struct Shape(Vec<usize>);
+
+impl<'de> Deserialize<'de> for Shape {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Sides;
+        impl<'de> Visitor<'de> for Sides {
+            type Value = Shape;
+
+            fn expecting(&self, text: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(text, "a shape of at most {MOST_SIDES} dimensions")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Shape, A::Error> {
+                let mut sides = Vec::new();
+                while let Some(side) = from.next_element()? {
+                    if sides.len() == MOST_SIDES {
+                        return Err(de::Error::invalid_length(MOST_SIDES + 1, &self));
+                    }
+                    sides.push(side);
+                }
+                Ok(Shape(sides))
+            }
+        }
+        from.deserialize_seq(Sides)
+    }
+}
+
+/// A JSON object in which no name comes twice: readers would not agree which of the two counts.
+struct Once<T>(BTreeMap<String, T>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Once<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Names<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Names<T> {
+            type Value = Once<T>;
+
+            fn expecting(&self, text: &mut fmt::Formatter<'_>) -> fmt::Result {
+                text.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Once<T>, A::Error> {
+                let mut entries = BTreeMap::new();
+                while let Some(name) = from.next_key::<String>()? {
+                    if name == "__metadata__" {
+                        from.next_value::<IgnoredAny>()?;
+                        continue;
+                    }
+                    let value = from.next_value().map_err(|error| de::Error::custom(format!("{name}: {error}")))?;
+                    if entries.insert(name.clone(), value).is_some() {
+                        return Err(de::Error::custom(format!("{name} is there twice")));
+                    }
+                }
+                Ok(Once(entries))
+            }
+        }
+        from.deserialize_map(Names(PhantomData))
+    }
 }
 
 impl Index {
@@ -91,6 +160,10 @@ impl Index {
         };
         let mut index = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
         for name in names {
+            if !is_plain(&name) {
+                let why = format!("its index names {name:?}, which is no file beside it");
+                return Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why });
+            }
             index.add(dir.join(name))?;
         }
         match promised.unwrap_or_default().into_keys().find(|name| !index.tensors.contains_key(name)) {
@@ -107,7 +180,7 @@ impl Index {
     fn add(&mut self, path: PathBuf) -> Result<(), StoreError> {
         let io = |source| StoreError::Io { path: path.clone(), source };
         let bad = |why: String| StoreError::NotACheckpoint { path: path.clone(), why };
-        let mut file = File::open(&path).map_err(io)?;
+        let mut file = open_regular(&path).map_err(io)?;
         let size = file.metadata().map_err(io)?.len();
         let mut len = [0; 8];
         file.read_exact(&mut len).map_err(|_| bad("too short for a safetensors file".into()))?;
@@ -117,14 +190,10 @@ impl Index {
         }
         let mut header = vec![0; len as usize];
         file.read_exact(&mut header).map_err(io)?;
-        let header: BTreeMap<String, serde_json::Value> =
-            serde_json::from_slice(&header).map_err(|error| bad(format!("its header is not JSON: {error}")))?;
-        for (name, value) in header {
-            if name == "__metadata__" {
-                continue;
-            }
-            let Header { dtype, shape, data_offsets: [start, end] } =
-                serde_json::from_value(value).map_err(|error| bad(format!("tensor {name}: {error}")))?;
+        let Once(header): Once<Header> = serde_json::from_slice(&header)
+            .map_err(|error| bad(format!("its header is no list of tensors: {error}")))?;
+        let mut places = Vec::with_capacity(header.len());
+        for (name, Header { dtype, shape: Shape(shape), data_offsets: [start, end] }) in header {
             let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
             let bytes = elements.and_then(|elements| elements.checked_mul(dtype.bytes()));
             if end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
@@ -136,31 +205,44 @@ impl Index {
                     (8 + len).saturating_add(end)
                 )));
             }
+            places.push((start, end, name.clone()));
             let entry =
                 Entry { file: self.files.len(), offset: 8 + len + start, len: (end - start) as usize, dtype, shape };
             if self.tensors.insert(name.clone(), entry).is_some() {
                 return Err(bad(format!("tensor {name} is in another shard, too")));
             }
         }
+        places.sort();
+        // An empty tensor lies anywhere.
+        places.retain(|(start, end, _)| start < end);
+        let mut pairs = places.iter().zip(places.iter().skip(1));
+        if let Some(((.., one), (.., two))) = pairs.find(|(one, two)| one.1 > two.0) {
+            return Err(bad(format!("tensors {one} and {two} overlap")));
+        }
         self.files.push(path);
         Ok(())
     }
+}
+
+/// A file of the directory itself: no path leads out of it.
+fn is_plain(name: &str) -> bool {
+    name.ends_with(".safetensors") && !name.contains(['/', '\0'])
 }
 
 /// Tensor to shard, if the checkpoint has an index file.
 fn promised(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreError> {
     #[derive(Deserialize)]
     struct Weights {
-        weight_map: BTreeMap<String, String>,
+        weight_map: Once<String>,
     }
     let path = dir.join("model.safetensors.index.json");
-    let text = match std::fs::read(&path) {
+    let text = match read_small(&path, MOST_HEADER) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(StoreError::Io { path, source }),
     };
     match serde_json::from_slice::<Weights>(&text) {
-        Ok(weights) => Ok(Some(weights.weight_map)),
+        Ok(weights) => Ok(Some(weights.weight_map.0)),
         Err(error) => Err(StoreError::NotACheckpoint { path, why: error.to_string() }),
     }
 }
@@ -219,5 +301,49 @@ mod tests {
         assert!(opened().contains("tensor z is missing"));
         std::fs::write(dir.path().join("model.safetensors"), [255; 9]).unwrap();
         assert!(opened().contains("header of"));
+    }
+
+    #[test]
+    fn what_two_readers_would_read_differently_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let opened = |header: &str| {
+            shard(dir.path(), "model.safetensors", header, 16);
+            Index::open(dir.path()).map(|index| index.tensors.len()).map_err(|error| error.to_string())
+        };
+        let at = |start: usize, end: usize| {
+            format!(r#"{{"dtype":"U8","shape":[{}],"data_offsets":[{start},{end}]}}"#, end - start)
+        };
+        let two = |a: String, b: String| opened(&format!(r#"{{"a":{a},"b":{b},"__metadata__":{{"a":"x"}}}}"#));
+        assert_eq!(two(at(0, 8), at(8, 16)), Ok(2));
+        assert_eq!(two(at(8, 16), at(0, 8)), Ok(2));
+        assert_eq!(two(at(0, 16), at(4, 4)), Ok(2));
+        for (a, b) in [(at(0, 9), at(8, 16)), (at(0, 16), at(4, 5)), (at(2, 4), at(2, 4))] {
+            assert!(two(a, b).unwrap_err().contains("tensors a and b overlap"));
+        }
+        let twice = opened(&format!(r#"{{"a":{},"a":{}}}"#, at(0, 4), at(4, 8)));
+        assert!(twice.unwrap_err().contains("a is there twice"));
+        let key = opened(r#"{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}"#);
+        assert!(key.unwrap_err().contains("duplicate field"));
+        let deep = opened(r#"{"a":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}}"#);
+        assert!(deep.unwrap_err().contains("at most 8 dimensions"));
+        for name in ["../model.safetensors", "/dev/zero", "/tmp/model.safetensors"] {
+            let index = format!(r#"{{"weight_map":{{"a":"{name}"}}}}"#);
+            std::fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+            assert!(Index::open(dir.path()).unwrap_err().to_string().contains("no file beside it"));
+        }
+    }
+
+    #[test]
+    fn a_pipe_in_place_of_a_shard_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["model.safetensors", "model.safetensors.index.json"] {
+            let made = std::process::Command::new("mkfifo").arg(dir.path().join(name)).status().unwrap();
+            assert!(made.success());
+            assert!(Index::open(dir.path()).unwrap_err().to_string().contains("not a regular file"), "{name}");
+        }
+        std::fs::remove_file(dir.path().join("model.safetensors.index.json")).unwrap();
+        std::fs::remove_file(dir.path().join("model.safetensors")).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", dir.path().join("model.safetensors")).unwrap();
+        assert!(Index::open(dir.path()).unwrap_err().to_string().contains("not a regular file"));
     }
 }

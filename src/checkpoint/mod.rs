@@ -8,6 +8,7 @@ pub mod identity;
 pub mod index;
 pub mod names;
 pub mod pack;
+mod quantization;
 mod trunk;
 
 pub use trunk::{Checkpoint, Layout, Trunk, expert, pieces};

@@ -1,20 +1,26 @@
 //! From a directory of safetensors to weights: finds each tensor by its canonical name, checks its shape, says how it is
 //! quantised, and gathers the trunk in one slab. What nobody asked for in the end is an error.
 
-use super::names::{Name, canonical};
+use super::{
+    names::{Name, canonical},
+    quantization::{Table, float, infer},
+};
 use crate::{
-    checkpoint::index::{Dtype, Entry, Index},
+    checkpoint::index::{Entry, Index},
     device::{Filling, Span},
     error::{ModelError, StoreError},
     experts::{PIECES, Piece},
-    ops::{Codes, Float, Weight},
+    ops::{Codes, Weight},
+    platform::open_regular,
 };
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
-    fs::File,
     os::unix::fs::FileExt,
 };
+
+/// Above this mean, norms of queries and keys had 1 added twice: halfway from 1.75 to 2.75.
+const SHIFTED_TWICE: f32 = 2.25;
 
 /// Trunk tensors start at multiples of this (bytes): a cache line.
 const ALIGN: usize = 64;
@@ -25,7 +31,9 @@ pub struct Checkpoint {
     /// Canonical name to the name in the files.
     names: BTreeMap<String, String>,
     claimed: RefCell<BTreeSet<String>>,
-    quantization: serde_json::Map<String, serde_json::Value>,
+    table: Table,
+    /// Means of the effective weights of the norms of queries and keys.
+    norms: RefCell<Vec<f32>>,
     /// Hugging Face's layout: norms hold `w - 1`, the convolution `[C, 1, K]`.
     pub hugging_face: bool,
 }
@@ -45,21 +53,22 @@ impl Checkpoint {
     pub fn open(index: Index, quantization: &serde_json::Value) -> Result<Self, ModelError> {
         let mut names = BTreeMap::new();
         for found in index.tensors.keys() {
-            if let Name::Ours(name) = canonical(found) {
-                names.insert(name, found.clone());
+            let Name::Ours(name) = canonical(found) else { continue };
+            if let Some(part) = ["tq_packed", "tq_norms", "tq_bits"].iter().find(|part| name.ends_with(**part)) {
+                let why = format!("this is a JANGTQ checkpoint (it has {part} tensors); that method is not supported");
+                return Err(ModelError::Config(why));
+            }
+            if let Some(other) = names.insert(name, found.clone()) {
+                let why = format!("{other} and {found} are two names of one tensor");
+                return Err(StoreError::NotACheckpoint { path: index.dir.clone(), why }.into());
             }
         }
         let hugging_face = index
             .tensors
             .iter()
             .any(|(name, entry)| name.ends_with("conv1d.weight") && entry.shape.last().is_some_and(|last| *last != 1));
-        let table = quantization.as_object().cloned().unwrap_or_default();
-        let quantization = table.into_iter().map(|(path, value)| match canonical(&path) {
-            Name::Ours(path) if value.is_object() || value.is_boolean() => (path, value),
-            _ => (path, value),
-        });
-        let quantization = quantization.collect();
-        Ok(Self { index, names, claimed: RefCell::default(), quantization, hugging_face })
+        let table = Table::new(quantization).map_err(ModelError::Config)?;
+        Ok(Self { index, names, claimed: RefCell::default(), table, norms: RefCell::default(), hugging_face })
     }
 
     /// A tensor that may be absent.
@@ -75,8 +84,16 @@ impl Checkpoint {
         Ok(self.find(name).ok_or_else(missing)?)
     }
 
-    /// Fails if a tensor of the text model is left that nobody has claimed.
+    /// Fails if a tensor of the text model is left that nobody has claimed. Says in the log what is odd, and no error.
     pub fn finish(&self) -> Result<(), ModelError> {
+        self.table.report();
+        if let Some(mean) = self.shifted_twice() {
+            tracing::warn!(
+                mean,
+                "the norms of queries and keys are so large that an old converter seems to have added 1 to them twice; \
+                 if the answers are poor, this checkpoint has to be converted anew"
+            );
+        }
         let claimed = self.claimed.borrow();
         let Some((_, found)) = self.names.iter().find(|(name, _)| !claimed.contains(*name)) else { return Ok(()) };
         let file = self.index.tensors.get(found).map(|entry| self.index.path(entry).to_path_buf());
@@ -106,7 +123,19 @@ impl Checkpoint {
         if self.hugging_face {
             weight.iter_mut().for_each(|weight| *weight += 1.0);
         }
+        if name.ends_with("q_norm.weight") || name.ends_with("k_norm.weight") {
+            self.norms.borrow_mut().push(weight.iter().sum::<f32>() / len.max(1) as f32);
+        }
         Ok(weight)
+    }
+
+    /// The mean weight of the norms of queries and keys, if it can hardly be what was trained. It is 1.7 to 1.8 in
+    /// Qwen3.5's checkpoints (0.7 to 0.8 before 1 is added, as transformers stores them); converters that saw the tensors
+    /// of multi-token prediction added 1 to what had it already.
+    fn shifted_twice(&self) -> Option<f32> {
+        let norms = self.norms.borrow();
+        let mean = norms.iter().sum::<f32>() / norms.len().max(1) as f32;
+        (mean > SHIFTED_TWICE).then_some(mean)
     }
 
     fn read(&self, entry: &Entry) -> Result<Vec<u8>, ModelError> {
@@ -117,7 +146,7 @@ impl Checkpoint {
 
     fn read_into(&self, entry: &Entry, bytes: &mut [u8]) -> Result<(), ModelError> {
         let path = self.index.path(entry);
-        let read = File::open(path).and_then(|file| file.read_exact_at(bytes, entry.offset));
+        let read = open_regular(path).and_then(|file| file.read_exact_at(bytes, entry.offset));
         Ok(read.map_err(|source| StoreError::Io { path: path.to_path_buf(), source })?)
     }
 
@@ -135,36 +164,24 @@ impl Checkpoint {
     pub fn layout(&self, path: &str, lead: &[usize], rows: usize, cols: usize) -> Result<Layout, ModelError> {
         let name = format!("{path}.weight");
         let weight = self.get(&name)?;
+        let differs = |expected: String| self.mismatch(&name, weight, expected);
         let Some(scales) = self.find(&format!("{path}.scales")) else {
             let expected = [lead, &[rows, cols]].concat();
             let Some(float) = float(weight.dtype).filter(|_| weight.shape == expected) else {
-                return Err(self.mismatch(&name, weight, format!("floats {expected:?}")));
+                return Err(differs(format!("floats {expected:?}")));
             };
-            return Ok(Layout { codes: Codes::Dense(float), rows, cols, entries: [Some(weight.clone()), None, None] });
+            let codes = Codes::Dense(float);
+            self.table.compare(path, codes).map_err(differs)?;
+            return Ok(Layout { codes, rows, cols, entries: [Some(weight.clone()), None, None] });
         };
-        let groups = scales.shape.last().copied().unwrap_or(0);
-        let words = weight.shape.last().copied().unwrap_or(0);
-        let (group, bits) = (cols.checked_div(groups).unwrap_or(0), (words * 32).checked_div(cols).unwrap_or(0));
-        let codes = match (scales.dtype, bits, group) {
-            (Dtype::U8, 4, 32) => Some(Codes::Mxfp4),
-            (Dtype::U8, 4, 16) => Some(Codes::Nvfp4),
-            (Dtype::U8, 8, 32) => Some(Codes::Mxfp8),
-            (dtype, 2..=6 | 8, 32 | 64 | 128) => {
-                float(dtype).map(|scale| Codes::Affine { bits: bits as u8, group: group as u16, scale })
-            }
-            _ => None,
-        };
+        let has_biases = self.names.contains_key(&format!("{path}.biases"));
         let shape = |last: usize| [lead, &[rows, last]].concat();
-        let expected = format!("packed codes for {:?}", shape(cols));
-        let Some(codes) = codes.filter(|_| {
-            weight.dtype == Dtype::U32
-                && weight.shape == shape(cols * bits / 32)
-                && scales.shape == shape(groups)
-                && groups * group == cols
-                && words * 32 == cols * bits
-        }) else {
-            return Err(self.mismatch(&name, weight, expected));
-        };
+        let expected = |why: String| differs(format!("packed codes for {:?}{why}", shape(cols)));
+        let fits = |entry: &Entry| entry.shape.last().is_some_and(|&last| entry.shape == shape(last));
+        if !fits(weight) || !fits(scales) {
+            return Err(expected(format!(" (its scales are {:?})", scales.shape)));
+        }
+        let codes = infer(cols, weight, scales, has_biases).map_err(|why| expected(format!(", not {why}")))?;
         let biases = match codes {
             Codes::Affine { .. } => {
                 let name = format!("{path}.biases");
@@ -176,27 +193,8 @@ impl Checkpoint {
             }
             _ => None,
         };
-        self.compare_with_table(path, codes, bits);
+        self.table.compare(path, codes).map_err(differs)?;
         Ok(Layout { codes, rows, cols, entries: [Some(weight.clone()), Some(scales.clone()), biases] })
-    }
-
-    /// Warns where the `quantization` table contradicts the shapes.
-    fn compare_with_table(&self, path: &str, codes: Codes, bits: usize) {
-        let table = self.quantization.get(path).and_then(|value| value.as_object()).unwrap_or(&self.quantization);
-        let said = |key: &str| table.get(key).and_then(serde_json::Value::as_u64);
-        let mode = table.get("mode").and_then(serde_json::Value::as_str).unwrap_or("affine");
-        let is = match codes {
-            Codes::Mxfp4 => "mxfp4",
-            Codes::Nvfp4 => "nvfp4",
-            Codes::Mxfp8 => "mxfp8",
-            _ => "affine",
-        };
-        if said("bits").is_some_and(|said| said != bits as u64)
-            || said("group_size").is_some_and(|said| said != codes.group() as u64)
-            || mode != is
-        {
-            tracing::warn!(path, ?codes, "config.json says otherwise how this matrix is quantised; its shape decides");
-        }
     }
 
     /// nvfp4's global scale, one a matrix (`count` matrices): `global / (6 * 448)`; else 1.
@@ -224,15 +222,6 @@ pub fn pieces(layout: &Layout, index: usize) -> [Piece; 3] {
 /// An expert's nine pieces from its three projections.
 pub fn expert(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
     std::array::from_fn(|index| projections[index / 3][index % 3])
-}
-
-fn float(dtype: Dtype) -> Option<Float> {
-    match dtype {
-        Dtype::F32 => Some(Float::F32),
-        Dtype::F16 => Some(Float::F16),
-        Dtype::Bf16 => Some(Float::Bf16),
-        _ => None,
-    }
 }
 
 /// Gathers the trunk's matrices in one slab. Run the same claims twice: first with [`Trunk::measure`], which reads nothing

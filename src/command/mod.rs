@@ -22,6 +22,7 @@ use crate::{
     metrics::Metrics,
     model::{self, Placed, Qwen, config::FfnShape, qwen::StoreOptions},
     plan::Wishes,
+    platform::check_small,
 };
 use device::Chosen;
 use serde::Serialize;
@@ -56,9 +57,24 @@ pub fn resolve(source: &Source) -> Result<PathBuf, CommandError> {
     } else if !dir.join("config.json").exists() {
         not_a_checkpoint("it has no config.json")
     } else {
+        for (name, most) in SMALL {
+            let path = dir.join(name);
+            check_small(&path, most).map_err(|source| StoreError::Io { path, source })?;
+        }
         Ok(dir)
     }
 }
+
+/// The files of a checkpoint that are read whole, and bytes of each at most: a pipe or a device in their place must not
+/// be waited for.
+const SMALL: [(&str, u64); 6] = [
+    ("config.json", 32 << 20),
+    ("generation_config.json", 1 << 20),
+    ("tokenizer.json", 256 << 20),
+    ("tokenizer_config.json", 32 << 20),
+    ("chat_template.jinja", 4 << 20),
+    ("chat_template.json", 4 << 20),
+];
 
 /// A checkpoint without its weights: what is small and quickly read.
 pub struct Checkpoint {

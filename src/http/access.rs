@@ -93,9 +93,10 @@ impl Drop for Tally {
 
 /// The label of a path: one of a fixed set, since a client can invent any number of paths.
 fn endpoint(path: &str) -> &'static str {
-    const KNOWN: [&str; 9] = [
+    const KNOWN: [&str; 10] = [
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/responses",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
@@ -106,8 +107,12 @@ fn endpoint(path: &str) -> &'static str {
     ];
     let bare = |path: &str| path.trim_end_matches('/').trim_start_matches("/v1").to_owned();
     let path = bare(path);
-    let model = path.starts_with("/models/").then_some("/v1/models/{id}");
-    KNOWN.into_iter().find(|known| bare(known) == path).or(model).unwrap_or("other")
+    let known = KNOWN.into_iter().find(|known| bare(known) == path);
+    known.unwrap_or(match () {
+        () if path.starts_with("/models/") => "/v1/models/{id}",
+        () if path.starts_with("/responses/") => "/v1/responses/{id}",
+        () => "other",
+    })
 }
 
 /// The ways in which clients write a path: with `/v1` or without it, and with a slash at the end.

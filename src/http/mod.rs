@@ -18,6 +18,7 @@ mod conversation;
 mod messages;
 mod prompt;
 mod reject;
+mod responses;
 mod scores;
 mod stream;
 mod tokens;
@@ -96,6 +97,8 @@ pub struct Door {
     pub body_limit: usize,
     /// Leave the billing header that Claude Code sends in the prompt.
     pub keep_billing_header: bool,
+    /// What clients of the Responses API may go on from.
+    responses: responses::Store,
     app: OnceLock<Arc<App>>,
     closing: AtomicBool,
 }
@@ -108,6 +111,7 @@ impl Door {
             cors,
             body_limit: BODY_LIMIT,
             keep_billing_header: false,
+            responses: responses::Store::default(),
             app: OnceLock::new(),
             closing: AtomicBool::new(false),
         }
@@ -147,6 +151,8 @@ pub fn router(door: Arc<Door>) -> Router {
     let routes = [
         ("/v1/chat/completions", post(chat::chat)),
         ("/v1/completions", post(completions::completions)),
+        ("/v1/responses", post(responses::responses)),
+        ("/v1/responses/{id}", get(responses::get).delete(responses::delete)),
         ("/v1/messages", post(messages::messages)),
         ("/v1/messages/count_tokens", post(messages::count_tokens)),
         ("/v1/models", get(admin::models)),
@@ -207,7 +213,7 @@ fn cors(origin: &HeaderValue) -> CorsLayer {
     let origins = if origin == "*" { AllowOrigin::any() } else { AllowOrigin::exact(origin.clone()) };
     CorsLayer::new()
         .allow_origin(origins)
-        .allow_methods([Method::GET, Method::POST])
+        .allow_methods([Method::GET, Method::POST, Method::DELETE])
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([access::REQUEST_ID.clone(), header::RETRY_AFTER])
         .max_age(Duration::from_secs(3600))

@@ -80,6 +80,19 @@ impl Reject {
         Self { param: Some("model".into()), ..reject }
     }
 
+    pub fn no_such_response(id: &str, param: &str) -> Self {
+        let message =
+            format!("The response `{id}` is not kept here. It was asked not to be, or has made room for others.");
+        let reject = Self::new(StatusCode::NOT_FOUND, INVALID, Some("response_not_found"), message);
+        Self { param: Some(param.into()), ..reject }
+    }
+
+    pub fn no_such_item(id: &str, param: &str) -> Self {
+        let message = format!("{param} names the item `{id}`, which no response that is kept here has. Send it whole.");
+        let reject = Self::new(StatusCode::NOT_FOUND, INVALID, Some("item_not_found"), message);
+        Self { param: Some(param.into()), ..reject }
+    }
+
     pub fn no_such_path(method: &str, path: &str) -> Self {
         let message = format!("Unknown path: {method} {path}");
         Self::new(StatusCode::NOT_FOUND, INVALID, Some("not_found"), message)

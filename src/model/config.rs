@@ -1,8 +1,11 @@
 //! `config.json` as shapes, checked: what is not implemented is refused here, in one sentence.
 
-use crate::error::ModelError;
+use crate::{error::ModelError, platform::read_small};
 use serde_json::Value;
 use std::path::Path;
+
+/// Bytes of a `config.json` at most; overrides for each of a large model's matrices take one million.
+const MOST: u64 = 32 << 20;
 
 /// The text model's dimensions (spec section 1), under the names of the paper.
 #[derive(Debug, Clone, PartialEq)]
@@ -75,7 +78,7 @@ impl Config {
     /// Reads `config.json` of a checkpoint directory.
     pub fn read(dir: &Path) -> Result<Self, ModelError> {
         let path = dir.join("config.json");
-        let text = std::fs::read(&path)
+        let text = read_small(&path, MOST)
             .map_err(|source| crate::error::StoreError::Io { path, source })
             .map_err(ModelError::Store)?;
         let json = serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))?;
@@ -108,6 +111,12 @@ impl Config {
     /// Checks a parsed `config.json`.
     pub fn new(json: &Value) -> Result<Self, ModelError> {
         let text = Table(json.get("text_config").unwrap_or(json));
+        // The whole and its text model each have a type; neither may be another architecture's.
+        if let Some(outer) = json.get("model_type").and_then(Value::as_str)
+            && !outer.starts_with("qwen3_5")
+        {
+            return refuse(format!("model_type {outer} is not supported; Moestro serves qwen3_5_moe and qwen3_5"));
+        }
         let moe = match text.0.get("model_type").or(json.get("model_type")).and_then(Value::as_str) {
             Some("qwen3_5_moe" | "qwen3_5_moe_text") => true,
             Some("qwen3_5" | "qwen3_5_text") => false,
@@ -158,7 +167,7 @@ impl Config {
             } else {
                 FfnShape::Dense { intermediate: text.count("intermediate_size", 1 << 20)? }
             },
-            quantization: json.get("quantization").or(json.get("quantization_config")).cloned().unwrap_or(Value::Null),
+            quantization: quantization(json, text.0).cloned().unwrap_or(Value::Null),
         };
         if !config.delta.value_heads.is_multiple_of(config.delta.key_heads) {
             return refuse("linear_num_value_heads is no multiple of linear_num_key_heads".into());
@@ -170,6 +179,12 @@ impl Config {
     pub fn full_layers(&self) -> usize {
         self.full.iter().filter(|full| **full).count()
     }
+}
+
+/// The table that says how matrices are quantised, under the names and in the places it has.
+fn quantization<'a>(json: &'a Value, text: &'a Value) -> Option<&'a Value> {
+    let names = ["quantization", "quantization_config"];
+    names.iter().flat_map(|name| [json.get(name), text.get(name)]).flatten().find(|table| table.is_object())
 }
 
 fn refuse<T>(why: String) -> Result<T, ModelError> {
@@ -310,6 +325,8 @@ mod tests {
     fn what_is_not_implemented_is_refused() {
         for (pointer, value, word) in [
             ("/text_config/model_type", Value::from("llama"), "llama"),
+            ("/text_config/model_type", "qwen4_exp_text".into(), "qwen4_exp_text is not supported"),
+            ("/model_type", "qwen4_exp".into(), "qwen4_exp is not supported"),
             ("/text_config/rope_parameters/type", "yarn".into(), "yarn"),
             ("/text_config/attention_bias", true.into(), "attention_bias"),
             ("/text_config/attn_output_gate", false.into(), "gate"),

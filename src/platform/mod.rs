@@ -9,5 +9,5 @@ mod small;
 mod threads;
 
 pub use file::{Access, File, MAX_BLOCK};
-pub use small::{Stamp, open_regular, read_small};
+pub use small::{Stamp, check_small, open_regular, read_small};
 pub use threads::Threads;

@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File, TryLockError},
     io::{self, Write},
+    os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
     process,
     sync::atomic::{AtomicUsize, Ordering},
@@ -74,6 +75,25 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     written
 }
 
+/// A directory of this user's own below one that anybody may write to.
+///
+/// # Errors
+/// What the system says; a directory of that name that belongs to somebody else, or that others may write to.
+pub fn private(root: &Path) -> io::Result<PathBuf> {
+    // SAFETY: a system call that cannot fail.
+    let user = unsafe { libc::geteuid() };
+    let dir = root.join(format!("moestro-{user}"));
+    match fs::DirBuilder::new().mode(0o700).create(&dir) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let meta = fs::symlink_metadata(&dir)?;
+    if meta.is_dir() && meta.uid() == user && meta.mode() & 0o022 == 0 {
+        return Ok(dir);
+    }
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("{} is not this user's alone", dir.display())))
+}
+
 fn lock(dir: &Path) -> io::Result<File> {
     let file = File::open(dir)?;
     match file.try_lock() {
@@ -92,6 +112,32 @@ fn parent(path: &Path) -> &Path {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_private_directory_is_nobody_elses() {
+        use std::os::unix::fs::PermissionsExt;
+        let root = tempfile::tempdir().unwrap();
+        let dir = private(root.path()).unwrap();
+        assert_eq!(private(root.path()).unwrap(), dir, "it is used again");
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(private(root.path()).is_err());
+        fs::remove_dir(&dir).unwrap();
+        std::os::unix::fs::symlink("/tmp", &dir).unwrap();
+        assert!(private(root.path()).is_err());
+    }
+
+    #[test]
+    fn a_file_is_replaced_whole_or_not_at_all() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("a/file");
+        replace(&file, b"one").unwrap();
+        replace(&file, b"two").unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"two");
+        // A directory in its place cannot be replaced: nothing is left of the attempt.
+        assert!(replace(&root.path().join("a"), b"three").is_err());
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+        assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 1);
+    }
 
     #[test]
     fn it_appears_whole_or_not_at_all() {

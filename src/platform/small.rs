@@ -34,11 +34,26 @@ pub fn read_small(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     file.take(most + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 <= most {
         true => Ok(bytes),
-        false => {
-            let why = format!("{} bytes, and at most {most} are expected here", len.max(most + 1));
-            Err(io::Error::new(io::ErrorKind::FileTooLarge, why))
-        }
+        false => Err(too_large(len.max(most + 1), most)),
     }
+}
+
+/// Whether `path` leads to a file of at most `most` bytes, or to nothing at all.
+///
+/// # Errors
+/// It leads to something else, or to more.
+pub fn check_small(path: &Path, most: u64) -> io::Result<()> {
+    match std::fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+        Ok(meta) if !meta.is_file() => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
+        Ok(meta) if meta.len() > most => Err(too_large(meta.len(), most)),
+        Ok(_) => Ok(()),
+    }
+}
+
+fn too_large(len: u64, most: u64) -> io::Error {
+    io::Error::new(io::ErrorKind::FileTooLarge, format!("{len} bytes, and at most {most} are expected here"))
 }
 
 /// A file as the system describes it. Whatever is written to the file or put in its place has another one.
@@ -93,6 +108,7 @@ mod tests {
         let begin = Instant::now();
         for path in [at("pipe"), at("socket"), "/dev/zero".into(), "/dev/null".into(), "/".into()] {
             assert!(read_small(&path, 1 << 20).is_err(), "{}", path.display());
+            assert!(check_small(&path, 1 << 20).is_err(), "{}", path.display());
         }
         let large = File::create(at("large")).unwrap();
         large.set_len(1 << 40).unwrap();
@@ -101,7 +117,9 @@ mod tests {
         assert!(begin.elapsed() < Duration::from_secs(2));
         fs::write(at("small"), [1; 100]).unwrap();
         assert_eq!(read_small(&at("small"), 100).unwrap(), [1; 100]);
-        assert!(read_small(&at("small"), 99).is_err());
+        assert!(read_small(&at("small"), 99).is_err() && check_small(&at("small"), 99).is_err());
+        check_small(&at("small"), 100).unwrap();
+        check_small(&at("none"), 0).unwrap();
         assert_eq!(read_small(&at("none"), 1).unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }

@@ -1,4 +1,4 @@
-//! A Hugging Face hub of our own: threads that speak as much HTTP as hf-hub asks for. It holds one model, `org/name`.
+//! A Hugging Face hub of our own: threads that speak as much HTTP as a download asks for. It holds one model, `org/name`.
 
 use sha2::{Digest, Sha256};
 use std::{
@@ -25,6 +25,18 @@ pub struct Shelf {
     /// `path from-byte` of every file that was asked for.
     pub asked: Vec<(String, usize)>,
     pub requests: usize,
+    /// The keys that came with requests.
+    pub keys: Vec<Option<String>>,
+    /// Sends everybody who wants a file to this address.
+    pub elsewhere: Option<String>,
+    /// Calls files, and its commit, by these names.
+    pub etag: Option<String>,
+    pub commit: Option<String>,
+    /// Lists neither sizes nor hashes.
+    pub says_little: bool,
+    /// Sends a part that begins a byte late, and files that are a byte longer.
+    pub shifts: bool,
+    pub grows: bool,
 }
 
 #[derive(Clone)]
@@ -70,6 +82,7 @@ impl TestHub {
             line.and_then(|line| line.split_once(':')).map(|(_, value)| value.trim().to_string())
         };
         let path = head.split(' ').nth(1).unwrap_or_default().to_string();
+        shelf.keys.push(field("authorization"));
         let denied = shelf.token.as_ref().is_some_and(|key| field("authorization") != Some(format!("Bearer {key}")));
         let status = if denied { Some(401) } else { shelf.refuses.pop() };
         if let Some(status) = status {
@@ -82,9 +95,13 @@ impl TestHub {
                 let lfs = name
                     .ends_with(".safetensors")
                     .then(|| serde_json::json!({ "sha256": hash(bytes), "size": bytes.len() }));
-                serde_json::json!({ "rfilename": name, "size": bytes.len(), "blobId": &hash(bytes)[..40], "lfs": lfs })
+                match shelf.says_little {
+                    true => serde_json::json!({ "rfilename": name }),
+                    false => serde_json::json!({ "rfilename": name, "size": bytes.len(), "blobId": &hash(bytes)[..40], "lfs": lfs }),
+                }
             });
-            let body = serde_json::json!({ "sha": COMMIT, "siblings": siblings.collect::<Vec<_>>() }).to_string();
+            let commit = shelf.commit.as_deref().unwrap_or(COMMIT);
+            let body = serde_json::json!({ "sha": commit, "siblings": siblings.collect::<Vec<_>>() }).to_string();
             let _ = write!(
                 stream,
                 "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
@@ -92,8 +109,18 @@ impl TestHub {
             );
             return;
         }
-        let name = path.strip_prefix(&format!("/org/name/resolve/{COMMIT}/")).unwrap_or_default().to_string();
-        let Some(bytes) = shelf.files.get(&name).cloned() else {
+        if let Some(elsewhere) = &shelf.elsewhere {
+            let head = "HTTP/1.1 302 Found\r\nContent-Length: 0\r\nConnection: close";
+            let etag = hash(&[]);
+            let _ = write!(
+                stream,
+                "{head}\r\nX-Repo-Commit: {COMMIT}\r\nETag: \"{etag}\"\r\nLocation: {elsewhere}{path}\r\n\r\n"
+            );
+            return;
+        }
+        let (_, name) = path.split_once("/resolve/").and_then(|(_, rest)| rest.rsplit_once('/')).unwrap_or_default();
+        let name = name.to_string();
+        let Some(mut bytes) = shelf.files.get(&name).cloned() else {
             let _ = write!(stream, "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
             return;
         };
@@ -102,6 +129,12 @@ impl TestHub {
         let from: usize = ends.next().and_then(|n| n.parse().ok()).unwrap_or(0);
         let to = ends.next().and_then(|n| n.parse::<usize>().ok()).map_or(bytes.len(), |n| n + 1);
         let etag = if name.ends_with(".safetensors") { hash(&bytes) } else { hash(&bytes)[..40].to_string() };
+        let etag = shelf.etag.clone().unwrap_or(etag);
+        let commit = shelf.commit.clone().unwrap_or(COMMIT.into());
+        let shift = usize::from(shelf.shifts && from > 0);
+        if shelf.grows && name.ends_with("1.safetensors") {
+            bytes.push(0);
+        }
         let mut part = bytes[from.min(bytes.len())..to.min(bytes.len())].to_vec();
         if to != from + 1 {
             shelf.asked.push((name.clone(), from));
@@ -111,7 +144,8 @@ impl TestHub {
         }
         let _ = write!(
             stream,
-            "HTTP/1.1 206 Partial Content\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Range: bytes {from}-{}/{}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            "HTTP/1.1 206 Partial Content\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\nContent-Range: bytes {}-{}/{}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            from + shift,
             to.saturating_sub(1),
             bytes.len(),
             part.len()

@@ -1,10 +1,13 @@
 //! What a repository on the hub holds, and which of it a model needs.
 
-use crate::error::StoreError;
+use super::cache::is_hash;
+use crate::{error::StoreError, platform::read_small};
 use serde::Deserialize;
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{collections::BTreeSet, path::Path};
 
 pub const INDEX: &str = "model.safetensors.index.json";
+/// Bytes of an index at most; the largest model's has ten millions.
+pub const MOST_INDEX: u64 = 100 << 20;
 
 /// Everything but the weights.
 const SMALL: [&str; 7] = [
@@ -45,17 +48,32 @@ impl Listed {
     pub fn sha256(&self) -> Option<String> {
         self.lfs.as_ref()?.sha256.as_ref().map(|hash| hash.to_lowercase())
     }
-}
 
-impl Listed {
-    /// What the file is called among the cache's blobs.
-    pub fn etag(&self) -> Option<&str> {
+    /// What the file is called among the cache's blobs, if the hub says.
+    pub fn hash(&self) -> Option<&str> {
         let large = self.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
-        large.or(self.blob.as_deref()).filter(|etag| etag.bytes().all(|byte| byte.is_ascii_hexdigit()))
+        large.or(self.blob.as_deref())
     }
 }
 
 impl Listing {
+    /// Checks everything that becomes a part of a path.
+    pub fn check(&self) -> Result<(), String> {
+        if !is_hash(&self.sha) {
+            return Err(format!("{:?} is no commit", self.sha));
+        }
+        for file in &self.siblings {
+            let sha256 = file.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
+            if let Some(hash) = sha256.iter().chain(&file.blob.as_deref()).find(|hash| !is_hash(hash)) {
+                return Err(format!("{hash:?} is no hash of a file"));
+            }
+            if sha256.is_some_and(|hash| hash.len() != 64) {
+                return Err(format!("{} has a SHA-256 of another length", file.name));
+            }
+        }
+        Ok(())
+    }
+
     /// The files beside the weights.
     pub fn small(&self) -> Vec<&Listed> {
         SMALL.iter().filter_map(|name| self.find(name)).collect()
@@ -63,14 +81,14 @@ impl Listing {
 
     /// The weights: what the index in `dir` names, else `model*.safetensors`; and a draft head's, if there is one.
     pub fn shards(&self, dir: &Path) -> Result<Vec<&Listed>, StoreError> {
-        let is_weights = |name: &str| !name.contains('/') && name.ends_with(".safetensors");
         let mut names: BTreeSet<String> = match self.find(INDEX) {
             None => {
                 self.siblings.iter().map(|file| file.name.clone()).filter(|name| name.starts_with("model")).collect()
             }
             Some(_) => {
                 let path = dir.join(INDEX);
-                let text = fs::read(&path).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+                let text =
+                    read_small(&path, MOST_INDEX).map_err(|source| StoreError::Io { path: path.clone(), source })?;
                 shard_names(&text).map_err(|error| StoreError::NotACheckpoint { path, why: error.to_string() })?
             }
         };
@@ -91,6 +109,12 @@ impl Listing {
     }
 }
 
+/// A file that lies directly in the repository, whose name means the same in a URL and in a path.
+fn is_weights(name: &str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    name.ends_with(".safetensors") && !name.starts_with('.') && name.bytes().all(plain)
+}
+
 /// The files an index names.
 pub fn shard_names(index: &[u8]) -> Result<BTreeSet<String>, serde_json::Error> {
     #[derive(Deserialize)]
@@ -103,6 +127,7 @@ pub fn shard_names(index: &[u8]) -> Result<BTreeSet<String>, serde_json::Error> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn listing(names: &[&str]) -> Listing {
         let file = |name: &&str| Listed { name: name.to_string(), size: Some(1), blob: None, lfs: None };
@@ -111,6 +136,34 @@ mod tests {
 
     fn names(files: Vec<&Listed>) -> Vec<&str> {
         files.into_iter().map(|file| file.name.as_str()).collect()
+    }
+
+    #[test]
+    fn what_could_lead_out_of_the_cache_is_refused() {
+        let commit = "0123456789abcdef0123456789abcdef01234567";
+        let check = |text: &str| {
+            let listing: Listing = serde_json::from_str(text).unwrap();
+            listing.check()
+        };
+        let file =
+            |more: &str| format!(r#"{{"sha": "{commit}", "siblings": [{{"rfilename": "a", "size": 1{more}}}]}}"#);
+        check(&file("")).unwrap();
+        check(&file(&format!(r#", "blobId": "{commit}""#))).unwrap();
+        for bad in [
+            file(r#", "blobId": "../../../.bashrc""#),
+            file(r#", "lfs": {"sha256": "/etc/passwd"}"#),
+            file(&format!(r#", "lfs": {{"sha256": "{commit}"}}"#)),
+            file("").replace(commit, "../../x"),
+            file("").replace(commit, ""),
+            file("").replace(commit, "main"),
+        ] {
+            assert!(check(&bad).is_err(), "{bad}");
+        }
+        for name in
+            ["a/b.safetensors", "..safetensors", "a?b.safetensors", "a#.safetensors", "%2e.safetensors", "a.bin"]
+        {
+            assert!(!is_weights(name), "{name}");
+        }
     }
 
     #[test]

@@ -1,17 +1,52 @@
 //! Against a hub of our own.
 
 use super::*;
-use server::{COMMIT, TestHub, hash};
+use server::{COMMIT, Shelf, TestHub, hash};
 use std::sync::Mutex;
 
 #[path = "../../../tests/support/hub.rs"]
 mod server;
 
+#[path = "../../../tests/support/mutate.rs"]
+mod mutate;
+
+#[test]
+fn two_thousand_listings_name_nothing_outside_the_cache() {
+    let known = serde_json::json!({ "sha": COMMIT, "siblings": model().iter().filter(|(name, _)| *name != listing::INDEX).map(|(name, bytes)| {
+        serde_json::json!({ "rfilename": name, "size": bytes.len(), "blobId": COMMIT, "lfs": { "sha256": hash(bytes) } })
+    }).collect::<Vec<_>>() });
+    let dir = tempfile::tempdir().unwrap();
+    let (mut read, mut sound) = (0, 0);
+    for seed in 0..2000 {
+        let dice = &mut mutate::Dice(seed);
+        let mut text = known.to_string().into_bytes();
+        if dice.below(2) == 0 {
+            mutate::bytes(dice, &mut text);
+        } else {
+            let mut changed = known.clone();
+            mutate::json(dice, &mut changed);
+            text = changed.to_string().into_bytes();
+        }
+        let Ok(listing) = serde_json::from_slice::<Listing>(&text) else { continue };
+        read += 1;
+        if listing.check().is_err() {
+            continue;
+        }
+        sound += 1;
+        assert!(cache::is_hash(&listing.sha));
+        for file in listing.small().into_iter().chain(listing.shards(dir.path()).unwrap_or_default()) {
+            assert!(!file.name.contains('/') && !file.name.starts_with('.'), "{}", file.name);
+            assert!(file.hash().is_none_or(cache::is_hash));
+        }
+    }
+    assert!(read > 100 && sound > 50, "{read} read, {sound} sound");
+}
+
 fn client_of(hub: &TestHub, home: &Path) -> Hub {
     Hub {
-        endpoint: Some(hub.endpoint.clone()),
+        endpoint: hub.endpoint.clone(),
         token: Some("key".into()),
-        cache: Cache::new(home.join("hub")),
+        cache: home.join("hub"),
         wait: Duration::from_millis(5),
     }
 }
@@ -105,8 +140,34 @@ fn what_other_revisions_have_is_used() {
     fs::rename(&blob, blob.with_extension("part")).unwrap();
     hub.change(|shelf| shelf.asked.clear());
     assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
-    assert_eq!(hub.starts("model-1.safetensors"), [0]);
+    assert_eq!(hub.starts("model-1.safetensors"), [0; 0], "it is whole, which its hash shows");
     assert_eq!(hub.starts("model-2.safetensors"), [0; 0]);
+}
+
+#[test]
+fn a_hub_that_says_little_is_enough() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    hub.change(|shelf| shelf.says_little = true);
+    let client = client_of(&hub, home.path());
+    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
+    let before = hub.shelf.lock().unwrap().asked.len();
+    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert_eq!(hub.shelf.lock().unwrap().asked.len(), before, "nothing is downloaded twice");
+}
+
+#[test]
+fn neither_more_nor_other_bytes_than_asked_for_are_kept() {
+    // Ranges that begin elsewhere, and files that are longer than the listing says.
+    for change in [|shelf: &mut Shelf| shelf.shifts = true, |shelf: &mut Shelf| shelf.grows = true] {
+        let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+        hub.change(change);
+        hub.change(|shelf| shelf.breaks = vec![("model-1.safetensors".into(), 100_000)]);
+        let error = client_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap_err().to_string();
+        assert!(error.contains("the hub sent"), "{error}");
+        let blobs = home.path().join("hub/models--org--name/blobs");
+        let most = fs::read_dir(blobs).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
+        assert!(most.unwrap() <= 300_000);
+    }
 }
 
 #[test]
@@ -140,7 +201,7 @@ fn refusals_in_words() {
     client.token = Some("another".into());
     assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
     // Nobody there: what is complete is found without asking.
-    client.endpoint = Some("http://127.0.0.1:1".into());
+    client.endpoint = "http://127.0.0.1:1".into();
     assert!(client.pull("org/name", &|_, _| ()).is_err());
     assert!(client.local("org/name").is_some());
 }

@@ -1,0 +1,67 @@
+//! `POST /v1/responses`, and `GET` and `DELETE` of what it keeps: OpenAI's newer API, translated into a
+//! [`super::conversation`] and back. `request` is the way in, `answer` the way out, `store` what `previous_response_id`
+//! goes on from.
+//!
+//! Where this server decides: reasoning is told in its own words, as `reasoning_text`, or as the summary if one was asked
+//! for; the `encrypted_content` that clients may ask for is the reasoning itself. Tools that OpenAI's servers run are
+//! never called here.
+
+mod answer;
+mod items;
+mod request;
+mod store;
+
+pub use store::Store;
+
+use super::{
+    Door,
+    access::{Tally, unique},
+    body,
+    reject::Reject,
+    wire,
+};
+use answer::Answer;
+use axum::{
+    Extension, Json,
+    body::Body,
+    extract::{Path, State},
+    response::Response,
+};
+use request::ResponsesRequest;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+pub async fn responses(
+    State(door): State<Arc<Door>>,
+    Extension(tally): Extension<Arc<Tally>>,
+    body: Body,
+) -> Result<Response, Reject> {
+    let app = door.app()?;
+    let mut request: ResponsesRequest = body::parse(&body::read(body, door.body_limit).await?)?;
+    request.check()?;
+    let history = match &request.previous_response_id {
+        Some(id) => door.responses.history(id).ok_or_else(|| Reject::no_such_response(id, "previous_response_id"))?,
+        None => Vec::new(),
+    };
+    let input = request.input(&door.responses)?;
+    let answer = Answer::new(format!("resp_{}", unique()), app, &request, door.clone(), input.clone());
+    let streams = request.streams();
+    let new = input.len();
+    let conversation = request.conversation(&[history, input].concat(), new)?;
+    let transcript = conversation.submit(app, &tally).await?;
+    match streams {
+        true => Ok(wire::stream(transcript, answer, tally)),
+        false => answer.whole(transcript).await,
+    }
+}
+
+pub async fn get(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Value>, Reject> {
+    door.responses.get(&id).map(Json).ok_or_else(|| Reject::no_such_response(&id, "response_id"))
+}
+
+pub async fn delete(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Value>, Reject> {
+    match door.responses.remove(&id) {
+        true => Ok(Json(json!({"id": id, "object": "response", "deleted": true}))),
+        false => Err(Reject::no_such_response(&id, "response_id")),
+    }
+}

@@ -1,0 +1,273 @@
+//! The request of the Responses API, checked and made into a conversation.
+
+use super::{
+    super::{
+        body,
+        conversation::Conversation,
+        reject::Reject,
+        types::{ChatRequest, Common},
+    },
+    items,
+    store::Store,
+};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+#[derive(Debug, Default, Deserialize)]
+pub struct ResponsesRequest {
+    pub model: Option<String>,
+    input: Option<Value>,
+    pub instructions: Option<String>,
+    pub previous_response_id: Option<String>,
+    pub store: Option<bool>,
+    pub stream: Option<bool>,
+    pub max_output_tokens: Option<i64>,
+    pub temperature: Option<f64>,
+    pub top_p: Option<f64>,
+    pub tools: Option<Vec<Value>>,
+    pub tool_choice: Option<Value>,
+    pub parallel_tool_calls: Option<bool>,
+    pub reasoning: Option<Reasoning>,
+    pub text: Option<Text>,
+    pub include: Option<Vec<String>>,
+    pub metadata: Option<Map<String, Value>>,
+    pub user: Option<String>,
+    truncation: Option<String>,
+    background: Option<bool>,
+    conversation: Option<Value>,
+    prompt: Option<Value>,
+    top_logprobs: Option<i64>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub struct Reasoning {
+    pub effort: Option<String>,
+    pub summary: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub struct Text {
+    pub format: Option<Value>,
+    pub verbosity: Option<String>,
+}
+
+impl ResponsesRequest {
+    /// Refuses what would change the answer and is not done here.
+    pub fn check(&self) -> Result<(), Reject> {
+        let refused =
+            |param: &str, why: &str| Err(Reject::unsupported(param, format!("{param} is not supported: {why}")));
+        let verbosity = self.text.as_ref().and_then(|text| text.verbosity.as_deref());
+        if self.background == Some(true) {
+            return refused("background", "ask with `stream`, and stay until the answer is complete.");
+        }
+        if self.conversation.is_some() {
+            return refused("conversation", "go on from a response with `previous_response_id`.");
+        }
+        if self.prompt.is_some() {
+            return refused("prompt", "this server keeps no prompt templates.");
+        }
+        if self.truncation.as_deref() == Some("auto") {
+            return refused("truncation", "`auto` would drop a part of the conversation; only `disabled` is served.");
+        }
+        if self.top_logprobs.is_some_and(|top| top > 0) {
+            return refused("top_logprobs", "/v1/chat/completions has log-probabilities.");
+        }
+        if verbosity.is_some_and(|verbosity| verbosity != "medium") {
+            return refused(
+                "text.verbosity",
+                "the model has no such setting; say in the instructions how long to answer.",
+            );
+        }
+        Ok(())
+    }
+
+    pub fn streams(&self) -> bool {
+        self.stream.unwrap_or(false)
+    }
+
+    /// Whether clients want the reasoning in `encrypted_content`.
+    pub fn wants_reasoning_back(&self) -> bool {
+        self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
+    }
+
+    /// The items of the input, with those that it only names put in.
+    pub fn input(&mut self, store: &Store) -> Result<Vec<Value>, Reject> {
+        let items = match self.input.take() {
+            Some(Value::String(text)) => vec![json!({"type": "message", "role": "user", "content": text})],
+            Some(Value::Array(items)) => items,
+            None if self.previous_response_id.is_some() => Vec::new(),
+            None => return Err(Reject::json(Some("input".into()), "missing field `input`")),
+            Some(_) => {
+                return Err(Reject::json(Some("input".into()), "input must be a string or an array of items."));
+            }
+        };
+        let named = |(index, item): (usize, Value)| {
+            // A reference may leave its type out.
+            let bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
+            match item["id"].as_str() {
+                Some(id) if item["type"] == "item_reference" || bare => {
+                    store.item(id).ok_or_else(|| Reject::no_such_item(id, &format!("input[{index}]")))
+                }
+                _ => Ok(item),
+            }
+        };
+        items.into_iter().enumerate().map(named).collect()
+    }
+
+    /// The conversation that is meant. `items` are those of the responses before and then `input`'s.
+    pub fn conversation(self, items: &[Value], input: usize) -> Result<Conversation, Reject> {
+        let mut messages = Vec::new();
+        if let Some(instructions) = self.instructions.filter(|text| !text.is_empty()) {
+            messages.push(json!({"role": "system", "content": instructions}));
+        }
+        messages.extend(items::messages(items, input)?);
+        let tools = self.tools.as_deref().unwrap_or_default().iter().enumerate();
+        let tools = tools.filter_map(|(index, it)| tool(it, index).transpose()).collect::<Result<Vec<_>, _>>()?;
+        let format = self.text.and_then(|text| text.format).filter(|format| !format.is_null());
+        let effort = self.reasoning.and_then(|reasoning| reasoning.effort);
+        let common = Common {
+            model: self.model,
+            stream: self.stream,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            ..Common::default()
+        };
+        let chat = ChatRequest {
+            messages,
+            max_completion_tokens: self.max_output_tokens,
+            tools: (!tools.is_empty()).then_some(tools),
+            tool_choice: self.tool_choice.filter(|choice| !choice.is_null()).map(tool_choice).transpose()?,
+            parallel_tool_calls: self.parallel_tool_calls,
+            response_format: format.map(|format| body::typed(response_format(format))).transpose()?,
+            enable_thinking: effort.filter(|effort| effort == "none").map(|_| false),
+            ..ChatRequest::default()
+        };
+        Ok(Conversation { common, chat })
+    }
+}
+
+/// A tool that the client runs. Those that OpenAI's servers run may be called or not as the model likes; here it never
+/// does, so they are left out.
+fn tool(tool: &Value, index: usize) -> Result<Option<Value>, Reject> {
+    let at = format!("tools[{index}]");
+    match tool["type"].as_str() {
+        Some("function") => {
+            let fields = ["name", "description", "parameters"].into_iter();
+            let function: Map<_, _> = fields
+                .filter_map(|name| Some((name.to_owned(), tool.get(name).filter(|value| !value.is_null())?.clone())))
+                .collect();
+            Ok(Some(json!({"type": "function", "function": function})))
+        }
+        Some("custom") => {
+            let text = format!("{at} is of type `custom`; this server knows tools of type `function`.");
+            Err(Reject::unsupported(&at, text))
+        }
+        Some(kind) => {
+            tracing::info!(kind, "a tool that OpenAI's servers run is not offered to the model");
+            Ok(None)
+        }
+        None => Err(Reject::invalid(format!("{at}.type"), format!("{at}.type must be `function`."))),
+    }
+}
+
+/// The choice among tools in the words of chat completions, which put a function's name one level deeper.
+fn tool_choice(choice: Value) -> Result<Value, Reject> {
+    let function = |tool: &Value| json!({"type": "function", "function": {"name": tool["name"]}});
+    match choice["type"].as_str() {
+        None if choice.is_string() => Ok(choice),
+        Some("function") => Ok(function(&choice)),
+        Some("allowed_tools") => {
+            let tools: Vec<_> = choice["tools"].as_array().into_iter().flatten().map(function).collect();
+            Ok(json!({"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}))
+        }
+        other => {
+            let what = other.unwrap_or("without a type");
+            let text = format!("tool_choice is {what}; it must be `auto`, `none`, `required` or name a function.");
+            Err(Reject::unsupported("tool_choice", text))
+        }
+    }
+}
+
+/// `{type, name, schema, strict}` has its fields one level deeper in chat completions.
+fn response_format(mut format: Value) -> Value {
+    let Some(fields) = format.as_object_mut().filter(|fields| fields.contains_key("schema")) else { return format };
+    let kind = fields.shift_remove("type").unwrap_or_default();
+    json!({"type": kind, "json_schema": format})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(more: Value) -> ResponsesRequest {
+        let mut body = json!({"input": "Hi"});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        serde_json::from_value(body).unwrap()
+    }
+
+    fn conversation(more: Value) -> Conversation {
+        let mut request = request(more);
+        let items = request.input(&Store::default()).unwrap();
+        request.conversation(&items, items.len()).unwrap()
+    }
+
+    #[test]
+    fn instructions_come_first() {
+        let chat = conversation(json!({"instructions": "Be kind."})).chat;
+        let wanted = [json!({"role": "system", "content": "Be kind."}), json!({"role": "user", "content": "Hi"})];
+        assert_eq!(chat.messages, wanted);
+    }
+
+    #[test]
+    fn tools_move_one_level_down() {
+        let schema = json!({"type": "object"});
+        let f = json!({"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": true});
+        let tools = json!({"tools": [f, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "f"}});
+        let chat = conversation(tools).chat;
+        let function = json!({"name": "f", "description": "d", "parameters": schema});
+        assert_eq!(chat.tools.unwrap(), [json!({"type": "function", "function": function})]);
+        assert_eq!(chat.tool_choice.unwrap(), json!({"type": "function", "function": {"name": "f"}}));
+        let allowed = json!({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]});
+        let functions = json!([{"type": "function", "function": {"name": "f"}}]);
+        assert_eq!(tool_choice(allowed).unwrap()["allowed_tools"], json!({"mode": "auto", "tools": functions}));
+        assert!(tool_choice(json!({"type": "web_search"})).is_err());
+    }
+
+    #[test]
+    fn a_schema_moves_one_level_down() {
+        let format = json!({"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": true});
+        let wanted =
+            json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": true}});
+        assert_eq!(response_format(format), wanted);
+        assert_eq!(response_format(json!({"type": "text"})), json!({"type": "text"}));
+    }
+
+    #[test]
+    fn what_is_not_done_is_refused_by_name() {
+        for (more, param) in [
+            (json!({"background": true}), "background"),
+            (json!({"conversation": "conv_1"}), "conversation"),
+            (json!({"prompt": {"id": "p"}}), "prompt"),
+            (json!({"truncation": "auto"}), "truncation"),
+            (json!({"top_logprobs": 2}), "top_logprobs"),
+            (json!({"text": {"verbosity": "low"}}), "text.verbosity"),
+        ] {
+            let error = request(more).check().unwrap_err();
+            assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param);
+        }
+        let harmless =
+            json!({"background": false, "truncation": "disabled", "text": {"verbosity": "medium"}, "top_logprobs": 0});
+        assert!(request(harmless).check().is_ok());
+    }
+
+    #[test]
+    fn an_item_may_be_named_only() {
+        let store = Store::default();
+        let said = json!({"id": "msg_1", "type": "message", "role": "assistant", "content": []});
+        store.keep(None, Vec::new(), json!({"id": "resp_1", "output": [said]}));
+        let ask = |item: Value| request(json!({"input": [item]})).input(&store);
+        assert_eq!(ask(json!({"type": "item_reference", "id": "msg_1"})).unwrap(), [said.clone()]);
+        assert_eq!(ask(json!({"id": "msg_1"})).unwrap(), [said]);
+        assert_eq!(ask(json!({"type": "item_reference", "id": "msg_2"})).unwrap_err().status, 404);
+    }
+}

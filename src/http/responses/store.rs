@@ -1,0 +1,162 @@
+//! Responses that clients may come back to: in memory, and bounded. Those that were not used for longest go first.
+
+use serde_json::Value;
+use std::{
+    collections::VecDeque,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+/// The most responses that are kept.
+const MOST: usize = 1000;
+
+/// The most bytes of JSON that they may have together.
+const MOST_BYTES: usize = 64 << 20;
+
+/// What was said in one response.
+struct Kept {
+    id: String,
+    /// The response that it went on from.
+    previous: Option<String>,
+    /// The items of its input; those of its output are in `response`.
+    input: Vec<Value>,
+    response: Value,
+    bytes: usize,
+}
+
+#[derive(Default)]
+struct Shelf {
+    /// Least recently used first.
+    kept: VecDeque<Kept>,
+    bytes: usize,
+}
+
+pub struct Store {
+    shelf: Mutex<Shelf>,
+    most: usize,
+    most_bytes: usize,
+}
+
+impl Default for Store {
+    fn default() -> Self {
+        Self { shelf: Mutex::default(), most: MOST, most_bytes: MOST_BYTES }
+    }
+}
+
+impl Store {
+    /// Keeps a response, which went on from `previous` with `input`.
+    pub fn keep(&self, previous: Option<String>, input: Vec<Value>, response: Value) {
+        let id = response["id"].as_str().unwrap_or_default().to_owned();
+        let bytes = size(&response) + input.iter().map(size).sum::<usize>();
+        let mut shelf = self.lock();
+        shelf.bytes += bytes;
+        shelf.kept.push_back(Kept { id, previous, input, response, bytes });
+        while shelf.kept.len() > self.most || shelf.bytes > self.most_bytes {
+            let Some(oldest) = shelf.kept.pop_front() else { break };
+            shelf.bytes -= oldest.bytes;
+        }
+    }
+
+    pub fn get(&self, id: &str) -> Option<Value> {
+        self.lock().kept.iter().find(|kept| kept.id == id).map(|kept| kept.response.clone())
+    }
+
+    pub fn remove(&self, id: &str) -> bool {
+        let mut shelf = self.lock();
+        let Some(at) = shelf.kept.iter().position(|kept| kept.id == id) else { return false };
+        if let Some(gone) = shelf.kept.remove(at) {
+            shelf.bytes -= gone.bytes;
+        }
+        true
+    }
+
+    /// All items up to the end of response `id`, oldest first. `None` if it, or one that it goes on from, is not kept.
+    pub fn history(&self, id: &str) -> Option<Vec<Value>> {
+        let mut shelf = self.lock();
+        let (mut chain, mut next) = (Vec::new(), Some(id.to_owned()));
+        while let Some(id) = next {
+            let at = shelf.kept.iter().position(|kept| kept.id == id)?;
+            let kept = shelf.kept.remove(at)?;
+            next = kept.previous.clone();
+            let mut items = kept.input.clone();
+            items.extend(kept.response["output"].as_array().into_iter().flatten().cloned());
+            chain.push(items);
+            // It is in use.
+            shelf.kept.push_back(kept);
+        }
+        chain.reverse();
+        Some(chain.concat())
+    }
+
+    /// An item of the output of some response.
+    pub fn item(&self, id: &str) -> Option<Value> {
+        let shelf = self.lock();
+        let outputs = shelf.kept.iter().rev().filter_map(|kept| kept.response["output"].as_array());
+        outputs.flatten().find(|item| item["id"] == id).cloned()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Shelf> {
+        self.shelf.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes of a value: its text and names, and a word for everything in it.
+fn size(value: &Value) -> usize {
+    const WORD: usize = 32;
+    WORD + match value {
+        Value::String(text) => text.len(),
+        Value::Array(values) => values.iter().map(size).sum(),
+        Value::Object(fields) => fields.iter().map(|(name, value)| WORD + name.len() + size(value)).sum(),
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn store(most: usize, most_bytes: usize) -> Store {
+        Store { shelf: Mutex::default(), most, most_bytes }
+    }
+
+    fn response(id: &str) -> Value {
+        json!({"id": id, "output": [{"id": format!("item-{id}")}]})
+    }
+
+    #[test]
+    fn a_history_is_a_chain() {
+        let store = store(10, usize::MAX);
+        store.keep(None, vec![json!("q1")], response("a"));
+        store.keep(Some("a".into()), vec![json!("q2"), json!("q3")], response("b"));
+        let wanted = [json!("q1"), json!({"id": "item-a"}), json!("q2"), json!("q3"), json!({"id": "item-b"})];
+        assert_eq!(store.history("b").unwrap(), wanted);
+        assert_eq!(store.item("item-a"), Some(json!({"id": "item-a"})));
+        assert!(store.remove("a") && !store.remove("a"));
+        assert_eq!(store.history("b"), None);
+        assert_eq!(store.get("b"), Some(response("b")));
+    }
+
+    #[test]
+    fn the_least_recently_used_goes_first() {
+        let store = store(2, usize::MAX);
+        store.keep(None, Vec::new(), response("a"));
+        store.keep(None, Vec::new(), response("b"));
+        store.history("a");
+        store.keep(None, Vec::new(), response("c"));
+        assert!(store.get("a").is_some() && store.get("b").is_none() && store.get("c").is_some());
+    }
+
+    #[test]
+    fn bytes_are_bounded() {
+        let store = store(100, 10_000);
+        for id in 0..50 {
+            store.keep(None, vec!["x".repeat(1000).into()], response(&id.to_string()));
+        }
+        let shelf = store.lock();
+        assert!(shelf.bytes <= 10_000 && shelf.kept.len() < 10 && !shelf.kept.is_empty());
+        assert_eq!(shelf.bytes, shelf.kept.iter().map(|kept| kept.bytes).sum::<usize>());
+        drop(shelf);
+        store.keep(None, vec!["x".repeat(20_000).into()], response("large"));
+        assert!(store.get("large").is_none() && store.lock().bytes == 0);
+    }
+}

@@ -1,0 +1,242 @@
+//! `/v1/responses`.
+
+use super::server::{Server, Setup};
+use serde_json::{Value, json};
+
+const PATH: &str = "/v1/responses";
+
+const THINKS: &str = "12 + 7 is 19.\n</think>\n\n12 + 7 = 19.";
+
+const CALLS: &str = "I look it up.\n</think>\n\nOne moment.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n\
+                     </parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>";
+
+fn question() -> Value {
+    json!({"model": "parrot", "input": "What is 12+7?"})
+}
+
+fn with(mut body: Value, more: Value) -> Value {
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+fn tools() -> Value {
+    let properties = json!({"city": {"type": "string"}, "days": {"type": "integer"}});
+    let parameters = json!({"type": "object", "properties": properties});
+    json!({"tools": [{"type": "function", "name": "get_weather", "parameters": parameters}]})
+}
+
+/// The events of a stream. Their names must be their types, and their numbers run from 0.
+async fn stream(server: &Server, body: &Value) -> Vec<Value> {
+    let text = server.post(PATH, &with(body.clone(), json!({"stream": true}))).await.text().await;
+    let events = text.split_terminator("\n\n").enumerate().map(|(number, event)| {
+        let (name, data) = event.split_once('\n').unwrap();
+        let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+        assert_eq!(name.strip_prefix("event: "), data["type"].as_str());
+        assert_eq!(data["sequence_number"], number);
+        data
+    });
+    events.collect()
+}
+
+fn kinds(events: &[Value]) -> Vec<&str> {
+    let mut kinds: Vec<_> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+    kinds.dedup();
+    kinds
+}
+
+/// A response without what differs from run to run.
+fn stable(mut response: Value) -> Value {
+    for name in ["id", "created_at", "completed_at", "usage"] {
+        response[name] = Value::Null;
+    }
+    for item in response["output"].as_array_mut().unwrap() {
+        item["id"] = Value::Null;
+        if item.get("call_id").is_some() {
+            item["call_id"] = Value::Null;
+        }
+    }
+    response
+}
+
+#[tokio::test]
+async fn an_answer_in_one_body() {
+    let server = Server::saying(THINKS).await;
+    let answer = server.ask(PATH, &with(question(), json!({"metadata": {"a": "b"}, "temperature": 0.5}))).await;
+    assert!(answer["id"].as_str().unwrap().starts_with("resp_"));
+    assert_eq!((&answer["object"], &answer["status"]), (&json!("response"), &json!("completed")));
+    assert_eq!((&answer["metadata"], &answer["temperature"]), (&json!({"a": "b"}), &json!(0.5)));
+    let output = answer["output"].as_array().unwrap();
+    assert_eq!(output.len(), 2);
+    assert_eq!(output[0]["type"], "reasoning");
+    assert_eq!(output[0]["content"], json!([{"type": "reasoning_text", "text": "12 + 7 is 19."}]));
+    assert_eq!(output[0]["summary"], json!([]));
+    assert_eq!((&output[1]["type"], &output[1]["status"]), (&json!("message"), &json!("completed")));
+    let text = json!({"type": "output_text", "text": "12 + 7 = 19.", "annotations": [], "logprobs": []});
+    assert_eq!(output[1]["content"], json!([text]));
+    let usage = &answer["usage"];
+    let sum = usage["input_tokens"].as_u64().unwrap() + usage["output_tokens"].as_u64().unwrap();
+    assert_eq!(usage["total_tokens"], sum);
+    assert!(usage["output_tokens_details"]["reasoning_tokens"].as_u64() > Some(0));
+}
+
+#[tokio::test]
+async fn events_come_in_their_order() {
+    let server = Server::saying(CALLS).await;
+    let events = stream(&server, &with(question(), tools())).await;
+    let wanted = [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ];
+    assert_eq!(kinds(&events), wanted);
+    for (index, kind) in ["reasoning", "message", "function_call"].iter().enumerate() {
+        let of: Vec<_> = events.iter().filter(|event| event["output_index"] == index).collect();
+        assert_eq!((&of[0]["item"]["type"], &of[0]["item"]["status"]), (&json!(kind), &json!("in_progress")));
+        let id = &of[0]["item"]["id"];
+        assert!(of.iter().all(|event| event.get("item_id").is_none_or(|other| other == id)));
+        let deltas: String = of.iter().filter_map(|event| event["delta"].as_str()).collect();
+        let last = &of.last().unwrap()["item"];
+        let text = last["content"][0]["text"].as_str().or(last["arguments"].as_str());
+        assert_eq!(Some(deltas.as_str()), text);
+        assert_eq!(*last, events.last().unwrap()["response"]["output"][index]);
+    }
+}
+
+#[tokio::test]
+async fn the_stream_ends_with_the_body() {
+    const STRAY: &str = "</think>\n\n<tool_call>\n<function=get_weather>\nstray\n<parameter=city>\nParis\n</parameter>\n\
+                         </function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n</function>\n</tool_call>";
+    for says in [THINKS, CALLS, STRAY, ""] {
+        let server = Server::saying(says).await;
+        for more in [json!({}), json!({"reasoning": {"summary": "auto"}}), json!({"max_output_tokens": 5})] {
+            let body = with(with(question(), tools()), more);
+            let whole = stable(server.ask(PATH, &body).await);
+            let events = stream(&server, &body).await;
+            assert_eq!(stable(events.last().unwrap()["response"].clone()), whole);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_limit_of_tokens_leaves_it_incomplete() {
+    let server = Server::saying(THINKS).await;
+    let body = with(question(), json!({"max_output_tokens": 3}));
+    let answer = server.ask(PATH, &body).await;
+    assert_eq!(answer["status"], "incomplete");
+    assert_eq!(answer["incomplete_details"], json!({"reason": "max_output_tokens"}));
+    assert_eq!(kinds(&stream(&server, &body).await).last(), Some(&"response.incomplete"));
+}
+
+#[tokio::test]
+async fn reasoning_may_be_told_as_its_summary_and_kept_by_the_client() {
+    let server = Server::saying(THINKS).await;
+    let asked = json!({"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "store": false});
+    let events = stream(&server, &with(question(), asked)).await;
+    assert!(kinds(&events).contains(&"response.reasoning_summary_text.delta"));
+    assert!(!kinds(&events).contains(&"response.reasoning_text.delta"));
+    let item = events.last().unwrap()["response"]["output"][0].clone();
+    assert_eq!(item["summary"], json!([{"type": "summary_text", "text": "12 + 7 is 19."}]));
+
+    // A client that keeps only what it cannot read still brings the reasoning back.
+    let kept =
+        json!({"type": "reasoning", "id": item["id"], "summary": [], "encrypted_content": item["encrypted_content"]});
+    let call = json!({"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": "{}"});
+    let output = json!({"type": "function_call_output", "call_id": "1", "output": "sunny"});
+    let count = async |items: Vec<Value>| {
+        let body = with(with(question(), tools()), json!({"input": items}));
+        server.ask(PATH, &body).await["usage"]["input_tokens"].as_u64().unwrap()
+    };
+    let user = json!({"role": "user", "content": "Hi"});
+    let with_it = count(vec![user.clone(), kept, call.clone(), output.clone()]).await;
+    assert!(with_it > count(vec![user, call, output]).await);
+}
+
+#[tokio::test]
+async fn a_response_goes_on_from_another() {
+    let server = Server::saying(CALLS).await;
+    let first = server.ask(PATH, &with(question(), tools())).await;
+    let call = first["output"].as_array().unwrap().iter().find(|item| item["type"] == "function_call").unwrap();
+    let output = json!({"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"});
+
+    let next = with(tools(), json!({"previous_response_id": first["id"], "input": [output]}));
+    let second = server.ask(PATH, &next).await;
+    assert_eq!(second["previous_response_id"], first["id"]);
+
+    // The same as sending everything again.
+    let mut items = vec![json!({"role": "user", "content": "What is 12+7?"})];
+    items.extend(first["output"].as_array().unwrap().clone());
+    items.push(output.clone());
+    let again = server.ask(PATH, &with(tools(), json!({"input": items, "store": false}))).await;
+    assert_eq!(again["usage"]["input_tokens"], second["usage"]["input_tokens"]);
+
+    // And the same prompt as in the words of chat completions.
+    let arguments = call["arguments"].as_str().unwrap();
+    let function = json!({"name": "get_weather", "parameters": tools()["tools"][0]["parameters"]});
+    let calls = json!([{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}]);
+    let chat = json!({
+        "tools": [{"type": "function", "function": function}],
+        "messages": [
+            {"role": "user", "content": "What is 12+7?"},
+            {"role": "assistant", "reasoning_content": "I look it up.", "content": "One moment.", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+        ],
+    });
+    assert_eq!(server.ask("/tokenize", &chat).await["count"], second["usage"]["input_tokens"]);
+
+    let path = format!("{PATH}/{}", first["id"].as_str().unwrap());
+    assert_eq!(server.get(&path).await.json().await, first);
+    assert_eq!(server.send("DELETE", &path, &[], None).await.json().await["deleted"], true);
+    assert_eq!(server.get(&path).await.status, 404);
+    assert_eq!(server.send("DELETE", &path, &[], None).await.status, 404);
+    let refused = server.post(PATH, &next).await;
+    assert_eq!((refused.status, refused.json().await["error"]["param"].clone()), (404, json!("previous_response_id")));
+    let unkept = format!("{PATH}/{}", again["id"].as_str().unwrap());
+    assert_eq!(server.get(&unkept).await.status, 404, "it was asked not to be kept");
+}
+
+#[tokio::test]
+async fn what_is_wrong_is_named() {
+    let server = Server::saying(THINKS).await;
+    for (body, param) in [
+        (json!({}), "input"),
+        (json!({"input": 5}), "input"),
+        (json!({"input": []}), "messages"),
+        (json!({"input": [{"role": "wizard", "content": "Hi"}]}), "input[0].role"),
+        (json!({"input": [{"type": "item_reference", "id": "msg_0"}]}), "input[0]"),
+        (json!({"input": "Hi", "temperature": "hot"}), "temperature"),
+        (json!({"input": "Hi", "max_output_tokens": 0}), "max_completion_tokens"),
+        (json!({"input": "Hi", "tools": [{"type": "custom", "name": "x"}]}), "tools[0]"),
+        (json!({"input": "Hi", "background": true}), "background"),
+    ] {
+        let answer = server.post(PATH, &body).await;
+        assert!([400, 404].contains(&answer.status), "{body}");
+        assert_eq!(answer.json().await["error"]["param"], param, "{body}");
+    }
+    assert_eq!(server.evaluated(), 0);
+}
+
+#[tokio::test]
+async fn a_failure_of_the_model_ends_the_stream() {
+    let server = Setup { says: Some(THINKS), fails_on: Some(" 19"), ..Setup::default() }.start().await;
+    assert_eq!(server.post(PATH, &question()).await.status, 500);
+    let events = stream(&server, &question()).await;
+    let last = events.last().unwrap();
+    assert_eq!((&last["type"], &last["response"]["status"]), (&json!("response.failed"), &json!("failed")));
+    assert!(last["response"]["error"]["message"].as_str().unwrap().contains("told to fail"));
+}

@@ -1,0 +1,193 @@
+//! What is read is what was meant: converters write the `quantization` table in many ways, and some write what is not so.
+
+mod common;
+
+use common::{load, prefill};
+use moestro::{
+    device::Math,
+    metrics::Metrics,
+    model::{Options, Qwen},
+};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use serde_json::{Value, json};
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    process::{Command, Output},
+};
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// A small checkpoint's tensors and configuration.
+fn read(file: &[u8]) -> (Tensors, Value) {
+    let (_, header) = SafeTensors::read_metadata(file).unwrap();
+    let config = header.metadata().as_ref().and_then(|more| serde_json::from_str(more.get("config")?).ok());
+    let tensors = SafeTensors::deserialize(file).unwrap();
+    let tensors = tensors.tensors().into_iter();
+    let tensors =
+        tensors.map(|(name, tensor)| (name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec())));
+    (tensors.collect(), config.unwrap_or_default())
+}
+
+fn micro(name: &str) -> (Tensors, Value) {
+    read(&std::fs::read(format!("{}/tests/fixtures/micro/{name}.safetensors", env!("CARGO_MANIFEST_DIR"))).unwrap())
+}
+
+fn write(dir: &Path, (tensors, config): &(Tensors, Value)) {
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, data))| (name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(dir.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+}
+
+fn logits(checkpoint: &(Tensors, Value)) -> Vec<f32> {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), checkpoint);
+    let ids: Vec<u32> = (5..25).collect();
+    prefill(&load(dir.path(), Math::Integer), &ids, 100).0.data
+}
+
+fn refusal(name: &str, damage: impl FnOnce(&mut Tensors, &mut Value)) -> String {
+    let mut checkpoint = micro(name);
+    damage(&mut checkpoint.0, &mut checkpoint.1);
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &checkpoint);
+    let loaded = Qwen::load(dir.path(), &Options::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
+    let error = loaded.err().expect("it was loaded").to_string();
+    assert!(!error.contains('\n'), "{error}");
+    error
+}
+
+/// The table with every path spelled by `spell`.
+fn spelled(config: &Value, spell: impl Fn(&str) -> String) -> Value {
+    let table = config["quantization"].as_object().unwrap();
+    let word = |key: &String| if key.contains('.') { spell(key) } else { key.clone() };
+    table.iter().map(|(key, value)| (word(key), value.clone())).collect::<serde_json::Map<_, _>>().into()
+}
+
+#[test]
+fn every_way_of_writing_the_table_gives_the_same_logits() {
+    for name in ["mixed", "affine4", "mxfp4", "mxfp8", "nvfp4"] {
+        let (tensors, config) = micro(name);
+        let known = logits(&(tensors.clone(), config.clone()));
+        let changed = |change: &dyn Fn(&mut Value)| {
+            let mut config = config.clone();
+            change(&mut config);
+            logits(&(tensors.clone(), config))
+        };
+        let under = |prefix: &'static str| {
+            move |key: &str| format!("{prefix}{}", key.strip_prefix("language_model.model.").unwrap_or(key))
+        };
+        let cases: [(&str, &dyn Fn(&mut Value)); 8] = [
+            // DWQ, OptiQ and oQ write the standard table, before or after tensors were renamed.
+            ("transformers' prefix", &|c| c["quantization"] = spelled(c, under("model.language_model."))),
+            ("no language model", &|c| c["quantization"] = spelled(c, under("model."))),
+            ("stacked experts", &|c| c["quantization"] = spelled(c, |key| key.replace("switch_mlp", "experts"))),
+            ("another place", &|c| {
+                let table = c["quantization"].take();
+                c["text_config"]["quantization_config"] = table;
+                c.as_object_mut().unwrap().remove("quantization");
+            }),
+            // UD-MLX: whether each matrix is named is not known.
+            ("no entry", &|c| {
+                let table = c["quantization"].as_object().unwrap();
+                let all = table.iter().filter(|(key, _)| !key.contains('.'));
+                c["quantization"] = all.map(|(k, v)| (k.clone(), v.clone())).collect::<serde_json::Map<_, _>>().into();
+            }),
+            // JANG: the least width of all, another group size, or nothing at all.
+            ("JANG, two bits", &|c| c["quantization"] = json!({"bits": 2, "group_size": 32})),
+            ("JANG, eight bits", &|c| c["quantization"] = json!({"bits": 8, "group_size": 128})),
+            ("no table", &|c| drop(c.as_object_mut().unwrap().remove("quantization"))),
+        ];
+        for (what, change) in cases {
+            assert!(changed(change) == known, "{name}: {what}");
+        }
+    }
+}
+
+#[test]
+fn contradictions_are_refused_by_name() {
+    let gate = "language_model.model.layers.0.mlp.gate";
+    let error = refusal("affine4", |_, config| config["quantization"][gate] = json!({"mode": "mxfp8"}));
+    assert!(error.contains("layers.0.mlp.gate.weight") && error.contains("mode mxfp8"), "{error}");
+    let error = refusal("affine4", |_, config| config["quantization"][gate] = false.into());
+    assert!(error.contains("layers.0.mlp.gate.weight") && error.contains("not quantised"), "{error}");
+    let error = refusal("affine4", |_, config| {
+        config["quantization"]["model.layers.0.mlp.gate"] = json!({"bits": 2});
+    });
+    assert!(error.contains("says two things of") && error.contains("layers.0.mlp.gate"), "{error}");
+    // Scales of one byte, and biases.
+    let head = "language_model.lm_head";
+    let error = refusal("mxfp4", |tensors, _| {
+        let scales = tensors[&format!("{head}.scales")].clone();
+        tensors.insert(format!("{head}.biases"), scales);
+    });
+    assert!(error.contains("lm_head.weight") && error.contains("biases"), "{error}");
+    // Widths that no kernel knows.
+    let error = refusal("affine4", |tensors, _| {
+        let (_, shape, _) = tensors[&format!("{head}.weight")].clone();
+        let shape = vec![shape[0], shape[1] / 4];
+        tensors.insert(format!("{head}.weight"), (Dtype::U32, shape.clone(), vec![0; shape[0] * shape[1] * 4]));
+    });
+    assert!(error.contains("lm_head.weight") && error.contains("1 bits in groups of 64"), "{error}");
+}
+
+#[test]
+fn what_is_not_mlx_is_refused_by_name() {
+    let error = refusal("affine4", |tensors, _| {
+        tensors.insert("model.layers.0.mlp.experts.0.gate_proj.tq_packed".into(), (Dtype::U8, vec![1], vec![0]));
+    });
+    assert!(error.contains("JANGTQ"), "{error}");
+    let error = refusal("affine4", |_, config| {
+        config.as_object_mut().unwrap().remove("quantization");
+        config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+    });
+    assert!(error.contains("the quantisation method fp8"), "{error}");
+    for (outer, inner) in [("qwen4_exp", "qwen4_exp_text"), ("qwen4_exp", "qwen3_5_moe_text")] {
+        let error = refusal("affine4", |_, config| {
+            config["model_type"] = outer.into();
+            config["text_config"]["model_type"] = inner.into();
+        });
+        assert!(error.contains("qwen4_exp"), "{error}");
+    }
+    let error = refusal("affine4", |tensors, _| {
+        let norm = tensors["language_model.model.norm.weight"].clone();
+        tensors.insert("model.norm.weight".into(), norm);
+    });
+    assert!(error.contains("two names of one tensor"), "{error}");
+}
+
+/// The demo model with something added to the norms of queries and keys.
+fn shifted(by: f32) -> Output {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str| moestro::demo::file(name).unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"] {
+        std::fs::write(dir.path().join(name), file(name)).unwrap();
+    }
+    let (mut tensors, _) = read(file("model.safetensors"));
+    for (name, (dtype, _, data)) in &mut tensors {
+        if name.ends_with("q_norm.weight") || name.ends_with("k_norm.weight") {
+            assert_eq!(*dtype, Dtype::BF16);
+            for value in data.as_chunks_mut::<2>().0 {
+                *value = half::bf16::from_f32(half::bf16::from_le_bytes(*value).to_f32() + by).to_le_bytes();
+            }
+        }
+    }
+    write(dir.path(), &(tensors, serde_json::from_slice(file("config.json")).unwrap()));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
+    let cache = tempfile::tempdir().unwrap();
+    command.env("XDG_CACHE_HOME", cache.path()).args(["generate", "-p", "Hi", "--temp", "0"]).arg(dir.path());
+    command.output().unwrap()
+}
+
+#[test]
+fn norms_that_were_shifted_twice_are_noticed() {
+    // Its own mean is 1.2; Qwen3.5 has 1.7.
+    for (by, noticed) in [(0.0, false), (1.5, true)] {
+        let output = shifted(by);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}");
+        assert_eq!(said.contains("added 1 to them twice"), noticed, "{said}");
+    }
+}

@@ -1,0 +1,192 @@
+// The libraries of OpenAI, Anthropic and Vercel for Node against a running server with the demo model.
+//
+//     node clients.mjs http://127.0.0.1:5413/v1
+
+import assert from 'node:assert/strict';
+import OpenAI from 'openai';
+import Anthropic from '@anthropic-ai/sdk';
+import { createOpenAI } from '@ai-sdk/openai';
+import { createAnthropic } from '@ai-sdk/anthropic';
+import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
+import { generateText, stepCountIs, streamText, tool } from 'ai';
+import { z } from 'zod';
+
+globalThis.AI_SDK_LOG_WARNINGS = false;
+
+const base = process.argv[2];
+const root = base.replace(/\/v1$/, '');
+const openai = new OpenAI({ baseURL: base, apiKey: 'unused', maxRetries: 0 });
+const anthropic = new Anthropic({ baseURL: root, apiKey: 'unused', maxRetries: 0 });
+const model = (await openai.models.list()).data[0].id;
+
+const SUM = 'What is 12+7?';
+const ANSWER = '12 + 7 = 19.';
+const CITIES = ['Paris', 'Oslo', 'Rome', 'Madrid', 'Berlin', 'Vienna', 'Lisbon', 'Athens', 'Dublin', 'Cairo'];
+const TURNS = 30;
+const RESULT = JSON.stringify({ sky: 'sunny', temperature: 21 });
+const SCHEMA = {
+  type: 'object',
+  properties: { city: { type: 'string', description: 'Name of the city' } },
+  required: ['city'],
+};
+const NAME = 'get_weather';
+const WHAT = 'Get the current weather of a city.';
+const question = (turn) => `What is the weather in ${CITIES[turn % CITIES.length]}?`;
+const user = (content) => ({ role: 'user', content });
+
+let calls = 0;
+
+/** Nobody computes for a client that has left. */
+async function idle() {
+  for (let i = 0; i < 100; i++) {
+    const { requests } = await (await fetch(`${root}/health`)).json();
+    if (requests.running === 0 && requests.queued === 0) return;
+    await new Promise((later) => setTimeout(later, 20));
+  }
+  assert.fail('the engine is still busy');
+}
+
+async function openaiChat() {
+  const messages = [user(SUM)];
+  const answer = await openai.chat.completions.create({ model, messages, temperature: 0 });
+  assert.equal(answer.choices[0].message.content, ANSWER);
+  const stream = openai.chat.completions.stream({ model, messages, temperature: 0 });
+  assert.equal((await stream.finalChatCompletion()).choices[0].message.content, ANSWER);
+  await assert.rejects(openai.chat.completions.create({ model, messages: [] }), OpenAI.BadRequestError);
+  const left = await openai.chat.completions.create({ model, messages: [user('Tell me a story.')], stream: true });
+  for await (const _ of left) break;
+  await idle();
+}
+
+async function openaiChatLoop() {
+  const tools = [{ type: 'function', function: { name: NAME, description: WHAT, parameters: SCHEMA } }];
+  const messages = [];
+  for (let turn = 0; turn < TURNS; turn++) {
+    messages.push(user(question(turn)));
+    for (let step = 0; step < 2; step++) {
+      const stream = openai.chat.completions.stream({ model, messages, tools, temperature: 0 });
+      const answer = (await stream.finalChatCompletion()).choices[0].message;
+      messages.push(answer);
+      for (const call of answer.tool_calls ?? []) {
+        assert.equal(typeof JSON.parse(call.function.arguments), 'object');
+        messages.push({ role: 'tool', tool_call_id: call.id, content: RESULT });
+        calls++;
+      }
+      if (!answer.tool_calls?.length) break;
+    }
+  }
+}
+
+async function openaiResponses() {
+  const answer = await openai.responses.create({ model, input: SUM, temperature: 0 });
+  assert.equal(answer.output_text, ANSWER);
+  const final = await openai.responses.stream({ model, input: SUM, temperature: 0 }).finalResponse();
+  assert.equal(final.output_text, ANSWER);
+  await assert.rejects(openai.responses.create({ model, input: [] }), OpenAI.BadRequestError);
+}
+
+async function openaiResponsesLoop() {
+  const tools = [{ type: 'function', name: NAME, description: WHAT, parameters: SCHEMA, strict: false }];
+  const input = [];
+  for (let turn = 0; turn < TURNS; turn++) {
+    input.push(user(question(turn)));
+    for (let step = 0; step < 2; step++) {
+      const stream = openai.responses.stream({ model, input, tools, temperature: 0, store: false });
+      const answer = await stream.finalResponse();
+      input.push(...answer.output);
+      const called = answer.output.filter((item) => item.type === 'function_call');
+      for (const call of called) {
+        assert.equal(typeof JSON.parse(call.arguments), 'object');
+        input.push({ type: 'function_call_output', call_id: call.call_id, output: RESULT });
+        calls++;
+      }
+      if (!called.length) break;
+    }
+  }
+}
+
+async function anthropicMessages() {
+  const ask = { model, max_tokens: 300, messages: [user(SUM)] };
+  assert.equal((await anthropic.messages.create(ask)).content[0].text, ANSWER);
+  const thinking = { type: 'enabled', budget_tokens: 1024 };
+  const final = await anthropic.messages.stream({ ...ask, max_tokens: 2000, thinking }).finalMessage();
+  assert.deepEqual(final.content.map((block) => block.type), ['thinking', 'text']);
+  assert.equal(final.content[1].text, ANSWER);
+  await assert.rejects(anthropic.messages.create({ ...ask, messages: [] }), Anthropic.BadRequestError);
+  const left = anthropic.messages.stream({ ...ask, messages: [user('Tell me a story.')] });
+  for await (const _ of left) break;
+  left.abort();
+  await idle();
+}
+
+async function anthropicLoop() {
+  const tools = [{ name: NAME, description: WHAT, input_schema: SCHEMA }];
+  const messages = [];
+  for (let turn = 0; turn < TURNS; turn++) {
+    messages.push(user(question(turn)));
+    for (let step = 0; step < 2; step++) {
+      const ask = { model, max_tokens: 2000, messages, tools, thinking: { type: 'adaptive' } };
+      const answer = await anthropic.messages.stream(ask).finalMessage();
+      messages.push({ role: 'assistant', content: answer.content });
+      const called = answer.content.filter((block) => block.type === 'tool_use');
+      if (!called.length) break;
+      messages.push(user(called.map((call) => ({ type: 'tool_result', tool_use_id: call.id, content: RESULT }))));
+      calls += called.length;
+    }
+  }
+}
+
+const providers = {
+  compatible: createOpenAICompatible({ name: 'moestro', baseURL: base, apiKey: 'unused' })(model),
+  chat: createOpenAI({ baseURL: base, apiKey: 'unused' }).chat(model),
+  responses: createOpenAI({ baseURL: base, apiKey: 'unused' }).responses(model),
+  anthropic: createAnthropic({ baseURL: base, apiKey: 'unused' })(model),
+};
+
+async function vercel() {
+  for (const [name, provider] of Object.entries(providers)) {
+    const ask = { model: provider, prompt: SUM, temperature: 0, maxRetries: 0, maxOutputTokens: 300 };
+    assert.equal((await generateText(ask)).text, ANSWER, name);
+    assert.equal(await streamText(ask).text, ANSWER, name);
+  }
+  const thought = await generateText({ model: providers.compatible, prompt: SUM, temperature: 0, maxRetries: 0 });
+  assert.match(thought.reasoningText, /19/);
+}
+
+async function vercelLoop(name) {
+  const tools = {
+    get_weather: tool({
+      description: WHAT,
+      inputSchema: z.object({ city: z.string().describe('Name of the city') }),
+      execute: async ({ city }) => {
+        assert.equal(typeof city, 'string');
+        calls++;
+        return { sky: 'sunny', temperature: 21 };
+      },
+    }),
+  };
+  let messages = [];
+  for (let turn = 0; turn < TURNS; turn++) {
+    messages.push(user(question(turn)));
+    const ask = { model: providers[name], messages, tools, temperature: 0, maxRetries: 0, stopWhen: stepCountIs(2) };
+    const { response, text } = await generateText(ask);
+    assert.doesNotMatch(text, /<tool_call|<function|think>/);
+    messages = messages.concat(response.messages);
+  }
+}
+
+const checks = [openaiChat, openaiChatLoop, openaiResponses, openaiResponsesLoop, anthropicMessages, anthropicLoop, vercel];
+const loops = Object.keys(providers).map((name) => ({ name: `vercelLoop: ${name}`, run: () => vercelLoop(name) }));
+let failed = 0;
+for (const check of [...checks.map((run) => ({ name: run.name, run })), ...loops]) {
+  calls = 0;
+  try {
+    await check.run();
+    console.log(`ok      ${check.name}${calls ? ` (${calls} calls in ${TURNS} turns)` : ''}`);
+  } catch (error) {
+    failed++;
+    console.log(`FAILED  ${check.name}: ${String(error.stack ?? error).slice(0, 700)}`);
+  }
+}
+console.log(`${checks.length + loops.length - failed} of ${checks.length + loops.length} checks passed (node ${process.version})`);
+process.exit(failed ? 1 : 0);
