@@ -8,13 +8,17 @@
 //! holds them all; in prefill weights are read from memory once a task and then met by many rows, so that its bytes a
 //! second say little more than how many rows a second there are.
 
-use candle_core::{DType, Device, Result, Tensor};
 use criterion::{Criterion, Throughput};
 use moestro::{
-    device::{Compute, Filling, Math, memory_bandwidth},
-    ops::{self, Assignment, Codes, DeltaHeads, ExpertView, Float, HeadNorm, Job, Rotation, Weight},
+    device::{Compute, DeviceError, Math, Region, memory_bandwidth},
+    ops::{
+        Attend, Cache, CacheWrite, Codes, Combine, Conv, Cpu, Decay, Delta, DeltaRule, Embed, Experts, Float, Group,
+        Heads, Mixture, Norm, Op, Project, Room, Route, Run, Shared, Slots, Stack, Turn, Weight, Which,
+    },
 };
 use std::time::{Duration, Instant};
+
+type Result<T> = std::result::Result<T, DeviceError>;
 
 const HIDDEN: usize = 2048;
 /// Copies of what is read together take this much memory.
@@ -32,24 +36,88 @@ struct Bench {
     memory: f64,
 }
 
+/// A CPU with buffers of random floats and of weights: codes are anything, scales and biases small.
+struct Lab {
+    cpu: Cpu,
+    word: u64,
+}
+
+impl Lab {
+    fn fill(&mut self, bytes: usize, value: impl Fn(u64) -> u64) -> Result<Region> {
+        let region = self.cpu.allocate(bytes)?;
+        let mut next = || {
+            self.word = self.word.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            value(self.word)
+        };
+        let words: Vec<u8> = (0..bytes.div_ceil(8)).flat_map(|_| next().to_le_bytes()).collect();
+        self.cpu.write(region, &words[..bytes])?;
+        Ok(region)
+    }
+
+    /// Floats of about 1 to 2, of either sign.
+    fn floats(&mut self, count: usize) -> Result<Region> {
+        self.fill(count * 4, |word| (word & 0x807f_ffff_807f_ffff) | 0x3f80_0000_3f80_0000)
+    }
+
+    fn room(&mut self, count: usize) -> Result<Region> {
+        self.cpu.allocate(count * 4)
+    }
+
+    fn weight(&mut self, codes: Codes, rows: usize, cols: usize) -> Result<Weight> {
+        let mut parts = [Region::default(); 3];
+        for (index, (part, len)) in parts.iter_mut().zip(codes.row_bytes(cols)).enumerate() {
+            // 0x3c3c is 0.011 as bf16; a dense weight's exponents must not be anything either.
+            let small = index > 0 || matches!(codes, Codes::Dense(_));
+            let value = move |word: u64| if small { 0x3c3c_3c3c_3c3c_3c3c ^ word >> 63 } else { word ^ word >> 32 };
+            *part = self.fill(len * rows, value)?;
+        }
+        Ok(Weight { codes, rows, cols, gain: 1.0, parts })
+    }
+
+    fn mixture(&mut self, k: usize, experts: usize, stacks: [Stack; 3]) -> Result<Mixture> {
+        let shared = Shared {
+            gate_up: [self.weight(affine(8), 512, HIDDEN)?, self.weight(affine(8), 512, HIDDEN)?],
+            down: self.weight(affine(8), HIDDEN, 512)?,
+            result: self.weight(affine(8), 1, HIDDEN)?,
+        };
+        let router = self.weight(affine(8), experts, HIDDEN)?;
+        Ok(Mixture { k, renormalise: true, router, shared: Some(shared), stacks })
+    }
+
+    fn mixture_room(&mut self, layer: &Mixture, tokens: usize) -> Result<Room> {
+        let places = tokens * (layer.k + 1);
+        Ok(Room {
+            scores: self.floats(tokens * layer.width())?,
+            weights: self.floats(places)?,
+            act: self.room(places * layer.row())?,
+            out: self.floats(places * HIDDEN)?,
+            ..Room::default()
+        })
+    }
+}
+
 impl Bench {
     fn runs(&self, name: &str) -> bool {
         self.filter.as_ref().is_none_or(|filter| name.contains(filter.as_str()))
     }
 
-    /// Times `op`, which gets a running number and reads and writes `bytes`.
-    fn time(&mut self, name: &str, bytes: usize, mut op: impl FnMut(&Compute, usize) -> Result<()>) {
-        if !self.runs(name) {
-            return;
-        }
-        let (compute, mut number, mut best) = (self.compute.clone(), 0, f64::INFINITY);
+    fn lab(&self) -> Lab {
+        Lab { cpu: Cpu::new(self.compute.clone()), word: 1 }
+    }
+
+    /// Times the operations that `op` makes of a running number; each reads and writes `bytes`. What is quantised of
+    /// `x` is forgotten before each.
+    fn time<'o>(&mut self, name: &str, bytes: usize, cpu: &mut Cpu, x: Region, op: impl Fn(usize) -> Op<'o>) {
+        let (mut number, mut best, keep) = (0, f64::INFINITY, [0; 4]);
         let mut group = self.criterion.benchmark_group("ops");
         group.throughput(Throughput::Bytes(bytes as u64));
         group.bench_function(name, |bench| {
             bench.iter_custom(|count| {
                 let begin = Instant::now();
                 for _ in 0..count {
-                    op(&compute, number).expect(name);
+                    let mut first = keep;
+                    cpu.read(x.first(4), &mut first).and_then(|()| cpu.write(x.first(4), &first)).expect(name);
+                    cpu.run(&op(number)).expect(name);
                     number += 1;
                 }
                 let took = begin.elapsed();
@@ -72,10 +140,15 @@ impl Bench {
         for (phase, tokens) in [("decode", 1), ("prefill of 128", 128)] {
             let name = format!("linear, {name}, {phase}");
             if self.runs(&name) {
-                let copies = weights(&[(codes, rows, HIDDEN)]);
-                let x = random(&[tokens, HIDDEN])?;
-                let op = |c: &Compute, i: usize| ops::linear(c, &x, &[&copies[i % copies.len()][0]]).map(drop);
-                self.time(&name, size(&copies[0]), op);
+                let mut lab = self.lab();
+                let size = codes.row_bytes(HIDDEN).iter().sum::<usize>() * rows;
+                let copies = (0..(SPREAD / size).max(1)).map(|_| lab.weight(codes, rows, HIDDEN));
+                let copies: Vec<Weight> = copies.collect::<Result<_>>()?;
+                let (x, y) = (lab.floats(tokens * HIDDEN)?, lab.room(tokens * rows)?);
+                self.time(&name, size, &mut lab.cpu, x, |number| {
+                    let matrices = std::slice::from_ref(&copies[number % copies.len()]);
+                    Project { x, tokens, norm: None, matrices, y, add: false }.into()
+                });
             }
         }
         Ok(())
@@ -87,19 +160,28 @@ impl Bench {
         if !self.runs(&name) {
             return Ok(());
         }
-        let expert = |codes| [(codes, 512, HIDDEN), (codes, 512, HIDDEN), (codes, HIDDEN, 512)];
-        let shapes: Vec<_> = (0..9).flat_map(|index| expert(if index < 8 { FOUR } else { affine(8) })).collect();
-        let copies = weights(&shapes);
-        let (x, out) = (random(&[tokens, HIDDEN])?, random(&[9 * tokens, HIDDEN])?);
-        let rows: Vec<Assignment> =
-            (0..9 * tokens as u32).map(|place| Assignment { token: place % tokens as u32, place }).collect();
-        self.time(&name, size(&copies[0]), |compute, number| {
-            let experts = copies[number % copies.len()].chunks_exact(3).zip(rows.chunks_exact(tokens));
-            let job = |(weights, rows)| {
-                let [gate, up, down]: &[Weight; 3] = <&[Weight; 3]>::try_from(weights as &[Weight]).expect("three");
-                Job { expert: ExpertView { gate: gate.view(), up: up.view(), down: down.view() }, rows }
-            };
-            ops::experts(compute, &x, &experts.map(job).collect::<Vec<_>>(), &out)
+        let mut lab = self.lab();
+        let mut stride = 0;
+        let stacks = [(512, HIDDEN), (512, HIDDEN), (HIDDEN, 512)].map(|(rows, cols)| {
+            let at = FOUR.row_bytes(cols).map(|bytes| {
+                stride += bytes * rows;
+                stride - bytes * rows
+            });
+            Stack { codes: FOUR, rows, cols, gains: vec![1.0; 8], at: vec![at; 8] }
+        });
+        let layer = lab.mixture(8, 8, stacks)?;
+        let copies = SPREAD / (8 * stride);
+        let small = |word: u64| 0x3c3c_3c3c_3c3c_3c3c ^ word >> 63;
+        let slots = Slots { slabs: vec![lab.fill(copies * 8 * stride, small)?], per_slab: usize::MAX, stride };
+        let (x, room) = (lab.floats(tokens * HIDDEN)?, lab.mixture_room(&layer, tokens)?);
+        let places: Vec<u32> = (0..8).flat_map(|rank| (0..tokens as u32).map(move |token| token * 8 + rank)).collect();
+        let count = tokens as u32;
+        let groups = |copy: u32| (0..8).map(move |e| Group { expert: e, slot: copy * 8 + e, first: e * count, count });
+        let groups: Vec<Vec<Group>> = (0..copies as u32).map(|copy| groups(copy).collect()).collect();
+        self.time(&name, 8 * stride + layer.shared.map_or(0, |s| s.down.bytes() * 3), &mut lab.cpu, x, |number| {
+            let groups = &groups[number % copies];
+            let which = Which::Landed { groups, places: &places, shared: true, by_place: None };
+            Experts { layer: &layer, slots: &slots, tokens, x, room, which }.into()
         });
         Ok(())
     }
@@ -110,123 +192,74 @@ impl Bench {
         if !self.runs(&name) {
             return Ok(());
         }
-        let (kind, width) = ops::cache_row(self.compute.math, 256);
-        let bytes = 2 * context * 2 * width * kind.size_in_bytes();
-        let caches: Vec<[Tensor; 2]> = (0..(SPREAD / bytes).clamp(1, 64))
-            .map(|_| {
-                let caches = [0, 1].map(|_| Tensor::zeros((2, context, width), kind, &Device::Cpu));
-                let [keys, values] = caches;
-                let (keys, values, rows) = (keys?, values?, random(&[256, 2 * 256])?);
-                for at in (0..context).step_by(256) {
-                    ops::remember(&keys, &rows, at, None)?;
-                    ops::remember(&values, &rows, at, None)?;
-                }
-                Ok([keys, values])
-            })
-            .collect::<Result<_>>()?;
-        let q = random(&[tokens, 16, 256])?;
-        self.time(&name, bytes, |compute, number| {
-            let [keys, values] = &caches[number % caches.len()];
-            ops::attend(compute, &q, keys, values, context - tokens).map(drop)
+        let mut lab = self.lab();
+        let format = lab.cpu.limits().cache;
+        let shape = Heads { heads: 16, kv_heads: 2, dim: 256, rotary: 64, eps: 1e-6, context, format };
+        let (proj, q) = (lab.floats(256 * shape.width())?, lab.room(256 * 16 * 256)?);
+        let turn = Turn { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, turn: lab.floats(256 * 64)? };
+        let bytes = 2 * shape.cache_bytes();
+        let mut caches = Vec::new();
+        for _ in 0..(SPREAD / bytes).clamp(1, 64) {
+            let cache = Cache { keys: lab.cpu.allocate(bytes / 2)?, values: lab.cpu.allocate(bytes / 2)? };
+            for start in (0..context).step_by(256) {
+                lab.cpu.run(&CacheWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
+            }
+            caches.push(cache);
+        }
+        let (y, partials) = (lab.room(tokens * 16 * 256)?, Region::default());
+        self.time(&name, bytes, &mut lab.cpu, y, |number| {
+            let (start, cache) = (context - tokens, caches[number % caches.len()]);
+            Attend { shape: &shape, start, tokens, q, cache, proj, partials, y }.into()
         });
         Ok(())
     }
 
     /// What a delta layer does between its projections: 16 key heads, 32 value heads of 128.
     fn delta(&mut self, tokens: usize) -> Result<()> {
-        let heads = DeltaHeads {
-            key_heads: 16,
-            value_heads: 32,
-            key_dim: 128,
-            value_dim: 128,
-            decay: vec![-1.0; 32],
-            dt_bias: vec![0.5; 32],
-        };
-        let (mixed, gates, o) = (random(&[tokens, 8192])?, random(&[tokens, 64])?, random(&[32, tokens, 128])?);
-        let state_bytes = 4 * 32 * 128 * 128;
-        let states: Vec<Tensor> = (0..SPREAD / state_bytes).map(|_| random(&[32, 128, 128])).collect::<Result<_>>()?;
-        self.time(&format!("delta rule, {tokens} tokens"), 2 * state_bytes, |compute, number| {
-            ops::delta_rule(compute, &heads, &mixed, &gates, &states[number % states.len()]).map(drop)
+        let shape = Delta { key_heads: 16, value_heads: 32, dk: 128, dv: 128, eps: 1e-6 };
+        let mut lab = self.lab();
+        let (channels, values) = (shape.channels(), shape.values());
+        let proj = lab.floats(tokens * shape.width())?;
+        let (taps, samples, mixed) =
+            (lab.floats(4 * channels)?, lab.floats(3 * channels)?, lab.room(tokens * channels)?);
+        self.time(&format!("conv, {tokens} tokens"), 4 * channels * (2 * tokens + 10), &mut lab.cpu, mixed, |_| {
+            Conv { shape: &shape, tokens, proj, taps, state: samples, out: mixed }.into()
         });
-        let (taps, samples) = (random(&[4, 8192])?, random(&[3, 8192])?);
-        self.time(&format!("conv, {tokens} tokens"), 4 * 8192 * (2 * tokens + 10), |compute, _| {
-            ops::conv(compute, &mixed, &taps, &samples).map(drop)
-        });
-        let (z, norm) = (random(&[tokens, 4096])?, random(&[128])?);
-        self.time(&format!("gated norm, {tokens} tokens"), 3 * 4 * 4096 * tokens, |compute, _| {
-            ops::gated_norm(compute, &o, &z, &norm, 1e-6).map(drop)
+        let decay = Decay { rate: lab.floats(32)?, dt_bias: lab.floats(32)? };
+        let (norm, out, y) = (lab.floats(128)?, lab.room(tokens * values)?, lab.room(tokens * values)?);
+        let bytes = 4 * values * 128;
+        let states: Vec<Region> = (0..SPREAD / bytes).map(|_| lab.room(values * 128)).collect::<Result<_>>()?;
+        self.time(&format!("delta rule, {tokens} tokens"), 2 * bytes, &mut lab.cpu, y, |number| {
+            let state = states[number % states.len()];
+            DeltaRule { shape: &shape, tokens, proj, mixed, decay, state, norm, out, y }.into()
         });
         Ok(())
     }
 
     /// The small ones.
     fn rest(&mut self, tokens: usize) -> Result<()> {
-        let (x, norm) = (random(&[tokens, HIDDEN])?, random(&[HIDDEN])?);
-        self.time(&format!("norm, {tokens} tokens"), 2 * 4 * HIDDEN * tokens, |compute, _| {
-            ops::rms_norm(compute, &x, &norm, 1e-6).map(drop)
+        let mut lab = self.lab();
+        let layer = lab.mixture(8, 256, Default::default())?;
+        let (x, h, keep) = (lab.floats(tokens * HIDDEN)?, lab.floats(tokens * HIDDEN)?, lab.room(tokens * HIDDEN)?);
+        let room = lab.mixture_room(&layer, tokens)?;
+        let [ids, slots] = [lab.room(tokens * 8)?, lab.room(tokens * 8)?];
+        let norm = Some(Norm { weight: lab.floats(HIDDEN)?, eps: 1e-6, keep: Some(keep) });
+        let (scores, weights, table) = (room.scores, room.weights, Region::default());
+        self.time(&format!("norm and route, {tokens} tokens"), layer.router.bytes(), &mut lab.cpu, x, |_| {
+            Route { layer: &layer, tokens, x, norm, alone: false, table, scores, ids, slots, weights }.into()
         });
-        let (projected, weight) = (random(&[tokens, 16 * 512])?, vec![1.0; 256]);
-        let norm = HeadNorm { weight: &weight, eps: 1e-6 };
-        self.time(&format!("rope, {tokens} tokens"), 2 * 4 * 4096 * tokens, |compute, _| {
-            let rotation = Rotation::new(1000, tokens, 64, 1e7);
-            ops::queries(compute, &projected, norm, &rotation).map(drop)
+        let none = Slots::default();
+        self.time(&format!("combine, {tokens} tokens"), 4 * 10 * HIDDEN * tokens, &mut lab.cpu, x, |_| {
+            Combine { layer: &layer, slots: &none, tokens, room, by_place: None, h }.into()
         });
-        let (o, logits) = (random(&[tokens, 4096])?, random(&[tokens, 256])?);
-        self.time(&format!("gate, {tokens} tokens"), 4 * 3 * 4096 * tokens, |compute, _| {
-            ops::gate(compute, &o, &projected, 256).map(drop)
-        });
-        self.time(&format!("route, {tokens} tokens"), 4 * 256 * tokens, |_, _| ops::route(&logits, 8, true).map(drop));
-        let (out, weights_of) = (random(&[9 * tokens, HIDDEN])?, vec![0.125; 8 * tokens]);
-        let (shared, gates) = (out.narrow(0, 8 * tokens, tokens)?, random(&[tokens])?);
-        self.time(&format!("combine, {tokens} tokens"), 4 * 10 * HIDDEN * tokens, |compute, _| {
-            ops::combine(compute, &out, &weights_of, 8, Some((&shared, &gates))).map(drop)
-        });
-        let table = weights(&[(FOUR, 150_000, HIDDEN)]);
-        let ids: Vec<u32> = (0..tokens as u32).map(|index| index * 7919 % 150_000).collect();
-        self.time(&format!("embed, {tokens} tokens"), tokens * HIDDEN * 9 / 2, |_, _| {
-            ops::embed(&table[0][0], &ids, &Device::Cpu).map(drop)
+        let table = lab.weight(FOUR, 150_000, HIDDEN)?;
+        let numbers: Vec<u32> = (0..tokens as u32).map(|index| index * 7919 % 150_000).collect();
+        lab.cpu.write_words(ids, &numbers)?;
+        self.time(&format!("embed, {tokens} tokens"), tokens * HIDDEN * 9 / 2, &mut lab.cpu, x, |_| {
+            Embed { table: &table, tokens, ids, into: h }.into()
         });
         Ok(())
     }
-}
-
-fn random(shape: &[usize]) -> Result<Tensor> {
-    Tensor::randn(0f32, 1.0, shape, &Device::Cpu)?.to_dtype(DType::F32)
-}
-
-/// As many copies of these weights as [`SPREAD`] holds. Scales and biases are small, codes anything.
-fn weights(shapes: &[(Codes, usize, usize)]) -> Vec<Vec<Weight>> {
-    let bytes: usize =
-        shapes.iter().map(|(codes, rows, cols)| codes.row_bytes(*cols).iter().sum::<usize>() * rows).sum();
-    let copies = (SPREAD / bytes).max(1);
-    let mut slab = Filling::new(copies * (bytes + shapes.len() * 3 * 64)).expect("memory");
-    let mut word = 1u64;
-    let mut fill = |len: usize, part: usize, float: bool| {
-        let filled = slab.fill(len, 64, |bytes| {
-            for bytes in bytes.chunks_mut(8) {
-                word = word.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                // 0x3c3c is 0.011 as bf16; a dense weight's exponents must not be anything either.
-                let value = if part > 0 || float { 0x3c3c_3c3c_3c3c_3c3c ^ word >> 63 } else { word ^ word >> 32 };
-                bytes.copy_from_slice(&value.to_le_bytes()[..bytes.len()]);
-            }
-            Ok::<_, std::io::Error>(())
-        });
-        filled.expect("memory")
-    };
-    (0..copies)
-        .map(|_| {
-            let weight = |&(codes, rows, cols): &(Codes, usize, usize)| {
-                let sizes = codes.row_bytes(cols);
-                let parts = [0, 1, 2].map(|part| fill(sizes[part] * rows, part, matches!(codes, Codes::Dense(_))));
-                Weight { codes, rows, cols, gain: 1.0, parts }
-            };
-            shapes.iter().map(weight).collect()
-        })
-        .collect()
-}
-
-fn size(weights: &[Weight]) -> usize {
-    weights.iter().flat_map(|weight| &weight.parts).map(|part| part.len()).sum()
 }
 
 fn main() -> Result<()> {

@@ -10,7 +10,7 @@
 //!   [`engine::Event`]s; a receiver that is dropped is a cancellation.
 //! * [`model`] is Qwen3.5. [`model::reference`] is the text to read first: plain tensors, one function a formula. The rest is
 //!   the same, fast: embedding, layers of gated attention or gated delta net with a mixture of experts, head.
-//! * [`ops`] has one file for each operation Candle lacks: fast CPU code, its plain reference, its Metal dispatch.
+//! * [`ops`] has one folder for each operation: what it means, its CPU code, its launches. Devices run them as values.
 //! * [`experts`] brings bytes from disk into slots. It knows no mathematics.
 //! * [`checkpoint`] knows the files: their names, how each matrix is stored, packs, the hub.
 //! * [`device`] is memory that CPU, SSD and GPU see, and what runs launches on it. It knows no operation.

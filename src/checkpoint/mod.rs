@@ -11,4 +11,4 @@ pub mod pack;
 mod quantization;
 mod trunk;
 
-pub use trunk::{Checkpoint, Layout, Trunk, expert, pieces};
+pub use trunk::{BUFFERS, Checkpoint, Layout, Trunk, expert, pieces};

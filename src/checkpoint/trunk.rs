@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     checkpoint::index::{Entry, Index},
-    device::{Filling, Span},
+    device::{Filling, Region, Slab},
     error::{ModelError, StoreError},
     experts::{PIECES, Piece},
     ops::{Codes, Weight},
@@ -17,6 +17,7 @@ use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
     os::unix::fs::FileExt,
+    sync::Arc,
 };
 
 /// Above this mean, norms of queries and keys had 1 added twice: halfway from 1.75 to 2.75.
@@ -224,26 +225,30 @@ pub fn expert(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
     std::array::from_fn(|index| projections[index / 3][index % 3])
 }
 
-/// Gathers the trunk's matrices in one slab. Run the same claims twice: first with [`Trunk::measure`], which reads nothing
-/// and learns the size, then with [`Trunk::read`].
+/// The numbers of the two buffers that weights are in, wherever they are shown to a device: matrices, and small vectors.
+pub const BUFFERS: [u32; 2] = [0, 1];
+
+/// Gathers the trunk's matrices in one slab, and its vectors in another. Run the same claims twice: first with
+/// [`Trunk::measure`], which reads no matrix and learns the size, then with [`Trunk::read`].
 pub struct Trunk<'a> {
     pub from: &'a Checkpoint,
     slab: Option<Filling>,
     /// Bytes taken so far.
     len: usize,
+    vectors: Vec<f32>,
     progress: &'a mut dyn FnMut(u64, u64),
 }
 
 impl<'a> Trunk<'a> {
-    /// Reads nothing: every matrix it returns is empty.
+    /// Reads no matrix: what it returns lies nowhere.
     pub fn measure(from: &'a Checkpoint, progress: &'a mut dyn FnMut(u64, u64)) -> Self {
-        Self { from, slab: None, len: 0, progress }
+        Self { from, slab: None, len: 0, vectors: Vec::new(), progress }
     }
 
     /// Reads into a slab of `len` bytes, as measured.
     pub fn read(from: &'a Checkpoint, len: usize, progress: &'a mut dyn FnMut(u64, u64)) -> Result<Self, ModelError> {
-        let refused = |error| ModelError::Memory(format!("no memory for a trunk of {len} bytes: {error}"));
-        Ok(Self { from, slab: Some(Filling::new(len).map_err(refused)?), len: 0, progress })
+        let slab = Filling::new(len).map_err(|error| refused(len, &error))?;
+        Ok(Self { slab: Some(slab), ..Self::measure(from, progress) })
     }
 
     /// Bytes taken so far.
@@ -255,26 +260,58 @@ impl<'a> Trunk<'a> {
         self.len == 0
     }
 
+    /// What was gathered: the buffers in the order of [`BUFFERS`].
+    pub fn finish(self) -> Result<[Arc<Slab>; 2], ModelError> {
+        let bytes = self.vectors.len() * 4;
+        let mut vectors = Slab::new(bytes).map_err(|error| refused(bytes, &error))?;
+        for (into, value) in vectors.all_mut().chunks_exact_mut(4).zip(&self.vectors) {
+            into.copy_from_slice(&value.to_le_bytes());
+        }
+        let matrices = match self.slab {
+            Some(slab) => slab.into_slab(),
+            None => Arc::new(Slab::new(0).map_err(|error| refused(0, &error))?),
+        };
+        Ok([matrices, Arc::new(vectors)])
+    }
+
     /// The matrix at `path`, `[rows, cols]`.
     pub fn weight(&mut self, path: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
         let Layout { codes, entries, .. } = self.from.layout(path, &[], rows, cols)?;
         let gain = self.from.gains(path, 1)?.first().copied().unwrap_or(1.0);
-        let mut parts = Vec::with_capacity(3);
-        for entry in &entries {
-            parts.push(self.span(entry.as_ref())?);
+        let mut parts = [Region::default(); 3];
+        for (part, entry) in parts.iter_mut().zip(&entries) {
+            *part = self.part(entry.as_ref())?;
         }
-        let parts = parts.try_into().map_err(|_| ModelError::Memory("three parts a matrix".into()))?;
         Ok(Weight { codes, rows, cols, gain, parts })
     }
 
-    fn span(&mut self, entry: Option<&Entry>) -> Result<Span, ModelError> {
-        self.len = self.len.next_multiple_of(ALIGN) + entry.map_or(0, |entry| entry.len);
-        let (Some(entry), Some(slab)) = (entry, &mut self.slab) else {
-            return Span::from_bytes(&[]).map_err(|error| ModelError::Memory(error.to_string()));
-        };
-        let span = slab.fill(entry.len, ALIGN, |bytes| self.from.read_into(entry, bytes))?;
-        let (done, total) = slab.progress();
-        (self.progress)(done as u64, total as u64);
-        Ok(span)
+    /// A norm's effective weight.
+    pub fn norm(&mut self, name: &str, len: usize) -> Result<Region, ModelError> {
+        let values = self.from.norm(name, len)?;
+        Ok(self.vector(&values))
     }
+
+    /// Keeps a small vector.
+    pub fn vector(&mut self, values: &[f32]) -> Region {
+        let offset = self.vectors.len() * 4;
+        self.vectors.extend(values);
+        self.vectors.resize(self.vectors.len().next_multiple_of(ALIGN / 4), 0.0);
+        Region { buffer: BUFFERS[1], offset, len: values.len() * 4 }
+    }
+
+    fn part(&mut self, entry: Option<&Entry>) -> Result<Region, ModelError> {
+        let Some(entry) = entry else { return Ok(Region::default()) };
+        let offset = self.len.next_multiple_of(ALIGN);
+        self.len = offset + entry.len;
+        if let Some(slab) = &mut self.slab {
+            slab.fill(entry.len, ALIGN, |bytes| self.from.read_into(entry, bytes))?;
+            let (done, total) = slab.progress();
+            (self.progress)(done as u64, total as u64);
+        }
+        Ok(Region { buffer: BUFFERS[0], offset, len: entry.len })
+    }
+}
+
+fn refused(bytes: usize, error: &std::io::Error) -> ModelError {
+    ModelError::Memory(format!("no memory for a trunk of {bytes} bytes: {error}"))
 }

@@ -2,9 +2,9 @@
 
 use crate::{
     config::{Device, Load},
-    device::{self, Gpu, GpuError},
+    device::{self, DeviceError, Gpu},
     error::{CommandError, ModelError},
-    model::{Placed, Qwen, gpu::OnGpu},
+    model::Qwen,
     ops::check::{self, Finding},
 };
 use std::time::Instant;
@@ -38,7 +38,7 @@ impl Chosen {
     ///
     /// # Errors
     /// There is none, and it was asked for.
-    pub fn of(found: Result<Option<Box<dyn Gpu>>, GpuError>, asked: bool) -> Result<Self, CommandError> {
+    pub fn of(found: Result<Option<Box<dyn Gpu>>, DeviceError>, asked: bool) -> Result<Self, CommandError> {
         let gpu = match found {
             Ok(Some(mut gpu)) => match objections(&mut gpu) {
                 None => Some(gpu),
@@ -75,14 +75,14 @@ impl Chosen {
     ///
     /// # Errors
     /// Why the GPU that was asked for cannot compute this model.
-    pub fn place(self, qwen: Qwen) -> Result<Placed, ModelError> {
-        let Some(gpu) = self.gpu else { return Ok(Placed::Cpu(Box::new(qwen))) };
-        match OnGpu::new(qwen, gpu) {
-            Ok(model) => Ok(Placed::Gpu(Box::new(model))),
+    pub fn place(self, qwen: Qwen) -> Result<Qwen, ModelError> {
+        let Some(gpu) = self.gpu else { return Ok(qwen) };
+        match qwen.onto(gpu) {
+            Ok(model) => Ok(model),
             Err(refused) if self.asked => Err(refused.error),
             Err(refused) => {
                 tracing::warn!("the CPU computes: {}", refused.error);
-                Ok(Placed::Cpu(refused.qwen))
+                Ok(*refused.qwen)
             }
         }
     }
@@ -94,15 +94,12 @@ pub fn working_set(gpu: &dyn Gpu) -> u64 {
 }
 
 /// Where a model came to compute.
-pub fn name(model: &Placed) -> &'static str {
-    match model {
-        Placed::Cpu(_) => CPU,
-        Placed::Gpu(_) => METAL,
-    }
+pub fn name(model: &Qwen) -> &'static str {
+    if model.is_on_gpu() { METAL } else { CPU }
 }
 
 /// What is wrong with a GPU: the kernels' names, and what the first of those that could not run was told.
-fn objections<G: Gpu + ?Sized>(gpu: &mut G) -> Option<String> {
+fn objections(gpu: &mut dyn Gpu) -> Option<String> {
     let begin = Instant::now();
     let found = check::kernels(gpu);
     let wrong: Vec<&Finding> = found.iter().filter(|finding| !finding.agrees()).collect();

@@ -20,7 +20,7 @@ use crate::{
     error::{CommandError, ModelError, StoreError},
     experts,
     metrics::Metrics,
-    model::{self, Placed, Qwen, config::FfnShape, qwen::StoreOptions},
+    model::{self, Qwen, config::FfnShape, qwen::StoreOptions},
     plan::Wishes,
     platform::check_small,
 };
@@ -124,7 +124,7 @@ impl Checkpoint {
 
 /// A model in memory, and what is to be said about it.
 pub struct Loaded {
-    pub model: Placed,
+    pub model: Qwen,
     /// Where it computes: `cpu` or `metal`.
     pub device: &'static str,
     /// Experts that each token visits; `None` for a dense model.
@@ -184,11 +184,11 @@ pub fn load_model(
     let model = chosen.place(model?)?;
     let device = device::name(&model);
     metrics.runs_on(device);
-    let experts_per_token = match model.qwen().config().ffn {
+    let experts_per_token = match model.config().ffn {
         FfnShape::Moe { k, .. } => Some(k),
         FfnShape::Dense { .. } => None,
     };
-    let mut plan = serde_json::to_value(model.qwen().plan()).unwrap_or_default();
+    let mut plan = serde_json::to_value(model.plan()).unwrap_or_default();
     plan["device"] = device.into();
     Ok(Loaded { model, device, experts_per_token, plan })
 }

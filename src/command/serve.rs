@@ -117,7 +117,7 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
         eos: checkpoint.generation.eos.clone(),
         usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.vocab()),
         request_timeout: config.request_timeout,
-        prompt_cache: loaded.model.qwen().plan().prompt_cache,
+        prompt_cache: loaded.model.plan().prompt_cache,
         storage: storage(config, &checkpoint, &loaded),
         ..Options::default()
     };
@@ -168,7 +168,7 @@ fn storage(config: &Serve, checkpoint: &Checkpoint, loaded: &Loaded) -> Option<S
         tracing::warn!("no checkpoints of prompts are kept on the disk: what they would belong to cannot be told");
         return None;
     };
-    let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.qwen().config());
+    let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.config());
     let key = format!("{version} {program:?} {device} {model:?} {identity}");
     Some(Storage { dir, limit: config.prompt_cache_disk, key })
 }

@@ -1,8 +1,8 @@
-//! One kernel launch as a plain value. `ops/plan` builds it from shapes; Metal encodes it; the tests execute the very same
+//! One kernel launch as a plain value. `ops/*/gpu.rs` builds it from an operation; Metal encodes it; the tests execute the very same
 //! value on the kernel compiled for the host. What a GPU adds is then an encoder and a compiler.
 
 /// A range of some buffer. Which buffer a number means is known to whoever executes the launch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Region {
     pub buffer: u32,
     /// Bytes.
@@ -21,6 +21,21 @@ impl Region {
     /// The first `len` bytes.
     pub fn first(self, len: usize) -> Self {
         self.part(0, len)
+    }
+
+    /// The first `count` floats (or other words).
+    pub fn floats(self, count: usize) -> Self {
+        self.first(count * 4)
+    }
+
+    /// Rows `first..first + count` of `width` floats each.
+    pub fn rows(self, first: usize, count: usize, width: usize) -> Self {
+        self.part(first * width * 4, count * width * 4)
+    }
+
+    /// Whether the two have a byte in common.
+    pub fn overlaps(self, other: Self) -> bool {
+        self.buffer == other.buffer && self.offset < other.offset + other.len && other.offset < self.offset + self.len
     }
 }
 
@@ -74,14 +89,10 @@ impl Dispatch {
     pub fn follows(&self, earlier: &Dispatch) -> bool {
         self.bindings.iter().any(|mine| {
             earlier.bindings.iter().any(|theirs| {
-                (mine.effect != Effect::Read || theirs.effect != Effect::Read) && overlap(mine.region, theirs.region)
+                (mine.effect != Effect::Read || theirs.effect != Effect::Read) && mine.region.overlaps(theirs.region)
             })
         })
     }
-}
-
-fn overlap(a: Region, b: Region) -> bool {
-    a.buffer == b.buffer && a.offset < b.offset + b.len && b.offset < a.offset + a.len
 }
 
 #[cfg(test)]

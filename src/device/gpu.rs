@@ -6,11 +6,11 @@ use std::{ops::Range, sync::Arc};
 /// Why a GPU could not do what it was asked: the driver's own words where there are any.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct GpuError(pub String);
+pub struct DeviceError(pub String);
 
 /// A device that executes launches in the order given. Memory is visible to the CPU, which may touch it only between a
 /// [`Gpu::wait`] and the launch that uses it.
-pub trait Gpu: Timeline + Send + 'static {
+pub trait Gpu: Timeline + Send {
     /// What the device is called.
     fn name(&self) -> String;
 
@@ -18,117 +18,123 @@ pub trait Gpu: Timeline + Send + 'static {
     fn working_set(&self) -> Option<u64>;
 
     /// Makes every kernel ready: its name (or a file's), and what the compiler said if it refused it.
-    fn compile(&mut self) -> Vec<(String, Option<GpuError>)>;
+    fn compile(&mut self) -> Vec<(String, Option<DeviceError>)>;
 
     /// Zeroed memory.
-    fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError>;
+    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError>;
 
     /// Gives memory from [`Gpu::allocate`] back.
     fn release(&mut self, buffer: u32);
 
     /// Makes a range of a slab visible to launches, without a copy: what is read into it later is seen, too. The range
     /// starts at a page.
-    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, GpuError>;
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
 
     /// The longest range that can be adopted (bytes).
     fn longest(&self) -> usize;
 
-    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), GpuError>;
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError>;
 
-    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), GpuError>;
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
     /// Encodes one launch.
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError>;
+    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError>;
 
     /// Hands over what has been encoded.
-    fn commit(&mut self) -> Result<(), GpuError>;
+    fn commit(&mut self) -> Result<(), DeviceError>;
 
     /// Hands over and waits until the device has done everything.
-    fn wait(&mut self) -> Result<(), GpuError>;
+    fn wait(&mut self) -> Result<(), DeviceError>;
 
     /// [`Gpu::write`] to the region's beginning.
-    fn write_words(&mut self, region: Region, words: &[u32]) -> Result<(), GpuError> {
+    fn write_words(&mut self, region: Region, words: &[u32]) -> Result<(), DeviceError> {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         self.write(region.first(bytes.len()), &bytes)
     }
 
     /// [`Gpu::read`] of the whole region.
-    fn read_words(&mut self, region: Region) -> Result<Vec<u32>, GpuError> {
+    fn read_words(&mut self, region: Region) -> Result<Vec<u32>, DeviceError> {
         let mut bytes = vec![0; region.len];
         self.read(region, &mut bytes)?;
         Ok(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 
     /// [`Gpu::read_words`] of floats.
-    fn read_floats(&mut self, region: Region) -> Result<Vec<f32>, GpuError> {
+    fn read_floats(&mut self, region: Region) -> Result<Vec<f32>, DeviceError> {
         Ok(self.read_words(region)?.into_iter().map(f32::from_bits).collect())
     }
 }
 
-impl Timeline for Box<dyn Gpu> {
-    fn mark(&mut self) -> Mark {
-        (**self).mark()
-    }
+/// A GPU behind a pointer.
+macro_rules! behind {
+    ($pointer:ty) => {
+        impl<G: Gpu + ?Sized> Timeline for $pointer {
+            fn mark(&mut self) -> Mark {
+                (**self).mark()
+            }
 
-    fn passed(&mut self) -> Mark {
-        (**self).passed()
-    }
+            fn passed(&mut self) -> Mark {
+                (**self).passed()
+            }
 
-    fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError> {
-        (**self).wait_for(mark)
-    }
+            fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
+                (**self).wait_for(mark)
+            }
+        }
+
+        impl<G: Gpu + ?Sized> Gpu for $pointer {
+            fn name(&self) -> String {
+                (**self).name()
+            }
+
+            fn working_set(&self) -> Option<u64> {
+                (**self).working_set()
+            }
+
+            fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
+                (**self).compile()
+            }
+
+            fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
+                (**self).allocate(bytes)
+            }
+
+            fn release(&mut self, buffer: u32) {
+                (**self).release(buffer);
+            }
+
+            fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
+                (**self).adopt(slab, range)
+            }
+
+            fn longest(&self) -> usize {
+                (**self).longest()
+            }
+
+            fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
+                (**self).write(region, bytes)
+            }
+
+            fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
+                (**self).read(region, bytes)
+            }
+
+            fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
+                (**self).launch(dispatch)
+            }
+
+            fn commit(&mut self) -> Result<(), DeviceError> {
+                (**self).commit()
+            }
+
+            fn wait(&mut self) -> Result<(), DeviceError> {
+                (**self).wait()
+            }
+        }
+    };
 }
-
-/// The system's GPU, whichever it is.
-impl Gpu for Box<dyn Gpu> {
-    fn name(&self) -> String {
-        (**self).name()
-    }
-
-    fn working_set(&self) -> Option<u64> {
-        (**self).working_set()
-    }
-
-    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
-        (**self).compile()
-    }
-
-    fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
-        (**self).allocate(bytes)
-    }
-
-    fn release(&mut self, buffer: u32) {
-        (**self).release(buffer);
-    }
-
-    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, GpuError> {
-        (**self).adopt(slab, range)
-    }
-
-    fn longest(&self) -> usize {
-        (**self).longest()
-    }
-
-    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), GpuError> {
-        (**self).write(region, bytes)
-    }
-
-    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), GpuError> {
-        (**self).read(region, bytes)
-    }
-
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
-        (**self).launch(dispatch)
-    }
-
-    fn commit(&mut self) -> Result<(), GpuError> {
-        (**self).commit()
-    }
-
-    fn wait(&mut self) -> Result<(), GpuError> {
-        (**self).wait()
-    }
-}
+behind!(Box<G>);
+behind!(&mut G);
 
 /// Candle's own device on the system's GPU, for the reference implementation, where Candle has one.
 pub fn candle_gpu() -> Option<candle_core::Device> {
@@ -142,7 +148,7 @@ pub fn candle_gpu() -> Option<candle_core::Device> {
 ///
 /// # Errors
 /// Why a GPU that there should be is of no use.
-pub fn gpu() -> Result<Option<Box<dyn Gpu>>, GpuError> {
+pub fn gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     #[cfg(target_os = "macos")]
     return Ok(Some(Box::new(super::Metal::new()?)));
     #[cfg(not(target_os = "macos"))]

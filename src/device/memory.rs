@@ -109,6 +109,11 @@ impl Filling {
         Ok(unsafe { Span::new(self.slab.clone(), start..self.taken) })
     }
 
+    /// What was filled: nobody writes it any more.
+    pub fn into_slab(self) -> Arc<Slab> {
+        self.slab
+    }
+
     /// Bytes handed out, and in all.
     pub fn progress(&self) -> (usize, usize) {
         (self.taken, self.slab.len())

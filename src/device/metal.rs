@@ -4,7 +4,7 @@
 //! Candle's device, buffers and residency set, but a command queue of our own and no `metal_fwd` on Candle's encoder:
 //! that one commits by itself and gives nobody a command buffer to signal an event from, so work cannot be handed over without
 //! waiting for all of it, and hits could not run while misses are read. When to commit and when to wait is
-//! `ops::plan::pass`'s business.
+//! the pass's business (`model/forward.rs`).
 //!
 //! ```text
 //! launch   encode into the open command buffer; a memory barrier where this launch follows one since the last barrier
@@ -15,7 +15,7 @@
 
 mod library;
 
-use super::{Dispatch, Gpu, GpuError, Mark, Region, Slab, Timeline};
+use super::{DeviceError, Dispatch, Gpu, Mark, Region, Slab, Timeline};
 use candle_metal_kernels::{
     RESOURCE_OPTIONS,
     metal::{Buffer, Device, ResidencySet},
@@ -89,25 +89,25 @@ pub fn candle() -> Option<candle_core::Device> {
     candle_core::Device::new_metal(0).ok()
 }
 
-fn failed<T>(what: &str) -> Result<T, GpuError> {
-    Err(GpuError(format!("Metal refused {what}")))
+fn failed<T>(what: &str) -> Result<T, DeviceError> {
+    Err(DeviceError(format!("Metal refused {what}")))
 }
 
 impl Metal {
     /// The system's GPU. Nothing is compiled yet. A kernel file that Apple's compiler refuses is an error of
     /// whoever launches one of its kernels.
-    pub fn new() -> Result<Self, GpuError> {
+    pub fn new() -> Result<Self, DeviceError> {
         // Not through a tensor device of Candle's: making one panics where there is no GPU, and before macOS 15.
         let Some(device) = Device::system_default() else {
-            return Err(GpuError("this Mac offers no Metal GPU".into()));
+            return Err(DeviceError("this Mac offers no Metal GPU".into()));
         };
         if !device.as_ref().hasUnifiedMemory() {
             let name = device.as_ref().name();
-            return Err(GpuError(format!("{name} has memory of its own; Metal is for GPUs that share the CPU's")));
+            return Err(DeviceError(format!("{name} has memory of its own; Metal is for GPUs that share the CPU's")));
         }
         if !device.as_ref().supportsFamily(MTLGPUFamily::Apple7) {
             let name = device.as_ref().name();
-            return Err(GpuError(format!(
+            return Err(DeviceError(format!(
                 "{name} is older than M1 or a virtual machine's: it cannot add up a simdgroup"
             )));
         }
@@ -148,14 +148,14 @@ impl Metal {
         Region { buffer: number, offset: 0, len }
     }
 
-    fn memory(&self, region: Region) -> Result<&Buffer, GpuError> {
+    fn memory(&self, region: Region) -> Result<&Buffer, DeviceError> {
         match self.buffers.get(&region.buffer) {
             Some(memory) if region.offset + region.len <= memory.buffer.length() => Ok(&memory.buffer),
             _ => failed(&format!("{region:?}: there is no such memory")),
         }
     }
 
-    fn open(&mut self) -> Result<Open, GpuError> {
+    fn open(&mut self) -> Result<Open, DeviceError> {
         if let Some(open) = self.open.take() {
             return Ok(open);
         }
@@ -169,7 +169,7 @@ impl Metal {
         Ok(Open { commands, encoder, unordered: Vec::new() })
     }
 
-    fn encode(&mut self, open: &mut Open, dispatch: &Dispatch) -> Result<(), GpuError> {
+    fn encode(&mut self, open: &mut Open, dispatch: &Dispatch) -> Result<(), DeviceError> {
         let pipeline = self.library.pipeline(dispatch.kernel)?;
         if dispatch.threads as usize > pipeline.maxTotalThreadsPerThreadgroup() {
             let most = pipeline.maxTotalThreadsPerThreadgroup();
@@ -207,13 +207,13 @@ impl Gpu for Metal {
         Some(self.device.recommended_max_working_set_size() as u64).filter(|bytes| *bytes > 0)
     }
 
-    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+    fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
         autoreleasepool(|_| self.library.all())
     }
 
-    fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
+    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
         let buffer = self.device.new_buffer(bytes.max(16), RESOURCE_OPTIONS);
-        let buffer = buffer.map_err(|error| GpuError(format!("{bytes} bytes: {error}")))?;
+        let buffer = buffer.map_err(|error| DeviceError(format!("{bytes} bytes: {error}")))?;
         // SAFETY: shared memory of at least this length that nobody else knows yet.
         unsafe { buffer.contents().write_bytes(0, bytes) };
         Ok(self.keep(buffer, bytes, None))
@@ -227,7 +227,7 @@ impl Gpu for Metal {
         }
     }
 
-    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, GpuError> {
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
         if range.is_empty() || range.end > slab.len() || !range.start.is_multiple_of(PAGE) {
             return failed(&format!("bytes {range:?} of a slab of {}", slab.len()));
         }
@@ -249,7 +249,7 @@ impl Gpu for Metal {
         self.device.as_ref().maxBufferLength()
     }
 
-    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), GpuError> {
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         let buffer = self.memory(region)?;
         let len = bytes.len().min(region.len);
         // SAFETY: in bounds (checked by `memory`), and no launch that touches it is in flight: the trait's contract.
@@ -257,7 +257,7 @@ impl Gpu for Metal {
         Ok(())
     }
 
-    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), GpuError> {
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
         let buffer = self.memory(region)?;
         let len = bytes.len().min(region.len);
         // SAFETY: as in `write`.
@@ -265,7 +265,7 @@ impl Gpu for Metal {
         Ok(())
     }
 
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
         // Metal leaves objects to the thread's pool, and a thread of ours has none.
         autoreleasepool(|_| {
             let mut open = self.open()?;
@@ -275,11 +275,11 @@ impl Gpu for Metal {
         })
     }
 
-    fn commit(&mut self) -> Result<(), GpuError> {
+    fn commit(&mut self) -> Result<(), DeviceError> {
         autoreleasepool(|_| self.hand_over())
     }
 
-    fn wait(&mut self) -> Result<(), GpuError> {
+    fn wait(&mut self) -> Result<(), DeviceError> {
         autoreleasepool(|_| self.finish())
     }
 }
@@ -293,7 +293,7 @@ impl Timeline for Metal {
         Mark(self.event.signaledValue())
     }
 
-    fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError> {
+    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
             if mark.0 > self.signalled {
                 self.hand_over()?;
@@ -311,7 +311,7 @@ impl Drop for Metal {
 }
 
 impl Metal {
-    fn hand_over(&mut self) -> Result<(), GpuError> {
+    fn hand_over(&mut self) -> Result<(), DeviceError> {
         let Some(open) = self.open.take() else { return Ok(()) };
         open.encoder.updateFence(&self.fence);
         open.encoder.endEncoding();
@@ -323,7 +323,7 @@ impl Metal {
         Ok(())
     }
 
-    fn finish(&mut self) -> Result<(), GpuError> {
+    fn finish(&mut self) -> Result<(), DeviceError> {
         self.hand_over()?;
         let reached = self.reach(self.signalled);
         self.committed.clear();
@@ -331,7 +331,7 @@ impl Metal {
     }
 
     /// Waits until the event has this value.
-    fn reach(&self, value: u64) -> Result<(), GpuError> {
+    fn reach(&self, value: u64) -> Result<(), DeviceError> {
         let begin = Instant::now();
         while self.event.signaledValue() < value {
             if begin.elapsed() < SPIN {
@@ -344,7 +344,7 @@ impl Metal {
             self.event.waitUntilSignaledValue_timeoutMS(value, 100);
         }
         match self.committed.iter().find_map(|commands| commands.error()) {
-            Some(error) => Err(GpuError(error.localizedDescription().to_string())),
+            Some(error) => Err(DeviceError(error.localizedDescription().to_string())),
             None => Ok(()),
         }
     }

@@ -12,7 +12,7 @@ mod timeline;
 use crate::platform::Threads;
 pub use bandwidth::memory_bandwidth;
 pub use dispatch::{Binding, Dispatch, Effect, Region};
-pub use gpu::{Gpu, GpuError, candle_gpu, gpu};
+pub use gpu::{DeviceError, Gpu, candle_gpu, gpu};
 pub use memory::{Filling, Slab, Span};
 #[cfg(target_os = "macos")]
 use metal::Metal;
@@ -30,10 +30,9 @@ pub enum Math {
     F32,
 }
 
-/// Where and how tensors are computed; cheap to clone, held by every op.
+/// How the CPU computes; cheap to clone.
 #[derive(Clone)]
 pub struct Compute {
-    pub device: candle_core::Device,
     pub threads: Arc<Threads>,
     pub math: Math,
 }
@@ -41,6 +40,6 @@ pub struct Compute {
 impl Compute {
     /// The CPU with `threads` compute threads (the caller is one of them).
     pub fn cpu(threads: usize, math: Math) -> Self {
-        Self { device: candle_core::Device::Cpu, threads: Arc::new(Threads::new(threads)), math }
+        Self { threads: Arc::new(Threads::new(threads)), math }
     }
 }

@@ -1,6 +1,6 @@
 //! How far a device has come with the work it was given. Work is done in order, so a number tells.
 
-use super::GpuError;
+use super::DeviceError;
 
 /// A point in a device's work: behind everything encoded before it was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
@@ -21,7 +21,7 @@ pub trait Timeline {
 
     /// Hands over what has been encoded before `mark`, and waits until the device has passed it. A device that cannot get
     /// there any more is an error.
-    fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError>;
+    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError>;
 }
 
 /// The CPU: an operation is done when its call returns.
@@ -37,7 +37,7 @@ impl Timeline for Immediate {
         Mark::START
     }
 
-    fn wait_for(&mut self, _: Mark) -> Result<(), GpuError> {
+    fn wait_for(&mut self, _: Mark) -> Result<(), DeviceError> {
         Ok(())
     }
 }

@@ -12,8 +12,9 @@ use crate::{
 };
 use std::{collections::VecDeque, ops::Range, time::Instant};
 
-/// Experts of a prefill that may be on their way at a time: enough for any disk, few enough to spare the pool.
-const WINDOW: usize = 16;
+/// Experts of a prefill that may be on their way at a time: enough to keep the disk at work while a batch is computed (reads
+/// are lined up between batches only), few enough to spare what decoding has left in the slots.
+const WINDOW: usize = 64;
 
 /// One of the distinct experts that a layer asks for.
 #[derive(Debug, Clone)]
@@ -387,3 +388,6 @@ impl Experts {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,10 @@
 //! `config.json` as shapes, checked: what is not implemented is refused here, in one sentence.
 
-use crate::{error::ModelError, platform::read_small};
+use crate::{
+    error::ModelError,
+    ops::{CacheFormat, Delta, Heads},
+    platform::read_small,
+};
 use serde_json::Value;
 use std::path::Path;
 
@@ -173,6 +177,18 @@ impl Config {
             return refuse("linear_num_value_heads is no multiple of linear_num_key_heads".into());
         }
         Ok(config)
+    }
+
+    /// The delta layers, as the operations see them.
+    pub fn delta_heads(&self) -> Delta {
+        let DeltaShape { key_heads, value_heads, key_dim, value_dim, .. } = self.delta;
+        Delta { key_heads, value_heads, dk: key_dim, dv: value_dim, eps: self.eps }
+    }
+
+    /// The attention layers, with room for no position yet.
+    pub fn heads(&self) -> Heads {
+        let AttentionShape { heads, kv_heads, dim, rotated, .. } = self.attention;
+        Heads { heads, kv_heads, dim, rotary: rotated, eps: self.eps, context: 0, format: CacheFormat::F32 }
     }
 
     /// Layers with full attention.

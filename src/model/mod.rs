@@ -1,30 +1,29 @@
-//! Qwen3.5 and 3.6, dense and mixture of experts. [`reference`] is the architecture in plain tensors: read it first. [`qwen`]
-//! is the forward pass, its layers are [`attention`], [`delta`] and [`moe`], what a sequence remembers is [`state`], and [`snapshot`] is what is kept of it. [`config`], [`names`] and [`checkpoint`] bring files into this form.
-//! [`gpu`] shows a loaded model to a GPU; [`placed`] is a model on either device, [`room`] what it takes there, and [`speed`]
-//! how fast it can be.
+//! Qwen3.5 and 3.6, dense and mixture of experts. [`reference`] is the architecture in plain tensors: read it first. [`forward`]
+//! is the same on buffers, for every device, with [`moe`]; [`net`] its weights, [`state`] what a sequence remembers, [`snapshot`]
+//! what is kept of it, [`buffers`] what a pass computes on its way. [`qwen`] loads a checkpoint and shows it to a device;
+//! [`config`] is its shapes, [`speed`] how fast it can be.
 
-pub mod attention;
+mod buffers;
 pub mod config;
-pub mod delta;
-pub mod gpu;
-pub mod moe;
-pub mod placed;
+mod forward;
+mod moe;
+mod net;
+mod placed;
 pub mod qwen;
 pub mod reference;
-pub mod room;
 mod sequence;
 pub mod snapshot;
 pub mod speed;
-pub mod state;
+mod state;
 
 pub use config::Config;
-pub use placed::Placed;
+pub use forward::Routes;
 pub use qwen::{Options, Qwen};
 pub use reference::Reference;
 pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
 
-use crate::error::ModelError;
+use crate::{device::DeviceError, error::ModelError};
 
 /// Which rows of logits a forward pass returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,4 +94,10 @@ pub trait Model: Send + 'static {
 
     /// Most tokens worth passing to one `forward`.
     fn chunk(&self) -> usize;
+}
+
+impl From<DeviceError> for ModelError {
+    fn from(error: DeviceError) -> Self {
+        ModelError::Memory(error.to_string())
+    }
 }

@@ -1,251 +1,190 @@
-//! The mixture of experts (spec 2.3), and the dense feed-forward of the small models.
+//! The mixture of experts (spec 2.3).
 //!
 //! ```text
-//! x --+-- router --> ids --> experts.ask ----> hits ----> experts --+
-//!     |                            |                               |
-//!     |                            +-- reads --> as they land -----+--> combine in rank order --> y
-//!     +-- shared expert (with the hits, while the disk works) -----+
+//! h --norm--> x --+-- router --> ids --> experts ----> hits ----> Experts --+
+//!                 |                            |                           |
+//!                 |                            +-- reads --> as they land -+--> Combine in rank order --> h
+//!                 +-- shared expert, while the disk works -----------------+
 //! ```
-//! Each expert's output goes to a place of its own, and the places are summed in the router's order: so it does not
+//! Each place's result is kept apart until all are there, and the places are summed in the router's order: so it does not
 //! matter what landed first.
 
-use super::{
-    config::{Config, FfnShape},
-    speed::Kind,
-};
+use super::forward::{Pass, Routes};
 use crate::{
-    checkpoint::{self, Checkpoint, Layout, Trunk},
-    device::{Compute, Immediate, Mark},
+    device::Region,
     error::ModelError,
-    experts::{Choice, Experts, Landed, LayerExperts, Phase},
-    ops::{self, Assignment, ExpertView, Job, Routes, Weight, WeightView},
+    experts::{Asked, Choice, Phase},
+    ops::{Combine, Experts, Group, Mixture, NONE, Norm, Route, Which},
 };
-use candle_core::{DType, Tensor};
 
-/// Gate, up and down of a feed-forward that stays in memory.
-pub struct Mlp {
-    pub(super) gate: Weight,
-    pub(super) up: Weight,
-    pub(super) down: Weight,
+/// Lists that keep their room from layer to layer.
+#[derive(Default)]
+pub(super) struct Lists {
+    chosen: Vec<u32>,
+    logits: Vec<f32>,
+    weights: Vec<f32>,
+    guess: Vec<u32>,
+    /// A batch: its experts, and their places.
+    groups: Vec<Group>,
+    places: Vec<u32>,
+    /// The slot of each place, as far as known.
+    slots: Vec<u32>,
 }
 
-impl Mlp {
-    /// Loads `<prefix>gate_proj` and so on.
-    pub fn load(trunk: &mut Trunk<'_>, prefix: &str, hidden: usize, intermediate: usize) -> Result<Self, ModelError> {
-        Ok(Self {
-            gate: trunk.weight(&format!("{prefix}gate_proj"), intermediate, hidden)?,
-            up: trunk.weight(&format!("{prefix}up_proj"), intermediate, hidden)?,
-            down: trunk.weight(&format!("{prefix}down_proj"), hidden, intermediate)?,
-        })
-    }
-
-    /// How its projections are stored.
-    pub fn kinds(&self) -> [Kind; 3] {
-        [&self.gate, &self.up, &self.down].map(|weight| Kind {
-            codes: weight.codes,
-            rows: weight.rows,
-            cols: weight.cols,
-        })
-    }
-
-    fn view(&self) -> ExpertView<'_> {
-        ExpertView { gate: self.gate.view(), up: self.up.view(), down: self.down.view() }
-    }
-
-    /// `Down(silu(Gate x) * Up x)`.
-    pub fn forward(&self, compute: &Compute, x: &Tensor) -> Result<Tensor, ModelError> {
-        let out = x.zeros_like()?;
-        let rows = each_token(x.dim(0)?, 0);
-        ops::experts(compute, x, &[Job { expert: self.view(), rows: &rows }], &out)?;
-        Ok(out)
-    }
-}
-
-/// Token `t` to place `first + t`.
-fn each_token(tokens: usize, first: usize) -> Vec<Assignment> {
-    (0..tokens as u32).map(|token| Assignment { token, place: first as u32 + token }).collect()
-}
-
-pub struct Moe {
-    layer: usize,
-    pub(super) k: usize,
-    pub(super) renormalise: bool,
-    pub(super) router: Weight,
-    pub(super) shared_gate: Weight,
-    pub(super) shared: Mlp,
-    /// How gate, up and down of every expert are stored.
-    pub(super) stacks: [Stack; 3],
-}
-
-/// One projection of all experts of a layer.
-pub(super) struct Stack {
-    pub(super) layout: Layout,
-    /// One an expert.
-    pub(super) gains: Vec<f32>,
-}
-
-impl Moe {
-    /// Loads the trunk's part of layer `layer` and finds its experts: their pieces on disk are appended to `map`.
-    pub fn load(
-        trunk: &mut Trunk<'_>,
-        prefix: &str,
-        config: &Config,
-        layer: usize,
-        map: &mut Vec<LayerExperts>,
-    ) -> Result<Self, ModelError> {
-        let FfnShape::Moe { experts, k, intermediate, shared, renormalise } = config.ffn else {
-            return Err(ModelError::Config("a dense model has no experts".into()));
+impl Pass<'_> {
+    /// `h += sum of weight * expert(x) + sigmoid(x . w_sg) * shared(x)`, `x = rms(h)`. `next` is the following layer's mixture,
+    /// whose experts are predicted and read ahead.
+    pub(super) fn moe(
+        &mut self,
+        index: usize,
+        norm: Norm,
+        layer: &Mixture,
+        next: Option<&Mixture>,
+    ) -> Result<(), ModelError> {
+        let Some(experts) = self.experts else {
+            return Err(ModelError::Config("the experts are not loaded".into()));
         };
-        let (hidden, from) = (config.hidden, trunk.from);
-        let mlp = format!("{prefix}mlp.");
-        let (stacks, pieces) = find_experts(from, &mlp, experts, hidden, intermediate)?;
-        map.push(pieces);
-        Ok(Self {
-            layer,
-            k,
-            renormalise,
-            router: trunk.weight(&format!("{mlp}gate"), experts, hidden)?,
-            shared_gate: trunk.weight(&format!("{mlp}shared_expert_gate"), 1, hidden)?,
-            shared: Mlp::load(trunk, &format!("{mlp}shared_expert."), hidden, shared)?,
-            stacks,
-        })
-    }
+        let (b, tokens, slots, limits) = (self.b, self.tokens, self.slots, self.limits);
+        let (x, room) = (b.normed, b.room);
+        let norm = Some(Norm { keep: Some(x), ..norm });
+        let table = self.b.tables.rows(index, 1, layer.router.rows);
+        let (ids, chosen_slots, scores, weights) = (b.chosen, b.slots, room.scores, room.weights);
+        let route =
+            Route { layer, tokens, x: b.h, norm, alone: false, table, scores, ids, slots: chosen_slots, weights };
+        self.run.run(&route.into())?;
+        let combine = Combine { layer, slots, tokens, room, by_place: None, h: b.h };
+        if experts.is_resident() && tokens <= limits.by_table {
+            let which = Which::Table { ids, slots: chosen_slots };
+            self.run.run(&Experts { layer, slots, tokens, x, room, which }.into())?;
+            return Ok(self.run.run(&Combine { by_place: Some(chosen_slots), ..combine }.into())?);
+        }
 
-    /// How every expert's projections are stored.
-    pub fn kinds(&self) -> [Kind; 3] {
-        [0, 1, 2].map(|index| {
-            let Layout { codes, rows, cols, .. } = self.stacks[index].layout;
-            Kind { codes, rows, cols }
-        })
-    }
-
-    /// The experts that each row of `x` (`[T, hidden]`, normed) visits, the shared expert's gate (`[T]`), and the logits of
-    /// all experts (`[T, experts]`).
-    pub fn route(&self, compute: &Compute, x: &Tensor) -> Result<(Routes, Tensor, Tensor), ModelError> {
-        let scores = ops::linear(compute, x, &[&self.router, &self.shared_gate])?;
-        let logits = scores.narrow(1, 0, self.router.rows)?;
-        let routes = ops::route(&logits, self.k, self.renormalise)?;
-        let gate = candle_nn::ops::sigmoid(&scores.narrow(1, self.router.rows, 1)?.contiguous()?)?;
-        Ok((routes, gate.flatten_all()?, logits))
-    }
-
-    /// `x` is `[T, hidden]`. `next` is the following layer's mixture, whose experts are predicted and read ahead.
-    pub fn forward(
-        &self,
-        compute: &Compute,
-        store: &Experts,
-        x: &Tensor,
-        next: Option<&Moe>,
-    ) -> Result<(Tensor, Routes), ModelError> {
-        let (tokens, hidden) = x.dims2()?;
-        let (routes, gate, logits) = self.route(compute, x)?;
         let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
-        let logits = if store.is_resident() { Vec::new() } else { logits.flatten_all()?.to_vec1()? };
-        let choice = Choice { ids: &routes.ids, k: routes.k, logits: &logits };
-        let mut asked = store.ask(self.layer, &choice, phase, &mut Immediate)?;
-        if let Some(next) = next
-            && phase == Phase::Decode
-            && store.wants_prediction(phase)
-        {
-            // The next layer's router on this layer's input: a guess, read only when nothing better is to be done.
-            let (guess, ..) = next.route(compute, x)?;
-            store.read_ahead(next.layer, &guess.ids, phase);
+        // The next layer's router on this layer's input: a guess, read only when nothing better is to be done. While a prompt is
+        // at it that is from this layer's last read to the next layer's first: its mixer, above all.
+        let next = next.filter(|_| experts.wants_prediction(phase));
+        let mut lists = std::mem::take(&mut self.lists.moe);
+        if let Some(next) = next.filter(|_| limits.waits) {
+            // Read first, as it comes last: one wait is then enough for both.
+            self.guess(index + 1, next, &mut lists.guess)?;
         }
-
-        let places = routes.ids.len();
-        let out = Tensor::zeros((places + tokens, hidden), DType::F32, x.device())?;
-        let shared = each_token(tokens, places);
-        let mut early = vec![Job { expert: self.shared.view(), rows: &shared }];
-        if !store.is_resident() {
-            // The disk is at work: the shared expert must not wait for it.
-            ops::experts(compute, x, &early, &out)?;
-            early.clear();
+        self.read_choice(layer, !experts.is_resident(), &mut lists)?;
+        if let Some(observe) = &mut self.observe {
+            observe(index, &lists.routes(layer.k));
         }
-        while let Some(batch) = asked.next(&mut Immediate)? {
-            let places = batch.iter().flat_map(|landed| landed.places);
-            let rows: Vec<_> = places.map(|&place| Assignment { token: place / routes.k as u32, place }).collect();
-            let mut rest = rows.as_slice();
-            let mut jobs = std::mem::take(&mut early);
-            jobs.extend(batch.iter().map(|landed| {
-                let (rows, others) = rest.split_at(landed.places.len());
-                rest = others;
-                self.job(&landed, rows)
-            }));
-            ops::experts(compute, x, &jobs, &out)?;
-            drop(jobs);
-            batch.reads_until(Mark::START);
-        }
-        let shared = out.narrow(0, places, tokens)?;
-        let y = ops::combine(compute, &out, &routes.weights, routes.k, Some((&shared, &gate)))?;
-        Ok((y, routes))
-    }
-
-    fn job<'a>(&self, landed: &Landed<'a>, rows: &'a [Assignment]) -> Job<'a> {
-        let expert = landed.expert as usize;
-        let view = |index: usize| {
-            let Stack { layout, gains } = &self.stacks[index];
-            let parts = std::array::from_fn(|part| landed.pieces[3 * index + part]);
-            WeightView { codes: layout.codes, rows: layout.rows, cols: layout.cols, gain: gains[expert], parts }
-        };
-        Job { expert: ExpertView { gate: view(0), up: view(1), down: view(2) }, rows }
-    }
-}
-
-/// Where a layer's experts lie, in any of the three layouts: stacked (MLX), fused gate and up (Hugging Face), or one
-/// tensor an expert (Hugging Face, re-saved).
-pub(super) fn find_experts(
-    from: &Checkpoint,
-    mlp: &str,
-    experts: usize,
-    hidden: usize,
-    intermediate: usize,
-) -> Result<([Stack; 3], LayerExperts), ModelError> {
-    let lead = [experts];
-    if from.find(&format!("{mlp}experts.gate_up_proj")).is_some() {
-        let fused = from.dense(&format!("{mlp}experts.gate_up_proj"), &[experts, 2 * intermediate, hidden])?;
-        let down = from.dense(&format!("{mlp}experts.down_proj"), &[experts, hidden, intermediate])?;
-        let half = Layout { rows: intermediate, ..fused.clone() };
-        let pieces = (0..experts).map(|expert| {
-            let projections = [(&half, 2 * expert), (&half, 2 * expert + 1), (&down, expert)];
-            checkpoint::expert(projections.map(|(layout, index)| checkpoint::pieces(layout, index)))
-        });
-        let pieces = pieces.collect();
-        let stack = |layout: Layout| Stack { layout, gains: vec![1.0; experts] };
-        return Ok(([stack(half.clone()), stack(half), stack(down)], pieces));
-    }
-    let names =
-        [("gate_proj", intermediate, hidden), ("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)];
-    if from.find(&format!("{mlp}experts.0.gate_proj.weight")).is_some() {
-        let mut pieces = Vec::with_capacity(experts);
-        let mut first: Option<[Stack; 3]> = None;
-        for expert in 0..experts {
-            let mut layouts = Vec::with_capacity(3);
-            for (name, rows, cols) in names {
-                layouts.push(from.layout(&format!("{mlp}experts.{expert}.{name}"), &[], rows, cols)?);
+        let choice = Choice { ids: &lists.chosen, k: layer.k, logits: &lists.logits };
+        let mut asked = experts.ask(index, &choice, phase, &mut *self.run)?;
+        if let Some(next) = next {
+            if !limits.waits {
+                self.guess(index + 1, next, &mut lists.guess)?;
             }
-            let Ok(layouts) = <[Layout; 3]>::try_from(layouts) else { continue };
-            pieces.push(checkpoint::expert(std::array::from_fn(|index| checkpoint::pieces(&layouts[index], 0))));
-            let stacks =
-                first.get_or_insert_with(|| layouts.clone().map(|layout| Stack { layout, gains: vec![1.0; experts] }));
-            for (stack, layout) in stacks.iter().zip(&layouts) {
-                if stack.layout.codes != layout.codes {
-                    return Err(ModelError::Config(format!("{mlp}experts.{expert} is not stored like expert 0")));
+            experts.read_ahead(index + 1, &lists.guess, phase);
+        }
+        let done = self.landed(&mut asked, combine, experts.is_resident(), &mut lists);
+        let mark = self.run.mark();
+        if done.is_err() {
+            // Slots are let go below; nothing may be reading them.
+            let _ = self.run.wait_for(mark);
+        }
+        asked.reads_until(mark);
+        self.lists.moe = lists;
+        done
+    }
+
+    /// Runs each batch of experts that has landed, and sums up.
+    fn landed(
+        &mut self,
+        asked: &mut Asked<'_>,
+        combine: Combine<'_>,
+        resident: bool,
+        lists: &mut Lists,
+    ) -> Result<(), ModelError> {
+        let (b, limits) = (self.b, self.limits);
+        let Combine { layer, slots, tokens, mut room, .. } = combine;
+        let Lists { groups, places, slots: known, .. } = lists;
+        let (x, row) = (b.normed, tokens * layer.k);
+        let by_place = tokens <= limits.by_place;
+        let own = |call: usize| by_place.then(|| b.by_place.rows(call.min(layer.k + 1), 1, row));
+        let mut shared = layer.shared.is_some();
+        if shared && !resident && !limits.waits {
+            // The disk is at work: the shared expert must not wait for it.
+            let which = Which::Landed { groups: &[], places: &[], shared, by_place: own(0) };
+            self.run.run(&Experts { layer, slots, tokens, x, room, which }.into())?;
+            shared = false;
+        }
+        known.clear();
+        known.resize(row, NONE);
+        let mut call = 0;
+        while let Some(batch) = asked.next(&mut *self.run)? {
+            groups.clear();
+            places.clear();
+            for landed in batch.iter() {
+                let (first, count) = (places.len() as u32, landed.places.len() as u32);
+                groups.push(Group { expert: landed.expert, slot: landed.slot.0, first, count });
+                places.extend(landed.places);
+                for place in landed.places {
+                    known[*place as usize] = landed.slot.0;
                 }
             }
+            let which = Which::Landed { groups, places, shared, by_place: own(call) };
+            self.run.run(&Experts { layer, slots, tokens, x, room, which }.into())?;
+            (shared, call) = (false, call + 1);
+            // A part of its own for each batch: the device may still be reading the lists of those before.
+            let rest = |list: Region, words: usize| list.part(words * 4, list.len - words * 4);
+            (room.jobs, room.order) = (rest(room.jobs, groups.len() * 3), rest(room.order, places.len()));
+            if !by_place {
+                // Place by place, `down` reads the slots once more.
+                batch.reads_until(self.run.mark());
+            }
+            if !asked.is_empty() {
+                self.run.flush()?;
+            }
         }
-        if let Some(stacks) = first {
-            return Ok((stacks, pieces));
+        let by_place = own(layer.k + 1);
+        if let Some(at) = by_place {
+            self.run.write_words(at, known)?;
         }
+        Ok(self.run.run(&Combine { by_place, ..combine }.into())?)
     }
-    let mut stacks = Vec::with_capacity(3);
-    for (name, rows, cols) in names {
-        let path = format!("{mlp}switch_mlp.{name}");
-        stacks.push(Stack { layout: from.layout(&path, &lead, rows, cols)?, gains: from.gains(&path, experts)? });
+
+    /// What the router of the layer behind would choose for this layer's input. It goes where nothing is before the experts
+    /// have run.
+    fn guess(&mut self, index: usize, layer: &Mixture, into: &mut Vec<u32>) -> Result<(), ModelError> {
+        let (b, tokens, x) = (self.b, self.tokens, self.b.normed);
+        let (scores, room) = (b.room.out, tokens * layer.k * 4);
+        into.clear();
+        if scores.len < tokens * layer.router.rows * 4 || b.room.act.len < 4 * room {
+            return Ok(());
+        }
+        let [ids, slots, weights] = [(0, 1), (1, 1), (2, 2)].map(|(at, len)| b.room.act.part(at * room, len * room));
+        let table = b.tables.rows(index, 1, layer.router.rows);
+        let route = Route { layer, tokens, x, norm: None, alone: true, table, scores, ids, slots, weights };
+        self.run.run(&route.into())?;
+        into.resize(tokens * layer.k, 0);
+        Ok(self.run.read_words(ids, into)?)
     }
-    let stacks: [Stack; 3] = stacks.try_into().map_err(|_| ModelError::Config("three projections an expert".into()))?;
-    let pieces = (0..experts).map(|expert| {
-        checkpoint::expert(std::array::from_fn(|index| checkpoint::pieces(&stacks[index].layout, expert)))
-    });
-    let pieces = pieces.collect();
-    Ok((stacks, pieces))
+
+    /// Waits for the router's choice: the one wait of a layer.
+    fn read_choice(&mut self, layer: &Mixture, logits: bool, lists: &mut Lists) -> Result<(), ModelError> {
+        let (b, tokens, k) = (self.b, self.tokens, layer.k);
+        lists.chosen.resize(tokens * k, 0);
+        self.run.read_words(b.chosen, &mut lists.chosen)?;
+        let (experts, width) = (layer.router.rows, layer.width());
+        lists.logits.resize(if logits { tokens * experts } else { 0 }, 0.0);
+        for (token, row) in lists.logits.chunks_exact_mut(experts).enumerate() {
+            self.run.read_floats(b.room.scores.rows(token, 1, width), row)?;
+        }
+        if self.observe.is_some() {
+            lists.weights.resize(tokens * (k + 1), 0.0);
+            self.run.read_floats(b.room.weights, &mut lists.weights)?;
+        }
+        Ok(())
+    }
+}
+
+impl Lists {
+    fn routes(&self, k: usize) -> Routes {
+        let weights = self.weights.chunks_exact(k + 1).flat_map(|row| row[..k].iter().copied()).collect();
+        Routes { k, ids: self.chosen.clone(), weights }
+    }
 }

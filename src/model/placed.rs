@@ -1,127 +1,108 @@
-//! A model where it computes: on the CPU, or on the system's GPU.
+//! Where a model computes: a device that has been shown its weights, and the memory it takes there.
 
-use super::{
-    Logits, Model, Qwen, Rows, Snapshot, SnapshotSize, State,
-    gpu::{GpuState, OnGpu},
+use super::{buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas};
+use crate::{
+    checkpoint::BUFFERS,
+    error::ModelError,
+    experts::Experts,
+    ops::{Limits, NONE, Part, Run, Slots},
 };
-use crate::{device::Gpu, error::ModelError};
 
-/// A loaded model.
-pub enum Placed {
-    Cpu(Box<Qwen>),
-    Gpu(Box<OnGpu<Box<dyn Gpu>>>),
+/// Adopted ranges start at multiples of this: the largest page of any Mac.
+const PAGE: usize = 16384;
+/// Slabs of slots at most.
+const SLABS: usize = 4;
+
+pub(super) struct Placed {
+    pub run: Box<dyn Run>,
+    pub limits: Limits,
+    pub slots: Slots,
+    pub buffers: Buffers,
+    pub arenas: Arenas,
+    pub lists: Lists,
 }
 
-/// What one sequence remembers, where its model computes.
-pub enum PlacedState {
-    Cpu(State),
-    Gpu(GpuState),
+fn refuse<T>(why: impl Into<String>) -> Result<T, ModelError> {
+    Err(ModelError::Config(why.into()))
 }
 
 impl Placed {
-    /// The model as it was loaded.
-    pub fn qwen(&self) -> &Qwen {
-        match self {
-            Placed::Cpu(qwen) => qwen,
-            Placed::Gpu(model) => model.qwen(),
-        }
-    }
-
-    /// [`Model::forward`], showing `observe` the distinct experts that each layer asks the store for.
-    pub fn forward_observed(
-        &mut self,
-        state: &mut PlacedState,
-        ids: &[u32],
-        rows: Rows,
-        observe: &mut dyn FnMut(usize, &[u32]),
-    ) -> Result<Logits, ModelError> {
-        match (self, state) {
-            (Placed::Cpu(qwen), PlacedState::Cpu(state)) => {
-                qwen.forward_observed(state, ids, rows, &mut |layer, routes| {
-                    let mut distinct = routes.ids.clone();
-                    distinct.sort_unstable();
-                    distinct.dedup();
-                    observe(layer, &distinct);
-                })
+    /// Refuses what the device cannot do; then `parts` are as they were.
+    pub fn new(parts: &mut Parts, mut run: Box<dyn Run>) -> Result<Self, ModelError> {
+        let limits = run.limits();
+        for (slab, number) in parts.weights.iter().zip(BUFFERS) {
+            if slab.len() > run.longest() {
+                return refuse(format!("the trunk's {} bytes are more than one buffer of this GPU holds", slab.len()));
             }
-            (Placed::Gpu(model), PlacedState::Gpu(state)) => model.forward_observed(state, ids, rows, observe),
-            _ => Err(elsewhere()),
+            let shown = run.adopt(slab, 0..slab.len())?;
+            if shown.buffer != number {
+                return refuse(format!("weights are buffer {number}, not {}", shown.buffer));
+            }
         }
+        accept(parts, &*run)?;
+        let slots = parts.store.as_ref().map(|store| slots(store, &mut *run)).transpose()?.unwrap_or_default();
+        // As many rows as a chunk of a prompt has: so each expert is read once a chunk.
+        let (rows, context) = (parts.plan.chunk.min(parts.plan.context).max(1), parts.plan.context);
+        let buffers = Buffers::new(&parts.config, &limits, rows, context, |bytes| run.allocate(bytes))?;
+        if let Some(store) = &parts.store {
+            run.write_words(buffers.tables, &tables(parts, store))?;
+        }
+        parts.net.set_cache(context, limits.cache);
+        Ok(Self { run, limits, slots, buffers, arenas: Arenas::default(), lists: Lists::default() })
     }
 }
 
-fn elsewhere() -> ModelError {
-    ModelError::Config("the state belongs to another device".into())
+/// Asks the device about each part of the model.
+fn accept(parts: &Parts, run: &dyn Run) -> Result<(), ModelError> {
+    let weights = |weights: &[_]| weights.iter().try_for_each(|weight| run.accept(Part::Weight(weight)));
+    let net = &parts.net;
+    weights(&[net.embed, *net.head()])?;
+    for layer in &net.layers {
+        match &layer.mixer {
+            Mixer::Attention(attention) => {
+                weights(&attention.qkv)?;
+                weights(&[attention.out])?;
+                run.accept(Part::Heads(&attention.shape))?;
+            }
+            Mixer::DeltaNet(delta) => {
+                weights(&delta.project)?;
+                weights(&[delta.out])?;
+                run.accept(Part::Delta(&delta.shape, parts.config.delta.taps))?;
+            }
+        }
+        match &layer.ffn {
+            Ffn::Dense(dense) => {
+                weights(&dense.gate_up)?;
+                weights(&[dense.down])?;
+            }
+            Ffn::Moe(moe) => run.accept(Part::Mixture(moe))?,
+        }
+    }
+    Ok(())
 }
 
-impl Model for Placed {
-    type State = PlacedState;
-
-    fn start(&self) -> Result<PlacedState, ModelError> {
-        Ok(match self {
-            Placed::Cpu(qwen) => PlacedState::Cpu(qwen.start()?),
-            Placed::Gpu(model) => PlacedState::Gpu(model.start()?),
-        })
+/// The experts' slab in as few pieces as the device takes, each a whole number of slots and of pages.
+fn slots(store: &Experts, run: &mut dyn Run) -> Result<Slots, ModelError> {
+    let (stride, count) = (store.slot_bytes(), store.slots());
+    let whole = (1..=PAGE).find(|n| n * stride % PAGE == 0).unwrap_or(PAGE);
+    let longest = run.longest() / stride.max(1);
+    let per_slab = if count <= longest { count } else { longest / whole * whole };
+    if per_slab == 0 || count.div_ceil(per_slab) > SLABS {
+        let total = count * stride;
+        return refuse(format!("{total} bytes of slots are more than {SLABS} buffers of this GPU hold"));
     }
+    let ranges = (0..count).step_by(per_slab).map(|first| first * stride..count.min(first + per_slab) * stride);
+    let slabs = ranges.map(|range| Ok(run.adopt(store.slab(), range)?)).collect::<Result<_, ModelError>>()?;
+    Ok(Slots { slabs, per_slab, stride })
+}
 
-    fn forward_marking(
-        &mut self,
-        state: &mut PlacedState,
-        ids: &[u32],
-        rows: Rows,
-        marks: &[usize],
-        taken: &mut Vec<Snapshot>,
-    ) -> Result<Logits, ModelError> {
-        match (self, state) {
-            (Placed::Cpu(qwen), PlacedState::Cpu(state)) => qwen.forward_marking(state, ids, rows, marks, taken),
-            (Placed::Gpu(model), PlacedState::Gpu(state)) => model.forward_marking(state, ids, rows, marks, taken),
-            _ => Err(elsewhere()),
-        }
+/// Each layer's slots, `[layers, experts]`.
+fn tables(parts: &Parts, store: &Experts) -> Vec<u32> {
+    let mut words = Vec::new();
+    for (index, layer) in parts.net.layers.iter().enumerate() {
+        let Ffn::Moe(moe) = &layer.ffn else { continue };
+        let slot = |expert: usize| store.slot_of(index, expert as u32).map_or(NONE, |slot| slot.index() as u32);
+        words.extend((0..moe.router.rows).map(slot));
     }
-
-    fn snapshot(&self, state: &mut PlacedState) -> Result<Snapshot, ModelError> {
-        match (self, state) {
-            (Placed::Cpu(qwen), PlacedState::Cpu(state)) => qwen.snapshot(state),
-            (Placed::Gpu(model), PlacedState::Gpu(state)) => model.snapshot(state),
-            _ => Err(elsewhere()),
-        }
-    }
-
-    fn restore(&self, snapshot: &Snapshot, into: Option<PlacedState>) -> Result<PlacedState, ModelError> {
-        match (self, into) {
-            (Placed::Cpu(qwen), None) => qwen.restore(snapshot, None).map(PlacedState::Cpu),
-            (Placed::Cpu(qwen), Some(PlacedState::Cpu(state))) => {
-                qwen.restore(snapshot, Some(state)).map(PlacedState::Cpu)
-            }
-            (Placed::Gpu(model), None) => model.restore(snapshot, None).map(PlacedState::Gpu),
-            (Placed::Gpu(model), Some(PlacedState::Gpu(state))) => {
-                model.restore(snapshot, Some(state)).map(PlacedState::Gpu)
-            }
-            _ => Err(elsewhere()),
-        }
-    }
-
-    fn held(&self, state: &PlacedState) -> usize {
-        match (self, state) {
-            (Placed::Cpu(qwen), PlacedState::Cpu(state)) => qwen.held(state),
-            (Placed::Gpu(model), PlacedState::Gpu(state)) => model.held(state),
-            _ => 0,
-        }
-    }
-
-    fn snapshot_size(&self) -> SnapshotSize {
-        self.qwen().snapshot_size()
-    }
-
-    fn vocab(&self) -> usize {
-        self.qwen().vocab()
-    }
-
-    fn context(&self) -> usize {
-        self.qwen().context()
-    }
-
-    fn chunk(&self) -> usize {
-        self.qwen().chunk()
-    }
+    words
 }

@@ -1,35 +1,28 @@
-//! The whole text model (spec section 2).
-//!
-//! ```text
-//! h = embed[tokens]
-//! for each layer:  h = h + mixer(rms(h))        mixer: gated delta net, or every fourth layer gated attention
-//!                  h = h + ffn(rms(h))          ffn: mixture of experts, or dense
-//! logits = rms(h) head^T
-//! ```
+//! A loaded model: from a directory to weights, memory and a device that computes.
 
 use super::{
     Logits, Rows,
-    attention::Attention,
+    buffers::Buffers,
     config::{Config, FfnShape},
-    delta::DeltaNet,
-    moe::{Mlp, Moe},
-    room::Room,
+    forward::{Observe, Pass},
+    net::{Ffn, Net},
+    placed::Placed,
     snapshot::Snapshot,
     speed::Kind,
-    state::{self, LayerState, State},
+    state::{State, append},
 };
 use crate::{
-    checkpoint::{Checkpoint, Trunk, identity::identity, index::Index, names, pack},
-    device::{Compute, Math},
+    checkpoint::{Checkpoint, Trunk, identity::identity, index::Index, pack},
+    device::{Compute, Gpu, Math, Slab},
     error::ModelError,
-    experts::{self, ExpertMap, Experts, LayerExperts, Sums},
+    experts::{self, ExpertMap, Experts, Sums},
     metrics::Metrics,
-    ops::{self, Rotation, Routes, Weight},
+    ops::{Cpu, Limits as DeviceLimits, OnGpu, Run, gpu_limits},
     plan::{Limits, Plan, Shape, Wishes},
     platform::{MAX_BLOCK, os},
 };
-use candle_core::Tensor;
 use std::{
+    cell::RefCell,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -71,79 +64,28 @@ impl Default for StoreOptions {
     }
 }
 
-pub(super) enum Mixer {
-    Attention(Attention),
-    Delta(DeltaNet),
-}
-
-// One a layer: its size does not matter.
-#[allow(clippy::large_enum_variant)]
-pub(super) enum Ffn {
-    Dense(Mlp),
-    Moe(Moe),
-}
-
-pub(super) struct Layer {
-    pub(super) input_norm: Tensor,
-    pub(super) mixer: Mixer,
-    pub(super) post_norm: Tensor,
-    pub(super) ffn: Ffn,
-}
-
-/// Everything but the routed experts.
-pub(super) struct Net {
-    pub(super) embed: Weight,
-    pub(super) layers: Vec<Layer>,
-    pub(super) norm: Tensor,
-    /// `None`: the embedding is the head, too.
-    pub(super) head: Option<Weight>,
+/// What does not depend on where a model computes.
+pub(super) struct Parts {
+    pub config: Config,
+    pub net: Net,
+    /// In the order of [`BUFFERS`].
+    pub weights: [Arc<Slab>; 2],
+    pub store: Option<Experts>,
+    pub plan: Plan,
+    pub shape: Shape,
 }
 
 /// A loaded model.
 pub struct Qwen {
-    pub(super) config: Config,
-    pub(super) compute: Compute,
-    pub(super) net: Net,
-    pub(super) store: Option<Experts>,
-    pub(super) plan: Plan,
-    pub(super) shape: Shape,
+    pub(super) parts: Parts,
+    /// Behind a cell because states are started through a shared reference.
+    pub(super) placed: RefCell<Placed>,
 }
 
-impl Net {
-    /// Claims every tensor of the checkpoint. Routed experts are only located.
-    fn load(
-        trunk: &mut Trunk<'_>,
-        config: &Config,
-        compute: &Compute,
-    ) -> Result<(Self, Vec<LayerExperts>), ModelError> {
-        let (from, hidden) = (trunk.from, config.hidden);
-        let norm = |name: &str| -> Result<Tensor, ModelError> {
-            Ok(Tensor::from_vec(from.norm(name, hidden)?, hidden, &compute.device)?)
-        };
-        let embed = trunk.weight(names::EMBED, config.vocab, hidden)?;
-        let mut map = Vec::new();
-        let mut layers = Vec::with_capacity(config.layers);
-        for (index, full) in config.full.iter().enumerate() {
-            let prefix = names::layer(index);
-            layers.push(Layer {
-                input_norm: norm(&format!("{prefix}input_layernorm.weight"))?,
-                mixer: if *full {
-                    Mixer::Attention(Attention::load(trunk, &prefix, config)?)
-                } else {
-                    Mixer::Delta(DeltaNet::load(trunk, &prefix, config, compute)?)
-                },
-                post_norm: norm(&format!("{prefix}post_attention_layernorm.weight"))?,
-                ffn: match config.ffn {
-                    FfnShape::Dense { intermediate } => {
-                        Ffn::Dense(Mlp::load(trunk, &format!("{prefix}mlp."), hidden, intermediate)?)
-                    }
-                    FfnShape::Moe { .. } => Ffn::Moe(Moe::load(trunk, &prefix, config, index, &mut map)?),
-                },
-            });
-        }
-        let head = if config.tied { None } else { Some(trunk.weight(names::HEAD, config.vocab, hidden)?) };
-        Ok((Self { embed, layers, norm: norm(names::NORM)?, head }, map))
-    }
+/// A model that the kernels cannot compute, and why.
+pub struct Refused {
+    pub qwen: Box<Qwen>,
+    pub error: ModelError,
 }
 
 /// A checkpoint that has been looked at and not loaded: what there is, where it lies, what it will cost.
@@ -180,25 +122,20 @@ impl Surveyed {
         let mut config = Config::read(dir)?;
         config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
         let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
-        let compute = Compute::cpu(1, options.math);
         let mut ignore = |_, _| ();
         let mut trunk = Trunk::measure(&checkpoint, &mut ignore);
-        let (net, layers) = Net::load(&mut trunk, &config, &compute)?;
+        let (net, layers) = Net::load(&mut trunk, &config)?;
         let len = trunk.len() as u64;
         checkpoint.finish()?;
         let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
-        let gathered = if net.head.is_some() { table_bytes(&net.embed) } else { 0 };
+        let gathered = if net.head.is_some() { net.embed.bytes() as u64 } else { 0 };
         let shape = shape(&config, options, len, gathered, &experts);
         let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
-            Ffn::Dense(mlp) => mlp.kinds(),
-            Ffn::Moe(moe) => moe.kinds(),
+            Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(Kind::of),
+            Ffn::Moe(moe) => moe.stacks.each_ref().map(Kind::of_stack),
         });
         Ok(Self { config, checkpoint, experts, files, pack: None, sums: None, shape, feed_forward })
     }
-}
-
-fn table_bytes(table: &Weight) -> u64 {
-    (table.codes.row_bytes(table.cols).iter().sum::<usize>() * table.rows) as u64
 }
 
 /// What the plan needs to know of a model.
@@ -207,10 +144,8 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         FfnShape::Dense { .. } => (0, 0),
         FfnShape::Moe { experts, k, .. } => (experts, k),
     };
-    let room = match options.gpu {
-        None => Room::on_cpu(config, options.math),
-        Some(_) => Room::on_gpu(config),
-    };
+    let limits = device_limits(options);
+    let (workspace_per_row, workspace_fixed) = Buffers::cost(config, &limits);
     Shape {
         trunk,
         gathered,
@@ -219,10 +154,10 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         layers: map.layers.len(),
         experts,
         experts_per_token,
-        kv_per_token: room.kv_per_token,
+        kv_per_token: State::kv_bytes(config, limits.cache),
         state: State::fixed_bytes(config),
-        workspace_per_row: room.per_row,
-        workspace_fixed: room.fixed,
+        workspace_per_row,
+        workspace_fixed,
         context: config.context,
     }
 }
@@ -249,9 +184,9 @@ impl Qwen {
             gauge.set(bytes as i64);
         }
         let threads = options.threads.unwrap_or_else(os::physical_cores);
-        let compute = Compute::cpu(threads, options.math);
         let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
-        let (net, _) = Net::load(&mut trunk, &config, &compute)?;
+        let (mut net, _) = Net::load(&mut trunk, &config)?;
+        let weights = trunk.finish()?;
         let store = if experts.layers.is_empty() {
             None
         } else {
@@ -263,29 +198,51 @@ impl Qwen {
             store.fill(progress)?;
             Some(store)
         };
-        Ok(Self { config, compute, net, store, plan, shape })
+        if let Some(store) = &store {
+            net.lay_out(store);
+        }
+        let cpu = Cpu::new(Compute::cpu(threads, options.math));
+        let parts = Parts { config, net, weights, store, plan, shape };
+        Self::on(parts, Box::new(cpu)).map_err(|refused| refused.1)
+    }
+
+    /// Shows a loaded model to a device.
+    fn on(mut parts: Parts, run: Box<dyn Run>) -> Result<Self, Box<(Parts, ModelError)>> {
+        match Placed::new(&mut parts, run) {
+            Ok(placed) => Ok(Self { parts, placed: RefCell::new(placed) }),
+            Err(error) => Err(Box::new((parts, error))),
+        }
+    }
+
+    /// Moves the model to a GPU; gives it back where the kernels cannot compute it. States do not move with it.
+    pub fn onto<G: Gpu + 'static>(self, gpu: G) -> Result<Self, Refused> {
+        let Self { parts, placed } = self;
+        Self::on(parts, Box::new(OnGpu::new(gpu))).map_err(|refused| {
+            let (parts, error) = *refused;
+            Refused { qwen: Box::new(Self { parts, placed }), error }
+        })
     }
 
     pub fn config(&self) -> &Config {
-        &self.config
+        &self.parts.config
     }
 
     pub fn plan(&self) -> &Plan {
-        &self.plan
+        &self.parts.plan
     }
 
     pub fn shape(&self) -> &Shape {
-        &self.shape
+        &self.parts.shape
     }
 
     /// Where the routed experts come from; a dense model has none.
     pub fn store(&self) -> Option<&Experts> {
-        self.store.as_ref()
+        self.parts.store.as_ref()
     }
 
     /// Whether `ids` are tokens, and may follow `len` others.
     pub(super) fn admit(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
-        let (vocab, context) = (self.config.vocab, self.plan.context);
+        let (vocab, context) = (self.parts.config.vocab, self.parts.plan.context);
         if len + ids.len() > context {
             return Err(ModelError::ContextFull { context });
         }
@@ -295,82 +252,82 @@ impl Qwen {
         }
     }
 
-    /// [`Model::forward`], showing the router's choice of every layer to `observe`.
+    /// Where the model computes.
+    pub fn device(&self) -> String {
+        self.placed.borrow().run.name()
+    }
+
+    /// Whether that is a GPU.
+    pub fn is_on_gpu(&self) -> bool {
+        self.placed.borrow().limits.waits
+    }
+
+    /// [`Model::forward`], showing the router's choice of every layer to `observe`; where every expert is in memory, a GPU
+    /// tells nobody.
     pub fn forward_observed(
         &self,
         state: &mut State,
         ids: &[u32],
         rows: Rows,
-        observe: &mut dyn FnMut(usize, &Routes),
+        observe: &mut Observe<'_>,
     ) -> Result<Logits, ModelError> {
-        self.pass(state, ids, rows, (&[], &mut Vec::new()), observe)
+        self.pass(state, ids, rows, (&[], &mut Vec::new()), Some(observe))
     }
 
+    /// As many passes as `ids` have chunks.
     pub(super) fn pass(
         &self,
         state: &mut State,
         ids: &[u32],
         rows: Rows,
-        (marks, taken): (&[usize], &mut Vec<Snapshot>),
-        observe: &mut dyn FnMut(usize, &Routes),
+        (mut marks, taken): (&[usize], &mut Vec<Snapshot>),
+        mut observe: Option<&mut Observe<'_>>,
     ) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
-        let Self { config, compute, net, .. } = self;
-        if ids.is_empty() {
-            return Ok(Logits { vocab: config.vocab, data: Vec::new() });
-        }
-        let marks: Vec<usize> = marks.iter().map(|mark| mark - state.len).collect();
-        let room = if marks.is_empty() { 0 } else { State::fixed_bytes(config) as usize };
-        let mut fixed: Vec<Vec<u8>> = marks.iter().map(|_| Vec::with_capacity(room)).collect();
-        let rotation = Rotation::new(state.len, ids.len(), config.attention.rotated, config.attention.theta);
-        let mut h = ops::embed(&net.embed, ids, &compute.device)?;
-        for (index, (layer, memory)) in net.layers.iter().zip(&state.layers).enumerate() {
-            let x = ops::rms_norm(compute, &h, &layer.input_norm, config.eps)?;
-            let y = match (&layer.mixer, memory) {
-                (Mixer::Attention(attention), LayerState::Attention { keys, values }) => {
-                    attention.forward(compute, &x, keys, values, state.len, &rotation)?
-                }
-                (Mixer::Delta(delta), LayerState::Delta { conv, heads }) => {
-                    let mut mark = |index: usize| state::append_fixed(conv, heads, &mut fixed[index]);
-                    delta.forward(compute, &x, (conv, heads), &marks, &mut mark)?
-                }
-                _ => return Err(ModelError::Config("the state belongs to another model".into())),
+        let Parts { config, net, store, .. } = &self.parts;
+        let placed = &mut *self.placed.borrow_mut();
+        let Placed { run, limits, slots, buffers, lists, .. } = placed;
+        let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
+        let (mut chunks, mut rest) = (ids.chunks(buffers.rows), ids.len());
+        let done = chunks.try_for_each(|chunk| {
+            let tokens = chunk.len();
+            rest -= tokens;
+            let wanted = match rows {
+                Rows::All => 0..tokens,
+                Rows::Last if rest == 0 => tokens - 1..tokens,
+                _ => 0..0,
             };
-            h = (h + y)?;
-            let x = ops::rms_norm(compute, &h, &layer.post_norm, config.eps)?;
-            let y = match (&layer.ffn, &self.store) {
-                (Ffn::Moe(moe), Some(store)) => {
-                    let next = net.layers.get(index + 1).and_then(|layer| layer.ffn.moe());
-                    let (y, routes) = moe.forward(compute, store, &x, next)?;
-                    observe(index, &routes);
-                    y
-                }
-                (Ffn::Dense(mlp), _) => mlp.forward(compute, &x)?,
-                (Ffn::Moe(_), None) => return Err(ModelError::Config("the experts are not loaded".into())),
-            };
-            h = (h + y)?;
-        }
-        for (mark, fixed) in marks.iter().zip(fixed) {
-            taken.push(state.snapshot(state.len + mark, fixed)?);
-        }
-        state.len += ids.len();
-        let h = match rows {
-            Rows::None => return Ok(Logits { vocab: config.vocab, data: Vec::new() }),
-            Rows::Last => h.narrow(0, ids.len() - 1, 1)?,
-            Rows::All => h,
-        };
-        let h = ops::rms_norm(compute, &h, &net.norm, config.eps)?;
-        let logits = ops::linear(compute, &h, &[net.head.as_ref().unwrap_or(&net.embed)])?;
-        Ok(Logits { vocab: config.vocab, data: logits.flatten_all()?.to_vec1()? })
+            let (run, limits) = (&mut **run, *limits);
+            let (experts, start) = (store.as_ref(), state.len);
+            let observe = observe.as_mut().map(|observe| &mut **observe as &mut Observe<'_>);
+            let b = &*buffers;
+            let mut pass = Pass { config, net, run, limits, experts, slots, b, start, tokens, lists, observe };
+            let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
+            marks = &marks[here.len()..];
+            let mut fixed = vec![Vec::new(); here.len()];
+            let done = pass.layers(chunk, &state.layers, &here, &mut |run, index, regions| {
+                Ok(regions.into_iter().try_for_each(|region| append(run, region, &mut fixed[index]))?)
+            });
+            let done = done.and_then(|()| pass.head(wanted, &mut logits.data));
+            // Whatever happened, the device is done with this pass before slots are let go.
+            let mark = pass.run.mark();
+            let waited = pass.run.wait_for(mark);
+            done?;
+            waited?;
+            for (mark, fixed) in here.iter().zip(fixed) {
+                taken.push(state.snapshot(start + mark, fixed, pass.run)?);
+            }
+            state.len += tokens;
+            Ok::<_, ModelError>(())
+        });
+        done.map(|()| logits)
     }
 }
 
-impl Ffn {
-    fn moe(&self) -> Option<&Moe> {
-        match self {
-            Ffn::Moe(moe) => Some(moe),
-            Ffn::Dense(_) => None,
-        }
+fn device_limits(options: &Options) -> DeviceLimits {
+    match options.gpu {
+        None => Cpu::limits(options.math),
+        Some(bytes) => gpu_limits(Some(bytes)),
     }
 }
 

@@ -17,7 +17,7 @@
 
 use super::{
     config::{AttentionShape, Config, DeltaShape, FfnShape},
-    moe::find_experts,
+    net::find_experts,
 };
 use crate::{
     checkpoint::{self, Checkpoint, Layout, index::Index, names},
@@ -170,7 +170,9 @@ impl Reference {
             }
             let matrix = |index: usize| -> Result<Tensor, ModelError> {
                 let stack = &stacks[index];
-                self.dequantise(&stack.layout, &pieces[3 * index..3 * index + 3], stack.gains[expert])
+                let (codes, rows, cols) = (stack.codes, stack.rows, stack.cols);
+                let layout = Layout { codes, rows, cols, entries: [None, None, None] };
+                self.dequantise(&layout, &pieces[3 * index..3 * index + 3], stack.gains[expert])
             };
             let weights = constant(weights, (rows.len(), 1), x)?;
             let rows = Tensor::new(rows, &self.device)?;

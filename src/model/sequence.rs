@@ -1,13 +1,14 @@
-//! The model on the CPU as the engine sees it: sequences that start, grow, are kept, and go on from what was kept.
+//! The model as the engine sees it: sequences that start, grow, are kept, and go on from what was kept.
 
-use super::{Logits, Model, Qwen, Rows, Snapshot, SnapshotSize, State};
+use super::{Logits, Model, Qwen, Rows, Snapshot, SnapshotSize, State, placed::Placed};
 use crate::error::ModelError;
 
 impl Model for Qwen {
     type State = State;
 
     fn start(&self) -> Result<State, ModelError> {
-        State::new(&self.config, self.plan.context, &self.compute)
+        let Placed { run, arenas, .. } = &mut *self.placed.borrow_mut();
+        Ok(State::new(&self.parts.config, self.parts.plan.context, arenas, &mut **run)?)
     }
 
     fn forward_marking(
@@ -18,39 +19,41 @@ impl Model for Qwen {
         marks: &[usize],
         taken: &mut Vec<Snapshot>,
     ) -> Result<Logits, ModelError> {
-        self.pass(state, ids, rows, (marks, taken), &mut |_, _| ())
+        self.pass(state, ids, rows, (marks, taken), None)
     }
 
     fn snapshot(&self, state: &mut State) -> Result<Snapshot, ModelError> {
-        state.snapshot(state.len, state.fixed()?)
+        let run = &mut *self.placed.borrow_mut().run;
+        let fixed = state.fixed(run)?;
+        Ok(state.snapshot(state.len, fixed, run)?)
     }
 
     fn restore(&self, snapshot: &Snapshot, into: Option<State>) -> Result<State, ModelError> {
-        if snapshot.len > self.plan.context {
-            return Err(ModelError::ContextFull { context: self.plan.context });
+        if snapshot.len > self.parts.plan.context {
+            return Err(ModelError::ContextFull { context: self.parts.plan.context });
         }
         let mut state = into.map_or_else(|| self.start(), Ok)?;
-        state.restore(snapshot)?;
+        state.restore(snapshot, &mut *self.placed.borrow_mut().run)?;
         Ok(state)
     }
 
     fn held(&self, state: &State) -> usize {
-        state.held()
+        state.frozen.held()
     }
 
     fn snapshot_size(&self) -> SnapshotSize {
-        SnapshotSize { state: self.shape.state, position: self.shape.kv_per_token }
+        SnapshotSize { state: self.parts.shape.state, position: self.parts.shape.kv_per_token }
     }
 
     fn vocab(&self) -> usize {
-        self.config.vocab
+        self.parts.config.vocab
     }
 
     fn context(&self) -> usize {
-        self.plan.context
+        self.parts.plan.context
     }
 
     fn chunk(&self) -> usize {
-        self.plan.chunk
+        self.parts.plan.chunk
     }
 }

@@ -1,11 +1,10 @@
 //! How fast this machine computes a model's feed-forward, measured with the model's own kernels on bytes of no meaning.
 
 use crate::{
-    device::{Compute, Filling},
+    device::{Compute, Filling, Region},
     error::{ModelError, StoreError},
-    ops::{self, Assignment, Codes, ExpertView, Job, WeightView},
+    ops::{Codes, Cpu, Experts, Float, Group, Mixture, Room, Run, Slots, Stack, Weight, Which},
 };
-use candle_core::{DType, Device, Tensor};
 use std::time::{Duration, Instant};
 
 /// How one projection is stored.
@@ -17,18 +16,23 @@ pub struct Kind {
 }
 
 impl Kind {
+    pub fn of(weight: &Weight) -> Self {
+        Self { codes: weight.codes, rows: weight.rows, cols: weight.cols }
+    }
+
+    pub fn of_stack(stack: &Stack) -> Self {
+        Self { codes: stack.codes, rows: stack.rows, cols: stack.cols }
+    }
+
     /// Bytes of codes, scales and biases.
     fn parts(&self) -> [usize; 3] {
         self.codes.row_bytes(self.cols).map(|bytes| bytes * self.rows)
     }
 
-    fn view<'a>(&self, bytes: &mut &'a [u8]) -> WeightView<'a> {
-        let parts = self.parts().map(|len| {
-            let (part, rest) = bytes.split_at(len.min(bytes.len()));
-            *bytes = rest;
-            part
-        });
-        WeightView { codes: self.codes, rows: self.rows, cols: self.cols, gain: 1.0, parts }
+    /// One expert's, from `at` on, which moves behind it.
+    fn stack(&self, at: &mut usize) -> Stack {
+        let at = self.parts().map(|len| std::mem::replace(at, *at + len));
+        Stack { codes: self.codes, rows: self.rows, cols: self.cols, gains: vec![1.0], at: vec![at] }
     }
 }
 
@@ -59,22 +63,28 @@ pub fn decode_rate(
         })
     });
     let span = span.map_err(|error| StoreError::Other(format!("measuring the kernels: {error}")))?;
-    let weights = span.bytes();
 
     let hidden = kinds[0].cols;
-    let x =
-        Tensor::arange(0f32, hidden as f32, &Device::Cpu)?.affine(1.0 / hidden as f64, -0.5)?.reshape((1, hidden))?;
-    let out = Tensor::zeros((at_once, hidden), DType::F32, &Device::Cpu)?;
-    let places: Vec<_> = (0..at_once as u32).map(|place| [Assignment { token: 0, place }]).collect();
+    let mut at = 0;
+    let stacks = kinds.each_ref().map(|kind| kind.stack(&mut at));
+    let router =
+        Weight { codes: Codes::Dense(Float::F32), rows: 0, cols: hidden, gain: 1.0, parts: Default::default() };
+    let layer = Mixture { k: at_once, renormalise: true, router, shared: None, stacks };
+    let mut cpu = Cpu::new(compute.clone());
+    let slots = Slots { slabs: vec![cpu.adopt(span.slab(), 0..len)?], per_slab: usize::MAX, stride: size };
+    let (x, out) = (cpu.allocate(hidden * 4)?, cpu.allocate((at_once + 1) * hidden * 4)?);
+    let values: Vec<f32> = (0..hidden).map(|index| index as f32 / hidden as f32 - 0.5).collect();
+    cpu.write(x, bytemuck::cast_slice(&values))?;
+    let (act, scores) = (cpu.allocate((at_once + 1) * layer.row() * 4)?, Region::default());
+    let room = Room { act, out, scores, ..Room::default() };
+    let places: Vec<u32> = (0..at_once as u32).collect();
     let (mut done, begin) = (0, Instant::now());
     while done < 2 || begin.elapsed() < budget {
-        let first = done % calls * at_once * size;
-        let jobs = places.iter().enumerate().map(|(index, rows)| {
-            let mut bytes = weights.get(first + index * size..).unwrap_or_default();
-            let [gate, up, down] = kinds.map(|kind| kind.view(&mut bytes));
-            Job { expert: ExpertView { gate, up, down }, rows }
-        });
-        ops::experts(compute, &x, &jobs.collect::<Vec<_>>(), &out)?;
+        let first = (done % calls * at_once) as u32;
+        let group = |index: u32| Group { expert: 0, slot: first + index, first: index, count: 1 };
+        let groups: Vec<_> = places.iter().map(|index| group(*index)).collect();
+        let which = Which::Landed { groups: &groups, places: &places, shared: false, by_place: None };
+        cpu.run(&Experts { layer: &layer, slots: &slots, tokens: 1, x, room, which }.into())?;
         done += 1;
     }
     Ok((done * at_once * size) as f64 / begin.elapsed().as_secs_f64())
@@ -83,7 +93,7 @@ pub fn decode_rate(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{device::Math, ops::Float};
+    use crate::device::Math;
 
     #[test]
     fn every_encoding_is_measured() {

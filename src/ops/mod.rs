@@ -1,38 +1,35 @@
-//! One file for each operation Candle lacks: fast CPU code, its plain reference, its Metal dispatch.
+//! What a forward pass is made of: one folder an operation, with the value that says what is meant ([`Op`]), its CPU code and
+//! its launches. [`Cpu`] and [`OnGpu`] run them.
 
 pub mod attend;
-pub mod bytes;
-pub mod cache;
 pub mod check;
-pub mod combine;
 pub mod conv;
+mod cpu;
 pub mod delta;
 pub mod embed;
 pub mod experts;
-pub mod gate;
-pub mod linear;
-pub mod math;
+mod gpu;
+mod math;
+pub mod mlp;
 pub mod norm;
-pub mod plan;
+pub mod project;
 pub mod quant;
-pub mod rope;
 pub mod route;
+mod run;
 pub mod simd;
-pub mod view;
-pub mod weight;
+mod weight;
 
-pub use attend::attend;
-pub use cache::{cache_row, remember};
-pub use combine::combine;
-pub use conv::conv;
-pub use delta::{DeltaHeads, delta_rule};
-pub use embed::embed;
-pub use experts::{Assignment, ExpertView, Job, experts};
-pub use gate::gate;
-pub use linear::linear;
-pub use norm::{gated_norm, rms_norm};
-pub use rope::{HeadNorm, Rotation, queries};
-pub use route::{Routes, route};
+pub use attend::{Attend, Cache, CacheWrite, Heads, Turn};
+pub use conv::Conv;
+pub use cpu::Cpu;
+pub use delta::{Decay, Delta, DeltaRule};
+pub use embed::Embed;
+pub use experts::{Combine, Experts, Group, Mixture, NONE, Room, Shared, Slots, Stack, Which};
+pub use gpu::{OnGpu, limits as gpu_limits};
+pub use mlp::Mlp;
+pub use project::{Norm, Project};
+pub use route::Route;
+pub use run::{CacheFormat, Limits, Op, Part, Run};
 pub use weight::{Codes, Float, Weight, WeightView};
 
 #[cfg(test)]

@@ -11,7 +11,8 @@
 
 use std::ops::Range;
 
-use super::simd::wide;
+use super::{project::format, simd::wide, weight::Codes};
+use crate::device::{Compute, Math, Region};
 
 /// Most levels: a product with the inverse scale then stays below `levels + 1/2` however it is rounded.
 const MAX_LEVELS: u32 = 1 << 21;
@@ -78,6 +79,62 @@ pub struct Quantised {
     planes: [Vec<i8>; 3],
     scale: Vec<f32>,
     sum: Vec<f32>,
+}
+
+/// Rows of activations in every format that weights have asked for, kept until their buffer is written again.
+#[derive(Default)]
+pub struct QuantisedRows {
+    /// Where the rows lie; `None` if nobody else knows.
+    of: Option<Region>,
+    formats: Vec<Format>,
+    rows: Vec<Quantised>,
+}
+
+impl QuantisedRows {
+    /// Quantises `x` (`[tokens, cols]`), which lies at `of`, in those formats of `codes` in which it is not yet there.
+    pub fn fill(
+        &mut self,
+        compute: &Compute,
+        of: Option<Region>,
+        x: &[f32],
+        tokens: usize,
+        cols: usize,
+        codes: impl Iterator<Item = Codes>,
+    ) {
+        if of.is_none() || self.of != of {
+            self.formats.clear();
+            self.of = of;
+        }
+        for format in codes.filter_map(|codes| format(compute.math, codes)) {
+            if self.formats.contains(&format) {
+                continue;
+            }
+            let index = self.formats.len();
+            self.formats.push(format);
+            if self.rows.len() == index {
+                self.rows.push(Quantised::default());
+            }
+            let writer = self.rows[index].resize(tokens, cols, format);
+            compute.threads.run_split(tokens, 8, &|range| {
+                // SAFETY: the ranges of a split are disjoint and inside `tokens`; the rows are borrowed until all are done.
+                unsafe { writer.rows(x, range) };
+            });
+        }
+    }
+
+    /// The quantised `row` for a weight of `codes`; empty where the product is f32.
+    pub fn row(&self, math: Math, codes: Codes, row: usize) -> Digits<'_> {
+        let wanted = format(math, codes);
+        let found = self.formats.iter().position(|format| Some(*format) == wanted);
+        found.map_or_else(Digits::default, |index| self.rows[index].row(row))
+    }
+
+    /// What lies at `region` changes.
+    pub fn forget(&mut self, region: Region) {
+        if self.of.is_some_and(|of| of.overlaps(region)) {
+            self.of = None;
+        }
+    }
 }
 
 /// One quantised row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a multiple of eight groups.

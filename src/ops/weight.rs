@@ -2,7 +2,7 @@
 //! expanded as a whole; kernels unpack in registers.
 
 use super::simd::unpack;
-use crate::device::Span;
+use crate::device::{Binding, Region};
 
 /// How a float is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,30 +72,58 @@ impl Codes {
 }
 
 /// A weight matrix `[rows, cols]` that stays in memory (trunk). `y = x W^T` always.
-#[derive(Clone)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Weight {
     pub codes: Codes,
     pub rows: usize,
     pub cols: usize,
     /// Multiplies every value (nvfp4's global scale; else 1).
     pub gain: f32,
-    /// Codes, scales, biases; the latter two empty where the encoding has none.
-    pub parts: [Span; 3],
+    /// Codes, scales, biases; the latter two empty where the encoding has none. A GPU wants them at multiples of 16 bytes.
+    pub parts: [Region; 3],
 }
 
 impl Weight {
-    pub fn view(&self) -> WeightView<'_> {
-        WeightView {
-            codes: self.codes,
-            rows: self.rows,
-            cols: self.cols,
-            gain: self.gain,
-            parts: [self.parts[0].bytes(), self.parts[1].bytes(), self.parts[2].bytes()],
-        }
+    /// Bytes of all parts.
+    pub fn bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.len).sum()
+    }
+
+    pub(super) fn words(&self) -> [u32; 5] {
+        matrix_words(self.codes, self.rows, self.gain)
+    }
+
+    pub(super) fn bindings(&self) -> [Binding; 3] {
+        // An empty part still needs a buffer to be bound.
+        self.parts.map(|part| Binding::read(if part.len == 0 { self.parts[0].first(0) } else { part }))
     }
 }
 
-/// A weight matrix borrowed from a slab: the trunk's, or one expert's projection in a slot. Any byte alignment.
+/// `struct Matrix` of `kernels/codes.metal`.
+pub(super) fn matrix_words(codes: Codes, rows: usize, gain: f32) -> [u32; 5] {
+    let real = |float| match float {
+        Float::F32 => 0,
+        Float::F16 => 1,
+        Float::Bf16 => 2,
+    };
+    let (format, scale) = match codes {
+        Codes::Affine { bits, scale, .. } => (bits.into(), real(scale)),
+        Codes::Mxfp4 => (20, 0),
+        Codes::Nvfp4 => (21, 0),
+        Codes::Mxfp8 => (22, 0),
+        Codes::Dense(float) => (30, real(float)),
+    };
+    [rows as u32, format, codes.group() as u32, scale, gain.to_bits()]
+}
+
+/// Whether the kernels have their fast path for this encoding: affine, one of `bits`, group 64, bf16 scales.
+pub(super) fn fast(codes: Codes, gain: f32, cols: usize, bits: &[u8]) -> bool {
+    matches!(codes, Codes::Affine { bits: b, group: 64, scale: Float::Bf16 } if bits.contains(&b))
+        && gain == 1.0
+        && cols.is_multiple_of(64)
+}
+
+/// A weight matrix as bytes: the trunk's, or one expert's projection in a slot. Any byte alignment.
 #[derive(Clone, Copy)]
 pub struct WeightView<'a> {
     pub codes: Codes,
@@ -103,6 +131,13 @@ pub struct WeightView<'a> {
     pub cols: usize,
     pub gain: f32,
     pub parts: [&'a [u8]; 3],
+}
+
+impl Default for WeightView<'_> {
+    /// No rows.
+    fn default() -> Self {
+        Self { codes: Codes::Dense(Float::F32), rows: 0, cols: 0, gain: 1.0, parts: [&[]; 3] }
+    }
 }
 
 impl WeightView<'_> {

@@ -44,7 +44,7 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
             let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.context());
             return Err(CommandError::Usage(why));
         }
-        setup = Some(Setup::new(device::name(&model), model.qwen(), &load));
+        setup = Some(Setup::new(device::name(&model), &model, &load));
         if typed.cold {
             drop_cached(&dir)?;
         }

@@ -6,8 +6,7 @@ pub mod fixtures;
 use moestro::{
     device::Math,
     metrics::Metrics,
-    model::{Logits, Model, Options, Qwen, Rows, State},
-    ops::Routes,
+    model::{Logits, Model, Options, Qwen, Routes, Rows, State},
 };
 use std::{collections::HashMap, path::Path};
 

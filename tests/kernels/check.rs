@@ -1,10 +1,7 @@
 //! Random weights, and what the kernels should have computed: plain loops in f64 that share nothing with them.
 
 use crate::host::Host;
-use moestro::{
-    device::Region,
-    ops::{Codes, Float, Weight, plan::Matrix},
-};
+use moestro::ops::{Codes, Float, Weight};
 
 /// SplitMix64: the tests' only source of randomness.
 pub struct Random(pub u64);
@@ -65,17 +62,16 @@ impl Random {
 
 /// A matrix in the program's memory and its values.
 pub struct Sample {
-    pub matrix: Matrix,
+    pub matrix: Weight,
     pub values: Vec<f64>,
-    pub parts: [Vec<u8>; 3],
 }
 
 pub fn matrix(host: &mut Host, random: &mut Random, codes: Codes, rows: usize, cols: usize) -> Sample {
     let gain = if matches!(codes, Codes::Nvfp4) { 0.25 } else { 1.0 };
     let parts = random.parts(codes, rows, cols);
     let regions = [0, 1, 2].map(|i| host.bytes(&parts[i]));
-    let matrix = Matrix { codes, rows, cols, gain, parts: regions };
-    Sample { matrix, values: values(codes, rows, cols, gain, &parts), parts }
+    let matrix = Weight { codes, rows, cols, gain, parts: regions };
+    Sample { matrix, values: values(codes, rows, cols, gain, &parts) }
 }
 
 /// Every value of a matrix, by the spec's section 3.2 read literally.
@@ -154,16 +150,3 @@ pub fn close(what: &str, found: &[f32], expected: &[f64]) {
 
 pub const AFFINE4: Codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 pub const AFFINE8: Codes = Codes::Affine { bits: 8, group: 64, scale: Float::Bf16 };
-
-/// A weight of the CPU ops with the same bytes.
-#[allow(dead_code)]
-pub fn weight(sample: &Sample) -> Weight {
-    let Matrix { codes, rows, cols, gain, .. } = sample.matrix;
-    let parts = [0, 1, 2].map(|i| moestro::device::Span::from_bytes(&sample.parts[i]).unwrap());
-    Weight { codes, rows, cols, gain, parts }
-}
-
-#[allow(dead_code)]
-pub fn none() -> Region {
-    Region { buffer: 0, offset: 0, len: 0 }
-}

@@ -3,7 +3,7 @@
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
     command::device::Chosen,
-    device::{Dispatch, Effect, Gpu, GpuError, Mark, Region, Slab, Timeline},
+    device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline},
     ops::check,
     tools::doctor,
 };
@@ -16,7 +16,7 @@ macro_rules! memory_of {
             None
         }
 
-        fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
+        fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
             self.$below.allocate(bytes)
         }
 
@@ -24,7 +24,7 @@ macro_rules! memory_of {
             self.$below.release(buffer);
         }
 
-        fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, GpuError> {
+        fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
             self.$below.adopt(slab, range)
         }
 
@@ -32,11 +32,11 @@ macro_rules! memory_of {
             self.$below.longest()
         }
 
-        fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), GpuError> {
+        fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
             self.$below.write(region, bytes)
         }
 
-        fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), GpuError> {
+        fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
             self.$below.read(region, bytes)
         }
     };
@@ -53,7 +53,7 @@ macro_rules! timeline_of {
                 self.$below.passed()
             }
 
-            fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError> {
+            fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
                 self.$below.wait_for(mark)
             }
         }
@@ -80,21 +80,21 @@ impl Gpu for Faulty {
         "faulty".into()
     }
 
-    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+    fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
         match self.refuse {
-            true => vec![("kernels/some.metal".into(), Some(GpuError("line 1: no".into())))],
+            true => vec![("kernels/some.metal".into(), Some(DeviceError("line 1: no".into())))],
             false => Vec::new(),
         }
     }
 
     memory_of!(sound);
 
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
         if dispatch.kernel != self.kernel {
             return self.sound.launch(dispatch);
         }
         if self.refuse {
-            return Err(GpuError("the driver says no".into()));
+            return Err(DeviceError("the driver says no".into()));
         }
         self.sound.launch(dispatch)?;
         self.sound.wait()?;
@@ -108,11 +108,11 @@ impl Gpu for Faulty {
         Ok(())
     }
 
-    fn commit(&mut self) -> Result<(), GpuError> {
+    fn commit(&mut self) -> Result<(), DeviceError> {
         self.sound.commit()
     }
 
-    fn wait(&mut self) -> Result<(), GpuError> {
+    fn wait(&mut self) -> Result<(), DeviceError> {
         self.sound.wait()
     }
 }
@@ -154,20 +154,20 @@ impl Gpu for Hasty {
         "hasty".into()
     }
 
-    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+    fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
         Vec::new()
     }
 
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
         self.1.push(dispatch.clone());
         Ok(())
     }
 
-    fn commit(&mut self) -> Result<(), GpuError> {
+    fn commit(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
 
-    fn wait(&mut self) -> Result<(), GpuError> {
+    fn wait(&mut self) -> Result<(), DeviceError> {
         let launches: Vec<_> = self.1.drain(..).rev().collect();
         launches.iter().try_for_each(|dispatch| self.0.launch(dispatch))?;
         self.0.wait()
@@ -220,7 +220,7 @@ fn a_gpu_is_taken_if_it_computes_what_the_cpu_does() {
     assert_eq!((name(sound(), false), name(sound(), true)), (Ok("metal"), Ok("metal")));
     // Who asks for it gets it; `auto` takes the CPU.
     assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok("metal")));
-    let broken = || Err(GpuError("no queue".into()));
+    let broken = || Err(DeviceError("no queue".into()));
     assert_eq!((name(broken(), false), name(Ok(None), false)), (Ok("cpu"), Ok("cpu")));
     assert_eq!(name(broken(), true), Err("--device metal: no queue".into()));
 }

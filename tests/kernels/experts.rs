@@ -2,14 +2,13 @@ use crate::{check::*, host::Host};
 use moestro::{
     device::Region,
     ops::{
-        Codes, Float,
-        plan::{self, Experts, Jobs, NONE, Piece, Slots},
+        Codes, Combine, Experts, Float, Mixture, NONE, Room, Route, Shared, Slots, Stack, Weight, Which, experts::Jobs,
     },
 };
 
 /// A layer of experts in slots, in two slabs with a hole before the last piece, and their values.
 struct Layer {
-    pieces: [Piece; 3],
+    stacks: [Stack; 3],
     slots: Slots,
     /// `[slot][projection]`.
     values: Vec<[Vec<f64>; 3]>,
@@ -22,24 +21,25 @@ fn layer(host: &mut Host, random: &mut Random, codes: [Codes; 3], hidden: usize,
         at = (at + len).next_multiple_of(16) + 16;
         start
     };
-    let pieces = [0, 1, 2].map(|i| {
+    let stacks = [0, 1, 2].map(|i| {
         let (rows, cols) = if i < 2 { (inner, hidden) } else { (hidden, inner) };
-        Piece { codes: codes[i], rows, cols, gain: 1.0, at: codes[i].row_bytes(cols).map(|bytes| place(bytes * rows)) }
+        let at = codes[i].row_bytes(cols).map(|bytes| place(bytes * rows));
+        Stack { codes: codes[i], rows, cols, gains: vec![1.0], at: vec![at] }
     });
     let (stride, per_slab) = (at, slots.div_ceil(2));
     let mut memory = vec![0u8; slots * stride];
     let mut all = Vec::new();
     for slot in memory.chunks_mut(stride) {
-        all.push(pieces.map(|piece| {
+        all.push(stacks.each_ref().map(|piece| {
             let parts = random.parts(piece.codes, piece.rows, piece.cols);
-            for (part, at) in parts.iter().zip(piece.at) {
+            for (part, at) in parts.iter().zip(piece.at[0]) {
                 slot[at..at + part.len()].copy_from_slice(part);
             }
             values(piece.codes, piece.rows, piece.cols, 1.0, &parts)
         }));
     }
     let slabs = memory.chunks(per_slab * stride).map(|bytes| host.bytes(bytes)).collect();
-    Layer { pieces, slots: Slots { slabs, per_slab, stride }, values: all }
+    Layer { stacks, slots: Slots { slabs, per_slab, stride }, values: all }
 }
 
 /// One layer's mixture on random rows, in one launch each, in two (hits, misses), and grouped by expert.
@@ -48,28 +48,36 @@ fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: 
     let mut random = Random((hidden + inner + k) as u64);
     let layer = layer(&mut host, &mut random, codes, hidden, inner, slots);
     let shared_down = matrix(&mut host, &mut random, codes[2], hidden, shared_inner.max(64));
-    let width = 5 + 2 * shared_inner;
+    let width = 5 + if shared_inner > 0 { 2 * shared_inner + 1 } else { 0 };
+    let none = shared_down.matrix;
     let x = random.normals(tokens * hidden);
     let scores = random.normals(tokens * width);
     let weights: Vec<f32> = (0..tokens * (k + 1)).map(|_| random.normal().abs()).collect();
     let before = random.normals(tokens * hidden);
     let chosen: Vec<u32> = (0..tokens).flat_map(|t| (0..k).map(move |r| ((t + r) % slots) as u32)).collect();
     let row = inner.max(shared_inner);
-    let (x_at, act) = (host.floats(&x), host.empty((tokens * k + tokens) * row * 4));
-    let op = Experts {
-        tokens,
-        k,
-        gate: layer.pieces[0],
-        up: layer.pieces[1],
-        down: layer.pieces[2],
-        slots: &layer.slots,
-        shared: (shared_inner > 0).then_some(shared_down.matrix),
+    let router = Weight { rows: 5, cols: hidden, ..none };
+    let gate_up = [Weight { rows: shared_inner, ..router }; 2];
+    let shared = Shared { gate_up, down: shared_down.matrix, result: router };
+    let shared = (shared_inner > 0).then_some(shared);
+    let mixture = &Mixture { k, renormalise: true, router, shared, stacks: layer.stacks };
+    assert_eq!(mixture.width(), width);
+    let act = (tokens * k + tokens) * row * 4;
+    let out = (tokens * k + tokens) * hidden * 4;
+    let (x_at, none) = (host.floats(&x), host.words(&[]));
+    let room = Room {
         scores: host.floats(&scores),
-        width,
-        shared_at: 5,
-        act,
         weights: host.floats(&weights),
+        act: host.empty(act),
+        out: host.empty(out),
+        jobs: none,
+        order: none,
     };
+    let op = |room| {
+        let which = Which::Table { ids: none, slots: none };
+        Experts { layer: mixture, slots: &layer.slots, tokens, x: x_at, room, which }
+    };
+    let combine = |room, h| Combine { layer: mixture, slots: &layer.slots, tokens, room, by_place: None, h };
 
     let x = wide(&x);
     let mut expected = wide(&before);
@@ -94,8 +102,8 @@ fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: 
 
     let slots_at = host.words(&chosen);
     let h = host.floats(&before);
-    host.run(&plan::experts_up(&op, x_at, slots_at, true));
-    host.run(&plan::experts_down(&op, slots_at, h));
+    host.run(&op(room).up(slots_at, true));
+    host.run(&combine(room, h).down(slots_at));
     let at_once = host.read_floats(h);
     close(&format!("experts {hidden} x {inner}, k {k}, {tokens} tokens"), &at_once, &expected);
 
@@ -104,27 +112,18 @@ fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: 
         chosen.iter().enumerate().map(|(i, &s)| if (i % 3 == 1) == odd { s } else { NONE }).collect()
     };
     let (hits, misses) = (host.words(&part(false)), host.words(&part(true)));
-    let fresh = host.empty(act.len);
-    let op = Experts { act: fresh, ..op };
+    let room = Room { act: host.empty(act), ..room };
     let h = host.floats(&before);
-    host.run(&plan::experts_up(&op, x_at, hits, true));
-    host.run(&plan::experts_up(&op, x_at, misses, false));
-    host.run(&plan::experts_down(&op, slots_at, h));
+    host.run(&op(room).up(hits, true));
+    host.run(&op(room).up(misses, false));
+    host.run(&combine(room, h).down(slots_at));
     assert_eq!(host.read_floats(h), at_once, "hits first, then misses");
 
     // Grouped by expert, as a prefill chunk is.
     let jobs = group(&mut host, &chosen, slots);
-    let out = host.empty(tokens * k * hidden * 4);
-    let (shared_act, shared) = (host.empty(tokens * shared_inner * 4), host.empty(tokens * hidden * 4));
     let h = host.floats(&before);
-    host.run(&plan::experts_up_rows(&op, x_at, jobs));
-    host.run(&plan::experts_down_rows(&op, jobs, out));
-    if let Some(down) = op.shared {
-        host.run(&plan::swiglu(tokens, shared_inner, op.scores, width, 5, shared_act));
-        let linear = plan::Linear { x: shared_act, tokens, norm: None, matrices: &[down], y: shared, add: false };
-        host.run(&plan::linear(&linear));
-    }
-    host.run(&plan::experts_combine(&op, out, shared, h));
+    op(room).by_expert(jobs).iter().for_each(|dispatch| host.run(dispatch));
+    combine(room, h).sum().iter().for_each(|dispatch| host.run(dispatch));
     assert_eq!(host.read_floats(h), at_once, "grouped by expert");
 }
 
@@ -172,19 +171,32 @@ fn the_router_chooses_and_maps() {
     for (experts, k, tokens, renormalise) in
         [(256, 8, 1, true), (512, 10, 3, true), (5, 5, 2, true), (33, 1, 4, true), (64, 4, 2, false)]
     {
-        let width = experts + 7;
+        let inner = 3;
+        let none = host.words(&[]);
+        let codes = Codes::Dense(Float::F32);
+        let router = Weight { codes, rows: experts, cols: 1, gain: 1.0, parts: [none; 3] };
+        let gate_up = [Weight { rows: inner, ..router }; 2];
+        let shared = Shared { gate_up, down: Weight { rows: 1, cols: inner, ..router }, result: router };
+        let layer = &Mixture { k, renormalise, router, shared: Some(shared), stacks: Default::default() };
+        let width = layer.width();
         let mut scores = random.normals(tokens * width);
         scores[1] = scores[0]; // a tie
-        let op = plan::Route { experts, k, width, gate_at: Some(experts + 2), renormalise };
         let table: Vec<u32> = (0..experts as u32).map(|e| 1000 + e).collect();
         let place = |host: &mut Host, n: usize| -> Region { host.empty(n * 4) };
-        let to = plan::Chosen {
+        let (scores_at, table) = (host.floats(&scores), host.words(&table));
+        let to = Route {
+            layer,
+            tokens,
+            x: none,
+            norm: None,
+            alone: false,
+            table,
+            scores: scores_at,
             ids: place(&mut host, tokens * k),
             slots: place(&mut host, tokens * k),
             weights: place(&mut host, tokens * (k + 1)),
         };
-        let (at, table) = (host.floats(&scores), host.words(&table));
-        host.run(&plan::route(&op, tokens, at, table, to));
+        host.run(&to.choice());
         let ids = host.read_words(to.ids);
         let mut expected = Vec::new();
         for t in 0..tokens {
@@ -196,7 +208,7 @@ fn the_router_chooses_and_maps() {
             let among = if renormalise { &order[..k] } else { &order[..] };
             let sum: f64 = among.iter().map(|&e| f64::from(row[e]).exp()).sum();
             expected.extend(order[..k].iter().map(|&e| f64::from(row[e]).exp() / sum));
-            expected.push(1.0 / (1.0 + (-f64::from(row[experts + 2])).exp()));
+            expected.push(1.0 / (1.0 + (-f64::from(row[width - 1])).exp()));
         }
         close("router weights", &host.read_floats(to.weights), &expected);
         assert!(host.read_words(to.slots).iter().zip(&ids).all(|(slot, id)| *slot == 1000 + id));

@@ -2,7 +2,7 @@
 //! prompt is cut; and what a streaming prompt reads.
 
 #[path = "../common/mod.rs"]
-mod common;
+pub mod common;
 
 use crate::{gpu::HostGpu, host::Host};
 use common::{argmax, load_with};
@@ -11,13 +11,13 @@ use moestro::{
     device::Math,
     experts::{Io, Prefetch},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, gpu::OnGpu, qwen::StoreOptions},
+    model::{Model, Options, Qwen, Routes, Rows, qwen::StoreOptions},
 };
 use std::{path::Path, sync::atomic::Ordering};
 
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-fn options(streaming: bool) -> Options {
+pub fn options(streaming: bool) -> Options {
     let store = StoreOptions { io: Io::Buffered, ..StoreOptions::default() };
     let mut options = Options { math: Math::F32, threads: Some(1), store, ..Options::default() };
     if streaming {
@@ -29,12 +29,12 @@ fn options(streaming: bool) -> Options {
 }
 
 /// The demo, planned for a GPU and shown to one.
-fn planned(options: Options, gpu: HostGpu) -> OnGpu<HostGpu> {
+fn planned(options: Options, gpu: HostGpu) -> Qwen {
     let options = Options { gpu: Some(u64::MAX), ..options };
-    OnGpu::new(load_with(Path::new(DEMO), options), gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+    load_with(Path::new(DEMO), options).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
-fn resident(gpu: HostGpu) -> OnGpu<HostGpu> {
+fn resident(gpu: HostGpu) -> Qwen {
     planned(options(false), gpu)
 }
 
@@ -139,7 +139,7 @@ fn nothing_depends_on_where_experts_are() {
         let mut options = options(true);
         options.store.slots = slots;
         let mut streaming = planned(options, fast());
-        let store = streaming.qwen().store().unwrap();
+        let store = streaming.store().unwrap();
         assert!(!store.is_resident() && store.slots() <= slots.unwrap_or(2 * 8 * 4), "{} slots", store.slots());
         let found = answer(&mut streaming, prompt, &chunks, count);
         assert!(found == expected, "{slots:?} slots, chunks {chunks:?}");
@@ -163,10 +163,11 @@ fn read(chunk: usize) -> u64 {
     (options.store.slots, options.store.prefetch) = (Some(8), Prefetch::Off);
     let metrics = Metrics::new("test", "gpu");
     let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
-    let mut model = OnGpu::new(qwen, fast()).unwrap_or_else(|refused| panic!("{}", refused.error));
+    let model = qwen.onto(fast()).unwrap_or_else(|refused| panic!("{}", refused.error));
     let prompt: Vec<u32> = cases().iter().flat_map(|case| case.prompt_ids.clone()).take(64).collect();
     let (mut state, mut layers, mut asked) = (model.start().unwrap(), Vec::new(), 0);
-    let observe = &mut |layer, experts: &[u32]| {
+    let observe = &mut |layer, routes: &Routes| {
+        let experts = routes.distinct();
         assert!(experts.is_sorted_by(|a, b| a < b), "layer {layer} asks twice for one of {experts:?}");
         layers.push(layer);
         asked += experts.len() as u64;
@@ -176,7 +177,7 @@ fn read(chunk: usize) -> u64 {
     assert_eq!(layers, (0..chunks).flat_map(|_| 0..LAYERS).collect::<Vec<_>>(), "once a layer and chunk");
     let (hits, misses) = (metrics.lookups_prefill_hit.get(), metrics.lookups_prefill_miss.get());
     assert_eq!(hits + misses, asked);
-    assert_eq!(metrics.ssd_read_bytes.get(), misses * model.qwen().shape().expert);
+    assert_eq!(metrics.ssd_read_bytes.get(), misses * model.shape().expert);
     assert!(misses > asked / 2, "with so few slots most have to be read: {misses} of {asked}");
     asked
 }
@@ -196,7 +197,7 @@ fn what_it_takes_is_what_the_plan_says() {
     options.wishes.context = Some(moestro::model::Config::read(Path::new(DEMO)).unwrap().context);
     let model = planned(options, gpu);
     let _state = model.start().unwrap();
-    let (plan, taken) = (model.qwen().plan(), allocated.load(Ordering::Relaxed) as u64);
+    let (plan, taken) = (model.plan(), allocated.load(Ordering::Relaxed) as u64);
     let planned = plan.kv + plan.state + plan.workspace;
     assert!(taken <= planned, "{taken} bytes, planned {planned}");
     assert!(taken > planned / 10 * 9, "{taken} bytes, planned {planned}: the rest would be slots");

@@ -3,7 +3,7 @@
 //! that is written too early, gives wrong results.
 
 use crate::host::Host;
-use moestro::device::{Dispatch, Effect, Gpu, GpuError, Mark, Region, Slab, Timeline};
+use moestro::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,
@@ -49,11 +49,11 @@ impl Gpu for HostGpu {
         None
     }
 
-    fn compile(&mut self) -> Vec<(String, Option<GpuError>)> {
+    fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
         Vec::new()
     }
 
-    fn allocate(&mut self, bytes: usize) -> Result<Region, GpuError> {
+    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
         self.allocated.fetch_add(bytes, Ordering::Relaxed);
         let region = self.host.empty(bytes);
         self.host.write(region, &vec![0; bytes]);
@@ -64,7 +64,7 @@ impl Gpu for HostGpu {
         self.host.drop_buffer(buffer);
     }
 
-    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, GpuError> {
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
         let region = self.host.empty(range.len());
         self.host.write(region, &vec![0; range.len()]);
         let adopted = Adopted { slab: slab.clone(), start: range.start, seen: vec![0; range.len()] };
@@ -77,27 +77,27 @@ impl Gpu for HostGpu {
         4 << 20
     }
 
-    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), GpuError> {
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         self.host.write(region.first(bytes.len()), bytes);
         Ok(())
     }
 
-    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), GpuError> {
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
         bytes.copy_from_slice(&self.host.read(region.first(bytes.len())));
         Ok(())
     }
 
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
         self.late.push_back(dispatch.clone());
         self.encoded += 1;
         Ok(())
     }
 
-    fn commit(&mut self) -> Result<(), GpuError> {
+    fn commit(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
 
-    fn wait(&mut self) -> Result<(), GpuError> {
+    fn wait(&mut self) -> Result<(), DeviceError> {
         self.wait_for(Mark(self.encoded))
     }
 }
@@ -114,7 +114,7 @@ impl Timeline for HostGpu {
         Mark(self.encoded - self.late.len() as u64)
     }
 
-    fn wait_for(&mut self, mark: Mark) -> Result<(), GpuError> {
+    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
         while self.encoded - (self.late.len() as u64) < mark.0
             && let Some(dispatch) = self.late.front().cloned()
         {
@@ -126,7 +126,7 @@ impl Timeline for HostGpu {
 }
 
 impl HostGpu {
-    fn run(&mut self, dispatch: &Dispatch) -> Result<(), GpuError> {
+    fn run(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
         for binding in &dispatch.bindings {
             let region = binding.region;
             let Some(adopted) = self.adopted.get_mut(&region.buffer) else { continue };
@@ -142,6 +142,6 @@ impl HostGpu {
                 self.host.write(region, seen);
             }
         }
-        self.host.try_run(dispatch).map_err(GpuError)
+        self.host.try_run(dispatch).map_err(DeviceError)
     }
 }

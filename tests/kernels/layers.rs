@@ -2,8 +2,8 @@
 
 use crate::{check::*, host::Host};
 use moestro::ops::{
-    Codes, Float,
-    plan::{self, Attend, Cache, Decay, Delta, Turn},
+    Attend, Cache, CacheFormat, CacheWrite, Codes, Conv, Decay, Delta, DeltaRule, Embed, Float, Heads, Turn, Weight,
+    embed::dequantise, norm::rms_norm,
 };
 
 #[test]
@@ -13,7 +13,7 @@ fn rms_norms() {
     for (rows, cols) in [(1, 2048), (3, 3072), (2, 4096), (5, 77)] {
         let (x, w) = (random.normals(rows * cols), random.normals(cols));
         let (x_at, w_at, y) = (host.floats(&x), host.floats(&w), host.empty(rows * cols * 4));
-        host.run(&plan::rms_norm(rows, cols, 1e-6, x_at, w_at, y));
+        host.run(&rms_norm(rows, cols, 1e-6, x_at, w_at, y));
         let expected: Vec<f64> = wide(&x).chunks(cols).flat_map(|row| rms(row, &wide(&w), 1e-6)).collect();
         close("rms norm", &host.read_floats(y), &expected);
     }
@@ -29,14 +29,14 @@ fn embeddings_and_whole_weights() {
         let sample = matrix(&mut host, &mut random, codes, rows, cols);
         let ids = [3u32, 49, 0];
         let (ids_at, h) = (host.words(&ids), host.empty(3 * cols * 4));
-        host.run(&plan::embed(&sample.matrix, 3, ids_at, h));
+        host.run(&Embed { table: &sample.matrix, tokens: 3, ids: ids_at, into: h }.dispatch());
         let expected: Vec<f64> =
             ids.iter().flat_map(|&i| sample.values[i as usize * cols..][..cols].to_vec()).collect();
         close("embedding", &host.read_floats(h), &expected);
 
         let (full, half) = (host.empty(rows * cols * 4), host.empty(rows * cols * 2));
-        host.run(&plan::dequantise(&sample.matrix, Float::F32, full));
-        host.run(&plan::dequantise(&sample.matrix, Float::F16, half));
+        host.run(&dequantise(&sample.matrix, Float::F32, full));
+        host.run(&dequantise(&sample.matrix, Float::F16, half));
         let full = host.read_floats(full);
         close("dequantise", &full, &sample.values);
         let half = host.read(half);
@@ -57,9 +57,9 @@ fn f16_rounds_like_the_standard() {
     values.extend((0..2048).map(|i| f32::from_bits(0x4770_0000 + i * 0x157)));
     let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
     let parts = [host.bytes(&bytes), host.bytes(&[]), host.bytes(&[])];
-    let weight = plan::Matrix { codes: Codes::Dense(Float::F32), rows: 8, cols: 1024, gain: 1.0, parts };
+    let weight = Weight { codes: Codes::Dense(Float::F32), rows: 8, cols: 1024, gain: 1.0, parts };
     let out = host.empty(8192 * 2);
-    host.run(&plan::dequantise(&weight, Float::F16, out));
+    host.run(&dequantise(&weight, Float::F16, out));
     for (found, v) in host.read(out).chunks_exact(2).zip(&values) {
         assert_eq!(u16::from_le_bytes([found[0], found[1]]), half::f16::from_f32(*v).to_bits(), "{v:e}");
     }
@@ -92,9 +92,10 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
         for &n in *chunks {
             let rows = |region: moestro::device::Region, width: usize| region.part(at * width * 4, n * width * 4);
             let (proj, mixed, out) = (rows(all, width), rows(mixed, channels), rows(out, values));
-            host.run(&plan::conv(&op, n, proj, taps, conv_state, mixed));
-            host.run(&plan::delta(&op, n, proj, mixed, decay, state, out));
-            host.run(&plan::gated_norm(&op, n, out, proj, w, rows(y, values)));
+            let (shape, tokens, y) = (&op, n, rows(y, values));
+            host.run(&Conv { shape, tokens, proj, taps, state: conv_state, out: mixed }.dispatch());
+            let rule = DeltaRule { shape, tokens, proj, mixed, decay, state, norm: w, out, y };
+            rule.dispatches().iter().for_each(|dispatch| host.run(dispatch));
             at += n;
         }
         let found = [mixed, out, y, state, conv_state].map(|r| host.read(r)).to_vec();
@@ -160,7 +161,8 @@ fn delta_net() {
 }
 
 /// Attention of `tokens` rows after `start` cached ones, against plain loops; and row by row, the same bytes.
-fn attend_case(op: Attend, start: usize, tokens: usize) {
+fn attend_case(op: Heads, start: usize, tokens: usize) {
+    let half = op.format == CacheFormat::Bf16;
     let mut host = Host::start();
     host.twice = start < 100;
     let mut random = Random((op.dim + start) as u64);
@@ -168,7 +170,7 @@ fn attend_case(op: Attend, start: usize, tokens: usize) {
     let proj = random.normals(tokens * width);
     let (q_norm, k_norm) = (random.normals(dim), random.normals(dim));
     let old = [random.normals(op.kv_heads * op.context * dim), random.normals(op.kv_heads * op.context * dim)];
-    let cast = |v: f32| if op.half { half::bf16::from_f32(v).to_f32() } else { v };
+    let cast = |v: f32| if half { half::bf16::from_f32(v).to_f32() } else { v };
     let old = old.map(|v| v.into_iter().map(cast).collect::<Vec<_>>());
     let turn: Vec<f32> = (0..tokens)
         .flat_map(|t| {
@@ -177,7 +179,7 @@ fn attend_case(op: Attend, start: usize, tokens: usize) {
         .flat_map(|angle| [angle.cos() as f32, angle.sin() as f32])
         .collect();
     let store = |host: &mut Host, v: &[f32]| {
-        if op.half {
+        if half {
             host.bytes(&v.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect::<Vec<_>>())
         } else {
             host.floats(v)
@@ -193,10 +195,11 @@ fn attend_case(op: Attend, start: usize, tokens: usize) {
             let rows = |region: moestro::device::Region, width: usize| region.part(t * width * 4, chunk * width * 4);
             let (proj, at) = (rows(proj, width), start + t);
             let turn = Turn { q_norm: norms.0, k_norm: norms.1, turn: rows(turn, op.rotary) };
-            let (q, parts) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.scratch(at, chunk) * 4));
-            host.run(&plan::attend_place(&op, at, chunk, proj, turn, q, cache));
-            host.run(&plan::attend(&op, at, chunk, q, cache, parts));
-            host.run(&plan::attend_join(&op, at, chunk, proj, parts, rows(y, op.heads * dim)));
+            let (q, partials) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.partials(at, chunk) * 4));
+            let (shape, start, tokens, y) = (&op, at, chunk, rows(y, op.heads * dim));
+            host.run(&CacheWrite { shape, start, tokens, proj, turn, q, cache }.dispatch());
+            let attend = Attend { shape, start, tokens, q, cache, proj, partials, y };
+            attend.dispatches(16).flatten().for_each(|dispatch| host.run(&dispatch));
         }
         results.push(host.read_floats(y));
     }
@@ -244,19 +247,12 @@ fn attend_case(op: Attend, start: usize, tokens: usize) {
 
 #[test]
 fn attention() {
-    let op = |heads, kv_heads, dim, rotary, context| Attend {
-        heads,
-        kv_heads,
-        dim,
-        rotary,
-        eps: 1e-6,
-        context,
-        half: false,
-    };
+    let format = CacheFormat::F32;
+    let op = |heads, kv_heads, dim, rotary, context| Heads { heads, kv_heads, dim, rotary, eps: 1e-6, context, format };
     attend_case(op(8, 2, 256, 64, 40), 0, 5);
     attend_case(op(4, 1, 128, 32, 9), 6, 3);
     attend_case(op(3, 3, 20, 10, 7), 2, 1);
     attend_case(op(4, 2, 64, 16, 600), 510, 4); // across the border of a part
-    attend_case(Attend { half: true, ..op(8, 1, 256, 64, 40) }, 11, 3);
-    attend_case(Attend { half: true, ..op(2, 1, 64, 16, 20) }, 3, 2);
+    attend_case(Heads { format: CacheFormat::Bf16, ..op(8, 1, 256, 64, 40) }, 11, 3);
+    attend_case(Heads { format: CacheFormat::Bf16, ..op(2, 1, 64, 16, 20) }, 3, 2);
 }

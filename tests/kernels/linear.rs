@@ -1,10 +1,7 @@
 use crate::{check::*, host::Host};
 use moestro::{
     device::Dispatch,
-    ops::{
-        Codes, Float,
-        plan::{Linear, Norm, linear},
-    },
+    ops::{Codes, Float, Norm, Project},
 };
 
 /// Runs `matrices` on `tokens` random rows, optionally normed or added to what is there, and compares.
@@ -20,7 +17,7 @@ fn case(shapes: &[(Codes, usize)], cols: usize, tokens: usize, norm: bool, add: 
     let y = if add { host.floats(&before) } else { host.empty(before.len() * 4) };
     let matrices: Vec<_> = samples.iter().map(|s| s.matrix).collect();
     let norm_at = norm.then_some(Norm { weight: w_at, eps: 1e-6, keep: Some(kept) });
-    let dispatch = linear(&Linear { x: x_at, tokens, norm: norm_at, matrices: &matrices, y, add });
+    let dispatch = Project { x: x_at, tokens, norm: norm_at, matrices: &matrices, y, add }.dispatch();
     host.run(&dispatch);
 
     let mut x = wide(&x);
@@ -102,11 +99,11 @@ fn a_row_does_not_depend_on_its_company() {
         let norm = Some(Norm { weight, eps: 1e-6, keep: None });
         let together = host.empty(16 * 40 * 4);
         let matrices = [sample.matrix];
-        host.run(&linear(&Linear { x, tokens: 16, norm, matrices: &matrices, y: together, add: false }));
+        host.run(&Project { x, tokens: 16, norm, matrices: &matrices, y: together, add: false }.dispatch());
         let together = host.read(together);
         for t in 0..16 {
             let (row, alone) = (x.part(t * cols * 4, cols * 4), host.empty(40 * 4));
-            host.run(&linear(&Linear { x: row, tokens: 1, norm, matrices: &matrices, y: alone, add: false }));
+            host.run(&Project { x: row, tokens: 1, norm, matrices: &matrices, y: alone, add: false }.dispatch());
             assert_eq!(host.read(alone), together[t * 160..(t + 1) * 160], "row {t} of {codes:?}");
         }
     }

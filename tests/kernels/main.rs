@@ -12,3 +12,4 @@ mod layers;
 mod linear;
 mod lint;
 mod record;
+mod streaming;

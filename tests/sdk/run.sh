@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Checks a moestro binary with the official OpenAI SDK: tests/sdk/run.sh [BINARY]
+# Checks a moestro binary with the libraries of its clients: tests/sdk/run.sh [BINARY]
 #
-# Makes a virtual environment (in $SDK_VENV, or a temporary directory), serves the demo model on a free port, runs
-# check.py, and has promtool, if there is one, read the metrics.
+# Makes one virtual environment and one node_modules (in $SDK_CACHE, else target/sdk, and keeps them), serves the demo model on a
+# free port, runs check.py (OpenAI's chat completions), clients.py and clients.mjs (the others), and has promtool, if there is
+# one, read the metrics.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -18,11 +19,23 @@ cleanup() {
 }
 trap cleanup EXIT
 
-venv=${SDK_VENV:-$scratch/venv}
+cache=${SDK_CACHE:-$here/../../target/sdk}
+venv=${SDK_VENV:-$cache/venv}
+mkdir -p "$cache/node"
 if [ ! -x "$venv/bin/python" ]; then
   python3 -m venv "$venv"
 fi
-"$venv/bin/python" -c 'import openai' 2>/dev/null || "$venv/bin/pip" install --quiet 'openai>=2'
+# What is asked for is installed when it changes.
+if ! cmp -s "$here/requirements.txt" "$venv/requirements.txt"; then
+  "$venv/bin/pip" install --quiet -r "$here/requirements.txt"
+  cp "$here/requirements.txt" "$venv/requirements.txt"
+fi
+if ! cmp -s "$here/package.json" "$cache/node/package.json" || [ ! -d "$cache/node/node_modules" ]; then
+  cp "$here/package.json" "$cache/node/package.json"
+  (cd "$cache/node" && npm install --no-audit --no-fund --loglevel=error)
+fi
+# Node looks for packages beside the file that names them.
+cp "$here/clients.mjs" "$cache/node/"
 
 mkfifo "$scratch/ready"
 "$binary" serve --port 0 >"$scratch/ready" 2>"$scratch/log" &
@@ -35,10 +48,12 @@ if ! read -r -t 60 ready <"$scratch/ready"; then
 fi
 port=$("$venv/bin/python" -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$ready")
 
-if ! "$venv/bin/python" "$here/check.py" "http://127.0.0.1:$port/v1"; then
-  tail -n 40 "$scratch/log" >&2
-  exit 1
-fi
+for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "node $cache/node/clients.mjs"; do
+  if ! $client "http://127.0.0.1:$port/v1"; then
+    tail -n 40 "$scratch/log" >&2
+    exit 1
+  fi
+done
 
 if command -v promtool >/dev/null; then
   "$venv/bin/python" -c 'import sys, urllib.request as u; sys.stdout.buffer.write(u.urlopen(sys.argv[1]).read())' \

@@ -6,7 +6,7 @@
 //! how long all of it took, and a second run shows what was kept. Nothing of ours could save that step without Xcode's tools,
 //! and an `MTLBinaryArchive` would save only what macOS saves already.
 
-use crate::device::{GpuError, kernels};
+use crate::device::{DeviceError, kernels};
 use candle_metal_kernels::metal::Device;
 use objc2::{rc::Retained, runtime::ProtocolObject};
 use objc2_foundation::NSString;
@@ -57,11 +57,11 @@ impl Library {
     }
 
     /// Makes every pipeline: kernels, and files that did not compile, each with what is wrong with it.
-    pub fn all(&mut self) -> Vec<(String, Option<GpuError>)> {
+    pub fn all(&mut self) -> Vec<(String, Option<DeviceError>)> {
         let names: Vec<String> = self.functions().keys().cloned().collect();
         let refused = self.refused.iter();
         let mut all: Vec<_> = refused
-            .map(|(file, log)| (file.clone(), Some(GpuError(format!("Apple's compiler refuses it:\n{log}")))))
+            .map(|(file, log)| (file.clone(), Some(DeviceError(format!("Apple's compiler refuses it:\n{log}")))))
             .collect();
         all.extend(names.into_iter().map(|name| {
             let error = self.pipeline(&name).err();
@@ -70,7 +70,7 @@ impl Library {
         all
     }
 
-    pub fn pipeline(&mut self, name: &str) -> Result<Pipeline, GpuError> {
+    pub fn pipeline(&mut self, name: &str) -> Result<Pipeline, DeviceError> {
         if let Some(pipeline) = self.pipelines.get(name) {
             return Ok(pipeline.clone());
         }
@@ -79,11 +79,11 @@ impl Library {
             let files: Vec<&str> = self.refused.iter().map(|(file, _)| file.as_str()).collect();
             let files =
                 if files.is_empty() { "every file".into() } else { format!("all files but {}", files.join(", ")) };
-            return Err(GpuError(format!("there is no kernel {name}, and Apple's compiler took {files}")));
+            return Err(DeviceError(format!("there is no kernel {name}, and Apple's compiler took {files}")));
         };
         let pipeline = self.device.as_ref().newComputePipelineStateWithFunction_error(&function);
         let pipeline =
-            pipeline.map_err(|error| GpuError(format!("kernel {name}: {}", error.localizedDescription())))?;
+            pipeline.map_err(|error| DeviceError(format!("kernel {name}: {}", error.localizedDescription())))?;
         self.pipelines.insert(name.to_string(), pipeline.clone());
         Ok(pipeline)
     }

@@ -266,7 +266,7 @@ mod tests {
         let said = json!({"id": "msg_1", "type": "message", "role": "assistant", "content": []});
         store.keep(None, Vec::new(), json!({"id": "resp_1", "output": [said]}));
         let ask = |item: Value| request(json!({"input": [item]})).input(&store);
-        assert_eq!(ask(json!({"type": "item_reference", "id": "msg_1"})).unwrap(), [said.clone()]);
+        assert_eq!(ask(json!({"type": "item_reference", "id": "msg_1"})).unwrap(), std::slice::from_ref(&said));
         assert_eq!(ask(json!({"id": "msg_1"})).unwrap(), [said]);
         assert_eq!(ask(json!({"type": "item_reference", "id": "msg_2"})).unwrap_err().status, 404);
     }

@@ -1,8 +1,10 @@
 //! The inner loops of attention: a block's scores, their softmax, the weighted values, and the folding of two blocks.
 
-use super::BLOCK;
+use super::{
+    cache::{Cached, CachedHeads, CachedRows},
+    cpu::BLOCK,
+};
 use crate::ops::{
-    cache::{Cached, CachedRows, Heads},
     math::exp,
     simd::{Vector, float, wide},
 };
@@ -20,7 +22,7 @@ wide! {
     /// `scores[n][i] = q[n] . key[seen.start + i]`.
     pub(super) fn compare[T: Cached, const N: usize](
         q: &[&[f32]; N],
-        keys: &Heads<'_, T>,
+        keys: &CachedHeads<'_, T>,
         head: usize,
         seen: Range<usize>,
         scores: &mut [[f32; BLOCK]; N],
@@ -49,7 +51,7 @@ wide! {
 #[inline(always)]
 fn compare_sets<V: Vector, T: Cached, const N: usize, const K: usize>(
     q: &[&[f32]; N],
-    keys: &Heads<'_, T>,
+    keys: &CachedHeads<'_, T>,
     head: usize,
     seen: Range<usize>,
     scores: &mut [[f32; BLOCK]; N],
@@ -87,7 +89,7 @@ wide! {
         sums: &mut [f32],
         width: usize,
         scores: &mut [[f32; BLOCK]; N],
-        values: &Heads<'_, T>,
+        values: &CachedHeads<'_, T>,
         head: usize,
         seen: Range<usize>,
     ) {

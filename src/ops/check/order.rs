@@ -1,100 +1,100 @@
 //! What no single launch shows: that launches which depend on each other run in order within and across command buffers,
 //! that independent ones may overlap, and that memory of ours is the device's, too.
 
-use super::{Bench, Trouble, values};
+use super::{Bench, CLOSE, difference};
 use crate::{
-    device::{Gpu, Slab},
-    ops::{
-        self, Codes, Float,
-        plan::{self, Linear, Matrix},
-    },
+    device::{DeviceError, Region, Slab, Timeline},
+    ops::{Codes, Float, Op, Project, Run, Weight, norm::rms_norm},
 };
 use std::sync::Arc;
 
 const SIDE: usize = 256;
 const STEPS: usize = 40;
-const WHAT: &str = "(order of launches)";
+const ORDER: &str = "(order of launches)";
 const SHARED: &str = "(shared memory)";
 
-pub fn all<G: Gpu + ?Sized>(b: &mut Bench<'_, G>) -> Result<(), Trouble> {
-    let (weight, matrix) = b.matrix(Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 }, SIDE, SIDE)?;
-    order(b, &matrix)?;
-    shared(b, &weight, &matrix)
+pub fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+    let weight = b.weight(Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 }, SIDE, SIDE)?;
+    order(b, &weight)?;
+    shared(b, &weight)
+}
+
+fn product(x: Region, weight: &Weight, y: Region) -> Op<'_> {
+    Project { x, tokens: 1, norm: None, matrices: std::slice::from_ref(weight), y, add: false }.into()
 }
 
 /// Two chains side by side, each product reading what the one before wrote: once with a wait behind every launch, once with
 /// commits only. The bytes are the same.
-fn order<G: Gpu + ?Sized>(b: &mut Bench<'_, G>, matrix: &Matrix) -> Result<(), Trouble> {
+fn order(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
     let begin = [b.random.floats(SIDE), b.random.floats(SIDE)];
-    let w = b.random.floats(SIDE);
-    let w = b.floats(&w)?;
+    let w = b.random(SIDE)?;
     let mut results = Vec::new();
-    for wait in [true, false] {
+    for step_by_step in [true, false] {
         let mut chains = Vec::new();
         for x in &begin {
             chains.push([b.floats(x)?, b.room(SIDE)?]);
         }
+        b.gpu.set_stepping(step_by_step);
         for step in 0..STEPS {
-            for [x, y] in &mut chains {
-                let matrices = std::slice::from_ref(matrix);
-                let product = Linear { x: *x, tokens: 1, norm: None, matrices, y: *y, add: false };
+            for [x, y] in &chains {
+                b.gpu.run(&product(*x, weight, *y))?;
                 // The norm keeps values from growing out of all bounds.
-                for dispatch in [plan::linear(&product), plan::rms_norm(1, SIDE, 1e-6, *y, w, *x)] {
-                    b.gpu.launch(&dispatch)?;
-                    if wait {
-                        b.gpu.wait()?;
-                    }
-                }
+                b.gpu.launch(rms_norm(1, SIDE, 1e-6, *y, w, *x))?;
             }
             if step % 7 == 6 {
-                b.gpu.commit()?;
+                b.gpu.flush()?;
             }
         }
-        b.gpu.wait()?;
+        b.gpu.set_stepping(true);
+        let mark = b.gpu.mark();
+        b.gpu.wait_for(mark)?;
         let mut last: Vec<f32> = Vec::new();
-        for [x, y] in chains {
-            last.extend(b.gpu.read_floats(x)?);
-            last.extend(b.gpu.read_floats(y)?);
+        for region in chains.into_iter().flatten() {
+            last.extend(b.on_gpu(region)?);
         }
         results.push(last);
     }
+    b.gpu.take_launched();
     // What is not a number equals nothing.
-    b.enter(WHAT, if results[0] == results[1] { 0.0 } else { f64::INFINITY }, super::CLOSE);
+    b.enter(&[ORDER], if results[0] == results[1] { 0.0 } else { f64::INFINITY }, CLOSE);
     Ok(())
 }
 
 /// A product with weights in a slab that the device has adopted before they were written, and after they were written again.
-fn shared<G: Gpu + ?Sized>(b: &mut Bench<'_, G>, weight: &ops::Weight, matrix: &Matrix) -> Result<(), Trouble> {
-    let parts = weight.parts.each_ref().map(|part| part.bytes());
+fn shared(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
+    let mut parts = Vec::new();
+    for part in weight.parts {
+        let mut bytes = vec![0; part.len];
+        b.cpu.read(part, &mut bytes)?;
+        parts.push(bytes);
+    }
     let len = parts.iter().map(|part| part.len().next_multiple_of(16)).sum();
-    let slab = Arc::new(Slab::new(len).map_err(candle_core::Error::wrap)?);
-    let whole = b.gpu.adopt(&slab, 0..len)?;
-    b.buffers.push(whole.buffer);
+    let slab = Arc::new(Slab::new(len).map_err(|error| DeviceError(error.to_string()))?);
+    let (whole, _) = (b.cpu.adopt(&slab, 0..len)?, b.gpu.adopt(&slab, 0..len)?);
     let mut at = 0;
-    let regions = parts.map(|part| {
-        let region = whole.part(at, part.len());
+    let mut adopted = *weight;
+    for (region, part) in adopted.parts.iter_mut().zip(&parts) {
+        *region = whole.part(at, part.len());
         at += part.len().next_multiple_of(16);
-        region
-    });
-    let x = b.random.floats(SIDE);
-    let (x_at, y) = (b.floats(&x)?, b.room(SIDE)?);
-    let expected = values(&ops::linear(&b.compute, &super::rows(&x, SIDE)?, &[weight])?)?;
+    }
+    let (x, y) = (b.random(SIDE)?, b.room(SIDE)?);
+    b.cpu.run(&product(x, weight, y))?;
+    let expected = b.on_cpu(y)?;
     for negative in [false, true] {
-        for (part, region) in parts.iter().zip(regions) {
+        for (index, (part, region)) in parts.iter().zip(adopted.parts).enumerate() {
             // SAFETY: the device has finished what it was given, and nobody else knows this slab.
             let into = unsafe { slab.bytes_mut(region.offset..region.offset + region.len) };
             into.copy_from_slice(part);
-            if negative && region != regions[0] {
+            if negative && index > 0 {
                 // The sign of each scale and bias.
                 into.iter_mut().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
             }
         }
-        let matrices = [Matrix { parts: regions, ..*matrix }];
-        b.gpu.launch(&plan::linear(&Linear { x: x_at, tokens: 1, norm: None, matrices: &matrices, y, add: false }))?;
-        b.gpu.wait()?;
-        let found = b.gpu.read_floats(y)?;
+        b.gpu.run(&product(x, &adopted, y))?;
+        let found = b.on_gpu(y)?;
         let expected: Vec<f32> = expected.iter().map(|v| if negative { -v } else { *v }).collect();
-        b.enter(SHARED, super::difference(&found, &expected), super::CLOSE);
+        b.enter(&[SHARED], difference(&found, &expected), CLOSE);
     }
+    b.gpu.take_launched();
     Ok(())
 }

@@ -182,11 +182,6 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Whether the integer kernels serve this encoding.
-pub fn is_integer(codes: Codes) -> bool {
-    matches!(codes, Codes::Affine { .. })
-}
-
 /// `outs[i][row] = weight[row] . lines[i].x` for every row in `rows` and every line; with `integer`, affine weights meet
 /// the quantised row instead of the f32 one.
 ///

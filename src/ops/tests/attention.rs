@@ -1,12 +1,10 @@
 //! Attention over a cache: against plain loops in f64, and against itself with other batches, threads and lengths.
 
-use candle_core::{DType, Device, Result, Tensor};
-
-use super::{bits, tensor};
+use super::{Lab, to_bits};
 use crate::{
-    device::{Compute, Math},
+    device::{Math, Region},
     ops::{
-        HeadNorm, Rotation, attend, cache_row, gate, queries, remember, rms_norm,
+        Attend, Cache, CacheFormat, CacheWrite, Heads, Turn,
         simd::{
             Isa,
             tests::{Random, with},
@@ -14,43 +12,78 @@ use crate::{
     },
 };
 
-/// Keys and values of `count` positions in caches with room for more, and as plain values.
+const FORMATS: [CacheFormat; 2] = [CacheFormat::F32, CacheFormat::I16];
+
+/// A cache of `count` positions with room for more, what was written there, and queries and gates for each.
 struct Filled {
-    keys: Tensor,
-    values: Tensor,
-    plain: [Vec<f32>; 2],
-    shared: usize,
-    dim: usize,
+    shape: Heads,
+    cache: Cache,
+    proj: Region,
+    /// As they were left by the write: `[count, heads * dim]`.
+    q: Region,
+    keys: Vec<f32>,
 }
 
 impl Filled {
-    fn random(random: &mut Random, math: Math, shared: usize, dim: usize, count: usize) -> Result<Self> {
-        let (kind, width) = cache_row(math, dim);
-        let cache = || Tensor::zeros((shared, count + 3, width), kind, &Device::Cpu);
-        let (keys, values) = (cache()?, cache()?);
-        let rows = [tensor(random, count, shared * dim)?, tensor(random, count, shared * dim)?];
-        for (cache, rows) in [(&keys, &rows[0]), (&values, &rows[1])] {
-            // In two calls, as a prompt in chunks would.
-            remember(cache, &rows.narrow(0, 0, count / 3)?, 0, None)?;
-            remember(cache, &rows.narrow(0, count / 3, count - count / 3)?, count / 3, None)?;
+    fn random(lab: &mut Lab, random: &mut Random, mut shape: Heads, count: usize) -> Self {
+        shape.context = count + 3;
+        let proj = lab.random(random, count * shape.width());
+        let cache = [0, 1].map(|_| lab.cpu_room(shape.cache_bytes()));
+        let cache = Cache { keys: cache[0], values: cache[1] };
+        let q = lab.room(count * shape.heads * shape.dim);
+        let ones = lab.floats(&vec![1.0; shape.dim]);
+        let turn = lab.room(count * shape.rotary);
+        let mut filled = Self { shape, cache, proj, q, keys: Vec::new() };
+        // In two calls, as a prompt in chunks would.
+        for (start, tokens) in [(0, count / 3), (count / 3, count - count / 3)] {
+            filled.write(lab, start, tokens, [ones, ones], turn);
         }
-        let plain = [rows[0].flatten_all()?.to_vec1()?, rows[1].flatten_all()?.to_vec1()?];
-        Ok(Self { keys, values, plain, shared, dim })
+        // What the norm makes of the keys.
+        for row in lab.read(proj).chunks(shape.width()) {
+            for key in row[2 * shape.heads * shape.dim..][..shape.kv_heads * shape.dim].chunks(shape.dim) {
+                let mean = key.iter().map(|k| k * k).sum::<f32>() / shape.dim as f32;
+                filled.keys.extend(key.iter().map(|k| k / (mean + shape.eps).sqrt()));
+            }
+        }
+        filled
     }
 
-    /// Head `head` of the query at `position`, in f64.
-    fn expected(&self, q: &[f32], heads: usize, head: usize, position: usize) -> Vec<f64> {
-        let group = heads / self.shared;
-        let row =
-            |part: usize, at: usize| &self.plain[part][(at * self.shared + head / group) * self.dim..][..self.dim];
+    fn write(&self, lab: &mut Lab, start: usize, tokens: usize, [q_norm, k_norm]: [Region; 2], turn: Region) {
+        let shape = &self.shape;
+        let proj = self.proj.rows(start, tokens, shape.width());
+        let q = self.q.rows(start, tokens, shape.heads * shape.dim);
+        lab.run(CacheWrite { shape, start, tokens, proj, turn: Turn { q_norm, k_norm, turn }, q, cache: self.cache });
+    }
+
+    fn attend(&self, lab: &mut Lab, start: usize, tokens: usize) -> Vec<f32> {
+        let (shape, cache) = (&self.shape, self.cache);
+        let width = shape.heads * shape.dim;
+        let (q, proj) = (self.q.rows(start, tokens, width), self.proj.rows(start, tokens, shape.width()));
+        let y = lab.room(tokens * width);
+        lab.run(Attend { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
+        lab.read(y)
+    }
+
+    /// Head `head` at `position`, in f64.
+    fn expected(&self, q: &[f32], proj: &[f32], head: usize, position: usize) -> Vec<f64> {
+        let Heads { heads, kv_heads, dim, .. } = self.shape;
+        let (kv, width) = (head / (heads / kv_heads), self.shape.width());
         let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>();
-        let scores: Vec<f64> = (0..=position).map(|at| dot(row(0, at)) / (self.dim as f64).sqrt()).collect();
+        let key = |at: usize| &self.keys[(at * kv_heads + kv) * dim..][..dim];
+        let value = |at: usize| &proj[at * width + (2 * heads + kv_heads + kv) * dim..][..dim];
+        let scores: Vec<f64> = (0..=position).map(|at| dot(key(at)) / (dim as f64).sqrt()).collect();
         let most = scores.iter().copied().fold(f64::MIN, f64::max);
         let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
         let total: f64 = weights.iter().sum();
-        (0..self.dim)
-            .map(|d| weights.iter().enumerate().map(|(at, w)| w * f64::from(row(1, at)[d])).sum::<f64>() / total)
-            .collect()
+        let gate = &proj[position * width + head * 2 * dim + dim..][..dim];
+        let sum = |d: usize| weights.iter().enumerate().map(|(at, w)| w * f64::from(value(at)[d])).sum::<f64>() / total;
+        (0..dim).map(|d| sum(d) / (1.0 + (-f64::from(gate[d])).exp())).collect()
+    }
+}
+
+impl Lab {
+    fn cpu_room(&mut self, bytes: usize) -> Region {
+        self.room(bytes.div_ceil(4)).first(bytes)
     }
 }
 
@@ -65,104 +98,100 @@ const SHAPES: [(usize, usize, usize, usize); 7] = [
     (15, 5, 16, 90),
 ];
 
+fn shapes(format: CacheFormat) -> impl Iterator<Item = (Heads, usize)> {
+    SHAPES.into_iter().map(move |(heads, kv_heads, dim, count)| {
+        (Heads { heads, kv_heads, dim, rotary: 0, eps: 1e-6, context: 0, format }, count)
+    })
+}
+
 #[test]
-fn attention_is_right() -> Result<()> {
-    let mut random = Random(21);
-    for (heads, shared, dim, count) in SHAPES {
-        for (math, tolerance) in [(Math::F32, 1e-6), (Math::Integer, 5e-5)] {
-            let filled = Filled::random(&mut random, math, shared, dim, count)?;
-            let tokens = (count / 2).min(70);
-            let q = (tensor(&mut random, tokens, heads * dim)? * 4.0)?.reshape((tokens, heads, dim))?;
+fn attention_is_right() {
+    let (mut random, mut lab) = (Random(21), Lab::new());
+    for (format, tolerance) in [(CacheFormat::F32, 1e-6), (CacheFormat::I16, 5e-5)] {
+        for (shape, count) in shapes(format) {
+            let filled = Filled::random(&mut lab, &mut random, shape, count);
+            let (tokens, dim, width) = ((count / 2).min(70), shape.dim, shape.heads * shape.dim);
             let at = count - tokens;
-            let got = attend(&Compute::cpu(3, math), &q, &filled.keys, &filled.values, at)?.to_vec2::<f32>()?;
-            let q = q.to_vec3::<f32>()?;
+            let got = filled.attend(lab.with(3, Math::Integer), at, tokens);
+            let (q, proj) = (lab.read(filled.q), lab.read(filled.proj));
             for token in 0..tokens {
-                for head in 0..heads {
-                    let expected = filled.expected(&q[token][head], heads, head, at + token);
-                    for (got, expected) in got[token][head * dim..].iter().zip(&expected) {
-                        assert!((f64::from(*got) - expected).abs() < tolerance, "{got} {expected} {math:?} {count}");
+                for head in 0..shape.heads {
+                    let q = &q[(at + token) * width + head * dim..][..dim];
+                    let expected = filled.expected(q, &proj, head, at + token);
+                    for (got, expected) in got[token * width + head * dim..].iter().zip(&expected) {
+                        assert!((f64::from(*got) - expected).abs() < tolerance, "{got} {expected} {format:?} {count}");
                     }
                 }
             }
         }
     }
-    Ok(())
 }
 
 #[test]
-fn attention_does_not_see_batch_or_threads() -> Result<()> {
-    let mut random = Random(22);
-    for (heads, shared, dim, count) in SHAPES {
-        for math in [Math::F32, Math::Integer] {
-            let filled = Filled::random(&mut random, math, shared, dim, count)?;
-            let tokens = count.min(150);
-            let q = tensor(&mut random, tokens, heads * dim)?.reshape((tokens, heads, dim))?;
+fn attention_does_not_see_batch_or_threads() {
+    let (mut random, mut lab) = (Random(22), Lab::new());
+    for format in FORMATS {
+        for (shape, count) in shapes(format) {
+            let filled = Filled::random(&mut lab, &mut random, shape, count);
+            let (tokens, width) = (count.min(150), shape.heads * shape.dim);
             let at = count - tokens;
-            let run = |threads: usize, from: usize, len: usize| {
-                let compute = Compute::cpu(threads, math);
-                bits(&attend(&compute, &q.narrow(0, from, len)?, &filled.keys, &filled.values, at + from)?)
+            let mut run = |threads: usize, from: usize, len: usize| {
+                to_bits(filled.attend(lab.with(threads, Math::Integer), at + from, len))
             };
-            let expected = run(1, 0, tokens)?;
-            assert!(run(2, 0, tokens)? == expected && run(5, 0, tokens)? == expected);
+            let expected = run(1, 0, tokens);
+            assert!(run(2, 0, tokens) == expected && run(5, 0, tokens) == expected);
             for isa in Isa::all() {
-                assert!(with(isa, || run(1, 0, tokens))? == expected, "{isa:?}");
+                assert!(with(isa, || run(1, 0, tokens)) == expected, "{isa:?}");
             }
             for token in [0, tokens / 2, tokens - 1] {
-                let row = token * heads * dim..(token + 1) * heads * dim;
-                assert!(run(1, token, 1)? == expected[row.clone()] && run(4, token, 1)? == expected[row]);
+                let row = token * width..(token + 1) * width;
+                assert!(run(1, token, 1) == expected[row.clone()] && run(4, token, 1) == expected[row]);
             }
         }
     }
-    Ok(())
 }
 
 #[test]
-fn a_cached_row_is_its_values() -> Result<()> {
-    let mut random = Random(23);
-    let (shared, dim, tokens) = (2, 64, 5);
-    let x = tensor(&mut random, tokens, shared * dim)?;
-    let weight: Vec<f32> = (0..dim).map(|_| random.unit()).collect();
-    let rotation = Rotation::new(7, tokens, 16, 1e7);
-    let mut plain = Vec::new();
-    for math in [Math::F32, Math::Integer] {
-        let (kind, width) = cache_row(math, dim);
-        let cache = Tensor::zeros((shared, 20, width), kind, &Device::Cpu)?;
-        remember(&cache, &x, 7, Some((HeadNorm { weight: &weight, eps: 1e-6 }, &rotation)))?;
-        // One query of zeros sees the mean of what is at positions 7..12.
-        let zero = Tensor::zeros((1, shared, dim), DType::F32, &Device::Cpu)?;
-        let nothing = cache.zeros_like()?;
-        let mean = attend(&Compute::cpu(1, math), &zero, &nothing, &cache, 11)?.to_vec2::<f32>()?;
+fn a_cached_row_is_its_values() {
+    let mut plain: Vec<f32> = Vec::new();
+    for format in FORMATS {
+        let (mut random, mut lab) = (Random(23), Lab::new());
+        let shape = Heads { heads: 2, kv_heads: 2, dim: 64, rotary: 16, eps: 1e-6, context: 20, format };
+        let filled = Filled::random(&mut lab, &mut random, shape, 12);
+        // A query of zeros sees the mean of all values.
+        let (width, zeros) = (2 * 64, lab.room(2 * 64));
+        let (shape, y) = (&filled.shape, lab.room(width));
+        let proj = filled.proj.rows(11, 1, shape.width());
+        let (cache, partials) = (filled.cache, Region::default());
+        lab.run(Attend { shape, start: 11, tokens: 1, q: zeros, cache, proj, partials, y });
+        let mean = lab.read(y);
         if plain.is_empty() {
-            plain.clone_from(&mean[0]);
+            plain.clone_from(&mean);
         }
-        assert!(mean[0].iter().zip(&plain).all(|(a, b)| (a - b).abs() < 1e-4));
-        assert!(remember(&cache, &x, 16, None).is_err(), "no room");
+        assert!(mean.iter().zip(&plain).all(|(a, b)| (a - b).abs() < 1e-4));
+        let turn = Turn { q_norm: y.floats(64), k_norm: y.floats(64), turn: lab.room(4 * 16) };
+        let write = |start| CacheWrite { shape, start, tokens: 4, proj: filled.proj, turn, q: filled.q, cache };
+        assert!(!lab.fails(write(11)) && lab.fails(write(12)), "no room");
     }
-    Ok(())
 }
 
 #[test]
-fn what_surrounds_attention_has_the_same_bytes_everywhere() -> Result<()> {
-    let mut random = Random(24);
-    let (heads, dim, tokens) = (3, 40, 5);
-    let x = tensor(&mut random, tokens, heads * dim)?;
-    let projected = tensor(&mut random, tokens, heads * 2 * dim)?;
-    let weight: Vec<f32> = (0..dim).map(|_| random.unit()).collect();
-    let all: Vec<f32> = (0..heads * dim).map(|_| random.unit()).collect();
-    let all = Tensor::from_vec(all, heads * dim, &Device::Cpu)?;
-    let (norm, rotation) = (HeadNorm { weight: &weight, eps: 1e-6 }, Rotation::new(7, tokens, 16, 1e7));
-    let compute = Compute::cpu(1, Math::Integer);
-    let run = || -> Result<(Vec<u32>, Vec<i16>)> {
-        let cache = Tensor::zeros((heads, 20, dim + 2), DType::I16, &Device::Cpu)?;
-        remember(&cache, &x, 7, Some((norm, &rotation)))?;
-        let mut rows = bits(&queries(&compute, &projected, norm, &rotation)?)?;
-        rows.extend(bits(&gate(&compute, &x, &projected, dim)?)?);
-        rows.extend(bits(&rms_norm(&compute, &x, &all, 1e-6)?)?);
-        Ok((rows, cache.flatten_all()?.to_vec1()?))
+fn what_surrounds_attention_has_the_same_bytes_everywhere() {
+    let (mut random, mut lab) = (Random(24), Lab::new());
+    let format = CacheFormat::I16;
+    let shape = Heads { heads: 3, kv_heads: 3, dim: 40, rotary: 16, eps: 1e-6, context: 0, format };
+    let filled = Filled::random(&mut lab, &mut random, shape, 12);
+    let norms = [lab.random(&mut random, 40), lab.random(&mut random, 40)];
+    let turn = lab.random(&mut random, 5 * 16);
+    let mut run = || {
+        filled.write(&mut lab, 7, 5, norms, turn);
+        let mut bits = lab.bits(filled.q);
+        bits.extend(lab.bits(filled.cache.keys.first(filled.cache.keys.len / 4 * 4)));
+        bits.extend(to_bits(filled.attend(&mut lab, 7, 5)));
+        bits
     };
-    let expected = with(Isa::Scalar, run)?;
+    let expected = with(Isa::Scalar, &mut run);
     for isa in Isa::all() {
-        assert!(with(isa, run)? == expected, "{isa:?}");
+        assert!(with(isa, &mut run) == expected, "{isa:?}");
     }
-    Ok(())
 }

@@ -1,112 +1,200 @@
 //! Linear layers and experts: against a plain reference, and against themselves with other batches and thread counts.
 
-use candle_core::{Device, Result, Tensor};
-
 use super::{
-    Assignment, Codes, ExpertView, Float, Job, Weight, combine, experts, linear,
+    Codes, Combine, Cpu, Experts, Float, Group, Mixture, Op, Project, Room, Run, Shared, Slots, Stack, Weight, Which,
     quant::Format,
     simd::{
         Isa,
         tests::{Owned, Random, with},
     },
 };
-use crate::device::{Compute, Math, Span};
+use crate::device::{Compute, DeviceError, Math, Region};
 
 mod attention;
 mod delta;
 
 const AFFINE: Codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 
-fn weight(random: &mut Random, codes: Codes, rows: usize, cols: usize) -> Weight {
-    let owned = Owned::random(random, codes, rows, cols);
-    let parts = owned.view().parts.map(|part| Span::from_bytes(part).expect("memory"));
-    Weight { codes, rows, cols, gain: 1.0, parts }
+/// A CPU with buffers on it.
+struct Lab {
+    cpu: Cpu,
 }
 
-fn tensor(random: &mut Random, rows: usize, cols: usize) -> Result<Tensor> {
-    Tensor::from_vec((0..rows * cols).map(|_| random.unit()).collect::<Vec<_>>(), (rows, cols), &Device::Cpu)
-}
-
-fn values(tensor: &Tensor) -> Result<Vec<f32>> {
-    tensor.flatten_all()?.to_vec1()
-}
-
-fn bits(tensor: &Tensor) -> Result<Vec<u32>> {
-    Ok(values(tensor)?.into_iter().map(f32::to_bits).collect())
-}
-
-#[test]
-fn linear_does_not_see_batch_threads_or_neighbours() -> Result<()> {
-    let mut random = Random(11);
-    let eight = Codes::Affine { bits: 8, group: 64, scale: Float::Bf16 };
-    let weights = [(AFFINE, 300), (eight, 7), (Codes::Dense(Float::Bf16), 65), (AFFINE, 1), (Codes::Mxfp4, 40)]
-        .map(|(codes, rows)| weight(&mut random, codes, rows, 384));
-    let all: Vec<&Weight> = weights.iter().collect();
-    let x = tensor(&mut random, 67, 384)?;
-    for math in [Math::Integer, Math::F32] {
-        let one = Compute::cpu(1, math);
-        let expected = bits(&linear(&one, &x, &all)?)?;
-        for threads in [2, 5] {
-            assert!(bits(&linear(&Compute::cpu(threads, math), &x, &all)?)? == expected);
-        }
-        let rows: Vec<Tensor> = (0..67).map(|row| linear(&one, &x.narrow(0, row, 1)?, &all)).collect::<Result<_>>()?;
-        assert!(bits(&Tensor::cat(&rows, 0)?)? == expected);
-        let alone: Vec<Tensor> = all.iter().map(|weight| linear(&one, &x, &[weight])).collect::<Result<_>>()?;
-        assert!(bits(&Tensor::cat(&alone, 1)?)? == expected);
+impl Lab {
+    fn new() -> Self {
+        Self { cpu: Cpu::new(Compute::cpu(1, Math::Integer)) }
     }
-    Ok(())
+
+    /// From here on with other threads and another arithmetic, and with nothing quantised yet.
+    fn with(&mut self, threads: usize, math: Math) -> &mut Self {
+        (self.cpu.compute, self.cpu.quantised) = (Compute::cpu(threads, math), Default::default());
+        self
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) -> Region {
+        let region = self.cpu.allocate(bytes.len()).unwrap();
+        self.cpu.write(region, bytes).unwrap();
+        region
+    }
+
+    fn floats(&mut self, values: &[f32]) -> Region {
+        self.bytes(bytemuck::cast_slice(values))
+    }
+
+    fn random(&mut self, random: &mut Random, count: usize) -> Region {
+        self.floats(&(0..count).map(|_| random.unit()).collect::<Vec<_>>())
+    }
+
+    fn room(&mut self, count: usize) -> Region {
+        self.cpu.allocate(count * 4).unwrap()
+    }
+
+    fn weight(&mut self, random: &mut Random, codes: Codes, rows: usize, cols: usize) -> Weight {
+        let owned = Owned::random(random, codes, rows, cols);
+        let parts = owned.view().parts.map(|part| self.bytes(part));
+        Weight { codes, rows, cols, gain: 1.0, parts }
+    }
+
+    fn run<'o>(&mut self, op: impl Into<Op<'o>>) {
+        self.cpu.run(&op.into()).unwrap();
+    }
+
+    fn fails<'o>(&mut self, op: impl Into<Op<'o>>) -> bool {
+        self.cpu.run(&op.into()).is_err()
+    }
+
+    fn read(&mut self, region: Region) -> Vec<f32> {
+        let mut values = vec![0.0; region.len / 4];
+        self.cpu.read_floats(region, &mut values).unwrap();
+        values
+    }
+
+    fn bits(&mut self, region: Region) -> Vec<u32> {
+        self.read(region).into_iter().map(f32::to_bits).collect()
+    }
+
+    /// The products of `tokens` rows with weights, side by side.
+    fn linear(&mut self, x: Region, tokens: usize, matrices: &[Weight]) -> Vec<f32> {
+        let y = self.room(tokens * matrices.iter().map(|weight| weight.rows).sum::<usize>());
+        self.run(Project { x, tokens, norm: None, matrices, y, add: false });
+        self.read(y)
+    }
+}
+
+fn to_bits(values: Vec<f32>) -> Vec<u32> {
+    values.into_iter().map(f32::to_bits).collect()
 }
 
 #[test]
-fn linear_refuses_what_does_not_fit() -> Result<()> {
-    let mut random = Random(12);
-    let weight = weight(&mut random, AFFINE, 8, 128);
-    let compute = Compute::cpu(1, Math::Integer);
-    assert!(linear(&compute, &tensor(&mut random, 2, 64)?, &[&weight]).is_err());
-    let short = Weight { rows: 9, ..weight.clone() };
-    assert!(linear(&compute, &tensor(&mut random, 2, 128)?, &[&short]).is_err());
-    let odd = Weight { codes: Codes::Affine { bits: 7, group: 64, scale: Float::Bf16 }, ..weight };
-    assert!(linear(&compute, &tensor(&mut random, 2, 128)?, &[&odd]).is_err());
-    Ok(())
+fn linear_does_not_see_batch_threads_or_neighbours() {
+    let (mut random, mut lab) = (Random(11), Lab::new());
+    let eight = Codes::Affine { bits: 8, group: 64, scale: Float::Bf16 };
+    for last in [(AFFINE, 1), (Codes::Mxfp4, 40)] {
+        let all = [(AFFINE, 300), (eight, 7), (Codes::Dense(Float::Bf16), 65), last]
+            .map(|(codes, rows)| lab.weight(&mut random, codes, rows, 384));
+        let width: usize = all.iter().map(|weight| weight.rows).sum();
+        let x = lab.random(&mut random, 67 * 384);
+        for math in [Math::Integer, Math::F32] {
+            let expected = to_bits(lab.with(1, math).linear(x, 67, &all));
+            for threads in [2, 5] {
+                assert!(to_bits(lab.with(threads, math).linear(x, 67, &all)) == expected);
+            }
+            lab.with(1, math);
+            let rows = (0..67).flat_map(|row| lab.linear(x.rows(row, 1, 384), 1, &all)).collect();
+            assert!(to_bits(rows) == expected);
+            let mut first = 0;
+            for weight in all {
+                let alone = to_bits(lab.linear(x, 67, &[weight]));
+                for (alone, row) in alone.chunks(weight.rows).zip(expected.chunks(width)) {
+                    assert!(alone == &row[first..first + weight.rows]);
+                }
+                first += weight.rows;
+            }
+        }
+    }
 }
 
-/// Experts of `[gate and up, down]` codes and their intermediate size, routed at random to `k` each of `tokens`.
+#[test]
+fn linear_refuses_what_does_not_fit() {
+    let (mut random, mut lab) = (Random(12), Lab::new());
+    let weight = lab.weight(&mut random, AFFINE, 8, 128);
+    let (x, y) = (lab.random(&mut random, 2 * 128), lab.room(2 * 9));
+    let mut fails = |weight: Weight, x: Region, y: Region| {
+        lab.fails(Project { x, tokens: 2, norm: None, matrices: &[weight], y, add: false })
+    };
+    assert!(!fails(weight, x, y));
+    assert!(fails(Weight { cols: 64, ..weight }, x, y));
+    assert!(fails(Weight { rows: 9, ..weight }, x, y));
+    assert!(fails(Weight { codes: Codes::Affine { bits: 7, group: 64, scale: Float::Bf16 }, ..weight }, x, y));
+    // What is written may not be read by the same operation.
+    assert!(fails(weight, x, x.first(2 * 9 * 4)));
+}
+
+/// Experts of `[gate and up, down]` codes and their intermediate size, each in a mixture of its own, routed at random to `k`
+/// each of `tokens`.
 struct Layer {
-    weights: Vec<[Weight; 3]>,
-    rows: Vec<Vec<Assignment>>,
+    experts: Vec<(Mixture, Slots, [Weight; 3])>,
+    places: Vec<Vec<u32>>,
+    k: usize,
 }
 
 impl Layer {
     const HIDDEN: usize = 256;
 
-    fn random(random: &mut Random, kinds: &[(Codes, Codes, usize)], tokens: usize, k: usize) -> Self {
+    fn random(lab: &mut Lab, random: &mut Random, kinds: &[(Codes, Codes, usize)], tokens: usize, k: usize) -> Self {
         let hidden = Self::HIDDEN;
-        let weights = kinds.iter().map(|(up, down, inner)| {
-            [
-                weight(random, *up, *inner, hidden),
-                weight(random, *up, *inner, hidden),
-                weight(random, *down, hidden, *inner),
-            ]
-        });
-        let weights: Vec<_> = weights.collect();
-        let mut rows = vec![Vec::new(); kinds.len()];
+        let mut experts = Vec::new();
+        for (up, down, inner) in kinds {
+            let shapes = [(*up, *inner, hidden), (*up, *inner, hidden), (*down, hidden, *inner)];
+            let (mut bytes, mut stacks): (Vec<u8>, [Stack; 3]) = Default::default();
+            for ((codes, rows, cols), stack) in shapes.into_iter().zip(&mut stacks) {
+                let owned = Owned::random(random, codes, rows, cols);
+                let at = owned.view().parts.map(|part| {
+                    let at = bytes.len();
+                    bytes.extend(part);
+                    at
+                });
+                *stack = Stack { codes, rows, cols, gains: vec![1.0], at: vec![at] };
+            }
+            let stride = bytes.len();
+            let slots = Slots { slabs: vec![lab.bytes(&bytes)], per_slab: 1, stride };
+            let weights = stacks.each_ref().map(|stack| {
+                let lens = stack.codes.row_bytes(stack.cols).map(|len| len * stack.rows);
+                let part = |part: usize| slots.part(0, stack.at[0][part], lens[part]).unwrap();
+                let parts = [0, 1, 2].map(part);
+                Weight { codes: stack.codes, rows: stack.rows, cols: stack.cols, gain: 1.0, parts }
+            });
+            let codes = Codes::Dense(Float::F32);
+            let router = Weight { codes, rows: 1, cols: hidden, gain: 1.0, parts: Default::default() };
+            experts.push((Mixture { k, renormalise: true, router, shared: None, stacks }, slots, weights));
+        }
+        let mut places = vec![Vec::new(); kinds.len()];
         for token in 0..tokens {
             let first = random.below(kinds.len());
             for rank in 0..k {
-                let place = (token * k + rank) as u32;
-                rows[(first + rank) % kinds.len()].push(Assignment { token: token as u32, place });
+                places[(first + rank) % kinds.len()].push((token * k + rank) as u32);
             }
         }
-        Self { weights, rows }
+        Self { experts, places, k }
     }
 
-    fn jobs(&self) -> Vec<Job<'_>> {
-        let mut jobs = Vec::new();
-        for (weights, rows) in self.weights.iter().zip(&self.rows) {
-            let [gate, up, down] = weights;
-            jobs.push(Job { expert: ExpertView { gate: gate.view(), up: up.view(), down: down.view() }, rows });
+    /// Runs some places of one expert; `out` is `[tokens * (k + 1), hidden]`.
+    fn run(&self, lab: &mut Lab, expert: usize, places: &[u32], x: Region, tokens: usize, out: Region) -> bool {
+        let (layer, slots, _) = &self.experts[expert];
+        let groups = [Group { expert: 0, slot: 0, first: 0, count: places.len() as u32 }];
+        let which = Which::Landed { groups: &groups, places, shared: false, by_place: None };
+        let act = lab.room(tokens * (self.k + 1) * layer.row());
+        let (scores, room) = (lab.room(tokens), Room { out, act, ..Room::default() });
+        !lab.fails(Experts { layer, slots, tokens, x, room: Room { scores, ..room }, which })
+    }
+
+    /// All places of all experts.
+    fn all(&self, lab: &mut Lab, x: Region, tokens: usize) -> Vec<f32> {
+        let out = lab.room(tokens * (self.k + 1) * Self::HIDDEN);
+        for (expert, places) in self.places.iter().enumerate() {
+            assert!(self.run(lab, expert, places, x, tokens, out));
         }
-        jobs
+        lab.read(out.floats(tokens * self.k * Self::HIDDEN))
     }
 }
 
@@ -123,103 +211,99 @@ fn kinds() -> Vec<(Codes, Codes, usize)> {
 }
 
 #[test]
-fn experts_do_what_they_say() -> Result<()> {
-    let mut random = Random(13);
-    let (tokens, k) = (40, 3);
-    let layer = Layer::random(&mut random, &kinds(), tokens, k);
-    let x = tensor(&mut random, tokens, Layer::HIDDEN)?;
+fn experts_do_what_they_say() {
+    let (mut random, mut lab) = (Random(13), Lab::new());
+    let (tokens, k, hidden) = (40, 3, Layer::HIDDEN);
+    let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
+    let x = lab.random(&mut random, tokens * hidden);
     for math in [Math::F32, Math::Integer] {
         // Some levels of each product's activations, which depend on the weight.
         let levels = |weight: &Weight| match weight.codes {
             Codes::Affine { bits, group, .. } if math == Math::Integer => 4.0 / Format::new(bits, group).levels as f32,
             _ => 0.0,
         };
-        let (compute, plain) = (Compute::cpu(3, math), Compute::cpu(1, Math::F32));
-        let out = Tensor::zeros((tokens * k, Layer::HIDDEN), candle_core::DType::F32, &Device::Cpu)?;
-        experts(&compute, &x, &layer.jobs(), &out)?;
-        let out = out.to_vec2::<f32>()?;
-        for ([gate, up, down], rows) in layer.weights.iter().zip(&layer.rows) {
+        let out = layer.all(lab.with(3, math), x, tokens);
+        lab.with(1, Math::F32);
+        for ((_, _, [gate, up, down]), places) in layer.experts.iter().zip(&layer.places) {
             let tolerance = 1e-6 + levels(gate) + levels(up) + levels(down);
-            for row in rows {
-                let x = x.narrow(0, row.token as usize, 1)?;
-                let (gate, up) = (values(&linear(&plain, &x, &[gate])?)?, values(&linear(&plain, &x, &[up])?)?);
+            for place in places {
+                let x = x.rows(*place as usize / k, 1, hidden);
+                let (gate, up) = (lab.linear(x, 1, &[*gate]), lab.linear(x, 1, &[*up]));
                 let act: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-                let act = Tensor::from_vec(act, (1, gate.len()), &Device::Cpu)?;
-                let expected = values(&linear(&plain, &act, &[down])?)?;
+                let act = lab.floats(&act);
+                let expected = lab.linear(act, 1, &[*down]);
                 let size = expected.iter().fold(0f32, |most, y| most.max(y.abs()));
-                for (got, expected) in out[row.place as usize].iter().zip(&expected) {
+                for (got, expected) in out[*place as usize * hidden..][..hidden].iter().zip(&expected) {
                     assert!((got - expected).abs() <= tolerance * size, "{got} {expected} of {size}");
                 }
             }
         }
     }
-    Ok(())
 }
 
 #[test]
-fn experts_do_not_see_batch_threads_or_each_other() -> Result<()> {
-    let mut random = Random(14);
-    let (tokens, k) = (300, 4);
-    let layer = Layer::random(&mut random, &kinds(), tokens, k);
-    let x = tensor(&mut random, tokens, Layer::HIDDEN)?;
-    let places = || Tensor::zeros((tokens * k, Layer::HIDDEN), candle_core::DType::F32, &Device::Cpu);
+fn experts_do_not_see_batch_threads_or_each_other() {
+    let (mut random, mut lab) = (Random(14), Lab::new());
+    let (tokens, k, hidden) = (300, 4, Layer::HIDDEN);
+    let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
+    let x = lab.random(&mut random, tokens * hidden);
     for math in [Math::Integer, Math::F32] {
-        let (one, many) = (Compute::cpu(1, math), Compute::cpu(4, math));
-        let together = places()?;
-        experts(&one, &x, &layer.jobs(), &together)?;
-        let expected = bits(&together)?;
-        let threaded = places()?;
-        experts(&many, &x, &layer.jobs(), &threaded)?;
-        assert!(bits(&threaded)? == expected);
-        let single = places()?;
-        for job in layer.jobs().iter().rev() {
-            for row in job.rows {
-                let rows = std::slice::from_ref(row);
-                experts(&many, &x, &[Job { expert: job.expert, rows }], &single)?;
+        let expected = to_bits(layer.all(lab.with(1, math), x, tokens));
+        assert!(to_bits(layer.all(lab.with(4, math), x, tokens)) == expected);
+        let single = lab.room(tokens * (k + 1) * hidden);
+        for (expert, places) in layer.places.iter().enumerate().rev() {
+            for place in places.iter().step_by(7) {
+                assert!(layer.run(&mut lab, expert, &[*place], x, tokens, single));
+                let row = single.rows(*place as usize, 1, hidden);
+                assert!(lab.bits(row) == expected[*place as usize * hidden..][..hidden]);
             }
         }
-        assert!(bits(&single)? == expected);
         for isa in Isa::all() {
-            let here = places()?;
-            with(isa, || experts(&one, &x, &layer.jobs(), &here))?;
-            assert!(bits(&here)? == expected, "{isa:?}");
+            assert!(to_bits(with(isa, || layer.all(lab.with(1, math), x, tokens))) == expected, "{isa:?}");
         }
     }
-    Ok(())
 }
 
 #[test]
-fn experts_refuse_what_does_not_fit() -> Result<()> {
-    let mut random = Random(15);
-    let layer = Layer::random(&mut random, &kinds()[..1], 1, 1);
-    let compute = Compute::cpu(1, Math::Integer);
-    let x = tensor(&mut random, 1, Layer::HIDDEN)?;
-    let out = tensor(&mut random, 2, Layer::HIDDEN)?;
-    let expert = layer.jobs()[0].expert;
-    let bad = [(0, 2), (1, 0)].map(|(token, place)| vec![Assignment { token, place }]);
-    let twice = vec![Assignment { token: 0, place: 1 }; 2];
-    for rows in bad.iter().chain([&twice]) {
-        assert!(experts(&compute, &x, &[Job { expert, rows }], &out).is_err());
+fn experts_refuse_what_does_not_fit() {
+    let (mut random, mut lab) = (Random(15), Lab::new());
+    let mut layer = Layer::random(&mut lab, &mut random, &kinds()[..1], 1, 1);
+    let x = lab.random(&mut random, Layer::HIDDEN);
+    let out = lab.room(2 * Layer::HIDDEN);
+    assert!(layer.run(&mut lab, 0, &[0], x, 1, out));
+    // Another token's place, none at all, and one twice.
+    for places in [&[1][..], &[2], &[0, 0]] {
+        assert!(!layer.run(&mut lab, 0, places, x, 1, out));
     }
-    let mixed = ExpertView { down: expert.up, ..expert };
-    assert!(experts(&compute, &x, &[Job { expert: mixed, rows: &layer.rows[0] }], &out).is_err());
-    Ok(())
+    layer.experts[0].0.stacks[2] = layer.experts[0].0.stacks[1].clone();
+    assert!(!layer.run(&mut lab, 0, &[0], x, 1, out));
 }
 
 #[test]
-fn combine_adds_in_rank_order() -> Result<()> {
-    let mut random = Random(16);
+fn combine_adds_in_rank_order() -> Result<(), DeviceError> {
+    let (mut random, mut lab) = (Random(16), Lab::new());
     let (tokens, k, hidden) = (5, 3, 40);
-    let out = tensor(&mut random, tokens * k + tokens, hidden)?;
-    let shared = out.narrow(0, tokens * k, tokens)?;
-    let gate = tensor(&mut random, tokens, 1)?;
-    let weights: Vec<f32> = (0..tokens * k).map(|_| random.unit()).collect();
-    let got = combine(&Compute::cpu(2, Math::Integer), &out, &weights, k, Some((&shared, &gate)))?.to_vec2::<f32>()?;
-    let (rows, gate) = (out.to_vec2::<f32>()?, values(&gate)?);
+    let codes = Codes::Dense(Float::F32);
+    let router = Weight { codes, rows: 1, cols: hidden, gain: 1.0, parts: Default::default() };
+    let down = lab.weight(&mut random, codes, hidden, 8);
+    let shared = Some(Shared { gate_up: [router; 2], down, result: router });
+    let layer = &Mixture { k, renormalise: true, router, shared, stacks: Default::default() };
+    let out = lab.random(&mut random, tokens * (k + 1) * hidden);
+    let (weights, h) = (lab.random(&mut random, tokens * (k + 1)), lab.random(&mut random, tokens * hidden));
+    let (scores, act) = (lab.room(tokens * layer.width()), lab.room(tokens * (k + 1) * layer.row()));
+    let room = Room { scores, act, out, weights, ..Room::default() };
+    let before = lab.read(h);
+    let slots = &Slots::default();
+    lab.with(2, Math::Integer).run(Combine { layer, slots, tokens, room, by_place: None, h });
+    let (got, rows, weights) = (lab.read(h), lab.read(out), lab.read(weights));
     for token in 0..tokens {
         for col in 0..hidden {
-            let routed = (token * k..(token + 1) * k).fold(0f32, |y, at| weights[at].mul_add(rows[at][col], y));
-            assert_eq!(got[token][col], gate[token].mul_add(rows[tokens * k + token][col], routed));
+            let add = |y: f32, place: usize, rank: usize| {
+                weights[token * (k + 1) + rank].mul_add(rows[place * hidden + col], y)
+            };
+            let routed = (0..k).fold(0f32, |y, rank| add(y, token * k + rank, rank));
+            let sum = before[token * hidden + col] + add(routed, tokens * k + token, k);
+            assert_eq!(got[token * hidden + col], sum);
         }
     }
     Ok(())

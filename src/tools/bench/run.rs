@@ -4,7 +4,7 @@ use crate::{
     engine,
     error::{CommandError, EngineError, ModelError},
     metrics::Metrics,
-    model::{Logits, Model, Placed, Rows, placed::PlacedState},
+    model::{Logits, Model, Qwen, Rows, State},
     platform::os,
     tools::belady,
 };
@@ -53,7 +53,7 @@ pub struct Run {
 
 /// A loaded model and what it was asked for.
 pub struct Session {
-    model: Placed,
+    model: Qwen,
     metrics: Arc<Metrics>,
     /// Every expert looked up, in order: layer times experts a layer, plus the expert.
     asked: Vec<u32>,
@@ -61,7 +61,7 @@ pub struct Session {
 }
 
 impl Session {
-    pub fn new(model: Placed, metrics: Arc<Metrics>) -> Self {
+    pub fn new(model: Qwen, metrics: Arc<Metrics>) -> Self {
         Self { model, metrics, asked: Vec::new(), runs: Vec::new() }
     }
 
@@ -90,18 +90,18 @@ impl Session {
         Ok(())
     }
 
-    fn forward(&mut self, state: &mut PlacedState, ids: &[u32]) -> Result<Logits, ModelError> {
+    fn forward(&mut self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
         let Self { model, asked, .. } = self;
-        let experts = model.qwen().shape().experts;
-        model.forward_observed(state, ids, Rows::Last, &mut |layer, wanted| {
-            asked.extend(wanted.iter().map(|id| (layer * experts) as u32 + id));
+        let experts = model.shape().experts;
+        model.forward_observed(state, ids, Rows::Last, &mut |layer, routes| {
+            asked.extend(routes.distinct().iter().map(|id| (layer * experts) as u32 + id));
         })
     }
 
     /// The runs, compared with what cannot be had: all experts in memory, and a cache that knew what was coming. Both
     /// follow from the measured stalls, and the second one from the lookups of all runs of this session, in order.
     pub fn finish(self) -> Vec<Run> {
-        let missed = belady::misses(&self.asked, self.model.qwen().plan().slots);
+        let missed = belady::misses(&self.asked, self.model.plan().slots);
         let mut runs = self.runs;
         for run in &mut runs {
             let lookups = missed.get(run.asked.clone()).unwrap_or_default();

@@ -12,7 +12,7 @@ use crate::{
     error::CommandError,
     experts::Io,
     metrics::Metrics,
-    model::{Model, Options, Qwen, Reference, Rows, gpu::OnGpu, qwen::StoreOptions},
+    model::{Model, Options, Qwen, Reference, Rows, qwen::StoreOptions},
     plan::Wishes,
 };
 use candle_core::{DType, Device};
@@ -81,7 +81,7 @@ impl Demo {
     /// The GPU's. What goes wrong there is part of the report.
     pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<Answer, CommandError> {
         let qwen = self.load(Math::F32, Some(working_set(&*gpu)))?;
-        Ok(match OnGpu::new(qwen, gpu) {
+        Ok(match qwen.onto(gpu) {
             Ok(model) => self.ask(METAL, model),
             Err(refused) => failed(METAL, refused.error.to_string()),
         })

@@ -1,0 +1,113 @@
+//! What a pass computes on its way. The memory plan asks for the same buffers that are then allocated.
+
+use super::config::{Config, FfnShape};
+use crate::{
+    device::Region,
+    ops::{Limits, Room},
+};
+
+/// Rows of logits computed at once.
+pub const LOGITS: usize = 16;
+
+/// Room for up to `rows` rows; every layer uses the same.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Buffers {
+    pub rows: usize,
+    /// `[rows]` u32.
+    pub ids: Region,
+    /// `[rows, hidden]`: the residual stream, and its norm as the experts see it.
+    pub h: Region,
+    pub normed: Region,
+    /// `[rows, rotated / 2, (cos, sin)]`.
+    pub turn: Region,
+    /// Of the mixers: what is projected, q k v after the convolution, room for heads, and what is projected back.
+    pub proj: Region,
+    pub mixed: Region,
+    pub out: Region,
+    pub y: Region,
+    pub partials: Region,
+    pub room: Room,
+    /// `[rows, k]` u32: what the router chose, and where it lies if all of it is in memory.
+    pub chosen: Region,
+    pub slots: Region,
+    /// `[k + 2, k]` u32 for each row that is computed place by place: a call's own slots, at the end all.
+    pub by_place: Region,
+    /// `[layers, experts]` u32: each expert's slot, looked at where every one has one.
+    pub tables: Region,
+    /// `[LOGITS, vocab]`.
+    pub logits: Region,
+}
+
+impl Buffers {
+    /// Takes each buffer from `take` (bytes). `context` is the longest that there can be.
+    pub fn new<E>(
+        config: &Config,
+        limits: &Limits,
+        rows: usize,
+        context: usize,
+        mut take: impl FnMut(usize) -> Result<Region, E>,
+    ) -> Result<Self, E> {
+        let (hidden, heads, delta) = (config.hidden, config.heads(), config.delta_heads());
+        let full = config.full_layers();
+        let (mut proj, mut values, mut mixed) = (0, 0, 0);
+        if full > 0 {
+            (proj, values) = (heads.width(), heads.heads * heads.dim);
+        }
+        if full < config.layers {
+            (proj, values, mixed) = (proj.max(delta.width()), values.max(delta.values()), delta.channels());
+        }
+        let (k, experts, scores, act, out) = match config.ffn {
+            FfnShape::Dense { intermediate } => (0, 0, 2 * intermediate, intermediate, 0),
+            FfnShape::Moe { experts, k, intermediate, shared, .. } => {
+                (k, experts, experts + 2 * shared + 1, (k + 1) * intermediate.max(shared), (k + 1) * hidden)
+            }
+        };
+        let partials = limits.partials.map_or(0, |(together, most)| {
+            let row = heads.heads * context.div_ceil(crate::ops::attend::SPLIT) * (heads.dim + 2) * 4;
+            (together * row).min(most.max(row)) / 4
+        });
+        let few = rows.min(limits.by_place.max(1));
+        let mut take = |words: usize| take(words * 4);
+        Ok(Self {
+            rows,
+            ids: take(rows)?,
+            h: take(rows * hidden)?,
+            normed: take(rows * hidden)?,
+            turn: take(rows * config.attention.rotated)?,
+            proj: take(rows * proj)?,
+            mixed: take(rows * mixed)?,
+            out: take(rows * values)?,
+            y: take(rows * values)?,
+            partials: take(partials)?,
+            room: Room {
+                scores: take(rows * scores)?,
+                weights: take(rows * (k + 1))?,
+                act: take(rows * act)?,
+                out: take(rows * out)?,
+                jobs: take(rows * k * 3)?,
+                order: take(rows * k)?,
+            },
+            chosen: take(rows * k)?,
+            slots: take(rows * k)?,
+            by_place: take(few * k * (k + 2))?,
+            tables: take(config.layers * experts)?,
+            logits: take(rows.min(LOGITS) * config.vocab)?,
+        })
+    }
+
+    /// Bytes that a row takes, and what does not depend on rows.
+    pub fn cost(config: &Config, limits: &Limits) -> (u64, u64) {
+        let bytes = |rows: usize| {
+            let mut bytes = 0;
+            let _ = Self::new(config, limits, rows, config.context, |len| {
+                bytes += len as u64;
+                Ok::<_, std::convert::Infallible>(Region { buffer: 0, offset: 0, len })
+            });
+            bytes
+        };
+        // Logits, and slots place by place, are for a fixed number of rows.
+        let (many, more) = (bytes(2 * LOGITS), bytes(2 * LOGITS + 1));
+        let row = more - many;
+        (row, many - row * 2 * LOGITS as u64)
+    }
+}

@@ -1,0 +1,211 @@
+//! The forward pass (spec section 2): the same order of operations on every device.
+//!
+//! ```text
+//! h = embed[tokens]
+//! for each layer:  h = h + mixer(rms(h))        mixer: gated delta net, or every fourth layer gated attention
+//!                  h = h + ffn(rms(h))          ffn: mixture of experts, or dense
+//! logits = rms(h) head^T
+//! ```
+
+use super::{
+    buffers::{Buffers, LOGITS},
+    config::Config,
+    net::{Attention, DeltaNet, Dense, Ffn, Mixer, Net},
+    state::LayerState,
+};
+use crate::{
+    device::Region,
+    error::ModelError,
+    experts::Experts,
+    ops::{Attend, CacheWrite, Conv, DeltaRule, Embed, Limits, Mlp, Norm, Project, Run, Slots, Turn},
+};
+use std::ops::Range;
+
+/// Which experts each token of a layer visits, likeliest first, and how much each counts.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Routes {
+    /// Experts a token.
+    pub k: usize,
+    /// `T * k` experts.
+    pub ids: Vec<u32>,
+    /// `T * k` weights.
+    pub weights: Vec<f32>,
+}
+
+impl Routes {
+    /// Every expert once, in order of their numbers.
+    pub fn distinct(&self) -> Vec<u32> {
+        let mut ids = self.ids.clone();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}
+
+/// Is shown a layer's number and its routes.
+pub type Observe<'a> = dyn FnMut(usize, &Routes) + 'a;
+
+/// Is shown a delta layer's memory behind the mark of a number.
+pub(super) type Marked<'a> = dyn FnMut(&mut dyn Run, usize, [Region; 2]) -> Result<(), ModelError> + 'a;
+
+/// Lists that keep their room from pass to pass.
+#[derive(Default)]
+pub(super) struct Lists {
+    pub turn: Vec<f32>,
+    pub moe: super::moe::Lists,
+}
+
+/// A pass under way: some rows of one sequence.
+pub(super) struct Pass<'a> {
+    pub config: &'a Config,
+    pub net: &'a Net,
+    pub run: &'a mut dyn Run,
+    pub limits: Limits,
+    pub experts: Option<&'a Experts>,
+    pub slots: &'a Slots,
+    pub b: &'a Buffers,
+    /// Positions.
+    pub start: usize,
+    pub tokens: usize,
+    pub lists: &'a mut Lists,
+    /// Is shown what the CPU learns of the router's choices.
+    pub observe: Option<&'a mut Observe<'a>>,
+}
+
+impl Pass<'_> {
+    /// All layers. `marks` are numbers of rows, ascending; `mark` gets the delta layers' memory as it was behind each, layer
+    /// by layer.
+    pub fn layers(
+        &mut self,
+        ids: &[u32],
+        state: &[LayerState],
+        marks: &[usize],
+        mark: &mut Marked<'_>,
+    ) -> Result<(), ModelError> {
+        let (net, b, tokens) = (self.net, self.b, self.tokens);
+        self.run.write_words(b.ids, ids)?;
+        self.turn()?;
+        self.run.run(&Embed { table: &net.embed, tokens, ids: b.ids, into: b.h }.into())?;
+        for (index, (layer, state)) in net.layers.iter().zip(state).enumerate() {
+            match (&layer.mixer, state) {
+                (Mixer::Attention(attention), LayerState::Attention(cache)) => {
+                    self.attention(layer.norm, attention, cache)?;
+                }
+                (Mixer::DeltaNet(delta), LayerState::DeltaNet { conv, heads }) => {
+                    self.delta_net(layer.norm, delta, [*conv, *heads], marks, mark)?;
+                }
+                _ => return Err(ModelError::Config("the state belongs to another model".into())),
+            }
+            let norm = self.norm(layer.post_norm);
+            match &layer.ffn {
+                Ffn::Dense(dense) => self.dense(norm, dense)?,
+                Ffn::Moe(moe) => {
+                    let next = net.layers.get(index + 1).and_then(|layer| layer.ffn.moe());
+                    self.moe(index, norm, moe, next)?;
+                }
+            }
+            // A GPU begins while the CPU still encodes, where no layer waits for it.
+            let waits = self.experts.is_some_and(|experts| !experts.is_resident());
+            if !waits && (index + 1).is_multiple_of(self.limits.flush) {
+                self.run.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The logits of some of the rows, appended to `out`.
+    pub fn head(&mut self, rows: Range<usize>, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        let (b, hidden, vocab) = (self.b, self.config.hidden, self.config.vocab);
+        let head = std::slice::from_ref(self.net.head());
+        for first in rows.clone().step_by(LOGITS) {
+            let tokens = LOGITS.min(rows.end - first);
+            let (x, norm) = (b.h.rows(first, tokens, hidden), Some(self.norm(self.net.norm)));
+            self.run.run(&Project { x, tokens, norm, matrices: head, y: b.logits, add: false }.into())?;
+            let at = out.len();
+            out.resize(at + tokens * vocab, 0.0);
+            self.run.read_floats(b.logits, &mut out[at..])?;
+        }
+        Ok(())
+    }
+
+    fn norm(&self, weight: Region) -> Norm {
+        Norm { weight, eps: self.config.eps, keep: None }
+    }
+
+    /// Cosines and sines of this pass's positions.
+    fn turn(&mut self) -> Result<(), ModelError> {
+        let (rotated, theta) = (self.config.attention.rotated, self.config.attention.theta);
+        let half = rotated / 2;
+        let turn = &mut self.lists.turn;
+        turn.clear();
+        for position in self.start..self.start + self.tokens {
+            for j in 0..half {
+                let angle = position as f64 * theta.powf(-2.0 * j as f64 / rotated as f64);
+                turn.extend([angle.cos() as f32, angle.sin() as f32]);
+            }
+        }
+        Ok(self.run.write(self.b.turn.floats(turn.len()), bytemuck::cast_slice(turn))?)
+    }
+
+    /// `h += W_o (softmax(q k^T) v * sigmoid(gate))` (spec 2.1).
+    fn attention(&mut self, norm: Region, attention: &Attention, cache: &crate::ops::Cache) -> Result<(), ModelError> {
+        let Attention { shape, qkv, q_norm, k_norm, out } = attention;
+        let (b, start, tokens, cache) = (self.b, self.start, self.tokens, *cache);
+        let norm = Some(self.norm(norm));
+        self.run.run(&Project { x: b.h, tokens, norm, matrices: qkv, y: b.proj, add: false }.into())?;
+        let turn = Turn { q_norm: *q_norm, k_norm: *k_norm, turn: b.turn };
+        self.run.run(&CacheWrite { shape, start, tokens, proj: b.proj, turn, q: b.out, cache }.into())?;
+        let (q, proj, partials, y) = (b.out, b.proj, b.partials, b.y);
+        self.run.run(&Attend { shape, start, tokens, q, cache, proj, partials, y }.into())?;
+        self.back(out)
+    }
+
+    /// `h += W_out (rms(delta rule(conv(q k v))) * silu(z))` (spec 2.2). The state is seen behind each of `marks` rows: they
+    /// are walked one by one anyway.
+    fn delta_net(
+        &mut self,
+        norm: Region,
+        delta: &DeltaNet,
+        [conv, heads]: [Region; 2],
+        marks: &[usize],
+        mark: &mut Marked<'_>,
+    ) -> Result<(), ModelError> {
+        let DeltaNet { shape, project, taps, decay, norm: gated, out } = delta;
+        let (b, all) = (self.b, self.tokens);
+        let norm = Some(self.norm(norm));
+        self.run.run(&Project { x: b.h, tokens: all, norm, matrices: project, y: b.proj, add: false }.into())?;
+        let mut from = 0;
+        for (index, to) in marks.iter().copied().chain([all]).enumerate() {
+            if to > from {
+                let tokens = to - from;
+                let proj = b.proj.rows(from, tokens, shape.width());
+                let mixed = b.mixed.rows(from, tokens, shape.channels());
+                self.run.run(&Conv { shape, tokens, proj, taps: *taps, state: conv, out: mixed }.into())?;
+                let [out, y] = [b.out, b.y].map(|region| region.rows(from, tokens, shape.values()));
+                let (decay, norm) = (*decay, *gated);
+                let rule = DeltaRule { shape, tokens, proj, mixed, decay, state: heads, norm, out, y };
+                self.run.run(&rule.into())?;
+            }
+            from = to;
+            if index < marks.len() {
+                mark(&mut *self.run, index, [conv, heads])?;
+            }
+        }
+        self.back(out)
+    }
+
+    /// `h += y W^T`: the end of a mixer.
+    fn back(&mut self, out: &crate::ops::Weight) -> Result<(), ModelError> {
+        let (b, tokens) = (self.b, self.tokens);
+        let matrices = std::slice::from_ref(out);
+        Ok(self.run.run(&Project { x: b.y, tokens, norm: None, matrices, y: b.h, add: true }.into())?)
+    }
+
+    /// `h += Down(silu(Gate x) * Up x)`.
+    fn dense(&mut self, norm: Norm, dense: &Dense) -> Result<(), ModelError> {
+        let (b, tokens) = (self.b, self.tokens);
+        let (gate_up, down) = (&dense.gate_up, &dense.down);
+        let (scores, act) = (b.room.scores, b.room.act);
+        Ok(self.run.run(&Mlp { tokens, norm, gate_up, down, scores, act, h: b.h }.into())?)
+    }
+}

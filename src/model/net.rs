@@ -1,0 +1,283 @@
+//! The weights of the model, as the checkpoint has them: which tensor is whose.
+
+use super::config::{Config, FfnShape};
+use crate::{
+    checkpoint::{self, Checkpoint, Layout, Trunk, names},
+    error::ModelError,
+    experts::{Experts, LayerExperts},
+    ops::{Decay, Delta, Heads, Mixture, Shared, Stack, Weight},
+};
+use crate::{device::Region, ops::CacheFormat};
+
+/// Everything but the routed experts.
+pub struct Net {
+    pub embed: Weight,
+    pub layers: Vec<Layer>,
+    /// `[hidden]`.
+    pub norm: Region,
+    /// `None`: the embedding is the head, too.
+    pub head: Option<Weight>,
+}
+
+pub struct Layer {
+    /// `[hidden]`, in front of the mixer.
+    pub norm: Region,
+    pub mixer: Mixer,
+    /// `[hidden]`, in front of the feed-forward.
+    pub post_norm: Region,
+    pub ffn: Ffn,
+}
+
+pub enum Mixer {
+    Attention(Attention),
+    DeltaNet(DeltaNet),
+}
+
+/// Gated full attention (spec 2.1): one layer in four.
+pub struct Attention {
+    pub shape: Heads,
+    /// `(query, gate) of each head`, keys, values.
+    pub qkv: [Weight; 3],
+    /// `[dim]`.
+    pub q_norm: Region,
+    pub k_norm: Region,
+    pub out: Weight,
+}
+
+/// The gated delta net (spec 2.2): three layers in four.
+pub struct DeltaNet {
+    pub shape: Delta,
+    /// `q k v`, z, b, a.
+    pub project: [Weight; 4],
+    /// `[K, channels]`.
+    pub taps: Region,
+    pub decay: Decay,
+    /// `[dv]`.
+    pub norm: Region,
+    pub out: Weight,
+}
+
+// One a layer: its size does not matter.
+#[allow(clippy::large_enum_variant)]
+pub enum Ffn {
+    Dense(Dense),
+    Moe(Mixture),
+}
+
+impl Ffn {
+    pub fn moe(&self) -> Option<&Mixture> {
+        match self {
+            Ffn::Moe(moe) => Some(moe),
+            Ffn::Dense(_) => None,
+        }
+    }
+}
+
+/// The feed-forward of the small models.
+pub struct Dense {
+    pub gate_up: [Weight; 2],
+    pub down: Weight,
+}
+
+impl Net {
+    /// Claims every tensor of the checkpoint. Routed experts are only located.
+    pub fn load(trunk: &mut Trunk<'_>, config: &Config) -> Result<(Self, Vec<LayerExperts>), ModelError> {
+        let hidden = config.hidden;
+        let embed = trunk.weight(names::EMBED, config.vocab, hidden)?;
+        let mut map = Vec::new();
+        let mut layers = Vec::with_capacity(config.layers);
+        for (index, full) in config.full.iter().enumerate() {
+            let prefix = names::layer(index);
+            layers.push(Layer {
+                norm: trunk.norm(&format!("{prefix}input_layernorm.weight"), hidden)?,
+                mixer: if *full {
+                    Mixer::Attention(Attention::load(trunk, &prefix, config)?)
+                } else {
+                    Mixer::DeltaNet(DeltaNet::load(trunk, &prefix, config)?)
+                },
+                post_norm: trunk.norm(&format!("{prefix}post_attention_layernorm.weight"), hidden)?,
+                ffn: match config.ffn {
+                    FfnShape::Dense { intermediate } => {
+                        let (gate_up, down) = mlp(trunk, &format!("{prefix}mlp."), hidden, intermediate)?;
+                        Ffn::Dense(Dense { gate_up, down })
+                    }
+                    FfnShape::Moe { .. } => Ffn::Moe(mixture(trunk, &prefix, config, &mut map)?),
+                },
+            });
+        }
+        let head = if config.tied { None } else { Some(trunk.weight(names::HEAD, config.vocab, hidden)?) };
+        Ok((Self { embed, layers, norm: trunk.norm(names::NORM, hidden)?, head }, map))
+    }
+
+    pub fn head(&self) -> &Weight {
+        self.head.as_ref().unwrap_or(&self.embed)
+    }
+
+    /// Says where the pieces of each expert are in whichever slot it is in.
+    pub fn lay_out(&mut self, store: &Experts) {
+        for (index, layer) in self.layers.iter_mut().enumerate() {
+            let Ffn::Moe(moe) = &mut layer.ffn else { continue };
+            let spans = |expert: usize| store.spans(index, expert as u32).unwrap_or_default();
+            let spans: Vec<_> = (0..moe.router.rows).map(spans).collect();
+            for (projection, stack) in moe.stacks.iter_mut().enumerate() {
+                let at = |part: usize| move |spans: &[std::ops::Range<usize>; 9]| spans[3 * projection + part].start;
+                stack.at = spans.iter().map(|spans| [0, 1, 2].map(|part| at(part)(spans))).collect();
+            }
+        }
+    }
+
+    /// Sets what is decided after the weights are known: the room for positions, and how a device keeps them.
+    pub fn set_cache(&mut self, context: usize, format: CacheFormat) {
+        for layer in &mut self.layers {
+            if let Mixer::Attention(attention) = &mut layer.mixer {
+                (attention.shape.context, attention.shape.format) = (context, format);
+            }
+        }
+    }
+}
+
+impl Attention {
+    fn load(trunk: &mut Trunk<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
+        let (hidden, a) = (config.hidden, &config.attention);
+        let path = |name: &str| format!("{prefix}self_attn.{name}");
+        let mut weight = |name, rows, cols| trunk.weight(&path(name), rows, cols);
+        Ok(Self {
+            shape: config.heads(),
+            qkv: [
+                weight("q_proj", a.heads * 2 * a.dim, hidden)?,
+                weight("k_proj", a.kv_heads * a.dim, hidden)?,
+                weight("v_proj", a.kv_heads * a.dim, hidden)?,
+            ],
+            out: weight("o_proj", hidden, a.heads * a.dim)?,
+            q_norm: trunk.norm(&path("q_norm.weight"), a.dim)?,
+            k_norm: trunk.norm(&path("k_norm.weight"), a.dim)?,
+        })
+    }
+}
+
+impl DeltaNet {
+    fn load(trunk: &mut Trunk<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
+        let (hidden, d) = (config.hidden, &config.delta);
+        let path = |name: &str| format!("{prefix}linear_attn.{name}");
+        // [C, K, 1] in MLX, [C, 1, K] in Hugging Face: the same order of values. The op wants a tap's channels together.
+        let raw = trunk.from.vector(&path("conv1d.weight"), d.mixed() * d.taps)?;
+        let taps: Vec<f32> = (0..d.taps).flat_map(|tap| raw.iter().skip(tap).step_by(d.taps).copied()).collect();
+        let rate: Vec<f32> = trunk.from.vector(&path("A_log"), d.value_heads)?.iter().map(|a| -a.exp()).collect();
+        let dt_bias = trunk.from.vector(&path("dt_bias"), d.value_heads)?;
+        // Not zero-centred in either layout, unlike the other norms.
+        let norm = trunk.from.vector(&path("norm.weight"), d.value_dim)?;
+        let decay = Decay { rate: trunk.vector(&rate), dt_bias: trunk.vector(&dt_bias) };
+        let (taps, norm) = (trunk.vector(&taps), trunk.vector(&norm));
+        let mut weight = |name, rows, cols| trunk.weight(&path(name), rows, cols);
+        Ok(Self {
+            shape: config.delta_heads(),
+            project: [
+                weight("in_proj_qkv", d.mixed(), hidden)?,
+                weight("in_proj_z", d.values(), hidden)?,
+                weight("in_proj_b", d.value_heads, hidden)?,
+                weight("in_proj_a", d.value_heads, hidden)?,
+            ],
+            out: weight("out_proj", hidden, d.values())?,
+            taps,
+            decay,
+            norm,
+        })
+    }
+}
+
+/// Gate and up, and down: `<prefix>gate_proj` and so on.
+fn mlp(
+    trunk: &mut Trunk<'_>,
+    prefix: &str,
+    hidden: usize,
+    intermediate: usize,
+) -> Result<([Weight; 2], Weight), ModelError> {
+    let gate = trunk.weight(&format!("{prefix}gate_proj"), intermediate, hidden)?;
+    let up = trunk.weight(&format!("{prefix}up_proj"), intermediate, hidden)?;
+    Ok(([gate, up], trunk.weight(&format!("{prefix}down_proj"), hidden, intermediate)?))
+}
+
+/// The trunk's part of a mixture; the experts' pieces on disk are appended to `map`.
+fn mixture(
+    trunk: &mut Trunk<'_>,
+    prefix: &str,
+    config: &Config,
+    map: &mut Vec<LayerExperts>,
+) -> Result<Mixture, ModelError> {
+    let FfnShape::Moe { experts, k, intermediate, shared, renormalise } = config.ffn else {
+        return Err(ModelError::Config("a dense model has no experts".into()));
+    };
+    let (hidden, prefix) = (config.hidden, format!("{prefix}mlp."));
+    let (stacks, pieces) = find_experts(trunk.from, &prefix, experts, hidden, intermediate)?;
+    map.push(pieces);
+    let router = trunk.weight(&format!("{prefix}gate"), experts, hidden)?;
+    let result = trunk.weight(&format!("{prefix}shared_expert_gate"), 1, hidden)?;
+    let (gate_up, down) = mlp(trunk, &format!("{prefix}shared_expert."), hidden, shared)?;
+    Ok(Mixture { k, renormalise, router, shared: Some(Shared { gate_up, down, result }), stacks })
+}
+
+/// Where a layer's experts lie, in any of the three layouts: stacked (MLX), fused gate and up (Hugging Face), or one
+/// tensor an expert (Hugging Face, re-saved).
+pub(super) fn find_experts(
+    from: &Checkpoint,
+    mlp: &str,
+    experts: usize,
+    hidden: usize,
+    intermediate: usize,
+) -> Result<([Stack; 3], LayerExperts), ModelError> {
+    let lead = [experts];
+    if from.find(&format!("{mlp}experts.gate_up_proj")).is_some() {
+        let fused = from.dense(&format!("{mlp}experts.gate_up_proj"), &[experts, 2 * intermediate, hidden])?;
+        let down = from.dense(&format!("{mlp}experts.down_proj"), &[experts, hidden, intermediate])?;
+        let half = Layout { rows: intermediate, ..fused.clone() };
+        let pieces = (0..experts).map(|expert| {
+            let projections = [(&half, 2 * expert), (&half, 2 * expert + 1), (&down, expert)];
+            checkpoint::expert(projections.map(|(layout, index)| checkpoint::pieces(layout, index)))
+        });
+        let pieces = pieces.collect();
+
+        return Ok((
+            [stack(&half, vec![1.0; experts]), stack(&half, vec![1.0; experts]), stack(&down, vec![1.0; experts])],
+            pieces,
+        ));
+    }
+    let names =
+        [("gate_proj", intermediate, hidden), ("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)];
+    if from.find(&format!("{mlp}experts.0.gate_proj.weight")).is_some() {
+        let mut pieces = Vec::with_capacity(experts);
+        let mut first: Option<[Stack; 3]> = None;
+        for expert in 0..experts {
+            let mut layouts = Vec::with_capacity(3);
+            for (name, rows, cols) in names {
+                layouts.push(from.layout(&format!("{mlp}experts.{expert}.{name}"), &[], rows, cols)?);
+            }
+            let Ok(layouts) = <[Layout; 3]>::try_from(layouts) else { continue };
+            pieces.push(checkpoint::expert(std::array::from_fn(|index| checkpoint::pieces(&layouts[index], 0))));
+            let stacks =
+                first.get_or_insert_with(|| layouts.each_ref().map(|layout| stack(layout, vec![1.0; experts])));
+            for (stack, layout) in stacks.iter().zip(&layouts) {
+                if stack.codes != layout.codes {
+                    return Err(ModelError::Config(format!("{mlp}experts.{expert} is not stored like expert 0")));
+                }
+            }
+        }
+        if let Some(stacks) = first {
+            return Ok((stacks, pieces));
+        }
+    }
+    let mut stacks: [Stack; 3] = Default::default();
+    let mut layouts = Vec::with_capacity(3);
+    for ((name, rows, cols), found) in names.into_iter().zip(&mut stacks) {
+        let path = format!("{mlp}switch_mlp.{name}");
+        let layout = from.layout(&path, &lead, rows, cols)?;
+        *found = stack(&layout, from.gains(&path, experts)?);
+        layouts.push(layout);
+    }
+    let piece = |expert: usize| std::array::from_fn(|index| checkpoint::pieces(&layouts[index], expert));
+    let pieces = (0..experts).map(|expert| checkpoint::expert(piece(expert))).collect();
+    Ok((stacks, pieces))
+}
+
+fn stack(layout: &Layout, gains: Vec<f32>) -> Stack {
+    Stack { codes: layout.codes, rows: layout.rows, cols: layout.cols, gains, at: Vec::new() }
+}

@@ -1,0 +1,176 @@
+//! Where full attention keeps its keys and values: `[KV, N, row]`, one row a position.
+//!
+//! As f32 a row is its D values. As I16 it is D integers and then an f32 (as two more, low
+//! half first): the row's largest magnitude over 32639, times which an integer is the value. That is half the bytes,
+//! which is what decoding over a long context costs, and an error of at most 2e-5 of the row's largest value: less
+//! than bf16's of each.
+
+use super::CacheWrite;
+use crate::{
+    device::DeviceError,
+    ops::{
+        cpu::{Cpu, refuse},
+        norm::normalise,
+        quant,
+        run::CacheFormat,
+        simd::Vector,
+    },
+};
+
+/// A row as 16-bit integers, in the order of its values.
+const FORMAT: quant::Format = quant::Format { group: 1, order: quant::Order::Natural, levels: 32_639 };
+
+/// A kind of value that a cache holds.
+pub(super) trait Cached: Copy + Default + Sync + bytemuck::Pod {
+    /// Values of a row that are not its contents.
+    const TAIL: usize;
+
+    fn load<V: Vector>(x: &[Self; 16]) -> V;
+
+    /// What the loaded values of `row` are to be multiplied by.
+    fn scale(row: &[Self]) -> f32;
+
+    /// The contents of a row.
+    #[inline(always)]
+    fn values(row: &[Self]) -> &[Self] {
+        &row[..row.len() - Self::TAIL]
+    }
+}
+
+impl Cached for f32 {
+    const TAIL: usize = 0;
+
+    #[inline(always)]
+    fn load<V: Vector>(x: &[f32; 16]) -> V {
+        V::load(x)
+    }
+
+    #[inline(always)]
+    fn scale(_: &[f32]) -> f32 {
+        1.0
+    }
+}
+
+impl Cached for i16 {
+    const TAIL: usize = 2;
+
+    #[inline(always)]
+    fn load<V: Vector>(x: &[i16; 16]) -> V {
+        V::widen(x)
+    }
+
+    #[inline(always)]
+    fn scale(row: &[i16]) -> f32 {
+        let bits = |back: usize| u32::from(row[row.len() - back] as u16);
+        f32::from_bits(bits(2) | bits(1) << 16)
+    }
+}
+
+/// A cache of keys or values, as a slice.
+#[derive(Clone, Copy)]
+pub(super) struct CachedHeads<'a, T> {
+    data: &'a [T],
+    width: usize,
+    /// Key and value heads.
+    pub count: usize,
+    /// Positions.
+    pub room: usize,
+}
+
+impl<'a, T: Cached> CachedHeads<'a, T> {
+    /// A cache of `count` heads with `room` rows of `dim` values each.
+    pub fn new(bytes: &'a [u8], count: usize, room: usize, dim: usize) -> Self {
+        let (data, width) = (bytemuck::cast_slice(bytes), dim + T::TAIL);
+        Self { data: &data[..count * room * width], width, count, room }
+    }
+
+    /// The rows of positions `first..first + count`.
+    #[inline(always)]
+    pub fn rows(&self, head: usize, first: usize, count: usize) -> CachedRows<'a, T> {
+        let start = (head * self.room + first) * self.width;
+        CachedRows { data: &self.data[start..start + count * self.width], width: self.width }
+    }
+
+    #[inline(always)]
+    pub fn row(&self, head: usize, position: usize) -> &'a [T] {
+        &self.data[(head * self.room + position) * self.width..][..self.width]
+    }
+}
+
+/// Rows of one head that follow each other.
+#[derive(Clone, Copy)]
+pub(super) struct CachedRows<'a, T> {
+    data: &'a [T],
+    /// Values of a row, those included that are not its contents.
+    pub width: usize,
+}
+
+impl<'a, T: Cached> CachedRows<'a, T> {
+    #[inline(always)]
+    pub fn iter(&self) -> impl Iterator<Item = &'a [T]> {
+        self.data.chunks_exact(self.width)
+    }
+}
+
+impl CacheWrite<'_> {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let (shape, tokens, memory) = (self.shape, self.tokens, &cpu.memory);
+        let (dim, width, heads, half) = (shape.dim, shape.width(), shape.heads, shape.rotary / 2);
+        if self.start + tokens > shape.context {
+            return refuse(format!("{tokens} rows at {} of {}", self.start, shape.context));
+        }
+        let proj = memory.floats(self.proj.floats(tokens * width));
+        let turn = memory.floats(self.turn.turn.floats(tokens * shape.rotary));
+        let [q_norm, k_norm] = [self.turn.q_norm, self.turn.k_norm].map(|norm| memory.floats(norm.floats(dim)));
+        let turned = |token: usize, x: &[f32], norm: &[f32], y: &mut [f32]| {
+            normalise(x, norm, shape.eps, y);
+            let (low, high) = y[..2 * half].split_at_mut(half);
+            let pairs = turn[token * 2 * half..].chunks_exact(2);
+            for ((low, high), pair) in low.iter_mut().zip(high).zip(pairs) {
+                (*low, *high) = (*low * pair[0] - *high * pair[1], *high * pair[0] + *low * pair[1]);
+            }
+        };
+        let q = memory.floats_mut(self.q.floats(tokens * heads * dim));
+        cpu.compute.threads.run_pieces(q, heads * dim, &|token, q| {
+            for (q, x) in q.chunks_exact_mut(dim).zip(proj[token * width..].chunks_exact(2 * dim)) {
+                turned(token, &x[..dim], q_norm, q);
+            }
+        });
+        let (keys, values) = (memory.bytes_mut(self.cache.keys), memory.bytes_mut(self.cache.values));
+        let row = shape.format.row_bytes(dim);
+        let (mut key, scratch) = ([0f32; MOST], &mut [0i32; MOST]);
+        let Some(key) = key.get_mut(..dim) else { return refuse(format!("heads of {dim}")) };
+        for token in 0..tokens {
+            let from = &proj[token * width + 2 * heads * dim..][..2 * shape.kv_heads * dim];
+            for head in 0..shape.kv_heads {
+                let at = (head * shape.context + self.start + token) * row..;
+                turned(token, &from[head * dim..][..dim], k_norm, key);
+                put(shape.format, key, &mut keys[at.clone()][..row], scratch)?;
+                let value = &from[(shape.kv_heads + head) * dim..][..dim];
+                put(shape.format, value, &mut values[at][..row], scratch)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Most values of a head.
+const MOST: usize = 1024;
+
+/// Writes one row of the cache.
+fn put(format: CacheFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MOST]) -> Result<(), DeviceError> {
+    match format {
+        CacheFormat::F32 => to.copy_from_slice(bytemuck::cast_slice(row)),
+        CacheFormat::I16 => {
+            let (values, scale) = bytemuck::cast_slice_mut::<u8, i16>(to).split_at_mut(row.len());
+            let wide = &mut wide[..row.len()];
+            let (factor, _) = quant::quantise(row, wide, FORMAT);
+            for (value, wide) in values.iter_mut().zip(&*wide) {
+                *value = *wide as i16;
+            }
+            scale.copy_from_slice(&[factor.to_bits() as i16, (factor.to_bits() >> 16) as i16]);
+        }
+        CacheFormat::Bf16 => return refuse("the CPU keeps no bf16 cache".into()),
+    }
+    Ok(())
+}

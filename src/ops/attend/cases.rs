@@ -1,0 +1,81 @@
+use super::{Attend, Cache, CacheWrite, Heads, Turn};
+use crate::{
+    device::{DeviceError, Region},
+    ops::{
+        CacheFormat, Run,
+        check::{Bench, CLOSE, difference},
+    },
+};
+
+pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+    for dim in [128, 256] {
+        for format in [CacheFormat::F32, CacheFormat::Bf16] {
+            let shape = Heads { heads: 4, kv_heads: 2, dim, rotary: 32, eps: 1e-6, context: 264, format };
+            // The rows lie on both sides of the border of a split.
+            case(b, &shape, 255, 2)?;
+        }
+    }
+    Ok(())
+}
+
+/// The CPU keeps its cache in f32, whatever the GPU does.
+fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result<(), DeviceError> {
+    let (dim, plain) = (shape.dim, Heads { format: CacheFormat::F32, ..*shape });
+    let half = shape.format == CacheFormat::Bf16;
+    let proj = b.random(tokens * shape.width())?;
+    let turn: Vec<f32> = (0..tokens * shape.rotary / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let turn = Turn { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
+    let queries = tokens * shape.heads * dim;
+    let (q, y) = (b.room(queries)?, b.room(queries)?);
+    let partials = b.room(shape.partials(start + tokens - 1, 1) * tokens)?;
+    let mut caches = [Region::default(); 2];
+    for cache in &mut caches {
+        let old = b.random.floats(shape.kv_heads * shape.context * dim);
+        *cache = b.floats(&old)?;
+        store(b, *cache, &old, half)?;
+    }
+    let cache = Cache { keys: caches[0], values: caches[1] };
+    let op = |shape| CacheWrite { shape, start, tokens, proj, turn, q, cache };
+    b.cpu.run(&op(&plain).into())?;
+    let ran = b.launch(op(shape).dispatch());
+    let expected = b.on_cpu(q)?;
+    b.expect(&ran, q, &expected)?;
+    for region in caches {
+        let (found, expected) = (load(b, region, half)?, b.on_cpu(region)?);
+        // A unit of bf16's last place where the two round differently.
+        b.enter(&ran, difference(&found, &expected), if half { 1.0 / 128.0 } else { CLOSE });
+        // Attention is over the GPU's own cache on both.
+        b.cpu.write(region, bytemuck::cast_slice(&found))?;
+    }
+    let op = |shape| Attend { shape, start, tokens, q, cache, proj, partials, y };
+    let queries = b.on_gpu(q)?;
+    b.cpu.write(q, bytemuck::cast_slice(&queries))?;
+    b.cpu.run(&op(&plain).into())?;
+    let expected = b.on_cpu(y)?;
+    let mut ran = Vec::new();
+    for dispatch in op(shape).dispatches(tokens).flatten() {
+        ran.extend(b.launch(dispatch));
+    }
+    // What the fold made of the partial results speaks for those, too.
+    b.expect(&ran, y, &expected)
+}
+
+/// Gives the GPU a cache as it keeps it, and the CPU what that means.
+fn store(b: &mut Bench<'_>, region: Region, values: &[f32], half: bool) -> Result<(), DeviceError> {
+    if !half {
+        return Ok(());
+    }
+    let bytes: Vec<u8> = values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect();
+    let rounded: Vec<f32> = values.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect();
+    b.gpu.write(region, &bytes)?;
+    b.cpu.write(region, bytemuck::cast_slice(&rounded))
+}
+
+fn load(b: &mut Bench<'_>, region: Region, half: bool) -> Result<Vec<f32>, DeviceError> {
+    let values = b.on_gpu(region)?;
+    if !half {
+        return Ok(values);
+    }
+    let halves = bytemuck::cast_slice::<f32, u16>(&values);
+    Ok(halves[..values.len()].iter().map(|bits| half::bf16::from_bits(*bits).to_f32()).collect())
+}

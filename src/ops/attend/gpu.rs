@@ -1,0 +1,115 @@
+//! `kernels/attend.metal`: flash-decode, in splits of 256 positions whose partial results are folded behind.
+
+use super::{Attend, CacheWrite, Heads};
+use crate::{
+    device::{Binding, Dispatch},
+    ops::run::CacheFormat,
+};
+
+/// Positions one threadgroup looks at.
+pub const SPLIT: usize = 256;
+
+impl Heads {
+    fn splits(&self, start: usize, tokens: usize) -> usize {
+        (start + tokens).div_ceil(SPLIT)
+    }
+
+    /// Floats of partial results for `tokens` rows from position `start`.
+    pub fn partials(&self, start: usize, tokens: usize) -> usize {
+        tokens * self.heads * self.splits(start, tokens) * (self.dim + 2)
+    }
+
+    fn args(&self, start: usize, tokens: usize) -> Vec<u32> {
+        assert!(self.dim <= 256 && self.heads / self.kv_heads <= 32, "heads of {}", self.dim);
+        assert!(start + tokens <= self.context, "position {} of {}", start + tokens, self.context);
+        let words = [tokens, self.width(), self.heads, self.kv_heads, self.dim, self.rotary, start, self.context];
+        let mut args = words.map(|w| w as u32).to_vec();
+        args.push(self.splits(start, tokens) as u32);
+        args.extend([self.eps.to_bits(), (1.0 / (self.dim as f32).sqrt()).to_bits()]);
+        args
+    }
+
+    fn half(&self) -> bool {
+        self.format == CacheFormat::Bf16
+    }
+}
+
+impl CacheWrite<'_> {
+    pub fn dispatch(&self) -> Dispatch {
+        let Self { shape, start, tokens, proj, turn, q, cache } = *self;
+        Dispatch {
+            kernel: if shape.half() { "attend_place_bf16" } else { "attend_place" },
+            args: shape.args(start, tokens),
+            bindings: vec![
+                Binding::read(proj.floats(tokens * shape.width())),
+                Binding::read(turn.q_norm.floats(shape.dim)),
+                Binding::read(turn.k_norm.floats(shape.dim)),
+                Binding::read(turn.turn.floats(tokens * shape.rotary)),
+                Binding::write(q.floats(tokens * shape.heads * shape.dim)),
+                Binding::update(cache.keys.first(shape.cache_bytes())),
+                Binding::update(cache.values.first(shape.cache_bytes())),
+            ],
+            grid: [(shape.heads + 2 * shape.kv_heads) as u32, tokens as u32, 1],
+            threads: 32,
+        }
+    }
+}
+
+impl Attend<'_> {
+    /// Attention in splits, then their fold and the gate; as many rows at a time as `partials` has room for, and `most` at
+    /// most.
+    pub fn dispatches(&self, most: usize) -> impl Iterator<Item = [Dispatch; 2]> {
+        let Self { shape, start, tokens, .. } = *self;
+        let last = (start + tokens).saturating_sub(1);
+        let at_once = (self.partials.len / (shape.partials(last, 1) * 4)).clamp(1, most);
+        (0..tokens).step_by(at_once).map(move |first| {
+            let count = at_once.min(tokens - first);
+            let queries = shape.heads * shape.dim;
+            let part = Self {
+                start: start + first,
+                tokens: count,
+                q: self.q.rows(first, count, queries),
+                proj: self.proj.rows(first, count, shape.width()),
+                y: self.y.rows(first, count, queries),
+                ..*self
+            };
+            [part.splits(), part.fold()]
+        })
+    }
+
+    fn splits(&self) -> Dispatch {
+        let Self { shape, start, tokens, q, cache, partials, .. } = *self;
+        Dispatch {
+            kernel: match (shape.dim <= 128, shape.half()) {
+                (true, false) => "attend_128",
+                (true, true) => "attend_128_bf16",
+                (false, false) => "attend_256",
+                (false, true) => "attend_256_bf16",
+            },
+            args: shape.args(start, tokens),
+            bindings: vec![
+                Binding::read(q.floats(tokens * shape.heads * shape.dim)),
+                Binding::read(cache.keys.first(shape.cache_bytes())),
+                Binding::read(cache.values.first(shape.cache_bytes())),
+                Binding::write(partials.floats(shape.partials(start, tokens))),
+            ],
+            grid: [shape.splits(start, tokens) as u32, shape.kv_heads as u32, tokens as u32],
+            threads: 32 * (shape.heads / shape.kv_heads) as u32,
+        }
+    }
+
+    fn fold(&self) -> Dispatch {
+        let Self { shape, start, tokens, proj, partials, y, .. } = *self;
+        Dispatch {
+            kernel: "attend_join",
+            args: shape.args(start, tokens),
+            bindings: vec![
+                Binding::read(proj.floats(tokens * shape.width())),
+                Binding::read(partials.floats(shape.partials(start, tokens))),
+                Binding::write(y.floats(tokens * shape.heads * shape.dim)),
+            ],
+            grid: [shape.heads as u32, tokens as u32, 1],
+            threads: 128,
+        }
+    }
+}

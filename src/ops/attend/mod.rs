@@ -1,0 +1,112 @@
+//! Gated full attention between its projections (spec 2.1), in two operations: [`CacheWrite`] norms and turns queries and
+//! keys and puts keys and values into the cache, [`Attend`] looks at the cache and applies the gate.
+
+mod cache;
+mod cases;
+mod cpu;
+mod gpu;
+mod kernels;
+
+pub(super) use cases::cases;
+pub use gpu::SPLIT;
+
+use super::run::CacheFormat;
+use crate::device::{Effect, Region};
+
+/// Heads and sizes. A row of the projection is `(query, gate) of each head | keys | values`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Heads {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub dim: usize,
+    /// Leading dimensions that are rotated.
+    pub rotary: usize,
+    /// Of the query and key norms.
+    pub eps: f32,
+    /// Positions the cache has room for.
+    pub context: usize,
+    pub format: CacheFormat,
+}
+
+impl Heads {
+    pub fn width(&self) -> usize {
+        (2 * self.heads + 2 * self.kv_heads) * self.dim
+    }
+
+    /// Bytes of keys (or of values).
+    pub fn cache_bytes(&self) -> usize {
+        self.kv_heads * self.context * self.format.row_bytes(self.dim)
+    }
+}
+
+/// The cache `[kv_heads, context, row]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Cache {
+    pub keys: Region,
+    pub values: Region,
+}
+
+/// Weights of the query and key norms `[dim]`, and the rotation of each row `[tokens, rotary / 2, (cos, sin)]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Turn {
+    pub q_norm: Region,
+    pub k_norm: Region,
+    pub turn: Region,
+}
+
+/// Norms and rotates queries and keys of rows that stand at positions `start..start + tokens`; dimension `j` and
+/// `j + rotary / 2` turn by `position * theta^(-2j / rotary)`.
+#[derive(Debug, Clone, Copy)]
+pub struct CacheWrite<'a> {
+    pub shape: &'a Heads,
+    pub start: usize,
+    pub tokens: usize,
+    /// `[tokens, width]`.
+    pub proj: Region,
+    pub turn: Turn,
+    /// `[tokens, heads * dim]`: the queries.
+    pub q: Region,
+    pub cache: Cache,
+}
+
+/// `softmax(q k^T / sqrt(dim)) v * sigmoid(gate)`; a query sees its own position and those before. Query head `n` uses key and
+/// value head `n / (heads / kv_heads)`.
+#[derive(Debug, Clone, Copy)]
+pub struct Attend<'a> {
+    pub shape: &'a Heads,
+    pub start: usize,
+    pub tokens: usize,
+    /// [`CacheWrite`]'s.
+    pub q: Region,
+    pub cache: Cache,
+    /// The gates are the second `dim` of every two.
+    pub proj: Region,
+    /// Room for flash-decode's partial results, if the device wants any.
+    pub partials: Region,
+    /// `[tokens, heads * dim]`.
+    pub y: Region,
+}
+
+impl CacheWrite<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let (tokens, shape) = (self.tokens, self.shape);
+        see(self.proj.floats(tokens * shape.width()), Effect::Read);
+        see(self.turn.turn.floats(tokens * shape.rotary), Effect::Read);
+        see(self.q.floats(tokens * shape.heads * shape.dim), Effect::Write);
+        see(self.cache.keys, Effect::Update);
+        see(self.cache.values, Effect::Update);
+    }
+}
+
+impl Attend<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let (tokens, shape) = (self.tokens, self.shape);
+        let queries = tokens * shape.heads * shape.dim;
+        see(self.q.floats(queries), Effect::Read);
+        see(self.proj.floats(tokens * shape.width()), Effect::Read);
+        see(self.cache.keys, Effect::Read);
+        see(self.cache.values, Effect::Read);
+        see(self.partials, Effect::Write);
+        see(self.y.floats(queries), Effect::Write);
+    }
+}

@@ -1,0 +1,276 @@
+//! Whether this machine computes what it should: each operation on a GPU and on the CPU, with small random inputs, and
+//! each instruction set of the processor against plain Rust. `moestro doctor` prints the findings, and `--device auto`
+//! takes the GPU only if there is nothing to object to. The inputs stand in each operation's `cases.rs`.
+
+mod order;
+pub(super) mod processor;
+
+pub use processor::processor;
+
+use super::{
+    Cpu, Float, Op, Run, Weight, attend, conv, embed, experts, gpu::OnGpu, norm, project, route, weight::Codes,
+};
+use crate::device::{Compute, DeviceError, Dispatch, Gpu, Math, Region, Timeline};
+use std::collections::BTreeMap;
+
+/// How far results in f32 may be apart, in parts of the largest value.
+pub(super) const CLOSE: f64 = 1e-5;
+
+/// What was found of one kernel or instruction set.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Finding {
+    pub name: String,
+    /// The largest difference in parts of the largest value, and how much is allowed; or what the device said.
+    pub outcome: Result<(f64, f64), String>,
+}
+
+impl Finding {
+    pub fn agrees(&self) -> bool {
+        self.outcome.as_ref().is_ok_and(|(difference, allowed)| difference <= allowed)
+    }
+}
+
+/// Runs every operation on `gpu` and on the CPU, and compares. A kernel that the device refuses does not keep the others from
+/// being tried.
+pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
+    let mut found: BTreeMap<String, Outcome> = BTreeMap::new();
+    for (name, error) in gpu.compile() {
+        if let Some(error) = error {
+            found.insert(name, Err(error.0));
+        }
+    }
+    type Part = fn(&mut Bench<'_>) -> Result<(), DeviceError>;
+    let parts: [(&str, Part); 8] = [
+        ("products", project::cases),
+        ("norm", norm::cases),
+        ("embedding", embed::cases),
+        ("delta net", conv::cases),
+        ("attention", attend::cases),
+        ("router", route::cases),
+        ("experts", experts::cases),
+        ("order and memory", order::cases),
+    ];
+    for (what, part) in parts {
+        // Memory is given back with the bench.
+        let cpu = Cpu::new(Compute::cpu(1, Math::F32));
+        let mut bench = Bench { cpu, gpu: OnGpu::stepping(&mut *gpu), random: Random(1), found: &mut found };
+        if let Err(error) = part(&mut bench) {
+            bench.found.insert(format!("({what})"), Err(error.0));
+        }
+    }
+    found.into_iter().map(|(name, outcome)| Finding { name, outcome }).collect()
+}
+
+/// The largest difference and what is allowed, or what the device said.
+type Outcome = Result<(f64, f64), String>;
+
+/// Where operations are tried: buffers have the same number on both devices, so that one value runs on both.
+pub(super) struct Bench<'a> {
+    pub cpu: Cpu,
+    pub gpu: OnGpu<&'a mut dyn Gpu>,
+    pub random: Random,
+    found: &'a mut BTreeMap<String, Outcome>,
+}
+
+impl Bench<'_> {
+    pub fn bytes(&mut self, bytes: &[u8]) -> Result<Region, DeviceError> {
+        let region = self.cpu.allocate(bytes.len())?;
+        self.gpu.allocate(bytes.len())?;
+        self.write(region, bytes)?;
+        Ok(region)
+    }
+
+    /// The same bytes on both devices.
+    pub fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.cpu.write(region, bytes)?;
+        self.gpu.write(region, bytes)
+    }
+
+    pub fn words(&mut self, words: &[u32]) -> Result<Region, DeviceError> {
+        self.bytes(bytemuck::cast_slice(words))
+    }
+
+    pub fn floats(&mut self, values: &[f32]) -> Result<Region, DeviceError> {
+        self.bytes(bytemuck::cast_slice(values))
+    }
+
+    pub fn random(&mut self, count: usize) -> Result<Region, DeviceError> {
+        let values = self.random.floats(count);
+        self.floats(&values)
+    }
+
+    /// Room for `count` floats, NaN until written.
+    pub fn room(&mut self, count: usize) -> Result<Region, DeviceError> {
+        self.bytes(&vec![0xff; count * 4])
+    }
+
+    pub fn weight(&mut self, codes: Codes, rows: usize, cols: usize) -> Result<Weight, DeviceError> {
+        let mut parts = [Region::default(); 3];
+        for (region, part) in parts.iter_mut().zip(self.random.parts(codes, rows, cols)) {
+            if !part.is_empty() {
+                *region = self.bytes(&part)?;
+            }
+        }
+        Ok(Weight { codes, rows, cols, gain: 1.0, parts })
+    }
+
+    pub fn on_cpu(&mut self, region: Region) -> Result<Vec<f32>, DeviceError> {
+        let mut values = vec![0.0; region.len / 4];
+        self.cpu.read_floats(region, &mut values)?;
+        Ok(values)
+    }
+
+    pub fn on_gpu(&mut self, region: Region) -> Result<Vec<f32>, DeviceError> {
+        let mut values = vec![0.0; region.len / 4];
+        self.gpu.read_floats(region, &mut values)?;
+        Ok(values)
+    }
+
+    /// Runs an operation on both devices. Returns the kernels that ran, none if one of them was refused: a finding.
+    pub fn run<'o>(&mut self, op: impl Into<Op<'o>>) -> Result<Vec<&'static str>, DeviceError> {
+        let op = op.into();
+        self.cpu.run(&op)?;
+        let done = self.gpu.run(&op);
+        Ok(self.ran(done))
+    }
+
+    /// Runs one launch on the GPU; as [`Bench::run`].
+    pub fn launch(&mut self, dispatch: Dispatch) -> Vec<&'static str> {
+        let done = self.gpu.launch(dispatch);
+        self.ran(done)
+    }
+
+    fn ran(&mut self, done: Result<(), DeviceError>) -> Vec<&'static str> {
+        let mut ran = self.gpu.take_launched();
+        let mark = self.gpu.mark();
+        if let Err(error) = done.and(self.gpu.wait_for(mark))
+            && let Some(refused) = ran.pop()
+        {
+            self.found.insert(refused.into(), Err(error.0));
+            let _ = self.gpu.wait_for(mark);
+            ran.clear();
+        }
+        ran
+    }
+
+    /// Runs an operation on both devices and compares what each left in some regions, words bit by bit.
+    pub fn check<'o>(&mut self, op: impl Into<Op<'o>>, floats: &[Region], words: &[Region]) -> Result<(), DeviceError> {
+        let kernels = self.run(op)?;
+        if kernels.is_empty() {
+            return Ok(());
+        }
+        for region in floats {
+            let (found, expected) = (self.on_gpu(*region)?, self.on_cpu(*region)?);
+            self.enter(&kernels, difference(&found, &expected), CLOSE);
+        }
+        for region in words {
+            let (found, expected) = (self.on_gpu(*region)?, self.on_cpu(*region)?);
+            let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
+            self.enter(&kernels, if same { 0.0 } else { f64::INFINITY }, CLOSE);
+        }
+        Ok(())
+    }
+
+    /// Compares what the GPU left in a region.
+    pub fn expect(&mut self, kernels: &[&'static str], region: Region, expected: &[f32]) -> Result<(), DeviceError> {
+        if !kernels.is_empty() {
+            let found = self.on_gpu(region.floats(expected.len()))?;
+            self.enter(kernels, difference(&found, expected), CLOSE);
+        }
+        Ok(())
+    }
+
+    /// Keeps the worst of what was found of each kernel.
+    pub fn enter(&mut self, kernels: &[&str], difference: f64, allowed: f64) {
+        for kernel in kernels {
+            let outcome = self.found.entry((*kernel).into()).or_insert(Ok((0.0, allowed)));
+            if let Ok((worst, limit)) = outcome {
+                // Not a number is worse than any.
+                if difference.is_nan() || difference / allowed > *worst / *limit {
+                    (*worst, *limit) = (difference, allowed);
+                }
+            }
+        }
+    }
+}
+
+/// The largest difference over the largest value.
+pub(super) fn difference(found: &[f32], expected: &[f32]) -> f64 {
+    let largest = expected.iter().fold(0f64, |most, value| most.max(f64::from(*value).abs()));
+    let each = found.iter().zip(expected).map(|(f, e)| (f64::from(*f) - f64::from(*e)).abs());
+    let worst = each.fold(0f64, |worst, d| if d.is_nan() || worst.is_nan() { f64::NAN } else { worst.max(d) });
+    if found.len() == expected.len() { worst / largest.max(f64::MIN_POSITIVE) } else { f64::NAN }
+}
+
+/// SplitMix64: the same numbers on every machine.
+pub(in crate::ops) struct Random(pub u64);
+
+impl Random {
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Between -1 and 1.
+    pub fn float(&mut self) -> f32 {
+        ((self.bits() >> 40) as f32 / (1u64 << 23) as f32) - 1.0
+    }
+
+    pub fn floats(&mut self, count: usize) -> Vec<f32> {
+        (0..count).map(|_| self.float()).collect()
+    }
+
+    /// Codes, scales and biases of a random matrix whose values are of moderate size.
+    pub fn parts(&mut self, format: Codes, rows: usize, cols: usize) -> [Vec<u8>; 3] {
+        let [code_bytes, scale_bytes, bias_bytes] = format.row_bytes(cols).map(|bytes| bytes * rows);
+        let store = |float: Float, v: f32| match float {
+            Float::F32 => v.to_le_bytes().to_vec(),
+            Float::F16 => half::f16::from_f32(v).to_le_bytes().to_vec(),
+            Float::Bf16 => half::bf16::from_f32(v).to_le_bytes().to_vec(),
+        };
+        match format {
+            Codes::Dense(float) => {
+                [(0..rows * cols).flat_map(|_| store(float, self.float())).collect(), vec![], vec![]]
+            }
+            Codes::Affine { bits, scale, .. } => {
+                let codes = (0..code_bytes).map(|_| self.bits() as u8).collect();
+                let step = 1.0 / f32::from(1u16 << bits);
+                let scales = (0..scale_bytes / scale.bytes()).flat_map(|_| store(scale, self.float() * step)).collect();
+                [codes, scales, (0..bias_bytes / scale.bytes()).flat_map(|_| store(scale, self.float())).collect()]
+            }
+            // 0x7f is not a number, as a code of 8 bits and as a scale of nvfp4.
+            Codes::Mxfp4 | Codes::Mxfp8 | Codes::Nvfp4 => {
+                let codes = (0..code_bytes).map(|_| (self.bits() as u8) & 0xee).collect();
+                // About 1/4 to 1: as E4M3, or as powers of two.
+                let least = if matches!(format, Codes::Nvfp4) { 40 } else { 125 };
+                [codes, (0..scale_bytes).map(|_| least + (self.bits() % 3) as u8).collect(), vec![]]
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_processor_computes_what_plain_rust_computes() {
+        let found = processor();
+        assert_eq!(found[0].name, "scalar");
+        assert!(found.iter().all(Finding::agrees), "{found:?}");
+    }
+
+    #[test]
+    fn what_is_off_or_no_number_does_not_agree() {
+        let finding = |found: &[f32]| {
+            let outcome = Ok((difference(found, &[1.0, -4.0]), CLOSE));
+            Finding { name: "k".into(), outcome }.agrees()
+        };
+        assert!(finding(&[1.0, -4.0]) && finding(&[1.00001, -4.0]));
+        assert!(!finding(&[1.0001, -4.0]) && !finding(&[f32::NAN, -4.0]) && !finding(&[f32::INFINITY, -4.0]));
+        assert!(!finding(&[1.0]));
+        assert!(!Finding { name: "k".into(), outcome: Err("no".into()) }.agrees());
+    }
+}

@@ -1,0 +1,24 @@
+use super::Conv;
+use crate::{
+    device::DeviceError,
+    ops::{Decay, Delta, DeltaRule, check::Bench},
+};
+
+/// The convolution, and the delta rule behind it.
+pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+    case(b, &Delta { key_heads: 1, value_heads: 2, dk: 128, dv: 32, eps: 1e-6 })?;
+    case(b, &Delta { key_heads: 1, value_heads: 1, dk: 256, dv: 16, eps: 1e-6 })
+}
+
+fn case(b: &mut Bench<'_>, shape: &Delta) -> Result<(), DeviceError> {
+    let (tokens, channels, values) = (3, shape.channels(), shape.values());
+    let proj = b.random(tokens * shape.width())?;
+    let (taps, state, out) = (b.random(4 * channels)?, b.random(3 * channels)?, b.room(tokens * channels)?);
+    b.check(Conv { shape, tokens, proj, taps, state, out }, &[out, state], &[])?;
+    let (mixed, rate) = (out, b.random.floats(shape.value_heads));
+    let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
+    let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(shape.value_heads)? };
+    let (state, norm) = (b.random(values * shape.dk)?, b.random(shape.dv)?);
+    let (out, y) = (b.room(tokens * values)?, b.room(tokens * values)?);
+    b.check(DeltaRule { shape, tokens, proj, mixed, decay, state, norm, out, y }, &[out, state, y], &[])
+}

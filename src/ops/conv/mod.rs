@@ -1,0 +1,59 @@
+//! The causal depthwise convolution of a delta layer with SiLU, and the norms of q and k behind it (spec 2.2).
+//!
+//! `c[t] = silu(sum over j < K of taps[j] * full[t + j])`, `full` being the state (`[K - 1, C]`) followed by the tokens' raw
+//! samples: the last tap meets the current one. Then `q = q / sqrt(sum(q^2) + 1e-6) / sqrt(dk)` and `k = k / sqrt(sum(k^2) + 1e-6)`.
+//! Afterwards the state holds the last `K - 1` rows of `full`.
+
+mod cases;
+mod cpu;
+
+pub(super) use cases::cases;
+
+use super::delta::Delta;
+use crate::device::{Binding, Dispatch, Effect, Region};
+
+#[derive(Debug, Clone, Copy)]
+pub struct Conv<'a> {
+    pub shape: &'a Delta,
+    pub tokens: usize,
+    /// `[tokens, width]`: the samples are its first columns.
+    pub proj: Region,
+    /// `[K, channels]`.
+    pub taps: Region,
+    /// `[K - 1, channels]`.
+    pub state: Region,
+    /// `[tokens, channels]`: q, k, v.
+    pub out: Region,
+}
+
+impl Conv<'_> {
+    /// `K`.
+    fn taps(&self) -> usize {
+        self.taps.len / 4 / self.shape.channels().max(1)
+    }
+
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let channels = self.shape.channels();
+        see(self.proj.floats(self.tokens * self.shape.width()), Effect::Read);
+        see(self.state.floats((self.taps() - 1) * channels), Effect::Update);
+        see(self.out.floats(self.tokens * channels), Effect::Write);
+    }
+
+    /// `kernels/delta.metal`, for `K` of 4.
+    pub fn dispatch(&self) -> Dispatch {
+        let Self { shape, tokens, proj, taps, state, out } = *self;
+        let channels = shape.channels();
+        Dispatch {
+            kernel: "conv",
+            args: shape.args(tokens),
+            bindings: vec![
+                Binding::read(proj.floats(tokens * shape.width())),
+                Binding::read(taps.floats(channels * 4)),
+                Binding::update(state.floats(channels * 3)),
+                Binding::write(out.floats(tokens * channels)),
+            ],
+            grid: [(2 * shape.key_heads + shape.value_heads) as u32, 1, 1],
+            threads: 128,
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! The CPU: computes each operation when it is asked to, on all threads of its pool.
+
+use super::{Limits, Op, Part, Run, experts, quant::QuantisedRows, run::CacheFormat, run::each, weight::*};
+use crate::device::{Compute, DeviceError, Effect, Mark, Math, Region, Slab, Timeline};
+use std::{ops::Range, sync::Arc};
+
+/// Runs operations on the CPU.
+pub struct Cpu {
+    pub(super) compute: Compute,
+    pub(super) memory: Memory,
+    /// The rows that weights met last, quantised.
+    pub(super) quantised: QuantisedRows,
+    pub(super) scratch: Scratch,
+}
+
+/// Buffers that keep their room from one operation to the next.
+#[derive(Default)]
+pub(super) struct Scratch {
+    pub normed: Vec<f32>,
+    pub product: Vec<f32>,
+    /// Experts of one token in the order of their scores.
+    pub order: Vec<u32>,
+    /// For each token and key head `q . k`, for each value head its gates.
+    pub same: Vec<f32>,
+    pub gates: Vec<[f32; 2]>,
+    pub experts: experts::Scratch,
+    /// A row of weights in f32, and its codes before.
+    pub values: Vec<f32>,
+    pub codes: Vec<u8>,
+}
+
+/// What buffers mean: parts of slabs.
+#[derive(Default)]
+pub(super) struct Memory {
+    buffers: Vec<(Arc<Slab>, Range<usize>)>,
+}
+
+pub(super) fn refuse<T>(why: String) -> Result<T, DeviceError> {
+    Err(DeviceError(why))
+}
+
+impl Memory {
+    pub fn bytes(&self, region: Region) -> &[u8] {
+        let Some((slab, range)) = self.buffers.get(region.buffer as usize).filter(|_| region.len > 0) else {
+            return &[];
+        };
+        let at = range.start + region.offset;
+        assert!(at + region.len <= range.end, "{region:?} of a buffer of {} bytes", range.len());
+        // SAFETY: what an operation writes is touched by nothing else in it (`Cpu::run` refuses it otherwise), operations run
+        // one after the other, and whoever fills an adopted slab keeps away from what was handed out.
+        unsafe { slab.bytes(at..at + region.len) }
+    }
+
+    #[allow(clippy::mut_from_ref)] // Disjoint parts of one memory: see below.
+    pub fn bytes_mut(&self, region: Region) -> &mut [u8] {
+        let Some((slab, range)) = self.buffers.get(region.buffer as usize).filter(|_| region.len > 0) else {
+            return &mut [];
+        };
+        let at = range.start + region.offset;
+        assert!(at + region.len <= range.end, "{region:?} of a buffer of {} bytes", range.len());
+        // SAFETY: as in `bytes`.
+        unsafe { slab.bytes_mut(at..at + region.len) }
+    }
+
+    pub fn floats(&self, region: Region) -> &[f32] {
+        // No bytes lie nowhere, which need not be where a float may.
+        if region.len == 0 { &[] } else { bytemuck::cast_slice(self.bytes(region)) }
+    }
+
+    #[allow(clippy::mut_from_ref)]
+    pub fn floats_mut(&self, region: Region) -> &mut [f32] {
+        if region.len == 0 { &mut [] } else { bytemuck::cast_slice_mut(self.bytes_mut(region)) }
+    }
+
+    pub fn words(&self, region: Region) -> &[u32] {
+        if region.len == 0 { &[] } else { bytemuck::cast_slice(self.bytes(region)) }
+    }
+
+    #[allow(clippy::mut_from_ref)]
+    pub fn words_mut(&self, region: Region) -> &mut [u32] {
+        if region.len == 0 { &mut [] } else { bytemuck::cast_slice_mut(self.bytes_mut(region)) }
+    }
+
+    pub fn view(&self, weight: &Weight) -> WeightView<'_> {
+        let Weight { codes, rows, cols, gain, parts } = *weight;
+        WeightView { codes, rows, cols, gain, parts: parts.map(|part| self.bytes(part)) }
+    }
+}
+
+impl Cpu {
+    pub fn new(compute: Compute) -> Self {
+        let (memory, quantised, scratch) = Default::default();
+        Self { compute, memory, quantised, scratch }
+    }
+
+    /// What the pass has to know of a CPU that computes with `math`.
+    pub fn limits(math: Math) -> Limits {
+        Limits {
+            by_table: 0,
+            by_place: 0,
+            waits: false,
+            flush: usize::MAX,
+            cache: if math == Math::F32 { CacheFormat::F32 } else { CacheFormat::I16 },
+            partials: None,
+            working_set: None,
+        }
+    }
+
+    fn known(&self, region: Region) -> Result<(), DeviceError> {
+        match self.memory.buffers.get(region.buffer as usize) {
+            Some((_, range)) if region.offset + region.len <= range.len() => Ok(()),
+            _ => refuse(format!("{region:?} is not in this memory")),
+        }
+    }
+
+    /// Refuses an operation that writes what it also touches otherwise, or what there is not.
+    fn check(&self, op: &Op<'_>) -> Result<(), DeviceError> {
+        let mut seen = [(Region::default(), Effect::Read); 24];
+        let (mut count, mut wrong) = (0, Ok(()));
+        op.touches(&mut |region, effect| {
+            if region.len == 0 || wrong.is_err() {
+                return;
+            }
+            wrong = self.known(region);
+            let writes = |effect| effect != Effect::Read;
+            for (other, before) in &seen[..count] {
+                if (writes(effect) || writes(*before)) && region.overlaps(*other) {
+                    wrong = refuse(format!("an operation writes {region:?} and touches {other:?}"));
+                }
+            }
+            if let Some(entry) = seen.get_mut(count) {
+                (*entry, count) = ((region, effect), count + 1);
+            }
+        });
+        wrong
+    }
+}
+
+impl Run for Cpu {
+    fn name(&self) -> String {
+        "the CPU".into()
+    }
+
+    fn limits(&self) -> Limits {
+        Self::limits(self.compute.math)
+    }
+
+    fn accept(&self, _: Part<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn run(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {
+        self.check(op)?;
+        let quantised = &mut self.quantised;
+        op.touches(&mut |region, effect| {
+            if effect != Effect::Read {
+                quantised.forget(region);
+            }
+        });
+        each!(op, op => op.on_cpu(self))
+    }
+
+    fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {
+        self.known(from.first(into.len()))?;
+        into.copy_from_slice(self.memory.bytes(from.first(into.len())));
+        Ok(())
+    }
+
+    fn write(&mut self, to: Region, bytes: &[u8]) -> Result<(), DeviceError> {
+        let to = to.first(bytes.len());
+        self.known(to)?;
+        self.quantised.forget(to);
+        self.memory.bytes_mut(to).copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError> {
+        self.known(from)?;
+        self.known(to)?;
+        if from.len != to.len || from.overlaps(to) {
+            return refuse(format!("a copy from {from:?} to {to:?}"));
+        }
+        self.quantised.forget(to);
+        self.memory.bytes_mut(to).copy_from_slice(self.memory.bytes(from));
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
+        let slab = Slab::new(bytes).map_err(|error| DeviceError(format!("no memory for {bytes} bytes: {error}")))?;
+        self.adopt(&Arc::new(slab), 0..bytes)
+    }
+
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
+        if range.end > slab.len() || range.start > range.end {
+            return refuse(format!("bytes {range:?} of a slab of {}", slab.len()));
+        }
+        let (buffer, len) = (self.memory.buffers.len() as u32, range.len());
+        self.memory.buffers.push((slab.clone(), range));
+        Ok(Region { buffer, offset: 0, len })
+    }
+
+    fn longest(&self) -> usize {
+        usize::MAX
+    }
+}
+
+/// An operation is done when its call returns.
+impl Timeline for Cpu {
+    fn mark(&mut self) -> Mark {
+        Mark::START
+    }
+
+    fn passed(&mut self) -> Mark {
+        Mark::START
+    }
+
+    fn wait_for(&mut self, _: Mark) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}

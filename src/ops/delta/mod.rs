@@ -1,0 +1,79 @@
+//! The gated delta rule (spec 2.2): a matrix per head that forgets by `g`, is corrected towards `v` along `k`, and is
+//! read along `q`. Always token by token, in prefill too: so a row's bytes do not depend on the chunk it came in.
+//!
+//! ```text
+//! beta = sigmoid(b);  g = exp(rate * softplus(a + dt_bias));  rate = -exp(A_log)
+//! S = g S;  d = beta (v - S k);  S = S + d k^T;  o = S q
+//! y = rms(o) * norm * silu(z)
+//! ```
+
+mod cpu;
+mod gpu;
+
+use crate::device::{Effect, Region};
+
+/// Added to a sum of squares before the root.
+pub(super) const EPS: f32 = 1e-6;
+
+/// Heads and sizes. A row of the projection is `q k v | z | b | a`, `width` floats.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Delta {
+    pub key_heads: usize,
+    pub value_heads: usize,
+    pub dk: usize,
+    pub dv: usize,
+    /// Of the norm behind the recurrence.
+    pub eps: f32,
+}
+
+impl Delta {
+    pub fn channels(&self) -> usize {
+        2 * self.key_heads * self.dk + self.value_heads * self.dv
+    }
+
+    pub fn values(&self) -> usize {
+        self.value_heads * self.dv
+    }
+
+    pub fn width(&self) -> usize {
+        self.channels() + self.values() + 2 * self.value_heads
+    }
+}
+
+/// What the recurrence's decay is made of, `[value_heads]` each: `rate` is `-exp(A_log)`.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Decay {
+    pub rate: Region,
+    pub dt_bias: Region,
+}
+
+/// The rule over all tokens, and the gated norm of what it gives.
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaRule<'a> {
+    pub shape: &'a Delta,
+    pub tokens: usize,
+    /// `[tokens, width]`: z, b and a are its last columns.
+    pub proj: Region,
+    /// [`Conv`](super::conv::Conv)'s output.
+    pub mixed: Region,
+    pub decay: Decay,
+    /// `[value_heads, dv, dk]` f32.
+    pub state: Region,
+    /// `[dv]`, shared by all heads.
+    pub norm: Region,
+    /// `[tokens, values]`: room for `o`.
+    pub out: Region,
+    /// `[tokens, values]`.
+    pub y: Region,
+}
+
+impl DeltaRule<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let (tokens, shape) = (self.tokens, self.shape);
+        see(self.proj.floats(tokens * shape.width()), Effect::Read);
+        see(self.mixed.floats(tokens * shape.channels()), Effect::Read);
+        see(self.state.floats(shape.values() * shape.dk), Effect::Update);
+        see(self.out.floats(tokens * shape.values()), Effect::Write);
+        see(self.y.floats(tokens * shape.values()), Effect::Write);
+    }
+}

@@ -1,0 +1,134 @@
+use super::{Combine, Experts, Group, Mixture, Room, Shared, Slots, Stack, Which, swiglu};
+use crate::{
+    device::{DeviceError, Region},
+    ops::{Codes, Float, Project, Run, Weight, check::Bench, math::silu},
+};
+
+const HIDDEN: usize = 192;
+const INNER: usize = 128;
+const SLOTS: usize = 3;
+const TOKENS: usize = 3;
+const K: usize = 2;
+
+pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+    let affine = |bits, group| Codes::Affine { bits, group, scale: Float::Bf16 };
+    case(b, [affine(4, 64); 3], 64)?;
+    case(b, [affine(3, 32), affine(6, 64), affine(8, 128)], 128)?;
+    case(b, [Codes::Mxfp4; 3], 64)
+}
+
+/// Slots with random experts, pieces side by side at multiples of 16 bytes, and how they are laid out.
+fn slots(b: &mut Bench<'_>, codes: [Codes; 3]) -> Result<([Stack; 3], Slots), DeviceError> {
+    let shapes = [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)];
+    let mut stride = 0;
+    let stacks = [0, 1, 2].map(|i| {
+        let (rows, cols) = shapes[i];
+        let at = codes[i].row_bytes(cols).map(|bytes| {
+            let start = stride;
+            stride = (start + bytes * rows).next_multiple_of(16);
+            start
+        });
+        Stack { codes: codes[i], rows, cols, gains: vec![1.0; SLOTS], at: vec![at; SLOTS] }
+    });
+    let mut slab = vec![0; SLOTS * stride];
+    for slot in slab.chunks_mut(stride) {
+        for stack in &stacks {
+            for (part, at) in b.random.parts(stack.codes, stack.rows, stack.cols).iter().zip(stack.at[0]) {
+                slot[at..at + part.len()].copy_from_slice(part);
+            }
+        }
+    }
+    Ok((stacks, Slots { slabs: vec![b.bytes(&slab)?], per_slab: SLOTS, stride }))
+}
+
+/// One layer's experts for a few rows: by slot number, and grouped by expert.
+fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), DeviceError> {
+    let (stacks, slots) = &slots(b, codes)?;
+    let any = Codes::Affine { bits: 4, group: 32, scale: Float::Bf16 };
+    let gate_up = [b.weight(any, inner, HIDDEN)?, b.weight(any, inner, HIDDEN)?];
+    let shared = Shared { gate_up, down: b.weight(codes[2], HIDDEN, inner)?, result: b.weight(any, 1, HIDDEN)? };
+    let router = b.weight(any, SLOTS, HIDDEN)?;
+    let layer = &Mixture { k: K, renormalise: true, router, shared: Some(shared), stacks: stacks.clone() };
+
+    let (x, weights) = (b.random(TOKENS * HIDDEN)?, b.random(TOKENS * (K + 1))?);
+    let scores = b.room(TOKENS * layer.width())?;
+    let matrices = [router, gate_up[0], gate_up[1], shared.result];
+    let op = Project { x, tokens: TOKENS, norm: None, matrices: &matrices, y: scores, add: false };
+    b.run(op)?;
+    // Both devices go on from the same values.
+    let values = b.on_cpu(scores)?;
+    b.write(scores, bytemuck::cast_slice(&values))?;
+    let acts = activations(b, layer, slots, x, &values)?;
+
+    let chosen: Vec<u32> = (0..TOKENS).flat_map(|t| (0..K).map(move |r| ((t + r) % SLOTS) as u32)).collect();
+    let ids = b.words(&chosen)?;
+    let places = TOKENS * (K + 1);
+    let before = b.random.floats(TOKENS * HIDDEN);
+    let mut groups = Vec::new();
+    let mut order = Vec::new();
+    for slot in 0..SLOTS as u32 {
+        let first = order.len() as u32;
+        order.extend((0..chosen.len() as u32).filter(|place| chosen[*place as usize] == slot));
+        groups.push(Group { expert: slot, slot, first, count: order.len() as u32 - first });
+    }
+    let landed = Which::Landed { groups: &groups, places: &order, shared: true, by_place: None };
+    for (which, by_place) in [(Which::Table { ids, slots: ids }, Some(ids)), (landed, None)] {
+        let room = Room {
+            scores,
+            weights,
+            act: b.room(places * layer.row())?,
+            out: b.room(places * HIDDEN)?,
+            jobs: b.room(TOKENS * K * 3)?,
+            order: b.room(TOKENS * K)?,
+        };
+        let h = b.floats(&before)?;
+        let ran = b.run(Experts { layer, slots, tokens: TOKENS, x, room, which })?;
+        for (place, slot) in chosen.iter().enumerate() {
+            let act = room.act.rows(place, 1, layer.row());
+            b.expect(&ran, act, &acts[*slot as usize][place / K * INNER..][..INNER])?;
+        }
+        if by_place.is_some() {
+            for token in 0..TOKENS {
+                let act = room.act.rows(TOKENS * K + token, 1, layer.row());
+                b.expect(&ran, act, &acts[SLOTS][token * inner..][..inner])?;
+            }
+        } else {
+            let results = room.out.floats(TOKENS * K * HIDDEN);
+            let expected = b.on_cpu(results)?;
+            b.expect(&ran, results, &expected)?;
+        }
+        b.check(Combine { layer, slots, tokens: TOKENS, room, by_place, h }, &[h], &[])?;
+    }
+    let act = b.room(TOKENS * inner)?;
+    let ran = b.launch(swiglu(TOKENS, inner, scores, layer.width(), SLOTS, act));
+    b.expect(&ran, act, &acts[SLOTS])
+}
+
+/// `silu(gate) * up` of every row for every slot, and at the end of the shared expert.
+fn activations(
+    b: &mut Bench<'_>,
+    layer: &Mixture,
+    slots: &Slots,
+    x: Region,
+    scores: &[f32],
+) -> Result<Vec<Vec<f32>>, DeviceError> {
+    let product = |gate: &[f32], up: &[f32]| gate.iter().zip(up).map(|(g, u)| silu(*g) * u).collect::<Vec<f32>>();
+    let mut all = Vec::new();
+    let y = b.room(TOKENS * INNER * 2)?;
+    for slot in 0..SLOTS as u32 {
+        let matrices = [0, 1].map(|index| {
+            let Stack { codes, rows, cols, .. } = layer.stacks[index];
+            let lens = codes.row_bytes(cols);
+            let part = |part: usize| slots.part(slot, layer.stacks[index].at[0][part], lens[part] * rows);
+            Weight { codes, rows, cols, gain: 1.0, parts: [0, 1, 2].map(|index| part(index).unwrap_or_default()) }
+        });
+        let op = Project { x, tokens: TOKENS, norm: None, matrices: &matrices, y, add: false };
+        b.cpu.run(&op.into())?;
+        let rows = b.on_cpu(y)?;
+        all.push(rows.chunks_exact(2 * INNER).flat_map(|row| product(&row[..INNER], &row[INNER..])).collect());
+    }
+    let inner = layer.shared_inner();
+    let own = |row: &[f32]| product(&row[SLOTS..][..inner], &row[SLOTS + inner..][..inner]);
+    all.push(scores.chunks_exact(layer.width()).flat_map(own).collect());
+    Ok(all)
+}

@@ -1,0 +1,123 @@
+//! The experts of a call as jobs, and the sum of what they gave.
+
+use super::{
+    Combine, Experts, Group, Which,
+    gemm::{ExpertView, Job, Rows, compute, emptied},
+};
+use crate::{
+    device::DeviceError,
+    ops::{
+        cpu::{Cpu, Memory, refuse},
+        simd::{Out, wide},
+        weight::WeightView,
+    },
+};
+
+impl Experts<'_> {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let (layer, tokens, hidden) = (self.layer, self.tokens, self.layer.hidden());
+        let Cpu { compute: with, memory, quantised, scratch } = cpu;
+        let scratch = &mut scratch.experts;
+        let mut jobs: Vec<Job<'_>> = emptied(std::mem::take(&mut scratch.jobs));
+        let (mut groups, mut places) = (std::mem::take(&mut scratch.groups), std::mem::take(&mut scratch.order));
+        let (groups_of, places_of, shared) = match self.which {
+            Which::Landed { groups, places, shared, .. } => (groups, places, shared),
+            Which::Table { ids, slots } => {
+                let count = tokens * layer.k;
+                let entries = memory.words(ids.floats(count)).iter().zip(memory.words(slots.floats(count)));
+                groups.clear();
+                places.clear();
+                places.extend(0..count as u32);
+                groups.extend((0..).zip(entries).map(|(first, (&expert, &slot))| Group {
+                    expert,
+                    slot,
+                    first,
+                    count: 1,
+                }));
+                (&groups[..], &places[..], true)
+            }
+        };
+        if let Some(expert) = layer.shared.as_ref().filter(|_| shared) {
+            let [gate, up] = expert.gate_up.each_ref().map(|weight| memory.view(weight));
+            let rows = Rows::Each { first: tokens * layer.k, count: tokens };
+            jobs.push(Job { expert: ExpertView { gate, up, down: memory.view(&expert.down) }, rows });
+        }
+        for group in groups_of {
+            let (first, count) = (group.first as usize, group.count as usize);
+            let (Some(places), Some(expert)) = (places_of.get(first..first + count), self.expert(memory, *group))
+            else {
+                return refuse(format!("{group:?} of {} places, in {} slots", places_of.len(), self.slots.slabs.len()));
+            };
+            jobs.push(Job { expert, rows: Rows::Places(places, layer.k) });
+        }
+        let at = self.x.floats(tokens * hidden);
+        let out = memory.floats_mut(self.room.out.floats(layer.places(tokens) * hidden));
+        let done = compute(with, quantised, Some(at), memory.floats(at), hidden, &jobs, out, scratch);
+        scratch.jobs = emptied(jobs);
+        (scratch.groups, scratch.order) = (groups, places);
+        done
+    }
+
+    /// An expert where it lies; `None` if there is no such slot.
+    fn expert<'a>(&self, memory: &'a Memory, group: Group) -> Option<ExpertView<'a>> {
+        let view = |index: usize| {
+            let stack = &self.layer.stacks[index];
+            let (at, gain) = (stack.at.get(group.expert as usize)?, *stack.gains.get(group.expert as usize)?);
+            let bytes = stack.codes.row_bytes(stack.cols).map(|bytes| bytes * stack.rows);
+            let mut parts = [&[][..]; 3];
+            for ((part, at), len) in parts.iter_mut().zip(at).zip(bytes) {
+                *part = memory.bytes(self.slots.part(group.slot, *at, len)?);
+            }
+            Some(WeightView { codes: stack.codes, rows: stack.rows, cols: stack.cols, gain, parts })
+        };
+        Some(ExpertView { gate: view(0)?, up: view(1)?, down: view(2)? })
+    }
+}
+
+impl Combine<'_> {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let (layer, tokens, hidden, memory) = (self.layer, self.tokens, self.layer.hidden(), &cpu.memory);
+        let k = layer.k;
+        let out = memory.floats(self.room.out.floats(layer.places(tokens) * hidden));
+        let weights = memory.floats(self.room.weights.floats(tokens * (k + 1)));
+        let h = memory.floats_mut(self.h.floats(tokens * hidden));
+        let (routed, shared) = out.split_at(tokens * k * hidden);
+        let base = Out(h.as_mut_ptr());
+        cpu.compute.threads.run_split(tokens, 16, &|range| {
+            let base = &base;
+            for token in range {
+                // SAFETY: the ranges of a split are disjoint: this row of `h` is ours.
+                let h = unsafe { std::slice::from_raw_parts_mut(base.0.add(token * hidden), hidden) };
+                let weights = &weights[token * (k + 1)..][..k + 1];
+                let ranks = &routed[token * k * hidden..][..k * hidden];
+                let shared = layer.shared.is_some().then(|| &shared[token * hidden..][..hidden]);
+                for (piece, h) in h.chunks_mut(COLUMNS).enumerate() {
+                    sum(h, weights, ranks, shared, piece * COLUMNS, hidden);
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+/// Columns that are summed up while they are in registers and the first-level cache.
+const COLUMNS: usize = 512;
+
+wide! {
+    /// `h += sum of weights * rows`, the rows in order, the shared one last.
+    fn sum(h: &mut [f32], weights: &[f32], ranks: &[f32], shared: Option<&[f32]>, first: usize, hidden: usize) {
+        let mut sums = [0f32; COLUMNS];
+        let sums = &mut sums[..h.len()];
+        let rows = ranks.chunks_exact(hidden).chain(shared);
+        let last = weights.len() - 1;
+        for (rank, row) in rows.enumerate() {
+            let weight = weights[rank.min(last)];
+            for (sum, x) in sums.iter_mut().zip(&row[first..]) {
+                *sum = weight.mul_add(*x, *sum);
+            }
+        }
+        for (h, sum) in h.iter_mut().zip(sums) {
+            *h += *sum;
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! `kernels/experts.metal`. What no kernel can do is refused when a model is loaded: experts of a layer are laid out alike in
+//! their slots, and have one gain.
+
+use super::{Combine, Experts, Mixture, Room, Slots, Stack};
+use crate::{
+    device::{Binding, Dispatch, Region},
+    ops::{
+        Project,
+        weight::{fast, matrix_words},
+    },
+};
+
+/// Slabs that a kernel can be given.
+const SLABS: usize = 4;
+
+/// Places grouped by expert: `count` jobs of three words `{slot, first, count}`, and the places they name in order.
+#[derive(Debug, Clone, Copy)]
+pub struct Jobs {
+    pub count: usize,
+    pub jobs: Region,
+    pub order: Region,
+}
+
+impl Stack {
+    /// The encoding and gain of every expert.
+    fn is_fast(&self) -> bool {
+        fast(self.codes, self.gain(), self.cols, &[4])
+    }
+
+    fn gain(&self) -> f32 {
+        self.gains.first().copied().unwrap_or(1.0)
+    }
+}
+
+impl Mixture {
+    fn args(&self, tokens: usize, slots: &Slots) -> Vec<u32> {
+        let mut args = vec![self.hidden(), self.inner(), self.k, tokens, self.shared_inner(), self.row()];
+        args.extend([self.width(), self.router.rows, slots.stride / 16, slots.per_slab]);
+        for stack in &self.stacks {
+            args.extend(stack.at.first().copied().unwrap_or_default().map(|at| at / 16));
+        }
+        let mut args: Vec<u32> = args.into_iter().map(|word| word as u32).collect();
+        for stack in &self.stacks {
+            args.extend(matrix_words(stack.codes, stack.rows, stack.gain()));
+        }
+        args.extend(self.shared.map_or([0; 5], |shared| shared.down.words()));
+        args
+    }
+
+    fn fast_up(&self) -> bool {
+        self.stacks[..2].iter().all(Stack::is_fast)
+    }
+
+    fn act(&self, room: &Room, tokens: usize) -> Region {
+        room.act.floats(self.places(tokens) * self.row())
+    }
+
+    fn launch(
+        &self,
+        tokens: usize,
+        slots: &Slots,
+        kernel: &'static str,
+        bindings: Vec<Binding>,
+        grid: [usize; 3],
+        threads: usize,
+    ) -> Dispatch {
+        let args = self.args(tokens, slots);
+        Dispatch { kernel, args, bindings, grid: grid.map(|n| n as u32), threads: threads as u32 }
+    }
+}
+
+fn slabs(slots: &Slots) -> impl Iterator<Item = Binding> {
+    (0..SLABS).map(|i| Binding::read(slots.slabs[i.min(slots.slabs.len() - 1)]))
+}
+
+impl Experts<'_> {
+    /// `act[place] = silu(gate x) * (up x)` for every place with a slot in `slots` (`[tokens * k]`); with `shared`, the shared
+    /// expert's activation too. Several calls may follow each other: hence `act` is updated.
+    pub fn up(&self, slots: Region, shared: bool) -> Dispatch {
+        let (layer, tokens) = (self.layer, self.tokens);
+        let extra = usize::from(shared && layer.shared.is_some());
+        let mut bindings = vec![
+            Binding::read(self.x.floats(tokens * layer.hidden())),
+            Binding::read(self.room.scores.floats(tokens * layer.width())),
+            Binding::read(slots.floats(tokens * layer.k)),
+            Binding::update(layer.act(&self.room, tokens)),
+        ];
+        bindings.extend(slabs(self.slots));
+        let kernel = if layer.fast_up() { "experts_up" } else { "experts_up_any" };
+        let grid = [layer.inner().div_ceil(8), layer.k + extra, tokens];
+        layer.launch(tokens, self.slots, kernel, bindings, grid, 128)
+    }
+
+    /// The same for places grouped by expert, without the shared one; then `out[place] = down act`, unweighted.
+    pub fn by_expert(&self, jobs: Jobs) -> [Dispatch; 2] {
+        let (layer, tokens) = (self.layer, self.tokens);
+        let act = layer.act(&self.room, tokens);
+        let words = [Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)];
+        let mut up = vec![Binding::read(self.x.floats(tokens * layer.hidden())), words[0], words[1]];
+        up.push(Binding::update(act));
+        up.extend(slabs(self.slots));
+        let kernel = if layer.fast_up() { "experts_up_rows" } else { "experts_up_rows_any" };
+        let grid = [layer.inner().div_ceil(8), jobs.count, 1];
+        let up = layer.launch(tokens, self.slots, kernel, up, grid, 128);
+        let mut down = vec![Binding::read(act), words[0], words[1]];
+        down.push(Binding::update(self.room.out.floats(tokens * layer.k * layer.hidden())));
+        down.extend(slabs(self.slots));
+        let kernel = if layer.stacks[2].is_fast() { "experts_down_rows" } else { "experts_down_rows_any" };
+        let grid = [layer.hidden().div_ceil(16), jobs.count, 1];
+        [up, layer.launch(tokens, self.slots, kernel, down, grid, 128)]
+    }
+}
+
+impl Combine<'_> {
+    /// `h[token] += sum over ranks of weight * down act`, the shared expert last: places that were computed place by place, with
+    /// their `slots`.
+    pub fn down(&self, slots: Region) -> Dispatch {
+        let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
+        let mut bindings = vec![
+            Binding::read(layer.act(room, tokens)),
+            Binding::read(room.weights.floats(tokens * (layer.k + 1))),
+            Binding::read(slots.floats(tokens * layer.k)),
+            Binding::update(self.h.floats(tokens * layer.hidden())),
+        ];
+        let none = [Binding::read(room.scores.first(0)); 3];
+        bindings.extend(layer.shared.map_or(none, |shared| shared.down.bindings()));
+        bindings.extend(slabs(self.slots));
+        let shared = layer.shared.map(|shared| shared.down);
+        let is_fast = layer.stacks[2].is_fast() && shared.is_none_or(|m| fast(m.codes, m.gain, m.cols, &[4]));
+        let kernel = if is_fast { "experts_down" } else { "experts_down_any" };
+        let grid = [layer.hidden().div_ceil(16), tokens, 1];
+        layer.launch(tokens, self.slots, kernel, bindings, grid, 32 * (layer.k + 1))
+    }
+
+    /// Places that were grouped by expert: the shared expert on its own, then the sum over ranks.
+    pub fn sum(&self) -> Vec<Dispatch> {
+        let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
+        let (hidden, inner) = (layer.hidden(), layer.shared_inner());
+        let routed = tokens * layer.k;
+        let out = room.out.floats(routed * hidden);
+        let mut launches = Vec::with_capacity(3);
+        let mut shared = Binding::read(out.first(0));
+        if let Some(expert) = &layer.shared {
+            let act = room.act.part(routed * layer.row() * 4, tokens * inner * 4);
+            let y = room.out.part(routed * hidden * 4, tokens * hidden * 4);
+            launches.push(swiglu(tokens, inner, room.scores, layer.width(), layer.router.rows, act));
+            let matrices = std::slice::from_ref(&expert.down);
+            launches.push(Project { x: act, tokens, norm: None, matrices, y, add: false }.dispatch());
+            shared = Binding::read(y);
+        }
+        let bindings = vec![
+            Binding::read(out),
+            shared,
+            Binding::read(room.weights.floats(tokens * (layer.k + 1))),
+            Binding::update(self.h.floats(tokens * hidden)),
+        ];
+        let grid = [hidden.div_ceil(128), tokens, 1];
+        launches.push(layer.launch(tokens, self.slots, "experts_combine", bindings, grid, 128));
+        launches
+    }
+}
+
+/// `act = silu(gate) * up`, `[tokens, inner]`, of rows of `width` floats in which `inner` gates, then `inner` ups, start
+/// at `at`: a dense feed-forward, or the shared expert on its own.
+pub fn swiglu(tokens: usize, inner: usize, scores: Region, width: usize, at: usize, act: Region) -> Dispatch {
+    Dispatch {
+        kernel: "swiglu",
+        args: [inner, width, at].map(|w| w as u32).to_vec(),
+        bindings: vec![Binding::read(scores.floats(tokens * width)), Binding::write(act.floats(tokens * inner))],
+        grid: [inner.div_ceil(128) as u32, tokens as u32, 1],
+        threads: 128,
+    }
+}

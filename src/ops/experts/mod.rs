@@ -1,0 +1,213 @@
+//! The experts in their slots, and the shared one (spec 2.3), in two operations: [`Experts`] computes those that are in memory,
+//! in as many calls as it takes until all are; [`Combine`] sums them up in the router's order, so that it does not matter
+//! what landed first.
+//!
+//! A *place* is a chosen expert of a token: `token * k + rank`. Between the two operations a device keeps what it likes in
+//! [`Room`]: the CPU each place's result, a GPU for few rows only `silu(gate) * up`, as `down` is one launch with the sum.
+
+mod cases;
+mod cpu;
+mod gemm;
+mod gpu;
+
+pub(super) use cases::cases;
+pub(in crate::ops) use gemm::{ExpertView, Job, Rows, Scratch, compute};
+pub use gpu::{Jobs, swiglu};
+
+use super::{Codes, Weight};
+use crate::device::{Effect, Region};
+
+/// As a slot: this place is not part of this call.
+pub const NONE: u32 = u32::MAX;
+
+/// A layer's mixture of experts.
+#[derive(Debug, Clone)]
+pub struct Mixture {
+    /// Experts a token visits.
+    pub k: usize,
+    /// A token's weights sum to one.
+    pub renormalise: bool,
+    /// `[experts, hidden]`.
+    pub router: Weight,
+    pub shared: Option<Shared>,
+    /// Gate, up and down of the routed experts.
+    pub stacks: [Stack; 3],
+}
+
+/// The expert that every token visits.
+#[derive(Debug, Clone, Copy)]
+pub struct Shared {
+    pub gate_up: [Weight; 2],
+    pub down: Weight,
+    /// `[1, hidden]`: its sigmoid is the weight of the result.
+    pub result: Weight,
+}
+
+/// One projection of all experts of a layer.
+#[derive(Debug, Clone)]
+pub struct Stack {
+    pub codes: Codes,
+    pub rows: usize,
+    pub cols: usize,
+    /// One an expert.
+    pub gains: Vec<f32>,
+    /// Where codes, scales and biases of each expert start in whichever slot it is in (bytes).
+    pub at: Vec<[usize; 3]>,
+}
+
+impl Default for Stack {
+    fn default() -> Self {
+        Self { codes: Codes::Dense(super::Float::F32), rows: 0, cols: 0, gains: Vec::new(), at: Vec::new() }
+    }
+}
+
+/// The memory experts are in: slabs of `per_slab` slots of `stride` bytes.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Slots {
+    pub slabs: Vec<Region>,
+    pub per_slab: usize,
+    pub stride: usize,
+}
+
+/// Room that the layers of a pass share.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Room {
+    /// [`Route`](super::route::Route)'s.
+    pub scores: Region,
+    pub weights: Region,
+    /// `[tokens * (k + 1), row]` f32, `row` being the larger of the two inner widths: activations.
+    pub act: Region,
+    /// `[tokens * (k + 1), hidden]` f32: results, the shared expert's behind all others.
+    pub out: Region,
+    /// `[tokens * k, 3]` and `[tokens * k]` u32: for a GPU that computes rows by expert.
+    pub jobs: Region,
+    pub order: Region,
+}
+
+/// An expert that is in memory, and which of the call's places it serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Group {
+    pub expert: u32,
+    pub slot: u32,
+    pub first: u32,
+    pub count: u32,
+}
+
+/// Which places a call computes.
+#[derive(Debug, Clone, Copy)]
+pub enum Which<'a> {
+    /// All, and the shared expert: their slots lie where [`Route`](super::route::Route) left them.
+    Table { ids: Region, slots: Region },
+    /// Those of some experts. `places` are the groups' places.
+    Landed {
+        groups: &'a [Group],
+        places: &'a [u32],
+        /// The shared expert, too.
+        shared: bool,
+        /// Place by place and not by expert: room of this call's own for a slot each place (`[tokens * k]` u32).
+        by_place: Option<Region>,
+    },
+}
+
+/// `down(silu(gate x) * up x)` of some places.
+#[derive(Debug, Clone, Copy)]
+pub struct Experts<'a> {
+    pub layer: &'a Mixture,
+    pub slots: &'a Slots,
+    pub tokens: usize,
+    /// `[tokens, hidden]`, normed.
+    pub x: Region,
+    pub room: Room,
+    pub which: Which<'a>,
+}
+
+/// `h[t] += sum over ranks of weight * result`, in this order, the shared expert's last.
+#[derive(Debug, Clone, Copy)]
+pub struct Combine<'a> {
+    pub layer: &'a Mixture,
+    pub slots: &'a Slots,
+    pub tokens: usize,
+    pub room: Room,
+    /// Where the slot of each place lies, if places were computed place by place.
+    pub by_place: Option<Region>,
+    /// `[tokens, hidden]`.
+    pub h: Region,
+}
+
+impl Mixture {
+    pub fn hidden(&self) -> usize {
+        self.router.cols
+    }
+
+    pub fn inner(&self) -> usize {
+        self.stacks[0].rows
+    }
+
+    pub fn shared_inner(&self) -> usize {
+        self.shared.map_or(0, |shared| shared.down.cols)
+    }
+
+    /// Floats in a row of activations.
+    pub fn row(&self) -> usize {
+        self.inner().max(self.shared_inner())
+    }
+
+    /// Floats in a row of scores: `router | shared gate | shared up | gate of the shared result`.
+    pub fn width(&self) -> usize {
+        self.router.rows + self.shared.map_or(0, |_| 2 * self.shared_inner() + 1)
+    }
+
+    /// Places, those of the shared expert included.
+    fn places(&self, tokens: usize) -> usize {
+        tokens * (self.k + 1)
+    }
+}
+
+impl Slots {
+    /// `len` bytes at `at` in a slot.
+    pub fn part(&self, slot: u32, at: usize, len: usize) -> Option<Region> {
+        let (slab, index) = (slot as usize / self.per_slab.max(1), slot as usize % self.per_slab.max(1));
+        let (slab, start) = (self.slabs.get(slab)?, index * self.stride + at);
+        (start + len <= slab.len).then(|| slab.part(start, len))
+    }
+}
+
+impl Room {
+    fn touches(&self, layer: &Mixture, tokens: usize, see: &mut dyn FnMut(Region, Effect)) {
+        let places = layer.places(tokens);
+        see(self.scores.floats(tokens * layer.width()), Effect::Read);
+        see(self.act.floats(places * layer.row()), Effect::Update);
+        see(self.out.floats(places * layer.hidden()), Effect::Update);
+    }
+}
+
+impl Experts<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let (layer, tokens) = (self.layer, self.tokens);
+        see(self.x.floats(tokens * layer.hidden()), Effect::Read);
+        self.room.touches(layer, tokens, see);
+        match self.which {
+            Which::Table { ids, slots } => {
+                see(ids.floats(tokens * layer.k), Effect::Read);
+                see(slots.floats(tokens * layer.k), Effect::Read);
+            }
+            Which::Landed { by_place: Some(slots), .. } => see(slots.floats(tokens * layer.k), Effect::Write),
+            Which::Landed { by_place: None, .. } => {
+                see(self.room.jobs, Effect::Write);
+                see(self.room.order, Effect::Write);
+            }
+        }
+    }
+}
+
+impl Combine<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let (layer, tokens) = (self.layer, self.tokens);
+        self.room.touches(layer, tokens, see);
+        see(self.room.weights.floats(layer.places(tokens)), Effect::Read);
+        if let Some(slots) = self.by_place {
+            see(slots.floats(tokens * layer.k), Effect::Read);
+        }
+        see(self.h.floats(tokens * layer.hidden()), Effect::Update);
+    }
+}

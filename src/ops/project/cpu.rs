@@ -1,0 +1,181 @@
+//! The products of all matrices as one parallel job. A row of the result has the same bytes whatever `tokens` and the number
+//! of threads. With [`Math::Integer`] affine weights meet activations quantised to integers (see [`quant`](crate::ops::quant)),
+//! everything else is f32.
+
+use super::{Norm, Project};
+use crate::{
+    device::{Compute, DeviceError, Math, Region},
+    ops::{
+        cpu::{Cpu, Memory, refuse},
+        norm::normalise,
+        quant::{Format, QuantisedRows},
+        simd::{self, Isa, Line, Out, wide},
+        weight::{Codes, WeightView},
+    },
+    platform::Threads,
+};
+use std::ops::Range;
+
+/// Rows of weights are cut in multiples of this, the height of the widest kernel's block.
+const HEIGHT: usize = 32;
+/// A task is at least and at most this many bytes of weights: the cost of claiming one must not show, nor must the wait
+/// for the last.
+const TASK: Range<usize> = 16 << 10..96 << 10;
+
+impl Project<'_> {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let (tokens, cols, width) = (self.tokens, self.cols(), self.width());
+        let Cpu { compute, memory, quantised, scratch } = cpu;
+        let mut columns = [Column::default(); 4];
+        let Some(columns) = columns.get_mut(..self.matrices.len()) else {
+            return refuse(format!("{} matrices at once", self.matrices.len()));
+        };
+        let mut at = 0;
+        for (column, matrix) in columns.iter_mut().zip(self.matrices) {
+            *column = Column { weight: memory.view(matrix), at };
+            check(&column.weight, cols)?;
+            at += matrix.rows;
+        }
+        let columns = &*columns;
+        let (x, key) = normed(compute, memory, self.x, tokens, cols, self.norm, &mut scratch.normed);
+        quantised.fill(compute, key, x, tokens, cols, columns.iter().map(|column| column.weight.codes));
+        let y = memory.floats_mut(self.y.floats(tokens * width));
+        if !self.add {
+            product(compute, quantised, x, cols, columns, y, width);
+            return Ok(());
+        }
+        scratch.product.resize((tokens * width).max(scratch.product.len()), 0.0);
+        let result = &mut scratch.product[..tokens * width];
+        product(compute, quantised, x, cols, columns, result, width);
+        let piece = 16 * width;
+        compute.threads.run_pieces(y, piece, &|task, y| add(y, &result[task * piece..][..y.len()]));
+        Ok(())
+    }
+}
+
+wide! {
+    fn add(y: &mut [f32], x: &[f32]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y += x;
+        }
+    }
+}
+
+/// The rows that meet the weights: `x`, or its norm, kept where the norm says or in `own`. With the buffer they lie in.
+pub(in crate::ops) fn normed<'a>(
+    compute: &Compute,
+    memory: &'a Memory,
+    x: Region,
+    tokens: usize,
+    cols: usize,
+    norm: Option<Norm>,
+    own: &'a mut Vec<f32>,
+) -> (&'a [f32], Option<Region>) {
+    let at = x.floats(tokens * cols);
+    let x = memory.floats(at);
+    let Some(norm) = norm else { return (x, Some(at)) };
+    let keep = norm.keep.map(|keep| keep.floats(tokens * cols));
+    let y = match keep {
+        Some(keep) => memory.floats_mut(keep),
+        None => {
+            own.resize((tokens * cols).max(own.len()), 0.0);
+            &mut own[..tokens * cols]
+        }
+    };
+    let weight = memory.floats(norm.weight.floats(cols));
+    compute.threads.run_pieces(y, 16 * cols, &|task, piece| {
+        for (row, y) in piece.chunks_exact_mut(cols).enumerate() {
+            normalise(&x[(task * 16 + row) * cols..][..cols], weight, norm.eps, y);
+        }
+    });
+    (y, keep)
+}
+
+/// A weight, and the column of the result that its first row goes to.
+#[derive(Clone, Copy, Default)]
+pub(in crate::ops) struct Column<'a> {
+    pub weight: WeightView<'a>,
+    pub at: usize,
+}
+
+/// Checks a weight's sizes, on which the kernels rely.
+pub(in crate::ops) fn check(view: &WeightView<'_>, cols: usize) -> Result<(), DeviceError> {
+    let known = match view.codes {
+        Codes::Affine { bits, group, .. } => matches!(bits, 2..=6 | 8) && matches!(group, 32 | 64 | 128),
+        _ => true,
+    };
+    let sizes = view.codes.row_bytes(cols);
+    let fits = view.parts.iter().zip(sizes).all(|(part, bytes)| part.len() == bytes * view.rows);
+    if !known || view.cols != cols || !cols.is_multiple_of(view.codes.group()) || !fits {
+        let (found, WeightView { codes, rows, cols: have, .. }) = (view.parts.map(<[u8]>::len), view);
+        return refuse(format!("weight {codes:?} [{rows}, {have}] with parts of {found:?} bytes, for {cols} values"));
+    }
+    Ok(())
+}
+
+/// How the activations of an affine weight are quantised; `None` where the product is f32.
+pub(in crate::ops) fn format(math: Math, codes: Codes) -> Option<Format> {
+    match (math, codes) {
+        (Math::Integer, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
+        _ => None,
+    }
+}
+
+/// The products of the rows `x`, which are quantised already, at the weights' columns of `out` (`[tokens, width]`).
+pub(in crate::ops) fn product(
+    compute: &Compute,
+    quantised: &QuantisedRows,
+    x: &[f32],
+    cols: usize,
+    weights: &[Column<'_>],
+    out: &mut [f32],
+    width: usize,
+) {
+    let tokens = x.len() / cols.max(1);
+    let base = Out(out.as_mut_ptr());
+    let line = |weight: usize, token: usize| Line {
+        x: &x[token * cols..(token + 1) * cols],
+        digits: quantised.row(compute.math, weights[weight].weight.codes, token),
+    };
+    // SAFETY: inside `out`, which has `width` columns.
+    let place = |weight: usize, token: usize| unsafe { base.add(token * width + weights[weight].at) };
+    // Decode has one line, for which lists need not be made.
+    let many = if tokens > 1 { weights.len() } else { 0 };
+    let all = || (0..many).flat_map(|weight| (0..tokens).map(move |token| (weight, token)));
+    let lines: Vec<Line<'_>> = all().map(|(weight, token)| line(weight, token)).collect();
+    let outs: Vec<Out> = all().map(|(weight, token)| place(weight, token)).collect();
+    let height = height(&compute.threads, weights);
+    let isa = Isa::best();
+    compute.threads.run(tasks(weights, height), &|task| {
+        let (index, rows) = locate(weights, height, task);
+        let range = index * tokens..(index + 1) * tokens;
+        let one = ([line(index, 0)], [place(index, 0)]);
+        let (lines, outs) = if tokens > 1 { (&lines[range.clone()], &outs[range]) } else { (&one.0[..], &one.1[..]) };
+        // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
+        unsafe { simd::product(isa, compute.math == Math::Integer, &weights[index].weight, rows, lines, outs) };
+    });
+}
+
+/// Rows of weights in one task.
+fn height(threads: &Threads, weights: &[Column<'_>]) -> usize {
+    let bytes: usize = weights.iter().flat_map(|column| column.weight.parts).map(<[u8]>::len).sum();
+    let rows: usize = weights.iter().map(|column| column.weight.rows).sum();
+    let task = (bytes / (8 * threads.count())).clamp(TASK.start, TASK.end);
+    (task * rows / bytes.max(1)).next_multiple_of(HEIGHT).max(HEIGHT)
+}
+
+fn tasks(weights: &[Column<'_>], height: usize) -> usize {
+    weights.iter().map(|column| column.weight.rows.div_ceil(height)).sum()
+}
+
+/// Which weight and rows `task` computes.
+fn locate(weights: &[Column<'_>], height: usize, mut task: usize) -> (usize, Range<usize>) {
+    for (index, Column { weight, .. }) in weights.iter().enumerate() {
+        let here = weight.rows.div_ceil(height);
+        if task < here {
+            return (index, task * height..((task + 1) * height).min(weight.rows));
+        }
+        task -= here;
+    }
+    (0, 0..0)
+}

@@ -1,0 +1,147 @@
+//! The router's choice (spec 2.3): scores of all experts, softmax, the k likeliest. Of equal scores the expert of lower number
+//! goes first. The shared expert's gate is computed beside it, and on a GPU also its gate and up projection.
+
+mod cases;
+
+pub(super) use cases::cases;
+
+use super::{
+    cpu::{Cpu, refuse},
+    experts::{Mixture, Shared},
+    project::{Column, Norm, Project, check, normed, product},
+};
+use crate::device::{Binding, DeviceError, Dispatch, Effect, Region};
+
+/// The experts of each row of `x`, or of its norm.
+#[derive(Debug, Clone, Copy)]
+pub struct Route<'a> {
+    pub layer: &'a Mixture,
+    pub tokens: usize,
+    /// `[tokens, hidden]`.
+    pub x: Region,
+    pub norm: Option<Norm>,
+    /// Only the choice: nothing of the shared expert is computed, and a row of scores is as long as there are experts.
+    pub alone: bool,
+    /// `[experts]` u32: each expert's slot, as far as known.
+    pub table: Region,
+    /// `[tokens, layer.width()]`: room for `router | shared gate | shared up | gate of the shared result`.
+    pub scores: Region,
+    /// `[tokens, k]` u32, likeliest first.
+    pub ids: Region,
+    /// `[tokens, k]` u32: the table's entry of each.
+    pub slots: Region,
+    /// `[tokens, k + 1]` f32: a weight for each rank, the shared expert's last.
+    pub weights: Region,
+}
+
+impl Route<'_> {
+    fn width(&self) -> usize {
+        if self.alone { self.layer.router.rows } else { self.layer.width() }
+    }
+
+    fn shared(&self) -> Option<&Shared> {
+        self.layer.shared.as_ref().filter(|_| !self.alone)
+    }
+
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let (tokens, Mixture { k, router, .. }) = (self.tokens, self.layer);
+        see(self.x.floats(tokens * router.cols), Effect::Read);
+        if let Some(keep) = self.norm.and_then(|norm| norm.keep) {
+            see(keep.floats(tokens * router.cols), Effect::Write);
+        }
+        see(self.scores.floats(tokens * self.width()), Effect::Write);
+        see(self.ids.floats(tokens * k), Effect::Write);
+        see(self.slots.floats(tokens * k), Effect::Write);
+        see(self.weights.floats(tokens * (k + 1)), Effect::Write);
+    }
+
+    pub(super) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let (tokens, layer, width) = (self.tokens, self.layer, self.width());
+        let (k, experts, cols) = (layer.k, layer.router.rows, layer.router.cols);
+        let Cpu { compute, memory, quantised, scratch } = cpu;
+        let router = Column { weight: memory.view(&layer.router), at: 0 };
+        let columns = match self.shared() {
+            Some(shared) => [router, Column { weight: memory.view(&shared.result), at: width - 1 }],
+            None => [router, Column { at: experts, ..Column::default() }],
+        };
+        let columns = &columns[..if self.shared().is_some() { 2 } else { 1 }];
+        for column in columns {
+            check(&column.weight, cols)?;
+        }
+        if k > experts {
+            return refuse(format!("{k} of {experts} experts"));
+        }
+        let (x, key) = normed(compute, memory, self.x, tokens, cols, self.norm, &mut scratch.normed);
+        quantised.fill(compute, key, x, tokens, cols, columns.iter().map(|column| column.weight.codes));
+        let scores = memory.floats_mut(self.scores.floats(tokens * width));
+        product(compute, quantised, x, cols, columns, scores, width);
+        let ids = memory.words_mut(self.ids.floats(tokens * k));
+        let weights = memory.floats_mut(self.weights.floats(tokens * (k + 1)));
+        let rows = scores.chunks_exact(width).zip(ids.chunks_exact_mut(k)).zip(weights.chunks_exact_mut(k + 1));
+        for ((scores, ids), weights) in rows {
+            choose(&scores[..experts], layer.renormalise, &mut scratch.order, ids, &mut weights[..k]);
+            weights[k] = if self.shared().is_some() { 1.0 / ((-scores[width - 1]).exp() + 1.0) } else { 0.0 };
+        }
+        let table = memory.words(self.table);
+        for (slot, id) in memory.words_mut(self.slots.floats(tokens * k)).iter_mut().zip(&*ids) {
+            *slot = table.get(*id as usize).copied().unwrap_or(super::experts::NONE);
+        }
+        Ok(())
+    }
+
+    /// `kernels/linear.metal`, then `kernels/route.metal`. Panics above 1024 experts.
+    pub fn dispatches(&self) -> [Dispatch; 2] {
+        let Self { layer, tokens, x, norm, scores, .. } = *self;
+        let mut matrices = [layer.router; 4];
+        let mut count = 1;
+        if let Some(shared) = self.shared() {
+            matrices[1..].copy_from_slice(&[shared.gate_up[0], shared.gate_up[1], shared.result]);
+            count = 4;
+        }
+        let product = Project { x, tokens, norm, matrices: &matrices[..count], y: scores, add: false };
+        [product.dispatch(), self.choice()]
+    }
+
+    /// What follows the scores.
+    pub fn choice(&self) -> Dispatch {
+        let Self { layer, tokens, table, scores, ids, slots, weights, .. } = *self;
+        let (experts, k, width) = (layer.router.rows, layer.k, self.width());
+        assert!(experts <= 1024 && k <= experts, "{k} of {experts} experts");
+        let shared = self.shared().is_some();
+        let gate = [if shared { width - 1 } else { 0 }, shared.into(), layer.renormalise.into()];
+        let words = [experts, k, width, gate[0], gate[1], gate[2]];
+        Dispatch {
+            kernel: "route",
+            args: words.map(|w| w as u32).to_vec(),
+            bindings: vec![
+                Binding::read(scores.floats(tokens * width)),
+                Binding::read(table.floats(experts)),
+                Binding::write(ids.floats(tokens * k)),
+                Binding::write(slots.floats(tokens * k)),
+                Binding::write(weights.floats(tokens * (k + 1))),
+            ],
+            grid: [tokens as u32, 1, 1],
+            threads: 32,
+        }
+    }
+}
+
+/// The k likeliest of one row, and their weights, which sum to one with `renormalise`.
+fn choose(row: &[f32], renormalise: bool, order: &mut Vec<u32>, ids: &mut [u32], weights: &mut [f32]) {
+    let k = ids.len();
+    order.clear();
+    order.extend(0..row.len() as u32);
+    let before = |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));
+    if k < order.len() {
+        order.select_nth_unstable_by(k, before);
+    }
+    let chosen = &mut order[..k];
+    chosen.sort_unstable_by(before);
+    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weigh = |id: u32| (row[id as usize] - most).exp();
+    let sum: f32 =
+        if renormalise { chosen.iter().map(|&id| weigh(id)).sum() } else { (0..row.len() as u32).map(weigh).sum() };
+    for ((id, weight), chosen) in ids.iter_mut().zip(weights).zip(chosen) {
+        (*id, *weight) = (*chosen, weigh(*chosen) / sum);
+    }
+}

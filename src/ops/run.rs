@@ -1,0 +1,165 @@
+//! Who runs operations: [`Cpu`](super::Cpu) computes at once, [`OnGpu`](super::OnGpu) turns each value into launches.
+
+use super::{
+    Weight,
+    attend::{Attend, CacheWrite, Heads},
+    conv::Conv,
+    delta::{Delta, DeltaRule},
+    embed::Embed,
+    experts::{Combine, Experts, Mixture},
+    mlp::Mlp,
+    project::Project,
+    route::Route,
+};
+use crate::device::{DeviceError, Effect, Region, Slab, Timeline};
+use std::{ops::Range, sync::Arc};
+
+/// One operation of the forward pass: a value that says what to do with which memory, and not how.
+#[derive(Debug, Clone, Copy)]
+pub enum Op<'a> {
+    Embed(Embed<'a>),
+    Project(Project<'a>),
+    Conv(Conv<'a>),
+    DeltaRule(DeltaRule<'a>),
+    CacheWrite(CacheWrite<'a>),
+    Attend(Attend<'a>),
+    Mlp(Mlp<'a>),
+    Route(Route<'a>),
+    Experts(Experts<'a>),
+    Combine(Combine<'a>),
+}
+
+macro_rules! each {
+    ($self:ident, $op:ident => $body:expr) => {
+        match $self {
+            Op::Embed($op) => $body,
+            Op::Project($op) => $body,
+            Op::Conv($op) => $body,
+            Op::DeltaRule($op) => $body,
+            Op::CacheWrite($op) => $body,
+            Op::Attend($op) => $body,
+            Op::Mlp($op) => $body,
+            Op::Route($op) => $body,
+            Op::Experts($op) => $body,
+            Op::Combine($op) => $body,
+        }
+    };
+}
+pub(super) use each;
+
+impl Op<'_> {
+    /// Shows every activation and state that the operation touches, and how. Weights are not listed: nothing writes them.
+    pub fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        each!(self, op => op.touches(see));
+    }
+}
+
+macro_rules! from {
+    ($($name:ident),*) => {
+        $(impl<'a> From<$name<'a>> for Op<'a> {
+            fn from(op: $name<'a>) -> Self {
+                Op::$name(op)
+            }
+        })*
+    };
+}
+from!(Embed, Project, Conv, DeltaRule, CacheWrite, Attend, Mlp, Route, Experts, Combine);
+
+/// How a cache keeps its keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheFormat {
+    F32,
+    /// The upper half of an f32.
+    Bf16,
+    /// 16-bit integers and one f32 a row, times which an integer is the value (see `attend/cache.rs`).
+    I16,
+}
+
+impl CacheFormat {
+    /// Bytes of one row of `dim` values.
+    pub fn row_bytes(self, dim: usize) -> usize {
+        match self {
+            CacheFormat::F32 => 4 * dim,
+            CacheFormat::Bf16 => 2 * dim,
+            CacheFormat::I16 => 2 * (dim + 2),
+        }
+    }
+}
+
+/// What the pass has to know of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Up to so many rows, experts that are all in memory are found without asking the CPU which were chosen.
+    pub by_table: usize,
+    /// Up to so many rows, experts that are read are computed place by place, and not grouped by expert.
+    pub by_place: usize,
+    /// Reading back costs a wait: what is read together is computed together.
+    pub waits: bool,
+    /// Layers between two flushes when nothing waits.
+    pub flush: usize,
+    pub cache: CacheFormat,
+    /// Rows whose attention one launch computes at most, and the bytes its partial results may take; `None` where they are
+    /// the device's own affair.
+    pub partials: Option<(usize, usize)>,
+    /// The memory plan is made for so many bytes at most, if the device says.
+    pub working_set: Option<u64>,
+}
+
+/// A part of a model that a device may be unable to compute.
+#[derive(Clone, Copy)]
+pub enum Part<'a> {
+    Weight(&'a Weight),
+    Heads(&'a Heads),
+    /// With the taps of its convolution.
+    Delta(&'a Delta, usize),
+    /// Laid out in slots.
+    Mixture(&'a Mixture),
+}
+
+/// Runs operations in the order given. After an error every call fails until a wait has reported it.
+pub trait Run: Timeline + Send {
+    fn name(&self) -> String;
+
+    fn limits(&self) -> Limits;
+
+    /// Whether the device can compute a part of a model; if not, why.
+    fn accept(&self, part: Part<'_>) -> Result<(), DeviceError>;
+
+    fn run(&mut self, op: &Op<'_>) -> Result<(), DeviceError>;
+
+    /// Waits for what writes `from` and copies it out; `into` is as long.
+    fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// In order with operations: those that were run before still see the old bytes.
+    fn write(&mut self, to: Region, bytes: &[u8]) -> Result<(), DeviceError>;
+
+    /// In order with operations; both are equally long and do not overlap.
+    fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError>;
+
+    /// Hands over what has been encoded; never waits.
+    fn flush(&mut self) -> Result<(), DeviceError>;
+
+    /// Zeroed memory. Its `buffer` is a number: buffers are counted from 0 as they are allocated and adopted.
+    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError>;
+
+    /// Makes a range of a slab visible without a copy. The range starts at a page.
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
+
+    /// The longest range that can be adopted (bytes).
+    fn longest(&self) -> usize;
+
+    /// [`Run::write`] to the region's beginning.
+    fn write_words(&mut self, to: Region, words: &[u32]) -> Result<(), DeviceError> {
+        self.write(to.first(words.len() * 4), bytemuck::cast_slice(words))
+    }
+
+    /// [`Run::read`] of as many words as fit.
+    fn read_words(&mut self, from: Region, into: &mut [u32]) -> Result<(), DeviceError> {
+        self.read(from.first(into.len() * 4), bytemuck::cast_slice_mut(into))
+    }
+
+    /// [`Run::read`] of as many floats as fit.
+    fn read_floats(&mut self, from: Region, into: &mut [f32]) -> Result<(), DeviceError> {
+        self.read(from.first(into.len() * 4), bytemuck::cast_slice_mut(into))
+    }
+}

@@ -1,0 +1,99 @@
+//! The GPU path streams as the CPU path does: the same lookups, hits and evictions, and read-ahead that is used.
+
+use crate::{gpu::HostGpu, host::Host};
+use moestro::{
+    config::Switch,
+    device::Math,
+    experts::{Io, Prefetch},
+    metrics::Metrics,
+    model::{Model, Options, Qwen, Rows, qwen::StoreOptions},
+};
+use std::{path::Path, sync::Arc};
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+/// A quarter of the demo's experts.
+const SLOTS: usize = 64;
+const TOKENS: usize = 100;
+
+fn load(prefetch: Prefetch, trace: &Path, gpu: bool) -> (Qwen, Arc<Metrics>) {
+    let store = StoreOptions {
+        slots: Some(SLOTS),
+        io: Io::Buffered,
+        threads: 1,
+        prefetch,
+        trace: Some(trace.into()),
+        ..StoreOptions::default()
+    };
+    let mut options =
+        Options { math: Math::F32, threads: Some(1), store, gpu: gpu.then_some(u64::MAX), ..Options::default() };
+    options.wishes.stream = Switch::On;
+    options.wishes.context = Some(1024);
+    let metrics = Metrics::new("test", "cpu");
+    (Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap(), metrics)
+}
+
+/// Decodes the same tokens whatever the logits say.
+fn decode<M: Model>(model: &mut M) {
+    let mut state = model.start().unwrap();
+    for token in 0..TOKENS as u32 {
+        model.forward(&mut state, &[100 + token * 37 % 1500], Rows::None).unwrap();
+    }
+}
+
+struct Counts {
+    hits: u64,
+    misses: u64,
+    foreseen: u64,
+    used: u64,
+    evictions: u64,
+    /// Layers and the experts they asked for.
+    asked: Vec<String>,
+}
+
+fn run(prefetch: Prefetch, gpu: bool) -> Counts {
+    let dir = tempfile::tempdir().unwrap();
+    let trace = dir.path().join("trace");
+    let (mut qwen, metrics) = load(prefetch, &trace, gpu);
+    if gpu {
+        let host = HostGpu::new(Host::fast());
+        decode(&mut qwen.onto(host).unwrap_or_else(|refused| panic!("{}", refused.error)));
+    } else {
+        decode(&mut qwen);
+        drop(qwen);
+    }
+    let text = std::fs::read_to_string(trace).unwrap();
+    let margins = text.lines().filter(|line| line.starts_with('n')).count();
+    let asked: Vec<String> = text.lines().filter(|line| line.starts_with('d')).map(String::from).collect();
+    assert_eq!(margins, asked.len(), "every choice comes with its margins");
+    Counts {
+        hits: metrics.lookups_decode_hit.get(),
+        misses: metrics.lookups_decode_miss.get(),
+        foreseen: metrics.lookups_decode_prefetched.get(),
+        used: metrics.prefetches_used.get(),
+        evictions: metrics.expert_evictions.get(),
+        asked,
+    }
+}
+
+#[test]
+fn the_kernels_hit_miss_and_evict_as_the_cpu_does() {
+    let (cpu, gpu) = (run(Prefetch::Off, false), run(Prefetch::Off, true));
+    assert!(cpu.asked == gpu.asked, "the routers chose differently");
+    let counts = |counts: &Counts| [counts.hits, counts.misses, counts.foreseen, counts.used, counts.evictions];
+    println!("{:?}", counts(&cpu));
+    assert_eq!(counts(&cpu), counts(&gpu));
+    assert!(cpu.hits > 0 && cpu.evictions > 0 && cpu.foreseen == 0);
+    assert_eq!(cpu.hits + cpu.misses, (TOKENS * 8 * 4) as u64);
+}
+
+#[test]
+fn read_ahead_is_used_and_counted_on_both() {
+    for gpu in [false, true] {
+        let counts = run(Prefetch::On, gpu);
+        println!("{} of {} read ahead", counts.used, counts.misses + counts.foreseen);
+        assert_eq!(counts.hits + counts.misses + counts.foreseen, (TOKENS * 8 * 4) as u64);
+        assert_eq!(counts.foreseen, counts.used);
+        // Guesses are good, if not always read in time: most of what has to be read was foreseen.
+        assert!(counts.foreseen > counts.misses, "{} foreseen, {} not", counts.foreseen, counts.misses);
+    }
+}
