@@ -1,0 +1,14 @@
+//! A configuration and a shard: two bytes say how long the configuration is, the rest is the shard as it lies on the disk.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use moestro::model::{Options, qwen::Surveyed};
+
+fuzz_target!(|data: &[u8]| {
+    let Some((len, rest)) = data.split_first_chunk::<2>() else { return };
+    let (config, shard) = rest.split_at(rest.len().min(u16::from_le_bytes(*len).into()));
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    std::fs::write(dir.path().join("config.json"), config).unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), shard).unwrap();
+    let _ = Surveyed::unpacked(dir.path(), &Options::default());
+});
