@@ -5,7 +5,7 @@ pub mod values;
 
 use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
 use std::path::PathBuf;
-use values::{Device, ExpertIo, LogFormat, OnOff, Switch};
+use values::{Device, Draft, ExpertIo, LogFormat, OnOff, Speculation, Switch};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 120, args_override_self = true)]
@@ -92,6 +92,8 @@ pub struct Serve {
     #[arg(long, env = "MOESTRO_PROMPT_CACHE_DISK", value_name = "SIZE", default_value = "16GiB", value_parser = values::size, help_heading = "Prompt cache")]
     pub prompt_cache_disk: u64,
     #[command(flatten)]
+    pub drafts: Drafts,
+    #[command(flatten)]
     pub sampling: Sampling,
 }
 
@@ -160,6 +162,8 @@ pub struct Generate {
     #[command(flatten)]
     pub load: Load,
     #[command(flatten)]
+    pub drafts: Drafts,
+    #[command(flatten)]
     pub sampling: Sampling,
 }
 
@@ -206,6 +210,21 @@ pub struct Load {
     /// Prompt tokens evaluated at once [default: as many as fit]
     #[arg(long, env = "MOESTRO_PREFILL_CHUNK", value_name = "N", value_parser = values::count)]
     pub prefill_chunk: Option<usize>,
+}
+
+/// Several tokens at once, where that is faster.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Speculation (the answer is the same with and without)")]
+pub struct Drafts {
+    /// Where drafts come from
+    #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "lookup|off", default_value = "lookup", value_parser = values::draft)]
+    pub draft_model: Draft,
+    /// Tokens that are drafted at a time at most
+    #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]
+    pub num_draft_tokens: usize,
+    /// Whether drafts are used: auto does as long as they save time
+    #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
+    pub speculation: Speculation,
 }
 
 /// What holds where a request says nothing; else the model's generation_config.json does.
@@ -304,7 +323,7 @@ pub struct Pack {
     #[arg(long, env = "MOESTRO_OUT", value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Write nothing; compare the pack that is there (or in --out) with the checkpoint, byte by byte
-    #[arg(long)]
+    #[arg(long, env = "MOESTRO_VERIFY", value_parser = BoolishValueParser::new())]
     pub verify: bool,
 }
 

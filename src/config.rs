@@ -3,7 +3,7 @@
 pub mod file;
 pub mod generation;
 
-pub use crate::cli::values::{Device, ExpertIo, OnOff, Switch};
+pub use crate::cli::values::{Device, Draft, ExpertIo, OnOff, Speculation, Switch};
 pub use generation::Generation;
 
 use crate::cli::{self, values};
@@ -68,6 +68,8 @@ pub struct Load {
     pub chunk: Option<usize>,
     /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
     pub prompt_cache: Option<u64>,
+    /// Whether several tokens are tried at once, which takes memory to go back with.
+    pub verify: bool,
 }
 
 impl Load {
@@ -87,6 +89,7 @@ impl Load {
             context: typed.ctx_size,
             chunk: typed.prefill_chunk,
             prompt_cache: Some(0),
+            verify: false,
         })
     }
 }
@@ -121,6 +124,7 @@ pub struct Serve {
     pub prompt_cache_dir: PromptDir,
     pub prompt_cache_disk: u64,
     pub load: Load,
+    pub drafts: Drafts,
     pub generation: Generation,
     /// Whether the model reasons, where a request does not say.
     pub thinking: Option<bool>,
@@ -143,10 +147,34 @@ impl Serve {
                 None => PromptDir::Cache,
             },
             prompt_cache_disk: typed.prompt_cache_disk,
-            load: Load { prompt_cache: typed.cache.prompt_cache, ..Load::new(typed.load)? },
+            load: Load {
+                prompt_cache: typed.cache.prompt_cache,
+                verify: Drafts::new(&typed.drafts).are_used(),
+                ..Load::new(typed.load)?
+            },
+            drafts: Drafts::new(&typed.drafts),
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),
         })
+    }
+}
+
+/// Whether and how several tokens are tried at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Drafts {
+    pub draft: Draft,
+    /// Tokens drafted at a time at most.
+    pub tokens: usize,
+    pub speculation: Speculation,
+}
+
+impl Drafts {
+    fn new(typed: &cli::Drafts) -> Self {
+        Self { draft: typed.draft_model, tokens: typed.num_draft_tokens, speculation: typed.speculation }
+    }
+
+    fn are_used(&self) -> bool {
+        self.draft != Draft::Off && self.speculation != Speculation::Off
     }
 }
 
@@ -158,6 +186,7 @@ pub struct Generate {
     pub max_tokens: Option<usize>,
     pub seed: Option<u64>,
     pub load: Load,
+    pub drafts: Drafts,
     pub generation: Generation,
     pub thinking: Option<bool>,
 }
@@ -169,7 +198,8 @@ impl Generate {
             prompt: typed.prompt,
             max_tokens: typed.max_tokens,
             seed: typed.seed,
-            load: Load::new(typed.load)?,
+            load: Load { verify: Drafts::new(&typed.drafts).are_used(), ..Load::new(typed.load)? },
+            drafts: Drafts::new(&typed.drafts),
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),
         })

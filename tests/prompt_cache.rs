@@ -51,6 +51,14 @@ impl Model for Counted {
         self.qwen.forward_marking(state, ids, rows, marks, taken)
     }
 
+    fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.qwen.verify(state, ids)
+    }
+
+    fn take_back(&mut self, state: &mut Self::State, rows: usize) -> Result<(), ModelError> {
+        self.qwen.take_back(state, rows)
+    }
+
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError> {
         self.qwen.snapshot(state)
     }

@@ -16,6 +16,8 @@ use std::{
     process::{Command, Output},
 };
 
+/// What a case does to a config.
+type Change<'a> = dyn Fn(&mut Value) + 'a;
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// A small checkpoint's tensors and configuration.
@@ -79,7 +81,7 @@ fn every_way_of_writing_the_table_gives_the_same_logits() {
         let under = |prefix: &'static str| {
             move |key: &str| format!("{prefix}{}", key.strip_prefix("language_model.model.").unwrap_or(key))
         };
-        let cases: [(&str, &dyn Fn(&mut Value)); 8] = [
+        let cases: [(&str, &Change<'_>); 8] = [
             // DWQ, OptiQ and oQ write the standard table, before or after tensors were renamed.
             ("transformers' prefix", &|c| c["quantization"] = spelled(c, under("model.language_model."))),
             ("no language model", &|c| c["quantization"] = spelled(c, under("model."))),

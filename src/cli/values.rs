@@ -38,6 +38,24 @@ pub enum LogFormat {
     Json,
 }
 
+/// Where drafts come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Draft {
+    Lookup,
+    Off,
+}
+
+/// Whether drafts are used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Speculation {
+    /// As long as they save time.
+    #[default]
+    Auto,
+    Off,
+    /// At the full width whatever it costs, for measurements.
+    Force,
+}
+
 /// How experts are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ExpertIo {
@@ -75,6 +93,22 @@ pub fn size(text: &str) -> Result<u64, String> {
     };
     let bytes = number * base.pow(power) as f64;
     if bytes < 1.0 || bytes >= u64::MAX as f64 { Err(wrong()) } else { Ok(bytes as u64) }
+}
+
+/// Drafts that there are.
+pub fn draft(text: &str) -> Result<Draft, String> {
+    match text {
+        "lookup" => Ok(Draft::Lookup),
+        "off" => Ok(Draft::Off),
+        _ => {
+            Err("there are lookup and off so far; a draft model, an MTP head or self-drafting are not there yet".into())
+        }
+    }
+}
+
+/// As many drafted tokens as one pass verifies with the kernels of decoding.
+pub fn drafts(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|count| (1..=15).contains(count)).ok_or_else(|| "it is not a number from 1 to 15".into())
 }
 
 /// An integer from 1 up.

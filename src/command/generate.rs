@@ -29,6 +29,7 @@ pub fn run(config: Generate) -> Result<(), CommandError> {
         usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.vocab()),
         ..Options::default()
     };
+    let options = super::speculation(config.drafts, options);
     let (engine, worker) = engine::spawn(loaded.model, options, metrics)
         .map_err(|source| CommandError::Io { what: "starting the engine's thread".into(), source })?;
     let mut events = engine.submit(Request {
@@ -138,9 +139,13 @@ fn figures(timings: &Timings) -> String {
         let rate = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
         format!("in {seconds:.2} s ({rate:.1} a second)")
     };
-    let Timings { prompt_tokens, cached_tokens, generated_tokens, prompt_seconds, decode_seconds } = *timings;
+    let Timings { prompt_tokens, cached_tokens, generated_tokens, prompt_seconds, decode_seconds, .. } = *timings;
+    let drafted = match timings.drafted_tokens {
+        0 => String::new(),
+        drafted => format!(", {} of {drafted} drafted ones accepted", timings.accepted_tokens),
+    };
     format!(
-        "{prompt_tokens} prompt tokens {}, {generated_tokens} tokens {}",
+        "{prompt_tokens} prompt tokens {}, {generated_tokens} tokens {}{drafted}",
         rate(prompt_tokens - cached_tokens, prompt_seconds),
         rate(generated_tokens, decode_seconds)
     )

@@ -14,9 +14,9 @@ pub mod shell;
 
 use crate::{
     chat::{Template, Tokenizer},
-    config::{self, ExpertIo, Generation, Load, Source, Switch},
+    config::{self, Drafts, ExpertIo, Generation, Load, Source, Switch},
     demo,
-    engine::Sampling,
+    engine::{self, Sampling},
     error::{CommandError, ModelError, StoreError},
     experts,
     metrics::Metrics,
@@ -122,6 +122,23 @@ impl Checkpoint {
     }
 }
 
+/// What the flags say of speculation, in the engine's words.
+pub fn speculation(drafts: Drafts, options: engine::Options) -> engine::Options {
+    engine::Options {
+        draft: match drafts.draft {
+            config::Draft::Lookup => engine::Draft::Lookup,
+            config::Draft::Off => engine::Draft::Off,
+        },
+        speculate: match drafts.speculation {
+            config::Speculation::Auto => engine::Speculate::Auto,
+            config::Speculation::Off => engine::Speculate::Off,
+            config::Speculation::Force => engine::Speculate::Force,
+        },
+        draft_tokens: drafts.tokens,
+        ..options
+    }
+}
+
 /// A model in memory, and what is to be said about it.
 pub struct Loaded {
     pub model: Qwen,
@@ -147,6 +164,7 @@ pub fn options(load: &Load) -> model::Options {
         },
         experts_per_token: load.experts_per_token,
         experts_at_most: load.experts_at_most,
+        verify: load.verify,
         store: StoreOptions {
             slots: None,
             io: match load.expert_io {

@@ -121,6 +121,7 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
         storage: storage(config, &checkpoint, &loaded),
         ..Options::default()
     };
+    let options = super::speculation(config.drafts, options);
     let (engine, worker) = engine::spawn(loaded.model, options, metrics.clone())
         .map_err(|source| failed("starting the engine's thread", source))?;
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());

@@ -2,7 +2,7 @@
 //! model. Whoever waits in line and goes away leaves the line at once; so does whoever waits too long.
 
 use super::{
-    Event, Events, Request, Scheduler,
+    Draft, Event, Events, Request, Scheduler, Speculate,
     cache::{Cache, Status, Storage},
 };
 use crate::{
@@ -30,6 +30,10 @@ pub struct Options {
     pub usable_vocab: usize,
     /// The most time a request may take, the wait included.
     pub request_timeout: Option<Duration>,
+    /// Where drafts come from, whether they are used, and how many tokens they have at most.
+    pub draft: Draft,
+    pub speculate: Speculate,
+    pub draft_tokens: usize,
     /// Bytes that the prompt cache may take in memory.
     pub prompt_cache: u64,
     /// Where it keeps checkpoints for the next start.
@@ -45,6 +49,10 @@ impl Default for Options {
             eos: Vec::new(),
             usable_vocab: usize::MAX,
             request_timeout: None,
+            draft: Draft::default(),
+            // Who serves decides; a test that counts passes wants none of it.
+            speculate: Speculate::Off,
+            draft_tokens: 7,
             prompt_cache: 0,
             storage: None,
             grace: Duration::from_secs(5),

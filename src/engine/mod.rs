@@ -8,6 +8,7 @@ pub mod parrot;
 mod sampler;
 mod scheduler;
 mod session;
+mod speculation;
 
 pub use cache::{Status as PromptCacheStatus, Storage};
 pub use constraint::{Allowed, Constraint};
@@ -15,6 +16,7 @@ pub use handle::{Handle, Options, Worker, spawn};
 pub use sampler::{Sampler, likeliest};
 use scheduler::Scheduler;
 pub use session::Session;
+pub use speculation::{Draft, Speculate};
 
 use crate::error::EngineError;
 use std::time::Duration;
@@ -138,6 +140,11 @@ pub struct Timings {
     pub generated_tokens: usize,
     pub prompt_seconds: f64,
     pub decode_seconds: f64,
+    /// Tokens that a draft proposed, and those of them that the answer has.
+    pub drafted_tokens: usize,
+    pub accepted_tokens: usize,
+    /// By speculating; below zero if it lost.
+    pub saved_seconds: f64,
 }
 
 pub type Events = tokio::sync::mpsc::UnboundedReceiver<Event>;

@@ -30,6 +30,8 @@ pub struct Parrot {
     pub margin: f32,
     /// Time that one token takes.
     pub delay: Duration,
+    /// Time that one pass takes, whatever it has of tokens.
+    pub pass_delay: Duration,
     /// Evaluating this token is an error.
     pub fails_on: Option<u32>,
     /// Evaluating this token is a panic.
@@ -50,6 +52,7 @@ impl Default for Parrot {
             answer: None,
             margin: 50.0,
             delay: Duration::ZERO,
+            pass_delay: Duration::ZERO,
             fails_on: None,
             panics_on: None,
             evaluated: Arc::default(),
@@ -102,6 +105,7 @@ impl Model for Parrot {
         taken: &mut Vec<Snapshot>,
     ) -> Result<Logits, ModelError> {
         let mut logits = Logits { vocab: self.vocab, data: Vec::new() };
+        std::thread::sleep(self.pass_delay);
         for (index, &id) in ids.iter().enumerate() {
             std::thread::sleep(self.delay);
             self.evaluated.fetch_add(1, Ordering::Relaxed);
@@ -124,6 +128,18 @@ impl Model for Parrot {
             }
         }
         Ok(logits)
+    }
+
+    fn verify(&mut self, heard: &mut Heard, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.forward(heard, ids, Rows::All)
+    }
+
+    fn take_back(&mut self, heard: &mut Heard, rows: usize) -> Result<(), ModelError> {
+        let mut tokens = std::mem::take(&mut heard.tokens);
+        tokens.truncate(tokens.len() - rows);
+        (heard.prompt, heard.said) = (0, 0);
+        tokens.into_iter().for_each(|id| self.hear(heard, id));
+        Ok(())
     }
 
     /// The tokens are the keys and values, 4 bytes each; where in them it is, is the state.

@@ -18,6 +18,7 @@ use super::{
     constraint::Ahead,
     handle::{Job, Line, Over},
     sampler::logprobs,
+    speculation::{Speculation, Step},
 };
 use crate::{
     error::{EngineError, ModelError},
@@ -42,11 +43,14 @@ pub(super) struct Scheduler<M: Model> {
     session: Option<Session<M::State>>,
     /// How often the cache had been emptied when the session was left.
     emptied: u64,
+    speculation: Speculation,
 }
 
 impl<M: Model> Scheduler<M> {
     pub fn new(model: M, options: Options, line: Arc<Line>) -> Self {
-        Self { model, options, line, session: None, emptied: 0 }
+        let Options { draft, speculate, draft_tokens, .. } = options;
+        let speculation = Speculation::new(draft, speculate, draft_tokens, line.metrics.clone());
+        Self { model, options, line, session: None, emptied: 0, speculation }
     }
 
     /// Works until the line is closed and empty.
@@ -104,14 +108,14 @@ impl<M: Model> Scheduler<M> {
 
         let outcome = self.prefill(job, &mut session).and_then(|logits| {
             let prefilled = Instant::now();
-            let (finish, generated_tokens) = self.decode(job, &mut session, logits)?;
-            let timings = Timings {
+            let mut timings = Timings {
                 prompt_tokens: job.request.ids.len(),
                 cached_tokens,
-                generated_tokens,
                 prompt_seconds: (prefilled - started).as_secs_f64(),
-                decode_seconds: prefilled.elapsed().as_secs_f64(),
+                ..Timings::default()
             };
+            let finish = self.decode(job, &mut session, logits, &mut timings)?;
+            timings.decode_seconds = prefilled.elapsed().as_secs_f64();
             Ok((finish, timings))
         });
         // A client that left, or ran out of time, did so between two steps: the state is sound.
@@ -218,25 +222,41 @@ impl<M: Model> Scheduler<M> {
         Ok(last)
     }
 
-    /// Draws, tells and evaluates one token after another; returns why it ended and how many were told.
+    /// Draws, tells and evaluates one token after another; returns why it ended. The session has then seen what was told, less
+    /// the last token.
     fn decode(
         &mut self,
         job: &Job,
         session: &mut Session<M::State>,
-        mut logits: Logits,
-    ) -> Result<(Finish, usize), Over> {
+        logits: Logits,
+        timings: &mut Timings,
+    ) -> Result<Finish, Over> {
+        self.speculation.start(&job.request.ids);
+        let mut step = Step::first(logits);
+        let outcome = self.draw(job, session, &mut step, timings);
+        self.speculation.settle(session, &mut self.model, &step, timings)?;
+        outcome
+    }
+
+    fn draw(
+        &mut self,
+        job: &Job,
+        session: &mut Session<M::State>,
+        step: &mut Step,
+        timings: &mut Timings,
+    ) -> Result<Finish, Over> {
         let Request { ids, max_tokens, logprobs: wanted, ignore_eos, sampling, constraint, .. } = &job.request;
         let ahead = constraint.clone().map(Ahead::start).transpose()?;
         let metrics = self.line.metrics.clone();
         let usable = self.options.usable_vocab;
         let mut sampler = Sampler::new(sampling.clone(), ids, usable);
         let mut told_at = None::<Instant>;
-        for generated in 0..*max_tokens {
-            let row = logits.row(logits.rows().checked_sub(1).ok_or(EngineError::NoLogits)?);
+        while timings.generated_tokens < *max_tokens {
+            let row = step.row().ok_or(EngineError::NoLogits)?;
             let allowed = ahead.as_ref().map_or(Ok(Allowed::Any), Ahead::allowed)?;
             let id = sampler.draw(row, &allowed).ok_or(EngineError::NoLogits)?;
             if self.options.eos.contains(&id) && (ahead.is_some() || !ignore_eos) {
-                return Ok((Finish::Stop, generated));
+                return Ok(Finish::Stop);
             }
             let logprobs = wanted.map(|top| logprobs(row, id, top, usable));
             if job.events.send(Event::Token { id, logprobs }).is_err() {
@@ -248,16 +268,18 @@ impl<M: Model> Scheduler<M> {
                 Some(before) => metrics.inter_token_seconds.observe((now - before).as_secs_f64()),
             }
             metrics.generated_tokens.inc();
-            if generated + 1 == *max_tokens || session.len() == self.model.context() {
-                return Ok((Finish::Length, generated + 1));
+            timings.generated_tokens += 1;
+            let room = *max_tokens - timings.generated_tokens;
+            if room == 0 || session.len() == self.model.context() {
+                return Ok(Finish::Length);
             }
             self.line.check(job)?;
             if let Some(ahead) = &ahead {
                 ahead.drew(id);
             }
-            logits = session.extend(&mut self.model, &[id], Rows::Last, &[], &mut Vec::new())?;
+            self.speculation.advance(session, &mut self.model, step, id, (room, timings))?;
         }
-        Ok((Finish::Length, 0))
+        Ok(Finish::Length)
     }
 }
 

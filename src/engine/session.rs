@@ -10,12 +10,14 @@ use crate::{
 pub struct Session<S> {
     tokens: Vec<u32>,
     state: S,
+    /// Rows of a verify that the state has and the tokens have not.
+    ahead: usize,
 }
 
 impl<S> Session<S> {
     /// An empty timeline.
     pub fn start<M: Model<State = S>>(model: &M) -> Result<Self, ModelError> {
-        Ok(Self { tokens: Vec::new(), state: model.start()? })
+        Ok(Self { tokens: Vec::new(), state: model.start()?, ahead: 0 })
     }
 
     /// What is known of `prompt`: `previous`, if the prompt continues it by at least one token (the one whose logits are
@@ -32,7 +34,7 @@ impl<S> Session<S> {
         if let Some(snapshot) = deepest(if on { here } else { 0 }) {
             let state = model.restore(&snapshot, previous.map(|session| session.state));
             match state {
-                Ok(state) => return Ok(Self { tokens: prompt[..snapshot.len].to_vec(), state }),
+                Ok(state) => return Ok(Self { tokens: prompt[..snapshot.len].to_vec(), state, ahead: 0 }),
                 Err(error) => tracing::warn!(%error, "a checkpoint is of no use; the prompt is computed"),
             }
             return Self::start(model);
@@ -59,6 +61,35 @@ impl<S> Session<S> {
         let logits = model.forward_marking(&mut self.state, ids, rows, marks, taken)?;
         self.tokens.extend_from_slice(ids);
         Ok(logits)
+    }
+
+    /// Evaluates `id`, which is certain, and `drafted`, which is not; returns the logits behind each. What turns out to be
+    /// right is [`Session::accept`]ed in order, and [`Session::settle`] ends it.
+    pub fn verify<M: Model<State = S>>(
+        &mut self,
+        model: &mut M,
+        id: u32,
+        drafted: &[u32],
+    ) -> Result<Logits, ModelError> {
+        let rows: Vec<u32> = [&[id], drafted].concat();
+        let logits = model.verify(&mut self.state, &rows)?;
+        self.tokens.push(id);
+        self.ahead = drafted.len();
+        Ok(logits)
+    }
+
+    /// The next of the drafted tokens is `id`, and right.
+    pub fn accept(&mut self, id: u32) {
+        self.tokens.push(id);
+        self.ahead -= 1;
+    }
+
+    /// The state forgets what was not accepted.
+    pub fn settle<M: Model<State = S>>(&mut self, model: &mut M) -> Result<(), ModelError> {
+        match std::mem::take(&mut self.ahead) {
+            0 => Ok(()),
+            rows => model.take_back(&mut self.state, rows),
+        }
     }
 
     pub fn snapshot<M: Model<State = S>>(&mut self, model: &M) -> Result<Snapshot, ModelError> {

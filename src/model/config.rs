@@ -191,6 +191,14 @@ impl Config {
         Heads { heads, kv_heads, dim, rotary: rotated, eps: self.eps, context: 0, format: CacheFormat::F32 }
     }
 
+    /// Experts that a token visits; none in a dense model.
+    pub fn experts_per_token(&self) -> usize {
+        match self.ffn {
+            FfnShape::Moe { k, .. } => k,
+            FfnShape::Dense { .. } => 0,
+        }
+    }
+
     /// Layers with full attention.
     pub fn full_layers(&self) -> usize {
         self.full.iter().filter(|full| **full).count()

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     device::Region,
     error::ModelError,
-    experts::Experts,
+    experts::{Experts, Phase},
     ops::{Attend, CacheWrite, Conv, DeltaRule, Embed, Limits, Mlp, Norm, Project, Run, Slots, Turn},
 };
 use std::ops::Range;
@@ -55,6 +55,15 @@ pub(super) struct Lists {
     pub moe: super::moe::Lists,
 }
 
+/// Tokens that go through the layers together.
+pub(super) struct Batch<'a> {
+    pub ids: &'a [u32],
+    /// The rows whose logits are wanted.
+    pub logits: Range<usize>,
+    /// A prompt's rows want nearly every expert once; those of an answer want what others wanted before.
+    pub phase: Phase,
+}
+
 /// A pass under way: some rows of one sequence.
 pub(super) struct Pass<'a> {
     pub config: &'a Config,
@@ -67,6 +76,7 @@ pub(super) struct Pass<'a> {
     /// Positions.
     pub start: usize,
     pub tokens: usize,
+    pub phase: Phase,
     pub lists: &'a mut Lists,
     /// Is shown what the CPU learns of the router's choices.
     pub observe: Option<&'a mut Observe<'a>>,

@@ -15,6 +15,7 @@ mod sequence;
 pub mod snapshot;
 pub mod speed;
 mod state;
+mod verify;
 
 pub use config::Config;
 pub use forward::Routes;
@@ -73,6 +74,13 @@ pub trait Model: Send + 'static {
         marks: &[usize],
         taken: &mut Vec<Snapshot>,
     ) -> Result<Logits, ModelError>;
+
+    /// [`Model::forward`] of a few rows, with the logits behind each: the bytes of one by one. Until the next call on
+    /// `state`, [`Model::take_back`] may end the sequence before the last of them.
+    fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError>;
+
+    /// Directly behind a [`Model::verify`]: the sequence never had its last `rows` tokens. The first one stays.
+    fn take_back(&mut self, state: &mut Self::State, rows: usize) -> Result<(), ModelError>;
 
     /// What the sequence is now.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;

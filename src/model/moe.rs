@@ -13,7 +13,7 @@ use super::forward::{Pass, Routes};
 use crate::{
     device::Region,
     error::ModelError,
-    experts::{Asked, Choice, Phase},
+    experts::{Asked, Choice},
     ops::{Combine, Experts, Group, Mixture, NONE, Norm, Route, Which},
 };
 
@@ -59,7 +59,7 @@ impl Pass<'_> {
             return Ok(self.run.run(&Combine { by_place: Some(chosen_slots), ..combine }.into())?);
         }
 
-        let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
+        let phase = self.phase;
         // The next layer's router on this layer's input: a guess, read only when nothing better is to be done. While a prompt is
         // at it that is from this layer's last read to the next layer's first: its mixer, above all.
         let next = next.filter(|_| experts.wants_prediction(phase));

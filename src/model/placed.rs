@@ -1,6 +1,6 @@
 //! Where a model computes: a device that has been shown its weights, and the memory it takes there.
 
-use super::{buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas};
+use super::{buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas, verify::Undo};
 use crate::{
     checkpoint::BUFFERS,
     error::ModelError,
@@ -20,6 +20,8 @@ pub(super) struct Placed {
     pub buffers: Buffers,
     pub arenas: Arenas,
     pub lists: Lists,
+    /// Made with the first verify.
+    pub undo: Option<Undo>,
 }
 
 fn refuse<T>(why: impl Into<String>) -> Result<T, ModelError> {
@@ -48,7 +50,7 @@ impl Placed {
             run.write_words(buffers.tables, &tables(parts, store))?;
         }
         parts.net.set_cache(context, limits.cache);
-        Ok(Self { run, limits, slots, buffers, arenas: Arenas::default(), lists: Lists::default() })
+        Ok(Self { run, limits, slots, buffers, arenas: Arenas::default(), lists: Lists::default(), undo: None })
     }
 }
 

@@ -4,18 +4,19 @@ use super::{
     Logits, Rows,
     buffers::Buffers,
     config::{Config, FfnShape},
-    forward::{Observe, Pass},
+    forward::{Batch, Marked, Observe, Pass},
     net::{Ffn, Net},
     placed::Placed,
     snapshot::Snapshot,
     speed::Kind,
     state::{State, append},
+    verify,
 };
 use crate::{
     checkpoint::{Checkpoint, Trunk, identity::identity, index::Index, pack},
-    device::{Compute, Gpu, Math, Slab},
+    device::{Compute, Gpu, Math, Region, Slab},
     error::ModelError,
-    experts::{self, ExpertMap, Experts, Sums},
+    experts::{self, ExpertMap, Experts, Phase, Sums},
     metrics::Metrics,
     ops::{Cpu, Limits as DeviceLimits, OnGpu, Run, gpu_limits},
     plan::{Limits, Plan, Shape, Wishes},
@@ -42,6 +43,8 @@ pub struct Options {
     pub store: StoreOptions,
     /// The model goes to a GPU that recommends to be given so many bytes at most; the plan is made for it.
     pub gpu: Option<u64>,
+    /// Whether the plan has room for verifies that can be taken back.
+    pub verify: bool,
 }
 
 /// What [`experts::Options`] has and the plan does not decide.
@@ -157,7 +160,7 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         kv_per_token: State::kv_bytes(config, limits.cache),
         state: State::fixed_bytes(config),
         workspace_per_row,
-        workspace_fixed,
+        workspace_fixed: workspace_fixed + if options.verify { verify::cost(config) } else { 0 },
         context: config.context,
     }
 }
@@ -284,43 +287,58 @@ impl Qwen {
         mut observe: Option<&mut Observe<'_>>,
     ) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
-        let Parts { config, net, store, .. } = &self.parts;
         let placed = &mut *self.placed.borrow_mut();
-        let Placed { run, limits, slots, buffers, lists, .. } = placed;
-        let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
-        let (mut chunks, mut rest) = (ids.chunks(buffers.rows), ids.len());
+        let mut logits = Logits { vocab: self.parts.config.vocab, data: Vec::new() };
+        let (mut chunks, mut rest) = (ids.chunks(placed.buffers.rows), ids.len());
         let done = chunks.try_for_each(|chunk| {
-            let tokens = chunk.len();
+            let (tokens, start) = (chunk.len(), state.len);
             rest -= tokens;
             let wanted = match rows {
                 Rows::All => 0..tokens,
                 Rows::Last if rest == 0 => tokens - 1..tokens,
                 _ => 0..0,
             };
-            let (run, limits) = (&mut **run, *limits);
-            let (experts, start) = (store.as_ref(), state.len);
             let observe = observe.as_mut().map(|observe| &mut **observe as &mut Observe<'_>);
-            let b = &*buffers;
-            let mut pass = Pass { config, net, run, limits, experts, slots, b, start, tokens, lists, observe };
             let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
             marks = &marks[here.len()..];
             let mut fixed = vec![Vec::new(); here.len()];
-            let done = pass.layers(chunk, &state.layers, &here, &mut |run, index, regions| {
+            let mut mark = |run: &mut dyn Run, index: usize, regions: [Region; 2]| {
                 Ok(regions.into_iter().try_for_each(|region| append(run, region, &mut fixed[index]))?)
-            });
-            let done = done.and_then(|()| pass.head(wanted, &mut logits.data));
-            // Whatever happened, the device is done with this pass before slots are let go.
-            let mark = pass.run.mark();
-            let waited = pass.run.wait_for(mark);
-            done?;
-            waited?;
+            };
+            let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
+            let batch = Batch { ids: chunk, logits: wanted, phase };
+            self.chunk(placed, state, batch, (&here, &mut mark), observe, &mut logits.data)?;
             for (mark, fixed) in here.iter().zip(fixed) {
-                taken.push(state.snapshot(start + mark, fixed, pass.run)?);
+                taken.push(state.snapshot(start + mark, fixed, &mut *placed.run)?);
             }
             state.len += tokens;
             Ok::<_, ModelError>(())
         });
         done.map(|()| logits)
+    }
+
+    /// One pass over `batch`, which stands behind `state`; the logits asked for are added to `out`.
+    pub(super) fn chunk<'a>(
+        &'a self,
+        placed: &'a mut Placed,
+        state: &State,
+        batch: Batch<'_>,
+        (marks, mark): (&[usize], &mut Marked<'_>),
+        observe: Option<&'a mut Observe<'a>>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), ModelError> {
+        let Parts { config, net, store, .. } = &self.parts;
+        let Placed { run, limits, slots, buffers: b, lists, .. } = placed;
+        let (run, limits) = (&mut **run, *limits);
+        let Batch { ids, logits, phase } = batch;
+        let (experts, start, tokens) = (store.as_ref(), state.len, ids.len());
+        let mut pass = Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, lists, observe };
+        let done = pass.layers(ids, &state.layers, marks, mark).and_then(|()| pass.head(logits, out));
+        // Whatever happened, the device is done with this pass before slots are let go.
+        let end = pass.run.mark();
+        let waited = pass.run.wait_for(end);
+        done?;
+        Ok(waited?)
     }
 }
 

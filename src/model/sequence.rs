@@ -22,6 +22,14 @@ impl Model for Qwen {
         self.pass(state, ids, rows, (marks, taken), None)
     }
 
+    fn verify(&mut self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.try_rows(state, ids)
+    }
+
+    fn take_back(&mut self, state: &mut State, rows: usize) -> Result<(), ModelError> {
+        self.forget(state, rows)
+    }
+
     fn snapshot(&self, state: &mut State) -> Result<Snapshot, ModelError> {
         let run = &mut *self.placed.borrow_mut().run;
         let fixed = state.fixed(run)?;

@@ -1,0 +1,125 @@
+//! A verify that can be taken back: a few rows of which the last may turn out never to have been.
+//!
+//! Keys and values go back by their length. A delta net's state cannot be rewound, so before the rows are walked the state is
+//! copied, and what they were projected to is kept; taking rows back walks those that stay once more, from the copy: no weight
+//! is read, nothing else is computed.
+
+use super::{
+    Logits, Qwen,
+    config::Config,
+    forward::Batch,
+    net::Mixer,
+    placed::Placed,
+    state::{LayerState, State},
+};
+use crate::{
+    device::{DeviceError, Region},
+    error::ModelError,
+    experts::{Experts, Phase},
+    ops::{Conv, DeltaRule, Run},
+};
+
+/// Rows of a verify at most: as many as the kernels of decoding take.
+pub const ROWS: usize = 16;
+
+/// A delta net before the last verify.
+#[derive(Debug, Clone, Copy)]
+struct Before {
+    conv: Region,
+    heads: Region,
+    /// `[ROWS, width]`: what its rows were projected to.
+    proj: Region,
+}
+
+/// What taking rows back needs, of each delta net.
+#[derive(Debug, Default)]
+pub(super) struct Undo {
+    layers: Vec<Before>,
+    /// Rows of the last verify.
+    rows: usize,
+}
+
+/// Bytes of an [`Undo`].
+pub(super) fn cost(config: &Config) -> u64 {
+    let nets = config.layers - config.full_layers();
+    let proj = if nets > 0 { ROWS * config.delta_heads().width() * 4 } else { 0 };
+    State::fixed_bytes(config) + (nets * proj) as u64
+}
+
+impl Undo {
+    pub fn new(config: &Config, run: &mut dyn Run) -> Result<Self, DeviceError> {
+        let d = &config.delta;
+        let nets = config.full.iter().filter(|full| !**full);
+        let layers = nets.map(|_| {
+            Ok(Before {
+                conv: run.allocate((d.taps - 1) * d.mixed() * 4)?,
+                heads: run.allocate(d.values() * d.key_dim * 4)?,
+                proj: run.allocate(ROWS * config.delta_heads().width() * 4)?,
+            })
+        });
+        Ok(Self { layers: layers.collect::<Result<_, DeviceError>>()?, rows: 0 })
+    }
+}
+
+impl Qwen {
+    /// See [`Model::verify`](super::Model::verify).
+    pub(super) fn try_rows(&self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.admit(state.len, ids)?;
+        let config = &self.parts.config;
+        let mut placed = self.placed.borrow_mut();
+        if ids.is_empty() || ids.len() > ROWS.min(placed.buffers.rows) {
+            return Err(ModelError::Config(format!("a verify has 1 to {ROWS} rows, not {}", ids.len())));
+        }
+        // It is out of its place while the pass goes on: one that fails leaves nothing to go back to.
+        let mut undo = match placed.undo.take() {
+            Some(undo) => undo,
+            None => Undo::new(config, &mut *placed.run)?,
+        };
+        let (proj, rows) = (placed.buffers.proj, ids.len());
+        let width = config.delta_heads().width();
+        let mut layers = undo.layers.iter();
+        // The mark before the first row of each delta net: its rows are projected, and its state is still the old one.
+        let mut mark = |run: &mut dyn Run, _: usize, [conv, heads]: [Region; 2]| {
+            let Some(before) = layers.next() else { return Ok(()) };
+            run.copy(conv, before.conv)?;
+            run.copy(heads, before.heads)?;
+            Ok(run.copy(proj.floats(rows * width), before.proj.floats(rows * width))?)
+        };
+        let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
+        // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
+        let slots = self.store().map_or(0, Experts::slots);
+        let phase = if rows * config.experts_per_token() <= slots { Phase::Decode } else { Phase::Prefill };
+        let batch = Batch { ids, logits: 0..rows, phase };
+        self.chunk(&mut placed, state, batch, (&[0], &mut mark), None, &mut logits.data)?;
+        undo.rows = rows;
+        placed.undo = Some(undo);
+        state.len += rows;
+        Ok(logits)
+    }
+
+    /// See [`Model::take_back`](super::Model::take_back).
+    pub(super) fn forget(&self, state: &mut State, rows: usize) -> Result<(), ModelError> {
+        let placed = &mut *self.placed.borrow_mut();
+        let Placed { run, buffers, undo, .. } = placed;
+        let kept = undo.as_ref().and_then(|undo| undo.rows.checked_sub(rows)).filter(|kept| *kept > 0);
+        let (Some(undo), Some(kept)) = (undo, kept) else {
+            return Err(ModelError::Config(format!("{rows} rows cannot be taken back")));
+        };
+        let mut layers = undo.layers.iter();
+        for (layer, memory) in self.parts.net.layers.iter().zip(&state.layers) {
+            let (Mixer::DeltaNet(net), LayerState::DeltaNet { conv, heads }) = (&layer.mixer, memory) else { continue };
+            let Some(before) = layers.next() else { continue };
+            run.copy(before.conv, *conv)?;
+            run.copy(before.heads, *heads)?;
+            let (shape, proj) = (&net.shape, before.proj.floats(kept * net.shape.width()));
+            let mixed = buffers.mixed.floats(kept * shape.channels());
+            run.run(&Conv { shape, tokens: kept, proj, taps: net.taps, state: *conv, out: mixed }.into())?;
+            let [out, y] = [buffers.out, buffers.y].map(|region| region.floats(kept * shape.values()));
+            let (decay, norm, state) = (net.decay, net.norm, *heads);
+            run.run(&DeltaRule { shape, tokens: kept, proj, mixed, decay, state, norm, out, y }.into())?;
+        }
+        undo.rows = 0;
+        state.len -= rows;
+        Ok(())
+    }
+}

@@ -1,0 +1,131 @@
+//! Speculation on the real forward pass: a verify has the bytes of decoding one by one, what is taken back never was, and an
+//! answer is the same whatever is drafted.
+
+mod common;
+
+use common::{fixtures::DEMO, load_with};
+use moestro::{
+    engine::{self, Draft, Event, Finish, Request, Sampling, Speculate},
+    metrics::Metrics,
+    model::{Model, Options, Qwen, Rows},
+};
+use std::path::Path;
+
+fn demo(slots: Option<usize>) -> Qwen {
+    let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
+    options.store.slots = slots;
+    load_with(Path::new(DEMO), options)
+}
+
+/// What any prompt of the demo's looks like to the kernels.
+fn prompt(length: u32) -> Vec<u32> {
+    (0..length).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect()
+}
+
+#[test]
+fn a_verify_has_the_bytes_of_one_by_one_and_goes_back_to_every_row() {
+    for slots in [None, Some(64)] {
+        let mut model = demo(slots);
+        let (prompt, rows) = (prompt(70), prompt(100)[70..86].to_vec());
+        let start = |model: &mut Qwen| {
+            let mut state = model.start().unwrap();
+            model.forward(&mut state, &prompt, Rows::None).unwrap();
+            state
+        };
+        let mut state = start(&mut model);
+        let plain: Vec<_> = rows.iter().map(|&id| model.forward(&mut state, &[id], Rows::Last).unwrap().data).collect();
+        drop(state);
+        for kept in 1..=rows.len() {
+            let mut state = start(&mut model);
+            let all = model.verify(&mut state, &rows).unwrap();
+            assert_eq!(all.data, plain.concat(), "{slots:?}");
+            if kept < rows.len() {
+                model.take_back(&mut state, rows.len() - kept).unwrap();
+            }
+            // On from there, by other tokens than those taken back, first verified again, then one by one.
+            let next: Vec<u32> = (0..40).map(|n| 30 + (n * 13) % 900).collect();
+            let mut other = start(&mut model);
+            model.forward(&mut other, &rows[..kept], Rows::None).unwrap();
+            let expected: Vec<_> =
+                next.iter().map(|&id| model.forward(&mut other, &[id], Rows::Last).unwrap().data).collect();
+            let mut found = model.verify(&mut state, &next[..5]).unwrap().data;
+            model.take_back(&mut state, 2).unwrap();
+            found.truncate(3 * all.vocab);
+            for &id in &next[3..] {
+                found.extend(model.forward(&mut state, &[id], Rows::Last).unwrap().data);
+            }
+            assert!(found == expected.concat(), "{slots:?}: went back to row {kept}");
+        }
+    }
+}
+
+#[test]
+fn more_rows_than_a_verify_has_cannot_be_taken_back() {
+    let mut model = demo(None);
+    let mut state = model.start().unwrap();
+    assert!(model.take_back(&mut state, 1).is_err());
+    model.verify(&mut state, &[30, 31]).unwrap();
+    assert!(model.take_back(&mut state, 2).is_err(), "the first row stays");
+    model.take_back(&mut state, 1).unwrap();
+    assert!(model.take_back(&mut state, 1).is_err(), "once");
+    assert!(model.verify(&mut state, &[30; 17]).is_err());
+    assert!(model.verify(&mut state, &[]).is_err());
+}
+
+/// The answer's tokens, how it ended, and how many drafted tokens were accepted and refused.
+fn answer(
+    slots: Option<usize>,
+    speculate: Speculate,
+    ids: &[u32],
+    sampling: &Sampling,
+) -> (Vec<u32>, Finish, [usize; 2]) {
+    let options = engine::Options {
+        eos: vec![2],
+        draft: Draft::Lookup,
+        speculate,
+        draft_tokens: 5,
+        ..engine::Options::default()
+    };
+    let (handle, worker) = engine::spawn(demo(slots), options, Metrics::new("test", "cpu")).unwrap();
+    let request = Request {
+        ids: ids.to_vec(),
+        max_tokens: 60,
+        sampling: sampling.clone(),
+        logprobs: None,
+        prompt_logprobs: None,
+        ignore_eos: false,
+        constraint: None,
+        boundaries: Vec::new(),
+        cache_prompt: true,
+    };
+    let mut events = handle.submit(request).unwrap();
+    let mut told = Vec::new();
+    let (finish, timings) = loop {
+        match events.blocking_recv().unwrap() {
+            Event::Token { id, .. } => told.push(id),
+            Event::Done { finish, timings } => break (finish, timings),
+            Event::Failed(error) => panic!("{error}"),
+            Event::Started { .. } | Event::Prompt(_) => {}
+        }
+    };
+    drop(handle);
+    worker.join().unwrap();
+    (told, finish, [timings.accepted_tokens, timings.drafted_tokens - timings.accepted_tokens])
+}
+
+#[test]
+fn the_demo_answers_alike_with_drafts_and_without() {
+    let mut counts = [0, 0];
+    for (length, temperature, penalty) in [(24, 0.0, 0.0), (90, 0.7, 0.0), (40, 1.3, 0.5)] {
+        // Twice the same, so that there is something to look up.
+        let ids = prompt(length).repeat(2);
+        let sampling = Sampling { temperature, frequency_penalty: penalty, seed: Some(5), ..Sampling::default() };
+        let (plain, finish, _) = answer(None, Speculate::Off, &ids, &sampling);
+        for slots in [None, Some(64)] {
+            let (found, end, drafted) = answer(slots, Speculate::Force, &ids, &sampling);
+            assert_eq!((found, end), (plain.clone(), finish), "{length} tokens at {temperature}, {slots:?}");
+            counts = [counts[0] + drafted[0], counts[1] + drafted[1]];
+        }
+    }
+    assert!(counts[0] > 0 && counts[1] > 0, "accepted and refused: {counts:?}; the test must not be empty");
+}
