@@ -110,7 +110,8 @@ fn straight(engine: &Handle, ids: &[u32]) -> f64 {
 /// The same, as a client sees it.
 fn stream(address: SocketAddr, body: &str) -> f64 {
     let mut connection = TcpStream::connect(address).expect("a connection");
-    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length:";
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\
+                content-type: application/json\r\ncontent-length:";
     write!(connection, "{head} {}\r\n\r\n{body}", body.len()).expect("a request");
     let (mut first, mut last, mut usage) = (None, None, String::new());
     for line in BufReader::new(connection).lines().map_while(Result::ok) {

@@ -31,6 +31,7 @@ fn main() {
     let options = Options {
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
         wishes: Wishes {
+            serving: false,
             limit: (limit > 0).then_some(limit),
             context: Some(number("--context", 512)),
             chunk: Some(number("--chunk", 16)),

@@ -62,11 +62,18 @@ pub struct Serve {
     /// Clients must send this key (`Authorization: Bearer KEY`)
     #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = values::key)]
     pub api_key: Option<String>,
+    /// A file with the key, which other users of this machine would see on the command line
+    #[arg(long, env = "MOESTRO_API_KEY_FILE", value_name = "FILE", conflicts_with = "api_key")]
+    pub api_key_file: Option<PathBuf>,
     /// Web pages of this origin may call the API; * is any
     #[arg(long, env = "MOESTRO_CORS", value_name = "ORIGIN", value_parser = values::origin)]
     pub cors: Option<String>,
+    /// Names by which clients call this server, as in its URL, with commas between; a server on a loopback address answers
+    /// to local names only, beside these
+    #[arg(long, env = "MOESTRO_ALLOWED_HOST", value_name = "NAMES", value_parser = values::hosts)]
+    pub allowed_host: Option<String>,
     /// Requests that may wait; more are answered 429
-    #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16)]
+    #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 16, value_parser = values::from_0_to::<65_536>)]
     pub max_queue: usize,
     /// The most time a request may take, in seconds, the wait included [default: no limit]
     #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds)]
@@ -183,7 +190,7 @@ pub struct Load {
     #[arg(long, env = "MOESTRO_DEVICE", value_enum, default_value_t)]
     pub device: Device,
     /// Compute threads on the CPU [default: the physical cores]
-    #[arg(long, env = "MOESTRO_THREADS", value_name = "N", value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_THREADS", value_name = "N", value_parser = values::up_to::<1_024>)]
     pub threads: Option<usize>,
     /// Memory to use at most: 8GiB, 8G, 500M [default: what the machine can spare]
     #[arg(long, env = "MOESTRO_MEMORY_LIMIT", value_name = "SIZE", value_parser = values::size)]
@@ -195,7 +202,7 @@ pub struct Load {
     #[arg(long, env = "MOESTRO_EXPERT_IO", value_enum, default_value_t)]
     pub expert_io: ExpertIo,
     /// Reads of experts in flight at most
-    #[arg(long, env = "MOESTRO_IO_THREADS", value_name = "N", default_value_t = 16, value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_IO_THREADS", value_name = "N", default_value_t = 16, value_parser = values::up_to::<1_024>)]
     pub io_threads: usize,
     /// Read ahead the experts that the next layers will probably ask for
     #[arg(long, env = "MOESTRO_PREFETCH", value_enum, default_value_t)]
@@ -205,10 +212,10 @@ pub struct Load {
     #[arg(long, env = "MOESTRO_EXPERTS_PER_TOKEN", value_name = "N", value_parser = values::count)]
     pub experts_per_token: Option<usize>,
     /// Tokens that a prompt and its answer may have together [default: as many as fit]
-    #[arg(long, env = "MOESTRO_CTX_SIZE", value_name = "N", value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_CTX_SIZE", value_name = "N", value_parser = values::up_to::<16_777_216>)]
     pub ctx_size: Option<usize>,
     /// Prompt tokens evaluated at once [default: as many as fit]
-    #[arg(long, env = "MOESTRO_PREFILL_CHUNK", value_name = "N", value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_PREFILL_CHUNK", value_name = "N", value_parser = values::up_to::<65_536>)]
     pub prefill_chunk: Option<usize>,
 }
 
@@ -271,16 +278,16 @@ pub struct Bench {
     #[command(flatten)]
     pub model: Model,
     /// Tokens of the prompt
-    #[arg(long, env = "MOESTRO_PROMPT_TOKENS", value_name = "N", default_value_t = 512, value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_PROMPT_TOKENS", value_name = "N", default_value_t = 512, value_parser = values::up_to::<16_777_216>)]
     pub prompt_tokens: usize,
     /// Tokens to generate
-    #[arg(long, env = "MOESTRO_GEN_TOKENS", value_name = "N", default_value_t = 128, value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_GEN_TOKENS", value_name = "N", default_value_t = 128, value_parser = values::up_to::<16_777_216>)]
     pub gen_tokens: usize,
     /// Start every run with empty slots and (Linux only) nothing of the checkpoint in the page cache
     #[arg(long, env = "MOESTRO_COLD", value_parser = BoolishValueParser::new())]
     pub cold: bool,
     /// Runs to take the median of
-    #[arg(long, env = "MOESTRO_REPEAT", value_name = "N", default_value_t = 3, value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_REPEAT", value_name = "N", default_value_t = 3, value_parser = values::up_to::<1_000>)]
     pub repeat: usize,
     /// One JSON object instead of a table
     #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
@@ -298,13 +305,13 @@ pub struct Synth {
     #[arg(long, env = "MOESTRO_LIKE", value_parser = ["35b", "122b", "397b"])]
     pub like: String,
     /// Fewer layers than the original
-    #[arg(long, env = "MOESTRO_LAYERS", value_name = "N", value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_LAYERS", value_name = "N", value_parser = values::up_to::<1_024>)]
     pub layers: Option<usize>,
     /// Fewer experts than the original
-    #[arg(long, env = "MOESTRO_EXPERTS", value_name = "N", value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_EXPERTS", value_name = "N", value_parser = values::up_to::<65_536>)]
     pub experts: Option<usize>,
     /// Fewer tokens than the original
-    #[arg(long, env = "MOESTRO_VOCAB", value_name = "N", value_parser = values::count)]
+    #[arg(long, env = "MOESTRO_VOCAB", value_name = "N", value_parser = values::up_to::<16_777_216>)]
     pub vocab: Option<usize>,
     /// The same seed writes the same bytes
     #[arg(long, env = "MOESTRO_SEED", value_name = "N", default_value_t = 0)]
@@ -371,7 +378,14 @@ mod tests {
         };
         assert!(refused(&["--top-p", "1.5"]).contains("not between 0 and 1"));
         assert!(refused(&["--temp", "nan"]).contains("not a number from 0 up"));
-        assert!(refused(&["--threads", "0"]).contains("at least 1"));
+        assert!(refused(&["--threads", "0"]).contains("from 1 to 1024"));
+        assert!(refused(&["--threads", "10000"]).contains("from 1 to 1024"));
+        assert!(refused(&["--io-threads", "100000"]).contains("from 1 to 1024"));
+        assert!(refused(&["--ctx-size", "4611686018427387904"]).contains("from 1 to 16777216"));
+        assert!(refused(&["--prefill-chunk", "1000000"]).contains("from 1 to 65536"));
+        assert!(refused(&["--max-queue", "99999999"]).contains("from 0 to 65536"));
+        assert!(refused(&["--allowed-host", "http://x"]).contains("without scheme or port"));
+        assert!(refused(&["--api-key", "a", "--api-key-file", "b"]).contains("cannot be used with"));
         assert!(refused(&["--memory-limit", "8Q"]).contains("8GiB"));
         assert!(refused(&["--api-key", ""]).contains("empty"));
         assert!(refused(&["--port", "70000"]).contains("65535"));

@@ -66,6 +66,8 @@ pub struct Load {
     pub experts_at_most: Option<usize>,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
+    /// The model is to be served, so the plan sets memory aside for requests.
+    pub serving: bool,
     /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
     pub prompt_cache: Option<u64>,
     /// Whether several tokens are tried at once, which takes memory to go back with.
@@ -88,9 +90,14 @@ impl Load {
             experts_at_most: experts_at_most(swiftlm.as_deref())?,
             context: typed.ctx_size,
             chunk: typed.prefill_chunk,
+            serving: false,
             prompt_cache: Some(0),
             verify: false,
         })
+    }
+
+    pub fn serving(self) -> Self {
+        Self { serving: true, ..self }
     }
 }
 
@@ -117,6 +124,8 @@ pub struct Serve {
     pub port: u16,
     pub api_key: Option<String>,
     pub cors: Option<String>,
+    /// Names of this server beside the local ones.
+    pub allowed_host: Vec<String>,
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
     pub keep_billing_header: bool,
@@ -132,12 +141,14 @@ pub struct Serve {
 
 impl Serve {
     pub fn new(typed: cli::Serve) -> Result<Self, String> {
+        let from_file = typed.api_key_file.as_deref().map(key).transpose()?;
         Ok(Self {
             model: Source::new(typed.model.model.as_deref()),
             host: typed.host,
             port: typed.port,
-            api_key: typed.api_key,
+            api_key: typed.api_key.or(from_file),
             cors: typed.cors,
+            allowed_host: typed.allowed_host.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
             max_queue: typed.max_queue,
             request_timeout: typed.request_timeout,
             keep_billing_header: typed.keep_billing_header,
@@ -150,13 +161,24 @@ impl Serve {
             load: Load {
                 prompt_cache: typed.cache.prompt_cache,
                 verify: Drafts::new(&typed.drafts).are_used(),
-                ..Load::new(typed.load)?
+                ..Load::new(typed.load)?.serving()
             },
             drafts: Drafts::new(&typed.drafts),
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),
         })
     }
+}
+
+/// The key in a file: its only line.
+fn key(path: &Path) -> Result<String, String> {
+    let failed = |why: String| format!("--api-key-file {}: {why}", path.display());
+    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+    let key = text.trim_end_matches(['\r', '\n']);
+    if key.contains(['\r', '\n']) {
+        return Err(failed("it must have one line".into()));
+    }
+    values::key(key).map_err(failed)
 }
 
 /// Whether and how several tokens are tried at once.
@@ -241,6 +263,20 @@ mod tests {
         assert_eq!(expand("~"), home);
         assert_eq!(expand("~other/x"), PathBuf::from("~other/x"));
         assert_eq!(expand("/a/~"), PathBuf::from("/a/~"));
+    }
+
+    #[test]
+    fn a_key_is_the_only_line_of_its_file() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let read = |text: &str| {
+            std::fs::write(file.path(), text).unwrap();
+            key(file.path())
+        };
+        assert_eq!(read("secret\n"), Ok("secret".into()));
+        assert_eq!(read("a b"), Ok("a b".into()));
+        assert!(read("").unwrap_err().contains("protects nothing"));
+        assert!(read("a\nb\n").unwrap_err().contains("one line"));
+        assert!(key(Path::new("/no/such/file")).unwrap_err().contains("/no/such/file"));
     }
 
     #[test]

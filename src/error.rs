@@ -10,6 +10,12 @@ pub enum ChatError {
     Refused(String),
     #[error("the chat template failed: {0}")]
     Template(String),
+    /// The template, which is sound, cannot be rendered with what it was given.
+    #[error("the chat template fails on this conversation: {0}")]
+    Conversation(String),
+    /// A variable that would take the place of something templates call.
+    #[error("chat_template_kwargs may not set `{0}`")]
+    Reserved(String),
     #[error("tokenizer: {0}")]
     Tokenizer(String),
 }

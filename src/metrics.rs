@@ -116,6 +116,8 @@ pub struct Metrics {
     pub memory_kv: IntGauge,
     pub memory_state: IntGauge,
     pub memory_workspace: IntGauge,
+    /// What requests hold now of the memory that the plan sets aside for them.
+    pub memory_requests: IntGauge,
     pub memory_prompt_cache: IntGauge,
     pub memory_limit_bytes: IntGauge,
 }
@@ -297,6 +299,7 @@ impl Metrics {
             memory_kv: memory.with_label_values(&["kv"]),
             memory_state: memory.with_label_values(&["state"]),
             memory_workspace: memory.with_label_values(&["workspace"]),
+            memory_requests: memory.with_label_values(&["requests"]),
             memory_prompt_cache: memory.with_label_values(&["prompt_cache"]),
             memory_limit_bytes: gauge(r, "moestro_memory_limit_bytes", "The memory plan's limit"),
             registry,

@@ -3,7 +3,7 @@
 //! A pure function from a model's [`Shape`], the machine's [`Limits`] and the user's [`Wishes`] to a [`Plan`]:
 //!
 //! ```text
-//! limit = process + trunk + state + KV(context) + workspace(chunk) + prompt cache + slots
+//! limit = process + trunk + state + KV(context) + workspace(chunk) + requests + prompt cache + slots
 //! ```
 //!
 //! Defaults: the context starts at 4096 tokens, the prefill chunk at 256 rows, the slots at one token's working set
@@ -26,6 +26,8 @@ const CONTEXT: [u64; 2] = [4096, 32768];
 const CHUNK: [u64; 2] = [256, 2048];
 /// The most the prompt cache takes by default (bytes).
 const PROMPT_CACHE: u64 = 2 << 30;
+/// What a server sets aside for the requests it has not answered: 1/16 of the limit, within these (bytes).
+const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
 /// The limit where neither the user nor the system gives one (bytes).
 const FALLBACK: u64 = 4 << 30;
 
@@ -61,17 +63,17 @@ pub struct Shape {
 impl Shape {
     /// Experts in all layers together: as many slots as there can be use for.
     pub fn total_experts(&self) -> u64 {
-        self.layers as u64 * self.experts as u64
+        (self.layers as u64).saturating_mul(self.experts as u64)
     }
 
     /// Experts one token needs: the fewest slots that a plan may have.
     pub fn working_set(&self) -> u64 {
-        self.layers as u64 * self.experts_per_token as u64
+        (self.layers as u64).saturating_mul(self.experts_per_token as u64)
     }
 
     /// All weights.
     pub fn weights(&self) -> u64 {
-        self.trunk + self.total_experts() * self.expert
+        self.trunk.saturating_add(self.total_experts().saturating_mul(self.expert))
     }
 }
 
@@ -129,6 +131,8 @@ pub struct Wishes {
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     pub prompt_cache: Option<u64>,
+    /// Requests come over HTTP, so memory is set aside for their bodies and for tokenizing them.
+    pub serving: bool,
     /// Buffered expert reads: the page cache serves the experts, so while streaming the slots stay few (two tokens'
     /// working sets) and the rest of the limit is left to the page cache.
     pub buffered: bool,
@@ -154,6 +158,8 @@ pub struct Plan {
     pub kv: u64,
     pub state: u64,
     pub workspace: u64,
+    /// Bodies of requests, and what becomes of them up to their tokens (servers only).
+    pub requests: u64,
     pub prompt_cache: u64,
     /// The slab of all slots.
     pub experts: u64,
@@ -171,7 +177,14 @@ pub struct Plan {
 impl Plan {
     /// What the plan commits: at most `limit`.
     pub fn total(&self) -> u64 {
-        self.process + self.trunk + self.kv + self.state + self.workspace + self.prompt_cache + self.experts
+        self.process
+            + self.trunk
+            + self.kv
+            + self.state
+            + self.workspace
+            + self.requests
+            + self.prompt_cache
+            + self.experts
     }
 
     /// Plans `shape` under `limits` as `wishes` say.
@@ -184,12 +197,16 @@ impl Plan {
         let kv = Range::new(wishes.context, CONTEXT, shape.context as u64, shape.kv_per_token);
         let rows = Range::new(wishes.chunk, CHUNK, shape.context as u64, shape.workspace_per_row);
         let prompt_cache = wishes.prompt_cache.unwrap_or(0);
+        let requests = if wishes.serving { (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) } else { 0 };
         let slots = if wishes.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
-        let fixed = limits.process + shape.trunk + shape.state + shape.workspace_fixed + prompt_cache;
-        let least = fixed + kv.bytes(kv.floor) + rows.bytes(rows.floor) + slots * shape.slot;
+        // Nothing of a plan is beyond counting, once its least sum is not beyond the limit.
+        let fixed = [limits.process, shape.trunk, shape.state, shape.workspace_fixed, requests, prompt_cache];
+        let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
+        let least = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
         let Some(spare) = limit.checked_sub(least) else {
-            let asked = Refused { shape, limits, wishes, limit, limit_from, kv, rows, slots, prompt_cache, least };
+            let asked =
+                Refused { shape, limits, wishes, limit, limit_from, kv, rows, slots, requests, prompt_cache, least };
             return Err(ModelError::Memory(asked.to_string()));
         };
 
@@ -214,6 +231,7 @@ impl Plan {
             kv: kv.bytes(context),
             state: shape.state,
             workspace: shape.workspace_fixed + rows.bytes(chunk),
+            requests,
             prompt_cache: prompt_cache + cache_share,
             experts: slots * shape.slot,
             page_cache: 0,
@@ -223,7 +241,7 @@ impl Plan {
             context: context as usize,
             chunk: chunk as usize,
         };
-        let whole = plan.total() - plan.experts + all * shape.slot;
+        let whole = (plan.total() - plan.experts).saturating_add(all.saturating_mul(shape.slot));
         plan.overcommit = whole as f64 / limit as f64;
         if wishes.buffered && !resident {
             plan.page_cache = limit - plan.total();
@@ -253,7 +271,7 @@ impl Range {
     }
 
     fn bytes(&self, count: u64) -> u64 {
-        count * self.each
+        count.saturating_mul(self.each)
     }
 
     /// The floor and what `extra` bytes add to it, in steps of `step`.
@@ -288,6 +306,7 @@ struct Refused<'a> {
     kv: Range,
     rows: Range,
     slots: u64,
+    requests: u64,
     prompt_cache: u64,
     least: u64,
 }
@@ -305,8 +324,11 @@ impl fmt::Display for Refused<'_> {
         write!(f, "the model does not fit in {} ({from}): trunk {}", Size(self.limit), Size(shape.trunk))?;
         write!(f, " + KV cache for {} tokens {}", self.kv.floor, Size(self.kv.bytes(self.kv.floor)))?;
         write!(f, " + state {}", Size(shape.state))?;
-        let workspace = shape.workspace_fixed + self.rows.bytes(self.rows.floor);
+        let workspace = shape.workspace_fixed.saturating_add(self.rows.bytes(self.rows.floor));
         write!(f, " + workspace for chunks of {} tokens {}", self.rows.floor, Size(workspace))?;
+        if self.requests > 0 {
+            write!(f, " + requests {}", Size(self.requests))?;
+        }
         if self.prompt_cache > 0 {
             write!(f, " + prompt cache {}", Size(self.prompt_cache))?;
         }
@@ -315,7 +337,7 @@ impl fmt::Display for Refused<'_> {
             Switch::Off => write!(f, "{}, all of them)", shape.experts)?,
             _ => write!(f, "{} experts a token)", shape.experts_per_token)?,
         }
-        write!(f, " {}", Size(self.slots * shape.slot))?;
+        write!(f, " {}", Size(self.slots.saturating_mul(shape.slot)))?;
         write!(f, " + the program itself {}", Size(self.limits.process))?;
         write!(f, " = {}", Size(self.least))?;
         match self.limit_from {

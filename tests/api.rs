@@ -8,12 +8,16 @@ mod chat;
 mod client;
 #[path = "api/completions.rs"]
 mod completions;
+#[path = "api/connections.rs"]
+mod connections;
 #[path = "api/leave.rs"]
 mod leave;
 #[path = "api/malformed.rs"]
 mod malformed;
 #[path = "api/messages.rs"]
 mod messages;
+#[path = "api/pages.rs"]
+mod pages;
 #[path = "api/responses.rs"]
 mod responses;
 #[path = "api/server.rs"]

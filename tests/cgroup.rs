@@ -5,64 +5,19 @@
 
 #![cfg(target_os = "linux")]
 
+#[path = "support/group.rs"]
+mod group;
 #[path = "support/process.rs"]
 mod process;
 
+use group::Group;
 use moestro::{
     demo,
     tools::synth::{self, Dimensions},
 };
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::{Command, Output},
-};
+use std::{fs, path::Path, process::Output};
 
 const MIB: u64 = 1 << 20;
-
-/// A group of our own, removed in the end.
-struct Group {
-    dir: PathBuf,
-    limit: &'static str,
-}
-
-impl Group {
-    fn new(what: &str) -> Option<Self> {
-        let name = format!("moestro-test-{what}-{}", std::process::id());
-        let v1 = Path::new("/sys/fs/cgroup/memory").to_owned();
-        let own = fs::read_to_string("/proc/self/cgroup").ok()?;
-        let v2 =
-            own.lines().find_map(|line| line.strip_prefix("0::/")).map(|own| Path::new("/sys/fs/cgroup").join(own));
-        [(v1, "memory.limit_in_bytes"), (v2?, "memory.max")].into_iter().find_map(|(parent, limit)| {
-            let group = Self { dir: parent.join(&name), limit };
-            fs::create_dir(&group.dir).ok()?;
-            group.dir.join(limit).exists().then_some(group)
-        })
-    }
-
-    fn set(&self, bytes: u64) {
-        fs::write(self.dir.join(self.limit), bytes.to_string()).unwrap();
-    }
-
-    /// How often something was killed in it.
-    fn kills(&self) -> u64 {
-        let read = |file: &str| fs::read_to_string(self.dir.join(file)).unwrap_or_default();
-        let text = read("memory.oom_control") + &read("memory.events");
-        text.lines().filter_map(|line| line.strip_prefix("oom_kill ")?.parse::<u64>().ok()).sum()
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        // What the page cache holds for the group may keep it for a moment.
-        for _ in 0..100 {
-            if fs::remove_dir(&self.dir).is_ok() || !self.dir.exists() {
-                break;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-    }
-}
 
 /// 120 MB, nearly all of it experts.
 fn model(dir: &Path) {
@@ -91,17 +46,8 @@ fn model(dir: &Path) {
     synth::write(dir, &options, &|_| ()).unwrap();
 }
 
-/// A command that enters the group and becomes moestro.
-fn moestro(group: Option<&Group>) -> Command {
-    let enter =
-        group.map_or(String::new(), |group| format!("echo $$ > {}/cgroup.procs || exit 9; ", group.dir.display()));
-    let mut command = Command::new("sh");
-    command.args(["-c", &format!("{enter}exec \"$@\""), "sh", env!("CARGO_BIN_EXE_moestro")]);
-    command
-}
-
 fn bench(model: &Path, group: Option<&Group>, limit: u64, io: &str) -> Output {
-    moestro(group)
+    group::command(group)
         .arg("bench")
         .arg(model)
         .args(["--prompt-tokens", "200", "--gen-tokens", "12", "--repeat", "1", "--json", "--expert-io", io])
@@ -115,7 +61,7 @@ fn the_peak_stays_under_the_limit_and_nothing_is_killed() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     model(&dir);
-    let group = Group::new("bench");
+    let group = Group::new();
     if group.is_none() {
         eprintln!("no right to make a memory control group: the limits are measured, not enforced");
     }
@@ -156,7 +102,7 @@ fn a_full_prompt_cache_stays_in_the_plan() {
     let root = tempfile::tempdir().unwrap();
     let (dir, checkpoints) = (root.path().join("model"), root.path().join("checkpoints"));
     model(&dir);
-    let group = Group::new("serve");
+    let group = Group::new();
     let limit = 150 * MIB;
     if let Some(group) = &group {
         group.set(limit + limit / 10 + 4096);
@@ -174,7 +120,7 @@ fn a_full_prompt_cache_stays_in_the_plan() {
     ];
     let mut args = args.to_vec();
     args.extend(["--ctx-size", "2048", dir.to_str().unwrap()]);
-    let server = process::Process::spawn(moestro(group.as_ref()), &args);
+    let server = process::Process::spawn(group::command(group.as_ref()), &args);
     let talk = |number: usize, turns: usize| -> Vec<serde_json::Value> {
         let words =
             |turn: usize| (0..100).map(|k| format!("w{} ", (number * 7 + turn * 3 + k * k) % 97)).collect::<String>();

@@ -129,7 +129,8 @@ fn hostile_templates_end_with_an_error() {
         // Minijinja 3.0.5 panics here.
         "{{ ''[::-1] }}",
     ] {
-        assert!(matches!(one(source), Err(ChatError::Template(_))), "{source}");
+        let refused = matches!(one(source), Err(ChatError::Template(_) | ChatError::Conversation(_)));
+        assert!(refused, "{source}");
     }
 }
 
@@ -143,7 +144,7 @@ fn values_nested_by_a_loop_overflow_nothing() {
     assert_eq!(nest("").unwrap(), "");
     assert_eq!(nest("{{ ns.x == [ns.x] }}").unwrap(), "False");
     assert_eq!(nest("{{ ns.x }}").unwrap().len(), 400_002);
-    assert!(matches!(nest("{{ ns.x | tojson }}"), Err(ChatError::Template(_))));
+    assert!(matches!(nest("{{ ns.x | tojson }}"), Err(ChatError::Conversation(_))));
 }
 
 #[test]
@@ -232,4 +233,39 @@ fn kwargs_are_variables() {
     let prompt = template.render(&conversation).unwrap();
     assert!(prompt.ends_with("<think>\n\n</think>\n\n"), "{prompt}");
     assert!(!Template::opens_in_reasoning(&prompt));
+}
+
+#[test]
+fn a_template_cannot_take_the_machine() {
+    let doubled = |line: &str| format!("{{% set a = 'xxxxxxxxxx' %}}{}{{{{ a|length }}}}", line.repeat(40));
+    for (source, why) in [
+        (format!("{{{{ {}x }}}}", "not ".repeat(5000)), "words"),
+        (format!("{{{{ {}x }}}}", "- ".repeat(5000)), "words"),
+        ("{{ '%2000000000d'|format(1) }}".into(), "too large"),
+        ("{{ '%*d'|format(2000000000, 1) }}".into(), "too large"),
+        ("{{ '{:2000000000}'.format(1) }}".into(), "too large"),
+        ("{{ ('x' * 1000)|replace('x', 'y' * 1000000) }}".into(), "too much text"),
+        ("{{ ('x' * 1000).replace('x', 'y' * 1000000) }}".into(), "too much text"),
+        ("{{ ('x' * 100000)|join('y' * 1000000) }}".into(), "too much text"),
+        ("{{ ('y' * 1000000).join(['x'] * 100000) }}".into(), "too much text"),
+        ("{{ 'x\n'|indent(1000000000) }}".into(), "too much text"),
+        ("{{ messages|slice(1000000000) }}".into(), "rows"),
+        ("{{ messages|batch(1000000000, 'x') }}".into(), "rows"),
+        (doubled("{% set a = a ~ a %}"), "too much text"),
+        (doubled("{% set a = a + a %}"), "too much text"),
+        // The prompt itself is bounded where it is written.
+        ("{% for i in range(100000) %}{{ 'x' * 10000 }}{% endfor %}".into(), "failed to write output"),
+        (format!("{{% for i in range(100000) %}}{}{{% endfor %}}", "x".repeat(10000)), "failed to write output"),
+    ] {
+        let begun = std::time::Instant::now();
+        let error = one(&source).unwrap_err().to_string();
+        let start = &source[..source.len().min(60)];
+        assert!(error.contains(why), "{start}: {error}");
+        assert!(begun.elapsed() < std::time::Duration::from_secs(10), "{start}");
+    }
+    // Real ones may add, join and replace.
+    let real =
+        "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t ~ m.content + '!' * 3 %}{% endfor %}";
+    let real = format!("{real}{{{{ ns.t|replace('!', '?') ~ ['a', 'b']|join('-') + '%3d'|format(7) + 1|string }}}}");
+    assert_eq!(one(&real).unwrap(), "hi???a-b  71");
 }

@@ -72,7 +72,7 @@ fn imports_run_one_way() {
         ("config", &["cli"]),
         ("cli", &[]),
         ("demo", &["platform"]),
-        ("http", &["engine", "chat"]),
+        ("http", &["engine", "chat", "platform"]),
         ("metrics", &["platform"]),
         ("error", &[]),
     ];

@@ -7,6 +7,7 @@ use minijinja::{
 
 /// Calls `value.method(args)` as Python would.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+    super::bounds::method(value, method, args)?;
     if let Some(text) = value.as_str()
         && let Some(result) = of_string(text, method, args)?
     {

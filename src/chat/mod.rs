@@ -5,10 +5,12 @@
 //! tool calls ([`parse::Parser`]). The three of them are state machines that take whatever pieces the stream happens to
 //! be cut into and give the same text for every cut.
 
+mod bounds;
 mod decoder;
 mod history;
 mod methods;
 pub mod parse;
+mod pieces;
 mod python;
 mod stop;
 mod template;

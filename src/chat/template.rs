@@ -1,6 +1,6 @@
 //! A model's chat template: messages to prompt, byte for byte as transformers renders it.
 
-use super::{history, methods, python};
+use super::{bounds, history, methods, python};
 use crate::error::ChatError;
 use minijinja::{
     Environment, Error, ErrorKind, Value,
@@ -45,6 +45,9 @@ const FUEL: u64 = 1_500_000;
 /// printing them recurses, with less than 700 bytes a level. Only what is touched is ever real memory.
 const STACK: usize = 1 << 30;
 
+/// Stack of the thread that parses: for as many levels as `bounds` lets pass.
+const PARSING: usize = 64 << 20;
+
 impl Template {
     /// Reads `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, in a model's directory.
     pub fn load(dir: &Path) -> Result<Self, ChatError> {
@@ -69,7 +72,9 @@ impl Template {
     fn new(sources: Vec<(String, String)>, config: &Json) -> Result<Self, ChatError> {
         let mut env = environment();
         for (name, source) in sources {
-            env.add_template_owned(name, without_generation_marks(&source)).map_err(failed)?;
+            let source = bounds::bounded(&without_generation_marks(&source)).map_err(ChatError::Template)?;
+            let add = || env.add_template_owned(name, source).map_err(failed);
+            on_a_stack(PARSING, add)?;
         }
         let special = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"]
             .into_iter()
@@ -87,6 +92,11 @@ impl Template {
     pub fn render(&self, conversation: &Conversation) -> Result<String, ChatError> {
         let name = if conversation.tools.is_some() { TOOL_USE } else { DEFAULT };
         let template = self.env.get_template(name).or_else(|_| self.env.get_template(DEFAULT)).map_err(failed)?;
+        if let Some(name) =
+            conversation.kwargs.keys().find(|name| self.env.globals().any(|(global, _)| global == *name))
+        {
+            return Err(ChatError::Reserved(name.clone()));
+        }
         let messages = history::normalise(conversation.messages)?;
         let mut variables = self.special.clone();
         variables.insert("documents".into(), Value::from(()));
@@ -94,18 +104,40 @@ impl Template {
         variables.insert("messages".into(), Value::from(Serde(&messages)));
         variables.insert("tools".into(), Value::from(Serde(conversation.tools)));
         variables.insert("add_generation_prompt".into(), Value::from(conversation.add_generation_prompt));
-        let render = || template.render(variables).map_err(|error| refusal(&error).unwrap_or_else(|| failed(error)));
-        std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("template".into()).stack_size(STACK);
-            let thread = thread.spawn_scoped(scope, render).map_err(|e| ChatError::Template(e.to_string()))?;
-            // A fault in the template engine ends this request, not the server.
-            thread.join().map_err(|_| ChatError::Template("the template engine panicked".into()))?
+        let given = messages.iter().map(|message| text(message)).chain(conversation.kwargs.values().map(text));
+        let given = given.chain(conversation.tools.iter().flat_map(|tools| tools.iter()).map(text)).sum();
+        on_a_stack(STACK, || {
+            bounds::begin(given);
+            let mut prompt = bounds::Prompt::default();
+            let rendered = template.render_captured_to(variables, &mut prompt).map(drop);
+            rendered.map_err(|error| refusal(&error).unwrap_or_else(|| unfit(error)))?;
+            String::from_utf8(prompt.0).map_err(|error| ChatError::Template(error.to_string()))
         })
     }
 
     /// Whether the answer to this prompt begins inside the model's reasoning: the prompt has opened it.
     pub fn opens_in_reasoning(prompt: &str) -> bool {
         prompt.strip_suffix('\n').unwrap_or(prompt).ends_with("<think>")
+    }
+}
+
+/// Runs `work` on a thread of its own with this much stack, in bytes. A fault in the template engine ends this request, not
+/// the server.
+fn on_a_stack<T: Send>(stack: usize, work: impl FnOnce() -> Result<T, ChatError> + Send) -> Result<T, ChatError> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("template".into()).stack_size(stack);
+        let thread = thread.spawn_scoped(scope, work).map_err(|e| ChatError::Template(e.to_string()))?;
+        thread.join().map_err(|_| ChatError::Template("the template engine panicked".into()))?
+    })
+}
+
+/// Bytes of text in a value.
+fn text(value: &Json) -> usize {
+    match value {
+        Json::String(text) => text.len(),
+        Json::Array(items) => items.iter().map(text).sum(),
+        Json::Object(fields) => fields.iter().map(|(name, value)| name.len() + text(value)).sum(),
+        Json::Null | Json::Bool(_) | Json::Number(_) => 8,
     }
 }
 
@@ -146,6 +178,7 @@ fn environment() -> Environment<'static> {
         Some(x) => Ok(out.write_str(&python::float(x))?),
         None => minijinja::escape_formatter(out, state, value),
     });
+    bounds::install(&mut env);
     env.add_filter("tojson", python::tojson);
     env.add_filter("string", |value: &Value| match value.as_str() {
         Some(_) => value.clone(),
@@ -200,6 +233,10 @@ fn refusal(error: &Error) -> Option<ChatError> {
 
 fn failed(error: Error) -> ChatError {
     ChatError::Template(error.to_string())
+}
+
+fn unfit(error: Error) -> ChatError {
+    ChatError::Conversation(error.to_string())
 }
 
 /// Training marks the model's own words with `{% generation %}`, a tag of transformers; `with` is a block like it that

@@ -116,6 +116,18 @@ pub fn count(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&count| count > 0).ok_or_else(|| "it must be a whole number, at least 1".into())
 }
 
+/// An integer from 1 to `MOST`.
+pub fn up_to<const MOST: usize>(text: &str) -> Result<usize, String> {
+    let fits = text.parse().ok().filter(|count| (1..=MOST).contains(count));
+    fits.ok_or_else(|| format!("it must be a whole number from 1 to {MOST}"))
+}
+
+/// An integer from 0 to `MOST`.
+pub fn from_0_to<const MOST: usize>(text: &str) -> Result<usize, String> {
+    let fits = text.parse().ok().filter(|count| (0..=MOST).contains(count));
+    fits.ok_or_else(|| format!("it must be a whole number from 0 to {MOST}"))
+}
+
 pub fn not_negative(text: &str) -> Result<f32, String> {
     number(text, |n| n >= 0.0).ok_or_else(|| "it is not a number from 0 up".into())
 }
@@ -158,6 +170,19 @@ pub fn origin(text: &str) -> Result<String, String> {
     }
 }
 
+/// Hosts as they stand in URLs, without the port; commas between them.
+pub fn hosts(text: &str) -> Result<String, String> {
+    let fits = |host: &str| {
+        let name = !host.is_empty() && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c));
+        let version6 = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        name || version6.is_some_and(|host| host.parse::<std::net::Ipv6Addr>().is_ok())
+    };
+    match text.split(',').all(fits) {
+        true => Ok(text.into()),
+        false => Err("it must be names such as box.lan, without scheme or port".into()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -195,6 +220,12 @@ mod tests {
         assert!(positive("0").is_err());
         assert_eq!(seconds("1.5"), Ok(Duration::from_millis(1500)));
         assert!(["0", "-1", "nan", "1e300"].iter().all(|text| seconds(text).is_err()));
+    }
+
+    #[test]
+    fn names_of_hosts() {
+        assert!(["box.lan", "192.168.0.2", "[fe80::1],my_box"].iter().all(|text| hosts(text).is_ok()));
+        assert!(["", "a,", "http://box", "box:80", "a b", "[box]"].iter().all(|text| hosts(text).is_err()));
     }
 
     #[test]

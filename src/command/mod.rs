@@ -148,6 +148,8 @@ pub struct Loaded {
     pub experts_per_token: Option<usize>,
     /// The memory plan, and the device it was made for.
     pub plan: serde_json::Value,
+    /// What the plan sets aside for requests, in bytes.
+    pub requests: u64,
 }
 
 /// What the flags say of loading, in the model's words.
@@ -160,6 +162,7 @@ pub fn options(load: &Load) -> model::Options {
             stream: load.stream_experts,
             context: load.context,
             chunk: load.chunk,
+            serving: load.serving,
             buffered: load.expert_io == ExpertIo::Buffered,
         },
         experts_per_token: load.experts_per_token,
@@ -206,7 +209,8 @@ pub fn load_model(
         FfnShape::Moe { k, .. } => Some(k),
         FfnShape::Dense { .. } => None,
     };
+    let requests = model.plan().requests;
     let mut plan = serde_json::to_value(model.plan()).unwrap_or_default();
     plan["device"] = device.into();
-    Ok(Loaded { model, device, experts_per_token, plan })
+    Ok(Loaded { model, device, experts_per_token, plan, requests })
 }

@@ -10,7 +10,7 @@ use crate::{
     config::{PromptDir, Serve},
     engine::{self, Options, Storage, Worker},
     error::CommandError,
-    http::{self, App, Door, ModelCard},
+    http::{self, App, Door, Guard, ModelCard},
     metrics::Metrics,
     model::Model,
     platform::{os, service},
@@ -30,6 +30,8 @@ use tokio::{
 
 /// Serves until Ctrl-C or SIGTERM. A second one does not wait for what is running.
 pub fn run(config: Serve) -> Result<(), CommandError> {
+    // The memory of one large request is free for the next, or for another program.
+    os::return_freed_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build();
     let runtime = runtime.map_err(|source| CommandError::Io { what: "starting threads".into(), source })?;
     let outcome = runtime.block_on(serve(config));
@@ -43,9 +45,6 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
     // A header value, as `cli::values::origin` has checked.
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
-    let mut door = Door::new(metrics.clone(), config.api_key.clone(), cors);
-    door.keep_billing_header = config.keep_billing_header;
-    let door = Arc::new(door);
     let mut stop = Stop::new().map_err(|source| CommandError::Io { what: "watching for signals".into(), source })?;
 
     let listener = match inherited()? {
@@ -53,6 +52,10 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
         None => bind(&config.host, config.port).await?,
     };
     let address = listener.local_addr().map_err(|source| CommandError::Io { what: config.host.clone(), source })?;
+    let mut door = Door::new(metrics.clone(), config.api_key.clone(), cors.clone());
+    door.keep_billing_header = config.keep_billing_header;
+    door.guard = Guard::new(address.ip(), &config.allowed_host, cors);
+    let door = Arc::new(door);
     let (closing, closed) = oneshot::channel::<()>();
     let shutdown = async { drop(closed.await) };
     let mut server = tokio::spawn(http::serve(listener, door.clone(), shutdown));
@@ -125,6 +128,7 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
     let (engine, worker) = engine::spawn(loaded.model, options, metrics.clone())
         .map_err(|source| failed("starting the engine's thread", source))?;
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    door.budget.plan(loaded.requests);
     door.open(App {
         engine,
         defaults: checkpoint.sampling(),

@@ -3,7 +3,7 @@
 //! A [`Tally`] lives as long as the answer, the body of a stream included, and is written when it is dropped, so a
 //! client that leaves is logged too. No text of a message is ever logged.
 
-use super::{Door, reject::Reject};
+use super::{Door, admin::Health, reject::Reject};
 use crate::metrics::Metrics;
 use axum::{
     extract::{Query, Request, State},
@@ -28,6 +28,7 @@ const CLIENT_LEFT: u16 = 499;
 /// One request's account.
 pub struct Tally {
     metrics: Arc<Metrics>,
+    health: Arc<Health>,
     method: Method,
     path: String,
     /// The route, for the metrics' label.
@@ -61,6 +62,11 @@ impl Tally {
 
     pub fn complete(&self) {
         self.open.store(false, Relaxed);
+    }
+
+    /// The model's storage failed, or did not.
+    pub fn storage(&self, failed: Option<&dyn std::fmt::Display>) {
+        self.health.storage(failed);
     }
 
     /// Says in the log why an answer that had already begun could not be finished.
@@ -126,6 +132,7 @@ pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: 
     let id = given_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique()));
     let tally = Arc::new(Tally {
         metrics: door.metrics.clone(),
+        health: door.health.clone(),
         method: request.method().clone(),
         endpoint: endpoint(request.uri().path()),
         path: request.uri().path().to_owned(),
@@ -146,11 +153,22 @@ pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: 
     response
 }
 
+/// Paths that need no key, and are answered when every connection is busy.
+pub fn free(path: &str) -> bool {
+    matches!(endpoint(path), "/health" | "/metrics")
+}
+
+/// Paths that exist and may be posted to.
+pub fn takes_json(path: &str) -> bool {
+    !matches!(endpoint(path), "/health" | "/metrics" | "/v1/models" | "/v1/models/{id}" | "other")
+}
+
 /// Lets through who has the key, and everyone where none is set or asked for.
 pub async fn authorize(State(door): State<Arc<Door>>, request: Request, next: Next) -> Response {
-    let free = matches!(endpoint(request.uri().path()), "/health" | "/metrics");
     match &door.api_key {
-        Some(key) if !free && !given(&request).iter().any(|given| same(given, key.as_bytes())) => {
+        Some(key)
+            if !free(request.uri().path()) && !given(&request).iter().any(|given| same(given, key.as_bytes())) =>
+        {
             Reject::unauthorized().into_response()
         }
         _ => next.run(request).await,

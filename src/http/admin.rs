@@ -9,9 +9,35 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
 
-/// 200 when a request would be accepted or queued, else 503.
+/// How long a failure of the storage counts if nothing is asked of it since: whoever sends requests to healthy servers
+/// only would never learn that it is well again.
+const FORGET: Duration = Duration::from_secs(60);
+
+/// What the last answers say of the model's files.
+#[derive(Default)]
+pub struct Health {
+    failed: Mutex<Option<(Instant, String)>>,
+}
+
+impl Health {
+    /// An answer failed for want of storage, or was complete.
+    pub fn storage(&self, failed: Option<&dyn std::fmt::Display>) {
+        let failed = failed.map(|why| (Instant::now(), why.to_string()));
+        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = failed;
+    }
+
+    fn degraded(&self) -> Option<String> {
+        let failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        failed.as_ref().filter(|(at, _)| at.elapsed() < FORGET).map(|(_, why)| why.clone())
+    }
+}
+
+/// 200 when a request would be accepted or queued and, as far as is known, answered; else 503.
 pub async fn health(State(door): State<Arc<Door>>) -> Response {
     let not_ready = |status: &str| (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": status}))).into_response();
     if door.closing() {
@@ -20,16 +46,21 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
     let Ok(app) = door.app() else { return not_ready("loading") };
     let (running, queued) = app.engine.load();
     let version = env!("CARGO_PKG_VERSION");
-    Json(json!({
-        "status": "ok",
+    let degraded = door.health.degraded();
+    let status = if degraded.is_some() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+    let mut body = json!({
+        "status": if degraded.is_some() { "degraded" } else { "ok" },
         "model": app.card.id,
         "version": version,
         "context": app.engine.context(),
         "requests": {"running": running, "queued": queued},
         "plan": app.plan,
         "prompt_cache": app.engine.prompt_cache(),
-    }))
-    .into_response()
+    });
+    if let Some(reason) = degraded {
+        body["reason"] = reason.into();
+    }
+    (status, Json(body)).into_response()
 }
 
 /// Empties the prompt cache.

@@ -1,36 +1,102 @@
-//! A request's body: bounded, then JSON with errors that name the field.
+//! A request's body: bounded in size, memory and time, then JSON with errors that name the field.
 
-use super::{reject::Reject, types::Common};
-use axum::body::{Body, Bytes};
+use super::{
+    Door,
+    budget::{self, Share},
+    reject::Reject,
+    types::Common,
+};
+use axum::body::{Body, HttpBody};
 use serde::de::{DeserializeOwned, Deserializer};
 use serde_json::Value;
+use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
 use tokio_stream::StreamExt;
 
 /// A body beyond the limit is still read, up to this many times the limit, and thrown away: closing the connection on a
 /// client that is still sending would take the answer from it.
 const PATIENCE: usize = 4;
 
-/// Reads a body of at most `limit` bytes.
-pub async fn read(body: Body, limit: usize) -> Result<Bytes, Reject> {
+/// Bytes a second that a body must have on average, after twice its longest silence.
+const RATE: usize = 32 << 10;
+
+/// Smaller bodies are parsed where they are read: it takes less than passing them on.
+const SMALL: usize = 16 << 10;
+
+/// Reads a body of at most `limit` bytes, and holds the memory for it.
+async fn read(body: Body, limit: usize, silence: Duration, share: &mut Share) -> Result<Vec<u8>, Reject> {
+    let begun = Instant::now();
+    let declared = body.size_hint().exact().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(limit);
     let mut chunks = body.into_data_stream();
-    let (mut kept, mut seen) = (Vec::new(), 0usize);
-    while let Some(chunk) = chunks.next().await {
+    let (mut kept, mut seen, mut refused) = (Vec::new(), 0usize, None);
+    loop {
+        let slowest = begun + 2 * silence + Duration::from_secs((seen / RATE) as u64);
+        let Ok(chunk) = timeout_at(slowest.min(Instant::now() + silence), chunks.next()).await else {
+            return Err(Reject::slow_body());
+        };
+        let Some(chunk) = chunk else { break };
         let chunk = chunk.map_err(|error| Reject::json(None, format!("The body could not be read: {error}")))?;
         seen = seen.saturating_add(chunk.len());
-        if seen <= limit {
-            kept.extend_from_slice(&chunk);
-        } else if seen > limit.saturating_mul(PATIENCE) {
-            break;
-        } else {
-            kept = Vec::new();
+        if refused.is_none() {
+            refused = match seen > limit {
+                true => Some(Reject::too_large(limit)),
+                false => grow(&mut kept, seen, declared.min(limit), share).err(),
+            };
+        }
+        match refused {
+            None => kept.extend_from_slice(&chunk),
+            Some(_) if seen > limit.saturating_mul(PATIENCE) => break,
+            Some(_) => {
+                kept = Vec::new();
+                share.hold(0)?;
+            }
         }
     }
-    if seen > limit { Err(Reject::too_large(limit)) } else { Ok(kept.into()) }
+    refused.map_or(Ok(kept), Err)
 }
 
-/// What is asked for: the fields that all kinds of generation share, and those of one kind.
-pub async fn request<T: DeserializeOwned>(body: Body, limit: usize) -> Result<(Common, T), Reject> {
-    let object = object(&read(body, limit).await?)?;
+/// Makes room for `len` bytes: half as much again as needed, but no more than was announced.
+fn grow(kept: &mut Vec<u8>, len: usize, announced: usize, share: &mut Share) -> Result<(), Reject> {
+    if len > kept.capacity() {
+        let capacity = (len + len / 2).min(announced).max(len);
+        share.hold(capacity)?;
+        kept.reserve_exact(capacity - kept.len());
+    }
+    Ok(())
+}
+
+/// What is asked for, and the share of memory that it holds.
+pub async fn json<T>(door: &Door, body: Body) -> Result<(T, Share), Reject>
+where
+    T: DeserializeOwned + Send + 'static,
+{
+    parsed(door, body, parse).await
+}
+
+/// The fields that all kinds of generation share, those of one kind, and the share of memory that they hold.
+pub async fn request<T>(door: &Door, body: Body) -> Result<(Common, T, Share), Reject>
+where
+    T: DeserializeOwned + Send + 'static,
+{
+    let ((common, request), share) = parsed(door, body, both).await?;
+    Ok((common, request, share))
+}
+
+async fn parsed<T>(door: &Door, body: Body, parse: fn(&[u8]) -> Result<T, Reject>) -> Result<(T, Share), Reject>
+where
+    T: Send + 'static,
+{
+    let mut share = door.budget.share();
+    let bytes = read(body, door.body_limit, door.patience.body, &mut share).await?;
+    let length = bytes.capacity();
+    share.add(budget::parsed(&bytes))?;
+    let read = if length < SMALL { parse(&bytes)? } else { share.step(move || parse(&bytes)).await?? };
+    share.hold(share.bytes() - length)?;
+    Ok((read, share))
+}
+
+fn both<T: DeserializeOwned>(bytes: &[u8]) -> Result<(Common, T), Reject> {
+    let object = object(bytes)?;
     Ok((typed(&object)?, typed(object)?))
 }
 
@@ -75,8 +141,12 @@ fn missing(error: &serde_json::Error) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::types::{ChatRequest, Common, CompletionRequest};
+    use super::super::{
+        budget::Budget,
+        types::{ChatRequest, Common, CompletionRequest},
+    };
     use super::*;
+    use crate::metrics::Metrics;
 
     fn error<T: DeserializeOwned>(text: &str) -> Value {
         let reject = parse::<T>(text.as_bytes()).err().expect("an error");
@@ -112,8 +182,24 @@ mod tests {
 
     #[tokio::test]
     async fn a_body_is_bounded() {
-        assert_eq!(read(Body::from("12345678"), 8).await.unwrap(), "12345678");
-        assert_eq!(read(Body::from("123456789"), 8).await.unwrap_err().status, 413);
-        assert_eq!(read(Body::from("1".repeat(1000)), 8).await.unwrap_err().status, 413);
+        let mut share = Budget::new(&Metrics::new("0", "cpu")).share();
+        let second = Duration::from_secs(1);
+        assert_eq!(read(Body::from("12345678"), 8, second, &mut share).await.unwrap(), b"12345678");
+        assert_eq!(share.bytes(), 8);
+        assert_eq!(read(Body::from("123456789"), 8, second, &mut share).await.unwrap_err().status, 413);
+        assert_eq!(read(Body::from("1".repeat(1000)), 8, second, &mut share).await.unwrap_err().status, 413);
+    }
+
+    #[tokio::test]
+    async fn a_body_must_come() {
+        let mut share = Budget::new(&Metrics::new("0", "cpu")).share();
+        let silence = Duration::from_millis(20);
+        let never = Body::from_stream(tokio_stream::pending::<Result<Vec<u8>, std::io::Error>>());
+        assert_eq!(read(never, 8, silence, &mut share).await.unwrap_err().status, 408);
+        let drops = tokio_stream::iter(0..1000).then(|_| async {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+            Ok::<_, std::io::Error>(vec![b'1'])
+        });
+        assert_eq!(read(Body::from_stream(drops), 1 << 20, silence, &mut share).await.unwrap_err().status, 408);
     }
 }

@@ -7,7 +7,9 @@ use super::{
     App, Door, Head,
     access::Tally,
     answers::*,
-    body, check,
+    body,
+    budget::{self, Share},
+    check,
     prompt::{self, Chat},
     reject::Reject,
     stream::Frames,
@@ -36,8 +38,8 @@ pub async fn chat(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let (common, request) = body::request::<ChatRequest>(body, door.body_limit).await?;
-    let transcript = submit(app, &tally, &common, request).await?;
+    let (common, request, share) = body::request::<ChatRequest>(&door, body).await?;
+    let transcript = submit(app, &tally, &common, request, share).await?;
     let mut answer = Answer {
         head: Head::new(app, "chatcmpl", "chat.completion"),
         pending: Vec::new(),
@@ -53,10 +55,11 @@ pub async fn chat(
 
 /// Checks the request and queues it. Every wire format's conversations come this way.
 pub(super) async fn submit(
-    app: &App,
+    app: &Arc<App>,
     tally: &Arc<Tally>,
     common: &Common,
     request: ChatRequest,
+    mut share: Share,
 ) -> Result<Transcript, Reject> {
     common.check(&app.card)?;
     let sampling = common.sampling(&app.defaults, app.engine.vocab())?;
@@ -75,12 +78,12 @@ pub(super) async fn submit(
         return Err(Reject::unsupported("functions", "functions is not supported; use tools."));
     }
     let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true);
-    let chat = conversation(request)?;
-    let prompt = app.render(&chat)?;
+    let (prompt, Chat { tools, .. }) = app.render(&mut share, conversation(request)?).await?;
     let in_reasoning = Template::opens_in_reasoning(&prompt);
-    let ids = app.encode(prompt).await?;
+    let ids = app.encode(&mut share, prompt, "messages").await?;
+    share.hold(ids.len() * 2 * size_of::<u32>() + budget::rendered(&tools))?;
     let max_tokens = check::room("messages", ids.len(), max_tokens, app.engine.context())?;
-    let reader = Reader::Chat { parser: Parser::new(in_reasoning, &chat.tools), in_reasoning, parallel_tool_calls };
+    let reader = Reader::Chat { parser: Parser::new(in_reasoning, &tools), in_reasoning, parallel_tool_calls };
     let request = Request {
         boundaries: app.boundaries(&ids),
         cache_prompt: common.cache_prompt.unwrap_or(true),
@@ -94,7 +97,7 @@ pub(super) async fn submit(
     };
     let transcript = Transcript::submit(app, tally, request, reader, stops)?;
     tally.generates();
-    Ok(transcript)
+    Ok(transcript.holding(share))
 }
 
 /// What is rendered of a request.

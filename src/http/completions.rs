@@ -9,7 +9,9 @@ use super::{
     App, Door, Head,
     access::Tally,
     answers::{Envelope, FinishReason, TextChoice, Usage},
-    body, check,
+    body,
+    budget::Share,
+    check,
     reject::Reject,
     scores::Scores,
     stream,
@@ -40,8 +42,8 @@ pub async fn completions(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let (common, request) = body::request::<CompletionRequest>(body, door.body_limit).await?;
-    let job = Job::new(app, tally.clone(), &common, request).await?;
+    let (common, request, share) = body::request::<CompletionRequest>(&door, body).await?;
+    let job = Job::new(app, tally.clone(), &common, request, share).await?;
     let first = job.submit(0)?;
     tally.generates();
     match common.streams() {
@@ -60,6 +62,8 @@ struct Job {
     logprobs: Option<usize>,
     sampling: Sampling,
     stops: Vec<String>,
+    /// The memory of the prompts, until the answer is sent.
+    _share: Share,
     cache_prompt: bool,
 }
 
@@ -69,6 +73,7 @@ impl Job {
         tally: Arc<Tally>,
         common: &Common,
         request: CompletionRequest,
+        mut share: Share,
     ) -> Result<Self, Reject> {
         common.check(&app.card)?;
         check::one("best_of", request.best_of)?;
@@ -76,6 +81,9 @@ impl Job {
             return Err(Reject::unsupported("suffix", "suffix is not supported."));
         }
         let max_tokens = check::tokens("max_tokens", common.max_tokens, 0)?.unwrap_or(DEFAULT_MAX_TOKENS);
+        let prompts = prompts(app, &mut share, request.prompt).await?;
+        let tokens: usize = prompts.iter().map(Vec::len).sum();
+        share.hold(prompts.len() * size_of::<Vec<u32>>() + tokens * 2 * size_of::<u32>())?;
         let job = Self {
             head: Head::new(app, "cmpl", "text_completion"),
             tally,
@@ -84,8 +92,9 @@ impl Job {
             logprobs: request.logprobs.map(|top| check::alternatives("logprobs", top)).transpose()?,
             sampling: common.sampling(&app.defaults, app.engine.vocab())?,
             stops: common.stops()?,
+            prompts,
             cache_prompt: common.cache_prompt.unwrap_or(true),
-            prompts: prompts(app, request.prompt).await?,
+            _share: share,
         };
         for prompt in &job.prompts {
             check::room("prompt", prompt.len(), Some(max_tokens), app.engine.context())?;
@@ -253,7 +262,7 @@ fn add(sum: &mut Usage, usage: Usage) {
     sum.prompt_tokens_details.cached_tokens += usage.prompt_tokens_details.cached_tokens;
 }
 
-async fn prompts(app: &App, prompt: Prompt) -> Result<Vec<Vec<u32>>, Reject> {
+async fn prompts(app: &App, share: &mut Share, prompt: Prompt) -> Result<Vec<Vec<u32>>, Reject> {
     let vocab = app.engine.vocab();
     let count = match &prompt {
         Prompt::Texts(texts) => texts.len(),
@@ -265,10 +274,10 @@ async fn prompts(app: &App, prompt: Prompt) -> Result<Vec<Vec<u32>>, Reject> {
     }
     let mut prompts = Vec::with_capacity(count);
     match prompt {
-        Prompt::Text(text) => prompts.push(app.encode(text).await?),
+        Prompt::Text(text) => prompts.push(app.encode(share, text, "prompt").await?),
         Prompt::Texts(texts) => {
             for text in texts {
-                prompts.push(app.encode(text).await?);
+                prompts.push(app.encode(share, text, "prompt").await?);
             }
         }
         Prompt::Ids(ids) => prompts.push(check::ids("prompt", &ids, vocab)?),

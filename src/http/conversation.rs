@@ -4,6 +4,7 @@
 use super::{
     App,
     access::Tally,
+    budget::Share,
     chat,
     reject::Reject,
     transcript::Transcript,
@@ -20,14 +21,15 @@ pub struct Conversation {
 
 impl Conversation {
     /// Checks it and queues it.
-    pub async fn submit(self, app: &App, tally: &Arc<Tally>) -> Result<Transcript, Reject> {
-        chat::submit(app, tally, &self.common, self.chat).await
+    pub async fn submit(self, app: &Arc<App>, tally: &Arc<Tally>, share: Share) -> Result<Transcript, Reject> {
+        chat::submit(app, tally, &self.common, self.chat, share).await
     }
 
     /// How many tokens its prompt has.
-    pub async fn count(self, app: &App) -> Result<usize, Reject> {
+    pub async fn count(self, app: &Arc<App>, mut share: Share) -> Result<usize, Reject> {
         self.common.check(&app.card)?;
-        let chat = chat::conversation(self.chat)?;
-        Ok(app.encode(app.render(&chat)?).await?.len())
+        let (prompt, _) = app.render(&mut share, chat::conversation(self.chat)?).await?;
+        let (ids, _) = app.tokenize(&mut share, prompt, usize::MAX).await?;
+        Ok(ids.len())
     }
 }

@@ -12,6 +12,7 @@ use super::{
     Door,
     access::{REQUEST_ID, Tally, unique},
     body,
+    budget::Share,
     reject::Reject,
     wire,
 };
@@ -37,13 +38,13 @@ pub async fn messages(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let request: MessagesRequest = body::parse(&body::read(body, door.body_limit).await?)?;
+    let (request, share) = read(&door, body).await?;
     if request.max_tokens.is_none() {
         return Err(Reject::invalid("max_tokens", "max_tokens: Field required"));
     }
     let conversation = request.conversation(door.keep_billing_header, app.thinking)?;
     let streams = conversation.common.streams();
-    let transcript = conversation.submit(app, &tally).await?;
+    let transcript = conversation.submit(app, &tally, share).await?;
     let answer = Answer::new(format!("msg_{}", unique()), app.card.id.clone());
     match streams {
         true => Ok(wire::stream(transcript, answer, tally)),
@@ -54,9 +55,16 @@ pub async fn messages(
 /// The tokens that a request's prompt has, without generating anything.
 pub async fn count_tokens(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Value>, Reject> {
     let app = door.app()?;
-    let request: MessagesRequest = body::parse(&body::read(body, door.body_limit).await?)?;
+    let (request, share) = read(&door, body).await?;
     let conversation = request.conversation(door.keep_billing_header, app.thinking)?;
-    Ok(Json(json!({"input_tokens": conversation.count(app).await?})))
+    Ok(Json(json!({"input_tokens": conversation.count(app, share).await?})))
+}
+
+/// The request, and a share that has room for its translation, too.
+async fn read(door: &Door, body: Body) -> Result<(MessagesRequest, Share), Reject> {
+    let (request, mut share) = body::json(door, body).await?;
+    share.add(share.bytes())?;
+    Ok((request, share))
 }
 
 /// Gives Anthropic's shape to whatever goes wrong under `/v1/messages`, a missing key or a wrong method included.

@@ -2,7 +2,8 @@
 //!
 //! `body` reads JSON, `check` and `prompt` turn it into an engine's request, `transcript` turns the engine's events back
 //! into text, and `chat` and `completions` write it down as one body or, through `wire` and `stream`, as server-sent events.
-//! `messages` and `responses` translate other formats into the one `conversation` and back. `access` accounts for every request, `reject` says no.
+//! `messages` and `responses` translate other formats into the one `conversation` and back. `access` accounts for every
+//! request and `budget` for its memory; `connections` holds them, `guard` keeps web pages out, `reject` says no.
 //!
 //! A [`Door`] can be opened before there is a model: until [`Door::open`] it answers `/health` and `/metrics`, and
 //! everything else with 503.
@@ -11,10 +12,13 @@ mod access;
 mod admin;
 mod answers;
 mod body;
+mod budget;
 mod chat;
 mod check;
 mod completions;
+mod connections;
 mod conversation;
+mod guard;
 mod messages;
 mod prompt;
 mod reject;
@@ -39,11 +43,13 @@ use axum::{
     middleware::{from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
     routing::{delete, get, post},
-    serve::ListenerExt,
 };
+pub use budget::Budget;
+pub use connections::Patience;
+pub use guard::Guard;
 use reject::Reject;
 use std::{
-    future::{Future, IntoFuture},
+    future::Future,
     io,
     sync::{
         Arc, OnceLock,
@@ -51,7 +57,7 @@ use std::{
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
-use tokio::{net::TcpListener, sync::Notify};
+use tokio::{net::TcpListener, sync::watch};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 /// A body of ten megabytes is a prompt of two million tokens, and still gets an answer that says so.
@@ -95,6 +101,14 @@ pub struct Door {
     pub cors: Option<HeaderValue>,
     /// The most bytes of a body.
     pub body_limit: usize,
+    /// The memory of all requests.
+    pub budget: Arc<Budget>,
+    /// Whom web pages may be.
+    pub guard: Guard,
+    /// The most connections with a request in progress; `None` is what the system's limits allow.
+    pub places: Option<usize>,
+    pub patience: Patience,
+    health: Arc<admin::Health>,
     /// Leave the billing header that Claude Code sends in the prompt.
     pub keep_billing_header: bool,
     /// What clients of the Responses API may go on from.
@@ -105,13 +119,19 @@ pub struct Door {
 
 impl Door {
     pub fn new(metrics: Arc<Metrics>, api_key: Option<String>, cors: Option<HeaderValue>) -> Self {
+        let budget = Budget::new(&metrics);
         Self {
             metrics,
             api_key,
             cors,
             body_limit: BODY_LIMIT,
+            guard: Guard::default(),
+            places: None,
+            patience: Patience::default(),
+            health: Arc::default(),
             keep_billing_header: false,
-            responses: responses::Store::default(),
+            responses: responses::Store::within(budget.clone()),
+            budget,
             app: OnceLock::new(),
             closing: AtomicBool::new(false),
         }
@@ -173,7 +193,8 @@ pub fn router(door: Arc<Door>) -> Router {
         .route("/models/{*id}", get(admin::model))
         .fallback(no_such_path)
         .method_not_allowed_fallback(wrong_method)
-        .layer(from_fn_with_state(door.clone(), access::authorize));
+        .layer(from_fn_with_state(door.clone(), access::authorize))
+        .layer(from_fn_with_state(door.clone(), guard::check));
     let router = match &door.cors {
         Some(origin) => router.layer(cors(origin)),
         None => router,
@@ -183,30 +204,24 @@ pub fn router(door: Arc<Door>) -> Router {
 
 /// Serves until `shutdown`, then drains: new requests get 503 while the accepted ones end within the engine's grace.
 pub async fn serve(listener: TcpListener, door: Arc<Door>, shutdown: impl Future<Output = ()>) -> io::Result<()> {
-    // Tokens are small packets: collecting them would cost up to 40 ms each.
-    let listener = listener.tap_io(|connection| {
-        if let Err(error) = connection.set_nodelay(true) {
-            tracing::debug!(%error, "TCP_NODELAY");
-        }
-    });
-    let stop = Arc::new(Notify::new());
-    let stopped = stop.clone();
-    let server = axum::serve(listener, router(door.clone()))
-        .with_graceful_shutdown(async move { stopped.notified().await })
-        .into_future();
+    let (stop, stopped) = watch::channel(false);
+    let mut accepting = tokio::spawn(connections::accept(listener, router(door.clone()), door.clone(), stopped));
     let drain = async {
         shutdown.await;
         door.close();
         while !door.idle() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        stop.notify_one();
-        tokio::time::sleep(LINGER).await;
     };
     tokio::select! {
-        ended = server => ended,
-        () = drain => Ok(()),
+        // It ends by itself only if it panics.
+        ended = &mut accepting => return ended.map_err(io::Error::other),
+        () = drain => {}
     }
+    stop.send_replace(true);
+    // The receivers are gone when the connections are.
+    let _ = tokio::time::timeout(LINGER, stop.closed()).await;
+    Ok(())
 }
 
 fn cors(origin: &HeaderValue) -> CorsLayer {

@@ -3,7 +3,11 @@
 //! Contents become plain strings on the way, because templates differ in whether they understand OpenAI's parts; this
 //! server reads text only. `developer` is OpenAI's newer name for `system`, and templates know the older one.
 
-use super::{App, reject::Reject};
+use super::{
+    App,
+    budget::{self, Share},
+    reject::Reject,
+};
 use crate::{
     chat::{
         Conversation,
@@ -12,9 +16,7 @@ use crate::{
     engine::{Boundary, Departure},
 };
 use serde_json::{Map, Value};
-
-/// Longer texts are tokenized on a thread of their own, so that they do not hold up other connections.
-const LONG: usize = 64 << 10;
+use std::sync::Arc;
 
 /// What a conversation is rendered with, checked.
 #[derive(Debug)]
@@ -27,8 +29,17 @@ pub struct Chat {
 }
 
 impl App {
-    /// The prompt of a conversation.
-    pub fn render(&self, chat: &Chat) -> Result<String, Reject> {
+    /// The prompt of a conversation, and the conversation back. `share` then holds the prompt, too.
+    pub async fn render(self: &Arc<Self>, share: &mut Share, chat: Chat) -> Result<(String, Chat), Reject> {
+        let held = share.bytes();
+        share.add(budget::rendered(chat.messages.iter().chain(&chat.tools).chain(chat.kwargs.values())))?;
+        let app = self.clone();
+        let (prompt, chat) = share.step(move || app.render_now(&chat).map(|prompt| (prompt, chat))).await??;
+        share.hold(held + prompt.capacity())?;
+        Ok((prompt, chat))
+    }
+
+    fn render_now(&self, chat: &Chat) -> Result<String, Reject> {
         let Some(template) = &self.template else {
             let message = "This model has no chat template. Use /v1/completions.";
             return Err(Reject::unsupported("messages", message));
@@ -47,15 +58,37 @@ impl App {
         Ok(template.render(&conversation)?)
     }
 
-    pub async fn encode(&self, text: String) -> Result<Vec<u32>, Reject> {
-        if text.len() < LONG {
-            return Ok(self.tokenizer.encode(&text)?);
+    /// The tokens of a prompt. One that cannot fit into the context is refused by its length, and one that does not fit as
+    /// soon as that shows. `param` names the prompt.
+    pub async fn encode(&self, share: &mut Share, text: String, param: &str) -> Result<Vec<u32>, Reject> {
+        let context = self.engine.context();
+        let least = self.tokenizer.fewest(&text);
+        if least > context {
+            return Err(Reject::over_context_by(least, context, param));
         }
-        let tokenizer = self.tokenizer.clone();
-        match tokio::task::spawn_blocking(move || tokenizer.encode(&text)).await {
-            Ok(ids) => Ok(ids?),
-            Err(_) => Err(crate::error::ChatError::Tokenizer("it failed on this text".into()).into()),
+        let (ids, whole) = self.tokenize(share, text, context).await?;
+        match whole {
+            true => Ok(ids),
+            false => Err(Reject::over_context_by(ids.len(), context, param)),
         }
+    }
+
+    /// The tokens of a text, piece by piece; `share` holds them. If there are more than `most`, the rest is left out, and
+    /// the answer is false.
+    pub async fn tokenize(&self, share: &mut Share, text: String, most: usize) -> Result<(Vec<u32>, bool), Reject> {
+        let (text, mut ids, mut start) = (Arc::new(text), Vec::new(), 0);
+        while start < text.len() && ids.len() <= most {
+            let (tokenizer, text) = (self.tokenizer.clone(), text.clone());
+            let end = start + tokenizer.piece(&text[start..]);
+            // A long word needs more than what is set aside for each step.
+            let held = share.bytes();
+            share.add((end - start).saturating_sub(budget::PIECE) * budget::TOKENIZING)?;
+            let more = share.step(move || tokenizer.encode_piece(&text[start..end])).await??;
+            share.hold(held + more.len() * size_of::<u32>() * 2)?;
+            ids.extend(more);
+            start = end;
+        }
+        Ok((ids, start == text.len()))
     }
 
     /// Where other prompts may depart from this one.
@@ -174,9 +207,15 @@ fn tool_calls(calls: &Value, at: &str) -> Result<(), Reject> {
         if !function["name"].is_string() {
             return Err(Reject::json(Some(format!("{at}.name")), format!("{at}.name must be a string.")));
         }
-        let sound = match &function["arguments"] {
-            Value::Object(_) | Value::Null => true,
-            Value::String(json) => json.trim().is_empty() || serde_json::from_str::<Map<String, Value>>(json).is_ok(),
+        let sound = match function.get("arguments") {
+            None => {
+                let text = format!("{at} has no arguments; a call without any has `{{}}`.");
+                return Err(Reject::invalid(format!("{at}.arguments"), text));
+            }
+            Some(Value::Object(_) | Value::Null) => true,
+            Some(Value::String(json)) => {
+                json.trim().is_empty() || serde_json::from_str::<Map<String, Value>>(json).is_ok()
+            }
             _ => false,
         };
         if !sound {
@@ -266,6 +305,10 @@ mod tests {
             (json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "messages[0].content[0]"),
             (json!({"role": "assistant", "tool_calls": {}}), "messages[0].tool_calls"),
             (json!({"role": "assistant", "tool_calls": [{}]}), "messages[0].tool_calls[0].function.name"),
+            (
+                json!({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}),
+                "messages[0].tool_calls[0].function.arguments",
+            ),
             (
                 json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
                 "messages[0].tool_calls[0].function.arguments",

@@ -4,12 +4,15 @@
 //! |---|---|
 //! | 400 | not JSON, a wrong type, a value out of range, something not supported; a prompt longer than the context |
 //! | 401 | no API key, or a wrong one |
+//! | 403 | a `Host` or an `Origin` that is not allowed |
 //! | 404, 405 | no such path or model; the path exists, but not with this method |
-//! | 413 | a body over the limit |
+//! | 408 | the body did not come |
+//! | 413 | a body over the limit, or a request that would take more memory than the plan leaves to requests |
+//! | 415 | a body that does not say that it is JSON |
 //! | 422 | a well-formed conversation that the model's chat template refuses |
 //! | 429 | the queue is full; `Retry-After` says when to try again |
 //! | 500 | the model failed: the message says where |
-//! | 503 | the model is still loading, or the server is shutting down |
+//! | 503 | the model is still loading, the server is shutting down, or other requests hold the memory |
 //! | 504 | the request took longer than `--request-timeout` |
 //!
 //! A stream has sent its 200 by the time the model can fail. It then ends with one `data: {"error": ...}` event, which
@@ -61,6 +64,15 @@ impl Reject {
     }
 
     pub fn context(prompt: usize, context: usize, param: &str) -> Self {
+        Self::over_context(&prompt.to_string(), context, param)
+    }
+
+    /// A prompt that was not tokenized to its end: it has `least` tokens or more.
+    pub fn over_context_by(least: usize, context: usize, param: &str) -> Self {
+        Self::over_context(&format!("at least {least}"), context, param)
+    }
+
+    fn over_context(prompt: &str, context: usize, param: &str) -> Self {
         let message = format!(
             "This model's context length is {context} tokens, and the prompt has {prompt} of them: it leaves no room \
              for an answer. Shorten the prompt, or start the server with a larger --ctx-size."
@@ -106,6 +118,63 @@ impl Reject {
     pub fn too_large(limit: usize) -> Self {
         let message = format!("The body is larger than {limit} bytes.");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, Some("request_too_large"), message)
+    }
+
+    /// A request for which `bytes` would be needed, where at most `most` are ever free.
+    pub fn too_much_memory(bytes: usize, most: usize) -> Self {
+        let message = format!(
+            "This request would take {} MiB of memory; requests have {} MiB here. Make it smaller, or start the server \
+             with a larger --memory-limit.",
+            bytes.div_ceil(1 << 20),
+            most >> 20
+        );
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, Some("request_too_large"), message)
+    }
+
+    pub fn memory_in_use() -> Self {
+        let message = "Other requests hold the memory that this one needs. Try again.";
+        let reject = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("memory_in_use"), message);
+        Self { retry_after: Some(1), ..reject }
+    }
+
+    /// Every place for a connection is taken by a request in progress.
+    pub fn no_place() -> Self {
+        let message = "All connections are busy. Try again.";
+        let reject = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("connections_busy"), message);
+        Self { retry_after: Some(2), ..reject }
+    }
+
+    /// A `Host` that is no name of this machine: a web page whose own name was made to point here sends that.
+    pub fn wrong_host(host: &str) -> Self {
+        let message = format!(
+            "This server listens on a loopback address and answers to local names only, not to `{host}`. Start it with \
+             --allowed-host {host} if that is meant to be it."
+        );
+        Self::new(StatusCode::FORBIDDEN, INVALID, Some("host_not_allowed"), message)
+    }
+
+    /// A web page of another origin.
+    pub fn wrong_origin(origin: &str) -> Self {
+        let message =
+            format!("Web pages of {origin} may not use this server. Start it with --cors {origin} if they may.");
+        Self::new(StatusCode::FORBIDDEN, INVALID, Some("origin_not_allowed"), message)
+    }
+
+    /// A body that does not say that it is JSON.
+    pub fn not_json() -> Self {
+        let message = "The body must be JSON and say so: send the header `Content-Type: application/json` (curl does with \
+                       -H 'content-type: application/json').";
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, Some("unsupported_media_type"), message)
+    }
+
+    pub fn slow_body() -> Self {
+        let message = "The rest of the body did not come in time.";
+        Self::new(StatusCode::REQUEST_TIMEOUT, INVALID, Some("body_timeout"), message)
+    }
+
+    /// A fault of the server's.
+    pub fn failed(message: &str) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, None, message)
     }
 
     pub fn loading() -> Self {
@@ -166,6 +235,8 @@ impl From<ChatError> for Reject {
                 let reject = Self::new(StatusCode::UNPROCESSABLE_ENTITY, INVALID, code, message);
                 Self { param: Some("messages".into()), ..reject }
             }
+            ChatError::Conversation(_) => Self::invalid("messages", message),
+            ChatError::Reserved(name) => Self::invalid(format!("chat_template_kwargs.{name}"), message),
             ChatError::Template(_) | ChatError::Tokenizer(_) => {
                 Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, None, message)
             }

@@ -16,7 +16,7 @@ pub use store::Store;
 use super::{
     Door,
     access::{Tally, unique},
-    body,
+    body, budget,
     reject::Reject,
     wire,
 };
@@ -37,18 +37,20 @@ pub async fn responses(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let mut request: ResponsesRequest = body::parse(&body::read(body, door.body_limit).await?)?;
+    let (mut request, mut share) = body::json::<ResponsesRequest>(&door, body).await?;
     request.check()?;
     let history = match &request.previous_response_id {
         Some(id) => door.responses.history(id).ok_or_else(|| Reject::no_such_response(id, "previous_response_id"))?,
         None => Vec::new(),
     };
+    // The items are kept, translated, and told again in the answer.
+    share.add(2 * share.bytes() + 2 * budget::rendered(&history))?;
     let input = request.input(&door.responses)?;
     let answer = Answer::new(format!("resp_{}", unique()), app, &request, door.clone(), input.clone());
     let streams = request.streams();
     let new = input.len();
     let conversation = request.conversation(&[history, input].concat(), new)?;
-    let transcript = conversation.submit(app, &tally).await?;
+    let transcript = conversation.submit(app, &tally, share).await?;
     match streams {
         true => Ok(wire::stream(transcript, answer, tally)),
         false => answer.whole(transcript).await,

@@ -11,32 +11,46 @@ use super::{
 use axum::{Json, body::Body, extract::State};
 use std::sync::Arc;
 
+/// Memory for each token of an answer: its digits and a comma, and the room that a growing answer has to spare.
+const NUMBERED: usize = 24;
+/// The same where its text is told, too: a string in memory, and in JSON.
+const NAMED: usize = 160;
+/// Memory for each byte of a text that is told: the bytes, the text, and in JSON up to six characters for each.
+const DECODED: usize = 16;
+
 /// The tokens of a `prompt`, or of `messages` (with `tools`) as the chat endpoint would render them.
 pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Tokenized>, Reject> {
     let app = door.app()?;
-    let request: TokenizeRequest = body::parse(&body::read(body, door.body_limit).await?)?;
+    let (request, mut share) = body::json::<TokenizeRequest>(&door, body).await?;
     check::model(request.model.as_deref(), &app.card)?;
     let text = match (request.prompt, request.messages) {
         (Some(prompt), None) => prompt,
-        (None, Some(messages)) => app.render(&Chat {
-            messages: prompt::messages(messages)?,
-            tools: prompt::tools(request.tools, None)?,
-            kwargs: request.chat_template_kwargs.unwrap_or_default(),
-            add_generation_prompt: request.add_generation_prompt.unwrap_or(true),
-        })?,
+        (None, Some(messages)) => {
+            let chat = Chat {
+                messages: prompt::messages(messages)?,
+                tools: prompt::tools(request.tools, None)?,
+                kwargs: request.chat_template_kwargs.unwrap_or_default(),
+                add_generation_prompt: request.add_generation_prompt.unwrap_or(true),
+            };
+            app.render(&mut share, chat).await?.0
+        }
         _ => return Err(Reject::invalid("prompt", "Give either a prompt or messages.")),
     };
-    let tokens = app.encode(text).await?;
+    // Any text may be counted that memory allows, also one that is longer than the context.
+    let (tokens, _) = app.tokenize(&mut share, text, usize::MAX).await?;
+    let strings = request.return_token_strs.unwrap_or(false);
+    share.add(tokens.len() * if strings { NAMED } else { NUMBERED })?;
     let names = || tokens.iter().map(|&id| app.tokenizer.token(id).unwrap_or_default()).collect();
-    let token_strs = request.return_token_strs.unwrap_or(false).then(names);
+    let token_strs = strings.then(names);
     Ok(Json(Tokenized { count: tokens.len(), max_model_len: app.engine.context(), tokens, token_strs }))
 }
 
 /// The text of `tokens`, special ones included.
 pub async fn detokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Detokenized>, Reject> {
     let app = door.app()?;
-    let request: DetokenizeRequest = body::parse(&body::read(body, door.body_limit).await?)?;
+    let (request, mut share) = body::json::<DetokenizeRequest>(&door, body).await?;
     check::model(request.model.as_deref(), &app.card)?;
     let ids = check::ids("tokens", &request.tokens, app.engine.vocab())?;
+    share.add(ids.iter().map(|&id| app.tokenizer.token_bytes(id).len() * DECODED).sum())?;
     Ok(Json(Detokenized { prompt: app.text(&ids) }))
 }

@@ -8,6 +8,7 @@ use super::{
     App,
     access::Tally,
     answers::{CompletionDetails, FinishReason, PromptDetails, Usage},
+    budget::Share,
 };
 use crate::{
     chat::{
@@ -15,7 +16,7 @@ use crate::{
         parse::{Delta, Parser},
     },
     engine::{Event, Events, Finish, Logprobs, Request},
-    error::EngineError,
+    error::{EngineError, ModelError},
 };
 use std::sync::Arc;
 
@@ -60,6 +61,8 @@ pub struct Transcript {
     called: bool,
     usage: Usage,
     tally: Arc<Tally>,
+    /// The memory of the request, until the answer is told.
+    _share: Option<Share>,
 }
 
 impl Transcript {
@@ -84,7 +87,14 @@ impl Transcript {
             called: false,
             usage: Usage { prompt_tokens, ..Usage::default() },
             tally: tally.clone(),
+            _share: None,
         })
+    }
+
+    /// Keeps `share` as long as it lives.
+    pub fn holding(mut self, share: Share) -> Self {
+        self._share = Some(share);
+        self
     }
 
     /// The next thing to tell. After a turn with an `end`, or an error, there is none.
@@ -108,11 +118,17 @@ impl Transcript {
                     }
                 }
                 Event::Done { finish, .. } => {
+                    self.tally.storage(None);
                     let rest = self.decoder.finish();
                     let hit = self.read(&rest, &mut turn.deltas) || self.finish(&mut turn.deltas);
                     turn.end = Some(self.reason(if hit { Finish::Stop } else { finish }));
                 }
-                Event::Failed(error) => return Err(error),
+                Event::Failed(error) => {
+                    if let EngineError::Model(ModelError::Store(error)) = &error {
+                        self.tally.storage(Some(error));
+                    }
+                    return Err(error);
+                }
             }
             return Ok(turn);
         }

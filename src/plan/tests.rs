@@ -141,14 +141,36 @@ fn wishes() -> impl proptest::strategy::Strategy<Value = Wishes> {
     let context = proptest::option::of(1usize..300_000);
     let chunk = proptest::option::of(1usize..8192);
     let cache = proptest::option::of(0u64..2 << 30);
-    (stream, context, chunk, cache, any::<bool>()).prop_map(|(stream, context, chunk, prompt_cache, buffered)| Wishes {
-        limit: None,
-        stream,
-        context,
-        chunk,
-        prompt_cache,
-        buffered,
+    let switches = (any::<bool>(), any::<bool>());
+    (stream, context, chunk, cache, switches).prop_map(|(stream, context, chunk, prompt_cache, (buffered, serving))| {
+        Wishes { limit: None, stream, context, chunk, prompt_cache, serving, buffered }
     })
+}
+
+#[test]
+fn requests_have_their_part_where_they_are_served() {
+    let wishes = |limit| Wishes { limit: Some(limit), serving: true, ..Wishes::default() };
+    let at = |limit| Plan::new(&model_35b(), &limits(), &wishes(limit)).unwrap();
+    assert_eq!([3 * GIB, 40 * GIB].map(|limit| at(limit).requests), [128 << 20; 2]);
+    let small = Shape { trunk: 1 << 20, layers: 0, experts: 0, state: 0, kv_per_token: 64, ..model_35b() };
+    let at = |limit| Plan::new(&small, &Limits { process: 1 << 20, ..limits() }, &wishes(limit)).unwrap();
+    assert_eq!([512 << 20, 1 << 30].map(|limit| at(limit).requests), [32 << 20, 64 << 20]);
+    assert_eq!(plan(40 * GIB).requests, 0);
+}
+
+#[test]
+fn sizes_beyond_counting_are_refused() {
+    let limit = Some(8 * GIB);
+    for wishes in [
+        Wishes { limit, context: Some(1 << 62), ..Wishes::default() },
+        Wishes { limit, chunk: Some(usize::MAX), ..Wishes::default() },
+        Wishes { limit, prompt_cache: Some(u64::MAX), ..Wishes::default() },
+    ] {
+        let refused = Plan::new(&model_35b(), &limits(), &wishes).unwrap_err().to_string();
+        assert!(refused.contains("does not fit in 8.00 GiB"), "{refused}");
+    }
+    let vast = Shape { slot: u64::MAX / 2, ..model_35b() };
+    assert!(Plan::new(&vast, &limits(), &Wishes { limit, ..Wishes::default() }).is_err());
 }
 
 proptest! {

@@ -48,6 +48,44 @@ pub fn peak_resident_memory() -> Option<u64> {
     sys::peak_resident_memory()
 }
 
+/// Lets this process have as many open files as the system allows it, and says how many.
+pub fn raise_descriptor_limit() -> Option<usize> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the pointer is to a `rlimit` of ours.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
+        return None;
+    }
+    // macOS has a limit of its own below the hard one.
+    let raised = libc::rlimit { rlim_cur: limit.rlim_max.min(10_240).max(limit.rlim_cur), ..limit };
+    // SAFETY: the same; what is refused changes nothing.
+    if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } == 0 {
+        limit = raised;
+    }
+    usize::try_from(limit.rlim_cur).ok()
+}
+
+/// Makes freed memory return to the operating system (glibc). Blocks of a mebibyte and more come from it and go back at once:
+/// by itself glibc stops doing so for sizes that were freed before, keeps them, and copies a growing block instead of moving
+/// its pages. Smaller ones share one heap, which [`trim_memory`] gives back; a heap for each thread it does not wholly.
+pub fn return_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: sets numbers that glibc guards itself.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 20);
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
+/// Gives memory that was freed back to the operating system, where the allocator would keep it (glibc). Takes up to some
+/// milliseconds.
+pub fn trim_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: glibc locks its own state; the call has no other conditions.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// Bytes the disk has delivered for this process since it started; what the page cache served does not count.
 pub fn disk_bytes_read() -> Option<u64> {
     sys::disk_bytes_read()

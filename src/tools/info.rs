@@ -39,7 +39,7 @@ struct Report {
 
 pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     let source = Source::new(typed.model.model.as_deref());
-    let load = Load::new(typed.load).map_err(CommandError::Usage)?;
+    let load = Load::new(typed.load).map_err(CommandError::Usage)?.serving();
     let load = Load { prompt_cache: typed.cache.prompt_cache, ..load };
     let dir = resolve(&source)?;
     // What serving holds before it loads the weights, so that both make the same plan. Without one there is still
@@ -142,6 +142,7 @@ impl Report {
         line("KV cache", plan.kv, format!("{} tokens", plan.context))?;
         line("state", plan.state, String::new())?;
         line("workspace", plan.workspace, format!("prefill in chunks of {} tokens", plan.chunk))?;
+        line("requests", plan.requests, "set aside for what clients send".into())?;
         line("prompt cache", plan.prompt_cache, self.bought(plan))?;
         let slots = format!("{} slots, {:.1} % of all experts", plan.slots, 100.0 * plan.residency);
         line("experts", plan.experts, if self.shape.layers > 0 { slots } else { String::new() })?;

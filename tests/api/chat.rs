@@ -238,5 +238,14 @@ async fn a_failure_of_the_model_is_a_500_or_ends_the_stream_with_an_error() {
     assert_eq!(last["error"]["type"], "server_error");
     assert!(joined(before, "reasoning_content").starts_with("I need to"));
     assert!(before.iter().all(|chunk| chunk["choices"][0]["finish_reason"].is_null()));
-    assert_eq!(server.get("/health").await.status, 200);
+
+    let health = server.get("/health").await;
+    assert_eq!(health.status, 503);
+    let health = health.json().await;
+    assert_eq!(health["status"], "degraded");
+    assert!(health["reason"].as_str().unwrap().contains("told to fail"), "{health}");
+    // The prompt alone can still be read, and the storage is well again.
+    let prompt = json!({"prompt": "Hello", "max_tokens": 0, "echo": true});
+    assert_eq!(server.post("/v1/completions", &prompt).await.status, 200);
+    assert_eq!(server.get("/health").await.json().await["status"], "ok");
 }

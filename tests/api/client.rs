@@ -48,18 +48,29 @@ impl Server {
     }
 
     async fn open(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Option<&[u8]>) -> Answer {
+        let length = body.unwrap_or_default().len().to_string();
+        let mut all = headers.to_vec();
+        if body.is_some() {
+            if !headers.iter().any(|(name, _)| *name == "content-type") {
+                all.push(("content-type", "application/json"));
+            }
+            all.push(("content-length", &length));
+        }
+        self.bare(method, path, &all, body.unwrap_or_default()).await
+    }
+
+    /// Sends these headers and this body, and nothing else but the host.
+    pub async fn bare(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
         let stream = TcpStream::connect(self.address).await.unwrap();
         let mut wire = Wire { stream, read: Vec::new() };
-        let mut head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
+        let host = if headers.iter().any(|(name, _)| *name == "host") { "" } else { "host: test\r\n" };
+        let mut head = format!("{method} {path} HTTP/1.1\r\n{host}connection: close\r\n");
         for (name, value) in headers {
             head += &format!("{name}: {value}\r\n");
         }
-        if let Some(body) = body {
-            head += &format!("content-type: application/json\r\ncontent-length: {}\r\n", body.len());
-        }
         wire.write(head.as_bytes()).await;
         wire.write(b"\r\n").await;
-        wire.write(body.unwrap_or_default()).await;
+        wire.write(body).await;
         let mut lines = Vec::new();
         loop {
             match wire.line().await {

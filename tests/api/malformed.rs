@@ -85,6 +85,12 @@ async fn a_wrong_value_is_named() {
         (json!({"response_format": {"type": "json_object"}}), "response_format"),
         (json!({"response_format": "text"}), "response_format"),
         (json!({"chat_template_kwargs": []}), "chat_template_kwargs"),
+        (json!({"chat_template_kwargs": {"namespace": 1}}), "chat_template_kwargs.namespace"),
+        (json!({"chat_template_kwargs": {"raise_exception": 1}}), "chat_template_kwargs.raise_exception"),
+        (
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}),
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         (json!({"functions": []}), "functions"),
     ] {
         let mut body = json!({"messages": user});
@@ -141,9 +147,27 @@ async fn what_looks_wrong_and_works() {
         assert_eq!(status, 200, "{more}: {}", answer.text().await);
     }
     let body = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
-    let headers = [("content-type", "application/x-www-form-urlencoded")];
-    let head = server.send("POST", CHAT, &headers, Some(body)).await;
-    assert_eq!(head.status, 200, "curl -d sends another content type");
+    let head = server.send("POST", CHAT, &[("content-type", "application/json; charset=utf-8")], Some(body)).await;
+    assert_eq!(head.status, 200);
+}
+
+#[tokio::test]
+async fn a_body_says_that_it_is_json() {
+    let server = Server::saying("</think>\n\nHello.").await;
+    let body = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
+    for (kind, sent) in [
+        ("what curl -d sends", Some("application/x-www-form-urlencoded")),
+        ("a page", Some("text/plain")),
+        ("a blob", None),
+    ] {
+        let headers: Vec<_> = sent.map(|sent| ("content-type", sent)).into_iter().collect();
+        let length = body.len().to_string();
+        let answer = server.bare("POST", CHAT, &[&headers[..], &[("content-length", &*length)]].concat(), body).await;
+        assert_eq!(answer.status, 415, "{kind}");
+        let error = answer.json().await["error"].clone();
+        assert!(error["message"].as_str().unwrap().contains("-H 'content-type: application/json'"), "{error}");
+    }
+    assert_eq!(server.evaluated(), 0);
 }
 
 #[tokio::test]

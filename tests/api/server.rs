@@ -37,6 +37,8 @@ pub struct Setup {
     pub grace: Duration,
     /// Leave the door without a model.
     pub loading: bool,
+    /// What else is different about the door.
+    pub door: fn(&mut Door),
 }
 
 impl Default for Setup {
@@ -52,6 +54,7 @@ impl Default for Setup {
             fails_on: None,
             grace: Duration::from_secs(5),
             loading: false,
+            door: |_| (),
         }
     }
 }
@@ -131,7 +134,9 @@ impl Setup {
         let options = Options { max_queue: self.max_queue, eos: vec![EOS], grace: self.grace, ..Options::default() };
         let (engine, _worker) = engine::spawn(parrot.clone(), options, metrics.clone()).unwrap();
         let cors = self.cors.map(|origin| origin.parse().unwrap());
-        let door = Arc::new(Door::new(metrics.clone(), self.api_key.map(str::to_owned), cors));
+        let mut door = Door::new(metrics.clone(), self.api_key.map(str::to_owned), cors);
+        (self.door)(&mut door);
+        let door = Arc::new(door);
         if !self.loading {
             door.open(App {
                 engine: engine.clone(),

@@ -44,8 +44,11 @@ impl Process {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port as u16)).unwrap();
         let length = body.len();
         let head = "content-type: application/json\r\nconnection: close";
-        write!(stream, "{method} {path} HTTP/1.1\r\nhost: here\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}")
-            .unwrap();
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\nhost: localhost\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}"
+        )
+        .unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         answer.split_once("\r\n\r\n").unwrap().1.to_owned()

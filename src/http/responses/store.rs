@@ -1,15 +1,17 @@
-//! Responses that clients may come back to: in memory, and bounded. Those that were not used for longest go first.
+//! Responses that clients may come back to: in the requests' memory, and a part of it. Those that were not used for longest
+//! go first.
 
+use crate::http::budget::{Budget, Share};
 use serde_json::Value;
 use std::{
     collections::VecDeque,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 /// The most responses that are kept.
 const MOST: usize = 1000;
 
-/// The most bytes of JSON that they may have together.
+/// The most bytes that they may take together; never more than a quarter of the requests' memory.
 const MOST_BYTES: usize = 64 << 20;
 
 /// What was said in one response.
@@ -21,6 +23,7 @@ struct Kept {
     input: Vec<Value>,
     response: Value,
     bytes: usize,
+    _share: Option<Share>,
 }
 
 #[derive(Default)]
@@ -34,26 +37,38 @@ pub struct Store {
     shelf: Mutex<Shelf>,
     most: usize,
     most_bytes: usize,
+    budget: Option<Arc<Budget>>,
 }
 
 impl Default for Store {
     fn default() -> Self {
-        Self { shelf: Mutex::default(), most: MOST, most_bytes: MOST_BYTES }
+        Self { shelf: Mutex::default(), most: MOST, most_bytes: MOST_BYTES, budget: None }
     }
 }
 
 impl Store {
+    /// A store that takes its memory from `budget`.
+    pub fn within(budget: Arc<Budget>) -> Self {
+        Self { budget: Some(budget), ..Self::default() }
+    }
+
     /// Keeps a response, which went on from `previous` with `input`.
     pub fn keep(&self, previous: Option<String>, input: Vec<Value>, response: Value) {
         let id = response["id"].as_str().unwrap_or_default().to_owned();
         let bytes = size(&response) + input.iter().map(size).sum::<usize>();
+        let most_bytes = self.budget.as_ref().map_or(usize::MAX, |budget| budget.total() / 4).min(self.most_bytes);
         let mut shelf = self.lock();
-        shelf.bytes += bytes;
-        shelf.kept.push_back(Kept { id, previous, input, response, bytes });
-        while shelf.kept.len() > self.most || shelf.bytes > self.most_bytes {
-            let Some(oldest) = shelf.kept.pop_front() else { break };
+        while shelf.kept.len() >= self.most || shelf.bytes.saturating_add(bytes) > most_bytes {
+            // Nothing is left to go: this one is too large.
+            let Some(oldest) = shelf.kept.pop_front() else { return };
             shelf.bytes -= oldest.bytes;
         }
+        let mut share = self.budget.as_ref().map(Budget::share);
+        if share.as_mut().is_some_and(|share| share.hold(bytes).is_err()) {
+            return;
+        }
+        shelf.bytes += bytes;
+        shelf.kept.push_back(Kept { id, previous, input, response, bytes, _share: share });
     }
 
     pub fn get(&self, id: &str) -> Option<Value> {
@@ -99,9 +114,9 @@ impl Store {
     }
 }
 
-/// Bytes of a value: its text and names, and a word for everything in it.
+/// Bytes of a value: its text and names, and what everything in it takes beside.
 fn size(value: &Value) -> usize {
-    const WORD: usize = 32;
+    const WORD: usize = 128;
     WORD + match value {
         Value::String(text) => text.len(),
         Value::Array(values) => values.iter().map(size).sum(),
@@ -116,7 +131,7 @@ mod tests {
     use serde_json::json;
 
     fn store(most: usize, most_bytes: usize) -> Store {
-        Store { shelf: Mutex::default(), most, most_bytes }
+        Store { shelf: Mutex::default(), most, most_bytes, budget: None }
     }
 
     fn response(id: &str) -> Value {

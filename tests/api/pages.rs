@@ -1,0 +1,50 @@
+//! Web pages: what one of another origin sends to a server on a loopback address, and a name that was made to point there.
+
+use super::server::{Server, Setup};
+use moestro::http::Guard;
+
+const CHAT: &str = "/v1/chat/completions";
+const BODY: &[u8] = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
+
+async fn guarded() -> Server {
+    let says = Some("</think>\n\nHello.");
+    let door = |door: &mut moestro::http::Door| door.guard = Guard::new([127, 0, 0, 1].into(), &[], None);
+    Setup { says, door, ..Setup::default() }.start().await
+}
+
+async fn status(server: &Server, path: &str, headers: &[(&str, &str)]) -> (u16, String) {
+    let length = BODY.len().to_string();
+    let body = if path == CHAT { BODY } else { b"" };
+    let more: &[(&str, &str)] =
+        if path == CHAT { &[("content-type", "application/json"), ("content-length", &length)] } else { &[] };
+    let method = if path == CHAT { "POST" } else { "GET" };
+    let answer = server.bare(method, path, &[headers, more].concat(), body).await;
+    (answer.status, answer.text().await)
+}
+
+#[tokio::test]
+async fn a_name_that_was_made_to_point_here_is_refused() {
+    let server = guarded().await;
+    for path in [CHAT, "/v1/models", "/metrics"] {
+        let (code, text) = status(&server, path, &[("host", "rebound.evil.com:5413")]).await;
+        assert_eq!(code, 403, "{path}");
+        assert!(text.contains("--allowed-host rebound.evil.com"), "{text}");
+        for host in ["localhost:5413", "127.0.0.1", "[::1]:80"] {
+            assert_eq!(status(&server, path, &[("host", host)]).await.0, 200, "{path} {host}");
+        }
+    }
+    assert_eq!(status(&server, "http://evil.com/v1/models", &[("host", "localhost")]).await.0, 403, "an absolute URL");
+}
+
+#[tokio::test]
+async fn a_page_of_another_origin_is_refused() {
+    let server = guarded().await;
+    for origin in ["https://evil.com", "null", "http://localhost.evil.com"] {
+        let (code, text) = status(&server, CHAT, &[("host", "localhost"), ("origin", origin)]).await;
+        assert_eq!(code, 403, "{origin}");
+        assert!(text.contains("--cors"), "{text}");
+    }
+    assert_eq!(server.evaluated(), 0);
+    let (code, _) = status(&server, CHAT, &[("host", "localhost"), ("origin", "http://localhost:3000")]).await;
+    assert_eq!(code, 200);
+}

@@ -1,0 +1,60 @@
+//! A memory control group (v1 or v2) of the test's own, removed in the end.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+pub struct Group {
+    dir: PathBuf,
+    limit: &'static str,
+}
+
+impl Group {
+    /// `None` without the right to make one.
+    pub fn new() -> Option<Self> {
+        let name = format!("moestro-test-{}", std::process::id());
+        let v1 = Path::new("/sys/fs/cgroup/memory").to_owned();
+        let own = fs::read_to_string("/proc/self/cgroup").ok()?;
+        let v2 =
+            own.lines().find_map(|line| line.strip_prefix("0::/")).map(|own| Path::new("/sys/fs/cgroup").join(own));
+        [(v1, "memory.limit_in_bytes"), (v2?, "memory.max")].into_iter().find_map(|(parent, limit)| {
+            let group = Self { dir: parent.join(&name), limit };
+            fs::create_dir(&group.dir).ok()?;
+            group.dir.join(limit).exists().then_some(group)
+        })
+    }
+
+    pub fn set(&self, bytes: u64) {
+        fs::write(self.dir.join(self.limit), bytes.to_string()).unwrap();
+    }
+
+    /// How often something was killed in it.
+    pub fn kills(&self) -> u64 {
+        let read = |file: &str| fs::read_to_string(self.dir.join(file)).unwrap_or_default();
+        let text = read("memory.oom_control") + &read("memory.events");
+        text.lines().filter_map(|line| line.strip_prefix("oom_kill ")?.parse::<u64>().ok()).sum()
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // What the page cache holds for the group may keep it for a moment.
+        for _ in 0..100 {
+            if fs::remove_dir(&self.dir).is_ok() || !self.dir.exists() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    }
+}
+
+/// The program, to be started in a group.
+pub fn command(group: Option<&Group>) -> Command {
+    let enter =
+        group.map_or(String::new(), |group| format!("echo $$ > {}/cgroup.procs || exit 9; ", group.dir.display()));
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{enter}exec \"$@\""), "sh", env!("CARGO_BIN_EXE_moestro")]);
+    command
+}
