@@ -92,6 +92,12 @@ pub struct Serve {
     pub load: Load,
     #[command(flatten)]
     pub cache: PromptCache,
+    /// Where checkpoints of prompts outlive the server; off for nowhere [default: in the user's cache]
+    #[arg(long, env = "MOESTRO_PROMPT_CACHE_DIR", value_name = "DIR", help_heading = "Prompt cache")]
+    pub prompt_cache_dir: Option<String>,
+    /// Room for them on the disk
+    #[arg(long, env = "MOESTRO_PROMPT_CACHE_DISK", value_name = "SIZE", default_value = "16GiB", value_parser = values::size, help_heading = "Prompt cache")]
+    pub prompt_cache_disk: u64,
     #[command(flatten)]
     pub drafts: Drafts,
     #[command(flatten)]

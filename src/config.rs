@@ -107,6 +107,15 @@ fn experts_at_most(swiftlm: Option<&str>) -> Result<Option<usize>, String> {
     text.map(count).transpose()
 }
 
+/// Where checkpoints of prompts outlive the server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PromptDir {
+    Off,
+    /// In the user's cache directory.
+    Cache,
+    In(PathBuf),
+}
+
 /// `moestro serve`.
 #[derive(Debug, Clone)]
 pub struct Serve {
@@ -120,6 +129,9 @@ pub struct Serve {
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
     pub keep_billing_header: bool,
+    /// Where checkpoints of prompts are kept, and how many bytes of them.
+    pub prompt_cache_dir: PromptDir,
+    pub prompt_cache_disk: u64,
     pub load: Load,
     pub drafts: Drafts,
     pub generation: Generation,
@@ -140,6 +152,12 @@ impl Serve {
             max_queue: typed.max_queue,
             request_timeout: typed.request_timeout,
             keep_billing_header: typed.keep_billing_header,
+            prompt_cache_dir: match typed.prompt_cache_dir.as_deref() {
+                Some("off") => PromptDir::Off,
+                Some(dir) => PromptDir::In(expand(dir)),
+                None => PromptDir::Cache,
+            },
+            prompt_cache_disk: typed.prompt_cache_disk,
             load: Load {
                 prompt_cache: typed.cache.prompt_cache,
                 verify: Drafts::new(&typed.drafts).are_used(),

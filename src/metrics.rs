@@ -47,6 +47,8 @@ pub struct Metrics {
     pub prompt_cache_hits_session: IntCounter,
     /// Prompts that went on from a checkpoint in memory.
     pub prompt_cache_hits_memory: IntCounter,
+    /// Prompts that went on from a checkpoint on the disk.
+    pub prompt_cache_hits_disk: IntCounter,
     pub prompt_cache_misses: IntCounter,
     /// Tokens of a prompt that were known, where any were.
     pub prompt_cache_hit_tokens: Histogram,
@@ -54,6 +56,14 @@ pub struct Metrics {
     pub prompt_cache_bytes_memory: IntGauge,
     pub prompt_cache_checkpoints_memory: IntGauge,
     pub prompt_cache_evictions_memory: IntCounter,
+    pub prompt_cache_bytes_disk: IntGauge,
+    pub prompt_cache_checkpoints_disk: IntGauge,
+    pub prompt_cache_evictions_disk: IntCounter,
+    /// Checkpoints read back, and the bytes of their states, keys and values.
+    pub prompt_cache_disk_reads: IntCounter,
+    pub prompt_cache_disk_read_bytes: IntCounter,
+    pub prompt_cache_disk_writes: IntCounter,
+    pub prompt_cache_disk_written_bytes: IntCounter,
     /// From the arrival in the queue to the first generated token.
     pub time_to_first_token_seconds: Histogram,
     /// Between two generated tokens of one request.
@@ -181,6 +191,30 @@ impl Metrics {
             prompt_cache_bytes_memory: cache_bytes.with_label_values(&["memory"]),
             prompt_cache_checkpoints_memory: checkpoints.with_label_values(&["memory"]),
             prompt_cache_evictions_memory: evictions.with_label_values(&["memory"]),
+            prompt_cache_hits_disk: hits.with_label_values(&["disk"]),
+            prompt_cache_bytes_disk: cache_bytes.with_label_values(&["disk"]),
+            prompt_cache_checkpoints_disk: checkpoints.with_label_values(&["disk"]),
+            prompt_cache_evictions_disk: evictions.with_label_values(&["disk"]),
+            prompt_cache_disk_reads: counter(
+                r,
+                "moestro_prompt_cache_disk_reads_total",
+                "Checkpoints read back from the disk",
+            ),
+            prompt_cache_disk_read_bytes: counter(
+                r,
+                "moestro_prompt_cache_disk_read_bytes_total",
+                "Bytes of checkpoints read back from the disk",
+            ),
+            prompt_cache_disk_writes: counter(
+                r,
+                "moestro_prompt_cache_disk_writes_total",
+                "Checkpoints written to the disk",
+            ),
+            prompt_cache_disk_written_bytes: counter(
+                r,
+                "moestro_prompt_cache_disk_written_bytes_total",
+                "Bytes of checkpoints written to the disk",
+            ),
             time_to_first_token_seconds: histogram(
                 r,
                 "moestro_time_to_first_token_seconds",
@@ -328,72 +362,4 @@ fn histogram(registry: &Registry, name: &str, help: &str, buckets: &[f64]) -> Hi
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_metric_of_the_contract_is_there_from_the_start() {
-        let metrics = Metrics::new("1.2.3", "cpu");
-        metrics.request("/v1/chat/completions", 200);
-        let text = metrics.render();
-        for line in [
-            "moestro_requests_total{endpoint=\"/v1/chat/completions\",status=\"200\"} 1",
-            "moestro_requests_running 0",
-            "moestro_requests_queued 0",
-            "moestro_prompt_tokens_total{source=\"computed\"} 0",
-            "moestro_prompt_tokens_total{source=\"cached\"} 0",
-            "moestro_generated_tokens_total 0",
-            "moestro_time_to_first_token_seconds_count 0",
-            "moestro_inter_token_seconds_count 0",
-            "moestro_request_seconds_count 0",
-            "moestro_queue_seconds_count 0",
-            "moestro_expert_lookups_total{phase=\"prefill\",result=\"prefetched\"} 0",
-            "moestro_expert_lookups_total{phase=\"decode\",result=\"hit\"} 0",
-            "moestro_expert_evictions_total 0",
-            "moestro_expert_slots 0",
-            "moestro_expert_slots_used 0",
-            "moestro_expert_prefetches_total{outcome=\"used\"} 0",
-            "moestro_expert_prefetches_total{outcome=\"wasted\"} 0",
-            "moestro_ssd_reads_total 0",
-            "moestro_ssd_read_bytes_total 0",
-            "moestro_ssd_disk_bytes_total 0",
-            "moestro_ssd_read_seconds_count 0",
-            "moestro_ssd_stall_seconds_total 0",
-            "moestro_ssd_errors_total 0",
-            "moestro_memory_bytes{kind=\"workspace\"} 0",
-            "moestro_memory_bytes{kind=\"requests\"} 0",
-            "moestro_memory_limit_bytes 0",
-            "moestro_memory_bytes{kind=\"prompt_cache\"} 0",
-            "moestro_prompt_cache_hits_total{source=\"session\"} 0",
-            "moestro_prompt_cache_hits_total{source=\"memory\"} 0",
-            "moestro_prompt_cache_misses_total 0",
-            "moestro_prompt_cache_hit_tokens_count 0",
-            "moestro_prompt_cache_bytes{place=\"memory\"} 0",
-            "moestro_prompt_cache_checkpoints{place=\"memory\"} 0",
-            "moestro_prompt_cache_evictions_total{place=\"memory\"} 0",
-            "moestro_build_info{device=\"cpu\",version=\"1.2.3\"} 1",
-        ] {
-            assert!(text.lines().any(|l| l == line), "{line} is missing from\n{text}");
-        }
-    }
-
-    #[test]
-    fn two_servers_in_one_process_count_apart() {
-        let (a, b) = (Metrics::new("0", "cpu"), Metrics::new("0", "cpu"));
-        a.lookups_decode_hit.inc_by(3);
-        a.inter_token_seconds.observe(0.012);
-        assert!(a.render().contains("moestro_expert_lookups_total{phase=\"decode\",result=\"hit\"} 3"));
-        assert!(a.render().contains("moestro_inter_token_seconds_bucket{le=\"0.02\"} 1"));
-        assert!(a.render().contains("moestro_inter_token_seconds_bucket{le=\"0.01\"} 0"));
-        assert!(b.render().contains("moestro_expert_lookups_total{phase=\"decode\",result=\"hit\"} 0"));
-    }
-
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn the_process_reports_itself() {
-        let text = Metrics::new("0", "cpu").render();
-        for name in ["process_resident_memory_bytes", "process_open_fds", "process_cpu_seconds_total"] {
-            assert!(text.contains(name), "{name} is missing");
-        }
-    }
-}
+mod tests;

@@ -7,13 +7,15 @@
 
 #[path = "support/group.rs"]
 mod group;
+#[path = "support/process.rs"]
+mod process;
 
 use group::Group;
 use moestro::{
     demo,
     tools::synth::{self, Dimensions},
 };
-use std::{path::Path, process::Output};
+use std::{fs, path::Path, process::Output};
 
 const MIB: u64 = 1 << 20;
 
@@ -93,4 +95,57 @@ fn the_peak_stays_under_the_limit_and_nothing_is_killed() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("the model does not fit in 40.0 MiB (--memory-limit)"), "{said}");
+}
+
+#[test]
+fn a_full_prompt_cache_stays_in_the_plan() {
+    let root = tempfile::tempdir().unwrap();
+    let (dir, checkpoints) = (root.path().join("model"), root.path().join("checkpoints"));
+    model(&dir);
+    let group = Group::new();
+    let limit = 150 * MIB;
+    if let Some(group) = &group {
+        group.set(limit + limit / 10 + 4096);
+    }
+    let (limit_text, dir_text) = (limit.to_string(), checkpoints.to_str().unwrap());
+    let args = [
+        "--memory-limit",
+        &limit_text,
+        "--prompt-cache",
+        "24M",
+        "--prompt-cache-dir",
+        dir_text,
+        "--expert-io",
+        "direct",
+    ];
+    let mut args = args.to_vec();
+    args.extend(["--ctx-size", "2048", dir.to_str().unwrap()]);
+    let server = process::Process::spawn(group::command(group.as_ref()), &args);
+    let talk = |number: usize, turns: usize| -> Vec<serde_json::Value> {
+        let words =
+            |turn: usize| (0..100).map(|k| format!("w{} ", (number * 7 + turn * 3 + k * k) % 97)).collect::<String>();
+        let role = |turn: usize| if turn.is_multiple_of(2) { "user" } else { "assistant" };
+        (0..turns).map(|turn| serde_json::json!({"role": role(turn), "content": words(turn)})).collect()
+    };
+    for number in 0..8 {
+        for turns in [1, 3] {
+            let answer = server.chat(&talk(number, turns));
+            assert!(answer["usage"]["prompt_tokens"].as_u64().unwrap() > 200, "{answer}");
+        }
+    }
+    let health: serde_json::Value = serde_json::from_str(&server.ask("GET", "/health", "")).unwrap();
+    let cache = &health["prompt_cache"];
+    let [held, most] = ["bytes", "limit"].map(|name| cache[name].as_u64().unwrap());
+    assert_eq!(most, 24 * MIB);
+    assert_eq!(health["plan"]["prompt_cache"], most);
+    assert!(held <= most && held > most / 2, "{cache}");
+    assert!(server.metric("moestro_prompt_cache_evictions_total{place=\"memory\"}") > 0);
+    assert!(server.metric("moestro_prompt_cache_hits_total{source=\"memory\"}") > 0);
+    let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    let peak = peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10;
+    println!("{peak} bytes at the peak of {limit}, {held} of {most} in the cache");
+    assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
+    drop(server);
+    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }

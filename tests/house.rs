@@ -67,7 +67,7 @@ fn imports_run_one_way() {
         ("checkpoint", &["ops", "experts", "device", "platform"]),
         ("plan", &["platform", "config"]),
         ("model", &["checkpoint", "ops", "experts", "device", "platform", "plan"]),
-        ("engine", &["model"]),
+        ("engine", &["model", "platform"]),
         ("chat", &[]),
         ("config", &["cli"]),
         ("cli", &[]),

@@ -1,17 +1,20 @@
 //! The prompt cache changes what is computed and never what is answered: random walks over trees of conversations, each
-//! answer compared with that of an engine that remembers nothing; and an agent's conversation, of which nothing is
-//! computed twice.
+//! answer compared with that of an engine that remembers nothing, with restarts in between; an agent's conversation, of
+//! which nothing is computed twice; and a server that is killed and remembers.
 
 mod common;
+#[path = "support/process.rs"]
+mod process;
 
 use common::load_with;
 use moestro::{
     chat::{Conversation, Template, Tokenizer, turns},
-    engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Worker},
+    engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Storage, Worker},
     error::ModelError,
     metrics::Metrics,
     model::{Logits, Model, Options, Qwen, Rows, Snapshot, SnapshotSize},
 };
+use process::{Process, agent};
 use serde_json::{Value, json};
 use std::{
     path::Path,
@@ -88,14 +91,14 @@ impl Model for Counted {
 
 struct Server {
     engine: Handle,
-    _worker: Worker,
+    worker: Worker,
     tokens: Arc<AtomicUsize>,
     metrics: Arc<Metrics>,
 }
 
 impl Server {
-    /// With room for `states` states and as many positions as `context` a state.
-    fn new(states: u64) -> Self {
+    /// With room for `states` states of 400 tokens, and with what was left in `dir`.
+    fn new(states: u64, dir: Option<&Path>) -> Self {
         let mut options = Options { threads: Some(2), ..Options::default() };
         options.wishes.context = Some(4096);
         let qwen = load_with(Path::new(DEMO), options);
@@ -105,11 +108,18 @@ impl Server {
         let options = engine::Options {
             eos: vec![2040],
             prompt_cache: states * size.bytes(400, 0),
+            storage: dir.map(|dir| Storage { dir: dir.to_owned(), limit: 64 << 20, key: "the demo".into() }),
             ..engine::Options::default()
         };
         let (engine, worker) =
             engine::spawn(Counted { qwen, tokens: tokens.clone() }, options, metrics.clone()).unwrap();
-        Self { engine, _worker: worker, tokens, metrics }
+        Self { engine, worker, tokens, metrics }
+    }
+
+    /// Stops, when what is to be kept has been written.
+    fn stop(self) {
+        self.engine.drain();
+        self.worker.join().unwrap();
     }
 
     /// The answer, each token with the bits of its log-probability; and how many tokens of the prompt were known.
@@ -180,11 +190,14 @@ impl Talk {
 }
 
 /// One walk: a few conversations that grow, branch, are edited, asked again and continued with the answer or another.
-fn walk(seed: u64, cached: &Server, fresh: &Server) {
+fn walk(seed: u64, mut cached: Server, fresh: &Server, again: &dyn Fn(Server) -> Server) -> Server {
     let mut dice = Dice(seed);
     let system = dice.tokens(30 + 40 * (seed % 7) as usize);
     let mut talks: Vec<Talk> = Vec::new();
     for step in 0..12 {
+        if dice.roll(8) == 0 {
+            cached = again(cached);
+        }
         let number = dice.roll(talks.len() + 1);
         let mut talk = match talks.get(number) {
             None => {
@@ -198,8 +211,8 @@ fn walk(seed: u64, cached: &Server, fresh: &Server) {
                 _ => talk.clone(),
             },
         };
-        let again = talks.get(number).is_some() && dice.roll(4) == 0;
-        if !again {
+        let retry = talks.get(number).is_some() && dice.roll(4) == 0;
+        if !retry {
             let count = 1 + dice.roll(60);
             let departure = if dice.roll(2) == 0 { Departure::Query } else { Departure::Message };
             let message = dice.tokens(count);
@@ -222,56 +235,50 @@ fn walk(seed: u64, cached: &Server, fresh: &Server) {
             _ => talks.push(talk),
         }
     }
+    cached
 }
 
 /// As many as `MOESTRO_WALKS` says: 200 by hand.
 #[test]
 fn answers_do_not_depend_on_what_is_remembered() {
     let walks: u64 = std::env::var("MOESTRO_WALKS").map_or(9, |walks| walks.parse().unwrap());
-    let fresh = Server::new(0);
-    let (mut known, mut evicted) = (0, 0);
-    // A cache for one checkpoint, for a few, and for all.
+    let fresh = Server::new(0, None);
+    let (mut known, mut evicted, mut from_disk) = (0, 0, 0);
+    // A cache for one checkpoint, for a few, and for all; the last two are restarted now and then.
     for (part, states) in [(0, 1), (1, 3), (2, 40)] {
-        let cached = Server::new(states);
+        let dir = tempfile::tempdir().unwrap();
+        let start = || Server::new(states, Some(dir.path()).filter(|_| states > 1));
+        let (disk, lost) = (std::cell::Cell::new(0), std::cell::Cell::new((0, 0, 0)));
+        let count = |server: &Server| {
+            let (known, evicted, memory) = lost.get();
+            let metrics = &server.metrics;
+            disk.set(disk.get() + metrics.prompt_cache_hits_disk.get());
+            lost.set((
+                known + metrics.prompt_tokens_cached.get(),
+                evicted + metrics.prompt_cache_evictions_memory.get(),
+                memory + metrics.prompt_cache_hits_memory.get(),
+            ));
+        };
+        let again = |server: Server| {
+            count(&server);
+            server.stop();
+            start()
+        };
+        let mut cached = start();
         for seed in (part..walks).step_by(3) {
-            walk(seed, &cached, &fresh);
+            cached = walk(seed, cached, &fresh, &again);
         }
+        count(&cached);
         let status = cached.engine.prompt_cache();
         assert!(status.bytes <= status.limit, "{status:?}");
-        known += cached.metrics.prompt_tokens_cached.get();
-        evicted += cached.metrics.prompt_cache_evictions_memory.get();
-        assert!(cached.metrics.prompt_cache_hits_memory.get() > 0, "{states}");
+        let (tokens, gone, memory) = lost.get();
+        assert!(memory > 0, "{states}");
+        (known, evicted, from_disk) = (known + tokens, evicted + gone, from_disk + disk.get());
         cached.engine.clear_prompt_cache();
         assert_eq!(cached.engine.prompt_cache().bytes, 0);
     }
-    // The engine that forgets has its session, which a retry does not extend.
-    assert!(known > 0 && evicted > 0, "{known} {evicted}");
-}
-
-/// What a coding agent sends, turn by turn: a tool call and its result after each answer; every fourth turn the person
-/// asks something new, where the template drops the reasoning before it.
-fn agent(turns: usize, reasoning: bool) -> Vec<Vec<Value>> {
-    let words = |n: usize, count: usize| {
-        let word =
-            |k: usize| ["slot", "plan", "limit", "file", "line", "read", "what", "is"][(n * 7 + k * k + k / 3) % 8];
-        (0..count).map(word).collect::<Vec<_>>().join(" ")
-    };
-    let mut messages =
-        vec![json!({"role": "system", "content": words(1, 60)}), json!({"role": "user", "content": words(2, 12)})];
-    let mut sent = Vec::new();
-    for turn in 0..turns {
-        sent.push(messages.clone());
-        let mut answer = json!({"role": "assistant", "content": words(turn + 3, 4)});
-        if reasoning {
-            answer["reasoning_content"] = words(turn + 5, 20).into();
-        }
-        messages.push(answer);
-        messages.push(match turn % 4 {
-            3 => json!({"role": "user", "content": words(turn + 11, 10)}),
-            _ => json!({"role": "tool", "content": words(turn + 7, 90 + turn * 37 % 80)}),
-        });
-    }
-    sent
+    println!("{walks} walks: {known} tokens known, {evicted} checkpoints evicted, {from_disk} read from the disk");
+    assert!(known > 0 && evicted > 0 && from_disk > 0, "{known} {evicted} {from_disk}");
 }
 
 #[test]
@@ -279,7 +286,7 @@ fn an_agent_computes_what_is_new() {
     let tokenizer = Tokenizer::load(Path::new(DEMO)).unwrap();
     let template = Template::load(Path::new(DEMO)).unwrap();
     for reasoning in [true, false] {
-        let server = Server::new(60);
+        let server = Server::new(60, None);
         let (mut new, mut earlier) = (0, Vec::<Vec<u32>>::new());
         let mut generated = 0;
         for messages in agent(14, reasoning) {
@@ -316,4 +323,52 @@ fn an_agent_computes_what_is_new() {
         assert_eq!(server.metrics.prompt_tokens_computed.get(), computed as u64);
         assert!(all > 3 * new, "a conversation that shares little shows little");
     }
+}
+
+#[test]
+fn a_killed_server_computes_at_most_the_last_message() {
+    let dir = tempfile::tempdir().unwrap();
+    let turns = agent(4, true);
+    let serve = |dir: &Path| Process::start(&["--memory-limit", "300M", "--prompt-cache-dir", dir.to_str().unwrap()]);
+    let first = serve(dir.path());
+    for messages in &turns[..3] {
+        first.chat(messages);
+    }
+    // They are written within moments of the answer.
+    let checkpoints = |place: &str| first.metric(&format!("moestro_prompt_cache_checkpoints{{place=\"{place}\"}}"));
+    let patience = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    while checkpoints("disk") < checkpoints("memory") {
+        assert!(std::time::Instant::now() < patience, "{}", first.ask("GET", "/metrics", ""));
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    drop(first);
+
+    let second = serve(dir.path());
+    // The turn that was answered last, asked again: all of it but the opening of the answer is known.
+    let again = second.chat(&turns[2]);
+    let [prompt, cached] =
+        [&again["usage"]["prompt_tokens"], &again["usage"]["prompt_tokens_details"]["cached_tokens"]]
+            .map(|count| count.as_u64().unwrap());
+    assert!(prompt - cached < 8, "{again}");
+    assert_eq!(second.metric("moestro_prompt_tokens_total{source=\"computed\"}"), prompt - cached);
+    // The next turn, of which the answer and its result are new.
+    let next = second.chat(&turns[3]);
+    let known = next["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    assert!(known >= cached, "{next}");
+
+    // The same answers as of a server that remembers nothing.
+    let empty = tempfile::tempdir().unwrap();
+    let fresh = serve(empty.path());
+    assert_eq!(fresh.chat(&turns[2])["choices"], again["choices"]);
+    let body = json!({"messages": turns[3], "temperature": 0, "max_tokens": 12, "cache_prompt": false});
+    let other: Value = serde_json::from_str(&fresh.ask("POST", "/v1/chat/completions", &body.to_string())).unwrap();
+    assert_eq!(other["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
+    assert_eq!(other["choices"], next["choices"]);
+
+    // Emptied, it has nothing.
+    assert_eq!(second.ask("DELETE", "/prompt_cache", ""), "");
+    let health: Value = serde_json::from_str(&second.ask("GET", "/health", "")).unwrap();
+    assert_eq!(health["prompt_cache"]["bytes"], 0);
+    assert_eq!(health["prompt_cache"]["disk"]["bytes"], 0);
+    assert_eq!(second.chat(&turns[3])["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
 }

@@ -1,13 +1,14 @@
 //! `moestro serve`: opens the port, loads the model behind it, says so, and serves until it is told to stop.
 
 use super::{
-    Checkpoint,
+    Checkpoint, Loaded,
     device::{CPU, Chosen},
     load_model,
 };
 use crate::{
-    config::Serve,
-    engine::{self, Options, Worker},
+    checkpoint::{identity::identity, index::Index},
+    config::{PromptDir, Serve},
+    engine::{self, Options, Storage, Worker},
     error::CommandError,
     http::{self, App, Door, Guard, ModelCard},
     metrics::Metrics,
@@ -120,6 +121,7 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
         usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.vocab()),
         request_timeout: config.request_timeout,
         prompt_cache: loaded.model.plan().prompt_cache,
+        storage: storage(config, &checkpoint, &loaded),
         ..Options::default()
     };
     let options = super::speculation(config.drafts, options);
@@ -155,6 +157,25 @@ async fn keep_alive(every: Duration) {
         service::alive();
         tokio::time::sleep(every).await;
     }
+}
+
+/// Where checkpoints of prompts are kept, under a key that names what their bytes depend on beside the tokens. This very
+/// program is part of it: another build may round otherwise.
+fn storage(config: &Serve, checkpoint: &Checkpoint, loaded: &Loaded) -> Option<Storage> {
+    let dir = match &config.prompt_cache_dir {
+        PromptDir::Off => return None,
+        PromptDir::Cache => os::cache_dir()?.join("prompts"),
+        PromptDir::In(dir) => dir.clone(),
+    };
+    let identity = Index::open(&checkpoint.dir).and_then(|index| identity(&index.files));
+    let program = std::env::current_exe().and_then(std::fs::metadata).map(|meta| (meta.len(), meta.modified().ok()));
+    let (Ok(identity), Ok(program)) = (identity, program) else {
+        tracing::warn!("no checkpoints of prompts are kept on the disk: what they would belong to cannot be told");
+        return None;
+    };
+    let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.config());
+    let key = format!("{version} {program:?} {device} {model:?} {identity}");
+    Some(Storage { dir, limit: config.prompt_cache_disk, key })
 }
 
 async fn bind(host: &str, port: u16) -> Result<TcpListener, CommandError> {

@@ -3,7 +3,7 @@
 
 use super::{
     Draft, Event, Events, Request, Scheduler, Speculate,
-    cache::{Cache, Status},
+    cache::{Cache, Status, Storage},
 };
 use crate::{
     error::{EngineError, ModelError},
@@ -36,6 +36,8 @@ pub struct Options {
     pub draft_tokens: usize,
     /// Bytes that the prompt cache may take in memory.
     pub prompt_cache: u64,
+    /// Where it keeps checkpoints for the next start.
+    pub storage: Option<Storage>,
     /// What [`Handle::drain`] leaves to requests that were accepted before it.
     pub grace: Duration,
 }
@@ -52,6 +54,7 @@ impl Default for Options {
             speculate: Speculate::Off,
             draft_tokens: 7,
             prompt_cache: 0,
+            storage: None,
             grace: Duration::from_secs(5),
         }
     }
@@ -60,6 +63,10 @@ impl Default for Options {
 /// Starts the thread that owns `model`. It ends after [`Handle::drain`], or when the last handle is gone; a
 /// [`Worker::join`] waits for that.
 pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io::Result<(Handle, Worker)> {
+    let cache = Arc::new(Cache::new(options.prompt_cache, model.snapshot_size(), metrics.clone()));
+    if let Some(storage) = options.storage.as_ref().filter(|_| options.prompt_cache > 0) {
+        cache.store_in(storage);
+    }
     let line = Arc::new(Line {
         queue: Mutex::default(),
         changed: Condvar::new(),
@@ -70,7 +77,7 @@ pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io:
             timeout: options.request_timeout,
             grace: options.grace,
         },
-        cache: Arc::new(Cache::new(options.prompt_cache, model.snapshot_size(), metrics.clone())),
+        cache,
         metrics,
     });
     let door = Arc::new(Door(line.clone()));
@@ -134,7 +141,7 @@ impl Handle {
         self.door.0.cache.status()
     }
 
-    /// Empties the prompt cache; a request that is running keeps what it has.
+    /// Empties the prompt cache. A request that is running goes on and leaves nothing.
     pub fn clear_prompt_cache(&self) {
         self.door.0.cache.clear();
     }

@@ -10,7 +10,7 @@ mod scheduler;
 mod session;
 mod speculation;
 
-pub use cache::Status as PromptCacheStatus;
+pub use cache::{Status as PromptCacheStatus, Storage};
 pub use constraint::{Allowed, Constraint};
 pub use handle::{Handle, Options, Worker, spawn};
 pub use sampler::{Sampler, likeliest};

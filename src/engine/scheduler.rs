@@ -11,7 +11,10 @@
 
 use super::{
     Allowed, Event, Finish, Logprobs, Options, Request, Sampler, Session, Timings,
-    cache::places::{self, Kind},
+    cache::{
+        Place,
+        places::{self, Kind},
+    },
     constraint::Ahead,
     handle::{Job, Line, Over},
     sampler::logprobs,
@@ -86,7 +89,7 @@ impl<M: Model> Scheduler<M> {
             return;
         }
         match session.snapshot(model) {
-            Ok(snapshot) => cache.insert(session.tokens(), Kind::Answer, snapshot),
+            Ok(snapshot) => cache.insert(session.tokens(), Kind::Answer, snapshot, self.emptied),
             Err(error) => tracing::warn!(%error, "no checkpoint at the end of this answer"),
         }
     }
@@ -130,9 +133,12 @@ impl<M: Model> Scheduler<M> {
         let previous = self.session.take().filter(|_| wanted && emptied == self.emptied);
         let mut hit = &self.line.metrics.prompt_cache_hits_session;
         let session = Session::sync(previous, &self.model, &request.ids, |beyond| {
-            let snapshot = if wanted { cache.deepest(&request.ids, beyond) } else { None };
-            hit = if snapshot.is_some() { &self.line.metrics.prompt_cache_hits_memory } else { hit };
-            snapshot
+            let (snapshot, place) = if wanted { cache.deepest(&request.ids, beyond) } else { None }?;
+            hit = match place {
+                Place::Memory => &self.line.metrics.prompt_cache_hits_memory,
+                Place::Disk => &self.line.metrics.prompt_cache_hits_disk,
+            };
+            Some(snapshot)
         })?;
         if session.is_empty() {
             self.line.metrics.prompt_cache_misses.inc();
@@ -192,10 +198,12 @@ impl<M: Model> Scheduler<M> {
             let marks = self.admit(&places, session, ids, to);
             let at: Vec<usize> = marks.iter().map(|mark| mark.0).collect();
             let mut taken = Vec::with_capacity(at.len());
+            let begin = Instant::now();
             last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken)?;
             for ((at, kind), snapshot) in marks.into_iter().zip(taken) {
-                cache.insert(&ids[..at], kind, snapshot);
+                cache.insert(&ids[..at], kind, snapshot, self.emptied);
             }
+            cache.computed(to - from, begin.elapsed());
             self.line.metrics.prompt_tokens_computed.inc_by((to - from) as u64);
             if let Some(top) = *wanted {
                 // The row of a token tells of the token after it.
@@ -281,6 +289,7 @@ struct Stop<'a>(&'a Line);
 impl Drop for Stop<'_> {
     fn drop(&mut self) {
         self.0.stop();
+        self.0.cache.close();
     }
 }
 

@@ -91,6 +91,12 @@ pub fn disk_bytes_read() -> Option<u64> {
     sys::disk_bytes_read()
 }
 
+/// Lets everything else go before this thread: its computing and its reads and writes. Where the system refuses, it stays
+/// as it is.
+pub fn background_thread() {
+    sys::background_thread();
+}
+
 /// Free bytes, for this user, on the file system that holds `path` (or, if it does not exist yet, its nearest
 /// ancestor that does).
 pub fn free_space(path: &Path) -> Option<u64> {
@@ -130,6 +136,17 @@ mod sys {
         let mut words = line.split_whitespace();
         let value: u64 = words.next()?.parse().ok()?;
         if words.next() == Some("kB") { value.checked_mul(1024) } else { Some(value) }
+    }
+
+    pub fn background_thread() {
+        const WHO_PROCESS: libc::c_int = 1;
+        /// Class 3, idle: only when nobody else wants the disk.
+        const IDLE: libc::c_int = 3 << 13;
+        // SAFETY: plain system calls about the calling thread; what they answer does not matter.
+        unsafe {
+            libc::setpriority(libc::PRIO_PROCESS, libc::gettid() as libc::id_t, 19);
+            libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, IDLE);
+        }
     }
 
     pub fn system() -> Option<String> {
@@ -188,6 +205,11 @@ mod sys {
     use std::mem::MaybeUninit;
 
     pub const CACHE: &str = "Library/Caches";
+
+    pub fn background_thread() {
+        // SAFETY: it is about the calling thread alone; what it answers does not matter.
+        unsafe { libc::pthread_set_qos_class_self_np(libc::qos_class_t::QOS_CLASS_BACKGROUND, 0) };
+    }
 
     /// A number the kernel publishes under `name`.
     fn sysctl(name: &std::ffi::CStr) -> Option<u64> {
@@ -257,6 +279,8 @@ mod sys {
 #[cfg(not(any(target_os = "linux", target_os = "macos")))]
 mod sys {
     pub const CACHE: &str = ".cache";
+
+    pub fn background_thread() {}
 
     pub fn system() -> Option<String> {
         None

@@ -15,6 +15,11 @@ impl Ledger {
         self.bytes
     }
 
+    /// Bytes of `pages` that somebody holds.
+    pub fn held(&self, pages: &[Shared]) -> u64 {
+        pages.iter().filter(|page| self.holders.contains_key(&address(page))).map(|page| page.len() as u64).sum()
+    }
+
     /// Somebody holds `snapshot` from now on.
     pub fn hold(&mut self, snapshot: &Snapshot) {
         for part in parts(snapshot) {

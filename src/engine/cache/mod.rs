@@ -6,6 +6,8 @@
 //! (GreedyDual-Size: Cao and Irani 1997): `worth = clock + weight * tokens / bytes`, where `tokens` are those to be
 //! computed again without it, and the clock is the worth of the last one that went, so what is not used grows old.
 
+mod disk;
+mod files;
 mod ledger;
 pub mod places;
 mod tree;
@@ -14,18 +16,27 @@ use crate::{
     metrics::Metrics,
     model::{Snapshot, SnapshotSize},
 };
+pub use disk::Storage;
+use disk::{Disk, OnDisk};
 use ledger::Ledger;
 use places::Kind;
 use serde::Serialize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{
+    path::PathBuf,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::JoinHandle,
+};
 use tree::{Id, Tree};
 
 /// Shared by the engine's thread, which asks and adds, and whoever wants to look at it or empty it. The lock is held for
 /// moments only, never while bytes are copied.
 pub struct Cache {
     inner: Mutex<Inner>,
+    /// There is something to write to the disk, or nothing will come any more.
+    changed: Condvar,
     size: SnapshotSize,
     metrics: Arc<Metrics>,
+    writer: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct Inner {
@@ -36,11 +47,17 @@ struct Inner {
     clock: f64,
     /// How often it was emptied.
     emptied: u64,
+    disk: Option<Disk>,
+    closed: bool,
 }
 
+/// In memory, on the disk, or both.
 struct Checkpoint {
     kind: Kind,
-    snapshot: Snapshot,
+    memory: Option<Snapshot>,
+    disk: Option<OnDisk>,
+    /// It has been written once; it is not written again.
+    written: bool,
     /// The clock when it was last taken or used.
     touched: f64,
 }
@@ -48,35 +65,70 @@ struct Checkpoint {
 /// What `GET /health` shows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Status {
+    /// Bytes of memory at most.
+    pub limit: u64,
+    /// Bytes and checkpoints in memory.
+    pub bytes: u64,
+    pub checkpoints: usize,
+    /// `None` if nothing is kept on the disk.
+    pub disk: Option<DiskStatus>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DiskStatus {
+    pub dir: PathBuf,
     pub limit: u64,
     pub bytes: u64,
     pub checkpoints: usize,
+}
+
+/// Where a checkpoint was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Memory,
+    Disk,
 }
 
 impl Cache {
     /// At most `limit` bytes of checkpoints that take `size`.
     pub fn new(limit: u64, size: SnapshotSize, metrics: Arc<Metrics>) -> Self {
         metrics.memory_prompt_cache.set(limit as i64);
-        let inner = Inner { tree: Tree::default(), ledger: Ledger::default(), limit, clock: 0.0, emptied: 0 };
-        Self { inner: Mutex::new(inner), size, metrics }
+        let (tree, ledger) = (Tree::default(), Ledger::default());
+        let inner = Inner { tree, ledger, limit, clock: 0.0, emptied: 0, disk: None, closed: false };
+        Self { inner: Mutex::new(inner), changed: Condvar::new(), size, metrics, writer: Mutex::default() }
     }
 
-    /// The longest checkpoint that `ids` begin with, if it is longer than `beyond` and leaves a token to compute.
-    pub fn deepest(&self, ids: &[u32], beyond: usize) -> Option<Snapshot> {
-        let mut inner = self.lock();
-        let path = inner.tree.path(ids);
-        // Where conversations depart, the prompts that pass by show that it is still in use.
-        for &id in &path {
-            if matches!(inner.tree[id].kind, Kind::System | Kind::Query) {
-                inner.tree[id].touched = inner.clock;
+    /// The longest checkpoint that `ids` begin with, if it is longer than `beyond` and leaves a token to compute. One that
+    /// is on the disk alone is read, if that is faster than computing what it has more.
+    pub fn deepest(&self, ids: &[u32], beyond: usize) -> Option<(Snapshot, Place)> {
+        loop {
+            let mut inner = self.lock();
+            let Inner { tree, clock, .. } = &mut *inner;
+            let path = tree.path(ids);
+            // Where conversations depart, the prompts that pass by show that it is still in use.
+            for &id in &path {
+                if matches!(tree[id].kind, Kind::System | Kind::Query) {
+                    tree[id].touched = *clock;
+                }
+            }
+            let memory = path.iter().copied().rfind(|&id| tree.len(id) < ids.len() && tree[id].memory.is_some());
+            let known = memory.and_then(|id| tree[id].memory.clone());
+            let memory = memory.filter(|&id| tree.len(id) > beyond);
+            if let Some(id) = memory {
+                tree[id].touched = *clock;
+            }
+            let least = memory.map_or(beyond, |id| tree.len(id));
+            let found = memory.and(known.clone()).map(|snapshot| (snapshot, Place::Memory));
+            let Some(len) = inner.worth_reading(&path, least, ids.len(), &self.size) else { return found };
+            drop(inner);
+            match self.read_back(&ids[..len], known.map_or(Vec::new(), |known| known.pages)) {
+                Ok(Some(snapshot)) => return Some((snapshot, Place::Disk)),
+                // There is no room for it.
+                Ok(None) => return found,
+                // It is forgotten: perhaps there is another.
+                Err(()) => {}
             }
         }
-        let id = path.into_iter().rfind(|&id| inner.tree.len(id) < ids.len())?;
-        if inner.tree.len(id) <= beyond {
-            return None;
-        }
-        inner.tree[id].touched = inner.clock;
-        Some(inner.tree[id].snapshot.clone())
     }
 
     /// How many checkpoints there is room for beside those of other prompts: half of all, and one at least.
@@ -89,46 +141,61 @@ impl Cache {
     /// already. `need` is what it will take as long as the cache holds what it holds now (bytes).
     pub fn make_room(&self, ids: &[u32], kind: Kind, need: &dyn Fn() -> u64) -> bool {
         let mut inner = self.lock();
-        let path = inner.tree.path(ids);
-        if let Some(&id) = path.last().filter(|&&id| inner.tree.len(id) == ids.len()) {
-            inner.tree[id].touched = inner.clock;
-            inner.tree[id].kind = inner.tree[id].kind.min(kind);
+        let there = inner.tree.path(ids).last().copied().filter(|&id| inner.tree.len(id) == ids.len());
+        if let Some(id) = there.filter(|&id| inner.tree[id].memory.is_some()) {
+            let (clock, checkpoint) = (inner.clock, &mut inner.tree[id]);
+            checkpoint.touched = clock;
+            checkpoint.kind = checkpoint.kind.min(kind);
             return false;
         }
+        self.fit(&mut inner, ids, kind, &|_| need())
+    }
+
+    /// Lets checkpoints go until `need` bytes more are within the limit.
+    fn fit(&self, inner: &mut Inner, ids: &[u32], kind: Kind, need: &dyn Fn(&Ledger) -> u64) -> bool {
         // Whatever it shares is counted in the limit, too.
         if self.size.bytes(ids.len(), 0) > inner.limit {
             return false;
         }
-        let fresh = ids.len() - path.last().map_or(0, |&id| inner.tree.len(id));
-        while inner.ledger.bytes() + need() > inner.limit {
-            let worths = inner.tree.iter().map(|(id, _)| (inner.worth(id, &self.size), id));
+        let path = inner.tree.path(ids);
+        let fresh =
+            ids.len() - path.iter().rfind(|&&id| inner.tree[id].memory.is_some()).map_or(0, |&id| inner.tree.len(id));
+        while inner.ledger.bytes() + need(&inner.ledger) > inner.limit {
+            let held = inner.tree.iter().filter(|(_, checkpoint)| checkpoint.memory.is_some());
+            let worths = held.map(|(id, _)| (inner.worth(id, &self.size), id));
             let Some((worth, id)) = worths.min_by(|a, b| a.0.total_cmp(&b.0)) else { return false };
             let least = inner.clock + worth_of(kind, fresh, &self.size);
             if matches!(kind, Kind::Answer | Kind::Between) && worth > least {
                 return false;
             }
             inner.clock = inner.clock.max(worth);
-            self.evict(&mut inner, id);
+            self.evict(inner, id);
         }
         true
     }
 
-    /// Adds what [`Cache::make_room`] has made room for.
-    pub fn insert(&self, ids: &[u32], kind: Kind, snapshot: Snapshot) {
+    /// Adds what [`Cache::make_room`] has made room for, unless the cache was emptied since it had been so `emptied` times:
+    /// whoever empties it wants to find nothing of what was asked before.
+    pub fn insert(&self, ids: &[u32], kind: Kind, snapshot: Snapshot, emptied: u64) {
         let mut inner = self.lock();
+        if inner.emptied != emptied {
+            return;
+        }
         let Inner { tree, ledger, clock, .. } = &mut *inner;
-        let before = tree.iter().count();
-        let checkpoint = Checkpoint { kind, snapshot: snapshot.clone(), touched: *clock };
-        tree.entry(ids, || checkpoint);
-        if tree.iter().count() > before {
+        let id = tree.entry(ids, || Checkpoint { kind, memory: None, disk: None, written: false, touched: 0.0 });
+        tree[id].touched = *clock;
+        if tree[id].memory.is_none() {
             ledger.hold(&snapshot);
+            tree[id].memory = Some(snapshot);
         }
         self.count(&inner);
+        self.changed.notify_all();
     }
 
     /// Lets everything go.
     pub fn clear(&self) {
         let mut inner = self.lock();
+        self.clear_disk(&mut inner);
         inner.tree = Tree::default();
         inner.ledger = Ledger::default();
         inner.emptied += 1;
@@ -146,21 +213,32 @@ impl Cache {
 
     pub fn status(&self) -> Status {
         let inner = self.lock();
-        Status { limit: inner.limit, bytes: inner.ledger.bytes(), checkpoints: inner.tree.iter().count() }
+        let (checkpoints, on_disk) = inner.checkpoints();
+        let disk = inner.disk.as_ref().map(|disk| disk.status(on_disk));
+        Status { limit: inner.limit, bytes: inner.ledger.bytes(), checkpoints, disk }
     }
 
+    /// Takes a checkpoint out of memory.
     fn evict(&self, inner: &mut Inner, id: Id) {
-        let len = inner.tree.len(id);
-        let Some(checkpoint) = inner.tree.remove(id) else { return };
-        inner.ledger.release(&checkpoint.snapshot);
+        let checkpoint = &mut inner.tree[id];
+        let (kind, gone) = (checkpoint.kind, checkpoint.disk.is_none());
+        if let Some(snapshot) = checkpoint.memory.take() {
+            inner.ledger.release(&snapshot);
+        }
         self.metrics.prompt_cache_evictions_memory.inc();
-        tracing::debug!(tokens = len, kind = ?checkpoint.kind, "a checkpoint gave way to others");
+        tracing::debug!(tokens = inner.tree.len(id), ?kind, "a checkpoint gave way to others");
+        if gone {
+            inner.tree.remove(id);
+        }
         self.count(inner);
     }
 
     fn count(&self, inner: &Inner) {
+        let (in_memory, on_disk) = inner.checkpoints();
         self.metrics.prompt_cache_bytes_memory.set(inner.ledger.bytes() as i64);
-        self.metrics.prompt_cache_checkpoints_memory.set(inner.tree.iter().count() as i64);
+        self.metrics.prompt_cache_checkpoints_memory.set(in_memory as i64);
+        self.metrics.prompt_cache_bytes_disk.set(inner.disk.as_ref().map_or(0, Disk::bytes) as i64);
+        self.metrics.prompt_cache_checkpoints_disk.set(on_disk as i64);
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -169,8 +247,17 @@ impl Cache {
 }
 
 impl Inner {
+    /// Checkpoints in memory and on the disk.
+    fn checkpoints(&self) -> (usize, usize) {
+        let count =
+            |place: fn(&Checkpoint) -> bool| self.tree.iter().filter(|(_, checkpoint)| place(checkpoint)).count();
+        (count(|checkpoint| checkpoint.memory.is_some()), count(|checkpoint| checkpoint.disk.is_some()))
+    }
+
     fn worth(&self, id: Id, size: &SnapshotSize) -> f64 {
-        let fresh = self.tree.len(id) - self.tree.parent(id).map_or(0, |parent| self.tree.len(parent));
+        let ancestors = std::iter::successors(self.tree.parent(id), |&id| self.tree.parent(id));
+        let below = ancestors.into_iter().find(|&id| self.tree[id].memory.is_some());
+        let fresh = self.tree.len(id) - below.map_or(0, |below| self.tree.len(below));
         self.tree[id].touched + worth_of(self.tree[id].kind, fresh, size)
     }
 }

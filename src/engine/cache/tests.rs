@@ -21,7 +21,7 @@ fn tokens(first: u32, count: usize) -> Vec<u32> {
 fn put(cache: &Cache, ids: &[u32], kind: Kind) -> bool {
     let made = cache.make_room(ids, kind, &|| SIZE.bytes(ids.len(), 0));
     if made {
-        cache.insert(ids, kind, snapshot(ids.len()));
+        cache.insert(ids, kind, snapshot(ids.len()), cache.emptied());
     }
     made
 }
@@ -41,9 +41,9 @@ fn a_prompt_takes_the_longest_that_leaves_a_token() {
     for len in [10, 30, 50] {
         assert!(put(&cache, &ids[..len], Kind::Message));
     }
-    assert_eq!(cache.deepest(&ids, 0).unwrap().len, 30);
-    assert_eq!(cache.deepest(&[&ids[..], &[5]].concat(), 0).unwrap().len, 50);
-    assert_eq!(cache.deepest(&ids[..30], 0).unwrap().len, 10);
+    assert_eq!(cache.deepest(&ids, 0).unwrap().0.len, 30);
+    assert_eq!(cache.deepest(&[&ids[..], &[5]].concat(), 0).unwrap().0.len, 50);
+    assert_eq!(cache.deepest(&ids[..30], 0).unwrap().0.len, 10);
     assert!(cache.deepest(&ids, 30).is_none());
     assert!(cache.deepest(&tokens(2, 50), 0).is_none());
     // What is there is not taken again.
@@ -95,7 +95,10 @@ fn emptied_it_is_empty() {
     let cache = cache(1000);
     assert!(put(&cache, &tokens(1, 20), Kind::Message));
     cache.clear();
-    assert_eq!(cache.status(), Status { limit: 1000, bytes: 0, checkpoints: 0 });
+    assert_eq!(cache.status(), Status { limit: 1000, bytes: 0, checkpoints: 0, disk: None });
     assert_eq!(cache.emptied(), 1);
     assert!(cache.deepest(&tokens(1, 30), 0).is_none());
+    // What was under way when it was emptied comes too late.
+    cache.insert(&tokens(1, 20), Kind::Answer, snapshot(20), 0);
+    assert_eq!(cache.status().checkpoints, 0);
 }

@@ -97,7 +97,6 @@ impl<T> Tree<T> {
     }
 
     /// A node's whole sequence.
-    #[cfg(test)]
     pub fn tokens(&self, id: Id) -> Vec<u32> {
         let mut parts = vec![&self.node(id).edge];
         let mut at = id;

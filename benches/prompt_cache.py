@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""How much of an agent's conversation a server computes twice: prompt_cache.py URL CONVERSATION.json [--answers recorded|own|own-without-reasoning]
+[--max-tokens 8] [--no-cache]
+
+CONVERSATION is {"tools": [...], "turns": [[message, ...], ...]}: turn k is what the client sends the k-th time, whole. With --answers own the server's
+own answers take the place of the recorded ones. For each turn: tokens of the prompt; those that are new since any earlier prompt (by /tokenize); those
+that the server computed (moestro_prompt_tokens_total{source="computed"}, which is counted at the forward pass); the time to the first token."""
+import argparse, csv, json, re, sys, time, urllib.request
+
+p = argparse.ArgumentParser()
+p.add_argument("url"); p.add_argument("conversation"); p.add_argument("--answers", default="recorded", choices=["recorded", "own", "own-without-reasoning"])
+p.add_argument("--max-tokens", type=int, default=8); p.add_argument("--no-cache", action="store_true"); p.add_argument("--turns", type=int, default=1000); p.add_argument("--from-turn", type=int, default=0)
+a = p.parse_args()
+
+
+def ask(path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    return urllib.request.urlopen(urllib.request.Request(a.url + path, data, {"content-type": "application/json"}))
+
+
+def computed():
+    return int(re.search(r'moestro_prompt_tokens_total\{source="computed"\} (\d+)', ask("/metrics").read().decode())[1])
+
+
+talk = json.load(open(a.conversation)); tools = talk["tools"]
+own, earlier, out = {}, [], csv.writer(sys.stdout)
+out.writerow(["turn", "prompt", "new", "computed", "cached", "seconds_to_first_token"])
+sums = [0, 0, 0, 0.0]
+for k, messages in enumerate(talk["turns"][: a.turns]):
+    if a.answers != "recorded":
+        # What the server said stands where the recorded answer stood; tool results follow calls that were made.
+        messages = [own.get(i, m) for i, m in enumerate(messages)]
+    ids = json.load(ask("/tokenize", {"messages": messages, "tools": tools, "add_generation_prompt": True}))["tokens"]
+    shared = 0
+    for other in earlier:
+        n = next((i for i, (x, y) in enumerate(zip(ids, other)) if x != y), min(len(ids), len(other)))
+        shared = max(shared, n)
+    earlier.append(ids)
+    if k < a.from_turn:
+        continue
+    before, begin, first, text, thought = computed(), time.perf_counter(), None, "", ""
+    body = {"messages": messages, "tools": tools, "max_tokens": a.max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    if a.no_cache:
+        body["cache_prompt"] = False
+    cached = 0
+    for line in ask("/v1/chat/completions", body):
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        for choice in chunk["choices"]:
+            piece, reason = choice["delta"].get("content") or "", choice["delta"].get("reasoning_content") or ""
+            if first is None and (piece or reason):
+                first = time.perf_counter() - begin
+            text, thought = text + piece, thought + reason
+        if chunk.get("usage"):
+            cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
+    first = first or time.perf_counter() - begin
+    done = computed() - before
+    answer = {"role": "assistant", "content": text}
+    if a.answers == "own":
+        answer["reasoning_content"] = thought
+    own[len(messages)] = {**(talk["turns"][k + 1][len(messages)] if k + 1 < len(talk["turns"]) else {}), **answer} if a.answers == "own" else answer
+    if a.answers == "own-without-reasoning" and k + 1 < len(talk["turns"]):
+        own[len(messages)] = {key: value for key, value in {**talk["turns"][k + 1][len(messages)], **answer}.items() if key != "reasoning_content"}
+    out.writerow([k, len(ids), len(ids) - shared, done, cached, f"{first:.3f}"])
+    sys.stdout.flush()
+    sums = [sums[0] + len(ids), sums[1] + len(ids) - shared, sums[2] + done, sums[3] + first]
+print(f"# {sums[0]} tokens sent, {sums[1]} new, {sums[2]} computed: {sums[2] / max(sums[1], 1):.3f} times; {sums[3]:.1f} s to first tokens", file=sys.stderr)

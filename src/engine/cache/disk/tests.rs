@@ -1,0 +1,210 @@
+use super::super::Place;
+use super::*;
+use crate::metrics::Metrics;
+use std::{fs, os::unix::fs::PermissionsExt, path::Path};
+
+/// A state of 100 bytes and 2 bytes a position.
+const SIZE: SnapshotSize = SnapshotSize { state: 100, position: 2 };
+
+fn storage(dir: &Path) -> Storage {
+    Storage { dir: dir.to_owned(), limit: 1 << 20, key: "a model".into() }
+}
+
+fn cache(storage: Option<&Storage>) -> Arc<Cache> {
+    let cache = Arc::new(Cache::new(1 << 20, SIZE, Metrics::new("test", "cpu")));
+    storage.into_iter().for_each(|storage| cache.store_in(storage));
+    cache
+}
+
+/// What a sequence has at each position depends on its tokens.
+fn snapshot(ids: &[u32]) -> Snapshot {
+    let bytes = |ids: &[u32]| Arc::new(ids.iter().flat_map(|id| [*id as u8, 9]).collect());
+    Snapshot {
+        len: ids.len(),
+        pages: ids.chunks(PAGE).map(bytes).collect(),
+        state: Arc::new(vec![ids.len() as u8; 100]),
+    }
+}
+
+fn put(cache: &Cache, ids: &[u32]) {
+    assert!(cache.make_room(ids, Kind::Message, &|| SIZE.bytes(ids.len(), 0)));
+    cache.insert(ids, Kind::Message, snapshot(ids), cache.emptied());
+}
+
+/// What a new server finds for a prompt, and where.
+fn found(cache: &Cache, ids: &[u32]) -> Option<(usize, Place)> {
+    let (found, place) = cache.deepest(&[ids, &[0]].concat(), 0)?;
+    let expected = snapshot(&ids[..found.len]);
+    assert_eq!((&found.pages, &found.state), (&expected.pages, &expected.state));
+    Some((found.len, place))
+}
+
+fn tokens(seed: u32, count: usize) -> Vec<u32> {
+    (0..count as u32).map(|n| (n * 31 + seed * 7) % 200).collect()
+}
+
+fn files(dir: &Path, ending: &str) -> Vec<PathBuf> {
+    let inner = fs::read_dir(dir).unwrap().next().unwrap().unwrap().path();
+    let all = fs::read_dir(inner).unwrap().map(|entry| entry.unwrap().path());
+    let mut all: Vec<PathBuf> = all.filter(|path| path.extension().is_some_and(|found| found == ending)).collect();
+    all.sort();
+    all
+}
+
+#[test]
+fn what_was_kept_is_found_after_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage = storage(dir.path());
+    let ids = tokens(1, 2 * PAGE + 40);
+    let first = cache(Some(&storage));
+    put(&first, &ids[..PAGE + 10]);
+    put(&first, &ids);
+    first.close();
+    // The first page is shared, so it was written once.
+    assert_eq!((files(dir.path(), "state").len(), files(dir.path(), "page").len()), (2, 2));
+    let bytes = first.status().disk.unwrap().bytes;
+    let on_disk = |ending| files(dir.path(), ending).iter().map(|path| path.metadata().unwrap().len()).sum::<u64>();
+    assert_eq!(bytes, on_disk("state") + on_disk("page"));
+    assert_eq!(first.metrics.prompt_cache_disk_written_bytes.get(), bytes);
+    for path in [files(dir.path(), "state"), files(dir.path(), "page")].concat() {
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o077, 0, "{}", path.display());
+    }
+
+    let second = cache(Some(&storage));
+    assert_eq!(second.status().disk.unwrap().bytes, bytes);
+    assert_eq!(found(&second, &ids), Some((ids.len(), Place::Disk)));
+    assert_eq!(found(&second, &ids), Some((ids.len(), Place::Memory)));
+    assert_eq!(found(&second, &ids[..ids.len() - 1]), Some((PAGE + 10, Place::Disk)));
+    assert_eq!(second.metrics.prompt_cache_disk_reads.get(), 2);
+    // Nothing is written again.
+    second.close();
+    assert_eq!(second.metrics.prompt_cache_disk_writes.get(), 0);
+    // Another model finds nothing, and leaves it alone.
+    let other = cache(Some(&Storage { key: "another model".into(), ..storage.clone() }));
+    assert_eq!(found(&other, &ids), None);
+    other.close();
+    assert_eq!(found(&cache(Some(&storage)), &ids), Some((ids.len(), Place::Disk)));
+}
+
+#[test]
+fn what_is_damaged_is_not_there() {
+    let ids = tokens(2, PAGE + 40);
+    type Damage = fn(&Path);
+    let damages: [(&str, Damage); 6] = [
+        ("state", |path| fs::write(path, b"").unwrap()),
+        ("state", |path| {
+            let bytes = fs::read(path).unwrap();
+            fs::write(path, &bytes[..bytes.len() - 1]).unwrap();
+        }),
+        ("state", |path| {
+            let mut bytes = fs::read(path).unwrap();
+            let last = bytes.len() - 1;
+            bytes[last] ^= 1;
+            fs::write(path, bytes).unwrap();
+        }),
+        ("page", |path| {
+            let mut bytes = fs::read(path).unwrap();
+            bytes[100] ^= 1;
+            fs::write(path, bytes).unwrap();
+        }),
+        ("page", |path| fs::remove_file(path).unwrap()),
+        // Of another key.
+        ("state", |path| {
+            let mut bytes = fs::read(path).unwrap();
+            bytes[8] ^= 1;
+            fs::write(path, bytes).unwrap();
+        }),
+    ];
+    for (number, (ending, damage)) in damages.into_iter().enumerate() {
+        let dir = tempfile::tempdir().unwrap();
+        let storage = storage(dir.path());
+        let first = cache(Some(&storage));
+        put(&first, &ids[..30]);
+        put(&first, &ids);
+        first.close();
+        let all = files(dir.path(), ending);
+        let hurt = all.iter().max_by_key(|path| path.metadata().unwrap().len()).unwrap();
+        damage(hurt);
+        let second = cache(Some(&storage));
+        assert_eq!(found(&second, &ids), Some((30, Place::Disk)), "damage {number}");
+        assert_eq!(second.status().disk.unwrap().checkpoints, 1, "damage {number}");
+        second.close();
+    }
+}
+
+#[test]
+fn the_disks_limit_holds() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage = Storage { limit: 2500, ..storage(dir.path()) };
+    let first = cache(Some(&storage));
+    for seed in 0..20 {
+        put(&first, &tokens(seed, 60 + seed as usize));
+    }
+    first.close();
+    let status = first.status().disk.unwrap();
+    assert!(status.bytes <= 2500 && status.checkpoints > 2, "{status:?}");
+    assert_eq!(files(dir.path(), "state").len(), status.checkpoints);
+    assert!(first.metrics.prompt_cache_evictions_disk.get() > 0);
+    first.clear();
+    assert!(files(dir.path(), "state").is_empty());
+    assert_eq!(first.status().disk.unwrap().bytes, 0);
+}
+
+#[test]
+fn other_models_keep_half_at_most() {
+    let dir = tempfile::tempdir().unwrap();
+    let of = |key: &str, limit| Storage { key: key.into(), limit, ..storage(dir.path()) };
+    for key in ["one", "two"] {
+        let cache = cache(Some(&of(key, 1 << 20)));
+        put(&cache, &tokens(1, 50));
+        cache.close();
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // One of them fits into the half, and it is the later one.
+    let third = cache(Some(&of("three", 1000)));
+    assert!((500..1000).contains(&third.status().disk.unwrap().limit));
+    third.close();
+    assert_eq!(found(&cache(Some(&of("one", 1 << 20))), &tokens(1, 50)), None);
+    assert!(found(&cache(Some(&of("two", 1 << 20))), &tokens(1, 50)).is_some());
+}
+
+#[test]
+fn a_directory_that_cannot_be_used_is_not_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, b"").unwrap();
+    let without = cache(Some(&storage(&file)));
+    assert_eq!(without.status().disk, None);
+    put(&without, &tokens(1, 50));
+    assert_eq!(found(&without, &tokens(1, 50)), Some((50, Place::Memory)));
+
+    // One that goes away while it is used.
+    let gone = dir.path().join("gone");
+    let cache = cache(Some(&storage(&gone)));
+    assert!(cache.status().disk.is_some());
+    fs::remove_dir_all(&gone).unwrap();
+    put(&cache, &tokens(1, 50));
+    cache.close();
+    assert_eq!(cache.status().disk, None);
+    assert_eq!(found(&cache, &tokens(1, 50)), Some((50, Place::Memory)));
+}
+
+#[test]
+fn what_is_slower_to_read_is_computed() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage = storage(dir.path());
+    let first = cache(Some(&storage));
+    put(&first, &tokens(1, 50));
+    first.close();
+    let second = cache(Some(&storage));
+    let mut inner = second.lock();
+    let disk = inner.disk.as_mut().unwrap();
+    disk.read = (100.0, 1.0);
+    disk.computed = (1000.0, 1.0);
+    drop(inner);
+    // 200 bytes take two seconds, 50 tokens a twentieth of one.
+    assert_eq!(found(&second, &tokens(1, 50)), None);
+    second.lock().disk.as_mut().unwrap().computed = (1.0, 1.0);
+    assert_eq!(found(&second, &tokens(1, 50)), Some((50, Place::Disk)));
+    second.close();
+}

@@ -1,0 +1,322 @@
+//! Checkpoints on the SSD: a file for each state and one for each whole page of keys and values, which the states that
+//! begin with the same tokens share.
+//!
+//! ```text
+//! DIR/KEY/LEN-DIGEST.state   header, the tokens, the keys and values behind the last whole page, the states
+//! DIR/KEY/DIGEST.page        header, the keys and values of 256 positions
+//! header (64 bytes): "MOESTRO1", the key (32), tokens, bytes behind the header, their CRC-32 (u64 each, little-endian)
+//! ```
+//!
+//! The key is of all that the bytes depend on beside the tokens, a digest is of the tokens up to the end of what is in the
+//! file. A file gets its name when it is whole. Prompts are private, and so are these files.
+
+use crate::model::{
+    Snapshot, SnapshotSize,
+    snapshot::{PAGE, Shared},
+};
+use sha2::{Digest as _, Sha256};
+use std::{
+    fs::{self, OpenOptions},
+    io::{self, Read, Write},
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+const MAGIC: &[u8; 8] = b"MOESTRO1";
+const HEADER: usize = 64;
+/// Files read at once.
+const READERS: usize = 4;
+
+/// Names the tokens up to a place.
+pub type Digest = [u8; 16];
+
+/// A directory of checkpoints of one model.
+pub struct Files {
+    dir: PathBuf,
+    key: [u8; 32],
+    size: SnapshotSize,
+}
+
+/// A state that was found or written.
+pub struct Filed {
+    pub tokens: Vec<u32>,
+    /// Of the state's own file.
+    pub bytes: u64,
+    pub used: SystemTime,
+}
+
+impl Files {
+    /// The files below `root` for what `key` names. What is there and is not whole or of another key is removed.
+    pub fn open(root: &Path, key: &str, size: SnapshotSize) -> io::Result<(Self, Vec<Filed>)> {
+        let key: [u8; 32] = Sha256::digest(key).into();
+        let dir = root.join(hex(&key[..16]));
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
+        let files = Self { dir, key, size };
+        // Whether it can be written to is better known now than at the first checkpoint.
+        files.put("probe", 0, &[&[]])?;
+        fs::remove_file(files.dir.join("probe"))?;
+        let mut found = Vec::new();
+        for entry in fs::read_dir(&files.dir)? {
+            let path = entry?.path();
+            match path.extension().and_then(|ending| ending.to_str()) {
+                Some("state") => match files.tokens(&path) {
+                    Ok(filed) => found.push(filed),
+                    Err(error) => {
+                        tracing::warn!(path = %path.display(), %error, "a checkpoint's file is of no use");
+                        fs::remove_file(&path)?;
+                    }
+                },
+                // What a killed server left unfinished, not what another one is writing.
+                Some("unfinished") if is_old(&path) => remove(&path),
+                _ => {}
+            }
+        }
+        Ok((files, found))
+    }
+
+    /// Leaves at most `most` bytes to other keys (models, devices, versions), those last written to; returns how many.
+    pub fn make_way(&self, root: &Path, most: u64) -> io::Result<u64> {
+        let mut others = Vec::new();
+        for entry in fs::read_dir(root)? {
+            let path = entry?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if path != self.dir && name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+                let bytes = fs::read_dir(&path)?.map(|entry| Ok(entry?.metadata()?.len())).sum::<io::Result<u64>>()?;
+                others.push((fs::metadata(&path)?.modified()?, path, bytes));
+            }
+        }
+        others.sort();
+        let mut left: u64 = others.iter().map(|(_, _, bytes)| bytes).sum();
+        for (_, path, bytes) in others {
+            if left > most {
+                fs::remove_dir_all(&path)?;
+                left -= bytes;
+            }
+        }
+        Ok(left)
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The digests of each whole page of `ids`, and of all of them.
+    pub fn digests(&self, ids: &[u32]) -> (Vec<Digest>, Digest) {
+        let mut hash = Sha256::new_with_prefix(self.key);
+        let short = |hash: &Sha256| -> Digest { std::array::from_fn(|i| hash.clone().finalize()[i]) };
+        let mut pages = Vec::with_capacity(ids.len() / PAGE);
+        for page in ids.chunks(PAGE) {
+            hash.update(words(page));
+            if page.len() == PAGE {
+                pages.push(short(&hash));
+            }
+        }
+        (pages, short(&hash))
+    }
+
+    /// Bytes of a state's file and of a page's.
+    pub fn bytes(&self, len: usize) -> (u64, u64) {
+        let state = HEADER as u64 + 4 * len as u64 + self.size.bytes(len, len);
+        (state, HEADER as u64 + PAGE as u64 * self.size.position)
+    }
+
+    /// Writes the state behind `ids`, after those of its pages that `wanted` says are not there yet.
+    pub fn write(&self, ids: &[u32], snapshot: &Snapshot, wanted: &[bool]) -> io::Result<()> {
+        let (pages, whole) = self.digests(ids);
+        for ((digest, page), _) in pages.iter().zip(&snapshot.pages).zip(wanted).filter(|(_, wanted)| **wanted) {
+            self.put(&page_name(digest), PAGE, &[page])?;
+        }
+        let tail = snapshot.pages.get(ids.len() / PAGE).map_or(&[][..], |page| page);
+        self.put(&state_name(ids.len(), &whole), ids.len(), &[&words(ids), tail, &snapshot.state])
+    }
+
+    /// Reads the state behind `ids`. The first pages are `known`, so they need not be read.
+    pub fn read(&self, ids: &[u32], known: &[Shared]) -> io::Result<Snapshot> {
+        let (digests, whole) = self.digests(ids);
+        let tokens = words(ids);
+        let tail = ids.len() % PAGE * self.size.position as usize;
+        let path = self.dir.join(state_name(ids.len(), &whole));
+        let mut body = self.get(&path, ids.len(), tokens.len() + tail + self.size.state as usize)?;
+        if !body.starts_with(&tokens) {
+            return Err(damaged("it is of another prompt"));
+        }
+        let state = body.split_off(tokens.len() + tail);
+        let missing = &digests[known.len().min(digests.len())..];
+        let slots: Mutex<Vec<Option<Shared>>> = Mutex::new(vec![None; missing.len()]);
+        let (next, failure) = (AtomicUsize::new(0), Mutex::new(None));
+        let read = || {
+            let take = || {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                missing.get(index).map(|digest| (index, digest))
+            };
+            while let Some((index, digest)) = take() {
+                let path = self.dir.join(page_name(digest));
+                match self.get(&path, PAGE, PAGE * self.size.position as usize) {
+                    Ok(page) => locked(&slots)[index] = Some(Arc::new(page)),
+                    Err(error) => {
+                        next.store(missing.len(), Ordering::Relaxed);
+                        *locked(&failure) = Some(error);
+                    }
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..READERS.min(missing.len()) {
+                scope.spawn(read);
+            }
+            read();
+        });
+        if let Some(error) = locked(&failure).take() {
+            return Err(error);
+        }
+        let read = slots.into_inner().unwrap_or_else(PoisonError::into_inner).into_iter().flatten();
+        let mut pages: Vec<Shared> = known.iter().take(digests.len()).cloned().chain(read).collect();
+        if tail > 0 {
+            pages.push(Arc::new(body.split_off(tokens.len())));
+        }
+        // The next server lets go of what has not been used for longest.
+        if let Ok(file) = OpenOptions::new().write(true).open(&path) {
+            let _ = file.set_modified(SystemTime::now());
+        }
+        Ok(Snapshot { len: ids.len(), pages, state: Arc::new(state) })
+    }
+
+    pub fn remove_state(&self, ids: &[u32]) {
+        let (_, whole) = self.digests(ids);
+        remove(&self.dir.join(state_name(ids.len(), &whole)));
+    }
+
+    pub fn remove_page(&self, digest: &Digest) {
+        remove(&self.dir.join(page_name(digest)));
+    }
+
+    /// Removes pages that no state needs.
+    pub fn sweep(&self, needed: impl Fn(&str) -> bool) -> io::Result<()> {
+        for entry in fs::read_dir(&self.dir)? {
+            let path = entry?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if name.ends_with(".page") && !needed(name) && is_old(&path) {
+                remove(&path);
+            }
+        }
+        Ok(())
+    }
+
+    fn put(&self, name: &str, tokens: usize, parts: &[&[u8]]) -> io::Result<()> {
+        let path = self.dir.join(name);
+        let unfinished = self.dir.join(format!("{name}.unfinished"));
+        let done = (|| {
+            let mut options = OpenOptions::new();
+            let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
+            let mut hash = crc32fast::Hasher::new();
+            parts.iter().for_each(|part| hash.update(part));
+            let len: usize = parts.iter().map(|part| part.len()).sum();
+            let mut header = Vec::with_capacity(HEADER);
+            header.extend_from_slice(MAGIC);
+            header.extend_from_slice(&self.key);
+            for number in [tokens as u64, len as u64, u64::from(hash.finalize())] {
+                header.extend_from_slice(&number.to_le_bytes());
+            }
+            file.write_all(&header)?;
+            parts.iter().try_for_each(|part| file.write_all(part))?;
+            // Written here and now, or the system would do it later at a moment of its own, and faster.
+            file.sync_data()?;
+            fs::rename(&unfinished, &path)
+        })();
+        if done.is_err() {
+            remove(&unfinished);
+        }
+        done
+    }
+
+    /// What is behind the header of a file that must be for `tokens` tokens and hold `len` bytes.
+    fn get(&self, path: &Path, tokens: usize, len: usize) -> io::Result<Vec<u8>> {
+        let mut file = fs::File::open(path)?;
+        let (found, bytes, hash) = self.header(&mut file)?;
+        if (found, bytes) != (tokens as u64, len as u64) || file.metadata()?.len() != (HEADER + len) as u64 {
+            return Err(damaged("its size is wrong"));
+        }
+        let mut body = Vec::with_capacity(len);
+        file.take(len as u64).read_to_end(&mut body)?;
+        if body.len() != len || u64::from(crc32fast::hash(&body)) != hash {
+            return Err(damaged("its checksum is wrong"));
+        }
+        Ok(body)
+    }
+
+    /// The tokens of a state's file; the rest is looked at when it is wanted.
+    fn tokens(&self, path: &Path) -> io::Result<Filed> {
+        let mut file = fs::File::open(path)?;
+        let (len, bytes, _) = self.header(&mut file)?;
+        let meta = file.metadata()?;
+        let whole = meta.len() == HEADER as u64 + bytes;
+        let len = usize::try_from(len).ok().filter(|len| whole && *len > 0 && *len as u64 <= bytes / 4);
+        let len = len.filter(|&len| self.bytes(len).0 == meta.len()).ok_or_else(|| damaged("its size is wrong"))?;
+        let mut words = vec![0; 4 * len];
+        file.read_exact(&mut words)?;
+        let tokens: Vec<u32> = words.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect();
+        let name = state_name(len, &self.digests(&tokens).1);
+        if path.file_name() != Some(name.as_ref()) {
+            return Err(damaged("its name is of other tokens"));
+        }
+        Ok(Filed { tokens, bytes: meta.len(), used: meta.modified()? })
+    }
+
+    fn header(&self, file: &mut fs::File) -> io::Result<(u64, u64, u64)> {
+        let mut header = [0; HEADER];
+        file.read_exact(&mut header).map_err(|_| damaged("it is too short"))?;
+        let number = |index: usize| {
+            let at = 40 + 8 * index;
+            header[at..at + 8].iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
+        };
+        if &header[..8] != MAGIC || header[8..40] != self.key {
+            return Err(damaged("it belongs to another model, device or version"));
+        }
+        Ok((number(0), number(1), number(2)))
+    }
+}
+
+pub fn page_name(digest: &Digest) -> String {
+    format!("{}.page", hex(digest))
+}
+
+fn state_name(len: usize, digest: &Digest) -> String {
+    format!("{len}-{}.state", hex(digest))
+}
+
+fn words(ids: &[u32]) -> Vec<u8> {
+    ids.iter().flat_map(|id| id.to_le_bytes()).collect()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Nobody is still at work on it.
+fn is_old(path: &Path) -> bool {
+    let age = fs::metadata(path).and_then(|meta| meta.modified()).map(|at| at.elapsed().unwrap_or_default());
+    age.is_ok_and(|age| age > Duration::from_secs(600))
+}
+
+fn damaged(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+/// What is gone already need not be removed.
+fn remove(path: &Path) {
+    if let Err(error) = fs::remove_file(path).or_else(|error| match error.kind() {
+        io::ErrorKind::NotFound => Ok(()),
+        _ => Err(error),
+    }) {
+        tracing::debug!(path = %path.display(), %error, "a checkpoint's file could not be removed");
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

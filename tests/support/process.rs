@@ -1,0 +1,102 @@
+//! The server as a process of its own, and what an agent would send to it.
+#![allow(dead_code)] // Each test binary uses a part of it.
+
+use serde_json::{Value, json};
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpStream,
+    process::{Child, Command, Stdio},
+};
+
+/// A server of its own, killed when it goes.
+pub struct Process {
+    child: Child,
+    port: u64,
+}
+
+impl Process {
+    /// `moestro serve` on the CPU, with these arguments.
+    pub fn start(args: &[&str]) -> Self {
+        Self::spawn(Command::new(env!("CARGO_BIN_EXE_moestro")), args)
+    }
+
+    /// The same, through a command that becomes what follows it.
+    pub fn spawn(mut command: Command, args: &[&str]) -> Self {
+        let mut child = command
+            .args(["serve", "--port", "0", "--device", "cpu"])
+            .args(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let ready: Value = serde_json::from_str(&line).unwrap();
+        Self { port: ready["port"].as_u64().unwrap(), child }
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The body of the answer.
+    pub fn ask(&self, method: &str, path: &str, body: &str) -> String {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port as u16)).unwrap();
+        let length = body.len();
+        let head = "content-type: application/json\r\nconnection: close";
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\nhost: localhost\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}"
+        )
+        .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer.split_once("\r\n\r\n").unwrap().1.to_owned()
+    }
+
+    /// The value of a metric.
+    pub fn metric(&self, name: &str) -> u64 {
+        let text = self.ask("GET", "/metrics", "");
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("{name} in {text}")).parse().unwrap()
+    }
+
+    pub fn chat(&self, messages: &[Value]) -> Value {
+        let body = json!({"messages": messages, "temperature": 0, "max_tokens": 12});
+        serde_json::from_str(&self.ask("POST", "/v1/chat/completions", &body.to_string())).unwrap()
+    }
+}
+
+impl Drop for Process {
+    /// SIGKILL: nothing is written after it.
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a coding agent sends, turn by turn: a tool call and its result after each answer; every fourth turn the person
+/// asks something new, where the template drops the reasoning before it.
+pub fn agent(turns: usize, reasoning: bool) -> Vec<Vec<Value>> {
+    let words = |n: usize, count: usize| {
+        let word =
+            |k: usize| ["slot", "plan", "limit", "file", "line", "read", "what", "is"][(n * 7 + k * k + k / 3) % 8];
+        (0..count).map(word).collect::<Vec<_>>().join(" ")
+    };
+    let mut messages =
+        vec![json!({"role": "system", "content": words(1, 60)}), json!({"role": "user", "content": words(2, 12)})];
+    let mut sent = Vec::new();
+    for turn in 0..turns {
+        sent.push(messages.clone());
+        let mut answer = json!({"role": "assistant", "content": words(turn + 3, 4)});
+        if reasoning {
+            answer["reasoning_content"] = words(turn + 5, 20).into();
+        }
+        messages.push(answer);
+        messages.push(match turn % 4 {
+            3 => json!({"role": "user", "content": words(turn + 11, 10)}),
+            _ => json!({"role": "tool", "content": words(turn + 7, 90 + turn * 37 % 80)}),
+        });
+    }
+    sent
+}
