@@ -165,10 +165,10 @@ impl Cache {
                 if let Some(disk) = &mut inner.disk {
                     disk.read = mean(disk.read, bytes as f64, begin.elapsed());
                 }
-                if let Some(id) = inner.exact(ids) {
-                    if let Some(filed) = &mut inner.tree[id].disk {
-                        filed.used = SystemTime::now();
-                    }
+                if let Some(id) = inner.exact(ids)
+                    && let Some(filed) = &mut inner.tree[id].disk
+                {
+                    filed.used = SystemTime::now();
                 }
                 let kind = inner.exact(ids).map_or(Kind::Message, |id| inner.tree[id].kind);
                 let emptied = inner.emptied;
