@@ -5,7 +5,7 @@
 //! Not a criterion bench: the two have to alternate, so that whatever else the machine does meets both.
 
 use moestro::{
-    chat::{Conversation, Template, Tokenizer},
+    chat::{Conversation, Template, Tokenizer, grammar::Grammars},
     engine::{self, Event, Handle, Options, Request, Sampling},
     http::{self, App, Door, ModelCard},
     metrics::Metrics,
@@ -64,6 +64,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
     let door = Arc::new(Door::new(metrics, None, None));
     door.open(App {
         engine,
+        grammars: Arc::new(Grammars::new(tokenizer.clone(), &[2040])),
         tokenizer,
         template: Some(template),
         card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None },

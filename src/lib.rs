@@ -5,7 +5,8 @@
 //! Imports run one way: `http -> engine -> model -> checkpoint -> {ops, experts} -> device -> platform`. `tests/house.rs` fails on any other edge.
 //!
 //! * [`http`] is what clients see: OpenAI's wire format, axum routes, server-sent events. It knows no tensor.
-//! * [`chat`] turns messages into tokens and tokens into text: pure functions and small state machines.
+//! * [`chat`] turns messages into tokens and tokens into text, and knows which tokens a schema allows: pure functions and
+//!   small state machines.
 //! * [`engine`] is the one thread that owns the model. Everything else sends it a [`engine::Request`] and reads
 //!   [`engine::Event`]s; a receiver that is dropped is a cancellation.
 //! * [`model`] is Qwen3.5. [`model::reference`] is the text to read first: plain tensors, one function a formula. The rest is

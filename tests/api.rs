@@ -10,6 +10,8 @@ mod client;
 mod completions;
 #[path = "api/connections.rs"]
 mod connections;
+#[path = "api/forms.rs"]
+mod forms;
 #[path = "api/leave.rs"]
 mod leave;
 #[path = "api/malformed.rs"]

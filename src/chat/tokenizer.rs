@@ -18,6 +18,8 @@ pub struct Tokenizer {
     ends: Vec<usize>,
     /// Ids of control tokens, sorted: they have bytes, but no place in text.
     special: Vec<u32>,
+    /// Ids of all tokens that stand beside the vocabulary, sorted: control tokens and markup.
+    added: Vec<u32>,
     /// Where a text may be cut, if it may.
     cuts: Option<Cuts>,
     /// The most bytes a token stands for; `None` if a text can have fewer tokens than its length tells.
@@ -62,12 +64,14 @@ impl Tokenizer {
                 ends.push(bytes.len());
             }
         }
-        let mut special: Vec<u32> =
-            encoder.get_added_tokens_decoder().iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
-        special.sort_unstable();
+        let mut added: Vec<(u32, bool)> =
+            encoder.get_added_tokens_decoder().iter().map(|(id, token)| (*id, token.special)).collect();
+        added.sort_unstable();
+        let special = added.iter().filter(|(_, special)| *special).map(|(id, _)| *id).collect();
+        let added = added.into_iter().map(|(id, _)| id).collect();
         let cuts = Cuts::of(&encoder);
         let longest = longest(&encoder, &ends);
-        Ok(Self { encoder, bytes, ends, special, cuts, longest })
+        Ok(Self { encoder, bytes, ends, special, added, cuts, longest })
     }
 
     /// Special tokens in the text are parsed; nothing is added.
@@ -125,6 +129,11 @@ impl Tokenizer {
     /// The id of a token, spelt as the vocabulary spells it.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.encoder.token_to_id(token)
+    }
+
+    /// Whether a token stands beside the vocabulary: a control token such as `<|im_end|>`, or markup such as `<think>`.
+    pub fn is_added(&self, id: u32) -> bool {
+        self.added.binary_search(&id).is_ok()
     }
 
     /// One more than the largest id. A model's logits may have more rows than that, as padding.

@@ -94,7 +94,7 @@ impl Page {
     }
 
     fn end(&mut self) -> Result<(), CommandError> {
-        let deltas = self.parser.finish();
+        let deltas = self.parser.finish(false);
         self.put(deltas)?;
         self.undim();
         if self.answered { say("\n") } else { Ok(()) }

@@ -6,6 +6,7 @@ use super::{
     load_model,
 };
 use crate::{
+    chat::grammar::Grammars,
     checkpoint::{identity::identity, index::Index},
     config::{PromptDir, Serve},
     engine::{self, Options, Storage, Worker},
@@ -133,6 +134,7 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
         engine,
         defaults: checkpoint.sampling(),
         card: ModelCard { id: checkpoint.name.clone(), created, experts_per_token: loaded.experts_per_token },
+        grammars: Arc::new(Grammars::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos)),
         tokenizer: checkpoint.tokenizer,
         template: checkpoint.template,
         thinking: config.thinking,

@@ -117,7 +117,7 @@ pub struct FunctionDelta<'a> {
     pub arguments: &'a str,
 }
 
-/// One entry a generated token, those of the reasoning included.
+/// One entry a token of the content.
 #[derive(Debug, Default, Serialize)]
 pub struct ChatLogprobs {
     pub content: Vec<TokenLogprob>,

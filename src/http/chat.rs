@@ -1,7 +1,7 @@
 //! `POST /v1/chat/completions`.
 //!
 //! Where servers differ: `max_tokens` defaults to the rest of the context and is cut to it; stop strings end the content,
-//! not the reasoning; `logprobs` list every generated token, those of the reasoning included.
+//! not the reasoning; `logprobs` list the tokens of the content, not those of the reasoning.
 
 use super::{
     App, Door, Head,
@@ -10,26 +10,21 @@ use super::{
     body,
     budget::{self, Share},
     check,
+    choices::Choices,
+    form,
     prompt::{self, Chat},
     reject::Reject,
     stream::Frames,
-    transcript::{Ending, Reader, Transcript, Turn},
+    thinking::thinking,
+    transcript::{Ending, Transcript, Turn},
     types::{ChatRequest, Common},
     wire::{self, Part, Parts, Wire},
 };
 use crate::{
-    chat::{
-        Template,
-        parse::{Delta, Parser},
-    },
+    chat::{Template, parse::Delta},
     engine::{Logprobs, Request},
 };
-use axum::{
-    Extension, Json,
-    body::Body,
-    extract::State,
-    response::{IntoResponse, Response},
-};
+use axum::{Extension, body::Body, extract::State, response::Response};
 use std::{mem, sync::Arc};
 
 pub async fn chat(
@@ -39,28 +34,46 @@ pub async fn chat(
 ) -> Result<Response, Reject> {
     let app = door.app()?;
     let (common, request, share) = body::request::<ChatRequest>(&door, body).await?;
-    let transcript = submit(app, &tally, &common, request, share).await?;
+    let mut choices = choices(app, &common, request, share).await?;
+    let first = choices.first(app, &tally)?;
+    tally.generates();
     let mut answer = Answer {
         head: Head::new(app, "chatcmpl", "chat.completion"),
+        index: 0,
         pending: Vec::new(),
         begun: false,
         usage: common.usage(),
     };
     if common.streams() {
         answer.head.object = "chat.completion.chunk";
-        return Ok(wire::stream(transcript, answer, tally));
+        return Ok(match choices.count {
+            1 => wire::stream(first, answer, tally),
+            _ => choices.stream(first, answer, tally),
+        });
     }
-    answer.whole(transcript).await
+    choices.whole(first, answer, &tally).await
 }
 
-/// Checks the request and queues it. Every wire format's conversations come this way.
+/// Checks the request and queues it. Every other wire format's conversations come this way.
 pub(super) async fn submit(
     app: &Arc<App>,
     tally: &Arc<Tally>,
     common: &Common,
     request: ChatRequest,
-    mut share: Share,
+    share: Share,
 ) -> Result<Transcript, Reject> {
+    let transcript = choices(app, common, request, share).await?.first(app, tally)?;
+    tally.generates();
+    Ok(transcript)
+}
+
+/// Checks the request.
+async fn choices(
+    app: &Arc<App>,
+    common: &Common,
+    mut request: ChatRequest,
+    mut share: Share,
+) -> Result<Choices, Reject> {
     common.check(&app.card)?;
     let sampling = common.sampling(&app.defaults, app.engine.vocab())?;
     let stops = common.stops()?;
@@ -70,20 +83,16 @@ pub(super) async fn submit(
     };
     let max_tokens = check::tokens(param, limit, 1)?;
     let logprobs = logprobs(&request)?;
-    if let Some(format) = request.response_format.as_ref().filter(|format| format.kind != "text") {
-        let message = format!("response_format `{}` is not supported yet; only `text` is.", format.kind);
-        return Err(Reject::unsupported("response_format", message));
-    }
-    if request.functions.is_some() {
-        return Err(Reject::unsupported("functions", "functions is not supported; use tools."));
-    }
+    prompt::functions(&mut request)?;
+    let budget = thinking(&mut request)?;
+    let asked = form::form(&request)?;
     let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true);
     let (prompt, Chat { tools, .. }) = app.render(&mut share, conversation(request)?).await?;
     let in_reasoning = Template::opens_in_reasoning(&prompt);
     let ids = app.encode(&mut share, prompt, "messages").await?;
     share.hold(ids.len() * 2 * size_of::<u32>() + budget::rendered(&tools))?;
     let max_tokens = check::room("messages", ids.len(), max_tokens, app.engine.context())?;
-    let reader = Reader::Chat { parser: Parser::new(in_reasoning, &tools), in_reasoning, parallel_tool_calls };
+    let constraint = form::constraint(app, asked, !tools.is_empty(), in_reasoning, budget).await?;
     let request = Request {
         boundaries: app.boundaries(&ids),
         cache_prompt: common.cache_prompt.unwrap_or(true),
@@ -93,11 +102,10 @@ pub(super) async fn submit(
         logprobs,
         prompt_logprobs: None,
         ignore_eos: false,
-        constraint: None,
+        constraint,
     };
-    let transcript = Transcript::submit(app, tally, request, reader, stops)?;
-    tally.generates();
-    Ok(transcript.holding(share))
+    let count = check::choices(common.n)?;
+    Ok(Choices { request, tools, in_reasoning, parallel_tool_calls, stops, count, share: Some(share) })
 }
 
 /// What is rendered of a request.
@@ -125,12 +133,14 @@ fn logprobs(request: &ChatRequest) -> Result<Option<usize>, Reject> {
 }
 
 /// An answer being written.
-struct Answer {
-    head: Head,
+pub(super) struct Answer {
+    pub head: Head,
+    /// The choice that is being written.
+    pub index: usize,
     /// Log-probabilities of tokens whose text has not been sent yet.
     pending: Vec<TokenLogprob>,
     /// A stream's first chunk has been sent.
-    begun: bool,
+    pub begun: bool,
     /// A stream ends with its usage.
     usage: bool,
 }
@@ -149,11 +159,8 @@ impl Wire for Answer {
     }
 
     fn end(&mut self, out: &Frames, ending: &Ending) {
-        self.chunk(out, ChatDelta::default(), Some(ending.reason));
-        if self.usage {
-            out.data(&self.head.envelope::<ChatChunk>(&[], Some(Some(ending.usage))));
-        }
-        out.done();
+        self.finish(out, ending.reason);
+        self.close(out, ending.usage);
     }
 
     fn error(&mut self, out: &Frames, error: &Reject) {
@@ -162,8 +169,21 @@ impl Wire for Answer {
 }
 
 impl Answer {
-    /// One body.
-    async fn whole(mut self, mut transcript: Transcript) -> Result<Response, Reject> {
+    /// The choice is complete.
+    pub fn finish(&mut self, out: &Frames, reason: FinishReason) {
+        self.chunk(out, ChatDelta::default(), Some(reason));
+    }
+
+    /// The stream is.
+    pub fn close(&mut self, out: &Frames, usage: Usage) {
+        if self.usage {
+            out.data(&self.head.envelope::<ChatChunk>(&[], Some(Some(usage))));
+        }
+        out.done();
+    }
+
+    /// One choice of a body, and what it used.
+    pub async fn choice(&mut self, transcript: &mut Transcript) -> Result<(ChatChoice, Usage), Reject> {
         let mut parts = Parts::default();
         let ending = transcript.tell(|turn| {
             self.score(&turn);
@@ -187,18 +207,18 @@ impl Answer {
             reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
             tool_calls,
         };
-        let choice = ChatChoice { index: 0, message, logprobs: self.scores(), finish_reason: ending.reason };
-        Ok(Json(self.head.envelope(&[choice], Some(Some(ending.usage)))).into_response())
+        let logprobs = self.scores();
+        Ok((ChatChoice { index: self.index, message, logprobs, finish_reason: ending.reason }, ending.usage))
     }
 
     fn chunk(&mut self, out: &Frames, delta: ChatDelta, end: Option<FinishReason>) {
         let logprobs = self.scores();
-        let choice = ChatChunk { index: 0, delta, logprobs, finish_reason: end };
+        let choice = ChatChunk { index: self.index, delta, logprobs, finish_reason: end };
         out.data(&self.head.envelope(&[choice], self.usage.then_some(None)));
     }
 
     fn score(&mut self, turn: &Turn) {
-        if let Some((id, logprobs)) = &turn.scored {
+        for (id, logprobs) in &turn.scored {
             self.pending.push(scored(&self.head.app, *id, logprobs));
         }
     }

@@ -13,11 +13,13 @@ const MAX_STOPS: usize = 16;
 
 pub const MAX_LOGPROBS: i64 = 20;
 
+/// As many as OpenAI takes.
+const MAX_CHOICES: usize = 128;
+
 impl Common {
     /// What can be refused without a look at the prompt.
     pub fn check(&self, card: &ModelCard) -> Result<(), Reject> {
         model(self.model.as_deref(), card)?;
-        one("n", self.n)?;
         if self.stream_options.is_some() && !self.streams() {
             return Err(Reject::invalid("stream_options", "stream_options is only allowed when stream is true."));
         }
@@ -97,6 +99,15 @@ pub fn model(asked: Option<&str>, card: &ModelCard) -> Result<(), Reject> {
         }
         _ => Ok(()),
     }
+}
+
+/// How many answers to one prompt.
+pub fn choices(n: Option<i64>) -> Result<usize, Reject> {
+    let n = n.unwrap_or(1);
+    usize::try_from(n)
+        .ok()
+        .filter(|n| (1..=MAX_CHOICES).contains(n))
+        .ok_or_else(|| Reject::invalid("n", format!("n is {n}; it must be between 1 and {MAX_CHOICES}.")))
 }
 
 /// Of things that OpenAI can do several times, this server does one.

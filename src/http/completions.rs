@@ -76,6 +76,7 @@ impl Job {
         mut share: Share,
     ) -> Result<Self, Reject> {
         common.check(&app.card)?;
+        check::one("n", common.n)?;
         check::one("best_of", request.best_of)?;
         if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
             return Err(Reject::unsupported("suffix", "suffix is not supported."));
@@ -248,7 +249,7 @@ impl<'a> Choice<'a> {
         }
         if let Some(scores) = &mut self.scores {
             scores.told(&text[before..]);
-            if let Some((id, logprobs)) = &turn.scored {
+            for (id, logprobs) in &turn.scored {
                 scores.push(*id, Some(logprobs));
             }
         }

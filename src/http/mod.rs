@@ -15,23 +15,27 @@ mod body;
 mod budget;
 mod chat;
 mod check;
+mod choices;
 mod completions;
 mod connections;
 mod conversation;
+mod form;
 mod guard;
 mod messages;
 mod prompt;
 mod reject;
 mod responses;
+mod scored;
 mod scores;
 mod stream;
+mod thinking;
 mod tokens;
 mod transcript;
 mod types;
 mod wire;
 
 use crate::{
-    chat::{Template, Tokenizer},
+    chat::{Template, Tokenizer, grammar::Grammars},
     engine::{Handle, Sampling},
     metrics::Metrics,
 };
@@ -81,6 +85,8 @@ pub struct ModelCard {
 pub struct App {
     pub engine: Handle,
     pub tokenizer: Arc<Tokenizer>,
+    /// Compiles the forms that answers must have.
+    pub grammars: Arc<Grammars>,
     /// Without one there is no chat, only completions.
     pub template: Option<Template>,
     pub card: ModelCard,

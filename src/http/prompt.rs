@@ -2,11 +2,15 @@
 //!
 //! Contents become plain strings on the way, because templates differ in whether they understand OpenAI's parts; this
 //! server reads text only. `developer` is OpenAI's newer name for `system`, and templates know the older one.
+//!
+//! Templates know one system message, the first. Those that follow it at once are joined to it; a later one becomes a
+//! user's message, in its place.
 
 use super::{
     App,
     budget::{self, Share},
     reject::Reject,
+    types::ChatRequest,
 };
 use crate::{
     chat::{
@@ -131,7 +135,45 @@ pub fn messages(mut messages: Vec<Value>) -> Result<Vec<Value>, Reject> {
         };
         one_message(message, &at)?;
     }
-    Ok(messages)
+    Ok(one_system(messages))
+}
+
+/// Leaves at most one system message, the first.
+fn one_system(messages: Vec<Value>) -> Vec<Value> {
+    let mut kept: Vec<Value> = Vec::with_capacity(messages.len());
+    for mut message in messages {
+        if message["role"] == "system" && !kept.is_empty() {
+            if let [first] = &mut *kept
+                && first["role"] == "system"
+            {
+                let texts = [&first["content"], &message["content"]].map(|text| text.as_str().unwrap_or_default());
+                first["content"] = texts.join("\n\n").into();
+                continue;
+            }
+            message["role"] = "user".into();
+        }
+        kept.push(message);
+    }
+    kept
+}
+
+/// Puts OpenAI's deprecated `functions` and `function_call` into the fields that replaced them.
+pub fn functions(request: &mut ChatRequest) -> Result<(), Reject> {
+    if let Some(functions) = request.functions.take() {
+        if request.tools.is_some() {
+            let message = "functions is the older name of tools; send one of them.";
+            return Err(Reject::invalid("functions", message));
+        }
+        let tool = |function| serde_json::json!({"type": "function", "function": function});
+        request.tools = Some(functions.into_iter().map(tool).collect());
+    }
+    if let Some(call) = request.function_call.take().filter(|call| !call.is_null()) {
+        request.tool_choice = Some(match call {
+            Value::Object(_) => serde_json::json!({"type": "function", "function": call}),
+            word => word,
+        });
+    }
+    Ok(())
 }
 
 fn one_message(message: &mut Map<String, Value>, at: &str) -> Result<(), Reject> {
@@ -145,11 +187,19 @@ fn one_message(message: &mut Map<String, Value>, at: &str) -> Result<(), Reject>
         "developer" => {
             message.insert("role".into(), "system".into());
         }
+        // Deprecated: the answer of a function.
+        "function" => {
+            message.insert("role".into(), "tool".into());
+        }
         other => {
-            let known = "system, developer, user, assistant and tool";
+            let known = "system, developer, user, assistant, tool and function";
             let text = format!("{at}.role is `{other}`; the roles are {known}.");
             return Err(Reject::invalid(format!("{at}.role"), text));
         }
+    }
+    // Deprecated: one call.
+    if let Some(call) = message.remove("function_call").filter(|call| !call.is_null()) {
+        message.entry("tool_calls").or_insert(serde_json::json!([{"type": "function", "function": call}]));
     }
     let calls = message.get("tool_calls").is_some_and(|calls| !calls.is_null());
     if calls {
@@ -235,8 +285,9 @@ pub fn tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<Va
             return Err(Reject::invalid(format!("{at}.type"), format!("{at}.type must be `function`.")));
         }
         let function = &tool["function"];
-        if function["name"].as_str().is_none_or(str::is_empty) {
-            let text = format!("{at}.function.name must be a string that is not empty.");
+        if !function["name"].as_str().is_some_and(is_name) {
+            let text =
+                format!("{at}.function.name must be 1 to {MOST_NAME} letters, digits, dots, dashes or underscores.");
             return Err(Reject::invalid(format!("{at}.function.name"), text));
         }
         if !matches!(function["parameters"], Value::Null | Value::Object(_)) {
@@ -244,22 +295,16 @@ pub fn tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<Va
             return Err(Reject::invalid(format!("{at}.function.parameters"), text));
         }
     }
-    match choice {
-        None | Some(Value::Null) => Ok(tools),
-        Some(Value::String(choice)) => match choice.as_str() {
-            "auto" => Ok(tools),
-            "none" => Ok(Vec::new()),
-            "required" => Err(Reject::unsupported("tool_choice", "tool_choice `required` is not supported yet.")),
-            other => {
-                let text = format!("tool_choice is `{other}`; it must be `auto` or `none`.");
-                Err(Reject::invalid("tool_choice", text))
-            }
-        },
-        Some(Value::Object(_)) => {
-            Err(Reject::unsupported("tool_choice", "A tool_choice that names a tool is not supported yet."))
-        }
-        Some(_) => Err(Reject::json(Some("tool_choice".into()), "tool_choice must be `auto` or `none`.")),
-    }
+    // `form` knows what else may stand here.
+    Ok(if choice.is_some_and(|choice| choice == "none") { Vec::new() } else { tools })
+}
+
+/// OpenAI takes names of 64 characters, Anthropic of 128; neither takes dots, which other clients send.
+const MOST_NAME: usize = 128;
+
+fn is_name(name: &str) -> bool {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+    (1..=MOST_NAME).contains(&name.len()) && name.chars().all(fits)
 }
 
 #[cfg(test)]
@@ -326,10 +371,22 @@ mod tests {
         assert_eq!(tools(offered(), None).unwrap().len(), 1);
         assert_eq!(tools(offered(), Some(&json!("auto"))).unwrap().len(), 1);
         assert!(tools(offered(), Some(&json!("none"))).unwrap().is_empty());
-        for choice in [json!("required"), json!({"type": "function"}), json!("maybe"), json!(3)] {
-            assert_eq!(param(tools(offered(), Some(&choice))), "tool_choice");
-        }
+        assert_eq!(tools(offered(), Some(&json!("required"))).unwrap().len(), 1);
         assert_eq!(param(tools(Some(vec![json!({"type": "web_search"})]), None)), "tools[0].type");
         assert_eq!(param(tools(Some(vec![json!({"type": "function"})]), None)), "tools[0].function.name");
+        for name in [String::new(), "a b".into(), "a>".into(), "ä".into(), "a".repeat(129)] {
+            let tool = json!({"type": "function", "function": {"name": name}});
+            assert_eq!(param(tools(Some(vec![tool]), None)), "tools[0].function.name");
+        }
+    }
+
+    #[test]
+    fn one_system_message_comes_first() {
+        let say = |role: &str, content: &str| json!({"role": role, "content": content});
+        let given = ["system a", "developer b", "user c", "system d", "system e"]
+            .map(|m| say(&m[..m.len() - 2], &m[m.len() - 1..]));
+        let wanted = [say("system", "a\n\nb"), say("user", "c"), say("user", "d"), say("user", "e")];
+        assert_eq!(messages(given.into()).unwrap(), wanted);
+        assert_eq!(messages(vec![say("user", "a"), say("system", "b")]).unwrap(), [say("user", "a"), say("user", "b")]);
     }
 }

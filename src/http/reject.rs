@@ -275,6 +275,12 @@ mod tests {
     }
 
     #[test]
+    fn what_the_template_refuses_is_a_422() {
+        let reject = Reject::from(ChatError::Refused("No user query.".into()));
+        assert_eq!((reject.status.as_u16(), reject.param.as_deref()), (422, Some("messages")));
+    }
+
+    #[test]
     fn a_failed_read_names_expert_file_and_offset() {
         let read = crate::error::StoreError::Read {
             layer: 3,

@@ -9,6 +9,7 @@ use super::{
     access::Tally,
     answers::{CompletionDetails, FinishReason, PromptDetails, Usage},
     budget::Share,
+    scored::Scored,
 };
 use crate::{
     chat::{
@@ -24,8 +25,9 @@ use std::sync::Arc;
 #[derive(Debug, Default)]
 pub struct Turn {
     pub deltas: Vec<Delta>,
-    /// The token that was generated, if its log-probabilities were asked for. Its text may come with a later turn.
-    pub scored: Option<(u32, Logprobs)>,
+    /// Tokens whose log-probabilities were asked for: in a chat those of the content that is given, else the token that
+    /// was generated, whose text may come with a later turn.
+    pub scored: Vec<(u32, Logprobs)>,
     /// The log-probabilities of the prompt, if they were asked for.
     pub prompt: Option<Vec<Option<Logprobs>>>,
     /// This is the last turn.
@@ -59,6 +61,9 @@ pub struct Transcript {
     think: [Option<u32>; 2],
     in_reasoning: bool,
     called: bool,
+    scored: Scored,
+    /// Bytes of content given so far.
+    given: usize,
     usage: Usage,
     tally: Arc<Tally>,
     /// The memory of the request, until the answer is told.
@@ -85,6 +90,8 @@ impl Transcript {
             in_reasoning: matches!(reader, Reader::Chat { in_reasoning: true, .. }),
             reader,
             called: false,
+            scored: Scored::default(),
+            given: 0,
             usage: Usage { prompt_tokens, ..Usage::default() },
             tally: tally.clone(),
             _share: None,
@@ -109,8 +116,12 @@ impl Transcript {
                 Event::Prompt(logprobs) => turn.prompt = Some(logprobs),
                 Event::Token { id, logprobs } => {
                     self.count(id);
-                    turn.scored = logprobs.map(|logprobs| (id, logprobs));
                     let text = self.decoder.push(id);
+                    match logprobs {
+                        Some(logprobs) if matches!(self.reader, Reader::Plain) => turn.scored.push((id, logprobs)),
+                        Some(logprobs) => self.scored.token(id, logprobs),
+                        None => {}
+                    }
                     if !text.is_empty() && self.read(&text, &mut turn.deltas) {
                         // Nobody will hear what follows, so it is not generated.
                         self.events.close();
@@ -120,7 +131,8 @@ impl Transcript {
                 Event::Done { finish, .. } => {
                     self.tally.storage(None);
                     let rest = self.decoder.finish();
-                    let hit = self.read(&rest, &mut turn.deltas) || self.finish(&mut turn.deltas);
+                    let cut = finish == Finish::Length;
+                    let hit = self.read(&rest, &mut turn.deltas) || self.finish(cut, &mut turn.deltas);
                     turn.end = Some(self.reason(if hit { Finish::Stop } else { finish }));
                 }
                 Event::Failed(error) => {
@@ -130,6 +142,7 @@ impl Transcript {
                     return Err(error);
                 }
             }
+            turn.scored.extend(self.scored.given(self.given));
             return Ok(turn);
         }
     }
@@ -169,14 +182,15 @@ impl Transcript {
             Reader::Plain => vec![Delta::Content(text.to_owned())],
             Reader::Chat { parser, .. } => parser.push(text),
         };
+        self.scored.text(text.len());
         self.cut(read, deltas)
     }
 
     /// Gives up what was held back; true if it held a stop string.
-    fn finish(&mut self, deltas: &mut Vec<Delta>) -> bool {
+    fn finish(&mut self, cut: bool, deltas: &mut Vec<Delta>) -> bool {
         let read = match &mut self.reader {
             Reader::Plain => Vec::new(),
-            Reader::Chat { parser, .. } => parser.finish(),
+            Reader::Chat { parser, .. } => parser.finish(cut),
         };
         if self.cut(read, deltas) {
             return true;
@@ -186,13 +200,14 @@ impl Transcript {
     }
 
     fn cut(&mut self, read: Vec<Delta>, deltas: &mut Vec<Delta>) -> bool {
+        if let Reader::Chat { parser, .. } = &mut self.reader {
+            parser.spans().into_iter().for_each(|span| self.scored.content(span));
+        }
         for delta in read {
             match delta {
                 Delta::Content(text) => {
                     let held = self.stop.push(&text);
-                    if !held.text.is_empty() {
-                        deltas.push(Delta::Content(held.text));
-                    }
+                    self.give(held.text, deltas);
                     if held.hit {
                         return true;
                     }
@@ -211,8 +226,13 @@ impl Transcript {
 
     fn release(&mut self, deltas: &mut Vec<Delta>) {
         let held = self.stop.finish();
-        if !held.is_empty() {
-            deltas.push(Delta::Content(held));
+        self.give(held, deltas);
+    }
+
+    fn give(&mut self, text: String, deltas: &mut Vec<Delta>) {
+        self.given += text.len();
+        if !text.is_empty() {
+            deltas.push(Delta::Content(text));
         }
     }
 

@@ -48,8 +48,41 @@ pub struct ChatRequest {
     pub chat_template_kwargs: Option<Map<String, Value>>,
     /// Short for `chat_template_kwargs: {"enable_thinking": ...}`, which wins if both are given.
     pub enable_thinking: Option<bool>,
-    /// What `tools` replaced; refused rather than ignored.
-    pub functions: Option<Value>,
+    /// What `tools` and `tool_choice` replaced.
+    pub functions: Option<Vec<Value>>,
+    pub function_call: Option<Value>,
+    pub reasoning_effort: Option<String>,
+    pub reasoning: Option<Reasoning>,
+    pub thinking: Option<Thinking>,
+    /// Tokens that reasoning may take; so are the next two.
+    pub thinking_budget: Option<i64>,
+    pub max_thinking_tokens: Option<i64>,
+    pub thinking_token_budget: Option<i64>,
+    /// vLLM's names for what `response_format` says, newer and older.
+    pub structured_outputs: Option<Value>,
+    pub guided_json: Option<Value>,
+    pub guided_regex: Option<Value>,
+    pub guided_choice: Option<Value>,
+    pub guided_grammar: Option<Value>,
+    /// llama-server's.
+    pub json_schema: Option<Value>,
+    pub grammar: Option<Value>,
+}
+
+/// OpenRouter's, and OpenAI's in Responses.
+#[derive(Debug, Deserialize)]
+pub struct Reasoning {
+    pub effort: Option<String>,
+    pub max_tokens: Option<i64>,
+    pub enabled: Option<bool>,
+}
+
+/// Anthropic's.
+#[derive(Debug, Deserialize)]
+pub struct Thinking {
+    #[serde(rename = "type")]
+    pub kind: Option<String>,
+    pub budget_tokens: Option<i64>,
 }
 
 /// `POST /v1/completions`, without [`Common`].
@@ -91,6 +124,18 @@ pub struct StreamOptions {
 pub struct ResponseFormat {
     #[serde(rename = "type")]
     pub kind: String,
+    pub json_schema: Option<JsonSchema>,
+    /// With `json_object`, as llama-server has it.
+    pub schema: Option<Value>,
+    /// With the types of these names, which are extensions.
+    pub regex: Option<String>,
+    pub lark: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct JsonSchema {
+    pub schema: Option<Value>,
+    pub strict: Option<bool>,
 }
 
 /// `POST /tokenize`: a `prompt`, or `messages` rendered by the model's template.

@@ -183,12 +183,11 @@ async fn log_probabilities_of_each_token() {
     let body = with(question(), json!({"logprobs": true, "top_logprobs": 3}));
     let answer = server.ask(PATH, &body).await;
     let entries = answer["choices"][0]["logprobs"]["content"].as_array().unwrap().clone();
-    assert_eq!(entries.len() as u64, answer["usage"]["completion_tokens"].as_u64().unwrap());
     let bytes: Vec<u8> = entries
         .iter()
         .flat_map(|entry| entry["bytes"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8))
         .collect();
-    assert_eq!(String::from_utf8(bytes).unwrap(), "</think>\n\n🦀 ok");
+    assert_eq!(String::from_utf8(bytes).unwrap(), "🦀 ok");
     for entry in &entries {
         let top = entry["top_logprobs"].as_array().unwrap();
         assert_eq!(top.len(), 3);

@@ -4,7 +4,7 @@
 #![allow(dead_code)]
 
 use moestro::{
-    chat::{Template, Tokenizer},
+    chat::{Template, Tokenizer, grammar::Grammars},
     engine::{self, Handle, Options, Sampling, parrot::Parrot},
     http::{self, App, Door, ModelCard},
     metrics::Metrics,
@@ -141,6 +141,7 @@ impl Setup {
             door.open(App {
                 engine: engine.clone(),
                 tokenizer: tokenizer.clone(),
+                grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
                 template: Some(Template::load(&demo()).unwrap()),
                 card: ModelCard { id: "parrot".into(), created: 1, experts_per_token: Some(2) },
                 defaults: Sampling { temperature: 0.0, ..Sampling::default() },

@@ -142,13 +142,12 @@ def tool_call_streamed():
 def logprobs():
     answer = ask(SUM, logprobs=True, top_logprobs=4)
     entries = answer.choices[0].logprobs.content
-    equal(len(entries), answer.usage.completion_tokens)
     for entry in entries:
         equal(len(entry.top_logprobs), 4)
         equal(entry.top_logprobs[0].token, entry.token)
         equal(bytes(entry.bytes).decode(), entry.token)
         assert entry.logprob <= 0
-    assert "".join(entry.token for entry in entries).endswith("12 + 7 = 19.")
+    equal("".join(entry.token for entry in entries), answer.choices[0].message.content)
 
 
 def stop_and_limits():
@@ -226,7 +225,7 @@ def errors():
 
     raises(openai.BadRequestError, lambda: ask([]))
     raises(openai.BadRequestError, lambda: ask([{"role": "wizard", "content": "Hi"}]))
-    raises(openai.BadRequestError, lambda: ask(SUM, n=2), "unsupported_parameter")
+    raises(openai.BadRequestError, lambda: ask(SUM, n=1000), "invalid_value")
     raises(openai.BadRequestError, lambda: ask(SUM, max_tokens=-1), "invalid_value")
     raises(openai.BadRequestError, lambda: ask(SUM, extra_body={"temperature": "hot"}), "invalid_type")
     raises(openai.BadRequestError, lambda: ask([{"role": "user", "content": "x " * 400_000}]), "context_length_exceeded")

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 /// A set of JSON types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Types {
+pub struct Types {
     pub null: bool,
     pub boolean: bool,
     pub integer: bool,
@@ -29,12 +29,35 @@ impl Types {
             .filter(|f| f.get("name").and_then(Value::as_str) == Some(function))
             .find_map(|f| f.get("parameters").or_else(|| f.get("input_schema")));
         let Some(schema) = schema else { return STRING };
-        let parameter =
-            schema.get("properties").and_then(|p| p.get(name)).or_else(|| schema.get("additionalProperties"));
         let (mut types, mut left) = (Self::default(), MOST);
-        if let Some(parameter) = parameter {
-            types.collect(parameter, schema, &mut left);
+        types.collect_parameter(schema, schema, name, &mut left);
+        let named = schema.get("properties").is_some_and(|properties| properties.get(name).is_some());
+        if let (false, true, Some(others)) = (named, types == Self::default(), schema.get("additionalProperties")) {
+            types.collect(others, schema, &mut left);
         }
+        if types == Self::default() { STRING } else { types }
+    }
+
+    /// Adds the types of property `name` of an object, wherever the schema speaks of it.
+    fn collect_parameter(&mut self, schema: &Value, root: &Value, name: &str, left: &mut usize) {
+        let Some(fewer) = left.checked_sub(1) else { return };
+        *left = fewer;
+        if let Some(property) = schema.get("properties").and_then(|properties| properties.get(name)) {
+            self.collect(property, root, left);
+        }
+        let reference = schema.get("$ref").and_then(Value::as_str).and_then(|r| r.strip_prefix('#'));
+        if let Some(target) = reference.and_then(|path| root.pointer(path)) {
+            self.collect_parameter(target, root, name, left);
+        }
+        for part in ["anyOf", "oneOf", "allOf"].iter().filter_map(|key| schema.get(key)?.as_array()).flatten() {
+            self.collect_parameter(part, root, name, left);
+        }
+    }
+
+    /// The types that `schema`, a part of `root`, allows. A string, where it does not say.
+    pub fn of_schema(schema: &Value, root: &Value) -> Self {
+        let (mut types, mut left) = (Self::default(), MOST);
+        types.collect(schema, root, &mut left);
         if types == Self::default() { STRING } else { types }
     }
 
@@ -188,5 +211,19 @@ mod tests {
         assert_eq!(read(json!({"$ref": "#/$defs/Loop"}), "1"), "\"1\"");
         assert_eq!(read(json!({}), "1"), "\"1\"");
         assert_eq!(Types::of(&[], "f", "p"), STRING);
+    }
+
+    #[test]
+    fn parameters_are_found_wherever_the_schema_speaks_of_them() {
+        let part = json!({"properties": {"p": {"type": "integer"}}});
+        for parameters in [
+            json!({"allOf": [{}, part]}),
+            json!({"anyOf": [part, {"properties": {"q": {}}}]}),
+            json!({"$ref": "#/$defs/part", "$defs": {"part": part}}),
+            json!({"additionalProperties": {"type": "integer"}}),
+        ] {
+            let tools = [json!({"function": {"name": "f", "parameters": parameters}})];
+            assert_eq!(Types::of(&tools, "f", "p").json("1"), "1", "{parameters}");
+        }
     }
 }

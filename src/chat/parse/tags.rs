@@ -30,7 +30,7 @@ pub(super) fn header(text: &str, tag: &str) -> Header {
     Header::Named(name.into(), tag.len() + end + 1)
 }
 
-pub(super) enum End {
+pub(super) enum ValueEnd {
     /// The value's closing tag is here.
     At(usize),
     /// There is none before here.
@@ -40,18 +40,18 @@ pub(super) enum End {
 }
 
 /// Where a value ends: at a `</parameter>` that another tag of the call follows, or the end of the text.
-pub(super) fn find_end(text: &str, last: bool) -> End {
+pub(super) fn find_end(text: &str, last: bool) -> ValueEnd {
     for (at, _) in text.match_indices(PARAMETER_END) {
         let after = text[at + PARAMETER_END.len()..].trim_start();
         let tags = [PARAMETER, FUNCTION_END, CALL_END];
         if tags.iter().any(|tag| after.starts_with(tag)) {
-            return End::At(at);
+            return ValueEnd::At(at);
         }
         if tags.iter().any(|tag| tag.starts_with(after)) {
-            return if last { End::At(at) } else { End::NotBefore(at) };
+            return if last { ValueEnd::At(at) } else { ValueEnd::NotBefore(at) };
         }
     }
-    if last { End::Cut } else { End::NotBefore(text.len() - partial(text, PARAMETER_END)) }
+    if last { ValueEnd::Cut } else { ValueEnd::NotBefore(text.len() - partial(text, PARAMETER_END)) }
 }
 
 /// Length of the longest end of `text` that is a beginning of `tag`, but not all of it.

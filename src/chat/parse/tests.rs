@@ -10,10 +10,25 @@ fn tools() -> Vec<Value> {
 }
 
 /// What a parser makes of some pieces: deltas of one kind joined, ids checked and left out.
-fn pieces<'a>(in_reasoning: bool, tools: &[Value], pieces: impl IntoIterator<Item = &'a str>) -> Vec<String> {
+fn pieces<'a>(
+    in_reasoning: bool,
+    tools: &[Value],
+    pieces: impl IntoIterator<Item = &'a str>,
+    cut: bool,
+) -> Vec<String> {
     let mut parser = Parser::new(in_reasoning, tools);
-    let mut deltas: Vec<Delta> = pieces.into_iter().flat_map(|piece| parser.push(piece)).collect();
-    deltas.extend(parser.finish());
+    let (mut text, mut deltas) = (String::new(), Vec::new());
+    for piece in pieces {
+        text += piece;
+        deltas.extend(parser.push(piece));
+    }
+    deltas.extend(parser.finish(cut));
+    let spans: String = parser.spans().into_iter().map(|span| &text[span]).collect();
+    let content: String = deltas
+        .iter()
+        .filter_map(|delta| if let Delta::Content(text) = delta { Some(text.as_str()) } else { None })
+        .collect();
+    assert_eq!(spans, content, "the spans are the content's");
     parser.out.clear();
     deltas.into_iter().for_each(|delta| parser.emit(delta));
     let said = parser.out.iter().map(|delta| match delta {
@@ -29,9 +44,18 @@ fn pieces<'a>(in_reasoning: bool, tools: &[Value], pieces: impl IntoIterator<Ite
 }
 
 fn whole(in_reasoning: bool, text: &str) -> Vec<String> {
-    let whole = pieces(in_reasoning, &tools(), [text]);
+    ended(in_reasoning, text, false)
+}
+
+/// The same for a model that was stopped there.
+fn cut(in_reasoning: bool, text: &str) -> Vec<String> {
+    ended(in_reasoning, text, true)
+}
+
+fn ended(in_reasoning: bool, text: &str, cut: bool) -> Vec<String> {
+    let whole = pieces(in_reasoning, &tools(), [text], cut);
     let single: Vec<String> = text.chars().map(String::from).collect();
-    assert_eq!(pieces(in_reasoning, &tools(), single.iter().map(String::as_str)), whole, "by character: {text:?}");
+    assert_eq!(pieces(in_reasoning, &tools(), single.iter().map(String::as_str), cut), whole, "by character: {text:?}");
     whole
 }
 
@@ -125,11 +149,57 @@ fn what_is_no_call_is_content() {
         assert_eq!(whole(false, text), [format!("C {text}")]);
     }
     let call = "a <tool_call>\n<function=f>\n</function>\n</tool_call>";
-    assert_eq!(pieces(false, &[], [call]), [format!("C {call}")], "no tools, no calls");
+    assert_eq!(pieces(false, &[], [call], false), [format!("C {call}")], "no tools, no calls");
 }
 
 #[test]
-fn a_call_that_is_cut_off_is_closed() {
+fn a_call_inside_the_reasoning_ends_it() {
+    let call = "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>";
+    let called = ["R so", "0 f", r#"0 {"n":1}"#];
+    assert_eq!(whole(true, &format!("so\n{call}")), called);
+    assert_eq!(whole(true, &format!("so\n\n{call}\n</think>\n\n")), called);
+    assert_eq!(whole(true, &format!("so\n{call}\n</think>\n\nhi")), ["R so", "0 f", r#"0 {"n":1}"#, "C hi"]);
+    // Thinking about calls is not calling.
+    for thought in ["<tool_call>\n<function=unknown>", "<tool_call> <function", "<tool_call>\n{", "a <tool_ca"] {
+        assert_eq!(whole(true, &format!("{thought}\n</think>x")), [format!("R {thought}"), "C x".into()]);
+        assert_eq!(whole(true, thought), [format!("R {thought}")]);
+    }
+}
+
+#[test]
+fn what_max_tokens_cuts_stays_open() {
+    let start = "<tool_call>\n<function=f>\n";
+    for (rest, arguments) in [
+        ("", "{"),
+        ("<param", "{"),
+        ("</func", "{"),
+        ("<parameter=s>", r#"{"s":""#),
+        ("<parameter=s>\nab\n", r#"{"s":"ab"#),
+        ("<parameter=s>\nab\n</para", r#"{"s":"ab"#),
+        ("<parameter=s>\nab\n</parameter>", r#"{"s":"ab"#),
+        ("<parameter=s>\nab\n</parameter>\n<para", r#"{"s":"ab"#),
+        ("<parameter=s>\nab\n</parameter>\n<parameter=n>", r#"{"s":"ab","n":"#),
+        ("<parameter=n>\n1", r#"{"n":"#),
+        ("<parameter=o>\n{\"a\": 1}", r#"{"o":"#),
+    ] {
+        let said = cut(false, &format!("{start}{rest}"));
+        assert_eq!(said, ["0 f".to_string(), format!("0 {arguments}")], "{rest:?}");
+        let arguments: Result<Value, _> = serde_json::from_str(arguments);
+        assert!(arguments.is_err());
+    }
+    // What is complete stays complete, and of a tag that is cut off nothing is told.
+    assert_eq!(cut(false, &format!("{start}</function>\n</too")), ["0 f", "0 {}"]);
+    assert_eq!(cut(false, &format!("{start}</function>\n</tool_call>\n<tool_ca")), ["0 f", "0 {}"]);
+    assert_eq!(cut(false, &format!("{start}</function>\n</tool_call>\n<tool_call>\n<func")), ["0 f", "0 {}"]);
+    assert_eq!(cut(false, &format!("{start}</function>\n<function=")), ["0 f", "0 {}"]);
+    for tag in ["<tool_call>", "<tool_call>\n", "<tool_call>\n<function=get_w"] {
+        assert_eq!(cut(false, &format!("I look.\n\n{tag}")), ["C I look."]);
+        assert_eq!(cut(true, &format!("I look.\n\n{tag}")), ["R I look."]);
+    }
+}
+
+#[test]
+fn a_call_that_the_model_breaks_off_is_closed() {
     let start = "<tool_call>\n<function=f>\n";
     for (rest, arguments) in [
         ("", "{}"),
@@ -205,14 +275,17 @@ proptest! {
             rest = later;
         }
         parts.push(rest);
-        prop_assert_eq!(pieces(in_reasoning, &tools(), parts), whole(in_reasoning, &text));
+        for cut in [false, true] {
+            let parts = parts.iter().copied();
+            prop_assert_eq!(pieces(in_reasoning, &tools(), parts, cut), ended(in_reasoning, &text, cut));
+        }
     }
 
     #[test]
     fn arguments_are_always_an_object(text in markup()) {
         let mut parser = Parser::new(false, &tools());
         let mut deltas = parser.push(&format!("<tool_call>\n<function=f>\n{text}"));
-        deltas.extend(parser.finish());
+        deltas.extend(parser.finish(false));
         let mut calls: Vec<String> = Vec::new();
         for delta in deltas {
             match delta {
@@ -231,7 +304,7 @@ proptest! {
     #[test]
     fn without_tools_and_reasoning_nothing_changes(text in markup()) {
         prop_assume!(!text.trim_start().starts_with("<think>"));
-        let said = pieces(false, &[], [text.as_str()]).concat();
+        let said = pieces(false, &[], [text.as_str()], false).concat();
         prop_assert_eq!(said.strip_prefix("C ").unwrap_or(""), text);
     }
 }

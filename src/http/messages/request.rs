@@ -43,6 +43,7 @@ struct ToolChoice {
 struct Thinking {
     #[serde(rename = "type")]
     kind: String,
+    budget_tokens: Option<i64>,
 }
 
 impl MessagesRequest {
@@ -89,6 +90,7 @@ impl MessagesRequest {
             tool_choice: self.tool_choice.map(ToolChoice::translate).transpose()?,
             parallel_tool_calls: parallel,
             enable_thinking: Some(thinks),
+            thinking_budget: self.thinking.and_then(|thinking| thinking.budget_tokens),
             ..ChatRequest::default()
         };
         Ok(Conversation { common, chat })

@@ -139,7 +139,7 @@ impl ResponsesRequest {
             tool_choice: self.tool_choice.filter(|choice| !choice.is_null()).map(tool_choice).transpose()?,
             parallel_tool_calls: self.parallel_tool_calls,
             response_format: format.map(|format| body::typed(response_format(format))).transpose()?,
-            enable_thinking: effort.filter(|effort| effort == "none").map(|_| false),
+            reasoning_effort: effort,
             ..ChatRequest::default()
         };
         Ok(Conversation { common, chat })

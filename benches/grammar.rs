@@ -1,0 +1,56 @@
+//! What a constrained token costs beside a forward pass: the time until the tokens that may come next are known, walked
+//! over answers drawn evenly from what is allowed (a model's own answers meet fewer new situations). It is worked out on
+//! a thread of its own while the pass runs, so little of it is ever waited for.
+//!
+//! The demo's vocabulary is small; `MOESTRO_TOKENIZER=DIR cargo bench --bench grammar` takes another one.
+
+use moestro::chat::{
+    Tokenizer,
+    grammar::{Content, Form, Grammars, Next},
+};
+use serde_json::Value;
+use std::{path::PathBuf, sync::Arc, time::Instant};
+
+fn main() {
+    let demo = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
+    let dir = std::env::var_os("MOESTRO_TOKENIZER").map_or_else(demo, PathBuf::from);
+    let tokenizer = Arc::new(Tokenizer::load(&dir).expect("a tokenizer"));
+    let eos = tokenizer.id("<|im_end|>").expect("<|im_end|>");
+    let start = Instant::now();
+    let grammars = Grammars::new(tokenizer.clone(), &[eos]);
+    let any = Form { content: Content::Text, calls: None };
+    grammars.compile(&any, false, None).expect("any text");
+    println!("{} tokens, sorted in {:.0} ms", tokenizer.vocab_size(), start.elapsed().as_secs_f64() * 1e3);
+    let cases: Vec<Value> =
+        serde_json::from_str(include_str!("../tests/fixtures/schemas.json")).expect("the schemas of the tests");
+    println!("schema,compile_us,tokens,median_us,p99_us,mean_us");
+    for case in &cases {
+        let form = Form { content: Content::Json { schema: case["schema"].clone(), strict: false }, calls: None };
+        let start = Instant::now();
+        let guide = grammars.compile(&form, false, None).expect("a schema that compiles");
+        let compile = start.elapsed().as_secs_f64() * 1e6;
+        let mut times = Vec::new();
+        for seed in 0..8u64 {
+            let (mut guide, mut bits) = (guide.clone(), seed * 2 + 1);
+            for _ in 0..64 {
+                let start = Instant::now();
+                let next = guide.allowed().expect("a mask");
+                times.push(start.elapsed().as_secs_f64() * 1e6);
+                let Next::Only(words) = next else { break };
+                let count: u32 = words.iter().map(|word| word.count_ones()).sum();
+                bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let drawn = (0..words.len() as u32 * 32)
+                    .filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1)
+                    .nth((bits >> 33) as usize % count.max(1) as usize);
+                match drawn {
+                    Some(id) if id != eos => guide.accept(id).expect("an allowed token"),
+                    _ => break,
+                }
+            }
+        }
+        times.sort_by(f64::total_cmp);
+        let mean = times.iter().sum::<f64>() / times.len() as f64;
+        let (median, late) = (times[times.len() / 2], times[times.len() * 99 / 100]);
+        println!("{},{compile:.0},{},{median:.1},{late:.1},{mean:.1}", case["name"], times.len());
+    }
+}

@@ -1,0 +1,129 @@
+//! One answer or several to a chat (`n`): one after the other, choice `i` drawn with seed + `i`. The first one may meet a full
+//! queue; those after it wait for their turn.
+
+use super::{
+    App,
+    access::Tally,
+    answers::Usage,
+    budget::Share,
+    chat::Answer,
+    reject::Reject,
+    stream,
+    transcript::{Reader, Transcript},
+    wire::Wire,
+};
+use crate::{chat::parse::Parser, engine::Request, error::EngineError};
+use axum::{
+    Json,
+    response::{IntoResponse, Response},
+};
+use serde_json::Value;
+use std::{sync::Arc, time::Duration};
+
+/// What was asked for, checked.
+pub struct Choices {
+    pub request: Request,
+    pub tools: Vec<Value>,
+    pub in_reasoning: bool,
+    pub parallel_tool_calls: bool,
+    pub stops: Vec<String>,
+    pub count: usize,
+    /// The memory of the request, until the answers are told.
+    pub share: Option<Share>,
+}
+
+impl Choices {
+    /// Queues the first choice. If it is the only one, it holds the request's memory.
+    pub fn first(&mut self, app: &App, tally: &Arc<Tally>) -> Result<Transcript, EngineError> {
+        let first = self.submit(app, tally, 0)?;
+        Ok(match self.share.take_if(|_| self.count == 1) {
+            Some(share) => first.holding(share),
+            None => first,
+        })
+    }
+
+    /// Queues choice `index`.
+    pub fn submit(&self, app: &App, tally: &Arc<Tally>, index: usize) -> Result<Transcript, EngineError> {
+        let mut request = self.request.clone();
+        request.sampling.seed = request.sampling.seed.map(|seed| seed.wrapping_add(index as u64));
+        let Self { tools, in_reasoning, parallel_tool_calls, .. } = self;
+        let (in_reasoning, parallel_tool_calls) = (*in_reasoning, *parallel_tool_calls);
+        let reader = Reader::Chat { parser: Parser::new(in_reasoning, tools), in_reasoning, parallel_tool_calls };
+        Transcript::submit(app, tally, request, reader, self.stops.clone())
+    }
+
+    async fn submit_later(&mut self, app: &App, tally: &Arc<Tally>, index: usize) -> Result<Transcript, EngineError> {
+        loop {
+            match self.submit(app, tally, index) {
+                Err(EngineError::QueueFull) => tokio::time::sleep(Duration::from_millis(50)).await,
+                submitted => return submitted,
+            }
+        }
+    }
+
+    /// One body.
+    pub async fn whole(
+        mut self,
+        first: Transcript,
+        mut answer: Answer,
+        tally: &Arc<Tally>,
+    ) -> Result<Response, Reject> {
+        let app = answer.head.app.clone();
+        let (mut transcript, mut usage, mut written) = (Some(first), Usage::default(), Vec::new());
+        for index in 0..self.count {
+            answer.index = index;
+            let mut one = match transcript.take() {
+                Some(first) => first,
+                None => self.submit_later(&app, tally, index).await?,
+            };
+            let (choice, used) = answer.choice(&mut one).await?;
+            add(&mut usage, used);
+            written.push(choice);
+        }
+        Ok(Json(answer.head.envelope(&written, Some(Some(usage)))).into_response())
+    }
+
+    /// One choice after the other, and the usage of all.
+    pub fn stream(mut self, first: Transcript, mut answer: Answer, tally: Arc<Tally>) -> Response {
+        stream::respond(move |out| async move {
+            tally.begin();
+            let app = answer.head.app.clone();
+            let (mut transcript, mut usage) = (Some(first), Usage::default());
+            for index in 0..self.count {
+                (answer.index, answer.begun) = (index, false);
+                let one = match transcript.take() {
+                    Some(first) => Ok(first),
+                    None => self.submit_later(&app, &tally, index).await,
+                };
+                let ended = match one {
+                    Ok(mut one) => one.tell(|turn| answer.turn(&out, &turn)).await,
+                    Err(error) => Err(error),
+                };
+                match ended {
+                    Ok(ending) => {
+                        answer.finish(&out, ending.reason);
+                        add(&mut usage, ending.usage);
+                    }
+                    Err(error) => {
+                        tally.failed(&error);
+                        return answer.error(&out, &error.into());
+                    }
+                }
+            }
+            answer.close(&out, usage);
+            tally.complete();
+        })
+    }
+}
+
+/// The prompt counts once, as OpenAI has it.
+fn add(sum: &mut Usage, one: Usage) {
+    let first = sum.prompt_tokens == 0;
+    sum.prompt_tokens = one.prompt_tokens;
+    sum.completion_tokens += one.completion_tokens;
+    sum.total_tokens = sum.prompt_tokens + sum.completion_tokens;
+    sum.completion_tokens_details.reasoning_tokens += one.completion_tokens_details.reasoning_tokens;
+    if first {
+        sum.prompt_tokens_details = one.prompt_tokens_details;
+    }
+}

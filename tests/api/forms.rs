@@ -1,0 +1,254 @@
+//! Answers that must have a form, tools that must be called, and reasoning that must end. Once the parrot is led away from
+//! what it was told to say, it babbles: whatever it says then was drawn from what is allowed.
+
+use super::server::{Server, Setup};
+use serde_json::{Value, json};
+
+const PATH: &str = "/v1/chat/completions";
+
+const THINKS: &str = "I need to compute 12 + 7. That is 19.\n</think>\n\n12 + 7 = 19.";
+
+fn ask(more: Value) -> Value {
+    let mut body = json!({"messages": [{"role": "user", "content": "What is 12+7?"}]});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+fn sizes() -> Value {
+    let item = json!({"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["n"], "additionalProperties": false});
+    json!({"type": "object", "properties": {"size": {"enum": ["small", "large"]}, "items":
+        {"type": "array", "items": item, "maxItems": 2}}, "required": ["size", "items"], "additionalProperties": false})
+}
+
+fn assert_sizes(value: &Value) {
+    let fields = value.as_object().unwrap();
+    assert_eq!(fields.keys().collect::<Vec<_>>(), ["size", "items"]);
+    assert!(["small", "large"].contains(&value["size"].as_str().unwrap()));
+    let items = value["items"].as_array().unwrap();
+    assert!(items.len() <= 2 && items.iter().all(|item| item["n"].as_u64().is_some_and(|n| n < 100)), "{value}");
+}
+
+fn schema(schema: &Value) -> Value {
+    json!({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": schema}}})
+}
+
+fn tools(parameters: &Value) -> Value {
+    let tool = |name| json!({"type": "function", "function": {"name": name, "parameters": parameters}});
+    json!([tool("one"), tool("two")])
+}
+
+async fn refused(server: &Server, more: Value) -> Value {
+    let answer = server.post(PATH, &ask(more)).await;
+    assert_eq!(answer.status, 400);
+    answer.json().await["error"].clone()
+}
+
+#[tokio::test]
+async fn an_answer_has_its_schema_after_its_reasoning() {
+    let server = Server::saying(THINKS).await;
+    for more in [json!({}), json!({"enable_thinking": false}), json!({"thinking_budget": 4}), json!({"temperature": 1})]
+    {
+        let mut body = ask(schema(&sizes()));
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let choice = server.ask(PATH, &body).await["choices"][0].clone();
+        let content: Value = serde_json::from_str(choice["message"]["content"].as_str().unwrap()).unwrap();
+        assert_sizes(&content);
+        assert_eq!(choice["finish_reason"], "stop");
+        let reasoning = choice["message"]["reasoning_content"].as_str().unwrap_or_default();
+        assert_eq!(reasoning.is_empty(), more["enable_thinking"] == false, "{reasoning}");
+    }
+}
+
+#[tokio::test]
+async fn expressions_and_grammars_are_kept() {
+    let server = Server::saying(THINKS).await;
+    let said = async |more: Value| {
+        server.ask(PATH, &ask(more)).await["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
+    };
+    let text = said(json!({"response_format": {"type": "regex", "regex": "[a-c]{2}-[0-9]"}})).await;
+    let bytes = text.as_bytes();
+    assert!(
+        bytes.len() == 4 && bytes[0].is_ascii_lowercase() && bytes[2] == b'-' && bytes[3].is_ascii_digit(),
+        "{text}"
+    );
+    assert!(["yes", "no"].contains(&&*said(json!({"guided_choice": ["yes", "no"]})).await));
+    assert_eq!(said(json!({"response_format": {"type": "lark", "lark": "start: \"a\" \"b\" \"b\""}})).await, "abb");
+}
+
+#[tokio::test]
+async fn a_tool_that_must_be_called_is_called() {
+    let server = Server::saying(THINKS).await;
+    let two = json!({"type": "function", "function": {"name": "two"}});
+    let allowed = json!({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [two]}});
+    for (choice, names) in [(json!("required"), &["one", "two"][..]), (two, &["two"]), (allowed, &["two"])] {
+        let fields = json!({"tools": tools(&sizes()), "tool_choice": choice, "parallel_tool_calls": false});
+        let answer = server.ask(PATH, &ask(fields.clone())).await["choices"][0].clone();
+        assert_eq!(answer["finish_reason"], "tool_calls");
+        assert_eq!(answer["message"]["content"], Value::Null);
+        let calls = answer["message"]["tool_calls"].as_array().unwrap();
+        assert_eq!(calls.len(), 1);
+        assert!(names.contains(&calls[0]["function"]["name"].as_str().unwrap()));
+        let arguments: Value = serde_json::from_str(calls[0]["function"]["arguments"].as_str().unwrap()).unwrap();
+        assert_sizes(&arguments);
+        let chunks = server
+            .stream(PATH, &{
+                let mut body = ask(fields);
+                body["stream"] = json!(true);
+                body
+            })
+            .await;
+        assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "tool_calls");
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_compiled_is_named() {
+    let server = Server::saying(THINKS).await;
+    let at = "response_format.json_schema.schema";
+    for (part, place, called) in [
+        (json!({"type": "string", "pattern": "(?=x)y"}), ".properties.a", true),
+        (json!({"type": "strnig"}), ".properties.a.type", true),
+        (json!({"not": {"type": "string"}}), ".properties.a.not", false),
+        (json!({"anyOf": [{"type": "null"}, 5]}), ".properties.a.anyOf[1]", true),
+        (json!({"$ref": "#/$defs/missing"}), ".properties.a", false),
+        (json!({"type": "integer", "minimum": 5, "maximum": 1}), ".properties.a", true),
+    ] {
+        let whole = json!({"type": "object", "properties": {"b": {"type": "integer"}, "a": part}, "required": ["a"]});
+        let error = refused(&server, schema(&whole)).await;
+        assert_eq!(error["param"], format!("{at}{place}"), "{error}");
+        if called {
+            let error = refused(&server, json!({"tools": tools(&whole), "tool_choice": "required"})).await;
+            assert!(error["param"].as_str().unwrap().starts_with("tools[0].function.parameters"), "{error}");
+        }
+    }
+    assert_eq!(refused(&server, json!({"guided_regex": "("})).await["param"], "guided_regex");
+    let lark = json!({"response_format": {"type": "lark", "lark": "begin: \"x\""}});
+    assert_eq!(refused(&server, lark).await["param"], "response_format.lark");
+    let mut deep = json!({"type": "integer"});
+    (0..80).for_each(|_| deep = json!({"type": "array", "items": deep}));
+    assert!(refused(&server, schema(&deep)).await["message"].as_str().unwrap().contains("levels deep"));
+    let wide: Value = (0..30_000).map(|n| (format!("p{n}"), json!({"type": "integer"}))).collect();
+    let error = refused(&server, schema(&json!({"type": "object", "properties": wide}))).await;
+    assert!(error["message"].as_str().unwrap().contains("are the most"), "{error}");
+    assert_eq!(server.ask(PATH, &ask(json!({}))).await["choices"][0]["message"]["content"], "12 + 7 = 19.");
+}
+
+#[tokio::test]
+async fn reasoning_ends_with_its_budget() {
+    let server = Server::saying(THINKS).await;
+    let free = server.ask(PATH, &ask(json!({}))).await;
+    let tokens = |answer: &Value| answer["usage"]["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
+    let answer = server.ask(PATH, &ask(json!({"thinking_budget": 5}))).await;
+    assert!((5..=8).contains(&tokens(&answer)) && tokens(&free) > 8, "{answer}");
+    let whole = free["choices"][0]["message"]["reasoning_content"].as_str().unwrap();
+    let part = answer["choices"][0]["message"]["reasoning_content"].as_str().unwrap();
+    assert!(whole.starts_with(part) && part.len() < whole.len(), "{part}");
+    assert!(!answer["choices"][0]["message"]["content"].as_str().unwrap().is_empty());
+    let same = server.ask(PATH, &ask(json!({"thinking_budget": 500}))).await;
+    assert_eq!(same["choices"], free["choices"], "a budget that is not spent changes nothing");
+    let none = server.ask(PATH, &ask(json!({"reasoning_effort": "none"}))).await;
+    assert_eq!(tokens(&none), 0);
+    assert_eq!(refused(&server, json!({"reasoning_effort": "zzz"})).await["param"], "reasoning_effort");
+}
+
+#[tokio::test]
+async fn a_call_cut_by_max_tokens_stays_open() {
+    const CALLS: &str = "I look.\n</think>\n\n<tool_call>\n<function=one>\n<parameter=city>\nOslo\n</parameter>\n\
+                         <parameter=days>\n12\n</parameter>\n</function>\n</tool_call>";
+    let server = Server::saying(CALLS).await;
+    let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}});
+    let whole = server.tokenizer.encode(CALLS).unwrap().len();
+    let (mut open, mut complete) = (0, 0);
+    for limit in 1..=whole + 1 {
+        let body = ask(json!({"tools": tools(&parameters), "max_tokens": limit}));
+        let choice = server.ask(PATH, &body).await["choices"][0].clone();
+        let content = choice["message"]["content"].as_str().unwrap_or_default();
+        assert!(!content.contains('<'), "{limit}: {content}");
+        assert_eq!(choice["finish_reason"] == "length", limit <= whole, "{limit}");
+        for call in choice["message"]["tool_calls"].as_array().into_iter().flatten() {
+            let arguments = call["function"]["arguments"].as_str().unwrap();
+            match serde_json::from_str::<Value>(arguments) {
+                Ok(arguments) => {
+                    assert_eq!(arguments, json!({"city": "Oslo", "days": 12}), "{limit}");
+                    complete += 1;
+                }
+                Err(_) => open += 1,
+            }
+        }
+    }
+    assert!(open > 5 && complete > 0);
+}
+
+#[tokio::test]
+async fn log_probabilities_are_those_of_the_content() {
+    let says = "Hm.\n</think>\n\nLet 🦀 look.\n\n<tool_call>\n<function=one>\n</function>\n</tool_call>";
+    let server = Server::saying(says).await;
+    let body = ask(json!({"tools": tools(&json!({})), "logprobs": true}));
+    let choice = server.ask(PATH, &body).await["choices"][0].clone();
+    let entries = choice["logprobs"]["content"].as_array().unwrap();
+    let bytes = entries.iter().flat_map(|entry| entry["bytes"].as_array().unwrap().clone());
+    let bytes: Vec<u8> = bytes.map(|byte| byte.as_u64().unwrap() as u8).collect();
+    let content = choice["message"]["content"].as_str().unwrap();
+    assert_eq!(String::from_utf8(bytes).unwrap().trim_end(), content);
+    assert_eq!(content, "Let 🦀 look.");
+}
+
+#[tokio::test]
+async fn deprecated_names_and_late_system_messages_are_taken() {
+    let server = Setup { says: Some("</think>\n\nok"), ..Setup::default() }.start().await;
+    let messages = json!([
+        {"role": "system", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"},
+        {"role": "assistant", "content": null, "function_call": {"name": "one", "arguments": "{}"}},
+        {"role": "function", "name": "one", "content": "1"}, {"role": "system", "content": "d"}
+    ]);
+    let functions = json!([{"name": "one", "parameters": {"type": "object", "properties": {}}}]);
+    let answer =
+        server.ask(PATH, &json!({"messages": messages, "functions": functions, "function_call": "auto"})).await;
+    assert_eq!(answer["choices"][0]["message"]["content"], "ok");
+    let named = json!({"functions": functions, "function_call": {"name": "one"}});
+    let answer = server.ask(PATH, &ask(named)).await;
+    assert_eq!(answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "one");
+    let bad = json!({"tools": [{"type": "function", "function": {"name": "a b"}}]});
+    assert_eq!(refused(&server, bad).await["param"], "tools[0].function.name");
+}
+
+#[tokio::test]
+async fn several_answers_come_one_after_the_other() {
+    let server = Server::saying(THINKS).await;
+    let one = server.ask(PATH, &ask(json!({}))).await;
+    let three = server.ask(PATH, &ask(json!({"n": 3}))).await;
+    let choices = three["choices"].as_array().unwrap();
+    assert_eq!(choices.iter().map(|choice| choice["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2]);
+    assert!(choices.iter().all(|choice| choice["message"] == one["choices"][0]["message"]));
+    let tokens = |answer: &Value, key: &str| answer["usage"][key].as_u64().unwrap();
+    assert_eq!(tokens(&three, "prompt_tokens"), tokens(&one, "prompt_tokens"));
+    assert_eq!(tokens(&three, "completion_tokens"), 3 * tokens(&one, "completion_tokens"));
+
+    let options = json!({"n": 2, "stream": true, "stream_options": {"include_usage": true}});
+    let chunks = server.stream(PATH, &ask(options)).await;
+    for index in 0..2 {
+        let mine = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
+        let mine: Vec<&Value> = mine.map(|chunk| &chunk["choices"][0]).collect();
+        assert_eq!(mine[0]["delta"]["role"], "assistant");
+        assert_eq!(mine.last().unwrap()["finish_reason"], "stop");
+        let content: String = mine.iter().filter_map(|choice| choice["delta"]["content"].as_str()).collect();
+        assert_eq!(content, "12 + 7 = 19.");
+    }
+    assert_eq!(tokens(chunks.last().unwrap(), "completion_tokens"), 2 * tokens(&one, "completion_tokens"));
+
+    // Choice i is drawn with seed + i.
+    let warm = |more: Value| {
+        let mut body = ask(json!({"temperature": 1.5, "guided_regex": "[a-z]{12}", "enable_thinking": false}));
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    let both = server.ask(PATH, &warm(json!({"n": 2, "seed": 7}))).await;
+    for (index, seed) in [(0, 7), (1, 8)] {
+        let alone = server.ask(PATH, &warm(json!({"seed": seed}))).await;
+        assert_eq!(both["choices"][index]["message"], alone["choices"][0]["message"]);
+    }
+    assert_ne!(both["choices"][0]["message"], both["choices"][1]["message"]);
+    assert_eq!(refused(&server, json!({"n": 0})).await["param"], "n");
+    assert_eq!(refused(&server, json!({"n": 1000})).await["param"], "n");
+}
