@@ -264,7 +264,9 @@ fn a_file_cut_while_serving_fails_requests_until_it_is_whole_again() {
         assert!(failed.contains("model.safetensors") && failed.contains("expert"), "{failed}");
         assert!(!failed.contains("\"finish_reason\":\""), "{failed}");
     }
-    assert!(server.ask("GET /health", "", "").starts_with("HTTP/1.1 200"));
+    let health = server.ask("GET /health", "", "");
+    assert!(health.starts_with("HTTP/1.1 503") && health.contains("\"status\":\"degraded\""), "{health}");
+    assert!(health.contains("\"reason\":") && health.contains("model.safetensors"), "{health}");
     let metrics = server.ask("GET /metrics", "", "");
     let errors = metrics.lines().find_map(|line| line.strip_prefix("moestro_ssd_errors_total ")).unwrap();
     assert!(errors.trim().parse::<f64>().unwrap() >= 2.0, "{errors}");
@@ -272,6 +274,7 @@ fn a_file_cut_while_serving_fails_requests_until_it_is_whole_again() {
     (&file).write_all(&bytes).unwrap();
     file.set_modified(modified).unwrap();
     assert!(ask("What is 12+7?", false).contains("12 + 7 = 19."));
+    assert!(server.ask("GET /health", "", "").starts_with("HTTP/1.1 200"));
     let text = |answer: &str| answer.lines().filter(|line| line.contains("delta")).map(content).collect::<String>();
     assert_eq!(text(&ask(story, true)), text(&whole), "what was read in between was not mixed in");
 }
