@@ -11,7 +11,7 @@
 //! }
 //! ```
 //! There is one rule about slots: a slot may be filled again once the device has passed a mark that was set behind its last
-//! reader. `device` is a [`Timeline`]: the CPU ([`Immediate`](crate::device::Immediate)) has passed every mark; a GPU is asked.
+//! reader. `device` is a [`Timeline`](crate::device::Timeline): the CPU ([`Immediate`](crate::device::Immediate)) has passed every mark; a GPU is asked.
 //! Whoever reads the slots of all batches together at a layer's end marks them there: `asked.reads_until(device.mark())`. All
 //! experts of the layer then need a slot at once; with a mark a batch, any number of slots will do. A place is `row * k +
 //! rank`: results belong to places, and places summed in rank order do not tell what landed first.

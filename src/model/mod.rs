@@ -1,4 +1,4 @@
-//! Qwen3.5 and 3.6, dense and mixture of experts. [`reference`] is the architecture in plain tensors: read it first. [`forward`]
+//! Qwen3.5 and 3.6, dense and mixture of experts. [`mod@reference`] is the architecture in plain tensors: read it first. [`forward`]
 //! is the same on buffers, for every device, with [`moe`]; [`net`] its weights, [`state`] what a sequence remembers, [`snapshot`]
 //! what is kept of it, [`buffers`] what a pass computes on its way. [`qwen`] loads a checkpoint and shows it to a device;
 //! [`config`] is its shapes, [`speed`] how fast it can be.

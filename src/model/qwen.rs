@@ -265,7 +265,7 @@ impl Qwen {
         self.placed.borrow().limits.waits
     }
 
-    /// [`Model::forward`], showing the router's choice of every layer to `observe`; where every expert is in memory, a GPU
+    /// [`Model::forward`](super::Model::forward), showing the router's choice of every layer to `observe`; where every expert is in memory, a GPU
     /// tells nobody.
     pub fn forward_observed(
         &self,

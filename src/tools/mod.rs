@@ -1,4 +1,4 @@
-//! For whoever wants to know a machine, a model or this program better: [`bench`], [`doctor`], [`info`] and [`synth`]. Serving
+//! For whoever wants to know a machine, a model or this program better: [`mod@bench`], [`doctor`], [`info`] and [`synth`]. Serving
 //! needs none of them.
 
 pub mod belady;
