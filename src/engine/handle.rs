@@ -314,13 +314,18 @@ impl Line {
         self.changed.notify_all();
     }
 
-    /// The engine's thread ends: whoever is still in line learns it.
+    /// The engine's thread ends: whoever is still in line learns it. One that was drained stays so: a request that was let in
+    /// before and comes late may be sent again elsewhere.
     pub fn stop(&self) {
         let mut queue = self.lock();
-        queue.phase = Phase::Stopped;
+        let drained = matches!(queue.phase, Phase::Draining { .. });
+        if !drained {
+            queue.phase = Phase::Stopped;
+        }
         queue.running = false;
         for job in queue.waiting.drain(..) {
-            let _ = job.events.send(Event::Failed(EngineError::Stopped));
+            let why = if drained { EngineError::Draining } else { EngineError::Stopped };
+            let _ = job.events.send(Event::Failed(why));
         }
         self.count(&queue);
     }
