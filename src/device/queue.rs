@@ -209,10 +209,7 @@ impl<D: Driver> Queue<D> {
         let mut pending = self.committed.len();
         while self.driver.signalled() < value && self.failure.is_none() {
             self.reap();
-            if self.committed.is_empty() {
-                return;
-            }
-            if self.is_stuck(&mut pending, &mut last_change) {
+            if self.committed.is_empty() || self.is_stuck(&mut pending, &mut last_change) {
                 return;
             }
             self.rest(value, last_change);
@@ -285,6 +282,9 @@ impl<D: Driver> Timeline for Queue<D> {
         self.reach(mark.0.min(self.last));
         if self.failure.is_some() {
             return self.wait();
+        }
+        if mark.0 > self.settled {
+            (self.settled, self.failures) = (mark.0.min(self.last), 0);
         }
         Ok(())
     }
