@@ -40,7 +40,7 @@ fn place<G: Gpu + 'static>(gpu: G, streaming: bool) -> Qwen {
 fn double(streaming: bool) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
-    (place(Queue::new(double).with_patience(Duration::from_millis(300)), streaming), control)
+    (place(Queue::new(double), streaming), control)
 }
 
 /// A request: the prompt in two chunks, and two tokens after it. All rows of logits.
@@ -159,7 +159,7 @@ impl Bare {
     fn new(method: &'static str, fault: Fault) -> Self {
         let double = Double::new(Host::fast());
         let control = double.control();
-        let mut queue = Queue::new(double).with_patience(Duration::from_millis(100));
+        let mut queue = Queue::new(double).with_patience(Duration::from_secs(2));
         let launch = norm(&mut |bytes| queue.allocate(bytes).unwrap());
         control.lock().unwrap().fault = Some(Plan { method, nth: 0, fault });
         Self { queue, control, launch }
