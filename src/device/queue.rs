@@ -21,9 +21,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A wait spins for so long before it asks the system to be woken.
+/// A wait spins for so long before it asks the system to be woken, and then looks again after so long.
 const SPIN: Duration = Duration::from_millis(2);
-/// Then it looks again after so long.
 const PARK: Duration = Duration::from_millis(100);
 /// Longer than the system lets a command buffer run: if none has ended by then, none will.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -56,8 +55,9 @@ pub struct Queue<D: Driver> {
     failure: Option<String>,
     /// Failures since a wait has found everything well done.
     failures: u32,
-    /// The last number that a wait has seen the end of.
+    /// The last number that a wait has seen the end of, and the last whose command buffer is over.
     settled: u64,
+    over: u64,
     lost: bool,
     /// Seconds a thread takes.
     rate: f64,
@@ -95,6 +95,7 @@ impl<D: Driver> Queue<D> {
             failure: None,
             failures: 0,
             settled: 0,
+            over: 0,
             lost: false,
             rate: FIRST_RATE,
             heartbeat: None,
@@ -112,7 +113,7 @@ impl<D: Driver> Queue<D> {
     fn sound(&self) -> Result<(), DeviceError> {
         match &self.failure {
             Some(failure) => refuse(failure),
-            None if self.lost => refuse("the GPU was given up after it had failed again and again"),
+            None if self.lost => refuse("the GPU was given up: it had failed again and again"),
             None => Ok(()),
         }
     }
@@ -163,12 +164,10 @@ impl<D: Driver> Queue<D> {
     }
 
     fn begin(&mut self) -> Result<D::Open, DeviceError> {
-        let begun = self.driver.begin(self.fenced);
-        if begun.is_err() {
+        self.driver.begin(self.fenced).inspect_err(|_| {
             self.failures += 1;
             self.lost |= self.failures >= ATTEMPTS;
-        }
-        begun
+        })
     }
 
     fn hand_over(&mut self) {
@@ -198,21 +197,18 @@ impl<D: Driver> Queue<D> {
                 Status::Pending if self.driver.signalled() == oldest.value => {}
                 Status::Pending => return,
             }
+            self.over = oldest.value;
             self.committed.pop_front();
         }
     }
 
-    /// Waits until the event has `value`, command buffers have failed, or none is left. A value no command buffer will set any
-    /// more leaves a failure to be reported.
+    /// Waits until the event has `value`, a command buffer has failed, or none is left.
     fn reach(&mut self, value: u64) {
         let mut last_change = Instant::now();
         let mut pending = self.committed.len();
         while self.driver.signalled() < value && self.failure.is_none() {
             self.reap();
-            if self.committed.is_empty() {
-                return;
-            }
-            if self.is_stuck(&mut pending, &mut last_change) {
+            if self.committed.is_empty() || self.is_stuck(&mut pending, &mut last_change) {
                 return;
             }
             self.rest(value, last_change);
@@ -232,6 +228,13 @@ impl<D: Driver> Queue<D> {
         self.lost
     }
 
+    /// Work up to `value` was well done: what failed before no longer counts.
+    fn forgive(&mut self, value: u64) {
+        if value > self.settled {
+            (self.settled, self.failures) = (value, 0);
+        }
+    }
+
     /// Passes a moment of a wait for `value`.
     fn rest(&self, value: u64, since: Instant) {
         if since.elapsed() < SPIN {
@@ -248,19 +251,14 @@ impl<D: Driver> Queue<D> {
         let mut pending = self.committed.len();
         loop {
             self.reap();
-            if self.committed.is_empty() {
-                break;
+            match self.committed.is_empty() {
+                true => break,
+                false if self.is_stuck(&mut pending, &mut last_change) => return,
+                false => self.rest(self.last, last_change),
             }
-            if self.is_stuck(&mut pending, &mut last_change) {
-                return;
-            }
-            self.rest(self.last, last_change);
         }
-        let idle = self.settled == self.last;
-        self.settled = self.last;
         if self.failure.is_none() {
-            self.failures = if idle { self.failures } else { 0 };
-            return;
+            return self.forgive(self.last);
         }
         self.failures += 1;
         self.fenced = false;
@@ -274,10 +272,13 @@ impl<D: Driver> Timeline for Queue<D> {
     }
 
     fn passed(&mut self) -> Mark {
-        Mark(self.driver.signalled())
+        Mark(self.driver.signalled().max(self.over))
     }
 
     fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
+        if self.failure.is_some() {
+            return self.wait();
+        }
         self.sound()?;
         if mark.0 > self.last {
             self.hand_over();
@@ -286,6 +287,7 @@ impl<D: Driver> Timeline for Queue<D> {
         if self.failure.is_some() {
             return self.wait();
         }
+        self.forgive(mark.0.min(self.last));
         Ok(())
     }
 }
