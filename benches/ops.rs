@@ -194,13 +194,17 @@ impl Bench {
         }
         let mut lab = self.lab();
         let format = lab.cpu.limits().cache;
-        let shape = Heads { heads: 16, kv_heads: 2, dim: 256, rotary: 64, eps: 1e-6, context, format };
+        let shape = Heads { heads: 16, kv_heads: 2, dim: 256, rotary: 64, eps: 1e-6, context, format, newest: None };
         let (proj, q) = (lab.floats(256 * shape.width())?, lab.room(256 * 16 * 256)?);
         let turn = Turn { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, turn: lab.floats(256 * 64)? };
         let bytes = 2 * shape.cache_bytes();
         let mut caches = Vec::new();
         for _ in 0..(SPREAD / bytes).clamp(1, 64) {
-            let cache = Cache { keys: lab.cpu.allocate(bytes / 2)?, values: lab.cpu.allocate(bytes / 2)? };
+            let cache = Cache {
+                keys: lab.cpu.allocate(bytes / 2)?,
+                values: lab.cpu.allocate(bytes / 2)?,
+                newest: Default::default(),
+            };
             for start in (0..context).step_by(256) {
                 lab.cpu.run(&CacheWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
             }

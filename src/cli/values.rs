@@ -56,6 +56,15 @@ pub enum Speculation {
     Force,
 }
 
+/// Bits of a key or value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KvBits {
+    #[default]
+    Sixteen,
+    Eight,
+    Four,
+}
+
 /// How experts are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ExpertIo {
@@ -103,6 +112,15 @@ pub fn draft(text: &str) -> Result<Draft, String> {
         _ => {
             Err("there are lookup and off so far; a draft model, an MTP head or self-drafting are not there yet".into())
         }
+    }
+}
+
+pub fn kv_bits(text: &str) -> Result<KvBits, String> {
+    match text {
+        "16" => Ok(KvBits::Sixteen),
+        "8" => Ok(KvBits::Eight),
+        "4" => Ok(KvBits::Four),
+        _ => Err("there are 16, 8 and 4".into()),
     }
 }
 

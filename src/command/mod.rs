@@ -21,6 +21,7 @@ use crate::{
     experts,
     metrics::Metrics,
     model::{self, Qwen, config::FfnShape, qwen::StoreOptions},
+    ops::KvBits,
     plan::Wishes,
     platform::check_small,
 };
@@ -152,6 +153,15 @@ pub struct Loaded {
     pub requests: u64,
 }
 
+/// What `--kv-bits` says, in the model's words.
+pub fn kv_bits(said: config::KvBits) -> KvBits {
+    match said {
+        config::KvBits::Sixteen => KvBits::Sixteen,
+        config::KvBits::Eight => KvBits::Eight,
+        config::KvBits::Four => KvBits::Four,
+    }
+}
+
 /// What the flags say of loading, in the model's words.
 pub fn options(load: &Load) -> model::Options {
     model::Options {
@@ -168,6 +178,7 @@ pub fn options(load: &Load) -> model::Options {
         experts_per_token: load.experts_per_token,
         experts_at_most: load.experts_at_most,
         verify: load.verify,
+        kv_bits: kv_bits(load.kv_bits),
         store: StoreOptions {
             slots: None,
             io: match load.expert_io {

@@ -9,7 +9,7 @@ use super::{
     placed::Placed,
     snapshot::Snapshot,
     speed::Kind,
-    state::{State, append},
+    state::{State, append, heads},
     verify,
 };
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
     error::ModelError,
     experts::{self, ExpertMap, Experts, Phase, Sums},
     metrics::Metrics,
-    ops::{Cpu, Limits as DeviceLimits, OnGpu, Run, gpu_limits},
+    ops::{Cpu, KvBits, Limits as DeviceLimits, OnGpu, Part, Run, attend::NEWEST, gpu_limits},
     plan::{Limits, Plan, Shape, Wishes},
     platform::{MAX_BLOCK, os},
 };
@@ -45,6 +45,8 @@ pub struct Options {
     pub gpu: Option<u64>,
     /// Whether the plan has room for verifies that can be taken back.
     pub verify: bool,
+    /// Keys and values in fewer than 16 bits.
+    pub kv_bits: KvBits,
 }
 
 /// What [`experts::Options`] has and the plan does not decide.
@@ -76,6 +78,7 @@ pub(super) struct Parts {
     pub store: Option<Experts>,
     pub plan: Plan,
     pub shape: Shape,
+    pub kv_bits: KvBits,
 }
 
 /// A loaded model.
@@ -148,7 +151,12 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         FfnShape::Moe { experts, k, .. } => (experts, k),
     };
     let limits = device_limits(options);
-    let (workspace_per_row, workspace_fixed) = Buffers::cost(config, &limits);
+    let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
+    // What of the newest positions is not in every snapshot: the rows of a chunk, and what makes them whole blocks.
+    let heads = heads(config, limits.cache, options.kv_bits, 0, 0);
+    let newest = State::newest_bytes(config, &heads);
+    workspace_per_row += newest / (2 * NEWEST as u64);
+    workspace_fixed += newest / 2;
     Shape {
         trunk,
         gathered,
@@ -157,8 +165,8 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         layers: map.layers.len(),
         experts,
         experts_per_token,
-        kv_per_token: State::kv_bytes(config, limits.cache),
-        state: State::fixed_bytes(config),
+        kv_per_token: State::kv_bytes(config, heads.format),
+        state: State::fixed_bytes(config) + newest,
         workspace_per_row,
         workspace_fixed: workspace_fixed + if options.verify { verify::cost(config) } else { 0 },
         context: config.context,
@@ -205,7 +213,7 @@ impl Qwen {
             net.lay_out(store);
         }
         let cpu = Cpu::new(Compute::cpu(threads, options.math));
-        let parts = Parts { config, net, weights, store, plan, shape };
+        let parts = Parts { config, net, weights, store, plan, shape, kv_bits: options.kv_bits };
         Self::on(parts, Box::new(cpu)).map_err(|refused| refused.1)
     }
 
@@ -241,6 +249,28 @@ impl Qwen {
     /// Where the routed experts come from; a dense model has none.
     pub fn store(&self) -> Option<&Experts> {
         self.parts.store.as_ref()
+    }
+
+    /// From here on keeps keys and values of new sequences in so many bits; sequences that were started before can only go on
+    /// when it is what it was again. The memory plan stays as it is.
+    ///
+    /// # Errors
+    /// The device keeps none in so few.
+    pub fn keep_in(&mut self, bits: KvBits) -> Result<(), ModelError> {
+        let placed = self.placed.get_mut();
+        let heads = heads(&self.parts.config, placed.limits.cache, bits, placed.heads.context, placed.buffers.rows);
+        placed.run.accept(Part::Heads(&heads))?;
+        if heads != placed.heads {
+            placed.arenas = Default::default();
+            placed.heads = heads;
+            self.parts.net.set_cache(heads);
+        }
+        Ok(())
+    }
+
+    /// Bytes of keys and values of a token, all layers.
+    pub fn kv_bytes(&self) -> u64 {
+        State::kv_bytes(&self.parts.config, self.placed.borrow().heads.format)
     }
 
     /// Whether `ids` are tokens, and may follow `len` others.
