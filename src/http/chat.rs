@@ -11,7 +11,7 @@ use super::{
     budget::{self, Share},
     check,
     choices::Choices,
-    form,
+    fields, form,
     prompt::{self, Chat},
     reject::Reject,
     stream::Frames,
@@ -33,7 +33,7 @@ pub async fn chat(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let (common, request, share) = body::request::<ChatRequest>(&door, body).await?;
+    let (common, request, share) = body::request::<ChatRequest>(&door, body, fields::CHAT).await?;
     let mut choices = choices(app, &common, request, share).await?;
     let first = choices.first(app, &tally)?;
     tally.generates();

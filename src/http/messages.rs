@@ -13,6 +13,7 @@ use super::{
     access::{REQUEST_ID, Tally, unique},
     body,
     budget::Share,
+    fields,
     reject::Reject,
     wire,
 };
@@ -62,7 +63,7 @@ pub async fn count_tokens(State(door): State<Arc<Door>>, body: Body) -> Result<J
 
 /// The request, and a share that has room for its translation, too.
 async fn read(door: &Door, body: Body) -> Result<(MessagesRequest, Share), Reject> {
-    let (request, mut share) = body::json(door, body).await?;
+    let (request, mut share) = body::known(door, body, fields::MESSAGES).await?;
     share.add(share.bytes())?;
     Ok((request, share))
 }

@@ -19,6 +19,7 @@ mod choices;
 mod completions;
 mod connections;
 mod conversation;
+mod fields;
 mod form;
 mod guard;
 mod messages;

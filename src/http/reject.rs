@@ -51,6 +51,12 @@ impl Reject {
         Self { param: Some(param.into()), ..reject }
     }
 
+    /// A field that nobody knows, and that cannot have been meant.
+    pub fn unknown(param: &str, message: impl Into<String>) -> Self {
+        let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unknown_parameter"), message);
+        Self { param: Some(param.into()), ..reject }
+    }
+
     /// A request that is right in OpenAI's API but that this server cannot serve.
     pub fn unsupported(param: &str, message: impl Into<String>) -> Self {
         let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unsupported_parameter"), message);
