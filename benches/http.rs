@@ -67,7 +67,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
         grammars: Arc::new(Grammars::new(tokenizer.clone(), &[2040])),
         tokenizer,
         template: Some(template),
-        card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None },
+        card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None, quantisation: None },
         defaults: Sampling::default(),
         thinking: None,
         plan: Value::Null,

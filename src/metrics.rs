@@ -4,14 +4,20 @@
 //! are base units (seconds, bytes), as Prometheus wants them; `process_*` comes from the crate's own collector, which
 //! reads `/proc` and therefore exists on Linux only.
 
+mod families;
+mod openmetrics;
+
+use families::{counter, counters, gauge, gauges, histogram, register, seconds};
 use prometheus::{
-    Counter, Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
-    TextEncoder,
+    Counter, Encoder, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry, TextEncoder,
 };
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The content type of [`Metrics::render`].
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// The content type of [`Metrics::render_openmetrics`].
+pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// From the first token of the smallest model to a long prompt streamed from a disk.
 const FIRST_TOKEN: &[f64] =
@@ -32,7 +38,8 @@ const READ: &[f64] =
 pub struct Metrics {
     registry: Registry,
     info: IntGaugeVec,
-    version: String,
+    /// The labels of `info`: version, device, model.
+    running: Mutex<[String; 3]>,
 
     /// Finished requests by `endpoint` (the route's path) and `status`; [`Metrics::request`] adds to it.
     pub requests: IntCounterVec,
@@ -72,6 +79,16 @@ pub struct Metrics {
     pub request_seconds: Histogram,
     /// From the arrival in the queue to the start of the prefill.
     pub queue_seconds: Histogram,
+    /// From the start of the prefill to the logits after its last token.
+    pub prefill_seconds: Histogram,
+    /// From there to the end of the answer.
+    pub decode_seconds: Histogram,
+    /// Tokens of a prompt, cached ones included.
+    pub request_prompt_tokens: Histogram,
+    /// Tokens of an answer.
+    pub request_generated_tokens: Histogram,
+    /// Answers by how they ended; [`Metrics::answered`] adds to it.
+    pub answers: IntCounterVec,
 
     /// Routed experts found in a slot.
     pub lookups_prefill_hit: IntCounter,
@@ -160,14 +177,20 @@ impl Metrics {
             &["place"],
         );
         let memory = gauges(r, "moestro_memory_bytes", "Memory held, by kind", &["kind"]);
-        let info = gauges(r, "moestro_build_info", "Always 1; the labels say what is running", &["version", "device"]);
-        info.with_label_values(&[version, device]).set(1);
+        let answers = counters(r, "moestro_answers_total", "Answers by how they ended", &["finish_reason"]);
+        for reason in ["stop", "length", "tool_calls", "cancelled", "error"] {
+            answers.with_label_values(&[reason]);
+        }
+        let labels = ["version", "device", "model"];
+        let info = gauges(r, "moestro_build_info", "Always 1; the labels say what is running", &labels);
+        info.with_label_values(&[version, device, ""]).set(1);
         #[cfg(target_os = "linux")]
         r.register(Box::new(prometheus::process_collector::ProcessCollector::for_self())).expect("registered once");
 
         Arc::new(Self {
             info,
-            version: version.into(),
+            running: Mutex::new([version.into(), device.into(), String::new()]),
+            answers,
             requests: counters(
                 r,
                 "moestro_requests_total",
@@ -239,6 +262,25 @@ impl Metrics {
                 "From the arrival in the queue to the start of the prefill",
                 QUEUE,
             ),
+            prefill_seconds: histogram(
+                r,
+                "moestro_prefill_seconds",
+                "From the start of the prefill to the logits after the prompt's last token",
+                REQUEST,
+            ),
+            decode_seconds: histogram(
+                r,
+                "moestro_decode_seconds",
+                "From the end of the prefill to the end of the answer",
+                REQUEST,
+            ),
+            request_prompt_tokens: histogram(
+                r,
+                "moestro_request_prompt_tokens",
+                "Tokens of a prompt, cached ones included",
+                DEPTH,
+            ),
+            request_generated_tokens: histogram(r, "moestro_request_generated_tokens", "Tokens of an answer", DEPTH),
 
             lookups_prefill_hit: lookups.with_label_values(&["prefill", "hit"]),
             lookups_prefill_miss: lookups.with_label_values(&["prefill", "miss"]),
@@ -308,8 +350,26 @@ impl Metrics {
 
     /// The model computes on `device` after all, and not where [`Metrics::new`] expected it.
     pub fn runs_on(&self, device: &str) {
+        self.says(1, device);
+    }
+
+    /// The model that is loaded.
+    pub fn serves(&self, model: &str) {
+        self.says(2, model);
+    }
+
+    fn says(&self, label: usize, value: &str) {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        running[label] = value.into();
         self.info.reset();
-        self.info.with_label_values(&[&self.version, device]).set(1);
+        self.info.with_label_values(&*running).set(1);
+    }
+
+    /// Counts an answer that has ended, for one of the reasons that are there from the start.
+    pub fn answered(&self, finish_reason: &str, prompt_tokens: usize, generated_tokens: usize) {
+        self.answers.with_label_values(&[finish_reason]).inc();
+        self.request_prompt_tokens.observe(prompt_tokens as f64);
+        self.request_generated_tokens.observe(generated_tokens as f64);
     }
 
     /// Counts one finished request. `endpoint` must come from a fixed set (the router's paths), never from the client.
@@ -326,39 +386,11 @@ impl Metrics {
         }
         String::from_utf8_lossy(&out).into_owned()
     }
-}
 
-// Names, labels and buckets are the literals above: a mistake in one fails every test that makes a `Metrics`, and no
-// input can cause one. Hence `expect`.
-
-fn register<C: prometheus::core::Collector + Clone + 'static>(registry: &Registry, metric: C) -> C {
-    registry.register(Box::new(metric.clone())).expect("each metric is named once");
-    metric
-}
-
-fn seconds(registry: &Registry, name: &str, help: &str) -> Counter {
-    register(registry, Counter::new(name, help).expect("a valid name"))
-}
-
-fn counter(registry: &Registry, name: &str, help: &str) -> IntCounter {
-    register(registry, IntCounter::new(name, help).expect("a valid name"))
-}
-
-fn counters(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
-    register(registry, IntCounterVec::new(Opts::new(name, help), labels).expect("valid labels"))
-}
-
-fn gauge(registry: &Registry, name: &str, help: &str) -> IntGauge {
-    register(registry, IntGauge::new(name, help).expect("a valid name"))
-}
-
-fn gauges(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> IntGaugeVec {
-    register(registry, IntGaugeVec::new(Opts::new(name, help), labels).expect("valid labels"))
-}
-
-fn histogram(registry: &Registry, name: &str, help: &str, buckets: &[f64]) -> Histogram {
-    let opts = HistogramOpts::new(name, help).buckets(buckets.to_vec());
-    register(registry, Histogram::with_opts(opts).expect("ascending buckets"))
+    /// The same as OpenMetrics has it, see [`OPENMETRICS`].
+    pub fn render_openmetrics(&self) -> String {
+        openmetrics::openmetrics(&self.render())
+    }
 }
 
 #[cfg(test)]

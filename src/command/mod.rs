@@ -107,6 +107,25 @@ impl Checkpoint {
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 
+    /// How its weights are stored: `4-bit affine, groups of 64`, or the type of those that are not quantised.
+    pub fn quantisation(&self) -> Option<String> {
+        let config = config::generation::json(&self.dir.join("config.json")).ok()??;
+        let table = config.get("quantization").or(config.get("quantization_config"));
+        let bits = table.and_then(|table| table["bits"].as_u64());
+        match (table, bits) {
+            (Some(table), Some(bits)) => {
+                let mode = table["mode"].as_str().unwrap_or("affine");
+                let groups = table["group_size"].as_u64().map(|size| format!(", groups of {size}"));
+                Some(format!("{bits}-bit {mode}{}", groups.unwrap_or_default()))
+            }
+            _ => {
+                let text = &config["text_config"];
+                let kinds = [&config["dtype"], &config["torch_dtype"], &text["dtype"], &text["torch_dtype"]];
+                kinds.into_iter().find_map(|kind| kind.as_str()).map(str::to_owned)
+            }
+        }
+    }
+
     /// What holds where a request says nothing. A checkpoint that says nothing either samples from the model's own
     /// distribution.
     pub fn sampling(&self) -> Sampling {

@@ -133,7 +133,12 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
     door.open(App {
         engine,
         defaults: checkpoint.sampling(),
-        card: ModelCard { id: checkpoint.name.clone(), created, experts_per_token: loaded.experts_per_token },
+        card: ModelCard {
+            id: checkpoint.name.clone(),
+            created,
+            experts_per_token: loaded.experts_per_token,
+            quantisation: checkpoint.quantisation(),
+        },
         grammars: Arc::new(Grammars::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos)),
         tokenizer: checkpoint.tokenizer,
         template: checkpoint.template,

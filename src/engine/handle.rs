@@ -126,6 +126,12 @@ impl Handle {
         (usize::from(queue.running), queue.waiting.len())
     }
 
+    /// Who waits, in line: the tokens of the prompt, and the time since it came.
+    pub fn waiting(&self) -> Vec<(usize, Duration)> {
+        let queue = self.door.0.lock();
+        queue.waiting.iter().map(|job| (job.request.ids.len(), job.arrived.elapsed())).collect()
+    }
+
     /// The most tokens a prompt and its answer may have together.
     pub fn context(&self) -> usize {
         self.door.0.limits.context

@@ -108,6 +108,7 @@ impl<M: Model> Scheduler<M> {
 
         let outcome = self.prefill(job, &mut session).and_then(|logits| {
             let prefilled = Instant::now();
+            metrics.prefill_seconds.observe((prefilled - started).as_secs_f64());
             let mut timings = Timings {
                 prompt_tokens: job.request.ids.len(),
                 cached_tokens,
@@ -116,6 +117,7 @@ impl<M: Model> Scheduler<M> {
             };
             let finish = self.decode(job, &mut session, logits, &mut timings)?;
             timings.decode_seconds = prefilled.elapsed().as_secs_f64();
+            metrics.decode_seconds.observe(timings.decode_seconds);
             Ok((finish, timings))
         });
         // A client that left, or ran out of time, did so between two steps: the state is sound.

@@ -55,6 +55,11 @@ impl Tally {
         self.completion_tokens.fetch_add(completion_tokens, Relaxed);
     }
 
+    /// An answer ended, or was left: `reason` is one of those that the metrics know.
+    pub fn answered(&self, reason: &'static str, prompt_tokens: usize, generated_tokens: usize) {
+        self.metrics.answered(reason, prompt_tokens, generated_tokens);
+    }
+
     /// A stream begins: until [`Tally::complete`], it counts as cut short.
     pub fn begin(&self) {
         self.open.store(true, Relaxed);
@@ -99,13 +104,15 @@ impl Drop for Tally {
 
 /// The label of a path: one of a fixed set, since a client can invent any number of paths.
 fn endpoint(path: &str) -> &'static str {
-    const KNOWN: [&str; 10] = [
+    const KNOWN: [&str; 12] = [
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/openapi.json",
+        "/tokenizer_info",
         "/tokenize",
         "/detokenize",
         "/health",

@@ -180,7 +180,7 @@ mod tests {
     }
 
     fn card(id: &str) -> ModelCard {
-        ModelCard { id: id.into(), created: 0, experts_per_token: None }
+        ModelCard { id: id.into(), created: 0, experts_per_token: None, quantisation: None }
     }
 
     #[test]

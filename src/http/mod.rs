@@ -23,6 +23,7 @@ mod fields;
 mod form;
 mod guard;
 mod messages;
+mod openapi;
 mod prompt;
 mod reject;
 mod responses;
@@ -80,6 +81,8 @@ pub struct ModelCard {
     pub created: u64,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
+    /// How the weights are stored, in words.
+    pub quantisation: Option<String>,
 }
 
 /// What a loaded model brings.
@@ -146,6 +149,7 @@ impl Door {
 
     /// The model is loaded. A second call changes nothing.
     pub fn open(&self, app: App) {
+        self.metrics.serves(&app.card.id);
         let app = self.app.get_or_init(|| Arc::new(app));
         if self.closing() {
             app.engine.drain();
@@ -183,6 +187,8 @@ pub fn router(door: Arc<Door>) -> Router {
         ("/v1/messages", post(messages::messages)),
         ("/v1/messages/count_tokens", post(messages::count_tokens)),
         ("/v1/models", get(admin::models)),
+        ("/openapi.json", get(openapi::openapi)),
+        ("/tokenizer_info", get(tokens::info)),
         ("/tokenize", post(tokens::tokenize)),
         ("/detokenize", post(tokens::detokenize)),
         ("/prompt_cache", delete(admin::clear_prompt_cache)),

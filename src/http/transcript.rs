@@ -65,6 +65,8 @@ pub struct Transcript {
     /// Bytes of content given so far.
     given: usize,
     usage: Usage,
+    /// How the answer ended, in the metrics' words: a client left, unless something else happens first.
+    ended: &'static str,
     tally: Arc<Tally>,
     /// The memory of the request, until the answer is told.
     _share: Option<Share>,
@@ -93,6 +95,7 @@ impl Transcript {
             scored: Scored::default(),
             given: 0,
             usage: Usage { prompt_tokens, ..Usage::default() },
+            ended: "cancelled",
             tally: tally.clone(),
             _share: None,
         })
@@ -150,10 +153,11 @@ impl Transcript {
     /// Gives every turn to `sink`, as it comes, and says how the answer ended. This is the only loop over a transcript.
     pub async fn tell(&mut self, mut sink: impl FnMut(Turn)) -> Result<Ending, EngineError> {
         loop {
-            let turn = self.next().await?;
+            let turn = self.next().await.inspect_err(|_| self.ended = "error")?;
             let end = turn.end;
             sink(turn);
             if let Some(reason) = end {
+                self.ended = reason.word();
                 return Ok(Ending { reason, stop: self.stop.met().map(str::to_owned), usage: self.usage() });
             }
         }
@@ -252,5 +256,6 @@ impl Transcript {
 impl Drop for Transcript {
     fn drop(&mut self) {
         self.tally.add(0, self.usage.completion_tokens);
+        self.tally.answered(self.ended, self.usage.prompt_tokens, self.usage.completion_tokens);
     }
 }

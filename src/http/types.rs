@@ -142,7 +142,10 @@ pub struct JsonSchema {
 #[derive(Debug, Deserialize)]
 pub struct TokenizeRequest {
     pub model: Option<String>,
+    /// As vLLM names it.
     pub prompt: Option<String>,
+    /// As llama-server does.
+    pub content: Option<String>,
     pub messages: Option<Vec<Value>>,
     pub tools: Option<Vec<Value>>,
     pub add_generation_prompt: Option<bool>,

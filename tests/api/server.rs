@@ -143,7 +143,12 @@ impl Setup {
                 tokenizer: tokenizer.clone(),
                 grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
                 template: Some(Template::load(&demo()).unwrap()),
-                card: ModelCard { id: "parrot".into(), created: 1, experts_per_token: Some(2) },
+                card: ModelCard {
+                    id: "parrot".into(),
+                    created: 1,
+                    experts_per_token: Some(2),
+                    quantisation: Some("4-bit affine, groups of 64".into()),
+                },
                 defaults: Sampling { temperature: 0.0, ..Sampling::default() },
                 thinking: self.thinking,
                 plan: json!({"resident": true}),
