@@ -7,7 +7,10 @@
 mod families;
 mod openmetrics;
 
-use families::{counter, counters, gauge, gauges, histogram, register, seconds};
+use families::{
+    DEPTH, FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, counter, counters, gauge, gauges, histogram, register,
+    seconds,
+};
 use prometheus::{
     Counter, Encoder, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry, TextEncoder,
 };
@@ -18,21 +21,6 @@ pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The content type of [`Metrics::render_openmetrics`].
 pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-
-/// From the first token of the smallest model to a long prompt streamed from a disk.
-const FIRST_TOKEN: &[f64] =
-    &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
-const INTER_TOKEN: &[f64] =
-    &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0];
-const REQUEST: &[f64] =
-    &[0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0];
-const QUEUE: &[f64] = &[0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
-/// From a greeting to a full context.
-const DEPTH: &[f64] =
-    &[16.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131_072.0, 262_144.0];
-/// One expert is half a megabyte to ten: tens of microseconds from the page cache, milliseconds from a disk.
-const READ: &[f64] =
-    &[25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0];
 
 /// All of it. Fields are named after the metric, followed by the values of their labels.
 pub struct Metrics {
