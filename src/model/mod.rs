@@ -51,7 +51,7 @@ impl Logits {
     }
 }
 
-/// What the engine needs of a model: so that the engine and the server also run against a test double.
+/// A model as the engine sees it: so the engine and the server also run against a test double.
 pub trait Model: Send + 'static {
     /// Everything one sequence remembers: KV cache, delta and convolution state.
     type State: Send;
@@ -64,7 +64,7 @@ pub trait Model: Send + 'static {
         self.forward_marking(state, ids, rows, &[], &mut Vec::new())
     }
 
-    /// [`Model::forward`], adding to `taken` what the sequence was at each of `marks`: positions, ascending, behind the
+    /// [`Model::forward`], adding to `taken` a snapshot at each of `marks`: positions, ascending, behind the
     /// first of `ids` and at most behind the last. They are taken in passing: the weights are read as often as without.
     fn forward_marking(
         &mut self,
@@ -82,7 +82,7 @@ pub trait Model: Send + 'static {
     /// Directly behind a [`Model::verify`]: the sequence never had its last `rows` tokens. The first one stays.
     fn take_back(&mut self, state: &mut Self::State, rows: usize) -> Result<(), ModelError>;
 
-    /// What the sequence is now.
+    /// The sequence's present state.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
 
     /// The sequence that `snapshot` was taken of, by this model or one with the same bytes. What `into` already holds of
@@ -92,7 +92,7 @@ pub trait Model: Send + 'static {
     /// Positions from the first on whose keys and values a snapshot of `state` would share with others that are alive.
     fn held(&self, state: &Self::State) -> usize;
 
-    /// What its snapshots take.
+    /// The bytes that its snapshots take.
     fn snapshot_size(&self) -> SnapshotSize;
 
     fn vocab(&self) -> usize;
