@@ -15,6 +15,7 @@ mod sequence;
 pub mod snapshot;
 pub mod speed;
 mod state;
+mod tap;
 mod verify;
 
 pub use config::Config;
@@ -23,6 +24,7 @@ pub use qwen::{Options, Qwen};
 pub use reference::Reference;
 pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
+pub use tap::Taps;
 
 use crate::{device::DeviceError, error::ModelError};
 
@@ -81,6 +83,19 @@ pub trait Model: Send + 'static {
 
     /// Directly behind a [`Model::verify`]: the sequence never had its last `rows` tokens. The first one stays.
     fn take_back(&mut self, state: &mut Self::State, rows: usize) -> Result<(), ModelError>;
+
+    /// From now on each pass leaves these hidden rows, until the next one. Instead of any that were asked for before.
+    fn tap(&mut self, taps: &Taps) -> Result<(), ModelError> {
+        let _ = taps;
+        Err(ModelError::Config("this model leaves no hidden rows".into()))
+    }
+
+    /// The hidden rows that the last pass kept of its first `rows` rows: `[kept rows, layers, hidden]`.
+    fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
+        let _ = rows;
+        into.clear();
+        Ok(())
+    }
 
     /// The sequence's present state.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
