@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 /// The largest difference allowed between results in f32, in parts of the largest value.
 pub(super) const CLOSE: f64 = 1e-5;
 
-/// What was found of one kernel or instruction set.
+/// The result of checking one kernel or instruction set.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finding {
     pub name: String,
