@@ -120,7 +120,7 @@ pub struct Metrics {
     pub memory_kv: IntGauge,
     pub memory_state: IntGauge,
     pub memory_workspace: IntGauge,
-    /// What requests hold now of the memory that the plan sets aside for them.
+    /// Memory that requests hold now, of that which the plan sets aside for them.
     pub memory_requests: IntGauge,
     pub memory_prompt_cache: IntGauge,
     pub memory_limit_bytes: IntGauge,

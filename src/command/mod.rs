@@ -84,12 +84,12 @@ pub struct Checkpoint {
     pub tokenizer: Arc<Tokenizer>,
     /// A base model has none.
     pub template: Option<Template>,
-    /// How it wants to be sampled, the flags considered.
+    /// The sampling that its author recommends, overridden by the flags.
     pub generation: Generation,
 }
 
 impl Checkpoint {
-    /// `typed` is what the flags say of sampling.
+    /// `typed` are the flags of sampling.
     pub fn open(source: &Source, typed: Generation) -> Result<Self, CommandError> {
         let dir = resolve(source)?;
         let name = match source {
@@ -126,7 +126,7 @@ impl Checkpoint {
         }
     }
 
-    /// What holds where a request says nothing. A checkpoint that says nothing either samples from the model's own
+    /// The sampling where a request says nothing. A checkpoint that says nothing either samples from the model's own
     /// distribution.
     pub fn sampling(&self) -> Sampling {
         let (said, neutral) = (&self.generation, Sampling::default());
@@ -141,7 +141,7 @@ impl Checkpoint {
     }
 }
 
-/// What the flags say of speculation, in the engine's words.
+/// The flags of speculation as the engine's options.
 pub fn speculation(drafts: Drafts, options: engine::Options) -> engine::Options {
     engine::Options {
         speculate: match (drafts.draft, drafts.speculation) {
@@ -154,20 +154,20 @@ pub fn speculation(drafts: Drafts, options: engine::Options) -> engine::Options 
     }
 }
 
-/// A model in memory, and what is to be said about it.
+/// A model in memory, and its description.
 pub struct Loaded {
     pub model: Qwen,
-    /// Where it computes: `cpu` or `metal`.
+    /// The name of its device: `cpu` or `metal`.
     pub device: &'static str,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
     /// The memory plan, and the device it was made for.
     pub plan: serde_json::Value,
-    /// What the plan sets aside for requests, in bytes.
+    /// Memory that the plan sets aside for requests, in bytes.
     pub requests: u64,
 }
 
-/// What the flags say of loading, in the model's words.
+/// The flags of loading as the model's options.
 pub fn options(load: &Load) -> model::Options {
     model::Options {
         threads: load.threads,

@@ -166,8 +166,8 @@ async fn keep_alive(every: Duration) {
     }
 }
 
-/// Where checkpoints of prompts are kept, under a key that names what their bytes depend on beside the tokens. This very
-/// program is part of it: another build may round otherwise.
+/// The disk's store of prompts' checkpoints, under a key that names what their bytes depend on beside the tokens. This
+/// very program is part of it: another build may round otherwise.
 fn storage(config: &Serve, checkpoint: &Checkpoint, loaded: &Loaded) -> Option<Storage> {
     let dir = match &config.prompt_cache_dir {
         PromptDir::Off => return None,
