@@ -61,7 +61,7 @@ pub(super) struct Ahead {
     allowed: Receiver<Result<Allowed, String>>,
 }
 
-/// What its thread is told.
+/// A message to its thread.
 enum Word {
     Drew(u32),
     /// A copy is wanted, as the constraint is behind what was drawn.

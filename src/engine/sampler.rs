@@ -28,11 +28,11 @@ pub struct Sampler {
     usable: usize,
     /// Tokens so far, the prompt's included: the place of the next one.
     place: u64,
-    /// How often the answer has each token; 0 for a token of the prompt alone. Empty where no penalty asks.
+    /// The count of each token in the answer; 0 for a token of the prompt alone. Empty where no penalty asks.
     seen: HashMap<u32, u32>,
     /// The logits of steps 1 to 3.
     row: Vec<f32>,
-    /// Who is still in the draw.
+    /// Tokens that are still in the draw.
     pool: Vec<Candidate>,
 }
 

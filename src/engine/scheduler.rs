@@ -39,9 +39,9 @@ pub(super) struct Scheduler<M: Model> {
     model: M,
     options: Options,
     line: Arc<Line>,
-    /// What the last request left, for one that goes on where it ended.
+    /// The last request's session, for one that goes on where it ended.
     session: Option<Session<M::State>>,
-    /// How often the cache had been emptied when the session was left.
+    /// The number of times the cache had been emptied when the session was left.
     emptied: u64,
     speculation: Speculation<M>,
 }
@@ -127,7 +127,7 @@ impl<M: Model> Scheduler<M> {
         outcome
     }
 
-    /// What is known of a prompt. The session is out of `self` while it is worked on: whatever goes wrong, it is gone.
+    /// The session to begin a prompt with. It is out of `self` while it is worked on: whatever goes wrong, it is gone.
     fn resume(&mut self, request: &Request) -> Result<Session<M::State>, ModelError> {
         let cache = self.line.cache.clone();
         let emptied = std::mem::replace(&mut self.emptied, cache.emptied());
@@ -296,7 +296,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// What a panic said.
+/// A panic's message.
 fn words(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())

@@ -22,7 +22,7 @@ use std::{
 
 pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// What nginx logs for a client that closed the connection before there was an answer.
+/// nginx's status for a client that closed the connection before there was an answer.
 const CLIENT_LEFT: u16 = 499;
 
 /// One request's account.

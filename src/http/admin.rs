@@ -18,11 +18,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a failure of the storage counts if nothing is asked of it since: whoever sends requests to healthy servers
-/// only would never learn that it is well again.
+/// A failure of the storage counts this long if nothing is asked of it since: a router that sends requests to healthy
+/// servers only would never learn that it is well again.
 const FORGET: Duration = Duration::from_secs(60);
 
-/// What the last answers say of the model's files.
+/// The state of the model's files, as the last answers found it.
 #[derive(Default)]
 pub struct Health {
     failed: Mutex<Option<(Instant, String)>>,

@@ -1,4 +1,4 @@
-//! What the server sends: OpenAI's answers and chunks. Serde only. What is borrowed here is written once a token.
+//! Bodies that the server sends: OpenAI's answers and chunks. Serde only. Types that borrow are written once a token.
 
 use serde::{Serialize, Serializer};
 
@@ -168,7 +168,7 @@ pub struct TextLogprobs {
     pub token_logprobs: Vec<Option<f32>>,
     /// The likeliest tokens and the token itself.
     pub top_logprobs: Vec<Option<Likeliest>>,
-    /// Where the token begins in the text, in characters.
+    /// The token's offset in the text, in characters.
     pub text_offset: Vec<usize>,
 }
 

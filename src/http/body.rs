@@ -66,7 +66,7 @@ fn grow(kept: &mut Vec<u8>, len: usize, announced: usize, share: &mut Share) -> 
     Ok(())
 }
 
-/// What is asked for, and the share of memory that it holds.
+/// The parsed request, and the share of memory that it holds.
 pub async fn json<T>(door: &Door, body: Body) -> Result<(T, Share), Reject>
 where
     T: DeserializeOwned + Send + 'static,

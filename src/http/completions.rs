@@ -52,7 +52,7 @@ pub async fn completions(
     }
 }
 
-/// What was asked for, checked.
+/// A checked request.
 struct Job {
     head: Head,
     tally: Arc<Tally>,

@@ -1,7 +1,7 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, translated into a [`super::conversation`] and
 //! back. `request` is the way in, `answer` the way out.
 //!
-//! Where this server decides: without `thinking` the model does not reason, as Anthropic documents it, unless the server
+//! Choices of this server: without `thinking` the model does not reason, as Anthropic documents it, unless the server
 //! was started with `--thinking on`; a signature of a thinking block is never checked; what a tool's error was is in its
 //! text.
 

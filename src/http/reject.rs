@@ -192,7 +192,7 @@ impl Reject {
         &self.message
     }
 
-    /// What is sent as JSON, in a body or in an event of a stream.
+    /// The JSON that is sent, in a body or in an event of a stream.
     pub fn body(&self) -> ErrorBody<'_> {
         let Self { kind, code, param, message, .. } = self;
         ErrorBody { error: ErrorObject { message, kind, param: param.as_deref(), code: *code } }

@@ -2,7 +2,7 @@
 //! [`super::conversation`] and back. `request` is the way in, `answer` the way out, `store` what `previous_response_id`
 //! goes on from.
 //!
-//! Where this server decides: reasoning is told in its own words, as `reasoning_text`, or as the summary if one was asked
+//! Choices of this server: reasoning is told in its own words, as `reasoning_text`, or as the summary if one was asked
 //! for; the `encrypted_content` that clients may ask for is the reasoning itself. Tools that OpenAI's servers run are
 //! never called here.
 

@@ -1,4 +1,4 @@
-//! Whether and how long a model reasons, under the names that clients have for it.
+//! Reasoning on or off, and its budget, under the names that clients have for them.
 //!
 //! | field | |
 //! |---|---|
@@ -48,7 +48,7 @@ pub fn thinking(request: &mut ChatRequest) -> Result<Option<usize>, Reject> {
     Ok(budget)
 }
 
-/// Whether to reason, and the most tokens for it.
+/// Reasoning on or off, and its tokens at most.
 fn effort(param: &str, word: &str) -> Result<(bool, Option<usize>), Reject> {
     Ok(match word {
         "none" => (false, None),

@@ -21,7 +21,7 @@ use crate::{
 };
 use std::sync::Arc;
 
-/// What one event brought.
+/// The output of one event.
 #[derive(Debug, Default)]
 pub struct Turn {
     pub deltas: Vec<Delta>,
@@ -34,7 +34,7 @@ pub struct Turn {
     pub end: Option<FinishReason>,
 }
 
-/// How an answer ended.
+/// The end of an answer.
 #[derive(Debug)]
 pub struct Ending {
     pub reason: FinishReason,
@@ -43,7 +43,7 @@ pub struct Ending {
     pub usage: Usage,
 }
 
-/// How a generation's text is read.
+/// The way in which a generation's text is read.
 pub enum Reader {
     /// As it is.
     Plain,
@@ -163,7 +163,7 @@ impl Transcript {
         }
     }
 
-    /// What was used so far.
+    /// Tokens used so far.
     pub fn usage(&self) -> Usage {
         Usage { total_tokens: self.usage.prompt_tokens + self.usage.completion_tokens, ..self.usage }
     }

@@ -8,7 +8,7 @@ use super::super::{
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-/// What Claude Code puts before its system prompt. It changes with every turn, so nothing after it could be reused, and
+/// Claude Code's line before its system prompt. It changes with every turn, so nothing after it could be reused, and
 /// it means nothing to a model.
 const BILLING: &str = "x-anthropic-billing-header:";
 
@@ -252,7 +252,7 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Rej
         let at = format!("{at}[{index}]");
         match block["type"].as_str() {
             Some("thinking") => reasoning += block["thinking"].as_str().unwrap_or_default(),
-            // What is in it, only Anthropic can read.
+            // Only Anthropic can read it.
             Some("redacted_thinking") => {}
             Some("tool_use") => {
                 let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {

@@ -90,7 +90,7 @@ impl ResponsesRequest {
         pairs.collect()
     }
 
-    /// Whether clients want the reasoning in `encrypted_content`.
+    /// True if the client wants the reasoning in `encrypted_content`.
     pub fn wants_reasoning_back(&self) -> bool {
         self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
     }
