@@ -107,7 +107,7 @@ impl Checkpoint {
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 
-    /// How its weights are stored: `4-bit affine, groups of 64`, or the type of those that are not quantised.
+    /// The encoding of its weights: `4-bit affine, groups of 64`, or the type of those that are not quantised.
     pub fn quantisation(&self) -> Option<String> {
         let config = config::generation::json(&self.dir.join("config.json")).ok()??;
         let table = config.get("quantization").or(config.get("quantization_config"));

@@ -135,7 +135,7 @@ impl Handle {
         (usize::from(queue.running), queue.waiting.len())
     }
 
-    /// Who waits, in line: the tokens of the prompt, and the time since it came.
+    /// The waiting requests in line: the tokens of the prompt, and the time since it came.
     pub fn waiting(&self) -> Vec<(usize, Duration)> {
         let queue = self.door.0.lock();
         queue.waiting.iter().map(|job| (job.request.ids.len(), job.arrived.elapsed())).collect()

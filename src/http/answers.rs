@@ -212,7 +212,7 @@ pub struct Model<'a> {
     /// Experts that each token visits, if the model has any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts_per_token: Option<usize>,
-    /// How the weights are stored, in words.
+    /// The encoding of the weights, in words.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantization: Option<&'a str>,
     pub capabilities: Capabilities,

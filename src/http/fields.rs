@@ -17,7 +17,7 @@ pub struct Field {
     pub does: Does,
 }
 
-/// What becomes of a field.
+/// The treatment of a field.
 pub enum Does {
     /// It is obeyed; the text says how, where that is not plain.
     Obeyed(&'static str),
@@ -54,7 +54,7 @@ pub fn check(fields: &Map<String, Value>, known: &[Field]) -> Result<(), Reject>
     Ok(())
 }
 
-/// Whether `value` is what `word` writes as JSON; an empty array and an empty object are whatever is empty.
+/// True if `value` equals the JSON `word`; numbers are compared by value.
 fn is(value: &Value, word: &str) -> bool {
     serde_json::from_str::<Value>(word).is_ok_and(|accepted| match (value.as_f64(), accepted.as_f64()) {
         (Some(a), Some(b)) => a == b,
@@ -75,7 +75,7 @@ fn nearest<'a>(name: &str, known: &'a [Field]) -> Option<&'a str> {
     close.min().map(|(_, name)| name)
 }
 
-/// How many letters must be changed, added, left out, or exchanged with their neighbour (optimal string alignment).
+/// The bytes that must be changed, added, left out, or exchanged with their neighbour (optimal string alignment).
 fn distance(a: &str, b: &str) -> usize {
     let (a, b) = (a.as_bytes(), b.as_bytes());
     let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];

@@ -81,7 +81,7 @@ pub struct ModelCard {
     pub created: u64,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
-    /// How the weights are stored, in words.
+    /// The encoding of the weights, in words.
     pub quantisation: Option<String>,
 }
 

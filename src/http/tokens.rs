@@ -46,7 +46,8 @@ pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<
     Ok(Json(Tokenized { count: tokens.len(), max_model_len: app.engine.context(), tokens, token_strs }))
 }
 
-/// What a client needs to render and count on its own, as vLLM has it: lm-evaluation-harness asks for it.
+/// The template and limits with which a client renders and counts on its own, as vLLM gives them, for
+/// lm-evaluation-harness.
 pub async fn info(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> {
     let app = door.app()?;
     let mut info = app.template.as_ref().map_or_else(|| json!({}), |template| template.info().clone());

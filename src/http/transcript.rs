@@ -65,7 +65,7 @@ pub struct Transcript {
     /// Bytes of content given so far.
     given: usize,
     usage: Usage,
-    /// How the answer ended, in the metrics' words: a client left, unless something else happens first.
+    /// The answer's outcome, in the metrics' words: a client left, unless something else happens first.
     ended: &'static str,
     tally: Arc<Tally>,
     /// The memory of the request, until the answer is told.

@@ -1,5 +1,5 @@
-//! What coding agents send, recorded from one turn of each (`claude -p`, `codex exec`) and shortened: every field and kind of
-//! block is there, the texts are others.
+//! Coding agents' requests, recorded from one turn of each (`claude -p`, `codex exec`) and shortened: every field and
+//! kind of block is there, the texts are others.
 
 use super::server::Server;
 use serde_json::{Value, json};
