@@ -71,7 +71,7 @@ pub struct Load {
     pub serving: bool,
     /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
     pub prompt_cache: Option<u64>,
-    /// Whether several tokens are tried at once, which takes memory to go back with.
+    /// Drafts are verified, which takes memory to take rows back.
     pub verify: bool,
 }
 
@@ -109,7 +109,7 @@ fn experts_at_most(swiftlm: Option<&str>) -> Result<Option<usize>, String> {
     text.map(count).transpose()
 }
 
-/// Where checkpoints of prompts outlive the server.
+/// The place in which checkpoints of prompts outlive the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PromptDir {
     Off,
@@ -131,7 +131,7 @@ pub struct Serve {
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
     pub keep_billing_header: bool,
-    /// Where checkpoints of prompts are kept, and how many bytes of them.
+    /// The place of prompts' checkpoints on the disk, and their bytes at most.
     pub prompt_cache_dir: PromptDir,
     pub prompt_cache_disk: u64,
     pub load: Load,
@@ -183,7 +183,7 @@ fn key(path: &Path) -> Result<String, String> {
     values::key(key).map_err(failed)
 }
 
-/// Whether and how several tokens are tried at once.
+/// The settings of speculation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Drafts {
     pub draft: Draft,

@@ -91,7 +91,7 @@ pub enum EngineError {
 /// Why a command ended: one line on the terminal.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
-    /// What was typed makes no sense.
+    /// The command line makes no sense.
     #[error("{0}")]
     Usage(String),
     #[error("no such directory: {}", .0.display())]

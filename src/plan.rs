@@ -26,7 +26,7 @@ const CONTEXT: [u64; 2] = [4096, 32768];
 const CHUNK: [u64; 2] = [256, 2048];
 /// The most the prompt cache takes by default (bytes).
 const PROMPT_CACHE: u64 = 2 << 30;
-/// What a server sets aside for the requests it has not answered: 1/16 of the limit, within these (bytes).
+/// A server's memory for requests it has not answered: 1/16 of the limit, within these (bytes).
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
 /// The limit where neither the user nor the system gives one (bytes).
 const FALLBACK: u64 = 4 << 30;

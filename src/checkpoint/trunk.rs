@@ -260,7 +260,7 @@ impl<'a> Trunk<'a> {
         self.len == 0
     }
 
-    /// What was gathered: the buffers in the order of [`BUFFERS`].
+    /// The filled buffers, in the order of [`BUFFERS`].
     pub fn finish(self) -> Result<[Arc<Slab>; 2], ModelError> {
         let bytes = self.vectors.len() * 4;
         let mut vectors = Slab::new(bytes).map_err(|error| refused(bytes, &error))?;

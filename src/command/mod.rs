@@ -85,12 +85,12 @@ pub struct Checkpoint {
     pub tokenizer: Arc<Tokenizer>,
     /// A base model has none.
     pub template: Option<Template>,
-    /// How it wants to be sampled, the flags considered.
+    /// The sampling that its author recommends, overridden by the flags.
     pub generation: Generation,
 }
 
 impl Checkpoint {
-    /// `typed` is what the flags say of sampling.
+    /// `typed` are the flags of sampling.
     pub fn open(source: &Source, typed: Generation) -> Result<Self, CommandError> {
         let dir = resolve(source)?;
         let name = match source {
@@ -108,7 +108,26 @@ impl Checkpoint {
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 
-    /// What holds where a request says nothing. A checkpoint that says nothing either samples from the model's own
+    /// The encoding of its weights: `4-bit affine, groups of 64`, or the type of those that are not quantised.
+    pub fn quantisation(&self) -> Option<String> {
+        let config = config::generation::json(&self.dir.join("config.json")).ok()??;
+        let table = config.get("quantization").or(config.get("quantization_config"));
+        let bits = table.and_then(|table| table["bits"].as_u64());
+        match (table, bits) {
+            (Some(table), Some(bits)) => {
+                let mode = table["mode"].as_str().unwrap_or("affine");
+                let groups = table["group_size"].as_u64().map(|size| format!(", groups of {size}"));
+                Some(format!("{bits}-bit {mode}{}", groups.unwrap_or_default()))
+            }
+            _ => {
+                let text = &config["text_config"];
+                let kinds = [&config["dtype"], &config["torch_dtype"], &text["dtype"], &text["torch_dtype"]];
+                kinds.into_iter().find_map(|kind| kind.as_str()).map(str::to_owned)
+            }
+        }
+    }
+
+    /// The sampling where a request says nothing. A checkpoint that says nothing either samples from the model's own
     /// distribution.
     pub fn sampling(&self) -> Sampling {
         let (said, neutral) = (&self.generation, Sampling::default());
@@ -123,37 +142,33 @@ impl Checkpoint {
     }
 }
 
-/// What the flags say of speculation, in the engine's words.
+/// The flags of speculation as the engine's options.
 pub fn speculation(drafts: Drafts, options: engine::Options) -> engine::Options {
     engine::Options {
-        draft: match drafts.draft {
-            config::Draft::Lookup => engine::Draft::Lookup,
-            config::Draft::Off => engine::Draft::Off,
-        },
-        speculate: match drafts.speculation {
-            config::Speculation::Auto => engine::Speculate::Auto,
-            config::Speculation::Off => engine::Speculate::Off,
-            config::Speculation::Force => engine::Speculate::Force,
+        speculate: match (drafts.draft, drafts.speculation) {
+            (config::Draft::Off, _) | (_, config::Speculation::Off) => engine::Speculate::Off,
+            (_, config::Speculation::Auto) => engine::Speculate::Auto,
+            (_, config::Speculation::Force) => engine::Speculate::Force,
         },
         draft_tokens: drafts.tokens,
         ..options
     }
 }
 
-/// A model in memory, and what is to be said about it.
+/// A model in memory, and its description.
 pub struct Loaded {
     pub model: Qwen,
-    /// Where it computes: `cpu` or `metal`.
+    /// The name of its device: `cpu` or `metal`.
     pub device: &'static str,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
     /// The memory plan, and the device it was made for.
     pub plan: serde_json::Value,
-    /// What the plan sets aside for requests, in bytes.
+    /// Memory that the plan sets aside for requests, in bytes.
     pub requests: u64,
 }
 
-/// What `--kv-bits` says, in the model's words.
+/// `--kv-bits` as an option of the model.
 pub fn kv_bits(said: config::KvBits) -> KvBits {
     match said {
         config::KvBits::Sixteen => KvBits::Sixteen,
@@ -162,7 +177,7 @@ pub fn kv_bits(said: config::KvBits) -> KvBits {
     }
 }
 
-/// What the flags say of loading, in the model's words.
+/// The flags of loading as the model's options.
 pub fn options(load: &Load) -> model::Options {
     model::Options {
         threads: load.threads,

@@ -25,7 +25,7 @@ use std::{
 
 /// The positional argument's name in the file.
 const MODEL: &str = "model";
-/// Where a model of the file lies: a directory or a hub id. Not a flag.
+/// The place of a model of the file: a directory or a hub id. Not a flag.
 const PATH: &str = "path";
 
 /// Flags by name, without the dashes.
@@ -39,7 +39,7 @@ pub struct File {
     models: BTreeMap<String, Flags>,
 }
 
-/// What holds for a command after all.
+/// The settings that a command runs with.
 #[derive(Debug, Default)]
 pub struct Settings {
     /// The file that was read, if there was one.
@@ -168,7 +168,7 @@ impl File {
         rows.collect()
     }
 
-    /// Where the model of that name lies.
+    /// The place of the model of that name.
     fn place_of(&self, model: &str) -> Option<String> {
         self.models.get(model)?.get(PATH).cloned()
     }
@@ -216,7 +216,7 @@ fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, 
     Ok((name, value))
 }
 
-/// Whether the flag says how something is done.
+/// True for every flag but help, version and the file's own.
 fn is_setting(flag: &str) -> bool {
     !["help", "version", "config"].contains(&flag)
 }

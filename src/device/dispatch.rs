@@ -33,7 +33,7 @@ impl Region {
         self.part(first * width * 4, count * width * 4)
     }
 
-    /// Whether the two have a byte in common.
+    /// True if the two have a byte in common.
     pub fn overlaps(self, other: Self) -> bool {
         self.buffer == other.buffer && self.offset < other.offset + other.len && other.offset < self.offset + self.len
     }

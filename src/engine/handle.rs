@@ -2,7 +2,7 @@
 //! model. Whoever waits in line and goes away leaves the line at once; so does whoever waits too long.
 
 use super::{
-    Draft, Event, Events, Request, Scheduler, Speculate,
+    Draft, Event, Events, Lookup, Request, Scheduler, Speculate,
     cache::{Cache, Status, Storage},
 };
 use crate::{
@@ -19,7 +19,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// What the engine needs to know that no request says.
+/// Options of the engine.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Requests that may wait beside the one being worked on.
@@ -30,15 +30,14 @@ pub struct Options {
     pub usable_vocab: usize,
     /// The most time a request may take, the wait included.
     pub request_timeout: Option<Duration>,
-    /// Where drafts come from, whether they are used, and how many tokens they have at most.
-    pub draft: Draft,
+    /// The use of drafts, and their tokens at most.
     pub speculate: Speculate,
     pub draft_tokens: usize,
     /// Bytes that the prompt cache may take in memory.
     pub prompt_cache: u64,
-    /// Where it keeps checkpoints for the next start.
+    /// The disk on which it keeps checkpoints for the next start.
     pub storage: Option<Storage>,
-    /// What [`Handle::drain`] leaves to requests that were accepted before it.
+    /// The time that [`Handle::drain`] leaves to requests that were accepted before it.
     pub grace: Duration,
 }
 
@@ -49,8 +48,7 @@ impl Default for Options {
             eos: Vec::new(),
             usable_vocab: usize::MAX,
             request_timeout: None,
-            draft: Draft::default(),
-            // Who serves decides; a test that counts passes wants none of it.
+            // The server turns it on; tests that count passes want none of it.
             speculate: Speculate::Off,
             draft_tokens: 7,
             prompt_cache: 0,
@@ -60,9 +58,19 @@ impl Default for Options {
     }
 }
 
-/// Starts the thread that owns `model`. It ends after [`Handle::drain`], or when the last handle is gone; a
-/// [`Worker::join`] waits for that.
+/// [`spawn_with`] drafts that are looked up.
 pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io::Result<(Handle, Worker)> {
+    spawn_with(model, Box::new(Lookup), options, metrics)
+}
+
+/// Starts the thread that owns `model` and `draft`. It ends after [`Handle::drain`], or when the last handle is gone; a
+/// [`Worker::join`] waits for that.
+pub fn spawn_with<M: Model>(
+    model: M,
+    draft: Box<dyn Draft<M>>,
+    options: Options,
+    metrics: Arc<Metrics>,
+) -> io::Result<(Handle, Worker)> {
     let cache = Arc::new(Cache::new(options.prompt_cache, model.snapshot_size(), metrics.clone()));
     if let Some(storage) = options.storage.as_ref().filter(|_| options.prompt_cache > 0) {
         cache.store_in(storage);
@@ -81,8 +89,9 @@ pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io:
         metrics,
     });
     let door = Arc::new(Door(line.clone()));
-    let thread =
-        std::thread::Builder::new().name("engine".into()).spawn(move || Scheduler::new(model, options, line).run())?;
+    let thread = std::thread::Builder::new()
+        .name("engine".into())
+        .spawn(move || Scheduler::new(model, draft, options, line).run())?;
     Ok((Handle { door }, Worker { thread }))
 }
 
@@ -126,6 +135,12 @@ impl Handle {
         (usize::from(queue.running), queue.waiting.len())
     }
 
+    /// The waiting requests in line: the tokens of the prompt, and the time since it came.
+    pub fn waiting(&self) -> Vec<(usize, Duration)> {
+        let queue = self.door.0.lock();
+        queue.waiting.iter().map(|job| (job.request.ids.len(), job.arrived.elapsed())).collect()
+    }
+
     /// The most tokens a prompt and its answer may have together.
     pub fn context(&self) -> usize {
         self.door.0.limits.context
@@ -136,7 +151,7 @@ impl Handle {
         self.door.0.limits.vocab
     }
 
-    /// What the prompt cache holds.
+    /// The bytes and checkpoints of the prompt cache.
     pub fn prompt_cache(&self) -> Status {
         self.door.0.cache.status()
     }
@@ -194,7 +209,7 @@ impl Job {
     }
 }
 
-/// How a request ends before its answer does.
+/// The end of a request before that of its answer.
 #[derive(Debug)]
 pub(super) enum Over {
     /// Nobody listens any more.
@@ -214,7 +229,7 @@ impl From<ModelError> for Over {
     }
 }
 
-/// What is shared between the handles and the engine's thread. The lock is held for moments only, never across a
+/// The state that handles and the engine's thread share. The lock is held for moments only, never across a
 /// forward pass.
 pub(super) struct Line {
     queue: Mutex<Queue>,

@@ -21,17 +21,18 @@ use std::{
 };
 
 /// Draws the tokens of one answer.
+#[derive(Clone)]
 pub struct Sampler {
     sampling: Sampling,
     seed: u64,
     usable: usize,
     /// Tokens so far, the prompt's included: the place of the next one.
     place: u64,
-    /// How often the answer has each token; 0 for a token of the prompt alone. Empty where no penalty asks.
+    /// The count of each token in the answer; 0 for a token of the prompt alone. Empty where no penalty asks.
     seen: HashMap<u32, u32>,
     /// The logits of steps 1 to 3.
     row: Vec<f32>,
-    /// Who is still in the draw.
+    /// Tokens that are still in the draw.
     pool: Vec<Candidate>,
 }
 
@@ -89,6 +90,14 @@ impl Sampler {
             *self.seen.entry(id).or_default() += 1;
         }
         drawn
+    }
+
+    /// Becomes a copy of `other`, a sampler of the same answer.
+    pub fn catch_up(&mut self, other: &Self) {
+        self.place = other.place;
+        if self.penalises() {
+            self.seen.clone_from(&other.seen);
+        }
     }
 
     fn penalises(&self) -> bool {

@@ -10,7 +10,7 @@
 //! An error or a panic of the model ends the request it happened in, and its session; the next request starts afresh.
 
 use super::{
-    Allowed, Event, Finish, Logprobs, Options, Request, Sampler, Session, Timings,
+    Allowed, Draft, Event, Finish, Logprobs, Options, Request, Sampler, Session, Timings,
     cache::{
         Place,
         places::{self, Kind},
@@ -18,7 +18,7 @@ use super::{
     constraint::Ahead,
     handle::{Job, Line, Over},
     sampler::logprobs,
-    speculation::{Speculation, Step},
+    speculation::{Drawn, Speculation, Step},
 };
 use crate::{
     error::{EngineError, ModelError},
@@ -39,17 +39,16 @@ pub(super) struct Scheduler<M: Model> {
     model: M,
     options: Options,
     line: Arc<Line>,
-    /// What the last request left, for one that goes on where it ended.
+    /// The last request's session, for one that goes on where it ended.
     session: Option<Session<M::State>>,
-    /// How often the cache had been emptied when the session was left.
+    /// The number of times the cache had been emptied when the session was left.
     emptied: u64,
-    speculation: Speculation,
+    speculation: Speculation<M>,
 }
 
 impl<M: Model> Scheduler<M> {
-    pub fn new(model: M, options: Options, line: Arc<Line>) -> Self {
-        let Options { draft, speculate, draft_tokens, .. } = options;
-        let speculation = Speculation::new(draft, speculate, draft_tokens, line.metrics.clone());
+    pub fn new(mut model: M, draft: Box<dyn Draft<M>>, options: Options, line: Arc<Line>) -> Self {
+        let speculation = Speculation::new(&mut model, draft, &options, line.metrics.clone());
         Self { model, options, line, session: None, emptied: 0, speculation }
     }
 
@@ -102,12 +101,14 @@ impl<M: Model> Scheduler<M> {
         metrics.queue_seconds.observe(queued.as_secs_f64());
 
         let mut session = self.resume(&job.request)?;
+        self.speculation.start(session.goes_on());
         let cached_tokens = session.len();
         metrics.prompt_tokens_cached.inc_by(cached_tokens as u64);
         let _ = job.events.send(Event::Started { cached_tokens, queued });
 
         let outcome = self.prefill(job, &mut session).and_then(|logits| {
             let prefilled = Instant::now();
+            metrics.prefill_seconds.observe((prefilled - started).as_secs_f64());
             let mut timings = Timings {
                 prompt_tokens: job.request.ids.len(),
                 cached_tokens,
@@ -116,6 +117,7 @@ impl<M: Model> Scheduler<M> {
             };
             let finish = self.decode(job, &mut session, logits, &mut timings)?;
             timings.decode_seconds = prefilled.elapsed().as_secs_f64();
+            metrics.decode_seconds.observe(timings.decode_seconds);
             Ok((finish, timings))
         });
         // A client that left, or ran out of time, did so between two steps: the state is sound.
@@ -125,7 +127,7 @@ impl<M: Model> Scheduler<M> {
         outcome
     }
 
-    /// What is known of a prompt. The session is out of `self` while it is worked on: whatever goes wrong, it is gone.
+    /// The session to begin a prompt with. It is out of `self` while it is worked on: whatever goes wrong, it is gone.
     fn resume(&mut self, request: &Request) -> Result<Session<M::State>, ModelError> {
         let cache = self.line.cache.clone();
         let emptied = std::mem::replace(&mut self.emptied, cache.emptied());
@@ -200,6 +202,7 @@ impl<M: Model> Scheduler<M> {
             let mut taken = Vec::with_capacity(at.len());
             let begin = Instant::now();
             last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken)?;
+            self.speculation.follow(&mut self.model, session, to - from);
             for ((at, kind), snapshot) in marks.into_iter().zip(taken) {
                 cache.insert(&ids[..at], kind, snapshot, self.emptied);
             }
@@ -231,7 +234,6 @@ impl<M: Model> Scheduler<M> {
         logits: Logits,
         timings: &mut Timings,
     ) -> Result<Finish, Over> {
-        self.speculation.start(&job.request.ids);
         let mut step = Step::first(logits);
         let outcome = self.draw(job, session, &mut step, timings);
         self.speculation.settle(session, &mut self.model, &step, timings)?;
@@ -277,7 +279,8 @@ impl<M: Model> Scheduler<M> {
             if let Some(ahead) = &ahead {
                 ahead.drew(id);
             }
-            self.speculation.advance(session, &mut self.model, step, id, (room, timings))?;
+            let drawn = Drawn { id, sampler: &sampler, ahead: ahead.as_ref(), room };
+            self.speculation.advance(session, &mut self.model, step, &drawn, timings)?;
         }
         Ok(Finish::Length)
     }
@@ -293,7 +296,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// What a panic said.
+/// A panic's message.
 fn words(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())

@@ -314,7 +314,7 @@ impl Experts {
             .or_else(|| live.ahead.give_up(|slot| live.slots.is_predicted(slot) && self.reader.cancel(slot)))
     }
 
-    /// What was read ahead for a layer and not asked for may go from now on.
+    /// Unpins the experts that were read ahead for a layer and not asked for.
     fn pass_over(&self, live: &mut Live, layer: usize) {
         while let Some(slot) = live.ahead.settle(layer) {
             if live.slots.is_predicted(slot) && self.reader.cancel(slot) {

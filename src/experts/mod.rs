@@ -59,7 +59,7 @@ use reader::{Failure, Reader};
 use slots::{Claim, Purpose, Slots, State};
 use std::{cell::RefCell, ops::Range, path::PathBuf, sync::Arc, time::Instant};
 
-/// What experts are asked for.
+/// The kind of pass that asks for experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// A chunk of a prompt: nearly every expert of a layer is wanted, so reads are lined up a few at a time.
@@ -68,7 +68,7 @@ pub enum Phase {
     Decode,
 }
 
-/// How experts are kept.
+/// Options of the store of experts.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Experts held in memory; as many as the model has (or more) is *resident*.
@@ -77,11 +77,11 @@ pub struct Options {
     /// Reads in flight at most.
     pub threads: usize,
     pub prefetch: Prefetch,
-    /// Where the list of hot experts is kept, if it is.
+    /// The list of hot experts, if one is kept.
     pub warm: Option<Warm>,
     /// Writes what every layer asks for to this file: the input of `benches/expert_cache.rs`.
     pub trace: Option<PathBuf>,
-    /// What each record of a pack has to be; `None` for a checkpoint's own files.
+    /// The checksum of each record of a pack; `None` for a checkpoint's own files.
     pub sums: Option<Arc<Sums>>,
 }
 
@@ -107,12 +107,12 @@ pub struct Experts {
     live: RefCell<Live>,
 }
 
-/// What changes while serving.
+/// State that changes while serving.
 struct Live {
     slots: Slots,
     scores: Scores,
     ahead: Ahead,
-    /// Where each slot's pieces are, from the start of the slot.
+    /// The bytes of each slot's pieces, from the start of the slot.
     spans: Vec<[Range<usize>; PIECES]>,
     trace: Option<trace::Trace>,
     spare: Vec<asked::Lists>,
@@ -188,7 +188,7 @@ impl Experts {
         self.resident
     }
 
-    /// How the files are read.
+    /// The way in which the files are read.
     pub fn access(&self) -> Access {
         self.access
     }
@@ -207,7 +207,7 @@ impl Experts {
         &self.slab
     }
 
-    /// Where the pieces of an expert lie in whichever slot it is in; `None` if there is no such expert.
+    /// The bytes of an expert's pieces, from the start of its slot; `None` if there is no such expert.
     pub fn spans(&self, layer: usize, expert: u32) -> Option<[Range<usize>; PIECES]> {
         let pieces = self.map.layers.get(layer)?.get(expert as usize)?;
         Some(Layout::new(pieces, self.reader.source().block()).spans)
@@ -257,7 +257,7 @@ impl Experts {
         Ok(())
     }
 
-    /// Whether [`Experts::read_ahead`] would do anything: predicting costs time, too.
+    /// True if [`Experts::read_ahead`] would read: otherwise the caller need not spend time on a prediction.
     pub fn wants_prediction(&self, phase: Phase) -> bool {
         !self.resident && self.live.borrow().ahead.is_on(phase)
     }

@@ -22,7 +22,7 @@ use std::{
 
 pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// What nginx logs for a client that closed the connection before there was an answer.
+/// nginx's status for a client that closed the connection before there was an answer.
 const CLIENT_LEFT: u16 = 499;
 
 /// One request's account.
@@ -53,6 +53,11 @@ impl Tally {
     pub fn add(&self, prompt_tokens: usize, completion_tokens: usize) {
         self.prompt_tokens.fetch_add(prompt_tokens, Relaxed);
         self.completion_tokens.fetch_add(completion_tokens, Relaxed);
+    }
+
+    /// An answer ended, or was left: `reason` is one of those that the metrics know.
+    pub fn answered(&self, reason: &'static str, prompt_tokens: usize, generated_tokens: usize) {
+        self.metrics.answered(reason, prompt_tokens, generated_tokens);
     }
 
     /// A stream begins: until [`Tally::complete`], it counts as cut short.
@@ -99,13 +104,15 @@ impl Drop for Tally {
 
 /// The label of a path: one of a fixed set, since a client can invent any number of paths.
 fn endpoint(path: &str) -> &'static str {
-    const KNOWN: [&str; 10] = [
+    const KNOWN: [&str; 12] = [
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/openapi.json",
+        "/tokenizer_info",
         "/tokenize",
         "/detokenize",
         "/health",

@@ -26,7 +26,7 @@ use tokio_stream::Stream;
 /// comment keeps clients and proxies from hanging up.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
-/// What has been written and not yet sent. The lock is never contended: writer and reader are one task.
+/// Bytes that are written and not yet sent. The lock is never contended: writer and reader are one task.
 #[derive(Clone, Default)]
 pub struct Frames(Arc<Mutex<Vec<u8>>>);
 

@@ -15,6 +15,7 @@ mod sequence;
 pub mod snapshot;
 pub mod speed;
 mod state;
+mod tap;
 mod verify;
 
 pub use config::Config;
@@ -23,6 +24,7 @@ pub use qwen::{Options, Qwen};
 pub use reference::Reference;
 pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
+pub use tap::Taps;
 
 use crate::{device::DeviceError, error::ModelError};
 
@@ -51,7 +53,7 @@ impl Logits {
     }
 }
 
-/// What the engine needs of a model: so that the engine and the server also run against a test double.
+/// A model as the engine sees it: so the engine and the server also run against a test double.
 pub trait Model: Send + 'static {
     /// Everything one sequence remembers: KV cache, delta and convolution state.
     type State: Send;
@@ -64,7 +66,7 @@ pub trait Model: Send + 'static {
         self.forward_marking(state, ids, rows, &[], &mut Vec::new())
     }
 
-    /// [`Model::forward`], adding to `taken` what the sequence was at each of `marks`: positions, ascending, behind the
+    /// [`Model::forward`], adding to `taken` a snapshot at each of `marks`: positions, ascending, behind the
     /// first of `ids` and at most behind the last. They are taken in passing: the weights are read as often as without.
     fn forward_marking(
         &mut self,
@@ -82,7 +84,20 @@ pub trait Model: Send + 'static {
     /// Directly behind a [`Model::verify`]: the sequence never had its last `rows` tokens. The first one stays.
     fn take_back(&mut self, state: &mut Self::State, rows: usize) -> Result<(), ModelError>;
 
-    /// What the sequence is now.
+    /// From now on each pass leaves these hidden rows, until the next one. Instead of any that were asked for before.
+    fn tap(&mut self, taps: &Taps) -> Result<(), ModelError> {
+        let _ = taps;
+        Err(ModelError::Config("this model leaves no hidden rows".into()))
+    }
+
+    /// The hidden rows that the last pass kept of its first `rows` rows: `[kept rows, layers, hidden]`.
+    fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
+        let _ = rows;
+        into.clear();
+        Ok(())
+    }
+
+    /// The sequence's present state.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
 
     /// The sequence that `snapshot` was taken of, by this model or one with the same bytes. What `into` already holds of
@@ -92,7 +107,7 @@ pub trait Model: Send + 'static {
     /// Positions from the first on whose keys and values a snapshot of `state` would share with others that are alive.
     fn held(&self, state: &Self::State) -> usize;
 
-    /// What its snapshots take.
+    /// The bytes that its snapshots take.
     fn snapshot_size(&self) -> SnapshotSize;
 
     fn vocab(&self) -> usize;

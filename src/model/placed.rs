@@ -1,7 +1,8 @@
-//! Where a model computes: a device that has been shown its weights, and the memory it takes there.
+//! A model on a device: the device, which has adopted the weights, and the memory that the model takes there.
 
 use super::{
-    buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas, state::heads, verify::Undo,
+    buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas, state::heads, tap::Tapped,
+    verify::Undo,
 };
 use crate::{
     checkpoint::BUFFERS,
@@ -20,12 +21,13 @@ pub(super) struct Placed {
     pub limits: Limits,
     pub slots: Slots,
     pub buffers: Buffers,
-    /// How keys and values are kept.
+    /// The form of keys and values.
     pub heads: Heads,
     pub arenas: Arenas,
     pub lists: Lists,
     /// Made with the first verify.
     pub undo: Option<Undo>,
+    pub tapped: Tapped,
 }
 
 fn refuse<T>(why: impl Into<String>) -> Result<T, ModelError> {
@@ -55,7 +57,8 @@ impl Placed {
             run.write_words(buffers.tables, &tables(parts, store))?;
         }
         parts.net.set_cache(heads);
-        Ok(Self { run, limits, slots, buffers, heads, arenas: Arenas::default(), lists: Lists::default(), undo: None })
+        let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
+        Ok(Self { run, limits, slots, buffers, heads, arenas, lists, undo: None, tapped })
     }
 }
 

@@ -28,7 +28,7 @@ use std::{
     sync::Arc,
 };
 
-/// How to load a model.
+/// Options of loading a model.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
     /// Compute threads; the physical cores by default.
@@ -37,19 +37,19 @@ pub struct Options {
     pub wishes: Wishes,
     /// Fewer experts a token than the model's k; more is an error.
     pub experts_per_token: Option<usize>,
-    /// Where that says nothing: experts a token at most.
+    /// Without `experts_per_token`: experts a token at most.
     pub experts_at_most: Option<usize>,
-    /// How experts are read; `slots` is the plan's business.
+    /// Options of reading experts; the plan decides the slots.
     pub store: StoreOptions,
     /// The model goes to a GPU that recommends to be given so many bytes at most; the plan is made for it.
     pub gpu: Option<u64>,
-    /// Whether the plan has room for verifies that can be taken back.
+    /// The plan has room for verifies that can be taken back.
     pub verify: bool,
     /// Keys and values in fewer than 16 bits.
     pub kv_bits: KvBits,
 }
 
-/// What [`experts::Options`] has and the plan does not decide.
+/// The part of [`experts::Options`] that the plan does not decide.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
     /// Fewer slots than the plan has room for, for tests and measurements.
@@ -57,7 +57,7 @@ pub struct StoreOptions {
     pub io: experts::Io,
     pub threads: usize,
     pub prefetch: experts::Prefetch,
-    /// Whether the list of hot experts is kept in the user's cache directory.
+    /// The list of hot experts is kept in the user's cache directory.
     pub warm: bool,
     pub trace: Option<std::path::PathBuf>,
 }
@@ -69,7 +69,7 @@ impl Default for StoreOptions {
     }
 }
 
-/// What does not depend on where a model computes.
+/// The parts of a model that are the same on every device.
 pub(super) struct Parts {
     pub config: Config,
     pub net: Net,
@@ -94,19 +94,19 @@ pub struct Refused {
     pub error: ModelError,
 }
 
-/// A checkpoint that has been looked at and not loaded: what there is, where it lies, what it will cost.
+/// A checkpoint that has been examined and not loaded: its tensors, their places in files, the memory they will take.
 pub struct Surveyed {
     pub config: Config,
     pub checkpoint: Checkpoint,
-    /// Where the routed experts lie in `files`: the checkpoint's, or its pack's.
+    /// The routed experts' places in `files`: the checkpoint's, or its pack's.
     pub experts: ExpertMap,
     pub files: Vec<PathBuf>,
     /// The pack's directory, if there is one.
     pub pack: Option<PathBuf>,
-    /// What its records have to be.
+    /// The checksums of its records.
     pub sums: Option<Arc<Sums>>,
     pub shape: Shape,
-    /// How gate, up and down of the first layer's experts (or, dense, of its feed-forward) are stored.
+    /// The encodings of gate, up and down of the first layer's experts (or, dense, of its feed-forward).
     pub feed_forward: Option<[Kind; 3]>,
 }
 
@@ -144,7 +144,7 @@ impl Surveyed {
     }
 }
 
-/// What the plan needs to know of a model.
+/// The sizes of a model, for the plan.
 fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
     let (experts, experts_per_token) = match config.ffn {
         FfnShape::Dense { .. } => (0, 0),
@@ -152,7 +152,7 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
     };
     let limits = device_limits(options);
     let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
-    // What of the newest positions is not in every snapshot: the rows of a chunk, and what makes them whole blocks.
+    // A snapshot has the newest positions, the ring also those of a chunk, and is a whole number of blocks.
     let heads = heads(config, limits.cache, options.kv_bits, 0, 0);
     let newest = State::newest_bytes(config, &heads);
     workspace_per_row += newest / (2 * NEWEST as u64);
@@ -246,7 +246,7 @@ impl Qwen {
         &self.parts.shape
     }
 
-    /// Where the routed experts come from; a dense model has none.
+    /// The store of the routed experts; a dense model has none.
     pub fn store(&self) -> Option<&Experts> {
         self.parts.store.as_ref()
     }
@@ -273,7 +273,7 @@ impl Qwen {
         State::kv_bytes(&self.parts.config, self.placed.borrow().heads.format)
     }
 
-    /// Whether `ids` are tokens, and may follow `len` others.
+    /// Fails if one of `ids` is not a token, or if they and `len` others are more than the context.
     pub(super) fn admit(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
         let (vocab, context) = (self.parts.config.vocab, self.parts.plan.context);
         if len + ids.len() > context {
@@ -285,12 +285,12 @@ impl Qwen {
         }
     }
 
-    /// Where the model computes.
+    /// The name of the model's device.
     pub fn device(&self) -> String {
         self.placed.borrow().run.name()
     }
 
-    /// Whether that is a GPU.
+    /// True if that is a GPU.
     pub fn is_on_gpu(&self) -> bool {
         self.placed.borrow().limits.waits
     }
@@ -358,11 +358,12 @@ impl Qwen {
         out: &mut Vec<f32>,
     ) -> Result<(), ModelError> {
         let Parts { config, net, store, .. } = &self.parts;
-        let Placed { run, limits, slots, buffers: b, lists, .. } = placed;
+        let Placed { run, limits, slots, buffers: b, lists, tapped, .. } = placed;
         let (run, limits) = (&mut **run, *limits);
         let Batch { ids, logits, phase } = batch;
         let (experts, start, tokens) = (store.as_ref(), state.len, ids.len());
-        let mut pass = Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, lists, observe };
+        let mut pass =
+            Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, lists, observe, tapped };
         let done = pass.layers(ids, &state.layers, marks, mark).and_then(|()| pass.head(logits, out));
         // Whatever happened, the device is done with this pass before slots are let go.
         let end = pass.run.mark();
@@ -379,7 +380,7 @@ fn device_limits(options: &Options) -> DeviceLimits {
     }
 }
 
-/// Where the list of a checkpoint's hot experts is kept between runs.
+/// The file that keeps the list of a checkpoint's hot experts between runs.
 fn hot_list(index: &Index) -> Option<experts::Warm> {
     let identity = identity(&index.files).ok()?;
     let file = os::cache_dir()?.join("hot").join(format!("{identity}.json"));

@@ -1,4 +1,4 @@
-//! What one sequence remembers: keys and values of the full-attention layers, convolution and delta state of the others.
+//! The state of one sequence: keys and values of the full-attention layers, convolution and delta state of the others.
 //! Everything lies on the device and is updated in place.
 
 use super::{
@@ -37,13 +37,13 @@ pub struct State {
     pub len: usize,
     pub(super) layers: Vec<LayerState>,
     pub(super) frozen: Frozen,
-    /// How keys and values are kept.
+    /// The form of keys and values.
     shape: Heads,
     arenas: Arenas,
 }
 
-/// How keys and values are kept where a device has a cache of `format` or `bits` ask for less, `context` positions in all and
-/// `rows` written at once at most.
+/// The form of keys and values: `format`, which is the device's, or fewer `bits`; for `context` positions, of which `rows` are
+/// written at once at most.
 pub fn heads(config: &Config, format: CacheFormat, bits: KvBits, context: usize, rows: usize) -> Heads {
     let shape = Heads { context, ..config.heads() };
     let Some(few) = bits.format() else { return Heads { format, ..shape } };
@@ -131,7 +131,7 @@ impl Drop for State {
     }
 }
 
-/// Where the keys and values of some positions lie, layer by layer.
+/// The regions of some positions' keys and values, layer by layer.
 fn rows(layers: &[LayerState], shape: &Heads, positions: &Range<usize>) -> impl Iterator<Item = Region> {
     let (first, count, heads, room) = (positions.start, positions.len(), shape.kv_heads, shape.context);
     let row = shape.format.row_bytes(shape.dim);
@@ -140,7 +140,7 @@ fn rows(layers: &[LayerState], shape: &Heads, positions: &Range<usize>) -> impl 
         .flat_map(move |cache| (0..heads).map(move |head| cache.part((head * room + first) * row, count * row)))
 }
 
-/// Where those lie that are kept in 16 bits beside fewer; the first position is a multiple of [`NEWEST`].
+/// The regions of keys and values that are kept in 16 bits beside fewer; the first position is a multiple of [`NEWEST`].
 fn newest(layers: &[LayerState], shape: &Heads, positions: Range<usize>) -> impl Iterator<Item = Region> {
     let (heads, ring) = (shape.kv_heads, shape.newest);
     let row = ring.map_or(0, |ring| ring.format.row_bytes(shape.dim));
@@ -168,7 +168,7 @@ fn caches(layers: &[LayerState]) -> impl Iterator<Item = &Cache> {
     })
 }
 
-/// Where what does not grow lies.
+/// The regions of the convolution and delta states, which do not grow.
 fn fixed(layers: &[LayerState]) -> impl Iterator<Item = Region> {
     let both = |layer: &LayerState| match layer {
         LayerState::DeltaNet { conv, heads } => Some([*conv, *heads]),

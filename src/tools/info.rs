@@ -152,7 +152,7 @@ impl Report {
         Ok(())
     }
 
-    /// What the prompt cache buys, and what it costs.
+    /// The prompt cache's checkpoints, and their price in slots.
     fn bought(&self, plan: &Plan) -> String {
         let shape = &self.shape;
         let states = plan.prompt_cache.checked_div(shape.state).unwrap_or(0);

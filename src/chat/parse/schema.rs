@@ -17,7 +17,7 @@ pub struct Types {
 const STRING: Types =
     Types { string: true, null: false, boolean: false, integer: false, number: false, object: false, array: false };
 
-/// How many subschemas are looked at for one parameter: a schema may refer to itself, and more than once.
+/// Subschemas that are looked at for one parameter at most: a schema may refer to itself, and more than once.
 const MOST: usize = 256;
 
 impl Types {

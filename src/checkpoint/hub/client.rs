@@ -31,7 +31,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether trying again may help.
+    /// True if trying again may help.
     pub fn passes(&self) -> bool {
         match self {
             Failure::Status(status) => *status == 429 || *status >= 500,
@@ -150,7 +150,7 @@ fn origin(url: &str) -> Option<&str> {
         .then(|| &url[..end])
 }
 
-/// Where a redirect at `url` to `to` leads.
+/// The target of a redirect at `url` to `to`.
 fn resolve(url: &str, to: &str) -> Option<String> {
     let from = origin(url)?;
     let next = if to.contains("://") {

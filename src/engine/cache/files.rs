@@ -57,7 +57,7 @@ impl Files {
         let dir = root.join(hex(&key[..16]));
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         let files = Self { dir, key, size };
-        // Whether it can be written to is better known now than at the first checkpoint.
+        // A directory that cannot be written to fails here rather than at the first checkpoint.
         files.put("probe", 0, &[&[]])?;
         fs::remove_file(files.dir.join("probe"))?;
         let mut found = Vec::new();
@@ -71,7 +71,7 @@ impl Files {
                         fs::remove_file(&path)?;
                     }
                 },
-                // What a killed server left unfinished, not what another one is writing.
+                // Files that a killed server left unfinished are old, those that another one is writing are not.
                 Some("unfinished") if is_old(&path) => remove(&path),
                 _ => {}
             }
@@ -234,7 +234,7 @@ impl Files {
         done
     }
 
-    /// What is behind the header of a file that must be for `tokens` tokens and hold `len` bytes.
+    /// The bytes behind the header of a file that must be for `tokens` tokens and hold `len` bytes.
     fn get(&self, path: &Path, tokens: usize, len: usize) -> io::Result<Vec<u8>> {
         let mut file = fs::File::open(path)?;
         let (found, bytes, hash) = self.header(&mut file)?;
@@ -307,7 +307,7 @@ fn damaged(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
-/// What is gone already need not be removed.
+/// Removes a file; one that is gone already is no error.
 fn remove(path: &Path) {
     if let Err(error) = fs::remove_file(path).or_else(|error| match error.kind() {
         io::ErrorKind::NotFound => Ok(()),

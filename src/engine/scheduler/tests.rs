@@ -246,7 +246,7 @@ fn an_error_and_a_panic_end_one_request() {
         assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
         assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
     }
-    // What the last request left is all that lives beside the two parrots.
+    // The last request's session is all that lives beside the two parrots.
     idle(&handle);
     assert_eq!(Arc::strong_count(&parrot.states), 3);
 }

@@ -114,7 +114,7 @@ fn arguments(arguments: &Value) -> Value {
     }
 }
 
-/// What was thought: the text, else what this server put in its place for clients that keep no text, else the summary.
+/// The reasoning: its text, else this server's `encrypted_content` for clients that keep no text, else the summary.
 fn reasoning(item: &Value) -> String {
     let joined = |field: &str| {
         let parts = item[field].as_array().into_iter().flatten();

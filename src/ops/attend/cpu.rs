@@ -78,7 +78,7 @@ wide! {
     }
 }
 
-/// What all tasks of a call know.
+/// One call's arguments, shared by its tasks.
 struct Work<'a, T> {
     q: &'a [f32],
     keys: CachedHeads<'a, T>,
@@ -218,7 +218,7 @@ impl<T: Cached> Work<'_, T> {
         }
     }
 
-    /// How many queries of `tokens` see nothing of the block: the first ones.
+    /// The number of queries of `tokens` that come before the block and see nothing of it.
     fn blind(&self, tokens: &Range<usize>, block: usize) -> usize {
         let blind = tokens.clone().take_while(|token| self.seen(*token, block).is_empty()).count();
         blind * self.group
@@ -293,7 +293,7 @@ impl<T: Cached> Work<'_, T> {
 
     /// `N` queries from row `first` on over the keys `seen`, of `coarse` if there is any; the results are number `at.0` and
     /// following of `at.1`.
-    #[allow(clippy::too_many_arguments)] // Where the queries are, what they see, and where the results go.
+    #[allow(clippy::too_many_arguments)] // Places of queries, keys and results.
     fn some<const N: usize>(
         &self,
         head: usize,

@@ -32,7 +32,7 @@ pub struct Heads {
     /// Positions the cache has room for.
     pub context: usize,
     pub format: CacheFormat,
-    /// Where the cache has fewer than 16 bits: how the newest positions are kept as well.
+    /// The newest positions are kept so as well; if, and only if, the cache has fewer than 16 bits.
     pub newest: Option<Newest>,
 }
 

@@ -1,7 +1,7 @@
-//! Keys and values in 8 or 4 bits (`--kv-bits`): what a row is, and which positions are seen so.
+//! Keys and values in 8 or 4 bits (`--kv-bits`): the form of a row, and the positions that are seen in it.
 //!
-//! A row is turned by a Hadamard matrix first, which spreads what is large over all its values; queries are turned alike, so
-//! that products with keys stay what they were, and what attention makes of the values is turned back before the gate. Then
+//! A row is turned by a Hadamard matrix first, which spreads large values over all the others. Queries are turned alike, so
+//! that products with keys stay as they were, and the result of attention is turned back before the gate. Then
 //! each group of 32 values becomes integers and a scale: `D * bits / 8` bytes of codes, and behind them `D / 32` scales as
 //! bf16. A value is its integer times its group's scale; the integers are -127 to 127, of 4 bits the odd ones from -15 to 15.
 //! Of 4 bits, byte `j` of a group has value `j` in its low half and value `j + 16` in its high half.
@@ -25,7 +25,7 @@ pub fn rounded_until(position: usize) -> usize {
     (position / NEWEST * NEWEST).saturating_sub(NEWEST)
 }
 
-/// How many bits an integer of `format` has, if it has groups.
+/// The bits of an integer of `format`, if that has groups.
 pub(super) fn bits(format: CacheFormat) -> Option<usize> {
     match format {
         CacheFormat::Eight => Some(8),
