@@ -67,7 +67,7 @@ wide! {
         let (integers, scales) = (&mut integers[..keys.dim], &mut scales[..keys.dim / GROUP]);
         for (index, row) in rows.chunks_exact(keys.row).enumerate() {
             read(keys.bits, row, integers, scales);
-            for n in 0..N {
+            for (n, scores) in scores.iter_mut().enumerate() {
                 let query = &asked.integers[n * keys.dim..][..keys.dim];
                 let mut sum = 0f32;
                 let groups = query.chunks_exact(GROUP).zip(integers.chunks_exact(GROUP));
@@ -75,7 +75,7 @@ wide! {
                     let dot: i32 = query.iter().zip(key).map(|(q, k)| i32::from(*q) * i32::from(*k)).sum();
                     sum = (dot as f32).mul_add(*scale, sum);
                 }
-                scores[n][index] = sum * asked.scales[n];
+                scores[index] = sum * asked.scales[n];
             }
         }
     }
@@ -152,10 +152,10 @@ wide! {
         for group in 0..dim / GROUP {
             factors.finish(group, count);
         }
-        for n in 0..N {
+        for (n, weights) in weights.iter().enumerate() {
             let mut total = [0i32; MOST];
             for (index, row) in rows.chunks_exact(values.row).enumerate() {
-                let weight = weights[n][index];
+                let weight = weights[index];
                 if weight == 0.0 {
                     continue;
                 }

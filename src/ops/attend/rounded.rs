@@ -167,7 +167,7 @@ mod tests {
                 turned[one] = 3.0;
                 turn(&mut turned);
                 for (at, value) in turned.iter().enumerate() {
-                    let sign = if (at % n & one % n).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+                    let sign = if ((at % n) & (one % n)).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
                     let expected = if at / n == one / n { sign * 3.0 / (n as f32).sqrt() } else { 0.0 };
                     assert!((value - expected).abs() < 1e-6, "{dim} {one} {at}");
                 }

@@ -101,7 +101,9 @@ pub(super) unsafe fn compare<const N: usize>(
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn fill(digits: &mut Digits, integers: &[i16], bias: i32) {
     let Digits { high, low, excess } = digits;
-    (high.clear(), low.clear(), excess.clear());
+    high.clear();
+    low.clear();
+    excess.clear();
     for group in integers.chunks_exact(GROUP) {
         excess.push(bias * group.iter().map(|integer| i32::from(*integer)).sum::<i32>());
         for four in group.as_chunks::<4>().0 {
@@ -197,8 +199,8 @@ pub(super) unsafe fn collect<const N: usize>(
                 };
             }
             let each = &factors.each[2 * pair..2 * pair + 2];
-            for n in 0..N {
-                whole(&weights[n][..count], [&each[0][..count], &each[1][..count]], &mut tile.weights[n]);
+            for (weights, to) in weights.iter().zip(&mut tile.weights) {
+                whole(&weights[..count], [&each[0][..count], &each[1][..count]], to);
             }
             let [even, odd] = [factors.back[2 * pair], factors.back[2 * pair + 1]].map(|back| _mm512_set1_ps(back));
             let back = _mm512_mask_blend_ps(0xaaaa, even, odd);
