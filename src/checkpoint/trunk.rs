@@ -1,5 +1,5 @@
 //! From a directory of safetensors to weights: finds each tensor by its canonical name, checks its shape, says how it is
-//! quantised, and gathers the trunk in one slab. What nobody asked for in the end is an error.
+//! quantised, and gathers the trunk in one slab. A tensor that nobody asked for in the end is an error.
 
 use super::{
     names::{Name, canonical},

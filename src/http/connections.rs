@@ -178,7 +178,7 @@ struct Place {
     _permit: OwnedSemaphorePermit,
 }
 
-/// Whoever holds it has the place.
+/// A taken place; dropping it gives the place back.
 struct Seat {
     place: Arc<Place>,
     all: Arc<Places>,

@@ -14,7 +14,7 @@ use axum::{
 };
 use std::{net::IpAddr, sync::Arc};
 
-/// Which hosts and origins are allowed. By default any are.
+/// The hosts and origins that are allowed. By default any are.
 #[derive(Debug, Clone, Default)]
 pub struct Guard {
     /// Beside local names; `None` is any host and any origin.

@@ -153,7 +153,7 @@ impl Cache {
 
     /// Lets checkpoints go until `need` bytes more are within the limit.
     fn fit(&self, inner: &mut Inner, ids: &[u32], kind: Kind, need: &dyn Fn(&Ledger) -> u64) -> bool {
-        // Whatever it shares is counted in the limit, too.
+        // Pages that it shares are counted in the limit, too.
         if self.size.bytes(ids.len(), 0) > inner.limit {
             return false;
         }
