@@ -54,7 +54,7 @@ struct Queue {
     demand: VecDeque<Job>,
     /// Reads of background experts that have been started.
     background: VecDeque<Job>,
-    /// Background experts that have not.
+    /// Background experts whose reads have not been started.
     later: VecDeque<SlotId>,
     background_running: usize,
     flights: Vec<Flight>,

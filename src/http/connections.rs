@@ -160,7 +160,7 @@ async fn serve(
     }
 }
 
-/// All places, and who has one.
+/// All places, and the connections that have one.
 struct Places {
     ordinary: Arc<Semaphore>,
     reserved: Arc<Semaphore>,

@@ -123,9 +123,9 @@ impl Cache {
             drop(inner);
             match self.read_back(&ids[..len], known.map_or(Vec::new(), |known| known.pages)) {
                 Ok(Some(snapshot)) => return Some((snapshot, Place::Disk)),
-                // There is no room for it.
+                // There is no room in memory for it.
                 Ok(None) => return found,
-                // It is forgotten: perhaps there is another.
+                // It could not be read and is forgotten: perhaps there is another.
                 Err(()) => {}
             }
         }
