@@ -105,8 +105,8 @@ impl Bench {
         Lab { cpu: Cpu::new(self.compute.clone()), word: 1 }
     }
 
-    /// Times the operations that `op` makes of a running number; each reads and writes `bytes`. What is quantised of
-    /// `x` is forgotten before each.
+    /// Times the operations that `op` makes of a running number; each reads and writes `bytes`. The quantised rows of
+    /// `x` are forgotten before each.
     fn time<'o>(&mut self, name: &str, bytes: usize, cpu: &mut Cpu, x: Region, op: impl Fn(usize) -> Op<'o>) {
         let (mut number, mut best, keep) = (0, f64::INFINITY, [0; 4]);
         let mut group = self.criterion.benchmark_group("ops");

@@ -311,7 +311,7 @@ pub struct Bench {
 pub struct Synth {
     /// Directory to write; must not exist
     pub out: PathBuf,
-    /// Whose dimensions
+    /// The model whose dimensions it has
     #[arg(long, env = "MOESTRO_LIKE", value_parser = ["35b", "122b", "397b"])]
     pub like: String,
     /// Fewer layers than the original

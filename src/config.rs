@@ -16,7 +16,7 @@ use std::{
 /// The model asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// The one in the binary.
+    /// The demo model in the binary.
     Demo,
     Directory(PathBuf),
     /// `org/name` on the Hugging Face hub.

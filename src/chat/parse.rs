@@ -120,7 +120,7 @@ enum End {
 #[derive(PartialEq)]
 enum Step {
     On,
-    /// Nothing to be done before more text comes.
+    /// More text is needed.
     Wait,
 }
 
@@ -204,7 +204,7 @@ impl Parser {
         self.emit(Delta::Content(text));
     }
 
-    /// Nothing of what is left is told.
+    /// Drops the rest of the text.
     fn drop_rest(&mut self) -> Step {
         self.at = self.buffer.len();
         self.wait(State::Content)

@@ -37,8 +37,8 @@ pub struct Template {
 const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
 
-/// Instructions a render may execute: those of some ten thousand messages, and over in a tenth of a second. What they make
-/// is bounded by `bounds`.
+/// Instructions a render may execute: those of some ten thousand messages, and over in a tenth of a second. The text
+/// that they make is bounded by `bounds`.
 const FUEL: u64 = 1_500_000;
 
 /// Stack of the thread that renders, in bytes. A loop can nest values once an instruction, and dropping, comparing or

@@ -113,7 +113,7 @@ impl Hub {
         let listing: Listing = loop {
             left -= 1;
             match ask() {
-                // Nobody there is said at once: perhaps the model is here already.
+                // A hub that is not there is said at once: perhaps the model is here already.
                 Err(error @ Failure::Status(_)) if error.passes() && left > 0 => std::thread::sleep(wait),
                 other => break other.map_err(|error| self.failed(id, "", error))?,
             }
@@ -239,7 +239,7 @@ impl Download<'_> {
         let mut out = OpenOptions::new().create(true).append(true).open(part).map_err(Failure::Disk)?;
         let mut had = out.metadata().map_err(Failure::Disk)?.len();
         if had > size {
-            // Of something else.
+            // It is longer than the file: it was begun for another one.
             out.set_len(0).map_err(Failure::Disk)?;
             had = 0;
         }

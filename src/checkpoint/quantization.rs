@@ -130,7 +130,7 @@ fn width(codes: Codes) -> Option<(u64, &'static str)> {
 /// caller's to compare.
 ///
 /// # Errors
-/// Why it is none that we know.
+/// An encoding that is not known, in words.
 pub fn infer(cols: usize, weight: &Entry, scales: &Entry, has_biases: bool) -> Result<Codes, String> {
     let last = |entry: &Entry| entry.shape.last().copied().filter(|last| *last > 0);
     let (Some(words), Some(groups)) = (last(weight), last(scales)) else {

@@ -1,4 +1,4 @@
-//! Which device computes: found out before a model is loaded, since the memory plan depends on it.
+//! The device that computes: chosen before a model is loaded, since the memory plan depends on it.
 
 use crate::{
     config::{Device, Load},
@@ -72,10 +72,11 @@ impl Chosen {
         self.gpu.as_deref().map(working_set)
     }
 
-    /// Puts a loaded model there. What the GPU's kernels cannot compute stays on the CPU, unless the GPU was asked for.
+    /// Puts a loaded model there. A model that the GPU's kernels cannot compute stays on the CPU, unless the GPU was
+    /// asked for.
     ///
     /// # Errors
-    /// Why the GPU that was asked for cannot compute this model.
+    /// The GPU was asked for and cannot compute this model.
     pub fn place(self, qwen: Qwen) -> Result<Qwen, ModelError> {
         let Some(gpu) = self.gpu else { return Ok(qwen) };
         match qwen.onto(gpu) {

@@ -34,7 +34,7 @@ use std::{
     sync::Arc,
 };
 
-/// Prints a report, or one JSON object. If nobody reads it, nobody misses it.
+/// Prints a report, or one JSON object. A closed stdout is no error.
 pub fn show(report: &(impl Display + Serialize), json: bool) {
     let text = match json {
         true => serde_json::to_string_pretty(report).unwrap_or_default() + "\n",

@@ -82,7 +82,7 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
         "device": opened.device,
         "plan": opened.plan,
     });
-    // If nobody reads it, nobody misses it.
+    // A closed stdout is no error.
     let _ = writeln!(io::stdout(), "{ready}").and_then(|()| io::stdout().flush());
     service::ready(&format!("serving {}", opened.name));
     tracing::info!("{} is served at http://{address}/v1 after {:.1?}", opened.name, begin.elapsed());

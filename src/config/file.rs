@@ -1,5 +1,5 @@
-//! `moestro.toml`: flags by their names, in a file. What is typed wins over the environment, the environment over the file,
-//! the file over what is built in.
+//! `moestro.toml`: flags by their names, in a file. The command line wins over the environment, the environment over
+//! the file, the file over what is built in.
 //!
 //! ```toml
 //! model = "coder"                  # what is served if nothing is named
@@ -120,7 +120,7 @@ impl File {
     }
 
     /// `args` with this file's settings behind the subcommand's name: those that it has a flag for, and that the environment
-    /// does not say. What is typed comes later and wins.
+    /// does not say. The command line comes later and wins.
     fn before(&self, args: &[OsString], subcommand: &str, typed: &ArgMatches, model: Option<&str>) -> Vec<OsString> {
         let command = Cli::command();
         let Some(command) = command.find_subcommand(subcommand) else { return args.to_vec() };

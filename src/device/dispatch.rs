@@ -1,5 +1,5 @@
 //! One kernel launch as a plain value. `ops/*/gpu.rs` builds it from an operation; Metal encodes it; the tests execute the very same
-//! value on the kernel compiled for the host. What a GPU adds is then an encoder and a compiler.
+//! value on the kernel compiled for the host. A GPU then adds an encoder and a compiler.
 
 /// A range of some buffer. Which buffer a number means is known to whoever executes the launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

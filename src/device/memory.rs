@@ -52,7 +52,7 @@ impl Slab {
         self.map.len() == 0
     }
 
-    /// All of it, to whoever has it to himself.
+    /// All bytes, for the sole owner.
     pub fn all_mut(&mut self) -> &mut [u8] {
         let len = self.len();
         // SAFETY: in bounds, initialised (anonymous maps are zeroed), exclusive by the borrow.

@@ -161,7 +161,7 @@ impl Handle {
         self.door.0.cache.clear();
     }
 
-    /// Accepts nothing more. What was accepted goes on for [`Options::grace`] and then ends with `Draining`; the engine
+    /// Accepts nothing more. Accepted requests go on for [`Options::grace`] and then end with `Draining`; the engine
     /// stops as soon as nothing is left. A second call changes nothing.
     pub fn drain(&self) {
         self.door.0.drain();
@@ -193,7 +193,7 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Why there is no point in going on, if so.
+    /// The reason to end the request now, if there is one.
     pub fn over(&self, drained: Option<Instant>) -> Option<Over> {
         if self.events.is_closed() {
             return Some(Over::Gone);
@@ -250,7 +250,7 @@ struct Queue {
 enum Phase {
     #[default]
     Open,
-    /// Nothing more is accepted; at `deadline`, if there is one, what is left ends.
+    /// Nothing more is accepted; at `deadline`, if there is one, the remaining requests end.
     Draining {
         deadline: Option<Instant>,
     },

@@ -143,7 +143,7 @@ pub struct Timings {
     /// Tokens that a draft proposed, and those of them that the answer has.
     pub drafted_tokens: usize,
     pub accepted_tokens: usize,
-    /// By speculating; below zero if it lost.
+    /// Time saved by speculation; below zero if it lost.
     pub saved_seconds: f64,
 }
 

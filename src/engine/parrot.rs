@@ -42,7 +42,7 @@ pub struct Parrot {
     pub taps: Taps,
     /// The tokens of the last pass.
     pub last: Vec<u32>,
-    /// Has as many owners beside the parrots as there are states alive.
+    /// Each state that is alive owns it, beside the parrots.
     pub states: Arc<()>,
 }
 

@@ -31,7 +31,7 @@ use std::{
 };
 
 /// Prompt rows whose logits are held at once when the prompt's own log-probabilities are wanted: at a vocabulary of
-/// 248,320 this is 32 MB. How a prompt is cut does not change its logits.
+/// 248,320 this is 32 MB. The cuts of a prompt do not change its logits.
 const PROMPT_ROWS: usize = 32;
 
 /// The thread's own things: nobody else sees the model.

@@ -67,8 +67,8 @@ impl<S> Session<S> {
         Ok(logits)
     }
 
-    /// Evaluates `id`, which is certain, and `drafted`, which is not; returns the logits behind each. What turns out to be
-    /// right is [`Session::accept`]ed in order, and [`Session::settle`] ends it.
+    /// Evaluates `id`, which is certain, and `drafted`, which is not; returns the logits behind each. Tokens that turn
+    /// out right are [`Session::accept`]ed in order, and [`Session::settle`] ends it.
     pub fn verify<M: Model<State = S>>(
         &mut self,
         model: &mut M,

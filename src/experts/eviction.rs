@@ -29,8 +29,8 @@ pub struct Choice<'a> {
     /// The experts taken, `k` a row: place `row * k + rank`.
     pub ids: &'a [u32],
     pub k: usize,
-    /// Every expert's logit, one row after the other; empty if they are not known. How far an expert stayed below those that
-    /// were taken says as much of its chances as being taken does.
+    /// Every expert's logit, one row after the other; empty if they are not known. An expert's distance below those
+    /// that were taken says as much of its chances as being taken does.
     pub logits: &'a [f32],
 }
 

@@ -12,9 +12,10 @@
 //! ```
 //! There is one rule about slots: a slot may be filled again once the device has passed a mark that was set behind its last
 //! reader. `device` is a [`Timeline`](crate::device::Timeline): the CPU ([`Immediate`](crate::device::Immediate)) has passed every mark; a GPU is asked.
-//! Whoever reads the slots of all batches together at a layer's end marks them there: `asked.reads_until(device.mark())`. All
-//! experts of the layer then need a slot at once; with a mark a batch, any number of slots will do. A place is `row * k +
-//! rank`: results belong to places, and places summed in rank order do not tell what landed first.
+//! A device that reads the slots of all batches together at a layer's end marks them there:
+//! `asked.reads_until(device.mark())`. All experts of the layer then need a slot at once; with a mark a batch, any
+//! number of slots will do. A place is `row * k + rank`: results belong to places, and places summed in rank order do
+//! not tell what landed first.
 //!
 //! * [`slots`] draws the life of an expert, and is the table of who is in which slot; [`eviction`] scores who is wanted.
 //! * [`layout`]: where an expert's bytes lie on disk and where each lands in a slot.
@@ -326,7 +327,7 @@ impl Experts {
         }
     }
 
-    /// Why the expert in this slot could not be read.
+    /// The error of reading the expert in this slot.
     fn failure(&self, live: &Live, slot: SlotId) -> StoreError {
         let key = live.slots.key(slot).unwrap_or_default() as usize;
         let (layer, expert) = (key / self.experts, key % self.experts);

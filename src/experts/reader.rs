@@ -1,9 +1,9 @@
 //! The reader: a pool of threads that bring experts from files into slots by positional reads.
 //!
 //! Each expert is one to nine reads ([`Layout`]), taken by whichever thread is free, so that a single miss already keeps
-//! the disk busy. What the model waits for goes before everything else; the rest (predictions, warm start) waits in a
-//! second queue, of which only half the threads may work at a time. The lock guards the queues alone and is never held
-//! across a read. How a read ended is told by the slot's state ([`States`]).
+//! the disk busy. Experts that the model waits for go before everything else; the rest (predictions, warm start) waits
+//! in a second queue, of which only half the threads may work at a time. The lock guards the queues alone and is never
+//! held across a read. The slot's state ([`States`]) tells how a read ended.
 
 use super::{
     layout::{Layout, Read},
@@ -54,7 +54,7 @@ struct Queue {
     demand: VecDeque<Job>,
     /// Reads of background experts that have been started.
     background: VecDeque<Job>,
-    /// Background experts that have not.
+    /// Background experts whose reads have not been started.
     later: VecDeque<SlotId>,
     background_running: usize,
     flights: Vec<Flight>,
@@ -169,7 +169,7 @@ impl Reader {
         self.shared.lock().forget(slot)
     }
 
-    /// Why the last read into a slot failed. Tells once.
+    /// The error of the last read into a slot. Tells once.
     pub fn failure(&self, slot: SlotId) -> Option<Failure> {
         self.shared.lock().flights.get_mut(slot.index())?.failure.take()
     }

@@ -69,7 +69,7 @@ impl Tally {
         self.open.store(false, Relaxed);
     }
 
-    /// The model's storage failed, or did not.
+    /// Records a failure of the model's storage; `None` ends it.
     pub fn storage(&self, failed: Option<&dyn std::fmt::Display>) {
         self.health.storage(failed);
     }

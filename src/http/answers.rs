@@ -2,7 +2,7 @@
 
 use serde::{Serialize, Serializer};
 
-/// Why an answer ended.
+/// The reason for which an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
@@ -12,7 +12,7 @@ pub enum FinishReason {
 }
 
 impl FinishReason {
-    /// As it is written.
+    /// The word in JSON.
     pub fn word(self) -> &'static str {
         match self {
             Self::Stop => "stop",

@@ -19,7 +19,7 @@ use std::{
 };
 use tokio::{sync::Semaphore, task::spawn_blocking};
 
-/// Until the plan is known.
+/// The budget until the plan is known, in bytes.
 const UNPLANNED: usize = 128 << 20;
 
 /// Memory for each byte of text that is being tokenized: 309 bytes were measured for a text of digits, the most.

@@ -160,7 +160,7 @@ async fn serve(
     }
 }
 
-/// All places, and who has one.
+/// All places, and the connections that have one.
 struct Places {
     ordinary: Arc<Semaphore>,
     reserved: Arc<Semaphore>,
@@ -178,7 +178,7 @@ struct Place {
     _permit: OwnedSemaphorePermit,
 }
 
-/// Whoever holds it has the place.
+/// A taken place; dropping it gives the place back.
 struct Seat {
     place: Arc<Place>,
     all: Arc<Places>,

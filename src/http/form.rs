@@ -43,7 +43,7 @@ pub fn form(request: &ChatRequest) -> Result<Option<Asked>, Reject> {
     }
 }
 
-/// Which tools may or must be called: all of them, or those with these names.
+/// The tools that may or must be called: all of them, or those with these names.
 #[derive(Debug, PartialEq)]
 enum Choice {
     None,

@@ -102,7 +102,7 @@ pub struct App {
     pub plan: serde_json::Value,
 }
 
-/// The server's side of the port.
+/// The server's state, with or without a model.
 pub struct Door {
     pub metrics: Arc<Metrics>,
     /// If set, every path but `/health` and `/metrics` wants it.
@@ -113,7 +113,7 @@ pub struct Door {
     pub body_limit: usize,
     /// The memory of all requests.
     pub budget: Arc<Budget>,
-    /// Whom web pages may be.
+    /// The hosts and origins that are let in.
     pub guard: Guard,
     /// The most connections with a request in progress; `None` is what the system's limits allow.
     pub places: Option<usize>,
@@ -227,7 +227,7 @@ pub async fn serve(listener: TcpListener, door: Arc<Door>, shutdown: impl Future
         }
     };
     tokio::select! {
-        // It ends by itself only if it panics.
+        // Accepting ends by itself only if it panics.
         ended = &mut accepting => return ended.map_err(io::Error::other),
         () = drain => {}
     }

@@ -45,7 +45,7 @@ pub struct Ending {
 
 /// The way in which a generation's text is read.
 pub enum Reader {
-    /// As it is.
+    /// As plain text.
     Plain,
     /// As an assistant's turn.
     Chat { parser: Parser, in_reasoning: bool, parallel_tool_calls: bool },

@@ -1,7 +1,7 @@
 //! Bodies that clients send: OpenAI's requests, and vLLM's for the tokenizer. Serde only; `check.rs` knows what is
 //! allowed.
 //!
-//! A field that is `null` counts as absent, a field that nobody knows is ignored. What the server sends is in
+//! A field that is `null` counts as absent, a field that nobody knows is ignored. Bodies that the server sends are in
 //! `answers.rs`.
 
 use serde::{Deserialize, Serialize};

@@ -28,7 +28,7 @@ pub use tap::Taps;
 
 use crate::{device::DeviceError, error::ModelError};
 
-/// Which rows of logits a forward pass returns.
+/// The rows of logits that a forward pass returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rows {
     None,
@@ -100,8 +100,8 @@ pub trait Model: Send + 'static {
     /// The sequence's present state.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
 
-    /// The sequence that `snapshot` was taken of, by this model or one with the same bytes. What `into` already holds of
-    /// it is not copied.
+    /// The sequence that `snapshot` was taken of, by this model or one with the same bytes. The part that `into`
+    /// already holds of it is not copied.
     fn restore(&self, snapshot: &Snapshot, into: Option<Self::State>) -> Result<Self::State, ModelError>;
 
     /// Positions from the first on whose keys and values a snapshot of `state` would share with others that are alive.

@@ -57,7 +57,7 @@ pub struct DeltaNet {
     pub out: Weight,
 }
 
-// One a layer: its size does not matter.
+// There is one a layer, so its size does not matter.
 #[allow(clippy::large_enum_variant)]
 pub enum Ffn {
     Dense(Dense),

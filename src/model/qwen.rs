@@ -365,7 +365,7 @@ impl Qwen {
         let mut pass =
             Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, lists, observe, tapped };
         let done = pass.layers(ids, &state.layers, marks, mark).and_then(|()| pass.head(logits, out));
-        // Whatever happened, the device is done with this pass before slots are let go.
+        // After an error, too, the device is done with this pass before slots are let go.
         let end = pass.run.mark();
         let waited = pass.run.wait_for(end);
         done?;

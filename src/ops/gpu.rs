@@ -236,7 +236,7 @@ impl<G: Gpu> Run for OnGpu<G> {
     }
 
     fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError> {
-        // The memory is the CPU's, too.
+        // It goes through the CPU, which waits for it.
         let mut bytes = vec![0; from.len];
         self.read(from, &mut bytes)?;
         self.write(to, &bytes)

@@ -23,7 +23,7 @@ const ROUND: f32 = 12_582_912.0;
 /// Largest group.
 const MAX_GROUP: usize = 128;
 
-/// In which order the values of a row are kept.
+/// The order in which the values of a row are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// As they come.
@@ -272,7 +272,7 @@ wide! {
 }
 
 wide! {
-    /// The digits of every value. What is left after a digit, which stands for -128 to 127, is a multiple of 256.
+    /// The digits of every value. The rest behind a digit, which stands for -128 to 127, is a multiple of 256.
     fn split(q: &[i32], planes: [&mut [i8]; 3]) {
         let [high, middle, low] = planes;
         for (((q, high), middle), low) in q.iter().zip(high).zip(middle).zip(low) {

@@ -18,7 +18,7 @@ pub struct Partial {
 }
 
 impl Partial {
-    /// Makes the directory that is to become `out`, and `out`'s parents. What a killed run left under the same name is
+    /// Makes the directory that is to become `out`, and `out`'s parents. A killed run's directory of the same name is
     /// removed.
     pub fn create(out: &Path) -> io::Result<Self> {
         let parent = parent(out);

@@ -64,7 +64,7 @@ pub enum Step {
 }
 
 impl Manager {
-    /// This system's.
+    /// The manager of this system.
     pub fn here() -> Self {
         if cfg!(target_os = "macos") { Manager::Launchd } else { Manager::Systemd }
     }

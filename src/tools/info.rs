@@ -31,7 +31,7 @@ struct Report {
     device: &'static str,
     limits: Limits,
     plan: Option<Plan>,
-    /// Why there is no plan.
+    /// The reason for which there is no plan.
     refused: Option<String>,
     measured: Measured,
     decode: Vec<Estimate>,

@@ -72,7 +72,7 @@ impl Gpu for HostGpu {
         Ok(region)
     }
 
-    /// So little that a store's slab takes several.
+    /// So short that a store's slab takes several buffers.
     fn longest(&self) -> usize {
         4 << 20
     }

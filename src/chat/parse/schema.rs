@@ -1,4 +1,4 @@
-//! Which types a tool's JSON schema lets a parameter have, and raw text read as one of them.
+//! The types that a tool's JSON schema lets a parameter have, and raw text read as one of them.
 
 use serde_json::Value;
 

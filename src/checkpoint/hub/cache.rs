@@ -1,6 +1,6 @@
 //! The Hugging Face cache: `models--ORG--NAME` with `blobs`, `snapshots/COMMIT` of links to them, and `refs/BRANCH`.
 //!
-//! Whatever becomes a part of a path here has been checked: hubs say how their files are called.
+//! Every part of a path here has been checked: hubs say how their files are called.
 
 use super::REVISION;
 use crate::platform::{partial, read_small};

@@ -9,12 +9,12 @@ use ureq::{
 
 /// Redirects that are followed for one answer.
 const HOPS: u32 = 6;
-/// Nothing arrives for so long: the connection is given up.
+/// A connection on which nothing arrives for so long is given up.
 const SILENCE: Duration = Duration::from_secs(60);
 /// Bytes of a listing at most; a model of thousands of files takes one million.
 const LISTING: u64 = 32 << 20;
 
-/// Why there is no answer.
+/// The reason for which there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     #[error("status {0}")]
@@ -48,7 +48,7 @@ pub struct Client {
     token: Option<String>,
 }
 
-/// Which bytes of a file an answer brings.
+/// The bytes of a file that an answer brings.
 pub struct Part {
     /// The first byte's place in the file.
     pub start: u64,

@@ -1,4 +1,4 @@
-//! Which pack stands in for a checkpoint.
+//! Finds the pack that stands in for a checkpoint.
 
 use super::{
     fingerprint,

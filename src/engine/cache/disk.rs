@@ -76,7 +76,7 @@ impl Disk {
         HOURLY.saturating_sub(self.recent.iter().map(|(_, bytes)| bytes).sum())
     }
 
-    /// Which pages of `ids` are not there, and the bytes of writing them and the state.
+    /// One flag a page of `ids`, true if it is not there; and the bytes of writing those pages and the state.
     fn missing(&self, ids: &[u32]) -> (Vec<bool>, u64) {
         let (pages, _) = self.files.digests(ids);
         let missing: Vec<bool> = pages.iter().map(|page| !self.pages.contains_key(page)).collect();
@@ -312,7 +312,7 @@ impl Inner {
     }
 
     /// The longest checkpoint of `path` that is on the disk, longer than `least` and shorter than `most`, if reading it
-    /// takes less time than computing what it has more. What has not been measured is read, which measures it.
+    /// takes less time than computing what it has more. Without a measurement it is read, which makes one.
     pub(super) fn worth_reading(&self, path: &[Id], least: usize, most: usize, size: &SnapshotSize) -> Option<usize> {
         let disk = self.disk.as_ref()?;
         let len = |id: Id| self.tree.len(id);

@@ -51,7 +51,7 @@ pub struct Filed {
 }
 
 impl Files {
-    /// The files below `root` for what `key` names. What is there and is not whole or of another key is removed.
+    /// The files below `root` for what `key` names. A file that is not whole, or of another key, is removed.
     pub fn open(root: &Path, key: &str, size: SnapshotSize) -> io::Result<(Self, Vec<Filed>)> {
         let key: [u8; 32] = Sha256::digest(key).into();
         let dir = root.join(hex(&key[..16]));
@@ -297,7 +297,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Nobody is still at work on it.
+/// True if it is so old that no server is still writing it.
 fn is_old(path: &Path) -> bool {
     let age = fs::metadata(path).and_then(|meta| meta.modified()).map(|at| at.elapsed().unwrap_or_default());
     age.is_ok_and(|age| age > Duration::from_secs(600))

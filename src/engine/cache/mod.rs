@@ -123,9 +123,9 @@ impl Cache {
             drop(inner);
             match self.read_back(&ids[..len], known.map_or(Vec::new(), |known| known.pages)) {
                 Ok(Some(snapshot)) => return Some((snapshot, Place::Disk)),
-                // There is no room for it.
+                // There is no room in memory for it.
                 Ok(None) => return found,
-                // It is forgotten: perhaps there is another.
+                // It could not be read and is forgotten: perhaps there is another.
                 Err(()) => {}
             }
         }
@@ -153,7 +153,7 @@ impl Cache {
 
     /// Lets checkpoints go until `need` bytes more are within the limit.
     fn fit(&self, inner: &mut Inner, ids: &[u32], kind: Kind, need: &dyn Fn(&Ledger) -> u64) -> bool {
-        // Whatever it shares is counted in the limit, too.
+        // Pages that it shares are counted in the limit, too.
         if self.size.bytes(ids.len(), 0) > inner.limit {
             return false;
         }

@@ -8,7 +8,7 @@ const STRIDE: usize = 1024;
 /// No two checkpoints for edits lie closer (tokens).
 const APART: usize = 512;
 
-/// Why a checkpoint is taken; the more it is worth, the earlier it comes.
+/// The reason for a checkpoint; the more it is worth, the earlier it comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// The end of the last message, in front of the opening of the answer: the next turn departs here if the template

@@ -1,4 +1,4 @@
-//! The tables.
+//! The fields of each kind of request.
 
 use super::{
     Does::{Accepted, Obeyed, Refused},

@@ -1,5 +1,5 @@
-//! Items, which a Responses conversation consists of, made into chat messages. What one turn of the model brought
-//! (reasoning, a message, calls) is several items here and one message there.
+//! Items, which a Responses conversation consists of, made into chat messages. The items of one turn of the model
+//! (reasoning, a message, calls) become one message.
 
 use super::super::reject::Reject;
 use serde_json::{Map, Value, json};

@@ -95,7 +95,7 @@ impl Store {
             let mut items = kept.input.clone();
             items.extend(kept.response["output"].as_array().into_iter().flatten().cloned());
             chain.push(items);
-            // It is in use.
+            // It was used last.
             shelf.kept.push_back(kept);
         }
         chain.reverse();

@@ -93,7 +93,7 @@ pub struct Group {
     pub count: u32,
 }
 
-/// Which places a call computes.
+/// The places that a call computes.
 #[derive(Debug, Clone, Copy)]
 pub enum Which<'a> {
     /// All, and the shared expert: their slots lie where [`Route`](super::route::Route) left them.

@@ -168,7 +168,7 @@ fn tasks(weights: &[Column<'_>], height: usize) -> usize {
     weights.iter().map(|column| column.weight.rows.div_ceil(height)).sum()
 }
 
-/// Which weight and rows `task` computes.
+/// The weight and the rows that `task` computes.
 fn locate(weights: &[Column<'_>], height: usize, mut task: usize) -> (usize, Range<usize>) {
     for (index, Column { weight, .. }) in weights.iter().enumerate() {
         let here = weight.rows.div_ceil(height);
