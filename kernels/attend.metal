@@ -7,6 +7,7 @@ struct AttendArgs {
   uint start, context;    // position of the first row; positions the cache has room for
   uint splits;            // parts the positions are cut into, SPLIT each
   float eps, scale;
+  uint room;              // few bits: positions of the ring of the newest
 };
 
 enum { SPLIT = 256, MOST_DIM = 256 };
@@ -132,3 +133,190 @@ KERNEL(attend_join, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2)
 
 ATTEND(, float)
 ATTEND(_bf16, ushort)
+
+// Few bits: keys and values of 8 or 4, as src/ops/attend/rounded.rs has them, and the newest positions in f32 beside them, in
+// rings of `room` positions. Queries, keys and values are turned by a Hadamard matrix.
+
+enum { GROUP = 32, NEWEST = 64 };
+
+// The first position that a query at `position` sees among the newest.
+FN uint rounded_until(uint position) {
+  const uint block = position / NEWEST * NEWEST;
+  return block < NEWEST ? 0 : block - NEWEST;
+}
+
+// x = H x / sqrt(n), n the largest power of two that divides dim, by `threads` threads of which this is number t.
+FN void hadamard(uint dim, uint t, uint threads, THREADGROUP float* x PLACE) {
+  uint size = 1;
+  while (dim % (2 * size) == 0) size *= 2;
+  for (uint half_ = 1; half_ < size; half_ *= 2) {
+    BARRIER();
+    for (uint i = t; i < dim / 2; i += threads) {
+      const uint low = i / half_ * 2 * half_ + i % half_;
+      const float a = x[low], b = x[low + half_];
+      x[low] = a + b;
+      x[low + half_] = a - b;
+    }
+  }
+  BARRIER();
+  const float by = 1.0f / sqrt(float(size));
+  for (uint i = t; i < dim; i += threads) x[i] *= by;
+  BARRIER();
+}
+
+// Half to even, of at most 2^22.
+FN int nearest(float x) { return int(as_type<uint>(x + 12582912.0f) - 0x4b400000u); }
+
+// `x`, turned, as one row. 32 threads: a lane has one value of each group.
+template <uint BITS>
+FN void round_row(uint dim, DEVICE uchar* row, THREADGROUP float* x PLACE) {
+  for (uint g = 0; g < dim / GROUP; g++) {
+    const float v = x[g * GROUP + lane], most = SIMD_MAX(v < 0 ? -v : v);
+    const uint up = (as_type<uint>(most / (BITS == 8 ? 127.0f : 15.0f)) + 0xffffu) >> 16;
+    const bool none = most < 1e-30f;
+    const float inverse = none ? 0.0f : 1.0f / bf16_(up);
+    if (BITS == 8) row[g * GROUP + lane] = uchar(nearest(v * inverse));
+    else {
+      x[g * GROUP + lane] = max(0.0f, min(15.0f, float(nearest(v * inverse * 0.5f + 7.5f))));
+      BARRIER();
+      if (lane < 16) row[g * 16 + lane] = uchar(uint(x[g * GROUP + lane]) | uint(x[g * GROUP + lane + 16]) << 4);
+    }
+    if (lane == 0) {
+      DEVICE uchar* scale = row + dim * BITS / 8 + 2 * g;
+      scale[0] = uchar(none ? 0 : up & 255u);
+      scale[1] = uchar(none ? 0 : up >> 8);
+    }
+  }
+}
+
+// As `place`, for few bits. Grid (heads + 2 kv heads, tokens), 32 threads.
+template <uint BITS>
+FN void place_few(CONSTANT AttendArgs& a, DEVICE const float* proj, DEVICE const float* q_norm,
+                  DEVICE const float* k_norm, DEVICE const float* turn, DEVICE float* q, DEVICE uchar* keys,
+                  DEVICE uchar* values, DEVICE float* new_keys, DEVICE float* new_values, THREADGROUP float* x PLACE) {
+  const uint head = tgid.x, token = tgid.y, half_ = a.rotary / 2, position = a.start + token;
+  const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
+  const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
+  DEVICE const float* row = proj + ulong(token) * a.width + (query ? head * 2 * a.dim : (a.heads + head) * a.dim);
+  DEVICE const float* w = query ? q_norm : k_norm;
+  float squares = 0;
+  for (uint i = lane; i < a.dim; i += 32) squares = fma(row[i], row[i], squares);
+  const float scale = 1.0f / sqrt(SIMD_SUM(squares) / float(a.dim) + a.eps);
+  float v[MOST_DIM / 32];
+  for (uint i = lane; i < a.dim; i += 32) x[i] = value ? row[i] : row[i] * scale * w[i];
+  BARRIER();
+  UNROLL for (uint j = 0; j < MOST_DIM / 32; j++) {
+    const uint i = lane + 32 * j;
+    v[j] = i < a.dim ? x[i] : 0;
+    if (!value && i < a.rotary) {
+      const float c = turn[(token * half_ + i % half_) * 2], s = turn[(token * half_ + i % half_) * 2 + 1];
+      v[j] = i < half_ ? x[i] * c - x[i + half_] * s : x[i] * c + x[i - half_] * s;
+    }
+  }
+  BARRIER();
+  UNROLL for (uint j = 0; j < MOST_DIM / 32; j++)
+    if (lane + 32 * j < a.dim) x[lane + 32 * j] = v[j];
+  hadamard(a.dim, lane, 32, x HERE);
+  if (query) {
+    for (uint i = lane; i < a.dim; i += 32) q[(ulong(token) * a.heads + head) * a.dim + i] = x[i];
+    return;
+  }
+  DEVICE float* fresh = (value ? new_values : new_keys) + (ulong(kv) * a.room + position % a.room) * a.dim;
+  for (uint i = lane; i < a.dim; i += 32) fresh[i] = x[i];
+  const uint bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
+  round_row<BITS>(a.dim, (value ? values : keys) + (ulong(kv) * a.context + position) * bytes, x HERE);
+}
+
+// Value `32 g + lane` of a row.
+template <uint BITS>
+FN float rounded_at(DEVICE const uchar* row, uint dim, uint g, uint l) {
+  DEVICE const uchar* scale = row + dim * BITS / 8 + 2 * g;
+  const float s = bf16_(uint(scale[0]) | uint(scale[1]) << 8);
+  const uint code = BITS == 8 ? row[g * GROUP + l] : l < 16 ? row[g * 16 + l] & 15u : row[g * 16 + l - 16] >> 4;
+  return (BITS == 8 ? float(int(code) - (code < 128 ? 0 : 256)) : float(2 * int(code) - 15)) * s;
+}
+
+// As `part`; part 0 are the newest positions, part n + 1 the rounded ones from n * SPLIT on.
+template <uint BITS, uint COLUMNS>
+FN void part_few(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
+                 DEVICE const float* new_keys, DEVICE const float* new_values, DEVICE float* parts PLACE) {
+  const uint token = tgid.z, head = tgid.y * (a.heads / a.kv_heads) + sg;
+  const uint position = a.start + token, until = rounded_until(position), bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
+  const bool newest = tgid.x == 0;
+  const uint first = newest ? until : (tgid.x - 1) * SPLIT, end = newest ? position + 1 : min(first + SPLIT, until);
+  float query[COLUMNS], sum[COLUMNS];
+  UNROLL for (uint j = 0; j < COLUMNS; j++) {
+    const uint i = lane + 32 * j;
+    query[j] = i < a.dim ? q[(ulong(token) * a.heads + head) * a.dim + i] * a.scale : 0.0f;
+    sum[j] = 0;
+  }
+  float largest = -as_type<float>(0x7f7fffffu), total = 0;
+  for (uint p = first; p < end; p++) {
+    const ulong fresh = (ulong(tgid.y) * a.room + p % a.room) * a.dim, row = (ulong(tgid.y) * a.context + p) * bytes;
+    float score = 0;
+    UNROLL for (uint j = 0; j < COLUMNS; j++) {
+      const uint i = lane + 32 * j;
+      if (i < a.dim)
+        score = fma(query[j], newest ? new_keys[fresh + i] : rounded_at<BITS>(keys + row, a.dim, j, lane), score);
+    }
+    score = SIMD_SUM(score);
+    const float next = max(largest, score), old = exp(largest - next), now = exp(score - next);
+    largest = next;
+    total = fma(total, old, now);
+    UNROLL for (uint j = 0; j < COLUMNS; j++) {
+      const uint i = lane + 32 * j;
+      if (i < a.dim)
+        sum[j] = fma(sum[j], old, now * (newest ? new_values[fresh + i] : rounded_at<BITS>(values + row, a.dim, j, lane)));
+    }
+  }
+  DEVICE float* out = parts + ((ulong(token) * a.heads + head) * a.splits + tgid.x) * (a.dim + 2);
+  UNROLL for (uint j = 0; j < COLUMNS; j++) {
+    const uint i = lane + 32 * j;
+    if (i < a.dim) out[i] = sum[j];
+  }
+  if (lane == 0) out[a.dim] = largest, out[a.dim + 1] = total;
+}
+
+// As `attend_join`; the result is turned back before the gate. Grid (heads, tokens), 128 threads.
+KERNEL(attend_join_few, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
+  SHARED(float, x, MOST_DIM);
+  const uint head = tgid.x, token = tgid.y, splits = 1 + (rounded_until(a.start + token) + SPLIT - 1) / SPLIT;
+  DEVICE const float* from = parts + (ulong(token) * a.heads + head) * a.splits * (a.dim + 2);
+  DEVICE const float* gate = proj + ulong(token) * a.width + head * 2 * a.dim + a.dim;
+  float largest = from[a.dim], total = 0;
+  for (uint s = 1; s < splits; s++) largest = max(largest, from[s * (a.dim + 2) + a.dim]);
+  for (uint s = 0; s < splits; s++) {
+    DEVICE const float* p = from + s * (a.dim + 2);
+    total = fma(p[a.dim + 1], exp(p[a.dim] - largest), total);
+  }
+  for (uint i = tid; i < a.dim; i += 128) {
+    float sum = 0;
+    for (uint s = 0; s < splits; s++) {
+      DEVICE const float* p = from + s * (a.dim + 2);
+      sum = fma(p[i], exp(p[a.dim] - largest), sum);
+    }
+    x[i] = sum / total;
+  }
+  hadamard(a.dim, tid, 128, x HERE);
+  for (uint i = tid; i < a.dim; i += 128)
+    y[(ulong(token) * a.heads + head) * a.dim + i] = x[i] * (1.0f / (1.0f + exp(-gate[i])));
+}
+
+#define ATTEND_FEW(BITS)                                                                                               \
+  KERNEL(attend_place_q##BITS, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
+         IN(float, turn, 4), OUT(float, q, 5), OUT(uchar, keys, 6), OUT(uchar, values, 7), OUT(float, new_keys, 8),    \
+         OUT(float, new_values, 9)) {                                                                                  \
+    SHARED(float, x, MOST_DIM);                                                                                        \
+    place_few<BITS>(a, proj, q_norm, k_norm, turn, q, keys, values, new_keys, new_values, x HERE);                     \
+  }                                                                                                                    \
+  KERNEL(attend_128_q##BITS, ARGS(AttendArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3),           \
+         IN(float, new_keys, 4), IN(float, new_values, 5), OUT(float, parts, 6)) {                                     \
+    part_few<BITS, 4>(a, q, keys, values, new_keys, new_values, parts HERE);                                           \
+  }                                                                                                                    \
+  KERNEL(attend_256_q##BITS, ARGS(AttendArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3),           \
+         IN(float, new_keys, 4), IN(float, new_values, 5), OUT(float, parts, 6)) {                                     \
+    part_few<BITS, 8>(a, q, keys, values, new_keys, new_values, parts HERE);                                           \
+  }
+
+ATTEND_FEW(8)
+ATTEND_FEW(4)

@@ -64,7 +64,8 @@ impl Buffers {
             }
         };
         let partials = limits.partials.map_or(0, |(together, most)| {
-            let row = heads.heads * context.div_ceil(crate::ops::attend::SPLIT) * (heads.dim + 2) * 4;
+            // With few bits, the newest positions are a part of their own.
+            let row = heads.heads * (context.div_ceil(crate::ops::attend::SPLIT) + 1) * (heads.dim + 2) * 4;
             (together * row).min(most.max(row)) / 4
         });
         let few = rows.min(limits.by_place.max(1));

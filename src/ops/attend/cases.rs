@@ -1,4 +1,4 @@
-use super::{Attend, Cache, CacheWrite, Heads, Turn};
+use super::{Attend, Cache, CacheWrite, Heads, Newest, Turn};
 use crate::{
     device::{DeviceError, Region},
     ops::{
@@ -14,7 +14,65 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
             // The rows lie on both sides of the border of a split.
             case(b, &shape, 255, 2)?;
         }
+        for format in [CacheFormat::Eight, CacheFormat::Four] {
+            few_bits(b, dim, format)?;
+        }
     }
+    Ok(())
+}
+
+/// A cache of few bits has the same form on both. A value between two integers may be rounded to either.
+fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), DeviceError> {
+    let newest = Some(Newest { room: 512, format: CacheFormat::F32 });
+    let shape = &Heads { heads: 4, kv_heads: 2, dim, rotary: 32, eps: 1e-6, context: 330, format, newest };
+    let tokens = 325;
+    let proj = b.random(tokens * shape.width())?;
+    let turn: Vec<f32> = (0..tokens * shape.rotary / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let turn = Turn { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
+    let (q, y) = (b.room(tokens * shape.heads * dim)?, b.room(tokens * shape.heads * dim)?);
+    let partials = b.room(shape.partials(tokens - 1, 1) * 2)?;
+    let mut empty = |bytes: usize| b.bytes(&vec![0; bytes]);
+    let cache = Cache {
+        keys: empty(shape.cache_bytes())?,
+        values: empty(shape.cache_bytes())?,
+        newest: [empty(shape.newest_bytes())?, empty(shape.newest_bytes())?],
+    };
+    let op = CacheWrite { shape, start: 0, tokens, proj, turn, q, cache };
+    b.cpu.run(&op.into())?;
+    let ran = b.launch(op.dispatch());
+    for region in [q, cache.newest[0], cache.newest[1]] {
+        let (expected, found) = (b.on_cpu(region)?, b.on_gpu(region)?);
+        b.enter(&ran, difference(&found, &expected), CLOSE);
+    }
+    for region in [cache.keys, cache.values] {
+        let mut bytes = [vec![0; region.len], vec![0; region.len]];
+        b.cpu.read(region, &mut bytes[0])?;
+        b.gpu.read(region, &mut bytes[1])?;
+        let [expected, found] = bytes.each_ref().map(|bytes| shape.unrounded(bytes));
+        b.enter(&ran, difference(&found, &expected), if format == CacheFormat::Eight { 0.01 } else { 0.15 });
+        let off = expected.iter().zip(&found).filter(|(a, b)| (*a - *b).abs() > 1e-3).count();
+        b.enter(&ran, off as f64 / expected.len() as f64, 1e-3);
+        // Attention is over the GPU's own cache on both.
+        b.cpu.write(region, &bytes[1])?;
+    }
+    for region in [q, cache.newest[0], cache.newest[1]] {
+        let found = b.on_gpu(region)?;
+        b.cpu.write(region, bytemuck::cast_slice(&found))?;
+    }
+    // The last two rows, of which each sees the newest and two blocks of the others.
+    let (start, width) = (tokens - 2, shape.heads * dim);
+    let (q, proj) = (q.rows(start, 2, width), proj.rows(start, 2, shape.width()));
+    let y = y.floats(2 * width);
+    let op = Attend { shape, start, tokens: 2, q, cache, proj, partials, y };
+    b.cpu.run(&op.into())?;
+    let expected = b.on_cpu(y)?;
+    let mut ran = Vec::new();
+    for dispatch in op.dispatches(2).flatten() {
+        ran.extend(b.launch(dispatch));
+    }
+    // The CPU rounds queries and weights to 16 bits.
+    let found = b.on_gpu(y)?;
+    b.enter(&ran, difference(&found, &expected), 1e-3);
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! `kernels/attend.metal`: flash-decode, in splits of 256 positions whose partial results are folded behind.
 
-use super::{Attend, CacheWrite, Heads};
+use super::{Attend, CacheWrite, Heads, rounded_until};
 use crate::{
     device::{Binding, Dispatch},
     ops::run::CacheFormat,
@@ -10,8 +10,12 @@ use crate::{
 pub const SPLIT: usize = 256;
 
 impl Heads {
+    /// With few bits, the newest positions are a part of their own.
     fn splits(&self, start: usize, tokens: usize) -> usize {
-        (start + tokens).div_ceil(SPLIT)
+        match self.newest {
+            None => (start + tokens).div_ceil(SPLIT),
+            Some(_) => 1 + rounded_until((start + tokens).saturating_sub(1)).div_ceil(SPLIT),
+        }
     }
 
     /// Floats of partial results for `tokens` rows from position `start`.
@@ -26,19 +30,26 @@ impl Heads {
         let mut args = words.map(|w| w as u32).to_vec();
         args.push(self.splits(start, tokens) as u32);
         args.extend([self.eps.to_bits(), (1.0 / (self.dim as f32).sqrt()).to_bits()]);
+        args.push(self.newest.map_or(0, |newest| newest.room as u32));
         args
     }
 
-    fn half(&self) -> bool {
-        self.format == CacheFormat::Bf16
+    /// The kernel for each format: in f32, bf16, 8 bits and 4 bits.
+    fn kernel(&self, [full, half, eight, four]: [&'static str; 4]) -> &'static str {
+        match self.format {
+            CacheFormat::Bf16 => half,
+            CacheFormat::Eight => eight,
+            CacheFormat::Four => four,
+            CacheFormat::F32 | CacheFormat::I16 => full,
+        }
     }
 }
 
 impl CacheWrite<'_> {
     pub fn dispatch(&self) -> Dispatch {
         let Self { shape, start, tokens, proj, turn, q, cache } = *self;
-        Dispatch {
-            kernel: if shape.half() { "attend_place_bf16" } else { "attend_place" },
+        let mut dispatch = Dispatch {
+            kernel: shape.kernel(["attend_place", "attend_place_bf16", "attend_place_q8", "attend_place_q4"]),
             args: shape.args(start, tokens),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
@@ -51,7 +62,12 @@ impl CacheWrite<'_> {
             ],
             grid: [(shape.heads + 2 * shape.kv_heads) as u32, tokens as u32, 1],
             threads: 32,
+        };
+        if shape.newest.is_some() {
+            let ring = cache.newest.map(|newest| Binding::update(newest.first(shape.newest_bytes())));
+            dispatch.bindings.extend(ring);
         }
+        dispatch
     }
 }
 
@@ -79,20 +95,23 @@ impl Attend<'_> {
 
     fn splits(&self) -> Dispatch {
         let Self { shape, start, tokens, q, cache, partials, .. } = *self;
+        let mut bindings = vec![
+            Binding::read(q.floats(tokens * shape.heads * shape.dim)),
+            Binding::read(cache.keys.first(shape.cache_bytes())),
+            Binding::read(cache.values.first(shape.cache_bytes())),
+        ];
+        if shape.newest.is_some() {
+            bindings.extend(cache.newest.map(|newest| Binding::read(newest.first(shape.newest_bytes()))));
+        }
+        bindings.push(Binding::write(partials.floats(shape.partials(start, tokens))));
         Dispatch {
-            kernel: match (shape.dim <= 128, shape.half()) {
-                (true, false) => "attend_128",
-                (true, true) => "attend_128_bf16",
-                (false, false) => "attend_256",
-                (false, true) => "attend_256_bf16",
-            },
+            kernel: shape.kernel(if shape.dim <= 128 {
+                ["attend_128", "attend_128_bf16", "attend_128_q8", "attend_128_q4"]
+            } else {
+                ["attend_256", "attend_256_bf16", "attend_256_q8", "attend_256_q4"]
+            }),
             args: shape.args(start, tokens),
-            bindings: vec![
-                Binding::read(q.floats(tokens * shape.heads * shape.dim)),
-                Binding::read(cache.keys.first(shape.cache_bytes())),
-                Binding::read(cache.values.first(shape.cache_bytes())),
-                Binding::write(partials.floats(shape.partials(start, tokens))),
-            ],
+            bindings,
             grid: [shape.splits(start, tokens) as u32, shape.kv_heads as u32, tokens as u32],
             threads: 32 * (shape.heads / shape.kv_heads) as u32,
         }
@@ -101,7 +120,7 @@ impl Attend<'_> {
     fn fold(&self) -> Dispatch {
         let Self { shape, start, tokens, proj, partials, y, .. } = *self;
         Dispatch {
-            kernel: "attend_join",
+            kernel: if shape.newest.is_some() { "attend_join_few" } else { "attend_join" },
             args: shape.args(start, tokens),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),

@@ -9,6 +9,7 @@
 //! The newest positions are kept in 16 bits as well, in a ring: a query at `p` sees those from [`rounded_until`]`(p)` on
 //! there. That depends on `p` alone, so a row's result does not depend on when it was computed.
 
+use super::Heads;
 use crate::ops::{CacheFormat, simd::wide};
 
 /// Values that share a scale.
@@ -111,6 +112,20 @@ pub(super) fn read(bits: usize, row: &[u8], integers: &mut [i16], scales: &mut [
         for ((code, low), high) in codes.iter().zip(low).zip(high) {
             (*low, *high) = (2 * i16::from(code & 15) - 15, 2 * i16::from(code >> 4) - 15);
         }
+    }
+}
+
+impl Heads {
+    /// The values of rows that are kept in 8 or 4 bits, as they were when they had been turned.
+    pub(super) fn unrounded(&self, rows: &[u8]) -> Vec<f32> {
+        let bits = bits(self.format).unwrap_or(8);
+        let mut values = Vec::new();
+        let (mut integers, mut scales) = (vec![0; self.dim], vec![0.0; self.dim / GROUP]);
+        for row in rows.chunks_exact(row_bytes(bits, self.dim)) {
+            read(bits, row, &mut integers, &mut scales);
+            values.extend(integers.iter().enumerate().map(|(at, value)| f32::from(*value) * scales[at / GROUP]));
+        }
+        values
     }
 }
 

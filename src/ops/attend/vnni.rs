@@ -4,12 +4,15 @@
 //! broadcasts of four bytes, in two digits. Values are interleaved four positions at a time, so that lanes are dimensions; the
 //! weights of four positions meet them as broadcasts, in two digits as well.
 
+// Arrays of registers: counted loops are unrolled, adapters around closures are not compiled for these instructions.
+#![allow(clippy::needless_range_loop)]
+
 use super::{
     cpu::BLOCK,
     integer::{Asked, Factors, MOST},
     rounded::{GROUP, Rounded},
 };
-use std::{arch::x86_64::*, array::from_fn, cell::RefCell};
+use std::{arch::x86_64::*, cell::RefCell};
 
 /// Positions in a quad, and quads in a block.
 const QUAD: usize = 4;
@@ -19,9 +22,15 @@ const QUADS: usize = BLOCK / QUAD;
 /// the codes of keys are not signed.
 #[derive(Default)]
 struct Digits {
-    high: Vec<i32>,
-    low: Vec<i32>,
-    excess: Vec<i32>,
+    /// Of each query, each group.
+    groups: Vec<Group>,
+}
+
+#[derive(Clone, Copy)]
+struct Group {
+    high: [i32; 8],
+    low: [i32; 8],
+    excess: i32,
 }
 
 /// A block of values and weights, in the order in which they meet.
@@ -52,8 +61,7 @@ pub(super) unsafe fn compare<const N: usize>(
     let (bias, shift) = if bits == 8 { (128, 0) } else { (15, 1) };
     DIGITS.with_borrow_mut(|digits| {
         fill(digits, &asked.integers[..N * dim], bias);
-        let Digits { high, low, excess } = &*digits;
-        let scales: [__m512; N] = from_fn(|n| _mm512_set1_ps(asked.scales[n]));
+        let digits = &digits.groups[..N * groups];
         let shift = _mm_cvtsi32_si128(shift);
         let index = _mm512_mullo_epi32(
             _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
@@ -68,31 +76,32 @@ pub(super) unsafe fn compare<const N: usize>(
                     _mm512_i32gather_epi32::<1>(index, at.cast())
                 };
                 let halves = [_mm512_slli_epi32::<16>(both), _mm512_and_si512(both, _mm512_set1_epi32(-65536))];
-                for (odd, half) in halves.into_iter().enumerate() {
+                for odd in 0..2 {
                     let group = 2 * pair + odd;
                     // SAFETY: sixteen rows, of which this group's codes are read.
                     let tile = unsafe {
                         let at = rows.as_ptr().add(group * GROUP * bits / 8);
                         if bits == 8 { bytes(at, keys.row) } else { nibbles(at, keys.row) }
                     };
-                    let key_scales = _mm512_castsi512_ps(half);
+                    let key_scales = _mm512_castsi512_ps(halves[odd]);
                     for n in 0..N {
-                        let at = (n * groups + group) * 8;
+                        let Group { high, low, excess } = &digits[n * groups + group];
                         let (mut h, mut l) = (_mm512_setzero_si512(), _mm512_setzero_si512());
-                        for (word, tile) in tile.iter().enumerate() {
-                            h = _mm512_dpbusd_epi32(h, *tile, _mm512_set1_epi32(high[at + word]));
-                            l = _mm512_dpbusd_epi32(l, *tile, _mm512_set1_epi32(low[at + word]));
+                        for word in 0..8 {
+                            h = _mm512_dpbusd_epi32(h, tile[word], _mm512_set1_epi32(high[word]));
+                            l = _mm512_dpbusd_epi32(l, tile[word], _mm512_set1_epi32(low[word]));
                         }
                         let dot = _mm512_sll_epi32(_mm512_add_epi32(_mm512_slli_epi32::<8>(h), l), shift);
-                        let dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(excess[n * groups + group]));
+                        let dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(*excess));
                         sums[n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), key_scales, sums[n]);
                     }
                 }
             }
             for n in 0..N {
                 let to = &mut scores[n][16 * number..16 * number + 16];
+                let scaled = _mm512_mul_ps(sums[n], _mm512_set1_ps(asked.scales[n]));
                 // SAFETY: sixteen values.
-                unsafe { _mm512_storeu_ps(to.as_mut_ptr(), _mm512_mul_ps(sums[n], scales[n])) };
+                unsafe { _mm512_storeu_ps(to.as_mut_ptr(), scaled) };
             }
         }
     });
@@ -100,16 +109,15 @@ pub(super) unsafe fn compare<const N: usize>(
 
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn fill(digits: &mut Digits, integers: &[i16], bias: i32) {
-    let Digits { high, low, excess } = digits;
-    high.clear();
-    low.clear();
-    excess.clear();
-    for group in integers.chunks_exact(GROUP) {
-        excess.push(bias * group.iter().map(|integer| i32::from(*integer)).sum::<i32>());
-        for four in group.as_chunks::<4>().0 {
-            low.push(i32::from_le_bytes(four.map(|integer| integer as u8)));
-            high.push(i32::from_le_bytes(four.map(|integer| ((i32::from(integer) + 128) >> 8) as u8)));
+    digits.groups.clear();
+    for group in integers.as_chunks::<GROUP>().0 {
+        let (mut high, mut low) = ([0; 8], [0; 8]);
+        for (word, four) in group.as_chunks::<4>().0.iter().enumerate() {
+            low[word] = i32::from_le_bytes(four.map(|integer| integer as u8));
+            high[word] = i32::from_le_bytes(four.map(|integer| ((i32::from(integer) + 128) >> 8) as u8));
         }
+        let excess = bias * group.iter().map(|integer| i32::from(*integer)).sum::<i32>();
+        digits.groups.push(Group { high, low, excess });
     }
 }
 
@@ -120,13 +128,20 @@ fn fill(digits: &mut Digits, integers: &[i16], bias: i32) {
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn bytes(at: *const u8, stride: usize) -> [__m512i; 8] {
-    let two = |row: usize| {
+    let mut rows = [_mm512_setzero_si512(); 8];
+    for row in 0..8 {
+        let first = row / 4 * 8 + row % 4;
         // SAFETY: passed on.
-        let [low, high] = [row, row + 4].map(|row| unsafe { _mm256_loadu_si256(at.add(row * stride).cast()) });
-        _mm512_xor_si512(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high), _mm512_set1_epi8(-128))
-    };
+        let (low, high) = unsafe {
+            let at = at.add(first * stride);
+            (_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(4 * stride).cast()))
+        };
+        let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
+        rows[row] = _mm512_xor_si512(both, _mm512_set1_epi8(-128));
+    }
     // Quarters: values 0..16 and 16..32 of four rows, then of the next four.
-    let [a, b] = [0, 8].map(|row| transposed([0, 1, 2, 3].map(|more| two(row + more))));
+    let a = transposed([rows[0], rows[1], rows[2], rows[3]]);
+    let b = transposed([rows[4], rows[5], rows[6], rows[7]]);
     let mut out = [_mm512_setzero_si512(); 8];
     for word in 0..4 {
         out[word] = _mm512_shuffle_i32x4::<0x88>(a[word], b[word]);
@@ -142,19 +157,25 @@ unsafe fn bytes(at: *const u8, stride: usize) -> [__m512i; 8] {
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn nibbles(at: *const u8, stride: usize) -> [__m512i; 8] {
-    let four = |row: usize| {
+    let mut rows = [_mm512_setzero_si512(); 4];
+    for row in 0..4 {
         // SAFETY: passed on.
-        let parts =
-            [row, row + 4, row + 8, row + 12].map(|row| unsafe { _mm_loadu_si128(at.add(row * stride).cast()) });
-        let low = _mm256_set_m128i(parts[1], parts[0]);
-        _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), _mm256_set_m128i(parts[3], parts[2]))
-    };
-    let words = transposed([0, 1, 2, 3].map(four));
+        unsafe {
+            let at = at.add(row * stride);
+            let whole = _mm512_castsi128_si512(_mm_loadu_si128(at.cast()));
+            let whole = _mm512_inserti32x4::<1>(whole, _mm_loadu_si128(at.add(4 * stride).cast()));
+            let whole = _mm512_inserti32x4::<2>(whole, _mm_loadu_si128(at.add(8 * stride).cast()));
+            rows[row] = _mm512_inserti32x4::<3>(whole, _mm_loadu_si128(at.add(12 * stride).cast()));
+        }
+    }
+    let words = transposed(rows);
     let mask = _mm512_set1_epi8(15);
-    from_fn(|word| {
-        let both = words[word % 4];
-        _mm512_and_si512(if word < 4 { both } else { _mm512_srli_epi16::<4>(both) }, mask)
-    })
+    let mut out = [_mm512_setzero_si512(); 8];
+    for word in 0..4 {
+        out[word] = _mm512_and_si512(words[word], mask);
+        out[word + 4] = _mm512_and_si512(_mm512_srli_epi16::<4>(words[word]), mask);
+    }
+    out
 }
 
 /// In each quarter, word `w` of vector `v` becomes word `v` of vector `w`.
@@ -182,6 +203,7 @@ pub(super) unsafe fn collect<const N: usize>(
 ) {
     let (dim, bits, stride) = (values.dim.min(MOST), values.bits, values.row);
     let count = rows.len() / stride;
+    let quads = (count / QUAD).min(QUADS);
     // SAFETY: passed on.
     unsafe { scales(values, rows, factors) };
     TILE.with_borrow_mut(|tile| {
@@ -191,27 +213,31 @@ pub(super) unsafe fn collect<const N: usize>(
         });
         tile.weights.resize(N.max(tile.weights.len()), [[0; 2]; QUADS]);
         for pair in 0..dim / 64 {
-            for (quad, tile) in tile.values[..count / QUAD].iter_mut().enumerate() {
-                // SAFETY: four rows, of which 64 values are read.
-                *tile = unsafe {
-                    let at = rows.as_ptr().add(place(quad) * QUAD * stride + pair * 8 * bits);
-                    interleaved(from_fn(|row| spread(at.add(row * stride), bits)))
-                };
+            for quad in 0..quads {
+                let mut four = [_mm512_setzero_si512(); QUAD];
+                for row in 0..QUAD {
+                    // SAFETY: rows of the block, of which 64 values are read.
+                    four[row] = unsafe {
+                        spread(rows.as_ptr().add((place(quad) * QUAD + row) * stride + pair * 8 * bits), bits)
+                    };
+                }
+                tile.values[quad] = interleaved(four);
             }
             let each = &factors.each[2 * pair..2 * pair + 2];
             for (weights, to) in weights.iter().zip(&mut tile.weights) {
                 whole(&weights[..count], [&each[0][..count], &each[1][..count]], to);
             }
-            let [even, odd] = [factors.back[2 * pair], factors.back[2 * pair + 1]].map(|back| _mm512_set1_ps(back));
+            let Some(weights_of) = tile.weights.first_chunk::<N>() else { return };
+            let (even, odd) = (_mm512_set1_ps(factors.back[2 * pair]), _mm512_set1_ps(factors.back[2 * pair + 1]));
             let back = _mm512_mask_blend_ps(0xaaaa, even, odd);
             for part in 0..4 {
                 let (mut high, mut low) = ([_mm512_setzero_si512(); N], [_mm512_setzero_si512(); N]);
-                for quad in 0..count / QUAD {
+                for quad in 0..quads {
                     let values = tile.values[quad][part];
                     for n in 0..N {
-                        let [h, l] = tile.weights[n][quad].map(|digits| _mm512_set1_epi64(digits));
-                        high[n] = _mm512_dpbusd_epi32(high[n], h, values);
-                        low[n] = _mm512_dpbusd_epi32(low[n], l, values);
+                        let digits = &weights_of[n][quad];
+                        high[n] = _mm512_dpbusd_epi32(high[n], _mm512_set1_epi64(digits[0]), values);
+                        low[n] = _mm512_dpbusd_epi32(low[n], _mm512_set1_epi64(digits[1]), values);
                     }
                 }
                 let natural = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
@@ -297,13 +323,17 @@ fn interleaved([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
     let lows = (_mm512_unpacklo_epi8(a, b), _mm512_unpacklo_epi8(c, d));
     let highs = (_mm512_unpackhi_epi8(a, b), _mm512_unpackhi_epi8(c, d));
     let order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    [
+    let parts = [
         _mm512_unpacklo_epi16(lows.0, lows.1),
         _mm512_unpackhi_epi16(lows.0, lows.1),
         _mm512_unpacklo_epi16(highs.0, highs.1),
         _mm512_unpackhi_epi16(highs.0, highs.1),
-    ]
-    .map(|part| _mm512_permutexvar_epi32(order, part))
+    ];
+    let mut out = parts;
+    for part in 0..4 {
+        out[part] = _mm512_permutexvar_epi32(order, parts[part]);
+    }
+    out
 }
 
 /// Weights times the factors of two groups, as integers of two digits, quad by quad in the order of [`place`].
@@ -312,19 +342,24 @@ fn interleaved([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
 fn whole(weights: &[f32], factors: [&[f32]; 2], to: &mut [[i64; 2]; QUADS]) {
     let low_bytes = _mm512_set1_epi16(255);
     for (number, weights) in weights.as_chunks::<64>().0.iter().enumerate() {
-        let digits = factors.map(|factors| {
-            let factors = &factors[64 * number..64 * number + 64];
-            let integers = |at: usize| {
-                // SAFETY: sixteen values from `at` on, of 64.
-                let (weight, factor) =
-                    unsafe { (_mm512_loadu_ps(weights.as_ptr().add(at)), _mm512_loadu_ps(factors.as_ptr().add(at))) };
-                _mm512_cvtps_epi32(_mm512_mul_ps(weight, factor))
-            };
-            let (a, b) =
-                (_mm512_packus_epi32(integers(0), integers(16)), _mm512_packus_epi32(integers(32), integers(48)));
-            let high = _mm512_packus_epi16(_mm512_srli_epi16::<8>(a), _mm512_srli_epi16::<8>(b));
-            [high, _mm512_packus_epi16(_mm512_and_si512(a, low_bytes), _mm512_and_si512(b, low_bytes))]
-        });
+        let mut digits = [[_mm512_setzero_si512(); 2]; 2];
+        for group in 0..2 {
+            let factors = &factors[group][64 * number..64 * number + 64];
+            let mut integers = [_mm512_setzero_si512(); 4];
+            for part in 0..4 {
+                // SAFETY: sixteen values of 64.
+                let (weight, factor) = unsafe {
+                    (_mm512_loadu_ps(weights.as_ptr().add(16 * part)), _mm512_loadu_ps(factors.as_ptr().add(16 * part)))
+                };
+                integers[part] = _mm512_cvtps_epi32(_mm512_mul_ps(weight, factor));
+            }
+            let a = _mm512_packus_epi32(integers[0], integers[1]);
+            let b = _mm512_packus_epi32(integers[2], integers[3]);
+            digits[group] = [
+                _mm512_packus_epi16(_mm512_srli_epi16::<8>(a), _mm512_srli_epi16::<8>(b)),
+                _mm512_packus_epi16(_mm512_and_si512(a, low_bytes), _mm512_and_si512(b, low_bytes)),
+            ];
+        }
         for digit in 0..2 {
             let (even, odd) = (digits[0][digit], digits[1][digit]);
             for (half, quads) in
