@@ -5,6 +5,7 @@
 
 mod buffers;
 pub mod config;
+pub mod dflash;
 mod forward;
 mod moe;
 mod net;
@@ -18,6 +19,7 @@ mod state;
 mod verify;
 
 pub use config::Config;
+pub use dflash::DFlash;
 pub use forward::Routes;
 pub use qwen::{Options, Qwen};
 pub use reference::Reference;
