@@ -102,10 +102,9 @@ pub struct Metrics {
     pub ssd_stall_seconds: Counter,
     pub ssd_errors: IntCounter,
 
-    /// Cycles that verified tokens found in the prompt or the answer.
-    pub draft_cycles_lookup: IntCounter,
-    pub draft_tokens_accepted: IntCounter,
-    pub draft_tokens_rejected: IntCounter,
+    /// Passes that verified a draft, by its kind; drafted tokens by kind and outcome.
+    pub draft_cycles: IntCounterVec,
+    pub draft_tokens: IntCounterVec,
     /// By cycles that were faster than plain steps.
     pub draft_seconds_saved: Counter,
     /// By cycles that were slower.
@@ -274,15 +273,13 @@ impl Metrics {
             ),
             ssd_errors: counter(r, "moestro_ssd_errors_total", "Reads that failed or came up short"),
 
-            draft_cycles_lookup: counters(
+            draft_cycles: counters(
                 r,
                 "moestro_draft_cycles_total",
                 "Passes that verified a draft, by its kind",
                 &["kind"],
-            )
-            .with_label_values(&["lookup"]),
-            draft_tokens_accepted: drafts.with_label_values(&["lookup", "accepted"]),
-            draft_tokens_rejected: drafts.with_label_values(&["lookup", "rejected"]),
+            ),
+            draft_tokens: drafts,
             draft_seconds_saved: seconds(
                 r,
                 "moestro_draft_seconds_saved_total",
@@ -310,6 +307,18 @@ impl Metrics {
     pub fn runs_on(&self, device: &str) {
         self.info.reset();
         self.info.with_label_values(&[&self.version, device]).set(1);
+    }
+
+    /// A pass verified drafted tokens of a kind, of which some were accepted, and saved seconds, or lost them.
+    pub fn drafted(&self, kind: &str, accepted: usize, rejected: usize, saved: f64) {
+        self.draft_cycles.with_label_values(&[kind]).inc();
+        self.draft_tokens.with_label_values(&[kind, "accepted"]).inc_by(accepted as u64);
+        self.draft_tokens.with_label_values(&[kind, "rejected"]).inc_by(rejected as u64);
+        if saved > 0.0 {
+            self.draft_seconds_saved.inc_by(saved);
+        } else {
+            self.draft_seconds_lost.inc_by(-saved);
+        }
     }
 
     /// Counts one finished request. `endpoint` must come from a fixed set (the router's paths), never from the client.

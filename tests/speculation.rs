@@ -5,9 +5,9 @@ mod common;
 
 use common::{fixtures::DEMO, load_with};
 use moestro::{
-    engine::{self, Draft, Event, Finish, Request, Sampling, Speculate},
+    engine::{self, Event, Finish, Request, Sampling, Speculate},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows},
+    model::{Model, Options, Qwen, Rows, Taps},
 };
 use std::path::Path;
 
@@ -79,13 +79,7 @@ fn answer(
     ids: &[u32],
     sampling: &Sampling,
 ) -> (Vec<u32>, Finish, [usize; 2]) {
-    let options = engine::Options {
-        eos: vec![2],
-        draft: Draft::Lookup,
-        speculate,
-        draft_tokens: 5,
-        ..engine::Options::default()
-    };
+    let options = engine::Options { eos: vec![2], speculate, draft_tokens: 5, ..engine::Options::default() };
     let (handle, worker) = engine::spawn(demo(slots), options, Metrics::new("test", "cpu")).unwrap();
     let request = Request {
         ids: ids.to_vec(),
@@ -128,4 +122,29 @@ fn the_demo_answers_alike_with_drafts_and_without() {
         }
     }
     assert!(counts[0] > 0 && counts[1] > 0, "accepted and refused: {counts:?}; the test must not be empty");
+}
+
+#[test]
+fn hidden_rows_do_not_depend_on_how_a_sequence_is_cut() {
+    let mut model = demo(None);
+    model.tap(&Taps { layers: vec![7, 1], rows: 20 }).unwrap();
+    let (ids, mut found) = (prompt(50), Vec::new());
+    let mut state = model.start().unwrap();
+    let mut one_by_one = Vec::new();
+    for &id in &ids {
+        model.forward(&mut state, &[id], Rows::None).unwrap();
+        model.tapped(1, &mut found).unwrap();
+        assert_eq!(found.len(), 2 * 256);
+        one_by_one.extend_from_slice(&found);
+    }
+    assert_ne!(found[..256], found[256..], "two layers");
+    // A prompt leaves its last rows, a verify those that stay.
+    let mut state = model.start().unwrap();
+    model.forward(&mut state, &ids[..42], Rows::None).unwrap();
+    model.tapped(42, &mut found).unwrap();
+    assert!(found == one_by_one[22 * 512..42 * 512]);
+    model.verify(&mut state, &ids[42..]).unwrap();
+    model.tapped(3, &mut found).unwrap();
+    assert!(found == one_by_one[42 * 512..45 * 512]);
+    assert!(model.tap(&Taps { layers: vec![8], rows: 1 }).is_err(), "there are eight layers");
 }

@@ -1,5 +1,6 @@
 //! Python's methods, where minijinja's own differ or are missing. The rest falls through to `pycompat`.
 
+use super::bounds;
 use minijinja::{
     Error, ErrorKind, State, Value,
     value::{Tuple, ValueKind, from_args},
@@ -7,7 +8,13 @@ use minijinja::{
 
 /// Calls `value.method(args)` as Python would.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
-    super::bounds::method(value, method, args)?;
+    bounds::method(value, method, args)?;
+    let result = of_value(state, value, method, args)?;
+    bounds::result(value, &result)?;
+    Ok(result)
+}
+
+fn of_value(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     if let Some(text) = value.as_str()
         && let Some(result) = of_string(text, method, args)?
     {

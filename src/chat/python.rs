@@ -1,11 +1,12 @@
 //! Values in Python's notation. A template's prompt is what the model was trained on to the byte, and it was trained on the
 //! text that Python's `str` and `json.dumps` gave.
 
+use super::bounds::Text;
 use minijinja::{
     Error, ErrorKind, Value,
     value::{Kwargs, ValueKind},
 };
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 
 /// `repr` of a Python float: the shortest digits that read back as the same number, with an exponent from 1e16 on and
 /// below 1e-4.
@@ -33,9 +34,12 @@ pub(super) fn as_float(value: &Value) -> Option<f64> {
     if value.kind() == ValueKind::Number && !value.is_integer() { f64::try_from(value.clone()).ok() } else { None }
 }
 
-/// `str(value)`. Minijinja already writes `True`, `None` and containers as Python does; floats it does not.
-pub(super) fn string(value: &Value) -> String {
-    as_float(value).map_or_else(|| value.to_string(), float)
+/// Writes `str(value)`. Minijinja already writes `True`, `None` and containers as Python does; floats it does not.
+pub(super) fn write(out: &mut impl fmt::Write, value: &Value) -> fmt::Result {
+    match as_float(value) {
+        Some(x) => out.write_str(&float(x)),
+        None => write!(out, "{value}"),
+    }
 }
 
 /// The arguments of `json.dumps` that templates may give.
@@ -80,40 +84,41 @@ pub(super) fn tojson(
     let (item_separator, key_separator) =
         separators.unwrap_or_else(|| (if indent.is_some() { ",".into() } else { ", ".into() }, ": ".into()));
     let dumps = Dumps { indent, item_separator, key_separator, ascii, sort_keys };
-    let mut out = String::new();
+    let mut out = Text::default();
     dumps.write(&mut out, value, 0)?;
-    Ok(out)
+    out.made()
 }
 
 /// Deeper values than this cannot come from parsed JSON, only from a template that nests them in a loop.
 const DEEPEST: usize = 256;
 
 impl Dumps {
-    fn write(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+    fn write(&self, out: &mut Text, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > DEEPEST {
             return Err(invalid("tojson: the value is nested too deeply"));
         }
+        out.check()?;
         match value.kind() {
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
             ValueKind::Number => out.push_str(&number(value)),
             ValueKind::String => self.text(out, value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
-                out.push('[');
+                out.push_str("[");
                 let mut empty = true;
                 for item in value.try_iter()? {
                     self.separate(out, empty, depth + 1);
                     empty = false;
                     self.write(out, &item, depth + 1)?;
                 }
-                self.close(out, empty, depth, ']');
+                self.close(out, empty, depth, "]");
             }
             ValueKind::Map => {
                 let mut keys: Vec<Value> = value.try_iter()?.collect();
                 if self.sort_keys {
                     keys.sort();
                 }
-                out.push('{');
+                out.push_str("{");
                 for (i, key) in keys.iter().enumerate() {
                     self.separate(out, i == 0, depth + 1);
                     match key.kind() {
@@ -126,36 +131,36 @@ impl Dumps {
                     out.push_str(&self.key_separator);
                     self.write(out, &value.get_item(key)?, depth + 1)?;
                 }
-                self.close(out, keys.is_empty(), depth, '}');
+                self.close(out, keys.is_empty(), depth, "}");
             }
             kind => return Err(invalid(format!("tojson: a value of type {kind} is not JSON serializable"))),
         }
         Ok(())
     }
 
-    fn separate(&self, out: &mut String, first: bool, depth: usize) {
+    fn separate(&self, out: &mut Text, first: bool, depth: usize) {
         if !first {
             out.push_str(&self.item_separator);
         }
         self.line(out, depth);
     }
 
-    fn close(&self, out: &mut String, empty: bool, depth: usize, bracket: char) {
+    fn close(&self, out: &mut Text, empty: bool, depth: usize, bracket: &str) {
         if !empty {
             self.line(out, depth);
         }
-        out.push(bracket);
+        out.push_str(bracket);
     }
 
-    fn line(&self, out: &mut String, depth: usize) {
+    fn line(&self, out: &mut Text, depth: usize) {
         if let Some(indent) = &self.indent {
-            out.push('\n');
+            out.push_str("\n");
             (0..depth).for_each(|_| out.push_str(indent));
         }
     }
 
-    fn text(&self, out: &mut String, text: &str) {
-        out.push('"');
+    fn text(&self, out: &mut Text, text: &str) {
+        out.push_str("\"");
         for c in text.chars() {
             match c {
                 '"' => out.push_str("\\\""),
@@ -167,14 +172,14 @@ impl Dumps {
                 '\u{c}' => out.push_str("\\f"),
                 c if c < ' ' || (self.ascii && c > '~') => {
                     for unit in c.encode_utf16(&mut [0; 2]) {
-                        // Writing to a String cannot fail.
+                        // Too much is found at the end.
                         let _ = write!(out, "\\u{unit:04x}");
                     }
                 }
-                c => out.push(c),
+                c => out.push_str(c.encode_utf8(&mut [0; 4])),
             }
         }
-        out.push('"');
+        out.push_str("\"");
     }
 }
 

@@ -1,6 +1,6 @@
 //! A model's chat template: messages to prompt, byte for byte as transformers renders it.
 
-use super::{bounds, history, methods, python};
+use super::{bounds, history, methods, operands, python};
 use crate::error::ChatError;
 use minijinja::{
     Environment, Error, ErrorKind, Value,
@@ -25,8 +25,7 @@ pub struct Conversation<'a> {
 
 /// A model's chat template, compiled.
 ///
-/// Known to differ from Python: integers beyond 64 bits become floats, a float joined to a string with `~` is never
-/// written with an exponent, and an empty string cannot be sliced backwards.
+/// Known to differ from Python: integers beyond 64 bits become floats, and an empty string cannot be sliced backwards.
 pub struct Template {
     env: Environment<'static>,
     /// `bos_token` and the like from `tokenizer_config.json`, which transformers gives to the template as variables.
@@ -37,15 +36,15 @@ pub struct Template {
 const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
 
-/// Instructions a render may execute: those of some ten thousand messages, and over in a tenth of a second. It bounds the
-/// work of a template, not the size of a string that one doubles on purpose; a template is part of the model one chose.
+/// Instructions a render may execute: those of some ten thousand messages, and over in a tenth of a second. What they make
+/// is bounded by `bounds`.
 const FUEL: u64 = 1_500_000;
 
 /// Stack of the thread that renders, in bytes. A loop can nest values once an instruction, and dropping, comparing or
 /// printing them recurses, with less than 700 bytes a level. Only what is touched is ever real memory.
 const STACK: usize = 1 << 30;
 
-/// Stack of the thread that parses: for as many levels as `bounds` lets pass.
+/// Stack of the thread that parses: for as many levels as `operands` lets pass.
 const PARSING: usize = 64 << 20;
 
 impl Template {
@@ -72,7 +71,7 @@ impl Template {
     fn new(sources: Vec<(String, String)>, config: &Json) -> Result<Self, ChatError> {
         let mut env = environment();
         for (name, source) in sources {
-            let source = bounds::bounded(&without_generation_marks(&source)).map_err(ChatError::Template)?;
+            let source = operands::counted(&without_generation_marks(&source)).map_err(ChatError::Template)?;
             let add = || env.add_template_owned(name, source).map_err(failed);
             on_a_stack(PARSING, add)?;
         }
@@ -174,18 +173,15 @@ fn environment() -> Environment<'static> {
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_fuel(Some(FUEL));
     env.set_unknown_method_callback(methods::call);
-    env.set_formatter(|out, state, value| match python::as_float(value) {
-        Some(x) => Ok(out.write_str(&python::float(x))?),
-        None => minijinja::escape_formatter(out, state, value),
-    });
+    env.set_formatter(|out, _, value| Ok(out.write_str(&bounds::string(value)?)?));
     bounds::install(&mut env);
     env.add_filter("tojson", python::tojson);
     env.add_filter("string", |value: &Value| match value.as_str() {
-        Some(_) => value.clone(),
-        None => Value::from(python::string(value)),
+        Some(_) => Ok(value.clone()),
+        None => bounds::string(value).map(Value::from),
     });
     env.add_filter("trim", |value: &Value, chars: Option<&str>| {
-        methods::strip(&python::string(value), chars, true, true).to_string()
+        bounds::string(value).map(|text| methods::strip(&text, chars, true, true).to_string())
     });
     env.add_filter("length", length);
     env.add_filter("count", length);
@@ -193,12 +189,13 @@ fn environment() -> Environment<'static> {
     env.add_test("sequence", |value: &Value| matches!(value.kind(), Kind::Map | Kind::Seq | Kind::String));
     env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok() || value.as_str().is_some());
     env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
-        let message = python::string(&message);
+        let message = bounds::string(&message)?;
         Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Refusal(message)))
     });
     env.add_function("strftime_now", |format: &str| {
-        jiff::fmt::strtime::format(format, &jiff::Zoned::now())
-            .map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))
+        let date = jiff::fmt::strtime::format(format, &jiff::Zoned::now())
+            .map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
+        bounds::string(&Value::from(date))
     });
     env
 }

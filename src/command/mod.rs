@@ -125,14 +125,10 @@ impl Checkpoint {
 /// What the flags say of speculation, in the engine's words.
 pub fn speculation(drafts: Drafts, options: engine::Options) -> engine::Options {
     engine::Options {
-        draft: match drafts.draft {
-            config::Draft::Lookup => engine::Draft::Lookup,
-            config::Draft::Off => engine::Draft::Off,
-        },
-        speculate: match drafts.speculation {
-            config::Speculation::Auto => engine::Speculate::Auto,
-            config::Speculation::Off => engine::Speculate::Off,
-            config::Speculation::Force => engine::Speculate::Force,
+        speculate: match (drafts.draft, drafts.speculation) {
+            (config::Draft::Off, _) | (_, config::Speculation::Off) => engine::Speculate::Off,
+            (_, config::Speculation::Auto) => engine::Speculate::Auto,
+            (_, config::Speculation::Force) => engine::Speculate::Force,
         },
         draft_tokens: drafts.tokens,
         ..options

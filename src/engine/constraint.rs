@@ -57,27 +57,40 @@ impl fmt::Debug for dyn Constraint {
 
 /// A constraint that works one token ahead, on a thread that ends with it.
 pub(super) struct Ahead {
-    drawn: Sender<u32>,
+    drawn: Sender<Word>,
     allowed: Receiver<Result<Allowed, String>>,
+}
+
+/// What its thread is told.
+enum Word {
+    Drew(u32),
+    /// A copy is wanted, as the constraint is behind what was drawn.
+    Fork(Sender<Box<dyn Constraint>>),
 }
 
 impl Ahead {
     /// Begins to work out what may come first.
     pub fn start(mut constraint: Box<dyn Constraint>) -> Result<Self, EngineError> {
-        let (drawn, ids) = channel();
+        let (drawn, words) = channel();
         let (masks, allowed) = channel();
         let work = move || {
-            let mut next = |id: Option<u32>| {
+            let next = |constraint: &mut Box<dyn Constraint>, id: Option<u32>| {
                 let step = AssertUnwindSafe(|| {
                     id.map_or(Ok(()), |id| constraint.accept(id))?;
                     constraint.allowed()
                 });
                 catch_unwind(step).unwrap_or_else(|_| Err("it panicked".into()))
             };
-            let mut mask = next(None);
-            while masks.send(mask).is_ok() {
-                let Ok(id) = ids.recv() else { break };
-                mask = next(Some(id));
+            let mut mask = Some(next(&mut constraint, None));
+            loop {
+                if mask.take().is_some_and(|mask| masks.send(mask).is_err()) {
+                    break;
+                }
+                match words.recv() {
+                    Ok(Word::Drew(id)) => mask = Some(next(&mut constraint, Some(id))),
+                    Ok(Word::Fork(to)) => drop(to.send(constraint.fork())),
+                    Err(_) => break,
+                }
             }
         };
         let thread = std::thread::Builder::new().name("grammar".into()).spawn(work);
@@ -94,7 +107,14 @@ impl Ahead {
     /// `id` was drawn: begins to work out what may follow.
     pub fn drew(&self, id: u32) {
         // Nobody at the other end is noticed by the next `allowed`.
-        let _ = self.drawn.send(id);
+        let _ = self.drawn.send(Word::Drew(id));
+    }
+
+    /// A copy behind all that was drawn; `None` if its thread has ended.
+    pub fn fork(&self) -> Option<Box<dyn Constraint>> {
+        let (to, copy) = channel();
+        self.drawn.send(Word::Fork(to)).ok()?;
+        copy.recv().ok()
     }
 }
 

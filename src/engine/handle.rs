@@ -2,7 +2,7 @@
 //! model. Whoever waits in line and goes away leaves the line at once; so does whoever waits too long.
 
 use super::{
-    Draft, Event, Events, Request, Scheduler, Speculate,
+    Draft, Event, Events, Lookup, Request, Scheduler, Speculate,
     cache::{Cache, Status, Storage},
 };
 use crate::{
@@ -30,8 +30,7 @@ pub struct Options {
     pub usable_vocab: usize,
     /// The most time a request may take, the wait included.
     pub request_timeout: Option<Duration>,
-    /// Where drafts come from, whether they are used, and how many tokens they have at most.
-    pub draft: Draft,
+    /// Whether drafts are used, and how many tokens they have at most.
     pub speculate: Speculate,
     pub draft_tokens: usize,
     /// Bytes that the prompt cache may take in memory.
@@ -49,7 +48,6 @@ impl Default for Options {
             eos: Vec::new(),
             usable_vocab: usize::MAX,
             request_timeout: None,
-            draft: Draft::default(),
             // Who serves decides; a test that counts passes wants none of it.
             speculate: Speculate::Off,
             draft_tokens: 7,
@@ -60,9 +58,19 @@ impl Default for Options {
     }
 }
 
-/// Starts the thread that owns `model`. It ends after [`Handle::drain`], or when the last handle is gone; a
-/// [`Worker::join`] waits for that.
+/// [`spawn_with`] drafts that are looked up.
 pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io::Result<(Handle, Worker)> {
+    spawn_with(model, Box::new(Lookup), options, metrics)
+}
+
+/// Starts the thread that owns `model` and `draft`. It ends after [`Handle::drain`], or when the last handle is gone; a
+/// [`Worker::join`] waits for that.
+pub fn spawn_with<M: Model>(
+    model: M,
+    draft: Box<dyn Draft<M>>,
+    options: Options,
+    metrics: Arc<Metrics>,
+) -> io::Result<(Handle, Worker)> {
     let cache = Arc::new(Cache::new(options.prompt_cache, model.snapshot_size(), metrics.clone()));
     if let Some(storage) = options.storage.as_ref().filter(|_| options.prompt_cache > 0) {
         cache.store_in(storage);
@@ -81,8 +89,9 @@ pub fn spawn<M: Model>(model: M, options: Options, metrics: Arc<Metrics>) -> io:
         metrics,
     });
     let door = Arc::new(Door(line.clone()));
-    let thread =
-        std::thread::Builder::new().name("engine".into()).spawn(move || Scheduler::new(model, options, line).run())?;
+    let thread = std::thread::Builder::new()
+        .name("engine".into())
+        .spawn(move || Scheduler::new(model, draft, options, line).run())?;
     Ok((Handle { door }, Worker { thread }))
 }
 

@@ -12,11 +12,11 @@ mod speculation;
 
 pub use cache::{Status as PromptCacheStatus, Storage};
 pub use constraint::{Allowed, Constraint};
-pub use handle::{Handle, Options, Worker, spawn};
+pub use handle::{Handle, Options, Worker, spawn, spawn_with};
 pub use sampler::{Sampler, likeliest};
 use scheduler::Scheduler;
 pub use session::Session;
-pub use speculation::{Draft, Speculate};
+pub use speculation::{Draft, Kind, Lookup, Outlook, Sequence, Speculate};
 
 use crate::error::EngineError;
 use std::time::Duration;

@@ -3,7 +3,7 @@
 
 use crate::{
     error::{ModelError, StoreError},
-    model::{Logits, Model, Rows, Snapshot, SnapshotSize, snapshot::Frozen},
+    model::{Logits, Model, Rows, Snapshot, SnapshotSize, Taps, snapshot::Frozen},
 };
 use std::{
     sync::{
@@ -38,6 +38,10 @@ pub struct Parrot {
     pub panics_on: Option<u32>,
     /// Tokens evaluated so far; clones share it, so a test can watch.
     pub evaluated: Arc<AtomicUsize>,
+    /// Hidden rows that are wanted; each is its token, once a layer.
+    pub taps: Taps,
+    /// The tokens of the last pass.
+    pub last: Vec<u32>,
     /// Has as many owners beside the parrots as there are states alive.
     pub states: Arc<()>,
 }
@@ -56,6 +60,8 @@ impl Default for Parrot {
             fails_on: None,
             panics_on: None,
             evaluated: Arc::default(),
+            taps: Taps::default(),
+            last: Vec::new(),
             states: Arc::default(),
         }
     }
@@ -106,6 +112,7 @@ impl Model for Parrot {
     ) -> Result<Logits, ModelError> {
         let mut logits = Logits { vocab: self.vocab, data: Vec::new() };
         std::thread::sleep(self.pass_delay);
+        self.last = ids.to_vec();
         for (index, &id) in ids.iter().enumerate() {
             std::thread::sleep(self.delay);
             self.evaluated.fetch_add(1, Ordering::Relaxed);
@@ -139,6 +146,18 @@ impl Model for Parrot {
         tokens.truncate(tokens.len() - rows);
         (heard.prompt, heard.said) = (0, 0);
         tokens.into_iter().for_each(|id| self.hear(heard, id));
+        Ok(())
+    }
+
+    fn tap(&mut self, taps: &Taps) -> Result<(), ModelError> {
+        self.taps = taps.clone();
+        Ok(())
+    }
+
+    fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
+        let first = self.last.len().saturating_sub(self.taps.rows);
+        let kept = self.last[..rows].get(first..).unwrap_or_default();
+        *into = kept.iter().flat_map(|id| vec![*id as f32; self.taps.layers.len()]).collect();
         Ok(())
     }
 

@@ -21,6 +21,7 @@ use std::{
 };
 
 /// Draws the tokens of one answer.
+#[derive(Clone)]
 pub struct Sampler {
     sampling: Sampling,
     seed: u64,
@@ -89,6 +90,14 @@ impl Sampler {
             *self.seen.entry(id).or_default() += 1;
         }
         drawn
+    }
+
+    /// Becomes a copy of `other`, a sampler of the same answer.
+    pub fn catch_up(&mut self, other: &Self) {
+        self.place = other.place;
+        if self.penalises() {
+            self.seen.clone_from(&other.seen);
+        }
     }
 
     fn penalises(&self) -> bool {

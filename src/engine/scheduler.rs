@@ -10,7 +10,7 @@
 //! An error or a panic of the model ends the request it happened in, and its session; the next request starts afresh.
 
 use super::{
-    Allowed, Event, Finish, Logprobs, Options, Request, Sampler, Session, Timings,
+    Allowed, Draft, Event, Finish, Logprobs, Options, Request, Sampler, Session, Timings,
     cache::{
         Place,
         places::{self, Kind},
@@ -18,7 +18,7 @@ use super::{
     constraint::Ahead,
     handle::{Job, Line, Over},
     sampler::logprobs,
-    speculation::{Speculation, Step},
+    speculation::{Drawn, Speculation, Step},
 };
 use crate::{
     error::{EngineError, ModelError},
@@ -43,13 +43,12 @@ pub(super) struct Scheduler<M: Model> {
     session: Option<Session<M::State>>,
     /// How often the cache had been emptied when the session was left.
     emptied: u64,
-    speculation: Speculation,
+    speculation: Speculation<M>,
 }
 
 impl<M: Model> Scheduler<M> {
-    pub fn new(model: M, options: Options, line: Arc<Line>) -> Self {
-        let Options { draft, speculate, draft_tokens, .. } = options;
-        let speculation = Speculation::new(draft, speculate, draft_tokens, line.metrics.clone());
+    pub fn new(mut model: M, draft: Box<dyn Draft<M>>, options: Options, line: Arc<Line>) -> Self {
+        let speculation = Speculation::new(&mut model, draft, &options, line.metrics.clone());
         Self { model, options, line, session: None, emptied: 0, speculation }
     }
 
@@ -102,6 +101,7 @@ impl<M: Model> Scheduler<M> {
         metrics.queue_seconds.observe(queued.as_secs_f64());
 
         let mut session = self.resume(&job.request)?;
+        self.speculation.start(session.goes_on());
         let cached_tokens = session.len();
         metrics.prompt_tokens_cached.inc_by(cached_tokens as u64);
         let _ = job.events.send(Event::Started { cached_tokens, queued });
@@ -200,6 +200,7 @@ impl<M: Model> Scheduler<M> {
             let mut taken = Vec::with_capacity(at.len());
             let begin = Instant::now();
             last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken)?;
+            self.speculation.follow(&mut self.model, session, to - from);
             for ((at, kind), snapshot) in marks.into_iter().zip(taken) {
                 cache.insert(&ids[..at], kind, snapshot, self.emptied);
             }
@@ -231,7 +232,6 @@ impl<M: Model> Scheduler<M> {
         logits: Logits,
         timings: &mut Timings,
     ) -> Result<Finish, Over> {
-        self.speculation.start(&job.request.ids);
         let mut step = Step::first(logits);
         let outcome = self.draw(job, session, &mut step, timings);
         self.speculation.settle(session, &mut self.model, &step, timings)?;
@@ -277,7 +277,8 @@ impl<M: Model> Scheduler<M> {
             if let Some(ahead) = &ahead {
                 ahead.drew(id);
             }
-            self.speculation.advance(session, &mut self.model, step, id, (room, timings))?;
+            let drawn = Drawn { id, sampler: &sampler, ahead: ahead.as_ref(), room };
+            self.speculation.advance(session, &mut self.model, step, &drawn, timings)?;
         }
         Ok(Finish::Length)
     }

@@ -12,12 +12,14 @@ pub struct Session<S> {
     state: S,
     /// Rows of a verify that the state has and the tokens have not.
     ahead: usize,
+    /// It is the one that was there before, with what its model left behind.
+    goes_on: bool,
 }
 
 impl<S> Session<S> {
     /// An empty timeline.
     pub fn start<M: Model<State = S>>(model: &M) -> Result<Self, ModelError> {
-        Ok(Self { tokens: Vec::new(), state: model.start()?, ahead: 0 })
+        Ok(Self { tokens: Vec::new(), state: model.start()?, ahead: 0, goes_on: false })
     }
 
     /// What is known of `prompt`: `previous`, if the prompt continues it by at least one token (the one whose logits are
@@ -34,13 +36,15 @@ impl<S> Session<S> {
         if let Some(snapshot) = deepest(if on { here } else { 0 }) {
             let state = model.restore(&snapshot, previous.map(|session| session.state));
             match state {
-                Ok(state) => return Ok(Self { tokens: prompt[..snapshot.len].to_vec(), state, ahead: 0 }),
+                Ok(state) => {
+                    return Ok(Self { tokens: prompt[..snapshot.len].to_vec(), state, ahead: 0, goes_on: false });
+                }
                 Err(error) => tracing::warn!(%error, "a checkpoint is of no use; the prompt is computed"),
             }
             return Self::start(model);
         }
         match previous {
-            Some(session) if on => Ok(session),
+            Some(session) if on => Ok(Self { goes_on: true, ..session }),
             other => {
                 drop(other);
                 Self::start(model)
@@ -98,6 +102,11 @@ impl<S> Session<S> {
 
     pub fn state(&self) -> &S {
         &self.state
+    }
+
+    /// Whether [`Session::sync`] continued the previous timeline as it was.
+    pub fn goes_on(&self) -> bool {
+        self.goes_on
     }
 
     pub fn len(&self) -> usize {

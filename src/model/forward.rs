@@ -12,6 +12,7 @@ use super::{
     config::Config,
     net::{Attention, DeltaNet, Dense, Ffn, Mixer, Net},
     state::LayerState,
+    tap::Tapped,
 };
 use crate::{
     device::Region,
@@ -80,6 +81,8 @@ pub(super) struct Pass<'a> {
     pub lists: &'a mut Lists,
     /// Is shown what the CPU learns of the router's choices.
     pub observe: Option<&'a mut Observe<'a>>,
+    /// Gets the rows that a draft follows.
+    pub tapped: &'a mut Tapped,
 }
 
 impl Pass<'_> {
@@ -114,6 +117,7 @@ impl Pass<'_> {
                     self.moe(index, norm, moe, next)?;
                 }
             }
+            self.tapped.leave(&mut *self.run, index, b.h, tokens, self.config.hidden)?;
             // A GPU begins while the CPU still encodes, where no layer waits for it.
             let waits = self.experts.is_some_and(|experts| !experts.is_resident());
             if !waits && (index + 1).is_multiple_of(self.limits.flush) {

@@ -16,6 +16,7 @@ mod sequence;
 pub mod snapshot;
 pub mod speed;
 mod state;
+mod tap;
 mod verify;
 
 pub use config::Config;
@@ -25,6 +26,7 @@ pub use qwen::{Options, Qwen};
 pub use reference::Reference;
 pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
+pub use tap::Taps;
 
 use crate::{device::DeviceError, error::ModelError};
 
@@ -83,6 +85,19 @@ pub trait Model: Send + 'static {
 
     /// Directly behind a [`Model::verify`]: the sequence never had its last `rows` tokens. The first one stays.
     fn take_back(&mut self, state: &mut Self::State, rows: usize) -> Result<(), ModelError>;
+
+    /// From now on each pass leaves these hidden rows, until the next one. Instead of any that were asked for before.
+    fn tap(&mut self, taps: &Taps) -> Result<(), ModelError> {
+        let _ = taps;
+        Err(ModelError::Config("this model leaves no hidden rows".into()))
+    }
+
+    /// What the last pass left of its first `rows` rows, as far as it was to be kept: `[kept rows, layers, hidden]`.
+    fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
+        let _ = rows;
+        into.clear();
+        Ok(())
+    }
 
     /// What the sequence is now.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;

@@ -1,6 +1,8 @@
 //! Where a model computes: a device that has been shown its weights, and the memory it takes there.
 
-use super::{buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas, verify::Undo};
+use super::{
+    buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas, tap::Tapped, verify::Undo,
+};
 use crate::{
     checkpoint::BUFFERS,
     error::ModelError,
@@ -22,6 +24,7 @@ pub(super) struct Placed {
     pub lists: Lists,
     /// Made with the first verify.
     pub undo: Option<Undo>,
+    pub tapped: Tapped,
 }
 
 fn refuse<T>(why: impl Into<String>) -> Result<T, ModelError> {
@@ -50,7 +53,8 @@ impl Placed {
             run.write_words(buffers.tables, &tables(parts, store))?;
         }
         parts.net.set_cache(context, limits.cache);
-        Ok(Self { run, limits, slots, buffers, arenas: Arenas::default(), lists: Lists::default(), undo: None })
+        let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
+        Ok(Self { run, limits, slots, buffers, arenas, lists, undo: None, tapped })
     }
 }
 

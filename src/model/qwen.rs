@@ -328,11 +328,12 @@ impl Qwen {
         out: &mut Vec<f32>,
     ) -> Result<(), ModelError> {
         let Parts { config, net, store, .. } = &self.parts;
-        let Placed { run, limits, slots, buffers: b, lists, .. } = placed;
+        let Placed { run, limits, slots, buffers: b, lists, tapped, .. } = placed;
         let (run, limits) = (&mut **run, *limits);
         let Batch { ids, logits, phase } = batch;
         let (experts, start, tokens) = (store.as_ref(), state.len, ids.len());
-        let mut pass = Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, lists, observe };
+        let mut pass =
+            Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, lists, observe, tapped };
         let done = pass.layers(ids, &state.layers, marks, mark).and_then(|()| pass.head(logits, out));
         // Whatever happened, the device is done with this pass before slots are let go.
         let end = pass.run.mark();

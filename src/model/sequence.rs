@@ -1,6 +1,6 @@
 //! The model as the engine sees it: sequences that start, grow, are kept, and go on from what was kept.
 
-use super::{Logits, Model, Qwen, Rows, Snapshot, SnapshotSize, State, placed::Placed};
+use super::{Logits, Model, Qwen, Rows, Snapshot, SnapshotSize, State, Taps, placed::Placed};
 use crate::error::ModelError;
 
 impl Model for Qwen {
@@ -28,6 +28,14 @@ impl Model for Qwen {
 
     fn take_back(&mut self, state: &mut State, rows: usize) -> Result<(), ModelError> {
         self.forget(state, rows)
+    }
+
+    fn tap(&mut self, taps: &Taps) -> Result<(), ModelError> {
+        self.set_taps(taps)
+    }
+
+    fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
+        self.read_taps(rows, into)
     }
 
     fn snapshot(&self, state: &mut State) -> Result<Snapshot, ModelError> {

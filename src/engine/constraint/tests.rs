@@ -88,3 +88,18 @@ fn a_bit_a_token() {
     assert_eq!((0..100).filter(|&id| allowed.contains(id)).collect::<Vec<_>>(), [31, 32]);
     assert!(Allowed::Any.contains(7));
 }
+
+#[test]
+fn a_copy_is_behind_what_was_drawn_and_goes_its_own_way() {
+    let script = Script { tokens: vec![5, 6, 7, 8], ..Script::default() };
+    let ahead = Ahead::start(Box::new(script)).unwrap();
+    assert!(ahead.allowed().unwrap().contains(5));
+    ahead.drew(5);
+    let mut copy = ahead.fork().unwrap();
+    assert!(copy.allowed().unwrap().contains(6));
+    copy.accept(6).unwrap();
+    assert!(copy.allowed().unwrap().contains(7));
+    assert!(ahead.allowed().unwrap().contains(6) && !Allowed::Only(vec![0]).contains(6));
+    ahead.drew(6);
+    assert!(ahead.allowed().unwrap().contains(7));
+}

@@ -4,13 +4,17 @@
 //! cycle, and that token is itself the answer's next.
 
 mod controller;
+mod draft;
 mod lookup;
+mod outlook;
 
 use controller::Controller;
 pub use controller::Speculate;
-use lookup::Lookup;
+pub use draft::{Draft, Kind, Sequence};
+pub use lookup::Lookup;
+pub use outlook::Outlook;
 
-use super::{Session, Timings};
+use super::{Options, Sampler, Session, Timings, constraint::Ahead};
 use crate::{
     error::ModelError,
     metrics::Metrics,
@@ -18,20 +22,16 @@ use crate::{
 };
 use std::{sync::Arc, time::Instant};
 
-/// Where drafts come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Draft {
-    Off,
-    /// Runs of the prompt and the answer that occurred before.
-    #[default]
-    Lookup,
-}
-
-/// The engine's drafts, and what they have been worth.
-pub(super) struct Speculation {
-    draft: Draft,
+/// The engine's draft, and what it has been worth.
+pub(super) struct Speculation<M> {
+    /// `None` if there is none, if it is not wanted, or if it failed.
+    draft: Option<Box<dyn Draft<M>>>,
+    /// Whether it follows hidden rows, and room for them.
+    follows: bool,
+    hidden: Vec<f32>,
     controller: Controller,
-    lookup: Lookup,
+    /// The sampler's copy that runs ahead.
+    sampler: Option<Sampler>,
     metrics: Arc<Metrics>,
 }
 
@@ -66,45 +66,75 @@ impl Step {
     }
 }
 
-impl Speculation {
-    pub fn new(draft: Draft, setting: Speculate, drafts: usize, metrics: Arc<Metrics>) -> Self {
-        let setting = if draft == Draft::Off { Speculate::Off } else { setting };
-        Self { draft, controller: Controller::new(setting, drafts), lookup: Lookup::default(), metrics }
+/// A token that was drawn and told, and what the next one will be drawn with.
+pub(super) struct Drawn<'a> {
+    pub id: u32,
+    pub sampler: &'a Sampler,
+    pub ahead: Option<&'a Ahead>,
+    /// How many tokens may still come.
+    pub room: usize,
+}
+
+impl<M: Model> Speculation<M> {
+    pub fn new(model: &mut M, draft: Box<dyn Draft<M>>, options: &Options, metrics: Arc<Metrics>) -> Self {
+        let mut speculation = Self {
+            draft: Some(draft).filter(|_| options.speculate != Speculate::Off),
+            follows: false,
+            hidden: Vec::new(),
+            controller: Controller::new(options.speculate, options.draft_tokens),
+            sampler: None,
+            metrics,
+        };
+        if let Some(taps) = speculation.draft.as_ref().map(|draft| draft.taps()).filter(|taps| !taps.layers.is_empty())
+        {
+            match model.tap(&taps) {
+                Ok(()) => speculation.follows = true,
+                Err(error) => speculation.give_up(&error),
+            }
+        }
+        speculation
     }
 
-    /// An answer to `prompt` begins.
-    pub fn start(&mut self, prompt: &[u32]) {
-        if self.draft == Draft::Lookup {
-            self.lookup.start(prompt);
+    /// An answer begins; `on` if its sequence goes on from the last one's.
+    pub fn start(&mut self, on: bool) {
+        self.sampler = None;
+        if let Some(draft) = self.draft.as_mut().filter(|_| !on) {
+            draft.start();
         }
     }
 
-    /// `id` was drawn from `step` and told: `step` goes on with the row behind it, of the same pass or a new one. `room` is how many tokens may
-    /// still come.
-    pub fn advance<M: Model>(
+    /// The model's last pass made `session` what it is; its first `rows` rows are part of it.
+    pub fn follow(&mut self, model: &mut M, session: &Session<M::State>, rows: usize) {
+        let Some(draft) = self.draft.as_mut().filter(|_| self.follows) else { return };
+        match model.tapped(rows, &mut self.hidden) {
+            Ok(()) => draft.follow(session.len(), &self.hidden),
+            Err(error) => self.give_up(&error),
+        }
+    }
+
+    /// `drawn` came from `step`, which goes on with the row behind it, of the same pass or a new one.
+    pub fn advance(
         &mut self,
         session: &mut Session<M::State>,
         model: &mut M,
         step: &mut Step,
-        id: u32,
-        (room, timings): (usize, &mut Timings),
+        drawn: &Drawn<'_>,
+        timings: &mut Timings,
     ) -> Result<(), ModelError> {
-        if self.draft == Draft::Lookup {
-            self.lookup.push(id);
-        }
+        let id = drawn.id;
         if step.accepts(id) {
             session.accept(id);
             return Ok(());
         }
         self.settle(session, model, step, timings)?;
         let begun = Some(Instant::now());
-        let rows = self.controller.rows().min(room).min(model.context() - session.len());
+        let rows = self.controller.rows().min(drawn.room).min(model.context() - session.len());
         // Until the pass has succeeded, the step is one that is over.
         let mut drafted = std::mem::take(&mut step.drafted);
         (step.row, step.begun) = (step.logits.rows(), None);
         drafted.clear();
         if rows > 1 {
-            self.lookup.propose(rows - 1, &mut drafted);
+            self.propose(session, model, drawn, rows - 1, &mut drafted);
         }
         let logits = match drafted.is_empty() {
             true => session.extend(model, &[id], Rows::Last, &[], &mut Vec::new())?,
@@ -114,8 +144,29 @@ impl Speculation {
         Ok(())
     }
 
+    fn propose(
+        &mut self,
+        session: &Session<M::State>,
+        model: &mut M,
+        drawn: &Drawn<'_>,
+        most: usize,
+        out: &mut Vec<u32>,
+    ) {
+        let Some(draft) = &mut self.draft else { return };
+        let sampler = self.sampler.get_or_insert_with(|| drawn.sampler.clone());
+        sampler.catch_up(drawn.sampler);
+        let mut outlook = Outlook::new(sampler, drawn.ahead);
+        let sequence = Sequence { seen: session.tokens(), last: drawn.id };
+        let done = draft.propose(model, sequence, most, &mut outlook, out);
+        out.truncate(most);
+        if let Err(error) = done {
+            out.clear();
+            self.give_up(&error);
+        }
+    }
+
     /// The pass of `step` is done with: what it evaluated beyond the answer is taken back, and counted.
-    pub fn settle<M: Model>(
+    pub fn settle(
         &mut self,
         session: &mut Session<M::State>,
         model: &mut M,
@@ -124,7 +175,9 @@ impl Speculation {
     ) -> Result<(), ModelError> {
         let (drafted, accepted) = (step.drafted.len(), step.row);
         session.settle(model)?;
-        let Some(seconds) = step.begun.map(|begun| begun.elapsed().as_secs_f64()) else { return Ok(()) };
+        let Some(begun) = step.begun else { return Ok(()) };
+        self.follow(model, session, accepted + 1);
+        let seconds = begun.elapsed().as_secs_f64();
         if drafted == 0 {
             self.controller.plain(seconds);
             return Ok(());
@@ -133,16 +186,15 @@ impl Speculation {
         timings.drafted_tokens += drafted;
         timings.accepted_tokens += accepted;
         timings.saved_seconds += saved;
-        let metrics = &self.metrics;
-        metrics.draft_cycles_lookup.inc();
-        metrics.draft_tokens_accepted.inc_by(accepted as u64);
-        metrics.draft_tokens_rejected.inc_by((drafted - accepted) as u64);
-        if saved > 0.0 {
-            metrics.draft_seconds_saved.inc_by(saved);
-        } else {
-            metrics.draft_seconds_lost.inc_by(-saved);
-        }
+        let kind = self.draft.as_ref().map_or(Kind::Lookup, |draft| draft.kind()).name();
+        self.metrics.drafted(kind, accepted, drafted - accepted, saved);
         Ok(())
+    }
+
+    /// The draft is of no use any more; answers go on without.
+    fn give_up(&mut self, error: &ModelError) {
+        tracing::warn!(%error, "the draft failed and is not used any more");
+        (self.draft, self.follows) = (None, false);
     }
 }
 

@@ -1,0 +1,83 @@
+//! The seam for drafts: what proposes tokens, and what it is told of the model it proposes to.
+
+use super::Outlook;
+use crate::{
+    error::ModelError,
+    model::{Model, Taps},
+};
+
+/// A draft's kind, as metrics name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Lookup,
+    Mtp,
+    Model,
+    Dflash,
+    Own,
+}
+
+impl Kind {
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Lookup => "lookup",
+            Kind::Mtp => "mtp",
+            Kind::Model => "model",
+            Kind::Dflash => "dflash",
+            Kind::Own => "self",
+        }
+    }
+}
+
+/// A sequence: the tokens that went through the model, and the one drawn from its last logits.
+#[derive(Debug, Clone, Copy)]
+pub struct Sequence<'a> {
+    pub seen: &'a [u32],
+    pub last: u32,
+}
+
+impl Sequence<'_> {
+    pub fn len(&self) -> usize {
+        self.seen.len() + 1
+    }
+
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// The token at a position; `None` behind the last.
+    pub fn get(&self, position: usize) -> Option<u32> {
+        self.seen.get(position).copied().or((position == self.seen.len()).then_some(self.last))
+    }
+}
+
+/// Proposes what a model `M` may say next. The model verifies each proposal, so a draft can be wrong, and never do harm; one
+/// that fails is not asked again.
+pub trait Draft<M: Model>: Send {
+    fn kind(&self) -> Kind;
+
+    /// The hidden rows that it wants to follow.
+    fn taps(&self) -> Taps {
+        Taps::default()
+    }
+
+    /// A sequence begins that does not go on from the last one.
+    fn start(&mut self) {}
+
+    /// The sequence now has `len` tokens, and its last ones left the rows `hidden`: `[rows, layers, hidden]`, as
+    /// [`Draft::taps`] asked. Rows that were taken back are not shown. There may be a gap in front of them: what came out of
+    /// the prompt cache left none. Called after every pass, so it must cost next to nothing.
+    fn follow(&mut self, len: usize, hidden: &[f32]) {
+        let _ = (len, hidden);
+    }
+
+    /// Writes to `out` at most `most` tokens that may come behind `sequence`. `outlook` draws from a draft's logits as the
+    /// sampler will from the model's.
+    fn propose(
+        &mut self,
+        model: &mut M,
+        sequence: Sequence<'_>,
+        most: usize,
+        outlook: &mut Outlook<'_>,
+        out: &mut Vec<u32>,
+    ) -> Result<(), ModelError>;
+}
