@@ -70,8 +70,8 @@ pub struct Load {
     pub serving: bool,
     /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
     pub prompt_cache: Option<u64>,
-    /// Whether several tokens are tried at once, which takes memory to go back with.
-    pub verify: bool,
+    /// Whether and how several tokens are tried at once, which takes memory; `None` for a command that has no use for it.
+    pub drafts: Option<Drafts>,
 }
 
 impl Load {
@@ -92,7 +92,7 @@ impl Load {
             chunk: typed.prefill_chunk,
             serving: false,
             prompt_cache: Some(0),
-            verify: false,
+            drafts: None,
         })
     }
 
@@ -133,7 +133,6 @@ pub struct Serve {
     pub prompt_cache_dir: PromptDir,
     pub prompt_cache_disk: u64,
     pub load: Load,
-    pub drafts: Drafts,
     pub generation: Generation,
     /// The model reasons, where a request does not say.
     pub thinking: Option<bool>,
@@ -160,10 +159,9 @@ impl Serve {
             prompt_cache_disk: typed.prompt_cache_disk,
             load: Load {
                 prompt_cache: typed.cache.prompt_cache,
-                verify: Drafts::new(&typed.drafts).are_used(),
+                drafts: Some(Drafts::new(typed.drafts)),
                 ..Load::new(typed.load)?.serving()
             },
-            drafts: Drafts::new(&typed.drafts),
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),
         })
@@ -182,7 +180,7 @@ fn key(path: &Path) -> Result<String, String> {
 }
 
 /// Whether and how several tokens are tried at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drafts {
     pub draft: Draft,
     /// Tokens drafted at a time at most.
@@ -191,11 +189,11 @@ pub struct Drafts {
 }
 
 impl Drafts {
-    fn new(typed: &cli::Drafts) -> Self {
+    pub fn new(typed: cli::Drafts) -> Self {
         Self { draft: typed.draft_model, tokens: typed.num_draft_tokens, speculation: typed.speculation }
     }
 
-    fn are_used(&self) -> bool {
+    pub fn are_used(&self) -> bool {
         self.draft != Draft::Off && self.speculation != Speculation::Off
     }
 }
@@ -208,7 +206,6 @@ pub struct Generate {
     pub max_tokens: Option<usize>,
     pub seed: Option<u64>,
     pub load: Load,
-    pub drafts: Drafts,
     pub generation: Generation,
     pub thinking: Option<bool>,
 }
@@ -220,8 +217,7 @@ impl Generate {
             prompt: typed.prompt,
             max_tokens: typed.max_tokens,
             seed: typed.seed,
-            load: Load { verify: Drafts::new(&typed.drafts).are_used(), ..Load::new(typed.load)? },
-            drafts: Drafts::new(&typed.drafts),
+            load: Load { drafts: Some(Drafts::new(typed.drafts)), ..Load::new(typed.load)? },
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),
         })

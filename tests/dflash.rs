@@ -30,7 +30,7 @@ fn steps(name: &str) -> HashMap<String, Vec<f32>> {
 /// Four drafts on a context that grows across the window, given as it came: by 21, 3, 1 and 5 positions.
 #[test]
 fn draft_steps_are_the_references() {
-    for name in ["draft", "draft_legacy"] {
+    for name in ["draft", "draft_legacy", "draft2"] {
         let (mut draft, steps) = (draft(name), steps(name));
         let mut start = 0;
         for step in 0..4 {
@@ -44,6 +44,14 @@ fn draft_steps_are_the_references() {
             assert!(off < 1e-4, "{name}, step {step}: off by {off}");
             // The block leaves nothing behind.
             assert_eq!(draft.block(get("noise_embedding")).unwrap(), hidden);
+            // The tokens, from the head's logits: the likeliest, or the selector's path.
+            let mut before = get("block_ids")[0] as u32;
+            for (row, logits) in get("logits").chunks_exact(96).enumerate() {
+                let mut logits = logits.to_vec();
+                draft.score(before, &hidden[(row + 1) * 64..][..64], &mut logits).unwrap();
+                before = common::argmax(&logits);
+                assert_eq!(before, get("draft_tokens")[row] as u32, "{name}, step {step}, row {row}");
+            }
         }
     }
 }

@@ -7,6 +7,7 @@ mod buffers;
 pub mod config;
 pub mod dflash;
 mod forward;
+mod lend;
 mod moe;
 mod net;
 mod placed;
@@ -27,6 +28,7 @@ pub use reference::Reference;
 pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
 pub use tap::Taps;
+pub use verify::ROWS as VERIFY_ROWS;
 
 use crate::{device::DeviceError, error::ModelError};
 

@@ -19,7 +19,7 @@ use crate::{
     experts::{self, ExpertMap, Experts, Phase, Sums},
     metrics::Metrics,
     ops::{Cpu, Limits as DeviceLimits, OnGpu, Run, gpu_limits},
-    plan::{Limits, Plan, Shape, Wishes},
+    plan::{DraftShape, Limits, Plan, Shape, Wishes},
     platform::{MAX_BLOCK, os},
 };
 use std::{
@@ -45,6 +45,8 @@ pub struct Options {
     pub gpu: Option<u64>,
     /// Whether the plan has room for verifies that can be taken back.
     pub verify: bool,
+    /// What a draft takes beside the model.
+    pub draft: DraftShape,
 }
 
 /// What [`experts::Options`] has and the plan does not decide.
@@ -76,6 +78,8 @@ pub(super) struct Parts {
     pub store: Option<Experts>,
     pub plan: Plan,
     pub shape: Shape,
+    /// The CPU's threads, for the model or for who drafts for it.
+    pub compute: Compute,
 }
 
 /// A loaded model.
@@ -162,6 +166,7 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         workspace_per_row,
         workspace_fixed: workspace_fixed + if options.verify { verify::cost(config) } else { 0 },
         context: config.context,
+        draft: options.draft,
     }
 }
 
@@ -183,6 +188,7 @@ impl Qwen {
             (&metrics.memory_kv, plan.kv),
             (&metrics.memory_state, plan.state),
             (&metrics.memory_workspace, plan.workspace),
+            (&metrics.memory_draft, plan.draft),
         ] {
             gauge.set(bytes as i64);
         }
@@ -204,8 +210,9 @@ impl Qwen {
         if let Some(store) = &store {
             net.lay_out(store);
         }
-        let cpu = Cpu::new(Compute::cpu(threads, options.math));
-        let parts = Parts { config, net, weights, store, plan, shape };
+        let compute = Compute::cpu(threads, options.math);
+        let cpu = Cpu::new(compute.clone());
+        let parts = Parts { config, net, weights, store, plan, shape, compute };
         Self::on(parts, Box::new(cpu)).map_err(|refused| refused.1)
     }
 

@@ -61,10 +61,9 @@ fn positions(sight: Sight, context: usize) -> usize {
     sight.window.map_or(context, |window| context.min(window.saturating_add(SLACK + super::PIECE)))
 }
 
-/// Bytes of all layers' context.
-pub fn cost(config: &Config, context: usize) -> u64 {
-    let positions: usize = config.layers.iter().map(|sight| positions(*sight, context)).sum();
-    (positions * 2 * config.kv() * 4) as u64
+/// Bytes of a layer's context.
+pub fn cost(config: &Config, sight: Sight, context: usize) -> u64 {
+    (positions(sight, context) as u64).saturating_mul((2 * config.kv() * 4 + size_of::<usize>()) as u64)
 }
 
 /// `softmax(q k^T / sqrt(dim)) v` of the block's rows, which begin at position `start`; `q` and the result are `[rows, heads,

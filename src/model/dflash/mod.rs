@@ -25,6 +25,7 @@ use crate::{
     device::{Compute, Region},
     error::ModelError,
     ops::{Cpu, Embed, Project, Run, Weight},
+    plan::DraftShape,
 };
 use attend::{Memory, attend, norm, place};
 use net::{Convolution, Net};
@@ -51,10 +52,19 @@ impl Surveyed {
         Ok(Self { config, checkpoint, weights })
     }
 
-    /// Bytes that the loaded draft takes with room for `context` positions.
-    pub fn cost(&self, context: usize) -> u64 {
-        let [x, y] = room(&self.config);
-        self.weights + attend::cost(&self.config, context) + ((x + y) * 4) as u64
+    /// What the loaded draft takes beside the model.
+    pub fn shape(&self) -> DraftShape {
+        let config = &self.config;
+        // Layers with a window keep that and little more, the others everything.
+        let window = |sight: &&config::Sight| sight.window.is_some();
+        let windows: u64 =
+            config.layers.iter().filter(window).map(|sight| attend::cost(config, *sight, usize::MAX)).sum();
+        let all =
+            config.layers.iter().filter(|sight| !window(sight)).map(|sight| attend::cost(config, *sight, 1)).sum();
+        let room: usize = room(config).iter().map(|floats| floats * 4).sum();
+        // Hidden rows lie where the layers leave them, and side by side where the draft takes them from.
+        let per_row = 2 * config.features() as u64 * 4;
+        DraftShape { fixed: self.weights + windows + room as u64, per_token: all, per_row }
     }
 }
 
@@ -155,29 +165,30 @@ impl DFlash {
         Ok(h)
     }
 
-    /// The logits that the draft means by the head's, in place.
-    pub fn bend(&self, logits: &mut [f32]) {
+    /// Turns the head's logits of a row of [`DFlash::block`] into the draft's for the token behind `before`: those of DFlash2
+    /// are negative infinity where there is no candidate.
+    pub fn score(&mut self, before: u32, hidden: &[f32], logits: &mut [f32]) -> Result<(), ModelError> {
         let scale = self.config.output_scale;
         match self.config.cap {
             Some(cap) => logits.iter_mut().for_each(|x| *x = (*x * scale / cap).tanh() * cap),
             None if scale != 1.0 => logits.iter_mut().for_each(|x| *x *= scale),
             None => {}
         }
-    }
-
-    /// The token that follows `before`, from a row of [`DFlash::block`] and its logits.
-    pub fn choose(&mut self, before: u32, hidden: &[f32], logits: &[f32]) -> Result<Option<u32>, ModelError> {
-        let (Some(selector), Some(second)) = (&self.net.selector, &self.config.second) else {
-            let best = (0..).zip(logits).max_by(|a: &(u32, _), b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
-            return Ok(best.map(|(id, _)| id));
-        };
+        let (Some(selector), Some(second)) = (&self.net.selector, &self.config.second) else { return Ok(()) };
         let products = &mut self.products;
-        let candidates = second::greatest(logits, second.candidates);
+        let mut candidates = second::greatest(logits, second.candidates);
         let projected = products.of(hidden, std::slice::from_ref(&selector.projection))?;
         let predecessor = products.rows(&selector.predecessors, &[before])?;
         let ids: Vec<u32> = candidates.iter().map(|(id, _)| *id).collect();
         let successors = products.rows(&selector.successors, &ids)?;
-        Ok(second::select(&candidates, &predecessor, &projected, &successors))
+        second::select(&mut candidates, &predecessor, &projected, &successors);
+        logits.fill(f32::NEG_INFINITY);
+        for (id, score) in candidates {
+            if let Some(logit) = logits.get_mut(id as usize) {
+                *logit = score;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -32,16 +32,13 @@ pub fn greatest(row: &[f32], count: usize) -> Vec<(u32, f32)> {
     found
 }
 
-/// The candidate with the greatest `score + sum over r of predecessor[r] * hidden[r] * successor[r]`. `successors` has a row of
-/// the rank's width for each candidate.
-pub fn select(candidates: &[(u32, f32)], predecessor: &[f32], hidden: &[f32], successors: &[f32]) -> Option<u32> {
-    let rank = hidden.len().max(1);
+/// Adds to each candidate's score `sum over r of predecessor[r] * hidden[r] * successor[r]`: how well it follows the token in
+/// front. `successors` has a row of the rank's width for each candidate.
+pub fn select(candidates: &mut [(u32, f32)], predecessor: &[f32], hidden: &[f32], successors: &[f32]) {
     let query: Vec<f32> = predecessor.iter().zip(hidden).map(|(a, b)| a * b).collect();
-    let scored = candidates
-        .iter()
-        .zip(successors.chunks_exact(rank))
-        .map(|((id, unary), successor)| (*id, unary + query.iter().zip(successor).map(|(a, b)| a * b).sum::<f32>()));
-    scored.max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0))).map(|(id, _)| id)
+    for ((_, score), successor) in candidates.iter_mut().zip(successors.chunks_exact(query.len().max(1))) {
+        *score += query.iter().zip(successor).map(|(a, b)| a * b).sum::<f32>();
+    }
 }
 
 #[cfg(test)]
@@ -59,15 +56,17 @@ mod tests {
     }
 
     #[test]
-    fn the_greatest_and_the_best_path() {
+    fn the_greatest_and_how_they_follow() {
         let mut found = greatest(&[0.1, 5.0, -2.0, 3.0], 2);
         found.sort_by_key(|(id, _)| *id);
         assert_eq!(found, [(1, 5.0), (3, 3.0)]);
         assert_eq!(greatest(&[1.0], 16), [(0, 1.0)]);
-        let successors = [0.0, 1.0, 2.0, 0.0];
-        assert_eq!(select(&found, &[1.0, 1.0], &[1.0, 1.0], &successors), Some(1));
-        // What came before changes the choice: 5 + 1 against 3 + 2 * 3.
-        assert_eq!(select(&found, &[3.0, 1.0], &[1.0, 1.0], &successors), Some(3));
-        assert_eq!(select(&[], &[], &[], &[]), None);
+        // What came before changes the order: 5 + 1 against 3 + 2, then 5 + 1 against 3 + 3 * 2.
+        for (predecessor, scores) in [([1.0, 1.0], [6.0, 5.0]), ([3.0, 1.0], [6.0, 9.0])] {
+            let mut scored = found.clone();
+            select(&mut scored, &predecessor, &[1.0, 1.0], &[0.0, 1.0, 2.0, 0.0]);
+            assert_eq!(scored, [(1, scores[0]), (3, scores[1])]);
+        }
+        select(&mut [], &[], &[], &[]);
     }
 }
