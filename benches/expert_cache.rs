@@ -1,4 +1,4 @@
-//! What eviction is worth, on recorded traces: LRU, ours, and two that know the future.
+//! Hit rates of eviction policies on recorded traces: LRU, ours, and two that know the future.
 //!
 //! ```text
 //! cargo bench --bench expert_cache -- TRACE.. > benches/results/expert_cache.csv

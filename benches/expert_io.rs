@@ -1,4 +1,5 @@
-//! How fast misses arrive: routes of ROUTE (eight) experts nobody has in memory, without any computation, from one large file.
+//! The rate of misses: routes of ROUTE (eight) experts nobody has in memory, without any computation, from one large
+//! file.
 //!
 //! ```text
 //! cargo bench --bench expert_io -- FILE [SECONDS] [THREADS,THREADS..] [direct|all] [ROUTE]

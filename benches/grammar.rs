@@ -1,6 +1,6 @@
-//! What a constrained token costs beside a forward pass: the time until the tokens that may come next are known, walked
-//! over answers drawn evenly from what is allowed (a model's own answers meet fewer new situations). It is worked out on
-//! a thread of its own while the pass runs, so little of it is ever waited for.
+//! The cost of a constrained token beside a forward pass: the time until the tokens that may come next are known,
+//! walked over answers drawn evenly from what is allowed (a model's own answers meet fewer new situations). It is
+//! worked out on a thread of its own while the pass runs, so little of it is ever waited for.
 //!
 //! The demo's vocabulary is small; `MOESTRO_TOKENIZER=DIR cargo bench --bench grammar` takes another one.
 

@@ -1,6 +1,6 @@
-//! What HTTP, JSON and streaming cost: the same tokens of the demo model, once straight from the engine and once through
-//! the server as a chat stream, in turn. Prints the time of one token either way and their ratio. The client runs on the
-//! same processor and counts as part of the cost.
+//! The cost of HTTP, JSON and streaming: the same tokens of the demo model, once straight from the engine and once
+//! through the server as a chat stream, in turn. Prints the time of one token either way and their ratio. The client
+//! runs on the same processor and counts as part of the cost.
 //!
 //! Not a criterion bench: the two have to alternate, so that whatever else the machine does meets both.
 
@@ -67,7 +67,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
         grammars: Arc::new(Grammars::new(tokenizer.clone(), &[2040])),
         tokenizer,
         template: Some(template),
-        card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None },
+        card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None, quantisation: None },
         defaults: Sampling::default(),
         thinking: None,
         plan: Value::Null,

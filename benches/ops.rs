@@ -4,7 +4,7 @@
 //! ```text
 //! cargo bench --bench ops -- [FILTER] [--threads N] [--f32]
 //! ```
-//! What decode reads of weights and states is read from a fresh copy each time, of which there are so many that no cache
+//! Decode reads weights and states from a fresh copy each time, of which there are so many that no cache
 //! holds them all; in prefill weights are read from memory once a task and then met by many rows, so that its bytes a
 //! second say little more than how many rows a second there are.
 
@@ -105,8 +105,8 @@ impl Bench {
         Lab { cpu: Cpu::new(self.compute.clone()), word: 1 }
     }
 
-    /// Times the operations that `op` makes of a running number; each reads and writes `bytes`. What is quantised of
-    /// `x` is forgotten before each.
+    /// Times the operations that `op` makes of a running number; each reads and writes `bytes`. The quantised rows of
+    /// `x` are forgotten before each.
     fn time<'o>(&mut self, name: &str, bytes: usize, cpu: &mut Cpu, x: Region, op: impl Fn(usize) -> Op<'o>) {
         let (mut number, mut best, keep) = (0, f64::INFINITY, [0; 4]);
         let mut group = self.criterion.benchmark_group("ops");
@@ -214,7 +214,7 @@ impl Bench {
         Ok(())
     }
 
-    /// What a delta layer does between its projections: 16 key heads, 32 value heads of 128.
+    /// A delta layer between its projections: 16 key heads, 32 value heads of 128.
     fn delta(&mut self, tokens: usize) -> Result<()> {
         let shape = Delta { key_heads: 16, value_heads: 32, dk: 128, dv: 128, eps: 1e-6 };
         let mut lab = self.lab();

@@ -1,5 +1,5 @@
-//! How well a streamed prompt's reads and computations overlap, where disk and processor are clocks: what the machine happens to
-//! be busy with does not show.
+//! The overlap of a streamed prompt's reads and computations, where disk and processor are clocks: the load of the
+//! machine does not show.
 //!
 //! ```text
 //! cargo bench --bench overlap [-- RESIDENCY [PROMPTS]]

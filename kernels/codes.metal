@@ -1,4 +1,4 @@
-// How checkpoints pack weights (MLX), and how they are read. Joined before every kernel that touches a weight.
+// The encodings of weights in checkpoints (MLX), and their reading. Joined before every kernel that touches a weight.
 //
 // A lane takes sixteen consecutive values at a time, a "chunk": n-bit codes of a chunk are n 16-bit words, and a chunk never
 // crosses a group. Codes, scales and biases begin at 16-byte boundaries; rows of codes are whole multiples of what is read.
@@ -85,7 +85,7 @@ FN void chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint cols, TH
   }
 }
 
-// What chunk `c` is multiplied by, and what is added to each of its values.
+// The scale of chunk `c`, and the bias that is added to each of its values.
 FN float chunk_scale(CONSTANT Matrix& m, DEVICE const uchar* scales, uint c) {
   if (m.format == DENSE) return m.gain;
   if (m.format == NVFP4) return e4m3(scales[c]) * m.gain;

@@ -115,7 +115,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint bloc
   }
 }
 
-// Which matrix a row of threadgroups belongs to; y starts at `start` for it.
+// The matrix that a row of threadgroups belongs to; its y starts at `start`.
 FN uint find(CONSTANT LinearArgs& a, THREAD uint* block, THREAD uint* start) {
   uint i = 0;
   while (i + 1 < a.matrices) {

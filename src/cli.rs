@@ -1,4 +1,4 @@
-//! What was typed: every subcommand and flag, and nothing of what they mean (`config` says that). Each flag has an
+//! The command line: every subcommand and flag, and nothing of what they mean (`config` says that). Each flag has an
 //! environment variable, `MOESTRO_` and its name; what is typed wins.
 
 mod drafts;
@@ -25,7 +25,7 @@ pub enum Command {
     Serve(Serve),
     /// One answer on the terminal, tokens as they come
     Generate(Generate),
-    /// What a model needs of this machine, and how fast it can be here
+    /// The memory plan of a model, and its estimated speed on this machine
     Info(Info),
     /// Measure prefill, decode, hits, stall and disk
     Bench(Bench),
@@ -35,11 +35,11 @@ pub enum Command {
     Pack(Pack),
     /// Download a model from the Hugging Face hub
     Pull(Pull),
-    /// Whether this machine computes what it should: what to paste into a bug report
+    /// Check that this machine computes what it should, for a bug report
     Doctor(Doctor),
     /// Serve from login on, kept running by launchd or systemd
     Service(Service),
-    /// What `serve` would do: each setting and where it came from
+    /// Every setting of `serve` and where it came from
     Config(Serve),
     /// A completion script for a shell
     Completions {
@@ -87,14 +87,14 @@ pub struct Serve {
     /// Write the log into files in this directory, one a day for a week, rather than to stderr
     #[arg(long, env = "MOESTRO_LOG_DIR", value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
-    /// How a line of the log is written
+    /// Format of the log's lines
     #[arg(long, env = "MOESTRO_LOG_FORMAT", value_enum, default_value_t)]
     pub log_format: LogFormat,
     #[command(flatten)]
     pub load: Load,
     #[command(flatten)]
     pub cache: PromptCache,
-    /// Where checkpoints of prompts outlive the server; off for nowhere [default: in the user's cache]
+    /// Directory for checkpoints of prompts, which outlive the server, or off [default: in the user's cache]
     #[arg(long, env = "MOESTRO_PROMPT_CACHE_DIR", value_name = "DIR", help_heading = "Prompt cache")]
     pub prompt_cache_dir: Option<String>,
     /// Room for them on the disk
@@ -106,7 +106,7 @@ pub struct Serve {
     pub sampling: Sampling,
 }
 
-/// What earlier prompts leave for later ones.
+/// Checkpoints of earlier prompts, for later ones.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Prompt cache")]
 pub struct PromptCache {
@@ -130,7 +130,7 @@ pub enum ServiceAction {
     Uninstall,
     Start,
     Stop,
-    /// What the system says of it
+    /// Its status, from the service manager
     Status,
     /// The end of its log, and what comes
     Logs,
@@ -159,7 +159,7 @@ pub struct Install {
 pub struct Generate {
     #[command(flatten)]
     pub model: Model,
-    /// What to say to the model
+    /// The prompt; a chat model gets it as a user's message
     #[arg(short, long, env = "MOESTRO_PROMPT")]
     pub prompt: String,
     /// The most tokens to generate [default: to the end of the context]
@@ -184,11 +184,11 @@ pub struct Model {
     pub model: Option<String>,
 }
 
-/// How a model is loaded.
+/// Loading a model.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub struct Load {
-    /// Where to compute
+    /// The device that computes
     #[arg(long, env = "MOESTRO_DEVICE", value_enum, default_value_t)]
     pub device: Device,
     /// Compute threads on the CPU [default: the physical cores]
@@ -200,7 +200,7 @@ pub struct Load {
     /// Read experts from the SSD as they are asked for; auto does so if they do not all fit into memory
     #[arg(long, env = "MOESTRO_STREAM_EXPERTS", value_enum, default_value_t)]
     pub stream_experts: Switch,
-    /// How experts are read: past the page cache or through it
+    /// Read experts past the page cache or through it
     #[arg(long, env = "MOESTRO_EXPERT_IO", value_enum, default_value_t)]
     pub expert_io: ExpertIo,
     /// Reads of experts in flight at most
@@ -221,7 +221,7 @@ pub struct Load {
     pub prefill_chunk: Option<usize>,
 }
 
-/// What holds where a request says nothing; else the model's generation_config.json does.
+/// Sampling where a request says nothing; without a flag, the model's generation_config.json.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sampling defaults (else the model's own)")]
 pub struct Sampling {
@@ -240,7 +240,7 @@ pub struct Sampling {
     /// Above 1 makes tokens that occurred less likely
     #[arg(long, env = "MOESTRO_REPEAT_PENALTY", value_name = "R", value_parser = values::positive)]
     pub repeat_penalty: Option<f32>,
-    /// Whether the model reasons before it answers [default: what its chat template does]
+    /// Let the model reason before it answers [default: what its chat template does]
     #[arg(long, env = "MOESTRO_THINKING", value_enum)]
     pub thinking: Option<OnOff>,
 }
@@ -290,7 +290,7 @@ pub struct Bench {
 pub struct Synth {
     /// Directory to write; must not exist
     pub out: PathBuf,
-    /// Whose dimensions
+    /// The model whose dimensions it has
     #[arg(long, env = "MOESTRO_LIKE", value_parser = ["35b", "122b", "397b"])]
     pub like: String,
     /// Fewer layers than the original
@@ -305,7 +305,7 @@ pub struct Synth {
     /// The same seed writes the same bytes
     #[arg(long, env = "MOESTRO_SEED", value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// How unevenly the routers choose: 0 is evenly, 0.5 lets a quarter of the experts serve most lookups
+    /// Unevenness of the routers' choice: 0 is even, 0.5 lets a quarter of the experts serve most lookups
     #[arg(long, env = "MOESTRO_ROUTER_SKEW", value_name = "S", default_value_t = 0.5, value_parser = values::not_negative)]
     pub router_skew: f32,
 }

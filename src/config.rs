@@ -16,7 +16,7 @@ use std::{
 /// The model asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// The one in the binary.
+    /// The demo model in the binary.
     Demo,
     Directory(PathBuf),
     /// `org/name` on the Hugging Face hub.
@@ -70,7 +70,7 @@ pub struct Load {
     pub serving: bool,
     /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
     pub prompt_cache: Option<u64>,
-    /// Whether and how several tokens are tried at once, which takes memory; `None` for a command that has no use for it.
+    /// Drafts, which take memory to take rows back with; `None` for a command that has no use for them.
     pub drafts: Option<Drafts>,
 }
 
@@ -107,7 +107,7 @@ fn experts_at_most(swiftlm: Option<&str>) -> Result<Option<usize>, String> {
     text.map(count).transpose()
 }
 
-/// Where checkpoints of prompts outlive the server.
+/// The place in which checkpoints of prompts outlive the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PromptDir {
     Off,
@@ -129,7 +129,7 @@ pub struct Serve {
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
     pub keep_billing_header: bool,
-    /// Where checkpoints of prompts are kept, and how many bytes of them.
+    /// The place of prompts' checkpoints on the disk, and their bytes at most.
     pub prompt_cache_dir: PromptDir,
     pub prompt_cache_disk: u64,
     pub load: Load,
@@ -179,7 +179,7 @@ fn key(path: &Path) -> Result<String, String> {
     values::key(key).map_err(failed)
 }
 
-/// Whether and how several tokens are tried at once.
+/// The settings of speculation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drafts {
     pub draft: Draft,

@@ -1,5 +1,5 @@
-//! The demo model, carried in the binary, so that `moestro serve` answers before anything is downloaded. How it was
-//! trained is in `models/demo/`.
+//! The demo model, carried in the binary, so that `moestro serve` answers before anything is downloaded. Its training
+//! is described in `models/demo/`.
 
 use crate::{
     error::StoreError,

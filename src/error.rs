@@ -60,7 +60,7 @@ pub enum ModelError {
     Memory(String),
 }
 
-/// Why a request could not be queued, or ended early.
+/// The reasons for which a request is not queued, or ends early.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     #[error("the queue is full")]
@@ -88,10 +88,10 @@ pub enum EngineError {
     Stopped,
 }
 
-/// Why a command ended: one line on the terminal.
+/// The error that ended a command: one line on the terminal.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
-    /// What was typed makes no sense.
+    /// The command line makes no sense.
     #[error("{0}")]
     Usage(String),
     #[error("no such directory: {}", .0.display())]

@@ -44,7 +44,7 @@ fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
     }
 }
 
-/// If nobody reads it, nobody misses it.
+/// Prints `text`; a closed stdout is no error.
 fn show(text: &[u8]) -> Result<(), CommandError> {
     let _ = io::stdout().write_all(text);
     Ok(())

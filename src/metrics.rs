@@ -4,35 +4,30 @@
 //! are base units (seconds, bytes), as Prometheus wants them; `process_*` comes from the crate's own collector, which
 //! reads `/proc` and therefore exists on Linux only.
 
-use prometheus::{
-    Counter, Encoder, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
-    TextEncoder,
+mod families;
+mod openmetrics;
+
+use families::{
+    DEPTH, FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, counter, counters, gauge, gauges, histogram, register,
+    seconds,
 };
-use std::sync::Arc;
+use prometheus::{
+    Counter, Encoder, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry, TextEncoder,
+};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The content type of [`Metrics::render`].
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// From the first token of the smallest model to a long prompt streamed from a disk.
-const FIRST_TOKEN: &[f64] =
-    &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
-const INTER_TOKEN: &[f64] =
-    &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0];
-const REQUEST: &[f64] =
-    &[0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0];
-const QUEUE: &[f64] = &[0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
-/// From a greeting to a full context.
-const DEPTH: &[f64] =
-    &[16.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0, 131_072.0, 262_144.0];
-/// One expert is half a megabyte to ten: tens of microseconds from the page cache, milliseconds from a disk.
-const READ: &[f64] =
-    &[25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0];
+/// The content type of [`Metrics::render_openmetrics`].
+pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// All of it. Fields are named after the metric, followed by the values of their labels.
 pub struct Metrics {
     registry: Registry,
     info: IntGaugeVec,
-    version: String,
+    /// The labels of `info`: version, device, model.
+    running: Mutex<[String; 3]>,
 
     /// Finished requests by `endpoint` (the route's path) and `status`; [`Metrics::request`] adds to it.
     pub requests: IntCounterVec,
@@ -72,6 +67,16 @@ pub struct Metrics {
     pub request_seconds: Histogram,
     /// From the arrival in the queue to the start of the prefill.
     pub queue_seconds: Histogram,
+    /// From the start of the prefill to the logits after its last token.
+    pub prefill_seconds: Histogram,
+    /// From there to the end of the answer.
+    pub decode_seconds: Histogram,
+    /// Tokens of a prompt, cached ones included.
+    pub request_prompt_tokens: Histogram,
+    /// Tokens of an answer.
+    pub request_generated_tokens: Histogram,
+    /// Answers by how they ended; [`Metrics::answered`] adds to it.
+    pub answers: IntCounterVec,
 
     /// Routed experts found in a slot.
     pub lookups_prefill_hit: IntCounter,
@@ -116,7 +121,7 @@ pub struct Metrics {
     pub memory_state: IntGauge,
     pub memory_workspace: IntGauge,
     pub memory_draft: IntGauge,
-    /// What requests hold now of the memory that the plan sets aside for them.
+    /// Memory that requests hold now, of that which the plan sets aside for them.
     pub memory_requests: IntGauge,
     pub memory_prompt_cache: IntGauge,
     pub memory_limit_bytes: IntGauge,
@@ -160,14 +165,20 @@ impl Metrics {
             &["place"],
         );
         let memory = gauges(r, "moestro_memory_bytes", "Memory held, by kind", &["kind"]);
-        let info = gauges(r, "moestro_build_info", "Always 1; the labels say what is running", &["version", "device"]);
-        info.with_label_values(&[version, device]).set(1);
+        let answers = counters(r, "moestro_answers_total", "Answers by how they ended", &["finish_reason"]);
+        for reason in ["stop", "length", "tool_calls", "cancelled", "error"] {
+            answers.with_label_values(&[reason]);
+        }
+        let labels = ["version", "device", "model"];
+        let info = gauges(r, "moestro_build_info", "Always 1; the labels say what is running", &labels);
+        info.with_label_values(&[version, device, ""]).set(1);
         #[cfg(target_os = "linux")]
         r.register(Box::new(prometheus::process_collector::ProcessCollector::for_self())).expect("registered once");
 
         Arc::new(Self {
             info,
-            version: version.into(),
+            running: Mutex::new([version.into(), device.into(), String::new()]),
+            answers,
             requests: counters(
                 r,
                 "moestro_requests_total",
@@ -239,6 +250,25 @@ impl Metrics {
                 "From the arrival in the queue to the start of the prefill",
                 QUEUE,
             ),
+            prefill_seconds: histogram(
+                r,
+                "moestro_prefill_seconds",
+                "From the start of the prefill to the logits after the prompt's last token",
+                REQUEST,
+            ),
+            decode_seconds: histogram(
+                r,
+                "moestro_decode_seconds",
+                "From the end of the prefill to the end of the answer",
+                REQUEST,
+            ),
+            request_prompt_tokens: histogram(
+                r,
+                "moestro_request_prompt_tokens",
+                "Tokens of a prompt, cached ones included",
+                DEPTH,
+            ),
+            request_generated_tokens: histogram(r, "moestro_request_generated_tokens", "Tokens of an answer", DEPTH),
 
             lookups_prefill_hit: lookups.with_label_values(&["prefill", "hit"]),
             lookups_prefill_miss: lookups.with_label_values(&["prefill", "miss"]),
@@ -307,8 +337,26 @@ impl Metrics {
 
     /// The model computes on `device` after all, and not where [`Metrics::new`] expected it.
     pub fn runs_on(&self, device: &str) {
+        self.says(1, device);
+    }
+
+    /// The model that is loaded.
+    pub fn serves(&self, model: &str) {
+        self.says(2, model);
+    }
+
+    fn says(&self, label: usize, value: &str) {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        running[label] = value.into();
         self.info.reset();
-        self.info.with_label_values(&[&self.version, device]).set(1);
+        self.info.with_label_values(&*running).set(1);
+    }
+
+    /// Counts an answer that has ended, for one of the reasons that are there from the start.
+    pub fn answered(&self, finish_reason: &str, prompt_tokens: usize, generated_tokens: usize) {
+        self.answers.with_label_values(&[finish_reason]).inc();
+        self.request_prompt_tokens.observe(prompt_tokens as f64);
+        self.request_generated_tokens.observe(generated_tokens as f64);
     }
 
     /// A pass verified drafted tokens of a kind, of which some were accepted, and saved seconds, or lost them.
@@ -337,39 +385,11 @@ impl Metrics {
         }
         String::from_utf8_lossy(&out).into_owned()
     }
-}
 
-// Names, labels and buckets are the literals above: a mistake in one fails every test that makes a `Metrics`, and no
-// input can cause one. Hence `expect`.
-
-fn register<C: prometheus::core::Collector + Clone + 'static>(registry: &Registry, metric: C) -> C {
-    registry.register(Box::new(metric.clone())).expect("each metric is named once");
-    metric
-}
-
-fn seconds(registry: &Registry, name: &str, help: &str) -> Counter {
-    register(registry, Counter::new(name, help).expect("a valid name"))
-}
-
-fn counter(registry: &Registry, name: &str, help: &str) -> IntCounter {
-    register(registry, IntCounter::new(name, help).expect("a valid name"))
-}
-
-fn counters(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
-    register(registry, IntCounterVec::new(Opts::new(name, help), labels).expect("valid labels"))
-}
-
-fn gauge(registry: &Registry, name: &str, help: &str) -> IntGauge {
-    register(registry, IntGauge::new(name, help).expect("a valid name"))
-}
-
-fn gauges(registry: &Registry, name: &str, help: &str, labels: &[&str]) -> IntGaugeVec {
-    register(registry, IntGaugeVec::new(Opts::new(name, help), labels).expect("valid labels"))
-}
-
-fn histogram(registry: &Registry, name: &str, help: &str, buckets: &[f64]) -> Histogram {
-    let opts = HistogramOpts::new(name, help).buckets(buckets.to_vec());
-    register(registry, Histogram::with_opts(opts).expect("ascending buckets"))
+    /// The same as OpenMetrics has it, see [`OPENMETRICS`].
+    pub fn render_openmetrics(&self) -> String {
+        openmetrics::openmetrics(&self.render())
+    }
 }
 
 #[cfg(test)]

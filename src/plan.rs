@@ -10,7 +10,7 @@
 //! (layers x experts per token); if these do not fit, the plan is refused with the sum. Of what is then left, 1/16 goes
 //! to the context (up to 32768 tokens), 1/32 to the chunk (up to 2048 rows), 1/16 to the prompt cache (up to 2 GiB), and
 //! the rest to slots, until every expert has one. Only then the context grows on, up to the model's own. So a higher
-//! limit never means fewer slots, a shorter context or a smaller chunk. What the user sets is taken as it is.
+//! limit never means fewer slots, a shorter context or a smaller chunk. The user's values are taken as they are.
 
 mod estimate;
 
@@ -26,7 +26,7 @@ const CONTEXT: [u64; 2] = [4096, 32768];
 const CHUNK: [u64; 2] = [256, 2048];
 /// The most the prompt cache takes by default (bytes).
 const PROMPT_CACHE: u64 = 2 << 30;
-/// What a server sets aside for the requests it has not answered: 1/16 of the limit, within these (bytes).
+/// A server's memory for requests it has not answered: 1/16 of the limit, within these (bytes).
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
 /// The limit where neither the user nor the system gives one (bytes).
 const FALLBACK: u64 = 4 << 30;
@@ -318,7 +318,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// Why a plan was refused: the sum, in words.
+/// The refusal of a plan: the sum, in words.
 struct Refused<'a> {
     shape: &'a Shape,
     limits: &'a Limits,

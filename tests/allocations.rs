@@ -85,7 +85,7 @@ fn decode_allocates_little_and_no_more_as_the_context_grows() {
     println!("allocations and bytes a token, {layers} layers, logits of {logits} bytes: {at:?}");
     assert!(at[0].0 <= A_LAYER * layers, "{at:?}");
     for later in &at[1..] {
-        // Which experts a token visits makes a small difference.
+        // The experts that a token visits make a small difference.
         assert!(later.0 <= at[0].0 + layers && later.1 <= at[0].1 + at[0].1 / 50, "{at:?}");
     }
 }

@@ -2,6 +2,8 @@
 
 #[path = "api/admin.rs"]
 mod admin;
+#[path = "api/agents.rs"]
+mod agents;
 #[path = "api/chat.rs"]
 mod chat;
 #[path = "api/client.rs"]

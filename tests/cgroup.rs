@@ -90,7 +90,7 @@ fn the_peak_stays_under_the_limit_and_nothing_is_killed() {
     assert!(residencies.windows(2).all(|pair| pair[0] <= pair[1]), "{residencies:?}");
     assert!(residencies.first() < Some(&0.7) && residencies.last() == Some(&1.0), "{residencies:?}");
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
-    // What cannot fit is refused in words, not tried.
+    // A limit that is too small is refused in words, not tried.
     let output = bench(&dir, None, 40 * MIB, "auto");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");

@@ -47,7 +47,7 @@ fn one(source: &str) -> Result<String, ChatError> {
     render(&template(source)?, &json!({"messages": [{"role": "user", "content": "hi"}]}))
 }
 
-/// Which lines differ is easier to read than which texts.
+/// A failure lists the lines that differ: they are easier to read than the texts.
 fn assert_same(found: &str, expected: &str, case: &str) {
     let lines = found.lines().zip(expected.lines()).filter(|(found, expected)| found != expected);
     let lines: String = lines.map(|(found, expected)| format!("found    {found}\nexpected {expected}\n")).collect();

@@ -65,7 +65,7 @@ fn a_context_in_one_piece_is_the_same_and_goes_back_by_its_length() {
     let expected = whole.block(block).unwrap();
     assert!(distance(&expected, &steps["3.hidden"]) < 1e-4);
     let width = whole.config().features();
-    // What was rejected is overwritten.
+    // Rejected rows are overwritten.
     grown.append(0, &features[..25 * width]).unwrap();
     grown.append(25, &features[..3 * width]).unwrap();
     grown.truncate(27);

@@ -1,4 +1,4 @@
-//! What goes wrong between a disk and a slot: the request that wanted the expert gets an error that says where, the next
+//! Faults between a disk and a slot: the request that wanted the expert gets an error that says where, the next
 //! request works, and no slot is lost.
 
 use moestro::{

@@ -1,4 +1,4 @@
-//! What the model computes, against mlx-lm: the demo model, and a small checkpoint in every encoding
+//! The model's answers against mlx-lm's: the demo model, and a small checkpoint in every encoding
 //! (`tests/fixtures/make.py`). Both arithmetics, any chunk size, any number of threads, every layout of the files.
 
 mod common;

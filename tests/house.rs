@@ -57,7 +57,7 @@ fn named(text: &str) -> Vec<String> {
 
 #[test]
 fn imports_run_one_way() {
-    // What each room may name besides itself and the leaves.
+    // The rooms that each may name besides itself and the leaves.
     let leaves = ["error", "metrics"];
     let allowed: &[(&str, &[&str])] = &[
         ("platform", &[]),

@@ -105,7 +105,7 @@ fn twenty_thousand_checkpoints() {
             }
         }
     });
-    // Else the changes are too small, or too large, to show anything.
+    // With fewer of either, the changes are too small, or too large, to show anything.
     assert!(opened > 500 && refused > 5000, "{opened} opened, {refused} refused");
 }
 

@@ -34,7 +34,7 @@ fn moestro(root: &Path, args: &[&str]) -> Output {
     command.args(args).output().unwrap()
 }
 
-/// What the model in `dir` answers, and what it says on stderr.
+/// The answer of the model in `dir`, and its stderr.
 fn answer(root: &Path, dir: &str) -> (String, String) {
     let output = moestro(root, &["generate", dir, "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"]);
     (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())

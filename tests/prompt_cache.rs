@@ -182,7 +182,7 @@ impl Talk {
         self.ends.push(Boundary { at: self.ids.len(), departure });
     }
 
-    /// What was said up to the end of a message.
+    /// The conversation up to the end of a message.
     fn until(&self, message: usize) -> Self {
         let ends = self.ends[..message].to_vec();
         Self { ids: self.ids[..ends.last().map_or(0, |end| end.at)].to_vec(), ends }

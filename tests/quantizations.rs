@@ -1,4 +1,5 @@
-//! What is read is what was meant: converters write the `quantization` table in many ways, and some write what is not so.
+//! Matrices are read as they were meant: converters write the `quantization` table in many ways, and some write a wrong
+//! one.
 
 mod common;
 
@@ -16,7 +17,7 @@ use std::{
     process::{Command, Output},
 };
 
-/// What a case does to a config.
+/// A case's change to a config.
 type Change<'a> = dyn Fn(&mut Value) + 'a;
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 

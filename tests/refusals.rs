@@ -13,7 +13,7 @@ const BF16: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/micro/af
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-/// What loading says after `damage` was done to a good checkpoint's tensors and configuration.
+/// The error of loading after `damage` was done to a good checkpoint's tensors and configuration.
 fn refusal(damage: impl FnOnce(&mut Tensors, &mut serde_json::Value)) -> String {
     let file = std::fs::read(BF16).unwrap();
     let (_, header) = SafeTensors::read_metadata(&file).unwrap();

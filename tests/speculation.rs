@@ -17,7 +17,7 @@ fn demo(slots: Option<usize>) -> Qwen {
     load_with(Path::new(DEMO), options)
 }
 
-/// What any prompt of the demo's looks like to the kernels.
+/// A prompt of `length` assorted tokens.
 fn prompt(length: u32) -> Vec<u32> {
     (0..length).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect()
 }

@@ -1,4 +1,4 @@
-//! What a hub says that it holds.
+//! A hub's listing of a repository.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

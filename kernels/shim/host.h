@@ -169,7 +169,7 @@ inline void dispatch(uint3 grid, uint count, bool backwards, const std::function
   }
 }
 
-// What a kernel looks like from outside: how large its arguments are, how many buffers follow, how to call it.
+// A kernel from outside: the size of its arguments, the number of buffers behind them, its call.
 struct Kernel {
   size_t args, buffers;
   std::function<void(void**)> call;

@@ -18,7 +18,7 @@ typedef __attribute__((ext_vector_type(4))) float float4;
 #define ARGS(T, name) CONSTANT T& name
 #define IN(T, name, slot) DEVICE const T* name
 #define OUT(T, name, slot) DEVICE T* name
-// What a function below a kernel needs to know its place: f(int a PLACE), called f(a HERE).
+// Parameters that tell a function below a kernel its place: f(int a PLACE), called f(a HERE).
 #define PLACE , uint3 tgid, uint tid, uint lane, uint sg
 #define HERE , tgid, tid, lane, sg
 #define SHARED(T, name, count) static THREADGROUP T name[count]

@@ -12,7 +12,7 @@ using namespace metal;
 #define ARGS(T, name) constant T& name [[buffer(0)]]
 #define IN(T, name, slot) device const T* name [[buffer(slot)]]
 #define OUT(T, name, slot) device T* name [[buffer(slot)]]
-// What a function below a kernel needs to know its place: f(int a PLACE), called f(a HERE).
+// Parameters that tell a function below a kernel its place: f(int a PLACE), called f(a HERE).
 #define PLACE , uint3 tgid, uint tid, uint lane, uint sg
 #define HERE , tgid, tid, lane, sg
 #define SHARED(T, name, count) threadgroup T name[count]

@@ -1,4 +1,4 @@
-//! What a template may take, beside its steps: text and lists are counted as they are made.
+//! The memory that a template may take: text and lists are counted as they are made.
 //!
 //! A filter, method or function counts its result, and before it begins if that can be much more than it is given. Where
 //! minijinja makes text without asking anybody, `operands` has put one of the filters below.
@@ -31,7 +31,7 @@ pub(super) const SLICED: &str = "counted_slice";
 pub(super) const PLAIN: &str = "counted_plain";
 
 thread_local! {
-    /// What the rendering on this thread may still make.
+    /// Bytes that the rendering on this thread may still make.
     static LEFT: Cell<usize> = const { Cell::new(0) };
     /// The left operands of the products that are being computed, the innermost last.
     static PRODUCTS: RefCell<Vec<Operand>> = const { RefCell::new(Vec::new()) };
@@ -275,7 +275,7 @@ pub(super) fn result(value: &Value, result: &Value) -> Result<(), Error> {
     spend(of_result(result, value.as_str().map_or(0, str::len)))
 }
 
-/// How much the filter `name` would make of `args`, in bytes; an error if that is beyond measure.
+/// The size of the filter `name`'s result for `args`, in bytes; an error if that is beyond measure.
 fn made(name: &str, args: &[Value]) -> Result<usize, Error> {
     let Some(first) = args.first() else { return Ok(0) };
     let text = first.as_str().unwrap_or_default();

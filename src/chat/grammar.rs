@@ -32,14 +32,14 @@ use std::{
 /// The most bytes of a regular expression or a grammar.
 const MOST_TEXT: usize = 64 << 10;
 
-/// What an answer must look like, once its reasoning is over.
+/// The form of an answer, once its reasoning is over.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Form {
     pub content: Content,
     pub calls: Option<Calls>,
 }
 
-/// What an answer that calls no tool says.
+/// The form of an answer that calls no tool.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub enum Content {
     #[default]
@@ -63,7 +63,7 @@ pub struct Calls {
     pub many: bool,
 }
 
-/// What cannot be compiled: where it stands in the schema (`.properties.x`), and why.
+/// A part of a form that cannot be compiled: its place in the schema (`.properties.x`), and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     pub tool: Option<usize>,

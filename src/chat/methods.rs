@@ -95,7 +95,7 @@ fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, 
     }))
 }
 
-/// A capital after whatever is no letter.
+/// Python's `str.title`: a capital after every character that is no letter.
 fn title(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut inside = false;

@@ -1,5 +1,5 @@
 //! A template's source with filters put where minijinja makes new text unseen: behind the operands of `+`, `~` and `*`,
-//! around slices, and inside long plain text. What they do is said in `bounds`.
+//! around slices, and inside long plain text. `bounds` says what they do.
 
 use super::bounds::{ADDED, FACTOR, MULTIPLIED, PLAIN, SLICED, WRITTEN};
 

@@ -1,6 +1,6 @@
 //! A model's raw text, sorted into reasoning, content and tool calls as it streams.
 //!
-//! What Qwen3.5 writes:
+//! Qwen3.5 writes:
 //!
 //! ```text
 //! reasoning
@@ -20,7 +20,7 @@
 //! The text may be cut anywhere between two pushes; the deltas, put together, are the same for every cut. Held back is
 //! only what could still turn out to be markup, and the white space before it.
 //!
-//! What becomes of text that is not well formed:
+//! Text that is not well formed:
 //!
 //! * reasoning without `</think>` is all reasoning;
 //! * a `<tool_call>` that is not followed by `<function=NAME>` is content, to the letter;
@@ -71,7 +71,7 @@ pub struct Parser {
     at: usize,
     /// Bytes of the text before the buffer.
     before: usize,
-    /// Where in the text the content stands that was given since [`Parser::spans`] was last asked.
+    /// The ranges in the text of the content given since the last call of [`Parser::spans`].
     spans: Vec<Range<usize>>,
     /// The reasoning ended with a call instead of its tag.
     implied: bool,
@@ -106,7 +106,7 @@ enum State {
     Closing,
 }
 
-/// Whether more text may come.
+/// The end of the text so far.
 #[derive(Clone, Copy, PartialEq)]
 enum End {
     Open,
@@ -120,7 +120,7 @@ enum End {
 #[derive(PartialEq)]
 enum Step {
     On,
-    /// Nothing to be done before more text comes.
+    /// More text is needed.
     Wait,
 }
 
@@ -153,7 +153,7 @@ impl Parser {
         self.run(if cut { End::Cut } else { End::Said })
     }
 
-    /// Where in all of the text, in bytes, the content stands that was given since the last call.
+    /// The ranges in all of the text, in bytes, of the content given since the last call.
     pub fn spans(&mut self) -> Vec<Range<usize>> {
         std::mem::take(&mut self.spans)
     }
@@ -204,7 +204,7 @@ impl Parser {
         self.emit(Delta::Content(text));
     }
 
-    /// Nothing of what is left is told.
+    /// Drops the rest of the text.
     fn drop_rest(&mut self) -> Step {
         self.at = self.buffer.len();
         self.wait(State::Content)

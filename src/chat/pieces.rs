@@ -1,4 +1,4 @@
-//! Where a text may be cut so that its pieces, encoded one by one, give the ids of the whole.
+//! Cuts a text so that its pieces, encoded one by one, give the ids of the whole.
 //!
 //! The `tokenizers` crate takes up to 400 bytes of memory for each byte of a text, and cannot be interrupted. A long text
 //! is therefore encoded in pieces. That is exact where its regular expression ends a word at the cut, whatever stands on
@@ -51,7 +51,7 @@ impl Cuts {
         (known && plain && whole).then_some(Self { after_digits: !digits })
     }
 
-    /// Where the first piece of `text` ends: the first cut from `least` bytes on, or the end.
+    /// The end of the first piece of `text`, in bytes: the first cut from `least` bytes on, or the end.
     pub fn first(self, text: &str, least: usize) -> usize {
         let boundary = |&at: &usize| text.is_char_boundary(at);
         let from = (0..=least.min(text.len())).rev().find(boundary).unwrap_or(0);
@@ -74,7 +74,7 @@ mod tests {
     use proptest::prelude::*;
     use std::{path::Path, sync::LazyLock};
 
-    /// What the expressions tell apart, and what NFC joins.
+    /// Text that the expressions tell apart, or that NFC joins.
     const PARTS: [&str; 34] = [
         "a",
         "The",

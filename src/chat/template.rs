@@ -30,14 +30,15 @@ pub struct Template {
     env: Environment<'static>,
     /// `bos_token` and the like from `tokenizer_config.json`, which transformers gives to the template as variables.
     special: BTreeMap<String, Value>,
+    info: Json,
 }
 
 /// The template for all conversations, and the one that some models have for those with tools.
 const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
 
-/// Instructions a render may execute: those of some ten thousand messages, and over in a tenth of a second. What they make
-/// is bounded by `bounds`.
+/// Instructions a render may execute: those of some ten thousand messages, and over in a tenth of a second. The text
+/// that they make is bounded by `bounds`.
 const FUEL: u64 = 1_500_000;
 
 /// Stack of the thread that renders, in bytes. A loop can nest values once an instruction, and dropping, comparing or
@@ -70,20 +71,22 @@ impl Template {
 
     fn new(sources: Vec<(String, String)>, config: &Json) -> Result<Self, ChatError> {
         let mut env = environment();
+        let source = sources.iter().find(|(name, _)| name == DEFAULT).map(|(_, source)| source.as_str());
+        let mut info = serde_json::json!({"chat_template": source});
         for (name, source) in sources {
             let source = operands::counted(&without_generation_marks(&source)).map_err(ChatError::Template)?;
             let add = || env.add_template_owned(name, source).map_err(failed);
             on_a_stack(PARSING, add)?;
         }
-        let special = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"]
-            .into_iter()
-            .filter_map(|name| {
-                let token = config.get(name)?;
-                let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
-                Some((name.to_string(), Value::from(text)))
-            })
-            .collect();
-        Ok(Self { env, special })
+        let mut special = BTreeMap::new();
+        for name in ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"] {
+            let token = config.get(name);
+            if let Some(text) = token.and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str())) {
+                info[name] = text.into();
+                special.insert(name.to_string(), Value::from(text));
+            }
+        }
+        Ok(Self { env, special, info })
     }
 
     /// The prompt of a conversation. [`ChatError::Refused`] if the template will not have it, or if a tool call in its
@@ -112,6 +115,11 @@ impl Template {
             rendered.map_err(|error| refusal(&error).unwrap_or_else(|| unfit(error)))?;
             String::from_utf8(prompt.0).map_err(|error| ChatError::Template(error.to_string()))
         })
+    }
+
+    /// The source, and the special tokens by their names in `tokenizer_config.json`.
+    pub fn info(&self) -> &Json {
+        &self.info
     }
 
     /// True if the answer to this prompt begins inside the model's reasoning: the prompt has opened it.

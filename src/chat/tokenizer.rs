@@ -20,7 +20,7 @@ pub struct Tokenizer {
     special: Vec<u32>,
     /// Ids of all tokens that stand beside the vocabulary, sorted: control tokens and markup.
     added: Vec<u32>,
-    /// Where a text may be cut, if it may.
+    /// The places where a text may be cut; `None` if it may not.
     cuts: Option<Cuts>,
     /// The most bytes a token stands for; `None` if a text can have fewer tokens than its length tells.
     longest: Option<usize>,
@@ -85,7 +85,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Where the first piece of a text ends, in bytes. Pieces are encoded one by one to the ids of the whole; most have
+    /// The end of the first piece of a text, in bytes. Pieces are encoded one by one to the ids of the whole; most have
     /// some sixteen thousand bytes, but a word is never cut.
     pub fn piece(&self, text: &str) -> usize {
         self.cuts.map_or(text.len(), |cuts| cuts.first(text, PIECE))
@@ -131,7 +131,7 @@ impl Tokenizer {
         self.encoder.token_to_id(token)
     }
 
-    /// Whether a token stands beside the vocabulary: a control token such as `<|im_end|>`, or markup such as `<think>`.
+    /// True if a token stands beside the vocabulary: a control token such as `<|im_end|>`, or markup such as `<think>`.
     pub fn is_added(&self, id: u32) -> bool {
         self.added.binary_search(&id).is_ok()
     }

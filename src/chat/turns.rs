@@ -1,11 +1,11 @@
-//! Where the messages of a rendered prompt end, in tokens.
+//! The ends of a rendered prompt's messages, in tokens.
 //!
 //! Qwen's templates open every message with `<|im_start|>` and its role. Special tokens are never joined with the text
 //! around them, so whatever stands in front of one has the same tokens in every prompt that begins with the same text.
 
 use super::Tokenizer;
 
-/// Whose message it is.
+/// The speaker of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Speaker {
     /// The system prompt, with the tools.

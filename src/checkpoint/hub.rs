@@ -51,7 +51,7 @@ impl Hub {
         Ok(Self { endpoint, token, cache, wait: Duration::from_secs(1) })
     }
 
-    /// Where the model `id` (`org/name`) lies, if all of it is here. Asks nobody.
+    /// The directory of the model `id` (`org/name`), if all of it is here. Asks nobody.
     pub fn local(&self, id: &str) -> Option<PathBuf> {
         let shelf = Shelf::new(&self.cache, id);
         let dir = shelf.snapshot(&shelf.commit()?);
@@ -62,7 +62,7 @@ impl Hub {
     /// bytes in all.
     ///
     /// # Errors
-    /// What the hub answers, in words; a file that does not have the hub's checksum; disk full.
+    /// The hub's, in words; a file that does not have the hub's checksum; disk full.
     pub fn pull(&self, id: &str, progress: &dyn Fn(u64, u64)) -> Result<PathBuf, StoreError> {
         let client = Client::new(&self.endpoint, self.token.clone());
         let listing = self.list(&client, id)?;
@@ -113,7 +113,7 @@ impl Hub {
         let listing: Listing = loop {
             left -= 1;
             match ask() {
-                // Nobody there is said at once: perhaps the model is here already.
+                // A hub that is not there is said at once: perhaps the model is here already.
                 Err(error @ Failure::Status(_)) if error.passes() && left > 0 => std::thread::sleep(wait),
                 other => break other.map_err(|error| self.failed(id, "", error))?,
             }
@@ -177,7 +177,7 @@ impl Download<'_> {
         part.and_then(|part| part.size.ok_or_else(unknown)).map_err(|error| self.hub.failed(self.id, &file.name, error))
     }
 
-    /// What a file is called among the blobs: the hub's hash, else one of where it came from.
+    /// A file's name among the blobs: the hub's hash, else one of its revision and name.
     fn blob(&self, file: &Listed) -> String {
         let made_up = || hex(&Sha256::digest(format!("{}/{}", self.commit, file.name)));
         file.hash().map_or_else(made_up, str::to_owned)
@@ -194,7 +194,7 @@ impl Download<'_> {
         };
         fs::create_dir_all(&self.blobs).map_err(at(&self.blobs))?;
         fs::create_dir_all(&self.dir).map_err(at(&self.dir))?;
-        // What another revision has downloaded already is used.
+        // A blob that another revision has downloaded already is used.
         if !fs::metadata(&whole).is_ok_and(|meta| meta.len() == size) {
             let lock = whole.with_extension("lock");
             let lock = File::create(&lock).and_then(|file| file.lock().map(|()| file)).map_err(at(&lock))?;
@@ -239,7 +239,7 @@ impl Download<'_> {
         let mut out = OpenOptions::new().create(true).append(true).open(part).map_err(Failure::Disk)?;
         let mut had = out.metadata().map_err(Failure::Disk)?.len();
         if had > size {
-            // Of something else.
+            // It is longer than the file: it was begun for another one.
             out.set_len(0).map_err(Failure::Disk)?;
             had = 0;
         }
@@ -300,7 +300,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Whether a snapshot has everything its own index asks for.
+/// True if a snapshot has every file that its own index asks for.
 fn is_complete(dir: &Path) -> bool {
     let path = dir.join(listing::INDEX);
     if !path.exists() {

@@ -1,4 +1,4 @@
-//! Which files these are: what a cache that was made from a checkpoint asks before it is used.
+//! The identity of files: a cache that was made from a checkpoint is used only while it is the same.
 
 use crate::{error::StoreError, platform::Stamp};
 use sha2::{Digest, Sha256};

@@ -1,6 +1,6 @@
-//! How a matrix is quantised. Its shapes and the type of its scales say so; `config.json` is compared with them.
+//! The quantisation of a matrix. Its shapes and the type of its scales say it; `config.json` is compared with them.
 //!
-//! Converters write the `quantization` table in many ways, and some write what is not so (JANG names the least width of
+//! Converters write the `quantization` table in many ways, and some write a wrong one (JANG names the least width of
 //! all tensors, others rename tensors afterwards). Bits and group size follow from the shapes without doubt, since the
 //! architecture says how many columns a matrix has: where the table says otherwise, it is out of date. A mode does not
 //! follow from shapes alone, so a contradiction there is an error: the numbers would be read as other numbers.
@@ -13,7 +13,7 @@ use crate::ops::{Codes, Float};
 use serde_json::Value;
 use std::{cell::RefCell, collections::BTreeMap};
 
-/// What the table says of one matrix, or of all.
+/// The table's entry for one matrix, or for all.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Said {
     bits: Option<u64>,
@@ -67,7 +67,7 @@ impl Table {
     /// Compares what the table says of the matrix at a canonical path with how it is stored.
     ///
     /// # Errors
-    /// What is expected instead of `codes`, in words.
+    /// The encoding that is expected instead of `codes`, in words.
     pub fn compare(&self, path: &str, codes: Codes) -> Result<(), String> {
         let exact = self.each.get(path);
         let quantised = !matches!(codes, Codes::Dense(_));
@@ -130,7 +130,7 @@ fn width(codes: Codes) -> Option<(u64, &'static str)> {
 /// caller's to compare.
 ///
 /// # Errors
-/// Why it is none that we know.
+/// An encoding that is not known, in words.
 pub fn infer(cols: usize, weight: &Entry, scales: &Entry, has_biases: bool) -> Result<Codes, String> {
     let last = |entry: &Entry| entry.shape.last().copied().filter(|last| *last > 0);
     let (Some(words), Some(groups)) = (last(weight), last(scales)) else {

@@ -1,5 +1,5 @@
 //! From a directory of safetensors to weights: finds each tensor by its canonical name, checks its shape, says how it is
-//! quantised, and gathers the trunk in one slab. What nobody asked for in the end is an error.
+//! quantised, and gathers the trunk in one slab. A tensor that nobody asked for in the end is an error.
 
 use super::{
     names::{Name, canonical},
@@ -106,7 +106,7 @@ impl Checkpoint {
         Err(StoreError::Unknown { name: found.clone(), file: file.unwrap_or_default() }.into())
     }
 
-    /// Says that `name` is not as it should be.
+    /// The error that tensor `name` is not `expected`.
     pub fn mismatch(&self, name: &str, entry: &Entry, expected: String) -> ModelError {
         let found = format!("{:?} {:?}", entry.dtype, entry.shape);
         let file = self.index.path(entry).to_path_buf();
@@ -265,7 +265,7 @@ impl<'a> Trunk<'a> {
         self.len == 0
     }
 
-    /// What was gathered: the buffers in the order of [`BUFFERS`].
+    /// The filled buffers, in the order of [`BUFFERS`].
     pub fn finish(self) -> Result<[Arc<Slab>; 2], ModelError> {
         let bytes = self.vectors.len() * 4;
         let mut vectors = Slab::new(bytes).map_err(|error| refused(bytes, &error))?;

@@ -1,4 +1,4 @@
-//! What may be typed of speculation.
+//! The flags of speculation.
 
 use super::values::{self, Draft, Speculation};
 use clap::Args;
@@ -7,13 +7,13 @@ use clap::Args;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Speculation (the answer is the same with and without)")]
 pub struct Drafts {
-    /// Where drafts come from: a DFlash draft for the model (a directory or a hub id), or the text so far
+    /// Source of drafts: a DFlash draft for the model (a directory or a hub id), or the text so far
     #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "PATH|ID|lookup|off", default_value = "lookup", value_parser = values::draft)]
     pub draft_model: Draft,
     /// Tokens that are drafted at a time at most
     #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]
     pub num_draft_tokens: usize,
-    /// Whether drafts are used: auto does as long as they save time
+    /// Use drafts: auto does as long as they save time
     #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
     pub speculation: Speculation,
 }

@@ -1,9 +1,9 @@
-//! What the values of flags may be: words to choose from, and numbers with a range, sizes, durations, origins, from text.
+//! The values of flags: words to choose from, and numbers with a range, sizes, durations, origins, from text.
 //! The errors are ends of sentences that begin with the flag and the value.
 
 use std::time::Duration;
 
-/// Where to compute.
+/// The device that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Device {
     /// Metal where there is one and its kernels agree with the CPU, else the CPU.
@@ -29,7 +29,7 @@ pub enum OnOff {
     Off,
 }
 
-/// How a line of the log is written.
+/// The format of the log's lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum LogFormat {
     #[default]
@@ -38,7 +38,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// Where drafts come from.
+/// The source of drafts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Draft {
     Lookup,
@@ -47,7 +47,7 @@ pub enum Draft {
     Model(String),
 }
 
-/// Whether drafts are used.
+/// The use of drafts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Speculation {
     /// As long as they save time.
@@ -58,7 +58,7 @@ pub enum Speculation {
     Force,
 }
 
-/// How experts are read.
+/// The way in which experts are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ExpertIo {
     /// Direct, unless buffered measures clearly faster.
@@ -161,7 +161,7 @@ pub fn key(text: &str) -> Result<String, String> {
     if text.is_empty() { Err("an empty key protects nothing".into()) } else { Ok(text.into()) }
 }
 
-/// What a browser sends as `Origin`, or `*`.
+/// A browser's `Origin`, or `*`.
 pub fn origin(text: &str) -> Result<String, String> {
     let host = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
     let fits = host.is_some_and(|host| !host.is_empty() && host.chars().all(|c| c.is_ascii_graphic() && c != '/'));

@@ -1,4 +1,4 @@
-//! Which device computes: found out before a model is loaded, since the memory plan depends on it.
+//! The device that computes: chosen before a model is loaded, since the memory plan depends on it.
 
 use crate::{
     config::{Device, Load},
@@ -20,12 +20,13 @@ pub struct Chosen {
 pub const CPU: &str = "cpu";
 pub const METAL: &str = "metal";
 
-/// Why there is no GPU where nothing is wrong.
+/// The reason for no GPU where nothing is wrong.
 pub const NONE: &str = "this build has no Metal, which is for macOS only";
 
 impl Chosen {
-    /// What `--device` says. `auto` takes the system's GPU if all its kernels agree with the CPU on small inputs: what that
-    /// takes is compiling them, which has to be done anyway. Else the log says why not, and the CPU computes.
+    /// The device that `--device` asks for. `auto` takes the system's GPU if all its kernels agree with the CPU on
+    /// small inputs: the cost is that of compiling them, which has to be done anyway. Else the log says why not, and
+    /// the CPU computes.
     ///
     /// # Errors
     /// `--device metal` where there is none.
@@ -66,15 +67,16 @@ impl Chosen {
         if self.gpu.is_some() { METAL } else { CPU }
     }
 
-    /// What the memory plan has to know of it: the GPU's recommended working set (bytes).
+    /// The GPU's recommended working set (bytes), for the memory plan.
     pub fn working_set(&self) -> Option<u64> {
         self.gpu.as_deref().map(working_set)
     }
 
-    /// Puts a loaded model there. What the GPU's kernels cannot compute stays on the CPU, unless the GPU was asked for.
+    /// Puts a loaded model there. A model that the GPU's kernels cannot compute stays on the CPU, unless the GPU was
+    /// asked for.
     ///
     /// # Errors
-    /// Why the GPU that was asked for cannot compute this model.
+    /// The GPU was asked for and cannot compute this model.
     pub fn place(self, qwen: Qwen) -> Result<Qwen, ModelError> {
         let Some(gpu) = self.gpu else { return Ok(qwen) };
         match qwen.onto(gpu) {
@@ -88,17 +90,17 @@ impl Chosen {
     }
 }
 
-/// What the memory plan takes for a GPU's recommended working set (bytes): no bound if it says nothing.
+/// A GPU's recommended working set (bytes), for the memory plan: no bound if it says nothing.
 pub fn working_set(gpu: &dyn Gpu) -> u64 {
     gpu.working_set().unwrap_or(u64::MAX)
 }
 
-/// Where a model came to compute.
+/// The name of a model's device.
 pub fn name(model: &Qwen) -> &'static str {
     if model.is_on_gpu() { METAL } else { CPU }
 }
 
-/// What is wrong with a GPU: the kernels' names, and what the first of those that could not run was told.
+/// The faults of a GPU: the kernels' names, and the error of the first of those that could not run.
 fn objections(gpu: &mut dyn Gpu) -> Option<String> {
     let begin = Instant::now();
     let found = check::kernels(gpu);

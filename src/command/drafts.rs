@@ -1,4 +1,4 @@
-//! Drafts: what `--draft-model` names is looked at before the model is loaded, since it is part of the plan, and loaded behind it.
+//! The draft of `--draft-model`: looked at before the model is loaded, since it is part of the plan, and loaded behind it.
 
 use super::resolve;
 use crate::{
@@ -17,7 +17,7 @@ pub enum Found {
 }
 
 impl Found {
-    /// What `drafts` names, for the model in `dir`.
+    /// Looks at the draft that `drafts` names, for the model in `dir`.
     ///
     /// # Errors
     /// A directory that holds no draft, half of one, or one for another model.
@@ -33,7 +33,7 @@ impl Found {
         Ok(Self::Dflash(Box::new(dflash::Surveyed::new(&draft, &model::Config::read(dir)?)?)))
     }
 
-    /// What it takes beside the model.
+    /// Its demands on memory.
     pub fn shape(&self) -> DraftShape {
         match self {
             Found::Lookup => DraftShape::default(),

@@ -74,7 +74,7 @@ fn prompt(checkpoint: &Checkpoint, config: &Generate) -> Result<String, CommandE
     Ok(template.render(&conversation)?)
 }
 
-/// Where the words go.
+/// Prints the answer's words.
 struct Page {
     parser: Parser,
     /// Reasoning is shown.

@@ -1,4 +1,4 @@
-//! Where the log goes, and how its lines are written.
+//! The destination of the log, and the format of its lines.
 
 use crate::{
     cli::{Command, values::LogFormat},

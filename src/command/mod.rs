@@ -34,7 +34,7 @@ use std::{
     sync::Arc,
 };
 
-/// Prints a report, or one JSON object. If nobody reads it, nobody misses it.
+/// Prints a report, or one JSON object. A closed stdout is no error.
 pub fn show(report: &(impl Display + Serialize), json: bool) {
     let text = match json {
         true => serde_json::to_string_pretty(report).unwrap_or_default() + "\n",
@@ -85,12 +85,12 @@ pub struct Checkpoint {
     pub tokenizer: Arc<Tokenizer>,
     /// A base model has none.
     pub template: Option<Template>,
-    /// How it wants to be sampled, the flags considered.
+    /// The sampling that its author recommends, overridden by the flags.
     pub generation: Generation,
 }
 
 impl Checkpoint {
-    /// `typed` is what the flags say of sampling.
+    /// `typed` are the flags of sampling.
     pub fn open(source: &Source, typed: Generation) -> Result<Self, CommandError> {
         let dir = resolve(source)?;
         let name = match source {
@@ -108,7 +108,26 @@ impl Checkpoint {
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 
-    /// What holds where a request says nothing. A checkpoint that says nothing either samples from the model's own
+    /// The encoding of its weights: `4-bit affine, groups of 64`, or the type of those that are not quantised.
+    pub fn quantisation(&self) -> Option<String> {
+        let config = config::generation::json(&self.dir.join("config.json")).ok()??;
+        let table = config.get("quantization").or(config.get("quantization_config"));
+        let bits = table.and_then(|table| table["bits"].as_u64());
+        match (table, bits) {
+            (Some(table), Some(bits)) => {
+                let mode = table["mode"].as_str().unwrap_or("affine");
+                let groups = table["group_size"].as_u64().map(|size| format!(", groups of {size}"));
+                Some(format!("{bits}-bit {mode}{}", groups.unwrap_or_default()))
+            }
+            _ => {
+                let text = &config["text_config"];
+                let kinds = [&config["dtype"], &config["torch_dtype"], &text["dtype"], &text["torch_dtype"]];
+                kinds.into_iter().find_map(|kind| kind.as_str()).map(str::to_owned)
+            }
+        }
+    }
+
+    /// The sampling where a request says nothing. A checkpoint that says nothing either samples from the model's own
     /// distribution.
     pub fn sampling(&self) -> Sampling {
         let (said, neutral) = (&self.generation, Sampling::default());
@@ -123,7 +142,7 @@ impl Checkpoint {
     }
 }
 
-/// What the flags say of speculation, in the engine's words.
+/// The flags of speculation as the engine's options.
 pub fn speculation(drafts: Option<&Drafts>, options: engine::Options) -> engine::Options {
     let Some(drafts) = drafts.filter(|drafts| drafts.are_used()) else { return options };
     engine::Options {
@@ -137,22 +156,22 @@ pub fn speculation(drafts: Option<&Drafts>, options: engine::Options) -> engine:
     }
 }
 
-/// A model in memory, and what is to be said about it.
+/// A model in memory, and its description.
 pub struct Loaded {
     pub model: Qwen,
-    /// What drafts for it, if anything may.
+    /// Its draft; prompt lookup, if none was named.
     pub draft: Box<dyn engine::Draft<Qwen>>,
-    /// Where it computes: `cpu` or `metal`.
+    /// The name of its device: `cpu` or `metal`.
     pub device: &'static str,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
     /// The memory plan, and the device it was made for.
     pub plan: serde_json::Value,
-    /// What the plan sets aside for requests, in bytes.
+    /// Memory that the plan sets aside for requests, in bytes.
     pub requests: u64,
 }
 
-/// What the flags say of loading, in the model's words.
+/// The flags of loading as the model's options.
 pub fn options(load: &Load) -> model::Options {
     model::Options {
         threads: load.threads,

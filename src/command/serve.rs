@@ -82,7 +82,7 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
         "device": opened.device,
         "plan": opened.plan,
     });
-    // If nobody reads it, nobody misses it.
+    // A closed stdout is no error.
     let _ = writeln!(io::stdout(), "{ready}").and_then(|()| io::stdout().flush());
     service::ready(&format!("serving {}", opened.name));
     tracing::info!("{} is served at http://{address}/v1 after {:.1?}", opened.name, begin.elapsed());
@@ -133,7 +133,12 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
     door.open(App {
         engine,
         defaults: checkpoint.sampling(),
-        card: ModelCard { id: checkpoint.name.clone(), created, experts_per_token: loaded.experts_per_token },
+        card: ModelCard {
+            id: checkpoint.name.clone(),
+            created,
+            experts_per_token: loaded.experts_per_token,
+            quantisation: checkpoint.quantisation(),
+        },
         grammars: Arc::new(Grammars::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos)),
         tokenizer: checkpoint.tokenizer,
         template: checkpoint.template,
@@ -161,8 +166,8 @@ async fn keep_alive(every: Duration) {
     }
 }
 
-/// Where checkpoints of prompts are kept, under a key that names what their bytes depend on beside the tokens. This very
-/// program is part of it: another build may round otherwise.
+/// The disk's store of prompts' checkpoints, under a key that names what their bytes depend on beside the tokens. This
+/// very program is part of it: another build may round otherwise.
 fn storage(config: &Serve, checkpoint: &Checkpoint, loaded: &Loaded) -> Option<Storage> {
     let dir = match &config.prompt_cache_dir {
         PromptDir::Off => return None,

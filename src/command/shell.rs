@@ -14,7 +14,7 @@ pub fn completions(shell: clap_complete::Shell) -> Vec<u8> {
 /// Writes `moestro.1` and a page for each subcommand into `dir`.
 ///
 /// # Errors
-/// What the file system says, with the directory.
+/// The file system's, with the directory.
 pub fn man(dir: &Path) -> Result<(), CommandError> {
     let written = fs::create_dir_all(dir).and_then(|()| clap_mangen::generate_to(Cli::command(), dir));
     written.map_err(|source| CommandError::Io { what: dir.display().to_string(), source })

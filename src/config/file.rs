@@ -1,5 +1,5 @@
-//! `moestro.toml`: flags by their names, in a file. What is typed wins over the environment, the environment over the file,
-//! the file over what is built in.
+//! `moestro.toml`: flags by their names, in a file. The command line wins over the environment, the environment over
+//! the file, the file over what is built in.
 //!
 //! ```toml
 //! model = "coder"                  # what is served if nothing is named
@@ -25,7 +25,7 @@ use std::{
 
 /// The positional argument's name in the file.
 const MODEL: &str = "model";
-/// Where a model of the file lies: a directory or a hub id. Not a flag.
+/// The place of a model of the file: a directory or a hub id. Not a flag.
 const PATH: &str = "path";
 
 /// Flags by name, without the dashes.
@@ -39,7 +39,7 @@ pub struct File {
     models: BTreeMap<String, Flags>,
 }
 
-/// What holds for a command after all.
+/// The settings that a command runs with.
 #[derive(Debug, Default)]
 pub struct Settings {
     /// The file that was read, if there was one.
@@ -120,7 +120,7 @@ impl File {
     }
 
     /// `args` with this file's settings behind the subcommand's name: those that it has a flag for, and that the environment
-    /// does not say. What is typed comes later and wins.
+    /// does not say. The command line comes later and wins.
     fn before(&self, args: &[OsString], subcommand: &str, typed: &ArgMatches, model: Option<&str>) -> Vec<OsString> {
         let command = Cli::command();
         let Some(command) = command.find_subcommand(subcommand) else { return args.to_vec() };
@@ -168,7 +168,7 @@ impl File {
         rows.collect()
     }
 
-    /// Where the model of that name lies.
+    /// The place of the model of that name.
     fn place_of(&self, model: &str) -> Option<String> {
         self.models.get(model)?.get(PATH).cloned()
     }
@@ -216,7 +216,7 @@ fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, 
     Ok((name, value))
 }
 
-/// Whether the flag says how something is done.
+/// True for every flag but help, version and the file's own.
 fn is_setting(flag: &str) -> bool {
     !["help", "version", "config"].contains(&flag)
 }

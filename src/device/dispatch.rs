@@ -1,5 +1,5 @@
 //! One kernel launch as a plain value. `ops/*/gpu.rs` builds it from an operation; Metal encodes it; the tests execute the very same
-//! value on the kernel compiled for the host. What a GPU adds is then an encoder and a compiler.
+//! value on the kernel compiled for the host. A GPU then adds an encoder and a compiler.
 
 /// A range of some buffer. Which buffer a number means is known to whoever executes the launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -33,7 +33,7 @@ impl Region {
         self.part(first * width * 4, count * width * 4)
     }
 
-    /// Whether the two have a byte in common.
+    /// True if the two have a byte in common.
     pub fn overlaps(self, other: Self) -> bool {
         self.buffer == other.buffer && self.offset < other.offset + other.len && other.offset < self.offset + self.len
     }

@@ -3,7 +3,7 @@
 use super::{Dispatch, Mark, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
-/// Why a GPU could not do what it was asked: the driver's own words where there are any.
+/// A GPU's failure: the driver's own words where there are any.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct DeviceError(pub String);
@@ -179,7 +179,7 @@ pub fn any_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
 /// The system's GPU; `None` if this build knows no kind of GPU. Not every kernel need have compiled: [`Gpu::compile`] tells.
 ///
 /// # Errors
-/// Why a GPU that there should be is of no use.
+/// There should be a GPU, and it is of no use.
 pub fn gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     #[cfg(target_os = "macos")]
     return Ok(Some(Box::new(super::Queue::new(super::metal::Metal::new(true)?))));

@@ -9,7 +9,7 @@ const HUGE: usize = 8 << 20;
 
 /// Page-aligned, zeroed, fixed-size memory, written through shared references by whoever owns a range of it.
 ///
-/// Who may write which range is the caller's business: the slot table hands a slot to one reader at a time, and a loader
+/// The caller decides who may write which range: the slot table hands a slot to one reader at a time, and a loader
 /// fills a trunk before anyone looks. Hence the `unsafe` on [`Slab::bytes_mut`] and nowhere else.
 pub struct Slab {
     map: memmap2::MmapRaw,
@@ -52,7 +52,7 @@ impl Slab {
         self.map.len() == 0
     }
 
-    /// All of it, to whoever has it to himself.
+    /// All bytes, for the sole owner.
     pub fn all_mut(&mut self) -> &mut [u8] {
         let len = self.len();
         // SAFETY: in bounds, initialised (anonymous maps are zeroed), exclusive by the borrow.
@@ -109,7 +109,7 @@ impl Filling {
         Ok(unsafe { Span::new(self.slab.clone(), start..self.taken) })
     }
 
-    /// What was filled: nobody writes it any more.
+    /// The filled slab: nobody writes it any more.
     pub fn into_slab(self) -> Arc<Slab> {
         self.slab
     }

@@ -306,7 +306,7 @@ impl Driver for Metal {
 
     fn renew(&mut self, value: u64) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
-            // Whoever still waits for the old event goes on.
+            // Threads that still wait for the old event go on.
             self.line.event.setSignaledValue(value);
             self.line = Line::new(&self.device, self.residency.as_ref())?;
             self.line.event.setSignaledValue(value);

@@ -1,4 +1,4 @@
-//! How far a device has come with the work it was given. Work is done in order, so a number tells.
+//! The progress of a device through its work. Work is done in order, so one number says it.
 
 use super::DeviceError;
 

@@ -61,7 +61,7 @@ pub(super) struct Ahead {
     allowed: Receiver<Result<Allowed, String>>,
 }
 
-/// What its thread is told.
+/// A message to its thread.
 enum Word {
     Drew(u32),
     /// A copy is wanted, as the constraint is behind what was drawn.
@@ -106,7 +106,7 @@ impl Ahead {
 
     /// `id` was drawn: begins to work out what may follow.
     pub fn drew(&self, id: u32) {
-        // Nobody at the other end is noticed by the next `allowed`.
+        // A thread that has ended is noticed by the next `allowed`.
         let _ = self.drawn.send(Word::Drew(id));
     }
 

@@ -19,7 +19,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// What the engine needs to know that no request says.
+/// Options of the engine.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Requests that may wait beside the one being worked on.
@@ -30,14 +30,14 @@ pub struct Options {
     pub usable_vocab: usize,
     /// The most time a request may take, the wait included.
     pub request_timeout: Option<Duration>,
-    /// Whether drafts are used, and how many tokens they have at most.
+    /// The use of drafts, and their tokens at most.
     pub speculate: Speculate,
     pub draft_tokens: usize,
     /// Bytes that the prompt cache may take in memory.
     pub prompt_cache: u64,
-    /// Where it keeps checkpoints for the next start.
+    /// The disk on which it keeps checkpoints for the next start.
     pub storage: Option<Storage>,
-    /// What [`Handle::drain`] leaves to requests that were accepted before it.
+    /// The time that [`Handle::drain`] leaves to requests that were accepted before it.
     pub grace: Duration,
 }
 
@@ -48,7 +48,7 @@ impl Default for Options {
             eos: Vec::new(),
             usable_vocab: usize::MAX,
             request_timeout: None,
-            // Who serves decides; a test that counts passes wants none of it.
+            // The server turns it on; tests that count passes want none of it.
             speculate: Speculate::Off,
             draft_tokens: 7,
             prompt_cache: 0,
@@ -135,6 +135,12 @@ impl Handle {
         (usize::from(queue.running), queue.waiting.len())
     }
 
+    /// The waiting requests in line: the tokens of the prompt, and the time since it came.
+    pub fn waiting(&self) -> Vec<(usize, Duration)> {
+        let queue = self.door.0.lock();
+        queue.waiting.iter().map(|job| (job.request.ids.len(), job.arrived.elapsed())).collect()
+    }
+
     /// The most tokens a prompt and its answer may have together.
     pub fn context(&self) -> usize {
         self.door.0.limits.context
@@ -145,7 +151,7 @@ impl Handle {
         self.door.0.limits.vocab
     }
 
-    /// What the prompt cache holds.
+    /// The bytes and checkpoints of the prompt cache.
     pub fn prompt_cache(&self) -> Status {
         self.door.0.cache.status()
     }
@@ -155,7 +161,7 @@ impl Handle {
         self.door.0.cache.clear();
     }
 
-    /// Accepts nothing more. What was accepted goes on for [`Options::grace`] and then ends with `Draining`; the engine
+    /// Accepts nothing more. Accepted requests go on for [`Options::grace`] and then end with `Draining`; the engine
     /// stops as soon as nothing is left. A second call changes nothing.
     pub fn drain(&self) {
         self.door.0.drain();
@@ -187,7 +193,7 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Why there is no point in going on, if so.
+    /// The reason to end the request now, if there is one.
     pub fn over(&self, drained: Option<Instant>) -> Option<Over> {
         if self.events.is_closed() {
             return Some(Over::Gone);
@@ -203,7 +209,7 @@ impl Job {
     }
 }
 
-/// How a request ends before its answer does.
+/// The end of a request before that of its answer.
 #[derive(Debug)]
 pub(super) enum Over {
     /// Nobody listens any more.
@@ -223,7 +229,7 @@ impl From<ModelError> for Over {
     }
 }
 
-/// What is shared between the handles and the engine's thread. The lock is held for moments only, never across a
+/// The state that handles and the engine's thread share. The lock is held for moments only, never across a
 /// forward pass.
 pub(super) struct Line {
     queue: Mutex<Queue>,
@@ -244,7 +250,7 @@ struct Queue {
 enum Phase {
     #[default]
     Open,
-    /// Nothing more is accepted; at `deadline`, if there is one, what is left ends.
+    /// Nothing more is accepted; at `deadline`, if there is one, the remaining requests end.
     Draining {
         deadline: Option<Instant>,
     },

@@ -21,7 +21,7 @@ pub use speculation::{Dflash, Draft, Kind, Lookup, Outlook, Sequence, Speculate}
 use crate::error::EngineError;
 use std::time::Duration;
 
-/// How the next token is drawn from the logits.
+/// Parameters of drawing the next token from the logits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sampling {
     /// 0 is greedy: the likeliest token, of several the one with the lowest id.
@@ -71,7 +71,7 @@ pub struct Request {
     pub ignore_eos: bool,
     /// The form that the answer is held to.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// Where other prompts may depart from this one, ascending.
+    /// The places where other prompts may depart from this one, ascending.
     pub boundaries: Vec<Boundary>,
     /// Go on from what earlier requests left, and leave something for later ones.
     pub cache_prompt: bool,
@@ -85,7 +85,7 @@ pub struct Boundary {
     pub departure: Departure,
 }
 
-/// What ends at a [`Boundary`].
+/// The kind of message that ends at a [`Boundary`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Departure {
     /// The system prompt and the tools.
@@ -111,7 +111,7 @@ pub enum Finish {
     Length,
 }
 
-/// What the engine tells whoever asked. The last one is `Done` or `Failed`, unless the receiver went away.
+/// An event of a request. The last one is `Done` or `Failed`, unless the receiver went away.
 #[derive(Debug)]
 pub enum Event {
     /// The prompt is being evaluated; this many of its tokens were already known.
@@ -132,7 +132,7 @@ pub enum Event {
     Failed(EngineError),
 }
 
-/// Where the time of one request went, in seconds.
+/// The times of one request, in seconds.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Timings {
     pub prompt_tokens: usize,
@@ -143,7 +143,7 @@ pub struct Timings {
     /// Tokens that a draft proposed, and those of them that the answer has.
     pub drafted_tokens: usize,
     pub accepted_tokens: usize,
-    /// By speculating; below zero if it lost.
+    /// Time saved by speculation; below zero if it lost.
     pub saved_seconds: f64,
 }
 

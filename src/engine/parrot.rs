@@ -26,7 +26,7 @@ pub struct Parrot {
     pub eos: u32,
     /// Said after any prompt; `None` repeats the prompt.
     pub answer: Option<Vec<u32>>,
-    /// How far the likeliest logit stands out from the others, which lie between 0 and 1.
+    /// The likeliest logit's lead over the others, which lie between 0 and 1.
     pub margin: f32,
     /// Time that one token takes.
     pub delay: Duration,
@@ -42,7 +42,7 @@ pub struct Parrot {
     pub taps: Taps,
     /// The tokens of the last pass.
     pub last: Vec<u32>,
-    /// Has as many owners beside the parrots as there are states alive.
+    /// Each state that is alive owns it, beside the parrots.
     pub states: Arc<()>,
 }
 

@@ -28,11 +28,11 @@ pub struct Sampler {
     usable: usize,
     /// Tokens so far, the prompt's included: the place of the next one.
     place: u64,
-    /// How often the answer has each token; 0 for a token of the prompt alone. Empty where no penalty asks.
+    /// The count of each token in the answer; 0 for a token of the prompt alone. Empty where no penalty asks.
     seen: HashMap<u32, u32>,
     /// The logits of steps 1 to 3.
     row: Vec<f32>,
-    /// Who is still in the draw.
+    /// Tokens that are still in the draw.
     pool: Vec<Candidate>,
 }
 
@@ -218,7 +218,7 @@ fn largest(logits: &[f32], count: usize, pool: &mut Vec<Candidate>) {
     if count == 0 {
         return;
     }
-    // Sorting again when twice as many have come costs less than keeping a heap in order. What comes later must be
+    // Sorting again when twice as many have come costs less than keeping a heap in order. Later tokens must be
     // larger than the last that is kept, not equal to it: equals have a higher id. Most blocks have nothing to offer.
     let mut bar = f32::NEG_INFINITY;
     for (block, from) in logits.chunks(64).zip((0..).step_by(64)) {
@@ -247,7 +247,7 @@ fn keep_mass(pool: &mut Vec<Candidate>, share: f32) {
         pool.iter().map(|candidate| f64::from(if candidate.value >= bar { candidate.value } else { 0.0 })).sum()
     };
     let goal = mass(0.0) * f64::from(share.max(0.0));
-    // Whatever is kept is a few tokens in most rows, so only those above a bar that is low enough are sorted.
+    // Few tokens are kept of most rows, so only those above a bar that is low enough are sorted.
     let bar = (0..).map(|step| 32f32.powi(-step)).find(|&bar| bar == 0.0 || mass(bar) >= goal).unwrap_or(0.0);
     pool.retain(|candidate| candidate.value >= bar);
     pool.sort_unstable_by(Candidate::order);

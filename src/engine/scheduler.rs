@@ -31,7 +31,7 @@ use std::{
 };
 
 /// Prompt rows whose logits are held at once when the prompt's own log-probabilities are wanted: at a vocabulary of
-/// 248,320 this is 32 MB. How a prompt is cut does not change its logits.
+/// 248,320 this is 32 MB. The cuts of a prompt do not change its logits.
 const PROMPT_ROWS: usize = 32;
 
 /// The thread's own things: nobody else sees the model.
@@ -39,9 +39,9 @@ pub(super) struct Scheduler<M: Model> {
     model: M,
     options: Options,
     line: Arc<Line>,
-    /// What the last request left, for one that goes on where it ended.
+    /// The last request's session, for one that goes on where it ended.
     session: Option<Session<M::State>>,
-    /// How often the cache had been emptied when the session was left.
+    /// The number of times the cache had been emptied when the session was left.
     emptied: u64,
     speculation: Speculation<M>,
 }
@@ -108,6 +108,7 @@ impl<M: Model> Scheduler<M> {
 
         let outcome = self.prefill(job, &mut session).and_then(|logits| {
             let prefilled = Instant::now();
+            metrics.prefill_seconds.observe((prefilled - started).as_secs_f64());
             let mut timings = Timings {
                 prompt_tokens: job.request.ids.len(),
                 cached_tokens,
@@ -116,6 +117,7 @@ impl<M: Model> Scheduler<M> {
             };
             let finish = self.decode(job, &mut session, logits, &mut timings)?;
             timings.decode_seconds = prefilled.elapsed().as_secs_f64();
+            metrics.decode_seconds.observe(timings.decode_seconds);
             Ok((finish, timings))
         });
         // A client that left, or ran out of time, did so between two steps: the state is sound.
@@ -125,7 +127,7 @@ impl<M: Model> Scheduler<M> {
         outcome
     }
 
-    /// What is known of a prompt. The session is out of `self` while it is worked on: whatever goes wrong, it is gone.
+    /// The session to begin a prompt with. It is out of `self` while it is worked on: whatever goes wrong, it is gone.
     fn resume(&mut self, request: &Request) -> Result<Session<M::State>, ModelError> {
         let cache = self.line.cache.clone();
         let emptied = std::mem::replace(&mut self.emptied, cache.emptied());
@@ -294,7 +296,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// What a panic said.
+/// A panic's message.
 fn words(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())

@@ -22,7 +22,7 @@ impl<S> Session<S> {
         Ok(Self { tokens: Vec::new(), state: model.start()?, ahead: 0, goes_on: false })
     }
 
-    /// What is known of `prompt`: `previous`, if the prompt continues it by at least one token (the one whose logits are
+    /// A session for `prompt`: `previous`, if the prompt continues it by at least one token (the one whose logits are
     /// wanted), or what `deepest` has that the prompt begins with and that is longer; else a new timeline. At no time
     /// there are two states: `previous` becomes the other, or is freed first.
     pub fn sync<M: Model<State = S>>(
@@ -52,7 +52,7 @@ impl<S> Session<S> {
         }
     }
 
-    /// Appends `ids`, and adds to `taken` what the timeline was at each of `marks` (see [`Model::forward_marking`]). After
+    /// Appends `ids`, and adds to `taken` a snapshot at each of `marks` (see [`Model::forward_marking`]). After
     /// an error the state may hold a part of them, so the session must not be used again.
     pub fn extend<M: Model<State = S>>(
         &mut self,
@@ -67,8 +67,8 @@ impl<S> Session<S> {
         Ok(logits)
     }
 
-    /// Evaluates `id`, which is certain, and `drafted`, which is not; returns the logits behind each. What turns out to be
-    /// right is [`Session::accept`]ed in order, and [`Session::settle`] ends it.
+    /// Evaluates `id`, which is certain, and `drafted`, which is not; returns the logits behind each. Tokens that turn
+    /// out right are [`Session::accept`]ed in order, and [`Session::settle`] ends it.
     pub fn verify<M: Model<State = S>>(
         &mut self,
         model: &mut M,
@@ -104,7 +104,7 @@ impl<S> Session<S> {
         &self.state
     }
 
-    /// Whether [`Session::sync`] continued the previous timeline as it was.
+    /// True if [`Session::sync`] continued the previous timeline as it was.
     pub fn goes_on(&self) -> bool {
         self.goes_on
     }

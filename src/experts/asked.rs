@@ -22,7 +22,7 @@ struct Wanted {
     expert: u32,
     /// Its part of [`Lists::places`].
     places: Range<usize>,
-    /// Once it has one.
+    /// Valid once the expert has one.
     slot: SlotId,
 }
 
@@ -31,13 +31,13 @@ struct Wanted {
 pub(super) struct Lists {
     /// The places of the choice, sorted by expert.
     places: Vec<u32>,
-    /// Without a slot.
+    /// Experts without a slot.
     waiting: VecDeque<Wanted>,
-    /// In a slot, which is pinned; not handed out.
+    /// Experts in a pinned slot that are not handed out yet.
     coming: Vec<Wanted>,
-    /// Handed out last.
+    /// Experts that were handed out last.
     batch: Vec<Wanted>,
-    /// Handed out before, and still pinned.
+    /// Slots that were handed out before and are still pinned.
     held: Vec<SlotId>,
 }
 
@@ -314,7 +314,7 @@ impl Experts {
             .or_else(|| live.ahead.give_up(|slot| live.slots.is_predicted(slot) && self.reader.cancel(slot)))
     }
 
-    /// What was read ahead for a layer and not asked for may go from now on.
+    /// Unpins the experts that were read ahead for a layer and not asked for.
     fn pass_over(&self, live: &mut Live, layer: usize) {
         while let Some(slot) = live.ahead.settle(layer) {
             if live.slots.is_predicted(slot) && self.reader.cancel(slot) {

@@ -23,14 +23,14 @@ const PRIOR: f32 = 16.0;
 /// One expert of one layer: `layer * experts + expert`.
 pub type Key = u32;
 
-/// What a layer's router made of some rows.
+/// A layer's router's choice for some rows.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice<'a> {
     /// The experts taken, `k` a row: place `row * k + rank`.
     pub ids: &'a [u32],
     pub k: usize,
-    /// Every expert's logit, one row after the other; empty if they are not known. How far an expert stayed below those that
-    /// were taken says as much of its chances as being taken does.
+    /// Every expert's logit, one row after the other; empty if they are not known. An expert's distance below those
+    /// that were taken says as much of its chances as being taken does.
     pub logits: &'a [f32],
 }
 
@@ -85,7 +85,7 @@ impl Scores {
         }
     }
 
-    /// What an expert's slot is worth, from 0 to 1: higher is kept longer.
+    /// The eviction score of an expert, from 0 to 1: higher is kept longer.
     pub fn score(&self, key: Key) -> f32 {
         let expert = key as usize % self.experts.max(1);
         self.layers.get(key as usize / self.experts.max(1)).map_or(0.0, |layer| layer.score(expert))

@@ -1,4 +1,4 @@
-//! Where an expert's bytes lie on disk, and where each of them lands in a slot.
+//! The places of an expert's bytes on disk, and in the slot that they are read into.
 
 use std::ops::Range;
 
@@ -22,10 +22,10 @@ pub struct Piece {
     pub len: usize,
 }
 
-/// Where the experts of one layer lie.
+/// The pieces of one layer's experts, on disk.
 pub type LayerExperts = Vec<[Piece; PIECES]>;
 
-/// Where every expert lies: `layers[layer][expert]` is gate's codes, scales, biases, then up's, then down's.
+/// The pieces of every expert: `layers[layer][expert]` is gate's codes, scales, biases, then up's, then down's.
 #[derive(Debug, Clone, Default)]
 pub struct ExpertMap {
     pub layers: Vec<LayerExperts>,
@@ -63,13 +63,13 @@ pub struct Read {
     pub at: usize,
 }
 
-/// How one expert is read into a slot. Pieces that touch on disk are one read. A piece keeps its offset modulo the
-/// block, so that a direct read needs no copy: the slot is as unaligned as the file is.
+/// The reads that bring one expert into a slot. Pieces that touch on disk are one read. A piece keeps its offset modulo
+/// the block, so that a direct read needs no copy: the slot is as unaligned as the file is.
 #[derive(Debug, Clone)]
 pub struct Layout {
     reads: [Read; PIECES],
     count: usize,
-    /// Where each piece is, in bytes from the start of the slot.
+    /// Each piece's bytes, from the start of the slot.
     pub spans: [Range<usize>; PIECES],
     /// Bytes of a slot this takes.
     pub room: usize,

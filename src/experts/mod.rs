@@ -12,9 +12,10 @@
 //! ```
 //! There is one rule about slots: a slot may be filled again once the device has passed a mark that was set behind its last
 //! reader. `device` is a [`Timeline`](crate::device::Timeline): the CPU ([`Immediate`](crate::device::Immediate)) has passed every mark; a GPU is asked.
-//! Whoever reads the slots of all batches together at a layer's end marks them there: `asked.reads_until(device.mark())`. All
-//! experts of the layer then need a slot at once; with a mark a batch, any number of slots will do. A place is `row * k +
-//! rank`: results belong to places, and places summed in rank order do not tell what landed first.
+//! A device that reads the slots of all batches together at a layer's end marks them there:
+//! `asked.reads_until(device.mark())`. All experts of the layer then need a slot at once; with a mark a batch, any
+//! number of slots will do. A place is `row * k + rank`: results belong to places, and places summed in rank order do
+//! not tell what landed first.
 //!
 //! * [`slots`] draws the life of an expert, and is the table of who is in which slot; [`eviction`] scores who is wanted.
 //! * [`layout`]: where an expert's bytes lie on disk and where each lands in a slot.
@@ -59,7 +60,7 @@ use reader::{Failure, Reader};
 use slots::{Claim, Purpose, Slots, State};
 use std::{cell::RefCell, ops::Range, path::PathBuf, sync::Arc, time::Instant};
 
-/// What experts are asked for.
+/// The kind of pass that asks for experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// A chunk of a prompt: nearly every expert of a layer is wanted, so reads are lined up a few at a time.
@@ -68,7 +69,7 @@ pub enum Phase {
     Decode,
 }
 
-/// How experts are kept.
+/// Options of the store of experts.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Experts held in memory; as many as the model has (or more) is *resident*.
@@ -77,11 +78,11 @@ pub struct Options {
     /// Reads in flight at most.
     pub threads: usize,
     pub prefetch: Prefetch,
-    /// Where the list of hot experts is kept, if it is.
+    /// The list of hot experts, if one is kept.
     pub warm: Option<Warm>,
     /// Writes what every layer asks for to this file: the input of `benches/expert_cache.rs`.
     pub trace: Option<PathBuf>,
-    /// What each record of a pack has to be; `None` for a checkpoint's own files.
+    /// The checksum of each record of a pack; `None` for a checkpoint's own files.
     pub sums: Option<Arc<Sums>>,
 }
 
@@ -107,12 +108,12 @@ pub struct Experts {
     live: RefCell<Live>,
 }
 
-/// What changes while serving.
+/// State that changes while serving.
 struct Live {
     slots: Slots,
     scores: Scores,
     ahead: Ahead,
-    /// Where each slot's pieces are, from the start of the slot.
+    /// The bytes of each slot's pieces, from the start of the slot.
     spans: Vec<[Range<usize>; PIECES]>,
     trace: Option<trace::Trace>,
     spare: Vec<asked::Lists>,
@@ -188,7 +189,7 @@ impl Experts {
         self.resident
     }
 
-    /// How the files are read.
+    /// The way in which the files are read.
     pub fn access(&self) -> Access {
         self.access
     }
@@ -207,7 +208,7 @@ impl Experts {
         &self.slab
     }
 
-    /// Where the pieces of an expert lie in whichever slot it is in; `None` if there is no such expert.
+    /// The bytes of an expert's pieces, from the start of its slot; `None` if there is no such expert.
     pub fn spans(&self, layer: usize, expert: u32) -> Option<[Range<usize>; PIECES]> {
         let pieces = self.map.layers.get(layer)?.get(expert as usize)?;
         Some(Layout::new(pieces, self.reader.source().block()).spans)
@@ -257,7 +258,7 @@ impl Experts {
         Ok(())
     }
 
-    /// Whether [`Experts::read_ahead`] would do anything: predicting costs time, too.
+    /// True if [`Experts::read_ahead`] would read: otherwise the caller need not spend time on a prediction.
     pub fn wants_prediction(&self, phase: Phase) -> bool {
         !self.resident && self.live.borrow().ahead.is_on(phase)
     }
@@ -326,7 +327,7 @@ impl Experts {
         }
     }
 
-    /// Why the expert in this slot could not be read.
+    /// The error of reading the expert in this slot.
     fn failure(&self, live: &Live, slot: SlotId) -> StoreError {
         let key = live.slots.key(slot).unwrap_or_default() as usize;
         let (layer, expert) = (key / self.experts, key % self.experts);

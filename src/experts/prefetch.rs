@@ -1,8 +1,8 @@
 //! Reading ahead: which predicted experts are under way, and whether predicting pays.
 //!
-//! Whether it pays is measured, not assumed: for a few dozen tokens every other one is read ahead for, and what counts is
-//! the time the model stood still per expert that had to come from disk. The better way is kept for a while, longer each
-//! time. Until the first trial is over predictions are read ahead: it is a cold start that gains most.
+//! The benefit is measured, not assumed: for a few dozen tokens every other one is read ahead for, and the two ways are
+//! compared by the time the model stood still per expert that had to come from disk. The better way is kept for a
+//! while, longer each time. Until the first trial is over predictions are read ahead: a cold start gains most.
 
 use super::{Phase, slots::SlotId};
 
@@ -38,7 +38,7 @@ enum Stage {
     Keep,
 }
 
-/// What has been sent ahead, and how reading ahead has done so far.
+/// The predictions under way, and the trial of reading ahead.
 pub struct Ahead {
     setting: Prefetch,
     on: bool,
@@ -80,7 +80,7 @@ impl Ahead {
         on && self.most > 0
     }
 
-    /// Whether the budget allows one more.
+    /// True if the budget allows one more.
     pub fn has_room(&self) -> bool {
         self.sent.len() < self.most
     }

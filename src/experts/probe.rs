@@ -1,4 +1,4 @@
-//! How to read: measured on the model's own file.
+//! Chooses direct or buffered reads by measuring both on the model's own files.
 
 use super::{
     layout::{ExpertMap, Layout},
@@ -28,7 +28,7 @@ pub enum Io {
 /// Reading through the page cache has to be this much faster to be chosen: it keeps every byte twice.
 const CLEARLY: f64 = 1.5;
 
-/// How long each way is measured.
+/// The time for which each way is measured.
 const BUDGET: Duration = Duration::from_millis(120);
 
 /// Opens the shards the way `io` says, or the way that measures better.

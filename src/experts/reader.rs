@@ -1,9 +1,9 @@
 //! The reader: a pool of threads that bring experts from files into slots by positional reads.
 //!
 //! Each expert is one to nine reads ([`Layout`]), taken by whichever thread is free, so that a single miss already keeps
-//! the disk busy. What the model waits for goes before everything else; the rest (predictions, warm start) waits in a
-//! second queue, of which only half the threads may work at a time. The lock guards the queues alone and is never held
-//! across a read. How a read ended is told by the slot's state ([`States`]).
+//! the disk busy. Experts that the model waits for go before everything else; the rest (predictions, warm start) waits
+//! in a second queue, of which only half the threads may work at a time. The lock guards the queues alone and is never
+//! held across a read. The slot's state ([`States`]) tells how a read ended.
 
 use super::{
     layout::{Layout, Read},
@@ -22,7 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a pool with nothing to do waits before it looks at the system's count of disk bytes.
+/// An idle pool waits this long before it looks at the system's count of disk bytes.
 const QUIET: Duration = Duration::from_millis(20);
 
 /// A read that failed for good.
@@ -34,7 +34,7 @@ pub struct Failure {
     pub source: io::Error,
 }
 
-/// What is on its way into one slot.
+/// One expert on its way into a slot.
 struct Flight {
     layout: Layout,
     /// Reads that are not over yet.
@@ -54,7 +54,7 @@ struct Queue {
     demand: VecDeque<Job>,
     /// Reads of background experts that have been started.
     background: VecDeque<Job>,
-    /// Background experts that have not.
+    /// Background experts whose reads have not been started.
     later: VecDeque<SlotId>,
     background_running: usize,
     flights: Vec<Flight>,
@@ -143,7 +143,7 @@ impl Reader {
         self.shared.work.notify_one();
     }
 
-    /// What was to be read later is wanted now.
+    /// Reads an expert now that [`Reader::later`] has queued.
     pub fn hurry(&self, slot: SlotId) {
         let mut queue = self.shared.lock();
         if queue.forget(slot) {
@@ -163,22 +163,23 @@ impl Reader {
         self.shared.wake(&queue);
     }
 
-    /// Gives up on what was to be read later; false if it has been started (and will be done). The slot is the caller's.
+    /// Takes back a read that [`Reader::later`] has queued; false if it has been started (and will be done). The slot
+    /// is the caller's.
     pub fn cancel(&self, slot: SlotId) -> bool {
         self.shared.lock().forget(slot)
     }
 
-    /// Why the last read into a slot failed. Tells once.
+    /// The error of the last read into a slot. Tells once.
     pub fn failure(&self, slot: SlotId) -> Option<Failure> {
         self.shared.lock().flights.get_mut(slot.index())?.failure.take()
     }
 
-    /// How many experts' reads have ended. Looked at before states are, it makes [`Reader::wait`] miss none.
+    /// The number of experts whose reads have ended. Looked at before states are, it makes [`Reader::wait`] miss none.
     pub fn landed(&self) -> u64 {
         self.shared.landed.load(Ordering::Acquire)
     }
 
-    /// Whether reads are under way, or waiting.
+    /// True while reads are under way, or waiting.
     pub fn is_busy(&self) -> bool {
         let queue = self.shared.lock();
         queue.running > 0 || !(queue.demand.is_empty() && queue.background.is_empty() && queue.later.is_empty())

@@ -36,7 +36,7 @@ impl SlotId {
     }
 }
 
-/// Where the expert of a slot stands: see the drawing above.
+/// The state of a slot's expert: see the drawing above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum State {
@@ -74,7 +74,7 @@ impl States {
     }
 }
 
-/// What an expert is given a slot for.
+/// The reason for which an expert is given a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// A layer asks for it: it is read at once, and pinned.
@@ -95,7 +95,7 @@ struct Slot {
     predicted: bool,
 }
 
-/// What became of a claim.
+/// The result of a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Claim {
     pub slot: SlotId,
@@ -115,7 +115,7 @@ pub struct Slots {
     free: Vec<u32>,
     /// The slots of least score at the last look, least last, with the score they had.
     victims: Vec<(f32, u32)>,
-    /// How far the device has come.
+    /// The last mark that the device is known to have passed.
     passed: Mark,
 }
 
@@ -151,12 +151,12 @@ impl Slots {
         self.slots.len() - self.free.len()
     }
 
-    /// The device has come so far.
+    /// The device has passed this mark.
     pub fn advance(&mut self, passed: Mark) {
         self.passed = self.passed.max(passed);
     }
 
-    /// Where `key` is or will be.
+    /// The slot in which `key` is or will be.
     pub fn find(&self, key: Key) -> Option<SlotId> {
         let slot = *self.places.get(key as usize)?;
         (slot != NOWHERE).then_some(SlotId(slot))
@@ -213,7 +213,7 @@ impl Slots {
         self.slots.get_mut(slot.index()).is_some_and(|slot| std::mem::take(&mut slot.predicted))
     }
 
-    /// Whether it was predicted that somebody would ask for this slot, and nobody has.
+    /// True if the slot's expert was predicted and no layer has asked for it.
     pub fn is_predicted(&self, slot: SlotId) -> bool {
         self.slots.get(slot.index()).is_some_and(|slot| slot.predicted)
     }

@@ -1,4 +1,4 @@
-//! What the reader reads from: the checkpoint's files, or a test's double that fails on purpose.
+//! The source of the reader's bytes: the checkpoint's files, or a test's double that fails on purpose.
 
 use super::Sums;
 use crate::{
@@ -16,8 +16,8 @@ pub trait Source: Send + Sync {
     /// One read; may return fewer bytes than asked for, 0 at the end of the file.
     fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize>;
 
-    /// Whether an expert's bytes, all of what was asked for at `offset`, are what was once written there, where that is
-    /// known.
+    /// Fails if an expert's bytes, all of those asked for at `offset`, do not have their known checksum. Without one it
+    /// passes.
     fn check(&self, _file: u32, _offset: u64, _bytes: &[u8]) -> io::Result<()> {
         Ok(())
     }

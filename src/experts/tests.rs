@@ -12,7 +12,7 @@ pub(super) const EXPERTS: usize = 8;
 /// Codes, scales, biases of gate, up, down; the last projection has no biases.
 const LENS: [usize; PIECES] = [2000, 130, 130, 2000, 130, 130, 1900, 120, 0];
 
-/// What byte `at` of file `file` is.
+/// Byte `at` of file `file`.
 pub(super) fn byte(file: u32, at: u64) -> u8 {
     (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u8 ^ file as u8
 }

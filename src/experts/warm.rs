@@ -13,13 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often the list is written while serving.
+/// The interval at which the list is written while serving.
 const EVERY: Duration = Duration::from_secs(60);
 
 /// Bytes of a list at most: an expert takes about thirty.
 const MOST: u64 = 16 << 20;
 
-/// Where the list is kept, and of which model it is.
+/// The list's file, and the identity of its model.
 #[derive(Debug, Clone)]
 pub struct Warm {
     pub file: PathBuf,

@@ -22,7 +22,7 @@ use std::{
 
 pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// What nginx logs for a client that closed the connection before there was an answer.
+/// nginx's status for a client that closed the connection before there was an answer.
 const CLIENT_LEFT: u16 = 499;
 
 /// One request's account.
@@ -55,6 +55,11 @@ impl Tally {
         self.completion_tokens.fetch_add(completion_tokens, Relaxed);
     }
 
+    /// An answer ended, or was left: `reason` is one of those that the metrics know.
+    pub fn answered(&self, reason: &'static str, prompt_tokens: usize, generated_tokens: usize) {
+        self.metrics.answered(reason, prompt_tokens, generated_tokens);
+    }
+
     /// A stream begins: until [`Tally::complete`], it counts as cut short.
     pub fn begin(&self) {
         self.open.store(true, Relaxed);
@@ -64,7 +69,7 @@ impl Tally {
         self.open.store(false, Relaxed);
     }
 
-    /// The model's storage failed, or did not.
+    /// Records a failure of the model's storage; `None` ends it.
     pub fn storage(&self, failed: Option<&dyn std::fmt::Display>) {
         self.health.storage(failed);
     }
@@ -99,13 +104,15 @@ impl Drop for Tally {
 
 /// The label of a path: one of a fixed set, since a client can invent any number of paths.
 fn endpoint(path: &str) -> &'static str {
-    const KNOWN: [&str; 10] = [
+    const KNOWN: [&str; 12] = [
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/openapi.json",
+        "/tokenizer_info",
         "/tokenize",
         "/detokenize",
         "/health",

@@ -1,11 +1,15 @@
 //! `GET /health`, `/metrics`, `/v1/models` and `/v1/models/{id}`; `DELETE /prompt_cache`.
 
-use super::{App, Door, answers::Model, reject::Reject};
+use super::{
+    App, Door,
+    answers::{Capabilities, Model},
+    reject::Reject,
+};
 use crate::metrics;
 use axum::{
     Json,
     extract::{Path, State},
-    http::{StatusCode, header},
+    http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
@@ -14,11 +18,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a failure of the storage counts if nothing is asked of it since: whoever sends requests to healthy servers
-/// only would never learn that it is well again.
+/// A failure of the storage counts this long if nothing is asked of it since: a router that sends requests to healthy
+/// servers only would never learn that it is well again.
 const FORGET: Duration = Duration::from_secs(60);
 
-/// What the last answers say of the model's files.
+/// The state of the model's files, as the last answers found it.
 #[derive(Default)]
 pub struct Health {
     failed: Mutex<Option<(Instant, String)>>,
@@ -45,6 +49,13 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
     }
     let Ok(app) = door.app() else { return not_ready("loading") };
     let (running, queued) = app.engine.load();
+    let waiting = app.engine.waiting().into_iter().enumerate();
+    let queue: Vec<_> = waiting
+        .map(|(index, (prompt, waited))| {
+            let seconds = (waited.as_secs_f64() * 1e3).round() / 1e3;
+            json!({"position": index + 1, "prompt_tokens": prompt, "waiting_seconds": seconds})
+        })
+        .collect();
     let version = env!("CARGO_PKG_VERSION");
     let degraded = door.health.degraded();
     let status = if degraded.is_some() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
@@ -54,6 +65,7 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
         "version": version,
         "context": app.engine.context(),
         "requests": {"running": running, "queued": queued},
+        "queue": queue,
         "plan": app.plan,
         "prompt_cache": app.engine.prompt_cache(),
     });
@@ -69,12 +81,20 @@ pub async fn clear_prompt_cache(State(door): State<Arc<Door>>) -> Result<StatusC
     Ok(StatusCode::NO_CONTENT)
 }
 
-pub async fn metrics(State(door): State<Arc<Door>>) -> Response {
-    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], door.metrics.render()).into_response()
+/// In Prometheus' text format, or in OpenMetrics for whoever asks for it.
+pub async fn metrics(State(door): State<Arc<Door>>, headers: HeaderMap) -> Response {
+    let accepts = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    let (kind, text) = match accepts.contains("application/openmetrics-text") {
+        true => (metrics::OPENMETRICS, door.metrics.render_openmetrics()),
+        false => (metrics::CONTENT_TYPE, door.metrics.render()),
+    };
+    ([(header::CONTENT_TYPE, kind)], text).into_response()
 }
 
 pub async fn models(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> {
-    Ok(Json(json!({"object": "list", "data": [card(door.app()?)]})))
+    let card = card(door.app()?);
+    // OpenAI's list and Anthropic's page of one have different names for what is around it.
+    Ok(Json(json!({"object": "list", "has_more": false, "first_id": card.id, "last_id": card.id, "data": [card]})))
 }
 
 /// Unlike a request's `model`, this must be the model's very id: a client asks what there is.
@@ -93,6 +113,22 @@ fn card(app: &App) -> Model<'_> {
         created: app.card.created,
         owned_by: "moestro",
         max_model_len: app.engine.context(),
+        context_length: app.engine.context(),
         experts_per_token: app.card.experts_per_token,
+        quantization: app.card.quantisation.as_deref(),
+        capabilities: Capabilities {
+            chat: app.template.is_some(),
+            tools: app.template.is_some(),
+            reasoning: app.tokenizer.id("</think>").is_some(),
+            vision: false,
+        },
+        loaded: true,
+        kind: "model",
+        display_name: &app.card.id,
+        created_at: i64::try_from(app.card.created)
+            .ok()
+            .and_then(|seconds| jiff::Timestamp::from_second(seconds).ok())
+            .unwrap_or_default()
+            .to_string(),
     }
 }

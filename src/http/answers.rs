@@ -1,14 +1,25 @@
-//! What the server sends: OpenAI's answers and chunks. Serde only. What is borrowed here is written once a token.
+//! Bodies that the server sends: OpenAI's answers and chunks. Serde only. Types that borrow are written once a token.
 
 use serde::{Serialize, Serializer};
 
-/// Why an answer ended.
+/// The reason for which an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
     Stop,
     Length,
     ToolCalls,
+}
+
+impl FinishReason {
+    /// The word in JSON.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::ToolCalls => "tool_calls",
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -157,7 +168,7 @@ pub struct TextLogprobs {
     pub token_logprobs: Vec<Option<f32>>,
     /// The likeliest tokens and the token itself.
     pub top_logprobs: Vec<Option<Likeliest>>,
-    /// Where the token begins in the text, in characters.
+    /// The token's offset in the text, in characters.
     pub text_offset: Vec<usize>,
 }
 
@@ -182,7 +193,10 @@ pub struct Tokenized {
 
 #[derive(Debug, Serialize)]
 pub struct Detokenized {
+    /// As vLLM names it.
     pub prompt: String,
+    /// As llama-server does.
+    pub content: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -193,9 +207,32 @@ pub struct Model<'a> {
     pub owned_by: &'static str,
     /// Context length in tokens, under vLLM's name.
     pub max_model_len: usize,
+    /// The same under OpenRouter's.
+    pub context_length: usize,
     /// Experts that each token visits, if the model has any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts_per_token: Option<usize>,
+    /// The encoding of the weights, in words.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quantization: Option<&'a str>,
+    pub capabilities: Capabilities,
+    /// Its weights are in memory, or its experts on the way there as they are asked for.
+    pub loaded: bool,
+    /// The last three are what Anthropic says of a model.
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    pub display_name: &'a str,
+    pub created_at: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Capabilities {
+    /// It has a template for conversations, and so for tools.
+    pub chat: bool,
+    pub tools: bool,
+    /// It has tags for reasoning.
+    pub reasoning: bool,
+    pub vision: bool,
 }
 
 /// JSON has no infinity, and a client's sum should not meet a `null`: an impossible token gets OpenAI's -9999.

@@ -3,6 +3,7 @@
 use super::{
     Door,
     budget::{self, Share},
+    fields::{self, Field},
     reject::Reject,
     types::Common,
 };
@@ -65,7 +66,7 @@ fn grow(kept: &mut Vec<u8>, len: usize, announced: usize, share: &mut Share) -> 
     Ok(())
 }
 
-/// What is asked for, and the share of memory that it holds.
+/// The parsed request, and the share of memory that it holds.
 pub async fn json<T>(door: &Door, body: Body) -> Result<(T, Share), Reject>
 where
     T: DeserializeOwned + Send + 'static,
@@ -73,18 +74,32 @@ where
     parsed(door, body, parse).await
 }
 
-/// The fields that all kinds of generation share, those of one kind, and the share of memory that they hold.
-pub async fn request<T>(door: &Door, body: Body) -> Result<(Common, T, Share), Reject>
+/// The same where the fields that there are stand in a table, see [`fields::check`].
+pub async fn known<T>(door: &Door, body: Body, known: &'static [Field]) -> Result<(T, Share), Reject>
 where
     T: DeserializeOwned + Send + 'static,
 {
+    parsed(door, body, |bytes| typed(checked(bytes, known)?)).await
+}
+
+/// The fields that all kinds of generation share, those of one kind, and the share of memory that they hold. `known` are
+/// all of them.
+pub async fn request<T>(door: &Door, body: Body, known: &'static [Field]) -> Result<(Common, T, Share), Reject>
+where
+    T: DeserializeOwned + Send + 'static,
+{
+    let both = |bytes: &[u8]| {
+        let object = checked(bytes, known)?;
+        Ok((typed(&object)?, typed(object)?))
+    };
     let ((common, request), share) = parsed(door, body, both).await?;
     Ok((common, request, share))
 }
 
-async fn parsed<T>(door: &Door, body: Body, parse: fn(&[u8]) -> Result<T, Reject>) -> Result<(T, Share), Reject>
+async fn parsed<T, P>(door: &Door, body: Body, parse: P) -> Result<(T, Share), Reject>
 where
     T: Send + 'static,
+    P: FnOnce(&[u8]) -> Result<T, Reject> + Send + 'static,
 {
     let mut share = door.budget.share();
     let bytes = read(body, door.body_limit, door.patience.body, &mut share).await?;
@@ -95,9 +110,13 @@ where
     Ok((read, share))
 }
 
-fn both<T: DeserializeOwned>(bytes: &[u8]) -> Result<(Common, T), Reject> {
+/// An object whose fields have been looked through.
+fn checked(bytes: &[u8], known: &[Field]) -> Result<Value, Reject> {
     let object = object(bytes)?;
-    Ok((typed(&object)?, typed(object)?))
+    if let Value::Object(fields) = &object {
+        fields::check(fields, known)?;
+    }
+    Ok(object)
 }
 
 /// Reads `bytes` as `T`, whatever the content type says: `curl -d` names another one.

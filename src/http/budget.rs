@@ -2,9 +2,9 @@
 //! before it takes the memory, and is refused if there is none: with 503 if others hold it, with 413 if it is more than
 //! there is. The plan sets the budget aside, as its `requests`.
 //!
-//! What takes long or much (parsing, rendering, tokenizing) runs beside the asynchronous threads, a few at a time, in the
-//! order of arrival, and in steps that are short, because a step cannot be interrupted: a client that leaves is noticed
-//! after the step that it waits for.
+//! Work that takes long or much (parsing, rendering, tokenizing) runs beside the asynchronous threads, a few at a time,
+//! in the order of arrival, and in steps that are short, because a step cannot be interrupted: a client that leaves is
+//! noticed after the step that it waits for.
 
 use super::reject::Reject;
 use crate::{metrics::Metrics, platform::os};
@@ -19,7 +19,7 @@ use std::{
 };
 use tokio::{sync::Semaphore, task::spawn_blocking};
 
-/// Until the plan is known.
+/// The budget until the plan is known, in bytes.
 const UNPLANNED: usize = 128 << 20;
 
 /// Memory for each byte of text that is being tokenized: 309 bytes were measured for a text of digits, the most.
@@ -39,7 +39,7 @@ const LARGE: usize = 256 << 10;
 /// the most.
 const MARK: usize = 256;
 
-/// What was given back before the operating system is given it.
+/// Bytes freed before they are returned to the operating system.
 const WORTH_TRIMMING: usize = 1 << 20;
 
 /// An answer is freed a little later than the share of its request.
@@ -76,7 +76,7 @@ impl Budget {
         self.total.store(bytes.saturating_sub(steps * STEP), Relaxed);
     }
 
-    /// What all shares may hold together, in bytes.
+    /// Bytes that all shares may hold together.
     pub fn total(&self) -> usize {
         self.total.load(Relaxed)
     }
@@ -114,7 +114,7 @@ impl Budget {
     }
 }
 
-/// What one request holds of the budget; given back when it and its last step are gone.
+/// One request's part of the budget; given back when it and its last step are gone.
 pub struct Share {
     held: Arc<Held>,
 }
@@ -161,7 +161,7 @@ impl Share {
         let failed = |_| Reject::failed("The request could not be worked on.");
         let turn =
             self.held.budget.steps.clone().acquire_owned().await.map_err(|_| Reject::failed("The server stops."))?;
-        // What a client that left has asked for is dropped before its memory is counted as free.
+        // The request of a client that left is dropped before its memory is counted as free.
         let held = self.held.clone();
         let step = move || {
             let done = step();

@@ -1,7 +1,7 @@
 //! `POST /v1/chat/completions`.
 //!
-//! Where servers differ: `max_tokens` defaults to the rest of the context and is cut to it; stop strings end the content,
-//! not the reasoning; `logprobs` list the tokens of the content, not those of the reasoning.
+//! Servers differ here: `max_tokens` defaults to the rest of the context and is cut to it; stop strings end the
+//! content, not the reasoning; `logprobs` list the tokens of the content, not those of the reasoning.
 
 use super::{
     App, Door, Head,
@@ -11,7 +11,7 @@ use super::{
     budget::{self, Share},
     check,
     choices::Choices,
-    form,
+    fields, form,
     prompt::{self, Chat},
     reject::Reject,
     stream::Frames,
@@ -33,7 +33,7 @@ pub async fn chat(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let (common, request, share) = body::request::<ChatRequest>(&door, body).await?;
+    let (common, request, share) = body::request::<ChatRequest>(&door, body, fields::CHAT).await?;
     let mut choices = choices(app, &common, request, share).await?;
     let first = choices.first(app, &tally)?;
     tally.generates();
@@ -108,7 +108,7 @@ async fn choices(
     Ok(Choices { request, tools, in_reasoning, parallel_tool_calls, stops, count, share: Some(share) })
 }
 
-/// What is rendered of a request.
+/// The conversation of a request, for its template.
 pub(super) fn conversation(request: ChatRequest) -> Result<Chat, Reject> {
     let mut kwargs = request.chat_template_kwargs.unwrap_or_default();
     if let Some(thinking) = request.enable_thinking {
@@ -122,7 +122,7 @@ pub(super) fn conversation(request: ChatRequest) -> Result<Chat, Reject> {
     })
 }
 
-/// How many alternatives to list with each token, if any are to be listed.
+/// The number of alternatives to list with each token; `None` without log-probabilities.
 fn logprobs(request: &ChatRequest) -> Result<Option<usize>, Reject> {
     let wanted = request.logprobs.unwrap_or(false);
     match request.top_logprobs {

@@ -1,4 +1,4 @@
-//! What is allowed: from the numbers a client sends to what the engine takes. The first value that is wrong is named.
+//! Checks the numbers that a client sends, and turns them into the engine's. The first value that is wrong is named.
 
 use super::{
     ModelCard,
@@ -17,7 +17,7 @@ pub const MAX_LOGPROBS: i64 = 20;
 const MAX_CHOICES: usize = 128;
 
 impl Common {
-    /// What can be refused without a look at the prompt.
+    /// Refuses what it can without a look at the prompt.
     pub fn check(&self, card: &ModelCard) -> Result<(), Reject> {
         model(self.model.as_deref(), card)?;
         if self.stream_options.is_some() && !self.streams() {
@@ -30,7 +30,7 @@ impl Common {
         self.stream.unwrap_or(false)
     }
 
-    /// Whether a stream ends with its usage.
+    /// True if a stream ends with its usage.
     pub fn usage(&self) -> bool {
         self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false)
     }
@@ -101,7 +101,7 @@ pub fn model(asked: Option<&str>, card: &ModelCard) -> Result<(), Reject> {
     }
 }
 
-/// How many answers to one prompt.
+/// The number of answers to one prompt.
 pub fn choices(n: Option<i64>) -> Result<usize, Reject> {
     let n = n.unwrap_or(1);
     usize::try_from(n)
@@ -149,7 +149,7 @@ pub fn ids(param: &str, ids: &[i64], vocab: usize) -> Result<Vec<u32>, Reject> {
         .collect()
 }
 
-/// How many tokens an answer may have: what was asked, or the rest of the context, and never more than that. A prompt
+/// The most tokens of an answer: those asked for, or the rest of the context, and never more than that. A prompt
 /// that leaves no room is refused.
 pub fn room(param: &str, prompt: usize, asked: Option<usize>, context: usize) -> Result<usize, Reject> {
     let rest = context.saturating_sub(prompt);
@@ -180,7 +180,7 @@ mod tests {
     }
 
     fn card(id: &str) -> ModelCard {
-        ModelCard { id: id.into(), created: 0, experts_per_token: None }
+        ModelCard { id: id.into(), created: 0, experts_per_token: None, quantisation: None }
     }
 
     #[test]

@@ -20,7 +20,7 @@ use axum::{
 use serde_json::Value;
 use std::{sync::Arc, time::Duration};
 
-/// What was asked for, checked.
+/// A checked request for one or more answers.
 pub struct Choices {
     pub request: Request,
     pub tools: Vec<Value>,

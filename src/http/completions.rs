@@ -11,7 +11,7 @@ use super::{
     answers::{Envelope, FinishReason, TextChoice, Usage},
     body,
     budget::Share,
-    check,
+    check, fields,
     reject::Reject,
     scores::Scores,
     stream,
@@ -42,7 +42,7 @@ pub async fn completions(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let (common, request, share) = body::request::<CompletionRequest>(&door, body).await?;
+    let (common, request, share) = body::request::<CompletionRequest>(&door, body, fields::COMPLETIONS).await?;
     let job = Job::new(app, tally.clone(), &common, request, share).await?;
     let first = job.submit(0)?;
     tally.generates();
@@ -52,7 +52,7 @@ pub async fn completions(
     }
 }
 
-/// What was asked for, checked.
+/// A checked request.
 struct Job {
     head: Head,
     tally: Arc<Tally>,

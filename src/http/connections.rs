@@ -51,7 +51,7 @@ const BUFFER: usize = 16 << 10;
 /// The most of an answer that the system buffers for a client which does not read (bytes).
 const SEND_BUFFER: usize = 64 << 10;
 
-/// How long connections may be silent.
+/// The times for which connections may be silent.
 #[derive(Debug, Clone, Copy)]
 pub struct Patience {
     /// For the whole head of a request, and between two requests.
@@ -160,7 +160,7 @@ async fn serve(
     }
 }
 
-/// All places, and who has one.
+/// All places, and the connections that have one.
 struct Places {
     ordinary: Arc<Semaphore>,
     reserved: Arc<Semaphore>,
@@ -178,7 +178,7 @@ struct Place {
     _permit: OwnedSemaphorePermit,
 }
 
-/// Whoever holds it has the place.
+/// A taken place; dropping it gives the place back.
 struct Seat {
     place: Arc<Place>,
     all: Arc<Places>,

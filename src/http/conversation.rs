@@ -25,7 +25,7 @@ impl Conversation {
         chat::submit(app, tally, &self.common, self.chat, share).await
     }
 
-    /// How many tokens its prompt has.
+    /// The number of tokens of its prompt.
     pub async fn count(self, app: &Arc<App>, mut share: Share) -> Result<usize, Reject> {
         self.common.check(&app.card)?;
         let (prompt, _) = app.render(&mut share, chat::conversation(self.chat)?).await?;

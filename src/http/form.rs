@@ -43,7 +43,7 @@ pub fn form(request: &ChatRequest) -> Result<Option<Asked>, Reject> {
     }
 }
 
-/// Which tools may or must be called: all of them, or those with these names.
+/// The tools that may or must be called: all of them, or those with these names.
 #[derive(Debug, PartialEq)]
 enum Choice {
     None,
@@ -118,7 +118,7 @@ fn picked(tools: Vec<(usize, Value)>, only: &Option<Vec<String>>) -> Vec<(usize,
     tools.into_iter().filter(|(_, tool)| wanted(tool)).collect()
 }
 
-/// What the content must be, and which field says so. Two fields that say something are one too many.
+/// The content's form, and the name of the field that asks for it. Two such fields are an error.
 fn content(request: &ChatRequest) -> Result<(String, Content), Reject> {
     let mut asked = Vec::new();
     if let Some(format) = &request.response_format {
@@ -221,7 +221,7 @@ fn format(format: &ResponseFormat) -> Result<Option<(String, Content)>, Reject> 
     Ok(Some((format!("response_format.{at}"), content)))
 }
 
-/// What holds an answer to its form, and its reasoning to `budget` tokens, if there is anything to hold.
+/// The constraint that holds an answer to its form, and its reasoning to `budget` tokens, if there is anything to hold.
 pub async fn constraint(
     app: &App,
     asked: Option<Asked>,

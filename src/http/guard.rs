@@ -14,7 +14,7 @@ use axum::{
 };
 use std::{net::IpAddr, sync::Arc};
 
-/// Which hosts and origins are allowed. By default any are.
+/// The hosts and origins that are allowed. By default any are.
 #[derive(Debug, Clone, Default)]
 pub struct Guard {
     /// Beside local names; `None` is any host and any origin.
@@ -33,7 +33,7 @@ impl Guard {
         let Some(hosts) = &self.hosts else { return Ok(()) };
         let known = |host: &str| local(host) || hosts.iter().any(|known| known.eq_ignore_ascii_case(host));
         let text = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
-        // No browser leaves it out.
+        // A request without a host is let in: every browser sends one.
         let given = headers.get_all(header::HOST).iter().map(text).chain(authority.map(str::to_owned));
         for host in given {
             if !known(name(&host)) {

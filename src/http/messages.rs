@@ -1,7 +1,7 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, translated into a [`super::conversation`] and
 //! back. `request` is the way in, `answer` the way out.
 //!
-//! Where this server decides: without `thinking` the model does not reason, as Anthropic documents it, unless the server
+//! Choices of this server: without `thinking` the model does not reason, as Anthropic documents it, unless the server
 //! was started with `--thinking on`; a signature of a thinking block is never checked; what a tool's error was is in its
 //! text.
 
@@ -13,6 +13,7 @@ use super::{
     access::{REQUEST_ID, Tally, unique},
     body,
     budget::Share,
+    fields,
     reject::Reject,
     wire,
 };
@@ -62,7 +63,7 @@ pub async fn count_tokens(State(door): State<Arc<Door>>, body: Body) -> Result<J
 
 /// The request, and a share that has room for its translation, too.
 async fn read(door: &Door, body: Body) -> Result<(MessagesRequest, Share), Reject> {
-    let (request, mut share) = body::json(door, body).await?;
+    let (request, mut share) = body::known(door, body, fields::MESSAGES).await?;
     share.add(share.bytes())?;
     Ok((request, share))
 }

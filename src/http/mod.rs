@@ -1,4 +1,4 @@
-//! What clients see: OpenAI's API over HTTP/1.1, and a little of vLLM's. This room knows no tensor.
+//! The server: OpenAI's API over HTTP/1.1, and a little of vLLM's. This room knows no tensor.
 //!
 //! `body` reads JSON, `check` and `prompt` turn it into an engine's request, `transcript` turns the engine's events back
 //! into text, and `chat` and `completions` write it down as one body or, through `wire` and `stream`, as server-sent events.
@@ -19,9 +19,11 @@ mod choices;
 mod completions;
 mod connections;
 mod conversation;
+mod fields;
 mod form;
 mod guard;
 mod messages;
+mod openapi;
 mod prompt;
 mod reject;
 mod responses;
@@ -67,7 +69,7 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 /// A body of ten megabytes is a prompt of two million tokens, and still gets an answer that says so.
 pub const BODY_LIMIT: usize = 16 << 20;
 
-/// How long connections may take to send what they hold once the engine is idle.
+/// The time that connections have to send the rest of their answers once the engine is idle.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// A model as clients know it.
@@ -79,9 +81,11 @@ pub struct ModelCard {
     pub created: u64,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
+    /// The encoding of the weights, in words.
+    pub quantisation: Option<String>,
 }
 
-/// What a loaded model brings.
+/// A loaded model, with its engine, tokenizer and template.
 pub struct App {
     pub engine: Handle,
     pub tokenizer: Arc<Tokenizer>,
@@ -98,7 +102,7 @@ pub struct App {
     pub plan: serde_json::Value,
 }
 
-/// The server's side of the port.
+/// The server's state, with or without a model.
 pub struct Door {
     pub metrics: Arc<Metrics>,
     /// If set, every path but `/health` and `/metrics` wants it.
@@ -109,7 +113,7 @@ pub struct Door {
     pub body_limit: usize,
     /// The memory of all requests.
     pub budget: Arc<Budget>,
-    /// Whom web pages may be.
+    /// The hosts and origins that are let in.
     pub guard: Guard,
     /// The most connections with a request in progress; `None` is what the system's limits allow.
     pub places: Option<usize>,
@@ -117,7 +121,7 @@ pub struct Door {
     health: Arc<admin::Health>,
     /// Leave the billing header that Claude Code sends in the prompt.
     pub keep_billing_header: bool,
-    /// What clients of the Responses API may go on from.
+    /// Responses that clients may go on from.
     responses: responses::Store,
     app: OnceLock<Arc<App>>,
     closing: AtomicBool,
@@ -145,6 +149,7 @@ impl Door {
 
     /// The model is loaded. A second call changes nothing.
     pub fn open(&self, app: App) {
+        self.metrics.serves(&app.card.id);
         let app = self.app.get_or_init(|| Arc::new(app));
         if self.closing() {
             app.engine.drain();
@@ -182,6 +187,8 @@ pub fn router(door: Arc<Door>) -> Router {
         ("/v1/messages", post(messages::messages)),
         ("/v1/messages/count_tokens", post(messages::count_tokens)),
         ("/v1/models", get(admin::models)),
+        ("/openapi.json", get(openapi::openapi)),
+        ("/tokenizer_info", get(tokens::info)),
         ("/tokenize", post(tokens::tokenize)),
         ("/detokenize", post(tokens::detokenize)),
         ("/prompt_cache", delete(admin::clear_prompt_cache)),
@@ -220,7 +227,7 @@ pub async fn serve(listener: TcpListener, door: Arc<Door>, shutdown: impl Future
         }
     };
     tokio::select! {
-        // It ends by itself only if it panics.
+        // Accepting ends by itself only if it panics.
         ended = &mut accepting => return ended.map_err(io::Error::other),
         () = drain => {}
     }
@@ -248,7 +255,7 @@ async fn wrong_method(request: Request) -> Response {
     Reject::wrong_method(request.method().as_str(), request.uri().path()).into_response()
 }
 
-/// What all chunks of one answer share.
+/// The fields that all chunks of one answer share.
 struct Head {
     id: String,
     object: &'static str,

@@ -22,7 +22,7 @@ use crate::{
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
-/// What a conversation is rendered with, checked.
+/// The checked inputs of a conversation's template.
 #[derive(Debug)]
 pub struct Chat {
     pub messages: Vec<Value>,
@@ -95,7 +95,7 @@ impl App {
         Ok((ids, start == text.len()))
     }
 
-    /// Where other prompts may depart from this one.
+    /// The places where other prompts may depart from this one.
     pub fn boundaries(&self, ids: &[u32]) -> Vec<Boundary> {
         let ends = turns::ends(&self.tokenizer, ids).into_iter();
         let departure = |speaker| match speaker {

@@ -51,6 +51,12 @@ impl Reject {
         Self { param: Some(param.into()), ..reject }
     }
 
+    /// A field that nobody knows, and that cannot have been meant.
+    pub fn unknown(param: &str, message: impl Into<String>) -> Self {
+        let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unknown_parameter"), message);
+        Self { param: Some(param.into()), ..reject }
+    }
+
     /// A request that is right in OpenAI's API but that this server cannot serve.
     pub fn unsupported(param: &str, message: impl Into<String>) -> Self {
         let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unsupported_parameter"), message);
@@ -186,7 +192,7 @@ impl Reject {
         &self.message
     }
 
-    /// What is sent as JSON, in a body or in an event of a stream.
+    /// The JSON that is sent, in a body or in an event of a stream.
     pub fn body(&self) -> ErrorBody<'_> {
         let Self { kind, code, param, message, .. } = self;
         ErrorBody { error: ErrorObject { message, kind, param: param.as_deref(), code: *code } }

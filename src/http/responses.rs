@@ -2,7 +2,7 @@
 //! [`super::conversation`] and back. `request` is the way in, `answer` the way out, `store` what `previous_response_id`
 //! goes on from.
 //!
-//! Where this server decides: reasoning is told in its own words, as `reasoning_text`, or as the summary if one was asked
+//! Choices of this server: reasoning is told in its own words, as `reasoning_text`, or as the summary if one was asked
 //! for; the `encrypted_content` that clients may ask for is the reasoning itself. Tools that OpenAI's servers run are
 //! never called here.
 
@@ -16,7 +16,7 @@ pub use store::Store;
 use super::{
     Door,
     access::{Tally, unique},
-    body, budget,
+    body, budget, fields,
     reject::Reject,
     wire,
 };
@@ -37,7 +37,7 @@ pub async fn responses(
     body: Body,
 ) -> Result<Response, Reject> {
     let app = door.app()?;
-    let (mut request, mut share) = body::json::<ResponsesRequest>(&door, body).await?;
+    let (mut request, mut share) = body::known::<ResponsesRequest>(&door, body, fields::RESPONSES).await?;
     request.check()?;
     let history = match &request.previous_response_id {
         Some(id) => door.responses.history(id).ok_or_else(|| Reject::no_such_response(id, "previous_response_id"))?,

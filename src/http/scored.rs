@@ -13,9 +13,9 @@ pub struct Scored {
     length: usize,
     /// Tokens that have not completed a character yet.
     open: Vec<(u32, Logprobs)>,
-    /// Tokens and where in the text they stand.
+    /// Tokens and their ranges in the text.
     waiting: VecDeque<(Range<usize>, u32, Logprobs)>,
-    /// Where in the text the content stands, and how many bytes of it come before.
+    /// The content's ranges in the text, and the bytes of content before each.
     spans: VecDeque<(Range<usize>, usize)>,
     /// Bytes of content so far.
     content: usize,
@@ -46,7 +46,7 @@ impl Scored {
     pub fn given(&mut self, bytes: usize) -> Vec<(u32, Logprobs)> {
         let mut listed = Vec::new();
         while let Some((span, before)) = self.spans.front() {
-            // What of the span has been given.
+            // The part of the span that has been given.
             let given = span.start..(span.start + bytes.saturating_sub(*before)).min(span.end);
             let whole = given.end == span.end;
             while !given.is_empty() && self.waiting.front().is_some_and(|(range, ..)| range.start < given.end) {

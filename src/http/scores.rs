@@ -11,7 +11,7 @@ use std::mem;
 pub struct Scores<'a> {
     app: &'a App,
     entries: TextLogprobs,
-    /// Where the next token begins.
+    /// The next token's offset, in characters.
     offset: usize,
     /// Characters of text told to the client.
     told: usize,

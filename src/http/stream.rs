@@ -1,6 +1,6 @@
 //! Server-sent events. A stream is written by a future that runs inside the response's body: no task of its own, no
 //! channel between. The future runs when the connection wants more and stops where the connection stops, and it is
-//! dropped with it, so a client that leaves takes its generation along. What was generated while the connection was busy
+//! dropped with it, so a client that leaves takes its generation along. Text generated while the connection was busy
 //! goes out together; otherwise each token is sent as it comes.
 
 use super::reject::Reject;
@@ -26,7 +26,7 @@ use tokio_stream::Stream;
 /// comment keeps clients and proxies from hanging up.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
-/// What has been written and not yet sent. The lock is never contended: writer and reader are one task.
+/// Bytes that are written and not yet sent. The lock is never contended: writer and reader are one task.
 #[derive(Clone, Default)]
 pub struct Frames(Arc<Mutex<Vec<u8>>>);
 

@@ -1,4 +1,4 @@
-//! Whether and how long a model reasons, under the names that clients have for it.
+//! Reasoning on or off, and its budget, under the names that clients have for them.
 //!
 //! | field | |
 //! |---|---|
@@ -48,16 +48,16 @@ pub fn thinking(request: &mut ChatRequest) -> Result<Option<usize>, Reject> {
     Ok(budget)
 }
 
-/// Whether to reason, and the most tokens for it.
+/// Reasoning on or off, and its tokens at most.
 fn effort(param: &str, word: &str) -> Result<(bool, Option<usize>), Reject> {
     Ok(match word {
         "none" => (false, None),
         "minimal" => (true, Some(256)),
         "low" => (true, Some(1024)),
         "medium" => (true, Some(4096)),
-        "high" | "xhigh" => (true, None),
+        "high" | "xhigh" | "max" => (true, None),
         other => {
-            let words = "`none`, `minimal`, `low`, `medium`, `high` or `xhigh`";
+            let words = "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`";
             return Err(Reject::invalid(param, format!("{param} is `{other}`; it must be {words}.")));
         }
     })
@@ -83,6 +83,7 @@ mod tests {
             (json!({"reasoning_effort": "minimal"}), Some(true), Some(256)),
             (json!({"reasoning_effort": "low"}), Some(true), Some(1024)),
             (json!({"reasoning_effort": "xhigh"}), Some(true), None),
+            (json!({"reasoning_effort": "max"}), Some(true), None),
             (json!({"reasoning": {"effort": "medium"}}), Some(true), Some(4096)),
             (json!({"reasoning": {"max_tokens": 9, "effort": null}}), None, Some(9)),
             (json!({"thinking": {"type": "enabled", "budget_tokens": 7}}), Some(true), Some(7)),

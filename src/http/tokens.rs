@@ -9,6 +9,7 @@ use super::{
     types::{DetokenizeRequest, TokenizeRequest},
 };
 use axum::{Json, body::Body, extract::State};
+use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// Memory for each token of an answer: its digits and a comma, and the room that a growing answer has to spare.
@@ -23,7 +24,7 @@ pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<
     let app = door.app()?;
     let (request, mut share) = body::json::<TokenizeRequest>(&door, body).await?;
     check::model(request.model.as_deref(), &app.card)?;
-    let text = match (request.prompt, request.messages) {
+    let text = match (request.prompt.or(request.content), request.messages) {
         (Some(prompt), None) => prompt,
         (None, Some(messages)) => {
             let chat = Chat {
@@ -45,6 +46,16 @@ pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<
     Ok(Json(Tokenized { count: tokens.len(), max_model_len: app.engine.context(), tokens, token_strs }))
 }
 
+/// The template and limits with which a client renders and counts on its own, as vLLM gives them, for
+/// lm-evaluation-harness.
+pub async fn info(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> {
+    let app = door.app()?;
+    let mut info = app.template.as_ref().map_or_else(|| json!({}), |template| template.info().clone());
+    info["tokenizer_class"] = "PreTrainedTokenizerFast".into();
+    info["model_max_length"] = app.engine.context().into();
+    Ok(Json(info))
+}
+
 /// The text of `tokens`, special ones included.
 pub async fn detokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Detokenized>, Reject> {
     let app = door.app()?;
@@ -52,5 +63,6 @@ pub async fn detokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Jso
     check::model(request.model.as_deref(), &app.card)?;
     let ids = check::ids("tokens", &request.tokens, app.engine.vocab())?;
     share.add(ids.iter().map(|&id| app.tokenizer.token_bytes(id).len() * DECODED).sum())?;
-    Ok(Json(Detokenized { prompt: app.text(&ids) }))
+    let text = app.text(&ids);
+    Ok(Json(Detokenized { content: text.clone(), prompt: text }))
 }

@@ -21,7 +21,7 @@ use crate::{
 };
 use std::sync::Arc;
 
-/// What one event brought.
+/// The output of one event.
 #[derive(Debug, Default)]
 pub struct Turn {
     pub deltas: Vec<Delta>,
@@ -34,7 +34,7 @@ pub struct Turn {
     pub end: Option<FinishReason>,
 }
 
-/// How an answer ended.
+/// The end of an answer.
 #[derive(Debug)]
 pub struct Ending {
     pub reason: FinishReason,
@@ -43,9 +43,9 @@ pub struct Ending {
     pub usage: Usage,
 }
 
-/// How a generation's text is read.
+/// The way in which a generation's text is read.
 pub enum Reader {
-    /// As it is.
+    /// As plain text.
     Plain,
     /// As an assistant's turn.
     Chat { parser: Parser, in_reasoning: bool, parallel_tool_calls: bool },
@@ -65,6 +65,8 @@ pub struct Transcript {
     /// Bytes of content given so far.
     given: usize,
     usage: Usage,
+    /// The answer's outcome, in the metrics' words: a client left, unless something else happens first.
+    ended: &'static str,
     tally: Arc<Tally>,
     /// The memory of the request, until the answer is told.
     _share: Option<Share>,
@@ -93,6 +95,7 @@ impl Transcript {
             scored: Scored::default(),
             given: 0,
             usage: Usage { prompt_tokens, ..Usage::default() },
+            ended: "cancelled",
             tally: tally.clone(),
             _share: None,
         })
@@ -150,16 +153,17 @@ impl Transcript {
     /// Gives every turn to `sink`, as it comes, and says how the answer ended. This is the only loop over a transcript.
     pub async fn tell(&mut self, mut sink: impl FnMut(Turn)) -> Result<Ending, EngineError> {
         loop {
-            let turn = self.next().await?;
+            let turn = self.next().await.inspect_err(|_| self.ended = "error")?;
             let end = turn.end;
             sink(turn);
             if let Some(reason) = end {
+                self.ended = reason.word();
                 return Ok(Ending { reason, stop: self.stop.met().map(str::to_owned), usage: self.usage() });
             }
         }
     }
 
-    /// What was used so far.
+    /// Tokens used so far.
     pub fn usage(&self) -> Usage {
         Usage { total_tokens: self.usage.prompt_tokens + self.usage.completion_tokens, ..self.usage }
     }
@@ -252,5 +256,6 @@ impl Transcript {
 impl Drop for Transcript {
     fn drop(&mut self) {
         self.tally.add(0, self.usage.completion_tokens);
+        self.tally.answered(self.ended, self.usage.prompt_tokens, self.usage.completion_tokens);
     }
 }

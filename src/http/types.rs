@@ -1,13 +1,14 @@
-//! What clients send: OpenAI's requests, and vLLM's for the tokenizer. Serde only; `check.rs` knows what is allowed.
+//! Bodies that clients send: OpenAI's requests, and vLLM's for the tokenizer. Serde only; `check.rs` knows what is
+//! allowed.
 //!
-//! A field that is `null` counts as absent, a field that nobody knows is ignored. What the server sends is in
+//! A field that is `null` counts as absent, a field that nobody knows is ignored. Bodies that the server sends are in
 //! `answers.rs`.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// What `/v1/chat/completions` and `/v1/completions` have in common. It is read from the body on its own, because
+/// The common fields of `/v1/chat/completions` and `/v1/completions`. They are read from the body on their own, because
 /// serde's `flatten` would lose the path that names a wrong field.
 #[derive(Debug, Default, Deserialize)]
 pub struct Common {
@@ -48,7 +49,7 @@ pub struct ChatRequest {
     pub chat_template_kwargs: Option<Map<String, Value>>,
     /// Short for `chat_template_kwargs: {"enable_thinking": ...}`, which wins if both are given.
     pub enable_thinking: Option<bool>,
-    /// What `tools` and `tool_choice` replaced.
+    /// The deprecated forms of `tools` and `tool_choice`.
     pub functions: Option<Vec<Value>>,
     pub function_call: Option<Value>,
     pub reasoning_effort: Option<String>,
@@ -142,7 +143,10 @@ pub struct JsonSchema {
 #[derive(Debug, Deserialize)]
 pub struct TokenizeRequest {
     pub model: Option<String>,
+    /// As vLLM names it.
     pub prompt: Option<String>,
+    /// As llama-server does.
+    pub content: Option<String>,
     pub messages: Option<Vec<Value>>,
     pub tools: Option<Vec<Value>>,
     pub add_generation_prompt: Option<bool>,

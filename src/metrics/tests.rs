@@ -47,10 +47,25 @@ fn every_metric_of_the_contract_is_there_from_the_start() {
         "moestro_prompt_cache_bytes{place=\"memory\"} 0",
         "moestro_prompt_cache_checkpoints{place=\"memory\"} 0",
         "moestro_prompt_cache_evictions_total{place=\"memory\"} 0",
-        "moestro_build_info{device=\"cpu\",version=\"1.2.3\"} 1",
+        "moestro_prefill_seconds_count 0",
+        "moestro_decode_seconds_count 0",
+        "moestro_request_prompt_tokens_count 0",
+        "moestro_request_generated_tokens_count 0",
+        "moestro_answers_total{finish_reason=\"cancelled\"} 0",
+        "moestro_build_info{device=\"cpu\",model=\"\",version=\"1.2.3\"} 1",
     ] {
         assert!(text.lines().any(|l| l == line), "{line} is missing from\n{text}");
     }
+}
+
+#[test]
+fn what_runs_is_said_once() {
+    let metrics = Metrics::new("1", "cpu");
+    metrics.runs_on("metal");
+    metrics.serves("demo");
+    let text = metrics.render();
+    let told: Vec<_> = text.lines().filter(|line| line.starts_with("moestro_build_info")).collect();
+    assert_eq!(told, ["moestro_build_info{device=\"metal\",model=\"demo\",version=\"1\"} 1"]);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What a pass computes on its way. The memory plan asks for the same buffers that are then allocated.
+//! The activations of a pass. The memory plan asks for the same buffers that are then allocated.
 
 use super::config::{Config, FfnShape};
 use crate::{
@@ -20,14 +20,15 @@ pub struct Buffers {
     pub normed: Region,
     /// `[rows, rotated / 2, (cos, sin)]`.
     pub turn: Region,
-    /// Of the mixers: what is projected, q k v after the convolution, room for heads, and what is projected back.
+    /// Of the mixers: projections of the input, q k v after the convolution, room for heads, and the output to project
+    /// back.
     pub proj: Region,
     pub mixed: Region,
     pub out: Region,
     pub y: Region,
     pub partials: Region,
     pub room: Room,
-    /// `[rows, k]` u32: what the router chose, and where it lies if all of it is in memory.
+    /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is in memory.
     pub chosen: Region,
     pub slots: Region,
     /// `[k + 2, k]` u32 for each row that is computed place by place: a call's own slots, at the end all.

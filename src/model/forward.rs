@@ -22,7 +22,7 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Which experts each token of a layer visits, likeliest first, and how much each counts.
+/// The experts that each token of a layer visits, likeliest first, and their weights.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Routes {
     /// Experts a token.
@@ -43,10 +43,10 @@ impl Routes {
     }
 }
 
-/// Is shown a layer's number and its routes.
+/// Called with a layer's number and its routes.
 pub type Observe<'a> = dyn FnMut(usize, &Routes) + 'a;
 
-/// Is shown a delta layer's memory behind the mark of a number.
+/// Called at each mark with its number and a delta layer's convolution and delta state.
 pub(super) type Marked<'a> = dyn FnMut(&mut dyn Run, usize, [Region; 2]) -> Result<(), ModelError> + 'a;
 
 /// Lists that keep their room from pass to pass.
@@ -79,7 +79,7 @@ pub(super) struct Pass<'a> {
     pub tokens: usize,
     pub phase: Phase,
     pub lists: &'a mut Lists,
-    /// Is shown what the CPU learns of the router's choices.
+    /// Called with each router's choice that the CPU learns.
     pub observe: Option<&'a mut Observe<'a>>,
     /// Gets the rows that a draft follows.
     pub tapped: &'a mut Tapped,

@@ -1,5 +1,5 @@
-//! What a draft without embedding or head of its own borrows from the model. Neither may be called between a pass and what
-//! reads its hidden rows.
+//! Embedding and head, for a draft that has none of its own. Both overwrite hidden rows of the last pass, so those are read
+//! first.
 
 use super::{Logits, Qwen, placed::Placed, verify::ROWS};
 use crate::{

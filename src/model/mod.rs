@@ -32,7 +32,7 @@ pub use verify::ROWS as VERIFY_ROWS;
 
 use crate::{device::DeviceError, error::ModelError};
 
-/// Which rows of logits a forward pass returns.
+/// The rows of logits that a forward pass returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rows {
     None,
@@ -57,7 +57,7 @@ impl Logits {
     }
 }
 
-/// What the engine needs of a model: so that the engine and the server also run against a test double.
+/// A model as the engine sees it: so the engine and the server also run against a test double.
 pub trait Model: Send + 'static {
     /// Everything one sequence remembers: KV cache, delta and convolution state.
     type State: Send;
@@ -70,7 +70,7 @@ pub trait Model: Send + 'static {
         self.forward_marking(state, ids, rows, &[], &mut Vec::new())
     }
 
-    /// [`Model::forward`], adding to `taken` what the sequence was at each of `marks`: positions, ascending, behind the
+    /// [`Model::forward`], adding to `taken` a snapshot at each of `marks`: positions, ascending, behind the
     /// first of `ids` and at most behind the last. They are taken in passing: the weights are read as often as without.
     fn forward_marking(
         &mut self,
@@ -94,24 +94,24 @@ pub trait Model: Send + 'static {
         Err(ModelError::Config("this model leaves no hidden rows".into()))
     }
 
-    /// What the last pass left of its first `rows` rows, as far as it was to be kept: `[kept rows, layers, hidden]`.
+    /// The hidden rows that the last pass kept of its first `rows` rows: `[kept rows, layers, hidden]`.
     fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
         let _ = rows;
         into.clear();
         Ok(())
     }
 
-    /// What the sequence is now.
+    /// The sequence's present state.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
 
-    /// The sequence that `snapshot` was taken of, by this model or one with the same bytes. What `into` already holds of
-    /// it is not copied.
+    /// The sequence that `snapshot` was taken of, by this model or one with the same bytes. The part that `into`
+    /// already holds of it is not copied.
     fn restore(&self, snapshot: &Snapshot, into: Option<Self::State>) -> Result<Self::State, ModelError>;
 
     /// Positions from the first on whose keys and values a snapshot of `state` would share with others that are alive.
     fn held(&self, state: &Self::State) -> usize;
 
-    /// What its snapshots take.
+    /// The bytes that its snapshots take.
     fn snapshot_size(&self) -> SnapshotSize;
 
     fn vocab(&self) -> usize;

@@ -147,8 +147,8 @@ impl Pass<'_> {
         Ok(self.run.run(&Combine { by_place, ..combine }.into())?)
     }
 
-    /// What the router of the layer behind would choose for this layer's input. It goes where nothing is before the experts
-    /// have run.
+    /// The guess of the next layer's choice: its router on this layer's input. It is computed in the experts' buffers,
+    /// which are free until they run.
     fn guess(&mut self, index: usize, layer: &Mixture, into: &mut Vec<u32>) -> Result<(), ModelError> {
         let (b, tokens, x) = (self.b, self.tokens, self.b.normed);
         let (scores, room) = (b.room.out, tokens * layer.k * 4);

@@ -57,7 +57,7 @@ pub struct DeltaNet {
     pub out: Weight,
 }
 
-// One a layer: its size does not matter.
+// There is one a layer, so its size does not matter.
 #[allow(clippy::large_enum_variant)]
 pub enum Ffn {
     Dense(Dense),
@@ -216,8 +216,8 @@ fn mixture(
     Ok(Mixture { k, renormalise, router, shared: Some(Shared { gate_up, down, result }), stacks })
 }
 
-/// Where a layer's experts lie, in any of the three layouts: stacked (MLX), fused gate and up (Hugging Face), or one
-/// tensor an expert (Hugging Face, re-saved).
+/// The places of a layer's experts, in any of the three layouts: stacked (MLX), fused gate and up (Hugging Face), or
+/// one tensor an expert (Hugging Face, re-saved).
 pub(super) fn find_experts(
     from: &Checkpoint,
     mlp: &str,

@@ -1,4 +1,4 @@
-//! Where a model computes: a device that has been shown its weights, and the memory it takes there.
+//! A model on a device: the device, which has adopted the weights, and the memory that the model takes there.
 
 use super::{
     buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas, tap::Tapped, verify::Undo,

@@ -28,7 +28,7 @@ use std::{
     sync::Arc,
 };
 
-/// How to load a model.
+/// Options of loading a model.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
     /// Compute threads; the physical cores by default.
@@ -37,19 +37,19 @@ pub struct Options {
     pub wishes: Wishes,
     /// Fewer experts a token than the model's k; more is an error.
     pub experts_per_token: Option<usize>,
-    /// Where that says nothing: experts a token at most.
+    /// Without `experts_per_token`: experts a token at most.
     pub experts_at_most: Option<usize>,
-    /// How experts are read; `slots` is the plan's business.
+    /// Options of reading experts; the plan decides the slots.
     pub store: StoreOptions,
     /// The model goes to a GPU that recommends to be given so many bytes at most; the plan is made for it.
     pub gpu: Option<u64>,
-    /// Whether the plan has room for verifies that can be taken back.
+    /// The plan has room for verifies that can be taken back.
     pub verify: bool,
     /// What a draft takes beside the model.
     pub draft: DraftShape,
 }
 
-/// What [`experts::Options`] has and the plan does not decide.
+/// The part of [`experts::Options`] that the plan does not decide.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
     /// Fewer slots than the plan has room for, for tests and measurements.
@@ -57,7 +57,7 @@ pub struct StoreOptions {
     pub io: experts::Io,
     pub threads: usize,
     pub prefetch: experts::Prefetch,
-    /// Whether the list of hot experts is kept in the user's cache directory.
+    /// The list of hot experts is kept in the user's cache directory.
     pub warm: bool,
     pub trace: Option<std::path::PathBuf>,
 }
@@ -69,7 +69,7 @@ impl Default for StoreOptions {
     }
 }
 
-/// What does not depend on where a model computes.
+/// The parts of a model that are the same on every device.
 pub(super) struct Parts {
     pub config: Config,
     pub net: Net,
@@ -95,19 +95,19 @@ pub struct Refused {
     pub error: ModelError,
 }
 
-/// A checkpoint that has been looked at and not loaded: what there is, where it lies, what it will cost.
+/// A checkpoint that has been examined and not loaded: its tensors, their places in files, the memory they will take.
 pub struct Surveyed {
     pub config: Config,
     pub checkpoint: Checkpoint,
-    /// Where the routed experts lie in `files`: the checkpoint's, or its pack's.
+    /// The routed experts' places in `files`: the checkpoint's, or its pack's.
     pub experts: ExpertMap,
     pub files: Vec<PathBuf>,
     /// The pack's directory, if there is one.
     pub pack: Option<PathBuf>,
-    /// What its records have to be.
+    /// The checksums of its records.
     pub sums: Option<Arc<Sums>>,
     pub shape: Shape,
-    /// How gate, up and down of the first layer's experts (or, dense, of its feed-forward) are stored.
+    /// The encodings of gate, up and down of the first layer's experts (or, dense, of its feed-forward).
     pub feed_forward: Option<[Kind; 3]>,
 }
 
@@ -145,7 +145,7 @@ impl Surveyed {
     }
 }
 
-/// What the plan needs to know of a model.
+/// The sizes of a model, for the plan.
 fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
     let (experts, experts_per_token) = match config.ffn {
         FfnShape::Dense { .. } => (0, 0),
@@ -245,12 +245,12 @@ impl Qwen {
         &self.parts.shape
     }
 
-    /// Where the routed experts come from; a dense model has none.
+    /// The store of the routed experts; a dense model has none.
     pub fn store(&self) -> Option<&Experts> {
         self.parts.store.as_ref()
     }
 
-    /// Whether `ids` are tokens, and may follow `len` others.
+    /// Fails if one of `ids` is not a token, or if they and `len` others are more than the context.
     pub(super) fn admit(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
         let (vocab, context) = (self.parts.config.vocab, self.parts.plan.context);
         if len + ids.len() > context {
@@ -262,12 +262,12 @@ impl Qwen {
         }
     }
 
-    /// Where the model computes.
+    /// The name of the model's device.
     pub fn device(&self) -> String {
         self.placed.borrow().run.name()
     }
 
-    /// Whether that is a GPU.
+    /// True if that is a GPU.
     pub fn is_on_gpu(&self) -> bool {
         self.placed.borrow().limits.waits
     }
@@ -342,7 +342,7 @@ impl Qwen {
         let mut pass =
             Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, lists, observe, tapped };
         let done = pass.layers(ids, &state.layers, marks, mark).and_then(|()| pass.head(logits, out));
-        // Whatever happened, the device is done with this pass before slots are let go.
+        // After an error, too, the device is done with this pass before slots are let go.
         let end = pass.run.mark();
         let waited = pass.run.wait_for(end);
         done?;
@@ -357,7 +357,7 @@ fn device_limits(options: &Options) -> DeviceLimits {
     }
 }
 
-/// Where the list of a checkpoint's hot experts is kept between runs.
+/// The file that keeps the list of a checkpoint's hot experts between runs.
 fn hot_list(index: &Index) -> Option<experts::Warm> {
     let identity = identity(&index.files).ok()?;
     let file = os::cache_dir()?.join("hot").join(format!("{identity}.json"));

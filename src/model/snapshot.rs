@@ -1,4 +1,4 @@
-//! What a sequence was at one position, kept so that another prompt can go on from there.
+//! The state of a sequence at one position, kept so that another prompt can go on from there.
 //!
 //! Keys and values only ever grow, so those of [`PAGE`] positions are written out once and then shared by every snapshot
 //! of the sequence, and by those of the sequences that go on from one. The delta and convolution states are overwritten by
@@ -26,7 +26,7 @@ pub struct Snapshot {
     pub state: Shared,
 }
 
-/// What snapshots of a model take, in bytes.
+/// The sizes of a model's snapshots, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SnapshotSize {
     /// Delta and convolution states.

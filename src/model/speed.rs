@@ -1,4 +1,4 @@
-//! How fast this machine computes a model's feed-forward, measured with the model's own kernels on bytes of no meaning.
+//! This machine's speed at a model's feed-forward, measured with the model's own kernels on made-up bytes.
 
 use crate::{
     device::{Compute, Filling, Region},
@@ -7,7 +7,7 @@ use crate::{
 };
 use std::time::{Duration, Instant};
 
-/// How one projection is stored.
+/// The encoding and shape of one projection.
 #[derive(Debug, Clone, Copy)]
 pub struct Kind {
     pub codes: Codes,

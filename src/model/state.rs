@@ -1,4 +1,4 @@
-//! What one sequence remembers: keys and values of the full-attention layers, convolution and delta state of the others.
+//! The state of one sequence: keys and values of the full-attention layers, convolution and delta state of the others.
 //! Everything lies on the device and is updated in place.
 
 use super::{
@@ -109,7 +109,7 @@ impl Drop for State {
     }
 }
 
-/// Where the keys and values of some positions lie, layer by layer.
+/// The regions of some positions' keys and values, layer by layer.
 fn rows(layers: &[LayerState], [heads, room]: [usize; 2], positions: &Range<usize>) -> impl Iterator<Item = Region> {
     let (first, count) = (positions.start, positions.len());
     let both = |layer: &LayerState| match layer {
@@ -122,7 +122,7 @@ fn rows(layers: &[LayerState], [heads, room]: [usize; 2], positions: &Range<usiz
     })
 }
 
-/// Where what does not grow lies.
+/// The regions of the convolution and delta states, which do not grow.
 fn fixed(layers: &[LayerState]) -> impl Iterator<Item = Region> {
     let both = |layer: &LayerState| match layer {
         LayerState::DeltaNet { conv, heads } => Some([*conv, *heads]),

@@ -24,7 +24,7 @@ impl Taps {
     }
 }
 
-/// Where a pass leaves them.
+/// The buffers into which a pass copies them.
 #[derive(Debug, Default)]
 pub(super) struct Tapped {
     layers: Vec<(usize, Option<Region>)>,

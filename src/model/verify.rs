@@ -31,7 +31,7 @@ struct Before {
     proj: Region,
 }
 
-/// What taking rows back needs, of each delta net.
+/// The delta nets before the last verify, to take rows back.
 #[derive(Debug, Default)]
 pub(super) struct Undo {
     layers: Vec<Before>,

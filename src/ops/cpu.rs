@@ -29,7 +29,7 @@ pub(super) struct Scratch {
     pub codes: Vec<u8>,
 }
 
-/// What buffers mean: parts of slabs.
+/// The buffers by number: each is a part of a slab.
 #[derive(Default)]
 pub(super) struct Memory {
     buffers: Vec<(Arc<Slab>, Range<usize>)>,
@@ -63,7 +63,7 @@ impl Memory {
     }
 
     pub fn floats(&self, region: Region) -> &[f32] {
-        // No bytes lie nowhere, which need not be where a float may.
+        // An empty slice of bytes need not be aligned for a float.
         if region.len == 0 { &[] } else { bytemuck::cast_slice(self.bytes(region)) }
     }
 
@@ -93,7 +93,7 @@ impl Cpu {
         Self { compute, memory, quantised, scratch }
     }
 
-    /// What the pass has to know of a CPU that computes with `math`.
+    /// The limits of a CPU that computes with `math`.
     pub fn limits(math: Math) -> Limits {
         Limits {
             by_table: 0,

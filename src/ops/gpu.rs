@@ -11,7 +11,7 @@ const TOGETHER: usize = 16;
 /// Partial results of attention are kept below this (bytes) by looking at fewer rows at once.
 const PARTIALS: usize = 64 << 20;
 
-/// What the pass has to know of a GPU that recommends to be given `working_set` bytes at most.
+/// The limits of a GPU that recommends to be given `working_set` bytes at most.
 pub const fn limits(working_set: Option<u64>) -> Limits {
     Limits {
         by_table: TOGETHER,
@@ -27,9 +27,9 @@ pub const fn limits(working_set: Option<u64>) -> Limits {
 /// Runs operations as launches.
 pub struct OnGpu<G: Gpu> {
     gpu: G,
-    /// Where each of our buffers is among the device's.
+    /// Each of our buffers as a region of one of the device's.
     buffers: Vec<Region>,
-    /// What launches touch that are not known to be over, and when they will be.
+    /// Regions that unfinished launches touch, with the mark at which they are over.
     busy: Vec<(Region, Effect, Mark)>,
     failed: Option<String>,
     slots: Vec<u32>,
@@ -233,7 +233,7 @@ impl<G: Gpu> Run for OnGpu<G> {
     }
 
     fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError> {
-        // The memory is the CPU's, too.
+        // It goes through the CPU, which waits for it.
         let mut bytes = vec![0; from.len];
         self.read(from, &mut bytes)?;
         self.write(to, &bytes)

@@ -1,5 +1,5 @@
-//! What a forward pass is made of: one folder an operation, with the value that says what is meant ([`Op`]), its CPU code and
-//! its launches. [`Cpu`] and [`OnGpu`] run them.
+//! The operations of a forward pass: one folder each, with its arguments as a value ([`Op`]), its CPU code and its
+//! launches. [`Cpu`] and [`OnGpu`] run them.
 
 pub mod attend;
 pub mod check;

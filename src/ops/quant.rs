@@ -23,7 +23,7 @@ const ROUND: f32 = 12_582_912.0;
 /// Largest group.
 const MAX_GROUP: usize = 128;
 
-/// In which order the values of a row are kept.
+/// The order in which the values of a row are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// As they come.
@@ -39,7 +39,7 @@ impl Order {
         group.min(64)
     }
 
-    /// Where value `index` is kept.
+    /// The position of value `index` in a row.
     pub fn place(self, index: usize, group: usize) -> usize {
         let unit = Self::unit(group);
         match self {
@@ -49,7 +49,7 @@ impl Order {
     }
 }
 
-/// How activations are quantised for a weight of some width and group.
+/// The quantisation of activations for a weight of some width and group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Format {
     pub group: usize,
@@ -84,7 +84,7 @@ pub struct Quantised {
 /// Rows of activations in every format that weights have asked for, kept until their buffer is written again.
 #[derive(Default)]
 pub struct QuantisedRows {
-    /// Where the rows lie; `None` if nobody else knows.
+    /// The region of the f32 rows; `None` if they are in no buffer.
     of: Option<Region>,
     formats: Vec<Format>,
     rows: Vec<Quantised>,
@@ -129,7 +129,7 @@ impl QuantisedRows {
         found.map_or_else(Digits::default, |index| self.rows[index].row(row))
     }
 
-    /// What lies at `region` changes.
+    /// Forgets rows quantised from `region`, whose bytes change.
     pub fn forget(&mut self, region: Region) {
         if self.of.is_some_and(|of| of.overlaps(region)) {
             self.of = None;
@@ -137,7 +137,8 @@ impl QuantisedRows {
     }
 }
 
-/// One quantised row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a multiple of eight groups.
+/// One quantised row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a
+/// multiple of eight groups.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Digits<'a> {
     pub planes: [&'a [i8]; 3],
@@ -271,7 +272,7 @@ wide! {
 }
 
 wide! {
-    /// The digits of every value. What is left after a digit, which stands for -128 to 127, is a multiple of 256.
+    /// The digits of every value. The rest behind a digit, which stands for -128 to 127, is a multiple of 256.
     fn split(q: &[i32], planes: [&mut [i8]; 3]) {
         let [high, middle, low] = planes;
         for (((q, high), middle), low) in q.iter().zip(high).zip(middle).zip(low) {

@@ -1,4 +1,5 @@
-//! Who runs operations: [`Cpu`](super::Cpu) computes at once, [`OnGpu`](super::OnGpu) turns each value into launches.
+//! Devices run operations: [`Cpu`](super::Cpu) computes at once, [`OnGpu`](super::OnGpu) turns each value into
+//! launches.
 
 use super::{
     Weight,
@@ -65,7 +66,7 @@ macro_rules! from {
 }
 from!(Embed, Project, Conv, DeltaRule, CacheWrite, Attend, Mlp, Route, Experts, Combine);
 
-/// How a cache keeps its keys and values.
+/// The number format of a cache's keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CacheFormat {
     F32,
@@ -86,7 +87,7 @@ impl CacheFormat {
     }
 }
 
-/// What the pass has to know of a device.
+/// A device's limits, which the pass keeps to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Up to so many rows, experts that are all in memory are found without asking the CPU which were chosen.
@@ -122,7 +123,7 @@ pub trait Run: Timeline + Send {
 
     fn limits(&self) -> Limits;
 
-    /// Whether the device can compute a part of a model; if not, why.
+    /// Refuses a part of a model that the device cannot compute, and says why.
     fn accept(&self, part: Part<'_>) -> Result<(), DeviceError>;
 
     fn run(&mut self, op: &Op<'_>) -> Result<(), DeviceError>;

@@ -4,7 +4,7 @@
 use super::simd::unpack;
 use crate::device::{Binding, Region};
 
-/// How a float is stored.
+/// The stored format of a float.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Float {
     F32,
@@ -30,7 +30,7 @@ impl Float {
     }
 }
 
-/// How a row of `cols` values is encoded (spec section 3.2). A row of codes is one little-endian bit stream.
+/// The encoding of a row of `cols` values (spec section 3.2). A row of codes is one little-endian bit stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Codes {
     /// Not quantised.
@@ -116,7 +116,7 @@ pub(super) fn matrix_words(codes: Codes, rows: usize, gain: f32) -> [u32; 5] {
     [rows as u32, format, codes.group() as u32, scale, gain.to_bits()]
 }
 
-/// Whether the kernels have their fast path for this encoding: affine, one of `bits`, group 64, bf16 scales.
+/// True if the kernels have their fast path for this encoding: affine, one of `bits`, group 64, bf16 scales.
 pub(super) fn fast(codes: Codes, gain: f32, cols: usize, bits: &[u8]) -> bool {
     matches!(codes, Codes::Affine { bits: b, group: 64, scale: Float::Bf16 } if bits.contains(&b))
         && gain == 1.0

@@ -67,7 +67,7 @@ fn a_small_machine_streams() {
     assert!(plan.slots > 2700 && plan.slots < 3900, "{}", plan.slots);
     assert!(plan.context >= 4096 && plan.context <= 32768);
     assert!(plan.overcommit > 2.0, "{}", plan.overcommit);
-    // What the shares do not take goes to the slots: at most one slot and two rounding steps stay free.
+    // The rest beside the shares goes to the slots: at most one slot and two rounding steps stay free.
     let shape = model_35b();
     let rounding = shape.slot + 256 * shape.kv_per_token + 64 * shape.workspace_per_row;
     assert!(plan.limit - plan.total() <= rounding);

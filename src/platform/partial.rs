@@ -18,7 +18,7 @@ pub struct Partial {
 }
 
 impl Partial {
-    /// Makes the directory that is to become `out`, and `out`'s parents. What a killed run left under the same name is
+    /// Makes the directory that is to become `out`, and `out`'s parents. A killed run's directory of the same name is
     /// removed.
     pub fn create(out: &Path) -> io::Result<Self> {
         let parent = parent(out);
@@ -78,7 +78,7 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
 /// A directory of this user's own below one that anybody may write to.
 ///
 /// # Errors
-/// What the system says; a directory of that name that belongs to somebody else, or that others may write to.
+/// The system's; a directory of that name that belongs to somebody else, or that others may write to.
 pub fn private(root: &Path) -> io::Result<PathBuf> {
     // SAFETY: a system call that cannot fail.
     let user = unsafe { libc::geteuid() };

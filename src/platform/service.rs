@@ -18,10 +18,10 @@ use std::{
 /// The name of the launchd agent.
 const LABEL: &str = "dev.moestro.serve";
 
-/// How many lines of the log are shown before it is followed.
+/// Lines of the log that are shown before it is followed.
 const LINES: &str = "100";
 
-/// What is run, and for whom.
+/// A program that is run as a service, and its user.
 #[derive(Debug, Clone)]
 pub struct Service {
     /// An absolute path.
@@ -35,7 +35,7 @@ pub struct Service {
     pub on_demand: Option<(String, u16)>,
 }
 
-/// What can be done with a service.
+/// The actions on a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     Install,
@@ -46,7 +46,7 @@ pub enum Action {
     Logs,
 }
 
-/// Who runs services here.
+/// The service manager of this system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manager {
     Launchd,
@@ -64,7 +64,7 @@ pub enum Step {
 }
 
 impl Manager {
-    /// This system's.
+    /// The manager of this system.
     pub fn here() -> Self {
         if cfg!(target_os = "macos") { Manager::Launchd } else { Manager::Systemd }
     }
@@ -82,7 +82,7 @@ impl Service {
     /// Does it. The manager's own output goes to the terminal.
     ///
     /// # Errors
-    /// What the file system says, with the path; a command that cannot be run or that fails, with its words.
+    /// The file system's, with the path; a command that cannot be run or that fails, with its words.
     pub fn act(&self, manager: Manager, action: Action) -> Result<(), String> {
         self.steps(manager, action).iter().try_for_each(|step| match step {
             Step::Write(path, text) => replace(path, text).map_err(|error| format!("{}: {error}", path.display())),

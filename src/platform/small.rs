@@ -12,7 +12,7 @@ use std::{
 /// Opens a file for reading without waiting for anybody.
 ///
 /// # Errors
-/// What the system says; a directory, a pipe, a socket or a device.
+/// The system's; a directory, a pipe, a socket or a device.
 pub fn open_regular(path: &Path) -> io::Result<File> {
     // Opening a pipe would wait for a writer otherwise. Regular files do not know the flag.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
@@ -38,7 +38,7 @@ pub fn read_small(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Whether `path` leads to a file of at most `most` bytes, or to nothing at all.
+/// Accepts a `path` to a file of at most `most` bytes, or to nothing at all.
 ///
 /// # Errors
 /// It leads to something else, or to more.
@@ -84,7 +84,7 @@ impl Stamp {
         })
     }
 
-    /// Whether the last change is so long ago that another one now would have another time.
+    /// True if the last change is so long ago that another one now would have another time.
     pub fn is_settled(&self) -> bool {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let before = now.saturating_sub(COARSEST).as_secs() as i64;

@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long an idle worker spins before it parks. Longer than the serial stretches between the jobs of one token, much
+/// An idle worker spins this long before it parks: longer than the serial stretches between the jobs of one token, much
 /// shorter than a wait for the disk.
 const SPIN: Duration = Duration::from_micros(150);
 

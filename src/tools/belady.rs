@@ -1,4 +1,4 @@
-//! The cache nobody can build: one that knows the future. What a real one is measured against.
+//! The cache nobody can build: one that knows the future. Real caches are measured against it.
 
 use std::collections::{BTreeSet, HashMap};
 

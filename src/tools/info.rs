@@ -31,7 +31,7 @@ struct Report {
     device: &'static str,
     limits: Limits,
     plan: Option<Plan>,
-    /// Why there is no plan.
+    /// The reason for which there is no plan.
     refused: Option<String>,
     measured: Measured,
     decode: Vec<Estimate>,
@@ -156,7 +156,7 @@ impl Report {
         Ok(())
     }
 
-    /// What the prompt cache buys, and what it costs.
+    /// The prompt cache's checkpoints, and their price in slots.
     fn bought(&self, plan: &Plan) -> String {
         let shape = &self.shape;
         let states = plan.prompt_cache.checked_div(shape.state).unwrap_or(0);

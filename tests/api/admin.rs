@@ -23,6 +23,7 @@ async fn health() {
     assert_eq!(body["model"], "parrot");
     assert_eq!(body["context"], 512);
     assert_eq!(body["requests"], json!({"running": 0, "queued": 0}));
+    assert_eq!(body["queue"], json!([]));
     assert_eq!(body["plan"], json!({"resident": true}));
 }
 
@@ -63,7 +64,9 @@ async fn tokenize_and_detokenize() {
     assert_eq!(answer["max_model_len"], 512);
     assert_eq!(answer["token_strs"].as_array().unwrap().len(), tokens.len());
     assert_eq!(answer["token_strs"].as_array().unwrap().last().unwrap(), "<|im_end|>");
-    assert_eq!(server.ask("/detokenize", &json!({"tokens": tokens})).await, json!({"prompt": text}));
+    // vLLM's name for the text and llama-server's, either way.
+    assert_eq!(server.ask("/detokenize", &json!({"tokens": tokens})).await, json!({"prompt": text, "content": text}));
+    assert_eq!(server.ask("/tokenize", &json!({"content": text})).await["tokens"], answer["tokens"]);
 
     let chat = json!({"messages": [{"role": "user", "content": "Hi"}]});
     let answer = server.ask("/tokenize", &chat).await;
@@ -81,6 +84,29 @@ async fn tokenize_and_detokenize() {
     let rendered = server.ask("/detokenize", &json!({"tokens": answer["tokens"]})).await;
     let rendered = rendered["prompt"].as_str().unwrap();
     assert!(rendered.starts_with("<|im_start|>system\n# Tools") && rendered.ends_with("Hi<|im_end|>\n"), "{rendered}");
+}
+
+#[tokio::test]
+async fn the_tokenizer_and_the_api_describe_themselves() {
+    let server = Server::saying("Hello.").await;
+    let info = server.get("/tokenizer_info").await.json().await;
+    assert_eq!(info["eos_token"], "<|im_end|>");
+    assert!(info["chat_template"].as_str().unwrap().contains("add_generation_prompt"));
+    let document = server.get("/openapi.json").await.json().await;
+    assert_eq!(document["openapi"], "3.1.0");
+    for (path, operations) in document["paths"].as_object().unwrap() {
+        for method in operations.as_object().unwrap().keys() {
+            let path = path.replace("{id}", "none");
+            let answer = server.send(&method.to_uppercase(), &path, &[], Some(b"{}")).await;
+            let status = answer.status;
+            // An answer without content has no body to wait for.
+            let text = if status == 204 { String::new() } else { answer.text().await };
+            assert!(
+                !text.contains("Unknown path") && status != 405 && status < 500,
+                "{method} {path}: {status} {text}"
+            );
+        }
+    }
 }
 
 #[tokio::test]
@@ -107,10 +133,28 @@ async fn metrics_tell_what_happened() {
         format!("moestro_inter_token_seconds_count {}", usage["completion_tokens"].as_u64().unwrap() - 1),
         "moestro_requests_running 0".into(),
         "moestro_requests_queued 0".into(),
-        "moestro_build_info{device=\"cpu\",version=\"0.0.0\"} 1".into(),
+        "moestro_build_info{device=\"cpu\",model=\"parrot\",version=\"0.0.0\"} 1".into(),
+        "moestro_answers_total{finish_reason=\"stop\"} 1".into(),
+        "moestro_answers_total{finish_reason=\"cancelled\"} 0".into(),
+        "moestro_prefill_seconds_count 1".into(),
+        "moestro_decode_seconds_count 1".into(),
+        format!("moestro_request_prompt_tokens_sum {}", usage["prompt_tokens"]),
+        format!("moestro_request_generated_tokens_sum {}", usage["completion_tokens"]),
     ] {
         assert!(text.lines().any(|other| other == line), "{line} is missing from\n{text}");
     }
+}
+
+#[tokio::test]
+async fn openmetrics_is_for_whoever_asks_for_it() {
+    let server = Server::saying("Hello.").await;
+    let accept = [("accept", "application/openmetrics-text;version=1.0.0,text/plain;q=0.5")];
+    let answer = server.send("GET", "/metrics", &accept, None).await;
+    let kind = answer.header("content-type").unwrap().to_owned();
+    assert_eq!(kind, "application/openmetrics-text; version=1.0.0; charset=utf-8");
+    let text = answer.text().await;
+    assert!(text.contains("# TYPE moestro_generated_tokens counter\nmoestro_generated_tokens_total 0\n"), "{text}");
+    assert!(text.ends_with("# EOF\n"));
 }
 
 #[tokio::test]
@@ -226,6 +270,9 @@ async fn a_full_queue_says_so() {
     server.load(1, 0).await;
     let waiting = server.post(CHAT, &body).await;
     server.load(1, 1).await;
+    let queue = server.get("/health").await.json().await["queue"].clone();
+    assert_eq!((queue.as_array().unwrap().len(), &queue[0]["position"]), (1, &json!(1)));
+    assert!(queue[0]["prompt_tokens"].as_u64() > Some(0) && queue[0]["waiting_seconds"].is_number());
     let refused = server.post(CHAT, &body).await;
     assert_eq!(refused.status, 429);
     assert!(refused.header("retry-after").unwrap().parse::<u32>().is_ok());

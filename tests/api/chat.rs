@@ -34,7 +34,7 @@ fn joined(chunks: &[Value], part: &str) -> String {
     chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"][part].as_str()).collect()
 }
 
-/// What holds of every stream.
+/// Checks the form of a stream.
 fn check_stream(chunks: &[Value]) {
     let first = &chunks[0];
     let choices: Vec<_> = chunks.iter().filter(|chunk| chunk["choices"] != json!([])).collect();

@@ -112,8 +112,8 @@ fn rounded(mut value: Value) -> Value {
     value
 }
 
-/// What lm-evaluation-harness sends for a log-likelihood, and how it reads the answer: context and continuation as one
-/// prompt, one token more than it wants, `[ctxlen:-1]` of each array.
+/// The log-likelihood request of lm-evaluation-harness: context and continuation as one prompt, one token more than it
+/// wants, and of each array of the answer `[ctxlen:-1]`.
 #[tokio::test]
 async fn a_harness_can_score_a_continuation() {
     // Before the second model the extra token is the one that ends the text.

@@ -32,7 +32,7 @@ async fn write(stream: &TcpStream, mut bytes: &[u8]) {
     }
 }
 
-/// What still comes until the other side closes.
+/// The bytes that still come until the other side closes.
 async fn rest(stream: &TcpStream) -> Vec<u8> {
     let mut all = Vec::new();
     loop {

@@ -52,6 +52,7 @@ async fn while_waiting_for_a_body() {
         tokio::time::sleep(Duration::from_millis(50)).await;
         let line = format!("moestro_requests_total{{endpoint=\"{path}\",status=\"499\"}} 1");
         assert!(server.metrics.render().contains(&line), "{}", server.metrics.render());
+        assert!(server.metrics.render().contains("moestro_answers_total{finish_reason=\"cancelled\"} 1"));
     }
 }
 

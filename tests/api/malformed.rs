@@ -97,6 +97,13 @@ async fn a_wrong_value_is_named() {
         (json!({"functions": [], "tools": []}), "functions"),
         (json!({"grammar": "root ::= \"x\""}), "grammar"),
         (json!({"reasoning_effort": "zzz"}), "reasoning_effort"),
+        (json!({"max_tokes": 5}), "max_tokes"),
+        (json!({"modalities": ["text", "audio"]}), "modalities"),
+        (json!({"verbosity": "high"}), "verbosity"),
+        (json!({"min_tokens": 5}), "min_tokens"),
+        (json!({"ignore_eos": true}), "ignore_eos"),
+        (json!({"stop_token_ids": [5]}), "stop_token_ids"),
+        (json!({"bad_words": ["x"]}), "bad_words"),
     ] {
         let mut body = json!({"messages": user});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());

@@ -22,9 +22,9 @@ use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
 pub const EOS: u32 = 2040;
 pub const VOCAB: usize = 2048;
 
-/// What a test wants of its server.
+/// Options of a test's server.
 pub struct Setup {
-    /// What the model says to everything; `None` repeats the prompt.
+    /// The model's answer to everything; `None` repeats the prompt.
     pub says: Option<&'static str>,
     pub delay: Duration,
     pub context: usize,
@@ -37,7 +37,7 @@ pub struct Setup {
     pub grace: Duration,
     /// Leave the door without a model.
     pub loading: bool,
-    /// What else is different about the door.
+    /// Further changes to the door.
     pub door: fn(&mut Door),
 }
 
@@ -80,7 +80,7 @@ impl Server {
         Setup { says: Some(says), ..Setup::default() }.start().await
     }
 
-    /// How many tokens the model has evaluated so far.
+    /// The number of tokens that the model has evaluated so far.
     pub fn evaluated(&self) -> usize {
         self.parrot.evaluated.load(Ordering::Relaxed)
     }
@@ -143,7 +143,12 @@ impl Setup {
                 tokenizer: tokenizer.clone(),
                 grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
                 template: Some(Template::load(&demo()).unwrap()),
-                card: ModelCard { id: "parrot".into(), created: 1, experts_per_token: Some(2) },
+                card: ModelCard {
+                    id: "parrot".into(),
+                    created: 1,
+                    experts_per_token: Some(2),
+                    quantisation: Some("4-bit affine, groups of 64".into()),
+                },
                 defaults: Sampling { temperature: 0.0, ..Sampling::default() },
                 thinking: self.thinking,
                 plan: json!({"resident": true}),

@@ -15,7 +15,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// What was done since it was last looked at.
+/// Counts since they were last read.
 #[derive(Default)]
 struct Count {
     launches: usize,

@@ -1,6 +1,6 @@
 //! A double of Metal under `device::Queue`: command buffers run some time after they are committed, on the kernels compiled for
-//! the host, in any order that barriers and fences allow. What Metal forbids, or leaves undefined, stops the test; and any call
-//! can be made to fail.
+//! the host, in any order that barriers and fences allow. Calls that Metal forbids, or leaves undefined, stop the test;
+//! and any call can be made to fail.
 
 use crate::host::Host;
 use moestro::device::{DeviceError, Dispatch, Driver, Effect, Region, Slab, Status};
@@ -218,7 +218,7 @@ impl Driver for Double {
         None
     }
 
-    /// So little that a store's slab takes several.
+    /// So short that a store's slab takes several buffers.
     fn longest(&self) -> usize {
         4 << 20
     }

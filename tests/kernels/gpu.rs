@@ -19,7 +19,7 @@ pub struct HostGpu {
     adopted: HashMap<u32, Adopted>,
     /// Bytes from [`Gpu::allocate`], given back or not.
     pub allocated: Arc<AtomicUsize>,
-    /// What has been encoded and not run; each launch is a mark of its own.
+    /// Launches that are encoded and not run; each is a mark of its own.
     late: VecDeque<Dispatch>,
     encoded: u64,
     /// Marks that had been encoded when somebody last looked.
@@ -72,7 +72,7 @@ impl Gpu for HostGpu {
         Ok(region)
     }
 
-    /// So little that a store's slab takes several.
+    /// So short that a store's slab takes several buffers.
     fn longest(&self) -> usize {
         4 << 20
     }

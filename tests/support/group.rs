@@ -30,7 +30,7 @@ impl Group {
         fs::write(self.dir.join(self.limit), bytes.to_string()).unwrap();
     }
 
-    /// How often something was killed in it.
+    /// The number of processes that were killed in it.
     pub fn kills(&self) -> u64 {
         let read = |file: &str| fs::read_to_string(self.dir.join(file)).unwrap_or_default();
         let text = read("memory.oom_control") + &read("memory.events");
@@ -40,7 +40,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // What the page cache holds for the group may keep it for a moment.
+        // Pages in the cache that are charged to the group may keep it for a moment.
         for _ in 0..100 {
             if fs::remove_dir(&self.dir).is_ok() || !self.dir.exists() {
                 break;

@@ -10,7 +10,7 @@ use std::{
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// What the hub holds and how it behaves.
+/// The hub's files and its faults.
 #[derive(Default)]
 pub struct Shelf {
     pub files: HashMap<String, Vec<u8>>,

@@ -75,7 +75,7 @@ impl Drop for Process {
     }
 }
 
-/// What a coding agent sends, turn by turn: a tool call and its result after each answer; every fourth turn the person
+/// A coding agent's requests, turn by turn: a tool call and its result after each answer; every fourth turn the person
 /// asks something new, where the template drops the reasoning before it.
 pub fn agent(turns: usize, reasoning: bool) -> Vec<Vec<Value>> {
     let words = |n: usize, count: usize| {

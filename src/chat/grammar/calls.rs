@@ -22,7 +22,7 @@ use std::fmt::Write;
 /// Ways to fill in one tool's parameters that a schema's `anyOf` may give.
 const MOST_SHAPES: usize = 64;
 
-/// What ends a value.
+/// The closing tag of a value, in Lark.
 const END: &str = r#""\n</parameter>\n""#;
 
 /// A string of any text: the first closing tag ends it.

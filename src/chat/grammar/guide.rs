@@ -20,11 +20,11 @@ pub enum Next {
     Only(Vec<u32>),
 }
 
-/// What a model's reasoning and its answers begin and end with, in tokens.
+/// The tokens that a model's reasoning and its answers begin and end with.
 pub(super) struct Marks {
     /// `<tool_call>`, if it is one token.
     pub call: Option<u32>,
-    /// What ends the reasoning, as templates write it: after a newline, and elsewhere.
+    /// The end of the reasoning, as templates write it: after a newline, and elsewhere.
     closing: [Vec<u32>; 2],
     /// Between reasoning and answer.
     gap: Vec<u32>,

@@ -1,9 +1,9 @@
-//! Whether a value has a schema, for the tests: as plain a reading of JSON Schema as there can be, and not the one that led
+//! A validator for the tests: as plain a reading of JSON Schema as there can be, and not the one that led
 //! the answer there. Formats are not looked at.
 
 use serde_json::{Map, Value};
 
-/// What is wrong with `value`; nothing if it is valid.
+/// The violations in `value`; none if it is valid.
 pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
     let mut wrong = Vec::new();
     let schema = match schema {

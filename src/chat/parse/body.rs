@@ -36,7 +36,7 @@ impl Parser {
         }
         let rest = self.rest();
         if rest.is_empty() && end == End::Cut {
-            // Clients take no text at all for no arguments.
+            // Clients read an empty text as no arguments: the brace keeps it invalid.
             self.arguments(if call.parameters == 0 { "{" } else { "" }.into());
             self.drop_rest()
         } else if rest.is_empty() || rest.starts_with(FUNCTION_END) {

@@ -14,8 +14,8 @@ pub(super) struct Call {
     pub parameters: usize,
 }
 
-/// One argument. A string is written as it comes. What has another type is written when it is complete: only then is it known to be
-/// valid.
+/// One argument. A string is written as it comes. A value of another type is written when it is complete: only then is
+/// it known to be valid.
 pub(super) struct Argument {
     types: Types,
     /// Text not yet written; `None` once a string is being written.

@@ -1,4 +1,4 @@
-//! Which types a tool's JSON schema lets a parameter have, and raw text read as one of them.
+//! The types that a tool's JSON schema lets a parameter have, and raw text read as one of them.
 
 use serde_json::Value;
 
@@ -17,7 +17,7 @@ pub struct Types {
 const STRING: Types =
     Types { string: true, null: false, boolean: false, integer: false, number: false, object: false, array: false };
 
-/// How many subschemas are looked at for one parameter: a schema may refer to itself, and more than once.
+/// Subschemas that are looked at for one parameter at most: a schema may refer to itself, and more than once.
 const MOST: usize = 256;
 
 impl Types {

@@ -12,7 +12,7 @@ pub(super) const PARAMETER_END: &str = "</parameter>";
 pub(super) enum Header {
     /// `<tag=NAME>`, and its length.
     Named(String, usize),
-    /// What is there could become such a tag.
+    /// The text so far could become such a tag.
     Unfinished,
     Other,
 }
@@ -39,7 +39,7 @@ pub(super) enum ValueEnd {
     Cut,
 }
 
-/// Where a value ends: at a `</parameter>` that another tag of the call follows, or the end of the text.
+/// Finds a value's end: a `</parameter>` that another tag of the call follows, or the end of the text.
 pub(super) fn find_end(text: &str, last: bool) -> ValueEnd {
     for (at, _) in text.match_indices(PARAMETER_END) {
         let after = text[at + PARAMETER_END.len()..].trim_start();

@@ -9,7 +9,7 @@ fn tools() -> Vec<Value> {
     }}}})]
 }
 
-/// What a parser makes of some pieces: deltas of one kind joined, ids checked and left out.
+/// A parser's deltas for some pieces: those of one kind joined, ids checked and left out.
 fn pieces<'a>(
     in_reasoning: bool,
     tools: &[Value],
@@ -187,7 +187,7 @@ fn what_max_tokens_cuts_stays_open() {
         let arguments: Result<Value, _> = serde_json::from_str(arguments);
         assert!(arguments.is_err());
     }
-    // What is complete stays complete, and of a tag that is cut off nothing is told.
+    // A complete call stays complete, and of a tag that is cut off nothing is told.
     assert_eq!(cut(false, &format!("{start}</function>\n</too")), ["0 f", "0 {}"]);
     assert_eq!(cut(false, &format!("{start}</function>\n</tool_call>\n<tool_ca")), ["0 f", "0 {}"]);
     assert_eq!(cut(false, &format!("{start}</function>\n</tool_call>\n<tool_call>\n<func")), ["0 f", "0 {}"]);

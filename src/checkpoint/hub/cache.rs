@@ -1,6 +1,6 @@
 //! The Hugging Face cache: `models--ORG--NAME` with `blobs`, `snapshots/COMMIT` of links to them, and `refs/BRANCH`.
 //!
-//! Whatever becomes a part of a path here has been checked: hubs say how their files are called.
+//! Every part of a path here has been checked: hubs say how their files are called.
 
 use super::REVISION;
 use crate::platform::{partial, read_small};
@@ -16,7 +16,7 @@ pub fn root() -> Option<PathBuf> {
     set("HF_HUB_CACHE").or_else(home)
 }
 
-/// What `huggingface-cli login` has left.
+/// The token that `huggingface-cli login` has left.
 pub fn token(root: &Path) -> Option<String> {
     let text = read_small(&root.parent()?.join("token"), 1 << 16).ok()?;
     let token = String::from_utf8(text).ok()?.trim().to_owned();

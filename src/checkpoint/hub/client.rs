@@ -9,12 +9,12 @@ use ureq::{
 
 /// Redirects that are followed for one answer.
 const HOPS: u32 = 6;
-/// Nothing arrives for so long: the connection is given up.
+/// A connection on which nothing arrives for so long is given up.
 const SILENCE: Duration = Duration::from_secs(60);
 /// Bytes of a listing at most; a model of thousands of files takes one million.
 const LISTING: u64 = 32 << 20;
 
-/// Why there is no answer.
+/// The reason for which there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     #[error("status {0}")]
@@ -31,7 +31,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether trying again may help.
+    /// True if trying again may help.
     pub fn passes(&self) -> bool {
         match self {
             Failure::Status(status) => *status == 429 || *status >= 500,
@@ -48,7 +48,7 @@ pub struct Client {
     token: Option<String>,
 }
 
-/// Which bytes of a file an answer brings.
+/// The bytes of a file that an answer brings.
 pub struct Part {
     /// The first byte's place in the file.
     pub start: u64,
@@ -150,7 +150,7 @@ fn origin(url: &str) -> Option<&str> {
         .then(|| &url[..end])
 }
 
-/// Where a redirect at `url` to `to` leads.
+/// The target of a redirect at `url` to `to`.
 fn resolve(url: &str, to: &str) -> Option<String> {
     let from = origin(url)?;
     let next = if to.contains("://") {

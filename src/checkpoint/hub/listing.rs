@@ -1,4 +1,4 @@
-//! What a repository on the hub holds, and which of it a model needs.
+//! The files of a repository on the hub, and those that a model needs.
 
 use super::cache::is_hash;
 use crate::{error::StoreError, platform::read_small};
@@ -49,7 +49,7 @@ impl Listed {
         self.lfs.as_ref()?.sha256.as_ref().map(|hash| hash.to_lowercase())
     }
 
-    /// What the file is called among the cache's blobs, if the hub says.
+    /// The file's name among the cache's blobs, if the hub says.
     pub fn hash(&self) -> Option<&str> {
         let large = self.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
         large.or(self.blob.as_deref())

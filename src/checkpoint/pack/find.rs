@@ -1,4 +1,4 @@
-//! Which pack stands in for a checkpoint.
+//! Finds the pack that stands in for a checkpoint.
 
 use super::{
     fingerprint,
@@ -21,14 +21,14 @@ use std::{
 #[derive(Debug)]
 pub struct Pack {
     pub dir: PathBuf,
-    /// Where the experts lie in `files`.
+    /// The experts' places in `files`.
     pub map: ExpertMap,
     pub files: Vec<PathBuf>,
-    /// What each record has to be when it is read.
+    /// The checksums that records are read against.
     pub sums: Arc<Sums>,
 }
 
-/// Where the pack of `files` goes by default: named after what may be in them, and which files they are, so that two
+/// The default directory of the pack of `files`: named by their fingerprint and their identity, so that two
 /// checkpoints with one fingerprint get two packs.
 pub fn default_dir(files: &[PathBuf]) -> Result<Option<PathBuf>, StoreError> {
     let Some(packs) = cache() else { return Ok(None) };

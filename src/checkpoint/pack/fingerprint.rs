@@ -1,4 +1,4 @@
-//! Which packs may have been made from a checkpoint: cheap to ask, and no proof.
+//! Fingerprints of checkpoints: a pack with the same one may have been made from it. Cheap to ask, and no proof.
 
 use crate::{checkpoint::identity::hex, error::StoreError, platform::open_regular};
 use sha2::{Digest, Sha256};

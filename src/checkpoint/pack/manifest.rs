@@ -1,4 +1,4 @@
-//! What a pack says of itself, read with care: the files may have been written by anybody.
+//! A pack's description of itself, read with care: the files may have been written by anybody.
 
 use crate::{
     error::StoreError,
@@ -101,7 +101,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Where the experts lie in the layers' files.
+    /// The experts' places in the layers' files.
     pub fn map(&self) -> ExpertMap {
         let record = |file: usize, expert: u64, layer: &Layer| {
             layer.pieces.map(|(at, len)| Piece { file: file as u32, offset: expert * layer.stride + at, len })
@@ -112,14 +112,14 @@ impl Manifest {
         ExpertMap { layers: self.layers.iter().enumerate().map(experts).collect() }
     }
 
-    /// What each record has to be when it is read.
+    /// The checksums that records are read against.
     pub fn records(&self) -> Vec<Records> {
         self.layers.iter().map(|layer| Records::new(layer.stride, layer.end() as usize, layer.crc32.clone())).collect()
     }
 }
 
 impl Layer {
-    /// Where its file is: directly in `dir`, whatever the manifest says.
+    /// The path of its file, directly in `dir`; `None` for a name that leads elsewhere.
     pub fn path(&self, dir: &Path) -> Option<PathBuf> {
         let mut parts = Path::new(&self.file).components();
         let plain = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));

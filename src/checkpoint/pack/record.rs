@@ -21,7 +21,7 @@ use std::{
 /// Experts read, hashed and written at the same time.
 const THREADS: usize = 4;
 
-/// What a record has to be.
+/// The checksums of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sum {
     /// Of all of it, first 32 hexadecimal digits.

@@ -46,7 +46,7 @@ impl Checkpoint {
         self.root.path().join("model")
     }
 
-    /// Where `find` looks first.
+    /// The directory in which `find` looks first.
     fn beside(&self) -> PathBuf {
         self.root.path().join("model.pack")
     }

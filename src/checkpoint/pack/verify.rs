@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 /// compared.
 ///
 /// # Errors
-/// What the file system says; the first expert that differs, with its layer and where.
+/// The file system's; the first expert that differs, with its layer and where.
 pub fn verify(
     dir: &Path,
     map: &ExpertMap,
@@ -60,8 +60,8 @@ pub fn verify(
     Ok(map.experts())
 }
 
-/// Whether every expert in `files` has the manifest's checksum, without looking at the pack's records. What was found
-/// is remembered until the files change.
+/// Compares every expert in `files` with the manifest's checksum, without looking at the pack's records. If all agree,
+/// that is remembered until the files change.
 pub fn compare(
     dir: &Path,
     manifest: &Manifest,

@@ -18,7 +18,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What was written.
+/// The size of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Summary {
     pub bytes: u64,
@@ -32,7 +32,7 @@ pub struct Summary {
 /// then verified, since its last call: twice the pack's size in all.
 ///
 /// # Errors
-/// What the file system says, with the file; `out` holds something else; a record that does not read back; the
+/// The file system's, with the file; `out` holds something else; a record that does not read back; the
 /// checkpoint was written to meanwhile.
 pub fn write(
     map: &ExpertMap,
@@ -88,7 +88,7 @@ pub fn write(
     Ok(Summary { bytes, experts, written: true })
 }
 
-/// Where the pieces go in the records of a layer.
+/// Lays out the pieces in the records of a layer.
 fn plan(index: usize, experts: &[[Piece; PIECES]]) -> Result<Layer, StoreError> {
     let lens = experts.first().map_or([0; PIECES], |pieces| pieces.map(|piece| piece.len));
     if experts.iter().any(|pieces| pieces.map(|piece| piece.len) != lens) {

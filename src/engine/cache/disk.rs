@@ -24,12 +24,12 @@ use std::{
 /// Bytes written in an hour at most: SSDs wear.
 const HOURLY: u64 = 16 << 30;
 const HOUR: Duration = Duration::from_secs(3600);
-/// What is left to write when the server stops may take so long.
+/// A stopping server writes its last checkpoints for this long at most.
 const LAST: Duration = Duration::from_secs(5);
 /// Speeds are means of what was measured, the last halved by so many more tokens or bytes.
 const KEPT: f64 = 0.8;
 
-/// Where checkpoints are kept on the disk.
+/// The directory of checkpoints on the disk.
 #[derive(Debug, Clone)]
 pub struct Storage {
     pub dir: PathBuf,
@@ -45,7 +45,7 @@ pub(super) struct Disk {
     bytes: u64,
     /// States that begin with each page.
     pages: HashMap<Digest, usize>,
-    /// What was written in the last hour.
+    /// The bytes of each write in the last hour.
     recent: VecDeque<(Instant, u64)>,
     /// Tokens computed and bytes read, and the seconds they took.
     computed: (f64, f64),
@@ -68,7 +68,7 @@ impl Disk {
         DiskStatus { dir: self.files.dir().to_owned(), limit: self.limit, bytes: self.bytes, checkpoints }
     }
 
-    /// What may be written now.
+    /// Bytes that may be written now.
     fn allowance(&mut self) -> u64 {
         while self.recent.front().is_some_and(|(at, _)| at.elapsed() > HOUR) {
             self.recent.pop_front();
@@ -76,7 +76,7 @@ impl Disk {
         HOURLY.saturating_sub(self.recent.iter().map(|(_, bytes)| bytes).sum())
     }
 
-    /// Which pages of `ids` are not there, and the bytes of writing them and the state.
+    /// One flag a page of `ids`, true if it is not there; and the bytes of writing those pages and the state.
     fn missing(&self, ids: &[u32]) -> (Vec<bool>, u64) {
         let (pages, _) = self.files.digests(ids);
         let missing: Vec<bool> = pages.iter().map(|page| !self.pages.contains_key(page)).collect();
@@ -242,7 +242,7 @@ impl Cache {
                 if inner.closed || inner.disk.is_none() {
                     return;
                 }
-                // What an hour's bound held back is tried again now and then.
+                // Checkpoints that the hour's bound held back are tried again every minute.
                 let wait = self.changed.wait_timeout(inner, Duration::from_secs(60));
                 inner = wait.unwrap_or_else(PoisonError::into_inner).0;
                 continue;
@@ -312,7 +312,7 @@ impl Inner {
     }
 
     /// The longest checkpoint of `path` that is on the disk, longer than `least` and shorter than `most`, if reading it
-    /// takes less time than computing what it has more. What has not been measured is read, which measures it.
+    /// takes less time than computing what it has more. Without a measurement it is read, which makes one.
     pub(super) fn worth_reading(&self, path: &[Id], least: usize, most: usize, size: &SnapshotSize) -> Option<usize> {
         let disk = self.disk.as_ref()?;
         let len = |id: Id| self.tree.len(id);
@@ -325,7 +325,7 @@ impl Inner {
         if read > compute { None } else { Some(len(id)) }
     }
 
-    /// What the writer is to do next.
+    /// The next checkpoint for the writer.
     fn next_to_write(&mut self, size: &SnapshotSize) -> Option<Writing> {
         let allowance = self.disk.as_mut()?.allowance();
         let disk = self.disk.as_ref()?;

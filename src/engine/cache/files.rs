@@ -51,13 +51,13 @@ pub struct Filed {
 }
 
 impl Files {
-    /// The files below `root` for what `key` names. What is there and is not whole or of another key is removed.
+    /// The files below `root` for what `key` names. A file that is not whole, or of another key, is removed.
     pub fn open(root: &Path, key: &str, size: SnapshotSize) -> io::Result<(Self, Vec<Filed>)> {
         let key: [u8; 32] = Sha256::digest(key).into();
         let dir = root.join(hex(&key[..16]));
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         let files = Self { dir, key, size };
-        // Whether it can be written to is better known now than at the first checkpoint.
+        // A directory that cannot be written to fails here rather than at the first checkpoint.
         files.put("probe", 0, &[&[]])?;
         fs::remove_file(files.dir.join("probe"))?;
         let mut found = Vec::new();
@@ -71,7 +71,7 @@ impl Files {
                         fs::remove_file(&path)?;
                     }
                 },
-                // What a killed server left unfinished, not what another one is writing.
+                // Files that a killed server left unfinished are old, those that another one is writing are not.
                 Some("unfinished") if is_old(&path) => remove(&path),
                 _ => {}
             }
@@ -234,7 +234,7 @@ impl Files {
         done
     }
 
-    /// What is behind the header of a file that must be for `tokens` tokens and hold `len` bytes.
+    /// The bytes behind the header of a file that must be for `tokens` tokens and hold `len` bytes.
     fn get(&self, path: &Path, tokens: usize, len: usize) -> io::Result<Vec<u8>> {
         let mut file = fs::File::open(path)?;
         let (found, bytes, hash) = self.header(&mut file)?;
@@ -297,7 +297,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Nobody is still at work on it.
+/// True if it is so old that no server is still writing it.
 fn is_old(path: &Path) -> bool {
     let age = fs::metadata(path).and_then(|meta| meta.modified()).map(|at| at.elapsed().unwrap_or_default());
     age.is_ok_and(|age| age > Duration::from_secs(600))
@@ -307,7 +307,7 @@ fn damaged(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
-/// What is gone already need not be removed.
+/// Removes a file; one that is gone already is no error.
 fn remove(path: &Path) {
     if let Err(error) = fs::remove_file(path).or_else(|error| match error.kind() {
         io::ErrorKind::NotFound => Ok(()),

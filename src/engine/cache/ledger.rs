@@ -1,4 +1,4 @@
-//! What the checkpoints in memory take, to the byte: pages that several of them share count once.
+//! Counts the memory of checkpoints, to the byte: pages that several of them share count once.
 
 use crate::model::{Snapshot, snapshot::Shared};
 use std::{collections::HashMap, sync::Arc};

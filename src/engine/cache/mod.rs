@@ -45,7 +45,7 @@ struct Inner {
     /// Bytes of memory to take at most.
     limit: u64,
     clock: f64,
-    /// How often it was emptied.
+    /// The number of times it was emptied.
     emptied: u64,
     disk: Option<Disk>,
     closed: bool,
@@ -62,7 +62,7 @@ struct Checkpoint {
     touched: f64,
 }
 
-/// What `GET /health` shows.
+/// The prompt cache as `GET /health` shows it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Status {
     /// Bytes of memory at most.
@@ -82,7 +82,7 @@ pub struct DiskStatus {
     pub checkpoints: usize,
 }
 
-/// Where a checkpoint was found.
+/// The place in which a checkpoint was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     Memory,
@@ -105,7 +105,7 @@ impl Cache {
             let mut inner = self.lock();
             let Inner { tree, clock, .. } = &mut *inner;
             let path = tree.path(ids);
-            // Where conversations depart, the prompts that pass by show that it is still in use.
+            // Prompts that pass a place where conversations depart show that it is still in use.
             for &id in &path {
                 if matches!(tree[id].kind, Kind::System | Kind::Query) {
                     tree[id].touched = *clock;
@@ -123,15 +123,15 @@ impl Cache {
             drop(inner);
             match self.read_back(&ids[..len], known.map_or(Vec::new(), |known| known.pages)) {
                 Ok(Some(snapshot)) => return Some((snapshot, Place::Disk)),
-                // There is no room for it.
+                // There is no room in memory for it.
                 Ok(None) => return found,
-                // It is forgotten: perhaps there is another.
+                // It could not be read and is forgotten: perhaps there is another.
                 Err(()) => {}
             }
         }
     }
 
-    /// How many checkpoints there is room for beside those of other prompts: half of all, and one at least.
+    /// The number of checkpoints that one prompt may take: half of all, and one at least.
     pub fn share(&self) -> usize {
         let states = self.lock().limit.checked_div(self.size.state).unwrap_or(0) as usize;
         if states == 0 { 0 } else { (states / 2).clamp(1, 8) }
@@ -153,7 +153,7 @@ impl Cache {
 
     /// Lets checkpoints go until `need` bytes more are within the limit.
     fn fit(&self, inner: &mut Inner, ids: &[u32], kind: Kind, need: &dyn Fn(&Ledger) -> u64) -> bool {
-        // Whatever it shares is counted in the limit, too.
+        // Pages that it shares are counted in the limit, too.
         if self.size.bytes(ids.len(), 0) > inner.limit {
             return false;
         }
@@ -202,7 +202,7 @@ impl Cache {
         self.count(&inner);
     }
 
-    /// How often it was emptied: what was kept elsewhere before that is to be let go, too.
+    /// The number of times it was emptied: states kept elsewhere since before that are to be let go, too.
     pub fn emptied(&self) -> u64 {
         self.lock().emptied
     }
@@ -262,7 +262,7 @@ impl Inner {
     }
 }
 
-/// What `fresh` tokens of a checkpoint are worth for each byte they take.
+/// The value of `fresh` tokens of a checkpoint for each byte they take.
 fn worth_of(kind: Kind, fresh: usize, size: &SnapshotSize) -> f64 {
     kind.weight() * fresh as f64 / (size.state + fresh as u64 * size.position).max(1) as f64
 }

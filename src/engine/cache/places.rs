@@ -1,4 +1,4 @@
-//! Where in a prompt a checkpoint will be of use: where another prompt is likely to depart from it.
+//! Places for checkpoints in a prompt: those at which another prompt is likely to depart from it.
 
 use super::super::{Boundary, Departure};
 
@@ -8,7 +8,7 @@ const STRIDE: usize = 1024;
 /// No two checkpoints for edits lie closer (tokens).
 const APART: usize = 512;
 
-/// Why a checkpoint is taken; the more it is worth, the earlier it comes.
+/// The reason for a checkpoint; the more it is worth, the earlier it comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// The end of the last message, in front of the opening of the answer: the next turn departs here if the template
@@ -25,7 +25,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// How much likelier a departure is here than at the end of any message.
+    /// The likelihood of a departure here, relative to the end of any message.
     pub fn weight(self) -> f64 {
         match self {
             Kind::Message => 1.0,
@@ -87,10 +87,10 @@ mod tests {
         ]);
         let all = [(300, Kind::System), (340, Kind::Query), (700, Kind::Message)];
         assert_eq!(choose(&ends, 0, 705, 8), all);
-        // What matters most comes first.
+        // The most useful places come first.
         assert_eq!(choose(&ends, 0, 705, 2), all[1..]);
         assert_eq!(choose(&ends, 0, 705, 1), all[2..]);
-        // What is known already is not taken again.
+        // Places that are known already are not taken again.
         assert_eq!(choose(&ends, 340, 705, 8), all[2..]);
         assert_eq!(choose(&ends, 700, 705, 8), []);
     }

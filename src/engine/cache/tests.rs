@@ -46,7 +46,7 @@ fn a_prompt_takes_the_longest_that_leaves_a_token() {
     assert_eq!(cache.deepest(&ids[..30], 0).unwrap().0.len, 10);
     assert!(cache.deepest(&ids, 30).is_none());
     assert!(cache.deepest(&tokens(2, 50), 0).is_none());
-    // What is there is not taken again.
+    // A checkpoint that is there is not taken again.
     assert!(!put(&cache, &ids[..30], Kind::Message));
 }
 
@@ -98,7 +98,7 @@ fn emptied_it_is_empty() {
     assert_eq!(cache.status(), Status { limit: 1000, bytes: 0, checkpoints: 0, disk: None });
     assert_eq!(cache.emptied(), 1);
     assert!(cache.deepest(&tokens(1, 30), 0).is_none());
-    // What was under way when it was emptied comes too late.
+    // A checkpoint under way when it was emptied comes too late.
     cache.insert(&tokens(1, 20), Kind::Answer, snapshot(20), 0);
     assert_eq!(cache.status().checkpoints, 0);
 }

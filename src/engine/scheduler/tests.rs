@@ -145,7 +145,7 @@ fn a_full_line_refuses_until_someone_leaves() {
     let mut waiting: Vec<_> = (0..2).map(|_| handle.submit(ask(&[9], 90_000)).unwrap()).collect();
     assert!(matches!(handle.submit(ask(&[9], 1)), Err(EngineError::QueueFull)));
     assert_eq!(handle.load(), (1, 2));
-    // Whoever gives up in line makes room at once, although the engine is busy.
+    // A client that gives up in line makes room at once, although the engine is busy.
     waiting.pop();
     assert!(handle.submit(ask(&[9], 1)).is_ok());
 }
@@ -246,7 +246,7 @@ fn an_error_and_a_panic_end_one_request() {
         assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
         assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
     }
-    // What the last request left is all that lives beside the two parrots.
+    // The last request's session is all that lives beside the two parrots.
     idle(&handle);
     assert_eq!(Arc::strong_count(&parrot.states), 3);
 }

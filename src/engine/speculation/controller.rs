@@ -1,5 +1,5 @@
-//! Whether to speculate, and how wide: from times that were measured, so that a wrong guess costs at most 2 % of the time and
-//! one probe.
+//! Decides whether to speculate, and how wide, from measured times, so that a wrong guess costs at most 2 % of the time
+//! and one probe.
 //!
 //! ```text
 //! WARM (8 plain steps) -> PLAIN <-> PROBE (3 cycles) -> SPECULATE
@@ -29,7 +29,7 @@ const BACKOFF: [u64; 2] = [32, 2048];
 const RECALIBRATE: u32 = 64;
 const NEIGHBOUR: u32 = 16;
 
-/// What an operator asked for.
+/// The operator's choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Speculate {
     /// As long as it pays.

@@ -16,7 +16,7 @@ pub struct Dflash {
     waiting: Vec<f32>,
     /// The position behind the last of them.
     end: usize,
-    /// What went wrong while nothing was proposed.
+    /// An error of [`Draft::follow`], which cannot report it.
     failed: Option<ModelError>,
 }
 
@@ -25,7 +25,7 @@ impl Dflash {
         Self { draft, waiting: Vec::new(), end: 0, failed: None }
     }
 
-    /// What waits becomes context.
+    /// Makes the waiting rows context.
     fn flush(&mut self) -> Result<(), ModelError> {
         let rows = self.waiting.len() / self.draft.config().features();
         if rows > 0 {

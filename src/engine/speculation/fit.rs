@@ -1,4 +1,4 @@
-//! Whether a draft belongs to its model. One that reads other layers than it was trained on, multiplies by other norms, or
+//! The fit of a draft to its model. A draft that reads other layers than it was trained on, multiplies by other norms, or
 //! was made for another model does no harm, since every token is verified; but it is of no use, and a user should know.
 
 /// Cycles that are judged together.

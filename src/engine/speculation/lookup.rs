@@ -49,7 +49,7 @@ fn propose(Sequence { seen, last }: Sequence<'_>, most: usize, out: &mut Vec<u32
         }
     }
     let Some(place) = found else { return };
-    // What followed may reach up to the present: then it goes round.
+    // The tokens that followed may reach up to the present: then they repeat.
     let period = seen.len() + 1 - place;
     let at = |place: usize| seen.get(place).copied().unwrap_or(last);
     out.extend((0..most).map(|index| at(place + index % period)));

@@ -30,7 +30,7 @@ use std::{sync::Arc, time::Instant};
 pub(super) struct Speculation<M> {
     /// `None` if there is none, if it is not wanted, or if it failed.
     draft: Option<Box<dyn Draft<M>>>,
-    /// Whether it follows hidden rows, and room for them.
+    /// The draft follows hidden rows; and room for them.
     follows: bool,
     hidden: Vec<f32>,
     controller: Controller,
@@ -47,7 +47,7 @@ pub(super) struct Step {
     logits: Logits,
     /// The row that is drawn from next.
     row: usize,
-    /// What each row but the last was followed by in the draft.
+    /// The drafted token behind each row but the last.
     drafted: Vec<u32>,
     /// When its pass began; `None` for a prompt's.
     begun: Option<Instant>,
@@ -60,12 +60,12 @@ impl Step {
         Self { logits, row, drafted: Vec::new(), begun: None }
     }
 
-    /// What the next token is drawn from.
+    /// The logits that the next token is drawn from.
     pub fn row(&self) -> Option<&[f32]> {
         (self.row < self.logits.rows()).then(|| self.logits.row(self.row))
     }
 
-    /// `id` was drawn from the present row; whether the next row is what comes behind it.
+    /// `id` was drawn from the present row; true if the draft had it, so that the next row comes behind it.
     fn accepts(&mut self, id: u32) -> bool {
         let right = self.drafted.get(self.row) == Some(&id);
         self.row += usize::from(right);
@@ -73,12 +73,12 @@ impl Step {
     }
 }
 
-/// A token that was drawn and told, and what the next one will be drawn with.
+/// A token that was drawn and told, and the means of drawing the next one.
 pub(super) struct Drawn<'a> {
     pub id: u32,
     pub sampler: &'a Sampler,
     pub ahead: Option<&'a Ahead>,
-    /// How many tokens may still come.
+    /// The number of tokens that may still come.
     pub room: usize,
 }
 

@@ -1,4 +1,4 @@
-//! What the sampler would draw from a draft's logits, so that a draft proposes only what can be accepted.
+//! Draws from a draft's logits as the sampler would, so that a draft proposes only tokens that can be accepted.
 
 use crate::engine::{Allowed, Constraint, Sampler, constraint::Ahead};
 
@@ -8,7 +8,7 @@ use crate::engine::{Allowed, Constraint, Sampler, constraint::Ahead};
 /// place. So a draft whose logits are the model's proposes exactly what will be drawn, at any temperature.
 pub struct Outlook<'a> {
     sampler: &'a mut Sampler,
-    /// What gives a copy of the constraint, and the copy, once it was needed.
+    /// The source of a copy of the constraint, and the copy, once it was needed.
     ahead: Option<&'a Ahead>,
     fork: Option<Box<dyn Constraint>>,
 }
@@ -27,12 +27,12 @@ impl<'a> Outlook<'a> {
         Some(id)
     }
 
-    /// Whether `id` may come next; goes on behind it if so.
+    /// True if `id` may come next; goes on behind it if so.
     pub fn admits(&mut self, id: u32) -> bool {
         self.allowed().is_some_and(|allowed| allowed.contains(id)) && self.accept(id).is_some()
     }
 
-    /// What may come next; `None` if the constraint cannot tell, which is reported when its own turn comes.
+    /// Tokens that may come next; `None` if the constraint cannot tell, which is reported when its own turn comes.
     fn allowed(&mut self) -> Option<Allowed> {
         let Some(ahead) = self.ahead else { return Some(Allowed::Any) };
         if self.fork.is_none() {

@@ -71,7 +71,7 @@ fn request(ids: &[u32], max_tokens: usize, sampling: Sampling) -> Request {
 #[test]
 fn the_answer_is_the_same_with_and_without() {
     let prompt: Vec<u32> = (0..40).map(|n| [5, 6, 7, 8, 9, 5, 6, 11][n % 8] + (n as u32 / 16)).collect();
-    // What the parrot says is in the prompt in part only, so that drafts are right for a while, then wrong.
+    // The parrot's answer is in the prompt in part only, so that drafts are right for a while, then wrong.
     let said: Vec<u32> = prompt.iter().enumerate().map(|(n, &id)| if n % 7 == 6 { 30 } else { id }).collect();
     let seeded = |temperature| Sampling { temperature, seed: Some(3), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 9.0, presence_penalty: 1.0, repetition_penalty: 1.3, ..seeded(0.7) };

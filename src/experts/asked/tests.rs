@@ -152,7 +152,7 @@ fn a_device_that_fails_ends_the_layer_and_loses_no_slot() {
     assert_eq!(metrics.expert_slots_used.get(), 2);
 }
 
-/// What a layer asks for in a made-up stream of tokens: some experts are favourites.
+/// Two experts of a layer for a token of a made-up stream, in which some are favourites.
 fn token(token: usize, layer: usize) -> [u32; 2] {
     let draw = |n: usize| (token * 31 + layer * 17 + n * 7 + token * token % 11) % 16;
     let id = |n: usize| [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 4, 5, 6, 7][draw(n)] as u32;

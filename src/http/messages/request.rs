@@ -3,12 +3,12 @@
 use super::super::{
     conversation::Conversation,
     reject::Reject,
-    types::{ChatRequest, Common, OneOrMany},
+    types::{ChatRequest, Common, JsonSchema, OneOrMany, ResponseFormat},
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-/// What Claude Code puts before its system prompt. It changes with every turn, so nothing after it could be reused, and
+/// Claude Code's line before its system prompt. It changes with every turn, so nothing after it could be reused, and
 /// it means nothing to a model.
 const BILLING: &str = "x-anthropic-billing-header:";
 
@@ -24,6 +24,9 @@ pub struct MessagesRequest {
     tools: Option<Vec<Value>>,
     tool_choice: Option<ToolChoice>,
     thinking: Option<Thinking>,
+    output_config: Option<OutputConfig>,
+    /// The older place of `output_config.format`.
+    output_format: Option<Format>,
     temperature: Option<f64>,
     top_p: Option<f64>,
     top_k: Option<i64>,
@@ -46,6 +49,19 @@ struct Thinking {
     budget_tokens: Option<i64>,
 }
 
+#[derive(Debug, Default, Deserialize)]
+struct OutputConfig {
+    effort: Option<String>,
+    format: Option<Format>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Format {
+    #[serde(rename = "type")]
+    kind: String,
+    schema: Option<Value>,
+}
+
 impl MessagesRequest {
     /// The conversation that is meant. `thinking` is what the server was told to do where a request does not say.
     pub fn conversation(self, keep_billing_header: bool, thinking: Option<bool>) -> Result<Conversation, Reject> {
@@ -62,6 +78,10 @@ impl MessagesRequest {
         for (index, message) in self.messages.iter().enumerate() {
             translate(message, &format!("messages[{index}]"), &mut messages)?;
         }
+        if self.messages.last().is_some_and(|message| message["role"] == "assistant") {
+            let text = "The last message is the assistant's. This server does not go on from one: end with the user's.";
+            return Err(Reject::unsupported("messages", text));
+        }
         let tools = self.tools.unwrap_or_default();
         let tools = tools.iter().enumerate().map(|(index, it)| tool(it, index)).collect::<Result<Vec<_>, _>>()?;
         let parallel = self.tool_choice.as_ref().and_then(|choice| choice.disable_parallel_tool_use).map(|not| !not);
@@ -74,6 +94,7 @@ impl MessagesRequest {
                 return Err(Reject::invalid("thinking.type", text));
             }
         };
+        let OutputConfig { effort, format } = self.output_config.unwrap_or_default();
         let common = Common {
             model: self.model,
             stream: self.stream,
@@ -90,10 +111,23 @@ impl MessagesRequest {
             tool_choice: self.tool_choice.map(ToolChoice::translate).transpose()?,
             parallel_tool_calls: parallel,
             enable_thinking: Some(thinks),
+            reasoning_effort: effort,
+            response_format: format.or(self.output_format).map(Format::translate).transpose()?,
             thinking_budget: self.thinking.and_then(|thinking| thinking.budget_tokens),
             ..ChatRequest::default()
         };
         Ok(Conversation { common, chat })
+    }
+}
+
+impl Format {
+    fn translate(self) -> Result<ResponseFormat, Reject> {
+        if self.kind != "json_schema" {
+            let text = format!("output_config.format.type is `{}`; it must be `json_schema`.", self.kind);
+            return Err(Reject::invalid("output_config.format.type", text));
+        }
+        let inner = JsonSchema { schema: self.schema, strict: Some(true) };
+        Ok(ResponseFormat { kind: self.kind, json_schema: Some(inner), schema: None, regex: None, lark: None })
     }
 }
 
@@ -218,7 +252,7 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Rej
         let at = format!("{at}[{index}]");
         match block["type"].as_str() {
             Some("thinking") => reasoning += block["thinking"].as_str().unwrap_or_default(),
-            // What is in it, only Anthropic can read.
+            // Only Anthropic can read it.
             Some("redacted_thinking") => {}
             Some("tool_use") => {
                 let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {

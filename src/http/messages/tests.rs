@@ -78,6 +78,22 @@ fn tools_and_the_choice_among_them_are_translated() {
 }
 
 #[test]
+fn the_output_has_a_form_and_an_effort() {
+    let ask = |more: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        conversation(body).chat
+    };
+    let schema = json!({"type": "object"});
+    let format = json!({"type": "json_schema", "schema": schema});
+    for body in [json!({"output_config": {"format": format}}), json!({"output_format": format})] {
+        let inner = ask(body).response_format.unwrap().json_schema.unwrap();
+        assert_eq!((inner.schema, inner.strict), (Some(schema.clone()), Some(true)));
+    }
+    assert_eq!(ask(json!({"output_config": {"effort": "low"}})).reasoning_effort.unwrap(), "low");
+}
+
+#[test]
 fn what_cannot_be_read_is_refused_by_name() {
     let messages = json!([{"role": "user", "content": "Hi"}]);
     let with = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
@@ -90,11 +106,13 @@ fn what_cannot_be_read_is_refused_by_name() {
         (with(json!([{"type": "text"}])), "messages[0].content[0]"),
         (with(json!([{"type": "tool_result", "content": "x"}])), "messages[0].content[0].tool_use_id"),
         (json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}), "messages[0].content[0]"),
+        (json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I"}]}), "messages"),
         (json!({"messages": messages, "system": 5}), "system"),
         (json!({"messages": messages, "tools": [{"type": "web_search_20250305", "name": "w"}]}), "tools[0]"),
         (json!({"messages": messages, "tool_choice": {"type": "maybe"}}), "tool_choice.type"),
         (json!({"messages": messages, "tool_choice": {"type": "tool"}}), "tool_choice.name"),
         (json!({"messages": messages, "thinking": {"type": "hard"}}), "thinking.type"),
+        (json!({"messages": messages, "output_format": {"type": "xml"}}), "output_config.format.type"),
     ] {
         let error = request(body.clone()).conversation(false, None).err().unwrap_or_else(|| panic!("{body}"));
         assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{body}");

@@ -19,6 +19,7 @@ use axum::{
 };
 use serde_json::{Value, json};
 use std::{
+    collections::BTreeMap,
     mem,
     sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
@@ -43,6 +44,8 @@ pub struct Answer {
     summary: bool,
     /// Reasoning is given to the client to keep.
     encrypted: bool,
+    /// Functions that are in a namespace, which their calls name.
+    namespaces: BTreeMap<String, String>,
     /// The input, if the response is to be kept.
     keep: Option<Vec<Value>>,
 }
@@ -58,7 +61,7 @@ struct Item {
 enum Kind {
     Reasoning,
     Message,
-    Call { call_id: String, name: String },
+    Call { call_id: String, name: String, namespace: Option<String> },
 }
 
 impl Answer {
@@ -106,6 +109,7 @@ impl Answer {
             sequence: 0,
             summary: summary.is_some(),
             encrypted: request.wants_reasoning_back(),
+            namespaces: request.namespaces(),
             keep: keeps.then_some(input),
         }
     }
@@ -128,7 +132,8 @@ impl Answer {
                 Delta::Content(text) => self.message(out, text),
                 Delta::ToolCall { id, name, .. } => {
                     self.end_item(out, "completed");
-                    self.begin_item(out, Kind::Call { call_id: id.clone(), name: name.clone() });
+                    let namespace = self.namespaces.get(name).cloned();
+                    self.begin_item(out, Kind::Call { call_id: id.clone(), name: name.clone(), namespace });
                 }
                 Delta::Arguments { json, .. } => self.delta(out, json),
             }
@@ -275,9 +280,13 @@ impl Item {
                 let content = if begun { json!([output_text(text)]) } else { json!([]) };
                 json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": content})
             }
-            Kind::Call { call_id, name } => {
-                json!({"id": id, "type": "function_call", "status": status, "call_id": call_id, "name": name,
-                       "arguments": text})
+            Kind::Call { call_id, name, namespace } => {
+                let mut call = json!({"id": id, "type": "function_call", "status": status, "call_id": call_id,
+                                      "name": name, "arguments": text});
+                if let Some(namespace) = namespace {
+                    call["namespace"] = namespace.as_str().into();
+                }
+                call
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Items, which a Responses conversation consists of, made into chat messages. What one turn of the model brought
-//! (reasoning, a message, calls) is several items here and one message there.
+//! Items, which a Responses conversation consists of, made into chat messages. The items of one turn of the model
+//! (reasoning, a message, calls) become one message.
 
 use super::super::reject::Reject;
 use serde_json::{Map, Value, json};
@@ -114,7 +114,7 @@ fn arguments(arguments: &Value) -> Value {
     }
 }
 
-/// What was thought: the text, else what this server put in its place for clients that keep no text, else the summary.
+/// The reasoning: its text, else this server's `encrypted_content` for clients that keep no text, else the summary.
 fn reasoning(item: &Value) -> String {
     let joined = |field: &str| {
         let parts = item[field].as_array().into_iter().flatten();

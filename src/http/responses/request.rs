@@ -12,6 +12,7 @@ use super::{
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 
 #[derive(Debug, Default, Deserialize)]
 pub struct ResponsesRequest {
@@ -32,11 +33,6 @@ pub struct ResponsesRequest {
     pub include: Option<Vec<String>>,
     pub metadata: Option<Map<String, Value>>,
     pub user: Option<String>,
-    truncation: Option<String>,
-    background: Option<bool>,
-    conversation: Option<Value>,
-    prompt: Option<Value>,
-    top_logprobs: Option<i64>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -52,40 +48,49 @@ pub struct Text {
 }
 
 impl ResponsesRequest {
-    /// Refuses what would change the answer and is not done here.
+    /// Refuses what would change the answer and is not done here; `fields` knows of whole fields.
     pub fn check(&self) -> Result<(), Reject> {
-        let refused =
-            |param: &str, why: &str| Err(Reject::unsupported(param, format!("{param} is not supported: {why}")));
-        let verbosity = self.text.as_ref().and_then(|text| text.verbosity.as_deref());
-        if self.background == Some(true) {
-            return refused("background", "ask with `stream`, and stay until the answer is complete.");
+        match self.text.as_ref().and_then(|text| text.verbosity.as_deref()) {
+            None | Some("medium") => Ok(()),
+            Some(_) => {
+                let text = "text.verbosity is not supported: say in the instructions how long to answer.";
+                Err(Reject::unsupported("text.verbosity", text))
+            }
         }
-        if self.conversation.is_some() {
-            return refused("conversation", "go on from a response with `previous_response_id`.");
-        }
-        if self.prompt.is_some() {
-            return refused("prompt", "this server keeps no prompt templates.");
-        }
-        if self.truncation.as_deref() == Some("auto") {
-            return refused("truncation", "`auto` would drop a part of the conversation; only `disabled` is served.");
-        }
-        if self.top_logprobs.is_some_and(|top| top > 0) {
-            return refused("top_logprobs", "/v1/chat/completions has log-probabilities.");
-        }
-        if verbosity.is_some_and(|verbosity| verbosity != "medium") {
-            return refused(
-                "text.verbosity",
-                "the model has no such setting; say in the instructions how long to answer.",
-            );
-        }
-        Ok(())
     }
 
     pub fn streams(&self) -> bool {
         self.stream.unwrap_or(false)
     }
 
-    /// Whether clients want the reasoning in `encrypted_content`.
+    /// The functions that are offered to the model, those in namespaces included.
+    fn functions(&self) -> Result<Vec<Value>, Reject> {
+        let mut functions = Vec::new();
+        for (index, it) in self.tools.iter().flatten().enumerate() {
+            let at = format!("tools[{index}]");
+            match it["tools"].as_array().filter(|_| it["type"] == "namespace") {
+                Some(inner) => {
+                    for (index, it) in inner.iter().enumerate() {
+                        functions.extend(tool(it, &format!("{at}.tools[{index}]"))?);
+                    }
+                }
+                None => functions.extend(tool(it, &at)?),
+            }
+        }
+        Ok(functions)
+    }
+
+    /// Functions that are in a namespace, and its name.
+    pub fn namespaces(&self) -> BTreeMap<String, String> {
+        let spaces = self.tools.iter().flatten().filter(|tool| tool["type"] == "namespace");
+        let pairs = spaces.flat_map(|space| {
+            let functions = space["tools"].as_array().into_iter().flatten();
+            functions.filter_map(|tool| Some((tool["name"].as_str()?.to_owned(), space["name"].as_str()?.to_owned())))
+        });
+        pairs.collect()
+    }
+
+    /// True if the client wants the reasoning in `encrypted_content`.
     pub fn wants_reasoning_back(&self) -> bool {
         self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
     }
@@ -116,13 +121,12 @@ impl ResponsesRequest {
 
     /// The conversation that is meant. `items` are those of the responses before and then `input`'s.
     pub fn conversation(self, items: &[Value], input: usize) -> Result<Conversation, Reject> {
+        let tools = self.functions()?;
         let mut messages = Vec::new();
         if let Some(instructions) = self.instructions.filter(|text| !text.is_empty()) {
             messages.push(json!({"role": "system", "content": instructions}));
         }
         messages.extend(items::messages(items, input)?);
-        let tools = self.tools.as_deref().unwrap_or_default().iter().enumerate();
-        let tools = tools.filter_map(|(index, it)| tool(it, index).transpose()).collect::<Result<Vec<_>, _>>()?;
         let format = self.text.and_then(|text| text.format).filter(|format| !format.is_null());
         let effort = self.reasoning.and_then(|reasoning| reasoning.effort);
         let common = Common {
@@ -148,8 +152,7 @@ impl ResponsesRequest {
 
 /// A tool that the client runs. Those that OpenAI's servers run may be called or not as the model likes; here it never
 /// does, so they are left out.
-fn tool(tool: &Value, index: usize) -> Result<Option<Value>, Reject> {
-    let at = format!("tools[{index}]");
+fn tool(tool: &Value, at: &str) -> Result<Option<Value>, Reject> {
     match tool["type"].as_str() {
         Some("function") => {
             let fields = ["name", "description", "parameters"].into_iter();
@@ -160,7 +163,7 @@ fn tool(tool: &Value, index: usize) -> Result<Option<Value>, Reject> {
         }
         Some("custom") => {
             let text = format!("{at} is of type `custom`; this server knows tools of type `function`.");
-            Err(Reject::unsupported(&at, text))
+            Err(Reject::unsupported(at, text))
         }
         Some(kind) => {
             tracing::info!(kind, "a tool that OpenAI's servers run is not offered to the model");
@@ -243,21 +246,21 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_done_is_refused_by_name() {
-        for (more, param) in [
-            (json!({"background": true}), "background"),
-            (json!({"conversation": "conv_1"}), "conversation"),
-            (json!({"prompt": {"id": "p"}}), "prompt"),
-            (json!({"truncation": "auto"}), "truncation"),
-            (json!({"top_logprobs": 2}), "top_logprobs"),
-            (json!({"text": {"verbosity": "low"}}), "text.verbosity"),
-        ] {
-            let error = request(more).check().unwrap_err();
-            assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param);
-        }
-        let harmless =
-            json!({"background": false, "truncation": "disabled", "text": {"verbosity": "medium"}, "top_logprobs": 0});
-        assert!(request(harmless).check().is_ok());
+    fn how_long_to_answer_is_no_setting() {
+        assert!(request(json!({"text": {"verbosity": "medium"}})).check().is_ok());
+        let error = request(json!({"text": {"verbosity": "low"}})).check().unwrap_err();
+        assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], "text.verbosity");
+    }
+
+    #[test]
+    fn functions_in_a_namespace_are_offered_as_well() {
+        let f = |name: &str| json!({"type": "function", "name": name});
+        let tools = json!({"tools": [f("a"), {"type": "namespace", "name": "n", "tools": [f("b"), f("c")]}]});
+        let request = request(tools);
+        assert_eq!(request.namespaces(), BTreeMap::from([("b".into(), "n".into()), ("c".into(), "n".into())]));
+        let offered = request.functions().unwrap();
+        let names: Vec<_> = offered.iter().map(|tool| tool["function"]["name"].as_str().unwrap()).collect();
+        assert_eq!(names, ["a", "b", "c"]);
     }
 
     #[test]

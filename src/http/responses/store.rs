@@ -14,7 +14,7 @@ const MOST: usize = 1000;
 /// The most bytes that they may take together; never more than a quarter of the requests' memory.
 const MOST_BYTES: usize = 64 << 20;
 
-/// What was said in one response.
+/// One response, with its input.
 struct Kept {
     id: String,
     /// The response that it went on from.
@@ -95,7 +95,7 @@ impl Store {
             let mut items = kept.input.clone();
             items.extend(kept.response["output"].as_array().into_iter().flatten().cloned());
             chain.push(items);
-            // It is in use.
+            // It was used last.
             shelf.kept.push_back(kept);
         }
         chain.reverse();

@@ -1,6 +1,6 @@
 //! `config.json` of a DFlash draft, in the two schemas that are published: until May 2026 `block_size` and `rope_theta` stood
-//! at the top level, since June 2026 they stand in `dflash_config` and `rope_parameters`. What is not implemented is refused
-//! here, in one sentence.
+//! at the top level, since June 2026 they stand in `dflash_config` and `rope_parameters`. The rest is refused here, in one
+//! sentence each.
 
 use crate::{
     error::{ModelError, StoreError},
@@ -38,7 +38,7 @@ pub struct Config {
     /// Logits are multiplied by this, and bent to stay within the cap.
     pub output_scale: f32,
     pub cap: Option<f32>,
-    /// What DFlash2 has on top.
+    /// The parts that DFlash2 adds.
     pub second: Option<Second>,
     /// The `quantization` table, or null.
     pub quantization: Value,
@@ -75,7 +75,7 @@ pub struct Second {
     pub candidates: usize,
 }
 
-/// Whether the `config.json` in a directory is that of a DFlash draft.
+/// `true` for the `config.json` of a DFlash draft.
 pub fn is_dflash(json: &Value) -> bool {
     json.get("dflash_config").is_some()
         || architectures(json).any(|name| name.starts_with("DFlash") || name.starts_with("Qwen3DFlash"))
@@ -209,7 +209,7 @@ fn theta(top: Table<'_>) -> Result<f64, ModelError> {
     }
 }
 
-/// What each layer sees. `is_causal` holds for all of them; without it the layers with a window are causal, the others not.
+/// The sight of each layer. `is_causal` holds for all of them; without it the layers with a window are causal, the others not.
 fn sights(top: Table<'_>, layers: usize) -> Result<Vec<Sight>, ModelError> {
     let causal = match top.0.get("is_causal") {
         None | Some(Value::Null) => None,

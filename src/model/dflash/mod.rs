@@ -52,7 +52,7 @@ impl Surveyed {
         Ok(Self { config, checkpoint, weights })
     }
 
-    /// What the loaded draft takes beside the model.
+    /// The loaded draft's demands on memory.
     pub fn shape(&self) -> DraftShape {
         let config = &self.config;
         // Layers with a window keep that and little more, the others everything.
@@ -114,8 +114,8 @@ impl DFlash {
         self.len = self.len.min(len);
     }
 
-    /// Adds the positions from `start` on, whose taps are `features` (`[positions, taps * hidden]`). What was there from there
-    /// on is forgotten; in front of them there may be a gap.
+    /// Adds the positions from `start` on, whose taps are `features` (`[positions, taps * hidden]`). Older
+    /// ones from `start` on are forgotten; in front of `start` there may be a gap.
     pub fn append(&mut self, start: usize, features: &[f32]) -> Result<(), ModelError> {
         self.truncate(start);
         self.len = start;
@@ -211,7 +211,7 @@ fn columns(rows: &[f32], cuts: [usize; 3]) -> [Vec<f32>; 2] {
     [part(cuts[0], cuts[1]), part(cuts[1], cuts[2])]
 }
 
-/// What multiplies rows by matrices, on all threads.
+/// Products of rows with matrices, on all threads.
 struct Products {
     run: Cpu,
     compute: Compute,

@@ -41,7 +41,7 @@ pub struct Convolution {
     pub kernel: Weight,
 }
 
-/// What chooses a path through the candidates.
+/// The chooser of a path through the candidates.
 pub struct Selector {
     /// `[vocab, rank]` both: a token in front, a token behind.
     pub predecessors: Weight,

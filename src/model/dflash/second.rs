@@ -1,4 +1,4 @@
-//! What DFlash2 adds: convolutions around attention and feed-forward, whose kernels depend on their input, and a selector
+//! The parts that DFlash2 adds: convolutions around attention and feed-forward, whose kernels depend on their input, and a selector
 //! that chooses a path through the likeliest candidates of all positions.
 
 use super::config::Second;
@@ -61,7 +61,7 @@ mod tests {
         found.sort_by_key(|(id, _)| *id);
         assert_eq!(found, [(1, 5.0), (3, 3.0)]);
         assert_eq!(greatest(&[1.0], 16), [(0, 1.0)]);
-        // What came before changes the order: 5 + 1 against 3 + 2, then 5 + 1 against 3 + 3 * 2.
+        // The token in front changes the order: 5 + 1 against 3 + 2, then 5 + 1 against 3 + 3 * 2.
         for (predecessor, scores) in [([1.0, 1.0], [6.0, 5.0]), ([3.0, 1.0], [6.0, 9.0])] {
             let mut scored = found.clone();
             select(&mut scored, &predecessor, &[1.0, 1.0], &[0.0, 1.0, 2.0, 0.0]);

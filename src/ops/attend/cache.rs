@@ -1,4 +1,4 @@
-//! Where full attention keeps its keys and values: `[KV, N, row]`, one row a position.
+//! The cache of full attention's keys and values: `[KV, N, row]`, one row a position.
 //!
 //! As f32 a row is its D values. As I16 it is D integers and then an f32 (as two more, low
 //! half first): the row's largest magnitude over 32639, times which an integer is the value. That is half the bytes,
@@ -27,7 +27,7 @@ pub(super) trait Cached: Copy + Default + Sync + bytemuck::Pod {
 
     fn load<V: Vector>(x: &[Self; 16]) -> V;
 
-    /// What the loaded values of `row` are to be multiplied by.
+    /// The factor of the loaded values of `row`.
     fn scale(row: &[Self]) -> f32;
 
     /// The contents of a row.

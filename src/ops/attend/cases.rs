@@ -56,7 +56,7 @@ fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result
     for dispatch in op(shape).dispatches(tokens).flatten() {
         ran.extend(b.launch(dispatch));
     }
-    // What the fold made of the partial results speaks for those, too.
+    // The folded result depends on every partial one, so this checks both kernels.
     b.expect(&ran, y, &expected)
 }
 

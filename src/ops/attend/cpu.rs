@@ -64,7 +64,7 @@ wide! {
     }
 }
 
-/// What all tasks of a call know.
+/// One call's arguments, shared by its tasks.
 struct Work<'a, T> {
     q: &'a [f32],
     keys: CachedHeads<'a, T>,
@@ -174,7 +174,7 @@ impl<T: Cached> Work<'_, T> {
         (self.at + tokens.end).div_ceil(BLOCK)
     }
 
-    /// How many queries of `tokens` come before the block and see nothing of it.
+    /// The number of queries of `tokens` that come before the block and see nothing of it.
     fn blind(&self, tokens: &Range<usize>, block: usize) -> usize {
         (block * BLOCK).saturating_sub(self.at + tokens.start).min(tokens.len()) * self.group
     }

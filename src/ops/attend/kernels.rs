@@ -10,7 +10,7 @@ use crate::ops::{
 };
 use std::ops::Range;
 
-/// How far ahead of the row being read the next are asked for, in bytes.
+/// Prefetch distance ahead of the row being read, in bytes.
 const AHEAD: usize = 20480;
 /// Weights of less than `e^FAINT` times the block's largest are taken for 0: they are beyond what an f32 can add to it, and
 /// products with them would be subnormal, which processors compute a hundred times slower.

@@ -1,4 +1,4 @@
-//! Whether this machine computes what it should: each operation on a GPU and on the CPU, with small random inputs, and
+//! Checks of this machine's arithmetic: each operation on a GPU and on the CPU, with small random inputs, and
 //! each instruction set of the processor against plain Rust. `moestro doctor` prints the findings, and `--device auto`
 //! takes the GPU only if there is nothing to object to. The inputs stand in each operation's `cases.rs`.
 
@@ -13,10 +13,10 @@ use super::{
 use crate::device::{Compute, DeviceError, Dispatch, Gpu, Math, Region, Timeline};
 use std::collections::BTreeMap;
 
-/// How far results in f32 may be apart, in parts of the largest value.
+/// The largest difference allowed between results in f32, in parts of the largest value.
 pub(super) const CLOSE: f64 = 1e-5;
 
-/// What was found of one kernel or instruction set.
+/// The result of checking one kernel or instruction set.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finding {
     pub name: String,
@@ -64,7 +64,7 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
 /// The largest difference and what is allowed, or what the device said.
 type Outcome = Result<(f64, f64), String>;
 
-/// Where operations are tried: buffers have the same number on both devices, so that one value runs on both.
+/// The CPU and the GPU under test: buffers have the same number on both, so that one value runs on both.
 pub(super) struct Bench<'a> {
     pub cpu: Cpu,
     pub gpu: OnGpu<&'a mut dyn Gpu>,

@@ -1,5 +1,5 @@
-//! What no single launch shows: that launches which depend on each other run in order within and across command buffers,
-//! that independent ones may overlap, and that memory of ours is the device's, too.
+//! Checks over several launches: that launches which depend on each other run in order within and across command
+//! buffers, that independent ones may overlap, and that memory of ours is the device's, too.
 
 use super::{Bench, CLOSE, difference};
 use crate::{
@@ -55,7 +55,7 @@ fn order(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
         results.push(last);
     }
     b.gpu.take_launched();
-    // What is not a number equals nothing.
+    // A NaN differs from itself and fails here, too.
     b.enter(&[ORDER], if results[0] == results[1] { 0.0 } else { f64::INFINITY }, CLOSE);
     Ok(())
 }

@@ -11,8 +11,8 @@ use crate::ops::{
 const ROWS: usize = 37;
 const COLS: usize = 5 * 128;
 const TOKENS: usize = 3;
-/// How far the integer arithmetic may be from plain f32, in parts of the largest value: codes of 8 bits in groups of 128 leave
-/// an activation 65,793 levels.
+/// The integer arithmetic's allowed difference from plain f32, in parts of the largest value: 8-bit codes in groups of
+/// 128 leave an activation 65,793 levels.
 const LEVELS: f64 = 2e-5;
 
 /// A finding for each instruction set that this processor has kernels for. The first is plain Rust, whose integer

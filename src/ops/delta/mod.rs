@@ -40,7 +40,7 @@ impl Delta {
     }
 }
 
-/// What the recurrence's decay is made of, `[value_heads]` each: `rate` is `-exp(A_log)`.
+/// Parameters of the recurrence's decay, `[value_heads]` each: `rate` is `-exp(A_log)`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Decay {
     pub rate: Region,

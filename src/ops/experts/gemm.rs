@@ -33,7 +33,7 @@ pub(in crate::ops) struct ExpertView<'a> {
     pub down: WeightView<'a>,
 }
 
-/// Which rows of `x` an expert serves, and which rows of the result are theirs.
+/// The rows of `x` that an expert serves, and their rows of the result.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::ops) enum Rows<'a> {
     /// Row `t` goes to row `first + t`.

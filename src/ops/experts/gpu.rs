@@ -1,5 +1,5 @@
-//! `kernels/experts.metal`. What no kernel can do is refused when a model is loaded: experts of a layer are laid out alike in
-//! their slots, and have one gain.
+//! `kernels/experts.metal`. A layer that no kernel can compute is refused when a model is loaded: experts of a layer
+//! are laid out alike in their slots, and have one gain.
 
 use super::{Combine, Experts, Mixture, Room, Slots, Stack};
 use crate::{

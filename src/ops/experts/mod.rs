@@ -51,7 +51,7 @@ pub struct Stack {
     pub cols: usize,
     /// One an expert.
     pub gains: Vec<f32>,
-    /// Where codes, scales and biases of each expert start in whichever slot it is in (bytes).
+    /// Byte offsets of each expert's codes, scales and biases from the start of its slot.
     pub at: Vec<[usize; 3]>,
 }
 
@@ -93,7 +93,7 @@ pub struct Group {
     pub count: u32,
 }
 
-/// Which places a call computes.
+/// The places that a call computes.
 #[derive(Debug, Clone, Copy)]
 pub enum Which<'a> {
     /// All, and the shared expert: their slots lie where [`Route`](super::route::Route) left them.
@@ -128,7 +128,7 @@ pub struct Combine<'a> {
     pub slots: &'a Slots,
     pub tokens: usize,
     pub room: Room,
-    /// Where the slot of each place lies, if places were computed place by place.
+    /// `[tokens, k]` u32: the slot of each place, if places were computed one by one.
     pub by_place: Option<Region>,
     /// `[tokens, hidden]`.
     pub h: Region,

@@ -11,7 +11,7 @@ use crate::device::{DeviceError, Dispatch, Effect, Region};
 #[derive(Debug, Clone, Copy)]
 pub struct Mlp<'a> {
     pub tokens: usize,
-    /// In front.
+    /// The norm in front of gate and up.
     pub norm: Norm,
     /// `[I, H]` both.
     pub gate_up: &'a [Weight; 2],

@@ -113,7 +113,7 @@ pub(in crate::ops) fn check(view: &WeightView<'_>, cols: usize) -> Result<(), De
     Ok(())
 }
 
-/// How the activations of an affine weight are quantised; `None` where the product is f32.
+/// The quantisation of the activations for an affine weight; `None` where the product is f32.
 pub(in crate::ops) fn format(math: Math, codes: Codes) -> Option<Format> {
     match (math, codes) {
         (Math::Integer, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
@@ -168,7 +168,7 @@ fn tasks(weights: &[Column<'_>], height: usize) -> usize {
     weights.iter().map(|column| column.weight.rows.div_ceil(height)).sum()
 }
 
-/// Which weight and rows `task` computes.
+/// The weight and the rows that `task` computes.
 fn locate(weights: &[Column<'_>], height: usize, mut task: usize) -> (usize, Range<usize>) {
     for (index, Column { weight, .. }) in weights.iter().enumerate() {
         let here = weight.rows.div_ceil(height);

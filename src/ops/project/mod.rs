@@ -16,7 +16,7 @@ pub struct Norm {
     /// `[cols]` f32.
     pub weight: Region,
     pub eps: f32,
-    /// Where to leave the normed rows `[tokens, cols]` f32.
+    /// Receives the normed rows, `[tokens, cols]` f32.
     pub keep: Option<Region>,
 }
 

@@ -102,7 +102,7 @@ impl Route<'_> {
         [product.dispatch(), self.choice()]
     }
 
-    /// What follows the scores.
+    /// The second launch: each row's k experts and weights from its scores.
     pub fn choice(&self) -> Dispatch {
         let Self { layer, tokens, table, scores, ids, slots, weights, .. } = *self;
         let (experts, k, width) = (layer.router.rows, layer.k, self.width());

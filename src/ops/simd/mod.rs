@@ -98,7 +98,7 @@ pub struct Line<'a> {
     pub digits: Digits<'a>,
 }
 
-/// Where the products of one line go: the place of the weight's first row.
+/// The destination of one line's products: the address for the weight's first row.
 #[derive(Clone, Copy)]
 pub struct Out(pub *mut f32);
 
@@ -160,7 +160,7 @@ impl<'a> Affine<'a> {
 /// Buffers of one thread, kept from call to call.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// What the integer kernels need of a row of weights, for two rows.
+    /// Two rows of weights, loaded for the integer kernels.
     pub rows: [Loaded; 2],
     /// A row of weights in f32, and its codes before.
     pub values: Vec<f32>,

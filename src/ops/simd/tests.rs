@@ -4,7 +4,7 @@ use super::*;
 use crate::ops::{check::processor, quant::Format};
 
 thread_local! {
-    /// What this thread is to take for the best instruction set.
+    /// The instruction set that this thread takes for the best.
     pub(super) static FORCED: std::cell::Cell<Option<Isa>> = const { std::cell::Cell::new(None) };
 }
 

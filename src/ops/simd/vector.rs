@@ -11,7 +11,7 @@ use super::tree;
 /// The methods are safe to call only in code compiled for the type's instructions: [`super::wide!`] is the one place
 /// that names the types, and does so in functions that it runs on processors which have them.
 pub(crate) trait Vector: Copy {
-    /// Whether sixteen of them stay in registers, with some room to work.
+    /// True if sixteen of them stay in registers, with some room to work.
     const MANY: bool = false;
 
     fn splat(x: f32) -> Self;

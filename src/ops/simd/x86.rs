@@ -1,12 +1,12 @@
-//! What AVX2 and AVX-512 share: one row of weights, read once in order, against one row of activations.
+//! Code that AVX2 and AVX-512 share: one row of weights, read once in order, against one row of activations.
 
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{Affine, Line, Loaded, Out, Scratch, unpack};
 use crate::ops::quant::Digits;
 
-/// How far ahead of the codes being read the next are asked for. Without it the products wait for memory and memory for
-/// the products: 6 GB/s and core instead of 11 of 12.
+/// Prefetch distance ahead of the codes being read, in bytes. Without it the products wait for memory and memory for
+/// the products: 6 GB/s a core instead of 11 of 12.
 pub(super) const AHEAD: usize = 4096;
 
 /// Dot products of one group as eight partial sums, with 32-byte vectors.

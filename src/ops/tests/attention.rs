@@ -38,7 +38,7 @@ impl Filled {
         for (start, tokens) in [(0, count / 3), (count / 3, count - count / 3)] {
             filled.write(lab, start, tokens, [ones, ones], turn);
         }
-        // What the norm makes of the keys.
+        // The keys after their norm.
         for row in lab.read(proj).chunks(shape.width()) {
             for key in row[2 * shape.heads * shape.dim..][..shape.kv_heads * shape.dim].chunks(shape.dim) {
                 let mean = key.iter().map(|k| k * k).sum::<f32>() / shape.dim as f32;

@@ -126,7 +126,7 @@ fn linear_refuses_what_does_not_fit() {
     assert!(fails(Weight { cols: 64, ..weight }, x, y));
     assert!(fails(Weight { rows: 9, ..weight }, x, y));
     assert!(fails(Weight { codes: Codes::Affine { bits: 7, group: 64, scale: Float::Bf16 }, ..weight }, x, y));
-    // What is written may not be read by the same operation.
+    // An operation may not read a region that it writes.
     assert!(fails(weight, x, x.first(2 * 9 * 4)));
 }
 

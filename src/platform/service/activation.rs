@@ -50,7 +50,7 @@ pub fn ready(status: &str) {
     tell(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(status)]);
 }
 
-/// How often systemd wants to hear that this process is well, if it does.
+/// The interval at which systemd wants to hear that this process is well, if it does.
 pub fn watched() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|within| within / 3)
 }

@@ -4,12 +4,12 @@ use super::{Action, LABEL, LINES, Service, Step, words};
 use plist::{Dictionary, Value};
 use std::{ffi::OsString, path::PathBuf};
 
-/// Where the agent is described.
+/// The file that describes the agent.
 pub fn file(service: &Service) -> PathBuf {
     service.home.join("Library/LaunchAgents").join(format!("{LABEL}.plist"))
 }
 
-/// Where its logs are: `serve --log-dir` keeps a week of them, a file a day.
+/// The directory of its logs: `serve --log-dir` keeps a week of them, a file a day.
 fn logs(service: &Service) -> PathBuf {
     service.home.join("Library/Logs/moestro")
 }

@@ -18,8 +18,8 @@ fn quoted(word: &str) -> String {
 
 /// The unit.
 ///
-/// What is shut off is what a server of tokens has no use for. It must map memory and read models wherever they are, and it
-/// writes to its cache and its log only.
+/// It shuts off all that a server of tokens has no use for. The server must map memory and read models wherever they
+/// are, and it writes to its cache and its log only.
 pub fn unit(service: &Service) -> String {
     let mut command = vec![quoted(&service.program.to_string_lossy()), "serve".into()];
     command.extend(service.args.iter().map(|arg| quoted(arg)));

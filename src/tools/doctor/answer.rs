@@ -78,7 +78,7 @@ impl Demo {
         Ok(self.ask(device, self.load(math, None)?))
     }
 
-    /// The GPU's. What goes wrong there is part of the report.
+    /// The GPU's. Its errors are part of the report.
     pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<Answer, CommandError> {
         let qwen = self.load(Math::F32, Some(working_set(&*gpu)))?;
         Ok(match qwen.onto(gpu) {
@@ -88,7 +88,7 @@ impl Demo {
     }
 
     /// The reference implementation's on one of Candle's devices. It computes whole sequences only, so it is given what another
-    /// device answered, and its answer ends where the two differ. What goes wrong is part of the report.
+    /// device answered, and its answer ends where the two differ. Errors are part of the report.
     pub fn by_reference(&self, device: &Device, answer: &[u32]) -> Answer {
         let name = format!("reference, Candle's {}", if device.is_cpu() { "cpu" } else { METAL });
         let begin = Instant::now();

@@ -54,7 +54,7 @@ pub struct Report {
     pub machine: Machine,
     #[serde(serialize_with = "findings")]
     pub processor: Vec<Finding>,
-    /// Or why there is none.
+    /// The GPU, or the reason for none.
     #[serde(serialize_with = "gpu")]
     pub gpu: Result<GpuReport, String>,
     /// The question to the demo.

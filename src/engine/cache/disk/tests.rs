@@ -16,7 +16,7 @@ fn cache(storage: Option<&Storage>) -> Arc<Cache> {
     cache
 }
 
-/// What a sequence has at each position depends on its tokens.
+/// A snapshot whose bytes depend on the tokens.
 fn snapshot(ids: &[u32]) -> Snapshot {
     let bytes = |ids: &[u32]| Arc::new(ids.iter().flat_map(|id| [*id as u8, 9]).collect());
     Snapshot {
@@ -31,7 +31,7 @@ fn put(cache: &Cache, ids: &[u32]) {
     cache.insert(ids, Kind::Message, snapshot(ids), cache.emptied());
 }
 
-/// What a new server finds for a prompt, and where.
+/// The length of the checkpoint that a new server finds for a prompt, and its place.
 fn found(cache: &Cache, ids: &[u32]) -> Option<(usize, Place)> {
     let (found, place) = cache.deepest(&[ids, &[0]].concat(), 0)?;
     let expected = snapshot(&ids[..found.len]);

@@ -1,0 +1,190 @@
+//! Every field that clients send, and what becomes of it: obeyed, accepted because it changes no answer, or refused. A field
+//! that nobody knows is accepted with a line in the log, unless it is one letter or two away from one that would change the
+//! answer. `docs/fields.md` is made of these tables.
+
+mod tables;
+
+use super::reject::Reject;
+use serde_json::{Map, Value};
+pub use tables::{CHAT, COMPLETIONS, MESSAGES, RESPONSES};
+
+/// Names of unknown fields in one line of the log, and characters of each.
+const TOLD: (usize, usize) = (8, 40);
+
+/// A field of a request.
+pub struct Field {
+    pub name: &'static str,
+    pub does: Does,
+}
+
+/// The treatment of a field.
+pub enum Does {
+    /// It is obeyed; the text says how, where that is not plain.
+    Obeyed(&'static str),
+    /// It changes no answer, because of this.
+    Accepted(&'static str),
+    /// It would change the answer and is not done here: only these values, which change nothing, are accepted.
+    Refused(&'static [&'static str], &'static str),
+}
+
+/// Looks through the names of a request's fields. `null` counts as absent.
+pub fn check(fields: &Map<String, Value>, known: &[Field]) -> Result<(), Reject> {
+    let mut unknown = Vec::new();
+    for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
+        match known.iter().find(|field| field.name == name) {
+            Some(Field { does: Does::Refused(accepted, why), .. }) => {
+                if !accepted.iter().any(|word| is(value, word)) {
+                    return Err(Reject::unsupported(name, format!("{name} is not supported: {why}")));
+                }
+            }
+            Some(_) => {}
+            None => match nearest(name, known) {
+                Some(meant) => {
+                    let text = format!("There is no field `{name}`; did you mean `{meant}`?");
+                    return Err(Reject::unknown(name, text));
+                }
+                None => unknown.push(name),
+            },
+        }
+    }
+    if !unknown.is_empty() {
+        let names = unknown.iter().take(TOLD.0).map(|name| name.chars().take(TOLD.1).collect::<String>());
+        tracing::info!(count = unknown.len(), fields = ?names.collect::<Vec<_>>(), "unknown fields are ignored");
+    }
+    Ok(())
+}
+
+/// True if `value` equals the JSON `word`; numbers are compared by value.
+fn is(value: &Value, word: &str) -> bool {
+    serde_json::from_str::<Value>(word).is_ok_and(|accepted| match (value.as_f64(), accepted.as_f64()) {
+        (Some(a), Some(b)) => a == b,
+        _ => *value == accepted,
+    })
+}
+
+/// The known field that changes an answer and is spelled almost like `name`.
+fn nearest<'a>(name: &str, known: &'a [Field]) -> Option<&'a str> {
+    let most = match name.len() {
+        0..5 => return None,
+        5..8 => 1,
+        8..40 => 2,
+        _ => return None,
+    };
+    let matters = known.iter().filter(|field| !matches!(field.does, Does::Accepted(_)));
+    let close = matters.map(|field| (distance(name, field.name), field.name)).filter(|(distance, _)| *distance <= most);
+    close.min().map(|(_, name)| name)
+}
+
+/// The bytes that must be changed, added, left out, or exchanged with their neighbour (optimal string alignment).
+fn distance(a: &str, b: &str) -> usize {
+    let (a, b) = (a.as_bytes(), b.as_bytes());
+    let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];
+    for i in 0..=a.len() {
+        for j in 0..=b.len() {
+            rows[i][j] = match (i, j) {
+                (0, j) => j,
+                (i, 0) => i,
+                _ => {
+                    let change = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+                    let best = change.min(rows[i - 1][j] + 1).min(rows[i][j - 1] + 1);
+                    let swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+                    if swapped { best.min(rows[i - 2][j - 2] + 1) } else { best }
+                }
+            };
+        }
+    }
+    rows[a.len()][b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::fmt::Write;
+
+    fn refused(fields: Value, known: &[Field]) -> Option<Value> {
+        let error = check(fields.as_object().unwrap(), known).err()?;
+        Some(serde_json::to_value(error.body()).unwrap()["error"].clone())
+    }
+
+    #[test]
+    fn a_misspelling_gets_the_nearest_name() {
+        for (wrong, meant) in [
+            ("max_tokes", "max_tokens"),
+            ("max_completion_token", "max_completion_tokens"),
+            ("temprature", "temperature"),
+            ("tempreature", "temperature"),
+            ("stops", "stop"),
+            ("tool_choise", "tool_choice"),
+            ("respose_format", "response_format"),
+        ] {
+            let error = refused(json!({wrong: 1}), CHAT).unwrap();
+            assert_eq!((&error["param"], &error["code"]), (&json!(wrong), &json!("unknown_parameter")));
+            assert!(error["message"].as_str().unwrap().contains(&format!("`{meant}`")), "{error}");
+        }
+        for unknown in ["frobnicate", "cache_prompt", "users", "x", "a_field_of_a_vendor_that_nobody_knows_and_is_long"]
+        {
+            assert_eq!(refused(json!({unknown: 1}), CHAT), None, "{unknown}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_done_is_refused_unless_it_changes_nothing() {
+        for (fields, fine) in [
+            (json!({"modalities": ["text"]}), true),
+            (json!({"modalities": ["text", "audio"]}), false),
+            (json!({"verbosity": "medium"}), true),
+            (json!({"verbosity": "low"}), false),
+            (json!({"verbosity": null}), true),
+            (json!({"min_tokens": 0}), true),
+            (json!({"min_tokens": 5}), false),
+            (json!({"bad_words": []}), true),
+            (json!({"bad_words": ["x"]}), false),
+            (json!({"typical_p": 1}), true),
+            (json!({"user": "me", "metadata": {}, "store": true, "service_tier": "flex"}), true),
+        ] {
+            assert_eq!(refused(fields.clone(), CHAT).is_none(), fine, "{fields}");
+        }
+    }
+
+    #[test]
+    fn distances() {
+        for (a, b, wanted) in
+            [("", "ab", 2), ("ab", "ab", 0), ("ab", "ba", 1), ("abc", "ac", 1), ("kitten", "sitting", 3)]
+        {
+            assert_eq!(distance(a, b), wanted, "{a} {b}");
+        }
+    }
+
+    /// The page that the tables make. `MOESTRO_WRITE_DOCS=1 cargo test` writes it anew.
+    #[test]
+    fn the_page_says_what_the_tables_say() {
+        let mut page = include_str!("fields/head.md").to_owned();
+        for (path, known) in [
+            ("/v1/chat/completions", CHAT),
+            ("/v1/completions", COMPLETIONS),
+            ("/v1/responses", RESPONSES),
+            ("/v1/messages", MESSAGES),
+        ] {
+            write!(page, "\n## `POST {path}`\n\n| field | |\n|---|---|\n").unwrap();
+            for Field { name, does } in known {
+                let says = match does {
+                    Does::Obeyed("") => "obeyed".to_owned(),
+                    Does::Obeyed(how) => format!("obeyed: {how}"),
+                    Does::Accepted(why) => format!("accepted: {why}"),
+                    Does::Refused([], why) => format!("**refused**: {why}"),
+                    Does::Refused(words, why) => {
+                        let words: Vec<_> = words.iter().map(|word| format!("`{word}`")).collect();
+                        format!("**refused** unless {}: {why}", words.join(" or "))
+                    }
+                };
+                writeln!(page, "| `{name}` | {says} |").unwrap();
+            }
+        }
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/fields.md");
+        if std::env::var_os("MOESTRO_WRITE_DOCS").is_some() {
+            std::fs::write(path, &page).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(path).unwrap(), page, "docs/fields.md is out of date");
+    }
+}
