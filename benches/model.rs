@@ -1,17 +1,18 @@
 //! A whole model on random tokens, as llama-bench draws them: prefill, and decode at several depths of context in turn.
 //!
 //! ```text
-//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--tokens 16] [--rounds 5] [--threads N] [--f32] [--wait]
+//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--f32] [--wait]
 //! ```
 //! Each depth gets a prompt of so many tokens, then a few tokens more in every round. With `--f32` nothing is quantised
 //! that the checkpoint has not quantised. With `--wait` the rounds begin with a line on standard input: filling a context
 //! takes minutes and measuring seconds, for which a shared machine can be kept quiet. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the whole
-//! prompt, `decode,<round>,<depth>,<tok/s>,<times slower than at the first depth>`, and the median rounds.
+//! prompt, `decode,<round>,<depth>,<bits>,<tok/s>,<times slower than at the first depth and bits>`, and the median rounds.
 
 use moestro::{
     device::Math,
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, State},
+    ops::KvBits,
     plan::Wishes,
 };
 use std::{path::Path, time::Instant};
@@ -74,6 +75,16 @@ fn main() {
     let number = |name: &str, default: usize| flag(name).map_or(default, |text| text.parse().expect("a number"));
     let depths = flag("--depths").unwrap_or("1024,32768").split(',');
     let depths: Vec<usize> = depths.map(|text| text.parse().expect("a depth")).collect();
+    let bits: Vec<(&str, KvBits)> = flag("--kv-bits")
+        .unwrap_or("16")
+        .split(',')
+        .map(|text| match text {
+            "16" => (text, KvBits::Sixteen),
+            "8" => (text, KvBits::Eight),
+            "4" => (text, KvBits::Four),
+            _ => panic!("bits"),
+        })
+        .collect();
     let (tokens, rounds) = (number("--tokens", 16).max(1), number("--rounds", 5).max(1));
     let context = depths.iter().max().map(|depth| depth + tokens * (rounds + 1));
     let options = Options {
@@ -88,23 +99,33 @@ fn main() {
     let experts = (shape.layers * shape.experts_per_token) as u64 * shape.expert;
     println!("weights,{}", shape.trunk - shape.gathered + experts);
     let mut bench = Bench { model, seed: 1 };
-    let mut states: Vec<State> = depths.iter().map(|depth| bench.fill(*depth)).collect();
+    let each = depths.iter().flat_map(|depth| bits.iter().map(move |bits| (*depth, *bits)));
+    let mut states: Vec<(usize, (&str, KvBits), State)> = Vec::new();
+    for (depth, bits) in each {
+        bench.model.keep_in(bits.1).expect("a cache of so many bits");
+        states.push((depth, bits, bench.fill(depth)));
+    }
     if args.iter().any(|arg| arg == "--wait") {
         println!("ready");
         std::io::stdin().read_line(&mut String::new()).expect("a line");
     }
-    let mut all = vec![[Vec::new(), Vec::new()]; depths.len()];
+    let mut all = vec![[Vec::new(), Vec::new()]; states.len()];
     for round in 0..=rounds {
-        let seconds: Vec<f64> = states.iter_mut().map(|state| bench.decode(state, tokens)).collect();
-        // The first round warms up.
-        for ((depth, time), all) in depths.iter().zip(&seconds).zip(&mut all).filter(|_| round > 0) {
-            println!("decode,{round},{depth},{:.2},{:.3}", 1.0 / time, time / seconds[0]);
-            all[0].push(1.0 / time);
-            all[1].push(time / seconds[0]);
+        let mut first = None;
+        for ((depth, bits, state), all) in states.iter_mut().zip(&mut all) {
+            bench.model.keep_in(bits.1).expect("a cache of so many bits");
+            let time = bench.decode(state, tokens);
+            let slower = time / *first.get_or_insert(time);
+            // The first round warms up.
+            if round > 0 {
+                println!("decode,{round},{depth},{},{:.2},{slower:.3}", bits.0, 1.0 / time);
+                all[0].push(1.0 / time);
+                all[1].push(slower);
+            }
         }
     }
-    for (depth, all) in depths.iter().zip(all) {
+    for ((depth, bits, _), all) in states.iter().zip(all) {
         let [rate, slower] = all.map(median);
-        println!("decode,median,{depth},{rate:.2},{slower:.3}");
+        println!("decode,median,{depth},{},{rate:.2},{slower:.3}", bits.0);
     }
 }

@@ -13,7 +13,7 @@ use moestro::{
     device::{Compute, DeviceError, Math, Region, memory_bandwidth},
     ops::{
         Attend, Cache, CacheWrite, Codes, Combine, Conv, Cpu, Decay, Delta, DeltaRule, Embed, Experts, Float, Group,
-        Heads, Mixture, Norm, Op, Project, Room, Route, Run, Shared, Slots, Stack, Turn, Weight, Which,
+        Heads, KvBits, Mixture, Newest, Norm, Op, Project, Room, Route, Run, Shared, Slots, Stack, Turn, Weight, Which,
     },
 };
 use std::time::{Duration, Instant};
@@ -187,20 +187,24 @@ impl Bench {
     }
 
     /// 16 query heads and 2 key heads of 256 at the end of a context.
-    fn attend(&mut self, context: usize, tokens: usize) -> Result<()> {
-        let name = format!("attend, {tokens} queries at {context}");
+    fn attend(&mut self, context: usize, tokens: usize, bits: KvBits) -> Result<()> {
+        let name = format!("attend, {tokens} queries at {context}, {bits:?} bits");
         if !self.runs(&name) {
             return Ok(());
         }
         let mut lab = self.lab();
-        let format = lab.cpu.limits().cache;
-        let shape = Heads { heads: 16, kv_heads: 2, dim: 256, rotary: 64, eps: 1e-6, context, format };
+        let own = lab.cpu.limits().cache;
+        let format = bits.format().unwrap_or(own);
+        let newest = bits.format().map(|_| Newest { room: 512, format: own });
+        let shape = Heads { heads: 16, kv_heads: 2, dim: 256, rotary: 64, eps: 1e-6, context, format, newest };
         let (proj, q) = (lab.floats(256 * shape.width())?, lab.room(256 * 16 * 256)?);
         let turn = Turn { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, turn: lab.floats(256 * 64)? };
         let bytes = 2 * shape.cache_bytes();
         let mut caches = Vec::new();
         for _ in 0..(SPREAD / bytes).clamp(1, 64) {
-            let cache = Cache { keys: lab.cpu.allocate(bytes / 2)?, values: lab.cpu.allocate(bytes / 2)? };
+            let ring = shape.newest_bytes();
+            let newest = if ring > 0 { [lab.cpu.allocate(ring)?, lab.cpu.allocate(ring)?] } else { Default::default() };
+            let cache = Cache { keys: lab.cpu.allocate(bytes / 2)?, values: lab.cpu.allocate(bytes / 2)?, newest };
             for start in (0..context).step_by(256) {
                 lab.cpu.run(&CacheWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
             }
@@ -283,9 +287,11 @@ fn main() -> Result<()> {
     bench.linear("bf16", Codes::Dense(Float::Bf16), 256)?;
     bench.experts(1)?;
     bench.experts(32)?;
-    bench.attend(1024, 1)?;
-    bench.attend(32_768, 1)?;
-    bench.attend(4096, 128)?;
+    for bits in [KvBits::Sixteen, KvBits::Eight, KvBits::Four] {
+        bench.attend(1024, 1, bits)?;
+        bench.attend(32_768, 1, bits)?;
+        bench.attend(4096, 128, bits)?;
+    }
     for tokens in [1, 128] {
         bench.delta(tokens)?;
         bench.rest(tokens)?;

@@ -7,7 +7,7 @@ pub mod values;
 use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
 pub use drafts::Drafts;
 use std::path::PathBuf;
-use values::{Device, ExpertIo, LogFormat, OnOff, Switch};
+use values::{Device, ExpertIo, KvBits, LogFormat, OnOff, Switch};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 120, args_override_self = true)]
@@ -216,6 +216,10 @@ pub struct Load {
     /// Tokens that a prompt and its answer may have together [default: as many as fit]
     #[arg(long, env = "MOESTRO_CTX_SIZE", value_name = "N", value_parser = values::up_to::<16_777_216>)]
     pub ctx_size: Option<usize>,
+    /// Bits of a key or value: 8 and 4 take half and a quarter of the memory, and change answers a little (`bench --quality`
+    /// says how much); the newest 64 to 127 positions keep 16
+    #[arg(long, env = "MOESTRO_KV_BITS", value_name = "16|8|4", default_value = "16", value_parser = values::kv_bits)]
+    pub kv_bits: KvBits,
     /// Prompt tokens evaluated at once [default: as many as fit]
     #[arg(long, env = "MOESTRO_PREFILL_CHUNK", value_name = "N", value_parser = values::up_to::<65_536>)]
     pub prefill_chunk: Option<usize>,
@@ -275,6 +279,12 @@ pub struct Bench {
     /// Start every run with empty slots and (Linux only) nothing of the checkpoint in the page cache
     #[arg(long, env = "MOESTRO_COLD", value_parser = BoolishValueParser::new())]
     pub cold: bool,
+    /// Instead: what --kv-bits (8 and 4, unless one is said) do to the prompt's probabilities and to the answer
+    #[arg(long, env = "MOESTRO_QUALITY", value_parser = BoolishValueParser::new(), conflicts_with = "cold")]
+    pub quality: bool,
+    /// A text to take the prompt from, rather than the one in the binary
+    #[arg(long, env = "MOESTRO_TEXT", value_name = "FILE")]
+    pub text: Option<PathBuf>,
     /// Runs to take the median of
     #[arg(long, env = "MOESTRO_REPEAT", value_name = "N", default_value_t = 3, value_parser = values::up_to::<1_000>)]
     pub repeat: usize,
@@ -343,46 +353,4 @@ pub struct Doctor {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use clap::CommandFactory;
-
-    #[test]
-    fn the_command_line_is_sound() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn every_flag_has_its_variable() {
-        for command in Cli::command().get_subcommands() {
-            for arg in command.get_arguments() {
-                let Some(long) = arg.get_long().filter(|&long| long != "help") else { continue };
-                let variable = format!("MOESTRO_{}", long.to_uppercase().replace('-', "_"));
-                assert_eq!(arg.get_env().and_then(|name| name.to_str()), Some(&*variable), "--{long}");
-            }
-        }
-    }
-
-    #[test]
-    fn odd_values_are_refused_in_words() {
-        let refused = |flags: &[&str]| {
-            let typed = ["moestro", "serve"].iter().chain(flags);
-            Cli::try_parse_from(typed).map(|_| ()).unwrap_err().to_string()
-        };
-        assert!(refused(&["--top-p", "1.5"]).contains("not between 0 and 1"));
-        assert!(refused(&["--temp", "nan"]).contains("not a number from 0 up"));
-        assert!(refused(&["--threads", "0"]).contains("from 1 to 1024"));
-        assert!(refused(&["--threads", "10000"]).contains("from 1 to 1024"));
-        assert!(refused(&["--io-threads", "100000"]).contains("from 1 to 1024"));
-        assert!(refused(&["--ctx-size", "4611686018427387904"]).contains("from 1 to 16777216"));
-        assert!(refused(&["--prefill-chunk", "1000000"]).contains("from 1 to 65536"));
-        assert!(refused(&["--max-queue", "99999999"]).contains("from 0 to 65536"));
-        assert!(refused(&["--allowed-host", "http://x"]).contains("without scheme or port"));
-        assert!(refused(&["--api-key", "a", "--api-key-file", "b"]).contains("cannot be used with"));
-        assert!(refused(&["--memory-limit", "8Q"]).contains("8GiB"));
-        assert!(refused(&["--api-key", ""]).contains("empty"));
-        assert!(refused(&["--port", "70000"]).contains("65535"));
-        assert!(refused(&["--cors", "example.com"]).contains("https://"));
-        assert!(refused(&["--device", "cuda"]).contains("metal"));
-    }
-}
+mod tests;

@@ -3,7 +3,7 @@
 pub mod file;
 pub mod generation;
 
-pub use crate::cli::values::{Device, Draft, ExpertIo, OnOff, Speculation, Switch};
+pub use crate::cli::values::{Device, Draft, ExpertIo, KvBits, OnOff, Speculation, Switch};
 pub use generation::Generation;
 
 use crate::cli::{self, values};
@@ -66,6 +66,7 @@ pub struct Load {
     pub experts_at_most: Option<usize>,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
+    pub kv_bits: KvBits,
     /// The model is to be served, so the plan sets memory aside for requests.
     pub serving: bool,
     /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
@@ -90,6 +91,7 @@ impl Load {
             experts_at_most: experts_at_most(swiftlm.as_deref())?,
             context: typed.ctx_size,
             chunk: typed.prefill_chunk,
+            kv_bits: typed.kv_bits,
             serving: false,
             prompt_cache: Some(0),
             drafts: None,

@@ -13,6 +13,7 @@ use moestro::{
     error::ModelError,
     metrics::Metrics,
     model::{Logits, Model, Options, Qwen, Rows, Snapshot, SnapshotSize},
+    ops::KvBits,
 };
 use process::{Process, agent};
 use serde_json::{Value, json};
@@ -97,9 +98,13 @@ struct Server {
 }
 
 impl Server {
-    /// With room for `states` states of 400 tokens, and with what was left in `dir`.
     fn new(states: u64, dir: Option<&Path>) -> Self {
-        let mut options = Options { threads: Some(2), ..Options::default() };
+        Self::keeping(KvBits::Sixteen, states, dir)
+    }
+
+    /// With room for `states` states of 400 tokens, and with what was left in `dir`.
+    fn keeping(kv_bits: KvBits, states: u64, dir: Option<&Path>) -> Self {
+        let mut options = Options { threads: Some(2), kv_bits, ..Options::default() };
         options.wishes.context = Some(4096);
         let qwen = load_with(Path::new(DEMO), options);
         let size = qwen.snapshot_size();
@@ -242,12 +247,12 @@ fn walk(seed: u64, mut cached: Server, fresh: &Server, again: &dyn Fn(Server) ->
 #[test]
 fn answers_do_not_depend_on_what_is_remembered() {
     let walks: u64 = std::env::var("MOESTRO_WALKS").map_or(9, |walks| walks.parse().unwrap());
-    let fresh = Server::new(0, None);
     let (mut known, mut evicted, mut from_disk) = (0, 0, 0);
     // A cache for one checkpoint, for a few, and for all; the last two are restarted now and then.
-    for (part, states) in [(0, 1), (1, 3), (2, 40)] {
+    for (part, states, bits) in [(0, 1, KvBits::Sixteen), (1, 3, KvBits::Eight), (2, 40, KvBits::Sixteen)] {
         let dir = tempfile::tempdir().unwrap();
-        let start = || Server::new(states, Some(dir.path()).filter(|_| states > 1));
+        let fresh = Server::keeping(bits, 0, None);
+        let start = || Server::keeping(bits, states, Some(dir.path()).filter(|_| states > 1));
         let (disk, lost) = (std::cell::Cell::new(0), std::cell::Cell::new((0, 0, 0)));
         let count = |server: &Server| {
             let (known, evicted, memory) = lost.get();

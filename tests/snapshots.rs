@@ -4,13 +4,18 @@
 mod common;
 
 use common::load_with;
-use moestro::model::{Model, Options, Qwen, Rows, Snapshot, snapshot::PAGE};
+use moestro::{
+    model::{Model, Options, Qwen, Rows, Snapshot, snapshot::PAGE},
+    ops::KvBits,
+};
 use std::path::Path;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-fn demo() -> Qwen {
-    load_with(Path::new(DEMO), Options { threads: Some(2), ..Options::default() })
+const ALL: [KvBits; 3] = [KvBits::Sixteen, KvBits::Eight, KvBits::Four];
+
+fn demo(kv_bits: KvBits) -> Qwen {
+    load_with(Path::new(DEMO), Options { threads: Some(2), kv_bits, ..Options::default() })
 }
 
 fn prompt(seed: usize, len: usize) -> Vec<u32> {
@@ -25,14 +30,18 @@ fn bits(model: &mut Qwen, state: &mut <Qwen as Model>::State, ids: &[u32]) -> Ve
 
 #[test]
 fn a_sequence_goes_on_from_any_mark() {
-    let mut model = demo();
+    ALL.into_iter().for_each(goes_on_from_any_mark);
+}
+
+fn goes_on_from_any_mark(kv_bits: KvBits) {
+    let mut model = demo(kv_bits);
     let vocab = model.vocab();
     let ids = prompt(1, PAGE + 60);
     let mut state = model.start().unwrap();
     let whole = bits(&mut model, &mut state, &ids);
 
     // In one pass, in passes that marks cut anywhere, and behind a pass.
-    let places = [1, 3, 40, PAGE - 1, PAGE, PAGE + 1, ids.len()];
+    let places = [1, 3, 40, 64, 130, PAGE - 1, PAGE, PAGE + 1, ids.len()];
     let mut taken = Vec::new();
     let mut state = model.start().unwrap();
     let marked = model.forward_marking(&mut state, &ids, Rows::All, &places, &mut taken).unwrap();
@@ -44,7 +53,7 @@ fn a_sequence_goes_on_from_any_mark() {
     }
     taken.push(model.snapshot(&mut state).unwrap());
     assert_eq!(taken.len(), 2 * places.len() + 1);
-    assert_eq!(taken.iter().map(|snapshot| snapshot.len).collect::<Vec<_>>()[..7], places);
+    assert_eq!(taken.iter().map(|snapshot| snapshot.len).collect::<Vec<_>>()[..places.len()], places);
 
     // Into a state of its own, and into one that was something else before.
     let mut used = Some(state);
@@ -62,7 +71,11 @@ fn a_sequence_goes_on_from_any_mark() {
 
 #[test]
 fn sizes_are_as_announced() {
-    let mut model = demo();
+    ALL.into_iter().for_each(sizes_are);
+}
+
+fn sizes_are(kv_bits: KvBits) {
+    let mut model = demo(kv_bits);
     let mut state = model.start().unwrap();
     let ids = prompt(3, 2 * PAGE + 9);
     let mut taken = Vec::new();
@@ -81,7 +94,7 @@ fn sizes_are_as_announced() {
 
 #[test]
 fn a_snapshot_of_another_model_is_refused() {
-    let model = demo();
+    let model = demo(KvBits::Sixteen);
     let foreign = Snapshot { len: 5, pages: vec![vec![0; 40].into()], state: vec![0; 8].into() };
     assert!(model.restore(&foreign, None).is_err());
     let long = Snapshot { len: model.context() + 1, ..foreign };

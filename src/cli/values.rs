@@ -58,6 +58,15 @@ pub enum Speculation {
     Force,
 }
 
+/// Bits of a key or value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KvBits {
+    #[default]
+    Sixteen,
+    Eight,
+    Four,
+}
+
 /// The way in which experts are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ExpertIo {
@@ -105,6 +114,15 @@ pub fn draft(text: &str) -> Result<Draft, String> {
         "mtp" | "self" => Err("an MTP head and self-drafting are not there yet".into()),
         "" => Err("it is empty".into()),
         _ => Ok(Draft::Model(text.into())),
+    }
+}
+
+pub fn kv_bits(text: &str) -> Result<KvBits, String> {
+    match text {
+        "16" => Ok(KvBits::Sixteen),
+        "8" => Ok(KvBits::Eight),
+        "4" => Ok(KvBits::Four),
+        _ => Err("there are 16, 8 and 4".into()),
     }
 }
 

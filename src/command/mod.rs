@@ -22,6 +22,7 @@ use crate::{
     experts,
     metrics::Metrics,
     model::{self, Qwen, config::FfnShape, qwen::StoreOptions},
+    ops::KvBits,
     plan::Wishes,
     platform::check_small,
 };
@@ -171,6 +172,15 @@ pub struct Loaded {
     pub requests: u64,
 }
 
+/// `--kv-bits` as an option of the model.
+pub fn kv_bits(said: config::KvBits) -> KvBits {
+    match said {
+        config::KvBits::Sixteen => KvBits::Sixteen,
+        config::KvBits::Eight => KvBits::Eight,
+        config::KvBits::Four => KvBits::Four,
+    }
+}
+
 /// The flags of loading as the model's options.
 pub fn options(load: &Load) -> model::Options {
     model::Options {
@@ -187,6 +197,7 @@ pub fn options(load: &Load) -> model::Options {
         experts_per_token: load.experts_per_token,
         experts_at_most: load.experts_at_most,
         verify: load.drafts.as_ref().is_some_and(Drafts::are_used),
+        kv_bits: kv_bits(load.kv_bits),
         store: StoreOptions {
             slots: None,
             io: match load.expert_io {

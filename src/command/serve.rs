@@ -181,7 +181,7 @@ fn storage(config: &Serve, checkpoint: &Checkpoint, loaded: &Loaded) -> Option<S
         return None;
     };
     let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.config());
-    let key = format!("{version} {program:?} {device} {model:?} {identity}");
+    let key = format!("{version} {program:?} {device} {model:?} {:?} {identity}", config.load.kv_bits);
     Some(Storage { dir, limit: config.prompt_cache_disk, key })
 }
 

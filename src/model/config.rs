@@ -188,7 +188,16 @@ impl Config {
     /// The attention layers, with room for no position yet.
     pub fn heads(&self) -> Heads {
         let AttentionShape { heads, kv_heads, dim, rotated, .. } = self.attention;
-        Heads { heads, kv_heads, dim, rotary: rotated, eps: self.eps, context: 0, format: CacheFormat::F32 }
+        Heads {
+            heads,
+            kv_heads,
+            dim,
+            rotary: rotated,
+            eps: self.eps,
+            context: 0,
+            format: CacheFormat::F32,
+            newest: None,
+        }
     }
 
     /// Experts that a token visits; none in a dense model.

@@ -1,13 +1,13 @@
 //! The weights of the model, as the checkpoint has them: which tensor is whose.
 
 use super::config::{Config, FfnShape};
+use crate::device::Region;
 use crate::{
     checkpoint::{self, Checkpoint, Layout, Trunk, names},
     error::ModelError,
     experts::{Experts, LayerExperts},
     ops::{Decay, Delta, Heads, Mixture, Shared, Stack, Weight},
 };
-use crate::{device::Region, ops::CacheFormat};
 
 /// Everything but the routed experts.
 pub struct Net {
@@ -126,11 +126,11 @@ impl Net {
         }
     }
 
-    /// Sets what is decided after the weights are known: the room for positions, and how a device keeps them.
-    pub fn set_cache(&mut self, context: usize, format: CacheFormat) {
+    /// Sets what is decided after the weights are known: the room for positions, and how they are kept.
+    pub fn set_cache(&mut self, shape: Heads) {
         for layer in &mut self.layers {
             if let Mixer::Attention(attention) = &mut layer.mixer {
-                (attention.shape.context, attention.shape.format) = (context, format);
+                attention.shape = shape;
             }
         }
     }

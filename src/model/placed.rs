@@ -1,13 +1,14 @@
 //! A model on a device: the device, which has adopted the weights, and the memory that the model takes there.
 
 use super::{
-    buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas, tap::Tapped, verify::Undo,
+    buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas, state::heads, tap::Tapped,
+    verify::Undo,
 };
 use crate::{
     checkpoint::BUFFERS,
     error::ModelError,
     experts::Experts,
-    ops::{Limits, NONE, Part, Run, Slots},
+    ops::{Heads, Limits, NONE, Part, Run, Slots},
 };
 
 /// Adopted ranges start at multiples of this: the largest page of any Mac.
@@ -20,6 +21,8 @@ pub(super) struct Placed {
     pub limits: Limits,
     pub slots: Slots,
     pub buffers: Buffers,
+    /// The form of keys and values.
+    pub heads: Heads,
     pub arenas: Arenas,
     pub lists: Lists,
     /// Made with the first verify.
@@ -44,22 +47,23 @@ impl Placed {
                 return refuse(format!("weights are buffer {number}, not {}", shown.buffer));
             }
         }
-        accept(parts, &*run)?;
-        let slots = parts.store.as_ref().map(|store| slots(store, &mut *run)).transpose()?.unwrap_or_default();
         // As many rows as a chunk of a prompt has: so each expert is read once a chunk.
         let (rows, context) = (parts.plan.chunk.min(parts.plan.context).max(1), parts.plan.context);
+        let heads = heads(&parts.config, limits.cache, parts.kv_bits, context, rows);
+        accept(parts, &heads, &*run)?;
+        let slots = parts.store.as_ref().map(|store| slots(store, &mut *run)).transpose()?.unwrap_or_default();
         let buffers = Buffers::new(&parts.config, &limits, rows, context, |bytes| run.allocate(bytes))?;
         if let Some(store) = &parts.store {
             run.write_words(buffers.tables, &tables(parts, store))?;
         }
-        parts.net.set_cache(context, limits.cache);
+        parts.net.set_cache(heads);
         let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
-        Ok(Self { run, limits, slots, buffers, arenas, lists, undo: None, tapped })
+        Ok(Self { run, limits, slots, buffers, heads, arenas, lists, undo: None, tapped })
     }
 }
 
 /// Asks the device about each part of the model.
-fn accept(parts: &Parts, run: &dyn Run) -> Result<(), ModelError> {
+fn accept(parts: &Parts, heads: &Heads, run: &dyn Run) -> Result<(), ModelError> {
     let weights = |weights: &[_]| weights.iter().try_for_each(|weight| run.accept(Part::Weight(weight)));
     let net = &parts.net;
     weights(&[net.embed, *net.head()])?;
@@ -68,7 +72,7 @@ fn accept(parts: &Parts, run: &dyn Run) -> Result<(), ModelError> {
             Mixer::Attention(attention) => {
                 weights(&attention.qkv)?;
                 weights(&[attention.out])?;
-                run.accept(Part::Heads(&attention.shape))?;
+                run.accept(Part::Heads(heads))?;
             }
             Mixer::DeltaNet(delta) => {
                 weights(&delta.project)?;

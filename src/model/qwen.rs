@@ -9,7 +9,7 @@ use super::{
     placed::Placed,
     snapshot::Snapshot,
     speed::Kind,
-    state::{State, append},
+    state::{State, append, heads},
     verify,
 };
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
     error::ModelError,
     experts::{self, ExpertMap, Experts, Phase, Sums},
     metrics::Metrics,
-    ops::{Cpu, Limits as DeviceLimits, OnGpu, Run, gpu_limits},
+    ops::{Cpu, KvBits, Limits as DeviceLimits, OnGpu, Part, Run, attend::NEWEST, gpu_limits},
     plan::{DraftShape, Limits, Plan, Shape, Wishes},
     platform::{MAX_BLOCK, os},
 };
@@ -47,6 +47,8 @@ pub struct Options {
     pub verify: bool,
     /// What a draft takes beside the model.
     pub draft: DraftShape,
+    /// Keys and values in fewer than 16 bits.
+    pub kv_bits: KvBits,
 }
 
 /// The part of [`experts::Options`] that the plan does not decide.
@@ -80,6 +82,7 @@ pub(super) struct Parts {
     pub shape: Shape,
     /// The CPU's threads, for the model or for who drafts for it.
     pub compute: Compute,
+    pub kv_bits: KvBits,
 }
 
 /// A loaded model.
@@ -152,7 +155,12 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         FfnShape::Moe { experts, k, .. } => (experts, k),
     };
     let limits = device_limits(options);
-    let (workspace_per_row, workspace_fixed) = Buffers::cost(config, &limits);
+    let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
+    // A snapshot has the newest positions, the ring also those of a chunk, and is a whole number of blocks.
+    let heads = heads(config, limits.cache, options.kv_bits, 0, 0);
+    let newest = State::newest_bytes(config, &heads);
+    workspace_per_row += newest / (2 * NEWEST as u64);
+    workspace_fixed += newest / 2;
     Shape {
         trunk,
         gathered,
@@ -161,8 +169,8 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         layers: map.layers.len(),
         experts,
         experts_per_token,
-        kv_per_token: State::kv_bytes(config, limits.cache),
-        state: State::fixed_bytes(config),
+        kv_per_token: State::kv_bytes(config, heads.format),
+        state: State::fixed_bytes(config) + newest,
         workspace_per_row,
         workspace_fixed: workspace_fixed + if options.verify { verify::cost(config) } else { 0 },
         context: config.context,
@@ -212,7 +220,8 @@ impl Qwen {
         }
         let compute = Compute::cpu(threads, options.math);
         let cpu = Cpu::new(compute.clone());
-        let parts = Parts { config, net, weights, store, plan, shape, compute };
+        let kv_bits = options.kv_bits;
+        let parts = Parts { config, net, weights, store, plan, shape, compute, kv_bits };
         Self::on(parts, Box::new(cpu)).map_err(|refused| refused.1)
     }
 
@@ -248,6 +257,28 @@ impl Qwen {
     /// The store of the routed experts; a dense model has none.
     pub fn store(&self) -> Option<&Experts> {
         self.parts.store.as_ref()
+    }
+
+    /// From here on keeps keys and values of new sequences in so many bits; sequences that were started before can only go on
+    /// when it is what it was again. The memory plan stays as it is.
+    ///
+    /// # Errors
+    /// The device keeps none in so few.
+    pub fn keep_in(&mut self, bits: KvBits) -> Result<(), ModelError> {
+        let placed = self.placed.get_mut();
+        let heads = heads(&self.parts.config, placed.limits.cache, bits, placed.heads.context, placed.buffers.rows);
+        placed.run.accept(Part::Heads(&heads))?;
+        if heads != placed.heads {
+            placed.arenas = Default::default();
+            placed.heads = heads;
+            self.parts.net.set_cache(heads);
+        }
+        Ok(())
+    }
+
+    /// Bytes of keys and values of a token, all layers.
+    pub fn kv_bytes(&self) -> u64 {
+        State::kv_bytes(&self.parts.config, self.placed.borrow().heads.format)
     }
 
     /// Fails if one of `ids` is not a token, or if they and `len` others are more than the context.

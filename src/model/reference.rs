@@ -15,6 +15,8 @@
 //! Sources: `qwen3_5_moe` in transformers and mlx-lm. The delta rule is equation 10 of Yang et al., "Gated Delta Networks"
 //! (2024).
 
+mod few_bits;
+
 use super::{
     config::{AttentionShape, Config, DeltaShape, FfnShape},
     net::find_experts,
@@ -35,6 +37,8 @@ pub struct Reference {
     checkpoint: Checkpoint,
     device: Device,
     precision: DType,
+    /// Bits of keys and values, if they are few.
+    kv_bits: Option<u32>,
 }
 
 /// A sequence of T tokens, computed.
@@ -55,7 +59,12 @@ impl Reference {
     pub fn open(dir: &Path, device: Device, precision: DType) -> Result<Self, ModelError> {
         let config = Config::read(dir)?;
         let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
-        Ok(Self { config, checkpoint, device, precision })
+        Ok(Self { config, checkpoint, device, precision, kv_bits: None })
+    }
+
+    /// The same with keys and values of 8 or 4 bits.
+    pub fn with_kv_bits(self, bits: u32) -> Self {
+        Self { kv_bits: Some(bits), ..self }
     }
 
     /// Computes the sequence `ids`, which must not be empty.
@@ -110,7 +119,11 @@ impl Reference {
         let q = rotate(&head_norm(&q_gate.narrow(2, 0, dim)?, "q_norm")?, rotated, theta)?;
         let k = rotate(&head_norm(&project("k_proj", kv_heads, dim)?, "k_norm")?, rotated, theta)?;
         let v = project("v_proj", kv_heads, dim)?;
-        let o = attend(&q, &repeat_heads(&k, heads)?, &repeat_heads(&v, heads)?)?;
+        let (k, v) = (repeat_heads(&k, heads)?, repeat_heads(&v, heads)?);
+        let o = match self.kv_bits {
+            None => attend(&q, &k, &v)?,
+            Some(bits) => few_bits::attend(&q, &k, &v, bits)?,
+        };
         let gated = (o * sigmoid(&q_gate.narrow(2, dim, dim)?.contiguous()?)?)?;
         let out = self.matrix(&format!("{path}o_proj"), hidden, heads * dim)?;
         Ok(linear(&gated.reshape((tokens, heads * dim))?, &out)?)

@@ -7,8 +7,8 @@ impl Model for Qwen {
     type State = State;
 
     fn start(&self) -> Result<State, ModelError> {
-        let Placed { run, arenas, .. } = &mut *self.placed.borrow_mut();
-        Ok(State::new(&self.parts.config, self.parts.plan.context, arenas, &mut **run)?)
+        let Placed { run, arenas, heads, .. } = &mut *self.placed.borrow_mut();
+        Ok(State::new(&self.parts.config, *heads, arenas, &mut **run)?)
     }
 
     fn forward_marking(

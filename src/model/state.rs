@@ -8,7 +8,10 @@ use super::{
 use crate::{
     device::{DeviceError, Region},
     error::ModelError,
-    ops::{Cache, CacheFormat, Run},
+    ops::{
+        Cache, CacheFormat, Heads, KvBits, Newest, Run,
+        attend::{NEWEST, rounded_until},
+    },
 };
 use std::{
     ops::Range,
@@ -34,14 +37,24 @@ pub struct State {
     pub len: usize,
     pub(super) layers: Vec<LayerState>,
     pub(super) frozen: Frozen,
-    /// Key and value heads, and positions there is room for.
-    room: [usize; 2],
+    /// The form of keys and values.
+    shape: Heads,
     arenas: Arenas,
 }
 
+/// The form of keys and values: `format`, which is the device's, or fewer `bits`; for `context` positions, of which `rows` are
+/// written at once at most.
+pub fn heads(config: &Config, format: CacheFormat, bits: KvBits, context: usize, rows: usize) -> Heads {
+    let shape = Heads { context, ..config.heads() };
+    let Some(few) = bits.format() else { return Heads { format, ..shape } };
+    // Whatever of a pass is marked or taken back, the newest are still there.
+    let room = (rows + 2 * NEWEST).next_multiple_of(NEWEST);
+    Heads { format: few, newest: Some(Newest { room, format }), ..shape }
+}
+
 impl State {
-    /// An empty state with room for `context` tokens. Pages are committed as they are first written.
-    pub fn new(config: &Config, context: usize, arenas: &Arenas, run: &mut dyn Run) -> Result<Self, DeviceError> {
+    /// An empty state with room for `shape.context` tokens. Pages are committed as they are first written.
+    pub fn new(config: &Config, shape: Heads, arenas: &Arenas, run: &mut dyn Run) -> Result<Self, DeviceError> {
         let used = arenas.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let layers = match used {
             Some(layers) => {
@@ -54,18 +67,21 @@ impl State {
                 }
                 layers
             }
-            None => allocate(config, context, run)?,
+            None => allocate(config, &shape, run)?,
         };
-        let room = [config.attention.kv_heads, context];
-        Ok(Self { len: 0, layers, frozen: Frozen::default(), room, arenas: arenas.clone() })
+        Ok(Self { len: 0, layers, frozen: Frozen::default(), shape, arenas: arenas.clone() })
     }
 
     /// A snapshot at `len`, behind what is written of it, where the other layers' states were `fixed`.
-    pub fn snapshot(&mut self, len: usize, fixed: Vec<u8>, run: &mut dyn Run) -> Result<Snapshot, DeviceError> {
-        let Self { layers, frozen, room, .. } = self;
+    pub fn snapshot(&mut self, len: usize, mut fixed: Vec<u8>, run: &mut dyn Run) -> Result<Snapshot, DeviceError> {
+        let Self { layers, frozen, shape, .. } = self;
+        // As many bytes wherever it is taken.
+        let whole = fixed.len() + newest_bytes(layers, shape);
+        newest(layers, shape, rounded_until(len)..len).try_for_each(|region| append(run, region, &mut fixed))?;
+        fixed.resize(whole, 0);
         frozen.snapshot(len, fixed, |positions| {
             let mut out = Vec::new();
-            rows(layers, *room, &positions).try_for_each(|region| append(run, region, &mut out))?;
+            rows(layers, shape, &positions).try_for_each(|region| append(run, region, &mut out))?;
             Ok(out)
         })
     }
@@ -79,12 +95,13 @@ impl State {
 
     /// Makes this the sequence that `snapshot` was taken of.
     pub fn restore(&mut self, snapshot: &Snapshot, run: &mut dyn Run) -> Result<(), ModelError> {
-        let Self { layers, frozen, room, .. } = self;
+        let Self { layers, frozen, shape, .. } = self;
         frozen.restore(snapshot, |positions, mut page: &[u8]| {
-            rows(layers, *room, &positions).try_for_each(|region| take(run, region, &mut page))
+            rows(layers, shape, &positions).try_for_each(|region| take(run, region, &mut page))
         })?;
         let mut bytes = &snapshot.state[..];
-        fixed(layers).try_for_each(|region| take(run, region, &mut bytes))?;
+        let newest = newest(layers, shape, rounded_until(snapshot.len)..snapshot.len);
+        fixed(layers).chain(newest).try_for_each(|region| take(run, region, &mut bytes))?;
         self.len = snapshot.len;
         Ok(())
     }
@@ -95,7 +112,12 @@ impl State {
         (config.full_layers() * 2 * a.kv_heads * format.row_bytes(a.dim)) as u64
     }
 
-    /// Bytes of everything that does not grow with the context.
+    /// Bytes of the newest positions in a snapshot.
+    pub fn newest_bytes(config: &Config, shape: &Heads) -> u64 {
+        shape.newest.map_or(0, |newest| 2 * NEWEST as u64 * Self::kv_bytes(config, newest.format))
+    }
+
+    /// Bytes of everything else that does not grow with the context.
     pub fn fixed_bytes(config: &Config) -> u64 {
         let d = &config.delta;
         let layer = d.value_heads * d.value_dim * d.key_dim + (d.taps - 1) * d.mixed();
@@ -110,15 +132,39 @@ impl Drop for State {
 }
 
 /// The regions of some positions' keys and values, layer by layer.
-fn rows(layers: &[LayerState], [heads, room]: [usize; 2], positions: &Range<usize>) -> impl Iterator<Item = Region> {
-    let (first, count) = (positions.start, positions.len());
-    let both = |layer: &LayerState| match layer {
-        LayerState::Attention(cache) => Some([cache.keys, cache.values]),
+fn rows(layers: &[LayerState], shape: &Heads, positions: &Range<usize>) -> impl Iterator<Item = Region> {
+    let (first, count, heads, room) = (positions.start, positions.len(), shape.kv_heads, shape.context);
+    let row = shape.format.row_bytes(shape.dim);
+    caches(layers)
+        .flat_map(|cache| [cache.keys, cache.values])
+        .flat_map(move |cache| (0..heads).map(move |head| cache.part((head * room + first) * row, count * row)))
+}
+
+/// The regions of keys and values that are kept in 16 bits beside fewer; the first position is a multiple of [`NEWEST`].
+fn newest(layers: &[LayerState], shape: &Heads, positions: Range<usize>) -> impl Iterator<Item = Region> {
+    let (heads, ring) = (shape.kv_heads, shape.newest);
+    let row = ring.map_or(0, |ring| ring.format.row_bytes(shape.dim));
+    caches(layers).filter(move |_| ring.is_some()).flat_map(|cache| cache.newest).flat_map(move |cache| {
+        let (positions, room) = (positions.clone(), ring.map_or(1, |ring| ring.room));
+        (0..heads).flat_map(move |head| {
+            let end = positions.end;
+            let part =
+                move |first: usize| cache.part((head * room + first % room) * row, (end - first).min(NEWEST) * row);
+            positions.clone().step_by(NEWEST).map(part)
+        })
+    })
+}
+
+/// Bytes of as many of the newest as there can be.
+fn newest_bytes(layers: &[LayerState], shape: &Heads) -> usize {
+    let row = shape.newest.map_or(0, |ring| ring.format.row_bytes(shape.dim));
+    caches(layers).count() * 2 * shape.kv_heads * 2 * NEWEST * row
+}
+
+fn caches(layers: &[LayerState]) -> impl Iterator<Item = &Cache> {
+    layers.iter().filter_map(|layer| match layer {
+        LayerState::Attention(cache) => Some(cache),
         LayerState::DeltaNet { .. } => None,
-    };
-    layers.iter().filter_map(both).flatten().flat_map(move |cache| {
-        let row = cache.len / (heads * room).max(1);
-        (0..heads).map(move |head| cache.part((head * room + first) * row, count * row))
     })
 }
 
@@ -143,12 +189,16 @@ fn take(run: &mut dyn Run, region: Region, from: &mut &[u8]) -> Result<(), Model
     Ok(run.write(region, bytes)?)
 }
 
-fn allocate(config: &Config, context: usize, run: &mut dyn Run) -> Result<Vec<LayerState>, DeviceError> {
-    let (a, d) = (&config.attention, &config.delta);
-    let cache = a.kv_heads * context * run.limits().cache.row_bytes(a.dim);
+fn allocate(config: &Config, shape: &Heads, run: &mut dyn Run) -> Result<Vec<LayerState>, DeviceError> {
+    let d = &config.delta;
+    let (cache, ring) = (shape.cache_bytes(), shape.newest_bytes());
     let layer = |full: &bool| {
         Ok(if *full {
-            LayerState::Attention(Cache { keys: run.allocate(cache)?, values: run.allocate(cache)? })
+            let mut newest = [Region::default(); 2];
+            if ring > 0 {
+                newest = [run.allocate(ring)?, run.allocate(ring)?];
+            }
+            LayerState::Attention(Cache { keys: run.allocate(cache)?, values: run.allocate(cache)?, newest })
         } else {
             LayerState::DeltaNet {
                 conv: run.allocate((d.taps - 1) * d.mixed() * 4)?,

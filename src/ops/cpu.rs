@@ -145,8 +145,11 @@ impl Run for Cpu {
         Self::limits(self.compute.math)
     }
 
-    fn accept(&self, _: Part<'_>) -> Result<(), DeviceError> {
-        Ok(())
+    fn accept(&self, part: Part<'_>) -> Result<(), DeviceError> {
+        match part {
+            Part::Heads(shape) => shape.divisible(),
+            Part::Weight(_) | Part::Delta(..) | Part::Mixture(_) => Ok(()),
+        }
     }
 
     fn run(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {

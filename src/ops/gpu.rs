@@ -1,6 +1,6 @@
 //! A GPU: operations become launches, in order.
 
-use super::{CacheFormat, Experts, Limits, Mixture, NONE, Op, Part, Run, Which, experts::Jobs};
+use super::{CacheFormat, Experts, Heads, Limits, Mixture, NONE, Op, Part, Run, Which, experts::Jobs};
 use crate::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
@@ -192,6 +192,9 @@ impl<G: Gpu> Run for OnGpu<G> {
             Part::Heads(shape) if shape.dim > 256 || shape.heads > 32 * shape.kv_heads => {
                 refuse(format!("on a GPU, heads are at most 256 and 32 share a key, not {shape:?}"))
             }
+            Part::Heads(Heads { format: CacheFormat::Eight | CacheFormat::Four, .. }) => refuse(
+                "no kernel of the GPU keeps keys and values in 8 or 4 bits: --kv-bits is for --device cpu".into(),
+            ),
             Part::Delta(shape, taps) if taps != 4 || shape.dk > 256 => {
                 refuse(format!("on a GPU, convolutions have 4 taps and key heads at most 256, not {taps}, {shape:?}"))
             }

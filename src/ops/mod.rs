@@ -19,7 +19,7 @@ mod run;
 pub mod simd;
 mod weight;
 
-pub use attend::{Attend, Cache, CacheWrite, Heads, Turn};
+pub use attend::{Attend, Cache, CacheWrite, Heads, Newest, Turn};
 pub use conv::Conv;
 pub use cpu::Cpu;
 pub use delta::{Decay, Delta, DeltaRule};
@@ -29,7 +29,7 @@ pub use gpu::{OnGpu, limits as gpu_limits};
 pub use mlp::Mlp;
 pub use project::{Norm, Project};
 pub use route::Route;
-pub use run::{CacheFormat, Limits, Op, Part, Run};
+pub use run::{CacheFormat, KvBits, Limits, Op, Part, Run};
 pub(crate) use simd::wide;
 pub use weight::{Codes, Float, Weight, WeightView};
 

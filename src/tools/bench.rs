@@ -1,6 +1,7 @@
 //! `moestro bench`: prefill and decode on this machine, what the disk had to do with it, and what a cache that is larger
 //! or knows the future would change.
 
+mod quality;
 mod report;
 mod run;
 
@@ -28,7 +29,10 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     let source = Source::new(typed.model.model.as_deref());
     let load = Load::new(typed.load).map_err(CommandError::Usage)?;
     let dir = resolve(&source)?;
-    let prompt = prompt(&dir, typed.prompt_tokens)?;
+    let prompt = prompt(&dir, typed.text.as_deref(), typed.prompt_tokens)?;
+    if typed.quality {
+        return quality::run(&dir, &load, &prompt, typed.gen_tokens, typed.json);
+    }
     let mut options = options(&load);
     // Files that an earlier run left in the cache directory would make this one incomparable.
     options.store.warm = false;
@@ -74,14 +78,22 @@ fn load_with_bar(dir: &Path, options: &model::Options, metrics: &Arc<Metrics>) -
     model
 }
 
-/// `count` tokens of [`TEXT`], from its start again when it ends; its bytes, spread over the vocabulary, for a checkpoint
-/// that has weights only.
-fn prompt(dir: &Path, count: usize) -> Result<Vec<u32>, CommandError> {
+/// `count` tokens of the file, or of [`TEXT`], from its start again when it ends; its bytes, spread over the vocabulary, for
+/// a checkpoint that has weights only.
+fn prompt(dir: &Path, file: Option<&Path>, count: usize) -> Result<Vec<u32>, CommandError> {
+    let read = |path: &Path| {
+        let failed = |source| CommandError::Io { what: format!("--text {}", path.display()), source };
+        std::fs::read_to_string(path).map_err(failed)
+    };
+    let text = file.map_or_else(|| Ok(TEXT.into()), read)?;
+    if text.is_empty() {
+        return Err(CommandError::Usage("the text has no tokens".into()));
+    }
     let ids: Vec<u32> = if dir.join("tokenizer.json").exists() {
-        Tokenizer::load(dir)?.encode(TEXT)?
+        Tokenizer::load(dir)?.encode(&text)?
     } else {
         let vocab = model::Config::read(dir)?.vocab;
-        TEXT.bytes().map(|byte| (byte as usize * 7919 % vocab) as u32).collect()
+        text.bytes().map(|byte| (byte as usize * 7919 % vocab) as u32).collect()
     };
     Ok(ids.iter().copied().cycle().take(count).collect())
 }
@@ -104,8 +116,11 @@ mod tests {
     #[test]
     fn the_prompt_is_as_long_as_asked_for() {
         let dir = crate::demo::unpack().unwrap();
-        let long = prompt(&dir, 10_000).unwrap();
+        let long = prompt(&dir, None, 10_000).unwrap();
         assert_eq!(long.len(), 10_000);
-        assert_eq!(prompt(&dir, 7).unwrap(), long[..7]);
+        assert_eq!(prompt(&dir, None, 7).unwrap(), long[..7]);
+        let file = dir.join("config.json");
+        assert_ne!(prompt(&dir, Some(&file), 7).unwrap(), long[..7]);
+        assert!(prompt(&dir, Some(&dir.join("none")), 7).is_err());
     }
 }

@@ -187,7 +187,8 @@ fn attend_case(op: Heads, start: usize, tokens: usize) {
     };
     let mut results = Vec::new();
     for chunk in [tokens, 1] {
-        let cache = Cache { keys: store(&mut host, &old[0]), values: store(&mut host, &old[1]) };
+        let cache =
+            Cache { keys: store(&mut host, &old[0]), values: store(&mut host, &old[1]), newest: Default::default() };
         let norms = (host.floats(&q_norm), host.floats(&k_norm));
         let (proj, turn) = (host.floats(&proj), host.floats(&turn));
         let y = host.empty(tokens * op.heads * dim * 4);
@@ -248,7 +249,16 @@ fn attend_case(op: Heads, start: usize, tokens: usize) {
 #[test]
 fn attention() {
     let format = CacheFormat::F32;
-    let op = |heads, kv_heads, dim, rotary, context| Heads { heads, kv_heads, dim, rotary, eps: 1e-6, context, format };
+    let op = |heads, kv_heads, dim, rotary, context| Heads {
+        heads,
+        kv_heads,
+        dim,
+        rotary,
+        eps: 1e-6,
+        context,
+        format,
+        newest: None,
+    };
     attend_case(op(8, 2, 256, 64, 40), 0, 5);
     attend_case(op(4, 1, 128, 32, 9), 6, 3);
     attend_case(op(3, 3, 20, 10, 7), 2, 1);

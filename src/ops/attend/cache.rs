@@ -5,7 +5,7 @@
 //! which is what decoding over a long context costs, and an error of at most 2e-5 of the row's largest value: less
 //! than bf16's of each.
 
-use super::CacheWrite;
+use super::{CacheWrite, Heads, NEWEST, integer::MOST, rounded};
 use crate::{
     device::DeviceError,
     ops::{
@@ -75,25 +75,40 @@ pub(super) struct CachedHeads<'a, T> {
     pub count: usize,
     /// Positions.
     pub room: usize,
+    /// The position of the first row: of a ring, a multiple of its room.
+    first: usize,
 }
 
 impl<'a, T: Cached> CachedHeads<'a, T> {
     /// A cache of `count` heads with `room` rows of `dim` values each.
     pub fn new(bytes: &'a [u8], count: usize, room: usize, dim: usize) -> Self {
         let (data, width) = (bytemuck::cast_slice(bytes), dim + T::TAIL);
-        Self { data: &data[..count * room * width], width, count, room }
+        Self { data: &data[..count * room * width], width, count, room, first: 0 }
+    }
+
+    /// A ring, to be looked at from `position` on.
+    #[inline(always)]
+    pub fn around(self, position: usize) -> Self {
+        Self { first: position / self.room * self.room, ..self }
+    }
+
+    /// The number of a position's row.
+    #[inline(always)]
+    fn place(&self, position: usize) -> usize {
+        let at = position - self.first;
+        if at < self.room { at } else { at - self.room }
     }
 
     /// The rows of positions `first..first + count`.
     #[inline(always)]
     pub fn rows(&self, head: usize, first: usize, count: usize) -> CachedRows<'a, T> {
-        let start = (head * self.room + first) * self.width;
+        let start = (head * self.room + self.place(first)) * self.width;
         CachedRows { data: &self.data[start..start + count * self.width], width: self.width }
     }
 
     #[inline(always)]
     pub fn row(&self, head: usize, position: usize) -> &'a [T] {
-        &self.data[(head * self.room + position) * self.width..][..self.width]
+        &self.data[(head * self.room + self.place(position)) * self.width..][..self.width]
     }
 }
 
@@ -119,6 +134,8 @@ impl CacheWrite<'_> {
         if self.start + tokens > shape.context {
             return refuse(format!("{tokens} rows at {} of {}", self.start, shape.context));
         }
+        shape.check(tokens)?;
+        let rounded = rounded::bits(shape.format);
         let proj = memory.floats(self.proj.floats(tokens * width));
         let turn = memory.floats(self.turn.turn.floats(tokens * shape.rotary));
         let [q_norm, k_norm] = [self.turn.q_norm, self.turn.k_norm].map(|norm| memory.floats(norm.floats(dim)));
@@ -134,28 +151,73 @@ impl CacheWrite<'_> {
         cpu.compute.threads.run_pieces(q, heads * dim, &|token, q| {
             for (q, x) in q.chunks_exact_mut(dim).zip(proj[token * width..].chunks_exact(2 * dim)) {
                 turned(token, &x[..dim], q_norm, q);
+                if rounded.is_some() {
+                    rounded::turn(q);
+                }
             }
         });
-        let (keys, values) = (memory.bytes_mut(self.cache.keys), memory.bytes_mut(self.cache.values));
-        let row = shape.format.row_bytes(dim);
-        let (mut key, scratch) = ([0f32; MOST], &mut [0i32; MOST]);
-        let Some(key) = key.get_mut(..dim) else { return refuse(format!("heads of {dim}")) };
+        let caches = [self.cache.keys, self.cache.values].map(|cache| memory.bytes_mut(cache));
+        let rings = self.cache.newest.map(|newest| memory.bytes_mut(newest));
+        let mut to = caches.into_iter().zip(rings);
+        let (Some(keys), Some(values)) = (to.next(), to.next()) else { return Ok(()) };
+        let (mut buffer, scratch) = ([0f32; MOST], &mut [0i32; MOST]);
+        let Some(row) = buffer.get_mut(..dim) else { return refuse(format!("heads of {dim}")) };
         for token in 0..tokens {
             let from = &proj[token * width + 2 * heads * dim..][..2 * shape.kv_heads * dim];
             for head in 0..shape.kv_heads {
-                let at = (head * shape.context + self.start + token) * row..;
-                turned(token, &from[head * dim..][..dim], k_norm, key);
-                put(shape.format, key, &mut keys[at.clone()][..row], scratch)?;
-                let value = &from[(shape.kv_heads + head) * dim..][..dim];
-                put(shape.format, value, &mut values[at][..row], scratch)?;
+                let at = self.start + token;
+                turned(token, &from[head * dim..][..dim], k_norm, row);
+                shape.put(row, [&mut *keys.0, &mut *keys.1], head, at, scratch)?;
+                row.copy_from_slice(&from[(shape.kv_heads + head) * dim..][..dim]);
+                shape.put(row, [&mut *values.0, &mut *values.1], head, at, scratch)?;
             }
         }
         Ok(())
     }
 }
 
-/// Most values of a head.
-const MOST: usize = 1024;
+impl Heads {
+    /// Refuses what there is no cache for.
+    pub(super) fn check(&self, tokens: usize) -> Result<(), DeviceError> {
+        let Some(bits) = rounded::bits(self.format) else { return Ok(()) };
+        self.divisible()?;
+        match self.newest {
+            Some(newest) if newest.room >= tokens + 2 * NEWEST && newest.room.is_multiple_of(NEWEST) => Ok(()),
+            other => refuse(format!("{tokens} rows with {bits} bits and {other:?}")),
+        }
+    }
+
+    /// Refuses heads that `--kv-bits` cannot cut into groups.
+    pub(in crate::ops) fn divisible(&self) -> Result<(), DeviceError> {
+        match rounded::bits(self.format) {
+            Some(bits) if !self.dim.is_multiple_of(64) || self.dim > MOST => {
+                refuse(format!("--kv-bits {bits} is for heads of a multiple of 64 up to {MOST}, not of {}", self.dim))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes a row into the cache, and among the newest.
+    fn put(
+        &self,
+        row: &mut [f32],
+        [cache, newest]: [&mut [u8]; 2],
+        head: usize,
+        position: usize,
+        scratch: &mut [i32; MOST],
+    ) -> Result<(), DeviceError> {
+        let place = |room: usize, bytes: usize| (head * room + position % room) * bytes..;
+        let bytes = self.format.row_bytes(self.dim);
+        let to = &mut cache[place(self.context, bytes)][..bytes];
+        let Some((bits, ring)) = rounded::bits(self.format).zip(self.newest) else {
+            return put(self.format, row, to, scratch);
+        };
+        rounded::turn(row);
+        rounded::write(bits, row, to);
+        let bytes = ring.format.row_bytes(self.dim);
+        put(ring.format, row, &mut newest[place(ring.room, bytes)][..bytes], scratch)
+    }
+}
 
 /// Writes one row of the cache.
 fn put(format: CacheFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MOST]) -> Result<(), DeviceError> {
@@ -170,7 +232,9 @@ fn put(format: CacheFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MOST]) 
             }
             scale.copy_from_slice(&[factor.to_bits() as i16, (factor.to_bits() >> 16) as i16]);
         }
-        CacheFormat::Bf16 => return refuse("the CPU keeps no bf16 cache".into()),
+        CacheFormat::Bf16 | CacheFormat::Eight | CacheFormat::Four => {
+            return refuse(format!("the CPU keeps no {format:?} so"));
+        }
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use crate::{
 pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
     for dim in [128, 256] {
         for format in [CacheFormat::F32, CacheFormat::Bf16] {
-            let shape = Heads { heads: 4, kv_heads: 2, dim, rotary: 32, eps: 1e-6, context: 264, format };
+            let shape = Heads { heads: 4, kv_heads: 2, dim, rotary: 32, eps: 1e-6, context: 264, format, newest: None };
             // The rows lie on both sides of the border of a split.
             case(b, &shape, 255, 2)?;
         }
@@ -34,7 +34,7 @@ fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result
         *cache = b.floats(&old)?;
         store(b, *cache, &old, half)?;
     }
-    let cache = Cache { keys: caches[0], values: caches[1] };
+    let cache = Cache { keys: caches[0], values: caches[1], newest: Default::default() };
     let op = |shape| CacheWrite { shape, start, tokens, proj, turn, q, cache };
     b.cpu.run(&op(&plain).into())?;
     let ran = b.launch(op(shape).dispatch());

@@ -8,7 +8,9 @@
 use super::{
     Attend,
     cache::{Cached, CachedHeads},
+    integer::{self, Asked, Factors},
     kernels::{blend, collect, compare, soften},
+    rounded::{self, Rounded, rounded_until},
 };
 use crate::{
     device::DeviceError,
@@ -38,17 +40,29 @@ impl Attend<'_> {
         }
         let q = memory.floats(self.q.floats(tokens * heads * dim));
         let y = memory.floats_mut(self.y.floats(tokens * heads * dim));
-        let (keys, values) = (memory.bytes(self.cache.keys), memory.bytes(self.cache.values));
+        shape.check(tokens)?;
+        let caches = [self.cache.keys, self.cache.values].map(|cache| memory.bytes(cache));
+        let newest = self.cache.newest.map(|cache| memory.bytes(cache));
+        let rounded = rounded::bits(shape.format);
         let threads = &cpu.compute.threads;
-        match shape.format {
-            CacheFormat::F32 => Work::<f32>::new(self, q, keys, values).all(threads, tokens, y),
-            CacheFormat::I16 => Work::<i16>::new(self, q, keys, values).all(threads, tokens, y),
-            CacheFormat::Bf16 => return refuse("the CPU keeps no bf16 cache".into()),
+        // In 16 bits or more is the whole cache, or the newest positions.
+        let (format, room, fine) = match shape.newest {
+            Some(ring) if rounded.is_some() => (ring.format, ring.room, newest),
+            _ => (shape.format, shape.context, caches),
+        };
+        let coarse = rounded.map(|bits| caches.map(|cache| Rounded::new(bits, cache, shared, shape.context, dim)));
+        match format {
+            CacheFormat::F32 => Work::<f32>::new(self, q, fine, room, coarse).all(threads, tokens, y),
+            CacheFormat::I16 => Work::<i16>::new(self, q, fine, room, coarse).all(threads, tokens, y),
+            other => return refuse(format!("the CPU keeps no {other:?}")),
         }
         let proj = memory.floats(self.proj.floats(tokens * shape.width()));
         threads.run_pieces(y, heads * dim, &|token, y| {
             let row = &proj[token * shape.width()..];
             for (y, gate) in y.chunks_exact_mut(dim).zip(row.chunks_exact(2 * dim)) {
+                if rounded.is_some() {
+                    rounded::turn(y);
+                }
                 gated(y, &gate[dim..]);
             }
         });
@@ -69,6 +83,8 @@ struct Work<'a, T> {
     q: &'a [f32],
     keys: CachedHeads<'a, T>,
     values: CachedHeads<'a, T>,
+    /// Keys and values of all positions in few bits; then the others are a ring of the newest.
+    coarse: Option<[Rounded<'a>; 2]>,
     at: usize,
     heads: usize,
     /// Query heads that share a key and value head.
@@ -83,8 +99,21 @@ struct Work<'a, T> {
 struct Scratch {
     sums: Vec<f32>,
     part: Vec<f32>,
-    /// Queries times `1 / sqrt(D)`, padded to whole vectors.
-    query: Vec<f32>,
+    query: Query,
+}
+
+/// Some queries times `1 / sqrt(D)`.
+struct Query {
+    /// Padded to whole vectors.
+    padded: Vec<f32>,
+    asked: Asked,
+    factors: Factors,
+}
+
+impl Default for Query {
+    fn default() -> Self {
+        Self { padded: Vec::new(), asked: Asked::default(), factors: Factors::new() }
+    }
 }
 
 thread_local! {
@@ -93,13 +122,14 @@ thread_local! {
 }
 
 impl<'a, T: Cached> Work<'a, T> {
-    fn new(op: &Attend<'_>, q: &'a [f32], keys: &'a [u8], values: &'a [u8]) -> Self {
+    fn new(op: &Attend<'_>, q: &'a [f32], fine: [&'a [u8]; 2], room: usize, coarse: Option<[Rounded<'a>; 2]>) -> Self {
         let (shape, dim) = (op.shape, op.shape.dim);
-        let cache = |bytes| CachedHeads::new(bytes, shape.kv_heads, shape.context, dim);
+        let [keys, values] = fine.map(|bytes| CachedHeads::new(bytes, shape.kv_heads, room, dim));
         Self {
             q,
-            keys: cache(keys),
-            values: cache(values),
+            keys,
+            values,
+            coarse,
             at: op.start,
             heads: shape.heads,
             group: shape.heads / shape.kv_heads,
@@ -116,7 +146,7 @@ impl<'a, T: Cached> Work<'a, T> {
         let height = (QUERIES / group).max(1);
         let tiles = tokens.div_ceil(height);
         let tile = |task: usize| (task / tiles, task % tiles * height..(task % tiles * height + height).min(tokens));
-        let blocks = (self.at + tokens).div_ceil(BLOCK);
+        let blocks = self.blocks(&(0..tokens));
         if blocks == 1 || shared * tiles >= 4 * threads.count() {
             threads.run(shared * tiles, &|task| {
                 let (head, tokens) = tile(task);
@@ -169,14 +199,29 @@ fn clear(sums: &mut [f32], queries: usize) {
 }
 
 impl<T: Cached> Work<'_, T> {
-    /// Blocks that the last of `tokens` sees.
+    /// Blocks that the last of `tokens` sees. With few bits the first are the newest positions, and the others count from 1.
     fn blocks(&self, tokens: &Range<usize>) -> usize {
-        (self.at + tokens.end).div_ceil(BLOCK)
+        match self.coarse {
+            None => (self.at + tokens.end).div_ceil(BLOCK),
+            Some(_) => 1 + rounded_until((self.at + tokens.end).saturating_sub(1)).div_ceil(BLOCK),
+        }
+    }
+
+    /// The positions that `token` sees of a block.
+    fn seen(&self, token: usize, block: usize) -> Range<usize> {
+        let position = self.at + token;
+        let of = |block: usize, end: usize| block * BLOCK..((block + 1) * BLOCK).min(end);
+        match (self.coarse, block) {
+            (None, _) => of(block, position + 1),
+            (Some(_), 0) => rounded_until(position)..position + 1,
+            (Some(_), _) => of(block - 1, rounded_until(position)),
+        }
     }
 
     /// The number of queries of `tokens` that come before the block and see nothing of it.
     fn blind(&self, tokens: &Range<usize>, block: usize) -> usize {
-        (block * BLOCK).saturating_sub(self.at + tokens.start).min(tokens.len()) * self.group
+        let blind = tokens.clone().take_while(|token| self.seen(*token, block).is_empty()).count();
+        blind * self.group
     }
 
     /// The whole result of some tokens, block after block.
@@ -223,11 +268,10 @@ impl<T: Cached> Work<'_, T> {
     }
 
     /// Queries of `tokens` over one block of keys: maxima, sums and weighted values into `part`.
-    fn block(&self, head: usize, tokens: Range<usize>, block: usize, part: &mut [f32], query: &mut Vec<f32>) {
+    fn block(&self, head: usize, tokens: Range<usize>, block: usize, part: &mut [f32], query: &mut Query) {
         let queries = tokens.len() * self.group;
         for (index, token) in tokens.enumerate() {
-            let start = block * BLOCK;
-            let seen = start..(start + BLOCK).min(self.at + token + 1);
+            let seen = self.seen(token, block);
             if seen.is_empty() {
                 continue;
             }
@@ -236,38 +280,50 @@ impl<T: Cached> Work<'_, T> {
             while n < self.group {
                 let at = (index * self.group + n, queries);
                 let first = token * self.heads + head * self.group + n;
+                let coarse = self.coarse.filter(|_| block > 0);
                 n += match self.group - n {
-                    8.. => self.some::<8>(head, first, seen.clone(), part, at, query),
-                    4.. => self.some::<4>(head, first, seen.clone(), part, at, query),
-                    2.. => self.some::<2>(head, first, seen.clone(), part, at, query),
-                    _ => self.some::<1>(head, first, seen.clone(), part, at, query),
+                    8.. => self.some::<8>(head, first, seen.clone(), coarse, part, at, query),
+                    4.. => self.some::<4>(head, first, seen.clone(), coarse, part, at, query),
+                    2.. => self.some::<2>(head, first, seen.clone(), coarse, part, at, query),
+                    _ => self.some::<1>(head, first, seen.clone(), coarse, part, at, query),
                 };
             }
         }
     }
 
-    /// `N` queries from row `first` on over the keys `seen`; the results are number `at.0` and following of `at.1`.
+    /// `N` queries from row `first` on over the keys `seen`, of `coarse` if there is any; the results are number `at.0` and
+    /// following of `at.1`.
+    #[allow(clippy::too_many_arguments)] // Places of queries, keys and results.
     fn some<const N: usize>(
         &self,
         head: usize,
         first: usize,
         seen: Range<usize>,
+        coarse: Option<[Rounded<'_>; 2]>,
         part: &mut [f32],
         at: (usize, usize),
-        query: &mut Vec<f32>,
+        query: &mut Query,
     ) -> usize {
         let (dim, width, (index, queries)) = (self.dim, self.width, at);
         let scale = (dim as f32).powf(-0.5);
-        query.clear();
-        query.resize(N * width, 0.0);
-        for (padded, q) in query.chunks_exact_mut(width).zip(self.q[first * dim..].chunks_exact(dim)) {
+        let Query { padded, asked, factors } = query;
+        padded.clear();
+        padded.resize(N * width, 0.0);
+        for (padded, q) in padded.chunks_exact_mut(width).zip(self.q[first * dim..].chunks_exact(dim)) {
             for (padded, q) in padded.iter_mut().zip(q) {
                 *padded = q * scale;
             }
         }
-        let rows: [&[f32]; N] = std::array::from_fn(|n| &query[n * width..(n + 1) * width]);
+        let rows: [&[f32]; N] = std::array::from_fn(|n| &padded[n * width..(n + 1) * width]);
         let mut scores = [[0f32; BLOCK]; N];
-        compare(&rows, &self.keys, head, seen.clone(), &mut scores);
+        let (keys, values) = (self.keys.around(seen.start), self.values.around(seen.start));
+        match &coarse {
+            None => compare(&rows, &keys, head, seen.clone(), &mut scores),
+            Some([keys, _]) => {
+                asked.set(rows.into_iter(), dim);
+                integer::compare(asked, keys, head, seen.clone(), &mut scores);
+            }
+        }
         for (n, scores) in scores.iter_mut().enumerate() {
             let (most, sum) = soften(&mut scores[..seen.len()]);
             part[index + n] = most;
@@ -275,7 +331,10 @@ impl<T: Cached> Work<'_, T> {
         }
         let sums = &mut part[2 * queries + index * width..][..N * width];
         sums.fill(0.0);
-        collect(sums, width, &mut scores, &self.values, head, seen);
+        match &coarse {
+            None => collect(sums, width, &mut scores, &values, head, seen),
+            Some([_, values]) => integer::collect(sums, width, &scores, values, head, seen, factors),
+        }
         N
     }
 }

@@ -5,10 +5,16 @@ mod cache;
 mod cases;
 mod cpu;
 mod gpu;
+mod integer;
 mod kernels;
+mod rounded;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 pub(super) use cases::cases;
 pub use gpu::SPLIT;
+pub(super) use rounded::row_bytes;
+pub use rounded::{GROUP, NEWEST, rounded_until};
 
 use super::run::CacheFormat;
 use crate::device::{Effect, Region};
@@ -26,6 +32,16 @@ pub struct Heads {
     /// Positions the cache has room for.
     pub context: usize,
     pub format: CacheFormat,
+    /// The newest positions are kept so as well; if, and only if, the cache has fewer than 16 bits.
+    pub newest: Option<Newest>,
+}
+
+/// A ring: position `p` is row `p % room`. The keys and values of `room` positions are looked at before any of them is needed
+/// again if `room` is at least `2 * NEWEST` more than the rows written at once.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Newest {
+    pub room: usize,
+    pub format: CacheFormat,
 }
 
 impl Heads {
@@ -37,6 +53,11 @@ impl Heads {
     pub fn cache_bytes(&self) -> usize {
         self.kv_heads * self.context * self.format.row_bytes(self.dim)
     }
+
+    /// Bytes of the newest keys (or values).
+    pub fn newest_bytes(&self) -> usize {
+        self.newest.map_or(0, |newest| self.kv_heads * newest.room * newest.format.row_bytes(self.dim))
+    }
 }
 
 /// The cache `[kv_heads, context, row]`.
@@ -44,6 +65,8 @@ impl Heads {
 pub struct Cache {
     pub keys: Region,
     pub values: Region,
+    /// Keys and values of the newest positions, `[kv_heads, room, row]`; empty if the cache has 16 bits or more.
+    pub newest: [Region; 2],
 }
 
 /// Weights of the query and key norms `[dim]`, and the rotation of each row `[tokens, rotary / 2, (cos, sin)]`.
@@ -95,6 +118,7 @@ impl CacheWrite<'_> {
         see(self.q.floats(tokens * shape.heads * shape.dim), Effect::Write);
         see(self.cache.keys, Effect::Update);
         see(self.cache.values, Effect::Update);
+        self.cache.newest.iter().for_each(|newest| see(*newest, Effect::Update));
     }
 }
 
@@ -106,6 +130,7 @@ impl Attend<'_> {
         see(self.proj.floats(tokens * shape.width()), Effect::Read);
         see(self.cache.keys, Effect::Read);
         see(self.cache.values, Effect::Read);
+        self.cache.newest.iter().for_each(|newest| see(*newest, Effect::Read));
         see(self.partials, Effect::Write);
         see(self.y.floats(queries), Effect::Write);
     }

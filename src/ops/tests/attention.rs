@@ -29,7 +29,7 @@ impl Filled {
         shape.context = count + 3;
         let proj = lab.random(random, count * shape.width());
         let cache = [0, 1].map(|_| lab.cpu_room(shape.cache_bytes()));
-        let cache = Cache { keys: cache[0], values: cache[1] };
+        let cache = Cache { keys: cache[0], values: cache[1], newest: Default::default() };
         let q = lab.room(count * shape.heads * shape.dim);
         let ones = lab.floats(&vec![1.0; shape.dim]);
         let turn = lab.room(count * shape.rotary);
@@ -100,7 +100,7 @@ const SHAPES: [(usize, usize, usize, usize); 7] = [
 
 fn shapes(format: CacheFormat) -> impl Iterator<Item = (Heads, usize)> {
     SHAPES.into_iter().map(move |(heads, kv_heads, dim, count)| {
-        (Heads { heads, kv_heads, dim, rotary: 0, eps: 1e-6, context: 0, format }, count)
+        (Heads { heads, kv_heads, dim, rotary: 0, eps: 1e-6, context: 0, format, newest: None }, count)
     })
 }
 
@@ -156,7 +156,7 @@ fn a_cached_row_is_its_values() {
     let mut plain: Vec<f32> = Vec::new();
     for format in FORMATS {
         let (mut random, mut lab) = (Random(23), Lab::new());
-        let shape = Heads { heads: 2, kv_heads: 2, dim: 64, rotary: 16, eps: 1e-6, context: 20, format };
+        let shape = Heads { heads: 2, kv_heads: 2, dim: 64, rotary: 16, eps: 1e-6, context: 20, format, newest: None };
         let filled = Filled::random(&mut lab, &mut random, shape, 12);
         // A query of zeros sees the mean of all values.
         let (width, zeros) = (2 * 64, lab.room(2 * 64));
@@ -179,7 +179,7 @@ fn a_cached_row_is_its_values() {
 fn what_surrounds_attention_has_the_same_bytes_everywhere() {
     let (mut random, mut lab) = (Random(24), Lab::new());
     let format = CacheFormat::I16;
-    let shape = Heads { heads: 3, kv_heads: 3, dim: 40, rotary: 16, eps: 1e-6, context: 0, format };
+    let shape = Heads { heads: 3, kv_heads: 3, dim: 40, rotary: 16, eps: 1e-6, context: 0, format, newest: None };
     let filled = Filled::random(&mut lab, &mut random, shape, 12);
     let norms = [lab.random(&mut random, 40), lab.random(&mut random, 40)];
     let turn = lab.random(&mut random, 5 * 16);

@@ -12,6 +12,7 @@ use crate::device::{Compute, DeviceError, Math, Region};
 
 mod attention;
 mod delta;
+mod kv_bits;
 
 const AFFINE: Codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 

@@ -1,0 +1,178 @@
+//! Attention over rows of 8 or 4 bits, in integers: a query is rounded to 16 bits, so are the weights of a block's values, and
+//! what is summed within a group is exact. What follows is f32 in one order, so every processor gives the same bytes. This is
+//! the plain form; AVX-512 has its own ([`super::vnni`]).
+
+use super::{
+    cpu::BLOCK,
+    rounded::{GROUP, Rounded, read},
+};
+use crate::ops::{
+    quant,
+    simd::{Isa, wide},
+};
+use std::ops::Range;
+
+/// Most values of a head.
+pub(super) const MOST: usize = 1024;
+/// A row as two signed bytes a value.
+const FORMAT: quant::Format = quant::Format { group: 1, order: quant::Order::Natural, levels: 32_639 };
+/// The largest integer that stands for a weight: 256 of them times 127 are within an i32.
+pub(super) const WEIGHTS: f32 = 65_535.0;
+const ROUND: f32 = 12_582_912.0;
+
+/// Some queries in integers, `[N, dim]`, and their scales.
+#[derive(Default)]
+pub(super) struct Asked {
+    pub integers: Vec<i16>,
+    pub scales: Vec<f32>,
+    pub dim: usize,
+}
+
+impl Asked {
+    /// `queries` are rows of `dim` values.
+    pub fn set<'a>(&mut self, queries: impl Iterator<Item = &'a [f32]>, dim: usize) {
+        self.dim = dim;
+        self.integers.clear();
+        self.scales.clear();
+        let mut wide = [0i32; MOST];
+        let wide = &mut wide[..dim.min(MOST)];
+        for query in queries {
+            let (scale, _) = quant::quantise(&query[..dim], wide, FORMAT);
+            self.scales.push(scale);
+            self.integers.extend(wide.iter().map(|integer| *integer as i16));
+        }
+    }
+}
+
+/// `scores[n][i] = q[n] . key[seen.start + i]`. Of `seen` both ends are multiples of 16.
+pub(super) fn compare<const N: usize>(
+    asked: &Asked,
+    keys: &Rounded<'_>,
+    head: usize,
+    seen: Range<usize>,
+    scores: &mut [[f32; BLOCK]; N],
+) {
+    let rows = keys.rows(head, seen.start, seen.len());
+    match Isa::best() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the processor has AVX-512 with VNNI, and `rows` are whole rows, a multiple of 16.
+        Isa::Avx512 if seen.len().is_multiple_of(16) => unsafe { super::vnni::compare(asked, keys, rows, scores) },
+        _ => plain_compare(asked, keys, rows, scores),
+    }
+}
+
+wide! {
+    fn plain_compare[const N: usize](asked: &Asked, keys: &Rounded<'_>, rows: &[u8], scores: &mut [[f32; BLOCK]; N]) {
+        let (mut integers, mut scales) = ([0i16; MOST], [0f32; MOST / GROUP]);
+        let (integers, scales) = (&mut integers[..keys.dim], &mut scales[..keys.dim / GROUP]);
+        for (index, row) in rows.chunks_exact(keys.row).enumerate() {
+            read(keys.bits, row, integers, scales);
+            for (n, scores) in scores.iter_mut().enumerate() {
+                let query = &asked.integers[n * keys.dim..][..keys.dim];
+                let mut sum = 0f32;
+                let groups = query.chunks_exact(GROUP).zip(integers.chunks_exact(GROUP));
+                for ((query, key), scale) in groups.zip(&*scales) {
+                    let dot: i32 = query.iter().zip(key).map(|(q, k)| i32::from(*q) * i32::from(*k)).sum();
+                    sum = (dot as f32).mul_add(*scale, sum);
+                }
+                scores[index] = sum * asked.scales[n];
+            }
+        }
+    }
+}
+
+/// The scales of a block's values, group by group, and what the weights are multiplied with to become integers.
+pub(super) struct Factors {
+    /// `[dim / GROUP][BLOCK]`: the scale by the group's largest, times [`WEIGHTS`].
+    pub each: Vec<[f32; BLOCK]>,
+    /// A group's largest scale by [`WEIGHTS`]: times which an integer sum is the result.
+    pub back: Vec<f32>,
+}
+
+impl Factors {
+    pub const fn new() -> Self {
+        Self { each: Vec::new(), back: Vec::new() }
+    }
+
+    /// Of a group whose scales are the first `count` of `each[group]`.
+    #[inline(always)]
+    pub fn finish(&mut self, group: usize, count: usize) {
+        let scales = &mut self.each[group][..count];
+        // They are not negative, and NaN is on top.
+        let most = f32::from_bits(scales.iter().fold(0, |most, scale| most.max(scale.to_bits())));
+        let factor = if most > 0.0 { WEIGHTS / most } else { 0.0 };
+        scales.iter_mut().for_each(|scale| *scale *= factor);
+        self.back[group] = most * (1.0 / WEIGHTS);
+    }
+}
+
+/// `sums[n] = sum over i of weights[n][i] * value[seen.start + i]`, `[N, width]`. Of `seen` both ends are multiples of 64.
+#[allow(clippy::too_many_arguments)] // The shape of a block.
+pub(super) fn collect<const N: usize>(
+    sums: &mut [f32],
+    width: usize,
+    weights: &[[f32; BLOCK]; N],
+    values: &Rounded<'_>,
+    head: usize,
+    seen: Range<usize>,
+    factors: &mut Factors,
+) {
+    let rows = values.rows(head, seen.start, seen.len());
+    let groups = values.dim / GROUP;
+    factors.each.resize(groups.max(factors.each.len()), [0.0; BLOCK]);
+    factors.back.resize(groups.max(factors.back.len()), 0.0);
+    match Isa::best() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the processor has AVX-512 with VNNI; `rows` are whole rows, a multiple of 64; `sums` has N rows.
+        Isa::Avx512 if seen.len().is_multiple_of(64) && values.dim.is_multiple_of(64) => unsafe {
+            super::vnni::collect(sums, width, weights, values, rows, factors);
+        },
+        _ => plain_collect(sums, width, weights, values, rows, factors),
+    }
+}
+
+wide! {
+    fn plain_collect[const N: usize](
+        sums: &mut [f32],
+        width: usize,
+        weights: &[[f32; BLOCK]; N],
+        values: &Rounded<'_>,
+        rows: &[u8],
+        factors: &mut Factors,
+    ) {
+        let (dim, count) = (values.dim, rows.len() / values.row);
+        let (mut integers, mut scales) = ([0i16; MOST], [0f32; MOST / GROUP]);
+        let (integers, scales) = (&mut integers[..dim], &mut scales[..dim / GROUP]);
+        for (index, row) in rows.chunks_exact(values.row).enumerate() {
+            read(values.bits, row, integers, scales);
+            for (group, scale) in scales.iter().enumerate() {
+                factors.each[group][index] = *scale;
+            }
+        }
+        for group in 0..dim / GROUP {
+            factors.finish(group, count);
+        }
+        for (n, weights) in weights.iter().enumerate() {
+            let mut total = [0i32; MOST];
+            for (index, row) in rows.chunks_exact(values.row).enumerate() {
+                let weight = weights[index];
+                if weight == 0.0 {
+                    continue;
+                }
+                read(values.bits, row, integers, scales);
+                for group in 0..dim / GROUP {
+                    let round = (weight * factors.each[group][index] + ROUND).to_bits();
+                    let weight = (round.wrapping_sub(ROUND.to_bits()) as i32).clamp(0, WEIGHTS as i32);
+                    let range = group * GROUP..(group + 1) * GROUP;
+                    for (total, value) in total[range.clone()].iter_mut().zip(&integers[range]) {
+                        *total = total.wrapping_add(weight * i32::from(*value));
+                    }
+                }
+            }
+            let sums = &mut sums[n * width..][..dim];
+            for (at, (sum, total)) in sums.iter_mut().zip(&total).enumerate() {
+                *sum = *total as f32 * factors.back[at / GROUP];
+            }
+        }
+    }
+}

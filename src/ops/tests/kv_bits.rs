@@ -1,0 +1,227 @@
+//! Attention over keys and values of 8 and 4 bits: against plain loops in f64 over what the rows are documented to be, and
+//! against itself with other batches, threads and processors.
+
+use super::{Lab, to_bits};
+use crate::{
+    device::{Math, Region},
+    ops::{
+        Attend, Cache, CacheFormat, CacheWrite, Heads, Newest, Run, Turn,
+        attend::{GROUP, NEWEST, rounded_until},
+        simd::{
+            Isa,
+            tests::{Random, with},
+        },
+    },
+};
+
+/// Query heads, key heads, D, positions.
+const SHAPES: [(usize, usize, usize, usize); 6] =
+    [(2, 2, 64, 70), (4, 2, 128, 300), (6, 2, 64, 705), (7, 1, 64, 400), (8, 1, 256, 1100), (15, 5, 64, 200)];
+
+/// A cache that was filled in chunks of at most [`CHUNK`] positions, with what was written.
+struct Filled {
+    shape: Heads,
+    cache: Cache,
+    proj: Region,
+    /// `[count, heads * dim]`.
+    q: Region,
+}
+
+const CHUNK: usize = 150;
+
+impl Filled {
+    fn new(lab: &mut Lab, random: &mut Random, shape: (usize, usize, usize, usize), format: CacheFormat) -> Self {
+        let (heads, kv_heads, dim, count) = shape;
+        let newest = Newest { room: (CHUNK + 2 * NEWEST).next_multiple_of(NEWEST), format: CacheFormat::I16 };
+        let newest = Some(newest).filter(|_| format != CacheFormat::I16);
+        let shape = Heads { heads, kv_heads, dim, rotary: 0, eps: 1e-6, context: count + 3, format, newest };
+        let proj = lab.random(random, count * shape.width());
+        let [keys, values] = [0, 1].map(|_| lab.cpu.allocate(shape.cache_bytes()).unwrap());
+        let ring =
+            |_| if newest.is_some() { lab.cpu.allocate(shape.newest_bytes()).unwrap() } else { Region::default() };
+        let cache = Cache { keys, values, newest: [0, 1].map(ring) };
+        let q = lab.room(count * heads * dim);
+        let ones = lab.floats(&vec![1.0; dim]);
+        let turn = Turn { q_norm: ones, k_norm: ones, turn: Region::default() };
+        let filled = Self { shape, cache, proj, q };
+        for start in (0..count).step_by(CHUNK) {
+            let tokens = CHUNK.min(count - start);
+            let proj = filled.proj.rows(start, tokens, shape.width());
+            let q = filled.q.rows(start, tokens, heads * dim);
+            lab.run(CacheWrite { shape: &filled.shape, start, tokens, proj, turn, q, cache });
+        }
+        filled
+    }
+
+    fn attend(&self, lab: &mut Lab, start: usize, tokens: usize) -> Vec<f32> {
+        let (shape, cache) = (&self.shape, self.cache);
+        let width = shape.heads * shape.dim;
+        let (q, proj) = (self.q.rows(start, tokens, width), self.proj.rows(start, tokens, shape.width()));
+        let y = lab.room(tokens * width);
+        lab.run(Attend { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
+        lab.read(y)
+    }
+
+    /// A row as it is documented, in f64.
+    fn rounded(&self, lab: &mut Lab, region: Region, head: usize, position: usize) -> Vec<f64> {
+        let Heads { dim, context, format, .. } = self.shape;
+        let row = format.row_bytes(dim);
+        let mut bytes = vec![0; row];
+        lab.cpu.read(region.part((head * context + position) * row, row), &mut bytes).unwrap();
+        let bits = if format == CacheFormat::Eight { 8 } else { 4 };
+        let scales = &bytes[dim * bits / 8..];
+        let value = |at: usize| {
+            let group = at / GROUP;
+            let scale = f32::from_bits(u32::from(scales[2 * group]) << 16 | u32::from(scales[2 * group + 1]) << 24);
+            let integer = if bits == 8 {
+                i32::from(bytes[at] as i8)
+            } else {
+                let byte = bytes[group * GROUP / 2 + at % 16];
+                2 * i32::from(if at % GROUP < 16 { byte & 15 } else { byte >> 4 }) - 15
+            };
+            f64::from(integer) * f64::from(scale)
+        };
+        (0..dim).map(value).collect()
+    }
+
+    /// Head `head` of the query at `position`, in f64.
+    fn expected(&self, lab: &mut Lab, head: usize, position: usize, plain: &[f32]) -> Vec<f64> {
+        let Heads { heads, kv_heads, dim, .. } = self.shape;
+        let (kv, width) = (head / (heads / kv_heads), self.shape.width());
+        let q = lab.read(self.q.rows(position, 1, heads * dim));
+        let q = &q[head * dim..][..dim];
+        let (mut scores, mut values) = (Vec::new(), Vec::new());
+        for at in 0..=position {
+            let row = &plain[at * width + 2 * heads * dim..];
+            let (key, value) = if at < rounded_until(position) {
+                (self.rounded(lab, self.cache.keys, kv, at), self.rounded(lab, self.cache.values, kv, at))
+            } else {
+                let key = &row[kv * dim..][..dim];
+                let mean = key.iter().map(|k| f64::from(k * k)).sum::<f64>() / dim as f64;
+                let key: Vec<f64> = key.iter().map(|k| f64::from(*k) / (mean + 1e-6).sqrt()).collect();
+                let value: Vec<f64> = row[(kv_heads + kv) * dim..][..dim].iter().map(|v| f64::from(*v)).collect();
+                (hadamard(&key), hadamard(&value))
+            };
+            scores.push(q.iter().zip(&key).map(|(q, k)| f64::from(*q) * k).sum::<f64>() / (dim as f64).sqrt());
+            values.push(value);
+        }
+        let most = scores.iter().copied().fold(f64::MIN, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        let sum = |d: usize| weights.iter().zip(&values).map(|(w, value)| w * value[d]).sum::<f64>() / total;
+        let turned = hadamard(&(0..dim).map(sum).collect::<Vec<f64>>());
+        let gate = &plain[position * width + head * 2 * dim + dim..][..dim];
+        turned.iter().zip(gate).map(|(y, gate)| y / (1.0 + (-f64::from(*gate)).exp())).collect()
+    }
+}
+
+/// Of a length that is a power of two, by its definition.
+fn hadamard(x: &[f64]) -> Vec<f64> {
+    let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
+    let row = |i: usize| x.iter().enumerate().map(|(j, x)| sign(i, j) * x).sum::<f64>() / (x.len() as f64).sqrt();
+    (0..x.len()).map(row).collect()
+}
+
+#[test]
+fn attention_is_right_over_few_bits() {
+    let (mut random, mut lab) = (Random(51), Lab::new());
+    for format in [CacheFormat::Eight, CacheFormat::Four] {
+        for shape in SHAPES {
+            let filled = Filled::new(&mut lab, &mut random, shape, format);
+            let (heads, count, width) = (shape.0, shape.3, shape.0 * shape.2);
+            let plain = lab.read(filled.proj);
+            for position in [0, 63, 64, 191, 192, count - 1].into_iter().filter(|position| *position < count) {
+                // The ring holds the newest only: an older query is asked while it was new.
+                if position + CHUNK < count {
+                    continue;
+                }
+                let got = filled.attend(&mut lab, position, 1);
+                for head in [0, heads - 1] {
+                    let expected = filled.expected(&mut lab, head, position, &plain);
+                    for (got, expected) in got[head * shape.2..].iter().zip(&expected) {
+                        assert!((f64::from(*got) - expected).abs() < 1e-4, "{got} {expected} {format:?} {shape:?}");
+                    }
+                }
+                assert_eq!(got.len(), width);
+            }
+        }
+    }
+}
+
+#[test]
+fn few_bits_cost_little() {
+    let (mut lab, shape) = (Lab::new(), (8, 1, 256, 900));
+    let of = |lab: &mut Lab, format| {
+        let filled = Filled::new(lab, &mut Random(52), shape, format);
+        filled.attend(lab, 890, 10)
+    };
+    let exact = of(&mut lab, CacheFormat::I16);
+    let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x * x)).sum::<f64>().sqrt();
+    let size = norm(&mut exact.iter().copied());
+    for (format, most) in [(CacheFormat::Eight, 0.01), (CacheFormat::Four, 0.15)] {
+        let few = of(&mut lab, format);
+        let off = norm(&mut few.iter().zip(&exact).map(|(a, b)| a - b)) / size;
+        assert!(off < most && off > 0.0, "{format:?}: {off}");
+    }
+}
+
+#[test]
+fn few_bits_do_not_see_batch_threads_or_processor() {
+    let (mut random, mut lab) = (Random(53), Lab::new());
+    for format in [CacheFormat::Eight, CacheFormat::Four] {
+        for shape in SHAPES {
+            let filled = Filled::new(&mut lab, &mut random, shape, format);
+            let (tokens, width) = (shape.3.min(CHUNK), shape.0 * shape.2);
+            let at = shape.3 - tokens;
+            let mut run = |threads: usize, from: usize, len: usize| {
+                to_bits(filled.attend(lab.with(threads, Math::Integer), at + from, len))
+            };
+            let expected = run(1, 0, tokens);
+            assert!(run(2, 0, tokens) == expected && run(5, 0, tokens) == expected);
+            for isa in Isa::all() {
+                assert!(with(isa, || run(1, 0, tokens)) == expected, "{isa:?} {format:?} {shape:?}");
+            }
+            for token in [0, tokens / 2, tokens - 1] {
+                let row = token * width..(token + 1) * width;
+                assert!(run(1, token, 1) == expected[row.clone()] && run(4, token, 1) == expected[row]);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_written_is_the_same_on_every_processor() {
+    for format in [CacheFormat::Eight, CacheFormat::Four] {
+        let bytes = |isa| {
+            with(isa, || {
+                let mut lab = Lab::new();
+                let filled = Filled::new(&mut lab, &mut Random(54), (4, 2, 128, 200), format);
+                let mut bytes = vec![0; filled.cache.keys.len + filled.cache.values.len];
+                let (keys, values) = bytes.split_at_mut(filled.cache.keys.len);
+                lab.cpu.read(filled.cache.keys, keys).unwrap();
+                lab.cpu.read(filled.cache.values, values).unwrap();
+                bytes
+            })
+        };
+        let expected = bytes(Isa::Scalar);
+        assert!(Isa::all().into_iter().all(|isa| bytes(isa) == expected));
+    }
+}
+
+#[test]
+fn heads_that_cannot_be_cut_and_rings_that_are_too_short_are_refused() {
+    let (mut random, mut lab) = (Random(55), Lab::new());
+    let mut filled = Filled::new(&mut lab, &mut random, (2, 2, 64, 70), CacheFormat::Eight);
+    let op = |filled: &Filled| {
+        let Filled { shape, cache, proj, q } = *filled;
+        (shape, cache, proj.rows(0, 64, shape.width()), q)
+    };
+    let ring = filled.shape.newest;
+    filled.shape.newest = ring.map(|ring| Newest { room: 128, ..ring });
+    let (shape, cache, proj, q) = op(&filled);
+    let (partials, y) = (Region::default(), lab.room(64 * 128));
+    assert!(lab.fails(Attend { shape: &shape, start: 0, tokens: 64, q, cache, proj, partials, y }));
+    filled.shape = Heads { newest: ring, dim: 40, ..filled.shape };
+    let (shape, cache, ..) = op(&filled);
+    assert!(lab.fails(Attend { shape: &shape, start: 0, tokens: 1, q, cache, proj, partials, y }));
+}

@@ -1,0 +1,157 @@
+//! Keys and values in 8 and 4 bits: against the reference in plain tensors, against 16 bits, and against themselves in other
+//! chunks.
+
+mod common;
+
+use candle_core::{DType, Device};
+use common::{
+    decode, distance,
+    fixtures::{self, DEMO},
+    load_with, prefill,
+};
+use moestro::{
+    device::Math,
+    model::{Model, Options, Qwen, Reference, Rows, snapshot::PAGE},
+    ops::KvBits,
+};
+use std::path::Path;
+
+const FEW: [(KvBits, u32); 2] = [(KvBits::Eight, 8), (KvBits::Four, 4)];
+
+fn demo(kv_bits: KvBits, math: Math) -> Qwen {
+    load_with(Path::new(DEMO), Options { math, threads: Some(2), kv_bits, ..Options::default() })
+}
+
+/// Questions and answers that the demo was made for, one behind the other.
+fn text(count: usize) -> Vec<u32> {
+    let (cases, _) = fixtures::demo();
+    let all = cases.iter().cycle().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat());
+    all.take(count).collect()
+}
+
+fn log_probability(row: &[f32], id: u32) -> f64 {
+    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total: f64 = row.iter().map(|x| f64::from(x - most).exp()).sum();
+    f64::from(row[id as usize] - most) - total.ln()
+}
+
+#[test]
+fn the_pass_is_the_reference() {
+    let ids = text(400);
+    let compute = |bits: Option<u32>| {
+        let reference = Reference::open(Path::new(DEMO), Device::Cpu, DType::F64).unwrap();
+        let reference = if let Some(bits) = bits { reference.with_kv_bits(bits) } else { reference };
+        let logits = reference.forward(&ids).unwrap().logits.flatten_all().unwrap();
+        logits.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
+    };
+    let exact = compute(None);
+    for (kv_bits, bits) in FEW {
+        let expected = compute(Some(bits));
+        let effect = distance(&expected, &exact);
+        for math in [Math::F32, Math::Integer] {
+            let (found, ..) = prefill(&demo(kv_bits, math), &ids, 96);
+            let rms = |a: &[f32], b: &[f32]| {
+                let sum: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+                (sum / a.len() as f64).sqrt()
+            };
+            let (off, mean) = (distance(&found.data, &expected), rms(&found.data, &expected));
+            let all = rms(&expected, &exact);
+            println!(
+                "{bits} bits, {math:?}: off by {off:.1e}, {mean:.1e}; what rounding does: {effect:.1e}, {all:.1e}"
+            );
+            // A value that lies between two integers may be rounded to the other one where f32 is not f64.
+            assert!(mean < all / 8.0, "{bits} bits, {math:?}: {mean} of {all}");
+        }
+    }
+}
+
+#[test]
+fn eight_bits_answer_as_sixteen() {
+    let (cases, _) = fixtures::demo();
+    let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, Math::Integer));
+    let mut worst = [0f64; 2];
+    let (mut sum, mut count) = (0.0, 0);
+    // The questions alone, and behind so much other text that most of what is seen is rounded.
+    for (place, before) in [0, 500].into_iter().enumerate() {
+        for case in &cases {
+            let ids = [&text(before)[..], &case.prompt_ids, &case.greedy_ids].concat();
+            let rows = models.each_mut().map(|model| prefill(model, &ids, 512).0);
+            for (at, next) in ids.iter().enumerate().skip(before.max(1)) {
+                let [a, b] = rows.each_ref().map(|rows| log_probability(rows.row(at - 1), *next));
+                worst[place] = worst[place].max((a - b).abs());
+                (sum, count) = (sum + if place == 1 { (a - b).abs() } else { 0.0 }, count + place);
+            }
+            let prompt = &ids[..ids.len() - case.greedy_ids.len()];
+            let [exact, few] = models.each_mut().map(|model| {
+                let (logits, mut state, _) = prefill(model, prompt, 512);
+                let last = logits.row(logits.rows() - 1).to_vec();
+                decode(model, &mut state, &last, case.greedy_ids.len()).0
+            });
+            // Behind unrelated text the demo is unsure of itself, and the likeliest tokens are close to each other.
+            assert!(before > 0 || exact == few, "{}", case.question);
+        }
+    }
+    let mean = sum / count as f64;
+    println!(
+        "8 bits: log-probabilities within {:.2e}; behind 500 tokens within {:.2e}, mean {mean:.2e}",
+        worst[0], worst[1]
+    );
+    assert!(worst[0] <= BOUND && mean <= BOUND, "{worst:?} {mean}");
+}
+
+/// The largest difference of a log-probability that 8 bits may make.
+const BOUND: f64 = 2e-3;
+
+#[test]
+fn four_bits_cost_less_than_a_hundredth_of_perplexity() {
+    let ids = text(4000);
+    let mut options = Options { threads: Some(2), ..Options::default() };
+    options.wishes.context = Some(4096);
+    let nats = [KvBits::Sixteen, KvBits::Four].map(|kv_bits| {
+        let model = load_with(Path::new(DEMO), Options { kv_bits, ..options.clone() });
+        let (logits, ..) = prefill(&model, &ids, 512);
+        let each = ids[1..].iter().enumerate().map(|(at, next)| -log_probability(logits.row(at), *next));
+        each.sum::<f64>() / (ids.len() - 1) as f64
+    });
+    let ratio = (nats[1] - nats[0]).exp();
+    println!("4 bits: perplexity {:.4} of {:.4}, {ratio:.5}", nats[1].exp(), nats[0].exp());
+    assert!((ratio - 1.0).abs() <= 0.01, "{ratio}");
+}
+
+#[test]
+fn chunks_threads_and_verifies_cannot_be_seen() {
+    let ids: Vec<u32> = (0..PAGE as u32 + 150).map(|n| n * 37 % 2000 + 5).collect();
+    for (kv_bits, _) in FEW {
+        let (expected, ..) = prefill(&demo(kv_bits, Math::Integer), &ids, 400);
+        for (chunk, threads) in [(1, 2), (63, 1), (130, 3)] {
+            let model = load_with(Path::new(DEMO), Options { threads: Some(threads), kv_bits, ..Options::default() });
+            let (logits, ..) = prefill(&model, &ids, chunk);
+            assert!(logits.data == expected.data, "{kv_bits:?}: chunks of {chunk} on {threads} threads");
+        }
+        // Rows that are verified and taken back, over every border of the newest.
+        let mut model = demo(kv_bits, Math::Integer);
+        let mut state = model.start().unwrap();
+        let mut at = 0;
+        while at + 7 <= ids.len() {
+            let rows = model.verify(&mut state, &[&ids[at..at + 3], &[9, 8, 7, 6]].concat()).unwrap();
+            for row in 0..3 {
+                assert!(rows.row(row) == expected.row(at + row), "{kv_bits:?}: row {}", at + row);
+            }
+            model.take_back(&mut state, 4).unwrap();
+            at += 3;
+        }
+        let rest = model.forward(&mut state, &ids[at..], Rows::All).unwrap();
+        assert!(rest.data == expected.data[at * expected.vocab..]);
+    }
+}
+
+#[test]
+fn a_token_takes_half_and_a_quarter() {
+    // Of heads of 256 values, as all models have them that this is for.
+    use moestro::ops::CacheFormat::{Eight, Four, I16};
+    let of = |format: moestro::ops::CacheFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;
+    assert!(of(Eight) <= 0.53 && of(Four) <= 0.28, "{} {}", of(Eight), of(Four));
+    let [sixteen, eight, four] =
+        [KvBits::Sixteen, KvBits::Eight, KvBits::Four].map(|bits| demo(bits, Math::Integer).shape().kv_per_token);
+    assert!(eight * 100 <= sixteen * 53 && four * 100 <= sixteen * 28, "{sixteen} {eight} {four}");
+}
