@@ -1,11 +1,13 @@
 //! The command line: every subcommand and flag, and nothing of what they mean (`config` says that). Each flag has an
 //! environment variable, `MOESTRO_` and its name; what is typed wins.
 
+mod drafts;
 pub mod values;
 
 use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
+pub use drafts::Drafts;
 use std::path::PathBuf;
-use values::{Device, Draft, ExpertIo, KvBits, LogFormat, OnOff, Speculation, Switch};
+use values::{Device, ExpertIo, KvBits, LogFormat, OnOff, Switch};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 120, args_override_self = true)]
@@ -223,21 +225,6 @@ pub struct Load {
     pub prefill_chunk: Option<usize>,
 }
 
-/// Several tokens at once, where that is faster.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Speculation (the answer is the same with and without)")]
-pub struct Drafts {
-    /// Source of drafts
-    #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "lookup|off", default_value = "lookup", value_parser = values::draft)]
-    pub draft_model: Draft,
-    /// Tokens that are drafted at a time at most
-    #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]
-    pub num_draft_tokens: usize,
-    /// Use drafts: auto does as long as they save time
-    #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
-    pub speculation: Speculation,
-}
-
 /// Sampling where a request says nothing; without a flag, the model's generation_config.json.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sampling defaults (else the model's own)")]
@@ -274,6 +261,8 @@ pub struct Info {
     pub load: Load,
     #[command(flatten)]
     pub cache: PromptCache,
+    #[command(flatten)]
+    pub drafts: Drafts,
 }
 
 /// Prefill, decode, hits, stall, disk.

@@ -71,8 +71,8 @@ pub struct Load {
     pub serving: bool,
     /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
     pub prompt_cache: Option<u64>,
-    /// Drafts are verified, which takes memory to take rows back.
-    pub verify: bool,
+    /// Drafts, which take memory to take rows back with; `None` for a command that has no use for them.
+    pub drafts: Option<Drafts>,
 }
 
 impl Load {
@@ -94,7 +94,7 @@ impl Load {
             kv_bits: typed.kv_bits,
             serving: false,
             prompt_cache: Some(0),
-            verify: false,
+            drafts: None,
         })
     }
 
@@ -135,7 +135,6 @@ pub struct Serve {
     pub prompt_cache_dir: PromptDir,
     pub prompt_cache_disk: u64,
     pub load: Load,
-    pub drafts: Drafts,
     pub generation: Generation,
     /// The model reasons, where a request does not say.
     pub thinking: Option<bool>,
@@ -162,10 +161,9 @@ impl Serve {
             prompt_cache_disk: typed.prompt_cache_disk,
             load: Load {
                 prompt_cache: typed.cache.prompt_cache,
-                verify: Drafts::new(&typed.drafts).are_used(),
+                drafts: Some(Drafts::new(typed.drafts)),
                 ..Load::new(typed.load)?.serving()
             },
-            drafts: Drafts::new(&typed.drafts),
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),
         })
@@ -184,7 +182,7 @@ fn key(path: &Path) -> Result<String, String> {
 }
 
 /// The settings of speculation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drafts {
     pub draft: Draft,
     /// Tokens drafted at a time at most.
@@ -193,11 +191,11 @@ pub struct Drafts {
 }
 
 impl Drafts {
-    fn new(typed: &cli::Drafts) -> Self {
+    pub fn new(typed: cli::Drafts) -> Self {
         Self { draft: typed.draft_model, tokens: typed.num_draft_tokens, speculation: typed.speculation }
     }
 
-    fn are_used(&self) -> bool {
+    pub fn are_used(&self) -> bool {
         self.draft != Draft::Off && self.speculation != Speculation::Off
     }
 }
@@ -210,7 +208,6 @@ pub struct Generate {
     pub max_tokens: Option<usize>,
     pub seed: Option<u64>,
     pub load: Load,
-    pub drafts: Drafts,
     pub generation: Generation,
     pub thinking: Option<bool>,
 }
@@ -222,8 +219,7 @@ impl Generate {
             prompt: typed.prompt,
             max_tokens: typed.max_tokens,
             seed: typed.seed,
-            load: Load { verify: Drafts::new(&typed.drafts).are_used(), ..Load::new(typed.load)? },
-            drafts: Drafts::new(&typed.drafts),
+            load: Load { drafts: Some(Drafts::new(typed.drafts)), ..Load::new(typed.load)? },
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),
         })

@@ -62,7 +62,7 @@ pub fn unpack() -> Result<PathBuf, StoreError> {
 /// Unpacks into a directory named after the contents, so that two versions of the program do not undo each other's work.
 /// Files appear whole or not at all, and only ever replace a damaged one: any number of processes may do this at once.
 fn unpack_into(cache: &Path) -> Result<PathBuf, StoreError> {
-    let version = hex(&Sha256::digest(SUMS));
+    let version = hex::encode(Sha256::digest(SUMS));
     let dir = cache.join(&version[..16]).join(NAME);
     for (name, bytes) in FILES {
         let path = dir.join(name);
@@ -84,16 +84,12 @@ fn is_whole(path: &Path, sum: &str) -> bool {
         let (mut file, mut hasher, mut block) = (File::open(path)?, Sha256::new(), [0; 1 << 16]);
         loop {
             match file.read(&mut block)? {
-                0 => return Ok(hex(&hasher.finalize())),
+                0 => return Ok(hex::encode(hasher.finalize())),
                 read => hasher.update(&block[..read]),
             }
         }
     };
     hash().is_ok_and(|found| found == sum)
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]
@@ -112,7 +108,7 @@ mod tests {
     fn the_sums_are_those_of_the_files() {
         assert_eq!(SUMS.lines().count(), FILES.len());
         for (name, bytes) in FILES {
-            assert_eq!(hex(&Sha256::digest(bytes)), sum(name), "{name}");
+            assert_eq!(hex::encode(Sha256::digest(bytes)), sum(name), "{name}");
         }
     }
 

@@ -120,6 +120,7 @@ pub struct Metrics {
     pub memory_kv: IntGauge,
     pub memory_state: IntGauge,
     pub memory_workspace: IntGauge,
+    pub memory_draft: IntGauge,
     /// Memory that requests hold now, of that which the plan sets aside for them.
     pub memory_requests: IntGauge,
     pub memory_prompt_cache: IntGauge,
@@ -326,6 +327,7 @@ impl Metrics {
             memory_kv: memory.with_label_values(&["kv"]),
             memory_state: memory.with_label_values(&["state"]),
             memory_workspace: memory.with_label_values(&["workspace"]),
+            memory_draft: memory.with_label_values(&["draft"]),
             memory_requests: memory.with_label_values(&["requests"]),
             memory_prompt_cache: memory.with_label_values(&["prompt_cache"]),
             memory_limit_bytes: gauge(r, "moestro_memory_limit_bytes", "The memory plan's limit"),

@@ -3,7 +3,7 @@
 //! A pure function from a model's [`Shape`], the machine's [`Limits`] and the user's [`Wishes`] to a [`Plan`]:
 //!
 //! ```text
-//! limit = process + trunk + state + KV(context) + workspace(chunk) + requests + prompt cache + slots
+//! limit = process + trunk + state + KV(context) + workspace(chunk) + draft(context, chunk) + requests + prompt cache + slots
 //! ```
 //!
 //! Defaults: the context starts at 4096 tokens, the prefill chunk at 256 rows, the slots at one token's working set
@@ -61,6 +61,18 @@ pub struct Shape {
     pub workspace_fixed: u64,
     /// The longest context the model was made for (tokens).
     pub context: usize,
+    pub draft: DraftShape,
+}
+
+/// A draft's demands on memory beside the model's, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct DraftShape {
+    /// Its weights, and whatever else does not grow.
+    pub fixed: u64,
+    /// What it keeps of one token of the context.
+    pub per_token: u64,
+    /// Hidden rows of one row of a prefill chunk.
+    pub per_row: u64,
 }
 
 impl Shape {
@@ -162,6 +174,8 @@ pub struct Plan {
     pub kv: u64,
     pub state: u64,
     pub workspace: u64,
+    /// The draft: its weights, its context, the hidden rows that it follows.
+    pub draft: u64,
     /// Bodies of requests, and what becomes of them up to their tokens (servers only).
     pub requests: u64,
     pub prompt_cache: u64,
@@ -186,6 +200,7 @@ impl Plan {
             + self.kv
             + self.state
             + self.workspace
+            + self.draft
             + self.requests
             + self.prompt_cache
             + self.experts
@@ -198,14 +213,16 @@ impl Plan {
     pub fn new(shape: &Shape, limits: &Limits, wishes: &Wishes) -> Result<Self, ModelError> {
         let (limit, limit_from) = limits.choose(wishes.limit);
         let all = shape.total_experts();
-        let kv = Range::new(wishes.context, CONTEXT, shape.context as u64, shape.kv_per_token);
-        let rows = Range::new(wishes.chunk, CHUNK, shape.context as u64, shape.workspace_per_row);
+        let DraftShape { fixed: draft, per_token, per_row } = shape.draft;
+        let each = [shape.kv_per_token.saturating_add(per_token), shape.workspace_per_row.saturating_add(per_row)];
+        let kv = Range::new(wishes.context, CONTEXT, shape.context as u64, each[0]);
+        let rows = Range::new(wishes.chunk, CHUNK, shape.context as u64, each[1]);
         let prompt_cache = wishes.prompt_cache.unwrap_or(0);
         let requests = if wishes.serving { (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) } else { 0 };
         let slots = if wishes.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
         // Nothing of a plan is beyond counting, once its least sum is not beyond the limit.
-        let fixed = [limits.process, shape.trunk, shape.state, shape.workspace_fixed, requests, prompt_cache];
+        let fixed = [limits.process, shape.trunk, shape.state, shape.workspace_fixed, draft, requests, prompt_cache];
         let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
         let least = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
         let Some(spare) = limit.checked_sub(least) else {
@@ -232,9 +249,10 @@ impl Plan {
             limit_from,
             process: limits.process,
             trunk: shape.trunk,
-            kv: kv.bytes(context),
+            kv: context * shape.kv_per_token,
             state: shape.state,
-            workspace: shape.workspace_fixed + rows.bytes(chunk),
+            workspace: shape.workspace_fixed + chunk * shape.workspace_per_row,
+            draft: draft + context * per_token + chunk * per_row,
             requests,
             prompt_cache: prompt_cache + cache_share,
             experts: slots * shape.slot,
@@ -330,6 +348,9 @@ impl fmt::Display for Refused<'_> {
         write!(f, " + state {}", Size(shape.state))?;
         let workspace = shape.workspace_fixed.saturating_add(self.rows.bytes(self.rows.floor));
         write!(f, " + workspace for chunks of {} tokens {}", self.rows.floor, Size(workspace))?;
+        if shape.draft.fixed > 0 {
+            write!(f, " + the draft model {}", Size(shape.draft.fixed))?;
+        }
         if self.requests > 0 {
             write!(f, " + requests {}", Size(self.requests))?;
         }

@@ -179,7 +179,7 @@ impl Download<'_> {
 
     /// A file's name among the blobs: the hub's hash, else one of its revision and name.
     fn blob(&self, file: &Listed) -> String {
-        let made_up = || hex(&Sha256::digest(format!("{}/{}", self.commit, file.name)));
+        let made_up = || hex::encode(Sha256::digest(format!("{}/{}", self.commit, file.name)));
         file.hash().map_or_else(made_up, str::to_owned)
     }
 
@@ -293,11 +293,7 @@ fn sha256(path: &Path) -> io::Result<String> {
             read => hash.update(&block[..read]),
         }
     }
-    Ok(hex(&hash.finalize()))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    Ok(hex::encode(hash.finalize()))
 }
 
 /// True if a snapshot has every file that its own index asks for.

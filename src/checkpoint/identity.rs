@@ -32,11 +32,7 @@ fn name(stamps: &[Stamp]) -> String {
     for stamp in stamps {
         hash.update(format!("{stamp:?}\n"));
     }
-    hex(&hash.finalize()[..16])
-}
-
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    hex::encode(&hash.finalize()[..16])
 }
 
 #[cfg(test)]

@@ -79,6 +79,11 @@ impl Checkpoint {
         Some(entry)
     }
 
+    /// Whether there is such a tensor; it is not claimed.
+    pub fn has(&self, name: &str) -> bool {
+        self.names.contains_key(name)
+    }
+
     /// A tensor that must be there.
     pub fn get(&self, name: &str) -> Result<&Entry, ModelError> {
         let missing = || StoreError::Missing { name: name.into(), dir: self.index.dir.clone() };
@@ -276,10 +281,21 @@ impl<'a> Trunk<'a> {
 
     /// The matrix at `path`, `[rows, cols]`.
     pub fn weight(&mut self, path: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
-        let Layout { codes, entries, .. } = self.from.layout(path, &[], rows, cols)?;
+        let layout = self.from.layout(path, &[], rows, cols)?;
+        self.take(path, &layout)
+    }
+
+    /// The unquantised matrix that is called `name`, without `.weight`, `[rows, cols]`.
+    pub fn dense(&mut self, name: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
+        let layout = self.from.dense(name, &[rows, cols])?;
+        self.take(name, &layout)
+    }
+
+    fn take(&mut self, path: &str, layout: &Layout) -> Result<Weight, ModelError> {
+        let &Layout { codes, rows, cols, ref entries } = layout;
         let gain = self.from.gains(path, 1)?.first().copied().unwrap_or(1.0);
         let mut parts = [Region::default(); 3];
-        for (part, entry) in parts.iter_mut().zip(&entries) {
+        for (part, entry) in parts.iter_mut().zip(entries) {
             *part = self.part(entry.as_ref())?;
         }
         Ok(Weight { codes, rows, cols, gain, parts })

@@ -39,10 +39,12 @@ pub enum LogFormat {
 }
 
 /// The source of drafts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Draft {
     Lookup,
     Off,
+    /// A directory or a hub id.
+    Model(String),
 }
 
 /// The use of drafts.
@@ -104,14 +106,14 @@ pub fn size(text: &str) -> Result<u64, String> {
     if bytes < 1.0 || bytes >= u64::MAX as f64 { Err(wrong()) } else { Ok(bytes as u64) }
 }
 
-/// Drafts that there are.
+/// Where drafts come from. A directory of one of the names is written with a slash.
 pub fn draft(text: &str) -> Result<Draft, String> {
     match text {
         "lookup" => Ok(Draft::Lookup),
         "off" => Ok(Draft::Off),
-        _ => {
-            Err("there are lookup and off so far; a draft model, an MTP head or self-drafting are not there yet".into())
-        }
+        "mtp" | "self" => Err("an MTP head and self-drafting are not there yet".into()),
+        "" => Err("it is empty".into()),
+        _ => Ok(Draft::Model(text.into())),
     }
 }
 

@@ -29,8 +29,8 @@ pub fn run(config: Generate) -> Result<(), CommandError> {
         usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.vocab()),
         ..Options::default()
     };
-    let options = super::speculation(config.drafts, options);
-    let (engine, worker) = engine::spawn(loaded.model, options, metrics)
+    let options = super::speculation(config.load.drafts.as_ref(), options);
+    let (engine, worker) = engine::spawn_with(loaded.model, loaded.draft, options, metrics)
         .map_err(|source| CommandError::Io { what: "starting the engine's thread".into(), source })?;
     let mut events = engine.submit(Request {
         ids,

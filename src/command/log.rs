@@ -28,7 +28,7 @@ pub fn init(command: &Command) -> Result<(), CommandError> {
         Some(dir) => {
             let files = RollingFileAppender::builder().rotation(Rotation::DAILY).max_log_files(DAYS);
             let files = files.filename_prefix("moestro.log").build(dir);
-            BoxMakeWriter::new(files.map_err(|error| CommandError::Service(format!("--log-dir: {error}")))?)
+            BoxMakeWriter::new(files.map_err(|error| CommandError::Usage(format!("--log-dir: {error}")))?)
         }
     };
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colours).with_writer(writer);

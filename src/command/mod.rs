@@ -2,6 +2,7 @@
 //! parts.
 
 pub mod device;
+pub mod drafts;
 pub mod effective;
 pub mod generate;
 pub mod log;
@@ -17,7 +18,7 @@ use crate::{
     config::{self, Drafts, ExpertIo, Generation, Load, Source, Switch},
     demo,
     engine::{self, Sampling},
-    error::{CommandError, ModelError, StoreError},
+    error::{CommandError, StoreError},
     experts,
     metrics::Metrics,
     model::{self, Qwen, config::FfnShape, qwen::StoreOptions},
@@ -143,12 +144,13 @@ impl Checkpoint {
 }
 
 /// The flags of speculation as the engine's options.
-pub fn speculation(drafts: Drafts, options: engine::Options) -> engine::Options {
+pub fn speculation(drafts: Option<&Drafts>, options: engine::Options) -> engine::Options {
+    let Some(drafts) = drafts.filter(|drafts| drafts.are_used()) else { return options };
     engine::Options {
-        speculate: match (drafts.draft, drafts.speculation) {
-            (config::Draft::Off, _) | (_, config::Speculation::Off) => engine::Speculate::Off,
-            (_, config::Speculation::Auto) => engine::Speculate::Auto,
-            (_, config::Speculation::Force) => engine::Speculate::Force,
+        speculate: match drafts.speculation {
+            config::Speculation::Off => engine::Speculate::Off,
+            config::Speculation::Auto => engine::Speculate::Auto,
+            config::Speculation::Force => engine::Speculate::Force,
         },
         draft_tokens: drafts.tokens,
         ..options
@@ -158,6 +160,8 @@ pub fn speculation(drafts: Drafts, options: engine::Options) -> engine::Options 
 /// A model in memory, and its description.
 pub struct Loaded {
     pub model: Qwen,
+    /// Its draft; prompt lookup, if none was named.
+    pub draft: Box<dyn engine::Draft<Qwen>>,
     /// The name of its device: `cpu` or `metal`.
     pub device: &'static str,
     /// Experts that each token visits; `None` for a dense model.
@@ -192,7 +196,7 @@ pub fn options(load: &Load) -> model::Options {
         },
         experts_per_token: load.experts_per_token,
         experts_at_most: load.experts_at_most,
-        verify: load.verify,
+        verify: load.drafts.as_ref().is_some_and(Drafts::are_used),
         kv_bits: kv_bits(load.kv_bits),
         store: StoreOptions {
             slots: None,
@@ -220,15 +224,17 @@ pub fn load_model(
     load: &Load,
     chosen: Chosen,
     metrics: &Arc<Metrics>,
-) -> Result<Loaded, ModelError> {
+) -> Result<Loaded, CommandError> {
+    let found = drafts::Found::new(load.drafts.as_ref(), &checkpoint.dir)?;
     let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
-    let options = model::Options { gpu: chosen.working_set(), ..options(load) };
+    let options = model::Options { gpu: chosen.working_set(), draft: found.shape(), ..options(load) };
     let model = Qwen::load(&checkpoint.dir, &options, metrics, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
     });
     bar.finish_and_clear();
     let model = chosen.place(model?)?;
+    let draft = found.load(&model)?;
     let device = device::name(&model);
     metrics.runs_on(device);
     let experts_per_token = match model.config().ffn {
@@ -238,5 +244,5 @@ pub fn load_model(
     let requests = model.plan().requests;
     let mut plan = serde_json::to_value(model.plan()).unwrap_or_default();
     plan["device"] = device.into();
-    Ok(Loaded { model, device, experts_per_token, plan, requests })
+    Ok(Loaded { model, draft, device, experts_per_token, plan, requests })
 }

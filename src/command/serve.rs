@@ -125,8 +125,8 @@ fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, C
         storage: storage(config, &checkpoint, &loaded),
         ..Options::default()
     };
-    let options = super::speculation(config.drafts, options);
-    let (engine, worker) = engine::spawn(loaded.model, options, metrics.clone())
+    let options = super::speculation(config.load.drafts.as_ref(), options);
+    let (engine, worker) = engine::spawn_with(loaded.model, loaded.draft, options, metrics.clone())
         .map_err(|source| failed("starting the engine's thread", source))?;
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     door.budget.plan(loaded.requests);

@@ -16,7 +16,7 @@ pub use handle::{Handle, Options, Worker, spawn, spawn_with};
 pub use sampler::{Sampler, likeliest};
 use scheduler::Scheduler;
 pub use session::Session;
-pub use speculation::{Draft, Kind, Lookup, Outlook, Sequence, Speculate};
+pub use speculation::{Dflash, Draft, Kind, Lookup, Outlook, Sequence, Speculate};
 
 use crate::error::EngineError;
 use std::time::Duration;

@@ -10,6 +10,7 @@ use super::{
     transcript::Transcript,
     types::{ChatRequest, Common},
 };
+use serde_json::{Map, Value};
 use std::sync::Arc;
 
 /// A conversation that wants its next turn.
@@ -32,4 +33,18 @@ impl Conversation {
         let (ids, _) = app.tokenize(&mut share, prompt, usize::MAX).await?;
         Ok(ids.len())
     }
+}
+
+/// An assistant's message. Reasoning and calls are there only if there are any.
+pub fn assistant(content: String, reasoning: String, calls: Vec<Value>) -> Value {
+    let mut message = Map::new();
+    message.insert("role".into(), "assistant".into());
+    message.insert("content".into(), content.into());
+    if !reasoning.is_empty() {
+        message.insert("reasoning_content".into(), reasoning.into());
+    }
+    if !calls.is_empty() {
+        message.insert("tool_calls".into(), calls.into());
+    }
+    message.into()
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// Bytes of a `config.json` at most; overrides for each of a large model's matrices take one million.
-const MOST: u64 = 32 << 20;
+pub(super) const MOST: u64 = 32 << 20;
 
 /// The text model's dimensions (spec section 1), under the names of the paper.
 #[derive(Debug, Clone, PartialEq)]
@@ -215,22 +215,22 @@ impl Config {
 }
 
 /// The table that says how matrices are quantised, under the names and in the places it has.
-fn quantization<'a>(json: &'a Value, text: &'a Value) -> Option<&'a Value> {
+pub(super) fn quantization<'a>(json: &'a Value, text: &'a Value) -> Option<&'a Value> {
     let names = ["quantization", "quantization_config"];
     names.iter().flat_map(|name| [json.get(name), text.get(name)]).flatten().find(|table| table.is_object())
 }
 
-fn refuse<T>(why: String) -> Result<T, ModelError> {
+pub(super) fn refuse<T>(why: String) -> Result<T, ModelError> {
     Err(ModelError::Config(why))
 }
 
 /// A JSON object whose values are looked up with checks.
 #[derive(Clone, Copy)]
-struct Table<'a>(&'a Value);
+pub(super) struct Table<'a>(pub &'a Value);
 
 impl Table<'_> {
     /// A whole number of at least 1 and at most `most`.
-    fn count(self, key: &str, most: usize) -> Result<usize, ModelError> {
+    pub fn count(self, key: &str, most: usize) -> Result<usize, ModelError> {
         match self.0.get(key) {
             None => refuse(format!("{key} is missing")),
             Some(value) => match value.as_u64() {
@@ -240,7 +240,7 @@ impl Table<'_> {
         }
     }
 
-    fn number(self, key: &str) -> Result<f64, ModelError> {
+    pub fn number(self, key: &str) -> Result<f64, ModelError> {
         match self.0.get(key).map(|value| (value, value.as_f64())) {
             Some((_, Some(number))) => Ok(number),
             Some((value, None)) => refuse(format!("{key} is {value}, not a number")),
@@ -248,7 +248,7 @@ impl Table<'_> {
         }
     }
 
-    fn flag(self, key: &str, default: bool) -> Result<bool, ModelError> {
+    pub fn flag(self, key: &str, default: bool) -> Result<bool, ModelError> {
         match self.0.get(key) {
             None | Some(Value::Null) => Ok(default),
             Some(Value::Bool(flag)) => Ok(*flag),

@@ -5,7 +5,9 @@
 
 mod buffers;
 pub mod config;
+pub mod dflash;
 mod forward;
+mod lend;
 mod moe;
 mod net;
 mod placed;
@@ -19,12 +21,14 @@ mod tap;
 mod verify;
 
 pub use config::Config;
+pub use dflash::DFlash;
 pub use forward::Routes;
 pub use qwen::{Options, Qwen};
 pub use reference::Reference;
 pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
 pub use tap::Taps;
+pub use verify::ROWS as VERIFY_ROWS;
 
 use crate::{device::DeviceError, error::ModelError};
 

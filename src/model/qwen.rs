@@ -19,7 +19,7 @@ use crate::{
     experts::{self, ExpertMap, Experts, Phase, Sums},
     metrics::Metrics,
     ops::{Cpu, KvBits, Limits as DeviceLimits, OnGpu, Part, Run, attend::NEWEST, gpu_limits},
-    plan::{Limits, Plan, Shape, Wishes},
+    plan::{DraftShape, Limits, Plan, Shape, Wishes},
     platform::{MAX_BLOCK, os},
 };
 use std::{
@@ -45,6 +45,8 @@ pub struct Options {
     pub gpu: Option<u64>,
     /// The plan has room for verifies that can be taken back.
     pub verify: bool,
+    /// What a draft takes beside the model.
+    pub draft: DraftShape,
     /// Keys and values in fewer than 16 bits.
     pub kv_bits: KvBits,
 }
@@ -78,6 +80,8 @@ pub(super) struct Parts {
     pub store: Option<Experts>,
     pub plan: Plan,
     pub shape: Shape,
+    /// The CPU's threads, for the model or for who drafts for it.
+    pub compute: Compute,
     pub kv_bits: KvBits,
 }
 
@@ -170,6 +174,7 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         workspace_per_row,
         workspace_fixed: workspace_fixed + if options.verify { verify::cost(config) } else { 0 },
         context: config.context,
+        draft: options.draft,
     }
 }
 
@@ -191,6 +196,7 @@ impl Qwen {
             (&metrics.memory_kv, plan.kv),
             (&metrics.memory_state, plan.state),
             (&metrics.memory_workspace, plan.workspace),
+            (&metrics.memory_draft, plan.draft),
         ] {
             gauge.set(bytes as i64);
         }
@@ -212,8 +218,10 @@ impl Qwen {
         if let Some(store) = &store {
             net.lay_out(store);
         }
-        let cpu = Cpu::new(Compute::cpu(threads, options.math));
-        let parts = Parts { config, net, weights, store, plan, shape, kv_bits: options.kv_bits };
+        let compute = Compute::cpu(threads, options.math);
+        let cpu = Cpu::new(compute.clone());
+        let kv_bits = options.kv_bits;
+        let parts = Parts { config, net, weights, store, plan, shape, compute, kv_bits };
         Self::on(parts, Box::new(cpu)).map_err(|refused| refused.1)
     }
 

@@ -70,7 +70,6 @@ impl Qwen {
         if ids.is_empty() || ids.len() > ROWS.min(placed.buffers.rows) {
             return Err(ModelError::Config(format!("a verify has 1 to {ROWS} rows, not {}", ids.len())));
         }
-        // It is out of its place while the pass goes on: one that fails leaves nothing to go back to.
         let mut undo = match placed.undo.take() {
             Some(undo) => undo,
             None => Undo::new(config, &mut *placed.run)?,
@@ -90,9 +89,11 @@ impl Qwen {
         let slots = self.store().map_or(0, Experts::slots);
         let phase = if rows * config.experts_per_token() <= slots { Phase::Decode } else { Phase::Prefill };
         let batch = Batch { ids, logits: 0..rows, phase };
-        self.chunk(&mut placed, state, batch, (&[0], &mut mark), None, &mut logits.data)?;
-        undo.rows = rows;
+        let done = self.chunk(&mut placed, state, batch, (&[0], &mut mark), None, &mut logits.data);
+        // After a pass that fails there is nothing to go back to; its memory serves the next one.
+        undo.rows = if done.is_ok() { rows } else { 0 };
         placed.undo = Some(undo);
+        done?;
         state.len += rows;
         Ok(logits)
     }

@@ -1,7 +1,7 @@
 //! The CPU: computes each operation when it is asked to, on all threads of its pool.
 
 use super::{Limits, Op, Part, Run, experts, quant::QuantisedRows, run::CacheFormat, run::each, weight::*};
-use crate::device::{Compute, DeviceError, Effect, Mark, Math, Region, Slab, Timeline};
+use crate::device::{Compute, DeviceError, Effect, Math, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
 /// Runs operations on the CPU.
@@ -211,17 +211,4 @@ impl Run for Cpu {
     }
 }
 
-/// An operation is done when its call returns.
-impl Timeline for Cpu {
-    fn mark(&mut self) -> Mark {
-        Mark::START
-    }
-
-    fn passed(&mut self) -> Mark {
-        Mark::START
-    }
-
-    fn wait_for(&mut self, _: Mark) -> Result<(), DeviceError> {
-        Ok(())
-    }
-}
+impl Timeline for Cpu {}

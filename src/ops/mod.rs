@@ -30,6 +30,7 @@ pub use mlp::Mlp;
 pub use project::{Norm, Project};
 pub use route::Route;
 pub use run::{CacheFormat, KvBits, Limits, Op, Part, Run};
+pub(crate) use simd::wide;
 pub use weight::{Codes, Float, Weight, WeightView};
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ pub fn model_35b() -> Shape {
         workspace_per_row: 300_000,
         workspace_fixed: 4_000_000,
         context: 262_144,
+        draft: DraftShape::default(),
     }
 }
 
@@ -135,6 +136,7 @@ fn shapes() -> impl proptest::strategy::Strategy<Value = Shape> {
         workspace_per_row: row,
         workspace_fixed: 1 << 20,
         context,
+        draft: DraftShape { fixed: state, per_token: kv / 2, per_row: row / 3 },
     })
 }
 

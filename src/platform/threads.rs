@@ -1,10 +1,14 @@
-//! The compute threads: a fixed crew that runs one parallel job at a time and does not sleep between layers.
+//! The thread pool: a fixed number of compute threads that run one parallel job at a time and do not sleep between layers.
 //!
 //! A token is some hundred short jobs with microseconds between them, so a worker that runs out of work spins for a
-//! moment before it parks. The caller is one of the crew. Every thread has a run of neighbouring tasks, which it claims
+//! moment before it parks. The caller is one of the threads. Every thread has a run of neighbouring tasks, which it claims
 //! one by one from the front, so that it reads memory in order; one that has finished its own goes on with the others',
-//! so a core that is slower, or busy with someone else's process, does less. A job never waits for a worker that has not
-//! yet woken: a worker enters a job through a gate, and the caller waits only for those inside.
+//! so a core that is slower, or busy with someone else's process, does less.
+//!
+//! With many cores a cache line that all of them write costs more than a job: nothing here is written by all. A job is
+//! announced by its number, which workers only read. Each worker says in a line of its own which job it is in or has
+//! done; the caller looks there at the end, and takes a job away from a worker that has not begun it, so that no job ever
+//! waits for one that has not yet woken.
 
 use std::{
     any::Any,
@@ -18,72 +22,80 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// An idle worker spins this long before it parks: longer than the serial stretches between the jobs of one token, much
-/// shorter than a wait for the disk.
+/// An idle worker spins for this long before it parks: longer than the serial stretches between the jobs of one token,
+/// much shorter than a wait for the disk. It gives its core to other processes after the first of them.
 const SPIN: Duration = Duration::from_micros(150);
-
-/// The gate's word: the job's number in the high half, then one bit for "open", then how many workers are inside.
-const OPEN: u64 = 1 << 31;
-const INSIDE: u64 = OPEN - 1;
-const NUMBER: u32 = 32;
+const ALONE: Duration = Duration::from_micros(20);
 
 type Job<'a> = &'a (dyn Fn(usize) + Sync);
 
-/// A crew of compute threads, of which the caller is one.
+/// A pool of compute threads, of which the caller is one.
 pub struct Threads {
-    crew: Arc<Crew>,
+    pool: Arc<Pool>,
     workers: Vec<JoinHandle<()>>,
     /// Held by whoever runs a job. A second caller, or a job that calls back, runs its tasks itself.
-    turn: Mutex<()>,
+    caller: Mutex<()>,
 }
 
-struct Crew {
-    gate: AtomicU64,
-    /// The job behind the gate; written only while the gate is closed and nobody is inside.
+struct Pool {
+    /// The number of the last job announced.
+    number: Line<AtomicU64>,
+    /// That job; written only while no worker is in one.
     job: UnsafeCell<Option<Job<'static>>>,
-    shares: Vec<Share>,
+    /// The tasks of each thread, the caller's first.
+    shares: Vec<Line<Share>>,
+    /// Each worker's last job: twice its number, and one more while the worker is in it.
+    at: Vec<Line<AtomicU64>>,
     quit: AtomicBool,
+    panicked: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     parked: AtomicUsize,
-    bed: Mutex<()>,
-    bell: Condvar,
+    sleep: Mutex<()>,
+    wake: Condvar,
 }
 
-/// The tasks that one thread begins with; in a cache line of its own.
+/// A value in cache lines of its own: two, since processors fetch them in pairs.
 #[derive(Default)]
 #[repr(align(128))]
+struct Line<T>(T);
+
+/// The tasks that one thread begins with.
+#[derive(Default)]
 struct Share {
     next: AtomicUsize,
     end: AtomicUsize,
 }
 
-// SAFETY: `job` is written by the holder of `turn` while the gate is closed with nobody inside, and read only by workers
-// that entered through the gate afterwards; everything else in the struct is Sync by itself.
-unsafe impl Sync for Crew {}
+// SAFETY: `job` is written by the holder of `caller` while no worker is in a job, and read only by workers that have
+// entered the job afterwards; everything else in the struct is Sync by itself.
+unsafe impl Sync for Pool {}
 // SAFETY: the job is a shared reference to a Sync closure.
-unsafe impl Send for Crew {}
+unsafe impl Send for Pool {}
 
 impl Threads {
-    /// A crew of `count` threads (at least one): the caller and `count - 1` workers. A worker that the system refuses to
+    /// A pool of `count` threads (at least one): the caller and `count - 1` workers. A worker that the system refuses to
     /// start is done without.
     pub fn new(count: usize) -> Self {
-        let crew = Arc::new(Crew {
-            gate: AtomicU64::new(0),
+        let count = count.max(1);
+        let pool = Arc::new(Pool {
+            number: Line::default(),
             job: UnsafeCell::new(None),
-            shares: (0..count.max(1)).map(|_| Share::default()).collect(),
+            shares: (0..count).map(|_| Line::default()).collect(),
+            at: (1..count).map(|_| Line::default()).collect(),
             quit: AtomicBool::new(false),
+            panicked: AtomicBool::new(false),
             panic: Mutex::new(None),
             parked: AtomicUsize::new(0),
-            bed: Mutex::new(()),
-            bell: Condvar::new(),
+            sleep: Mutex::new(()),
+            wake: Condvar::new(),
         });
         let workers = (1..count)
             .map_while(|index| {
-                let crew = crew.clone();
-                std::thread::Builder::new().name(format!("compute-{index}")).spawn(move || crew.work(index)).ok()
+                let pool = pool.clone();
+                std::thread::Builder::new().name(format!("compute-{index}")).spawn(move || pool.work(index)).ok()
             })
             .collect();
-        Self { crew, workers, turn: Mutex::new(()) }
+        Self { pool, workers, caller: Mutex::new(()) }
     }
 
     pub fn count(&self) -> usize {
@@ -93,17 +105,20 @@ impl Threads {
     /// Calls `job(i)` for every `i` in `0..tasks`, each exactly once, on some thread; returns when all are done. If a
     /// task panics, the panic is passed on once every thread has left the job; tasks not yet claimed then are skipped.
     pub fn run(&self, tasks: usize, job: &(dyn Fn(usize) + Sync)) {
-        let turn = if tasks > 1 && !self.workers.is_empty() { self.turn.try_lock().ok() } else { None };
-        let Some(_turn) = turn else {
+        let caller = if tasks > 1 && !self.workers.is_empty() { self.caller.try_lock().ok() } else { None };
+        let Some(caller) = caller else {
             (0..tasks).for_each(job);
             return;
         };
-        self.crew.open(job, tasks);
-        let own = catch_unwind(AssertUnwindSafe(|| self.crew.claim(0, job)));
-        self.crew.close();
-        let others = lock(&self.crew.panic).take();
+        let number = self.pool.open(job, tasks);
+        let own = catch_unwind(AssertUnwindSafe(|| self.pool.claim(0, job)));
+        if own.is_err() {
+            self.pool.cancel();
+        }
+        let panicked = self.pool.close(number);
+        let others = if panicked { lock(&self.pool.panic).take() } else { None };
         if let Some(panic) = own.err().or(others) {
-            drop(_turn);
+            drop(caller);
             resume_unwind(panic);
         }
     }
@@ -136,57 +151,77 @@ impl Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.crew.quit.store(true, Ordering::SeqCst);
-        drop(lock(&self.crew.bed));
-        self.crew.bell.notify_all();
+        self.pool.quit.store(true, Ordering::SeqCst);
+        drop(lock(&self.pool.sleep));
+        self.pool.wake.notify_all();
         for worker in self.workers.drain(..) {
             let _ = worker.join();
         }
     }
 }
 
-impl Crew {
-    fn open(&self, job: Job<'_>, tasks: usize) {
+impl Pool {
+    /// Announces a job; returns its number.
+    fn open(&self, job: Job<'_>, tasks: usize) -> u64 {
         // SAFETY: only the lifetime changes; `close` returns after the last worker has left, while `job` still lives.
         let job = unsafe { std::mem::transmute::<Job<'_>, Job<'static>>(job) };
-        // SAFETY: the caller holds the turn, the gate is closed and nobody is inside.
+        // SAFETY: the caller holds `caller`, and the job before was closed: no worker is in one.
         unsafe { *self.job.get() = Some(job) };
         let count = self.shares.len();
-        for (index, share) in self.shares.iter().enumerate() {
+        for (index, Line(share)) in self.shares.iter().enumerate() {
             share.next.store(index * tasks / count, Ordering::Relaxed);
             share.end.store((index + 1) * tasks / count, Ordering::Relaxed);
         }
-        let number = (self.gate.load(Ordering::Relaxed) >> NUMBER).wrapping_add(1);
-        self.gate.store(number << NUMBER | OPEN, Ordering::SeqCst);
+        let number = self.number.0.load(Ordering::Relaxed) + 1;
+        // In one order with the count of the parked: either they see the number, or they are seen.
+        self.number.0.store(number, Ordering::SeqCst);
         if self.parked.load(Ordering::SeqCst) > 0 {
-            drop(lock(&self.bed));
-            self.bell.notify_all();
+            drop(lock(&self.sleep));
+            self.wake.notify_all();
         }
+        number
     }
 
     /// Takes all tasks that nobody has claimed out of the job.
     fn cancel(&self) {
-        for share in &self.shares {
-            share.next.fetch_max(share.end.load(Ordering::Relaxed), Ordering::Relaxed);
+        for Line(share) in &self.shares {
+            let end = share.end.load(Ordering::Relaxed);
+            if share.next.load(Ordering::Relaxed) < end {
+                share.next.fetch_max(end, Ordering::Relaxed);
+            }
         }
     }
 
-    /// Closes the gate and waits for those inside.
-    fn close(&self) {
-        self.cancel();
-        self.gate.fetch_and(!OPEN, Ordering::AcqRel);
-        let mut turns = 0u32;
-        while self.gate.load(Ordering::Acquire) & INSIDE != 0 {
-            turns += 1;
-            // A worker inside may have lost its core to another process: let it have ours.
-            if turns.is_multiple_of(256) { std::thread::yield_now() } else { std::hint::spin_loop() }
+    /// Ends the job: takes it from the workers that have not entered it, and waits for those that have. True if a task has
+    /// panicked.
+    fn close(&self, number: u64) -> bool {
+        let (done, inside) = (2 * number, 2 * number + 1);
+        for Line(at) in &self.at {
+            let mut turns = 0u32;
+            loop {
+                match at.load(Ordering::Acquire) {
+                    now if now == done => break,
+                    now if now == inside => {
+                        turns += 1;
+                        // A worker inside may have lost its core to another process: let it have ours.
+                        if turns.is_multiple_of(256) { std::thread::yield_now() } else { std::hint::spin_loop() }
+                    }
+                    before => {
+                        let taken = at.compare_exchange(before, done, Ordering::AcqRel, Ordering::Relaxed);
+                        if taken.is_ok() {
+                            break;
+                        }
+                    }
+                }
+            }
         }
+        self.panicked.swap(false, Ordering::Relaxed)
     }
 
     /// Runs tasks until none is left, those of thread `own` first.
     fn claim(&self, own: usize, job: Job<'_>) {
         let (before, after) = self.shares.split_at(own);
-        for share in after.iter().chain(before) {
+        for Line(share) in after.iter().chain(before) {
             let end = share.end.load(Ordering::Relaxed);
             // Looking first keeps a counter that is used up from growing.
             while share.next.load(Ordering::Relaxed) < end {
@@ -200,56 +235,62 @@ impl Crew {
 
     /// A worker's life.
     fn work(&self, own: usize) {
+        let Line(at) = &self.at[own - 1];
         let mut done = 0;
-        while let Some(number) = self.enter(done) {
-            // SAFETY: this thread is inside the gate, so the job is set, alive, and not being written.
+        while let Some(number) = self.enter(at, done) {
+            // SAFETY: this worker has entered the job, so it is set, alive, and not being written.
             if let Some(job) = unsafe { *self.job.get() }
                 && let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.claim(own, job)))
             {
                 self.cancel();
                 *lock(&self.panic) = Some(panic);
+                self.panicked.store(true, Ordering::Relaxed);
             }
-            self.gate.fetch_sub(1, Ordering::Release);
+            at.store(2 * number, Ordering::Release);
             done = number;
         }
     }
 
-    /// Waits for a job with another number than `done` and enters it; `None` at the end.
-    fn enter(&self, done: u64) -> Option<u64> {
+    /// Waits for a job with a higher number than `done` and enters it; `None` at the end.
+    fn enter(&self, at: &AtomicU64, mut done: u64) -> Option<u64> {
         let mut since = Instant::now();
         let mut turns = 0u32;
         loop {
-            let gate = self.gate.load(Ordering::SeqCst);
+            let number = self.number.0.load(Ordering::Acquire);
+            if number != done {
+                // Another word than that of the last job here: the caller has taken this one away already.
+                let before = at.load(Ordering::Relaxed);
+                let entered = before < 2 * number
+                    && at.compare_exchange(before, 2 * number + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+                if entered {
+                    return Some(number);
+                }
+                done = number;
+                continue;
+            }
             if self.quit.load(Ordering::Relaxed) {
                 return None;
-            }
-            if self.is_new(gate, done) {
-                if self.gate.compare_exchange_weak(gate, gate + 1, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
-                    return Some(gate >> NUMBER);
-                }
-                continue;
             }
             turns += 1;
             if !turns.is_multiple_of(64) {
                 std::hint::spin_loop();
-            } else if since.elapsed() > SPIN {
+                continue;
+            }
+            let idle = since.elapsed();
+            if idle > SPIN {
                 self.park(done);
                 since = Instant::now();
-            } else {
+            } else if idle > ALONE {
                 std::thread::yield_now();
             }
         }
     }
 
-    fn is_new(&self, gate: u64, done: u64) -> bool {
-        gate & OPEN != 0 && gate >> NUMBER != done
-    }
-
     fn park(&self, done: u64) {
-        let mut bed = lock(&self.bed);
+        let mut sleep = lock(&self.sleep);
         self.parked.fetch_add(1, Ordering::SeqCst);
-        while !self.quit.load(Ordering::SeqCst) && !self.is_new(self.gate.load(Ordering::SeqCst), done) {
-            bed = self.bell.wait(bed).unwrap_or_else(PoisonError::into_inner);
+        while !self.quit.load(Ordering::SeqCst) && self.number.0.load(Ordering::SeqCst) == done {
+            sleep = self.wake.wait(sleep).unwrap_or_else(PoisonError::into_inner);
         }
         self.parked.fetch_sub(1, Ordering::SeqCst);
     }
@@ -294,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_reaches_the_caller_and_the_crew_lives_on() {
+    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
         let threads = Threads::new(3);
         for bad in 0..8 {
             let caught = catch_unwind(AssertUnwindSafe(|| threads.run(8, &|task| assert_ne!(task, bad))));

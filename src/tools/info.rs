@@ -1,11 +1,11 @@
 //! `moestro info`: what a model needs of this machine, and how fast it can decode here.
 
 use super::measure;
-use crate::command::{device::Chosen, options, resolve, show};
+use crate::command::{device::Chosen, drafts::Found, options, resolve, show};
 use crate::{
     chat::Tokenizer,
     cli,
-    config::{self, Load, Source},
+    config::{self, Drafts, Load, Source},
     error::CommandError,
     model::{self, Config, config::FfnShape, qwen::Surveyed},
     plan::{Estimate, HIT_RATES, LimitFrom, Limits, Plan, Shape, Size, Strategy, estimate},
@@ -40,13 +40,14 @@ struct Report {
 pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     let source = Source::new(typed.model.model.as_deref());
     let load = Load::new(typed.load).map_err(CommandError::Usage)?.serving();
-    let load = Load { prompt_cache: typed.cache.prompt_cache, ..load };
+    let load = Load { prompt_cache: typed.cache.prompt_cache, drafts: Some(Drafts::new(typed.drafts)), ..load };
     let dir = resolve(&source)?;
     // Serving holds these before it loads the weights, so that both make the same plan. Without one there is still
     // something to say.
     let tokenizer = Tokenizer::load(&dir);
     let chosen = Chosen::new(&load)?;
-    let options = model::Options { gpu: chosen.working_set(), ..options(&load) };
+    let draft = Found::new(load.drafts.as_ref(), &dir)?.shape();
+    let options = model::Options { gpu: chosen.working_set(), draft, ..options(&load) };
     let limits = Limits::here(options.gpu);
     drop(tokenizer);
     let found = Surveyed::new(&dir, &options)?;
@@ -142,6 +143,9 @@ impl Report {
         line("KV cache", plan.kv, format!("{} tokens", plan.context))?;
         line("state", plan.state, String::new())?;
         line("workspace", plan.workspace, format!("prefill in chunks of {} tokens", plan.chunk))?;
+        if plan.draft > 0 {
+            line("draft model", plan.draft, "its weights, its context, and what it follows".into())?;
+        }
         line("requests", plan.requests, "set aside for what clients send".into())?;
         line("prompt cache", plan.prompt_cache, self.bought(plan))?;
         let slots = format!("{} slots, {:.1} % of all experts", plan.slots, 100.0 * plan.residency);

@@ -34,6 +34,10 @@ pub fn tensors(path: &Path) -> HashMap<String, Vec<f32>> {
                 let halves = tensor.data().as_chunks::<2>().0.iter();
                 halves.map(|half| half::f16::from_le_bytes(*half).to_f32()).collect()
             }
+            safetensors::Dtype::I64 => {
+                let words = tensor.data().as_chunks::<8>().0.iter();
+                words.map(|word| i64::from_le_bytes(*word) as f32).collect()
+            }
             other => panic!("{other:?}"),
         }
     };

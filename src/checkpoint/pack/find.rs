@@ -6,7 +6,7 @@ use super::{
     verify::compare,
 };
 use crate::{
-    checkpoint::identity::{hex, identity, settled_identity},
+    checkpoint::identity::{identity, settled_identity},
     error::StoreError,
     experts::{ExpertMap, Sums},
     platform::{os, partial, read_small},
@@ -107,7 +107,7 @@ fn memo(identity: &str) -> Option<PathBuf> {
 
 fn is_remembered(identity: &str, manifest: &[u8; 32]) -> bool {
     let text = memo(identity).and_then(|path| read_small(&path, 1 << 20).ok());
-    text.is_some_and(|text| text.split(|byte| *byte == b'\n').any(|line| line == hex(manifest).as_bytes()))
+    text.is_some_and(|text| text.split(|byte| *byte == b'\n').any(|line| line == hex::encode(manifest).as_bytes()))
 }
 
 /// Remembers that `files`, whose identity was `before` when they began to be read, hold what the manifest with this
@@ -120,7 +120,7 @@ pub(super) fn remember(before: Option<String>, files: &[PathBuf], manifest: &[u8
     };
     let Some(path) = memo(&identity).filter(|_| !is_remembered(&identity, manifest)) else { return };
     let mut text = read_small(&path, 1 << 20).unwrap_or_default();
-    text.extend_from_slice(format!("{}\n", hex(manifest)).as_bytes());
+    text.extend_from_slice(format!("{}\n", hex::encode(manifest)).as_bytes());
     if let Err(error) = partial::replace(&path, &text) {
         tracing::debug!(%error, path = %path.display(), "not kept: the experts will be hashed again");
     }

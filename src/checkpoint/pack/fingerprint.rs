@@ -1,6 +1,6 @@
 //! Fingerprints of checkpoints: a pack with the same one may have been made from it. Cheap to ask, and no proof.
 
-use crate::{checkpoint::identity::hex, error::StoreError, platform::open_regular};
+use crate::{error::StoreError, platform::open_regular};
 use sha2::{Digest, Sha256};
 use std::{
     io,
@@ -23,7 +23,7 @@ pub fn fingerprint(shards: &[PathBuf]) -> Result<String, StoreError> {
     for path in shards {
         add(&mut hash, path).map_err(|source| StoreError::Io { path: path.clone(), source })?;
     }
-    Ok(hex(&hash.finalize()[..16]))
+    Ok(hex::encode(&hash.finalize()[..16]))
 }
 
 fn add(hash: &mut Sha256, path: &Path) -> io::Result<()> {

@@ -2,7 +2,6 @@
 
 use super::manifest::Layer;
 use crate::{
-    checkpoint::identity::hex,
     device::Slab,
     error::StoreError,
     experts::{PIECES, Piece, source::Files, source::Source},
@@ -33,7 +32,7 @@ pub struct Sum {
 impl Sum {
     pub fn of(record: &[u8], layer: &Layer) -> Self {
         let read = record.get(..layer.end() as usize).unwrap_or(record);
-        Self { sha256: hex(&Sha256::digest(record)[..16]), crc32: crc32fast::hash(read) }
+        Self { sha256: hex::encode(&Sha256::digest(record)[..16]), crc32: crc32fast::hash(read) }
     }
 }
 

@@ -54,7 +54,7 @@ impl Files {
     /// The files below `root` for what `key` names. A file that is not whole, or of another key, is removed.
     pub fn open(root: &Path, key: &str, size: SnapshotSize) -> io::Result<(Self, Vec<Filed>)> {
         let key: [u8; 32] = Sha256::digest(key).into();
-        let dir = root.join(hex(&key[..16]));
+        let dir = root.join(hex::encode(&key[..16]));
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         let files = Self { dir, key, size };
         // A directory that cannot be written to fails here rather than at the first checkpoint.
@@ -282,19 +282,15 @@ impl Files {
 }
 
 pub fn page_name(digest: &Digest) -> String {
-    format!("{}.page", hex(digest))
+    format!("{}.page", hex::encode(digest))
 }
 
 fn state_name(len: usize, digest: &Digest) -> String {
-    format!("{len}-{}.state", hex(digest))
+    format!("{len}-{}.state", hex::encode(digest))
 }
 
 fn words(ids: &[u32]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.to_le_bytes()).collect()
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// True if it is so old that no server is still writing it.

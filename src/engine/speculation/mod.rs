@@ -4,13 +4,17 @@
 //! cycle, and that token is itself the answer's next.
 
 mod controller;
+mod dflash;
 mod draft;
+mod fit;
 mod lookup;
 mod outlook;
 
 use controller::Controller;
 pub use controller::Speculate;
+pub use dflash::Dflash;
 pub use draft::{Draft, Kind, Sequence};
+use fit::Fit;
 pub use lookup::Lookup;
 pub use outlook::Outlook;
 
@@ -30,6 +34,9 @@ pub(super) struct Speculation<M> {
     follows: bool,
     hidden: Vec<f32>,
     controller: Controller,
+    fit: Fit,
+    /// A draft that does not fit is kept all the same.
+    forced: bool,
     /// The sampler's copy that runs ahead.
     sampler: Option<Sampler>,
     metrics: Arc<Metrics>,
@@ -82,6 +89,8 @@ impl<M: Model> Speculation<M> {
             follows: false,
             hidden: Vec::new(),
             controller: Controller::new(options.speculate, options.draft_tokens),
+            fit: Fit::default(),
+            forced: options.speculate == Speculate::Force,
             sampler: None,
             metrics,
         };
@@ -186,9 +195,26 @@ impl<M: Model> Speculation<M> {
         timings.drafted_tokens += drafted;
         timings.accepted_tokens += accepted;
         timings.saved_seconds += saved;
-        let kind = self.draft.as_ref().map_or(Kind::Lookup, |draft| draft.kind()).name();
-        self.metrics.drafted(kind, accepted, drafted - accepted, saved);
+        let kind = self.draft.as_ref().map_or(Kind::Lookup, |draft| draft.kind());
+        self.metrics.drafted(kind.name(), accepted, drafted - accepted, saved);
+        self.judge(kind, accepted);
         Ok(())
+    }
+
+    /// Switches off a draft whose tokens are hardly ever right. Looking up may be of no use for long: it costs nothing then.
+    fn judge(&mut self, kind: Kind, accepted: usize) {
+        if kind == Kind::Lookup || !self.fit.fails(accepted) {
+            return;
+        }
+        tracing::warn!(
+            draft = kind.name(),
+            off = !self.forced,
+            "hardly any of the drafted tokens are what the model says: the draft seems to be for another model, for other \
+             layers of it, or to have norms of another convention; answers are not affected"
+        );
+        if !self.forced {
+            (self.draft, self.follows) = (None, false);
+        }
     }
 
     /// The draft is of no use any more; answers go on without.

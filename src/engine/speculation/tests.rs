@@ -193,3 +193,40 @@ fn a_draft_that_fails_is_not_asked_again() {
     assert_eq!(forced.ids, said);
     assert!((1..20).contains(&forced.timings.drafted_tokens), "{:?}", forced.timings);
 }
+
+/// A draft that is always wrong.
+struct Wrong;
+
+impl Draft<Parrot> for Wrong {
+    fn kind(&self) -> Kind {
+        Kind::Dflash
+    }
+
+    fn propose(
+        &mut self,
+        _: &mut Parrot,
+        _: Sequence<'_>,
+        most: usize,
+        _: &mut Outlook<'_>,
+        out: &mut Vec<u32>,
+    ) -> Result<(), ModelError> {
+        out.resize(most, 1);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_draft_that_does_not_fit_is_switched_off_unless_it_is_forced() {
+    for (speculate, kept) in [(Speculate::Auto, false), (Speculate::Force, true)] {
+        let options = Options { speculate, ..Options::default() };
+        let metrics = Metrics::new("test", "cpu");
+        let mut speculation = Speculation::new(&mut Parrot::default(), Box::new(Wrong), &options, metrics);
+        (0..11).for_each(|_| speculation.judge(Kind::Dflash, 0));
+        assert!(speculation.draft.is_some());
+        speculation.judge(Kind::Dflash, 0);
+        assert_eq!(speculation.draft.is_some(), kept);
+        let mut looked_up = Speculation::new(&mut Parrot::default(), Box::new(Lookup), &options, speculation.metrics);
+        (0..100).for_each(|_| looked_up.judge(Kind::Lookup, 0));
+        assert!(looked_up.draft.is_some());
+    }
+}

@@ -1,7 +1,7 @@
 //! Anthropic's request, made into a conversation.
 
 use super::super::{
-    conversation::Conversation,
+    conversation::{Conversation, assistant as message},
     reject::Reject,
     types::{ChatRequest, Common, JsonSchema, OneOrMany, ResponseFormat},
 };
@@ -264,16 +264,7 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Rej
             _ => content += &block_text(block, &at)?,
         }
     }
-    let mut message = Map::new();
-    message.insert("role".into(), "assistant".into());
-    message.insert("content".into(), content.into());
-    if !reasoning.is_empty() {
-        message.insert("reasoning_content".into(), reasoning.into());
-    }
-    if !calls.is_empty() {
-        message.insert("tool_calls".into(), calls.into());
-    }
-    out.push(message.into());
+    out.push(message(content, reasoning, calls));
     Ok(())
 }
 

@@ -1,8 +1,8 @@
 //! Items, which a Responses conversation consists of, made into chat messages. The items of one turn of the model
 //! (reasoning, a message, calls) become one message.
 
-use super::super::reject::Reject;
-use serde_json::{Map, Value, json};
+use super::super::{conversation::assistant, reject::Reject};
+use serde_json::{Value, json};
 
 /// The chat messages that `items` stand for. Errors name an item by its place in `input`, whose items come last.
 pub fn messages(items: &[Value], input: usize) -> Result<Vec<Value>, Reject> {
@@ -88,16 +88,7 @@ impl Turns {
 
     fn close(&mut self) {
         let Some(Turn { reasoning, content, calls }) = self.open.take() else { return };
-        let mut message = Map::new();
-        message.insert("role".into(), "assistant".into());
-        message.insert("content".into(), content.into());
-        if !reasoning.is_empty() {
-            message.insert("reasoning_content".into(), reasoning.into());
-        }
-        if !calls.is_empty() {
-            message.insert("tool_calls".into(), calls.into());
-        }
-        self.messages.push(message.into());
+        self.messages.push(assistant(content, reasoning, calls));
     }
 }
 

@@ -88,18 +88,23 @@ impl Store {
     pub fn history(&self, id: &str) -> Option<Vec<Value>> {
         let mut shelf = self.lock();
         let (mut chain, mut next) = (Vec::new(), Some(id.to_owned()));
+        let mut whole = true;
         while let Some(id) = next {
-            let at = shelf.kept.iter().position(|kept| kept.id == id)?;
-            let kept = shelf.kept.remove(at)?;
+            let at = shelf.kept.iter().position(|kept| kept.id == id);
+            let Some(kept) = at.and_then(|at| shelf.kept.remove(at)) else {
+                whole = false;
+                break;
+            };
             next = kept.previous.clone();
             let mut items = kept.input.clone();
             items.extend(kept.response["output"].as_array().into_iter().flatten().cloned());
-            chain.push(items);
-            // It was used last.
-            shelf.kept.push_back(kept);
+            chain.push((items, kept));
         }
+        // They were used last, the newest the very last: the next turn asks for it by its name.
         chain.reverse();
-        Some(chain.concat())
+        let (items, kept): (Vec<_>, Vec<_>) = chain.into_iter().unzip();
+        shelf.kept.extend(kept);
+        whole.then(|| items.concat())
     }
 
     /// An item of the output of some response.
@@ -159,6 +164,11 @@ mod tests {
         store.history("a");
         store.keep(None, Vec::new(), response("c"));
         assert!(store.get("a").is_some() && store.get("b").is_none() && store.get("c").is_some());
+        // Of a chain the newest is the last to go.
+        store.keep(Some("c".into()), Vec::new(), response("d"));
+        store.history("d");
+        store.keep(None, Vec::new(), response("e"));
+        assert!(store.get("c").is_none() && store.get("d").is_some());
     }
 
     #[test]

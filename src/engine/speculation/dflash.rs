@@ -1,0 +1,102 @@
+//! DFlash as a draft: it follows the model's hidden rows, and proposes a block at a time.
+
+use super::{Draft, Kind, Outlook, Sequence};
+use crate::{
+    error::ModelError,
+    model::{DFlash, Qwen, Taps, VERIFY_ROWS},
+};
+
+/// Positions whose hidden rows wait to become context, at most. A model that answers without drafts leaves them behind with
+/// every token; of a long answer only the last are worth the time.
+const WAITING: usize = 64;
+
+pub struct Dflash {
+    draft: DFlash,
+    /// Hidden rows of the last positions, not yet context.
+    waiting: Vec<f32>,
+    /// The position behind the last of them.
+    end: usize,
+    /// An error of [`Draft::follow`], which cannot report it.
+    failed: Option<ModelError>,
+}
+
+impl Dflash {
+    pub fn new(draft: DFlash) -> Self {
+        Self { draft, waiting: Vec::new(), end: 0, failed: None }
+    }
+
+    /// Makes the waiting rows context.
+    fn flush(&mut self) -> Result<(), ModelError> {
+        let rows = self.waiting.len() / self.draft.config().features();
+        if rows > 0 {
+            self.draft.append(self.end - rows, &self.waiting)?;
+            self.waiting.clear();
+        }
+        Ok(())
+    }
+}
+
+impl Draft<Qwen> for Dflash {
+    fn kind(&self) -> Kind {
+        Kind::Dflash
+    }
+
+    fn taps(&self) -> Taps {
+        // A prompt's every row is context.
+        Taps { layers: self.draft.config().taps.clone(), rows: usize::MAX }
+    }
+
+    fn start(&mut self) {
+        self.draft.truncate(0);
+        self.waiting.clear();
+    }
+
+    fn follow(&mut self, len: usize, hidden: &[f32]) {
+        let width = self.draft.config().features();
+        let rows = hidden.len() / width;
+        let mut done = Ok(());
+        if self.end + rows != len {
+            done = self.flush();
+        }
+        self.waiting.extend_from_slice(hidden);
+        self.end = len;
+        if rows > VERIFY_ROWS {
+            // A prompt's rows are too many to keep.
+            done = done.and_then(|()| self.flush());
+        } else if self.waiting.len() > 2 * WAITING * width {
+            self.waiting.drain(..self.waiting.len() - WAITING * width);
+        }
+        self.failed = self.failed.take().or(done.err());
+    }
+
+    fn propose(
+        &mut self,
+        model: &mut Qwen,
+        sequence: Sequence<'_>,
+        most: usize,
+        outlook: &mut Outlook<'_>,
+        out: &mut Vec<u32>,
+    ) -> Result<(), ModelError> {
+        if let Some(error) = self.failed.take() {
+            return Err(error);
+        }
+        self.flush()?;
+        let (hidden, config) = (model.config().hidden, self.draft.config());
+        let rows = (most + 1).min(config.block).min(VERIFY_ROWS);
+        if self.draft.len() != sequence.seen.len() || rows < 2 {
+            return Ok(());
+        }
+        let mut block = vec![config.mask; rows];
+        block[0] = sequence.last;
+        let block = self.draft.block(&model.embedding(&block)?)?;
+        let mut logits = model.score(&block[hidden..])?;
+        let mut before = sequence.last;
+        for (row, logits) in block[hidden..].chunks_exact(hidden).zip(logits.data.chunks_exact_mut(logits.vocab)) {
+            self.draft.score(before, row, logits)?;
+            let Some(id) = outlook.draw(logits) else { break };
+            out.push(id);
+            before = id;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,353 @@
+//! `config.json` of a DFlash draft, in the two schemas that are published: until May 2026 `block_size` and `rope_theta` stood
+//! at the top level, since June 2026 they stand in `dflash_config` and `rope_parameters`. The rest is refused here, in one
+//! sentence each.
+
+use crate::{
+    error::{ModelError, StoreError},
+    model::config::{self, MOST, Table, refuse},
+    platform::read_small,
+};
+use serde_json::Value;
+use std::path::Path;
+
+/// Rows of a block where neither schema says.
+const BLOCK: usize = 16;
+
+/// A draft's dimensions.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    pub hidden: usize,
+    pub intermediate: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub dim: usize,
+    pub eps: f32,
+    pub theta: f64,
+    pub layers: Vec<Sight>,
+    /// Layers of the target whose output (the residual stream, before any norm) is the draft's context.
+    pub taps: Vec<usize>,
+    /// Rows of a block: the last token and what is proposed behind it.
+    pub block: usize,
+    /// The token that stands for one to be proposed: a row of the target's embedding.
+    pub mask: u32,
+    pub vocab: usize,
+    /// Layers of the target that it was trained for, if it says.
+    pub target_layers: Option<usize>,
+    /// The block's embedding is multiplied by this.
+    pub input_scale: f32,
+    /// Logits are multiplied by this, and bent to stay within the cap.
+    pub output_scale: f32,
+    pub cap: Option<f32>,
+    /// The parts that DFlash2 adds.
+    pub second: Option<Second>,
+    /// The `quantization` table, or null.
+    pub quantization: Value,
+}
+
+/// The positions that a row of some layer sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sight {
+    /// None behind its own.
+    pub causal: bool,
+    /// Those nearer than this.
+    pub window: Option<usize>,
+}
+
+impl Sight {
+    /// The positions that the query at `position` sees.
+    pub fn seen(self, position: usize) -> std::ops::Range<usize> {
+        let window = self.window.unwrap_or(usize::MAX);
+        let end = if self.causal { position + 1 } else { position.saturating_add(window) };
+        (position + 1).saturating_sub(window)..end
+    }
+}
+
+/// DFlash2: convolutions whose kernels depend on the input, and a selector of the path through the candidates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Second {
+    /// Rows that a convolution sees.
+    pub taps: usize,
+    /// Channels that share a dynamic kernel.
+    pub group: usize,
+    /// Dimension of the selector's codebooks.
+    pub rank: usize,
+    /// Candidates a position.
+    pub candidates: usize,
+}
+
+/// `true` for the `config.json` of a DFlash draft.
+pub fn is_dflash(json: &Value) -> bool {
+    json.get("dflash_config").is_some()
+        || architectures(json).any(|name| name.starts_with("DFlash") || name.starts_with("Qwen3DFlash"))
+}
+
+fn architectures(json: &Value) -> impl Iterator<Item = &str> {
+    json.get("architectures").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str)
+}
+
+/// `config.json` of `dir`, parsed.
+pub fn read(dir: &Path) -> Result<Value, ModelError> {
+    let path = dir.join("config.json");
+    let text = read_small(&path, MOST).map_err(|source| StoreError::Io { path, source })?;
+    serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
+}
+
+impl Config {
+    /// Checks a parsed `config.json`, alone.
+    pub fn new(json: &Value) -> Result<Self, ModelError> {
+        let null = Value::Null;
+        let own = Table(json.get("dflash_config").unwrap_or(&null));
+        let top = Table(json);
+        // The newer schema's place first.
+        let place = |key: &str| if own.0.get(key).is_some_and(|value| !value.is_null()) { own } else { top };
+        let has = |key: &str| place(key).0.get(key).is_some_and(|value| !value.is_null());
+        for (key, supported) in [("hidden_act", "silu"), ("model_type", "qwen3")] {
+            match json.get(key).and_then(Value::as_str) {
+                Some(value) if value != supported => {
+                    return refuse(format!("a DFlash draft with {key} {value} is not supported, only {supported}"));
+                }
+                _ => {}
+            }
+        }
+        let second = match architectures(json).next() {
+            None | Some("DFlashDraftModel") => None,
+            Some("DFlash2DraftModel") => Some(Second {
+                taps: place("conv_kernel_size").count("conv_kernel_size", 64)?,
+                group: place("conv_group_size").count("conv_group_size", 1 << 20)?,
+                rank: place("selector_rank").count("selector_rank", 1 << 16)?,
+                candidates: place("selector_top_k").count("selector_top_k", 1 << 10)?,
+            }),
+            Some(other) => return refuse(format!("a draft of architecture {other} is not supported")),
+        };
+        if top.flag("attention_bias", false)? {
+            return refuse("a DFlash draft with attention_bias is not supported".into());
+        }
+        let layers = top.count("num_hidden_layers", 4096)?;
+        let target_layers =
+            has("num_target_layers").then(|| place("num_target_layers").count("num_target_layers", 4096));
+        let target_layers = target_layers.transpose()?;
+        let number = |key: &str, default: f64| if has(key) { place(key).number(key) } else { Ok(default) };
+        let cap = number("final_logit_softcapping", 0.0)? as f32;
+        let config = Self {
+            hidden: top.count("hidden_size", 1 << 20)?,
+            intermediate: top.count("intermediate_size", 1 << 20)?,
+            heads: top.count("num_attention_heads", 1 << 12)?,
+            kv_heads: top.count("num_key_value_heads", 1 << 12)?,
+            dim: top.count("head_dim", 1 << 12)?,
+            eps: top.number("rms_norm_eps")? as f32,
+            theta: theta(top)?,
+            layers: sights(top, layers)?,
+            taps: taps(own, top, layers, target_layers)?,
+            block: if has("block_size") { place("block_size").count("block_size", 1 << 10)? } else { BLOCK },
+            mask: match place("mask_token_id").0.get("mask_token_id").and_then(Value::as_u64) {
+                Some(mask) if mask < 1 << 24 => mask as u32,
+                _ => return refuse("a DFlash draft needs a mask_token_id".into()),
+            },
+            vocab: top.count("vocab_size", 1 << 24)?,
+            target_layers,
+            input_scale: number("input_embedding_scale", 1.0)? as f32,
+            output_scale: number("output_multiplier", 1.0)? as f32,
+            cap: Some(cap).filter(|cap| *cap > 0.0),
+            second,
+            quantization: config::quantization(json, json).cloned().unwrap_or(Value::Null),
+        };
+        if !config.heads.is_multiple_of(config.kv_heads) || config.dim % 2 == 1 {
+            return refuse("heads of this DFlash draft do not fit together".into());
+        }
+        if second.is_some_and(|second| !config.hidden.is_multiple_of(second.group)) {
+            return refuse("conv_group_size of this DFlash2 draft does not divide hidden_size".into());
+        }
+        Ok(config)
+    }
+
+    /// Fails if the draft cannot be one for `target`.
+    pub fn check(&self, target: &config::Config) -> Result<(), ModelError> {
+        let sizes = [("hidden_size", self.hidden, target.hidden), ("vocab_size", self.vocab, target.vocab)];
+        let layers = self.target_layers.map(|layers| ("num_target_layers", layers, target.layers));
+        for (what, ours, theirs) in sizes.into_iter().chain(layers) {
+            if ours != theirs {
+                return refuse(format!("this DFlash draft is for another model: its {what} is {ours}, not {theirs}"));
+            }
+        }
+        if let Some(tap) = self.taps.iter().find(|tap| **tap >= target.layers) {
+            return refuse(format!("this DFlash draft taps layer {tap}; the model has {} layers", target.layers));
+        }
+        if self.mask as usize >= target.vocab {
+            return refuse(format!("the mask token {} is outside the vocabulary of {}", self.mask, target.vocab));
+        }
+        Ok(())
+    }
+
+    /// Values of one position's context: the taps side by side.
+    pub fn features(&self) -> usize {
+        self.taps.len() * self.hidden
+    }
+
+    /// Width of keys, and of values, of one position in one layer.
+    pub fn kv(&self) -> usize {
+        self.kv_heads * self.dim
+    }
+}
+
+/// The base of the rotation: from the top level, else from `rope_parameters`, else from `rope_scaling`.
+fn theta(top: Table<'_>) -> Result<f64, ModelError> {
+    let tables = ["rope_parameters", "rope_scaling"].map(|key| top.0.get(key).filter(|table| table.is_object()));
+    for table in tables.into_iter().flatten() {
+        match table.get("rope_type").or(table.get("type")).and_then(Value::as_str) {
+            None | Some("default") => {}
+            Some(other) => {
+                return refuse(format!("rope type {other} of a DFlash draft is not supported, only default"));
+            }
+        }
+    }
+    let places = [Some(top.0)].into_iter().chain(tables).flatten();
+    let found = places.filter_map(|table| table.get("rope_theta")).find(|theta| !theta.is_null());
+    match found.map(|theta| (theta, theta.as_f64())) {
+        Some((_, Some(theta))) if theta > 0.0 => Ok(theta),
+        Some((theta, _)) => refuse(format!("rope_theta of a DFlash draft is {theta}")),
+        None => refuse("rope_theta of a DFlash draft is missing".into()),
+    }
+}
+
+/// The sight of each layer. `is_causal` holds for all of them; without it the layers with a window are causal, the others not.
+fn sights(top: Table<'_>, layers: usize) -> Result<Vec<Sight>, ModelError> {
+    let causal = match top.0.get("is_causal") {
+        None | Some(Value::Null) => None,
+        Some(_) => Some(top.flag("is_causal", false)?),
+    };
+    let Some(types) = top.0.get("layer_types").and_then(Value::as_array) else {
+        return Ok(vec![Sight { causal: causal.unwrap_or(false), window: None }; layers]);
+    };
+    if types.len() != layers {
+        return refuse(format!("layer_types names {} layers, num_hidden_layers says {layers}", types.len()));
+    }
+    let sight = |kind: &Value| match kind.as_str() {
+        Some("full_attention") => Ok(Sight { causal: causal.unwrap_or(false), window: None }),
+        Some("sliding_attention") => {
+            let window = top.count("sliding_window", 1 << 30)?;
+            Ok(Sight { causal: causal.unwrap_or(true), window: Some(window) })
+        }
+        _ => refuse(format!("layer type {kind} of a DFlash draft is not supported")),
+    };
+    types.iter().map(sight).collect()
+}
+
+/// Which layers are tapped: evenly between the second and the fourth from the end, if nothing is said.
+fn taps(own: Table<'_>, top: Table<'_>, layers: usize, target_layers: Option<usize>) -> Result<Vec<usize>, ModelError> {
+    let ids = own.0.get("target_layer_ids").or(top.0.get("target_layer_ids")).filter(|ids| !ids.is_null());
+    let Some(ids) = ids else {
+        let Some(all) = target_layers.filter(|all| *all > 3) else {
+            return refuse("a DFlash draft needs target_layer_ids or num_target_layers".into());
+        };
+        let step = (all - 4) as f64 / (layers - 1).max(1) as f64;
+        return Ok(match layers {
+            1 => vec![all / 2],
+            _ => (0..layers).map(|index| (1.0 + index as f64 * step).round_ties_even() as usize).collect(),
+        });
+    };
+    let ids = ids.as_array().filter(|ids| (1..=256).contains(&ids.len()));
+    let ids = ids.and_then(|ids| ids.iter().map(|id| id.as_u64().map(|id| id as usize)).collect::<Option<Vec<_>>>());
+    match ids {
+        Some(ids) => Ok(ids),
+        None => refuse("target_layer_ids of a DFlash draft is no list of layers".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn nested() -> Value {
+        json!({
+            "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "use_sliding_window": false, "sliding_window": 12, "vocab_size": 96, "num_target_layers": 8,
+            "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+            "dflash_config": {"block_size": 8, "mask_token_id": 90, "target_layer_ids": [1, 2, 4, 5]},
+        })
+    }
+
+    #[test]
+    fn both_schemas_say_the_same() {
+        let new = Config::new(&nested()).unwrap();
+        assert_eq!((new.block, new.mask, new.theta), (8, 90, 1e7));
+        assert_eq!(new.taps, [1, 2, 4, 5]);
+        assert_eq!(new.layers[0], Sight { causal: true, window: Some(12) });
+        assert_eq!(new.layers[2], Sight { causal: false, window: None });
+        let mut old = nested();
+        let table = old.as_object_mut().unwrap();
+        table.remove("rope_parameters");
+        table["dflash_config"].as_object_mut().unwrap().remove("block_size");
+        table.extend([("block_size".into(), 8.into()), ("rope_theta".into(), 1e7.into())]);
+        assert_eq!(Config::new(&old).unwrap(), new);
+        old["rope_theta"].take();
+        old["rope_scaling"] = json!({"rope_theta": 1e7, "type": "default"});
+        old.as_object_mut().unwrap().remove("block_size");
+        assert_eq!(Config::new(&old).unwrap(), Config { block: 16, ..new });
+    }
+
+    #[test]
+    fn causality_and_windows() {
+        let mut json = nested();
+        json["is_causal"] = false.into();
+        let layers = Config::new(&json).unwrap().layers;
+        assert!(layers.iter().all(|sight| !sight.causal));
+        assert_eq!(layers[0].seen(30), 19..42);
+        assert_eq!(layers[2].seen(30), 0..usize::MAX);
+        let causal = Sight { causal: true, window: Some(12) };
+        assert_eq!((causal.seen(30), causal.seen(3)), (19..31, 0..4));
+        json.as_object_mut().unwrap().remove("layer_types");
+        assert!(Config::new(&json).unwrap().layers.iter().all(|sight| sight.window.is_none()));
+    }
+
+    #[test]
+    fn taps_by_default() {
+        let mut json = nested();
+        json["dflash_config"].as_object_mut().unwrap().remove("target_layer_ids");
+        json["num_hidden_layers"] = 5.into();
+        json.as_object_mut().unwrap().remove("layer_types");
+        for (layers, taps) in [(32, [1, 8, 15, 22, 29]), (40, [1, 10, 19, 28, 37]), (64, [1, 16, 31, 46, 61])] {
+            json["num_target_layers"] = layers.into();
+            assert_eq!(Config::new(&json).unwrap().taps, taps);
+        }
+    }
+
+    #[test]
+    fn what_is_not_implemented_is_refused() {
+        for (key, value, word) in [
+            ("architectures", json!(["DSparkDraftModel"]), "DSpark"),
+            ("architectures", json!(["DFlash2DraftModel"]), "conv_kernel_size"),
+            ("model_type", "llama".into(), "llama"),
+            ("attention_bias", true.into(), "attention_bias"),
+            ("rope_parameters", json!({"rope_theta": 1e7, "rope_type": "yarn"}), "yarn"),
+            ("layer_types", json!(["full_attention"]), "layer_types"),
+            ("layer_types", json!(["full_attention", "chunked", "chunked"]), "chunked"),
+            ("dflash_config", json!({"target_layer_ids": [1]}), "mask_token_id"),
+            ("dflash_config", json!({"mask_token_id": 3, "target_layer_ids": "all"}), "target_layer_ids"),
+        ] {
+            let mut json = nested();
+            json[key] = value;
+            let error = Config::new(&json).unwrap_err().to_string();
+            assert!(error.contains(word) && !error.contains('\n'), "{key}: {error}");
+        }
+    }
+
+    #[test]
+    fn another_models_draft_is_refused() {
+        let demo = include_str!("../../../models/demo/moestro-demo/config.json");
+        let mut target = config::Config::new(&serde_json::from_str(demo).unwrap()).unwrap();
+        let draft = Config::new(&nested()).unwrap();
+        assert!(draft.check(&target).unwrap_err().to_string().contains("hidden_size is 64, not 256"));
+        (target.hidden, target.vocab) = (64, 96);
+        draft.check(&target).unwrap();
+        for (change, word) in [
+            (Config { taps: vec![1, 8], ..draft.clone() }, "taps layer 8"),
+            (Config { mask: 96, ..draft.clone() }, "mask token"),
+            (Config { target_layers: Some(9), ..draft.clone() }, "num_target_layers is 9"),
+        ] {
+            assert!(change.check(&target).unwrap_err().to_string().contains(word));
+        }
+    }
+}

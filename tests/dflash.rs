@@ -1,0 +1,176 @@
+//! The DFlash draft against fixtures of transformers and z-lab's implementation: a random target of eight layers, drafts for
+//! it in both config schemas.
+
+mod common;
+
+use common::{distance, fixtures::FIXTURES, load, load_with};
+use moestro::{
+    device::{Compute, Math},
+    model::{Model, Options, Rows, dflash},
+};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
+
+fn path(name: &str) -> PathBuf {
+    Path::new(FIXTURES).join("dflash").join(name)
+}
+
+fn draft(name: &str) -> dflash::DFlash {
+    let target = moestro::model::Config::read(&path("target")).unwrap();
+    let surveyed = dflash::Surveyed::new(&path(name), &target).unwrap();
+    dflash::DFlash::load(&surveyed, 64, Compute::cpu(2, Math::Integer)).unwrap()
+}
+
+fn steps(name: &str) -> HashMap<String, Vec<f32>> {
+    common::tensors(&path(&format!("{name}_steps.safetensors")))
+}
+
+/// Four drafts on a context that grows across the window, given as it came: by 21, 3, 1 and 5 positions.
+#[test]
+fn draft_steps_are_the_references() {
+    for name in ["draft", "draft_legacy", "draft2"] {
+        let (mut draft, steps) = (draft(name), steps(name));
+        let mut start = 0;
+        for step in 0..4 {
+            let get = |key: &str| &steps[&format!("{step}.{key}")];
+            assert_eq!(get("ctx_start"), &[start as f32]);
+            draft.append(start, get("target_hidden")).unwrap();
+            start = draft.len();
+            let hidden = draft.block(get("noise_embedding")).unwrap();
+            let off = distance(&hidden, get("hidden"));
+            println!("{name}, step {step}: off by {off:.1e}");
+            assert!(off < 1e-4, "{name}, step {step}: off by {off}");
+            // The block leaves nothing behind.
+            assert_eq!(draft.block(get("noise_embedding")).unwrap(), hidden);
+            // The tokens, from the head's logits: the likeliest, or the selector's path.
+            let mut before = get("block_ids")[0] as u32;
+            for (row, logits) in get("logits").chunks_exact(96).enumerate() {
+                let mut logits = logits.to_vec();
+                draft.score(before, &hidden[(row + 1) * 64..][..64], &mut logits).unwrap();
+                before = common::argmax(&logits);
+                assert_eq!(before, get("draft_tokens")[row] as u32, "{name}, step {step}, row {row}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_context_in_one_piece_is_the_same_and_goes_back_by_its_length() {
+    let (mut grown, mut whole, steps) = (draft("draft"), draft("draft"), steps("draft"));
+    let features: Vec<f32> = (0..4).flat_map(|step| steps[&format!("{step}.target_hidden")].clone()).collect();
+    let block = &steps["3.noise_embedding"];
+    whole.append(0, &features).unwrap();
+    let expected = whole.block(block).unwrap();
+    assert!(distance(&expected, &steps["3.hidden"]) < 1e-4);
+    let width = whole.config().features();
+    // Rejected rows are overwritten.
+    grown.append(0, &features[..25 * width]).unwrap();
+    grown.append(25, &features[..3 * width]).unwrap();
+    grown.truncate(27);
+    grown.append(25, &features[25 * width..]).unwrap();
+    assert_eq!(grown.block(block).unwrap(), expected);
+    // A gap is no error, and not the same.
+    grown.truncate(10);
+    grown.append(20, &features[20 * width..]).unwrap();
+    let with_gap = grown.block(block).unwrap();
+    assert_ne!(with_gap, expected);
+    // Positions that no layer sees any more are dropped, and change nothing.
+    let mut long = draft("draft");
+    for round in 0..40 {
+        long.append(round * 30, &features).unwrap();
+    }
+    assert!(long.block(block).unwrap().iter().all(|value| value.is_finite()));
+}
+
+#[test]
+fn a_draft_that_is_not_whole_or_not_for_this_model_is_an_error() {
+    let target = moestro::model::Config::read(&path("target")).unwrap();
+    let refused = |change: &dyn Fn(&Path)| {
+        let dir = tempfile::tempdir().unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            std::fs::copy(path("draft").join(file), dir.path().join(file)).unwrap();
+        }
+        change(dir.path());
+        dflash::Surveyed::new(dir.path(), &target).map(|_| ()).unwrap_err().to_string()
+    };
+    let cut = |dir: &Path| {
+        let file = std::fs::File::options().write(true).open(dir.join("model.safetensors")).unwrap();
+        file.set_len(200_000).unwrap();
+    };
+    assert!(refused(&cut).contains("truncated"));
+    let config = |from: &'static str, to: &'static str| {
+        move |dir: &Path| {
+            let path = dir.join("config.json");
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.contains(from));
+            std::fs::write(path, text.replace(from, to)).unwrap();
+        }
+    };
+    for (from, to, word) in [
+        ("\"num_hidden_layers\": 3", "\"num_hidden_layers\": 2", "layer_types"),
+        ("\"intermediate_size\": 128", "\"intermediate_size\": 96", "expected floats"),
+        ("   4,\n   5\n", "   4\n", "language_model.fc"),
+        ("\"num_target_layers\": 8", "\"num_target_layers\": 40", "another model"),
+        ("\"vocab_size\": 96", "\"vocab_size\": 128", "another model"),
+        ("DFlashDraftModel", "DFlash2DraftModel", "conv_kernel_size"),
+    ] {
+        let error = refused(&config(from, to));
+        assert!(error.contains(word) && !error.contains('\n'), "{from} to {to}: {error}");
+    }
+    // One tensor too many, as a head of its own would be.
+    let error = refused(&|dir| {
+        let file = std::fs::read(dir.join("model.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let mut views: Vec<_> = tensors.tensors();
+        let extra = tensors.tensor("norm.weight").unwrap();
+        views.push(("lm_head.weight".into(), extra));
+        std::fs::write(dir.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    });
+    assert!(error.contains("lm_head.weight") && error.contains("not part of this architecture"), "{error}");
+}
+
+/// The states of the delta nets after each number of a verify's rows, taken back to from the whole block.
+#[test]
+fn states_after_every_number_of_rows_are_the_references() {
+    let expected = common::tensors(&path("verify_block.safetensors"));
+    let ids = |name: &str| -> Vec<u32> { expected[name].iter().map(|id| *id as u32).collect() };
+    let (prompt, block) = (ids("prompt"), ids("block"));
+    let options = Options { math: Math::F32, threads: Some(2), verify: true, ..Options::default() };
+    let mut model = load_with(&path("target"), options);
+    for rows in 0..=block.len() {
+        let mut state = model.start().unwrap();
+        let last = model.forward(&mut state, &prompt, Rows::Last).unwrap();
+        assert!(distance(&last.data, &expected["prefill_last_logits"]) < 1e-4);
+        if rows > 0 {
+            let logits = model.verify(&mut state, &block).unwrap();
+            assert!(distance(&logits.data, &expected["verify_logits"]) < 1e-4);
+            if rows < block.len() {
+                model.take_back(&mut state, block.len() - rows).unwrap();
+            }
+        }
+        let found = model.snapshot(&mut state).unwrap().state;
+        let mut found = found.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+        for layer in [0, 1, 2, 4, 5, 6] {
+            // Ours is [taps - 1, C]; transformers keeps a fourth, oldest sample: [C, 4].
+            let theirs = &expected[&format!("gdn.{layer}.conv.{rows}")];
+            let conv: Vec<f32> = found.by_ref().take(3 * 128).collect();
+            let theirs: Vec<f32> = (1..4).flat_map(|tap| (0..128).map(move |c| theirs[c * 4 + tap])).collect();
+            // Ours is [Hv, Dv, Dk], theirs [Hv, Dk, Dv].
+            let heads: Vec<f32> = found.by_ref().take(4 * 16 * 16).collect();
+            let turned = &expected[&format!("gdn.{layer}.recurrent.{rows}")];
+            let at = |n: usize| turned[n / 256 * 256 + n % 16 * 16 + n / 16 % 16];
+            let turned: Vec<f32> = (0..heads.len()).map(at).collect();
+            let off = distance(&conv, &theirs).max(distance(&heads, &turned));
+            assert!(off < 1e-4, "layer {layer} after {rows} rows: off by {off}");
+        }
+        assert_eq!(found.next(), None);
+    }
+}
+
+#[test]
+fn the_target_is_one_that_the_fixtures_were_made_with() {
+    let model = load(&path("target"), Math::F32);
+    assert_eq!((model.config().layers, model.vocab()), (8, 96));
+}

@@ -1,0 +1,244 @@
+//! The demo with its DFlash draft: as many tokens are accepted as the reference has, and no answer changes.
+
+mod common;
+#[path = "support/process.rs"]
+mod process;
+
+use common::{
+    fixtures::{self, DEMO},
+    load_with,
+};
+use moestro::{
+    engine::{self, Dflash, Draft, Event, Finish, Request, Sampling, Speculate, Timings},
+    metrics::Metrics,
+    model::{Config, DFlash, Options, Qwen, dflash},
+};
+use process::Process;
+use serde_json::{Value, json};
+use std::{path::Path, sync::Arc};
+
+const DRAFT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo-dflash");
+
+fn demo(slots: Option<usize>) -> Qwen {
+    let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
+    options.store.slots = slots;
+    load_with(Path::new(DEMO), options)
+}
+
+fn draft(dir: &Path, model: &Qwen) -> Box<dyn Draft<Qwen>> {
+    let surveyed = dflash::Surveyed::new(dir, &Config::read(Path::new(DEMO)).unwrap()).unwrap();
+    Box::new(Dflash::new(DFlash::load(&surveyed, 2048, model.compute()).unwrap()))
+}
+
+struct Engine {
+    handle: engine::Handle,
+    worker: engine::Worker,
+    metrics: Arc<Metrics>,
+}
+
+impl Engine {
+    fn new(slots: Option<usize>, dir: &Path, speculate: Speculate) -> Self {
+        let metrics = Metrics::new("test", "cpu");
+        let model = demo(slots);
+        let draft = draft(dir, &model);
+        let options = engine::Options { eos: vec![2040], speculate, ..engine::Options::default() };
+        let (handle, worker) = engine::spawn_with(model, draft, options, metrics.clone()).unwrap();
+        Self { handle, worker, metrics }
+    }
+
+    fn answer(&self, ids: &[u32], max_tokens: usize, sampling: &Sampling) -> (Vec<u32>, Finish, Timings) {
+        let request = Request {
+            ids: ids.to_vec(),
+            max_tokens,
+            sampling: sampling.clone(),
+            logprobs: None,
+            prompt_logprobs: None,
+            ignore_eos: false,
+            constraint: None,
+            boundaries: Vec::new(),
+            cache_prompt: true,
+        };
+        let mut events = self.handle.submit(request).unwrap();
+        let mut told = Vec::new();
+        loop {
+            match events.blocking_recv().unwrap() {
+                Event::Token { id, .. } => told.push(id),
+                Event::Done { finish, timings } => return (told, finish, timings),
+                Event::Failed(error) => panic!("{error}"),
+                Event::Started { .. } | Event::Prompt(_) => {}
+            }
+        }
+    }
+
+    fn cycles(&self) -> u64 {
+        self.metrics.draft_cycles.with_label_values(&["dflash"]).get()
+    }
+
+    fn end(self) {
+        drop(self.handle);
+        self.worker.join().unwrap();
+    }
+}
+
+fn greedy() -> Sampling {
+    Sampling { temperature: 0.0, ..Sampling::default() }
+}
+
+/// The reference accepts 5.44 of 7 in the mean.
+#[test]
+fn as_many_are_accepted_as_in_the_reference() {
+    let engine = Engine::new(None, Path::new(DRAFT), Speculate::Force);
+    let mut accepted = 0;
+    for case in fixtures::demo().0 {
+        let (told, _, timings) = engine.answer(&case.prompt_ids, 110, &greedy());
+        assert!(told.starts_with(&case.greedy_ids) || case.greedy_ids.starts_with(&told), "{}", case.question);
+        accepted += timings.accepted_tokens;
+    }
+    let mean = accepted as f64 / engine.cycles() as f64;
+    println!("{accepted} accepted in {} cycles: {mean:.2}", engine.cycles());
+    assert!(mean >= 5.3, "{mean}");
+    engine.end();
+}
+
+#[test]
+fn answers_have_the_same_tokens_resident_and_streamed() {
+    let seeded = |temperature| Sampling { temperature, seed: Some(11), ..Sampling::default() };
+    let penal = Sampling { frequency_penalty: 0.8, presence_penalty: 0.3, repetition_penalty: 1.2, ..seeded(0.7) };
+    // Away from what it would say.
+    let first = &fixtures::demo().0[0];
+    let biased = Sampling { logit_bias: vec![(first.greedy_ids[5], -50.0), (300, 2.0)], ..seeded(0.0) };
+    let plain = Engine::new(None, Path::new(DRAFT), Speculate::Off);
+    let answers = [&biased, &greedy()].map(|sampling| plain.answer(&first.prompt_ids, 60, sampling).0);
+    assert_ne!(answers[0], answers[1]);
+    for slots in [None, Some(64)] {
+        let forced = Engine::new(slots, Path::new(DRAFT), Speculate::Force);
+        for sampling in [seeded(0.0), seeded(0.7), seeded(1.3), penal.clone(), biased.clone()] {
+            let (mut accepted, mut refused) = (0, 0);
+            // One after the other in one engine: some go on from the last one's session, most do not.
+            for (index, case) in fixtures::demo().0.iter().enumerate() {
+                let most = [60, 9, 110][index % 3];
+                let expected = plain.answer(&case.prompt_ids, most, &sampling);
+                let found = forced.answer(&case.prompt_ids, most, &sampling);
+                assert_eq!((&found.0, found.1), (&expected.0, expected.1), "{}: {sampling:?} {slots:?}", case.question);
+                accepted += found.2.accepted_tokens;
+                refused += found.2.drafted_tokens - found.2.accepted_tokens;
+                if index == 0 {
+                    let next = [&case.prompt_ids[..], &found.0, &[198, 40]].concat();
+                    let expected = plain.answer(&next, 20, &sampling);
+                    assert_eq!(forced.answer(&next, 20, &sampling).0, expected.0, "{sampling:?} {slots:?}");
+                }
+            }
+            println!("{sampling:?} {slots:?}: {accepted} accepted, {refused} refused");
+            assert!(accepted > 0 && refused > 0, "{accepted} and {refused}: the test must not be empty");
+        }
+        forced.end();
+    }
+    plain.end();
+}
+
+/// The draft's files, changed.
+fn spoilt(change: impl Fn(&mut Value, &mut Vec<u8>)) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let read = |name: &str| std::fs::read(Path::new(DRAFT).join(name)).unwrap();
+    let mut config: Value = serde_json::from_slice(&read("config.json")).unwrap();
+    let mut weights = read("model.safetensors");
+    change(&mut config, &mut weights);
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), weights).unwrap();
+    dir
+}
+
+/// With other taps, another mask, weights that are another model's: fewer tokens are accepted, and nothing else is different.
+#[test]
+fn a_draft_that_does_not_fit_changes_no_answer() {
+    let taps = spoilt(|config, _| config["dflash_config"]["target_layer_ids"] = json!([5, 1, 3]));
+    let mask = spoilt(|config, _| config["dflash_config"]["mask_token_id"] = json!(17));
+    let other = spoilt(|_, weights| {
+        let from = weights.len() / 8;
+        weights[from..].as_chunks_mut::<2>().0.iter_mut().for_each(|bf16| bf16[1] ^= 0x80);
+    });
+    let plain = Engine::new(None, Path::new(DRAFT), Speculate::Off);
+    for (what, dir, at_most) in [("taps", taps, 0.5), ("mask", mask, 0.2), ("weights", other, 0.2)] {
+        let forced = Engine::new(None, dir.path(), Speculate::Force);
+        let mut counted = [0, 0];
+        for case in fixtures::demo().0 {
+            let expected = plain.answer(&case.prompt_ids, 110, &greedy()).0;
+            let found = forced.answer(&case.prompt_ids, 110, &greedy());
+            assert_eq!(found.0, expected, "{what}");
+            counted = [counted[0] + found.2.accepted_tokens, counted[1] + found.2.drafted_tokens];
+        }
+        println!("{what}: {} of {} accepted in {} cycles", counted[0], counted[1], forced.cycles());
+        assert!((counted[0] as f64) < at_most * counted[1] as f64, "{what}: {counted:?}");
+        forced.end();
+    }
+    plain.end();
+}
+
+fn body(prompt: &str, more: Value) -> String {
+    let mut body = json!({"messages": [{"role": "user", "content": prompt}], "max_tokens": 120, "seed": 3});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body.to_string()
+}
+
+/// Over HTTP: forms, stop strings, biases, penalties; and the three lengths of an answer, with their reasons to end.
+#[test]
+fn a_server_answers_alike_with_the_draft_and_without() {
+    let schema = json!({"type": "object", "additionalProperties": false, "required": ["name", "n"], "properties":
+        {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}});
+    let form = json!({"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": schema}});
+    let story = "Tell me a story about Paul and a dragon.";
+    // Nothing ends the long ones but their limit.
+    let endless = |tokens: usize| json!({"max_tokens": tokens, "temperature": 0.7, "logit_bias": {"2040": -100}});
+    let requests = [
+        (story, json!({"temperature": 0}), "stop"),
+        (story, json!({"temperature": 1.3, "max_tokens": 40}), "length"),
+        (
+            story,
+            json!({"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "max_tokens": 30}),
+            "length",
+        ),
+        (story, json!({"temperature": 0, "stop": ["dragon", "Paul was"]}), "stop"),
+        ("What is 12+7?", json!({"temperature": 0, "response_format": form}), "stop"),
+        ("What is 12+7?", json!({"temperature": 1.0, "response_format": form, "enable_thinking": false}), "stop"),
+        ("How much is 3 times 4?", endless(50), "length"),
+        ("Count from 49 to 119 by 10.", endless(200), "length"),
+        (story, endless(800), "length"),
+        (
+            "Give me Python code for a sum, then a story about a fox, then 3 instruments.",
+            json!({"temperature": 0}),
+            "stop",
+        ),
+    ];
+    let none = Process::start(&["--draft-model", "off"]);
+    let ours = |more: &[&str]| Process::start(&[&["--draft-model", DRAFT, "--speculation", "force"], more].concat());
+    for server in [ours(&[]), ours(&["--stream-experts", "on"])] {
+        for (prompt, more, finish) in &requests {
+            let body = body(prompt, more.clone());
+            let ask = |server: &Process| -> Value {
+                serde_json::from_str(&server.ask("POST", "/v1/chat/completions", &body)).unwrap()
+            };
+            let (expected, found) = (ask(&none), ask(&server));
+            assert_eq!(found["choices"], expected["choices"], "{body}");
+            assert_eq!(found["usage"]["completion_tokens"], expected["usage"]["completion_tokens"], "{body}");
+            assert_eq!(found["choices"][0]["finish_reason"], *finish, "{body}: {found}");
+        }
+        let count =
+            |outcome| server.metric(&format!(r#"moestro_draft_tokens_total{{kind="dflash",outcome="{outcome}"}}"#));
+        let (accepted, refused) = (count("accepted"), count("rejected"));
+        println!("{accepted} accepted, {refused} refused");
+        assert!(accepted > 0 && refused > 0);
+        assert!(server.metric(r#"moestro_memory_bytes{kind="draft"}"#) > 4_000_000);
+    }
+}
+
+#[test]
+fn a_directory_without_a_draft_is_an_error() {
+    for (dir, word) in [(DEMO, "holds no draft"), ("/no/such/draft", "no such directory")] {
+        let run = std::process::Command::new(env!("CARGO_BIN_EXE_moestro"))
+            .args(["generate", "-p", "x", "--draft-model", dir])
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&run.stderr);
+        assert!(!run.status.success() && text.contains(word), "{text}");
+    }
+}
