@@ -319,9 +319,9 @@ impl<T: Cached> Work<'_, T> {
         let (keys, values) = (self.keys.around(seen.start), self.values.around(seen.start));
         match &coarse {
             None => compare(&rows, &keys, head, seen.clone(), &mut scores),
-            Some([keys, _]) => {
+            Some([keys, values]) => {
                 asked.set(rows.into_iter(), dim);
-                integer::compare(asked, keys, head, seen.clone(), &mut scores);
+                integer::compare(asked, [keys, values], head, seen.clone(), &mut scores);
             }
         }
         for (n, scores) in scores.iter_mut().enumerate() {

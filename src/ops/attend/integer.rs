@@ -44,20 +44,25 @@ impl Asked {
     }
 }
 
-/// `scores[n][i] = q[n] . key[seen.start + i]`. Of `seen` both ends are multiples of 16.
+/// `scores[n][i] = q[n] . key[seen.start + i]`. Of `seen` both ends are multiples of 16. The values come next and are asked for.
 pub(super) fn compare<const N: usize>(
     asked: &Asked,
-    keys: &Rounded<'_>,
+    [keys, values]: [&Rounded<'_>; 2],
     head: usize,
     seen: Range<usize>,
     scores: &mut [[f32; BLOCK]; N],
 ) {
-    let rows = keys.rows(head, seen.start, seen.len());
+    let [rows, next] = [keys, values].map(|cache| cache.rows(head, seen.start, seen.len()));
     match Isa::best() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the processor has AVX-512 with VNNI, and `rows` are whole rows, a multiple of 16.
-        Isa::Avx512 if seen.len().is_multiple_of(16) => unsafe { super::vnni::compare(asked, keys, rows, scores) },
-        _ => plain_compare(asked, keys, rows, scores),
+        Isa::Avx512 if seen.len().is_multiple_of(16) => unsafe {
+            super::vnni::compare(asked, keys, [rows, next], scores)
+        },
+        _ => {
+            let _ = next;
+            plain_compare(asked, keys, rows, scores);
+        }
     }
 }
 

@@ -14,6 +14,8 @@ use super::{
 };
 use std::{arch::x86_64::*, cell::RefCell};
 
+/// Keys so many bytes further on are asked for.
+const AHEAD: usize = 20480;
 /// Positions in a quad, and quads in a block.
 const QUAD: usize = 4;
 const QUADS: usize = BLOCK / QUAD;
@@ -48,12 +50,13 @@ thread_local! {
 /// See [`super::integer::compare`].
 ///
 /// # Safety
-/// The processor has these features; `rows` are whole rows of `keys`, a multiple of 16 and at most [`BLOCK`].
+/// The processor has these features; `rows` are whole rows of `keys`, a multiple of 16 and at most [`BLOCK`]. `next` are the rows
+/// that are wanted afterwards.
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn compare<const N: usize>(
     asked: &Asked,
     keys: &Rounded<'_>,
-    rows: &[u8],
+    [rows, next]: [&[u8]; 2],
     scores: &mut [[f32; BLOCK]; N],
 ) {
     let (dim, groups, bits) = (keys.dim, keys.dim / GROUP, keys.bits);
@@ -68,6 +71,8 @@ pub(super) unsafe fn compare<const N: usize>(
             _mm512_set1_epi32(keys.row as i32),
         );
         for (number, rows) in rows.chunks_exact(16 * keys.row).enumerate() {
+            fetch(rows.as_ptr().wrapping_add(AHEAD), rows.len());
+            fetch(next.as_ptr().wrapping_add(number * rows.len()), rows.len());
             let mut sums = [_mm512_setzero_ps(); N];
             for pair in 0..groups / 2 {
                 // SAFETY: sixteen rows with four bytes of scales each at this place.
@@ -105,6 +110,15 @@ pub(super) unsafe fn compare<const N: usize>(
             }
         }
     });
+}
+
+/// Asks for memory, which may be anywhere, into the second-level cache.
+#[inline(always)]
+fn fetch(at: *const u8, bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        // SAFETY: a hint reads nothing, and every processor with AVX-512 has it.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(line).cast()) };
+    }
 }
 
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
