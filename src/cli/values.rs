@@ -41,6 +41,9 @@ pub enum LogFormat {
 /// The source of drafts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Draft {
+    /// The MTP head if the checkpoint has one, else lookup.
+    Auto,
+    Mtp,
     Lookup,
     Off,
     /// A directory or a hub id.
@@ -106,12 +109,14 @@ pub fn size(text: &str) -> Result<u64, String> {
     if bytes < 1.0 || bytes >= u64::MAX as f64 { Err(wrong()) } else { Ok(bytes as u64) }
 }
 
-/// Where drafts come from. A directory of one of the names is written with a slash.
+/// The source of drafts. A directory of one of the names is written with a slash.
 pub fn draft(text: &str) -> Result<Draft, String> {
     match text {
         "lookup" => Ok(Draft::Lookup),
         "off" => Ok(Draft::Off),
-        "mtp" | "self" => Err("an MTP head and self-drafting are not there yet".into()),
+        "auto" => Ok(Draft::Auto),
+        "mtp" => Ok(Draft::Mtp),
+        "self" => Err("a model that drafts for itself is not there yet".into()),
         "" => Err("it is empty".into()),
         _ => Ok(Draft::Model(text.into())),
     }

@@ -225,9 +225,10 @@ pub fn load_model(
     chosen: Chosen,
     metrics: &Arc<Metrics>,
 ) -> Result<Loaded, CommandError> {
-    let found = drafts::Found::new(load.drafts.as_ref(), &checkpoint.dir)?;
+    let found = drafts::Found::new(load, &checkpoint.dir, Some(&checkpoint.tokenizer))?;
     let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
-    let options = model::Options { gpu: chosen.working_set(), draft: found.shape(), ..options(load) };
+    let options =
+        model::Options { gpu: chosen.working_set(), draft: found.shape(), drafter: found.drafter(), ..options(load) };
     let model = Qwen::load(&checkpoint.dir, &options, metrics, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
