@@ -179,6 +179,21 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "it is not a number of seconds above 0".into())
 }
 
+/// A duration with a unit, or in seconds: `90s`, `30m`, `2h`, `0`.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let (number, unit) = text.split_at(text.trim_end_matches(|c: char| c.is_ascii_alphabetic()).len());
+    let unit = match unit {
+        "s" | "" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return Err("its unit is not s, m or h".into()),
+    };
+    let seconds = number.parse::<f64>().ok().and_then(|number| Duration::try_from_secs_f64(number * unit).ok());
+    seconds
+        .filter(|seconds| *seconds < Duration::from_secs(u32::MAX.into()))
+        .ok_or_else(|| "it is not a duration such as 90s, 30m or 2h".into())
+}
+
 /// An API key: an empty one, as an unset variable in a script leaves it, would be no protection.
 pub fn key(text: &str) -> Result<String, String> {
     if text.is_empty() { Err("an empty key protects nothing".into()) } else { Ok(text.into()) }

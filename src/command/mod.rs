@@ -1,17 +1,22 @@
 //! The subcommands that serve and fetch, one file each, and what all commands share: finding a checkpoint and loading its
 //! parts.
 
+pub mod catalog;
 pub mod device;
 pub mod drafts;
 pub mod effective;
 pub mod generate;
 pub mod log;
+pub mod models;
 pub mod pack;
 pub mod progress;
 pub mod pull;
+pub mod remote;
+pub mod run;
 pub mod serve;
 pub mod service;
 pub mod shell;
+mod speaker;
 
 use crate::{
     chat::{Template, Tokenizer},
