@@ -1,11 +1,17 @@
 //! The command line: every subcommand and flag, and nothing of what they mean (`config` says that). Each flag has an
 //! environment variable, `MOESTRO_` and its name; what is typed wins.
 
+mod chat;
 mod drafts;
+mod models;
+mod service;
 pub mod values;
 
+pub use chat::Run;
 use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
 pub use drafts::Drafts;
+pub use models::{Home, List, Ps, Remote, Rm, Stop};
+pub use service::{Install, Service, ServiceAction};
 use std::path::PathBuf;
 use values::{Device, ExpertIo, KvBits, LogFormat, OnOff, Switch};
 
@@ -25,6 +31,8 @@ pub enum Command {
     Serve(Serve),
     /// One answer on the terminal, tokens as they come
     Generate(Generate),
+    /// Chat on the terminal; with a prompt, or behind a pipe, one answer
+    Run(Run),
     /// The memory plan of a model, and its estimated speed on this machine
     Info(Info),
     /// Measure prefill, decode, hits, stall and disk
@@ -35,6 +43,15 @@ pub enum Command {
     Pack(Pack),
     /// Download a model from the Hugging Face hub
     Pull(Pull),
+    /// The models on this machine
+    #[command(visible_alias = "ls")]
+    List(List),
+    /// Delete a model from this machine
+    Rm(Rm),
+    /// What a running server has in memory
+    Ps(Ps),
+    /// Have a running server give a model's memory back
+    Stop(Stop),
     /// Check that this machine computes what it should, for a bug report
     Doctor(Doctor),
     /// Serve from login on, kept running by launchd or systemd
@@ -80,6 +97,12 @@ pub struct Serve {
     /// The most time a request may take, in seconds, the wait included [default: no limit]
     #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds)]
     pub request_timeout: Option<std::time::Duration>,
+    /// Give the model's memory back when nobody has asked for so long (90s, 30m, 2h); the next request loads it again
+    /// [default: keep it]
+    #[arg(long, env = "MOESTRO_KEEP_ALIVE", value_name = "DURATION", value_parser = values::duration)]
+    pub keep_alive: Option<std::time::Duration>,
+    #[command(flatten)]
+    pub home: Home,
     /// Leave the `x-anthropic-billing-header:` that Claude Code puts before its system prompt in the prompt: it changes
     /// with every turn
     #[arg(long, env = "MOESTRO_KEEP_BILLING_HEADER", value_parser = BoolishValueParser::new())]
@@ -117,51 +140,12 @@ pub struct PromptCache {
 }
 
 #[derive(Debug, Args)]
-pub struct Service {
-    #[command(subcommand)]
-    pub action: ServiceAction,
-}
-
-#[derive(Debug, Subcommand)]
-pub enum ServiceAction {
-    /// Describe the service to the system and start it
-    Install(Install),
-    /// Stop it, and take its description away
-    Uninstall,
-    Start,
-    Stop,
-    /// Its status, from the service manager
-    Status,
-    /// The end of its log, and what comes
-    Logs,
-}
-
-#[derive(Debug, Default, Args)]
-pub struct Install {
-    /// Let the system hold the port, and start with the first connection
-    #[arg(long, env = "MOESTRO_ON_DEMAND", value_parser = BoolishValueParser::new())]
-    pub on_demand: bool,
-    /// On demand: the address to listen on
-    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1")]
-    pub host: String,
-    /// On demand: the port to listen on
-    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413)]
-    pub port: u16,
-    /// Show what would be written and run
-    #[arg(long, env = "MOESTRO_DRY_RUN", value_parser = BoolishValueParser::new())]
-    pub dry_run: bool,
-    /// Arguments of `moestro serve`, behind --
-    #[arg(last = true)]
-    pub args: Vec<String>,
-}
-
-#[derive(Debug, Args)]
 pub struct Generate {
     #[command(flatten)]
     pub model: Model,
-    /// The prompt; a chat model gets it as a user's message
+    /// The prompt; a chat model gets it as a user's message. With -, or without it behind a pipe, it is read from stdin
     #[arg(short, long, env = "MOESTRO_PROMPT")]
-    pub prompt: String,
+    pub prompt: Option<String>,
     /// The most tokens to generate [default: to the end of the context]
     #[arg(short = 'n', long, env = "MOESTRO_MAX_TOKENS", value_name = "N")]
     pub max_tokens: Option<usize>,

@@ -9,6 +9,7 @@ pub use generation::Generation;
 use crate::cli::{self, values};
 use std::{
     env,
+    io::{self, IsTerminal},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -130,6 +131,9 @@ pub struct Serve {
     pub allowed_host: Vec<String>,
     pub max_queue: usize,
     pub request_timeout: Option<Duration>,
+    /// A model that nobody has asked for so long gives its memory back.
+    pub keep_alive: Option<Duration>,
+    pub models_dir: Option<PathBuf>,
     pub keep_billing_header: bool,
     /// The place of prompts' checkpoints on the disk, and their bytes at most.
     pub prompt_cache_dir: PromptDir,
@@ -152,6 +156,8 @@ impl Serve {
             allowed_host: typed.allowed_host.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
             max_queue: typed.max_queue,
             request_timeout: typed.request_timeout,
+            keep_alive: typed.keep_alive,
+            models_dir: typed.home.models_dir,
             keep_billing_header: typed.keep_billing_header,
             prompt_cache_dir: match typed.prompt_cache_dir.as_deref() {
                 Some("off") => PromptDir::Off,
@@ -200,11 +206,13 @@ impl Drafts {
     }
 }
 
-/// `moestro generate`.
+/// `moestro generate` and `run`.
 #[derive(Debug, Clone)]
 pub struct Generate {
     pub model: Source,
-    pub prompt: String,
+    /// `None`: nothing was said, and there is a terminal to ask on.
+    pub prompt: Option<String>,
+    pub system: Option<String>,
     pub max_tokens: Option<usize>,
     pub seed: Option<u64>,
     pub load: Load,
@@ -213,10 +221,16 @@ pub struct Generate {
 }
 
 impl Generate {
+    /// One answer.
     pub fn new(typed: cli::Generate) -> Result<Self, String> {
+        let prompt = said(typed.prompt)?;
+        if prompt.is_none() {
+            return Err("nothing to answer: say it with -p PROMPT, or through a pipe; `moestro run` chats".into());
+        }
         Ok(Self {
             model: Source::new(typed.model.model.as_deref()),
-            prompt: typed.prompt,
+            prompt,
+            system: None,
             max_tokens: typed.max_tokens,
             seed: typed.seed,
             load: Load { drafts: Some(Drafts::new(typed.drafts)), ..Load::new(typed.load)? },
@@ -224,6 +238,36 @@ impl Generate {
             generation: Generation::typed(&typed.sampling),
         })
     }
+
+    /// A chat, or one answer if something was said.
+    pub fn chat(typed: cli::Run) -> Result<Self, String> {
+        Ok(Self {
+            model: Source::new(typed.model.model.as_deref()),
+            prompt: said(typed.prompt)?,
+            system: typed.system,
+            max_tokens: typed.max_tokens,
+            seed: typed.seed,
+            load: Load {
+                prompt_cache: typed.cache.prompt_cache,
+                drafts: Some(Drafts::new(typed.drafts)),
+                ..Load::new(typed.load)?
+            },
+            thinking: thinking(&typed.sampling),
+            generation: Generation::typed(&typed.sampling),
+        })
+    }
+}
+
+/// The prompt: as typed, or from stdin if that was asked for or is no terminal.
+fn said(typed: Option<String>) -> Result<Option<String>, String> {
+    match typed {
+        Some(text) if text != "-" => return Ok(Some(text)),
+        None if io::stdin().is_terminal() => return Ok(None),
+        _ => {}
+    }
+    let text = io::read_to_string(io::stdin()).map_err(|error| format!("the prompt on stdin: {error}"))?;
+    let text = text.trim_end_matches(['\r', '\n']);
+    if text.is_empty() { Err("the prompt on stdin is empty".into()) } else { Ok(Some(text.to_owned())) }
 }
 
 fn thinking(typed: &cli::Sampling) -> Option<bool> {

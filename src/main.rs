@@ -2,7 +2,7 @@
 
 use moestro::{
     cli::Command,
-    command::{effective, generate, log, pack, pull, serve, service, shell},
+    command::{effective, generate, log, models, pack, pull, remote, run as chat, serve, service, shell},
     config::{
         Generate, Serve,
         file::{self, Settings},
@@ -29,9 +29,14 @@ fn main() -> ExitCode {
 
 fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
     match command {
-        Command::Serve(typed) => serve::run(Serve::new(typed).map_err(CommandError::Usage)?),
-        Command::Generate(typed) => generate::run(Generate::new(typed).map_err(CommandError::Usage)?),
+        Command::Serve(typed) => serve::run(Serve::new(typed).map_err(CommandError::Usage)?, settings),
+        Command::Generate(typed) => generate::run(&Generate::new(typed).map_err(CommandError::Usage)?),
+        Command::Run(typed) => chat::run(&Generate::chat(typed).map_err(CommandError::Usage)?),
         Command::Pack(typed) => pack::run(&typed),
+        Command::List(typed) => models::list(&typed, settings),
+        Command::Rm(typed) => models::remove(&typed, settings),
+        Command::Ps(typed) => remote::ps(&typed),
+        Command::Stop(typed) => remote::stop(&typed),
         Command::Pull(typed) => pull::run(&typed),
         Command::Info(typed) => info::run(typed),
         Command::Bench(typed) => bench::run(typed),

@@ -4,9 +4,11 @@
 //! are base units (seconds, bytes), as Prometheus wants them; `process_*` comes from the crate's own collector, which
 //! reads `/proc` and therefore exists on Linux only.
 
+mod board;
 mod families;
 mod openmetrics;
 
+pub use board::Board;
 use families::{
     DEPTH, FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, counter, counters, gauge, gauges, histogram, register,
     seconds,
@@ -25,6 +27,8 @@ pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; char
 /// All of it. Fields are named after the metric, followed by the values of their labels.
 pub struct Metrics {
     registry: Registry,
+    /// What is in memory, expert by expert.
+    board: Mutex<Arc<Board>>,
     info: IntGaugeVec,
     /// The labels of `info`: version, device, model.
     running: Mutex<[String; 3]>,
@@ -331,6 +335,7 @@ impl Metrics {
             memory_requests: memory.with_label_values(&["requests"]),
             memory_prompt_cache: memory.with_label_values(&["prompt_cache"]),
             memory_limit_bytes: gauge(r, "moestro_memory_limit_bytes", "The memory plan's limit"),
+            board: Mutex::default(),
             registry,
         })
     }
@@ -357,18 +362,6 @@ impl Metrics {
         self.answers.with_label_values(&[finish_reason]).inc();
         self.request_prompt_tokens.observe(prompt_tokens as f64);
         self.request_generated_tokens.observe(generated_tokens as f64);
-    }
-
-    /// A pass verified drafted tokens of a kind, of which some were accepted, and saved seconds, or lost them.
-    pub fn drafted(&self, kind: &str, accepted: usize, rejected: usize, saved: f64) {
-        self.draft_cycles.with_label_values(&[kind]).inc();
-        self.draft_tokens.with_label_values(&[kind, "accepted"]).inc_by(accepted as u64);
-        self.draft_tokens.with_label_values(&[kind, "rejected"]).inc_by(rejected as u64);
-        if saved > 0.0 {
-            self.draft_seconds_saved.inc_by(saved);
-        } else {
-            self.draft_seconds_lost.inc_by(-saved);
-        }
     }
 
     /// Counts one finished request. `endpoint` must come from a fixed set (the router's paths), never from the client.

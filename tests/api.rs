@@ -20,6 +20,8 @@ mod leave;
 mod malformed;
 #[path = "api/messages.rs"]
 mod messages;
+#[path = "api/models.rs"]
+mod models;
 #[path = "api/pages.rs"]
 mod pages;
 #[path = "api/responses.rs"]

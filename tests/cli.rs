@@ -67,6 +67,83 @@ fn one_answer_on_the_terminal() {
     assert!(!said.contains('\x1b'), "{said}");
 }
 
+/// The output of a command that is told something through a pipe.
+fn told(args: &[&str], text: &str) -> Output {
+    let cache = tempfile::tempdir().unwrap();
+    let mut command = moestro(cache.path());
+    let command = command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn a_pipe_is_the_prompt_and_reasoning_goes_to_stderr() {
+    for (args, thinks) in [
+        (&["run", "--temp", "0"][..], true),
+        (&["run", "-p", "-", "--temp", "0", "--thinking", "off"], false),
+        (&["generate", "--temp", "0", "--thinking", "off"], false),
+    ] {
+        let output = told(args, "What is 12+7?\n");
+        let said = stderr(&output);
+        assert!(output.status.success(), "{args:?}: {said}");
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "12 + 7 = 19.\n", "{args:?}");
+        let reasoning = said.lines().filter(|line| !line.is_empty() && !line.contains("prompt tokens")).count();
+        assert_eq!(reasoning > 0, thinks, "{args:?}: {said}");
+        assert!(!said.contains('\x1b'), "{said}");
+    }
+    assert_eq!(told(&["run"], "").status.code(), Some(2), "nothing was said");
+}
+
+#[test]
+fn models_are_listed_and_removed() {
+    let home = tempfile::tempdir().unwrap();
+    let mine = home.path().join("org/mine");
+    std::fs::create_dir_all(&mine).unwrap();
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(demo.join(name), mine.join(name)).unwrap();
+    }
+    let cache = tempfile::tempdir().unwrap();
+    let with = |args: &[&str]| {
+        let mut command = moestro(cache.path());
+        command.env("MOESTRO_MODELS_DIR", home.path()).env("HF_HUB_CACHE", cache.path()).args(args).output().unwrap()
+    };
+    let list = || {
+        let list: Value = serde_json::from_slice(&with(&["list", "--json"]).stdout).unwrap();
+        let ids = list["models"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap().to_owned());
+        ids.collect::<Vec<_>>()
+    };
+    assert_eq!(list(), ["org/mine", "moestro-demo"]);
+    let table = with(&["ls"]);
+    assert!(String::from_utf8_lossy(&table.stdout).contains("in the program"));
+    let misspelt = with(&["rm", "org/mien"]);
+    assert!(stderr(&misspelt).contains("did you mean org/mine?"), "{}", stderr(&misspelt));
+    assert_eq!(with(&["rm", "org/mine"]).status.code(), Some(2), "without a terminal it must be said twice");
+    assert!(mine.exists());
+    assert!(with(&["rm", "org/mine", "--yes"]).status.success());
+    assert!(!mine.exists());
+    assert_eq!(list(), ["moestro-demo"]);
+    assert!(stderr(&with(&["rm", "moestro-demo", "-y"])).contains("part of the program"));
+}
+
+#[test]
+fn a_running_server_says_what_it_holds_and_lets_go_of_it() {
+    let server = Server::start(&[]);
+    let port = server.ready["port"].to_string();
+    let ps = run(&["ps", "--port", &port]);
+    assert!(String::from_utf8_lossy(&ps.stdout).starts_with("moestro-demo  "), "{ps:?}");
+    assert!(stderr(&run(&["stop", "other", "--port", &port])).contains("`other` is not loaded"));
+    assert!(run(&["stop", "moestro-demo", "--port", &port]).status.success());
+    let gone = || String::from_utf8_lossy(&run(&["ps", "--port", &port]).stdout).contains("no model is in memory");
+    assert!((0..100).any(|_| gone() || {
+        std::thread::sleep(Duration::from_millis(50));
+        false
+    }));
+    drop(server);
+    assert!(!run(&["ps", "--port", &port]).status.success());
+}
+
 #[test]
 fn the_demo_needs_no_cache() {
     for cache in [Some("/dev/null/cache"), None] {

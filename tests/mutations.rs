@@ -10,7 +10,7 @@ use moestro::{
     device::{Immediate, Mark},
     experts::{Choice, ExpertMap, Experts, Io, Options as StoreOptions, PIECES, Phase, Piece, Warm},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, qwen::Surveyed},
+    model::{Model, Options, Qwen, Rows, Surveyed},
     platform::os,
 };
 use mutate::Dice;

@@ -148,3 +148,27 @@ fn hidden_rows_do_not_depend_on_how_a_sequence_is_cut() {
     assert!(found == one_by_one[42 * 512..45 * 512]);
     assert!(model.tap(&Taps { layers: vec![8], rows: 1 }).is_err(), "there are eight layers");
 }
+
+#[test]
+fn a_verify_that_goes_on_is_taken_back_as_one() {
+    let mut model = demo(None);
+    let (prompt, rows) = (prompt(30), [40, 41, 42, 43, 44]);
+    let mut state = model.start().unwrap();
+    assert!(model.verify_on(&mut state, &[1]).is_err(), "there is nothing to go on with");
+    model.forward(&mut state, &prompt, Rows::None).unwrap();
+    let mut plain = model.start().unwrap();
+    model.forward(&mut plain, &prompt, Rows::None).unwrap();
+    let expected: Vec<_> = rows.map(|id| model.forward(&mut plain, &[id], Rows::Last).unwrap().data).into();
+    for kept in 1..rows.len() {
+        let mut state = model.start().unwrap();
+        model.forward(&mut state, &prompt, Rows::None).unwrap();
+        let mut found = vec![model.verify(&mut state, &rows[..1]).unwrap().data];
+        found.push(model.verify_on(&mut state, &rows[1..3]).unwrap().data);
+        found.extend(rows[3..].iter().map(|id| model.verify_on(&mut state, &[*id]).unwrap().data));
+        assert!(found.concat() == expected.concat());
+        model.take_back(&mut state, rows.len() - kept).unwrap();
+        let on: Vec<_> =
+            rows[kept..].iter().map(|id| model.forward(&mut state, &[*id], Rows::Last).unwrap().data).collect();
+        assert!(on.concat() == expected[kept..].concat(), "went back to row {kept}");
+    }
+}

@@ -141,6 +141,12 @@ impl Tokenizer {
         self.ends.len()
     }
 
+    /// The first token that `other` has otherwise; `None` if all that both have are the same.
+    pub fn first_difference(&self, other: &Self) -> Option<u32> {
+        let both = self.vocab_size().min(other.vocab_size()) as u32;
+        (0..both).find(|&id| self.slice(id) != other.slice(id) || self.is_added(id) != other.is_added(id))
+    }
+
     /// The bytes that a token adds to text.
     pub(super) fn text_bytes(&self, id: u32) -> &[u8] {
         if self.special.binary_search(&id).is_ok() { &[] } else { self.slice(id) }

@@ -58,6 +58,16 @@ impl Hub {
         (dir.join("config.json").exists() && is_complete(&dir)).then_some(dir)
     }
 
+    /// All models that are here whole, and where.
+    pub fn all(&self) -> Vec<(String, PathBuf)> {
+        cache::ids(&self.cache).into_iter().filter_map(|id| Some((id.clone(), self.local(&id)?))).collect()
+    }
+
+    /// Deletes all that was downloaded of a model, older revisions too.
+    pub fn remove(&self, id: &str) -> io::Result<()> {
+        fs::remove_dir_all(Shelf::new(&self.cache, id).dir())
+    }
+
     /// Downloads what is missing of the model `id` and returns its directory. `progress` gets bytes that are here and
     /// bytes in all.
     ///

@@ -172,6 +172,13 @@ impl Index {
         }
     }
 
+    /// The tensors of one file of the checkpoint in `dir`.
+    pub fn file(dir: &Path, path: PathBuf) -> Result<Self, StoreError> {
+        let mut index = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
+        index.add(path)?;
+        Ok(index)
+    }
+
     /// The file a tensor lies in.
     pub fn path(&self, entry: &Entry) -> &Path {
         self.files.get(entry.file).unwrap_or(&self.dir)

@@ -52,6 +52,15 @@ pub struct Layout {
 impl Checkpoint {
     /// `quantization` is the table of that name in `config.json`, or null.
     pub fn open(index: Index, quantization: &serde_json::Value) -> Result<Self, ModelError> {
+        Self::open_as(index, quantization, canonical)
+    }
+
+    /// [`Checkpoint::open`] where `canonical` says which tensor is which.
+    pub fn open_as(
+        index: Index,
+        quantization: &serde_json::Value,
+        canonical: impl Fn(&str) -> Name,
+    ) -> Result<Self, ModelError> {
         let mut names = BTreeMap::new();
         for found in index.tensors.keys() {
             let Name::Ours(name) = canonical(found) else { continue };
@@ -232,6 +241,8 @@ pub fn expert(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
 
 /// The numbers of the two buffers that weights are in, wherever they are shown to a device: matrices, and small vectors.
 pub const BUFFERS: [u32; 2] = [0, 1];
+/// The same for the weights of a draft that computes where the model does.
+pub const DRAFT_BUFFERS: [u32; 2] = [2, 3];
 
 /// Gathers the trunk's matrices in one slab, and its vectors in another. Run the same claims twice: first with
 /// [`Trunk::measure`], which reads no matrix and learns the size, then with [`Trunk::read`].
@@ -241,19 +252,25 @@ pub struct Trunk<'a> {
     /// Bytes taken so far.
     len: usize,
     vectors: Vec<f32>,
+    buffers: [u32; 2],
     progress: &'a mut dyn FnMut(u64, u64),
 }
 
 impl<'a> Trunk<'a> {
     /// Reads no matrix: what it returns lies nowhere.
     pub fn measure(from: &'a Checkpoint, progress: &'a mut dyn FnMut(u64, u64)) -> Self {
-        Self { from, slab: None, len: 0, vectors: Vec::new(), progress }
+        Self { from, slab: None, len: 0, vectors: Vec::new(), buffers: BUFFERS, progress }
     }
 
     /// Reads into a slab of `len` bytes, as measured.
     pub fn read(from: &'a Checkpoint, len: usize, progress: &'a mut dyn FnMut(u64, u64)) -> Result<Self, ModelError> {
         let slab = Filling::new(len).map_err(|error| refused(len, &error))?;
         Ok(Self { slab: Some(slab), ..Self::measure(from, progress) })
+    }
+
+    /// What it gathers will be shown under other numbers.
+    pub fn shown_as(self, buffers: [u32; 2]) -> Self {
+        Self { buffers, ..self }
     }
 
     /// Bytes taken so far.
@@ -301,6 +318,36 @@ impl<'a> Trunk<'a> {
         Ok(Weight { codes, rows, cols, gain, parts })
     }
 
+    /// The matrix at `path`, `[rows, parts * cols]`, as matrices of `cols` columns that stand side by side in it.
+    pub fn columns(&mut self, path: &str, rows: usize, cols: usize, parts: usize) -> Result<Vec<Weight>, ModelError> {
+        let Layout { codes, entries, .. } = self.from.layout(path, &[], rows, parts * cols)?;
+        if !cols.is_multiple_of(codes.group().max(32)) {
+            return Err(ModelError::Config(format!("{path} cannot be cut every {cols} columns")));
+        }
+        let gain = self.from.gains(path, 1)?.first().copied().unwrap_or(1.0);
+        let widths = codes.row_bytes(cols);
+        let mut found = Vec::with_capacity(parts);
+        for part in 0..parts {
+            let mut regions = [Region::default(); 3];
+            for ((region, entry), width) in regions.iter_mut().zip(&entries).zip(widths) {
+                let Some(entry) = entry else { continue };
+                let (offset, len) = (self.len.next_multiple_of(ALIGN), rows * width);
+                self.len = offset + len;
+                *region = Region { buffer: self.buffers[0], offset, len };
+                let Some(slab) = &mut self.slab else { continue };
+                slab.fill(len, ALIGN, |bytes| {
+                    let all = self.from.read(entry)?;
+                    for (row, from) in bytes.chunks_exact_mut(width).zip(all.chunks_exact(parts * width)) {
+                        row.copy_from_slice(&from[part * width..(part + 1) * width]);
+                    }
+                    Ok::<_, ModelError>(())
+                })?;
+            }
+            found.push(Weight { codes, rows, cols, gain, parts: regions });
+        }
+        Ok(found)
+    }
+
     /// A norm's effective weight.
     pub fn norm(&mut self, name: &str, len: usize) -> Result<Region, ModelError> {
         let values = self.from.norm(name, len)?;
@@ -312,7 +359,7 @@ impl<'a> Trunk<'a> {
         let offset = self.vectors.len() * 4;
         self.vectors.extend(values);
         self.vectors.resize(self.vectors.len().next_multiple_of(ALIGN / 4), 0.0);
-        Region { buffer: BUFFERS[1], offset, len: values.len() * 4 }
+        Region { buffer: self.buffers[1], offset, len: values.len() * 4 }
     }
 
     fn part(&mut self, entry: Option<&Entry>) -> Result<Region, ModelError> {
@@ -324,7 +371,7 @@ impl<'a> Trunk<'a> {
             let (done, total) = slab.progress();
             (self.progress)(done as u64, total as u64);
         }
-        Ok(Region { buffer: BUFFERS[0], offset, len: entry.len })
+        Ok(Region { buffer: self.buffers[0], offset, len: entry.len })
     }
 }
 

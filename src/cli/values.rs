@@ -41,6 +41,9 @@ pub enum LogFormat {
 /// The source of drafts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Draft {
+    /// The MTP head if the checkpoint has one, else lookup.
+    Auto,
+    Mtp,
     Lookup,
     Off,
     /// A directory or a hub id.
@@ -106,12 +109,14 @@ pub fn size(text: &str) -> Result<u64, String> {
     if bytes < 1.0 || bytes >= u64::MAX as f64 { Err(wrong()) } else { Ok(bytes as u64) }
 }
 
-/// Where drafts come from. A directory of one of the names is written with a slash.
+/// The source of drafts. A directory of one of the names is written with a slash.
 pub fn draft(text: &str) -> Result<Draft, String> {
     match text {
         "lookup" => Ok(Draft::Lookup),
         "off" => Ok(Draft::Off),
-        "mtp" | "self" => Err("an MTP head and self-drafting are not there yet".into()),
+        "auto" => Ok(Draft::Auto),
+        "mtp" => Ok(Draft::Mtp),
+        "self" => Err("a model that drafts for itself is not there yet".into()),
         "" => Err("it is empty".into()),
         _ => Ok(Draft::Model(text.into())),
     }
@@ -172,6 +177,21 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
     seconds
         .filter(|seconds| !seconds.is_zero() && *seconds < Duration::from_secs(u32::MAX.into()))
         .ok_or_else(|| "it is not a number of seconds above 0".into())
+}
+
+/// A duration with a unit, or in seconds: `90s`, `30m`, `2h`, `0`.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let (number, unit) = text.split_at(text.trim_end_matches(|c: char| c.is_ascii_alphabetic()).len());
+    let unit = match unit {
+        "s" | "" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return Err("its unit is not s, m or h".into()),
+    };
+    let seconds = number.parse::<f64>().ok().and_then(|number| Duration::try_from_secs_f64(number * unit).ok());
+    seconds
+        .filter(|seconds| *seconds < Duration::from_secs(u32::MAX.into()))
+        .ok_or_else(|| "it is not a duration such as 90s, 30m or 2h".into())
 }
 
 /// An API key: an empty one, as an unset variable in a script leaves it, would be no protection.

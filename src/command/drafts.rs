@@ -2,52 +2,125 @@
 
 use super::resolve;
 use crate::{
-    config::{Draft, Drafts, Source},
-    engine::{self, Dflash, Lookup},
-    error::{CommandError, ModelError},
-    model::{self, DFlash, Qwen, dflash},
-    plan::DraftShape,
+    chat::Tokenizer,
+    checkpoint::mtp,
+    config::{Draft, Load, Source, Switch},
+    engine::{self, Companion, DRAFT_ROOM, Dflash, Lookup, Mtp},
+    error::CommandError,
+    metrics::Metrics,
+    model::{self, DFlash, Drafter, Qwen, Surveyed, config::json, dflash},
+    plan::{DraftShape, Limits, Plan, Wishes},
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A draft that has been looked at.
 pub enum Found {
     Lookup,
+    /// An MTP head: the checkpoint's, if it has one, which may have been asked for outright, or one in a directory.
+    Mtp {
+        asked: bool,
+        beside: Option<PathBuf>,
+    },
     Dflash(Box<dflash::Surveyed>),
+    /// A small model, and what it takes.
+    Model(PathBuf, Box<model::Options>, Box<Plan>),
 }
 
 impl Found {
-    /// Looks at the draft that `drafts` names, for the model in `dir`.
+    /// Looks at the draft that `load` names, for the model in `dir`. The tokens of a draft model are compared with `tokenizer`'s.
     ///
     /// # Errors
     /// A directory that holds no draft, half of one, or one for another model.
-    pub fn new(drafts: Option<&Drafts>, dir: &Path) -> Result<Self, CommandError> {
-        let Some(Draft::Model(named)) = drafts.filter(|drafts| drafts.are_used()).map(|drafts| &drafts.draft) else {
-            return Ok(Self::Lookup);
+    pub fn new(load: &Load, dir: &Path, tokenizer: Option<&Tokenizer>) -> Result<Self, CommandError> {
+        let named = match load.drafts.as_ref().filter(|drafts| drafts.are_used()).map(|drafts| &drafts.draft) {
+            None | Some(Draft::Off | Draft::Lookup) => return Ok(Self::Lookup),
+            Some(Draft::Auto) => return Ok(Self::Mtp { asked: false, beside: None }),
+            Some(Draft::Mtp) => return Ok(Self::Mtp { asked: true, beside: None }),
+            Some(Draft::Model(named)) => named,
         };
         let draft = resolve(&Source::new(Some(named)))?;
-        if !dflash::is_dflash(&dflash::config::read(&draft)?) {
-            let why = format!("{} holds no draft that Moestro knows: there is DFlash so far", draft.display());
-            return Err(CommandError::Usage(why));
+        if mtp::is_alone(&json(&draft)?) {
+            return Ok(Self::Mtp { asked: true, beside: Some(draft) });
         }
-        Ok(Self::Dflash(Box::new(dflash::Surveyed::new(&draft, &model::Config::read(dir)?)?)))
+        if dflash::is_dflash(&dflash::config::read(&draft)?) {
+            return Ok(Self::Dflash(Box::new(dflash::Surveyed::new(&draft, &model::Config::read(dir)?)?)));
+        }
+        if let Some(target) = tokenizer {
+            compare(named, &Tokenizer::load(&draft)?, target)?;
+        }
+        let options = companion(load);
+        // Only its sum is of interest: the model's plan is the one that must fit.
+        let plan = Surveyed::new(&draft, &options)?.plan(&Limits::default(), &options.wishes)?;
+        Ok(Self::Model(draft, Box::new(options), Box::new(plan)))
     }
 
-    /// Its demands on memory.
+    /// Its demands on memory, where they are known before the model is.
     pub fn shape(&self) -> DraftShape {
         match self {
-            Found::Lookup => DraftShape::default(),
+            Found::Lookup | Found::Mtp { .. } => DraftShape::default(),
             Found::Dflash(surveyed) => surveyed.shape(),
+            Found::Model(_, _, plan) => DraftShape { fixed: plan.total(), ..DraftShape::default() },
+        }
+    }
+
+    /// What is loaded together with the model.
+    pub fn drafter(&self) -> Drafter {
+        match self {
+            Found::Mtp { beside: None, .. } => Drafter::Mtp,
+            Found::Mtp { beside: Some(dir), .. } => Drafter::MtpIn(dir.clone()),
+            _ => Drafter::None,
         }
     }
 
     /// Loads it for `model`, whose plan has room for it.
-    pub fn load(&self, model: &Qwen) -> Result<Box<dyn engine::Draft<Qwen>>, ModelError> {
+    pub fn load(&self, model: &Qwen) -> Result<Box<dyn engine::Draft<Qwen>>, CommandError> {
         Ok(match self {
             Found::Lookup => Box::new(Lookup),
+            Found::Mtp { asked, .. } => match Mtp::new(model) {
+                Some(mtp) => Box::new(mtp),
+                None => {
+                    if *asked {
+                        tracing::warn!("there is no MTP head to draft with: drafts are looked up");
+                    }
+                    Box::new(Lookup)
+                }
+            },
             Found::Dflash(surveyed) => {
                 Box::new(Dflash::new(DFlash::load(surveyed, model.plan().context, model.compute())?))
             }
+            Found::Model(dir, options, _) => {
+                let options = model::Options { compute: Some(model.compute()), ..(**options).clone() };
+                // Its reads are not the model's: they are counted apart.
+                let draft = Qwen::load(dir, &options, &Metrics::new("", ""), &mut |_, _| ())?;
+                Box::new(Companion::new(draft))
+            }
         })
     }
+}
+
+/// A draft model is resident, and has little context.
+fn companion(load: &Load) -> model::Options {
+    let wishes = Wishes {
+        limit: Some(u64::MAX / 2),
+        stream: Switch::Off,
+        context: Some(DRAFT_ROOM),
+        chunk: Some(256),
+        prompt_cache: Some(0),
+        ..Wishes::default()
+    };
+    model::Options { threads: load.threads, wishes, verify: true, ..model::Options::default() }
+}
+
+/// Fails with the first token that the draft has otherwise.
+fn compare(named: &str, draft: &Tokenizer, target: &Tokenizer) -> Result<(), CommandError> {
+    let missing = draft.vocab_size().min(target.vocab_size()) as u32;
+    let fewer = (draft.vocab_size() < target.vocab_size()).then_some(missing);
+    let Some(id) = draft.first_difference(target).or(fewer) else { return Ok(()) };
+    let name = |tokenizer: &Tokenizer| tokenizer.token(id).map_or("nothing".into(), |token| format!("{token:?}"));
+    let why = format!(
+        "--draft-model {named}: it has other tokens than the model; the first is {id}, {} there and {} in the model",
+        name(draft),
+        name(target)
+    );
+    Err(CommandError::Usage(why))
 }

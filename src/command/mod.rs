@@ -1,17 +1,22 @@
 //! The subcommands that serve and fetch, one file each, and what all commands share: finding a checkpoint and loading its
 //! parts.
 
+pub mod catalog;
 pub mod device;
 pub mod drafts;
 pub mod effective;
 pub mod generate;
 pub mod log;
+pub mod models;
 pub mod pack;
 pub mod progress;
 pub mod pull;
+pub mod remote;
+pub mod run;
 pub mod serve;
 pub mod service;
 pub mod shell;
+mod speaker;
 
 use crate::{
     chat::{Template, Tokenizer},
@@ -225,9 +230,10 @@ pub fn load_model(
     chosen: Chosen,
     metrics: &Arc<Metrics>,
 ) -> Result<Loaded, CommandError> {
-    let found = drafts::Found::new(load.drafts.as_ref(), &checkpoint.dir)?;
+    let found = drafts::Found::new(load, &checkpoint.dir, Some(&checkpoint.tokenizer))?;
     let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
-    let options = model::Options { gpu: chosen.working_set(), draft: found.shape(), ..options(load) };
+    let options =
+        model::Options { gpu: chosen.working_set(), draft: found.shape(), drafter: found.drafter(), ..options(load) };
     let model = Qwen::load(&checkpoint.dir, &options, metrics, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);

@@ -6,7 +6,7 @@ use crate::{
     cli,
     config::Source,
     error::{CommandError, StoreError},
-    model::{Options, qwen::Surveyed},
+    model::{Options, Surveyed},
     plan::Size,
 };
 use std::{path::Path, time::Instant};

@@ -1,17 +1,22 @@
 //! `moestro serve`: opens the port, loads the model behind it, says so, and serves until it is told to stop.
 
 use super::{
-    Checkpoint, Loaded,
+    Checkpoint,
+    catalog::{self, Entry, Origin},
     device::{CPU, Chosen},
     load_model,
 };
 use crate::{
     chat::grammar::Grammars,
     checkpoint::{identity::identity, index::Index},
-    config::{PromptDir, Serve},
-    engine::{self, Options, Storage, Worker},
+    cli::Command,
+    config::{
+        PromptDir, Serve, Source,
+        file::{self, Settings},
+    },
+    engine::{self, Options, Storage},
     error::CommandError,
-    http::{self, App, Door, Guard, ModelCard},
+    http::{self, App, Budget, Door, Guard, Listed, Loaded, Loader, ModelCard, Stage, Times},
     metrics::Metrics,
     model::Model,
     platform::{os, service},
@@ -19,8 +24,9 @@ use crate::{
 use serde_json::json;
 use std::{
     io::{self, Write},
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    net::IpAddr,
+    sync::{Arc, PoisonError, RwLock},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 use tokio::{
     net::TcpListener,
@@ -30,18 +36,18 @@ use tokio::{
 };
 
 /// Serves until Ctrl-C or SIGTERM. A second one does not wait for what is running.
-pub fn run(config: Serve) -> Result<(), CommandError> {
+pub fn run(config: Serve, settings: &Settings) -> Result<(), CommandError> {
     // The memory of one large request is free for the next, or for another program.
     os::return_freed_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build();
     let runtime = runtime.map_err(|source| CommandError::Io { what: "starting threads".into(), source })?;
-    let outcome = runtime.block_on(serve(config));
+    let outcome = runtime.block_on(serve(config, settings.clone()));
     // A load, or a forward pass that a second signal cut short, may still be going on.
     runtime.shutdown_background();
     outcome
 }
 
-async fn serve(config: Serve) -> Result<(), CommandError> {
+async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
     // Until the model is loaded. Looking for a GPU may mean compiling its kernels: that, too, is done behind the open port.
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
     // A header value, as `cli::values::origin` has checked.
@@ -56,7 +62,21 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
     let mut door = Door::new(metrics.clone(), config.api_key.clone(), cors.clone());
     door.keep_billing_header = config.keep_billing_header;
     door.guard = Guard::new(address.ip(), &config.allowed_host, cors);
+    let first = catalog::id(&config.model, &settings);
+    let (metrics, budget) = (metrics.clone(), door.budget.clone());
+    let shelf = Arc::new(Shelf { config: RwLock::new(config.clone()), settings, metrics, budget });
+    door.models = Stage::new(shelf.clone(), times(&config), config.max_queue);
     let door = Arc::new(door);
+    let mut hangup = signal(SignalKind::hangup()).map_err(|source| failed("watching for signals", source))?;
+    let (reloading, shelf_again) = (door.clone(), shelf.clone());
+    tokio::spawn(async move {
+        while hangup.recv().await.is_some() {
+            match shelf_again.reload(&reloading, address.ip()) {
+                Ok(()) => tracing::info!("the configuration was read again"),
+                Err(why) => tracing::error!(why, "the configuration was read again and is not used"),
+            }
+        }
+    });
     let (closing, closed) = oneshot::channel::<()>();
     let shutdown = async { drop(closed.await) };
     let mut server = tokio::spawn(http::serve(listener, door.clone(), shutdown));
@@ -65,27 +85,24 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
         tokio::spawn(keep_alive(every));
     }
 
-    let begin = std::time::Instant::now();
+    let begin = Instant::now();
     let opening = {
-        let (config, metrics, door) = (config.clone(), metrics.clone(), door.clone());
-        spawn_blocking(move || open(&config, &metrics, &door))
+        let id = first.clone();
+        spawn_blocking(move || shelf.open(&id, &config))
     };
     let opened = tokio::select! {
         opened = opening => opened.map_err(|panic| failed("loading the model", io::Error::other(panic)))??,
         // Nobody has been answered yet, so there is nobody to wait for.
         () = stop.signal() => return Ok(()),
     };
-    let ready = json!({
-        "event": "ready",
-        "port": address.port(),
-        "model": opened.name,
-        "device": opened.device,
-        "plan": opened.plan,
-    });
+    let plan = opened.app.plan.clone();
+    door.models.enter(opened);
+    let ready =
+        json!({"event": "ready", "port": address.port(), "model": first, "device": plan["device"], "plan": plan});
     // A closed stdout is no error.
     let _ = writeln!(io::stdout(), "{ready}").and_then(|()| io::stdout().flush());
-    service::ready(&format!("serving {}", opened.name));
-    tracing::info!("{} is served at http://{address}/v1 after {:.1?}", opened.name, begin.elapsed());
+    service::ready(&format!("serving {first}"));
+    tracing::info!("{first} is served at http://{address}/v1 after {:.1?}", begin.elapsed());
 
     tokio::select! {
         ended = &mut server => return over(ended),
@@ -97,55 +114,131 @@ async fn serve(config: Serve) -> Result<(), CommandError> {
         ended = server => over(ended)?,
         () = stop.signal() => return Err(CommandError::Interrupted),
     }
-    // The model writes down what it wants to remember when it goes.
     tokio::select! {
-        _ = spawn_blocking(move || opened.worker.join()) => Ok(()),
+        () = door.models.leave() => Ok(()),
         () = stop.signal() => Err(CommandError::Interrupted),
     }
 }
 
-struct Opened {
-    name: String,
-    device: &'static str,
-    plan: serde_json::Value,
-    worker: Worker,
+/// Loads models for a server: the one it was started for, and whatever else is on this machine.
+struct Shelf {
+    config: RwLock<Serve>,
+    settings: Settings,
+    metrics: Arc<Metrics>,
+    budget: Arc<Budget>,
 }
 
-/// Loads the model, starts its engine, and opens the door. Takes its time.
-fn open(config: &Serve, metrics: &Arc<Metrics>, door: &Door) -> Result<Opened, CommandError> {
-    let chosen = Chosen::new(&config.load)?;
-    let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
-    let loaded = load_model(&checkpoint, &config.load, chosen, metrics)?;
-    let options = Options {
-        max_queue: config.max_queue,
-        eos: checkpoint.generation.eos.clone(),
-        usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.vocab()),
-        request_timeout: config.request_timeout,
-        prompt_cache: loaded.model.plan().prompt_cache,
-        storage: storage(config, &checkpoint, &loaded),
-        ..Options::default()
-    };
-    let options = super::speculation(config.load.drafts.as_ref(), options);
-    let (engine, worker) = engine::spawn_with(loaded.model, loaded.draft, options, metrics.clone())
-        .map_err(|source| failed("starting the engine's thread", source))?;
-    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    door.budget.plan(loaded.requests);
-    door.open(App {
-        engine,
-        defaults: checkpoint.sampling(),
-        card: ModelCard {
-            id: checkpoint.name.clone(),
-            created,
-            experts_per_token: loaded.experts_per_token,
-            quantisation: checkpoint.quantisation(),
-        },
-        grammars: Arc::new(Grammars::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos)),
-        tokenizer: checkpoint.tokenizer,
-        template: checkpoint.template,
-        thinking: config.thinking,
-        plan: loaded.plan.clone(),
-    });
-    Ok(Opened { name: checkpoint.name, device: loaded.device, plan: loaded.plan, worker })
+impl Loader for Shelf {
+    fn list(&self) -> Vec<Listed> {
+        let listed = |entry: &Entry| Listed { id: entry.id.clone(), created: entry.created() };
+        self.entries().iter().map(listed).collect()
+    }
+
+    fn load(&self, id: &str) -> Result<Loaded, String> {
+        let begin = Instant::now();
+        let config = self.config_of(id)?;
+        let loaded = self.open(id, &config).map_err(|error| error.to_string())?;
+        tracing::info!("{id} is loaded after {:.1?}", begin.elapsed());
+        Ok(loaded)
+    }
+}
+
+impl Shelf {
+    fn config(&self) -> Serve {
+        self.config.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Reads the configuration again. The key, the names of the server and the times of models hold at once, everything else
+    /// about a model when it is loaded next; the address, the queue's length and the log need a restart.
+    fn reload(&self, door: &Door, address: IpAddr) -> Result<(), String> {
+        let (typed, _) = file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
+        let Command::Serve(typed) = typed.command else { return Err("this is not `moestro serve`".into()) };
+        let model = self.config().model;
+        let config = Serve { model, ..Serve::new(typed)? };
+        let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
+        door.want(config.api_key.clone());
+        door.guard.follow(&Guard::new(address, &config.allowed_host, cors));
+        door.models.keep(times(&config));
+        *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
+        Ok(())
+    }
+
+    /// The models on this machine, the one that was typed among them wherever it lies.
+    fn entries(&self) -> Vec<Entry> {
+        let config = self.config();
+        let mut all = catalog::all(&self.settings, config.models_dir.as_deref());
+        let id = catalog::id(&config.model, &self.settings);
+        if let Source::Directory(dir) = &config.model
+            && !all.iter().any(|entry| entry.id == id)
+        {
+            let (source, dir) = (config.model.clone(), Some(dir.clone()));
+            all.insert(0, Entry { id, source, origin: Origin::Configuration, dir });
+        }
+        all
+    }
+
+    /// What was typed, for another model: with the settings that the configuration has for it.
+    fn config_of(&self, id: &str) -> Result<Serve, String> {
+        let first = self.config();
+        if id == catalog::id(&first.model, &self.settings) {
+            return Ok(first);
+        }
+        let entry = self.entries().into_iter().find(|entry| entry.id == id);
+        let entry = entry.ok_or_else(|| "it is not on this machine any more".to_owned())?;
+        let (typed, _) = file::parse_for(self.settings.args.clone(), Some(id)).map_err(|error| error.to_string())?;
+        let Command::Serve(typed) = typed.command else { return Err("this is not `moestro serve`".into()) };
+        Ok(Serve { model: entry.source, ..Serve::new(typed)? })
+    }
+
+    /// Loads the model and starts its engine. Takes its time.
+    fn open(&self, id: &str, config: &Serve) -> Result<Loaded, CommandError> {
+        let metrics = &self.metrics;
+        let chosen = Chosen::new(&config.load)?;
+        let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
+        let model = load_model(&checkpoint, &config.load, chosen, metrics)?;
+        let options = Options {
+            max_queue: config.max_queue,
+            eos: checkpoint.generation.eos.clone(),
+            usable_vocab: checkpoint.tokenizer.vocab_size().min(model.model.vocab()),
+            request_timeout: config.request_timeout,
+            prompt_cache: model.model.plan().prompt_cache,
+            storage: storage(config, &checkpoint, &model),
+            ..Options::default()
+        };
+        let options = super::speculation(config.load.drafts.as_ref(), options);
+        let (engine, worker) = engine::spawn_with(model.model, model.draft, options, metrics.clone())
+            .map_err(|source| failed("starting the engine's thread", source))?;
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        self.budget.plan(model.requests);
+        metrics.serves(id);
+        let app = App {
+            engine,
+            defaults: checkpoint.sampling(),
+            card: ModelCard {
+                id: id.into(),
+                created,
+                experts_per_token: model.experts_per_token,
+                quantisation: checkpoint.quantisation(),
+            },
+            grammars: Arc::new(Grammars::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos)),
+            tokenizer: checkpoint.tokenizer,
+            template: checkpoint.template,
+            thinking: config.thinking,
+            plan: model.plan,
+        };
+        let metrics = metrics.clone();
+        let unload = move || {
+            // The model writes down what it wants to remember when it goes.
+            let _ = worker.join();
+            metrics.unloaded();
+            os::trim_memory();
+        };
+        Ok(Loaded { id: id.into(), app, unload: Box::new(unload) })
+    }
+}
+
+fn times(config: &Serve) -> Times {
+    Times { keep_alive: config.keep_alive, ..Times::default() }
 }
 
 /// The port that the service manager has opened, if it has.
@@ -168,7 +261,7 @@ async fn keep_alive(every: Duration) {
 
 /// The disk's store of prompts' checkpoints, under a key that names what their bytes depend on beside the tokens. This
 /// very program is part of it: another build may round otherwise.
-fn storage(config: &Serve, checkpoint: &Checkpoint, loaded: &Loaded) -> Option<Storage> {
+fn storage(config: &Serve, checkpoint: &Checkpoint, loaded: &super::Loaded) -> Option<Storage> {
     let dir = match &config.prompt_cache_dir {
         PromptDir::Off => return None,
         PromptDir::Cache => os::cache_dir()?.join("prompts"),

@@ -40,10 +40,16 @@ pub struct File {
 }
 
 /// The settings that a command runs with.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Settings {
     /// The file that was read, if there was one.
     pub file: Option<PathBuf>,
+    /// The file's name for the model, if it has one.
+    pub model: Option<String>,
+    /// The file's models, and where they lie.
+    pub models: Vec<(String, String)>,
+    /// What was typed.
+    pub args: Vec<OsString>,
     pub rows: Vec<Row>,
 }
 
@@ -61,6 +67,14 @@ pub struct Row {
 /// # Errors
 /// clap's own, help and version among them; and a file that cannot be read or names no flag.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<(Cli, Settings), clap::Error> {
+    parse_for(args, None)
+}
+
+/// The same for another model than the one that was typed: with its own settings, if the file has any.
+pub fn parse_for(
+    args: impl IntoIterator<Item = OsString>,
+    other: Option<&str>,
+) -> Result<(Cli, Settings), clap::Error> {
     let args: Vec<OsString> = args.into_iter().collect();
     let typed = Cli::command().ignore_errors(true).try_get_matches_from(&args)?;
     let wrong = |sentence: String| Cli::command().error(clap::error::ErrorKind::ValueValidation, sentence);
@@ -72,17 +86,20 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<(Cli, Settings)
         return Ok((cli, Settings::default()));
     };
     let asked = sub.try_get_one::<String>(MODEL).ok().flatten().or(file.settings.get(MODEL)).cloned();
+    let asked = other.map(str::to_owned).or(asked);
     let model = asked.filter(|model| file.models.contains_key(model));
-    let args = file.before(&args, name, sub, model.as_deref());
-    let matches = Cli::command().try_get_matches_from(args)?;
+    let whole = file.before(&args, name, sub, model.as_deref());
+    let matches = Cli::command().try_get_matches_from(whole)?;
     let mut cli = Cli::from_arg_matches(&matches)?;
     if let Some(place) = cli.command.model() {
         let fallback = || file.settings.get(MODEL).cloned();
-        *place = place.take().or_else(fallback).map(|model| file.place_of(&model).unwrap_or(model));
+        let typed = other.map(str::to_owned).or(place.take());
+        *place = typed.or_else(fallback).map(|model| file.place_of(&model).unwrap_or(model));
     }
     let rows = matches.subcommand_matches(name).map(|matches| file.rows(name, sub, matches, model.as_deref()));
+    let places = file.models.keys().filter_map(|name| Some((name.clone(), file.place_of(name)?))).collect();
     let path = Some(file.path).filter(|path| !path.as_os_str().is_empty());
-    Ok((cli, Settings { file: path, rows: rows.unwrap_or_default() }))
+    Ok((cli, Settings { file: path, model, models: places, args, rows: rows.unwrap_or_default() }))
 }
 
 impl File {
@@ -180,6 +197,7 @@ impl Command {
         match self {
             Command::Serve(typed) | Command::Config(typed) => Some(&mut typed.model.model),
             Command::Generate(typed) => Some(&mut typed.model.model),
+            Command::Run(typed) => Some(&mut typed.model.model),
             Command::Info(typed) => Some(&mut typed.model.model),
             Command::Bench(typed) => Some(&mut typed.model.model),
             Command::Pack(typed) => Some(&mut typed.model.model),

@@ -39,6 +39,12 @@ pub struct Compute {
     pub math: Math,
 }
 
+impl std::fmt::Debug for Compute {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "Compute({:?})", self.math)
+    }
+}
+
 impl Compute {
     /// The CPU with `threads` compute threads (the caller is one of them).
     pub fn cpu(threads: usize, math: Math) -> Self {

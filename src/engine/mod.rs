@@ -16,7 +16,7 @@ pub use handle::{Handle, Options, Worker, spawn, spawn_with};
 pub use sampler::{Sampler, likeliest};
 use scheduler::Scheduler;
 pub use session::Session;
-pub use speculation::{Dflash, Draft, Kind, Lookup, Outlook, Sequence, Speculate};
+pub use speculation::{Companion, DRAFT_ROOM, Dflash, Draft, Kind, Lookup, Mtp, Outlook, Sequence, Speculate};
 
 use crate::error::EngineError;
 use std::time::Duration;
@@ -140,7 +140,7 @@ pub struct Timings {
     pub generated_tokens: usize,
     pub prompt_seconds: f64,
     pub decode_seconds: f64,
-    /// Tokens that a draft proposed, and those of them that the answer has.
+    /// Tokens that a draft proposed, and those of them that were right.
     pub drafted_tokens: usize,
     pub accepted_tokens: usize,
     /// Time saved by speculation; below zero if it lost.

@@ -258,6 +258,7 @@ impl<M: Model> Scheduler<M> {
             let allowed = ahead.as_ref().map_or(Ok(Allowed::Any), Ahead::allowed)?;
             let id = sampler.draw(row, &allowed).ok_or(EngineError::NoLogits)?;
             if self.options.eos.contains(&id) && (ahead.is_some() || !ignore_eos) {
+                step.ends(id);
                 return Ok(Finish::Stop);
             }
             let logprobs = wanted.map(|top| logprobs(row, id, top, usable));

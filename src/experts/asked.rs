@@ -94,6 +94,7 @@ impl Experts {
             live.ahead.tick(layer);
         }
         self.save_hot_if_due(live);
+        self.draw(live);
         live.slots.advance(device.passed());
         let mut asked = Asked { experts: self, layer, phase, lists };
         asked.find(live);
@@ -196,7 +197,11 @@ impl Asked<'_> {
         let (mut hits, mut misses, mut foreseen) = (0, 0, 0);
         let Lists { waiting, coming, .. } = &mut self.lists;
         waiting.retain_mut(|wanted| {
-            let found = experts.key(self.layer, wanted.expert).and_then(|key| experts.find(live, key));
+            let key = experts.key(self.layer, wanted.expert);
+            let found = key.and_then(|key| {
+                experts.board.asked(key as usize);
+                experts.find(live, key)
+            });
             let Some(slot) = found else {
                 misses += 1;
                 return true;

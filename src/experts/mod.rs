@@ -50,7 +50,7 @@ pub use warm::Warm;
 use crate::{
     device::Slab,
     error::StoreError,
-    metrics::Metrics,
+    metrics::{Board, Metrics},
     platform::{Access, os},
 };
 use eviction::{Key, Scores};
@@ -58,7 +58,13 @@ use layout::Layout;
 use prefetch::Ahead;
 use reader::{Failure, Reader};
 use slots::{Claim, Purpose, Slots, State};
-use std::{cell::RefCell, ops::Range, path::PathBuf, sync::Arc, time::Instant};
+use std::{
+    cell::RefCell,
+    ops::Range,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// The kind of pass that asks for experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,6 +99,9 @@ impl Options {
     }
 }
 
+/// How often the picture of what is in memory is brought up to date.
+const DRAW: Duration = Duration::from_millis(500);
+
 /// The experts of one model.
 pub struct Experts {
     map: ExpertMap,
@@ -104,6 +113,7 @@ pub struct Experts {
     slab: Arc<Slab>,
     reader: Reader,
     metrics: Arc<Metrics>,
+    board: Arc<Board>,
     warm: Option<Warm>,
     live: RefCell<Live>,
 }
@@ -119,6 +129,8 @@ struct Live {
     spare: Vec<asked::Lists>,
     /// When the hot list was last written.
     saved: Instant,
+    /// When the board was last brought up to date.
+    drawn: Option<Instant>,
 }
 
 impl Experts {
@@ -161,12 +173,14 @@ impl Experts {
         let reader = reader.map_err(|error| other("starting the threads that read experts", error))?;
         let trace = options.trace.as_deref().map(trace::Trace::create).transpose()?;
         metrics.expert_slots.set(slots as i64);
+        let board = metrics.experts(map.layers.len(), experts);
         let live = Live {
             slots: table,
             scores: Scores::new(map.layers.len(), experts),
             ahead: Ahead::new(options.prefetch, slots, slot_bytes),
             spans: vec![std::array::from_fn(|_| 0..0); slots],
             saved: Instant::now(),
+            drawn: None,
             trace,
             spare: Vec::new(),
         };
@@ -179,6 +193,7 @@ impl Experts {
             slab,
             reader,
             metrics,
+            board,
             warm: options.warm,
             live: RefCell::new(live),
         })
@@ -316,6 +331,14 @@ impl Experts {
             Purpose::Prediction | Purpose::WarmStart => self.reader.later(slot, layout),
         }
         self.metrics.expert_slots_used.set(live.slots.used() as i64);
+    }
+
+    /// Brings the picture of what is in memory up to date, from time to time.
+    fn draw(&self, live: &mut Live) {
+        if live.drawn.is_none_or(|drawn| drawn.elapsed() > DRAW) {
+            live.drawn = Some(Instant::now());
+            self.board.draw(live.slots.all(State::Ready).map(|(key, _)| key as usize));
+        }
     }
 
     fn count_eviction(&self, claim: &Claim) {

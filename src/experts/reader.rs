@@ -76,7 +76,7 @@ struct Shared {
     landed: AtomicU64,
     landing: Condvar,
     metrics: Arc<Metrics>,
-    /// The system's count when the pool was made.
+    /// The system's count when the pool was made, less what pools before it have told the metrics.
     disk_base: Option<u64>,
 }
 
@@ -100,6 +100,7 @@ impl Reader {
         let flight = || Flight { layout: Layout::empty(), left: 0, failure: None };
         let slots = slab.len() / slot_bytes.max(1);
         let queue = Queue { flights: (0..slots).map(|_| flight()).collect(), ..Queue::default() };
+        let counted = metrics.ssd_disk_bytes.get();
         let shared = Arc::new(Shared {
             source,
             slab,
@@ -111,7 +112,7 @@ impl Reader {
             landed: AtomicU64::new(0),
             landing: Condvar::new(),
             metrics,
-            disk_base: disk_bytes_read(),
+            disk_base: disk_bytes_read().map(|now| now.saturating_sub(counted)),
         });
         let mut reader = Self { shared, threads: Vec::with_capacity(threads) };
         for index in 0..threads {

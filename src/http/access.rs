@@ -104,19 +104,22 @@ impl Drop for Tally {
 
 /// The label of a path: one of a fixed set, since a client can invent any number of paths.
 fn endpoint(path: &str) -> &'static str {
-    const KNOWN: [&str; 12] = [
+    const KNOWN: [&str; 15] = [
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/v1/models/unload",
         "/openapi.json",
         "/tokenizer_info",
         "/tokenize",
         "/detokenize",
         "/health",
         "/metrics",
+        "/experts",
+        "/",
     ];
     let bare = |path: &str| path.trim_end_matches('/').trim_start_matches("/v1").to_owned();
     let path = bare(path);
@@ -160,21 +163,26 @@ pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: 
     response
 }
 
-/// Paths that need no key, and are answered when every connection is busy.
+/// Paths that are answered when every connection is busy.
 pub fn free(path: &str) -> bool {
     matches!(endpoint(path), "/health" | "/metrics")
 }
 
+/// Paths that need no key.
+fn open(path: &str) -> bool {
+    free(path) || path == "/"
+}
+
 /// Paths that exist and may be posted to.
 pub fn takes_json(path: &str) -> bool {
-    !matches!(endpoint(path), "/health" | "/metrics" | "/v1/models" | "/v1/models/{id}" | "other")
+    !matches!(endpoint(path), "/" | "/experts" | "/health" | "/metrics" | "/v1/models" | "/v1/models/{id}" | "other")
 }
 
 /// Lets through who has the key, and everyone where none is set or asked for.
 pub async fn authorize(State(door): State<Arc<Door>>, request: Request, next: Next) -> Response {
-    match &door.api_key {
+    match door.key() {
         Some(key)
-            if !free(request.uri().path()) && !given(&request).iter().any(|given| same(given, key.as_bytes())) =>
+            if !open(request.uri().path()) && !given(&request).iter().any(|given| same(given, key.as_bytes())) =>
         {
             Reject::unauthorized().into_response()
         }

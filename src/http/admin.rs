@@ -1,21 +1,25 @@
-//! `GET /health`, `/metrics`, `/v1/models` and `/v1/models/{id}`; `DELETE /prompt_cache`.
+//! `GET /health`, `/metrics`, `/v1/models` and `/v1/models/{id}`; `DELETE /prompt_cache`,
+//! `GET /experts`, `POST /models/unload`.
 
 use super::{
-    App, Door,
+    Door,
     answers::{Capabilities, Model},
+    body,
     reject::Reject,
 };
 use crate::metrics;
 use axum::{
     Json,
+    body::Body,
     extract::{Path, State},
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
+use serde::Deserialize;
 use serde_json::{Value, json};
 use std::{
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::{Duration, Instant, UNIX_EPOCH},
 };
 
 /// A failure of the storage counts this long if nothing is asked of it since: a router that sends requests to healthy
@@ -47,7 +51,14 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
     if door.closing() {
         return not_ready("shutting_down");
     }
-    let Ok(app) = door.app() else { return not_ready("loading") };
+    if door.ready().is_err() {
+        return not_ready("loading");
+    }
+    // Between two models, and after one has given its memory back: a request would wait, and be answered.
+    let Some(app) = door.models.app() else {
+        let (version, next) = (env!("CARGO_PKG_VERSION"), door.models.name());
+        return Json(json!({"status": "ok", "model": null, "next": next, "version": version})).into_response();
+    };
     let (running, queued) = app.engine.load();
     let waiting = app.engine.waiting().into_iter().enumerate();
     let queue: Vec<_> = waiting
@@ -77,7 +88,10 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
 
 /// Empties the prompt cache.
 pub async fn clear_prompt_cache(State(door): State<Arc<Door>>) -> Result<StatusCode, Reject> {
-    door.app()?.engine.clear_prompt_cache();
+    door.ready()?;
+    if let Some(app) = door.models.app() {
+        app.engine.clear_prompt_cache();
+    }
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -92,43 +106,87 @@ pub async fn metrics(State(door): State<Arc<Door>>, headers: HeaderMap) -> Respo
 }
 
 pub async fn models(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> {
-    let card = card(door.app()?);
-    // OpenAI's list and Anthropic's page of one have different names for what is around it.
-    Ok(Json(json!({"object": "list", "has_more": false, "first_id": card.id, "last_id": card.id, "data": [card]})))
+    let cards = cards(&door).await?;
+    // OpenAI's list and Anthropic's page have different names for what is around it.
+    let [first, last] = [cards.first(), cards.last()].map(|card| card.map(|card| card.id.clone()));
+    Ok(Json(json!({"object": "list", "has_more": false, "first_id": first, "last_id": last, "data": cards})))
 }
 
 /// Unlike a request's `model`, this must be the model's very id: a client asks what there is.
-pub async fn model(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Response, Reject> {
-    let app = door.app()?;
-    match id == app.card.id {
-        true => Ok(Json(card(app)).into_response()),
-        false => Err(Reject::no_such_model(&id, &app.card.id)),
+pub async fn model(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Model>, Reject> {
+    let served = door.models.name().unwrap_or_default();
+    let mut cards = cards(&door).await?.into_iter();
+    cards.find(|card| card.id == id).map(Json).ok_or_else(|| Reject::no_such_model(&id, &served))
+}
+
+/// `POST /models/unload` with `{"model": id}`, as llama-server has it: the model gives its memory back after the answers under
+/// way, and is loaded again when it is asked.
+pub async fn unload(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Value>, Reject> {
+    let (request, _share) = body::json::<Unload>(&door, body).await?;
+    match door.models.stop(&request.model) {
+        true => Ok(Json(json!({"success": true}))),
+        false => Err(Reject::not_in_memory(&request.model)),
     }
 }
 
-fn card(app: &App) -> Model<'_> {
-    Model {
-        id: &app.card.id,
+#[derive(Deserialize)]
+pub struct Unload {
+    model: String,
+}
+
+/// Which experts are in memory, and how often each was asked for: a text a layer, see [`crate::metrics::Board::layers`].
+pub async fn experts(State(door): State<Arc<Door>>) -> Json<Value> {
+    Json(json!({"layers": door.metrics.board().layers()}))
+}
+
+/// The model that is loaded, then the others on this machine.
+async fn cards(door: &Door) -> Result<Vec<Model>, Reject> {
+    door.ready()?;
+    let (loaded, app) = (door.models.loaded(), door.models.app());
+    let here = app.zip(loaded.clone()).map(|(app, id)| Model {
+        id,
         object: "model",
         created: app.card.created,
         owned_by: "moestro",
-        max_model_len: app.engine.context(),
-        context_length: app.engine.context(),
+        max_model_len: Some(app.engine.context()),
+        context_length: Some(app.engine.context()),
         experts_per_token: app.card.experts_per_token,
-        quantization: app.card.quantisation.as_deref(),
-        capabilities: Capabilities {
+        quantization: app.card.quantisation.clone(),
+        capabilities: Some(Capabilities {
             chat: app.template.is_some(),
             tools: app.template.is_some(),
             reasoning: app.tokenizer.id("</think>").is_some(),
             vision: false,
-        },
+        }),
         loaded: true,
         kind: "model",
-        display_name: &app.card.id,
-        created_at: i64::try_from(app.card.created)
-            .ok()
-            .and_then(|seconds| jiff::Timestamp::from_second(seconds).ok())
-            .unwrap_or_default()
-            .to_string(),
-    }
+        display_name: app.card.id.clone(),
+        created_at: timestamp(app.card.created),
+    });
+    let listed = door.models.listed().await;
+    let others = listed.iter().filter(|model| loaded.as_ref() != Some(&model.id)).map(|model| {
+        let created = model.created.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        Model {
+            id: model.id.clone(),
+            object: "model",
+            created,
+            owned_by: "moestro",
+            max_model_len: None,
+            context_length: None,
+            experts_per_token: None,
+            quantization: None,
+            capabilities: None,
+            loaded: false,
+            kind: "model",
+            display_name: model.id.clone(),
+            created_at: timestamp(created),
+        }
+    });
+    Ok(here.into_iter().chain(others).collect())
+}
+
+/// Seconds since 1970 as RFC 3339 has them.
+fn timestamp(seconds: u64) -> String {
+    let seconds = i64::try_from(seconds).ok();
+    seconds.and_then(|seconds| jiff::Timestamp::from_second(seconds).ok()).unwrap_or_default().to_string()
 }

@@ -200,28 +200,31 @@ pub struct Detokenized {
 }
 
 #[derive(Debug, Serialize)]
-pub struct Model<'a> {
-    pub id: &'a str,
+pub struct Model {
+    pub id: String,
     pub object: &'static str,
     pub created: u64,
     pub owned_by: &'static str,
-    /// Context length in tokens, under vLLM's name.
-    pub max_model_len: usize,
+    /// Context length in tokens, under vLLM's name; like most of the rest only known of a model that is loaded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_model_len: Option<usize>,
     /// The same under OpenRouter's.
-    pub context_length: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context_length: Option<usize>,
     /// Experts that each token visits, if the model has any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts_per_token: Option<usize>,
     /// The encoding of the weights, in words.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub quantization: Option<&'a str>,
-    pub capabilities: Capabilities,
+    pub quantization: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub capabilities: Option<Capabilities>,
     /// Its weights are in memory, or its experts on the way there as they are asked for.
     pub loaded: bool,
     /// The last three are what Anthropic says of a model.
     #[serde(rename = "type")]
     pub kind: &'static str,
-    pub display_name: &'a str,
+    pub display_name: String,
     pub created_at: String,
 }
 

@@ -51,6 +51,8 @@ pub struct Budget {
     used: AtomicUsize,
     gauge: IntGauge,
     steps: Arc<Semaphore>,
+    /// There was room for two steps once.
+    wide: AtomicBool,
     /// Freed since the last trim, and whether one is due.
     freed: AtomicUsize,
     trimming: AtomicBool,
@@ -63,16 +65,19 @@ impl Budget {
             used: AtomicUsize::new(0),
             gauge: metrics.memory_requests.clone(),
             steps: Arc::new(Semaphore::new(STEPS[0])),
+            wide: AtomicBool::new(false),
             freed: AtomicUsize::new(0),
             trimming: AtomicBool::new(false),
         })
     }
 
-    /// Sets the budget, once, to what the plan says.
+    /// Sets the budget to what the plan of the model that is loaded says.
     pub fn plan(&self, bytes: u64) {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let steps = if bytes >= 64 << 20 { STEPS[1] } else { STEPS[0] };
-        self.steps.add_permits(steps - STEPS[0]);
+        if bytes >= 64 << 20 && !self.wide.swap(true, Relaxed) {
+            self.steps.add_permits(STEPS[1] - STEPS[0]);
+        }
+        let steps = STEPS[usize::from(self.wide.load(Relaxed))];
         self.total.store(bytes.saturating_sub(steps * STEP), Relaxed);
     }
 

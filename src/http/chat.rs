@@ -32,13 +32,24 @@ pub async fn chat(
     Extension(tally): Extension<Arc<Tally>>,
     body: Body,
 ) -> Result<Response, Reject> {
-    let app = door.app()?;
+    door.ready()?;
     let (common, request, share) = body::request::<ChatRequest>(&door, body, fields::CHAT).await?;
-    let mut choices = choices(app, &common, request, share).await?;
-    let first = choices.first(app, &tally)?;
+    let seat = door.models.seat(common.model.as_deref()).await?;
+    seat.then(common.streams(), Frames::error, move |app| answer(app, tally, common, request, share)).await
+}
+
+async fn answer(
+    app: Arc<App>,
+    tally: Arc<Tally>,
+    common: Common,
+    request: ChatRequest,
+    share: Share,
+) -> Result<Response, Reject> {
+    let mut choices = choices(&app, &common, request, share).await?;
+    let first = choices.first(&app, &tally)?;
     tally.generates();
     let mut answer = Answer {
-        head: Head::new(app, "chatcmpl", "chat.completion"),
+        head: Head::new(&app, "chatcmpl", "chat.completion"),
         index: 0,
         pending: Vec::new(),
         begun: false,

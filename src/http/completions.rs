@@ -14,7 +14,7 @@ use super::{
     check, fields,
     reject::Reject,
     scores::Scores,
-    stream,
+    stream::{self, Frames},
     transcript::{Reader, Transcript, Turn},
     types::{Common, CompletionRequest, Prompt},
 };
@@ -41,9 +41,20 @@ pub async fn completions(
     Extension(tally): Extension<Arc<Tally>>,
     body: Body,
 ) -> Result<Response, Reject> {
-    let app = door.app()?;
+    door.ready()?;
     let (common, request, share) = body::request::<CompletionRequest>(&door, body, fields::COMPLETIONS).await?;
-    let job = Job::new(app, tally.clone(), &common, request, share).await?;
+    let seat = door.models.seat(common.model.as_deref()).await?;
+    seat.then(common.streams(), Frames::error, move |app| answer(app, tally, common, request, share)).await
+}
+
+async fn answer(
+    app: Arc<App>,
+    tally: Arc<Tally>,
+    common: Common,
+    request: CompletionRequest,
+    share: Share,
+) -> Result<Response, Reject> {
+    let job = Job::new(&app, tally.clone(), &common, request, share).await?;
     let first = job.submit(0)?;
     tally.generates();
     match common.streams() {

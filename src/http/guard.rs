@@ -12,11 +12,17 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use std::{net::IpAddr, sync::Arc};
+use std::{
+    net::IpAddr,
+    sync::{Arc, PoisonError, RwLock},
+};
 
 /// The hosts and origins that are allowed. By default any are.
+#[derive(Debug, Default)]
+pub struct Guard(RwLock<Rules>);
+
 #[derive(Debug, Clone, Default)]
-pub struct Guard {
+struct Rules {
     /// Beside local names; `None` is any host and any origin.
     hosts: Option<Vec<String>>,
     origin: Option<HeaderValue>,
@@ -26,9 +32,21 @@ impl Guard {
     /// For a server that listens on `address`, answers to `hosts`, too, and may be called by pages of `origin`.
     pub fn new(address: IpAddr, hosts: &[String], origin: Option<HeaderValue>) -> Self {
         let checked = address.is_loopback() || !hosts.is_empty();
-        Self { hosts: checked.then(|| hosts.to_vec()), origin }
+        Self(RwLock::new(Rules { hosts: checked.then(|| hosts.to_vec()), origin }))
     }
 
+    /// From now on the rules of `other` hold.
+    pub fn follow(&self, other: &Self) {
+        let rules = other.rules();
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = rules;
+    }
+
+    fn rules(&self) -> Rules {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Rules {
     fn allows(&self, headers: &HeaderMap, authority: Option<&str>) -> Result<(), Reject> {
         let Some(hosts) = &self.hosts else { return Ok(()) };
         let known = |host: &str| local(host) || hosts.iter().any(|known| known.eq_ignore_ascii_case(host));
@@ -70,7 +88,7 @@ fn local(host: &str) -> bool {
 /// Refuses what a web page may have sent.
 pub async fn check(State(door): State<Arc<Door>>, request: Request, next: Next) -> Response {
     let authority = request.uri().authority().map(|authority| authority.as_str().to_owned());
-    if let Err(reject) = door.guard.allows(request.headers(), authority.as_deref()) {
+    if let Err(reject) = door.guard.rules().allows(request.headers(), authority.as_deref()) {
         return reject.into_response();
     }
     let json = request.headers().get_all(header::CONTENT_TYPE).iter().all(says_json);
@@ -95,7 +113,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert(header::HOST, host.parse().unwrap());
         origin.map(|origin| headers.insert(header::ORIGIN, origin.parse().unwrap()));
-        guard.allows(&headers, None).err().map(|reject| reject.status.as_u16())
+        guard.rules().allows(&headers, None).err().map(|reject| reject.status.as_u16())
     }
 
     #[test]

@@ -9,12 +9,13 @@ mod answer;
 mod request;
 
 use super::{
-    Door,
+    App, Door,
     access::{REQUEST_ID, Tally, unique},
     body,
     budget::Share,
     fields,
     reject::Reject,
+    stream::Frames,
     wire,
 };
 use answer::Answer;
@@ -38,14 +39,26 @@ pub async fn messages(
     Extension(tally): Extension<Arc<Tally>>,
     body: Body,
 ) -> Result<Response, Reject> {
-    let app = door.app()?;
+    door.ready()?;
     let (request, share) = read(&door, body).await?;
     if request.max_tokens.is_none() {
         return Err(Reject::invalid("max_tokens", "max_tokens: Field required"));
     }
+    let (seat, streams) = (door.models.seat(request.model()).await?, request.streams());
+    let error = |out: &Frames, failure: &Reject| out.event("error", &answer::error(failure));
+    seat.then(streams, error, move |app| reply(door, app, tally, request, share)).await
+}
+
+async fn reply(
+    door: Arc<Door>,
+    app: Arc<App>,
+    tally: Arc<Tally>,
+    request: MessagesRequest,
+    share: Share,
+) -> Result<Response, Reject> {
     let conversation = request.conversation(door.keep_billing_header, app.thinking)?;
     let streams = conversation.common.streams();
-    let transcript = conversation.submit(app, &tally, share).await?;
+    let transcript = conversation.submit(&app, &tally, share).await?;
     let answer = Answer::new(format!("msg_{}", unique()), app.card.id.clone());
     match streams {
         true => Ok(wire::stream(transcript, answer, tally)),
@@ -55,10 +68,11 @@ pub async fn messages(
 
 /// The tokens that a request's prompt has, without generating anything.
 pub async fn count_tokens(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Value>, Reject> {
-    let app = door.app()?;
+    door.ready()?;
     let (request, share) = read(&door, body).await?;
+    let app = door.app(request.model()).await?;
     let conversation = request.conversation(door.keep_billing_header, app.thinking)?;
-    Ok(Json(json!({"input_tokens": conversation.count(app, share).await?})))
+    Ok(Json(json!({"input_tokens": conversation.count(&app, share).await?})))
 }
 
 /// The request, and a share that has room for its translation, too.

@@ -2,8 +2,9 @@
 //!
 //! `body` reads JSON, `check` and `prompt` turn it into an engine's request, `transcript` turns the engine's events back
 //! into text, and `chat` and `completions` write it down as one body or, through `wire` and `stream`, as server-sent events.
-//! `messages` and `responses` translate other formats into the one `conversation` and back. `access` accounts for every
-//! request and `budget` for its memory; `connections` holds them, `guard` keeps web pages out, `reject` says no.
+//! `messages` and `responses` translate other formats into the one `conversation` and back. `models` has the model that answers. `access`
+//! accounts for every request and `budget` for its memory; `connections` holds them, `guard` keeps web pages out, `reject` says no, and `page`
+//! is what a browser sees.
 //!
 //! A [`Door`] can be opened before there is a model: until [`Door::open`] it answers `/health` and `/metrics`, and
 //! everything else with 503.
@@ -23,7 +24,9 @@ mod fields;
 mod form;
 mod guard;
 mod messages;
+mod models;
 mod openapi;
+mod page;
 mod prompt;
 mod reject;
 mod responses;
@@ -53,12 +56,13 @@ use axum::{
 pub use budget::Budget;
 pub use connections::Patience;
 pub use guard::Guard;
+pub use models::{Listed, Loaded, Loader, Stage, Times};
 use reject::Reject;
 use std::{
     future::Future,
     io,
     sync::{
-        Arc, OnceLock,
+        Arc, PoisonError, RwLock,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -75,7 +79,7 @@ const LINGER: Duration = Duration::from_secs(1);
 /// A model as clients know it.
 #[derive(Debug, Clone)]
 pub struct ModelCard {
-    /// The last component of its path or hub id.
+    /// As it is listed: `org/name` from the hub, else a name.
     pub id: String,
     /// Unix seconds.
     pub created: u64,
@@ -106,7 +110,7 @@ pub struct App {
 pub struct Door {
     pub metrics: Arc<Metrics>,
     /// If set, every path but `/health` and `/metrics` wants it.
-    pub api_key: Option<String>,
+    api_key: RwLock<Option<String>>,
     /// The origin that browsers may call from; `*` is any.
     pub cors: Option<HeaderValue>,
     /// The most bytes of a body.
@@ -123,7 +127,8 @@ pub struct Door {
     pub keep_billing_header: bool,
     /// Responses that clients may go on from.
     responses: responses::Store,
-    app: OnceLock<Arc<App>>,
+    /// The model that answers, and those that could.
+    pub models: Stage,
     closing: AtomicBool,
 }
 
@@ -132,7 +137,7 @@ impl Door {
         let budget = Budget::new(&metrics);
         Self {
             metrics,
-            api_key,
+            api_key: RwLock::new(api_key),
             cors,
             body_limit: BODY_LIMIT,
             guard: Guard::default(),
@@ -142,38 +147,44 @@ impl Door {
             keep_billing_header: false,
             responses: responses::Store::within(budget.clone()),
             budget,
-            app: OnceLock::new(),
+            models: Stage::default(),
             closing: AtomicBool::new(false),
         }
     }
 
-    /// The model is loaded. A second call changes nothing.
+    /// This one model is loaded, and stays.
     pub fn open(&self, app: App) {
         self.metrics.serves(&app.card.id);
-        let app = self.app.get_or_init(|| Arc::new(app));
-        if self.closing() {
-            app.engine.drain();
-        }
+        self.models.enter(Loaded { id: app.card.id.clone(), app, unload: Box::new(|| ()) });
+    }
+
+    /// The key that is wanted from now on.
+    pub fn want(&self, api_key: Option<String>) {
+        *self.api_key.write().unwrap_or_else(PoisonError::into_inner) = api_key;
+    }
+
+    fn key(&self) -> Option<String> {
+        self.api_key.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// From now on new requests get 503; the engine gives the accepted ones its grace.
     pub fn close(&self) {
         self.closing.store(true, Relaxed);
-        if let Some(app) = self.app.get() {
-            app.engine.drain();
-        }
+        self.models.close();
     }
 
     fn closing(&self) -> bool {
         self.closing.load(Relaxed)
     }
 
-    fn app(&self) -> Result<&Arc<App>, Reject> {
-        self.app.get().ok_or_else(Reject::loading)
+    /// Fails as long as there never was a model.
+    fn ready(&self) -> Result<(), Reject> {
+        self.models.is_open().then_some(()).ok_or_else(Reject::loading)
     }
 
-    fn idle(&self) -> bool {
-        self.app.get().is_none_or(|app| app.engine.load() == (0, 0))
+    /// The model that a request means, when it is loaded.
+    async fn app(&self, asked: Option<&str>) -> Result<Arc<App>, Reject> {
+        self.models.seat(asked).await?.taken().await
     }
 }
 
@@ -187,6 +198,7 @@ pub fn router(door: Arc<Door>) -> Router {
         ("/v1/messages", post(messages::messages)),
         ("/v1/messages/count_tokens", post(messages::count_tokens)),
         ("/v1/models", get(admin::models)),
+        ("/v1/models/unload", post(admin::unload)),
         ("/openapi.json", get(openapi::openapi)),
         ("/tokenizer_info", get(tokens::info)),
         ("/tokenize", post(tokens::tokenize)),
@@ -194,6 +206,7 @@ pub fn router(door: Arc<Door>) -> Router {
         ("/prompt_cache", delete(admin::clear_prompt_cache)),
         ("/health", get(admin::health)),
         ("/metrics", get(admin::metrics)),
+        ("/experts", get(admin::experts)),
     ];
     let mut router = Router::new();
     for (path, handler) in routes {
@@ -202,6 +215,7 @@ pub fn router(door: Arc<Door>) -> Router {
         }
     }
     let router = router
+        .route("/", get(page::page))
         .route("/v1/models/{*id}", get(admin::model))
         .route("/models/{*id}", get(admin::model))
         .fallback(no_such_path)
@@ -222,11 +236,12 @@ pub async fn serve(listener: TcpListener, door: Arc<Door>, shutdown: impl Future
     let drain = async {
         shutdown.await;
         door.close();
-        while !door.idle() {
+        while !door.models.is_idle() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
     tokio::select! {
+        () = door.models.run() => {}
         // Accepting ends by itself only if it panics.
         ended = &mut accepting => return ended.map_err(io::Error::other),
         () = drain => {}

@@ -16,16 +16,19 @@ const POSTED: [Posted; 4] = [
 ];
 
 /// Paths without a table: method, path, and what they do.
-const OTHERS: [(&str, &str, &str); 12] = [
+const OTHERS: [(&str, &str, &str); 15] = [
     ("get", "/v1/responses/{id}", "A response that is kept"),
     ("delete", "/v1/responses/{id}", "Forget a response"),
     ("post", "/v1/messages/count_tokens", "The tokens that a message's prompt has"),
-    ("get", "/v1/models", "The model"),
-    ("get", "/v1/models/{id}", "The model, by its id"),
+    ("get", "/", "A page for browsers: a chat and gauges"),
+    ("get", "/v1/models", "The models on this machine, the loaded one first"),
+    ("get", "/v1/models/{id}", "One of them, by its id"),
+    ("post", "/models/unload", "Give a model's memory back until it is asked again"),
     ("post", "/tokenize", "The tokens of a prompt or of messages"),
     ("post", "/detokenize", "The text of tokens"),
     ("get", "/health", "Whether requests are answered, and how many wait"),
     ("get", "/metrics", "Counters, for Prometheus or as OpenMetrics"),
+    ("get", "/experts", "Which experts are in memory"),
     ("get", "/openapi.json", "This page"),
     ("delete", "/prompt_cache", "Empty the prompt cache"),
     ("get", "/tokenizer_info", "The tokenizer's special tokens and the chat template"),
@@ -143,7 +146,7 @@ mod tests {
     fn every_path_says_what_it_does_and_how_it_fails() {
         let document = document();
         let paths = document["paths"].as_object().unwrap();
-        assert_eq!(paths.len(), 15);
+        assert_eq!(paths.len(), 18);
         for (path, operations) in paths {
             for (method, operation) in operations.as_object().unwrap() {
                 assert!(operation["summary"].is_string(), "{method} {path}");

@@ -188,6 +188,18 @@ impl Reject {
         Self { retry_after: Some(5), ..reject }
     }
 
+    pub fn not_in_memory(id: &str) -> Self {
+        let message = format!("The model `{id}` is not loaded.");
+        let reject = Self::new(StatusCode::NOT_FOUND, INVALID, Some("model_not_loaded"), message);
+        Self { param: Some("model".into()), ..reject }
+    }
+
+    /// A model that is on this machine and cannot be served.
+    pub fn not_loaded(id: &str, why: &str) -> Self {
+        let message = format!("The model `{id}` could not be loaded: {why}");
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, Some("model_not_loaded"), message)
+    }
+
     pub fn message(&self) -> &str {
         &self.message
     }

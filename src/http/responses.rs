@@ -14,10 +14,13 @@ mod store;
 pub use store::Store;
 
 use super::{
-    Door,
+    App, Door,
     access::{Tally, unique},
-    body, budget, fields,
+    body,
+    budget::{self, Share},
+    fields,
     reject::Reject,
+    stream::Frames,
     wire,
 };
 use answer::Answer;
@@ -36,9 +39,24 @@ pub async fn responses(
     Extension(tally): Extension<Arc<Tally>>,
     body: Body,
 ) -> Result<Response, Reject> {
-    let app = door.app()?;
-    let (mut request, mut share) = body::known::<ResponsesRequest>(&door, body, fields::RESPONSES).await?;
+    door.ready()?;
+    let (request, share) = body::known::<ResponsesRequest>(&door, body, fields::RESPONSES).await?;
     request.check()?;
+    let (seat, streams) = (door.models.seat(request.model.as_deref()).await?, request.streams());
+    let error = |out: &Frames, failure: &Reject| {
+        let event = json!({"type": "error", "code": "server_error", "message": failure.message(), "param": null});
+        out.event("error", &event);
+    };
+    seat.then(streams, error, move |app| reply(door, app, tally, request, share)).await
+}
+
+async fn reply(
+    door: Arc<Door>,
+    app: Arc<App>,
+    tally: Arc<Tally>,
+    mut request: ResponsesRequest,
+    mut share: Share,
+) -> Result<Response, Reject> {
     let history = match &request.previous_response_id {
         Some(id) => door.responses.history(id).ok_or_else(|| Reject::no_such_response(id, "previous_response_id"))?,
         None => Vec::new(),
@@ -46,11 +64,11 @@ pub async fn responses(
     // The items are kept, translated, and told again in the answer.
     share.add(2 * share.bytes() + 2 * budget::rendered(&history))?;
     let input = request.input(&door.responses)?;
-    let answer = Answer::new(format!("resp_{}", unique()), app, &request, door.clone(), input.clone());
+    let answer = Answer::new(format!("resp_{}", unique()), &app, &request, door.clone(), input.clone());
     let streams = request.streams();
     let new = input.len();
     let conversation = request.conversation(&[history, input].concat(), new)?;
-    let transcript = conversation.submit(app, &tally, share).await?;
+    let transcript = conversation.submit(&app, &tally, share).await?;
     match streams {
         true => Ok(wire::stream(transcript, answer, tally)),
         false => answer.whole(transcript).await,

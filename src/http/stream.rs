@@ -20,7 +20,7 @@ use std::{
     time::Duration,
 };
 use tokio::time::{Instant, Sleep};
-use tokio_stream::Stream;
+use tokio_stream::{Stream, StreamExt};
 
 /// After this much silence (a place far back in the queue, a long prefill, a tool call that is not yet sure to be one) a
 /// comment keeps clients and proxies from hanging up.
@@ -87,6 +87,23 @@ pub fn respond<F: Future<Output = ()> + Send + 'static>(write: impl FnOnce(Frame
     (headers, Body::from_stream(body)).into_response()
 }
 
+/// A stream that begins before it is known what it says: comments, then what the body of `answer` says, or its refusal as
+/// `error` writes it.
+pub fn later(
+    answer: impl Future<Output = Result<Response, Reject>> + Send + 'static,
+    error: fn(&Frames, &Reject),
+) -> Response {
+    respond(move |out| async move {
+        let mut body = match answer.await {
+            Ok(answer) => answer.into_body().into_data_stream(),
+            Err(reject) => return error(&out, &reject),
+        };
+        while let Some(Ok(bytes)) = body.next().await {
+            out.buffer().extend_from_slice(&bytes);
+        }
+    })
+}
+
 /// The body: what a future writes, and a comment after `keep_alive` of silence.
 struct Written<F> {
     writer: Option<Pin<Box<F>>>,
@@ -138,7 +155,6 @@ impl<F: Future<Output = ()>> Stream for Written<F> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tokio_stream::StreamExt;
 
     #[tokio::test]
     async fn silence_is_filled_with_comments() {

@@ -21,8 +21,9 @@ const DECODED: usize = 16;
 
 /// The tokens of a `prompt`, or of `messages` (with `tools`) as the chat endpoint would render them.
 pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Tokenized>, Reject> {
-    let app = door.app()?;
+    door.ready()?;
     let (request, mut share) = body::json::<TokenizeRequest>(&door, body).await?;
+    let app = door.app(request.model.as_deref()).await?;
     check::model(request.model.as_deref(), &app.card)?;
     let text = match (request.prompt.or(request.content), request.messages) {
         (Some(prompt), None) => prompt,
@@ -49,7 +50,7 @@ pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<
 /// The template and limits with which a client renders and counts on its own, as vLLM gives them, for
 /// lm-evaluation-harness.
 pub async fn info(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> {
-    let app = door.app()?;
+    let app = door.app(None).await?;
     let mut info = app.template.as_ref().map_or_else(|| json!({}), |template| template.info().clone());
     info["tokenizer_class"] = "PreTrainedTokenizerFast".into();
     info["model_max_length"] = app.engine.context().into();
@@ -58,8 +59,9 @@ pub async fn info(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> 
 
 /// The text of `tokens`, special ones included.
 pub async fn detokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Detokenized>, Reject> {
-    let app = door.app()?;
+    door.ready()?;
     let (request, mut share) = body::json::<DetokenizeRequest>(&door, body).await?;
+    let app = door.app(request.model.as_deref()).await?;
     check::model(request.model.as_deref(), &app.card)?;
     let ids = check::ids("tokens", &request.tokens, app.engine.vocab())?;
     share.add(ids.iter().map(|&id| app.tokenizer.token_bytes(id).len() * DECODED).sum())?;

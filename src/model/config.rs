@@ -81,12 +81,7 @@ pub enum FfnShape {
 impl Config {
     /// Reads `config.json` of a checkpoint directory.
     pub fn read(dir: &Path) -> Result<Self, ModelError> {
-        let path = dir.join("config.json");
-        let text = read_small(&path, MOST)
-            .map_err(|source| crate::error::StoreError::Io { path, source })
-            .map_err(ModelError::Store)?;
-        let json = serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))?;
-        Self::new(&json)
+        Self::new(&json(dir)?)
     }
 
     /// Lowers the number of experts a token visits: to `exactly`, which must be possible, else to `at_most`, if that is
@@ -212,6 +207,15 @@ impl Config {
     pub fn full_layers(&self) -> usize {
         self.full.iter().filter(|full| **full).count()
     }
+}
+
+/// What the `config.json` of a directory says.
+pub fn json(dir: &Path) -> Result<Value, ModelError> {
+    let path = dir.join("config.json");
+    let text = read_small(&path, MOST)
+        .map_err(|source| crate::error::StoreError::Io { path, source })
+        .map_err(ModelError::Store)?;
+    serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
 }
 
 /// The table that says how matrices are quantised, under the names and in the places it has.

@@ -95,10 +95,16 @@ impl Pass<'_> {
         marks: &[usize],
         mark: &mut Marked<'_>,
     ) -> Result<(), ModelError> {
-        let (net, b, tokens) = (self.net, self.b, self.tokens);
+        let (b, tokens) = (self.b, self.tokens);
         self.run.write_words(b.ids, ids)?;
         self.turn()?;
-        self.run.run(&Embed { table: &net.embed, tokens, ids: b.ids, into: b.h }.into())?;
+        self.run.run(&Embed { table: &self.net.embed, tokens, ids: b.ids, into: b.h }.into())?;
+        self.walk(state, marks, mark)
+    }
+
+    /// [`Pass::layers`] behind the embedding.
+    pub fn walk(&mut self, state: &[LayerState], marks: &[usize], mark: &mut Marked<'_>) -> Result<(), ModelError> {
+        let (net, b, tokens) = (self.net, self.b, self.tokens);
         for (index, (layer, state)) in net.layers.iter().zip(state).enumerate() {
             match (&layer.mixer, state) {
                 (Mixer::Attention(attention), LayerState::Attention(cache)) => {
@@ -147,7 +153,7 @@ impl Pass<'_> {
     }
 
     /// Cosines and sines of this pass's positions.
-    fn turn(&mut self) -> Result<(), ModelError> {
+    pub fn turn(&mut self) -> Result<(), ModelError> {
         let (rotated, theta) = (self.config.attention.rotated, self.config.attention.theta);
         let half = rotated / 2;
         let turn = &mut self.lists.turn;

@@ -9,6 +9,7 @@ pub mod dflash;
 mod forward;
 mod lend;
 mod moe;
+mod mtp;
 mod net;
 mod placed;
 pub mod qwen;
@@ -17,16 +18,19 @@ mod sequence;
 pub mod snapshot;
 pub mod speed;
 mod state;
+mod survey;
 mod tap;
 mod verify;
 
 pub use config::Config;
 pub use dflash::DFlash;
 pub use forward::Routes;
-pub use qwen::{Options, Qwen};
+pub use mtp::{Predicted, ROWS as MTP_ROWS};
+pub use qwen::{Drafter, Options, Qwen};
 pub use reference::Reference;
 pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
+pub use survey::Surveyed;
 pub use tap::Taps;
 pub use verify::ROWS as VERIFY_ROWS;
 

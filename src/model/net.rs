@@ -87,23 +87,7 @@ impl Net {
         let mut map = Vec::new();
         let mut layers = Vec::with_capacity(config.layers);
         for (index, full) in config.full.iter().enumerate() {
-            let prefix = names::layer(index);
-            layers.push(Layer {
-                norm: trunk.norm(&format!("{prefix}input_layernorm.weight"), hidden)?,
-                mixer: if *full {
-                    Mixer::Attention(Attention::load(trunk, &prefix, config)?)
-                } else {
-                    Mixer::DeltaNet(DeltaNet::load(trunk, &prefix, config)?)
-                },
-                post_norm: trunk.norm(&format!("{prefix}post_attention_layernorm.weight"), hidden)?,
-                ffn: match config.ffn {
-                    FfnShape::Dense { intermediate } => {
-                        let (gate_up, down) = mlp(trunk, &format!("{prefix}mlp."), hidden, intermediate)?;
-                        Ffn::Dense(Dense { gate_up, down })
-                    }
-                    FfnShape::Moe { .. } => Ffn::Moe(mixture(trunk, &prefix, config, &mut map)?),
-                },
-            });
+            layers.push(Layer::load(trunk, &names::layer(index), *full, config, &mut map)?);
         }
         let head = if config.tied { None } else { Some(trunk.weight(names::HEAD, config.vocab, hidden)?) };
         Ok((Self { embed, layers, norm: trunk.norm(names::NORM, hidden)?, head }, map))
@@ -133,6 +117,35 @@ impl Net {
                 attention.shape = shape;
             }
         }
+    }
+}
+
+impl Layer {
+    /// The layer whose tensors begin with `prefix`. Its experts' pieces are appended to `map`.
+    pub fn load(
+        trunk: &mut Trunk<'_>,
+        prefix: &str,
+        full: bool,
+        config: &Config,
+        map: &mut Vec<LayerExperts>,
+    ) -> Result<Self, ModelError> {
+        let hidden = config.hidden;
+        Ok(Layer {
+            norm: trunk.norm(&format!("{prefix}input_layernorm.weight"), hidden)?,
+            mixer: if full {
+                Mixer::Attention(Attention::load(trunk, prefix, config)?)
+            } else {
+                Mixer::DeltaNet(DeltaNet::load(trunk, prefix, config)?)
+            },
+            post_norm: trunk.norm(&format!("{prefix}post_attention_layernorm.weight"), hidden)?,
+            ffn: match config.ffn {
+                FfnShape::Dense { intermediate } => {
+                    let (gate_up, down) = mlp(trunk, &format!("{prefix}mlp."), hidden, intermediate)?;
+                    Ffn::Dense(Dense { gate_up, down })
+                }
+                FfnShape::Moe { .. } => Ffn::Moe(mixture(trunk, prefix, config, map)?),
+            },
+        })
     }
 }
 

@@ -1,11 +1,17 @@
 //! A model on a device: the device, which has adopted the weights, and the memory that the model takes there.
 
 use super::{
-    buffers::Buffers, forward::Lists, net::Ffn, net::Mixer, qwen::Parts, state::Arenas, state::heads, tap::Tapped,
+    buffers::Buffers,
+    forward::Lists,
+    mtp::HeadPlace,
+    net::{Ffn, Mixer, Net},
+    qwen::Parts,
+    state::{Arenas, heads},
+    tap::Tapped,
     verify::Undo,
 };
 use crate::{
-    checkpoint::BUFFERS,
+    checkpoint::{BUFFERS, DRAFT_BUFFERS},
     error::ModelError,
     experts::Experts,
     ops::{Heads, Limits, NONE, Part, Run, Slots},
@@ -28,6 +34,7 @@ pub(super) struct Placed {
     /// Made with the first verify.
     pub undo: Option<Undo>,
     pub tapped: Tapped,
+    pub head: Option<HeadPlace>,
 }
 
 fn refuse<T>(why: impl Into<String>) -> Result<T, ModelError> {
@@ -38,7 +45,8 @@ impl Placed {
     /// Refuses what the device cannot do; then `parts` are as they were.
     pub fn new(parts: &mut Parts, mut run: Box<dyn Run>) -> Result<Self, ModelError> {
         let limits = run.limits();
-        for (slab, number) in parts.weights.iter().zip(BUFFERS) {
+        let drafts = parts.head.iter().flat_map(|head| &head.slabs).zip(DRAFT_BUFFERS);
+        for (slab, number) in parts.weights.iter().zip(BUFFERS).chain(drafts) {
             if slab.len() > run.longest() {
                 return refuse(format!("the trunk's {} bytes are more than one buffer of this GPU holds", slab.len()));
             }
@@ -50,22 +58,22 @@ impl Placed {
         // As many rows as a chunk of a prompt has: so each expert is read once a chunk.
         let (rows, context) = (parts.plan.chunk.min(parts.plan.context).max(1), parts.plan.context);
         let heads = heads(&parts.config, limits.cache, parts.kv_bits, context, rows);
-        accept(parts, &heads, &*run)?;
+        accept(&parts.net, &heads, parts.config.delta.taps, &*run)?;
         let slots = parts.store.as_ref().map(|store| slots(store, &mut *run)).transpose()?.unwrap_or_default();
         let buffers = Buffers::new(&parts.config, &limits, rows, context, |bytes| run.allocate(bytes))?;
         if let Some(store) = &parts.store {
-            run.write_words(buffers.tables, &tables(parts, store))?;
+            run.write_words(buffers.tables, &tables(&parts.net, store))?;
         }
         parts.net.set_cache(heads);
+        let head = parts.head.as_mut().map(|head| HeadPlace::new(head, context, &mut *run)).transpose()?;
         let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
-        Ok(Self { run, limits, slots, buffers, heads, arenas, lists, undo: None, tapped })
+        Ok(Self { run, limits, slots, buffers, heads, arenas, lists, undo: None, tapped, head })
     }
 }
 
 /// Asks the device about each part of the model.
-fn accept(parts: &Parts, heads: &Heads, run: &dyn Run) -> Result<(), ModelError> {
+pub(super) fn accept(net: &Net, heads: &Heads, taps: usize, run: &dyn Run) -> Result<(), ModelError> {
     let weights = |weights: &[_]| weights.iter().try_for_each(|weight| run.accept(Part::Weight(weight)));
-    let net = &parts.net;
     weights(&[net.embed, *net.head()])?;
     for layer in &net.layers {
         match &layer.mixer {
@@ -77,7 +85,7 @@ fn accept(parts: &Parts, heads: &Heads, run: &dyn Run) -> Result<(), ModelError>
             Mixer::DeltaNet(delta) => {
                 weights(&delta.project)?;
                 weights(&[delta.out])?;
-                run.accept(Part::Delta(&delta.shape, parts.config.delta.taps))?;
+                run.accept(Part::Delta(&delta.shape, taps))?;
             }
         }
         match &layer.ffn {
@@ -92,7 +100,7 @@ fn accept(parts: &Parts, heads: &Heads, run: &dyn Run) -> Result<(), ModelError>
 }
 
 /// The experts' slab in as few pieces as the device takes, each a whole number of slots and of pages.
-fn slots(store: &Experts, run: &mut dyn Run) -> Result<Slots, ModelError> {
+pub(super) fn slots(store: &Experts, run: &mut dyn Run) -> Result<Slots, ModelError> {
     let (stride, count) = (store.slot_bytes(), store.slots());
     let whole = (1..=PAGE).find(|n| n * stride % PAGE == 0).unwrap_or(PAGE);
     let longest = run.longest() / stride.max(1);
@@ -107,9 +115,9 @@ fn slots(store: &Experts, run: &mut dyn Run) -> Result<Slots, ModelError> {
 }
 
 /// Each layer's slots, `[layers, experts]`.
-fn tables(parts: &Parts, store: &Experts) -> Vec<u32> {
+pub(super) fn tables(net: &Net, store: &Experts) -> Vec<u32> {
     let mut words = Vec::new();
-    for (index, layer) in parts.net.layers.iter().enumerate() {
+    for (index, layer) in net.layers.iter().enumerate() {
         let Ffn::Moe(moe) = &layer.ffn else { continue };
         let slot = |expert: usize| store.slot_of(index, expert as u32).map_or(NONE, |slot| slot.index() as u32);
         words.extend((0..moe.router.rows).map(slot));

@@ -2,25 +2,24 @@
 
 use super::{
     Logits, Rows,
-    buffers::Buffers,
-    config::{Config, FfnShape},
+    config::Config,
     forward::{Batch, Marked, Observe, Pass},
-    net::{Ffn, Net},
+    mtp,
+    net::Net,
     placed::Placed,
     snapshot::Snapshot,
-    speed::Kind,
     state::{State, append, heads},
-    verify,
+    survey::Surveyed,
 };
 use crate::{
-    checkpoint::{Checkpoint, Trunk, identity::identity, index::Index, pack},
+    checkpoint::{Trunk, identity::identity, index::Index},
     device::{Compute, Gpu, Math, Region, Slab},
     error::ModelError,
-    experts::{self, ExpertMap, Experts, Phase, Sums},
+    experts::{self, Experts, Phase},
     metrics::Metrics,
-    ops::{Cpu, KvBits, Limits as DeviceLimits, OnGpu, Part, Run, attend::NEWEST, gpu_limits},
+    ops::{Cpu, KvBits, OnGpu, Part, Run},
     plan::{DraftShape, Limits, Plan, Shape, Wishes},
-    platform::{MAX_BLOCK, os},
+    platform::os,
 };
 use std::{
     cell::RefCell,
@@ -33,6 +32,8 @@ use std::{
 pub struct Options {
     /// Compute threads; the physical cores by default.
     pub threads: Option<usize>,
+    /// Another model's threads, instead of its own.
+    pub compute: Option<Compute>,
     pub math: Math,
     pub wishes: Wishes,
     /// Fewer experts a token than the model's k; more is an error.
@@ -45,10 +46,23 @@ pub struct Options {
     pub gpu: Option<u64>,
     /// The plan has room for verifies that can be taken back.
     pub verify: bool,
+    /// A draft that computes with the model's own parts; its demands on memory are found with it.
+    pub drafter: Drafter,
     /// What a draft takes beside the model.
     pub draft: DraftShape,
     /// Keys and values in fewer than 16 bits.
     pub kv_bits: KvBits,
+}
+
+/// A draft that computes on the model's device, from its hidden rows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Drafter {
+    #[default]
+    None,
+    /// The checkpoint's head for multi-token prediction, if it has one that is of use.
+    Mtp,
+    /// A head that has a directory of its own.
+    MtpIn(PathBuf),
 }
 
 /// The part of [`experts::Options`] that the plan does not decide.
@@ -80,6 +94,7 @@ pub(super) struct Parts {
     pub store: Option<Experts>,
     pub plan: Plan,
     pub shape: Shape,
+    pub head: Option<mtp::Head>,
     /// The CPU's threads, for the model or for who drafts for it.
     pub compute: Compute,
     pub kv_bits: KvBits,
@@ -98,86 +113,6 @@ pub struct Refused {
     pub error: ModelError,
 }
 
-/// A checkpoint that has been examined and not loaded: its tensors, their places in files, the memory they will take.
-pub struct Surveyed {
-    pub config: Config,
-    pub checkpoint: Checkpoint,
-    /// The routed experts' places in `files`: the checkpoint's, or its pack's.
-    pub experts: ExpertMap,
-    pub files: Vec<PathBuf>,
-    /// The pack's directory, if there is one.
-    pub pack: Option<PathBuf>,
-    /// The checksums of its records.
-    pub sums: Option<Arc<Sums>>,
-    pub shape: Shape,
-    /// The encodings of gate, up and down of the first layer's experts (or, dense, of its feed-forward).
-    pub feed_forward: Option<[Kind; 3]>,
-}
-
-impl Surveyed {
-    /// As [`Surveyed::unpacked`]; the experts are those of the checkpoint's pack if it has one.
-    pub fn new(dir: &Path, options: &Options) -> Result<Self, ModelError> {
-        let mut found = Self::unpacked(dir, options)?;
-        if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
-            tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
-            found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
-            (found.experts, found.files) = (pack.map, pack.files);
-            (found.pack, found.sums) = (Some(pack.dir), Some(pack.sums));
-        }
-        Ok(found)
-    }
-
-    /// Reads the headers and a few small tensors; checks every name and shape.
-    pub fn unpacked(dir: &Path, options: &Options) -> Result<Self, ModelError> {
-        let mut config = Config::read(dir)?;
-        config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
-        let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
-        let mut ignore = |_, _| ();
-        let mut trunk = Trunk::measure(&checkpoint, &mut ignore);
-        let (net, layers) = Net::load(&mut trunk, &config)?;
-        let len = trunk.len() as u64;
-        checkpoint.finish()?;
-        let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
-        let gathered = if net.head.is_some() { net.embed.bytes() as u64 } else { 0 };
-        let shape = shape(&config, options, len, gathered, &experts);
-        let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
-            Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(Kind::of),
-            Ffn::Moe(moe) => moe.stacks.each_ref().map(Kind::of_stack),
-        });
-        Ok(Self { config, checkpoint, experts, files, pack: None, sums: None, shape, feed_forward })
-    }
-}
-
-/// The sizes of a model, for the plan.
-fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
-    let (experts, experts_per_token) = match config.ffn {
-        FfnShape::Dense { .. } => (0, 0),
-        FfnShape::Moe { experts, k, .. } => (experts, k),
-    };
-    let limits = device_limits(options);
-    let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
-    // A snapshot has the newest positions, the ring also those of a chunk, and is a whole number of blocks.
-    let heads = heads(config, limits.cache, options.kv_bits, 0, 0);
-    let newest = State::newest_bytes(config, &heads);
-    workspace_per_row += newest / (2 * NEWEST as u64);
-    workspace_fixed += newest / 2;
-    Shape {
-        trunk,
-        gathered,
-        expert: map.bytes() / (map.experts() as u64).max(1),
-        slot: map.slot_bytes(MAX_BLOCK) as u64,
-        layers: map.layers.len(),
-        experts,
-        experts_per_token,
-        kv_per_token: State::kv_bytes(config, heads.format),
-        state: State::fixed_bytes(config) + newest,
-        workspace_per_row,
-        workspace_fixed: workspace_fixed + if options.verify { verify::cost(config) } else { 0 },
-        context: config.context,
-        draft: options.draft,
-    }
-}
-
 impl Qwen {
     /// Loads the checkpoint in `dir`: plans the memory, reads the trunk, and the experts if they fit. `progress` gets
     /// bytes read and bytes in all.
@@ -187,8 +122,9 @@ impl Qwen {
         metrics: &Arc<Metrics>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
-        let Surveyed { config, checkpoint, experts, files, sums, shape, .. } = Surveyed::new(dir, options)?;
-        let plan = Plan::new(&shape, &Limits::here(options.gpu), &options.wishes)?;
+        let mut surveyed = Surveyed::new(dir, options)?;
+        let plan = surveyed.plan(&Limits::here(options.gpu), &options.wishes)?;
+        let Surveyed { config, checkpoint, experts, files, sums, shape, head, .. } = surveyed;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
             (&metrics.memory_trunk, plan.trunk),
@@ -218,10 +154,11 @@ impl Qwen {
         if let Some(store) = &store {
             net.lay_out(store);
         }
-        let compute = Compute::cpu(threads, options.math);
+        let head = head.map(|head| head.load(&net, options, store.as_ref())).transpose()?;
+        let compute = options.compute.clone().unwrap_or_else(|| Compute::cpu(threads, options.math));
         let cpu = Cpu::new(compute.clone());
         let kv_bits = options.kv_bits;
-        let parts = Parts { config, net, weights, store, plan, shape, compute, kv_bits };
+        let parts = Parts { config, net, weights, store, plan, shape, head, compute, kv_bits };
         Self::on(parts, Box::new(cpu)).map_err(|refused| refused.1)
     }
 
@@ -378,13 +315,6 @@ impl Qwen {
         let waited = pass.run.wait_for(end);
         done?;
         Ok(waited?)
-    }
-}
-
-fn device_limits(options: &Options) -> DeviceLimits {
-    match options.gpu {
-        None => Cpu::limits(options.math),
-        Some(bytes) => gpu_limits(Some(bytes)),
     }
 }
 

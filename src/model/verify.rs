@@ -64,10 +64,23 @@ impl Undo {
 impl Qwen {
     /// See [`Model::verify`](super::Model::verify).
     pub(super) fn try_rows(&self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.try_rows_behind(0, state, ids)
+    }
+
+    /// Further rows of the verify that the last call was: all of them can be taken back together.
+    pub fn verify_on(&self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+        let before = self.placed.borrow().undo.as_ref().map_or(0, |undo| undo.rows);
+        if before == 0 {
+            return Err(ModelError::Config("no verify goes on".into()));
+        }
+        self.try_rows_behind(before, state, ids)
+    }
+
+    fn try_rows_behind(&self, before: usize, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
         let config = &self.parts.config;
         let mut placed = self.placed.borrow_mut();
-        if ids.is_empty() || ids.len() > ROWS.min(placed.buffers.rows) {
+        if ids.is_empty() || before + ids.len() > ROWS || ids.len() > placed.buffers.rows {
             return Err(ModelError::Config(format!("a verify has 1 to {ROWS} rows, not {}", ids.len())));
         }
         let mut undo = match placed.undo.take() {
@@ -79,10 +92,12 @@ impl Qwen {
         let mut layers = undo.layers.iter();
         // The mark before the first row of each delta net: its rows are projected, and its state is still the old one.
         let mut mark = |run: &mut dyn Run, _: usize, [conv, heads]: [Region; 2]| {
-            let Some(before) = layers.next() else { return Ok(()) };
-            run.copy(conv, before.conv)?;
-            run.copy(heads, before.heads)?;
-            Ok(run.copy(proj.floats(rows * width), before.proj.floats(rows * width))?)
+            let Some(kept) = layers.next() else { return Ok(()) };
+            if before == 0 {
+                run.copy(conv, kept.conv)?;
+                run.copy(heads, kept.heads)?;
+            }
+            Ok(run.copy(proj.floats(rows * width), kept.proj.rows(before, rows, width))?)
         };
         let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
         // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
@@ -91,7 +106,7 @@ impl Qwen {
         let batch = Batch { ids, logits: 0..rows, phase };
         let done = self.chunk(&mut placed, state, batch, (&[0], &mut mark), None, &mut logits.data);
         // After a pass that fails there is nothing to go back to; its memory serves the next one.
-        undo.rows = if done.is_ok() { rows } else { 0 };
+        undo.rows = if done.is_ok() { before + rows } else { 0 };
         placed.undo = Some(undo);
         done?;
         state.len += rows;

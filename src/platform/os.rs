@@ -124,11 +124,20 @@ pub fn cache_dir() -> Option<PathBuf> {
     Some(base.join("moestro"))
 }
 
+/// The directory for files that the user keeps: `$XDG_DATA_HOME/moestro`, else `~/.local/share/moestro`; on macOS
+/// `~/Library/Application Support/moestro` unless `XDG_DATA_HOME` is set. `None` without a home directory.
+pub fn data_dir() -> Option<PathBuf> {
+    let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    let base = absolute("XDG_DATA_HOME").or_else(|| absolute("HOME").map(|home| home.join(sys::DATA)))?;
+    Some(base.join("moestro"))
+}
+
 #[cfg(target_os = "linux")]
 mod sys {
     use std::{collections::BTreeSet, fs};
 
     pub const CACHE: &str = ".cache";
+    pub const DATA: &str = ".local/share";
 
     /// The number after `key` in a `key: value [kB]` table of `/proc`.
     pub fn field(table: &str, key: &str) -> Option<u64> {
@@ -205,6 +214,7 @@ mod sys {
     use std::mem::MaybeUninit;
 
     pub const CACHE: &str = "Library/Caches";
+    pub const DATA: &str = "Library/Application Support";
 
     pub fn background_thread() {
         // SAFETY: it is about the calling thread alone; what it answers does not matter.
@@ -279,6 +289,7 @@ mod sys {
 #[cfg(not(any(target_os = "linux", target_os = "macos")))]
 mod sys {
     pub const CACHE: &str = ".cache";
+    pub const DATA: &str = ".local/share";
 
     pub fn background_thread() {}
 

@@ -7,7 +7,7 @@ use crate::{
     cli,
     config::{self, Drafts, Load, Source},
     error::CommandError,
-    model::{self, Config, config::FfnShape, qwen::Surveyed},
+    model::{self, Config, Surveyed, config::FfnShape},
     plan::{Estimate, HIT_RATES, LimitFrom, Limits, Plan, Shape, Size, Strategy, estimate},
     platform::os,
 };
@@ -46,12 +46,13 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     // something to say.
     let tokenizer = Tokenizer::load(&dir);
     let chosen = Chosen::new(&load)?;
-    let draft = Found::new(load.drafts.as_ref(), &dir)?.shape();
-    let options = model::Options { gpu: chosen.working_set(), draft, ..options(&load) };
+    let drafts = Found::new(&load, &dir, tokenizer.as_ref().ok())?;
+    let (draft, drafter) = (drafts.shape(), drafts.drafter());
+    let options = model::Options { gpu: chosen.working_set(), draft, drafter, ..options(&load) };
     let limits = Limits::here(options.gpu);
     drop(tokenizer);
-    let found = Surveyed::new(&dir, &options)?;
-    let plan = Plan::new(&found.shape, &limits, &options.wishes);
+    let mut found = Surveyed::new(&dir, &options)?;
+    let plan = found.plan(&limits, &options.wishes);
     let threads = load.threads.unwrap_or_else(os::physical_cores);
     let room = plan.as_ref().map_or(u64::MAX, |plan| plan.limit / 4);
     let measured = measure::measure(&found, &load, threads, options.gpu.is_some(), room)?;
@@ -144,7 +145,7 @@ impl Report {
         line("state", plan.state, String::new())?;
         line("workspace", plan.workspace, format!("prefill in chunks of {} tokens", plan.chunk))?;
         if plan.draft > 0 {
-            line("draft model", plan.draft, "its weights, its context, and what it follows".into())?;
+            line("draft", plan.draft, "its weights and its context; --draft-model lookup takes none".into())?;
         }
         line("requests", plan.requests, "set aside for what clients send".into())?;
         line("prompt cache", plan.prompt_cache, self.bought(plan))?;

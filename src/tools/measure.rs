@@ -6,7 +6,7 @@ use crate::{
     error::{CommandError, StoreError},
     experts::{Choice, Experts, Options, Phase, Prefetch},
     metrics::Metrics,
-    model::{qwen::Surveyed, speed},
+    model::{Surveyed, speed},
     plan::Bandwidth,
     platform::Access,
 };

@@ -118,6 +118,11 @@ impl Server {
 
 impl Setup {
     pub async fn start(self) -> Server {
+        self.start_with(|_| ()).await
+    }
+
+    /// The same, with something done to the door before anybody comes.
+    pub async fn start_with(self, prepare: impl FnOnce(&mut Door)) -> Server {
         let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
         let ids = |text: &str| tokenizer.encode(text).unwrap();
         let parrot = Parrot {
@@ -136,6 +141,7 @@ impl Setup {
         let cors = self.cors.map(|origin| origin.parse().unwrap());
         let mut door = Door::new(metrics.clone(), self.api_key.map(str::to_owned), cors);
         (self.door)(&mut door);
+        prepare(&mut door);
         let door = Arc::new(door);
         if !self.loading {
             door.open(App {

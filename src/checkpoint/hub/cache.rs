@@ -23,6 +23,15 @@ pub fn token(root: &Path) -> Option<String> {
     (!token.is_empty()).then_some(token)
 }
 
+/// The ids of all models that something was downloaded of, complete or not.
+pub fn ids(root: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(root).into_iter().flatten().flatten();
+    let id = |name: &str| Some(name.strip_prefix("models--")?.replacen("--", "/", 1));
+    let mut ids: Vec<String> = entries.filter_map(|entry| id(&entry.file_name().to_string_lossy())).collect();
+    ids.sort();
+    ids
+}
+
 /// One model's part of the cache.
 #[derive(Debug, Clone)]
 pub struct Shelf {
@@ -33,6 +42,10 @@ impl Shelf {
     /// `id`: `org/name`, of letters, digits, `-`, `_` and `.` alone.
     pub fn new(root: &Path, id: &str) -> Self {
         Self { dir: root.join(format!("models--{}", id.replace('/', "--"))) }
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
     }
 
     pub fn blobs(&self) -> PathBuf {

@@ -1,4 +1,4 @@
-//! The seam for drafts: what proposes tokens, and what it is told of the model it proposes to.
+//! The seam for drafts: the trait of everything that proposes tokens.
 
 use super::Outlook;
 use crate::{

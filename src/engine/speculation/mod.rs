@@ -3,20 +3,26 @@
 //! answer has the same bytes with and without, at any temperature; the first row whose token is not the proposed one ends the
 //! cycle, and that token is itself the answer's next.
 
+mod companion;
 mod controller;
 mod dflash;
 mod draft;
 mod fit;
 mod lookup;
+mod mtp;
 mod outlook;
+mod trail;
 
+pub use companion::{Companion, ROOM as DRAFT_ROOM};
 use controller::Controller;
 pub use controller::Speculate;
 pub use dflash::Dflash;
 pub use draft::{Draft, Kind, Sequence};
 use fit::Fit;
 pub use lookup::Lookup;
+pub use mtp::Mtp;
 pub use outlook::Outlook;
+use trail::Trail;
 
 use super::{Options, Sampler, Session, Timings, constraint::Ahead};
 use crate::{
@@ -49,6 +55,8 @@ pub(super) struct Step {
     row: usize,
     /// The drafted token behind each row but the last.
     drafted: Vec<u32>,
+    /// The draft also had the token that ended the answer, which is not told.
+    ended: bool,
     /// When its pass began; `None` for a prompt's.
     begun: Option<Instant>,
 }
@@ -57,12 +65,17 @@ impl Step {
     /// The last row of a prompt's logits.
     pub fn first(logits: Logits) -> Self {
         let row = logits.rows().saturating_sub(1);
-        Self { logits, row, drafted: Vec::new(), begun: None }
+        Self { logits, row, drafted: Vec::new(), ended: false, begun: None }
     }
 
     /// The logits that the next token is drawn from.
     pub fn row(&self) -> Option<&[f32]> {
         (self.row < self.logits.rows()).then(|| self.logits.row(self.row))
+    }
+
+    /// `id` was drawn from the present row and ends the answer.
+    pub fn ends(&mut self, id: u32) {
+        self.ended = self.drafted.get(self.row) == Some(&id);
     }
 
     /// `id` was drawn from the present row; true if the draft had it, so that the next row comes behind it.
@@ -149,7 +162,7 @@ impl<M: Model> Speculation<M> {
             true => session.extend(model, &[id], Rows::Last, &[], &mut Vec::new())?,
             false => session.verify(model, id, &drafted)?,
         };
-        *step = Step { logits, row: 0, drafted, begun };
+        *step = Step { logits, row: 0, drafted, ended: false, begun };
         Ok(())
     }
 
@@ -193,6 +206,7 @@ impl<M: Model> Speculation<M> {
         }
         let saved = self.controller.cycle(drafted, accepted, seconds);
         timings.drafted_tokens += drafted;
+        let accepted = accepted + usize::from(step.ended);
         timings.accepted_tokens += accepted;
         timings.saved_seconds += saved;
         let kind = self.draft.as_ref().map_or(Kind::Lookup, |draft| draft.kind());

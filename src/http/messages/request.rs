@@ -63,6 +63,14 @@ struct Format {
 }
 
 impl MessagesRequest {
+    pub fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    pub fn streams(&self) -> bool {
+        self.stream.unwrap_or(false)
+    }
+
     /// The conversation that is meant. `thinking` is what the server was told to do where a request does not say.
     pub fn conversation(self, keep_billing_header: bool, thinking: Option<bool>) -> Result<Conversation, Reject> {
         let mut messages = Vec::with_capacity(self.messages.len() + 1);

@@ -1,0 +1,201 @@
+//! The models on this machine: the one in the binary, those of the configuration, those in a directory of one's own, and
+//! those in the Hugging Face cache. Only what Moestro can serve is listed.
+
+use crate::{
+    config::{self, Source, file::Settings},
+    demo,
+    model::config::Config,
+    platform::os,
+};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::SystemTime,
+};
+
+/// The origin of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    Demo,
+    Configuration,
+    Own,
+    Hub,
+}
+
+/// A model that can be loaded.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    /// Its table in the configuration, `org/name`, or its directory's name.
+    pub id: String,
+    pub source: Source,
+    pub origin: Origin,
+    /// `None` for the one in the binary.
+    pub dir: Option<PathBuf>,
+}
+
+impl Entry {
+    /// When it came here.
+    pub fn created(&self) -> SystemTime {
+        let path = match &self.dir {
+            Some(dir) => dir.join("config.json"),
+            None => std::env::current_exe().unwrap_or_default(),
+        };
+        fs::metadata(path).and_then(|meta| meta.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
+    }
+
+    /// Bytes of its weights.
+    pub fn bytes(&self) -> u64 {
+        let Some(dir) = &self.dir else { return demo::file("model.safetensors").map_or(0, |file| file.len() as u64) };
+        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+        let weights = entries.filter(|entry| entry.path().extension().is_some_and(|ending| ending == "safetensors"));
+        // Links of the hub's cache are followed.
+        weights.filter_map(|entry| Some(fs::metadata(entry.path()).ok()?.len())).sum()
+    }
+}
+
+/// The directory of one's own models.
+pub fn home(typed: Option<&Path>) -> Option<PathBuf> {
+    typed.map(Path::to_path_buf).or_else(|| Some(os::data_dir()?.join("models")))
+}
+
+/// All models. Of two with one name the first counts.
+pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<Entry> {
+    let demo = Entry { id: demo::NAME.into(), source: Source::Demo, origin: Origin::Demo, dir: None };
+    let named = settings.models.iter().filter_map(|(name, place)| {
+        let source = Source::new(Some(place));
+        let dir = match &source {
+            Source::Directory(dir) => dir.clone(),
+            Source::Hub(id) => hub::find(id)?,
+            Source::Demo => return None,
+        };
+        Some(Entry { id: name.clone(), source, origin: Origin::Configuration, dir: Some(dir) })
+    });
+    let own = home(own).map(|home| under(&home)).unwrap_or_default().into_iter().map(|(id, dir)| {
+        let source = Source::Directory(dir.clone());
+        Entry { id, source, origin: Origin::Own, dir: Some(dir) }
+    });
+    let hub = hub::all().into_iter().map(|(id, dir)| {
+        let source = Source::Hub(id.clone());
+        Entry { id, source, origin: Origin::Hub, dir: Some(dir) }
+    });
+    let mut entries: Vec<Entry> = Vec::new();
+    for entry in named.chain(own).chain(hub).filter(|entry| entry.dir.as_deref().is_some_and(can_be_served)) {
+        if !entries.iter().any(|other| other.id == entry.id) {
+            entries.push(entry);
+        }
+    }
+    entries.push(demo);
+    entries
+}
+
+/// The name of a model that was typed: that of the configuration if it has one.
+pub fn id(source: &Source, settings: &Settings) -> String {
+    match (&settings.model, source) {
+        (Some(name), _) => name.clone(),
+        (None, Source::Demo) => demo::NAME.into(),
+        (None, Source::Hub(id)) => id.clone(),
+        (None, Source::Directory(dir)) => config::name(dir),
+    }
+}
+
+fn can_be_served(dir: &Path) -> bool {
+    Config::read(dir).is_ok()
+}
+
+/// The directories `NAME` and `ORG/NAME` with a `config.json`.
+fn under(home: &Path) -> Vec<(String, PathBuf)> {
+    let dirs = |dir: &Path| {
+        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+        let dirs = entries.map(|entry| (entry.file_name().to_string_lossy().into_owned(), entry.path()));
+        dirs.filter(|(name, path)| !name.starts_with('.') && path.is_dir()).collect::<Vec<_>>()
+    };
+    let is_model = |dir: &Path| dir.join("config.json").exists();
+    let mut found = Vec::new();
+    for (name, dir) in dirs(home) {
+        if is_model(&dir) {
+            found.push((name, dir));
+            continue;
+        }
+        let inner = dirs(&dir).into_iter().filter(|(_, dir)| is_model(dir));
+        found.extend(inner.map(|(inner, dir)| (format!("{name}/{inner}"), dir)));
+    }
+    found.sort();
+    found
+}
+
+/// The Hugging Face cache.
+#[cfg(feature = "hub")]
+pub mod hub {
+    use crate::checkpoint::hub::Hub;
+    use std::{io, path::PathBuf};
+
+    pub fn all() -> Vec<(String, PathBuf)> {
+        Hub::from_env().map(|hub| hub.all()).unwrap_or_default()
+    }
+
+    pub fn find(id: &str) -> Option<PathBuf> {
+        Hub::from_env().ok()?.local(id)
+    }
+
+    pub fn remove(id: &str) -> io::Result<()> {
+        Hub::from_env().map_err(io::Error::other)?.remove(id)
+    }
+}
+
+/// Without the feature `hub` there is none.
+#[cfg(not(feature = "hub"))]
+pub mod hub {
+    use std::{io, path::PathBuf};
+
+    pub fn all() -> Vec<(String, PathBuf)> {
+        Vec::new()
+    }
+
+    pub fn find(_id: &str) -> Option<PathBuf> {
+        None
+    }
+
+    pub fn remove(_id: &str) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_can_be_served_is_listed_once() {
+        let home = tempfile::tempdir().unwrap();
+        let put = |name: &str, config: &[u8]| {
+            let dir = home.path().join(name);
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(dir.join("config.json"), config).unwrap();
+            dir
+        };
+        let config = demo::file("config.json").unwrap();
+        let mine = put("mine", config);
+        fs::write(mine.join("model.safetensors"), [0; 100]).unwrap();
+        put("org/theirs", config);
+        put("other", br#"{"model_type": "whisper"}"#);
+        put(".hidden", config);
+        let place = mine.to_str().unwrap().to_owned();
+        let settings = Settings { models: vec![("coder".into(), place)], ..Settings::default() };
+        let found = all(&settings, Some(home.path()));
+        let found: Vec<_> = found.iter().filter(|entry| entry.origin != Origin::Hub).collect();
+        let ids: Vec<&str> = found.iter().map(|entry| entry.id.as_str()).collect();
+        assert_eq!(ids, ["coder", "mine", "org/theirs", demo::NAME]);
+        assert_eq!((found[0].bytes(), found[1].bytes(), found[2].bytes()), (100, 100, 0));
+        assert!(found[3].bytes() > 1000 && found[0].created() > SystemTime::UNIX_EPOCH);
+    }
+
+    #[test]
+    fn a_model_is_called_as_it_was_typed() {
+        let none = Settings::default();
+        assert_eq!(id(&Source::Demo, &none), demo::NAME);
+        assert_eq!(id(&Source::Hub("org/name".into()), &none), "org/name");
+        assert_eq!(id(&Source::Directory("/models/x".into()), &none), "x");
+        let named = Settings { model: Some("coder".into()), ..Settings::default() };
+        assert_eq!(id(&Source::Directory("/models/x".into()), &named), "coder");
+    }
+}

@@ -1,0 +1,88 @@
+//! `moestro ps` and `stop`: what a running server has in memory.
+
+use crate::{cli, error::CommandError};
+use serde_json::{Value, json};
+use std::{io, time::Duration};
+
+/// A server that does not answer within this time is not well.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+struct Server<'a> {
+    typed: &'a cli::Remote,
+    agent: ureq::Agent,
+}
+
+impl<'a> Server<'a> {
+    fn new(typed: &'a cli::Remote) -> Self {
+        let config = ureq::Agent::config_builder().timeout_global(Some(PATIENCE)).http_status_as_error(false).build();
+        Self { typed, agent: config.into() }
+    }
+
+    fn url(&self, path: &str) -> String {
+        let host = &self.typed.host;
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.clone() };
+        format!("http://{host}:{}{path}", self.typed.port)
+    }
+
+    /// The answer, whatever its status.
+    fn ask(&self, path: &str, body: Option<&Value>) -> Result<Value, CommandError> {
+        let key = format!("Bearer {}", self.typed.api_key.as_deref().unwrap_or_default());
+        let sent = match body {
+            None => self.agent.get(self.url(path)).header("authorization", &key).call(),
+            Some(body) => self
+                .agent
+                .post(self.url(path))
+                .header("authorization", &key)
+                .header("content-type", "application/json")
+                .send(body.to_string()),
+        };
+        let failed = |source| CommandError::Io { what: format!("asking {}", self.url(path)), source };
+        let mut answer = sent.map_err(|error| failed(io::Error::other(error)))?;
+        let text = answer.body_mut().read_to_string().map_err(|error| failed(io::Error::other(error)))?;
+        let answer: Value = serde_json::from_str(&text).map_err(|error| failed(error.into()))?;
+        match answer["error"]["message"].as_str() {
+            Some(why) => Err(CommandError::Service(why.to_owned())),
+            None => Ok(answer),
+        }
+    }
+}
+
+/// Prints the model in memory and what it does, or that there is none.
+pub fn ps(typed: &cli::Ps) -> Result<(), CommandError> {
+    let health = Server::new(&typed.remote).ask("/health", None)?;
+    println!("{}", line(&health));
+    Ok(())
+}
+
+fn line(health: &Value) -> String {
+    let Some(model) = health["model"].as_str() else {
+        return match health["status"].as_str() {
+            Some("ok") => "no model is in memory; the next request loads one".into(),
+            status => format!("no model is in memory: {}", status.unwrap_or("the server does not say why")),
+        };
+    };
+    let parts = ["trunk", "kv", "state", "workspace", "experts", "prompt_cache"];
+    let bytes: f64 = parts.iter().filter_map(|part| health["plan"][part].as_f64()).sum();
+    let (device, context) = (health["plan"]["device"].as_str().unwrap_or("?"), &health["context"]);
+    let (running, queued) = (&health["requests"]["running"], &health["requests"]["queued"]);
+    format!("{model}  {:.1} GB  {device}  context {context}  {running} running, {queued} waiting", bytes / 1e9)
+}
+
+/// Has the server give a model's memory back; it is loaded again when it is asked.
+pub fn stop(typed: &cli::Stop) -> Result<(), CommandError> {
+    Server::new(&typed.remote).ask("/v1/models/unload", Some(&json!({"model": typed.name}))).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_server_holds_in_a_line() {
+        let health = json!({"status": "ok", "model": "x", "context": 4096, "requests": {"running": 1, "queued": 2},
+            "plan": {"trunk": 1_000_000_000u64, "experts": 500_000_000, "device": "cpu", "limit": 7}});
+        assert_eq!(line(&health), "x  1.5 GB  cpu  context 4096  1 running, 2 waiting");
+        assert!(line(&json!({"status": "ok", "model": null})).contains("the next request"));
+        assert_eq!(line(&json!({"status": "loading"})), "no model is in memory: loading");
+    }
+}

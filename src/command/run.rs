@@ -1,0 +1,253 @@
+//! `moestro run`: a chat on the terminal. Ctrl-C ends an answer, Ctrl-D the chat.
+
+use super::{
+    generate,
+    speaker::{Answer, Manner, Speaker, figures, message},
+};
+use crate::{config::Generate, error::CommandError};
+use serde_json::Value;
+use std::io::{self, IsTerminal, Write};
+
+const HELP: &str = "\
+/set                   what is set; /set NAME VALUE sets temp, top-p, top-k, min-p, repeat-penalty, seed, max-tokens,
+                       thinking (on, off) or system; /set NAME unsets seed, max-tokens, thinking or system
+/clear                 forget what was said
+/help, /bye            this, and the end
+\"\"\"                    begins and ends a text of several lines; a line that ends in \\ goes on in the next
+Ctrl-C                 ends an answer, or the chat; so does Ctrl-D";
+
+/// Chats, or answers once if something was said.
+pub fn run(config: &Generate) -> Result<(), CommandError> {
+    let speaker = Speaker::load(config)?;
+    match config.prompt {
+        Some(_) => generate::one(&speaker, config)?,
+        None => {
+            let mut chat = Chat::new(&speaker, config)?;
+            chat.go()?;
+            // It may still read from the terminal.
+            chat.runtime.shutdown_background();
+        }
+    }
+    speaker.end()
+}
+
+struct Chat<'a> {
+    speaker: &'a Speaker,
+    settings: Settings,
+    said: Vec<Value>,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl<'a> Chat<'a> {
+    fn new(speaker: &'a Speaker, config: &Generate) -> Result<Self, CommandError> {
+        let settings = Settings { manner: speaker.manner(config), system: config.system.clone() };
+        Ok(Self { speaker, settings, said: Vec::new(), runtime: generate::runtime()? })
+    }
+
+    fn go(&mut self) -> Result<(), CommandError> {
+        println!("{}: /help says what else can be typed", self.speaker.checkpoint.name);
+        while let Some(text) = self.read()? {
+            match command(&text) {
+                _ if text.trim().is_empty() => {}
+                Some(("bye" | "exit" | "quit", _)) => break,
+                Some(("clear", _)) => self.said.clear(),
+                Some(("set", rest)) => println!("{}", self.settings.set(rest).unwrap_or_else(|why| why)),
+                Some(_) => println!("{HELP}"),
+                None => self.say(&text)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The next text that is typed; `None` when the chat is over.
+    fn read(&self) -> Result<Option<String>, CommandError> {
+        let mut typed = String::new();
+        loop {
+            print!("{}", if typed.is_empty() { ">>> " } else { "... " });
+            let _ = io::stdout().flush();
+            // A thread of its own reads: a signal does not end the system's read.
+            let line = self.runtime.spawn_blocking(|| {
+                let mut line = String::new();
+                io::stdin().read_line(&mut line).map(|bytes| (bytes > 0).then_some(line))
+            });
+            let line = self.runtime.block_on(async {
+                tokio::select! {
+                    line = line => line.map_err(io::Error::other).flatten(),
+                    () = interrupted() => Ok(None),
+                }
+            });
+            let line = line.map_err(|source| CommandError::Io { what: "reading from the terminal".into(), source })?;
+            let Some(line) = line else {
+                println!();
+                return Ok(None);
+            };
+            typed.push_str(line.trim_end_matches(['\r', '\n']));
+            if let Some(text) = whole_text(&typed) {
+                return Ok(Some(text));
+            }
+            typed.push('\n');
+        }
+    }
+
+    /// Says something to the model. An answer that fails does not end the chat.
+    fn say(&mut self, text: &str) -> Result<(), CommandError> {
+        self.said.push(message("user", text));
+        let system = self.settings.system.iter().map(|text| message("system", text));
+        let messages: Vec<Value> = system.chain(self.said.iter().cloned()).collect();
+        let answer = self.speaker.answer(&messages, &self.settings.manner, interrupted());
+        let answer = self.runtime.block_on(answer);
+        let Answer { content, reasoning, end } = match answer {
+            Err(CommandError::Engine(error)) => {
+                self.said.pop();
+                eprintln!("moestro: {error}");
+                return Ok(());
+            }
+            other => other?,
+        };
+        match end {
+            Some((_, timings)) => dimmed(&figures(&timings)),
+            None => dimmed("stopped"),
+        }
+        let mut told = message("assistant", &content);
+        told["reasoning_content"] = reasoning.into();
+        self.said.push(told);
+        Ok(())
+    }
+}
+
+/// `/name rest`. A path that begins with a slash is no command.
+fn command(text: &str) -> Option<(&str, &str)> {
+    let line = text.trim().strip_prefix('/')?;
+    let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
+    let known = ["bye", "exit", "quit", "clear", "set", "help", "?"].contains(&name);
+    (known || name.chars().all(char::is_alphabetic) && rest.is_empty()).then_some((name, rest.trim()))
+}
+
+/// The settings of `/set`.
+struct Settings {
+    manner: Manner,
+    system: Option<String>,
+}
+
+impl Settings {
+    /// Sets one thing and says so; says everything if nothing is named.
+    fn set(&mut self, what: &str) -> Result<String, String> {
+        let (name, value) = what.split_once(char::is_whitespace).unwrap_or((what, ""));
+        let (value, sampling) = (value.trim(), &mut self.manner.sampling);
+        match name {
+            "" => {}
+            "temp" => sampling.temperature = number(name, value, 0.0, 2.0)?,
+            "top-p" => sampling.top_p = number(name, value, 0.0, 1.0)?,
+            "min-p" => sampling.min_p = number(name, value, 0.0, 1.0)?,
+            "repeat-penalty" => sampling.repetition_penalty = number(name, value, 0.01, 100.0)?,
+            "top-k" => sampling.top_k = whole(name, value)?.unwrap_or(0),
+            "seed" => sampling.seed = whole(name, value)?,
+            "max-tokens" => self.manner.max_tokens = whole(name, value)?,
+            "thinking" => {
+                self.manner.thinking = match value {
+                    "on" => Some(true),
+                    "off" => Some(false),
+                    "" => None,
+                    _ => return Err("thinking is on or off".into()),
+                }
+            }
+            "system" => self.system = (!value.is_empty()).then(|| value.to_owned()),
+            _ => return Err(format!("there is no setting {name}; /help names them")),
+        }
+        Ok(self.to_string())
+    }
+}
+
+impl std::fmt::Display for Settings {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Manner { sampling, max_tokens, thinking } = &self.manner;
+        let or = |value: Option<String>| value.unwrap_or_else(|| "as the model has it".into());
+        write!(out, "temp {}, top-p {}, top-k {}, ", sampling.temperature, sampling.top_p, sampling.top_k)?;
+        write!(out, "min-p {}, repeat-penalty {}, ", sampling.min_p, sampling.repetition_penalty)?;
+        let seed = sampling.seed.map_or("drawn".into(), |seed| seed.to_string());
+        let most = max_tokens.map_or("the context's end".into(), |most| most.to_string());
+        let thinking = or(thinking.map(|on| if on { "on" } else { "off" }.into()));
+        write!(out, "seed {seed}, max-tokens {most}, thinking {thinking}, ")?;
+        write!(out, "system {}", self.system.as_deref().unwrap_or("nothing"))
+    }
+}
+
+fn number(name: &str, value: &str, least: f32, most: f32) -> Result<f32, String> {
+    let number = value.parse().ok().filter(|number| (least..=most).contains(number));
+    number.ok_or_else(|| format!("{name} is a number from {least} to {most}"))
+}
+
+fn whole<T: std::str::FromStr>(name: &str, value: &str) -> Result<Option<T>, String> {
+    match value {
+        "" => Ok(None),
+        _ => value.parse().map(Some).map_err(|_| format!("{name} is a whole number from 0 up")),
+    }
+}
+
+/// Ctrl-C.
+async fn interrupted() {
+    if tokio::signal::ctrl_c().await.is_err() {
+        std::future::pending().await
+    }
+}
+
+/// The text, if it is complete: a line, several of which each but the last ends in a backslash, or all that stands between
+/// `"""`.
+fn whole_text(typed: &str) -> Option<String> {
+    const FENCE: &str = "\"\"\"";
+    if let Some(inner) = typed.trim_start().strip_prefix(FENCE) {
+        return inner.trim_end().strip_suffix(FENCE).map(|text| text.trim_matches('\n').to_owned());
+    }
+    (!typed.ends_with('\\')).then(|| typed.replace("\\\n", "\n"))
+}
+
+fn dimmed(text: &str) {
+    if io::stderr().is_terminal() { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Sampling;
+
+    #[test]
+    fn several_lines_are_one_text() {
+        assert_eq!(whole_text("one line"), Some("one line".into()));
+        assert_eq!(whole_text("goes on\\"), None);
+        assert_eq!(whole_text("goes on\\\nhere"), Some("goes on\nhere".into()));
+        assert_eq!(whole_text("\"\"\"a"), None);
+        assert_eq!(whole_text("\"\"\"\na\n\nb\\\n\"\"\" "), Some("a\n\nb\\".into()));
+        assert_eq!(whole_text("\"\"\"a\"\"\""), Some("a".into()));
+        assert_eq!(whole_text("\"\"\""), None);
+    }
+
+    #[test]
+    fn a_path_is_no_command() {
+        assert_eq!(command("/set temp 0"), Some(("set", "temp 0")));
+        assert_eq!(command(" /bye "), Some(("bye", "")));
+        assert_eq!(command("/hlep"), Some(("hlep", "")));
+        assert_eq!(command("/etc/passwd"), None);
+        assert_eq!(command("/usr is large"), None);
+        assert_eq!(command("hello /bye"), None);
+    }
+
+    #[test]
+    fn settings_are_set_and_told() {
+        let manner = Manner { sampling: Sampling::default(), max_tokens: None, thinking: None };
+        let mut settings = Settings { manner, system: None };
+        settings.set("temp 0.5").unwrap();
+        settings.set("thinking off").unwrap();
+        settings.set("system Be brief, please.").unwrap();
+        settings.set("seed 7").unwrap();
+        let told = settings.set("max-tokens 9").unwrap();
+        for part in ["temp 0.5", "thinking off", "system Be brief, please.", "seed 7", "max-tokens 9"] {
+            assert!(told.contains(part), "{told}");
+        }
+        assert!(settings.set("seed").unwrap().contains("seed drawn"));
+        assert!(settings.set("system").unwrap().contains("system nothing"));
+        for wrong in ["temp hot", "temp", "top-p 2", "thinking maybe", "max-tokens -1", "frobnicate 1"] {
+            assert!(settings.set(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(settings.manner.sampling.temperature, 0.5, "what was refused changed nothing");
+    }
+}

@@ -1,0 +1,369 @@
+//! The model in memory: one at a time. A request that names another one waits until it is loaded; the one before
+//! has been let go by then, since there may not be memory for two.
+//!
+//! Requests wait in the order in which they came, and are let in model by model: while the loaded model is asked, it
+//! stays, until somebody has waited for another one for [`Times::patience`]. From then on its requests wait, too.
+
+mod names;
+mod seat;
+
+pub use names::Listed;
+pub use seat::Seat;
+
+use super::{App, reject::Reject};
+use crate::error::EngineError;
+use names::{find, means};
+use std::{
+    collections::VecDeque,
+    future::Future,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+use tokio::{
+    sync::{Notify, oneshot},
+    task::spawn_blocking,
+};
+
+/// The time between two looks at a busy model, while somebody waits for another one, and while nobody does.
+const LOOK: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
+/// The list of models is read again from the disk after this time.
+const FRESH: Duration = Duration::from_secs(5);
+
+/// A model that is in memory now.
+pub struct Loaded {
+    /// As it is listed.
+    pub id: String,
+    pub app: App,
+    /// Waits until the memory is given back; called when nobody holds the model any more. Blocks.
+    pub unload: Box<dyn FnOnce() + Send>,
+}
+
+/// The time that a model stays.
+#[derive(Debug, Clone, Copy)]
+pub struct Times {
+    /// One that nobody has asked for so long gives its memory back.
+    pub keep_alive: Option<Duration>,
+    /// One that is asked ever again keeps those waiting for so long who want another one.
+    pub patience: Duration,
+    /// After its last answer it stays for so long: its client may be about to ask again.
+    pub linger: Duration,
+}
+
+impl Default for Times {
+    fn default() -> Self {
+        Self { keep_alive: None, patience: Duration::from_secs(30), linger: Duration::from_secs(1) }
+    }
+}
+
+/// Finds models and loads them. Both block.
+pub trait Loader: Send + Sync + 'static {
+    fn list(&self) -> Vec<Listed>;
+
+    /// # Errors
+    /// A sentence for the client.
+    fn load(&self, id: &str) -> Result<Loaded, String>;
+}
+
+/// The model that answers.
+#[derive(Default)]
+pub struct Stage {
+    loader: Option<Arc<dyn Loader>>,
+    times: Mutex<Times>,
+    /// Requests that may wait for a model.
+    most: usize,
+    now: Mutex<Now>,
+    /// Somebody waits, or a model has come.
+    changed: Notify,
+    found: Mutex<Option<(Instant, Arc<Vec<Listed>>)>>,
+}
+
+#[derive(Default)]
+struct Now {
+    on: Option<On>,
+    /// The model that is being loaded.
+    coming: Option<String>,
+    /// The model that was loaded last, which any unknown name means.
+    last: Option<String>,
+    waiting: VecDeque<Ticket>,
+    closing: bool,
+}
+
+struct On {
+    id: String,
+    app: Arc<App>,
+    unload: Box<dyn FnOnce() + Send>,
+    /// When it was last seen to be busy.
+    used: Instant,
+    /// It is to go as soon as it is not.
+    going: bool,
+}
+
+struct Ticket {
+    id: String,
+    since: Instant,
+    reply: oneshot::Sender<Result<Arc<App>, Reject>>,
+}
+
+/// The next step of [`Stage::run`].
+#[derive(Debug, PartialEq)]
+enum Step {
+    /// Let go of what is loaded, if anything is, and load this.
+    Load(String),
+    Unload,
+    /// Look again when something changes, or after this time.
+    Wait(Option<Duration>),
+}
+
+impl Stage {
+    /// `most` requests may wait for a model.
+    pub fn new(loader: Arc<dyn Loader>, times: Times, most: usize) -> Self {
+        Self { loader: Some(loader), times: Mutex::new(times), most, ..Self::default() }
+    }
+
+    /// These times hold from now on.
+    pub fn keep(&self, times: Times) {
+        *self.times.lock().unwrap_or_else(PoisonError::into_inner) = times;
+        self.changed.notify_one();
+    }
+
+    fn times(&self) -> Times {
+        *self.times.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// This model answers from now on.
+    pub fn enter(&self, loaded: Loaded) {
+        let mut now = self.lock();
+        if now.closing {
+            loaded.app.engine.drain();
+        }
+        now.enter(loaded);
+        drop(now);
+        self.changed.notify_one();
+    }
+
+    /// The model that is loaded.
+    pub fn app(&self) -> Option<Arc<App>> {
+        self.lock().on.as_ref().map(|on| on.app.clone())
+    }
+
+    /// The id of the model that is loaded.
+    pub fn loaded(&self) -> Option<String> {
+        self.lock().on.as_ref().map(|on| on.id.clone())
+    }
+
+    /// The model that is loaded, or being loaded, or would be for a request that names none.
+    pub fn name(&self) -> Option<String> {
+        let now = self.lock();
+        now.coming.clone().or_else(|| now.last.clone())
+    }
+
+    /// True once there was a model: from then on requests are let in.
+    pub fn is_open(&self) -> bool {
+        self.lock().last.is_some()
+    }
+
+    /// The models on this machine; looked up at most every five seconds.
+    pub async fn listed(&self) -> Arc<Vec<Listed>> {
+        let Some(loader) = self.loader.clone() else { return Arc::default() };
+        let found = self.found.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some((_, list)) = found.filter(|(at, _)| at.elapsed() < FRESH) {
+            return list;
+        }
+        let list = Arc::new(spawn_blocking(move || loader.list()).await.unwrap_or_default());
+        *self.found.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), list.clone()));
+        list
+    }
+
+    /// A seat for a request that names this model. A name that is not listed means the model that is loaded.
+    pub async fn seat(&self, asked: Option<&str>) -> Result<Seat, Reject> {
+        let last = self.lock().last.clone();
+        let named = match (asked, last) {
+            (Some(asked), Some(last)) if means(asked, &last) => Some(last),
+            (Some(asked), _) => find(asked, &self.listed().await),
+            (None, _) => None,
+        };
+        let mut now = self.lock();
+        if now.closing {
+            return Err(Reject::from(EngineError::Draining));
+        }
+        let Some(last) = now.coming.as_ref().or(now.last.as_ref()) else { return Err(Reject::loading()) };
+        let id = named.unwrap_or_else(|| last.clone());
+        if let Some(app) = now.admit(&id, self.times().patience) {
+            return Ok(Seat::Here(app));
+        }
+        if now.waiting.len() > self.most {
+            return Err(Reject::from(EngineError::QueueFull));
+        }
+        let (reply, seat) = oneshot::channel();
+        now.waiting.push_back(Ticket { id, since: Instant::now(), reply });
+        drop(now);
+        self.changed.notify_one();
+        Ok(Seat::Later(seat))
+    }
+
+    /// Lets go of the model as soon as nobody is being answered, if it is this one.
+    pub fn stop(&self, id: &str) -> bool {
+        let mut now = self.lock();
+        let Some(on) = now.on.as_mut().filter(|on| means(id, &on.id)) else { return false };
+        on.going = true;
+        drop(now);
+        self.changed.notify_one();
+        true
+    }
+
+    /// Nobody is let in any more; who was, is answered within the engine's grace.
+    pub fn close(&self) {
+        let mut now = self.lock();
+        now.closing = true;
+        for ticket in now.waiting.drain(..) {
+            let _ = ticket.reply.send(Err(Reject::from(EngineError::Draining)));
+        }
+        if let Some(on) = &now.on {
+            on.app.engine.drain();
+        }
+    }
+
+    pub fn is_idle(&self) -> bool {
+        let now = self.lock();
+        now.waiting.is_empty() && now.on.as_ref().is_none_or(|on| on.app.engine.load() == (0, 0))
+    }
+
+    /// Lets go of the model and waits until its memory is given back.
+    pub fn leave(&self) -> impl Future<Output = ()> + use<> {
+        let on = self.lock().on.take();
+        async move {
+            if let Some(on) = on {
+                let _ = spawn_blocking(move || on.leave()).await;
+            }
+        }
+    }
+
+    /// Loads what is waited for and lets go of what nobody wants, for ever.
+    pub async fn run(&self) {
+        loop {
+            let (step, before) = {
+                let mut now = self.lock();
+                let step = now.step(&self.times());
+                let before = if matches!(step, Step::Wait(_)) { None } else { now.on.take() };
+                if let Step::Load(id) = &step {
+                    now.coming = Some(id.clone());
+                }
+                (step, before)
+            };
+            match step {
+                Step::Wait(None) => self.changed.notified().await,
+                Step::Wait(Some(time)) => {
+                    let _ = tokio::time::timeout(time, self.changed.notified()).await;
+                }
+                Step::Unload => {
+                    tracing::info!("the model gives its memory back");
+                    let _ = spawn_blocking(move || before.map(On::leave)).await;
+                }
+                Step::Load(id) => self.load(before, id).await,
+            }
+        }
+    }
+
+    async fn load(&self, before: Option<On>, id: String) {
+        let (wanted, loader) = (id.clone(), self.loader.clone());
+        let loaded = spawn_blocking(move || {
+            if let Some(before) = before {
+                before.leave();
+            }
+            loader.map_or_else(|| Err("it was let go for good".into()), |loader| loader.load(&wanted))
+        });
+        let loaded = loaded.await.unwrap_or_else(|panic| Err(panic.to_string()));
+        let mut now = self.lock();
+        now.coming = None;
+        match loaded {
+            Ok(loaded) if now.closing => loaded.app.engine.drain(),
+            Ok(loaded) => now.enter(loaded),
+            Err(why) => {
+                tracing::error!(model = id, why, "a model could not be loaded");
+                now.refuse(&id, &why);
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Now> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl On {
+    /// Waits until nobody holds the model, and frees it. Blocks.
+    fn leave(self) {
+        let Self { app, unload, .. } = self;
+        drop(app);
+        unload();
+    }
+
+    fn is_busy(&self) -> bool {
+        Arc::strong_count(&self.app) > 1 || self.app.engine.load() != (0, 0)
+    }
+}
+
+impl Now {
+    fn enter(&mut self, loaded: Loaded) {
+        let Loaded { id, app, unload } = loaded;
+        let on = On { id: id.clone(), app: Arc::new(app), unload, used: Instant::now(), going: false };
+        let (here, others) = self.waiting.drain(..).partition(|ticket: &Ticket| ticket.id == id);
+        self.waiting = others;
+        for ticket in here {
+            let _ = ticket.reply.send(Ok(on.app.clone()));
+        }
+        self.last = Some(id);
+        self.on = Some(on);
+    }
+
+    fn refuse(&mut self, id: &str, why: &str) {
+        let (failed, others) = self.waiting.drain(..).partition(|ticket: &Ticket| ticket.id == id);
+        self.waiting = others;
+        for ticket in failed {
+            let _ = ticket.reply.send(Err(Reject::not_loaded(id, why)));
+        }
+    }
+
+    /// The loaded model, if it is this one and nobody has waited too long for another one.
+    fn admit(&mut self, id: &str, patience: Duration) -> Option<Arc<App>> {
+        self.sweep();
+        let overdue = self.waiting.front().is_some_and(|ticket| ticket.since.elapsed() >= patience);
+        let on = self.on.as_mut().filter(|on| on.id == id && !on.going && !overdue)?;
+        on.used = Instant::now();
+        Some(on.app.clone())
+    }
+
+    /// Forgets those who have left.
+    fn sweep(&mut self) {
+        self.waiting.retain(|ticket| !ticket.reply.is_closed());
+    }
+
+    fn step(&mut self, times: &Times) -> Step {
+        self.sweep();
+        let next = self.waiting.front();
+        if self.closing {
+            return Step::Wait(None);
+        }
+        let Some(on) = &mut self.on else {
+            return next.map_or(Step::Wait(None), |ticket| Step::Load(ticket.id.clone()));
+        };
+        if on.is_busy() {
+            on.used = Instant::now();
+            let look = if next.is_some() || on.going { Some(LOOK[0]) } else { times.keep_alive.map(|_| LOOK[1]) };
+            return Step::Wait(look);
+        }
+        if on.going {
+            return Step::Unload;
+        }
+        let idle = on.used.elapsed();
+        match (next, times.keep_alive) {
+            (Some(ticket), _) if idle >= times.linger || ticket.since.elapsed() >= times.patience => {
+                Step::Load(ticket.id.clone())
+            }
+            (Some(_), _) => Step::Wait(Some(LOOK[0])),
+            (None, Some(time)) if idle >= time => Step::Unload,
+            (None, Some(time)) => Step::Wait(Some(time - idle)),
+            (None, None) => Step::Wait(None),
+        }
+    }
+}

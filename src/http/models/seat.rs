@@ -1,0 +1,42 @@
+//! A request's model: here, or on its way.
+
+use crate::http::{
+    App,
+    reject::Reject,
+    stream::{self, Frames},
+};
+use axum::response::Response;
+use std::{future::Future, sync::Arc};
+use tokio::sync::oneshot;
+
+/// A model for a request.
+pub enum Seat {
+    Here(Arc<App>),
+    Later(oneshot::Receiver<Result<Arc<App>, Reject>>),
+}
+
+impl Seat {
+    /// The response of `answer`, which is called when the model is here. A stream begins at once, so that comments keep its
+    /// client; an error from then on is written by `error`.
+    pub async fn then<F>(
+        self,
+        streams: bool,
+        error: fn(&Frames, &Reject),
+        answer: impl FnOnce(Arc<App>) -> F + Send + 'static,
+    ) -> Result<Response, Reject>
+    where
+        F: Future<Output = Result<Response, Reject>> + Send + 'static,
+    {
+        match self {
+            Seat::Later(_) if streams => Ok(stream::later(async { answer(self.taken().await?).await }, error)),
+            _ => answer(self.taken().await?).await,
+        }
+    }
+
+    pub async fn taken(self) -> Result<Arc<App>, Reject> {
+        match self {
+            Seat::Here(app) => Ok(app),
+            Seat::Later(reply) => reply.await.unwrap_or_else(|_| Err(Reject::loading())),
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! `GET /`: a chat and gauges in one file. It asks this server alone and runs nothing but what is in it: its policy names its
+//! script and its style by their hashes.
+
+use axum::{
+    http::{HeaderValue, header},
+    response::{IntoResponse, Response},
+};
+use base64::{Engine, prelude::BASE64_STANDARD};
+use sha2::{Digest, Sha256};
+use std::sync::LazyLock;
+
+const PAGE: &str = include_str!("page.html");
+
+static POLICY: LazyLock<String> = LazyLock::new(|| {
+    format!(
+        "default-src 'none'; script-src {}; style-src {}; connect-src 'self'; img-src data:; base-uri 'none'; form-action \
+         'none'; frame-ancestors 'none'",
+        hash("script"),
+        hash("style")
+    )
+});
+
+pub async fn page() -> Response {
+    let policy = HeaderValue::from_str(&POLICY).unwrap_or(HeaderValue::from_static("default-src 'none'"));
+    let headers = [
+        (header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8")),
+        (header::CONTENT_SECURITY_POLICY, policy),
+        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
+        (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
+    ];
+    (headers, PAGE).into_response()
+}
+
+/// A policy's name for the text of the page's one element of that name.
+fn hash(element: &str) -> String {
+    format!("'sha256-{}'", BASE64_STANDARD.encode(Sha256::digest(text(element))))
+}
+
+fn text(element: &str) -> &'static str {
+    let inside = PAGE.split_once(&format!("<{element}>")).map_or("", |(_, rest)| rest);
+    inside.split_once(&format!("</{element}>")).map_or("", |(text, _)| text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_asks_nobody_else() {
+        for element in ["script", "style"] {
+            assert!(text(element).len() > 1000);
+            assert_eq!(PAGE.matches(&format!("<{element}")).count(), 1, "the policy has one hash for each");
+        }
+        for outside in ["http://", "https://", "//cdn", "@import", "url(", " src=", "innerHTML", " style=", " onclick="]
+        {
+            assert!(!PAGE.contains(outside), "{outside}");
+        }
+        assert!(hash("script").len() == 53 && hash("script") != hash("style"));
+    }
+}

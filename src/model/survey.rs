@@ -1,0 +1,134 @@
+//! A checkpoint before it is loaded: its tensors, and the memory they will take.
+
+use super::{
+    buffers::Buffers,
+    config::{Config, FfnShape},
+    mtp,
+    net::{Ffn, Net},
+    qwen::Options,
+    speed::Kind,
+    state::{State, heads},
+    verify,
+};
+use crate::{
+    checkpoint::{Checkpoint, Trunk, index::Index, pack},
+    error::ModelError,
+    experts::{ExpertMap, Sums},
+    ops::{CacheFormat, Cpu, Limits as DeviceLimits, attend::NEWEST, gpu_limits},
+    plan::{Limits, Plan, Shape, Strategy, Wishes},
+    platform::MAX_BLOCK,
+};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// A checkpoint that has been examined and not loaded: its tensors, their places in files, the memory they will take.
+pub struct Surveyed {
+    pub config: Config,
+    pub checkpoint: Checkpoint,
+    /// The routed experts' places in `files`: the checkpoint's, or its pack's.
+    pub experts: ExpertMap,
+    pub files: Vec<PathBuf>,
+    /// The pack's directory, if there is one.
+    pub pack: Option<PathBuf>,
+    /// The checksums of its records.
+    pub sums: Option<Arc<Sums>>,
+    pub shape: Shape,
+    /// The encodings of gate, up and down of the first layer's experts (or, dense, of its feed-forward).
+    pub feed_forward: Option<[Kind; 3]>,
+    /// A head to draft with.
+    pub head: Option<mtp::Survey>,
+    cache: CacheFormat,
+}
+
+impl Surveyed {
+    /// As [`Surveyed::unpacked`]; the experts are those of the checkpoint's pack if it has one.
+    pub fn new(dir: &Path, options: &Options) -> Result<Self, ModelError> {
+        let mut found = Self::unpacked(dir, options)?;
+        if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
+            tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
+            found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
+            (found.experts, found.files) = (pack.map, pack.files);
+            (found.pack, found.sums) = (Some(pack.dir), Some(pack.sums));
+        }
+        Ok(found)
+    }
+
+    /// Reads the headers and a few small tensors; checks every name and shape.
+    pub fn unpacked(dir: &Path, options: &Options) -> Result<Self, ModelError> {
+        let mut config = Config::read(dir)?;
+        config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
+        let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
+        let mut ignore = |_, _| ();
+        let mut trunk = Trunk::measure(&checkpoint, &mut ignore);
+        let (net, layers) = Net::load(&mut trunk, &config)?;
+        let len = trunk.len() as u64;
+        checkpoint.finish()?;
+        let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
+        let gathered = if net.head.is_some() { net.embed.bytes() as u64 } else { 0 };
+        let shape = shape(&config, options, len, gathered, &experts);
+        let head = mtp::survey(dir, &config, &checkpoint.index, options)?;
+        let cache = device_limits(options).cache;
+        let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
+            Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(Kind::of),
+            Ffn::Moe(moe) => moe.stacks.each_ref().map(Kind::of_stack),
+        });
+        Ok(Self { config, checkpoint, experts, files, pack: None, sums: None, shape, feed_forward, head, cache })
+    }
+
+    /// The memory plan. A head's experts are all in memory if the model's are; if there is no room for the head, it goes.
+    pub fn plan(&mut self, limits: &Limits, wishes: &Wishes) -> Result<Plan, ModelError> {
+        let Some(head) = &mut self.head else { return Plan::new(&self.shape, limits, wishes) };
+        self.shape.draft.fixed = head.bytes(self.cache);
+        let mut plan = Plan::new(&self.shape, limits, wishes);
+        if !plan.as_ref().is_ok_and(|plan| plan.strategy == Strategy::Resident) {
+            head.stream();
+            self.shape.draft.fixed = head.bytes(self.cache);
+            plan = Plan::new(&self.shape, limits, wishes);
+        }
+        if let Err(error) = &plan {
+            tracing::warn!(%error, "there is no room for the MTP head: drafts are looked up");
+            (self.head, self.shape.draft.fixed) = (None, 0);
+            plan = Plan::new(&self.shape, limits, wishes);
+        }
+        plan
+    }
+}
+
+/// The sizes of a model, for the plan.
+fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
+    let (experts, experts_per_token) = match config.ffn {
+        FfnShape::Dense { .. } => (0, 0),
+        FfnShape::Moe { experts, k, .. } => (experts, k),
+    };
+    let limits = device_limits(options);
+    let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
+    // A snapshot has the newest positions, the ring also those of a chunk, and is a whole number of blocks.
+    let heads = heads(config, limits.cache, options.kv_bits, 0, 0);
+    let newest = State::newest_bytes(config, &heads);
+    workspace_per_row += newest / (2 * NEWEST as u64);
+    workspace_fixed += newest / 2;
+    Shape {
+        trunk,
+        gathered,
+        expert: map.bytes() / (map.experts() as u64).max(1),
+        slot: map.slot_bytes(MAX_BLOCK) as u64,
+        layers: map.layers.len(),
+        experts,
+        experts_per_token,
+        kv_per_token: State::kv_bytes(config, heads.format),
+        state: State::fixed_bytes(config) + newest,
+        workspace_per_row,
+        draft: options.draft,
+        workspace_fixed: workspace_fixed + if options.verify { verify::cost(config) } else { 0 },
+        context: config.context,
+    }
+}
+
+pub(super) fn device_limits(options: &Options) -> DeviceLimits {
+    match options.gpu {
+        None => Cpu::limits(options.math),
+        Some(bytes) => gpu_limits(Some(bytes)),
+    }
+}

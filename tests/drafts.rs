@@ -1,0 +1,389 @@
+//! Drafts that compute: they are as good as their reference, the answer is the same with and without, and every way in which
+//! converters store an MTP head is the same head.
+
+mod common;
+
+use common::{
+    fixtures::{self, DEMO},
+    load_with,
+};
+use moestro::{
+    config::Switch,
+    engine::{self, Companion, Draft, Event, Finish, Mtp, Request, Sampling, Speculate, Timings},
+    metrics::Metrics,
+    model::{Drafter, Model, Options, Qwen, Rows},
+};
+use safetensors::{Dtype, tensor::TensorView};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/mtp.safetensors");
+const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
+
+/// A copy of the demo without its head.
+fn demo(at: &Path) -> PathBuf {
+    let dir = at.join("demo");
+    std::fs::create_dir(&dir).unwrap();
+    for entry in std::fs::read_dir(DEMO).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, dir.join(path.file_name().unwrap())).unwrap();
+    }
+    dir
+}
+
+fn with_head(at: &Path) -> PathBuf {
+    let dir = demo(at);
+    std::fs::copy(HEAD, dir.join("mtp.safetensors")).unwrap();
+    dir
+}
+
+fn options(drafter: Drafter) -> Options {
+    Options { threads: Some(2), verify: true, drafter, ..Options::default() }
+}
+
+struct Answer {
+    ids: Vec<u32>,
+    finish: Finish,
+    timings: Timings,
+    /// Passes that verified a draft.
+    cycles: u64,
+}
+
+/// Answers one prompt after the other.
+fn answers(
+    model: Qwen,
+    draft: Option<Box<dyn Draft<Qwen>>>,
+    width: usize,
+    prompts: &[Vec<u32>],
+    tokens: usize,
+    sampling: &Sampling,
+) -> Vec<Answer> {
+    let options = engine::Options {
+        eos: vec![2040, 2038],
+        speculate: if draft.is_some() { Speculate::Force } else { Speculate::Off },
+        draft_tokens: width,
+        ..engine::Options::default()
+    };
+    let draft = draft.unwrap_or_else(|| Box::new(engine::Lookup));
+    let (kind, metrics) = (draft.kind().name(), Metrics::new("test", "cpu"));
+    let (handle, worker) = engine::spawn_with(model, draft, options, metrics.clone()).unwrap();
+    let mut cycles = 0;
+    let answer = |ids: &Vec<u32>| {
+        let request = Request {
+            ids: ids.clone(),
+            max_tokens: tokens,
+            sampling: sampling.clone(),
+            logprobs: None,
+            prompt_logprobs: None,
+            ignore_eos: false,
+            constraint: None,
+            boundaries: Vec::new(),
+            cache_prompt: true,
+        };
+        let mut events = handle.submit(request).unwrap();
+        let mut told = Vec::new();
+        loop {
+            match events.blocking_recv().unwrap() {
+                Event::Token { id, .. } => told.push(id),
+                Event::Done { finish, timings } => {
+                    let before = std::mem::replace(&mut cycles, metrics.draft_cycles.with_label_values(&[kind]).get());
+                    return Answer { ids: told, finish, timings, cycles: cycles - before };
+                }
+                Event::Failed(error) => panic!("{error}"),
+                Event::Started { .. } | Event::Prompt(_) => {}
+            }
+        }
+    };
+    let answers = prompts.iter().map(answer).collect();
+    drop(handle);
+    worker.join().unwrap();
+    answers
+}
+
+fn mtp(model: &Qwen) -> Option<Box<dyn Draft<Qwen>>> {
+    Some(Box::new(Mtp::new(model).expect("the model has a head")))
+}
+
+fn greedy() -> Sampling {
+    Sampling { temperature: 0.0, ..Sampling::default() }
+}
+
+/// Tokens accepted a cycle in the mean, over the golden prompts; the answers must be mlx-lm's.
+fn acceptance(model: Qwen, draft: Option<Box<dyn Draft<Qwen>>>, width: usize) -> f64 {
+    let (cases, _) = fixtures::demo();
+    let prompts: Vec<_> = cases.iter().map(|case| case.prompt_ids.clone()).collect();
+    let answers = answers(model, draft, width, &prompts, 110, &greedy());
+    let (mut accepted, mut cycles) = (0, 0);
+    for (case, answer) in cases.iter().zip(&answers) {
+        let both = answer.ids.len().min(case.greedy_ids.len());
+        assert_eq!(answer.ids[..both], case.greedy_ids[..both], "{}", case.question);
+        accepted += answer.timings.accepted_tokens;
+        cycles += answer.cycles;
+    }
+    accepted as f64 / cycles as f64
+}
+
+#[test]
+fn the_mtp_head_is_as_good_as_its_reference() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = load_with(&with_head(dir.path()), options(Drafter::Mtp));
+    assert!(model.plan().draft > 3 << 20, "{:?}", model.plan());
+    let draft = mtp(&model);
+    let mean = acceptance(model, draft, 2);
+    eprintln!("MTP: {mean:.3} of 2 accepted");
+    assert!(mean >= 1.9, "{mean}");
+}
+
+fn small() -> Option<Box<dyn Draft<Qwen>>> {
+    Some(Box::new(Companion::new(load_with(Path::new(SMALL), options(Drafter::None)))))
+}
+
+#[test]
+fn the_draft_model_is_as_good_as_its_reference() {
+    let mean = acceptance(load_with(Path::new(DEMO), options(Drafter::None)), small(), 4);
+    eprintln!("draft model: {mean:.3} of 4 accepted");
+    assert!(mean >= 3.6, "{mean}");
+}
+
+#[test]
+fn answers_are_the_same_with_drafts_and_without() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = with_head(dir.path());
+    let (cases, _) = fixtures::demo();
+    let mut prompts: Vec<_> = cases.iter().take(3).map(|case| case.prompt_ids.clone()).collect();
+    // It goes on where the last answer ended, and jumps to something else, longer than what drafts look at.
+    prompts.push([&prompts[2][..], &cases[2].greedy_ids[..9], &[30, 31, 32]].concat());
+    prompts.push((0..700).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect());
+    let seeded = |temperature| Sampling { temperature, seed: Some(5), ..Sampling::default() };
+    let penal = Sampling { frequency_penalty: 0.6, repetition_penalty: 1.2, ..seeded(1.3) };
+    let biased = Sampling { logit_bias: vec![(263, -5.0), (13, 2.0)], ..seeded(0.7) };
+    for sampling in [greedy(), penal, biased] {
+        let plain = answers(load_with(&dir, options(Drafter::None)), None, 1, &prompts, 40, &sampling);
+        for (head, streams) in [(true, false), (true, true), (false, false), (false, true)] {
+            let mut options = options(if head { Drafter::Mtp } else { Drafter::None });
+            if streams {
+                options.wishes.stream = Switch::On;
+                options.store.slots = Some(80);
+            }
+            let model = load_with(&dir, options);
+            let draft = if head { mtp(&model) } else { small() };
+            let found = answers(model, draft, 4, &prompts, 40, &sampling);
+            let mut counts = [0, 0];
+            for (found, plain) in found.iter().zip(&plain) {
+                let what = format!("{sampling:?}, head {head}, streaming {streams}");
+                assert_eq!((&found.ids, found.finish), (&plain.ids, plain.finish), "{what}");
+                let Timings { drafted_tokens: drafted, accepted_tokens: accepted, .. } = found.timings;
+                counts = [counts[0] + accepted, counts[1] + drafted - accepted];
+            }
+            assert!(counts[0] > 0 && counts[1] > 0, "accepted and refused: {counts:?}; the test must not be empty");
+        }
+    }
+}
+
+#[test]
+fn a_draft_model_with_other_tokens_is_refused_with_the_first() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(Path::new(SMALL).join(name), dir.path().join(name)).unwrap();
+    }
+    let ask = |vocabulary: &str| {
+        std::fs::write(dir.path().join("tokenizer.json"), vocabulary).unwrap();
+        let mut moestro = std::process::Command::new(env!("CARGO_BIN_EXE_moestro"));
+        moestro.args(["generate", "-p", "What is 12+7?", "--speculation", "force", "--draft-model"]).arg(dir.path());
+        let output = moestro.output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (output.status.code(), text(&output.stdout), text(&output.stderr))
+    };
+    let whole = std::fs::read_to_string(Path::new(DEMO).join("tokenizer.json")).unwrap();
+    let (code, told, log) = ask(&whole);
+    assert_eq!(code, Some(0), "{log}");
+    assert!(told.contains("19") && log.contains("accepted"), "{told} {log}");
+    // Two tokens change places.
+    let mut json: serde_json::Value = serde_json::from_str(&whole).unwrap();
+    let vocab = json["model"]["vocab"].as_object_mut().unwrap();
+    let at = |vocab: &serde_json::Map<String, serde_json::Value>, id| {
+        vocab.iter().find(|(_, found)| **found == id).unwrap().0.clone()
+    };
+    let (one, other) = (at(vocab, 900), at(vocab, 901));
+    vocab.insert(one, 901.into());
+    vocab.insert(other, 900.into());
+    let (code, _, log) = ask(&json.to_string());
+    assert_eq!(code, Some(2), "{log}");
+    assert!(log.contains("the first is 900"), "{log}");
+}
+
+/// Tensors as a file has them: type, shape, bytes.
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+fn head() -> Tensors {
+    let bytes = std::fs::read(HEAD).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let own =
+        |(name, view): (String, TensorView<'_>)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec()));
+    file.tensors().into_iter().map(own).collect()
+}
+
+fn write(tensors: &Tensors, path: &Path) {
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, data))| (name.clone(), TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<2>().0.iter().map(|half| half::bf16::from_le_bytes(*half).to_f32()).collect()
+}
+
+/// As Hugging Face stores it: norms hold `w - 1` (in 32 bits, to lose nothing), gate and up are one tensor, or each expert
+/// has its own.
+fn hugging_face(head: Tensors, numbered: bool) -> Tensors {
+    let mut out = Tensors::new();
+    let stack = |name: &str| &head[&format!("mtp.layers.0.mlp.switch_mlp.{name}_proj.weight")];
+    let (gate, up, down) = (stack("gate"), stack("up"), stack("down"));
+    let (experts, each) = (gate.1[0], gate.2.len() / gate.1[0]);
+    for expert in 0..experts {
+        let part = |from: &(Dtype, Vec<usize>, Vec<u8>)| from.2[expert * each..(expert + 1) * each].to_vec();
+        let prefix = "mtp.layers.0.mlp.experts.";
+        if numbered {
+            for (name, from) in [("gate", gate), ("up", up), ("down", down)] {
+                let tensor = (from.0, from.1[1..].to_vec(), part(from));
+                out.insert(format!("{prefix}{expert}.{name}_proj.weight"), tensor);
+            }
+        } else {
+            let shape = vec![experts, 2 * gate.1[1], gate.1[2]];
+            let fused = out.entry(format!("{prefix}gate_up_proj")).or_insert((gate.0, shape, Vec::new()));
+            fused.2.extend([part(gate), part(up)].concat());
+            out.insert(format!("{prefix}down_proj"), down.clone());
+        }
+    }
+    for (name, (dtype, shape, data)) in head {
+        if name.contains("norm") {
+            let data = floats(&data).iter().flat_map(|w| (w - 1.0).to_le_bytes()).collect();
+            out.insert(name, (Dtype::F32, shape, data));
+        } else if !name.contains("switch_mlp") {
+            out.insert(name, (dtype, shape, data));
+        }
+    }
+    out
+}
+
+/// MLX's affine 8 bits in groups of 64 for the matrices whose names `which` picks.
+fn quantised(head: Tensors, which: impl Fn(&str) -> bool) -> Tensors {
+    let mut out = Tensors::new();
+    for (name, (dtype, shape, data)) in head {
+        let Some(path) = name.strip_suffix(".weight").filter(|path| !path.contains("norm") && which(path)) else {
+            out.insert(name, (dtype, shape, data));
+            continue;
+        };
+        let (mut codes, mut scales, mut biases) = (Vec::new(), Vec::new(), Vec::new());
+        for group in floats(&data).chunks(64) {
+            let (low, high) = group.iter().fold((f32::MAX, f32::MIN), |(low, high), x| (low.min(*x), high.max(*x)));
+            let (scale, bias) = (half::bf16::from_f32((high - low) / 255.0), half::bf16::from_f32(low));
+            codes.extend(group.iter().map(|x| ((x - bias.to_f32()) / scale.to_f32()).round().clamp(0.0, 255.0) as u8));
+            scales.extend(scale.to_le_bytes());
+            biases.extend(bias.to_le_bytes());
+        }
+        let side = |last: usize| [&shape[..shape.len() - 1], &[shape[shape.len() - 1] / last]].concat();
+        out.insert(format!("{path}.weight"), (Dtype::U32, side(4), codes));
+        out.insert(format!("{path}.scales"), (Dtype::BF16, side(64), scales));
+        out.insert(format!("{path}.biases"), (Dtype::BF16, side(64), biases));
+    }
+    out
+}
+
+fn renamed(head: Tensors, name: impl Fn(&str) -> String) -> Tensors {
+    head.into_iter().map(|(old, tensor)| (name(&old), tensor)).collect()
+}
+
+/// The head's logits behind a prompt.
+fn predicted(model: &mut Qwen) -> Vec<f32> {
+    let ids: Vec<u32> = (0..40).map(|n| 20 + n * 31).collect();
+    let mut hidden = Vec::new();
+    model.tap(&moestro::model::Taps { layers: vec![7], rows: 64 }).unwrap();
+    let mut state = model.start().unwrap();
+    model.forward(&mut state, &ids[..39], Rows::None).unwrap();
+    model.tapped(39, &mut hidden).unwrap();
+    model.mtp(0, &ids[1..], &hidden, false).unwrap().logits
+}
+
+#[test]
+fn every_layout_is_the_same_head() {
+    let root = tempfile::tempdir().unwrap();
+    let mut expected: Option<Vec<f32>> = None;
+    let mut compare = |what: &str, dir: &Path, drafter: Drafter, most: f32| {
+        let found = predicted(&mut load_with(dir, options(drafter)));
+        let expected = expected.get_or_insert_with(|| found.clone());
+        let worst = found.iter().zip(expected.iter()).fold(0f32, |worst, (a, b)| worst.max((a - b).abs()));
+        assert!(worst <= most, "{what}: {worst}");
+    };
+    let fresh = |name: &str| {
+        let at = root.path().join(name);
+        std::fs::create_dir(&at).unwrap();
+        demo(&at)
+    };
+    let variants: [(&str, &str, Tensors, f32); 5] = [
+        ("beside", "mtp.safetensors", head(), 0.0),
+        ("prefixed", "mtp.safetensors", renamed(head(), |name| format!("language_model.{name}")), 0.0),
+        ("fused", "model-mtp.safetensors", hugging_face(head(), false), 1e-4),
+        ("numbered", "mtp.safetensors", hugging_face(head(), true), 1e-4),
+        ("quantised", "mtp.safetensors", quantised(head(), |path| !path.ends_with(".fc")), 0.6),
+    ];
+    for (what, file, tensors, most) in &variants {
+        let dir = fresh(what);
+        write(tensors, &dir.join(file));
+        compare(what, &dir, Drafter::Mtp, *most);
+    }
+    // In the shards: one more file that the index names, or that is simply there.
+    let dir = fresh("shards");
+    write(&head(), &dir.join("model-mtp.safetensors"));
+    std::fs::remove_file(dir.join("model.safetensors.index.json")).unwrap();
+    compare("shards", &dir, Drafter::Mtp, 0.0);
+    // A directory of its own, without a prefix, quantised throughout.
+    let dir = fresh("trunk");
+    let alone = root.path().join("alone");
+    std::fs::create_dir(&alone).unwrap();
+    std::fs::write(alone.join("config.json"), r#"{"model_type": "qwen3_5_mtp", "block_size": 3}"#).unwrap();
+    let bare = renamed(head(), |name| name.trim_start_matches("mtp.").into());
+    write(&bare, &alone.join("model.safetensors"));
+    compare("alone", &dir, Drafter::MtpIn(alone.clone()), 0.0);
+    write(&quantised(bare, |_| true), &alone.join("model.safetensors"));
+    compare("alone and quantised", &dir, Drafter::MtpIn(alone), 0.6);
+}
+
+#[test]
+fn a_head_that_is_of_no_use_is_left_alone_or_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = demo(root.path());
+    // Declared and absent: config.json says that there is one.
+    assert!(Mtp::new(&load_with(&dir, options(Drafter::Mtp))).is_none());
+    let file = dir.join("mtp.safetensors");
+    let mut strange = head();
+    strange.insert("mtp.layers.0.mlp.extra.weight".into(), (Dtype::BF16, vec![2], vec![0; 4]));
+    let mut missing = head();
+    missing.remove("mtp.norm.weight");
+    // Norms between the two conventions.
+    let mut unclear = head();
+    for (name, (_, _, data)) in &mut unclear {
+        if name.ends_with("_norm.weight") {
+            *data = floats(data).iter().flat_map(|_| half::bf16::from_f32(0.9).to_le_bytes()).collect();
+        }
+    }
+    for (what, tensors) in [("strange", strange), ("missing", missing), ("unclear", unclear)] {
+        write(&tensors, &file);
+        assert!(Mtp::new(&load_with(&dir, options(Drafter::Mtp))).is_none(), "{what}");
+        // Asked for outright, it is an error.
+        let alone = root.path().join(what);
+        std::fs::create_dir(&alone).unwrap();
+        std::fs::write(alone.join("config.json"), r#"{"model_type": "qwen3_5_mtp"}"#).unwrap();
+        std::fs::copy(&file, alone.join("model.safetensors")).unwrap();
+        let options = options(Drafter::MtpIn(alone));
+        let metrics = Metrics::new("test", "cpu");
+        assert!(Qwen::load(&dir, &options, &metrics, &mut |_, _| ()).is_err(), "{what}");
+    }
+    // Cut off in the middle of a tensor.
+    let whole = std::fs::read(HEAD).unwrap();
+    std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
+    assert!(Mtp::new(&load_with(&dir, options(Drafter::Mtp))).is_none());
+}

@@ -1,0 +1,66 @@
+//! A server that nobody asks: it gives its memory back, costs no processor time, and is there again when it is asked.
+
+#![cfg(target_os = "linux")]
+
+#[path = "support/process.rs"]
+mod process;
+
+use process::Process;
+use serde_json::Value;
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+const MIB: u64 = 1 << 20;
+
+/// Resident memory, in bytes.
+fn memory(server: &Process) -> u64 {
+    let statm = std::fs::read_to_string(format!("/proc/{}/statm", server.id())).unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+}
+
+/// Processor time that it has used, in hundredths of a second.
+fn ticks(server: &Process) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", server.id())).unwrap();
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+}
+
+fn answer(server: &Process) -> Value {
+    let question = r#"{"prompt": "One, two,", "max_tokens": 8, "temperature": 0}"#;
+    let answer: Value = serde_json::from_str(&server.ask("POST", "/v1/completions", question)).unwrap();
+    answer["choices"][0]["text"].clone()
+}
+
+#[test]
+fn a_model_that_nobody_asks_gives_its_memory_back() {
+    let cache = tempfile::tempdir().unwrap();
+    let prompts = cache.path().to_str().unwrap();
+    let server = Process::start(&["--keep-alive", "1s", "--memory-limit", "512M", "--prompt-cache-dir", prompts]);
+    let right = answer(&server);
+    let loaded = memory(&server);
+    let held = || server.metric("moestro_memory_bytes{kind=\"trunk\"}");
+    let begun = Instant::now();
+    while held() > 0 {
+        assert!(begun.elapsed() < Duration::from_secs(20), "it is still loaded");
+        thread::sleep(Duration::from_millis(100));
+    }
+    assert!(server.ask("GET", "/health", "").contains("\"model\":null"));
+    thread::sleep(Duration::from_millis(500));
+    let (idle, busy) = (memory(&server), ticks(&server));
+    thread::sleep(Duration::from_secs(5));
+    let ticks = ticks(&server) - busy;
+    let begun = Instant::now();
+    assert_eq!(answer(&server), right);
+    let again = begun.elapsed();
+    eprintln!(
+        "{} MiB loaded, {} MiB idle, {ticks} hundredths of a second of processor in five, {again:?} to eight tokens",
+        loaded / MIB,
+        idle / MIB
+    );
+    assert!(right.as_str().is_some_and(|text| !text.is_empty()), "{right}");
+    assert!(idle < 60 * 1_000_000, "{idle} bytes without a model");
+    assert!(idle < loaded, "{loaded} bytes became {idle}");
+    assert!(ticks <= 1, "{ticks} hundredths of a second of processor in five seconds");
+}
