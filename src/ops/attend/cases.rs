@@ -23,9 +23,9 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
 
 /// A cache of few bits has the same form on both. A value between two integers may be rounded to either.
 fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), DeviceError> {
-    let newest = Some(Newest { room: 512, format: CacheFormat::F32 });
-    let shape = &Heads { heads: 4, kv_heads: 2, dim, rotary: 32, eps: 1e-6, context: 330, format, newest };
-    let tokens = 325;
+    let newest = Some(Newest { room: 320, format: CacheFormat::F32 });
+    let shape = &Heads { heads: 2, kv_heads: 1, dim, rotary: 32, eps: 1e-6, context: 150, format, newest };
+    let tokens = 140;
     let proj = b.random(tokens * shape.width())?;
     let turn: Vec<f32> = (0..tokens * shape.rotary / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let turn = Turn { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
@@ -59,7 +59,7 @@ fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), De
         let found = b.on_gpu(region)?;
         b.cpu.write(region, bytemuck::cast_slice(&found))?;
     }
-    // The last two rows, of which each sees the newest and two blocks of the others.
+    // The last two rows, which see the newest and a block of the others.
     let (start, width) = (tokens - 2, shape.heads * dim);
     let (q, proj) = (q.rows(start, 2, width), proj.rows(start, 2, shape.width()));
     let y = y.floats(2 * width);
