@@ -106,14 +106,14 @@ fn the_demo_answers_as_on_the_cpu_odd() {
 #[test]
 fn few_bits_are_the_same_on_the_cpu_and_on_the_kernels() {
     let cases = cases();
-    // So long that most of what the last rows see is rounded.
+    // So long that the last rows see rounded keys and values.
     let ids: Vec<u32> = cases.iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();
-    let ids = &ids[..ids.len().min(280)];
-    assert!(ids.len() > 200);
+    let ids = &ids[..ids.len().min(170)];
+    assert!(ids.len() > 128);
     for kv_bits in [KvBits::Eight, KvBits::Four] {
         let options = || Options { kv_bits, ..options(false) };
         let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options()), planned(options(), fast()));
-        let [(expected, rows), (found, logits)] = [answer(&mut cpu, ids, &[], 3), answer(&mut gpu, ids, &[], 3)];
+        let [(expected, rows), (found, logits)] = [answer(&mut cpu, ids, &[], 2), answer(&mut gpu, ids, &[130], 2)];
         assert_eq!(found, expected, "{kv_bits:?}");
         for (found, expected) in logits.iter().zip(&rows) {
             let off = common::distance(found, expected);
@@ -121,7 +121,6 @@ fn few_bits_are_the_same_on_the_cpu_and_on_the_kernels() {
             // A key or value between two integers may become either.
             assert!(off < 2e-2, "{kv_bits:?}: logits off by {off}");
         }
-        assert!(answer(&mut gpu, ids, &[130, 64, 1], 3) == (found, logits), "{kv_bits:?}: a prompt in chunks");
     }
 }
 
