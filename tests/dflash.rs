@@ -6,7 +6,7 @@ mod common;
 use common::{distance, fixtures::FIXTURES, load, load_with};
 use moestro::{
     device::{Compute, Math},
-    model::{Model, Options, Rows, dflash},
+    model::{Model, Options, Rows, Taps, dflash},
 };
 use std::{
     collections::HashMap,
@@ -76,6 +76,9 @@ fn a_context_in_one_piece_is_the_same_and_goes_back_by_its_length() {
     grown.append(20, &features[20 * width..]).unwrap();
     let with_gap = grown.block(block).unwrap();
     assert_ne!(with_gap, expected);
+    // One that is made behind is the same gap.
+    whole.forget(10..20);
+    assert_eq!(whole.block(block).unwrap(), with_gap);
     // Positions that no layer sees any more are dropped, and change nothing.
     let mut long = draft("draft");
     for round in 0..40 {
@@ -167,6 +170,62 @@ fn states_after_every_number_of_rows_are_the_references() {
         }
         assert_eq!(found.next(), None);
     }
+}
+
+/// A cycle of the reference's loop.
+#[derive(serde::Deserialize)]
+struct Cycle {
+    start: usize,
+    block: Vec<u32>,
+    posterior: Vec<u32>,
+    accepted: usize,
+}
+
+#[derive(serde::Deserialize)]
+struct Trace {
+    prompt: Vec<u32>,
+    dflash_cycles: Vec<Cycle>,
+    /// Its drafts are the greedy answer, three of ten tokens of them changed.
+    scripted_cycles: Vec<Cycle>,
+}
+
+/// Four answers: each draft, made of the rows that the model's own passes left, each verify, and each number of rows taken back.
+#[test]
+fn every_cycle_of_the_loop_is_the_references() {
+    let traces: Vec<Trace> = serde_json::from_slice(&std::fs::read(path("e2e_greedy.json")).unwrap()).unwrap();
+    let (mut accepted, mut cycles) = (Vec::new(), 0);
+    for (trace, scripted) in traces.iter().flat_map(|trace| [(trace, false), (trace, true)]) {
+        let options = Options { math: Math::F32, threads: Some(2), verify: true, ..Options::default() };
+        let (mut model, mut draft, mut hidden) = (load_with(&path("target"), options), draft("draft"), Vec::new());
+        model.tap(&Taps { layers: draft.config().taps.clone(), rows: 64 }).unwrap();
+        let mut state = model.start().unwrap();
+        model.forward(&mut state, &trace.prompt, Rows::None).unwrap();
+        model.tapped(trace.prompt.len(), &mut hidden).unwrap();
+        draft.append(0, &hidden).unwrap();
+        for Cycle { start, block, posterior, accepted: kept } in
+            if scripted { &trace.scripted_cycles } else { &trace.dflash_cycles }
+        {
+            assert_eq!(draft.len(), *start);
+            if !scripted {
+                let masked: Vec<u32> = (0..block.len()).map(|row| if row == 0 { block[0] } else { 90 }).collect();
+                let rows = draft.block(&model.embedding(&masked).unwrap()).unwrap();
+                let logits = model.score(&rows[64..]).unwrap();
+                let drafted: Vec<u32> = logits.data.chunks_exact(96).map(common::argmax).collect();
+                assert_eq!(drafted, block[1..]);
+                cycles += 1;
+            } else if block.len() == 8 {
+                accepted.push(*kept);
+            }
+            let logits = model.verify(&mut state, block).unwrap();
+            assert_eq!(logits.data.chunks_exact(96).map(common::argmax).collect::<Vec<_>>(), *posterior);
+            model.tapped(kept + 1, &mut hidden).unwrap();
+            if kept + 1 < block.len() {
+                model.take_back(&mut state, block.len() - kept - 1).unwrap();
+            }
+            draft.append(*start, &hidden).unwrap();
+        }
+    }
+    assert!((0..8).all(|kept| accepted.contains(&kept)) && cycles == 39, "{accepted:?}, {cycles}");
 }
 
 #[test]

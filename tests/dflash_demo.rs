@@ -222,6 +222,19 @@ fn a_server_answers_alike_with_the_draft_and_without() {
             assert_eq!(found["usage"]["completion_tokens"], expected["usage"]["completion_tokens"], "{body}");
             assert_eq!(found["choices"][0]["finish_reason"], *finish, "{body}: {found}");
         }
+        // Two conversations that take turns: each goes on from a checkpoint, or anew.
+        let mut talks = [vec![], vec![]];
+        for turn in ["What is 12+7?", "And a story about a fox.", "Count from 49 to 119 by 10.", "What is 3 times 4?"] {
+            for (talk, system) in talks.iter_mut().zip(["Be brief.", "You are a poet."]) {
+                if talk.is_empty() {
+                    talk.push(json!({"role": "system", "content": system}));
+                }
+                talk.push(json!({"role": "user", "content": turn}));
+                let [expected, found] = [&none, &server].map(|server| server.chat(talk)["choices"].clone());
+                assert_eq!(found, expected, "{talk:?}");
+                talk.push(found[0]["message"].clone());
+            }
+        }
         let count =
             |outcome| server.metric(&format!(r#"moestro_draft_tokens_total{{kind="dflash",outcome="{outcome}"}}"#));
         let (accepted, refused) = (count("accepted"), count("rejected"));
@@ -233,7 +246,8 @@ fn a_server_answers_alike_with_the_draft_and_without() {
 
 #[test]
 fn a_directory_without_a_draft_is_an_error() {
-    for (dir, word) in [(DEMO, "holds no draft"), ("/no/such/draft", "no such directory")] {
+    let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/tests");
+    for (dir, word) in [(tests, "no config.json"), ("/no/such/draft", "no such directory")] {
         let run = std::process::Command::new(env!("CARGO_BIN_EXE_moestro"))
             .args(["generate", "-p", "x", "--draft-model", dir])
             .output()

@@ -271,6 +271,7 @@ fn add(sum: &mut Usage, usage: Usage) {
     sum.prompt_tokens += usage.prompt_tokens;
     sum.completion_tokens += usage.completion_tokens;
     sum.total_tokens += usage.total_tokens;
+    sum.timings.add(usage.timings);
     sum.prompt_tokens_details.cached_tokens += usage.prompt_tokens_details.cached_tokens;
 }
 

@@ -16,13 +16,39 @@ pub struct Dflash {
     waiting: Vec<f32>,
     /// The position behind the last of them.
     end: usize,
+    /// The tokens of the sequence that drafts were last proposed for. Conversations go back to a checkpoint at every turn:
+    /// the context in front of it is still the draft's, as far as the tokens are the same.
+    known: Vec<u32>,
+    begun: Begun,
     /// An error of [`Draft::follow`], which cannot report it.
     failed: Option<ModelError>,
 }
 
+/// A sequence that is not known to go on from the last one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Begun {
+    No,
+    /// Nothing of it has been followed.
+    Now,
+    /// It has been followed from this position on.
+    At(usize),
+}
+
 impl Dflash {
     pub fn new(draft: DFlash) -> Self {
-        Self { draft, waiting: Vec::new(), end: 0, failed: None }
+        let (waiting, known) = Default::default();
+        Self { draft, waiting, end: 0, known, begun: Begun::No, failed: None }
+    }
+
+    /// Forgets context in front of a sequence's beginning that turns out to be another's.
+    fn recognise(&mut self, seen: &[u32]) {
+        let same = self.known.iter().zip(seen).take_while(|(a, b)| a == b).count();
+        match std::mem::replace(&mut self.begun, Begun::No) {
+            Begun::At(first) if same < first => self.draft.forget(same..first),
+            _ => {}
+        }
+        self.known.truncate(same);
+        self.known.extend_from_slice(&seen[same..]);
     }
 
     /// Makes the waiting rows context.
@@ -47,14 +73,22 @@ impl Draft<Qwen> for Dflash {
     }
 
     fn start(&mut self) {
-        self.draft.truncate(0);
+        // Of a sequence that nothing was proposed for, the tokens are not known.
+        if let Begun::At(first) = self.begun {
+            self.draft.truncate(first);
+        }
         self.waiting.clear();
+        self.begun = Begun::Now;
     }
 
     fn follow(&mut self, len: usize, hidden: &[f32]) {
         let width = self.draft.config().features();
         let rows = hidden.len() / width;
         let mut done = Ok(());
+        if self.begun == Begun::Now {
+            self.begun = Begun::At(len - rows);
+            self.draft.truncate(len - rows);
+        }
         if self.end + rows != len {
             done = self.flush();
         }
@@ -81,6 +115,7 @@ impl Draft<Qwen> for Dflash {
             return Err(error);
         }
         self.flush()?;
+        self.recognise(sequence.seen);
         let (hidden, config) = (model.config().hidden, self.draft.config());
         let rows = (most + 1).min(config.block).min(VERIFY_ROWS);
         if self.draft.len() != sequence.seen.len() || rows < 2 {

@@ -3,6 +3,7 @@
 
 use super::config::{Config, Sight};
 use crate::{ops::wide, platform::Threads};
+use std::ops::Range;
 
 /// Positions kept beyond a layer's window, so that those which leave it are moved out many at a time.
 const SLACK: usize = 256;
@@ -41,14 +42,20 @@ impl Memory {
 
     /// Forgets the positions from `len` on.
     pub fn truncate(&mut self, len: usize, width: usize) {
-        let held = self.positions.partition_point(|position| *position < len);
-        self.positions.truncate(held);
-        self.keys.truncate(held * width);
-        self.values.truncate(held * width);
+        self.forget(&(len..usize::MAX), width);
+    }
+
+    /// Forgets the positions of a range.
+    pub fn forget(&mut self, positions: &Range<usize>, width: usize) {
+        let index = |bound: usize| self.positions.partition_point(|position| *position < bound);
+        let (from, to) = (index(positions.start), index(positions.end));
+        self.positions.drain(from..to);
+        self.keys.drain(from * width..to * width);
+        self.values.drain(from * width..to * width);
     }
 
     /// Indices of those that the query at `position` sees.
-    fn seen(&self, sight: Sight, position: usize) -> std::ops::Range<usize> {
+    fn seen(&self, sight: Sight, position: usize) -> Range<usize> {
         let seen = sight.seen(position);
         let index = |bound: usize| self.positions.partition_point(|position| *position < bound);
         index(seen.start)..index(seen.end)
@@ -104,7 +111,7 @@ wide! {
     fn score(
         q: &[f32],
         keys: &[f32],
-        span: std::ops::Range<usize>,
+        span: Range<usize>,
         place: [usize; 3],
         scale: f32,
         scores: &mut Vec<f32>,
@@ -130,7 +137,7 @@ wide! {
 
 wide! {
     /// Adds to each query's result the values of `span`'s positions times its weights.
-    fn blend(weights: &[f32], values: &[f32], span: std::ops::Range<usize>, place: [usize; 3], out: &mut [f32]) {
+    fn blend(weights: &[f32], values: &[f32], span: Range<usize>, place: [usize; 3], out: &mut [f32]) {
         let [head, dim, width] = place;
         let group = out.len() / dim;
         for (position, weights) in span.zip(weights.chunks_exact(group)) {

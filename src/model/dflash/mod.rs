@@ -29,7 +29,7 @@ use crate::{
 };
 use attend::{Memory, attend, norm, place};
 use net::{Convolution, Net};
-use std::path::Path;
+use std::{ops::Range, path::Path};
 
 /// Positions of a prompt that become context together.
 const PIECE: usize = 256;
@@ -105,6 +105,12 @@ impl DFlash {
 
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Leaves a gap in the context: its positions of this range are another sequence's.
+    pub fn forget(&mut self, positions: Range<usize>) {
+        let width = self.config.kv();
+        self.layers.iter_mut().for_each(|memory| memory.forget(&positions, width));
     }
 
     /// The context ends before position `len`.
