@@ -296,6 +296,7 @@ impl Head {
             system_fingerprint: concat!("moestro-", env!("CARGO_PKG_VERSION")),
             choices,
             usage,
+            prompt_progress: None,
         }
     }
 }
