@@ -13,7 +13,7 @@ pub use drafts::Drafts;
 pub use models::{Home, List, Ps, Remote, Rm, Stop};
 pub use service::{Install, Service, ServiceAction};
 use std::path::PathBuf;
-use values::{Device, ExpertIo, KvBits, LogFormat, OnOff, Switch};
+use values::{Device, Draft, ExpertIo, KvBits, LogFormat, OnOff, Speculation, Switch};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 120, args_override_self = true)]
@@ -266,6 +266,15 @@ pub struct Bench {
     /// Instead: what --kv-bits (8 and 4, unless one is said) do to the prompt's probabilities and to the answer
     #[arg(long, env = "MOESTRO_QUALITY", value_parser = BoolishValueParser::new(), conflicts_with = "cold")]
     pub quality: bool,
+    /// Instead: the same answer plain and with this draft, side by side
+    #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "mtp|lookup|PATH|ID", value_parser = values::draft, conflicts_with_all = ["cold", "quality"])]
+    pub draft_model: Option<Draft>,
+    /// Tokens that are drafted at a time at most
+    #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]
+    pub num_draft_tokens: usize,
+    /// Use of drafts: auto as long as they save time
+    #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
+    pub speculation: Speculation,
     /// A text to take the prompt from, rather than the one in the binary
     #[arg(long, env = "MOESTRO_TEXT", value_name = "FILE")]
     pub text: Option<PathBuf>,

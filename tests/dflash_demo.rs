@@ -246,7 +246,8 @@ fn a_server_answers_alike_with_the_draft_and_without() {
 
 #[test]
 fn a_directory_without_a_draft_is_an_error() {
-    for (dir, word) in [(DEMO, "holds no draft"), ("/no/such/draft", "no such directory")] {
+    let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/tests");
+    for (dir, word) in [(tests, "no config.json"), ("/no/such/draft", "no such directory")] {
         let run = std::process::Command::new(env!("CARGO_BIN_EXE_moestro"))
             .args(["generate", "-p", "x", "--draft-model", dir])
             .output()

@@ -172,3 +172,30 @@ fn a_verify_that_goes_on_is_taken_back_as_one() {
         assert!(on.concat() == expected[kept..].concat(), "went back to row {kept}");
     }
 }
+
+#[test]
+fn bench_sets_drafts_beside_plain_decoding() {
+    let mut bench = std::process::Command::new(env!("CARGO_BIN_EXE_moestro"));
+    bench.args(["bench", "--prompt-tokens", "40", "--gen-tokens", "30", "--repeat", "2", "--json", "--threads", "2"]);
+    let output = bench
+        .args([
+            "--speculation",
+            "force",
+            "--num-draft-tokens",
+            "3",
+            "--draft-model",
+            concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model"),
+        ])
+        .output()
+        .unwrap();
+    let log = String::from_utf8_lossy(&output.stderr);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{log}"));
+    assert_eq!(report["draft"], "model");
+    let [drafted, accepted] = ["drafted_tokens", "accepted_tokens"].map(|name| report[name].as_u64().unwrap());
+    assert!(0 < accepted && accepted < drafted, "{report}");
+    let places = report["places"].as_array().unwrap();
+    assert_eq!(places.len(), 3);
+    let right: f64 =
+        places.iter().map(|place| place["tried"].as_f64().unwrap() * place["right"].as_f64().unwrap()).sum();
+    assert_eq!(right.round() as u64, accepted);
+}

@@ -149,8 +149,13 @@ pub struct Timings {
     /// Tokens that a draft proposed, and those of them that were right.
     pub drafted_tokens: usize,
     pub accepted_tokens: usize,
+    /// For each place in a draft: how often it was tried, all before it being right, and how often it was right.
+    pub places: [[u32; 2]; PLACES],
     /// Time saved by speculation; below zero if it lost.
     pub saved_seconds: f64,
 }
+
+/// Places in a draft.
+pub const PLACES: usize = 15;
 
 pub type Events = tokio::sync::mpsc::UnboundedReceiver<Event>;

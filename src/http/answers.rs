@@ -25,13 +25,32 @@ impl FinishReason {
     }
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Usage {
     pub prompt_tokens: usize,
     pub completion_tokens: usize,
     pub total_tokens: usize,
     pub prompt_tokens_details: PromptDetails,
     pub completion_tokens_details: CompletionDetails,
+    /// Told beside it.
+    #[serde(skip)]
+    pub timings: Timings,
+}
+
+/// Speculation in an answer: drafted tokens, those of them that were right, and the time that it saved (below zero: lost).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Timings {
+    pub drafted_tokens: usize,
+    pub accepted_tokens: usize,
+    pub saved_seconds: f64,
+}
+
+impl Timings {
+    pub fn add(&mut self, other: Self) {
+        self.drafted_tokens += other.drafted_tokens;
+        self.accepted_tokens += other.accepted_tokens;
+        self.saved_seconds += other.saved_seconds;
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -56,6 +75,9 @@ pub struct Envelope<'a, C> {
     /// In a stream: absent unless asked for, and then `null` in every chunk but the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<Usage>>,
+    /// Beside `usage`, if anything was drafted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timings: Option<Timings>,
     /// In a stream, if asked for: how far the prompt is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_progress: Option<Progress>,

@@ -123,6 +123,7 @@ fn add(sum: &mut Usage, one: Usage) {
     sum.completion_tokens += one.completion_tokens;
     sum.total_tokens = sum.prompt_tokens + sum.completion_tokens;
     sum.completion_tokens_details.reasoning_tokens += one.completion_tokens_details.reasoning_tokens;
+    sum.timings.add(one.timings);
     if first {
         sum.prompt_tokens_details = one.prompt_tokens_details;
     }

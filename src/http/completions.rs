@@ -264,6 +264,7 @@ impl Job {
             sum.prompt_tokens_details.cached_tokens += usage.prompt_tokens_details.cached_tokens;
         }
         sum.completion_tokens += usage.completion_tokens;
+        sum.timings.add(usage.timings);
         sum.total_tokens = sum.prompt_tokens + sum.completion_tokens;
     }
 }

@@ -296,6 +296,7 @@ impl Head {
             system_fingerprint: concat!("moestro-", env!("CARGO_PKG_VERSION")),
             choices,
             usage,
+            timings: usage.flatten().map(|usage| usage.timings).filter(|timings| timings.drafted_tokens > 0),
             prompt_progress: None,
         }
     }

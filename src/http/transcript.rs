@@ -7,7 +7,7 @@
 use super::{
     App,
     access::Tally,
-    answers::{CompletionDetails, FinishReason, Progress, PromptDetails, Usage},
+    answers::{CompletionDetails, FinishReason, Progress, PromptDetails, Timings, Usage},
     budget::Share,
     scored::Scored,
 };
@@ -141,7 +141,9 @@ impl Transcript {
                         turn.end = Some(self.reason(Finish::Stop));
                     }
                 }
-                Event::Done { finish, .. } => {
+                Event::Done { finish, timings } => {
+                    let crate::engine::Timings { drafted_tokens, accepted_tokens, saved_seconds, .. } = timings;
+                    self.usage.timings = Timings { drafted_tokens, accepted_tokens, saved_seconds };
                     self.tally.storage(None);
                     let rest = self.decoder.finish();
                     let cut = finish == Finish::Length;

@@ -1,6 +1,7 @@
 //! `moestro bench`: prefill and decode on this machine, what the disk had to do with it, and what a cache that is larger
 //! or knows the future would change.
 
+mod drafts;
 mod quality;
 mod report;
 mod run;
@@ -12,7 +13,7 @@ use crate::command::{
 use crate::{
     chat::Tokenizer,
     cli,
-    config::{self, Load, Source},
+    config::{self, Drafts, Load, Source},
     error::{CommandError, ModelError, StoreError},
     metrics::Metrics,
     model::{self, Model, Qwen},
@@ -32,6 +33,12 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     let prompt = prompt(&dir, typed.text.as_deref(), typed.prompt_tokens)?;
     if typed.quality {
         return quality::run(&dir, &load, &prompt, typed.gen_tokens, typed.json);
+    }
+    if let Some(draft_model) = typed.draft_model {
+        let (num_draft_tokens, speculation) = (typed.num_draft_tokens, typed.speculation);
+        let drafts = Drafts::new(cli::Drafts { draft_model, num_draft_tokens, speculation });
+        let load = Load { drafts: Some(drafts), ..load };
+        return drafts::run(&dir, &load, &prompt, typed.gen_tokens, typed.repeat, typed.json);
     }
     let mut options = options(&load);
     // Files that an earlier run left in the cache directory would make this one incomparable.

@@ -4,6 +4,7 @@ use super::{
     client::stable,
     server::{Server, Setup, VOCAB},
 };
+use moestro::engine::Speculate;
 use serde_json::{Value, json};
 
 const PATH: &str = "/v1/completions";
@@ -78,6 +79,26 @@ async fn a_stream() {
         assert!(before.iter().all(|choice| choice["finish_reason"].is_null()));
     }
     assert!(chunks.iter().all(|chunk| chunk["id"] == chunks[0]["id"] && chunk["usage"].is_null()));
+}
+
+#[tokio::test]
+async fn speculation_is_told_beside_the_usage() {
+    let server = Setup { speculate: Speculate::Force, ..Setup::default() }.start().await;
+    let text = TEXT.repeat(3);
+    let answer = server.ask(PATH, &json!({"prompt": [&text, &text], "max_tokens": 50})).await;
+    assert_eq!(answer["choices"][0]["text"], text);
+    let counts =
+        |answer: &Value| ["drafted_tokens", "accepted_tokens"].map(|name| answer["timings"][name].as_u64().unwrap());
+    let [drafted, accepted] = counts(&answer);
+    assert!(0 < accepted && accepted <= drafted, "{answer}");
+    assert!(answer["timings"]["saved_seconds"].is_f64(), "{answer}");
+    let body = json!({"prompt": text, "max_tokens": 50, "stream": true, "stream_options": {"include_usage": true}});
+    let chunks = server.stream(PATH, &body).await;
+    let (last, chunks) = chunks.split_last().unwrap();
+    assert_eq!(counts(last).map(|count| 2 * count), [drafted, accepted]);
+    assert!(chunks.iter().all(|chunk| chunk.get("timings").is_none()));
+    // Where nothing is drafted there is nothing to tell.
+    assert!(server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 1})).await.get("timings").is_none());
 }
 
 #[tokio::test]

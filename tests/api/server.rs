@@ -5,7 +5,7 @@
 
 use moestro::{
     chat::{Template, Tokenizer, grammar::Grammars},
-    engine::{self, Handle, Options, Sampling, parrot::Parrot},
+    engine::{self, Handle, Options, Sampling, Speculate, parrot::Parrot},
     http::{self, App, Door, ModelCard},
     metrics::Metrics,
 };
@@ -27,6 +27,7 @@ pub struct Setup {
     /// The model's answer to everything; `None` repeats the prompt.
     pub says: Option<&'static str>,
     pub delay: Duration,
+    pub speculate: Speculate,
     pub context: usize,
     pub max_queue: usize,
     pub api_key: Option<&'static str>,
@@ -46,6 +47,7 @@ impl Default for Setup {
         Self {
             says: None,
             delay: Duration::ZERO,
+            speculate: Speculate::Off,
             context: 512,
             max_queue: 16,
             api_key: None,
@@ -136,7 +138,13 @@ impl Setup {
             ..Parrot::default()
         };
         let metrics = Metrics::new("0.0.0", "cpu");
-        let options = Options { max_queue: self.max_queue, eos: vec![EOS], grace: self.grace, ..Options::default() };
+        let options = Options {
+            max_queue: self.max_queue,
+            eos: vec![EOS],
+            grace: self.grace,
+            speculate: self.speculate,
+            ..Options::default()
+        };
         let (engine, _worker) = engine::spawn(parrot.clone(), options, metrics.clone()).unwrap();
         let cors = self.cors.map(|origin| origin.parse().unwrap());
         let mut door = Door::new(metrics.clone(), self.api_key.map(str::to_owned), cors);

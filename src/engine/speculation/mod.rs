@@ -208,6 +208,9 @@ impl<M: Model> Speculation<M> {
         timings.drafted_tokens += drafted;
         let accepted = accepted + usize::from(step.ended);
         timings.accepted_tokens += accepted;
+        for (place, [tried, right]) in timings.places.iter_mut().enumerate().take(drafted.min(accepted + 1)) {
+            (*tried, *right) = (*tried + 1, *right + u32::from(place < accepted));
+        }
         timings.saved_seconds += saved;
         let kind = self.draft.as_ref().map_or(Kind::Lookup, |draft| draft.kind());
         self.metrics.drafted(kind.name(), accepted, drafted - accepted, saved);
