@@ -4,6 +4,8 @@
 mod admin;
 #[path = "api/agents.rs"]
 mod agents;
+#[path = "api/bodies.rs"]
+mod bodies;
 #[path = "api/chat.rs"]
 mod chat;
 #[path = "api/client.rs"]

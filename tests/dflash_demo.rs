@@ -65,7 +65,7 @@ impl Engine {
                 Event::Token { id, .. } => told.push(id),
                 Event::Done { finish, timings } => return (told, finish, timings),
                 Event::Failed(error) => panic!("{error}"),
-                Event::Started { .. } | Event::Prompt(_) => {}
+                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
             }
         }
     }

@@ -92,7 +92,7 @@ fn answers(
                     return Answer { ids: told, finish, timings, cycles: cycles - before };
                 }
                 Event::Failed(error) => panic!("{error}"),
-                Event::Started { .. } | Event::Prompt(_) => {}
+                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
             }
         }
     };

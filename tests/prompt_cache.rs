@@ -154,7 +154,7 @@ impl Server {
                 Event::Token { id, logprobs } => answer.push((id, logprobs.unwrap().logprob.to_bits())),
                 Event::Done { .. } => return (answer, cached),
                 Event::Failed(error) => panic!("{error}"),
-                Event::Prompt(_) => {}
+                Event::Prefilled { .. } | Event::Prompt(_) => {}
             }
         }
     }

@@ -99,7 +99,7 @@ fn answer(
             Event::Token { id, .. } => told.push(id),
             Event::Done { finish, timings } => break (finish, timings),
             Event::Failed(error) => panic!("{error}"),
-            Event::Started { .. } | Event::Prompt(_) => {}
+            Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
         }
     };
     drop(handle);

@@ -208,6 +208,12 @@ impl Shelf {
         let options = super::speculation(config.load.drafts.as_ref(), options);
         let (engine, worker) = engine::spawn_with(model.model, model.draft, options, metrics.clone())
             .map_err(|source| failed("starting the engine's thread", source))?;
+        let grammars = Arc::new(Grammars::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos));
+        let warm = grammars.clone();
+        std::thread::Builder::new()
+            .name("grammars".into())
+            .spawn(move || warm.warm_up())
+            .map_err(|source| failed("starting a thread", source))?;
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
         self.budget.plan(model.requests);
         metrics.serves(id);
@@ -220,7 +226,7 @@ impl Shelf {
                 experts_per_token: model.experts_per_token,
                 quantisation: checkpoint.quantisation(),
             },
-            grammars: Arc::new(Grammars::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos)),
+            grammars,
             tokenizer: checkpoint.tokenizer,
             template: checkpoint.template,
             thinking: config.thinking,

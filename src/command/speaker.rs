@@ -121,7 +121,7 @@ impl Speaker {
                 Some(Event::Token { id, .. }) => page.write(&decoder.push(id))?,
                 Some(Event::Done { finish, timings }) => break Some((finish, timings)),
                 Some(Event::Failed(error)) => return Err(error.into()),
-                Some(Event::Started { .. } | Event::Prompt(_)) => {}
+                Some(Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_)) => {}
                 None => return Err(EngineError::Stopped.into()),
             }
         };

@@ -119,6 +119,12 @@ pub enum Event {
         cached_tokens: usize,
         queued: Duration,
     },
+    /// This many of the prompt's tokens have been evaluated or were known, since it began this many seconds ago. Sent
+    /// after every chunk.
+    Prefilled {
+        tokens: usize,
+        seconds: f64,
+    },
     /// One entry a prompt token; the first has no logprob (nothing precedes it). Sent before any `Token`.
     Prompt(Vec<Option<Logprobs>>),
     Token {

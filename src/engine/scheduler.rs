@@ -190,6 +190,7 @@ impl<M: Model> Scheduler<M> {
         // Nothing precedes the first token.
         let mut prompt: Vec<Option<Logprobs>> = vec![None];
         let mut last = Logits::default();
+        let started = Instant::now();
         while session.len() < ids.len() {
             let (from, to) = (session.len(), ids.len().min(session.len() + chunk));
             let rows = match wanted {
@@ -218,6 +219,8 @@ impl<M: Model> Scheduler<M> {
                 );
             }
             self.line.check(job)?;
+            let seconds = started.elapsed().as_secs_f64();
+            let _ = job.events.send(Event::Prefilled { tokens: to, seconds });
         }
         if wanted.is_some() {
             let _ = job.events.send(Event::Prompt(prompt));

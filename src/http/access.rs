@@ -175,7 +175,17 @@ fn open(path: &str) -> bool {
 
 /// Paths that exist and may be posted to.
 pub fn takes_json(path: &str) -> bool {
-    !matches!(endpoint(path), "/" | "/experts" | "/health" | "/metrics" | "/v1/models" | "/v1/models/{id}" | "other")
+    const POSTED: [&str; 8] = [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+        "/v1/models/unload",
+    ];
+    POSTED.contains(&endpoint(path))
 }
 
 /// Lets through who has the key, and everyone where none is set or asked for.

@@ -9,6 +9,8 @@ pub enum FinishReason {
     Stop,
     Length,
     ToolCalls,
+    /// The same where a request said `functions`.
+    FunctionCall,
 }
 
 impl FinishReason {
@@ -18,6 +20,7 @@ impl FinishReason {
             Self::Stop => "stop",
             Self::Length => "length",
             Self::ToolCalls => "tool_calls",
+            Self::FunctionCall => "function_call",
         }
     }
 }
@@ -75,6 +78,20 @@ pub struct Envelope<'a, C> {
     /// Beside `usage`, if anything was drafted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timings: Option<Timings>,
+    /// In a stream, if asked for: how far the prompt is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_progress: Option<Progress>,
+}
+
+/// How far a prompt has been evaluated, in tokens, as llama-server says it.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Progress {
+    pub total: usize,
+    /// Of `processed`, those that were known already.
+    pub cache: usize,
+    pub processed: usize,
+    /// Milliseconds since the prompt began to be evaluated.
+    pub time_ms: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -95,6 +112,9 @@ pub struct Message {
     pub reasoning_content: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
+    /// Deprecated: the call, where a request said `functions`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub function_call: Option<Function>,
 }
 
 #[derive(Debug, Serialize)]
@@ -130,6 +150,8 @@ pub struct ChatDelta<'a> {
     pub reasoning_content: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tool_calls: Option<[ToolCallDelta<'a>; 1]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub function_call: Option<FunctionDelta<'a>>,
 }
 
 /// `id`, `type` and `name` come with the first delta of a call only.

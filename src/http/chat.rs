@@ -45,6 +45,7 @@ async fn answer(
     request: ChatRequest,
     share: Share,
 ) -> Result<Response, Reject> {
+    let deprecated = request.functions.is_some();
     let mut choices = choices(&app, &common, request, share).await?;
     let first = choices.first(&app, &tally)?;
     tally.generates();
@@ -54,6 +55,8 @@ async fn answer(
         pending: Vec::new(),
         begun: false,
         usage: common.usage(),
+        progress: common.return_progress.unwrap_or(false),
+        deprecated,
     };
     if common.streams() {
         answer.head.object = "chat.completion.chunk";
@@ -94,10 +97,12 @@ async fn choices(
     };
     let max_tokens = check::tokens(param, limit, 1)?;
     let logprobs = logprobs(&request)?;
+    let deprecated = request.functions.is_some();
     prompt::functions(&mut request)?;
     let budget = thinking(&mut request)?;
     let asked = form::form(&request)?;
-    let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true);
+    // An answer to `functions` has room for one call.
+    let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true) && !deprecated;
     let (prompt, Chat { tools, .. }) = app.render(&mut share, conversation(request)?).await?;
     let in_reasoning = Template::opens_in_reasoning(&prompt);
     let ids = app.encode(&mut share, prompt, "messages").await?;
@@ -154,18 +159,29 @@ pub(super) struct Answer {
     pub begun: bool,
     /// A stream ends with its usage.
     usage: bool,
+    /// A stream says how far the prompt is.
+    progress: bool,
+    /// The request said `functions`, so the answer says `function_call`.
+    deprecated: bool,
 }
 
 /// A chunk a delta; then the one with the `finish_reason`, then, if asked for, the one with the usage.
 impl Wire for Answer {
     fn turn(&mut self, out: &Frames, turn: &Turn) {
+        if let Some(progress) = turn.progress {
+            if self.progress {
+                let prompt_progress = Some(progress);
+                out.data(&Envelope { prompt_progress, ..self.head.envelope::<ChatChunk>(&[], None) });
+            }
+            return;
+        }
         if !mem::replace(&mut self.begun, true) {
             let role = ChatDelta { role: Some("assistant"), content: Some(""), ..ChatDelta::default() };
             self.chunk(out, role, None);
         }
         self.score(turn);
         for delta in &turn.deltas {
-            self.chunk(out, wire(delta), None);
+            self.chunk(out, self.wire(delta), None);
         }
     }
 
@@ -182,7 +198,14 @@ impl Wire for Answer {
 impl Answer {
     /// The choice is complete.
     pub fn finish(&mut self, out: &Frames, reason: FinishReason) {
-        self.chunk(out, ChatDelta::default(), Some(reason));
+        self.chunk(out, ChatDelta::default(), Some(self.reason(reason)));
+    }
+
+    fn reason(&self, reason: FinishReason) -> FinishReason {
+        match reason {
+            FinishReason::ToolCalls if self.deprecated => FinishReason::FunctionCall,
+            other => other,
+        }
     }
 
     /// The stream is.
@@ -211,15 +234,21 @@ impl Answer {
                 }
             }
         }
+        let function_call = tool_calls.pop_if(|_| self.deprecated).map(|call: ToolCall| call.function);
+        let called = !tool_calls.is_empty() || function_call.is_some();
         let message = Message {
             role: "assistant",
-            content: (tool_calls.is_empty() || !content.is_empty()).then_some(content),
+            content: (!called || !content.is_empty()).then_some(content),
             refusal: None,
             reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
             tool_calls,
+            function_call,
         };
         let logprobs = self.scores();
-        Ok((ChatChoice { index: self.index, message, logprobs, finish_reason: ending.reason }, ending.usage))
+        Ok((
+            ChatChoice { index: self.index, message, logprobs, finish_reason: self.reason(ending.reason) },
+            ending.usage,
+        ))
     }
 
     fn chunk(&mut self, out: &Frames, delta: ChatDelta, end: Option<FinishReason>) {
@@ -238,21 +267,26 @@ impl Answer {
         let content = mem::take(&mut self.pending);
         (!content.is_empty()).then_some(ChatLogprobs { content, refusal: None })
     }
-}
 
-fn wire(delta: &Delta) -> ChatDelta<'_> {
-    match delta {
-        Delta::Reasoning(text) => ChatDelta { reasoning_content: Some(text), ..ChatDelta::default() },
-        Delta::Content(text) => ChatDelta { content: Some(text), ..ChatDelta::default() },
-        Delta::ToolCall { index, id, name } => {
-            let function = FunctionDelta { name: Some(name), arguments: "" };
-            let call = ToolCallDelta { index: *index, id: Some(id), kind: Some("function"), function };
-            ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() }
+    fn wire<'a>(&self, delta: &'a Delta) -> ChatDelta<'a> {
+        match delta {
+            Delta::Reasoning(text) => ChatDelta { reasoning_content: Some(text), ..ChatDelta::default() },
+            Delta::Content(text) => ChatDelta { content: Some(text), ..ChatDelta::default() },
+            Delta::ToolCall { index, id, name } => {
+                let function = FunctionDelta { name: Some(name), arguments: "" };
+                self.call(ToolCallDelta { index: *index, id: Some(id), kind: Some("function"), function })
+            }
+            Delta::Arguments { index, json } => {
+                let function = FunctionDelta { name: None, arguments: json };
+                self.call(ToolCallDelta { index: *index, id: None, kind: None, function })
+            }
         }
-        Delta::Arguments { index, json } => {
-            let function = FunctionDelta { name: None, arguments: json };
-            let call = ToolCallDelta { index: *index, id: None, kind: None, function };
-            ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() }
+    }
+
+    fn call<'a>(&self, call: ToolCallDelta<'a>) -> ChatDelta<'a> {
+        match self.deprecated {
+            true => ChatDelta { function_call: Some(call.function), ..ChatDelta::default() },
+            false => ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() },
         }
     }
 }

@@ -110,15 +110,6 @@ pub fn choices(n: Option<i64>) -> Result<usize, Reject> {
         .ok_or_else(|| Reject::invalid("n", format!("n is {n}; it must be between 1 and {MAX_CHOICES}.")))
 }
 
-/// Of things that OpenAI can do several times, this server does one.
-pub fn one(param: &'static str, value: Option<i64>) -> Result<(), Reject> {
-    match value {
-        None | Some(1) => Ok(()),
-        Some(value) if value < 1 => Err(Reject::invalid(param, format!("{param} is {value}; it must be at least 1."))),
-        Some(value) => Err(Reject::unsupported(param, format!("{param} is {value}; only 1 is supported."))),
-    }
-}
-
 /// A count of tokens: at least `least`.
 pub fn tokens(param: &'static str, value: Option<i64>, least: i64) -> Result<Option<usize>, Reject> {
     match value {

@@ -1,7 +1,7 @@
 //! `POST /v1/completions`: text or token ids in, text out, without a template.
 //!
 //! Several prompts are answered one after another, as choices of one answer; only the first of them can meet a full
-//! queue. `max_tokens` defaults to 16, as OpenAI has it. With `echo` and `logprobs` the prompt is scored, which is what
+//! queue. `n` choices to each prompt follow each other. `max_tokens` defaults to 16, as OpenAI has it. With `echo` and `logprobs` the prompt is scored, which is what
 //! evaluation harnesses ask for; they add one token and leave its entry out again, so that token is generated even if
 //! it ends the text.
 
@@ -68,6 +68,8 @@ struct Job {
     head: Head,
     tally: Arc<Tally>,
     prompts: Vec<Vec<u32>>,
+    /// Choices for each prompt, which stand side by side.
+    n: usize,
     max_tokens: usize,
     echo: bool,
     logprobs: Option<usize>,
@@ -76,6 +78,8 @@ struct Job {
     /// The memory of the prompts, until the answer is sent.
     _share: Share,
     cache_prompt: bool,
+    /// A stream says how far the prompts are.
+    progress: bool,
 }
 
 impl Job {
@@ -87,8 +91,10 @@ impl Job {
         mut share: Share,
     ) -> Result<Self, Reject> {
         common.check(&app.card)?;
-        check::one("n", common.n)?;
-        check::one("best_of", request.best_of)?;
+        let n = check::choices(common.n)?;
+        if request.best_of.is_some_and(|best_of| usize::try_from(best_of) != Ok(n)) {
+            return Err(Reject::unsupported("best_of", "best_of is not supported: each choice is one that was drawn."));
+        }
         if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
             return Err(Reject::unsupported("suffix", "suffix is not supported."));
         }
@@ -99,6 +105,7 @@ impl Job {
         let job = Self {
             head: Head::new(app, "cmpl", "text_completion"),
             tally,
+            n,
             max_tokens,
             echo: request.echo.unwrap_or(false),
             logprobs: request.logprobs.map(|top| check::alternatives("logprobs", top)).transpose()?,
@@ -106,6 +113,7 @@ impl Job {
             stops: common.stops()?,
             prompts,
             cache_prompt: common.cache_prompt.unwrap_or(true),
+            progress: common.return_progress.unwrap_or(false),
             _share: share,
         };
         for prompt in &job.prompts {
@@ -114,15 +122,27 @@ impl Job {
         Ok(job)
     }
 
+    fn choices(&self) -> usize {
+        self.prompts.len() * self.n
+    }
+
+    /// The prompt of choice `index`.
+    fn prompt(&self, index: usize) -> &[u32] {
+        self.prompts.get(index / self.n).map_or(&[], Vec::as_slice)
+    }
+
+    /// Queues choice `index`. Choice `i` to a prompt is drawn with seed + `i`.
     fn submit(&self, index: usize) -> Result<Transcript, EngineError> {
         let app = &self.head.app;
-        let ids = self.prompts.get(index).cloned().unwrap_or_default();
+        let ids = self.prompt(index).to_vec();
+        let mut sampling = self.sampling.clone();
+        sampling.seed = sampling.seed.map(|seed| seed.wrapping_add((index % self.n) as u64));
         let request = Request {
             boundaries: app.boundaries(&ids),
             cache_prompt: self.cache_prompt,
             max_tokens: self.max_tokens.min(app.engine.context().saturating_sub(ids.len())),
             ids,
-            sampling: self.sampling.clone(),
+            sampling,
             logprobs: self.logprobs,
             prompt_logprobs: self.logprobs.filter(|_| self.echo),
             ignore_eos: self.echo && self.logprobs.is_some() && self.max_tokens == 1,
@@ -145,15 +165,20 @@ impl Job {
     async fn whole(self, first: Transcript) -> Result<Response, Reject> {
         let mut first = Some(first);
         let mut usage = Usage::default();
-        let mut answers = Vec::with_capacity(self.prompts.len());
-        for index in 0..self.prompts.len() {
+        let mut answers = Vec::with_capacity(self.choices());
+        for index in 0..self.choices() {
             let mut transcript = match first.take() {
                 Some(first) => first,
                 None => self.submit_later(index).await?,
             };
             let (mut choice, mut text) = (Choice::new(&self, index), String::new());
-            let ending = transcript.tell(|turn| choice.add(&turn, &mut text)).await?;
-            add(&mut usage, ending.usage);
+            let told = |turn: Turn| {
+                if turn.progress.is_none() {
+                    choice.add(&turn, &mut text);
+                }
+            };
+            let ending = transcript.tell(told).await?;
+            self.add(&mut usage, ending.usage, index);
             let logprobs = choice.scores.as_mut().map(|scores| scores.take(Some(ending.reason)));
             answers.push((text, logprobs, ending.reason));
         }
@@ -176,7 +201,7 @@ impl Job {
             self.tally.begin();
             let mut first = Some(first);
             let mut used = Usage::default();
-            for index in 0..self.prompts.len() {
+            for index in 0..self.choices() {
                 let submitted = match first.take() {
                     Some(first) => Ok(first),
                     None => self.submit_later(index).await,
@@ -186,7 +211,7 @@ impl Job {
                     Err(error) => Err(error),
                 };
                 match outcome {
-                    Ok(usage) => add(&mut used, usage),
+                    Ok(usage) => self.add(&mut used, usage, index),
                     Err(error) => {
                         self.tally.failed(&error);
                         return frames.error(&error.into());
@@ -216,6 +241,13 @@ impl Job {
             frames.data(&self.head.envelope(&[choice], usage.then_some(None)));
         };
         let told = transcript.tell(|turn| {
+            if let Some(progress) = turn.progress {
+                if self.progress {
+                    let none: Envelope<TextChoice> = self.head.envelope(&[], None);
+                    frames.data(&Envelope { prompt_progress: Some(progress), ..none });
+                }
+                return;
+            }
             choice.add(&turn, &mut text);
             if !text.is_empty() || turn.end.is_some() {
                 send(&text, &mut choice, turn.end);
@@ -223,6 +255,17 @@ impl Job {
             }
         });
         Ok(told.await?.usage)
+    }
+
+    /// Adds the usage of choice `index`. A prompt counts once.
+    fn add(&self, sum: &mut Usage, usage: Usage, index: usize) {
+        if index.is_multiple_of(self.n) {
+            sum.prompt_tokens += usage.prompt_tokens;
+            sum.prompt_tokens_details.cached_tokens += usage.prompt_tokens_details.cached_tokens;
+        }
+        sum.completion_tokens += usage.completion_tokens;
+        sum.timings.add(usage.timings);
+        sum.total_tokens = sum.prompt_tokens + sum.completion_tokens;
     }
 }
 
@@ -244,7 +287,7 @@ impl<'a> Choice<'a> {
     fn add(&mut self, turn: &Turn, text: &mut String) {
         let before = text.len();
         if !self.begun && self.job.echo {
-            let ids = self.job.prompts.get(self.index).map_or(&[][..], |ids| ids);
+            let ids = self.job.prompt(self.index);
             *text += &self.job.head.app.text(ids);
             if let (Some(scores), Some(prompt)) = (&mut self.scores, &turn.prompt) {
                 for (&id, logprobs) in ids.iter().zip(prompt) {
@@ -265,14 +308,6 @@ impl<'a> Choice<'a> {
             }
         }
     }
-}
-
-fn add(sum: &mut Usage, usage: Usage) {
-    sum.prompt_tokens += usage.prompt_tokens;
-    sum.completion_tokens += usage.completion_tokens;
-    sum.total_tokens += usage.total_tokens;
-    sum.timings.add(usage.timings);
-    sum.prompt_tokens_details.cached_tokens += usage.prompt_tokens_details.cached_tokens;
 }
 
 async fn prompts(app: &App, share: &mut Share, prompt: Prompt) -> Result<Vec<Vec<u32>>, Reject> {

@@ -20,6 +20,7 @@ mod choices;
 mod completions;
 mod connections;
 mod conversation;
+mod encoding;
 mod fields;
 mod form;
 mod guard;
@@ -220,6 +221,8 @@ pub fn router(door: Arc<Door>) -> Router {
         .route("/models/{*id}", get(admin::model))
         .fallback(no_such_path)
         .method_not_allowed_fallback(wrong_method)
+        .layer(encoding::inflate())
+        .layer(from_fn(encoding::check))
         .layer(from_fn_with_state(door.clone(), access::authorize))
         .layer(from_fn_with_state(door.clone(), guard::check));
     let router = match &door.cors {
@@ -294,6 +297,7 @@ impl Head {
             choices,
             usage,
             timings: usage.flatten().map(|usage| usage.timings).filter(|timings| timings.drafted_tokens > 0),
+            prompt_progress: None,
         }
     }
 }

@@ -8,18 +8,18 @@ use serde_json::{Map, Value, json};
 /// A path that takes a body: its fields, those that must be there, and whether the answer may be a stream.
 type Posted = (&'static str, &'static str, &'static [Field], &'static [&'static str], bool);
 
-const POSTED: [Posted; 4] = [
+const POSTED: [Posted; 5] = [
     ("/v1/chat/completions", "The next turn of a conversation", fields::CHAT, &["messages"], true),
     ("/v1/completions", "The text that goes on from a prompt", fields::COMPLETIONS, &["prompt"], true),
     ("/v1/responses", "The next items of a conversation", fields::RESPONSES, &["input"], true),
     ("/v1/messages", "The next message of a conversation", fields::MESSAGES, &["messages", "max_tokens"], true),
+    ("/v1/messages/count_tokens", "The tokens that a message's prompt has", fields::MESSAGES, &["messages"], false),
 ];
 
 /// Paths without a table: method, path, and what they do.
-const OTHERS: [(&str, &str, &str); 15] = [
+const OTHERS: [(&str, &str, &str); 14] = [
     ("get", "/v1/responses/{id}", "A response that is kept"),
     ("delete", "/v1/responses/{id}", "Forget a response"),
-    ("post", "/v1/messages/count_tokens", "The tokens that a message's prompt has"),
     ("get", "/", "A page for browsers: a chat and gauges"),
     ("get", "/v1/models", "The models on this machine, the loaded one first"),
     ("get", "/v1/models/{id}", "One of them, by its id"),
@@ -64,8 +64,12 @@ fn document() -> Value {
             operation["parameters"] = json!([id]);
         }
         if method == "post" {
-            operation["requestBody"] =
-                json!({"required": true, "content": {"application/json": {"schema": {"type": "object"}}}});
+            let schema = match path {
+                "/tokenize" => tokenized(),
+                "/detokenize" => detokenized(),
+                _ => json!({"type": "object"}),
+            };
+            operation["requestBody"] = json!({"required": true, "content": {"application/json": {"schema": schema}}});
         }
         let entry = paths.entry(path).or_insert_with(|| json!({}));
         entry[method] = operation;
@@ -91,6 +95,18 @@ fn document() -> Value {
     })
 }
 
+fn tokenized() -> Value {
+    let prompt = json!({"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}});
+    let messages = json!({"type": "object", "required": ["messages"],
+                          "properties": {"messages": {"type": "array", "minItems": 1, "items": {"type": "object"}}}});
+    json!({"oneOf": [prompt, messages]})
+}
+
+fn detokenized() -> Value {
+    let token = json!({"type": "integer", "minimum": 0});
+    json!({"type": "object", "required": ["tokens"], "properties": {"tokens": {"type": "array", "items": token}}})
+}
+
 fn error(path: &str) -> Value {
     let name = if path.starts_with("/v1/messages") { "AnthropicError" } else { "Error" };
     let schema = json!({"$ref": format!("#/components/schemas/{name}")});
@@ -103,9 +119,13 @@ fn property(path: &str, field: &Field) -> Value {
         Does::Accepted(why) => format!("Changes no answer: {why}."),
         Does::Refused(_, why) => format!("Not supported: {why}"),
     };
-    let mut property = match kind(path, field.name) {
-        Some(kind) => json!({"type": [kind, "null"]}),
-        None => json!({}),
+    let mut property = match (&field.does, kind(path, field.name)) {
+        (Does::Refused(words, _), _) => {
+            let accepted = words.iter().filter_map(|word| serde_json::from_str::<Value>(word).ok());
+            json!({"enum": accepted.chain([Value::Null]).collect::<Vec<_>>()})
+        }
+        (_, Some(kind)) => json!({"type": [kind, "null"]}),
+        (_, None) => json!({}),
     };
     if !description.is_empty() {
         property["description"] = description.into();
@@ -119,7 +139,7 @@ fn kind(path: &str, name: &str) -> Option<&'static str> {
         "logprobs" if path == "/v1/completions" => "integer",
         "model" | "instructions" | "previous_response_id" | "reasoning_effort" | "suffix" => "string",
         "messages" | "tools" | "functions" | "include" | "stop_sequences" => "array",
-        "stream" | "logprobs" | "parallel_tool_calls" | "enable_thinking" | "echo" => "boolean",
+        "stream" | "logprobs" | "parallel_tool_calls" | "enable_thinking" | "echo" | "return_progress" => "boolean",
         "store" if path == "/v1/responses" => "boolean",
         "max_tokens"
         | "max_completion_tokens"
@@ -157,6 +177,7 @@ mod tests {
         }
         let chat = &paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"];
         assert_eq!(chat["properties"]["temperature"], json!({"type": ["number", "null"]}));
+        assert_eq!(chat["properties"]["modalities"]["enum"], json!([["text"], [], null]));
         assert_eq!(chat["properties"].as_object().unwrap().len(), fields::CHAT.len());
     }
 }

@@ -173,6 +173,11 @@ impl Reject {
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, Some("unsupported_media_type"), message)
     }
 
+    pub fn unknown_encoding() -> Self {
+        let message = "The body may come as it is or with `Content-Encoding: gzip`, and in no other encoding.";
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, Some("unsupported_encoding"), message)
+    }
+
     pub fn slow_body() -> Self {
         let message = "The rest of the body did not come in time.";
         Self::new(StatusCode::REQUEST_TIMEOUT, INVALID, Some("body_timeout"), message)

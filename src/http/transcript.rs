@@ -7,7 +7,7 @@
 use super::{
     App,
     access::Tally,
-    answers::{CompletionDetails, FinishReason, PromptDetails, Timings, Usage},
+    answers::{CompletionDetails, FinishReason, Progress, PromptDetails, Timings, Usage},
     budget::Share,
     scored::Scored,
 };
@@ -30,6 +30,8 @@ pub struct Turn {
     pub scored: Vec<(u32, Logprobs)>,
     /// The log-probabilities of the prompt, if they were asked for.
     pub prompt: Option<Vec<Option<Logprobs>>>,
+    /// The prompt is this far, and nothing else happened.
+    pub progress: Option<Progress>,
     /// This is the last turn.
     pub end: Option<FinishReason>,
 }
@@ -115,6 +117,14 @@ impl Transcript {
                 Event::Started { cached_tokens, .. } => {
                     self.usage.prompt_tokens_details = PromptDetails { cached_tokens };
                     continue;
+                }
+                Event::Prefilled { tokens, seconds } => {
+                    turn.progress = Some(Progress {
+                        total: self.usage.prompt_tokens,
+                        cache: self.usage.prompt_tokens_details.cached_tokens,
+                        processed: tokens,
+                        time_ms: (seconds * 1e3) as u64,
+                    });
                 }
                 Event::Prompt(logprobs) => turn.prompt = Some(logprobs),
                 Event::Token { id, logprobs } => {

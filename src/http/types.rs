@@ -33,6 +33,8 @@ pub struct Common {
     pub seed: Option<i64>,
     /// llama-server's: whether to go on from what earlier prompts left, and to leave something. True unless said.
     pub cache_prompt: Option<bool>,
+    /// llama-server's: whether a stream says how far the prompt is.
+    pub return_progress: Option<bool>,
 }
 
 /// `POST /v1/chat/completions`, without [`Common`]; also what other formats' conversations are translated into.

@@ -196,3 +196,51 @@ async fn ids_must_be_tokens() {
         assert_eq!(answer.json().await["error"]["param"], "prompt");
     }
 }
+
+#[tokio::test]
+async fn n_choices_to_each_prompt_stand_side_by_side() {
+    let server = Server::saying(" and so on.").await;
+    let body = |more: Value| {
+        let mut body = json!({"prompt": ["One", "Two"], "max_tokens": 12, "seed": 7, "temperature": 2});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    let one = server.ask(PATH, &body(json!({}))).await;
+    let answer = server.ask(PATH, &body(json!({"n": 3, "best_of": 3}))).await;
+    let choices = answer["choices"].as_array().unwrap();
+    assert_eq!(choices.iter().map(|choice| choice["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
+    assert_eq!(answer["usage"]["prompt_tokens"], one["usage"]["prompt_tokens"], "a prompt counts once");
+    for (index, prompt, seed) in [(0, "One", 7), (2, "One", 9), (3, "Two", 7), (5, "Two", 9)] {
+        let alone = server.ask(PATH, &body(json!({"prompt": prompt, "seed": seed}))).await;
+        assert_eq!(choices[index]["text"], alone["choices"][0]["text"], "{index}");
+    }
+    let chunks = server.stream(PATH, &body(json!({"n": 2, "stream": true}))).await;
+    for index in 0..4 {
+        let mine = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
+        let text: String = mine.map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
+        assert_eq!(text, choices[index / 2 * 3 + index % 2]["text"].as_str().unwrap());
+    }
+}
+
+#[tokio::test]
+async fn a_stream_says_how_far_the_prompt_is_if_asked() {
+    let server = Server::saying(" and so on.").await;
+    let prompt = "one two three four five six seven eight nine ten ".repeat(6);
+    let tokens = server.tokenizer.encode(&prompt).unwrap().len();
+    let chat = json!({"messages": [{"role": "user", "content": prompt}], "cache_prompt": false});
+    for (path, mut body) in [(PATH, json!({"prompt": prompt, "cache_prompt": false})), ("/v1/chat/completions", chat)] {
+        body["stream"] = true.into();
+        let chunks = server.stream(path, &body).await;
+        assert!(chunks.iter().all(|chunk| chunk.get("prompt_progress").is_none()), "only who asks is told");
+        body["return_progress"] = true.into();
+        let chunks = server.stream(path, &body).await;
+        let told: Vec<&Value> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
+        let done: Vec<_> = told.iter().map(|told| told["processed"].as_u64().unwrap() as usize).collect();
+        let total = told[0]["total"].as_u64().unwrap() as usize;
+        assert!(total >= tokens && done.len() == total.div_ceil(32), "{done:?}");
+        assert!(done.is_sorted() && done.last() == Some(&total), "{done:?}");
+        assert_eq!(told[0]["cache"], 0);
+        // Without those chunks it is the same stream, but for its id.
+        assert!(chunks.iter().skip(told.len()).all(|chunk| chunk.get("prompt_progress").is_none()));
+    }
+}

@@ -208,7 +208,7 @@ async fn deprecated_names_and_late_system_messages_are_taken() {
     assert_eq!(answer["choices"][0]["message"]["content"], "ok");
     let named = json!({"functions": functions, "function_call": {"name": "one"}});
     let answer = server.ask(PATH, &ask(named)).await;
-    assert_eq!(answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "one");
+    assert_eq!(answer["choices"][0]["message"]["function_call"]["name"], "one");
     let bad = json!({"tools": [{"type": "function", "function": {"name": "a b"}}]});
     assert_eq!(refused(&server, bad).await["param"], "tools[0].function.name");
 }
@@ -251,4 +251,38 @@ async fn several_answers_come_one_after_the_other() {
     assert_ne!(both["choices"][0]["message"], both["choices"][1]["message"]);
     assert_eq!(refused(&server, json!({"n": 0})).await["param"], "n");
     assert_eq!(refused(&server, json!({"n": 1000})).await["param"], "n");
+}
+
+#[tokio::test]
+async fn functions_are_answered_with_a_function_call() {
+    let server = Server::saying(
+        "One.\n</think>\n\n<tool_call>\n<function=one>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n\
+         <tool_call>\n<function=one>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+    )
+    .await;
+    let function = json!({"name": "one", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}});
+    let body = ask(json!({"functions": [function]}));
+    let choice = server.ask(PATH, &body).await["choices"][0].clone();
+    let call = json!({"name": "one", "arguments": "{\"city\":\"Paris\"}"});
+    assert_eq!((&choice["message"]["function_call"], &choice["finish_reason"]), (&call, &json!("function_call")));
+    assert_eq!((&choice["message"]["content"], choice["message"].get("tool_calls")), (&Value::Null, None));
+
+    let mut streamed = body.clone();
+    streamed["stream"] = true.into();
+    let chunks = server.stream(PATH, &streamed).await;
+    let (mut name, mut arguments) = (String::new(), String::new());
+    for delta in chunks.iter().map(|chunk| &chunk["choices"][0]["delta"]) {
+        assert!(delta.get("tool_calls").is_none(), "{delta}");
+        name += delta["function_call"]["name"].as_str().unwrap_or_default();
+        arguments += delta["function_call"]["arguments"].as_str().unwrap_or_default();
+    }
+    assert_eq!(json!({"name": name, "arguments": arguments}), call);
+    assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "function_call");
+
+    // What was answered can be sent back, with what the function gave.
+    let mut next = body.clone();
+    let messages = next["messages"].as_array_mut().unwrap();
+    messages.push(choice["message"].clone());
+    messages.push(json!({"role": "function", "name": "one", "content": "Rain"}));
+    server.ask(PATH, &next).await;
 }

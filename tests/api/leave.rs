@@ -57,6 +57,29 @@ async fn while_waiting_for_a_body() {
 }
 
 #[tokio::test]
+async fn during_the_prefill() {
+    // Chunks are of 32 tokens, which take 160 ms; the prompt has a dozen of them.
+    for stream in [true, false] {
+        let server = Setup { says: Some(LONG), delay: Duration::from_millis(5), ..Setup::default() }.start().await;
+        let server = Arc::new(server);
+        let tokens = 400;
+        let body = json!({"prompt": vec![7; tokens], "stream": stream});
+        let asking = tokio::spawn({
+            let server = server.clone();
+            async move { server.post(TEXT, &body).await.text().await }
+        });
+        while server.evaluated() == 0 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        let before = server.evaluated();
+        asking.abort();
+        server.idle().await;
+        // The chunk that it was in, and one more if leaving fell between two.
+        assert!(server.evaluated() <= before + 2 * 32, "{} of {tokens} after {before}", server.evaluated());
+    }
+}
+
+#[tokio::test]
 async fn in_the_queue() {
     let server = slow().await;
     let mut running = server.post(CHAT, &question(true)).await;

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Checks a moestro binary with the libraries of its clients: tests/sdk/run.sh [BINARY]
 #
-# Makes one virtual environment and one node_modules (in $SDK_CACHE, else target/sdk, and keeps them), serves the demo model on a
-# free port, runs check.py (OpenAI's chat completions), clients.py and clients.mjs (the others), and has promtool, if there is
-# one, read the metrics.
+# Makes two virtual environments and one node_modules (in $SDK_CACHE, else target/sdk, and keeps them), serves the demo model on a
+# free port, runs check.py (OpenAI's chat completions), clients.py and clients.mjs (the others), schemas.py (libraries that ask
+# for objects) and forms.py (many answers of many forms), lets schemathesis try what /openapi.json describes, and has promtool, if
+# there is one, read the metrics.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -21,15 +22,20 @@ trap cleanup EXIT
 
 cache=${SDK_CACHE:-$here/../../target/sdk}
 venv=${SDK_VENV:-$cache/venv}
+objects=${SDK_OBJECTS_VENV:-$cache/objects}
 mkdir -p "$cache/node"
-if [ ! -x "$venv/bin/python" ]; then
-  python3 -m venv "$venv"
-fi
 # What is asked for is installed when it changes.
-if ! cmp -s "$here/requirements.txt" "$venv/requirements.txt"; then
-  "$venv/bin/pip" install --quiet -r "$here/requirements.txt"
-  cp "$here/requirements.txt" "$venv/requirements.txt"
-fi
+environment() {
+  if [ ! -x "$1/bin/python" ]; then
+    python3 -m venv "$1"
+  fi
+  if ! cmp -s "$here/$2" "$1/$2"; then
+    "$1/bin/pip" install --quiet -r "$here/$2"
+    cp "$here/$2" "$1/$2"
+  fi
+}
+environment "$venv" requirements.txt
+environment "$objects" objects.txt
 if ! cmp -s "$here/package.json" "$cache/node/package.json" || [ ! -d "$cache/node/node_modules" ]; then
   cp "$here/package.json" "$cache/node/package.json"
   (cd "$cache/node" && npm install --no-audit --no-fund --loglevel=error)
@@ -48,12 +54,22 @@ if ! read -r -t 60 ready <"$scratch/ready"; then
 fi
 port=$("$venv/bin/python" -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$ready")
 
-for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "node $cache/node/clients.mjs"; do
+for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "node $cache/node/clients.mjs" \
+  "$objects/bin/python $here/schemas.py" "$objects/bin/python $here/forms.py"; do
   if ! $client "http://127.0.0.1:$port/v1"; then
     tail -n 40 "$scratch/log" >&2
     exit 1
   fi
 done
+
+# Requests made from /openapi.json. That document says less of a request than the server checks, so a refusal of one that it
+# allows is no violation; everything else that schemathesis looks for is.
+if ! "$objects/bin/schemathesis" run "http://127.0.0.1:$port/openapi.json" --max-examples 20 --phases examples,coverage,fuzzing \
+  --exclude-checks positive_data_acceptance --seed 1 --no-color >"$scratch/schemathesis" 2>&1; then
+  cat "$scratch/schemathesis"
+  exit 1
+fi
+grep -E 'generated' "$scratch/schemathesis" | sed 's/^ */ok      schemathesis: /'
 
 if command -v promtool >/dev/null; then
   "$venv/bin/python" -c 'import sys, urllib.request as u; sys.stdout.buffer.write(u.urlopen(sys.argv[1]).read())' \

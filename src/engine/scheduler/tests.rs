@@ -42,7 +42,7 @@ fn hear(mut events: Events) -> (Vec<u32>, Result<(Finish, Timings), EngineError>
             Event::Token { id, .. } => tokens.push(id),
             Event::Done { finish, timings } => return (tokens, Ok((finish, timings))),
             Event::Failed(error) => return (tokens, Err(error)),
-            Event::Started { .. } | Event::Prompt(_) => {}
+            Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
         }
     }
 }
@@ -279,13 +279,19 @@ fn prompt_logprobs_do_not_depend_on_the_chunk() {
         let (handle, ..) = engine(&Parrot { chunk, margin: 2.0, ..Parrot::default() }, options());
         let mut events =
             handle.submit(Request { prompt_logprobs: Some(3), logprobs: Some(2), ..ask(&ids, max_tokens) }).unwrap();
-        assert!(matches!(events.blocking_recv(), Some(Event::Started { cached_tokens: 0, .. })));
-        let Some(Event::Prompt(prompt)) = events.blocking_recv() else { panic!("no prompt") };
+        let mut next = || loop {
+            match events.blocking_recv() {
+                Some(Event::Prefilled { .. }) => {}
+                other => return other,
+            }
+        };
+        assert!(matches!(next(), Some(Event::Started { cached_tokens: 0, .. })));
+        let Some(Event::Prompt(prompt)) = next() else { panic!("no prompt") };
         if max_tokens > 0 {
-            let Some(Event::Token { logprobs: Some(logprobs), id }) = events.blocking_recv() else { panic!() };
+            let Some(Event::Token { logprobs: Some(logprobs), id }) = next() else { panic!() };
             assert_eq!((logprobs.top.len(), logprobs.top[0]), (2, (id, logprobs.logprob)));
         }
-        assert!(matches!(events.blocking_recv(), Some(Event::Done { finish: Finish::Length, .. })));
+        assert!(matches!(next(), Some(Event::Done { finish: Finish::Length, .. })));
         prompt
     };
     let prompt = run(1000, 0);

@@ -33,7 +33,7 @@ fn answer_with(
             }
             Event::Done { finish, timings } => break (finish, timings),
             Event::Failed(error) => panic!("{error}"),
-            Event::Started { .. } | Event::Prompt(_) => {}
+            Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
         }
     };
     // The next request goes on from this one's session: what was taken back must be gone.

@@ -15,6 +15,7 @@ const CACHED_ANYWAY: &str = "prompts are reused whenever they can be";
 const TEXT_ONLY: &str = "the model writes text only.";
 const OTHER_SAMPLING: &str = "temperature, top_p, top_k, min_p and the penalties are the ways to sample here.";
 const NO_CHOICE_OF_LENGTH: &str = "the model has no such setting; say in the prompt how long to answer.";
+const PROGRESS: &str = "a stream says after every chunk of the prompt how far it is, in `prompt_progress`";
 const IN_CHAT: &str = "/v1/chat/completions has it.";
 const ONE_BY_ONE: &str = "a grammar in `response_format` says what may be written; `logit_bias` favours tokens.";
 const BY_TEMPLATE: &str = "the model's own template renders the conversation.";
@@ -29,7 +30,7 @@ pub const CHAT: &[Field] = &[
     field("stream_options", Obeyed("`include_usage`; `include_obfuscation` changes nothing")),
     field("max_completion_tokens", Obeyed("at most what the context leaves")),
     field("max_tokens", Obeyed("at most what the context leaves")),
-    field("n", Obeyed("")),
+    field("n", Obeyed("one after the other, choice i drawn with seed + i")),
     field("stop", Obeyed("up to 16, in the content and not in the reasoning")),
     field("temperature", Obeyed("")),
     field("top_p", Obeyed("")),
@@ -46,7 +47,7 @@ pub const CHAT: &[Field] = &[
     field("tools", Obeyed("functions")),
     field("tool_choice", Obeyed("")),
     field("parallel_tool_calls", Obeyed("")),
-    field("functions", Obeyed("the older name of `tools`")),
+    field("functions", Obeyed("the older name of `tools`; the answer then has `function_call`")),
     field("function_call", Obeyed("the older name of `tool_choice`")),
     field("response_format", Obeyed("")),
     field("structured_outputs", Obeyed("vLLM's `response_format`")),
@@ -74,6 +75,7 @@ pub const CHAT: &[Field] = &[
     field("prompt_cache_key", Accepted(CACHED_ANYWAY)),
     field("prompt_cache_retention", Accepted(CACHED_ANYWAY)),
     field("prompt_cache_options", Accepted(CACHED_ANYWAY)),
+    field("return_progress", Obeyed(PROGRESS)),
     field("cache_prompt", Obeyed("`false` neither uses the prompt cache nor leaves anything in it")),
     field("skip_special_tokens", Accepted("special tokens are never told")),
     field("add_generation_prompt", Refused(&["true"], "every answer is a turn of its own.")),
@@ -108,8 +110,8 @@ pub const COMPLETIONS: &[Field] = &[
     field("stream", Obeyed("")),
     field("stream_options", Obeyed("`include_usage`")),
     field("max_tokens", Obeyed("16 unless said")),
-    field("n", Obeyed("1")),
-    field("best_of", Obeyed("1")),
+    field("n", Obeyed("the choices to a prompt follow each other, choice i drawn with seed + i")),
+    field("best_of", Obeyed("the same as `n` only: each choice is one that was drawn")),
     field("stop", Obeyed("up to 16")),
     field("temperature", Obeyed("")),
     field("top_p", Obeyed("")),
@@ -127,6 +129,7 @@ pub const COMPLETIONS: &[Field] = &[
     field("user", Accepted(NOBODY_BILLED)),
     field("metadata", Accepted(NOT_KEPT)),
     field("store", Accepted(NOT_KEPT)),
+    field("return_progress", Obeyed(PROGRESS)),
     field("cache_prompt", Obeyed("`false` neither uses the prompt cache nor leaves anything in it")),
     field("skip_special_tokens", Accepted("special tokens are never told")),
     field("min_tokens", Refused(&["0"], NO_CHOICE_OF_LENGTH)),

@@ -162,7 +162,7 @@ fn block(part: Part) -> Value {
 fn stopped(ending: &Ending) -> (&'static str, Option<&str>) {
     match (ending.reason, &ending.stop) {
         (FinishReason::Length, _) => ("max_tokens", None),
-        (FinishReason::ToolCalls, _) => ("tool_use", None),
+        (FinishReason::ToolCalls | FinishReason::FunctionCall, _) => ("tool_use", None),
         (FinishReason::Stop, Some(stop)) => ("stop_sequence", Some(stop)),
         (FinishReason::Stop, None) => ("end_turn", None),
     }

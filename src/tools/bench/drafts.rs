@@ -125,7 +125,7 @@ fn answers(
                 Event::Token { id, .. } => ids.push(id),
                 Event::Done { timings, .. } => break timings,
                 Event::Failed(error) => return Err(error.into()),
-                Event::Started { .. } | Event::Prompt(_) => {}
+                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
             }
         };
         all.push((ids, timings));

@@ -1,0 +1,67 @@
+//! Bodies that come compressed.
+
+use super::server::{Server, Setup};
+use flate2::{Compression, write::GzEncoder};
+use serde_json::{Value, json};
+use std::io::Write;
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+async fn status(server: &Server, encoding: &str, body: &[u8]) -> (u16, Value) {
+    let answer = server.send("POST", CHAT, &[("content-encoding", encoding)], Some(body)).await;
+    (answer.status, answer.json().await)
+}
+
+fn question() -> Vec<u8> {
+    json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string().into_bytes()
+}
+
+#[tokio::test]
+async fn gzip_is_inflated() {
+    let server = Server::saying("</think>\n\nHello.").await;
+    for encoding in ["gzip", "GZIP", "x-gzip"] {
+        let (code, answer) = status(&server, encoding, &gzip(&question())).await;
+        assert_eq!((code, &answer["choices"][0]["message"]["content"]), (200, &json!("Hello.")));
+    }
+    assert_eq!(status(&server, "identity", &question()).await.0, 200);
+}
+
+#[tokio::test]
+async fn what_is_no_gzip_is_refused() {
+    let server = Server::saying("Hello.").await;
+    let whole = gzip(&question());
+    for body in [&question()[..], &whole[..whole.len() / 2], &[]] {
+        let (code, answer) = status(&server, "gzip", body).await;
+        assert_eq!((code, &answer["error"]["code"]), (400, &json!("invalid_json")), "{answer}");
+    }
+    for encoding in ["br", "zstd", "gzip, gzip"] {
+        let (code, answer) = status(&server, encoding, &whole).await;
+        assert_eq!((code, &answer["error"]["code"]), (415, &json!("unsupported_encoding")));
+    }
+}
+
+#[tokio::test]
+async fn a_small_body_that_becomes_a_large_one_is_refused() {
+    let server = Setup { door: |door| door.body_limit = 1 << 20, ..Setup::default() }.start().await;
+    let bomb = gzip(&vec![b' '; 256 << 20]);
+    assert!(bomb.len() < 1 << 20);
+    let (code, answer) = status(&server, "gzip", &bomb).await;
+    assert_eq!((code, &answer["error"]["code"]), (413, &json!("request_too_large")));
+}
+
+#[tokio::test]
+async fn the_memory_of_requests_holds_for_inflated_bytes() {
+    // Within the limit of bytes, beyond what requests may take of memory.
+    let server = Setup { door: |door| door.budget.plan(12 << 20), ..Setup::default() }.start().await;
+    let body = gzip(&vec![b' '; 8 << 20]);
+    assert!(body.len() < 64 << 10);
+    let (code, answer) = status(&server, "gzip", &body).await;
+    assert_eq!((code, &answer["error"]["code"]), (413, &json!("request_too_large")), "{answer}");
+    assert!(server.metrics.render().contains("moestro_memory_bytes{kind=\"requests\"} 0"), "it is given back");
+}
