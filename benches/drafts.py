@@ -43,7 +43,7 @@ class Server:
 
     def metric(self, name):
         text = urllib.request.urlopen(self.url + "/metrics").read().decode()
-        return sum(float(value) for value in re.findall(rf"^{re.escape(name)}.* (\S+)$", text, re.M))
+        return sum(float(value) for value in re.findall(rf"^{name}.* (\S+)$", text, re.M))
 
 
 servers = {name: Server(args) for name, args in SETTINGS.items()}
@@ -63,7 +63,7 @@ try:
             for index in (0, 1):
                 ratios[name][index].append(sums[name][index + 1] / sums["off"][index + 1])
     for name, server in servers.items():
-        cycles, accepted = server.metric("moestro_draft_cycles_total"), server.metric('moestro_draft_tokens_total{kind="dflash",outcome="accepted"}')
+        cycles, accepted = server.metric("moestro_draft_cycles_total"), server.metric(r'moestro_draft_tokens_total\{.*outcome="accepted"')
         wall, cpu = (statistics.median(ratio) for ratio in ratios[name])
         print(f"# {name}: seconds over off {wall:.3f}, processor's {cpu:.3f}" + (f", {accepted / cycles:.2f} accepted in each of {cycles:.0f} cycles" if cycles else ""))
 finally:
