@@ -27,7 +27,7 @@ pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; char
 /// All of it. Fields are named after the metric, followed by the values of their labels.
 pub struct Metrics {
     registry: Registry,
-    /// What is in memory, expert by expert.
+    /// The experts in memory.
     board: Mutex<Arc<Board>>,
     info: IntGaugeVec,
     /// The labels of `info`: version, device, model.

@@ -69,7 +69,7 @@ pub struct Shape {
 pub struct DraftShape {
     /// Its weights, and whatever else does not grow.
     pub fixed: u64,
-    /// What it keeps of one token of the context.
+    /// Bytes that it keeps of one token of the context.
     pub per_token: u64,
     /// Hidden rows of one row of a prefill chunk.
     pub per_row: u64,

@@ -100,7 +100,7 @@ impl Grammars {
 
     /// Sorts the vocabulary, so that the first answer with a form need not wait for it. Takes 0.7 s for 248,077 tokens.
     pub fn warm_up(&self) {
-        // What is wrong with it, the first compilation says.
+        // The first compilation says any error.
         drop(self.factory());
     }
 

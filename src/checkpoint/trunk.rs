@@ -88,7 +88,7 @@ impl Checkpoint {
         Some(entry)
     }
 
-    /// Whether there is such a tensor; it is not claimed.
+    /// True if there is such a tensor; it is not claimed.
     pub fn has(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
@@ -268,7 +268,7 @@ impl<'a> Trunk<'a> {
         Ok(Self { slab: Some(slab), ..Self::measure(from, progress) })
     }
 
-    /// What it gathers will be shown under other numbers.
+    /// Its tensors will be shown under other numbers.
     pub fn shown_as(self, buffers: [u32; 2]) -> Self {
         Self { buffers, ..self }
     }

@@ -63,7 +63,7 @@ impl Found {
         }
     }
 
-    /// What is loaded together with the model.
+    /// The draft that is loaded together with the model.
     pub fn drafter(&self) -> Drafter {
         match self {
             Found::Mtp { beside: None, .. } => Drafter::Mtp,

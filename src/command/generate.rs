@@ -23,7 +23,7 @@ pub fn one(speaker: &Speaker, config: &Generate) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// What waits for events and signals.
+/// A runtime that waits for events and signals.
 pub fn runtime() -> Result<tokio::runtime::Runtime, CommandError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|source| CommandError::Io { what: "starting the event loop".into(), source })

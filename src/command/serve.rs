@@ -177,7 +177,7 @@ impl Shelf {
         all
     }
 
-    /// What was typed, for another model: with the settings that the configuration has for it.
+    /// The command line for another model, with the settings that the configuration has for it.
     fn config_of(&self, id: &str) -> Result<Serve, String> {
         let first = self.config();
         if id == catalog::id(&first.model, &self.settings) {

@@ -48,7 +48,7 @@ pub struct Settings {
     pub model: Option<String>,
     /// The file's models, and where they lie.
     pub models: Vec<(String, String)>,
-    /// What was typed.
+    /// The command line.
     pub args: Vec<OsString>,
     pub rows: Vec<Row>,
 }

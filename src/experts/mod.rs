@@ -99,7 +99,7 @@ impl Options {
     }
 }
 
-/// How often the picture of what is in memory is brought up to date.
+/// The time between two pictures of the slots.
 const DRAW: Duration = Duration::from_millis(500);
 
 /// The experts of one model.

@@ -83,7 +83,7 @@ pub struct Envelope<'a, C> {
     pub prompt_progress: Option<Progress>,
 }
 
-/// How far a prompt has been evaluated, in tokens, as llama-server says it.
+/// The tokens of a prompt that have been evaluated, in the form that llama-server gives.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Progress {
     pub total: usize,

@@ -209,7 +209,7 @@ impl Config {
     }
 }
 
-/// What the `config.json` of a directory says.
+/// The `config.json` of a directory.
 pub fn json(dir: &Path) -> Result<Value, ModelError> {
     let path = dir.join("config.json");
     let text = read_small(&path, MOST)

@@ -48,7 +48,7 @@ pub struct Options {
     pub verify: bool,
     /// A draft that computes with the model's own parts; its demands on memory are found with it.
     pub drafter: Drafter,
-    /// What a draft takes beside the model.
+    /// The memory of a draft beside the model.
     pub draft: DraftShape,
     /// Keys and values in fewer than 16 bits.
     pub kv_bits: KvBits,

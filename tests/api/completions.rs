@@ -97,7 +97,7 @@ async fn speculation_is_told_beside_the_usage() {
     let (last, chunks) = chunks.split_last().unwrap();
     assert_eq!(counts(last).map(|count| 2 * count), [drafted, accepted]);
     assert!(chunks.iter().all(|chunk| chunk.get("timings").is_none()));
-    // Where nothing is drafted there is nothing to tell.
+    // Nothing was drafted, so nothing is told.
     assert!(server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 1})).await.get("timings").is_none());
 }
 

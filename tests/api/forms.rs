@@ -279,7 +279,7 @@ async fn functions_are_answered_with_a_function_call() {
     assert_eq!(json!({"name": name, "arguments": arguments}), call);
     assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "function_call");
 
-    // What was answered can be sent back, with what the function gave.
+    // The answer can be sent back, with the result of the function.
     let mut next = body.clone();
     let messages = next["messages"].as_array_mut().unwrap();
     messages.push(choice["message"].clone());
