@@ -44,19 +44,19 @@ fn fast() -> HostGpu {
 }
 
 #[derive(serde::Deserialize)]
-struct Case {
-    question: String,
-    prompt_ids: Vec<u32>,
-    greedy_ids: Vec<u32>,
+pub struct Case {
+    pub question: String,
+    pub prompt_ids: Vec<u32>,
+    pub greedy_ids: Vec<u32>,
 }
 
-fn cases() -> Vec<Case> {
+pub fn cases() -> Vec<Case> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/demo/greedy.json");
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
 /// Greedy ids and the bits of every row of logits they were drawn from.
-fn answer<M: Model>(model: &mut M, prompt: &[u32], chunks: &[usize], count: usize) -> (Vec<u32>, Vec<Vec<f32>>) {
+pub fn answer<M: Model>(model: &mut M, prompt: &[u32], chunks: &[usize], count: usize) -> (Vec<u32>, Vec<Vec<f32>>) {
     let mut state = model.start().unwrap();
     let mut rest = prompt;
     let mut row = Vec::new();
