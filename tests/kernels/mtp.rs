@@ -75,17 +75,8 @@ fn answers(
     let options = engine::Options { eos: vec![2040, 2038], speculate, draft_tokens: 2, ..engine::Options::default() };
     let (handle, worker) = engine::spawn_with(model, draft, options, Metrics::new("test", "gpu")).unwrap();
     let answer = |ids: &Vec<u32>| {
-        let request = Request {
-            ids: ids.clone(),
-            max_tokens: 20,
-            sampling: Sampling { temperature: 0.7, seed: Some(5), ..Sampling::default() },
-            logprobs: None,
-            prompt_logprobs: None,
-            ignore_eos: false,
-            constraint: None,
-            boundaries: Vec::new(),
-            cache_prompt: true,
-        };
+        let sampling = Sampling { temperature: 0.7, seed: Some(5), ..Sampling::default() };
+        let request = Request::new(ids.clone(), 20, sampling);
         let mut events = handle.submit(request).unwrap();
         let mut told = Vec::new();
         loop {
