@@ -80,18 +80,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
 
 /// Seconds a token from the first to the last, as the engine tells them.
 fn straight(engine: &Handle, ids: &[u32]) -> f64 {
-    let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
-    let request = Request {
-        ids: ids.to_vec(),
-        max_tokens: 400,
-        sampling,
-        logprobs: None,
-        prompt_logprobs: None,
-        ignore_eos: false,
-        constraint: None,
-        boundaries: Vec::new(),
-        cache_prompt: false,
-    };
+    let request = Request { cache_prompt: false, ..Request::new(ids.to_vec(), 400, Sampling::greedy()) };
     let mut events = engine.submit(request).expect("a place in the queue");
     let (mut first, mut tokens) = (None, 0u32);
     loop {

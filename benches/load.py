@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a crowd costs those who behave: python3 benches/load.py target/release/moestro
+"""What a crowd costs those who behave: python3 benches/load.py target/release/moestro [ROUNDS]
 
 Ten clients ask a short question of the demo model, one after the other each, first alone, then beside 500 idle connections,
-50 half-sent bodies and 50 clients that read one byte a second. Prints the time to the first token of both, and their ratio.
-Alone and beside alternate, so that a busy machine favours neither.
+50 half-sent bodies and 50 clients that read one byte a second, then alone again. Prints the time to the first token of each
+round, and the medians of the rounds' ratios: a busy machine disturbs both halves of a round alike, and a few rounds not at all.
 """
-import asyncio, json, resource, subprocess, sys, time
+import asyncio, json, resource, statistics, subprocess, sys, time, urllib.request
 
-ROUNDS, CLIENTS, QUESTIONS = 4, 10, 20
+ROUNDS, CLIENTS, QUESTIONS = int(sys.argv[2]) if len(sys.argv) > 2 else 15, 10, 20
 BODY = json.dumps({"messages": [{"role": "user", "content": "What is 12+7?"}], "max_tokens": 4, "stream": True}).encode()
 LONG = json.dumps({"prompt": "One, two,", "max_tokens": 300, "stream": True, "logprobs": 20}).encode()
 
@@ -37,44 +37,63 @@ async def honest(port):
 
 
 async def crowd(port):
-    writers, readers = [], []
-    for number in range(600):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-        writers.append(writer)
-        if number < 50:
-            writer.write(head("/v1/chat/completions", len(BODY)) + BODY[:20])
-        elif number < 100:
-            writer.write(head("/v1/completions", len(LONG)) + LONG)
-            readers.append(reader)
+    """The connections, and the tasks that read from some of them."""
+    slow, rest = [], []
+    for _ in range(50):
+        slow.append(await asyncio.open_connection("127.0.0.1", port, limit=1024))
+        slow[-1][1].write(head("/v1/completions", len(LONG)) + LONG)
     async def sip(reader):
         while await reader.read(1):
             await asyncio.sleep(1)
-    return writers, [asyncio.ensure_future(sip(reader)) for reader in readers]
+    tasks = [asyncio.ensure_future(sip(reader)) for reader, _ in slow]
+    # Their answers are generated first: a queue is no concern of this measurement.
+    await asyncio.sleep(1)
+    while await asyncio.to_thread(waiting, port):
+        await asyncio.sleep(0.2)
+    for number in range(550):
+        rest.append(await asyncio.open_connection("127.0.0.1", port))
+        if number < 50:
+            rest[-1][1].write(head("/v1/chat/completions", len(BODY)) + BODY[:20])
+    return slow + rest, tasks
 
 
-def p99(times):
-    return sorted(times)[int(len(times) * 0.99)]
+def part(times, of):
+    return sorted(times)[int(len(times) * of)] * 1e3
+
+
+def waiting(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+        return sum(json.load(answer)["requests"].values())
 
 
 async def main(port):
-    alone, beside = [], []
-    for _ in range(ROUNDS):
-        await asyncio.sleep(1)
-        alone += await honest(port)
-        writers, tasks = await crowd(port)
-        # The slow readers' answers are generated first: a queue is no concern of this measurement.
-        await asyncio.sleep(4)
-        beside += await honest(port)
+    await honest(port)
+    ratios = {0.5: [], 0.99: []}
+    for number in range(ROUNDS):
+        before = await honest(port)
+        connections, tasks = await crowd(port)
+        beside = await honest(port)
+        there = sum(not reader.at_eof() for reader, _ in connections)
         for task in tasks:
             task.cancel()
-        for writer in writers:
+        for _, writer in connections:
             writer.close()
-    print(f"p50 {sorted(alone)[len(alone)//2]*1e3:.1f} ms alone, {sorted(beside)[len(beside)//2]*1e3:.1f} ms beside a crowd")
-    print(f"p99 {p99(alone)*1e3:.1f} ms alone, {p99(beside)*1e3:.1f} ms beside a crowd, ratio {p99(beside)/p99(alone):.2f}")
+        await asyncio.sleep(1)
+        after = await honest(port)
+        line = [f"{there} of 600 still there"]
+        for of in ratios:
+            alone = (part(before, of) + part(after, of)) / 2
+            ratios[of].append(part(beside, of) / alone)
+            line.append(f"p{of * 100:.0f} {part(before, of):.1f} {part(beside, of):.1f} {part(after, of):.1f} ms "
+                        f"{ratios[of][-1]:.3f}")
+        print(number, *line, sep="  ", flush=True)
+    for of, all in ratios.items():
+        quarters = statistics.quantiles(all, n=4)
+        print(f"p{of * 100:.0f} beside a crowd over alone: median {quarters[1]:.3f}, quarters {quarters[0]:.3f} {quarters[2]:.3f}")
 
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-server = subprocess.Popen([sys.argv[1], "serve", "--port", "0", "--max-queue", "128", *sys.argv[2:]], stdout=subprocess.PIPE,
+server = subprocess.Popen([sys.argv[1], "serve", "--port", "0", "--max-queue", "128"], stdout=subprocess.PIPE,
                           stderr=subprocess.DEVNULL)
 try:
     asyncio.run(main(json.loads(server.stdout.readline())["port"]))

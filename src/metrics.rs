@@ -110,6 +110,8 @@ pub struct Metrics {
     /// Time in which the model had nothing to compute for want of an expert.
     pub ssd_stall_seconds: Counter,
     pub ssd_errors: IntCounter,
+    /// Records of the loaded model's pack that were found damaged.
+    pub pack_damaged_records: IntGauge,
 
     /// Passes that verified a draft, by its kind; drafted tokens by kind and outcome.
     pub draft_cycles: IntCounterVec,
@@ -307,6 +309,11 @@ impl Metrics {
                 .expect("a valid name"),
             ),
             ssd_errors: counter(r, "moestro_ssd_errors_total", "Reads that failed or came up short"),
+            pack_damaged_records: gauge(
+                r,
+                "moestro_pack_damaged_records",
+                "Damaged records of the model's pack, which are read from the checkpoint instead",
+            ),
 
             draft_cycles: counters(
                 r,

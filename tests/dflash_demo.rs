@@ -47,18 +47,7 @@ impl Engine {
     }
 
     fn answer(&self, ids: &[u32], max_tokens: usize, sampling: &Sampling) -> (Vec<u32>, Finish, Timings) {
-        let request = Request {
-            ids: ids.to_vec(),
-            max_tokens,
-            sampling: sampling.clone(),
-            logprobs: None,
-            prompt_logprobs: None,
-            ignore_eos: false,
-            constraint: None,
-            boundaries: Vec::new(),
-            cache_prompt: true,
-        };
-        let mut events = self.handle.submit(request).unwrap();
+        let mut events = self.handle.submit(Request::new(ids.to_vec(), max_tokens, sampling.clone())).unwrap();
         let mut told = Vec::new();
         loop {
             match events.blocking_recv().unwrap() {
@@ -80,17 +69,13 @@ impl Engine {
     }
 }
 
-fn greedy() -> Sampling {
-    Sampling { temperature: 0.0, ..Sampling::default() }
-}
-
 /// The reference accepts 5.44 of 7 in the mean.
 #[test]
 fn as_many_are_accepted_as_in_the_reference() {
     let engine = Engine::new(None, Path::new(DRAFT), Speculate::Force);
     let mut accepted = 0;
     for case in fixtures::demo().0 {
-        let (told, _, timings) = engine.answer(&case.prompt_ids, 110, &greedy());
+        let (told, _, timings) = engine.answer(&case.prompt_ids, 110, &Sampling::greedy());
         assert!(told.starts_with(&case.greedy_ids) || case.greedy_ids.starts_with(&told), "{}", case.question);
         accepted += timings.accepted_tokens;
     }
@@ -108,7 +93,7 @@ fn answers_have_the_same_tokens_resident_and_streamed() {
     let first = &fixtures::demo().0[0];
     let biased = Sampling { logit_bias: vec![(first.greedy_ids[5], -50.0), (300, 2.0)], ..seeded(0.0) };
     let plain = Engine::new(None, Path::new(DRAFT), Speculate::Off);
-    let answers = [&biased, &greedy()].map(|sampling| plain.answer(&first.prompt_ids, 60, sampling).0);
+    let answers = [&biased, &Sampling::greedy()].map(|sampling| plain.answer(&first.prompt_ids, 60, sampling).0);
     assert_ne!(answers[0], answers[1]);
     for slots in [None, Some(64)] {
         let forced = Engine::new(slots, Path::new(DRAFT), Speculate::Force);
@@ -162,8 +147,8 @@ fn a_draft_that_does_not_fit_changes_no_answer() {
         let forced = Engine::new(None, dir.path(), Speculate::Force);
         let mut counted = [0, 0];
         for case in fixtures::demo().0 {
-            let expected = plain.answer(&case.prompt_ids, 110, &greedy()).0;
-            let found = forced.answer(&case.prompt_ids, 110, &greedy());
+            let expected = plain.answer(&case.prompt_ids, 110, &Sampling::greedy()).0;
+            let found = forced.answer(&case.prompt_ids, 110, &Sampling::greedy());
             assert_eq!(found.0, expected, "{what}");
             counted = [counted[0] + found.2.accepted_tokens, counted[1] + found.2.drafted_tokens];
         }

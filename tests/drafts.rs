@@ -71,18 +71,7 @@ fn answers(
     let (handle, worker) = engine::spawn_with(model, draft, options, metrics.clone()).unwrap();
     let mut cycles = 0;
     let answer = |ids: &Vec<u32>| {
-        let request = Request {
-            ids: ids.clone(),
-            max_tokens: tokens,
-            sampling: sampling.clone(),
-            logprobs: None,
-            prompt_logprobs: None,
-            ignore_eos: false,
-            constraint: None,
-            boundaries: Vec::new(),
-            cache_prompt: true,
-        };
-        let mut events = handle.submit(request).unwrap();
+        let mut events = handle.submit(Request::new(ids.clone(), tokens, sampling.clone())).unwrap();
         let mut told = Vec::new();
         loop {
             match events.blocking_recv().unwrap() {
@@ -106,15 +95,11 @@ fn mtp(model: &Qwen) -> Option<Box<dyn Draft<Qwen>>> {
     Some(Box::new(Mtp::new(model).expect("the model has a head")))
 }
 
-fn greedy() -> Sampling {
-    Sampling { temperature: 0.0, ..Sampling::default() }
-}
-
 /// Tokens accepted a cycle in the mean, over the golden prompts; the answers must be mlx-lm's.
 fn acceptance(model: Qwen, draft: Option<Box<dyn Draft<Qwen>>>, width: usize) -> f64 {
     let (cases, _) = fixtures::demo();
     let prompts: Vec<_> = cases.iter().map(|case| case.prompt_ids.clone()).collect();
-    let answers = answers(model, draft, width, &prompts, 110, &greedy());
+    let answers = answers(model, draft, width, &prompts, 110, &Sampling::greedy());
     let (mut accepted, mut cycles) = (0, 0);
     for (case, answer) in cases.iter().zip(&answers) {
         let both = answer.ids.len().min(case.greedy_ids.len());
@@ -159,7 +144,7 @@ fn answers_are_the_same_with_drafts_and_without() {
     let seeded = |temperature| Sampling { temperature, seed: Some(5), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.6, repetition_penalty: 1.2, ..seeded(1.3) };
     let biased = Sampling { logit_bias: vec![(263, -5.0), (13, 2.0)], ..seeded(0.7) };
-    for sampling in [greedy(), penal, biased] {
+    for sampling in [Sampling::greedy(), penal, biased] {
         let plain = answers(load_with(&dir, options(Drafter::None)), None, 1, &prompts, 40, &sampling);
         for (head, streams) in [(true, false), (true, true), (false, false), (false, true)] {
             let mut options = options(if head { Drafter::Mtp } else { Drafter::None });

@@ -1,13 +1,20 @@
-//! Packs as a user has them: one of another checkpoint is never used, a damaged record ends the request that reads it.
+//! Packs as a user has them: one of another checkpoint is never used, a damaged record is read from the checkpoint.
+
+#[path = "support/process.rs"]
+mod process;
+#[path = "support/shard.rs"]
+mod shard;
 
 use moestro::{
     checkpoint::pack,
     demo,
-    device::{Immediate, Mark},
     error::StoreError,
-    experts::{Choice, ExpertMap, Experts, Io, Options, PIECES, Phase, Piece},
+    experts::{Experts, Io, Options, Phase},
     metrics::Metrics,
 };
+use process::Process;
+use serde_json::{Value, json};
+use shard::Shard;
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,
@@ -44,7 +51,7 @@ fn answer(root: &Path, dir: &str) -> (String, String) {
 fn change_scales(model: &Path) {
     let mut bytes = fs::read(model).unwrap();
     let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let header: serde_json::Value = serde_json::from_slice(&bytes[8..data]).unwrap();
+    let header: Value = serde_json::from_slice(&bytes[8..data]).unwrap();
     let samples: Vec<usize> = (0..16).map(|i| (bytes.len() - 4096) * i / 15).collect();
     for (name, tensor) in header.as_object().unwrap() {
         if name.contains("switch_mlp") && name.ends_with("scales") {
@@ -113,64 +120,87 @@ fn the_experts_are_hashed_again_only_when_the_files_change() {
     assert!(verified.status.success() && said.contains("256 experts, each byte the checkpoint's"), "{said}");
 }
 
-const LEN: usize = 5000;
-
-/// Two layers of six experts in one shard.
-fn shard(dir: &Path) -> (ExpertMap, PathBuf) {
-    let expert = |layer: usize, expert: usize| {
-        std::array::from_fn(|part| {
-            let nth = (layer * 6 + expert) * PIECES + part;
-            Piece { file: 0, offset: (10 + nth * LEN) as u64, len: LEN }
-        })
-    };
-    let map = ExpertMap { layers: (0..2).map(|l| (0..6).map(|e| expert(l, e)).collect()).collect() };
-    let path = dir.join("model.safetensors");
-    let data = (0..12 * PIECES * LEN).map(|at| (at * 31 + at / 251) as u8);
-    fs::write(&path, 2u64.to_le_bytes().into_iter().chain(*b"{}").chain(data).collect::<Vec<u8>>()).unwrap();
-    (map, path)
+/// The stride of a pack's records, layer by layer.
+fn strides(pack: &Path) -> Vec<u64> {
+    let manifest: Value = serde_json::from_slice(&fs::read(pack.join("manifest.json")).unwrap()).unwrap();
+    manifest["layers"].as_array().unwrap().iter().map(|layer| layer["stride"].as_u64().unwrap()).collect()
 }
 
-fn take(store: &Experts, layer: usize, experts: &[u32], phase: Phase) -> Result<usize, StoreError> {
-    let choice = Choice { ids: experts, k: experts.len(), logits: &[] };
-    let mut asked = store.ask(layer, &choice, phase, &mut Immediate)?;
-    let mut seen = 0;
-    while let Some(batch) = asked.next(&mut Immediate)? {
-        seen += batch.len();
-        batch.reads_until(Mark::START);
+/// Changes `len` bytes of every record of a layer, each at another place.
+fn damage(pack: &Path, layer: usize, len: usize) {
+    let stride = strides(pack)[layer];
+    let path = pack.join(format!("layer-{layer:03}.experts"));
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    for record in 0..file.metadata().unwrap().len() / stride {
+        let at = record * stride + record * 8192 % (stride / 2);
+        let mut block = vec![0; len];
+        file.read_exact_at(&mut block, at).unwrap();
+        block.iter_mut().for_each(|byte| *byte = !*byte);
+        file.write_all_at(&block, at).unwrap();
     }
-    Ok(seen)
 }
 
 #[test]
-fn four_kib_flipped_in_a_record_end_the_request_that_reads_it_and_no_other() {
+fn a_damaged_record_is_read_from_the_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
-    let (map, path) = shard(dir.path());
-    let (files, out) = ([path], dir.path().join("pack"));
-    pack::write(&map, &files, &out, &|_| ()).unwrap();
-    // One block of every record of the second layer, each at another place.
-    let layer = File::options().read(true).write(true).open(out.join("layer-001.experts")).unwrap();
-    for expert in 0..6 {
-        let at = expert * 49152 + expert * 8192;
-        let mut block = [0; 4096];
-        layer.read_exact_at(&mut block, at).unwrap();
-        layer.write_all_at(&block.map(|byte| !byte), at).unwrap();
-    }
-    drop(layer);
-    fs::rename(&out, dir.path().parent().unwrap().join(dir.path().file_name().unwrap()).join("model.pack")).unwrap();
-    fs::create_dir(dir.path().join("model")).unwrap();
-    let pack = pack::find(&dir.path().join("model"), &map, &files).expect("its sizes and its checkpoint are right");
-    for (io, phase) in [(Io::Buffered, Phase::Decode), (Io::Auto, Phase::Decode), (Io::Auto, Phase::Prefill)] {
-        let options = Options { io, sums: Some(pack.sums.clone()), ..Options::new(4) };
+    let shard = Shard::new(dir.path(), 5000);
+    let out = dir.path().join("model.pack");
+    pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
+    damage(&out, 1, 4096);
+    let open = |io| {
+        let pack = pack::find(shard.dir(), &shard.map, &shard.files).expect("its sizes and its checkpoint are right");
+        let options = Options { io, packed: Some(pack.packed), ..Options::new(4) };
         let metrics = Metrics::new("0", "cpu");
-        let store = Experts::open(pack.files.clone(), pack.map.clone(), options, metrics.clone()).unwrap();
-        for expert in 0..6u32 {
-            let error = take(&store, 1, &[expert], phase).unwrap_err();
-            let StoreError::Read { layer: 1, expert: found, offset, .. } = &error else { panic!("{error}") };
-            assert_eq!((*found as u32, *offset), (expert, 49152 * u64::from(expert)));
-            let text = error.to_string();
-            assert!(text.contains("layer-001.experts") && text.contains("checksum"), "{text}");
-            assert_eq!(take(&store, 0, &[expert, (expert + 1) % 6], phase).unwrap(), 2, "the store lives on");
+        (Experts::open(pack.files, pack.map, options, metrics.clone()).unwrap(), metrics)
+    };
+    for (io, phase) in [(Io::Buffered, Phase::Decode), (Io::Auto, Phase::Decode), (Io::Auto, Phase::Prefill)] {
+        let (store, metrics) = open(io);
+        let damaged = || (metrics.pack_damaged_records.get(), metrics.ssd_errors.get());
+        assert_eq!(shard.take(&store, 0, &[0, 1, 2, 3], phase).unwrap(), 4);
+        assert_eq!(damaged(), (0, 0));
+        for round in 0..3 {
+            for expert in 0..6 {
+                assert_eq!(shard.take(&store, 1, &[expert, (expert + 2) % 6], phase).unwrap(), 2);
+                assert!(round == 0 || damaged() == (6, 6), "it is tried again: {:?}", damaged());
+            }
         }
-        assert!(metrics.ssd_errors.get() >= 6);
     }
+
+    let (store, metrics) = open(Io::Auto);
+    shard.take(&store, 1, &[5], Phase::Decode).unwrap();
+    File::options().write(true).open(&shard.files[0]).unwrap().set_len(1000).unwrap();
+    for expert in [2, 3, 2] {
+        let error = shard.take(&store, 1, &[expert], Phase::Decode).unwrap_err();
+        let StoreError::Read { layer: 1, expert: found, .. } = &error else { panic!("{error}") };
+        let text = error.to_string();
+        assert_eq!(*found as u32, expert, "{text}");
+        let all = ["layer-001.experts", "checksum", "model.safetensors"];
+        assert!(all.iter().all(|part| text.contains(part)), "{text}");
+    }
+    assert_eq!(metrics.pack_damaged_records.get(), 1, "those that could not be mended are tried again");
+    assert_eq!(shard.take(&store, 0, &[1, 4], Phase::Decode).unwrap(), 2, "the store lives on");
+}
+
+#[test]
+fn a_damaged_pack_answers_rightly_and_says_so() {
+    let root = tempfile::tempdir().unwrap();
+    checkpoint(root.path(), "model");
+    let packed = moestro(root.path(), &["pack", "model", "--out", "model.pack"]);
+    assert!(packed.status.success(), "{}", String::from_utf8_lossy(&packed.stderr));
+    let pack = root.path().join("model.pack");
+    (0..strides(&pack).len()).for_each(|layer| damage(&pack, layer, 1000));
+    let (text, said) = answer(root.path(), "model");
+    assert_eq!(text, "12 + 7 = 19.\n");
+    assert!(said.contains("experts are read from their pack"), "{said}");
+    assert_eq!(said.matches("the pack is damaged").count(), 1, "{said}");
+
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
+    command.current_dir(root.path()).env_clear().env("XDG_CACHE_HOME", root.path().join("cache"));
+    let server = Process::spawn(command, &["model", "--thinking", "off"]);
+    let answer = server.chat(&[json!({"role": "user", "content": "What is 12+7?"})]);
+    assert_eq!(answer["choices"][0]["message"]["content"], "12 + 7 = 19.", "{answer}");
+    let health: Value = serde_json::from_str(&server.ask("GET", "/health", "")).unwrap();
+    assert_eq!(health["status"], "ok");
+    assert_eq!(health["pack"]["damaged_records"], 256, "{health}");
+    assert_eq!(server.metric("moestro_pack_damaged_records"), 256);
 }

@@ -136,15 +136,11 @@ impl Server {
         cache_prompt: bool,
     ) -> (Vec<(u32, u32)>, usize) {
         let request = Request {
-            ids: ids.to_vec(),
-            max_tokens,
-            sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             logprobs: Some(0),
-            prompt_logprobs: None,
             ignore_eos: true,
-            constraint: None,
             boundaries: boundaries.to_vec(),
             cache_prompt,
+            ..Request::new(ids.to_vec(), max_tokens, Sampling::greedy())
         };
         let mut events = self.engine.submit(request).unwrap();
         let (mut answer, mut cached) = (Vec::new(), 0);

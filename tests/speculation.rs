@@ -81,18 +81,7 @@ fn answer(
 ) -> (Vec<u32>, Finish, [usize; 2]) {
     let options = engine::Options { eos: vec![2], speculate, draft_tokens: 5, ..engine::Options::default() };
     let (handle, worker) = engine::spawn(demo(slots), options, Metrics::new("test", "cpu")).unwrap();
-    let request = Request {
-        ids: ids.to_vec(),
-        max_tokens: 60,
-        sampling: sampling.clone(),
-        logprobs: None,
-        prompt_logprobs: None,
-        ignore_eos: false,
-        constraint: None,
-        boundaries: Vec::new(),
-        cache_prompt: true,
-    };
-    let mut events = handle.submit(request).unwrap();
+    let mut events = handle.submit(Request::new(ids.to_vec(), 60, sampling.clone())).unwrap();
     let mut told = Vec::new();
     let (finish, timings) = loop {
         match events.blocking_recv().unwrap() {

@@ -15,7 +15,8 @@
 //! A pack may stand in for a checkpoint only if every expert has the SHA-256 that the manifest says; [`fingerprint`]
 //! finds the packs that come into question without reading much. All experts are hashed while packing, when all are
 //! read anyway. Later the checkpoint's [`identity`](super::identity) stands for that: as long as the files are the very ones that were
-//! hashed, nothing is read; if they are not, they are hashed once more. A record's CRC-32 is compared when it is read.
+//! hashed, nothing is read; if they are not, they are hashed once more. A record's CRC-32 is compared when it is read;
+//! one that is damaged is read from the checkpoint.
 //!
 //! A pack is looked for as `NAME.pack` beside the checkpoint directory `NAME`, then in the cache directory; where `--out`
 //! put it elsewhere, the cache holds a link to it.

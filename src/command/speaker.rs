@@ -100,14 +100,7 @@ impl Speaker {
         };
         let mut events = self.engine.submit(Request {
             boundaries: ends.map(boundary).collect(),
-            ids,
-            max_tokens: manner.max_tokens.unwrap_or(usize::MAX),
-            sampling: manner.sampling.clone(),
-            logprobs: None,
-            prompt_logprobs: None,
-            ignore_eos: false,
-            constraint: None,
-            cache_prompt: true,
+            ..Request::new(ids, manner.max_tokens.unwrap_or(usize::MAX), manner.sampling.clone())
         })?;
         let mut decoder = Decoder::new(self.checkpoint.tokenizer.clone());
         let mut page = Page::new(Parser::new(Template::opens_in_reasoning(&prompt), &[]));

@@ -56,6 +56,13 @@ impl Default for Sampling {
     }
 }
 
+impl Sampling {
+    /// The likeliest token, always.
+    pub fn greedy() -> Self {
+        Self { temperature: 0.0, ..Self::default() }
+    }
+}
+
 /// One generation, in tokens.
 #[derive(Debug, Clone)]
 pub struct Request {
@@ -75,6 +82,23 @@ pub struct Request {
     pub boundaries: Vec<Boundary>,
     /// Go on from what earlier requests left, and leave something for later ones.
     pub cache_prompt: bool,
+}
+
+impl Request {
+    /// A free answer to `ids`, up to an end-of-sequence token, with nothing told beside it.
+    pub fn new(ids: Vec<u32>, max_tokens: usize, sampling: Sampling) -> Self {
+        Self {
+            ids,
+            max_tokens,
+            sampling,
+            logprobs: None,
+            prompt_logprobs: None,
+            ignore_eos: false,
+            constraint: None,
+            boundaries: Vec::new(),
+            cache_prompt: true,
+        }
+    }
 }
 
 /// The end of a message in a prompt.

@@ -28,23 +28,23 @@
 mod asked;
 pub mod eviction;
 pub mod layout;
+mod packed;
 pub mod prefetch;
 pub mod probe;
 pub mod reader;
 pub mod slots;
 pub mod source;
-mod sums;
 mod trace;
 pub mod warm;
 
 pub use asked::{Asked, Batch, Landed};
 pub use eviction::Choice;
 pub use layout::{ExpertMap, LayerExperts, PIECES, Piece};
+pub use packed::{Packed, Records};
 pub use prefetch::Prefetch;
 pub use probe::Io;
 pub use slots::SlotId;
 pub use source::{Files, Source};
-pub use sums::{Records, Sums};
 pub use warm::Warm;
 
 use crate::{
@@ -88,14 +88,14 @@ pub struct Options {
     pub warm: Option<Warm>,
     /// Writes what every layer asks for to this file: the input of `benches/expert_cache.rs`.
     pub trace: Option<PathBuf>,
-    /// The checksum of each record of a pack; `None` for a checkpoint's own files.
-    pub sums: Option<Arc<Sums>>,
+    /// The pack that the files are; `None` for a checkpoint's own files.
+    pub packed: Option<Arc<Packed>>,
 }
 
 impl Options {
     /// Everything automatic, nothing kept on disk.
     pub fn new(slots: usize) -> Self {
-        Self { slots, io: Io::Auto, threads: 16, prefetch: Prefetch::Auto, warm: None, trace: None, sums: None }
+        Self { slots, io: Io::Auto, threads: 16, prefetch: Prefetch::Auto, warm: None, trace: None, packed: None }
     }
 }
 
@@ -142,7 +142,7 @@ impl Experts {
         metrics: Arc<Metrics>,
     ) -> Result<Self, StoreError> {
         let (files, access) = probe::open(&files, &map, options.io, options.threads)?;
-        let files = files.with_sums(options.sums.clone());
+        let files = files.with_packed(options.packed.clone());
         let mut experts = Self::with_source(Box::new(files), map, options, metrics)?;
         experts.access = access;
         Ok(experts)

@@ -308,13 +308,45 @@ impl Shared {
         }
     }
 
-    /// Reads one range into its slot, over interruptions and short reads.
+    /// Reads one range into its slot. A pack's record that cannot be read, or is not what was written, is put together
+    /// from the checkpoint.
     fn read(&self, job: &Job) -> Result<(), Failure> {
         let read = &job.read;
         let base = job.slot.index() * self.slot_bytes + read.at;
         // SAFETY: the slot's state is Reading, so nobody reads it, and each of its reads has a range of its own and is taken
         // from the queue by one thread. A slot gets another expert only after all its reads have ended.
         let into = unsafe { self.slab.bytes_mut(base..base + read.len) };
+        let failed = |source| {
+            self.metrics.ssd_errors.inc();
+            Failure { file: read.file, offset: read.offset, len: read.need, source }
+        };
+        let Some(packed) = self.source.packed() else { return self.fetch(read, into).map_err(failed) };
+        let mut why = None;
+        if !packed.is_damaged(read.file, read.offset) {
+            let fetched = self.fetch(read, into);
+            let read_in = into.get(..read.need).unwrap_or_default();
+            match fetched.and_then(|()| packed.check(read.file, read.offset, read_in)) {
+                Ok(()) => return Ok(()),
+                Err(error) => why = Some(failed(error)),
+            }
+        }
+        let (reads, bytes) = packed.mend(read.file, read.offset, into).map_err(|error| {
+            let why = why.as_ref().map(|why| format!("{}; ", why.source)).unwrap_or_default();
+            failed(io::Error::new(error.kind(), format!("{why}the checkpoint cannot be read either: {error}")))
+        })?;
+        self.metrics.ssd_reads.inc_by(reads);
+        self.metrics.ssd_read_bytes.inc_by(bytes);
+        if let Some(Failure { file, offset, source, .. }) = why {
+            let path = self.source.path(file);
+            if packed.mark(file, offset, &format_args!("{}, record at byte {offset}: {source}", path.display())) {
+                self.metrics.pack_damaged_records.inc();
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads one range, over interruptions and short reads.
+    fn fetch(&self, read: &Read, into: &mut [u8]) -> io::Result<()> {
         let block = self.source.block();
         let mut have = 0;
         while have < read.need {
@@ -326,7 +358,7 @@ impl Shared {
             let got = match result {
                 Ok(got) => got,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(self.fail(read, error)),
+                Err(error) => return Err(error),
             };
             self.metrics.ssd_reads.inc();
             self.metrics.ssd_read_bytes.inc_by(got as u64);
@@ -340,17 +372,11 @@ impl Shared {
                 let size = self.source.size(read.file).unwrap_or(0);
                 let text =
                     format!("the file ends {} bytes too early (it had {size} when opened)", read.need - have - got);
-                return Err(self.fail(read, io::Error::new(io::ErrorKind::UnexpectedEof, text)));
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
             }
             have = reached;
         }
-        let read_in = into.get(..read.need).unwrap_or_default();
-        self.source.check(read.file, read.offset, read_in).map_err(|error| self.fail(read, error))
-    }
-
-    fn fail(&self, read: &Read, source: io::Error) -> Failure {
-        self.metrics.ssd_errors.inc();
-        Failure { file: read.file, offset: read.offset, len: read.need, source }
+        Ok(())
     }
 
     fn count_disk(&self) {

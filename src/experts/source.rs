@@ -1,6 +1,6 @@
 //! The source of the reader's bytes: the checkpoint's files, or a test's double that fails on purpose.
 
-use super::Sums;
+use super::Packed;
 use crate::{
     error::StoreError,
     platform::{Access, File},
@@ -16,10 +16,9 @@ pub trait Source: Send + Sync {
     /// One read; may return fewer bytes than asked for, 0 at the end of the file.
     fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize>;
 
-    /// Fails if an expert's bytes, all of those asked for at `offset`, do not have their known checksum. Without one it
-    /// passes.
-    fn check(&self, _file: u32, _offset: u64, _bytes: &[u8]) -> io::Result<()> {
-        Ok(())
+    /// What is known of the files' records, if they are a pack.
+    fn packed(&self) -> Option<&Packed> {
+        None
     }
 
     /// Bytes in the file; `None` if there is no such file.
@@ -32,11 +31,11 @@ pub trait Source: Send + Sync {
     fn block(&self) -> usize;
 }
 
-/// A checkpoint's shards, held open. None is ever written to.
+/// The shards of a checkpoint, or the files of its pack, held open. None is ever written to.
 pub struct Files {
     files: Vec<File>,
     block: usize,
-    sums: Option<Arc<Sums>>,
+    packed: Option<Arc<Packed>>,
 }
 
 impl Files {
@@ -48,12 +47,12 @@ impl Files {
             block = block.max(file.block());
             files.push(file);
         }
-        Ok(Self { files, block, sums: None })
+        Ok(Self { files, block, packed: None })
     }
 
-    /// With checksums, if there are any, that whole records have to match.
-    pub fn with_sums(self, sums: Option<Arc<Sums>>) -> Self {
-        Self { sums, ..self }
+    /// As the files of a pack, whose records are checked and, if they are damaged, read from its checkpoint.
+    pub fn with_packed(self, packed: Option<Arc<Packed>>) -> Self {
+        Self { packed, ..self }
     }
 
     fn get(&self, file: u32) -> io::Result<&File> {
@@ -77,8 +76,8 @@ impl Source for Files {
         Ok(got)
     }
 
-    fn check(&self, file: u32, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.sums.as_ref().map_or(Ok(()), |sums| sums.check(file, offset, bytes))
+    fn packed(&self) -> Option<&Packed> {
+        self.packed.as_deref()
     }
 
     fn size(&self, file: u32) -> Option<u64> {

@@ -117,13 +117,9 @@ async fn choices(
     let request = Request {
         boundaries: app.boundaries(&ids),
         cache_prompt: common.cache_prompt.unwrap_or(true),
-        ids,
-        max_tokens,
-        sampling,
         logprobs,
-        prompt_logprobs: None,
-        ignore_eos: false,
         constraint,
+        ..Request::new(ids, max_tokens, sampling)
     };
     let count = check::choices(common.n)?;
     Ok(Choices { request, tools, in_reasoning, parallel_tool_calls, stops, count, share: Some(share) })

@@ -137,16 +137,14 @@ impl Job {
         let ids = self.prompt(index).to_vec();
         let mut sampling = self.sampling.clone();
         sampling.seed = sampling.seed.map(|seed| seed.wrapping_add((index % self.n) as u64));
+        let max_tokens = self.max_tokens.min(app.engine.context().saturating_sub(ids.len()));
         let request = Request {
             boundaries: app.boundaries(&ids),
             cache_prompt: self.cache_prompt,
-            max_tokens: self.max_tokens.min(app.engine.context().saturating_sub(ids.len())),
-            ids,
-            sampling,
             logprobs: self.logprobs,
             prompt_logprobs: self.logprobs.filter(|_| self.echo),
             ignore_eos: self.echo && self.logprobs.is_some() && self.max_tokens == 1,
-            constraint: None,
+            ..Request::new(ids, max_tokens, sampling)
         };
         Transcript::submit(app, &self.tally, request, Reader::Plain, self.stops.clone())
     }

@@ -124,7 +124,7 @@ impl Qwen {
     ) -> Result<Self, ModelError> {
         let mut surveyed = Surveyed::new(dir, options)?;
         let plan = surveyed.plan(&Limits::here(options.gpu), &options.wishes)?;
-        let Surveyed { config, checkpoint, experts, files, sums, shape, head, .. } = surveyed;
+        let Surveyed { config, checkpoint, experts, files, packed, shape, head, .. } = surveyed;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
             (&metrics.memory_trunk, plan.trunk),
@@ -136,6 +136,7 @@ impl Qwen {
         ] {
             gauge.set(bytes as i64);
         }
+        metrics.pack_damaged_records.set(0);
         let threads = options.threads.unwrap_or_else(os::physical_cores);
         let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
         let (mut net, _) = Net::load(&mut trunk, &config)?;
@@ -146,7 +147,7 @@ impl Qwen {
             let StoreOptions { slots, io, threads, prefetch, warm, trace } = options.store.clone();
             let slots = slots.unwrap_or(plan.slots).min(plan.slots);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
-            let options = experts::Options { slots, io, threads, prefetch, warm, trace, sums };
+            let options = experts::Options { slots, io, threads, prefetch, warm, trace, packed };
             let store = Experts::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)

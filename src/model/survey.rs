@@ -13,7 +13,7 @@ use super::{
 use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index, pack},
     error::ModelError,
-    experts::{ExpertMap, Sums},
+    experts::{ExpertMap, Packed},
     ops::{CacheFormat, Cpu, Limits as DeviceLimits, attend::NEWEST, gpu_limits},
     plan::{Limits, Plan, Shape, Strategy, Wishes},
     platform::MAX_BLOCK,
@@ -32,8 +32,8 @@ pub struct Surveyed {
     pub files: Vec<PathBuf>,
     /// The pack's directory, if there is one.
     pub pack: Option<PathBuf>,
-    /// The checksums of its records.
-    pub sums: Option<Arc<Sums>>,
+    /// Its records, and what may be read instead.
+    pub packed: Option<Arc<Packed>>,
     pub shape: Shape,
     /// The encodings of gate, up and down of the first layer's experts (or, dense, of its feed-forward).
     pub feed_forward: Option<[Kind; 3]>,
@@ -50,7 +50,7 @@ impl Surveyed {
             tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
             found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
             (found.experts, found.files) = (pack.map, pack.files);
-            (found.pack, found.sums) = (Some(pack.dir), Some(pack.sums));
+            (found.pack, found.packed) = (Some(pack.dir), Some(pack.packed));
         }
         Ok(found)
     }
@@ -74,7 +74,7 @@ impl Surveyed {
             Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(Kind::of),
             Ffn::Moe(moe) => moe.stacks.each_ref().map(Kind::of_stack),
         });
-        Ok(Self { config, checkpoint, experts, files, pack: None, sums: None, shape, feed_forward, head, cache })
+        Ok(Self { config, checkpoint, experts, files, pack: None, packed: None, shape, feed_forward, head, cache })
     }
 
     /// The memory plan. A head's experts are all in memory if the model's are; if there is no room for the head, it goes.

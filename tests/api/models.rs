@@ -67,7 +67,7 @@ impl Loader for Keeper {
             tokenizer,
             template: Some(Template::load(&demo()).unwrap()),
             card: ModelCard { id: id.into(), created: 1, experts_per_token: None, quantisation: None },
-            defaults: Sampling { temperature: 0.0, ..Sampling::default() },
+            defaults: Sampling::greedy(),
             thinking: None,
             plan: json!({}),
         };

@@ -163,7 +163,7 @@ impl Setup {
                     experts_per_token: Some(2),
                     quantisation: Some("4-bit affine, groups of 64".into()),
                 },
-                defaults: Sampling { temperature: 0.0, ..Sampling::default() },
+                defaults: Sampling::greedy(),
                 thinking: self.thinking,
                 plan: json!({"resident": true}),
             });

@@ -12,6 +12,7 @@ mod host;
 mod layers;
 mod linear;
 mod lint;
+mod mtp;
 mod queue;
 mod record;
 mod streaming;

@@ -8,8 +8,8 @@ use super::{
 use crate::{
     checkpoint::identity::{identity, settled_identity},
     error::StoreError,
-    experts::{ExpertMap, Sums},
-    platform::{os, partial, read_small},
+    experts::{ExpertMap, Files, Packed},
+    platform::{Access, os, partial, read_small},
 };
 use std::{
     fs, io,
@@ -24,8 +24,8 @@ pub struct Pack {
     /// The experts' places in `files`.
     pub map: ExpertMap,
     pub files: Vec<PathBuf>,
-    /// The checksums that records are read against.
-    pub sums: Arc<Sums>,
+    /// The checksums that records are read against, and the checkpoint, which is read if they differ.
+    pub packed: Arc<Packed>,
 }
 
 /// The default directory of the pack of `files`: named by their fingerprint and their identity, so that two
@@ -85,6 +85,8 @@ fn named(cache: &Path, fingerprint: &str) -> Vec<PathBuf> {
 pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, StoreError> {
     let (manifest, text) = Manifest::read(dir)?;
     manifest.check(dir, &fingerprint(files)?, map)?;
+    // Opened before they are looked at: what is read later is what was hashed.
+    let checkpoint = Files::open(files, Access::Buffered)?;
     let now = settled_identity(files)?;
     let known = now.is_some_and(|now| now == manifest.identity || is_remembered(&now, &text));
     if !known {
@@ -95,9 +97,9 @@ pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, Stor
         );
         compare(dir, &manifest, &text, map, files)?;
     }
-    let sums = Arc::new(Sums::new(manifest.records()));
+    let packed = Arc::new(Packed::new(manifest.records(map), checkpoint));
     let files = manifest.layers.iter().filter_map(|layer| layer.path(dir)).collect();
-    Ok(Pack { dir: dir.to_owned(), map: manifest.map(), files, sums })
+    Ok(Pack { dir: dir.to_owned(), map: manifest.map(), files, packed })
 }
 
 /// The file that says which packs the files of an identity have been compared with.

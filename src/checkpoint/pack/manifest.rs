@@ -2,7 +2,7 @@
 
 use crate::{
     error::StoreError,
-    experts::{ExpertMap, PIECES, Piece, Records},
+    experts::{ExpertMap, LayerExperts, PIECES, Piece, Records},
     platform::read_small,
 };
 use serde::{Deserialize, Serialize};
@@ -112,9 +112,13 @@ impl Manifest {
         ExpertMap { layers: self.layers.iter().enumerate().map(experts).collect() }
     }
 
-    /// The checksums that records are read against.
-    pub fn records(&self) -> Vec<Records> {
-        self.layers.iter().map(|layer| Records::new(layer.stride, layer.end() as usize, layer.crc32.clone())).collect()
+    /// The checksums that records are read against, with the experts' places in the checkpoint.
+    pub fn records(&self, map: &ExpertMap) -> Vec<Records> {
+        let layers = self.layers.iter().zip(&map.layers);
+        let records = |(layer, experts): (&Layer, &LayerExperts)| {
+            Records::new(layer.stride, layer.pieces, layer.crc32.iter().copied().zip(experts.iter().copied()))
+        };
+        layers.map(records).collect()
     }
 }
 

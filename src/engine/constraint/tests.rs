@@ -39,15 +39,9 @@ fn engine() -> Handle {
 
 fn answer(engine: &Handle, script: &Script, ignore_eos: bool) -> (Vec<u32>, Result<Finish, String>) {
     let request = Request {
-        ids: vec![9, 8, 7],
-        max_tokens: 20,
-        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-        logprobs: None,
-        prompt_logprobs: None,
         ignore_eos,
         constraint: Some(Box::new(script.clone())),
-        boundaries: Vec::new(),
-        cache_prompt: true,
+        ..Request::new(vec![9, 8, 7], 20, Sampling::greedy())
     };
     let (mut events, mut tokens) = (engine.submit(request).unwrap(), Vec::new());
     loop {

@@ -21,17 +21,7 @@ fn engine(parrot: &Parrot, options: Options) -> (Handle, Worker, Arc<Metrics>) {
 }
 
 fn ask(ids: &[u32], max_tokens: usize) -> Request {
-    Request {
-        ids: ids.to_vec(),
-        max_tokens,
-        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-        logprobs: None,
-        prompt_logprobs: None,
-        ignore_eos: false,
-        constraint: None,
-        boundaries: Vec::new(),
-        cache_prompt: true,
-    }
+    Request::new(ids.to_vec(), max_tokens, Sampling::greedy())
 }
 
 /// Everything up to the last event: the tokens, and how it ended.

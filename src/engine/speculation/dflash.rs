@@ -1,6 +1,6 @@
 //! DFlash as a draft: it follows the model's hidden rows, and proposes a block at a time.
 
-use super::{Draft, Kind, Outlook, Sequence};
+use super::{Draft, Kind, Outlook, Sequence, trail::Trail};
 use crate::{
     error::ModelError,
     model::{DFlash, Qwen, Taps, VERIFY_ROWS},
@@ -13,9 +13,7 @@ const WAITING: usize = 64;
 pub struct Dflash {
     draft: DFlash,
     /// Hidden rows of the last positions, not yet context.
-    waiting: Vec<f32>,
-    /// The position behind the last of them.
-    end: usize,
+    waiting: Trail,
     /// The tokens of the sequence that drafts were last proposed for. Conversations go back to a checkpoint at every turn:
     /// the context in front of it is still the draft's, as far as the tokens are the same.
     known: Vec<u32>,
@@ -36,8 +34,8 @@ enum Begun {
 
 impl Dflash {
     pub fn new(draft: DFlash) -> Self {
-        let (waiting, known) = Default::default();
-        Self { draft, waiting, end: 0, known, begun: Begun::No, failed: None }
+        let waiting = Trail::new(draft.config().features(), WAITING);
+        Self { draft, waiting, known: Vec::new(), begun: Begun::No, failed: None }
     }
 
     /// Forgets context in front of a sequence's beginning that turns out to be another's.
@@ -53,9 +51,9 @@ impl Dflash {
 
     /// Makes the waiting rows context.
     fn flush(&mut self) -> Result<(), ModelError> {
-        let rows = self.waiting.len() / self.draft.config().features();
-        if rows > 0 {
-            self.draft.append(self.end - rows, &self.waiting)?;
+        let first = self.waiting.first();
+        if first < self.waiting.end() {
+            self.draft.append(first, self.waiting.since(first))?;
             self.waiting.clear();
         }
         Ok(())
@@ -82,23 +80,21 @@ impl Draft<Qwen> for Dflash {
     }
 
     fn follow(&mut self, len: usize, hidden: &[f32]) {
-        let width = self.draft.config().features();
-        let rows = hidden.len() / width;
-        let mut done = Ok(());
+        let rows = hidden.len() / self.draft.config().features();
+        let first = len - rows;
         if self.begun == Begun::Now {
-            self.begun = Begun::At(len - rows);
-            self.draft.truncate(len - rows);
+            self.begun = Begun::At(first);
+            self.draft.truncate(first);
         }
-        if self.end + rows != len {
+        let mut done = Ok(());
+        if first != self.waiting.end() || rows > VERIFY_ROWS {
             done = self.flush();
         }
-        self.waiting.extend_from_slice(hidden);
-        self.end = len;
         if rows > VERIFY_ROWS {
             // A prompt's rows are too many to keep.
-            done = done.and_then(|()| self.flush());
-        } else if self.waiting.len() > 2 * WAITING * width {
-            self.waiting.drain(..self.waiting.len() - WAITING * width);
+            done = done.and_then(|()| self.draft.append(first, hidden));
+        } else {
+            self.waiting.follow(len, hidden);
         }
         self.failed = self.failed.take().or(done.err());
     }

@@ -55,17 +55,7 @@ fn answer_with(
 }
 
 fn request(ids: &[u32], max_tokens: usize, sampling: Sampling) -> Request {
-    Request {
-        ids: ids.to_vec(),
-        max_tokens,
-        sampling,
-        logprobs: Some(0),
-        prompt_logprobs: None,
-        ignore_eos: false,
-        constraint: None,
-        boundaries: Vec::new(),
-        cache_prompt: true,
-    }
+    Request { logprobs: Some(0), ..Request::new(ids.to_vec(), max_tokens, sampling) }
 }
 
 #[test]
@@ -100,7 +90,7 @@ fn rows_that_are_cheap_together_are_speculated_with() {
     // A pass costs the same however many rows it has.
     let parrot = Parrot { pass_delay: std::time::Duration::from_millis(1), context: 900, ..Parrot::default() };
     let prompt: Vec<u32> = (0..400).map(|n| 3 + (n * n + n / 7) % 60).collect();
-    let request = request(&prompt, 390, Sampling { temperature: 0.0, ..Sampling::default() });
+    let request = request(&prompt, 390, Sampling::greedy());
     let plain = answer(parrot.clone(), Speculate::Off, 0, &request);
     let auto = answer(parrot, Speculate::Auto, 7, &request);
     assert_eq!(auto.ids, plain.ids);
@@ -187,7 +177,7 @@ fn a_draft_is_shown_every_row_that_stays() {
 fn a_draft_that_fails_is_not_asked_again() {
     let said: Vec<u32> = (10..50).collect();
     let parrot = || Parrot { answer: Some(said.clone()), context: 200, ..Parrot::default() };
-    let request = request(&[5, 6, 7], 100, Sampling { temperature: 0.0, ..Sampling::default() });
+    let request = request(&[5, 6, 7], 100, Sampling::greedy());
     let oracle = Oracle { answer: said.clone(), followed: Vec::new(), fails_at: 20 };
     let forced = answer_with(Box::new(oracle), parrot(), Speculate::Force, 3, &request);
     assert_eq!(forced.ids, said);

@@ -106,17 +106,8 @@ fn answers(
     let options = speculation(said, engine::Options::default());
     let (handle, worker) = engine::spawn_with(model, draft, options, metrics)
         .map_err(|source| CommandError::Io { what: "starting the engine's thread".into(), source })?;
-    let request = Request {
-        ids: prompt.to_vec(),
-        max_tokens: tokens,
-        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-        logprobs: None,
-        prompt_logprobs: None,
-        ignore_eos: true,
-        constraint: None,
-        boundaries: Vec::new(),
-        cache_prompt: false,
-    };
+    let request =
+        Request { ignore_eos: true, cache_prompt: false, ..Request::new(prompt.to_vec(), tokens, Sampling::greedy()) };
     let mut all = Vec::with_capacity(repeat);
     for _ in 0..repeat {
         let (mut events, mut ids) = (handle.submit(request.clone())?, Vec::with_capacity(tokens));

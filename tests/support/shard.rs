@@ -1,0 +1,63 @@
+//! A checkpoint of experts alone, in which every byte says where it is.
+#![allow(dead_code)] // Each test binary uses a part of it.
+
+use moestro::{
+    device::{Immediate, Mark},
+    error::StoreError,
+    experts::{Choice, ExpertMap, Experts, PIECES, Phase, Piece},
+};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+pub const EXPERTS: usize = 6;
+pub const LAYERS: usize = 2;
+
+pub struct Shard {
+    pub map: ExpertMap,
+    /// One file, in a directory of its own.
+    pub files: [PathBuf; 1],
+    pub bytes: Vec<u8>,
+}
+
+impl Shard {
+    /// In `dir/model`; each expert has nine pieces of `len` bytes.
+    pub fn new(dir: &Path, len: usize) -> Self {
+        let expert = |layer: usize, expert: usize| {
+            std::array::from_fn(|part| {
+                let nth = (layer * EXPERTS + expert) * PIECES + part;
+                Piece { file: 0, offset: (10 + nth * len) as u64, len }
+            })
+        };
+        let map = ExpertMap { layers: (0..LAYERS).map(|l| (0..EXPERTS).map(|e| expert(l, e)).collect()).collect() };
+        let data = (0..LAYERS * EXPERTS * PIECES * len).map(|at| (at * 31 + at / 251) as u8);
+        let bytes: Vec<u8> = 2u64.to_le_bytes().into_iter().chain(*b"{}").chain(data).collect();
+        let path = dir.join("model/model.safetensors");
+        fs::create_dir(dir.join("model")).unwrap();
+        fs::write(&path, &bytes).unwrap();
+        Self { map, files: [path], bytes }
+    }
+
+    /// The directory it lies in.
+    pub fn dir(&self) -> &Path {
+        self.files[0].parent().unwrap()
+    }
+
+    /// Asks `store` for experts, and compares every byte of them. Returns how many came.
+    pub fn take(&self, store: &Experts, layer: usize, experts: &[u32], phase: Phase) -> Result<usize, StoreError> {
+        let choice = Choice { ids: experts, k: experts.len(), logits: &[] };
+        let mut asked = store.ask(layer, &choice, phase, &mut Immediate)?;
+        let mut seen = 0;
+        while let Some(batch) = asked.next(&mut Immediate)? {
+            for landed in batch.iter() {
+                for (piece, got) in self.map.layers[layer][landed.expert as usize].iter().zip(landed.pieces) {
+                    assert!(&self.bytes[piece.offset as usize..][..piece.len] == got, "other bytes were served");
+                }
+            }
+            seen += batch.len();
+            batch.reads_until(Mark::START);
+        }
+        Ok(seen)
+    }
+}
