@@ -1,5 +1,5 @@
-//! Requests and templates that were changed at random: no panic, no abort, no 500 for a client's mistake, no answer that
-//! takes ten seconds.
+//! Requests, templates and models' answers that were changed at random: no panic, no abort, no 500 for a client's mistake, no
+//! answer that takes ten seconds, and no call of a tool whose arguments depend on how the stream was cut.
 //!
 //! A run takes a few seconds; `MOESTRO_MUTATE_SECONDS=60` makes each loop go on for a minute, `MOESTRO_MUTATE_SEED=N` repeats
 //! what a failure has printed.
@@ -9,7 +9,10 @@ mod client;
 #[path = "api/server.rs"]
 mod server;
 
-use moestro::chat::{Conversation, Template};
+use moestro::chat::{
+    Conversation, Template, numbers,
+    parse::{Delta, Parser},
+};
 use serde_json::{Map, Value, json};
 use server::{Setup, demo};
 use std::{
@@ -104,10 +107,12 @@ fn change(value: &mut Value, random: &mut Random) {
     }
 }
 
-/// Changes bytes: flips, cuts, doubles, inserts.
-fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
-    const PIECES: [&[u8]; 10] =
-        [b"{", b"[", b"\"", b"\\u", b"\\ud800", b"\xff", b"e999", b"}}", b"null,", b"{% for x in y %}"];
+/// Put into bodies and templates.
+const SIGNS: [&[u8]; 10] =
+    [b"{", b"[", b"\"", b"\\u", b"\\ud800", b"\xff", b"e999", b"}}", b"null,", b"{% for x in y %}"];
+
+/// Changes bytes: flips, cuts, doubles, inserts one of `pieces`.
+fn damage(bytes: &mut Vec<u8>, random: &mut Random, pieces: &[&[u8]]) {
     let at = random.below(bytes.len() + 1);
     let end = (at + random.below(12)).min(bytes.len());
     match random.below(4) {
@@ -117,7 +122,7 @@ fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
             let piece = bytes[at..end].to_vec();
             (0..=random.below(50)).for_each(|_| drop(bytes.splice(at..at, piece.iter().copied())));
         }
-        _ => drop(bytes.splice(at..at, random.of(&PIECES).iter().copied())),
+        _ => drop(bytes.splice(at..at, random.of(pieces).iter().copied())),
     }
 }
 
@@ -167,7 +172,7 @@ async fn requests_that_were_changed() {
         let (path, mut body) = random.of(&requests).clone();
         (0..=random.below(3)).for_each(|_| change(&mut body, &mut random));
         let mut bytes = body.to_string().into_bytes();
-        (0..random.below(3)).for_each(|_| damage(&mut bytes, &mut random));
+        (0..random.below(3)).for_each(|_| damage(&mut bytes, &mut random, &SIGNS));
         let asked = Instant::now();
         let answer = server.send("POST", path, &[], Some(&bytes)).await;
         let (status, text) = (answer.status, answer.text().await);
@@ -201,7 +206,7 @@ fn templates_that_were_changed() {
     while Instant::now() < end {
         let mut random = Random(seed | 1);
         let mut changed = source.clone();
-        (0..=random.below(6)).for_each(|_| damage(&mut changed, &mut random));
+        (0..=random.below(6)).for_each(|_| damage(&mut changed, &mut random, &SIGNS));
         std::fs::write(dir.path().join("chat_template.jinja"), &changed).unwrap();
         let begun = Instant::now();
         if let Ok(template) = Template::load(dir.path()) {
@@ -219,4 +224,86 @@ fn templates_that_were_changed() {
     }
     eprintln!("{count} templates, {rendered} rendered");
     assert!(rendered > 0 && rendered < count);
+}
+
+/// The deltas of an answer that comes in these pieces: reasoning, content, and each call's name and arguments.
+fn read<'a>(tools: &[Value], pieces: impl IntoIterator<Item = &'a str>, cut: bool) -> Vec<[String; 2]> {
+    let mut parser = Parser::new(true, tools);
+    let mut deltas: Vec<Delta> = pieces.into_iter().flat_map(|piece| parser.push(piece)).collect();
+    deltas.extend(parser.finish(cut));
+    let mut told: Vec<[String; 2]> = Vec::new();
+    for delta in deltas {
+        let (kind, text) = match delta {
+            Delta::Reasoning(text) => ("reasoning".into(), text),
+            Delta::Content(text) => ("content".into(), text),
+            Delta::ToolCall { index, name, .. } => (format!("{index}"), name + " "),
+            Delta::Arguments { index, json } => (format!("{index}"), json),
+        };
+        match told.last_mut() {
+            Some([last, before]) if *last == kind => before.push_str(&text),
+            _ => told.push([kind, text]),
+        }
+    }
+    told
+}
+
+#[test]
+fn answers_that_were_changed() {
+    const ANSWER: &str = "I look twice.\n</think>\n\nOne moment.\n\n<tool_call>\n<function=f>\n<parameter=s>\nOslo\n</parameter>\n\
+        <parameter=n>\n-12\n</parameter>\n<parameter=o>\n{\"a\": [1, \"é\"]}\n</parameter>\n</function>\n</tool_call>\n\
+        <tool_call>\n<function=f>\n<parameter=maybe>\nnull\n</parameter>\n</function>\n</tool_call>";
+    const TAGS: [&[u8]; 14] = [
+        b"<think>",
+        b"</think>",
+        b"<tool_call>",
+        b"</tool_call>",
+        b"<function=f>",
+        b"<function=",
+        b"</function>",
+        b"<parameter=n>",
+        b"<parameter=o>",
+        b"</parameter>",
+        b"\n",
+        b"1e999",
+        b"\\",
+        b"<",
+    ];
+    let properties = json!({"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"},
+        "maybe": {"type": ["string", "null"]}});
+    let tools = [json!({"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})];
+    let (mut seed, end) = seeds();
+    let (mut count, mut calls) = (0, 0);
+    while Instant::now() < end {
+        let mut random = Random(seed | 1);
+        let mut bytes = ANSWER.as_bytes().to_vec();
+        (0..=random.below(8)).for_each(|_| damage(&mut bytes, &mut random, &TAGS));
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        let (mut pieces, mut rest) = (Vec::new(), text.as_str());
+        while !rest.is_empty() {
+            let length = rest.char_indices().nth(1 + random.below(9)).map_or(rest.len(), |(at, _)| at);
+            let (piece, later) = rest.split_at(length);
+            pieces.push(piece);
+            rest = later;
+        }
+        for cut in [false, true] {
+            let whole = read(&tools, [text.as_str()], cut);
+            assert_eq!(read(&tools, pieces.iter().copied(), cut), whole, "seed {seed}: {text:?}");
+            let mut arguments = vec![String::new(); whole.len()];
+            for [kind, text] in &whole {
+                if let Ok(index) = kind.parse::<usize>() {
+                    arguments[index] += text;
+                }
+            }
+            for told in arguments.iter().filter(|told| !cut && !told.is_empty()) {
+                let json = told.split_once(' ').map(|(_, json)| numbers::held(json)).unwrap_or_default();
+                let read = serde_json::from_str::<Map<String, Value>>(&json);
+                assert!(read.is_ok(), "seed {seed}: {told:?} of {text:?}");
+                calls += 1;
+            }
+        }
+        seed = seed.wrapping_add(1);
+        count += 1;
+    }
+    eprintln!("{count} answers, {calls} calls");
+    assert!(calls > count / 4);
 }

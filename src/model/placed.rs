@@ -66,7 +66,8 @@ impl Placed {
             run.write_words(buffers.tables, &tables(&parts.net, store))?;
         }
         parts.net.set_cache(heads);
-        let head = parts.head.as_mut().map(|head| HeadPlace::new(head, context, &mut *run)).transpose()?;
+        let norm = parts.net.norm;
+        let head = parts.head.as_mut().map(|head| HeadPlace::new(head, norm, context, &mut *run)).transpose()?;
         // A copy that fails is an error of loading.
         let end = run.mark();
         run.wait_for(end)?;

@@ -271,6 +271,7 @@ impl<G: Gpu> Run for OnGpu<G> {
         }
         self.sound()?;
         let done = self.gpu.landed(self.place(region));
+        self.busy.push((region, Effect::Write, self.gpu.mark()));
         self.fetched.insert(region, content);
         self.keep(done)
     }

@@ -111,7 +111,7 @@ fn a_dense_model_has_no_slots() {
     let plan = Plan::new(&shape, &limits(), &Wishes::default()).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.experts), (Strategy::Resident, 0, 0));
     let bandwidth = Bandwidth { memory: 1e9, compute: 1e9, disk: 1e9, latency: 1e-3 };
-    assert!(estimate(&shape, &bandwidth, 1.0).tokens_per_second.is_finite());
+    assert!(estimate(&shape, &bandwidth, 1.0, 0.0).tokens_per_second.is_finite());
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod host;
 mod layers;
 mod linear;
 mod lint;
+mod mtp;
 mod queue;
 mod record;
 mod streaming;
