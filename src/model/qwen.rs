@@ -149,8 +149,9 @@ impl Qwen {
             // Linux shifts what is read directly by what the disk's blocks ask for, which kernels of a GPU refuse; not so a pack.
             let shifts = options.gpu.is_some() && KIND == "cuda" && packed.is_none();
             let io = if shifts && io == experts::Io::Auto { experts::Io::Buffered } else { io };
+            let least = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
-            let options = experts::Options { slots, io, threads, prefetch, warm, trace, packed };
+            let options = experts::Options { slots, least, io, threads, prefetch, warm, trace, packed };
             let store = Experts::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)
