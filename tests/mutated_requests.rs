@@ -1,4 +1,4 @@
-//! Requests and templates that were changed at random: no panic, no abort, no 500 for a client's mistake, no answer that
+//! Requests, templates and answers that were changed at random: no panic, no abort, no 500 for a client's mistake, no answer that
 //! takes ten seconds.
 //!
 //! A run takes a few seconds; `MOESTRO_MUTATE_SECONDS=60` makes each loop go on for a minute, `MOESTRO_MUTATE_SEED=N` repeats
@@ -6,10 +6,16 @@
 
 #[path = "api/client.rs"]
 mod client;
+#[path = "support/mutate.rs"]
+mod mutate;
 #[path = "api/server.rs"]
 mod server;
 
-use moestro::chat::{Conversation, Template};
+use moestro::chat::{
+    Conversation, Template,
+    parse::{Delta, Parser},
+};
+use mutate::Dice;
 use serde_json::{Map, Value, json};
 use server::{Setup, demo};
 use std::{
@@ -18,26 +24,6 @@ use std::{
 };
 
 const TOO_LONG: Duration = Duration::from_secs(10);
-
-/// xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    fn below(&mut self, count: usize) -> usize {
-        (self.next() >> 16) as usize % count.max(1)
-    }
-
-    fn of<'a, T>(&mut self, all: &'a [T]) -> &'a T {
-        &all[self.below(all.len())]
-    }
-}
 
 fn setting(name: &str) -> Option<u64> {
     env::var(name).ok()?.parse().ok()
@@ -51,7 +37,7 @@ fn seeds() -> (u64, Instant) {
 }
 
 /// Values at which programs err.
-fn odd(random: &mut Random) -> Value {
+fn odd(dice: &mut Dice) -> Value {
     let odd = [
         json!(null),
         json!(true),
@@ -73,51 +59,51 @@ fn odd(random: &mut Random) -> Value {
         json!({"role": "tool", "content": [{"type": "text", "text": "x"}]}),
         json!(vec![1; 600]),
     ];
-    random.of(&odd).clone()
+    dice.pick(&odd).clone()
 }
 
 /// Changes one place of a value: replaces, removes, doubles, or renames.
-fn change(value: &mut Value, random: &mut Random) {
-    let deeper = random.below(4) > 0;
+fn change(value: &mut Value, dice: &mut Dice) {
+    let deeper = dice.below(4) > 0;
     match value {
         Value::Array(items) if deeper && !items.is_empty() => {
-            let at = random.below(items.len());
-            match random.below(6) {
+            let at = dice.below(items.len());
+            match dice.below(6) {
                 0 => drop(items.remove(at)),
                 1 => items.push(items[at].clone()),
-                _ => change(&mut items[at], random),
+                _ => change(&mut items[at], dice),
             }
         }
         Value::Object(fields) if deeper && !fields.is_empty() => {
-            let name = fields.keys().nth(random.below(fields.len())).cloned().unwrap_or_default();
-            match random.below(8) {
+            let name = fields.keys().nth(dice.below(fields.len())).cloned().unwrap_or_default();
+            match dice.below(8) {
                 0 => drop(fields.remove(&name)),
                 1 => {
-                    let other = odd(random).to_string();
+                    let other = odd(dice).to_string();
                     let value = fields.remove(&name).unwrap_or_default();
                     fields.insert(other, value);
                 }
-                _ => change(&mut fields[&name], random),
+                _ => change(&mut fields[&name], dice),
             }
         }
-        other => *other = odd(random),
+        other => *other = odd(dice),
     }
 }
 
 /// Changes bytes: flips, cuts, doubles, inserts.
-fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
+fn damage(bytes: &mut Vec<u8>, dice: &mut Dice) {
     const PIECES: [&[u8]; 10] =
         [b"{", b"[", b"\"", b"\\u", b"\\ud800", b"\xff", b"e999", b"}}", b"null,", b"{% for x in y %}"];
-    let at = random.below(bytes.len() + 1);
-    let end = (at + random.below(12)).min(bytes.len());
-    match random.below(4) {
-        0 if at < bytes.len() => bytes[at] ^= 1 << random.below(8),
+    let at = dice.below(bytes.len() + 1);
+    let end = (at + dice.below(12)).min(bytes.len());
+    match dice.below(4) {
+        0 if at < bytes.len() => bytes[at] ^= 1 << dice.below(8),
         1 => drop(bytes.drain(at..end)),
         2 => {
             let piece = bytes[at..end].to_vec();
-            (0..=random.below(50)).for_each(|_| drop(bytes.splice(at..at, piece.iter().copied())));
+            (0..=dice.below(50)).for_each(|_| drop(bytes.splice(at..at, piece.iter().copied())));
         }
-        _ => drop(bytes.splice(at..at, random.of(&PIECES).iter().copied())),
+        _ => drop(bytes.splice(at..at, dice.pick(&PIECES).iter().copied())),
     }
 }
 
@@ -163,11 +149,11 @@ async fn requests_that_were_changed() {
     let requests = requests();
     let mut count = 0;
     while Instant::now() < end {
-        let mut random = Random(seed | 1);
-        let (path, mut body) = random.of(&requests).clone();
-        (0..=random.below(3)).for_each(|_| change(&mut body, &mut random));
+        let mut dice = Dice(seed);
+        let (path, mut body) = dice.pick(&requests).clone();
+        (0..=dice.below(3)).for_each(|_| change(&mut body, &mut dice));
         let mut bytes = body.to_string().into_bytes();
-        (0..random.below(3)).for_each(|_| damage(&mut bytes, &mut random));
+        (0..dice.below(3)).for_each(|_| damage(&mut bytes, &mut dice));
         let asked = Instant::now();
         let answer = server.send("POST", path, &[], Some(&bytes)).await;
         let (status, text) = (answer.status, answer.text().await);
@@ -199,9 +185,9 @@ fn templates_that_were_changed() {
     let (mut seed, end) = seeds();
     let (mut count, mut rendered) = (0, 0);
     while Instant::now() < end {
-        let mut random = Random(seed | 1);
+        let mut dice = Dice(seed);
         let mut changed = source.clone();
-        (0..=random.below(6)).for_each(|_| damage(&mut changed, &mut random));
+        (0..=dice.below(6)).for_each(|_| damage(&mut changed, &mut dice));
         std::fs::write(dir.path().join("chat_template.jinja"), &changed).unwrap();
         let begun = Instant::now();
         if let Ok(template) = Template::load(dir.path()) {
@@ -219,4 +205,74 @@ fn templates_that_were_changed() {
     }
     eprintln!("{count} templates, {rendered} rendered");
     assert!(rendered > 0 && rendered < count);
+}
+
+/// The reasoning, the content, and the name and arguments of each call in a model's text that comes in pieces.
+fn said<'a>(tools: &[Value], pieces: impl IntoIterator<Item = &'a str>) -> (String, String, Vec<(String, String)>) {
+    let mut parser = Parser::new(true, tools);
+    let mut deltas: Vec<Delta> = pieces.into_iter().flat_map(|piece| parser.push(piece)).collect();
+    deltas.extend(parser.finish(false));
+    let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
+    for delta in deltas {
+        match delta {
+            Delta::Reasoning(text) => reasoning += &text,
+            Delta::Content(text) => content += &text,
+            Delta::ToolCall { name, .. } => calls.push((name, String::new())),
+            Delta::Arguments { index, json } => calls[index].1 += &json,
+        }
+    }
+    (reasoning, content, calls)
+}
+
+#[test]
+fn answers_that_were_changed() {
+    const TAGS: [&str; 8] = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "</function>",
+        "\n<parameter=n>\n",
+        "\n</parameter>\n",
+    ];
+    let call = "<tool_call>\n<function=f>\n<parameter=s>\na \"b\"\n</parameter>\n<parameter=n>\n12\n</parameter>\n</function>\n</tool_call>";
+    let source = format!("I wonder.\n</think>\n\nLet me see.\n\n{call}\n{call}");
+    let parameters = json!({"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}});
+    let tools = [json!({"type": "function", "function": {"name": "f", "parameters": parameters}})];
+    let (mut seed, end) = seeds();
+    let (mut count, mut calls) = (0, 0);
+    while Instant::now() < end {
+        let mut dice = Dice(seed);
+        let mut changed = source.clone().into_bytes();
+        for _ in 0..=dice.below(6) {
+            if dice.below(2) == 0 {
+                damage(&mut changed, &mut dice);
+            } else {
+                let at = dice.below(changed.len() + 1);
+                changed.splice(at..at, dice.pick(&TAGS).bytes());
+            }
+        }
+        let text = String::from_utf8_lossy(&changed).into_owned();
+        let begun = Instant::now();
+        let whole = said(&tools, [text.as_str()]);
+        let (mut pieces, mut rest) = (Vec::new(), text.as_str());
+        while !rest.is_empty() {
+            let at = rest.char_indices().nth(1 + dice.below(20)).map_or(rest.len(), |(at, _)| at);
+            let (piece, later) = rest.split_at(at);
+            pieces.push(piece);
+            rest = later;
+        }
+        assert_eq!(said(&tools, pieces), whole, "seed {seed}: {text:?}");
+        for (_, arguments) in &whole.2 {
+            let object = serde_json::from_str::<Map<String, Value>>(arguments);
+            assert!(object.is_ok(), "seed {seed}: {text:?} {arguments}");
+        }
+        assert!(begun.elapsed() < TOO_LONG, "seed {seed}");
+        seed = seed.wrapping_add(1);
+        count += 1;
+        calls += whole.2.len();
+    }
+    eprintln!("{count} answers with {calls} calls");
+    assert!(count < calls && calls < 3 * count);
 }

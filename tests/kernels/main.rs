@@ -12,6 +12,8 @@ mod host;
 mod layers;
 mod linear;
 mod lint;
+#[path = "../support/mutate.rs"]
+mod mutate;
 mod queue;
 mod record;
 mod streaming;
