@@ -238,6 +238,12 @@ pub struct Sampling {
 pub struct Info {
     #[command(flatten)]
     pub model: Model,
+    /// Simulate another machine rather than measure this one (m1-ultra-64, m4-max-128, ...; all)
+    #[arg(long, env = "MOESTRO_MACHINE", value_name = "NAME")]
+    pub machine: Option<String>,
+    /// Without a checkpoint: the model with these dimensions, in 4 bits (with --machine)
+    #[arg(long, env = "MOESTRO_LIKE", value_parser = ["35b", "122b", "397b"])]
+    pub like: Option<String>,
     /// One JSON object instead of a table
     #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
     pub json: bool,

@@ -13,8 +13,10 @@
 //! limit never means fewer slots, a shorter context or a smaller chunk. The user's values are taken as they are.
 
 mod estimate;
+mod machine;
 
 pub use estimate::{Bandwidth, Estimate, HIT_RATES, estimate};
+pub use machine::{MACHINES, Machine, Simulated, simulate};
 
 use crate::{config::Switch, error::ModelError, platform::os};
 use serde::Serialize;

@@ -26,6 +26,8 @@ mod messages;
 mod models;
 #[path = "api/pages.rs"]
 mod pages;
+#[path = "api/prefill.rs"]
+mod prefill;
 #[path = "api/responses.rs"]
 mod responses;
 #[path = "api/server.rs"]

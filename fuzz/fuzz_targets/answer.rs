@@ -1,36 +1,43 @@
-//! Text that a model writes, with reasoning and tool calls, in pieces of a length that the first byte says.
+//! A model's answer: cut anywhere, it gives the same calls, and the arguments of each are an object.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro::chat::parse::{Delta, Parser};
+use moestro::chat::{
+    numbers,
+    parse::{Delta, Parser},
+};
 use serde_json::{Map, Value, json};
 
-fn said<'a>(tools: &[Value], pieces: impl Iterator<Item = &'a str>) -> (String, String, Vec<(String, String)>) {
-    let mut parser = Parser::new(true, tools);
-    let mut deltas: Vec<Delta> = pieces.flat_map(|piece| parser.push(piece)).collect();
-    deltas.extend(parser.finish(false));
-    let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
-    for delta in deltas {
-        match delta {
-            Delta::Reasoning(text) => reasoning += &text,
-            Delta::Content(text) => content += &text,
-            Delta::ToolCall { name, .. } => calls.push((name, String::new())),
-            Delta::Arguments { index, json } => calls[index].1 += &json,
-        }
-    }
-    (reasoning, content, calls)
-}
-
-fuzz_target!(|data: &[u8]| {
-    let Some((&length, text)) = data.split_first() else { return };
-    let text = String::from_utf8_lossy(text);
-    let parameters = json!({"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}});
+fuzz_target!(|input: (Vec<u8>, &str)| {
+    let (lengths, text) = input;
+    let parameters = json!({"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}}});
     let tools = [json!({"type": "function", "function": {"name": "f", "parameters": parameters}})];
-    let whole = said(&tools, std::iter::once(&*text));
-    let chars: Vec<char> = text.chars().collect();
-    let pieces: Vec<String> = chars.chunks(usize::from(length).max(1)).map(|piece| piece.iter().collect()).collect();
-    assert_eq!(said(&tools, pieces.iter().map(String::as_str)), whole);
-    for (_, arguments) in whole.2 {
-        assert!(serde_json::from_str::<Map<String, Value>>(&arguments).is_ok(), "{arguments}");
+    let (mut pieces, mut rest) = (Vec::new(), text);
+    for length in lengths {
+        let at = rest.char_indices().nth(usize::from(length)).map_or(rest.len(), |(at, _)| at);
+        let (piece, later) = rest.split_at(at);
+        pieces.push(piece);
+        rest = later;
+    }
+    pieces.push(rest);
+    let whole = calls(&tools, vec![text]);
+    assert_eq!(calls(&tools, pieces), whole);
+    for arguments in whole {
+        assert!(serde_json::from_str::<Map<String, Value>>(&numbers::held(&arguments)).is_ok());
     }
 });
+
+fn calls(tools: &[Value], pieces: Vec<&str>) -> Vec<String> {
+    let mut parser = Parser::new(false, tools);
+    let mut deltas: Vec<Delta> = pieces.into_iter().flat_map(|piece| parser.push(piece)).collect();
+    deltas.extend(parser.finish(false));
+    let mut calls = Vec::new();
+    for delta in deltas {
+        match delta {
+            Delta::ToolCall { .. } => calls.push(String::new()),
+            Delta::Arguments { index, json } => calls[index] += &json,
+            _ => {}
+        }
+    }
+    calls
+}

@@ -1,5 +1,6 @@
 //! Messages as OpenAI's clients send them, made into what templates read.
 
+use super::numbers;
 use crate::error::ChatError;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -45,7 +46,9 @@ fn parse(arguments: &mut Value) -> Result<(), String> {
         Value::Object(_) => return Ok(()),
         Value::Null => Value::Null,
         Value::String(text) if text.trim().is_empty() => Value::Null,
-        Value::String(text) => serde_json::from_str(text).map_err(|e| format!("are not valid JSON: {e}"))?,
+        Value::String(text) => {
+            serde_json::from_str(&numbers::held(text)).map_err(|e| format!("are not valid JSON: {e}"))?
+        }
         _ => return Err("are not a JSON object".into()),
     };
     *arguments = match parsed {
@@ -71,9 +74,12 @@ mod tests {
 
     #[test]
     fn arguments_become_objects() {
-        for (sent, read) in
-            [(json!("{\"b\": 1, \"a\": 2}"), json!({"b": 1, "a": 2})), (json!(""), json!({})), (json!(null), json!({}))]
-        {
+        for (sent, read) in [
+            (json!("{\"b\": 1, \"a\": 2}"), json!({"b": 1, "a": 2})),
+            (json!(""), json!({})),
+            (json!(null), json!({})),
+            (json!("{\"a\": 1e999}"), json!({"a": "1e999"})),
+        ] {
             assert_eq!(one(with_arguments(sent)).unwrap(), with_arguments(read));
         }
         let flat = one(json!({"tool_calls": [{"name": "f", "arguments": "{}"}]})).unwrap();

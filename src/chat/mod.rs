@@ -11,6 +11,7 @@ mod decoder;
 pub mod grammar;
 mod history;
 mod methods;
+pub mod numbers;
 mod operands;
 pub mod parse;
 mod pieces;

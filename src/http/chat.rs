@@ -12,6 +12,7 @@ use super::{
     check,
     choices::Choices,
     fields, form,
+    prefill::{self, Mark},
     prompt::{self, Chat},
     reject::Reject,
     stream::Frames,
@@ -101,10 +102,14 @@ async fn choices(
     prompt::functions(&mut request)?;
     let budget = thinking(&mut request)?;
     let asked = form::form(&request)?;
+    if asked.is_some() && prefill::asked(&request)? {
+        let text = "An answer that must have a form begins anew; it cannot go on from the last message.";
+        return Err(Reject::invalid("messages", text));
+    }
     // An answer to `functions` has room for one call.
     let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true) && !deprecated;
-    let (prompt, Chat { tools, .. }) = app.render(&mut share, conversation(request)?).await?;
-    let in_reasoning = Template::opens_in_reasoning(&prompt);
+    let (prompt, Chat { tools, open, .. }) = app.render(&mut share, conversation(request)?).await?;
+    let in_reasoning = open.map_or_else(|| Template::opens_in_reasoning(&prompt), |mark| mark.in_reasoning);
     let ids = app.encode(&mut share, prompt, "messages").await?;
     share.hold(ids.len() * 2 * size_of::<u32>() + budget::rendered(&tools))?;
     let max_tokens = check::room("messages", ids.len(), max_tokens, app.engine.context())?;
@@ -122,15 +127,18 @@ async fn choices(
 
 /// The conversation of a request, for its template.
 pub(super) fn conversation(request: ChatRequest) -> Result<Chat, Reject> {
+    let goes_on = prefill::asked(&request)?;
     let mut kwargs = request.chat_template_kwargs.unwrap_or_default();
     if let Some(thinking) = request.enable_thinking {
         kwargs.entry("enable_thinking").or_insert(thinking.into());
     }
+    let mut messages = prompt::messages(request.messages)?;
     Ok(Chat {
-        messages: prompt::messages(request.messages)?,
+        open: if goes_on { Some(Mark::put(&mut messages)?) } else { None },
+        messages,
         tools: prompt::tools(request.tools, request.tool_choice.as_ref())?,
         kwargs,
-        add_generation_prompt: true,
+        add_generation_prompt: !goes_on,
     })
 }
 

@@ -82,7 +82,7 @@ impl Common {
             Some(OneOrMany::Many(stops)) => stops.clone(),
         };
         if stops.len() > MAX_STOPS {
-            let message = format!("There are {} stop strings; {MAX_STOPS} are the most.", stops.len());
+            let message = format!("stop has {} strings; {MAX_STOPS} are the most.", stops.len());
             return Err(Reject::invalid("stop", message));
         }
         Ok(stops.into_iter().filter(|stop| !stop.is_empty()).collect())

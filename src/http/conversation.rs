@@ -18,18 +18,22 @@ use std::sync::Arc;
 pub struct Conversation {
     pub common: Common,
     pub chat: ChatRequest,
+    /// The fields' names here and in the format that the client speaks, for errors: see [`Reject::renamed`].
+    pub names: &'static [(&'static str, &'static str)],
 }
 
 impl Conversation {
     /// Checks it and queues it.
     pub async fn submit(self, app: &Arc<App>, tally: &Arc<Tally>, share: Share) -> Result<Transcript, Reject> {
-        chat::submit(app, tally, &self.common, self.chat, share).await
+        let submitted = chat::submit(app, tally, &self.common, self.chat, share).await;
+        submitted.map_err(|reject| reject.renamed(self.names))
     }
 
     /// The number of tokens of its prompt.
     pub async fn count(self, app: &Arc<App>, mut share: Share) -> Result<usize, Reject> {
         self.common.check(&app.card)?;
-        let (prompt, _) = app.render(&mut share, chat::conversation(self.chat)?).await?;
+        let chat = chat::conversation(self.chat).map_err(|reject| reject.renamed(self.names))?;
+        let (prompt, _) = app.render(&mut share, chat).await?;
         let (ids, _) = app.tokenize(&mut share, prompt, usize::MAX).await?;
         Ok(ids.len())
     }

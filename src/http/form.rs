@@ -196,7 +196,7 @@ fn content(request: &ChatRequest) -> Result<(String, Content), Reject> {
 fn format(format: &ResponseFormat) -> Result<Option<(String, Content)>, Reject> {
     let needs = |key: &str| {
         let at = format!("response_format.{key}");
-        Reject::invalid(&at, format!("{at} is missing; response_format `{}` needs it.", format.kind))
+        Reject::invalid(&at, format!("{at} is missing; the type `{}` needs it.", format.kind))
     };
     let (at, content) = match format.kind.as_str() {
         "text" => return Ok(None),

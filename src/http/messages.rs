@@ -56,10 +56,10 @@ async fn reply(
     request: MessagesRequest,
     share: Share,
 ) -> Result<Response, Reject> {
+    let (streams, progress) = (request.streams(), request.tells_progress());
     let conversation = request.conversation(door.keep_billing_header, app.thinking)?;
-    let streams = conversation.common.streams();
     let transcript = conversation.submit(&app, &tally, share).await?;
-    let answer = Answer::new(format!("msg_{}", unique()), app.card.id.clone());
+    let answer = Answer::new(format!("msg_{}", unique()), app.card.id.clone(), progress);
     match streams {
         true => Ok(wire::stream(transcript, answer, tally)),
         false => answer.whole(transcript).await,

@@ -28,6 +28,7 @@ mod messages;
 mod models;
 mod openapi;
 mod page;
+mod prefill;
 mod prompt;
 mod reject;
 mod responses;

@@ -139,7 +139,14 @@ fn kind(path: &str, name: &str) -> Option<&'static str> {
         "logprobs" if path == "/v1/completions" => "integer",
         "model" | "instructions" | "previous_response_id" | "reasoning_effort" | "suffix" => "string",
         "messages" | "tools" | "functions" | "include" | "stop_sequences" => "array",
-        "stream" | "logprobs" | "parallel_tool_calls" | "enable_thinking" | "echo" | "return_progress" => "boolean",
+        "stream"
+        | "logprobs"
+        | "parallel_tool_calls"
+        | "enable_thinking"
+        | "continue_final_message"
+        | "add_generation_prompt"
+        | "echo"
+        | "return_progress" => "boolean",
         "store" if path == "/v1/responses" => "boolean",
         "max_tokens"
         | "max_completion_tokens"

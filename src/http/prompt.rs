@@ -9,12 +9,13 @@
 use super::{
     App,
     budget::{self, Share},
+    prefill::Mark,
     reject::Reject,
     types::ChatRequest,
 };
 use crate::{
     chat::{
-        Conversation,
+        Conversation, numbers,
         turns::{self, Speaker},
     },
     engine::{Boundary, Departure},
@@ -30,6 +31,8 @@ pub struct Chat {
     pub tools: Vec<Value>,
     pub kwargs: Map<String, Value>,
     pub add_generation_prompt: bool,
+    /// The end of the last message, if the answer goes on from there.
+    pub open: Option<Mark>,
 }
 
 impl App {
@@ -59,7 +62,11 @@ impl App {
             kwargs: &kwargs,
             add_generation_prompt: chat.add_generation_prompt,
         };
-        Ok(template.render(&conversation)?)
+        let prompt = template.render(&conversation)?;
+        match &chat.open {
+            Some(mark) => mark.cut(prompt),
+            None => Ok(prompt),
+        }
     }
 
     /// The tokens of a prompt. One that cannot fit into the context is refused by its length, and one that does not fit as
@@ -264,7 +271,7 @@ fn tool_calls(calls: &Value, at: &str) -> Result<(), Reject> {
             }
             Some(Value::Object(_) | Value::Null) => true,
             Some(Value::String(json)) => {
-                json.trim().is_empty() || serde_json::from_str::<Map<String, Value>>(json).is_ok()
+                json.trim().is_empty() || serde_json::from_str::<Map<String, Value>>(&numbers::held(json)).is_ok()
             }
             _ => false,
         };

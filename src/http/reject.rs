@@ -69,6 +69,22 @@ impl Reject {
         Self { param: path, ..Self::new(StatusCode::BAD_REQUEST, INVALID, Some(code), message) }
     }
 
+    /// The same in the words of another format. `names` are pairs: the name of a field as chat completions have it, or the
+    /// beginning of a path into it, and the client's.
+    pub fn renamed(mut self, names: &[(&str, &str)]) -> Self {
+        let Some(param) = &self.param else { return self };
+        let rename = |(ours, theirs): &(&str, &str)| {
+            // A name that begins with a bracket stands behind an index.
+            let at = param.find(ours).filter(|&at| at == 0 || ours.starts_with(']'))?;
+            Some([&param[..at], theirs, &param[at + ours.len()..]].concat())
+        };
+        if let Some(theirs) = names.iter().find_map(rename) {
+            self.message = self.message.replace(param, &theirs);
+            self.param = Some(theirs);
+        }
+        self
+    }
+
     pub fn context(prompt: usize, context: usize, param: &str) -> Self {
         Self::over_context(&prompt.to_string(), context, param)
     }

@@ -44,7 +44,7 @@ pub async fn responses(
     request.check()?;
     let (seat, streams) = (door.models.seat(request.model.as_deref()).await?, request.streams());
     let error = |out: &Frames, failure: &Reject| {
-        let event = json!({"type": "error", "code": "server_error", "message": failure.message(), "param": null});
+        let event = json!({"type": "error", "sequence_number": 0, "code": "server_error", "message": failure.message(), "param": null});
         out.event("error", &event);
     };
     seat.then(streams, error, move |app| reply(door, app, tally, request, share)).await

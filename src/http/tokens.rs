@@ -4,6 +4,7 @@ use super::{
     Door,
     answers::{Detokenized, Tokenized},
     body, check,
+    prefill::Mark,
     prompt::{self, Chat},
     reject::Reject,
     types::{DetokenizeRequest, TokenizeRequest},
@@ -28,11 +29,14 @@ pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<
     let text = match (request.prompt.or(request.content), request.messages) {
         (Some(prompt), None) => prompt,
         (None, Some(messages)) => {
+            let mut messages = prompt::messages(messages)?;
+            let goes_on = request.continue_final_message.unwrap_or(false);
             let chat = Chat {
-                messages: prompt::messages(messages)?,
+                open: if goes_on { Some(Mark::put(&mut messages)?) } else { None },
+                messages,
                 tools: prompt::tools(request.tools, None)?,
                 kwargs: request.chat_template_kwargs.unwrap_or_default(),
-                add_generation_prompt: request.add_generation_prompt.unwrap_or(true),
+                add_generation_prompt: request.add_generation_prompt.unwrap_or(!goes_on),
             };
             app.render(&mut share, chat).await?.0
         }

@@ -49,6 +49,9 @@ pub struct ChatRequest {
     pub parallel_tool_calls: Option<bool>,
     pub response_format: Option<ResponseFormat>,
     pub chat_template_kwargs: Option<Map<String, Value>>,
+    /// vLLM's: go on from the last message instead of beginning one.
+    pub continue_final_message: Option<bool>,
+    pub add_generation_prompt: Option<bool>,
     /// Short for `chat_template_kwargs: {"enable_thinking": ...}`, which wins if both are given.
     pub enable_thinking: Option<bool>,
     /// The deprecated forms of `tools` and `tool_choice`.
@@ -152,6 +155,7 @@ pub struct TokenizeRequest {
     pub messages: Option<Vec<Value>>,
     pub tools: Option<Vec<Value>>,
     pub add_generation_prompt: Option<bool>,
+    pub continue_final_message: Option<bool>,
     pub chat_template_kwargs: Option<Map<String, Value>>,
     pub return_token_strs: Option<bool>,
 }

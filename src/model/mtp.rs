@@ -63,6 +63,8 @@ pub(super) struct HeadPlace {
     cache: Cache,
     room: usize,
     tapped: Tapped,
+    /// The model's last norm.
+    norm: Vec<f32>,
 }
 
 /// The head's prediction behind its last row.
@@ -107,11 +109,6 @@ pub(super) fn survey(
 ) -> Result<Option<Survey>, ModelError> {
     match &options.drafter {
         Drafter::None => Ok(None),
-        // On the kernels it runs, and does not yet say what it says on the CPU.
-        _ if options.gpu.is_some() => {
-            tracing::info!("MTP heads are for the CPU so far: drafts are looked up");
-            Ok(None)
-        }
         Drafter::MtpIn(beside) => {
             let json = config::json(beside)?;
             Survey::new(files::open_dir(beside, &json)?, model).map(Some)
@@ -189,7 +186,7 @@ impl Survey {
 }
 
 impl HeadPlace {
-    pub fn new(head: &mut Head, context: usize, run: &mut dyn Run) -> Result<Self, ModelError> {
+    pub fn new(head: &mut Head, norm: Region, context: usize, run: &mut dyn Run) -> Result<Self, ModelError> {
         let slots = head.store.as_ref().map(|store| placed::slots(store, run)).transpose()?.unwrap_or_default();
         let words = head.store.as_ref().map_or(Vec::new(), |store| placed::tables(&head.net, store));
         let (room, format) = (ROOM.min(context), run.limits().cache);
@@ -203,7 +200,9 @@ impl HeadPlace {
             run.write_words(tables, &words)?;
         }
         head.net.set_cache(shape);
-        Ok(Self { slots, tables, cache, room, tapped: Tapped::default() })
+        let mut weight = vec![0.0; head.config.hidden];
+        run.read_floats(norm, &mut weight)?;
+        Ok(Self { slots, tables, cache, room, tapped: Tapped::default(), norm: weight })
     }
 }
 
@@ -216,7 +215,7 @@ impl Qwen {
     /// Rows of the head, at positions from `at` on of its own: tokens, and the hidden rows `[rows, hidden]` in front of
     /// them; `own` if these are the head's, and not the model's. What stood there and behind is forgotten.
     pub fn mtp(&self, at: usize, ids: &[u32], hidden: &[f32], own: bool) -> Result<Predicted, ModelError> {
-        let Parts { config, net, head, .. } = &self.parts;
+        let Parts { config, head, .. } = &self.parts;
         let Placed { run, limits, buffers, lists, head: place, .. } = &mut *self.placed.borrow_mut();
         let width = config.hidden;
         let (Some(head), Some(place)) = (head, place) else {
@@ -227,9 +226,7 @@ impl Qwen {
         }
         let mut rows = hidden.to_vec();
         if !own {
-            let mut weight = vec![0.0; width];
-            run.read_floats(net.norm, &mut weight)?;
-            rows.chunks_exact_mut(width).for_each(|row| normalise(row, &weight, config.eps));
+            rows.chunks_exact_mut(width).for_each(|row| normalise(row, &place.norm, config.eps));
         }
         let run = &mut **run;
         let (b, state) = (Buffers { tables: place.tables, ..*buffers }, [LayerState::Attention(place.cache)]);

@@ -65,7 +65,8 @@ impl Placed {
             run.write_words(buffers.tables, &tables(&parts.net, store))?;
         }
         parts.net.set_cache(heads);
-        let head = parts.head.as_mut().map(|head| HeadPlace::new(head, context, &mut *run)).transpose()?;
+        let norm = parts.net.norm;
+        let head = parts.head.as_mut().map(|head| HeadPlace::new(head, norm, context, &mut *run)).transpose()?;
         let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
         Ok(Self { run, limits, slots, buffers, heads, arenas, lists, undo: None, tapped, head })
     }

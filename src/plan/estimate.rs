@@ -1,12 +1,12 @@
 //! The speed decoding can reach, from bandwidths measured on this machine.
 //!
-//! One token goes through the trunk (but for the embedding's other rows) and, in each layer, k experts; those that missed
-//! come from the disk first. Weights are gone through at the rate of the model's own expert kernels, as measured here. The
+//! One token goes through the trunk (but for the embedding's other rows), reads and writes the delta nets' states, and goes,
+//! in each layer, through k experts; those that missed come from the disk first. Weights are gone through at the rate of the model's own expert kernels, as measured here. The
 //! overlap assumed is the store's: within a layer, hits are computed while misses are read and each miss is computed as it
 //! lands, so a layer takes
 //!
 //! ```text
-//! max(k * expert / compute, wait + expert / compute)   wait = max(latency, m * expert / disk), 0 without misses
+//! max(k * expert / compute, wait + expert / compute) + overhead   wait = max(latency, m * expert / disk), 0 without misses
 //! ```
 //!
 //! for m misses: either computing hides the reads, or the last one lands and is then computed. Misses fall independently
@@ -41,8 +41,8 @@ pub struct Estimate {
     pub disk_bytes_per_token: f64,
 }
 
-/// Decode speed of `shape` at `hit_rate` (0 to 1).
-pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, hit_rate: f64) -> Estimate {
+/// Decode speed of `shape` at `hit_rate` (0 to 1), where a layer takes `overhead` seconds beside its bytes (launches, waits).
+pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, hit_rate: f64, overhead: f64) -> Estimate {
     let miss = 1.0 - hit_rate.clamp(0.0, 1.0);
     let (k, layers) = (shape.experts_per_token, shape.layers as f64);
     let expert = shape.expert as f64;
@@ -55,9 +55,10 @@ pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, hit_rate: f64) -> Estimate
         })
         .sum();
     let trunk = shape.trunk.saturating_sub(shape.gathered) as f64 / bandwidth.compute;
+    let state = 2.0 * shape.state as f64 / bandwidth.memory;
     Estimate {
         hit_rate,
-        tokens_per_second: 1.0 / (trunk + layers * layer),
+        tokens_per_second: 1.0 / (trunk + state + layers * (layer + overhead)),
         disk_bytes_per_token: miss * layers * k as f64 * expert,
     }
 }
@@ -89,12 +90,15 @@ mod tests {
         let bandwidth = Bandwidth { memory: 120e9, compute: 100e9, disk: 5e9, latency: 0.3e-3 };
         let read = (shape.trunk - shape.gathered) as f64;
         let routed = 40.0 * 8.0 * shape.expert as f64;
-        let warm = estimate(&shape, &bandwidth, 1.0);
-        assert!((warm.tokens_per_second - 100e9 / (read + routed)).abs() < 1e-6);
+        let warm = estimate(&shape, &bandwidth, 1.0, 0.0);
+        let state = 2.0 * shape.state as f64 / 120e9;
+        assert!((warm.tokens_per_second - 1.0 / ((read + routed) / 100e9 + state)).abs() < 1e-6);
         assert_eq!(warm.disk_bytes_per_token, 0.0);
+        let waiting = estimate(&shape, &bandwidth, 1.0, 1e-3);
+        assert!((1.0 / waiting.tokens_per_second - 1.0 / warm.tokens_per_second - 0.04).abs() < 1e-9);
         // Nothing but misses: the disk, and the trunk and one expert a layer that it cannot hide.
-        let cold = estimate(&shape, &bandwidth, 0.0);
-        let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9;
+        let cold = estimate(&shape, &bandwidth, 0.0, 0.0);
+        let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9 + state;
         assert!((cold.tokens_per_second - 1.0 / seconds).abs() < 1e-6);
         assert!((cold.disk_bytes_per_token - routed).abs() < 1.0);
     }
@@ -102,7 +106,7 @@ mod tests {
     #[test]
     fn a_higher_hit_rate_is_never_slower() {
         let bandwidth = Bandwidth { memory: 20e9, compute: 15e9, disk: 1e9, latency: 1e-3 };
-        let speeds = HIT_RATES.map(|rate| estimate(&model_35b(), &bandwidth, rate).tokens_per_second);
+        let speeds = HIT_RATES.map(|rate| estimate(&model_35b(), &bandwidth, rate, 0.0).tokens_per_second);
         assert!(speeds.windows(2).all(|pair| pair[0] < pair[1]), "{speeds:?}");
     }
 }

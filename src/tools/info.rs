@@ -1,6 +1,6 @@
 //! `moestro info`: what a model needs of this machine, and how fast it can decode here.
 
-use super::measure;
+use super::{measure, simulate};
 use crate::command::{device::Chosen, drafts::Found, options, resolve, show};
 use crate::{
     chat::Tokenizer,
@@ -38,6 +38,12 @@ struct Report {
 }
 
 pub fn run(typed: cli::Info) -> Result<(), CommandError> {
+    if let Some(machine) = typed.machine.clone() {
+        return simulate::run(typed, &machine);
+    }
+    if typed.like.is_some() {
+        return Err(CommandError::Usage("--like wants a --machine: there is nothing to measure here".into()));
+    }
     let source = Source::new(typed.model.model.as_deref());
     let load = Load::new(typed.load).map_err(CommandError::Usage)?.serving();
     let load = Load { prompt_cache: typed.cache.prompt_cache, drafts: Some(Drafts::new(typed.drafts)), ..load };
@@ -80,7 +86,7 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
         plan,
         refused: refused.as_ref().map(ToString::to_string),
         measured,
-        decode: rates.iter().map(|&rate| estimate(&found.shape, &measured.bandwidth, rate)).collect(),
+        decode: rates.iter().map(|&rate| estimate(&found.shape, &measured.bandwidth, rate, 0.0)).collect(),
         shape: found.shape,
     };
     show(&report, typed.json);

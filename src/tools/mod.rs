@@ -6,4 +6,5 @@ pub mod bench;
 pub mod doctor;
 pub mod info;
 mod measure;
+mod simulate;
 pub mod synth;

@@ -82,6 +82,16 @@ impl Dimensions {
         Self { hidden: 4096, layers: 60, experts: 512, experts_per_token: 10, ..Self::of_122b() }
     }
 
+    /// Those that `--like` names.
+    pub fn of(name: &str) -> Option<Self> {
+        match name {
+            "35b" => Some(Self::of_35b()),
+            "122b" => Some(Self::of_122b()),
+            "397b" => Some(Self::of_397b()),
+            _ => None,
+        }
+    }
+
     fn check(&self) -> Result<(), StoreError> {
         let refuse = |why: String| Err(StoreError::Other(why));
         if self.layers == 0 || self.vocab == 0 {
@@ -181,6 +191,26 @@ pub fn write(out: &Path, options: &Options, progress: &(dyn Fn(u64) + Sync)) -> 
     }
     partial.finish(out).map_err(at(out))?;
     Ok(Summary { bytes, tensors: tensors.len(), shards: shards.len() })
+}
+
+/// A checkpoint of headers and holes in `dir`, which takes next to no room: what can be known of a model without its weights.
+///
+/// # Errors
+/// An error of the file system.
+pub fn outline(dir: &Path, dimensions: Dimensions) -> Result<(), StoreError> {
+    let (seed, router_skew, shard, threads) = (0, 0.0, u64::MAX, 1);
+    let options =
+        Options { dimensions, seed, router_skew, shard, threads, eos_token_ids: Vec::new(), extras: Vec::new() };
+    let (weights, config) = (dir.join("model.safetensors"), dir.join("config.json"));
+    let tensors = layout::tensors(&options);
+    let header = layout::header(&tensors);
+    let bytes = tensors.iter().map(Tensor::bytes).sum::<u64>() + header.len() as u64;
+    let made = File::create_new(&weights).and_then(|mut file| {
+        file.write_all(&header)?;
+        file.set_len(bytes)
+    });
+    made.map_err(|source| StoreError::Io { path: weights, source })?;
+    fs::write(&config, layout::config(&options).to_string()).map_err(|source| StoreError::Io { path: config, source })
 }
 
 fn write_shard(path: &Path, tensors: &[Tensor], threads: usize, progress: &(dyn Fn(u64) + Sync)) -> io::Result<()> {

@@ -238,3 +238,57 @@ async fn errors_have_anthropics_shape() {
     assert!(last.starts_with("event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\""), "{last}");
     assert!(!text.contains("message_stop"));
 }
+
+#[tokio::test]
+async fn errors_name_the_fields_that_were_sent() {
+    let server = Server::saying(THINKS).await;
+    let schema = json!({"type": "object", "properties": {"a": {"not": {}}}});
+    let tool = json!({"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "strnig"}}}});
+    for (more, name) in [
+        (json!({"output_config": {"format": {"type": "json_schema"}}}), "output_config.format.schema"),
+        (
+            json!({"output_config": {"format": {"type": "json_schema", "schema": schema}}}),
+            "output_config.format.schema.properties.a.not",
+        ),
+        (json!({"output_config": {"effort": "much"}}), "output_config.effort"),
+        (json!({"thinking": {"type": "enabled", "budget_tokens": -1}}), "thinking.budget_tokens"),
+        (json!({"stop_sequences": vec!["a"; 17]}), "stop_sequences"),
+        (json!({"tools": [tool], "tool_choice": {"type": "any"}}), "tools[0].input_schema.properties.a.type"),
+    ] {
+        let answer = server.post(PATH, &with(question(), more)).await;
+        assert_eq!(answer.status, 400);
+        let message = answer.json().await["error"]["message"].as_str().unwrap().to_owned();
+        assert!(message.starts_with(name), "{message} names {name}");
+    }
+}
+
+#[tokio::test]
+async fn a_stream_pings_how_far_the_prompt_is_if_asked() {
+    let server = Server::saying(THINKS).await;
+    let content = "one two three four five six seven eight nine ten ".repeat(6);
+    let body = with(question(), json!({"messages": [{"role": "user", "content": content}]}));
+    let told = |events: &[Value]| events.iter().filter(|event| event.get("prompt_progress").is_some()).count();
+    let quiet = stream(&server, &body).await;
+    let events = stream(&server, &with(body, json!({"return_progress": true, "system": "Anew."}))).await;
+    assert_eq!((told(&quiet), told(&events) > 2), (0, true));
+    let last = events.iter().filter_map(|event| event.get("prompt_progress")).next_back().unwrap();
+    assert_eq!(last["processed"], last["total"]);
+    added_up(&events);
+}
+
+#[tokio::test]
+async fn a_number_beyond_a_double_is_told_by_its_digits() {
+    const BIG: &str = "</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=days>\n1e999\n</parameter>\n\
+                       </function>\n</tool_call>";
+    let server = Server::saying(BIG).await;
+    let answer = server.ask(PATH, &with(question(), tools())).await;
+    assert_eq!(answer["content"][0]["input"], json!({"days": "1e999"}));
+    let chat = json!({"messages": question()["messages"], "tools": [{"type": "function", "function": {
+        "name": "get_weather", "parameters": tools()["tools"][0]["input_schema"]}}]});
+    let message = server.ask("/v1/chat/completions", &chat).await["choices"][0]["message"].clone();
+    assert_eq!(message["tool_calls"][0]["function"]["arguments"], "{\"days\":1e999}");
+    // It can be sent back.
+    let mut next = chat.clone();
+    next["messages"].as_array_mut().unwrap().push(message);
+    assert_eq!(server.post("/v1/chat/completions", &next).await.status, 200);
+}

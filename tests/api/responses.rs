@@ -216,11 +216,11 @@ async fn what_is_wrong_is_named() {
     for (body, param) in [
         (json!({}), "input"),
         (json!({"input": 5}), "input"),
-        (json!({"input": []}), "messages"),
+        (json!({"input": []}), "input"),
         (json!({"input": [{"role": "wizard", "content": "Hi"}]}), "input[0].role"),
         (json!({"input": [{"type": "item_reference", "id": "msg_0"}]}), "input[0]"),
         (json!({"input": "Hi", "temperature": "hot"}), "temperature"),
-        (json!({"input": "Hi", "max_output_tokens": 0}), "max_completion_tokens"),
+        (json!({"input": "Hi", "max_output_tokens": 0}), "max_output_tokens"),
         (json!({"input": "Hi", "tools": [{"type": "custom", "name": "x"}]}), "tools[0]"),
         (json!({"input": "Hi", "background": true}), "background"),
     ] {
@@ -239,4 +239,39 @@ async fn a_failure_of_the_model_ends_the_stream() {
     let last = events.last().unwrap();
     assert_eq!((&last["type"], &last["response"]["status"]), (&json!("response.failed"), &json!("failed")));
     assert!(last["response"]["error"]["message"].as_str().unwrap().contains("told to fail"));
+}
+
+#[tokio::test]
+async fn errors_name_the_fields_that_were_sent() {
+    let server = Server::saying(THINKS).await;
+    let schema = json!({"type": "object", "properties": {"a": {"not": {}}}});
+    let named = json!({"type": "json_schema", "name": "n", "strict": true, "schema": schema});
+    for (more, param) in [
+        (json!({"text": {"format": "json"}}), "text.format"),
+        (json!({"text": {"format": {"name": "n"}}}), "text.format.type"),
+        (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
+        (json!({"text": {"format": named}}), "text.format.schema.properties.a.not"),
+        (json!({"reasoning": {"effort": "much"}}), "reasoning.effort"),
+        (json!({"max_output_tokens": 0}), "max_output_tokens"),
+        (json!({"tools": [{"type": "function", "name": "a b"}]}), "tools[0].name"),
+        (json!({"input": "x ".repeat(5000)}), "input"),
+    ] {
+        let answer = server.post(PATH, &with(question(), more)).await;
+        assert_eq!(answer.status, 400);
+        let error = answer.json().await["error"].clone();
+        assert_eq!(error["param"], param, "{error}");
+        let message = error["message"].as_str().unwrap();
+        assert!(!message.contains("response_format") && !message.contains("function"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_stream_says_how_far_the_prompt_is_if_asked() {
+    let server = Server::saying(THINKS).await;
+    let body = json!({"input": "one two three four five six seven eight nine ten ".repeat(6)});
+    let quiet = stream(&server, &body).await;
+    assert!(!kinds(&quiet).contains(&"response.prompt_progress"));
+    let events = stream(&server, &with(body, json!({"return_progress": true, "instructions": "Anew."}))).await;
+    let told: Vec<_> = events.iter().filter_map(|event| event.get("prompt_progress")).collect();
+    assert!(told.len() > 2 && told.last().unwrap()["processed"] == told[0]["total"], "{told:?}");
 }

@@ -44,13 +44,13 @@ fn fast() -> HostGpu {
 }
 
 #[derive(serde::Deserialize)]
-struct Case {
+pub struct Case {
     question: String,
-    prompt_ids: Vec<u32>,
+    pub prompt_ids: Vec<u32>,
     greedy_ids: Vec<u32>,
 }
 
-fn cases() -> Vec<Case> {
+pub fn cases() -> Vec<Case> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/demo/greedy.json");
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }

@@ -83,6 +83,7 @@ impl Gpu for HostGpu {
     }
 
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        self.see(region);
         bytes.copy_from_slice(&self.host.read(region.first(bytes.len())));
         Ok(())
     }
@@ -128,20 +129,25 @@ impl Timeline for HostGpu {
 impl HostGpu {
     fn run(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
         for binding in &dispatch.bindings {
-            let region = binding.region;
-            let Some(adopted) = self.adopted.get_mut(&region.buffer) else { continue };
-            assert_eq!(binding.effect, Effect::Read, "{} writes to weights", dispatch.kernel);
-            // SAFETY: reads into the slab may go on in other slots; the experts hand out only what has landed, and the
-            // kernels touch nothing else.
-            let now = unsafe {
-                adopted.slab.bytes(adopted.start + region.offset..adopted.start + region.offset + region.len)
-            };
-            let seen = &mut adopted.seen[region.offset..region.offset + region.len];
-            if seen != now {
-                seen.copy_from_slice(now);
-                self.host.write(region, seen);
+            if self.see(binding.region) {
+                assert_eq!(binding.effect, Effect::Read, "{} writes to weights", dispatch.kernel);
             }
         }
         self.host.try_run(dispatch).map_err(DeviceError)
+    }
+
+    /// Brings a region of a slab up to date, if it is one: a GPU has it in the very same memory.
+    fn see(&mut self, region: Region) -> bool {
+        let Some(adopted) = self.adopted.get_mut(&region.buffer) else { return false };
+        // SAFETY: reads into the slab may go on in other slots; the experts hand out only what has landed, and nothing else
+        // is touched.
+        let now =
+            unsafe { adopted.slab.bytes(adopted.start + region.offset..adopted.start + region.offset + region.len) };
+        let seen = &mut adopted.seen[region.offset..region.offset + region.len];
+        if seen != now {
+            seen.copy_from_slice(now);
+            self.host.write(region, seen);
+        }
+        true
     }
 }

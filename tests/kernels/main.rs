@@ -12,6 +12,7 @@ mod host;
 mod layers;
 mod linear;
 mod lint;
+mod mtp;
 #[path = "../support/mutate.rs"]
 mod mutate;
 mod queue;

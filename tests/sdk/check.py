@@ -108,6 +108,18 @@ def streams_as_it_generates():
     assert times[0] < times[-1] / 2, (times[0], times[-1])
 
 
+def prefill():
+    """The answer goes on from the assistant's last message, in its content or its reasoning."""
+    last = {"role": "assistant", "content": "12 + 7 ="}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    equal(ask(SUM + [last], extra_body=more).choices[0].message.content, " 19.")
+    whole = ask(SUM).choices[0].message.reasoning_content
+    begun = whole.index(" 12")
+    last = {"role": "assistant", "content": "", "reasoning_content": whole[:begun]}
+    answer = ask(SUM + [last], extra_body=more).choices[0].message
+    equal((answer.reasoning_content, answer.content), (whole[begun:], "12 + 7 = 19."))
+
+
 def tool_call():
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     answer = ask(messages, tools=[WEATHER])
@@ -248,7 +260,7 @@ def cancellation():
 
 def main():
     checks = [
-        models, chat, without_thinking, conversation, stream, streams_as_it_generates, tool_call, tool_call_streamed,
+        models, chat, without_thinking, conversation, stream, streams_as_it_generates, prefill, tool_call, tool_call_streamed,
         logprobs, stop_and_limits, seeded, completions, harness, errors, cancellation,
     ]
     failed = 0

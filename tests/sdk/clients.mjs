@@ -8,7 +8,7 @@ import Anthropic from '@anthropic-ai/sdk';
 import { createOpenAI } from '@ai-sdk/openai';
 import { createAnthropic } from '@ai-sdk/anthropic';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
-import { generateText, stepCountIs, streamText, tool } from 'ai';
+import { generateText, Output, stepCountIs, streamText, tool } from 'ai';
 import { z } from 'zod';
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
@@ -31,8 +31,17 @@ const SCHEMA = {
 };
 const NAME = 'get_weather';
 const WHAT = 'Get the current weather of a city.';
+const WORD = {
+  type: 'object',
+  properties: { word: { enum: ['a', 'b'] } },
+  required: ['word'],
+  additionalProperties: false,
+};
 const question = (turn) => `What is the weather in ${CITIES[turn % CITIES.length]}?`;
 const user = (content) => ({ role: 'user', content });
+
+/** In every other turn the tool must be called: in the others the model may, and after thousands of tokens it forgets to. */
+const must = (turn, step, word = 'required') => (turn % 2 && step === 0 ? word : 'auto');
 
 let calls = 0;
 
@@ -56,16 +65,25 @@ async function openaiChat() {
   const left = await openai.chat.completions.create({ model, messages: [user('Tell me a story.')], stream: true });
   for await (const _ of left) break;
   await idle();
+  assert.match(answer.choices[0].message.reasoning_content, /19/);
+  const form = { type: 'json_schema', json_schema: { name: 'word', strict: true, schema: WORD } };
+  const word = await openai.chat.completions.create({ model, messages, response_format: form });
+  assert.ok(['a', 'b'].includes(JSON.parse(word.choices[0].message.content).word));
 }
 
-async function openaiChatLoop() {
+async function openaiChatLoop(keeps) {
   const tools = [{ type: 'function', function: { name: NAME, description: WHAT, parameters: SCHEMA } }];
   const messages = [];
   for (let turn = 0; turn < TURNS; turn++) {
     messages.push(user(question(turn)));
     for (let step = 0; step < 2; step++) {
-      const stream = openai.chat.completions.stream({ model, messages, tools, temperature: 0 });
-      const answer = (await stream.finalChatCompletion()).choices[0].message;
+      const ask = { model, messages, tools, tool_choice: must(turn, step), temperature: 0 };
+      // The library's stream keeps only the last piece of a field that it does not know.
+      const answer = keeps
+        ? (await openai.chat.completions.create(ask)).choices[0].message
+        : (await openai.chat.completions.stream(ask).finalChatCompletion()).choices[0].message;
+      if (keeps) assert.ok(answer.reasoning_content);
+      else delete answer.reasoning_content;
       messages.push(answer);
       for (const call of answer.tool_calls ?? []) {
         assert.equal(typeof JSON.parse(call.function.arguments), 'object');
@@ -83,17 +101,25 @@ async function openaiResponses() {
   const final = await openai.responses.stream({ model, input: SUM, temperature: 0 }).finalResponse();
   assert.equal(final.output_text, ANSWER);
   await assert.rejects(openai.responses.create({ model, input: [] }), OpenAI.BadRequestError);
+  assert.deepEqual(answer.output.map((item) => item.type), ['reasoning', 'message']);
+  const format = { type: 'json_schema', name: 'word', strict: true, schema: WORD };
+  const word = await openai.responses.create({ model, input: SUM, text: { format } });
+  assert.ok(['a', 'b'].includes(JSON.parse(word.output_text).word));
+  const left = await openai.responses.create({ model, input: 'Tell me a story.', stream: true });
+  for await (const _ of left) break;
+  await idle();
 }
 
-async function openaiResponsesLoop() {
+async function openaiResponsesLoop(keeps) {
   const tools = [{ type: 'function', name: NAME, description: WHAT, parameters: SCHEMA, strict: false }];
   const input = [];
   for (let turn = 0; turn < TURNS; turn++) {
     input.push(user(question(turn)));
     for (let step = 0; step < 2; step++) {
-      const stream = openai.responses.stream({ model, input, tools, temperature: 0, store: false });
+      const ask = { model, input, tools, tool_choice: must(turn, step), temperature: 0, store: false };
+      const stream = openai.responses.stream(ask);
       const answer = await stream.finalResponse();
-      input.push(...answer.output);
+      input.push(...answer.output.filter((item) => keeps || item.type !== 'reasoning'));
       const called = answer.output.filter((item) => item.type === 'function_call');
       for (const call of called) {
         assert.equal(typeof JSON.parse(call.arguments), 'object');
@@ -117,17 +143,24 @@ async function anthropicMessages() {
   for await (const _ of left) break;
   left.abort();
   await idle();
+  const output_config = { format: { type: 'json_schema', schema: WORD } };
+  const word = await anthropic.messages.create({ ...ask, output_config });
+  assert.ok(['a', 'b'].includes(JSON.parse(word.content[0].text).word));
+  const prefilled = [...ask.messages, { role: 'assistant', content: '12 + 7 =' }];
+  assert.equal((await anthropic.messages.create({ ...ask, messages: prefilled })).content[0].text, ' 19.');
 }
 
-async function anthropicLoop() {
+async function anthropicLoop(keeps) {
   const tools = [{ name: NAME, description: WHAT, input_schema: SCHEMA }];
   const messages = [];
   for (let turn = 0; turn < TURNS; turn++) {
     messages.push(user(question(turn)));
     for (let step = 0; step < 2; step++) {
-      const ask = { model, max_tokens: 2000, messages, tools, thinking: { type: 'adaptive' } };
+      const tool_choice = { type: must(turn, step, 'any') };
+      const ask = { model, max_tokens: 2000, messages, tools, tool_choice, thinking: { type: 'adaptive' } };
       const answer = await anthropic.messages.stream(ask).finalMessage();
-      messages.push({ role: 'assistant', content: answer.content });
+      const content = answer.content.filter((block) => keeps || block.type !== 'thinking');
+      messages.push({ role: 'assistant', content });
       const called = answer.content.filter((block) => block.type === 'tool_use');
       if (!called.length) break;
       messages.push(user(called.map((call) => ({ type: 'tool_result', tool_use_id: call.id, content: RESULT }))));
@@ -137,7 +170,7 @@ async function anthropicLoop() {
 }
 
 const providers = {
-  compatible: createOpenAICompatible({ name: 'moestro', baseURL: base, apiKey: 'unused' })(model),
+  compatible: createOpenAICompatible({ name: 'moestro', baseURL: base, apiKey: 'unused', supportsStructuredOutputs: true })(model),
   chat: createOpenAI({ baseURL: base, apiKey: 'unused' }).chat(model),
   responses: createOpenAI({ baseURL: base, apiKey: 'unused' }).responses(model),
   anthropic: createAnthropic({ baseURL: base, apiKey: 'unused' })(model),
@@ -153,7 +186,29 @@ async function vercel() {
   assert.match(thought.reasoningText, /19/);
 }
 
-async function vercelLoop(name) {
+/** Objects, errors, and a client that leaves. */
+async function vercelMore() {
+  const schema = z.object({ word: z.enum(['a', 'b']) });
+  for (const [name, provider] of Object.entries(providers)) {
+    const ask = { model: provider, prompt: SUM, maxRetries: 0, maxOutputTokens: 600 };
+    const { output } = await generateText({ ...ask, output: Output.object({ schema }) });
+    assert.ok(['a', 'b'].includes(output.word), name);
+    await assert.rejects(generateText({ ...ask, prompt: 'x '.repeat(400_000) }), { statusCode: 400 }, name);
+    const control = new AbortController();
+    const story = streamText({ ...ask, prompt: 'Tell me a story.', abortSignal: control.signal, onError() {} });
+    for await (const part of story.fullStream) {
+      if (part.type.endsWith('delta')) control.abort();
+    }
+    await idle();
+  }
+}
+
+const unthought = (message) =>
+  Array.isArray(message.content)
+    ? { ...message, content: message.content.filter((part) => part.type !== 'reasoning') }
+    : message;
+
+async function vercelLoop(name, keeps) {
   const tools = {
     get_weather: tool({
       description: WHAT,
@@ -169,19 +224,24 @@ async function vercelLoop(name) {
   for (let turn = 0; turn < TURNS; turn++) {
     messages.push(user(question(turn)));
     const ask = { model: providers[name], messages, tools, temperature: 0, maxRetries: 0, stopWhen: stepCountIs(2) };
-    const { response, text } = await generateText(ask);
+    const prepareStep = ({ stepNumber }) => ({ toolChoice: must(turn, stepNumber) });
+    const { response, text } = await generateText({ ...ask, prepareStep });
     assert.doesNotMatch(text, /<tool_call|<function|think>/);
-    messages = messages.concat(response.messages);
+    messages = messages.concat(keeps ? response.messages : response.messages.map(unthought));
   }
 }
 
-const checks = [openaiChat, openaiChatLoop, openaiResponses, openaiResponsesLoop, anthropicMessages, anthropicLoop, vercel];
-const loops = Object.keys(providers).map((name) => ({ name: `vercelLoop: ${name}`, run: () => vercelLoop(name) }));
+const checks = [openaiChat, openaiResponses, anthropicMessages, vercel, vercelMore];
+const loops = [true, false].flatMap((keeps) => [
+  ...[openaiChatLoop, openaiResponsesLoop, anthropicLoop].map((loop) => ({ name: loop.name, run: () => loop(keeps) })),
+  ...Object.keys(providers).map((name) => ({ name: `vercelLoop, ${name}`, run: () => vercelLoop(name, keeps) })),
+].map(({ name, run }) => ({ name: `${name}, ${keeps ? 'with its reasoning' : 'without'}`, run })));
 let failed = 0;
 for (const check of [...checks.map((run) => ({ name: run.name, run })), ...loops]) {
   calls = 0;
   try {
     await check.run();
+    assert.ok(!calls || calls >= TURNS / 2, `${calls} calls`);
     console.log(`ok      ${check.name}${calls ? ` (${calls} calls in ${TURNS} turns)` : ''}`);
   } catch (error) {
     failed++;

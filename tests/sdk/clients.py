@@ -60,6 +60,11 @@ def question(turn):
     return f"What is the weather in {CITIES[turn % len(CITIES)]}?"
 
 
+def must(turn, step, word="required"):
+    """In every other turn the tool must be called: in the others the model may, and after thousands of tokens it forgets to."""
+    return word if turn % 2 and step == 0 else "auto"
+
+
 # OpenAI's Responses.
 
 
@@ -109,14 +114,23 @@ def responses_errors():
     idle()
 
 
+def responses_progress():
+    """An event that the library does not know, for those who ask: it goes past the others."""
+    with OPENAI.responses.stream(model=MODEL, input=SUM, temperature=0, extra_body={"return_progress": True}) as stream:
+        kinds = [event.type for event in stream]
+        equal(stream.get_final_response().output_text, ANSWER)
+    assert "response.prompt_progress" in kinds, kinds
+
+
 def responses_loop(keeps):
     """`keeps`: the server keeps the history; otherwise its answers are sent back, with their reasoning or without."""
     history, previous = [], None
     for turn in range(TURNS):
         step = [{"role": "user", "content": question(turn)}]
-        for _ in range(2):
+        for number in range(2):
             history += step
             more = {"previous_response_id": previous} if keeps == "server" else {"store": False}
+            more["tool_choice"] = must(turn, number)
             answer = respond(step if keeps == "server" else history, tools=[TOOL], **more)
             previous = answer.id
             output = [item.model_dump(exclude_none=True) for item in answer.output]
@@ -191,12 +205,30 @@ def messages_errors():
     idle()
 
 
+WORD = {
+    "type": "object", "properties": {"word": {"enum": ["a", "b"]}}, "required": ["word"], "additionalProperties": False,
+}
+
+
+def messages_schema():
+    config = {"format": {"type": "json_schema", "schema": WORD}}
+    for more in [{}, {"thinking": THINKING, "max_tokens": 2000}]:
+        answer = message([user(SUM)], output_config=config, **more)
+        assert json.loads(answer.content[-1].text)["word"] in "ab", answer.content
+
+
+def messages_prefill():
+    answer = message([user(SUM), {"role": "assistant", "content": "12 + 7 ="}])
+    equal(answer.content[0].text, " 19.")
+
+
 def messages_loop(keeps):
     history = []
     for turn in range(TURNS):
         history.append(user(question(turn)))
-        for _ in range(2):
-            answer = message(history, tools=[ANTHROPIC_TOOL], thinking=THINKING, max_tokens=2000)
+        for step in range(2):
+            choice = {"type": must(turn, step, "any")}
+            answer = message(history, tools=[ANTHROPIC_TOOL], thinking=THINKING, max_tokens=2000, tool_choice=choice)
             content = [block for block in answer.content if keeps or block.type != "thinking"]
             history.append({"role": "assistant", "content": content})
             calls = [block for block in answer.content if block.type == "tool_use"]
@@ -216,8 +248,9 @@ def chat_loop(create, keeps):
     history = []
     for turn in range(TURNS):
         history.append(user(question(turn)))
-        for _ in range(2):
-            answer = create(messages=history, tools=[CHAT_TOOL], temperature=0).choices[0].message
+        for step in range(2):
+            ask = {"messages": history, "tools": [CHAT_TOOL], "tool_choice": must(turn, step), "temperature": 0}
+            answer = create(**ask).choices[0].message
             said = answer.model_dump(exclude_none=True)
             if not keeps:
                 said.pop("reasoning_content", None)
@@ -251,6 +284,16 @@ def litellm_text():
     equal(answer.choices[0].message.content, ANSWER)
 
 
+def litellm_more():
+    form = {"type": "json_schema", "json_schema": {"name": "word", "strict": True, "schema": WORD}}
+    answer = by_litellm(messages=[user(SUM)], response_format=form)
+    assert json.loads(answer.choices[0].message.content)["word"] in "ab"
+    stream = by_litellm(messages=[user("Tell me a story.")], stream=True)
+    next(iter(stream))
+    stream.completion_stream.close()
+    idle()
+
+
 @tool
 def get_weather(city: str) -> str:
     """Get the current weather of a city."""
@@ -267,14 +310,27 @@ def langchain_text():
         equal("".join(chunk.text for chunk in model.stream(SUM)), ANSWER)
 
 
-def langchain_loop(responses):
-    model = langchain(use_responses_api=responses).bind_tools([get_weather])
+def langchain_more():
+    for model in [langchain(), langchain(use_responses_api=True)]:
+        raises(openai.BadRequestError, lambda: model.invoke([]))
+        stream = model.stream("Tell me a story.")
+        next(stream)
+        stream.close()
+        idle()
+    thought = langchain(use_responses_api=True).invoke(SUM)
+    assert any(block["type"] == "reasoning" for block in thought.content), thought.content
+
+
+def langchain_loop(responses, keeps=True):
+    bare = langchain(use_responses_api=responses)
     history = []
     for turn in range(TURNS):
         history.append(HumanMessage(question(turn)))
-        for _ in range(2):
-            answer = model.invoke(history)
+        for step in range(2):
+            answer = bare.bind_tools([get_weather], tool_choice=must(turn, step)).invoke(history)
             assert isinstance(answer, AIMessage)
+            if not keeps:
+                answer.content = [block for block in answer.content if block["type"] != "reasoning"]
             history.append(answer)
             if not answer.tool_calls:
                 break
@@ -310,8 +366,8 @@ def raises(kind, call):
 def main():
     checks = [
         responses_text, responses_stream, responses_tool, responses_errors,
-        messages_text, messages_stream, messages_tool, messages_errors,
-        litellm_text, langchain_text,
+        responses_progress, messages_text, messages_stream, messages_tool, messages_errors, messages_schema,
+        messages_prefill, litellm_text, litellm_more, langchain_text, langchain_more,
     ]
     loops = [
         ("responses, history on the server", lambda: responses_loop("server")),
@@ -322,8 +378,11 @@ def main():
         ("chat, with reasoning", lambda: chat_loop(by_openai, True)),
         ("chat, without", lambda: chat_loop(by_openai, False)),
         ("litellm, with reasoning", lambda: chat_loop(by_litellm, True)),
+        ("litellm, without", lambda: chat_loop(by_litellm, False)),
+        # The library itself leaves the reasoning of chat completions out.
         ("langchain, chat", lambda: langchain_loop(False)),
-        ("langchain, responses", lambda: langchain_loop(True)),
+        ("langchain, responses, with reasoning", lambda: langchain_loop(True)),
+        ("langchain, responses, without", lambda: langchain_loop(True, keeps=False)),
     ]
     failed = 0
 
@@ -333,6 +392,7 @@ def main():
         CALLED, began = 0, time.monotonic()
         try:
             check()
+            assert not CALLED or CALLED >= TURNS // 2, CALLED
             calls = f" ({CALLED} calls in {TURNS} turns, {time.monotonic() - began:.1f} s)" if CALLED else ""
             print(f"ok      {name}{calls}")
         except Exception as error:

@@ -2,8 +2,9 @@
 # Checks a moestro binary with the libraries of its clients: tests/sdk/run.sh [BINARY]
 #
 # Makes two virtual environments and one node_modules (in $SDK_CACHE, else target/sdk, and keeps them), serves the demo model on a
-# free port, runs check.py (OpenAI's chat completions), clients.py and clients.mjs (the others), schemas.py (libraries that ask
-# for objects) and forms.py (many answers of many forms), lets schemathesis try what /openapi.json describes, and has promtool, if
+# free port, runs check.py (OpenAI's chat completions), clients.py and clients.mjs (the others), schemas.py and
+# agents.py (libraries that ask for objects, and agents), documents.py (answers against OpenAI's document) and forms.py (many
+# answers of many forms), lets schemathesis try what /openapi.json describes, and has promtool, if
 # there is one, read the metrics.
 set -euo pipefail
 
@@ -55,7 +56,8 @@ fi
 port=$("$venv/bin/python" -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$ready")
 
 for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "node $cache/node/clients.mjs" \
-  "$objects/bin/python $here/schemas.py" "$objects/bin/python $here/forms.py"; do
+  "$objects/bin/python $here/schemas.py" "$objects/bin/python $here/agents.py" "$objects/bin/python $here/documents.py" \
+  "$objects/bin/python $here/forms.py"; do
   if ! $client "http://127.0.0.1:$port/v1"; then
     tail -n 40 "$scratch/log" >&2
     exit 1

@@ -12,6 +12,10 @@ const MOST_DEPTH: usize = 64;
 /// with white space for ever.
 const SPACE: &str = r" |\n[ \t]{0,40}";
 
+/// The bounds of an integer that has none of its own, on both sides of zero: readers of JSON hold 64 bits, and a model could
+/// go on with digits for ever.
+const LARGEST: i64 = 10i64.pow(18);
+
 /// Keywords whose value is kept as it is.
 const PLAIN: [&str; 20] = [
     "$ref",
@@ -142,11 +146,33 @@ impl Walk {
             };
             ready.insert(key.clone(), value);
         }
+        bound(&mut ready);
         if ready.get("format").is_some_and(|format| format == "time" || format == "date-time") {
             // The compiler's expression has a 61st second in every minute.
             ready.entry("pattern").or_insert("^[^:]*:[^:]*:[0-5]".into());
         }
         Ok(Value::Object(ready))
+    }
+}
+
+/// Gives an integer that is open above or below the bound that it lacks.
+fn bound(schema: &mut Map<String, Value>) {
+    let integer = match schema.get("type") {
+        Some(Value::Array(names)) => names.iter().any(|name| name == "integer") && !names.iter().any(|n| n == "number"),
+        Some(name) => name == "integer",
+        None => false,
+    };
+    if !integer || schema.contains_key("enum") || schema.contains_key("const") {
+        return;
+    }
+    let number = |key: &str| schema.get(key).and_then(Value::as_f64);
+    let (least, most) =
+        (number("minimum").or(number("exclusiveMinimum")), number("maximum").or(number("exclusiveMaximum")));
+    if least.is_none() && most.is_none_or(|most| most > -LARGEST as f64) {
+        schema.insert("minimum".into(), (-LARGEST).into());
+    }
+    if most.is_none() && least.is_none_or(|least| least < LARGEST as f64) {
+        schema.insert("maximum".into(), LARGEST.into());
     }
 }
 

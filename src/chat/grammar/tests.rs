@@ -89,6 +89,41 @@ fn whatever_is_drawn_has_the_schema() {
     assert!(answers >= 1000);
 }
 
+#[test]
+fn an_integer_ends() {
+    for schema in [
+        json!({"type": "integer"}),
+        json!({"type": ["integer", "null"]}),
+        json!({"type": "integer", "minimum": 18}),
+        json!({"type": "integer", "exclusiveMaximum": -3}),
+        json!({"type": "integer", "multipleOf": 7}),
+        json!({"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}),
+    ] {
+        for sign in ["", "-"] {
+            let mut guide = GRAMMARS.compile(&json_form(&schema, true), false, None).unwrap();
+            let mut said = Vec::new();
+            loop {
+                let allowed = allowed(&guide.allowed().unwrap());
+                // The sign, then nines: the largest there are.
+                let bytes = |id: u32| GRAMMARS.tokenizer.token_bytes(id);
+                let goes_on = |id: &u32| {
+                    let (begins, bytes) = (said.is_empty() && bytes(*id) == sign.as_bytes(), bytes(*id));
+                    begins || !bytes.is_empty() && bytes.iter().all(u8::is_ascii_digit)
+                };
+                let next = allowed.into_iter().filter(goes_on).max_by_key(|&id| (bytes(id) == b"-", bytes(id)));
+                let Some(id) = next else { break };
+                guide.accept(id).unwrap();
+                said.push(id);
+                assert!(said.len() <= 20, "{schema}: {}", text(&said));
+            }
+            assert!(text(&said).is_empty() || text(&said).parse::<i64>().is_ok(), "{schema}: {}", text(&said));
+        }
+    }
+    let far = json!({"type": "integer", "minimum": 2e18, "maximum": 3e18});
+    let answer = text(&wander(GRAMMARS.compile(&json_form(&far, true), false, None).unwrap(), 1));
+    assert!((2_000_000_000_000_000_000..=3_000_000_000_000_000_000i64).contains(&answer.parse().unwrap()), "{answer}");
+}
+
 fn tool(name: &str, parameters: &Value) -> Value {
     json!({"type": "function", "function": {"name": name, "parameters": parameters}})
 }

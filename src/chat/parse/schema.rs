@@ -1,5 +1,6 @@
 //! The types that a tool's JSON schema lets a parameter have, and raw text read as one of them.
 
+use crate::chat::numbers;
 use serde_json::Value;
 
 /// A set of JSON types.
@@ -137,11 +138,13 @@ impl Types {
             if let Some(literal) = literal {
                 return literal.into();
             }
-            let fits = match serde_json::from_str::<Value>(word) {
-                Ok(Value::Number(n)) => self.number || (self.integer && n.as_f64().is_some_and(|x| x.fract() == 0.0)),
-                Ok(Value::Array(_)) => self.array,
-                Ok(Value::Object(_)) => self.object,
-                _ => false,
+            let fits = match numbers::integral(word) {
+                Some(integral) => self.number || (self.integer && integral),
+                None => match serde_json::from_str(&numbers::held(word)) {
+                    Ok(Value::Array(_)) => self.array,
+                    Ok(Value::Object(_)) => self.object,
+                    _ => false,
+                },
             };
             if fits {
                 return word.into();
@@ -195,6 +198,17 @@ mod tests {
         ] {
             assert_eq!(read(json!({"type": kind}), text), expected, "{kind} {text:?}");
         }
+    }
+
+    #[test]
+    fn a_number_of_any_size_is_a_number() {
+        let digits = "9".repeat(400);
+        for (kind, text) in [("integer", &*digits), ("number", &digits), ("integer", "1e999"), ("integer", "0.5e1")] {
+            assert_eq!(read(json!({"type": kind}), text), text);
+        }
+        assert_eq!(read(json!({"type": "integer"}), "5e-1"), "\"5e-1\"");
+        let array = format!("[{digits}, \"x\"]");
+        assert_eq!(read(json!({"type": "array"}), &array), array);
     }
 
     #[test]

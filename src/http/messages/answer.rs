@@ -7,7 +7,7 @@ use super::super::{
     transcript::{Ending, Transcript, Turn},
     wire::{Part, Parts, Wire},
 };
-use crate::chat::parse::Delta;
+use crate::chat::{numbers, parse::Delta};
 use axum::{
     Json,
     response::{IntoResponse, Response},
@@ -27,6 +27,8 @@ pub struct Answer {
     index: usize,
     /// Text that came inside or after a call, which this format has no place for until the call is over.
     held: String,
+    /// A stream says how far the prompt is.
+    progress: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,8 +39,8 @@ enum Block {
 }
 
 impl Answer {
-    pub fn new(id: String, model: String) -> Self {
-        Self { id, model, open: None, index: 0, held: String::new() }
+    pub fn new(id: String, model: String, progress: bool) -> Self {
+        Self { id, model, open: None, index: 0, held: String::new(), progress }
     }
 
     /// One body.
@@ -113,6 +115,10 @@ impl Wire for Answer {
     }
 
     fn turn(&mut self, out: &Frames, turn: &Turn) {
+        if let Some(progress) = turn.progress.filter(|_| self.progress) {
+            // Clients take a ping at any time.
+            out.event("ping", &json!({"type": "ping", "prompt_progress": progress}));
+        }
         for delta in &turn.deltas {
             match delta {
                 Delta::Reasoning(text) => {
@@ -153,7 +159,8 @@ fn block(part: Part) -> Value {
         Part::Text(text) => json!({"type": "text", "text": text}),
         Part::Call { id, name, arguments } => {
             // Anthropic's own way to say that a call was cut off: its text under this name.
-            let input = serde_json::from_str(&arguments).unwrap_or_else(|_| json!({"INVALID_JSON": arguments}));
+            let input =
+                serde_json::from_str(&numbers::held(&arguments)).unwrap_or_else(|_| json!({"INVALID_JSON": arguments}));
             json!({"type": "tool_use", "id": id, "name": name, "input": input})
         }
     }

@@ -12,6 +12,17 @@ use serde_json::{Map, Value, json};
 /// it means nothing to a model.
 const BILLING: &str = "x-anthropic-billing-header:";
 
+/// Names of chat completions' fields, and Anthropic's.
+const NAMES: &[(&str, &str)] = &[
+    ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("reasoning_effort", "output_config.effort"),
+    ("thinking_budget", "thinking.budget_tokens"),
+    ("stop", "stop_sequences"),
+    ("].function.parameters", "].input_schema"),
+    ("].function", "]"),
+];
+
 /// Between two blocks of text that a client sent apart.
 const BETWEEN: &str = "\n\n";
 
@@ -32,6 +43,8 @@ pub struct MessagesRequest {
     top_k: Option<i64>,
     stop_sequences: Option<Vec<String>>,
     stream: Option<bool>,
+    /// Whether a stream says how far the prompt is.
+    return_progress: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -71,6 +84,10 @@ impl MessagesRequest {
         self.stream.unwrap_or(false)
     }
 
+    pub fn tells_progress(&self) -> bool {
+        self.return_progress.unwrap_or(false)
+    }
+
     /// The conversation that is meant. `thinking` is what the server was told to do where a request does not say.
     pub fn conversation(self, keep_billing_header: bool, thinking: Option<bool>) -> Result<Conversation, Reject> {
         let mut messages = Vec::with_capacity(self.messages.len() + 1);
@@ -86,9 +103,11 @@ impl MessagesRequest {
         for (index, message) in self.messages.iter().enumerate() {
             translate(message, &format!("messages[{index}]"), &mut messages)?;
         }
-        if self.messages.last().is_some_and(|message| message["role"] == "assistant") {
-            let text = "The last message is the assistant's. This server does not go on from one: end with the user's.";
-            return Err(Reject::unsupported("messages", text));
+        let goes_on = self.messages.last().is_some_and(|message| message["role"] == "assistant");
+        if goes_on && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
+            // Anthropic's rule, too.
+            let text = "The answer goes on from the last message, so there is no place to think: set thinking aside.";
+            return Err(Reject::invalid("thinking", text));
         }
         let tools = self.tools.unwrap_or_default();
         let tools = tools.iter().enumerate().map(|(index, it)| tool(it, index)).collect::<Result<Vec<_>, _>>()?;
@@ -118,13 +137,14 @@ impl MessagesRequest {
             tools: (!tools.is_empty()).then_some(tools),
             tool_choice: self.tool_choice.map(ToolChoice::translate).transpose()?,
             parallel_tool_calls: parallel,
+            continue_final_message: Some(goes_on),
             enable_thinking: Some(thinks),
             reasoning_effort: effort,
             response_format: format.or(self.output_format).map(Format::translate).transpose()?,
             thinking_budget: self.thinking.and_then(|thinking| thinking.budget_tokens),
             ..ChatRequest::default()
         };
-        Ok(Conversation { common, chat })
+        Ok(Conversation { common, chat, names: NAMES })
     }
 }
 

@@ -106,7 +106,7 @@ fn what_cannot_be_read_is_refused_by_name() {
         (with(json!([{"type": "text"}])), "messages[0].content[0]"),
         (with(json!([{"type": "tool_result", "content": "x"}])), "messages[0].content[0].tool_use_id"),
         (json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}), "messages[0].content[0]"),
-        (json!({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I"}]}), "messages"),
+        (json!({"messages": [{"role": "assistant", "content": "I"}], "thinking": {"type": "enabled"}}), "thinking"),
         (json!({"messages": messages, "system": 5}), "system"),
         (json!({"messages": messages, "tools": [{"type": "web_search_20250305", "name": "w"}]}), "tools[0]"),
         (json!({"messages": messages, "tool_choice": {"type": "maybe"}}), "tool_choice.type"),

@@ -44,6 +44,8 @@ pub struct Answer {
     summary: bool,
     /// Reasoning is given to the client to keep.
     encrypted: bool,
+    /// A stream says how far the prompt is.
+    progress: bool,
     /// Functions that are in a namespace, which their calls name.
     namespaces: BTreeMap<String, String>,
     /// The input, if the response is to be kept.
@@ -109,6 +111,7 @@ impl Answer {
             sequence: 0,
             summary: summary.is_some(),
             encrypted: request.wants_reasoning_back(),
+            progress: request.return_progress.unwrap_or(false),
             namespaces: request.namespaces(),
             keep: keeps.then_some(input),
         }
@@ -320,6 +323,9 @@ impl Wire for Answer {
     }
 
     fn turn(&mut self, out: &Frames, turn: &Turn) {
+        if let Some(progress) = turn.progress.filter(|_| self.progress) {
+            self.emit(Some(out), "response.prompt_progress", json!({"prompt_progress": progress}));
+        }
         self.read(Some(out), turn);
     }
 

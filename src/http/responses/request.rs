@@ -5,7 +5,7 @@ use super::{
         body,
         conversation::Conversation,
         reject::Reject,
-        types::{ChatRequest, Common},
+        types::{ChatRequest, Common, ResponseFormat},
     },
     items,
     store::Store,
@@ -13,6 +13,19 @@ use super::{
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
+
+/// Names of chat completions' fields, and those of Responses.
+const NAMES: &[(&str, &str)] = &[
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("messages", "input"),
+    ("].function", "]"),
+];
+
+/// The same for a format alone.
+const FORMAT: &[(&str, &str)] = &[("json_schema", "text.format"), ("", "text.format.")];
 
 #[derive(Debug, Default, Deserialize)]
 pub struct ResponsesRequest {
@@ -33,6 +46,8 @@ pub struct ResponsesRequest {
     pub include: Option<Vec<String>>,
     pub metadata: Option<Map<String, Value>>,
     pub user: Option<String>,
+    /// Whether a stream says how far the prompt is.
+    pub return_progress: Option<bool>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -142,11 +157,11 @@ impl ResponsesRequest {
             tools: (!tools.is_empty()).then_some(tools),
             tool_choice: self.tool_choice.filter(|choice| !choice.is_null()).map(tool_choice).transpose()?,
             parallel_tool_calls: self.parallel_tool_calls,
-            response_format: format.map(|format| body::typed(response_format(format))).transpose()?,
+            response_format: format.map(response_format).transpose()?,
             reasoning_effort: effort,
             ..ChatRequest::default()
         };
-        Ok(Conversation { common, chat })
+        Ok(Conversation { common, chat, names: NAMES })
     }
 }
 
@@ -191,8 +206,15 @@ fn tool_choice(choice: Value) -> Result<Value, Reject> {
     }
 }
 
+fn response_format(format: Value) -> Result<ResponseFormat, Reject> {
+    if !format.is_object() {
+        return Err(Reject::json(Some("text.format".into()), "text.format must be an object."));
+    }
+    body::typed(one_level_deeper(format)).map_err(|reject: Reject| reject.renamed(FORMAT))
+}
+
 /// `{type, name, schema, strict}` has its fields one level deeper in chat completions.
-fn response_format(mut format: Value) -> Value {
+fn one_level_deeper(mut format: Value) -> Value {
     let Some(fields) = format.as_object_mut().filter(|fields| fields.contains_key("schema")) else { return format };
     let kind = fields.shift_remove("type").unwrap_or_default();
     json!({"type": kind, "json_schema": format})
@@ -241,8 +263,8 @@ mod tests {
         let format = json!({"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": true});
         let wanted =
             json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": true}});
-        assert_eq!(response_format(format), wanted);
-        assert_eq!(response_format(json!({"type": "text"})), json!({"type": "text"}));
+        assert_eq!(one_level_deeper(format), wanted);
+        assert_eq!(one_level_deeper(json!({"type": "text"})), json!({"type": "text"}));
     }
 
     #[test]

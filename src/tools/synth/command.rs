@@ -38,12 +38,7 @@ pub fn run(typed: &cli::Synth) -> Result<(), CommandError> {
 }
 
 fn options(typed: &cli::Synth) -> Result<Options, CommandError> {
-    let model = match typed.like.as_str() {
-        "35b" => Dimensions::of_35b(),
-        "122b" => Dimensions::of_122b(),
-        "397b" => Dimensions::of_397b(),
-        other => return Err(CommandError::Usage(format!("--like {other}: 35b, 122b and 397b are known"))),
-    };
+    let model = dimensions(&typed.like)?;
     let dimensions = Dimensions {
         layers: typed.layers.unwrap_or(model.layers),
         experts: typed.experts.unwrap_or(model.experts),
@@ -70,6 +65,11 @@ fn options(typed: &cli::Synth) -> Result<Options, CommandError> {
         threads: os::physical_cores().min(4),
         extras: BORROWED.map(|name| (name.to_owned(), borrowed(name).to_vec())).into(),
     })
+}
+
+/// The dimensions that `--like` names.
+pub fn dimensions(like: &str) -> Result<Dimensions, CommandError> {
+    Dimensions::of(like).ok_or_else(|| CommandError::Usage(format!("--like {like}: 35b, 122b and 397b are known")))
 }
 
 /// One more than the highest id.

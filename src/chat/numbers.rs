@@ -1,0 +1,104 @@
+//! Numbers in JSON text, whatever their size. A model may write some that no double holds, which `serde_json` then refuses
+//! together with all that is around them.
+
+use std::borrow::Cow;
+
+/// Whether `text` is a JSON number, and then whether its value is an integer.
+pub fn integral(text: &str) -> Option<bool> {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let unsigned = text.strip_prefix('-').unwrap_or(text);
+    let (mantissa, exponent) = unsigned.split_once(['e', 'E']).unwrap_or((unsigned, "0"));
+    let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, "0"));
+    let (down, places) = match exponent.strip_prefix('-') {
+        Some(places) => (true, places),
+        None => (false, exponent.strip_prefix('+').unwrap_or(exponent)),
+    };
+    let leading_zero = whole.len() > 1 && whole.starts_with('0');
+    if leading_zero || ![whole, fraction, places].into_iter().all(digits) {
+        return None;
+    }
+    let places = places.parse().unwrap_or(usize::MAX);
+    let fraction = fraction.trim_end_matches('0');
+    let zeros = whole.len() - whole.trim_end_matches('0').len();
+    let zero = fraction.is_empty() && zeros == whole.len();
+    Some(match down {
+        _ if zero => true,
+        true => fraction.is_empty() && zeros >= places,
+        false => fraction.len() <= places,
+    })
+}
+
+/// JSON text in which every number beyond a double's range is a string. Templates print the two alike.
+pub fn held(json: &str) -> Cow<'_, str> {
+    let bytes = json.as_bytes();
+    let (mut out, mut copied, mut at) = (String::new(), 0, 0);
+    while let Some(byte) = bytes.get(at) {
+        let start = at;
+        at += 1;
+        match byte {
+            b'"' => {
+                while let Some(byte) = bytes.get(at) {
+                    at += if *byte == b'\\' { 2 } else { 1 };
+                    if *byte == b'"' {
+                        break;
+                    }
+                }
+            }
+            b'-' | b'0'..=b'9' => {
+                at += bytes[at..].iter().take_while(|b| b.is_ascii_digit() || b"+-.eE".contains(b)).count();
+                let number = &json[start..at];
+                if integral(number).is_some() && number.parse().is_ok_and(f64::is_infinite) {
+                    out.extend([&json[copied..start], "\"", number, "\""]);
+                    copied = at;
+                }
+            }
+            _ => {}
+        }
+    }
+    if copied == 0 {
+        return Cow::Borrowed(json);
+    }
+    out.push_str(&json[copied..]);
+    Cow::Owned(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn integers_are_known_by_their_value() {
+        for text in ["0", "-0", "5", "5.0", "1.5e1", "100e-2", "0.0e-99", "1e999", "12.50e1", "-7E+0"] {
+            assert_eq!(integral(text), Some(true), "{text}");
+        }
+        for text in ["0.5", "1.5", "15e-1", "1e-999999999999999999999", "1.25e1"] {
+            assert_eq!(integral(text), Some(false), "{text}");
+        }
+        for text in ["", "-", "01", "1.", ".5", "1e", "1e+", "+1", "1 ", "1.e1", "0x1", "1e1.0", "--1", "NaN", "١"] {
+            assert_eq!(integral(text), None, "{text}");
+        }
+        assert_eq!(integral(&"9".repeat(5000)), Some(true));
+    }
+
+    #[test]
+    fn numbers_beyond_a_double_become_strings_and_nothing_else_does() {
+        let (big, text) = ("9".repeat(309), r#"{"a": [1, -2.5e3, "1e999 \" 1e999"], "b": 1e308}"#);
+        assert!(matches!(held(text), Cow::Borrowed(same) if same == text));
+        let sent = format!(r#"{{"a": {big}, "b": [-1e999, "\\"], "c": 1e999}}"#);
+        assert_eq!(held(&sent), format!(r#"{{"a": "{big}", "b": ["-1e999", "\\"], "c": "1e999"}}"#));
+        assert!(serde_json::from_str::<serde_json::Value>(&held(&sent)).is_ok());
+        // Text that is no JSON stays none.
+        for text in ["1e999.5", "{\"a", "\"\\", "1e9999e", "--1e999"] {
+            assert_eq!(held(text), text);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_same_texts_are_numbers_as_to_the_library(text in "-?[0-9]{0,4}(\\.[0-9]{0,3})?([eE][+-]?[0-9]{0,2})?") {
+            let read = serde_json::from_str::<f64>(&text).ok();
+            prop_assert_eq!(integral(&text).is_some(), read.is_some());
+        }
+    }
+}

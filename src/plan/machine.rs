@@ -1,0 +1,168 @@
+//! Machines that nobody here has, and what a model would do on them: a simulation from public figures, never measured.
+//!
+//! Each unknown has a cautious and a hopeful value, and the answer is a range. Nothing of it comes from a Mac of ours:
+//!
+//! - the memory's bandwidth is the maker's figure. Engines reach 60 to 80 % of it in decode;
+//! - reads of one expert's size past the page cache, in GB/s: what other projects that stream experts measured (ds4,
+//!   flash-moe, streamlx, slotstream). For the M4 Max nobody has told them; it is taken for an M4 Pro;
+//! - launches and barriers of a layer: 9 launches of about 2 us each at least (qwisp #143). Resident engines of this model
+//!   family are 115 to 215 us a layer slower than their bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra 92, M5 Max 133);
+//! - a wait for the router's choice, once a layer when streaming: from 20 us for a command buffer's end (mlx #4521) to 0.3 ms
+//!   for a readback through a framework (mlx-lm #1438);
+//! - hit rates of caches of real Qwen3.5 routing by the part of the experts they hold: the range that anemll-mlx, turboquant,
+//!   colibri and streamlx report.
+//!
+//! Resident figures of other engines lie within the range (a test holds two). Streamed ones lie at its cautious end or below:
+//! streamlx has 15.9 tok/s of the 35B in 16 GiB of an M4 Air, where this says 18 to 33.
+
+use super::{Bandwidth, Estimate, Limits, Plan, Shape, Strategy, Wishes, estimate};
+use crate::error::ModelError;
+use serde::Serialize;
+
+const GIB: u64 = 1 << 30;
+/// Memory of the process itself: code, the 248k tokenizer, threads.
+const PROCESS: u64 = 256 << 20;
+/// The GPU's recommended working set, of all memory: 11.84 of 16 GB, 17.76 of 24 (as macOS tells llmfit and sglang).
+const WORKING_SET: f64 = 0.74;
+/// The part of the memory's bandwidth that decoding reaches.
+const EFFICIENCY: [f64; 2] = [0.6, 0.8];
+/// Seconds of a layer beside its bytes.
+const LAUNCHES: [f64; 2] = [215e-6, 40e-6];
+/// Seconds of a layer's wait for the router's choice.
+const WAIT: [f64; 2] = [250e-6, 40e-6];
+/// Seconds from asking for one expert to having it.
+const LATENCY: f64 = 0.4e-3;
+/// Part of all experts in memory, and the hit rates reported there.
+const HITS: [(f64, [f64; 2]); 6] = [
+    (0.0, [0.0, 0.0]),
+    (0.25, [0.65, 0.81]),
+    (0.47, [0.83, 0.92]),
+    (0.63, [0.92, 0.95]),
+    (0.88, [0.96, 0.985]),
+    (1.0, [1.0, 1.0]),
+];
+
+/// A machine, as far as its maker and other projects tell.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Machine {
+    /// Chip and gigabytes, as `--machine` takes it.
+    pub name: &'static str,
+    /// Bytes of memory.
+    pub memory: u64,
+    /// Bytes per second of the memory.
+    pub bandwidth: f64,
+    /// Bytes per second of reads of one expert's size, cautious and hopeful.
+    pub disk: [f64; 2],
+}
+
+const fn machine(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64; 2]) -> Machine {
+    Machine { name, memory: gigabytes * GIB, bandwidth: bandwidth * 1e9, disk: [disk[0] * 1e9, disk[1] * 1e9] }
+}
+
+/// The machines that `moestro info --machine` knows.
+pub const MACHINES: [Machine; 8] = [
+    machine("m4-air-16", 16, 120.0, [2.4, 2.4]),
+    machine("m4-air-32", 32, 120.0, [2.4, 2.4]),
+    machine("m4-pro-48", 48, 273.0, [6.6, 6.6]),
+    machine("m5-pro-48", 48, 307.0, [9.5, 17.3]),
+    machine("m1-max-64", 64, 400.0, [4.4, 4.4]),
+    machine("m1-ultra-64", 64, 800.0, [5.4, 6.9]),
+    machine("m4-max-128", 128, 546.0, [6.6, 6.6]),
+    machine("m5-max-128", 128, 614.0, [11.0, 14.5]),
+];
+
+/// A model on a machine.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Simulated {
+    pub machine: Machine,
+    pub plan: Plan,
+    /// Decoding, cautiously and hopefully.
+    pub decode: [Estimate; 2],
+    /// The part of the time in which nothing is computed for want of an expert.
+    pub stall_share: [f64; 2],
+}
+
+/// Plans `shape` for `machine` and simulates decoding.
+///
+/// # Errors
+/// The model does not fit.
+pub fn simulate(shape: &Shape, machine: Machine, wishes: &Wishes) -> Result<Simulated, ModelError> {
+    let gpu = Some((machine.memory as f64 * WORKING_SET) as u64);
+    let limits = Limits { ram: Some(machine.memory), gpu, cgroup: None, process: PROCESS };
+    let plan = Plan::new(shape, &limits, wishes)?;
+    let hits = if plan.strategy == Strategy::Resident { [1.0; 2] } else { hit_rates(plan.residency) };
+    let each = [0, 1].map(|case| {
+        let reached = machine.bandwidth * EFFICIENCY[case];
+        let bandwidth = Bandwidth { memory: reached, compute: reached, disk: machine.disk[case], latency: LATENCY };
+        let wait = if plan.strategy == Strategy::Resident { 0.0 } else { WAIT[case] };
+        [hits[case], 1.0].map(|rate| estimate(shape, &bandwidth, rate, LAUNCHES[case] + wait))
+    });
+    Ok(Simulated {
+        machine,
+        plan,
+        decode: each.map(|[streamed, _]| streamed),
+        stall_share: each.map(|[streamed, hit]| 1.0 - streamed.tokens_per_second / hit.tokens_per_second),
+    })
+}
+
+/// The hit rates reported where this part of all experts is in memory, between the points of [`HITS`] on straight lines.
+fn hit_rates(residency: f64) -> [f64; 2] {
+    let above = HITS.iter().position(|(part, _)| *part >= residency).unwrap_or(HITS.len() - 1).max(1);
+    let ((from, low), (to, high)) = (HITS[above - 1], HITS[above]);
+    let share = ((residency - from) / (to - from)).clamp(0.0, 1.0);
+    [0, 1].map(|case| low[case] + share * (high[case] - low[case]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::model_35b;
+    use super::*;
+
+    fn named(name: &str) -> Machine {
+        *MACHINES.iter().find(|machine| machine.name == name).unwrap()
+    }
+
+    #[test]
+    fn hit_rates_are_the_reported_ones_and_straight_between_them() {
+        assert_eq!(hit_rates(0.0), [0.0, 0.0]);
+        assert_eq!(hit_rates(0.25), [0.65, 0.81]);
+        let [low, high] = hit_rates(0.36);
+        assert!((low - 0.74).abs() < 1e-9 && (high - 0.865).abs() < 1e-9, "{low} {high}");
+        assert_eq!(hit_rates(1.0), [1.0, 1.0]);
+    }
+
+    #[test]
+    fn a_model_that_fits_is_not_streamed_and_never_stalls() {
+        let found = simulate(&model_35b(), named("m1-ultra-64"), &Wishes::default()).unwrap();
+        assert_eq!((found.plan.strategy, found.stall_share), (Strategy::Resident, [0.0, 0.0]));
+    }
+
+    /// Other engines, everything in memory: an M1 Max (qwisp #36) and an M5 Max (llm-benchpacks).
+    #[test]
+    fn the_range_holds_what_others_measured() {
+        for (name, measured) in [("m1-max-64", 85.0..91.0), ("m5-max-128", 133.0..133.0)] {
+            let found = simulate(&model_35b(), named(name), &Wishes::default()).unwrap();
+            let [low, high] = found.decode.map(|case| case.tokens_per_second);
+            assert!(low <= measured.start && measured.end <= high, "{name}: {low} to {high}");
+        }
+    }
+
+    #[test]
+    fn a_smaller_machine_streams_more_slowly() {
+        let [small, large] =
+            ["m4-air-16", "m4-air-32"].map(|name| simulate(&model_35b(), named(name), &Wishes::default()).unwrap());
+        assert_eq!(small.plan.strategy, Strategy::Streaming);
+        for case in [0, 1] {
+            assert!(small.decode[case].tokens_per_second < large.decode[case].tokens_per_second);
+            assert!(small.stall_share[case] > 0.0);
+        }
+        assert!(small.decode[0].tokens_per_second < small.decode[1].tokens_per_second);
+    }
+
+    #[test]
+    fn a_model_without_room_is_refused_with_the_sum() {
+        let tiny = Machine { memory: 3 * GIB, ..named("m4-air-16") };
+        let refused = simulate(&model_35b(), tiny, &Wishes::default()).unwrap_err().to_string();
+        assert!(refused.contains("trunk"), "{refused}");
+    }
+}

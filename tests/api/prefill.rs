@@ -1,0 +1,92 @@
+//! Answers that go on from the assistant's last message.
+
+use super::server::Server;
+use serde_json::{Value, json};
+
+const CHAT: &str = "/v1/chat/completions";
+const ASKED: &str = "<|im_start|>user\nWhat is 12+7?<|im_end|>\n<|im_start|>assistant\n<think>\n";
+
+fn ask(last: Value, more: Value) -> Value {
+    let mut last = last;
+    last["role"] = "assistant".into();
+    let mut body = json!({"messages": [{"role": "user", "content": "What is 12+7?"}, last]});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+async fn rendered(server: &Server, body: &Value) -> String {
+    let tokens = server.ask("/tokenize", body).await["tokens"].clone();
+    server.ask("/detokenize", &json!({"tokens": tokens})).await["prompt"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn content_is_gone_on_with() {
+    let server = Server::saying(" 19.").await;
+    for (more, end) in [
+        (json!({"continue_final_message": true, "add_generation_prompt": false}), "\n</think>\n\n12 + 7 ="),
+        (json!({"continue_final_message": true}), "\n</think>\n\n12 + 7 ="),
+        (json!({}), "\n</think>\n\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+    ] {
+        let body = ask(json!({"content": "12 + 7 ="}), more.clone());
+        assert_eq!(rendered(&server, &body).await, format!("{ASKED}{end}"));
+        let answer = server.ask(CHAT, &body).await;
+        assert_eq!(answer["usage"]["prompt_tokens"], server.ask("/tokenize", &body).await["count"]);
+        let message = &answer["choices"][0]["message"];
+        // Where a new message begins, the model is in its reasoning.
+        let part = if more == json!({}) { "reasoning_content" } else { "content" };
+        assert_eq!(message[part], " 19.", "to the letter");
+    }
+    let body =
+        ask(json!({"content": [{"type": "text", "text": "12 + 7 is"}]}), json!({"add_generation_prompt": false}));
+    let answer = server.ask(CHAT, &body).await;
+    assert_eq!(answer["choices"][0]["message"]["content"], " 19.");
+    let mut streamed = body.clone();
+    streamed["stream"] = true.into();
+    let chunks = server.stream(CHAT, &streamed).await;
+    let content: String = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str()).collect();
+    assert_eq!(content, " 19.");
+}
+
+#[tokio::test]
+async fn reasoning_is_gone_on_with() {
+    let server = Server::saying(" 19.\n</think>\n\n12 + 7 = 19.").await;
+    let body = ask(json!({"reasoning_content": "That is"}), json!({"continue_final_message": true}));
+    assert_eq!(rendered(&server, &body).await, format!("{ASKED}That is"));
+    let message = server.ask(CHAT, &body).await["choices"][0]["message"].clone();
+    assert_eq!((&message["reasoning_content"], &message["content"]), (&json!(" 19."), &json!("12 + 7 = 19.")));
+}
+
+#[tokio::test]
+async fn anthropics_prefill() {
+    let server = Server::saying("B) because.").await;
+    let body = ask(json!({"content": "The answer is ("}), json!({"max_tokens": 50}));
+    let answer = server.ask("/v1/messages", &body).await;
+    assert_eq!(answer["content"], json!([{"type": "text", "text": "B) because."}]));
+    let mut chat = body.clone();
+    chat["continue_final_message"] = true.into();
+    let count = server.ask("/tokenize", &chat).await["count"].clone();
+    assert_eq!(server.ask("/v1/messages/count_tokens", &body).await["input_tokens"], count);
+}
+
+#[tokio::test]
+async fn what_cannot_be_gone_on_with_is_refused() {
+    let server = Server::saying("Hello.").await;
+    let goes_on = |more: Value| {
+        let mut all = json!({"continue_final_message": true});
+        all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        all
+    };
+    let calls = json!([{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]);
+    for (body, param) in [
+        (ask(json!({"content": "", "tool_calls": calls}), goes_on(json!({}))), "messages"),
+        (ask(json!({"content": "{"}), goes_on(json!({"response_format": {"type": "json_object"}}))), "messages"),
+        (ask(json!({"content": "x"}), goes_on(json!({"add_generation_prompt": true}))), "continue_final_message"),
+        (json!({"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": false}), "messages"),
+    ] {
+        let answer = server.post(CHAT, &body).await;
+        assert_eq!(answer.status, 400);
+        assert_eq!(answer.json().await["error"]["param"], param, "{body}");
+    }
+    let thinks = ask(json!({"content": "x"}), json!({"max_tokens": 5, "thinking": {"type": "enabled"}}));
+    assert_eq!(server.post("/v1/messages", &thinks).await.status, 400);
+}

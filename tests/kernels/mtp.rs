@@ -1,0 +1,115 @@
+//! The head for multi-token prediction on the kernels: it predicts what it predicts on the CPU, and drafts by it leave the
+//! answer as it is.
+
+use crate::{
+    forward::{DEMO, cases, common, options},
+    gpu::HostGpu,
+    host::Host,
+};
+use moestro::{
+    engine::{self, Draft, Event, Lookup, Mtp, Request, Sampling, Speculate, Timings},
+    metrics::Metrics,
+    model::{Drafter, Model, Options, Qwen, Rows, Taps},
+};
+use std::path::Path;
+
+const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/mtp.safetensors");
+
+/// The demo with its head.
+fn with_head(at: &Path) {
+    for entry in std::fs::read_dir(DEMO).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, at.join(path.file_name().unwrap())).unwrap();
+    }
+    std::fs::copy(HEAD, at.join("mtp.safetensors")).unwrap();
+}
+
+fn on_cpu(dir: &Path) -> Qwen {
+    common::load_with(dir, Options { drafter: Drafter::Mtp, ..options(false) })
+}
+
+fn on_kernels(dir: &Path, streaming: bool) -> Qwen {
+    let options = Options { drafter: Drafter::Mtp, gpu: Some(u64::MAX), verify: true, ..options(streaming) };
+    let moved = common::load_with(dir, options).onto(HostGpu::new(Host::fast()));
+    moved.unwrap_or_else(|refused| panic!("{}", refused.error))
+}
+
+#[test]
+fn the_head_predicts_as_on_the_cpu() {
+    let dir = tempfile::tempdir().unwrap();
+    with_head(dir.path());
+    let ids: Vec<u32> = (0..40).map(|n| 20 + n * 31).collect();
+    let (mut cpu, mut gpu) = (on_cpu(dir.path()), on_kernels(dir.path(), false));
+    let width = cpu.config().hidden;
+    let followed = |model: &mut Qwen| {
+        let mut hidden = Vec::new();
+        model.tap(&Taps { layers: vec![7], rows: 64 }).unwrap();
+        let mut state = model.start().unwrap();
+        // No logits: the model's last norm has been touched by nobody when the head wants it.
+        model.forward(&mut state, &ids[..39], Rows::None).unwrap();
+        model.tapped(39, &mut hidden).unwrap();
+        hidden
+    };
+    let (expected, found) = (followed(&mut cpu), followed(&mut gpu));
+    assert!(common::distance(&found, &expected) < 2e-3);
+    // One row, few, and more than a token's experts are looked up for in a table.
+    for rows in [1, 2, 16, 39] {
+        let [expected, found] = [&cpu, &gpu].map(|model| {
+            let first = model.mtp(0, &ids[1..=rows], &expected[..rows * width], false).unwrap();
+            let next = model.mtp(rows, &[ids[3]], &first.hidden, true).unwrap();
+            [first.logits, first.hidden, next.logits]
+        });
+        for (found, expected) in found.iter().zip(&expected) {
+            let off = common::distance(found, expected);
+            assert!(off < 2e-3, "{rows} rows: off by {off}");
+        }
+    }
+}
+
+fn answers(
+    model: Qwen,
+    draft: Box<dyn Draft<Qwen>>,
+    speculate: Speculate,
+    prompts: &[Vec<u32>],
+) -> Vec<(Vec<u32>, Timings)> {
+    let options = engine::Options { eos: vec![2040, 2038], speculate, draft_tokens: 2, ..engine::Options::default() };
+    let (handle, worker) = engine::spawn_with(model, draft, options, Metrics::new("test", "gpu")).unwrap();
+    let answer = |ids: &Vec<u32>| {
+        let sampling = Sampling { temperature: 0.7, seed: Some(5), ..Sampling::default() };
+        let request = Request::new(ids.clone(), 20, sampling);
+        let mut events = handle.submit(request).unwrap();
+        let mut told = Vec::new();
+        loop {
+            match events.blocking_recv().unwrap() {
+                Event::Token { id, .. } => told.push(id),
+                Event::Done { timings, .. } => return (told, timings),
+                Event::Failed(error) => panic!("{error}"),
+                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
+            }
+        }
+    };
+    let answers = prompts.iter().map(answer).collect();
+    drop(handle);
+    worker.join().unwrap();
+    answers
+}
+
+#[test]
+fn answers_are_the_same_with_the_head_and_without() {
+    let dir = tempfile::tempdir().unwrap();
+    with_head(dir.path());
+    let prompts: Vec<_> = cases().into_iter().skip(1).take(1).map(|case| case.prompt_ids).collect();
+    let plain = answers(on_kernels(dir.path(), false), Box::new(Lookup), Speculate::Off, &prompts);
+    for streaming in [false, true] {
+        let model = on_kernels(dir.path(), streaming);
+        let draft = Box::new(Mtp::new(&model).expect("the model has a head"));
+        let found = answers(model, draft, Speculate::Force, &prompts);
+        let (mut drafted, mut accepted) = (0, 0);
+        for ((found, timings), (plain, _)) in found.iter().zip(&plain) {
+            assert_eq!(found, plain, "streaming {streaming}");
+            (drafted, accepted) = (drafted + timings.drafted_tokens, accepted + timings.accepted_tokens);
+        }
+        println!("streaming {streaming}: {accepted} of {drafted} accepted");
+        assert!(accepted > drafted / 2, "{accepted} of {drafted}");
+    }
+}

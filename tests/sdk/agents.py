@@ -1,0 +1,147 @@
+"""pydantic-ai and instructor against a running server with the demo model, beside the objects of schemas.py: text, streaming, a tool
+in a loop of thirty turns with the history sent back (with its reasoning and without), errors, and a client that leaves. Objects are
+all that instructor asks for, so errors are the rest of it.
+
+    python agents.py http://127.0.0.1:5413/v1
+"""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import sys
+import time
+import urllib.request
+
+import instructor
+import openai
+from pydantic import BaseModel
+from pydantic_ai import Agent, ModelHTTPError
+from pydantic_ai.messages import ThinkingPart
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+BASE = sys.argv[1]
+ROOT = BASE.removesuffix("/v1")
+OPENAI = openai.OpenAI(base_url=BASE, api_key="unused", max_retries=0, timeout=120)
+MODEL = OPENAI.models.list().data[0].id
+CITIES = ["Paris", "Oslo", "Rome", "Madrid", "Berlin", "Vienna", "Lisbon", "Athens", "Dublin", "Cairo"]
+TURNS = 30
+SUM, ANSWER = "What is 12+7?", "12 + 7 = 19."
+KINDS = [OpenAIChatModel, OpenAIResponsesModel]
+
+
+def idle():
+    for _ in range(100):
+        health = json.load(urllib.request.urlopen(ROOT + "/health"))
+        if health["requests"]["running"] == health["requests"]["queued"] == 0:
+            return
+        time.sleep(0.02)
+    raise AssertionError(health)
+
+
+def agent(kind, **more):
+    provider = OpenAIProvider(openai_client=openai.AsyncOpenAI(base_url=BASE, api_key="unused", max_retries=0))
+    return Agent(kind(more.pop("model", MODEL), provider=provider), retries=0, model_settings={"temperature": 0}, **more)
+
+
+async def text():
+    for kind in KINDS:
+        answer = await agent(kind).run(SUM)
+        assert answer.output == ANSWER, answer.output
+        thought = [part for part in answer.all_messages()[-1].parts if isinstance(part, ThinkingPart)]
+        # Reasoning without a summary is kept apart, to be sent back.
+        assert any("19" in part.content + str(part.provider_details) for part in thought), answer.all_messages()
+
+
+async def streamed():
+    for kind in KINDS:
+        async with agent(kind).run_stream(SUM) as answer:
+            pieces = [piece async for piece in answer.stream_text(delta=True, debounce_by=None)]
+        assert "".join(pieces) == ANSWER and len(pieces) > 1, pieces
+
+
+async def errors():
+    for kind in KINDS:
+        try:
+            await agent(kind, model="org/none").run(SUM)
+        except ModelHTTPError as error:
+            assert error.status_code == 404, error
+        else:
+            raise AssertionError("no error")
+
+
+async def cancellation():
+    for kind in KINDS:
+        task = asyncio.create_task(agent(kind).run("Tell me a story."))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            pass
+        await asyncio.to_thread(idle)
+
+
+async def loop(kind, keeps):
+    calls = 0
+    weather = agent(kind)
+
+    @weather.tool_plain
+    def get_weather(city: str) -> dict:
+        """Get the current weather of a city."""
+        nonlocal calls
+        calls += 1
+        return {"sky": "sunny", "temperature": 21}
+
+    history = []
+    for turn in range(TURNS):
+        answer = await weather.run(f"What is the weather in {CITIES[turn % len(CITIES)]}?", message_history=history)
+        assert "<tool_call" not in answer.output and "<function" not in answer.output, answer.output
+        history = answer.all_messages()
+        if not keeps:
+            history = [without_thoughts(message) for message in history]
+    assert calls > 0
+    return f"{calls} calls in {TURNS} turns"
+
+
+def without_thoughts(message):
+    return dataclasses.replace(message, parts=[part for part in message.parts if not isinstance(part, ThinkingPart)])
+
+
+class Word(BaseModel):
+    word: str
+
+
+async def by_instructor():
+    client = instructor.from_openai(OPENAI, mode=instructor.Mode.JSON_SCHEMA)
+    messages = [{"role": "user", "content": SUM}]
+    try:
+        client.chat.completions.create(model="org/none", messages=messages, response_model=Word, max_retries=0)
+    except Exception as error:
+        assert "does not exist here" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
+async def main():
+    checks = [(check.__name__, check) for check in (text, streamed, errors, cancellation)]
+    for kind in KINDS:
+        checks.append((f"loop: {kind.__name__}, with its reasoning", lambda kind=kind: loop(kind, True)))
+        checks.append((f"loop: {kind.__name__}, without", lambda kind=kind: loop(kind, False)))
+    checks.append(("instructor: errors", by_instructor))
+    failed = 0
+    for name, check in checks:
+        began = time.monotonic()
+        try:
+            told = await check()
+            print(f"ok      {name} ({told or ''}{', ' if told else ''}{time.monotonic() - began:.1f} s)")
+        except Exception as error:
+            failed += 1
+            print(f"FAILED  {name}: {type(error).__name__}: {str(error)[:600]}")
+    print(f"{len(checks) - failed} of {len(checks)} checks passed (pydantic-ai, instructor)")
+    return failed > 0
+
+
+logging.disable()
+sys.exit(asyncio.run(main()))
