@@ -98,7 +98,7 @@ impl Shape {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Limits {
     pub ram: Option<u64>,
-    /// The GPU's recommended working set (Metal).
+    /// The GPU's recommended working set (Metal), or what is free on the card (CUDA).
     pub gpu: Option<u64>,
     /// The control group's limit.
     pub cgroup: Option<u64>,

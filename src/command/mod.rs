@@ -167,7 +167,7 @@ pub struct Loaded {
     pub model: Qwen,
     /// Its draft; prompt lookup, if none was named.
     pub draft: Box<dyn engine::Draft<Qwen>>,
-    /// The name of its device: `cpu` or `metal`.
+    /// The name of its device: `cpu`, `metal` or `cuda`.
     pub device: &'static str,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
