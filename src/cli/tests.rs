@@ -37,5 +37,5 @@ fn odd_values_are_refused_in_words() {
     assert!(refused(&["--api-key", ""]).contains("empty"));
     assert!(refused(&["--port", "70000"]).contains("65535"));
     assert!(refused(&["--cors", "example.com"]).contains("https://"));
-    assert!(refused(&["--device", "cuda"]).contains("metal"));
+    assert!(refused(&["--device", "tpu"]).contains("cuda"));
 }

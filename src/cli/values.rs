@@ -6,12 +6,14 @@ use std::time::Duration;
 /// The device that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Device {
-    /// Metal where there is one and its kernels agree with the CPU, else the CPU.
+    /// A GPU where there is one and its kernels agree with the CPU, else the CPU.
     #[default]
     Auto,
     Cpu,
-    /// Metal, or an error.
+    /// Metal (macOS), or an error.
     Metal,
+    /// CUDA (Linux; experimental), or an error.
+    Cuda,
 }
 
 /// A choice that can be left to the program.

@@ -2,7 +2,7 @@
 
 use crate::{
     config::{Device, Load},
-    device::{self, DeviceError, Gpu},
+    device::{self, DeviceError, Gpu, KIND, NONE},
     error::{CommandError, ModelError},
     model::Qwen,
     ops::check::{self, Finding},
@@ -16,12 +16,8 @@ pub struct Chosen {
     asked: bool,
 }
 
-/// Names, as metrics and logs have them.
+/// A name, as metrics and logs have it; a GPU's is [`KIND`].
 pub const CPU: &str = "cpu";
-pub const METAL: &str = "metal";
-
-/// The reason for no GPU where nothing is wrong.
-pub const NONE: &str = "this build has no Metal, which is for macOS only";
 
 impl Chosen {
     /// The device that `--device` asks for. `auto` takes the system's GPU if all its kernels agree with the CPU on
@@ -29,10 +25,18 @@ impl Chosen {
     /// the CPU computes.
     ///
     /// # Errors
-    /// `--device metal` where there is none.
+    /// `--device metal` or `--device cuda` where there is none.
     pub fn new(load: &Load) -> Result<Self, CommandError> {
-        let found = if load.device == Device::Cpu { Ok(None) } else { device::gpu() };
-        Self::of(found, load.device == Device::Metal)
+        let elsewhere = |device, system| {
+            CommandError::Usage(format!("--device {device}: this build has none, which is for {system} only"))
+        };
+        match load.device {
+            Device::Cpu => Self::of(Ok(None), false),
+            Device::Auto => Self::of(device::gpu(), false),
+            Device::Metal if KIND != "metal" => Err(elsewhere("metal", "macOS")),
+            Device::Cuda if KIND != "cuda" => Err(elsewhere("cuda", "Linux")),
+            Device::Metal | Device::Cuda => Self::of(device::gpu(), true),
+        }
     }
 
     /// The same of a GPU that was found, or not; `asked` if nothing else will do.
@@ -44,7 +48,7 @@ impl Chosen {
             Ok(Some(mut gpu)) => match objections(&mut gpu) {
                 None => Some(gpu),
                 Some(wrong) if asked => {
-                    tracing::warn!("--device metal is taken at its word: {wrong}");
+                    tracing::warn!("--device {KIND} is taken at its word: {wrong}");
                     Some(gpu)
                 }
                 Some(wrong) => {
@@ -52,9 +56,9 @@ impl Chosen {
                     None
                 }
             },
-            Ok(None) if asked => return Err(CommandError::Usage(format!("--device metal: {NONE}"))),
+            Ok(None) if asked => return Err(CommandError::Usage(format!("--device {KIND}: {NONE}"))),
             Ok(None) => None,
-            Err(error) if asked => return Err(CommandError::Usage(format!("--device metal: {error}"))),
+            Err(error) if asked => return Err(CommandError::Usage(format!("--device {KIND}: {error}"))),
             Err(error) => {
                 tracing::warn!("the CPU computes: {error}");
                 None
@@ -64,7 +68,7 @@ impl Chosen {
     }
 
     pub fn name(&self) -> &'static str {
-        if self.gpu.is_some() { METAL } else { CPU }
+        if self.gpu.is_some() { KIND } else { CPU }
     }
 
     /// The GPU's recommended working set (bytes), for the memory plan.
@@ -97,7 +101,7 @@ pub fn working_set(gpu: &dyn Gpu) -> u64 {
 
 /// The name of a model's device.
 pub fn name(model: &Qwen) -> &'static str {
-    if model.is_on_gpu() { METAL } else { CPU }
+    if model.is_on_gpu() { KIND } else { CPU }
 }
 
 /// The faults of a GPU: the kernels' names, and the error of the first of those that could not run.
@@ -130,12 +134,21 @@ mod tests {
     }
 
     #[test]
-    fn without_metal_auto_takes_the_cpu_and_metal_says_so() {
-        for device in ["auto", "cpu"] {
-            let chosen = Chosen::new(&load(device)).unwrap();
-            assert_eq!((chosen.name(), chosen.working_set()), (CPU, None));
-        }
+    fn without_metal_metal_says_so() {
+        let chosen = Chosen::new(&load("cpu")).unwrap();
+        assert_eq!((chosen.name(), chosen.working_set()), (CPU, None));
         let Err(error) = Chosen::new(&load("metal")) else { panic!("there is no Metal here") };
-        assert_eq!(error.to_string(), "--device metal: this build has no Metal, which is for macOS only");
+        assert_eq!(error.to_string(), "--device metal: this build has none, which is for macOS only");
+    }
+
+    #[test]
+    fn without_a_card_auto_takes_the_cpu_and_cuda_says_so() {
+        if !matches!(device::gpu(), Ok(None)) {
+            return println!("there is a card, or a driver that fails");
+        }
+        let chosen = Chosen::new(&load("auto")).unwrap();
+        assert_eq!((chosen.name(), chosen.working_set()), (CPU, None));
+        let Err(error) = Chosen::new(&load("cuda")) else { panic!("there is no card here") };
+        assert_eq!(error.to_string(), format!("--device cuda: {NONE}"));
     }
 }

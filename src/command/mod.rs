@@ -167,7 +167,7 @@ pub struct Loaded {
     pub model: Qwen,
     /// Its draft; prompt lookup, if none was named.
     pub draft: Box<dyn engine::Draft<Qwen>>,
-    /// The name of its device: `cpu` or `metal`.
+    /// The name of its device: `cpu`, `metal` or `cuda`.
     pub device: &'static str,
     /// Experts that each token visits; `None` for a dense model.
     pub experts_per_token: Option<usize>,
@@ -196,6 +196,7 @@ pub fn options(load: &Load) -> model::Options {
             stream: load.stream_experts,
             context: load.context,
             chunk: load.chunk,
+            sequences: 1,
             serving: load.serving,
             buffered: load.expert_io == ExpertIo::Buffered,
         },

@@ -1,5 +1,5 @@
-//! The seam under [`Queue`](super::Queue): the calls of a GPU's driver that it needs, as Metal has them. Two implement it: Metal,
-//! and in the tests a double that runs the kernels on the host, in every order that Metal allows, and fails when told to.
+//! The seam under [`Queue`](super::Queue): the calls of a GPU's driver that it needs, as Metal has them. Metal
+//! implements it, and CUDA, and in the tests a double of Metal that runs the kernels on the host, in every order that Metal allows, and fails when told to.
 
 use super::{DeviceError, Dispatch, Region, Slab};
 use std::{ops::Range, sync::Arc, time::Duration};
@@ -15,7 +15,7 @@ pub enum Status {
     Failed(String),
 }
 
-/// A GPU that sees the CPU's memory. Launches of one command buffer may overlap unless a barrier lies between them, and so may
+/// A GPU that sees the CPU's memory, or has a copy of it. Launches of one command buffer may overlap unless a barrier lies between them, and so may
 /// command buffers unless the later one begins behind the fence, which each one updates at its end.
 pub trait Driver: Send + 'static {
     /// A command buffer that is being encoded; there is one at a time.
@@ -47,10 +47,22 @@ pub trait Driver: Send + 'static {
     fn free(&mut self, buffer: u32);
 
     /// Copies into a buffer; the region lies inside it.
-    fn write(&mut self, region: Region, bytes: &[u8]);
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError>;
 
     /// Copies out of a buffer; the region lies inside it.
-    fn read(&mut self, region: Region, bytes: &mut [u8]);
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// True if adopted memory is seen only after [`Driver::landed`].
+    fn has_own_memory(&self) -> bool {
+        false
+    }
+
+    /// Encodes a copy of adopted bytes to the device, behind the launches so far and in front of those that follow, barrier or not.
+    /// Nobody writes these bytes before it is done.
+    fn landed(&mut self, open: &mut Self::Open, region: Region) -> Result<(), DeviceError> {
+        let _ = (open, region);
+        Ok(())
+    }
 
     /// Opens a command buffer, behind the fence if `fenced`.
     fn begin(&mut self, fenced: bool) -> Result<Self::Open, DeviceError>;
@@ -59,6 +71,11 @@ pub trait Driver: Send + 'static {
     fn barrier(&mut self, open: &mut Self::Open);
 
     fn launch(&mut self, open: &mut Self::Open, dispatch: &Dispatch) -> Result<(), DeviceError>;
+
+    /// True if [`Driver::renew`] can succeed.
+    fn recovers(&self) -> bool {
+        true
+    }
 
     /// Encodes what a GPU must fail at: a write to an address that nobody has.
     fn provoke(&mut self, open: &mut Self::Open) -> Result<(), DeviceError>;

@@ -1,4 +1,4 @@
-//! The calls a GPU answers. Two devices do: Metal, and (in the tests) the kernels compiled for the host.
+//! The calls a GPU answers: Metal, CUDA, and (in the tests) the kernels compiled for the host.
 
 use super::{Dispatch, Mark, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
@@ -8,8 +8,8 @@ use std::{ops::Range, sync::Arc};
 #[error("{0}")]
 pub struct DeviceError(pub String);
 
-/// A device that executes launches in the order given. Memory is visible to the CPU, which may touch it only between a
-/// [`Gpu::wait`] and the launch that uses it.
+/// A device that executes launches in the order given. The CPU may touch its memory only between a [`Gpu::wait`] and the launch
+/// that uses it.
 pub trait Gpu: Timeline + Send {
     /// The device's name.
     fn name(&self) -> String;
@@ -26,9 +26,20 @@ pub trait Gpu: Timeline + Send {
     /// Gives memory from [`Gpu::allocate`] back.
     fn release(&mut self, buffer: u32);
 
-    /// Makes a range of a slab visible to launches, without a copy: what is read into it later is seen, too. The range
-    /// starts at a page.
+    /// Makes a range of a slab visible to launches: what is read into it later is seen, too, without a copy or, by a device with
+    /// memory of its own, once it was told that it has landed. The range starts at a page.
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
+
+    /// True if launches see adopted bytes only as they were when [`Gpu::landed`] named them.
+    fn has_own_memory(&self) -> bool {
+        false
+    }
+
+    /// Adopted bytes are complete, and stay so until the device has passed a mark behind this: launches that follow see them.
+    fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
+        let _ = region;
+        Ok(())
+    }
 
     /// The longest range that can be adopted (bytes).
     fn longest(&self) -> usize;
@@ -120,6 +131,14 @@ macro_rules! behind {
                 (**self).adopt(slab, range)
             }
 
+            fn has_own_memory(&self) -> bool {
+                (**self).has_own_memory()
+            }
+
+            fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
+                (**self).landed(region)
+            }
+
             fn longest(&self) -> usize {
                 (**self).longest()
             }
@@ -165,24 +184,45 @@ pub fn candle_gpu() -> Option<candle_core::Device> {
     None
 }
 
+/// The kind of GPU that this build knows, as `--device` and metrics call it.
+pub const KIND: &str = if cfg!(target_os = "macos") { "metal" } else { "cuda" };
+
+/// The reason for no GPU where nothing is wrong.
+pub const NONE: &str = if cfg!(target_os = "macos") {
+    "there is no GPU"
+} else if cfg!(target_os = "linux") {
+    "there is no NVIDIA card, or no driver of NVIDIA's (libcuda.so.1)"
+} else {
+    "this build knows no kind of GPU"
+};
+
 /// The system's GPU though it may lack what the kernels need: to find out what it makes of them.
 ///
 /// # Errors
 /// As [`gpu`].
 pub fn any_gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
-    #[cfg(target_os = "macos")]
-    return Ok(Some(Box::new(super::Queue::new(super::metal::Metal::new(false)?))));
-    #[cfg(not(target_os = "macos"))]
-    Ok(None)
+    open(false)
 }
 
-/// The system's GPU; `None` if this build knows no kind of GPU. Not every kernel need have compiled: [`Gpu::compile`] tells.
+/// The system's GPU; `None` if there is none that this build knows. Not every kernel need have compiled: [`Gpu::compile`] tells.
 ///
 /// # Errors
 /// There should be a GPU, and it is of no use.
 pub fn gpu() -> Result<Option<Box<dyn Gpu>>, DeviceError> {
-    #[cfg(target_os = "macos")]
-    return Ok(Some(Box::new(super::Queue::new(super::metal::Metal::new(true)?))));
-    #[cfg(not(target_os = "macos"))]
+    open(true)
+}
+
+#[cfg(target_os = "macos")]
+fn open(gate: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+    Ok(Some(Box::new(super::Queue::new(super::metal::Metal::new(gate)?))))
+}
+
+#[cfg(target_os = "linux")]
+fn open(gate: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
+    Ok(super::cuda::Cuda::new(gate)?.map(|cuda| Box::new(super::Queue::new(cuda)) as Box<dyn Gpu>))
+}
+
+#[cfg(not(any(target_os = "macos", target_os = "linux")))]
+fn open(_: bool) -> Result<Option<Box<dyn Gpu>>, DeviceError> {
     Ok(None)
 }

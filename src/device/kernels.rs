@@ -1,4 +1,4 @@
-//! The kernels' text, embedded: what Metal compiles at start.
+//! The kernels' text, embedded: what Metal, or NVIDIA's compiler, compiles at start.
 
 /// Files of `kernels/`, each compiled with the shim and `codes.metal` in front.
 pub const FILES: [(&str, &str); 7] = [
@@ -16,6 +16,14 @@ pub const CODES: &str = include_str!("../../kernels/codes.metal");
 
 /// The dialect's words in Metal.
 pub const METAL: &str = include_str!("../../kernels/shim/metal.h");
+
+/// The dialect's words in CUDA.
+pub const CUDA: &str = include_str!("../../kernels/shim/cuda.h");
+
+/// One file as CUDA compiles it.
+pub fn cuda(text: &str) -> String {
+    format!("{CUDA}\n{CODES}\n{text}")
+}
 
 /// One file as Metal compiles it.
 pub fn metal(text: &str) -> String {

@@ -208,16 +208,18 @@ impl Driver for Metal {
         });
     }
 
-    fn write(&mut self, region: Region, bytes: &[u8]) {
-        let Some(to) = self.contents(region) else { return };
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
+        let Some(to) = self.contents(region) else { return failed(&format!("{region:?}: there is no such memory")) };
         // SAFETY: in bounds, and no launch that touches it is in flight: the contract of `Gpu`.
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len().min(region.len)) };
+        Ok(())
     }
 
-    fn read(&mut self, region: Region, bytes: &mut [u8]) {
-        let Some(from) = self.contents(region) else { return };
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        let Some(from) = self.contents(region) else { return failed(&format!("{region:?}: there is no such memory")) };
         // SAFETY: as in `write`.
         unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from, bytes.len().min(region.len)) };
+        Ok(())
     }
 
     fn begin(&mut self, fenced: bool) -> Result<Open, DeviceError> {

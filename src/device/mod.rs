@@ -1,6 +1,8 @@
 //! Memory that CPU, SSD and GPU see, and whoever runs launches on it. It knows no operation.
 
 mod bandwidth;
+#[cfg(target_os = "linux")]
+mod cuda;
 mod dispatch;
 mod driver;
 mod gpu;
@@ -15,7 +17,7 @@ use crate::platform::Threads;
 pub use bandwidth::memory_bandwidth;
 pub use dispatch::{Binding, Dispatch, Effect, Region};
 pub use driver::{Driver, Status};
-pub use gpu::{DeviceError, Gpu, any_gpu, candle_gpu, gpu};
+pub use gpu::{DeviceError, Gpu, KIND, NONE, any_gpu, candle_gpu, gpu};
 pub use memory::{Filling, Slab, Span};
 pub use queue::Queue;
 use std::sync::Arc;

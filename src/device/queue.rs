@@ -13,7 +13,9 @@
 //! **Pace.** A command buffer is handed over when it holds about [`SLICE`] of work: the system ends one that takes too long, and
 //! the screen waits for it, too. The work is that of as many threads as the buffers before took, measured.
 
-use super::{DeviceError, Dispatch, Driver, Gpu, Mark, Region, Slab, Status, Timeline};
+mod wait;
+
+use super::{DeviceError, Dispatch, Driver, Gpu, Mark, Region, Slab, Timeline};
 use std::{
     collections::{BTreeMap, VecDeque},
     ops::Range,
@@ -21,9 +23,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A wait spins for so long before it asks the system to be woken, and then looks again after so long.
-const SPIN: Duration = Duration::from_millis(2);
-const PARK: Duration = Duration::from_millis(100);
 /// Longer than the system lets a command buffer run: if none has ended by then, none will.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Waits in a row that end in failure before the device is given up.
@@ -32,8 +31,6 @@ const ATTEMPTS: u32 = 3;
 const SLICE: f64 = 0.1;
 /// Seconds a thread takes, before anything was measured.
 const FIRST_RATE: f64 = 1e-8;
-/// A shorter command buffer says nothing about the rate (seconds).
-const TELLING: f64 = 1e-3;
 /// Residency that is not asked for again goes stale.
 const HEARTBEAT: Duration = Duration::from_millis(500);
 /// Bytes of arguments that are copied into a command buffer, at most (Metal's `setBytes`).
@@ -141,10 +138,7 @@ impl<D: Driver> Queue<D> {
         if dispatch.threads > most {
             return refuse(format!("{}: {} threads, of which {most} are possible", dispatch.kernel, dispatch.threads));
         }
-        let mut open = match self.open.take() {
-            Some(open) => open,
-            None => Open { commands: self.begin()?, unordered: Vec::new(), threads: 0.0 },
-        };
+        let mut open = self.begun()?;
         if open.unordered.iter().any(|earlier| dispatch.follows(earlier)) {
             self.driver.barrier(&mut open.commands);
             open.unordered.clear();
@@ -170,6 +164,14 @@ impl<D: Driver> Queue<D> {
         })
     }
 
+    /// The open command buffer, or a new one; to be put back.
+    fn begun(&mut self) -> Result<Open<D::Open>, DeviceError> {
+        match self.open.take() {
+            Some(open) => Ok(open),
+            None => Ok(Open { commands: self.begin()?, unordered: Vec::new(), threads: 0.0 }),
+        }
+    }
+
     fn hand_over(&mut self) {
         let Some(Open { commands, threads, .. }) = self.open.take() else { return };
         if self.heartbeat.is_none_or(|last| last.elapsed() >= HEARTBEAT) {
@@ -181,88 +183,6 @@ impl<D: Driver> Queue<D> {
         self.fenced = true;
         self.committed.push_back(Committed { commands, value: self.last, threads });
         self.reap();
-    }
-
-    /// Forgets command buffers that are over, the oldest first.
-    fn reap(&mut self) {
-        while let Some(oldest) = self.committed.front() {
-            match self.driver.status(&oldest.commands) {
-                Status::Done(seconds) => {
-                    if seconds >= TELLING && oldest.threads > 0.0 {
-                        self.rate = (seconds / oldest.threads).max(self.rate / 2.0);
-                    }
-                }
-                Status::Failed(why) => drop(self.failure.get_or_insert(why)),
-                // Its own number can come from nobody else; a later number does not say that this one succeeded.
-                Status::Pending if self.driver.signalled() == oldest.value => {}
-                Status::Pending => return,
-            }
-            self.over = oldest.value;
-            self.committed.pop_front();
-        }
-    }
-
-    /// Waits until the event has `value`, a command buffer has failed, or none is left.
-    fn reach(&mut self, value: u64) {
-        let mut last_change = Instant::now();
-        let mut pending = self.committed.len();
-        while self.driver.signalled() < value && self.failure.is_none() {
-            self.reap();
-            if self.committed.is_empty() || self.is_stuck(&mut pending, &mut last_change) {
-                return;
-            }
-            self.rest(value, last_change);
-        }
-    }
-
-    /// True if no command buffer has ended for too long: then the device is lost.
-    fn is_stuck(&mut self, pending: &mut usize, last_change: &mut Instant) -> bool {
-        if self.committed.len() < *pending {
-            (*pending, *last_change) = (self.committed.len(), Instant::now());
-        }
-        if last_change.elapsed() > self.patience {
-            let seconds = self.patience.as_secs_f64();
-            self.failure.get_or_insert_with(|| format!("the GPU has ended nothing for {seconds} s"));
-            self.lost = true;
-        }
-        self.lost
-    }
-
-    /// Work up to `value` was well done: what failed before no longer counts.
-    fn forgive(&mut self, value: u64) {
-        if value > self.settled {
-            (self.settled, self.failures) = (value, 0);
-        }
-    }
-
-    /// Passes a moment of a wait for `value`.
-    fn rest(&self, value: u64, since: Instant) {
-        if since.elapsed() < SPIN {
-            std::hint::spin_loop();
-        } else {
-            self.driver.park(value, PARK.min(self.patience));
-        }
-    }
-
-    /// Hands over and waits until all is over. A failure stays to be reported.
-    fn settle(&mut self) {
-        self.hand_over();
-        let mut last_change = Instant::now();
-        let mut pending = self.committed.len();
-        loop {
-            self.reap();
-            match self.committed.is_empty() {
-                true => break,
-                false if self.is_stuck(&mut pending, &mut last_change) => return,
-                false => self.rest(self.last, last_change),
-            }
-        }
-        if self.failure.is_none() {
-            return self.forgive(self.last);
-        }
-        self.failures += 1;
-        self.fenced = false;
-        self.lost |= self.failures >= ATTEMPTS || self.driver.renew(self.last).is_err();
     }
 }
 
@@ -328,6 +248,19 @@ impl<D: Driver> Gpu for Queue<D> {
         Ok(self.number(range.len()))
     }
 
+    fn has_own_memory(&self) -> bool {
+        self.driver.has_own_memory()
+    }
+
+    fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
+        self.sound()?;
+        self.inside(region)?;
+        let mut open = self.begun()?;
+        let done = self.driver.landed(&mut open.commands, region);
+        self.open = Some(open);
+        done
+    }
+
     fn longest(&self) -> usize {
         self.driver.longest()
     }
@@ -336,16 +269,14 @@ impl<D: Driver> Gpu for Queue<D> {
         self.sound()?;
         self.inside(region)?;
         let len = bytes.len().min(region.len);
-        self.driver.write(region.first(len), &bytes[..len]);
-        Ok(())
+        self.driver.write(region.first(len), &bytes[..len])
     }
 
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.sound()?;
         self.inside(region)?;
         let len = bytes.len().min(region.len);
-        self.driver.read(region.first(len), &mut bytes[..len]);
-        Ok(())
+        self.driver.read(region.first(len), &mut bytes[..len])
     }
 
     fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
@@ -372,6 +303,9 @@ impl<D: Driver> Gpu for Queue<D> {
     }
 
     fn provoke(&mut self) -> Option<Result<String, DeviceError>> {
+        if !self.driver.recovers() {
+            return None;
+        }
         let provoked = self.wait().and_then(|()| {
             let mut commands = self.begin()?;
             self.driver.provoke(&mut commands)?;

@@ -80,7 +80,7 @@ impl Pass<'_> {
             }
             experts.read_ahead(index + 1, &lists.guess, phase);
         }
-        let done = self.landed(&mut asked, combine, experts.is_resident(), &mut lists);
+        let done = self.landed(index, &mut asked, combine, experts.is_resident(), &mut lists);
         let mark = self.run.mark();
         if done.is_err() {
             // Slots are let go below; nothing may be reading them.
@@ -94,6 +94,7 @@ impl Pass<'_> {
     /// Runs each batch of experts that has landed, and sums up.
     fn landed(
         &mut self,
+        index: usize,
         asked: &mut Asked<'_>,
         combine: Combine<'_>,
         resident: bool,
@@ -120,6 +121,11 @@ impl Pass<'_> {
             places.clear();
             for landed in batch.iter() {
                 let (first, count) = (places.len() as u32, landed.places.len() as u32);
+                if !resident {
+                    // The same expert has the same bytes whenever it is read.
+                    let content = (index as u64) << 32 | u64::from(landed.expert);
+                    self.run.landed(slots.of(landed.slot.0), content)?;
+                }
                 groups.push(Group { expert: landed.expert, slot: landed.slot.0, first, count });
                 places.extend(landed.places);
                 for place in landed.places {

@@ -54,6 +54,7 @@ impl Placed {
             if shown.buffer != number {
                 return refuse(format!("weights are buffer {number}, not {}", shown.buffer));
             }
+            run.landed(shown, 0)?;
         }
         // As many rows as a chunk of a prompt has: so each expert is read once a chunk.
         let (rows, context) = (parts.plan.chunk.min(parts.plan.context).max(1), parts.plan.context);
@@ -67,6 +68,9 @@ impl Placed {
         parts.net.set_cache(heads);
         let norm = parts.net.norm;
         let head = parts.head.as_mut().map(|head| HeadPlace::new(head, norm, context, &mut *run)).transpose()?;
+        // A copy that fails is an error of loading.
+        let end = run.mark();
+        run.wait_for(end)?;
         let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
         Ok(Self { run, limits, slots, buffers, heads, arenas, lists, undo: None, tapped, head })
     }
@@ -111,7 +115,10 @@ pub(super) fn slots(store: &Experts, run: &mut dyn Run) -> Result<Slots, ModelEr
         return refuse(format!("{total} bytes of slots are more than {SLABS} buffers of this GPU hold"));
     }
     let ranges = (0..count).step_by(per_slab).map(|first| first * stride..count.min(first + per_slab) * stride);
-    let slabs = ranges.map(|range| Ok(run.adopt(store.slab(), range)?)).collect::<Result<_, ModelError>>()?;
+    let slabs: Vec<_> = ranges.map(|range| Ok(run.adopt(store.slab(), range)?)).collect::<Result<_, ModelError>>()?;
+    if store.is_resident() {
+        slabs.iter().try_for_each(|slab| run.landed(*slab, 0))?;
+    }
     Ok(Slots { slabs, per_slab, stride })
 }
 

@@ -2,7 +2,7 @@
 
 use super::{CacheFormat, Experts, Limits, Mixture, NONE, Op, Part, Run, Which, experts::Jobs};
 use crate::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
-use std::{ops::Range, sync::Arc};
+use std::{collections::HashMap, ops::Range, sync::Arc};
 
 /// Kernels load 16 bytes at a time.
 const ALIGN: usize = 16;
@@ -33,6 +33,8 @@ pub struct OnGpu<G: Gpu> {
     busy: Vec<(Region, Effect, Mark)>,
     failed: Option<String>,
     slots: Vec<u32>,
+    /// The last content that a device with memory of its own has fetched there.
+    fetched: HashMap<Region, u64>,
     /// Buffers of the device that are to be given back.
     own: Vec<u32>,
     /// Waits behind every launch, and remembers their kernels: to find the one that is wrong.
@@ -42,8 +44,8 @@ pub struct OnGpu<G: Gpu> {
 
 impl<G: Gpu> OnGpu<G> {
     pub fn new(gpu: G) -> Self {
-        let (buffers, busy, slots, own, launched) = Default::default();
-        Self { gpu, buffers, busy, failed: None, slots, own, stepping: false, launched }
+        let (buffers, busy, slots, fetched, own, launched) = Default::default();
+        Self { gpu, buffers, busy, failed: None, slots, fetched, own, stepping: false, launched }
     }
 
     /// Waits behind every launch, and remembers their kernels until it is asked for them.
@@ -75,6 +77,8 @@ impl<G: Gpu> OnGpu<G> {
     fn keep<T>(&mut self, done: Result<T, DeviceError>) -> Result<T, DeviceError> {
         if let Err(error) = &done {
             self.failed.get_or_insert_with(|| error.0.clone());
+            // Copies may be among what failed.
+            self.fetched.clear();
         }
         done
     }
@@ -261,6 +265,17 @@ impl<G: Gpu> Run for OnGpu<G> {
         Ok(Region { buffer: self.buffers.len() as u32 - 1, offset: 0, len })
     }
 
+    fn landed(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
+        if !self.gpu.has_own_memory() || self.fetched.get(&region) == Some(&content) {
+            return Ok(());
+        }
+        self.sound()?;
+        let done = self.gpu.landed(self.place(region));
+        self.busy.push((region, Effect::Write, self.gpu.mark()));
+        self.fetched.insert(region, content);
+        self.keep(done)
+    }
+
     fn longest(&self) -> usize {
         self.gpu.longest()
     }
@@ -278,6 +293,9 @@ impl<G: Gpu> Timeline for OnGpu<G> {
     fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
         let done = self.gpu.wait_for(mark);
         self.busy.retain(|(.., until)| *until > mark);
+        if done.is_err() {
+            self.fetched.clear();
+        }
         // An error of a launch before is what is reported.
         self.failed.take().map_or(done, |why| Err(DeviceError(why)))
     }

@@ -168,8 +168,16 @@ pub trait Run: Timeline + Send {
     /// Zeroed memory. Its `buffer` is a number: buffers are counted from 0 as they are allocated and adopted.
     fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError>;
 
-    /// Makes a range of a slab visible without a copy. The range starts at a page.
+    /// Makes a range of a slab visible. The range starts at a page. Its bytes are there for operations once [`Run::landed`] has
+    /// named them.
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
+
+    /// Adopted bytes are complete, and stay so until the device has passed a mark behind this. `content` stands for what they
+    /// are: a device with memory of its own fetches them unless it has fetched the same there before.
+    fn landed(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
+        let _ = (region, content);
+        Ok(())
+    }
 
     /// The longest range that can be adopted (bytes).
     fn longest(&self) -> usize;

@@ -6,10 +6,10 @@ mod answer;
 mod gpu;
 mod report;
 
-use crate::command::{device::NONE, show};
 use crate::{
     cli,
-    device::{self, Gpu, Math},
+    command::show,
+    device::{self, Gpu, Math, NONE},
     error::CommandError,
     ops::check::{self, Finding},
 };

@@ -27,7 +27,7 @@ struct Report {
     /// Experts a token in training; `shape.experts_per_token` is the number in use.
     trained_experts_per_token: usize,
     shape: Shape,
-    /// The device that `--device` would take: `cpu` or `metal`.
+    /// The device that `--device` would take: `cpu`, `metal` or `cuda`.
     device: &'static str,
     limits: Limits,
     plan: Option<Plan>,

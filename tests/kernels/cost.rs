@@ -63,6 +63,14 @@ impl Gpu for Counting {
         self.0.adopt(slab, range)
     }
 
+    fn has_own_memory(&self) -> bool {
+        self.0.has_own_memory()
+    }
+
+    fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
+        self.0.landed(region)
+    }
+
     fn longest(&self) -> usize {
         self.0.longest()
     }

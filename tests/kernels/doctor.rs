@@ -3,7 +3,7 @@
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
     command::device::Chosen,
-    device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline},
+    device::{DeviceError, Dispatch, Effect, Gpu, KIND, Mark, Region, Slab, Timeline},
     ops::check,
     tools::doctor,
 };
@@ -26,6 +26,14 @@ macro_rules! memory_of {
 
         fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
             self.$below.adopt(slab, range)
+        }
+
+        fn has_own_memory(&self) -> bool {
+            self.$below.has_own_memory()
+        }
+
+        fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
+            self.$below.landed(region)
         }
 
         fn longest(&self) -> usize {
@@ -199,7 +207,7 @@ fn the_whole_report_of_a_sound_gpu() {
     assert!(text.contains("us to hand over") && report.gpu.as_ref().unwrap().times.is_some(), "{text}");
     assert!(text.contains("the host: working set unknown") && text.ends_with("everything agrees\n"), "{text}");
     let json = serde_json::json!(report);
-    assert_eq!(json["answers"][2]["device"], "metal");
+    assert_eq!(json["answers"][2]["device"], KIND);
     assert_eq!(json["answers"][2]["ids"], json["answers"][0]["ids"]);
     assert_eq!(json["gpu"]["kernels"].as_array().unwrap().len(), Host::fast().names().len() + 2);
 }
@@ -207,10 +215,13 @@ fn the_whole_report_of_a_sound_gpu() {
 #[test]
 fn the_whole_report_of_a_faulty_gpu() {
     let report = doctor::examine(Ok(Box::new(Faulty::new("experts_down", false))), &[]).unwrap();
-    assert_eq!(report.wrong, ["experts_down", "the demo's answer (metal)"]);
+    assert_eq!(report.wrong, ["experts_down", &format!("the demo's answer ({KIND})")]);
     let text = report.to_string();
     println!("{text}");
-    assert!(text.contains("WRONG after ") && text.contains("WRONG: experts_down, the demo's answer (metal)"), "{text}");
+    assert!(
+        text.contains("WRONG after ") && text.contains(&format!("WRONG: experts_down, the demo's answer ({KIND})")),
+        "{text}"
+    );
 }
 
 #[test]
@@ -218,10 +229,10 @@ fn a_gpu_is_taken_if_it_computes_what_the_cpu_does() {
     let sound = || Ok(Some(Box::new(HostGpu::new(Host::fast())) as Box<dyn Gpu>));
     let faulty = || Ok(Some(Box::new(Faulty::new("route", false)) as Box<dyn Gpu>));
     let name = |found, asked| Chosen::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
-    assert_eq!((name(sound(), false), name(sound(), true)), (Ok("metal"), Ok("metal")));
+    assert_eq!((name(sound(), false), name(sound(), true)), (Ok(KIND), Ok(KIND)));
     // A GPU asked for by name is taken all the same; `auto` takes the CPU.
-    assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok("metal")));
+    assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok(KIND)));
     let broken = || Err(DeviceError("no queue".into()));
     assert_eq!((name(broken(), false), name(Ok(None), false)), (Ok("cpu"), Ok("cpu")));
-    assert_eq!(name(broken(), true), Err("--device metal: no queue".into()));
+    assert_eq!(name(broken(), true), Err(format!("--device {KIND}: no queue")));
 }

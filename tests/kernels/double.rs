@@ -267,19 +267,21 @@ impl Driver for Double {
         inner.host.drop_buffer(buffer);
     }
 
-    fn write(&mut self, region: Region, bytes: &[u8]) {
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         let inner = self.0.get_mut();
         inner.inside(region);
         assert_eq!(inner.in_flight(region), None, "{region:?} is written by the CPU while it is used");
         inner.host.write(region, bytes);
+        Ok(())
     }
 
-    fn read(&mut self, region: Region, bytes: &mut [u8]) {
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
         let inner = self.0.get_mut();
         inner.inside(region);
         let used = inner.in_flight(region).is_some_and(|effect| effect != Effect::Read);
         assert!(!used, "{region:?} is read by the CPU while it is written");
         bytes.copy_from_slice(&inner.host.read(region));
+        Ok(())
     }
 
     fn begin(&mut self, fenced: bool) -> Result<Commands, DeviceError> {

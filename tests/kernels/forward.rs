@@ -45,9 +45,9 @@ fn fast() -> HostGpu {
 
 #[derive(serde::Deserialize)]
 pub struct Case {
-    question: String,
+    pub question: String,
     pub prompt_ids: Vec<u32>,
-    greedy_ids: Vec<u32>,
+    pub greedy_ids: Vec<u32>,
 }
 
 pub fn cases() -> Vec<Case> {
@@ -56,7 +56,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 /// Greedy ids and the bits of every row of logits they were drawn from.
-fn answer<M: Model>(model: &mut M, prompt: &[u32], chunks: &[usize], count: usize) -> (Vec<u32>, Vec<Vec<f32>>) {
+pub fn answer<M: Model>(model: &mut M, prompt: &[u32], chunks: &[usize], count: usize) -> (Vec<u32>, Vec<Vec<f32>>) {
     let mut state = model.start().unwrap();
     let mut rest = prompt;
     let mut row = Vec::new();

@@ -1,6 +1,7 @@
 //! The kernels on the host as a [`Gpu`]: what `device/metal.rs` is on a Mac. It is as late as a device may be: a launch runs
 //! when somebody waits for it, or looks how far the device has come a second time. So a slot that is filled too early, or a list
-//! that is written too early, gives wrong results.
+//! that is written too early, gives wrong results. And it has memory of its own, as a card has: adopted bytes that it was not told
+//! of are no numbers.
 
 use crate::host::Host;
 use moestro::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
@@ -15,21 +16,22 @@ use std::{
 
 pub struct HostGpu {
     host: Host,
-    /// The bytes of each adopted slab that the program has seen.
-    adopted: HashMap<u32, Adopted>,
+    /// Each adopted slab, and the byte where it begins.
+    adopted: HashMap<u32, (Arc<Slab>, usize)>,
     /// Bytes from [`Gpu::allocate`], given back or not.
     pub allocated: Arc<AtomicUsize>,
-    /// Launches that are encoded and not run; each is a mark of its own.
-    late: VecDeque<Dispatch>,
+    /// Work that is encoded and not done; each piece is a mark of its own.
+    late: VecDeque<Work>,
     encoded: u64,
     /// Marks that had been encoded when somebody last looked.
     looked: u64,
 }
 
-struct Adopted {
-    slab: Arc<Slab>,
-    start: usize,
-    seen: Vec<u8>,
+#[derive(Clone)]
+enum Work {
+    Launch(Dispatch),
+    /// From adopted memory.
+    Copy(Region),
 }
 
 impl HostGpu {
@@ -66,10 +68,19 @@ impl Gpu for HostGpu {
 
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
         let region = self.host.empty(range.len());
-        self.host.write(region, &vec![0; range.len()]);
-        let adopted = Adopted { slab: slab.clone(), start: range.start, seen: vec![0; range.len()] };
-        self.adopted.insert(region.buffer, adopted);
+        self.host.write(region, &vec![0xff; range.len()]);
+        self.adopted.insert(region.buffer, (slab.clone(), range.start));
         Ok(region)
+    }
+
+    fn has_own_memory(&self) -> bool {
+        true
+    }
+
+    fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
+        self.late.push_back(Work::Copy(region));
+        self.encoded += 1;
+        Ok(())
     }
 
     /// So short that a store's slab takes several buffers.
@@ -83,13 +94,12 @@ impl Gpu for HostGpu {
     }
 
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        self.see(region);
         bytes.copy_from_slice(&self.host.read(region.first(bytes.len())));
         Ok(())
     }
 
     fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
-        self.late.push_back(dispatch.clone());
+        self.late.push_back(Work::Launch(dispatch.clone()));
         self.encoded += 1;
         Ok(())
     }
@@ -117,9 +127,12 @@ impl Timeline for HostGpu {
 
     fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
         while self.encoded - (self.late.len() as u64) < mark.0
-            && let Some(dispatch) = self.late.front().cloned()
+            && let Some(work) = self.late.front().cloned()
         {
-            self.run(&dispatch)?;
+            match work {
+                Work::Launch(dispatch) => self.run(&dispatch)?,
+                Work::Copy(region) => self.copy(region),
+            }
             self.late.pop_front();
         }
         Ok(())
@@ -129,25 +142,21 @@ impl Timeline for HostGpu {
 impl HostGpu {
     fn run(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
         for binding in &dispatch.bindings {
-            if self.see(binding.region) {
-                assert_eq!(binding.effect, Effect::Read, "{} writes to weights", dispatch.kernel);
+            let adopted = self.adopted.contains_key(&binding.region.buffer);
+            assert!(!adopted || binding.effect == Effect::Read, "{} writes to weights", dispatch.kernel);
+            // The kernels are told that what they read and what they write are apart.
+            let others = dispatch.bindings.iter().filter(|other| other.effect != Effect::Read && *other != binding);
+            for other in others {
+                assert!(!other.region.overlaps(binding.region), "{}: {binding:?} and {other:?}", dispatch.kernel);
             }
         }
         self.host.try_run(dispatch).map_err(DeviceError)
     }
 
-    /// Brings a region of a slab up to date, if it is one: a GPU has it in the very same memory.
-    fn see(&mut self, region: Region) -> bool {
-        let Some(adopted) = self.adopted.get_mut(&region.buffer) else { return false };
-        // SAFETY: reads into the slab may go on in other slots; the experts hand out only what has landed, and nothing else
-        // is touched.
-        let now =
-            unsafe { adopted.slab.bytes(adopted.start + region.offset..adopted.start + region.offset + region.len) };
-        let seen = &mut adopted.seen[region.offset..region.offset + region.len];
-        if seen != now {
-            seen.copy_from_slice(now);
-            self.host.write(region, seen);
-        }
-        true
+    fn copy(&mut self, region: Region) {
+        let (slab, start) = &self.adopted[&region.buffer];
+        // SAFETY: the program has promised that nobody writes these bytes until this is done.
+        let bytes = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
+        self.host.write(region, bytes);
     }
 }

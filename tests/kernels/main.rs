@@ -1,5 +1,6 @@
 //! Every GPU kernel, executed on the CPU from the very text that a Mac compiles and the very values that a Mac encodes.
 
+mod card;
 mod check;
 mod cost;
 mod doctor;

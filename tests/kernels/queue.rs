@@ -284,8 +284,8 @@ fn two(seed: u64, barrier: bool, fenced: Option<bool>) -> Vec<u8> {
     });
     let [x, w, y] = [0, 1, 2].map(|index| first.bindings[index].region);
     let floats: Vec<u8> = (0..64).flat_map(|n| (1.0 + n as f32).to_le_bytes()).collect();
-    double.write(x, &floats);
-    double.write(w, &floats);
+    double.write(x, &floats).unwrap();
+    double.write(w, &floats).unwrap();
     let second = norm_of(y, w, x);
     let mut open = double.begin(false).unwrap();
     double.launch(&mut open, &first).unwrap();
@@ -303,7 +303,7 @@ fn two(seed: u64, barrier: bool, fenced: Option<bool>) -> Vec<u8> {
         double.park(value, Duration::ZERO);
     }
     let mut bytes = vec![0; 256];
-    double.read(x, &mut bytes);
+    double.read(x, &mut bytes).unwrap();
     bytes
 }
 
@@ -331,7 +331,7 @@ fn the_double_finds_a_missing_wait() {
         let mut open = double.begin(false).unwrap();
         double.launch(&mut open, &launch).unwrap();
         let committed = double.commit(open, 1);
-        double.read(launch.bindings[2].region, &mut [0; 256]);
+        double.read(launch.bindings[2].region, &mut [0; 256]).unwrap();
         while double.status(&committed) == Status::Pending {}
     }
 }

@@ -90,6 +90,7 @@ fn shared(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
                 into.iter_mut().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
             }
         }
+        b.gpu.landed(whole, u64::from(negative))?;
         b.gpu.run(&product(x, &adopted, y))?;
         let found = b.on_gpu(y)?;
         let expected: Vec<f32> = expected.iter().map(|v| if negative { -v } else { *v }).collect();

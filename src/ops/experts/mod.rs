@@ -69,6 +69,14 @@ pub struct Slots {
     pub stride: usize,
 }
 
+impl Slots {
+    /// A slot's bytes.
+    pub fn of(&self, slot: u32) -> Region {
+        let (slab, place) = (slot as usize / self.per_slab, slot as usize % self.per_slab);
+        self.slabs[slab].part(place * self.stride, self.stride)
+    }
+}
+
 /// Room that the layers of a pass share.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Room {

@@ -2,12 +2,9 @@
 
 use crate::{
     chat::Conversation,
-    command::{
-        Checkpoint,
-        device::{METAL, working_set},
-    },
+    command::{Checkpoint, device::working_set},
     config::{Generation, Source, Switch},
-    device::{Gpu, Math},
+    device::{Gpu, KIND, Math},
     engine::likeliest,
     error::CommandError,
     experts::Io,
@@ -82,15 +79,15 @@ impl Demo {
     pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<Answer, CommandError> {
         let qwen = self.load(Math::F32, Some(working_set(&*gpu)))?;
         Ok(match qwen.onto(gpu) {
-            Ok(model) => self.ask(METAL, model),
-            Err(refused) => failed(METAL, refused.error.to_string()),
+            Ok(model) => self.ask(KIND, model),
+            Err(refused) => failed(KIND, refused.error.to_string()),
         })
     }
 
     /// The reference implementation's on one of Candle's devices. It computes whole sequences only, so it is given what another
     /// device answered, and its answer ends where the two differ. Errors are part of the report.
     pub fn by_reference(&self, device: &Device, answer: &[u32]) -> Answer {
-        let name = format!("reference, Candle's {}", if device.is_cpu() { "cpu" } else { METAL });
+        let name = format!("reference, Candle's {}", if device.is_cpu() { "cpu" } else { KIND });
         let begin = Instant::now();
         let ids = [&self.prompt, answer].concat();
         let logits = Reference::open(&self.checkpoint.dir, device.clone(), DType::F32)

@@ -137,7 +137,7 @@ impl fmt::Display for Report {
             Ok(gpu) => {
                 let GpuReport { name, working_set, compiled, compile_seconds, check_seconds, times, kernels } = gpu;
                 writeln!(f, "\n{name}: working set {}", size(*working_set))?;
-                write!(f, "{compiled} kernels compiled in {compile_seconds:.2} s (less when macOS has kept them), ")?;
+                write!(f, "{compiled} kernels compiled in {compile_seconds:.2} s (less when they were kept), ")?;
                 writeln!(f, "compared with the CPU in {check_seconds:.2} s")?;
                 if let Some(Times { launch, commit, wait }) = times {
                     writeln!(

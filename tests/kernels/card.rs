@@ -1,0 +1,122 @@
+//! The demo on the GPU of the machine that runs the tests, where it has one: the CPU's tokens, whatever is resident and however
+//! the prompt is cut. `tests/gpu.sh` runs these; on a machine without a GPU they say so and pass.
+
+use crate::forward::{DEMO, answer, cases, common, options};
+use common::{load_with, margin};
+use moestro::{
+    device::{self, Gpu},
+    model::{Options, Qwen},
+    ops::KvBits,
+};
+use std::path::Path;
+
+/// Where the likeliest token leads by less, the devices may choose differently.
+const SURE: f32 = 0.05;
+
+fn gpu() -> Option<Box<dyn Gpu>> {
+    let gpu = device::gpu().unwrap_or_else(|error| panic!("{error}"));
+    match &gpu {
+        Some(gpu) => println!("{}", gpu.name()),
+        None => println!("{}", device::NONE),
+    }
+    gpu
+}
+
+fn planned(options: Options, gpu: Box<dyn Gpu>) -> Qwen {
+    let options = Options { gpu: Some(u64::MAX), ..options };
+    load_with(Path::new(DEMO), options).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+}
+
+fn streaming(slots: Option<usize>) -> Options {
+    let mut options = options(true);
+    options.store.slots = slots;
+    options
+}
+
+/// The largest difference of log-probabilities.
+fn off(found: &[f32], expected: &[f32]) -> f32 {
+    let logarithms = |row: &[f32]| {
+        let most = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
+        let sum: f64 = row.iter().map(|value| (f64::from(*value) - most).exp()).sum();
+        row.iter().map(|value| (f64::from(*value) - most - sum.ln()) as f32).collect::<Vec<_>>()
+    };
+    common::distance(&logarithms(found), &logarithms(expected))
+}
+
+/// Tokens are the CPU's up to the first that it was unsure of, and log-probabilities of these as close as asked for.
+fn agree(what: &str, found: &(Vec<u32>, Vec<Vec<f32>>), expected: &(Vec<u32>, Vec<Vec<f32>>), close: f32) {
+    let sure = expected.1.iter().take_while(|row| margin(row) >= SURE).count();
+    assert_eq!(found.0[..sure], expected.0[..sure], "{what}");
+    let same = found.0.iter().zip(&expected.0).take_while(|(a, b)| a == b).count();
+    let rows = found.1.iter().zip(&expected.1).take((same + 1).min(found.1.len()));
+    let worst = rows.map(|(found, expected)| off(found, expected)).fold(0.0, f32::max);
+    println!("{what}: {same} of {} tokens the same ({sure} sure), log-probabilities off by {worst:.1e}", found.0.len());
+    assert!(worst <= close, "{what}: off by {worst}");
+}
+
+#[test]
+fn the_card_answers_as_the_cpu_does() {
+    for (what, few) in [("resident", None), ("five slots", Some(5))] {
+        let Some(gpu) = gpu() else { return };
+        let options = if few.is_some() { streaming(few) } else { options(false) };
+        let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), self::options(false)), planned(options, gpu));
+        for case in cases() {
+            let count = case.greedy_ids.len();
+            let expected = answer(&mut cpu, &case.prompt_ids, &[], count);
+            let found = answer(&mut gpu, &case.prompt_ids, &[], count);
+            agree(&format!("{what}: {}", case.question), &found, &expected, 1e-3);
+        }
+    }
+}
+
+#[test]
+fn the_card_knows_neither_slots_nor_cuts() {
+    let Some(first) = gpu() else { return };
+    let case = cases().swap_remove(3);
+    let (prompt, count) = (&case.prompt_ids, 6);
+    let mut resident = planned(options(false), first);
+    let expected = answer(&mut resident, prompt, &[], count);
+    for chunks in [vec![1; prompt.len()], vec![16, 5], vec![20]] {
+        assert!(answer(&mut resident, prompt, &chunks, count) == expected, "chunks {chunks:?}");
+    }
+    drop(resident);
+    for (slots, chunks) in [(None, vec![]), (None, vec![1; prompt.len()]), (Some(5), vec![]), (Some(5), vec![7])] {
+        let Some(gpu) = gpu() else { return };
+        let mut streaming = planned(streaming(slots), gpu);
+        assert!(answer(&mut streaming, prompt, &chunks, count) == expected, "{slots:?} slots, chunks {chunks:?}");
+    }
+}
+
+#[test]
+fn the_card_reads_long_prompts_as_the_cpu_does() {
+    let Some(gpu) = gpu() else { return };
+    let text: Vec<u32> = cases().iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();
+    let load = |chunk| {
+        let mut options = options(false);
+        options.threads = None;
+        (options.wishes.context, options.wishes.chunk) = (Some(2304), Some(chunk));
+        options
+    };
+    let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), load(512)), planned(load(512), gpu));
+    for len in [63, 64, 65, 255, 256, 257, 511, 512, 513, 2048] {
+        let prompt: Vec<u32> = text.iter().copied().cycle().take(len).collect();
+        let expected = answer(&mut cpu, &prompt, &[], 3);
+        let found = answer(&mut gpu, &prompt, &[], 3);
+        agree(&format!("{len} rows"), &found, &expected, 1e-3);
+        assert!(answer(&mut gpu, &prompt, &[len / 3, 40.min(len / 3)], 3) == found, "{len} rows, cut");
+    }
+}
+
+#[test]
+fn few_bits_on_the_card() {
+    let text: Vec<u32> = cases().iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();
+    let ids = &text[..text.len().min(170)];
+    for kv_bits in [KvBits::Eight, KvBits::Four] {
+        let Some(gpu) = gpu() else { return };
+        let options = || Options { kv_bits, ..options(false) };
+        let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options()), planned(options(), gpu));
+        let (expected, found) = (answer(&mut cpu, ids, &[], 2), answer(&mut gpu, ids, &[130], 2));
+        // A key or value between two integers may become either.
+        agree(&format!("{kv_bits:?}"), &found, &expected, 5e-2);
+    }
+}
