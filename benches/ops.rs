@@ -4,6 +4,9 @@
 //! ```text
 //! cargo bench --bench ops -- [FILTER] [--threads N] [--f32]
 //! ```
+//! `attend pairs` sets attention over 8 and 4 bits beside 16, in turn, in processor time where Linux tells it (a busy machine
+//! changes that little).
+//!
 //! Decode reads weights and states from a fresh copy each time, of which there are so many that no cache
 //! holds them all; in prefill weights are read from memory once a task and then met by many rows, so that its bytes a
 //! second say little more than how many rows a second there are.
@@ -94,6 +97,58 @@ impl Lab {
             ..Room::default()
         })
     }
+}
+
+/// Contexts full of keys and values, and queries at their end.
+struct Caches {
+    shape: Heads,
+    proj: Region,
+    q: Region,
+    y: Region,
+    tokens: usize,
+    caches: Vec<Cache>,
+}
+
+impl Caches {
+    fn new(lab: &mut Lab, context: usize, tokens: usize, bits: KvBits) -> Result<Self> {
+        let own = lab.cpu.limits().cache;
+        let format = bits.format().unwrap_or(own);
+        let newest = bits.format().map(|_| Newest { room: 512, format: own });
+        let shape = Heads { heads: 16, kv_heads: 2, dim: 256, rotary: 64, eps: 1e-6, context, format, newest };
+        let (proj, q) = (lab.floats(256 * shape.width())?, lab.room(256 * 16 * 256)?);
+        let turn = Turn { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, turn: lab.floats(256 * 64)? };
+        let bytes = 2 * shape.cache_bytes();
+        let mut caches = Vec::new();
+        for _ in 0..(SPREAD / bytes).clamp(1, 64) {
+            let ring = shape.newest_bytes();
+            let newest = if ring > 0 { [lab.cpu.allocate(ring)?, lab.cpu.allocate(ring)?] } else { Default::default() };
+            let cache = Cache { keys: lab.cpu.allocate(bytes / 2)?, values: lab.cpu.allocate(bytes / 2)?, newest };
+            for start in (0..context).step_by(256) {
+                lab.cpu.run(&CacheWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
+            }
+            caches.push(cache);
+        }
+        let y = lab.room(tokens * 16 * 256)?;
+        Ok(Self { shape, proj, q, y, tokens, caches })
+    }
+
+    fn op(&self, number: usize) -> Attend<'_> {
+        let Self { shape, proj, q, y, tokens, .. } = self;
+        let (start, cache) = (shape.context - tokens, self.caches[number % self.caches.len()]);
+        Attend { shape, start, tokens: *tokens, q: *q, cache, proj: *proj, partials: Region::default(), y: *y }
+    }
+}
+
+/// Processor time of all threads so far; elsewhere than on Linux, time.
+fn spent() -> Duration {
+    let of = |task: std::io::Result<std::fs::DirEntry>| {
+        let text = std::fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
+        text.split_whitespace().next()?.parse::<u64>().ok()
+    };
+    let tasks = std::fs::read_dir("/proc/self/task").ok();
+    let nanoseconds = tasks.and_then(|tasks| tasks.map(of).sum::<Option<u64>>());
+    static BEGIN: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+    nanoseconds.map_or_else(|| BEGIN.get_or_init(Instant::now).elapsed(), Duration::from_nanos)
 }
 
 impl Bench {
@@ -193,28 +248,46 @@ impl Bench {
             return Ok(());
         }
         let mut lab = self.lab();
-        let own = lab.cpu.limits().cache;
-        let format = bits.format().unwrap_or(own);
-        let newest = bits.format().map(|_| Newest { room: 512, format: own });
-        let shape = Heads { heads: 16, kv_heads: 2, dim: 256, rotary: 64, eps: 1e-6, context, format, newest };
-        let (proj, q) = (lab.floats(256 * shape.width())?, lab.room(256 * 16 * 256)?);
-        let turn = Turn { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, turn: lab.floats(256 * 64)? };
-        let bytes = 2 * shape.cache_bytes();
-        let mut caches = Vec::new();
-        for _ in 0..(SPREAD / bytes).clamp(1, 64) {
-            let ring = shape.newest_bytes();
-            let newest = if ring > 0 { [lab.cpu.allocate(ring)?, lab.cpu.allocate(ring)?] } else { Default::default() };
-            let cache = Cache { keys: lab.cpu.allocate(bytes / 2)?, values: lab.cpu.allocate(bytes / 2)?, newest };
-            for start in (0..context).step_by(256) {
-                lab.cpu.run(&CacheWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
-            }
-            caches.push(cache);
+        let caches = Caches::new(&mut lab, context, tokens, bits)?;
+        self.time(&name, 2 * caches.shape.cache_bytes(), &mut lab.cpu, caches.y, |number| caches.op(number).into());
+        Ok(())
+    }
+
+    /// Attention with each number of bits in turn: medians, and of the rounds how often 16 bits take the time of fewer.
+    fn pairs(&mut self, context: usize) -> Result<()> {
+        let name = format!("attend pairs, 1 query at {context}");
+        if !self.runs(&name) {
+            return Ok(());
         }
-        let (y, partials) = (lab.room(tokens * 16 * 256)?, Region::default());
-        self.time(&name, bytes, &mut lab.cpu, y, |number| {
-            let (start, cache) = (context - tokens, caches[number % caches.len()]);
-            Attend { shape: &shape, start, tokens, q, cache, proj, partials, y }.into()
-        });
+        let all = [KvBits::Sixteen, KvBits::Eight, KvBits::Four];
+        let mut lab = self.lab();
+        let mut caches = Vec::new();
+        for bits in all {
+            caches.push(Caches::new(&mut lab, context, 1, bits)?);
+        }
+        // Linux counts in ticks of some milliseconds.
+        let (mut rounds, each) = (Vec::new(), 16 * 32_768 / context);
+        for round in 0..25 {
+            let mut took = [0.0; 3];
+            for (caches, took) in caches.iter().zip(&mut took) {
+                let begin = spent();
+                for number in 0..each {
+                    lab.cpu.run(&caches.op(round * each + number).into())?;
+                }
+                *took = (spent() - begin).as_secs_f64() / each as f64;
+            }
+            rounds.push(took);
+        }
+        let median = |of: &dyn Fn(&[f64; 3]) -> f64| {
+            let mut values: Vec<f64> = rounds.iter().map(of).collect();
+            values.sort_by(f64::total_cmp);
+            values[values.len() / 2]
+        };
+        for (index, bits) in all.iter().enumerate() {
+            let (time, ratio) = (median(&|round| round[index]), median(&|round| round[0] / round[index]));
+            println!("{name}, {bits:?} bits: {:.1} us, 16 bits take {ratio:.3} times as long", time * 1e6);
+        }
+        println!();
         Ok(())
     }
 
@@ -292,6 +365,8 @@ fn main() -> Result<()> {
         bench.attend(32_768, 1, bits)?;
         bench.attend(4096, 128, bits)?;
     }
+    bench.pairs(1024)?;
+    bench.pairs(32_768)?;
     for tokens in [1, 128] {
         bench.delta(tokens)?;
         bench.rest(tokens)?;

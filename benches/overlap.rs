@@ -2,11 +2,12 @@
 //! machine does not show.
 //!
 //! ```text
-//! cargo bench --bench overlap [-- RESIDENCY [PROMPTS]]
+//! cargo bench --bench overlap [-- RESIDENCY [PROMPTS [TOKENS]]]
 //! ```
-//! A model of 16 layers of 256 experts with a slot for RESIDENCY percent (25) of them. A prompt asks for half the experts of every
-//! layer, some far more often than others. The disk delivers an expert every 2.1 ms, a mixer takes 230 ms, an expert 3 ms: five
-//! times what two cores and an SSD of 4.2 GB/s take for 256 tokens of a 35B model's layers. Prints the seconds of each prompt (the
+//! A model of 16 layers of 256 experts with a slot for RESIDENCY percent (25) of them. A prompt of TOKENS (256) asks for half the
+//! experts of every layer, of more tokens for more, some far more often than others. The disk delivers an expert every 2.1 ms; with
+//! 256 tokens a mixer takes 230 ms, an expert 3 ms: five times what two cores and an SSD of 4.2 GB/s take for a 35B model's layers.
+//! The processor's times grow with the tokens, however many experts share them. Prints the seconds of each prompt (the
 //! first one finds empty slots), those of the disk and of the processor alone, and the slower of the two by the prompt's.
 
 use moestro::{
@@ -15,6 +16,7 @@ use moestro::{
     metrics::Metrics,
 };
 use std::{
+    collections::HashSet,
     io,
     path::PathBuf,
     sync::Mutex,
@@ -73,17 +75,18 @@ impl Random {
         (self.0 >> 33) as usize % end
     }
 
-    /// Eight experts each of 64 rows; the lower the number, the likelier, differently in each layer.
-    fn rows(&mut self, layer: usize) -> Vec<u32> {
+    /// Eight experts each of `rows` rows; the lower the number, the likelier, differently in each layer.
+    fn rows(&mut self, layer: usize, rows: usize) -> Vec<u32> {
         let mut draw = || (self.below(EXPERTS) * self.below(EXPERTS) / EXPERTS + layer * 37) % EXPERTS;
-        (0..64 * 8).map(|_| draw() as u32).collect()
+        (0..rows * 8).map(|_| draw() as u32).collect()
     }
 }
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
     let number = |at: usize, default: usize| args.get(at).map_or(default, |text| text.parse().expect("a number"));
-    let (slots, prompts) = (LAYERS * EXPERTS * number(0, 25) / 100, number(1, 3));
+    let (slots, prompts, tokens) = (LAYERS * EXPERTS * number(0, 25) / 100, number(1, 3), number(2, 256));
+    let grown = |time: Duration| time.mul_f64(tokens as f64 / 256.0);
     println!("prefetch,prompt,seconds,disk_alone,processor_alone,overlap,hits,misses,read_ahead");
     for prefetch in [Prefetch::Off, Prefetch::On] {
         let metrics = Metrics::new("bench", "cpu");
@@ -96,14 +99,15 @@ fn main() {
                 let (hits, misses) = (metrics.lookups_prefill_hit.get(), metrics.lookups_prefill_miss.get());
                 [hits, misses, metrics.lookups_prefill_prefetched.get(), metrics.ssd_reads.get()]
             };
-            let asked: Vec<Vec<u32>> = (0..LAYERS).map(|layer| random.rows(layer)).collect();
+            let asked: Vec<Vec<u32>> = (0..LAYERS).map(|layer| random.rows(layer, tokens / 4)).collect();
             let (before, begin, mut computing) = (counts(), Instant::now(), Duration::ZERO);
             let mut compute = |time: Duration| {
                 std::thread::sleep(time);
                 computing += time;
             };
             for (layer, ids) in asked.iter().enumerate() {
-                compute(MIXER);
+                compute(grown(MIXER));
+                let different = ids.iter().collect::<HashSet<_>>().len();
                 let choice = Choice { ids, k: 8, logits: &[] };
                 let mut taken = experts.ask(layer, &choice, Phase::Prefill, &mut Immediate).expect("experts");
                 if let Some(next) = asked.get(layer + 1) {
@@ -114,7 +118,7 @@ fn main() {
                     experts.read_ahead(layer + 1, &guess, Phase::Prefill);
                 }
                 while let Some(batch) = taken.next(&mut Immediate).expect("reads") {
-                    compute(EXPERT * batch.len() as u32);
+                    compute(grown(EXPERT * (EXPERTS / 2 * batch.len()) as u32) / different as u32);
                     batch.reads_until(Mark::START);
                 }
             }

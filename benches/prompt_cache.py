@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """How much of an agent's conversation a server computes twice: prompt_cache.py URL CONVERSATION.json [--answers recorded|own|own-without-reasoning]
-[--max-tokens 8] [--no-cache]
+[--max-tokens 8] [--no-cache | --beside]
 
 CONVERSATION is {"tools": [...], "turns": [[message, ...], ...]}: turn k is what the client sends the k-th time, whole. With --answers own the server's
 own answers take the place of the recorded ones. For each turn: tokens of the prompt; those that are new since any earlier prompt (by /tokenize); those
-that the server computed (moestro_prompt_tokens_total{source="computed"}, which is counted at the forward pass); the time to the first token."""
+that the server computed (moestro_prompt_tokens_total{source="computed"}, which is counted at the forward pass); the time to the first token; bytes
+written to the disk so far. With --beside each turn is asked once more behind it, without the cache: the seconds of that, too."""
 import argparse, csv, json, re, sys, time, urllib.request
 
 p = argparse.ArgumentParser()
 p.add_argument("url"); p.add_argument("conversation"); p.add_argument("--answers", default="recorded", choices=["recorded", "own", "own-without-reasoning"])
-p.add_argument("--max-tokens", type=int, default=8); p.add_argument("--no-cache", action="store_true"); p.add_argument("--turns", type=int, default=1000); p.add_argument("--from-turn", type=int, default=0)
+p.add_argument("--max-tokens", type=int, default=8); p.add_argument("--no-cache", action="store_true"); p.add_argument("--beside", action="store_true"); p.add_argument("--turns", type=int, default=1000); p.add_argument("--from-turn", type=int, default=0)
 a = p.parse_args()
 
 
@@ -18,13 +19,31 @@ def ask(path, body=None):
     return urllib.request.urlopen(urllib.request.Request(a.url + path, data, {"content-type": "application/json"}))
 
 
+def metric(name):
+    return int(re.search(rf"{name} (\d+)", ask("/metrics").read().decode())[1])
+
+
 def computed():
-    return int(re.search(r'moestro_prompt_tokens_total\{source="computed"\} (\d+)', ask("/metrics").read().decode())[1])
+    return metric(r'moestro_prompt_tokens_total\{source="computed"\}')
+
+
+def stream(messages, cache):
+    """The chunks of an answer, and the time at which each came."""
+    body = {"messages": messages, "tools": tools, "max_tokens": a.max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    if not cache:
+        body["cache_prompt"] = False
+    for line in ask("/v1/chat/completions", body):
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:]), time.perf_counter()
+
+
+def pieces(chunk):
+    return [(c["delta"].get("content") or "", c["delta"].get("reasoning_content") or "") for c in chunk["choices"]]
 
 
 talk = json.load(open(a.conversation)); tools = talk["tools"]
 own, earlier, out = {}, [], csv.writer(sys.stdout)
-out.writerow(["turn", "prompt", "new", "computed", "cached", "seconds_to_first_token"])
+out.writerow(["turn", "prompt", "new", "computed", "cached", "seconds_to_first_token", "disk_written"] + ["without_cache", "ratio"] * a.beside)
 sums = [0, 0, 0, 0.0]
 for k, messages in enumerate(talk["turns"][: a.turns]):
     if a.answers != "recorded":
@@ -39,18 +58,11 @@ for k, messages in enumerate(talk["turns"][: a.turns]):
     if k < a.from_turn:
         continue
     before, begin, first, text, thought = computed(), time.perf_counter(), None, "", ""
-    body = {"messages": messages, "tools": tools, "max_tokens": a.max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-    if a.no_cache:
-        body["cache_prompt"] = False
     cached = 0
-    for line in ask("/v1/chat/completions", body):
-        if not line.startswith(b"data: {"):
-            continue
-        chunk = json.loads(line[6:])
-        for choice in chunk["choices"]:
-            piece, reason = choice["delta"].get("content") or "", choice["delta"].get("reasoning_content") or ""
+    for chunk, now in stream(messages, not a.no_cache):
+        for piece, reason in pieces(chunk):
             if first is None and (piece or reason):
-                first = time.perf_counter() - begin
+                first = now - begin
             text, thought = text + piece, thought + reason
         if chunk.get("usage"):
             cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -62,7 +74,12 @@ for k, messages in enumerate(talk["turns"][: a.turns]):
     own[len(messages)] = {**(talk["turns"][k + 1][len(messages)] if k + 1 < len(talk["turns"]) else {}), **answer} if a.answers == "own" else answer
     if a.answers == "own-without-reasoning" and k + 1 < len(talk["turns"]):
         own[len(messages)] = {key: value for key, value in {**talk["turns"][k + 1][len(messages)], **answer}.items() if key != "reasoning_content"}
-    out.writerow([k, len(ids), len(ids) - shared, done, cached, f"{first:.3f}"])
+    row = [k, len(ids), len(ids) - shared, done, cached, f"{first:.3f}", metric("moestro_prompt_cache_disk_written_bytes_total")]
+    if a.beside:
+        begin = time.perf_counter()
+        whole = next((now - begin for chunk, now in stream(messages, False) if any(any(piece) for piece in pieces(chunk))), time.perf_counter() - begin)
+        row += [f"{whole:.3f}", f"{first / whole:.4f}"]
+    out.writerow(row)
     sys.stdout.flush()
     sums = [sums[0] + len(ids), sums[1] + len(ids) - shared, sums[2] + done, sums[3] + first]
 print(f"# {sums[0]} tokens sent, {sums[1]} new, {sums[2]} computed: {sums[2] / max(sums[1], 1):.3f} times; {sums[3]:.1f} s to first tokens", file=sys.stderr)

@@ -31,6 +31,7 @@ fn main() {
     let options = Options {
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
         wishes: Wishes {
+            sequences: 1,
             serving: false,
             limit: (limit > 0).then_some(limit),
             context: Some(number("--context", 512)),

@@ -149,6 +149,8 @@ pub struct Wishes {
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     pub prompt_cache: Option<u64>,
+    /// Sequences that are held at once, all of the same context; 0 is one.
+    pub sequences: usize,
     /// Requests come over HTTP, so memory is set aside for their bodies and for tokenizing them.
     pub serving: bool,
     /// Buffered expert reads: the page cache serves the experts, so while streaming the slots stay few (two tokens'
@@ -215,8 +217,10 @@ impl Plan {
     pub fn new(shape: &Shape, limits: &Limits, wishes: &Wishes) -> Result<Self, ModelError> {
         let (limit, limit_from) = limits.choose(wishes.limit);
         let all = shape.total_experts();
+        let sequences = wishes.sequences.max(1) as u64;
+        let [state, kv_per_token] = [shape.state, shape.kv_per_token].map(|one| one.saturating_mul(sequences));
         let DraftShape { fixed: draft, per_token, per_row } = shape.draft;
-        let each = [shape.kv_per_token.saturating_add(per_token), shape.workspace_per_row.saturating_add(per_row)];
+        let each = [kv_per_token.saturating_add(per_token), shape.workspace_per_row.saturating_add(per_row)];
         let kv = Range::new(wishes.context, CONTEXT, shape.context as u64, each[0]);
         let rows = Range::new(wishes.chunk, CHUNK, shape.context as u64, each[1]);
         let prompt_cache = wishes.prompt_cache.unwrap_or(0);
@@ -224,12 +228,24 @@ impl Plan {
         let slots = if wishes.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
         // Nothing of a plan is beyond counting, once its least sum is not beyond the limit.
-        let fixed = [limits.process, shape.trunk, shape.state, shape.workspace_fixed, draft, requests, prompt_cache];
+        let fixed = [limits.process, shape.trunk, state, shape.workspace_fixed, draft, requests, prompt_cache];
         let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
         let least = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
         let Some(spare) = limit.checked_sub(least) else {
-            let asked =
-                Refused { shape, limits, wishes, limit, limit_from, kv, rows, slots, requests, prompt_cache, least };
+            let asked = Refused {
+                shape,
+                limits,
+                wishes,
+                limit,
+                limit_from,
+                kv,
+                rows,
+                slots,
+                requests,
+                prompt_cache,
+                state,
+                least,
+            };
             return Err(ModelError::Memory(asked.to_string()));
         };
 
@@ -251,8 +267,8 @@ impl Plan {
             limit_from,
             process: limits.process,
             trunk: shape.trunk,
-            kv: context * shape.kv_per_token,
-            state: shape.state,
+            kv: context * kv_per_token,
+            state,
             workspace: shape.workspace_fixed + chunk * shape.workspace_per_row,
             draft: draft + context * per_token + chunk * per_row,
             requests,
@@ -332,6 +348,7 @@ struct Refused<'a> {
     slots: u64,
     requests: u64,
     prompt_cache: u64,
+    state: u64,
     least: u64,
 }
 
@@ -347,7 +364,7 @@ impl fmt::Display for Refused<'_> {
         let shape = self.shape;
         write!(f, "the model does not fit in {} ({from}): trunk {}", Size(self.limit), Size(shape.trunk))?;
         write!(f, " + KV cache for {} tokens {}", self.kv.floor, Size(self.kv.bytes(self.kv.floor)))?;
-        write!(f, " + state {}", Size(shape.state))?;
+        write!(f, " + state {}", Size(self.state))?;
         let workspace = shape.workspace_fixed.saturating_add(self.rows.bytes(self.rows.floor));
         write!(f, " + workspace for chunks of {} tokens {}", self.rows.floor, Size(workspace))?;
         if shape.draft.fixed > 0 {

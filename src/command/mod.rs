@@ -196,6 +196,7 @@ pub fn options(load: &Load) -> model::Options {
             stream: load.stream_experts,
             context: load.context,
             chunk: load.chunk,
+            sequences: 1,
             serving: load.serving,
             buffered: load.expert_io == ExpertIo::Buffered,
         },

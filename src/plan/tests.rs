@@ -189,6 +189,16 @@ fn buffered_reads_leave_memory_to_the_page_cache() {
 }
 
 #[test]
+fn every_sequence_counts() {
+    let wishes = Wishes { limit: Some(8 * GIB), context: Some(8192), ..Wishes::default() };
+    let one = Plan::new(&model_35b(), &limits(), &wishes).unwrap();
+    let three = Plan::new(&model_35b(), &limits(), &Wishes { sequences: 3, ..wishes }).unwrap();
+    assert_eq!((three.kv, three.state), (3 * one.kv, 3 * one.state));
+    assert!(three.slots < one.slots && three.total() <= three.limit);
+    assert_eq!(Plan::new(&model_35b(), &limits(), &Wishes { sequences: 1, ..wishes }).unwrap(), one);
+}
+
+#[test]
 fn a_dense_model_has_no_slots() {
     let shape = Shape { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
     let plan = Plan::new(&shape, &limits(), &Wishes::default()).unwrap();
@@ -230,7 +240,7 @@ fn wishes() -> impl proptest::strategy::Strategy<Value = Wishes> {
     let cache = proptest::option::of(0u64..2 << 30);
     let switches = (any::<bool>(), any::<bool>());
     (stream, context, chunk, cache, switches).prop_map(|(stream, context, chunk, prompt_cache, (buffered, serving))| {
-        Wishes { limit: None, stream, context, chunk, prompt_cache, serving, buffered }
+        Wishes { limit: None, stream, context, chunk, prompt_cache, sequences: 1, serving, buffered }
     })
 }
 

@@ -82,6 +82,32 @@ fn what_is_not_used_grows_old() {
 }
 
 #[test]
+fn checkpoints_go_in_this_order() {
+    // All bytes of these, none of which begins with another; each weighs more than the one before.
+    let cache = cache(1015);
+    let kinds = [Kind::Between, Kind::Answer, Kind::Message, Kind::Query, Kind::System];
+    for (n, kind) in kinds.into_iter().enumerate() {
+        assert!(put(&cache, &tokens(n as u32, 101 + n), kind));
+    }
+    // Prompts of 95, 94, ... tokens come, each of which needs the room of one.
+    let prompt = |n: u32| tokens(10 + n, 96 - n as usize);
+    let mut gone = Vec::new();
+    for n in 1..=8 {
+        if n == 8 {
+            // The one of 92 tokens is used again.
+            assert_eq!(cache.deepest(&[&prompt(4)[..], &[0]].concat(), 0).unwrap().0.len, 92);
+        }
+        let before = lens(&cache);
+        assert!(put(&cache, &prompt(n), Kind::Message));
+        let after = lens(&cache);
+        gone.extend(before.into_iter().filter(|len| !after.contains(len)));
+    }
+    // Between, an answer, a message; then the prompts that came early before the question, which has twice their weight.; the one
+    // that was used stays, and one that came later goes.
+    assert_eq!(gone, [101, 102, 103, 95, 94, 93, 104, 91]);
+}
+
+#[test]
 fn what_can_never_fit_pushes_nothing_out() {
     let cache = cache(300);
     assert!(put(&cache, &tokens(1, 20), Kind::Message));

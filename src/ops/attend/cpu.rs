@@ -22,7 +22,11 @@ use crate::{
     },
     platform::Threads,
 };
-use std::{cell::RefCell, ops::Range};
+use std::{
+    cell::RefCell,
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 /// Positions of a block.
 pub(super) const BLOCK: usize = 256;
@@ -78,8 +82,13 @@ wide! {
     }
 }
 
+/// Calls so far, so that a thread knows whose queries it has.
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
 /// One call's arguments, shared by its tasks.
 struct Work<'a, T> {
+    /// Above 0, and of no other call.
+    call: u64,
     q: &'a [f32],
     keys: CachedHeads<'a, T>,
     values: CachedHeads<'a, T>,
@@ -102,17 +111,19 @@ struct Scratch {
     query: Query,
 }
 
-/// Some queries times `1 / sqrt(D)`.
+/// The queries of a tile times `1 / sqrt(D)`: all that is not done again for each block.
 struct Query {
     /// Padded to whole vectors.
     padded: Vec<f32>,
     asked: Asked,
+    /// The call, key head and first token that they are of.
+    of: (u64, usize, usize),
     factors: Factors,
 }
 
 impl Default for Query {
     fn default() -> Self {
-        Self { padded: Vec::new(), asked: Asked::default(), factors: Factors::new() }
+        Self { padded: Vec::new(), asked: Asked::default(), of: (0, 0, 0), factors: Factors::new() }
     }
 }
 
@@ -126,6 +137,7 @@ impl<'a, T: Cached> Work<'a, T> {
         let (shape, dim) = (op.shape, op.shape.dim);
         let [keys, values] = fine.map(|bytes| CachedHeads::new(bytes, shape.kv_heads, room, dim));
         Self {
+            call: CALLS.fetch_add(1, Ordering::Relaxed) + 1,
             q,
             keys,
             values,
@@ -267,9 +279,32 @@ impl<T: Cached> Work<'_, T> {
         }
     }
 
+    /// Puts the queries of a tile into `query`, if they are not there.
+    fn ask(&self, head: usize, tokens: &Range<usize>, query: &mut Query) {
+        let of = (self.call, head, tokens.start);
+        if std::mem::replace(&mut query.of, of) == of {
+            return;
+        }
+        let (dim, width, group) = (self.dim, self.width, self.group);
+        let scale = (dim as f32).powf(-0.5);
+        query.padded.clear();
+        query.padded.resize(tokens.len() * group * width, 0.0);
+        for (index, padded) in query.padded.chunks_exact_mut(width).enumerate() {
+            let row = (tokens.start + index / group) * self.heads + head * group + index % group;
+            for (padded, q) in padded.iter_mut().zip(&self.q[row * dim..][..dim]) {
+                *padded = q * scale;
+            }
+        }
+        if self.coarse.is_some() {
+            query.asked.set(query.padded.chunks_exact(width), dim);
+        }
+    }
+
     /// Queries of `tokens` over one block of keys: maxima, sums and weighted values into `part`.
     fn block(&self, head: usize, tokens: Range<usize>, block: usize, part: &mut [f32], query: &mut Query) {
+        self.ask(head, &tokens, query);
         let queries = tokens.len() * self.group;
+        let coarse = self.coarse.filter(|_| block > 0);
         for (index, token) in tokens.enumerate() {
             let seen = self.seen(token, block);
             if seen.is_empty() {
@@ -279,49 +314,36 @@ impl<T: Cached> Work<'_, T> {
             let mut n = 0;
             while n < self.group {
                 let at = (index * self.group + n, queries);
-                let first = token * self.heads + head * self.group + n;
-                let coarse = self.coarse.filter(|_| block > 0);
                 n += match self.group - n {
-                    8.. => self.some::<8>(head, first, seen.clone(), coarse, part, at, query),
-                    4.. => self.some::<4>(head, first, seen.clone(), coarse, part, at, query),
-                    2.. => self.some::<2>(head, first, seen.clone(), coarse, part, at, query),
-                    _ => self.some::<1>(head, first, seen.clone(), coarse, part, at, query),
+                    8.. => self.some::<8>(head, seen.clone(), coarse, part, at, query),
+                    4.. => self.some::<4>(head, seen.clone(), coarse, part, at, query),
+                    2.. => self.some::<2>(head, seen.clone(), coarse, part, at, query),
+                    _ => self.some::<1>(head, seen.clone(), coarse, part, at, query),
                 };
             }
         }
     }
 
-    /// `N` queries from row `first` on over the keys `seen`, of `coarse` if there is any; the results are number `at.0` and
-    /// following of `at.1`.
-    #[allow(clippy::too_many_arguments)] // Places of queries, keys and results.
+    /// `N` queries, number `at.0` and following of `at.1`, over the keys `seen`, of `coarse` if there is any.
     fn some<const N: usize>(
         &self,
         head: usize,
-        first: usize,
         seen: Range<usize>,
         coarse: Option<[Rounded<'_>; 2]>,
         part: &mut [f32],
         at: (usize, usize),
         query: &mut Query,
     ) -> usize {
-        let (dim, width, (index, queries)) = (self.dim, self.width, at);
-        let scale = (dim as f32).powf(-0.5);
-        let Query { padded, asked, factors } = query;
-        padded.clear();
-        padded.resize(N * width, 0.0);
-        for (padded, q) in padded.chunks_exact_mut(width).zip(self.q[first * dim..].chunks_exact(dim)) {
-            for (padded, q) in padded.iter_mut().zip(q) {
-                *padded = q * scale;
-            }
-        }
-        let rows: [&[f32]; N] = std::array::from_fn(|n| &padded[n * width..(n + 1) * width]);
+        let (width, (index, queries)) = (self.width, at);
         let mut scores = [[0f32; BLOCK]; N];
         let (keys, values) = (self.keys.around(seen.start), self.values.around(seen.start));
         match &coarse {
-            None => compare(&rows, &keys, head, seen.clone(), &mut scores),
+            None => {
+                let rows: [&[f32]; N] = std::array::from_fn(|n| &query.padded[(index + n) * width..][..width]);
+                compare(&rows, &keys, head, seen.clone(), &mut scores);
+            }
             Some([keys, values]) => {
-                asked.set(rows.into_iter(), dim);
-                integer::compare(asked, [keys, values], head, seen.clone(), &mut scores);
+                integer::compare(&query.asked, index, [keys, values], head, seen.clone(), &mut scores);
             }
         }
         for (n, scores) in scores.iter_mut().enumerate() {
@@ -333,7 +355,9 @@ impl<T: Cached> Work<'_, T> {
         sums.fill(0.0);
         match &coarse {
             None => collect(sums, width, &mut scores, &values, head, seen),
-            Some([_, values]) => integer::collect(sums, width, &scores, values, head, seen, factors),
+            Some([keys, values]) => {
+                integer::collect(sums, width, &scores, [keys, values], head, seen, &mut query.factors);
+            }
         }
         N
     }

@@ -20,33 +20,55 @@ const FORMAT: quant::Format = quant::Format { group: 1, order: quant::Order::Nat
 pub(super) const WEIGHTS: f32 = 65_535.0;
 const ROUND: f32 = 12_582_912.0;
 
-/// Some queries in integers, `[N, dim]`, and their scales.
+/// Some queries in integers of two signed digits, `256 * high + low`.
 #[derive(Default)]
 pub(super) struct Asked {
-    pub integers: Vec<i16>,
+    /// `[N, dim]`.
+    pub high: Vec<i8>,
+    pub low: Vec<i8>,
+    /// Of each group of 32, `[N, dim / 32]`: the sum of its integers.
+    pub sums: Vec<i32>,
+    /// `[N]`.
     pub scales: Vec<f32>,
     pub dim: usize,
 }
 
 impl Asked {
-    /// `queries` are rows of `dim` values.
-    pub fn set<'a>(&mut self, queries: impl Iterator<Item = &'a [f32]>, dim: usize) {
+    /// `queries` are rows of `dim` values or more.
+    pub fn set<'a>(&mut self, queries: impl ExactSizeIterator<Item = &'a [f32]>, dim: usize) {
+        let (count, groups) = (queries.len(), dim / GROUP);
         self.dim = dim;
-        self.integers.clear();
+        self.high.resize(count * dim, 0);
+        self.low.resize(count * dim, 0);
+        self.sums.resize(count * groups, 0);
         self.scales.clear();
-        let mut wide = [0i32; MOST];
-        let wide = &mut wide[..dim.min(MOST)];
-        for query in queries {
-            let (scale, _) = quant::quantise(&query[..dim], wide, FORMAT);
+        let rows = self.high.chunks_exact_mut(dim).zip(self.low.chunks_exact_mut(dim));
+        for ((query, (high, low)), sums) in queries.zip(rows).zip(self.sums.chunks_exact_mut(groups)) {
+            let mut integers = [0; MOST];
+            let integers = &mut integers[..dim];
+            let (scale, _) = quant::quantise(&query[..dim], integers, FORMAT);
+            split(integers, high, low, sums);
             self.scales.push(scale);
-            self.integers.extend(wide.iter().map(|integer| *integer as i16));
         }
     }
 }
 
-/// `scores[n][i] = q[n] . key[seen.start + i]`. Of `seen` both ends are multiples of 16. The values come next and are asked for.
+wide! {
+    fn split(integers: &[i32], high: &mut [i8], low: &mut [i8], sums: &mut [i32]) {
+        for ((integer, high), low) in integers.iter().zip(high).zip(low) {
+            *low = *integer as i8;
+            *high = ((*integer + 128) >> 8) as i8;
+        }
+        for (sum, group) in sums.iter_mut().zip(integers.as_chunks::<GROUP>().0) {
+            *sum = group.iter().sum();
+        }
+    }
+}
+
+/// `scores[n][i] = q[first + n] . key[seen.start + i]`. Of `seen` both ends are multiples of 32. The values come next and are asked for.
 pub(super) fn compare<const N: usize>(
     asked: &Asked,
+    first: usize,
     [keys, values]: [&Rounded<'_>; 2],
     head: usize,
     seen: Range<usize>,
@@ -55,32 +77,39 @@ pub(super) fn compare<const N: usize>(
     let [rows, next] = [keys, values].map(|cache| cache.rows(head, seen.start, seen.len()));
     match Isa::best() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the processor has AVX-512 with VNNI, and `rows` are whole rows, a multiple of 16.
-        Isa::Avx512 if seen.len().is_multiple_of(16) => unsafe {
-            super::vnni::compare(asked, keys, [rows, next], scores)
+        // SAFETY: the processor has AVX-512 with VNNI, and `rows` are whole rows, a multiple of 32.
+        Isa::Avx512 if seen.len().is_multiple_of(32) => unsafe {
+            super::vnni::compare(asked, first, keys, [rows, next], scores)
         },
         _ => {
             let _ = next;
-            plain_compare(asked, keys, rows, scores);
+            plain_compare(asked, first, keys, rows, scores);
         }
     }
 }
 
 wide! {
-    fn plain_compare[const N: usize](asked: &Asked, keys: &Rounded<'_>, rows: &[u8], scores: &mut [[f32; BLOCK]; N]) {
+    fn plain_compare[const N: usize](
+        asked: &Asked,
+        first: usize,
+        keys: &Rounded<'_>,
+        rows: &[u8],
+        scores: &mut [[f32; BLOCK]; N],
+    ) {
         let (mut integers, mut scales) = ([0i16; MOST], [0f32; MOST / GROUP]);
         let (integers, scales) = (&mut integers[..keys.dim], &mut scales[..keys.dim / GROUP]);
         for (index, row) in rows.chunks_exact(keys.row).enumerate() {
             read(keys.bits, row, integers, scales);
             for (n, scores) in scores.iter_mut().enumerate() {
-                let query = &asked.integers[n * keys.dim..][..keys.dim];
+                let row = (first + n) * keys.dim..(first + n + 1) * keys.dim;
+                let query = asked.high[row.clone()].chunks_exact(GROUP).zip(asked.low[row].chunks_exact(GROUP));
                 let mut sum = 0f32;
-                let groups = query.chunks_exact(GROUP).zip(integers.chunks_exact(GROUP));
-                for ((query, key), scale) in groups.zip(&*scales) {
-                    let dot: i32 = query.iter().zip(key).map(|(q, k)| i32::from(*q) * i32::from(*k)).sum();
+                for (((high, low), key), scale) in query.zip(integers.chunks_exact(GROUP)).zip(&*scales) {
+                    let digits = high.iter().zip(low).map(|(high, low)| 256 * i32::from(*high) + i32::from(*low));
+                    let dot: i32 = digits.zip(key).map(|(query, key)| query * i32::from(*key)).sum();
                     sum = (dot as f32).mul_add(*scale, sum);
                 }
-                scores[index] = sum * asked.scales[n];
+                scores[index] = sum * asked.scales[first + n];
             }
         }
     }
@@ -111,18 +140,19 @@ impl Factors {
     }
 }
 
-/// `sums[n] = sum over i of weights[n][i] * value[seen.start + i]`, `[N, width]`. Of `seen` both ends are multiples of 64.
+/// `sums[n] = sum over i of weights[n][i] * value[seen.start + i]`, `[N, width]`. Of `seen` both ends are multiples of 64. The
+/// keys behind come next and are asked for.
 #[allow(clippy::too_many_arguments)] // The shape of a block.
 pub(super) fn collect<const N: usize>(
     sums: &mut [f32],
     width: usize,
     weights: &[[f32; BLOCK]; N],
-    values: &Rounded<'_>,
+    [keys, values]: [&Rounded<'_>; 2],
     head: usize,
     seen: Range<usize>,
     factors: &mut Factors,
 ) {
-    let rows = values.rows(head, seen.start, seen.len());
+    let [next, rows] = [keys, values].map(|cache| cache.rows(head, seen.start, seen.len()));
     let groups = values.dim / GROUP;
     factors.each.resize(groups.max(factors.each.len()), [0.0; BLOCK]);
     factors.back.resize(groups.max(factors.back.len()), 0.0);
@@ -130,9 +160,12 @@ pub(super) fn collect<const N: usize>(
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the processor has AVX-512 with VNNI; `rows` are whole rows, a multiple of 64; `sums` has N rows.
         Isa::Avx512 if seen.len().is_multiple_of(64) && values.dim.is_multiple_of(64) => unsafe {
-            super::vnni::collect(sums, width, weights, values, rows, factors);
+            super::vnni::collect(sums, width, weights, values, [rows, next], factors);
         },
-        _ => plain_collect(sums, width, weights, values, rows, factors),
+        _ => {
+            let _ = next;
+            plain_collect(sums, width, weights, values, rows, factors);
+        }
     }
 }
 

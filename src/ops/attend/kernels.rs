@@ -218,14 +218,27 @@ fn add<V: Vector, T: Cached, const N: usize, const C: usize>(
     }
 }
 
-/// The largest value.
+/// The largest value that is one.
 #[inline(always)]
 fn greatest(x: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
     let mut lanes = [f32::NEG_INFINITY; 16];
-    for x in x.chunks(16) {
-        for (lane, x) in lanes.iter_mut().zip(x) {
-            *lane = if *x > *lane { *x } else { *lane };
+    let (chunks, rest) = x.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*x, *lane);
         }
     }
-    lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    for (lane, x) in lanes.iter_mut().zip(rest) {
+        *lane = larger(*x, *lane);
+    }
+    let mut half = 8;
+    while half > 0 {
+        let (low, high) = lanes.split_at_mut(half);
+        for (low, high) in low.iter_mut().zip(high) {
+            *low = larger(*high, *low);
+        }
+        half /= 2;
+    }
+    lanes[0]
 }

@@ -47,7 +47,12 @@ struct Compared {
 
 pub fn run(dir: &Path, load: &Load, text: &[u32], answer: usize, json: bool) -> Result<(), CommandError> {
     let mut options = options(load);
+    let asked = match load.kv_bits {
+        config::KvBits::Sixteen => vec![KvBits::Eight, KvBits::Four],
+        one => vec![kv_bits(one)],
+    };
     options.kv_bits = KvBits::Sixteen;
+    options.wishes.sequences = 1 + asked.len();
     options.store.warm = false;
     let chosen = Chosen::new(load)?;
     options.gpu = chosen.working_set();
@@ -58,73 +63,96 @@ pub fn run(dir: &Path, load: &Load, text: &[u32], answer: usize, json: bool) -> 
         let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.context());
         return Err(CommandError::Usage(why));
     }
-    let asked = match load.kv_bits {
-        config::KvBits::Sixteen => vec![config::KvBits::Eight, config::KvBits::Four],
-        one => vec![one],
-    };
-    let compared = asked.into_iter().map(|bits| compare(&mut model, kv_bits(bits), text, answer));
-    let report = Report { tokens: text.len(), rows: compared.collect::<Result<_, _>>()? };
+    let report = Report { tokens: text.len(), rows: compare(&mut model, &asked, text, answer)? };
     show(&report, json);
     Ok(())
 }
 
-/// Two sequences through one model, in turns.
-struct Two {
+/// One of several that go through one model in turns.
+struct Sequence {
     bits: KvBits,
-    exact: State,
-    few: State,
+    state: State,
+    /// The logits behind it.
+    last: Vec<f32>,
 }
 
-impl Two {
-    fn forward(&mut self, model: &mut Qwen, ids: [&[u32]; 2]) -> Result<[Logits; 2], CommandError> {
-        model.keep_in(KvBits::Sixteen)?;
-        let exact = model.forward(&mut self.exact, ids[0], Rows::All)?;
+impl Sequence {
+    fn new(model: &mut Qwen, bits: KvBits) -> Result<Self, CommandError> {
+        model.keep_in(bits)?;
+        Ok(Self { bits, state: model.start()?, last: Vec::new() })
+    }
+
+    fn forward(&mut self, model: &mut Qwen, ids: &[u32]) -> Result<Logits, CommandError> {
         model.keep_in(self.bits)?;
-        Ok([exact, model.forward(&mut self.few, ids[1], Rows::All)?])
+        let logits = model.forward(&mut self.state, ids, Rows::All)?;
+        self.last = logits.row(ids.len() - 1).to_vec();
+        Ok(logits)
+    }
+
+    /// The greedy answer of `count` tokens, up to the first that is not `expected`.
+    fn answer(&mut self, model: &mut Qwen, count: usize, expected: Option<&[u32]>) -> Result<Vec<u32>, CommandError> {
+        let mut answer = Vec::new();
+        while answer.len() < count {
+            let next = engine::likeliest(&self.last).ok_or(EngineError::NoLogits)?;
+            answer.push(next);
+            if expected.is_some_and(|expected| expected[answer.len() - 1] != next) {
+                break;
+            }
+            self.forward(model, &[next])?;
+        }
+        Ok(answer)
     }
 }
 
-fn compare(model: &mut Qwen, bits: KvBits, text: &[u32], answer: usize) -> Result<Compared, CommandError> {
-    model.keep_in(KvBits::Sixteen)?;
-    let exact = model.start()?;
-    model.keep_in(bits)?;
-    let mut two = Two { bits, exact, few: model.start()? };
-    let mut sums =
-        Compared { bits: if bits == KvBits::Four { 4 } else { 8 }, bytes: model.kv_bytes(), ..Compared::default() };
-    let mut last = [Logits::default(), Logits::default()];
-    let (mut nats, mut exact_nats) = (0.0, 0.0);
+/// All of `asked` beside one sequence with 16 bits.
+fn compare(model: &mut Qwen, asked: &[KvBits], text: &[u32], answer: usize) -> Result<Vec<Compared>, CommandError> {
+    let mut exact = Sequence::new(model, KvBits::Sixteen)?;
+    let mut few = Vec::new();
+    for bits in asked {
+        let sequence = Sequence::new(model, *bits)?;
+        let bits = if *bits == KvBits::Four { 4 } else { 8 };
+        few.push((sequence, Compared { bits, bytes: model.kv_bytes(), ..Compared::default() }));
+    }
     for (number, ids) in text.chunks(ROWS).enumerate() {
-        last = two.forward(model, [ids, ids])?;
-        for row in 0..ids.len() {
-            let Some(next) = text.get(number * ROWS + row + 1).map(|id| *id as usize) else { break };
-            let [exact, few] = last.each_ref().map(|logits| log_softmax(logits.row(row)));
-            exact_nats -= exact[next];
-            nats -= few[next];
-            sums.divergence += exact.iter().zip(&few).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
-            sums.worst = sums.worst.max((exact[next] - few[next]).abs());
-            let [a, b] = last.each_ref().map(|logits| engine::likeliest(logits.row(row)));
-            sums.same += f64::from(u8::from(a == b));
+        let logits = exact.forward(model, ids)?;
+        let next = text.get(number * ROWS + 1..).unwrap_or_default();
+        for (sequence, sums) in &mut few {
+            sums.add([&logits, &sequence.forward(model, ids)?], next);
         }
     }
-    let count = text.len().saturating_sub(1).max(1) as f64;
-    (sums.perplexity, sums.exact_perplexity) = ((nats / count).exp(), (exact_nats / count).exp());
-    (sums.divergence, sums.same) = (sums.divergence / count, sums.same / count);
-    sums.answer = answer;
-    let mut same = true;
-    for _ in 0..answer {
-        let row = |logits: &Logits| {
-            let last = logits.rows().checked_sub(1).map_or(&[][..], |row| logits.row(row));
-            engine::likeliest(last).ok_or(EngineError::NoLogits)
-        };
-        let [a, b] = [row(&last[0])?, row(&last[1])?];
-        same &= a == b;
-        sums.answer_same += usize::from(same);
-        if !same {
-            break;
-        }
-        last = two.forward(model, [&[a], &[b]])?;
+    let expected = exact.answer(model, answer, None)?;
+    let mut out = Vec::new();
+    for (mut sequence, mut sums) in few {
+        sums.finish(text.len().saturating_sub(1).max(1) as f64);
+        sums.answer = answer;
+        let answer = sequence.answer(model, answer, Some(&expected))?;
+        sums.answer_same = answer.iter().zip(&expected).take_while(|(a, b)| a == b).count();
+        out.push(sums);
     }
-    Ok(sums)
+    Ok(out)
+}
+
+impl Compared {
+    /// Adds the rows of 16 bits and of fewer, behind which `next` stands; up to [`Self::finish`] these are sums.
+    fn add(&mut self, logits: [&Logits; 2], next: &[u32]) {
+        for (row, next) in next.iter().enumerate().take(logits[0].rows()) {
+            let next = *next as usize;
+            let [exact, few] = logits.map(|logits| log_softmax(logits.row(row)));
+            self.exact_perplexity -= exact[next];
+            self.perplexity -= few[next];
+            self.divergence += exact.iter().zip(&few).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+            self.worst = self.worst.max((exact[next] - few[next]).abs());
+            let [a, b] = logits.map(|logits| engine::likeliest(logits.row(row)));
+            self.same += f64::from(u8::from(a == b));
+        }
+    }
+
+    fn finish(&mut self, count: f64) {
+        self.exact_perplexity = (self.exact_perplexity / count).exp();
+        self.perplexity = (self.perplexity / count).exp();
+        self.divergence /= count;
+        self.same /= count;
+    }
 }
 
 fn log_softmax(row: &[f32]) -> Vec<f64> {
@@ -173,11 +201,10 @@ mod tests {
         options.wishes.context = Some(1024);
         let mut model = Qwen::load(&dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
         let text = super::super::prompt(&dir, None, 300).unwrap();
-        let none = compare(&mut model, KvBits::Sixteen, &text, 5).unwrap();
+        let all = compare(&mut model, &[KvBits::Sixteen, KvBits::Eight, KvBits::Four], &text, 5).unwrap();
+        let [none, eight, four] = &all[..] else { panic!("{all:?}") };
         assert_eq!((none.divergence, none.worst, none.same, none.answer_same), (0.0, 0.0, 1.0, 5));
         assert_eq!(none.perplexity, none.exact_perplexity);
-        let eight = compare(&mut model, KvBits::Eight, &text, 5).unwrap();
-        let four = compare(&mut model, KvBits::Four, &text, 5).unwrap();
         assert!(four.divergence > eight.divergence && eight.divergence > 0.0, "{four:?} {eight:?}");
         assert_eq!(four.exact_perplexity, none.perplexity);
         assert!(four.bytes < eight.bytes && eight.bytes < none.bytes);

@@ -1,0 +1,112 @@
+//! Codes of rows, in the orders in which products want them.
+
+#![allow(clippy::needless_range_loop)]
+
+use std::arch::x86_64::*;
+
+/// Codes of 32 values of sixteen rows, plus 128: vector `w` has values `4 w..4 w + 4` of each row.
+///
+/// # Safety
+/// 32 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub(super) unsafe fn bytes(at: *const u8, stride: usize) -> [__m512i; 8] {
+    let mut rows = [_mm512_setzero_si512(); 8];
+    for row in 0..8 {
+        let first = row / 4 * 8 + row % 4;
+        // SAFETY: passed on.
+        let (low, high) = unsafe {
+            let at = at.add(first * stride);
+            (_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(4 * stride).cast()))
+        };
+        let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
+        rows[row] = _mm512_xor_si512(both, _mm512_set1_epi8(-128));
+    }
+    // Quarters: values 0..16 and 16..32 of four rows, then of the next four.
+    let a = transposed([rows[0], rows[1], rows[2], rows[3]]);
+    let b = transposed([rows[4], rows[5], rows[6], rows[7]]);
+    let mut out = [_mm512_setzero_si512(); 8];
+    for word in 0..4 {
+        out[word] = _mm512_shuffle_i32x4::<0x88>(a[word], b[word]);
+        out[word + 4] = _mm512_shuffle_i32x4::<0xdd>(a[word], b[word]);
+    }
+    out
+}
+
+/// As [`bytes`], of halves of bytes, and twice of what they are.
+///
+/// # Safety
+/// 16 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub(super) unsafe fn nibbles(at: *const u8, stride: usize) -> [__m512i; 8] {
+    let mut rows = [_mm512_setzero_si512(); 4];
+    for row in 0..4 {
+        // SAFETY: passed on.
+        unsafe {
+            let at = at.add(row * stride);
+            let whole = _mm512_castsi128_si512(_mm_loadu_si128(at.cast()));
+            let whole = _mm512_inserti32x4::<1>(whole, _mm_loadu_si128(at.add(4 * stride).cast()));
+            let whole = _mm512_inserti32x4::<2>(whole, _mm_loadu_si128(at.add(8 * stride).cast()));
+            rows[row] = _mm512_inserti32x4::<3>(whole, _mm_loadu_si128(at.add(12 * stride).cast()));
+        }
+    }
+    let words = transposed(rows);
+    let mask = _mm512_set1_epi8(30);
+    let mut out = [_mm512_setzero_si512(); 8];
+    for word in 0..4 {
+        out[word] = _mm512_and_si512(_mm512_slli_epi16::<1>(words[word]), mask);
+        out[word + 4] = _mm512_and_si512(_mm512_srli_epi16::<3>(words[word]), mask);
+    }
+    out
+}
+
+/// In each quarter, word `w` of vector `v` becomes word `v` of vector `w`.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn transposed(v: [__m512i; 4]) -> [__m512i; 4] {
+    let (a, b) = (_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpacklo_epi32(v[2], v[3]));
+    let (c, d) = (_mm512_unpackhi_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[2], v[3]));
+    [_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b), _mm512_unpacklo_epi64(c, d), _mm512_unpackhi_epi64(c, d)]
+}
+
+/// 64 values of a row as signed bytes, in their order.
+///
+/// # Safety
+/// `8 * bits` bytes can be read.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub(super) unsafe fn spread(at: *const u8, bits: usize) -> __m512i {
+    if bits == 8 {
+        // SAFETY: passed on.
+        return unsafe { _mm512_loadu_si512(at.cast()) };
+    }
+    // SAFETY: passed on.
+    let both = unsafe { _mm256_loadu_si256(at.cast()) };
+    let (mask, high) = (_mm256_set1_epi8(15), _mm256_srli_epi16::<4>(both));
+    let low = _mm512_castsi256_si512(_mm256_and_si256(both, mask));
+    let codes = _mm512_inserti64x4::<1>(low, _mm256_and_si256(high, mask));
+    // Each half has sixteen values of the one group, then of the other.
+    let codes = _mm512_shuffle_i32x4::<0xd8>(codes, codes);
+    _mm512_sub_epi8(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(15))
+}
+
+/// Four rows of 64 values: each lane gets one value of all four; even lanes are of the first 32, odd ones of the others.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub(super) fn interleaved([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
+    let lows = (_mm512_unpacklo_epi8(a, b), _mm512_unpacklo_epi8(c, d));
+    let highs = (_mm512_unpackhi_epi8(a, b), _mm512_unpackhi_epi8(c, d));
+    let order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    let parts = [
+        _mm512_unpacklo_epi16(lows.0, lows.1),
+        _mm512_unpackhi_epi16(lows.0, lows.1),
+        _mm512_unpacklo_epi16(highs.0, highs.1),
+        _mm512_unpackhi_epi16(highs.0, highs.1),
+    ];
+    let mut out = parts;
+    for part in 0..4 {
+        out[part] = _mm512_permutexvar_epi32(order, parts[part]);
+    }
+    out
+}
