@@ -159,7 +159,7 @@ impl<'a, T: Cached> Work<'a, T> {
         let tiles = tokens.div_ceil(height);
         let tile = |task: usize| (task / tiles, task % tiles * height..(task % tiles * height + height).min(tokens));
         let blocks = self.blocks(&(0..tokens));
-        if blocks == 1 || shared * tiles >= 4 * threads.count() {
+        if blocks == 1 || threads.count() == 1 || shared * tiles >= 4 * threads.count() {
             threads.run(shared * tiles, &|task| {
                 let (head, tokens) = tile(task);
                 SCRATCH.with_borrow_mut(|scratch| work.tile(head, tokens, out, scratch));
@@ -170,7 +170,9 @@ impl<'a, T: Cached> Work<'a, T> {
         // room for, which does not grow with the context.
         let size = height.min(tokens) * group * (width + 2);
         let mut parts = PARTIALS.take();
-        let (sums, wave) = (shared * tiles * size, blocks.min(WAVE));
+        // Few enough that they are still in a near cache when they are folded, enough for all threads.
+        let most = (16 * threads.count()).div_ceil(shared * tiles).clamp(16, WAVE);
+        let (sums, wave) = (shared * tiles * size, blocks.min(most));
         parts.resize((sums * (1 + wave)).max(parts.len()), 0.0);
         let (sums, parts_of) = parts.split_at_mut(sums);
         for (task, sums) in sums.chunks_exact_mut(size).enumerate() {
@@ -352,9 +354,11 @@ impl<T: Cached> Work<'_, T> {
             part[queries + index + n] = sum;
         }
         let sums = &mut part[2 * queries + index * width..][..N * width];
-        sums.fill(0.0);
         match &coarse {
-            None => collect(sums, width, &mut scores, &values, head, seen),
+            None => {
+                sums.fill(0.0);
+                collect(sums, width, &mut scores, &values, head, seen);
+            }
             Some([keys, values]) => {
                 integer::collect(sums, width, &scores, [keys, values], head, seen, &mut query.factors);
             }

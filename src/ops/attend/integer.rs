@@ -190,14 +190,14 @@ wide! {
         for group in 0..dim / GROUP {
             factors.finish(group, count);
         }
-        for (n, weights) in weights.iter().enumerate() {
-            let mut total = [0i32; MOST];
-            for (index, row) in rows.chunks_exact(values.row).enumerate() {
+        let mut totals = [[0i32; MOST]; N];
+        for (index, row) in rows.chunks_exact(values.row).enumerate() {
+            read(values.bits, row, integers, scales);
+            for (weights, total) in weights.iter().zip(&mut totals) {
                 let weight = weights[index];
                 if weight == 0.0 {
                     continue;
                 }
-                read(values.bits, row, integers, scales);
                 for group in 0..dim / GROUP {
                     let round = (weight * factors.each[group][index] + ROUND).to_bits();
                     let weight = (round.wrapping_sub(ROUND.to_bits()) as i32).clamp(0, WEIGHTS as i32);
@@ -207,8 +207,10 @@ wide! {
                     }
                 }
             }
+        }
+        for (n, total) in totals.iter().enumerate() {
             let sums = &mut sums[n * width..][..dim];
-            for (at, (sum, total)) in sums.iter_mut().zip(&total).enumerate() {
+            for (at, (sum, total)) in sums.iter_mut().zip(total).enumerate() {
                 *sum = *total as f32 * factors.back[at / GROUP];
             }
         }

@@ -125,10 +125,10 @@ fn words(digits: &[i8; GROUP]) -> [i32; GROUP / 4] {
     bytemuck::cast(*digits)
 }
 
-/// Asks for memory, which may be anywhere, into the second-level cache.
+/// Asks for the lines that begin in some memory, which may be anywhere, into the second-level cache.
 #[inline(always)]
 fn fetch(at: *const u8, bytes: usize) {
-    for line in (0..bytes).step_by(64) {
+    for line in ((at as usize).wrapping_neg() % 64..bytes).step_by(64) {
         // SAFETY: a hint reads nothing, and every processor with AVX-512 has it.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(line).cast()) };
     }
@@ -159,9 +159,13 @@ pub(super) unsafe fn collect<const N: usize>(
             Box::new(Tile { values: [[zero; 4]; QUADS], weights: Vec::new() })
         });
         tile.weights.resize(N.max(tile.weights.len()), [[0; QUADS]; 2]);
-        let piece = rows.len() / (dim / 64 * N.div_ceil(2) * quads.max(1));
+        // A third of what is wanted next is asked for while values are interleaved, the rest while they meet weights.
+        let steps = dim / 64 * quads.max(1);
+        let [ahead, piece] = [rows.len() / 3 / steps, rows.len() * 2 / 3 / (steps * N.div_ceil(2))];
+        let [early, late] = [0, rows.len() / 3].map(|at| next.as_ptr().wrapping_add(rows.len() + at));
         for pair in 0..dim / 64 {
             for quad in 0..quads {
+                fetch(early.wrapping_add((pair * quads + quad) * ahead), ahead);
                 let mut four = [_mm512_setzero_si512(); QUAD];
                 for row in 0..QUAD {
                     // SAFETY: rows of the block, of which 64 values are read.
@@ -179,8 +183,7 @@ pub(super) unsafe fn collect<const N: usize>(
             let back = _mm512_mask_blend_ps(0xaaaa, even, odd);
             let (values, mut n) = (&tile.values[..quads], 0);
             while n < N {
-                // Little by little, as above.
-                let next = next.as_ptr().wrapping_add(rows.len() + (pair * N.div_ceil(2) + n / 2) * quads * piece);
+                let next = late.wrapping_add((pair * N.div_ceil(2) + n / 2) * quads * piece);
                 let sums = &mut sums[n * width + 64 * pair..];
                 n += if N - n > 1 {
                     meet::<2>(values, &tile.weights[n..], back, sums, width, next, piece)
