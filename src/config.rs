@@ -223,35 +223,28 @@ pub struct Generate {
 impl Generate {
     /// One answer.
     pub fn new(typed: cli::Generate) -> Result<Self, String> {
-        let prompt = said(typed.prompt)?;
-        if prompt.is_none() {
+        let config = Self::typed(typed)?;
+        if config.prompt.is_none() {
             return Err("nothing to answer: say it with -p PROMPT, or through a pipe; `moestro run` chats".into());
         }
-        Ok(Self {
-            model: Source::new(typed.model.model.as_deref()),
-            prompt,
-            system: None,
-            max_tokens: typed.max_tokens,
-            seed: typed.seed,
-            load: Load { drafts: Some(Drafts::new(typed.drafts)), ..Load::new(typed.load)? },
-            thinking: thinking(&typed.sampling),
-            generation: Generation::typed(&typed.sampling),
-        })
+        Ok(config)
     }
 
     /// A chat, or one answer if something was said.
     pub fn chat(typed: cli::Run) -> Result<Self, String> {
+        let config = Self::typed(typed.generate)?;
+        let load = Load { prompt_cache: typed.cache.prompt_cache, ..config.load };
+        Ok(Self { system: typed.system, load, ..config })
+    }
+
+    fn typed(typed: cli::Generate) -> Result<Self, String> {
         Ok(Self {
             model: Source::new(typed.model.model.as_deref()),
             prompt: said(typed.prompt)?,
-            system: typed.system,
+            system: None,
             max_tokens: typed.max_tokens,
             seed: typed.seed,
-            load: Load {
-                prompt_cache: typed.cache.prompt_cache,
-                drafts: Some(Drafts::new(typed.drafts)),
-                ..Load::new(typed.load)?
-            },
+            load: Load { drafts: Some(Drafts::new(typed.drafts)), ..Load::new(typed.load)? },
             thinking: thinking(&typed.sampling),
             generation: Generation::typed(&typed.sampling),
         })

@@ -7,21 +7,15 @@
 mod board;
 mod families;
 mod openmetrics;
+mod text;
 
 pub use board::Board;
 use families::{
     DEPTH, FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, counter, counters, gauge, gauges, histogram, seconds,
 };
-use prometheus::{
-    Counter, Encoder, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry, TextEncoder,
-};
+use prometheus::{Counter, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry};
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// The content type of [`Metrics::render`].
-pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
-
-/// The content type of [`Metrics::render_openmetrics`].
-pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+pub use text::{CONTENT_TYPE, OPENMETRICS};
 
 /// All of it. Fields are named after the metric, followed by the values of their labels.
 pub struct Metrics {
@@ -93,6 +87,8 @@ pub struct Metrics {
     pub expert_evictions: IntCounter,
     pub expert_slots: IntGauge,
     pub expert_slots_used: IntGauge,
+    /// Times that slots were given back.
+    pub memory_pressure: IntCounter,
     /// Prefetched experts that a route asked for afterwards.
     pub prefetches_used: IntCounter,
     /// Prefetched experts that were evicted unused.
@@ -134,6 +130,8 @@ pub struct Metrics {
     pub memory_requests: IntGauge,
     pub memory_prompt_cache: IntGauge,
     pub memory_limit_bytes: IntGauge,
+    /// The process, as the system counts it; measured when somebody asks.
+    process_memory: IntGaugeVec,
 }
 
 impl Metrics {
@@ -288,6 +286,11 @@ impl Metrics {
             expert_evictions: counter(r, "moestro_expert_evictions_total", "Experts that gave up their slot"),
             expert_slots: gauge(r, "moestro_expert_slots", "Slots for experts"),
             expert_slots_used: gauge(r, "moestro_expert_slots_used", "Slots that hold an expert"),
+            memory_pressure: counter(
+                r,
+                "moestro_memory_pressure_total",
+                "Times that slots were given back for want of memory",
+            ),
             prefetches_used: prefetches.with_label_values(&["used"]),
             prefetches_wasted: prefetches.with_label_values(&["wasted"]),
 
@@ -344,6 +347,7 @@ impl Metrics {
             memory_requests: memory.with_label_values(&["requests"]),
             memory_prompt_cache: memory.with_label_values(&["prompt_cache"]),
             memory_limit_bytes: gauge(r, "moestro_memory_limit_bytes", "The memory plan's limit"),
+            process_memory: gauges(r, "moestro_process_memory_bytes", "Memory of the process, measured", &["kind"]),
             board: Mutex::default(),
             registry,
         })
@@ -376,21 +380,6 @@ impl Metrics {
     /// Counts one finished request. `endpoint` must come from a fixed set (the router's paths), never from the client.
     pub fn request(&self, endpoint: &str, status: u16) {
         self.requests.with_label_values(&[endpoint, &status.to_string()]).inc();
-    }
-
-    /// Prometheus' text format, see [`CONTENT_TYPE`].
-    pub fn render(&self) -> String {
-        let mut out = Vec::with_capacity(16 << 10);
-        // The encoder refuses a metric family without metrics and nothing else; `gather` leaves those out.
-        if let Err(error) = TextEncoder::new().encode(&self.registry.gather(), &mut out) {
-            tracing::error!(%error, "metrics could not be rendered");
-        }
-        String::from_utf8_lossy(&out).into_owned()
-    }
-
-    /// The same as OpenMetrics has it, see [`OPENMETRICS`].
-    pub fn render_openmetrics(&self) -> String {
-        openmetrics::openmetrics(&self.render())
     }
 }
 

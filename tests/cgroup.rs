@@ -15,7 +15,13 @@ use moestro::{
     demo,
     tools::synth::{self, Dimensions},
 };
-use std::{fs, path::Path, process::Output};
+use std::{
+    fs,
+    path::Path,
+    process::Output,
+    thread,
+    time::{Duration, Instant},
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -148,4 +154,81 @@ fn a_full_prompt_cache_stays_in_the_plan() {
     assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
     drop(server);
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+}
+
+/// A limit that is lowered while the server answers: slots go, nothing is killed, every answer stays what it was; and they come
+/// back when there is room again. Once with all experts in memory at the start, once with a part of them.
+#[test]
+fn slots_are_given_back_when_the_limit_is_lowered() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    model(&dir);
+    for start in [300, 170].map(|mib| mib * MIB) {
+        let Some(group) = Group::new() else {
+            eprintln!("no right to make a memory control group");
+            return;
+        };
+        group.set(start);
+        let server = process::Process::spawn(
+            group::command(Some(&group)),
+            &["--prompt-cache", "1M", "--ctx-size", "1024", dir.to_str().unwrap()],
+        );
+        let ask = |number: usize| {
+            let words: String = (0..40).map(|k| format!("w{} ", (number * 7 + k * k) % 97)).collect();
+            let answer = server.chat(&[serde_json::json!({"role": "user", "content": words})]);
+            answer["choices"][0]["message"].to_string()
+        };
+        let resident = || {
+            let status = fs::read_to_string(format!("/proc/{}/status", server.id())).unwrap();
+            let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+            line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+        };
+        let [slots, pressure] =
+            ["moestro_expert_slots", "moestro_memory_pressure_total"].map(|name| || server.metric(name));
+        let expected: Vec<String> = (0..6).map(ask).collect();
+        assert!(expected.iter().any(|answer| *answer != expected[0]), "{expected:?}");
+        let (all, before) = (slots(), resident());
+        assert_eq!((all == 512, pressure()), (start > 200 * MIB, 0), "{all} slots");
+
+        // A quarter of the experts and what is to be left free: more than that goes.
+        let end = before - all * (230 << 10) / 4;
+        let asking = std::sync::atomic::AtomicBool::new(true);
+        thread::scope(|scope| {
+            let going = scope.spawn(|| {
+                let mut asked = 0;
+                while asking.load(std::sync::atomic::Ordering::Relaxed) || asked < 6 {
+                    assert_eq!(ask(asked % 6), expected[asked % 6], "answer {asked}");
+                    asked += 1;
+                }
+                asked
+            });
+            let (mut limit, began) = (start, Instant::now());
+            while limit > end && began.elapsed() < Duration::from_secs(120) && !going.is_finished() {
+                let lower = (limit - limit / 50).max(end);
+                if group.try_set(lower).is_ok() {
+                    limit = lower;
+                }
+                thread::sleep(Duration::from_millis(300));
+            }
+            asking.store(false, std::sync::atomic::Ordering::Relaxed);
+            let asked = going.join().unwrap();
+            println!("{start}: down to {limit} of {end} in {:?}, {asked} answers", began.elapsed());
+            assert_eq!(limit, end, "the limit could not be lowered");
+        });
+        let (left, now) = (slots(), resident());
+        println!("{all} slots, then {left}; {before} bytes, then {now}; given back {} times", pressure());
+        assert!(left < all && pressure() > 0, "{left} of {all}");
+        assert!(before - now > (all - left) * (170 << 10), "{before} bytes, then {now}");
+        assert_eq!(group.kills(), 0);
+
+        group.set(start);
+        let began = Instant::now();
+        while slots() < all && began.elapsed() < Duration::from_secs(20) {
+            (0..6).for_each(|number| assert_eq!(ask(number), expected[number]));
+        }
+        println!("{} slots after {:?}", slots(), began.elapsed());
+        assert!(slots() > left, "none came back");
+        drop(server);
+        assert_eq!(group.kills(), 0);
+    }
 }

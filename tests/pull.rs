@@ -13,15 +13,14 @@ use std::{
 };
 
 fn moestro(args: &[&str], endpoint: &str, home: &Path) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_moestro"))
-        .args(args)
-        .env_clear()
-        .env("HOME", home)
-        .env("HF_HOME", home.join("hf"))
-        .env("HF_ENDPOINT", endpoint)
-        .env("HF_TOKEN", "key")
-        .output()
-        .unwrap()
+    command(args, endpoint, home).output().unwrap()
+}
+
+fn command(args: &[&str], endpoint: &str, home: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
+    command.args(args).env_clear().env("HOME", home).env("HF_HOME", home.join("hf"));
+    command.env("HF_ENDPOINT", endpoint).env("HF_TOKEN", "key");
+    command
 }
 
 fn demo_files() -> Vec<(&'static str, Vec<u8>)> {
@@ -83,6 +82,46 @@ fn the_key_stays_with_the_hub() {
     let pulled = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
     let said = String::from_utf8_lossy(&pulled.stderr);
     assert!(!pulled.status.success() && said.contains("redirects"), "{said}");
+}
+
+/// SIGKILL while pieces of a shard come side by side: the next run asks for what is missing.
+#[test]
+fn a_killed_pull_is_gone_on_with() {
+    let index = br#"{"weight_map": {"a": "model-1.safetensors"}}"#;
+    let shard: Vec<u8> = (0..100u64 << 20).step_by(8).flat_map(|at| (at * 0x9E37_79B9).to_le_bytes()).collect();
+    let files = [
+        ("config.json", b"{}".to_vec()),
+        ("model.safetensors.index.json", index.to_vec()),
+        ("model-1.safetensors", shard.clone()),
+    ];
+    let hub = TestHub::new(&files);
+    hub.change(|shelf| shelf.rate = Some(1 << 20));
+    let home = tempfile::tempdir().unwrap();
+    let mut killed = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
+    // Until what has come was noted once.
+    let blob = home.path().join("hf/hub/models--org--name/blobs").join(server::hash(&shard)).with_extension("map");
+    let noted = || {
+        let map: serde_json::Value = serde_json::from_slice(&std::fs::read(&blob).ok()?).ok()?;
+        let ranges = map["missing"].as_array()?.iter();
+        Some(ranges.map(|range| range[1].as_u64().unwrap() - range[0].as_u64().unwrap()).sum::<u64>())
+    };
+    let began = std::time::Instant::now();
+    while noted().is_none_or(|missing| missing == 100 << 20) {
+        assert!(began.elapsed().as_secs() < 60 && killed.try_wait().unwrap().is_none());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    let missing = noted().unwrap() as usize;
+    hub.change(|shelf| (shelf.rate, shelf.lengths) = (None, Vec::new()));
+    let again = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
+    assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
+    let dir = String::from_utf8(again.stdout).unwrap();
+    assert!(std::fs::read(Path::new(dir.trim()).join("model-1.safetensors")).unwrap() == shard);
+    let most = hub.shelf.lock().unwrap().most_sending;
+    println!("{missing} bytes were missing; {most} connections");
+    assert!(most > 2 && missing < 99 << 20);
+    assert_eq!(hub.sent("model-1.safetensors"), missing, "what was there was not asked for again");
 }
 
 #[test]

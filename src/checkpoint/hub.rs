@@ -1,8 +1,8 @@
 //! Checkpoints from the Hugging Face hub, in the Hugging Face cache, where other programs find them too.
 //!
 //! Only what a model needs is downloaded: the safetensors that its index names (or `model*.safetensors` without one) and
-//! seven small files. All come from one commit, whose sizes are known before the first byte. A download that breaks goes
-//! on where it stopped, now or at the next run, and every file whose SHA-256 the hub knows is checked. `HF_HOME`,
+//! seven small files. All come from one commit, whose sizes are known before the first byte, several at once ([`work`]). A
+//! download that breaks goes on where it stopped, now or at the next run, and every file whose SHA-256 the hub knows is checked. `HF_HOME`,
 //! `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` mean what they mean to other programs.
 //!
 //! A hub, or a mirror of it, may be anybody's: what it says is checked before it becomes a path, it cannot make us write
@@ -10,25 +10,31 @@
 
 mod cache;
 mod client;
+mod download;
 pub mod listing;
+mod work;
 
 use crate::{checkpoint::index::Index, error::StoreError, platform::os, platform::read_small};
 use cache::Shelf;
 use client::{Client, Failure};
+use download::Download;
 use listing::{Listed, Listing};
 use sha2::{Digest, Sha256};
 use std::{
     env,
-    fs::{self, File, OpenOptions},
-    io::{self, Read, Write},
+    fs::{self, File},
+    io::{self, Read},
     path::{Path, PathBuf},
     time::Duration,
 };
+use work::Progress;
 
 /// The branch that counts.
 const REVISION: &str = "main";
 /// Attempts at one file in which nothing arrives before it is given up.
 const ATTEMPTS: u32 = 5;
+/// Bytes that a connection is asked for at once.
+const PIECE: u64 = 32 << 20;
 const ENDPOINT: &str = "https://huggingface.co";
 
 /// The hub and the cache on this machine.
@@ -38,6 +44,7 @@ pub struct Hub {
     cache: PathBuf,
     /// Before the second attempt; each further one waits twice as long.
     wait: Duration,
+    piece: u64,
 }
 
 impl Hub {
@@ -48,7 +55,7 @@ impl Hub {
         let set = |name| env::var(name).ok().filter(|value: &String| !value.is_empty());
         let token = set("HF_TOKEN").or_else(|| cache::token(&cache));
         let endpoint = set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
-        Ok(Self { endpoint, token, cache, wait: Duration::from_secs(1) })
+        Ok(Self { endpoint, token, cache, wait: Duration::from_secs(1), piece: PIECE })
     }
 
     /// The directory of the model `id` (`org/name`), if all of it is here. Asks nobody.
@@ -73,43 +80,36 @@ impl Hub {
     ///
     /// # Errors
     /// The hub's, in words; a file that does not have the hub's checksum; disk full.
-    pub fn pull(&self, id: &str, progress: &dyn Fn(u64, u64)) -> Result<PathBuf, StoreError> {
+    pub fn pull(&self, id: &str, progress: Progress<'_>) -> Result<PathBuf, StoreError> {
         let client = Client::new(&self.endpoint, self.token.clone());
         let listing = self.list(&client, id)?;
         let shelf = Shelf::new(&self.cache, id);
-        let dir = shelf.snapshot(&listing.sha);
-        let blobs = shelf.blobs();
-        let mut download =
-            Download { hub: self, client, id, commit: listing.sha.clone(), dir, blobs, here: 0, total: 0, progress };
+        let (dir, blobs) = (shelf.snapshot(&listing.sha), shelf.blobs());
+        let download = Download { hub: self, client, id, commit: listing.sha.clone(), dir, blobs };
 
         let small = listing.small();
         // The index says which shards there are; it is small and comes first.
         if let Some(index) = small.iter().find(|file| file.name == listing::INDEX) {
             let size = download.size(index)?;
             if !download.has(index, size) {
-                download.fetch(index, size)?;
+                work::fetch(&download, &[(index, size)], 0, 0, progress)?;
             }
         }
         let shards = listing.shards(&download.dir)?;
-        let files: Vec<&Listed> = small.into_iter().chain(shards).collect();
-        let sizes: Vec<u64> = files.iter().map(|file| download.size(file)).collect::<Result<_, _>>()?;
-        let sum = |sizes: &[u64]| sizes.iter().try_fold(0u64, |sum, size| sum.checked_add(*size));
+        let files = small.into_iter().chain(shards).map(|file| Ok((file, download.size(file)?)));
+        let files: Vec<(&Listed, u64)> = files.collect::<Result<_, StoreError>>()?;
+        let sum = |files: &[(&Listed, u64)]| files.iter().try_fold(0u64, |sum, (_, size)| sum.checked_add(*size));
         let absurd = || StoreError::Other(format!("{id}: the hub lists more bytes than can be counted"));
-        download.total = sum(&sizes).ok_or_else(absurd)?;
-        let lacking = files.iter().zip(&sizes).filter(|(file, size)| !download.has(file, **size));
-        let missing: u64 = lacking.map(|(_, size)| size).sum();
+        let total = sum(&files).ok_or_else(absurd)?;
+        let lacking: Vec<_> = files.into_iter().filter(|(file, size)| !download.has(file, *size)).collect();
+        let missing = sum(&lacking).ok_or_else(absurd)?;
         if let Some(free) = os::free_space(&self.cache).filter(|&free| free < missing) {
             let why = format!("{missing} bytes are to be downloaded and {free} are free");
             let source = io::Error::new(io::ErrorKind::StorageFull, why);
             return Err(StoreError::Io { path: self.cache.clone(), source });
         }
-        for (file, size) in files.iter().zip(sizes) {
-            if !download.has(file, size) {
-                download.fetch(file, size)?;
-            }
-            download.here += size;
-            progress(download.here, download.total);
-        }
+        progress(total - missing, total);
+        work::fetch(&download, &lacking, total - missing, total, progress)?;
         // Only now is it the revision that programs find.
         let at = |source| StoreError::Io { path: download.dir.clone(), source };
         shelf.set_commit(&listing.sha).map_err(at)?;
@@ -149,149 +149,6 @@ impl Hub {
             Failure::Disk(source) => return StoreError::Io { path: self.cache.clone(), source },
         };
         StoreError::Other(format!("{what}: {why}"))
-    }
-}
-
-/// One model on its way.
-struct Download<'a> {
-    hub: &'a Hub,
-    client: Client,
-    id: &'a str,
-    commit: String,
-    /// The snapshot.
-    dir: PathBuf,
-    blobs: PathBuf,
-    /// Bytes of the files that are whole.
-    here: u64,
-    /// Bytes of all files; 0 until it is known.
-    total: u64,
-    progress: &'a dyn Fn(u64, u64),
-}
-
-impl Download<'_> {
-    fn has(&self, file: &Listed, size: u64) -> bool {
-        fs::metadata(self.dir.join(&file.name)).is_ok_and(|meta| meta.len() == size)
-    }
-
-    fn url(&self, file: &Listed) -> String {
-        format!("{}/resolve/{}/{}", self.id, self.commit, file.name)
-    }
-
-    /// A file's bytes. A mirror that lists no sizes is asked for the first byte.
-    fn size(&self, file: &Listed) -> Result<u64, StoreError> {
-        if let Some(size) = file.size {
-            return Ok(size);
-        }
-        let part = self.client.part(&self.url(file), 0, Some(0));
-        let unknown = || Failure::Nonsense("no size of it".into());
-        part.and_then(|part| part.size.ok_or_else(unknown)).map_err(|error| self.hub.failed(self.id, &file.name, error))
-    }
-
-    /// A file's name among the blobs: the hub's hash, else one of its revision and name.
-    fn blob(&self, file: &Listed) -> String {
-        let made_up = || hex::encode(Sha256::digest(format!("{}/{}", self.commit, file.name)));
-        file.hash().map_or_else(made_up, str::to_owned)
-    }
-
-    /// Downloads one file of `size` bytes, or what is missing of it, and checks it.
-    fn fetch(&self, file: &Listed, size: u64) -> Result<(), StoreError> {
-        let blob = self.blob(file);
-        let whole = self.blobs.join(&blob);
-        let part = whole.with_extension("part");
-        let at = |path: &Path| {
-            let path = path.to_owned();
-            move |source| StoreError::Io { path, source }
-        };
-        fs::create_dir_all(&self.blobs).map_err(at(&self.blobs))?;
-        fs::create_dir_all(&self.dir).map_err(at(&self.dir))?;
-        // A blob that another revision has downloaded already is used.
-        if !fs::metadata(&whole).is_ok_and(|meta| meta.len() == size) {
-            let lock = whole.with_extension("lock");
-            let lock = File::create(&lock).and_then(|file| file.lock().map(|()| file)).map_err(at(&lock))?;
-            // Another run may have brought it meanwhile.
-            if !fs::metadata(&whole).is_ok_and(|meta| meta.len() == size) {
-                self.bring(file, size, &part)?;
-                self.check(file, &part)?;
-                fs::rename(&part, &whole).map_err(at(&whole))?;
-            }
-            drop(lock);
-        }
-        let link = self.dir.join(&file.name);
-        if link.symlink_metadata().is_ok() {
-            fs::remove_file(&link).map_err(at(&link))?;
-        }
-        std::os::unix::fs::symlink(Path::new("../../blobs").join(&blob), &link).map_err(at(&link))
-    }
-
-    /// Fills `part` to `size` bytes, over broken connections as long as something arrives.
-    fn bring(&self, file: &Listed, size: u64, part: &Path) -> Result<(), StoreError> {
-        let (mut wait, mut left) = (self.hub.wait, ATTEMPTS);
-        loop {
-            let had = fs::metadata(part).map_or(0, |meta| meta.len());
-            let error = match self.bring_once(file, size, part) {
-                Ok(()) => return Ok(()),
-                Err(error) => error,
-            };
-            if let Failure::Disk(source) = error {
-                return Err(StoreError::Io { path: part.to_owned(), source });
-            }
-            left = if fs::metadata(part).is_ok_and(|meta| meta.len() > had) { ATTEMPTS } else { left - 1 };
-            if left == 0 || !error.passes() {
-                return Err(self.hub.failed(self.id, &file.name, error));
-            }
-            tracing::info!(file = file.name, %error, "the download broke and goes on");
-            std::thread::sleep(wait);
-            wait = (wait * 2).min(30 * self.hub.wait);
-        }
-    }
-
-    fn bring_once(&self, file: &Listed, size: u64, part: &Path) -> Result<(), Failure> {
-        let mut out = OpenOptions::new().create(true).append(true).open(part).map_err(Failure::Disk)?;
-        let mut had = out.metadata().map_err(Failure::Disk)?.len();
-        if had > size {
-            // It is longer than the file: it was begun for another one.
-            out.set_len(0).map_err(Failure::Disk)?;
-            had = 0;
-        }
-        if had == size {
-            return Ok(());
-        }
-        let mut answer = self.client.part(&self.url(file), had, None)?;
-        if let Some(said) = answer.size.filter(|said| *said != size) {
-            return Err(Failure::Nonsense(format!("{said} bytes where its listing says {size}")));
-        }
-        if answer.start < had {
-            out.set_len(0).map_err(Failure::Disk)?;
-            had = 0;
-        }
-        let mut block = vec![0; 1 << 18];
-        while had < size {
-            let most = block.len().min(usize::try_from(size - had).unwrap_or(usize::MAX));
-            let got = match answer.body.read(&mut block[..most]) {
-                Ok(0) => return Err(Failure::Broken(format!("the connection ended at byte {had} of {size}"))),
-                Ok(got) => got,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(Failure::Broken(error.to_string())),
-            };
-            out.write_all(&block[..got]).map_err(Failure::Disk)?;
-            had += got as u64;
-            if self.total > 0 {
-                (self.progress)(self.here + had, self.total);
-            }
-        }
-        out.sync_all().map_err(Failure::Disk)
-    }
-
-    /// Compares a finished file with what the hub says of it; a wrong one is removed.
-    fn check(&self, file: &Listed, part: &Path) -> Result<(), StoreError> {
-        let at = |source| StoreError::Io { path: part.to_owned(), source };
-        let Some(expected) = file.sha256() else { return Ok(()) };
-        if sha256(part).map_err(at)? == expected {
-            return Ok(());
-        }
-        fs::remove_file(part).map_err(at)?;
-        let why = "damaged on the way (its SHA-256 is not the hub's); pull again";
-        Err(StoreError::Other(format!("{}, {}: {why}", self.id, file.name)))
     }
 }
 

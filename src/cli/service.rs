@@ -16,6 +16,8 @@ pub enum ServiceAction {
     Uninstall,
     Start,
     Stop,
+    /// Have it read its configuration file again
+    Reload,
     /// Its status, from the service manager
     Status,
     /// The end of its log, and what comes

@@ -225,7 +225,7 @@ impl Shelf {
             .map_err(|source| failed("starting the engine's thread", source))?;
         let grammars = Arc::new(Grammars::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos));
         let warm = grammars.clone();
-        std::thread::Builder::new()
+        let sorting = std::thread::Builder::new()
             .name("grammars".into())
             .spawn(move || warm.warm_up())
             .map_err(|source| failed("starting a thread", source))?;
@@ -251,6 +251,8 @@ impl Shelf {
         let unload = move || {
             // The model writes down what it wants to remember when it goes.
             let _ = worker.join();
+            // What it sorts of a large vocabulary is a hundred megabytes on the way.
+            let _ = sorting.join();
             metrics.unloaded();
             os::trim_memory();
         };

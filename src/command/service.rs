@@ -17,6 +17,7 @@ pub fn run(typed: cli::Service) -> Result<(), CommandError> {
         cli::ServiceAction::Uninstall => (Action::Uninstall, cli::Install::default()),
         cli::ServiceAction::Start => (Action::Start, cli::Install::default()),
         cli::ServiceAction::Stop => (Action::Stop, cli::Install::default()),
+        cli::ServiceAction::Reload => (Action::Reload, cli::Install::default()),
         cli::ServiceAction::Status => (Action::Status, cli::Install::default()),
         cli::ServiceAction::Logs => (Action::Logs, cli::Install::default()),
     };

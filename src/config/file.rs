@@ -198,7 +198,7 @@ impl Command {
         match self {
             Command::Serve(typed) | Command::Config(typed) => Some(&mut typed.model.model),
             Command::Generate(typed) => Some(&mut typed.model.model),
-            Command::Run(typed) => Some(&mut typed.model.model),
+            Command::Run(typed) => Some(&mut typed.generate.model.model),
             Command::Info(typed) => Some(&mut typed.model.model),
             Command::Bench(typed) => Some(&mut typed.model.model),
             Command::Pack(typed) => Some(&mut typed.model.model),

@@ -7,6 +7,9 @@ use std::{ops::Range, sync::Arc};
 #[cfg(target_os = "linux")]
 const HUGE: usize = 8 << 20;
 
+/// No system that we run on has larger pages, huge ones apart.
+const LARGEST_PAGE: usize = 64 << 10;
+
 /// Page-aligned, zeroed, fixed-size memory, written through shared references by whoever owns a range of it.
 ///
 /// The caller decides who may write which range: the slot table hands a slot to one reader at a time, and a loader
@@ -42,6 +45,41 @@ impl Slab {
         });
         #[cfg(not(target_os = "linux"))]
         let _ = threads;
+    }
+
+    /// Gives the pages that lie wholly in `range` back to the system. Their bytes are lost.
+    ///
+    /// # Safety
+    /// Nobody may read or write this range until [`Slab::take_again`], or rely on its bytes after that.
+    pub unsafe fn give_back(&self, range: Range<usize>) -> std::io::Result<()> {
+        #[cfg(target_os = "macos")]
+        const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::FreeReusable;
+        #[cfg(not(target_os = "macos"))]
+        const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::DontNeed;
+        // SAFETY: the map is anonymous, so the pages read as zeroes afterwards or keep their bytes; nobody relies on those.
+        self.on_pages(range, |at, len| unsafe { self.map.unchecked_advise_range(ADVICE, at, len) })
+    }
+
+    /// `range`, which was given back, is used again; its bytes may be any.
+    pub fn take_again(&self, range: Range<usize>) -> std::io::Result<()> {
+        #[cfg(target_os = "macos")]
+        // SAFETY: it changes how the pages are counted, and nothing in them.
+        return self.on_pages(range, |at, len| unsafe {
+            self.map.unchecked_advise_range(memmap2::UncheckedAdvice::FreeReuse, at, len)
+        });
+        #[cfg(not(target_os = "macos"))]
+        self.on_pages(range, |_, _| Ok(()))
+    }
+
+    /// The start and length of the pages that lie wholly in `range`, if there are any.
+    fn on_pages(
+        &self,
+        range: Range<usize>,
+        advise: impl FnOnce(usize, usize) -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
+        let start = range.start.next_multiple_of(LARGEST_PAGE);
+        let end = if range.end >= self.len() { self.len() } else { range.end / LARGEST_PAGE * LARGEST_PAGE };
+        if start < end { advise(start, end - start) } else { Ok(()) }
     }
 
     pub fn len(&self) -> usize {
@@ -184,6 +222,21 @@ mod tests {
         let before = pages();
         slab.commit(2);
         assert!(pages() > before && pages() >= slab.len() / 65536, "{before}, then {}", pages());
+        // SAFETY: as above.
+        assert_eq!(unsafe { slab.bytes(6..9) }, [0, 9, 0]);
+        // What is given back is the part's own pages.
+        // SAFETY: as above.
+        unsafe { slab.bytes_mut(HUGE - 1..HUGE + 1) }.fill(8);
+        let before = pages();
+        // SAFETY: as above; these bytes are not used any more.
+        unsafe { slab.give_back(HUGE..slab.len()) }.unwrap();
+        let left = pages();
+        assert!(before - left >= HUGE / 4096 && left >= HUGE / 65536, "{before}, then {left}");
+        slab.take_again(HUGE..slab.len()).unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { (slab.bytes(6..9), slab.bytes(HUGE - 1..HUGE)) }, (&[0, 9, 0][..], &[8][..]));
+        // SAFETY: as above. Less than a page: nothing is lost.
+        unsafe { slab.give_back(5..LARGEST_PAGE + 5) }.unwrap();
         // SAFETY: as above.
         assert_eq!(unsafe { slab.bytes(6..9) }, [0, 9, 0]);
     }

@@ -19,6 +19,9 @@ use std::{
 };
 use tokio::sync::mpsc;
 
+/// The time between two looks at the system's memory while there is nothing to do.
+const IDLE: Duration = Duration::from_secs(1);
+
 /// Options of the engine.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -287,8 +290,8 @@ impl Line {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next request, or `None` when there will be none any more. Blocks.
-    pub fn next(&self) -> Option<Job> {
+    /// The next request, or `None` when there will be none any more. Blocks; `idle` is called from time to time meanwhile.
+    pub fn next(&self, idle: &mut dyn FnMut()) -> Option<Job> {
         let mut queue = self.lock();
         loop {
             queue.running = false;
@@ -302,7 +305,13 @@ impl Line {
             if !matches!(queue.phase, Phase::Open) {
                 return None;
             }
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            let (back, waited) = self.changed.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner);
+            queue = back;
+            if waited.timed_out() {
+                drop(queue);
+                idle();
+                queue = self.lock();
+            }
         }
     }
 

@@ -56,7 +56,7 @@ impl<M: Model> Scheduler<M> {
     pub fn run(mut self) {
         let line = self.line.clone();
         let _stop = Stop(&line);
-        while let Some(job) = line.next() {
+        while let Some(job) = line.next(&mut || self.model.fit_memory()) {
             // The model may be left in the middle of something, but a session that saw the panic is never used again,
             // and whatever else a forward pass holds is written before it is read.
             let outcome = catch_unwind(AssertUnwindSafe(|| self.answer(&job)));
@@ -201,6 +201,7 @@ impl<M: Model> Scheduler<M> {
             let marks = self.admit(&places, session, ids, to);
             let at: Vec<usize> = marks.iter().map(|mark| mark.0).collect();
             let mut taken = Vec::with_capacity(at.len());
+            self.model.fit_memory();
             let begin = Instant::now();
             last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken)?;
             self.speculation.prompted(&mut self.model, session, to - from, begin.elapsed());
@@ -280,6 +281,7 @@ impl<M: Model> Scheduler<M> {
                 return Ok(Finish::Length);
             }
             self.line.check(job)?;
+            self.model.fit_memory();
             if let Some(ahead) = &ahead {
                 ahead.drew(id);
             }

@@ -87,7 +87,7 @@ impl Experts {
         if let Some(trace) = &mut live.trace {
             trace.ask(layer, choice, lists.waiting.iter().map(|wanted| wanted.expert), phase);
         }
-        if !self.resident {
+        if !self.is_resident() {
             live.scores.visit(layer, *choice);
         }
         if phase == Phase::Decode {

@@ -21,6 +21,7 @@
 //! * [`layout`]: where an expert's bytes lie on disk and where each lands in a slot.
 //! * [`reader`] is the pool of threads that reads a [`source`] straight into slots; [`probe`] picks how.
 //! * [`prefetch`] judges whether reading ahead pays; [`warm`] remembers what was wanted when the server stopped.
+//! * [`relief`] gives slots back while the system is short of memory.
 //!
 //! [`Experts`] belong to the thread that owns the model. The table needs no lock: reader threads see the states of slots and
 //! nothing else of it.
@@ -32,6 +33,7 @@ mod packed;
 pub mod prefetch;
 pub mod probe;
 pub mod reader;
+mod relief;
 pub mod slots;
 pub mod source;
 mod trace;
@@ -59,7 +61,7 @@ use prefetch::Ahead;
 use reader::{Failure, Reader};
 use slots::{Claim, Purpose, Slots, State};
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     ops::Range,
     path::PathBuf,
     sync::Arc,
@@ -80,6 +82,8 @@ pub enum Phase {
 pub struct Options {
     /// Experts held in memory; as many as the model has (or more) is *resident*.
     pub slots: usize,
+    /// So many are kept when the system runs short of memory.
+    pub least: usize,
     pub io: Io,
     /// Reads in flight at most.
     pub threads: usize,
@@ -95,7 +99,16 @@ pub struct Options {
 impl Options {
     /// Everything automatic, nothing kept on disk.
     pub fn new(slots: usize) -> Self {
-        Self { slots, io: Io::Auto, threads: 16, prefetch: Prefetch::Auto, warm: None, trace: None, packed: None }
+        Self {
+            slots,
+            least: slots,
+            io: Io::Auto,
+            threads: 16,
+            prefetch: Prefetch::Auto,
+            warm: None,
+            trace: None,
+            packed: None,
+        }
     }
 }
 
@@ -107,7 +120,7 @@ pub struct Experts {
     map: ExpertMap,
     /// Most experts in one layer: the stride of keys.
     experts: usize,
-    resident: bool,
+    resident: Cell<bool>,
     access: Access,
     slot_bytes: usize,
     slab: Arc<Slab>,
@@ -131,6 +144,7 @@ struct Live {
     saved: Instant,
     /// When the board was last brought up to date.
     drawn: Option<Instant>,
+    relief: relief::Relief,
 }
 
 impl Experts {
@@ -155,7 +169,7 @@ impl Experts {
         options: Options,
         metrics: Arc<Metrics>,
     ) -> Result<Self, StoreError> {
-        check_sizes(source.as_ref(), &map)?;
+        source::check_sizes(source.as_ref(), &map)?;
         let experts = map.layers.iter().map(Vec::len).max().unwrap_or(0);
         let total = map.experts();
         let slots = options.slots.min(total);
@@ -181,11 +195,12 @@ impl Experts {
             spans: vec![std::array::from_fn(|_| 0..0); slots],
             saved: Instant::now(),
             drawn: None,
+            relief: relief::Relief::new(options.least),
             trace,
             spare: Vec::new(),
         };
         Ok(Self {
-            resident: slots == total,
+            resident: Cell::new(slots == total),
             access: Access::Buffered,
             map,
             experts,
@@ -199,18 +214,9 @@ impl Experts {
         })
     }
 
-    /// Every expert has a slot of its own.
-    pub fn is_resident(&self) -> bool {
-        self.resident
-    }
-
     /// The way in which the files are read.
     pub fn access(&self) -> Access {
         self.access
-    }
-
-    pub fn slots(&self) -> usize {
-        self.live.borrow().slots.len()
     }
 
     /// Bytes from one slot to the next.
@@ -239,7 +245,7 @@ impl Experts {
     /// and bytes in all. Streaming: the hot list of the last run, in the background, after the slots' memory has been
     /// committed. Without this call experts arrive as they are asked for.
     pub fn fill(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), StoreError> {
-        if !self.resident {
+        if !self.is_resident() {
             self.slab.commit(os::physical_cores());
             self.read_in_hot();
             return Ok(());
@@ -275,7 +281,7 @@ impl Experts {
 
     /// True if [`Experts::read_ahead`] would read: otherwise the caller need not spend time on a prediction.
     pub fn wants_prediction(&self, phase: Phase) -> bool {
-        !self.resident && self.live.borrow().ahead.is_on(phase)
+        !self.is_resident() && self.live.borrow().ahead.is_on(phase)
     }
 
     /// `layer` will probably be asked for these experts next: some for each row, with repetitions. They are read when nothing
@@ -367,28 +373,6 @@ impl Drop for Experts {
     fn drop(&mut self) {
         self.save_hot_or_warn();
     }
-}
-
-/// No shard may be shorter than what is expected of it.
-fn check_sizes(source: &dyn Source, map: &ExpertMap) -> Result<(), StoreError> {
-    for (layer, experts) in map.layers.iter().enumerate() {
-        for (expert, pieces) in experts.iter().enumerate() {
-            for piece in pieces.iter().filter(|piece| piece.len > 0) {
-                let end = piece.offset.saturating_add(piece.len as u64);
-                let size = source.size(piece.file);
-                if size.is_none_or(|size| end > size) {
-                    return Err(StoreError::NotACheckpoint {
-                        path: source.path(piece.file),
-                        why: format!(
-                            "layer {layer}, expert {expert} ends at byte {end}, the file at byte {}: truncated?",
-                            size.unwrap_or(0)
-                        ),
-                    });
-                }
-            }
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

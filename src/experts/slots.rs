@@ -107,8 +107,20 @@ pub struct Claim {
 
 const NOWHERE: u32 = u32::MAX;
 
+/// The result of giving slots back.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Shrunk {
+    /// Experts that have another slot now: their bytes are to be copied from the first to the second.
+    pub moved: Vec<(SlotId, SlotId)>,
+    /// Experts that had to go, and those of them that nobody had ever asked for.
+    pub evicted: usize,
+    pub wasted: usize,
+}
+
 pub struct Slots {
     slots: Vec<Slot>,
+    /// Slots from here on have been given back.
+    present: usize,
     states: States,
     /// Slot by key.
     places: Vec<u32>,
@@ -125,6 +137,7 @@ impl Slots {
         let empty = Slot { key: 0, pins: 0, until: Mark::START, predicted: false };
         Self {
             slots: vec![empty; slots],
+            present: slots,
             states: States::new(slots),
             places: vec![NOWHERE; keys],
             free: (0..slots as u32).rev().collect(),
@@ -138,17 +151,18 @@ impl Slots {
         &self.states
     }
 
+    /// Slots that there are, less those that were given back.
     pub fn len(&self) -> usize {
-        self.slots.len()
+        self.present
     }
 
     pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
+        self.present == 0
     }
 
     /// Slots that hold, or are being filled with, an expert.
     pub fn used(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.present - self.free.len()
     }
 
     /// The device has passed this mark.
@@ -248,6 +262,51 @@ impl Slots {
         }
         self.states.set(slot, State::Free);
         self.free.push(slot.0);
+    }
+
+    /// Gives the last slots back until `to` are left, or as few as those allow that somebody holds or is reading into. The
+    /// least wanted experts go, and those behind the new end move before it.
+    pub fn shrink(&mut self, to: usize, scores: &Scores) -> Shrunk {
+        let mut shrunk = Shrunk::default();
+        let holds = |index: &usize| {
+            let slot = SlotId(*index as u32);
+            self.key(slot).is_some_and(|_| self.slots.get(*index).is_some_and(|held| !self.may_go(held, slot.0)))
+        };
+        let to = (to..self.present).rev().find(holds).map_or(to, |index| index + 1);
+        if to >= self.present {
+            return shrunk;
+        }
+        self.victims.clear();
+        let may_go = self.slots.iter().enumerate().filter(|(index, slot)| self.may_go(slot, *index as u32));
+        let mut least: Vec<(f32, u32)> = may_go.map(|(index, slot)| (scores.score(slot.key), index as u32)).collect();
+        least.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        for &(_, index) in least.iter().take(self.used().saturating_sub(to)) {
+            shrunk.evicted += 1;
+            shrunk.wasted += usize::from(self.is_predicted(SlotId(index)));
+            self.vacate(SlotId(index));
+        }
+        self.free.retain(|&index| (index as usize) < to);
+        for from in (to..self.present).map(|index| SlotId(index as u32)) {
+            let Some(key) = self.key(from) else { continue };
+            // There are as many free ones as are needed: no more experts are left than slots.
+            let (Some(into), Some(held)) = (self.free.pop(), self.slots.get(from.index()).copied()) else { continue };
+            let into = SlotId(into);
+            if let (Some(slot), Some(place)) = (self.slots.get_mut(into.index()), self.places.get_mut(key as usize)) {
+                (*slot, *place) = (held, into.0);
+            }
+            self.states.set(into, self.state(from));
+            self.states.set(from, State::Free);
+            shrunk.moved.push((from, into));
+        }
+        self.present = to;
+        shrunk
+    }
+
+    /// Takes slots again that were given back, until there are `to`, or as many as there were.
+    pub fn grow(&mut self, to: usize) {
+        let to = to.clamp(self.present, self.slots.len());
+        self.free.extend((self.present as u32..to as u32).rev());
+        self.present = to;
     }
 
     /// The slot of least score that may be given away. One look at all slots serves several victims: the list is good as

@@ -20,6 +20,8 @@ enum Step {
     Ask(usize),
     Pass,
     Want(u32),
+    Shrink(usize),
+    Grow(usize),
 }
 
 fn purpose() -> impl Strategy<Value = Purpose> {
@@ -36,6 +38,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..64usize).prop_map(Step::Ask),
         1 => Just(Step::Pass),
         3 => (0..KEYS as u32).prop_map(Step::Want),
+        1 => (0..10usize).prop_map(Step::Shrink),
+        1 => (0..10usize).prop_map(Step::Grow),
     ]
 }
 
@@ -48,13 +52,19 @@ struct Held {
     predicted: bool,
 }
 
+impl Held {
+    fn may_go(&self, passed: u64) -> bool {
+        self.state == State::Ready && self.pins == 0 && self.until <= passed
+    }
+}
+
 proptest! {
     #[test]
     fn the_table_does_the_obvious_thing(size in 1usize..10, steps in proptest::collection::vec(step(), 1..200)) {
         let mut slots = Slots::new(size, KEYS);
         let mut scores = Scores::new(1, KEYS);
         let mut model: HashMap<Key, Held> = HashMap::new();
-        let mut passed = 0;
+        let (mut passed, mut present) = (0, size);
         let pick = |model: &HashMap<Key, Held>, n: usize| {
             let mut keys: Vec<_> = model.keys().copied().collect();
             keys.sort_unstable();
@@ -69,14 +79,14 @@ proptest! {
                 }
                 Step::Claim { key, purpose } => {
                     let claim = slots.claim(key, purpose, &scores);
-                    let may_go = |h: &Held| h.state == State::Ready && h.pins == 0 && h.until <= passed;
+                    let may_go = |h: &Held| h.may_go(passed);
                     let victims: Vec<Key> = model.iter().filter(|(_, h)| may_go(h)).map(|(k, _)| *k).collect();
-                    if model.contains_key(&key) || (model.len() == size && victims.is_empty()) {
+                    if model.contains_key(&key) || (model.len() == present && victims.is_empty()) {
                         prop_assert_eq!(claim, None);
                         continue;
                     }
                     let claim = claim.expect("there is a slot");
-                    prop_assert_eq!(claim.evicted.is_some(), model.len() == size);
+                    prop_assert_eq!(claim.evicted.is_some(), model.len() == present);
                     if let Some(evicted) = claim.evicted {
                         prop_assert!(victims.contains(&evicted), "{evicted} was in use");
                         let old = model.remove(&evicted).expect("was there");
@@ -86,6 +96,29 @@ proptest! {
                     let state = if purpose == Purpose::Demand { State::Reading } else { State::Queued };
                     let (pins, predicted) = (u32::from(purpose != Purpose::WarmStart), purpose == Purpose::Prediction);
                     model.insert(key, Held { slot: claim.slot, state, pins, until: 0, predicted });
+                }
+                Step::Grow(to) => {
+                    slots.grow(to);
+                    present = to.clamp(present, size);
+                }
+                Step::Shrink(to) => {
+                    let stay = model.values().filter(|h| !h.may_go(passed)).map(|h| h.slot.index() + 1).max();
+                    let to = to.max(stay.unwrap_or(0)).min(present);
+                    let (many, most) = (model.len(), slots.len());
+                    let shrunk = slots.shrink(to, &scores);
+                    prop_assert_eq!(shrunk.evicted, if to < most { many.saturating_sub(to) } else { 0 });
+                    for (key, held) in std::mem::take(&mut model) {
+                        let moved = shrunk.moved.iter().find(|(from, _)| *from == held.slot);
+                        match moved.map(|(_, into)| *into).or(slots.find(key)) {
+                            Some(slot) => {
+                                prop_assert!(slot.index() < to && (slot == held.slot) == moved.is_none());
+                                model.insert(key, Held { slot, ..held });
+                            }
+                            None => prop_assert!(held.may_go(passed), "{key} was in use"),
+                        }
+                    }
+                    prop_assert_eq!(model.len(), many - shrunk.evicted);
+                    present = to;
                 }
                 Step::Land(n) => if let Some(key) = pick(&model, n) {
                     let held = model.get_mut(&key).expect("picked");
@@ -115,7 +148,7 @@ proptest! {
                     held.predicted = false;
                 },
             }
-            prop_assert_eq!(slots.used(), model.len());
+            prop_assert_eq!((slots.used(), slots.len()), (model.len(), present));
             let waiting = model.values().filter(|h| h.pins == 0 && h.until > passed).map(|h| Mark(h.until)).min();
             prop_assert_eq!(slots.next_mark(), waiting);
             for key in 0..KEYS as Key {

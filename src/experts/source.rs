@@ -1,6 +1,6 @@
 //! The source of the reader's bytes: the checkpoint's files, or a test's double that fails on purpose.
 
-use super::Packed;
+use super::{ExpertMap, Packed};
 use crate::{
     error::StoreError,
     platform::{Access, File},
@@ -91,4 +91,26 @@ impl Source for Files {
     fn block(&self) -> usize {
         self.block
     }
+}
+
+/// No shard may be shorter than what is expected of it.
+pub(super) fn check_sizes(source: &dyn Source, map: &ExpertMap) -> Result<(), StoreError> {
+    for (layer, experts) in map.layers.iter().enumerate() {
+        for (expert, pieces) in experts.iter().enumerate() {
+            for piece in pieces.iter().filter(|piece| piece.len > 0) {
+                let end = piece.offset.saturating_add(piece.len as u64);
+                let size = source.size(piece.file);
+                if size.is_none_or(|size| end > size) {
+                    return Err(StoreError::NotACheckpoint {
+                        path: source.path(piece.file),
+                        why: format!(
+                            "layer {layer}, expert {expert} ends at byte {end}, the file at byte {}: truncated?",
+                            size.unwrap_or(0)
+                        ),
+                    });
+                }
+            }
+        }
+    }
+    Ok(())
 }

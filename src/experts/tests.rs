@@ -57,12 +57,12 @@ impl Checkpoint {
 }
 
 /// One row's choice.
-fn row(ids: &[u32]) -> Choice<'_> {
+pub(super) fn row(ids: &[u32]) -> Choice<'_> {
     Choice { ids, k: ids.len(), logits: &[] }
 }
 
 /// Takes everything a layer is given and compares it with the files.
-fn take(store: &Experts, map: &ExpertMap, layer: usize, experts: &[u32], phase: Phase) {
+pub(super) fn take(store: &Experts, map: &ExpertMap, layer: usize, experts: &[u32], phase: Phase) {
     let mut asked = store.ask(layer, &row(experts), phase, &mut Immediate).unwrap();
     let mut seen = vec![0; experts.len()];
     while let Some(batch) = asked.next(&mut Immediate).unwrap() {

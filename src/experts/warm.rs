@@ -59,7 +59,7 @@ impl Experts {
 
     fn write_hot(&self, live: &Live) -> io::Result<()> {
         let Some(warm) = &self.warm else { return Ok(()) };
-        if self.resident || live.slots.used() == 0 {
+        if self.is_resident() || live.slots.used() == 0 {
             return Ok(());
         }
         let mut hot: Vec<(f32, Key)> =

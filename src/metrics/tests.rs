@@ -33,6 +33,7 @@ fn every_metric_of_the_contract_is_there_from_the_start() {
         "moestro_memory_bytes{kind=\"draft\"} 0",
         "moestro_memory_bytes{kind=\"requests\"} 0",
         "moestro_memory_limit_bytes 0",
+        "moestro_memory_pressure_total 0",
         "moestro_memory_bytes{kind=\"prompt_cache\"} 0",
         "moestro_prompt_cache_hits_total{source=\"session\"} 0",
         "moestro_prompt_cache_hits_total{source=\"memory\"} 0",

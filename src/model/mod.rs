@@ -123,6 +123,10 @@ pub trait Model: Send + 'static {
     /// The bytes that its snapshots take.
     fn snapshot_size(&self) -> SnapshotSize;
 
+    /// Between two passes, and now and then while there are none: gives memory back if the system is short of it, and takes
+    /// it again. The answers stay what they are.
+    fn fit_memory(&mut self) {}
+
     fn vocab(&self) -> usize;
 
     /// Most tokens a state can hold.

@@ -146,8 +146,9 @@ impl Qwen {
         } else {
             let StoreOptions { slots, io, threads, prefetch, warm, trace } = options.store.clone();
             let slots = slots.unwrap_or(plan.slots).min(plan.slots);
+            let least = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
-            let options = experts::Options { slots, io, threads, prefetch, warm, trace, packed };
+            let options = experts::Options { slots, least, io, threads, prefetch, warm, trace, packed };
             let store = Experts::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)

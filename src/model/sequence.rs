@@ -65,6 +65,12 @@ impl Model for Qwen {
         SnapshotSize { state: self.parts.shape.state, position: self.parts.shape.kv_per_token }
     }
 
+    fn fit_memory(&mut self) {
+        if let Some(store) = &self.parts.store {
+            store.fit(&mut *self.placed.get_mut().run);
+        }
+    }
+
     fn vocab(&self) -> usize {
         self.parts.config.vocab
     }

@@ -4,6 +4,9 @@
 
 #[cfg(target_os = "linux")]
 mod cgroup;
+mod pressure;
+
+pub use pressure::{Memory, Pressure};
 
 use std::path::{Path, PathBuf};
 
@@ -41,6 +44,12 @@ pub fn physical_cores() -> usize {
 /// Bytes of this process in physical memory now.
 pub fn resident_memory() -> Option<u64> {
     sys::resident_memory()
+}
+
+/// Bytes of this process by kind, as the system counts them: `resident`; on Linux also `swapped` and `locked`, on macOS
+/// `footprint` (what it judges a process by) and `wired`.
+pub fn process_memory() -> Vec<(&'static str, u64)> {
+    sys::process_memory()
 }
 
 /// The most bytes this process has had in physical memory.
@@ -119,16 +128,19 @@ pub fn user() -> u32 {
 /// The directory for files that this program can make again: `$XDG_CACHE_HOME/moestro`, else `~/.cache/moestro`; on macOS
 /// `~/Library/Caches/moestro` unless `XDG_CACHE_HOME` is set. `None` without a home directory.
 pub fn cache_dir() -> Option<PathBuf> {
-    let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
-    let base = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(sys::CACHE)))?;
-    Some(base.join("moestro"))
+    user_dir("XDG_CACHE_HOME", sys::CACHE)
 }
 
 /// The directory for files that the user keeps: `$XDG_DATA_HOME/moestro`, else `~/.local/share/moestro`; on macOS
 /// `~/Library/Application Support/moestro` unless `XDG_DATA_HOME` is set. `None` without a home directory.
 pub fn data_dir() -> Option<PathBuf> {
+    user_dir("XDG_DATA_HOME", sys::DATA)
+}
+
+/// `moestro` below the directory that a variable names, else below one of the home directory.
+fn user_dir(variable: &str, inside: &str) -> Option<PathBuf> {
     let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
-    let base = absolute("XDG_DATA_HOME").or_else(|| absolute("HOME").map(|home| home.join(sys::DATA)))?;
+    let base = absolute(variable).or_else(|| absolute("HOME").map(|home| home.join(inside)))?;
     Some(base.join("moestro"))
 }
 
@@ -199,6 +211,12 @@ mod sys {
         field(&fs::read_to_string("/proc/self/status").ok()?, "VmRSS")
     }
 
+    pub fn process_memory() -> Vec<(&'static str, u64)> {
+        let table = fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let kinds = [("resident", "VmRSS"), ("swapped", "VmSwap"), ("locked", "VmLck")];
+        kinds.into_iter().filter_map(|(kind, key)| Some((kind, field(&table, key)?))).collect()
+    }
+
     pub fn peak_resident_memory() -> Option<u64> {
         // Not `getrusage`: its maximum survives `exec`, so it can be that of the shell that started us.
         field(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM")
@@ -222,7 +240,7 @@ mod sys {
     }
 
     /// A number the kernel publishes under `name`.
-    fn sysctl(name: &std::ffi::CStr) -> Option<u64> {
+    pub fn sysctl(name: &std::ffi::CStr) -> Option<u64> {
         let mut bytes = [0u8; 8];
         let mut len = bytes.len();
         // SAFETY: `name` is NUL-terminated; the kernel writes at most `len` bytes and sets `len` to how many it wrote.
@@ -273,6 +291,13 @@ mod sys {
         Some(usage()?.ri_resident_size)
     }
 
+    pub fn process_memory() -> Vec<(&'static str, u64)> {
+        usage().map_or(Vec::new(), |usage| {
+            let kinds = [usage.ri_resident_size, usage.ri_phys_footprint, usage.ri_wired_size];
+            ["resident", "footprint", "wired"].into_iter().zip(kinds).collect()
+        })
+    }
+
     pub fn peak_resident_memory() -> Option<u64> {
         let mut usage = MaybeUninit::<libc::rusage>::zeroed();
         // SAFETY: the buffer is a `rusage`, read only on success. macOS counts `ru_maxrss` in bytes.
@@ -307,6 +332,9 @@ mod sys {
     }
     pub fn resident_memory() -> Option<u64> {
         None
+    }
+    pub fn process_memory() -> Vec<(&'static str, u64)> {
+        Vec::new()
     }
     pub fn peak_resident_memory() -> Option<u64> {
         None

@@ -42,6 +42,8 @@ pub enum Action {
     Uninstall,
     Start,
     Stop,
+    /// SIGHUP: it reads its configuration again.
+    Reload,
     Status,
     Logs,
 }

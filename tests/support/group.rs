@@ -4,6 +4,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::Command,
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 pub struct Group {
@@ -14,7 +15,8 @@ pub struct Group {
 impl Group {
     /// `None` without the right to make one.
     pub fn new() -> Option<Self> {
-        let name = format!("moestro-test-{}", std::process::id());
+        static TURN: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("moestro-test-{}-{}", std::process::id(), TURN.fetch_add(1, Ordering::Relaxed));
         let v1 = Path::new("/sys/fs/cgroup/memory").to_owned();
         let own = fs::read_to_string("/proc/self/cgroup").ok()?;
         let v2 =
@@ -27,7 +29,12 @@ impl Group {
     }
 
     pub fn set(&self, bytes: u64) {
-        fs::write(self.dir.join(self.limit), bytes.to_string()).unwrap();
+        self.try_set(bytes).unwrap();
+    }
+
+    /// Refused (v1) where the group holds more than that.
+    pub fn try_set(&self, bytes: u64) -> std::io::Result<()> {
+        fs::write(self.dir.join(self.limit), bytes.to_string())
     }
 
     /// The number of processes that were killed in it.

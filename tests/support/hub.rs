@@ -24,6 +24,8 @@ pub struct Shelf {
     pub token: Option<String>,
     /// `path from-byte` of every file that was asked for.
     pub asked: Vec<(String, usize)>,
+    /// `path bytes` of what those were.
+    pub lengths: Vec<(String, usize)>,
     pub requests: usize,
     /// The keys that came with requests.
     pub keys: Vec<Option<String>>,
@@ -34,6 +36,15 @@ pub struct Shelf {
     pub commit: Option<String>,
     /// Lists neither sizes nor hashes.
     pub says_little: bool,
+    /// Knows no ranges: sends the whole file whatever is asked for.
+    pub whole: bool,
+    /// Sends so many bytes a second over each connection.
+    pub rate: Option<usize>,
+    /// Files that change behind so many requests: their next bytes.
+    pub changes: Vec<(String, usize, Vec<u8>)>,
+    /// Connections that are sending now, and the most there were at a time.
+    pub sending: usize,
+    pub most_sending: usize,
     /// Sends a part that begins a byte late, and files that are a byte longer.
     pub shifts: bool,
     pub grows: bool,
@@ -69,6 +80,12 @@ impl TestHub {
     /// The bytes asked of a file, by where each request began (those of one byte ask for the size).
     pub fn starts(&self, file: &str) -> Vec<usize> {
         self.shelf.lock().unwrap().asked.iter().filter(|(name, _)| name == file).map(|(_, from)| *from).collect()
+    }
+
+    /// The bytes of all parts of a file that were asked for.
+    #[allow(dead_code)] // One of the two tests that use this file counts them.
+    pub fn sent(&self, file: &str) -> usize {
+        self.shelf.lock().unwrap().lengths.iter().filter(|(name, _)| name == file).map(|(_, bytes)| bytes).sum()
     }
 
     fn serve(&self, mut stream: TcpStream) {
@@ -124,7 +141,7 @@ impl TestHub {
             let _ = write!(stream, "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
             return;
         };
-        let range = field("range").unwrap_or_default();
+        let range = if shelf.whole { String::new() } else { field("range").unwrap_or_default() };
         let mut ends = range.trim_start_matches("bytes=").split('-');
         let from: usize = ends.next().and_then(|n| n.parse().ok()).unwrap_or(0);
         let to = ends.next().and_then(|n| n.parse::<usize>().ok()).map_or(bytes.len(), |n| n + 1);
@@ -138,13 +155,15 @@ impl TestHub {
         let mut part = bytes[from.min(bytes.len())..to.min(bytes.len())].to_vec();
         if to != from + 1 {
             shelf.asked.push((name.clone(), from));
+            shelf.lengths.push((name.clone(), part.len()));
             if shelf.lies {
                 part.iter_mut().for_each(|byte| *byte ^= 1);
             }
         }
+        let partial = if shelf.whole { "200 OK" } else { "206 Partial Content" };
         let _ = write!(
             stream,
-            "HTTP/1.1 206 Partial Content\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\nContent-Range: bytes {}-{}/{}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            "HTTP/1.1 {partial}\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\nContent-Range: bytes {}-{}/{}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
             from + shift,
             to.saturating_sub(1),
             bytes.len(),
@@ -152,8 +171,28 @@ impl TestHub {
         );
         let broken = shelf.breaks.iter().position(|(file, _)| *file == name).filter(|_| to != from + 1);
         let sent = broken.map_or(part.len(), |i| shelf.breaks.remove(i).1);
+        let due = shelf.changes.iter_mut().find(|(file, ..)| *file == name).filter(|_| to != from + 1);
+        if let Some(bytes) = due.and_then(|(_, left, bytes)| {
+            *left = left.saturating_sub(1);
+            (*left == 0).then(|| bytes.clone())
+        }) {
+            shelf.changes.retain(|(file, ..)| *file != name);
+            shelf.files.insert(name, bytes);
+        }
+        let rate = shelf.rate;
+        shelf.sending += 1;
+        shelf.most_sending = shelf.most_sending.max(shelf.sending);
         drop(shelf);
-        let _ = stream.write_all(&part[..sent.min(part.len())]);
+        let part = &part[..sent.min(part.len())];
+        for block in part.chunks(rate.map_or(part.len(), |rate| rate / 50).max(1)) {
+            if stream.write_all(block).is_err() {
+                break;
+            }
+            if rate.is_some() {
+                std::thread::sleep(std::time::Duration::from_millis(20));
+            }
+        }
+        self.shelf.lock().unwrap().sending -= 1;
     }
 }
 

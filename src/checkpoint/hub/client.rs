@@ -50,10 +50,12 @@ pub struct Client {
 
 /// The bytes of a file that an answer brings.
 pub struct Part {
-    /// The first byte's place in the file.
-    pub start: u64,
     /// Bytes of the whole file, if the hub says.
     pub size: Option<u64>,
+    /// These bytes are the part that was asked for; else the file begins.
+    pub ranged: bool,
+    /// The file's ETag.
+    pub tag: Option<String>,
     pub body: Box<dyn Read>,
 }
 
@@ -91,15 +93,16 @@ impl Client {
         let answer = self.get(path, Some(&format!("bytes={start}-{end}")))?;
         let (head, body) = answer.into_parts();
         let body = Box::new(body.into_reader());
+        let tag = field(&head.headers, "etag").map(str::to_owned);
         if head.status != 206 {
             let size = field(&head.headers, "content-length").and_then(|text| text.parse().ok());
-            return Ok(Part { start: 0, size, body });
+            return Ok(Part { size, ranged: false, tag, body });
         }
         // `bytes FIRST-LAST/SIZE`, where SIZE may be `*`.
         let range = field(&head.headers, "content-range").and_then(|text| text.strip_prefix("bytes "));
         let (range, size) = range.and_then(|range| range.split_once('/')).unwrap_or_default();
         match range.split_once('-').and_then(|(first, _)| first.parse::<u64>().ok()) {
-            Some(first) if first == start => Ok(Part { start, size: size.parse().ok(), body }),
+            Some(first) if first == start => Ok(Part { size: size.parse().ok(), ranged: true, tag, body }),
             _ => Err(Failure::Nonsense(format!("bytes from {start} on were asked for, {range:?} came"))),
         }
     }

@@ -48,6 +48,7 @@ fn client_of(hub: &TestHub, home: &Path) -> Hub {
         token: Some("key".into()),
         cache: home.join("hub"),
         wait: Duration::from_millis(5),
+        piece: PIECE,
     }
 }
 
@@ -204,4 +205,112 @@ fn refusals_in_words() {
     client.endpoint = "http://127.0.0.1:1".into();
     assert!(client.pull("org/name", &|_, _| ()).is_err());
     assert!(client.local("org/name").is_some());
+}
+
+/// A hub that cuts files into pieces of 20,000 bytes, which is fifteen for the first shard.
+fn in_pieces(hub: &TestHub, home: &Path) -> Hub {
+    Hub { piece: 20_000, ..client_of(hub, home) }
+}
+
+#[test]
+fn pieces_come_side_by_side() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    hub.change(|shelf| shelf.rate = Some(100_000));
+    let began = std::time::Instant::now();
+    let steps = Mutex::new(Vec::new());
+    let dir = in_pieces(&hub, home.path())
+        .pull("org/name", &|here, total| steps.lock().unwrap().push((here, total)))
+        .unwrap();
+    let seconds = began.elapsed().as_secs_f64();
+    assert!(is_whole(&dir));
+    let mut starts = hub.starts("model-1.safetensors");
+    starts.sort_unstable();
+    assert_eq!(starts, (0..15).map(|n| n * 20_000).collect::<Vec<_>>(), "each piece once");
+    let most = hub.shelf.lock().unwrap().most_sending;
+    assert!(most >= 6, "{most} at a time");
+    // One connection would need five seconds for these bytes.
+    assert!(seconds < 4.0, "{seconds} s");
+    let steps = steps.into_inner().unwrap();
+    assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 == pair[1].1));
+    assert_eq!(steps.last().unwrap().0, steps.last().unwrap().1);
+    let blobs = fs::read_dir(home.path().join("hub/models--org--name/blobs")).unwrap();
+    let left = blobs.map(|entry| entry.unwrap().path()).filter(|path| path.extension().is_some_and(|e| e != "lock"));
+    assert_eq!(left.count(), 0, "neither parts nor maps stay");
+}
+
+#[test]
+fn pieces_that_break_are_gone_on_with_now_and_later() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let client = in_pieces(&hub, home.path());
+    let one = "model-1.safetensors".to_string();
+    hub.change(|shelf| {
+        shelf.breaks = (0..10).map(|n| (one.clone(), 19_000 - n * 7)).collect();
+        shelf.breaks.extend((0..400).map(|_| (one.clone(), 0)));
+    });
+    let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
+    assert!(text.contains("model-1.safetensors"), "{text}");
+    let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
+    let map: serde_json::Value = serde_json::from_slice(&fs::read(blob.with_extension("map")).unwrap()).unwrap();
+    let missing: u64 =
+        map["missing"].as_array().unwrap().iter().map(|r| r[1].as_u64().unwrap() - r[0].as_u64().unwrap()).sum();
+    assert!((1..300_000).contains(&missing), "{map}");
+    hub.change(|shelf| {
+        shelf.breaks.clear();
+        shelf.asked.clear();
+    });
+    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
+    let ranges = map["missing"].as_array().unwrap();
+    let starts = hub.starts(&one);
+    let inside = |start: &usize| {
+        ranges.iter().any(|r| (r[0].as_u64().unwrap()..r[1].as_u64().unwrap()).contains(&(*start as u64)))
+    };
+    assert!(!starts.is_empty() && starts.iter().all(inside), "{starts:?} of {map}: only what was missing");
+}
+
+#[test]
+fn a_hub_without_ranges_sends_each_file_once() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    hub.change(|shelf| {
+        shelf.whole = true;
+        shelf.breaks = vec![("model-2.safetensors".into(), 70_000)];
+    });
+    assert!(is_whole(&in_pieces(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap()));
+    let times = |name| hub.shelf.lock().unwrap().asked.iter().filter(|(file, _)| file == name).count();
+    assert_eq!((times("model-1.safetensors"), times("model-2.safetensors")), (1, 2), "what broke begins anew");
+}
+
+#[test]
+fn pieces_of_two_versions_are_never_one_file() {
+    // With a checksum it is found at the end; without, by the ETag, and the file begins anew.
+    for says_little in [false, true] {
+        let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+        let later = noise(77, 300_000);
+        hub.change(|shelf| {
+            shelf.says_little = says_little;
+            shelf.changes = vec![("model-1.safetensors".into(), 4, later.clone())];
+        });
+        let pulled = in_pieces(&hub, home.path()).pull("org/name", &|_, _| ());
+        match says_little {
+            true => assert!(fs::read(pulled.unwrap().join("model-1.safetensors")).unwrap() == later),
+            false => {
+                let text = pulled.unwrap_err().to_string();
+                assert!(text.contains("model-1.safetensors") && text.contains("SHA-256"), "{text}");
+            }
+        }
+    }
+}
+
+#[test]
+fn two_runs_at_once_bring_each_file_once() {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    hub.change(|shelf| shelf.rate = Some(400_000));
+    std::thread::scope(|scope| {
+        let run = || in_pieces(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap();
+        let (one, two) = (scope.spawn(run), scope.spawn(run));
+        assert!(is_whole(&one.join().unwrap()) && is_whole(&two.join().unwrap()));
+    });
+    let mut starts = hub.starts("model-1.safetensors");
+    starts.sort_unstable();
+    starts.dedup();
+    assert_eq!(starts.len(), hub.starts("model-1.safetensors").len(), "no piece twice");
 }

@@ -14,22 +14,54 @@ use std::{
 const UNLIMITED: u64 = 1 << 62;
 
 pub fn limit() -> Option<u64> {
-    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
-    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
-    least(&groups, &mounts)
+    groups().iter().filter_map(Group::limit).min()
 }
 
-fn least(groups: &str, mounts: &str) -> Option<u64> {
-    let mut limits = Vec::new();
+/// The groups that this process is in, and their ancestors: those that can limit memory.
+pub fn groups() -> Vec<Group> {
+    let read = |file| fs::read_to_string(file).unwrap_or_default();
+    all(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))
+}
+
+fn all(groups: &str, mounts: &str) -> Vec<Group> {
+    let mut found = Vec::new();
     for mount in mounts.lines().filter_map(Mount::parse) {
         let Some(group) = groups.lines().find_map(|line| mount.group(line)) else { continue };
         let inside = group.strip_prefix(&mount.root).unwrap_or(Path::new(""));
-        for dir in inside.ancestors() {
-            let dir = mount.point.join(dir);
-            limits.extend(mount.files().iter().filter_map(|file| read(&dir.join(file))));
-        }
+        found.extend(inside.ancestors().map(|dir| Group { version: mount.version, dir: mount.point.join(dir) }));
     }
-    limits.into_iter().filter(|&limit| limit < UNLIMITED).min()
+    found
+}
+
+/// One group.
+pub struct Group {
+    version: u8,
+    dir: PathBuf,
+}
+
+impl Group {
+    /// `memory.high` kills nothing but slows a process above it to a crawl, so it binds as well.
+    pub fn limit(&self) -> Option<u64> {
+        let files: &[&str] =
+            if self.version == 2 { &["memory.max", "memory.high"] } else { &["memory.limit_in_bytes"] };
+        let limits = files.iter().filter_map(|file| read(&self.dir.join(file)));
+        limits.filter(|&limit| limit < UNLIMITED).min()
+    }
+
+    /// Bytes that the group may still take, and its limit. Pages of files count as free, as the kernel drops them first.
+    pub fn left(&self) -> Option<(u64, u64)> {
+        let limit = self.limit()?;
+        let (usage, names) = match self.version {
+            2 => ("memory.current", ["active_file", "inactive_file"]),
+            _ => ("memory.usage_in_bytes", ["total_active_file", "total_inactive_file"]),
+        };
+        let usage = read(&self.dir.join(usage))?;
+        let stat = fs::read_to_string(self.dir.join("memory.stat")).ok()?;
+        let bytes =
+            |name| stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse::<u64>().ok());
+        let files: u64 = names.into_iter().filter_map(bytes).sum();
+        Some((limit.saturating_sub(usage.saturating_sub(files)), limit))
+    }
 }
 
 /// The number in a limit file; `max` and unreadable files are no limit.
@@ -70,11 +102,6 @@ impl Mount {
         };
         ours.then(|| Path::new(path))
     }
-
-    /// `memory.high` kills nothing but slows a process above it to a crawl, so it binds as well.
-    fn files(&self) -> &'static [&'static str] {
-        if self.version == 2 { &["memory.max", "memory.high"] } else { &["memory.limit_in_bytes"] }
-    }
 }
 
 /// Undoes `mountinfo`'s octal escapes of blanks and backslashes.
@@ -85,6 +112,10 @@ fn unescape(text: &str) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn least(groups: &str, mounts: &str) -> Option<u64> {
+        all(groups, mounts).iter().filter_map(Group::limit).min()
+    }
 
     fn put(dir: &Path, file: &str, text: &str) {
         fs::create_dir_all(dir).unwrap();
@@ -132,6 +163,19 @@ mod tests {
         assert_eq!(least("4:memory:/docker/1f\n", &mounts), Some(800));
         // ... or the group's name has nothing to do with the mount.
         assert_eq!(least("4:memory:/system.slice/x\n", &mounts), Some(800));
+    }
+
+    #[test]
+    fn pages_of_files_count_as_free() {
+        let root = tempfile::tempdir().unwrap();
+        let mounts = format!("30 20 0:26 / {} rw - cgroup2 cgroup2 rw\n", root.path().display());
+        put(&root.path().join("a"), "memory.max", "1000\n");
+        put(&root.path().join("a"), "memory.current", "950\n");
+        put(&root.path().join("a"), "memory.stat", "anon 700\nfile 200\ninactive_file 150\nactive_file 50\n");
+        let left: Vec<_> = all("0::/a\n", &mounts).iter().filter_map(Group::left).collect();
+        assert_eq!(left, [(250, 1000)]);
+        put(&root.path().join("a"), "memory.current", "1300\n");
+        assert_eq!(all("0::/a\n", &mounts)[0].left(), Some((0, 1000)), "more is held than the new limit allows");
     }
 
     #[test]

@@ -73,6 +73,7 @@ pub fn steps(service: &Service, action: Action) -> Vec<Step> {
         Action::Uninstall => vec![Step::Try(words(["launchctl", "bootout", &target])), Step::Remove(file)],
         Action::Start => vec![Step::Run(words(["launchctl", "kickstart", &target]))],
         Action::Stop => vec![Step::Run(words(["launchctl", "kill", "SIGTERM", &target]))],
+        Action::Reload => vec![Step::Run(words(["launchctl", "kill", "SIGHUP", &target]))],
         Action::Status => vec![Step::Run(words(["launchctl", "print", &target]))],
         Action::Logs => {
             let mut follow: Vec<OsString> = words(["/bin/sh", "-c"]);

@@ -109,6 +109,7 @@ pub fn steps(service: &Service, action: Action) -> Vec<Step> {
         ],
         Action::Start => vec![Step::Run(words(["systemctl", "--user", "start", UNIT]))],
         Action::Stop => vec![Step::Run(words(["systemctl", "--user", "stop", UNIT]))],
+        Action::Reload => vec![Step::Run(words(["systemctl", "--user", "reload", UNIT]))],
         Action::Status => vec![Step::Run(words(["systemctl", "--user", "--no-pager", "status", UNIT]))],
         Action::Logs => vec![Step::Run(words(["journalctl", "--user-unit", UNIT, "-n", LINES, "-f"]))],
     }
