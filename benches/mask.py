@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """The cost of a form beside a decode step: mask.py BINARY MODEL [--tokens 192] [--rounds 9] [--threads 2] [--cores 0,1]
+[--form records]...
 
 Serves MODEL and asks for answers of as many tokens without a form and with one, in turn (plain, form, form, plain: a round), for each
 of several forms. Measured are the seconds of decoding (moestro_decode_seconds, from the first token to the last) and the
@@ -9,7 +10,7 @@ import argparse, csv, json, os, re, statistics, subprocess, sys, urllib.request
 
 p = argparse.ArgumentParser()
 p.add_argument("binary"); p.add_argument("model"); p.add_argument("--tokens", type=int, default=192); p.add_argument("--rounds", type=int, default=9)
-p.add_argument("--threads", default="2"); p.add_argument("--cores"); p.add_argument("--temperature", type=float, default=1)
+p.add_argument("--threads", default="2"); p.add_argument("--cores"); p.add_argument("--temperature", type=float, default=1); p.add_argument("--form", action="append")
 a = p.parse_args()
 
 text = {"type": "string"}
@@ -20,6 +21,7 @@ FORMS = {"a long string": {"type": "string", "minLength": 4000},
          "strings": {"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 300},
          "records": {"type": "array", "items": record, "minItems": 200},
          "numbers": {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1000}, "minItems": 500}}
+FORMS = {name: form for name, form in FORMS.items() if not a.form or name in a.form}
 FORMS = {name: {"type": "object", "properties": {"a": form}, "required": ["a"], "additionalProperties": False} for name, form in FORMS.items()}
 
 pin = ["taskset", "-c", a.cores] if a.cores else []
@@ -54,7 +56,7 @@ def measure(form, seed):
     return [(x - y) / a.tokens * 1e3 for x, y in zip((decoded(), processor()), before)]
 
 
-out = csv.writer(sys.stdout)
+out = csv.writer(sys.stdout, lineterminator="\n")
 out.writerow(["form", "round", "plain_ms", "form_ms", "ratio", "plain_cpu_ms", "form_cpu_ms", "cpu_ratio"])
 try:
     measure(None, 0)

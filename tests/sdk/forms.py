@@ -1,7 +1,7 @@
 """Answers at temperature 1, each held to one of the schemas in tests/fixtures/schemas.json: as content and as the arguments of a
 tool that must be called.
 
-    python forms.py http://127.0.0.1:5413/v1 [ANSWERS]
+    python forms.py http://127.0.0.1:5413/v1 [ANSWERS [FIRST]]
 
 Every answer that ends by itself must parse and, where the schema is strict, validate (by the package `jsonschema`; without
 strict, keywords that cannot be kept are left out). Every required tool must be called. An answer that reaches the limit of
@@ -19,6 +19,7 @@ import openai
 
 CLIENT = openai.OpenAI(base_url=sys.argv[1], api_key="unused", max_retries=0, timeout=300)
 ANSWERS = int(sys.argv[2]) if len(sys.argv) > 2 else 126
+FIRST = int(sys.argv[3]) if len(sys.argv) > 3 else 0
 CASES = json.loads((pathlib.Path(__file__).parent.parent / "fixtures" / "schemas.json").read_text())
 MODEL = CLIENT.models.list().data[0].id
 MOST = 600
@@ -50,7 +51,7 @@ def ask(seed, **form):
 
 def main():
     began, told = time.monotonic(), {"valid": 0, "cut": 0, "wrong": 0}
-    for index in range(ANSWERS):
+    for index in range(FIRST, FIRST + ANSWERS):
         case, turn = CASES[index % len(CASES)], index // len(CASES)
         # Arguments are an object; other schemas are for contents only.
         way = as_call if turn % 2 and case["schema"].get("type") == "object" else as_content
