@@ -8,13 +8,15 @@
 
 #[path = "support/group.rs"]
 mod group;
+#[path = "support/process.rs"]
+mod process;
 
 use group::Group;
+use process::Process;
 use std::{
     fmt::Write as _,
-    io::{BufRead, BufReader, Read, Write},
+    io::{Read, Write},
     net::{Shutdown, TcpStream},
-    process::{Child, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -22,28 +24,17 @@ use std::{
 const MIB: u64 = 1 << 20;
 const LIMIT: u64 = 512 * MIB;
 
-struct Server {
-    child: Child,
-    port: u16,
-}
+struct Server(Process);
 
 impl Server {
     fn start(group: Option<&Group>) -> Self {
-        let mut child = group::command(group)
-            .args(["serve", "--port", "0", "--memory-limit", &LIMIT.to_string()])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut ready = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut ready).unwrap();
-        let ready: serde_json::Value = serde_json::from_str(&ready).expect("the ready line");
-        assert_eq!(ready["plan"]["requests"], 32 * MIB);
-        Self { child, port: u16::try_from(ready["port"].as_u64().unwrap()).unwrap() }
+        let process = Process::spawn(group::command(group), &["--memory-limit", &LIMIT.to_string()]);
+        assert_eq!(process.ready["plan"]["requests"], 32 * MIB);
+        Self(process)
     }
 
     fn connect(&self) -> TcpStream {
-        let stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        let stream = TcpStream::connect(("127.0.0.1", self.0.port)).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         stream
     }
@@ -82,23 +73,16 @@ impl Server {
 
     /// A figure of the process: `VmRSS` or `VmHWM`, in bytes.
     fn memory(&self, name: &str) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
         line.unwrap().trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() * 1024
     }
 
     /// Processor time that the process has used, in seconds.
     fn seconds(&self) -> f64 {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.0.id())).unwrap();
         let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
         (fields[11].parse::<f64>().unwrap() + fields[12].parse::<f64>().unwrap()) / 100.0
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

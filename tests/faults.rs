@@ -4,7 +4,7 @@
 use moestro::{
     device::{Immediate, Mark},
     error::StoreError,
-    experts::{Choice, ExpertMap, Experts, Files, Io, Options, PIECES, Phase, Piece, Prefetch, Source},
+    experts::{Choice, ExpertMap, Experts, Files, Io, Options, PIECES, Phase, Piece, Prefetch, Source, Warm},
     metrics::Metrics,
 };
 use std::{
@@ -225,8 +225,9 @@ fn a_truncated_shard_is_refused_when_opened() {
     }
 }
 
-#[test]
-fn a_shard_truncated_while_serving_ends_requests_that_need_the_rest() {
+/// Does something to a shard from which two experts of the first layer are in memory, in each way of reading. They stay
+/// usable.
+fn while_serving(harm: impl Fn(&Path, &Experts)) {
     for io in [Io::Buffered, Io::Direct] {
         let dir = tempfile::tempdir().unwrap();
         let path = shard(dir.path());
@@ -235,29 +236,54 @@ fn a_shard_truncated_while_serving_ends_requests_that_need_the_rest() {
         }
         let store = open(&path, io).unwrap();
         take(&store, 0, &[0, 1], Phase::Decode).unwrap();
-        let last = map().layers[1][5][6];
-        std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(last.offset + 1).unwrap();
-        let error = take(&store, 1, &[5], Phase::Decode).unwrap_err();
-        assert!(matches!(error, StoreError::Read { layer: 1, expert: 5, .. }), "{error}");
-        take(&store, 0, &[0, 1], Phase::Decode).expect("what is in memory stays usable");
+        harm(&path, &store);
+        take(&store, 0, &[0, 1], Phase::Decode).expect("what is in memory is the old file's");
     }
 }
 
 #[test]
+fn a_shard_truncated_while_serving_ends_requests_that_need_the_rest() {
+    while_serving(|path, store| {
+        let last = map().layers[1][5][6];
+        std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(last.offset + 1).unwrap();
+        let error = take(store, 1, &[5], Phase::Decode).unwrap_err();
+        assert!(matches!(error, StoreError::Read { layer: 1, expert: 5, .. }), "{error}");
+    });
+}
+
+#[test]
 fn a_shard_written_to_while_serving_is_never_mixed_in() {
-    for io in [Io::Buffered, Io::Direct] {
-        let dir = tempfile::tempdir().unwrap();
-        let path = shard(dir.path());
-        if !ways(&path).contains(&io) {
-            continue;
-        }
-        let store = open(&path, io).unwrap();
-        take(&store, 0, &[0, 1], Phase::Decode).unwrap();
+    while_serving(|path, store| {
         std::thread::sleep(std::time::Duration::from_millis(20));
-        std::fs::OpenOptions::new().write(true).open(&path).unwrap().write_all(&vec![0; size()]).unwrap();
-        let error = take(&store, 1, &[3], Phase::Decode).unwrap_err();
+        std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all(&vec![0; size()]).unwrap();
+        let error = take(store, 1, &[3], Phase::Decode).unwrap_err();
         assert!(error.to_string().contains("changed while it was being served"), "{error}");
-        take(&store, 0, &[0, 1], Phase::Decode).expect("what is in memory is the old file's");
+    });
+}
+
+#[test]
+fn a_store_has_the_slots_it_was_given_and_no_more_than_experts() {
+    for (slots, has) in [(3, 3), (LAYERS * EXPERTS, LAYERS * EXPERTS), (1000, LAYERS * EXPERTS)] {
+        assert_eq!(seam(slots).0.slots(), has);
+    }
+    let none = Experts::with_source(Box::new(Seam(Arc::default())), map(), Options::new(0), Metrics::new("0", "cpu"));
+    assert!(none.err().expect("nothing can be read").to_string().contains("no memory for even one expert"));
+}
+
+#[test]
+fn only_a_store_that_evicts_keeps_a_list_of_what_is_hot() {
+    let dir = tempfile::tempdir().unwrap();
+    for (slots, asked, kept) in [(4, true, true), (4, false, false), (LAYERS * EXPERTS, true, false)] {
+        let file = dir.path().join(format!("hot-{slots}-{asked}.json"));
+        let warm = Some(Warm { file: file.clone(), identity: "me".into() });
+        let options = Options { warm, ..Options::new(slots) };
+        let source = Box::new(Seam(Arc::default()));
+        let store = Experts::with_source(source, map(), options, Metrics::new("0", "cpu")).unwrap();
+        if asked {
+            take(&store, 0, &[1, 2], Phase::Decode).unwrap();
+        }
+        drop(store);
+        assert_eq!(file.exists(), kept, "{slots} slots, asked: {asked}");
     }
 }
 

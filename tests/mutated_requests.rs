@@ -6,6 +6,8 @@
 
 #[path = "api/client.rs"]
 mod client;
+#[path = "support/mutate.rs"]
+mod mutate;
 #[path = "api/server.rs"]
 mod server;
 
@@ -13,6 +15,7 @@ use moestro::chat::{
     Conversation, Template, numbers,
     parse::{Delta, Parser},
 };
+use mutate::Dice;
 use serde_json::{Map, Value, json};
 use server::{Setup, demo};
 use std::{
@@ -21,26 +24,6 @@ use std::{
 };
 
 const TOO_LONG: Duration = Duration::from_secs(10);
-
-/// xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    fn below(&mut self, count: usize) -> usize {
-        (self.next() >> 16) as usize % count.max(1)
-    }
-
-    fn of<'a, T>(&mut self, all: &'a [T]) -> &'a T {
-        &all[self.below(all.len())]
-    }
-}
 
 fn setting(name: &str) -> Option<u64> {
     env::var(name).ok()?.parse().ok()
@@ -54,7 +37,7 @@ fn seeds() -> (u64, Instant) {
 }
 
 /// Values at which programs err.
-fn odd(random: &mut Random) -> Value {
+fn odd(dice: &mut Dice) -> Value {
     let odd = [
         json!(null),
         json!(true),
@@ -76,34 +59,34 @@ fn odd(random: &mut Random) -> Value {
         json!({"role": "tool", "content": [{"type": "text", "text": "x"}]}),
         json!(vec![1; 600]),
     ];
-    random.of(&odd).clone()
+    dice.pick(&odd).clone()
 }
 
 /// Changes one place of a value: replaces, removes, doubles, or renames.
-fn change(value: &mut Value, random: &mut Random) {
-    let deeper = random.below(4) > 0;
+fn change(value: &mut Value, dice: &mut Dice) {
+    let deeper = dice.below(4) > 0;
     match value {
         Value::Array(items) if deeper && !items.is_empty() => {
-            let at = random.below(items.len());
-            match random.below(6) {
+            let at = dice.below(items.len());
+            match dice.below(6) {
                 0 => drop(items.remove(at)),
                 1 => items.push(items[at].clone()),
-                _ => change(&mut items[at], random),
+                _ => change(&mut items[at], dice),
             }
         }
         Value::Object(fields) if deeper && !fields.is_empty() => {
-            let name = fields.keys().nth(random.below(fields.len())).cloned().unwrap_or_default();
-            match random.below(8) {
+            let name = fields.keys().nth(dice.below(fields.len())).cloned().unwrap_or_default();
+            match dice.below(8) {
                 0 => drop(fields.remove(&name)),
                 1 => {
-                    let other = odd(random).to_string();
+                    let other = odd(dice).to_string();
                     let value = fields.remove(&name).unwrap_or_default();
                     fields.insert(other, value);
                 }
-                _ => change(&mut fields[&name], random),
+                _ => change(&mut fields[&name], dice),
             }
         }
-        other => *other = odd(random),
+        other => *other = odd(dice),
     }
 }
 
@@ -112,17 +95,17 @@ const SIGNS: [&[u8]; 10] =
     [b"{", b"[", b"\"", b"\\u", b"\\ud800", b"\xff", b"e999", b"}}", b"null,", b"{% for x in y %}"];
 
 /// Changes bytes: flips, cuts, doubles, inserts one of `pieces`.
-fn damage(bytes: &mut Vec<u8>, random: &mut Random, pieces: &[&[u8]]) {
-    let at = random.below(bytes.len() + 1);
-    let end = (at + random.below(12)).min(bytes.len());
-    match random.below(4) {
-        0 if at < bytes.len() => bytes[at] ^= 1 << random.below(8),
+fn damage(bytes: &mut Vec<u8>, dice: &mut Dice, pieces: &[&[u8]]) {
+    let at = dice.below(bytes.len() + 1);
+    let end = (at + dice.below(12)).min(bytes.len());
+    match dice.below(4) {
+        0 if at < bytes.len() => bytes[at] ^= 1 << dice.below(8),
         1 => drop(bytes.drain(at..end)),
         2 => {
             let piece = bytes[at..end].to_vec();
-            (0..=random.below(50)).for_each(|_| drop(bytes.splice(at..at, piece.iter().copied())));
+            (0..=dice.below(50)).for_each(|_| drop(bytes.splice(at..at, piece.iter().copied())));
         }
-        _ => drop(bytes.splice(at..at, random.of(pieces).iter().copied())),
+        _ => drop(bytes.splice(at..at, dice.pick(pieces).iter().copied())),
     }
 }
 
@@ -168,11 +151,11 @@ async fn requests_that_were_changed() {
     let requests = requests();
     let mut count = 0;
     while Instant::now() < end {
-        let mut random = Random(seed | 1);
-        let (path, mut body) = random.of(&requests).clone();
-        (0..=random.below(3)).for_each(|_| change(&mut body, &mut random));
+        let mut dice = Dice(seed);
+        let (path, mut body) = dice.pick(&requests).clone();
+        (0..=dice.below(3)).for_each(|_| change(&mut body, &mut dice));
         let mut bytes = body.to_string().into_bytes();
-        (0..random.below(3)).for_each(|_| damage(&mut bytes, &mut random, &SIGNS));
+        (0..dice.below(3)).for_each(|_| damage(&mut bytes, &mut dice, &SIGNS));
         let asked = Instant::now();
         let answer = server.send("POST", path, &[], Some(&bytes)).await;
         let (status, text) = (answer.status, answer.text().await);
@@ -204,9 +187,9 @@ fn templates_that_were_changed() {
     let (mut seed, end) = seeds();
     let (mut count, mut rendered) = (0, 0);
     while Instant::now() < end {
-        let mut random = Random(seed | 1);
+        let mut dice = Dice(seed);
         let mut changed = source.clone();
-        (0..=random.below(6)).for_each(|_| damage(&mut changed, &mut random, &SIGNS));
+        (0..=dice.below(6)).for_each(|_| damage(&mut changed, &mut dice, &SIGNS));
         std::fs::write(dir.path().join("chat_template.jinja"), &changed).unwrap();
         let begun = Instant::now();
         if let Ok(template) = Template::load(dir.path()) {
@@ -274,13 +257,13 @@ fn answers_that_were_changed() {
     let (mut seed, end) = seeds();
     let (mut count, mut calls) = (0, 0);
     while Instant::now() < end {
-        let mut random = Random(seed | 1);
+        let mut dice = Dice(seed);
         let mut bytes = ANSWER.as_bytes().to_vec();
-        (0..=random.below(8)).for_each(|_| damage(&mut bytes, &mut random, &TAGS));
+        (0..=dice.below(8)).for_each(|_| damage(&mut bytes, &mut dice, &TAGS));
         let text = String::from_utf8_lossy(&bytes).into_owned();
         let (mut pieces, mut rest) = (Vec::new(), text.as_str());
         while !rest.is_empty() {
-            let length = rest.char_indices().nth(1 + random.below(9)).map_or(rest.len(), |(at, _)| at);
+            let length = rest.char_indices().nth(1 + dice.below(9)).map_or(rest.len(), |(at, _)| at);
             let (piece, later) = rest.split_at(length);
             pieces.push(piece);
             rest = later;

@@ -10,7 +10,8 @@ use minijinja::{
 };
 use std::{
     cell::{Cell, RefCell},
-    fmt, io,
+    fmt::{self, Write as _},
+    io,
 };
 
 /// Bytes of text that one rendering may make for each byte that it is given, and beside.
@@ -92,36 +93,36 @@ impl io::Write for Prompt {
 }
 
 /// Text that is being made of a value. A value may hold itself many times over, so each piece is counted as it comes; what
-/// is too much is left out, and [`Text::made`] says so.
+/// is too much is left out, and [`Text::check`] says so.
 #[derive(Default)]
-pub(super) struct Text {
-    text: String,
+pub(super) struct Text<W = String> {
+    out: W,
     failed: bool,
 }
 
-impl Text {
-    pub fn push_str(&mut self, piece: &str) {
-        self.failed |= spend(piece.len()).is_err();
-        if !self.failed {
-            self.text.push_str(piece);
-        }
-    }
-
+impl<W> Text<W> {
     /// An error if it was too much already.
     pub fn check(&self) -> Result<(), Error> {
         if self.failed { Err(too_much()) } else { Ok(()) }
     }
+}
+
+impl Text {
+    pub fn push_str(&mut self, piece: &str) {
+        // `failed` keeps the error.
+        let _ = self.write_str(piece);
+    }
 
     pub fn made(self) -> Result<String, Error> {
         self.check()?;
-        Ok(self.text)
+        Ok(self.out)
     }
 }
 
-impl fmt::Write for Text {
+impl<W: fmt::Write> fmt::Write for Text<W> {
     fn write_str(&mut self, piece: &str) -> fmt::Result {
-        self.push_str(piece);
-        if self.failed { Err(fmt::Error) } else { Ok(()) }
+        self.failed |= spend(piece.len()).is_err();
+        if self.failed { Err(fmt::Error) } else { self.out.write_str(piece) }
     }
 }
 
@@ -248,6 +249,14 @@ fn counted(value: &Value) -> Result<Value, Error> {
 /// The value as the text that is joined to another.
 fn written(value: &Value) -> Result<Value, Error> {
     if value.as_str().is_some() { counted(value) } else { Ok(Value::from(string(value)?)) }
+}
+
+/// Writes `str(value)`, counted.
+pub(super) fn write(out: &mut impl fmt::Write, value: &Value) -> Result<(), Error> {
+    let mut text = Text { out, failed: false };
+    let written = python::write(&mut text, value);
+    text.check()?;
+    Ok(written?)
 }
 
 /// `str(value)`, counted.

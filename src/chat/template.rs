@@ -181,7 +181,7 @@ fn environment() -> Environment<'static> {
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_fuel(Some(FUEL));
     env.set_unknown_method_callback(methods::call);
-    env.set_formatter(|out, _, value| Ok(out.write_str(&bounds::string(value)?)?));
+    env.set_formatter(|out, _, value| bounds::write(out, value));
     bounds::install(&mut env);
     env.add_filter("tojson", python::tojson);
     env.add_filter("string", |value: &Value| match value.as_str() {

@@ -5,6 +5,7 @@ use proptest::{
 };
 
 const GIB: u64 = 1 << 30;
+const MIB: u64 = 1 << 20;
 
 /// Qwen3.5-35B-A3B in 4 bits.
 pub fn model_35b() -> Shape {
@@ -84,6 +85,88 @@ fn a_refusal_says_the_sum_and_what_would_do() {
     assert_eq!(plan(advice).slots, 320);
     let wishes = Wishes { limit: Some(advice - (1 << 20)), ..Wishes::default() };
     assert!(Plan::new(&model_35b(), &limits(), &wishes).is_err());
+}
+
+/// With round numbers, so that a plan can be computed by hand.
+fn small() -> Shape {
+    Shape {
+        trunk: 100 * MIB,
+        gathered: 0,
+        expert: MIB,
+        slot: 2 * MIB,
+        layers: 4,
+        experts: 32,
+        experts_per_token: 2,
+        kv_per_token: 1024,
+        state: 3 * MIB,
+        workspace_per_row: 4096,
+        workspace_fixed: 5 * MIB,
+        context: 100_000,
+        draft: DraftShape { fixed: 7 * MIB, per_token: 1024, per_row: 4096 },
+    }
+}
+
+#[test]
+fn each_part_is_as_computed_by_hand() {
+    let limits = Limits { ram: Some(GIB), gpu: None, cgroup: None, process: 10 * MIB };
+    let wishes = Wishes { limit: Some(320 * MIB), serving: true, ..Wishes::default() };
+    let plan = Plan::new(&small(), &limits, &wishes).unwrap();
+    // The least: 10 + 100 + 3 + 5 + 7 + 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB and 256 rows of 8 KiB: 171 MiB. Of
+    // the spare 149, the context and the cache get a sixteenth each, the chunk half of that, and the slots 125.7: 62 more.
+    let (context, chunk) = (4096 + 4608, 256 + 576);
+    let expected = Plan {
+        strategy: Strategy::Streaming,
+        limit: 320 * MIB,
+        limit_from: LimitFrom::Asked,
+        process: 10 * MIB,
+        trunk: 100 * MIB,
+        kv: context * 1024,
+        state: 3 * MIB,
+        workspace: 5 * MIB + chunk * 4096,
+        draft: 7 * MIB + context * 1024 + chunk * 4096,
+        requests: 20 * MIB,
+        prompt_cache: 149 * MIB / 16,
+        experts: 140 * MIB,
+        page_cache: 0,
+        slots: 70,
+        residency: 70.0 / 128.0,
+        overcommit: (317.8125 - 140.0 + 256.0) / 320.0,
+        context: context as usize,
+        chunk: chunk as usize,
+    };
+    assert_eq!(plan, expected);
+    assert_eq!(plan.total(), 3_178_125 * MIB / 10_000);
+
+    // With half as many experts all have a slot, and the 13.7 MiB that they leave go to the context.
+    let plan = Plan::new(&Shape { experts: 16, ..small() }, &limits, &wishes).unwrap();
+    assert_eq!((plan.strategy, plan.slots, plan.residency), (Strategy::Resident, 64, 1.0));
+    assert_eq!((plan.context, plan.chunk), (4096 + 11_776, 832));
+
+    let plan = Plan::new(&small(), &limits, &Wishes { prompt_cache: Some(6 * MIB), ..wishes }).unwrap();
+    assert_eq!((plan.prompt_cache, plan.slots), (6 * MIB, 8 + (143 * MIB - 143 * MIB * 3 / 32) as usize / (2 << 20)));
+}
+
+#[test]
+fn a_refusal_names_what_is_there_and_nothing_else() {
+    let wishes = Wishes { limit: Some(100 * MIB), ..Wishes::default() };
+    let why = |shape: &Shape, wishes: &Wishes| Plan::new(shape, &limits(), wishes).unwrap_err().to_string();
+    let parts = ["the draft model 7.0 MiB", "requests 16.0 MiB", "prompt cache 6.0 MiB"];
+    let all = why(&small(), &Wishes { serving: true, prompt_cache: Some(6 * MIB), ..wishes });
+    assert!(parts.iter().all(|part| all.contains(&format!(" + {part}"))), "{all}");
+    assert!(all.contains("workspace for chunks of 256 tokens 7.0 MiB"), "{all}");
+    let none = why(&Shape { draft: DraftShape::default(), ..small() }, &wishes);
+    assert!(["draft", "requests", "cache "].iter().all(|part| !none.replace("KV cache", "").contains(part)), "{none}");
+}
+
+#[test]
+fn one_miss_in_four_is_as_slow_as_computed_by_hand() {
+    let shape = Shape { trunk: 5000, gathered: 1000, expert: 1000, layers: 3, experts_per_token: 2, ..small() };
+    let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6 };
+    let found = estimate(&shape, &bandwidth, 0.75, 0.05);
+    // The trunk takes 0.4 s, the state 0.1. Both hit: 0.2 s to compute. One missed: the latency and one expert. Both missed: a second of reading and one expert.
+    let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
+    assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05))).abs() < 1e-9, "{found:?}");
+    assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
 }
 
 #[test]

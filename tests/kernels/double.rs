@@ -2,7 +2,7 @@
 //! the host, in any order that barriers and fences allow. Calls that Metal forbids, or leaves undefined, stop the test;
 //! and any call can be made to fail.
 
-use crate::host::Host;
+use crate::{host::Host, mutate::Dice};
 use moestro::device::{DeviceError, Dispatch, Driver, Effect, Region, Slab, Status};
 use std::{
     cell::RefCell,
@@ -51,7 +51,7 @@ pub type Shared = Arc<Mutex<Control>>;
 
 struct Inner {
     host: Host,
-    random: u64,
+    random: Dice,
     slabs: BTreeMap<u32, (Arc<Slab>, usize)>,
     lengths: BTreeMap<u32, usize>,
     /// The number of the command buffer that is open.
@@ -84,7 +84,7 @@ impl Double {
         host.twice = false;
         Self(RefCell::new(Inner {
             host,
-            random: 1,
+            random: Dice(1),
             slabs: BTreeMap::new(),
             lengths: BTreeMap::new(),
             open: None,
@@ -102,18 +102,11 @@ impl Double {
 }
 
 impl Inner {
-    fn below(&mut self, n: usize) -> usize {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        (self.random >> 33) as usize % n
-    }
-
     /// Counts a call; the fault that is planned for it.
     fn called(&mut self, method: &'static str) -> Option<Fault> {
         let mut control = self.control.lock().unwrap();
         if let Some(seed) = control.seed.take() {
-            self.random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+            self.random = Dice(seed);
         }
         let count = control.calls.entry(method).or_default();
         *count += 1;
@@ -145,10 +138,10 @@ impl Inner {
         if ready.is_empty() {
             return false;
         }
-        let index = ready[self.below(ready.len())];
+        let index = ready[self.random.below(ready.len())];
         let left: usize = self.buffers[index].segments.iter().map(Vec::len).sum();
         let fails = matches!(self.buffers[index].fault, Some(Fault::Fails | Fault::Banned)) || self.banned;
-        if fails && (left < 2 || self.below(3) == 0) {
+        if fails && (left < 2 || self.random.below(3) == 0) {
             self.banned |= self.buffers[index].fault == Some(Fault::Banned);
             let why = if self.banned { "submissions are ignored" } else { "an address fault" };
             self.buffers[index].status = Status::Failed(why.into());
@@ -163,7 +156,7 @@ impl Inner {
             }
             return true;
         };
-        let choice = self.below(count);
+        let choice = self.random.below(count);
         let dispatch = self.buffers[index].segments[0].swap_remove(choice);
         self.execute(&dispatch);
         true
@@ -187,7 +180,7 @@ impl Inner {
 
     /// Lets a little or nothing happen.
     fn idle(&mut self) {
-        for _ in 0..self.below(4) {
+        for _ in 0..self.random.below(4) {
             self.step();
         }
     }

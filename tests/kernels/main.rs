@@ -14,6 +14,8 @@ mod layers;
 mod linear;
 mod lint;
 mod mtp;
+#[path = "../support/mutate.rs"]
+mod mutate;
 mod queue;
 mod record;
 mod streaming;

@@ -1,4 +1,5 @@
 //! Changes to bytes and to JSON as accidents and attackers make them; the same seed makes the same changes.
+#![allow(dead_code)] // Each test binary uses a part of it.
 
 use serde_json::Value;
 

@@ -11,7 +11,9 @@ use std::{
 /// A server of its own, killed when it goes.
 pub struct Process {
     child: Child,
-    port: u64,
+    pub port: u16,
+    /// The line that says that it is ready.
+    pub ready: Value,
 }
 
 impl Process {
@@ -31,8 +33,8 @@ impl Process {
             .unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let ready: Value = serde_json::from_str(&line).unwrap();
-        Self { port: ready["port"].as_u64().unwrap(), child }
+        let ready: Value = serde_json::from_str(&line).expect("the ready line");
+        Self { child, port: ready["port"].as_u64().unwrap() as u16, ready }
     }
 
     pub fn id(&self) -> u32 {
@@ -41,7 +43,7 @@ impl Process {
 
     /// The body of the answer.
     pub fn ask(&self, method: &str, path: &str, body: &str) -> String {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port as u16)).unwrap();
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         let length = body.len();
         let head = "content-type: application/json\r\nconnection: close";
         write!(

@@ -35,10 +35,10 @@ impl Companion {
         let kept = (0..self.read.len()).take_while(same).count();
         let wrong = self.read.len() - kept;
         let room = self.model.context();
-        let possible = (wrong == 0 || wrong < self.tentative) && self.base + kept < sequence.len();
+        let possible = (wrong == 0 || wrong < self.tentative) && self.base + kept < sequence.end();
         if let Some(mut state) = self.state.take()
             && possible
-            && sequence.len() + most <= self.base + room
+            && sequence.end() + most <= self.base + room
         {
             if wrong > 0 {
                 self.model.take_back(&mut state, wrong)?;
@@ -46,7 +46,7 @@ impl Companion {
             }
             return Ok(state);
         }
-        self.base = sequence.len() - sequence.len().min(BEGIN).min(room.saturating_sub(most).max(1));
+        self.base = sequence.end() - sequence.end().min(BEGIN).min(room.saturating_sub(most).max(1));
         self.read.clear();
         self.model.start()
     }

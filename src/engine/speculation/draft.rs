@@ -36,12 +36,9 @@ pub struct Sequence<'a> {
 }
 
 impl Sequence<'_> {
-    pub fn len(&self) -> usize {
+    /// The position behind the last token.
+    pub fn end(&self) -> usize {
         self.seen.len() + 1
-    }
-
-    pub fn is_empty(&self) -> bool {
-        false
     }
 
     /// The token at a position; `None` behind the last.

@@ -136,7 +136,7 @@ impl Draft<Parrot> for Oracle {
         outlook: &mut Outlook<'_>,
         out: &mut Vec<u32>,
     ) -> Result<(), ModelError> {
-        if sequence.len() >= self.fails_at {
+        if sequence.end() >= self.fails_at {
             self.fails_at = usize::MAX;
             out.push(7);
             return Err(ModelError::Config("told to fail".into()));

@@ -74,6 +74,21 @@ impl Lab {
         self.read(region).into_iter().map(f32::to_bits).collect()
     }
 
+    /// The bytes of a row of `width` values depend neither on the rows beside it, nor on threads, nor on the instruction set.
+    /// `run` computes `len` rows, the first of which is number `from`.
+    fn rows_stand_alone(&mut self, rows: usize, width: usize, run: impl Fn(&mut Self, usize, usize) -> Vec<f32>) {
+        let mut run = |threads, from, len| to_bits(run(self.with(threads, Math::Integer), from, len));
+        let expected = run(1, 0, rows);
+        assert!(run(2, 0, rows) == expected && run(5, 0, rows) == expected);
+        for isa in Isa::all() {
+            assert!(with(isa, || run(1, 0, rows)) == expected, "{isa:?}");
+        }
+        for row in [0, rows / 2, rows - 1] {
+            let values = row * width..(row + 1) * width;
+            assert!(run(1, row, 1) == expected[values.clone()] && run(4, row, 1) == expected[values], "{row}");
+        }
+    }
+
     /// The products of `tokens` rows with weights, side by side.
     fn linear(&mut self, x: Region, tokens: usize, matrices: &[Weight]) -> Vec<f32> {
         let y = self.room(tokens * matrices.iter().map(|weight| weight.rows).sum::<usize>());

@@ -1,0 +1,102 @@
+//! The price of comparing a packed record's checksum when it is read: processor time of misses with and without.
+//!
+//! ```text
+//! cargo bench --bench checksum -- MODEL [ROUNDS] [ROUTES]
+//! ```
+//! MODEL has a pack. Two stores with room for one route read the same random routes of eight experts (so that all miss), in
+//! turn, of which one compares. A first round reads every record once, which is when each is summed; after it one read of
+//! sixteen is. Prints a line of CSV for each round: experts, microseconds of processor and of time for each, without and
+//! with, and the ratios; then what is more for each expert. Linux only.
+
+use moestro::{
+    checkpoint::pack,
+    device::Immediate,
+    experts::{Choice, Experts, Io, Options, Phase, Prefetch},
+    metrics::Metrics,
+    model::{self, Surveyed},
+};
+use std::{path::Path, time::Instant};
+
+/// Seconds of processor time that the threads of this process have used.
+fn processor() -> f64 {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let used = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("schedstat")).ok();
+    let nanoseconds = tasks.filter_map(used).filter_map(|text| text.split(' ').next()?.parse::<u64>().ok());
+    nanoseconds.sum::<u64>() as f64 / 1e9
+}
+
+/// Processor time and time for an expert, in microseconds.
+fn read(store: &Experts, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
+    let (begin, used) = (Instant::now(), processor());
+    let mut experts = 0;
+    for (layer, ids) in routes {
+        let choice = Choice { ids, k: ids.len(), logits: &[] };
+        let mut asked = store.ask(*layer, &choice, Phase::Decode, &mut Immediate).expect("experts that there are");
+        while asked.next(&mut Immediate).expect("a read").is_some() {}
+        experts += ids.len();
+    }
+    [processor() - used, begin.elapsed().as_secs_f64()].map(|seconds| seconds * 1e6 / experts as f64)
+}
+
+fn main() {
+    let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
+    let Some(dir) = args.next() else {
+        println!("checksum: no model given, nothing measured");
+        return;
+    };
+    let mut number = |default| args.next().map_or(default, |text| text.parse().expect("a number"));
+    let (rounds, count): (usize, usize) = (number(15), number(200));
+    let found = Surveyed::unpacked(Path::new(&dir), &model::Options::default()).expect("a model");
+    let open = |checks: bool| {
+        let pack = pack::find(Path::new(&dir), &found.experts, &found.files).expect("a pack");
+        let packed = checks.then_some(pack.packed);
+        let options = Options { io: Io::Direct, prefetch: Prefetch::Off, packed, ..Options::new(8) };
+        Experts::open(pack.files, pack.map, options, Metrics::new("bench", "cpu")).expect("the store opens")
+    };
+    let (without, with) = (open(false), open(true));
+    let (layers, experts) = (found.experts.layers.len(), found.experts.layers[0].len());
+    let all: Vec<(usize, Vec<u32>)> = (0..layers)
+        .flat_map(|layer| (0..experts as u32 / 8).map(move |first| (layer, (first * 8..first * 8 + 8).collect())))
+        .collect();
+    let mut seed = 7u64;
+    let mut next = |most: usize| {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (seed >> 33) as usize % most
+    };
+    println!("round,processor_us,with,ratio,time_us,with,ratio");
+    let mut more = Vec::new();
+    for round in 0..=rounds {
+        let drawn: Vec<(usize, Vec<u32>)> = (0..count)
+            .map(|_| {
+                let (layer, first) = (next(layers), next(experts));
+                (layer, (0..8).map(|i| ((first + i * 31) % experts) as u32).collect())
+            })
+            .collect();
+        let routes = if round == 0 { &all } else { &drawn };
+        // In turn, so that neither always comes first.
+        let (a, b) = match round % 2 {
+            0 => {
+                let a = read(&without, routes);
+                (a, read(&with, routes))
+            }
+            _ => {
+                let b = read(&with, routes);
+                (read(&without, routes), b)
+            }
+        };
+        println!(
+            "{},{:.1},{:.1},{:.3},{:.1},{:.1},{:.3}",
+            if round == 0 { "first".into() } else { round.to_string() },
+            a[0],
+            b[0],
+            b[0] / a[0],
+            a[1],
+            b[1],
+            b[1] / a[1]
+        );
+        more.push(b[0] - a[0]);
+    }
+    let first = more.remove(0);
+    more.sort_by(f64::total_cmp);
+    println!("more processor time for an expert: {first:.1} us when first read, {:.1} us later", more[more.len() / 2]);
+}
