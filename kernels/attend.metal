@@ -10,7 +10,7 @@ struct AttendArgs {
   uint room;              // few bits: positions of the ring of the newest
 };
 
-enum { SPLIT = 256, MOST_DIM = 256 };
+enum { SPLIT = 256, MOST_DIM = 256, TOGETHER = 4 };  // TOGETHER: positions whose scores are waited for at once
 
 FN float bf16_(uint h) { return as_type<float>(h << 16); }
 FN uint to_bf16(float x) {
@@ -71,20 +71,32 @@ FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys
     sum[j] = 0;
   }
   float largest = -as_type<float>(0x7f7fffffu), total = 0;
-  for (uint p = first; p < end; p++) {
-    const ulong at = (ulong(tgid.y) * a.context + p) * a.dim;
-    float score = 0;
-    UNROLL for (uint j = 0; j < COLUMNS; j++) {
-      const uint i = lane + 32 * j;
-      if (i < a.dim) score = fma(query[j], get(keys, at + i), score);
+  for (uint block = first; block < end; block += TOGETHER) {
+    float score[TOGETHER], next = largest;
+    UNROLL for (uint n = 0; n < TOGETHER; n++) {
+      const ulong at = (ulong(tgid.y) * a.context + min(block + n, end - 1)) * a.dim;
+      score[n] = 0;
+      UNROLL for (uint j = 0; j < COLUMNS; j++) {
+        const uint i = lane + 32 * j;
+        if (i < a.dim) score[n] = fma(query[j], get(keys, at + i), score[n]);
+      }
     }
-    score = SIMD_SUM(score);
-    const float next = max(largest, score), old = exp(largest - next), now = exp(score - next);
+    UNROLL for (uint n = 0; n < TOGETHER; n++) {
+      score[n] = SIMD_SUM(score[n]);
+      if (block + n < end) next = max(next, score[n]);
+    }
+    const float old = exp(largest - next);
     largest = next;
-    total = fma(total, old, now);
-    UNROLL for (uint j = 0; j < COLUMNS; j++) {
-      const uint i = lane + 32 * j;
-      if (i < a.dim) sum[j] = fma(sum[j], old, now * get(values, at + i));
+    total *= old;
+    UNROLL for (uint j = 0; j < COLUMNS; j++) sum[j] *= old;
+    UNROLL for (uint n = 0; n < TOGETHER; n++) {
+      const ulong at = (ulong(tgid.y) * a.context + min(block + n, end - 1)) * a.dim;
+      const float now = block + n < end ? exp(score[n] - next) : 0.0f;
+      total += now;
+      UNROLL for (uint j = 0; j < COLUMNS; j++) {
+        const uint i = lane + 32 * j;
+        if (i < a.dim) sum[j] = fma(now, get(values, at + i), sum[j]);
+      }
     }
   }
   DEVICE float* out = parts + ((ulong(token) * a.heads + head) * a.splits + tgid.x) * (a.dim + 2);

@@ -5,8 +5,7 @@
 // kept for whoever needs them next, or the product is added to y. A row's result does not depend on how many rows of x
 // there are: verification gives the bytes that decoding gives.
 //
-// Grid: (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16)); for one token 64 threads, each simdgroup with
-// two times ROWS rows, for several 128.
+// Grid: (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16)); 128 threads.
 
 struct LinearArgs {
   uint tokens, cols, width;   // rows of x, their length, the length of a row of y
@@ -15,7 +14,7 @@ struct LinearArgs {
   Matrix m[4];
 };
 
-enum { ROWS = 4, BLOCK = 16 };  // rows of a weight at once, and of a threadgroup
+enum { ROWS = 4, BLOCK = 16 };  // rows of a weight that a simdgroup has, and a threadgroup
 
 // Sixteen values of x * w (or of x), and their sum; the squares of x are added to *squares.
 template <bool NORM> FN float load_fast(DEVICE const float* x, DEVICE const float* w, THREAD float* v, THREAD float* squares) {
@@ -41,40 +40,36 @@ FN float squares_any(DEVICE const float* x, uint c, uint cols) {
   return sum;
 }
 
-// One lane's share of PARTS times ROWS rows of W (from `row`; rows past the last repeat it) times TOKENS rows of x (from
-// `first`), in acc[(j * TOKENS + t) * ROWS..], and of the squares of the latter.
-template <uint PARTS, uint TOKENS, bool NORM, uint BITS>
+// One lane's share of ROWS rows of W (from `row`; rows past the last repeat it) times TOKENS rows of x (from `first`), in
+// acc[t * ROWS..], and of the squares of the latter.
+template <uint TOKENS, bool NORM, uint BITS>
 FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
                      DEVICE const float* w, Bytes bytes, THREAD float* acc, THREAD float* squares PLACE) {
   const uint chunks = a.cols / 16;
   Rows<BITS, ROWS> next;
   if (lane < chunks) load_rows(bytes, m.rows, a.cols, row, lane, next);
   for (uint c = lane; c < chunks; c += 32) {
-    float v[16], sum = 0;
-    UNROLL for (uint j = 0; j < PARTS; j++) {
-      const Rows<BITS, ROWS> now = next;
-      if (j + 1 < PARTS) load_rows(bytes, m.rows, a.cols, row + (j + 1) * ROWS, c, next);
-      else if (c + 32 < chunks) load_rows(bytes, m.rows, a.cols, row, c + 32, next);
-      UNROLL for (uint t = 0; t < TOKENS; t++) {
-        if (j == 0) {  // several parts only for a single row of x
-          sum = load_fast<NORM>(x + ulong(min(first + t, a.tokens - 1)) * a.cols + c * 16, w + c * 16, v, squares + t);
-          if (BITS == 4) scale_x4(v);
-        }
-        add_rows(now, v, sum, acc + (j * TOKENS + t) * ROWS);
-      }
+    const Rows<BITS, ROWS> now = next;
+    if (c + 32 < chunks) load_rows(bytes, m.rows, a.cols, row, c + 32, next);
+    UNROLL for (uint t = 0; t < TOKENS; t++) {
+      float v[16];
+      const ulong from = ulong(min(first + t, a.tokens - 1)) * a.cols + c * 16;
+      const float sum = load_fast<NORM>(x + from, w + c * 16, v, squares + t);
+      if (BITS == 4) scale_x4(v);
+      add_rows(now, v, sum, acc + t * ROWS);
     }
   }
 }
 
 // The same for any encoding.
-template <uint PARTS, uint TOKENS, bool NORM>
+template <uint TOKENS, bool NORM>
 FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
                     DEVICE const float* w, Bytes bytes, THREAD float* acc, THREAD float* squares PLACE) {
   const uint code_bytes = row_codes(m, a.cols), scale_bytes = row_scales(m, a.cols);
   for (uint c = lane; c < (a.cols + 15) / 16; c += 32) {
     UNROLL for (uint t = 0; t < TOKENS; t++)
       if (NORM) squares[t] += squares_any(x + ulong(min(first + t, a.tokens - 1)) * a.cols, c, a.cols);
-    UNROLL for (uint r = 0; r < PARTS * ROWS; r++) {
+    UNROLL for (uint r = 0; r < ROWS; r++) {
       const uint at = min(row + r, m.rows - 1);
       float u[16], v[16];
       chunk(m, bytes.codes + at * code_bytes, c, a.cols, u);
@@ -83,7 +78,7 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
         const float sum = load_any<NORM>(x + ulong(min(first + t, a.tokens - 1)) * a.cols, w, c, a.cols, v);
         float dot = 0;
         UNROLL for (uint i = 0; i < 16; i++) dot = fma(u[i], v[i], dot);
-        THREAD float* to = acc + (r / ROWS * TOKENS + t) * ROWS + r % ROWS;
+        THREAD float* to = acc + t * ROWS + r;
         *to = fma(b, sum, fma(s, dot, *to));
       }
     }
@@ -93,17 +88,17 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
 template <uint TOKENS, bool NORM, bool ANY>
 FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block, DEVICE const float* x,
                DEVICE const float* w, DEVICE float* y, DEVICE float* kept, Bytes bytes PLACE) {
-  const uint PARTS = TOKENS == 1 ? 2 : 1, first = tgid.x * TOKENS, row = block * BLOCK + sg * PARTS * ROWS;
-  float squares[TOKENS], acc[PARTS * TOKENS * ROWS];
+  const uint first = tgid.x * TOKENS, row = block * BLOCK + sg * ROWS;
+  float squares[TOKENS], acc[TOKENS * ROWS];
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
-  UNROLL for (uint i = 0; i < PARTS * TOKENS * ROWS; i++) acc[i] = 0;
-  if (ANY) partial_any<PARTS, TOKENS, NORM>(m, a, row, first, x, w, bytes, acc, squares HERE);
-  else if (m.format == 4) partial_fast<PARTS, TOKENS, NORM, 4>(m, a, row, first, x, w, bytes, acc, squares HERE);
-  else partial_fast<PARTS, TOKENS, NORM, 8>(m, a, row, first, x, w, bytes, acc, squares HERE);
+  UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
+  if (ANY) partial_any<TOKENS, NORM>(m, a, row, first, x, w, bytes, acc, squares HERE);
+  else if (m.format == 4) partial_fast<TOKENS, NORM, 4>(m, a, row, first, x, w, bytes, acc, squares HERE);
+  else partial_fast<TOKENS, NORM, 8>(m, a, row, first, x, w, bytes, acc, squares HERE);
   UNROLL for (uint t = 0; t < TOKENS; t++) {
     const float scale = NORM ? 1.0f / sqrt(SIMD_SUM(squares[t]) / float(a.cols) + a.eps) : 1.0f;
-    UNROLL for (uint r = 0; r < PARTS * ROWS; r++) {
-      const float sum = SIMD_SUM(acc[(r / ROWS * TOKENS + t) * ROWS + r % ROWS]) * scale;
+    UNROLL for (uint r = 0; r < ROWS; r++) {
+      const float sum = SIMD_SUM(acc[t * ROWS + r]) * scale;
       if (lane == 0 && row + r < m.rows && first + t < a.tokens) {
         DEVICE float* out = y + ulong(first + t) * a.width + start + row + r;
         *out = a.add != 0 ? *out + sum : sum;
@@ -111,7 +106,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint bloc
     }
     if (!NORM || a.keep == 0 || tgid.y != 0 || first + t >= a.tokens) continue;
     const ulong from = ulong(first + t) * a.cols;
-    for (uint i = tid; i < a.cols; i += 128 / PARTS) kept[from + i] = x[from + i] * scale * w[i];
+    for (uint i = tid; i < a.cols; i += 128) kept[from + i] = x[from + i] * scale * w[i];
   }
 }
 

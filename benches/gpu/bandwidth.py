@@ -79,7 +79,7 @@ class Bench:
             parts += parts[-3:] * (4 - len(rows))
             bound = [x, w, y, x] + parts
             kernel = "linear_norm_1" if norm else "linear_1"
-            launches.append(lambda stream, b=bound: self.gpu.launch(kernel, args, b, grid, 64, stream))
+            launches.append(lambda stream, b=bound: self.gpu.launch(kernel, args, b, grid, 128, stream))
         shape = "+".join(map(str, rows)) + f"x{cols}"
         self.report(f"linear {bits}-bit" + (" norm" if norm else ""), shape, launches, each)
         self.clear()

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     checkpoint::{Trunk, identity::identity, index::Index},
-    device::{Compute, Gpu, Math, Region, Slab},
+    device::{Compute, Gpu, KIND, Math, Region, Slab},
     error::ModelError,
     experts::{self, Experts, Phase},
     metrics::Metrics,
@@ -146,6 +146,9 @@ impl Qwen {
         } else {
             let StoreOptions { slots, io, threads, prefetch, warm, trace } = options.store.clone();
             let slots = slots.unwrap_or(plan.slots).min(plan.slots);
+            // Linux shifts what is read directly by what the disk's blocks ask for, which kernels of a GPU refuse; not so a pack.
+            let shifts = options.gpu.is_some() && KIND == "cuda" && packed.is_none();
+            let io = if shifts && io == experts::Io::Auto { experts::Io::Buffered } else { io };
             let least = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
             let options = experts::Options { slots, least, io, threads, prefetch, warm, trace, packed };

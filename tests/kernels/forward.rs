@@ -156,10 +156,13 @@ fn nothing_depends_on_where_experts_are() {
     let case = cases().swap_remove(3);
     let (prompt, count) = (&case.prompt_ids, 6);
     let expected = answer(&mut resident(fast()), prompt, &[], count);
-    // As many slots as the plan takes, and hardly more than the four experts of one token and layer.
+    // Reading as it is chosen for a GPU; as many slots as the plan takes, and hardly more than the four experts of one token and layer.
     for (slots, chunks) in [(None, vec![]), (None, vec![1; prompt.len()]), (Some(5), vec![]), (Some(5), vec![7])] {
         let mut options = options(true);
         options.store.slots = slots;
+        if slots.is_none() {
+            options.store.io = Io::Auto;
+        }
         let mut streaming = planned(options, fast());
         let store = streaming.store().unwrap();
         assert!(!store.is_resident() && store.slots() <= slots.unwrap_or(2 * 8 * 4), "{} slots", store.slots());

@@ -45,7 +45,7 @@ impl Project<'_> {
             args,
             bindings,
             grid: [tokens.div_ceil(if batch { 4 } else { 1 }) as u32, blocks as u32, 1],
-            threads: if batch { 128 } else { 64 },
+            threads: 128,
         }
     }
 }
