@@ -273,7 +273,7 @@ pub struct Bench {
     #[arg(long, env = "MOESTRO_QUALITY", value_parser = BoolishValueParser::new(), conflicts_with = "cold")]
     pub quality: bool,
     /// Instead: the same answer plain and with this draft, side by side
-    #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "mtp|lookup|PATH|ID", value_parser = values::draft, conflicts_with_all = ["cold", "quality"])]
+    #[arg(long, value_name = "mtp|self|lookup|PATH|ID", value_parser = values::draft, conflicts_with_all = ["cold", "quality"])]
     pub draft_model: Option<Draft>,
     /// Tokens that are drafted at a time at most
     #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]

@@ -11,8 +11,7 @@ mod text;
 
 pub use board::Board;
 use families::{
-    DEPTH, FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, counter, counters, gauge, gauges, histogram, register,
-    seconds,
+    DEPTH, FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, counter, counters, gauge, gauges, histogram, seconds,
 };
 use prometheus::{Counter, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -116,6 +115,10 @@ pub struct Metrics {
     pub draft_seconds_saved: Counter,
     /// By cycles that were slower.
     pub draft_seconds_lost: Counter,
+    /// Rows of the pass that is under way.
+    pub draft_width: IntGauge,
+    /// The controller's decisions: the times it went over to a state.
+    pub draft_states: IntCounterVec,
 
     pub memory_trunk: IntGauge,
     pub memory_experts: IntGauge,
@@ -303,13 +306,10 @@ impl Metrics {
                 "Bytes the disk delivered, as the operating system counts them",
             ),
             ssd_read_seconds: histogram(r, "moestro_ssd_read_seconds", "Time of one read", READ),
-            ssd_stall_seconds: register(
+            ssd_stall_seconds: seconds(
                 r,
-                Counter::new(
-                    "moestro_ssd_stall_seconds_total",
-                    "Time in which the model had nothing to compute for want of an expert",
-                )
-                .expect("a valid name"),
+                "moestro_ssd_stall_seconds_total",
+                "Time in which the model had nothing to compute for want of an expert",
             ),
             ssd_errors: counter(r, "moestro_ssd_errors_total", "Reads that failed or came up short"),
             pack_damaged_records: gauge(
@@ -335,6 +335,8 @@ impl Metrics {
                 "moestro_draft_seconds_lost_total",
                 "Time lost by cycles that were slower than as many plain steps",
             ),
+            draft_width: gauge(r, "moestro_draft_width", "Rows of the pass that is under way: 1 is a plain step"),
+            draft_states: counters(r, "moestro_draft_states_total", "States that drafting went over to", &["state"]),
 
             memory_trunk: memory.with_label_values(&["trunk"]),
             memory_experts: memory.with_label_values(&["experts"]),

@@ -15,7 +15,10 @@ use moestro::{
 };
 use process::Process;
 use serde_json::{Value, json};
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 const DRAFT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo-dflash");
 
@@ -227,6 +230,61 @@ fn a_server_answers_alike_with_the_draft_and_without() {
         assert!(accepted > 0 && refused > 0);
         assert!(server.metric(r#"moestro_memory_bytes{kind="draft"}"#) > 4_000_000);
     }
+}
+
+/// The other kinds over HTTP: a form, stop strings, bias and penalties.
+#[test]
+fn a_server_answers_alike_with_a_draft_of_any_kind() {
+    let drafts = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/drafts");
+    let dir = tempfile::tempdir().unwrap();
+    let [head, small] = ["head", "small"].map(|name| dir.path().join(name));
+    [&head, &small].iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
+    let copy = |from: &Path, to: PathBuf| assert!(std::fs::copy(from, to).unwrap() > 0);
+    std::fs::write(head.join("config.json"), r#"{"model_type": "qwen3_5_mtp"}"#).unwrap();
+    copy(&drafts.join("mtp.safetensors"), head.join("model.safetensors"));
+    for name in ["config.json", "model.safetensors"] {
+        copy(&drafts.join("model").join(name), small.join(name));
+    }
+    copy(&Path::new(DEMO).join("tokenizer.json"), small.join("tokenizer.json"));
+
+    let properties = json!({"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer", "maximum": 99}});
+    let schema =
+        json!({"type": "object", "additionalProperties": false, "required": ["name", "n"], "properties": properties});
+    let form = json!({"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": schema}});
+    let story = "Tell me a story about Paul and a dragon.";
+    let requests = [
+        (story, json!({"temperature": 0, "stop": ["dragon", "Paul was"]})),
+        (story, json!({"temperature": 1.3, "max_tokens": 40})),
+        (story, json!({"temperature": 0.7, "frequency_penalty": 0.5, "max_tokens": 30, "logit_bias": {"263": -5}})),
+        ("What is 12+7?", json!({"temperature": 0, "response_format": form})),
+        ("What is 12+7?", json!({"temperature": 1.0, "response_format": form, "enable_thinking": false})),
+        (story, json!({"temperature": 0.7, "response_format": form, "stop": ["\"n\""]})),
+    ];
+    let none = Process::start(&["--draft-model", "off"]);
+    let plain: Vec<_> = requests.iter().map(|(prompt, more)| answered(&none, prompt, more)).collect();
+    let streaming = ["--stream-experts", "on", "--expert-io", "buffered"];
+    let (head, small) = (head.to_str().unwrap(), small.to_str().unwrap());
+    for (kind, draft, more) in
+        [("mtp", head, &[][..]), ("model", small, &[]), ("mtp", head, &streaming), ("self", "self", &streaming)]
+    {
+        let args = [&["--draft-model", draft, "--speculation", "force", "--num-draft-tokens", "3"], more].concat();
+        let server = Process::start(&args);
+        for ((prompt, more), expected) in requests.iter().zip(&plain) {
+            assert_eq!(answered(&server, prompt, more), *expected, "{kind}: {prompt} {more}");
+        }
+        let count =
+            |outcome| server.metric(&format!(r#"moestro_draft_tokens_total{{kind="{kind}",outcome="{outcome}"}}"#));
+        let (accepted, refused) = (count("accepted"), count("rejected"));
+        println!("{kind}: {accepted} accepted, {refused} refused");
+        assert!(accepted > 0 && refused > 0);
+    }
+}
+
+/// What is said of an answer, and its usage.
+fn answered(server: &Process, prompt: &str, more: &Value) -> (Value, Value) {
+    let answer = server.ask("POST", "/v1/chat/completions", &body(prompt, more.clone()));
+    let answer: Value = serde_json::from_str(&answer).unwrap();
+    (answer["choices"].clone(), answer["usage"]["completion_tokens"].clone())
 }
 
 #[test]

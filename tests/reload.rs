@@ -61,3 +61,48 @@ fn a_model_that_was_typed_is_found_again_after_another_one() {
         assert!(answer["choices"][0]["text"].is_string(), "{answer}");
     }
 }
+
+#[test]
+fn a_draft_that_does_not_fit_another_model_is_left_out_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let demo = root.join("models/demo/moestro-demo");
+    let (mine, other) = (dir.path().join("mine"), dir.path().join("other"));
+    for place in [&mine, &other] {
+        fs::create_dir(place).unwrap();
+        for file in fs::read_dir(&demo).unwrap() {
+            let file = file.unwrap();
+            fs::copy(file.path(), place.join(file.file_name())).unwrap();
+        }
+    }
+    // Another architecture with the same tokens.
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(root.join("tests/fixtures/drafts/model").join(name), other.join(name)).unwrap();
+    }
+    let _ = fs::remove_file(other.join("model.safetensors.index.json"));
+    let (draft, path) =
+        (root.join("models/demo/moestro-demo-dflash"), |path: &std::path::Path| path.display().to_string());
+    let server = Process::start(&[
+        &path(&mine),
+        "--models-dir",
+        &path(dir.path()),
+        "--draft-model",
+        &path(&draft),
+        "--speculation",
+        "force",
+    ]);
+    for (model, drafts) in [("mine", true), ("other", false), ("mine", true)] {
+        let drafted = || {
+            let text = server.ask("GET", "/metrics", "");
+            let cycles =
+                text.lines().find_map(|line| line.strip_prefix("moestro_draft_cycles_total{kind=\"dflash\"} "));
+            cycles.map_or(0, |cycles| cycles.parse::<u64>().unwrap())
+        };
+        let before = drafted();
+        let body = format!(r#"{{"model": "{model}", "prompt": "One, two,", "max_tokens": 9, "temperature": 0}}"#);
+        let answer: serde_json::Value = serde_json::from_str(&server.ask("POST", "/v1/completions", &body)).unwrap();
+        assert_eq!(answer["model"], model, "{answer}");
+        assert!(answer["choices"][0]["text"].is_string(), "{answer}");
+        assert_eq!(drafted() > before, drafts, "{model}");
+    }
+}

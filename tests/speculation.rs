@@ -5,7 +5,8 @@ mod common;
 
 use common::{fixtures::DEMO, load_with};
 use moestro::{
-    engine::{self, Event, Finish, Request, Sampling, Speculate},
+    engine::{self, Draft, Event, Finish, Handle, Lookup, Own, Request, Sampling, Speculate, Timings, Worker},
+    experts::{Io, Prefetch},
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, Taps},
 };
@@ -72,25 +73,37 @@ fn more_rows_than_a_verify_has_cannot_be_taken_back() {
     assert!(model.verify(&mut state, &[]).is_err());
 }
 
+fn start(model: Qwen, draft: Box<dyn Draft<Qwen>>, speculate: Speculate) -> (Handle, Worker) {
+    let options = engine::Options { eos: vec![2], speculate, draft_tokens: 5, ..engine::Options::default() };
+    engine::spawn_with(model, draft, options, Metrics::new("test", "cpu")).unwrap()
+}
+
+/// The tokens of an answer, and how it ended.
+fn ask(handle: &Handle, ids: &[u32], sampling: &Sampling) -> (Vec<u32>, Result<(Finish, Timings), String>) {
+    let mut events = handle.submit(Request::new(ids.to_vec(), 60, sampling.clone())).unwrap();
+    let mut told = Vec::new();
+    loop {
+        match events.blocking_recv().unwrap() {
+            Event::Token { id, .. } => told.push(id),
+            Event::Done { finish, timings } => return (told, Ok((finish, timings))),
+            Event::Failed(error) => return (told, Err(error.to_string())),
+            Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
+        }
+    }
+}
+
 /// The answer's tokens, how it ended, and how many drafted tokens were accepted and refused.
 fn answer(
     slots: Option<usize>,
+    own: bool,
     speculate: Speculate,
     ids: &[u32],
     sampling: &Sampling,
 ) -> (Vec<u32>, Finish, [usize; 2]) {
-    let options = engine::Options { eos: vec![2], speculate, draft_tokens: 5, ..engine::Options::default() };
-    let (handle, worker) = engine::spawn(demo(slots), options, Metrics::new("test", "cpu")).unwrap();
-    let mut events = handle.submit(Request::new(ids.to_vec(), 60, sampling.clone())).unwrap();
-    let mut told = Vec::new();
-    let (finish, timings) = loop {
-        match events.blocking_recv().unwrap() {
-            Event::Token { id, .. } => told.push(id),
-            Event::Done { finish, timings } => break (finish, timings),
-            Event::Failed(error) => panic!("{error}"),
-            Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
-        }
-    };
+    let draft: Box<dyn Draft<Qwen>> = if own { Box::new(Own) } else { Box::new(Lookup) };
+    let (handle, worker) = start(demo(slots), draft, speculate);
+    let (told, done) = ask(&handle, ids, sampling);
+    let (finish, timings) = done.unwrap();
     drop(handle);
     worker.join().unwrap();
     (told, finish, [timings.accepted_tokens, timings.drafted_tokens - timings.accepted_tokens])
@@ -98,19 +111,94 @@ fn answer(
 
 #[test]
 fn the_demo_answers_alike_with_drafts_and_without() {
-    let mut counts = [0, 0];
+    let mut counts = [[0, 0]; 2];
     for (length, temperature, penalty) in [(24, 0.0, 0.0), (90, 0.7, 0.0), (40, 1.3, 0.5)] {
         // Twice the same, so that there is something to look up.
         let ids = prompt(length).repeat(2);
         let sampling = Sampling { temperature, frequency_penalty: penalty, seed: Some(5), ..Sampling::default() };
-        let (plain, finish, _) = answer(None, Speculate::Off, &ids, &sampling);
-        for slots in [None, Some(64)] {
-            let (found, end, drafted) = answer(slots, Speculate::Force, &ids, &sampling);
-            assert_eq!((found, end), (plain.clone(), finish), "{length} tokens at {temperature}, {slots:?}");
-            counts = [counts[0] + drafted[0], counts[1] + drafted[1]];
+        let (plain, finish, _) = answer(None, false, Speculate::Off, &ids, &sampling);
+        // Looked up, and by the model itself: with fewer slots than the experts of a token, too.
+        for (slots, own) in [(None, false), (Some(64), false), (Some(128), true), (Some(40), true)] {
+            let (found, end, drafted) = answer(slots, own, Speculate::Force, &ids, &sampling);
+            assert_eq!((found, end), (plain.clone(), finish), "{length} tokens at {temperature}, {slots:?}, own {own}");
+            let counts = &mut counts[usize::from(own)];
+            *counts = [counts[0] + drafted[0], counts[1] + drafted[1]];
         }
     }
-    assert!(counts[0] > 0 && counts[1] > 0, "accepted and refused: {counts:?}; the test must not be empty");
+    println!("accepted and refused, looked up and its own: {counts:?}");
+    assert!(counts.as_flattened().iter().all(|count| *count > 0), "{counts:?}; the test must not be empty");
+}
+
+#[test]
+fn a_model_that_drafts_for_itself_leaves_no_trace_and_reads_nothing() {
+    let metrics = Metrics::new("test", "cpu");
+    let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
+    (options.wishes.context, options.store.slots, options.store.prefetch) = (Some(2048), Some(80), Prefetch::Off);
+    let mut model = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
+    let (mut whole, ids, next) = (demo(None), prompt(60), prompt(80)[60..].to_vec());
+    let (mut state, mut expected) = (model.start().unwrap(), whole.start().unwrap());
+    model.forward(&mut state, &ids, Rows::None).unwrap();
+    whole.forward(&mut expected, &ids, Rows::None).unwrap();
+    for (n, &id) in next.iter().enumerate() {
+        let counts = || {
+            let lookups = [&metrics.lookups_decode_hit, &metrics.lookups_decode_miss, &metrics.lookups_prefill_hit];
+            let more = [&metrics.ssd_reads, &metrics.ssd_read_bytes, &metrics.expert_evictions];
+            lookups.into_iter().chain(more).map(|count| count.get()).collect::<Vec<_>>()
+        };
+        let before = counts();
+        for drafted in 0..n % 6 {
+            let logits = model.draft(&mut state, 30 + 7 * drafted as u32).unwrap();
+            assert!(logits.rows() == 1 && logits.data.iter().all(|logit| logit.is_finite()));
+            assert!(model.forward(&mut state, &[id], Rows::Last).is_err(), "there is a draft in it");
+        }
+        model.end_draft(&mut state).unwrap();
+        assert_eq!(counts(), before);
+        let [found, plain] = [(&mut model, &mut state), (&mut whole, &mut expected)]
+            .map(|(model, state)| model.forward(state, &[id], Rows::Last).unwrap().data);
+        assert!(found == plain, "behind {n} tokens");
+    }
+    // One that fails at its first token has nothing to take back.
+    assert!(model.draft(&mut state, u32::MAX).is_err());
+    model.end_draft(&mut state).unwrap();
+    let [found, plain] = [(&mut model, &mut state), (&mut whole, &mut expected)]
+        .map(|(model, state)| model.verify(state, &[40, 41]).unwrap().data);
+    assert!(found == plain);
+}
+
+#[test]
+fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(DEMO).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+    }
+    let path = dir.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let (sampling, ids) = (Sampling::greedy(), prompt(30).repeat(2));
+    let whole = answer(None, false, Speculate::Off, &ids, &sampling).0;
+    for own in [false, true] {
+        let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
+        (options.store.slots, options.store.io) = (Some(64), Io::Buffered);
+        let draft: Box<dyn Draft<Qwen>> = if own { Box::new(Own) } else { Box::new(Lookup) };
+        let (handle, worker) = start(load_with(dir.path(), options), draft, Speculate::Force);
+        assert_eq!(ask(&handle, &ids, &sampling).0, whole);
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        let modified = file.metadata().unwrap().modified().unwrap();
+        let mut failed = 0;
+        for part in [2, 4, 8] {
+            file.set_len((bytes.len() - bytes.len() / part) as u64).unwrap();
+            let (told, done) = ask(&handle, &ids, &sampling);
+            assert!(told == whole[..told.len()] && (done.is_err() || told == whole), "{told:?}");
+            failed += usize::from(done.is_err());
+            std::fs::write(&path, &bytes).unwrap();
+            file.set_modified(modified).unwrap();
+            let (told, done) = ask(&handle, &ids, &sampling);
+            assert!(done.is_ok() && told == whole, "{done:?}: what was read in between was not mixed in");
+        }
+        assert!(failed > 0, "the test must not be empty");
+        drop(handle);
+        worker.join().unwrap();
+    }
 }
 
 #[test]

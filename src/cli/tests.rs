@@ -11,6 +11,11 @@ fn every_flag_has_its_variable() {
     for command in Cli::command().get_subcommands() {
         for arg in command.get_arguments() {
             let Some(long) = arg.get_long().filter(|&long| long != "help") else { continue };
+            if (command.get_name(), long) == ("bench", "draft-model") {
+                // There it asks for another bench.
+                assert!(arg.get_env().is_none());
+                continue;
+            }
             let variable = format!("MOESTRO_{}", long.to_uppercase().replace('-', "_"));
             assert_eq!(arg.get_env().and_then(|name| name.to_str()), Some(&*variable), "--{long}");
         }

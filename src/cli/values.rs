@@ -46,6 +46,8 @@ pub enum Draft {
     /// The MTP head if the checkpoint has one, else lookup.
     Auto,
     Mtp,
+    /// The model itself, with the experts that are in memory.
+    Own,
     Lookup,
     Off,
     /// A directory or a hub id.
@@ -118,7 +120,7 @@ pub fn draft(text: &str) -> Result<Draft, String> {
         "off" => Ok(Draft::Off),
         "auto" => Ok(Draft::Auto),
         "mtp" => Ok(Draft::Mtp),
-        "self" => Err("a model that drafts for itself is not there yet".into()),
+        "self" => Ok(Draft::Own),
         "" => Err("it is empty".into()),
         _ => Ok(Draft::Model(text.into())),
     }

@@ -11,7 +11,7 @@ use crate::{
     checkpoint::{identity::identity, index::Index},
     cli::Command,
     config::{
-        PromptDir, Serve, Source,
+        Draft, Drafts, Load, PromptDir, Serve, Source,
         file::{self, Settings},
     },
     engine::{self, Options, Storage},
@@ -190,12 +190,27 @@ impl Shelf {
         Ok(Serve { model: entry.source, ..Serve::new(typed)? })
     }
 
+    /// True if a draft of its own was named for the first model, and this is not that.
+    fn has_borrowed_draft(&self, id: &str, config: &Serve) -> bool {
+        let named = |load: &Load| load.drafts.as_ref().is_some_and(|drafts| matches!(drafts.draft, Draft::Model(_)));
+        id != catalog::id(&self.config().model, &self.settings) && named(&config.load)
+    }
+
     /// Loads the model and starts its engine. Takes its time.
     fn open(&self, id: &str, config: &Serve) -> Result<Loaded, CommandError> {
         let metrics = &self.metrics;
         let chosen = Chosen::new(&config.load)?;
         let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
-        let model = load_model(&checkpoint, &config.load, chosen, metrics)?;
+        let model = match load_model(&checkpoint, &config.load, chosen, metrics) {
+            // The draft was typed for the first model: for another it may not fit.
+            Err(error) if self.has_borrowed_draft(id, config) => {
+                tracing::warn!(%error, "{id} is loaded without the draft that was named for another model");
+                let drafts = config.load.drafts.clone().map(|drafts| Drafts { draft: Draft::Auto, ..drafts });
+                let load = Load { drafts, ..config.load.clone() };
+                load_model(&checkpoint, &load, Chosen::new(&load)?, metrics)?
+            }
+            loaded => loaded?,
+        };
         let options = Options {
             max_queue: config.max_queue,
             eos: checkpoint.generation.eos.clone(),

@@ -144,7 +144,8 @@ impl File {
         let own = |flag: &str| self.setting(model, flag).map(|(value, _)| value);
         let said = |id: &str| typed.value_source(id) == Some(ValueSource::EnvVariable);
         let added = command.get_arguments().filter_map(|arg| {
-            let flag = arg.get_long()?;
+            // To a bench, a draft is not a setting: it asks for another bench.
+            let flag = arg.get_long().filter(|flag| (subcommand, *flag) != ("bench", "draft-model"))?;
             let value = own(flag).filter(|_| !said(arg.get_id().as_str()))?;
             match arg.get_action().takes_values() {
                 true => Some(OsString::from(format!("--{flag}={value}"))),
@@ -291,6 +292,8 @@ mod tests {
     fn a_setting_that_a_command_has_no_flag_for_is_not_its_business() {
         let (cli, _) = parsed("port = 6000\nio-threads = 4", "info --json").unwrap();
         assert!(matches!(cli.command, Command::Info(info) if info.json && info.load.io_threads == 4));
+        let (cli, _) = parsed("draft-model = \"lookup\"", "bench --cold").unwrap();
+        assert!(matches!(cli.command, Command::Bench(bench) if bench.draft_model.is_none()));
     }
 
     #[test]

@@ -101,7 +101,7 @@ impl<M: Model> Scheduler<M> {
         metrics.queue_seconds.observe(queued.as_secs_f64());
 
         let mut session = self.resume(&job.request)?;
-        self.speculation.start(session.goes_on());
+        self.speculation.start(&mut self.model, session.goes_on());
         let cached_tokens = session.len();
         metrics.prompt_tokens_cached.inc_by(cached_tokens as u64);
         let _ = job.events.send(Event::Started { cached_tokens, queued });
@@ -204,7 +204,7 @@ impl<M: Model> Scheduler<M> {
             self.model.fit_memory();
             let begin = Instant::now();
             last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken)?;
-            self.speculation.follow(&mut self.model, session, to - from);
+            self.speculation.prompted(&mut self.model, session, to - from, begin.elapsed());
             for ((at, kind), snapshot) in marks.into_iter().zip(taken) {
                 cache.insert(&ids[..at], kind, snapshot, self.emptied);
             }

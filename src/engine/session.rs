@@ -100,6 +100,11 @@ impl<S> Session<S> {
         model.snapshot(&mut self.state)
     }
 
+    /// Tokens and state, for a draft.
+    pub fn parts(&mut self) -> (&[u32], &mut S) {
+        (&self.tokens, &mut self.state)
+    }
+
     pub fn state(&self) -> &S {
         &self.state
     }

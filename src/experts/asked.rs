@@ -394,5 +394,6 @@ impl Experts {
     }
 }
 
+mod present;
 #[cfg(test)]
 mod tests;

@@ -63,6 +63,8 @@ pub(super) struct Batch<'a> {
     pub logits: Range<usize>,
     /// A prompt's rows want nearly every expert once; those of an answer want what others wanted before.
     pub phase: Phase,
+    /// Experts that are not in memory are done without, for a draft.
+    pub present: bool,
 }
 
 /// A pass under way: some rows of one sequence.
@@ -78,6 +80,8 @@ pub(super) struct Pass<'a> {
     pub start: usize,
     pub tokens: usize,
     pub phase: Phase,
+    /// Only with the experts that are in memory.
+    pub present: bool,
     pub lists: &'a mut Lists,
     /// Called with each router's choice that the CPU learns.
     pub observe: Option<&'a mut Observe<'a>>,

@@ -98,6 +98,11 @@ pub trait Model: Send + 'static {
         Err(ModelError::Config("this model leaves no hidden rows".into()))
     }
 
+    /// From now on passes leave the hidden rows that were asked for, or leave out to do so.
+    fn tapping(&mut self, on: bool) {
+        let _ = on;
+    }
+
     /// The hidden rows that the last pass kept of its first `rows` rows: `[kept rows, layers, hidden]`.
     fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
         let _ = rows;

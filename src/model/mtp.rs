@@ -244,6 +244,7 @@ impl Qwen {
                 start,
                 tokens,
                 phase: if tokens == 1 { Phase::Decode } else { Phase::Prefill },
+                present: false,
                 lists: &mut *lists,
                 observe: None,
                 tapped: &mut place.tapped,

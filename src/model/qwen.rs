@@ -286,7 +286,7 @@ impl Qwen {
                 Ok(regions.into_iter().try_for_each(|region| append(run, region, &mut fixed[index]))?)
             };
             let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
-            let batch = Batch { ids: chunk, logits: wanted, phase };
+            let batch = Batch { ids: chunk, logits: wanted, phase, present: false };
             self.chunk(placed, state, batch, (&here, &mut mark), observe, &mut logits.data)?;
             for (mark, fixed) in here.iter().zip(fixed) {
                 taken.push(state.snapshot(start + mark, fixed, &mut *placed.run)?);
@@ -310,10 +310,13 @@ impl Qwen {
         let Parts { config, net, store, .. } = &self.parts;
         let Placed { run, limits, slots, buffers: b, lists, tapped, .. } = placed;
         let (run, limits) = (&mut **run, *limits);
-        let Batch { ids, logits, phase } = batch;
+        let Batch { ids, logits, phase, present } = batch;
+        if state.drafting.is_some() && !present {
+            return Err(ModelError::Config("a draft was not taken back".into()));
+        }
         let (experts, start, tokens) = (store.as_ref(), state.len, ids.len());
         let mut pass =
-            Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, lists, observe, tapped };
+            Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, present, lists, observe, tapped };
         let done = pass.layers(ids, &state.layers, marks, mark).and_then(|()| pass.head(logits, out));
         // After an error, too, the device is done with this pass before slots are let go.
         let end = pass.run.mark();

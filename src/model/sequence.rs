@@ -34,6 +34,10 @@ impl Model for Qwen {
         self.set_taps(taps)
     }
 
+    fn tapping(&mut self, on: bool) {
+        self.placed.get_mut().tapped.off = !on;
+    }
+
     fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
         self.read_taps(rows, into)
     }

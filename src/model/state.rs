@@ -35,6 +35,8 @@ pub type Arenas = Arc<Mutex<Vec<Vec<LayerState>>>>;
 pub struct State {
     /// Tokens seen.
     pub len: usize,
+    /// The length without the rows of a draft, while there are any: all of them will be taken back.
+    pub(super) drafting: Option<usize>,
     pub(super) layers: Vec<LayerState>,
     pub(super) frozen: Frozen,
     /// The form of keys and values.
@@ -69,7 +71,7 @@ impl State {
             }
             None => allocate(config, &shape, run)?,
         };
-        Ok(Self { len: 0, layers, frozen: Frozen::default(), shape, arenas: arenas.clone() })
+        Ok(Self { len: 0, drafting: None, layers, frozen: Frozen::default(), shape, arenas: arenas.clone() })
     }
 
     /// A snapshot at `len`, behind what is written of it, where the other layers' states were `fixed`.
@@ -102,7 +104,7 @@ impl State {
         let mut bytes = &snapshot.state[..];
         let newest = newest(layers, shape, rounded_until(snapshot.len)..snapshot.len);
         fixed(layers).chain(newest).try_for_each(|region| take(run, region, &mut bytes))?;
-        self.len = snapshot.len;
+        (self.len, self.drafting) = (snapshot.len, None);
         Ok(())
     }
 

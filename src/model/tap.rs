@@ -12,7 +12,7 @@ use crate::{
 pub struct Taps {
     /// Layers, in the order the draft wants them side by side: what they add is in. Empty: none are wanted.
     pub layers: Vec<usize>,
-    /// Of the last rows of a pass, so many at most.
+    /// Of the last rows of a pass, so many at most; at least the 16 of a verify, whose first rows may be those that stay.
     pub rows: usize,
 }
 
@@ -31,6 +31,8 @@ pub(super) struct Tapped {
     /// Room, and rows of the last pass.
     rows: usize,
     pass: usize,
+    /// Nothing is copied.
+    pub off: bool,
 }
 
 impl Tapped {
@@ -43,9 +45,9 @@ impl Tapped {
         rows: usize,
         hidden: usize,
     ) -> Result<(), DeviceError> {
-        self.pass = rows;
-        let kept = rows.min(self.rows);
-        for (_, room) in self.layers.iter().filter(|(tapped, _)| *tapped == layer) {
+        self.pass = if self.off { 0 } else { rows };
+        let kept = self.pass.min(self.rows);
+        for (_, room) in self.layers.iter().filter(|(tapped, _)| kept > 0 && *tapped == layer) {
             let Some(room) = room else { continue };
             run.copy(h.rows(rows - kept, kept, hidden), room.floats(kept * hidden))?;
         }
@@ -68,7 +70,7 @@ impl Qwen {
             Ok((layer, room))
         });
         let layers = layers.collect::<Result<_, DeviceError>>()?;
-        placed.tapped = Tapped { layers, rows, pass: 0 };
+        placed.tapped = Tapped { layers, rows, pass: 0, off: false };
         Ok(())
     }
 

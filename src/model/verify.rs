@@ -37,6 +37,8 @@ pub(super) struct Undo {
     layers: Vec<Before>,
     /// Rows of the last verify.
     rows: usize,
+    /// Delta nets whose state was kept before its first row: all of them, unless the pass failed.
+    kept: usize,
 }
 
 /// Bytes of an [`Undo`].
@@ -57,14 +59,14 @@ impl Undo {
                 proj: run.allocate(ROWS * config.delta_heads().width() * 4)?,
             })
         });
-        Ok(Self { layers: layers.collect::<Result<_, DeviceError>>()?, rows: 0 })
+        Ok(Self { layers: layers.collect::<Result<_, DeviceError>>()?, rows: 0, kept: 0 })
     }
 }
 
 impl Qwen {
     /// See [`Model::verify`](super::Model::verify).
     pub(super) fn try_rows(&self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.try_rows_behind(0, state, ids)
+        self.try_rows_behind(0, state, ids, false)
     }
 
     /// Further rows of the verify that the last call was: all of them can be taken back together.
@@ -73,10 +75,46 @@ impl Qwen {
         if before == 0 {
             return Err(ModelError::Config("no verify goes on".into()));
         }
-        self.try_rows_behind(before, state, ids)
+        self.try_rows_behind(before, state, ids, false)
     }
 
-    fn try_rows_behind(&self, before: usize, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+    /// The logits behind `id` as far as the experts that are in memory can tell: those that are not are done without, nothing
+    /// is read. A draft goes on token by token; before anything else, [`Qwen::end_draft`] takes all of it back.
+    pub fn draft(&self, state: &mut State, id: u32) -> Result<Logits, ModelError> {
+        let first = *state.drafting.get_or_insert_with(|| {
+            // Nothing is kept yet.
+            self.placed.borrow_mut().undo.iter_mut().for_each(|undo| undo.kept = 0);
+            state.len
+        });
+        self.try_rows_behind(state.len - first, state, &[id], true)
+    }
+
+    /// Takes a draft back, also one whose last pass has failed.
+    pub fn end_draft(&self, state: &mut State) -> Result<(), ModelError> {
+        let Some(first) = state.drafting else { return Ok(()) };
+        let Placed { run, undo, .. } = &mut *self.placed.borrow_mut();
+        if let Some(undo) = undo {
+            let nets = state.layers.iter().filter_map(|layer| match layer {
+                LayerState::DeltaNet { conv, heads } => Some([*conv, *heads]),
+                LayerState::Attention(_) => None,
+            });
+            for (before, [conv, heads]) in undo.layers[..undo.kept].iter().zip(nets) {
+                run.copy(before.conv, conv)?;
+                run.copy(before.heads, heads)?;
+            }
+            undo.rows = 0;
+        }
+        (state.len, state.drafting) = (first, None);
+        Ok(())
+    }
+
+    fn try_rows_behind(
+        &self,
+        before: usize,
+        state: &mut State,
+        ids: &[u32],
+        present: bool,
+    ) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
         let config = &self.parts.config;
         let mut placed = self.placed.borrow_mut();
@@ -89,13 +127,14 @@ impl Qwen {
         };
         let (proj, rows) = (placed.buffers.proj, ids.len());
         let width = config.delta_heads().width();
-        let mut layers = undo.layers.iter();
+        let (mut layers, mut nets) = (undo.layers.iter(), if before == 0 { 0 } else { undo.kept });
         // The mark before the first row of each delta net: its rows are projected, and its state is still the old one.
         let mut mark = |run: &mut dyn Run, _: usize, [conv, heads]: [Region; 2]| {
             let Some(kept) = layers.next() else { return Ok(()) };
             if before == 0 {
                 run.copy(conv, kept.conv)?;
                 run.copy(heads, kept.heads)?;
+                nets += 1;
             }
             Ok(run.copy(proj.floats(rows * width), kept.proj.rows(before, rows, width))?)
         };
@@ -103,10 +142,11 @@ impl Qwen {
         // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
         let slots = self.store().map_or(0, Experts::slots);
         let phase = if rows * config.experts_per_token() <= slots { Phase::Decode } else { Phase::Prefill };
-        let batch = Batch { ids, logits: 0..rows, phase };
+        let batch = Batch { ids, logits: 0..rows, phase, present };
         let done = self.chunk(&mut placed, state, batch, (&[0], &mut mark), None, &mut logits.data);
         // After a pass that fails there is nothing to go back to; its memory serves the next one.
         undo.rows = if done.is_ok() { before + rows } else { 0 };
+        undo.kept = nets;
         placed.undo = Some(undo);
         done?;
         state.len += rows;

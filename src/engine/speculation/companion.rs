@@ -60,6 +60,7 @@ impl<M: Model> Draft<M> for Companion {
     fn propose(
         &mut self,
         _: &mut M,
+        _: &mut M::State,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,

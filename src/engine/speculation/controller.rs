@@ -10,6 +10,9 @@
 //! all before them were, it commits `E(n) = 1 + sum over r of (a[1] .. a[r])` tokens in the mean, and pays if that takes less
 //! time than as many plain steps: `gain(n) = E(n) * t1 / t(n)`. Times are measured with the expert reads in them; a width that
 //! has not been tried is taken to cost a little more than the nearest narrower one.
+//!
+//! The ledger has everything that plain decoding would not have spent: cycles, steps that are slower behind them, and hidden
+//! rows that are copied for a draft. So nothing is copied either, as long as no probe is near.
 
 /// Widths that are tried: rows of a verify, the token that is certain among them.
 const WIDTHS: [usize; 8] = [2, 3, 4, 5, 6, 8, 12, 16];
@@ -19,8 +22,14 @@ const ALLOWANCE: f64 = 0.02;
 const MARGIN: f64 = 1.05;
 /// Plain steps before the first decision, and to measure a plain step anew.
 const CALIBRATION: u32 = 8;
-/// Cycles of a probe.
+/// Right and tried in each place, before anything is known: hopeful enough to be tried.
+const HOPE: [f64; 2] = [1.4, 2.0];
+/// Cycles of a probe. In the first the draft reads what it has missed, so its time is no measure.
 const PROBE: u32 = 3;
+/// A probe is over when two cycles gained no more than this.
+const HOPELESS: f64 = 0.75;
+/// Tokens before a probe from which on the draft follows the model: enough to know where it is.
+const LEAD: u64 = 64;
 /// A row more than measured costs this share of a plain step, until it is measured.
 const ROW: f64 = 0.15;
 /// Tokens between probes: the least, the most.
@@ -91,8 +100,7 @@ impl Controller {
             plain: None,
             fresh: 0,
             cycles: [None; WIDTHS.len()],
-            // As if two of three had been accepted: hopeful enough to be tried.
-            accepted: [[1.4, 2.0]; 15],
+            accepted: [HOPE; 15],
             saved: 0.0,
             total: 0.0,
             tokens: 0,
@@ -116,7 +124,7 @@ impl Controller {
         match self.mode {
             Mode::Calibrate { .. } => 1,
             Mode::Plain => self.probe(),
-            Mode::Probe { left: 0, .. } => match self.best(true) {
+            Mode::Probe { left, .. } if left == 0 || self.is_hopeless(left) => match self.best(true) {
                 Some((gain, rows)) if gain > MARGIN => {
                     self.mode = Mode::Speculating { cycles: 0 };
                     self.backoff = BACKOFF[0];
@@ -126,7 +134,7 @@ impl Controller {
             },
             Mode::Probe { rows, .. } => rows,
             Mode::Speculating { cycles } => match self.best(true) {
-                Some((gain, rows)) if gain >= 1.0 && self.saved >= -ALLOWANCE * self.total => {
+                Some((gain, rows)) if gain >= 1.0 && self.allowed() >= 0.0 => {
                     if cycles > 0 && cycles.is_multiple_of(RECALIBRATE) {
                         self.mode = Mode::Calibrate { left: CALIBRATION, speculating: true };
                         return 1;
@@ -138,14 +146,44 @@ impl Controller {
         }
     }
 
-    /// A plain step took so long.
-    pub fn plain(&mut self, seconds: f64) {
-        self.total += seconds;
+    /// The name of the mode, as metrics have it.
+    pub fn state(&self) -> &'static str {
+        match self.mode {
+            Mode::Calibrate { .. } => "calibrate",
+            Mode::Plain => "plain",
+            Mode::Probe { .. } => "probe",
+            Mode::Speculating { .. } => "speculate",
+        }
+    }
+
+    /// True if a draft should follow the model: it may be asked soon.
+    pub fn follows(&self) -> bool {
+        match self.setting {
+            Speculate::Off => false,
+            Speculate::Force => true,
+            Speculate::Auto => {
+                self.mode != Mode::Plain || self.tokens + LEAD >= self.next_probe && self.allowed() > 0.0
+            }
+        }
+    }
+
+    /// A part of a prompt took so long, and following it for a draft that much more: free as far as the prompt's time allows.
+    pub fn prompted(&mut self, seconds: f64, following: f64) {
+        self.saved -= (following - ALLOWANCE * seconds).max(0.0);
+    }
+
+    /// A plain step took so long, and following it for a draft that much more.
+    pub fn plain(&mut self, seconds: f64, following: f64) {
+        self.total += seconds + following;
+        self.saved -= following;
         self.tokens += 1;
         self.fresh += 1;
-        if self.fresh > 2 {
+        match self.plain {
+            // The first behind a cycle pay for it.
+            Some(mean) if self.fresh <= 2 => self.saved -= seconds.min(3.0 * mean) - mean,
+            None if self.fresh <= 2 => {}
             // A step that waited for something else is no measure.
-            self.plain = Some(self.plain.map_or(seconds, |mean| mean + 0.1 * (seconds.min(3.0 * mean) - mean)));
+            mean => self.plain = Some(mean.map_or(seconds, |mean| mean + 0.1 * (seconds.min(3.0 * mean) - mean))),
         }
         if let Mode::Calibrate { left, .. } = &mut self.mode {
             *left = left.saturating_sub(1);
@@ -161,7 +199,8 @@ impl Controller {
         self.fresh = 0;
         let saved = self.plain.map_or(0.0, |plain| committed as f64 * plain - seconds);
         self.saved += saved;
-        if let Some(index) = WIDTHS.iter().position(|&rows| rows > drafted) {
+        let first = matches!(self.mode, Mode::Probe { left: PROBE, .. });
+        if let Some(index) = WIDTHS.iter().position(|&rows| rows > drafted).filter(|_| !first) {
             let mean = &mut self.cycles[index];
             *mean = Some(mean.map_or(seconds, |mean| mean + 0.2 * (seconds - mean)));
         }
@@ -217,12 +256,32 @@ impl Controller {
         let (Some(plain), Some((gain, rows))) = (self.plain, self.best(false)) else { return 1 };
         let index = WIDTHS.iter().position(|&width| width == rows).unwrap_or(0);
         let cost = self.seconds(index).map_or(f64::INFINITY, |seconds| 2.0 * (seconds - plain));
-        if gain < 1.0 || self.saved + ALLOWANCE * self.total < cost {
-            self.next_probe = self.tokens + self.backoff;
+        let missing = cost - self.allowed();
+        if gain < 1.0 || missing > 0.0 {
+            if gain < 1.0 {
+                // What was seen is forgotten by and by: texts change.
+                self.backoff = (2 * self.backoff).min(BACKOFF[1]);
+                self.accepted.iter_mut().for_each(|[right, tried]| {
+                    (*right, *tried) = (0.75 * *right + 0.25 * HOPE[0], 0.75 * *tried + 0.25 * HOPE[1]);
+                });
+            }
+            // Plain steps earn what is missing.
+            let tokens = missing.max(0.0) / (ALLOWANCE * plain);
+            self.next_probe = self.tokens + self.backoff.max(tokens.min(BACKOFF[1] as f64) as u64);
             return 1;
         }
         self.mode = Mode::Probe { left: PROBE, rows };
         rows
+    }
+
+    /// Seconds that may be lost now: a share of what plain decoding would have taken so far.
+    fn allowed(&self) -> f64 {
+        self.saved + ALLOWANCE * (self.total + self.saved)
+    }
+
+    /// Two cycles of a probe are enough to see that it does not pay, if they cost so much.
+    fn is_hopeless(&self, left: u32) -> bool {
+        left + 2 == PROBE && self.best(true).is_none_or(|(gain, _)| gain < HOPELESS)
     }
 
     /// Goes on without speculating, for so many tokens at least.
@@ -243,91 +302,4 @@ impl Controller {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Noise of about 15 % and events, from a counter: the same at every run.
-    struct Dice(u64);
-
-    impl Dice {
-        fn roll(&mut self) -> f64 {
-            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (self.0 >> 11) as f64 / (1u64 << 53) as f64
-        }
-
-        fn noise(&mut self) -> f64 {
-            0.75 + 0.5 * self.roll()
-        }
-    }
-
-    /// Experts that `n` rows ask for, in units of one row's, when they choose 8 of 256 independently.
-    fn union(rows: usize) -> f64 {
-        256.0 * (1.0 - (1.0 - 8.0f64 / 256.0).powi(rows as i32)) / 8.0
-    }
-
-    /// The time of 1,500 tokens, in that of plain steps. `cost` is of a pass of so many rows, drafting included.
-    fn run(
-        controller: &mut Controller,
-        dice: &mut Dice,
-        cost: impl Fn(usize) -> f64,
-        right: impl Fn(usize, usize) -> f64,
-    ) -> f64 {
-        let (mut time, mut tokens) = (0.0, 0);
-        while tokens < 1500 {
-            let rows = controller.rows();
-            let seconds = cost(rows) * dice.noise();
-            let accepted = (0..rows - 1).take_while(|&place| dice.roll() < right(tokens + place, place)).count();
-            match rows {
-                1 => controller.plain(seconds),
-                _ => drop(controller.cycle(rows - 1, accepted, seconds)),
-            }
-            time += seconds;
-            tokens += accepted + 1;
-        }
-        time / (cost(1) * tokens as f64)
-    }
-
-    fn mean(cost: impl Fn(usize) -> f64 + Copy, right: impl Fn(usize, usize) -> f64 + Copy) -> (f64, f64) {
-        let runs = (1..=20).map(|seed| run(&mut Controller::new(Speculate::Auto, 15), &mut Dice(seed), cost, right));
-        let runs: Vec<f64> = runs.collect();
-        (runs.iter().sum::<f64>() / 20.0, runs.iter().copied().fold(0.0, f64::max))
-    }
-
-    #[test]
-    fn what_pays_is_found() {
-        let resident = |rows: usize| 1.0 + 0.06 * (rows - 1) as f64 + if rows > 1 { 0.08 } else { 0.0 };
-        let (mean, _) = mean(resident, |_, _| 0.82);
-        // The best fixed width takes 0.37 of the time.
-        assert!(mean < 0.45, "{mean}");
-    }
-
-    #[test]
-    fn what_does_not_pay_costs_two_percent_at_most() {
-        let resident = |rows: usize| 1.0 + 0.06 * (rows - 1) as f64 + if rows > 1 { 0.08 } else { 0.0 };
-        let disk = |rows: usize| 0.1 + 0.9 * union(rows) + if rows > 1 { 0.03 } else { 0.0 };
-        for (what, (mean, worst)) in [
-            ("bad draft", mean(resident, |_, _| 0.15)),
-            ("never right", mean(resident, |_, _| 0.0)),
-            ("good draft, cold disk", mean(disk, |_, _| 0.82)),
-            ("broken draft, cold disk", mean(disk, |_, _| 0.02)),
-            ("right every 300 tokens", mean(resident, |token, _| f64::from(u8::from(token % 300 == 0)))),
-        ] {
-            assert!(mean < 1.02 && worst < 1.04, "{what}: {mean}, at worst {worst}");
-        }
-    }
-
-    #[test]
-    fn a_draft_that_turns_bad_is_left_and_one_that_turns_good_is_found() {
-        let cost = |rows: usize| 0.6 + 0.05 * rows as f64 + 0.35 * union(rows) + if rows > 1 { 0.04 } else { 0.0 };
-        let (mean, worst) = mean(cost, |token, _| if token / 300 % 2 == 1 { 0.93 } else { 0.25 });
-        assert!(mean < 1.01 && worst < 1.03, "{mean}, at worst {worst}");
-    }
-
-    #[test]
-    fn off_is_off_and_force_is_the_full_width() {
-        assert_eq!(Controller::new(Speculate::Off, 8).rows(), 1);
-        assert_eq!(Controller::new(Speculate::Force, 4).rows(), 5);
-        assert_eq!(Controller::new(Speculate::Force, 99).rows(), 16);
-        assert_eq!(Controller::new(Speculate::Auto, 0).rows(), 1);
-    }
-}
+mod tests;

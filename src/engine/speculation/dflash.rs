@@ -3,7 +3,7 @@
 use super::{Draft, Kind, Outlook, Sequence, trail::Trail};
 use crate::{
     error::ModelError,
-    model::{DFlash, Qwen, Taps, VERIFY_ROWS},
+    model::{DFlash, Qwen, State, Taps, VERIFY_ROWS},
 };
 
 /// Positions whose hidden rows wait to become context, at most. A model that answers without drafts leaves them behind with
@@ -102,6 +102,7 @@ impl Draft<Qwen> for Dflash {
     fn propose(
         &mut self,
         model: &mut Qwen,
+        _: &mut State,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,

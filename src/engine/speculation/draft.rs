@@ -67,11 +67,12 @@ pub trait Draft<M: Model>: Send {
         let _ = (len, hidden);
     }
 
-    /// Writes to `out` at most `most` tokens that may come behind `sequence`. `outlook` draws from a draft's logits as the
-    /// sampler will from the model's.
+    /// Writes to `out` at most `most` tokens that may come behind `sequence`, whose state in `model` is afterwards what it was
+    /// before. `outlook` draws from a draft's logits as the sampler will from the model's.
     fn propose(
         &mut self,
         model: &mut M,
+        state: &mut M::State,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,

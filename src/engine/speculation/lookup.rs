@@ -20,6 +20,7 @@ impl<M: Model> Draft<M> for Lookup {
     fn propose(
         &mut self,
         _: &mut M,
+        _: &mut M::State,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,

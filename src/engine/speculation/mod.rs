@@ -11,6 +11,7 @@ mod fit;
 mod lookup;
 mod mtp;
 mod outlook;
+mod own;
 mod trail;
 
 pub use companion::{Companion, ROOM as DRAFT_ROOM};
@@ -22,6 +23,7 @@ use fit::Fit;
 pub use lookup::Lookup;
 pub use mtp::Mtp;
 pub use outlook::Outlook;
+pub use own::Own;
 use trail::Trail;
 
 use super::{Options, Sampler, Session, Timings, constraint::Ahead};
@@ -30,14 +32,18 @@ use crate::{
     metrics::Metrics,
     model::{Logits, Model, Rows},
 };
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// The engine's draft, and what it has been worth.
 pub(super) struct Speculation<M> {
     /// `None` if there is none, if it is not wanted, or if it failed.
     draft: Option<Box<dyn Draft<M>>>,
-    /// The draft follows hidden rows; and room for them.
+    /// The draft follows hidden rows; passes leave them now; and room for them.
     follows: bool,
+    leaves: bool,
     hidden: Vec<f32>,
     controller: Controller,
     fit: Fit,
@@ -100,6 +106,7 @@ impl<M: Model> Speculation<M> {
         let mut speculation = Self {
             draft: Some(draft).filter(|_| options.speculate != Speculate::Off),
             follows: false,
+            leaves: false,
             hidden: Vec::new(),
             controller: Controller::new(options.speculate, options.draft_tokens),
             fit: Fit::default(),
@@ -110,7 +117,7 @@ impl<M: Model> Speculation<M> {
         if let Some(taps) = speculation.draft.as_ref().map(|draft| draft.taps()).filter(|taps| !taps.layers.is_empty())
         {
             match model.tap(&taps) {
-                Ok(()) => speculation.follows = true,
+                Ok(()) => (speculation.follows, speculation.leaves) = (true, true),
                 Err(error) => speculation.give_up(&error),
             }
         }
@@ -118,16 +125,32 @@ impl<M: Model> Speculation<M> {
     }
 
     /// An answer begins; `on` if its sequence goes on from the last one's.
-    pub fn start(&mut self, on: bool) {
+    pub fn start(&mut self, model: &mut M, on: bool) {
         self.sampler = None;
+        self.listen(model);
         if let Some(draft) = self.draft.as_mut().filter(|_| !on) {
             draft.start();
         }
     }
 
+    /// Lets passes leave hidden rows, if the draft follows any and may be asked soon.
+    fn listen(&mut self, model: &mut M) {
+        let leaves = self.follows && self.controller.follows();
+        if leaves != std::mem::replace(&mut self.leaves, leaves) {
+            model.tapping(leaves);
+        }
+    }
+
+    /// A part of a prompt, `rows` tokens, took the model so long.
+    pub fn prompted(&mut self, model: &mut M, session: &Session<M::State>, rows: usize, took: Duration) {
+        let begun = Instant::now();
+        self.follow(model, session, rows);
+        self.controller.prompted(took.as_secs_f64(), begun.elapsed().as_secs_f64());
+    }
+
     /// The model's last pass made `session` what it is; its first `rows` rows are part of it.
-    pub fn follow(&mut self, model: &mut M, session: &Session<M::State>, rows: usize) {
-        let Some(draft) = self.draft.as_mut().filter(|_| self.follows) else { return };
+    fn follow(&mut self, model: &mut M, session: &Session<M::State>, rows: usize) {
+        let Some(draft) = self.draft.as_mut().filter(|_| self.follows && self.leaves) else { return };
         match model.tapped(rows, &mut self.hidden) {
             Ok(()) => draft.follow(session.len(), &self.hidden),
             Err(error) => self.give_up(&error),
@@ -150,7 +173,12 @@ impl<M: Model> Speculation<M> {
         }
         self.settle(session, model, step, timings)?;
         let begun = Some(Instant::now());
+        let state = self.controller.state();
         let rows = self.controller.rows().min(drawn.room).min(model.context() - session.len());
+        if state != self.controller.state() {
+            self.metrics.draft_states.with_label_values(&[self.controller.state()]).inc();
+        }
+        self.listen(model);
         // Until the pass has succeeded, the step is one that is over.
         let mut drafted = std::mem::take(&mut step.drafted);
         (step.row, step.begun) = (step.logits.rows(), None);
@@ -158,6 +186,7 @@ impl<M: Model> Speculation<M> {
         if rows > 1 {
             self.propose(session, model, drawn, rows - 1, &mut drafted);
         }
+        self.metrics.draft_width.set(drafted.len() as i64 + 1);
         let logits = match drafted.is_empty() {
             true => session.extend(model, &[id], Rows::Last, &[], &mut Vec::new())?,
             false => session.verify(model, id, &drafted)?,
@@ -168,7 +197,7 @@ impl<M: Model> Speculation<M> {
 
     fn propose(
         &mut self,
-        session: &Session<M::State>,
+        session: &mut Session<M::State>,
         model: &mut M,
         drawn: &Drawn<'_>,
         most: usize,
@@ -178,8 +207,9 @@ impl<M: Model> Speculation<M> {
         let sampler = self.sampler.get_or_insert_with(|| drawn.sampler.clone());
         sampler.catch_up(drawn.sampler);
         let mut outlook = Outlook::new(sampler, drawn.ahead);
-        let sequence = Sequence { seen: session.tokens(), last: drawn.id };
-        let done = draft.propose(model, sequence, most, &mut outlook, out);
+        let (seen, state) = session.parts();
+        let sequence = Sequence { seen, last: drawn.id };
+        let done = draft.propose(model, state, sequence, most, &mut outlook, out);
         out.truncate(most);
         if let Err(error) = done {
             out.clear();
@@ -198,13 +228,14 @@ impl<M: Model> Speculation<M> {
         let (drafted, accepted) = (step.drafted.len(), step.row);
         session.settle(model)?;
         let Some(begun) = step.begun else { return Ok(()) };
-        self.follow(model, session, accepted + 1);
         let seconds = begun.elapsed().as_secs_f64();
+        self.follow(model, session, accepted + 1);
+        let all = begun.elapsed().as_secs_f64();
         if drafted == 0 {
-            self.controller.plain(seconds);
+            self.controller.plain(seconds, all - seconds);
             return Ok(());
         }
-        let saved = self.controller.cycle(drafted, accepted, seconds);
+        let saved = self.controller.cycle(drafted, accepted, all);
         timings.drafted_tokens += drafted;
         let accepted = accepted + usize::from(step.ended);
         timings.accepted_tokens += accepted;

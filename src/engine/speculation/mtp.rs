@@ -4,7 +4,7 @@
 use super::{Draft, Kind, Outlook, Sequence, Trail};
 use crate::{
     error::ModelError,
-    model::{MTP_ROWS, Qwen, Taps},
+    model::{MTP_ROWS, Qwen, State, Taps},
 };
 
 pub struct Mtp {
@@ -47,6 +47,7 @@ impl Draft<Qwen> for Mtp {
     fn propose(
         &mut self,
         model: &mut Qwen,
+        _: &mut State,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,

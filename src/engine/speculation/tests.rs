@@ -130,6 +130,7 @@ impl Draft<Parrot> for Oracle {
     fn propose(
         &mut self,
         parrot: &mut Parrot,
+        _: &mut <Parrot as Model>::State,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,
@@ -195,6 +196,7 @@ impl Draft<Parrot> for Wrong {
     fn propose(
         &mut self,
         _: &mut Parrot,
+        _: &mut <Parrot as Model>::State,
         _: Sequence<'_>,
         most: usize,
         _: &mut Outlook<'_>,
