@@ -1,4 +1,4 @@
-//! One error enum a layer. Each says where it happened, in words a user can act on; `http/reject.rs` gives them a status.
+//! One error enum a layer. Each says where it happened, in words a user can act on; `http/api_error.rs` gives them a status.
 
 use std::{io, path::PathBuf};
 

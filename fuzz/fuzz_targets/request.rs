@@ -4,7 +4,7 @@
 use libfuzzer_sys::fuzz_target;
 use moestro::{
     chat::{Template, Tokenizer, grammar::Grammars},
-    engine::{self, Options, Sampling, parrot::Parrot},
+    engine::{self, Options, Sampling, mock::MockModel},
     http::{self, App, Door, ModelCard},
     metrics::Metrics,
 };
@@ -33,16 +33,16 @@ fn server() -> &'static (Runtime, axum::Router) {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo/moestro-demo");
         let tokenizer = Arc::new(Tokenizer::load(&demo).expect("the demo's tokenizer"));
         let metrics = Metrics::new("fuzz", "cpu");
-        let parrot = Parrot { vocab: 2048, context: 512, chunk: 32, eos: EOS, ..Parrot::default() };
+        let mock = MockModel { vocab: 2048, context: 512, chunk: 32, eos: EOS, ..MockModel::default() };
         let options = Options { eos: vec![EOS], ..Options::default() };
-        let (engine, _) = engine::spawn(parrot, options, metrics.clone()).expect("a thread");
+        let (engine, _) = engine::spawn(mock, options, metrics.clone()).expect("a thread");
         let door = Arc::new(Door::new(metrics, None, None));
         door.open(App {
             engine,
             grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
             tokenizer,
             template: Some(Template::load(&demo).expect("the demo's template")),
-            card: ModelCard { id: "parrot".into(), created: 1, experts_per_token: None, quantisation: None },
+            card: ModelCard { id: "mock".into(), created: 1, experts_per_token: None, quantisation: None },
             defaults: Sampling { temperature: 0.0, ..Sampling::default() },
             thinking: None,
             plan: serde_json::Value::Null,

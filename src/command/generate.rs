@@ -1,22 +1,22 @@
 //! `moestro generate`: one answer on the terminal, and a line of figures on stderr.
 
-use super::speaker::{Speaker, figures, message};
+use super::local_model::{LocalModel, figures, message};
 use crate::{config::Generate, error::CommandError};
 use std::future::pending;
 
 /// Answers one prompt.
 pub fn run(config: &Generate) -> Result<(), CommandError> {
-    let speaker = Speaker::load(config)?;
-    one(&speaker, config)?;
-    speaker.end()
+    let local = LocalModel::load(config)?;
+    one(&local, config)?;
+    local.end()
 }
 
 /// The answer to what was said.
-pub fn one(speaker: &Speaker, config: &Generate) -> Result<(), CommandError> {
+pub fn one(local: &LocalModel, config: &Generate) -> Result<(), CommandError> {
     let system = config.system.iter().map(|text| message("system", text));
     let messages: Vec<_> = system.chain(config.prompt.iter().map(|text| message("user", text))).collect();
     let runtime = runtime()?;
-    let answer = runtime.block_on(speaker.answer(&messages, &speaker.manner(config), pending()))?;
+    let answer = runtime.block_on(local.answer(&messages, &local.answer_options(config), pending()))?;
     if let Some((_, timings)) = answer.end {
         eprintln!("{}", figures(&timings));
     }

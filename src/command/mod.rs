@@ -6,6 +6,7 @@ pub mod device;
 pub mod drafts;
 pub mod effective;
 pub mod generate;
+mod local_model;
 pub mod log;
 pub mod models;
 pub mod pack;
@@ -16,7 +17,6 @@ pub mod run;
 pub mod serve;
 pub mod service;
 pub mod shell;
-mod speaker;
 
 use crate::{
     chat::{Template, Tokenizer},

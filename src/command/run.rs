@@ -2,7 +2,7 @@
 
 use super::{
     generate,
-    speaker::{Answer, Manner, Speaker, figures, message},
+    local_model::{Answer, AnswerOptions, LocalModel, figures, message},
 };
 use crate::{config::Generate, error::CommandError};
 use serde_json::Value;
@@ -18,34 +18,34 @@ Ctrl-C                 ends an answer, or the chat; so does Ctrl-D";
 
 /// Chats, or answers once if something was said.
 pub fn run(config: &Generate) -> Result<(), CommandError> {
-    let speaker = Speaker::load(config)?;
+    let local = LocalModel::load(config)?;
     match config.prompt {
-        Some(_) => generate::one(&speaker, config)?,
+        Some(_) => generate::one(&local, config)?,
         None => {
-            let mut chat = Chat::new(&speaker, config)?;
+            let mut chat = Chat::new(&local, config)?;
             chat.go()?;
             // It may still read from the terminal.
             chat.runtime.shutdown_background();
         }
     }
-    speaker.end()
+    local.end()
 }
 
 struct Chat<'a> {
-    speaker: &'a Speaker,
+    local: &'a LocalModel,
     settings: Settings,
     said: Vec<Value>,
     runtime: tokio::runtime::Runtime,
 }
 
 impl<'a> Chat<'a> {
-    fn new(speaker: &'a Speaker, config: &Generate) -> Result<Self, CommandError> {
-        let settings = Settings { manner: speaker.manner(config), system: config.system.clone() };
-        Ok(Self { speaker, settings, said: Vec::new(), runtime: generate::runtime()? })
+    fn new(local: &'a LocalModel, config: &Generate) -> Result<Self, CommandError> {
+        let settings = Settings { answer_options: local.answer_options(config), system: config.system.clone() };
+        Ok(Self { local, settings, said: Vec::new(), runtime: generate::runtime()? })
     }
 
     fn go(&mut self) -> Result<(), CommandError> {
-        println!("{}: /help says what else can be typed", self.speaker.checkpoint.name);
+        println!("{}: /help says what else can be typed", self.local.checkpoint.name);
         while let Some(text) = self.read()? {
             match command(&text) {
                 _ if text.trim().is_empty() => {}
@@ -94,7 +94,7 @@ impl<'a> Chat<'a> {
         self.said.push(message("user", text));
         let system = self.settings.system.iter().map(|text| message("system", text));
         let messages: Vec<Value> = system.chain(self.said.iter().cloned()).collect();
-        let answer = self.speaker.answer(&messages, &self.settings.manner, interrupted());
+        let answer = self.local.answer(&messages, &self.settings.answer_options, interrupted());
         let answer = self.runtime.block_on(answer);
         let Answer { content, reasoning, end } = match answer {
             Err(CommandError::Engine(error)) => {
@@ -125,7 +125,7 @@ fn command(text: &str) -> Option<(&str, &str)> {
 
 /// The settings of `/set`.
 struct Settings {
-    manner: Manner,
+    answer_options: AnswerOptions,
     system: Option<String>,
 }
 
@@ -133,7 +133,7 @@ impl Settings {
     /// Sets one thing and says so; says everything if nothing is named.
     fn set(&mut self, what: &str) -> Result<String, String> {
         let (name, value) = what.split_once(char::is_whitespace).unwrap_or((what, ""));
-        let (value, sampling) = (value.trim(), &mut self.manner.sampling);
+        let (value, sampling) = (value.trim(), &mut self.answer_options.sampling);
         match name {
             "" => {}
             "temp" => sampling.temperature = number(name, value, 0.0, 2.0)?,
@@ -142,9 +142,9 @@ impl Settings {
             "repeat-penalty" => sampling.repetition_penalty = number(name, value, 0.01, 100.0)?,
             "top-k" => sampling.top_k = whole(name, value)?.unwrap_or(0),
             "seed" => sampling.seed = whole(name, value)?,
-            "max-tokens" => self.manner.max_tokens = whole(name, value)?,
+            "max-tokens" => self.answer_options.max_tokens = whole(name, value)?,
             "thinking" => {
-                self.manner.thinking = match value {
+                self.answer_options.thinking = match value {
                     "on" => Some(true),
                     "off" => Some(false),
                     "" => None,
@@ -160,7 +160,7 @@ impl Settings {
 
 impl std::fmt::Display for Settings {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Manner { sampling, max_tokens, thinking } = &self.manner;
+        let AnswerOptions { sampling, max_tokens, thinking } = &self.answer_options;
         let or = |value: Option<String>| value.unwrap_or_else(|| "as the model has it".into());
         write!(out, "temp {}, top-p {}, top-k {}, ", sampling.temperature, sampling.top_p, sampling.top_k)?;
         write!(out, "min-p {}, repeat-penalty {}, ", sampling.min_p, sampling.repetition_penalty)?;
@@ -233,8 +233,8 @@ mod tests {
 
     #[test]
     fn settings_are_set_and_told() {
-        let manner = Manner { sampling: Sampling::default(), max_tokens: None, thinking: None };
-        let mut settings = Settings { manner, system: None };
+        let answer_options = AnswerOptions { sampling: Sampling::default(), max_tokens: None, thinking: None };
+        let mut settings = Settings { answer_options, system: None };
         settings.set("temp 0.5").unwrap();
         settings.set("thinking off").unwrap();
         settings.set("system Be brief, please.").unwrap();
@@ -248,6 +248,6 @@ mod tests {
         for wrong in ["temp hot", "temp", "top-p 2", "thinking maybe", "max-tokens -1", "frobnicate 1"] {
             assert!(settings.set(wrong).is_err(), "{wrong}");
         }
-        assert_eq!(settings.manner.sampling.temperature, 0.5, "what was refused changed nothing");
+        assert_eq!(settings.answer_options.sampling.temperature, 0.5, "what was refused changed nothing");
     }
 }

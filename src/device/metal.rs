@@ -37,14 +37,14 @@ const PAGE: usize = 16384;
 /// A Metal GPU.
 pub struct Metal {
     device: Device,
-    line: Line,
+    line: Channel,
     residency: Option<ResidencySet>,
     library: Library,
     buffers: BTreeMap<u32, Memory>,
 }
 
 /// The objects that a failure leaves unfit for use.
-struct Line {
+struct Channel {
     queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
     fence: Retained<ProtocolObject<dyn MTLFence>>,
     event: Retained<ProtocolObject<dyn MTLSharedEvent>>,
@@ -90,7 +90,7 @@ fn failed<T>(what: &str) -> Result<T, DeviceError> {
     Err(DeviceError(format!("Metal refused {what}")))
 }
 
-impl Line {
+impl Channel {
     fn new(device: &Device, residency: Option<&ResidencySet>) -> Result<Self, DeviceError> {
         let raw = device.as_ref();
         let (Some(queue), Some(fence), Some(event)) = (raw.newCommandQueue(), raw.newFence(), raw.newSharedEvent())
@@ -125,7 +125,7 @@ impl Metal {
         let library = Library::new(&device);
         // Since macOS 15. Before, what a launch binds becomes resident with its command buffer.
         let residency = AnyClass::get(c"MTLResidencySetDescriptor").map(|_| ResidencySet::new(&device));
-        let line = Line::new(&device, residency.as_ref())?;
+        let line = Channel::new(&device, residency.as_ref())?;
         Ok(Self { device, line, residency, library, buffers: BTreeMap::new() })
     }
 
@@ -310,7 +310,7 @@ impl Driver for Metal {
         autoreleasepool(|_| {
             // Threads that still wait for the old event go on.
             self.line.event.setSignaledValue(value);
-            self.line = Line::new(&self.device, self.residency.as_ref())?;
+            self.line = Channel::new(&self.device, self.residency.as_ref())?;
             self.line.event.setSignaledValue(value);
             Ok(())
         })

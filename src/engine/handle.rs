@@ -78,7 +78,7 @@ pub fn spawn_with<M: Model>(
     if let Some(storage) = options.storage.as_ref().filter(|_| options.prompt_cache > 0) {
         cache.store_in(storage);
     }
-    let line = Arc::new(Line {
+    let line = Arc::new(RequestQueue {
         queue: Mutex::default(),
         changed: Condvar::new(),
         limits: Limits {
@@ -234,7 +234,7 @@ impl From<ModelError> for Over {
 
 /// The state that handles and the engine's thread share. The lock is held for moments only, never across a
 /// forward pass.
-pub(super) struct Line {
+pub(super) struct RequestQueue {
     queue: Mutex<Queue>,
     changed: Condvar,
     limits: Limits,
@@ -284,7 +284,7 @@ impl Limits {
     }
 }
 
-impl Line {
+impl RequestQueue {
     fn lock(&self) -> MutexGuard<'_, Queue> {
         // Every change under the lock is a single step, so a panic elsewhere leaves the queue sound.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
@@ -383,7 +383,7 @@ impl Queue {
 
 /// Held by the handles alone: when the last of them goes, nobody can come any more, so the engine finishes what was
 /// accepted and stops.
-struct Door(Arc<Line>);
+struct Door(Arc<RequestQueue>);
 
 impl Drop for Door {
     fn drop(&mut self) {

@@ -4,7 +4,7 @@
 mod cache;
 mod constraint;
 mod handle;
-pub mod parrot;
+pub mod mock;
 mod sampler;
 mod scheduler;
 mod session;
@@ -13,7 +13,7 @@ mod speculation;
 pub use cache::{Status as PromptCacheStatus, Storage};
 pub use constraint::{Allowed, Constraint};
 pub use handle::{Handle, Options, Worker, spawn, spawn_with};
-pub use sampler::{Sampler, likeliest};
+pub use sampler::{Sampler, argmax};
 use scheduler::Scheduler;
 pub use session::Session;
 pub use speculation::{Companion, DRAFT_ROOM, Dflash, Draft, Kind, Lookup, Mtp, Outlook, Own, Sequence, Speculate};

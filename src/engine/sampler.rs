@@ -81,7 +81,7 @@ impl Sampler {
         } else {
             logits
         };
-        let drawn = if self.sampling.temperature > 0.0 { self.pick(logits) } else { likeliest(logits) };
+        let drawn = if self.sampling.temperature > 0.0 { self.pick(logits) } else { argmax(logits) };
         self.row = row;
         self.place += 1;
         if let Some(id) = drawn
@@ -125,7 +125,7 @@ impl Sampler {
     /// Steps 4 to 7 and the draw.
     fn pick(&mut self, logits: &[f32]) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
-        let best = likeliest(logits)?;
+        let best = argmax(logits)?;
         let top = finite(logits[best as usize]);
         let pool = &mut self.pool;
         if top_k > 0 && top_k < logits.len() {
@@ -138,7 +138,7 @@ impl Sampler {
             candidate.value = ((candidate.value - top) / temperature).exp();
         }
         if top_p < 1.0 {
-            keep_mass(pool, top_p);
+            keep_top_p(pool, top_p);
         }
         if min_p > 0.0 {
             // The likeliest has the weight 1 and stays, whatever is asked.
@@ -205,7 +205,7 @@ fn peak(logits: &[f32]) -> f32 {
 }
 
 /// The largest logit's id, the lowest of several; `None` if all are impossible.
-pub fn likeliest(logits: &[f32]) -> Option<u32> {
+pub fn argmax(logits: &[f32]) -> Option<u32> {
     let peak = peak(logits);
     let place = logits.iter().position(|&logit| logit == peak)?;
     (peak > f32::NEG_INFINITY).then_some(place as u32)
@@ -242,7 +242,7 @@ fn largest(logits: &[f32], count: usize, pool: &mut Vec<Candidate>) {
 }
 
 /// Keeps the fewest likeliest candidates whose weights reach `share` of the whole; at least one. The largest weight is 1.
-fn keep_mass(pool: &mut Vec<Candidate>, share: f32) {
+fn keep_top_p(pool: &mut Vec<Candidate>, share: f32) {
     let mass = |bar: f32| -> f64 {
         pool.iter().map(|candidate| f64::from(if candidate.value >= bar { candidate.value } else { 0.0 })).sum()
     };

@@ -16,7 +16,7 @@ use super::{
         places::{self, Kind},
     },
     constraint::Ahead,
-    handle::{Job, Line, Over},
+    handle::{Job, Over, RequestQueue},
     sampler::logprobs,
     speculation::{Drawn, Speculation, Step},
 };
@@ -38,7 +38,7 @@ const PROMPT_ROWS: usize = 32;
 pub(super) struct Scheduler<M: Model> {
     model: M,
     options: Options,
-    line: Arc<Line>,
+    line: Arc<RequestQueue>,
     /// The last request's session, for one that goes on where it ended.
     session: Option<Session<M::State>>,
     /// The number of times the cache had been emptied when the session was left.
@@ -47,7 +47,7 @@ pub(super) struct Scheduler<M: Model> {
 }
 
 impl<M: Model> Scheduler<M> {
-    pub fn new(mut model: M, draft: Box<dyn Draft<M>>, options: Options, line: Arc<Line>) -> Self {
+    pub fn new(mut model: M, draft: Box<dyn Draft<M>>, options: Options, line: Arc<RequestQueue>) -> Self {
         let speculation = Speculation::new(&mut model, draft, &options, line.metrics.clone());
         Self { model, options, line, session: None, emptied: 0, speculation }
     }
@@ -293,7 +293,7 @@ impl<M: Model> Scheduler<M> {
 }
 
 /// Tells those in line when the thread ends, even by a panic.
-struct Stop<'a>(&'a Line);
+struct Stop<'a>(&'a RequestQueue);
 
 impl Drop for Stop<'_> {
     fn drop(&mut self) {

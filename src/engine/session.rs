@@ -130,60 +130,59 @@ impl<S> Session<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::parrot::Parrot;
+    use crate::engine::mock::MockModel;
 
-    fn after(parrot: &mut Parrot, ids: &[u32]) -> Session<<Parrot as Model>::State> {
-        let mut session = Session::start(parrot).unwrap();
-        session.extend(parrot, ids, Rows::None, &[], &mut Vec::new()).unwrap();
+    fn after(mock: &mut MockModel, ids: &[u32]) -> Session<<MockModel as Model>::State> {
+        let mut session = Session::start(mock).unwrap();
+        session.extend(mock, ids, Rows::None, &[], &mut Vec::new()).unwrap();
         session
     }
 
     #[test]
     fn a_prompt_that_goes_on_reuses_the_state() {
-        let mut parrot = Parrot::default();
-        let previous = after(&mut parrot, &[5, 6, 7]);
-        let mut session = Session::sync(Some(previous), &parrot, &[5, 6, 7, 8, 9], |_| None).unwrap();
+        let mut mock = MockModel::default();
+        let previous = after(&mut mock, &[5, 6, 7]);
+        let mut session = Session::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], |_| None).unwrap();
         assert_eq!(session.len(), 3);
-        let reused = session.extend(&mut parrot, &[8, 9], Rows::Last, &[], &mut Vec::new()).unwrap();
-        let fresh =
-            after(&mut parrot, &[5, 6, 7]).extend(&mut parrot, &[8, 9], Rows::Last, &[], &mut Vec::new()).unwrap();
+        let reused = session.extend(&mut mock, &[8, 9], Rows::Last, &[], &mut Vec::new()).unwrap();
+        let fresh = after(&mut mock, &[5, 6, 7]).extend(&mut mock, &[8, 9], Rows::Last, &[], &mut Vec::new()).unwrap();
         assert_eq!(reused.data, fresh.data);
     }
 
     #[test]
     fn any_other_prompt_starts_anew() {
         for prompt in [&[5, 6, 7][..], &[5, 6], &[5, 9, 7, 8], &[9]] {
-            let mut parrot = Parrot::default();
-            let previous = after(&mut parrot, &[5, 6, 7]);
-            let session = Session::sync(Some(previous), &parrot, prompt, |_| None).unwrap();
+            let mut mock = MockModel::default();
+            let previous = after(&mut mock, &[5, 6, 7]);
+            let session = Session::sync(Some(previous), &mock, prompt, |_| None).unwrap();
             assert!(session.is_empty(), "{prompt:?}");
         }
     }
 
     #[test]
     fn a_checkpoint_comes_before_a_shorter_timeline() {
-        let mut parrot = Parrot::default();
-        let mut long = after(&mut parrot, &[5, 6, 7, 8]);
-        let snapshot = long.snapshot(&parrot).unwrap();
+        let mut mock = MockModel::default();
+        let mut long = after(&mut mock, &[5, 6, 7, 8]);
+        let snapshot = long.snapshot(&mock).unwrap();
         for (previous, beyond) in [(&[5, 6][..], 2), (&[9], 0), (&[5, 6, 7, 8, 9, 9, 9], 0)] {
-            let previous = after(&mut parrot, previous);
+            let previous = after(&mut mock, previous);
             let deepest = |than| {
                 assert_eq!(than, beyond);
                 Some(snapshot.clone())
             };
-            let mut session = Session::sync(Some(previous), &parrot, &[5, 6, 7, 8, 9], deepest).unwrap();
+            let mut session = Session::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], deepest).unwrap();
             assert_eq!(session.tokens(), [5, 6, 7, 8]);
-            let reused = session.extend(&mut parrot, &[9], Rows::Last, &[], &mut Vec::new()).unwrap();
-            let fresh = after(&mut parrot, &[5, 6, 7, 8]).extend(&mut parrot, &[9], Rows::Last, &[], &mut Vec::new());
+            let reused = session.extend(&mut mock, &[9], Rows::Last, &[], &mut Vec::new()).unwrap();
+            let fresh = after(&mut mock, &[5, 6, 7, 8]).extend(&mut mock, &[9], Rows::Last, &[], &mut Vec::new());
             assert_eq!(reused.data, fresh.unwrap().data);
         }
     }
 
     #[test]
     fn one_state_is_alive_at_a_time() {
-        let mut parrot = Parrot::default();
-        let previous = after(&mut parrot, &[5, 6, 7]);
-        let _session = Session::sync(Some(previous), &parrot, &[9], |_| None).unwrap();
-        assert_eq!(std::sync::Arc::strong_count(&parrot.states), 2);
+        let mut mock = MockModel::default();
+        let previous = after(&mut mock, &[5, 6, 7]);
+        let _session = Session::sync(Some(previous), &mock, &[9], |_| None).unwrap();
+        assert_eq!(std::sync::Arc::strong_count(&mock.states), 2);
     }
 }

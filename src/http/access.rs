@@ -1,9 +1,9 @@
 //! Around every request: its id, its line in the log, its counters; and the API key.
 //!
-//! A [`Tally`] lives as long as the answer, the body of a stream included, and is written when it is dropped, so a
+//! A [`RequestLog`] lives as long as the answer, the body of a stream included, and is written when it is dropped, so a
 //! client that leaves is logged too. No text of a message is ever logged.
 
-use super::{Door, admin::Health, reject::Reject};
+use super::{Door, admin::Health, api_error::ApiError};
 use crate::metrics::Metrics;
 use axum::{
     extract::{Query, Request, State},
@@ -26,7 +26,7 @@ pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const CLIENT_LEFT: u16 = 499;
 
 /// One request's account.
-pub struct Tally {
+pub struct RequestLog {
     metrics: Arc<Metrics>,
     health: Arc<Health>,
     method: Method,
@@ -44,7 +44,7 @@ pub struct Tally {
     completion_tokens: AtomicUsize,
 }
 
-impl Tally {
+impl RequestLog {
     /// The request is one that the model answers, and so counts in `moestro_request_seconds`.
     pub fn generates(&self) {
         self.generates.store(true, Relaxed);
@@ -60,7 +60,7 @@ impl Tally {
         self.metrics.answered(reason, prompt_tokens, generated_tokens);
     }
 
-    /// A stream begins: until [`Tally::complete`], it counts as cut short.
+    /// A stream begins: until [`RequestLog::complete`], it counts as cut short.
     pub fn begin(&self) {
         self.open.store(true, Relaxed);
     }
@@ -80,7 +80,7 @@ impl Tally {
     }
 }
 
-impl Drop for Tally {
+impl Drop for RequestLog {
     fn drop(&mut self) {
         let status = self.status.get().map_or(CLIENT_LEFT, StatusCode::as_u16);
         let seconds = self.start.elapsed().as_secs_f64();
@@ -140,7 +140,7 @@ pub fn spellings(path: &str) -> [String; 4] {
 /// The outermost layer: gives the request an id and an account.
 pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: Next) -> Response {
     let id = given_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique()));
-    let tally = Arc::new(Tally {
+    let log = Arc::new(RequestLog {
         metrics: door.metrics.clone(),
         health: door.health.clone(),
         method: request.method().clone(),
@@ -154,10 +154,10 @@ pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: 
         prompt_tokens: AtomicUsize::new(0),
         completion_tokens: AtomicUsize::new(0),
     });
-    request.extensions_mut().insert(tally.clone());
+    request.extensions_mut().insert(log.clone());
     let mut response = next.run(request).await;
-    let _ = tally.status.set(response.status());
-    if let Ok(id) = HeaderValue::from_str(&tally.id) {
+    let _ = log.status.set(response.status());
+    if let Ok(id) = HeaderValue::from_str(&log.id) {
         response.headers_mut().insert(REQUEST_ID.clone(), id);
     }
     response
@@ -194,7 +194,7 @@ pub async fn authorize(State(door): State<Arc<Door>>, request: Request, next: Ne
         Some(key)
             if !open(request.uri().path()) && !given(&request).iter().any(|given| same(given, key.as_bytes())) =>
         {
-            Reject::unauthorized().into_response()
+            ApiError::unauthorized().into_response()
         }
         _ => next.run(request).await,
     }

@@ -4,8 +4,8 @@
 use super::{
     Door,
     answers::{Capabilities, Model},
+    api_error::ApiError,
     body,
-    reject::Reject,
 };
 use crate::metrics;
 use axum::{
@@ -93,7 +93,7 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
 }
 
 /// Empties the prompt cache.
-pub async fn clear_prompt_cache(State(door): State<Arc<Door>>) -> Result<StatusCode, Reject> {
+pub async fn clear_prompt_cache(State(door): State<Arc<Door>>) -> Result<StatusCode, ApiError> {
     door.ready()?;
     if let Some(app) = door.models.app() {
         app.engine.clear_prompt_cache();
@@ -111,7 +111,7 @@ pub async fn metrics(State(door): State<Arc<Door>>, headers: HeaderMap) -> Respo
     ([(header::CONTENT_TYPE, kind)], text).into_response()
 }
 
-pub async fn models(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> {
+pub async fn models(State(door): State<Arc<Door>>) -> Result<Json<Value>, ApiError> {
     let cards = cards(&door).await?;
     // OpenAI's list and Anthropic's page have different names for what is around it.
     let [first, last] = [cards.first(), cards.last()].map(|card| card.map(|card| card.id.clone()));
@@ -119,19 +119,19 @@ pub async fn models(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject
 }
 
 /// Unlike a request's `model`, this must be the model's very id: a client asks what there is.
-pub async fn model(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Model>, Reject> {
+pub async fn model(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Model>, ApiError> {
     let served = door.models.name().unwrap_or_default();
     let mut cards = cards(&door).await?.into_iter();
-    cards.find(|card| card.id == id).map(Json).ok_or_else(|| Reject::no_such_model(&id, &served))
+    cards.find(|card| card.id == id).map(Json).ok_or_else(|| ApiError::no_such_model(&id, &served))
 }
 
 /// `POST /models/unload` with `{"model": id}`, as llama-server has it: the model gives its memory back after the answers under
 /// way, and is loaded again when it is asked.
-pub async fn unload(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Value>, Reject> {
+pub async fn unload(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Value>, ApiError> {
     let (request, _share) = body::json::<Unload>(&door, body).await?;
     match door.models.stop(&request.model) {
         true => Ok(Json(json!({"success": true}))),
-        false => Err(Reject::not_in_memory(&request.model)),
+        false => Err(ApiError::not_in_memory(&request.model)),
     }
 }
 
@@ -146,7 +146,7 @@ pub async fn experts(State(door): State<Arc<Door>>) -> Json<Value> {
 }
 
 /// The model that is loaded, then the others on this machine.
-async fn cards(door: &Door) -> Result<Vec<Model>, Reject> {
+async fn cards(door: &Door) -> Result<Vec<Model>, ApiError> {
     door.ready()?;
     let (loaded, app) = (door.models.loaded(), door.models.app());
     let here = app.zip(loaded.clone()).map(|(app, id)| Model {

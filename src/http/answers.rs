@@ -211,7 +211,7 @@ pub struct TextLogprobs {
     #[serde(serialize_with = "finite_or_null")]
     pub token_logprobs: Vec<Option<f32>>,
     /// The likeliest tokens and the token itself.
-    pub top_logprobs: Vec<Option<Likeliest>>,
+    pub top_logprobs: Vec<Option<TopLogprobs>>,
     /// The token's offset in the text, in characters.
     pub text_offset: Vec<usize>,
 }
@@ -219,9 +219,9 @@ pub struct TextLogprobs {
 /// Tokens and their log-probabilities, likeliest first; an object in JSON. They stay `f32` until they are written, like
 /// those of `token_logprobs`: clients compare the two to see whether a token was the likeliest.
 #[derive(Debug, Default)]
-pub struct Likeliest(pub Vec<(String, f32)>);
+pub struct TopLogprobs(pub Vec<(String, f32)>);
 
-impl Serialize for Likeliest {
+impl Serialize for TopLogprobs {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(token, logprob)| (token, finite_logprob(*logprob))))
     }

@@ -2,9 +2,9 @@
 
 use super::{
     Door,
+    api_error::ApiError,
     budget::{self, Share},
     fields::{self, Field},
-    reject::Reject,
     types::Common,
 };
 use axum::body::{Body, HttpBody};
@@ -25,7 +25,7 @@ const RATE: usize = 32 << 10;
 const SMALL: usize = 16 << 10;
 
 /// Reads a body of at most `limit` bytes, and holds the memory for it.
-async fn read(body: Body, limit: usize, silence: Duration, share: &mut Share) -> Result<Vec<u8>, Reject> {
+async fn read(body: Body, limit: usize, silence: Duration, share: &mut Share) -> Result<Vec<u8>, ApiError> {
     let begun = Instant::now();
     let declared = body.size_hint().exact().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(limit);
     let mut chunks = body.into_data_stream();
@@ -33,14 +33,14 @@ async fn read(body: Body, limit: usize, silence: Duration, share: &mut Share) ->
     loop {
         let slowest = begun + 2 * silence + Duration::from_secs((seen / RATE) as u64);
         let Ok(chunk) = timeout_at(slowest.min(Instant::now() + silence), chunks.next()).await else {
-            return Err(Reject::slow_body());
+            return Err(ApiError::slow_body());
         };
         let Some(chunk) = chunk else { break };
-        let chunk = chunk.map_err(|error| Reject::json(None, format!("The body could not be read: {error}")))?;
+        let chunk = chunk.map_err(|error| ApiError::json(None, format!("The body could not be read: {error}")))?;
         seen = seen.saturating_add(chunk.len());
         if refused.is_none() {
             refused = match seen > limit {
-                true => Some(Reject::too_large(limit)),
+                true => Some(ApiError::too_large(limit)),
                 false => grow(&mut kept, seen, declared.min(limit), share).err(),
             };
         }
@@ -57,7 +57,7 @@ async fn read(body: Body, limit: usize, silence: Duration, share: &mut Share) ->
 }
 
 /// Makes room for `len` bytes: half as much again as needed, but no more than was announced.
-fn grow(kept: &mut Vec<u8>, len: usize, announced: usize, share: &mut Share) -> Result<(), Reject> {
+fn grow(kept: &mut Vec<u8>, len: usize, announced: usize, share: &mut Share) -> Result<(), ApiError> {
     if len > kept.capacity() {
         let capacity = (len + len / 2).min(announced).max(len);
         share.hold(capacity)?;
@@ -67,7 +67,7 @@ fn grow(kept: &mut Vec<u8>, len: usize, announced: usize, share: &mut Share) -> 
 }
 
 /// The parsed request, and the share of memory that it holds.
-pub async fn json<T>(door: &Door, body: Body) -> Result<(T, Share), Reject>
+pub async fn json<T>(door: &Door, body: Body) -> Result<(T, Share), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
 {
@@ -75,7 +75,7 @@ where
 }
 
 /// The same where the fields that there are stand in a table, see [`fields::check`].
-pub async fn known<T>(door: &Door, body: Body, known: &'static [Field]) -> Result<(T, Share), Reject>
+pub async fn known<T>(door: &Door, body: Body, known: &'static [Field]) -> Result<(T, Share), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
 {
@@ -84,7 +84,7 @@ where
 
 /// The fields that all kinds of generation share, those of one kind, and the share of memory that they hold. `known` are
 /// all of them.
-pub async fn request<T>(door: &Door, body: Body, known: &'static [Field]) -> Result<(Common, T, Share), Reject>
+pub async fn request<T>(door: &Door, body: Body, known: &'static [Field]) -> Result<(Common, T, Share), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
 {
@@ -96,10 +96,10 @@ where
     Ok((common, request, share))
 }
 
-async fn parsed<T, P>(door: &Door, body: Body, parse: P) -> Result<(T, Share), Reject>
+async fn parsed<T, P>(door: &Door, body: Body, parse: P) -> Result<(T, Share), ApiError>
 where
     T: Send + 'static,
-    P: FnOnce(&[u8]) -> Result<T, Reject> + Send + 'static,
+    P: FnOnce(&[u8]) -> Result<T, ApiError> + Send + 'static,
 {
     let mut share = door.budget.share();
     let bytes = read(body, door.body_limit, door.patience.body, &mut share).await?;
@@ -111,7 +111,7 @@ where
 }
 
 /// An object whose fields have been looked through.
-fn checked(bytes: &[u8], known: &[Field]) -> Result<Value, Reject> {
+fn checked(bytes: &[u8], known: &[Field]) -> Result<Value, ApiError> {
     let object = object(bytes)?;
     if let Value::Object(fields) = &object {
         fields::check(fields, known)?;
@@ -120,14 +120,14 @@ fn checked(bytes: &[u8], known: &[Field]) -> Result<Value, Reject> {
 }
 
 /// Reads `bytes` as `T`, whatever the content type says: `curl -d` names another one.
-pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Reject> {
+pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     typed(object(bytes)?)
 }
 
 /// Reads `bytes` as a JSON object.
-pub fn object(bytes: &[u8]) -> Result<Value, Reject> {
+pub fn object(bytes: &[u8]) -> Result<Value, ApiError> {
     let value = serde_json::from_slice(bytes);
-    let value = value.map_err(|error| Reject::json(None, format!("The body is not valid JSON: {error}")))?;
+    let value = value.map_err(|error| ApiError::json(None, format!("The body is not valid JSON: {error}")))?;
     let what = match value {
         Value::Object(_) => return Ok(value),
         Value::Array(_) => "an array",
@@ -136,17 +136,17 @@ pub fn object(bytes: &[u8]) -> Result<Value, Reject> {
         Value::Bool(_) => "a boolean",
         Value::Null => "null",
     };
-    Err(Reject::json(None, format!("The body must be a JSON object; it is {what}.")))
+    Err(ApiError::json(None, format!("The body must be a JSON object; it is {what}.")))
 }
 
 /// Reads a JSON value as `T`; an error names the field.
-pub fn typed<'de, T: DeserializeOwned>(json: impl Deserializer<'de, Error = serde_json::Error>) -> Result<T, Reject> {
+pub fn typed<'de, T: DeserializeOwned>(json: impl Deserializer<'de, Error = serde_json::Error>) -> Result<T, ApiError> {
     serde_path_to_error::deserialize(json).map_err(|error| {
         let path = error.path().to_string();
         let wrong = error.inner();
         match path == "." {
-            true => Reject::json(missing(wrong), wrong.to_string()),
-            false => Reject::json(Some(path.clone()), format!("{path}: {wrong}")),
+            true => ApiError::json(missing(wrong), wrong.to_string()),
+            false => ApiError::json(Some(path.clone()), format!("{path}: {wrong}")),
         }
     })
 }
@@ -168,8 +168,8 @@ mod tests {
     use crate::metrics::Metrics;
 
     fn error<T: DeserializeOwned>(text: &str) -> Value {
-        let reject = parse::<T>(text.as_bytes()).err().expect("an error");
-        serde_json::to_value(reject.body()).unwrap()["error"].clone()
+        let error = parse::<T>(text.as_bytes()).err().expect("an error");
+        serde_json::to_value(error.body()).unwrap()["error"].clone()
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! in the order of arrival, and in steps that are short, because a step cannot be interrupted: a client that leaves is
 //! noticed after the step that it waits for.
 
-use super::reject::Reject;
+use super::api_error::ApiError;
 use crate::{metrics::Metrics, platform::os};
 use prometheus::IntGauge;
 use serde_json::Value;
@@ -132,17 +132,17 @@ struct Held {
 
 impl Share {
     /// Holds `bytes` in all from now on.
-    pub fn hold(&mut self, bytes: usize) -> Result<(), Reject> {
+    pub fn hold(&mut self, bytes: usize) -> Result<(), ApiError> {
         let (budget, before) = (&self.held.budget, self.bytes());
         let more = bytes.saturating_sub(before);
         if more > 0 {
             let total = budget.total.load(Relaxed);
             let most = if bytes > LARGE { total / 4 * 3 } else { total };
             if bytes > most {
-                return Err(Reject::too_much_memory(bytes, most));
+                return Err(ApiError::too_much_memory(bytes, most));
             }
             let fits = |used: usize| used.checked_add(more).filter(|&used| used <= most);
-            budget.used.fetch_update(Relaxed, Relaxed, fits).map_err(|_| Reject::memory_in_use())?;
+            budget.used.fetch_update(Relaxed, Relaxed, fits).map_err(|_| ApiError::memory_in_use())?;
             budget.gauge.add(signed(more));
         } else {
             budget.take_back(before - bytes);
@@ -152,7 +152,7 @@ impl Share {
     }
 
     /// Holds `bytes` more.
-    pub fn add(&mut self, bytes: usize) -> Result<(), Reject> {
+    pub fn add(&mut self, bytes: usize) -> Result<(), ApiError> {
         self.hold(self.bytes().saturating_add(bytes))
     }
 
@@ -162,10 +162,10 @@ impl Share {
 
     /// Runs one step beside the asynchronous threads, when it is its turn. If nobody waits for it any more, it does not
     /// begin.
-    pub async fn step<T: Send + 'static>(&self, step: impl FnOnce() -> T + Send + 'static) -> Result<T, Reject> {
-        let failed = |_| Reject::failed("The request could not be worked on.");
+    pub async fn step<T: Send + 'static>(&self, step: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
+        let failed = |_| ApiError::failed("The request could not be worked on.");
         let turn =
-            self.held.budget.steps.clone().acquire_owned().await.map_err(|_| Reject::failed("The server stops."))?;
+            self.held.budget.steps.clone().acquire_owned().await.map_err(|_| ApiError::failed("The server stops."))?;
         // The request of a client that left is dropped before its memory is counted as free.
         let held = self.held.clone();
         let step = move || {

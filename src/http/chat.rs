@@ -5,8 +5,9 @@
 
 use super::{
     App, Door, Head,
-    access::Tally,
+    access::RequestLog,
     answers::*,
+    api_error::ApiError,
     body,
     budget::{self, Share},
     check,
@@ -14,7 +15,6 @@ use super::{
     fields, form,
     prefill::{self, Mark},
     prompt::{self, Chat},
-    reject::Reject,
     stream::Frames,
     thinking::thinking,
     transcript::{Ending, Transcript, Turn},
@@ -30,26 +30,26 @@ use std::{mem, sync::Arc};
 
 pub async fn chat(
     State(door): State<Arc<Door>>,
-    Extension(tally): Extension<Arc<Tally>>,
+    Extension(log): Extension<Arc<RequestLog>>,
     body: Body,
-) -> Result<Response, Reject> {
+) -> Result<Response, ApiError> {
     door.ready()?;
     let (common, request, share) = body::request::<ChatRequest>(&door, body, fields::CHAT).await?;
     let seat = door.models.seat(common.model.as_deref()).await?;
-    seat.then(common.streams(), Frames::error, move |app| answer(app, tally, common, request, share)).await
+    seat.then(common.streams(), Frames::error, move |app| answer(app, log, common, request, share)).await
 }
 
 async fn answer(
     app: Arc<App>,
-    tally: Arc<Tally>,
+    log: Arc<RequestLog>,
     common: Common,
     request: ChatRequest,
     share: Share,
-) -> Result<Response, Reject> {
+) -> Result<Response, ApiError> {
     let deprecated = request.functions.is_some();
     let mut choices = choices(&app, &common, request, share).await?;
-    let first = choices.first(&app, &tally)?;
-    tally.generates();
+    let first = choices.first(&app, &log)?;
+    log.generates();
     let mut answer = Answer {
         head: Head::new(&app, "chatcmpl", "chat.completion"),
         index: 0,
@@ -62,23 +62,23 @@ async fn answer(
     if common.streams() {
         answer.head.object = "chat.completion.chunk";
         return Ok(match choices.count {
-            1 => wire::stream(first, answer, tally),
-            _ => choices.stream(first, answer, tally),
+            1 => wire::stream(first, answer, log),
+            _ => choices.stream(first, answer, log),
         });
     }
-    choices.whole(first, answer, &tally).await
+    choices.whole(first, answer, &log).await
 }
 
 /// Checks the request and queues it. Every other wire format's conversations come this way.
 pub(super) async fn submit(
     app: &Arc<App>,
-    tally: &Arc<Tally>,
+    log: &Arc<RequestLog>,
     common: &Common,
     request: ChatRequest,
     share: Share,
-) -> Result<Transcript, Reject> {
-    let transcript = choices(app, common, request, share).await?.first(app, tally)?;
-    tally.generates();
+) -> Result<Transcript, ApiError> {
+    let transcript = choices(app, common, request, share).await?.first(app, log)?;
+    log.generates();
     Ok(transcript)
 }
 
@@ -88,7 +88,7 @@ async fn choices(
     common: &Common,
     mut request: ChatRequest,
     mut share: Share,
-) -> Result<Choices, Reject> {
+) -> Result<Choices, ApiError> {
     common.check(&app.card)?;
     let sampling = common.sampling(&app.defaults, app.engine.vocab())?;
     let stops = common.stops()?;
@@ -104,7 +104,7 @@ async fn choices(
     let asked = form::form(&request)?;
     if asked.is_some() && prefill::asked(&request)? {
         let text = "An answer that must have a form begins anew; it cannot go on from the last message.";
-        return Err(Reject::invalid("messages", text));
+        return Err(ApiError::invalid("messages", text));
     }
     // An answer to `functions` has room for one call.
     let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true) && !deprecated;
@@ -126,7 +126,7 @@ async fn choices(
 }
 
 /// The conversation of a request, for its template.
-pub(super) fn conversation(request: ChatRequest) -> Result<Chat, Reject> {
+pub(super) fn conversation(request: ChatRequest) -> Result<Chat, ApiError> {
     let goes_on = prefill::asked(&request)?;
     let mut kwargs = request.chat_template_kwargs.unwrap_or_default();
     if let Some(thinking) = request.enable_thinking {
@@ -143,11 +143,11 @@ pub(super) fn conversation(request: ChatRequest) -> Result<Chat, Reject> {
 }
 
 /// The number of alternatives to list with each token; `None` without log-probabilities.
-fn logprobs(request: &ChatRequest) -> Result<Option<usize>, Reject> {
+fn logprobs(request: &ChatRequest) -> Result<Option<usize>, ApiError> {
     let wanted = request.logprobs.unwrap_or(false);
     match request.top_logprobs {
         Some(top) if wanted => Ok(Some(check::alternatives("top_logprobs", top)?)),
-        Some(_) => Err(Reject::invalid("top_logprobs", "top_logprobs is only allowed when logprobs is true.")),
+        Some(_) => Err(ApiError::invalid("top_logprobs", "top_logprobs is only allowed when logprobs is true.")),
         None => Ok(wanted.then_some(0)),
     }
 }
@@ -194,7 +194,7 @@ impl Wire for Answer {
         self.close(out, ending.usage);
     }
 
-    fn error(&mut self, out: &Frames, error: &Reject) {
+    fn error(&mut self, out: &Frames, error: &ApiError) {
         out.error(error);
     }
 }
@@ -221,7 +221,7 @@ impl Answer {
     }
 
     /// One choice of a body, and what it used.
-    pub async fn choice(&mut self, transcript: &mut Transcript) -> Result<(ChatChoice, Usage), Reject> {
+    pub async fn choice(&mut self, transcript: &mut Transcript) -> Result<(ChatChoice, Usage), ApiError> {
         let mut parts = Parts::default();
         let ending = transcript.tell(|turn| {
             self.score(&turn);

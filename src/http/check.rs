@@ -2,7 +2,7 @@
 
 use super::{
     ModelCard,
-    reject::Reject,
+    api_error::ApiError,
     types::{Common, OneOrMany},
 };
 use crate::engine::Sampling;
@@ -18,10 +18,10 @@ const MAX_CHOICES: usize = 128;
 
 impl Common {
     /// Refuses what it can without a look at the prompt.
-    pub fn check(&self, card: &ModelCard) -> Result<(), Reject> {
+    pub fn check(&self, card: &ModelCard) -> Result<(), ApiError> {
         model(self.model.as_deref(), card)?;
         if self.stream_options.is_some() && !self.streams() {
-            return Err(Reject::invalid("stream_options", "stream_options is only allowed when stream is true."));
+            return Err(ApiError::invalid("stream_options", "stream_options is only allowed when stream is true."));
         }
         Ok(())
     }
@@ -36,7 +36,7 @@ impl Common {
     }
 
     /// The sampling asked for; what is not said comes from `defaults`. `vocab` bounds the ids of `logit_bias`.
-    pub fn sampling(&self, defaults: &Sampling, vocab: usize) -> Result<Sampling, Reject> {
+    pub fn sampling(&self, defaults: &Sampling, vocab: usize) -> Result<Sampling, ApiError> {
         let repetition = self.repetition_penalty.or(self.repeat_penalty);
         let (presence, frequency) = (self.presence_penalty, self.frequency_penalty);
         let mut sampling = Sampling {
@@ -55,7 +55,7 @@ impl Common {
             sampling.top_k = match top_k {
                 -1 => 0,
                 k => usize::try_from(k).map_err(|_| {
-                    Reject::invalid("top_k", format!("top_k is {k}; it must be at least 0, or -1 for no limit."))
+                    ApiError::invalid("top_k", format!("top_k is {k}; it must be at least 0, or -1 for no limit."))
                 })?,
             };
         }
@@ -65,17 +65,17 @@ impl Common {
                 .map(|(id, &bias)| {
                     let param = format!("logit_bias.{id}");
                     let id = id.parse().ok().filter(|&id: &u32| (id as usize) < vocab).ok_or_else(|| {
-                        Reject::invalid(&param, format!("logit_bias: {id} is not a token id below {vocab}."))
+                        ApiError::invalid(&param, format!("logit_bias: {id} is not a token id below {vocab}."))
                     })?;
                     Ok((id, number(&param, Some(bias), -100.0..=100.0, 0.0)?))
                 })
-                .collect::<Result<_, Reject>>()?;
+                .collect::<Result<_, ApiError>>()?;
         }
         Ok(sampling)
     }
 
     /// The stop strings. An empty one is ignored: it would end every answer before it began.
-    pub fn stops(&self) -> Result<Vec<String>, Reject> {
+    pub fn stops(&self) -> Result<Vec<String>, ApiError> {
         let stops = match &self.stop {
             None => return Ok(Vec::new()),
             Some(OneOrMany::One(stop)) => vec![stop.clone()],
@@ -83,7 +83,7 @@ impl Common {
         };
         if stops.len() > MAX_STOPS {
             let message = format!("stop has {} strings; {MAX_STOPS} are the most.", stops.len());
-            return Err(Reject::invalid("stop", message));
+            return Err(ApiError::invalid("stop", message));
         }
         Ok(stops.into_iter().filter(|stop| !stop.is_empty()).collect())
     }
@@ -91,30 +91,30 @@ impl Common {
 
 /// `model` may be absent or any bare word, as llama-server has it: one model is served, and clients are configured with
 /// names such as `default`. A name with a slash is a hub id: it must end in this model's name.
-pub fn model(asked: Option<&str>, card: &ModelCard) -> Result<(), Reject> {
+pub fn model(asked: Option<&str>, card: &ModelCard) -> Result<(), ApiError> {
     let last = |id: &str| id.rsplit('/').next().unwrap_or(id).to_lowercase();
     match asked {
         Some(asked) if asked.contains('/') && last(asked) != last(&card.id) => {
-            Err(Reject::no_such_model(asked, &card.id))
+            Err(ApiError::no_such_model(asked, &card.id))
         }
         _ => Ok(()),
     }
 }
 
 /// The number of answers to one prompt.
-pub fn choices(n: Option<i64>) -> Result<usize, Reject> {
+pub fn choices(n: Option<i64>) -> Result<usize, ApiError> {
     let n = n.unwrap_or(1);
     usize::try_from(n)
         .ok()
         .filter(|n| (1..=MAX_CHOICES).contains(n))
-        .ok_or_else(|| Reject::invalid("n", format!("n is {n}; it must be between 1 and {MAX_CHOICES}.")))
+        .ok_or_else(|| ApiError::invalid("n", format!("n is {n}; it must be between 1 and {MAX_CHOICES}.")))
 }
 
 /// A count of tokens: at least `least`.
-pub fn tokens(param: &'static str, value: Option<i64>, least: i64) -> Result<Option<usize>, Reject> {
+pub fn tokens(param: &'static str, value: Option<i64>, least: i64) -> Result<Option<usize>, ApiError> {
     match value {
         Some(value) if value < least => {
-            Err(Reject::invalid(param, format!("{param} is {value}; it must be at least {least}.")))
+            Err(ApiError::invalid(param, format!("{param} is {value}; it must be at least {least}.")))
         }
         Some(value) => Ok(Some(usize::try_from(value).unwrap_or(usize::MAX))),
         None => Ok(None),
@@ -122,19 +122,18 @@ pub fn tokens(param: &'static str, value: Option<i64>, least: i64) -> Result<Opt
 }
 
 /// A number of alternatives.
-pub fn alternatives(param: &'static str, value: i64) -> Result<usize, Reject> {
-    usize::try_from(value)
-        .ok()
-        .filter(|_| value <= MAX_LOGPROBS)
-        .ok_or_else(|| Reject::invalid(param, format!("{param} is {value}; it must be between 0 and {MAX_LOGPROBS}.")))
+pub fn alternatives(param: &'static str, value: i64) -> Result<usize, ApiError> {
+    usize::try_from(value).ok().filter(|_| value <= MAX_LOGPROBS).ok_or_else(|| {
+        ApiError::invalid(param, format!("{param} is {value}; it must be between 0 and {MAX_LOGPROBS}."))
+    })
 }
 
 /// Ids from outside, checked against the vocabulary.
-pub fn ids(param: &str, ids: &[i64], vocab: usize) -> Result<Vec<u32>, Reject> {
+pub fn ids(param: &str, ids: &[i64], vocab: usize) -> Result<Vec<u32>, ApiError> {
     ids.iter()
         .map(|&id| {
             u32::try_from(id).ok().filter(|&id| (id as usize) < vocab).ok_or_else(|| {
-                Reject::invalid(param, format!("{param}: {id} is not a token id of this model (0 to {}).", vocab - 1))
+                ApiError::invalid(param, format!("{param}: {id} is not a token id of this model (0 to {}).", vocab - 1))
             })
         })
         .collect()
@@ -142,21 +141,21 @@ pub fn ids(param: &str, ids: &[i64], vocab: usize) -> Result<Vec<u32>, Reject> {
 
 /// The most tokens of an answer: those asked for, or the rest of the context, and never more than that. A prompt
 /// that leaves no room is refused.
-pub fn room(param: &str, prompt: usize, asked: Option<usize>, context: usize) -> Result<usize, Reject> {
+pub fn room(param: &str, prompt: usize, asked: Option<usize>, context: usize) -> Result<usize, ApiError> {
     let rest = context.saturating_sub(prompt);
     if prompt > context || (rest == 0 && asked != Some(0)) {
-        return Err(Reject::context(prompt, context, param));
+        return Err(ApiError::context(prompt, context, param));
     }
     Ok(asked.unwrap_or(rest).min(rest))
 }
 
-fn number(param: &str, value: Option<f64>, range: RangeInclusive<f64>, default: f32) -> Result<f32, Reject> {
+fn number(param: &str, value: Option<f64>, range: RangeInclusive<f64>, default: f32) -> Result<f32, ApiError> {
     match value {
         None => Ok(default),
         Some(value) if range.contains(&value) => Ok(value as f32),
         Some(value) => {
             let (from, to) = (range.start(), range.end());
-            Err(Reject::invalid(param, format!("{param} is {value}; it must be between {from} and {to}.")))
+            Err(ApiError::invalid(param, format!("{param} is {value}; it must be between {from} and {to}.")))
         }
     }
 }
@@ -206,9 +205,9 @@ mod tests {
             (json!({"logit_bias": {"x": 1}}), "logit_bias.x"),
             (json!({"logit_bias": {"7": 101}}), "logit_bias.7"),
         ] {
-            let reject = common(body).sampling(&Sampling::default(), 8).unwrap_err();
-            assert_eq!(reject.status, 400);
-            assert_eq!(serde_json::to_value(reject.body()).unwrap()["error"]["param"], param);
+            let error = common(body).sampling(&Sampling::default(), 8).unwrap_err();
+            assert_eq!(error.status, 400);
+            assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param);
         }
     }
 

@@ -3,11 +3,11 @@
 
 use super::{
     App,
-    access::Tally,
+    access::RequestLog,
     answers::Usage,
+    api_error::ApiError,
     budget::Share,
     chat::Answer,
-    reject::Reject,
     stream,
     transcript::{Reader, Transcript},
     wire::Wire,
@@ -34,8 +34,8 @@ pub struct Choices {
 
 impl Choices {
     /// Queues the first choice. If it is the only one, it holds the request's memory.
-    pub fn first(&mut self, app: &App, tally: &Arc<Tally>) -> Result<Transcript, EngineError> {
-        let first = self.submit(app, tally, 0)?;
+    pub fn first(&mut self, app: &App, log: &Arc<RequestLog>) -> Result<Transcript, EngineError> {
+        let first = self.submit(app, log, 0)?;
         Ok(match self.share.take_if(|_| self.count == 1) {
             Some(share) => first.holding(share),
             None => first,
@@ -43,18 +43,23 @@ impl Choices {
     }
 
     /// Queues choice `index`.
-    pub fn submit(&self, app: &App, tally: &Arc<Tally>, index: usize) -> Result<Transcript, EngineError> {
+    pub fn submit(&self, app: &App, log: &Arc<RequestLog>, index: usize) -> Result<Transcript, EngineError> {
         let mut request = self.request.clone();
         request.sampling.seed = request.sampling.seed.map(|seed| seed.wrapping_add(index as u64));
         let Self { tools, in_reasoning, parallel_tool_calls, .. } = self;
         let (in_reasoning, parallel_tool_calls) = (*in_reasoning, *parallel_tool_calls);
         let reader = Reader::Chat { parser: Parser::new(in_reasoning, tools), in_reasoning, parallel_tool_calls };
-        Transcript::submit(app, tally, request, reader, self.stops.clone())
+        Transcript::submit(app, log, request, reader, self.stops.clone())
     }
 
-    async fn submit_later(&mut self, app: &App, tally: &Arc<Tally>, index: usize) -> Result<Transcript, EngineError> {
+    async fn submit_later(
+        &mut self,
+        app: &App,
+        log: &Arc<RequestLog>,
+        index: usize,
+    ) -> Result<Transcript, EngineError> {
         loop {
-            match self.submit(app, tally, index) {
+            match self.submit(app, log, index) {
                 Err(EngineError::QueueFull) => tokio::time::sleep(Duration::from_millis(50)).await,
                 submitted => return submitted,
             }
@@ -66,15 +71,15 @@ impl Choices {
         mut self,
         first: Transcript,
         mut answer: Answer,
-        tally: &Arc<Tally>,
-    ) -> Result<Response, Reject> {
+        log: &Arc<RequestLog>,
+    ) -> Result<Response, ApiError> {
         let app = answer.head.app.clone();
         let (mut transcript, mut usage, mut written) = (Some(first), Usage::default(), Vec::new());
         for index in 0..self.count {
             answer.index = index;
             let mut one = match transcript.take() {
                 Some(first) => first,
-                None => self.submit_later(&app, tally, index).await?,
+                None => self.submit_later(&app, log, index).await?,
             };
             let (choice, used) = answer.choice(&mut one).await?;
             add(&mut usage, used);
@@ -84,16 +89,16 @@ impl Choices {
     }
 
     /// One choice after the other, and the usage of all.
-    pub fn stream(mut self, first: Transcript, mut answer: Answer, tally: Arc<Tally>) -> Response {
+    pub fn stream(mut self, first: Transcript, mut answer: Answer, log: Arc<RequestLog>) -> Response {
         stream::respond(move |out| async move {
-            tally.begin();
+            log.begin();
             let app = answer.head.app.clone();
             let (mut transcript, mut usage) = (Some(first), Usage::default());
             for index in 0..self.count {
                 (answer.index, answer.begun) = (index, false);
                 let one = match transcript.take() {
                     Some(first) => Ok(first),
-                    None => self.submit_later(&app, &tally, index).await,
+                    None => self.submit_later(&app, &log, index).await,
                 };
                 let ended = match one {
                     Ok(mut one) => one.tell(|turn| answer.turn(&out, &turn)).await,
@@ -105,13 +110,13 @@ impl Choices {
                         add(&mut usage, ending.usage);
                     }
                     Err(error) => {
-                        tally.failed(&error);
+                        log.failed(&error);
                         return answer.error(&out, &error.into());
                     }
                 }
             }
             answer.close(&out, usage);
-            tally.complete();
+            log.complete();
         })
     }
 }

@@ -7,12 +7,12 @@
 
 use super::{
     App, Door, Head,
-    access::Tally,
+    access::RequestLog,
     answers::{Envelope, FinishReason, TextChoice, Usage},
+    api_error::ApiError,
     body,
     budget::Share,
     check, fields,
-    reject::Reject,
     scores::Scores,
     stream::{self, Frames},
     transcript::{Reader, Transcript, Turn},
@@ -38,25 +38,25 @@ const MAX_PROMPTS: usize = 2048;
 
 pub async fn completions(
     State(door): State<Arc<Door>>,
-    Extension(tally): Extension<Arc<Tally>>,
+    Extension(log): Extension<Arc<RequestLog>>,
     body: Body,
-) -> Result<Response, Reject> {
+) -> Result<Response, ApiError> {
     door.ready()?;
     let (common, request, share) = body::request::<CompletionRequest>(&door, body, fields::COMPLETIONS).await?;
     let seat = door.models.seat(common.model.as_deref()).await?;
-    seat.then(common.streams(), Frames::error, move |app| answer(app, tally, common, request, share)).await
+    seat.then(common.streams(), Frames::error, move |app| answer(app, log, common, request, share)).await
 }
 
 async fn answer(
     app: Arc<App>,
-    tally: Arc<Tally>,
+    log: Arc<RequestLog>,
     common: Common,
     request: CompletionRequest,
     share: Share,
-) -> Result<Response, Reject> {
-    let job = Job::new(&app, tally.clone(), &common, request, share).await?;
+) -> Result<Response, ApiError> {
+    let job = Job::new(&app, log.clone(), &common, request, share).await?;
     let first = job.submit(0)?;
-    tally.generates();
+    log.generates();
     match common.streams() {
         true => Ok(job.stream(first, common.usage())),
         false => job.whole(first).await,
@@ -66,7 +66,7 @@ async fn answer(
 /// A checked request.
 struct Job {
     head: Head,
-    tally: Arc<Tally>,
+    log: Arc<RequestLog>,
     prompts: Vec<Vec<u32>>,
     /// Choices for each prompt, which stand side by side.
     n: usize,
@@ -85,18 +85,21 @@ struct Job {
 impl Job {
     async fn new(
         app: &Arc<App>,
-        tally: Arc<Tally>,
+        log: Arc<RequestLog>,
         common: &Common,
         request: CompletionRequest,
         mut share: Share,
-    ) -> Result<Self, Reject> {
+    ) -> Result<Self, ApiError> {
         common.check(&app.card)?;
         let n = check::choices(common.n)?;
         if request.best_of.is_some_and(|best_of| usize::try_from(best_of) != Ok(n)) {
-            return Err(Reject::unsupported("best_of", "best_of is not supported: each choice is one that was drawn."));
+            return Err(ApiError::unsupported(
+                "best_of",
+                "best_of is not supported: each choice is one that was drawn.",
+            ));
         }
         if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
-            return Err(Reject::unsupported("suffix", "suffix is not supported."));
+            return Err(ApiError::unsupported("suffix", "suffix is not supported."));
         }
         let max_tokens = check::tokens("max_tokens", common.max_tokens, 0)?.unwrap_or(DEFAULT_MAX_TOKENS);
         let prompts = prompts(app, &mut share, request.prompt).await?;
@@ -104,7 +107,7 @@ impl Job {
         share.hold(prompts.len() * size_of::<Vec<u32>>() + tokens * 2 * size_of::<u32>())?;
         let job = Self {
             head: Head::new(app, "cmpl", "text_completion"),
-            tally,
+            log,
             n,
             max_tokens,
             echo: request.echo.unwrap_or(false),
@@ -146,7 +149,7 @@ impl Job {
             ignore_eos: self.echo && self.logprobs.is_some() && self.max_tokens == 1,
             ..Request::new(ids, max_tokens, sampling)
         };
-        Transcript::submit(app, &self.tally, request, Reader::Plain, self.stops.clone())
+        Transcript::submit(app, &self.log, request, Reader::Plain, self.stops.clone())
     }
 
     /// The generation of a later prompt: it has waited in line already, so it waits for a place rather than give up.
@@ -160,7 +163,7 @@ impl Job {
     }
 
     /// One body.
-    async fn whole(self, first: Transcript) -> Result<Response, Reject> {
+    async fn whole(self, first: Transcript) -> Result<Response, ApiError> {
         let mut first = Some(first);
         let mut usage = Usage::default();
         let mut answers = Vec::with_capacity(self.choices());
@@ -196,7 +199,7 @@ impl Job {
     /// One choice after the other, a chunk a turn that has text; then, if asked for, the usage.
     fn stream(self, first: Transcript, usage: bool) -> Response {
         stream::respond(move |frames| async move {
-            self.tally.begin();
+            self.log.begin();
             let mut first = Some(first);
             let mut used = Usage::default();
             for index in 0..self.choices() {
@@ -211,7 +214,7 @@ impl Job {
                 match outcome {
                     Ok(usage) => self.add(&mut used, usage, index),
                     Err(error) => {
-                        self.tally.failed(&error);
+                        self.log.failed(&error);
                         return frames.error(&error.into());
                     }
                 }
@@ -221,7 +224,7 @@ impl Job {
                 frames.data(&end);
             }
             frames.done();
-            self.tally.complete();
+            self.log.complete();
         })
     }
 
@@ -308,7 +311,7 @@ impl<'a> Choice<'a> {
     }
 }
 
-async fn prompts(app: &App, share: &mut Share, prompt: Prompt) -> Result<Vec<Vec<u32>>, Reject> {
+async fn prompts(app: &App, share: &mut Share, prompt: Prompt) -> Result<Vec<Vec<u32>>, ApiError> {
     let vocab = app.engine.vocab();
     let count = match &prompt {
         Prompt::Texts(texts) => texts.len(),
@@ -316,7 +319,7 @@ async fn prompts(app: &App, share: &mut Share, prompt: Prompt) -> Result<Vec<Vec
         Prompt::Text(_) | Prompt::Ids(_) => 1,
     };
     if count > MAX_PROMPTS {
-        return Err(Reject::invalid("prompt", format!("There are {count} prompts; {MAX_PROMPTS} are the most.")));
+        return Err(ApiError::invalid("prompt", format!("There are {count} prompts; {MAX_PROMPTS} are the most.")));
     }
     let mut prompts = Vec::with_capacity(count);
     match prompt {
@@ -334,7 +337,10 @@ async fn prompts(app: &App, share: &mut Share, prompt: Prompt) -> Result<Vec<Vec
         }
     }
     if prompts.is_empty() || prompts.iter().any(Vec::is_empty) {
-        return Err(Reject::invalid("prompt", "The prompt is empty; there must be at least one token to go on from."));
+        return Err(ApiError::invalid(
+            "prompt",
+            "The prompt is empty; there must be at least one token to go on from.",
+        ));
     }
     Ok(prompts)
 }

@@ -4,7 +4,7 @@
 //! request in progress, a newcomer gets one of a few further places, at which `/health` and `/metrics` are answered and
 //! everything else is a 503. So neither idle sockets nor a full house keep anybody from asking how the server is.
 
-use super::{Door, access, reject::Reject};
+use super::{Door, access, api_error::ApiError};
 use crate::platform::os;
 use axum::{
     Router,
@@ -130,7 +130,7 @@ async fn serve(
         async move {
             let answer = match answer {
                 Some(answer) => answer.await?,
-                None => Reject::no_place().into_response(),
+                None => ApiError::no_place().into_response(),
             };
             Ok::<Response, Infallible>(answer.map(|body| Body::new(Told { body, _busy: busy })))
         }

@@ -3,10 +3,10 @@
 
 use super::{
     App,
-    access::Tally,
+    access::RequestLog,
+    api_error::ApiError,
     budget::Share,
     chat,
-    reject::Reject,
     transcript::Transcript,
     types::{ChatRequest, Common},
 };
@@ -18,21 +18,21 @@ use std::sync::Arc;
 pub struct Conversation {
     pub common: Common,
     pub chat: ChatRequest,
-    /// The fields' names here and in the format that the client speaks, for errors: see [`Reject::renamed`].
+    /// The fields' names here and in the format that the client speaks, for errors: see [`ApiError::renamed`].
     pub names: &'static [(&'static str, &'static str)],
 }
 
 impl Conversation {
     /// Checks it and queues it.
-    pub async fn submit(self, app: &Arc<App>, tally: &Arc<Tally>, share: Share) -> Result<Transcript, Reject> {
-        let submitted = chat::submit(app, tally, &self.common, self.chat, share).await;
-        submitted.map_err(|reject| reject.renamed(self.names))
+    pub async fn submit(self, app: &Arc<App>, log: &Arc<RequestLog>, share: Share) -> Result<Transcript, ApiError> {
+        let submitted = chat::submit(app, log, &self.common, self.chat, share).await;
+        submitted.map_err(|error| error.renamed(self.names))
     }
 
     /// The number of tokens of its prompt.
-    pub async fn count(self, app: &Arc<App>, mut share: Share) -> Result<usize, Reject> {
+    pub async fn count(self, app: &Arc<App>, mut share: Share) -> Result<usize, ApiError> {
         self.common.check(&app.card)?;
-        let chat = chat::conversation(self.chat).map_err(|reject| reject.renamed(self.names))?;
+        let chat = chat::conversation(self.chat).map_err(|error| error.renamed(self.names))?;
         let (prompt, _) = app.render(&mut share, chat).await?;
         let (ids, _) = app.tokenize(&mut share, prompt, usize::MAX).await?;
         Ok(ids.len())

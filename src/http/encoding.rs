@@ -1,7 +1,7 @@
 //! Bodies that come compressed. They are inflated as they are read, so what `body` allows of bytes and memory it allows of
 //! inflated ones: a small body that becomes a large one is refused like any other.
 
-use super::reject::Reject;
+use super::api_error::ApiError;
 use axum::{
     extract::Request,
     http::{HeaderValue, header},
@@ -22,7 +22,7 @@ pub async fn check(mut request: Request, next: Next) -> Response {
         (None, _) => return next.run(request).await,
         (Some(one), None) => one.as_bytes().trim_ascii().to_ascii_lowercase(),
         // One around the other.
-        (Some(_), Some(_)) => return Reject::unknown_encoding().into_response(),
+        (Some(_), Some(_)) => return ApiError::unknown_encoding().into_response(),
     };
     match &*encoding {
         b"gzip" | b"x-gzip" => {
@@ -31,7 +31,7 @@ pub async fn check(mut request: Request, next: Next) -> Response {
         b"" | b"identity" => {
             request.headers_mut().remove(header::CONTENT_ENCODING);
         }
-        _ => return Reject::unknown_encoding().into_response(),
+        _ => return ApiError::unknown_encoding().into_response(),
     }
     next.run(request).await
 }

@@ -4,7 +4,7 @@
 
 mod tables;
 
-use super::reject::Reject;
+use super::api_error::ApiError;
 use serde_json::{Map, Value};
 pub use tables::{CHAT, COMPLETIONS, MESSAGES, RESPONSES};
 
@@ -28,20 +28,20 @@ pub enum Does {
 }
 
 /// Looks through the names of a request's fields. `null` counts as absent.
-pub fn check(fields: &Map<String, Value>, known: &[Field]) -> Result<(), Reject> {
+pub fn check(fields: &Map<String, Value>, known: &[Field]) -> Result<(), ApiError> {
     let mut unknown = Vec::new();
     for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
         match known.iter().find(|field| field.name == name) {
             Some(Field { does: Does::Refused(accepted, why), .. }) => {
                 if !accepted.iter().any(|word| is(value, word)) {
-                    return Err(Reject::unsupported(name, format!("{name} is not supported: {why}")));
+                    return Err(ApiError::unsupported(name, format!("{name} is not supported: {why}")));
                 }
             }
             Some(_) => {}
             None => match nearest(name, known) {
                 Some(meant) => {
                     let text = format!("There is no field `{name}`; did you mean `{meant}`?");
-                    return Err(Reject::unknown(name, text));
+                    return Err(ApiError::unknown(name, text));
                 }
                 None => unknown.push(name),
             },

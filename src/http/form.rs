@@ -3,7 +3,7 @@
 
 use super::{
     App,
-    reject::Reject,
+    api_error::ApiError,
     types::{ChatRequest, ResponseFormat},
 };
 use crate::{
@@ -20,7 +20,7 @@ pub struct Asked {
 }
 
 /// The form that a request asks for; `None` if any answer will do.
-pub fn form(request: &ChatRequest) -> Result<Option<Asked>, Reject> {
+pub fn form(request: &ChatRequest) -> Result<Option<Asked>, ApiError> {
     let (field, content) = content(request)?;
     let tools: Vec<(usize, Value)> = request.tools.iter().flatten().cloned().enumerate().collect();
     let many = request.parallel_tool_calls.unwrap_or(true);
@@ -52,11 +52,11 @@ enum Choice {
 }
 
 impl Choice {
-    fn read(choice: Option<&Value>, tools: &[(usize, Value)]) -> Result<Self, Reject> {
+    fn read(choice: Option<&Value>, tools: &[(usize, Value)]) -> Result<Self, ApiError> {
         let known = |name: &Value, at: &str| match name.as_str() {
             Some(name) if tools.iter().any(|(_, tool)| tool["function"]["name"] == name) => Ok(name.to_owned()),
-            Some(name) => Err(Reject::invalid(at, format!("{at} is `{name}`, which is not the name of a tool."))),
-            None => Err(Reject::json(Some(at.into()), format!("{at} must be the name of a tool."))),
+            Some(name) => Err(ApiError::invalid(at, format!("{at} is `{name}`, which is not the name of a tool."))),
+            None => Err(ApiError::json(Some(at.into()), format!("{at} must be the name of a tool."))),
         };
         let Some(choice) = choice.filter(|choice| !choice.is_null()) else {
             return Ok(if tools.is_empty() { Choice::None } else { Choice::May(None) });
@@ -70,7 +70,7 @@ impl Choice {
                 other => {
                     let text =
                         format!("tool_choice is `{other}`; it must be `none`, `auto`, `required` or name a tool.");
-                    return Err(Reject::invalid("tool_choice", text));
+                    return Err(ApiError::invalid("tool_choice", text));
                 }
             },
             Value::Object(_) => match choice["type"].as_str() {
@@ -88,25 +88,25 @@ impl Choice {
                     match inner["mode"].as_str() {
                         _ if names.is_none() => {
                             let text = "tool_choice.allowed_tools.tools must be an array of tools that is not empty.";
-                            return Err(Reject::invalid("tool_choice.allowed_tools.tools", text));
+                            return Err(ApiError::invalid("tool_choice.allowed_tools.tools", text));
                         }
                         Some("auto") => Choice::May(names),
                         Some("required") => Choice::Must(names),
                         _ => {
                             let text = "tool_choice.allowed_tools.mode must be `auto` or `required`.";
-                            return Err(Reject::invalid("tool_choice.allowed_tools.mode", text));
+                            return Err(ApiError::invalid("tool_choice.allowed_tools.mode", text));
                         }
                     }
                 }
                 _ => {
                     let text = "tool_choice.type must be `function` or `allowed_tools`.";
-                    return Err(Reject::invalid("tool_choice.type", text));
+                    return Err(ApiError::invalid("tool_choice.type", text));
                 }
             },
-            _ => return Err(Reject::json(Some("tool_choice".into()), "tool_choice must be a string or an object.")),
+            _ => return Err(ApiError::json(Some("tool_choice".into()), "tool_choice must be a string or an object.")),
         };
         if tools.is_empty() && matches!(read, Choice::Must(_)) {
-            return Err(Reject::invalid("tool_choice", "tool_choice asks for a call, but there are no tools."));
+            return Err(ApiError::invalid("tool_choice", "tool_choice asks for a call, but there are no tools."));
         }
         Ok(read)
     }
@@ -119,22 +119,22 @@ fn picked(tools: Vec<(usize, Value)>, only: &Option<Vec<String>>) -> Vec<(usize,
 }
 
 /// The content's form, and the name of the field that asks for it. Two such fields are an error.
-fn content(request: &ChatRequest) -> Result<(String, Content), Reject> {
+fn content(request: &ChatRequest) -> Result<(String, Content), ApiError> {
     let mut asked = Vec::new();
     if let Some(format) = &request.response_format {
         asked.extend(self::format(format)?);
     }
     let json = |schema: &Value| Content::Json { schema: schema.clone(), strict: true };
-    let guided = |asked: &mut Vec<_>, prefix: &str, it: [Option<&Value>; 4]| -> Result<(), Reject> {
+    let guided = |asked: &mut Vec<_>, prefix: &str, it: [Option<&Value>; 4]| -> Result<(), ApiError> {
         let [schema, regex, choice, grammar] = it.map(|value| value.filter(|value| !value.is_null()));
         let text = |value: &Value, at: &str| match value.as_str() {
             Some(text) => Ok(text.to_owned()),
-            None => Err(Reject::json(Some(at.into()), format!("{at} must be a string."))),
+            None => Err(ApiError::json(Some(at.into()), format!("{at} must be a string."))),
         };
         if let Some(schema) = schema {
             let at = format!("{prefix}json");
             let parsed = schema.as_str().map(serde_json::from_str).transpose();
-            let parsed = parsed.map_err(|e| Reject::invalid(&at, format!("{at} is not valid JSON: {e}")))?;
+            let parsed = parsed.map_err(|e| ApiError::invalid(&at, format!("{at} is not valid JSON: {e}")))?;
             asked.push((at, json(parsed.as_ref().unwrap_or(schema))));
         }
         if let Some(regex) = regex {
@@ -145,7 +145,7 @@ fn content(request: &ChatRequest) -> Result<(String, Content), Reject> {
             let at = format!("{prefix}choice");
             let words = choice.as_array().filter(|words| !words.is_empty() && words.iter().all(Value::is_string));
             let Some(words) = words else {
-                return Err(Reject::json(
+                return Err(ApiError::json(
                     Some(at.clone()),
                     format!("{at} must be an array of strings that is not empty."),
                 ));
@@ -156,7 +156,7 @@ fn content(request: &ChatRequest) -> Result<(String, Content), Reject> {
         if grammar.is_some() {
             let at = format!("{prefix}grammar");
             let message = format!("{at} is not supported: send response_format {{\"type\": \"lark\", \"lark\": ...}}.");
-            return Err(Reject::unsupported(&at, message));
+            return Err(ApiError::unsupported(&at, message));
         }
         Ok(())
     };
@@ -171,7 +171,7 @@ fn content(request: &ChatRequest) -> Result<(String, Content), Reject> {
                 "json_object" => asked.push(("structured_outputs.json_object".into(), json(&any_object()))),
                 other => {
                     let at = format!("structured_outputs.{other}");
-                    return Err(Reject::unsupported(&at, format!("{at} is not supported.")));
+                    return Err(ApiError::unsupported(&at, format!("{at} is not supported.")));
                 }
             }
         }
@@ -183,20 +183,20 @@ fn content(request: &ChatRequest) -> Result<(String, Content), Reject> {
     }
     if request.grammar.as_ref().is_some_and(|grammar| !grammar.is_null()) {
         let message = "grammar (GBNF) is not supported: send response_format {\"type\": \"lark\", \"lark\": ...}.";
-        return Err(Reject::unsupported("grammar", message));
+        return Err(ApiError::unsupported("grammar", message));
     }
     if let [(first, _), (second, _), ..] = &*asked {
         let message = format!("{first} and {second} both say what the answer must be; send one of them.");
-        return Err(Reject::invalid(second, message));
+        return Err(ApiError::invalid(second, message));
     }
     Ok(asked.pop().unwrap_or_default())
 }
 
 /// `response_format`; nothing for `text`.
-fn format(format: &ResponseFormat) -> Result<Option<(String, Content)>, Reject> {
+fn format(format: &ResponseFormat) -> Result<Option<(String, Content)>, ApiError> {
     let needs = |key: &str| {
         let at = format!("response_format.{key}");
-        Reject::invalid(&at, format!("{at} is missing; the type `{}` needs it.", format.kind))
+        ApiError::invalid(&at, format!("{at} is missing; the type `{}` needs it.", format.kind))
     };
     let (at, content) = match format.kind.as_str() {
         "text" => return Ok(None),
@@ -215,7 +215,7 @@ fn format(format: &ResponseFormat) -> Result<Option<(String, Content)>, Reject> 
         other => {
             let kinds = "text, json_object, json_schema, regex and lark";
             let text = format!("response_format.type is `{other}`; the types are {kinds}.");
-            return Err(Reject::invalid("response_format.type", text));
+            return Err(ApiError::invalid("response_format.type", text));
         }
     };
     Ok(Some((format!("response_format.{at}"), content)))
@@ -228,7 +228,7 @@ pub async fn constraint(
     calls: bool,
     in_reasoning: bool,
     budget: Option<usize>,
-) -> Result<Option<Box<dyn Constraint>>, Reject> {
+) -> Result<Option<Box<dyn Constraint>>, ApiError> {
     let grammars = app.grammars.clone();
     let guide = match (asked, budget.filter(|_| in_reasoning)) {
         (None, None) => return Ok(None),
@@ -243,12 +243,12 @@ pub async fn constraint(
     Ok(Some(Box::new(Led(guide))))
 }
 
-fn refuse(field: &str, fault: Fault) -> Reject {
+fn refuse(field: &str, fault: Fault) -> ApiError {
     let at = match fault.tool {
         Some(index) => format!("tools[{index}].function.parameters{}", fault.place),
         None => format!("{field}{}", fault.place),
     };
-    Reject::invalid(&at, format!("{at}: {}", fault.why))
+    ApiError::invalid(&at, format!("{at}: {}", fault.why))
 }
 
 /// A guide, as the engine takes it.

@@ -5,7 +5,7 @@
 //! Bound to another address the server cannot know its names: then names are checked only if some were given. Bodies must
 //! be JSON in any case.
 
-use super::{Door, access, reject::Reject};
+use super::{Door, access, api_error::ApiError};
 use axum::{
     extract::{Request, State},
     http::{HeaderMap, HeaderValue, Method, header},
@@ -47,7 +47,7 @@ impl Guard {
 }
 
 impl Rules {
-    fn allows(&self, headers: &HeaderMap, authority: Option<&str>) -> Result<(), Reject> {
+    fn allows(&self, headers: &HeaderMap, authority: Option<&str>) -> Result<(), ApiError> {
         let Some(hosts) = &self.hosts else { return Ok(()) };
         let known = |host: &str| local(host) || hosts.iter().any(|known| known.eq_ignore_ascii_case(host));
         let text = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
@@ -55,7 +55,7 @@ impl Rules {
         let given = headers.get_all(header::HOST).iter().map(text).chain(authority.map(str::to_owned));
         for host in given {
             if !known(name(&host)) {
-                return Err(Reject::wrong_host(name(&host)));
+                return Err(ApiError::wrong_host(name(&host)));
             }
         }
         let any = self.origin.as_ref().is_some_and(|origin| origin == "*");
@@ -63,7 +63,7 @@ impl Rules {
             let text = text(origin);
             let host = text.split_once("://").map(|(_, host)| name(host));
             if !any && self.origin.as_ref() != Some(origin) && !host.is_some_and(known) {
-                return Err(Reject::wrong_origin(&text));
+                return Err(ApiError::wrong_origin(&text));
             }
         }
         Ok(())
@@ -88,13 +88,13 @@ fn local(host: &str) -> bool {
 /// Refuses what a web page may have sent.
 pub async fn check(State(door): State<Arc<Door>>, request: Request, next: Next) -> Response {
     let authority = request.uri().authority().map(|authority| authority.as_str().to_owned());
-    if let Err(reject) = door.guard.rules().allows(request.headers(), authority.as_deref()) {
-        return reject.into_response();
+    if let Err(error) = door.guard.rules().allows(request.headers(), authority.as_deref()) {
+        return error.into_response();
     }
     let json = request.headers().get_all(header::CONTENT_TYPE).iter().all(says_json);
     let said = json && request.headers().contains_key(header::CONTENT_TYPE);
     if request.method() == Method::POST && access::takes_json(request.uri().path()) && !said {
-        return Reject::not_json().into_response();
+        return ApiError::not_json().into_response();
     }
     next.run(request).await
 }
@@ -113,7 +113,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert(header::HOST, host.parse().unwrap());
         origin.map(|origin| headers.insert(header::ORIGIN, origin.parse().unwrap()));
-        guard.rules().allows(&headers, None).err().map(|reject| reject.status.as_u16())
+        guard.rules().allows(&headers, None).err().map(|error| error.status.as_u16())
     }
 
     #[test]

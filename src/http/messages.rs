@@ -10,11 +10,11 @@ mod request;
 
 use super::{
     App, Door,
-    access::{REQUEST_ID, Tally, unique},
+    access::{REQUEST_ID, RequestLog, unique},
+    api_error::ApiError,
     body,
     budget::Share,
     fields,
-    reject::Reject,
     stream::Frames,
     wire,
 };
@@ -36,38 +36,38 @@ static ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
 
 pub async fn messages(
     State(door): State<Arc<Door>>,
-    Extension(tally): Extension<Arc<Tally>>,
+    Extension(log): Extension<Arc<RequestLog>>,
     body: Body,
-) -> Result<Response, Reject> {
+) -> Result<Response, ApiError> {
     door.ready()?;
     let (request, share) = read(&door, body).await?;
     if request.max_tokens.is_none() {
-        return Err(Reject::invalid("max_tokens", "max_tokens: Field required"));
+        return Err(ApiError::invalid("max_tokens", "max_tokens: Field required"));
     }
     let (seat, streams) = (door.models.seat(request.model()).await?, request.streams());
-    let error = |out: &Frames, failure: &Reject| out.event("error", &answer::error(failure));
-    seat.then(streams, error, move |app| reply(door, app, tally, request, share)).await
+    let error = |out: &Frames, failure: &ApiError| out.event("error", &answer::error(failure));
+    seat.then(streams, error, move |app| reply(door, app, log, request, share)).await
 }
 
 async fn reply(
     door: Arc<Door>,
     app: Arc<App>,
-    tally: Arc<Tally>,
+    log: Arc<RequestLog>,
     request: MessagesRequest,
     share: Share,
-) -> Result<Response, Reject> {
+) -> Result<Response, ApiError> {
     let (streams, progress) = (request.streams(), request.tells_progress());
     let conversation = request.conversation(door.keep_billing_header, app.thinking)?;
-    let transcript = conversation.submit(&app, &tally, share).await?;
+    let transcript = conversation.submit(&app, &log, share).await?;
     let answer = Answer::new(format!("msg_{}", unique()), app.card.id.clone(), progress);
     match streams {
-        true => Ok(wire::stream(transcript, answer, tally)),
+        true => Ok(wire::stream(transcript, answer, log)),
         false => answer.whole(transcript).await,
     }
 }
 
 /// The tokens that a request's prompt has, without generating anything.
-pub async fn count_tokens(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Value>, Reject> {
+pub async fn count_tokens(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Value>, ApiError> {
     door.ready()?;
     let (request, share) = read(&door, body).await?;
     let app = door.app(request.model()).await?;
@@ -76,7 +76,7 @@ pub async fn count_tokens(State(door): State<Arc<Door>>, body: Body) -> Result<J
 }
 
 /// The request, and a share that has room for its translation, too.
-async fn read(door: &Door, body: Body) -> Result<(MessagesRequest, Share), Reject> {
+async fn read(door: &Door, body: Body) -> Result<(MessagesRequest, Share), ApiError> {
     let (request, mut share) = body::known(door, body, fields::MESSAGES).await?;
     share.add(share.bytes())?;
     Ok((request, share))
@@ -89,7 +89,7 @@ pub async fn shape(request: Request, next: Next) -> Response {
     if !ours {
         return response;
     }
-    if let Some(error) = response.extensions_mut().remove::<Reject>() {
+    if let Some(error) = response.extensions_mut().remove::<ApiError>() {
         let mut shaped = (error.status, Json(answer::error(&error))).into_response();
         for (name, value) in response.headers() {
             if !shaped.headers().contains_key(name) && name != axum::http::header::CONTENT_LENGTH {

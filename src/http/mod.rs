@@ -3,7 +3,7 @@
 //! `body` reads JSON, `check` and `prompt` turn it into an engine's request, `transcript` turns the engine's events back
 //! into text, and `chat` and `completions` write it down as one body or, through `wire` and `stream`, as server-sent events.
 //! `messages` and `responses` translate other formats into the one `conversation` and back. `models` has the model that answers. `access`
-//! accounts for every request and `budget` for its memory; `connections` holds them, `guard` keeps web pages out, `reject` says no, and `page`
+//! accounts for every request and `budget` for its memory; `connections` holds them, `guard` keeps web pages out, `error` says no, and `page`
 //! is what a browser sees.
 //!
 //! A [`Door`] can be opened before there is a model: until [`Door::open`] it answers `/health` and `/metrics`, and
@@ -12,6 +12,7 @@
 mod access;
 mod admin;
 mod answers;
+mod api_error;
 mod body;
 mod budget;
 mod chat;
@@ -30,7 +31,6 @@ mod openapi;
 mod page;
 mod prefill;
 mod prompt;
-mod reject;
 mod responses;
 mod scored;
 mod scores;
@@ -47,6 +47,7 @@ use crate::{
     metrics::Metrics,
 };
 use answers::{Envelope, Usage};
+use api_error::ApiError;
 use axum::{
     Router,
     extract::Request,
@@ -59,7 +60,6 @@ pub use budget::Budget;
 pub use connections::Patience;
 pub use guard::Guard;
 pub use models::{Listed, Loaded, Loader, Stage, Times};
-use reject::Reject;
 use std::{
     future::Future,
     io,
@@ -180,12 +180,12 @@ impl Door {
     }
 
     /// Fails as long as there never was a model.
-    fn ready(&self) -> Result<(), Reject> {
-        self.models.is_open().then_some(()).ok_or_else(Reject::loading)
+    fn ready(&self) -> Result<(), ApiError> {
+        self.models.is_open().then_some(()).ok_or_else(ApiError::loading)
     }
 
     /// The model that a request means, when it is loaded.
-    async fn app(&self, asked: Option<&str>) -> Result<Arc<App>, Reject> {
+    async fn app(&self, asked: Option<&str>) -> Result<Arc<App>, ApiError> {
         self.models.seat(asked).await?.taken().await
     }
 }
@@ -267,11 +267,11 @@ fn cors(origin: &HeaderValue) -> CorsLayer {
 }
 
 async fn no_such_path(request: Request) -> Response {
-    Reject::no_such_path(request.method().as_str(), request.uri().path()).into_response()
+    ApiError::no_such_path(request.method().as_str(), request.uri().path()).into_response()
 }
 
 async fn wrong_method(request: Request) -> Response {
-    Reject::wrong_method(request.method().as_str(), request.uri().path()).into_response()
+    ApiError::wrong_method(request.method().as_str(), request.uri().path()).into_response()
 }
 
 /// The fields that all chunks of one answer share.

@@ -10,7 +10,7 @@ mod seat;
 pub use names::Listed;
 pub use seat::Seat;
 
-use super::{App, reject::Reject};
+use super::{App, api_error::ApiError};
 use crate::error::EngineError;
 use names::{find, means};
 use std::{
@@ -101,7 +101,7 @@ struct On {
 struct Ticket {
     id: String,
     since: Instant,
-    reply: oneshot::Sender<Result<Arc<App>, Reject>>,
+    reply: oneshot::Sender<Result<Arc<App>, ApiError>>,
 }
 
 /// The next step of [`Stage::run`].
@@ -175,7 +175,7 @@ impl Stage {
     }
 
     /// A seat for a request that names this model. A name that is not listed means the model that is loaded.
-    pub async fn seat(&self, asked: Option<&str>) -> Result<Seat, Reject> {
+    pub async fn seat(&self, asked: Option<&str>) -> Result<Seat, ApiError> {
         let last = self.lock().last.clone();
         let named = match (asked, last) {
             (Some(asked), Some(last)) if means(asked, &last) => Some(last),
@@ -184,15 +184,15 @@ impl Stage {
         };
         let mut now = self.lock();
         if now.closing {
-            return Err(Reject::from(EngineError::Draining));
+            return Err(ApiError::from(EngineError::Draining));
         }
-        let Some(last) = now.coming.as_ref().or(now.last.as_ref()) else { return Err(Reject::loading()) };
+        let Some(last) = now.coming.as_ref().or(now.last.as_ref()) else { return Err(ApiError::loading()) };
         let id = named.unwrap_or_else(|| last.clone());
         if let Some(app) = now.admit(&id, self.times().patience) {
             return Ok(Seat::Here(app));
         }
         if now.waiting.len() > self.most {
-            return Err(Reject::from(EngineError::QueueFull));
+            return Err(ApiError::from(EngineError::QueueFull));
         }
         let (reply, seat) = oneshot::channel();
         now.waiting.push_back(Ticket { id, since: Instant::now(), reply });
@@ -216,7 +216,7 @@ impl Stage {
         let mut now = self.lock();
         now.closing = true;
         for ticket in now.waiting.drain(..) {
-            let _ = ticket.reply.send(Err(Reject::from(EngineError::Draining)));
+            let _ = ticket.reply.send(Err(ApiError::from(EngineError::Draining)));
         }
         if let Some(on) = &now.on {
             on.app.engine.drain();
@@ -320,7 +320,7 @@ impl Now {
         let (failed, others) = self.waiting.drain(..).partition(|ticket: &Ticket| ticket.id == id);
         self.waiting = others;
         for ticket in failed {
-            let _ = ticket.reply.send(Err(Reject::not_loaded(id, why)));
+            let _ = ticket.reply.send(Err(ApiError::not_loaded(id, why)));
         }
     }
 

@@ -3,7 +3,7 @@
 //! The message is rendered with a mark at its end, and the prompt is cut there: templates trim messages and write an end
 //! behind them, so that the text alone does not say where it stopped.
 
-use super::{access::unique, reject::Reject, types::ChatRequest};
+use super::{access::unique, api_error::ApiError, types::ChatRequest};
 use serde_json::Value;
 
 /// The names under which clients send reasoning back, as templates look for it.
@@ -18,16 +18,16 @@ pub struct Mark {
 }
 
 /// Whether a request asks for it: `continue_final_message`, as vLLM has it, or no generation prompt.
-pub fn asked(request: &ChatRequest) -> Result<bool, Reject> {
+pub fn asked(request: &ChatRequest) -> Result<bool, ApiError> {
     match (request.continue_final_message, request.add_generation_prompt) {
         (Some(true), Some(true)) => {
             let text = "continue_final_message goes on from the last message, add_generation_prompt begins a new one.";
-            Err(Reject::invalid("continue_final_message", text))
+            Err(ApiError::invalid("continue_final_message", text))
         }
         (Some(true), _) | (None, Some(false)) => Ok(true),
         (Some(false), Some(false)) => {
             let text = "add_generation_prompt is false, and so is continue_final_message: an answer needs one of them.";
-            Err(Reject::invalid("add_generation_prompt", text))
+            Err(ApiError::invalid("add_generation_prompt", text))
         }
         _ => Ok(false),
     }
@@ -35,13 +35,13 @@ pub fn asked(request: &ChatRequest) -> Result<bool, Reject> {
 
 impl Mark {
     /// Puts a mark at the end of the last message.
-    pub fn put(messages: &mut [Value]) -> Result<Self, Reject> {
+    pub fn put(messages: &mut [Value]) -> Result<Self, ApiError> {
         let Some(Value::Object(last)) = messages.last_mut().filter(|message| message["role"] == "assistant") else {
             let text = "An answer is to go on from the last message, which is not the assistant's.";
-            return Err(Reject::invalid("messages", text));
+            return Err(ApiError::invalid("messages", text));
         };
         if last.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty()) {
-            return Err(Reject::unsupported("messages", "An answer cannot go on from a message with tool calls."));
+            return Err(ApiError::unsupported("messages", "An answer cannot go on from a message with tool calls."));
         }
         let text = |value: Option<&Value>| value.and_then(Value::as_str).unwrap_or_default().to_owned();
         let content = text(last.get("content"));
@@ -55,12 +55,12 @@ impl Mark {
     }
 
     /// The prompt up to the mark.
-    pub fn cut(&self, mut prompt: String) -> Result<String, Reject> {
+    pub fn cut(&self, mut prompt: String) -> Result<String, ApiError> {
         match prompt.matches(&self.text).count() {
             1 => prompt.truncate(prompt.find(&self.text).unwrap_or_default()),
             _ => {
                 let text = "This model's template does not write the last message so that an answer can go on from it.";
-                return Err(Reject::unsupported("messages", text));
+                return Err(ApiError::unsupported("messages", text));
             }
         }
         Ok(prompt)

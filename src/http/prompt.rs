@@ -8,9 +8,9 @@
 
 use super::{
     App,
+    api_error::ApiError,
     budget::{self, Share},
     prefill::Mark,
-    reject::Reject,
     types::ChatRequest,
 };
 use crate::{
@@ -37,7 +37,7 @@ pub struct Chat {
 
 impl App {
     /// The prompt of a conversation, and the conversation back. `share` then holds the prompt, too.
-    pub async fn render(self: &Arc<Self>, share: &mut Share, chat: Chat) -> Result<(String, Chat), Reject> {
+    pub async fn render(self: &Arc<Self>, share: &mut Share, chat: Chat) -> Result<(String, Chat), ApiError> {
         let held = share.bytes();
         share.add(budget::rendered(chat.messages.iter().chain(&chat.tools).chain(chat.kwargs.values())))?;
         let app = self.clone();
@@ -46,10 +46,10 @@ impl App {
         Ok((prompt, chat))
     }
 
-    fn render_now(&self, chat: &Chat) -> Result<String, Reject> {
+    fn render_now(&self, chat: &Chat) -> Result<String, ApiError> {
         let Some(template) = &self.template else {
             let message = "This model has no chat template. Use /v1/completions.";
-            return Err(Reject::unsupported("messages", message));
+            return Err(ApiError::unsupported("messages", message));
         };
         let mut kwargs = chat.kwargs.clone();
         if let Some(thinking) = self.thinking {
@@ -71,22 +71,22 @@ impl App {
 
     /// The tokens of a prompt. One that cannot fit into the context is refused by its length, and one that does not fit as
     /// soon as that shows. `param` names the prompt.
-    pub async fn encode(&self, share: &mut Share, text: String, param: &str) -> Result<Vec<u32>, Reject> {
+    pub async fn encode(&self, share: &mut Share, text: String, param: &str) -> Result<Vec<u32>, ApiError> {
         let context = self.engine.context();
         let least = self.tokenizer.fewest(&text);
         if least > context {
-            return Err(Reject::over_context_by(least, context, param));
+            return Err(ApiError::over_context_by(least, context, param));
         }
         let (ids, whole) = self.tokenize(share, text, context).await?;
         match whole {
             true => Ok(ids),
-            false => Err(Reject::over_context_by(ids.len(), context, param)),
+            false => Err(ApiError::over_context_by(ids.len(), context, param)),
         }
     }
 
     /// The tokens of a text, piece by piece; `share` holds them. If there are more than `most`, the rest is left out, and
     /// the answer is false.
-    pub async fn tokenize(&self, share: &mut Share, text: String, most: usize) -> Result<(Vec<u32>, bool), Reject> {
+    pub async fn tokenize(&self, share: &mut Share, text: String, most: usize) -> Result<(Vec<u32>, bool), ApiError> {
         let (text, mut ids, mut start) = (Arc::new(text), Vec::new(), 0);
         while start < text.len() && ids.len() <= most {
             let (tokenizer, text) = (self.tokenizer.clone(), text.clone());
@@ -131,14 +131,14 @@ impl App {
 }
 
 /// Checks every message and puts it into the form that templates expect.
-pub fn messages(mut messages: Vec<Value>) -> Result<Vec<Value>, Reject> {
+pub fn messages(mut messages: Vec<Value>) -> Result<Vec<Value>, ApiError> {
     if messages.is_empty() {
-        return Err(Reject::invalid("messages", "messages is empty; there must be at least one."));
+        return Err(ApiError::invalid("messages", "messages is empty; there must be at least one."));
     }
     for (index, message) in messages.iter_mut().enumerate() {
         let at = format!("messages[{index}]");
         let Value::Object(message) = message else {
-            return Err(Reject::json(Some(at.clone()), format!("{at} must be an object.")));
+            return Err(ApiError::json(Some(at.clone()), format!("{at} must be an object.")));
         };
         one_message(message, &at)?;
     }
@@ -165,11 +165,11 @@ fn one_system(messages: Vec<Value>) -> Vec<Value> {
 }
 
 /// Puts OpenAI's deprecated `functions` and `function_call` into the fields that replaced them.
-pub fn functions(request: &mut ChatRequest) -> Result<(), Reject> {
+pub fn functions(request: &mut ChatRequest) -> Result<(), ApiError> {
     if let Some(functions) = request.functions.take() {
         if request.tools.is_some() {
             let message = "functions is the older name of tools; send one of them.";
-            return Err(Reject::invalid("functions", message));
+            return Err(ApiError::invalid("functions", message));
         }
         let tool = |function| serde_json::json!({"type": "function", "function": function});
         request.tools = Some(functions.into_iter().map(tool).collect());
@@ -183,11 +183,11 @@ pub fn functions(request: &mut ChatRequest) -> Result<(), Reject> {
     Ok(())
 }
 
-fn one_message(message: &mut Map<String, Value>, at: &str) -> Result<(), Reject> {
+fn one_message(message: &mut Map<String, Value>, at: &str) -> Result<(), ApiError> {
     let role = match message.get("role") {
         Some(Value::String(role)) => role.clone(),
-        Some(_) => return Err(Reject::json(Some(format!("{at}.role")), format!("{at}.role must be a string."))),
-        None => return Err(Reject::invalid(format!("{at}.role"), format!("{at} has no role."))),
+        Some(_) => return Err(ApiError::json(Some(format!("{at}.role")), format!("{at}.role must be a string."))),
+        None => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
     };
     match role.as_str() {
         "system" | "user" | "assistant" | "tool" => {}
@@ -201,7 +201,7 @@ fn one_message(message: &mut Map<String, Value>, at: &str) -> Result<(), Reject>
         other => {
             let known = "system, developer, user, assistant, tool and function";
             let text = format!("{at}.role is `{other}`; the roles are {known}.");
-            return Err(Reject::invalid(format!("{at}.role"), text));
+            return Err(ApiError::invalid(format!("{at}.role"), text));
         }
     }
     // Deprecated: one call.
@@ -221,32 +221,32 @@ fn one_message(message: &mut Map<String, Value>, at: &str) -> Result<(), Reject>
         None | Some(Value::Null) if role == "assistant" => {}
         None | Some(Value::Null) => {
             let text = format!("{at} has no content; a message of role {role} must have one.");
-            return Err(Reject::invalid(format!("{at}.content"), text));
+            return Err(ApiError::invalid(format!("{at}.content"), text));
         }
         Some(_) => {
             let text = format!("{at}.content must be a string or an array of parts.");
-            return Err(Reject::json(Some(format!("{at}.content")), text));
+            return Err(ApiError::json(Some(format!("{at}.content")), text));
         }
     }
     Ok(())
 }
 
 /// The text of `[{"type": "text", "text": "..."}, ...]`.
-fn joined(parts: &[Value], at: &str) -> Result<String, Reject> {
+fn joined(parts: &[Value], at: &str) -> Result<String, ApiError> {
     let mut joined = String::new();
     for (index, part) in parts.iter().enumerate() {
         let at = format!("{at}[{index}]");
         match (part.get("type").and_then(Value::as_str), part.get("text")) {
             (Some("text"), Some(Value::String(text))) => joined.push_str(text),
             (Some("text") | None, _) => {
-                return Err(Reject::json(
+                return Err(ApiError::json(
                     Some(at.clone()),
                     format!("{at} must be {{\"type\": \"text\", \"text\": ...}}."),
                 ));
             }
             (Some(kind), _) => {
                 let text = format!("{at} is of type `{kind}`; this server reads text only.");
-                return Err(Reject::unsupported(&at, text));
+                return Err(ApiError::unsupported(&at, text));
             }
         }
     }
@@ -254,20 +254,20 @@ fn joined(parts: &[Value], at: &str) -> Result<String, Reject> {
 }
 
 /// The calls an assistant made earlier: each needs a name and arguments, as JSON in a string or as an object.
-fn tool_calls(calls: &Value, at: &str) -> Result<(), Reject> {
+fn tool_calls(calls: &Value, at: &str) -> Result<(), ApiError> {
     let Value::Array(calls) = calls else {
-        return Err(Reject::json(Some(format!("{at}.tool_calls")), format!("{at}.tool_calls must be an array.")));
+        return Err(ApiError::json(Some(format!("{at}.tool_calls")), format!("{at}.tool_calls must be an array.")));
     };
     for (index, call) in calls.iter().enumerate() {
         let at = format!("{at}.tool_calls[{index}].function");
         let function = &call["function"];
         if !function["name"].is_string() {
-            return Err(Reject::json(Some(format!("{at}.name")), format!("{at}.name must be a string.")));
+            return Err(ApiError::json(Some(format!("{at}.name")), format!("{at}.name must be a string.")));
         }
         let sound = match function.get("arguments") {
             None => {
                 let text = format!("{at} has no arguments; a call without any has `{{}}`.");
-                return Err(Reject::invalid(format!("{at}.arguments"), text));
+                return Err(ApiError::invalid(format!("{at}.arguments"), text));
             }
             Some(Value::Object(_) | Value::Null) => true,
             Some(Value::String(json)) => {
@@ -277,29 +277,29 @@ fn tool_calls(calls: &Value, at: &str) -> Result<(), Reject> {
         };
         if !sound {
             let text = format!("{at}.arguments must be a JSON object in a string.");
-            return Err(Reject::invalid(format!("{at}.arguments"), text));
+            return Err(ApiError::invalid(format!("{at}.arguments"), text));
         }
     }
     Ok(())
 }
 
 /// The tools that the model may call: none if `choice` is `"none"`.
-pub fn tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<Value>, Reject> {
+pub fn tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Vec<Value>, ApiError> {
     let tools = tools.unwrap_or_default();
     for (index, tool) in tools.iter().enumerate() {
         let at = format!("tools[{index}]");
         if tool["type"] != "function" {
-            return Err(Reject::invalid(format!("{at}.type"), format!("{at}.type must be `function`.")));
+            return Err(ApiError::invalid(format!("{at}.type"), format!("{at}.type must be `function`.")));
         }
         let function = &tool["function"];
         if !function["name"].as_str().is_some_and(is_name) {
             let text =
                 format!("{at}.function.name must be 1 to {MOST_NAME} letters, digits, dots, dashes or underscores.");
-            return Err(Reject::invalid(format!("{at}.function.name"), text));
+            return Err(ApiError::invalid(format!("{at}.function.name"), text));
         }
         if !matches!(function["parameters"], Value::Null | Value::Object(_)) {
             let text = format!("{at}.function.parameters must be a JSON schema, which is an object.");
-            return Err(Reject::invalid(format!("{at}.function.parameters"), text));
+            return Err(ApiError::invalid(format!("{at}.function.parameters"), text));
         }
     }
     // `form` knows what else may stand here.
@@ -319,7 +319,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn param(result: Result<Vec<Value>, Reject>) -> String {
+    fn param(result: Result<Vec<Value>, ApiError>) -> String {
         let body = serde_json::to_value(result.unwrap_err().body()).unwrap();
         body["error"]["param"].as_str().unwrap().to_owned()
     }

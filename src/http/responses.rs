@@ -15,11 +15,11 @@ pub use store::Store;
 
 use super::{
     App, Door,
-    access::{Tally, unique},
+    access::{RequestLog, unique},
+    api_error::ApiError,
     body,
     budget::{self, Share},
     fields,
-    reject::Reject,
     stream::Frames,
     wire,
 };
@@ -36,29 +36,29 @@ use std::sync::Arc;
 
 pub async fn responses(
     State(door): State<Arc<Door>>,
-    Extension(tally): Extension<Arc<Tally>>,
+    Extension(log): Extension<Arc<RequestLog>>,
     body: Body,
-) -> Result<Response, Reject> {
+) -> Result<Response, ApiError> {
     door.ready()?;
     let (request, share) = body::known::<ResponsesRequest>(&door, body, fields::RESPONSES).await?;
     request.check()?;
     let (seat, streams) = (door.models.seat(request.model.as_deref()).await?, request.streams());
-    let error = |out: &Frames, failure: &Reject| {
+    let error = |out: &Frames, failure: &ApiError| {
         let event = json!({"type": "error", "sequence_number": 0, "code": "server_error", "message": failure.message(), "param": null});
         out.event("error", &event);
     };
-    seat.then(streams, error, move |app| reply(door, app, tally, request, share)).await
+    seat.then(streams, error, move |app| reply(door, app, log, request, share)).await
 }
 
 async fn reply(
     door: Arc<Door>,
     app: Arc<App>,
-    tally: Arc<Tally>,
+    log: Arc<RequestLog>,
     mut request: ResponsesRequest,
     mut share: Share,
-) -> Result<Response, Reject> {
+) -> Result<Response, ApiError> {
     let history = match &request.previous_response_id {
-        Some(id) => door.responses.history(id).ok_or_else(|| Reject::no_such_response(id, "previous_response_id"))?,
+        Some(id) => door.responses.history(id).ok_or_else(|| ApiError::no_such_response(id, "previous_response_id"))?,
         None => Vec::new(),
     };
     // The items are kept, translated, and told again in the answer.
@@ -68,20 +68,20 @@ async fn reply(
     let streams = request.streams();
     let new = input.len();
     let conversation = request.conversation(&[history, input].concat(), new)?;
-    let transcript = conversation.submit(&app, &tally, share).await?;
+    let transcript = conversation.submit(&app, &log, share).await?;
     match streams {
-        true => Ok(wire::stream(transcript, answer, tally)),
+        true => Ok(wire::stream(transcript, answer, log)),
         false => answer.whole(transcript).await,
     }
 }
 
-pub async fn get(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Value>, Reject> {
-    door.responses.get(&id).map(Json).ok_or_else(|| Reject::no_such_response(&id, "response_id"))
+pub async fn get(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+    door.responses.get(&id).map(Json).ok_or_else(|| ApiError::no_such_response(&id, "response_id"))
 }
 
-pub async fn delete(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Value>, Reject> {
+pub async fn delete(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
     match door.responses.remove(&id) {
         true => Ok(Json(json!({"id": id, "object": "response", "deleted": true}))),
-        false => Err(Reject::no_such_response(&id, "response_id")),
+        false => Err(ApiError::no_such_response(&id, "response_id")),
     }
 }

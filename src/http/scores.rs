@@ -2,7 +2,7 @@
 
 use super::{
     App,
-    answers::{FinishReason, Likeliest, TextLogprobs},
+    answers::{FinishReason, TextLogprobs, TopLogprobs},
 };
 use crate::engine::Logprobs;
 use std::mem;
@@ -34,7 +34,7 @@ impl<'a> Scores<'a> {
             if likeliest.iter().all(|(other, _)| *other != token) {
                 likeliest.push((token.clone(), *logprob));
             }
-            Likeliest(likeliest)
+            TopLogprobs(likeliest)
         }));
         self.entries.tokens.push(token);
     }

@@ -3,7 +3,7 @@
 //! dropped with it, so a client that leaves takes its generation along. Text generated while the connection was busy
 //! goes out together; otherwise each token is sent as it comes.
 
-use super::reject::Reject;
+use super::api_error::ApiError;
 use axum::{
     body::{Body, Bytes},
     http::{HeaderValue, header},
@@ -66,8 +66,8 @@ impl Frames {
     }
 
     /// The end of an answer that broke off.
-    pub fn error(&self, reject: &Reject) {
-        self.data(&reject.body());
+    pub fn error(&self, error: &ApiError) {
+        self.data(&error.body());
     }
 
     fn buffer(&self) -> MutexGuard<'_, Vec<u8>> {
@@ -90,13 +90,13 @@ pub fn respond<F: Future<Output = ()> + Send + 'static>(write: impl FnOnce(Frame
 /// A stream that begins before it is known what it says: comments, then what the body of `answer` says, or its refusal as
 /// `error` writes it.
 pub fn later(
-    answer: impl Future<Output = Result<Response, Reject>> + Send + 'static,
-    error: fn(&Frames, &Reject),
+    answer: impl Future<Output = Result<Response, ApiError>> + Send + 'static,
+    error: fn(&Frames, &ApiError),
 ) -> Response {
     respond(move |out| async move {
         let mut body = match answer.await {
             Ok(answer) => answer.into_body().into_data_stream(),
-            Err(reject) => return error(&out, &reject),
+            Err(refusal) => return error(&out, &refusal),
         };
         while let Some(Ok(bytes)) = body.next().await {
             out.buffer().extend_from_slice(&bytes);

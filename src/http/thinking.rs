@@ -10,10 +10,10 @@
 //!
 //! A budget in tokens wins over an effort.
 
-use super::{check, reject::Reject, types::ChatRequest};
+use super::{api_error::ApiError, check, types::ChatRequest};
 
 /// Says in `request.enable_thinking` what the other fields mean, and gives the most tokens that reasoning may take.
-pub fn thinking(request: &mut ChatRequest) -> Result<Option<usize>, Reject> {
+pub fn thinking(request: &mut ChatRequest) -> Result<Option<usize>, ApiError> {
     let (mut enabled, mut budget) = (None, None);
     for (param, value) in [
         ("thinking_budget", request.thinking_budget),
@@ -26,7 +26,7 @@ pub fn thinking(request: &mut ChatRequest) -> Result<Option<usize>, Reject> {
         let kind = thinking.kind.as_deref().unwrap_or("enabled");
         if !["enabled", "adaptive", "disabled"].contains(&kind) {
             let text = format!("thinking.type is `{kind}`; it must be `enabled`, `adaptive` or `disabled`.");
-            return Err(Reject::invalid("thinking.type", text));
+            return Err(ApiError::invalid("thinking.type", text));
         }
         enabled = Some(kind != "disabled");
         budget = budget.or(check::tokens("thinking.budget_tokens", thinking.budget_tokens, 0)?);
@@ -49,7 +49,7 @@ pub fn thinking(request: &mut ChatRequest) -> Result<Option<usize>, Reject> {
 }
 
 /// Reasoning on or off, and its tokens at most.
-fn effort(param: &str, word: &str) -> Result<(bool, Option<usize>), Reject> {
+fn effort(param: &str, word: &str) -> Result<(bool, Option<usize>), ApiError> {
     Ok(match word {
         "none" => (false, None),
         "minimal" => (true, Some(256)),
@@ -58,7 +58,7 @@ fn effort(param: &str, word: &str) -> Result<(bool, Option<usize>), Reject> {
         "high" | "xhigh" | "max" => (true, None),
         other => {
             let words = "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`";
-            return Err(Reject::invalid(param, format!("{param} is `{other}`; it must be {words}.")));
+            return Err(ApiError::invalid(param, format!("{param} is `{other}`; it must be {words}.")));
         }
     })
 }
@@ -71,7 +71,7 @@ mod tests {
     fn read(mut fields: Value) -> Result<(Option<bool>, Option<usize>), Value> {
         fields["messages"] = json!([]);
         let mut request: ChatRequest = serde_json::from_value(fields).unwrap();
-        let budget = thinking(&mut request).map_err(|reject| serde_json::to_value(reject.body()).unwrap())?;
+        let budget = thinking(&mut request).map_err(|error| serde_json::to_value(error.body()).unwrap())?;
         Ok((request.enable_thinking, budget))
     }
 

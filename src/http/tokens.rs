@@ -3,10 +3,10 @@
 use super::{
     Door,
     answers::{Detokenized, Tokenized},
+    api_error::ApiError,
     body, check,
     prefill::Mark,
     prompt::{self, Chat},
-    reject::Reject,
     types::{DetokenizeRequest, TokenizeRequest},
 };
 use axum::{Json, body::Body, extract::State};
@@ -21,7 +21,7 @@ const NAMED: usize = 160;
 const DECODED: usize = 16;
 
 /// The tokens of a `prompt`, or of `messages` (with `tools`) as the chat endpoint would render them.
-pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Tokenized>, Reject> {
+pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Tokenized>, ApiError> {
     door.ready()?;
     let (request, mut share) = body::json::<TokenizeRequest>(&door, body).await?;
     let app = door.app(request.model.as_deref()).await?;
@@ -40,7 +40,7 @@ pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<
             };
             app.render(&mut share, chat).await?.0
         }
-        _ => return Err(Reject::invalid("prompt", "Give either a prompt or messages.")),
+        _ => return Err(ApiError::invalid("prompt", "Give either a prompt or messages.")),
     };
     // Any text may be counted that memory allows, also one that is longer than the context.
     let (tokens, _) = app.tokenize(&mut share, text, usize::MAX).await?;
@@ -53,7 +53,7 @@ pub async fn tokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<
 
 /// The template and limits with which a client renders and counts on its own, as vLLM gives them, for
 /// lm-evaluation-harness.
-pub async fn info(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> {
+pub async fn info(State(door): State<Arc<Door>>) -> Result<Json<Value>, ApiError> {
     let app = door.app(None).await?;
     let mut info = app.template.as_ref().map_or_else(|| json!({}), |template| template.info().clone());
     info["tokenizer_class"] = "PreTrainedTokenizerFast".into();
@@ -62,7 +62,7 @@ pub async fn info(State(door): State<Arc<Door>>) -> Result<Json<Value>, Reject> 
 }
 
 /// The text of `tokens`, special ones included.
-pub async fn detokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Detokenized>, Reject> {
+pub async fn detokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Detokenized>, ApiError> {
     door.ready()?;
     let (request, mut share) = body::json::<DetokenizeRequest>(&door, body).await?;
     let app = door.app(request.model.as_deref()).await?;

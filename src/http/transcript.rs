@@ -6,7 +6,7 @@
 
 use super::{
     App,
-    access::Tally,
+    access::RequestLog,
     answers::{CompletionDetails, FinishReason, Progress, PromptDetails, Timings, Usage},
     budget::Share,
     scored::Scored,
@@ -69,7 +69,7 @@ pub struct Transcript {
     usage: Usage,
     /// The answer's outcome, in the metrics' words: a client left, unless something else happens first.
     ended: &'static str,
-    tally: Arc<Tally>,
+    log: Arc<RequestLog>,
     /// The memory of the request, until the answer is told.
     _share: Option<Share>,
 }
@@ -78,14 +78,14 @@ impl Transcript {
     /// Queues `request`.
     pub fn submit(
         app: &App,
-        tally: &Arc<Tally>,
+        log: &Arc<RequestLog>,
         request: Request,
         reader: Reader,
         stops: Vec<String>,
     ) -> Result<Self, EngineError> {
         let prompt_tokens = request.ids.len();
         let events = app.engine.submit(request)?;
-        tally.add(prompt_tokens, 0);
+        log.add(prompt_tokens, 0);
         Ok(Self {
             events,
             decoder: Decoder::new(app.tokenizer.clone()),
@@ -98,7 +98,7 @@ impl Transcript {
             given: 0,
             usage: Usage { prompt_tokens, ..Usage::default() },
             ended: "cancelled",
-            tally: tally.clone(),
+            log: log.clone(),
             _share: None,
         })
     }
@@ -144,7 +144,7 @@ impl Transcript {
                 Event::Done { finish, timings } => {
                     let crate::engine::Timings { drafted_tokens, accepted_tokens, saved_seconds, .. } = timings;
                     self.usage.timings = Timings { drafted_tokens, accepted_tokens, saved_seconds };
-                    self.tally.storage(None);
+                    self.log.storage(None);
                     let rest = self.decoder.finish();
                     let cut = finish == Finish::Length;
                     let hit = self.read(&rest, &mut turn.deltas) || self.finish(cut, &mut turn.deltas);
@@ -152,7 +152,7 @@ impl Transcript {
                 }
                 Event::Failed(error) => {
                     if let EngineError::Model(ModelError::Store(error)) = &error {
-                        self.tally.storage(Some(error));
+                        self.log.storage(Some(error));
                     }
                     return Err(error);
                 }
@@ -267,7 +267,7 @@ impl Transcript {
 
 impl Drop for Transcript {
     fn drop(&mut self) {
-        self.tally.add(0, self.usage.completion_tokens);
-        self.tally.answered(self.ended, self.usage.prompt_tokens, self.usage.completion_tokens);
+        self.log.add(0, self.usage.completion_tokens);
+        self.log.answered(self.ended, self.usage.prompt_tokens, self.usage.completion_tokens);
     }
 }

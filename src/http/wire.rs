@@ -4,9 +4,9 @@
 //! writes one format's stream.
 
 use super::{
-    access::Tally,
+    access::RequestLog,
     answers::Usage,
-    reject::Reject,
+    api_error::ApiError,
     stream::{self, Frames},
     transcript::{Ending, Transcript, Turn},
 };
@@ -25,21 +25,21 @@ pub trait Wire: Send + 'static {
     fn end(&mut self, out: &Frames, ending: &Ending);
 
     /// The answer broke off.
-    fn error(&mut self, out: &Frames, error: &Reject);
+    fn error(&mut self, out: &Frames, error: &ApiError);
 }
 
 /// The transcript as a stream of `wire`'s format.
-pub fn stream(mut transcript: Transcript, mut wire: impl Wire, tally: Arc<Tally>) -> Response {
+pub fn stream(mut transcript: Transcript, mut wire: impl Wire, log: Arc<RequestLog>) -> Response {
     stream::respond(move |out| async move {
-        tally.begin();
+        log.begin();
         wire.begin(&out, transcript.usage());
         match transcript.tell(|turn| wire.turn(&out, &turn)).await {
             Ok(ending) => {
                 wire.end(&out, &ending);
-                tally.complete();
+                log.complete();
             }
             Err(error) => {
-                tally.failed(&error);
+                log.failed(&error);
                 wire.error(&out, &error.into());
             }
         }

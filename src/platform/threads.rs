@@ -39,13 +39,13 @@ pub struct Threads {
 
 struct Pool {
     /// The number of the last job announced.
-    number: Line<AtomicU64>,
+    number: CacheLine<AtomicU64>,
     /// That job; written only while no worker is in one.
     job: UnsafeCell<Option<Job<'static>>>,
     /// The tasks of each thread, the caller's first.
-    shares: Vec<Line<Share>>,
+    shares: Vec<CacheLine<Share>>,
     /// Each worker's last job: twice its number, and one more while the worker is in it.
-    at: Vec<Line<AtomicU64>>,
+    at: Vec<CacheLine<AtomicU64>>,
     quit: AtomicBool,
     panicked: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -57,7 +57,7 @@ struct Pool {
 /// A value in cache lines of its own: two, since processors fetch them in pairs.
 #[derive(Default)]
 #[repr(align(128))]
-struct Line<T>(T);
+struct CacheLine<T>(T);
 
 /// The tasks that one thread begins with.
 #[derive(Default)]
@@ -78,10 +78,10 @@ impl Threads {
     pub fn new(count: usize) -> Self {
         let count = count.max(1);
         let pool = Arc::new(Pool {
-            number: Line::default(),
+            number: CacheLine::default(),
             job: UnsafeCell::new(None),
-            shares: (0..count).map(|_| Line::default()).collect(),
-            at: (1..count).map(|_| Line::default()).collect(),
+            shares: (0..count).map(|_| CacheLine::default()).collect(),
+            at: (1..count).map(|_| CacheLine::default()).collect(),
             quit: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
             panic: Mutex::new(None),
@@ -168,7 +168,7 @@ impl Pool {
         // SAFETY: the caller holds `caller`, and the job before was closed: no worker is in one.
         unsafe { *self.job.get() = Some(job) };
         let count = self.shares.len();
-        for (index, Line(share)) in self.shares.iter().enumerate() {
+        for (index, CacheLine(share)) in self.shares.iter().enumerate() {
             share.next.store(index * tasks / count, Ordering::Relaxed);
             share.end.store((index + 1) * tasks / count, Ordering::Relaxed);
         }
@@ -184,7 +184,7 @@ impl Pool {
 
     /// Takes all tasks that nobody has claimed out of the job.
     fn cancel(&self) {
-        for Line(share) in &self.shares {
+        for CacheLine(share) in &self.shares {
             let end = share.end.load(Ordering::Relaxed);
             if share.next.load(Ordering::Relaxed) < end {
                 share.next.fetch_max(end, Ordering::Relaxed);
@@ -196,7 +196,7 @@ impl Pool {
     /// panicked.
     fn close(&self, number: u64) -> bool {
         let (done, inside) = (2 * number, 2 * number + 1);
-        for Line(at) in &self.at {
+        for CacheLine(at) in &self.at {
             let mut turns = 0u32;
             loop {
                 match at.load(Ordering::Acquire) {
@@ -221,7 +221,7 @@ impl Pool {
     /// Runs tasks until none is left, those of thread `own` first.
     fn claim(&self, own: usize, job: Job<'_>) {
         let (before, after) = self.shares.split_at(own);
-        for Line(share) in after.iter().chain(before) {
+        for CacheLine(share) in after.iter().chain(before) {
             let end = share.end.load(Ordering::Relaxed);
             // Looking first keeps a counter that is used up from growing.
             while share.next.load(Ordering::Relaxed) < end {
@@ -235,7 +235,7 @@ impl Pool {
 
     /// A worker's life.
     fn work(&self, own: usize) {
-        let Line(at) = &self.at[own - 1];
+        let CacheLine(at) = &self.at[own - 1];
         let mut done = 0;
         while let Some(number) = self.enter(at, done) {
             // SAFETY: this worker has entered the job, so it is set, alive, and not being written.

@@ -20,7 +20,7 @@ async fn health() {
     assert_eq!(answer.status, 200);
     let body = answer.json().await;
     assert_eq!(body["status"], "ok");
-    assert_eq!(body["model"], "parrot");
+    assert_eq!(body["model"], "mock");
     assert_eq!(body["context"], 512);
     assert_eq!(body["requests"], json!({"running": 0, "queued": 0}));
     assert_eq!(body["queue"], json!([]));
@@ -46,8 +46,8 @@ async fn a_server_without_its_model_yet() {
 async fn models() {
     let server = Server::saying("Hello.").await;
     insta::assert_json_snapshot!(server.get("/v1/models").await.json().await);
-    assert_eq!(server.get("/v1/models/parrot").await.json().await["id"], "parrot");
-    for unknown in ["/v1/models/other", "/v1/models/org/parrot", "/v1/models/org%2Fother"] {
+    assert_eq!(server.get("/v1/models/mock").await.json().await["id"], "mock");
+    for unknown in ["/v1/models/other", "/v1/models/org/mock", "/v1/models/org%2Fother"] {
         let answer = server.get(unknown).await;
         assert_eq!(answer.status, 404);
         assert_eq!(answer.json().await["error"]["code"], "model_not_found");
@@ -133,7 +133,7 @@ async fn metrics_tell_what_happened() {
         format!("moestro_inter_token_seconds_count {}", usage["completion_tokens"].as_u64().unwrap() - 1),
         "moestro_requests_running 0".into(),
         "moestro_requests_queued 0".into(),
-        "moestro_build_info{device=\"cpu\",model=\"parrot\",version=\"0.0.0\"} 1".into(),
+        "moestro_build_info{device=\"cpu\",model=\"mock\",version=\"0.0.0\"} 1".into(),
         "moestro_answers_total{finish_reason=\"stop\"} 1".into(),
         "moestro_answers_total{finish_reason=\"cancelled\"} 0".into(),
         "moestro_prefill_seconds_count 1".into(),
@@ -226,7 +226,7 @@ async fn a_path_may_be_written_without_v1_and_with_a_slash_at_the_end() {
         let answer = server.ask(path, &question()).await;
         assert_eq!(answer["choices"][0]["message"]["content"], "Hello.", "{path}");
     }
-    for path in ["/models", "/models/", "/v1/models/", "/models/parrot", "/v1/health", "/v1/health/", "/v1/metrics"] {
+    for path in ["/models", "/models/", "/v1/models/", "/models/mock", "/v1/health", "/v1/health/", "/v1/metrics"] {
         assert_eq!(server.get(path).await.status, 200, "{path}");
     }
     tokio::time::sleep(Duration::from_millis(50)).await;
@@ -247,14 +247,14 @@ async fn every_answer_has_a_request_id() {
 #[tokio::test]
 async fn a_model_may_go_by_any_word_but_not_by_another_hub_id() {
     let server = Server::saying("</think>\n\nHello.").await;
-    for (name, status) in [("default", 200), ("org/Parrot", 200), ("org/macaw", 404)] {
+    for (name, status) in [("default", 200), ("org/MockModel", 200), ("org/macaw", 404)] {
         let mut body = question();
         body["model"] = name.into();
         let answer = server.post(CHAT, &body).await;
         assert_eq!(answer.status, status, "{name}");
         let body = answer.json().await;
         match status {
-            200 => assert_eq!(stable(body)["model"], "parrot"),
+            200 => assert_eq!(stable(body)["model"], "mock"),
             _ => assert_eq!(body["error"]["code"], "model_not_found"),
         }
     }

@@ -15,7 +15,7 @@ const CALLS: &str = "I should call get_weather.\n</think>\n\n<tool_call>\n<funct
                      </parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>";
 
 fn question() -> Value {
-    json!({"model": "parrot", "messages": [{"role": "user", "content": "What is 12+7?"}]})
+    json!({"model": "mock", "messages": [{"role": "user", "content": "What is 12+7?"}]})
 }
 
 fn with(mut body: Value, more: Value) -> Value {

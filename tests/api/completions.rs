@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 const PATH: &str = "/v1/completions";
 const TEXT: &str = "The capital of France is Paris.";
 
-async fn parrot() -> Server {
+async fn mock() -> Server {
     Setup::default().start().await
 }
 
@@ -21,7 +21,7 @@ fn ids(server: &Server, text: &str) -> Vec<u32> {
 
 #[tokio::test]
 async fn an_answer_in_one_body() {
-    let server = parrot().await;
+    let server = mock().await;
     insta::assert_json_snapshot!(stable(server.ask(PATH, &json!({"prompt": TEXT, "max_tokens": 100})).await));
 }
 
@@ -35,7 +35,7 @@ async fn sixteen_tokens_unless_more_are_asked_for() {
 
 #[tokio::test]
 async fn text_and_ids_and_several_of_them() {
-    let server = parrot().await;
+    let server = mock().await;
     let (first, second) = ("A fox.", "One two three.");
     let texts = async |prompt: Value| -> Vec<String> {
         let answer = server.ask(PATH, &json!({"prompt": prompt, "max_tokens": 50})).await;
@@ -62,7 +62,7 @@ async fn more_prompts_than_the_queue_is_long() {
 
 #[tokio::test]
 async fn a_stream() {
-    let server = parrot().await;
+    let server = mock().await;
     let body = json!({
         "prompt": [TEXT, "A fox."], "max_tokens": 50, "stream": true, "stream_options": {"include_usage": true},
     });
@@ -103,7 +103,7 @@ async fn speculation_is_told_beside_the_usage() {
 
 #[tokio::test]
 async fn an_echo_comes_before_the_answer() {
-    let server = parrot().await;
+    let server = mock().await;
     let body = json!({"prompt": TEXT, "max_tokens": 50, "echo": true});
     assert_eq!(server.ask(PATH, &body).await["choices"][0]["text"], TEXT.repeat(2));
     let body = json!({"prompt": TEXT, "max_tokens": 0, "echo": true});
@@ -117,7 +117,7 @@ async fn an_echo_comes_before_the_answer() {
 
 #[tokio::test]
 async fn log_probabilities_have_one_entry_a_token() {
-    let server = parrot().await;
+    let server = mock().await;
     let answer = server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 50, "logprobs": 2})).await;
     insta::assert_json_snapshot!(rounded(answer["choices"][0]["logprobs"].clone()));
 }
@@ -138,7 +138,7 @@ fn rounded(mut value: Value) -> Value {
 #[tokio::test]
 async fn a_harness_can_score_a_continuation() {
     // Before the second model the extra token is the one that ends the text.
-    for server in [parrot().await, Server::saying("").await] {
+    for server in [mock().await, Server::saying("").await] {
         for stream in [false, true] {
             score(&server, stream).await;
         }
@@ -150,7 +150,7 @@ async fn score(server: &Server, stream: bool) {
     let prompt = [ids(server, context), ids(server, continuation)].concat();
     let from = ids(server, context).len();
     let body = json!({
-        "model": "parrot", "prompt": [prompt], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": true,
+        "model": "mock", "prompt": [prompt], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": true,
         "seed": 1234, "stream": stream,
     });
     let logprobs: Vec<Value> = match stream {
@@ -177,7 +177,7 @@ async fn score(server: &Server, stream: bool) {
 
 #[tokio::test]
 async fn a_stop_string_cuts_text_and_log_probabilities_alike() {
-    let server = parrot().await;
+    let server = mock().await;
     let body = json!({"prompt": TEXT, "max_tokens": 50, "logprobs": 0, "stop": [" is"]});
     let choice = server.ask(PATH, &body).await["choices"][0].clone();
     assert_eq!(choice["text"], "The capital of France");
@@ -189,7 +189,7 @@ async fn a_stop_string_cuts_text_and_log_probabilities_alike() {
 
 #[tokio::test]
 async fn ids_must_be_tokens() {
-    let server = parrot().await;
+    let server = mock().await;
     for prompt in [json!([VOCAB]), json!([-1]), json!([[1], [5_000_000_000i64]]), json!([1, 2.5])] {
         let answer = server.post(PATH, &json!({"prompt": prompt})).await;
         assert_eq!(answer.status, 400);

@@ -1,4 +1,4 @@
-//! Answers that must have a form, tools that must be called, and reasoning that must end. Once the parrot is led away from
+//! Answers that must have a form, tools that must be called, and reasoning that must end. Once the mock is led away from
 //! what it was told to say, it babbles: whatever it says then was drawn from what is allowed.
 
 use super::server::{Server, Setup};

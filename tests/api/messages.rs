@@ -11,7 +11,7 @@ const CALLS: &str = "I look it up.\n</think>\n\nOne moment.\n\n<tool_call>\n<fun
                      </parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>";
 
 fn question() -> Value {
-    json!({"model": "parrot", "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": 1024},
+    json!({"model": "mock", "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": 1024},
            "messages": [{"role": "user", "content": "What is 12+7?"}]})
 }
 
@@ -107,7 +107,7 @@ async fn an_answer_in_one_body() {
     let (input, output) = (&answer["usage"]["input_tokens"], &answer["usage"]["output_tokens"]);
     assert!(input.as_u64() > Some(0) && output.as_u64() > Some(0));
     let wanted = json!({
-        "id": "ID", "type": "message", "role": "assistant", "model": "parrot",
+        "id": "ID", "type": "message", "role": "assistant", "model": "mock",
         "content": [
             {"type": "thinking", "thinking": "12 + 7 is 19.", "signature": "moestro"},
             {"type": "text", "text": "12 + 7 = 19."},

@@ -4,7 +4,7 @@
 use super::server::{EOS, Server, Setup, VOCAB, demo};
 use moestro::{
     chat::{Template, Tokenizer, grammar::Grammars},
-    engine::{self, Options, Sampling, parrot::Parrot},
+    engine::{self, Options, Sampling, mock::MockModel},
     http::{App, Door, Listed, Loaded, Loader, ModelCard, Stage, Times},
     metrics::Metrics,
 };
@@ -21,7 +21,7 @@ fn milliseconds(count: u64) -> Duration {
     Duration::from_millis(count)
 }
 
-/// Parrots that say which of them they are. `broken` cannot be loaded.
+/// Mock models that say which of them they are. `broken` cannot be loaded.
 #[derive(Default)]
 struct Aviary {
     /// Loads and unloads, in order.
@@ -58,9 +58,9 @@ impl Loader for Keeper {
         let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
         let answer = Some(tokenizer.encode(&format!("</think>\n\nI am {id}.")).unwrap());
         let delay = milliseconds(2);
-        let parrot = Parrot { vocab: VOCAB, context: 512, chunk: 32, eos: EOS, answer, delay, ..Parrot::default() };
+        let mock = MockModel { vocab: VOCAB, context: 512, chunk: 32, eos: EOS, answer, delay, ..MockModel::default() };
         let options = Options { eos: vec![EOS], ..Options::default() };
-        let (engine, worker) = engine::spawn(parrot, options, Metrics::new("0", "cpu")).unwrap();
+        let (engine, worker) = engine::spawn(mock, options, Metrics::new("0", "cpu")).unwrap();
         let app = App {
             engine,
             grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),

@@ -11,7 +11,7 @@ const CALLS: &str = "I look it up.\n</think>\n\nOne moment.\n\n<tool_call>\n<fun
                      </parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>";
 
 fn question() -> Value {
-    json!({"model": "parrot", "input": "What is 12+7?"})
+    json!({"model": "mock", "input": "What is 12+7?"})
 }
 
 fn with(mut body: Value, more: Value) -> Value {

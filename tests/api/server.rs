@@ -1,11 +1,11 @@
-//! A server on a port of its own, with the demo model's tokenizer and template and a parrot behind them.
+//! A server on a port of its own, with the demo model's tokenizer and template and a mock behind them.
 
 // Shared by two test binaries, neither of which uses all of it.
 #![allow(dead_code)]
 
 use moestro::{
     chat::{Template, Tokenizer, grammar::Grammars},
-    engine::{self, Handle, Options, Sampling, Speculate, parrot::Parrot},
+    engine::{self, Handle, Options, Sampling, Speculate, mock::MockModel},
     http::{self, App, Door, ModelCard},
     metrics::Metrics,
 };
@@ -67,7 +67,7 @@ pub struct Server {
     pub tokenizer: Arc<Tokenizer>,
     pub metrics: Arc<Metrics>,
     pub door: Arc<Door>,
-    parrot: Parrot,
+    mock: MockModel,
     shutdown: Option<oneshot::Sender<()>>,
     serving: JoinHandle<std::io::Result<()>>,
 }
@@ -84,7 +84,7 @@ impl Server {
 
     /// The number of tokens that the model has evaluated so far.
     pub fn evaluated(&self) -> usize {
-        self.parrot.evaluated.load(Ordering::Relaxed)
+        self.mock.evaluated.load(Ordering::Relaxed)
     }
 
     /// Waits until nothing runs and nothing waits.
@@ -127,7 +127,7 @@ impl Setup {
     pub async fn start_with(self, prepare: impl FnOnce(&mut Door)) -> Server {
         let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
         let ids = |text: &str| tokenizer.encode(text).unwrap();
-        let parrot = Parrot {
+        let mock = MockModel {
             vocab: VOCAB,
             context: self.context,
             chunk: 32,
@@ -135,7 +135,7 @@ impl Setup {
             answer: self.says.map(ids),
             delay: self.delay,
             fails_on: self.fails_on.and_then(|text| ids(text).last().copied()),
-            ..Parrot::default()
+            ..MockModel::default()
         };
         let metrics = Metrics::new("0.0.0", "cpu");
         let options = Options {
@@ -145,7 +145,7 @@ impl Setup {
             speculate: self.speculate,
             ..Options::default()
         };
-        let (engine, _worker) = engine::spawn(parrot.clone(), options, metrics.clone()).unwrap();
+        let (engine, _worker) = engine::spawn(mock.clone(), options, metrics.clone()).unwrap();
         let cors = self.cors.map(|origin| origin.parse().unwrap());
         let mut door = Door::new(metrics.clone(), self.api_key.map(str::to_owned), cors);
         (self.door)(&mut door);
@@ -158,7 +158,7 @@ impl Setup {
                 grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
                 template: Some(Template::load(&demo()).unwrap()),
                 card: ModelCard {
-                    id: "parrot".into(),
+                    id: "mock".into(),
                     created: 1,
                     experts_per_token: Some(2),
                     quantisation: Some("4-bit affine, groups of 64".into()),
@@ -173,6 +173,6 @@ impl Setup {
         let (sender, receiver) = oneshot::channel::<()>();
         let shutdown = async move { drop(receiver.await) };
         let serving = tokio::spawn(http::serve(listener, door.clone(), shutdown));
-        Server { address, engine, tokenizer, metrics, door, parrot, shutdown: Some(sender), serving }
+        Server { address, engine, tokenizer, metrics, door, mock, shutdown: Some(sender), serving }
     }
 }

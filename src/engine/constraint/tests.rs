@@ -1,6 +1,6 @@
 use super::*;
 use crate::{
-    engine::{Event, Finish, Handle, Options, Request, Sampling, parrot::Parrot, spawn},
+    engine::{Event, Finish, Handle, Options, Request, Sampling, mock::MockModel, spawn},
     metrics::Metrics,
 };
 use std::sync::{Arc, Mutex};
@@ -34,7 +34,7 @@ impl Constraint for Script {
 }
 
 fn engine() -> Handle {
-    spawn(Parrot::default(), Options { eos: vec![2], ..Options::default() }, Metrics::new("test", "cpu")).unwrap().0
+    spawn(MockModel::default(), Options { eos: vec![2], ..Options::default() }, Metrics::new("test", "cpu")).unwrap().0
 }
 
 fn answer(engine: &Handle, script: &Script, ignore_eos: bool) -> (Vec<u32>, Result<Finish, String>) {

@@ -1,5 +1,5 @@
 use crate::{
-    engine::{Event, Events, Finish, Handle, Options, Request, Sampling, Timings, Worker, parrot::Parrot, spawn},
+    engine::{Event, Events, Finish, Handle, Options, Request, Sampling, Timings, Worker, mock::MockModel, spawn},
     error::EngineError,
     metrics::Metrics,
 };
@@ -14,9 +14,9 @@ fn options() -> Options {
     Options { eos: vec![2], ..Options::default() }
 }
 
-fn engine(parrot: &Parrot, options: Options) -> (Handle, Worker, Arc<Metrics>) {
+fn engine(mock: &MockModel, options: Options) -> (Handle, Worker, Arc<Metrics>) {
     let metrics = Metrics::new("test", "cpu");
-    let (handle, worker) = spawn(parrot.clone(), options, metrics.clone()).unwrap();
+    let (handle, worker) = spawn(mock.clone(), options, metrics.clone()).unwrap();
     (handle, worker, metrics)
 }
 
@@ -57,13 +57,13 @@ fn idle(handle: &Handle) {
 }
 
 /// A prompt too long to be through with before the test is, at a millisecond a token.
-fn slow() -> Parrot {
-    Parrot { delay: MS, context: 100_000, answer: Some(vec![5; 90_000]), ..Parrot::default() }
+fn slow() -> MockModel {
+    MockModel { delay: MS, context: 100_000, answer: Some(vec![5; 90_000]), ..MockModel::default() }
 }
 
 #[test]
-fn a_parrot_repeats_its_prompt() {
-    let (handle, ..) = engine(&Parrot::default(), options());
+fn the_mock_repeats_its_prompt() {
+    let (handle, ..) = engine(&MockModel::default(), options());
     let (tokens, end) = hear(handle.submit(ask(&[9, 5, 6], 100)).unwrap());
     let (finish, timings) = end.unwrap();
     assert_eq!((tokens, finish), (vec![9, 5, 6], Finish::Stop));
@@ -72,16 +72,16 @@ fn a_parrot_repeats_its_prompt() {
 
 #[test]
 fn each_end_of_sequence_ends() {
-    let parrot = Parrot { answer: Some(vec![5, 6, 7, 8]), ..Parrot::default() };
+    let mock = MockModel { answer: Some(vec![5, 6, 7, 8]), ..MockModel::default() };
     for (eos, tokens) in [(vec![2, 7], vec![5, 6]), (vec![6, 2], vec![5]), (vec![2], vec![5, 6, 7, 8])] {
-        let (handle, ..) = engine(&parrot, Options { eos, ..options() });
+        let (handle, ..) = engine(&mock, Options { eos, ..options() });
         assert_eq!(says(&handle, &[9]), tokens);
     }
 }
 
 #[test]
 fn benchmarks_go_on_past_the_end() {
-    let (handle, ..) = engine(&Parrot::default(), options());
+    let (handle, ..) = engine(&MockModel::default(), options());
     let (tokens, end) = hear(handle.submit(Request { ignore_eos: true, ..ask(&[9, 5], 6) }).unwrap());
     assert_eq!(tokens, [9, 5, 2, 2, 2, 2]);
     assert_eq!(end.unwrap().0, Finish::Length);
@@ -89,7 +89,7 @@ fn benchmarks_go_on_past_the_end() {
 
 #[test]
 fn length_is_max_tokens_or_the_end_of_the_context() {
-    let (handle, ..) = engine(&Parrot { context: 6, ..Parrot::default() }, options());
+    let (handle, ..) = engine(&MockModel { context: 6, ..MockModel::default() }, options());
     let run = |ids: &[u32], max| {
         let (tokens, end) = hear(handle.submit(ask(ids, max)).unwrap());
         (tokens.len(), end.unwrap().0)
@@ -105,7 +105,7 @@ fn length_is_max_tokens_or_the_end_of_the_context() {
 
 #[test]
 fn a_prompt_that_cannot_be_evaluated_is_refused() {
-    let (handle, ..) = engine(&Parrot { context: 3, ..Parrot::default() }, options());
+    let (handle, ..) = engine(&MockModel { context: 3, ..MockModel::default() }, options());
     assert!(matches!(handle.submit(ask(&[], 1)), Err(EngineError::EmptyPrompt)));
     let long = handle.submit(ask(&[9; 4], 1));
     assert!(matches!(long, Err(EngineError::PromptTooLong { prompt: 4, context: 3 })));
@@ -115,7 +115,7 @@ fn a_prompt_that_cannot_be_evaluated_is_refused() {
 
 #[test]
 fn first_in_first_out() {
-    let (handle, ..) = engine(&Parrot { delay: MS, ..Parrot::default() }, options());
+    let (handle, ..) = engine(&MockModel { delay: MS, ..MockModel::default() }, options());
     let mut receivers: Vec<_> = (10..16).map(|id| handle.submit(ask(&[id, 5], 100)).unwrap()).collect();
     while let [first, second, ..] = &mut receivers[..] {
         // By the time one begins, the one before it has been answered.
@@ -142,39 +142,39 @@ fn a_full_line_refuses_until_someone_leaves() {
 
 #[test]
 fn a_closed_receiver_ends_within_one_token() {
-    let parrot = slow();
-    let (handle, _, metrics) = engine(&parrot, options());
+    let mock = slow();
+    let (handle, _, metrics) = engine(&mock, options());
     let mut events = handle.submit(ask(&[9], 90_000)).unwrap();
     begun(&mut events);
     drop(events);
-    let before = parrot.evaluated.load(Ordering::Relaxed);
+    let before = mock.evaluated.load(Ordering::Relaxed);
     idle(&handle);
     // One was perhaps being evaluated, and one more had been checked before the receiver closed.
-    assert!(parrot.evaluated.load(Ordering::Relaxed) <= before + 2);
+    assert!(mock.evaluated.load(Ordering::Relaxed) <= before + 2);
     assert_eq!(metrics.requests_running.get(), 0);
 }
 
 #[test]
 fn a_closed_receiver_ends_a_prefill_within_one_chunk() {
-    let parrot = slow();
-    let (handle, ..) = engine(&parrot, options());
+    let mock = slow();
+    let (handle, ..) = engine(&mock, options());
     let mut events = handle.submit(ask(&[9; 10_000], 1)).unwrap();
     assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
     drop(events);
     idle(&handle);
-    assert!(parrot.evaluated.load(Ordering::Relaxed) < 1000);
+    assert!(mock.evaluated.load(Ordering::Relaxed) < 1000);
 }
 
 #[test]
 fn closed_in_line_is_no_work() {
-    let parrot = slow();
-    let (handle, ..) = engine(&parrot, options());
+    let mock = slow();
+    let (handle, ..) = engine(&mock, options());
     let mut running = handle.submit(ask(&[9], 20)).unwrap();
     begun(&mut running);
     drop(handle.submit(ask(&[9; 5000], 1)).unwrap());
     assert_eq!(hear(running).0.len(), 19);
     idle(&handle);
-    assert!(parrot.evaluated.load(Ordering::Relaxed) < 100);
+    assert!(mock.evaluated.load(Ordering::Relaxed) < 100);
 }
 
 #[test]
@@ -190,8 +190,8 @@ fn time_is_up_running_and_waiting() {
 
 #[test]
 fn draining_finishes_what_was_accepted() {
-    let parrot = Parrot { delay: MS, ..Parrot::default() };
-    let (handle, worker, _) = engine(&parrot, options());
+    let mock = MockModel { delay: MS, ..MockModel::default() };
+    let (handle, worker, _) = engine(&mock, options());
     let receivers: Vec<_> = (10..14).map(|id| handle.submit(ask(&[id], 100)).unwrap()).collect();
     handle.drain();
     assert!(matches!(handle.submit(ask(&[9], 1)), Err(EngineError::Draining)));
@@ -199,7 +199,7 @@ fn draining_finishes_what_was_accepted() {
         assert_eq!(hear(events).0, [id]);
     }
     worker.join().unwrap();
-    assert_eq!(Arc::strong_count(&parrot.states), 1, "the model and every state are freed");
+    assert_eq!(Arc::strong_count(&mock.states), 1, "the model and every state are freed");
     // A router sends that again, elsewhere; a server that had failed would be another matter.
     assert!(matches!(handle.submit(ask(&[9], 1)), Err(EngineError::Draining)));
 }
@@ -217,7 +217,7 @@ fn draining_ends_when_the_grace_does() {
 
 #[test]
 fn the_engine_stops_with_its_last_handle() {
-    let (handle, worker, _) = engine(&Parrot::default(), options());
+    let (handle, worker, _) = engine(&MockModel::default(), options());
     let events = handle.clone().submit(ask(&[9], 100)).unwrap();
     drop(handle);
     assert_eq!(hear(events).0, [9]);
@@ -226,30 +226,30 @@ fn the_engine_stops_with_its_last_handle() {
 
 #[test]
 fn an_error_and_a_panic_end_one_request() {
-    let parrot = Parrot { fails_on: Some(40), panics_on: Some(41), ..Parrot::default() };
-    let (handle, ..) = engine(&parrot, options());
+    let mock = MockModel { fails_on: Some(40), panics_on: Some(41), ..MockModel::default() };
+    let (handle, ..) = engine(&mock, options());
     for _ in 0..3 {
         let (_, failed) = hear(handle.submit(ask(&[9, 40], 5)).unwrap());
-        assert_eq!(failed.unwrap_err().to_string(), "the parrot was told to fail on token 40");
+        assert_eq!(failed.unwrap_err().to_string(), "the mock was told to fail on token 40");
         assert_eq!(says(&handle, &[9, 5]), [9, 5]);
         let (_, panicked) = hear(handle.submit(ask(&[9, 5, 2, 41], 5)).unwrap());
         assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
         assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
     }
-    // The last request's session is all that lives beside the two parrots.
+    // The last request's session is all that lives beside the two mocks.
     idle(&handle);
-    assert_eq!(Arc::strong_count(&parrot.states), 3);
+    assert_eq!(Arc::strong_count(&mock.states), 3);
 }
 
 #[test]
 fn a_model_without_numbers_fails_the_request() {
-    let (handle, ..) = engine(&Parrot::default(), Options { usable_vocab: 0, ..options() });
+    let (handle, ..) = engine(&MockModel::default(), Options { usable_vocab: 0, ..options() });
     assert!(matches!(hear(handle.submit(ask(&[9], 5)).unwrap()).1, Err(EngineError::NoLogits)));
 }
 
 #[test]
 fn a_prompt_that_goes_on_is_cached() {
-    let (handle, _, metrics) = engine(&Parrot::default(), options());
+    let (handle, _, metrics) = engine(&MockModel::default(), options());
     assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
     // The state holds the prompt and the answer.
     let (tokens, end) = hear(handle.submit(ask(&[9, 5, 6, 9, 5, 6, 2, 30], 100)).unwrap());
@@ -266,7 +266,7 @@ fn a_prompt_that_goes_on_is_cached() {
 fn prompt_logprobs_do_not_depend_on_the_chunk() {
     let ids: Vec<u32> = (0..77).map(|place| 3 + place * 7 % 60).collect();
     let run = |chunk, max_tokens| {
-        let (handle, ..) = engine(&Parrot { chunk, margin: 2.0, ..Parrot::default() }, options());
+        let (handle, ..) = engine(&MockModel { chunk, margin: 2.0, ..MockModel::default() }, options());
         let mut events =
             handle.submit(Request { prompt_logprobs: Some(3), logprobs: Some(2), ..ask(&ids, max_tokens) }).unwrap();
         let mut next = || loop {
@@ -297,7 +297,7 @@ fn prompt_logprobs_do_not_depend_on_the_chunk() {
 fn a_seed_reproduces_whatever_ran_before() {
     let warm = Sampling { temperature: 30.0, seed: Some(11), ..Sampling::default() };
     let run = |before: &[&[u32]], chunk| {
-        let (handle, ..) = engine(&Parrot { chunk, ..Parrot::default() }, Options { eos: vec![], ..options() });
+        let (handle, ..) = engine(&MockModel { chunk, ..MockModel::default() }, Options { eos: vec![], ..options() });
         for prompt in before {
             let _ = hear(handle.submit(ask(prompt, 5)).unwrap());
         }
@@ -311,8 +311,8 @@ fn a_seed_reproduces_whatever_ran_before() {
 
 #[test]
 fn many_requests_of_which_a_third_leave() {
-    let parrot = Parrot { delay: Duration::from_micros(20), chunk: 3, ..Parrot::default() };
-    let (handle, worker, metrics) = engine(&parrot, Options { max_queue: 64, ..options() });
+    let mock = MockModel { delay: Duration::from_micros(20), chunk: 3, ..MockModel::default() };
+    let (handle, worker, metrics) = engine(&mock, Options { max_queue: 64, ..options() });
     // A fixed course of pseudo-random numbers.
     let dice = |n: u32| n.wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) >> 8;
     let one = |n: u32| {
@@ -337,8 +337,8 @@ fn many_requests_of_which_a_third_leave() {
     });
     idle(&handle);
     assert_eq!((metrics.requests_running.get(), metrics.requests_queued.get()), (0, 0));
-    assert!(Arc::strong_count(&parrot.states) <= 3, "at most the last session is kept");
+    assert!(Arc::strong_count(&mock.states) <= 3, "at most the last session is kept");
     handle.drain();
     worker.join().unwrap();
-    assert_eq!(Arc::strong_count(&parrot.states), 1);
+    assert_eq!(Arc::strong_count(&mock.states), 1);
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::engine::{Event, Finish, Options, Request, Sampling, parrot::Parrot, spawn_with};
+use crate::engine::{Event, Finish, Options, Request, Sampling, mock::MockModel, spawn_with};
 use crate::model::Taps;
 
 struct Answer {
@@ -9,20 +9,20 @@ struct Answer {
     logprobs: Vec<Option<f32>>,
 }
 
-fn answer(parrot: Parrot, speculate: Speculate, draft_tokens: usize, request: &Request) -> Answer {
-    answer_with(Box::new(Lookup), parrot, speculate, draft_tokens, request)
+fn answer(mock: MockModel, speculate: Speculate, draft_tokens: usize, request: &Request) -> Answer {
+    answer_with(Box::new(Lookup), mock, speculate, draft_tokens, request)
 }
 
 fn answer_with(
-    draft: Box<dyn Draft<Parrot>>,
-    parrot: Parrot,
+    draft: Box<dyn Draft<MockModel>>,
+    mock: MockModel,
     speculate: Speculate,
     draft_tokens: usize,
     request: &Request,
 ) -> Answer {
-    let options = Options { eos: vec![parrot.eos], speculate, draft_tokens, ..Options::default() };
+    let options = Options { eos: vec![mock.eos], speculate, draft_tokens, ..Options::default() };
     let metrics = Metrics::new("test", "cpu");
-    let (engine, worker) = spawn_with(parrot, draft, options, metrics.clone()).unwrap();
+    let (engine, worker) = spawn_with(mock, draft, options, metrics.clone()).unwrap();
     let mut events = engine.submit(request.clone()).unwrap();
     let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
     let (finish, timings) = loop {
@@ -61,19 +61,19 @@ fn request(ids: &[u32], max_tokens: usize, sampling: Sampling) -> Request {
 #[test]
 fn the_answer_is_the_same_with_and_without() {
     let prompt: Vec<u32> = (0..40).map(|n| [5, 6, 7, 8, 9, 5, 6, 11][n % 8] + (n as u32 / 16)).collect();
-    // The parrot's answer is in the prompt in part only, so that drafts are right for a while, then wrong.
+    // The mock's answer is in the prompt in part only, so that drafts are right for a while, then wrong.
     let said: Vec<u32> = prompt.iter().enumerate().map(|(n, &id)| if n % 7 == 6 { 30 } else { id }).collect();
     let seeded = |temperature| Sampling { temperature, seed: Some(3), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 9.0, presence_penalty: 1.0, repetition_penalty: 1.3, ..seeded(0.7) };
     let biased = Sampling { logit_bias: vec![(6, -80.0), (31, 20.0)], ..seeded(1.0) };
     for sampling in [seeded(0.0), seeded(0.7), seeded(13.0), penal, biased] {
         for (margin, max_tokens) in [(50.0, 100), (50.0, 13), (4.0, 60)] {
-            let parrot = || Parrot { answer: Some(said.clone()), margin, ..Parrot::default() };
+            let mock = || MockModel { answer: Some(said.clone()), margin, ..MockModel::default() };
             let request = request(&prompt, max_tokens, sampling.clone());
-            let plain = answer(parrot(), Speculate::Off, 0, &request);
+            let plain = answer(mock(), Speculate::Off, 0, &request);
             assert_eq!(plain.timings.drafted_tokens, 0);
             for width in [1, 3, 7, 15] {
-                let forced = answer(parrot(), Speculate::Force, width, &request);
+                let forced = answer(mock(), Speculate::Force, width, &request);
                 assert_eq!((&forced.ids, forced.finish), (&plain.ids, plain.finish), "{sampling:?} {width}");
                 assert_eq!(forced.logprobs, plain.logprobs);
                 if margin > 10.0 && sampling.temperature < 1.0 && sampling.frequency_penalty == 0.0 {
@@ -88,18 +88,18 @@ fn the_answer_is_the_same_with_and_without() {
 #[test]
 fn rows_that_are_cheap_together_are_speculated_with() {
     // A pass costs the same however many rows it has.
-    let parrot = Parrot { pass_delay: std::time::Duration::from_millis(1), context: 900, ..Parrot::default() };
+    let mock = MockModel { pass_delay: std::time::Duration::from_millis(1), context: 900, ..MockModel::default() };
     let prompt: Vec<u32> = (0..400).map(|n| 3 + (n * n + n / 7) % 60).collect();
     let request = request(&prompt, 390, Sampling::greedy());
-    let plain = answer(parrot.clone(), Speculate::Off, 0, &request);
-    let auto = answer(parrot, Speculate::Auto, 7, &request);
+    let plain = answer(mock.clone(), Speculate::Off, 0, &request);
+    let auto = answer(mock, Speculate::Auto, 7, &request);
     assert_eq!(auto.ids, plain.ids);
     assert!(auto.timings.accepted_tokens > 200, "{:?}", auto.timings);
     assert!(auto.timings.decode_seconds < 0.8 * plain.timings.decode_seconds, "{:?}", auto.timings);
     assert!(auto.timings.saved_seconds > 0.0);
 }
 
-/// Knows what the parrot says, and is shown its tokens as hidden rows.
+/// Knows what the mock says, and is shown its tokens as hidden rows.
 struct Oracle {
     answer: Vec<u32>,
     /// Of each of the last tokens: its place and the row it left.
@@ -108,7 +108,7 @@ struct Oracle {
     fails_at: usize,
 }
 
-impl Draft<Parrot> for Oracle {
+impl Draft<MockModel> for Oracle {
     fn kind(&self) -> Kind {
         Kind::Lookup
     }
@@ -129,8 +129,8 @@ impl Draft<Parrot> for Oracle {
 
     fn propose(
         &mut self,
-        parrot: &mut Parrot,
-        _: &mut <Parrot as Model>::State,
+        mock: &mut MockModel,
+        _: &mut <MockModel as Model>::State,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,
@@ -148,8 +148,8 @@ impl Draft<Parrot> for Oracle {
         assert_eq!(last, Some(sequence.seen.len()), "every pass was followed");
         let said = self.answer.iter().position(|id| *id == sequence.last).map_or(0, |at| at + 1);
         for id in self.answer[said..].iter().take(most) {
-            let mut logits = vec![0.0; parrot.vocab];
-            logits[*id as usize] = parrot.margin;
+            let mut logits = vec![0.0; mock.vocab];
+            logits[*id as usize] = mock.margin;
             out.extend(outlook.draw(&logits));
         }
         Ok(())
@@ -159,13 +159,13 @@ impl Draft<Parrot> for Oracle {
 #[test]
 fn a_draft_is_shown_every_row_that_stays() {
     let said: Vec<u32> = (10..50).collect();
-    let parrot = || Parrot { answer: Some(said.clone()), context: 200, ..Parrot::default() };
+    let mock = || MockModel { answer: Some(said.clone()), context: 200, ..MockModel::default() };
     for temperature in [0.0, 30.0] {
         let sampling = Sampling { temperature, seed: Some(9), ..Sampling::default() };
         let request = request(&[5, 6, 7, 5, 8, 9, 5, 6, 7, 5, 8], 100, sampling);
-        let plain = answer(parrot(), Speculate::Off, 0, &request);
+        let plain = answer(mock(), Speculate::Off, 0, &request);
         let oracle = Oracle { answer: said.clone(), followed: Vec::new(), fails_at: usize::MAX };
-        let forced = answer_with(Box::new(oracle), parrot(), Speculate::Force, 3, &request);
+        let forced = answer_with(Box::new(oracle), mock(), Speculate::Force, 3, &request);
         assert_eq!(forced.ids, plain.ids);
         let Timings { drafted_tokens: drafted, accepted_tokens: accepted, .. } = forced.timings;
         assert!(drafted > 0 && accepted > 0, "{accepted} of {drafted} at {temperature}");
@@ -177,10 +177,10 @@ fn a_draft_is_shown_every_row_that_stays() {
 #[test]
 fn a_draft_that_fails_is_not_asked_again() {
     let said: Vec<u32> = (10..50).collect();
-    let parrot = || Parrot { answer: Some(said.clone()), context: 200, ..Parrot::default() };
+    let mock = || MockModel { answer: Some(said.clone()), context: 200, ..MockModel::default() };
     let request = request(&[5, 6, 7], 100, Sampling::greedy());
     let oracle = Oracle { answer: said.clone(), followed: Vec::new(), fails_at: 20 };
-    let forced = answer_with(Box::new(oracle), parrot(), Speculate::Force, 3, &request);
+    let forced = answer_with(Box::new(oracle), mock(), Speculate::Force, 3, &request);
     assert_eq!(forced.ids, said);
     assert!((1..20).contains(&forced.timings.drafted_tokens), "{:?}", forced.timings);
 }
@@ -188,15 +188,15 @@ fn a_draft_that_fails_is_not_asked_again() {
 /// A draft that is always wrong.
 struct Wrong;
 
-impl Draft<Parrot> for Wrong {
+impl Draft<MockModel> for Wrong {
     fn kind(&self) -> Kind {
         Kind::Dflash
     }
 
     fn propose(
         &mut self,
-        _: &mut Parrot,
-        _: &mut <Parrot as Model>::State,
+        _: &mut MockModel,
+        _: &mut <MockModel as Model>::State,
         _: Sequence<'_>,
         most: usize,
         _: &mut Outlook<'_>,
@@ -212,12 +212,13 @@ fn a_draft_that_does_not_fit_is_switched_off_unless_it_is_forced() {
     for (speculate, kept) in [(Speculate::Auto, false), (Speculate::Force, true)] {
         let options = Options { speculate, ..Options::default() };
         let metrics = Metrics::new("test", "cpu");
-        let mut speculation = Speculation::new(&mut Parrot::default(), Box::new(Wrong), &options, metrics);
+        let mut speculation = Speculation::new(&mut MockModel::default(), Box::new(Wrong), &options, metrics);
         (0..11).for_each(|_| speculation.judge(Kind::Dflash, 0));
         assert!(speculation.draft.is_some());
         speculation.judge(Kind::Dflash, 0);
         assert_eq!(speculation.draft.is_some(), kept);
-        let mut looked_up = Speculation::new(&mut Parrot::default(), Box::new(Lookup), &options, speculation.metrics);
+        let mut looked_up =
+            Speculation::new(&mut MockModel::default(), Box::new(Lookup), &options, speculation.metrics);
         (0..100).for_each(|_| looked_up.judge(Kind::Lookup, 0));
         assert!(looked_up.draft.is_some());
     }

@@ -11,9 +11,9 @@ fn asked(fields: Value) -> Option<Form> {
 }
 
 fn error(fields: Value) -> Value {
-    let reject = form(&request(fields)).unwrap_err();
-    assert_eq!(reject.status, 400);
-    serde_json::to_value(reject.body()).unwrap()["error"]["param"].clone()
+    let error = form(&request(fields)).unwrap_err();
+    assert_eq!(error.status, 400);
+    serde_json::to_value(error.body()).unwrap()["error"]["param"].clone()
 }
 
 fn tool(name: &str) -> Value {

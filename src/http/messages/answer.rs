@@ -2,7 +2,7 @@
 
 use super::super::{
     answers::{FinishReason, Usage},
-    reject::Reject,
+    api_error::ApiError,
     stream::Frames,
     transcript::{Ending, Transcript, Turn},
     wire::{Part, Parts, Wire},
@@ -44,7 +44,7 @@ impl Answer {
     }
 
     /// One body.
-    pub async fn whole(self, mut transcript: Transcript) -> Result<Response, Reject> {
+    pub async fn whole(self, mut transcript: Transcript) -> Result<Response, ApiError> {
         let mut parts = Parts::default();
         let ending = transcript.tell(|turn| parts.add(&turn.deltas)).await?;
         let content: Vec<Value> = parts.0.into_iter().map(block).collect();
@@ -148,7 +148,7 @@ impl Wire for Answer {
         out.event("message_stop", &json!({"type": "message_stop"}));
     }
 
-    fn error(&mut self, out: &Frames, failure: &Reject) {
+    fn error(&mut self, out: &Frames, failure: &ApiError) {
         out.event("error", &error(failure));
     }
 }
@@ -188,7 +188,7 @@ fn usage(usage: &Usage) -> Value {
 }
 
 /// Anthropic's error object.
-pub fn error(error: &Reject) -> Value {
+pub fn error(error: &ApiError) -> Value {
     let kind = match error.status.as_u16() {
         401 => "authentication_error",
         403 => "permission_error",

@@ -1,8 +1,8 @@
 //! Anthropic's request, made into a conversation.
 
 use super::super::{
+    api_error::ApiError,
     conversation::{Conversation, assistant as message},
-    reject::Reject,
     types::{ChatRequest, Common, JsonSchema, OneOrMany, ResponseFormat},
 };
 use serde::Deserialize;
@@ -89,7 +89,7 @@ impl MessagesRequest {
     }
 
     /// The conversation that is meant. `thinking` is what the server was told to do where a request does not say.
-    pub fn conversation(self, keep_billing_header: bool, thinking: Option<bool>) -> Result<Conversation, Reject> {
+    pub fn conversation(self, keep_billing_header: bool, thinking: Option<bool>) -> Result<Conversation, ApiError> {
         let mut messages = Vec::with_capacity(self.messages.len() + 1);
         if let Some(system) = self.system.filter(|system| !system.is_null()) {
             let text = system_text(&system, keep_billing_header)?;
@@ -98,7 +98,7 @@ impl MessagesRequest {
             }
         }
         if self.messages.is_empty() {
-            return Err(Reject::invalid("messages", "messages is empty; there must be at least one."));
+            return Err(ApiError::invalid("messages", "messages is empty; there must be at least one."));
         }
         for (index, message) in self.messages.iter().enumerate() {
             translate(message, &format!("messages[{index}]"), &mut messages)?;
@@ -107,7 +107,7 @@ impl MessagesRequest {
         if goes_on && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
             // Anthropic's rule, too.
             let text = "The answer goes on from the last message, so there is no place to think: set thinking aside.";
-            return Err(Reject::invalid("thinking", text));
+            return Err(ApiError::invalid("thinking", text));
         }
         let tools = self.tools.unwrap_or_default();
         let tools = tools.iter().enumerate().map(|(index, it)| tool(it, index)).collect::<Result<Vec<_>, _>>()?;
@@ -118,7 +118,7 @@ impl MessagesRequest {
             Some("disabled") => false,
             Some(other) => {
                 let text = format!("thinking.type is `{other}`; it must be `enabled`, `adaptive` or `disabled`.");
-                return Err(Reject::invalid("thinking.type", text));
+                return Err(ApiError::invalid("thinking.type", text));
             }
         };
         let OutputConfig { effort, format } = self.output_config.unwrap_or_default();
@@ -149,10 +149,10 @@ impl MessagesRequest {
 }
 
 impl Format {
-    fn translate(self) -> Result<ResponseFormat, Reject> {
+    fn translate(self) -> Result<ResponseFormat, ApiError> {
         if self.kind != "json_schema" {
             let text = format!("output_config.format.type is `{}`; it must be `json_schema`.", self.kind);
-            return Err(Reject::invalid("output_config.format.type", text));
+            return Err(ApiError::invalid("output_config.format.type", text));
         }
         let inner = JsonSchema { schema: self.schema, strict: Some(true) };
         Ok(ResponseFormat { kind: self.kind, json_schema: Some(inner), schema: None, regex: None, lark: None })
@@ -160,23 +160,23 @@ impl Format {
 }
 
 impl ToolChoice {
-    fn translate(self) -> Result<Value, Reject> {
+    fn translate(self) -> Result<Value, ApiError> {
         match (self.kind.as_str(), self.name) {
             ("auto", _) => Ok("auto".into()),
             ("any", _) => Ok("required".into()),
             ("none", _) => Ok("none".into()),
             ("tool", Some(name)) => Ok(json!({"type": "function", "function": {"name": name}})),
-            ("tool", None) => Err(Reject::invalid("tool_choice.name", "tool_choice of type `tool` needs a name.")),
+            ("tool", None) => Err(ApiError::invalid("tool_choice.name", "tool_choice of type `tool` needs a name.")),
             (other, _) => {
                 let text = format!("tool_choice.type is `{other}`; it must be `auto`, `any`, `tool` or `none`.");
-                Err(Reject::invalid("tool_choice.type", text))
+                Err(ApiError::invalid("tool_choice.type", text))
             }
         }
     }
 }
 
 /// The system prompt: a string, or blocks of text. A first block that is a billing header is left out, and nothing else.
-fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, Reject> {
+fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, ApiError> {
     let billed = |block: &Value| block["text"].as_str().is_some_and(|text| text.starts_with(BILLING));
     match system {
         Value::Array(blocks) if !keep_billing_header && blocks.first().is_some_and(billed) => {
@@ -187,39 +187,39 @@ fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, Reje
 }
 
 /// A string, or the text of blocks.
-fn text(content: &Value, at: &str) -> Result<String, Reject> {
+fn text(content: &Value, at: &str) -> Result<String, ApiError> {
     match content {
         Value::String(text) => Ok(text.clone()),
         Value::Array(blocks) => {
             let texts = blocks.iter().enumerate().map(|(index, block)| block_text(block, &format!("{at}[{index}]")));
             Ok(texts.collect::<Result<Vec<_>, _>>()?.join(BETWEEN))
         }
-        _ => Err(Reject::json(Some(at.into()), format!("{at} must be a string or an array of blocks."))),
+        _ => Err(ApiError::json(Some(at.into()), format!("{at} must be a string or an array of blocks."))),
     }
 }
 
-fn block_text(block: &Value, at: &str) -> Result<String, Reject> {
+fn block_text(block: &Value, at: &str) -> Result<String, ApiError> {
     let plain = block["type"] == "document" && block["source"]["type"] == "text";
     let text = if plain { &block["source"]["data"] } else { &block["text"] };
     match (block["type"].as_str(), text) {
         (Some("text" | "document"), Value::String(text)) => Ok(text.clone()),
         (Some("text") | None, _) => {
             let text = format!("{at} must be {{\"type\": \"text\", \"text\": ...}}.");
-            Err(Reject::json(Some(at.into()), text))
+            Err(ApiError::json(Some(at.into()), text))
         }
         (Some(kind), _) => {
             let text = format!("{at} is of type `{kind}`; this server reads text only.");
-            Err(Reject::unsupported(at, text))
+            Err(ApiError::unsupported(at, text))
         }
     }
 }
 
 /// One message of Anthropic's, as the chat messages that it stands for: a tool's result is a message of its own there.
-fn translate(message: &Value, at: &str, out: &mut Vec<Value>) -> Result<(), Reject> {
+fn translate(message: &Value, at: &str, out: &mut Vec<Value>) -> Result<(), ApiError> {
     let role = match &message["role"] {
         Value::String(role) => role.as_str(),
-        Value::Null => return Err(Reject::invalid(format!("{at}.role"), format!("{at} has no role."))),
-        _ => return Err(Reject::json(Some(format!("{at}.role")), format!("{at}.role must be a string."))),
+        Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
+        _ => return Err(ApiError::json(Some(format!("{at}.role")), format!("{at}.role must be a string."))),
     };
     let content = &message["content"];
     let at_content = format!("{at}.content");
@@ -236,16 +236,16 @@ fn translate(message: &Value, at: &str, out: &mut Vec<Value>) -> Result<(), Reje
         ("assistant", Value::Array(blocks)) => assistant(blocks, &at_content, out),
         ("user" | "assistant" | "system", _) => {
             let text = format!("{at_content} must be a string or an array of blocks.");
-            Err(Reject::json(Some(at_content), text))
+            Err(ApiError::json(Some(at_content), text))
         }
         (other, _) => {
             let text = format!("{at}.role is `{other}`; the roles are user and assistant.");
-            Err(Reject::invalid(format!("{at}.role"), text))
+            Err(ApiError::invalid(format!("{at}.role"), text))
         }
     }
 }
 
-fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Reject> {
+fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), ApiError> {
     let mut texts: Vec<String> = Vec::new();
     let say = |texts: &mut Vec<String>, out: &mut Vec<Value>| {
         if !texts.is_empty() {
@@ -262,7 +262,7 @@ fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Reject> 
         say(&mut texts, out);
         let Some(id) = block["tool_use_id"].as_str() else {
             let text = format!("{at}.tool_use_id must be a string.");
-            return Err(Reject::json(Some(format!("{at}.tool_use_id")), text));
+            return Err(ApiError::json(Some(format!("{at}.tool_use_id")), text));
         };
         let result = match &block["content"] {
             Value::Null => String::new(),
@@ -274,7 +274,7 @@ fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Reject> 
     Ok(())
 }
 
-fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Reject> {
+fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), ApiError> {
     let (mut content, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
     for (index, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{index}]");
@@ -284,7 +284,10 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Rej
             Some("redacted_thinking") => {}
             Some("tool_use") => {
                 let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {
-                    return Err(Reject::json(Some(at.clone()), format!("{at} needs a name and an input, an object.")));
+                    return Err(ApiError::json(
+                        Some(at.clone()),
+                        format!("{at} needs a name and an input, an object."),
+                    ));
                 };
                 let function = json!({"name": name, "arguments": input});
                 calls.push(json!({"id": block["id"], "type": "function", "function": function}));
@@ -297,11 +300,11 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Rej
 }
 
 /// A tool that the client runs. Those that Anthropic's servers run have a `type` of their own, and nobody here to run them.
-fn tool(tool: &Value, index: usize) -> Result<Value, Reject> {
+fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
     if let Some(kind) = tool["type"].as_str().filter(|&kind| kind != "custom") {
         let text =
             format!("tools[{index}] is of type `{kind}`, which this server cannot run; give tools an input_schema.");
-        return Err(Reject::unsupported(&format!("tools[{index}]"), text));
+        return Err(ApiError::unsupported(&format!("tools[{index}]"), text));
     }
     let mut function = Map::new();
     for (theirs, ours) in [("name", "name"), ("description", "description"), ("input_schema", "parameters")] {

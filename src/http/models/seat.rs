@@ -2,7 +2,7 @@
 
 use crate::http::{
     App,
-    reject::Reject,
+    api_error::ApiError,
     stream::{self, Frames},
 };
 use axum::response::Response;
@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 /// A model for a request.
 pub enum Seat {
     Here(Arc<App>),
-    Later(oneshot::Receiver<Result<Arc<App>, Reject>>),
+    Later(oneshot::Receiver<Result<Arc<App>, ApiError>>),
 }
 
 impl Seat {
@@ -21,11 +21,11 @@ impl Seat {
     pub async fn then<F>(
         self,
         streams: bool,
-        error: fn(&Frames, &Reject),
+        error: fn(&Frames, &ApiError),
         answer: impl FnOnce(Arc<App>) -> F + Send + 'static,
-    ) -> Result<Response, Reject>
+    ) -> Result<Response, ApiError>
     where
-        F: Future<Output = Result<Response, Reject>> + Send + 'static,
+        F: Future<Output = Result<Response, ApiError>> + Send + 'static,
     {
         match self {
             Seat::Later(_) if streams => Ok(stream::later(async { answer(self.taken().await?).await }, error)),
@@ -33,10 +33,10 @@ impl Seat {
         }
     }
 
-    pub async fn taken(self) -> Result<Arc<App>, Reject> {
+    pub async fn taken(self) -> Result<Arc<App>, ApiError> {
         match self {
             Seat::Here(app) => Ok(app),
-            Seat::Later(reply) => reply.await.unwrap_or_else(|_| Err(Reject::loading())),
+            Seat::Later(reply) => reply.await.unwrap_or_else(|_| Err(ApiError::loading())),
         }
     }
 }

@@ -5,7 +5,7 @@ use super::{
         App, Door,
         access::unique,
         answers::{FinishReason, Usage},
-        reject::Reject,
+        api_error::ApiError,
         stream::Frames,
         transcript::{Ending, Transcript, Turn},
         wire::Wire,
@@ -118,7 +118,7 @@ impl Answer {
     }
 
     /// One body.
-    pub async fn whole(mut self, mut transcript: Transcript) -> Result<Response, Reject> {
+    pub async fn whole(mut self, mut transcript: Transcript) -> Result<Response, ApiError> {
         let ending = transcript.tell(|turn| self.read(None, &turn)).await?;
         self.finish(None, &ending);
         Ok(Json(self.response).into_response())
@@ -333,7 +333,7 @@ impl Wire for Answer {
         self.finish(Some(out), ending);
     }
 
-    fn error(&mut self, out: &Frames, error: &Reject) {
+    fn error(&mut self, out: &Frames, error: &ApiError) {
         self.response["status"] = "failed".into();
         self.response["error"] = json!({"code": "server_error", "message": error.message()});
         self.response["output"] = mem::take(&mut self.output).into();

@@ -1,11 +1,11 @@
 //! Items, which a Responses conversation consists of, made into chat messages. The items of one turn of the model
 //! (reasoning, a message, calls) become one message.
 
-use super::super::{conversation::assistant, reject::Reject};
+use super::super::{api_error::ApiError, conversation::assistant};
 use serde_json::{Value, json};
 
 /// The chat messages that `items` stand for. Errors name an item by its place in `input`, whose items come last.
-pub fn messages(items: &[Value], input: usize) -> Result<Vec<Value>, Reject> {
+pub fn messages(items: &[Value], input: usize) -> Result<Vec<Value>, ApiError> {
     let before = items.len().saturating_sub(input);
     let mut turns = Turns::default();
     for (index, item) in items.iter().enumerate() {
@@ -34,7 +34,7 @@ struct Turn {
 }
 
 impl Turns {
-    fn item(&mut self, item: &Value, at: &str) -> Result<(), Reject> {
+    fn item(&mut self, item: &Value, at: &str) -> Result<(), ApiError> {
         match (item["type"].as_str(), item["role"].as_str()) {
             (Some("message") | None, Some("assistant")) => {
                 let text = text(&item["content"], &format!("{at}.content"))?;
@@ -48,7 +48,7 @@ impl Turns {
             }
             (Some("message") | None, _) => {
                 let text = format!("{at}.role must be user, assistant, system or developer.");
-                return Err(Reject::invalid(format!("{at}.role"), text));
+                return Err(ApiError::invalid(format!("{at}.role"), text));
             }
             (Some("reasoning"), _) => {
                 let text = reasoning(item);
@@ -56,7 +56,7 @@ impl Turns {
             }
             (Some("function_call"), _) => {
                 let (Some(id), Some(name)) = (item["call_id"].as_str(), item["name"].as_str()) else {
-                    return Err(Reject::json(Some(at.into()), format!("{at} needs a call_id and a name.")));
+                    return Err(ApiError::json(Some(at.into()), format!("{at} needs a call_id and a name.")));
                 };
                 let function = json!({"name": name, "arguments": arguments(&item["arguments"])});
                 let call = json!({"id": id, "type": "function", "function": function});
@@ -64,7 +64,7 @@ impl Turns {
             }
             (Some("function_call_output"), _) => {
                 let Some(id) = item["call_id"].as_str() else {
-                    return Err(Reject::json(Some(format!("{at}.call_id")), format!("{at} needs a call_id.")));
+                    return Err(ApiError::json(Some(format!("{at}.call_id")), format!("{at} needs a call_id.")));
                 };
                 self.close();
                 let output = text(&item["output"], &format!("{at}.output"))?;
@@ -72,7 +72,7 @@ impl Turns {
             }
             (Some(other), _) => {
                 let text = format!("{at} is of type `{other}`, which this server does not know.");
-                return Err(Reject::unsupported(at, text));
+                return Err(ApiError::unsupported(at, text));
             }
         }
         Ok(())
@@ -119,11 +119,11 @@ fn reasoning(item: &Value) -> String {
 }
 
 /// A string, or the text of parts.
-fn text(content: &Value, at: &str) -> Result<String, Reject> {
+fn text(content: &Value, at: &str) -> Result<String, ApiError> {
     let parts = match content {
         Value::String(text) => return Ok(text.clone()),
         Value::Array(parts) => parts,
-        _ => return Err(Reject::json(Some(at.into()), format!("{at} must be a string or an array of parts."))),
+        _ => return Err(ApiError::json(Some(at.into()), format!("{at} must be a string or an array of parts."))),
     };
     let mut joined = String::new();
     for (index, part) in parts.iter().enumerate() {
@@ -133,11 +133,11 @@ fn text(content: &Value, at: &str) -> Result<String, Reject> {
             (Some("input_text" | "output_text" | "text" | "refusal"), Some(text)) => joined += text,
             (Some(kind), None) => {
                 let text = format!("{at} is of type `{kind}`; this server reads text only.");
-                return Err(Reject::unsupported(&at, text));
+                return Err(ApiError::unsupported(&at, text));
             }
             _ => {
                 let text = format!("{at} must be {{\"type\": \"input_text\", \"text\": ...}}.");
-                return Err(Reject::json(Some(at), text));
+                return Err(ApiError::json(Some(at), text));
             }
         }
     }

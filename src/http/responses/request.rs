@@ -2,9 +2,9 @@
 
 use super::{
     super::{
+        api_error::ApiError,
         body,
         conversation::Conversation,
-        reject::Reject,
         types::{ChatRequest, Common, ResponseFormat},
     },
     items,
@@ -64,12 +64,12 @@ pub struct Text {
 
 impl ResponsesRequest {
     /// Refuses what would change the answer and is not done here; `fields` knows of whole fields.
-    pub fn check(&self) -> Result<(), Reject> {
+    pub fn check(&self) -> Result<(), ApiError> {
         match self.text.as_ref().and_then(|text| text.verbosity.as_deref()) {
             None | Some("medium") => Ok(()),
             Some(_) => {
                 let text = "text.verbosity is not supported: say in the instructions how long to answer.";
-                Err(Reject::unsupported("text.verbosity", text))
+                Err(ApiError::unsupported("text.verbosity", text))
             }
         }
     }
@@ -79,7 +79,7 @@ impl ResponsesRequest {
     }
 
     /// The functions that are offered to the model, those in namespaces included.
-    fn functions(&self) -> Result<Vec<Value>, Reject> {
+    fn functions(&self) -> Result<Vec<Value>, ApiError> {
         let mut functions = Vec::new();
         for (index, it) in self.tools.iter().flatten().enumerate() {
             let at = format!("tools[{index}]");
@@ -111,14 +111,14 @@ impl ResponsesRequest {
     }
 
     /// The items of the input, with those that it only names put in.
-    pub fn input(&mut self, store: &Store) -> Result<Vec<Value>, Reject> {
+    pub fn input(&mut self, store: &Store) -> Result<Vec<Value>, ApiError> {
         let items = match self.input.take() {
             Some(Value::String(text)) => vec![json!({"type": "message", "role": "user", "content": text})],
             Some(Value::Array(items)) => items,
             None if self.previous_response_id.is_some() => Vec::new(),
-            None => return Err(Reject::json(Some("input".into()), "missing field `input`")),
+            None => return Err(ApiError::json(Some("input".into()), "missing field `input`")),
             Some(_) => {
-                return Err(Reject::json(Some("input".into()), "input must be a string or an array of items."));
+                return Err(ApiError::json(Some("input".into()), "input must be a string or an array of items."));
             }
         };
         let named = |(index, item): (usize, Value)| {
@@ -126,7 +126,7 @@ impl ResponsesRequest {
             let bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
             match item["id"].as_str() {
                 Some(id) if item["type"] == "item_reference" || bare => {
-                    store.item(id).ok_or_else(|| Reject::no_such_item(id, &format!("input[{index}]")))
+                    store.item(id).ok_or_else(|| ApiError::no_such_item(id, &format!("input[{index}]")))
                 }
                 _ => Ok(item),
             }
@@ -135,7 +135,7 @@ impl ResponsesRequest {
     }
 
     /// The conversation that is meant. `items` are those of the responses before and then `input`'s.
-    pub fn conversation(self, items: &[Value], input: usize) -> Result<Conversation, Reject> {
+    pub fn conversation(self, items: &[Value], input: usize) -> Result<Conversation, ApiError> {
         let tools = self.functions()?;
         let mut messages = Vec::new();
         if let Some(instructions) = self.instructions.filter(|text| !text.is_empty()) {
@@ -167,7 +167,7 @@ impl ResponsesRequest {
 
 /// A tool that the client runs. Those that OpenAI's servers run may be called or not as the model likes; here it never
 /// does, so they are left out.
-fn tool(tool: &Value, at: &str) -> Result<Option<Value>, Reject> {
+fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     match tool["type"].as_str() {
         Some("function") => {
             let fields = ["name", "description", "parameters"].into_iter();
@@ -178,18 +178,18 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, Reject> {
         }
         Some("custom") => {
             let text = format!("{at} is of type `custom`; this server knows tools of type `function`.");
-            Err(Reject::unsupported(at, text))
+            Err(ApiError::unsupported(at, text))
         }
         Some(kind) => {
             tracing::info!(kind, "a tool that OpenAI's servers run is not offered to the model");
             Ok(None)
         }
-        None => Err(Reject::invalid(format!("{at}.type"), format!("{at}.type must be `function`."))),
+        None => Err(ApiError::invalid(format!("{at}.type"), format!("{at}.type must be `function`."))),
     }
 }
 
 /// The choice among tools in the words of chat completions, which put a function's name one level deeper.
-fn tool_choice(choice: Value) -> Result<Value, Reject> {
+fn tool_choice(choice: Value) -> Result<Value, ApiError> {
     let function = |tool: &Value| json!({"type": "function", "function": {"name": tool["name"]}});
     match choice["type"].as_str() {
         None if choice.is_string() => Ok(choice),
@@ -201,16 +201,16 @@ fn tool_choice(choice: Value) -> Result<Value, Reject> {
         other => {
             let what = other.unwrap_or("without a type");
             let text = format!("tool_choice is {what}; it must be `auto`, `none`, `required` or name a function.");
-            Err(Reject::unsupported("tool_choice", text))
+            Err(ApiError::unsupported("tool_choice", text))
         }
     }
 }
 
-fn response_format(format: Value) -> Result<ResponseFormat, Reject> {
+fn response_format(format: Value) -> Result<ResponseFormat, ApiError> {
     if !format.is_object() {
-        return Err(Reject::json(Some("text.format".into()), "text.format must be an object."));
+        return Err(ApiError::json(Some("text.format".into()), "text.format must be an object."));
     }
-    body::typed(one_level_deeper(format)).map_err(|reject: Reject| reject.renamed(FORMAT))
+    body::typed(one_level_deeper(format)).map_err(|error: ApiError| error.renamed(FORMAT))
 }
 
 /// `{type, name, schema, strict}` has its fields one level deeper in chat completions.

@@ -3,7 +3,7 @@
 use super::{Finding, Random, difference};
 use crate::ops::{
     quant::{Format, Quantised},
-    simd::{Isa, Line, Out, product},
+    simd::{Activations, Isa, Out, product},
     weight::{Codes, Float, WeightView},
 };
 
@@ -71,8 +71,8 @@ pub(in crate::ops) fn run(isa: Isa, integer: bool, weight: &WeightView<'_>, x: &
         // SAFETY: one thread, all rows.
         unsafe { writer.rows(x, 0..tokens) };
     }
-    let line = |(token, x)| Line { x, digits: quantised.row(token) };
-    let lines: Vec<Line<'_>> = x.chunks_exact(weight.cols).enumerate().map(line).collect();
+    let line = |(token, x)| Activations { x, digits: quantised.row(token) };
+    let lines: Vec<Activations<'_>> = x.chunks_exact(weight.cols).enumerate().map(line).collect();
     let outs: Vec<Out> = out.chunks_exact_mut(weight.rows).map(|row| Out(row.as_mut_ptr())).collect();
     for (lines, outs) in lines.chunks(together).zip(outs.chunks(together)) {
         // SAFETY: each line has its row of `out`, which nobody else sees; the processor has what `Isa::all` lists; the parts

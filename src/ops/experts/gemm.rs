@@ -12,7 +12,7 @@ use crate::{
         math::silu,
         project::{check, format},
         quant::{Digits, Quantised, QuantisedRows, Writer},
-        simd::{self, Isa, Line, Out, wide},
+        simd::{self, Activations, Isa, Out, wide},
         weight::{Codes, WeightView},
     },
 };
@@ -83,7 +83,7 @@ pub(in crate::ops) struct Scratch {
     places: Vec<(usize, usize)>,
     /// For each job and phase: the number of its first task.
     first: Vec<usize>,
-    lines: [Vec<Line<'static>>; 2],
+    lines: [Vec<Activations<'static>>; 2],
     outs: Vec<Out>,
 }
 
@@ -168,13 +168,13 @@ fn forward(
     arrange(math, jobs, middle, places);
 
     // Gate and up, quantised as the down projection wants it.
-    let line = |codes: Codes, token: usize| Line {
+    let line = |codes: Codes, token: usize| Activations {
         x: &x[token * hidden..(token + 1) * hidden],
         digits: formats.row(math, codes, token),
     };
     let all = || jobs.iter().flat_map(|job| job.rows.iter().map(move |(token, _)| (job, token)));
-    let mut gate_lines: Vec<Line<'_>> = emptied(std::mem::take(gates));
-    let mut up_lines: Vec<Line<'_>> = emptied(std::mem::take(ups));
+    let mut gate_lines: Vec<Activations<'_>> = emptied(std::mem::take(gates));
+    let mut up_lines: Vec<Activations<'_>> = emptied(std::mem::take(ups));
     gate_lines.extend(all().map(|(job, token)| line(job.expert.gate.codes, token)));
     let same = jobs.iter().all(|job| format(math, job.expert.gate.codes) == format(math, job.expert.up.codes));
     if !same {
@@ -207,7 +207,7 @@ fn forward(
         (0..job.rows.len()).map(move |row| middle[*entry].line(math, job.expert.down.codes, start + row))
     });
     *gates = emptied(gate_lines);
-    let mut lines: Vec<Line<'_>> = emptied(std::mem::take(gates));
+    let mut lines: Vec<Activations<'_>> = emptied(std::mem::take(gates));
     lines.extend(rows);
     outs.clear();
     outs.extend(jobs.iter().flat_map(|job| job.rows.iter()).map(|(_, place)| {
@@ -269,10 +269,10 @@ impl Middle {
         }
     }
 
-    fn line(&self, math: Math, codes: Codes, row: usize) -> Line<'_> {
+    fn line(&self, math: Math, codes: Codes, row: usize) -> Activations<'_> {
         match format(math, codes) {
-            Some(_) => Line { x: &[], digits: self.quantised.row(row) },
-            None => Line { x: &self.values[row * self.cols..(row + 1) * self.cols], digits: Digits::default() },
+            Some(_) => Activations { x: &[], digits: self.quantised.row(row) },
+            None => Activations { x: &self.values[row * self.cols..(row + 1) * self.cols], digits: Digits::default() },
         }
     }
 }
@@ -286,7 +286,7 @@ unsafe fn swiglu(
     math: Math,
     weights: [&WeightView<'_>; 2],
     rows: Range<usize>,
-    lines: [&[Line<'_>]; 2],
+    lines: [&[Activations<'_>]; 2],
     to: MiddleOut,
     first: usize,
 ) {

@@ -9,7 +9,7 @@ use crate::{
         cpu::{Cpu, Memory, refuse},
         norm::normalise,
         quant::{Format, QuantisedRows},
-        simd::{self, Isa, Line, Out, wide},
+        simd::{self, Activations, Isa, Out, wide},
         weight::{Codes, WeightView},
     },
     platform::Threads,
@@ -133,7 +133,7 @@ pub(in crate::ops) fn product(
 ) {
     let tokens = x.len() / cols.max(1);
     let base = Out(out.as_mut_ptr());
-    let line = |weight: usize, token: usize| Line {
+    let line = |weight: usize, token: usize| Activations {
         x: &x[token * cols..(token + 1) * cols],
         digits: quantised.row(compute.math, weights[weight].weight.codes, token),
     };
@@ -142,7 +142,7 @@ pub(in crate::ops) fn product(
     // Decode has one line, for which lists need not be made.
     let many = if tokens > 1 { weights.len() } else { 0 };
     let all = || (0..many).flat_map(|weight| (0..tokens).map(move |token| (weight, token)));
-    let lines: Vec<Line<'_>> = all().map(|(weight, token)| line(weight, token)).collect();
+    let lines: Vec<Activations<'_>> = all().map(|(weight, token)| line(weight, token)).collect();
     let outs: Vec<Out> = all().map(|(weight, token)| place(weight, token)).collect();
     let height = height(&compute.threads, weights);
     let isa = Isa::best();

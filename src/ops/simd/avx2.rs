@@ -3,7 +3,7 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
-    Affine, Line, Out, Scratch, float,
+    Activations, Affine, Out, Scratch, float,
     x86::{self, load},
 };
 
@@ -14,7 +14,13 @@ struct Avx2;
 /// # Safety
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2")]
-pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
+pub unsafe fn rows(
+    weight: &Affine<'_>,
+    rows: Range<usize>,
+    lines: &[Activations<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
     // SAFETY: passed on.
     unsafe { x86::rows::<Avx2>(weight, rows, lines, outs, scratch) }
 }

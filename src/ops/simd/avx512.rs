@@ -3,7 +3,7 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
-    Affine, Line, Out, Scratch, float, pair512, tile512,
+    Activations, Affine, Out, Scratch, float, gemm512, gemv512,
     x86::{self, load},
 };
 
@@ -17,14 +17,20 @@ struct Vnni;
 /// # Safety
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
+pub unsafe fn rows(
+    weight: &Affine<'_>,
+    rows: Range<usize>,
+    lines: &[Activations<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
     let mut rows = rows;
     // SAFETY: passed on.
     unsafe {
         if lines.len() >= MANY {
-            rows.start += tile512::rows(weight, rows.clone(), lines, outs, scratch);
+            rows.start += gemm512::rows(weight, rows.clone(), lines, outs, scratch);
         }
-        rows.start += pair512::rows(weight, rows.clone(), lines, outs, scratch);
+        rows.start += gemv512::rows(weight, rows.clone(), lines, outs, scratch);
         x86::rows::<Vnni>(weight, rows, lines, outs, scratch);
     }
 }

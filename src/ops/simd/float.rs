@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::{Line, Out, Scratch, Vector, unpack};
+use super::{Activations, Out, Scratch, Vector, unpack};
 use crate::ops::weight::WeightView;
 
 /// See [`super::product`].
@@ -15,7 +15,7 @@ use crate::ops::weight::WeightView;
 pub unsafe fn rows<V: Vector>(
     weight: &WeightView<'_>,
     rows: Range<usize>,
-    lines: &[Line<'_>],
+    lines: &[Activations<'_>],
     outs: &[Out],
     scratch: &mut Scratch,
 ) {
@@ -49,7 +49,7 @@ macro_rules! compiled_for {
         pub unsafe fn float_rows(
             weight: &$crate::ops::weight::WeightView<'_>,
             rows: Range<usize>,
-            lines: &[Line<'_>],
+            lines: &[Activations<'_>],
             outs: &[Out],
             scratch: &mut Scratch,
         ) {

@@ -12,13 +12,13 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub(super) mod float;
+#[cfg(target_arch = "x86_64")]
+mod gemm512;
+#[cfg(target_arch = "x86_64")]
+mod gemv512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
-#[cfg(target_arch = "x86_64")]
-mod pair512;
 mod scalar;
-#[cfg(target_arch = "x86_64")]
-mod tile512;
 pub(super) mod unpack;
 pub(crate) mod vector;
 mod wide;
@@ -91,7 +91,7 @@ impl Isa {
 
 /// One row of activations.
 #[derive(Clone, Copy)]
-pub struct Line<'a> {
+pub struct Activations<'a> {
     /// The row in f32, for the float kernels.
     pub x: &'a [f32],
     /// The row quantised in the weight's [`Format`](super::quant::Format), for the integer kernels.
@@ -166,7 +166,7 @@ pub(crate) struct Scratch {
     pub values: Vec<f32>,
     pub bytes: Vec<u8>,
     #[cfg(target_arch = "x86_64")]
-    pub tiles: tile512::Tiles,
+    pub tiles: gemm512::Tiles,
 }
 
 /// A row of weights on its way through an integer kernel.
@@ -194,7 +194,7 @@ pub unsafe fn product(
     integer: bool,
     weight: &WeightView<'_>,
     rows: Range<usize>,
-    lines: &[Line<'_>],
+    lines: &[Activations<'_>],
     outs: &[Out],
 ) {
     SCRATCH.with_borrow_mut(|scratch| match Affine::new(weight).filter(|_| integer) {

@@ -8,14 +8,20 @@ use std::{
     ops::Range,
 };
 
-use super::{Affine, Line, Out, Scratch, tree};
+use super::{Activations, Affine, Out, Scratch, tree};
 use crate::ops::quant::{Digits, Order};
 
 /// See [`super::product`].
 ///
 /// # Safety
 /// As for [`super::product`].
-pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
+pub unsafe fn rows(
+    weight: &Affine<'_>,
+    rows: Range<usize>,
+    lines: &[Activations<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
     // SAFETY: passed on; every processor of this architecture has NEON.
     unsafe { all_rows::<Smull>(weight, rows, lines, outs, scratch) }
 }
@@ -28,7 +34,7 @@ pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], 
 pub unsafe fn rows_dotprod(
     weight: &Affine<'_>,
     rows: Range<usize>,
-    lines: &[Line<'_>],
+    lines: &[Activations<'_>],
     outs: &[Out],
     scratch: &mut Scratch,
 ) {
@@ -81,7 +87,7 @@ impl Dot for Sdot {
 unsafe fn all_rows<D: Dot>(
     weight: &Affine<'_>,
     rows: Range<usize>,
-    lines: &[Line<'_>],
+    lines: &[Activations<'_>],
     outs: &[Out],
     scratch: &mut Scratch,
 ) {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Affine, Line, Out, Scratch, tree};
+use super::{Activations, Affine, Out, Scratch, tree};
 use crate::ops::quant::Digits;
 
 /// See [`super::product`].
@@ -10,7 +10,13 @@ use crate::ops::quant::Digits;
 /// # Safety
 /// As for [`super::product`].
 #[inline(always)]
-pub unsafe fn rows(weight: &Affine<'_>, rows: Range<usize>, lines: &[Line<'_>], outs: &[Out], scratch: &mut Scratch) {
+pub unsafe fn rows(
+    weight: &Affine<'_>,
+    rows: Range<usize>,
+    lines: &[Activations<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) {
     for row in rows {
         let loaded = &mut scratch.rows[0];
         loaded.load(weight, row);

@@ -2,7 +2,7 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Loaded, Out, Scratch, unpack};
+use super::{Activations, Affine, Loaded, Out, Scratch, unpack};
 use crate::ops::quant::Digits;
 
 /// Prefetch distance ahead of the codes being read, in bytes. Without it the products wait for memory and memory for
@@ -29,7 +29,7 @@ pub(super) trait Dot {
 pub(super) unsafe fn rows<D: Dot>(
     weight: &Affine<'_>,
     rows: Range<usize>,
-    lines: &[Line<'_>],
+    lines: &[Activations<'_>],
     outs: &[Out],
     scratch: &mut Scratch,
 ) {
@@ -54,7 +54,7 @@ pub(super) unsafe fn rows<D: Dot>(
 unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
     weight: &Affine<'_>,
     rows: Range<usize>,
-    lines: &[Line<'_>],
+    lines: &[Activations<'_>],
     outs: &[Out],
     scratch: &mut Scratch,
 ) {

@@ -93,7 +93,7 @@ impl Sequence {
     fn answer(&mut self, model: &mut Qwen, count: usize, expected: Option<&[u32]>) -> Result<Vec<u32>, CommandError> {
         let mut answer = Vec::new();
         while answer.len() < count {
-            let next = engine::likeliest(&self.last).ok_or(EngineError::NoLogits)?;
+            let next = engine::argmax(&self.last).ok_or(EngineError::NoLogits)?;
             answer.push(next);
             if expected.is_some_and(|expected| expected[answer.len() - 1] != next) {
                 break;
@@ -142,7 +142,7 @@ impl Compared {
             self.perplexity -= few[next];
             self.divergence += exact.iter().zip(&few).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
             self.worst = self.worst.max((exact[next] - few[next]).abs());
-            let [a, b] = logits.map(|logits| engine::likeliest(logits.row(row)));
+            let [a, b] = logits.map(|logits| engine::argmax(logits.row(row)));
             self.same += f64::from(u8::from(a == b));
         }
     }

@@ -75,7 +75,7 @@ impl Session {
         }
         let (middle, first) = (Moment::now(&self.metrics), self.asked.len());
         for _ in 0..count {
-            let next = likeliest(&logits)?;
+            let next = argmax(&logits)?;
             logits = self.forward(&mut state, &[next])?;
         }
         let end = Moment::now(&self.metrics);
@@ -119,9 +119,9 @@ impl Session {
 }
 
 /// The likeliest token of the last row; the lowest of equals.
-fn likeliest(logits: &Logits) -> Result<u32, EngineError> {
+fn argmax(logits: &Logits) -> Result<u32, EngineError> {
     let last = logits.rows().checked_sub(1).map_or(&[][..], |row| logits.row(row));
-    engine::likeliest(last).ok_or(EngineError::NoLogits)
+    engine::argmax(last).ok_or(EngineError::NoLogits)
 }
 
 /// `count / over`, 0 over 0.
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn the_likeliest_token() {
-        let of = |data: &[f32]| likeliest(&Logits { vocab: 3, data: data.to_vec() });
+        let of = |data: &[f32]| argmax(&Logits { vocab: 3, data: data.to_vec() });
         assert_eq!(of(&[9.0, 9.0, 9.0, 1.0, 5.0, 5.0]).unwrap(), 1, "of the last row, the lowest of equals");
         assert_eq!(of(&[f32::NAN, 1.0, 0.0]).unwrap(), 1);
         assert!(of(&[]).is_err());

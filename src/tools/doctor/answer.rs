@@ -5,7 +5,7 @@ use crate::{
     command::{Checkpoint, device::working_set},
     config::{Generation, Source, Switch},
     device::{Gpu, KIND, Math},
-    engine::likeliest,
+    engine::argmax,
     error::CommandError,
     experts::Io,
     metrics::Metrics,
@@ -99,7 +99,7 @@ impl Demo {
         let speed = ids.len() as f64 / begin.elapsed().as_secs_f64().max(1e-9);
         let mut ids = Vec::new();
         for (row, other) in logits[self.prompt.len() - 1..].iter().zip(answer) {
-            let id = likeliest(row).unwrap_or(0);
+            let id = argmax(row).unwrap_or(0);
             ids.push(id);
             if id != *other {
                 break;
@@ -115,7 +115,7 @@ impl Demo {
             let mut row = model.forward(&mut state, &self.prompt, Rows::Last)?;
             let (prefilled, mut ids) = (Instant::now(), Vec::new());
             while ids.len() < COUNT {
-                ids.push(likeliest(row.row(0)).unwrap_or(0));
+                ids.push(argmax(row.row(0)).unwrap_or(0));
                 row = model.forward(&mut state, &ids[ids.len() - 1..], Rows::Last)?;
             }
             let rate = |tokens: usize, from: Instant, to: Instant| tokens as f64 / (to - from).as_secs_f64().max(1e-9);

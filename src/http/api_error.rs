@@ -31,7 +31,7 @@ const SERVER: &str = "server_error";
 
 /// A refusal, ready to be sent.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Reject {
+pub struct ApiError {
     pub status: StatusCode,
     kind: &'static str,
     code: Option<&'static str>,
@@ -40,27 +40,27 @@ pub struct Reject {
     retry_after: Option<u32>,
 }
 
-impl Reject {
+impl ApiError {
     fn new(status: StatusCode, kind: &'static str, code: Option<&'static str>, message: impl Into<String>) -> Self {
         Self { status, kind, code, param: None, message: message.into(), retry_after: None }
     }
 
     /// A value that is wrong; `param` names it as the client wrote it, such as `messages[0].role`.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
-        let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("invalid_value"), message);
-        Self { param: Some(param.into()), ..reject }
+        let error = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("invalid_value"), message);
+        Self { param: Some(param.into()), ..error }
     }
 
     /// A field that nobody knows, and that cannot have been meant.
     pub fn unknown(param: &str, message: impl Into<String>) -> Self {
-        let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unknown_parameter"), message);
-        Self { param: Some(param.into()), ..reject }
+        let error = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unknown_parameter"), message);
+        Self { param: Some(param.into()), ..error }
     }
 
     /// A request that is right in OpenAI's API but that this server cannot serve.
     pub fn unsupported(param: &str, message: impl Into<String>) -> Self {
-        let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unsupported_parameter"), message);
-        Self { param: Some(param.into()), ..reject }
+        let error = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unsupported_parameter"), message);
+        Self { param: Some(param.into()), ..error }
     }
 
     /// A body that is not the JSON that was expected. `path` is where, if a field can be named.
@@ -99,8 +99,8 @@ impl Reject {
             "This model's context length is {context} tokens, and the prompt has {prompt} of them: it leaves no room \
              for an answer. Shorten the prompt, or start the server with a larger --ctx-size."
         );
-        let reject = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded"), message);
-        Self { param: Some(param.into()), ..reject }
+        let error = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded"), message);
+        Self { param: Some(param.into()), ..error }
     }
 
     pub fn unauthorized() -> Self {
@@ -110,21 +110,21 @@ impl Reject {
 
     pub fn no_such_model(asked: &str, served: &str) -> Self {
         let message = format!("The model `{asked}` does not exist here. This server serves `{served}`.");
-        let reject = Self::new(StatusCode::NOT_FOUND, INVALID, Some("model_not_found"), message);
-        Self { param: Some("model".into()), ..reject }
+        let error = Self::new(StatusCode::NOT_FOUND, INVALID, Some("model_not_found"), message);
+        Self { param: Some("model".into()), ..error }
     }
 
     pub fn no_such_response(id: &str, param: &str) -> Self {
         let message =
             format!("The response `{id}` is not kept here. It was asked not to be, or has made room for others.");
-        let reject = Self::new(StatusCode::NOT_FOUND, INVALID, Some("response_not_found"), message);
-        Self { param: Some(param.into()), ..reject }
+        let error = Self::new(StatusCode::NOT_FOUND, INVALID, Some("response_not_found"), message);
+        Self { param: Some(param.into()), ..error }
     }
 
     pub fn no_such_item(id: &str, param: &str) -> Self {
         let message = format!("{param} names the item `{id}`, which no response that is kept here has. Send it whole.");
-        let reject = Self::new(StatusCode::NOT_FOUND, INVALID, Some("item_not_found"), message);
-        Self { param: Some(param.into()), ..reject }
+        let error = Self::new(StatusCode::NOT_FOUND, INVALID, Some("item_not_found"), message);
+        Self { param: Some(param.into()), ..error }
     }
 
     pub fn no_such_path(method: &str, path: &str) -> Self {
@@ -155,15 +155,15 @@ impl Reject {
 
     pub fn memory_in_use() -> Self {
         let message = "Other requests hold the memory that this one needs. Try again.";
-        let reject = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("memory_in_use"), message);
-        Self { retry_after: Some(1), ..reject }
+        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("memory_in_use"), message);
+        Self { retry_after: Some(1), ..error }
     }
 
     /// Every place for a connection is taken by a request in progress.
     pub fn no_place() -> Self {
         let message = "All connections are busy. Try again.";
-        let reject = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("connections_busy"), message);
-        Self { retry_after: Some(2), ..reject }
+        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("connections_busy"), message);
+        Self { retry_after: Some(2), ..error }
     }
 
     /// A `Host` that is no name of this machine: a web page whose own name was made to point here sends that.
@@ -205,14 +205,14 @@ impl Reject {
     }
 
     pub fn loading() -> Self {
-        let reject = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("loading"), "The model is still loading.");
-        Self { retry_after: Some(5), ..reject }
+        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("loading"), "The model is still loading.");
+        Self { retry_after: Some(5), ..error }
     }
 
     pub fn not_in_memory(id: &str) -> Self {
         let message = format!("The model `{id}` is not loaded.");
-        let reject = Self::new(StatusCode::NOT_FOUND, INVALID, Some("model_not_loaded"), message);
-        Self { param: Some("model".into()), ..reject }
+        let error = Self::new(StatusCode::NOT_FOUND, INVALID, Some("model_not_loaded"), message);
+        Self { param: Some("model".into()), ..error }
     }
 
     /// A model that is on this machine and cannot be served.
@@ -232,15 +232,15 @@ impl Reject {
     }
 }
 
-impl From<EngineError> for Reject {
+impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
         let message = error.to_string();
         let failed = |code| Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, code, &*message);
         match error {
             EngineError::QueueFull => {
                 let full = "Too many requests are waiting. Try again, or start the server with a larger --max-queue.";
-                let reject = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("queue_full"), full);
-                Self { retry_after: Some(2), ..reject }
+                let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("queue_full"), full);
+                Self { retry_after: Some(2), ..error }
             }
             EngineError::Draining => Self::new(
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -265,14 +265,14 @@ impl From<EngineError> for Reject {
     }
 }
 
-impl From<ChatError> for Reject {
+impl From<ChatError> for ApiError {
     fn from(error: ChatError) -> Self {
         let message = error.to_string();
         match error {
             ChatError::Refused(_) => {
                 let code = Some("conversation_refused");
-                let reject = Self::new(StatusCode::UNPROCESSABLE_ENTITY, INVALID, code, message);
-                Self { param: Some("messages".into()), ..reject }
+                let error = Self::new(StatusCode::UNPROCESSABLE_ENTITY, INVALID, code, message);
+                Self { param: Some("messages".into()), ..error }
             }
             ChatError::Conversation(_) => Self::invalid("messages", message),
             ChatError::Reserved(name) => Self::invalid(format!("chat_template_kwargs.{name}"), message),
@@ -283,7 +283,7 @@ impl From<ChatError> for Reject {
     }
 }
 
-impl IntoResponse for Reject {
+impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.body())).into_response();
         if let Some(seconds) = self.retry_after {
@@ -305,7 +305,7 @@ mod tests {
 
     #[test]
     fn engine_errors_get_the_status_a_client_acts_on() {
-        let status = |error: EngineError| Reject::from(error).status.as_u16();
+        let status = |error: EngineError| ApiError::from(error).status.as_u16();
         assert_eq!(status(EngineError::QueueFull), 429);
         assert_eq!(status(EngineError::Draining), 503);
         assert_eq!(status(EngineError::TimedOut), 504);
@@ -315,8 +315,8 @@ mod tests {
 
     #[test]
     fn what_the_template_refuses_is_a_422() {
-        let reject = Reject::from(ChatError::Refused("No user query.".into()));
-        assert_eq!((reject.status.as_u16(), reject.param.as_deref()), (422, Some("messages")));
+        let error = ApiError::from(ChatError::Refused("No user query.".into()));
+        assert_eq!((error.status.as_u16(), error.param.as_deref()), (422, Some("messages")));
     }
 
     #[test]
@@ -329,8 +329,8 @@ mod tests {
             len: 512,
             source: io::ErrorKind::UnexpectedEof.into(),
         };
-        let reject = Reject::from(EngineError::Model(ModelError::Store(read)));
-        let body = serde_json::to_value(reject.body()).unwrap();
+        let error = ApiError::from(EngineError::Model(ModelError::Store(read)));
+        let body = serde_json::to_value(error.body()).unwrap();
         let message = body["error"]["message"].as_str().unwrap();
         for part in ["layer 3", "expert 17", "model-00002.safetensors", "offset 4096"] {
             assert!(message.contains(part), "{message}");
@@ -340,7 +340,7 @@ mod tests {
 
     #[test]
     fn a_full_queue_says_when_to_come_back() {
-        let response = Reject::from(EngineError::QueueFull).into_response();
+        let response = ApiError::from(EngineError::QueueFull).into_response();
         assert_eq!(response.headers()[header::RETRY_AFTER], "2");
     }
 }

@@ -6,7 +6,7 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Out, Scratch, unpack, x86};
+use super::{Activations, Affine, Out, Scratch, unpack, x86};
 use crate::ops::quant::Order;
 
 /// Rows of a tile: the 32-bit lanes of a register.
@@ -36,7 +36,7 @@ pub struct Tiles {
 pub unsafe fn rows(
     weight: &Affine<'_>,
     rows: Range<usize>,
-    lines: &[Line<'_>],
+    lines: &[Activations<'_>],
     outs: &[Out],
     scratch: &mut Scratch,
 ) -> usize {
@@ -172,7 +172,13 @@ unsafe fn load_block(from: *const u8, stride: usize, words: usize) -> [__m512i; 
 
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn all_lines<const M: usize>(weight: &Affine<'_>, row: usize, lines: &[Line<'_>], outs: &[Out], tiles: &Tiles) {
+unsafe fn all_lines<const M: usize>(
+    weight: &Affine<'_>,
+    row: usize,
+    lines: &[Activations<'_>],
+    outs: &[Out],
+    tiles: &Tiles,
+) {
     let (fours, rest) = lines.as_chunks::<4>();
     let (fours_out, rest_out) = outs.as_chunks::<4>();
     // SAFETY: passed on; there are as many outs as lines.
@@ -195,7 +201,7 @@ unsafe fn all_lines<const M: usize>(weight: &Affine<'_>, row: usize, lines: &[Li
 unsafe fn some_lines<const M: usize, const N: usize>(
     weight: &Affine<'_>,
     row: usize,
-    lines: &[Line<'_>; N],
+    lines: &[Activations<'_>; N],
     outs: &[Out; N],
     tiles: &Tiles,
 ) {

@@ -13,13 +13,13 @@ use std::{
     time::Duration,
 };
 
-/// Repeats its prompt, or says [`Parrot::answer`], and then [`Parrot::eos`].
+/// Repeats its prompt, or says [`MockModel::answer`], and then [`MockModel::eos`].
 ///
 /// The likeliest next token follows from the sequence alone: as long as the tokens continue the answer it is in the
 /// middle of answering; any other token belongs to a prompt, which ends where the answer begins. So a prompt must not
 /// end in what its own answer begins with.
 #[derive(Debug, Clone)]
-pub struct Parrot {
+pub struct MockModel {
     pub vocab: usize,
     pub context: usize,
     pub chunk: usize,
@@ -42,11 +42,11 @@ pub struct Parrot {
     pub taps: Taps,
     /// The tokens of the last pass.
     pub last: Vec<u32>,
-    /// Each state that is alive owns it, beside the parrots.
+    /// Each state that is alive owns it, beside the mocks.
     pub states: Arc<()>,
 }
 
-impl Default for Parrot {
+impl Default for MockModel {
     fn default() -> Self {
         Self {
             vocab: 64,
@@ -76,7 +76,7 @@ pub struct Heard {
     _alive: Arc<()>,
 }
 
-impl Parrot {
+impl MockModel {
     /// The likeliest token after `heard`.
     fn next(&self, heard: &Heard) -> u32 {
         let answer = self.answer.as_deref().unwrap_or(&heard.tokens[..heard.prompt]);
@@ -95,7 +95,7 @@ impl Parrot {
     }
 }
 
-impl Model for Parrot {
+impl Model for MockModel {
     type State = Heard;
 
     fn start(&self) -> Result<Heard, ModelError> {
@@ -116,9 +116,9 @@ impl Model for Parrot {
         for (index, &id) in ids.iter().enumerate() {
             std::thread::sleep(self.delay);
             self.evaluated.fetch_add(1, Ordering::Relaxed);
-            assert!(Some(id) != self.panics_on, "the parrot was told to panic on token {id}");
+            assert!(Some(id) != self.panics_on, "the mock was told to panic on token {id}");
             if Some(id) == self.fails_on {
-                return Err(StoreError::Other(format!("the parrot was told to fail on token {id}")).into());
+                return Err(StoreError::Other(format!("the mock was told to fail on token {id}")).into());
             }
             if heard.tokens.len() == self.context {
                 return Err(ModelError::ContextFull { context: self.context });

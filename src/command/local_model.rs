@@ -5,7 +5,7 @@ use crate::{
     chat::{
         Conversation, Decoder, Template,
         parse::{Delta, Parser},
-        turns::{self, Speaker as Voice},
+        turns::{self, Speaker},
     },
     config::Generate,
     engine::{self, Boundary, Departure, Event, Finish, Handle, Options, Request, Sampling, Timings, Worker},
@@ -19,9 +19,9 @@ use std::{
     io::{self, IsTerminal, Write},
 };
 
-/// The manner of answers, which a chat may change.
+/// The answer_options of answers, which a chat may change.
 #[derive(Debug, Clone)]
-pub struct Manner {
+pub struct AnswerOptions {
     pub sampling: Sampling,
     pub max_tokens: Option<usize>,
     pub thinking: Option<bool>,
@@ -37,13 +37,13 @@ pub struct Answer {
 }
 
 /// A model in memory.
-pub struct Speaker {
+pub struct LocalModel {
     pub checkpoint: Checkpoint,
     engine: Handle,
     worker: Worker,
 }
 
-impl Speaker {
+impl LocalModel {
     pub fn load(config: &Generate) -> Result<Self, CommandError> {
         let chosen = Chosen::new(&config.load)?;
         let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), chosen.name());
@@ -61,9 +61,9 @@ impl Speaker {
         Ok(Self { checkpoint, engine, worker })
     }
 
-    pub fn manner(&self, config: &Generate) -> Manner {
+    pub fn answer_options(&self, config: &Generate) -> AnswerOptions {
         let sampling = Sampling { seed: config.seed, ..self.checkpoint.sampling() };
-        Manner { sampling, max_tokens: config.max_tokens, thinking: config.thinking }
+        AnswerOptions { sampling, max_tokens: config.max_tokens, thinking: config.thinking }
     }
 
     /// The prompt as the model wants it; a base model gets the last message's words as they are.
@@ -84,23 +84,23 @@ impl Speaker {
     pub async fn answer(
         &self,
         messages: &[Value],
-        manner: &Manner,
+        answer_options: &AnswerOptions,
         stop: impl Future<Output = ()>,
     ) -> Result<Answer, CommandError> {
-        let prompt = self.prompt(messages, manner.thinking)?;
+        let prompt = self.prompt(messages, answer_options.thinking)?;
         let ids = self.checkpoint.tokenizer.encode(&prompt)?;
         let ends = turns::ends(&self.checkpoint.tokenizer, &ids).into_iter();
         let boundary = |(at, voice)| {
             let departure = match voice {
-                Voice::System => Departure::System,
-                Voice::User => Departure::Query,
-                Voice::Other => Departure::Message,
+                Speaker::System => Departure::System,
+                Speaker::User => Departure::Query,
+                Speaker::Other => Departure::Message,
             };
             Boundary { at, departure }
         };
         let mut events = self.engine.submit(Request {
             boundaries: ends.map(boundary).collect(),
-            ..Request::new(ids, manner.max_tokens.unwrap_or(usize::MAX), manner.sampling.clone())
+            ..Request::new(ids, answer_options.max_tokens.unwrap_or(usize::MAX), answer_options.sampling.clone())
         })?;
         let mut decoder = Decoder::new(self.checkpoint.tokenizer.clone());
         let mut page = Page::new(Parser::new(Template::opens_in_reasoning(&prompt), &[]));

@@ -2,7 +2,7 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, Line, Out, Scratch, x86};
+use super::{Activations, Affine, Out, Scratch, x86};
 use crate::ops::quant::Digits;
 
 /// See [`super::product`]; for as many pairs as `rows` has. Returns how many rows it computed.
@@ -13,7 +13,7 @@ use crate::ops::quant::Digits;
 pub unsafe fn rows(
     weight: &Affine<'_>,
     rows: Range<usize>,
-    lines: &[Line<'_>],
+    lines: &[Activations<'_>],
     outs: &[Out],
     scratch: &mut Scratch,
 ) -> usize {
@@ -40,7 +40,7 @@ pub unsafe fn rows(
 unsafe fn pairs<const BITS: usize, const GROUP: usize>(
     weight: &Affine<'_>,
     rows: Range<usize>,
-    lines: &[Line<'_>],
+    lines: &[Activations<'_>],
     outs: &[Out],
     scratch: &mut Scratch,
 ) -> usize {
