@@ -19,7 +19,7 @@ use std::{
     io::{self, IsTerminal, Write},
 };
 
-/// The answer_options of answers, which a chat may change.
+/// The options of answers, which a chat may change.
 #[derive(Debug, Clone)]
 pub struct AnswerOptions {
     pub sampling: Sampling,
