@@ -3,7 +3,7 @@
 //! `body` reads JSON, `check` and `prompt` turn it into an engine's request, `transcript` turns the engine's events back
 //! into text, and `chat` and `completions` write it down as one body or, through `wire` and `stream`, as server-sent events.
 //! `messages` and `responses` translate other formats into the one `conversation` and back. `models` has the model that answers. `access`
-//! accounts for every request and `budget` for its memory; `connections` holds them, `guard` keeps web pages out, `error` says no, and `page`
+//! accounts for every request and `budget` for its memory; `connections` holds them, `guard` keeps web pages out, `api_error` says no, and `page`
 //! is what a browser sees.
 //!
 //! A [`Door`] can be opened before there is a model: until [`Door::open`] it answers `/health` and `/metrics`, and
