@@ -58,6 +58,9 @@ pub enum ModelError {
     TokenOutOfRange { id: u32, vocab: usize },
     #[error("{0}")]
     Memory(String),
+    /// For a draft that does without the experts that are not in memory.
+    #[error("no expert of layer {layer} is in memory")]
+    NonePresent { layer: usize },
 }
 
 /// The reasons for which a request is not queued, or ends early.

@@ -6,6 +6,7 @@ mod common;
 use common::{fixtures::DEMO, load_with};
 use moestro::{
     engine::{self, Draft, Event, Finish, Handle, Lookup, Own, Request, Sampling, Speculate, Timings, Worker},
+    error::ModelError,
     experts::{Io, Prefetch},
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, Taps},
@@ -21,6 +22,24 @@ fn demo(slots: Option<usize>) -> Qwen {
 /// A prompt of `length` assorted tokens.
 fn prompt(length: u32) -> Vec<u32> {
     (0..length).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect()
+}
+
+/// Five slots for eight layers: some layer has no expert.
+#[test]
+fn a_draft_ends_where_a_layer_has_no_expert_in_memory() {
+    let mut model = demo(Some(5));
+    let start = |model: &mut Qwen| {
+        let mut state = model.start().unwrap();
+        model.forward(&mut state, &prompt(40), Rows::None).unwrap();
+        state
+    };
+    let mut state = start(&mut model);
+    let plain = model.forward(&mut state, &[50], Rows::Last).unwrap().data;
+    let mut state = start(&mut model);
+    let ended = model.draft(&mut state, 50).map(|_| ()).unwrap_err();
+    assert!(matches!(ended, ModelError::NonePresent { .. }), "{ended}");
+    model.end_draft(&mut state).unwrap();
+    assert_eq!(model.forward(&mut state, &[50], Rows::Last).unwrap().data, plain);
 }
 
 #[test]

@@ -181,7 +181,7 @@ impl Pass<'_> {
             let kept: f32 = weights.iter().sum();
             let first = ids.iter().copied().find(|id| experts.is_present(index, *id));
             let Some(present) = first.or_else(|| experts.any_present(index)) else {
-                return Err(ModelError::Config(format!("no expert of layer {index} is in memory")));
+                return Err(ModelError::NonePresent { layer: index });
             };
             for (id, weight) in ids.iter_mut().zip(weights) {
                 match *weight {

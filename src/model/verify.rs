@@ -80,6 +80,9 @@ impl Qwen {
 
     /// The logits behind `id` as far as the experts that are in memory can tell: those that are not are done without, nothing
     /// is read. A draft goes on token by token; before anything else, [`Qwen::end_draft`] takes all of it back.
+    ///
+    /// # Errors
+    /// [`ModelError::NonePresent`] where a layer has no expert in memory: the draft can only be ended.
     pub fn draft(&self, state: &mut State, id: u32) -> Result<Logits, ModelError> {
         let first = *state.drafting.get_or_insert_with(|| {
             // Nothing is kept yet.

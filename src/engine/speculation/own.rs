@@ -40,7 +40,11 @@ fn draft(
     out: &mut Vec<u32>,
 ) -> Result<(), ModelError> {
     while out.len() < most {
-        let logits = model.draft(state, id)?;
+        let logits = match model.draft(state, id) {
+            // With few slots a layer may have none for the moment.
+            Err(ModelError::NonePresent { .. }) => break,
+            logits => logits?,
+        };
         let Some(next) = outlook.draw(&logits.data) else { break };
         out.push(next);
         id = next;
