@@ -247,7 +247,7 @@ async fn every_answer_has_a_request_id() {
 #[tokio::test]
 async fn a_model_may_go_by_any_word_but_not_by_another_hub_id() {
     let server = Server::saying("</think>\n\nHello.").await;
-    for (name, status) in [("default", 200), ("org/MockModel", 200), ("org/macaw", 404)] {
+    for (name, status) in [("default", 200), ("org/Mock", 200), ("org/macaw", 404)] {
         let mut body = question();
         body["model"] = name.into();
         let answer = server.post(CHAT, &body).await;
