@@ -219,7 +219,7 @@ fn read<'a>(tools: &[Value], pieces: impl IntoIterator<Item = &'a str>, cut: boo
         let (kind, text) = match delta {
             Delta::Reasoning(text) => ("reasoning".into(), text),
             Delta::Content(text) => ("content".into(), text),
-            Delta::ToolCall { index, name, .. } => (format!("{index}"), name + " "),
+            Delta::ToolCall { index, name, .. } => (format!("{index}"), name + ">"),
             Delta::Arguments { index, json } => (format!("{index}"), json),
         };
         match told.last_mut() {
@@ -278,7 +278,8 @@ fn answers_that_were_changed() {
                 }
             }
             for told in arguments.iter().filter(|told| !cut && !told.is_empty()) {
-                let json = told.split_once(' ').map(|(_, json)| numbers::held(json)).unwrap_or_default();
+                // A name that was changed may have anything but the end of its tag.
+                let json = told.split_once('>').map(|(_, json)| numbers::held(json)).unwrap_or_default();
                 let read = serde_json::from_str::<Map<String, Value>>(&json);
                 assert!(read.is_ok(), "seed {seed}: {told:?} of {text:?}");
                 calls += 1;
