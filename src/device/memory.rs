@@ -1,7 +1,13 @@
 //! A slab is one page-aligned block of memory that the CPU, the SSD and (on a Mac) the GPU all see. Expert slots and the
 //! trunk live in slabs, so a byte read from disk is used where it landed.
 
-use std::{ops::Range, sync::Arc};
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 /// From this size on a slab asks for huge pages.
 #[cfg(target_os = "linux")]
@@ -16,6 +22,7 @@ const LARGEST_PAGE: usize = 64 << 10;
 /// fills a trunk before anyone looks. Hence the `unsafe` on [`Slab::bytes_mut`] and nowhere else.
 pub struct Slab {
     map: memmap2::MmapRaw,
+    held: AtomicBool,
 }
 
 impl Slab {
@@ -27,7 +34,7 @@ impl Slab {
         if len >= HUGE {
             let _ = map.advise(memmap2::Advice::HugePage);
         }
-        Ok(Self { map: map.into() })
+        Ok(Self { map: map.into(), held: AtomicBool::new(false) })
     }
 
     /// Commits all pages now, with `threads` threads: the first read into a page otherwise waits for it to be cleared,
@@ -47,7 +54,20 @@ impl Slab {
         let _ = threads;
     }
 
+    /// A device keeps to these very pages from now on: it would go on reading them after others have taken their place.
+    pub fn hold(&self) {
+        self.held.store(true, Ordering::Relaxed);
+    }
+
+    /// True if no page can be given back.
+    pub fn is_held(&self) -> bool {
+        self.held.load(Ordering::Relaxed)
+    }
+
     /// Gives the pages that lie wholly in `range` back to the system. Their bytes are lost.
+    ///
+    /// # Errors
+    /// The system refuses, or the slab is [held](Slab::hold).
     ///
     /// # Safety
     /// Nobody may read or write this range until [`Slab::take_again`], or rely on its bytes after that.
@@ -56,6 +76,9 @@ impl Slab {
         const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::FreeReusable;
         #[cfg(not(target_os = "macos"))]
         const ADVICE: memmap2::UncheckedAdvice = memmap2::UncheckedAdvice::DontNeed;
+        if self.is_held() {
+            return Err(std::io::ErrorKind::ResourceBusy.into());
+        }
         // SAFETY: the map is anonymous, so the pages read as zeroes afterwards or keep their bytes; nobody relies on those.
         self.on_pages(range, |at, len| unsafe { self.map.unchecked_advise_range(ADVICE, at, len) })
     }

@@ -3,7 +3,7 @@
 //!
 //! The last slots of the slab go, so that whole huge pages become free; what is wanted there moves to the front. A model that
 //! was [resident](Experts::is_resident) streams from then on. Slots come back a few at a time, when memory has not been short
-//! for a while and those that there are have been filled.
+//! for a while and those that there are have been filled. Nothing goes where a device has pinned the slots' pages (CUDA).
 
 use super::{
     Experts, Live,
@@ -24,7 +24,7 @@ const CALM: Duration = Duration::from_secs(10);
 /// The part of all slots that is taken at once.
 const STEP: usize = 16;
 
-/// Where giving and taking stand.
+/// The state of giving and taking.
 pub(super) struct Relief {
     pressure: Pressure,
     /// As many slots stay.
@@ -67,6 +67,9 @@ impl Experts {
 
     /// True if slots were given back.
     pub(super) fn adapt(&self, live: &mut Live, memory: Memory, now: Instant) -> bool {
+        if self.slab.is_held() {
+            return false;
+        }
         let (have, all) = (live.slots.len(), self.slab.len() / self.slot_bytes.max(1));
         match memory {
             Memory::Short(bytes) => {
@@ -203,6 +206,17 @@ mod tests {
             assert_eq!((store.slots(), metrics.expert_slots.get()), (slots, slots as i64));
             assert_eq!(metrics.memory_pressure.get(), 2);
         }
+    }
+
+    #[test]
+    fn slots_whose_pages_a_device_keeps_to_stay() {
+        let checkpoint = checkpoint();
+        let (store, metrics) = checkpoint.open(Options { least: 1, ..Options::new(8) });
+        store.slab().hold();
+        assert!(!store.adapt(&mut store.live.borrow_mut(), Memory::Short(1 << 40), Instant::now()));
+        assert_eq!((store.slots(), metrics.memory_pressure.get()), (8, 0));
+        // SAFETY: nobody uses the slots.
+        assert!(unsafe { store.slab().give_back(0..store.slab().len()) }.is_err());
     }
 
     #[test]

@@ -40,8 +40,9 @@ impl Memory {
         Ok(Self { pointer, host: None })
     }
 
-    /// Shows a range of a slab.
+    /// Shows a range of a slab, which may be pinned later.
     pub fn show(&mut self, slab: &Arc<Slab>, range: Range<usize>) {
+        slab.hold();
         self.host = Some(Host { slab: slab.clone(), range, pages: Pages::Movable });
     }
 
