@@ -280,7 +280,7 @@ fn a_server_answers_alike_with_a_draft_of_any_kind() {
     }
 }
 
-/// What is said of an answer, and its usage.
+/// An answer's choices, and its usage.
 fn answered(server: &Process, prompt: &str, more: &Value) -> (Value, Value) {
     let answer = server.ask("POST", "/v1/chat/completions", &body(prompt, more.clone()));
     let answer: Value = serde_json::from_str(&answer).unwrap();

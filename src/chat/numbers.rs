@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 
-/// Whether `text` is a JSON number, and then whether its value is an integer.
+/// True if `text` is a JSON number whose value is an integer, false if it is another number, `None` if it is none.
 pub fn integral(text: &str) -> Option<bool> {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let unsigned = text.strip_prefix('-').unwrap_or(text);

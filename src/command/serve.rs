@@ -251,7 +251,7 @@ impl Shelf {
         let unload = move || {
             // The model writes down what it wants to remember when it goes.
             let _ = worker.join();
-            // What it sorts of a large vocabulary is a hundred megabytes on the way.
+            // Sorting a large vocabulary takes a hundred megabytes, which are free only when its thread has ended.
             let _ = sorting.join();
             metrics.unloaded();
             os::trim_memory();

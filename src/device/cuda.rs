@@ -255,7 +255,7 @@ impl Driver for Cuda {
     }
 
     fn commit(&mut self, (): (), value: u64) -> u64 {
-        // What this fails at, the event fails at, too.
+        // If this fails, the event fails, too.
         let _ = self.current();
         self.line.mark(value, self.stream);
         value

@@ -247,7 +247,7 @@ mod tests {
         assert!(pages() > before && pages() >= slab.len() / 65536, "{before}, then {}", pages());
         // SAFETY: as above.
         assert_eq!(unsafe { slab.bytes(6..9) }, [0, 9, 0]);
-        // What is given back is the part's own pages.
+        // Only pages that lie wholly in the part are given back.
         // SAFETY: as above.
         unsafe { slab.bytes_mut(HUGE - 1..HUGE + 1) }.fill(8);
         let before = pages();

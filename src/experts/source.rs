@@ -16,7 +16,7 @@ pub trait Source: Send + Sync {
     /// One read; may return fewer bytes than asked for, 0 at the end of the file.
     fn read(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<usize>;
 
-    /// What is known of the files' records, if they are a pack.
+    /// The files' records, if they are a pack.
     fn packed(&self) -> Option<&Packed> {
         None
     }

@@ -17,7 +17,7 @@ pub struct Mark {
     pub in_reasoning: bool,
 }
 
-/// Whether a request asks for it: `continue_final_message`, as vLLM has it, or no generation prompt.
+/// True if a request asks for it: `continue_final_message`, as vLLM has it, or no generation prompt.
 pub fn asked(request: &ChatRequest) -> Result<bool, ApiError> {
     match (request.continue_final_message, request.add_generation_prompt) {
         (Some(true), Some(true)) => {

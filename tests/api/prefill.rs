@@ -32,7 +32,7 @@ async fn content_is_gone_on_with() {
         let answer = server.ask(CHAT, &body).await;
         assert_eq!(answer["usage"]["prompt_tokens"], server.ask("/tokenize", &body).await["count"]);
         let message = &answer["choices"][0]["message"];
-        // Where a new message begins, the model is in its reasoning.
+        // A new message begins in the reasoning.
         let part = if more == json!({}) { "reasoning_content" } else { "content" };
         assert_eq!(message[part], " 19.", "to the letter");
     }

@@ -10,7 +10,7 @@ use moestro::{
 };
 use std::path::Path;
 
-/// Where the likeliest token leads by less, the devices may choose differently.
+/// The likeliest token's lead below which the devices may choose differently.
 const SURE: f32 = 0.05;
 
 fn gpu() -> Option<Box<dyn Gpu>> {

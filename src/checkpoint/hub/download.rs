@@ -35,7 +35,7 @@ pub struct Download<'a> {
     pub blobs: PathBuf,
 }
 
-/// What is known of a file that is not whole, for the next run.
+/// The notes on a file that is not whole, for the next run.
 #[derive(Serialize, Deserialize)]
 pub struct Map {
     pub size: u64,
@@ -170,7 +170,7 @@ impl Map {
     fn is_sound(&self, size: u64, len: u64) -> bool {
         let ends = self.missing.windows(2).all(|pair| pair[0].1 < pair[1].0);
         let inside = self.missing.iter().all(|(from, to)| from <= to && *to <= size);
-        // What has come and comes last.
+        // The end of the file, if it has come.
         let last = self.missing.last().filter(|last| last.1 == size).map_or(size, |last| last.0);
         self.size == size && ends && inside && last <= len && len <= size
     }

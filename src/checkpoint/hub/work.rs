@@ -82,7 +82,7 @@ struct Way<'a> {
     size: u64,
     stage: Stage,
     tag: Option<String>,
-    /// What nobody brings yet, and what somebody does: by the number of the job, and less what has come.
+    /// Ranges that nobody brings yet, and those that a job brings, by its number, less the bytes that have come.
     free: Vec<Range<u64>>,
     flying: Vec<(u64, Range<u64>)>,
     /// Open, with the lock that keeps other runs away.
@@ -101,7 +101,7 @@ struct Job {
     id: u64,
 }
 
-/// What all workers share.
+/// The state that all workers share.
 struct Desk<'a> {
     files: Vec<Way<'a>>,
     jobs: u64,
@@ -241,7 +241,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// What is missing of a piece; `Off` if nobody wants it any more.
+    /// The range that is missing of a piece; `Off` if nobody wants it any more.
     fn left(&self, job: Job) -> Result<Range<u64>, Stopped> {
         let desk = self.lock();
         let flying = desk.files[job.file].flying.iter().find(|(id, _)| *id == job.id);

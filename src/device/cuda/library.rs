@@ -149,7 +149,7 @@ impl Source {
         Self { text, options, hash: Sha256::digest(made_from).into(), file }
     }
 
-    /// What was kept, if it was made from the same.
+    /// The code that was kept, if it was made from the same text.
     fn kept(&self) -> Option<Vec<u8>> {
         let bytes = fs::read(self.file.as_ref()?).ok()?;
         Some(bytes.strip_prefix(&self.hash)?.to_vec())
@@ -282,7 +282,7 @@ mod tests {
         assert_eq!(nowhere.kept(), None);
     }
 
-    /// Where NVIDIA's compiler is installed; it needs no card.
+    /// Runs if NVIDIA's compiler is installed; it needs no card.
     #[test]
     fn the_compiler_takes_every_file() {
         // SAFETY: as in `Source::compile`.

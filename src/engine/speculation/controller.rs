@@ -259,7 +259,7 @@ impl Controller {
         let missing = cost - self.allowed();
         if gain < 1.0 || missing > 0.0 {
             if gain < 1.0 {
-                // What was seen is forgotten by and by: texts change.
+                // Old counts fade: texts change.
                 self.backoff = (2 * self.backoff).min(BACKOFF[1]);
                 self.accepted.iter_mut().for_each(|[right, tried]| {
                     (*right, *tried) = (0.75 * *right + 0.25 * HOPE[0], 0.75 * *tried + 0.25 * HOPE[1]);

@@ -43,7 +43,7 @@ pub struct MessagesRequest {
     top_k: Option<i64>,
     stop_sequences: Option<Vec<String>>,
     stream: Option<bool>,
-    /// Whether a stream says how far the prompt is.
+    /// A stream says how far the prompt is.
     return_progress: Option<bool>,
 }
 

@@ -46,7 +46,7 @@ pub struct ResponsesRequest {
     pub include: Option<Vec<String>>,
     pub metadata: Option<Map<String, Value>>,
     pub user: Option<String>,
-    /// Whether a stream says how far the prompt is.
+    /// A stream says how far the prompt is.
     pub return_progress: Option<bool>,
 }
 

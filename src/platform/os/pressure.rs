@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-/// What the system says of its memory now, in bytes.
+/// The system's memory now, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Memory {
     /// So many had better be given back at once.
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(judge([(1000, all), (200, all)].into_iter()), Memory::Enough);
         assert_eq!(judge([(99, all), (1000, all)].into_iter()), Memory::Short(101));
         assert_eq!(judge([(99, all), (0, 320), (150, all)].into_iter()), Memory::Short(101));
-        // What is given back leaves enough: neither short again at once, nor so much that it is taken again.
+        // Giving that back leaves enough: neither short again at once, nor so much that it is taken again.
         assert_eq!(judge([(99 + 101, all)].into_iter()), Memory::Enough);
     }
 

@@ -23,11 +23,11 @@ fn union(rows: usize) -> f64 {
 struct World<P, R> {
     /// A pass of so many rows, drafting included.
     pass: P,
-    /// How likely the draft is right about a token, at a place in a cycle.
+    /// The probability that the draft is right about a token, at a place in a cycle.
     right: R,
     /// Following the model for the draft, each step.
     follow: f64,
-    /// What the draft reads of each token that it missed, 512 of them at most.
+    /// The time to read each token that the draft missed, 512 of them at most.
     behind: f64,
     noisy: bool,
 }
