@@ -271,8 +271,13 @@ fn a_trace_has_a_line_for_each_layer() {
     take(&store, &checkpoint.map, 0, &[1, 2], Phase::Decode);
     let choice = Choice { ids: &[3, 3], k: 1, logits: &[0.5, 1.0, -2.0, 0.25] };
     drop(store.ask(2, &choice, Phase::Prefill, &mut Immediate).unwrap());
+    // Three rows of two experts each, and a row of which the logits are not known.
+    let choice = Choice { ids: &[3, 1, 3, 2, 1, 0], k: 2, logits: &[0.5, 1.0, -2.0, 0.25, 3.0, 4.0, 5.0, 6.0, 7.0] };
+    drop(store.ask(1, &choice, Phase::Decode, &mut Immediate).unwrap());
+    drop(store.ask(1, &row(&[7]), Phase::Prefill, &mut Immediate).unwrap());
     drop(store);
-    let lines = "d 0 1 2\nn 2 1 0.500 1.000\nn 2 1 -2.000 0.250\np 2 3\n";
+    let lines = "d 0 1 2\nn 2 1 0.500 1.000\nn 2 1 -2.000 0.250\np 2 3\n\
+                 n 1 2 0.500 1.000 -2.000\nn 1 2 0.250 3.000 4.000\nn 1 2 5.000 6.000 7.000\nd 1 0 1 2 3\np 1 7\n";
     assert_eq!(std::fs::read_to_string(file).unwrap(), lines);
 }
 

@@ -294,6 +294,20 @@ fn prompt_logprobs_do_not_depend_on_the_chunk() {
 }
 
 #[test]
+fn logits_are_computed_for_the_rows_that_are_looked_at() {
+    let ids: Vec<u32> = (3..23).collect();
+    for (max_tokens, prompt_logprobs, rows) in
+        [(0, None, 0), (1, None, 1), (3, None, 3), (0, Some(0), 20), (3, Some(0), 22)]
+    {
+        let mock = MockModel::default();
+        let (handle, ..) = engine(&mock, options());
+        let (tokens, end) = hear(handle.submit(Request { prompt_logprobs, ..ask(&ids, max_tokens) }).unwrap());
+        assert_eq!((tokens.len(), end.unwrap().0), (max_tokens, Finish::Length));
+        assert_eq!(mock.rows.load(Ordering::Relaxed), rows, "{max_tokens} tokens");
+    }
+}
+
+#[test]
 fn a_seed_reproduces_whatever_ran_before() {
     let warm = Sampling { temperature: 30.0, seed: Some(11), ..Sampling::default() };
     let run = |before: &[&[u32]], chunk| {
