@@ -219,6 +219,7 @@ fn draining_ends_when_the_grace_does() {
 fn the_engine_stops_with_its_last_handle() {
     let (handle, worker, _) = engine(&MockModel::default(), options());
     let events = handle.clone().submit(ask(&[9], 100)).unwrap();
+    assert!(!worker.is_finished() && handle.context() == MockModel::default().context);
     drop(handle);
     assert_eq!(hear(events).0, [9]);
     worker.join().unwrap();

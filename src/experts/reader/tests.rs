@@ -195,3 +195,61 @@ fn a_failure_is_told_once_and_forgotten_with_the_next_expert() {
     assert_eq!((pool.reader.landed(), pool.states.get(SlotId(6))), (3, State::Ready));
     assert!(!pool.reader.is_busy());
 }
+
+/// Gives a hundred bytes at most at a time; each byte says where it is.
+struct Short;
+
+impl Source for Short {
+    fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+        assert_eq!((offset % 64, into.len() % 64), (0, 0));
+        let got = into.len().min(100);
+        (offset..).zip(&mut into[..got]).for_each(|(at, byte)| *byte = (at * 7 + at / 256) as u8);
+        Ok(got)
+    }
+
+    fn size(&self, _: u32) -> Option<u64> {
+        None
+    }
+
+    fn path(&self, _: u32) -> PathBuf {
+        "short".into()
+    }
+
+    fn block(&self) -> usize {
+        64
+    }
+}
+
+#[test]
+fn short_reads_go_on_at_a_blocks_start() {
+    let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), Slots::new(1, 1).states().clone());
+    let metrics = Metrics::new("0", "cpu");
+    let reader = Reader::new(Box::new(Short), slab.clone(), states.clone(), SLOT, 1, metrics.clone()).unwrap();
+    let mut pieces = [Piece::default(); PIECES];
+    pieces[0] = Piece { file: 0, offset: 1000, len: 500 };
+    let layout = Layout::new(&pieces, 64);
+    let span = layout.spans[0].clone();
+    states.set(SlotId(0), State::Reading);
+    reader.demand(SlotId(0), layout);
+    reader.wait(0);
+    assert_eq!(states.get(SlotId(0)), State::Ready);
+    // SAFETY: the read has ended.
+    let bytes = unsafe { slab.bytes(span) };
+    assert!((1000u64..).zip(bytes).all(|(at, byte)| *byte == (at * 7 + at / 256) as u8));
+    // From byte 960 on 540 are needed: 100 bring 64 further each time, until 36 or fewer are missing.
+    assert_eq!((metrics.ssd_reads.get(), metrics.ssd_read_bytes.get()), (8, 800));
+}
+
+#[test]
+fn waiting_ends_when_more_has_landed_and_not_before() {
+    let pool = pool(1);
+    pool.demand(0, expert(0, 1));
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| pool.reader.wait(0));
+        std::thread::sleep(Duration::from_millis(30));
+        assert!(!waits.is_finished(), "nothing has landed");
+        pool.gate.open(1);
+        waits.join().unwrap();
+    });
+    assert_eq!(pool.reader.landed(), 1);
+}

@@ -284,3 +284,25 @@ fn a_draft_follows_as_long_as_it_may_be_asked_soon() {
     assert!(controller.follows());
     assert!(Controller::new(Speculate::Force, 7).follows() && !Controller::new(Speculate::Off, 7).follows());
 }
+
+#[test]
+fn a_probe_waits_until_plain_steps_have_earned_it() {
+    for (saved, wait) in [(-3.01, Some(68)), (-2.0, Some(32)), (0.0, None)] {
+        let mut controller = Controller::new(Speculate::Auto, 1);
+        (controller.mode, controller.plain, controller.total) = (Mode::Plain, Some(1.0), 100.0);
+        (controller.tokens, controller.next_probe, controller.saved) = (500, 500, saved);
+        // Two rows are taken to cost 1.15 s: two cycles of a probe lose 0.3, of which 0.02 (100 + saved) + saved are there; a plain
+        // step earns 0.02.
+        match wait {
+            Some(wait) => {
+                assert_eq!((controller.rows(), controller.next_probe, controller.mode), (1, 500 + wait, Mode::Plain));
+            }
+            None => assert_eq!((controller.rows(), controller.mode), (2, Mode::Probe { left: PROBE, rows: 2 })),
+        }
+    }
+    let mut controller = Controller::new(Speculate::Auto, 1);
+    (controller.mode, controller.plain, controller.total) = (Mode::Plain, Some(1.0), 100.0);
+    (controller.tokens, controller.next_probe, controller.accepted[0]) = (500, 500, [0.1, 2.0]);
+    assert_eq!((controller.rows(), controller.next_probe), (1, 564), "it promises nothing: twice as long a rest");
+    assert!(near(controller.accepted[0][0], 0.75 * 0.1 + 0.25 * 1.4) && near(controller.accepted[0][1], 2.0));
+}
