@@ -1,8 +1,11 @@
 //! Parses what was typed, sets up the log, runs, and is the only exit.
 
+mod version;
+
+use clap::error::ErrorKind;
 use moestro::{
     cli::Command,
-    command::{effective, generate, log, models, pack, pull, remote, run as chat, serve, service, shell},
+    command::{catalog, effective, generate, log, models, pack, pull, remote, run as chat, serve, service, shell},
     config::{
         Generate, Serve,
         file::{self, Settings},
@@ -12,16 +15,23 @@ use moestro::{
 };
 use std::{
     io::{self, Write},
-    process::ExitCode,
+    process::{ExitCode, exit},
 };
 
 fn main() -> ExitCode {
     // A usage error ends here, with clap's words and exit code 2.
-    let (cli, settings) = file::parse(std::env::args_os()).unwrap_or_else(|error| error.exit());
+    let (mut cli, mut settings) = file::parse(std::env::args_os()).unwrap_or_else(|error| match error.kind() {
+        ErrorKind::DisplayVersion => {
+            let _ = writeln!(io::stdout(), "moestro {}", version::whole());
+            exit(0)
+        }
+        _ => error.exit(),
+    });
+    catalog::find(&mut cli.command, &mut settings);
     match log::init(&cli.command).and_then(|()| run(cli.command, &settings)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("moestro: {error}");
+            eprintln!("moestro: {error}{}", catalog::hint(&error, &settings));
             ExitCode::from(error.exit_code())
         }
     }
@@ -40,7 +50,7 @@ fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
         Command::Pull(typed) => pull::run(&typed),
         Command::Info(typed) => info::run(typed),
         Command::Bench(typed) => bench::run(typed),
-        Command::Doctor(typed) => doctor::run(&typed),
+        Command::Doctor(typed) => doctor::run(&typed, &version::whole()),
         Command::Synth(typed) => synth::command::run(&typed),
         Command::Man { dir } => shell::man(&dir),
         Command::Service(typed) => service::run(typed),

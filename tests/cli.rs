@@ -141,7 +141,8 @@ fn a_running_server_says_what_it_holds_and_lets_go_of_it() {
         false
     }));
     drop(server);
-    assert!(!run(&["ps", "--port", &port]).status.success());
+    let ps = run(&["ps", "--port", &port]);
+    assert!(!ps.status.success() && stderr(&ps).contains("`moestro serve` starts one"), "{ps:?}");
 }
 
 #[test]

@@ -2,13 +2,15 @@
 //! those in the Hugging Face cache. Only what Moestro can serve is listed.
 
 use crate::{
+    cli::Command,
     config::{self, Source, file::Settings},
     demo,
+    error::CommandError,
     model::config::Config,
     platform::os,
 };
 use std::{
-    fs,
+    env, fs,
     path::{Path, PathBuf},
     time::SystemTime,
 };
@@ -38,7 +40,7 @@ impl Entry {
     pub fn created(&self) -> SystemTime {
         let path = match &self.dir {
             Some(dir) => dir.join("config.json"),
-            None => std::env::current_exe().unwrap_or_default(),
+            None => env::current_exe().unwrap_or_default(),
         };
         fs::metadata(path).and_then(|meta| meta.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
     }
@@ -95,6 +97,37 @@ pub fn id(source: &Source, settings: &Settings) -> String {
         (None, Source::Demo) => demo::NAME.into(),
         (None, Source::Hub(id)) => id.clone(),
         (None, Source::Directory(dir)) => config::name(dir),
+    }
+}
+
+/// Has the name of a model on this machine, where one was typed, mean that model, unless a directory is called so.
+pub fn find(command: &mut Command, settings: &mut Settings) {
+    let own = match command {
+        Command::Serve(typed) | Command::Config(typed) => typed.home.models_dir.clone(),
+        _ => env::var_os("MOESTRO_MODELS_DIR").map(PathBuf::from),
+    };
+    let Some(place) = command.model() else { return };
+    let Some(name) = place.clone().filter(|name| !Path::new(name).exists()) else { return };
+    let mut mine = home(own.as_deref()).map(|home| under(&home)).unwrap_or_default().into_iter();
+    if name == demo::NAME {
+        *place = None;
+    } else if let Some((_, dir)) = mine.find(|(id, _)| *id == name) {
+        *place = Some(dir.to_string_lossy().into_owned());
+        settings.model = Some(name);
+    }
+}
+
+/// The words behind "no such directory" where a name was typed rather than a path: the model that was probably meant.
+pub fn hint(error: &CommandError, settings: &Settings) -> String {
+    let CommandError::NoSuchDirectory(path) = error else { return String::new() };
+    let name = path.to_string_lossy();
+    if name.contains('/') {
+        return String::new();
+    }
+    let near = all(settings, None).into_iter().map(|entry| (strsim::jaro_winkler(&entry.id, &name), entry.id));
+    match near.max_by(|a, b| a.0.total_cmp(&b.0)) {
+        Some((near, id)) if near > 0.8 => format!(" (did you mean {id}?)"),
+        _ => "; `moestro list` names the models on this machine, org/name is one of the Hugging Face hub".into(),
     }
 }
 

@@ -37,7 +37,15 @@ impl<'a> Server<'a> {
                 .send(body.to_string()),
         };
         let failed = |source| CommandError::Io { what: format!("asking {}", self.url(path)), source };
-        let mut answer = sent.map_err(|error| failed(io::Error::other(error)))?;
+        let mut answer = sent.map_err(|error| match error {
+            ureq::Error::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                let at = format!("{}:{}", self.typed.host, self.typed.port);
+                CommandError::Service(format!(
+                    "no server at {at}: --host and --port name another, `moestro serve` starts one"
+                ))
+            }
+            error => failed(io::Error::other(error)),
+        })?;
         let text = answer.body_mut().read_to_string().map_err(|error| failed(io::Error::other(error)))?;
         let answer: Value = serde_json::from_str(&text).map_err(|error| failed(error.into()))?;
         match answer["error"]["message"].as_str() {

@@ -21,10 +21,10 @@ use crate::{
     model::Model,
     platform::{os, service},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{
-    io::{self, Write},
-    net::IpAddr,
+    io::{self, IsTerminal, Write},
+    net::{IpAddr, SocketAddr},
     sync::{Arc, PoisonError, RwLock},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
@@ -97,10 +97,8 @@ async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
     };
     let plan = opened.app.plan.clone();
     door.models.enter(opened);
-    let ready =
-        json!({"event": "ready", "port": address.port(), "model": first, "device": plan["device"], "plan": plan});
     // A closed stdout is no error.
-    let _ = writeln!(io::stdout(), "{ready}").and_then(|()| io::stdout().flush());
+    let _ = writeln!(io::stdout(), "{}", ready(&first, address, &plan)).and_then(|()| io::stdout().flush());
     service::ready(&format!("serving {first}"));
     tracing::info!("{first} is served at http://{address}/v1 after {:.1?}", begin.elapsed());
 
@@ -258,6 +256,24 @@ impl Shelf {
         };
         Ok(Loaded { id: id.into(), app, unload: Box::new(unload) })
     }
+}
+
+/// The line that says that the port answers: JSON for programs, words for who sits at a terminal.
+fn ready(model: &str, address: SocketAddr, plan: &Value) -> String {
+    if !io::stdout().is_terminal() {
+        let (port, device) = (address.port(), &plan["device"]);
+        return json!({"event": "ready", "port": port, "model": model, "device": device, "plan": plan}).to_string();
+    }
+    let device = plan["device"].as_str().unwrap_or_default();
+    let experts = match plan["residency"].as_f64() {
+        Some(share) if share < 1.0 => format!("{:.0} % of the experts in memory", share * 100.0),
+        _ => "all experts in memory".into(),
+    };
+    let context = &plan["context"];
+    format!(
+        "{model} answers on {device}, {experts}, context {context}: http://{address}/v1, with a page at http://{address}/ \
+         (Ctrl-C ends it)"
+    )
 }
 
 fn times(config: &Serve) -> Times {

@@ -194,7 +194,7 @@ impl File {
 
 impl Command {
     /// The model that it works with, as typed.
-    fn model(&mut self) -> Option<&mut Option<String>> {
+    pub fn model(&mut self) -> Option<&mut Option<String>> {
         match self {
             Command::Serve(typed) | Command::Config(typed) => Some(&mut typed.model.model),
             Command::Generate(typed) => Some(&mut typed.model.model),

@@ -19,15 +19,16 @@ use report::GpuReport;
 pub use report::Report;
 use std::time::Instant;
 
-/// Prints the findings.
+/// Prints the findings about this program, which calls itself `version`.
 ///
 /// # Errors
 /// `CommandError::Unsound` if something differs or fails.
-pub fn run(typed: &cli::Doctor) -> Result<(), CommandError> {
+pub fn run(typed: &cli::Doctor, version: &str) -> Result<(), CommandError> {
     let found = if typed.any_gpu { device::any_gpu() } else { device::gpu() };
     let gpu = found.map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NONE.into()));
     let candles = device::candle_gpu().filter(|_| gpu.is_ok());
-    let report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
+    let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
+    report.machine.version = version.into();
     show(&report, typed.json);
     if report.wrong.is_empty() { Ok(()) } else { Err(CommandError::Unsound(report.wrong.join(", "))) }
 }

@@ -31,7 +31,6 @@ pub fn unit(service: &Service) -> String {
     format!(
         "[Unit]\n\
          Description=Moestro, a server of language models\n\
-         Documentation=man:moestro-serve(1)\n\
          StartLimitIntervalSec=300\n\
          StartLimitBurst=5\n\
          \n\

@@ -12,7 +12,7 @@ use std::fmt;
 /// The machine, as the system describes it.
 #[derive(Debug, Serialize)]
 pub struct Machine {
-    version: &'static str,
+    pub version: String,
     system: Option<String>,
     architecture: &'static str,
     processor: Option<String>,
@@ -24,7 +24,7 @@ pub struct Machine {
 impl Machine {
     pub fn here() -> Self {
         Self {
-            version: env!("CARGO_PKG_VERSION"),
+            version: env!("CARGO_PKG_VERSION").into(),
             system: os::system(),
             architecture: std::env::consts::ARCH,
             processor: os::processor(),

@@ -1,0 +1,59 @@
+//! Tells the program what it is built from: `MOESTRO_FEATURES`, and in `MOESTRO_HISTORY` the path of a file whose last line
+//! names the commit.
+//!
+//! That is the commit of the variable `MOESTRO_COMMIT`, for whoever builds from a copy without history (the container);
+//! else the one that `cargo package` notes in a crate; else git's own log of HEAD. `main.rs` includes the file, so a new
+//! commit builds that one small crate anew and not the library, as an output of this script would.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+const GIVEN: &str = "MOESTRO_COMMIT";
+const PACKAGED: &str = ".cargo_vcs_info.json";
+
+fn main() {
+    println!("cargo:rerun-if-env-changed={GIVEN}");
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rustc-env=MOESTRO_FEATURES={}", features());
+    let given = env::var(GIVEN).ok().filter(|commit| !commit.is_empty()).or_else(packaged);
+    let history = given.is_none().then(log_of_head).flatten().unwrap_or_else(|| {
+        let path = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("history");
+        fs::write(&path, given.unwrap_or_default()).expect("OUT_DIR can be written");
+        path
+    });
+    println!("cargo:rustc-env=MOESTRO_HISTORY={}", history.display());
+}
+
+/// The features that are on, but for the one that only stands for others.
+fn features() -> String {
+    let names = env::vars().filter_map(|(name, _)| Some(name.strip_prefix("CARGO_FEATURE_")?.to_lowercase()));
+    let mut names: Vec<_> = names.filter(|name| name != "default").collect();
+    names.sort();
+    if names.is_empty() { "none".into() } else { names.join(" ") }
+}
+
+/// The commit in `{"git": {"sha1": "..."}, ...}`.
+fn packaged() -> Option<String> {
+    let text = fs::read_to_string(PACKAGED).ok()?;
+    println!("cargo:rerun-if-changed={PACKAGED}");
+    let (_, rest) = text.split_once("\"sha1\"")?;
+    Some(rest.split('"').nth(1)?.to_owned())
+}
+
+/// Git's log of HEAD, which grows with each commit and checkout, if the root of the working tree is this directory: a crate
+/// that was unpacked inside of another repository is not of that one's commit.
+fn log_of_head() -> Option<PathBuf> {
+    let here = env::current_dir().ok()?.canonicalize().ok()?;
+    let root = Path::new(&git(&["rev-parse", "--show-toplevel"])?).canonicalize().ok()?;
+    let log = Path::new(&git(&["rev-parse", "--git-path", "logs/HEAD"])?).canonicalize().ok()?;
+    (root == here).then_some(log)
+}
+
+/// The line that git answers; `None` without git or a repository.
+fn git(args: &[&str]) -> Option<String> {
+    let output = Command::new("git").args(args).output().ok().filter(|output| output.status.success())?;
+    String::from_utf8(output.stdout).ok().map(|text| text.trim_end().to_owned())
+}

@@ -1,0 +1,146 @@
+//! The binary before a user at a terminal, which `script` of util-linux makes, and what it calls itself and its models.
+#![cfg(target_os = "linux")]
+
+use std::{
+    io::{Read, Write},
+    path::Path,
+    process::{Child, ChildStdin, Command, Stdio},
+    sync::{Arc, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+const MOESTRO: &str = env!("CARGO_BIN_EXE_moestro");
+const CTRL_C: &str = "\x03";
+
+/// A program with none of our environment's settings, and files of its own in `home`.
+fn plain(program: &str, home: &Path) -> Command {
+    let mut command = Command::new(program);
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MOESTRO_")) {
+        command.env_remove(name);
+    }
+    for (name, dir) in [("STATE", "state"), ("CACHE", "cache"), ("CONFIG", "config"), ("DATA", "data")] {
+        command.env(format!("XDG_{name}_HOME"), home.join(dir));
+    }
+    command
+}
+
+/// `moestro` on a terminal.
+struct Terminal {
+    script: Child,
+    keys: ChildStdin,
+    shown: Arc<Mutex<String>>,
+    /// Bytes of `shown` that were looked at.
+    seen: usize,
+}
+
+impl Terminal {
+    fn begin(home: &Path, args: &str) -> Self {
+        let mut command = plain("script", home);
+        // Without a shell between, which would end by the signal.
+        let line = format!("exec {MOESTRO} {args}");
+        command.args(["-qefc", &line, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.env("TERM", "xterm").env("SHELL", "/bin/sh");
+        let mut script = command.spawn().expect("script, of util-linux");
+        let (keys, mut screen) = (script.stdin.take().unwrap(), script.stdout.take().unwrap());
+        let shown = Arc::new(Mutex::new(String::new()));
+        let to = shown.clone();
+        thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(n @ 1..) = screen.read(&mut bytes) {
+                to.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..n]));
+            }
+        });
+        Self { script, keys, shown, seen: 0 }
+    }
+
+    /// Waits for words that were not there before, and returns all that was shown up to their end.
+    fn wait(&mut self, words: &str) -> String {
+        let begin = Instant::now();
+        loop {
+            let shown = self.shown.lock().unwrap().clone();
+            if let Some(at) = shown[self.seen..].find(words) {
+                let end = self.seen + at + words.len();
+                return shown[std::mem::replace(&mut self.seen, end)..end].to_owned();
+            }
+            assert!(begin.elapsed() < Duration::from_secs(60), "no {words:?} in {:?}", &shown[self.seen..]);
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn press(&mut self, keys: &str) {
+        self.keys.write_all(keys.as_bytes()).unwrap();
+        self.keys.flush().unwrap();
+    }
+
+    fn end(mut self, keys: &str) {
+        self.press(keys);
+        let begin = Instant::now();
+        let status = loop {
+            if let Some(status) = self.script.try_wait().unwrap() {
+                break status;
+            }
+            assert!(begin.elapsed() < Duration::from_secs(30), "it goes on: {:?}", self.shown.lock().unwrap());
+            thread::sleep(Duration::from_millis(10));
+        };
+        assert!(status.success(), "{status}");
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _ = self.script.kill();
+        let _ = self.script.wait();
+    }
+}
+
+#[test]
+fn the_version_names_the_commit() {
+    let home = tempfile::tempdir().unwrap();
+    let said = plain(MOESTRO, home.path()).arg("--version").output().unwrap().stdout;
+    let said = String::from_utf8(said).unwrap();
+    assert!(
+        said.starts_with(concat!("moestro ", env!("CARGO_PKG_VERSION"), " (")) && said.contains("features: "),
+        "{said}"
+    );
+    let git = Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
+    if let Some(git) = git.ok().filter(|git| git.status.success()) {
+        let commit = String::from_utf8(git.stdout).unwrap();
+        assert!(said.contains(&format!("(commit {}, ", &commit[..12])), "{said} is not of {commit}");
+    }
+}
+
+#[test]
+fn a_name_that_is_no_model_gets_a_hint() {
+    let home = tempfile::tempdir().unwrap();
+    let coder = home.path().join("data/moestro/models/coder");
+    std::fs::create_dir_all(&coder).unwrap();
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
+    std::fs::copy(demo.join("config.json"), coder.join("config.json")).unwrap();
+    let say = |name: &str| {
+        let mut command = plain(MOESTRO, home.path());
+        let output = command.args(["run", name, "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"]).output();
+        let output = output.unwrap();
+        String::from_utf8(output.stdout).unwrap() + std::str::from_utf8(&output.stderr).unwrap()
+    };
+    assert_eq!(say("moestro-dmeo"), "moestro: no such directory: moestro-dmeo (did you mean moestro-demo?)\n");
+    let foo = say("foo");
+    assert!(foo.contains("no such directory: foo; ") && foo.contains("org/name"), "{foo}");
+    assert_eq!(say("./foo"), "moestro: no such directory: ./foo\n");
+    // A model that is listed can be named: the demo, and one of the user's own, which has no tokenizer here.
+    assert!(say("moestro-demo").starts_with("12 + 7 = 19.\n"), "{}", say("moestro-demo"));
+    assert!(say("coder").contains("tokenizer"), "{}", say("coder"));
+}
+
+#[test]
+fn a_server_speaks_in_words() {
+    let home = tempfile::tempdir().unwrap();
+    let mut server = Terminal::begin(home.path(), "serve --port 0");
+    let said = server.wait("(Ctrl-C ends it)");
+    assert!(
+        said.contains("moestro-demo answers on cpu, all experts in memory, context 32768: http://127.0.0.1:"),
+        "{said}"
+    );
+    assert!(!said.contains("\"event\""), "{said}");
+    server.end(CTRL_C);
+}
