@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Decoding with a draft beside decoding without, in one run: drafts.py MOESTRO MODEL DRAFT [--rounds 6] [--threads 2] [--tokens 110]
-[--serve "--more flags of all servers"] [--widths 3,5,7]
+[--serve "--more flags of all servers"] [--widths 3,5,7] [--starts 1]
 
-One server a setting (off; auto; force with as many drafted tokens as --widths says), all of them loaded, asked in turns: each round asks each server the same
-greedy questions, in an order that turns with the round. A row is a round of a setting: answered tokens, the seconds from the first to the last
+One server a setting (off; the same again; auto; force with as many drafted tokens as --widths says), all of them loaded, asked in turns: each round asks each
+server the same greedy questions, in an order that turns with the round. Two servers that do the same differ by a hundredth or two for as long as they run, by
+where their memory lies: `again` shows it, and with --starts all of them are started anew so often, --rounds each time. A row is a round of a setting: answered tokens, the seconds from the first to the last
 of each answer, and the processor's seconds of the whole request (Linux; for a machine that others use, too), summed. At the end, as comments: the
 median of each round's seconds over those of `off` in that round, the processor's of all rounds together, and tokens accepted a cycle."""
 import argparse, glob, json, re, statistics, subprocess, time, urllib.request
@@ -11,12 +12,12 @@ import argparse, glob, json, re, statistics, subprocess, time, urllib.request
 p = argparse.ArgumentParser()
 p.add_argument("binary"); p.add_argument("model"); p.add_argument("draft")
 p.add_argument("--rounds", type=int, default=6); p.add_argument("--threads", default="2"); p.add_argument("--tokens", type=int, default=110)
-p.add_argument("--serve", default=""); p.add_argument("--widths", default="3,5,7")
+p.add_argument("--starts", type=int, default=1); p.add_argument("--serve", default=""); p.add_argument("--widths", default="3,5,7")
 a = p.parse_args()
 QUESTIONS = ["Tell me a story about Paul and a dragon.", "Give me Python code: a function maximum(a, b) that returns the larger one.", "What is quantization?",
              "Count from 49 to 119 by 10.", "Give me 5 instruments, please.", "Tell me a story about a fox.", "Sort these numbers: 97, 41, 49, 42."]
 WITH = ["--draft-model", a.draft]
-SETTINGS = {"off": ["--draft-model", "off"], "auto": WITH, **{f"force {n}": WITH + ["--speculation", "force", "--num-draft-tokens", str(n)] for n in a.widths.split(",") if n}}
+SETTINGS = {"off": ["--draft-model", "off"], "again": ["--draft-model", "off"], "auto": WITH, **{f"force {n}": WITH + ["--speculation", "force", "--num-draft-tokens", str(n)] for n in a.widths.split(",") if n}}
 
 
 class Server:
@@ -48,27 +49,35 @@ class Server:
         return sum(float(value) for value in re.findall(rf"^{name}.* (\S+)$", text, re.M))
 
 
-servers = {name: Server(args) for name, args in SETTINGS.items()}
-try:
-    for server in servers.values():
-        server.ask(QUESTIONS[0])
-    print("round,setting,tokens,seconds,processor_seconds")
-    ratios, totals = {name: [[], []] for name in servers}, dict.fromkeys(servers, 0.0)
-    for n in range(a.rounds):
-        order = list(servers); order = order[n % len(order):] + order[:n % len(order)]
-        sums = {name: [0, 0.0, 0.0] for name in order}
-        for question in QUESTIONS:
-            for name in order:
-                sums[name] = [x + y for x, y in zip(sums[name], servers[name].ask(question))]
-        for name in servers:
-            print(f"{n + 1},{name},{sums[name][0]},{sums[name][1]:.4f},{sums[name][2]:.4f}", flush=True)
-            totals[name] += sums[name][2]
-            for index in (0, 1):
-                ratios[name][index].append(sums[name][index + 1] / sums["off"][index + 1])
-    for name, server in servers.items():
-        cycles, accepted = server.metric("moestro_draft_cycles_total"), server.metric(r'moestro_draft_tokens_total\{.*outcome="accepted"')
-        wall, cpu = (statistics.median(ratio) for ratio in ratios[name])
-        print(f"# {name}: seconds over off {wall:.3f}, processor's {cpu:.3f}, of all rounds together {totals[name] / totals['off']:.3f}" + (f", {accepted / cycles:.2f} accepted in each of {cycles:.0f} cycles" if cycles else ""))
-finally:
-    for server in servers.values():
-        server.process.kill()
+def run(start, ratios, totals, counts):
+    servers = {name: Server(args) for name, args in SETTINGS.items()}
+    try:
+        for server in servers.values():
+            server.ask(QUESTIONS[0])
+        for n in range(a.rounds):
+            order = list(servers); order = order[(start + n) % len(order):] + order[:(start + n) % len(order)]
+            sums = {name: [0, 0.0, 0.0] for name in order}
+            for question in QUESTIONS:
+                for name in order:
+                    sums[name] = [x + y for x, y in zip(sums[name], servers[name].ask(question))]
+            for name in servers:
+                print(f"{start * a.rounds + n + 1},{name},{sums[name][0]},{sums[name][1]:.4f},{sums[name][2]:.4f}", flush=True)
+                totals[name] += sums[name][2]
+                for index in (0, 1):
+                    ratios[name][index].append(sums[name][index + 1] / sums["off"][index + 1])
+        for name, server in servers.items():
+            counts[name][0] += server.metric("moestro_draft_cycles_total")
+            counts[name][1] += server.metric(r'moestro_draft_tokens_total\{.*outcome="accepted"')
+    finally:
+        for server in servers.values():
+            server.process.kill()
+            server.process.wait()
+
+
+print("round,setting,tokens,seconds,processor_seconds")
+ratios, totals, counts = {name: [[], []] for name in SETTINGS}, dict.fromkeys(SETTINGS, 0.0), {name: [0, 0] for name in SETTINGS}
+for start in range(a.starts):
+    run(start, ratios, totals, counts)
+for name, (cycles, accepted) in counts.items():
+    wall, cpu = (statistics.median(ratio) for ratio in ratios[name])
+    print(f"# {name}: seconds over off {wall:.3f}, processor's {cpu:.3f}, of all rounds together {totals[name] / totals['off']:.3f}" + (f", {accepted / cycles:.2f} accepted in each of {cycles:.0f} cycles" if cycles else ""))

@@ -1,0 +1,388 @@
+//! What drafts are worth on a checkpoint of any size, with a draft that needs no weights: an oracle knows the answer, and is
+//! wrong as often as it is told to be.
+//!
+//! ```text
+//! cargo bench --bench speculation -- MODEL [SETTING ...] [--share 0.5] [--tokens 128] [--prompt 64] [--rounds 5]
+//!     [--temp 1] [--threads N] [--io direct|buffered] [--auto] [--rollback]
+//! ```
+//! Settings are `oracle:ROWS@P` (each drafted token is right with probability P), `every:N` (right at every Nth token of an
+//! answer, no other), `self:ROWS` and `lookup:ROWS`; `plain` is always the first. Each round gives the same answer once in each
+//! setting, in an order that turns, by one engine, and each answer is compared with the plain one. `--share` streams the
+//! experts, with slots for that part of them. With `--auto` every setting has an engine of its own, whose controller decides,
+//! beside one that never drafts. CSV: a row an answer, then lines that begin with `#`: medians of the pairs with `plain`, by
+//! the clock and in processor time. `traffic` is the ratio that memory traffic allows: tokens a pass by the bytes a plain pass
+//! reads over those of a pass of so many rows, whose distinct experts are counted on the answer itself.
+//!
+//! `--rollback` measures instead what it costs that a verify of four rows can be taken back: a verify of which some rows stay,
+//! beside a pass of as many rows that cannot be taken back, in turns; as a part of a decode step.
+
+use moestro::{
+    engine::{
+        self, Allowed, Draft, Event, Handle, Kind, Lookup, Outlook, Own, Request, Sampler, Sampling, Sequence,
+        Speculate, Timings,
+    },
+    error::ModelError,
+    experts::Io,
+    metrics::Metrics,
+    model::{Model, Options, Qwen, Rows, State},
+    plan::Wishes,
+};
+use std::{
+    collections::HashSet,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    time::Instant,
+};
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Setting {
+    Plain,
+    Oracle { rows: usize, right: f64 },
+    Every(usize),
+    Own(usize),
+    Lookup(usize),
+}
+
+impl Setting {
+    fn new(text: &str) -> Option<Self> {
+        let (name, how) = text.split_once(':')?;
+        let rows = || how.parse().ok();
+        Some(match name {
+            "oracle" => {
+                let (rows, right) = how.split_once('@')?;
+                Self::Oracle { rows: rows.parse().ok()?, right: right.parse().ok()? }
+            }
+            "every" => Self::Every(rows()?),
+            "self" => Self::Own(rows()?),
+            "lookup" => Self::Lookup(rows()?),
+            _ => return None,
+        })
+    }
+
+    fn rows(self) -> usize {
+        match self {
+            Self::Plain => 1,
+            Self::Oracle { rows, .. } | Self::Own(rows) | Self::Lookup(rows) => rows,
+            Self::Every(_) => usize::MAX,
+        }
+    }
+}
+
+/// Drafts as it is told to at the moment.
+struct Told {
+    setting: Arc<Mutex<Setting>>,
+    /// Prompt and answer.
+    known: Arc<Vec<u32>>,
+    prompt: usize,
+    dice: u64,
+}
+
+impl Told {
+    fn roll(&mut self) -> f64 {
+        self.dice = self.dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.dice >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+impl Draft<Qwen> for Told {
+    fn kind(&self) -> Kind {
+        // Of this kind none is switched off for being wrong: the controller alone is measured.
+        Kind::Lookup
+    }
+
+    fn propose(
+        &mut self,
+        model: &mut Qwen,
+        state: &mut State,
+        sequence: Sequence<'_>,
+        most: usize,
+        outlook: &mut Outlook<'_>,
+        out: &mut Vec<u32>,
+    ) -> Result<(), ModelError> {
+        let setting = *self.setting.lock().unwrap_or_else(PoisonError::into_inner);
+        let most = most.min(setting.rows() - 1);
+        match setting {
+            Setting::Plain => Ok(()),
+            Setting::Own(_) => Own.propose(model, state, sequence, most, outlook, out),
+            Setting::Lookup(_) => Lookup.propose(model, state, sequence, most, outlook, out),
+            Setting::Oracle { .. } | Setting::Every(_) => {
+                for place in sequence.end()..(sequence.end() + most).min(self.known.len()) {
+                    let right = match setting {
+                        Setting::Every(n) => (place - self.prompt).is_multiple_of(n),
+                        Setting::Oracle { right, .. } => self.roll() < right,
+                        _ => false,
+                    };
+                    out.push(if right { self.known[place] } else { (self.known[place] + 1) % model.vocab() as u32 });
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+struct Args(Vec<String>);
+
+impl Args {
+    fn flag(&self, name: &str) -> Option<&str> {
+        self.0.iter().position(|arg| arg == name).and_then(|at| self.0.get(at + 1)).map(String::as_str)
+    }
+
+    fn number<T: std::str::FromStr>(&self, name: &str, default: T) -> T {
+        self.flag(name).and_then(|text| text.parse().ok()).unwrap_or(default)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|arg| arg == name)
+    }
+}
+
+fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
+    let wishes = Wishes {
+        sequences: 1,
+        serving: false,
+        context: Some(
+            args.number("--prompt", 64) + args.number("--tokens", 128).max(17 * (args.number("--rounds", 5) + 1)) + 64,
+        ),
+        prompt_cache: Some(0),
+        ..Wishes::default()
+    };
+    let threads = args.flag("--threads").and_then(|text| text.parse().ok());
+    let mut options = Options { threads, wishes, verify: true, ..Options::default() };
+    options.store.io = match args.flag("--io") {
+        Some("buffered") => Io::Buffered,
+        _ => Io::Direct,
+    };
+    if let Some(share) = args.flag("--share").and_then(|text| text.parse::<f64>().ok()) {
+        let shape = moestro::model::Surveyed::new(dir, &options).expect("a checkpoint").shape;
+        options.store.slots = Some((share * (shape.layers * shape.experts) as f64) as usize);
+    }
+    Qwen::load(dir, &options, metrics, &mut |_, _| ()).expect("a model")
+}
+
+/// The answer as plain decoding gives it, and for passes of one row and more the distinct experts of all layers in the mean.
+fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> (Vec<u32>, Vec<f64>) {
+    let (mut state, mut sampler) = (model.start().expect("a state"), Sampler::new(sampling.clone(), ids, usize::MAX));
+    let mut logits = model.forward(&mut state, ids, Rows::Last).expect("a prompt").data;
+    let (mut told, mut routes) = (Vec::new(), Vec::<Vec<Vec<u32>>>::new());
+    while told.len() < tokens {
+        let id = sampler.draw(&logits, &Allowed::Any).expect("a token");
+        told.push(id);
+        let mut row = Vec::new();
+        let observe = &mut |_: usize, routes: &moestro::model::Routes| row.push(routes.ids.clone());
+        logits = model.forward_observed(&mut state, &[id], Rows::Last, observe).expect("a token").data;
+        routes.push(row);
+    }
+    let union = |rows: usize| {
+        let layers = routes.first().map_or(0, Vec::len);
+        let of = |window: &[Vec<Vec<u32>>]| -> usize {
+            (0..layers).map(|layer| window.iter().flat_map(|row| &row[layer]).collect::<HashSet<_>>().len()).sum()
+        };
+        let windows: Vec<_> = routes.windows(rows).map(of).collect();
+        windows.iter().sum::<usize>() as f64 / windows.len().max(1) as f64
+    };
+    (told, (0..=16).map(|rows| if rows == 0 { 0.0 } else { union(rows) }).collect())
+}
+
+/// Seconds that all threads have computed (Linux; 0 elsewhere).
+fn processor() -> f64 {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let of = |task: std::fs::DirEntry| {
+        let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        text.split(' ').next()?.parse::<f64>().ok()
+    };
+    tasks.filter_map(of).sum::<f64>() / 1e9
+}
+
+struct Engine {
+    handle: Handle,
+    setting: Arc<Mutex<Setting>>,
+    metrics: Arc<Metrics>,
+}
+
+struct Ran {
+    seconds: f64,
+    processor: f64,
+    timings: Timings,
+    misses: u64,
+    bytes: u64,
+    cycles: u64,
+}
+
+impl Engine {
+    fn run(&self, setting: Setting, ids: &[u32], sampling: &Sampling, expected: &[u32]) -> Ran {
+        *self.setting.lock().unwrap_or_else(PoisonError::into_inner) = setting;
+        let request = Request {
+            ignore_eos: true,
+            cache_prompt: false,
+            ..Request::new(ids.to_vec(), expected.len(), sampling.clone())
+        };
+        let m = &self.metrics;
+        let cycles = || m.draft_cycles.with_label_values(&["lookup"]).get();
+        let counts = || (m.lookups_decode_miss.get() + m.lookups_prefill_miss.get(), m.ssd_read_bytes.get(), cycles());
+        let mut events = self.handle.submit(request).expect("room in the line");
+        let (mut told, mut begun, mut before) = (Vec::new(), 0.0, (0, 0, 0));
+        loop {
+            match events.blocking_recv().expect("an event") {
+                Event::Token { id, .. } => {
+                    if told.is_empty() {
+                        (begun, before) = (processor(), counts());
+                    }
+                    told.push(id);
+                }
+                Event::Done { timings, .. } => {
+                    let ((misses, bytes, cycles), processor) = (counts(), processor() - begun);
+                    assert!(told == expected, "{setting:?}: the answer is not the plain one");
+                    let (misses, bytes, cycles) = (misses - before.0, bytes - before.1, cycles - before.2);
+                    return Ran { seconds: timings.decode_seconds, processor, timings, misses, bytes, cycles };
+                }
+                Event::Failed(error) => panic!("{error}"),
+                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
+            }
+        }
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn main() {
+    let args = Args(std::env::args().skip(1).filter(|arg| arg != "--bench").collect());
+    let Some(dir) = args.0.first().map(Path::new) else {
+        println!("speculation: no model given, nothing measured");
+        return;
+    };
+    let (tokens, prompt, rounds) =
+        (args.number("--tokens", 128), args.number("--prompt", 64), args.number("--rounds", 5));
+    let new_metrics = || Metrics::new("bench", "cpu");
+    let metrics = new_metrics();
+    let mut model = load(dir, &args, &metrics);
+    let vocab = model.vocab() as u32;
+    let ids: Vec<u32> = (0..prompt as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 7) % vocab).collect();
+    if args.has("--rollback") {
+        return rollback(&mut model, &ids, rounds);
+    }
+    let sampling = Sampling { temperature: args.number("--temp", 1.0), seed: Some(7), ..Sampling::default() };
+    let (told, union) = answer(&mut model, &ids, tokens, &sampling);
+    let shape = model.shape().clone();
+    let pass =
+        |rows: usize| (shape.trunk - shape.gathered + 2 * shape.state) as f64 + union[rows] * shape.expert as f64;
+    println!("# distinct experts a layer: {:.2?}", [1, 2, 4, 8].map(|rows| union[rows] / shape.layers.max(1) as f64));
+
+    let names: Vec<&str> = args.0[1..].iter().map(String::as_str).filter(|text| Setting::new(text).is_some()).collect();
+    let settings: Vec<Setting> =
+        std::iter::once(Setting::Plain).chain(names.iter().filter_map(|text| Setting::new(text))).collect();
+    let names: Vec<&str> = std::iter::once("plain").chain(names).collect();
+    let known: Arc<Vec<u32>> = Arc::new([&ids[..], &told[..]].concat());
+    let spawn = |model: Qwen, speculate: Speculate, metrics: Arc<Metrics>| {
+        let setting = Arc::new(Mutex::new(Setting::Plain));
+        let draft = Told { setting: setting.clone(), known: known.clone(), prompt, dice: 1 };
+        let options = engine::Options {
+            speculate,
+            draft_tokens: if speculate == Speculate::Auto { 7 } else { 15 },
+            ..Default::default()
+        };
+        let (handle, _) = engine::spawn_with(model, Box::new(draft), options, metrics.clone()).expect("a thread");
+        Engine { handle, setting, metrics }
+    };
+    let auto = args.has("--auto");
+    let mut engines = vec![spawn(model, if auto { Speculate::Off } else { Speculate::Force }, metrics)];
+    for _ in settings.iter().skip(1).filter(|_| auto) {
+        let metrics = new_metrics();
+        engines.push(spawn(load(dir, &args, &metrics), Speculate::Auto, metrics));
+    }
+    let engine = |index: usize| &engines[if auto { index } else { 0 }];
+    println!("round,setting,seconds,processor_seconds,drafted,accepted,cycles,saved_seconds,misses,bytes_read");
+    let mut ratios = vec![[Vec::new(), Vec::new()]; settings.len()];
+    let mut sums = vec![[0.0; 7]; settings.len()];
+    // The first round is not counted: caches turn over.
+    for round in 0..=rounds {
+        let mut ran: Vec<Option<Ran>> = settings.iter().map(|_| None).collect();
+        for index in (0..settings.len()).map(|n| (n + round) % settings.len()) {
+            ran[index] = Some(engine(index).run(settings[index], &ids, &sampling, &told));
+        }
+        let ran: Vec<Ran> = ran.into_iter().flatten().collect();
+        for (index, run) in ran.iter().enumerate().filter(|_| round > 0) {
+            let Timings { drafted_tokens, accepted_tokens, saved_seconds, .. } = run.timings;
+            let Ran { seconds, processor, misses, bytes, cycles, .. } = *run;
+            println!(
+                "{round},{},{seconds:.4},{processor:.4},{drafted_tokens},{accepted_tokens},{cycles},{saved_seconds:.4},{misses},{bytes}",
+                names[index]
+            );
+            ratios[index][0].push(ran[0].seconds / seconds);
+            ratios[index][1].push(ran[0].processor / processor);
+            let all = [
+                seconds,
+                processor,
+                drafted_tokens as f64,
+                accepted_tokens as f64,
+                cycles as f64,
+                misses as f64,
+                bytes as f64,
+            ];
+            sums[index].iter_mut().zip(all).for_each(|(sum, value)| *sum += value);
+        }
+    }
+    for (index, setting) in settings.iter().enumerate() {
+        let [clock, processor] = ratios[index].clone().map(median);
+        let [seconds, cpu, drafted, accepted, cycles, misses, bytes] = sums[index];
+        let all = (tokens * rounds) as f64;
+        let passes = all - accepted;
+        let mut line = format!(
+            "# {}: {:.2} tok/s, times plain {clock:.3} by the clock, {processor:.3} in processor time (of all rounds {:.3}, {:.3}); \
+             {:.2} tokens a pass, {accepted} of {drafted} accepted in {cycles} cycles; a token {:.1} misses, {:.1} MB read",
+            names[index],
+            all / seconds,
+            sums[0][0] / seconds,
+            sums[0][1] / cpu,
+            all / passes,
+            misses / all,
+            bytes / all / 1e6
+        );
+        if let (Setting::Oracle { rows, .. }, false) = (setting, auto) {
+            let traffic = all / passes * pass(1) / pass(*rows);
+            line += &format!("; traffic {traffic:.3}, reached {:.3} of it", clock / traffic);
+        }
+        println!("{line}");
+    }
+}
+
+/// Seconds by the clock and of the processor.
+fn timed(what: &mut dyn FnMut()) -> [f64; 2] {
+    let (begin, before) = (Instant::now(), processor());
+    what();
+    [begin.elapsed().as_secs_f64(), processor() - before]
+}
+
+fn rollback(model: &mut Qwen, ids: &[u32], rounds: usize) {
+    const ROWS: usize = 4;
+    let rows: Vec<u32> = (0..ROWS as u32).map(|n| 100 + 37 * n).collect();
+    let mut states = [(); 3].map(|()| {
+        let mut state = model.start().expect("a state");
+        model.forward(&mut state, ids, Rows::None).expect("a prompt");
+        state
+    });
+    println!("kept,decode_ms,pass_of_4_ms,verify_and_back_ms,cost_of_a_step,cost_in_processor_time");
+    for kept in 1..=ROWS {
+        let mut times = vec![];
+        for round in 0..=rounds {
+            let [plain, pass, verify] = &mut states;
+            let of_one = timed(&mut || drop(model.forward(plain, &rows[..1], Rows::Last).expect("a token")));
+            let of_four = timed(&mut || drop(model.forward(pass, &rows, Rows::All).expect("rows")));
+            let back = timed(&mut || {
+                drop(model.verify(verify, &rows).expect("rows"));
+                if kept < ROWS {
+                    model.take_back(verify, ROWS - kept).expect("rows to take back");
+                }
+            });
+            if round > 0 {
+                times.push([of_one, of_four, back]);
+            }
+        }
+        let column = |what: usize, how: usize| median(times.iter().map(|time| time[what][how]).collect());
+        let cost = |how: usize| median(times.iter().map(|time| time[2][how] - time[1][how]).collect()) / column(0, how);
+        let [one, four, back] = [0, 1, 2].map(|what| column(what, 0) * 1e3);
+        println!("{kept},{one:.3},{four:.3},{back:.3},{:.4},{:.4}", cost(0), cost(1));
+    }
+}

@@ -1,0 +1,120 @@
+//! Every kind of draft with every way of drawing, on all golden prompts, with experts resident and streamed: forced, the answers
+//! are those of plain decoding.
+
+mod common;
+
+use common::{
+    fixtures::{self, DEMO},
+    load_with,
+};
+use moestro::{
+    engine::{self, Companion, Dflash, Draft, Event, Finish, Lookup, Mtp, Own, Request, Sampling, Speculate, Timings},
+    metrics::Metrics,
+    model::{Config, DFlash, Drafter, Options, Qwen, dflash},
+};
+use std::path::Path;
+
+const DFLASH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo-dflash");
+const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/mtp.safetensors");
+const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
+
+/// The directory of an MTP head of its own.
+fn head() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), r#"{"model_type": "qwen3_5_mtp"}"#).unwrap();
+    std::fs::copy(HEAD, dir.path().join("model.safetensors")).unwrap();
+    dir
+}
+
+struct Engine {
+    handle: engine::Handle,
+}
+
+impl Engine {
+    /// `kind` of draft from `dir`, for a model whose experts are streamed through so many slots.
+    fn new(kind: &'static str, dir: &Path, slots: Option<usize>, speculate: Speculate) -> Self {
+        let drafter = if kind == "mtp" { Drafter::MtpIn(dir.into()) } else { Drafter::None };
+        let mut options = Options { threads: Some(2), verify: true, drafter, ..Options::default() };
+        options.store.slots = slots;
+        let model = load_with(Path::new(DEMO), options);
+        let draft: Box<dyn Draft<Qwen>> = match kind {
+            "mtp" => Box::new(Mtp::new(&model).unwrap()),
+            "self" => Box::new(Own),
+            "lookup" => Box::new(Lookup),
+            "model" => {
+                let options = Options { threads: Some(2), verify: true, ..Options::default() };
+                Box::new(Companion::new(load_with(dir, options)))
+            }
+            _ => {
+                let surveyed = dflash::Surveyed::new(dir, &Config::read(Path::new(DEMO)).unwrap()).unwrap();
+                Box::new(Dflash::new(DFlash::load(&surveyed, 2048, model.compute()).unwrap()))
+            }
+        };
+        let draft_tokens = if kind == "dflash" { 7 } else { 4 };
+        let options = engine::Options { eos: vec![2040, 2038], speculate, draft_tokens, ..engine::Options::default() };
+        let (handle, _) = engine::spawn_with(model, draft, options, Metrics::new("test", "cpu")).unwrap();
+        Self { handle }
+    }
+
+    fn answer(&self, ids: &[u32], tokens: usize, sampling: &Sampling) -> (Vec<u32>, Finish, Timings) {
+        let mut events = self.handle.submit(Request::new(ids.to_vec(), tokens, sampling.clone())).unwrap();
+        let mut told = Vec::new();
+        loop {
+            match events.blocking_recv().unwrap() {
+                Event::Token { id, .. } => told.push(id),
+                Event::Done { finish, timings } => return (told, finish, timings),
+                Event::Failed(error) => panic!("{error}"),
+                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
+            }
+        }
+    }
+}
+
+/// The ways of drawing.
+fn samplings() -> [Sampling; 5] {
+    let seeded = |temperature| Sampling { temperature, seed: Some(5), ..Sampling::default() };
+    let penal = Sampling { frequency_penalty: 0.6, presence_penalty: 0.3, repetition_penalty: 1.2, ..seeded(1.3) };
+    let biased = Sampling { logit_bias: vec![(263, -5.0), (13, 2.0)], top_p: 0.9, ..seeded(0.7) };
+    [Sampling::greedy(), seeded(0.7), seeded(1.3), penal, biased]
+}
+
+#[test]
+fn every_kind_with_every_way_of_drawing_on_every_prompt() {
+    let alone = head();
+    let (cases, none) = (fixtures::demo().0, Path::new(""));
+    let plain = Engine::new("lookup", none, None, Speculate::Off);
+    let all = |engine: &Engine| -> Vec<(Vec<u32>, Finish, Timings)> {
+        let each = |sampling: Sampling| {
+            let answer = |(index, case): (usize, &fixtures::Case)| {
+                engine.answer(&case.prompt_ids, [40, 25, 90][index % 3], &sampling)
+            };
+            cases.iter().enumerate().map(answer).collect::<Vec<_>>()
+        };
+        samplings().into_iter().flat_map(each).collect()
+    };
+    let expected = all(&plain);
+    let kinds = [
+        ("lookup", none),
+        ("mtp", alone.path()),
+        ("model", Path::new(SMALL)),
+        ("dflash", Path::new(DFLASH)),
+        ("self", none),
+    ];
+    for (kind, dir) in kinds {
+        for slots in [None, Some(64)].into_iter().filter(|slots| slots.is_some() || kind != "self") {
+            let found = all(&Engine::new(kind, dir, slots, Speculate::Force));
+            let mut counts = vec![[0, 0]; samplings().len()];
+            for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                let (way, case) = (index / cases.len(), index % cases.len());
+                let question = &cases[case].question;
+                assert_eq!((&found.0, found.1), (&expected.0, expected.1), "{kind} {slots:?} {way}: {question}");
+                let Timings { drafted_tokens: drafted, accepted_tokens: accepted, .. } = found.2;
+                counts[way] = [counts[way][0] + accepted, counts[way][1] + drafted - accepted];
+            }
+            println!("{kind} {slots:?}: accepted and refused {counts:?}");
+            // Looking up finds little in short answers; in each way of drawing the others are right and wrong.
+            let sum = counts.iter().fold([0, 0], |sum, count| [sum[0] + count[0], sum[1] + count[1]]);
+            assert!(sum[0] > 0 && sum[1] > 0 && (kind == "lookup" || counts.as_flattened().iter().all(|n| *n > 0)));
+        }
+    }
+}
