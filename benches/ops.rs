@@ -16,7 +16,8 @@ use moestro::{
     device::{Compute, DeviceError, Math, Region, memory_bandwidth},
     ops::{
         Attend, Cache, CacheWrite, Codes, Combine, Conv, Cpu, Decay, Delta, DeltaRule, Embed, Experts, Float, Group,
-        Heads, KvBits, Mixture, Newest, Norm, Op, Project, Room, Route, Run, Shared, Slots, Stack, Turn, Weight, Which,
+        Heads, KvBits, Mixture, Newest, Norm, Op, Past, Project, Room, Route, Run, Shared, Slots, Stack, Turn, Weight,
+        Which,
     },
 };
 use std::time::{Duration, Instant};
@@ -296,11 +297,11 @@ impl Bench {
         let shape = Delta { key_heads: 16, value_heads: 32, dk: 128, dv: 128, eps: 1e-6 };
         let mut lab = self.lab();
         let (channels, values) = (shape.channels(), shape.values());
-        let proj = lab.floats(tokens * shape.width())?;
+        let (proj, none) = (lab.floats(tokens * shape.width())?, Past::default());
         let (taps, samples, mixed) =
             (lab.floats(4 * channels)?, lab.floats(3 * channels)?, lab.room(tokens * channels)?);
         self.time(&format!("conv, {tokens} tokens"), 4 * channels * (2 * tokens + 10), &mut lab.cpu, mixed, |_| {
-            Conv { shape: &shape, tokens, proj, taps, state: samples, out: mixed }.into()
+            Conv { shape: &shape, tokens, proj, taps, past: none, stored: tokens, state: samples, out: mixed }.into()
         });
         let decay = Decay { rate: lab.floats(32)?, dt_bias: lab.floats(32)? };
         let (norm, out, y) = (lab.floats(128)?, lab.room(tokens * values)?, lab.room(tokens * values)?);
@@ -308,7 +309,16 @@ impl Bench {
         let states: Vec<Region> = (0..SPREAD / bytes).map(|_| lab.room(values * 128)).collect::<Result<_>>()?;
         self.time(&format!("delta rule, {tokens} tokens"), 2 * bytes, &mut lab.cpu, y, |number| {
             let state = states[number % states.len()];
-            DeltaRule { shape: &shape, tokens, proj, mixed, decay, state, norm, out, y }.into()
+            let (shape, past, stored) = (&shape, none, tokens);
+            DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into()
+        });
+        // What going back costs: as many rows again, of which nothing but the state is wanted.
+        let past = Past { rows: tokens, proj, mixed };
+        self.time(&format!("delta rule, a token behind {tokens} that stay"), 2 * bytes, &mut lab.cpu, y, |number| {
+            let state = states[number % states.len()];
+            let (shape, tokens, stored) = (&shape, 1, past.rows + 1);
+            let [proj, mixed] = [proj.floats(shape.width()), mixed.floats(channels)];
+            DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into()
         });
         Ok(())
     }

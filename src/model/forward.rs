@@ -13,6 +13,7 @@ use super::{
     net::{Attention, DeltaNet, Dense, Ffn, Mixer, Net},
     state::LayerState,
     tap::Tapped,
+    tape::{DeltaState, Trial},
 };
 use crate::{
     device::Region,
@@ -65,6 +66,8 @@ pub(super) struct Batch<'a> {
     pub phase: Phase,
     /// Experts that are not in memory are done without, for a draft.
     pub present: bool,
+    /// A trial has no marks.
+    pub trial: Trial,
 }
 
 /// A pass under way: some rows of one sequence.
@@ -82,6 +85,8 @@ pub(super) struct Pass<'a> {
     pub phase: Phase,
     /// Only with the experts that are in memory.
     pub present: bool,
+    /// The delta nets' states do not take these rows in yet.
+    pub trial: Trial,
     pub lists: &'a mut Lists,
     /// Called with each router's choice that the CPU learns.
     pub observe: Option<&'a mut Observe<'a>>,
@@ -95,7 +100,7 @@ impl Pass<'_> {
     pub fn layers(
         &mut self,
         ids: &[u32],
-        state: &[LayerState],
+        state: &mut [LayerState],
         marks: &[usize],
         mark: &mut Marked<'_>,
     ) -> Result<(), ModelError> {
@@ -107,15 +112,15 @@ impl Pass<'_> {
     }
 
     /// [`Pass::layers`] behind the embedding.
-    pub fn walk(&mut self, state: &[LayerState], marks: &[usize], mark: &mut Marked<'_>) -> Result<(), ModelError> {
+    pub fn walk(&mut self, state: &mut [LayerState], marks: &[usize], mark: &mut Marked<'_>) -> Result<(), ModelError> {
         let (net, b, tokens) = (self.net, self.b, self.tokens);
         for (index, (layer, state)) in net.layers.iter().zip(state).enumerate() {
             match (&layer.mixer, state) {
                 (Mixer::Attention(attention), LayerState::Attention(cache)) => {
                     self.attention(layer.norm, attention, cache)?;
                 }
-                (Mixer::DeltaNet(delta), LayerState::DeltaNet { conv, heads }) => {
-                    self.delta_net(layer.norm, delta, [*conv, *heads], marks, mark)?;
+                (Mixer::DeltaNet(delta), LayerState::DeltaNet(memory)) => {
+                    self.delta_net(layer.norm, delta, memory, marks, mark)?;
                 }
                 _ => return Err(ModelError::Config("the state belongs to another model".into())),
             }
@@ -190,29 +195,34 @@ impl Pass<'_> {
         &mut self,
         norm: Region,
         delta: &DeltaNet,
-        [conv, heads]: [Region; 2],
+        memory: &mut DeltaState,
         marks: &[usize],
         mark: &mut Marked<'_>,
     ) -> Result<(), ModelError> {
         let DeltaNet { shape, project, taps, decay, norm: gated, out } = delta;
-        let (b, all) = (self.b, self.tokens);
+        let (b, all, trial) = (self.b, self.tokens, self.trial);
         let norm = Some(self.norm(norm));
-        self.run.run(&Project { x: b.h, tokens: all, norm, matrices: project, y: b.proj, add: false }.into())?;
+        let [all_proj, all_mixed] =
+            trial.and_then(|before| memory.room(shape, before, all)).unwrap_or([b.proj, b.mixed]);
+        self.run.run(&Project { x: b.h, tokens: all, norm, matrices: project, y: all_proj, add: false }.into())?;
         let mut from = 0;
         for (index, to) in marks.iter().copied().chain([all]).enumerate() {
             if to > from {
                 let tokens = to - from;
-                let proj = b.proj.rows(from, tokens, shape.width());
-                let mixed = b.mixed.rows(from, tokens, shape.channels());
-                self.run.run(&Conv { shape, tokens, proj, taps: *taps, state: conv, out: mixed }.into())?;
+                let (past, stored) = (memory.past(shape), memory.stored(trial, tokens));
+                let proj = all_proj.rows(from, tokens, shape.width());
+                let mixed = all_mixed.rows(from, tokens, shape.channels());
+                let (taps, state) = (*taps, memory.conv);
+                self.run.run(&Conv { shape, tokens, proj, taps, past, stored, state, out: mixed }.into())?;
                 let [out, y] = [b.out, b.y].map(|region| region.rows(from, tokens, shape.values()));
-                let (decay, norm) = (*decay, *gated);
-                let rule = DeltaRule { shape, tokens, proj, mixed, decay, state: heads, norm, out, y };
+                let (decay, norm, state) = (*decay, *gated, memory.heads);
+                let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y };
                 self.run.run(&rule.into())?;
+                memory.walked(trial, tokens);
             }
             from = to;
             if index < marks.len() {
-                mark(&mut *self.run, index, [conv, heads])?;
+                mark(&mut *self.run, index, [memory.conv, memory.heads])?;
             }
         }
         self.back(out)

@@ -1,7 +1,7 @@
 //! Embedding and head, for a draft that has none of its own. Both overwrite hidden rows of the last pass, so those are read
 //! first.
 
-use super::{Logits, Qwen, placed::Placed, verify::ROWS};
+use super::{Logits, Qwen, placed::Placed, tape::ROWS};
 use crate::{
     device::Compute,
     error::ModelError,

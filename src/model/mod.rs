@@ -20,6 +20,7 @@ pub mod speed;
 mod state;
 mod survey;
 mod tap;
+mod tape;
 mod verify;
 
 pub use config::Config;
@@ -32,7 +33,7 @@ pub use snapshot::{Snapshot, SnapshotSize};
 pub use state::State;
 pub use survey::Surveyed;
 pub use tap::Taps;
-pub use verify::ROWS as VERIFY_ROWS;
+pub use tape::ROWS as VERIFY_ROWS;
 
 use crate::{device::DeviceError, error::ModelError};
 

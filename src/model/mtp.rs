@@ -229,7 +229,7 @@ impl Qwen {
             rows.chunks_exact_mut(width).for_each(|row| normalise(row, &place.norm, config.eps));
         }
         let run = &mut **run;
-        let (b, state) = (Buffers { tables: place.tables, ..*buffers }, [LayerState::Attention(place.cache)]);
+        let (b, mut state) = (Buffers { tables: place.tables, ..*buffers }, [LayerState::Attention(place.cache)]);
         let (mut start, mut out) = (at, Predicted::default());
         for (ids, rows) in ids.chunks(b.rows).zip(rows.chunks(b.rows * width)) {
             let tokens = ids.len();
@@ -245,12 +245,13 @@ impl Qwen {
                 tokens,
                 phase: if tokens == 1 { Phase::Decode } else { Phase::Prefill },
                 present: false,
+                trial: None,
                 lists: &mut *lists,
                 observe: None,
                 tapped: &mut place.tapped,
             };
             let last = start + tokens == at + hidden.len() / width;
-            let done = pass.predict(head, ids, rows, &state, last.then_some(&mut out));
+            let done = pass.predict(head, ids, rows, &mut state, last.then_some(&mut out));
             // As for the model's own passes: nothing runs when slots are let go.
             let end = pass.run.mark();
             let waited = pass.run.wait_for(end);
@@ -268,7 +269,7 @@ impl Pass<'_> {
         head: &Head,
         ids: &[u32],
         rows: &[f32],
-        state: &[LayerState],
+        state: &mut [LayerState],
         out: Option<&mut Predicted>,
     ) -> Result<(), ModelError> {
         let (b, tokens, config) = (self.b, self.tokens, self.config);

@@ -8,7 +8,6 @@ use super::{
     qwen::Parts,
     state::{Arenas, heads},
     tap::Tapped,
-    verify::Undo,
 };
 use crate::{
     checkpoint::{BUFFERS, DRAFT_BUFFERS},
@@ -31,8 +30,6 @@ pub(super) struct Placed {
     pub heads: Heads,
     pub arenas: Arenas,
     pub lists: Lists,
-    /// Made with the first verify.
-    pub undo: Option<Undo>,
     pub tapped: Tapped,
     pub head: Option<HeadPlace>,
 }
@@ -72,7 +69,7 @@ impl Placed {
         let end = run.mark();
         run.wait_for(end)?;
         let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
-        Ok(Self { run, limits, slots, buffers, heads, arenas, lists, undo: None, tapped, head })
+        Ok(Self { run, limits, slots, buffers, heads, arenas, lists, tapped, head })
     }
 }
 

@@ -267,6 +267,7 @@ impl Qwen {
         mut observe: Option<&mut Observe<'_>>,
     ) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
+        state.tried = 0;
         let placed = &mut *self.placed.borrow_mut();
         let mut logits = Logits { vocab: self.parts.config.vocab, data: Vec::new() };
         let (mut chunks, mut rest) = (ids.chunks(placed.buffers.rows), ids.len());
@@ -286,7 +287,7 @@ impl Qwen {
                 Ok(regions.into_iter().try_for_each(|region| append(run, region, &mut fixed[index]))?)
             };
             let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
-            let batch = Batch { ids: chunk, logits: wanted, phase, present: false };
+            let batch = Batch { ids: chunk, logits: wanted, phase, present: false, trial: None };
             self.chunk(placed, state, batch, (&here, &mut mark), observe, &mut logits.data)?;
             for (mark, fixed) in here.iter().zip(fixed) {
                 taken.push(state.snapshot(start + mark, fixed, &mut *placed.run)?);
@@ -301,7 +302,7 @@ impl Qwen {
     pub(super) fn chunk<'a>(
         &'a self,
         placed: &'a mut Placed,
-        state: &State,
+        state: &mut State,
         batch: Batch<'_>,
         (marks, mark): (&[usize], &mut Marked<'_>),
         observe: Option<&'a mut Observe<'a>>,
@@ -310,14 +311,29 @@ impl Qwen {
         let Parts { config, net, store, .. } = &self.parts;
         let Placed { run, limits, slots, buffers: b, lists, tapped, .. } = placed;
         let (run, limits) = (&mut **run, *limits);
-        let Batch { ids, logits, phase, present } = batch;
+        let Batch { ids, logits, phase, present, trial } = batch;
         if state.drafting.is_some() && !present {
             return Err(ModelError::Config("a draft was not taken back".into()));
         }
         let (experts, start, tokens) = (store.as_ref(), state.len, ids.len());
-        let mut pass =
-            Pass { config, net, run, limits, experts, slots, b, start, tokens, phase, present, lists, observe, tapped };
-        let done = pass.layers(ids, &state.layers, marks, mark).and_then(|()| pass.head(logits, out));
+        let mut pass = Pass {
+            config,
+            net,
+            run,
+            limits,
+            experts,
+            slots,
+            b,
+            start,
+            tokens,
+            phase,
+            present,
+            trial,
+            lists,
+            observe,
+            tapped,
+        };
+        let done = pass.layers(ids, &mut state.layers, marks, mark).and_then(|()| pass.head(logits, out));
         // After an error, too, the device is done with this pass before slots are let go.
         let end = pass.run.mark();
         let waited = pass.run.wait_for(end);

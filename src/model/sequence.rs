@@ -43,6 +43,7 @@ impl Model for Qwen {
     }
 
     fn snapshot(&self, state: &mut State) -> Result<Snapshot, ModelError> {
+        self.settle(state)?;
         let run = &mut *self.placed.borrow_mut().run;
         let fixed = state.fixed(run)?;
         Ok(state.snapshot(state.len, fixed, run)?)

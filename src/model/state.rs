@@ -4,6 +4,7 @@
 use super::{
     config::Config,
     snapshot::{Frozen, Snapshot},
+    tape::DeltaState,
 };
 use crate::{
     device::{DeviceError, Region},
@@ -23,20 +24,21 @@ use std::{
 pub enum LayerState {
     /// `[KV, context, row]` each; keys after norm and rotation.
     Attention(Cache),
-    /// The last `taps - 1` raw samples, `[taps - 1, C]`, and the heads' matrices, `[Hv, Dv, Dk]`; f32.
-    DeltaNet { conv: Region, heads: Region },
+    DeltaNet(DeltaState),
 }
 
 /// The memory of sequences that are over: the next one begins there. So starting one neither allocates nor frees.
 pub type Arenas = Arc<Mutex<Vec<Vec<LayerState>>>>;
 
-/// A sequence's memory. It cannot be rewound: the delta layers keep no history.
+/// A sequence's memory. It cannot be rewound further than a verify: the delta layers keep no other history.
 #[derive(Debug)]
 pub struct State {
     /// Tokens seen.
     pub len: usize,
     /// The length without the rows of a draft, while there are any: all of them will be taken back.
     pub(super) drafting: Option<usize>,
+    /// Rows of the last verify, if nothing has come behind it.
+    pub(super) tried: usize,
     pub(super) layers: Vec<LayerState>,
     pub(super) frozen: Frozen,
     /// The form of keys and values.
@@ -59,19 +61,18 @@ impl State {
     pub fn new(config: &Config, shape: Heads, arenas: &Arenas, run: &mut dyn Run) -> Result<Self, DeviceError> {
         let used = arenas.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let layers = match used {
-            Some(layers) => {
-                for layer in &layers {
-                    if let LayerState::DeltaNet { conv, heads } = layer {
-                        for region in [*conv, *heads] {
-                            run.write(region, &vec![0; region.len])?;
-                        }
+            Some(mut layers) => {
+                for net in nets(&mut layers) {
+                    net.clear();
+                    for region in [net.conv, net.heads] {
+                        run.write(region, &vec![0; region.len])?;
                     }
                 }
                 layers
             }
             None => allocate(config, &shape, run)?,
         };
-        Ok(Self { len: 0, drafting: None, layers, frozen: Frozen::default(), shape, arenas: arenas.clone() })
+        Ok(Self { len: 0, drafting: None, tried: 0, layers, frozen: Frozen::default(), shape, arenas: arenas.clone() })
     }
 
     /// A snapshot at `len`, behind what is written of it, where the other layers' states were `fixed`.
@@ -88,7 +89,12 @@ impl State {
         })
     }
 
-    /// The delta and convolution states as they are now.
+    /// The delta nets' memory.
+    pub(super) fn nets(&mut self) -> impl Iterator<Item = &mut DeltaState> {
+        nets(&mut self.layers)
+    }
+
+    /// The delta and convolution states, which have taken in all rows.
     pub fn fixed(&self, run: &mut dyn Run) -> Result<Vec<u8>, DeviceError> {
         let mut out = Vec::new();
         fixed(&self.layers).try_for_each(|region| append(run, region, &mut out))?;
@@ -104,7 +110,8 @@ impl State {
         let mut bytes = &snapshot.state[..];
         let newest = newest(layers, shape, rounded_until(snapshot.len)..snapshot.len);
         fixed(layers).chain(newest).try_for_each(|region| take(run, region, &mut bytes))?;
-        (self.len, self.drafting) = (snapshot.len, None);
+        self.nets().for_each(DeltaState::clear);
+        (self.len, self.drafting, self.tried) = (snapshot.len, None, 0);
         Ok(())
     }
 
@@ -166,14 +173,21 @@ fn newest_bytes(layers: &[LayerState], shape: &Heads) -> usize {
 fn caches(layers: &[LayerState]) -> impl Iterator<Item = &Cache> {
     layers.iter().filter_map(|layer| match layer {
         LayerState::Attention(cache) => Some(cache),
-        LayerState::DeltaNet { .. } => None,
+        LayerState::DeltaNet(_) => None,
+    })
+}
+
+fn nets(layers: &mut [LayerState]) -> impl Iterator<Item = &mut DeltaState> {
+    layers.iter_mut().filter_map(|layer| match layer {
+        LayerState::DeltaNet(net) => Some(net),
+        LayerState::Attention(_) => None,
     })
 }
 
 /// The regions of the convolution and delta states, which do not grow.
 fn fixed(layers: &[LayerState]) -> impl Iterator<Item = Region> {
     let both = |layer: &LayerState| match layer {
-        LayerState::DeltaNet { conv, heads } => Some([*conv, *heads]),
+        LayerState::DeltaNet(net) => Some([net.conv, net.heads]),
         LayerState::Attention(_) => None,
     };
     layers.iter().filter_map(both).flatten()
@@ -202,10 +216,11 @@ fn allocate(config: &Config, shape: &Heads, run: &mut dyn Run) -> Result<Vec<Lay
             }
             LayerState::Attention(Cache { keys: run.allocate(cache)?, values: run.allocate(cache)?, newest })
         } else {
-            LayerState::DeltaNet {
+            LayerState::DeltaNet(DeltaState {
                 conv: run.allocate((d.taps - 1) * d.mixed() * 4)?,
                 heads: run.allocate(d.values() * d.key_dim * 4)?,
-            }
+                tape: None,
+            })
         })
     };
     config.full.iter().map(layer).collect()

@@ -8,7 +8,7 @@ use super::{
     qwen::Options,
     speed::Kind,
     state::{State, heads},
-    verify,
+    tape,
 };
 use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index, pack},
@@ -121,7 +121,7 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
         state: State::fixed_bytes(config) + newest,
         workspace_per_row,
         draft: options.draft,
-        workspace_fixed: workspace_fixed + if options.verify { verify::cost(config) } else { 0 },
+        workspace_fixed: workspace_fixed + if options.verify { tape::cost(config) } else { 0 },
         context: config.context,
     }
 }

@@ -2,8 +2,8 @@
 
 use crate::{check::*, host::Host};
 use moestro::ops::{
-    Attend, Cache, CacheFormat, CacheWrite, Codes, Conv, Decay, Delta, DeltaRule, Embed, Float, Heads, Turn, Weight,
-    embed::dequantise, norm::rms_norm,
+    Attend, Cache, CacheFormat, CacheWrite, Codes, Conv, Decay, Delta, DeltaRule, Embed, Float, Heads, Past, Turn,
+    Weight, embed::dequantise, norm::rms_norm,
 };
 
 #[test]
@@ -69,7 +69,8 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// Convolution, recurrence and gated norm over `chunks` of tokens; every chunking gives the same bytes.
+/// Convolution, recurrence and gated norm over `chunks` of tokens; every chunking gives the same bytes, also where each chunk but
+/// the last is only taken into the states with the next one.
 fn delta_case(op: Delta, chunks: &[&[usize]]) {
     let mut random = Random((op.dk * 7 + op.dv) as u64);
     let tokens: usize = chunks[0].iter().sum();
@@ -81,25 +82,28 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
     let (conv0, state0) = (random.normals(channels * 3), random.normals(values * op.dk));
 
     let mut bytes: Option<Vec<Vec<u8>>> = None;
-    for chunks in chunks {
+    for (chunks, late) in chunks.iter().flat_map(|chunks| [(chunks, false), (chunks, true)]) {
         let mut host = Host::start();
         let (taps, conv_state) = (host.floats(&taps), host.floats(&conv0));
         let decay = Decay { rate: host.floats(&rate), dt_bias: host.floats(&dt_bias) };
         let (w, state) = (host.floats(&w), host.floats(&state0));
         let all = host.floats(&proj);
         let [mixed, out, y] = [channels, values, values].map(|n| host.empty(tokens * n * 4));
-        let mut at = 0;
+        let (mut at, mut past) = (0, Past::default());
         for &n in *chunks {
             let rows = |region: moestro::device::Region, width: usize| region.part(at * width * 4, n * width * 4);
             let (proj, mixed, out) = (rows(all, width), rows(mixed, channels), rows(out, values));
             let (shape, tokens, y) = (&op, n, rows(y, values));
-            host.run(&Conv { shape, tokens, proj, taps, state: conv_state, out: mixed }.dispatch());
-            let rule = DeltaRule { shape, tokens, proj, mixed, decay, state, norm: w, out, y };
-            rule.dispatches().iter().for_each(|dispatch| host.run(dispatch));
+            let keep = late && at + n < chunks.iter().sum();
+            let stored = past.rows + if keep { 0 } else { n };
+            host.run(&Conv { shape, tokens, proj, taps, past, stored, state: conv_state, out: mixed }.dispatch());
+            let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: w, out, y };
+            rule.dispatches().for_each(|dispatch| host.run(&dispatch));
+            past = if keep { Past { rows: n, proj, mixed } } else { Past::default() };
             at += n;
         }
         let found = [mixed, out, y, state, conv_state].map(|r| host.read(r)).to_vec();
-        assert!(bytes.get_or_insert(found.clone()) == &found, "chunks {chunks:?} change the result");
+        assert!(bytes.get_or_insert(found.clone()) == &found, "chunks {chunks:?}, late {late}, change the result");
     }
     let found = bytes.unwrap();
 

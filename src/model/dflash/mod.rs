@@ -200,7 +200,7 @@ impl DFlash {
 
 /// Floats of the rows that meet matrices, and of what becomes of them.
 fn room(config: &Config) -> [usize; 2] {
-    let rows = super::verify::ROWS;
+    let rows = super::tape::ROWS;
     let widest = (2 * config.intermediate).max(config.heads * config.dim + 2 * config.kv());
     let second = config.second.map_or(0, |second| {
         (2 * second.taps * config.hidden / second.group).max(second.candidates * second.rank).max(second.candidates)

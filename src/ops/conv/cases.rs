@@ -1,7 +1,7 @@
 use super::Conv;
 use crate::{
     device::DeviceError,
-    ops::{Decay, Delta, DeltaRule, check::Bench},
+    ops::{Decay, Delta, DeltaRule, Past, check::Bench},
 };
 
 /// The convolution, and the delta rule behind it.
@@ -13,12 +13,16 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
 fn case(b: &mut Bench<'_>, shape: &Delta) -> Result<(), DeviceError> {
     let (tokens, channels, values) = (3, shape.channels(), shape.values());
     let proj = b.random(tokens * shape.width())?;
+    let past = Past { rows: 2, proj: b.random(2 * shape.width())?, mixed: b.random(2 * channels)? };
     let (taps, state, out) = (b.random(4 * channels)?, b.random(3 * channels)?, b.room(tokens * channels)?);
-    b.check(Conv { shape, tokens, proj, taps, state, out }, &[out, state], &[])?;
+    let stored = 2 + tokens;
+    b.check(Conv { shape, tokens, proj, taps, past, stored, state, out }, &[out, state], &[])?;
     let (mixed, rate) = (out, b.random.floats(shape.value_heads));
     let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
     let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(shape.value_heads)? };
     let (state, norm) = (b.random(values * shape.dk)?, b.random(shape.dv)?);
     let (out, y) = (b.room(tokens * values)?, b.room(tokens * values)?);
-    b.check(DeltaRule { shape, tokens, proj, mixed, decay, state, norm, out, y }, &[out, state, y], &[])
+    // The tokens may be taken back: only the past ones go into the state.
+    let stored = 2;
+    b.check(DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }, &[out, state, y], &[])
 }

@@ -2,14 +2,15 @@
 //!
 //! `c[t] = silu(sum over j < K of taps[j] * full[t + j])`, `full` being the state (`[K - 1, C]`) followed by the tokens' raw
 //! samples: the last tap meets the current one. Then `q = q / sqrt(sum(q^2) + 1e-6) / sqrt(dk)` and `k = k / sqrt(sum(k^2) + 1e-6)`.
-//! Afterwards the state holds the last `K - 1` rows of `full`.
+//! Past rows stand between the state and the tokens. Afterwards the state holds the last `K - 1` rows of `full` behind `stored` of
+//! those that follow it.
 
 mod cases;
 mod cpu;
 
 pub(super) use cases::cases;
 
-use super::delta::Delta;
+use super::delta::{Delta, Past};
 use crate::device::{Binding, Dispatch, Effect, Region};
 
 #[derive(Debug, Clone, Copy)]
@@ -20,6 +21,9 @@ pub struct Conv<'a> {
     pub proj: Region,
     /// `[K, channels]`.
     pub taps: Region,
+    pub past: Past,
+    /// As for the [`DeltaRule`](super::DeltaRule).
+    pub stored: usize,
     /// `[K - 1, channels]`.
     pub state: Region,
     /// `[tokens, channels]`: q, k, v.
@@ -34,6 +38,7 @@ impl Conv<'_> {
 
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
         let channels = self.shape.channels();
+        self.past.touches(self.shape, see);
         see(self.proj.floats(self.tokens * self.shape.width()), Effect::Read);
         see(self.state.floats((self.taps() - 1) * channels), Effect::Update);
         see(self.out.floats(self.tokens * channels), Effect::Write);
@@ -41,16 +46,18 @@ impl Conv<'_> {
 
     /// `kernels/delta.metal`, for `K` of 4.
     pub fn dispatch(&self) -> Dispatch {
-        let Self { shape, tokens, proj, taps, state, out } = *self;
+        let Self { shape, tokens, proj, taps, past, stored, state, out } = *self;
+        let (proj, old) = shape.rows(tokens, proj, past);
         let channels = shape.channels();
         Dispatch {
             kernel: "conv",
-            args: shape.args(tokens),
+            args: shape.args(tokens, past.rows, stored),
             bindings: vec![
-                Binding::read(proj.floats(tokens * shape.width())),
+                Binding::read(proj),
+                Binding::read(old),
                 Binding::read(taps.floats(channels * 4)),
                 Binding::update(state.floats(channels * 3)),
-                Binding::write(out.floats(tokens * channels)),
+                Binding::write(out.floats(tokens.max(1) * channels)),
             ],
             grid: [(2 * shape.key_heads + shape.value_heads) as u32, 1, 1],
             threads: 128,

@@ -20,6 +20,9 @@ impl DeltaRule<'_> {
         let Cpu { compute, memory, scratch, .. } = cpu;
         let proj = memory.floats(self.proj.floats(tokens * width));
         let mixed = memory.floats(self.mixed.floats(tokens * channels));
+        let (past, stored) = (self.past, self.stored);
+        let old = memory.floats(past.mixed.floats(past.rows * channels));
+        let old_proj = memory.floats(past.proj.floats(past.rows * width));
         let (rate, bias) = (self.decay.rate.floats(value_heads), self.decay.dt_bias.floats(value_heads));
         let (rate, bias) = (memory.floats(rate), memory.floats(bias));
         let state = memory.floats_mut(self.state.floats(values * dk));
@@ -31,7 +34,9 @@ impl DeltaRule<'_> {
         for token in 0..tokens {
             let (q, k) = mixed[token * channels..][..2 * keys].split_at(keys);
             same.extend(q.chunks_exact(dk).zip(k.chunks_exact(dk)).map(|(q, k)| dot(q, k)));
-            let row = &proj[token * width + channels + values..][..2 * value_heads];
+        }
+        for row in old_proj.chunks_exact(width).chain(proj.chunks_exact(width)) {
+            let row = &row[channels + values..][..2 * value_heads];
             gates.extend((0..value_heads).map(|head| {
                 let step = softplus(row[value_heads + head] + bias[head]);
                 [sigmoid(row[head]), exp(rate[head] * step)]
@@ -39,7 +44,8 @@ impl DeltaRule<'_> {
         }
         let (same, gates) = (&*same, &*gates);
         // Rows of S do not touch each other: a task walks some rows of one head through all tokens.
-        let rows = if tokens == 1 { dv } else { dv.min(ROWS) };
+        let all = past.rows + tokens;
+        let rows = if all == 1 { dv } else { dv.min(ROWS) };
         let tasks = dv.div_ceil(rows);
         let (state, base) = (Out(state.as_mut_ptr()), Out(out.as_mut_ptr()));
         compute.threads.run(value_heads * tasks, &|task| {
@@ -47,9 +53,26 @@ impl DeltaRule<'_> {
             let (head, first) = (task / tasks, task % tasks * rows);
             let rows = rows.min(dv - first);
             // SAFETY: these rows of this head belong to this task; the state has `value_heads * dv` of them.
-            let state = unsafe { std::slice::from_raw_parts_mut(state.add((head * dv + first) * dk), rows * dk) };
+            let mut state = unsafe { std::slice::from_raw_parts_mut(state.add((head * dv + first) * dk), rows * dk) };
             let key_head = head / (value_heads / key_heads);
-            for token in 0..tokens {
+            let mut ahead;
+            for at in 0..all {
+                if at == stored {
+                    // What follows may be taken back: it is walked on a copy.
+                    ahead = state.to_vec();
+                    state = &mut ahead;
+                }
+                let gates = gates[at * value_heads + head];
+                let Some(token) = at.checked_sub(past.rows) else {
+                    let row = &old[at * channels..][..channels];
+                    advance(
+                        state,
+                        &row[keys + key_head * dk..][..dk],
+                        &row[2 * keys + head * dv + first..][..rows],
+                        gates,
+                    );
+                    continue;
+                };
                 let row = &mixed[token * channels..][..channels];
                 let key = Key {
                     q: &row[key_head * dk..][..dk],
@@ -59,7 +82,7 @@ impl DeltaRule<'_> {
                 let v = &row[2 * keys + head * dv + first..][..rows];
                 // SAFETY: these rows of this head's outputs belong to this task.
                 let out = unsafe { std::slice::from_raw_parts_mut(out.add(token * values + head * dv + first), rows) };
-                step(state, key, v, gates[token * value_heads + head], out);
+                step(state, key, v, gates, out);
             }
         });
 
@@ -95,6 +118,20 @@ wide! {
                 *s = g.mul_add(*s, d * k);
             }
             *out = d.mul_add(same, g * seen);
+        }
+    }
+}
+
+wide! {
+    /// The same, for a row whose `out` is known.
+    fn advance(state: &mut [f32], k: &[f32], v: &[f32], gates: [f32; 2]) {
+        let [beta, g] = gates;
+        for (s, v) in state.chunks_exact_mut(k.len()).zip(v) {
+            let [known] = float::dot::<V, 1>(s, [k]);
+            let d = beta * (v - g * known);
+            for (s, k) in s.iter_mut().zip(k) {
+                *s = g.mul_add(*s, d * k);
+            }
         }
     }
 }

@@ -1,38 +1,50 @@
 //! `kernels/delta.metal`, and the norm from `kernels/norm.metal`.
 
-use super::{Delta, DeltaRule};
-use crate::device::{Binding, Dispatch};
+use super::{Delta, DeltaRule, Past};
+use crate::device::{Binding, Dispatch, Region};
 
 impl Delta {
-    pub(in crate::ops) fn args(&self, tokens: usize) -> Vec<u32> {
+    pub(in crate::ops) fn args(&self, tokens: usize, past: usize, stored: usize) -> Vec<u32> {
         let b_at = self.channels() + self.values();
         let words =
             [tokens, self.width(), self.key_heads, self.value_heads, self.dk, self.dv, b_at, b_at + self.value_heads];
         let mut args = words.map(|w| w as u32).to_vec();
-        args.push(super::EPS.to_bits());
+        args.extend([super::EPS.to_bits(), past as u32, stored as u32]);
         args
+    }
+
+    /// The projected rows and the past ones, of which there may be none: then they stand in for each other.
+    pub(in crate::ops) fn rows(&self, tokens: usize, proj: Region, past: Past) -> (Region, Region) {
+        let proj = proj.floats(tokens.max(1) * self.width());
+        (proj, if past.rows > 0 { past.proj.floats(past.rows * self.width()) } else { proj })
     }
 }
 
 impl DeltaRule<'_> {
     /// The recurrence, then the norm. Panics if `dk` is above 256.
-    pub fn dispatches(&self) -> [Dispatch; 2] {
-        [self.recurrence(), self.gated_norm()]
+    pub fn dispatches(&self) -> impl Iterator<Item = Dispatch> {
+        [self.recurrence()].into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
     }
 
     fn recurrence(&self) -> Dispatch {
-        let Self { shape, tokens, proj, mixed, decay, state, out, .. } = *self;
+        let Self { shape, tokens, proj, mixed, decay, past, stored, state, out, .. } = *self;
+        let (proj, past_proj) = shape.rows(tokens, proj, past);
+        let (few, channels) = (tokens.max(1), shape.channels());
+        let mixed = mixed.floats(few * channels);
+        let past_mixed = if past.rows > 0 { past.mixed.floats(past.rows * channels) } else { mixed };
         assert!(shape.dk <= 256, "key heads of {}", shape.dk);
         Dispatch {
             kernel: if shape.dk <= 128 { "delta_128" } else { "delta_256" },
-            args: shape.args(tokens),
+            args: shape.args(tokens, past.rows, stored),
             bindings: vec![
-                Binding::read(proj.floats(tokens * shape.width())),
-                Binding::read(mixed.floats(tokens * shape.channels())),
+                Binding::read(proj),
+                Binding::read(mixed),
+                Binding::read(past_proj),
+                Binding::read(past_mixed),
                 Binding::read(decay.rate.floats(shape.value_heads)),
                 Binding::read(decay.dt_bias.floats(shape.value_heads)),
                 Binding::update(state.floats(shape.values() * shape.dk)),
-                Binding::write(out.floats(tokens * shape.values())),
+                Binding::write(out.floats(few * shape.values())),
             ],
             grid: [shape.dv.div_ceil(16) as u32, shape.value_heads as u32, 1],
             threads: 128,

@@ -47,6 +47,23 @@ pub struct Decay {
     pub dt_bias: Region,
 }
 
+/// Rows in front that a layer's states have not taken in: they are walked once more, and what comes of them is not wanted.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Past {
+    pub rows: usize,
+    /// `[rows, width]`.
+    pub proj: Region,
+    /// `[rows, channels]`: behind the convolution.
+    pub mixed: Region,
+}
+
+impl Past {
+    pub(super) fn touches(&self, shape: &Delta, see: &mut dyn FnMut(Region, Effect)) {
+        see(self.proj.floats(self.rows * shape.width()), Effect::Read);
+        see(self.mixed.floats(self.rows * shape.channels()), Effect::Read);
+    }
+}
+
 /// The rule over all tokens, and the gated norm of what it gives.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaRule<'a> {
@@ -57,6 +74,9 @@ pub struct DeltaRule<'a> {
     /// [`Conv`](super::conv::Conv)'s output.
     pub mixed: Region,
     pub decay: Decay,
+    pub past: Past,
+    /// The state is written as it is behind so many rows, of the past ones and then of these.
+    pub stored: usize,
     /// `[value_heads, dv, dk]` f32.
     pub state: Region,
     /// `[dv]`, shared by all heads.
@@ -70,6 +90,7 @@ pub struct DeltaRule<'a> {
 impl DeltaRule<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
         let (tokens, shape) = (self.tokens, self.shape);
+        self.past.touches(shape, see);
         see(self.proj.floats(tokens * shape.width()), Effect::Read);
         see(self.mixed.floats(tokens * shape.channels()), Effect::Read);
         see(self.state.floats(shape.values() * shape.dk), Effect::Update);

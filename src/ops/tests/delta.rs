@@ -5,7 +5,7 @@ use super::{Lab, to_bits};
 use crate::{
     device::{Math, Region},
     ops::{
-        Conv, Decay, Delta, DeltaRule,
+        Conv, Decay, Delta, DeltaRule, Past,
         simd::{
             Isa,
             tests::{Random, with},
@@ -42,13 +42,18 @@ impl Layer {
 
     /// Convolution and rule of some rows; the outputs are q k v, `o` and `y`.
     fn run(&self, lab: &mut Lab, proj: Region, tokens: usize) -> [Vec<f32>; 3] {
+        self.walk(lab, Past::default(), proj, tokens, tokens).map(|region| lab.read(region))
+    }
+
+    /// The same behind `past` rows; the states take in `stored` of all.
+    fn walk(&self, lab: &mut Lab, past: Past, proj: Region, tokens: usize, stored: usize) -> [Region; 3] {
         let (shape, state) = (&self.shape, self.state);
         let mixed = lab.room(tokens * shape.channels());
         let (out, y) = (lab.room(tokens * shape.values()), lab.room(tokens * shape.values()));
-        lab.run(Conv { shape, tokens, proj, taps: self.taps, state: self.samples, out: mixed });
+        lab.run(Conv { shape, tokens, proj, taps: self.taps, past, stored, state: self.samples, out: mixed });
         let (decay, norm) = (self.decay, self.norm);
-        lab.run(DeltaRule { shape, tokens, proj, mixed, decay, state, norm, out, y });
-        [mixed, out, y].map(|region| lab.read(region))
+        lab.run(DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y });
+        [mixed, out, y]
     }
 }
 
@@ -120,6 +125,37 @@ fn chunks_and_threads_do_not_show() {
     }
     for isa in Isa::all() {
         assert!(with(isa, || run(1, &[37])) == expected, "{isa:?}");
+    }
+}
+
+/// Nine rows at once, and so that some that were walked are kept back: first none is stored, then two of four, then all.
+#[test]
+fn rows_that_may_be_taken_back_give_the_same_bytes() {
+    let (mut random, mut lab) = (Random(35), Lab::new());
+    for (key_heads, value_heads, dk, dv) in [(2, 4, 64, 80), (1, 2, 128, 128), (3, 3, 20, 48)] {
+        let shape = Delta { key_heads, value_heads, dk, dv, eps: 1e-6 };
+        let (width, channels) = (shape.width(), shape.channels());
+        let layer = Layer::random(&mut lab, &mut random, shape);
+        let proj = lab.random(&mut random, 9 * width);
+        let another =
+            |lab: &mut Lab| Layer { samples: lab.room(3 * channels), state: lab.room(shape.values() * dk), ..layer };
+        let whole = another(&mut lab);
+        let [_, _, y] = whole.run(lab.with(1, Math::Integer), proj, 9);
+        for threads in [1, 3] {
+            let lab = lab.with(threads, Math::Integer);
+            let layer = another(lab);
+            let [mixed, _, first] = layer.walk(lab, Past::default(), proj, 4, 0);
+            assert!(lab.read(layer.state).iter().chain(&lab.read(layer.samples)).all(|x| *x == 0.0));
+            // The fourth is taken back.
+            let past = Past { rows: 3, proj: proj.floats(3 * width), mixed: mixed.floats(3 * channels) };
+            let [again, _, second] = layer.walk(lab, past, proj.rows(3, 2, width), 2, 3);
+            let past = Past { rows: 2, proj: proj.rows(3, 2, width), mixed: again };
+            let [_, _, third] = layer.walk(lab, past, proj.rows(5, 4, width), 4, 6);
+            let found = [first.floats(3 * shape.values()), second, third].map(|y| lab.read(y)).concat();
+            assert!(found == y);
+            assert!(lab.bits(layer.state) == lab.bits(whole.state));
+            assert!(lab.bits(layer.samples) == lab.bits(whole.samples));
+        }
     }
 }
 
