@@ -2,12 +2,13 @@
 //!
 //! ```text
 //! cargo bench --bench stream -- MODEL LIMIT [--tokens 64,64] [--threads N] [--io auto|direct|buffered] [--io-threads N]
-//!     [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE]
+//!     [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE] [--checks beside|before]
 //! ```
 //! LIMIT is the memory limit in bytes (0: none). The tokens are drawn at random from the vocabulary, as llama-bench
 //! draws them, or are those of a file of numbers, from its start again when it ends. Prints `MARK start` and `MARK phase`
 //! lines, so that a wrapper can account for the phases, and one line `RESULT {json}` with tokens a second, hit rate and
-//! bytes for each phase, and the most memory that was resident.
+//! bytes for each phase, and the most memory that was resident. `--checks before`: a packed expert is used when its checksum
+//! has been compared, and not while it is; `check_share` is the part of the time in which nothing but checksums was waited for.
 
 use moestro::{
     config::Switch,
@@ -61,6 +62,9 @@ fn main() {
     let begin = Instant::now();
     let mut model = Qwen::load(Path::new(dir), &options, &metrics, &mut |_, _| ()).expect("the model loads");
     let loaded = begin.elapsed().as_secs_f64();
+    if let (Some("before"), Some(store)) = (flag("--checks"), model.store()) {
+        store.check_beside(false);
+    }
     let mut state = model.start().expect("a state");
     let mut seed = number("--seed", 1) as u64;
     let vocab = model.vocab() as u64;
@@ -84,14 +88,16 @@ fn main() {
             let hits = metrics.lookups_decode_hit.get();
             let (misses, foreseen) = (metrics.lookups_decode_miss.get(), metrics.lookups_decode_prefetched.get());
             let (read, stall) = (metrics.ssd_read_bytes.get(), metrics.ssd_stall_seconds.get());
-            [hits as f64, misses as f64, foreseen as f64, read as f64, stall, metrics.prefetches_wasted.get() as f64]
+            let (wasted, checks) = (metrics.prefetches_wasted.get() as f64, metrics.pack_check_seconds.get());
+            [hits as f64, misses as f64, foreseen as f64, read as f64, stall, wasted, checks]
         };
         let (before, begin) = (count(), Instant::now());
         for _ in 0..tokens {
             model.forward(&mut state, &[token()], Rows::Last).expect("a token");
         }
         let (after, seconds) = (count(), begin.elapsed().as_secs_f64());
-        let [hits, misses, foreseen, read, stall, wasted]: [f64; 6] = std::array::from_fn(|i| after[i] - before[i]);
+        let [hits, misses, foreseen, read, stall, wasted, checks]: [f64; 7] =
+            std::array::from_fn(|i| after[i] - before[i]);
         let lookups = (hits + misses + foreseen).max(1.0);
         println!("MARK phase {tokens} tokens");
         phases.push(serde_json::json!({
@@ -102,6 +108,8 @@ fn main() {
             "read_mb_per_token": read / 1e6 / tokens as f64,
             "read_mb_s": read / 1e6 / seconds,
             "stall_share": stall / seconds,
+            "check_share": checks / seconds,
+            "misses": misses,
             "wasted": wasted,
         }));
     }

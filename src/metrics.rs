@@ -105,6 +105,8 @@ pub struct Metrics {
     /// Time in which the model had nothing to compute for want of an expert.
     pub ssd_stall_seconds: Counter,
     pub ssd_errors: IntCounter,
+    /// Time in which a layer was computed and waited for the checksums of its experts.
+    pub pack_check_seconds: Counter,
     /// Records of the loaded model's pack that were found damaged.
     pub pack_damaged_records: IntGauge,
 
@@ -312,6 +314,11 @@ impl Metrics {
                 "Time in which the model had nothing to compute for want of an expert",
             ),
             ssd_errors: counter(r, "moestro_ssd_errors_total", "Reads that failed or came up short"),
+            pack_check_seconds: seconds(
+                r,
+                "moestro_pack_check_seconds_total",
+                "Time in which a layer was computed and waited for its experts' checksums",
+            ),
             pack_damaged_records: gauge(
                 r,
                 "moestro_pack_damaged_records",

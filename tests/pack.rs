@@ -8,9 +8,12 @@ mod shard;
 use moestro::{
     checkpoint::pack,
     demo,
+    device::{Immediate, Mark},
     error::StoreError,
-    experts::{Experts, Io, Options, Phase},
+    experts::{Choice, Experts, Io, Options, Phase, Prefetch},
     metrics::Metrics,
+    model::{self, Model, Qwen, Rows, qwen::StoreOptions},
+    tools::synth,
 };
 use process::Process;
 use serde_json::{Value, json};
@@ -179,6 +182,96 @@ fn a_damaged_record_is_read_from_the_checkpoint() {
     }
     assert_eq!(metrics.pack_damaged_records.get(), 1, "those that could not be mended are tried again");
     assert_eq!(shard.take(&store, 0, &[1, 4], Phase::Decode).unwrap(), 2, "the store lives on");
+}
+
+/// Asks for experts of a layer until there are no more; returns how many came with the checkpoint's bytes the last time that they
+/// came, and how often one came with others before.
+fn beside(shard: &Shard, store: &Experts, layer: usize, ids: &[u32], phase: Phase) -> (usize, usize) {
+    let choice = Choice { ids, k: ids.len(), logits: &[] };
+    let mut asked = store.ask(layer, &choice, phase, &mut Immediate).unwrap();
+    let (mut right, mut wrong) = (std::collections::HashMap::new(), 0);
+    while let Some(batch) = asked.next(&mut Immediate).unwrap() {
+        for landed in batch.iter() {
+            let pieces = &shard.map.layers[layer][landed.expert as usize];
+            let mut all = pieces.iter().zip(landed.pieces);
+            let same = all.all(|(piece, got)| &shard.bytes[piece.offset as usize..][..piece.len] == got);
+            right.insert(landed.expert, same);
+            wrong += usize::from(!same);
+        }
+        batch.reads_until(Mark::START);
+    }
+    (right.values().filter(|same| **same).count(), wrong)
+}
+
+#[test]
+fn a_layer_ends_when_the_sums_of_its_experts_are_right() {
+    let dir = tempfile::tempdir().unwrap();
+    // Large enough that one comes before its sum is known.
+    let shard = Shard::new(dir.path(), 300_000);
+    let out = dir.path().join("model.pack");
+    pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
+    damage(&out, 0, 1);
+    let mut early = 0;
+    for (slots, phase) in [(2, Phase::Decode), (4, Phase::Decode), (11, Phase::Prefill)] {
+        let pack = pack::find(shard.dir(), &shard.map, &shard.files).unwrap();
+        let options = Options { packed: Some(pack.packed), prefetch: Prefetch::On, ..Options::new(slots) };
+        let metrics = Metrics::new("0", "cpu");
+        let store = Experts::open(pack.files, pack.map, options, metrics.clone()).unwrap();
+        store.check_beside(true);
+        for round in 0..3 {
+            for expert in 0..6u32 {
+                let ids = [expert, (expert + 1) % 6];
+                store.read_ahead(0, &[ids[1], (expert + 3) % 6], phase);
+                let (right, wrong) = beside(&shard, &store, 0, &ids, phase);
+                assert_eq!(right, 2, "{slots} slots, round {round}: {ids:?}");
+                assert!(round == 0 || wrong == 0, "what is damaged is known");
+                early += wrong;
+                let other = beside(&shard, &store, 1, &ids, phase);
+                assert_eq!(other, (2, 0), "{slots} slots, round {round}: layer 1, {ids:?}");
+            }
+        }
+        assert_eq!((metrics.pack_damaged_records.get(), metrics.ssd_errors.get()), (6, 6));
+    }
+    assert!(early > 0, "none came before its sum was known: this test shows nothing");
+}
+
+/// The logits of a few tokens, the first sixteen together, with room for `slots` experts.
+fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
+    let store = StoreOptions { slots: Some(slots), ..StoreOptions::default() };
+    let options = model::Options { store, threads: Some(2), ..model::Options::default() };
+    let metrics = Metrics::new("0", "cpu");
+    let mut model = Qwen::load(dir, &options, &metrics, &mut |_, _| ()).unwrap();
+    let mut state = model.start().unwrap();
+    let ids: Vec<u32> = (0..24).map(|id| id * 37 % 500).collect();
+    let mut bits = Vec::new();
+    let cuts = [&ids[..16]].into_iter().chain(ids[16..].chunks(1));
+    for cut in cuts {
+        bits.extend(model.forward(&mut state, cut, Rows::Last).unwrap().data.iter().map(|logit| logit.to_bits()));
+    }
+    (bits, metrics.pack_damaged_records.get(), model.store().unwrap().is_resident())
+}
+
+#[test]
+fn what_was_computed_with_a_damaged_record_is_computed_again() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("model");
+    // Experts of 1.7 MB, so that they are computed with before their sums are known.
+    let dimensions = synth::Dimensions { layers: 4, experts: 12, vocab: 512, ..synth::Dimensions::of_35b() };
+    let (eos_token_ids, extras) = (vec![], vec![]);
+    let options =
+        synth::Options { dimensions, seed: 5, router_skew: 0.5, eos_token_ids, shard: 1 << 30, threads: 2, extras };
+    synth::write(&dir, &options, &|_| ()).unwrap();
+    let expected = logits(&dir, 24);
+    assert_eq!((expected.1, expected.2), (0, false));
+    let found = model::Surveyed::unpacked(&dir, &model::Options::default()).unwrap();
+    let out = root.path().join("model.pack");
+    pack::write(&found.experts, &found.files, &out, &|_| ()).unwrap();
+    (0..4).for_each(|layer| damage(&out, layer, 4096));
+    for slots in [8, 24, 48] {
+        let (bits, damaged, resident) = logits(&dir, slots);
+        assert!(bits == expected.0, "{slots} slots: other logits");
+        assert!(damaged >= 40 && resident == (slots == 48), "{slots} slots: {damaged}");
+    }
 }
 
 #[test]

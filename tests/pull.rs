@@ -6,10 +6,14 @@
 mod server;
 
 use moestro::demo;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 use server::{COMMIT, TestHub};
 use std::{
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
     path::{Path, PathBuf},
     process::{Command, Output},
+    sync::Arc,
 };
 
 fn moestro(args: &[&str], endpoint: &str, home: &Path) -> Output {
@@ -154,4 +158,62 @@ fn the_demo_by_way_of_a_hub() {
     let other = moestro(&["serve", "org/other"], &hub.endpoint, home.path());
     let said = String::from_utf8_lossy(&other.stderr);
     assert!(!other.status.success() && said.contains("org/other: the hub has no such model"), "{said}");
+}
+
+/// `hub` behind TLS, as `localhost`, with a certificate of an authority that no system knows. Returns its endpoint.
+fn encrypted(hub: &TestHub) -> String {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tls");
+    let chain = vec![CertificateDer::from_pem_file(dir.join("localhost.pem")).unwrap()];
+    let key = PrivateKeyDer::from_pem_file(dir.join("localhost.key")).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = rustls::ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let config = Arc::new(config.with_no_client_auth().with_single_cert(chain, key).unwrap());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("https://localhost:{}", listener.local_addr().unwrap().port());
+    let plain = hub.endpoint.trim_start_matches("http://").to_owned();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let (config, plain) = (config.clone(), plain.clone());
+            std::thread::spawn(move || {
+                let session = rustls::ServerConnection::new(config).unwrap();
+                let mut tls = rustls::StreamOwned::new(session, stream);
+                let (mut head, mut byte) = (Vec::new(), [0]);
+                while !head.ends_with(b"\r\n\r\n") {
+                    // A client that does not know our authority hangs up here.
+                    let Ok(1) = tls.read(&mut byte) else { return };
+                    head.push(byte[0]);
+                }
+                let mut answer = Vec::new();
+                let mut hub = TcpStream::connect(&plain).unwrap();
+                hub.write_all(&head).unwrap();
+                hub.read_to_end(&mut answer).unwrap();
+                let _ = tls.write_all(&answer);
+                tls.conn.send_close_notify();
+                let _ = tls.flush();
+            });
+        }
+    });
+    endpoint
+}
+
+#[test]
+fn the_authorities_are_those_that_the_system_names() {
+    let hub = TestHub::new(&demo_files());
+    let endpoint = encrypted(&hub);
+    let authority = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tls/authority.pem");
+    for named in [None, Some(authority)] {
+        let home = tempfile::tempdir().unwrap();
+        let mut pull = command(&["pull", "org/name"], &endpoint, home.path());
+        if let Some(authority) = &named {
+            pull.env("SSL_CERT_FILE", authority);
+        }
+        let pulled = pull.output().unwrap();
+        let said = String::from_utf8_lossy(&pulled.stderr);
+        assert_eq!(pulled.status.success(), named.is_some(), "{said}");
+        let requests = hub.shelf.lock().unwrap().requests;
+        match named {
+            Some(_) => assert!(requests >= 5, "{requests}"),
+            None => assert!(requests == 0 && said.to_lowercase().contains("certificate"), "{said}"),
+        }
+    }
 }

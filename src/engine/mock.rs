@@ -38,6 +38,8 @@ pub struct MockModel {
     pub panics_on: Option<u32>,
     /// Tokens evaluated so far; clones share it, so a test can watch.
     pub evaluated: Arc<AtomicUsize>,
+    /// Rows of logits so far; clones share it.
+    pub rows: Arc<AtomicUsize>,
     /// Hidden rows that are wanted; each is its token, once a layer.
     pub taps: Taps,
     /// The tokens of the last pass.
@@ -60,6 +62,7 @@ impl Default for MockModel {
             fails_on: None,
             panics_on: None,
             evaluated: Arc::default(),
+            rows: Arc::default(),
             taps: Taps::default(),
             last: Vec::new(),
             states: Arc::default(),
@@ -128,6 +131,7 @@ impl Model for MockModel {
                 taken.push(self.snapshot(heard)?);
             }
             if rows == Rows::All || (rows == Rows::Last && index + 1 == ids.len()) {
+                self.rows.fetch_add(1, Ordering::Relaxed);
                 let (next, length) = (self.next(heard) as usize, heard.tokens.len() as u32);
                 logits.data.extend((0..self.vocab as u32).map(|token| noise(token, length)));
                 let row = logits.data.len() - self.vocab;

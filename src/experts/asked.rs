@@ -2,7 +2,6 @@
 
 use super::{
     Choice, Experts, Live, Phase,
-    eviction::Key,
     layout::PIECES,
     slots::{Purpose, SlotId, State},
 };
@@ -39,6 +38,8 @@ pub(super) struct Lists {
     batch: Vec<Wanted>,
     /// Slots that were handed out before and are still pinned.
     held: Vec<SlotId>,
+    /// Experts that were handed out before their checksums were compared, pinned once more until they have been.
+    unchecked: Vec<Wanted>,
 }
 
 /// The experts a layer asked for. A slot that was handed out keeps its bytes until a mark has been named for it
@@ -130,7 +131,8 @@ impl Asked<'_> {
     }
 
     /// The next experts that can be read: first those that are in slots already, then what has been read since; waits only
-    /// if there is nothing to hand out. `None` when every expert has been handed out once.
+    /// if there is nothing to hand out. `None` when every expert has been handed out once, and its checksum, where one is
+    /// compared [beside](Experts::check_beside), was right: an expert with a wrong one comes once more, with its own bytes.
     #[allow(clippy::should_implement_trait)] // A lending iterator: a batch borrows what hands it out.
     pub fn next(&mut self, device: &mut dyn Timeline) -> Result<Option<Batch<'_>>, StoreError> {
         let experts = self.experts;
@@ -140,15 +142,18 @@ impl Asked<'_> {
         loop {
             let seen = experts.reader.landed();
             live.slots.advance(device.passed());
+            self.confirm(live);
             self.claim(live);
             self.gather(live)?;
             if !self.lists.batch.is_empty() {
                 return Ok(Some(Batch { experts, lists: &mut self.lists }));
             }
-            if self.is_empty() {
+            let checks_alone = self.is_empty();
+            if checks_alone && self.lists.unchecked.is_empty() {
                 return Ok(None);
             }
             if self.lists.coming.is_empty()
+                && !checks_alone
                 && let Some(mark) = live.slots.next_mark()
             {
                 // Every slot is being read by the device: that one waits, not the disk.
@@ -169,6 +174,10 @@ impl Asked<'_> {
             let begin = Instant::now();
             experts.reader.wait(seen);
             let stalled = begin.elapsed().as_secs_f64();
+            if checks_alone {
+                experts.metrics.pack_check_seconds.inc_by(stalled);
+                continue;
+            }
             experts.metrics.ssd_stall_seconds.inc_by(stalled);
             if self.phase == Phase::Decode {
                 live.ahead.stalled(stalled);
@@ -207,7 +216,7 @@ impl Asked<'_> {
                 return true;
             };
             live.slots.pin(slot);
-            let ready = live.slots.state(slot) == State::Ready;
+            let ready = live.slots.state(slot).is_readable();
             match (live.slots.asked(slot), ready) {
                 (true, _) => foreseen += 1,
                 (false, true) => hits += 1,
@@ -248,14 +257,44 @@ impl Asked<'_> {
         }
     }
 
-    /// Moves what is ready to the batch.
+    /// Looks after the checks of what has been handed out: what passed is let go of, what did not is read again, by other
+    /// means, and will be handed out once more.
+    fn confirm(&mut self, live: &mut Live) {
+        let Lists { coming, unchecked, .. } = &mut self.lists;
+        unchecked.retain(|wanted| match live.slots.state(wanted.slot) {
+            State::Checking => true,
+            State::Damaged => {
+                coming.push(wanted.clone());
+                false
+            }
+            _ => {
+                live.slots.unpin(wanted.slot, Mark::START, &live.scores);
+                false
+            }
+        });
+    }
+
+    /// Moves what can be read to the batch.
     fn gather(&mut self, live: &mut Live) -> Result<(), StoreError> {
-        let Lists { coming, batch, .. } = &mut self.lists;
+        let (experts, layer) = (self.experts, self.layer);
+        let Lists { coming, batch, unchecked, .. } = &mut self.lists;
         let mut failed = None;
         coming.retain(|wanted| match live.slots.state(wanted.slot) {
             State::Ready => {
                 batch.push(wanted.clone());
                 false
+            }
+            State::Checking => {
+                live.slots.pin(wanted.slot);
+                unchecked.push(wanted.clone());
+                batch.push(wanted.clone());
+                false
+            }
+            State::Damaged => {
+                if let Some(key) = experts.key(layer, wanted.expert) {
+                    experts.send(live, key, wanted.slot, Purpose::Demand);
+                }
+                true
             }
             State::Failed => {
                 failed.get_or_insert(wanted.slot);
@@ -272,75 +311,14 @@ impl Asked<'_> {
     /// Unpins everything.
     fn let_go(&mut self, mark: Mark) {
         let live = &mut *self.experts.live.borrow_mut();
-        let Lists { coming, batch, held, .. } = &mut self.lists;
+        let Lists { coming, batch, held, unchecked, .. } = &mut self.lists;
         for slot in held.drain(..).chain(batch.drain(..).map(|wanted| wanted.slot)) {
             live.slots.unpin(slot, mark, &live.scores);
         }
-        for wanted in coming.drain(..) {
+        for wanted in coming.drain(..).chain(unchecked.drain(..)) {
             live.slots.unpin(wanted.slot, Mark::START, &live.scores);
         }
         self.experts.metrics.expert_slots_used.set(live.slots.used() as i64);
-    }
-}
-
-impl Experts {
-    /// The slot of `key`; one whose read failed is freed.
-    fn find(&self, live: &mut Live, key: Key) -> Option<SlotId> {
-        let slot = live.slots.find(key)?;
-        if live.slots.state(slot) == State::Failed && live.slots.pins(slot) == 0 {
-            self.warn_of(live, slot);
-            live.slots.vacate(slot);
-            return None;
-        }
-        Some(slot)
-    }
-
-    /// A slot for an expert that has none, with its reads under way.
-    fn slot_for(&self, live: &mut Live, key: Key) -> Option<SlotId> {
-        let claim = match live.slots.claim(key, Purpose::Demand, &live.scores) {
-            Some(claim) => claim,
-            None => {
-                // Nothing to evict: a slot that waits for a background read has to do.
-                let slot = self.take_back(live)?;
-                live.slots.vacate(slot);
-                live.slots.claim(key, Purpose::Demand, &live.scores)?
-            }
-        };
-        self.count_eviction(&claim);
-        self.send(live, key, claim.slot, Purpose::Demand);
-        Some(claim.slot)
-    }
-
-    /// A slot whose read no reader has begun, and that nobody has asked for: a warm start's, else a prediction's.
-    fn take_back(&self, live: &mut Live) -> Option<SlotId> {
-        let mut queued = live.slots.all(State::Queued).map(|(_, slot)| slot);
-        queued
-            .find(|&slot| live.slots.pins(slot) == 0 && self.reader.cancel(slot))
-            .or_else(|| live.ahead.give_up(|slot| live.slots.is_predicted(slot) && self.reader.cancel(slot)))
-    }
-
-    /// Unpins the experts that were read ahead for a layer and not asked for.
-    fn pass_over(&self, live: &mut Live, layer: usize) {
-        while let Some(slot) = live.ahead.settle(layer) {
-            if live.slots.is_predicted(slot) && self.reader.cancel(slot) {
-                live.slots.vacate(slot);
-            } else {
-                live.slots.unpin(slot, Mark::START, &live.scores);
-            }
-        }
-    }
-
-    /// Frees the slots of predictions that could not be read.
-    fn forget_failed(&self, live: &mut Live) {
-        while let Some(slot) = live.ahead.give_up(|slot| live.slots.state(slot) == State::Failed) {
-            self.warn_of(live, slot);
-            live.slots.unpin(slot, Mark::START, &live.scores);
-        }
-    }
-
-    fn warn_of(&self, live: &Live, slot: SlotId) {
-        let error = self.failure(live, slot);
-        tracing::warn!(%error, "an expert could not be read ahead");
     }
 }
 
@@ -387,13 +365,14 @@ impl Experts {
         let base = slot.index() * self.slot_bytes;
         std::array::from_fn(|piece| {
             let span = live.spans.get(slot.index()).map_or(0..0, |spans| spans[piece].clone());
-            // SAFETY: the slot is ready, so all reads into it are over, and it is pinned until the batch that the result
+            // SAFETY: the slot is ready, or being checked, so all reads into it are over, and it is pinned until the batch that the result
             // borrows is let go of: nobody writes to it before.
             unsafe { self.slab.bytes(base + span.start..base + span.end) }
         })
     }
 }
 
+mod claim;
 mod present;
 #[cfg(test)]
 mod tests;

@@ -211,4 +211,49 @@ mod tests {
         }
         assert!((0..3).all(|key| scores.score(key).is_finite()));
     }
+
+    /// The score by its definition: running mean and variance of each margin, the share of tokens, and their mean.
+    #[test]
+    fn the_score_is_what_the_top_of_this_file_says() {
+        let rows = [[3.0f32, 2.0, 1.0, 0.5], [2.5, 2.0, -1.0, 4.0], [0.0, 1.0, 2.0, 3.5]];
+        let taken = [[0u32, 1], [3, 0], [3, 2]];
+        let mut scores = Scores::new(2, 4);
+        for (row, ids) in rows.iter().zip(&taken) {
+            scores.visit(1, Choice { ids, k: 2, logits: row });
+        }
+        let margins = rows.iter().zip(&taken).map(|(row, ids)| {
+            let least = ids.iter().map(|id| row[*id as usize]).fold(f32::INFINITY, f32::min);
+            row.map(|logit| f64::from(logit - least))
+        });
+        let margins: Vec<[f64; 4]> = margins.collect();
+        let n = rows.len() as f64;
+        let mean: [f64; 4] = std::array::from_fn(|e| margins.iter().map(|row| row[e]).sum::<f64>() / n);
+        let variance: [f64; 4] =
+            std::array::from_fn(|e| margins.iter().map(|row| (row[e] - mean[e]).powi(2)).sum::<f64>() / n);
+        let spread = variance.iter().sum::<f64>() / 4.0;
+        for e in 0..4 {
+            let share = taken.iter().filter(|ids| ids.contains(&(e as u32))).count() as f64 / n;
+            let drawn = (variance[e] * n + 2.0 * spread) / (n + 2.0);
+            let chance = 1.0 / (1.0 + (-1.702 * mean[e] / drawn.sqrt()).exp());
+            let trust = 2.0 * n;
+            let wanted = (trust * chance + n * share) / (trust + n);
+            let found = f64::from(scores.score(4 + e as Key));
+            assert!((found - wanted).abs() < 1e-5, "expert {e}: {found}, not {wanted}");
+        }
+        assert!((0..4).all(|other| scores.score(other) == 0.0), "the other layer");
+    }
+
+    #[test]
+    fn an_earlier_run_is_worth_sixteen_tokens() {
+        let mut scores = Scores::new(2, 3);
+        for (key, told) in [(0, -1.0), (1, 7.0), (4, 0.5)] {
+            scores.prime(key, told);
+        }
+        assert_eq!([0, 1, 2, 3, 4, 5].map(|key| scores.score(key)), [0.0, 1.0, 0.0, 0.0, 0.5, 0.0]);
+        scores.visit(1, counted(&[0], 1));
+        let wanted = [1.0 / 17.0, 0.5 * 16.0 / 17.0, 0.0];
+        assert!((3..6).zip(wanted).all(|(key, share)| (scores.score(key) - share).abs() < 1e-6));
+        scores.prime(99, 0.5);
+        assert_eq!(scores.score(99), 0.0);
+    }
 }

@@ -270,6 +270,7 @@ impl Experts {
                 match live.slots.state(slot) {
                     State::Ready => break,
                     State::Failed => return Err(self.failure(live, slot)),
+                    State::Damaged => self.send(live, key, slot, Purpose::Demand),
                     _ => self.reader.wait(seen),
                 }
             }
@@ -277,6 +278,12 @@ impl Experts {
             progress(bytes, self.map.bytes());
         }
         Ok(())
+    }
+
+    /// From now on experts may be handed out while their checksums are being compared; see [`Asked::next`]. For devices that
+    /// have passed every mark: one that is late would go on reading a slot into which the right bytes come.
+    pub fn check_beside(&self, on: bool) {
+        self.reader.check_beside(on);
     }
 
     /// True if [`Experts::read_ahead`] would read: otherwise the caller need not spend time on a prediction.

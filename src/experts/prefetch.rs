@@ -181,4 +181,69 @@ mod tests {
         assert_eq!(Ahead::new(Prefetch::On, 16, 1 << 20).most, 2);
         assert!(!Ahead::new(Prefetch::On, 4, 1 << 20).is_on(Phase::Decode));
     }
+
+    /// The stages of a trial, token by token: eight as they come, then with and without in turn, at least sixteen and until each
+    /// way has brought sixteen experts; then the better way for 128 tokens, and for twice as many each time after.
+    #[test]
+    fn a_trial_has_its_length() {
+        for (experts, trial) in [(4, 16), (1, 32), (0, 500)] {
+            let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+            let mut ways = Vec::new();
+            for _ in 0..600 {
+                // One layer: it comes again with every token.
+                ahead.tick(0);
+                ways.push(ahead.is_on(Phase::Decode));
+                ahead.looked_up(experts / 2, experts - experts / 2);
+                ahead.stalled(if ahead.is_on(Phase::Decode) { 0.97 } else { 1.0 });
+            }
+            assert!(ways[..8].iter().all(|on| *on));
+            assert!(ways[8..7 + trial].iter().enumerate().all(|(token, on)| *on == (token % 2 == 1)), "{experts}");
+            if experts > 0 {
+                assert!(ways[7 + trial..7 + trial + 128].iter().all(|on| *on), "{experts}: 3 in a hundred pay");
+                let next = 7 + trial + 129;
+                assert!(!ways[next], "{experts}: the next trial");
+                assert!(ways[next + trial - 1..600].iter().take(256).all(|on| *on), "{experts}");
+            }
+        }
+        for setting in [Prefetch::On, Prefetch::Off] {
+            let mut ahead = Ahead::new(setting, 1000, 1 << 20);
+            assert_eq!(run(&mut ahead, 100, 1.0, 0.1), if setting == Prefetch::On { 100 } else { 0 });
+            assert_eq!(ahead.is_on(Phase::Prefill), setting == Prefetch::On);
+        }
+    }
+
+    #[test]
+    fn a_layer_that_was_passed_is_no_new_token() {
+        let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+        let mut tokens = Vec::new();
+        for layer in [0, 1, 2, 0, 2, 2, 1, 5, 6] {
+            let before = ahead.left;
+            ahead.tick(layer);
+            tokens.push(before - ahead.left);
+        }
+        assert_eq!(tokens, [1, 0, 0, 1, 0, 1, 1, 0, 0]);
+    }
+
+    #[test]
+    fn predictions_leave_the_list_once() {
+        let mut ahead = Ahead::new(Prefetch::On, 16, 1 << 20);
+        assert!(ahead.has_room());
+        ahead.sent(1, SlotId(4));
+        assert!(ahead.has_room());
+        ahead.sent(2, SlotId(5));
+        assert!(!ahead.has_room());
+        assert_eq!((ahead.settle(3), ahead.give_up(|slot| slot.0 > 5)), (None, None));
+        assert_eq!((ahead.settle(2), ahead.settle(2)), (Some(SlotId(5)), None));
+        assert_eq!((ahead.give_up(|slot| slot.0 == 4), ahead.settle(1)), (Some(SlotId(4)), None));
+        assert!(ahead.has_room());
+    }
+
+    #[test]
+    fn only_what_pays_two_in_a_hundred_is_kept() {
+        for (with, kept) in [(0.985, false), (0.975, true)] {
+            let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+            run(&mut ahead, 60, with, 1.0);
+            assert_eq!((ahead.stage, ahead.on), (Stage::Keep, kept), "{with}");
+        }
+    }
 }

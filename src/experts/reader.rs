@@ -16,10 +16,10 @@ use std::{
     io,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::JoinHandle,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// An idle pool waits this long before it looks at the system's count of disk bytes.
@@ -47,6 +47,18 @@ struct Job {
     slot: SlotId,
     read: Read,
     background: bool,
+    /// The expert is this read alone.
+    whole: bool,
+}
+
+/// The end of a read.
+enum End {
+    Sound,
+    /// It waits for [`Shared::compare`].
+    Unchecked,
+    /// It did not pass; the next read of it takes it from elsewhere.
+    Damaged,
+    Failed(Failure),
 }
 
 #[derive(Default)]
@@ -76,6 +88,8 @@ struct Shared {
     landed: AtomicU64,
     landing: Condvar,
     metrics: Arc<Metrics>,
+    /// Experts may be used while their checksums are compared.
+    beside: AtomicBool,
     /// The system's count when the pool was made, less what pools before it have told the metrics.
     disk_base: Option<u64>,
 }
@@ -112,6 +126,7 @@ impl Reader {
             landed: AtomicU64::new(0),
             landing: Condvar::new(),
             metrics,
+            beside: AtomicBool::new(false),
             disk_base: disk_bytes_read().map(|now| now.saturating_sub(counted)),
         });
         let mut reader = Self { shared, threads: Vec::with_capacity(threads) };
@@ -125,6 +140,11 @@ impl Reader {
 
     pub fn source(&self) -> &dyn Source {
         &*self.shared.source
+    }
+
+    /// From now on an expert is [`State::Checking`] while its checksum is compared, where there is one.
+    pub fn check_beside(&self, on: bool) {
+        self.shared.beside.store(on, Ordering::Relaxed);
     }
 
     /// Reads an expert into its slot, whose state is [`State::Reading`], as soon as possible.
@@ -230,13 +250,14 @@ impl Shared {
         self.states.set(slot, State::Reading);
         let Some(flight) = queue.flights.get(slot.index()) else { return };
         let jobs = if background { &mut queue.background } else { &mut queue.demand };
-        jobs.extend(flight.layout.reads().iter().map(|&read| Job { slot, read, background }));
+        let whole = flight.layout.reads().len() == 1;
+        jobs.extend(flight.layout.reads().iter().map(|&read| Job { slot, read, background, whole }));
         if flight.left == 0 {
             self.land(slot, State::Ready);
         }
     }
 
-    /// All reads of an expert have ended. Called under the lock, so that nobody goes to sleep in between.
+    /// All reads of an expert have ended, or its check. Called under the lock, so that nobody goes to sleep in between.
     fn land(&self, slot: SlotId, state: State) {
         self.states.set(slot, state);
         self.landed.fetch_add(1, Ordering::Release);
@@ -274,9 +295,15 @@ impl Shared {
             if let Some(job) = self.next(&mut queue) {
                 queue.running += 1;
                 drop(queue);
-                let result = self.read(&job);
+                let mut end = self.read(&job);
                 queue = self.lock();
-                self.end(&mut queue, job, result);
+                if matches!(end, End::Unchecked) {
+                    self.land(job.slot, State::Checking);
+                    drop(queue);
+                    end = self.compare(&job);
+                    queue = self.lock();
+                }
+                self.end(&mut queue, job, end);
             } else if queue.uncounted && queue.running == 0 {
                 let (back, quiet) = self.work.wait_timeout(queue, QUIET).unwrap_or_else(PoisonError::into_inner);
                 queue = back;
@@ -292,91 +319,22 @@ impl Shared {
         }
     }
 
-    fn end(&self, queue: &mut Queue, job: Job, result: Result<(), Failure>) {
+    fn end(&self, queue: &mut Queue, job: Job, end: End) {
         queue.running -= 1;
         queue.uncounted = true;
         if job.background {
             queue.background_running -= 1;
         }
         let Some(flight) = queue.flights.get_mut(job.slot.index()) else { return };
-        if let Err(failure) = result {
+        flight.left -= 1;
+        let damaged = matches!(end, End::Damaged);
+        if let End::Failed(failure) = end {
             flight.failure = Some(failure);
         }
-        flight.left -= 1;
         if flight.left == 0 {
-            self.land(job.slot, if flight.failure.is_some() { State::Failed } else { State::Ready });
+            let sound = if damaged { State::Damaged } else { State::Ready };
+            self.land(job.slot, if flight.failure.is_some() { State::Failed } else { sound });
         }
-    }
-
-    /// Reads one range into its slot. A pack's record that cannot be read, or is not what was written, is put together
-    /// from the checkpoint.
-    fn read(&self, job: &Job) -> Result<(), Failure> {
-        let read = &job.read;
-        let base = job.slot.index() * self.slot_bytes + read.at;
-        // SAFETY: the slot's state is Reading, so nobody reads it, and each of its reads has a range of its own and is taken
-        // from the queue by one thread. A slot gets another expert only after all its reads have ended.
-        let into = unsafe { self.slab.bytes_mut(base..base + read.len) };
-        let failed = |source| {
-            self.metrics.ssd_errors.inc();
-            Failure { file: read.file, offset: read.offset, len: read.need, source }
-        };
-        let Some(packed) = self.source.packed() else { return self.fetch(read, into).map_err(failed) };
-        let mut why = None;
-        if !packed.is_damaged(read.file, read.offset) {
-            let fetched = self.fetch(read, into);
-            let read_in = into.get(..read.need).unwrap_or_default();
-            match fetched.and_then(|()| packed.check(read.file, read.offset, read_in)) {
-                Ok(()) => return Ok(()),
-                Err(error) => why = Some(failed(error)),
-            }
-        }
-        let (reads, bytes) = packed.mend(read.file, read.offset, into).map_err(|error| {
-            let why = why.as_ref().map(|why| format!("{}; ", why.source)).unwrap_or_default();
-            failed(io::Error::new(error.kind(), format!("{why}the checkpoint cannot be read either: {error}")))
-        })?;
-        self.metrics.ssd_reads.inc_by(reads);
-        self.metrics.ssd_read_bytes.inc_by(bytes);
-        if let Some(Failure { file, offset, source, .. }) = why {
-            let path = self.source.path(file);
-            if packed.mark(file, offset, &format_args!("{}, record at byte {offset}: {source}", path.display())) {
-                self.metrics.pack_damaged_records.inc();
-            }
-        }
-        Ok(())
-    }
-
-    /// Reads one range, over interruptions and short reads.
-    fn fetch(&self, read: &Read, into: &mut [u8]) -> io::Result<()> {
-        let block = self.source.block();
-        let mut have = 0;
-        while have < read.need {
-            let begin = Instant::now();
-            let result = match into.get_mut(have..) {
-                Some(rest) => self.source.read(read.file, read.offset + have as u64, rest),
-                None => Ok(0),
-            };
-            let got = match result {
-                Ok(got) => got,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(error),
-            };
-            self.metrics.ssd_reads.inc();
-            self.metrics.ssd_read_bytes.inc_by(got as u64);
-            self.metrics.ssd_read_seconds.observe(begin.elapsed().as_secs_f64());
-            if have + got >= read.need {
-                break;
-            }
-            // A direct read goes on at a block's start. Less than a block more than before is the file's end.
-            let reached = (have + got) / block * block;
-            if reached == have {
-                let size = self.source.size(read.file).unwrap_or(0);
-                let text =
-                    format!("the file ends {} bytes too early (it had {size} when opened)", read.need - have - got);
-                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
-            }
-            have = reached;
-        }
-        Ok(())
     }
 
     fn count_disk(&self) {
@@ -386,3 +344,7 @@ impl Shared {
         }
     }
 }
+
+mod read;
+#[cfg(test)]
+mod tests;

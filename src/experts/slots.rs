@@ -14,8 +14,11 @@
 //!           Ready -----------------------------------+----> Free, or Reading and Queued for another expert
 //!                      nobody has it pinned, and the device has passed the mark of its last reader
 //! ```
-//! The reader makes three of these steps: Queued to Reading and Reading to Ready or Failed. The table's owner makes the
-//! others. A layer pins the slots it is handed until it names the mark behind what reads them; a prediction pins its slot
+//! A packed expert whose checksum is compared while it is used is Checking between Reading and Ready; one that does not pass
+//! is Damaged, and goes back to Reading or, if nobody wants it, the way of Failed.
+//!
+//! The reader makes these steps: Queued to Reading, Reading to Ready, Failed or Checking, Checking to Ready or Damaged. The
+//! table's owner makes the others. A layer pins the slots it is handed until it names the mark behind what reads them; a prediction pins its slot
 //! until its layer has asked. The victim for a new expert is the one with the least eviction score ([`Scores`]) of all
 //! layers' experts that may go.
 
@@ -45,6 +48,17 @@ pub enum State {
     Reading,
     Ready,
     Failed,
+    /// Its bytes can be read; they have not been compared with their checksum.
+    Checking,
+    /// Its bytes are not what was written, and somebody may have read them.
+    Damaged,
+}
+
+impl State {
+    /// True if the expert's bytes are there.
+    pub fn is_readable(self) -> bool {
+        matches!(self, State::Ready | State::Checking)
+    }
 }
 
 /// The state of every slot, as the table and the reader see it. Bytes are visible to whoever has seen [`State::Ready`].
@@ -63,6 +77,8 @@ impl States {
             Some(2) => State::Reading,
             Some(3) => State::Ready,
             Some(4) => State::Failed,
+            Some(5) => State::Checking,
+            Some(6) => State::Damaged,
             _ => State::Free,
         }
     }
@@ -216,7 +232,7 @@ impl Slots {
         held.until = held.until.max(until);
         let (key, pins) = (held.key, held.pins);
         match self.state(slot) {
-            State::Failed if pins == 0 => self.vacate(slot),
+            State::Failed | State::Damaged if pins == 0 => self.vacate(slot),
             State::Ready if pins == 0 => self.offer(scores.score(key), slot.0),
             _ => {}
         }
@@ -360,7 +376,7 @@ impl Slots {
     }
 
     fn may_go(&self, slot: &Slot, index: u32) -> bool {
-        let over = matches!(self.state(SlotId(index)), State::Ready | State::Failed);
+        let over = matches!(self.state(SlotId(index)), State::Ready | State::Failed | State::Damaged);
         over && slot.pins == 0 && slot.until <= self.passed
     }
 }

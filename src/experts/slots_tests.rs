@@ -166,6 +166,7 @@ proptest! {
 #[test]
 fn the_least_score_goes_first() {
     let mut slots = Slots::new(3, 8);
+    assert!(!slots.is_empty() && Slots::new(0, 8).is_empty());
     let mut scores = Scores::new(1, 8);
     for key in 0..3u32 {
         for _ in 0..=key {
@@ -195,4 +196,28 @@ fn who_was_never_wanted_again_goes_before_older_victims() {
     }
     assert!(take(&mut slots, &scores, 100).is_some_and(|key| key < 96));
     assert_eq!(take(&mut slots, &scores, 101), Some(100), "nobody asked for it even once");
+}
+
+#[test]
+fn what_cannot_be_used_goes_with_its_last_pin() {
+    for state in [State::Failed, State::Damaged] {
+        let (mut slots, scores) = (Slots::new(1, 8), Scores::new(1, 8));
+        let claim = slots.claim(3, Purpose::Demand, &scores).unwrap();
+        slots.pin(claim.slot);
+        slots.states().set(claim.slot, state);
+        slots.unpin(claim.slot, Mark::START, &scores);
+        assert_eq!((slots.find(3), slots.state(claim.slot)), (Some(claim.slot), state), "somebody holds it");
+        slots.unpin(claim.slot, Mark::START, &scores);
+        assert_eq!((slots.find(3), slots.used(), slots.state(claim.slot)), (None, 0, State::Free));
+    }
+    // One that nobody ever asked for makes room; one that is being checked does not.
+    for (state, goes) in
+        [(State::Damaged, true), (State::Checking, false), (State::Ready, true), (State::Reading, false)]
+    {
+        let (mut slots, scores) = (Slots::new(1, 8), Scores::new(1, 8));
+        let claim = slots.claim(3, Purpose::WarmStart, &scores).unwrap();
+        slots.states().set(claim.slot, state);
+        assert_eq!(slots.claim(4, Purpose::Demand, &scores).is_some(), goes, "{state:?}");
+        assert_eq!(state.is_readable(), matches!(state, State::Ready | State::Checking));
+    }
 }

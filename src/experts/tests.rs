@@ -271,8 +271,13 @@ fn a_trace_has_a_line_for_each_layer() {
     take(&store, &checkpoint.map, 0, &[1, 2], Phase::Decode);
     let choice = Choice { ids: &[3, 3], k: 1, logits: &[0.5, 1.0, -2.0, 0.25] };
     drop(store.ask(2, &choice, Phase::Prefill, &mut Immediate).unwrap());
+    // Three rows of two experts each, and a row of which the logits are not known.
+    let choice = Choice { ids: &[3, 1, 3, 2, 1, 0], k: 2, logits: &[0.5, 1.0, -2.0, 0.25, 3.0, 4.0, 5.0, 6.0, 7.0] };
+    drop(store.ask(1, &choice, Phase::Decode, &mut Immediate).unwrap());
+    drop(store.ask(1, &row(&[7]), Phase::Prefill, &mut Immediate).unwrap());
     drop(store);
-    let lines = "d 0 1 2\nn 2 1 0.500 1.000\nn 2 1 -2.000 0.250\np 2 3\n";
+    let lines = "d 0 1 2\nn 2 1 0.500 1.000\nn 2 1 -2.000 0.250\np 2 3\n\
+                 n 1 2 0.500 1.000 -2.000\nn 1 2 0.250 3.000 4.000\nn 1 2 5.000 6.000 7.000\nd 1 0 1 2 3\np 1 7\n";
     assert_eq!(std::fs::read_to_string(file).unwrap(), lines);
 }
 
@@ -304,5 +309,57 @@ fn direct_reads_leave_nothing_in_the_page_cache() {
     }
     for path in checkpoint.files() {
         assert_eq!(cached(&path), 0, "{}", path.display());
+    }
+}
+
+#[test]
+fn the_bandwidth_is_bytes_over_time_and_each_expert_is_read_once() {
+    /// Takes two milliseconds a read.
+    struct Slow(std::sync::Mutex<Vec<u64>>);
+    impl Source for Slow {
+        fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().push(offset);
+            std::thread::sleep(Duration::from_millis(2));
+            Ok(into.len())
+        }
+        fn size(&self, _: u32) -> Option<u64> {
+            None
+        }
+        fn path(&self, _: u32) -> PathBuf {
+            PathBuf::new()
+        }
+        fn block(&self) -> usize {
+            1
+        }
+    }
+    let expert =
+        |n: u64| std::array::from_fn(|i| Piece { file: 0, offset: n * 1000, len: if i == 0 { 600 } else { 0 } });
+    let map = ExpertMap { layers: vec![(0..13).map(expert).collect(), (13..26).map(expert).collect()] };
+    for threads in [1, 3] {
+        let (source, begin) = (Slow(Default::default()), Instant::now());
+        let found = probe::bandwidth(&source, &map, threads, Duration::from_secs(60), None).unwrap();
+        let (most, least) =
+            (26.0 * 600.0 / (26.0 / threads as f64 * 0.002), 26.0 * 600.0 / begin.elapsed().as_secs_f64());
+        assert!((least..=most).contains(&found), "{least} <= {found} <= {most}");
+        let mut read = source.0.into_inner().unwrap();
+        read.sort_unstable();
+        assert!(read.into_iter().eq((0..26).map(|n| n * 1000)), "{threads} threads");
+    }
+    assert_eq!(probe::bandwidth(&Slow(Default::default()), &ExpertMap::default(), 2, DRAW, None).unwrap(), 0.0);
+}
+
+#[test]
+fn a_prompt_has_so_many_experts_on_their_way_at_a_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("experts");
+    std::fs::write(&file, vec![7; 200 * 64]).unwrap();
+    let expert = |n: u64| std::array::from_fn(|i| Piece { file: 0, offset: n * 64, len: if i == 0 { 64 } else { 0 } });
+    let map = ExpertMap { layers: vec![(0..200).map(expert).collect()] };
+    let all: Vec<u32> = (0..200).collect();
+    for (phase, most) in [(Phase::Prefill, 64), (Phase::Decode, 150)] {
+        let metrics = Metrics::new("0", "cpu");
+        let store = Experts::open(vec![file.clone()], map.clone(), Options::new(150), metrics.clone()).unwrap();
+        let asked = store.ask(0, &row(&all), phase, &mut Immediate).unwrap();
+        assert_eq!((metrics.expert_slots_used.get(), asked.len()), (most, 200), "{phase:?}");
     }
 }

@@ -29,6 +29,7 @@ fn every_metric_of_the_contract_is_there_from_the_start() {
         "moestro_ssd_read_seconds_count 0",
         "moestro_ssd_stall_seconds_total 0",
         "moestro_ssd_errors_total 0",
+        "moestro_pack_check_seconds_total 0",
         "moestro_memory_bytes{kind=\"workspace\"} 0",
         "moestro_memory_bytes{kind=\"draft\"} 0",
         "moestro_memory_bytes{kind=\"requests\"} 0",

@@ -170,7 +170,12 @@ impl Qwen {
     /// Shows a loaded model to a device.
     fn on(mut parts: Parts, run: Box<dyn Run>) -> Result<Self, Box<(Parts, ModelError)>> {
         match Placed::new(&mut parts, run) {
-            Ok(placed) => Ok(Self { parts, placed: RefCell::new(placed) }),
+            Ok(placed) => {
+                if let Some(store) = &parts.store {
+                    store.check_beside(!placed.limits.waits);
+                }
+                Ok(Self { parts, placed: RefCell::new(placed) })
+            }
             Err(error) => Err(Box::new((parts, error))),
         }
     }

@@ -165,4 +165,29 @@ mod tests {
         let refused = simulate(&model_35b(), tiny, &Wishes::default()).unwrap_err().to_string();
         assert!(refused.contains("trunk"), "{refused}");
     }
+
+    #[test]
+    fn a_simulation_is_an_estimate_with_the_machines_figures() {
+        let shape = model_35b();
+        for name in ["m4-air-16", "m1-ultra-64"] {
+            let machine = named(name);
+            let found = simulate(&shape, machine, &Wishes::default()).unwrap();
+            let streamed = found.plan.strategy == Strategy::Streaming;
+            assert_eq!(streamed, name == "m4-air-16");
+            for case in [0, 1] {
+                let reached = machine.bandwidth * EFFICIENCY[case];
+                let bandwidth =
+                    Bandwidth { memory: reached, compute: reached, disk: machine.disk[case], latency: LATENCY };
+                let overhead = LAUNCHES[case] + if streamed { WAIT[case] } else { 0.0 };
+                let hits = if streamed { hit_rates(found.plan.residency)[case] } else { 1.0 };
+                let (now, never) =
+                    (estimate(&shape, &bandwidth, hits, overhead), estimate(&shape, &bandwidth, 1.0, overhead));
+                assert_eq!(found.decode[case], now, "{name}");
+                let stalled = 1.0 - now.tokens_per_second / never.tokens_per_second;
+                assert!((found.stall_share[case] - stalled).abs() < 1e-12, "{name}");
+            }
+        }
+        let air = named("m4-air-16");
+        assert_eq!((air.memory, air.bandwidth, air.disk), (16 << 30, 120e9, [2.4e9, 2.4e9]));
+    }
 }

@@ -269,3 +269,10 @@ fn penalties_count_what_was_said() {
     let mut sampler = Sampler::new(sampling(|s| (s.temperature, s.repetition_penalty) = (0.0, 1.5)), &[0], usize::MAX);
     assert_eq!(sampler.draw(&logits, &Allowed::Any), Some(1), "the prompt's tokens count for the repetition penalty");
 }
+
+/// The first numbers of SplitMix64 from seed 0, as published with it.
+#[test]
+fn the_mixer_is_splitmix64s() {
+    let numbers = [1u64, 2, 3].map(|n| mix(GOLDEN.wrapping_mul(n)));
+    assert_eq!(numbers, [0xE220_A839_7B1D_CDAF, 0x6E78_9E6A_A1B9_65F4, 0x06C4_5D18_8009_454F]);
+}

@@ -219,6 +219,7 @@ fn draining_ends_when_the_grace_does() {
 fn the_engine_stops_with_its_last_handle() {
     let (handle, worker, _) = engine(&MockModel::default(), options());
     let events = handle.clone().submit(ask(&[9], 100)).unwrap();
+    assert!(!worker.is_finished() && handle.context() == MockModel::default().context);
     drop(handle);
     assert_eq!(hear(events).0, [9]);
     worker.join().unwrap();
@@ -290,6 +291,20 @@ fn prompt_logprobs_do_not_depend_on_the_chunk() {
     assert!(prompt[1..].iter().flatten().all(|entry| entry.top.len() == 3 && entry.top[0].1 >= entry.logprob));
     for (chunk, max_tokens) in [(1, 0), (7, 1), (32, 0), (33, 1)] {
         assert_eq!(run(chunk, max_tokens), prompt);
+    }
+}
+
+#[test]
+fn logits_are_computed_for_the_rows_that_are_looked_at() {
+    let ids: Vec<u32> = (3..23).collect();
+    for (max_tokens, prompt_logprobs, rows) in
+        [(0, None, 0), (1, None, 1), (3, None, 3), (0, Some(0), 20), (3, Some(0), 22)]
+    {
+        let mock = MockModel::default();
+        let (handle, ..) = engine(&mock, options());
+        let (tokens, end) = hear(handle.submit(Request { prompt_logprobs, ..ask(&ids, max_tokens) }).unwrap());
+        assert_eq!((tokens.len(), end.unwrap().0), (max_tokens, Finish::Length));
+        assert_eq!(mock.rows.load(Ordering::Relaxed), rows, "{max_tokens} tokens");
     }
 }
 

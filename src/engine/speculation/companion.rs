@@ -31,25 +31,34 @@ impl Companion {
 
     /// Brings the state to the sequence's tokens as far as they were read; to none if it cannot go back so far.
     fn go_back(&mut self, sequence: Sequence<'_>, most: usize) -> Result<State, ModelError> {
-        let same = |index: &usize| sequence.get(self.base + index) == Some(self.read[*index]);
-        let kept = (0..self.read.len()).take_while(same).count();
-        let wrong = self.read.len() - kept;
         let room = self.model.context();
-        let possible = (wrong == 0 || wrong < self.tentative) && self.base + kept < sequence.end();
-        if let Some(mut state) = self.state.take()
-            && possible
+        let wrong = wrong(&self.read, self.base, self.tentative, sequence);
+        if let (Some(mut state), Some(wrong)) = (self.state.take(), wrong)
             && sequence.end() + most <= self.base + room
         {
             if wrong > 0 {
                 self.model.take_back(&mut state, wrong)?;
-                self.read.truncate(kept);
+                self.read.truncate(self.read.len() - wrong);
             }
             return Ok(state);
         }
-        self.base = sequence.end() - sequence.end().min(BEGIN).min(room.saturating_sub(most).max(1));
+        self.base = begin(sequence.end(), most, room);
         self.read.clear();
         self.model.start()
     }
+}
+
+/// The number of the last tokens of `read`, which was read from position `base` on, that are not `sequence`'s; `None` if they
+/// cannot be taken back, or if nothing of the sequence would be left to read.
+fn wrong(read: &[u32], base: usize, tentative: usize, sequence: Sequence<'_>) -> Option<usize> {
+    let kept = read.iter().zip(base..).take_while(|(id, at)| sequence.get(*at) == Some(**id)).count();
+    let wrong = read.len() - kept;
+    ((wrong == 0 || wrong < tentative) && base + kept < sequence.end()).then_some(wrong)
+}
+
+/// The position from which on it reads a sequence up to `end`, to draft `most` tokens with room for `room`.
+fn begin(end: usize, most: usize, room: usize) -> usize {
+    end - end.min(BEGIN).min(room.saturating_sub(most).max(1))
 }
 
 impl<M: Model> Draft<M> for Companion {
@@ -87,5 +96,34 @@ impl<M: Model> Draft<M> for Companion {
         }
         self.state = Some(state);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_read_goes_back_as_far_as_it_can_be_taken_back() {
+        let sequence = Sequence { seen: &[1, 2, 3, 4, 5], last: 6 };
+        for (read, base, tentative, wanted) in [
+            (&[3u32, 4, 5][..], 2, 1, Some(0)),
+            (&[1, 2, 3, 4, 5], 0, 0, Some(0)),
+            (&[3, 4, 9, 9], 2, 3, Some(2)),
+            (&[3, 4, 9, 9], 2, 2, None),
+            (&[3, 4, 5, 6], 2, 4, None),
+            (&[4, 5, 6, 7], 3, 3, None),
+            (&[2, 3], 2, 2, None),
+            (&[2, 3], 2, 3, Some(2)),
+            (&[], 6, 0, None),
+        ] {
+            assert_eq!(wrong(read, base, tentative, sequence), wanted, "{read:?} from {base} on");
+        }
+    }
+
+    #[test]
+    fn it_begins_with_the_last_tokens_that_there_is_room_for() {
+        let cases = [(100, 4, 2048, 0), (600, 4, 2048, 88), (600, 4, 104, 500), (600, 4, 4, 599), (600, 9, 4, 599)];
+        assert!(cases.into_iter().all(|(end, most, room, at)| begin(end, most, room) == at));
     }
 }

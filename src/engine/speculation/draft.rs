@@ -79,3 +79,16 @@ pub trait Draft<M: Model>: Send {
         out: &mut Vec<u32>,
     ) -> Result<(), ModelError>;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_token_stands_behind_those_that_were_seen() {
+        let sequence = Sequence { seen: &[7, 8, 9], last: 5 };
+        assert_eq!(sequence.end(), 4);
+        assert_eq!([0, 2, 3, 4, 5].map(|at| sequence.get(at)), [Some(7), Some(9), Some(5), None, None]);
+        assert_eq!((Sequence { seen: &[], last: 1 }.get(0), Sequence { seen: &[], last: 1 }.end()), (Some(1), 1));
+    }
+}

@@ -223,3 +223,43 @@ fn a_draft_that_does_not_fit_is_switched_off_unless_it_is_forced() {
         assert!(looked_up.draft.is_some());
     }
 }
+
+/// Counts how often a sequence begins for it.
+struct Begins(Arc<std::sync::atomic::AtomicUsize>);
+
+impl Draft<MockModel> for Begins {
+    fn kind(&self) -> Kind {
+        Kind::Model
+    }
+
+    fn start(&mut self) {
+        self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    fn propose(
+        &mut self,
+        _: &mut MockModel,
+        _: &mut <MockModel as Model>::State,
+        _: Sequence<'_>,
+        _: usize,
+        _: &mut Outlook<'_>,
+        _: &mut Vec<u32>,
+    ) -> Result<(), ModelError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_draft_is_told_of_each_sequence_that_does_not_go_on() {
+    let begun = Arc::<std::sync::atomic::AtomicUsize>::default();
+    let options = Options { eos: vec![2], speculate: Speculate::Force, draft_tokens: 3, ..Options::default() };
+    let metrics = Metrics::new("test", "cpu");
+    let (engine, worker) = spawn_with(MockModel::default(), Box::new(Begins(begun.clone())), options, metrics).unwrap();
+    for (ids, times) in [(&[9u32, 5, 6][..], 1), (&[9, 5, 6, 9, 5, 6, 2, 30], 1), (&[8, 7], 2), (&[9, 5, 6], 3)] {
+        let mut events = engine.submit(request(ids, 100, Sampling::greedy())).unwrap();
+        while events.blocking_recv().is_some() {}
+        assert_eq!(begun.load(std::sync::atomic::Ordering::Relaxed), times, "{ids:?}");
+    }
+    drop(engine);
+    worker.join().unwrap();
+}

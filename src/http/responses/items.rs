@@ -241,4 +241,30 @@ mod tests {
             assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{item}");
         }
     }
+
+    #[test]
+    fn arguments_come_as_text_or_as_they_are_and_a_cut_call_says_so() {
+        for (told, wanted) in [
+            (json!("{\"a\": 1}"), json!({"a": 1})),
+            (json!({"a": [2]}), json!({"a": [2]})),
+            (json!(" \n"), json!({})),
+            (Value::Null, json!({})),
+            (json!(5), json!({})),
+            (json!("{\"a\": "), json!({"INVALID_JSON": "{\"a\": "})),
+            (json!("[1]"), json!({"INVALID_JSON": "[1]"})),
+        ] {
+            assert_eq!(arguments(&told), wanted, "{told}");
+        }
+    }
+
+    #[test]
+    fn items_of_an_earlier_response_are_named_as_such() {
+        let wrong = json!({"role": "wizard", "content": "x"});
+        let name = |items: &[Value], input| {
+            let error = messages(items, input).unwrap_err();
+            serde_json::to_value(error.body()).unwrap()["error"]["param"].as_str().unwrap().to_owned()
+        };
+        assert_eq!(name(&[said("a"), said("b"), wrong.clone()], 2), "input[1].role");
+        assert_eq!(name(&[said("a"), wrong, said("b")], 1), "previous_response_id: item 1.role");
+    }
 }

@@ -144,6 +144,8 @@ fn the_disks_limit_holds() {
     let status = first.status().disk.unwrap();
     assert!(status.bytes <= 2500 && status.checkpoints > 2, "{status:?}");
     assert_eq!(files(dir.path(), "state").len(), status.checkpoints);
+    let all = [files(dir.path(), "state"), files(dir.path(), "page")].concat();
+    assert_eq!(status.bytes, all.iter().map(|path| path.metadata().unwrap().len()).sum::<u64>());
     assert!(first.metrics.prompt_cache_evictions_disk.get() > 0);
     first.clear();
     assert!(files(dir.path(), "state").is_empty());
@@ -151,8 +153,69 @@ fn the_disks_limit_holds() {
 }
 
 #[test]
+fn pages_that_several_need_go_with_the_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let ids = tokens(3, PAGE + 60);
+    let first = cache(Some(&storage(dir.path())));
+    // Both have the first page; the second checkpoint alone has more.
+    put(&first, &ids[..PAGE + 20]);
+    put(&first, &ids);
+    first.close();
+    let on_disk = || {
+        let all = [files(dir.path(), "state"), files(dir.path(), "page")].concat();
+        all.iter().map(|path| path.metadata().unwrap().len()).sum::<u64>()
+    };
+    for left in [1, 0] {
+        let mut inner = first.lock();
+        let id = inner.tree.iter().map(|(id, _)| id).max_by_key(|id| inner.tree.len(*id)).unwrap();
+        inner.tree[id].memory = None;
+        first.forget(&mut inner, id);
+        drop(inner);
+        assert_eq!((first.status().disk.unwrap().bytes, files(dir.path(), "page").len()), (on_disk(), left));
+    }
+    assert_eq!(on_disk(), 0);
+}
+
+#[test]
+fn old_pages_that_nobody_needs_are_swept_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage = storage(dir.path());
+    let ids = tokens(4, PAGE + 40);
+    let first = cache(Some(&storage));
+    put(&first, &ids);
+    first.close();
+    let needed = files(dir.path(), "page");
+    let stray = |name: &str, seconds| {
+        let path = needed[0].with_file_name(name);
+        let file = fs::File::create(&path).unwrap();
+        file.set_modified(std::time::SystemTime::now() - Duration::from_secs(seconds)).unwrap();
+        path
+    };
+    let (old, young, other) = (stray("a.page", 700), stray("b.page", 500), stray("c.text", 700));
+    for path in &needed {
+        let file = fs::File::options().write(true).open(path).unwrap();
+        file.set_modified(std::time::SystemTime::now() - Duration::from_secs(700)).unwrap();
+    }
+    let second = cache(Some(&storage));
+    assert_eq!(found(&second, &ids), Some((ids.len(), Place::Disk)));
+    assert_eq!([&old, &young, &other].map(|path| path.exists()), [false, true, true]);
+}
+
+#[test]
 fn other_models_keep_half_at_most() {
     let dir = tempfile::tempdir().unwrap();
+    // Whatever else lies there is somebody else's.
+    let names = ["x".repeat(32), "0".repeat(31), "notes".into()];
+    let others = names.map(|name| dir.path().join(name));
+    for other in &others {
+        fs::create_dir(other).unwrap();
+        fs::write(other.join("file"), [0; 5000]).unwrap();
+    }
+    other_models(&dir);
+    assert!(others.iter().all(|other| other.join("file").exists()));
+}
+
+fn other_models(dir: &tempfile::TempDir) {
     let of = |key: &str, limit| Storage { key: key.into(), limit, ..storage(dir.path()) };
     for key in ["one", "two"] {
         let cache = cache(Some(&of(key, 1 << 20)));

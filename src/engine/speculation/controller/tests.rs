@@ -169,3 +169,140 @@ fn off_is_off_and_force_is_the_full_width() {
     assert_eq!(Controller::new(Speculate::Force, 99).rows(), 16);
     assert_eq!(Controller::new(Speculate::Auto, 0).rows(), 1);
 }
+
+fn near(found: f64, wanted: f64) -> bool {
+    (found - wanted).abs() < 1e-9 * wanted.abs().max(1.0)
+}
+
+#[test]
+fn the_ledger_has_every_second() {
+    let mut controller = Controller::new(Speculate::Auto, 7);
+    controller.prompted(100.0, 1.5);
+    assert_eq!(controller.saved, 0.0, "two in a hundred of a prompt are free");
+    controller.prompted(100.0, 2.5);
+    assert_eq!(controller.saved, -0.5);
+    controller.saved = 0.0;
+
+    controller.plain(5.0, 0.0);
+    controller.plain(4.0, 0.0);
+    assert_eq!((controller.plain, controller.saved), (None, 0.0), "caches turn over");
+    controller.plain(1.0, 0.25);
+    assert_eq!((controller.plain, controller.total, controller.saved), (Some(1.0), 10.25, -0.25));
+    controller.plain(2.0, 0.0);
+    assert!(near(controller.plain.unwrap(), 1.1));
+    controller.plain(100.0, 0.0);
+    assert!(near(controller.plain.unwrap(), 1.1 + 0.1 * 2.2), "at most three times as long is learned");
+    assert_eq!(controller.mode, Mode::Calibrate { left: 3, speculating: false });
+
+    (controller.plain, controller.saved, controller.total, controller.tokens) = (Some(1.5), 0.0, 10.0, 5);
+    assert!(near(controller.cycle(4, 2, 2.0), 3.0 * 1.5 - 2.0));
+    assert!(near(controller.saved, 2.5) && near(controller.total, 12.0));
+    assert_eq!((controller.tokens, controller.fresh), (8, 0));
+    let cycles = |controller: &Controller| controller.cycles;
+    assert_eq!(cycles(&controller), [None, None, None, Some(2.0), None, None, None, None], "five rows");
+    let (right, wrong) = ([1.4 * 0.95 + 1.0, 2.0 * 0.95 + 1.0], [1.4 * 0.95, 2.0 * 0.95 + 1.0]);
+    assert_eq!(controller.accepted[..4], [right, right, wrong, HOPE]);
+    assert!(near(controller.cycle(4, 4, 3.0), 5.0 * 1.5 - 3.0));
+    assert!(near(controller.cycles[3].unwrap(), 2.2));
+    assert!(controller.accepted[3][0] == HOPE[0] * 0.95 + 1.0 && controller.accepted[4] == HOPE);
+    // The first two plain steps behind a cycle pay for it, up to three times a plain step.
+    let before = controller.saved;
+    controller.plain(2.0, 0.0);
+    assert!(near(before - controller.saved, 0.5));
+    controller.plain(50.0, 0.0);
+    assert!(near(before - controller.saved, 0.5 + 3.0));
+    assert_eq!(controller.plain, Some(1.5));
+    assert!(near(controller.allowed(), controller.saved + 0.02 * (controller.total + controller.saved)));
+    assert!(near(Controller::new(Speculate::Auto, 7).cycle(3, 1, 2.0), 0.0), "nothing to compare with");
+}
+
+#[test]
+fn widths_are_judged_by_what_they_commit_and_take() {
+    let mut controller = Controller::new(Speculate::Auto, 15);
+    assert_eq!(controller.best(false), None, "no plain step was measured");
+    controller.plain = Some(2.0);
+    assert!(near(controller.expected(1), 1.0) && near(controller.expected(3), 1.0 + 0.7 + 0.49));
+    assert!(near(controller.seconds(0).unwrap(), 2.0 + 0.15 * 2.0), "a row more than one");
+    controller.cycles[3] = Some(3.0);
+    assert_eq!(controller.seconds(3), Some(3.0));
+    assert!(near(controller.seconds(5).unwrap(), 3.0 + 0.15 * 2.0 * 3.0), "eight rows are three more than five");
+    let gain = controller.expected(5) * 2.0 / 3.0;
+    assert!(controller.best(true).is_some_and(|(found, rows)| near(found, gain) && rows == 5));
+    controller.cap = 4;
+    assert_eq!(controller.best(true), None);
+    assert_eq!(controller.best(false).map(|(_, rows)| rows), Some(4));
+
+    controller.cap = 6;
+    let widths: Vec<usize> = (0..4).map(|_| controller.neighbour(5)).collect();
+    assert_eq!(widths, [6, 4, 6, 4]);
+    assert_eq!([controller.neighbour(6), controller.neighbour(6), controller.neighbour(2)], [6, 5, 3]);
+    assert_eq!(controller.neighbour(2), 2, "none is narrower");
+}
+
+/// Eight plain steps, a rest until the sixteenth token, three cycles of a probe; then cycles, of which each sixteenth tries a
+/// width beside, and behind the sixty-fourth eight plain steps again.
+#[test]
+fn the_stages_have_their_lengths() {
+    let mut controller = Controller::new(Speculate::Auto, 3);
+    let mut steps = Vec::new();
+    for _ in 0..200 {
+        let rows = controller.rows();
+        steps.push((rows, controller.state()));
+        match rows {
+            1 => controller.plain(1.0, 0.0),
+            rows => drop(controller.cycle(rows - 1, rows - 1, 1.0 + 0.01 * rows as f64)),
+        }
+    }
+    let plain = steps.iter().take_while(|(rows, _)| *rows == 1).count();
+    assert!(steps[..8].iter().all(|step| *step == (1, "calibrate")), "{steps:?}");
+    assert!(steps[8..plain].iter().all(|step| step.1 == "plain"), "{steps:?}");
+    assert!(plain >= 16 && steps[plain..plain + 3].iter().all(|step| *step == (4, "probe")), "{steps:?}");
+    let from = plain + 3;
+    let cycle = |nth: usize| steps[from + nth];
+    for nth in 0..64 {
+        let beside = nth > 0 && nth % 16 == 0;
+        assert_eq!(cycle(nth).1, "speculate", "{nth}: {steps:?}");
+        assert!(beside || cycle(nth).0 == 4, "{nth}: {steps:?}");
+    }
+    assert_eq!([cycle(16).0, cycle(32).0], [4, 3], "four are the most; then the next narrower");
+    assert!((64..72).all(|nth| cycle(nth) == (1, "calibrate")), "{steps:?}");
+    assert_eq!(cycle(72), (4, "speculate"));
+}
+
+#[test]
+fn a_draft_follows_as_long_as_it_may_be_asked_soon() {
+    let mut controller = Controller::new(Speculate::Auto, 7);
+    assert!(controller.follows(), "the first probe is near");
+    (controller.mode, controller.total) = (Mode::Plain, 100.0);
+    (controller.tokens, controller.next_probe) = (100, 164);
+    assert!(controller.follows());
+    controller.next_probe = 165;
+    assert!(!controller.follows(), "65 tokens are too many");
+    (controller.next_probe, controller.saved) = (164, -1.97);
+    assert!(!controller.follows(), "all that may be lost is lost");
+    controller.mode = Mode::Speculating { cycles: 3 };
+    assert!(controller.follows());
+    assert!(Controller::new(Speculate::Force, 7).follows() && !Controller::new(Speculate::Off, 7).follows());
+}
+
+#[test]
+fn a_probe_waits_until_plain_steps_have_earned_it() {
+    for (saved, wait) in [(-3.01, Some(68)), (-2.0, Some(32)), (0.0, None)] {
+        let mut controller = Controller::new(Speculate::Auto, 1);
+        (controller.mode, controller.plain, controller.total) = (Mode::Plain, Some(1.0), 100.0);
+        (controller.tokens, controller.next_probe, controller.saved) = (500, 500, saved);
+        // Two rows are taken to cost 1.15 s: two cycles of a probe lose 0.3, of which 0.02 (100 + saved) + saved are there; a plain
+        // step earns 0.02.
+        match wait {
+            Some(wait) => {
+                assert_eq!((controller.rows(), controller.next_probe, controller.mode), (1, 500 + wait, Mode::Plain));
+            }
+            None => assert_eq!((controller.rows(), controller.mode), (2, Mode::Probe { left: PROBE, rows: 2 })),
+        }
+    }
+    let mut controller = Controller::new(Speculate::Auto, 1);
+    (controller.mode, controller.plain, controller.total) = (Mode::Plain, Some(1.0), 100.0);
+    (controller.tokens, controller.next_probe, controller.accepted[0]) = (500, 500, [0.1, 2.0]);
+    assert_eq!((controller.rows(), controller.next_probe), (1, 564), "it promises nothing: twice as long a rest");
+    assert!(near(controller.accepted[0][0], 0.75 * 0.1 + 0.25 * 1.4) && near(controller.accepted[0][1], 2.0));
+}
