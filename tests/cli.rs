@@ -133,7 +133,10 @@ fn a_running_server_says_what_it_holds_and_lets_go_of_it() {
     let port = server.ready["port"].to_string();
     let ps = run(&["ps", "--port", &port]);
     assert!(String::from_utf8_lossy(&ps.stdout).starts_with("moestro-demo  "), "{ps:?}");
-    assert!(stderr(&run(&["stop", "other", "--port", &port])).contains("`other` is not loaded"));
+    assert!(
+        stderr(&run(&["stop", "other", "--port", &port]))
+            .contains("`other` is not loaded. `moestro-demo` is in memory.")
+    );
     assert!(run(&["stop", "moestro-demo", "--port", &port]).status.success());
     let gone = || String::from_utf8_lossy(&run(&["ps", "--port", &port]).stdout).contains("no model is in memory");
     assert!((0..100).any(|_| gone() || {

@@ -3,6 +3,8 @@
 
 use std::{
     io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    os::fd::OwnedFd,
     path::Path,
     process::{Child, ChildStdin, Command, Stdio},
     sync::{Arc, Mutex},
@@ -130,6 +132,34 @@ fn a_name_that_is_no_model_gets_a_hint() {
     // A model that is listed can be named: the demo, and one of the user's own, which has no tokenizer here.
     assert!(say("moestro-demo").starts_with("12 + 7 = 19.\n"), "{}", say("moestro-demo"));
     assert!(say("coder").contains("tokenizer"), "{}", say("coder"));
+}
+
+/// As systemd does it: the port is open before the server is there, and the first request waits for the model.
+#[test]
+fn a_port_that_was_handed_over_loads_on_demand() {
+    let home = tempfile::tempdir().unwrap();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = port.local_addr().unwrap();
+    let mut command = plain("sh", home.path());
+    let line = "exec 3<&0 </dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec \"$0\" serve";
+    command.args(["-c", line, MOESTRO]).stdin(OwnedFd::from(port)).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut server = command.spawn().unwrap();
+    let ask = |head: &str, body: &str| {
+        let mut stream = TcpStream::connect(address).unwrap();
+        let length = body.len();
+        let rest = "host: localhost\r\ncontent-type: application/json\r\nconnection: close";
+        write!(stream, "{head} HTTP/1.1\r\n{rest}\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    assert!(ask("GET /health", "").contains(r#""model":null,"next":"moestro-demo""#));
+    let question =
+        r#"{"messages": [{"role": "user", "content": "What is 12+7?"}], "temperature": 0, "enable_thinking": false}"#;
+    let answer = ask("POST /v1/chat/completions", question);
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("12 + 7 = 19."), "{answer}");
+    server.kill().unwrap();
+    server.wait().unwrap();
 }
 
 #[test]

@@ -38,7 +38,7 @@ pub struct Install {
     /// Show what would be written and run
     #[arg(long, env = "MOESTRO_DRY_RUN", value_parser = BoolishValueParser::new())]
     pub dry_run: bool,
-    /// Arguments of `moestro serve`, behind --
+    /// Arguments of `moestro serve`, behind --; under systemd it writes to the user's cache directory only
     #[arg(last = true)]
     pub args: Vec<String>,
 }

@@ -54,7 +54,9 @@ async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
     let mut stop = Stop::new().map_err(|source| CommandError::Io { what: "watching for signals".into(), source })?;
 
-    let listener = match inherited()? {
+    let inherited = inherited()?;
+    let on_demand = inherited.is_some();
+    let listener = match inherited {
         Some(listener) => listener,
         None => bind(&config.host, config.port).await?,
     };
@@ -66,6 +68,10 @@ async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
     let (metrics, budget) = (metrics.clone(), door.budget.clone());
     let shelf = Arc::new(Shelf { config: RwLock::new(config.clone()), settings, metrics, budget });
     door.models = Stage::new(shelf.clone(), times(&config), config.max_queue);
+    if on_demand {
+        // The port was open before: who asks waits for the model, and nothing is loaded for nobody.
+        door.models.rest(&first);
+    }
     let door = Arc::new(door);
     let mut hangup = signal(SignalKind::hangup()).map_err(|source| failed("watching for signals", source))?;
     let (reloading, shelf_again) = (door.clone(), shelf.clone());
@@ -86,17 +92,20 @@ async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
     }
 
     let begin = Instant::now();
-    let opening = {
+    let plan = if on_demand {
+        Value::Null
+    } else {
         let id = first.clone();
-        spawn_blocking(move || shelf.open(&id, &config))
+        let opening = spawn_blocking(move || shelf.open(&id, &config));
+        let opened = tokio::select! {
+            opened = opening => opened.map_err(|panic| failed("loading the model", io::Error::other(panic)))??,
+            // Nobody has been answered yet, so there is nobody to wait for.
+            () = stop.signal() => return Ok(()),
+        };
+        let plan = opened.app.plan.clone();
+        door.models.enter(opened);
+        plan
     };
-    let opened = tokio::select! {
-        opened = opening => opened.map_err(|panic| failed("loading the model", io::Error::other(panic)))??,
-        // Nobody has been answered yet, so there is nobody to wait for.
-        () = stop.signal() => return Ok(()),
-    };
-    let plan = opened.app.plan.clone();
-    door.models.enter(opened);
     // A closed stdout is no error.
     let _ = writeln!(io::stdout(), "{}", ready(&first, address, &plan)).and_then(|()| io::stdout().flush());
     service::ready(&format!("serving {first}"));

@@ -8,7 +8,7 @@ use crate::{
         service::{Action, Manager, Service, Step},
     },
 };
-use std::env;
+use std::{env, path};
 
 pub fn run(typed: cli::Service) -> Result<(), CommandError> {
     let failed = |what: &str| CommandError::Usage(format!("{what} is not known, and a service needs it"));
@@ -21,14 +21,15 @@ pub fn run(typed: cli::Service) -> Result<(), CommandError> {
         cli::ServiceAction::Status => (Action::Status, cli::Install::default()),
         cli::ServiceAction::Logs => (Action::Logs, cli::Install::default()),
     };
+    let manager = Manager::here();
     let service = Service {
         program: env::current_exe().map_err(|_| failed("this program's path"))?,
-        args: install.args,
+        args: install.args.into_iter().map(from_anywhere).collect(),
         home: env::home_dir().ok_or_else(|| failed("your home directory"))?,
         user: os::user(),
+        confined: matches!(action, Action::Install) && manager.confines(),
         on_demand: install.on_demand.then_some((install.host, install.port)),
     };
-    let manager = Manager::here();
     if install.dry_run {
         for step in service.steps(manager, action) {
             match step {
@@ -43,4 +44,25 @@ pub fn run(typed: cli::Service) -> Result<(), CommandError> {
         return Ok(());
     }
     service.act(manager, action).map_err(CommandError::Service)
+}
+
+/// A path that is there, as it reads from any other directory: the service runs in one of its own.
+fn from_anywhere(arg: String) -> String {
+    let there = !arg.starts_with('-') && path::Path::new(&arg).exists();
+    let whole = path::absolute(&arg).ok().filter(|_| there);
+    whole.map_or(arg, |whole| whole.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_of_a_service_are_absolute() {
+        let here = env::current_dir().unwrap();
+        assert_eq!(from_anywhere("src/main.rs".into()), here.join("src/main.rs").to_str().unwrap());
+        for arg in ["--memory-limit", "8GiB", "org/name", "/", "-"] {
+            assert_eq!(from_anywhere(arg.into()), arg);
+        }
+    }
 }

@@ -131,7 +131,7 @@ pub async fn unload(State(door): State<Arc<Door>>, body: Body) -> Result<Json<Va
     let (request, _share) = body::json::<Unload>(&door, body).await?;
     match door.models.stop(&request.model) {
         true => Ok(Json(json!({"success": true}))),
-        false => Err(ApiError::not_in_memory(&request.model)),
+        false => Err(ApiError::not_in_memory(&request.model, door.models.loaded().as_deref())),
     }
 }
 

@@ -209,8 +209,9 @@ impl ApiError {
         Self { retry_after: Some(5), ..error }
     }
 
-    pub fn not_in_memory(id: &str) -> Self {
-        let message = format!("The model `{id}` is not loaded.");
+    pub fn not_in_memory(id: &str, loaded: Option<&str>) -> Self {
+        let there = loaded.map_or("No model is".into(), |loaded| format!("`{loaded}` is"));
+        let message = format!("The model `{id}` is not loaded. {there} in memory.");
         let error = Self::new(StatusCode::NOT_FOUND, INVALID, Some("model_not_loaded"), message);
         Self { param: Some("model".into()), ..error }
     }

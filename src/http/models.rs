@@ -141,6 +141,11 @@ impl Stage {
         self.changed.notify_one();
     }
 
+    /// This model answers when somebody asks, and is loaded then.
+    pub fn rest(&self, id: &str) {
+        self.lock().last = Some(id.into());
+    }
+
     /// The model that is loaded.
     pub fn app(&self) -> Option<Arc<App>> {
         self.lock().on.as_ref().map(|on| on.app.clone())

@@ -33,6 +33,8 @@ pub struct Service {
     pub user: u32,
     /// The address that the system listens on for it: the first connection starts it. Else it runs from login on.
     pub on_demand: Option<(String, u16)>,
+    /// In namespaces of its own: see [`Manager::confines`].
+    pub confined: bool,
 }
 
 /// The actions on a service.
@@ -72,6 +74,13 @@ impl Manager {
     }
 }
 
+impl Manager {
+    /// True if this system's units may have namespaces of their own, where there are units.
+    pub fn confines(self) -> bool {
+        self == Manager::Systemd && systemd::confines()
+    }
+}
+
 impl Service {
     /// The steps of an action, in order.
     pub fn steps(&self, manager: Manager, action: Action) -> Vec<Step> {
@@ -93,7 +102,11 @@ impl Service {
                 _ => Ok(()),
             },
             Step::Run(words) => run(words),
-            Step::Try(words) => run(words).or(Ok(())),
+            Step::Try(words) => {
+                // Nor are its words told: that there was nothing to stop is no news.
+                let _ = words.split_first().map(|(program, args)| Command::new(program).args(args).output());
+                Ok(())
+            }
         })
     }
 }

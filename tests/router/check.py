@@ -1,6 +1,9 @@
 """Two replicas behind a router: who gets a conversation, and what is lost when one replica goes."""
 
+import collections
+import http.client
 import json
+import os
 import pathlib
 import re
 import signal
@@ -21,19 +24,24 @@ def free_port():
         return found.getsockname()[1]
 
 
-def ask(port, topic, turn=0, timeout=60):
-    """One turn of a conversation; the answer's text."""
+def ask(port, topic, turn=0, stream=False, timeout=60):
+    """One turn of a conversation: the answer and its usage, or the events of a stream, whole."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is {topic} + 7?"}]
     for n in range(turn):
         messages += [{"role": "assistant", "content": "It is so."}, {"role": "user", "content": f"And {n} + {topic}?"}]
-    body = {"messages": messages, "max_tokens": 24, "temperature": 0}
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0, "stream": stream}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=timeout) as answer:
-        return json.load(answer)["choices"][0]["message"]
+        if not stream:
+            return json.load(answer)
+        events = answer.read().decode()
+        if not events.endswith("data: [DONE]\n\n"):
+            raise ConnectionResetError("an answer that had begun was cut off")
+        return events
 
 
 def get(port, path):
@@ -56,6 +64,23 @@ def answered(port):
     return sum(map(int, lines))
 
 
+def cost_of_the_wrong_one(right, wrong, rounds=5):
+    """A turn of a long conversation where its prompt is cached, and at a replica that has never seen it."""
+    costs = {"right": [], "wrong": []}
+    for n in range(rounds):
+        ask(right.port, 1000 + n, 60)
+        for name, replica in ("right", right), ("wrong", wrong):
+            before = replica.processor_seconds()
+            usage = ask(replica.port, 1000 + n, 61)["usage"]
+            known = usage["prompt_tokens_details"]["cached_tokens"]
+            seconds = replica.processor_seconds() - before
+            costs[name].append((seconds, usage["prompt_tokens"] - known, usage["prompt_tokens"]))
+    for name, found in costs.items():
+        seconds, computed, prompt = sorted(found)[rounds // 2]
+        print(f"{name} replica: {computed} of {prompt} prompt tokens computed, {seconds:.2f} s of processor")
+    return [sorted(computed for _, computed, _ in found)[rounds // 2] for found in costs.values()]
+
+
 class Replica:
     def __init__(self, port):
         self.port = port
@@ -69,10 +94,16 @@ class Replica:
         )
         wait_for(self.port)
 
+    def processor_seconds(self):
+        """What it has used of the processor so far."""
+        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
 
 def load(router, seconds, event):
-    """Eight clients that ask all the time; `event` happens in the middle. What failed, by cause, and how many were right."""
-    lost, right, end = [], [0], time.time() + seconds
+    """Eight clients that ask all the time, half of them for streams; `event` happens in the middle. What failed, by cause,
+    and how many were right."""
+    lost, right, end = collections.Counter(), [0], time.time() + seconds
     lock = threading.Lock()
 
     def client(n):
@@ -80,15 +111,15 @@ def load(router, seconds, event):
         while time.time() < end:
             turn += 1
             try:
-                ask(router, 10 * n + turn % 10)
+                ask(router, 10 * n + turn % 10, stream=n % 2 == 1)
                 with lock:
                     right[0] += 1
             except urllib.error.HTTPError as error:
                 with lock:
-                    lost.append(f"status {error.code}")
-            except OSError as error:
+                    lost[f"status {error.code}"] += 1
+            except (OSError, http.client.HTTPException) as error:
                 with lock:
-                    lost.append(type(error).__name__)
+                    lost[f"{'stream' if n % 2 else 'body'}: {error}"] += 1
 
     threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
     for thread in threads:
@@ -122,16 +153,20 @@ def main():
     assert len(spread) == 2, "one replica got every conversation"
     print("affinity: 12 conversations of 3 turns, each on one replica, both used")
 
-    # Killed: what it was answering or had in line is lost, at most one request a client, and nothing after that.
+    right, wrong = cost_of_the_wrong_one(one, two)
+    assert right * 10 < wrong, (right, wrong)
+
+    # Killed: of what it was answering or had in line, streams that had begun are lost, at most one of a client, and nothing
+    # after that.
     lost, right = load(router, 9, lambda: one.process.kill())
-    print(f"killed: {len(lost)} lost of {right + len(lost)}: {sorted(set(lost))}")
-    assert len(lost) <= 8 and right > 20, (lost, right)
+    print(f"killed: {lost.total()} lost of {right + lost.total()}: {dict(lost)}")
+    assert lost.total() <= 8 and right > 20, (lost, right)
     one.start()
     time.sleep(1.5)
 
     # Drained: nothing is lost.
     lost, right = load(router, 9, lambda: two.process.send_signal(signal.SIGTERM))
-    print(f"drained: {len(lost)} lost of {right + len(lost)}: {sorted(set(lost))}")
+    print(f"drained: {lost.total()} lost of {right + lost.total()}: {dict(lost)}")
     assert not lost and right > 20, (lost, right)
     for process in (haproxy, one.process, two.process):
         process.kill()

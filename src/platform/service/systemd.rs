@@ -1,7 +1,7 @@
 //! The systemd user unit, a socket beside it if it is to start on demand, and `systemctl --user`.
 
 use super::{Action, LINES, Service, Step, words};
-use std::path::PathBuf;
+use std::{path::PathBuf, process::Command};
 
 const UNIT: &str = "moestro.service";
 const SOCKET: &str = "moestro.socket";
@@ -16,10 +16,35 @@ fn quoted(word: &str) -> String {
     format!("\"{escaped}\"")
 }
 
+/// A user's manager can shut off files and drop capabilities only inside of a user namespace. Some systems give users none:
+/// there a unit with these would not start at all.
+const CONFINED: [&str; 9] = [
+    "PrivateUsers=yes",
+    "ProtectSystem=strict",
+    "ProtectHome=read-only",
+    "PrivateTmp=yes",
+    "ProtectKernelTunables=yes",
+    "ProtectKernelModules=yes",
+    "ProtectKernelLogs=yes",
+    "ProtectControlGroups=yes",
+    "CapabilityBoundingSet=",
+];
+
+/// True if the user's systemd can start a program with [`CONFINED`]: it tries.
+pub fn confines() -> bool {
+    let mut attempt = Command::new("systemd-run");
+    attempt.args(["--user", "--wait", "--quiet", "--collect"]);
+    for option in CONFINED {
+        attempt.args(["-p", option]);
+    }
+    attempt.arg("true").output().is_ok_and(|output| output.status.success())
+}
+
 /// The unit.
 ///
 /// It shuts off all that a server of tokens has no use for. The server must map memory and read models wherever they
-/// are, and it writes to its cache and its log only.
+/// are, and it writes to its cache, its log and the Hugging Face cache only. See [`CONFINED`] for what not every system
+/// lets a user do.
 pub fn unit(service: &Service) -> String {
     let mut command = vec![quoted(&service.program.to_string_lossy()), "serve".into()];
     command.extend(service.args.iter().map(|arg| quoted(arg)));
@@ -28,6 +53,7 @@ pub fn unit(service: &Service) -> String {
         Some(_) => format!("Also={SOCKET}"),
         None => "WantedBy=default.target".into(),
     };
+    let confined = if service.confined { CONFINED.join("\n") + "\n" } else { String::new() };
     format!(
         "[Unit]\n\
          Description=Moestro, a server of language models\n\
@@ -45,18 +71,8 @@ pub fn unit(service: &Service) -> String {
          WatchdogSec=60\n\
          Restart=on-failure\n\
          RestartSec=10\n\
-         CacheDirectory=moestro\n\
+         CacheDirectory=moestro huggingface\n\
          NoNewPrivileges=yes\n\
-         ProtectSystem=strict\n\
-         ProtectHome=read-only\n\
-         ReadWritePaths=-%C/moestro\n\
-         PrivateTmp=yes\n\
-         ProtectKernelTunables=yes\n\
-         ProtectKernelModules=yes\n\
-         ProtectKernelLogs=yes\n\
-         ProtectControlGroups=yes\n\
-         ProtectClock=yes\n\
-         ProtectHostname=yes\n\
          RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX\n\
          RestrictNamespaces=yes\n\
          RestrictRealtime=yes\n\
@@ -65,8 +81,8 @@ pub fn unit(service: &Service) -> String {
          MemoryDenyWriteExecute=yes\n\
          SystemCallArchitectures=native\n\
          SystemCallFilter=@system-service\n\
-         CapabilityBoundingSet=\n\
          UMask=0077\n\
+         {confined}\
          \n\
          [Install]\n\
          {install}\n"

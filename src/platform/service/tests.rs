@@ -7,6 +7,7 @@ fn service(on_demand: Option<(&str, u16)>) -> Service {
         home: "/home/u".into(),
         user: 501,
         on_demand: on_demand.map(|(host, port)| (host.into(), port)),
+        confined: true,
     }
 }
 
@@ -71,8 +72,23 @@ fn systemd_finds_no_fault_with_the_unit() {
         return;
     };
     let said = String::from_utf8_lossy(&verdict.stderr);
-    let ours: Vec<&str> = said.lines().filter(|line| line.contains("moestro") && !line.contains("man ")).collect();
+    let ours: Vec<&str> = said.lines().filter(|line| line.contains("moestro")).collect();
     assert!(ours.is_empty(), "{said}");
+}
+
+/// With one of these a user's systemd without user namespaces ends the unit before it begins, with 217 or 218.
+#[test]
+fn a_unit_asks_for_no_more_than_users_are_given() {
+    for confined in [true, false] {
+        let unit = systemd::unit(&Service { confined, ..service(None) });
+        for option in ["PrivateUsers", "CapabilityBoundingSet", "ProtectKernelModules", "ProtectKernelLogs"] {
+            assert_eq!(unit.contains(option), confined, "{option}");
+        }
+        assert!(
+            unit.contains("NoNewPrivileges=yes\n") && unit.contains("SystemCallFilter=@system-service\n"),
+            "{unit}"
+        );
+    }
 }
 
 #[test]
