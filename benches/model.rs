@@ -1,12 +1,14 @@
 //! A whole model on random tokens, as llama-bench draws them: prefill, and decode at several depths of context in turn.
 //!
 //! ```text
-//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--f32] [--wait]
+//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--f32] [--wait] [--checkpoints]
 //! ```
 //! Each depth gets a prompt of so many tokens, then a few tokens more in every round. With `--f32` nothing is quantised
 //! that the checkpoint has not quantised. With `--wait` the rounds begin with a line on standard input: filling a context
-//! takes minutes and measuring seconds, for which a shared machine can be kept quiet. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the whole
-//! prompt, `decode,<round>,<depth>,<bits>,<tok/s>,<times slower than at the first depth and bits>`, and the median rounds.
+//! takes minutes and measuring seconds, for which a shared machine can be kept quiet. With `--checkpoints` one is taken behind each
+//! round's tokens, while the one before is held, as decoding does it. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the
+//! whole prompt, `decode,<round>,<depth>,<bits>,<tok/s>,<times slower than at the first depth and bits>,<the same by processor
+//! time>`, `checkpoint,<round>,<depth>,<bits>,<ms>,<of a token's time>`, and the median rounds.
 
 use moestro::{
     device::Math,
@@ -49,15 +51,26 @@ impl Bench {
         state
     }
 
-    /// Seconds a token, over `tokens` tokens.
-    fn decode(&mut self, state: &mut State, tokens: usize) -> f64 {
-        let begin = Instant::now();
+    /// Seconds a token, by the clock and of the processor, over `tokens` tokens.
+    fn decode(&mut self, state: &mut State, tokens: usize) -> [f64; 2] {
+        let (begin, spent) = (Instant::now(), processor());
         for _ in 0..tokens {
             let token = self.token();
             self.model.forward(state, &[token], Rows::Last).expect("a token");
         }
-        begin.elapsed().as_secs_f64() / tokens as f64
+        [begin.elapsed().as_secs_f64(), processor() - spent].map(|time| time / tokens as f64)
     }
+}
+
+/// Seconds of processor time that this process has had.
+fn processor() -> f64 {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the pointer is to a `rusage` of ours, of which all bits zero are one.
+    let usage = unsafe {
+        libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr());
+        usage.assume_init()
+    };
+    [usage.ru_utime, usage.ru_stime].iter().map(|time| time.tv_sec as f64 + time.tv_usec as f64 / 1e6).sum()
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -109,23 +122,38 @@ fn main() {
         println!("ready");
         std::io::stdin().read_line(&mut String::new()).expect("a line");
     }
-    let mut all = vec![[Vec::new(), Vec::new()]; states.len()];
+    let mut all = vec![[const { Vec::new() }; 5]; states.len()];
+    let (checkpoints, mut held) = (args.iter().any(|arg| arg == "--checkpoints"), vec![None; states.len()]);
     for round in 0..=rounds {
         let mut first = None;
-        for ((depth, bits, state), all) in states.iter_mut().zip(&mut all) {
+        for (((depth, bits, state), all), held) in states.iter_mut().zip(&mut all).zip(&mut held) {
             bench.model.keep_in(bits.1).expect("a cache of so many bits");
-            let time = bench.decode(state, tokens);
-            let slower = time / *first.get_or_insert(time);
-            // The first round warms up.
+            let times = bench.decode(state, tokens);
+            let base = *first.get_or_insert(times);
+            let [slower, dearer] = [0, 1].map(|clock| times[clock] / base[clock]);
+            let begin = Instant::now();
+            if checkpoints {
+                *held = Some(bench.model.snapshot(state).expect("a checkpoint"));
+            }
+            let stall = begin.elapsed().as_secs_f64();
+            // The first round warms up, and writes what is shared afterwards.
             if round > 0 {
-                println!("decode,{round},{depth},{},{:.2},{slower:.3}", bits.0, 1.0 / time);
-                all[0].push(1.0 / time);
-                all[1].push(slower);
+                println!("decode,{round},{depth},{},{:.2},{slower:.3},{dearer:.3}", bits.0, 1.0 / times[0]);
+                if checkpoints {
+                    println!("checkpoint,{round},{depth},{},{:.2},{:.3}", bits.0, stall * 1e3, stall / times[0]);
+                }
+                for (all, value) in all.iter_mut().zip([1.0 / times[0], slower, dearer, stall * 1e3, stall / times[0]])
+                {
+                    all.push(value);
+                }
             }
         }
     }
     for ((depth, bits, _), all) in states.iter().zip(all) {
-        let [rate, slower] = all.map(median);
-        println!("decode,median,{depth},{},{rate:.2},{slower:.3}", bits.0);
+        let [rate, slower, dearer, stall, of_token] = all.map(median);
+        println!("decode,median,{depth},{},{rate:.2},{slower:.3},{dearer:.3}", bits.0);
+        if checkpoints {
+            println!("checkpoint,median,{depth},{},{stall:.2},{of_token:.3}", bits.0);
+        }
     }
 }

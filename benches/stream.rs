@@ -4,7 +4,8 @@
 //! cargo bench --bench stream -- MODEL LIMIT [--tokens 64,64] [--threads N] [--io auto|direct|buffered] [--io-threads N]
 //!     [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE] [--checks beside|before]
 //! ```
-//! LIMIT is the memory limit in bytes (0: none). The tokens are drawn at random from the vocabulary, as llama-bench
+//! LIMIT is the memory limit in bytes (0: none). `--tokens 64,p256,64` is 64 tokens one by one, a prompt of 256, and 64 more;
+//! `--chunk` is the prompt's chunk, `--context` the room. The tokens are drawn at random from the vocabulary, as llama-bench
 //! draws them, or are those of a file of numbers, from its start again when it ends. Prints `MARK start` and `MARK phase`
 //! lines, so that a wrapper can account for the phases, and one line `RESULT {json}` with tokens a second, hit rate and
 //! bytes for each phase, and the most memory that was resident. `--checks before`: a packed expert is used when its checksum
@@ -83,24 +84,29 @@ fn main() {
     let slots = metrics.expert_slots.get();
     println!("MARK start slots {slots} loaded {loaded:.2} s");
     let mut phases = Vec::new();
-    for tokens in flag("--tokens").unwrap_or("64,64").split(',').map(|text| text.parse::<usize>().expect("tokens")) {
+    for phase in flag("--tokens").unwrap_or("64,64").split(',') {
+        let tokens: usize = phase.trim_start_matches('p').parse().expect("tokens");
+        let step = if phase.starts_with('p') { model.chunk() } else { 1 };
         let count = || {
-            let hits = metrics.lookups_decode_hit.get();
-            let (misses, foreseen) = (metrics.lookups_decode_miss.get(), metrics.lookups_decode_prefetched.get());
+            let hits = metrics.lookups_decode_hit.get() + metrics.lookups_prefill_hit.get();
+            let misses = metrics.lookups_decode_miss.get() + metrics.lookups_prefill_miss.get();
+            let foreseen = metrics.lookups_decode_prefetched.get() + metrics.lookups_prefill_prefetched.get();
             let (read, stall) = (metrics.ssd_read_bytes.get(), metrics.ssd_stall_seconds.get());
             let (wasted, checks) = (metrics.prefetches_wasted.get() as f64, metrics.pack_check_seconds.get());
             [hits as f64, misses as f64, foreseen as f64, read as f64, stall, wasted, checks]
         };
         let (before, begin) = (count(), Instant::now());
-        for _ in 0..tokens {
-            model.forward(&mut state, &[token()], Rows::Last).expect("a token");
+        for first in (0..tokens).step_by(step) {
+            let ids: Vec<u32> = (first..tokens.min(first + step)).map(|_| token()).collect();
+            model.forward(&mut state, &ids, Rows::Last).expect("tokens");
         }
         let (after, seconds) = (count(), begin.elapsed().as_secs_f64());
         let [hits, misses, foreseen, read, stall, wasted, checks]: [f64; 7] =
             std::array::from_fn(|i| after[i] - before[i]);
         let lookups = (hits + misses + foreseen).max(1.0);
-        println!("MARK phase {tokens} tokens");
+        println!("MARK phase {phase} tokens");
         phases.push(serde_json::json!({
+            "phase": phase,
             "tokens": tokens,
             "tok_s": tokens as f64 / seconds,
             "hit": hits / lookups,

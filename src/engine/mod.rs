@@ -1,7 +1,7 @@
 //! The engine: one thread that owns the model. A [`Handle`] queues [`Request`]s, first in first out; each is answered by
 //! [`Event`]s. Dropping the receiver is the cancellation: the engine notices within one token.
 
-mod cache;
+pub mod cache;
 mod constraint;
 mod handle;
 pub mod mock;

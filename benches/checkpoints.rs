@@ -1,0 +1,144 @@
+//! A checkpoint of a long context, of a 35B-A3B's sizes: read back from the disk, beside `fio`.
+//!
+//! ```text
+//! cargo bench --bench checkpoints -- DIR [--tokens 32768] [--rounds 7]
+//! ```
+//! DIR is a directory on the disk, for 1.5 GB. In each round the checkpoint is read as a server that was started again reads it,
+//! and `fio` (if it is installed) reads a file of as many bytes past the page cache, 1 MiB at a time, sixteen at once; the page
+//! cache has nothing of either. Prints CSV: the round, MB/s of both, their ratio.
+
+use moestro::{
+    engine::{
+        Storage,
+        cache::{Cache, places::Kind},
+    },
+    metrics::Metrics,
+    model::{Snapshot, SnapshotSize, snapshot::PAGE},
+};
+use std::{
+    fs::{self, File},
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// 30 delta layers of 32 heads of 128 by 128 and three inputs of a convolution over 8,192; 10 attention layers of 2 key heads.
+const SIZE: SnapshotSize =
+    SnapshotSize { state: 30 * 4 * (32 * 128 * 128 + 3 * 8192), position: 10 * 2 * 2 * (256 * 2 + 4) };
+
+/// Bytes that nothing could compress.
+fn noise(bytes: usize, word: &mut u64) -> Vec<u8> {
+    let next = |_| {
+        *word = word.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (*word ^ *word >> 29).to_le_bytes()
+    };
+    let mut noise: Vec<u8> = (0..bytes.div_ceil(8)).flat_map(next).collect();
+    noise.truncate(bytes);
+    noise
+}
+
+/// All files below `dir`.
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).expect("a directory").map(|entry| entry.expect("an entry").path());
+    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+}
+
+/// Takes files out of the page cache.
+#[cfg(target_os = "linux")]
+fn forget(dir: &Path) {
+    for path in files(dir) {
+        let file = File::open(path).expect("a file");
+        // SAFETY: the descriptor is open; the advice changes no byte.
+        unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn forget(dir: &Path) {
+    for path in files(dir) {
+        let _ = File::open(path).map(|file| file.as_raw_fd());
+    }
+}
+
+/// MB/s of `fio` over a file of so many bytes, which is written first if it is not there.
+fn fio(file: &Path, bytes: u64) -> Option<f64> {
+    let run = |how: &[&str]| {
+        let output = Command::new("fio")
+            .args(["--name=read", "--bs=1M", "--direct=1", "--ioengine=libaio", "--iodepth=16", "--output-format=json"])
+            .arg(format!("--filename={}", file.display()))
+            .arg(format!("--size={}", bytes >> 20 << 20))
+            .args(how)
+            .output()
+            .ok()?;
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).ok()
+    };
+    if !file.exists() {
+        run(&["--rw=write", "--end_fsync=1"])?;
+    }
+    let report = run(&["--rw=read"])?;
+    Some(report["jobs"][0]["read"]["bw_bytes"].as_f64()? / 1e6)
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+    let Some(dir) = args.first() else {
+        println!("checkpoints: no directory given, nothing measured");
+        return;
+    };
+    let number = |name: &str, default: usize| {
+        let at = args.iter().position(|arg| arg == name);
+        at.and_then(|at| args.get(at + 1)).map_or(default, |text| text.parse().expect("a number"))
+    };
+    let (tokens, rounds) = (number("--tokens", 32_768), number("--rounds", 7));
+    let root = Path::new(dir).join("moestro-checkpoints");
+    let storage = Storage { dir: root.clone(), limit: 8 << 30, key: "a bench".into() };
+    let open = || {
+        let cache = Arc::new(Cache::new(4 << 30, SIZE, Metrics::new("bench", "cpu")));
+        cache.store_in(&storage);
+        cache
+    };
+    let ids: Vec<u32> = (0..tokens as u32).collect();
+    let mut word = 1;
+    let mut page = |ids: &[u32]| Arc::new(noise(ids.len() * SIZE.position as usize, &mut word));
+    let pages = ids.chunks(PAGE).map(&mut page).collect();
+    let snapshot = Snapshot { len: tokens, pages, state: Arc::new(noise(SIZE.state as usize, &mut 2)) };
+    let bytes = SIZE.bytes(tokens, 0);
+    let cache = open();
+    cache.insert(&ids, Kind::Message, snapshot, cache.emptied());
+    let begin = Instant::now();
+    while cache.status().disk.is_none_or(|disk| disk.checkpoints == 0) {
+        assert!(begin.elapsed() < Duration::from_secs(300), "it was not written in five minutes");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    println!("# {tokens} tokens, {bytes} bytes; written in {:.2} s", begin.elapsed().as_secs_f64());
+    cache.close();
+    drop(cache);
+    println!("round,read_mb_s,fio_mb_s,ratio");
+    let mut ratios = Vec::new();
+    let prompt = [&ids[..], &[0]].concat();
+    for round in 1..=rounds {
+        forget(&root);
+        let cache = open();
+        let begin = Instant::now();
+        let found = cache.deepest(&prompt, 0).expect("the checkpoint").0;
+        let rate = bytes as f64 / begin.elapsed().as_secs_f64() / 1e6;
+        assert_eq!(found.len, tokens);
+        cache.close();
+        drop((found, cache));
+        match fio(&Path::new(dir).join("moestro-fio"), bytes) {
+            Some(fio) => {
+                println!("{round},{rate:.0},{fio:.0},{:.3}", rate / fio);
+                ratios.push(rate / fio);
+            }
+            None => println!("{round},{rate:.0},,"),
+        }
+    }
+    ratios.sort_by(f64::total_cmp);
+    if let Some(median) = ratios.get(ratios.len() / 2) {
+        println!("# median ratio {median:.3}");
+    }
+    let _ = fs::remove_dir_all(&root);
+    let _ = fs::remove_file(Path::new(dir).join("moestro-fio"));
+}
