@@ -118,3 +118,41 @@ fn what_cannot_be_read_is_refused_by_name() {
         assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{body}");
     }
 }
+
+#[test]
+fn what_is_set_of_sampling_is_taken_over() {
+    let common = conversation(json!({
+        "max_tokens": 7, "model": "m", "stream": true, "temperature": 0.25, "top_p": 0.5, "top_k": 9, "stop_sequences": ["x"],
+        "messages": [{"role": "user", "content": "Hi"}],
+    }))
+    .common;
+    assert_eq!((common.model.as_deref(), common.stream, common.max_tokens), (Some("m"), Some(true), Some(7)));
+    assert_eq!((common.temperature, common.top_p, common.top_k), (Some(0.25), Some(0.5), Some(9)));
+}
+
+#[test]
+fn a_message_without_a_role_is_named_and_one_with_another_kind_of_role_too() {
+    for (message, status) in
+        [(json!({"content": "x"}), "has no role"), (json!({"role": 5, "content": "x"}), "must be a string")]
+    {
+        let body = json!({"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}, message]});
+        let error = request(body).conversation(false, None).unwrap_err();
+        let told = serde_json::to_value(error.body()).unwrap();
+        assert_eq!(told["error"]["param"], "messages[1].role");
+        assert!(told["error"]["message"].as_str().unwrap().contains(status), "{told}");
+    }
+}
+
+#[test]
+fn each_status_has_its_kind_of_error() {
+    for (wrong, kind) in [
+        (ApiError::unauthorized(), "authentication_error"),
+        (ApiError::wrong_host("evil"), "permission_error"),
+        (ApiError::no_such_model("a", "b"), "not_found_error"),
+        (ApiError::too_large(5), "request_too_large"),
+        (ApiError::memory_in_use(), "overloaded_error"),
+        (ApiError::invalid("x", "y"), "invalid_request_error"),
+    ] {
+        assert_eq!(super::super::answer::error(&wrong)["error"]["type"], kind);
+    }
+}

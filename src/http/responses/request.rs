@@ -244,6 +244,14 @@ mod tests {
     }
 
     #[test]
+    fn what_is_set_of_sampling_is_taken_over() {
+        let set = json!({"model": "m", "stream": true, "temperature": 0.25, "top_p": 0.5, "max_output_tokens": 7});
+        let Conversation { common, chat, .. } = conversation(set);
+        assert_eq!((common.model.as_deref(), common.stream), (Some("m"), Some(true)));
+        assert_eq!((common.temperature, common.top_p, chat.max_completion_tokens), (Some(0.25), Some(0.5), Some(7)));
+    }
+
+    #[test]
     fn tools_move_one_level_down() {
         let schema = json!({"type": "object"});
         let f = json!({"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": true});
