@@ -18,6 +18,17 @@ FN float f16(uint h) {
   return h & 0x8000u ? -v : v;
 }
 
+FN uint to_f16(float x) {  // to nearest, ties to even
+  const uint u = as_type<uint>(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  if (a >= 0x7f800000u) return sign | (a > 0x7f800000u ? 0x7e00u : 0x7c00u);
+  if (a >= 0x477ff000u) return sign | 0x7c00u;
+  if (a >= 0x38800000u) return sign | ((a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13);
+  if (a < 0x33000000u) return sign;
+  const uint shift = 126u - (a >> 23), m = (a & 0x7fffffu) | 0x800000u;  // subnormal: shift 14 to 24
+  const uint whole = m >> shift, rest = m & ((1u << shift) - 1u), half_ = 1u << (shift - 1);
+  return sign | (whole + (rest > half_ || (rest == half_ && (whole & 1u)) ? 1u : 0u));
+}
+
 FN float e4m3(uint q) {
   const uint e = (q >> 3) & 15u, m = q & 7u;
   float v = e == 0 ? float(m) * as_type<float>(0x3b000000u)                 // 2^-9

@@ -28,14 +28,16 @@ FN float sample(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const fl
 
 // Causal depthwise convolution of width 4, SiLU, then the l2 norm of each head of q and k (q also times dk^-1/2).
 // `state` [3, channels] holds the last three rows of raw projections; it is moved on by `stored` rows. `taps` is [4, channels].
-// Grid (2 * key_heads + value_heads), 128 threads: a threadgroup takes one head through all tokens.
+// Grid (2 * key_heads + value_heads, ceil(tokens / CONV)), 128 threads: a threadgroup takes one head through CONV tokens.
+enum { CONV = 16 };
+
 KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, past, 2), IN(float, taps, 3), OUT(float, state, 4), OUT(float, out, 5)) {
   SHARED(float, part, 4);
-  const uint keys = 2 * a.key_heads, head = tgid.x;
+  const uint keys = 2 * a.key_heads, head = tgid.x, begin = tgid.y * CONV, end = min(begin + CONV, a.tokens);
   const uint channels = keys * a.dk + a.value_heads * a.dv;
   const uint first = head < keys ? head * a.dk : keys * a.dk + (head - keys) * a.dv;
   const uint size = head < keys ? a.dk : a.dv;
-  for (uint t = 0; t < a.tokens; t++) {
+  for (uint t = begin; t < end; t++) {
     float squares = 0;
     for (uint i = tid; i < size; i += 128) {
       const uint c = first + i, row = a.past + t;
@@ -55,8 +57,8 @@ KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, past, 2), IN(floa
     BARRIER();  // before the next token overwrites part
     for (uint i = tid; i < size; i += 128) out[ulong(t) * channels + first + i] *= scale;
   }
-  if (a.stored == 0) return;
-  // A thread reads and writes its own columns.
+  // The first tokens are the only ones that look at the state; and a thread reads and writes its own columns.
+  if (a.stored == 0 || begin != 0) return;
   for (uint i = tid; i < size; i += 128) {
     const uint c = first + i;
     const float s0 = sample(a, proj, past, state, channels, a.stored, c), s1 = sample(a, proj, past, state, channels, a.stored + 1, c);

@@ -205,6 +205,47 @@ FN void down_rows(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const
   }
 }
 
+// The same on matrix units, of at most JOB_TILES * 16 places a job. x and act are rows of halves (half_rows), x by token and act by
+// place, with the power of two of each. Up: 32 rows of gate and the same of up at a time; grid (ceil(inner / 32), jobs). Down:
+// grid (ceil(hidden / 64), jobs). 128 threads.
+enum { JOB_TILES = 2 };
+
+template <bool ANY>
+FN void up_half(CONSTANT ExpertsArgs& a, DEVICE const uint* x, DEVICE const float* scale, DEVICE const uint* job,
+                DEVICE const uint* order, DEVICE float* act, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
+                DEVICE const uchar* slab2, DEVICE const uchar* slab3, THREADGROUP uint4* room PLACE) {
+  const uint row = tgid.x * 32, side = tid / 64, mine = min(row + tid / 2 % 32, a.inner - 1), count = job[2];
+  const Bytes w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), side);
+  uint from[JOB_TILES];
+  UNROLL for (uint i = 0; i < JOB_TILES; i++) from[i] = order[job[1] + min(i * 16 + tid / 8, count - 1)] / a.k;
+  multiply<JOB_TILES, ANY ? 0 : 4>(side == 0 ? a.gate : a.up, w, mine, a.hidden, x, from, room HERE);
+  THREADGROUP const float* sums = (THREADGROUP const float*)room;
+  for (uint n = tid; n < count * 32; n += 128) {
+    const uint column = n % 32;
+    if (row + column >= a.inner) continue;
+    const uint place = order[job[1] + n / 32];
+    const float by = scale[place / a.k];
+    THREADGROUP const float* sum = sums + n / 32 * OUT_PITCH + column;
+    act[ulong(place) * a.row + row + column] = silu(sum[0] * by) * (sum[32] * by);
+  }
+}
+
+template <bool ANY>
+FN void down_half(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const float* scale, DEVICE const uint* job,
+                  DEVICE const uint* order, DEVICE float* out, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
+                  DEVICE const uchar* slab2, DEVICE const uchar* slab3, THREADGROUP uint4* room PLACE) {
+  const uint row = tgid.x * WIDE, mine = min(row + tid / 2, a.hidden - 1), count = job[2];
+  const Bytes w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), 2);
+  uint from[JOB_TILES];
+  UNROLL for (uint i = 0; i < JOB_TILES; i++) from[i] = order[job[1] + min(i * 16 + tid / 8, count - 1)];
+  multiply<JOB_TILES, ANY ? 0 : 4>(a.down, w, mine, a.inner, act, from, room HERE);
+  THREADGROUP const float* sums = (THREADGROUP const float*)room;
+  for (uint n = tid; n < count * WIDE; n += 128) {
+    const uint place = order[job[1] + n / WIDE], column = row + n % WIDE;
+    if (column < a.hidden) out[ulong(place) * a.hidden + column] = sums[n / WIDE * OUT_PITCH + n % WIDE] * scale[place];
+  }
+}
+
 #define SLABS(n) IN(uchar, slab0, n), IN(uchar, slab1, n + 1), IN(uchar, slab2, n + 2), IN(uchar, slab3, n + 3)
 
 #define EXPERTS(suffix, ANY)                                                                                             \
@@ -225,6 +266,16 @@ FN void down_rows(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const
   KERNEL(experts_down_rows##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
          OUT(float, out, 4), SLABS(5)) {                                                                                 \
     down_rows<ANY>(a, act, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3 HERE);                              \
+  }                                                                                                                      \
+  KERNEL(experts_up_half##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),          \
+         IN(uint, order, 4), OUT(float, act, 5), SLABS(6)) {                                                             \
+    SHARED(uint4, room, Room<JOB_TILES>::SIZE);                                                                          \
+    up_half<ANY>(a, x, scale, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3, room HERE);                     \
+  }                                                                                                                      \
+  KERNEL(experts_down_half##suffix, ARGS(ExpertsArgs, a), IN(uint, act, 1), IN(float, scale, 2), IN(uint, jobs, 3),      \
+         IN(uint, order, 4), OUT(float, out, 5), SLABS(6)) {                                                             \
+    SHARED(uint4, room, Room<JOB_TILES>::SIZE);                                                                          \
+    down_half<ANY>(a, act, scale, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3, room HERE);                 \
   }
 
 EXPERTS(, false)

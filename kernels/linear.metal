@@ -110,11 +110,11 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint bloc
   }
 }
 
-// The matrix that a row of threadgroups belongs to; its y starts at `start`.
-FN uint find(CONSTANT LinearArgs& a, THREAD uint* block, THREAD uint* start) {
+// The matrix that a row of threadgroups belongs to, `size` rows each; its y starts at `start`.
+FN uint find(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREAD uint* start) {
   uint i = 0;
   while (i + 1 < a.matrices) {
-    const uint blocks = (a.m[i].rows + BLOCK - 1) / BLOCK;
+    const uint blocks = (a.m[i].rows + size - 1) / size;
     if (*block < blocks) break;
     *block -= blocks;
     *start += a.m[i].rows;
@@ -129,7 +129,7 @@ FN uint find(CONSTANT LinearArgs& a, THREAD uint* block, THREAD uint* start) {
          IN(uchar, c2, 11), IN(uchar, s2, 12), IN(uchar, b2, 13), IN(uchar, c3, 14), IN(uchar, s3, 15),               \
          IN(uchar, b3, 16)) {                                                                                         \
     uint block = tgid.y, start = 0;                                                                                   \
-    const uint i = find(a, &block, &start);                                                                           \
+    const uint i = find(a, BLOCK, &block, &start);                                                                    \
     const Bytes bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,  \
                          i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                               \
     linear<TOKENS, NORM, ANY>(a, a.m[i], start, block, x, w, y, kept, bytes HERE);                                    \
@@ -143,3 +143,41 @@ LINEAR(linear_any_1, 1, false, true)
 LINEAR(linear_any_4, 4, false, true)
 LINEAR(linear_any_norm_1, 1, true, true)
 LINEAR(linear_any_norm_4, 4, true, true)
+
+// The same on matrix units, of rows of halves (half_rows) and the power of two of each. Grid (ceil(tokens / 64), sum over
+// matrices of ceil(rows / 64)); 128 threads.
+enum { GEMM_TILES = 4 };
+
+template <bool ANY>
+FN void gemm(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block, DEVICE const uint* x, DEVICE const float* scale,
+             DEVICE float* y, Bytes bytes, THREADGROUP uint4* room PLACE) {
+  const uint first = tgid.x * GEMM_TILES * 16, row = block * WIDE, mine = min(row + tid / 2, m.rows - 1);
+  uint from[GEMM_TILES];
+  UNROLL for (uint i = 0; i < GEMM_TILES; i++) from[i] = min(first + i * 16 + tid / 8, a.tokens - 1);
+  if (ANY) multiply<GEMM_TILES, 0>(m, bytes, mine, a.cols, x, from, room HERE);
+  else if (m.format == 4) multiply<GEMM_TILES, 4>(m, bytes, mine, a.cols, x, from, room HERE);
+  else multiply<GEMM_TILES, 8>(m, bytes, mine, a.cols, x, from, room HERE);
+  THREADGROUP const float* sums = (THREADGROUP const float*)room;
+  for (uint n = tid; n < GEMM_TILES * 16 * WIDE; n += 128) {
+    const uint token = first + n / WIDE, column = row + n % WIDE;
+    if (token >= a.tokens || column >= m.rows) continue;
+    const float sum = sums[n / WIDE * OUT_PITCH + n % WIDE] * scale[token];
+    DEVICE float* out = y + ulong(token) * a.width + start + column;
+    *out = a.add != 0 ? *out + sum : sum;
+  }
+}
+
+#define GEMM(name, ANY)                                                                                               \
+  KERNEL(name, ARGS(LinearArgs, a), IN(uint, x, 1), IN(float, scale, 2), OUT(float, y, 3), IN(uchar, c0, 4),          \
+         IN(uchar, s0, 5), IN(uchar, b0, 6), IN(uchar, c1, 7), IN(uchar, s1, 8), IN(uchar, b1, 9), IN(uchar, c2, 10), \
+         IN(uchar, s2, 11), IN(uchar, b2, 12), IN(uchar, c3, 13), IN(uchar, s3, 14), IN(uchar, b3, 15)) {             \
+    SHARED(uint4, room, Room<GEMM_TILES>::SIZE);                                                                      \
+    uint block = tgid.y, start = 0;                                                                                   \
+    const uint i = find(a, WIDE, &block, &start);                                                                     \
+    const Bytes bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,  \
+                         i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                               \
+    gemm<ANY>(a, a.m[i], start, block, x, scale, y, bytes, room HERE);                                                \
+  }
+
+GEMM(gemm_fast, false)
+GEMM(gemm_any, true)

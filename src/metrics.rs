@@ -109,6 +109,7 @@ pub struct Metrics {
     pub pack_check_seconds: Counter,
     /// Records of the loaded model's pack that were found damaged.
     pub pack_damaged_records: IntGauge,
+    pub gpu_lost: IntGauge,
 
     /// Passes that verified a draft, by its kind; drafted tokens by kind and outcome.
     pub draft_cycles: IntCounterVec,
@@ -323,6 +324,11 @@ impl Metrics {
                 r,
                 "moestro_pack_damaged_records",
                 "Damaged records of the model's pack, which are read from the checkpoint instead",
+            ),
+            gpu_lost: gauge(
+                r,
+                "moestro_gpu_lost",
+                "1 if the model's GPU was given up and the CPU computes in its place",
             ),
 
             draft_cycles: counters(

@@ -4,7 +4,7 @@
 use std::{
     io::{Read, Write},
     net::{TcpListener, TcpStream},
-    os::fd::OwnedFd,
+    os::{fd::OwnedFd, unix::fs::PermissionsExt},
     path::Path,
     process::{Child, ChildStdin, Command, Stdio},
     sync::{Arc, Mutex},
@@ -13,7 +13,15 @@ use std::{
 };
 
 const MOESTRO: &str = env!("CARGO_BIN_EXE_moestro");
+const LEFT: &str = "\x1b[D";
+const UP: &str = "\x1b[A";
+const BACKSPACE: &str = "\x7f";
+const CTRL_A: &str = "\x01";
 const CTRL_C: &str = "\x03";
+const CTRL_D: &str = "\x04";
+const CTRL_E: &str = "\x05";
+
+const CHAT: &str = "run --temp 0 --thinking off --max-tokens 24";
 
 /// A program with none of our environment's settings, and files of its own in `home`.
 fn plain(program: &str, home: &Path) -> Command {
@@ -73,6 +81,20 @@ impl Terminal {
     fn press(&mut self, keys: &str) {
         self.keys.write_all(keys.as_bytes()).unwrap();
         self.keys.flush().unwrap();
+    }
+
+    fn chat(home: &Path) -> Self {
+        let mut chat = Self::begin(home, CHAT);
+        chat.wait(">>> ");
+        chat
+    }
+
+    /// Types, waits for `answer` and for the next prompt.
+    fn say(&mut self, keys: &str, answer: &str) {
+        self.press(keys);
+        self.press("\r");
+        self.wait(answer);
+        self.wait(">>> ");
     }
 
     fn end(mut self, keys: &str) {
@@ -173,4 +195,51 @@ fn a_server_speaks_in_words() {
     );
     assert!(!said.contains("\"event\""), "{said}");
     server.end(CTRL_C);
+}
+
+#[test]
+fn a_line_is_edited_and_found_again() {
+    let home = tempfile::tempdir().unwrap();
+    let mut chat = Terminal::chat(home.path());
+    // "hat is 12+8?" becomes "What is 12+7?".
+    chat.say(&format!("hat is 12+8?{LEFT}{BACKSPACE}7{CTRL_A}W{CTRL_E}"), "12 + 7 = 19.");
+    chat.say("/clear", "\n");
+    chat.say(&format!("{UP}{UP}"), "12 + 7 = 19.");
+    // Three ways to say several lines: a backslash, quotes, and a pasted text.
+    chat.say("/set system one\\\rtwo", "system one\r\ntwo");
+    chat.say("\"\"\"/set system three\rfour\"\"\"", "system three\r\nfour");
+    chat.say("\x1b[200~/set system five\rsix\x1b[201~", "system five\r\nsix");
+    chat.say("/set se\t", "seed drawn");
+    // A line that is thrown away is not said.
+    chat.press(&format!("/set seed 3{CTRL_C}"));
+    chat.wait("Ctrl-D ends the chat");
+    chat.wait(">>> ");
+    chat.say("/set", "seed drawn");
+    chat.say(" /set seed 4", "seed 4");
+    chat.end(CTRL_D);
+
+    let file = home.path().join("state/moestro/history");
+    let text = std::fs::read_to_string(&file).unwrap();
+    assert!(text.contains("\nWhat is 12+7?\n") && text.contains("\n/set system five\\nsix\n"), "{text}");
+    assert!(!text.contains("seed 3") && !text.contains("seed 4"), "thrown away, and behind a space: {text}");
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode(&file), mode(file.parent().unwrap())), (0o600, 0o700));
+
+    let mut chat = Terminal::chat(home.path());
+    chat.press("\x12What");
+    chat.wait("What is 12+7?");
+    chat.say("", "12 + 7 = 19.");
+    chat.press(CTRL_C);
+    chat.wait(">>> ");
+    chat.end(CTRL_C);
+}
+
+#[test]
+fn a_history_that_cannot_be_kept_disturbs_no_chat() {
+    let home = tempfile::tempdir().unwrap();
+    std::fs::write(home.path().join("state"), "not a directory").unwrap();
+    let mut chat = Terminal::chat(home.path());
+    chat.say("What is 12+7?", "12 + 7 = 19.");
+    chat.say(UP, "12 + 7 = 19.");
+    chat.end("/bye\r");
 }

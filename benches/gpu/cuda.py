@@ -13,7 +13,7 @@ def compile(name, out):
     paths = [p for d in sys.path for p in glob.glob(d + "/nvidia/*/lib/libnvrtc.so.1*")] + ["libnvrtc.so"]
     nvrtc = ctypes.CDLL(os.environ.get("NVRTC") or paths[0])
     read = lambda file: open(os.path.join(KERNELS, file)).read()
-    source = read("shim/cuda.h") + read("codes.metal") + read(name + ".metal")
+    source = read("shim/cuda.h") + read("codes.metal") + read("tiles.metal") + read(name + ".metal")
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
     options = [b"--gpu-architecture=sm_90", b"-fmad=false", b"--std=c++14", b"-lineinfo", b"--maxrregcount=80"]
@@ -34,7 +34,7 @@ def compile(name, out):
 def file_of(kernel):
     """The file a kernel is in."""
     others = {"swiglu": "experts", "conv": "delta", "embed": "weights", "dequantise": "weights"}
-    others |= {"rms_norm": "norm", "gated_norm": "norm"}
+    others |= {"rms_norm": "norm", "gated_norm": "norm", "half_rows": "norm", "gemm_fast": "linear", "gemm_any": "linear"}
     return others.get(kernel) or kernel.split("_")[0]
 
 

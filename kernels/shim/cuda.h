@@ -46,3 +46,40 @@ FN float warp_max(float x) {
   for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
   return x;
 }
+
+// Tiles on matrix units (Ampere and later). Lane l of a tile of sums has rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next
+// one, and the same 8 columns further on.
+struct HalfTile { uint r[4]; };
+struct SumTile { float v[8]; };
+#define HALF_TILE HalfTile
+#define SUM_TILE SumTile
+#define HALF2(x, y) half2_bits(x, y)
+#define TILE_ZERO(sum) tile_zero(sum)
+#define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
+#define TILE_LOAD_T(tile, p, pitch) tile_load(tile, p, pitch)
+#define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
+#define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
+
+FN uint half2_bits(float x, float y) {
+  uint bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x));
+  return bits;
+}
+FN void tile_zero(SumTile& sum) {
+  for (int i = 0; i < 8; i++) sum.v[i] = 0;
+}
+// Four matrices of 8 by 8: rows 0 to 7 and 8 to 15 of the first 8 columns, then of the others.
+FN void tile_load(HalfTile& tile, const uint* p, uint pitch) {
+  const uint at = (uint)__cvta_generic_to_shared(p + lane % 16u * pitch + lane / 16u * 4u);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.r[0]), "=r"(tile.r[1]), "=r"(tile.r[2]), "=r"(tile.r[3]) : "r"(at) : "memory");
+}
+FN void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {
+  for (int i = 0; i < 2; i++)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum.v[4 * i]), "+f"(sum.v[4 * i + 1]), "+f"(sum.v[4 * i + 2]), "+f"(sum.v[4 * i + 3])
+                 : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[i]), "r"(b.r[i + 2]));
+}
+FN void tile_store(const SumTile& sum, float* p, uint pitch) {
+  for (uint i = 0; i < 8; i++) p[(lane / 4u + i / 2u % 2u * 8u) * pitch + lane % 4u * 2u + i % 2u + i / 4u * 8u] = sum.v[i];
+}

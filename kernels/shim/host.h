@@ -60,6 +60,14 @@ template <class To, class From> To as_type(From from) {
 #define SIMD_SUM(x) host::reduce(host::Sum, __LINE__, x)
 #define SIMD_MAX(x) host::reduce(host::Max, __LINE__, x)
 #define SIMD_MIN(x) host::smallest(__LINE__, x)
+#define HALF_TILE host::HalfTile
+#define SUM_TILE host::SumTile
+#define HALF2(x, y) (uint(to_f16(x)) | uint(to_f16(y)) << 16)
+#define TILE_ZERO(sum) host::tile_zero(sum)
+#define TILE_LOAD(tile, p, pitch) host::tile_load(tile, p, pitch)
+#define TILE_LOAD_T(tile, p, pitch) host::tile_load(tile, p, pitch)
+#define TILE_FMA(sum, a, b) host::tile_fma(sum, a, b)
+#define TILE_STORE(sum, p, pitch) host::tile_store(sum, p, pitch)
 
 namespace host {
 
@@ -167,6 +175,45 @@ inline void dispatch(uint3 grid, uint count, bool backwards, const std::function
     uint n = backwards ? total - 1 - i : i;
     run_group({n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y}, count, backwards);
   }
+}
+
+// Tiles: a lane has eight of the 256 sums, where NVIDIA's cards have them. A tile of halves is where it lies in threadgroup
+// memory: nobody may write there before a product has read it, which a barrier sees to.
+struct HalfTile { const uint* p; uint pitch; };
+struct SumTile { float v[8]; };
+inline float half_value(uint bits) {
+  const uint e = bits >> 10 & 31u, f = bits & 1023u;
+  const float v = e == 0 ? float(f) * as_type<float>(0x33800000u) : as_type<float>((e == 31 ? 255u : e + 112u) << 23 | f << 13);
+  return bits & 0x8000u ? -v : v;
+}
+// Every half's value: whole forward passes look at many.
+inline const std::vector<float> halves = [] {
+  std::vector<float> all(65536);
+  for (uint bits = 0; bits < 65536; bits++) all[bits] = half_value(bits);
+  return all;
+}();
+inline void half_row(const HalfTile& tile, uint row, float* to) {
+  const float* values = halves.data();
+  for (uint j = 0; j < 8; j++) {
+    const uint two = tile.p[row * tile.pitch + j];
+    to[2 * j] = values[two & 0xffffu], to[2 * j + 1] = values[two >> 16];
+  }
+}
+inline uint tile_row(uint i) { return lane / 4 + i / 2 % 2 * 8; }
+inline uint tile_column(uint i) { return lane % 4 * 2 + i % 2 + i / 4 * 8; }
+inline void tile_zero(SumTile& sum) {
+  for (float& v : sum.v) v = 0;
+}
+inline void tile_load(HalfTile& tile, const uint* p, uint pitch) { tile = {p, pitch}; }
+inline void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {
+  float rows[2][16], columns[4][16];
+  for (uint i = 0; i < 2; i++) half_row(a, tile_row(2 * i), rows[i]);
+  for (uint i = 0; i < 4; i++) half_row(b, tile_column(i % 2 + i / 2 * 4), columns[i]);
+  for (uint i = 0; i < 8; i++)
+    for (uint k = 0; k < 16; k++) sum.v[i] += rows[i / 2 % 2][k] * columns[i % 2 + i / 4 * 2][k];
+}
+inline void tile_store(const SumTile& sum, float* p, uint pitch) {
+  for (uint i = 0; i < 8; i++) p[tile_row(i) * pitch + tile_column(i)] = sum.v[i];
 }
 
 // A kernel from outside: the size of its arguments, the number of buffers behind them, its call.

@@ -27,3 +27,36 @@ using namespace metal;
 #define SIMD_SUM(x) simd_sum(x)
 #define SIMD_MAX(x) simd_max(x)
 #define SIMD_MIN(x) simd_min(x)
+
+// Tiles: four matrices of 8 by 8 each; a transposed one is what a product takes on its right.
+struct HalfTile { simdgroup_half8x8 m[4]; };
+struct SumTile { simdgroup_float8x8 m[4]; };
+#define HALF_TILE HalfTile
+#define SUM_TILE SumTile
+#define HALF2(x, y) as_type<uint>(half2(half(x), half(y)))
+#define TILE_ZERO(sum) tile_zero(sum)
+#define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
+#define TILE_LOAD_T(tile, p, pitch) tile_load_transposed(tile, p, pitch)
+#define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
+#define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
+
+FN void tile_zero(thread SumTile& sum) {
+  for (int i = 0; i < 4; i++) sum.m[i] = make_filled_simdgroup_matrix<float, 8>(0.0f);
+}
+FN void tile_load(thread HalfTile& tile, threadgroup const uint* p, uint pitch) {
+  threadgroup const half* from = (threadgroup const half*)p;
+  for (uint i = 0; i < 4; i++) simdgroup_load(tile.m[i], from + i / 2 * 8 * pitch * 2 + i % 2 * 8, pitch * 2);
+}
+FN void tile_load_transposed(thread HalfTile& tile, threadgroup const uint* p, uint pitch) {
+  threadgroup const half* from = (threadgroup const half*)p;
+  for (uint i = 0; i < 4; i++)
+    simdgroup_load(tile.m[i], from + i % 2 * 8 * pitch * 2 + i / 2 * 8, pitch * 2, ulong2(0, 0), true);
+}
+FN void tile_fma(thread SumTile& sum, thread const HalfTile& a, thread const HalfTile& b) {
+  for (uint k = 0; k < 2; k++)
+    for (uint i = 0; i < 4; i++)
+      simdgroup_multiply_accumulate(sum.m[i], a.m[i / 2 * 2 + k], b.m[k * 2 + i % 2], sum.m[i]);
+}
+FN void tile_store(thread const SumTile& sum, threadgroup float* p, uint pitch) {
+  for (uint i = 0; i < 4; i++) simdgroup_store(sum.m[i], p + i / 2 * 8 * pitch + i % 2 * 8, pitch);
+}

@@ -6,6 +6,7 @@ pub mod device;
 pub mod drafts;
 pub mod effective;
 pub mod generate;
+mod line;
 mod local_model;
 pub mod log;
 pub mod models;

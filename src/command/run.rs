@@ -2,11 +2,12 @@
 
 use super::{
     generate,
+    line::{Input, Typed},
     local_model::{Answer, AnswerOptions, LocalModel, figures, message},
 };
 use crate::{config::Generate, error::CommandError};
 use serde_json::Value;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 
 const HELP: &str = "\
 /set                   what is set; /set NAME VALUE sets temp, top-p, top-k, min-p, repeat-penalty, seed, max-tokens,
@@ -14,7 +15,26 @@ const HELP: &str = "\
 /clear                 forget what was said
 /help, /bye            this, and the end
 \"\"\"                    begins and ends a text of several lines; a line that ends in \\ goes on in the next
-Ctrl-C                 ends an answer, or the chat; so does Ctrl-D";
+Up, Down, Ctrl-R       what was typed before, in earlier chats, too; a line that begins with a space is not kept
+Ctrl-C                 ends an answer, or throws the line away
+Ctrl-D                 ends the chat; so does Ctrl-C twice";
+
+/// Tab completes to these.
+const WORDS: [&str; 13] = [
+    "/set ",
+    "/set temp ",
+    "/set top-p ",
+    "/set top-k ",
+    "/set min-p ",
+    "/set repeat-penalty ",
+    "/set seed ",
+    "/set max-tokens ",
+    "/set thinking ",
+    "/set system ",
+    "/clear",
+    "/help",
+    "/bye",
+];
 
 /// Chats, or answers once if something was said.
 pub fn run(config: &Generate) -> Result<(), CommandError> {
@@ -24,8 +44,6 @@ pub fn run(config: &Generate) -> Result<(), CommandError> {
         None => {
             let mut chat = Chat::new(&local, config)?;
             chat.go()?;
-            // It may still read from the terminal.
-            chat.runtime.shutdown_background();
         }
     }
     local.end()
@@ -46,46 +64,26 @@ impl<'a> Chat<'a> {
 
     fn go(&mut self) -> Result<(), CommandError> {
         println!("{}: /help says what else can be typed", self.local.checkpoint.name);
-        while let Some(text) = self.read()? {
+        let (mut input, mut twice) = (Input::new(&WORDS)?, false);
+        loop {
+            let text = match input.read()? {
+                Typed::Text(text) => text,
+                Typed::Interrupted if !twice => {
+                    twice = true;
+                    dimmed("Ctrl-D ends the chat, and so does Ctrl-C once more");
+                    continue;
+                }
+                Typed::Interrupted | Typed::End => return Ok(()),
+            };
+            twice = false;
             match command(&text) {
                 _ if text.trim().is_empty() => {}
-                Some(("bye" | "exit" | "quit", _)) => break,
+                Some(("bye" | "exit" | "quit", _)) => return Ok(()),
                 Some(("clear", _)) => self.said.clear(),
                 Some(("set", rest)) => println!("{}", self.settings.set(rest).unwrap_or_else(|why| why)),
                 Some(_) => println!("{HELP}"),
                 None => self.say(&text)?,
             }
-        }
-        Ok(())
-    }
-
-    /// The next text that is typed; `None` when the chat is over.
-    fn read(&self) -> Result<Option<String>, CommandError> {
-        let mut typed = String::new();
-        loop {
-            print!("{}", if typed.is_empty() { ">>> " } else { "... " });
-            let _ = io::stdout().flush();
-            // A thread of its own reads: a signal does not end the system's read.
-            let line = self.runtime.spawn_blocking(|| {
-                let mut line = String::new();
-                io::stdin().read_line(&mut line).map(|bytes| (bytes > 0).then_some(line))
-            });
-            let line = self.runtime.block_on(async {
-                tokio::select! {
-                    line = line => line.map_err(io::Error::other).flatten(),
-                    () = interrupted() => Ok(None),
-                }
-            });
-            let line = line.map_err(|source| CommandError::Io { what: "reading from the terminal".into(), source })?;
-            let Some(line) = line else {
-                println!();
-                return Ok(None);
-            };
-            typed.push_str(line.trim_end_matches(['\r', '\n']));
-            if let Some(text) = whole_text(&typed) {
-                return Ok(Some(text));
-            }
-            typed.push('\n');
         }
     }
 
@@ -152,7 +150,7 @@ impl Settings {
                 }
             }
             "system" => self.system = (!value.is_empty()).then(|| value.to_owned()),
-            _ => return Err(format!("there is no setting {name}; /help names them")),
+            _ => return Err(format!("there is no setting {name} (did you mean {}?); /help names them", nearest(name))),
         }
         Ok(self.to_string())
     }
@@ -170,6 +168,14 @@ impl std::fmt::Display for Settings {
         write!(out, "seed {seed}, max-tokens {most}, thinking {thinking}, ")?;
         write!(out, "system {}", self.system.as_deref().unwrap_or("nothing"))
     }
+}
+
+/// The setting that was probably meant.
+fn nearest(name: &str) -> &'static str {
+    let names =
+        WORDS.iter().filter_map(|word| word.strip_prefix("/set ")).map(str::trim).filter(|known| !known.is_empty());
+    let near = |known: &str| strsim::jaro_winkler(known, name);
+    names.max_by(|a, b| near(a).total_cmp(&near(b))).unwrap_or_default()
 }
 
 fn number(name: &str, value: &str, least: f32, most: f32) -> Result<f32, String> {
@@ -191,16 +197,6 @@ async fn interrupted() {
     }
 }
 
-/// The text, if it is complete: a line, several of which each but the last ends in a backslash, or all that stands between
-/// `"""`.
-fn whole_text(typed: &str) -> Option<String> {
-    const FENCE: &str = "\"\"\"";
-    if let Some(inner) = typed.trim_start().strip_prefix(FENCE) {
-        return inner.trim_end().strip_suffix(FENCE).map(|text| text.trim_matches('\n').to_owned());
-    }
-    (!typed.ends_with('\\')).then(|| typed.replace("\\\n", "\n"))
-}
-
 fn dimmed(text: &str) {
     if io::stderr().is_terminal() { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
 }
@@ -209,17 +205,6 @@ fn dimmed(text: &str) {
 mod tests {
     use super::*;
     use crate::engine::Sampling;
-
-    #[test]
-    fn several_lines_are_one_text() {
-        assert_eq!(whole_text("one line"), Some("one line".into()));
-        assert_eq!(whole_text("goes on\\"), None);
-        assert_eq!(whole_text("goes on\\\nhere"), Some("goes on\nhere".into()));
-        assert_eq!(whole_text("\"\"\"a"), None);
-        assert_eq!(whole_text("\"\"\"\na\n\nb\\\n\"\"\" "), Some("a\n\nb\\".into()));
-        assert_eq!(whole_text("\"\"\"a\"\"\""), Some("a".into()));
-        assert_eq!(whole_text("\"\"\""), None);
-    }
 
     #[test]
     fn a_path_is_no_command() {
@@ -243,6 +228,7 @@ mod tests {
         for part in ["temp 0.5", "thinking off", "system Be brief, please.", "seed 7", "max-tokens 9"] {
             assert!(told.contains(part), "{told}");
         }
+        assert!(settings.set("tepm 1").unwrap_err().contains("did you mean temp?"));
         assert!(settings.set("seed").unwrap().contains("seed drawn"));
         assert!(settings.set("system").unwrap().contains("system nothing"));
         for wrong in ["temp hot", "temp", "top-p 2", "thinking maybe", "max-tokens -1", "frobnicate 1"] {

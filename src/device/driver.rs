@@ -52,6 +52,11 @@ pub trait Driver: Send + 'static {
     /// Copies out of a buffer; the region lies inside it.
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
+    /// True if it multiplies matrices in half precision by units of its own, as every one does that the kernels are for.
+    fn has_matrix_units(&self) -> bool {
+        true
+    }
+
     /// True if adopted memory is seen only after [`Driver::landed`].
     fn has_own_memory(&self) -> bool {
         false

@@ -35,6 +35,11 @@ pub trait Gpu: Timeline + Send {
         false
     }
 
+    /// True if the products of a prompt's rows are to be computed in half precision.
+    fn has_matrix_units(&self) -> bool {
+        false
+    }
+
     /// Adopted bytes are complete, and stay so until the device has passed a mark behind this: launches that follow see them.
     fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
         let _ = region;
@@ -133,6 +138,10 @@ macro_rules! behind {
 
             fn has_own_memory(&self) -> bool {
                 (**self).has_own_memory()
+            }
+
+            fn has_matrix_units(&self) -> bool {
+                (**self).has_matrix_units()
             }
 
             fn landed(&mut self, region: Region) -> Result<(), DeviceError> {

@@ -252,6 +252,10 @@ impl<D: Driver> Gpu for Queue<D> {
         self.driver.has_own_memory()
     }
 
+    fn has_matrix_units(&self) -> bool {
+        self.driver.has_matrix_units()
+    }
+
     fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
         self.sound()?;
         self.inside(region)?;

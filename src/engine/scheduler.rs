@@ -60,6 +60,9 @@ impl<M: Model> Scheduler<M> {
             // The model may be left in the middle of something, but a session that saw the panic is never used again,
             // and whatever else a forward pass holds is written before it is read.
             let outcome = catch_unwind(AssertUnwindSafe(|| self.answer(&job)));
+            if !matches!(outcome, Ok(Ok(_))) {
+                self.recover();
+            }
             // Before the last event: whoever reads that may count on the next request finding the engine free.
             line.leave();
             let event = match outcome {
@@ -76,6 +79,20 @@ impl<M: Model> Scheduler<M> {
             if done && job.request.cache_prompt {
                 self.keep();
             }
+        }
+    }
+
+    /// Sees to it that the next request finds a device, whatever the last one ended by.
+    fn recover(&mut self) {
+        match self.model.recover() {
+            Ok(false) => {}
+            Ok(true) => {
+                tracing::warn!("the GPU was given up: the CPU computes from here on");
+                self.line.metrics.runs_on("cpu");
+                self.line.metrics.gpu_lost.set(1);
+                self.session = None;
+            }
+            Err(error) => tracing::error!(%error, "the GPU was given up, and the CPU cannot go on"),
         }
     }
 
@@ -192,7 +209,9 @@ impl<M: Model> Scheduler<M> {
         let mut last = Logits::default();
         let started = Instant::now();
         while session.len() < ids.len() {
-            let (from, to) = (session.len(), ids.len().min(session.len() + chunk));
+            let (from, end) = (session.len(), ids.len());
+            // A row on its own would be computed as an answer's are, which may be more exact.
+            let to = if end == from + chunk + 1 && chunk > 1 { end - 2 } else { end.min(from + chunk) };
             let rows = match wanted {
                 Some(_) => Rows::All,
                 None if to == ids.len() && *max_tokens > 0 => Rows::Last,

@@ -51,6 +51,11 @@ impl Experts {
         self.live.borrow().slots.len()
     }
 
+    /// The device that experts were asked for is no more: nothing reads a slot any longer, whatever mark keeps it.
+    pub fn forget_device(&self) {
+        self.live.borrow_mut().slots.advance(Mark(u64::MAX));
+    }
+
     /// Looks, if it is time for it, whether the system is short of memory, and gives slots back or takes them again. For
     /// between two passes: `device` has done all that it was given.
     pub fn fit(&self, device: &mut dyn Timeline) {

@@ -89,6 +89,10 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
         let note = "damaged records are read from the checkpoint instead; `moestro pack` makes a new one";
         body["pack"] = json!({"damaged_records": damaged, "note": note});
     }
+    if door.metrics.gpu_lost.get() > 0 {
+        let note = "the GPU was given up after an error, and the CPU computes; a new start may find it well again";
+        body["gpu"] = json!({"lost": true, "note": note});
+    }
     (status, Json(body)).into_response()
 }
 

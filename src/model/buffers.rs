@@ -3,7 +3,7 @@
 use super::config::{Config, FfnShape};
 use crate::{
     device::Region,
-    ops::{Limits, Room},
+    ops::{Halves, Limits, Room},
 };
 
 /// Rows of logits computed at once.
@@ -35,6 +35,8 @@ pub struct Buffers {
     pub by_place: Region,
     /// `[layers, experts]` u32: each expert's slot, looked at where every one has one.
     pub tables: Region,
+    /// Rows in half precision, where products take such.
+    pub half: Halves,
     /// `[LOGITS, vocab]`.
     pub logits: Region,
 }
@@ -68,6 +70,18 @@ impl Buffers {
             let row = heads.heads * (context.div_ceil(crate::ops::attend::SPLIT) + 1) * (heads.dim + 2) * 4;
             (together * row).min(most.max(row)) / 4
         });
+        // The rows of a product, and of the experts' activations.
+        let widest = match config.ffn {
+            FfnShape::Dense { intermediate } => intermediate,
+            FfnShape::Moe { shared, .. } => shared,
+        };
+        let mut half = (0, 0);
+        if limits.half {
+            half.0 = Halves::words(hidden.max(values).max(widest));
+            if let FfnShape::Moe { k, intermediate, .. } = config.ffn {
+                half.1 = k * Halves::words(intermediate);
+            }
+        }
         let few = rows.min(limits.by_place.max(1));
         let mut take = |words: usize| take(words * 4);
         Ok(Self {
@@ -93,6 +107,7 @@ impl Buffers {
             slots: take(rows * k)?,
             by_place: take(few * k * (k + 2))?,
             tables: take(config.layers * experts)?,
+            half: Halves { x: take(rows * half.0)?, act: take(rows * half.1)? },
             logits: take(rows.min(LOGITS) * config.vocab)?,
         })
     }

@@ -66,6 +66,8 @@ pub(super) struct Batch<'a> {
     pub phase: Phase,
     /// Experts that are not in memory are done without, for a draft.
     pub present: bool,
+    /// Rows of a prompt that has more than one, which a device may compute in half precision.
+    pub prompt: bool,
     /// A trial has no marks.
     pub trial: Trial,
 }
@@ -85,6 +87,8 @@ pub(super) struct Pass<'a> {
     pub phase: Phase,
     /// Only with the experts that are in memory.
     pub present: bool,
+    /// Products are in half precision.
+    pub half: bool,
     /// The delta nets' states do not take these rows in yet.
     pub trial: Trial,
     pub lists: &'a mut Lists,

@@ -128,6 +128,15 @@ pub trait Model: Send + 'static {
     /// it again. The answers stay what they are.
     fn fit_memory(&mut self) {}
 
+    /// After a request that failed: true if the model's device had been given up, and another one computes from here on. Sequences
+    /// that were started before are of no use any more; snapshots are.
+    ///
+    /// # Errors
+    /// The device is lost and no other one can take its place.
+    fn recover(&mut self) -> Result<bool, ModelError> {
+        Ok(false)
+    }
+
     fn vocab(&self) -> usize;
 
     /// Most tokens a state can hold.

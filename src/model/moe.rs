@@ -53,7 +53,7 @@ impl Pass<'_> {
             Route { layer, tokens, x: b.h, norm, alone: false, table, scores, ids, slots: chosen_slots, weights };
         self.run.run(&route.into())?;
         let combine = Combine { layer, slots, tokens, room, by_place: None, h: b.h };
-        if experts.is_resident() && tokens <= limits.by_table {
+        if experts.is_resident() && tokens <= limits.by_table && !self.half {
             let which = Which::Table { ids, slots: chosen_slots };
             self.run.run(&Experts { layer, slots, tokens, x, room, which }.into())?;
             return Ok(self.run.run(&Combine { by_place: Some(chosen_slots), ..combine }.into())?);
@@ -110,7 +110,7 @@ impl Pass<'_> {
         let Combine { layer, slots, tokens, mut room, .. } = combine;
         let Lists { groups, places, slots: known, .. } = lists;
         let (x, row) = (b.normed, tokens * layer.k);
-        let by_place = tokens <= limits.by_place;
+        let by_place = tokens <= limits.by_place && !self.half;
         let own = |call: usize| by_place.then(|| b.by_place.rows(call.min(layer.k + 1), 1, row));
         let mut shared = layer.shared.is_some();
         if shared && !resident && !limits.waits {
@@ -147,9 +147,10 @@ impl Pass<'_> {
             let which = Which::Landed { groups, places, shared, by_place: own(call) };
             self.run.run(&Experts { layer, slots, tokens, x, room, which }.into())?;
             (shared, call) = (false, call + 1);
-            // A part of its own for each batch: the device may still be reading the lists of those before.
+            // A part of its own for each batch: the device may still be reading the lists of those before. A job has a place
+            // at least.
             let rest = |list: Region, words: usize| list.part(words * 4, list.len - words * 4);
-            (room.jobs, room.order) = (rest(room.jobs, groups.len() * 3), rest(room.order, places.len()));
+            (room.jobs, room.order) = (rest(room.jobs, places.len() * 3), rest(room.order, places.len()));
             if !by_place {
                 // Place by place, `down` reads the slots once more.
                 batch.reads_until(self.run.mark());

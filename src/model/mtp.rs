@@ -245,6 +245,7 @@ impl Qwen {
                 tokens,
                 phase: if tokens == 1 { Phase::Decode } else { Phase::Prefill },
                 present: false,
+                half: false,
                 trial: None,
                 lists: &mut *lists,
                 observe: None,

@@ -137,6 +137,7 @@ impl Qwen {
             gauge.set(bytes as i64);
         }
         metrics.pack_damaged_records.set(0);
+        metrics.gpu_lost.set(0);
         let threads = options.threads.unwrap_or_else(os::physical_cores);
         let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
         let (mut net, _) = Net::load(&mut trunk, &config)?;
@@ -187,6 +188,28 @@ impl Qwen {
             let (parts, error) = *refused;
             Refused { qwen: Box::new(Self { parts, placed }), error }
         })
+    }
+
+    /// Has the CPU go on if the model's GPU was given up. Weights and experts are in the CPU's memory in any case, and keys and
+    /// values of new sequences keep the form that snapshots have.
+    pub(super) fn leave_lost_device(&mut self) -> Result<bool, ModelError> {
+        let lost = self.placed.get_mut();
+        if !lost.run.lost() {
+            return Ok(false);
+        }
+        let (heads, format, taps) = (lost.heads, lost.limits.cache, lost.tapped.wanted());
+        let Parts { store, head, compute, .. } = &self.parts;
+        let stores = store.iter().chain(head.iter().filter_map(|head| head.store.as_ref()));
+        stores.for_each(Experts::forget_device);
+        let cpu = Cpu::new(compute.clone());
+        let mut placed = Placed::new(&mut self.parts, Box::new(cpu))?;
+        (placed.heads, placed.limits.cache) = (heads, format);
+        self.parts.net.set_cache(heads);
+        *self.placed.get_mut() = placed;
+        if !taps.layers.is_empty() {
+            self.set_taps(&taps)?;
+        }
+        Ok(true)
     }
 
     pub fn config(&self) -> &Config {
@@ -292,7 +315,7 @@ impl Qwen {
                 Ok(regions.into_iter().try_for_each(|region| append(run, region, &mut fixed[index]))?)
             };
             let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
-            let batch = Batch { ids: chunk, logits: wanted, phase, present: false, trial: None };
+            let batch = Batch { ids: chunk, logits: wanted, phase, present: false, prompt: ids.len() > 1, trial: None };
             self.chunk(placed, state, batch, (&here, &mut mark), observe, &mut logits.data)?;
             for (mark, fixed) in here.iter().zip(fixed) {
                 taken.push(state.snapshot(start + mark, fixed, &mut *placed.run)?);
@@ -316,7 +339,8 @@ impl Qwen {
         let Parts { config, net, store, .. } = &self.parts;
         let Placed { run, limits, slots, buffers: b, lists, tapped, .. } = placed;
         let (run, limits) = (&mut **run, *limits);
-        let Batch { ids, logits, phase, present, trial } = batch;
+        let Batch { ids, logits, phase, present, prompt, trial } = batch;
+        let half = prompt && limits.half;
         if state.drafting.is_some() && !present {
             return Err(ModelError::Config("a draft was not taken back".into()));
         }
@@ -333,12 +357,16 @@ impl Qwen {
             tokens,
             phase,
             present,
+            half,
             trial,
             lists,
             observe,
             tapped,
         };
-        let done = pass.layers(ids, &mut state.layers, marks, mark).and_then(|()| pass.head(logits, out));
+        pass.run.prompt(half.then_some(b.half));
+        let done = pass.layers(ids, &mut state.layers, marks, mark);
+        pass.run.prompt(None);
+        let done = done.and_then(|()| pass.head(logits, out));
         // After an error, too, the device is done with this pass before slots are let go.
         let end = pass.run.mark();
         let waited = pass.run.wait_for(end);

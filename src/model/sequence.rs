@@ -72,6 +72,10 @@ impl Model for Qwen {
         }
     }
 
+    fn recover(&mut self) -> Result<bool, ModelError> {
+        self.leave_lost_device()
+    }
+
     fn vocab(&self) -> usize {
         self.parts.config.vocab
     }

@@ -36,6 +36,11 @@ pub(super) struct Tapped {
 }
 
 impl Tapped {
+    /// The rows that were asked for.
+    pub fn wanted(&self) -> Taps {
+        Taps { layers: self.layers.iter().map(|(layer, _)| *layer).collect(), rows: self.rows }
+    }
+
     /// A pass of so many rows is behind `layer`, and `h` is the residual stream.
     pub fn leave(
         &mut self,

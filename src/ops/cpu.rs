@@ -98,6 +98,7 @@ impl Cpu {
         Limits {
             by_table: 0,
             by_place: 0,
+            half: false,
             waits: false,
             flush: usize::MAX,
             cache: if math == Math::F32 { CacheFormat::F32 } else { CacheFormat::I16 },

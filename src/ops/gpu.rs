@@ -1,13 +1,15 @@
 //! A GPU: operations become launches, in order.
 
-use super::{CacheFormat, Experts, Limits, Mixture, NONE, Op, Part, Run, Which, experts::Jobs};
+use super::{CacheFormat, Experts, Halves, Limits, Mixture, NONE, Op, Part, Run, Which, experts::Jobs};
 use crate::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
 /// Kernels load 16 bytes at a time.
 const ALIGN: usize = 16;
-/// Rows whose attention one launch computes at most.
+/// Rows that go the way of decoding: experts that are all in memory are found by a table.
 const TOGETHER: usize = 16;
+/// Rows whose attention one launch computes at most: enough to fill a large card.
+const ATTENDED: usize = 128;
 /// Partial results of attention are kept below this (bytes) by looking at fewer rows at once.
 const PARTIALS: usize = 64 << 20;
 
@@ -16,10 +18,11 @@ pub const fn limits(working_set: Option<u64>) -> Limits {
     Limits {
         by_table: TOGETHER,
         by_place: 1,
+        half: true,
         waits: true,
         flush: 4,
         cache: CacheFormat::F32,
-        partials: Some((TOGETHER, PARTIALS)),
+        partials: Some((ATTENDED, PARTIALS)),
         working_set,
     }
 }
@@ -32,6 +35,8 @@ pub struct OnGpu<G: Gpu> {
     /// Regions that unfinished launches touch, with the mark at which they are over.
     busy: Vec<(Region, Effect, Mark)>,
     failed: Option<String>,
+    /// Room for rows in half precision, while a prompt is computed.
+    half: Option<Halves>,
     slots: Vec<u32>,
     /// The last content that a device with memory of its own has fetched there.
     fetched: HashMap<Region, u64>,
@@ -45,7 +50,7 @@ pub struct OnGpu<G: Gpu> {
 impl<G: Gpu> OnGpu<G> {
     pub fn new(gpu: G) -> Self {
         let (buffers, busy, slots, fetched, own, launched) = Default::default();
-        Self { gpu, buffers, busy, failed: None, slots, fetched, own, stepping: false, launched }
+        Self { gpu, buffers, busy, failed: None, half: None, slots, fetched, own, stepping: false, launched }
     }
 
     /// Waits behind every launch, and remembers their kernels until it is asked for them.
@@ -53,6 +58,11 @@ impl<G: Gpu> OnGpu<G> {
         let mut new = Self::new(gpu);
         new.stepping = true;
         new
+    }
+
+    /// [`Run::prompt`], whether or not the device wants its products in half precision.
+    pub(super) fn set_half(&mut self, room: Option<Halves>) {
+        self.half = room;
     }
 
     pub(super) fn set_stepping(&mut self, stepping: bool) {
@@ -129,13 +139,22 @@ impl<G: Gpu> OnGpu<G> {
             Which::Landed { groups, places, by_place: None, .. } => {
                 let mut words = std::mem::take(&mut self.slots);
                 words.clear();
-                words.extend(groups.iter().flat_map(|group| [group.slot, group.first, group.count]));
+                match self.half {
+                    Some(_) => words.extend(
+                        groups.iter().flat_map(|group| Experts::jobs(group.slot, group.first, group.count)).flatten(),
+                    ),
+                    None => words.extend(groups.iter().flat_map(|group| [group.slot, group.first, group.count])),
+                }
+                let count = words.len() / 3;
                 let (jobs, order) = (op.room.jobs, op.room.order);
                 let written = self.write_words(jobs, &words).and_then(|()| self.write_words(order, places));
                 self.slots = words;
                 written?;
-                let jobs = Jobs { count: groups.len(), jobs, order: order.floats(places.len()) };
-                self.all(op.by_expert(jobs))
+                let jobs = Jobs { count, jobs, order: order.floats(places.len()) };
+                match self.half {
+                    Some(half) => self.all(op.halves(jobs, half)),
+                    None => self.all(op.by_expert(jobs)),
+                }
             }
         }
     }
@@ -184,7 +203,7 @@ impl<G: Gpu> Run for OnGpu<G> {
     }
 
     fn limits(&self) -> Limits {
-        limits(self.gpu.working_set())
+        Limits { half: self.gpu.has_matrix_units(), ..limits(self.gpu.working_set()) }
     }
 
     fn accept(&self, part: Part<'_>) -> Result<(), DeviceError> {
@@ -208,19 +227,36 @@ impl<G: Gpu> Run for OnGpu<G> {
     fn run(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {
         match op {
             Op::Embed(op) => self.launch(op.dispatch()),
-            Op::Project(op) => self.launch(op.dispatch()),
+            Op::Project(op) => match self.half {
+                Some(half) => self.all(op.halves(half.x)),
+                None => self.launch(op.dispatch()),
+            },
             Op::Conv(op) => self.launch(op.dispatch()),
             Op::DeltaRule(op) => self.all(op.dispatches()),
             Op::CacheWrite(op) => self.launch(op.dispatch()),
-            Op::Attend(op) => self.all(op.dispatches(TOGETHER).flatten()),
-            Op::Mlp(op) => self.all(op.dispatches()),
-            Op::Route(op) => self.all(op.dispatches()),
+            Op::Attend(op) => self.all(op.dispatches(ATTENDED).flatten()),
+            Op::Mlp(op) => match self.half {
+                Some(half) => self.all(op.halves(half.x)),
+                None => self.all(op.dispatches()),
+            },
+            Op::Route(op) => match self.half.and_then(|half| op.halves(half.x)) {
+                Some(launches) => self.all(launches),
+                None => self.all(op.dispatches()),
+            },
             Op::Experts(op) => self.experts(op),
             Op::Combine(op) => match op.by_place {
                 Some(slots) => self.launch(op.down(slots)),
-                None => self.all(op.sum()),
+                None => self.all(op.sum(self.half)),
             },
         }
+    }
+
+    fn lost(&self) -> bool {
+        self.gpu.lost()
+    }
+
+    fn prompt(&mut self, room: Option<Halves>) {
+        self.half = room.filter(|_| self.gpu.has_matrix_units());
     }
 
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {

@@ -27,7 +27,7 @@ pub use embed::Embed;
 pub use experts::{Combine, Experts, Group, Mixture, NONE, Room, Shared, Slots, Stack, Which};
 pub use gpu::{OnGpu, limits as gpu_limits};
 pub use mlp::Mlp;
-pub use project::{Norm, Project};
+pub use project::{Halves, Norm, Project};
 pub use route::Route;
 pub use run::{CacheFormat, KvBits, Limits, Op, Part, Run};
 pub(crate) use simd::wide;

@@ -1,7 +1,7 @@
 //! RMS norm of one row (spec 2), and the gate of a delta layer's (spec 2.2).
 
 use super::{
-    check::Bench,
+    check::{Bench, CLOSE},
     math::silu,
     simd::{float, wide},
 };
@@ -51,5 +51,5 @@ pub(super) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
     }
     let (x, w, y) = (b.floats(&x)?, b.floats(&w)?, b.room(expected.len())?);
     let ran = b.launch(rms_norm(rows, cols, eps, x, w, y));
-    b.expect(&ran, y, &expected)
+    b.expect(CLOSE, &ran, y, &expected)
 }

@@ -9,7 +9,7 @@ use super::{
     embed::Embed,
     experts::{Combine, Experts, Mixture},
     mlp::Mlp,
-    project::Project,
+    project::{Halves, Project},
     route::Route,
 };
 use crate::device::{DeviceError, Effect, Region, Slab, Timeline};
@@ -119,6 +119,8 @@ pub struct Limits {
     pub by_table: usize,
     /// Up to so many rows, experts that are read are computed place by place, and not grouped by expert.
     pub by_place: usize,
+    /// A prompt's products are computed in half precision, for which rows need room.
+    pub half: bool,
     /// Reading back costs a wait: what is read together is computed together.
     pub waits: bool,
     /// Layers between two flushes when nothing waits.
@@ -152,6 +154,17 @@ pub trait Run: Timeline + Send {
     fn accept(&self, part: Part<'_>) -> Result<(), DeviceError>;
 
     fn run(&mut self, op: &Op<'_>) -> Result<(), DeviceError>;
+
+    /// True if the device has been given up: nothing will succeed any more.
+    fn lost(&self) -> bool {
+        false
+    }
+
+    /// Operations that follow are those of a prompt of more than one row, if there is room: then a device with matrix units
+    /// computes their products in half precision. A row's result depends on no other row either way.
+    fn prompt(&mut self, room: Option<Halves>) {
+        let _ = room;
+    }
 
     /// Waits for what writes `from` and copies it out; `into` is as long.
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError>;

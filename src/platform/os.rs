@@ -137,6 +137,12 @@ pub fn data_dir() -> Option<PathBuf> {
     user_dir("XDG_DATA_HOME", sys::DATA)
 }
 
+/// The directory for what the program remembers of its use: `$XDG_STATE_HOME/moestro`, else `~/.local/state/moestro`; on
+/// macOS [`data_dir`]'s unless `XDG_STATE_HOME` is set. `None` without a home directory.
+pub fn state_dir() -> Option<PathBuf> {
+    user_dir("XDG_STATE_HOME", sys::STATE)
+}
+
 /// `moestro` below the directory that a variable names, else below one of the home directory.
 fn user_dir(variable: &str, inside: &str) -> Option<PathBuf> {
     let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
@@ -150,6 +156,7 @@ mod sys {
 
     pub const CACHE: &str = ".cache";
     pub const DATA: &str = ".local/share";
+    pub const STATE: &str = ".local/state";
 
     /// The number after `key` in a `key: value [kB]` table of `/proc`.
     pub fn field(table: &str, key: &str) -> Option<u64> {
@@ -233,6 +240,7 @@ mod sys {
 
     pub const CACHE: &str = "Library/Caches";
     pub const DATA: &str = "Library/Application Support";
+    pub const STATE: &str = DATA;
 
     pub fn background_thread() {
         // SAFETY: it is about the calling thread alone; what it answers does not matter.
@@ -315,6 +323,7 @@ mod sys {
 mod sys {
     pub const CACHE: &str = ".cache";
     pub const DATA: &str = ".local/share";
+    pub const STATE: &str = ".local/state";
 
     pub fn background_thread() {}
 

@@ -44,7 +44,7 @@ fn off(found: &[f32], expected: &[f32]) -> f32 {
 }
 
 /// Tokens are the CPU's up to the first that it was unsure of, and log-probabilities of these as close as asked for.
-fn agree(what: &str, found: &(Vec<u32>, Vec<Vec<f32>>), expected: &(Vec<u32>, Vec<Vec<f32>>), close: f32) {
+pub fn agree(what: &str, found: &(Vec<u32>, Vec<Vec<f32>>), expected: &(Vec<u32>, Vec<Vec<f32>>), close: f32) {
     let sure = expected.1.iter().take_while(|row| margin(row) >= SURE).count();
     assert_eq!(found.0[..sure], expected.0[..sure], "{what}");
     let same = found.0.iter().zip(&expected.0).take_while(|(a, b)| a == b).count();
@@ -63,8 +63,11 @@ fn the_card_answers_as_the_cpu_does() {
         for case in cases() {
             let count = case.greedy_ids.len();
             let expected = answer(&mut cpu, &case.prompt_ids, &[], count);
-            let found = answer(&mut gpu, &case.prompt_ids, &[], count);
-            agree(&format!("{what}: {}", case.question), &found, &expected, 1e-3);
+            // One by one: as answers are computed. Then as a prompt, on matrix units.
+            for (chunks, close) in [(vec![1; case.prompt_ids.len()], 1e-3), (vec![], 2e-2)] {
+                let found = answer(&mut gpu, &case.prompt_ids, &chunks, count);
+                agree(&format!("{what}: {}", case.question), &found, &expected, close);
+            }
         }
     }
 }
@@ -76,11 +79,12 @@ fn the_card_knows_neither_slots_nor_cuts() {
     let (prompt, count) = (&case.prompt_ids, 6);
     let mut resident = planned(options(false), first);
     let expected = answer(&mut resident, prompt, &[], count);
-    for chunks in [vec![1; prompt.len()], vec![16, 5], vec![20]] {
+    let twos = vec![2; prompt.len() / 2 - 1];
+    for chunks in [twos.clone(), vec![16, 5], vec![20]] {
         assert!(answer(&mut resident, prompt, &chunks, count) == expected, "chunks {chunks:?}");
     }
     drop(resident);
-    for (slots, chunks) in [(None, vec![]), (None, vec![1; prompt.len()]), (Some(5), vec![]), (Some(5), vec![7])] {
+    for (slots, chunks) in [(None, vec![]), (None, twos), (Some(5), vec![]), (Some(5), vec![7])] {
         let Some(gpu) = gpu() else { return };
         let mut streaming = planned(streaming(slots), gpu);
         assert!(answer(&mut streaming, prompt, &chunks, count) == expected, "{slots:?} slots, chunks {chunks:?}");
@@ -102,7 +106,7 @@ fn the_card_reads_long_prompts_as_the_cpu_does() {
         let prompt: Vec<u32> = text.iter().copied().cycle().take(len).collect();
         let expected = answer(&mut cpu, &prompt, &[], 3);
         let found = answer(&mut gpu, &prompt, &[], 3);
-        agree(&format!("{len} rows"), &found, &expected, 1e-3);
+        agree(&format!("{len} rows"), &found, &expected, 2e-2);
         assert!(answer(&mut gpu, &prompt, &[len / 3, 40.min(len / 3)], 3) == found, "{len} rows, cut");
     }
 }

@@ -45,6 +45,8 @@ pub struct Control {
     pub calls: BTreeMap<&'static str, usize>,
     /// Another order from here on.
     pub seed: Option<u64>,
+    /// A prompt's products are in half precision.
+    pub halves: bool,
 }
 
 pub type Shared = Arc<Mutex<Control>>;
@@ -304,6 +306,10 @@ impl Driver for Double {
         open.segments.last_mut().unwrap().push(dispatch.clone());
         inner.idle();
         Ok(())
+    }
+
+    fn has_matrix_units(&self) -> bool {
+        self.0.borrow().control.lock().unwrap().halves
     }
 
     fn provoke(&mut self, open: &mut Commands) -> Result<(), DeviceError> {

@@ -123,7 +123,7 @@ fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: 
     let jobs = group(&mut host, &chosen, slots);
     let h = host.floats(&before);
     op(room).by_expert(jobs).iter().for_each(|dispatch| host.run(dispatch));
-    combine(room, h).sum().iter().for_each(|dispatch| host.run(dispatch));
+    combine(room, h).sum(None).iter().for_each(|dispatch| host.run(dispatch));
     assert_eq!(host.read_floats(h), at_once, "grouped by expert");
 }
 

@@ -25,6 +25,8 @@ pub struct HostGpu {
     encoded: u64,
     /// Marks that had been encoded when somebody last looked.
     looked: u64,
+    /// A prompt's products are in half precision.
+    pub halves: bool,
 }
 
 #[derive(Clone)]
@@ -38,7 +40,15 @@ impl HostGpu {
     /// `host` runs each dispatch once: that its kernels do not depend on the order of threads is another test's matter.
     pub fn new(mut host: Host) -> Self {
         host.twice = false;
-        Self { host, adopted: HashMap::new(), allocated: Arc::default(), late: VecDeque::new(), encoded: 0, looked: 0 }
+        Self {
+            host,
+            adopted: HashMap::new(),
+            allocated: Arc::default(),
+            late: VecDeque::new(),
+            encoded: 0,
+            looked: 0,
+            halves: false,
+        }
     }
 }
 
@@ -75,6 +85,10 @@ impl Gpu for HostGpu {
 
     fn has_own_memory(&self) -> bool {
         true
+    }
+
+    fn has_matrix_units(&self) -> bool {
+        self.halves
     }
 
     fn landed(&mut self, region: Region) -> Result<(), DeviceError> {

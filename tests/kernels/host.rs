@@ -29,7 +29,7 @@ fn all() -> [PathBuf; 7] {
 
 /// A program of `files` (of kernels, each in a namespace).
 fn program(files: &[PathBuf]) -> String {
-    let mut source = String::from("#include \"shim/host.h\"\n#include \"codes.metal\"\n");
+    let mut source = String::from("#include \"shim/host.h\"\n#include \"codes.metal\"\n#include \"tiles.metal\"\n");
     for (i, file) in files.iter().enumerate() {
         source += &format!("namespace file{i} {{\n#include \"{}\"\n}}\n", file.display());
     }
@@ -46,8 +46,10 @@ fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     let source = program(files);
     let mut hash = sha2::Sha256::new();
     hash.update(format!("{} {sanitise} {source}", compiler()));
-    for file in
-        ["shim/host.h", "shim/fiber.h", "codes.metal", "host/main.cpp"].map(|f| kernels().join(f)).iter().chain(files)
+    for file in ["shim/host.h", "shim/fiber.h", "codes.metal", "tiles.metal", "host/main.cpp"]
+        .map(|f| kernels().join(f))
+        .iter()
+        .chain(files)
     {
         hash.update(fs::read(file).unwrap());
     }

@@ -9,10 +9,12 @@ mod experts;
 mod faults;
 mod forward;
 mod gpu;
+mod halves;
 mod host;
 mod layers;
 mod linear;
 mod lint;
+mod lost;
 mod mtp;
 #[path = "../support/mutate.rs"]
 mod mutate;

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 const PROMPT: [u32; 7] = [5, 90, 33, 2, 71, 18, 64];
 
 /// A small mixture of experts, with all its experts in memory or with slots for two of three.
-fn load(streaming: bool) -> Qwen {
+pub fn load(streaming: bool) -> Qwen {
     let dir = Folded::read("affine4").unfold();
     let store = StoreOptions { io: Io::Buffered, slots: streaming.then_some(4), ..StoreOptions::default() };
     let mut options = Options { math: Math::F32, threads: Some(1), store, gpu: Some(u64::MAX), ..Options::default() };
@@ -33,7 +33,7 @@ fn load(streaming: bool) -> Qwen {
     load_with(dir.path(), options)
 }
 
-fn place<G: Gpu + 'static>(gpu: G, streaming: bool) -> Qwen {
+pub fn place<G: Gpu + 'static>(gpu: G, streaming: bool) -> Qwen {
     load(streaming).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
@@ -44,7 +44,7 @@ fn double(streaming: bool) -> (Qwen, Shared) {
 }
 
 /// A request: the prompt in two chunks, and two tokens after it. All rows of logits.
-fn answer<M: Model>(model: &mut M) -> Result<Vec<f32>, ModelError> {
+pub fn answer<M: Model>(model: &mut M) -> Result<Vec<f32>, ModelError> {
     let mut state = model.start()?;
     let mut rows = model.forward(&mut state, &PROMPT[..4], Rows::All)?.data;
     let mut last = model.forward(&mut state, &PROMPT[4..], Rows::Last)?.data;

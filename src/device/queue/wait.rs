@@ -90,6 +90,8 @@ impl<D: Driver> Queue<D> {
         }
         self.failures += 1;
         self.fenced = false;
+        // The new event has the last number already, which says of no work that it was well done.
+        self.settled = self.last;
         self.lost |= self.failures >= ATTEMPTS || self.driver.renew(self.last).is_err();
     }
 }

@@ -97,7 +97,7 @@ fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result
     b.cpu.run(&op(&plain).into())?;
     let ran = b.launch(op(shape).dispatch());
     let expected = b.on_cpu(q)?;
-    b.expect(&ran, q, &expected)?;
+    b.expect(CLOSE, &ran, q, &expected)?;
     for region in caches {
         let (found, expected) = (load(b, region, half)?, b.on_cpu(region)?);
         // A unit of bf16's last place where the two round differently.
@@ -115,7 +115,7 @@ fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result
         ran.extend(b.launch(dispatch));
     }
     // The folded result depends on every partial one, so this checks both kernels.
-    b.expect(&ran, y, &expected)
+    b.expect(CLOSE, &ran, y, &expected)
 }
 
 /// Gives the GPU a cache as it keeps it, and the CPU what that means.

@@ -8,13 +8,17 @@ pub(super) mod processor;
 pub use processor::processor;
 
 use super::{
-    Cpu, Float, Op, Run, Weight, attend, conv, embed, experts, gpu::OnGpu, norm, project, route, weight::Codes,
+    Cpu, Float, Halves, Op, Run, Weight, attend, conv, embed, experts, gpu::OnGpu, norm, project, route, weight::Codes,
 };
 use crate::device::{Compute, DeviceError, Dispatch, Gpu, Math, Region, Timeline};
 use std::collections::BTreeMap;
 
 /// The largest difference allowed between results in f32, in parts of the largest value.
 pub(super) const CLOSE: f64 = 1e-5;
+
+/// The same where products are in half precision: values of 11 bits, so that sums over a few hundred columns are off by a few
+/// parts in ten thousand.
+pub(super) const HALF: f64 = 2e-3;
 
 /// The result of checking one kernel or instruction set.
 #[derive(Debug, Clone, PartialEq)]
@@ -155,13 +159,24 @@ impl Bench<'_> {
 
     /// Runs an operation on both devices and compares what each left in some regions, words bit by bit.
     pub fn check<'o>(&mut self, op: impl Into<Op<'o>>, floats: &[Region], words: &[Region]) -> Result<(), DeviceError> {
+        self.check_within(CLOSE, op, floats, words)
+    }
+
+    /// The same with another difference allowed.
+    pub fn check_within<'o>(
+        &mut self,
+        allowed: f64,
+        op: impl Into<Op<'o>>,
+        floats: &[Region],
+        words: &[Region],
+    ) -> Result<(), DeviceError> {
         let kernels = self.run(op)?;
         if kernels.is_empty() {
             return Ok(());
         }
         for region in floats {
             let (found, expected) = (self.on_gpu(*region)?, self.on_cpu(*region)?);
-            self.enter(&kernels, difference(&found, &expected), CLOSE);
+            self.enter(&kernels, difference(&found, &expected), allowed);
         }
         for region in words {
             let (found, expected) = (self.on_gpu(*region)?, self.on_cpu(*region)?);
@@ -172,12 +187,23 @@ impl Bench<'_> {
     }
 
     /// Compares what the GPU left in a region.
-    pub fn expect(&mut self, kernels: &[&'static str], region: Region, expected: &[f32]) -> Result<(), DeviceError> {
+    pub fn expect(
+        &mut self,
+        allowed: f64,
+        kernels: &[&'static str],
+        region: Region,
+        expected: &[f32],
+    ) -> Result<(), DeviceError> {
         if !kernels.is_empty() {
             let found = self.on_gpu(region.floats(expected.len()))?;
-            self.enter(kernels, difference(&found, expected), CLOSE);
+            self.enter(kernels, difference(&found, expected), allowed);
         }
         Ok(())
+    }
+
+    /// Room for rows of up to `cols` values in half precision.
+    pub fn halves(&mut self, rows: usize, cols: usize) -> Result<Halves, DeviceError> {
+        Ok(Halves { x: self.room(rows * Halves::words(cols))?, act: self.room(rows * Halves::words(cols))? })
     }
 
     /// Keeps the worst of what was found of each kernel.

@@ -13,6 +13,9 @@ pub(super) use cases::cases;
 use super::delta::{Delta, Past};
 use crate::device::{Binding, Dispatch, Effect, Region};
 
+/// Tokens that a threadgroup takes.
+const CONV: usize = 16;
+
 #[derive(Debug, Clone, Copy)]
 pub struct Conv<'a> {
     pub shape: &'a Delta,
@@ -59,7 +62,7 @@ impl Conv<'_> {
                 Binding::update(state.floats(channels * 3)),
                 Binding::write(out.floats(tokens.max(1) * channels)),
             ],
-            grid: [(2 * shape.key_heads + shape.value_heads) as u32, 1, 1],
+            grid: [(2 * shape.key_heads + shape.value_heads) as u32, tokens.div_ceil(CONV).max(1) as u32, 1],
             threads: 128,
         }
     }

@@ -1,7 +1,12 @@
 use super::{Embed, dequantise};
 use crate::{
     device::DeviceError,
-    ops::{Float, check::Bench, check::difference, project::FORMATS},
+    ops::{
+        Float,
+        check::difference,
+        check::{Bench, CLOSE},
+        project::FORMATS,
+    },
 };
 
 /// Rows by number, and all of them as f32 and as f16.
@@ -14,7 +19,7 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
         b.check(Embed { table, tokens: table.rows, ids, into }, &[into], &[])?;
         let (expected, full) = (b.on_cpu(into)?, b.room(count)?);
         let ran = b.launch(dequantise(table, Float::F32, full));
-        b.expect(&ran, full, &expected)?;
+        b.expect(CLOSE, &ran, full, &expected)?;
         let ran = b.launch(dequantise(table, Float::F16, half.first(count * 2)));
         let words = b.on_gpu(half)?;
         let halves = bytemuck::cast_slice::<f32, u16>(&words);

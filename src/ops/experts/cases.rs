@@ -1,7 +1,11 @@
 use super::{Combine, Experts, Group, Mixture, Room, Shared, Slots, Stack, Which, swiglu};
 use crate::{
     device::{DeviceError, Region},
-    ops::{Codes, Float, Project, Run, Weight, check::Bench, math::silu},
+    ops::{
+        Codes, Float, Project, Run, Weight,
+        check::{Bench, CLOSE, HALF},
+        math::silu,
+    },
 };
 
 const HIDDEN: usize = 192;
@@ -72,7 +76,12 @@ fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), Device
         groups.push(Group { expert: slot, slot, first, count: order.len() as u32 - first });
     }
     let landed = Which::Landed { groups: &groups, places: &order, shared: true, by_place: None };
-    for (which, by_place) in [(Which::Table { ids, slots: ids }, Some(ids)), (landed, None)] {
+    let halves = b.halves(places, HIDDEN)?;
+    for (which, by_place, half) in
+        [(Which::Table { ids, slots: ids }, Some(ids), None), (landed, None, None), (landed, None, Some(halves))]
+    {
+        let allowed = if half.is_some() { HALF } else { CLOSE };
+        b.gpu.set_half(half);
         let room = Room {
             scores,
             weights,
@@ -85,23 +94,24 @@ fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), Device
         let ran = b.run(Experts { layer, slots, tokens: TOKENS, x, room, which })?;
         for (place, slot) in chosen.iter().enumerate() {
             let act = room.act.rows(place, 1, layer.row());
-            b.expect(&ran, act, &acts[*slot as usize][place / K * INNER..][..INNER])?;
+            b.expect(allowed, &ran, act, &acts[*slot as usize][place / K * INNER..][..INNER])?;
         }
         if by_place.is_some() {
             for token in 0..TOKENS {
                 let act = room.act.rows(TOKENS * K + token, 1, layer.row());
-                b.expect(&ran, act, &acts[SLOTS][token * inner..][..inner])?;
+                b.expect(allowed, &ran, act, &acts[SLOTS][token * inner..][..inner])?;
             }
         } else {
             let results = room.out.floats(TOKENS * K * HIDDEN);
             let expected = b.on_cpu(results)?;
-            b.expect(&ran, results, &expected)?;
+            b.expect(allowed, &ran, results, &expected)?;
         }
-        b.check(Combine { layer, slots, tokens: TOKENS, room, by_place, h }, &[h], &[])?;
+        b.check_within(allowed, Combine { layer, slots, tokens: TOKENS, room, by_place, h }, &[h], &[])?;
     }
+    b.gpu.set_half(None);
     let act = b.room(TOKENS * inner)?;
     let ran = b.launch(swiglu(TOKENS, inner, scores, layer.width(), SLOTS, act));
-    b.expect(&ran, act, &acts[SLOTS])
+    b.expect(CLOSE, &ran, act, &acts[SLOTS])
 }
 
 /// `silu(gate) * up` of every row for every slot, and at the end of the shared expert.

@@ -6,10 +6,13 @@ use crate::{
     device::{Binding, Dispatch, Region},
     ops::{
         Project,
+        project::{HalfRows, Halves},
         weight::{fast, matrix_words},
     },
 };
 
+/// Places that a threadgroup takes on matrix units at most.
+const JOB: usize = 32;
 /// Slabs that a kernel can be given.
 const SLABS: usize = 4;
 
@@ -111,6 +114,38 @@ impl Experts<'_> {
     }
 }
 
+impl Experts<'_> {
+    /// Groups of `[slot, first, count]` cut into jobs for [`Experts::halves`].
+    pub fn jobs(slot: u32, first: u32, count: u32) -> impl Iterator<Item = [u32; 3]> {
+        (first..first + count).step_by(JOB).map(move |from| [slot, from, (first + count - from).min(JOB as u32)])
+    }
+
+    /// [`Experts::by_expert`] on matrix units.
+    pub fn halves(&self, jobs: Jobs, room: Halves) -> [Dispatch; 4] {
+        let (layer, tokens) = (self.layer, self.tokens);
+        let (hidden, inner, row) = (layer.hidden(), layer.inner(), layer.row());
+        let (places, count) = (tokens * layer.k, jobs.order.len / 4);
+        let x = HalfRows::new(room.x, tokens, hidden);
+        let halves = HalfRows::new(room.act, places, inner);
+        let act = layer.act(&self.room, tokens);
+        let launch = |from: &HalfRows, to: Region, kernel, width: usize| {
+            let mut bindings = from.bindings().to_vec();
+            bindings.extend([Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)]);
+            bindings.push(Binding::update(to));
+            bindings.extend(slabs(self.slots));
+            layer.launch(tokens, self.slots, kernel, bindings, [width, jobs.count, 1], 128)
+        };
+        let up = if layer.fast_up() { "experts_up_half" } else { "experts_up_half_any" };
+        let down = if layer.stacks[2].is_fast() { "experts_down_half" } else { "experts_down_half_any" };
+        [
+            x.fill(self.x, hidden, None),
+            launch(&x, act, up, inner.div_ceil(32)),
+            halves.fill_some(act, row, jobs.order, count),
+            launch(&halves, self.room.out.floats(places * hidden), down, hidden.div_ceil(64)),
+        ]
+    }
+}
+
 impl Combine<'_> {
     /// `h[token] += sum over ranks of weight * down act`, the shared expert last: places that were computed place by place, with
     /// their `slots`.
@@ -132,8 +167,8 @@ impl Combine<'_> {
         layer.launch(tokens, self.slots, kernel, bindings, grid, 32 * (layer.k + 1))
     }
 
-    /// Places that were grouped by expert: the shared expert on its own, then the sum over ranks.
-    pub fn sum(&self) -> Vec<Dispatch> {
+    /// Places that were grouped by expert: the shared expert on its own, on matrix units if there is `half`, then the sum over ranks.
+    pub fn sum(&self, half: Option<Halves>) -> Vec<Dispatch> {
         let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
         let (hidden, inner) = (layer.hidden(), layer.shared_inner());
         let routed = tokens * layer.k;
@@ -145,7 +180,11 @@ impl Combine<'_> {
             let y = room.out.part(routed * hidden * 4, tokens * hidden * 4);
             launches.push(swiglu(tokens, inner, room.scores, layer.width(), layer.router.rows, act));
             let matrices = std::slice::from_ref(&expert.down);
-            launches.push(Project { x: act, tokens, norm: None, matrices, y, add: false }.dispatch());
+            let down = Project { x: act, tokens, norm: None, matrices, y, add: false };
+            match half {
+                Some(half) => launches.extend(down.halves(half.x)),
+                None => launches.push(down.dispatch()),
+            }
             shared = Binding::read(y);
         }
         let bindings = vec![

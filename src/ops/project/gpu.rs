@@ -14,9 +14,14 @@ const NAMES: [[[&str; 2]; 2]; 2] = [
 impl Project<'_> {
     /// Panics if there is no matrix, or more than four.
     pub fn dispatch(&self) -> Dispatch {
+        self.dispatch_into(self.width())
+    }
+
+    /// The same into the first columns of rows of `width` floats.
+    pub(in crate::ops) fn dispatch_into(&self, width: usize) -> Dispatch {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
-        let (cols, width) = (self.cols(), self.width());
+        let cols = self.cols();
         let any = !matrices.iter().all(|m| fast(m.codes, m.gain, m.cols, &[4, 8]));
         let keep = norm.and_then(|n| n.keep);
         let eps = norm.map_or(0.0, |n| n.eps);
@@ -32,7 +37,7 @@ impl Project<'_> {
         let mut bindings = vec![
             Binding::read(x),
             Binding::read(norm.map_or(x.first(0), |n| n.weight.floats(cols))),
-            if add { Binding::update(y) } else { Binding::write(y) },
+            if add || width > self.width() { Binding::update(y) } else { Binding::write(y) },
             keep.map_or(Binding::read(x.first(0)), |kept| Binding::write(kept.floats(tokens * cols))),
         ];
         for i in 0..4 {

@@ -3,9 +3,13 @@
 mod cases;
 mod cpu;
 mod gpu;
+mod half;
 
 pub(in crate::ops) use cases::{FORMATS, cases};
 pub(in crate::ops) use cpu::{Column, check, format, normed, product};
+
+pub(in crate::ops) use half::HalfRows;
+pub use half::Halves;
 
 use super::Weight;
 use crate::device::{Effect, Region};

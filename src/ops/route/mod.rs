@@ -8,7 +8,7 @@ pub(super) use cases::cases;
 use super::{
     cpu::{Cpu, refuse},
     experts::{Mixture, Shared},
-    project::{Column, Norm, Project, check, normed, product},
+    project::{Column, HalfRows, Norm, Project, check, normed, product},
 };
 use crate::device::{Binding, DeviceError, Dispatch, Effect, Region};
 
@@ -100,6 +100,23 @@ impl Route<'_> {
         }
         let product = Project { x, tokens, norm, matrices: &matrices[..count], y: scores, add: false };
         [product.dispatch(), self.choice()]
+    }
+
+    /// The same with the shared expert's part on matrix units. The choice is made from scores as exact as ever: those of the
+    /// normed rows that are kept, so there has to be a norm that keeps them.
+    pub(super) fn halves(&self, room: Region) -> Option<Vec<Dispatch>> {
+        let Self { layer, tokens, x, norm, scores, .. } = *self;
+        let kept = norm?.keep?;
+        let (cols, experts, width) = (layer.router.cols, layer.router.rows, self.width());
+        let rows = HalfRows::new(room, tokens, cols);
+        let matrices = std::slice::from_ref(&layer.router);
+        let router = Project { x: kept, tokens, norm: None, matrices, y: scores, add: false };
+        let mut launches = vec![rows.fill(x, cols, norm), router.dispatch_into(width)];
+        if let Some(Shared { gate_up: [gate, up], result, .. }) = self.shared() {
+            launches.push(rows.product(&[*gate, *up, *result], scores, (experts, width), false));
+        }
+        launches.push(self.choice());
+        Some(launches)
     }
 
     /// The second launch: each row's k experts and weights from its scores.

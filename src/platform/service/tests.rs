@@ -47,14 +47,16 @@ fn on_demand_launchd_holds_the_port() {
 
 #[test]
 fn systemd_finds_no_fault_with_the_unit() {
+    let dir = tempfile::tempdir().unwrap();
     let analyze = |command: &str, files: &[PathBuf]| {
         Command::new("systemd-analyze")
             .args(["--user", command])
             .args(files)
             .env("SYSTEMD_LOG_LEVEL", "warning")
+            // Without one, it looks at nothing.
+            .env("XDG_RUNTIME_DIR", dir.path())
             .output()
     };
-    let dir = tempfile::tempdir().unwrap();
     // The program has to be there for `verify` to pass.
     let service =
         Service { program: std::env::current_exe().unwrap(), home: dir.path().into(), ..service(Some(("::1", 5413))) };
@@ -71,9 +73,7 @@ fn systemd_finds_no_fault_with_the_unit() {
         eprintln!("systemd is not here: not verified");
         return;
     };
-    let said = String::from_utf8_lossy(&verdict.stderr);
-    let ours: Vec<&str> = said.lines().filter(|line| line.contains("moestro")).collect();
-    assert!(ours.is_empty(), "{said}");
+    assert!(verdict.status.success(), "{}", String::from_utf8_lossy(&verdict.stderr));
 }
 
 /// With one of these a user's systemd without user namespaces ends the unit before it begins, with 217 or 218.

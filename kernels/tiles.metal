@@ -1,0 +1,105 @@
+// Products in half precision, for the rows of a prompt: tiles of 16 by 16 values, which the simdgroups of a threadgroup of 128
+// threads multiply on matrix units; sums in f32. Joined before every kernel, behind codes.metal.
+//
+// A row of x is halves times a power of two of its own (half_rows in norm.metal writes both), so that no value overflows; rows
+// have zeros up to a multiple of DEPTH. Weights are unpacked to halves in threadgroup memory. Each sum runs over the columns in
+// order, DEPTH at a time: it depends on its row of x and its row of W, and on no other.
+
+enum { DEPTH = 64, WIDE = 64, PITCH = 36, OUT_PITCH = 68 };  // columns at a time; rows of W; words of a row of tiles; of results
+
+// Words (uint4s) of threadgroup memory for TILES times 16 rows of x.
+template <uint TILES> struct Room { enum : uint { SIZE = (TILES * 16 + WIDE) * PITCH / 4 }; };
+
+// Half of DEPTH columns of one row of W, as they lie in memory.
+template <uint BITS> struct Packed { uint q[BITS == 0 ? 1 : BITS], s, b; };
+
+template <uint BITS>
+FN void load_packed(Bytes w, uint cols, uint row, uint k, uint side, THREAD Packed<BITS>& to) {
+  DEVICE const uint4* q = (DEVICE const uint4*)(w.codes + row * (cols / 8 * BITS) + (k + side * 32) / 8 * BITS);
+  UNROLL for (uint i = 0; i < BITS / 4; i++) {
+    const uint4 four = q[i];
+    to.q[4 * i] = four.x, to.q[4 * i + 1] = four.y, to.q[4 * i + 2] = four.z, to.q[4 * i + 3] = four.w;
+  }
+  const uint scale = (row * (cols / 64) + k / 64) * 2;
+  to.s = *(DEVICE const ushort*)(w.scales + scale);
+  to.b = *(DEVICE const ushort*)(w.biases + scale);
+}
+
+FN void put_words(THREADGROUP uint* to, THREAD const uint* words) {
+  uint4 four;
+  four.x = words[0], four.y = words[1], four.z = words[2], four.w = words[3];
+  *(THREADGROUP uint4*)to = four;
+}
+
+template <uint BITS> FN void unpack_half(THREAD const Packed<BITS>& from, THREADGROUP uint* to) {
+  const float s = bf16(from.s), b = bf16(from.b);
+  UNROLL for (uint j = 0; j < 4; j++) {
+    uint words[4];
+    UNROLL for (uint i = 0; i < 4; i++) {
+      const uint at = (j * 8 + 2 * i) * BITS, q = from.q[at / 32] >> at % 32, mask = (1u << BITS) - 1u;
+      words[i] = HALF2(fma(s, MASKED(q & 0xffffu, mask), b), fma(s, MASKED(q >> BITS & 0xffffu, mask), b));
+    }
+    put_words(to + 4 * j, words);
+  }
+}
+
+// The same of any encoding, straight from memory.
+FN void unpack_any(CONSTANT Matrix& m, Bytes w, uint cols, uint row, uint k, uint side, THREADGROUP uint* to) {
+  const uint code_bytes = row_codes(m, cols), scale_bytes = row_scales(m, cols);
+  for (uint c = k / 16 + side * 2, j = 0; j < 2; c++, j++) {
+    float v[16], s = 0, b = 0;
+    UNROLL for (uint i = 0; i < 16; i++) v[i] = 0;
+    if (c * 16 < cols) {
+      chunk(m, w.codes + row * code_bytes, c, cols, v);
+      s = chunk_scale(m, w.scales + row * scale_bytes, c), b = chunk_bias(m, w.biases + row * scale_bytes, c);
+    }
+    uint words[8];
+    UNROLL for (uint i = 0; i < 8; i++) words[i] = HALF2(fma(s, v[2 * i], b), fma(s, v[2 * i + 1], b));
+    put_words(to + 8 * j, words);
+    put_words(to + 8 * j + 4, words + 4);
+  }
+}
+
+// TILES times 16 rows of x by WIDE rows of W, into `room` as floats, OUT_PITCH a row. This thread fetches rows from[i] of x
+// (those of tile i) and row `row` of W, of which it has half. BITS: 4 or 8, or 0 for any encoding.
+template <uint TILES, uint BITS>
+FN void multiply(CONSTANT Matrix& m, Bytes w, uint row, uint cols, DEVICE const uint* x, THREAD const uint* from,
+                 THREADGROUP uint4* room PLACE) {
+  const uint depth = (cols + DEPTH - 1) / DEPTH * DEPTH, side = tid % 2;
+  THREADGROUP uint* xs = (THREADGROUP uint*)room;
+  THREADGROUP uint* ws = xs + TILES * 16 * PITCH;
+  THREADGROUP uint* mine = ws + tid / 2 * PITCH + side * 16;
+  SUM_TILE sums[TILES];
+  uint4 next[TILES];
+  Packed<BITS> packed;
+  UNROLL for (uint i = 0; i < TILES; i++) {
+    TILE_ZERO(sums[i]);
+    next[i] = ((DEVICE const uint4*)(x + ulong(from[i]) * (depth / 2)))[tid % 8];
+  }
+  if (BITS != 0) load_packed<BITS>(w, cols, row, 0, side, packed);
+  for (uint k = 0; k < depth; k += DEPTH) {
+    BARRIER();
+    UNROLL for (uint i = 0; i < TILES; i++) *(THREADGROUP uint4*)(xs + (i * 16 + tid / 8) * PITCH + tid % 8 * 4) = next[i];
+    if (BITS != 0) unpack_half<BITS>(packed, mine);
+    else unpack_any(m, w, cols, row, k, side, mine);
+    BARRIER();
+    if (k + DEPTH < depth) {
+      UNROLL for (uint i = 0; i < TILES; i++)
+        next[i] = ((DEVICE const uint4*)(x + ulong(from[i]) * (depth / 2) + (k + DEPTH) / 2))[tid % 8];
+      if (BITS != 0) load_packed<BITS>(w, cols, row, k + DEPTH, side, packed);
+    }
+    UNROLL for (uint j = 0; j < DEPTH / 16; j++) {
+      HALF_TILE columns;
+      TILE_LOAD_T(columns, ws + sg * 16 * PITCH + j * 8, PITCH);
+      UNROLL for (uint i = 0; i < TILES; i++) {
+        HALF_TILE rows;
+        TILE_LOAD(rows, xs + i * 16 * PITCH + j * 8, PITCH);
+        TILE_FMA(sums[i], rows, columns);
+      }
+    }
+  }
+  BARRIER();
+  UNROLL for (uint i = 0; i < TILES; i++)
+    TILE_STORE(sums[i], (THREADGROUP float*)room + i * 16 * OUT_PITCH + sg * 16, OUT_PITCH);
+  BARRIER();
+}

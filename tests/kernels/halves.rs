@@ -1,0 +1,145 @@
+//! Prompts on matrix units: products in half precision are close, a row's bytes depend on no other row, nothing overflows, and the
+//! demo answers as the CPU does.
+
+use crate::{
+    card::agree,
+    check::*,
+    double::Double,
+    forward::{DEMO, answer, cases, common::load_with, options},
+    gpu::HostGpu,
+    host::Host,
+    queue,
+};
+use moestro::{
+    device::{Queue, Region},
+    model::{Options, Qwen},
+    ops::{Codes, Float, Halves, Norm, Project},
+};
+use std::path::Path;
+
+/// In parts of the largest value.
+const CLOSE: f64 = 1e-3;
+
+fn room(host: &mut Host, rows: usize, cols: usize) -> Region {
+    host.empty(rows * Halves::words(cols) * 4)
+}
+
+/// `x W^T` of rows of `x`, and of their norm if there is a weight.
+fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Option<&[f32]>) -> Vec<f32> {
+    let tokens = x.len() / cols;
+    let (x, y) = (host.floats(x), host.empty(tokens * sample.matrix.rows * 4));
+    let norm = norm.map(|weight| Norm { weight: host.floats(weight), eps: 1e-6, keep: None });
+    let room = room(host, tokens, cols);
+    let matrices = &[sample.matrix];
+    let op = Project { x, tokens, norm, matrices, y, add: false };
+    op.halves(room).iter().for_each(|dispatch| host.run(dispatch));
+    host.read_floats(y)
+}
+
+fn largest(values: &[f64]) -> f64 {
+    values.iter().fold(0.0, |most, value| most.max(value.abs()))
+}
+
+#[test]
+fn products_of_every_encoding_are_close() {
+    let (mut host, mut random) = (Host::start(), Random(5));
+    for (codes, cols) in [
+        (AFFINE4, 192),
+        (AFFINE8, 128),
+        (Codes::Affine { bits: 3, group: 32, scale: Float::F16 }, 96),
+        (Codes::Mxfp4, 160),
+        (Codes::Dense(Float::Bf16), 77),
+    ] {
+        let sample = matrix(&mut host, &mut random, codes, 70, cols);
+        let (x, weight) = (random.normals(66 * cols), random.normals(cols));
+        for norm in [None, Some(&weight[..])] {
+            let found = products(&mut host, &x, &sample, cols, norm);
+            let rows = wide(&x);
+            let rows: Vec<f64> = match norm {
+                None => rows,
+                Some(weight) => rows.chunks(cols).flat_map(|row| rms(row, &wide(weight), 1e-6)).collect(),
+            };
+            let expected: Vec<f64> = rows.chunks(cols).flat_map(|row| product(row, &sample.values, cols)).collect();
+            let off = found.iter().zip(&expected).map(|(f, e)| (f64::from(*f) - e).abs()).fold(0.0, f64::max);
+            assert!(off < CLOSE * largest(&expected), "{codes:?} x {cols}: off by {off} of {}", largest(&expected));
+        }
+    }
+}
+
+#[test]
+fn a_row_on_matrix_units_does_not_depend_on_its_company() {
+    let (mut host, mut random, cols) = (Host::start(), Random(6), 128);
+    let sample = matrix(&mut host, &mut random, AFFINE4, 80, cols);
+    let x = random.normals(70 * cols);
+    let together = products(&mut host, &x, &sample, cols, None);
+    for (first, count) in [(0, 1), (3, 5), (60, 10), (69, 1)] {
+        let some = products(&mut host, &x[first * cols..(first + count) * cols], &sample, cols, None);
+        assert!(some == together[first * 80..(first + count) * 80], "rows {first}, {count} of them");
+    }
+}
+
+#[test]
+fn large_and_small_rows_neither_overflow_nor_vanish() {
+    let (mut host, mut random, cols) = (Host::start(), Random(7), 128);
+    let sample = matrix(&mut host, &mut random, AFFINE4, 64, cols);
+    let row = random.normals(cols);
+    let sizes = [1e-30f32, 1e-6, 1.0, 7e4, 1e30];
+    let mut x: Vec<f32> = sizes.iter().flat_map(|size| row.iter().map(move |v| v * size)).collect();
+    x.extend(vec![0.0; cols]);
+    let found = products(&mut host, &x, &sample, cols, None);
+    let expected = product(&wide(&row), &sample.values, cols);
+    for (size, found) in sizes.iter().zip(found.chunks(64)) {
+        let off = found.iter().zip(&expected).map(|(f, e)| (f64::from(*f) / f64::from(*size) - e).abs());
+        let off = off.fold(0.0, f64::max);
+        assert!(off < CLOSE * largest(&expected), "rows of {size}: off by {off}");
+    }
+    assert!(found[5 * 64..].iter().all(|value| *value == 0.0), "a row of zeros");
+}
+
+fn on_halves(options: Options) -> Qwen {
+    let mut gpu = HostGpu::new(Host::fast());
+    gpu.halves = true;
+    let options = Options { gpu: Some(u64::MAX), ..options };
+    load_with(Path::new(DEMO), options).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+}
+
+#[test]
+fn the_demo_reads_prompts_on_matrix_units() {
+    let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options(false)), on_halves(options(false)));
+    // The host takes its time.
+    for case in cases().into_iter().step_by(4) {
+        let expected = answer(&mut cpu, &case.prompt_ids, &[], case.greedy_ids.len());
+        let found = answer(&mut gpu, &case.prompt_ids, &[], case.greedy_ids.len());
+        agree(&case.question, &found, &expected, 2e-2);
+        assert!(found.1[0] != expected.1[0], "these are not in half precision");
+    }
+}
+
+#[test]
+fn prompts_on_matrix_units_know_neither_slots_nor_cuts() {
+    let case = cases().swap_remove(3);
+    let (prompt, count) = (&case.prompt_ids, 1);
+    let mut resident = on_halves(options(false));
+    let expected = answer(&mut resident, prompt, &[], count);
+    let chunks = vec![2, 9];
+    assert!(answer(&mut resident, prompt, &chunks, count) == expected, "chunks {chunks:?}");
+    let mut few = options(true);
+    few.store.slots = Some(5);
+    let mut streaming = on_halves(few);
+    assert!(answer(&mut streaming, prompt, &[7], count) == expected, "five slots");
+}
+
+#[test]
+fn orders_of_a_prompt_on_matrix_units_give_the_same_bytes() {
+    for streaming in [false, true] {
+        let double = Double::new(Host::fast());
+        let control = double.control();
+        control.lock().unwrap().halves = true;
+        let mut model = queue::place(Queue::new(double), streaming);
+        let expected = queue::answer(&mut model).unwrap();
+        for seed in 0..10 {
+            control.lock().unwrap().seed = Some(seed);
+            assert!(queue::answer(&mut model).unwrap() == expected, "seed {seed}, streaming: {streaming}");
+        }
+    }
+}
