@@ -158,7 +158,7 @@ mod tests {
 
     #[tokio::test]
     async fn silence_is_filled_with_comments() {
-        let beat = Duration::from_millis(40);
+        let beat = Duration::from_millis(400);
         let write = |frames: Frames| async move {
             tokio::time::sleep(beat / 2).await;
             frames.data(&1);

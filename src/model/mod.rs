@@ -70,7 +70,8 @@ pub trait Model: Send + 'static {
     /// An empty state.
     fn start(&self) -> Result<Self::State, ModelError>;
 
-    /// Appends `ids` to the sequence. The bytes of a row of logits do not depend on how `ids` are cut into calls.
+    /// Appends `ids` to the sequence. The bytes of a row of logits do not depend on how `ids` are cut into calls; on a GPU, which
+    /// computes a prompt's rows in half precision, they depend on whether a call has one row or several.
     fn forward(&mut self, state: &mut Self::State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
         self.forward_marking(state, ids, rows, &[], &mut Vec::new())
     }
