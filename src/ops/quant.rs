@@ -71,12 +71,18 @@ impl Format {
     }
 }
 
+/// Digits that begin where a line of the cache does, for instructions that read whole ones.
+#[derive(Debug, Clone, Copy)]
+#[repr(align(64))]
+struct Line(#[expect(dead_code, reason = "read as bytes")] [i8; 64]);
+
 /// Quantised rows. Buffers keep their capacity, so that a reused one allocates nothing.
 #[derive(Debug, Default)]
 pub struct Quantised {
     cols: usize,
     groups: usize,
-    planes: [Vec<i8>; 3],
+    /// `[rows][3][cols]`, each in whole lines: the high, middle and low digits of a row.
+    planes: Vec<Line>,
     scale: Vec<f32>,
     sum: Vec<f32>,
 }
@@ -152,7 +158,7 @@ pub struct Writer {
     cols: usize,
     groups: usize,
     format: Format,
-    planes: [*mut i8; 3],
+    planes: *mut i8,
     scale: *mut f32,
     sum: *mut f32,
 }
@@ -169,9 +175,7 @@ impl Quantised {
         debug_assert!(cols.is_multiple_of(format.group));
         self.cols = cols;
         self.groups = (cols / format.group).next_multiple_of(8);
-        for plane in &mut self.planes {
-            plane.resize(rows * cols, 0);
-        }
+        self.planes.resize(rows * 3 * cols.div_ceil(64), Line([0; 64]));
         // The padding must be zero whatever the buffers held before.
         self.scale.clear();
         self.scale.resize(rows * self.groups, 0.0);
@@ -181,16 +185,21 @@ impl Quantised {
             cols: self.cols,
             groups: self.groups,
             format,
-            planes: self.planes.each_mut().map(Vec::as_mut_ptr),
+            planes: self.planes.as_mut_ptr().cast(),
             scale: self.scale.as_mut_ptr(),
             sum: self.sum.as_mut_ptr(),
         }
     }
 
     pub fn row(&self, row: usize) -> Digits<'_> {
-        let (values, groups) = (row * self.cols..(row + 1) * self.cols, row * self.groups..(row + 1) * self.groups);
+        let groups = row * self.groups..(row + 1) * self.groups;
         Digits {
-            planes: self.planes.each_ref().map(|plane| &plane[values.clone()]),
+            planes: [0, 1, 2].map(|digit| {
+                let lines = self.cols.div_ceil(64);
+                let plane = &self.planes[(3 * row + digit) * lines..][..lines];
+                // SAFETY: lines are digits without gaps, and these have `cols` at least.
+                unsafe { std::slice::from_raw_parts(plane.as_ptr().cast(), self.cols) }
+            }),
             scale: &self.scale[groups.clone()],
             sum: &self.sum[groups],
         }
@@ -204,7 +213,8 @@ impl Writer {
     /// The [`Quantised`] lives and was not resized; the range lies inside it; no one else reads or writes it meanwhile.
     #[inline(always)]
     pub unsafe fn write(&self, row: usize, col: usize, values: &[f32]) {
-        let at = row * self.cols + col;
+        let stride = self.cols.next_multiple_of(64);
+        let at = 3 * row * stride + col;
         let mut buffer = [0; MAX_GROUP];
         let q = &mut buffer[..self.format.group];
         for (index, values) in values.chunks_exact(q.len()).enumerate() {
@@ -213,7 +223,8 @@ impl Writer {
             let (scale, sum) = quantise(values, q, self.format);
             // SAFETY: one whole group inside the buffers, exclusively ours (caller).
             unsafe {
-                let planes = self.planes.map(|plane| std::slice::from_raw_parts_mut(plane.add(at), q.len()));
+                let plane = |digit| std::slice::from_raw_parts_mut(self.planes.add(at + digit * stride), q.len());
+                let planes = [0, 1, 2].map(plane);
                 split(q, planes);
                 self.scale.add(group).write(scale);
                 self.sum.add(group).write(sum);

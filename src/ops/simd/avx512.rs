@@ -3,21 +3,23 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
-    Activations, Affine, Out, Scratch, float, gemm512, gemv512,
+    Activations, Affine, Out, Scratch, amx, float, gemm512, gemv512,
     x86::{self, load},
 };
 
 /// From this many lines on, unpacking a tile pays.
 const MANY: usize = 2;
+/// From this many lines on, the processor's tiles are faster than its registers.
+const TILED: usize = 4;
 
 struct Vnni;
 
-/// See [`super::product`].
+/// See [`super::product`]. `TILES` asks for the processor's tiles, where they serve.
 ///
 /// # Safety
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn rows(
+pub unsafe fn rows<const TILES: bool>(
     weight: &Affine<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
@@ -28,7 +30,8 @@ pub unsafe fn rows(
     // SAFETY: passed on.
     unsafe {
         if lines.len() >= MANY {
-            rows.start += gemm512::rows(weight, rows.clone(), lines, outs, scratch);
+            let many = if TILES && lines.len() >= TILED { amx::rows } else { gemm512::rows };
+            rows.start += many(weight, rows.clone(), lines, outs, scratch);
         }
         rows.start += gemv512::rows(weight, rows.clone(), lines, outs, scratch);
         x86::rows::<Vnni>(weight, rows, lines, outs, scratch);

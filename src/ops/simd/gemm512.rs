@@ -7,22 +7,26 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{Activations, Affine, Out, Scratch, unpack, x86};
-use crate::ops::quant::Order;
+use crate::ops::quant::{Digits, Order};
 
 /// Rows of a tile: the 32-bit lanes of a register.
-const ROWS: usize = 16;
+pub const ROWS: usize = 16;
 
 /// One register's worth, aligned like it.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 pub struct Vector(#[expect(dead_code, reason = "only read and written as registers")] [u32; ROWS]);
 
-/// Buffers for two tiles of weights with their scales and biases.
+impl Vector {
+    pub const ZERO: Self = Self([0; ROWS]);
+}
+
+/// Buffers for tiles of weights with their scales and biases.
 #[derive(Default)]
 pub struct Tiles {
-    codes: Vec<Vector>,
-    scales: Vec<Vector>,
-    biases: Vec<Vector>,
+    pub codes: Vec<Vector>,
+    pub scales: Vec<Vector>,
+    pub biases: Vec<Vector>,
     /// Rows of one tile before they are transposed.
     bytes: Vec<u8>,
     constants: Vec<f32>,
@@ -47,7 +51,7 @@ pub unsafe fn rows(
         // SAFETY: the rows exist; everything else is passed on.
         unsafe {
             for tile in 0..count {
-                fill(weight, row + tile * ROWS, tiles, tile, count);
+                fill(weight, row + tile * ROWS, tiles, tile, tile, count);
             }
             if count == 2 {
                 all_lines::<2>(weight, row, lines, outs, tiles);
@@ -60,15 +64,16 @@ pub unsafe fn rows(
     row - rows.start
 }
 
-/// Unpacks rows `row..row + 16` into tile number `tile` of `count`; the tiles of a pair alternate vector by vector.
+/// Unpacks rows `row..row + 16` into a tile: its codes from vector `at` on, its scales and biases from vector `constants` on,
+/// each vector `step` behind the one before.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn fill(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, tile: usize, count: usize) {
-    let zero = Vector([0; ROWS]);
+pub unsafe fn fill(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, at: usize, constants: usize, step: usize) {
     let (words, groups) = (weight.cols / 4, weight.groups());
-    tiles.codes.resize((words * count).max(tiles.codes.len()), zero);
-    tiles.scales.resize((groups * count).max(tiles.scales.len()), zero);
-    tiles.biases.resize((groups * count).max(tiles.biases.len()), zero);
+    let room = |vectors: &mut Vec<Vector>, count: usize| vectors.resize(count.max(vectors.len()), Vector::ZERO);
+    room(&mut tiles.codes, at + (words - 1) * step + 1);
+    room(&mut tiles.scales, constants + (groups - 1) * step + 1);
+    room(&mut tiles.biases, constants + (groups - 1) * step + 1);
     tiles.constants.resize(2 * ROWS * groups, 0.0);
     let (scales, biases) = tiles.constants.split_at_mut(ROWS * groups);
     for index in 0..ROWS {
@@ -78,57 +83,63 @@ unsafe fn fill(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, tile: usize, 
     }
     // SAFETY: source rows have `groups` or `words` words (half as many for nibbles), the targets room for them all.
     unsafe {
-        let to = |vectors: &mut Vec<Vector>| vectors.as_mut_ptr().add(tile);
-        turn(scales.as_ptr().cast(), groups, to(&mut tiles.scales), |at| at * count);
-        turn(biases.as_ptr().cast(), groups, to(&mut tiles.biases), |at| at * count);
+        turn(scales.as_ptr().cast(), groups, tiles.scales.as_mut_ptr().add(constants), step);
+        turn(biases.as_ptr().cast(), groups, tiles.biases.as_mut_ptr().add(constants), step);
+        let codes = tiles.codes.as_mut_ptr().add(at);
         if weight.bits == 4 {
-            turn_nibbles(weight, row, to(&mut tiles.codes), count);
+            match Order::unit(weight.group) {
+                32 => turn_nibbles::<4>(weight, row, codes, step),
+                _ => turn_nibbles::<8>(weight, row, codes, step),
+            }
         } else {
             tiles.bytes.resize(ROWS * weight.cols, 0);
             for (index, bytes) in tiles.bytes.chunks_exact_mut(weight.cols).enumerate() {
                 x86::unpack_row(weight, row + index, bytes);
             }
-            turn(tiles.bytes.as_ptr().cast(), words, to(&mut tiles.codes), |at| at * count);
+            turn(tiles.bytes.as_ptr().cast(), words, codes, step);
         }
     }
 }
 
-/// Transposes 16 adjoining rows of `words` words each: vector `place(i)` of `to` gets word `i` of every row.
+/// Transposes 16 adjoining rows of `words` words each: vector `i * step` of `to` gets word `i` of every row.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn turn(from: *const u32, words: usize, to: *mut Vector, place: impl Fn(usize) -> usize) {
+unsafe fn turn(from: *const u32, words: usize, to: *mut Vector, step: usize) {
     for at in (0..words).step_by(ROWS) {
         let here = (words - at).min(ROWS);
-        // SAFETY: the mask keeps the loads inside the rows; the caller has room at the places.
+        // SAFETY: the mask keeps the loads inside the rows; the caller has room for as many vectors as words.
         unsafe {
             let vectors = load_block(from.add(at).cast(), words * 4, here);
-            for (index, vector) in vectors.into_iter().enumerate().take(here) {
-                _mm512_store_si512(to.add(place(at + index)).cast(), vector);
-            }
+            let put = |index: usize| _mm512_store_si512(to.add((at + index) * step).cast(), vectors[index]);
+            if here == ROWS { (0..ROWS).for_each(put) } else { (0..here).for_each(put) }
         }
     }
 }
 
 /// [`turn`] for packed nibbles: each word becomes its four even codes and its four odd ones, in the order of
-/// [`Order::Nibbles`].
+/// [`Order::Nibbles`], whose units are of `2 * HALF` words.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn turn_nibbles(weight: &Affine<'_>, row: usize, to: *mut Vector, count: usize) {
-    let (words, half) = (weight.cols / 8, Order::unit(weight.group) / 8);
+unsafe fn turn_nibbles<const HALF: usize>(weight: &Affine<'_>, row: usize, to: *mut Vector, step: usize) {
+    let words = weight.cols / 8;
     let from = weight.codes(row).as_ptr();
     let mask = _mm512_set1_epi32(0x0f0f_0f0f);
     for at in (0..words).step_by(ROWS) {
         let here = (words - at).min(ROWS);
-        // SAFETY: as in `turn`; 16 rows of codes follow each other.
+        // SAFETY: as in `turn`; 16 rows of codes follow each other, and any address may be fetched.
         unsafe {
-            let vectors = load_block(from.add(at * 4), words * 4, here);
-            for (index, vector) in vectors.into_iter().enumerate().take(here) {
-                let (unit, word) = ((at + index) / half, (at + index) % half);
-                let place = unit * 2 * half + word;
-                let (even, odd) = (vector, _mm512_srli_epi32::<4>(vector));
-                _mm512_store_si512(to.add(place * count).cast(), _mm512_and_si512(even, mask));
-                _mm512_store_si512(to.add((place + half) * count).cast(), _mm512_and_si512(odd, mask));
+            for line in 0..8 {
+                let next = from.wrapping_add(ROWS * words * 4 + at * 32 + line * 64);
+                _mm_prefetch::<_MM_HINT_T1>(next.cast());
             }
+            let vectors = load_block(from.add(at * 4), words * 4, here);
+            let put = |index: usize| {
+                let place = 2 * at + index / HALF * 2 * HALF + index % HALF;
+                let (even, odd) = (vectors[index], _mm512_srli_epi32::<4>(vectors[index]));
+                _mm512_store_si512(to.add(place * step).cast(), _mm512_and_si512(even, mask));
+                _mm512_store_si512(to.add((place + HALF) * step).cast(), _mm512_and_si512(odd, mask));
+            };
+            if here == ROWS { (0..ROWS).for_each(put) } else { (0..here).for_each(put) }
         }
     }
 }
@@ -231,29 +242,50 @@ unsafe fn some_lines<const M: usize, const N: usize>(
                 let scale = _mm512_load_ps(tiles.scales.as_ptr().add(group * M + m).cast());
                 let bias = _mm512_load_ps(tiles.biases.as_ptr().add(group * M + m).cast());
                 for n in 0..N {
-                    let upper = _mm512_add_epi32(_mm512_slli_epi32::<8>(sums[n][0][m]), sums[n][1][m]);
-                    let dot = _mm512_add_epi32(_mm512_slli_epi32::<8>(upper), sums[n][2][m]);
-                    let x_scale = _mm512_set1_ps(*lines[n].digits.scale.get_unchecked(group));
-                    let x_sum = _mm512_set1_ps(*lines[n].digits.sum.get_unchecked(group));
-                    let lane = &mut lanes[n][m][group % 8];
-                    *lane = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, x_scale), *lane);
-                    *lane = _mm512_fmadd_ps(bias, x_sum, *lane);
+                    let sums = [0, 1, 2].map(|digit| sums[n][digit][m]);
+                    join(sums, [scale, bias], &lines[n].digits, group, &mut lanes[n][m][group % 8]);
                 }
             }
         }
         for n in 0..N {
             for (m, l) in lanes[n].iter_mut().enumerate() {
-                if !groups.is_multiple_of(8) {
-                    // The zero groups of the padding: they turn -0 into 0.
-                    for lane in &mut l[groups % 8..] {
-                        *lane = _mm512_add_ps(*lane, _mm512_setzero_ps());
-                    }
-                }
-                let sum = |a: __m512, b: __m512| _mm512_add_ps(a, b);
-                let total = sum(sum(sum(l[0], l[4]), sum(l[2], l[6])), sum(sum(l[1], l[5]), sum(l[3], l[7])));
-                let to = outs[n].0.add(row + m * ROWS);
-                _mm512_storeu_ps(to, _mm512_mul_ps(total, _mm512_set1_ps(weight.gain)));
+                finish(l, groups, weight.gain, outs[n].0.add(row + m * ROWS));
             }
         }
     }
+}
+
+/// The integer sums of one group, a row a lane, one vector for each digit of a line, join that line's accumulator.
+///
+/// # Safety
+/// The line has that group.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub unsafe fn join(sums: [__m512i; 3], constants: [__m512; 2], line: &Digits<'_>, group: usize, lane: &mut __m512) {
+    let [high, middle, low] = sums;
+    let upper = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), middle);
+    let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(upper), low));
+    // SAFETY: the caller's promise.
+    let [scale, sum] = unsafe { [line.scale, line.sum].map(|list| _mm512_set1_ps(*list.get_unchecked(group))) };
+    *lane = _mm512_fmadd_ps(dot, _mm512_mul_ps(constants[0], scale), *lane);
+    *lane = _mm512_fmadd_ps(constants[1], sum, *lane);
+}
+
+/// Sixteen results at `to` from the accumulators of `groups` groups.
+///
+/// # Safety
+/// There is room at `to`.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub unsafe fn finish(l: &mut [__m512; 8], groups: usize, gain: f32, to: *mut f32) {
+    if !groups.is_multiple_of(8) {
+        // The zero groups of the padding: they turn -0 into 0.
+        for lane in &mut l[groups % 8..] {
+            *lane = _mm512_add_ps(*lane, _mm512_setzero_ps());
+        }
+    }
+    let sum = |a: __m512, b: __m512| _mm512_add_ps(a, b);
+    let total = sum(sum(sum(l[0], l[4]), sum(l[2], l[6])), sum(sum(l[1], l[5]), sum(l[3], l[7])));
+    // SAFETY: the caller's promise.
+    unsafe { _mm512_storeu_ps(to, _mm512_mul_ps(total, _mm512_set1_ps(gain))) };
 }

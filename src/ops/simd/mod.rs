@@ -8,6 +8,8 @@
 //! the processor, nor how many rows are computed together, nor the thread can be seen in a result.
 
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -45,6 +47,9 @@ pub enum Isa {
     /// AVX-512 with VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// AVX-512 with VNNI, and tiles of bytes for many rows.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     /// NEON alone.
     #[cfg(target_arch = "aarch64")]
     Neon,
@@ -75,6 +80,9 @@ impl Isa {
                 all.push(Isa::Avx2);
                 if has!("avx512f" "avx512bw" "avx512vl" "avx512dq" "avx512vnni") {
                     all.push(Isa::Avx512);
+                    if amx::usable() {
+                        all.push(Isa::Amx);
+                    }
                 }
             }
         }
@@ -167,6 +175,9 @@ pub(crate) struct Scratch {
     pub bytes: Vec<u8>,
     #[cfg(target_arch = "x86_64")]
     pub tiles: gemm512::Tiles,
+    /// Rows of digits that lay apart, brought together.
+    #[cfg(target_arch = "x86_64")]
+    pub digits: Vec<gemm512::Vector>,
 }
 
 /// A row of weights on its way through an integer kernel.
@@ -205,7 +216,9 @@ pub unsafe fn product(
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2::rows(&affine, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512::rows(&affine, rows, lines, outs, scratch),
+                Isa::Avx512 => avx512::rows::<false>(&affine, rows, lines, outs, scratch),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx => avx512::rows::<true>(&affine, rows, lines, outs, scratch),
                 #[cfg(target_arch = "aarch64")]
                 Isa::Neon => neon::rows(&affine, rows, lines, outs, scratch),
                 #[cfg(target_arch = "aarch64")]
@@ -218,7 +231,7 @@ pub unsafe fn product(
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2::float_rows(weight, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512::float_rows(weight, rows, lines, outs, scratch),
+                Isa::Avx512 | Isa::Amx => avx512::float_rows(weight, rows, lines, outs, scratch),
                 // Arm's baseline has NEON and fma: the compiler uses them here, too.
                 _ => float::rows::<[f32; 16]>(weight, rows, lines, outs, scratch),
             }

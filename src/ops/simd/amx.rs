@@ -1,0 +1,188 @@
+//! Many rows of activations with the processor's tiles (AMX), whose products of bytes are sixteen times those of a register.
+//!
+//! Five rows of activations with three digits each are the rows of one tile; sixteen rows of weights, four codes in a
+//! lane as in [`gemm512`], are the columns of another. Their product is the sums of one group, exact in 32 bits. What
+//! follows is [`gemm512`]'s.
+//!
+//! Loading, multiplying and storing tiles add up (8, 16 and 16 cycles on Sapphire Rapids, and nothing overlaps), and so do
+//! the vectors' share of a sum: many rows gain a factor of 1.6, two or three nothing.
+//!
+//! The compiler knows no tiles yet, so they are written as assembly. Their shapes and contents belong to a thread from
+//! `ldtilecfg` to `tilerelease`, and nothing between the two uses them but this file.
+
+use std::{
+    arch::{asm, x86_64::*},
+    ops::Range,
+    sync::OnceLock,
+};
+
+use super::{
+    Activations, Affine, Out, Scratch,
+    gemm512::{ROWS, Tiles, Vector, fill, finish, join},
+};
+use crate::platform::os;
+
+/// Rows of activations in a tile.
+const LINES: usize = 5;
+/// Bytes of a tile's row.
+const LINE: usize = 64;
+/// Unpacked codes that stay in a core's cache while all rows of activations pass by.
+const UNPACKED: usize = 128 << 10;
+
+/// Whether the processor has tiles of bytes, and the system keeps them when threads take turns.
+pub fn usable() -> bool {
+    static USABLE: OnceLock<bool> = OnceLock::new();
+    // Leaf 7: bit 24 says tiles, bit 25 says that their bytes can be multiplied.
+    let has = || __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx >> 24 & 3 == 3;
+    *USABLE.get_or_init(|| has() && os::allow_tiles())
+}
+
+/// The shapes of the tiles as `ldtilecfg` reads them.
+#[repr(C, align(64))]
+struct Shapes {
+    palette: u8,
+    start: u8,
+    reserved: [u8; 14],
+    bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl Shapes {
+    /// Tile 0 is the digits of `lines` rows, 1 the codes, 2 the sums; of 64 columns, or a group if it has fewer.
+    fn new(lines: usize, group: usize) -> Self {
+        let step = group.min(LINE);
+        let mut shapes = Self { palette: 1, start: 0, reserved: [0; 14], bytes: [0; 16], rows: [0; 16] };
+        for (tile, rows, bytes) in [(0, 3 * lines, step), (1, step / 4, LINE), (2, 3 * lines, LINE)] {
+            (shapes.rows[tile], shapes.bytes[tile]) = (rows as u8, bytes as u16);
+        }
+        shapes
+    }
+}
+
+/// See [`super::product`]; for as many whole tiles as `rows` has. Returns how many rows it computed.
+///
+/// # Safety
+/// As for [`super::product`].
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub unsafe fn rows(
+    weight: &Affine<'_>,
+    rows: Range<usize>,
+    lines: &[Activations<'_>],
+    outs: &[Out],
+    scratch: &mut Scratch,
+) -> usize {
+    let (cols, Scratch { tiles, digits, .. }) = (weight.cols, scratch);
+    let most = if lines.len() <= LINES { 1 } else { (UNPACKED / (ROWS * cols)).max(1) };
+    let mut row = rows.start;
+    while rows.end - row >= ROWS {
+        let count = ((rows.end - row) / ROWS).min(most);
+        for tile in 0..count {
+            // SAFETY: the rows exist.
+            unsafe { fill(weight, row + tile * ROWS, tiles, tile * (cols / 4), tile * weight.groups(), 1) };
+        }
+        let mut shaped = 0;
+        for (lines, outs) in lines.chunks(LINES).zip(outs.chunks(LINES)) {
+            if shaped != lines.len() {
+                shaped = lines.len();
+                let shapes = Shapes::new(shaped, weight.group);
+                // SAFETY: these shapes are valid; only this file uses tiles.
+                unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
+            }
+            let digits = planes(lines, digits);
+            for tile in 0..count {
+                // SAFETY: the shapes are those of so many lines, whose digits lie so far apart; the tile is filled; the
+                // rest is the caller's promise.
+                unsafe { some_lines(weight, row + tile * ROWS, lines, outs, digits, tiles, tile) };
+            }
+        }
+        row += count * ROWS;
+    }
+    // SAFETY: no tile is wanted any more.
+    unsafe { asm!("tilerelease", options(nomem, nostack)) };
+    row - rows.start
+}
+
+/// Where the digits of `lines` begin, and how many bytes they lie apart. If they do so unevenly, they are copied to `room`.
+fn planes(lines: &[Activations<'_>], room: &mut Vec<Vector>) -> (*const i8, usize) {
+    let all = || lines.iter().flat_map(|line| line.digits.planes);
+    let [first, second, _] = lines[0].digits.planes;
+    let stride = second.as_ptr().addr().wrapping_sub(first.as_ptr().addr());
+    if all().enumerate().all(|(index, plane)| plane.as_ptr() == first.as_ptr().wrapping_add(index * stride)) {
+        return (first.as_ptr(), stride);
+    }
+    let vectors = first.len().div_ceil(LINE);
+    room.resize((3 * lines.len() * vectors).max(room.len()), Vector::ZERO);
+    for (plane, room) in all().zip(room.chunks_exact_mut(vectors)) {
+        // SAFETY: a plane fits its vectors, which take any bytes.
+        unsafe { plane.as_ptr().copy_to_nonoverlapping(room.as_mut_ptr().cast(), plane.len()) };
+    }
+    (room.as_ptr().cast(), vectors * LINE)
+}
+
+/// One tile of weights against some lines.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn some_lines(
+    weight: &Affine<'_>,
+    row: usize,
+    lines: &[Activations<'_>],
+    outs: &[Out],
+    (digits, stride): (*const i8, usize),
+    tiles: &Tiles,
+    tile: usize,
+) {
+    let (groups, words) = (weight.groups(), weight.group / 4);
+    let mut lanes = [[_mm512_setzero_ps(); 8]; LINES];
+    let mut sums = [[Vector::ZERO; 3]; LINES];
+    // SAFETY: tiles and digits have `groups` groups of `words` words; outs are writable at these rows (caller).
+    unsafe {
+        let codes = tiles.codes.as_ptr().add(tile * groups * words);
+        let constants = tile * groups;
+        for group in 0..groups {
+            let digits = digits.add(group * weight.group);
+            product(digits, stride, codes.add(group * words), weight.group, sums.as_mut_ptr().cast());
+            let scale = _mm512_load_ps(tiles.scales.as_ptr().add(constants + group).cast());
+            let bias = _mm512_load_ps(tiles.biases.as_ptr().add(constants + group).cast());
+            for ((line, lanes), sums) in lines.iter().zip(&mut lanes).zip(&sums) {
+                let sums = [0, 1, 2].map(|digit| _mm512_load_si512((&raw const sums[digit]).cast()));
+                join(sums, [scale, bias], &line.digits, group, &mut lanes[group % 8]);
+            }
+        }
+        for (lanes, out) in lanes.iter_mut().zip(outs) {
+            finish(lanes, groups, weight.gain, out.0.add(row));
+        }
+    }
+}
+
+/// The sums of one group: digits `stride` bytes apart, by codes, to the rows of `to`.
+///
+/// # Safety
+/// Tiles have their shapes; a group of digits and codes is readable, and `to` has as many rows as the digits.
+#[inline(always)]
+unsafe fn product(digits: *const i8, stride: usize, codes: *const Vector, group: usize, to: *mut Vector) {
+    // SAFETY: passed on.
+    unsafe {
+        asm!(
+            "tilezero tmm2",
+            "2:",
+            "tileloadd tmm0, [{digits} + {stride}]",
+            "tileloadd tmm1, [{codes} + {line}]",
+            "tdpbsud tmm2, tmm0, tmm1",
+            "add {digits}, 64",
+            "add {codes}, 1024",
+            "dec {steps}",
+            "jnz 2b",
+            "tilestored [{to} + {line}], tmm2",
+            digits = inout(reg) digits => _,
+            stride = in(reg) stride,
+            codes = inout(reg) codes => _,
+            line = in(reg) LINE,
+            steps = inout(reg) group.div_ceil(LINE) => _,
+            to = in(reg) to,
+            out("tmm0") _,
+            out("tmm1") _,
+            out("tmm2") _,
+            options(nostack),
+        );
+    }
+}
