@@ -1,7 +1,7 @@
 use crate::{
     device::DeviceError,
     ops::{
-        Codes, Float, Norm, Project,
+        Codes, Float, Norm, Project, Run,
         check::{Bench, CLOSE, HALF},
         weight::Weight,
     },
@@ -28,6 +28,9 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
             for norm in [false, true] {
                 product(b, &matrices, tokens, norm, CLOSE)?;
             }
+        }
+        if !b.gpu.limits().half {
+            continue;
         }
         let room = b.halves(70, 256)?;
         b.gpu.set_half(Some(room));
