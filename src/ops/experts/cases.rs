@@ -82,7 +82,7 @@ fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), Device
     for (which, by_place, half) in &ways[..if b.gpu.limits().half { 3 } else { 2 }] {
         let (which, by_place, half) = (*which, *by_place, *half);
         let allowed = if half.is_some() { HALF } else { CLOSE };
-        b.gpu.set_half(half);
+        b.gpu.prompt(half);
         let room = Room {
             scores,
             weights,
@@ -109,7 +109,7 @@ fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), Device
         }
         b.check_within(allowed, Combine { layer, slots, tokens: TOKENS, room, by_place, h }, &[h], &[])?;
     }
-    b.gpu.set_half(None);
+    b.gpu.prompt(None);
     let act = b.room(TOKENS * inner)?;
     let ran = b.launch(swiglu(TOKENS, inner, scores, layer.width(), SLOTS, act));
     b.expect(CLOSE, &ran, act, &acts[SLOTS])

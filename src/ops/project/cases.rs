@@ -33,11 +33,11 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
             continue;
         }
         let room = b.halves(70, 256)?;
-        b.gpu.set_half(Some(room));
+        b.gpu.prompt(Some(room));
         for norm in [false, true] {
             product(b, &matrices, 70, norm, HALF)?;
         }
-        b.gpu.set_half(None);
+        b.gpu.prompt(None);
     }
     Ok(())
 }
