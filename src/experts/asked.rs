@@ -375,4 +375,6 @@ impl Experts {
 mod claim;
 mod present;
 #[cfg(test)]
+mod slow_tests;
+#[cfg(test)]
 mod tests;

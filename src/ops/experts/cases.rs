@@ -77,9 +77,10 @@ fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), Device
     }
     let landed = Which::Landed { groups: &groups, places: &order, shared: true, by_place: None };
     let halves = b.halves(places, HIDDEN)?;
-    for (which, by_place, half) in
-        [(Which::Table { ids, slots: ids }, Some(ids), None), (landed, None, None), (landed, None, Some(halves))]
-    {
+    let ways =
+        [(Which::Table { ids, slots: ids }, Some(ids), None), (landed, None, None), (landed, None, Some(halves))];
+    for (which, by_place, half) in &ways[..if b.gpu.limits().half { 3 } else { 2 }] {
+        let (which, by_place, half) = (*which, *by_place, *half);
         let allowed = if half.is_some() { HALF } else { CLOSE };
         b.gpu.prompt(half);
         let room = Room {

@@ -29,6 +29,9 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
                 product(b, &matrices, tokens, norm, CLOSE)?;
             }
         }
+        if !b.gpu.limits().half {
+            continue;
+        }
         let room = b.halves(70, 256)?;
         b.gpu.prompt(Some(room));
         for norm in [false, true] {
