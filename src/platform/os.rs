@@ -76,12 +76,8 @@ pub fn raise_descriptor_limit() -> Option<usize> {
 /// Asks to use the processor's tiles (AMX), which Linux keeps only for processes that have asked. Whether it may.
 pub fn allow_tiles() -> bool {
     #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-    {
-        // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA.
-        let (request, tiles): (libc::c_long, libc::c_long) = (0x1023, 18);
-        // SAFETY: the call has no pointers, and changes nothing but what this process may use.
-        unsafe { libc::syscall(libc::SYS_arch_prctl, request, tiles) == 0 }
-    }
+    // SAFETY: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA: no pointers, and nothing changes but what this process may use.
+    return unsafe { libc::syscall(libc::SYS_arch_prctl, 0x1023 as libc::c_long, 18 as libc::c_long) == 0 };
     #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
     false
 }
