@@ -258,7 +258,7 @@ fn a_server_answers_alike_with_a_draft_of_any_kind() {
     let streaming = ["--stream-experts", "on", "--expert-io", "buffered"];
     let (head, small) = (head.to_str().unwrap(), small.to_str().unwrap());
     let resident = [("mtp", head), ("model", small), ("lookup", "lookup")].map(|(kind, draft)| (kind, draft, &[][..]));
-    let streamed = [("mtp", head), ("model", small), ("lookup", "lookup"), ("self", "self")];
+    let streamed = [("mtp", head), ("model", small), ("dflash", DRAFT), ("lookup", "lookup"), ("self", "self")];
     for (kind, draft, more) in resident.into_iter().chain(streamed.map(|(kind, draft)| (kind, draft, &streaming[..]))) {
         let args = [&["--draft-model", draft, "--speculation", "force", "--num-draft-tokens", "3"], more].concat();
         let server = Process::start(&args);
