@@ -75,6 +75,8 @@ fn what_was_kept_is_found_after_a_restart() {
     assert_eq!(found(&second, &ids), Some((ids.len(), Place::Disk)));
     assert_eq!(found(&second, &ids), Some((ids.len(), Place::Memory)));
     assert_eq!(found(&second, &ids[..ids.len() - 1]), Some((PAGE + 10, Place::Disk)));
+    // A prompt needs a token that is still to be computed.
+    assert_eq!(cache(Some(&storage)).deepest(&ids, 0).unwrap().0.len, PAGE + 10);
     assert_eq!(second.metrics.prompt_cache_disk_reads.get(), 2);
     // Nothing is written again.
     second.close();
@@ -260,6 +262,11 @@ fn a_directory_that_cannot_be_used_is_not_used() {
 }
 
 #[test]
+fn older_speeds_count_less() {
+    assert_eq!(mean(mean((0.0, 0.0), 100.0, Duration::from_secs(10)), 20.0, Duration::from_secs(4)), (100.0, 12.0));
+}
+
+#[test]
 fn what_is_slower_to_read_is_computed() {
     let dir = tempfile::tempdir().unwrap();
     let storage = storage(dir.path());
@@ -267,7 +274,8 @@ fn what_is_slower_to_read_is_computed() {
     put(&first, &tokens(1, 50));
     first.close();
     let second = cache(Some(&storage));
-    // To read 200 bytes takes eight seconds; to compute 50 tokens six, or ten.
+    assert!(second.deepest(&[tokens(1, 50), vec![0]].concat(), 50).is_none(), "as many tokens are there already");
+    // To read 200 bytes takes eight seconds; to compute 50 tokens six, or as long.
     let speeds = |seconds| {
         let mut inner = second.lock();
         let disk = inner.disk.as_mut().unwrap();
@@ -275,7 +283,7 @@ fn what_is_slower_to_read_is_computed() {
     };
     speeds(120.0);
     assert_eq!(found(&second, &tokens(1, 50)), None);
-    speeds(200.0);
+    speeds(160.0);
     assert_eq!(found(&second, &tokens(1, 50)), Some((50, Place::Disk)));
     second.close();
 }
