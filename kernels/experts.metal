@@ -205,6 +205,7 @@ FN void down_rows(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const
   }
 }
 
+#ifndef NO_TILES
 // The same on matrix units, of at most JOB_TILES * 16 places a job. x and act are rows of halves (half_rows), x by token and act by
 // place, with the power of two of each. Up: 32 rows of gate and the same of up at a time; grid (ceil(inner / 32), jobs). Down:
 // grid (ceil(hidden / 64), jobs). 128 threads.
@@ -246,6 +247,8 @@ FN void down_half(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
   }
 }
 
+#endif
+
 #define SLABS(n) IN(uchar, slab0, n), IN(uchar, slab1, n + 1), IN(uchar, slab2, n + 2), IN(uchar, slab3, n + 3)
 
 #define EXPERTS(suffix, ANY)                                                                                             \
@@ -266,7 +269,13 @@ FN void down_half(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
   KERNEL(experts_down_rows##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
          OUT(float, out, 4), SLABS(5)) {                                                                                 \
     down_rows<ANY>(a, act, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3 HERE);                              \
-  }                                                                                                                      \
+  }
+
+EXPERTS(, false)
+EXPERTS(_any, true)
+
+#ifndef NO_TILES
+#define EXPERTS_HALF(suffix, ANY)                                                                                        \
   KERNEL(experts_up_half##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),          \
          IN(uint, order, 4), OUT(float, act, 5), SLABS(6)) {                                                             \
     SHARED(uint4, room, Room<JOB_TILES>::SIZE);                                                                          \
@@ -278,8 +287,9 @@ FN void down_half(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
     down_half<ANY>(a, act, scale, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3, room HERE);                 \
   }
 
-EXPERTS(, false)
-EXPERTS(_any, true)
+EXPERTS_HALF(, false)
+EXPERTS_HALF(_any, true)
+#endif
 
 // Grid (ceil(hidden / 128), tokens), 128 threads. The shared expert's rows stand in `shared`, one a token.
 KERNEL(experts_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2), IN(float, weights, 3), OUT(float, h, 4)) {

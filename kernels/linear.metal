@@ -144,6 +144,7 @@ LINEAR(linear_any_4, 4, false, true)
 LINEAR(linear_any_norm_1, 1, true, true)
 LINEAR(linear_any_norm_4, 4, true, true)
 
+#ifndef NO_TILES
 // The same on matrix units, of rows of halves (half_rows) and the power of two of each. Grid (ceil(tokens / 64), sum over
 // matrices of ceil(rows / 64)); 128 threads.
 enum { GEMM_TILES = 4 };
@@ -181,3 +182,4 @@ FN void gemm(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block,
 
 GEMM(gemm_fast, false)
 GEMM(gemm_any, true)
+#endif

@@ -30,6 +30,7 @@ KERNEL(gated_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float
   for (uint i = lane; i < a.cols; i += 32) y[from + i] = x[from + i] * scale * w[i] * (gate[i] / (1.0f + exp(-gate[i])));
 }
 
+#ifndef NO_TILES
 // Rows of halves for matrix units: y[row] = x[row], or its RMS norm, divided by scale[row], the power of two at or below its
 // largest value; zeros behind its columns up to `pitch`. With `listed`, rows list[0], list[1], ... only. A norm is kept as
 // floats, too, if asked for. Grid (rows), 128 threads.
@@ -66,3 +67,4 @@ KERNEL(half_rows, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uint, 
     y[ulong(row) * (a.pitch / 2) + j] = HALF2(v[0] * inverse, v[1] * inverse);
   }
 }
+#endif

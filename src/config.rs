@@ -42,6 +42,11 @@ fn expand(typed: &str) -> PathBuf {
     env::home_dir().map_or_else(|| typed.into(), |home| home.join(rest))
 }
 
+/// The known name that is most like `name`, and how like it is, at most 1.
+pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<(f64, &'a str)> {
+    known.map(|known| (strsim::jaro_winkler(known, name), known)).max_by(|a, b| a.0.total_cmp(&b.0))
+}
+
 /// True if `typed` reads as `org/name`.
 pub fn is_hub_id(typed: &str) -> bool {
     let word = |word: &str| {

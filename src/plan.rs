@@ -106,13 +106,15 @@ pub struct Limits {
     pub process: u64,
 }
 
+/// What is `resident` before the weights are, 1/8 and 16 MiB more for what serving adds.
+fn own(resident: u64) -> u64 {
+    resident + resident / 8 + (16 << 20)
+}
+
 impl Limits {
-    /// This machine's limits. Call it when the tokenizer is loaded and the weights are not: the memory in use by then,
-    /// and 1/8 and 16 MiB more for what serving adds, is the process's own.
+    /// This machine's limits. Call it when the tokenizer is loaded and the weights are not: what is in use is the process's.
     pub fn here(gpu: Option<u64>) -> Self {
-        let process = os::resident_memory().unwrap_or(0);
-        let process = process + process / 8 + (16 << 20);
-        Self { ram: os::total_memory(), gpu, cgroup: os::cgroup_limit(), process }
+        Self { ram: os::total_memory(), gpu, cgroup: os::cgroup_limit(), process: os::resident_memory().map_or(0, own) }
     }
 
     /// The limit to plan with: what the user asked for, else 75 % of RAM; never above RAM, 10/11 of the control group's limit
@@ -381,9 +383,8 @@ impl fmt::Display for Refused<'_> {
             Switch::Off => write!(f, "{}, all of them)", shape.experts)?,
             _ => write!(f, "{} experts a token)", shape.experts_per_token)?,
         }
-        write!(f, " {}", Size(self.slots.saturating_mul(shape.slot)))?;
-        write!(f, " + the program itself {}", Size(self.limits.process))?;
-        write!(f, " = {}", Size(self.least))?;
+        let (experts, process) = (Size(self.slots.saturating_mul(shape.slot)), Size(self.limits.process));
+        write!(f, " {experts} + the program itself {process} = {}", Size(self.least))?;
         match self.limit_from {
             LimitFrom::Cgroup => write!(f, "; raise the group's limit"),
             _ => write!(f, "; --memory-limit {}M or more would do", self.least.div_ceil(1 << 20)),

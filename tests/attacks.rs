@@ -17,6 +17,7 @@ use std::{
     fmt::Write as _,
     io::{Read, Write},
     net::{Shutdown, TcpStream},
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
@@ -197,4 +198,22 @@ fn the_limit_holds_for_what_clients_send() {
         }
     }
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+}
+
+#[test]
+fn a_hundred_idle_sockets_do_not_use_up_sixty_four_descriptors() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 64; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_moestro")]);
+    let server = Server(Process::spawn(command, &[]));
+    let idle: Vec<TcpStream> = (0..100).map(|_| server.connect()).collect();
+    for path in ["/health", "/metrics"] {
+        let mut stream = server.connect();
+        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap_or_else(|error| panic!("{path}: {error}"));
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+    }
+    assert!(server.count().len() > 400, "and so is everybody else");
+    drop(idle);
 }

@@ -9,7 +9,7 @@ use common::{
     load_with,
 };
 use moestro::{
-    engine::{self, Dflash, Draft, Event, Finish, Request, Sampling, Speculate, Timings},
+    engine::{self, Dflash, Draft, Finish, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
     model::{Config, DFlash, Options, Qwen, dflash},
 };
@@ -50,16 +50,9 @@ impl Engine {
     }
 
     fn answer(&self, ids: &[u32], max_tokens: usize, sampling: &Sampling) -> (Vec<u32>, Finish, Timings) {
-        let mut events = self.handle.submit(Request::new(ids.to_vec(), max_tokens, sampling.clone())).unwrap();
-        let mut told = Vec::new();
-        loop {
-            match events.blocking_recv().unwrap() {
-                Event::Token { id, .. } => told.push(id),
-                Event::Done { finish, timings } => return (told, finish, timings),
-                Event::Failed(error) => panic!("{error}"),
-                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
-            }
-        }
+        let (told, end) = common::ask(&self.handle, Request::new(ids.to_vec(), max_tokens, sampling.clone()));
+        let (finish, timings) = end.unwrap();
+        (told, finish, timings)
     }
 
     fn cycles(&self) -> u64 {

@@ -8,7 +8,7 @@ use common::{
     load_with,
 };
 use moestro::{
-    engine::{self, Companion, Dflash, Draft, Event, Finish, Lookup, Mtp, Own, Request, Sampling, Speculate, Timings},
+    engine::{self, Companion, Dflash, Draft, Finish, Lookup, Mtp, Own, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
     model::{Config, DFlash, Drafter, Options, Qwen, dflash},
 };
@@ -57,16 +57,9 @@ impl Engine {
     }
 
     fn answer(&self, ids: &[u32], tokens: usize, sampling: &Sampling) -> (Vec<u32>, Finish, Timings) {
-        let mut events = self.handle.submit(Request::new(ids.to_vec(), tokens, sampling.clone())).unwrap();
-        let mut told = Vec::new();
-        loop {
-            match events.blocking_recv().unwrap() {
-                Event::Token { id, .. } => told.push(id),
-                Event::Done { finish, timings } => return (told, finish, timings),
-                Event::Failed(error) => panic!("{error}"),
-                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
-            }
-        }
+        let (told, end) = common::ask(&self.handle, Request::new(ids.to_vec(), tokens, sampling.clone()));
+        let (finish, timings) = end.unwrap();
+        (told, finish, timings)
     }
 }
 

@@ -9,7 +9,7 @@ use common::{
 };
 use moestro::{
     config::Switch,
-    engine::{self, Companion, Draft, Event, Finish, Mtp, Request, Sampling, Speculate, Timings},
+    engine::{self, Companion, Draft, Finish, Mtp, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
     model::{Drafter, Model, Options, Qwen, Rows},
 };
@@ -71,19 +71,10 @@ fn answers(
     let (handle, worker) = engine::spawn_with(model, draft, options, metrics.clone()).unwrap();
     let mut cycles = 0;
     let answer = |ids: &Vec<u32>| {
-        let mut events = handle.submit(Request::new(ids.clone(), tokens, sampling.clone())).unwrap();
-        let mut told = Vec::new();
-        loop {
-            match events.blocking_recv().unwrap() {
-                Event::Token { id, .. } => told.push(id),
-                Event::Done { finish, timings } => {
-                    let before = std::mem::replace(&mut cycles, metrics.draft_cycles.with_label_values(&[kind]).get());
-                    return Answer { ids: told, finish, timings, cycles: cycles - before };
-                }
-                Event::Failed(error) => panic!("{error}"),
-                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
-            }
-        }
+        let (told, end) = common::ask(&handle, Request::new(ids.clone(), tokens, sampling.clone()));
+        let (finish, timings) = end.unwrap();
+        let before = std::mem::replace(&mut cycles, metrics.draft_cycles.with_label_values(&[kind]).get());
+        Answer { ids: told, finish, timings, cycles: cycles - before }
     };
     let answers = prompts.iter().map(answer).collect();
     drop(handle);

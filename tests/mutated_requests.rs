@@ -132,8 +132,33 @@ fn requests() -> Vec<(&'static str, Value)> {
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}]},
         ],
     });
+    let responses = json!({
+        "model": "m", "instructions": "Be brief.", "max_output_tokens": 3, "temperature": 0.5, "stream": true,
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}], "tool_choice": "auto",
+        "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}, "store": true,
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{\"a\": 1}"},
+            {"type": "function_call_output", "call_id": "1", "output": "2"},
+        ],
+    });
+    let schema = json!({
+        "type": "object", "required": ["a"], "additionalProperties": false,
+        "properties": {
+            "a": {"type": "integer", "minimum": 0, "maximum": 9},
+            "b": {"anyOf": [{"type": "string", "pattern": "^[a-z]{1,3}$"}, {"$ref": "#/$defs/c"}]},
+        },
+        "$defs": {"c": {"type": "array", "items": {"enum": ["x", null, 1.5]}, "minItems": 1, "maxItems": 2}},
+    });
+    let form = json!({
+        "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "enable_thinking": false,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": true, "schema": schema}},
+    });
     vec![
         ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", form),
+        ("/v1/responses", responses),
         ("/v1/completions", json!({"prompt": ["Hello", "Bye"], "max_tokens": 2, "echo": true, "logprobs": 2, "n": 1})),
         ("/v1/completions", json!({"prompt": [[5, 6, 7], [8]], "max_tokens": 1, "stream": true})),
         ("/v1/messages", anthropic.clone()),

@@ -5,7 +5,7 @@ mod common;
 
 use common::{fixtures::DEMO, load_with};
 use moestro::{
-    engine::{self, Draft, Event, Finish, Handle, Lookup, Own, Request, Sampling, Speculate, Timings, Worker},
+    engine::{self, Draft, Finish, Handle, Lookup, Own, Request, Sampling, Speculate, Timings, Worker},
     error::ModelError,
     experts::{Io, Prefetch},
     metrics::Metrics,
@@ -99,16 +99,7 @@ fn start(model: Qwen, draft: Box<dyn Draft<Qwen>>, speculate: Speculate) -> (Han
 
 /// The tokens of an answer, and how it ended.
 fn ask(handle: &Handle, ids: &[u32], sampling: &Sampling) -> (Vec<u32>, Result<(Finish, Timings), String>) {
-    let mut events = handle.submit(Request::new(ids.to_vec(), 60, sampling.clone())).unwrap();
-    let mut told = Vec::new();
-    loop {
-        match events.blocking_recv().unwrap() {
-            Event::Token { id, .. } => told.push(id),
-            Event::Done { finish, timings } => return (told, Ok((finish, timings))),
-            Event::Failed(error) => return (told, Err(error.to_string())),
-            Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
-        }
-    }
+    common::ask(handle, Request::new(ids.to_vec(), 60, sampling.clone()))
 }
 
 /// The answer's tokens, how it ended, and how many drafted tokens were accepted and refused.

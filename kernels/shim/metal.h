@@ -28,6 +28,7 @@ using namespace metal;
 #define SIMD_MAX(x) simd_max(x)
 #define SIMD_MIN(x) simd_min(x)
 
+#ifndef NO_TILES
 // Tiles: four matrices of 8 by 8 each; a transposed one is what a product takes on its right.
 struct HalfTile { simdgroup_half8x8 m[4]; };
 struct SumTile { simdgroup_float8x8 m[4]; };
@@ -60,3 +61,4 @@ FN void tile_fma(thread SumTile& sum, thread const HalfTile& a, thread const Hal
 FN void tile_store(thread const SumTile& sum, threadgroup float* p, uint pitch) {
   for (uint i = 0; i < 4; i++) simdgroup_store(sum.m[i], p + i / 2 * 8 * pitch + i % 2 * 8, pitch);
 }
+#endif

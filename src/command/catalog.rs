@@ -124,8 +124,8 @@ pub fn hint(error: &CommandError, settings: &Settings) -> String {
     if name.contains('/') {
         return String::new();
     }
-    let near = all(settings, None).into_iter().map(|entry| (strsim::jaro_winkler(&entry.id, &name), entry.id));
-    match near.max_by(|a, b| a.0.total_cmp(&b.0)) {
+    let all = all(settings, None);
+    match config::nearest(&name, all.iter().map(|entry| entry.id.as_str())) {
         Some((near, id)) if near > 0.8 => format!(" (did you mean {id}?)"),
         _ => "; `moestro list` names the models on this machine, org/name is one of the Hugging Face hub".into(),
     }

@@ -4,7 +4,11 @@ use super::{
     catalog::{self, Entry, Origin},
     show,
 };
-use crate::{cli, config::file::Settings, error::CommandError};
+use crate::{
+    cli,
+    config::{self, file::Settings},
+    error::CommandError,
+};
 use serde::Serialize;
 use std::{
     fmt, fs,
@@ -49,11 +53,8 @@ pub fn remove(typed: &cli::Rm, settings: &Settings) -> Result<(), CommandError> 
     let usage = |why: String| Err(CommandError::Usage(why));
     let all = catalog::all(settings, typed.home.models_dir.as_deref());
     let Some(entry) = all.iter().find(|entry| entry.id == typed.name) else {
-        let near = all.iter().max_by(|a, b| {
-            let near = |entry: &Entry| strsim::jaro_winkler(&entry.id, &typed.name);
-            near(a).total_cmp(&near(b))
-        });
-        let hint = near.map_or(String::new(), |near| format!(" (did you mean {}?)", near.id));
+        let near = config::nearest(&typed.name, all.iter().map(|entry| entry.id.as_str()));
+        let hint = near.map_or(String::new(), |(_, near)| format!(" (did you mean {near}?)"));
         return usage(format!("no model {} is on this machine{hint}", typed.name));
     };
     let dir = match (entry.origin, &entry.dir) {

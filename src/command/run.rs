@@ -5,7 +5,10 @@ use super::{
     line::{Input, Typed},
     local_model::{Answer, AnswerOptions, LocalModel, figures, message},
 };
-use crate::{config::Generate, error::CommandError};
+use crate::{
+    config::{self, Generate},
+    error::CommandError,
+};
 use serde_json::Value;
 use std::io::{self, IsTerminal};
 
@@ -174,8 +177,7 @@ impl std::fmt::Display for Settings {
 fn nearest(name: &str) -> &'static str {
     let names =
         WORDS.iter().filter_map(|word| word.strip_prefix("/set ")).map(str::trim).filter(|known| !known.is_empty());
-    let near = |known: &str| strsim::jaro_winkler(known, name);
-    names.max_by(|a, b| near(a).total_cmp(&near(b))).unwrap_or_default()
+    config::nearest(name, names).map_or("", |(_, near)| near)
 }
 
 fn number(name: &str, value: &str, least: f32, most: f32) -> Result<f32, String> {

@@ -218,11 +218,8 @@ fn default_path() -> Option<PathBuf> {
 fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, String), String> {
     let known = names();
     if !(known.contains(&name) || of_model && name == PATH) {
-        let near = known.iter().max_by(|a, b| {
-            let near = |known: &str| strsim::jaro_winkler(known, &name);
-            near(a).total_cmp(&near(b))
-        });
-        let hint = near.map_or(String::new(), |near| format!(" (did you mean {near}?)"));
+        let near = super::nearest(&name, known.iter().map(AsRef::as_ref));
+        let hint = near.map_or(String::new(), |(_, near)| format!(" (did you mean {near}?)"));
         return Err(format!("{name:?} is not a setting{hint}"));
     }
     let value = match value {

@@ -165,6 +165,10 @@ impl Driver for Metal {
         autoreleasepool(|_| self.library.all())
     }
 
+    fn has_matrix_units(&self) -> bool {
+        autoreleasepool(|_| self.library.has_tiles())
+    }
+
     fn most_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
         autoreleasepool(|_| Ok(self.library.pipeline(kernel)?.maxTotalThreadsPerThreadgroup() as u32))
     }

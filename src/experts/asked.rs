@@ -365,8 +365,8 @@ impl Experts {
         let base = slot.index() * self.slot_bytes;
         std::array::from_fn(|piece| {
             let span = live.spans.get(slot.index()).map_or(0..0, |spans| spans[piece].clone());
-            // SAFETY: the slot is ready, or being checked, so all reads into it are over, and it is pinned until the batch that the result
-            // borrows is let go of: nobody writes to it before.
+            // SAFETY: the slot is ready, or being checked, so all reads into it are over, and it is pinned until the
+            // batch that the result borrows is let go of: nobody writes to it before.
             unsafe { self.slab.bytes(base + span.start..base + span.end) }
         })
     }
@@ -374,5 +374,7 @@ impl Experts {
 
 mod claim;
 mod present;
+#[cfg(test)]
+mod slow_tests;
 #[cfg(test)]
 mod tests;

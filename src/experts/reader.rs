@@ -347,4 +347,4 @@ impl Shared {
 
 mod read;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -225,6 +225,48 @@ mod tests {
     }
 
     #[test]
+    fn the_systems_memory_is_looked_at_from_time_to_time() {
+        /// Counts how often it is asked how far it has come.
+        struct Counting(u32);
+        impl Timeline for Counting {
+            fn passed(&mut self) -> Mark {
+                self.0 += 1;
+                Mark::START
+            }
+        }
+        let (store, _) = checkpoint().open(Options::new(8));
+        // Whatever the system says, nothing is given back.
+        store.slab().hold();
+        let (mut device, before) = (Counting(0), Instant::now());
+        store.fit(&mut device);
+        let next = store.live.borrow().relief.next;
+        assert!(before + LOOK <= next && next <= Instant::now() + LOOK);
+        for (wait, looks) in [(Duration::from_secs(60), 1), (Duration::ZERO, 2)] {
+            store.live.borrow_mut().relief.next = Instant::now() + wait;
+            store.fit(&mut device);
+            assert_eq!(device.0, looks, "{wait:?}");
+        }
+    }
+
+    #[test]
+    fn a_shortage_is_said_once() {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let file = log.reopen().unwrap();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || file.try_clone().unwrap()).finish();
+        let lines = || std::fs::read_to_string(log.path()).unwrap().matches("slots are given back").count();
+        let (store, _) = checkpoint().open(Options { least: 4, ..Options::new(8) });
+        let (now, bytes) = (Instant::now(), store.slot_bytes() as u64);
+        tracing::subscriber::with_default(subscriber, || {
+            // The third shortage comes after a calm time; in the last there is nothing left to give.
+            for (seconds, slots, said) in [(0, 7, 1), (9, 6, 1), (20, 5, 2), (21, 4, 2), (60, 4, 2)] {
+                let live = &mut *store.live.borrow_mut();
+                store.adapt(live, Memory::Short(bytes), now + Duration::from_secs(seconds));
+                assert_eq!((live.slots.len(), lines()), (slots, said), "after {seconds} s");
+            }
+        });
+    }
+
+    #[test]
     fn slots_that_somebody_holds_stay() {
         let checkpoint = checkpoint();
         let (store, _) = checkpoint.open(Options { least: 1, ..Options::new(8) });

@@ -185,6 +185,17 @@ fn a_decode_that_cannot_fit_says_so_and_the_next_one_works() {
 }
 
 #[test]
+fn at_least_one_slot_is_needed_where_there_are_experts() {
+    let checkpoint = checkpoint();
+    let open = |map: &ExpertMap| {
+        Experts::open(checkpoint.files(), map.clone(), Options::new(0), Metrics::new("0", "cpu"))
+            .map(|store| store.slots())
+    };
+    assert_eq!(open(&checkpoint.map).unwrap_err().to_string(), "no memory for even one expert");
+    assert_eq!(open(&ExpertMap::default()).unwrap(), 0, "a dense model has none");
+}
+
+#[test]
 fn a_layer_that_is_dropped_leaves_its_slots_to_others() {
     let checkpoint = checkpoint();
     let (store, _) = checkpoint.open(Options::new(3));

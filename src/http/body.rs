@@ -210,6 +210,17 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_request_holds_what_it_was_parsed_to_and_no_bytes() {
+        let door = Door::new(Metrics::new("0", "cpu"), None, None);
+        for words in [3, 30_000] {
+            let text = serde_json::json!({"prompt": "word ".repeat(words)}).to_string();
+            let held = budget::parsed(text.as_bytes());
+            let (_, share) = json::<CompletionRequest>(&door, Body::from(text)).await.unwrap();
+            assert_eq!(share.bytes(), held);
+        }
+    }
+
+    #[tokio::test]
     async fn a_body_must_come() {
         let mut share = Budget::new(&Metrics::new("0", "cpu")).share();
         let silence = Duration::from_millis(20);

@@ -255,6 +255,22 @@ mod tests {
         budget.share().hold(LARGE).unwrap();
     }
 
+    #[tokio::test]
+    async fn memory_is_trimmed_twice_and_then_left_alone() {
+        let budget = budget(64 << 20);
+        budget.share().hold(WORTH_TRIMMING).unwrap();
+        assert!(!budget.trimming.load(Relaxed), "that was not worth it");
+        budget.share().hold(WORTH_TRIMMING).unwrap();
+        assert!(budget.trimming.load(Relaxed));
+        let over = tokio::time::timeout(Duration::from_secs(20), async {
+            while budget.trimming.load(Relaxed) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        });
+        over.await.expect("an end");
+        assert_eq!(budget.freed.load(Relaxed), 0);
+    }
+
     #[test]
     fn marks_in_strings_do_not_count() {
         assert_eq!(parsed(br#"{"a": [0, 0], "b,:[{": "\"[,"}"#), 30 + 6 * MARK);

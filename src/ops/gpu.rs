@@ -60,11 +60,6 @@ impl<G: Gpu> OnGpu<G> {
         new
     }
 
-    /// [`Run::prompt`], whether or not the device wants its products in half precision.
-    pub(super) fn set_half(&mut self, room: Option<Halves>) {
-        self.half = room;
-    }
-
     pub(super) fn set_stepping(&mut self, stepping: bool) {
         self.stepping = stepping;
     }
@@ -256,7 +251,7 @@ impl<G: Gpu> Run for OnGpu<G> {
     }
 
     fn prompt(&mut self, room: Option<Halves>) {
-        self.half = room.filter(|_| self.gpu.has_matrix_units());
+        self.half = room;
     }
 
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {

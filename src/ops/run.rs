@@ -160,8 +160,8 @@ pub trait Run: Timeline + Send {
         false
     }
 
-    /// Operations that follow are those of a prompt of more than one row, if there is room: then a device with matrix units
-    /// computes their products in half precision. A row's result depends on no other row either way.
+    /// Operations that follow are those of a prompt of more than one row, if there is room: then a GPU computes their products
+    /// in half precision. For a device whose [`Limits::half`] asks for it. A row's result depends on no other row either way.
     fn prompt(&mut self, room: Option<Halves>) {
         let _ = room;
     }

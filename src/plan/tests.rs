@@ -53,6 +53,11 @@ fn the_limit_is_the_least_that_applies() {
 }
 
 #[test]
+fn the_process_has_an_eighth_and_sixteen_mebibytes_to_grow() {
+    assert_eq!([0, 80 * MIB].map(own), [16 * MIB, 106 * MIB]);
+}
+
+#[test]
 fn everything_fits_in_a_large_machine() {
     let plan = plan(40 * GIB);
     assert_eq!(plan.strategy, Strategy::Resident);

@@ -72,9 +72,7 @@ impl Manager {
     pub fn here() -> Self {
         if cfg!(target_os = "macos") { Manager::Launchd } else { Manager::Systemd }
     }
-}
 
-impl Manager {
     /// True if this system's units may have namespaces of their own, where there are units.
     pub fn confines(self) -> bool {
         self == Manager::Systemd && systemd::confines()

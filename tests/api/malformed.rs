@@ -199,6 +199,18 @@ async fn ten_megabytes_are_read_and_twenty_are_not() {
     assert_eq!(server.get("/health").await.status, 200);
 }
 
+/// Long texts are tokenized piece by piece. A word is one piece, so a long one takes memory by its length.
+#[tokio::test]
+async fn a_long_word_is_refused_where_as_many_words_are_not() {
+    let server = Setup { door: |door| door.budget.plan(32 << 20), ..Setup::default() }.start().await;
+    let text = |word: &str, bytes: usize| json!({"prompt": word.repeat(bytes / word.len())}).to_string();
+    for text in [text("word ", 200_000), text("a", 30_000)] {
+        let answer = server.send("POST", "/tokenize", &[], Some(text.as_bytes())).await;
+        assert_eq!(answer.status, 200, "{}", text.len());
+    }
+    assert_eq!(refused(&server, "/tokenize", text("a", 100_000).as_bytes()).await, (413, Value::Null));
+}
+
 #[tokio::test]
 async fn a_prompt_over_the_context_is_refused_with_the_numbers() {
     let server = Setup { context: 64, ..Setup::default() }.start().await;

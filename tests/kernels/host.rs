@@ -28,8 +28,9 @@ fn all() -> [PathBuf; 7] {
 }
 
 /// A program of `files` (of kernels, each in a namespace).
-fn program(files: &[PathBuf]) -> String {
-    let mut source = String::from("#include \"shim/host.h\"\n#include \"codes.metal\"\n#include \"tiles.metal\"\n");
+fn program(files: &[PathBuf], tiles: bool) -> String {
+    let mut source = String::from("#include \"shim/host.h\"\n#include \"codes.metal\"\n");
+    source += if tiles { "#include \"tiles.metal\"\n" } else { "#define NO_TILES\n" };
     for (i, file) in files.iter().enumerate() {
         source += &format!("namespace file{i} {{\n#include \"{}\"\n}}\n", file.display());
     }
@@ -38,12 +39,12 @@ fn program(files: &[PathBuf]) -> String {
 
 /// The program of all kernels, as the tests build it.
 pub fn source() -> String {
-    program(&all())
+    program(&all(), true)
 }
 
 /// Compiles `files` into a program; keeps it for the next run of unchanged sources.
 fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
-    let source = program(files);
+    let source = program(files, name != "plain");
     let mut hash = sha2::Sha256::new();
     hash.update(format!("{} {sanitise} {source}", compiler()));
     for file in ["shim/host.h", "shim/fiber.h", "codes.metal", "tiles.metal", "host/main.cpp"]
@@ -97,6 +98,12 @@ impl Host {
     pub fn fast() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         Self::run_program(PROGRAM.get_or_init(|| build(&all(), "fast", false)))
+    }
+
+    /// Without the text of tiles, and the kernels that need it.
+    pub fn plain() -> Self {
+        static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+        Self::run_program(PROGRAM.get_or_init(|| build(&all(), "plain", false)))
     }
 
     /// The planted faults.

@@ -2,12 +2,13 @@
 
 use crate::{
     double::{Double, Fault, Plan, Shared},
+    forward::common,
     host::Host,
     queue::{answer, load, place},
 };
 use moestro::{
     device::Queue,
-    engine::{self, Event, Options, Request, Sampling},
+    engine::{self, Options, Request, Sampling},
     metrics::Metrics,
     model::{Model, Qwen},
 };
@@ -63,18 +64,8 @@ fn the_engine_fails_one_request_and_says_so() {
         let (handle, worker) = engine::spawn(model, Options::default(), metrics.clone()).unwrap();
         let mut ends = Vec::new();
         for _ in 0..2 {
-            let mut events = handle.submit(Request::new(ids.clone(), 4, sampling.clone())).unwrap();
-            let mut told = Vec::new();
-            let end = loop {
-                match events.blocking_recv() {
-                    Some(Event::Token { id, .. }) => told.push(id),
-                    Some(Event::Done { .. }) => break Ok(told),
-                    Some(Event::Failed(error)) => break Err(error.to_string()),
-                    Some(_) => {}
-                    None => panic!("the engine is gone"),
-                }
-            };
-            ends.push(end);
+            let (told, end) = common::ask(&handle, Request::new(ids.clone(), 4, sampling.clone()));
+            ends.push(end.map(|_| told));
         }
         drop(handle);
         worker.join().unwrap();

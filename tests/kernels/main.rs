@@ -21,3 +21,4 @@ mod mutate;
 mod queue;
 mod record;
 mod streaming;
+mod tiles;

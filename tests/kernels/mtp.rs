@@ -7,7 +7,7 @@ use crate::{
     host::Host,
 };
 use moestro::{
-    engine::{self, Draft, Event, Lookup, Mtp, Own, Request, Sampling, Speculate, Timings},
+    engine::{self, Draft, Lookup, Mtp, Own, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
     model::{Drafter, Model, Options, Qwen, Rows, Taps},
 };
@@ -76,17 +76,8 @@ fn answers(
     let (handle, worker) = engine::spawn_with(model, draft, options, Metrics::new("test", "gpu")).unwrap();
     let answer = |ids: &Vec<u32>| {
         let sampling = Sampling { temperature: 0.7, seed: Some(5), ..Sampling::default() };
-        let request = Request::new(ids.clone(), 20, sampling);
-        let mut events = handle.submit(request).unwrap();
-        let mut told = Vec::new();
-        loop {
-            match events.blocking_recv().unwrap() {
-                Event::Token { id, .. } => told.push(id),
-                Event::Done { timings, .. } => return (told, timings),
-                Event::Failed(error) => panic!("{error}"),
-                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
-            }
-        }
+        let (told, end) = common::ask(&handle, Request::new(ids.clone(), 20, sampling));
+        (told, end.unwrap().1)
     };
     let answers = prompts.iter().map(answer).collect();
     drop(handle);

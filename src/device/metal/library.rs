@@ -11,7 +11,7 @@ use candle_metal_kernels::metal::Device;
 use objc2::{rc::Retained, runtime::ProtocolObject};
 use objc2_foundation::{NSError, NSString};
 use objc2_metal::{MTLCompileOptions, MTLComputePipelineState, MTLDevice, MTLLibrary};
-use std::collections::BTreeMap;
+use std::{cell::OnceCell, collections::BTreeMap};
 
 type Pipeline = Retained<ProtocolObject<dyn MTLComputePipelineState>>;
 
@@ -23,49 +23,56 @@ kernel void fault(constant uint& zero [[buffer(0)]]) {
 
 pub struct Library {
     device: Device,
-    /// The library that each function is in; `None` before the sources are compiled.
-    functions: Option<BTreeMap<String, Retained<ProtocolObject<dyn MTLLibrary>>>>,
+    /// Empty before the sources are compiled.
+    compiled: OnceCell<Functions>,
+    pipelines: BTreeMap<String, Pipeline>,
+}
+
+struct Functions {
+    /// The library that each function is in.
+    libraries: BTreeMap<String, Retained<ProtocolObject<dyn MTLLibrary>>>,
     /// Files that did not compile, each with the compiler's log.
     refused: Vec<(String, String)>,
-    pipelines: BTreeMap<String, Pipeline>,
+    tiles: bool,
 }
 
 impl Library {
     pub fn new(device: &Device) -> Self {
-        Self { device: device.clone(), functions: None, refused: Vec::new(), pipelines: BTreeMap::new() }
+        Self { device: device.clone(), compiled: OnceCell::new(), pipelines: BTreeMap::new() }
     }
 
     /// Compiles all files, once.
-    fn functions(&mut self) -> &BTreeMap<String, Retained<ProtocolObject<dyn MTLLibrary>>> {
-        let Self { device, functions, refused, .. } = self;
-        functions.get_or_insert_with(|| {
+    fn compiled(&self) -> &Functions {
+        self.compiled.get_or_init(|| {
             let options = MTLCompileOptions::new();
             // A row's bytes must not depend on which of two kernels computed it; and results are compared with the CPU's.
             // The newer `mathMode` does not exist before macOS 15.
             #[allow(deprecated)]
             options.setFastMathEnabled(false);
-            let mut functions = BTreeMap::new();
-            for (name, text) in kernels::FILES {
-                let source = NSString::from_str(&kernels::metal(text));
-                match device.as_ref().newLibraryWithSource_options_error(&source, Some(&options)) {
-                    Ok(library) => {
-                        for function in library.functionNames() {
-                            functions.insert(function.to_string(), library.clone());
-                        }
-                    }
-                    Err(error) => {
-                        refused.push((format!("kernels/{name}.metal"), error.localizedDescription().to_string()));
-                    }
+            let compiled = kernels::compile(|_, text, tiles| {
+                let source = NSString::from_str(&kernels::metal(text, tiles));
+                let library = self.device.as_ref().newLibraryWithSource_options_error(&source, Some(&options));
+                library.map_err(|error| error.localizedDescription().to_string())
+            });
+            let mut libraries = BTreeMap::new();
+            for library in compiled.libraries {
+                for function in library.functionNames() {
+                    libraries.insert(function.to_string(), library.clone());
                 }
             }
-            functions
+            Functions { libraries, refused: compiled.refused, tiles: compiled.tiles }
         })
+    }
+
+    /// True if the kernels that need matrix units have compiled.
+    pub fn has_tiles(&self) -> bool {
+        self.compiled().tiles
     }
 
     /// Makes every pipeline: kernels, and files that did not compile, each with what is wrong with it.
     pub fn all(&mut self) -> Vec<(String, Option<DeviceError>)> {
-        let names: Vec<String> = self.functions().keys().cloned().collect();
-        let refused = self.refused.iter();
+        let names: Vec<String> = self.compiled().libraries.keys().cloned().collect();
+        let refused = self.compiled().refused.iter();
         let mut all: Vec<_> = refused
             .map(|(file, log)| (file.clone(), Some(DeviceError(format!("Apple's compiler refuses it:\n{log}")))))
             .collect();
@@ -90,9 +97,9 @@ impl Library {
         if let Some(pipeline) = self.pipelines.get(name) {
             return Ok(pipeline.clone());
         }
-        let library = self.functions().get(name).cloned();
+        let library = self.compiled().libraries.get(name).cloned();
         let Some(function) = library.and_then(|library| library.newFunctionWithName(&NSString::from_str(name))) else {
-            let files: Vec<&str> = self.refused.iter().map(|(file, _)| file.as_str()).collect();
+            let files: Vec<&str> = self.compiled().refused.iter().map(|(file, _)| file.as_str()).collect();
             let files =
                 if files.is_empty() { "every file".into() } else { format!("all files but {}", files.join(", ")) };
             return Err(DeviceError(format!("there is no kernel {name}, and Apple's compiler took {files}")));

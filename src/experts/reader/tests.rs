@@ -8,19 +8,19 @@ const SLOT: usize = 16 << 10;
 
 /// The reads begun so far, by their offsets, and how many of them may end.
 #[derive(Default)]
-struct Gate {
+pub(in crate::experts) struct Gate {
     state: Mutex<(Vec<u64>, usize)>,
     bell: Condvar,
 }
 
 impl Gate {
-    fn open(&self, reads: usize) {
+    pub(in crate::experts) fn open(&self, reads: usize) {
         self.state.lock().unwrap().1 += reads;
         self.bell.notify_all();
     }
 
     /// The offsets of the reads begun, once there are so many.
-    fn begun(&self, reads: usize) -> Vec<u64> {
+    pub(in crate::experts) fn begun(&self, reads: usize) -> Vec<u64> {
         let mut state = self.state.lock().unwrap();
         while state.0.len() < reads {
             let (back, waited) = self.bell.wait_timeout(state, Duration::from_secs(20)).unwrap();
@@ -32,9 +32,9 @@ impl Gate {
 }
 
 /// Every byte is its offset's page. What lies at or behind `broken` cannot be read.
-struct Gated {
-    gate: Arc<Gate>,
-    broken: u64,
+pub(in crate::experts) struct Gated {
+    pub(in crate::experts) gate: Arc<Gate>,
+    pub(in crate::experts) broken: u64,
 }
 
 impl Source for Gated {

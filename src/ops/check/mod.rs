@@ -34,8 +34,8 @@ impl Finding {
     }
 }
 
-/// Runs every operation on `gpu` and on the CPU, and compares. A kernel that the device refuses does not keep the others from
-/// being tried.
+/// Runs every operation on `gpu` and on the CPU, and compares; products in half precision only if it has matrix units. A kernel
+/// that the device refuses does not keep the others from being tried.
 pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
     let mut found: BTreeMap<String, Outcome> = BTreeMap::new();
     for (name, error) in gpu.compile() {

@@ -112,9 +112,7 @@ impl Experts<'_> {
         let grid = [layer.hidden().div_ceil(16), jobs.count, 1];
         [up, layer.launch(tokens, self.slots, kernel, down, grid, 128)]
     }
-}
 
-impl Experts<'_> {
     /// Groups of `[slot, first, count]` cut into jobs for [`Experts::halves`].
     pub fn jobs(slot: u32, first: u32, count: u32) -> impl Iterator<Item = [u32; 3]> {
         (first..first + count).step_by(JOB).map(move |from| [slot, from, (first + count - from).min(JOB as u32)])

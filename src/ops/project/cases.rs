@@ -1,7 +1,7 @@
 use crate::{
     device::DeviceError,
     ops::{
-        Codes, Float, Norm, Project,
+        Codes, Float, Norm, Project, Run,
         check::{Bench, CLOSE, HALF},
         weight::Weight,
     },
@@ -29,12 +29,15 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
                 product(b, &matrices, tokens, norm, CLOSE)?;
             }
         }
+        if !b.gpu.limits().half {
+            continue;
+        }
         let room = b.halves(70, 256)?;
-        b.gpu.set_half(Some(room));
+        b.gpu.prompt(Some(room));
         for norm in [false, true] {
             product(b, &matrices, 70, norm, HALF)?;
         }
-        b.gpu.set_half(None);
+        b.gpu.prompt(None);
     }
     Ok(())
 }

@@ -3,13 +3,27 @@
 use super::Project;
 use crate::{
     device::{Binding, Dispatch},
-    ops::weight::fast,
+    ops::weight::{Weight, fast},
 };
 
 const NAMES: [[[&str; 2]; 2]; 2] = [
     [["linear_1", "linear_4"], ["linear_norm_1", "linear_norm_4"]],
     [["linear_any_1", "linear_any_4"], ["linear_any_norm_1", "linear_any_norm_4"]],
 ];
+
+/// `LinearArgs`: tokens, columns, floats in a row of results, and what is done with them.
+pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool, eps: f32) -> Vec<u32> {
+    assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
+    let mut args = sizes.map(|size| size as u32).to_vec();
+    args.extend([matrices.len() as u32, add.into(), keep.into(), eps.to_bits()]);
+    args.extend(four(matrices).flat_map(Weight::words));
+    args
+}
+
+/// As many as a kernel has bindings for: the last one stands in for those that are not there.
+pub(super) fn four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> {
+    (0..4).map(|i| &matrices[i.min(matrices.len() - 1)])
+}
 
 impl Project<'_> {
     /// Panics if there is no matrix, or more than four.
@@ -20,18 +34,9 @@ impl Project<'_> {
     /// The same into the first columns of rows of `width` floats.
     pub(in crate::ops) fn dispatch_into(&self, width: usize) -> Dispatch {
         let Self { x, tokens, norm, matrices, y, add } = *self;
-        assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
         let cols = self.cols();
         let any = !matrices.iter().all(|m| fast(m.codes, m.gain, m.cols, &[4, 8]));
         let keep = norm.and_then(|n| n.keep);
-        let eps = norm.map_or(0.0, |n| n.eps);
-
-        let mut args =
-            vec![tokens as u32, cols as u32, width as u32, matrices.len() as u32, add.into(), keep.is_some().into()];
-        args.push(eps.to_bits());
-        for i in 0..4 {
-            args.extend(matrices[i.min(matrices.len() - 1)].words());
-        }
         let x = x.floats(tokens * cols);
         let y = y.floats(tokens * width);
         let mut bindings = vec![
@@ -40,14 +45,12 @@ impl Project<'_> {
             if add || width > self.width() { Binding::update(y) } else { Binding::write(y) },
             keep.map_or(Binding::read(x.first(0)), |kept| Binding::write(kept.floats(tokens * cols))),
         ];
-        for i in 0..4 {
-            bindings.extend(matrices[i.min(matrices.len() - 1)].bindings());
-        }
+        bindings.extend(four(matrices).flat_map(Weight::bindings));
         let batch = tokens > 1;
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(16)).sum();
         Dispatch {
             kernel: NAMES[usize::from(any)][usize::from(norm.is_some())][usize::from(batch)],
-            args,
+            args: args([tokens, cols, width], matrices, add, keep.is_some(), norm.map_or(0.0, |n| n.eps)),
             bindings,
             grid: [tokens.div_ceil(if batch { 4 } else { 1 }) as u32, blocks as u32, 1],
             threads: 128,

@@ -1,6 +1,9 @@
 //! Rows in half precision, for matrix units: `half_rows` of `kernels/norm.metal`, and the products that take them.
 
-use super::{Norm, Project};
+use super::{
+    Norm, Project,
+    gpu::{args, four},
+};
 use crate::{
     device::{Binding, Dispatch, Region},
     ops::weight::{Weight, fast},
@@ -78,21 +81,17 @@ impl HalfRows {
 
     /// `y = x W^T` for one to four matrices, whose rows follow one another from column `at` of rows of `width`; `y +=` with `add`.
     pub fn product(&self, matrices: &[Weight], y: Region, (at, width): (usize, usize), add: bool) -> Dispatch {
-        assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
         let (tokens, cols) = (self.scales.len / 4, self.cols);
         let any = !matrices.iter().all(|m| fast(m.codes, m.gain, m.cols, &[4, 8]));
-        let mut args = [tokens, cols, width, matrices.len(), add.into(), 0, 0].map(|w: usize| w as u32).to_vec();
-        let all = (0..4).map(|i| &matrices[i.min(matrices.len() - 1)]);
-        args.extend(all.clone().flat_map(Weight::words));
         let rows: usize = matrices.iter().map(|m| m.rows).sum();
         let y = y.floats(tokens * width).part(at * 4, (tokens * width - at) * 4);
         let mut bindings = self.bindings().to_vec();
         bindings.push(if add || rows < width { Binding::update(y) } else { Binding::write(y) });
-        bindings.extend(all.flat_map(Weight::bindings));
+        bindings.extend(four(matrices).flat_map(Weight::bindings));
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(TILE[1])).sum();
         Dispatch {
             kernel: if any { "gemm_any" } else { "gemm_fast" },
-            args,
+            args: args([tokens, cols, width], matrices, add, false, 0.0),
             bindings,
             grid: [tokens.div_ceil(TILE[0]) as u32, blocks as u32, 1],
             threads: 128,

@@ -90,7 +90,7 @@ fn what_was_kept_is_found_after_a_restart() {
 fn what_is_damaged_is_not_there() {
     let ids = tokens(2, PAGE + 40);
     type Damage = fn(&Path);
-    let damages: [(&str, Damage); 6] = [
+    let damages: [(&str, Damage); 8] = [
         ("state", |path| fs::write(path, b"").unwrap()),
         ("state", |path| {
             let bytes = fs::read(path).unwrap();
@@ -108,6 +108,13 @@ fn what_is_damaged_is_not_there() {
             fs::write(path, bytes).unwrap();
         }),
         ("page", |path| fs::remove_file(path).unwrap()),
+        ("page", |path| fs::write(path, [&fs::read(path).unwrap()[..], &[0]].concat()).unwrap()),
+        // Of as many tokens more: the header's checksum is of what follows it.
+        ("page", |path| {
+            let mut bytes = fs::read(path).unwrap();
+            bytes[40] ^= 1;
+            fs::write(path, bytes).unwrap();
+        }),
         // Of another key.
         ("state", |path| {
             let mut bytes = fs::read(path).unwrap();
@@ -289,14 +296,15 @@ fn what_is_slower_to_read_is_computed() {
     put(&first, &tokens(1, 50));
     first.close();
     let second = cache(Some(&storage));
-    let mut inner = second.lock();
-    let disk = inner.disk.as_mut().unwrap();
-    disk.read = (100.0, 1.0);
-    disk.computed = (1000.0, 1.0);
-    drop(inner);
-    // 200 bytes take two seconds, 50 tokens a twentieth of one.
+    // To read 200 bytes takes eight seconds; to compute 50 tokens six, or ten.
+    let speeds = |seconds| {
+        let mut inner = second.lock();
+        let disk = inner.disk.as_mut().unwrap();
+        (disk.read, disk.computed) = ((100.0, 4.0), (1000.0, seconds));
+    };
+    speeds(120.0);
     assert_eq!(found(&second, &tokens(1, 50)), None);
-    second.lock().disk.as_mut().unwrap().computed = (1.0, 1.0);
+    speeds(200.0);
     assert_eq!(found(&second, &tokens(1, 50)), Some((50, Place::Disk)));
     second.close();
 }

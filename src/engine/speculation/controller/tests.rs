@@ -270,6 +270,17 @@ fn the_stages_have_their_lengths() {
 }
 
 #[test]
+fn a_hopeless_probe_ends_after_two_cycles() {
+    // Two rows commit 1.7 tokens in the mean, so these cycles gain 0.74 and 0.76.
+    for (gain, left, rows) in [(0.74, 2, 2), (0.74, 1, 1), (0.76, 1, 2), (0.76, 0, 1)] {
+        let mut controller = Controller::new(Speculate::Auto, 1);
+        (controller.mode, controller.plain) = (Mode::Probe { left, rows: 2 }, Some(1.0));
+        controller.cycles[0] = Some(1.7 / gain);
+        assert_eq!(controller.rows(), rows, "gain {gain}, {left} cycles left");
+    }
+}
+
+#[test]
 fn a_draft_follows_as_long_as_it_may_be_asked_soon() {
     let mut controller = Controller::new(Speculate::Auto, 7);
     assert!(controller.follows(), "the first probe is near");

@@ -1,0 +1,16 @@
+// The words for tiles where kernels are only checked, and never run: declared, in the address spaces that the shim in front names.
+
+struct HalfTile { uint r; };
+struct SumTile { float v; };
+#define HALF_TILE HalfTile
+#define SUM_TILE SumTile
+#define HALF2(x, y) (to_f16(x) | to_f16(y) << 16)
+#define TILE_ZERO(sum) tile_zero(sum)
+#define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
+#define TILE_LOAD_T(tile, p, pitch) tile_load(tile, p, pitch)
+#define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
+#define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
+void tile_zero(THREAD SumTile& sum);
+void tile_load(THREAD HalfTile& tile, THREADGROUP const uint* p, uint pitch);
+void tile_fma(THREAD SumTile& sum, THREAD const HalfTile& a, THREAD const HalfTile& b);
+void tile_store(THREAD const SumTile& sum, THREADGROUP float* p, uint pitch);

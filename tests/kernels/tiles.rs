@@ -1,0 +1,81 @@
+//! A compiler that does not understand products on matrix units: all other kernels compile without their text, and answer.
+
+use crate::{
+    forward::{DEMO, answer, cases, common::load_with, options},
+    gpu::HostGpu,
+    host::Host,
+};
+use moestro::{device::kernels, model::Options, ops::check};
+use std::{
+    collections::BTreeSet,
+    io::Write,
+    path::Path,
+    process::{Command, Stdio},
+};
+
+/// The system's compiler, over one file and the words of the host.
+fn compiles(text: &str) -> Result<(), String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+    let mut command = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()));
+    command.args(["-std=c++17", "-fsyntax-only", "-w", "-xc++", "-I"]).arg(folder).arg("-");
+    let mut compiler = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    compiler.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    let done = compiler.wait_with_output().unwrap();
+    if done.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&done.stderr).into_owned()) }
+}
+
+/// As `kernels::metal` joins a file, with the host's words.
+fn joined(text: &str, tiles: Option<&str>) -> String {
+    let (mark, tiles) = tiles.map_or(("#define NO_TILES", ""), |tiles| ("", tiles));
+    format!("{mark}\n#include \"shim/host.h\"\n{}\n{tiles}\n{text}\n", kernels::CODES)
+}
+
+#[test]
+fn refused_tiles_leave_every_other_kernel() {
+    let sound = kernels::compile(|_, text, tiles| compiles(&joined(text, tiles.then_some(kernels::TILES))));
+    assert!(sound.tiles && sound.refused.is_empty(), "{:?}", sound.refused);
+    let broken = kernels::TILES.replace("SUM_TILE", "nobody_knows_this");
+    let refused = kernels::compile(|_, text, tiles| compiles(&joined(text, tiles.then_some(&broken))));
+    assert!(!refused.tiles && refused.refused.is_empty(), "{:?}", refused.refused);
+    assert_eq!(refused.libraries.len(), kernels::FILES.len());
+}
+
+#[test]
+fn metal_is_given_no_tile_without_tiles() {
+    for (name, text) in kernels::FILES {
+        let (with, without) = (kernels::metal(text, true), kernels::metal(text, false));
+        assert!(with.contains(kernels::TILES) && !with.contains("#define NO_TILES"), "{name}");
+        assert!(!without.contains(kernels::TILES) && without.starts_with("#define NO_TILES\n"), "{name}");
+    }
+}
+
+#[test]
+fn without_tiles_all_other_kernels_agree() {
+    let found = check::kernels(&mut HostGpu::new(Host::plain()));
+    let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
+    assert!(wrong.is_empty(), "{wrong:?}");
+    let compared: BTreeSet<String> = found.into_iter().map(|finding| finding.name).collect();
+    let (all, plain): (BTreeSet<_>, BTreeSet<_>) = (names(Host::start()), names(Host::plain()));
+    assert!(plain.is_subset(&compared), "{compared:?}");
+    let missing: Vec<_> = all.difference(&plain).map(String::as_str).collect();
+    let halves = ["experts_down_half", "experts_down_half_any", "experts_up_half", "experts_up_half_any"];
+    assert_eq!(missing, [&halves[..], &["gemm_any", "gemm_fast", "half_rows"]].concat());
+}
+
+fn names(mut host: Host) -> BTreeSet<String> {
+    host.names().into_iter().collect()
+}
+
+#[test]
+fn the_demo_answers_without_tiles() {
+    let on = |host| {
+        let options = Options { gpu: Some(u64::MAX), ..options(false) };
+        let gpu = HostGpu::new(host);
+        load_with(Path::new(DEMO), options).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+    };
+    let (mut without, mut with) = (on(Host::plain()), on(Host::fast()));
+    let case = cases().swap_remove(0);
+    let expected = answer(&mut with, &case.prompt_ids, &[], case.greedy_ids.len());
+    assert_eq!(expected.0, case.greedy_ids);
+    assert!(answer(&mut without, &case.prompt_ids, &[], case.greedy_ids.len()) == expected);
+}
