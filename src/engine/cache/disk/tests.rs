@@ -267,6 +267,35 @@ fn older_speeds_count_less() {
 }
 
 #[test]
+fn a_full_disk_is_not_used_any_more() {
+    // A device that has no room for whatever is written to it.
+    let full = Path::new("/dev/full");
+    if !full.exists() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let ids = tokens(6, 2 * PAGE + 40);
+    let first = cache(Some(&storage(dir.path())));
+    put(&first, &ids[..30]);
+    while first.status().disk.unwrap().checkpoints == 0 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // The second page goes there.
+    let files_of = first.lock().disk.as_ref().unwrap().files.clone();
+    let page = files::page_name(&files_of.digests(&ids).0[1]);
+    std::os::unix::fs::symlink(full, files_of.dir().join(format!("{page}.unfinished"))).unwrap();
+    put(&first, &ids);
+    first.close();
+    assert_eq!(first.status().disk, None);
+    assert_eq!(found(&first, &ids), Some((ids.len(), Place::Memory)));
+    assert_eq!((files(dir.path(), "page").len(), files(dir.path(), "unfinished").len()), (1, 0));
+    // The next server has what was whole.
+    let second = cache(Some(&storage(dir.path())));
+    assert_eq!(found(&second, &ids), Some((30, Place::Disk)));
+    second.close();
+}
+
+#[test]
 fn what_is_slower_to_read_is_computed() {
     let dir = tempfile::tempdir().unwrap();
     let storage = storage(dir.path());
