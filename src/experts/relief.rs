@@ -169,10 +169,20 @@ mod tests {
         }
     }
 
+    /// While the first lives, what this thread logs goes into a file, in which the second counts a text.
+    fn logged() -> (tracing::subscriber::DefaultGuard, impl Fn(&str) -> usize) {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let file = log.reopen().unwrap();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || file.try_clone().unwrap()).finish();
+        let guard = tracing::subscriber::set_default(subscriber);
+        (guard, move |text| std::fs::read_to_string(log.path()).unwrap().matches(text).count())
+    }
+
     #[test]
     fn slots_go_and_come_and_every_byte_stays_right() {
         let all = LAYERS * EXPERTS;
         for slots in [all, all - 4] {
+            let (_guard, said) = logged();
             let checkpoint = checkpoint();
             let (store, metrics) = checkpoint.open(Options { least: 6, ..Options::new(slots) });
             store.fill(&mut |_, _| ()).unwrap();
@@ -210,6 +220,7 @@ mod tests {
             }
             assert_eq!((store.slots(), metrics.expert_slots.get()), (slots, slots as i64));
             assert_eq!(metrics.memory_pressure.get(), 2);
+            assert_eq!(["slots are given back", "all slots are back"].map(said), [1, 1]);
         }
     }
 
@@ -250,20 +261,14 @@ mod tests {
 
     #[test]
     fn a_shortage_is_said_once() {
-        let log = tempfile::NamedTempFile::new().unwrap();
-        let file = log.reopen().unwrap();
-        let subscriber = tracing_subscriber::fmt().with_writer(move || file.try_clone().unwrap()).finish();
-        let lines = || std::fs::read_to_string(log.path()).unwrap().matches("slots are given back").count();
+        let (_guard, said) = logged();
         let (store, _) = checkpoint().open(Options { least: 4, ..Options::new(8) });
         let (now, bytes) = (Instant::now(), store.slot_bytes() as u64);
-        tracing::subscriber::with_default(subscriber, || {
-            // The third shortage comes after a calm time; in the last there is nothing left to give.
-            for (seconds, slots, said) in [(0, 7, 1), (9, 6, 1), (20, 5, 2), (21, 4, 2), (60, 4, 2)] {
-                let live = &mut *store.live.borrow_mut();
-                store.adapt(live, Memory::Short(bytes), now + Duration::from_secs(seconds));
-                assert_eq!((live.slots.len(), lines()), (slots, said), "after {seconds} s");
-            }
-        });
+        // The third shortage comes after a calm time; in the last there is nothing left to give.
+        for (seconds, slots, lines) in [(0, 7, 1), (9, 6, 1), (20, 5, 2), (21, 4, 2), (60, 4, 2)] {
+            store.adapt(&mut store.live.borrow_mut(), Memory::Short(bytes), now + Duration::from_secs(seconds));
+            assert_eq!((store.slots(), said("slots are given back")), (slots, lines), "after {seconds} s");
+        }
     }
 
     #[test]

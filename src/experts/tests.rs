@@ -139,6 +139,8 @@ fn known_reads_show_exactly_these_bytes() {
             // Past the page cache, what the disk delivered is what was read: other tests of this process may add.
             let delivered = disk_bytes_read().unwrap_or(0) - before.unwrap_or(0);
             assert!(delivered >= bytes as u64, "{delivered} of {bytes}");
+            drop(store);
+            assert!(metrics.ssd_disk_bytes.get() >= bytes as u64);
         }
     }
 }
@@ -353,9 +355,17 @@ fn the_bandwidth_is_bytes_over_time_and_each_expert_is_read_once() {
             (26.0 * 600.0 / (26.0 / threads as f64 * 0.002), 26.0 * 600.0 / begin.elapsed().as_secs_f64());
         assert!((least..=most).contains(&found), "{least} <= {found} <= {most}");
         let mut read = source.0.into_inner().unwrap();
+        if threads == 1 {
+            assert_eq!(read[..3], [0, 17_000, 8000], "far from each other");
+        }
         read.sort_unstable();
         assert!(read.into_iter().eq((0..26).map(|n| n * 1000)), "{threads} threads");
     }
+    // Nine, the stride that comes first, has a factor in common with fifteen.
+    let (source, map) = (Slow(Default::default()), ExpertMap { layers: vec![(0..15).map(expert).collect()] });
+    probe::bandwidth(&source, &map, 1, Duration::from_secs(60), None).unwrap();
+    let read: std::collections::HashSet<u64> = source.0.into_inner().unwrap().into_iter().collect();
+    assert_eq!(read.len(), 15);
     assert_eq!(probe::bandwidth(&Slow(Default::default()), &ExpertMap::default(), 2, DRAW, None).unwrap(), 0.0);
 }
 

@@ -152,6 +152,13 @@ fn each_part_is_as_computed_by_hand() {
 }
 
 #[test]
+fn while_experts_lack_slots_the_context_and_the_chunk_grow_to_a_bound() {
+    let wishes = Wishes { limit: Some(4 * GIB), ..Wishes::default() };
+    let plan = Plan::new(&Shape { experts: 4096, ..small() }, &limits(), &wishes).unwrap();
+    assert_eq!((plan.strategy, plan.context, plan.chunk), (Strategy::Streaming, 32768, 2048));
+}
+
+#[test]
 fn a_refusal_names_what_is_there_and_nothing_else() {
     let wishes = Wishes { limit: Some(100 * MIB), ..Wishes::default() };
     let why = |shape: &Shape, wishes: &Wishes| Plan::new(shape, &limits(), wishes).unwrap_err().to_string();

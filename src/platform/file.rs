@@ -30,6 +30,24 @@ pub struct File {
 impl File {
     /// Opens `path`. `Access::Direct` fails with `ErrorKind::Unsupported` where the file system cannot do it.
     pub fn open(path: &Path, access: Access) -> io::Result<Self> {
+        Self::opened(path, access, |file| match access {
+            Access::Direct => os::direct(file),
+            Access::Buffered => os::buffered(file),
+        })
+    }
+
+    /// Opens `path` like another file of its directory, whose block is known: nothing is read to find it.
+    pub fn open_as(path: &Path, access: Access, block: usize) -> io::Result<Self> {
+        Self::opened(path, access, |file| {
+            match access {
+                Access::Direct => os::uncached(file)?,
+                Access::Buffered => drop(os::buffered(file)?),
+            }
+            Ok(block)
+        })
+    }
+
+    fn opened(path: &Path, access: Access, block: impl Fn(&fs::File) -> io::Result<usize>) -> io::Result<Self> {
         let mut options = fs::OpenOptions::new();
         // Opening a pipe would wait for somebody to write to it otherwise.
         let flags = if access == Access::Direct { os::DIRECT } else { 0 };
@@ -42,10 +60,7 @@ impl File {
         if !meta.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
         }
-        let block = match access {
-            Access::Direct => os::direct(&file)?,
-            Access::Buffered => os::buffered(&file)?,
-        };
+        let block = block(&file)?;
         Ok(Self { file, path: path.to_owned(), len: meta.len(), block, modified: (meta.mtime(), meta.mtime_nsec()) })
     }
 
@@ -98,6 +113,11 @@ mod os {
 
     pub const DIRECT: i32 = libc::O_DIRECT;
 
+    /// A flag at opening has done it.
+    pub fn uncached(_: &fs::File) -> io::Result<()> {
+        Ok(())
+    }
+
     /// The alignment direct reads of `file` need, found by trying: what `statx` and the block device say is not always
     /// what the file system then takes.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
@@ -140,9 +160,13 @@ mod os {
 
     /// `F_NOCACHE` takes any alignment (partial pages pass through the cache), so pieces lie where kernels like them.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
-        set(file, libc::F_NOCACHE, 1)?;
-        set(file, libc::F_RDAHEAD, 0)?;
+        uncached(file)?;
         Ok(1)
+    }
+
+    pub fn uncached(file: &fs::File) -> io::Result<()> {
+        set(file, libc::F_NOCACHE, 1)?;
+        set(file, libc::F_RDAHEAD, 0)
     }
 
     pub fn buffered(file: &fs::File) -> io::Result<usize> {
@@ -169,6 +193,10 @@ mod os {
     pub const DIRECT: i32 = 0;
 
     pub fn direct(_: &fs::File) -> io::Result<usize> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub fn uncached(_: &fs::File) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
 

@@ -3,11 +3,13 @@
 
 mod file;
 pub mod os;
+mod pages;
 pub mod partial;
 pub mod service;
 mod small;
 mod threads;
 
 pub use file::{Access, File, MAX_BLOCK};
+pub use pages::zeros;
 pub use small::{Stamp, check_small, open_regular, read_small};
 pub use threads::Threads;

@@ -43,6 +43,16 @@ async fn a_server_without_its_model_yet() {
 }
 
 #[tokio::test]
+async fn a_gpu_that_was_given_up_is_told_and_keeps_nobody_away() {
+    let server = Server::saying("Hello.").await;
+    assert!(server.get("/health").await.json().await["gpu"].is_null());
+    server.metrics.gpu_lost.set(1);
+    let answer = server.get("/health").await;
+    assert_eq!(answer.status, 200);
+    assert_eq!(answer.json().await["gpu"]["lost"], true);
+}
+
+#[tokio::test]
 async fn models() {
     let server = Server::saying("Hello.").await;
     insta::assert_json_snapshot!(server.get("/v1/models").await.json().await);

@@ -150,6 +150,17 @@ async fn a_stop_string_ends_the_content_but_not_the_reasoning() {
 }
 
 #[tokio::test]
+async fn what_could_have_become_a_stop_string_is_given_at_the_end() {
+    let server = Server::saying(THINKS).await;
+    for limit in 1..50 {
+        let whole = with(question(), json!({"max_tokens": limit}));
+        let held = with(whole.clone(), json!({"stop": ["12 + 7 = 19!", "= 19?"]}));
+        let [whole, held] = [server.ask(PATH, &whole).await, server.ask(PATH, &held).await];
+        assert_eq!(held["choices"], whole["choices"], "{limit} tokens");
+    }
+}
+
+#[tokio::test]
 async fn a_stop_string_stops_the_engine() {
     let server = Setup { says: Some(LONG), delay: Duration::from_millis(2), ..Setup::default() }.start().await;
     let body = with(question(), json!({"stop": "five"}));

@@ -211,6 +211,16 @@ async fn a_response_goes_on_from_another() {
 }
 
 #[tokio::test]
+async fn a_response_may_go_on_without_anything_new() {
+    let server = Server::saying(THINKS).await;
+    let first = server.ask(PATH, &question()).await;
+    let second = server.ask(PATH, &json!({"previous_response_id": first["id"]})).await;
+    assert_eq!(second["status"], "completed", "{second}");
+    let tokens = |response: &Value| response["usage"]["input_tokens"].as_u64().unwrap();
+    assert!(tokens(&second) > tokens(&first));
+}
+
+#[tokio::test]
 async fn what_is_wrong_is_named() {
     let server = Server::saying(THINKS).await;
     for (body, param) in [

@@ -2,35 +2,34 @@
 //! begin with the same tokens share.
 //!
 //! ```text
-//! DIR/KEY/LEN-DIGEST.state   header, the tokens, the keys and values behind the last whole page, the states
+//! DIR/KEY/LEN-DIGEST.state   header, the states, the tokens, the keys and values behind the last whole page
 //! DIR/KEY/DIGEST.page        header, the keys and values of 256 positions
-//! header (64 bytes): "MOESTRO1", the key (32), tokens, bytes behind the header, their CRC-32 (u64 each, little-endian)
+//! header (64 bytes): "MOESTRO2", the key (32), tokens, bytes behind the header, their CRC-32 (u64 each, little-endian)
 //! ```
 //!
 //! The key is of all that the bytes depend on beside the tokens, a digest is of the tokens up to the end of what is in the
 //! file. A file gets its name when it is whole. Prompts are private, and so are these files.
 
-use crate::model::{
-    Snapshot, SnapshotSize,
-    snapshot::{PAGE, Shared},
+use super::read::{Reader, Room, SHARE, at_once};
+use crate::{
+    model::{
+        Snapshot, SnapshotSize,
+        snapshot::{PAGE, Shared},
+    },
+    platform::{MAX_BLOCK, zeros},
 };
 use sha2::{Digest as _, Sha256};
 use std::{
     fs::{self, OpenOptions},
     io::{self, Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, SystemTime},
 };
 
-const MAGIC: &[u8; 8] = b"MOESTRO1";
+const MAGIC: &[u8; 8] = b"MOESTRO2";
 const HEADER: usize = 64;
-/// Files read at once.
-const READERS: usize = 4;
 
 /// Names the tokens up to a place.
 pub type Digest = [u8; 16];
@@ -40,6 +39,7 @@ pub struct Files {
     dir: PathBuf,
     key: [u8; 32],
     size: SnapshotSize,
+    reader: Reader,
 }
 
 /// A state that was found or written.
@@ -56,10 +56,12 @@ impl Files {
         let key: [u8; 32] = Sha256::digest(key).into();
         let dir = root.join(hex::encode(&key[..16]));
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
-        let files = Self { dir, key, size };
         // A directory that cannot be written to fails here rather than at the first checkpoint.
-        files.put("probe", 0, &[&[]])?;
-        fs::remove_file(files.dir.join("probe"))?;
+        let probe = dir.join("probe");
+        put(&probe, &[&[0; 4 * MAX_BLOCK]])?;
+        let reader = Reader::trying(&probe);
+        fs::remove_file(&probe)?;
+        let files = Self { dir, key, size, reader: reader? };
         let mut found = Vec::new();
         for entry in fs::read_dir(&files.dir)? {
             let path = entry?.path();
@@ -132,58 +134,75 @@ impl Files {
             self.put(&page_name(digest), PAGE, &[page])?;
         }
         let tail = snapshot.pages.get(ids.len() / PAGE).map_or(&[][..], |page| page);
-        self.put(&state_name(ids.len(), &whole), ids.len(), &[&words(ids), tail, &snapshot.state])
+        self.put(&state_name(ids.len(), &whole), ids.len(), &[&snapshot.state, &words(ids), tail])
     }
 
     /// Reads the state behind `ids`. The first pages are `known`, so they need not be read.
     pub fn read(&self, ids: &[u32], known: &[Shared]) -> io::Result<Snapshot> {
+        enum Job<'a> {
+            Page(&'a Digest, &'a mut Vec<u8>),
+            /// A part of the state's file, from this byte of it on.
+            State(usize, &'a mut [u8]),
+        }
         let (digests, whole) = self.digests(ids);
         let tokens = words(ids);
         let tail = ids.len() % PAGE * self.size.position as usize;
         let path = self.dir.join(state_name(ids.len(), &whole));
-        let mut body = self.get(&path, ids.len(), tokens.len() + tail + self.size.state as usize)?;
-        if !body.starts_with(&tokens) {
+        let mut body = zeros(self.size.state as usize + tokens.len() + tail);
+        let missing = &digests[known.len().min(digests.len())..];
+        let mut pages = vec![Vec::new(); missing.len()];
+        let (len, sums) = (body.len(), Mutex::new(Vec::new()));
+        let header = Mutex::new([0; HEADER]);
+        // The state first: its parts are the longest jobs.
+        let (first, rest) = body.split_at_mut(len.min(SHARE - HEADER));
+        let rest = rest.chunks_mut(SHARE).enumerate().map(|(number, part)| Job::State((number + 1) * SHARE, part));
+        let page = |(digest, page)| Job::Page(digest, page);
+        let jobs = [Job::State(0, first)].into_iter().chain(rest).chain(missing.iter().zip(&mut pages).map(page));
+        at_once(jobs.collect(), |job, room| match job {
+            Job::Page(digest, into) => {
+                *into = self.page(digest, room)?;
+                Ok(())
+            }
+            Job::State(at, part) => {
+                let mut head = [0; HEADER];
+                let before = if at == 0 { &mut head[..] } else { &mut [] };
+                let sum = self.reader.read(&path, (HEADER + len) as u64, at as u64, before, part, room)?;
+                if at == 0 {
+                    *locked(&header) = head;
+                }
+                locked(&sums).push((at, sum));
+                Ok(())
+            }
+        })?;
+        let mut sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
+        sums.sort_by_key(|(at, _)| *at);
+        let mut sum = crc32fast::Hasher::new();
+        sums.iter().for_each(|(_, part)| sum.combine(part));
+        self.compare(&locked(&header), ids.len(), len, sum)?;
+        let mut behind = body.split_off(self.size.state as usize);
+        if !behind.starts_with(&tokens) {
             return Err(damaged("it is of another prompt"));
         }
-        let state = body.split_off(tokens.len() + tail);
-        let missing = &digests[known.len().min(digests.len())..];
-        let slots: Mutex<Vec<Option<Shared>>> = Mutex::new(vec![None; missing.len()]);
-        let (next, failure) = (AtomicUsize::new(0), Mutex::new(None));
-        let read = || {
-            let take = || {
-                let index = next.fetch_add(1, Ordering::Relaxed);
-                missing.get(index).map(|digest| (index, digest))
-            };
-            while let Some((index, digest)) = take() {
-                let path = self.dir.join(page_name(digest));
-                match self.get(&path, PAGE, PAGE * self.size.position as usize) {
-                    Ok(page) => locked(&slots)[index] = Some(Arc::new(page)),
-                    Err(error) => {
-                        next.store(missing.len(), Ordering::Relaxed);
-                        *locked(&failure) = Some(error);
-                    }
-                }
-            }
-        };
-        std::thread::scope(|scope| {
-            for _ in 1..READERS.min(missing.len()) {
-                scope.spawn(read);
-            }
-            read();
-        });
-        if let Some(error) = locked(&failure).take() {
-            return Err(error);
-        }
-        let read = slots.into_inner().unwrap_or_else(PoisonError::into_inner).into_iter().flatten();
+        body.shrink_to_fit();
+        let read = pages.into_iter().map(Arc::new);
         let mut pages: Vec<Shared> = known.iter().take(digests.len()).cloned().chain(read).collect();
         if tail > 0 {
-            pages.push(Arc::new(body.split_off(tokens.len())));
+            pages.push(Arc::new(behind.split_off(tokens.len())));
         }
         // The next server lets go of what has not been used for longest.
         if let Ok(file) = OpenOptions::new().write(true).open(&path) {
             let _ = file.set_modified(SystemTime::now());
         }
-        Ok(Snapshot { len: ids.len(), pages, state: Arc::new(state) })
+        Ok(Snapshot { len: ids.len(), pages, state: Arc::new(body) })
+    }
+
+    fn page(&self, digest: &Digest, room: &mut Room) -> io::Result<Vec<u8>> {
+        let mut header = [0; HEADER];
+        let mut page = zeros(PAGE * self.size.position as usize);
+        let (path, len) = (self.dir.join(page_name(digest)), (HEADER + page.len()) as u64);
+        let sum = self.reader.read(&path, len, 0, &mut header, &mut page, room)?;
+        self.compare(&header, PAGE, page.len(), sum)?;
+        Ok(page)
     }
 
     pub fn remove_state(&self, ids: &[u32]) {
@@ -207,58 +226,44 @@ impl Files {
         Ok(())
     }
 
+    /// A file of this name: the header, and `parts`.
     fn put(&self, name: &str, tokens: usize, parts: &[&[u8]]) -> io::Result<()> {
-        let path = self.dir.join(name);
-        let unfinished = self.dir.join(format!("{name}.unfinished"));
-        let done = (|| {
-            let mut options = OpenOptions::new();
-            let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
-            let mut hash = crc32fast::Hasher::new();
-            parts.iter().for_each(|part| hash.update(part));
-            let len: usize = parts.iter().map(|part| part.len()).sum();
-            let mut header = Vec::with_capacity(HEADER);
-            header.extend_from_slice(MAGIC);
-            header.extend_from_slice(&self.key);
-            for number in [tokens as u64, len as u64, u64::from(hash.finalize())] {
-                header.extend_from_slice(&number.to_le_bytes());
-            }
-            file.write_all(&header)?;
-            parts.iter().try_for_each(|part| file.write_all(part))?;
-            // Written here and now, or the system would do it later at a moment of its own, and faster.
-            file.sync_data()?;
-            fs::rename(&unfinished, &path)
-        })();
-        if done.is_err() {
-            remove(&unfinished);
+        let mut hash = crc32fast::Hasher::new();
+        parts.iter().for_each(|part| hash.update(part));
+        let len: usize = parts.iter().map(|part| part.len()).sum();
+        let mut header = Vec::with_capacity(HEADER);
+        header.extend_from_slice(MAGIC);
+        header.extend_from_slice(&self.key);
+        for number in [tokens as u64, len as u64, u64::from(hash.finalize())] {
+            header.extend_from_slice(&number.to_le_bytes());
         }
-        done
+        put(&self.dir.join(name), &[&[&header[..]], parts].concat())
     }
 
-    /// The bytes behind the header of a file that must be for `tokens` tokens and hold `len` bytes.
-    fn get(&self, path: &Path, tokens: usize, len: usize) -> io::Result<Vec<u8>> {
-        let mut file = fs::File::open(path)?;
-        let (found, bytes, hash) = self.header(&mut file)?;
-        if (found, bytes) != (tokens as u64, len as u64) || file.metadata()?.len() != (HEADER + len) as u64 {
+    /// A file is what was written: of this model, for `tokens` tokens, `len` bytes with this sum.
+    fn compare(&self, header: &[u8; HEADER], tokens: usize, len: usize, sum: crc32fast::Hasher) -> io::Result<()> {
+        let (found, bytes, hash) = self.header(header)?;
+        if (found, bytes) != (tokens as u64, len as u64) {
             return Err(damaged("its size is wrong"));
         }
-        let mut body = Vec::with_capacity(len);
-        file.take(len as u64).read_to_end(&mut body)?;
-        if body.len() != len || u64::from(crc32fast::hash(&body)) != hash {
+        if u64::from(sum.finalize()) != hash {
             return Err(damaged("its checksum is wrong"));
         }
-        Ok(body)
+        Ok(())
     }
 
     /// The tokens of a state's file; the rest is looked at when it is wanted.
     fn tokens(&self, path: &Path) -> io::Result<Filed> {
         let mut file = fs::File::open(path)?;
-        let (len, bytes, _) = self.header(&mut file)?;
+        let mut header = [0; HEADER];
+        file.read_exact(&mut header).map_err(|_| damaged("it is too short"))?;
+        let (len, bytes, _) = self.header(&header)?;
         let meta = file.metadata()?;
         let whole = meta.len() == HEADER as u64 + bytes;
         let len = usize::try_from(len).ok().filter(|len| whole && *len > 0 && *len as u64 <= bytes / 4);
         let len = len.filter(|&len| self.bytes(len).0 == meta.len()).ok_or_else(|| damaged("its size is wrong"))?;
         let mut words = vec![0; 4 * len];
-        file.read_exact(&mut words)?;
+        file.read_exact_at(&mut words, HEADER as u64 + self.size.state)?;
         let tokens: Vec<u32> = words.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect();
         let name = state_name(len, &self.digests(&tokens).1);
         if path.file_name() != Some(name.as_ref()) {
@@ -267,9 +272,8 @@ impl Files {
         Ok(Filed { tokens, bytes: meta.len(), used: meta.modified()? })
     }
 
-    fn header(&self, file: &mut fs::File) -> io::Result<(u64, u64, u64)> {
-        let mut header = [0; HEADER];
-        file.read_exact(&mut header).map_err(|_| damaged("it is too short"))?;
+    /// Tokens, bytes behind the header, and their sum.
+    fn header(&self, header: &[u8; HEADER]) -> io::Result<(u64, u64, u64)> {
         let number = |index: usize| {
             let at = 40 + 8 * index;
             header[at..at + 8].iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
@@ -279,6 +283,25 @@ impl Files {
         }
         Ok((number(0), number(1), number(2)))
     }
+}
+
+/// Writes a file, which gets its name when it is whole.
+fn put(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
+    let mut unfinished = path.as_os_str().to_owned();
+    unfinished.push(".unfinished");
+    let unfinished = Path::new(&unfinished);
+    let done = (|| {
+        let mut options = OpenOptions::new();
+        let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(unfinished)?;
+        parts.iter().try_for_each(|part| file.write_all(part))?;
+        // Written here and now, or the system would do it later at a moment of its own, and faster.
+        file.sync_data()?;
+        fs::rename(unfinished, path)
+    })();
+    if done.is_err() {
+        remove(unfinished);
+    }
+    done
 }
 
 pub fn page_name(digest: &Digest) -> String {

@@ -10,6 +10,7 @@ mod disk;
 mod files;
 mod ledger;
 pub mod places;
+mod read;
 mod tree;
 
 use crate::{

@@ -264,6 +264,15 @@ fn a_prompt_that_goes_on_is_cached() {
 }
 
 #[test]
+fn an_answer_is_known_behind_another_conversation() {
+    let (handle, ..) = engine(&MockModel::default(), Options { prompt_cache: 1 << 20, ..options() });
+    assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
+    assert_eq!(says(&handle, &[20, 21]), [20, 21]);
+    let (_, end) = hear(handle.submit(ask(&[9, 5, 6, 9, 5, 6, 2, 30], 100)).unwrap());
+    assert_eq!(end.unwrap().1.cached_tokens, 6);
+}
+
+#[test]
 fn prompt_logprobs_do_not_depend_on_the_chunk() {
     let ids: Vec<u32> = (0..77).map(|place| 3 + place * 7 % 60).collect();
     let run = |chunk, max_tokens| {

@@ -49,6 +49,9 @@ fn answer_with(
     let counted = |outcome| metrics.draft_tokens.with_label_values(&["lookup", outcome]).get();
     let counted = counted("accepted") + counted("rejected");
     assert!(counted >= timings.drafted_tokens as u64);
+    let states = ["calibrate", "plain", "probe", "speculate"];
+    let changes: u64 = states.iter().map(|state| metrics.draft_states.with_label_values(&[state]).get()).sum();
+    assert!(changes == 0 || speculate == Speculate::Auto, "nothing else changes its mind");
     drop(engine);
     worker.join().unwrap();
     Answer { ids, finish, timings, logprobs }

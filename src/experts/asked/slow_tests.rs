@@ -6,19 +6,36 @@ use super::super::{
     tests::row,
 };
 use crate::{device::Immediate, metrics::Metrics};
-use std::sync::Arc;
+use std::{ops::Deref, sync::Arc};
 
 const EXPERTS: u32 = 20;
 
+/// Lets all reads end when the test does, or the reader's threads would be waited for without end.
+struct Opened(Arc<Gate>);
+
+impl Deref for Opened {
+    type Target = Gate;
+
+    fn deref(&self) -> &Gate {
+        &self.0
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        self.0.open(1 << 20);
+    }
+}
+
 /// Two layers of twenty experts in sixteen slots, read by one thread: expert `n` of layer `l` is page `20 l + n`.
-fn store() -> (Experts, Arc<Gate>, Arc<Metrics>) {
+fn store() -> (Experts, Opened, Arc<Metrics>) {
     let (gate, metrics) = (Arc::<Gate>::default(), Metrics::new("0", "cpu"));
     let piece = |page: u32, len| Piece { file: 0, offset: u64::from(page) * 4096, len };
     let expert = |page| std::array::from_fn::<_, PIECES, _>(|part| piece(page, if part == 0 { 64 } else { 0 }));
     let map = ExpertMap { layers: [0, EXPERTS].map(|first| (first..first + EXPERTS).map(expert).collect()).into() };
     let options = Options { prefetch: Prefetch::On, threads: 1, ..Options::new(16) };
     let source = Box::new(Gated { gate: gate.clone(), broken: u64::MAX });
-    (Experts::with_source(source, map, options, metrics.clone()).unwrap(), gate, metrics)
+    (Experts::with_source(source, map, options, metrics.clone()).unwrap(), Opened(gate), metrics)
 }
 
 /// Takes all that was asked for of `layer`; each has its own bytes.

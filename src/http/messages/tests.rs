@@ -151,6 +151,8 @@ fn each_status_has_its_kind_of_error() {
         (ApiError::no_such_model("a", "b"), "not_found_error"),
         (ApiError::too_large(5), "request_too_large"),
         (ApiError::memory_in_use(), "overloaded_error"),
+        (crate::error::EngineError::TimedOut.into(), "timeout_error"),
+        (ApiError::failed("x"), "api_error"),
         (ApiError::invalid("x", "y"), "invalid_request_error"),
     ] {
         assert_eq!(super::super::answer::error(&wrong)["error"]["type"], kind);

@@ -14,8 +14,9 @@ use crate::{
 use serde::Serialize;
 use std::{fmt, path::Path};
 
-/// Tokens evaluated at once: their logits are all looked at.
-const ROWS: usize = 64;
+/// Tokens evaluated at once: all their logits are looked at, of two sequences at a time. As few as this, they take no more than
+/// what the plan leaves for the process itself.
+const ROWS: usize = 16;
 
 /// All of it; `--json` prints it as it is.
 #[derive(Debug, Serialize)]

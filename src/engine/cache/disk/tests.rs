@@ -75,6 +75,8 @@ fn what_was_kept_is_found_after_a_restart() {
     assert_eq!(found(&second, &ids), Some((ids.len(), Place::Disk)));
     assert_eq!(found(&second, &ids), Some((ids.len(), Place::Memory)));
     assert_eq!(found(&second, &ids[..ids.len() - 1]), Some((PAGE + 10, Place::Disk)));
+    // A prompt needs a token that is still to be computed.
+    assert_eq!(cache(Some(&storage)).deepest(&ids, 0).unwrap().0.len, PAGE + 10);
     assert_eq!(second.metrics.prompt_cache_disk_reads.get(), 2);
     // Nothing is written again.
     second.close();
@@ -260,6 +262,40 @@ fn a_directory_that_cannot_be_used_is_not_used() {
 }
 
 #[test]
+fn older_speeds_count_less() {
+    assert_eq!(mean(mean((0.0, 0.0), 100.0, Duration::from_secs(10)), 20.0, Duration::from_secs(4)), (100.0, 12.0));
+}
+
+#[test]
+fn a_full_disk_is_not_used_any_more() {
+    // A device that has no room for whatever is written to it.
+    let full = Path::new("/dev/full");
+    if !full.exists() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let ids = tokens(6, 2 * PAGE + 40);
+    let first = cache(Some(&storage(dir.path())));
+    put(&first, &ids[..30]);
+    while first.status().disk.unwrap().checkpoints == 0 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // The second page goes there.
+    let files_of = first.lock().disk.as_ref().unwrap().files.clone();
+    let page = files::page_name(&files_of.digests(&ids).0[1]);
+    std::os::unix::fs::symlink(full, files_of.dir().join(format!("{page}.unfinished"))).unwrap();
+    put(&first, &ids);
+    first.close();
+    assert_eq!(first.status().disk, None);
+    assert_eq!(found(&first, &ids), Some((ids.len(), Place::Memory)));
+    assert_eq!((files(dir.path(), "page").len(), files(dir.path(), "unfinished").len()), (1, 0));
+    // The next server has what was whole.
+    let second = cache(Some(&storage(dir.path())));
+    assert_eq!(found(&second, &ids), Some((30, Place::Disk)));
+    second.close();
+}
+
+#[test]
 fn what_is_slower_to_read_is_computed() {
     let dir = tempfile::tempdir().unwrap();
     let storage = storage(dir.path());
@@ -267,7 +303,8 @@ fn what_is_slower_to_read_is_computed() {
     put(&first, &tokens(1, 50));
     first.close();
     let second = cache(Some(&storage));
-    // To read 200 bytes takes eight seconds; to compute 50 tokens six, or ten.
+    assert!(second.deepest(&[tokens(1, 50), vec![0]].concat(), 50).is_none(), "as many tokens are there already");
+    // To read 200 bytes takes eight seconds; to compute 50 tokens six, or as long.
     let speeds = |seconds| {
         let mut inner = second.lock();
         let disk = inner.disk.as_mut().unwrap();
@@ -275,7 +312,7 @@ fn what_is_slower_to_read_is_computed() {
     };
     speeds(120.0);
     assert_eq!(found(&second, &tokens(1, 50)), None);
-    speeds(200.0);
+    speeds(160.0);
     assert_eq!(found(&second, &tokens(1, 50)), Some((50, Place::Disk)));
     second.close();
 }

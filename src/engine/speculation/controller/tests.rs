@@ -278,6 +278,10 @@ fn a_hopeless_probe_ends_after_two_cycles() {
         controller.cycles[0] = Some(1.7 / gain);
         assert_eq!(controller.rows(), rows, "gain {gain}, {left} cycles left");
     }
+    let mut controller = Controller::new(Speculate::Auto, 1);
+    (controller.mode, controller.plain) = (Mode::Probe { left: 1, rows: 2 }, Some(1.0));
+    (controller.accepted[0], controller.cycles[0]) = ([1.0, 2.0], Some(2.0));
+    assert_eq!((controller.best(true), controller.rows()), (Some((HOPELESS, 2)), 2), "not below it");
 }
 
 #[test]

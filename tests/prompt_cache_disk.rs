@@ -1,0 +1,174 @@
+//! The prompt cache's directory when it fails: a disk without room, a directory that nothing can be written to, files that are
+//! not what was written. Answers stay what they are, and the log has one line about it.
+
+#[path = "support/process.rs"]
+mod process;
+
+use process::{Process, agent};
+use serde_json::Value;
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_moestro");
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+
+/// A server, and the directory of its log.
+struct Server {
+    process: Process,
+    logs: tempfile::TempDir,
+}
+
+impl Server {
+    fn start(command: Command, checkpoints: &Path) -> Self {
+        let logs = tempfile::tempdir().unwrap();
+        let [dir, log_dir] = [checkpoints, logs.path()].map(|path| path.to_str().unwrap());
+        let args = ["--memory-limit", "300M", "--prompt-cache-dir", dir, "--log-dir", log_dir, DEMO];
+        Self { process: Process::spawn(command, &args), logs }
+    }
+
+    /// The text of an answer, and how many tokens of the prompt were known.
+    fn ask(&self, messages: &[Value]) -> (Value, u64) {
+        let answer = self.process.chat(messages);
+        let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        (answer["choices"].clone(), cached)
+    }
+
+    fn disk(&self) -> Value {
+        let health: Value = serde_json::from_str(&self.process.ask("GET", "/health", "")).unwrap();
+        health["prompt_cache"]["disk"].clone()
+    }
+
+    /// Waits until the disk's part of the cache is as it should be.
+    fn until(&self, right: impl Fn(&Value) -> bool) {
+        let begun = Instant::now();
+        while !right(&self.disk()) {
+            assert!(begun.elapsed() < Duration::from_secs(30), "{} {:?}", self.disk(), self.warnings());
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let files = fs::read_dir(self.logs.path()).unwrap().map(|entry| entry.unwrap().path());
+        let text: String = files.map(|path| fs::read_to_string(path).unwrap()).collect();
+        text.lines().filter(|line| line.contains(" WARN ") || line.contains("ERROR")).map(str::to_owned).collect()
+    }
+}
+
+/// The answers of a server that keeps nothing on the disk.
+fn answers(turns: &[Vec<Value>]) -> Vec<Value> {
+    let server = Process::start(&["--memory-limit", "300M", "--prompt-cache-dir", "off", DEMO]);
+    turns.iter().map(|messages| server.chat(messages)["choices"].clone()).collect()
+}
+
+#[test]
+fn a_disk_without_room_is_not_used_any_more() {
+    let (dir, turns) = (tempfile::tempdir().unwrap(), agent(3, true));
+    // No file may grow beyond 64 blocks: enough for the log, too little for a checkpoint.
+    let mut limited = Command::new("sh");
+    limited.args(["-c", r#"trap "" XFSZ; ulimit -f 64; exec "$0" "$@""#, BINARY]);
+    let server = Server::start(limited, dir.path());
+    assert!(server.disk().is_object(), "{:?}", server.warnings());
+    let expected = answers(&turns);
+    for (number, (messages, expected)) in turns.iter().zip(&expected).enumerate() {
+        let (answer, cached) = server.ask(messages);
+        assert_eq!(answer, *expected);
+        // Memory remembers as before.
+        assert_eq!(cached > 0, number > 0);
+        server.until(Value::is_null);
+    }
+    let warnings = server.warnings();
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert!(warnings[0].contains("checkpoints of prompts are not kept on the disk any more"), "{warnings:?}");
+    // Of what was begun nothing is left.
+    let names: Vec<PathBuf> = files(dir.path(), "");
+    assert!(names.iter().all(|path| !path.to_str().unwrap().ends_with("unfinished")), "{names:?}");
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_to_is_not_used() {
+    let (dir, turns) = (tempfile::tempdir().unwrap(), agent(2, true));
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o555)).unwrap();
+    let forbidden = match fs::create_dir(dir.path().join("tried")) {
+        Err(_) => dir.path(),
+        // Root may write wherever it is possible at all. It is not there.
+        Ok(()) => Path::new("/proc/self"),
+    };
+    let server = Server::start(Command::new(BINARY), forbidden);
+    assert!(server.disk().is_null());
+    for (messages, expected) in turns.iter().zip(answers(&turns)) {
+        assert_eq!(server.ask(messages).0, expected);
+    }
+    let warnings = server.warnings();
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert!(warnings[0].contains("no checkpoints of prompts are kept on the disk"), "{warnings:?}");
+}
+
+/// The files below `dir` whose names end so, the largest first.
+fn files(dir: &Path, ending: &str) -> Vec<PathBuf> {
+    let dirs = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let all = dirs.flat_map(|dir| fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()));
+    let mut all: Vec<PathBuf> = all.filter(|path| path.to_str().unwrap().ends_with(ending)).collect();
+    all.sort_by_key(|path| std::cmp::Reverse(path.metadata().unwrap().len()));
+    all
+}
+
+#[test]
+fn a_damaged_file_is_named_once_and_changes_no_answer() {
+    let turns = agent(3, true);
+    let messages = &turns[2];
+    let kept = tempfile::tempdir().unwrap();
+    let first = Server::start(Command::new(BINARY), kept.path());
+    let answer = first.process.chat(messages);
+    let (expected, prompt) = (&answer["choices"], answer["usage"]["prompt_tokens"].as_u64().unwrap());
+    let held = first.process.metric("moestro_prompt_cache_checkpoints{place=\"memory\"}");
+    assert!(held > 1);
+    first.until(|disk| disk["checkpoints"].as_u64() >= Some(held));
+    assert_eq!(first.warnings(), [""; 0]);
+    drop(first);
+    type Damage = fn(&mut Vec<u8>, &[u8]);
+    let damages: [(&str, Damage); 5] = [
+        ("cut off", |bytes, _| bytes.truncate(bytes.len() * 2 / 3)),
+        ("a bit of its states", |bytes, _| bytes[5000] ^= 4),
+        ("a bit of its end", |bytes, _| *bytes.last_mut().unwrap() ^= 1),
+        ("another model's", |bytes, _| bytes[10] ^= 1),
+        ("another prompt's", |bytes, other| *bytes = other.to_vec()),
+    ];
+    for (what, damage) in damages {
+        let dir = tempfile::tempdir().unwrap();
+        for path in files(kept.path(), "") {
+            let to = dir.path().join(path.strip_prefix(kept.path()).unwrap());
+            fs::create_dir_all(to.parent().unwrap()).unwrap();
+            fs::copy(path, to).unwrap();
+        }
+        let states = files(dir.path(), ".state");
+        let len = |path: &PathBuf| fs::metadata(path).unwrap().len();
+        let tokens = |path: &PathBuf| {
+            let name = path.file_name().unwrap().to_str().unwrap();
+            name.split('-').next().unwrap().parse::<u64>().unwrap()
+        };
+        // The one that the prompt would take; the one at the answer's end is longer.
+        let wanted = states.iter().filter(|path| tokens(path) < prompt).max_by_key(|path| tokens(path)).unwrap();
+        let other = states.iter().find(|path| len(path) != len(wanted)).unwrap();
+        let mut bytes = fs::read(wanted).unwrap();
+        damage(&mut bytes, &fs::read(other).unwrap());
+        fs::write(wanted, bytes).unwrap();
+        let second = Server::start(Command::new(BINARY), dir.path());
+        let (answer, cached) = second.ask(messages);
+        assert_eq!(answer, *expected, "{what}");
+        // It goes on from a shorter one.
+        assert!((1..tokens(wanted)).contains(&cached), "{what}: {cached} of {}", tokens(wanted));
+        let warnings = second.warnings();
+        assert_eq!(warnings.len(), 1, "{what}: {warnings:?}");
+        let name = wanted.file_name().unwrap().to_str().unwrap();
+        assert!(
+            warnings[0].contains(name) || warnings[0].contains("a checkpoint cannot be read"),
+            "{what}: {warnings:?}"
+        );
+    }
+}
