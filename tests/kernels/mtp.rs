@@ -99,12 +99,13 @@ fn block(model: &Qwen) -> Dflash {
 fn answers_are_the_same_with_drafts_and_without() {
     let dir = tempfile::tempdir().unwrap();
     with_head(dir.path());
-    let case = cases().swap_remove(1);
+    let cases = cases();
+    let (story, sum) = (&cases[0].prompt_ids, &cases[1]);
     let seeded = |temperature| Sampling { temperature, seed: Some(5), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.6, logit_bias: vec![(263, -5.0)], ..seeded(1.3) };
     // Said once already, so that there is something to look up.
-    let twice = [&case.prompt_ids[..], &case.greedy_ids[..], &case.prompt_ids].concat();
-    let asked = [(case.prompt_ids, seeded(1.3)), (twice.clone(), Sampling::greedy()), (twice, penal)];
+    let twice = [&sum.prompt_ids[..], &sum.greedy_ids[..], &sum.prompt_ids].concat();
+    let asked = [(story.clone(), seeded(1.3)), (twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(dir.path(), false), Box::new(Lookup), Speculate::Off, &asked);
     let kinds = ["mtp", "model", "dflash", "lookup"].into_iter().flat_map(|kind| [(kind, false), (kind, true)]);
     for (kind, streaming) in kinds.chain([("self", true)]) {
@@ -123,7 +124,6 @@ fn answers_are_the_same_with_drafts_and_without() {
             (drafted, accepted) = (drafted + timings.drafted_tokens, accepted + timings.accepted_tokens);
         }
         println!("{kind}, streaming {streaming}: {accepted} of {drafted} accepted");
-        // The head is right about all of these; the CPU's matrix of drafts has what it gets wrong.
-        assert!(0 < accepted && (accepted < drafted || kind == "mtp"), "{kind}: {accepted} of {drafted}");
+        assert!(0 < accepted && accepted < drafted, "{kind}: {accepted} of {drafted}");
     }
 }
