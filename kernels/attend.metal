@@ -5,20 +5,32 @@ struct AttendArgs {
   uint tokens, width, heads, kv_heads, dim;
   uint rotary;            // leading dimensions that are rotated, in pairs (j, j + rotary / 2)
   uint start, context;    // position of the first row; positions the cache has room for
-  uint splits;            // parts the positions are cut into, SPLIT each
+  uint splits;            // parts the positions of any row are cut into at most
   float eps, scale;
   uint room;              // few bits: positions of the ring of the newest
+  uint least;             // f32 and bf16: positions of a part, if no more than PARTS of them are needed
 };
 
-enum { SPLIT = 256, MOST_DIM = 256, TOGETHER = 4 };  // TOGETHER: positions whose scores are waited for at once
+// SPLIT: positions of a part with few bits. TOGETHER: waited for at once. AHEAD: asked for; more would drive out what others need.
+enum { SPLIT = 256, PARTS = 512, MOST_DIM = 256, TOGETHER = 4, AHEAD = 8 };
+
+// Positions of a part for a query at `position`: few enough to fill the device, and so many that PARTS of them will do.
+FN uint part_of(CONSTANT AttendArgs& a, uint position) {
+  uint size = a.least;
+  while (position / size >= PARTS) size *= 2;
+  return size;
+}
 
 FN float bf16_(uint h) { return as_type<float>(h << 16); }
 FN uint to_bf16(float x) {
   const uint u = as_type<uint>(x);
   return (u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 64u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
 }
-FN float get(DEVICE const float* p, ulong i) { return p[i]; }
-FN float get(DEVICE const ushort* p, ulong i) { return bf16_(p[i]); }
+FN void get4(DEVICE const float* p, ulong i, THREAD float* v) {
+  const float4 q = *(DEVICE const float4*)(p + i);
+  v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
+}
+FN void get4(DEVICE const ushort* p, ulong i, THREAD float* v) { UNROLL for (uint n = 0; n < 4; n++) v[n] = bf16_(p[i + n]); }
 FN void put(DEVICE float* p, ulong i, float x) { p[i] = x; }
 FN void put(DEVICE ushort* p, ulong i, float x) { p[i] = ushort(to_bf16(x)); }
 
@@ -55,92 +67,142 @@ FN void place(CONSTANT AttendArgs& a, DEVICE const float* proj, DEVICE const flo
   }
 }
 
-// One part of the positions for all query heads of a kv head: softmax over it, unnormalised. A simdgroup is a query head;
-// they read the same keys at about the same time. `parts` [tokens, heads, splits, dim + 2]: the sum, then its largest score
-// and its denominator. Where a part begins depends on nothing but the position, so a row's bytes do not depend on its
-// company. Grid (splits, kv heads, tokens), 32 * heads / kv_heads threads.
-template <class T, uint COLUMNS>
-FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-             DEVICE float* parts PLACE) {
-  const uint token = tgid.z, head = tgid.y * (a.heads / a.kv_heads) + sg;
-  const uint seen = a.start + token + 1, first = tgid.x * SPLIT, end = min(first + SPLIT, seen);
-  float query[COLUMNS], sum[COLUMNS];
-  UNROLL for (uint j = 0; j < COLUMNS; j++) {
-    const uint i = lane + 32 * j;
-    query[j] = i < a.dim ? q[(ulong(token) * a.heads + head) * a.dim + i] * a.scale : 0.0f;
-    sum[j] = 0;
-  }
-  float largest = -as_type<float>(0x7f7fffffu), total = 0;
-  for (uint block = first; block < end; block += TOGETHER) {
-    float score[TOGETHER], next = largest;
-    UNROLL for (uint n = 0; n < TOGETHER; n++) {
-      const ulong at = (ulong(tgid.y) * a.context + min(block + n, end - 1)) * a.dim;
-      score[n] = 0;
-      UNROLL for (uint j = 0; j < COLUMNS; j++) {
-        const uint i = lane + 32 * j;
-        if (i < a.dim) score[n] = fma(query[j], get(keys, at + i), score[n]);
-      }
-    }
-    UNROLL for (uint n = 0; n < TOGETHER; n++) {
-      score[n] = SIMD_SUM(score[n]);
-      if (block + n < end) next = max(next, score[n]);
-    }
-    const float old = exp(largest - next);
-    largest = next;
-    total *= old;
-    UNROLL for (uint j = 0; j < COLUMNS; j++) sum[j] *= old;
-    UNROLL for (uint n = 0; n < TOGETHER; n++) {
-      const ulong at = (ulong(tgid.y) * a.context + min(block + n, end - 1)) * a.dim;
-      const float now = block + n < end ? exp(score[n] - next) : 0.0f;
-      total += now;
-      UNROLL for (uint j = 0; j < COLUMNS; j++) {
-        const uint i = lane + 32 * j;
-        if (i < a.dim) sum[j] = fma(now, get(values, at + i), sum[j]);
-      }
-    }
-  }
-  DEVICE float* out = parts + ((ulong(token) * a.heads + head) * a.splits + tgid.x) * (a.dim + 2);
-  UNROLL for (uint j = 0; j < COLUMNS; j++) {
-    const uint i = lane + 32 * j;
-    if (i < a.dim) out[i] = sum[j];
-  }
-  if (lane == 0) out[a.dim] = largest, out[a.dim + 1] = total;
+// Asks for TOGETHER positions from `p`.
+template <class T> FN void ask(DEVICE const T* keys, DEVICE const T* values, uint p, uint end, uint dim) {
+  const uint bytes = min(uint(TOGETHER), end - p) * dim * sizeof(T);
+  PREFETCH(keys + ulong(p) * dim, bytes);
+  PREFETCH(values + ulong(p) * dim, bytes);
 }
 
-// Joins the parts, divides, and applies the gate. Grid (heads, tokens), 128 threads.
-KERNEL(attend_join, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
-  const uint head = tgid.x, token = tgid.y, splits = (a.start + token) / SPLIT + 1;
-  DEVICE const float* from = parts + (ulong(token) * a.heads + head) * a.splits * (a.dim + 2);
-  DEVICE const float* gate = proj + ulong(token) * a.width + head * 2 * a.dim + a.dim;
-  float largest = from[a.dim], total = 0;
-  for (uint s = 1; s < splits; s++) largest = max(largest, from[s * (a.dim + 2) + a.dim]);
-  for (uint s = 0; s < splits; s++) {
-    DEVICE const float* p = from + s * (a.dim + 2);
-    total = fma(p[a.dim + 1], exp(p[a.dim] - largest), total);
-  }
-  for (uint i = tid; i < a.dim; i += 128) {
-    float sum = 0;
-    for (uint s = 0; s < splits; s++) {
-      DEVICE const float* p = from + s * (a.dim + 2);
-      sum = fma(p[i], exp(p[a.dim] - largest), sum);
+// One part of the positions for all query heads of a kv head: softmax over it, unnormalised. A simdgroup has HEADS query heads;
+// all of them read the same keys at about the same time. `parts` [tokens, heads, splits, dim + 2]: the sum, then its largest score
+// and its denominator. Where a part begins depends on nothing but the query's position, so a row's bytes do not depend on its
+// company. Grid (splits, kv heads, tokens), 32 threads for each two heads of a kv head, or each one where they are odd.
+template <class T, uint COLUMNS, uint HEADS>
+FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
+             DEVICE float* parts PLACE) {
+  const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, token = tgid.z, head = tgid.y * groups + sg * HEADS;
+  const uint seen = a.start + token + 1, size = part_of(a, a.start + token), first = tgid.x * size, end = min(first + size, seen);
+  DEVICE const T* from = keys + ulong(tgid.y) * a.context * a.dim;
+  DEVICE const T* back = values + ulong(tgid.y) * a.context * a.dim;
+  for (uint p = first + sg * TOGETHER; p < min(first + AHEAD, end); p += simds * TOGETHER) ask(from, back, p, end, a.dim);
+  AWAIT();
+  float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {}, largest[HEADS], total[HEADS] = {};
+  UNROLL for (uint h = 0; h < HEADS; h++) {
+    largest[h] = -as_type<float>(0x7f7fffffu);
+    UNROLL for (uint j = 0; j < COLUMNS; j++) {
+      const uint i = 4 * lane + j / 4 * 128 + j % 4;
+      query[h * COLUMNS + j] = i < a.dim ? q[(ulong(token) * a.heads + head + h) * a.dim + i] * a.scale : 0.0f;
     }
-    y[(ulong(token) * a.heads + head) * a.dim + i] = sum / total * (1.0f / (1.0f + exp(-gate[i])));
   }
+  for (uint block = first; block < end; block += TOGETHER) {
+    if ((block - first) / TOGETHER % simds == sg && block + AHEAD < end) ask(from, back, block + AHEAD, end, a.dim);
+    float score[HEADS * TOGETHER] = {};
+    UNROLL for (uint n = 0; n < TOGETHER; n++) {
+      const ulong at = ulong(min(block + n, end - 1)) * a.dim;
+      UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
+        const uint i = 4 * lane + j * 32;
+        float key[4] = {};
+        if (i < a.dim) get4(from, at + i, key);
+        UNROLL for (uint h = 0; h < HEADS; h++)
+          UNROLL for (uint m = 0; m < 4; m++)
+            score[h * TOGETHER + n] = fma(query[h * COLUMNS + j + m], key[m], score[h * TOGETHER + n]);
+      }
+    }
+    UNROLL for (uint h = 0; h < HEADS; h++) {
+      float next = largest[h];
+      UNROLL for (uint n = 0; n < TOGETHER; n++) {
+        score[h * TOGETHER + n] = SIMD_SUM(score[h * TOGETHER + n]);
+        if (block + n < end) next = max(next, score[h * TOGETHER + n]);
+      }
+      const float old = exp(largest[h] - next);
+      largest[h] = next;
+      total[h] *= old;
+      UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= old;
+      UNROLL for (uint n = 0; n < TOGETHER; n++) {
+        score[h * TOGETHER + n] = block + n < end ? exp(score[h * TOGETHER + n] - next) : 0.0f;
+        total[h] += score[h * TOGETHER + n];
+      }
+    }
+    UNROLL for (uint n = 0; n < TOGETHER; n++) {
+      const ulong at = ulong(min(block + n, end - 1)) * a.dim;
+      UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
+        const uint i = 4 * lane + j * 32;
+        float value[4] = {};
+        if (i < a.dim) get4(back, at + i, value);
+        UNROLL for (uint h = 0; h < HEADS; h++)
+          UNROLL for (uint m = 0; m < 4; m++)
+            sum[h * COLUMNS + j + m] = fma(score[h * TOGETHER + n], value[m], sum[h * COLUMNS + j + m]);
+      }
+    }
+  }
+  UNROLL for (uint h = 0; h < HEADS; h++) {
+    DEVICE float* out = parts + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (a.dim + 2);
+    UNROLL for (uint j = 0; j < COLUMNS; j++) {
+      const uint i = 4 * lane + j / 4 * 128 + j % 4;
+      if (i < a.dim) out[i] = sum[h * COLUMNS + j];
+    }
+    if (lane == 0) out[a.dim] = largest[h], out[a.dim + 1] = total[h];
+  }
+}
+
+// Joins the parts, divides, and applies the gate. Grid (heads, tokens, ceil(dim / 32)), 128 threads: a lane has a column, a
+// simdgroup every fourth part.
+KERNEL(attend_join, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
+  SHARED(float, by, PARTS);
+  SHARED(float, mine, 128);
+  SHARED(float, most, 8);
+  AWAIT();
+  const uint head = tgid.x, token = tgid.y, splits = (a.start + token) / part_of(a, a.start + token) + 1;
+  const uint row = a.dim + 2, i = tgid.z * 32 + lane;
+  DEVICE const float* from = parts + (ulong(token) * a.heads + head) * a.splits * row;
+  float largest = -as_type<float>(0x7f7fffffu), total = 0;
+  for (uint s = tid; s < splits; s += 128) largest = max(largest, from[s * row + a.dim]);
+  largest = SIMD_MAX(largest);
+  if (lane == 0) most[sg] = largest;
+  BARRIER();
+  largest = max(max(most[0], most[1]), max(most[2], most[3]));
+  for (uint s = tid; s < splits; s += 128) {
+    by[s] = exp(from[s * row + a.dim] - largest);
+    total = fma(from[s * row + a.dim + 1], by[s], total);
+  }
+  total = SIMD_SUM(total);
+  if (lane == 0) most[4 + sg] = total;
+  BARRIER();
+  float sum = 0;
+  if (i < a.dim) {
+    uint s = sg;
+    for (; s + 28 < splits; s += 32) {
+      float v[8];
+      UNROLL for (uint n = 0; n < 8; n++) v[n] = from[(s + 4 * n) * row + i];
+      UNROLL for (uint n = 0; n < 8; n++) sum = fma(v[n], by[s + 4 * n], sum);
+    }
+    for (; s < splits; s += 4) sum = fma(from[s * row + i], by[s], sum);
+  }
+  mine[tid] = sum;
+  BARRIER();
+  if (sg != 0 || i >= a.dim) return;
+  sum = mine[lane] + mine[32 + lane] + mine[64 + lane] + mine[96 + lane];
+  const float gate = proj[ulong(token) * a.width + head * 2 * a.dim + a.dim + i];
+  y[(ulong(token) * a.heads + head) * a.dim + i] = sum / (most[4] + most[5] + most[6] + most[7]) * (1.0f / (1.0f + exp(-gate)));
 }
 
 #define ATTEND(suffix, T)                                                                                              \
   KERNEL(attend_place##suffix, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
          IN(float, turn, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7)) {                                   \
     SHARED(float, x, MOST_DIM);                                                                                        \
+    AWAIT();                                                                                                           \
     place<T>(a, proj, q_norm, k_norm, turn, q, keys, values, x HERE);                                                  \
   }                                                                                                                    \
   KERNEL(attend_128##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
          OUT(float, parts, 4)) {                                                                                       \
-    part<T, 4>(a, q, keys, values, parts HERE);                                                                        \
+    if (a.heads / a.kv_heads % 2 == 0) part<T, 4, 2>(a, q, keys, values, parts HERE);                                  \
+    else part<T, 4, 1>(a, q, keys, values, parts HERE);                                                                \
   }                                                                                                                    \
   KERNEL(attend_256##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
          OUT(float, parts, 4)) {                                                                                       \
-    part<T, 8>(a, q, keys, values, parts HERE);                                                                        \
+    if (a.heads / a.kv_heads % 2 == 0) part<T, 8, 2>(a, q, keys, values, parts HERE);                                  \
+    else part<T, 8, 1>(a, q, keys, values, parts HERE);                                                                \
   }
 
 ATTEND(, float)
@@ -292,6 +354,7 @@ FN void part_few(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uch
 // As `attend_join`; the result is turned back before the gate. Grid (heads, tokens), 128 threads.
 KERNEL(attend_join_few, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
   SHARED(float, x, MOST_DIM);
+  AWAIT();
   const uint head = tgid.x, token = tgid.y, splits = 1 + (rounded_until(a.start + token) + SPLIT - 1) / SPLIT;
   DEVICE const float* from = parts + (ulong(token) * a.heads + head) * a.splits * (a.dim + 2);
   DEVICE const float* gate = proj + ulong(token) * a.width + head * 2 * a.dim + a.dim;
@@ -319,14 +382,17 @@ KERNEL(attend_join_few, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts
          IN(float, turn, 4), OUT(float, q, 5), OUT(uchar, keys, 6), OUT(uchar, values, 7), OUT(float, new_keys, 8),    \
          OUT(float, new_values, 9)) {                                                                                  \
     SHARED(float, x, MOST_DIM);                                                                                        \
+    AWAIT();                                                                                                           \
     place_few<BITS>(a, proj, q_norm, k_norm, turn, q, keys, values, new_keys, new_values, x HERE);                     \
   }                                                                                                                    \
   KERNEL(attend_128_q##BITS, ARGS(AttendArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3),           \
          IN(float, new_keys, 4), IN(float, new_values, 5), OUT(float, parts, 6)) {                                     \
+    AWAIT();                                                                                                           \
     part_few<BITS, 4>(a, q, keys, values, new_keys, new_values, parts HERE);                                           \
   }                                                                                                                    \
   KERNEL(attend_256_q##BITS, ARGS(AttendArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3),           \
          IN(float, new_keys, 4), IN(float, new_values, 5), OUT(float, parts, 6)) {                                     \
+    AWAIT();                                                                                                           \
     part_few<BITS, 8>(a, q, keys, values, new_keys, new_values, parts HERE);                                           \
   }
 

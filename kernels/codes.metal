@@ -149,6 +149,16 @@ FN void load_rows(Bytes w, uint rows, uint cols, uint row, uint c, THREAD Rows<B
   }
 }
 
+// Asks for COUNT rows from `row` of a matrix with codes of BITS bits in groups of 64: a simdgroup that walks through them a few
+// columns at a time would wait for memory again and again.
+template <uint COUNT> FN void prefetch_rows(Bytes w, uint bits, uint rows, uint cols, uint row) {
+  if (row >= rows) return;
+  const uint count = min(COUNT, rows - row), codes = cols / 8 * bits, scales = cols / 64 * 2;
+  PREFETCH(w.codes + row * codes, count * codes);
+  PREFETCH(w.scales + row * scales, count * scales);
+  PREFETCH(w.biases + row * scales, count * scales);
+}
+
 // acc[r] += row r times v, which scale_x4 has scaled if codes have 4 bits; `sum` is that of v before.
 template <uint BITS, uint COUNT>
 FN void add_rows(THREAD const Rows<BITS, COUNT>& w, THREAD const float* v, float sum, THREAD float* acc) {
@@ -172,4 +182,48 @@ FN float load16(DEVICE const float* x, THREAD float* v) {
     v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
   }
   return sum16(v);
+}
+
+// Activations in threadgroup memory, for products of 128 threads. Where a lane loads its chunk from memory, the lanes' accesses lie
+// 64 bytes apart: four times the accesses, and every simdgroup would make them again. So the threadgroup loads STAGED chunks side by
+// side (of all its rows together); the four quarters of a chunk lie 32 quarters apart, as lanes read them.
+enum { STAGED = 256 };
+
+FN uint quarter_at(uint c, uint i) { return c / 32 * 128 + i * 32 + c % 32; }
+
+// `count` chunks of x, times w with NORM; the squares of x are added to *squares.
+template <bool NORM>
+FN void stage(DEVICE const float* x, DEVICE const float* w, uint count, THREADGROUP float4* room, THREAD float* squares PLACE) {
+  for (uint i = tid; i < count * 4; i += 128) {
+    float4 v = ((DEVICE const float4*)x)[i];
+    if (NORM) {
+      const float4 u = ((DEVICE const float4*)w)[i];
+      *squares = fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, *squares))));
+      v.x *= u.x, v.y *= u.y, v.z *= u.z, v.w *= u.w;
+    }
+    room[quarter_at(i / 4, i % 4)] = v;
+  }
+}
+
+FN void load_staged(THREADGROUP const float4* room, uint c, THREAD float* v) {
+  UNROLL for (uint i = 0; i < 4; i++) {
+    const float4 q = room[quarter_at(c, i)];
+    v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
+  }
+}
+
+// Each chunk's sum, and scale_x4 for codes of 4 bits.
+template <uint BITS> FN void sum_staged(uint count, THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
+  for (uint c = tid; c < count; c += 128) {
+    float v[16];
+    load_staged(room, c, v);
+    sums[c] = sum16(v);
+    if (BITS != 4) continue;
+    scale_x4(v);
+    UNROLL for (uint i = 0; i < 4; i++) {
+      float4 q;
+      q.x = v[4 * i], q.y = v[4 * i + 1], q.z = v[4 * i + 2], q.w = v[4 * i + 3];
+      room[quarter_at(c, i)] = q;
+    }
+  }
 }

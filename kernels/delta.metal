@@ -37,6 +37,9 @@ KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, past, 2), IN(floa
   const uint channels = keys * a.dk + a.value_heads * a.dv;
   const uint first = head < keys ? head * a.dk : keys * a.dk + (head - keys) * a.dv;
   const uint size = head < keys ? a.dk : a.dv;
+  PREFETCH(taps + sg * channels + first, size * 4);
+  if (sg < 3) PREFETCH(state + sg * channels + first, size * 4);
+  AWAIT();
   for (uint t = begin; t < end; t++) {
     float squares = 0;
     for (uint i = tid; i < size; i += 128) {
@@ -125,6 +128,9 @@ FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float
 #define DELTA(name, COLUMNS)                                                                                                 \
   KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, past_proj, 3), IN(float, past_mixed, 4), \
          IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, state, 7), OUT(float, out, 8)) {                             \
+    const uint row = (tgid.x * 4 + sg) * STATES;                                                                             \
+    if (row < a.dv) PREFETCH(state + (ulong(tgid.y) * a.dv + row) * a.dk, min(uint(STATES), a.dv - row) * a.dk * 4);         \
+    AWAIT();                                                                                                                 \
     step<COLUMNS>(a, proj, mixed, past_proj, past_mixed, decay, dt_bias, state, out HERE);                                   \
   }
 

@@ -3,7 +3,7 @@
 // "not in this launch": hits run first, misses when they have been read.
 //
 //   experts_up         act[place] = silu(Gate x) * (Up x)              grid (ceil(inner / 8), k + 1, tokens), 128 threads
-//   experts_down       h[token] += sum over ranks of weight * Down act  grid (ceil(hidden / 16), tokens), (k + 1) * 32 threads
+//   experts_down       h[token] += sum over ranks of weight * Down act  grid (ceil(hidden / 8), tokens), (k + 1) * 32 threads
 //   experts_up_rows, experts_down_rows   rows grouped by expert: a job is {slot, first, count} of `order`, a list of places
 //   experts_combine    h[token] += sum over ranks of weight * out[place]
 //
@@ -12,7 +12,7 @@
 
 enum : uint { NONE = 0xffffffffu };
 enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 4 };  // rows at once; simdgroups; places at once
-enum { DOWN_PARTS = 4 };                                             // times DOWN_ROWS rows of a threadgroup's experts_down
+enum { DOWN_PARTS = 2 };                                             // times DOWN_ROWS rows of a threadgroup's experts_down
 
 struct ExpertsArgs {
   uint hidden, inner, k, tokens;
@@ -66,6 +66,34 @@ FN void rows_fast(THREAD const Bytes* w, uint rows, uint cols, uint row, uint st
   }
 }
 
+// Rows `row`.. of w[0] and w[1], COUNT of each, times the row of x that 128 threads stage.
+template <uint COUNT>
+FN void rows_staged(THREAD const Bytes* w, uint rows, uint cols, uint row, DEVICE const float* x, THREAD float* acc,
+                    THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
+  const uint chunks = cols / 16;
+  Rows<4, COUNT> next;
+  if (lane < chunks) load_rows(w[0], rows, cols, row, lane, next);
+  for (uint begin = 0; begin < chunks; begin += STAGED) {
+    const uint count = min(uint(STAGED), chunks - begin);
+    if (begin > 0) BARRIER();  // before the chunks in front are overwritten
+    stage<false>(x + begin * 16, x, count, room, acc HERE);
+    BARRIER();
+    sum_staged<4>(count, room, sums HERE);
+    BARRIER();
+    for (uint i = lane; i < count; i += 32) {
+      const uint c = begin + i;
+      float v[16];
+      load_staged(room, i, v);
+      UNROLL for (uint j = 0; j < 2; j++) {
+        const Rows<4, COUNT> now = next;
+        if (j == 0) load_rows(w[1], rows, cols, row, c, next);
+        else if (c + 32 < chunks) load_rows(w[0], rows, cols, row, c + 32, next);
+        add_rows(now, v, sums[i], acc + j * COUNT);
+      }
+    }
+  }
+}
+
 // One part of the same for any encoding.
 template <uint COUNT, uint TOKENS>
 FN void rows_any(CONSTANT Matrix& m, Bytes w, uint cols, uint row, DEVICE const float* x, THREAD const ulong* from,
@@ -87,10 +115,10 @@ FN void rows_any(CONSTANT Matrix& m, Bytes w, uint cols, uint row, DEVICE const 
   }
 }
 
-// TOKENS places (count of them real) of one expert: rows `row`.. of gate and up, then SwiGLU.
-template <uint TOKENS, bool ANY>
-FN void up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* place,
-           THREAD const uint* token, uint count, DEVICE const float* x, DEVICE float* act PLACE) {
+// TOKENS places (count of them real) of one expert: rows `row`.. of gate and up, then SwiGLU. A single one is STAGED in `room`.
+template <uint TOKENS, bool ANY, bool ALONE>
+FN void up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* place, THREAD const uint* token,
+           uint count, DEVICE const float* x, DEVICE float* act, THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
   const Bytes w[2] = {piece(a, expert, 0), piece(a, expert, 1)};
   float acc[2 * TOKENS * UP_ROWS];  // gates, then values
   ulong from[TOKENS];
@@ -99,6 +127,8 @@ FN void up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD
   if (ANY) {
     rows_any<UP_ROWS, TOKENS>(a.gate, w[0], a.hidden, row, x, from, acc HERE);
     rows_any<UP_ROWS, TOKENS>(a.up, w[1], a.hidden, row, x, from, acc + TOKENS * UP_ROWS HERE);
+  } else if (ALONE) {
+    rows_staged<UP_ROWS>(w, a.inner, a.hidden, row, x + from[0], acc, room, sums HERE);
   } else {
     rows_fast<2, UP_ROWS, TOKENS>(w, a.inner, a.hidden, row, 0, x, from, acc HERE);
   }
@@ -119,15 +149,19 @@ FN void up_shared(CONSTANT ExpertsArgs& a, uint token, DEVICE const float* score
 template <bool ANY>
 FN void up_places(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const float* scores, DEVICE const uint* slots,
                   DEVICE float* act, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
-                  DEVICE const uchar* slab3 PLACE) {
+                  DEVICE const uchar* slab3, THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
   if (tgid.y == a.k) {
     if (tgid.x == 0) up_shared(a, tgid.z, scores, act HERE);
     return;
   }
-  const uint token = tgid.z, place = token * a.k + tgid.y, slot = slots[place];
+  const uint token = tgid.z, place = token * a.k + tgid.y, slot = slots[place], row = (tgid.x * UP_GROUPS + sg) * UP_ROWS;
   if (slot == NONE) return;
   DEVICE const uchar* expert = slot_at(a, slot, slab0, slab1, slab2, slab3);
-  up<1, ANY>(a, expert, (tgid.x * UP_GROUPS + sg) * UP_ROWS, &place, &token, 1, x, act HERE);
+  if (!ANY) {
+    prefetch_rows<UP_ROWS>(piece(a, expert, 0), 4, a.inner, a.hidden, row);
+    prefetch_rows<UP_ROWS>(piece(a, expert, 1), 4, a.inner, a.hidden, row);
+  }
+  up<1, ANY, true>(a, expert, row, &place, &token, 1, x, act, room, sums HERE);
 }
 
 // Rows of the sum over ranks of weight * Down act: a simdgroup a rank.
@@ -136,6 +170,16 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
              DEVICE float* h, Bytes shared, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
              DEVICE const uchar* slab3, THREADGROUP float* part PLACE) {
   const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
+  if (!ANY && sg < ranks) {
+    // The slots were written before the launch in front of this one, if by the device: this is only for what is asked in advance.
+    const uint slot = sg < a.k ? PEEK(slots + token * a.k + sg) : NONE;
+    if (sg == a.k) prefetch_rows<DOWN_PARTS * DOWN_ROWS>(shared, 4, a.hidden, a.shared_inner, row);
+    else if (slot < 4 * a.slots) {
+      const Bytes w = piece(a, slot_at(a, slot, slab0, slab1, slab2, slab3), 2);
+      prefetch_rows<DOWN_PARTS * DOWN_ROWS>(w, 4, a.hidden, a.inner, row);
+    }
+  }
+  AWAIT();
   float acc[DOWN_PARTS * DOWN_ROWS], weight = 0;
   UNROLL for (uint r = 0; r < count; r++) acc[r] = 0;
   if (sg < ranks) {
@@ -148,7 +192,7 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
       UNROLL for (uint j = 0; j < DOWN_PARTS; j++)
         rows_any<DOWN_ROWS, 1>(sg < a.k ? a.down : a.shared, w, cols, row + j * DOWN_ROWS, act, &from, acc + j * DOWN_ROWS HERE);
     } else {
-      const Bytes same[DOWN_PARTS] = {w, w, w, w};
+      const Bytes same[DOWN_PARTS] = {w, w};
       rows_fast<DOWN_PARTS, DOWN_ROWS, 1>(same, a.hidden, cols, row, DOWN_ROWS, act, &from, acc HERE);
     }
   }
@@ -177,7 +221,7 @@ FN void up_rows(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const uin
     uint place[JOB_TOKENS], token[JOB_TOKENS];
     places_of(job, order, done, place);
     UNROLL for (uint t = 0; t < JOB_TOKENS; t++) token[t] = place[t] / a.k;
-    up<JOB_TOKENS, ANY>(a, expert, (tgid.x * UP_GROUPS + sg) * UP_ROWS, place, token, job[2] - done, x, act HERE);
+    up<JOB_TOKENS, ANY, false>(a, expert, (tgid.x * UP_GROUPS + sg) * UP_ROWS, place, token, job[2] - done, x, act, 0, 0 HERE);
   }
 }
 
@@ -254,7 +298,10 @@ FN void down_half(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
 #define EXPERTS(suffix, ANY)                                                                                             \
   KERNEL(experts_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),            \
          OUT(float, act, 4), SLABS(5)) {                                                                                 \
-    up_places<ANY>(a, x, scores, slots, act, slab0, slab1, slab2, slab3 HERE);                                           \
+    SHARED(float4, room, ANY ? 1 : STAGED * 4);                                                                          \
+    SHARED(float, sums, ANY ? 1 : STAGED);                                                                               \
+    AWAIT();                                                                                                             \
+    up_places<ANY>(a, x, scores, slots, act, slab0, slab1, slab2, slab3, room, sums HERE);                               \
   }                                                                                                                      \
   KERNEL(experts_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),       \
          OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), SLABS(8)) {                                \
@@ -264,10 +311,12 @@ FN void down_half(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
   }                                                                                                                      \
   KERNEL(experts_up_rows##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),          \
          OUT(float, act, 4), SLABS(5)) {                                                                                 \
+    AWAIT();                                                                                                             \
     up_rows<ANY>(a, x, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3 HERE);                                  \
   }                                                                                                                      \
   KERNEL(experts_down_rows##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
          OUT(float, out, 4), SLABS(5)) {                                                                                 \
+    AWAIT();                                                                                                             \
     down_rows<ANY>(a, act, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3 HERE);                              \
   }
 
@@ -279,11 +328,13 @@ EXPERTS(_any, true)
   KERNEL(experts_up_half##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),          \
          IN(uint, order, 4), OUT(float, act, 5), SLABS(6)) {                                                             \
     SHARED(uint4, room, Room<JOB_TILES>::SIZE);                                                                          \
+    AWAIT();                                                                                                             \
     up_half<ANY>(a, x, scale, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3, room HERE);                     \
   }                                                                                                                      \
   KERNEL(experts_down_half##suffix, ARGS(ExpertsArgs, a), IN(uint, act, 1), IN(float, scale, 2), IN(uint, jobs, 3),      \
          IN(uint, order, 4), OUT(float, out, 5), SLABS(6)) {                                                             \
     SHARED(uint4, room, Room<JOB_TILES>::SIZE);                                                                          \
+    AWAIT();                                                                                                             \
     down_half<ANY>(a, act, scale, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3, room HERE);                 \
   }
 
@@ -293,6 +344,7 @@ EXPERTS_HALF(_any, true)
 
 // Grid (ceil(hidden / 128), tokens), 128 threads. The shared expert's rows stand in `shared`, one a token.
 KERNEL(experts_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2), IN(float, weights, 3), OUT(float, h, 4)) {
+  AWAIT();
   const uint i = tgid.x * 128 + tid, token = tgid.y;
   if (i >= a.hidden) return;
   float sum = 0;
@@ -306,6 +358,7 @@ KERNEL(experts_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, share
 struct SwigluArgs { uint inner, width, at; };
 
 KERNEL(swiglu, ARGS(SwigluArgs, a), IN(float, scores, 1), OUT(float, act, 2)) {
+  AWAIT();
   const uint i = tgid.x * 128 + tid;
   if (i >= a.inner) return;
   DEVICE const float* from = scores + ulong(tgid.y) * a.width + a.at;

@@ -1,11 +1,12 @@
 // y = x W^T for up to four matrices that share x: their rows follow one another in y. One launch projects q, k and v, or
 // the router's scores beside the shared expert's gate and up.
 //
-// Optionally x is RMS-normed on the way (each simdgroup finds the norm itself: cheaper than a launch), the normed rows are
+// Optionally x is RMS-normed on the way (each threadgroup finds the norm itself: cheaper than a launch), the normed rows are
 // kept for whoever needs them next, or the product is added to y. A row's result does not depend on how many rows of x
 // there are: verification gives the bytes that decoding gives.
 //
-// Grid: (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16)); 128 threads.
+// Grid: (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) if there are FEW); 128 threads. The
+// shared expert's down, which is neither normed nor added, is summed as experts_down does it.
 
 struct LinearArgs {
   uint tokens, cols, width;   // rows of x, their length, the length of a row of y
@@ -15,18 +16,9 @@ struct LinearArgs {
 };
 
 enum { ROWS = 4, BLOCK = 16 };  // rows of a weight that a simdgroup has, and a threadgroup
+enum { FEW = 4096 };            // up to so many rows in a launch, a threadgroup's simdgroups share ROWS rows: each has every fourth 32 chunks
 
-// Sixteen values of x * w (or of x), and their sum; the squares of x are added to *squares.
-template <bool NORM> FN float load_fast(DEVICE const float* x, DEVICE const float* w, THREAD float* v, THREAD float* squares) {
-  const float sum = load16(x, v);
-  if (!NORM) return sum;
-  float u[16];
-  load16(w, u);
-  UNROLL for (uint i = 0; i < 16; i++) *squares = fma(v[i], v[i], *squares), v[i] *= u[i];
-  return sum16(v);
-}
-
-// The same for a row of any length, with zeros past its end.
+// Chunk `c` of x * w (or of x), and its sum; zeros past the end of the row.
 template <bool NORM> FN float load_any(DEVICE const float* x, DEVICE const float* w, uint c, uint cols, THREAD float* v) {
   UNROLL for (uint i = 0; i < 16; i++) {
     const uint at = c * 16 + i;
@@ -41,22 +33,34 @@ FN float squares_any(DEVICE const float* x, uint c, uint cols) {
 }
 
 // One lane's share of ROWS rows of W (from `row`; rows past the last repeat it) times TOKENS rows of x (from `first`), in
-// acc[t * ROWS..], and of the squares of the latter.
+// acc[t * ROWS..], and this thread's of the squares of the latter.
 template <uint TOKENS, bool NORM, uint BITS>
 FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
-                     DEVICE const float* w, Bytes bytes, THREAD float* acc, THREAD float* squares PLACE) {
-  const uint chunks = a.cols / 16;
+                     DEVICE const float* w, Bytes bytes, bool few, THREAD float* acc, THREAD float* squares,
+                     THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
+  const uint chunks = a.cols / 16, step = few ? 128 : 32;
+  uint c = few ? tid : lane;
   Rows<BITS, ROWS> next;
-  if (lane < chunks) load_rows(bytes, m.rows, a.cols, row, lane, next);
-  for (uint c = lane; c < chunks; c += 32) {
-    const Rows<BITS, ROWS> now = next;
-    if (c + 32 < chunks) load_rows(bytes, m.rows, a.cols, row, c + 32, next);
+  if (c < chunks) load_rows(bytes, m.rows, a.cols, row, c, next);
+  const uint most = STAGED / TOKENS;
+  for (uint begin = 0; begin < chunks; begin += most) {
+    const uint count = min(most, chunks - begin);
+    if (begin > 0) BARRIER();  // before the chunks in front are overwritten
     UNROLL for (uint t = 0; t < TOKENS; t++) {
-      float v[16];
-      const ulong from = ulong(min(first + t, a.tokens - 1)) * a.cols + c * 16;
-      const float sum = load_fast<NORM>(x + from, w + c * 16, v, squares + t);
-      if (BITS == 4) scale_x4(v);
-      add_rows(now, v, sum, acc + t * ROWS);
+      const ulong from = ulong(min(first + t, a.tokens - 1)) * a.cols + begin * 16;
+      stage<NORM>(x + from, w + begin * 16, count, room + t * most * 4, squares + t HERE);
+    }
+    BARRIER();
+    UNROLL for (uint t = 0; t < TOKENS; t++) sum_staged<BITS>(count, room + t * most * 4, sums + t * most HERE);
+    BARRIER();
+    for (; c < begin + count; c += step) {
+      const Rows<BITS, ROWS> now = next;
+      if (c + step < chunks) load_rows(bytes, m.rows, a.cols, row, c + step, next);
+      UNROLL for (uint t = 0; t < TOKENS; t++) {
+        float v[16];
+        load_staged(room + t * most * 4, c - begin, v);
+        add_rows(now, v, sums[t * most + c - begin], acc + t * ROWS);
+      }
     }
   }
 }
@@ -86,20 +90,39 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
 }
 
 template <uint TOKENS, bool NORM, bool ANY>
-FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block, DEVICE const float* x,
-               DEVICE const float* w, DEVICE float* y, DEVICE float* kept, Bytes bytes PLACE) {
-  const uint first = tgid.x * TOKENS, row = block * BLOCK + sg * ROWS;
+FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, DEVICE const float* x, DEVICE const float* w,
+               DEVICE float* y, DEVICE float* kept, Bytes bytes, bool few, THREADGROUP float4* room, THREADGROUP float* sums,
+               THREADGROUP float* part PLACE) {
+  const uint first = tgid.x * TOKENS;
   float squares[TOKENS], acc[TOKENS * ROWS];
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
   if (ANY) partial_any<TOKENS, NORM>(m, a, row, first, x, w, bytes, acc, squares HERE);
-  else if (m.format == 4) partial_fast<TOKENS, NORM, 4>(m, a, row, first, x, w, bytes, acc, squares HERE);
-  else partial_fast<TOKENS, NORM, 8>(m, a, row, first, x, w, bytes, acc, squares HERE);
+  else if (m.format == 4) partial_fast<TOKENS, NORM, 4>(m, a, row, first, x, w, bytes, few, acc, squares, room, sums HERE);
+  else partial_fast<TOKENS, NORM, 8>(m, a, row, first, x, w, bytes, few, acc, squares, room, sums HERE);
+  if (NORM) {
+    UNROLL for (uint t = 0; t < TOKENS; t++) {
+      squares[t] = SIMD_SUM(squares[t]);
+      if (ANY) continue;  // each simdgroup has gone over the whole row
+      if (lane == 0) part[t * 4 + sg] = squares[t];
+    }
+    BARRIER();
+    UNROLL for (uint t = 0; t < TOKENS; t++)
+      if (!ANY) squares[t] = part[t * 4] + part[t * 4 + 1] + part[t * 4 + 2] + part[t * 4 + 3];
+  }
+  UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = SIMD_SUM(acc[i]);
+  if (few) {
+    BARRIER();
+    UNROLL for (uint i = 0; i < TOKENS * ROWS; i++)
+      if (lane == 0) sums[i * 4 + sg] = acc[i];
+    BARRIER();
+    UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = sums[i * 4] + sums[i * 4 + 1] + sums[i * 4 + 2] + sums[i * 4 + 3];
+  }
   UNROLL for (uint t = 0; t < TOKENS; t++) {
-    const float scale = NORM ? 1.0f / sqrt(SIMD_SUM(squares[t]) / float(a.cols) + a.eps) : 1.0f;
+    const float scale = NORM ? 1.0f / sqrt(squares[t] / float(a.cols) + a.eps) : 1.0f;
     UNROLL for (uint r = 0; r < ROWS; r++) {
-      const float sum = SIMD_SUM(acc[t * ROWS + r]) * scale;
-      if (lane == 0 && row + r < m.rows && first + t < a.tokens) {
+      const float sum = acc[t * ROWS + r] * scale;
+      if (lane == 0 && (!few || sg == 0) && row + r < m.rows && first + t < a.tokens) {
         DEVICE float* out = y + ulong(first + t) * a.width + start + row + r;
         *out = a.add != 0 ? *out + sum : sum;
       }
@@ -123,16 +146,29 @@ FN uint find(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREAD uint*
   return i;
 }
 
+FN bool is_few(CONSTANT LinearArgs& a) {
+  uint rows = 0;
+  for (uint i = 0; i < a.matrices; i++) rows += a.m[i].rows;
+  return rows <= FEW;
+}
+
 #define LINEAR(name, TOKENS, NORM, ANY)                                                                               \
   KERNEL(name, ARGS(LinearArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), OUT(float, kept, 4),          \
          IN(uchar, c0, 5), IN(uchar, s0, 6), IN(uchar, b0, 7), IN(uchar, c1, 8), IN(uchar, s1, 9), IN(uchar, b1, 10), \
          IN(uchar, c2, 11), IN(uchar, s2, 12), IN(uchar, b2, 13), IN(uchar, c3, 14), IN(uchar, s3, 15),               \
          IN(uchar, b3, 16)) {                                                                                         \
     uint block = tgid.y, start = 0;                                                                                   \
-    const uint i = find(a, BLOCK, &block, &start);                                                                    \
+    SHARED(float4, room, ANY ? 1 : STAGED * 4);                                                                       \
+    SHARED(float, sums, ANY ? 1 : STAGED);                                                                            \
+    SHARED(float, part, TOKENS * 4);                                                                                  \
+    const bool few = !ANY && (NORM || a.add != 0) && is_few(a);                                                       \
+    const uint size = few ? ROWS : BLOCK, i = find(a, size, &block, &start), row = block * size + (few ? 0 : sg * ROWS); \
     const Bytes bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,  \
                          i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                               \
-    linear<TOKENS, NORM, ANY>(a, a.m[i], start, block, x, w, y, kept, bytes HERE);                                    \
+    if (few) prefetch_rows<1>(bytes, a.m[i].format, a.m[i].rows, a.cols, row + sg);                                   \
+    else if (!ANY) prefetch_rows<ROWS>(bytes, a.m[i].format, a.m[i].rows, a.cols, row);                               \
+    AWAIT();                                                                                                          \
+    linear<TOKENS, NORM, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, few, room, sums, part HERE);               \
   }
 
 LINEAR(linear_1, 1, false, false)
@@ -173,6 +209,7 @@ FN void gemm(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block,
          IN(uchar, s0, 5), IN(uchar, b0, 6), IN(uchar, c1, 7), IN(uchar, s1, 8), IN(uchar, b1, 9), IN(uchar, c2, 10), \
          IN(uchar, s2, 11), IN(uchar, b2, 12), IN(uchar, c3, 13), IN(uchar, s3, 14), IN(uchar, b3, 15)) {             \
     SHARED(uint4, room, Room<GEMM_TILES>::SIZE);                                                                      \
+    AWAIT();                                                                                                          \
     uint block = tgid.y, start = 0;                                                                                   \
     const uint i = find(a, WIDE, &block, &start);                                                                     \
     const Bytes bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,  \

@@ -5,6 +5,7 @@ struct NormArgs { uint rows, cols, width, gate_at; float eps; };
 // y = x / rms(x) * w. Grid (rows), 256 threads.
 KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3)) {
   SHARED(float, part, 8);
+  AWAIT();
   const ulong from = ulong(tgid.x) * a.cols;
   float squares = 0;
   for (uint i = tid; i < a.cols; i += 256) squares = fma(x[from + i], x[from + i], squares);
@@ -20,6 +21,7 @@ KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float,
 // The delta net's output: y = x / rms(x) * w * silu(z), a head at a time; z stands `gate_at` in rows of `width`, and a row
 // of them belongs to `rows` heads. Grid (ceil(heads / 4), tokens), 128 threads: a simdgroup a head.
 KERNEL(gated_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {
+  AWAIT();
   const uint head = tgid.x * 4 + sg;
   if (head >= a.rows) return;
   const ulong from = (ulong(tgid.y) * a.rows + head) * a.cols;
@@ -39,6 +41,7 @@ struct HalfArgs { uint cols, stride, pitch, normed, keep, listed; float eps; };
 KERNEL(half_rows, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uint, list, 3), OUT(uint, y, 4), OUT(float, scale, 5),
        OUT(float, kept, 6)) {
   SHARED(float, part, 8);
+  AWAIT();
   const uint row = a.listed != 0 ? list[tgid.x] : tgid.x;
   DEVICE const float* from = x + ulong(row) * a.stride;
   float squares = 0, most = 0;

@@ -3,43 +3,51 @@
 // Ties go to the lower id. Chosen ids become slots through `table` where every expert is resident, so the CPU need not know.
 // Weight k of a token is the shared expert's: sigmoid of its gate, which stands `gate_at` in the row of scores.
 //
-// Grid (tokens), 32 threads.
-
-enum { MOST_EXPERTS = 1024 };
+// At most 1024 experts, 31 a token. Grid (tokens), 32 threads.
 
 struct RouteArgs { uint experts, k, width, gate_at, shared, renormalise; };
 
-KERNEL(route, ARGS(RouteArgs, a), IN(float, scores, 1), IN(uint, table, 2), OUT(uint, ids, 3), OUT(uint, slots, 4),
-       OUT(float, weights, 5)) {
-  SHARED(float, score, MOST_EXPERTS);
-  const uint token = tgid.x;
-  DEVICE const float* row = scores + ulong(token) * a.width;
-  for (uint e = lane; e < a.experts; e += 32) score[e] = row[e];  // each lane reads back only what it wrote
-  float best0 = 0, sum = 0;
+// Lane l has the scores of experts l, l + 32, ...: COLUMNS of them.
+template <uint COLUMNS>
+FN void choose(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE const uint* table, DEVICE uint* ids, DEVICE uint* slots,
+               DEVICE float* weights PLACE) {
+  const float none = -as_type<float>(0x7f800000u), gate = a.shared != 0 ? row[a.gate_at] : 0.0f;
+  float score[COLUMNS];
+  UNROLL for (uint j = 0; j < COLUMNS; j++) score[j] = lane + 32 * j < a.experts ? row[lane + 32 * j] : none;
+  float first = 0, sum = 0, mine = 0;
+  uint chosen = 0;
   for (uint rank = 0; rank < a.k; rank++) {
-    float best = -as_type<float>(0x7f800000u);
+    float best = none;
     uint id = a.experts - 1;
-    for (uint e = lane; e < a.experts; e += 32)
-      if (score[e] > best) best = score[e], id = e;
+    UNROLL for (uint j = 0; j < COLUMNS; j++)
+      if (score[j] > best) best = score[j], id = lane + 32 * j;
     const float top = SIMD_MAX(best);
     id = SIMD_MIN(best == top ? id : 0xffffffffu);
     id = min(id, a.experts - 1);  // NaN scores choose something that exists
-    if (id % 32 == lane) score[id] = -as_type<float>(0x7f800000u);
-    if (rank == 0) best0 = top;
-    const float w = exp(top - best0);
+    UNROLL for (uint j = 0; j < COLUMNS; j++)
+      if (lane + 32 * j == id) score[j] = none;
+    if (rank == 0) first = top;
+    const float w = exp(top - first);
     sum += w;
-    if (lane == 0) {
-      ids[token * a.k + rank] = id;
-      slots[token * a.k + rank] = table[id];
-      weights[token * (a.k + 1) + rank] = w;
-    }
+    if (lane == rank) mine = w, chosen = id;
   }
   if (a.renormalise == 0) {
     sum = 0;
-    for (uint e = lane; e < a.experts; e += 32) sum += exp(row[e] - best0);
+    for (uint e = lane; e < a.experts; e += 32) sum += exp(row[e] - first);
     sum = SIMD_SUM(sum);
   }
-  if (lane != 0) return;
-  for (uint rank = 0; rank < a.k; rank++) weights[token * (a.k + 1) + rank] /= sum;
-  weights[token * (a.k + 1) + a.k] = a.shared != 0 ? 1.0f / (1.0f + exp(-row[a.gate_at])) : 0.0f;
+  if (lane < a.k) ids[lane] = chosen, slots[lane] = table[chosen], weights[lane] = mine / sum;
+  if (lane == 0) weights[a.k] = a.shared != 0 ? 1.0f / (1.0f + exp(-gate)) : 0.0f;
+}
+
+KERNEL(route, ARGS(RouteArgs, a), IN(float, scores, 1), IN(uint, table, 2), OUT(uint, ids, 3), OUT(uint, slots, 4),
+       OUT(float, weights, 5)) {
+  PREFETCH(table, a.experts * 4);
+  AWAIT();
+  DEVICE const float* row = scores + ulong(tgid.x) * a.width;
+  DEVICE uint* to = ids + tgid.x * a.k;
+  DEVICE float* weight = weights + tgid.x * (a.k + 1);
+  if (a.experts <= 256) choose<8>(a, row, table, to, slots + tgid.x * a.k, weight HERE);
+  else if (a.experts <= 512) choose<16>(a, row, table, to, slots + tgid.x * a.k, weight HERE);
+  else choose<32>(a, row, table, to, slots + tgid.x * a.k, weight HERE);
 }

@@ -13,6 +13,7 @@ FN void row_values(CONSTANT Matrix& m, uint cols, uint row, uint c, DEVICE const
 // h[token] = row ids[token]. Grid (ceil(cols / 512), tokens), 32 threads.
 KERNEL(embed, ARGS(WeightsArgs, a), IN(uint, ids, 1), IN(uchar, codes, 2), IN(uchar, scales, 3), IN(uchar, biases, 4),
        OUT(float, h, 5)) {
+  AWAIT();
   const uint c = tgid.x * 32 + lane;
   if (c * 16 >= a.cols) return;
   float v[16];
@@ -23,6 +24,7 @@ KERNEL(embed, ARGS(WeightsArgs, a), IN(uint, ids, 1), IN(uchar, codes, 2), IN(uc
 
 // All rows as `real` (f16 or f32). Grid (ceil(cols / 512), rows), 32 threads.
 KERNEL(dequantise, ARGS(WeightsArgs, a), IN(uchar, codes, 1), IN(uchar, scales, 2), IN(uchar, biases, 3), OUT(uchar, out, 4)) {
+  AWAIT();
   const uint c = tgid.x * 32 + lane;
   if (c * 16 >= a.cols) return;
   float v[16];

@@ -4,7 +4,8 @@
 #
 #   tests/gpu.sh                          builds what it runs
 #   MOESTRO=... KERNELS=... tests/gpu.sh  runs binaries built elsewhere: moestro, and the test program `kernels`
-#   LIKE=35b LAYERS=8 tests/gpu.sh        also writes such a checkpoint (to $TMPDIR) and measures it beside the CPU
+#   LIKE=35b LAYERS=8 tests/gpu.sh        also writes such a checkpoint (to $TMPDIR) and measures it beside the CPU: resident, after
+#                                         DEEP tokens (none), and streamed within each of LIMITS
 #   SANITIZER=compute-sanitizer tests/gpu.sh  also runs one answer under it (CUDA)
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -46,8 +47,14 @@ if [ -n "${LIKE:-}" ]; then
   step synth "$MOESTRO" synth --like "$LIKE" --layers "${LAYERS:-8}" --seed 3 "$model"
   for where in "$device" cpu; do
     step "speed, resident, $where" bench "$model" --device "$where" --stream-experts off
-    step "speed, streaming, $where" bench "$model" --device "$where" --stream-experts on --memory-limit "${LIMIT:-3GiB}" --cold
+    for limit in ${LIMITS:-3GiB}; do
+      step "speed, $limit, $where" bench "$model" --device "$where" --stream-experts on --memory-limit "$limit" --cold
+    done
   done
+  if [ -n "${DEEP:-}" ]; then
+    step "speed after $DEEP, $device" "$MOESTRO" bench "$model" --device "$device" --stream-experts off --ctx-size $((DEEP + 512)) \
+      --prompt-tokens "$DEEP" --gen-tokens 128 --repeat 1
+  fi
 fi
 if [ -n "${SANITIZER:-}" ]; then
   step sanitizer "$SANITIZER" --error-exitcode 9 "$MOESTRO" generate --device "$device" --prompt 'What is 12+7?'

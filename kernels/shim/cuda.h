@@ -21,6 +21,15 @@ typedef unsigned long long ulong;
 #define tid threadIdx.x
 #define lane (threadIdx.x % 32u)
 #define sg (threadIdx.x / 32u)
+// In a graph, a launch may begin before the one in front of it has ended. It waits here until that has, and what it wrote is there; then
+// the next one may begin. So two at most are under way, and all that was written before them is there from the start.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define AWAIT() asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory")
+#else
+#define AWAIT() ((void)0)
+#endif
+#define PREFETCH(p, bytes) prefetch(p, bytes)
+#define PEEK(p) peek(p)
 // A conversion has an eighth of the rate of an addition: 2^23 + q has q's bits as its last ones, and loses 2^23 exactly.
 #define MASKED(q, mask) masked(q, mask)
 #define BARRIER() __syncthreads()
@@ -32,6 +41,16 @@ template <class To, class From> FN To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
   union { From from; To to; } bits = {from};
   return bits.to;
+}
+// Into the second cache, a line a lane.
+FN void prefetch(const void* p, uint bytes) {
+  for (uint at = lane * 128u; at < bytes; at += 4096u)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"((const uchar*)p + at));
+}
+FN uint peek(const uint* p) {
+  uint value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
 }
 FN float masked(uint q, uint mask) {
   uint bits;

@@ -55,6 +55,9 @@ template <class To, class From> To as_type(From from) {
 #define tid (host::group->now)
 #define lane (host::group->now % 32u)
 #define sg (host::group->now / 32u)
+#define AWAIT() (host::now().awaited = true)
+#define PREFETCH(p, bytes) host::touch(p, bytes)
+#define PEEK(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
 #define BARRIER() host::meet(host::Whole, __LINE__, 0)
 #define SIMD_SUM(x) host::reduce(host::Sum, __LINE__, x)
@@ -77,6 +80,7 @@ struct Thread {
   State state = Ready;
   int site = 0;
   uint operand = 0;
+  bool awaited = false;  // it has come to AWAIT
 };
 struct Group {
   uint3 id;
@@ -86,6 +90,15 @@ struct Group {
 };
 inline Group* group;
 inline const std::function<void()>* body;
+
+inline Thread& now() { return group->threads[group->now]; }
+
+// What is asked for in advance is there.
+inline void touch(const void* p, uint bytes) {
+  volatile uchar seen = 0;
+  if (bytes > 0) seen = *(const volatile uchar*)p, seen = ((const volatile uchar*)p)[bytes - 1];
+  (void)seen;
+}
 
 [[noreturn]] inline void die(const char* what, uint a, uint b) {
   const Thread &x = group->threads[a], &y = group->threads[b];
@@ -148,8 +161,8 @@ inline void run_group(uint3 id, uint count, bool backwards) {
   group->id = id;
   for (uint i = 0; i < count; i++) {
     Thread& t = group->threads[i];
-    t.state = Ready, t.site = 0;
-    start(t.fiber, [] { (*body)(); group->threads[group->now].state = Done; }, i);
+    t.state = Ready, t.site = 0, t.awaited = false;
+    start(t.fiber, [] { (*body)(); now().state = Done; }, i);
   }
   for (bool over = false; !over;) {
     for (uint s = 0; s < count; s += 32) run_simd(backwards ? count - 32 - s : s, backwards);
@@ -159,6 +172,8 @@ inline void run_group(uint3 id, uint count, bool backwards) {
         a.state == Done ? die("divergent barrier", s, 0) : die("divergent barrier", 0, s);
     }
     over = group->threads[0].state == Done;
+    for (uint i = 0; over && i < count; i++)
+      if (!group->threads[i].awaited) die("a launch that does not wait", i, 0);
     if (!over) for (Thread& t : group->threads) t.state = Ready;
   }
   for (auto& array : group->arrays) free(array.second);

@@ -25,6 +25,9 @@ typedef __attribute__((ext_vector_type(4))) float float4;
 #define KERNEL(name, ...)                                       \
   void name(__VA_ARGS__, uint3 tgid, uint tid, uint lane, uint sg); \
   void name(__VA_ARGS__, uint3 tgid, uint tid, uint lane, uint sg)
+#define AWAIT() ((void)0)
+#define PREFETCH(p, bytes) ((void)(p), (void)(bytes))
+#define PEEK(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
 #define BARRIER() lint_barrier()
 #define SIMD_SUM(x) simd_sum(x)

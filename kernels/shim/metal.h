@@ -22,6 +22,10 @@ using namespace metal;
                    uint tid [[thread_index_in_threadgroup]],    \
                    uint lane [[thread_index_in_simdgroup]],     \
                    uint sg [[simdgroup_index_in_threadgroup]])
+// Launches that may not overlap are kept apart by barriers.
+#define AWAIT() ((void)0)
+#define PREFETCH(p, bytes) ((void)(p), (void)(bytes))
+#define PEEK(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define SIMD_SUM(x) simd_sum(x)

@@ -5,10 +5,12 @@
 //! again, of the ranges that [`Driver::landed`] names; so a slab's bytes cross the bus once, and not with every launch.
 //!
 //! Everything goes to one stream, which executes launches and copies one after another: barriers and the fence have nothing to
-//! do, and a launch may run as soon as it is encoded. Command buffers are only the places where an event is recorded.
+//! do. The launches of a command buffer are handed over with it, as a graph if the same ones were seen before.
 //!
 //! CUDA does not forgive. After a launch that failed, each call fails until the process ends: there is no starting anew.
 
+mod graph;
+mod launch;
 mod library;
 mod line;
 mod memory;
@@ -18,12 +20,13 @@ use cudarc::driver::{
     result::{self, DriverError},
     sys::{self, CUdevice_attribute, CUdeviceptr, CUresult, CUstream},
 };
+use graph::Graphs;
+use launch::{Launch, MOST_ARGUMENTS, MOST_BUFFERS};
 use library::Library;
 use line::Line;
-use memory::Memory;
+use memory::{Memory, Pinned};
 use std::{
     collections::BTreeMap,
-    ffi::c_void,
     mem,
     ops::Range,
     ptr,
@@ -32,9 +35,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Words of arguments, and buffers, that a launch has at most.
-const MOST_ARGUMENTS: usize = 128;
-const MOST_BUFFERS: usize = 31;
 /// A wait that has ceased to spin looks again after so long.
 const NAP: Duration = Duration::from_micros(50);
 /// The kernels need Ampere's reductions over a warp.
@@ -51,6 +51,9 @@ pub struct Cuda {
     free: usize,
     memory: BTreeMap<u32, Memory>,
     line: Line,
+    graphs: Graphs,
+    /// What is read back comes through here.
+    pinned: Pinned,
 }
 
 // SAFETY: CUDA's handles may be used from any thread on which their context is current, which each call here sees to.
@@ -59,6 +62,21 @@ unsafe impl Send for Cuda {}
 fn told(error: DriverError) -> DeviceError {
     let text = error.error_string().ok().and_then(|text| text.to_str().ok());
     DeviceError(text.map_or_else(|| format!("CUDA error {:?}", error.0), |text| format!("CUDA: {text}")))
+}
+
+/// Launches of a command buffer.
+#[derive(Default)]
+pub struct Launches(Vec<Launch>);
+
+// SAFETY: a kernel's function may be used from any thread on which its context is current.
+unsafe impl Send for Launches {}
+
+/// The driver's version as a number: 12030 is that of CUDA 12.3.
+fn version() -> i32 {
+    let mut version = 0;
+    // SAFETY: it writes one number.
+    let _ = unsafe { sys::cuDriverGetVersion(&mut version) };
+    version
 }
 
 fn refuse<T>(why: impl Into<String>) -> Result<T, DeviceError> {
@@ -102,7 +120,8 @@ impl Cuda {
         // SAFETY: the device is there; the context is released once, when this goes.
         let context = unsafe { result::primary_ctx::retain(device) }.map_err(told)?;
         let (stream, line, memory) = (ptr::null_mut(), Line::default(), BTreeMap::new());
-        let mut new = Self { name, device, context, stream, library, free: 0, memory, line };
+        let (graphs, pinned) = (Graphs::new(version(), capability), Pinned::default());
+        let mut new = Self { name, device, context, stream, library, free: 0, memory, line, graphs, pinned };
         new.current()?;
         new.stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(told)?;
         new.free = result::mem_get_info().map_err(told)?.0;
@@ -125,7 +144,8 @@ impl Cuda {
 }
 
 impl Driver for Cuda {
-    type Open = ();
+    /// Launches that were not handed over yet.
+    type Open = Launches;
     /// The event's value.
     type Committed = u64;
 
@@ -185,8 +205,10 @@ impl Driver for Cuda {
         }
     }
 
-    fn landed(&mut self, _: &mut (), region: Region) -> Result<(), DeviceError> {
+    fn landed(&mut self, open: &mut Launches, region: Region) -> Result<(), DeviceError> {
         self.current()?;
+        // The copy is behind them.
+        open.0.drain(..).try_for_each(|launch| launch.run(self.stream)).map_err(told)?;
         match self.memory.get_mut(&region.buffer) {
             Some(memory) => memory.fetch(region, self.stream),
             None => refuse(format!("{region:?}: there is no such memory")),
@@ -203,60 +225,59 @@ impl Driver for Cuda {
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.current()?;
         let len = bytes.len().min(region.len);
-        // SAFETY: in bounds (the queue has looked), and waited for below.
+        let from = self.address(region)?;
+        let bytes = &mut bytes[..len];
+        let staged = self.pinned.room(len);
+        // SAFETY: in bounds (the queue has looked), and waited for.
         unsafe {
-            result::memcpy_dtoh_async(&mut bytes[..len], self.address(region)?, self.stream).map_err(told)?;
-            result::stream::synchronize(self.stream).map_err(told)
+            match staged {
+                Some(staged) => {
+                    result::memcpy_dtoh_async(staged, from, self.stream).map_err(told)?;
+                    result::stream::synchronize(self.stream).map_err(told)?;
+                    bytes.copy_from_slice(staged);
+                    Ok(())
+                }
+                None => {
+                    result::memcpy_dtoh_async(bytes, from, self.stream).map_err(told)?;
+                    result::stream::synchronize(self.stream).map_err(told)
+                }
+            }
         }
     }
 
-    fn begin(&mut self, _: bool) -> Result<(), DeviceError> {
+    fn begin(&mut self, _: bool) -> Result<Launches, DeviceError> {
         self.current()?;
         // SAFETY: the stream is there. What fails here was broken before.
         match unsafe { sys::cuStreamQuery(self.stream) } {
-            CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NOT_READY => Ok(()),
+            CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NOT_READY => Ok(Launches::default()),
             error => Err(told(DriverError(error))),
         }
     }
 
-    fn barrier(&mut self, _: &mut ()) {}
+    fn barrier(&mut self, _: &mut Launches) {}
 
-    fn launch(&mut self, _: &mut (), dispatch: &Dispatch) -> Result<(), DeviceError> {
+    fn launch(&mut self, open: &mut Launches, dispatch: &Dispatch) -> Result<(), DeviceError> {
         self.current()?;
         let Dispatch { kernel, args, bindings, grid, threads } = dispatch;
         if args.len() > MOST_ARGUMENTS || bindings.len() > MOST_BUFFERS {
             return refuse(format!("{kernel}: {} words and {} buffers", args.len(), bindings.len()));
         }
-        // The driver copies as much as the kernel's parameters take: past the words there must be something to copy.
-        let mut words = [0u32; MOST_ARGUMENTS];
-        words[..args.len()].copy_from_slice(args);
-        let mut addresses: [CUdeviceptr; MOST_BUFFERS] = [0; MOST_BUFFERS];
-        for (address, binding) in addresses.iter_mut().zip(bindings) {
-            *address = self.address(binding.region)?;
-        }
-        let mut parameters = [ptr::null_mut::<c_void>(); MOST_BUFFERS + 1];
-        parameters[0] = words.as_mut_ptr().cast();
-        for (parameter, address) in parameters[1..].iter_mut().zip(&mut addresses) {
-            *parameter = ptr::from_mut(address).cast();
-        }
+        let addresses = bindings.iter().map(|binding| self.address(binding.region)).collect::<Result<_, _>>()?;
         let function = self.library.kernel(kernel)?.function;
-        let [width, height, depth] = *grid;
-        // SAFETY: the kernel's parameters are copied before the call returns; the memory lives until the card is done, since the
-        // queue frees none before.
-        unsafe {
-            let (grid, block) = ((width, height, depth), (*threads, 1, 1));
-            result::launch_kernel(function, grid, block, 0, self.stream, &mut parameters)
-        }
-        .map_err(|error| DeviceError(format!("{kernel}: {}", told(error))))
+        open.0.push(Launch { function, args: args.clone(), addresses, grid: *grid, threads: *threads });
+        Ok(())
     }
 
-    fn provoke(&mut self, _: &mut ()) -> Result<(), DeviceError> {
+    fn provoke(&mut self, _: &mut Launches) -> Result<(), DeviceError> {
         refuse("CUDA does not recover from an error")
     }
 
-    fn commit(&mut self, (): (), value: u64) -> u64 {
-        // If this fails, the event fails, too.
+    fn commit(&mut self, open: Launches, value: u64) -> u64 {
+        // If this fails, the rest fails, too.
         let _ = self.current();
+        if let Err(error) = self.graphs.submit(open.0, self.stream) {
+            self.line.fail(error);
+        }
         self.line.mark(value, self.stream);
         value
     }
@@ -297,7 +318,9 @@ impl Drop for Cuda {
         if self.current().is_err() {
             return self.leak();
         }
+        self.graphs.clear();
         self.memory.clear();
+        self.pinned.clear();
         self.library.unload();
         self.line.clear();
         // SAFETY: both were made here and are given back once. What the driver objects to no longer matters.

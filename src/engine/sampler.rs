@@ -207,7 +207,10 @@ fn peak(logits: &[f32]) -> f32 {
 /// The largest logit's id, the lowest of several; `None` if all are impossible.
 pub fn argmax(logits: &[f32]) -> Option<u32> {
     let peak = peak(logits);
-    let place = logits.iter().position(|&logit| logit == peak)?;
+    // A block at a time, in registers, then within it.
+    let has = |block: &[f32]| block.iter().fold(false, |any, &logit| any | (logit == peak));
+    let block = logits.chunks(64).position(has)? * 64;
+    let place = block + logits[block..].iter().position(|&logit| logit == peak)?;
     (peak > f32::NEG_INFINITY).then_some(place as u32)
 }
 

@@ -66,8 +66,7 @@ impl Buffers {
             }
         };
         let partials = limits.partials.map_or(0, |(together, most)| {
-            // With few bits, the newest positions are a part of their own.
-            let row = heads.heads * (context.div_ceil(crate::ops::attend::SPLIT) + 1) * (heads.dim + 2) * 4;
+            let row = heads.heads * crate::ops::attend::most_parts(context) * (heads.dim + 2) * 4;
             (together * row).min(most.max(row)) / 4
         });
         // The rows of a product, and of the experts' activations.

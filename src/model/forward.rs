@@ -118,6 +118,7 @@ impl Pass<'_> {
     /// [`Pass::layers`] behind the embedding.
     pub fn walk(&mut self, state: &mut [LayerState], marks: &[usize], mark: &mut Marked<'_>) -> Result<(), ModelError> {
         let (net, b, tokens) = (self.net, self.b, self.tokens);
+        let (mut flush, mut next) = (self.limits.flush, self.limits.flush);
         for (index, (layer, state)) in net.layers.iter().zip(state).enumerate() {
             match (&layer.mixer, state) {
                 (Mixer::Attention(attention), LayerState::Attention(cache)) => {
@@ -137,10 +138,13 @@ impl Pass<'_> {
                 }
             }
             self.tapped.leave(&mut *self.run, index, b.h, tokens, self.config.hidden)?;
-            // A GPU begins while the CPU still encodes, where no layer waits for it.
+            // A GPU begins while the CPU still encodes, where no layer waits for it. What is handed over at once is computed with
+            // fewer pauses.
             let waits = self.experts.is_some_and(|experts| !experts.is_resident());
-            if !waits && (index + 1).is_multiple_of(self.limits.flush) {
+            if !waits && index + 1 == next {
                 self.run.flush()?;
+                flush *= 2;
+                next += flush;
             }
         }
         Ok(())

@@ -1,6 +1,10 @@
 //! A GPU: operations become launches, in order.
 
-use super::{CacheFormat, Experts, Halves, Limits, Mixture, NONE, Op, Part, Run, Which, experts::Jobs};
+use super::{
+    CacheFormat, Experts, Halves, Limits, Mixture, NONE, Op, Part, Run, Which,
+    attend::{ANSWER, PROMPT},
+    experts::Jobs,
+};
 use crate::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
@@ -20,7 +24,7 @@ pub const fn limits(working_set: Option<u64>) -> Limits {
         by_place: 1,
         half: true,
         waits: true,
-        flush: 4,
+        flush: 2,
         cache: CacheFormat::F32,
         partials: Some((ATTENDED, PARTIALS)),
         working_set,
@@ -207,8 +211,8 @@ impl<G: Gpu> Run for OnGpu<G> {
                 Some(part) => refuse(format!("a matrix at byte {} of the trunk", part.offset)),
                 None => Ok(()),
             },
-            Part::Heads(shape) if shape.dim > 256 || shape.heads > 32 * shape.kv_heads => {
-                refuse(format!("on a GPU, heads are at most 256 and 32 share a key, not {shape:?}"))
+            Part::Heads(shape) if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads => {
+                refuse(format!("on a GPU, heads are multiples of 4, at most 256, and 32 share a key, not {shape:?}"))
             }
             Part::Delta(shape, taps) if taps != 4 || shape.dk > 256 => {
                 refuse(format!("on a GPU, convolutions have 4 taps and key heads at most 256, not {taps}, {shape:?}"))
@@ -229,7 +233,10 @@ impl<G: Gpu> Run for OnGpu<G> {
             Op::Conv(op) => self.launch(op.dispatch()),
             Op::DeltaRule(op) => self.all(op.dispatches()),
             Op::CacheWrite(op) => self.launch(op.dispatch()),
-            Op::Attend(op) => self.all(op.dispatches(ATTENDED).flatten()),
+            Op::Attend(op) => {
+                let least = if self.half.is_some() { PROMPT } else { ANSWER };
+                self.all(op.dispatches(ATTENDED, least).flatten())
+            }
             Op::Mlp(op) => match self.half {
                 Some(half) => self.all(op.halves(half.x)),
                 None => self.all(op.dispatches()),

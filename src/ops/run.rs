@@ -123,7 +123,7 @@ pub struct Limits {
     pub half: bool,
     /// Reading back costs a wait: what is read together is computed together.
     pub waits: bool,
-    /// Layers between two flushes when nothing waits.
+    /// Layers in front of the first flush when nothing waits; each further flush comes after twice as many as the one before.
     pub flush: usize,
     pub cache: CacheFormat,
     /// Rows whose attention one launch computes at most, and the bytes its partial results may take; `None` where they are

@@ -41,6 +41,9 @@ fn faults_are_caught() {
         ("races", "a race"),
         ("races_across_threadgroups", "a race"),
         ("shifts_too_far", "shift exponent"),
+        ("does_not_wait", "a launch that does not wait"),
+        ("some_do_not_wait", "a launch that does not wait"),
+        ("asks_for_too_much", "heap-buffer-overflow"),
         ("no_such_kernel", "there is no kernel"),
     ] {
         let fault = outcome(kernel).0.expect_err(kernel);

@@ -3,7 +3,10 @@
 use crate::{check::*, host::Host};
 use moestro::ops::{
     Attend, Cache, CacheFormat, CacheWrite, Codes, Conv, Decay, Delta, DeltaRule, Embed, Float, Heads, Past, Turn,
-    Weight, embed::dequantise, norm::rms_norm,
+    Weight,
+    attend::{ANSWER, PROMPT},
+    embed::dequantise,
+    norm::rms_norm,
 };
 
 #[test]
@@ -164,8 +167,9 @@ fn delta_net() {
     delta_case(delta(1, 1, 256, 16), &[&[3]]);
 }
 
-/// Attention of `tokens` rows after `start` cached ones, against plain loops; and row by row, the same bytes.
-fn attend_case(op: Heads, start: usize, tokens: usize) {
+/// Attention of `tokens` rows after `start` cached ones in parts of `least` positions, against plain loops; and row by row, the same
+/// bytes.
+fn attend_case(op: Heads, start: usize, tokens: usize, least: usize) {
     let half = op.format == CacheFormat::Bf16;
     let mut host = Host::start();
     host.twice = start < 100;
@@ -200,11 +204,11 @@ fn attend_case(op: Heads, start: usize, tokens: usize) {
             let rows = |region: moestro::device::Region, width: usize| region.part(t * width * 4, chunk * width * 4);
             let (proj, at) = (rows(proj, width), start + t);
             let turn = Turn { q_norm: norms.0, k_norm: norms.1, turn: rows(turn, op.rotary) };
-            let (q, partials) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.partials(at, chunk) * 4));
+            let (q, partials) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.partials(at, chunk, least) * 4));
             let (shape, start, tokens, y) = (&op, at, chunk, rows(y, op.heads * dim));
             host.run(&CacheWrite { shape, start, tokens, proj, turn, q, cache }.dispatch());
             let attend = Attend { shape, start, tokens, q, cache, proj, partials, y };
-            attend.dispatches(16).flatten().for_each(|dispatch| host.run(&dispatch));
+            attend.dispatches(16, least).flatten().for_each(|dispatch| host.run(&dispatch));
         }
         results.push(host.read_floats(y));
     }
@@ -263,10 +267,13 @@ fn attention() {
         format,
         newest: None,
     };
-    attend_case(op(8, 2, 256, 64, 40), 0, 5);
-    attend_case(op(4, 1, 128, 32, 9), 6, 3);
-    attend_case(op(3, 3, 20, 10, 7), 2, 1);
-    attend_case(op(4, 2, 64, 16, 600), 510, 4); // across the border of a part
-    attend_case(Heads { format: CacheFormat::Bf16, ..op(8, 1, 256, 64, 40) }, 11, 3);
-    attend_case(Heads { format: CacheFormat::Bf16, ..op(2, 1, 64, 16, 20) }, 3, 2);
+    attend_case(op(8, 2, 256, 64, 40), 0, 5, PROMPT);
+    attend_case(op(8, 2, 256, 64, 40), 30, 5, ANSWER);
+    attend_case(op(4, 1, 128, 32, 9), 6, 3, ANSWER);
+    attend_case(op(3, 3, 20, 10, 7), 2, 1, ANSWER);
+    attend_case(op(4, 2, 64, 16, 600), 510, 4, PROMPT); // across the border of a part
+    attend_case(op(4, 2, 64, 16, 100), 62, 4, ANSWER);
+    attend_case(op(2, 1, 20, 10, 530), 510, 4, 1); // parts grow longer
+    attend_case(Heads { format: CacheFormat::Bf16, ..op(8, 1, 256, 64, 40) }, 11, 3, ANSWER);
+    attend_case(Heads { format: CacheFormat::Bf16, ..op(2, 1, 64, 16, 20) }, 3, 2, PROMPT);
 }

@@ -57,7 +57,8 @@ impl Line {
         self.value.get()
     }
 
-    fn fail(&self, error: DriverError) {
+    /// Nothing behind this is reached.
+    pub fn fail(&self, error: DriverError) {
         self.failed.borrow_mut().get_or_insert_with(|| told(error).0);
     }
 

@@ -87,3 +87,41 @@ impl Drop for Memory {
         }
     }
 }
+
+/// Memory of ours that the card copies to by itself, to read results through: without it the driver does the same in small pieces.
+pub struct Pinned(*mut u8);
+
+impl Pinned {
+    /// As many bytes as a large vocabulary's logits have.
+    const LEN: usize = 4 << 20;
+
+    /// Room for `len` bytes; `None` where there is not so much. The context is current.
+    pub fn room(&mut self, len: usize) -> Option<&mut [u8]> {
+        if len > Self::LEN {
+            return None;
+        }
+        if self.0.is_null() {
+            // SAFETY: it is given back once.
+            self.0 = unsafe { result::malloc_host(Self::LEN, 0) }.ok()?.cast();
+            // SAFETY: so many bytes are there; none is read before it is written.
+            unsafe { self.0.write_bytes(0, Self::LEN) };
+        }
+        // SAFETY: written above, and borrowed as this is.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.0, len) })
+    }
+
+    /// Gives it back. The context is current, and nothing copies to it.
+    pub fn clear(&mut self) {
+        if !self.0.is_null() {
+            // SAFETY: it came from the context that is current.
+            let _ = unsafe { result::free_host(self.0.cast()) };
+            self.0 = std::ptr::null_mut();
+        }
+    }
+}
+
+impl Default for Pinned {
+    fn default() -> Self {
+        Self(std::ptr::null_mut())
+    }
+}

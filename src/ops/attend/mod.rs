@@ -12,7 +12,7 @@ mod rounded;
 mod vnni;
 
 pub(super) use cases::cases;
-pub use gpu::SPLIT;
+pub use gpu::{ANSWER, PROMPT, most_parts};
 pub(super) use rounded::row_bytes;
 pub use rounded::{GROUP, NEWEST, rounded_until};
 

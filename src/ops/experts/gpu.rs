@@ -161,7 +161,7 @@ impl Combine<'_> {
         let shared = layer.shared.map(|shared| shared.down);
         let is_fast = layer.stacks[2].is_fast() && shared.is_none_or(|m| fast(m.codes, m.gain, m.cols, &[4]));
         let kernel = if is_fast { "experts_down" } else { "experts_down_any" };
-        let grid = [layer.hidden().div_ceil(16), tokens, 1];
+        let grid = [layer.hidden().div_ceil(8), tokens, 1];
         layer.launch(tokens, self.slots, kernel, bindings, grid, 32 * (layer.k + 1))
     }
 

@@ -25,6 +25,9 @@ pub(super) fn four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> {
     (0..4).map(|i| &matrices[i.min(matrices.len() - 1)])
 }
 
+/// Rows of all matrices of a launch that do not fill a large card otherwise.
+const FEW: usize = 4096;
+
 impl Project<'_> {
     /// Panics if there is no matrix, or more than four.
     pub fn dispatch(&self) -> Dispatch {
@@ -47,7 +50,10 @@ impl Project<'_> {
         ];
         bindings.extend(four(matrices).flat_map(Weight::bindings));
         let batch = tokens > 1;
-        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(16)).sum();
+        // The four simdgroups of a threadgroup have four rows each, or share four where there are few; but not those of the shared
+        // expert's down, whose sums are those of `experts_down`.
+        let few = !any && (add || norm.is_some()) && matrices.iter().map(|m| m.rows).sum::<usize>() <= FEW;
+        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(if few { 4 } else { 16 })).sum();
         Dispatch {
             kernel: NAMES[usize::from(any)][usize::from(norm.is_some())][usize::from(batch)],
             args: args([tokens, cols, width], matrices, add, keep.is_some(), norm.map_or(0.0, |n| n.eps)),
