@@ -7,9 +7,9 @@ use super::{
     x86::{self, load},
 };
 
-/// From this many lines on, unpacking a tile pays. Where weights come from memory, two lines cost 1.1 to 1.2 times one
+/// From this many lines on, unpacking a tile pays. Where weights come from memory, two lines cost 1.1 to 1.3 times one
 /// without, and 1.4 to 1.6 times with.
-const MANY: usize = 5;
+const MANY: usize = 4;
 
 struct Vnni;
 

@@ -1,5 +1,4 @@
-//! Few rows of activations with AVX-512: two rows of weights at a time, one in each half of a register, meet two rows of
-//! activations, or the last one alone.
+//! One row of activations with AVX-512: two rows of weights at a time, one in each half of a register.
 
 use std::{arch::x86_64::*, ops::Range};
 
@@ -56,44 +55,32 @@ unsafe fn pairs<const BITS: usize, const GROUP: usize>(
             codes = [&scratch.rows[0].bytes, &scratch.rows[1].bytes];
         }
         let constants = [scratch.rows[0].constants.as_slice(), &scratch.rows[1].constants];
-        let write = |lanes: __m512, out: &Out| {
-            let (a, b) = (_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
-            // SAFETY: the caller lets us write these outputs.
+        for (line, out) in lines.iter().zip(outs) {
+            // SAFETY: codes, constants and digits have a row's length; the caller lets us write these outputs.
             unsafe {
+                let lanes = dot::<BITS, GROUP>(codes, constants, &line.digits);
+                let (a, b) = (_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
                 out.0.add(row).write(x86::tree(a) * weight.gain);
                 out.0.add(row + 1).write(x86::tree(b) * weight.gain);
-            }
-        };
-        let (pairs, rest) = lines.as_chunks::<2>();
-        let (pairs_out, rest_out) = outs.as_chunks::<2>();
-        // SAFETY: codes, constants and digits have a row's length.
-        unsafe {
-            for ([a, b], outs) in pairs.iter().zip(pairs_out) {
-                let lanes = dot::<BITS, GROUP, 2>(codes, constants, [&a.digits, &b.digits]);
-                lanes.into_iter().zip(outs).for_each(|(lanes, out)| write(lanes, out));
-            }
-            for (line, out) in rest.iter().zip(rest_out) {
-                let [lanes] = dot::<BITS, GROUP, 1>(codes, constants, [&line.digits]);
-                write(lanes, out);
             }
         }
     }
     count
 }
 
-/// For each line, the eight lanes of the first row, then those of the second.
+/// The eight lanes of the first row, then those of the second.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn dot<const BITS: usize, const GROUP: usize, const N: usize>(
+unsafe fn dot<const BITS: usize, const GROUP: usize>(
     codes: [&[u8]; 2],
     constants: [&[f32]; 2],
-    x: [&Digits<'_>; N],
-) -> [__m512; N] {
+    x: &Digits<'_>,
+) -> __m512 {
     let step = if BITS == 4 { GROUP / 2 } else { GROUP };
     let (groups, padded) = (codes[0].len() / step, constants[0].len() / 2);
-    let mut lanes = [_mm512_setzero_ps(); N];
+    let mut lanes = _mm512_setzero_ps();
     for first in (0..groups).step_by(8) {
-        let mut sums = [[_mm512_setzero_si512(); 8]; N];
+        let mut sums = [_mm512_setzero_si512(); 8];
         // SAFETY: all reads are of whole groups below `groups`, of which codes and digits have that many; constants,
         // scales and sums are padded to a multiple of eight.
         unsafe {
@@ -102,25 +89,20 @@ unsafe fn dot<const BITS: usize, const GROUP: usize, const N: usize>(
                     x86::fetch(codes.as_ptr().wrapping_add(first * step + line + x86::AHEAD));
                 }
             }
-            let mut group = |index: usize| {
-                let parts = partial::<BITS, GROUP, N>(codes, x, first + index);
-                for (sums, part) in sums.iter_mut().zip(parts) {
-                    sums[index] = part;
-                }
-            };
             if groups - first >= 8 {
-                (0..8).for_each(&mut group)
+                for (index, sum) in sums.iter_mut().enumerate() {
+                    *sum = partial::<BITS, GROUP>(codes, x, first + index);
+                }
             } else {
-                (0..groups - first).for_each(&mut group)
+                for (index, sum) in sums.iter_mut().enumerate().take(groups - first) {
+                    *sum = partial::<BITS, GROUP>(codes, x, first + index);
+                }
             }
             let both = |at: usize| two(constants[0].as_ptr().add(at).cast(), constants[1].as_ptr().add(at).cast());
             let same = |at: &[f32]| _mm512_broadcast_f32x8(_mm256_loadu_ps(at.as_ptr().add(first)));
-            let [scale, bias] = [first, padded + first].map(|at| _mm512_castsi512_ps(both(at)));
-            for ((lanes, sums), x) in lanes.iter_mut().zip(sums).zip(x) {
-                let scale = _mm512_mul_ps(scale, same(x.scale));
-                *lanes = _mm512_fmadd_ps(_mm512_cvtepi32_ps(gather(sums)), scale, *lanes);
-                *lanes = _mm512_fmadd_ps(bias, same(x.sum), *lanes);
-            }
+            let scale = _mm512_mul_ps(_mm512_castsi512_ps(both(first)), same(x.scale));
+            lanes = _mm512_fmadd_ps(_mm512_cvtepi32_ps(gather(sums)), scale, lanes);
+            lanes = _mm512_fmadd_ps(_mm512_castsi512_ps(both(padded + first)), same(x.sum), lanes);
         }
     }
     lanes
@@ -137,15 +119,11 @@ unsafe fn two(a: *const u8, b: *const u8) -> __m512i {
     }
 }
 
-/// The dot products of one group with each line as eight partial sums a row.
+/// The dot product of one group as eight partial sums a row.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn partial<const BITS: usize, const GROUP: usize, const N: usize>(
-    codes: [&[u8]; 2],
-    x: [&Digits<'_>; N],
-    group: usize,
-) -> [__m512i; N] {
-    let (mask, mut total) = (_mm512_set1_epi8(15), [_mm512_setzero_si512(); N]);
+unsafe fn partial<const BITS: usize, const GROUP: usize>(codes: [&[u8]; 2], x: &Digits<'_>, group: usize) -> __m512i {
+    let (mask, mut total) = (_mm512_set1_epi8(15), _mm512_setzero_si512());
     // SAFETY: there are that many groups of codes and digits (caller).
     unsafe {
         let digits =
@@ -156,26 +134,20 @@ unsafe fn partial<const BITS: usize, const GROUP: usize, const N: usize>(
                 let both = two(codes[0].as_ptr().add(place), codes[1].as_ptr().add(place));
                 let even = _mm512_and_si512(both, mask);
                 let odd = _mm512_and_si512(_mm512_srli_epi16::<4>(both), mask);
-                for (total, x) in total.iter_mut().zip(x) {
-                    let mut sum = _mm512_setzero_si512();
-                    for plane in x.planes {
-                        sum = _mm512_dpbusd_epi32(_mm512_slli_epi32::<8>(sum), even, digits(plane, at));
-                        sum = _mm512_dpbusd_epi32(sum, odd, digits(plane, at + 32));
-                    }
-                    *total = _mm512_add_epi32(*total, sum);
+                let mut sum = _mm512_setzero_si512();
+                for plane in x.planes {
+                    sum = _mm512_dpbusd_epi32(_mm512_slli_epi32::<8>(sum), even, digits(plane, at));
+                    sum = _mm512_dpbusd_epi32(sum, odd, digits(plane, at + 32));
                 }
+                total = _mm512_add_epi32(total, sum);
             }
         } else {
-            for digit in 0..3 {
-                for total in &mut total {
-                    *total = _mm512_slli_epi32::<8>(*total);
-                }
+            for plane in x.planes {
+                total = _mm512_slli_epi32::<8>(total);
                 for at in (0..GROUP).step_by(32) {
                     let place = group * GROUP + at;
                     let both = two(codes[0].as_ptr().add(place), codes[1].as_ptr().add(place));
-                    for (total, x) in total.iter_mut().zip(x) {
-                        *total = _mm512_dpbusd_epi32(*total, both, digits(x.planes[digit], at));
-                    }
+                    total = _mm512_dpbusd_epi32(total, both, digits(plane, at));
                 }
             }
         }
