@@ -104,3 +104,32 @@ impl Experts {
         sent
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::{
+            Options, Phase,
+            tests::{checkpoint, take},
+        },
+        *,
+    };
+
+    #[test]
+    fn the_list_is_written_once_a_minute() {
+        let (checkpoint, dir) = (checkpoint(), tempfile::tempdir().unwrap());
+        let file = dir.path().join("hot.json");
+        let warm = Warm { file: file.clone(), identity: "a".into() };
+        let (store, _) = checkpoint.open(Options { warm: Some(warm), ..Options::new(6) });
+        for expert in 0..3 {
+            take(&store, &checkpoint.map, 0, &[expert], Phase::Decode);
+        }
+        assert!(!file.exists(), "it is too early");
+        store.live.borrow_mut().saved = Instant::now().checked_sub(EVERY).unwrap();
+        take(&store, &checkpoint.map, 0, &[0], Phase::Decode);
+        assert!(file.exists());
+        std::fs::remove_file(&file).unwrap();
+        take(&store, &checkpoint.map, 0, &[0], Phase::Decode);
+        assert!(!file.exists(), "not again at once");
+    }
+}

@@ -263,6 +263,45 @@ mod tests {
         assert_eq!(with("abc"), None);
     }
 
+    /// The line that a request leaves in the log of which `told` happens.
+    fn line(told: impl FnOnce(&RequestLog)) -> String {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let writer = file.reopen().unwrap();
+        let lines = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.try_clone().unwrap());
+        let log = RequestLog {
+            metrics: Metrics::new("0", "cpu"),
+            health: Arc::default(),
+            method: Method::POST,
+            path: "/v1/messages".into(),
+            endpoint: "/v1/messages",
+            id: "req_1".into(),
+            start: Instant::now(),
+            status: OnceLock::from(StatusCode::OK),
+            open: AtomicBool::new(false),
+            generates: AtomicBool::new(false),
+            prompt_tokens: AtomicUsize::new(0),
+            completion_tokens: AtomicUsize::new(0),
+        };
+        tracing::subscriber::with_default(lines.finish(), || {
+            told(&log);
+            drop(log);
+        });
+        std::fs::read_to_string(file.path()).unwrap()
+    }
+
+    #[test]
+    fn a_stream_is_cut_short_unless_it_was_completed() {
+        let whole = line(|log| {
+            log.begin();
+            log.complete();
+        });
+        assert!(whole.contains("cut_short=false"), "{whole}");
+        let left = line(|log| log.begin());
+        assert!(left.contains("cut_short=true"), "{left}");
+        let body = line(|_| ());
+        assert!(body.contains("cut_short=false"), "{body}");
+    }
+
     #[test]
     fn ids_differ() {
         let ids: std::collections::HashSet<_> = (0..1000).map(|_| unique()).collect();

@@ -294,3 +294,17 @@ fn finite<S: Serializer>(logprob: &f32, serializer: S) -> Result<S::Ok, S::Error
 fn finite_or_null<S: Serializer>(logprobs: &[Option<f32>], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_seq(logprobs.iter().map(|logprob| logprob.map(finite_logprob)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn speculation_in_several_answers_adds_up() {
+        let mut sum = Timings::default();
+        for saved_seconds in [0.5, -0.25, 1.0] {
+            sum.add(Timings { drafted_tokens: 7, accepted_tokens: 3, saved_seconds });
+        }
+        assert_eq!(sum, Timings { drafted_tokens: 21, accepted_tokens: 9, saved_seconds: 1.25 });
+    }
+}

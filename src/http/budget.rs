@@ -247,6 +247,17 @@ mod tests {
     }
 
     #[test]
+    fn there_is_a_second_step_at_a_time_once_there_was_room_for_it() {
+        let budget = Budget::new(&Metrics::new("0", "cpu"));
+        let enough: usize = 64 << 20;
+        for (bytes, steps) in [(enough - 1, 1), (enough, 2), (2 * enough, 2), (enough / 2, 2), (enough, 2)] {
+            budget.plan(bytes as u64);
+            assert_eq!(budget.steps.available_permits(), steps, "{bytes} bytes");
+            assert_eq!(budget.total(), bytes - steps * STEP, "{bytes} bytes");
+        }
+    }
+
+    #[test]
     fn the_large_leave_room_for_the_small() {
         let budget = budget(4 << 20);
         let mut large = [budget.share(), budget.share(), budget.share(), budget.share()];

@@ -331,3 +331,27 @@ impl AsyncWrite for Patient {
         Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{env, process::Command};
+
+    /// A process cannot raise a limit that it has lowered, so one of its own has each.
+    #[test]
+    fn few_descriptors_are_divided_between_connections_and_files() {
+        const WANTED: &str = "MOESTRO_TEST_PLACES";
+        const NAME: &str = "http::connections::tests::few_descriptors_are_divided_between_connections_and_files";
+        if let Ok(wanted) = env::var(WANTED) {
+            assert_eq!(places().to_string(), wanted);
+            return;
+        }
+        let me = env::current_exe().unwrap();
+        for (limit, wanted) in [("100", "42"), ("600", "336")] {
+            let shell = format!("ulimit -n {limit} && exec \"$0\" --exact {NAME}");
+            let child = Command::new("sh").args(["-c", &shell]).arg(&me).env(WANTED, wanted).output().unwrap();
+            let said = String::from_utf8_lossy(&child.stdout);
+            assert!(child.status.success() && said.contains("1 passed"), "{limit} descriptors: {said}");
+        }
+    }
+}

@@ -172,6 +172,21 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn silence_begins_with_the_last_frame_whenever_the_alarm_was_set() {
+        let write = |frames: Frames| async move {
+            frames.data(&1);
+            std::future::pending::<()>().await;
+        };
+        let mut body = Written::new(write, Duration::from_secs(3600));
+        assert_eq!(body.next().await.unwrap().unwrap(), "data: 1\n\n");
+        // The alarm rings long before there was an hour of silence.
+        body.alarm.as_mut().reset(Instant::now());
+        let more = tokio::time::timeout(Duration::from_millis(50), body.next()).await;
+        assert!(more.is_err(), "{more:?}");
+        assert!(body.alarm.deadline() > Instant::now(), "it was set anew");
+    }
+
+    #[tokio::test]
     async fn each_frame_is_sent_as_it_is_written_and_the_writer_goes_with_the_body() {
         let alive = Arc::new(());
         let held = alive.clone();

@@ -6,6 +6,7 @@ use super::{
 };
 use moestro::engine::Speculate;
 use serde_json::{Value, json};
+use std::time::{Duration, Instant};
 
 const PATH: &str = "/v1/completions";
 const TEXT: &str = "The capital of France is Paris.";
@@ -242,5 +243,21 @@ async fn a_stream_says_how_far_the_prompt_is_if_asked() {
         assert_eq!(told[0]["cache"], 0);
         // Without those chunks it is the same stream, but for its id.
         assert!(chunks.iter().skip(told.len()).all(|chunk| chunk.get("prompt_progress").is_none()));
+    }
+}
+
+#[tokio::test]
+async fn progress_tells_the_time_in_milliseconds() {
+    let server = Setup { delay: Duration::from_millis(1), ..Setup::default() }.start().await;
+    let body = json!({"prompt": vec![7; 80], "max_tokens": 1, "stream": true, "return_progress": true});
+    let asked = Instant::now();
+    let chunks = server.stream(PATH, &body).await;
+    let most = asked.elapsed().as_millis() as u64;
+    let told: Vec<_> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
+    assert_eq!(told.len(), 3, "{told:?}");
+    for one in told {
+        // A token takes the model a millisecond at least, and nothing takes longer than the whole answer.
+        let [processed, time] = ["processed", "time_ms"].map(|name| one[name].as_u64().unwrap());
+        assert!(processed <= time && time <= most, "{one} within {most} ms");
     }
 }

@@ -1,6 +1,7 @@
 //! `/v1/responses`.
 
 use super::server::{Server, Setup};
+use moestro::http::Door;
 use serde_json::{Value, json};
 
 const PATH: &str = "/v1/responses";
@@ -284,4 +285,15 @@ async fn a_stream_says_how_far_the_prompt_is_if_asked() {
     let events = stream(&server, &with(body, json!({"return_progress": true, "instructions": "Anew."}))).await;
     let told: Vec<_> = events.iter().filter_map(|event| event.get("prompt_progress")).collect();
     assert!(told.len() > 2 && told.last().unwrap()["processed"] == told[0]["total"], "{told:?}");
+}
+
+#[tokio::test]
+async fn what_is_sent_back_counts_as_memory_again() {
+    // Once it fits into the requests' memory; with its translation and the answer that tells it again it does not.
+    let door = |door: &mut Door| door.budget.plan(12 << 20);
+    let server = Setup { says: Some(THINKS), door, ..Setup::default() }.start().await;
+    let body = |bytes: usize| with(question(), json!({"metadata": {"notes": "x".repeat(bytes)}}));
+    let refused = server.post(PATH, &body(1_200_000)).await;
+    assert_eq!((refused.status, refused.json().await["error"]["code"].clone()), (413, json!("request_too_large")));
+    assert_eq!(server.post(PATH, &body(600_000)).await.status, 200);
 }

@@ -128,3 +128,16 @@ fn emptied_it_is_empty() {
     cache.insert(&tokens(1, 20), Kind::Answer, snapshot(20), 0);
     assert_eq!(cache.status().checkpoints, 0);
 }
+
+#[test]
+fn an_answer_is_worth_only_what_it_adds_to_its_prompt() {
+    let cache = cache(450);
+    let system = tokens(1, 100);
+    assert!(put(&cache, &system, Kind::System) && put(&cache, &tokens(2, 40), Kind::Message));
+    // As many tokens as the message has, at half their weight.
+    let answer = [&system[..], &tokens(3, 40)].concat();
+    assert!(!put(&cache, &answer, Kind::Answer));
+    assert_eq!(lens(&cache), [40, 100]);
+    assert!(put(&cache, &answer, Kind::Message));
+    assert_eq!(lens(&cache), [100, 140]);
+}

@@ -273,6 +273,21 @@ fn an_answer_is_known_behind_another_conversation() {
 }
 
 #[test]
+fn a_prompt_that_fails_pushes_nothing_out_for_places_that_it_never_reached() {
+    // There is room for the checkpoints of one of the two prompts.
+    let mock = MockModel { fails_on: Some(40), ..MockModel::default() };
+    let (handle, ..) = engine(&mock, Options { prompt_cache: 100, ..options() });
+    let evaluate = |ids: &[u32]| hear(handle.submit(ask(ids, 0)).unwrap()).1;
+    let kept: Vec<u32> = (30..38).collect();
+    assert_eq!(evaluate(&kept).unwrap().1.cached_tokens, 0);
+    // It ends in its second chunk; the place for a checkpoint is in the third.
+    let mut fails: Vec<u32> = (41..61).collect();
+    fails[10] = 40;
+    assert!(evaluate(&fails).is_err());
+    assert_eq!(evaluate(&[&kept[..], &[50]].concat()).unwrap().1.cached_tokens, 8);
+}
+
+#[test]
 fn prompt_logprobs_do_not_depend_on_the_chunk() {
     let ids: Vec<u32> = (0..77).map(|place| 3 + place * 7 % 60).collect();
     let run = |chunk, max_tokens| {

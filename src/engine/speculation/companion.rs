@@ -102,6 +102,8 @@ impl<M: Model> Draft<M> for Companion {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{metrics::Metrics, model::Options};
+    use std::path::Path;
 
     #[test]
     fn what_was_read_goes_back_as_far_as_it_can_be_taken_back() {
@@ -119,6 +121,25 @@ mod tests {
         ] {
             assert_eq!(wrong(read, base, tentative, sequence), wanted, "{read:?} from {base} on");
         }
+    }
+
+    #[test]
+    fn it_begins_anew_when_there_is_no_room_for_the_draft() {
+        let dir = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model"));
+        let mut options = Options { threads: Some(1), ..Options::default() };
+        options.wishes.context = Some(32);
+        let model = Qwen::load(dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
+        let mut companion = Companion::new(model);
+        let ids: Vec<u32> = (20..52).collect();
+        let sequence = |end: usize| Sequence { seen: &ids[..end - 1], last: ids[end - 1] };
+        let mut state = companion.model.start().unwrap();
+        companion.model.forward(&mut state, &ids[..20], Rows::None).unwrap();
+        (companion.state, companion.read) = (Some(state), ids[..20].to_vec());
+        // The last room that there is: 28 tokens and a draft of 4.
+        companion.state = Some(companion.go_back(sequence(28), 4).unwrap());
+        assert_eq!((companion.base, companion.read.len()), (0, 20));
+        companion.state = Some(companion.go_back(sequence(29), 4).unwrap());
+        assert_eq!((companion.base, companion.read.len()), (1, 0));
     }
 
     #[test]

@@ -132,3 +132,58 @@ impl Draft<Qwen> for Dflash {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        metrics::Metrics,
+        model::{Options, dflash::Surveyed},
+    };
+    use std::{ops::Range, path::Path};
+
+    const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/dflash");
+
+    fn target() -> Qwen {
+        let mut options = Options { threads: Some(1), ..Options::default() };
+        options.wishes.context = Some(64);
+        let dir = Path::new(FIXTURES).join("target");
+        Qwen::load(&dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap()
+    }
+
+    fn draft(target: &Qwen) -> Dflash {
+        let surveyed = Surveyed::new(&Path::new(FIXTURES).join("draft"), target.config()).unwrap();
+        Dflash::new(DFlash::load(&surveyed, 64, target.compute()).unwrap())
+    }
+
+    #[test]
+    fn context_that_is_another_sequences_is_forgotten() {
+        let target = target();
+        let embedded = target.embedding(&[7, 90, 90, 90]).unwrap();
+        let width = draft(&target).draft.config().features();
+        let hidden: Vec<f32> = (0..30 * width).map(|at| (at as f32 * 0.37).sin()).collect();
+        let rows = |positions: Range<usize>| &hidden[positions.start * width..positions.end * width];
+        let ids: Vec<u32> = (0..30).collect();
+        let mut blocks = Vec::new();
+        // As many tokens of the two sequences are the same.
+        for same in [5, 20] {
+            let first: Vec<u32> = (0..20).map(|at| if at < same { at } else { 90 }).collect();
+            let mut dflash = draft(&target);
+            // The second one goes on from a checkpoint, so its first twenty positions leave no rows.
+            for (ids, from) in [(&first, 0), (&ids, 20)] {
+                Draft::<Qwen>::start(&mut dflash);
+                Draft::<Qwen>::follow(&mut dflash, ids.len(), rows(from..ids.len()));
+                dflash.flush().unwrap();
+                dflash.recognise(ids);
+            }
+            let mut expected = draft(&target).draft;
+            expected.append(0, rows(0..20)).unwrap();
+            expected.truncate(same as usize);
+            expected.append(20, rows(20..30)).unwrap();
+            let block = dflash.draft.block(&embedded).unwrap();
+            assert_eq!(block, expected.block(&embedded).unwrap(), "{same} tokens are the same");
+            blocks.push(block);
+        }
+        assert_ne!(blocks[0], blocks[1], "the positions between are seen");
+    }
+}

@@ -188,6 +188,31 @@ fn a_draft_that_fails_is_not_asked_again() {
     assert!((1..20).contains(&forced.timings.drafted_tokens), "{:?}", forced.timings);
 }
 
+#[test]
+fn a_draft_does_not_reach_beyond_the_context() {
+    let said: Vec<u32> = (10..50).collect();
+    for context in 17..25 {
+        let mock = MockModel { answer: Some(said.clone()), context, ..MockModel::default() };
+        let oracle = Oracle { answer: said.clone(), followed: Vec::new(), fails_at: usize::MAX };
+        let options = Options { eos: vec![2], speculate: Speculate::Force, draft_tokens: 3, ..Options::default() };
+        let (engine, worker) = spawn_with(mock, Box::new(oracle), options, Metrics::new("test", "cpu")).unwrap();
+        let mut events = engine.submit(request(&[5, 6, 7], 100, Sampling::greedy())).unwrap();
+        let mut told = Vec::new();
+        let end = loop {
+            match events.blocking_recv().unwrap() {
+                Event::Token { id, .. } => told.push(id),
+                Event::Done { finish, timings } => break Ok((finish, timings.drafted_tokens > 0)),
+                Event::Failed(error) => break Err(error.to_string()),
+                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
+            }
+        };
+        // The last token is told and not evaluated.
+        assert_eq!((&told[..], end), (&said[..context - 2], Ok((Finish::Length, true))), "a context of {context}");
+        drop(engine);
+        worker.join().unwrap();
+    }
+}
+
 /// A draft that is always wrong.
 struct Wrong;
 

@@ -1,7 +1,10 @@
 //! The pool on a source that reads when it is told to.
 
 use super::{super::slots::Slots, super::source::Source, *};
-use crate::experts::{PIECES, Piece};
+use crate::{
+    experts::{Files, PIECES, Packed, Piece, Records},
+    platform::Access,
+};
 use std::path::PathBuf;
 
 const SLOT: usize = 16 << 10;
@@ -140,6 +143,17 @@ fn what_is_asked_for_comes_first_and_what_is_taken_back_never() {
 }
 
 #[test]
+fn a_pool_whose_only_read_is_under_way_is_busy() {
+    let pool = pool(1);
+    pool.demand(0, expert(0, 1));
+    assert_eq!(pool.pages(1), [0]);
+    let busy = pool.reader.is_busy();
+    pool.gate.open(1);
+    pool.landed(1);
+    assert_eq!((busy, pool.reader.is_busy()), (true, false));
+}
+
+#[test]
 fn half_of_the_threads_are_kept_for_what_is_asked_for() {
     for (threads, share) in [(1, 1), (2, 1), (3, 2), (4, 2)] {
         let pool = pool(threads);
@@ -252,4 +266,35 @@ fn waiting_ends_when_more_has_landed_and_not_before() {
         waits.join().unwrap();
     });
     assert_eq!(pool.reader.landed(), 1);
+}
+
+#[test]
+fn a_damaged_record_is_counted_once_and_not_read_again() {
+    const LEN: usize = 512;
+    // The pack's record is zeros, and its checksum is of what the checkpoint has.
+    let dir = tempfile::tempdir().unwrap();
+    let [pack, checkpoint] = [("pack", 0u8), ("checkpoint", 7)].map(|(name, byte)| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, [byte; LEN]).unwrap();
+        Files::open(&[path], Access::Buffered).unwrap()
+    });
+    let mut pieces = [Piece::default(); PIECES];
+    pieces[0] = Piece { file: 0, offset: 0, len: LEN };
+    let places = std::array::from_fn(|part| (0, if part == 0 { LEN } else { 0 }));
+    let records = Records::new(LEN as u64, places, [(crc32fast::hash(&[7; LEN]), pieces)]);
+    let source = Box::new(pack.with_packed(Some(Arc::new(Packed::new(vec![records], checkpoint)))));
+    let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), Slots::new(1, 1).states().clone());
+    let metrics = Metrics::new("0", "cpu");
+    let reader = Reader::new(source, slab.clone(), states.clone(), SLOT, 1, metrics.clone()).unwrap();
+    let layout = Layout::new(&pieces, reader.source().block());
+    for landed in 0..3 {
+        states.set(SlotId(0), State::Reading);
+        reader.demand(SlotId(0), layout.clone());
+        reader.wait(landed);
+        assert_eq!(states.get(SlotId(0)), State::Ready);
+        // SAFETY: the read has ended.
+        let bytes = unsafe { slab.bytes(layout.spans[0].clone()) };
+        assert!(bytes.iter().all(|byte| *byte == 7), "the checkpoint's");
+        assert_eq!((metrics.pack_damaged_records.get(), metrics.ssd_errors.get()), (1, 1), "read {landed}");
+    }
 }

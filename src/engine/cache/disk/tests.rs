@@ -316,3 +316,29 @@ fn what_is_slower_to_read_is_computed() {
     assert_eq!(found(&second, &tokens(1, 50)), Some((50, Place::Disk)));
     second.close();
 }
+
+#[test]
+fn a_state_behind_no_tokens_is_of_no_use() {
+    let dir = tempfile::tempdir().unwrap();
+    let Storage { key, .. } = storage(dir.path());
+    let (own, _) = Files::open(dir.path(), &key, SIZE).unwrap();
+    own.write(&[], &snapshot(&[]), &[]).unwrap();
+    assert_eq!(files(dir.path(), "state").len(), 1);
+    let (_, there) = Files::open(dir.path(), &key, SIZE).unwrap();
+    assert_eq!((there.len(), files(dir.path(), "state").len()), (0, 0));
+}
+
+#[test]
+fn other_models_go_until_the_rest_is_within_the_bound() {
+    let dir = tempfile::tempdir().unwrap();
+    let (own, _) = Files::open(dir.path(), "a model", SIZE).unwrap();
+    for name in ["a", "b", "c"] {
+        let other = dir.path().join(name.repeat(32));
+        fs::create_dir(&other).unwrap();
+        fs::write(other.join("file"), [0; 300]).unwrap();
+    }
+    for (most, left, others) in [(900, 900, 3), (899, 600, 2), (300, 300, 1), (299, 0, 0)] {
+        assert_eq!(own.make_way(dir.path(), most).unwrap(), left);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1 + others, "{most} bytes");
+    }
+}
