@@ -54,7 +54,7 @@ pub fn open(paths: &[PathBuf], map: &ExpertMap, io: Io, threads: usize) -> Resul
     let buffered = Files::open(paths, Access::Buffered)?;
     let speed = |files: &Files, cold: bool| bandwidth(files, map, threads, BUDGET, cold.then_some(files));
     match (speed(&direct, false), speed(&buffered, true)) {
-        (Ok(past), Ok(through)) if through > CLEARLY * past => {
+        (Ok(past), Ok(through)) if is_clearly_faster(through, past) => {
             tracing::info!(
                 direct = past as u64,
                 buffered = through as u64,
@@ -78,6 +78,11 @@ pub fn open(paths: &[PathBuf], map: &ExpertMap, io: Io, threads: usize) -> Resul
     }
 }
 
+/// In bytes a second.
+fn is_clearly_faster(through: f64, past: f64) -> bool {
+    through > CLEARLY * past
+}
+
 /// Bytes a second of random reads of whole experts with `threads` threads, for about `budget`. With `cold`, the cached
 /// pages of each expert are dropped first.
 pub fn bandwidth(
@@ -89,7 +94,7 @@ pub fn bandwidth(
 ) -> io::Result<f64> {
     let experts: Vec<_> = map.layers.iter().flatten().collect();
     let room = map.slot_bytes(source.block());
-    if experts.is_empty() || room == 0 {
+    if room == 0 {
         return Ok(0.0);
     }
     // A stride that has no factor in common with the number of experts visits each of them once before any again.
@@ -128,4 +133,18 @@ fn common(mut a: usize, mut b: usize) -> usize {
         (a, b) = (b, a % b);
     }
     a
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_cache_has_to_be_clearly_faster() {
+        for (through, past, chosen) in
+            [(151.0, 100.0, true), (150.0, 100.0, false), (90.0, 100.0, false), (0.0, 0.0, false)]
+        {
+            assert_eq!(is_clearly_faster(through, past), chosen, "{through} {past}");
+        }
+    }
 }
