@@ -11,7 +11,11 @@
 
 use std::ops::Range;
 
-use super::{project::format, simd::wide, weight::Codes};
+use super::{
+    project::format,
+    simd::{CacheLine, wide},
+    weight::Codes,
+};
 use crate::device::{Compute, Math, Region};
 
 /// Most levels: a product with the inverse scale then stays below `levels + 1/2` however it is rounded.
@@ -71,18 +75,13 @@ impl Format {
     }
 }
 
-/// Digits that begin where a line of the cache does, for instructions that read whole ones.
-#[derive(Debug, Clone, Copy)]
-#[repr(align(64))]
-struct Line(#[expect(dead_code, reason = "read as bytes")] [i8; 64]);
-
 /// Quantised rows. Buffers keep their capacity, so that a reused one allocates nothing.
 #[derive(Debug, Default)]
 pub struct Quantised {
     cols: usize,
     groups: usize,
     /// `[rows][3][cols]`, each in whole lines: the high, middle and low digits of a row.
-    planes: Vec<Line>,
+    planes: Vec<CacheLine>,
     scale: Vec<f32>,
     sum: Vec<f32>,
 }
@@ -175,7 +174,7 @@ impl Quantised {
         debug_assert!(cols.is_multiple_of(format.group));
         self.cols = cols;
         self.groups = (cols / format.group).next_multiple_of(8);
-        self.planes.resize(rows * 3 * cols.div_ceil(64), Line([0; 64]));
+        self.planes.resize(rows * 3 * cols.div_ceil(64), CacheLine::ZERO);
         // The padding must be zero whatever the buffers held before.
         self.scale.clear();
         self.scale.resize(rows * self.groups, 0.0);

@@ -13,12 +13,11 @@
 use std::{
     arch::{asm, x86_64::*},
     ops::Range,
-    sync::OnceLock,
 };
 
 use super::{
-    Activations, Affine, Out, Scratch,
-    gemm512::{ROWS, Tiles, Vector, fill, finish, join},
+    Activations, Affine, CacheLine, Out, Scratch,
+    gemm512::{ROWS, Tiles, fill, finish, join},
 };
 use crate::platform::os;
 
@@ -31,10 +30,8 @@ const UNPACKED: usize = 128 << 10;
 
 /// Whether the processor has tiles of bytes, and the system keeps them when threads take turns.
 pub fn usable() -> bool {
-    static USABLE: OnceLock<bool> = OnceLock::new();
     // Leaf 7: bit 24 says tiles, bit 25 says that their bytes can be multiplied.
-    let has = || __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx >> 24 & 3 == 3;
-    *USABLE.get_or_init(|| has() && os::allow_tiles())
+    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx >> 24 & 3 == 3 && os::allow_tiles()
 }
 
 /// The shapes of the tiles as `ldtilecfg` reads them.
@@ -103,7 +100,7 @@ pub unsafe fn rows(
 }
 
 /// Where the digits of `lines` begin, and how many bytes they lie apart. If they do so unevenly, they are copied to `room`.
-fn planes(lines: &[Activations<'_>], room: &mut Vec<Vector>) -> (*const i8, usize) {
+fn planes(lines: &[Activations<'_>], room: &mut Vec<CacheLine>) -> (*const i8, usize) {
     let all = || lines.iter().flat_map(|line| line.digits.planes);
     let [first, second, _] = lines[0].digits.planes;
     let stride = second.as_ptr().addr().wrapping_sub(first.as_ptr().addr());
@@ -111,7 +108,7 @@ fn planes(lines: &[Activations<'_>], room: &mut Vec<Vector>) -> (*const i8, usiz
         return (first.as_ptr(), stride);
     }
     let vectors = first.len().div_ceil(LINE);
-    room.resize((3 * lines.len() * vectors).max(room.len()), Vector::ZERO);
+    room.resize((3 * lines.len() * vectors).max(room.len()), CacheLine::ZERO);
     for (plane, room) in all().zip(room.chunks_exact_mut(vectors)) {
         // SAFETY: a plane fits its vectors, which take any bytes.
         unsafe { plane.as_ptr().copy_to_nonoverlapping(room.as_mut_ptr().cast(), plane.len()) };
@@ -133,7 +130,7 @@ unsafe fn some_lines(
 ) {
     let (groups, words) = (weight.groups(), weight.group / 4);
     let mut lanes = [[_mm512_setzero_ps(); 8]; LINES];
-    let mut sums = [[Vector::ZERO; 3]; LINES];
+    let mut sums = [[CacheLine::ZERO; 3]; LINES];
     // SAFETY: tiles and digits have `groups` groups of `words` words; outs are writable at these rows (caller).
     unsafe {
         let codes = tiles.codes.as_ptr().add(tile * groups * words);
@@ -159,7 +156,7 @@ unsafe fn some_lines(
 /// # Safety
 /// Tiles have their shapes; a group of digits and codes is readable, and `to` has as many rows as the digits.
 #[inline(always)]
-unsafe fn product(digits: *const i8, stride: usize, codes: *const Vector, group: usize, to: *mut Vector) {
+unsafe fn product(digits: *const i8, stride: usize, codes: *const CacheLine, group: usize, to: *mut CacheLine) {
     // SAFETY: passed on.
     unsafe {
         asm!(

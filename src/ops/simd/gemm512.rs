@@ -6,27 +6,18 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Activations, Affine, Out, Scratch, unpack, x86};
+use super::{Activations, Affine, CacheLine, Out, Scratch, unpack, x86};
 use crate::ops::quant::{Digits, Order};
 
 /// Rows of a tile: the 32-bit lanes of a register.
 pub const ROWS: usize = 16;
 
-/// One register's worth, aligned like it.
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-pub struct Vector(#[expect(dead_code, reason = "only read and written as registers")] [u32; ROWS]);
-
-impl Vector {
-    pub const ZERO: Self = Self([0; ROWS]);
-}
-
 /// Buffers for tiles of weights with their scales and biases.
 #[derive(Default)]
 pub struct Tiles {
-    pub codes: Vec<Vector>,
-    pub scales: Vec<Vector>,
-    pub biases: Vec<Vector>,
+    pub codes: Vec<CacheLine>,
+    pub scales: Vec<CacheLine>,
+    pub biases: Vec<CacheLine>,
     /// Rows of one tile before they are transposed.
     bytes: Vec<u8>,
     constants: Vec<f32>,
@@ -70,7 +61,7 @@ pub unsafe fn rows(
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn fill(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, at: usize, constants: usize, step: usize) {
     let (words, groups) = (weight.cols / 4, weight.groups());
-    let room = |vectors: &mut Vec<Vector>, count: usize| vectors.resize(count.max(vectors.len()), Vector::ZERO);
+    let room = |vectors: &mut Vec<CacheLine>, count: usize| vectors.resize(count.max(vectors.len()), CacheLine::ZERO);
     room(&mut tiles.codes, at + (words - 1) * step + 1);
     room(&mut tiles.scales, constants + (groups - 1) * step + 1);
     room(&mut tiles.biases, constants + (groups - 1) * step + 1);
@@ -104,7 +95,7 @@ pub unsafe fn fill(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, at: usize
 /// Transposes 16 adjoining rows of `words` words each: vector `i * step` of `to` gets word `i` of every row.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn turn(from: *const u32, words: usize, to: *mut Vector, step: usize) {
+unsafe fn turn(from: *const u32, words: usize, to: *mut CacheLine, step: usize) {
     for at in (0..words).step_by(ROWS) {
         let here = (words - at).min(ROWS);
         // SAFETY: the mask keeps the loads inside the rows; the caller has room for as many vectors as words.
@@ -120,7 +111,7 @@ unsafe fn turn(from: *const u32, words: usize, to: *mut Vector, step: usize) {
 /// [`Order::Nibbles`], whose units are of `2 * HALF` words.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn turn_nibbles<const HALF: usize>(weight: &Affine<'_>, row: usize, to: *mut Vector, step: usize) {
+unsafe fn turn_nibbles<const HALF: usize>(weight: &Affine<'_>, row: usize, to: *mut CacheLine, step: usize) {
     let words = weight.cols / 8;
     let from = weight.codes(row).as_ptr();
     let mask = _mm512_set1_epi32(0x0f0f_0f0f);

@@ -165,6 +165,15 @@ impl<'a> Affine<'a> {
     }
 }
 
+/// 64 bytes that begin where a line of the cache does: the widest register, and a row of a tile.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct CacheLine([u8; 64]);
+
+impl CacheLine {
+    pub const ZERO: Self = Self([0; 64]);
+}
+
 /// Buffers of one thread, kept from call to call.
 #[derive(Default)]
 pub(crate) struct Scratch {
@@ -177,7 +186,7 @@ pub(crate) struct Scratch {
     pub tiles: gemm512::Tiles,
     /// Rows of digits that lay apart, brought together.
     #[cfg(target_arch = "x86_64")]
-    pub digits: Vec<gemm512::Vector>,
+    pub digits: Vec<CacheLine>,
 }
 
 /// A row of weights on its way through an integer kernel.
