@@ -8,7 +8,7 @@
 //! the vectors' share of a sum: many rows gain a factor of 1.6, two or three nothing.
 //!
 //! The compiler knows no tiles yet, so they are written as assembly. Their shapes and contents belong to a thread from
-//! `ldtilecfg` to `tilerelease`, and nothing between the two uses them but this file.
+//! `ldtilecfg` to `tilerelease`, and nothing between the two uses them but this file or [`super::amx_few`].
 
 use std::{
     arch::{asm, x86_64::*},
@@ -17,7 +17,7 @@ use std::{
 
 use super::{
     Activations, Affine, CacheLine, Out, Scratch,
-    gemm512::{ROWS, Tiles, fill, finish, join},
+    gemm512::{ROWS, Tiles, everywhere, fill, finish, join},
 };
 use crate::platform::os;
 
@@ -28,15 +28,16 @@ const LINE: usize = 64;
 /// Unpacked codes that stay in a core's cache while all rows of activations pass by.
 const UNPACKED: usize = 128 << 10;
 
-/// Whether the processor has tiles of bytes, and the system keeps them when threads take turns.
+/// Whether the processor has tiles of bytes (and GFNI, as all that do), and the system keeps them when threads take turns.
 pub fn usable() -> bool {
     // Leaf 7: bit 24 says tiles, bit 25 says that their bytes can be multiplied.
-    __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx >> 24 & 3 == 3 && os::allow_tiles()
+    let tiles = __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx >> 24 & 3 == 3;
+    tiles && is_x86_feature_detected!("gfni") && os::allow_tiles()
 }
 
 /// The shapes of the tiles as `ldtilecfg` reads them.
 #[repr(C, align(64))]
-struct Shapes {
+pub struct Shapes {
     palette: u8,
     start: u8,
     reserved: [u8; 14],
@@ -45,12 +46,11 @@ struct Shapes {
 }
 
 impl Shapes {
-    /// Tile 0 is the digits of `lines` rows, 1 the codes, 2 the sums; of 64 columns, or a group if it has fewer.
-    fn new(lines: usize, group: usize) -> Self {
-        let step = group.min(LINE);
+    /// Of tiles with their numbers of rows and of bytes in a row.
+    pub fn new(tiles: &[(usize, usize, usize)]) -> Self {
         let mut shapes = Self { palette: 1, start: 0, reserved: [0; 14], bytes: [0; 16], rows: [0; 16] };
-        for (tile, rows, bytes) in [(0, 3 * lines, step), (1, step / 4, LINE), (2, 3 * lines, LINE)] {
-            (shapes.rows[tile], shapes.bytes[tile]) = (rows as u8, bytes as u16);
+        for (tile, rows, bytes) in tiles {
+            (shapes.rows[*tile], shapes.bytes[*tile]) = (*rows as u8, *bytes as u16);
         }
         shapes
     }
@@ -81,8 +81,10 @@ pub unsafe fn rows(
         for (lines, outs) in lines.chunks(LINES).zip(outs.chunks(LINES)) {
             if shaped != lines.len() {
                 shaped = lines.len();
-                let shapes = Shapes::new(shaped, weight.group);
-                // SAFETY: these shapes are valid; only this file uses tiles.
+                // Tile 0 is digits, 1 codes, 2 sums; of 64 columns, or a group if it has fewer.
+                let step = weight.group.min(LINE);
+                let shapes = Shapes::new(&[(0, 3 * shaped, step), (1, step / 4, LINE), (2, 3 * shaped, LINE)]);
+                // SAFETY: these shapes are valid; only this file uses tiles until they are released.
                 unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
             }
             let digits = planes(lines, digits);
@@ -141,8 +143,11 @@ unsafe fn some_lines(
             let scale = _mm512_load_ps(tiles.scales.as_ptr().add(constants + group).cast());
             let bias = _mm512_load_ps(tiles.biases.as_ptr().add(constants + group).cast());
             for ((line, lanes), sums) in lines.iter().zip(&mut lanes).zip(&sums) {
-                let sums = [0, 1, 2].map(|digit| _mm512_load_si512((&raw const sums[digit]).cast()));
-                join(sums, [scale, bias], &line.digits, group, &mut lanes[group % 8]);
+                // Not by `map`, whose closure would be called: it has instructions that `map` was not compiled for.
+                let [high, middle, low] = sums;
+                let load = |sum: &CacheLine| _mm512_load_si512((&raw const *sum).cast());
+                let sums = [load(high), load(middle), load(low)];
+                join(sums, [scale, bias], everywhere(&line.digits, group), &mut lanes[group % 8]);
             }
         }
         for (lanes, out) in lanes.iter_mut().zip(outs) {

@@ -10,6 +10,10 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
+mod amx_few;
+#[cfg(target_arch = "x86_64")]
+mod amx_lay;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -47,7 +51,7 @@ pub enum Isa {
     /// AVX-512 with VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// AVX-512 with VNNI, and tiles of bytes for many rows.
+    /// AVX-512 with VNNI, and tiles of bytes for two rows and more.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// NEON alone.
@@ -184,6 +188,8 @@ pub(crate) struct Scratch {
     pub bytes: Vec<u8>,
     #[cfg(target_arch = "x86_64")]
     pub tiles: gemm512::Tiles,
+    #[cfg(target_arch = "x86_64")]
+    pub few: amx_few::Room,
     /// Rows of digits that lay apart, brought together.
     #[cfg(target_arch = "x86_64")]
     pub digits: Vec<CacheLine>,
