@@ -27,12 +27,8 @@ use moestro::{
     model::{Model, Options, Qwen, Rows, State},
     plan::Wishes,
 };
-use std::{
-    collections::HashSet,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
-    time::Instant,
-};
+use parking_lot::Mutex;
+use std::{collections::HashSet, path::Path, sync::Arc, time::Instant};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Setting {
@@ -99,7 +95,7 @@ impl Draft<Qwen> for Told {
         outlook: &mut Outlook<'_>,
         out: &mut Vec<u32>,
     ) -> Result<(), ModelError> {
-        let setting = *self.setting.lock().unwrap_or_else(PoisonError::into_inner);
+        let setting = *self.setting.lock();
         let most = most.min(setting.rows() - 1);
         match setting {
             Setting::Plain => Ok(()),
@@ -210,7 +206,7 @@ struct Ran {
 
 impl Engine {
     fn run(&self, setting: Setting, ids: &[u32], sampling: &Sampling, expected: &[u32]) -> Ran {
-        *self.setting.lock().unwrap_or_else(PoisonError::into_inner) = setting;
+        *self.setting.lock() = setting;
         let request = Request {
             ignore_eos: true,
             cache_prompt: false,

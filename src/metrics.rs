@@ -13,8 +13,9 @@ pub use board::Board;
 use families::{
     DEPTH, FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, counter, counters, gauge, gauges, histogram, seconds,
 };
+use parking_lot::Mutex;
 use prometheus::{Counter, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 pub use text::{CONTENT_TYPE, OPENMETRICS};
 
 /// All of it. Fields are named after the metric, followed by the values of their labels.
@@ -138,8 +139,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// A registry of its own, so that two servers in one process (tests) do not share counts. `device` is `cpu` or
-    /// `metal`.
+    /// A registry of its own, so that two servers in one process do not share counts. `device` is as in `/health`.
     pub fn new(version: &str, device: &str) -> Arc<Self> {
         let registry = Registry::new();
         let r = &registry;
@@ -377,7 +377,7 @@ impl Metrics {
     }
 
     fn says(&self, label: usize, value: &str) {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = self.running.lock();
         running[label] = value.into();
         self.info.reset();
         self.info.with_label_values(&*running).set(1);

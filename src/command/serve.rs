@@ -21,11 +21,12 @@ use crate::{
     model::Model,
     platform::{os, service},
 };
+use parking_lot::RwLock;
 use serde_json::{Value, json};
 use std::{
     io::{self, IsTerminal, Write},
     net::{IpAddr, SocketAddr},
-    sync::{Arc, PoisonError, RwLock},
+    sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 use tokio::{
@@ -152,7 +153,7 @@ impl Loader for Shelf {
 
 impl Shelf {
     fn config(&self) -> Serve {
-        self.config.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.config.read().clone()
     }
 
     /// Reads the configuration again. The key, the names of the server and the times of models hold at once, everything else
@@ -166,7 +167,7 @@ impl Shelf {
         door.want(config.api_key.clone());
         door.guard.follow(&Guard::new(address, &config.allowed_host, cors));
         door.models.keep(times(&config));
-        *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
+        *self.config.write() = config;
         Ok(())
     }
 

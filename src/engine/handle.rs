@@ -10,10 +10,11 @@ use crate::{
     metrics::Metrics,
     model::Model,
 };
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     io,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -116,7 +117,7 @@ impl Handle {
         let (sender, events) = mpsc::unbounded_channel();
         let deadline = line.limits.timeout.map(|limit| arrived + limit);
 
-        let mut queue = line.lock();
+        let mut queue = line.queue.lock();
         match queue.phase {
             Phase::Open => {}
             Phase::Draining { .. } => return Err(EngineError::Draining),
@@ -134,13 +135,13 @@ impl Handle {
 
     /// Requests being worked on (0 or 1) and requests waiting.
     pub fn load(&self) -> (usize, usize) {
-        let queue = self.door.0.lock();
+        let queue = self.door.0.queue.lock();
         (usize::from(queue.running), queue.waiting.len())
     }
 
     /// The waiting requests in line: the tokens of the prompt, and the time since it came.
     pub fn waiting(&self) -> Vec<(usize, Duration)> {
-        let queue = self.door.0.lock();
+        let queue = self.door.0.queue.lock();
         queue.waiting.iter().map(|job| (job.request.ids.len(), job.arrived.elapsed())).collect()
     }
 
@@ -285,14 +286,9 @@ impl Limits {
 }
 
 impl RequestQueue {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        // Every change under the lock is a single step, so a panic elsewhere leaves the queue sound.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The next request, or `None` when there will be none any more. Blocks; `idle` is called from time to time meanwhile.
     pub fn next(&self, idle: &mut dyn FnMut()) -> Option<Job> {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         loop {
             queue.running = false;
             self.sweep(&mut queue);
@@ -305,33 +301,29 @@ impl RequestQueue {
             if !matches!(queue.phase, Phase::Open) {
                 return None;
             }
-            let (back, waited) = self.changed.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner);
-            queue = back;
-            if waited.timed_out() {
-                drop(queue);
-                idle();
-                queue = self.lock();
+            if self.changed.wait_for(&mut queue, IDLE).timed_out() {
+                MutexGuard::unlocked(&mut queue, &mut *idle);
             }
         }
     }
 
     /// The running request is over.
     pub fn leave(&self) {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         queue.running = false;
         self.count(&queue);
     }
 
     /// Between two steps of the running request: lets go of those in line that are over, and says whether `job` is.
     pub fn check(&self, job: &Job) -> Result<(), Over> {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         self.sweep(&mut queue);
         self.count(&queue);
         job.over(queue.deadline()).map_or(Ok(()), Err)
     }
 
     fn drain(&self) {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         if !matches!(queue.phase, Phase::Draining { deadline: Some(_) } | Phase::Stopped) {
             queue.phase = Phase::Draining { deadline: Some(Instant::now() + self.limits.grace) };
         }
@@ -341,7 +333,7 @@ impl RequestQueue {
     /// The engine's thread ends: whoever is still in line learns it. One that was drained stays so: a request that was let in
     /// before and comes late may be sent again elsewhere.
     pub fn stop(&self) {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         let drained = matches!(queue.phase, Phase::Draining { .. });
         if !drained {
             queue.phase = Phase::Stopped;
@@ -387,7 +379,7 @@ struct Door(Arc<RequestQueue>);
 
 impl Drop for Door {
     fn drop(&mut self) {
-        let mut queue = self.0.lock();
+        let mut queue = self.0.queue.lock();
         if matches!(queue.phase, Phase::Open) {
             queue.phase = Phase::Draining { deadline: None };
         }

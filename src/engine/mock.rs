@@ -30,8 +30,6 @@ pub struct MockModel {
     pub margin: f32,
     /// Time that one token takes.
     pub delay: Duration,
-    /// Time that one pass takes, whatever it has of tokens.
-    pub pass_delay: Duration,
     /// Evaluating this token is an error.
     pub fails_on: Option<u32>,
     /// Evaluating this token is a panic.
@@ -58,7 +56,6 @@ impl Default for MockModel {
             answer: None,
             margin: 50.0,
             delay: Duration::ZERO,
-            pass_delay: Duration::ZERO,
             fails_on: None,
             panics_on: None,
             evaluated: Arc::default(),
@@ -114,7 +111,6 @@ impl Model for MockModel {
         taken: &mut Vec<Snapshot>,
     ) -> Result<Logits, ModelError> {
         let mut logits = Logits { vocab: self.vocab, data: Vec::new() };
-        std::thread::sleep(self.pass_delay);
         self.last = ids.to_vec();
         for (index, &id) in ids.iter().enumerate() {
             std::thread::sleep(self.delay);

@@ -183,3 +183,17 @@ pub struct Timings {
 pub const PLACES: usize = 15;
 
 pub type Events = tokio::sync::mpsc::UnboundedReceiver<Event>;
+
+/// Blocks until the answer is over: its tokens, and how it ended.
+pub fn hear(mut events: Events) -> (Vec<u32>, Result<(Finish, Timings), EngineError>) {
+    let mut told = Vec::new();
+    loop {
+        match events.blocking_recv() {
+            Some(Event::Token { id, .. }) => told.push(id),
+            Some(Event::Done { finish, timings }) => return (told, Ok((finish, timings))),
+            Some(Event::Failed(error)) => return (told, Err(error)),
+            Some(Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_)) => {}
+            None => return (told, Err(EngineError::Stopped)),
+        }
+    }
+}

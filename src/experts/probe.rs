@@ -4,14 +4,14 @@ use super::{
     layout::{ExpertMap, Layout},
     source::{Files, Source},
 };
-use crate::{device::Slab, error::StoreError, platform::Access};
+use crate::{
+    device::Slab,
+    error::StoreError,
+    platform::{Access, each},
+};
 use std::{
     io,
     path::PathBuf,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
-    },
     time::{Duration, Instant},
 };
 
@@ -54,7 +54,7 @@ pub fn open(paths: &[PathBuf], map: &ExpertMap, io: Io, threads: usize) -> Resul
     let buffered = Files::open(paths, Access::Buffered)?;
     let speed = |files: &Files, cold: bool| bandwidth(files, map, threads, BUDGET, cold.then_some(files));
     match (speed(&direct, false), speed(&buffered, true)) {
-        (Ok(past), Ok(through)) if through > CLEARLY * past => {
+        (Ok(past), Ok(through)) if is_clearly_faster(through, past) => {
             tracing::info!(
                 direct = past as u64,
                 buffered = through as u64,
@@ -78,6 +78,11 @@ pub fn open(paths: &[PathBuf], map: &ExpertMap, io: Io, threads: usize) -> Resul
     }
 }
 
+/// In bytes a second.
+fn is_clearly_faster(through: f64, past: f64) -> bool {
+    through > CLEARLY * past
+}
+
 /// Bytes a second of random reads of whole experts with `threads` threads, for about `budget`. With `cold`, the cached
 /// pages of each expert are dropped first.
 pub fn bandwidth(
@@ -89,53 +94,37 @@ pub fn bandwidth(
 ) -> io::Result<f64> {
     let experts: Vec<_> = map.layers.iter().flatten().collect();
     let room = map.slot_bytes(source.block());
-    if experts.is_empty() || room == 0 {
+    if room == 0 {
         return Ok(0.0);
     }
-    let threads = threads.clamp(1, 64);
-    let slab = Slab::new(room * threads)?;
-    let (next, bytes) = (AtomicUsize::new(0), AtomicU64::new(0));
-    let failed = Mutex::new(None);
     // A stride that has no factor in common with the number of experts visits each of them once before any again.
     let mut stride = (experts.len() * 618 / 1000) | 1;
     while common(stride, experts.len()) > 1 {
         stride += 2;
     }
     let begin = Instant::now();
-    let work = |thread: usize| -> io::Result<()> {
-        // SAFETY: each thread has a part of the slab of its own.
-        let into = unsafe { slab.bytes_mut(thread * room..(thread + 1) * room) };
-        while begin.elapsed() < budget {
-            let turn = next.fetch_add(1, Ordering::Relaxed);
-            if turn >= experts.len() {
-                break;
+    let jobs = (0..experts.len()).map(|turn| experts[turn.wrapping_mul(stride) % experts.len()]).collect();
+    let read = each(
+        "probe",
+        threads.clamp(1, 64),
+        jobs,
+        || Slab::new(room),
+        |pieces, slab| {
+            let mut bytes = 0;
+            if begin.elapsed() >= budget {
+                return Ok(bytes);
             }
-            let Some(pieces) = experts.get(turn.wrapping_mul(stride) % experts.len()) else { break };
             for read in Layout::new(pieces, source.block()).reads() {
                 if let Some(files) = cold {
                     files.drop_cached(read.file, read.offset, read.len);
                 }
-                let Some(part) = into.get_mut(read.at..read.at + read.len) else { continue };
-                let got = source.read(read.file, read.offset, part)?;
-                bytes.fetch_add(got as u64, Ordering::Relaxed);
+                let Some(part) = slab.all_mut().get_mut(read.at..read.at + read.len) else { continue };
+                bytes += source.read(read.file, read.offset, part)? as u64;
             }
-        }
-        Ok(())
-    };
-    std::thread::scope(|scope| {
-        for thread in 0..threads {
-            let (work, failed) = (&work, &failed);
-            scope.spawn(move || {
-                if let Err(error) = work(thread) {
-                    *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                }
-            });
-        }
-    });
-    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some(error) => Err(error),
-        None => Ok(bytes.into_inner() as f64 / begin.elapsed().as_secs_f64()),
-    }
+            Ok(bytes)
+        },
+    )?;
+    Ok(read.iter().sum::<u64>() as f64 / begin.elapsed().as_secs_f64())
 }
 
 /// Greatest common divisor.
@@ -144,4 +133,18 @@ fn common(mut a: usize, mut b: usize) -> usize {
         (a, b) = (b, a % b);
     }
     a
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_cache_has_to_be_clearly_faster() {
+        for (through, past, chosen) in
+            [(151.0, 100.0, true), (150.0, 100.0, false), (90.0, 100.0, false), (0.0, 0.0, false)]
+        {
+            assert_eq!(is_clearly_faster(through, past), chosen, "{through} {past}");
+        }
+    }
 }

@@ -11,11 +11,12 @@ use super::{
     source::Source,
 };
 use crate::{device::Slab, metrics::Metrics, platform::os::disk_bytes_read};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     io,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::JoinHandle,
@@ -149,7 +150,7 @@ impl Reader {
 
     /// Reads an expert into its slot, whose state is [`State::Reading`], as soon as possible.
     pub fn demand(&self, slot: SlotId, layout: Layout) {
-        let mut queue = self.shared.lock();
+        let mut queue = self.shared.queue.lock();
         queue.board(slot, layout);
         self.shared.start(&mut queue, slot, false);
         self.shared.wake(&queue);
@@ -157,7 +158,7 @@ impl Reader {
 
     /// Reads an expert into its slot, whose state is [`State::Queued`], when nothing more urgent is left.
     pub fn later(&self, slot: SlotId, layout: Layout) {
-        let mut queue = self.shared.lock();
+        let mut queue = self.shared.queue.lock();
         queue.board(slot, layout);
         queue.later.push_back(slot);
         drop(queue);
@@ -166,7 +167,7 @@ impl Reader {
 
     /// Reads an expert now that [`Reader::later`] has queued.
     pub fn hurry(&self, slot: SlotId) {
-        let mut queue = self.shared.lock();
+        let mut queue = self.shared.queue.lock();
         if queue.forget(slot) {
             self.shared.start(&mut queue, slot, false);
         } else {
@@ -187,12 +188,12 @@ impl Reader {
     /// Takes back a read that [`Reader::later`] has queued; false if it has been started (and will be done). The slot
     /// is the caller's.
     pub fn cancel(&self, slot: SlotId) -> bool {
-        self.shared.lock().forget(slot)
+        self.shared.queue.lock().forget(slot)
     }
 
     /// The error of the last read into a slot. Tells once.
     pub fn failure(&self, slot: SlotId) -> Option<Failure> {
-        self.shared.lock().flights.get_mut(slot.index())?.failure.take()
+        self.shared.queue.lock().flights.get_mut(slot.index())?.failure.take()
     }
 
     /// The number of experts whose reads have ended. Looked at before states are, it makes [`Reader::wait`] miss none.
@@ -202,22 +203,22 @@ impl Reader {
 
     /// True while reads are under way, or waiting.
     pub fn is_busy(&self) -> bool {
-        let queue = self.shared.lock();
+        let queue = self.shared.queue.lock();
         queue.running > 0 || !(queue.demand.is_empty() && queue.background.is_empty() && queue.later.is_empty())
     }
 
     /// Waits until more than `seen` experts' reads have ended.
     pub fn wait(&self, seen: u64) {
-        let mut queue = self.shared.lock();
+        let mut queue = self.shared.queue.lock();
         while self.landed() <= seen {
-            queue = self.shared.landing.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            self.shared.landing.wait(&mut queue);
         }
     }
 }
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        self.shared.lock().closing = true;
+        self.shared.queue.lock().closing = true;
         self.shared.work.notify_all();
         for thread in self.threads.drain(..) {
             // A reader thread has nothing to panic on; if one did, there is nothing to be saved here.
@@ -241,10 +242,6 @@ impl Queue {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Cuts an expert into reads and lines them up.
     fn start(&self, queue: &mut Queue, slot: SlotId, background: bool) {
         self.states.set(slot, State::Reading);
@@ -283,38 +280,35 @@ impl Shared {
     fn wake(&self, queue: &Queue) {
         match queue.demand.len() {
             0 => {}
-            1 => self.work.notify_one(),
-            _ => self.work.notify_all(),
+            1 => {
+                self.work.notify_one();
+            }
+            _ => {
+                self.work.notify_all();
+            }
         }
     }
 
     /// The life of one thread.
     fn serve(&self) {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         while !queue.closing {
             if let Some(job) = self.next(&mut queue) {
                 queue.running += 1;
-                drop(queue);
-                let mut end = self.read(&job);
-                queue = self.lock();
+                let mut end = MutexGuard::unlocked(&mut queue, || self.read(&job));
                 if matches!(end, End::Unchecked) {
                     self.land(job.slot, State::Checking);
-                    drop(queue);
-                    end = self.compare(&job);
-                    queue = self.lock();
+                    end = MutexGuard::unlocked(&mut queue, || self.compare(&job));
                 }
                 self.end(&mut queue, job, end);
             } else if queue.uncounted && queue.running == 0 {
-                let (back, quiet) = self.work.wait_timeout(queue, QUIET).unwrap_or_else(PoisonError::into_inner);
-                queue = back;
+                let quiet = self.work.wait_for(&mut queue, QUIET);
                 if quiet.timed_out() && queue.uncounted && queue.running == 0 {
                     queue.uncounted = false;
-                    drop(queue);
-                    self.count_disk();
-                    queue = self.lock();
+                    MutexGuard::unlocked(&mut queue, || self.count_disk());
                 }
             } else {
-                queue = self.work.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                self.work.wait(&mut queue);
             }
         }
     }

@@ -71,24 +71,23 @@ impl Experts {
         partial::replace(&warm.file, &text)
     }
 
-    /// Starts reading in what was hot, below everything else; returns how many experts that is.
-    pub(super) fn read_in_hot(&self) -> usize {
-        let Some(warm) = &self.warm else { return 0 };
+    /// Starts reading in what was hot, below everything else.
+    pub(super) fn read_in_hot(&self) {
+        let Some(warm) = &self.warm else { return };
         let list = match read_small(&warm.file, MOST) {
             Ok(bytes) => serde_json::from_slice::<List>(&bytes),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return 0,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return,
             Err(error) => Err(serde_json::Error::io(error)),
         };
         let list = match list {
             Ok(list) if list.identity == warm.identity => list,
-            Ok(_) => return 0,
+            Ok(_) => return,
             Err(error) => {
                 tracing::warn!(%error, file = %warm.file.display(), "the list of hot experts is unreadable; starting cold");
-                return 0;
+                return;
             }
         };
         let live = &mut *self.live.borrow_mut();
-        let mut sent = 0;
         for (layer, expert, score) in list.experts {
             let Some(key) = self.key(layer, expert) else { continue };
             // Free slots only: nothing that is in memory is colder than a memory.
@@ -98,10 +97,8 @@ impl Experts {
             live.scores.prime(key, score);
             if let Some(claim) = live.slots.claim(key, Purpose::WarmStart, &live.scores) {
                 self.send(live, key, claim.slot, Purpose::WarmStart);
-                sent += 1;
             }
         }
-        sent
     }
 }
 

@@ -15,10 +15,11 @@ use axum::{
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
+use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant, UNIX_EPOCH},
 };
 
@@ -36,11 +37,11 @@ impl Health {
     /// An answer failed for want of storage, or was complete.
     pub fn storage(&self, failed: Option<&dyn std::fmt::Display>) {
         let failed = failed.map(|why| (Instant::now(), why.to_string()));
-        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = failed;
+        *self.failed.lock() = failed;
     }
 
     fn degraded(&self) -> Option<String> {
-        let failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        let failed = self.failed.lock();
         failed.as_ref().filter(|(at, _)| at.elapsed() < FORGET).map(|(_, why)| why.clone())
     }
 }

@@ -21,13 +21,14 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
+use parking_lot::Mutex;
 use std::{
     collections::HashMap,
     convert::Infallible,
     io,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     task::{Context, Poll},
@@ -186,7 +187,7 @@ struct Seat {
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        lock(&self.all.taken).remove(&self.place.number);
+        self.all.taken.lock().remove(&self.place.number);
     }
 }
 
@@ -213,15 +214,15 @@ impl Places {
         let idle = Mutex::new(Some(Instant::now()));
         let place = Arc::new(Place { number, reserved, idle, leave: Notify::new(), _permit: permit });
         if !reserved {
-            lock(&self.taken).insert(number, place.clone());
+            self.taken.lock().insert(number, place.clone());
         }
         Some(Seat { place, all: self.clone() })
     }
 
     /// Asks the connection that has been idle longest to leave; false if there is none.
     fn make_room(&self) -> bool {
-        let mut taken = lock(&self.taken);
-        let idle = taken.values().filter_map(|place| Some(((*lock(&place.idle))?, place.number)));
+        let mut taken = self.taken.lock();
+        let idle = taken.values().filter_map(|place| Some(((*place.idle.lock())?, place.number)));
         let Some(place) = idle.min().and_then(|(_, number)| taken.remove(&number)) else { return false };
         place.leave.notify_one();
         true
@@ -233,19 +234,15 @@ struct Busy(Arc<Place>);
 
 impl Busy {
     fn new(place: Arc<Place>) -> Self {
-        *lock(&place.idle) = None;
+        *place.idle.lock() = None;
         Self(place)
     }
 }
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        *lock(&self.0.idle) = Some(Instant::now());
+        *self.0.idle.lock() = Some(Instant::now());
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The body of an answer, which keeps its connection busy.

@@ -12,10 +12,8 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use std::{
-    net::IpAddr,
-    sync::{Arc, PoisonError, RwLock},
-};
+use parking_lot::RwLock;
+use std::{net::IpAddr, sync::Arc};
 
 /// The hosts and origins that are allowed. By default any are.
 #[derive(Debug, Default)]
@@ -38,11 +36,11 @@ impl Guard {
     /// From now on the rules of `other` hold.
     pub fn follow(&self, other: &Self) {
         let rules = other.rules();
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = rules;
+        *self.0.write() = rules;
     }
 
     fn rules(&self) -> Rules {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.read().clone()
     }
 }
 

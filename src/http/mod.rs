@@ -60,11 +60,12 @@ pub use budget::Budget;
 pub use connections::Patience;
 pub use guard::Guard;
 pub use models::{Listed, Loaded, Loader, Stage, Times};
+use parking_lot::RwLock;
 use std::{
     future::Future,
     io,
     sync::{
-        Arc, PoisonError, RwLock,
+        Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -162,11 +163,11 @@ impl Door {
 
     /// The key that is wanted from now on.
     pub fn want(&self, api_key: Option<String>) {
-        *self.api_key.write().unwrap_or_else(PoisonError::into_inner) = api_key;
+        *self.api_key.write() = api_key;
     }
 
     fn key(&self) -> Option<String> {
-        self.api_key.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.api_key.read().clone()
     }
 
     /// From now on new requests get 503; the engine gives the accepted ones its grace.

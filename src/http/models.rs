@@ -13,10 +13,11 @@ pub use seat::Seat;
 use super::{App, api_error::ApiError};
 use crate::error::EngineError;
 use names::{find, means};
+use parking_lot::Mutex;
 use std::{
     collections::VecDeque,
     future::Future,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 use tokio::{
@@ -122,17 +123,17 @@ impl Stage {
 
     /// These times hold from now on.
     pub fn keep(&self, times: Times) {
-        *self.times.lock().unwrap_or_else(PoisonError::into_inner) = times;
+        *self.times.lock() = times;
         self.changed.notify_one();
     }
 
     fn times(&self) -> Times {
-        *self.times.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.times.lock()
     }
 
     /// This model answers from now on.
     pub fn enter(&self, loaded: Loaded) {
-        let mut now = self.lock();
+        let mut now = self.now.lock();
         if now.closing {
             loaded.app.engine.drain();
         }
@@ -143,51 +144,51 @@ impl Stage {
 
     /// This model answers when somebody asks, and is loaded then.
     pub fn rest(&self, id: &str) {
-        self.lock().last = Some(id.into());
+        self.now.lock().last = Some(id.into());
     }
 
     /// The model that is loaded.
     pub fn app(&self) -> Option<Arc<App>> {
-        self.lock().on.as_ref().map(|on| on.app.clone())
+        self.now.lock().on.as_ref().map(|on| on.app.clone())
     }
 
     /// The id of the model that is loaded.
     pub fn loaded(&self) -> Option<String> {
-        self.lock().on.as_ref().map(|on| on.id.clone())
+        self.now.lock().on.as_ref().map(|on| on.id.clone())
     }
 
     /// The model that is loaded, or being loaded, or would be for a request that names none.
     pub fn name(&self) -> Option<String> {
-        let now = self.lock();
+        let now = self.now.lock();
         now.coming.clone().or_else(|| now.last.clone())
     }
 
     /// True once there was a model: from then on requests are let in.
     pub fn is_open(&self) -> bool {
-        self.lock().last.is_some()
+        self.now.lock().last.is_some()
     }
 
     /// The models on this machine; looked up at most every five seconds.
     pub async fn listed(&self) -> Arc<Vec<Listed>> {
         let Some(loader) = self.loader.clone() else { return Arc::default() };
-        let found = self.found.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let found = self.found.lock().clone();
         if let Some((_, list)) = found.filter(|(at, _)| at.elapsed() < FRESH) {
             return list;
         }
         let list = Arc::new(spawn_blocking(move || loader.list()).await.unwrap_or_default());
-        *self.found.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), list.clone()));
+        *self.found.lock() = Some((Instant::now(), list.clone()));
         list
     }
 
     /// A seat for a request that names this model. A name that is not listed means the model that is loaded.
     pub async fn seat(&self, asked: Option<&str>) -> Result<Seat, ApiError> {
-        let last = self.lock().last.clone();
+        let last = self.now.lock().last.clone();
         let named = match (asked, last) {
             (Some(asked), Some(last)) if means(asked, &last) => Some(last),
             (Some(asked), _) => find(asked, &self.listed().await),
             (None, _) => None,
         };
-        let mut now = self.lock();
+        let mut now = self.now.lock();
         if now.closing {
             return Err(ApiError::from(EngineError::Draining));
         }
@@ -208,7 +209,7 @@ impl Stage {
 
     /// Lets go of the model as soon as nobody is being answered, if it is this one.
     pub fn stop(&self, id: &str) -> bool {
-        let mut now = self.lock();
+        let mut now = self.now.lock();
         let Some(on) = now.on.as_mut().filter(|on| means(id, &on.id)) else { return false };
         on.going = true;
         drop(now);
@@ -218,7 +219,7 @@ impl Stage {
 
     /// Nobody is let in any more; who was, is answered within the engine's grace.
     pub fn close(&self) {
-        let mut now = self.lock();
+        let mut now = self.now.lock();
         now.closing = true;
         for ticket in now.waiting.drain(..) {
             let _ = ticket.reply.send(Err(ApiError::from(EngineError::Draining)));
@@ -229,13 +230,13 @@ impl Stage {
     }
 
     pub fn is_idle(&self) -> bool {
-        let now = self.lock();
+        let now = self.now.lock();
         now.waiting.is_empty() && now.on.as_ref().is_none_or(|on| on.app.engine.load() == (0, 0))
     }
 
     /// Lets go of the model and waits until its memory is given back.
     pub fn leave(&self) -> impl Future<Output = ()> + use<> {
-        let on = self.lock().on.take();
+        let on = self.now.lock().on.take();
         async move {
             if let Some(on) = on {
                 let _ = spawn_blocking(move || on.leave()).await;
@@ -247,7 +248,7 @@ impl Stage {
     pub async fn run(&self) {
         loop {
             let (step, before) = {
-                let mut now = self.lock();
+                let mut now = self.now.lock();
                 let step = now.step(&self.times());
                 let before = if matches!(step, Step::Wait(_)) { None } else { now.on.take() };
                 if let Step::Load(id) = &step {
@@ -278,7 +279,7 @@ impl Stage {
             loader.map_or_else(|| Err("it was let go for good".into()), |loader| loader.load(&wanted))
         });
         let loaded = loaded.await.unwrap_or_else(|panic| Err(panic.to_string()));
-        let mut now = self.lock();
+        let mut now = self.now.lock();
         now.coming = None;
         match loaded {
             Ok(loaded) if now.closing => loaded.app.engine.drain(),
@@ -288,10 +289,6 @@ impl Stage {
                 now.refuse(&id, &why);
             }
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -9,13 +9,14 @@ use axum::{
     http::{HeaderValue, header},
     response::{IntoResponse, Response},
 };
+use parking_lot::Mutex;
 use serde::Serialize;
 use std::{
     convert::Infallible,
     future::Future,
     mem,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -42,7 +43,7 @@ impl Frames {
     }
 
     fn frame(&self, event: &str, value: &impl Serialize) {
-        let mut buffer = self.buffer();
+        let mut buffer = self.0.lock();
         let start = buffer.len();
         if !event.is_empty() {
             buffer.extend_from_slice(b"event: ");
@@ -62,16 +63,12 @@ impl Frames {
 
     /// The end of a complete answer.
     pub fn done(&self) {
-        self.buffer().extend_from_slice(b"data: [DONE]\n\n");
+        self.0.lock().extend_from_slice(b"data: [DONE]\n\n");
     }
 
     /// The end of an answer that broke off.
     pub fn error(&self, error: &ApiError) {
         self.data(&error.body());
-    }
-
-    fn buffer(&self) -> MutexGuard<'_, Vec<u8>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -99,7 +96,7 @@ pub fn later(
             Err(refusal) => return error(&out, &refusal),
         };
         while let Some(Ok(bytes)) = body.next().await {
-            out.buffer().extend_from_slice(&bytes);
+            out.0.lock().extend_from_slice(&bytes);
         }
     })
 }
@@ -129,7 +126,7 @@ impl<F: Future<Output = ()>> Stream for Written<F> {
         if this.writer.as_mut().is_some_and(|writer| writer.as_mut().poll(context).is_ready()) {
             this.writer = None;
         }
-        let written = mem::take(&mut *this.frames.buffer());
+        let written = mem::take(&mut *this.frames.0.lock());
         if !written.is_empty() {
             this.sent = Instant::now();
             return Poll::Ready(Some(Ok(written.into())));

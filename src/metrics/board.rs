@@ -2,7 +2,7 @@
 
 use super::Metrics;
 use std::sync::{
-    Arc, PoisonError,
+    Arc,
     atomic::{AtomicU32, Ordering::Relaxed},
 };
 
@@ -56,13 +56,13 @@ impl Metrics {
     /// A new model's experts, none of which is in memory.
     pub fn experts(&self, layers: usize, experts: usize) -> Arc<Board> {
         let board = Arc::new(Board::new(layers, experts));
-        *self.board.lock().unwrap_or_else(PoisonError::into_inner) = board.clone();
+        *self.board.lock() = board.clone();
         board
     }
 
     /// The experts of the model that was loaded last.
     pub fn board(&self) -> Arc<Board> {
-        self.board.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.board.lock().clone()
     }
 
     /// No model is in memory.

@@ -14,10 +14,8 @@ use crate::{
         attend::{NEWEST, rounded_until},
     },
 };
-use std::{
-    ops::Range,
-    sync::{Arc, Mutex, PoisonError},
-};
+use parking_lot::Mutex;
+use std::{ops::Range, sync::Arc};
 
 /// One layer's memory.
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +57,7 @@ pub fn heads(config: &Config, format: CacheFormat, bits: KvBits, context: usize,
 impl State {
     /// An empty state with room for `shape.context` tokens. Pages are committed as they are first written.
     pub fn new(config: &Config, shape: Heads, arenas: &Arenas, run: &mut dyn Run) -> Result<Self, DeviceError> {
-        let used = arenas.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let used = arenas.lock().pop();
         let layers = match used {
             Some(mut layers) => {
                 for net in nets(&mut layers) {
@@ -136,7 +134,7 @@ impl State {
 
 impl Drop for State {
     fn drop(&mut self) {
-        self.arenas.lock().unwrap_or_else(PoisonError::into_inner).push(std::mem::take(&mut self.layers));
+        self.arenas.lock().push(std::mem::take(&mut self.layers));
     }
 }
 

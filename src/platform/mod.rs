@@ -2,6 +2,7 @@
 //! `device`, that knows which system it is.
 
 mod file;
+mod jobs;
 pub mod os;
 mod pages;
 pub mod partial;
@@ -10,6 +11,7 @@ mod small;
 mod threads;
 
 pub use file::{Access, File, MAX_BLOCK};
+pub use jobs::each;
 pub use pages::zeros;
 pub use small::{Stamp, check_small, open_regular, read_small};
 pub use threads::Threads;

@@ -10,12 +10,13 @@
 //! done; the caller looks there at the end, and takes a job away from a worker that has not begun it, so that no job ever
 //! waits for one that has not yet woken.
 
+use parking_lot::{Condvar, Mutex};
 use std::{
     any::Any,
     cell::UnsafeCell,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread::JoinHandle,
@@ -105,7 +106,7 @@ impl Threads {
     /// Calls `job(i)` for every `i` in `0..tasks`, each exactly once, on some thread; returns when all are done. If a
     /// task panics, the panic is passed on once every thread has left the job; tasks not yet claimed then are skipped.
     pub fn run(&self, tasks: usize, job: &(dyn Fn(usize) + Sync)) {
-        let caller = if tasks > 1 && !self.workers.is_empty() { self.caller.try_lock().ok() } else { None };
+        let caller = if tasks > 1 && !self.workers.is_empty() { self.caller.try_lock() } else { None };
         let Some(caller) = caller else {
             (0..tasks).for_each(job);
             return;
@@ -116,7 +117,7 @@ impl Threads {
             self.pool.cancel();
         }
         let panicked = self.pool.close(number);
-        let others = if panicked { lock(&self.pool.panic).take() } else { None };
+        let others = if panicked { self.pool.panic.lock().take() } else { None };
         if let Some(panic) = own.err().or(others) {
             drop(caller);
             resume_unwind(panic);
@@ -152,7 +153,7 @@ impl Threads {
 impl Drop for Threads {
     fn drop(&mut self) {
         self.pool.quit.store(true, Ordering::SeqCst);
-        drop(lock(&self.pool.sleep));
+        drop(self.pool.sleep.lock());
         self.pool.wake.notify_all();
         for worker in self.workers.drain(..) {
             let _ = worker.join();
@@ -176,7 +177,7 @@ impl Pool {
         // In one order with the count of the parked: either they see the number, or they are seen.
         self.number.0.store(number, Ordering::SeqCst);
         if self.parked.load(Ordering::SeqCst) > 0 {
-            drop(lock(&self.sleep));
+            drop(self.sleep.lock());
             self.wake.notify_all();
         }
         number
@@ -243,7 +244,7 @@ impl Pool {
                 && let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.claim(own, job)))
             {
                 self.cancel();
-                *lock(&self.panic) = Some(panic);
+                *self.panic.lock() = Some(panic);
                 self.panicked.store(true, Ordering::Relaxed);
             }
             at.store(2 * number, Ordering::Release);
@@ -287,18 +288,13 @@ impl Pool {
     }
 
     fn park(&self, done: u64) {
-        let mut sleep = lock(&self.sleep);
+        let mut sleep = self.sleep.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);
         while !self.quit.load(Ordering::SeqCst) && self.number.0.load(Ordering::SeqCst) == done {
-            sleep = self.wake.wait(sleep).unwrap_or_else(PoisonError::into_inner);
+            self.wake.wait(&mut sleep);
         }
         self.parked.fetch_sub(1, Ordering::SeqCst);
     }
-}
-
-/// No lock here guards an invariant that a panic could break.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -10,17 +10,13 @@ mod layout;
 mod noise;
 
 use crate::error::StoreError;
-use crate::platform::partial::Partial;
+use crate::platform::{self, partial::Partial};
 use layout::Tensor;
 use std::{
     fs::{self, File},
     io::{self, Write},
     os::unix::fs::FileExt,
     path::Path,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
 };
 
 /// Bytes made and written at a time: large enough for sequential disk speed, small enough to stay in a core's cache.
@@ -224,31 +220,15 @@ fn write_shard(path: &Path, tensors: &[Tensor], threads: usize, progress: &(dyn 
         blocks.extend((0..bytes).step_by(BLOCK).map(|from| (tensor, from, start)));
         start += bytes;
     }
-    let next = AtomicUsize::new(0);
-    let failed = Mutex::new(None);
-    let work = || {
-        let mut block = vec![0; BLOCK];
-        while let Some(&(tensor, from, start)) = blocks.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let len = (tensor.bytes() - from).min(BLOCK as u64) as usize;
-            let part = &mut block[..len];
-            tensor.fill(from, part);
-            if let Err(error) = file.write_all_at(part, start + from) {
-                *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                next.store(blocks.len(), Ordering::Relaxed);
-            }
-            progress(len as u64);
-        }
+    let fill = |(tensor, from, start): (&Tensor, u64, u64), block: &mut Vec<u8>| {
+        let len = (tensor.bytes() - from).min(BLOCK as u64) as usize;
+        let part = &mut block[..len];
+        tensor.fill(from, part);
+        progress(len as u64);
+        file.write_all_at(part, start + from)
     };
-    std::thread::scope(|scope| {
-        for _ in 1..threads.max(1) {
-            scope.spawn(work);
-        }
-        work();
-    });
-    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some(error) => Err(error),
-        None => file.sync_all(),
-    }
+    platform::each("synth", threads, blocks, || Ok(vec![0; BLOCK]), fill)?;
+    file.sync_all()
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ pub mod fixtures;
 
 use moestro::{
     device::Math,
-    engine::{Event, Finish, Handle, Request, Timings},
+    engine::{Finish, Handle, Request, Timings, hear},
     metrics::Metrics,
     model::{Logits, Model, Options, Qwen, Routes, Rows, State},
 };
@@ -76,16 +76,8 @@ pub fn decode(model: &mut Qwen, state: &mut State, last: &[f32], count: usize) -
 
 /// The tokens of an answer, and how it ended.
 pub fn ask(handle: &Handle, request: Request) -> (Vec<u32>, Result<(Finish, Timings), String>) {
-    let mut events = handle.submit(request).unwrap();
-    let mut told = Vec::new();
-    loop {
-        match events.blocking_recv().expect("the engine is there") {
-            Event::Token { id, .. } => told.push(id),
-            Event::Done { finish, timings } => return (told, Ok((finish, timings))),
-            Event::Failed(error) => return (told, Err(error.to_string())),
-            Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
-        }
-    }
+    let (told, end) = hear(handle.submit(request).unwrap());
+    (told, end.map_err(|error| error.to_string()))
 }
 
 pub fn argmax(row: &[f32]) -> u32 {

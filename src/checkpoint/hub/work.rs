@@ -16,12 +16,13 @@ use super::{
     listing::Listed,
 };
 use crate::error::StoreError;
+use parking_lot::{Condvar, Mutex};
 use std::{
     fs::File,
     io::{self, Read},
     ops::Range,
     os::unix::fs::FileExt,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -58,7 +59,7 @@ pub fn fetch(
         }
         work.go();
     });
-    let Desk { files, error, .. } = work.desk.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let Desk { files, error, .. } = work.desk.into_inner();
     for way in &files {
         if let Some((part, _)) = &way.part {
             download.save(way.listed, Some(part), &way.map());
@@ -179,10 +180,6 @@ impl<'a> Way<'a> {
 }
 
 impl<'a> Work<'a> {
-    fn lock(&self) -> MutexGuard<'_, Desk<'a>> {
-        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The life of one worker.
     fn go(&self) {
         while let Some(job) = self.next() {
@@ -193,7 +190,7 @@ impl<'a> Work<'a> {
 
     /// The next piece; waits while there is none, and `None` when there will be none.
     fn next(&self) -> Option<Job> {
-        let mut guard = self.lock();
+        let mut guard = self.desk.lock();
         loop {
             let desk = &mut *guard;
             if desk.error.is_some() || desk.files.iter().all(|way| way.stage == Stage::Done) {
@@ -229,7 +226,7 @@ impl<'a> Work<'a> {
                 }
             }
             if desk.error.is_none() && desk.files.iter().any(|way| way.stage != Stage::Done) {
-                guard = self.changed.wait_timeout(guard, BUSY).unwrap_or_else(PoisonError::into_inner).0;
+                self.changed.wait_for(&mut guard, BUSY);
             }
         }
     }
@@ -243,7 +240,7 @@ impl<'a> Work<'a> {
 
     /// The range that is missing of a piece; `Off` if nobody wants it any more.
     fn left(&self, job: Job) -> Result<Range<u64>, Stopped> {
-        let desk = self.lock();
+        let desk = self.desk.lock();
         let flying = desk.files[job.file].flying.iter().find(|(id, _)| *id == job.id);
         flying.filter(|_| desk.error.is_none()).map(|(_, range)| range.clone()).ok_or(Stopped::Off)
     }
@@ -264,7 +261,7 @@ impl<'a> Work<'a> {
             if left == 0 || !failure.passes() {
                 return Err(failure.into());
             }
-            let file = self.lock().files[job.file].listed;
+            let file = self.desk.lock().files[job.file].listed;
             tracing::info!(file = file.name, error = %failure, "the download broke and goes on");
             std::thread::sleep(wait);
             wait = (wait * 2).min(30 * self.download.hub.wait);
@@ -274,7 +271,7 @@ impl<'a> Work<'a> {
     /// One request.
     fn once(&self, job: Job, range: Range<u64>) -> Result<(), Stopped> {
         let (listed, size) = {
-            let desk = self.lock();
+            let desk = self.desk.lock();
             (desk.files[job.file].listed, desk.files[job.file].size)
         };
         let mut answer = self.download.client.part(&self.download.url(listed), range.start, Some(range.end - 1))?;
@@ -304,7 +301,7 @@ impl<'a> Work<'a> {
 
     /// An answer begins: it tells whether the hub knows ranges, and whether the file is the one it was.
     fn answered(&self, job: Job, tag: &Option<String>, ranged: bool) -> Result<(), Stopped> {
-        let desk = &mut *self.lock();
+        let desk = &mut *self.desk.lock();
         let way = &mut desk.files[job.file];
         if !way.flying.iter().any(|(id, _)| *id == job.id) {
             return Err(Stopped::Off);
@@ -344,7 +341,7 @@ impl<'a> Work<'a> {
     /// Bytes go to their place. Under the lock: a file that is begun anew gets no old bytes.
     fn came(&self, job: Job, bytes: &[u8]) -> Result<(), Stopped> {
         let mut save = None;
-        let mut guard = self.lock();
+        let mut guard = self.desk.lock();
         let desk = &mut *guard;
         let way = &mut desk.files[job.file];
         let flying = way.flying.iter_mut().find(|(id, _)| *id == job.id);
@@ -367,7 +364,7 @@ impl<'a> Work<'a> {
     /// A piece is there, or will not come.
     fn end(&self, job: Job, outcome: Result<(), Stopped>) {
         let (listed, part) = {
-            let way = &mut self.lock().files[job.file];
+            let way = &mut self.desk.lock().files[job.file];
             let Some(at) = way.flying.iter().position(|(id, _)| *id == job.id) else { return };
             if outcome.is_ok() && !(way.free.is_empty() && way.flying.len() == 1) {
                 way.flying.swap_remove(at);
@@ -381,7 +378,7 @@ impl<'a> Work<'a> {
             (Err(Stopped::Failed(failure)), _) => Err(self.download.failed(listed, failure)),
             (Ok(()), None) | (Err(Stopped::Off), _) => return,
         };
-        let desk = &mut *self.lock();
+        let desk = &mut *self.desk.lock();
         let way = &mut desk.files[job.file];
         match ended {
             Ok(()) => (way.stage, way.part, way.flying) = (Stage::Done, None, Vec::new()),

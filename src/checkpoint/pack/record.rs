@@ -5,17 +5,10 @@ use crate::{
     device::Slab,
     error::StoreError,
     experts::{PIECES, Piece, source::Files, source::Source},
-    platform::{Access, File},
+    platform::{self, Access, File},
 };
 use sha2::{Digest, Sha256};
-use std::{
-    io,
-    path::Path,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::{io, path::Path};
 
 /// Experts read, hashed and written at the same time.
 const THREADS: usize = 4;
@@ -93,41 +86,12 @@ where
     T: Send,
     W: Fn(usize, [&mut [u8]; 2]) -> Result<T, StoreError> + Sync,
 {
-    let next = AtomicUsize::new(0);
-    let results = Mutex::new(Ok(Vec::with_capacity(experts)));
-    let enter = |result: Result<(usize, T), StoreError>| {
-        let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
-        match (results.as_mut(), result) {
-            (Ok(done), Ok(result)) => done.push(result),
-            (Ok(_), Err(error)) => {
-                *results = Err(error);
-                next.store(experts, Ordering::Relaxed);
-            }
-            (Err(_), _) => {}
-        }
+    let room = || {
+        let slab =
+            || Slab::new(record).map_err(|error| StoreError::Other(format!("no memory for two experts: {error}")));
+        Ok((slab()?, slab()?))
     };
-    let run = || {
-        let room = || Slab::new(record);
-        let (mut first, mut second) = match (room(), room()) {
-            (Ok(first), Ok(second)) => (first, second),
-            (Err(error), _) | (_, Err(error)) => {
-                return enter(Err(StoreError::Other(format!("no memory for two experts: {error}"))));
-            }
-        };
-        loop {
-            let expert = next.fetch_add(1, Ordering::Relaxed);
-            if expert >= experts {
-                break;
-            }
-            enter(work(expert, [first.all_mut(), second.all_mut()]).map(|result| (expert, result)));
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 0..THREADS {
-            scope.spawn(run);
-        }
-    });
-    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner)?;
-    results.sort_unstable_by_key(|(expert, _)| *expert);
-    Ok(results.into_iter().map(|(_, result)| result).collect())
+    platform::each("pack", THREADS, (0..experts).collect(), room, |expert, (first, second): &mut (Slab, Slab)| {
+        work(expert, [first.all_mut(), second.all_mut()])
+    })
 }

@@ -13,11 +13,12 @@ use crate::{
     },
     platform::os,
 };
+use parking_lot::MutexGuard;
 use std::{
     collections::{HashMap, VecDeque},
     io,
     path::PathBuf,
-    sync::{Arc, PoisonError},
+    sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
 
@@ -98,7 +99,7 @@ impl Cache {
     fn open(self: &Arc<Self>, storage: &Storage) -> io::Result<()> {
         let (files, found) = Files::open(&storage.dir, &storage.key, self.size)?;
         let others = files.make_way(&storage.dir, storage.limit / 2)?;
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         let files = Arc::new(files);
         inner.disk = Some(Disk {
             files: files.clone(),
@@ -120,22 +121,22 @@ impl Cache {
         drop(inner);
         let cache = self.clone();
         let writer = std::thread::Builder::new().name("prompt cache".into()).spawn(move || cache.write_on())?;
-        *self.writer.lock().unwrap_or_else(PoisonError::into_inner) = Some(writer);
+        *self.writer.lock() = Some(writer);
         Ok(())
     }
 
     /// `tokens` of a prompt took so long to compute.
     pub fn computed(&self, tokens: usize, time: Duration) {
-        if let Some(disk) = &mut self.lock().disk {
+        if let Some(disk) = &mut self.inner.lock().disk {
             disk.computed = mean(disk.computed, tokens as f64, time);
         }
     }
 
     /// Writes what is left, for a moment, and stops.
     pub fn close(&self) {
-        self.lock().closed = true;
+        self.inner.lock().closed = true;
         self.changed.notify_all();
-        if let Some(writer) = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(writer) = self.writer.lock().take() {
             // A panic there has been reported by its thread.
             let _ = writer.join();
         }
@@ -144,7 +145,7 @@ impl Cache {
     /// Reads the state behind `ids`, whose first pages are `known`. `None`: there is no room for it. An error has been
     /// reported, and the checkpoint is forgotten.
     pub(super) fn read_back(&self, ids: &[u32], known: Vec<Shared>) -> Result<Option<Snapshot>, ()> {
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         let Some(files) = inner.disk.as_ref().map(|disk| disk.files.clone()) else { return Ok(None) };
         let whole = self.size.bytes(ids.len(), 0);
         let known = &known[..known.len().min(ids.len() / PAGE)];
@@ -156,7 +157,7 @@ impl Cache {
         drop(inner);
         let begin = Instant::now();
         let read = files.read(ids, &known);
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         match read {
             Ok(snapshot) => {
                 let bytes = whole - known.iter().map(|page| page.len() as u64).sum::<u64>();
@@ -233,7 +234,7 @@ impl Cache {
     fn write_on(&self) {
         os::background_thread();
         let mut last = None;
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         loop {
             if inner.closed && last.get_or_insert_with(Instant::now).elapsed() > LAST {
                 return;
@@ -243,16 +244,13 @@ impl Cache {
                     return;
                 }
                 // Checkpoints that the hour's bound held back are tried again every minute.
-                let wait = self.changed.wait_timeout(inner, Duration::from_secs(60));
-                inner = wait.unwrap_or_else(PoisonError::into_inner).0;
+                self.changed.wait_for(&mut inner, Duration::from_secs(60));
                 continue;
             };
             // Held while it is written, so that it is counted even if it gives way meanwhile.
             inner.ledger.hold(&snapshot);
             let emptied = inner.emptied;
-            drop(inner);
-            let written = files.write(&ids, &snapshot, &missing);
-            inner = self.lock();
+            let written = MutexGuard::unlocked(&mut inner, || files.write(&ids, &snapshot, &missing));
             if inner.emptied == emptied {
                 inner.ledger.release(&snapshot);
             }

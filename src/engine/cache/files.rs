@@ -10,13 +10,13 @@
 //! The key is of all that the bytes depend on beside the tokens, a digest is of the tokens up to the end of what is in the
 //! file. A file gets its name when it is whole. Prompts are private, and so are these files.
 
-use super::read::{Reader, Room, SHARE, at_once};
+use super::read::{READERS, Reader, Room, SHARE};
 use crate::{
     model::{
         Snapshot, SnapshotSize,
         snapshot::{PAGE, Shared},
     },
-    platform::{MAX_BLOCK, zeros},
+    platform::{MAX_BLOCK, each, zeros},
 };
 use sha2::{Digest as _, Sha256};
 use std::{
@@ -24,7 +24,7 @@ use std::{
     io::{self, Read, Write},
     os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
@@ -141,8 +141,8 @@ impl Files {
     pub fn read(&self, ids: &[u32], known: &[Shared]) -> io::Result<Snapshot> {
         enum Job<'a> {
             Page(&'a Digest, &'a mut Vec<u8>),
-            /// A part of the state's file, from this byte of it on.
-            State(usize, &'a mut [u8]),
+            /// A part of the state's file, from this byte of it on: the header if it begins there, and the body.
+            State(usize, &'a mut [u8], &'a mut [u8]),
         }
         let (digests, whole) = self.digests(ids);
         let tokens = words(ids);
@@ -151,34 +151,26 @@ impl Files {
         let mut body = zeros(self.size.state as usize + tokens.len() + tail);
         let missing = &digests[known.len().min(digests.len())..];
         let mut pages = vec![Vec::new(); missing.len()];
-        let (len, sums) = (body.len(), Mutex::new(Vec::new()));
-        let header = Mutex::new([0; HEADER]);
+        let (len, mut header) = (body.len(), [0; HEADER]);
         // The state first: its parts are the longest jobs.
         let (first, rest) = body.split_at_mut(len.min(SHARE - HEADER));
-        let rest = rest.chunks_mut(SHARE).enumerate().map(|(number, part)| Job::State((number + 1) * SHARE, part));
+        let rest =
+            rest.chunks_mut(SHARE).enumerate().map(|(number, part)| Job::State((number + 1) * SHARE, &mut [], part));
         let page = |(digest, page)| Job::Page(digest, page);
-        let jobs = [Job::State(0, first)].into_iter().chain(rest).chain(missing.iter().zip(&mut pages).map(page));
-        at_once(jobs.collect(), |job, room| match job {
+        let jobs =
+            [Job::State(0, &mut header, first)].into_iter().chain(rest).chain(missing.iter().zip(&mut pages).map(page));
+        let sums = each("prompt cache", READERS, jobs.collect(), Room::new, |job, room| match job {
             Job::Page(digest, into) => {
                 *into = self.page(digest, room)?;
-                Ok(())
+                Ok(None)
             }
-            Job::State(at, part) => {
-                let mut head = [0; HEADER];
-                let before = if at == 0 { &mut head[..] } else { &mut [] };
-                let sum = self.reader.read(&path, (HEADER + len) as u64, at as u64, before, part, room)?;
-                if at == 0 {
-                    *locked(&header) = head;
-                }
-                locked(&sums).push((at, sum));
-                Ok(())
+            Job::State(at, head, part) => {
+                self.reader.read(&path, (HEADER + len) as u64, at as u64, head, part, room).map(Some)
             }
         })?;
-        let mut sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
-        sums.sort_by_key(|(at, _)| *at);
         let mut sum = crc32fast::Hasher::new();
-        sums.iter().for_each(|(_, part)| sum.combine(part));
-        self.compare(&locked(&header), ids.len(), len, sum)?;
+        sums.iter().flatten().for_each(|part| sum.combine(part));
+        self.compare(&header, ids.len(), len, sum)?;
         let mut behind = body.split_off(self.size.state as usize);
         if !behind.starts_with(&tokens) {
             return Err(damaged("it is of another prompt"));
@@ -334,8 +326,4 @@ fn remove(path: &Path) {
     }) {
         tracing::debug!(path = %path.display(), %error, "a checkpoint's file could not be removed");
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -20,13 +20,10 @@ use crate::{
 pub use disk::Storage;
 use disk::{Disk, OnDisk};
 use ledger::Ledger;
+use parking_lot::{Condvar, Mutex};
 use places::Kind;
 use serde::Serialize;
-use std::{
-    path::PathBuf,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    thread::JoinHandle,
-};
+use std::{path::PathBuf, sync::Arc, thread::JoinHandle};
 use tree::{Id, Tree};
 
 /// Shared by the engine's thread, which asks and adds, and whoever wants to look at it or empty it. The lock is held for
@@ -103,7 +100,7 @@ impl Cache {
     /// is on the disk alone is read, if that is faster than computing what it has more.
     pub fn deepest(&self, ids: &[u32], beyond: usize) -> Option<(Snapshot, Place)> {
         loop {
-            let mut inner = self.lock();
+            let mut inner = self.inner.lock();
             let Inner { tree, clock, .. } = &mut *inner;
             let path = tree.path(ids);
             // Prompts that pass a place where conversations depart show that it is still in use.
@@ -134,14 +131,14 @@ impl Cache {
 
     /// The number of checkpoints that one prompt may take: half of all, and one at least.
     pub fn share(&self) -> usize {
-        let states = self.lock().limit.checked_div(self.size.state).unwrap_or(0) as usize;
+        let states = self.inner.lock().limit.checked_div(self.size.state).unwrap_or(0) as usize;
         if states == 0 { 0 } else { (states / 2).clamp(1, 8) }
     }
 
     /// Makes room for a checkpoint behind all of `ids`, letting others go; false if it is not worth it, or is there
     /// already. `need` is what it will take as long as the cache holds what it holds now (bytes).
     pub fn make_room(&self, ids: &[u32], kind: Kind, need: &dyn Fn() -> u64) -> bool {
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         let there = inner.tree.path(ids).last().copied().filter(|&id| inner.tree.len(id) == ids.len());
         if let Some(id) = there.filter(|&id| inner.tree[id].memory.is_some()) {
             let (clock, checkpoint) = (inner.clock, &mut inner.tree[id]);
@@ -178,7 +175,7 @@ impl Cache {
     /// Adds what [`Cache::make_room`] has made room for, unless the cache was emptied since it had been so `emptied` times:
     /// whoever empties it wants to find nothing of what was asked before.
     pub fn insert(&self, ids: &[u32], kind: Kind, snapshot: Snapshot, emptied: u64) {
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         if inner.emptied != emptied {
             return;
         }
@@ -195,7 +192,7 @@ impl Cache {
 
     /// Lets everything go.
     pub fn clear(&self) {
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         self.clear_disk(&mut inner);
         inner.tree = Tree::default();
         inner.ledger = Ledger::default();
@@ -205,7 +202,7 @@ impl Cache {
 
     /// The number of times it was emptied: states kept elsewhere since before that are to be let go, too.
     pub fn emptied(&self) -> u64 {
-        self.lock().emptied
+        self.inner.lock().emptied
     }
 
     pub fn size(&self) -> &SnapshotSize {
@@ -213,7 +210,7 @@ impl Cache {
     }
 
     pub fn status(&self) -> Status {
-        let inner = self.lock();
+        let inner = self.inner.lock();
         let (checkpoints, on_disk) = inner.checkpoints();
         let disk = inner.disk.as_ref().map(|disk| disk.status(on_disk));
         Status { limit: inner.limit, bytes: inner.ledger.bytes(), checkpoints, disk }
@@ -240,10 +237,6 @@ impl Cache {
         self.metrics.prompt_cache_checkpoints_memory.set(in_memory as i64);
         self.metrics.prompt_cache_bytes_disk.set(inner.disk.as_ref().map_or(0, Disk::bytes) as i64);
         self.metrics.prompt_cache_checkpoints_disk.set(on_disk as i64);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

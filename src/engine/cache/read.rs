@@ -2,15 +2,10 @@
 //! lands, in a near cache.
 
 use crate::platform::{Access, File, MAX_BLOCK};
-use std::{
-    io,
-    path::Path,
-    sync::{Mutex, PoisonError},
-    thread,
-};
+use std::{io, path::Path};
 
 /// Jobs done at once.
-const READERS: usize = 8;
+pub const READERS: usize = 8;
 /// Bytes of one read, and of the room that each reader has.
 const PIECE: usize = 512 << 10;
 
@@ -71,7 +66,7 @@ impl Reader {
 pub struct Room(memmap2::MmapMut);
 
 impl Room {
-    fn new() -> io::Result<Self> {
+    pub fn new() -> io::Result<Self> {
         Ok(Self(memmap2::MmapMut::map_anon(PIECE)?))
     }
 
@@ -93,39 +88,6 @@ impl Room {
         }
         self.0.get(..need).ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
-}
-
-/// Does all `jobs`, several at once, each with room to read into; ends at the first error.
-pub fn at_once<J: Send>(jobs: Vec<J>, work: impl Fn(J, &mut Room) -> io::Result<()> + Sync) -> io::Result<()> {
-    let more = READERS.min(jobs.len()).saturating_sub(1);
-    let (left, failure) = (Mutex::new(jobs.into_iter()), Mutex::new(None));
-    let next = || match *locked(&failure) {
-        None => locked(&left).next(),
-        Some(_) => None,
-    };
-    let serve = || {
-        let done = Room::new().and_then(|mut room| {
-            while let Some(job) = next() {
-                work(job, &mut room)?;
-            }
-            Ok(())
-        });
-        if let Err(error) = done {
-            locked(&failure).get_or_insert(error);
-        }
-    };
-    thread::scope(|scope| {
-        for _ in 0..more {
-            // Without another thread, those that are there do it all.
-            let _ = thread::Builder::new().name("prompt cache".into()).spawn_scoped(scope, serve);
-        }
-        serve();
-    });
-    failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Bytes of a file that one job reads, where several read one: a multiple of [`PIECE`].
@@ -170,20 +132,5 @@ mod tests {
             let result = reader.read(&path, 5, 0, &mut [], &mut [0], &mut Room::new().unwrap());
             assert_eq!(result.unwrap_err().to_string(), "its size is wrong");
         }
-    }
-
-    #[test]
-    fn the_first_error_ends_it() {
-        let done = Mutex::new(0);
-        let all = |bad: usize| {
-            at_once((0..1000).collect(), |job: usize, _| {
-                *locked(&done) += 1;
-                if job == bad { Err(io::ErrorKind::NotFound.into()) } else { Ok(()) }
-            })
-        };
-        all(2000).unwrap();
-        assert_eq!(std::mem::take(&mut *locked(&done)), 1000);
-        assert_eq!(all(3).unwrap_err().kind(), io::ErrorKind::NotFound);
-        assert!(*locked(&done) < 1000);
     }
 }

@@ -27,7 +27,7 @@ fn put(cache: &Cache, ids: &[u32], kind: Kind) -> bool {
 }
 
 fn lens(cache: &Cache) -> Vec<usize> {
-    let inner = cache.lock();
+    let inner = cache.inner.lock();
     let mut lens: Vec<usize> = inner.tree.iter().map(|(id, _)| inner.tree.len(id)).collect();
     lens.sort_unstable();
     lens

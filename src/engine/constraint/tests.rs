@@ -1,6 +1,6 @@
 use super::*;
 use crate::{
-    engine::{Event, Finish, Handle, Options, Request, Sampling, mock::MockModel, spawn},
+    engine::{Finish, Handle, Options, Request, Sampling, hear, mock::MockModel, spawn},
     metrics::Metrics,
 };
 use std::sync::{Arc, Mutex};
@@ -43,15 +43,8 @@ fn answer(engine: &Handle, script: &Script, ignore_eos: bool) -> (Vec<u32>, Resu
         constraint: Some(Box::new(script.clone())),
         ..Request::new(vec![9, 8, 7], 20, Sampling::greedy())
     };
-    let (mut events, mut tokens) = (engine.submit(request).unwrap(), Vec::new());
-    loop {
-        match events.blocking_recv().unwrap() {
-            Event::Token { id, .. } => tokens.push(id),
-            Event::Done { finish, .. } => return (tokens, Ok(finish)),
-            Event::Failed(error) => return (tokens, Err(error.to_string())),
-            _ => {}
-        }
-    }
+    let (tokens, end) = hear(engine.submit(request).unwrap());
+    (tokens, end.map(|(finish, _)| finish).map_err(|error| error.to_string()))
 }
 
 #[test]

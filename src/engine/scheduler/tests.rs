@@ -1,5 +1,5 @@
 use crate::{
-    engine::{Event, Events, Finish, Handle, Options, Request, Sampling, Timings, Worker, mock::MockModel, spawn},
+    engine::{Event, Events, Finish, Handle, Options, Request, Sampling, Worker, hear, mock::MockModel, spawn},
     error::EngineError,
     metrics::Metrics,
 };
@@ -22,19 +22,6 @@ fn engine(mock: &MockModel, options: Options) -> (Handle, Worker, Arc<Metrics>) 
 
 fn ask(ids: &[u32], max_tokens: usize) -> Request {
     Request::new(ids.to_vec(), max_tokens, Sampling::greedy())
-}
-
-/// Everything up to the last event: the tokens, and how it ended.
-fn hear(mut events: Events) -> (Vec<u32>, Result<(Finish, Timings), EngineError>) {
-    let mut tokens = Vec::new();
-    loop {
-        match events.blocking_recv().expect("the last event is Done or Failed") {
-            Event::Token { id, .. } => tokens.push(id),
-            Event::Done { finish, timings } => return (tokens, Ok((finish, timings))),
-            Event::Failed(error) => return (tokens, Err(error)),
-            Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
-        }
-    }
 }
 
 fn says(handle: &Handle, ids: &[u32]) -> Vec<u32> {

@@ -52,6 +52,8 @@ pub(super) struct Speculation<M> {
     /// The sampler's copy that runs ahead.
     sampler: Option<Sampler>,
     metrics: Arc<Metrics>,
+    /// The clock that decides whether it pays.
+    now: fn() -> Instant,
 }
 
 /// Rows of logits that wait to be drawn from: those of one pass.
@@ -113,6 +115,7 @@ impl<M: Model> Speculation<M> {
             forced: options.speculate == Speculate::Force,
             sampler: None,
             metrics,
+            now: Instant::now,
         };
         if let Some(taps) = speculation.draft.as_ref().map(|draft| draft.taps()).filter(|taps| !taps.layers.is_empty())
         {
@@ -143,9 +146,9 @@ impl<M: Model> Speculation<M> {
 
     /// A part of a prompt, `rows` tokens, took the model so long.
     pub fn prompted(&mut self, model: &mut M, session: &Session<M::State>, rows: usize, took: Duration) {
-        let begun = Instant::now();
+        let begun = (self.now)();
         self.follow(model, session, rows);
-        self.controller.prompted(took.as_secs_f64(), begun.elapsed().as_secs_f64());
+        self.controller.prompted(took.as_secs_f64(), ((self.now)() - begun).as_secs_f64());
     }
 
     /// The model's last pass made `session` what it is; its first `rows` rows are part of it.
@@ -172,7 +175,7 @@ impl<M: Model> Speculation<M> {
             return Ok(());
         }
         self.settle(session, model, step, timings)?;
-        let begun = Some(Instant::now());
+        let begun = Some((self.now)());
         let state = self.controller.state();
         let rows = self.controller.rows().min(drawn.room).min(model.context() - session.len());
         if state != self.controller.state() {
@@ -228,9 +231,9 @@ impl<M: Model> Speculation<M> {
         let (drafted, accepted) = (step.drafted.len(), step.row);
         session.settle(model)?;
         let Some(begun) = step.begun else { return Ok(()) };
-        let seconds = begun.elapsed().as_secs_f64();
+        let seconds = ((self.now)() - begun).as_secs_f64();
         self.follow(model, session, accepted + 1);
-        let all = begun.elapsed().as_secs_f64();
+        let all = ((self.now)() - begun).as_secs_f64();
         if drafted == 0 {
             self.controller.plain(seconds, all - seconds);
             return Ok(());

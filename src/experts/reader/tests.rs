@@ -18,17 +18,16 @@ pub(in crate::experts) struct Gate {
 
 impl Gate {
     pub(in crate::experts) fn open(&self, reads: usize) {
-        self.state.lock().unwrap().1 += reads;
+        self.state.lock().1 += reads;
         self.bell.notify_all();
     }
 
     /// The offsets of the reads begun, once there are so many.
     pub(in crate::experts) fn begun(&self, reads: usize) -> Vec<u64> {
-        let mut state = self.state.lock().unwrap();
+        let mut state = self.state.lock();
         while state.0.len() < reads {
-            let (back, waited) = self.bell.wait_timeout(state, Duration::from_secs(20)).unwrap();
-            assert!(!waited.timed_out(), "{:?}, and not {reads}", back.0);
-            state = back;
+            let waited = self.bell.wait_for(&mut state, Duration::from_secs(20));
+            assert!(!waited.timed_out(), "{:?}, and not {reads}", state.0);
         }
         state.0.clone()
     }
@@ -42,11 +41,11 @@ pub(in crate::experts) struct Gated {
 
 impl Source for Gated {
     fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
-        let mut state = self.gate.state.lock().unwrap();
+        let mut state = self.gate.state.lock();
         state.0.push(offset);
         self.gate.bell.notify_all();
         while state.1 == 0 {
-            state = self.gate.bell.wait(state).unwrap();
+            self.gate.bell.wait(&mut state);
         }
         state.1 -= 1;
         if offset >= self.broken {

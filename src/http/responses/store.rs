@@ -2,11 +2,9 @@
 //! go first.
 
 use crate::http::budget::{Budget, Share};
+use parking_lot::Mutex;
 use serde_json::Value;
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::VecDeque, sync::Arc};
 
 /// The most responses that are kept.
 const MOST: usize = 1000;
@@ -57,7 +55,7 @@ impl Store {
         let id = response["id"].as_str().unwrap_or_default().to_owned();
         let bytes = size(&response) + input.iter().map(size).sum::<usize>();
         let most_bytes = self.budget.as_ref().map_or(usize::MAX, |budget| budget.total() / 4).min(self.most_bytes);
-        let mut shelf = self.lock();
+        let mut shelf = self.shelf.lock();
         while shelf.kept.len() >= self.most || shelf.bytes.saturating_add(bytes) > most_bytes {
             // Nothing is left to go: this one is too large.
             let Some(oldest) = shelf.kept.pop_front() else { return };
@@ -72,11 +70,11 @@ impl Store {
     }
 
     pub fn get(&self, id: &str) -> Option<Value> {
-        self.lock().kept.iter().find(|kept| kept.id == id).map(|kept| kept.response.clone())
+        self.shelf.lock().kept.iter().find(|kept| kept.id == id).map(|kept| kept.response.clone())
     }
 
     pub fn remove(&self, id: &str) -> bool {
-        let mut shelf = self.lock();
+        let mut shelf = self.shelf.lock();
         let Some(at) = shelf.kept.iter().position(|kept| kept.id == id) else { return false };
         if let Some(gone) = shelf.kept.remove(at) {
             shelf.bytes -= gone.bytes;
@@ -86,7 +84,7 @@ impl Store {
 
     /// All items up to the end of response `id`, oldest first. `None` if it, or one that it goes on from, is not kept.
     pub fn history(&self, id: &str) -> Option<Vec<Value>> {
-        let mut shelf = self.lock();
+        let mut shelf = self.shelf.lock();
         let (mut chain, mut next) = (Vec::new(), Some(id.to_owned()));
         let mut whole = true;
         while let Some(id) = next {
@@ -109,13 +107,9 @@ impl Store {
 
     /// An item of the output of some response.
     pub fn item(&self, id: &str) -> Option<Value> {
-        let shelf = self.lock();
+        let shelf = self.shelf.lock();
         let outputs = shelf.kept.iter().rev().filter_map(|kept| kept.response["output"].as_array());
         outputs.flatten().find(|item| item["id"] == id).cloned()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Shelf> {
-        self.shelf.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -177,11 +171,11 @@ mod tests {
         for id in 0..50 {
             store.keep(None, vec!["x".repeat(1000).into()], response(&id.to_string()));
         }
-        let shelf = store.lock();
+        let shelf = store.shelf.lock();
         assert!(shelf.bytes <= 10_000 && shelf.kept.len() < 10 && !shelf.kept.is_empty());
         assert_eq!(shelf.bytes, shelf.kept.iter().map(|kept| kept.bytes).sum::<usize>());
         drop(shelf);
         store.keep(None, vec!["x".repeat(20_000).into()], response("large"));
-        assert!(store.get("large").is_none() && store.lock().bytes == 0);
+        assert!(store.get("large").is_none() && store.shelf.lock().bytes == 0);
     }
 }

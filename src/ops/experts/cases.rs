@@ -79,8 +79,8 @@ fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), Device
     let halves = b.halves(places, HIDDEN)?;
     let ways =
         [(Which::Table { ids, slots: ids }, Some(ids), None), (landed, None, None), (landed, None, Some(halves))];
-    for (which, by_place, half) in &ways[..if b.gpu.limits().half { 3 } else { 2 }] {
-        let (which, by_place, half) = (*which, *by_place, *half);
+    let halved = b.gpu.limits().half;
+    for (which, by_place, half) in ways.into_iter().filter(|way| way.2.is_none() || halved) {
         let allowed = if half.is_some() { HALF } else { CLOSE };
         b.gpu.prompt(half);
         let room = Room {

@@ -2,7 +2,7 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Activations, Affine, Out, Scratch, x86};
+use super::{Activations, Affine, Out, Scratch, short512, x86};
 use crate::ops::quant::Digits;
 
 /// See [`super::product`]; for as many pairs as `rows` has. Returns how many rows it computed.
@@ -19,6 +19,9 @@ pub unsafe fn rows(
 ) -> usize {
     // SAFETY: passed on.
     unsafe {
+        if let Some(done) = short512::rows(weight, rows.clone(), lines, outs) {
+            return done;
+        }
         match (weight.bits, weight.group) {
             // A group of 32 nibbles does not fill half a register.
             (4, 32) => 0,
@@ -91,11 +94,11 @@ unsafe fn dot<const BITS: usize, const GROUP: usize>(
             }
             if groups - first >= 8 {
                 for (index, sum) in sums.iter_mut().enumerate() {
-                    *sum = partial::<BITS, GROUP>(codes, x, first + index);
+                    *sum = partial::<BITS, GROUP>(codes, first + index, x, first + index);
                 }
             } else {
                 for (index, sum) in sums.iter_mut().enumerate().take(groups - first) {
-                    *sum = partial::<BITS, GROUP>(codes, x, first + index);
+                    *sum = partial::<BITS, GROUP>(codes, first + index, x, first + index);
                 }
             }
             let both = |at: usize| two(constants[0].as_ptr().add(at).cast(), constants[1].as_ptr().add(at).cast());
@@ -119,15 +122,20 @@ unsafe fn two(a: *const u8, b: *const u8) -> __m512i {
     }
 }
 
-/// The dot product of one group as eight partial sums a row.
+/// The dot product of one group of codes and one of digits as eight partial sums a row.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn partial<const BITS: usize, const GROUP: usize>(codes: [&[u8]; 2], x: &Digits<'_>, group: usize) -> __m512i {
+pub(super) unsafe fn partial<const BITS: usize, const GROUP: usize>(
+    codes: [&[u8]; 2],
+    group: usize,
+    x: &Digits<'_>,
+    met: usize,
+) -> __m512i {
     let (mask, mut total) = (_mm512_set1_epi8(15), _mm512_setzero_si512());
     // SAFETY: there are that many groups of codes and digits (caller).
     unsafe {
         let digits =
-            |x: &[i8], at: usize| _mm512_broadcast_i64x4(_mm256_loadu_si256(x.as_ptr().add(group * GROUP + at).cast()));
+            |x: &[i8], at: usize| _mm512_broadcast_i64x4(_mm256_loadu_si256(x.as_ptr().add(met * GROUP + at).cast()));
         if BITS == 4 {
             for at in (0..GROUP).step_by(64) {
                 let place = (group * GROUP + at) / 2;
@@ -158,7 +166,7 @@ unsafe fn partial<const BITS: usize, const GROUP: usize>(codes: [&[u8]; 2], x: &
 /// Lane `i` of either half of the result is the sum of that half of vector `i`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn gather(v: [__m512i; 8]) -> __m512i {
+pub(super) fn gather(v: [__m512i; 8]) -> __m512i {
     let halves = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let quarters = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
     // Quarters of registers: groups 0 to 3 and 4 to 7, each a row's sum in two parts.

@@ -25,6 +25,8 @@ mod gemv512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod short512;
 pub(super) mod unpack;
 pub(crate) mod vector;
 mod wide;

@@ -182,7 +182,9 @@ fn every_isa_gives_the_reference_bytes() {
     let mut random = Random(1);
     for bits in [2, 3, 4, 5, 6, 8] {
         for group in [32, 64, 128] {
-            for (rows, groups, tokens) in [(1, 1, 1), (3, 8, 2), (37, 5, 7), (64, 19, 3), (70, 16, 9), (16, 3, 33)] {
+            let long = [(1, 1, 1), (3, 8, 2), (37, 5, 7), (64, 19, 3), (70, 16, 9), (16, 3, 33)];
+            let short = [(35, 1, 3), (16, 1, 1), (21, 2, 2), (23, 4, 3), (3, 4, 1)];
+            for (rows, groups, tokens) in long.into_iter().chain(short) {
                 let scale = [Float::Bf16, Float::F16, Float::F32][random.below(3)];
                 let codes = Codes::Affine { bits, group, scale };
                 let cols = groups * group as usize;

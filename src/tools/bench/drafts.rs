@@ -5,8 +5,8 @@ use super::load_with_bar;
 use crate::{
     command::{device::Chosen, drafts::Found, options, show, speculation},
     config::Load,
-    engine::{self, Event, Lookup, Request, Sampling, Timings},
-    error::{CommandError, EngineError},
+    engine::{self, Lookup, Request, Sampling, Timings},
+    error::CommandError,
     metrics::Metrics,
     model::{self, Model},
 };
@@ -110,16 +110,8 @@ fn answers(
         Request { ignore_eos: true, cache_prompt: false, ..Request::new(prompt.to_vec(), tokens, Sampling::greedy()) };
     let mut all = Vec::with_capacity(repeat);
     for _ in 0..repeat {
-        let (mut events, mut ids) = (handle.submit(request.clone())?, Vec::with_capacity(tokens));
-        let timings = loop {
-            match events.blocking_recv().ok_or(EngineError::Stopped)? {
-                Event::Token { id, .. } => ids.push(id),
-                Event::Done { timings, .. } => break timings,
-                Event::Failed(error) => return Err(error.into()),
-                Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_) => {}
-            }
-        };
-        all.push((ids, timings));
+        let (ids, end) = engine::hear(handle.submit(request.clone())?);
+        all.push((ids, end?.1));
     }
     drop(handle);
     let _ = worker.join();

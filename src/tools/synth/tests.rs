@@ -1,4 +1,5 @@
 use super::*;
+use std::sync::atomic::Ordering;
 
 /// Two layers' worth of the real structure at a fiftieth of the width.
 fn small(seed: u64, layers: usize) -> Options {

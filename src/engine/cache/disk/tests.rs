@@ -175,7 +175,7 @@ fn pages_that_several_need_go_with_the_last() {
         all.iter().map(|path| path.metadata().unwrap().len()).sum::<u64>()
     };
     for left in [1, 0] {
-        let mut inner = first.lock();
+        let mut inner = first.inner.lock();
         let id = inner.tree.iter().map(|(id, _)| id).max_by_key(|id| inner.tree.len(*id)).unwrap();
         inner.tree[id].memory = None;
         first.forget(&mut inner, id);
@@ -281,7 +281,7 @@ fn a_full_disk_is_not_used_any_more() {
         std::thread::sleep(Duration::from_millis(5));
     }
     // The second page goes there.
-    let files_of = first.lock().disk.as_ref().unwrap().files.clone();
+    let files_of = first.inner.lock().disk.as_ref().unwrap().files.clone();
     let page = files::page_name(&files_of.digests(&ids).0[1]);
     std::os::unix::fs::symlink(full, files_of.dir().join(format!("{page}.unfinished"))).unwrap();
     put(&first, &ids);
@@ -306,7 +306,7 @@ fn what_is_slower_to_read_is_computed() {
     assert!(second.deepest(&[tokens(1, 50), vec![0]].concat(), 50).is_none(), "as many tokens are there already");
     // To read 200 bytes takes eight seconds; to compute 50 tokens six, or as long.
     let speeds = |seconds| {
-        let mut inner = second.lock();
+        let mut inner = second.inner.lock();
         let disk = inner.disk.as_mut().unwrap();
         (disk.read, disk.computed) = ((100.0, 4.0), (1000.0, seconds));
     };
