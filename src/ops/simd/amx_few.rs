@@ -11,7 +11,7 @@
 //! ```
 //!
 //! So weights are not transposed, as in [`super::amx`], which is worth it for more rows only; what is transposed are the
-//! digits, once in a call. A register of sums then has `16 / W` rows of weights with `W` lines each.
+//! digits, once for all calls with the same. A register of sums then has `16 / W` rows of weights with `W` lines each.
 //!
 //! Groups pass through in stages: while one is unpacked, the one before is multiplied, the sums of the second before are
 //! stored, and those of the third before join the accumulators. The next sixteen rows are asked for line by line in
@@ -45,6 +45,9 @@ struct Page([CacheLine; 64]);
 /// Buffers, kept from call to call.
 #[derive(Default)]
 pub struct Room {
+    /// What `digits`, `scale` and `sum` are from: the shape, and each line's filling and address.
+    laid: (usize, usize, usize),
+    of: Vec<(u64, usize)>,
     /// For each 64 columns of weights (32 if a group has no more) the tiles of digits.
     digits: Vec<Page>,
     /// Unpacked codes, then sums, of the last few groups.
@@ -136,8 +139,16 @@ unsafe fn blocks<const W: usize>(
     // laid out; the rest is the caller's promise.
     unsafe {
         asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly));
-        lay::digits::<W>(weight, lines, room.digits.as_mut_ptr().cast());
-        lay::scales::<W>(weight, lines, room.scale.as_mut_ptr(), room.sum.as_mut_ptr());
+        let laid = (W, weight.cols, weight.group);
+        let of = lines.iter().map(|line| (line.digits.filling, line.digits.planes[0].as_ptr().addr()));
+        // Many calls come with the same lines: those for other rows of a weight, and for other weights.
+        if room.laid != laid || !of.clone().eq(room.of.iter().copied()) {
+            room.laid = laid;
+            room.of.clear();
+            room.of.extend(of);
+            lay::digits::<W>(weight, lines, room.digits.as_mut_ptr().cast());
+            lay::scales::<W>(weight, lines, room.scale.as_mut_ptr(), room.sum.as_mut_ptr());
+        }
         for row in rows.step_by(ROWS) {
             block::<W>(weight, row, outs, room);
         }
