@@ -97,6 +97,13 @@ FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys
   }
   for (uint block = first; block < end; block += TOGETHER) {
     if ((block - first) / TOGETHER % simds == sg && block + AHEAD < end) ask(from, back, block + AHEAD, end, a.dim);
+    // Values are asked for before the keys are looked at: one wait for both.
+    float value[TOGETHER * COLUMNS] = {};
+    UNROLL for (uint n = 0; n < TOGETHER; n++)
+      UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
+        const uint i = 4 * lane + j * 32;
+        if (i < a.dim) get4(back, ulong(min(block + n, end - 1)) * a.dim + i, value + n * COLUMNS + j);
+      }
     float score[HEADS * TOGETHER] = {};
     UNROLL for (uint n = 0; n < TOGETHER; n++) {
       const ulong at = ulong(min(block + n, end - 1)) * a.dim;
@@ -124,17 +131,10 @@ FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys
         total[h] += score[h * TOGETHER + n];
       }
     }
-    UNROLL for (uint n = 0; n < TOGETHER; n++) {
-      const ulong at = ulong(min(block + n, end - 1)) * a.dim;
-      UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
-        const uint i = 4 * lane + j * 32;
-        float value[4] = {};
-        if (i < a.dim) get4(back, at + i, value);
-        UNROLL for (uint h = 0; h < HEADS; h++)
-          UNROLL for (uint m = 0; m < 4; m++)
-            sum[h * COLUMNS + j + m] = fma(score[h * TOGETHER + n], value[m], sum[h * COLUMNS + j + m]);
-      }
-    }
+    UNROLL for (uint n = 0; n < TOGETHER; n++)
+      UNROLL for (uint h = 0; h < HEADS; h++)
+        UNROLL for (uint j = 0; j < COLUMNS; j++)
+          sum[h * COLUMNS + j] = fma(score[h * TOGETHER + n], value[n * COLUMNS + j], sum[h * COLUMNS + j]);
   }
   UNROLL for (uint h = 0; h < HEADS; h++) {
     DEVICE float* out = parts + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (a.dim + 2);
