@@ -39,7 +39,7 @@ wide! {
         }
         for (index, key) in (seen.start + done..seen.end).enumerate() {
             let row = keys.row(head, key);
-            let [lanes] = dots::<V, T, N, 1>(q, &[T::values(row)]);
+            let [lanes] = dots::<V, T, N, 1>(q, &[T::values(row)], None);
             for n in 0..N {
                 scores[n][done + index] = lanes[n].fold() * T::scale(row);
             }
@@ -58,16 +58,14 @@ fn compare_sets<V: Vector, T: Cached, const N: usize, const K: usize>(
 ) -> usize {
     let count = seen.len() / K * K;
     for index in (0..count).step_by(K) {
+        let ahead = keys.row(head, seen.start + index).as_ptr().cast::<u8>().wrapping_add(AHEAD);
         let mut rows: [&[T]; K] = [&[]; K];
         let mut scales = [0f32; K];
         for k in 0..K {
             let row = keys.row(head, seen.start + index + k);
-            for at in (0..size_of_val(row)).step_by(64) {
-                V::fetch(row.as_ptr().cast::<u8>().wrapping_add(AHEAD + at));
-            }
             (rows[k], scales[k]) = (T::values(row), T::scale(row));
         }
-        let lanes = dots::<V, T, N, K>(q, &rows);
+        let lanes = dots::<V, T, N, K>(q, &rows, Some(ahead));
         let mut all = [V::splat(0.0); 16];
         for (index, all) in all.iter_mut().enumerate() {
             *all = lanes[index / N % K][index % N];
@@ -140,9 +138,14 @@ wide! {
     }
 }
 
-/// The lanes of `q . k` for `N` queries, padded to whole vectors, and `K` keys.
+/// The lanes of `q . k` for `N` queries, padded to whole vectors, and `K` keys. As much memory is asked for from
+/// `ahead` on, little by little, since only so many lines can be under way.
 #[inline(always)]
-fn dots<V: Vector, T: Cached, const N: usize, const K: usize>(q: &[&[f32]; N], keys: &[&[T]; K]) -> [[V; N]; K] {
+fn dots<V: Vector, T: Cached, const N: usize, const K: usize>(
+    q: &[&[f32]; N],
+    keys: &[&[T]; K],
+    ahead: Option<*const u8>,
+) -> [[V; N]; K] {
     let mut lanes = [[V::splat(0.0); N]; K];
     let dim = keys[0].len();
     let mut blocks: [&[[f32; 16]]; N] = [&[]; N];
@@ -154,6 +157,12 @@ fn dots<V: Vector, T: Cached, const N: usize, const K: usize>(q: &[&[f32]; N], k
         chunks[k] = &keys[k].as_chunks::<16>().0[..dim / 16];
     }
     for index in 0..dim / 16 {
+        if let Some(ahead) = ahead {
+            let piece = K * size_of::<[T; 16]>();
+            for line in (0..piece).step_by(64) {
+                V::fetch(ahead.wrapping_add(index * piece + line));
+            }
+        }
         for k in 0..K {
             let key = T::load::<V>(&chunks[k][index]);
             for n in 0..N {
