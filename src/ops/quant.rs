@@ -9,9 +9,16 @@
 //! A `q` is kept as `65536 * high + 256 * middle + low` in three signed bytes, the form that byte multiply instructions
 //! want. All of it is integer or single-rounded f32 arithmetic, hence the same bytes on every processor.
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
-use super::{project::format, simd::wide, weight::Codes};
+use super::{
+    project::format,
+    simd::{CacheLine, wide},
+    weight::Codes,
+};
 use crate::device::{Compute, Math, Region};
 
 /// Most levels: a product with the inverse scale then stays below `levels + 1/2` however it is rounded.
@@ -71,18 +78,18 @@ impl Format {
     }
 }
 
-/// Digits that begin where a line of the cache does, for instructions that read whole ones.
-#[derive(Debug, Clone, Copy)]
-#[repr(align(64))]
-struct Line(#[expect(dead_code, reason = "read as bytes")] [i8; 64]);
+/// How often rows were quantised anew.
+static FILLINGS: AtomicU64 = AtomicU64::new(0);
 
 /// Quantised rows. Buffers keep their capacity, so that a reused one allocates nothing.
 #[derive(Debug, Default)]
 pub struct Quantised {
+    /// Of all fillings of all buffers, which these rows are from.
+    filling: u64,
     cols: usize,
     groups: usize,
     /// `[rows][3][cols]`, each in whole lines: the high, middle and low digits of a row.
-    planes: Vec<Line>,
+    planes: Vec<CacheLine>,
     scale: Vec<f32>,
     sum: Vec<f32>,
 }
@@ -144,9 +151,10 @@ impl QuantisedRows {
 }
 
 /// One quantised row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a
-/// multiple of eight groups.
+/// multiple of eight groups. Rows of one `filling` with the same address are the same.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Digits<'a> {
+    pub filling: u64,
     pub planes: [&'a [i8]; 3],
     pub scale: &'a [f32],
     pub sum: &'a [f32],
@@ -170,12 +178,13 @@ unsafe impl Sync for Writer {}
 
 impl Quantised {
     /// Makes room for `rows` rows of `cols` values. Returns a handle through which several threads fill disjoint parts,
-    /// valid until the next call.
+    /// valid until the next call. All is written before any of it is read.
     pub fn resize(&mut self, rows: usize, cols: usize, format: Format) -> Writer {
         debug_assert!(cols.is_multiple_of(format.group));
+        self.filling = FILLINGS.fetch_add(1, Relaxed) + 1;
         self.cols = cols;
         self.groups = (cols / format.group).next_multiple_of(8);
-        self.planes.resize(rows * 3 * cols.div_ceil(64), Line([0; 64]));
+        self.planes.resize(rows * 3 * cols.div_ceil(64), CacheLine::ZERO);
         // The padding must be zero whatever the buffers held before.
         self.scale.clear();
         self.scale.resize(rows * self.groups, 0.0);
@@ -194,6 +203,7 @@ impl Quantised {
     pub fn row(&self, row: usize) -> Digits<'_> {
         let groups = row * self.groups..(row + 1) * self.groups;
         Digits {
+            filling: self.filling,
             planes: [0, 1, 2].map(|digit| {
                 let lines = self.cols.div_ceil(64);
                 let plane = &self.planes[(3 * row + digit) * lines..][..lines];

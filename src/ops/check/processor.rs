@@ -63,9 +63,20 @@ fn compare(codes: Codes, found: &mut [Finding]) {
 
 /// `x W^T` by one instruction set: `[rows of x, rows of weight]`, computed `together` rows of x at a time.
 pub(in crate::ops) fn run(isa: Isa, integer: bool, weight: &WeightView<'_>, x: &[f32], together: usize) -> Vec<f32> {
+    run_in(&mut Quantised::default(), isa, integer, weight, x, together)
+}
+
+/// [`run`] with buffers for the quantised rows.
+pub(in crate::ops) fn run_in(
+    quantised: &mut Quantised,
+    isa: Isa,
+    integer: bool,
+    weight: &WeightView<'_>,
+    x: &[f32],
+    together: usize,
+) -> Vec<f32> {
     let tokens = x.len() / weight.cols;
     let mut out = vec![f32::NAN; tokens * weight.rows];
-    let mut quantised = Quantised::default();
     if let (true, Codes::Affine { bits, group, .. }) = (integer, weight.codes) {
         let writer = quantised.resize(tokens, weight.cols, Format::new(bits, group));
         // SAFETY: one thread, all rows.

@@ -8,17 +8,16 @@
 //! the vectors' share of a sum: many rows gain a factor of 1.6, two or three nothing.
 //!
 //! The compiler knows no tiles yet, so they are written as assembly. Their shapes and contents belong to a thread from
-//! `ldtilecfg` to `tilerelease`, and nothing between the two uses them but this file.
+//! `ldtilecfg` to `tilerelease`, and nothing between the two uses them but this file or [`super::amx_few`].
 
 use std::{
     arch::{asm, x86_64::*},
     ops::Range,
-    sync::OnceLock,
 };
 
 use super::{
-    Activations, Affine, Out, Scratch,
-    gemm512::{ROWS, Tiles, Vector, fill, finish, join},
+    Activations, Affine, CacheLine, Out, Scratch,
+    gemm512::{ROWS, Tiles, everywhere, fill, finish, join},
 };
 use crate::platform::os;
 
@@ -29,17 +28,16 @@ const LINE: usize = 64;
 /// Unpacked codes that stay in a core's cache while all rows of activations pass by.
 const UNPACKED: usize = 128 << 10;
 
-/// Whether the processor has tiles of bytes, and the system keeps them when threads take turns.
+/// Whether the processor has tiles of bytes (and GFNI, as all that do), and the system keeps them when threads take turns.
 pub fn usable() -> bool {
-    static USABLE: OnceLock<bool> = OnceLock::new();
     // Leaf 7: bit 24 says tiles, bit 25 says that their bytes can be multiplied.
-    let has = || __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx >> 24 & 3 == 3;
-    *USABLE.get_or_init(|| has() && os::allow_tiles())
+    let tiles = __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx >> 24 & 3 == 3;
+    tiles && is_x86_feature_detected!("gfni") && os::allow_tiles()
 }
 
 /// The shapes of the tiles as `ldtilecfg` reads them.
 #[repr(C, align(64))]
-struct Shapes {
+pub struct Shapes {
     palette: u8,
     start: u8,
     reserved: [u8; 14],
@@ -48,12 +46,11 @@ struct Shapes {
 }
 
 impl Shapes {
-    /// Tile 0 is the digits of `lines` rows, 1 the codes, 2 the sums; of 64 columns, or a group if it has fewer.
-    fn new(lines: usize, group: usize) -> Self {
-        let step = group.min(LINE);
+    /// Of tiles with their numbers of rows and of bytes in a row.
+    pub fn new(tiles: &[(usize, usize, usize)]) -> Self {
         let mut shapes = Self { palette: 1, start: 0, reserved: [0; 14], bytes: [0; 16], rows: [0; 16] };
-        for (tile, rows, bytes) in [(0, 3 * lines, step), (1, step / 4, LINE), (2, 3 * lines, LINE)] {
-            (shapes.rows[tile], shapes.bytes[tile]) = (rows as u8, bytes as u16);
+        for (tile, rows, bytes) in tiles {
+            (shapes.rows[*tile], shapes.bytes[*tile]) = (*rows as u8, *bytes as u16);
         }
         shapes
     }
@@ -84,8 +81,10 @@ pub unsafe fn rows(
         for (lines, outs) in lines.chunks(LINES).zip(outs.chunks(LINES)) {
             if shaped != lines.len() {
                 shaped = lines.len();
-                let shapes = Shapes::new(shaped, weight.group);
-                // SAFETY: these shapes are valid; only this file uses tiles.
+                // Tile 0 is digits, 1 codes, 2 sums; of 64 columns, or a group if it has fewer.
+                let step = weight.group.min(LINE);
+                let shapes = Shapes::new(&[(0, 3 * shaped, step), (1, step / 4, LINE), (2, 3 * shaped, LINE)]);
+                // SAFETY: these shapes are valid; only this file uses tiles until they are released.
                 unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
             }
             let digits = planes(lines, digits);
@@ -103,7 +102,7 @@ pub unsafe fn rows(
 }
 
 /// Where the digits of `lines` begin, and how many bytes they lie apart. If they do so unevenly, they are copied to `room`.
-fn planes(lines: &[Activations<'_>], room: &mut Vec<Vector>) -> (*const i8, usize) {
+fn planes(lines: &[Activations<'_>], room: &mut Vec<CacheLine>) -> (*const i8, usize) {
     let all = || lines.iter().flat_map(|line| line.digits.planes);
     let [first, second, _] = lines[0].digits.planes;
     let stride = second.as_ptr().addr().wrapping_sub(first.as_ptr().addr());
@@ -111,7 +110,7 @@ fn planes(lines: &[Activations<'_>], room: &mut Vec<Vector>) -> (*const i8, usiz
         return (first.as_ptr(), stride);
     }
     let vectors = first.len().div_ceil(LINE);
-    room.resize((3 * lines.len() * vectors).max(room.len()), Vector::ZERO);
+    room.resize((3 * lines.len() * vectors).max(room.len()), CacheLine::ZERO);
     for (plane, room) in all().zip(room.chunks_exact_mut(vectors)) {
         // SAFETY: a plane fits its vectors, which take any bytes.
         unsafe { plane.as_ptr().copy_to_nonoverlapping(room.as_mut_ptr().cast(), plane.len()) };
@@ -133,7 +132,7 @@ unsafe fn some_lines(
 ) {
     let (groups, words) = (weight.groups(), weight.group / 4);
     let mut lanes = [[_mm512_setzero_ps(); 8]; LINES];
-    let mut sums = [[Vector::ZERO; 3]; LINES];
+    let mut sums = [[CacheLine::ZERO; 3]; LINES];
     // SAFETY: tiles and digits have `groups` groups of `words` words; outs are writable at these rows (caller).
     unsafe {
         let codes = tiles.codes.as_ptr().add(tile * groups * words);
@@ -144,8 +143,11 @@ unsafe fn some_lines(
             let scale = _mm512_load_ps(tiles.scales.as_ptr().add(constants + group).cast());
             let bias = _mm512_load_ps(tiles.biases.as_ptr().add(constants + group).cast());
             for ((line, lanes), sums) in lines.iter().zip(&mut lanes).zip(&sums) {
-                let sums = [0, 1, 2].map(|digit| _mm512_load_si512((&raw const sums[digit]).cast()));
-                join(sums, [scale, bias], &line.digits, group, &mut lanes[group % 8]);
+                // Not by `map`, whose closure would be called: it has instructions that `map` was not compiled for.
+                let [high, middle, low] = sums;
+                let load = |sum: &CacheLine| _mm512_load_si512((&raw const *sum).cast());
+                let sums = [load(high), load(middle), load(low)];
+                join(sums, [scale, bias], everywhere(&line.digits, group), &mut lanes[group % 8]);
             }
         }
         for (lanes, out) in lanes.iter_mut().zip(outs) {
@@ -159,7 +161,7 @@ unsafe fn some_lines(
 /// # Safety
 /// Tiles have their shapes; a group of digits and codes is readable, and `to` has as many rows as the digits.
 #[inline(always)]
-unsafe fn product(digits: *const i8, stride: usize, codes: *const Vector, group: usize, to: *mut Vector) {
+unsafe fn product(digits: *const i8, stride: usize, codes: *const CacheLine, group: usize, to: *mut CacheLine) {
     // SAFETY: passed on.
     unsafe {
         asm!(

@@ -3,7 +3,7 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
-    Activations, Affine, Out, Scratch, amx, float, gemm512, gemv512,
+    Activations, Affine, Out, Scratch, amx, amx_few, float, gemm512, gemv512,
     x86::{self, load},
 };
 
@@ -28,10 +28,14 @@ pub unsafe fn rows<const TILES: bool>(
     let mut rows = rows;
     // SAFETY: passed on.
     unsafe {
-        if lines.len() >= MANY {
-            let many = if TILES { amx::rows } else { gemm512::rows };
-            rows.start += many(weight, rows.clone(), lines, outs, scratch);
-        }
+        rows.start += match lines.len() {
+            few if TILES && amx_few::lines(weight).contains(&few) => {
+                amx_few::rows(weight, rows.clone(), lines, outs, scratch)
+            }
+            MANY.. if TILES => amx::rows(weight, rows.clone(), lines, outs, scratch),
+            MANY.. => gemm512::rows(weight, rows.clone(), lines, outs, scratch),
+            _ => 0,
+        };
         rows.start += gemv512::rows(weight, rows.clone(), lines, outs, scratch);
         x86::rows::<Vnni>(weight, rows, lines, outs, scratch);
     }

@@ -6,27 +6,18 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Activations, Affine, Out, Scratch, unpack, x86};
+use super::{Activations, Affine, CacheLine, Out, Scratch, unpack, x86};
 use crate::ops::quant::{Digits, Order};
 
 /// Rows of a tile: the 32-bit lanes of a register.
 pub const ROWS: usize = 16;
 
-/// One register's worth, aligned like it.
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-pub struct Vector(#[expect(dead_code, reason = "only read and written as registers")] [u32; ROWS]);
-
-impl Vector {
-    pub const ZERO: Self = Self([0; ROWS]);
-}
-
 /// Buffers for tiles of weights with their scales and biases.
 #[derive(Default)]
 pub struct Tiles {
-    pub codes: Vec<Vector>,
-    pub scales: Vec<Vector>,
-    pub biases: Vec<Vector>,
+    pub codes: Vec<CacheLine>,
+    pub scales: Vec<CacheLine>,
+    pub biases: Vec<CacheLine>,
     /// Rows of one tile before they are transposed.
     bytes: Vec<u8>,
     constants: Vec<f32>,
@@ -70,7 +61,7 @@ pub unsafe fn rows(
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn fill(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, at: usize, constants: usize, step: usize) {
     let (words, groups) = (weight.cols / 4, weight.groups());
-    let room = |vectors: &mut Vec<Vector>, count: usize| vectors.resize(count.max(vectors.len()), Vector::ZERO);
+    let room = |vectors: &mut Vec<CacheLine>, count: usize| vectors.resize(count.max(vectors.len()), CacheLine::ZERO);
     room(&mut tiles.codes, at + (words - 1) * step + 1);
     room(&mut tiles.scales, constants + (groups - 1) * step + 1);
     room(&mut tiles.biases, constants + (groups - 1) * step + 1);
@@ -104,7 +95,7 @@ pub unsafe fn fill(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, at: usize
 /// Transposes 16 adjoining rows of `words` words each: vector `i * step` of `to` gets word `i` of every row.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn turn(from: *const u32, words: usize, to: *mut Vector, step: usize) {
+unsafe fn turn(from: *const u32, words: usize, to: *mut CacheLine, step: usize) {
     for at in (0..words).step_by(ROWS) {
         let here = (words - at).min(ROWS);
         // SAFETY: the mask keeps the loads inside the rows; the caller has room for as many vectors as words.
@@ -120,7 +111,7 @@ unsafe fn turn(from: *const u32, words: usize, to: *mut Vector, step: usize) {
 /// [`Order::Nibbles`], whose units are of `2 * HALF` words.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn turn_nibbles<const HALF: usize>(weight: &Affine<'_>, row: usize, to: *mut Vector, step: usize) {
+unsafe fn turn_nibbles<const HALF: usize>(weight: &Affine<'_>, row: usize, to: *mut CacheLine, step: usize) {
     let words = weight.cols / 8;
     let from = weight.codes(row).as_ptr();
     let mask = _mm512_set1_epi32(0x0f0f_0f0f);
@@ -154,6 +145,13 @@ unsafe fn load_block(from: *const u8, stride: usize, words: usize) -> [__m512i; 
         // SAFETY: the mask keeps the load to words that exist (caller).
         *a = unsafe { _mm512_maskz_loadu_epi32(mask, from.add(index * stride).cast()) };
     }
+    transpose(a)
+}
+
+/// Word `i` of register `j` goes to register `i` as word `j`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub fn transpose(mut a: [__m512i; ROWS]) -> [__m512i; ROWS] {
     // Pairs of words, then fours, within quarters of the registers; then the quarters themselves.
     let mut b = a;
     for i in 0..8 {
@@ -242,8 +240,8 @@ unsafe fn some_lines<const M: usize, const N: usize>(
                 let scale = _mm512_load_ps(tiles.scales.as_ptr().add(group * M + m).cast());
                 let bias = _mm512_load_ps(tiles.biases.as_ptr().add(group * M + m).cast());
                 for n in 0..N {
-                    let sums = [0, 1, 2].map(|digit| sums[n][digit][m]);
-                    join(sums, [scale, bias], &lines[n].digits, group, &mut lanes[n][m][group % 8]);
+                    let sums = [sums[n][0][m], sums[n][1][m], sums[n][2][m]];
+                    join(sums, [scale, bias], everywhere(&lines[n].digits, group), &mut lanes[n][m][group % 8]);
                 }
             }
         }
@@ -255,20 +253,27 @@ unsafe fn some_lines<const M: usize, const N: usize>(
     }
 }
 
-/// The integer sums of one group, a row a lane, one vector for each digit of a line, join that line's accumulator.
+/// The integer sums of one group, one register for each digit, join their accumulator. `weights` are scale and bias,
+/// `lines` scale and sum.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub fn join(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane: &mut __m512) {
+    let [high, middle, low] = sums;
+    let upper = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), middle);
+    let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(upper), low));
+    *lane = _mm512_fmadd_ps(dot, _mm512_mul_ps(weights[0], lines[0]), *lane);
+    *lane = _mm512_fmadd_ps(weights[1], lines[1], *lane);
+}
+
+/// Scale and sum of a group of a line, in all lanes.
 ///
 /// # Safety
 /// The line has that group.
 #[inline]
-#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn join(sums: [__m512i; 3], constants: [__m512; 2], line: &Digits<'_>, group: usize, lane: &mut __m512) {
-    let [high, middle, low] = sums;
-    let upper = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), middle);
-    let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(upper), low));
+#[target_feature(enable = "avx512f")]
+pub unsafe fn everywhere(line: &Digits<'_>, group: usize) -> [__m512; 2] {
     // SAFETY: the caller's promise.
-    let [scale, sum] = unsafe { [line.scale, line.sum].map(|list| _mm512_set1_ps(*list.get_unchecked(group))) };
-    *lane = _mm512_fmadd_ps(dot, _mm512_mul_ps(constants[0], scale), *lane);
-    *lane = _mm512_fmadd_ps(constants[1], sum, *lane);
+    unsafe { [_mm512_set1_ps(*line.scale.get_unchecked(group)), _mm512_set1_ps(*line.sum.get_unchecked(group))] }
 }
 
 /// Sixteen results at `to` from the accumulators of `groups` groups.

@@ -10,6 +10,10 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
+mod amx_few;
+#[cfg(target_arch = "x86_64")]
+mod amx_lay;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -49,7 +53,7 @@ pub enum Isa {
     /// AVX-512 with VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// AVX-512 with VNNI, and tiles of bytes for many rows.
+    /// AVX-512 with VNNI, and tiles of bytes for two rows and more.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// NEON alone.
@@ -167,6 +171,15 @@ impl<'a> Affine<'a> {
     }
 }
 
+/// 64 bytes that begin where a line of the cache does: the widest register, and a row of a tile.
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct CacheLine([u8; 64]);
+
+impl CacheLine {
+    pub const ZERO: Self = Self([0; 64]);
+}
+
 /// Buffers of one thread, kept from call to call.
 #[derive(Default)]
 pub(crate) struct Scratch {
@@ -177,9 +190,11 @@ pub(crate) struct Scratch {
     pub bytes: Vec<u8>,
     #[cfg(target_arch = "x86_64")]
     pub tiles: gemm512::Tiles,
+    #[cfg(target_arch = "x86_64")]
+    pub few: amx_few::Room,
     /// Rows of digits that lay apart, brought together.
     #[cfg(target_arch = "x86_64")]
-    pub digits: Vec<gemm512::Vector>,
+    pub digits: Vec<CacheLine>,
 }
 
 /// A row of weights on its way through an integer kernel.

@@ -1,7 +1,10 @@
 //! Every instruction set against a naive product, and all of them against each other byte for byte.
 
 use super::*;
-use crate::ops::{check::processor, quant::Format};
+use crate::ops::{
+    check::processor,
+    quant::{Format, Quantised},
+};
 
 thread_local! {
     /// The instruction set that this thread takes for the best.
@@ -198,6 +201,21 @@ fn every_isa_gives_the_reference_bytes() {
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn rows_quantised_anew_in_the_same_place_are_met_anew() {
+    let (mut random, mut quantised) = (Random(6), Quantised::default());
+    let codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
+    let weight = Owned::random(&mut random, codes, 32, 512);
+    for _ in 0..3 {
+        let x = activations(&mut random, 4, 512);
+        let expected = reference(&weight, &x);
+        for isa in Isa::all() {
+            let found = processor::run_in(&mut quantised, isa, true, &weight.view(), &x, 4);
+            same(&found, &expected, &format!("{isa:?}"));
         }
     }
 }
