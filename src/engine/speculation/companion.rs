@@ -145,7 +145,9 @@ mod tests {
         let mut state = companion.model.start().unwrap();
         companion.model.forward(&mut state, &ids[..20], Rows::None).unwrap();
         companion.model.verify(&mut state, &[ids[20]]).unwrap();
-        [7, 8].map(|id| companion.model.verify_on(&mut state, &[id]).unwrap());
+        for id in [7, 8] {
+            companion.model.verify_on(&mut state, &[id]).unwrap();
+        }
         (companion.state, companion.base, companion.tentative) = (Some(state), 0, 3);
         companion.read = [&ids[..21], &[7, 8]].concat();
         companion.go_back(sequence(24), 4).unwrap();
