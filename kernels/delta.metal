@@ -72,66 +72,110 @@ KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, past, 2), IN(floa
 
 // The recurrence, one value head at a time: g = exp(decay * softplus(a + dt_bias)), beta = sigmoid(b); S = g S; d = beta (v - S k); S += d k^T; o = S q. S is [value_heads, dv, dk].
 // A simdgroup keeps STATES rows of S in registers over all tokens: lane l has columns l, l + 32, ...
+// What TOGETHER tokens bring is fetched at once, and their gates are computed side by side: token by token, both would be waited for.
 // `mixed` is what the kernel above wrote, `decay` is -exp(A_log). Grid (ceil(dv / 16), value_heads), 128 threads.
-enum { STATES = 4 };
+enum { STATES = 4, ROWS = 4 * STATES, TOGETHER = 8 };
+
+// Writes a simdgroup's rows of the state.
+template <uint COLUMNS>
+FN void keep(CONSTANT DeltaArgs& a, THREAD const float* s, DEVICE float* state, uint head, uint row PLACE) {
+  UNROLL for (uint r = 0; r < STATES; r++)
+    UNROLL for (uint j = 0; j < COLUMNS; j++) {
+      const uint c = lane + 32 * j;
+      if (row + r < a.dv && c < a.dk) state[(ulong(head) * a.dv + row + r) * a.dk + c] = s[r * COLUMNS + j];
+    }
+}
+
+// A thread's part of what TOGETHER tokens from `first` bring: queries, keys, a value, and what its token's gates are computed from.
+template <uint COLUMNS>
+FN void fetch(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed, DEVICE const float* past_proj,
+              DEVICE const float* past_mixed, uint first, THREAD float* held PLACE) {
+  const uint head = tgid.y, key = head / (a.value_heads / a.key_heads) * a.dk, keys = a.key_heads * a.dk;
+  const uint channels = 2 * keys + a.value_heads * a.dv, all = a.past + a.tokens;
+  UNROLL for (uint n = 0; n < TOGETHER; n++) {
+    const uint at = first + n;
+    DEVICE const float* from = at < a.past ? past_mixed + ulong(at) * channels : mixed + ulong(at - a.past) * channels;
+    UNROLL for (uint j = 0; j < COLUMNS / 4; j++) {
+      const uint i = tid + 128 * j;
+      const bool there = at < all && i < a.dk;
+      held[(n * COLUMNS / 4 + j) * 2] = there ? from[key + i] : 0.0f;
+      held[(n * COLUMNS / 4 + j) * 2 + 1] = there ? from[keys + key + i] : 0.0f;
+    }
+  }
+  THREAD float* rest = held + TOGETHER * COLUMNS / 2;
+  const uint at = first + tid / ROWS, i = tgid.x * ROWS + tid % ROWS, mine = first + tid;
+  const ulong value = 2 * keys + head * a.dv + i;
+  rest[0] = at >= all || i >= a.dv ? 0.0f
+            : at < a.past ? past_mixed[ulong(at) * channels + value] : mixed[ulong(at - a.past) * channels + value];
+  if (tid >= TOGETHER || mine >= all) return;
+  DEVICE const float* gates = mine < a.past ? past_proj + ulong(mine) * a.width : proj + ulong(mine - a.past) * a.width;
+  rest[1] = gates[a.b_at + head], rest[2] = gates[a.a_at + head];
+}
 
 template <uint COLUMNS>
 FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed, DEVICE const float* past_proj,
              DEVICE const float* past_mixed, DEVICE const float* decay, DEVICE const float* dt_bias, DEVICE float* state,
-             DEVICE float* out PLACE) {
-  const uint head = tgid.y, row = (tgid.x * 4 + sg) * STATES, key = head / (a.value_heads / a.key_heads);
-  const uint keys = a.key_heads * a.dk, channels = 2 * keys + a.value_heads * a.dv;
+             DEVICE float* out, THREADGROUP float* queries, THREADGROUP float* keys, THREADGROUP float* values,
+             THREADGROUP float* gates PLACE) {
+  const uint head = tgid.y, row = tgid.x * ROWS + sg * STATES, dim = 32 * COLUMNS, all = a.past + a.tokens;
   const float rate = decay[head], bias = dt_bias[head];
-  float s[STATES * COLUMNS];
+  float s[STATES * COLUMNS], held[TOGETHER * COLUMNS / 2 + 3] = {};
   UNROLL for (uint r = 0; r < STATES; r++)
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint c = lane + 32 * j;
       s[r * COLUMNS + j] = row + r < a.dv && c < a.dk ? state[(ulong(head) * a.dv + row + r) * a.dk + c] : 0.0f;
     }
-  for (uint at = 0;; at++) {
-    if (at == a.stored)
-      UNROLL for (uint r = 0; r < STATES; r++)
+  fetch<COLUMNS>(a, proj, mixed, past_proj, past_mixed, 0, held HERE);
+  for (uint first = 0; first < all; first += TOGETHER) {
+    BARRIER();  // the tokens before are done with
+    UNROLL for (uint n = 0; n < TOGETHER * COLUMNS / 4; n++)
+      queries[n * 128 + tid] = held[2 * n], keys[n * 128 + tid] = held[2 * n + 1];
+    THREAD const float* rest = held + TOGETHER * COLUMNS / 2;
+    values[tid] = rest[0];
+    if (tid < TOGETHER) gates[2 * tid] = sigmoid(rest[1]), gates[2 * tid + 1] = exp(rate * softplus(rest[2] + bias));
+    BARRIER();
+    fetch<COLUMNS>(a, proj, mixed, past_proj, past_mixed, first + TOGETHER, held HERE);
+    for (uint n = 0; n < min(uint(TOGETHER), all - first); n++) {
+      if (first + n == a.stored) keep<COLUMNS>(a, s, state, head, row HERE);
+      const float beta = gates[2 * n], g = gates[2 * n + 1];
+      float q[COLUMNS], k[COLUMNS], d[STATES], read[STATES];
+      UNROLL for (uint j = 0; j < COLUMNS; j++) q[j] = queries[n * dim + lane + 32 * j], k[j] = keys[n * dim + lane + 32 * j];
+      UNROLL for (uint r = 0; r < STATES; r++) {
+        float seen = 0;
         UNROLL for (uint j = 0; j < COLUMNS; j++) {
-          const uint c = lane + 32 * j;
-          if (row + r < a.dv && c < a.dk) state[(ulong(head) * a.dv + row + r) * a.dk + c] = s[r * COLUMNS + j];
+          s[r * COLUMNS + j] *= g;
+          seen = fma(s[r * COLUMNS + j], k[j], seen);
         }
-    if (at == a.past + a.tokens) break;
-    const bool past = at < a.past;
-    const uint t = past ? at : at - a.past;
-    DEVICE const float* from = (past ? past_mixed : mixed) + ulong(t) * channels;
-    DEVICE const float* gates = (past ? past_proj : proj) + ulong(t) * a.width;
-    const float beta = sigmoid(gates[a.b_at + head]), g = exp(rate * softplus(gates[a.a_at + head] + bias));
-    float q[COLUMNS], k[COLUMNS];
-    UNROLL for (uint j = 0; j < COLUMNS; j++) {
-      const uint c = lane + 32 * j;
-      q[j] = c < a.dk ? from[key * a.dk + c] : 0.0f;
-      k[j] = c < a.dk ? from[keys + key * a.dk + c] : 0.0f;
-    }
-    UNROLL for (uint r = 0; r < STATES; r++) {
-      float seen = 0, read = 0;
-      UNROLL for (uint j = 0; j < COLUMNS; j++) {
-        s[r * COLUMNS + j] *= g;
-        seen = fma(s[r * COLUMNS + j], k[j], seen);
+        d[r] = beta * (values[n * ROWS + sg * STATES + r] - SIMD_SUM(seen));
       }
-      const float v = row + r < a.dv ? from[2 * keys + head * a.dv + row + r] : 0.0f;
-      const float d = beta * (v - SIMD_SUM(seen));
-      UNROLL for (uint j = 0; j < COLUMNS; j++) {
-        s[r * COLUMNS + j] = fma(d, k[j], s[r * COLUMNS + j]);
-        read = fma(s[r * COLUMNS + j], q[j], read);
+      UNROLL for (uint r = 0; r < STATES; r++) {
+        read[r] = 0;
+        UNROLL for (uint j = 0; j < COLUMNS; j++) {
+          s[r * COLUMNS + j] = fma(d[r], k[j], s[r * COLUMNS + j]);
+          read[r] = fma(s[r * COLUMNS + j], q[j], read[r]);
+        }
+        read[r] = SIMD_SUM(read[r]);
       }
-      read = SIMD_SUM(read);
-      if (lane == 0 && !past && row + r < a.dv) out[(ulong(t) * a.value_heads + head) * a.dv + row + r] = read;
+      DEVICE float* to = out + (ulong(first + n - a.past) * a.value_heads + head) * a.dv + row;
+      if (lane == 0 && first + n >= a.past)
+        UNROLL for (uint r = 0; r < STATES; r++)
+          if (row + r < a.dv) to[r] = read[r];
     }
   }
+  if (a.stored == all) keep<COLUMNS>(a, s, state, head, row HERE);
 }
 
 #define DELTA(name, COLUMNS)                                                                                                 \
   KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, past_proj, 3), IN(float, past_mixed, 4), \
          IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, state, 7), OUT(float, out, 8)) {                             \
-    const uint row = (tgid.x * 4 + sg) * STATES;                                                                             \
+    SHARED(float, queries, TOGETHER * 32 * COLUMNS);                                                                         \
+    SHARED(float, keys, TOGETHER * 32 * COLUMNS);                                                                            \
+    SHARED(float, values, TOGETHER * ROWS);                                                                                  \
+    SHARED(float, gates, 2 * TOGETHER);                                                                                      \
+    const uint row = tgid.x * ROWS + sg * STATES;                                                                            \
     if (row < a.dv) PREFETCH(state + (ulong(tgid.y) * a.dv + row) * a.dk, min(uint(STATES), a.dv - row) * a.dk * 4);         \
     AWAIT();                                                                                                                 \
-    step<COLUMNS>(a, proj, mixed, past_proj, past_mixed, decay, dt_bias, state, out HERE);                                   \
+    step<COLUMNS>(a, proj, mixed, past_proj, past_mixed, decay, dt_bias, state, out, queries, keys, values, gates HERE);     \
   }
 
 DELTA(delta_128, 4)  // key heads of up to 128

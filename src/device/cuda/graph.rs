@@ -10,11 +10,18 @@ use cudarc::driver::{
     result::DriverError,
     sys::{self, CUgraph, CUgraphDependencyType, CUgraphEdgeData, CUgraphExec, CUgraphNode, CUstream},
 };
-use std::{collections::HashMap, ptr};
+use std::{
+    collections::HashMap,
+    hash::{DefaultHasher, Hash, Hasher},
+    ptr,
+};
 
 /// Fewer launches are handed over one by one.
 const LEAST: usize = 4;
-/// Graphs that are kept, and chains of which it is known that they were seen once.
+/// A chain becomes a graph when it is seen so often: an answer's, and not a prompt's, whose long launches would gain less than
+/// making a graph costs.
+const SIGHTS: u32 = 8;
+/// Chains that are remembered.
 const MOST: usize = 128;
 /// The driver that lets launches of a graph begin early: CUDA 12.3.
 const DRIVER: i32 = 12030;
@@ -31,8 +38,11 @@ pub struct Graphs {
     early: bool,
 }
 
+/// A chain that was seen, last at `last`.
+#[derive(Default)]
 struct Seen {
     last: u64,
+    times: u32,
     chain: Option<Chain>,
 }
 
@@ -42,20 +52,18 @@ impl Graphs {
         Self { chains: HashMap::new(), clock: 0, works: driver >= DRIVER, early: capability >= (9, 0) }
     }
 
-    /// Hands launches over, to run one after another. What is seen for the second time becomes a graph.
+    /// Hands launches over, to run one after another. What is seen for the [`SIGHTS`]th time becomes a graph.
     pub fn submit(&mut self, launches: Vec<Launch>, stream: CUstream) -> Result<(), DriverError> {
         if !self.works || launches.len() < LEAST {
             return one_by_one(&launches, stream);
         }
         self.clock += 1;
         let key = key(&launches);
-        if !self.chains.contains_key(&key) {
-            self.make_room();
-            self.chains.insert(key, Seen { last: self.clock, chain: None });
-            return one_by_one(&launches, stream);
+        if self.chains.len() >= MOST && !self.chains.contains_key(&key) {
+            self.forget();
         }
-        let Some(seen) = self.chains.get_mut(&key) else { return one_by_one(&launches, stream) };
-        seen.last = self.clock;
+        let seen = self.chains.entry(key).or_default();
+        (seen.last, seen.times) = (self.clock, seen.times + 1);
         match &mut seen.chain {
             Some(chain) if chain.is_of(&launches) => {
                 if chain.update(&launches).is_ok() {
@@ -67,6 +75,7 @@ impl Graphs {
             }
             // Another chain with the same key.
             Some(_) => return one_by_one(&launches, stream),
+            None if seen.times < SIGHTS => return one_by_one(&launches, stream),
             None => {}
         }
         match Chain::new(launches, self.early) {
@@ -80,11 +89,8 @@ impl Graphs {
     }
 
     /// Forgets what was not used for longest.
-    fn make_room(&mut self) {
-        while self.chains.len() >= MOST {
-            let Some(oldest) = self.chains.iter().min_by_key(|(_, seen)| seen.last).map(|(key, _)| *key) else {
-                return;
-            };
+    fn forget(&mut self) {
+        if let Some(oldest) = self.chains.iter().min_by_key(|(_, seen)| seen.last).map(|(key, _)| *key) {
             self.chains.remove(&oldest);
         }
     }
@@ -101,13 +107,9 @@ fn one_by_one(launches: &[Launch], stream: CUstream) -> Result<(), DriverError> 
 
 /// A number for the kernels and addresses of a chain.
 fn key(launches: &[Launch]) -> u64 {
-    let mut key = launches.len() as u64;
-    let mut add = |word: u64| key = (key.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    for launch in launches {
-        add(launch.function as usize as u64);
-        launch.addresses.iter().for_each(|address| add(*address));
-    }
-    key
+    let mut key = DefaultHasher::new();
+    launches.iter().for_each(|launch| (launch.function, &launch.addresses).hash(&mut key));
+    key.finish()
 }
 
 /// A graph, ready to run.
@@ -224,9 +226,9 @@ mod tests {
     fn room_is_made_for_what_is_new() {
         let mut graphs = Graphs::new(DRIVER, (9, 0));
         for last in 0..MOST as u64 {
-            graphs.chains.insert(last, Seen { last: last ^ 1, chain: None });
+            graphs.chains.insert(last, Seen { last: last ^ 1, ..Seen::default() });
         }
-        graphs.make_room();
+        graphs.forget();
         assert_eq!(graphs.chains.len(), MOST - 1);
         assert!(!graphs.chains.contains_key(&1), "the oldest");
         assert!(!Graphs::new(12020, (9, 0)).works && !Graphs::new(13000, (8, 9)).early);
