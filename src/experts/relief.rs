@@ -13,7 +13,10 @@ use crate::{
     device::{Mark, Timeline},
     platform::os::{Memory, Pressure},
 };
-use std::time::{Duration, Instant};
+use std::{
+    ops::Range,
+    time::{Duration, Instant},
+};
 
 /// The time between two looks at the system's memory.
 const LOOK: Duration = Duration::from_millis(250);
@@ -113,7 +116,7 @@ impl Experts {
             if let (Some(spans), Some(place)) = (spans, live.spans.get_mut(into.index())) {
                 *place = spans;
             }
-            let at = |slot: SlotId| slot.index() * self.slot_bytes..(slot.index() + 1) * self.slot_bytes;
+            let at = |slot: SlotId| self.bytes(slot.index()..slot.index() + 1);
             // SAFETY: the table has just taken the first slot from an expert that nobody had pinned or was reading in, whose
             // marks the device has passed, and has given it the second, which was free: nobody else looks at either.
             let (from, into) = unsafe { (self.slab.bytes(at(from)), self.slab.bytes_mut(at(into))) };
@@ -128,20 +131,25 @@ impl Experts {
         }
         self.metrics.memory_pressure.inc();
         // SAFETY: no expert is in these slots, and none will be before they are taken again.
-        if let Err(error) = unsafe { self.slab.give_back(left * self.slot_bytes..have * self.slot_bytes) } {
+        if let Err(error) = unsafe { self.slab.give_back(self.bytes(left..have)) } {
             tracing::warn!(%error, "the system does not take memory back");
         }
         true
     }
 
     fn take_again(&self, live: &mut Live, to: usize) -> bool {
-        if let Err(error) = self.slab.take_again(live.slots.len() * self.slot_bytes..to * self.slot_bytes) {
+        if let Err(error) = self.slab.take_again(self.bytes(live.slots.len()..to)) {
             tracing::warn!(%error, "the system does not give memory again");
             return false;
         }
         live.slots.grow(to);
         self.counted(live);
         true
+    }
+
+    /// Where the slab has these slots.
+    fn bytes(&self, slots: Range<usize>) -> Range<usize> {
+        slots.start * self.slot_bytes..slots.end * self.slot_bytes
     }
 
     fn counted(&self, live: &Live) {

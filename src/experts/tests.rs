@@ -238,6 +238,9 @@ fn a_warm_start_brings_back_what_was_hot() {
         take(&store, &checkpoint.map, 2, &[3], Phase::Decode);
     }
     drop(store);
+    let list: serde_json::Value = serde_json::from_slice(&std::fs::read(&warm.file).unwrap()).unwrap();
+    let scores: Vec<_> = list["experts"].as_array().unwrap().iter().map(|expert| expert[2].as_f64().unwrap()).collect();
+    assert!(scores.len() == 3 && scores.iter().all(|score| *score > 0.99), "each was always chosen: {list}");
 
     let (store, metrics) = checkpoint.open(options.clone());
     store.fill(&mut |_, _| {}).unwrap();

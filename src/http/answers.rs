@@ -300,6 +300,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_impossible_tokens_logprob_is_a_number() {
+        let infinite = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN].map(finite_logprob);
+        assert_eq!((infinite, finite_logprob(-0.5)), ([-9999.0; 3], -0.5));
+    }
+
+    #[test]
     fn speculation_in_several_answers_adds_up() {
         let mut sum = Timings::default();
         for saved_seconds in [0.5, -0.25, 1.0] {

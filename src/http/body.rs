@@ -166,6 +166,10 @@ mod tests {
     };
     use super::*;
     use crate::metrics::Metrics;
+    use std::sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    };
 
     fn error<T: DeserializeOwned>(text: &str) -> Value {
         let error = parse::<T>(text.as_bytes()).err().expect("an error");
@@ -207,6 +211,16 @@ mod tests {
         assert_eq!(share.bytes(), 8);
         assert_eq!(read(Body::from("123456789"), 8, second, &mut share).await.unwrap_err().status, 413);
         assert_eq!(read(Body::from("1".repeat(1000)), 8, second, &mut share).await.unwrap_err().status, 413);
+        // What is too long is read on for a while, so that its sender sees the answer, and not to its end.
+        let sent = Arc::<AtomicUsize>::default();
+        let count = sent.clone();
+        let long = (0..1000).map(move |_| {
+            count.fetch_add(1, Relaxed);
+            Ok::<_, std::io::Error>(vec![b'1'])
+        });
+        let long = Body::from_stream(tokio_stream::iter(long));
+        assert_eq!(read(long, 8, second, &mut share).await.unwrap_err().status, 413);
+        assert_eq!(sent.load(Relaxed), 8 * PATIENCE + 1);
     }
 
     #[tokio::test]

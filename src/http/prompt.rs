@@ -265,10 +265,6 @@ fn tool_calls(calls: &Value, at: &str) -> Result<(), ApiError> {
             return Err(ApiError::json(Some(format!("{at}.name")), format!("{at}.name must be a string.")));
         }
         let sound = match function.get("arguments") {
-            None => {
-                let text = format!("{at} has no arguments; a call without any has `{{}}`.");
-                return Err(ApiError::invalid(format!("{at}.arguments"), text));
-            }
             Some(Value::Object(_) | Value::Null) => true,
             Some(Value::String(json)) => {
                 json.trim().is_empty() || serde_json::from_str::<Map<String, Value>>(&numbers::held(json)).is_ok()
@@ -276,7 +272,7 @@ fn tool_calls(calls: &Value, at: &str) -> Result<(), ApiError> {
             _ => false,
         };
         if !sound {
-            let text = format!("{at}.arguments must be a JSON object in a string.");
+            let text = format!("{at}.arguments must be a JSON object in a string; a call without any has `{{}}`.");
             return Err(ApiError::invalid(format!("{at}.arguments"), text));
         }
     }

@@ -160,6 +160,8 @@ async fn what_looks_wrong_and_works() {
         let status = answer.status;
         assert_eq!(status, 200, "{more}: {}", answer.text().await);
     }
+    let best = json!({"prompt": "Hi", "suffix": "", "best_of": 1, "max_tokens": 1});
+    assert_eq!(server.post(TEXT, &best).await.status, 200);
     let body = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
     let head = server.send("POST", CHAT, &[("content-type", "application/json; charset=utf-8")], Some(body)).await;
     assert_eq!(head.status, 200);
@@ -227,6 +229,10 @@ async fn a_prompt_over_the_context_is_refused_with_the_numbers() {
         assert_eq!(error["code"], "context_length_exceeded");
         assert!(error["message"].as_str().unwrap().contains("64 tokens"), "{error}");
     }
+    // Its length is enough to know: tokenizing it would end at the first piece, of 20 KB.
+    let error = server.post(TEXT, &json!({"prompt": "word ".repeat(400_000)})).await.json().await["error"].clone();
+    let least = error["message"].as_str().and_then(|text| text.split("at least ").nth(1)?.split(' ').next());
+    assert!(least.is_some_and(|least| least.parse::<usize>().unwrap() > 20 << 10), "{error}");
     let fits = json!({"prompt": vec![5; 64], "max_tokens": 0, "echo": true});
     assert_eq!(server.post(TEXT, &fits).await.status, 200);
 }

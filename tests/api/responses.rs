@@ -64,6 +64,10 @@ async fn an_answer_in_one_body() {
     let server = Server::saying(THINKS).await;
     let answer = server.ask(PATH, &with(question(), json!({"metadata": {"a": "b"}, "temperature": 0.5}))).await;
     assert!(answer["id"].as_str().unwrap().starts_with("resp_"));
+    let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_secs();
+    for time in ["created_at", "completed_at"] {
+        assert!((now - 60..=now).contains(&answer[time].as_u64().unwrap()), "{time} of {answer}");
+    }
     assert_eq!((&answer["object"], &answer["status"]), (&json!("response"), &json!("completed")));
     assert_eq!((&answer["metadata"], &answer["temperature"]), (&json!({"a": "b"}), &json!(0.5)));
     let output = answer["output"].as_array().unwrap();
@@ -106,6 +110,11 @@ async fn events_come_in_their_order() {
         "response.completed",
     ];
     assert_eq!(kinds(&events), wanted);
+    let parts: Vec<_> =
+        events.iter().filter(|event| event.get("part").is_some()).map(|event| &event["part"]["type"]).collect();
+    assert_eq!(parts, ["reasoning_text", "reasoning_text", "output_text", "output_text"]);
+    let texts = events.iter().filter(|event| event["type"] == "response.output_text.delta").count();
+    assert!(texts > 1, "text comes as it is said: {texts}");
     for (index, kind) in ["reasoning", "message", "function_call"].iter().enumerate() {
         let of: Vec<_> = events.iter().filter(|event| event["output_index"] == index).collect();
         assert_eq!((&of[0]["item"]["type"], &of[0]["item"]["status"]), (&json!(kind), &json!("in_progress")));

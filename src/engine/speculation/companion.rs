@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn it_begins_anew_when_there_is_no_room_for_the_draft() {
+    fn it_goes_back_or_begins_anew_when_there_is_no_room_for_the_draft() {
         let dir = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model"));
         let mut options = Options { threads: Some(1), ..Options::default() };
         options.wishes.context = Some(32);
@@ -140,6 +140,18 @@ mod tests {
         assert_eq!((companion.base, companion.read.len()), (0, 20));
         companion.state = Some(companion.go_back(sequence(29), 4).unwrap());
         assert_eq!((companion.base, companion.read.len()), (1, 0));
+
+        // Of three tokens that it drafted the first was right.
+        let mut state = companion.model.start().unwrap();
+        companion.model.forward(&mut state, &ids[..20], Rows::None).unwrap();
+        companion.model.verify(&mut state, &[ids[20]]).unwrap();
+        for id in [7, 8] {
+            companion.model.verify_on(&mut state, &[id]).unwrap();
+        }
+        (companion.state, companion.base, companion.tentative) = (Some(state), 0, 3);
+        companion.read = [&ids[..21], &[7, 8]].concat();
+        companion.go_back(sequence(24), 4).unwrap();
+        assert_eq!((companion.base, &companion.read[..]), (0, &ids[..21]));
     }
 
     #[test]

@@ -59,7 +59,9 @@ fn what_was_kept_is_found_after_a_restart() {
     let first = cache(Some(&storage));
     put(&first, &ids[..PAGE + 10]);
     put(&first, &ids);
+    let begun = Instant::now();
     first.close();
+    assert!(begun.elapsed() < Duration::from_secs(30), "the writer has nothing to wait for");
     // The first page is shared, so it was written once.
     assert_eq!((files(dir.path(), "state").len(), files(dir.path(), "page").len()), (2, 2));
     let bytes = first.status().disk.unwrap().bytes;
@@ -86,6 +88,23 @@ fn what_was_kept_is_found_after_a_restart() {
     assert_eq!(found(&other, &ids), None);
     other.close();
     assert_eq!(found(&cache(Some(&storage)), &ids), Some((ids.len(), Place::Disk)));
+}
+
+#[test]
+fn pages_that_are_in_memory_are_not_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage = storage(dir.path());
+    let ids = tokens(1, 2 * PAGE + 40);
+    let first = cache(Some(&storage));
+    put(&first, &ids[..PAGE + 10]);
+    put(&first, &ids);
+    first.close();
+    let second = cache(Some(&storage));
+    let (read, whole) = (&second.metrics.prompt_cache_disk_read_bytes, |len| SIZE.bytes(len, 0));
+    assert_eq!(found(&second, &ids[..PAGE + 20]), Some((PAGE + 10, Place::Disk)));
+    assert_eq!(read.get(), whole(PAGE + 10));
+    assert_eq!(found(&second, &ids), Some((ids.len(), Place::Disk)));
+    assert_eq!(read.get(), whole(PAGE + 10) + whole(ids.len()) - 2 * PAGE as u64, "the first page is there");
 }
 
 #[test]
@@ -150,6 +169,7 @@ fn the_disks_limit_holds() {
         put(&first, &tokens(seed, 60 + seed as usize));
     }
     first.close();
+    assert!(first.metrics.prompt_cache_disk_writes.get() <= 20, "what had to leave is not written again");
     let status = first.status().disk.unwrap();
     assert!(status.bytes <= 2500 && status.checkpoints > 2, "{status:?}");
     assert_eq!(files(dir.path(), "state").len(), status.checkpoints);
