@@ -97,6 +97,13 @@ fn any_sampling() -> impl Strategy<Value = Sampling> {
     })
 }
 
+#[test]
+fn there_is_one_zero() {
+    let mut pool = Vec::new();
+    largest(&[-1.0, -0.0, 0.0], 2, &mut pool);
+    assert_eq!(pool.iter().map(|candidate| candidate.id).collect::<Vec<_>>(), [1, 2]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 

@@ -282,6 +282,9 @@ fn a_hopeless_probe_ends_after_two_cycles() {
     (controller.mode, controller.plain) = (Mode::Probe { left: 1, rows: 2 }, Some(1.0));
     (controller.accepted[0], controller.cycles[0]) = ([1.0, 2.0], Some(2.0));
     assert_eq!((controller.best(true), controller.rows()), (Some((HOPELESS, 2)), 2), "not below it");
+    (controller.mode, controller.accepted[0]) = (Mode::Probe { left: 0, rows: 2 }, [1.0, 20.0]);
+    controller.cycles[0] = Some(1.0);
+    assert_eq!((controller.best(true), controller.rows()), (Some((MARGIN, 2)), 1), "not above it");
 }
 
 #[test]
