@@ -224,8 +224,7 @@ fn write_shard(path: &Path, tensors: &[Tensor], threads: usize, progress: &(dyn 
         let len = (tensor.bytes() - from).min(BLOCK as u64) as usize;
         let part = &mut block[..len];
         tensor.fill(from, part);
-        progress(len as u64);
-        file.write_all_at(part, start + from)
+        file.write_all_at(part, start + from).map(|()| progress(len as u64))
     };
     platform::each("synth", threads, blocks, || Ok(vec![0; BLOCK]), fill)?;
     file.sync_all()

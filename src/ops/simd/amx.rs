@@ -4,8 +4,7 @@
 //! lane as in [`gemm512`], are the columns of another. Their product is the sums of one group, exact in 32 bits. What
 //! follows is [`gemm512`]'s.
 //!
-//! Loading, multiplying and storing tiles add up (8, 16 and 16 cycles on Sapphire Rapids, and nothing overlaps), and so do
-//! the vectors' share of a sum: many rows gain a factor of 1.6, two or three nothing.
+//! Unpacking and transposing weights is worth it for more than the sixteen rows that [`super::amx_few`] takes.
 //!
 //! The compiler knows no tiles yet, so they are written as assembly. Their shapes and contents belong to a thread from
 //! `ldtilecfg` to `tilerelease`, and nothing between the two uses them but this file or [`super::amx_few`].
@@ -17,14 +16,13 @@ use std::{
 
 use super::{
     Activations, Affine, CacheLine, Out, Scratch,
+    amx_lay::{LINE, step},
     gemm512::{ROWS, Tiles, everywhere, fill, finish, join},
 };
 use crate::platform::os;
 
 /// Rows of activations in a tile.
 const LINES: usize = 5;
-/// Bytes of a tile's row.
-const LINE: usize = 64;
 /// Unpacked codes that stay in a core's cache while all rows of activations pass by.
 const UNPACKED: usize = 128 << 10;
 
@@ -82,9 +80,9 @@ pub unsafe fn rows(
             if shaped != lines.len() {
                 shaped = lines.len();
                 // Tile 0 is digits, 1 codes, 2 sums; of 64 columns, or a group if it has fewer.
-                let step = weight.group.min(LINE);
+                let step = step(weight);
                 let shapes = Shapes::new(&[(0, 3 * shaped, step), (1, step / 4, LINE), (2, 3 * shaped, LINE)]);
-                // SAFETY: these shapes are valid; only this file uses tiles until they are released.
+                // SAFETY: these shapes are valid; nothing else uses tiles until they are released.
                 unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
             }
             let digits = planes(lines, digits);

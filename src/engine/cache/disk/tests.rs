@@ -51,14 +51,19 @@ fn files(dir: &Path, ending: &str) -> Vec<PathBuf> {
     all
 }
 
+/// A cache with two checkpoints that share a page, and the tokens of the longer one.
+fn two_kept(storage: &Storage) -> (Arc<Cache>, Vec<u32>) {
+    let (cache, ids) = (cache(Some(storage)), tokens(1, 2 * PAGE + 40));
+    put(&cache, &ids[..PAGE + 10]);
+    put(&cache, &ids);
+    (cache, ids)
+}
+
 #[test]
 fn what_was_kept_is_found_after_a_restart() {
     let dir = tempfile::tempdir().unwrap();
     let storage = storage(dir.path());
-    let ids = tokens(1, 2 * PAGE + 40);
-    let first = cache(Some(&storage));
-    put(&first, &ids[..PAGE + 10]);
-    put(&first, &ids);
+    let (first, ids) = two_kept(&storage);
     let begun = Instant::now();
     first.close();
     assert!(begun.elapsed() < Duration::from_secs(30), "the writer has nothing to wait for");
@@ -94,10 +99,7 @@ fn what_was_kept_is_found_after_a_restart() {
 fn pages_that_are_in_memory_are_not_read() {
     let dir = tempfile::tempdir().unwrap();
     let storage = storage(dir.path());
-    let ids = tokens(1, 2 * PAGE + 40);
-    let first = cache(Some(&storage));
-    put(&first, &ids[..PAGE + 10]);
-    put(&first, &ids);
+    let (first, ids) = two_kept(&storage);
     first.close();
     let second = cache(Some(&storage));
     let (read, whole) = (&second.metrics.prompt_cache_disk_read_bytes, |len| SIZE.bytes(len, 0));
