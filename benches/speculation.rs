@@ -18,7 +18,7 @@
 
 use moestro::{
     engine::{
-        self, Allowed, Draft, Event, Handle, Kind, Lookup, Outlook, Own, Request, Sampler, Sampling, Sequence,
+        self, Allowed, Draft, Event, Finish, Handle, Kind, Lookup, Outlook, Own, Request, Sampler, Sampling, Sequence,
         Speculate, Timings,
     },
     error::ModelError,
@@ -225,9 +225,10 @@ impl Engine {
                     }
                     told.push(id);
                 }
-                Event::Done { timings, .. } => {
+                Event::Done { timings, finish, .. } => {
                     let ((misses, bytes, cycles), processor) = (counts(), processor() - begun);
                     assert!(told == expected, "{setting:?}: the answer is not the plain one");
+                    assert_eq!(finish, Finish::Length, "{setting:?}");
                     let (misses, bytes, cycles) = (misses - before.0, bytes - before.1, cycles - before.2);
                     return Ran { seconds: timings.decode_seconds, processor, timings, misses, bytes, cycles };
                 }

@@ -3,6 +3,7 @@
 mod card;
 mod check;
 mod cost;
+mod dense;
 mod doctor;
 mod double;
 mod experts;

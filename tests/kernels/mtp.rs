@@ -14,6 +14,8 @@ use moestro::{
 use std::path::Path;
 
 const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/mtp.safetensors");
+/// A dense model with the demo's tokens.
+pub const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
 
 /// The demo with its head.
 fn with_head(at: &Path) {
@@ -66,7 +68,7 @@ fn the_head_predicts_as_on_the_cpu() {
     }
 }
 
-fn answers(
+pub fn answers(
     model: Qwen,
     draft: Box<dyn Draft<Qwen>>,
     speculate: Speculate,
@@ -85,7 +87,6 @@ fn answers(
 }
 
 fn small() -> Companion {
-    const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
     Companion::new(common::load_with(Path::new(SMALL), Options { verify: true, ..options(false) }))
 }
 

@@ -1,0 +1,57 @@
+//! A model without experts on the kernels: it answers as on the CPU, and with drafts as without.
+
+use crate::{
+    forward::{DEMO, answer, cases, common, options},
+    gpu::HostGpu,
+    host::Host,
+    mtp::{SMALL, answers},
+};
+use moestro::{
+    engine::{Companion, Draft, Lookup, Sampling, Speculate},
+    model::{Options, Qwen},
+};
+use std::path::Path;
+
+fn on_kernels() -> Qwen {
+    let options = Options { gpu: Some(u64::MAX), verify: true, ..options(false) };
+    let moved = common::load_with(Path::new(SMALL), options).onto(HostGpu::new(Host::fast()));
+    moved.unwrap_or_else(|refused| panic!("{}", refused.error))
+}
+
+#[test]
+fn it_answers_as_on_the_cpu() {
+    let case = &cases()[0];
+    let (mut cpu, mut gpu) = (common::load_with(Path::new(SMALL), options(false)), on_kernels());
+    let (expected, rows) = answer(&mut cpu, &case.prompt_ids, &[], 6);
+    let (found, logits) = answer(&mut gpu, &case.prompt_ids, &[7], 6);
+    assert_eq!(found, expected);
+    for (found, expected) in logits.iter().zip(&rows) {
+        let off = common::distance(found, expected);
+        assert!(off < 2e-3, "logits off by {off}");
+    }
+}
+
+#[test]
+fn drafts_leave_its_answers_as_they_are() {
+    let story = &cases()[0].prompt_ids;
+    let drawn = Sampling { temperature: 1.3, seed: Some(5), ..Sampling::default() };
+    let penal = Sampling { frequency_penalty: 0.6, logit_bias: vec![(263, -5.0)], ..drawn };
+    let greedy = answers(on_kernels(), Box::new(Lookup), Speculate::Off, &[(story.clone(), Sampling::greedy())]);
+    // Said once already, so that there is something to look up.
+    let twice = [&story[..], &greedy[0].0, story].concat();
+    let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
+    let plain = answers(on_kernels(), Box::new(Lookup), Speculate::Off, &asked);
+    let mixture = || common::load_with(Path::new(DEMO), Options { verify: true, ..options(false) });
+    let drafts: [(&str, Box<dyn Draft<Qwen>>); 2] =
+        [("lookup", Box::new(Lookup)), ("a mixture", Box::new(Companion::new(mixture())))];
+    for (kind, draft) in drafts {
+        let found = answers(on_kernels(), draft, Speculate::Force, &asked);
+        let (mut drafted, mut accepted) = (0, 0);
+        for ((found, timings), (plain, _)) in found.iter().zip(&plain) {
+            assert_eq!(found, plain, "{kind}");
+            (drafted, accepted) = (drafted + timings.drafted_tokens, accepted + timings.accepted_tokens);
+        }
+        println!("{kind}: {accepted} of {drafted} accepted");
+        assert!(0 < accepted && accepted < drafted, "{kind}: {accepted} of {drafted}");
+    }
+}
