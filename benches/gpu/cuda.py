@@ -5,7 +5,7 @@ import os
 import sys
 
 KERNELS = os.environ.get("KERNELS") or os.path.join(os.path.dirname(__file__), "../../kernels")
-FILES = ["attend", "delta", "experts", "linear", "norm", "route", "weights"]
+FILES = ["attend", "delta", "experts", "linear", "norm", "prompt", "route", "weights"]
 
 
 def compile(name, out):

@@ -76,6 +76,8 @@ struct SumTile { float v[8]; };
 #define TILE_ZERO(sum) tile_zero(sum)
 #define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
 #define TILE_LOAD_T(tile, p, pitch) tile_load(tile, p, pitch)
+#define TILE_LOAD_RIGHT(tile, p, pitch) tile_load_right(tile, p, pitch)
+#define TILE_SCALE(sum, by) tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 
@@ -93,11 +95,24 @@ FN void tile_load(HalfTile& tile, const uint* p, uint pitch) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(tile.r[0]), "=r"(tile.r[1]), "=r"(tile.r[2]), "=r"(tile.r[3]) : "r"(at) : "memory");
 }
+// The same, each turned: rows 0 to 7 of the first and the last 8 columns, then rows 8 to 15.
+FN void tile_load_right(HalfTile& tile, const uint* p, uint pitch) {
+  const uint at = (uint)__cvta_generic_to_shared(p + (lane % 8u + lane / 16u * 8u) * pitch + lane / 8u % 2u * 4u);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.r[0]), "=r"(tile.r[1]), "=r"(tile.r[2]), "=r"(tile.r[3]) : "r"(at) : "memory");
+}
 FN void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {
   for (int i = 0; i < 2; i++)
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(sum.v[4 * i]), "+f"(sum.v[4 * i + 1]), "+f"(sum.v[4 * i + 2]), "+f"(sum.v[4 * i + 3])
                  : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[i]), "r"(b.r[i + 2]));
+}
+FN void tile_scale(SumTile& sum, const float* by) {
+  for (uint i = 0; i < 2; i++) {
+    const uint row = lane / 4u + i * 8u;
+    const float factor = by[row * 8u + row % 8u];
+    sum.v[2 * i] *= factor, sum.v[2 * i + 1] *= factor, sum.v[2 * i + 4] *= factor, sum.v[2 * i + 5] *= factor;
+  }
 }
 FN void tile_store(const SumTile& sum, float* p, uint pitch) {
   for (uint i = 0; i < 8; i++) p[(lane / 4u + i / 2u % 2u * 8u) * pitch + lane % 4u * 2u + i % 2u + i / 4u * 8u] = sum.v[i];

@@ -8,9 +8,12 @@ struct SumTile { float v; };
 #define TILE_ZERO(sum) tile_zero(sum)
 #define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
 #define TILE_LOAD_T(tile, p, pitch) tile_load(tile, p, pitch)
+#define TILE_LOAD_RIGHT(tile, p, pitch) tile_load(tile, p, pitch)
+#define TILE_SCALE(sum, by) tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 void tile_zero(THREAD SumTile& sum);
 void tile_load(THREAD HalfTile& tile, THREADGROUP const uint* p, uint pitch);
 void tile_fma(THREAD SumTile& sum, THREAD const HalfTile& a, THREAD const HalfTile& b);
+void tile_scale(THREAD SumTile& sum, THREADGROUP const float* by);
 void tile_store(THREAD const SumTile& sum, THREADGROUP float* p, uint pitch);

@@ -69,6 +69,8 @@ template <class To, class From> To as_type(From from) {
 #define TILE_ZERO(sum) host::tile_zero(sum)
 #define TILE_LOAD(tile, p, pitch) host::tile_load(tile, p, pitch)
 #define TILE_LOAD_T(tile, p, pitch) host::tile_load(tile, p, pitch)
+#define TILE_LOAD_RIGHT(tile, p, pitch) host::tile_load(tile, p, pitch, true)
+#define TILE_SCALE(sum, by) host::tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) host::tile_fma(sum, a, b)
 #define TILE_STORE(sum, p, pitch) host::tile_store(sum, p, pitch)
 
@@ -194,7 +196,7 @@ inline void dispatch(uint3 grid, uint count, bool backwards, const std::function
 
 // Tiles: a lane has eight of the 256 sums, where NVIDIA's cards have them. A tile of halves is where it lies in threadgroup
 // memory: nobody may write there before a product has read it, which a barrier sees to.
-struct HalfTile { const uint* p; uint pitch; };
+struct HalfTile { const uint* p; uint pitch; bool turned; };
 struct SumTile { float v[8]; };
 inline float half_value(uint bits) {
   const uint e = bits >> 10 & 31u, f = bits & 1023u;
@@ -209,6 +211,10 @@ inline const std::vector<float> halves = [] {
 }();
 inline void half_row(const HalfTile& tile, uint row, float* to) {
   const float* values = halves.data();
+  if (tile.turned) {
+    for (uint k = 0; k < 16; k++) to[k] = values[tile.p[k * tile.pitch + row / 2] >> row % 2 * 16 & 0xffffu];
+    return;
+  }
   for (uint j = 0; j < 8; j++) {
     const uint two = tile.p[row * tile.pitch + j];
     to[2 * j] = values[two & 0xffffu], to[2 * j + 1] = values[two >> 16];
@@ -219,13 +225,16 @@ inline uint tile_column(uint i) { return lane % 4 * 2 + i % 2 + i / 4 * 8; }
 inline void tile_zero(SumTile& sum) {
   for (float& v : sum.v) v = 0;
 }
-inline void tile_load(HalfTile& tile, const uint* p, uint pitch) { tile = {p, pitch}; }
+inline void tile_load(HalfTile& tile, const uint* p, uint pitch, bool turned = false) { tile = {p, pitch, turned}; }
 inline void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {
   float rows[2][16], columns[4][16];
   for (uint i = 0; i < 2; i++) half_row(a, tile_row(2 * i), rows[i]);
   for (uint i = 0; i < 4; i++) half_row(b, tile_column(i % 2 + i / 2 * 4), columns[i]);
   for (uint i = 0; i < 8; i++)
     for (uint k = 0; k < 16; k++) sum.v[i] += rows[i / 2 % 2][k] * columns[i % 2 + i / 4 * 2][k];
+}
+inline void tile_scale(SumTile& sum, const float* by) {
+  for (uint i = 0; i < 8; i++) sum.v[i] *= by[tile_row(i) * 8 + tile_row(i) % 8];
 }
 inline void tile_store(const SumTile& sum, float* p, uint pitch) {
   for (uint i = 0; i < 8; i++) p[tile_row(i) * pitch + tile_column(i)] = sum.v[i];

@@ -42,6 +42,8 @@ struct SumTile { simdgroup_float8x8 m[4]; };
 #define TILE_ZERO(sum) tile_zero(sum)
 #define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
 #define TILE_LOAD_T(tile, p, pitch) tile_load_transposed(tile, p, pitch)
+#define TILE_LOAD_RIGHT(tile, p, pitch) tile_load(tile, p, pitch)
+#define TILE_SCALE(sum, by) tile_scale(sum, by)
 #define TILE_FMA(sum, a, b) tile_fma(sum, a, b)
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 
@@ -61,6 +63,14 @@ FN void tile_fma(thread SumTile& sum, thread const HalfTile& a, thread const Hal
   for (uint k = 0; k < 2; k++)
     for (uint i = 0; i < 4; i++)
       simdgroup_multiply_accumulate(sum.m[i], a.m[i / 2 * 2 + k], b.m[k * 2 + i % 2], sum.m[i]);
+}
+FN void tile_scale(thread SumTile& sum, threadgroup const float* by) {
+  for (uint i = 0; i < 4; i++) {
+    simdgroup_float8x8 factors, scaled;
+    simdgroup_load(factors, by + i / 2 * 64, 8);
+    simdgroup_multiply(scaled, factors, sum.m[i]);
+    sum.m[i] = scaled;
+  }
 }
 FN void tile_store(thread const SumTile& sum, threadgroup float* p, uint pitch) {
   for (uint i = 0; i < 4; i++) simdgroup_store(sum.m[i], p + i / 2 * 8 * pitch + i % 2 * 8, pitch);

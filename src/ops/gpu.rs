@@ -1,10 +1,6 @@
 //! A GPU: operations become launches, in order.
 
-use super::{
-    CacheFormat, Experts, Halves, Limits, Mixture, NONE, Op, Part, Run, Which,
-    attend::{ANSWER, PROMPT},
-    experts::Jobs,
-};
+use super::{CacheFormat, Experts, Halves, Limits, Mixture, NONE, Op, Part, Run, Which, experts::Jobs};
 use crate::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
@@ -233,10 +229,8 @@ impl<G: Gpu> Run for OnGpu<G> {
             Op::Conv(op) => self.launch(op.dispatch()),
             Op::DeltaRule(op) => self.all(op.dispatches()),
             Op::CacheWrite(op) => self.launch(op.dispatch()),
-            Op::Attend(op) => {
-                let least = if self.half.is_some() { PROMPT } else { ANSWER };
-                self.all(op.dispatches(ATTENDED, least).flatten())
-            }
+            Op::Attend(op) if self.half.is_some() && op.shape.newest.is_none() => self.all(op.halves()),
+            Op::Attend(op) => self.all(op.dispatches(ATTENDED).flatten()),
             Op::Mlp(op) => match self.half {
                 Some(half) => self.all(op.halves(half.x)),
                 None => self.all(op.dispatches()),

@@ -179,9 +179,10 @@ async fn what_cannot_be_loaded_is_said_and_the_next_one_is_loaded() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_clients_in_turn_do_not_reload_each_time() {
-    let patience = milliseconds(600);
-    let (aviary, server) = server(Aviary::default(), Times { patience, linger: milliseconds(200), ..times() }).await;
+    let (patience, linger) = (milliseconds(600), milliseconds(200));
+    let (aviary, server) = server(Aviary::default(), Times { patience, linger, ..times() }).await;
     let server = Arc::new(server);
+    let begun = Instant::now();
     let client = |model: &'static str, count: usize| {
         let server = server.clone();
         tokio::spawn(async move {
@@ -194,8 +195,11 @@ async fn two_clients_in_turn_do_not_reload_each_time() {
     let (one, other) = (client("first", 60), client("org/second", 60));
     one.await.unwrap();
     other.await.unwrap();
-    let loads = aviary.log().iter().filter(|what| what.starts_with("load")).count();
-    assert!((2..=20).contains(&loads), "{loads} loads for 120 requests: {:?}", aviary.log());
+    // A model comes back once the other one has lingered, or its own client has waited: after 200 ms at the soonest. On a
+    // machine that takes its time this happens more often.
+    let most = 2 + 2 * begun.elapsed().as_millis() / linger.as_millis();
+    let loads = aviary.log().iter().filter(|what| what.starts_with("load")).count() as u128;
+    assert!((2..=most).contains(&loads), "{loads} loads for 120 requests, not {most}: {:?}", aviary.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]

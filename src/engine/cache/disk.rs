@@ -132,7 +132,8 @@ impl Cache {
         }
     }
 
-    /// Writes what is left, for a moment, and stops.
+    /// Writes what is left, for a moment, and stops. The writer's thread ends with what it is at; since it lets everything
+    /// else go before it, and somebody waits now, the caller writes the rest.
     pub fn close(&self) {
         self.inner.lock().closed = true;
         self.changed.notify_all();
@@ -140,6 +141,9 @@ impl Cache {
             // A panic there has been reported by its thread.
             let _ = writer.join();
         }
+        let begin = Instant::now();
+        let mut inner = self.inner.lock();
+        while begin.elapsed() <= LAST && self.write_next(&mut inner) {}
     }
 
     /// Reads the state behind `ids`, whose first pages are `known`. `None`: there is no room for it. An error has been
@@ -230,55 +234,48 @@ impl Cache {
         }
     }
 
-    /// The writer's thread: writes what is worth most and is not there yet, until the cache is closed.
+    /// The writer's thread, until the cache is closed or its disk given up.
     fn write_on(&self) {
         os::background_thread();
-        let mut last = None;
         let mut inner = self.inner.lock();
-        loop {
-            if inner.closed && last.get_or_insert_with(Instant::now).elapsed() > LAST {
-                return;
-            }
-            let Some((ids, snapshot, files, missing, bytes)) = inner.next_to_write(&self.size) else {
-                if inner.closed || inner.disk.is_none() {
-                    return;
-                }
+        while !inner.closed && inner.disk.is_some() {
+            if !self.write_next(&mut inner) && !inner.closed {
                 // Checkpoints that the hour's bound held back are tried again every minute.
                 self.changed.wait_for(&mut inner, Duration::from_secs(60));
-                continue;
-            };
-            // Held while it is written, so that it is counted even if it gives way meanwhile.
-            inner.ledger.hold(&snapshot);
-            let emptied = inner.emptied;
-            let written = MutexGuard::unlocked(&mut inner, || files.write(&ids, &snapshot, &missing));
-            if inner.emptied == emptied {
-                inner.ledger.release(&snapshot);
             }
-            match written {
-                Ok(()) => {
-                    self.metrics.prompt_cache_disk_writes.inc();
-                    self.metrics.prompt_cache_disk_written_bytes.inc_by(bytes);
-                    let filed = OnDisk { bytes: files.bytes(ids.len()).0, used: SystemTime::now() };
-                    inner.add(&ids, Kind::Message, filed);
-                    if let Some(disk) = &mut inner.disk {
-                        disk.recent.push_back((Instant::now(), bytes));
-                    }
-                    if inner.emptied != emptied {
-                        self.clear_disk(&mut inner);
-                    }
-                    self.trim(&mut inner);
-                    self.count(&inner);
-                }
-                Err(error) => {
-                    let dir = files.dir().display();
-                    tracing::warn!(%dir, %error, "checkpoints of prompts are not kept on the disk any more");
-                    inner.give_up();
-                    self.count(&inner);
-                    return;
-                }
-            }
-            drop(snapshot);
         }
+    }
+
+    /// Writes the checkpoint that is worth most and is not there yet. False if there is none, or the disk failed.
+    fn write_next(&self, inner: &mut MutexGuard<'_, Inner>) -> bool {
+        let Some((ids, snapshot, files, missing, bytes)) = inner.next_to_write(&self.size) else { return false };
+        // Held while it is written, so that it is counted even if it gives way meanwhile.
+        inner.ledger.hold(&snapshot);
+        let emptied = inner.emptied;
+        let written = MutexGuard::unlocked(inner, || files.write(&ids, &snapshot, &missing));
+        if inner.emptied == emptied {
+            inner.ledger.release(&snapshot);
+        }
+        if let Err(error) = written {
+            let dir = files.dir().display();
+            tracing::warn!(%dir, %error, "checkpoints of prompts are not kept on the disk any more");
+            inner.give_up();
+            self.count(inner);
+            return false;
+        }
+        self.metrics.prompt_cache_disk_writes.inc();
+        self.metrics.prompt_cache_disk_written_bytes.inc_by(bytes);
+        let filed = OnDisk { bytes: files.bytes(ids.len()).0, used: SystemTime::now() };
+        inner.add(&ids, Kind::Message, filed);
+        if let Some(disk) = &mut inner.disk {
+            disk.recent.push_back((Instant::now(), bytes));
+        }
+        if inner.emptied != emptied {
+            self.clear_disk(inner);
+        }
+        self.trim(inner);
+        self.count(inner);
+        true
     }
 }
 

@@ -1,9 +1,9 @@
-use super::{ANSWER, Attend, Cache, CacheWrite, Heads, Newest, PROMPT, Turn};
+use super::{Attend, Cache, CacheWrite, Heads, Newest, Turn};
 use crate::{
     device::{DeviceError, Region},
     ops::{
         CacheFormat, Run,
-        check::{Bench, CLOSE, difference},
+        check::{Bench, CLOSE, HALF, difference},
     },
 };
 
@@ -30,7 +30,7 @@ fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), De
     let turn: Vec<f32> = (0..tokens * shape.rotary / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let turn = Turn { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
     let (q, y) = (b.room(tokens * shape.heads * dim)?, b.room(tokens * shape.heads * dim)?);
-    let partials = b.room(shape.partials(tokens - 2, 2, ANSWER))?;
+    let partials = b.room(shape.partials(tokens - 2, 2))?;
     let mut empty = |bytes: usize| b.bytes(&vec![0; bytes]);
     let cache = Cache {
         keys: empty(shape.cache_bytes())?,
@@ -67,7 +67,7 @@ fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), De
     b.cpu.run(&op.into())?;
     let expected = b.on_cpu(y)?;
     let mut ran = Vec::new();
-    for dispatch in op.dispatches(2, ANSWER).flatten() {
+    for dispatch in op.dispatches(2).flatten() {
         ran.extend(b.launch(dispatch));
     }
     // The CPU rounds queries and weights to 16 bits.
@@ -85,7 +85,7 @@ fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result
     let turn = Turn { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
     let queries = tokens * shape.heads * dim;
     let (q, y) = (b.room(queries)?, b.room(queries)?);
-    let partials = b.room(shape.partials(start, tokens, ANSWER))?;
+    let partials = b.room(shape.partials(start, tokens))?;
     let mut caches = [Region::default(); 2];
     for cache in &mut caches {
         let old = b.random.floats(shape.kv_heads * shape.context * dim);
@@ -110,13 +110,17 @@ fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result
     b.cpu.write(q, bytemuck::cast_slice(&queries))?;
     b.cpu.run(&op(&plain).into())?;
     let expected = b.on_cpu(y)?;
-    for least in [ANSWER, PROMPT] {
-        let mut ran = Vec::new();
-        for dispatch in op(shape).dispatches(tokens, least).flatten() {
-            ran.extend(b.launch(dispatch));
+    let mut ran = Vec::new();
+    for dispatch in op(shape).dispatches(tokens).flatten() {
+        ran.extend(b.launch(dispatch));
+    }
+    // The folded result depends on every partial one, so this checks both kernels.
+    b.expect(CLOSE, &ran, y, &expected)?;
+    if b.gpu.limits().half {
+        for dispatch in op(shape).halves() {
+            let ran = b.launch(dispatch);
+            b.expect(HALF, &ran, y, &expected)?;
         }
-        // The folded result depends on every partial one, so this checks both kernels.
-        b.expect(CLOSE, &ran, y, &expected)?;
     }
     Ok(())
 }

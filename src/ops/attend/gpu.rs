@@ -8,15 +8,14 @@ use crate::{
 
 /// Positions one threadgroup looks at with few bits.
 const SPLIT: usize = 256;
-/// Otherwise: the fewest, for a row of an answer, which has the device for itself, and for one of a prompt.
-pub const ANSWER: usize = 16;
-pub const PROMPT: usize = 256;
+/// Otherwise: the fewest, which fill a device that a row has for itself.
+const LEAST: usize = 16;
 /// Twice as many where there would be more parts than this.
 const PARTS: usize = 512;
 
-/// Parts into which the positions of a query at `position` are cut, of `least` positions or more; and of how many.
-fn parts(position: usize, least: usize) -> (usize, usize) {
-    let mut size = least;
+/// Parts into which the positions of a query at `position` are cut, and of how many.
+fn parts(position: usize) -> (usize, usize) {
+    let mut size = LEAST;
     while position / size >= PARTS {
         size *= 2;
     }
@@ -25,34 +24,34 @@ fn parts(position: usize, least: usize) -> (usize, usize) {
 
 /// Parts at most, for any query below `context`, in whatever format.
 pub fn most_parts(context: usize) -> usize {
-    context.div_ceil(ANSWER).min(PARTS).max(context.div_ceil(SPLIT) + 1)
+    context.div_ceil(LEAST).min(PARTS).max(context.div_ceil(SPLIT) + 1)
 }
 
 impl Heads {
     /// With few bits, the newest positions are a part of their own.
-    fn splits(&self, start: usize, tokens: usize, least: usize) -> usize {
+    fn splits(&self, start: usize, tokens: usize) -> usize {
         let last = (start + tokens).saturating_sub(1);
         match self.newest {
             Some(_) => 1 + rounded_until(last).div_ceil(SPLIT),
             // Just before their size doubles, there are most.
-            None if parts(start, least).1 < parts(last, least).1 => PARTS,
-            None => parts(last, least).0,
+            None if parts(start).1 < parts(last).1 => PARTS,
+            None => parts(last).0,
         }
     }
 
-    /// Floats of partial results for `tokens` rows from position `start`, in parts of `least` positions.
-    pub fn partials(&self, start: usize, tokens: usize, least: usize) -> usize {
-        tokens * self.heads * self.splits(start, tokens, least) * (self.dim + 2)
+    /// Floats of partial results for `tokens` rows from position `start`.
+    pub fn partials(&self, start: usize, tokens: usize) -> usize {
+        tokens * self.heads * self.splits(start, tokens) * (self.dim + 2)
     }
 
-    fn args(&self, start: usize, tokens: usize, least: usize) -> Vec<u32> {
+    fn args(&self, start: usize, tokens: usize) -> Vec<u32> {
         assert!(self.dim <= 256 && self.heads / self.kv_heads <= 32, "heads of {}", self.dim);
         assert!(start + tokens <= self.context, "position {} of {}", start + tokens, self.context);
         let words = [tokens, self.width(), self.heads, self.kv_heads, self.dim, self.rotary, start, self.context];
         let mut args = words.map(|w| w as u32).to_vec();
-        args.push(self.splits(start, tokens, least) as u32);
+        args.push(self.splits(start, tokens) as u32);
         args.extend([self.eps.to_bits(), (1.0 / (self.dim as f32).sqrt()).to_bits()]);
-        args.extend([self.newest.map_or(0, |newest| newest.room as u32), least as u32]);
+        args.extend([self.newest.map_or(0, |newest| newest.room as u32), LEAST as u32]);
         args
     }
 
@@ -72,7 +71,7 @@ impl CacheWrite<'_> {
         let Self { shape, start, tokens, proj, turn, q, cache } = *self;
         let mut dispatch = Dispatch {
             kernel: shape.kernel(["attend_place", "attend_place_bf16", "attend_place_q8", "attend_place_q4"]),
-            args: shape.args(start, tokens, ANSWER),
+            args: shape.args(start, tokens),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
                 Binding::read(turn.q_norm.floats(shape.dim)),
@@ -94,11 +93,10 @@ impl CacheWrite<'_> {
 }
 
 impl Attend<'_> {
-    /// Attention in splits of `least` positions ([`ANSWER`] or [`PROMPT`]), then their fold and the gate; as many rows at a time
-    /// as `partials` has room for, and `most` at most.
-    pub fn dispatches(&self, most: usize, least: usize) -> impl Iterator<Item = [Dispatch; 2]> {
+    /// Attention in splits, then their fold and the gate; as many rows at a time as `partials` has room for, and `most` at most.
+    pub fn dispatches(&self, most: usize) -> impl Iterator<Item = [Dispatch; 2]> {
         let Self { shape, start, tokens, .. } = *self;
-        let row = shape.partials(start, tokens, least) / tokens.max(1) * 4;
+        let row = shape.partials(start, tokens) / tokens.max(1) * 4;
         let at_once = (self.partials.len / row.max(1)).clamp(1, most);
         (0..tokens).step_by(at_once).map(move |first| {
             let count = at_once.min(tokens - first);
@@ -111,11 +109,11 @@ impl Attend<'_> {
                 y: self.y.rows(first, count, queries),
                 ..*self
             };
-            [part.splits(least), part.fold(least)]
+            [part.splits(), part.fold()]
         })
     }
 
-    fn splits(&self, least: usize) -> Dispatch {
+    fn splits(&self) -> Dispatch {
         let Self { shape, start, tokens, q, cache, partials, .. } = *self;
         // A simdgroup has two heads, or one with few bits.
         let groups = shape.heads / shape.kv_heads;
@@ -128,30 +126,30 @@ impl Attend<'_> {
         if shape.newest.is_some() {
             bindings.extend(cache.newest.map(|newest| Binding::read(newest.first(shape.newest_bytes()))));
         }
-        bindings.push(Binding::write(partials.floats(shape.partials(start, tokens, least))));
+        bindings.push(Binding::write(partials.floats(shape.partials(start, tokens))));
         Dispatch {
             kernel: shape.kernel(if shape.dim <= 128 {
                 ["attend_128", "attend_128_bf16", "attend_128_q8", "attend_128_q4"]
             } else {
                 ["attend_256", "attend_256_bf16", "attend_256_q8", "attend_256_q4"]
             }),
-            args: shape.args(start, tokens, least),
+            args: shape.args(start, tokens),
             bindings,
-            grid: [shape.splits(start, tokens, least) as u32, shape.kv_heads as u32, tokens as u32],
+            grid: [shape.splits(start, tokens) as u32, shape.kv_heads as u32, tokens as u32],
             threads: 32 * simdgroups as u32,
         }
     }
 
-    fn fold(&self, least: usize) -> Dispatch {
+    fn fold(&self) -> Dispatch {
         let Self { shape, start, tokens, proj, partials, y, .. } = *self;
         // With few bits a threadgroup has all columns of a head, which are turned together.
         let columns = if shape.newest.is_some() { 1 } else { shape.dim.div_ceil(32) };
         Dispatch {
             kernel: if shape.newest.is_some() { "attend_join_few" } else { "attend_join" },
-            args: shape.args(start, tokens, least),
+            args: shape.args(start, tokens),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
-                Binding::read(partials.floats(shape.partials(start, tokens, least))),
+                Binding::read(partials.floats(shape.partials(start, tokens))),
                 Binding::write(y.floats(tokens * shape.heads * shape.dim)),
             ],
             grid: [shape.heads as u32, tokens as u32, columns as u32],
@@ -166,16 +164,9 @@ mod tests {
 
     #[test]
     fn parts_are_few_and_no_shorter_than_asked_for() {
-        assert_eq!((parts(0, ANSWER), parts(15, ANSWER), parts(16, ANSWER)), ((1, 16), (1, 16), (2, 16)));
-        assert_eq!((parts(8191, ANSWER), parts(8192, ANSWER)), ((512, 16), (257, 32)));
-        assert_eq!(
-            (parts(8192, PROMPT), parts(131_071, PROMPT), parts(131_072, PROMPT)),
-            ((33, 256), (512, 256), (257, 512))
-        );
-        for position in (0..600_000).step_by(77) {
-            let ((answer, _), (prompt, _)) = (parts(position, ANSWER), parts(position, PROMPT));
-            assert!(answer <= most_parts(position + 1) && prompt <= most_parts(position + 1), "{position}");
-        }
+        assert_eq!((parts(0), parts(15), parts(16)), ((1, 16), (1, 16), (2, 16)));
+        assert_eq!((parts(8191), parts(8192)), ((512, 16), (257, 32)));
+        assert!((0..600_000).step_by(77).all(|position| parts(position).0 <= most_parts(position + 1)));
     }
 
     #[test]
@@ -183,8 +174,8 @@ mod tests {
         let format = CacheFormat::F32;
         let shape =
             Heads { heads: 2, kv_heads: 1, dim: 64, rotary: 16, eps: 1e-6, context: 9000, format, newest: None };
-        assert_eq!(shape.splits(8180, 4, ANSWER), 512);
-        assert_eq!(shape.splits(8190, 10, ANSWER), 512);
-        assert_eq!(shape.splits(8192, 10, ANSWER), 257);
+        assert_eq!(shape.splits(8180, 4), 512);
+        assert_eq!(shape.splits(8190, 10), 512);
+        assert_eq!(shape.splits(8192, 10), 257);
     }
 }

@@ -7,12 +7,13 @@ mod cpu;
 mod gpu;
 mod integer;
 mod kernels;
+mod prompt;
 mod rounded;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
 pub(super) use cases::cases;
-pub use gpu::{ANSWER, PROMPT, most_parts};
+pub use gpu::most_parts;
 pub(super) use rounded::row_bytes;
 pub use rounded::{GROUP, NEWEST, rounded_until};
 

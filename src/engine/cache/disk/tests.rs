@@ -96,6 +96,23 @@ fn what_was_kept_is_found_after_a_restart() {
 }
 
 #[test]
+fn who_closes_writes_what_is_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = cache(Some(&storage(dir.path())));
+    // The writer has come to nothing, as on a machine whose processors are busy with others.
+    first.inner.lock().closed = true;
+    first.changed.notify_all();
+    first.writer.lock().take().unwrap().join().unwrap();
+    let ids = tokens(4, PAGE + 20);
+    put(&first, &ids[..30]);
+    put(&first, &ids);
+    assert_eq!(first.metrics.prompt_cache_disk_writes.get(), 0);
+    first.close();
+    assert_eq!(first.metrics.prompt_cache_disk_writes.get(), 2);
+    assert_eq!(found(&cache(Some(&storage(dir.path()))), &ids), Some((ids.len(), Place::Disk)));
+}
+
+#[test]
 fn pages_that_are_in_memory_are_not_read() {
     let dir = tempfile::tempdir().unwrap();
     let storage = storage(dir.path());
