@@ -36,21 +36,18 @@ fn drafts_leave_its_answers_as_they_are() {
     let story = &cases()[0].prompt_ids;
     let drawn = Sampling { temperature: 1.3, seed: Some(5), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.6, logit_bias: vec![(263, -5.0)], ..drawn };
-    let greedy = answers(on_kernels(), Box::new(Lookup), Speculate::Off, &[(story.clone(), Sampling::greedy())]);
+    let mut cpu = common::load_with(Path::new(SMALL), options(false));
     // Said once already, so that there is something to look up.
-    let twice = [&story[..], &greedy[0].0, story].concat();
+    let twice = [&story[..], &answer(&mut cpu, story, &[], 20).0, story].concat();
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(), Box::new(Lookup), Speculate::Off, &asked);
     let mixture = || common::load_with(Path::new(DEMO), Options { verify: true, ..options(false) });
     let drafts: [(&str, Box<dyn Draft<Qwen>>); 2] =
         [("lookup", Box::new(Lookup)), ("a mixture", Box::new(Companion::new(mixture())))];
-    for (kind, draft) in drafts {
-        let found = answers(on_kernels(), draft, Speculate::Force, &asked);
-        let (mut drafted, mut accepted) = (0, 0);
-        for ((found, timings), (plain, _)) in found.iter().zip(&plain) {
-            assert_eq!(found, plain, "{kind}");
-            (drafted, accepted) = (drafted + timings.drafted_tokens, accepted + timings.accepted_tokens);
-        }
+    for (((kind, draft), asked), (plain, _)) in drafts.into_iter().zip(asked).zip(plain) {
+        let (found, timings) = answers(on_kernels(), draft, Speculate::Force, &[asked]).remove(0);
+        assert_eq!(found, plain, "{kind}");
+        let (drafted, accepted) = (timings.drafted_tokens, timings.accepted_tokens);
         println!("{kind}: {accepted} of {drafted} accepted");
         assert!(0 < accepted && accepted < drafted, "{kind}: {accepted} of {drafted}");
     }
