@@ -42,12 +42,15 @@ fn drafts_leave_its_answers_as_they_are() {
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(), Box::new(Lookup), Speculate::Off, &asked);
     let mixture = || common::load_with(Path::new(DEMO), Options { verify: true, ..options(false) });
-    let drafts: [(&str, Box<dyn Draft<Qwen>>); 2] =
-        [("lookup", Box::new(Lookup)), ("a mixture", Box::new(Companion::new(mixture())))];
-    for (((kind, draft), asked), (plain, _)) in drafts.into_iter().zip(asked).zip(plain) {
-        let (found, timings) = answers(on_kernels(), draft, Speculate::Force, &[asked]).remove(0);
-        assert_eq!(found, plain, "{kind}");
-        let (drafted, accepted) = (timings.drafted_tokens, timings.accepted_tokens);
+    let drafts: [(&str, Box<dyn Draft<Qwen>>, usize); 2] =
+        [("lookup", Box::new(Lookup), 0), ("a mixture", Box::new(Companion::new(mixture())), 1)];
+    for (kind, draft, first) in drafts {
+        let found = answers(on_kernels(), draft, Speculate::Force, &asked[first..]);
+        let (mut drafted, mut accepted) = (0, 0);
+        for ((found, timings), (plain, _)) in found.iter().zip(&plain[first..]) {
+            assert_eq!(found, plain, "{kind}");
+            (drafted, accepted) = (drafted + timings.drafted_tokens, accepted + timings.accepted_tokens);
+        }
         println!("{kind}: {accepted} of {drafted} accepted");
         assert!(0 < accepted && accepted < drafted, "{kind}: {accepted} of {drafted}");
     }
