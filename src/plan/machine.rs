@@ -14,6 +14,9 @@
 //!
 //! Resident figures of other engines lie within the range (a test holds two). Streamed ones lie at its cautious end or below:
 //! streamlx has 15.9 tok/s of the 35B in 16 GiB of an M4 Air, where this says 18 to 33.
+//!
+//! Fitted to two models on an H200, or on 16 cores, the same sum was off by up to 27 % for others that are resident, and by up to 53 %
+//! for streamed ones (`benches/results/simulator.csv`): its ranges are to be read with that in mind.
 
 use super::{Bandwidth, Estimate, Limits, Plan, Shape, Strategy, Wishes, estimate};
 use crate::error::ModelError;

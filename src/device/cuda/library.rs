@@ -23,7 +23,7 @@ use std::{
 const OPTIONS: [&str; 2] = ["--fmad=false", "--std=c++14"];
 /// Registers of a thread at most: few let many warps run at a time, which hides waits. Attention holds more that it waits for.
 const REGISTERS: u32 = 80;
-const ATTENTION_REGISTERS: u32 = 96;
+const ATTENTION_REGISTERS: u32 = 112;
 const HASH: usize = 32;
 
 /// A kernel of the card.
