@@ -125,6 +125,12 @@ impl<'a, T: Cached> CachedRows<'a, T> {
     pub fn iter(&self) -> impl Iterator<Item = &'a [T]> {
         self.data.chunks_exact(self.width)
     }
+
+    /// The place of the row that is so many behind the first: a hint, it may be beyond the cache.
+    #[inline(always)]
+    pub fn ahead(&self, rows: usize) -> *const T {
+        self.data.as_ptr().wrapping_add(rows * self.width)
+    }
 }
 
 impl CacheWrite<'_> {

@@ -17,6 +17,9 @@ const AHEAD: usize = 20480;
 const FAINT: f32 = -60.0;
 /// Values that are added up while they are in the first-level cache, in rows.
 const STRIP: usize = 32;
+/// Values of the strip behind the next are asked for, line by line in the order of memory: the processor fetches ahead of
+/// such a sequence by itself, and more at once than it can be asked for.
+const STRIPS_AHEAD: usize = 2;
 
 wide! {
     /// `scores[n][i] = q[n] . key[seen.start + i]`.
@@ -91,26 +94,30 @@ wide! {
         head: usize,
         seen: Range<usize>,
     ) {
-        let mut scales = [0f32; BLOCK];
-        for (scale, key) in scales.iter_mut().zip(seen.clone()) {
-            *scale = T::scale(values.row(head, key));
-        }
-        for scores in scores.iter_mut() {
-            for (score, scale) in scores.iter_mut().zip(&scales) {
-                *score *= scale;
-            }
-        }
         let dim = T::values(values.row(head, seen.start)).len();
         for first in (0..seen.len()).step_by(STRIP) {
             let strip = first..(first + STRIP).min(seen.len());
             let rows = values.rows(head, seen.start + first, strip.len());
+            // Not those of the whole block at once: their lines have not been asked for yet.
+            let mut scales = [0f32; STRIP];
+            for (scale, row) in scales.iter_mut().zip(rows.iter()) {
+                *scale = T::scale(row);
+            }
+            for scores in scores.iter_mut() {
+                for (score, scale) in scores[strip.clone()].iter_mut().zip(&scales) {
+                    *score *= scale;
+                }
+            }
+            // Each pass over some columns asks for its part.
+            let ahead = rows.ahead(STRIPS_AHEAD * STRIP);
+            let ahead = |at: usize| ahead.wrapping_add(at * STRIP * rows.width / dim).cast();
             let mut at = 0;
             while V::MANY && at + 32 <= dim {
-                add::<V, T, N, 2>(sums, width, scores, strip.clone(), &rows, at);
+                add::<V, T, N, 2>(sums, width, scores, strip.clone(), &rows, at, ahead(at));
                 at += 32;
             }
             while at < dim {
-                add::<V, T, N, 1>(sums, width, scores, strip.clone(), &rows, at);
+                add::<V, T, N, 1>(sums, width, scores, strip.clone(), &rows, at, ahead(at));
                 at += 16;
             }
         }
@@ -181,7 +188,8 @@ fn dots<V: Vector, T: Cached, const N: usize, const K: usize>(
     lanes
 }
 
-/// `sums[n] += scores[n][i] * row[i]`, row after row, for values `at..at + 16 * C`.
+/// `sums[n] += scores[n][i] * row[i]`, row after row, for values `at..at + 16 * C`. As much memory as is read is asked for
+/// from `ahead` on.
 #[inline(always)]
 fn add<V: Vector, T: Cached, const N: usize, const C: usize>(
     sums: &mut [f32],
@@ -190,6 +198,7 @@ fn add<V: Vector, T: Cached, const N: usize, const C: usize>(
     strip: Range<usize>,
     rows: &CachedRows<'_, T>,
     at: usize,
+    ahead: *const u8,
 ) {
     let mut lanes = [[V::splat(0.0); C]; N];
     for n in 0..N {
@@ -204,7 +213,10 @@ fn add<V: Vector, T: Cached, const N: usize, const C: usize>(
     }
     for (index, row) in rows.iter().enumerate().take(strip.len()) {
         let row = &T::values(row)[at..];
-        V::fetch(row.as_ptr().wrapping_add(STRIP * rows.width).cast());
+        let piece = C * size_of::<[T; 16]>();
+        for line in (0..piece).step_by(64) {
+            V::fetch(ahead.wrapping_add(index * piece + line));
+        }
         let mut values = [V::splat(0.0); C];
         for c in 0..C {
             values[c] = match row[16 * c..].first_chunk() {
