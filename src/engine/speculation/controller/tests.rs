@@ -233,7 +233,10 @@ fn the_ledger_has_every_second() {
     assert!(near(before - controller.saved, 0.5 + 3.0));
     assert_eq!(controller.plain, Some(1.5));
     (0..6).for_each(|_| controller.plain(2.5, 0.0));
-    assert!(near(before - controller.saved, 0.5 + 3.0 + 6.0) && controller.plain > Some(1.9), "against what was before");
+    assert!(
+        near(before - controller.saved, 0.5 + 3.0 + 6.0) && controller.plain > Some(1.9),
+        "against what was before"
+    );
     controller.plain(2.5, 0.0);
     assert!(near(before - controller.saved, 0.5 + 3.0 + 6.0), "the ninth");
     assert!(near(controller.allowed(0.02), controller.saved + 0.02 * (controller.total + controller.saved)));
