@@ -15,7 +15,7 @@
 mod estimate;
 mod machine;
 
-pub use estimate::{Bandwidth, Estimate, HIT_RATES, estimate};
+pub use estimate::{Bandwidth, Estimate, HIT_RATES, Overhead, estimate};
 pub use machine::{MACHINES, Machine, Simulated, simulate};
 
 use crate::{config::Switch, error::ModelError, platform::os};
