@@ -17,6 +17,7 @@ use std::{ops::Range, sync::Arc};
 
 /// One operation of the forward pass: a value that says what to do with which memory, and not how.
 #[derive(Debug, Clone, Copy)]
+#[allow(clippy::large_enum_variant, reason = "a value that is made, run and gone; boxing would not be Copy")]
 pub enum Op<'a> {
     Embed(Embed<'a>),
     Project(Project<'a>),
