@@ -15,8 +15,8 @@
 //! Resident figures of other engines lie within the range (a test holds two). Streamed ones lie at its cautious end or below:
 //! streamlx has 15.9 tok/s of the 35B in 16 GiB of an M4 Air, where this says 18 to 33.
 //!
-//! Fitted to two models on an H200, or on 16 cores, the same sum was off by up to 24 % for others that are resident, and by up to 45 %
-//! for streamed ones (`benches/results/simulator.csv`): its ranges are to be read with that in mind.
+//! Fitted to two models on an H200, the same sum was off by up to 13 % for others that are resident, 15 % for streamed ones past the page
+//! cache and 45 % through it, and on 16 cores by up to 32 % (`benches/results/simulator.csv`): its ranges are to be read with that in mind.
 
 use super::{Bandwidth, Estimate, Limits, Overhead, Plan, Shape, Strategy, Wishes, estimate};
 use crate::error::ModelError;
