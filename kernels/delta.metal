@@ -8,7 +8,6 @@ struct DeltaArgs {
   uint past, stored;                // rows in front; rows behind which the states are written
 };
 
-FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 FN float silu(float x) { return x / (1.0f + exp(-x)); }
 
 // log(1 + exp(x)) without losing small results: log(u) * e / (u - 1) repairs what 1 + e rounds away.

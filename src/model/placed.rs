@@ -5,6 +5,7 @@ use super::{
     forward::Lists,
     mtp::HeadPlace,
     net::{Ffn, Mixer, Net},
+    pages::{Pool, SharedRun},
     qwen::Parts,
     state::{Arenas, heads},
     tap::Tapped,
@@ -15,6 +16,7 @@ use crate::{
     experts::Experts,
     ops::{Heads, Limits, NONE, Part, Run, Slots},
 };
+use std::sync::Arc;
 
 /// Adopted ranges start at multiples of this: the largest page of any Mac.
 const PAGE: usize = 16384;
@@ -23,12 +25,17 @@ const SLABS: usize = 4;
 
 pub(super) struct Placed {
     pub run: Box<dyn Run>,
+    /// The same, for whoever keeps others away from it.
+    pub shared: SharedRun,
     pub limits: Limits,
     pub slots: Slots,
     pub buffers: Buffers,
     /// The form of keys and values.
     pub heads: Heads,
     pub arenas: Arenas,
+    pub pool: Arc<Pool>,
+    /// The pages of other forms, which there may be sequences of.
+    pub pools: Vec<(Heads, Arc<Pool>)>,
     pub lists: Lists,
     pub tapped: Tapped,
     pub head: Option<HeadPlace>,
@@ -40,7 +47,9 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, ModelError> {
 
 impl Placed {
     /// Refuses what the device cannot do; then `parts` are as they were.
-    pub fn new(parts: &mut Parts, mut run: Box<dyn Run>) -> Result<Self, ModelError> {
+    pub fn new(parts: &mut Parts, run: Box<dyn Run>) -> Result<Self, ModelError> {
+        let shared = SharedRun::new(run);
+        let mut run: Box<dyn Run> = Box::new(shared.clone());
         let limits = run.limits();
         let drafts = parts.head.iter().flat_map(|head| &head.slabs).zip(DRAFT_BUFFERS);
         for (slab, number) in parts.weights.iter().zip(BUFFERS).chain(drafts) {
@@ -62,6 +71,7 @@ impl Placed {
         if let Some(store) = &parts.store {
             run.write_words(buffers.tables, &tables(&parts.net, store))?;
         }
+        let pool = Pool::new(&parts.config, &heads, &parts.plan, &shared)?;
         parts.net.set_cache(heads);
         let norm = parts.net.norm;
         let head = parts.head.as_mut().map(|head| HeadPlace::new(head, norm, context, &mut *run)).transpose()?;
@@ -69,7 +79,8 @@ impl Placed {
         let end = run.mark();
         run.wait_for(end)?;
         let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
-        Ok(Self { run, limits, slots, buffers, heads, arenas, lists, tapped, head })
+        let pools = Vec::new();
+        Ok(Self { run, shared, limits, slots, buffers, heads, arenas, pool, pools, lists, tapped, head })
     }
 }
 

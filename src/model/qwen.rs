@@ -6,6 +6,7 @@ use super::{
     forward::{Batch, Marked, Observe, Pass},
     mtp,
     net::Net,
+    pages::Pool,
     placed::Placed,
     snapshot::Snapshot,
     state::{State, append, heads},
@@ -239,6 +240,13 @@ impl Qwen {
         let heads = heads(&self.parts.config, placed.limits.cache, bits, placed.heads.context, placed.buffers.rows);
         placed.run.accept(Part::Heads(&heads))?;
         if heads != placed.heads {
+            let known = placed.pools.iter().find(|(of, _)| *of == heads).map(|(_, pool)| pool.clone());
+            let Parts { config, plan, .. } = &self.parts;
+            let pool = known.map_or_else(|| Pool::new(config, &heads, plan, &placed.shared), Ok)?;
+            let before = std::mem::replace(&mut placed.pool, pool);
+            if placed.pools.iter().all(|(of, _)| *of != placed.heads) {
+                placed.pools.push((placed.heads, before));
+            }
             placed.arenas = Default::default();
             placed.heads = heads;
             self.parts.net.set_cache(heads);
@@ -337,7 +345,7 @@ impl Qwen {
         out: &mut Vec<f32>,
     ) -> Result<(), ModelError> {
         let Parts { config, net, store, .. } = &self.parts;
-        let Placed { run, limits, slots, buffers: b, lists, tapped, .. } = placed;
+        let Placed { run, shared, limits, slots, buffers: b, lists, tapped, .. } = placed;
         let (run, limits) = (&mut **run, *limits);
         let Batch { ids, logits, phase, present, prompt, trial } = batch;
         let half = prompt && limits.half;
@@ -345,6 +353,9 @@ impl Qwen {
             return Err(ModelError::Config("a draft was not taken back".into()));
         }
         let (experts, start, tokens) = (store.as_ref(), state.len, ids.len());
+        state.make_room(tokens, run)?;
+        // Whoever reads a page waits until this pass is over, and its errors are told.
+        let _whole = shared.whole();
         let mut pass = Pass {
             config,
             net,

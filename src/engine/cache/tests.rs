@@ -9,7 +9,7 @@ fn cache(limit: u64) -> Cache {
 }
 
 fn snapshot(len: usize) -> Snapshot {
-    let pages = (0..len).step_by(PAGE).map(|first| Arc::new(vec![7; PAGE.min(len - first)])).collect();
+    let pages = (0..len).step_by(PAGE).map(|first| Arc::new(vec![7; PAGE.min(len - first)].into())).collect();
     Snapshot { len, pages, state: Arc::new(vec![1; 100]) }
 }
 
