@@ -48,6 +48,10 @@ class Server:
         text = urllib.request.urlopen(self.url + "/metrics").read().decode()
         return sum(float(value) for value in re.findall(rf"^{name}.* (\S+)$", text, re.M))
 
+    def kinds(self):
+        text = urllib.request.urlopen(self.url + "/metrics").read().decode()
+        return set(re.findall(r'^moestro_draft_tokens_total\{.*kind="(\w+)"', text, re.M))
+
 
 def run(start, ratios, totals, counts):
     servers = {name: Server(args) for name, args in SETTINGS.items()}
@@ -67,6 +71,7 @@ def run(start, ratios, totals, counts):
                     ratios[name][index].append(sums[name][index + 1] / sums["off"][index + 1])
         for name, server in servers.items():
             counts[name][0] += server.metric("moestro_draft_cycles_total")
+            kinds.update(server.kinds())
             counts[name][1] += server.metric(r'moestro_draft_tokens_total\{.*outcome="accepted"')
     finally:
         for server in servers.values():
@@ -76,8 +81,11 @@ def run(start, ratios, totals, counts):
 
 print("round,setting,tokens,seconds,processor_seconds")
 ratios, totals, counts = {name: [[], []] for name in SETTINGS}, dict.fromkeys(SETTINGS, 0.0), {name: [0, 0] for name in SETTINGS}
+kinds = set()
 for start in range(a.starts):
     run(start, ratios, totals, counts)
 for name, (cycles, accepted) in counts.items():
     wall, cpu = (statistics.median(ratio) for ratio in ratios[name])
     print(f"# {name}: seconds over off {wall:.3f}, processor's {cpu:.3f}, of all rounds together {totals[name] / totals['off']:.3f}" + (f", {accepted / cycles:.2f} accepted in each of {cycles:.0f} cycles" if cycles else ""))
+# A model without an MTP head looks up instead.
+print(f"# drafted by {', '.join(sorted(kinds)) or 'nobody'}")

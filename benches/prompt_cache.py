@@ -1,22 +1,23 @@
 #!/usr/bin/env python3
 """How much of an agent's conversation a server computes twice: prompt_cache.py URL CONVERSATION.json [--answers recorded|own|own-without-reasoning]
-[--max-tokens 8] [--no-cache | --beside]
+[--max-tokens 8] [--no-cache | --beside] [--llama URL]
 
 CONVERSATION is {"tools": [...], "turns": [[message, ...], ...]}: turn k is what the client sends the k-th time, whole. With --answers own the server's
 own answers take the place of the recorded ones. For each turn: tokens of the prompt; those that are new since any earlier prompt (by /tokenize); those
 that the server computed (moestro_prompt_tokens_total{source="computed"}, which is counted at the forward pass); the time to the first token; bytes
-written to the disk so far. With --beside each turn is asked once more behind it, without the cache: the seconds of that, too."""
+written to the disk so far. With --beside each turn is asked once more behind it, without the cache: the seconds of that, too.
+With --llama the tokens of each turn are then sent to a llama-server with the same vocabulary as well, which says what it computed, for one token."""
 import argparse, csv, json, re, sys, time, urllib.request
 
 p = argparse.ArgumentParser()
 p.add_argument("url"); p.add_argument("conversation"); p.add_argument("--answers", default="recorded", choices=["recorded", "own", "own-without-reasoning"])
-p.add_argument("--max-tokens", type=int, default=8); p.add_argument("--no-cache", action="store_true"); p.add_argument("--beside", action="store_true"); p.add_argument("--turns", type=int, default=1000); p.add_argument("--from-turn", type=int, default=0)
+p.add_argument("--max-tokens", type=int, default=8); p.add_argument("--no-cache", action="store_true"); p.add_argument("--beside", action="store_true"); p.add_argument("--llama"); p.add_argument("--turns", type=int, default=1000); p.add_argument("--from-turn", type=int, default=0)
 a = p.parse_args()
 
 
-def ask(path, body=None):
+def ask(path, body=None, url=None):
     data = None if body is None else json.dumps(body).encode()
-    return urllib.request.urlopen(urllib.request.Request(a.url + path, data, {"content-type": "application/json"}))
+    return urllib.request.urlopen(urllib.request.Request((url or a.url) + path, data, {"content-type": "application/json"}))
 
 
 def metric(name):
@@ -43,8 +44,8 @@ def pieces(chunk):
 
 talk = json.load(open(a.conversation)); tools = talk["tools"]
 own, earlier, out = {}, [], csv.writer(sys.stdout)
-out.writerow(["turn", "prompt", "new", "computed", "cached", "seconds_to_first_token", "disk_written"] + ["without_cache", "ratio"] * a.beside)
-sums = [0, 0, 0, 0.0]
+out.writerow(["turn", "prompt", "new", "computed", "cached", "seconds_to_first_token", "disk_written"] + ["without_cache", "ratio"] * a.beside + ["llama_computed", "llama_seconds"] * bool(a.llama))
+sums, llama = [0, 0, 0, 0.0], [0, 0.0]
 for k, messages in enumerate(talk["turns"][: a.turns]):
     if a.answers != "recorded":
         # What the server said stands where the recorded answer stood; tool results follow calls that were made.
@@ -79,7 +80,15 @@ for k, messages in enumerate(talk["turns"][: a.turns]):
         begin = time.perf_counter()
         whole = next((now - begin for chunk, now in stream(messages, False) if any(any(piece) for piece in pieces(chunk))), time.perf_counter() - begin)
         row += [f"{whole:.3f}", f"{first / whole:.4f}"]
+    if a.llama:
+        begin = time.perf_counter()
+        said = json.load(ask("/completion", {"prompt": ids, "n_predict": 1, "temperature": 0, "cache_prompt": True}, a.llama))
+        took = time.perf_counter() - begin
+        row += [said["timings"]["prompt_n"], f"{took:.3f}"]
+        llama = [llama[0] + said["timings"]["prompt_n"], llama[1] + took]
     out.writerow(row)
     sys.stdout.flush()
     sums = [sums[0] + len(ids), sums[1] + len(ids) - shared, sums[2] + done, sums[3] + first]
 print(f"# {sums[0]} tokens sent, {sums[1]} new, {sums[2]} computed: {sums[2] / max(sums[1], 1):.3f} times; {sums[3]:.1f} s to first tokens", file=sys.stderr)
+if a.llama:
+    print(f"# llama-server: {llama[0]} computed: {llama[0] / max(sums[1], 1):.3f} times; {llama[1]:.1f} s", file=sys.stderr)

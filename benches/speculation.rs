@@ -9,9 +9,11 @@
 //! answer, no other), `self:ROWS` and `lookup:ROWS`; `plain` is always the first. Each round gives the same answer once in each
 //! setting, in an order that turns, by one engine, and each answer is compared with the plain one. `--share` streams the
 //! experts, with slots for that part of them. With `--auto` every setting has an engine of its own, whose controller decides,
-//! beside one that never drafts. CSV: a row an answer, then lines that begin with `#`: medians of the pairs with `plain`, by
-//! the clock and in processor time. `traffic` is the ratio that memory traffic allows: tokens a pass by the bytes a plain pass
-//! reads over those of a pass of so many rows, whose distinct experts are counted on the answer itself.
+//! beside two that never draft, `plain` and `again`: what those two differ by is no draft's fault. There the first round
+//! counts, too, in which no slot has an expert yet. CSV: a row an answer, then lines that begin with `#`: medians of the pairs
+//! with `plain`, by the clock and in processor time; and `books`, the seconds that the controller's cycles lost, as a part of
+//! all. `traffic` is the ratio that memory traffic allows: tokens a pass by the bytes a plain pass reads over those of a pass
+//! of so many rows, whose distinct experts are counted on the answer itself.
 //!
 //! `--rollback` measures instead what it costs that a verify of four rows can be taken back: a verify of which some rows stay,
 //! beside a pass of as many rows that cannot be taken back, in turns; as a part of a decode step.
@@ -268,9 +270,9 @@ fn main() {
     println!("# distinct experts a layer: {:.2?}", [1, 2, 4, 8].map(|rows| union[rows] / shape.layers.max(1) as f64));
 
     let names: Vec<&str> = args.0[1..].iter().map(String::as_str).filter(|text| Setting::new(text).is_some()).collect();
-    let settings: Vec<Setting> =
-        std::iter::once(Setting::Plain).chain(names.iter().filter_map(|text| Setting::new(text))).collect();
-    let names: Vec<&str> = std::iter::once("plain").chain(names).collect();
+    let auto = args.has("--auto");
+    let names: Vec<&str> = ["plain", "again"].into_iter().take(1 + usize::from(auto)).chain(names).collect();
+    let settings: Vec<Setting> = names.iter().map(|text| Setting::new(text).unwrap_or(Setting::Plain)).collect();
     let known: Arc<Vec<u32>> = Arc::new([&ids[..], &told[..]].concat());
     let spawn = |model: Qwen, speculate: Speculate, metrics: Arc<Metrics>| {
         let setting = Arc::new(Mutex::new(Setting::Plain));
@@ -283,24 +285,30 @@ fn main() {
         let (handle, _) = engine::spawn_with(model, Box::new(draft), options, metrics.clone()).expect("a thread");
         Engine { handle, setting, metrics }
     };
-    let auto = args.has("--auto");
-    let mut engines = vec![spawn(model, if auto { Speculate::Off } else { Speculate::Force }, metrics)];
-    for _ in settings.iter().skip(1).filter(|_| auto) {
-        let metrics = new_metrics();
-        engines.push(spawn(load(dir, &args, &metrics), Speculate::Auto, metrics));
+    let mut engines = Vec::new();
+    if auto {
+        drop(model);
+        for setting in &settings {
+            let speculate = if *setting == Setting::Plain { Speculate::Off } else { Speculate::Auto };
+            let metrics = new_metrics();
+            engines.push(spawn(load(dir, &args, &metrics), speculate, metrics));
+        }
+    } else {
+        engines.push(spawn(model, Speculate::Force, metrics));
     }
     let engine = |index: usize| &engines[if auto { index } else { 0 }];
     println!("round,setting,seconds,processor_seconds,drafted,accepted,cycles,saved_seconds,misses,bytes_read");
     let mut ratios = vec![[Vec::new(), Vec::new()]; settings.len()];
-    let mut sums = vec![[0.0; 7]; settings.len()];
-    // The first round is not counted: caches turn over.
-    for round in 0..=rounds {
+    let mut sums = vec![[0.0; 8]; settings.len()];
+    // The first round of an engine that all settings share is not counted: caches turn over.
+    let first = usize::from(!auto);
+    for round in 0..rounds + first {
         let mut ran: Vec<Option<Ran>> = settings.iter().map(|_| None).collect();
         for index in (0..settings.len()).map(|n| (n + round) % settings.len()) {
             ran[index] = Some(engine(index).run(settings[index], &ids, &sampling, &told));
         }
         let ran: Vec<Ran> = ran.into_iter().flatten().collect();
-        for (index, run) in ran.iter().enumerate().filter(|_| round > 0) {
+        for (index, run) in ran.iter().enumerate().filter(|_| round >= first) {
             let Timings { drafted_tokens, accepted_tokens, saved_seconds, .. } = run.timings;
             let Ran { seconds, processor, misses, bytes, cycles, .. } = *run;
             println!(
@@ -317,25 +325,27 @@ fn main() {
                 cycles as f64,
                 misses as f64,
                 bytes as f64,
+                saved_seconds,
             ];
             sums[index].iter_mut().zip(all).for_each(|(sum, value)| *sum += value);
         }
     }
     for (index, setting) in settings.iter().enumerate() {
         let [clock, processor] = ratios[index].clone().map(median);
-        let [seconds, cpu, drafted, accepted, cycles, misses, bytes] = sums[index];
+        let [seconds, cpu, drafted, accepted, cycles, misses, bytes, saved] = sums[index];
         let all = (tokens * rounds) as f64;
         let passes = all - accepted;
         let mut line = format!(
             "# {}: {:.2} tok/s, times plain {clock:.3} by the clock, {processor:.3} in processor time (of all rounds {:.3}, {:.3}); \
-             {:.2} tokens a pass, {accepted} of {drafted} accepted in {cycles} cycles; a token {:.1} misses, {:.1} MB read",
+             {:.2} tokens a pass, {accepted} of {drafted} accepted in {cycles} cycles; a token {:.2} misses, {:.2} MB read; books {:.4}",
             names[index],
             all / seconds,
             sums[0][0] / seconds,
             sums[0][1] / cpu,
             all / passes,
             misses / all,
-            bytes / all / 1e6
+            bytes / all / 1e6,
+            -saved / seconds
         );
         if let (Setting::Oracle { rows, .. }, false) = (setting, auto) {
             let traffic = all / passes * pass(1) / pass(*rows);

@@ -53,6 +53,7 @@ struct Fiber {
 
 inline void* home;           // the scheduler's stack pointer while a fiber runs
 inline Fiber* running;
+inline bool from_home;       // whether the scheduler was the last to switch
 #ifdef FIBER_ASAN
 inline const void* home_stack;
 inline size_t home_size;
@@ -66,7 +67,7 @@ inline void before(const void* stack, size_t size) {
 }
 inline void after(bool in_fiber) {
 #ifdef FIBER_ASAN
-  if (in_fiber) __sanitizer_finish_switch_fiber(nullptr, &home_stack, &home_size);
+  if (in_fiber && from_home) __sanitizer_finish_switch_fiber(nullptr, &home_stack, &home_size);
   else __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
   (void)in_fiber;
@@ -80,18 +81,25 @@ inline void leave(Fiber& f) {
   fiber_switch(&f.sp, home);
   after(true);
 }
-// Runs `f` until it leaves.
-inline void enter(Fiber& f) {
-  running = &f;
+inline void go_to(void** save, Fiber& f, bool is_home) {
+  running = &f, from_home = is_home;
   before(f.stack, Fiber::size);
-  fiber_switch(&home, f.sp);
+  fiber_switch(save, f.sp);
+}
+// From the scheduler: runs `f`, and whom it hands over to, until one of them leaves.
+inline void enter(Fiber& f) {
+  go_to(&home, f, true);
   after(false);
 }
+// From a fiber to the next, without the scheduler between them.
+inline void hand_over(Fiber& f, Fiber& next) {
+  go_to(&f.sp, next, false);
+  after(true);
+}
+// `entry` leaves or hands over at its end.
 [[noreturn]] inline void fiber_main() {
   after(true);
-  Fiber* f = running;
-  f->entry();
-  leave(*f);
+  running->entry();
   abort();
 }
 // Prepares `f` to call `entry` when first entered. The stack is kept from one use to the next. Stacks are a power of two apart,

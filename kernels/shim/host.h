@@ -87,6 +87,7 @@ struct Thread {
 struct Group {
   uint3 id;
   uint now = 0;
+  bool backwards = false;
   std::vector<Thread> threads;
   std::vector<std::pair<const char*, void*>> arrays;  // by the address of their name
 };
@@ -118,39 +119,47 @@ inline void* shared(const char* name, size_t bytes) {
   return group->arrays.back().second;
 }
 
+// This thread is done or waits: the next of its simdgroup goes on, and behind the last one the scheduler.
+inline void pass_on() {
+  Thread& t = now();
+  if (lane == (group->backwards ? 0 : 31)) return leave(t.fiber);
+  group->backwards ? group->now-- : group->now++;
+  hand_over(t.fiber, now().fiber);
+}
+
 // Waits until every thread of the simdgroup (or threadgroup) stands at the same line.
 inline uint meet(State why, int site, uint operand) {
-  Thread& t = group->threads[group->now];
+  Thread& t = now();
   t.state = why, t.site = site, t.operand = operand;
-  leave(t.fiber);
+  pass_on();
   return t.operand;
 }
 inline float reduce(State why, int site, float x) { return as_type<float>(meet(why, site, as_type<uint>(x))); }
 inline uint smallest(int site, uint x) { return meet(Min, site, x); }
 
+template <class T, class F> uint fold(const Thread* t, F two) {
+  T v[32];
+  for (int i = 0; i < 32; i++) v[i] = as_type<T>(t[i].operand);
+  for (int half = 16; half; half >>= 1)
+    for (int i = 0; i < half; i++) v[i] = two(v[i], v[i + half]);
+  return as_type<uint>(v[0]);
+}
+
 // The 32 threads from `first` wait for one another: computes what they wait for and releases them. A tree for the sum.
 inline void release_simd(uint first) {
   Thread* t = &group->threads[first];
-  uint v[32];
-  for (int i = 0; i < 32; i++) v[i] = t[i].operand;
-  for (int half = 16; half; half >>= 1)
-    for (int i = 0; i < half; i++) {
-      float a = as_type<float>(v[i]), b = as_type<float>(v[i + half]);
-      v[i] = t->state == Sum ? as_type<uint>(a + b) : t->state == Max ? as_type<uint>(max(a, b)) : min(v[i], v[i + half]);
-    }
-  for (int i = 0; i < 32; i++) t[i].operand = v[0], t[i].state = Ready;
+  const uint found = t->state == Sum   ? fold<float>(t, [](float a, float b) { return a + b; })
+                     : t->state == Max ? fold<float>(t, [](float a, float b) { return max(a, b); })
+                                       : fold<uint>(t, [](uint a, uint b) { return min(a, b); });
+  for (int i = 0; i < 32; i++) t[i].operand = found, t[i].state = Ready;
 }
 
 // Runs the simdgroup at `first` until all its threads wait for the threadgroup or are done.
-inline void run_simd(uint first, bool backwards) {
+inline void run_simd(uint first) {
   Thread* t = &group->threads[first];
   for (;;) {
-    for (uint i = 0; i < 32; i++) {
-      uint l = backwards ? 31 - i : i;
-      if (t[l].state != Ready) continue;
-      group->now = first + l;
-      enter(t[l].fiber);
-    }
+    group->now = group->backwards ? first + 31 : first;
+    enter(now().fiber);
     for (uint i = 1; i < 32; i++)
       if (t[i].state != t[0].state || (t[i].state != Done && t[i].site != t[0].site))
         t[0].state == Done ? die("divergent barrier", first + i, first) : die("divergent barrier", first, first + i);
@@ -160,14 +169,14 @@ inline void run_simd(uint first, bool backwards) {
 }
 
 inline void run_group(uint3 id, uint count, bool backwards) {
-  group->id = id;
+  group->id = id, group->backwards = backwards;
   for (uint i = 0; i < count; i++) {
     Thread& t = group->threads[i];
     t.state = Ready, t.site = 0, t.awaited = false;
-    start(t.fiber, [] { (*body)(); now().state = Done; }, i);
+    start(t.fiber, [] { (*body)(); now().state = Done, pass_on(); }, i);
   }
   for (bool over = false; !over;) {
-    for (uint s = 0; s < count; s += 32) run_simd(backwards ? count - 32 - s : s, backwards);
+    for (uint s = 0; s < count; s += 32) run_simd(backwards ? count - 32 - s : s);
     for (uint s = 32; s < count; s += 32) {
       Thread &a = group->threads[0], &b = group->threads[s];
       if (a.state != b.state || (a.state != Done && a.site != b.site))

@@ -65,15 +65,16 @@ pub(super) struct Step {
     drafted: Vec<u32>,
     /// The draft also had the token that ended the answer, which is not told.
     ended: bool,
-    /// When its pass began; `None` for a prompt's.
+    /// When its pass began; `None` for a prompt's. And how long the draft took of it.
     begun: Option<Instant>,
+    drafting: Duration,
 }
 
 impl Step {
     /// The last row of a prompt's logits.
     pub fn first(logits: Logits) -> Self {
         let row = logits.rows().saturating_sub(1);
-        Self { logits, row, drafted: Vec::new(), ended: false, begun: None }
+        Self { logits, row, drafted: Vec::new(), ended: false, begun: None, drafting: Duration::ZERO }
     }
 
     /// The logits that the next token is drawn from.
@@ -175,7 +176,7 @@ impl<M: Model> Speculation<M> {
             return Ok(());
         }
         self.settle(session, model, step, timings)?;
-        let begun = Some((self.now)());
+        let begun = (self.now)();
         let state = self.controller.state();
         let rows = self.controller.rows().min(drawn.room).min(model.context() - session.len());
         if state != self.controller.state() {
@@ -186,15 +187,17 @@ impl<M: Model> Speculation<M> {
         let mut drafted = std::mem::take(&mut step.drafted);
         (step.row, step.begun) = (step.logits.rows(), None);
         drafted.clear();
+        let mut drafting = Duration::ZERO;
         if rows > 1 {
             self.propose(session, model, drawn, rows - 1, &mut drafted);
+            drafting = (self.now)() - begun;
         }
         self.metrics.draft_width.set(drafted.len() as i64 + 1);
         let logits = match drafted.is_empty() {
             true => session.extend(model, &[id], Rows::Last, &[], &mut Vec::new())?,
             false => session.verify(model, id, &drafted)?,
         };
-        *step = Step { logits, row: 0, drafted, ended: false, begun };
+        *step = Step { logits, row: 0, drafted, ended: false, begun: Some(begun), drafting };
         Ok(())
     }
 
@@ -234,11 +237,12 @@ impl<M: Model> Speculation<M> {
         let seconds = ((self.now)() - begun).as_secs_f64();
         self.follow(model, session, accepted + 1);
         let all = ((self.now)() - begun).as_secs_f64();
+        let drafting = step.drafting.as_secs_f64();
         if drafted == 0 {
-            self.controller.plain(seconds, all - seconds);
+            self.controller.plain(seconds - drafting, all - seconds + drafting);
             return Ok(());
         }
-        let saved = self.controller.cycle(drafted, accepted, all);
+        let saved = self.controller.cycle(drafted, accepted, all, drafting);
         timings.drafted_tokens += drafted;
         let accepted = accepted + usize::from(step.ended);
         timings.accepted_tokens += accepted;

@@ -1,16 +1,19 @@
-use super::DeltaRule;
+use super::{Delta, DeltaRule};
 use crate::{
     device::DeviceError,
     ops::{
         cpu::Cpu,
         math::{exp, sigmoid},
         norm::{multiply, normalise},
-        simd::{Out, float, wide},
+        simd::{Out, Vector, float, wide},
     },
 };
+use std::ops::Range;
 
-/// Rows of S in a task of prefill: with keys of 128 they stay in the first-level cache.
+/// Rows of S in a task of prefill: with keys of 128 they stay in the first-level cache. And tokens that meet rows in
+/// registers one after the other: their keys and queries stay there, too.
 const ROWS: usize = 32;
+const TOKENS: usize = 32;
 
 impl DeltaRule<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
@@ -54,35 +57,40 @@ impl DeltaRule<'_> {
             let rows = rows.min(dv - first);
             // SAFETY: these rows of this head belong to this task; the state has `value_heads * dv` of them.
             let mut state = unsafe { std::slice::from_raw_parts_mut(state.add((head * dv + first) * dk), rows * dk) };
-            let key_head = head / (value_heads / key_heads);
+            let walk = Walk { shape, past: past.rows, old, mixed, same, gates, head, first };
+            let at = head * dv + first;
+            // Of a token's outputs, those of these rows.
+            // SAFETY: they belong to this task.
+            let out = |token: usize| unsafe { std::slice::from_raw_parts_mut(out.add(token * values + at), rows) };
+            // What may be taken back ends with its block.
+            let block = if stored < all { all } else { all.min(TOKENS) };
+            let mut room = [0.0; ROWS * TOKENS];
+            let room = room.get_mut(..rows * block).unwrap_or_default();
+            let held = !room.is_empty()
+                && (0..all).step_by(block).all(|from| {
+                    let tokens = from..all.min(from + block);
+                    let held = hold(state, &walk, tokens.clone(), stored, room);
+                    for (at, room) in tokens.zip(room.chunks(rows)).filter(|(at, _)| held && *at >= past.rows) {
+                        out(at - past.rows).copy_from_slice(room);
+                    }
+                    held
+                });
+            if held {
+                return;
+            }
             let mut ahead;
-            for at in 0..all {
-                if at == stored {
+            for index in 0..all {
+                if index == stored {
                     // What follows may be taken back: it is walked on a copy.
                     ahead = state.to_vec();
                     state = &mut ahead;
                 }
-                let gates = gates[at * value_heads + head];
-                let Some(token) = at.checked_sub(past.rows) else {
-                    let row = &old[at * channels..][..channels];
-                    advance(
-                        state,
-                        &row[keys + key_head * dk..][..dk],
-                        &row[2 * keys + head * dv + first..][..rows],
-                        gates,
-                    );
+                let token = walk.token(index);
+                let Some(key) = token.read else {
+                    advance(state, token.k, &token.v[..rows], token.gates);
                     continue;
                 };
-                let row = &mixed[token * channels..][..channels];
-                let key = Key {
-                    q: &row[key_head * dk..][..dk],
-                    k: &row[keys + key_head * dk..][..dk],
-                    same: same[token * key_heads + key_head],
-                };
-                let v = &row[2 * keys + head * dv + first..][..rows];
-                // SAFETY: these rows of this head's outputs belong to this task.
-                let out = unsafe { std::slice::from_raw_parts_mut(out.add(token * values + head * dv + first), rows) };
-                step(state, key, v, gates, out);
+                step(state, key, token.k, &token.v[..rows], token.gates, out(index - past.rows));
             }
         });
 
@@ -98,19 +106,150 @@ impl DeltaRule<'_> {
     }
 }
 
-/// One token's query and key for some heads, and `same = q . k`.
-#[derive(Clone, Copy)]
-struct Key<'a> {
-    q: &'a [f32],
+/// What some rows of a head's S meet, from row `first` on: `past` rows of old tokens, then new ones.
+struct Walk<'a> {
+    shape: &'a Delta,
+    past: usize,
+    old: &'a [f32],
+    mixed: &'a [f32],
+    same: &'a [f32],
+    gates: &'a [[f32; 2]],
+    head: usize,
+    first: usize,
+}
+
+/// A token as one head's rows of S meet it; `v` from the first of these rows on.
+struct Token<'a> {
     k: &'a [f32],
+    v: &'a [f32],
+    gates: [f32; 2],
+    /// `None` if what comes of it is not wanted.
+    read: Option<Query<'a>>,
+}
+
+/// A query, and its `q . k`.
+#[derive(Clone, Copy)]
+struct Query<'a> {
+    q: &'a [f32],
     same: f32,
+}
+
+impl<'a> Walk<'a> {
+    #[inline(always)]
+    fn token(&self, at: usize) -> Token<'a> {
+        let Delta { key_heads, value_heads, dk, dv, .. } = *self.shape;
+        let (channels, keys, key_head) = (self.shape.channels(), key_heads * dk, self.head / (value_heads / key_heads));
+        let (rows, row) = if at < self.past { (self.old, at) } else { (self.mixed, at - self.past) };
+        let row = &rows[row * channels..][..channels];
+        let query =
+            |token: usize| Query { q: &row[key_head * dk..][..dk], same: self.same[token * key_heads + key_head] };
+        Token {
+            k: &row[keys + key_head * dk..][..dk],
+            v: &row[2 * keys + self.head * dv + self.first..][..dv - self.first],
+            gates: self.gates[at * value_heads + self.head],
+            read: at.checked_sub(self.past).map(query),
+        }
+    }
+}
+
+/// Vectors of a key, where rows of S are held in registers; and rows that are held at once.
+const KEY: usize = 8;
+const HELD: usize = 3;
+
+wide! {
+    /// Rows of S go through the tokens `at`, a few at a time, which stay in registers meanwhile; `state` has them as they are
+    /// behind `stored` tokens, or behind the last. `out` gets what [`step`] gives, `[tokens, rows]`. False, and nothing is done,
+    /// where there are too few registers.
+    fn hold(state: &mut [f32], walk: &Walk<'_>, at: Range<usize>, stored: usize, out: &mut [f32]) -> bool {
+        let (state, rest) = state.as_chunks_mut::<16>();
+        if !V::MANY || walk.shape.dk != 16 * KEY || !rest.is_empty() {
+            return false;
+        }
+        let rows = state.len() / KEY;
+        for (part, state) in state.chunks_mut(HELD * KEY).enumerate() {
+            let (row, at) = (part * HELD, at.clone());
+            match state.len() / KEY {
+                HELD => held::<V, HELD>(state, walk, at, stored, out, row, rows),
+                2 => held::<V, 2>(state, walk, at, stored, out, row, rows),
+                _ => held::<V, 1>(state, walk, at, stored, out, row, rows),
+            }
+        }
+        true
+    }
+}
+
+/// [`hold`] for `R` rows from `row` on of `rows`: [`step`] and [`advance`], operation by operation.
+#[inline(always)]
+fn held<V: Vector, const R: usize>(
+    state: &mut [[f32; 16]],
+    walk: &Walk<'_>,
+    tokens: Range<usize>,
+    stored: usize,
+    out: &mut [f32],
+    row: usize,
+    rows: usize,
+) {
+    let store = |s: &[[V; KEY]; R], state: &mut [[f32; 16]]| {
+        for (s, to) in s.iter().flatten().zip(state) {
+            s.store(to);
+        }
+    };
+    let mut s = [[V::splat(0.0); KEY]; R];
+    for (s, from) in s.iter_mut().flatten().zip(&*state) {
+        *s = V::load(from);
+    }
+    for (index, at) in tokens.clone().enumerate() {
+        if at == stored {
+            store(&s, state);
+        }
+        let Token { k, v, gates: [beta, g], read } = walk.token(at);
+        let k = &k.as_chunks::<16>().0[..KEY];
+        let mut known = [V::splat(0.0); R];
+        let mut d = [0.0; R];
+        if let Some(Query { q, same }) = read {
+            let q = &q.as_chunks::<16>().0[..KEY];
+            let mut seen = [V::splat(0.0); R];
+            for c in 0..KEY {
+                let (k, q) = (V::load(&k[c]), V::load(&q[c]));
+                for r in 0..R {
+                    known[r] = s[r][c].fma(k, known[r]);
+                    seen[r] = s[r][c].fma(q, seen[r]);
+                }
+            }
+            for r in 0..R {
+                d[r] = beta * (v[row + r] - g * known[r].fold());
+                out[index * rows + row + r] = d[r].mul_add(same, g * seen[r].fold());
+            }
+        } else {
+            for c in 0..KEY {
+                let k = V::load(&k[c]);
+                for r in 0..R {
+                    known[r] = s[r][c].fma(k, known[r]);
+                }
+            }
+            for r in 0..R {
+                d[r] = beta * (v[row + r] - g * known[r].fold());
+            }
+        }
+        let (g, d, none) = (V::splat(g), d.map(V::splat), V::splat(-0.0));
+        for c in 0..KEY {
+            let k = V::load(&k[c]);
+            for r in 0..R {
+                // A product rounded on its own, as the sum with nothing is.
+                s[r][c] = g.fma(s[r][c], d[r].fma(k, none));
+            }
+        }
+    }
+    if stored >= tokens.end {
+        store(&s, state);
+    }
 }
 
 wide! {
     /// `s = g s + d k` with `d = beta (v - g s . k)` for some rows of S; `out` gets the new `s . q`, for which `q . k` spares
     /// a second pass: it is `g s . q + d q . k`.
-    fn step(state: &mut [f32], key: Key<'_>, v: &[f32], gates: [f32; 2], out: &mut [f32]) {
-        let ([beta, g], Key { q, k, same }) = (gates, key);
+    fn step(state: &mut [f32], key: Query<'_>, k: &[f32], v: &[f32], gates: [f32; 2], out: &mut [f32]) {
+        let ([beta, g], Query { q, same }) = (gates, key);
         for ((s, v), out) in state.chunks_exact_mut(k.len()).zip(v).zip(out) {
             let [known, seen] = float::dot::<V, 2>(s, [k, q]);
             let d = beta * (v - g * known);

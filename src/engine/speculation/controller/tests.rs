@@ -29,6 +29,8 @@ struct World<P, R> {
     follow: f64,
     /// The time to read each token that the draft missed, 512 of them at most.
     behind: f64,
+    /// What each row that was not kept adds to the steps behind it, a twelfth to each of a dozen: experts that it put out.
+    evicts: f64,
     noisy: bool,
 }
 
@@ -43,6 +45,7 @@ impl<P: Fn(usize) -> f64, R: Fn(usize, usize) -> f64> World<P, R> {
     fn run(&self, controller: &mut Controller, dice: &mut Dice, most: usize) -> Ran {
         let (mut time, mut tokens, mut missed) = (0.0, 0, 0);
         let (mut probe, mut lost) = (0f64, 0.0);
+        let mut owed = [0.0; 12];
         let one = (self.pass)(1);
         while tokens < most {
             let rows = controller.rows();
@@ -50,14 +53,20 @@ impl<P: Fn(usize) -> f64, R: Fn(usize, usize) -> f64> World<P, R> {
             let follow = if controller.follows() { self.follow } else { 0.0 };
             let mut seconds = (self.pass)(rows) * noise;
             let accepted = (0..rows - 1).take_while(|&place| dice.roll() < (self.right)(tokens + place, place)).count();
+            seconds += owed[0];
+            owed.rotate_left(1);
+            owed[11] = 0.0;
             if rows == 1 {
                 controller.plain(seconds, follow);
                 (missed, lost) = (missed + 1, 0.0);
             } else {
-                seconds += self.behind * f64::from(missed.min(512));
+                let drafting = self.behind * f64::from(missed.min(512));
+                seconds += drafting;
                 missed = 0;
-                controller.cycle(rows - 1, accepted, seconds + follow);
-                lost += seconds + follow - one * (accepted + 1) as f64;
+                controller.cycle(rows - 1, accepted, seconds + follow, drafting);
+                let late = self.evicts * (rows - 1 - accepted) as f64;
+                owed.iter_mut().for_each(|owed| *owed += late / 12.0);
+                lost += seconds + follow + late - one * (accepted + 1) as f64;
                 probe = probe.max(lost);
             }
             time += seconds + follow;
@@ -74,7 +83,7 @@ fn run(
     pass: impl Fn(usize) -> f64,
     right: impl Fn(usize, usize) -> f64,
 ) -> f64 {
-    let ran = World { pass, right, follow: 0.0, behind: 0.0, noisy: true }.run(controller, dice, 1500);
+    let ran = World { pass, right, follow: 0.0, behind: 0.0, evicts: 0.0, noisy: true }.run(controller, dice, 1500);
     ran.time / ran.plain
 }
 
@@ -107,9 +116,10 @@ fn what_does_not_pay_costs_two_percent_at_most() {
     }
 }
 
-/// Drafts that never pay, on machines where a pass of rows costs little or much: what is lost is 2 % of the time and a probe.
+/// Drafts that never pay, on machines where a pass of rows costs little or much: what is lost is a hundredth of the time and
+/// the dearest probe, and two where steps are slow for longer behind a cycle than the ledger looks.
 #[test]
-fn an_adversary_costs_two_percent_and_a_probe() {
+fn an_adversary_costs_a_hundredth_and_a_probe() {
     let cheap = |rows: usize| 1.0 + 0.06 * (rows - 1) as f64 + if rows > 1 { 0.08 } else { 0.0 };
     let dear = |rows: usize| 0.1 + 0.9 * union(rows) + if rows > 1 { 0.5 } else { 0.0 };
     let never = |_: usize, _: usize| 0.0;
@@ -121,15 +131,13 @@ fn an_adversary_costs_two_percent_and_a_probe() {
             for (follow, behind, most) in
                 [(0.0, 0.0, 1500), (0.01, 0.02, 1500), (0.01, 0.02, 20_000), (0.1, 0.2, 20_000)]
             {
-                for noisy in [false, true] {
-                    let world = World { pass, right, follow, behind, noisy };
+                for (evicts, noisy) in [(0.0, false), (0.5, false), (0.5, true)] {
+                    let world = World { pass, right, follow, behind, evicts, noisy };
                     let ran = world.run(&mut Controller::new(Speculate::Auto, 7), &mut Dice(7), most);
                     let over = (ran.time - ran.probe) / ran.plain;
                     // Noise alone is a part of a hundredth of the time of so few tokens.
-                    assert!(
-                        over < if noisy { 1.022 } else { 1.0201 },
-                        "{cost}, {how} right, {follow} {behind} {most}: {over}"
-                    );
+                    let bound = 1.0101 + if evicts > 0.0 { 0.005 } else { 0.0 } + if noisy { 0.005 } else { 0.0 };
+                    assert!(over < bound, "{cost}, {how} right, {follow} {behind} {evicts} {most}: {over}");
                 }
             }
         }
@@ -146,13 +154,13 @@ fn nothing_is_followed_while_no_probe_is_near() {
             1 => controller.plain(1.0, 0.0),
             rows => {
                 assert!(controller.follows(), "a draft that is asked has followed");
-                controller.cycle(rows - 1, 0, rows as f64);
+                controller.cycle(rows - 1, 0, rows as f64, 0.0);
                 cycles += 1;
             }
         }
         followed += u32::from(controller.follows());
     }
-    assert!((4..40).contains(&cycles) && followed < 1600, "{cycles} cycles, {followed} followed");
+    assert!((2..40).contains(&cycles) && followed < 1600, "{cycles} cycles, {followed} followed");
 }
 
 #[test]
@@ -160,6 +168,18 @@ fn a_draft_that_turns_bad_is_left_and_one_that_turns_good_is_found() {
     let cost = |rows: usize| 0.6 + 0.05 * rows as f64 + 0.35 * union(rows) + if rows > 1 { 0.04 } else { 0.0 };
     let (mean, worst) = mean(cost, |token, _| if token / 300 % 2 == 1 { 0.93 } else { 0.25 });
     assert!(mean < 1.01 && worst < 1.03, "{mean}, at worst {worst}");
+}
+
+/// Where a pass of rows was dear once, since nothing was in memory, it is tried again.
+#[test]
+fn a_machine_that_grows_warm_is_found() {
+    let dear = |rows: usize| 0.1 + 0.9 * union(rows);
+    let cheap = |rows: usize| 1.0 + 0.1 * (rows - 1) as f64;
+    let (mut controller, mut dice) = (Controller::new(Speculate::Auto, 7), Dice(3));
+    let cold = run(&mut controller, &mut dice, dear, |_, _| 0.8);
+    assert!(cold < 1.02 && controller.state() != "speculate", "{cold}");
+    let mean = (0..4).map(|_| run(&mut controller, &mut dice, cheap, |_, _| 0.8)).sum::<f64>() / 4.0;
+    assert!(mean < 0.75, "{mean}");
 }
 
 #[test]
@@ -195,25 +215,32 @@ fn the_ledger_has_every_second() {
     assert_eq!(controller.mode, Mode::Calibrate { left: 3, speculating: false });
 
     (controller.plain, controller.saved, controller.total, controller.tokens) = (Some(1.5), 0.0, 10.0, 5);
-    assert!(near(controller.cycle(4, 2, 2.0), 3.0 * 1.5 - 2.0));
+    assert!(near(controller.cycle(4, 2, 2.0, 0.5), 3.0 * 1.5 - 2.0));
     assert!(near(controller.saved, 2.5) && near(controller.total, 12.0));
-    assert_eq!((controller.tokens, controller.fresh), (8, 0));
+    assert_eq!((controller.tokens, controller.fresh, controller.verify), (8, 0, 1.5));
     let cycles = |controller: &Controller| controller.cycles;
     assert_eq!(cycles(&controller), [None, None, None, Some(2.0), None, None, None, None], "five rows");
     let (right, wrong) = ([1.4 * 0.95 + 1.0, 2.0 * 0.95 + 1.0], [1.4 * 0.95, 2.0 * 0.95 + 1.0]);
     assert_eq!(controller.accepted[..4], [right, right, wrong, HOPE]);
-    assert!(near(controller.cycle(4, 4, 3.0), 5.0 * 1.5 - 3.0));
+    assert!(near(controller.cycle(4, 4, 3.0, 0.0), 5.0 * 1.5 - 3.0));
     assert!(near(controller.cycles[3].unwrap(), 2.2));
     assert!(controller.accepted[3][0] == HOPE[0] * 0.95 + 1.0 && controller.accepted[4] == HOPE);
-    // The first two plain steps behind a cycle pay for it, up to three times a plain step.
+    // Eight plain steps behind a cycle pay for it, up to three times what one took before; of the first two nothing is learned.
     let before = controller.saved;
     controller.plain(2.0, 0.0);
     assert!(near(before - controller.saved, 0.5));
     controller.plain(50.0, 0.0);
     assert!(near(before - controller.saved, 0.5 + 3.0));
     assert_eq!(controller.plain, Some(1.5));
-    assert!(near(controller.allowed(), controller.saved + 0.02 * (controller.total + controller.saved)));
-    assert!(near(Controller::new(Speculate::Auto, 7).cycle(3, 1, 2.0), 0.0), "nothing to compare with");
+    (0..6).for_each(|_| controller.plain(2.5, 0.0));
+    assert!(
+        near(before - controller.saved, 0.5 + 3.0 + 6.0) && controller.plain > Some(1.9),
+        "against what was before"
+    );
+    controller.plain(2.5, 0.0);
+    assert!(near(before - controller.saved, 0.5 + 3.0 + 6.0), "the ninth");
+    assert!(near(controller.allowed(0.02), controller.saved + 0.02 * (controller.total + controller.saved)));
+    assert!(near(Controller::new(Speculate::Auto, 7).cycle(3, 1, 2.0, 0.0), 0.0), "nothing to compare with");
 }
 
 #[test]
@@ -226,6 +253,10 @@ fn widths_are_judged_by_what_they_commit_and_take() {
     controller.cycles[3] = Some(3.0);
     assert_eq!(controller.seconds(3), Some(3.0));
     assert!(near(controller.seconds(5).unwrap(), 3.0 + 0.15 * 2.0 * 3.0), "eight rows are three more than five");
+    assert!(near(controller.seconds(1).unwrap(), 2.0 + 2.0 * (3.0 - 2.0) / 4.0), "three are half way from one to five");
+    controller.cycles[0] = Some(2.7);
+    assert!(near(controller.seconds(2).unwrap(), 2.7 + 2.0 * (3.0 - 2.7) / 3.0), "and four from two to five");
+    controller.cycles[0] = None;
     let gain = controller.expected(5) * 2.0 / 3.0;
     assert!(controller.best(true).is_some_and(|(found, rows)| near(found, gain) && rows == 5));
     controller.cap = 4;
@@ -250,7 +281,7 @@ fn the_stages_have_their_lengths() {
         steps.push((rows, controller.state()));
         match rows {
             1 => controller.plain(1.0, 0.0),
-            rows => drop(controller.cycle(rows - 1, rows - 1, 1.0 + 0.01 * rows as f64)),
+            rows => drop(controller.cycle(rows - 1, rows - 1, 1.0 + 0.01 * rows as f64, 0.0)),
         }
     }
     let plain = steps.iter().take_while(|(rows, _)| *rows == 1).count();
@@ -272,11 +303,18 @@ fn the_stages_have_their_lengths() {
 #[test]
 fn a_hopeless_probe_ends_after_two_cycles() {
     // Two rows commit 1.7 tokens in the mean, so these cycles gain 0.74 and 0.76.
-    for (gain, left, rows) in [(0.74, 2, 2), (0.74, 1, 1), (0.76, 1, 2), (0.76, 0, 1)] {
+    for (gain, left, rows) in [(0.74, 1, 1), (0.76, 1, 2), (0.76, 0, 1)] {
         let mut controller = Controller::new(Speculate::Auto, 1);
         (controller.mode, controller.plain) = (Mode::Probe { left, rows: 2 }, Some(1.0));
         controller.cycles[0] = Some(1.7 / gain);
         assert_eq!(controller.rows(), rows, "gain {gain}, {left} cycles left");
+    }
+    // After one, if its verify alone took too long: that is kept, for want of a better measure.
+    for (verify, rows) in [(1.7 / 0.74, 1), (1.7 / 0.76, 2)] {
+        let mut controller = Controller::new(Speculate::Auto, 1);
+        (controller.mode, controller.plain) = (Mode::Probe { left: 2, rows: 2 }, Some(1.0));
+        controller.verify = verify;
+        assert_eq!((controller.rows(), controller.cycles[0].is_some()), (rows, rows == 1), "{verify}");
     }
     let mut controller = Controller::new(Speculate::Auto, 1);
     (controller.mode, controller.plain) = (Mode::Probe { left: 1, rows: 2 }, Some(1.0));
@@ -296,7 +334,7 @@ fn a_draft_follows_as_long_as_it_may_be_asked_soon() {
     assert!(controller.follows());
     controller.next_probe = 165;
     assert!(!controller.follows(), "65 tokens are too many");
-    (controller.next_probe, controller.saved) = (164, -1.97);
+    (controller.next_probe, controller.saved) = (164, -0.995);
     assert!(!controller.follows(), "all that may be lost is lost");
     controller.mode = Mode::Speculating { cycles: 3 };
     assert!(controller.follows());
@@ -305,12 +343,12 @@ fn a_draft_follows_as_long_as_it_may_be_asked_soon() {
 
 #[test]
 fn a_probe_waits_until_plain_steps_have_earned_it() {
-    for (saved, wait) in [(-3.01, Some(68)), (-2.0, Some(32)), (0.0, None)] {
+    for (saved, wait) in [(-1.4, Some(71)), (-0.9, Some(32)), (0.0, None)] {
         let mut controller = Controller::new(Speculate::Auto, 1);
         (controller.mode, controller.plain, controller.total) = (Mode::Plain, Some(1.0), 100.0);
         (controller.tokens, controller.next_probe, controller.saved) = (500, 500, saved);
-        // Two rows are taken to cost 1.15 s: two cycles of a probe lose 0.3, of which 0.02 (100 + saved) + saved are there; a plain
-        // step earns 0.02.
+        // Two rows are taken to cost 1.15 s: two cycles of a probe lose 0.3, of which 0.01 (100 + saved) + saved are there; a plain
+        // step earns 0.01.
         match wait {
             Some(wait) => {
                 assert_eq!((controller.rows(), controller.next_probe, controller.mode), (1, 500 + wait, Mode::Plain));
