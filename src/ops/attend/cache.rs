@@ -87,11 +87,13 @@ impl<'a, T: Cached> CachedHeads<'a, T> {
         let (data, width) = (bytemuck::cast_slice(bytes), dim + T::TAIL);
         let size = count * room * width;
         let page = |index: usize| match table {
-            Some(table) => table.get(index).map_or(&[][..], |page| &data[*page as usize * size..][..size]),
-            None => &data[..size],
+            Some(table) => table.get(index).map(|page| &data[*page as usize * size..][..size]),
+            None => Some(&data[..size]),
         };
         let index = position / room;
-        Self { data: page(index), next: page(index + 1), width, room, first: index * room }
+        let data = page(index).unwrap_or_default();
+        // Where there is none, what is there: asking for memory that is not costs a walk through the system's tables each time.
+        Self { data, next: page(index + 1).unwrap_or(data), width, room, first: index * room }
     }
 
     /// The place of the row `rows` behind `position`, and so many bytes: a hint, it may be beyond the cache.

@@ -146,6 +146,13 @@ impl<'a> Rounded<'a> {
         Self { bits, dim, bytes, table, heads, row: row_bytes(bits, dim) }
     }
 
+    /// As many rows from the page behind that of `first` on, if there is one; else those of this one.
+    #[inline(always)]
+    pub fn behind(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
+        let next = first / PAGE * PAGE + PAGE;
+        self.rows(head, if next / PAGE < self.table.len() { next } else { first }, count)
+    }
+
     /// The rows of positions `first..first + count`, which are in one page.
     #[inline(always)]
     pub fn rows(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
