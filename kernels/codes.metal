@@ -44,6 +44,8 @@ FN float e2m1(uint q) {
 
 FN float e8m0(uint s) { return as_type<float>(s == 255 ? 0x7fc00000u : s == 0 ? 0x00400000u : s << 23); }
 
+FN float silu(float x) { return x / (1.0f + exp(-x)); }
+
 FN float real_at(DEVICE const uchar* p, uint real, uint i) {
   if (real == BF16) return bf16(((DEVICE const ushort*)p)[i]);
   if (real == F16) return f16(((DEVICE const ushort*)p)[i]);

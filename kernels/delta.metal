@@ -6,9 +6,8 @@ struct DeltaArgs {
   uint b_at, a_at;                  // where b and a start in a row
   float eps;                        // of the l2 norms
   uint past, stored;                // rows in front; rows behind which the states are written
+  uint raw, gated;                  // the tokens' q and k lack their norms; the norm behind is left to who reads the result
 };
-
-FN float silu(float x) { return x / (1.0f + exp(-x)); }
 
 // log(1 + exp(x)) without losing small results: log(u) * e / (u - 1) repairs what 1 + e rounds away.
 FN float softplus(float x) {
@@ -72,7 +71,10 @@ KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, past, 2), IN(floa
 // The recurrence, one value head at a time: g = exp(decay * softplus(a + dt_bias)), beta = sigmoid(b); S = g S; d = beta (v - S k); S += d k^T; o = S q. S is [value_heads, dv, dk].
 // A simdgroup keeps STATES rows of S in registers over all tokens: lane l has columns l, l + 32, ...
 // What TOGETHER tokens bring is fetched at once, and their gates are computed side by side: token by token, both would be waited for.
-// `mixed` is what the kernel above wrote, `decay` is -exp(A_log). Grid (ceil(dv / 16), value_heads), 128 threads.
+// `mixed` is what the kernel above wrote, or what linear_conv did: then q and k are RAW. `decay` is -exp(A_log). Grid (ceil(dv / 16),
+// value_heads), 128 threads.
+// GATED, a result is o * norm * silu(z), and still lacks the factor that makes it a norm. That is found from the squares of each
+// STATES rows in `squares`, [tokens, dv / STATES, value_heads]: gated_norm says how.
 enum { STATES = 4, ROWS = 4 * STATES, TOGETHER = 8 };
 
 // Writes a simdgroup's rows of the state.
@@ -111,10 +113,32 @@ FN void fetch(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const floa
   rest[1] = gates[a.b_at + head], rest[2] = gates[a.a_at + head];
 }
 
+// The norms of the tokens' q and k, as the convolution's kernel finds them: a simdgroup takes one of either at a time.
+template <uint COLUMNS>
+FN void norms(CONSTANT DeltaArgs& a, uint first, THREADGROUP float* queries, THREADGROUP float* keys PLACE) {
+  for (uint i = sg; i < 2 * TOGETHER; i += 4) {
+    const uint n = i / 2, dim = 32 * COLUMNS;
+    if (first + n < a.past || first + n >= a.past + a.tokens) continue;
+    THREADGROUP float* x = (i % 2 == 0 ? queries : keys) + n * dim;
+    float part[4];
+    UNROLL for (uint g = 0; g < 4; g++) {
+      float squares = 0;
+      UNROLL for (uint j = 0; j < COLUMNS / 4; j++) {
+        const float y = x[128 * j + 32 * g + lane];
+        squares = fma(y, y, squares);
+      }
+      part[g] = SIMD_SUM(squares);
+    }
+    const float norm = sqrt(part[0] + part[1] + part[2] + part[3] + a.eps);
+    const float scale = (i % 2 == 0 ? 1.0f / sqrt(float(a.dk)) : 1.0f) / norm;
+    UNROLL for (uint j = 0; j < COLUMNS; j++) x[lane + 32 * j] *= scale;
+  }
+}
+
 template <uint COLUMNS>
 FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed, DEVICE const float* past_proj,
              DEVICE const float* past_mixed, DEVICE const float* decay, DEVICE const float* dt_bias, DEVICE float* state,
-             DEVICE float* out, THREADGROUP float* queries, THREADGROUP float* keys, THREADGROUP float* values,
+             DEVICE float* out, DEVICE const float* norm, DEVICE float* squares, THREADGROUP float* queries, THREADGROUP float* keys, THREADGROUP float* values,
              THREADGROUP float* gates PLACE) {
   const uint head = tgid.y, row = tgid.x * ROWS + sg * STATES, dim = 32 * COLUMNS, all = a.past + a.tokens;
   const float rate = decay[head], bias = dt_bias[head];
@@ -133,6 +157,10 @@ FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float
     values[tid] = rest[0];
     if (tid < TOGETHER) gates[2 * tid] = sigmoid(rest[1]), gates[2 * tid + 1] = exp(rate * softplus(rest[2] + bias));
     BARRIER();
+    if (a.raw != 0) {
+      norms<COLUMNS>(a, first, queries, keys HERE);
+      BARRIER();
+    }
     fetch<COLUMNS>(a, proj, mixed, past_proj, past_mixed, first + TOGETHER, held HERE);
     for (uint n = 0; n < min(uint(TOGETHER), all - first); n++) {
       if (first + n == a.stored) keep<COLUMNS>(a, s, state, head, row HERE);
@@ -155,10 +183,20 @@ FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float
         }
         read[r] = SIMD_SUM(read[r]);
       }
-      DEVICE float* to = out + (ulong(first + n - a.past) * a.value_heads + head) * a.dv + row;
-      if (lane == 0 && first + n >= a.past)
-        UNROLL for (uint r = 0; r < STATES; r++)
-          if (row + r < a.dv) to[r] = read[r];
+      if (first + n < a.past) continue;
+      const uint token = first + n - a.past;
+      float mine = read[0], sum = 0;
+      UNROLL for (uint r = 0; r < STATES; r++) {
+        if (lane == r) mine = read[r];
+        sum = fma(read[r], read[r], sum);
+      }
+      if (lane >= STATES || row + lane >= a.dv) continue;
+      if (a.gated != 0) {
+        const uint i = head * a.dv + row + lane, channels = 2 * a.key_heads * a.dk + a.value_heads * a.dv;
+        mine = mine * norm[row + lane] * silu(proj[ulong(token) * a.width + channels + i]);
+        if (lane == 0) squares[(ulong(token) * (a.dv / STATES) + row / STATES) * a.value_heads + head] = sum;
+      }
+      out[(ulong(token) * a.value_heads + head) * a.dv + row + lane] = mine;
     }
   }
   if (a.stored == all) keep<COLUMNS>(a, s, state, head, row HERE);
@@ -166,7 +204,8 @@ FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float
 
 #define DELTA(name, COLUMNS)                                                                                                 \
   KERNEL(name, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, mixed, 2), IN(float, past_proj, 3), IN(float, past_mixed, 4), \
-         IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, state, 7), OUT(float, out, 8)) {                             \
+         IN(float, decay, 5), IN(float, dt_bias, 6), OUT(float, state, 7), OUT(float, out, 8), IN(float, norm, 9),           \
+         OUT(float, squares, 10)) {                                                                                          \
     SHARED(float, queries, TOGETHER * 32 * COLUMNS);                                                                         \
     SHARED(float, keys, TOGETHER * 32 * COLUMNS);                                                                            \
     SHARED(float, values, TOGETHER * ROWS);                                                                                  \
@@ -174,7 +213,8 @@ FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float
     const uint row = tgid.x * ROWS + sg * STATES;                                                                            \
     if (row < a.dv) PREFETCH(state + (ulong(tgid.y) * a.dv + row) * a.dk, min(uint(STATES), a.dv - row) * a.dk * 4);         \
     AWAIT();                                                                                                                 \
-    step<COLUMNS>(a, proj, mixed, past_proj, past_mixed, decay, dt_bias, state, out, queries, keys, values, gates HERE);     \
+    step<COLUMNS>(a, proj, mixed, past_proj, past_mixed, decay, dt_bias, state, out, norm, squares, queries, keys, values,   \
+                  gates HERE);                                                                                               \
   }
 
 DELTA(delta_128, 4)  // key heads of up to 128

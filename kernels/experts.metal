@@ -32,8 +32,6 @@ FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const 
   return p + ulong(slot) * a.stride * 16;
 }
 
-FN float silu(float x) { return x / (1.0f + exp(-x)); }
-
 // A piece of the expert (0 gate, 1 up, 2 down).
 FN Bytes piece(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint i) {
   CONSTANT uint* at = a.at + 3 * i;

@@ -5,6 +5,10 @@
 // kept for whoever needs them next, or the product is added to y. A row's result does not depend on how many rows of x
 // there are: verification gives the bytes that decoding gives.
 //
+// Two kinds of launches do a delta net's small work on the way. linear_conv takes one row and convolves each channel of the first
+// matrix where it was computed (delta.metal), since nobody else looks at that channel's state. linear_heads has x as the delta rule
+// left it, and multiplies each head by the factor that makes it a norm.
+//
 // Grid: (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) if there are FEW); 128 threads. The
 // shared expert's down, which is neither normed nor added, is summed as experts_down does it.
 
@@ -13,6 +17,21 @@ struct LinearArgs {
   uint matrices, add, keep;   // how many matrices; y += instead of y =; write the normed x
   float eps;
   Matrix m[4];
+};
+
+struct ConvArgs { LinearArgs product; uint past; };                      // rows between the state and x
+struct HeadsArgs { LinearArgs product; uint heads, size; float eps; };   // heads of x, and their columns
+
+enum { PLAIN, NORMED, CONVOLVED, HEADS };
+enum { MOST_HEADS = 64 };
+
+// Beside a product: the convolution's memory as `conv` has it; the heads, and each one's squares in quarters.
+struct Beside {
+  DEVICE const float *taps, *past;
+  DEVICE float *state, *mixed;
+  uint rows, heads, size;
+  float eps;
+  THREADGROUP float* quarters;
 };
 
 enum { ROWS = 4, BLOCK = 16 };  // rows of a weight that a simdgroup has, and a threadgroup
@@ -32,12 +51,48 @@ FN float squares_any(DEVICE const float* x, uint c, uint cols) {
   return sum;
 }
 
+// The squares of the heads of rows `first`.. of x in quarters, each by a simdgroup: from those of four columns.
+template <uint TOKENS>
+FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squares, THREAD const Beside& at PLACE) {
+  const uint count = at.size / 4, quarter = (count + 3) / 4, begin = sg * quarter, end = min(begin + quarter, count);
+  UNROLL for (uint t = 0; t < TOKENS; t++) {
+    DEVICE const float* from = squares + ulong(min(first + t, a.tokens - 1)) * count * at.heads;
+    for (uint head = lane; head < at.heads; head += 32) {
+      float sum = 0;
+      for (uint i = begin; i < end; i += 8) {
+        float v[8];
+        UNROLL for (uint j = 0; j < 8; j++) v[j] = i + j < end ? from[(i + j) * at.heads + head] : 0.0f;
+        UNROLL for (uint j = 0; j < 8; j++) sum += v[j];
+      }
+      at.quarters[(t * 4 + sg) * MOST_HEADS + head] = sum;
+    }
+  }
+}
+
+// The factor of the head that a column of x belongs to.
+FN float head_scale(THREAD const Beside& at, uint t, uint column) {
+  THREADGROUP const float* q = at.quarters + t * 4 * MOST_HEADS + column / at.size;
+  return 1.0f / sqrt((q[0] + q[MOST_HEADS] + q[2 * MOST_HEADS] + q[3 * MOST_HEADS]) / float(at.size) + at.eps);
+}
+
+// The same for chunks that are staged, those that a thread then sums.
+FN void scale_staged(THREAD const Beside& at, uint t, uint begin, uint count, THREADGROUP float4* room PLACE) {
+  for (uint c = tid; c < count; c += 128) {
+    const float scale = head_scale(at, t, (begin + c) * 16);
+    UNROLL for (uint i = 0; i < 4; i++) {
+      float4 q = room[quarter_at(c, i)];
+      q.x *= scale, q.y *= scale, q.z *= scale, q.w *= scale;
+      room[quarter_at(c, i)] = q;
+    }
+  }
+}
+
 // One lane's share of ROWS rows of W (from `row`; rows past the last repeat it) times TOKENS rows of x (from `first`), in
 // acc[t * ROWS..], and this thread's of the squares of the latter.
-template <uint TOKENS, bool NORM, uint BITS>
+template <uint TOKENS, uint KIND, uint BITS>
 FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
-                     DEVICE const float* w, Bytes bytes, bool few, THREAD float* acc, THREAD float* squares,
-                     THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
+                     DEVICE const float* w, Bytes bytes, bool few, THREAD const Beside& beside, THREAD float* acc,
+                     THREAD float* squares, THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
   const uint chunks = a.cols / 16, step = few ? 128 : 32;
   uint c = few ? tid : lane;
   Rows<BITS, ROWS> next;
@@ -48,10 +103,13 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
     if (begin > 0) BARRIER();  // before the chunks in front are overwritten
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       const ulong from = ulong(min(first + t, a.tokens - 1)) * a.cols + begin * 16;
-      stage<NORM>(x + from, w + begin * 16, count, room + t * most * 4, squares + t HERE);
+      stage<KIND == NORMED || KIND == CONVOLVED>(x + from, w + begin * 16, count, room + t * most * 4, squares + t HERE);
     }
     BARRIER();
-    UNROLL for (uint t = 0; t < TOKENS; t++) sum_staged<BITS>(count, room + t * most * 4, sums + t * most HERE);
+    UNROLL for (uint t = 0; t < TOKENS; t++) {
+      if (KIND == HEADS) scale_staged(beside, t, begin, count, room + t * most * 4 HERE);
+      sum_staged<BITS>(count, room + t * most * 4, sums + t * most HERE);
+    }
     BARRIER();
     for (; c < begin + count; c += step) {
       const Rows<BITS, ROWS> now = next;
@@ -66,9 +124,11 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
 }
 
 // The same for any encoding.
-template <uint TOKENS, bool NORM>
+template <uint TOKENS, uint KIND>
 FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
-                    DEVICE const float* w, Bytes bytes, THREAD float* acc, THREAD float* squares PLACE) {
+                    DEVICE const float* w, Bytes bytes, THREAD const Beside& beside, THREAD float* acc,
+                    THREAD float* squares PLACE) {
+  const bool NORM = KIND == NORMED || KIND == CONVOLVED;
   const uint code_bytes = row_codes(m, a.cols), scale_bytes = row_scales(m, a.cols);
   for (uint c = lane; c < (a.cols + 15) / 16; c += 32) {
     UNROLL for (uint t = 0; t < TOKENS; t++)
@@ -79,7 +139,12 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
       chunk(m, bytes.codes + at * code_bytes, c, a.cols, u);
       const float s = chunk_scale(m, bytes.scales + at * scale_bytes, c), b = chunk_bias(m, bytes.biases + at * scale_bytes, c);
       UNROLL for (uint t = 0; t < TOKENS; t++) {
-        const float sum = load_any<NORM>(x + ulong(min(first + t, a.tokens - 1)) * a.cols, w, c, a.cols, v);
+        float sum = load_any<NORM>(x + ulong(min(first + t, a.tokens - 1)) * a.cols, w, c, a.cols, v);
+        if (KIND == HEADS) {
+          const float scale = head_scale(beside, t, c * 16);
+          UNROLL for (uint i = 0; i < 16; i++) v[i] *= scale;
+          sum = sum16(v);
+        }
         float dot = 0;
         UNROLL for (uint i = 0; i < 16; i++) dot = fma(u[i], v[i], dot);
         THREAD float* to = acc + t * ROWS + r;
@@ -89,17 +154,30 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
   }
 }
 
-template <uint TOKENS, bool NORM, bool ANY>
+template <uint TOKENS, uint KIND, bool ANY>
 FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, DEVICE const float* x, DEVICE const float* w,
-               DEVICE float* y, DEVICE float* kept, Bytes bytes, bool few, THREADGROUP float4* room, THREADGROUP float* sums,
-               THREADGROUP float* part PLACE) {
+               DEVICE float* y, DEVICE float* kept, Bytes bytes, bool few, THREAD const Beside& beside, THREADGROUP float4* room,
+               THREADGROUP float* sums, THREADGROUP float* part PLACE) {
+  const bool NORM = KIND == NORMED || KIND == CONVOLVED;
   const uint first = tgid.x * TOKENS;
-  float squares[TOKENS], acc[TOKENS * ROWS];
+  float squares[TOKENS], acc[TOKENS * ROWS], taps[4] = {}, samples[4] = {};
+  // A lane convolves a row.
+  const bool mine = KIND == CONVOLVED && start == 0 && lane < ROWS && row + lane < m.rows && (!few || sg == 0);
+  UNROLL for (uint i = 0; i < 4; i++) {
+    if (!mine) continue;
+    const uint at = beside.rows + i;
+    taps[i] = beside.taps[i * m.rows + row + lane];
+    if (i < 3) samples[i] = at < 3 ? beside.state[at * m.rows + row + lane] : beside.past[(at - 3) * a.width + row + lane];
+  }
+  if (KIND == HEADS) {
+    sum_quarters<TOKENS>(a, first, w, beside HERE);
+    if (ANY) BARRIER();  // else there is one behind what is staged
+  }
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
-  if (ANY) partial_any<TOKENS, NORM>(m, a, row, first, x, w, bytes, acc, squares HERE);
-  else if (m.format == 4) partial_fast<TOKENS, NORM, 4>(m, a, row, first, x, w, bytes, few, acc, squares, room, sums HERE);
-  else partial_fast<TOKENS, NORM, 8>(m, a, row, first, x, w, bytes, few, acc, squares, room, sums HERE);
+  if (ANY) partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, beside, acc, squares HERE);
+  else if (m.format == 4) partial_fast<TOKENS, KIND, 4>(m, a, row, first, x, w, bytes, few, beside, acc, squares, room, sums HERE);
+  else partial_fast<TOKENS, KIND, 8>(m, a, row, first, x, w, bytes, few, beside, acc, squares, room, sums HERE);
   if (NORM) {
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       squares[t] = SIMD_SUM(squares[t]);
@@ -122,6 +200,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
     const float scale = NORM ? 1.0f / sqrt(squares[t] / float(a.cols) + a.eps) : 1.0f;
     UNROLL for (uint r = 0; r < ROWS; r++) {
       const float sum = acc[t * ROWS + r] * scale;
+      if (KIND == CONVOLVED && lane == r) samples[3] = sum;
       if (lane == 0 && (!few || sg == 0) && row + r < m.rows && first + t < a.tokens) {
         DEVICE float* out = y + ulong(first + t) * a.width + start + row + r;
         *out = a.add != 0 ? *out + sum : sum;
@@ -131,6 +210,10 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
     const ulong from = ulong(first + t) * a.cols;
     for (uint i = tid; i < a.cols; i += 128) kept[from + i] = x[from + i] * scale * w[i];
   }
+  if (!mine) return;
+  const uint c = row + lane;
+  beside.mixed[c] = silu(fma(taps[3], samples[3], fma(taps[2], samples[2], fma(taps[1], samples[1], taps[0] * samples[0]))));
+  UNROLL for (uint i = 0; i < 3; i++) beside.state[i * m.rows + c] = samples[i + 1];
 }
 
 // The matrix that a row of threadgroups belongs to, `size` rows each; its y starts at `start`.
@@ -152,33 +235,66 @@ FN bool is_few(CONSTANT LinearArgs& a) {
   return rows <= FEW;
 }
 
-#define LINEAR(name, TOKENS, NORM, ANY)                                                                               \
-  KERNEL(name, ARGS(LinearArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), OUT(float, kept, 4),          \
-         IN(uchar, c0, 5), IN(uchar, s0, 6), IN(uchar, b0, 7), IN(uchar, c1, 8), IN(uchar, s1, 9), IN(uchar, b1, 10), \
-         IN(uchar, c2, 11), IN(uchar, s2, 12), IN(uchar, b2, 13), IN(uchar, c3, 14), IN(uchar, s3, 15),               \
-         IN(uchar, b3, 16)) {                                                                                         \
-    uint block = tgid.y, start = 0;                                                                                   \
-    SHARED(float4, room, ANY ? 1 : STAGED * 4);                                                                       \
-    SHARED(float, sums, ANY ? 1 : STAGED);                                                                            \
-    SHARED(float, part, TOKENS * 4);                                                                                  \
-    const bool few = !ANY && (NORM || a.add != 0) && is_few(a);                                                       \
-    const uint size = few ? ROWS : BLOCK, i = find(a, size, &block, &start), row = block * size + (few ? 0 : sg * ROWS); \
-    const Bytes bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,  \
-                         i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                               \
-    if (few) prefetch_rows<1>(bytes, a.m[i].format, a.m[i].rows, a.cols, row + sg);                                   \
-    else if (!ANY) prefetch_rows<ROWS>(bytes, a.m[i].format, a.m[i].rows, a.cols, row);                               \
-    AWAIT();                                                                                                          \
-    linear<TOKENS, NORM, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, few, room, sums, part HERE);               \
+#define MATRICES(n)                                                                                                    \
+  IN(uchar, c0, n), IN(uchar, s0, n + 1), IN(uchar, b0, n + 2), IN(uchar, c1, n + 3), IN(uchar, s1, n + 4),             \
+  IN(uchar, b1, n + 5), IN(uchar, c2, n + 6), IN(uchar, s2, n + 7), IN(uchar, b2, n + 8), IN(uchar, c3, n + 9),         \
+  IN(uchar, s3, n + 10), IN(uchar, b3, n + 11)
+
+// A kernel of its matrices `a`, `beside` and x, w, y, kept.
+#define PRODUCT(TOKENS, KIND, ANY)                                                                                     \
+  uint block = tgid.y, start = 0;                                                                                      \
+  SHARED(float4, room, ANY ? 1 : STAGED * 4);                                                                          \
+  SHARED(float, sums, ANY ? 1 : STAGED);                                                                               \
+  SHARED(float, part, TOKENS * 4);                                                                                     \
+  const bool few = !ANY && (KIND == NORMED || KIND == CONVOLVED || a.add != 0) && is_few(a);                           \
+  const uint size = few ? ROWS : BLOCK, i = find(a, size, &block, &start), row = block * size + (few ? 0 : sg * ROWS); \
+  const Bytes bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,     \
+                       i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                                  \
+  if (few) prefetch_rows<1>(bytes, a.m[i].format, a.m[i].rows, a.cols, row + sg);                                      \
+  else if (!ANY) prefetch_rows<ROWS>(bytes, a.m[i].format, a.m[i].rows, a.cols, row);                                  \
+  AWAIT();                                                                                                             \
+  linear<TOKENS, KIND, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, few, beside, room, sums, part HERE);
+
+#define LINEAR(name, TOKENS, KIND, ANY)                                                                                \
+  KERNEL(name, ARGS(LinearArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), OUT(float, kept, 4), MATRICES(5)) { \
+    const Beside beside = {};                                                                                          \
+    PRODUCT(TOKENS, KIND, ANY)                                                                                         \
   }
 
-LINEAR(linear_1, 1, false, false)
-LINEAR(linear_4, 4, false, false)
-LINEAR(linear_norm_1, 1, true, false)
-LINEAR(linear_norm_4, 4, true, false)
-LINEAR(linear_any_1, 1, false, true)
-LINEAR(linear_any_4, 4, false, true)
-LINEAR(linear_any_norm_1, 1, true, true)
-LINEAR(linear_any_norm_4, 4, true, true)
+LINEAR(linear_1, 1, PLAIN, false)
+LINEAR(linear_4, 4, PLAIN, false)
+LINEAR(linear_norm_1, 1, NORMED, false)
+LINEAR(linear_norm_4, 4, NORMED, false)
+LINEAR(linear_any_1, 1, PLAIN, true)
+LINEAR(linear_any_4, 4, PLAIN, true)
+LINEAR(linear_any_norm_1, 1, NORMED, true)
+LINEAR(linear_any_norm_4, 4, NORMED, true)
+
+#define LINEAR_CONV(name, ANY)                                                                                         \
+  KERNEL(name, ARGS(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), IN(float, taps, 4), IN(float, past, 5), \
+         OUT(float, state, 6), OUT(float, mixed, 7), MATRICES(8)) {                                                    \
+    CONSTANT LinearArgs& a = b.product;                                                                                \
+    const Beside beside = {taps, past, state, mixed, b.past, 0, 0, 0, 0};                                              \
+    DEVICE float* kept = y;                                                                                            \
+    PRODUCT(1, CONVOLVED, ANY)                                                                                         \
+  }
+
+LINEAR_CONV(linear_conv, false)
+LINEAR_CONV(linear_any_conv, true)
+
+#define LINEAR_HEADS(name, TOKENS, ANY)                                                                                \
+  KERNEL(name, ARGS(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4)) {                  \
+    SHARED(float, quarters, TOKENS * 4 * MOST_HEADS);                                                                  \
+    CONSTANT LinearArgs& a = b.product;                                                                                \
+    const Beside beside = {0, 0, 0, 0, 0, b.heads, b.size, b.eps, quarters};                                           \
+    DEVICE float* kept = y;                                                                                            \
+    PRODUCT(TOKENS, HEADS, ANY)                                                                                        \
+  }
+
+LINEAR_HEADS(linear_heads_1, 1, false)
+LINEAR_HEADS(linear_heads_4, 4, false)
+LINEAR_HEADS(linear_any_heads_1, 1, true)
+LINEAR_HEADS(linear_any_heads_4, 4, true)
 
 #ifndef NO_TILES
 // The same on matrix units, of rows of halves (half_rows) and the power of two of each. Grid (ceil(tokens / 64), sum over

@@ -18,18 +18,31 @@ KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float,
   for (uint i = tid; i < a.cols; i += 256) y[from + i] = x[from + i] * scale * w[i];
 }
 
-// The delta net's output: y = x / rms(x) * w * silu(z), a head at a time; z stands `gate_at` in rows of `width`, and a row
-// of them belongs to `rows` heads. Grid (ceil(heads / 4), tokens), 128 threads: a simdgroup a head.
+// The delta net's output: y = x * w * silu(z) / rms(x), a head at a time; z stands `gate_at` in rows of `width`, and a row
+// of them belongs to `rows` heads of at most 256 columns. Grid (ceil(heads / 4), tokens), 128 threads: a simdgroup a head.
+// Squares are summed in an order in which the delta rule and the product behind it can share this work: each four, the sums of
+// each quarter of these one after another, and the quarters.
 KERNEL(gated_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {
+  SHARED(float, fours, 4 * 64);
   AWAIT();
-  const uint head = tgid.x * 4 + sg;
-  if (head >= a.rows) return;
+  const uint head = tgid.x * 4 + sg, count = (a.cols + 3) / 4, quarter = (count + 3) / 4;
   const ulong from = (ulong(tgid.y) * a.rows + head) * a.cols;
-  DEVICE const float* gate = z + ulong(tgid.y) * a.width + a.gate_at + head * a.cols;
+  for (uint n = lane; head < a.rows && n < count; n += 32) {
+    float sum = 0;
+    for (uint i = 4 * n; i < min(4 * n + 4, a.cols); i++) sum = fma(x[from + i], x[from + i], sum);
+    fours[sg * 64 + n] = sum;
+  }
+  BARRIER();
+  if (head >= a.rows) return;
   float squares = 0;
-  for (uint i = lane; i < a.cols; i += 32) squares = fma(x[from + i], x[from + i], squares);
-  const float scale = 1.0f / sqrt(SIMD_SUM(squares) / float(a.cols) + a.eps);
-  for (uint i = lane; i < a.cols; i += 32) y[from + i] = x[from + i] * scale * w[i] * (gate[i] / (1.0f + exp(-gate[i])));
+  for (uint q = 0; q < 4; q++) {
+    float sum = 0;
+    for (uint n = q * quarter; n < min((q + 1) * quarter, count); n++) sum += fours[sg * 64 + n];
+    squares += sum;
+  }
+  const float scale = 1.0f / sqrt(squares / float(a.cols) + a.eps);
+  DEVICE const float* gate = z + ulong(tgid.y) * a.width + a.gate_at + head * a.cols;
+  for (uint i = lane; i < a.cols; i += 32) y[from + i] = x[from + i] * w[i] * silu(gate[i]) * scale;
 }
 
 #ifndef NO_TILES

@@ -16,7 +16,7 @@ mod estimate;
 mod machine;
 mod pages;
 
-pub use estimate::{Bandwidth, Estimate, HIT_RATES, estimate};
+pub use estimate::{Bandwidth, Estimate, HIT_RATES, Overhead, estimate};
 pub use machine::{MACHINES, Machine, Simulated, simulate};
 
 use crate::{config::Switch, error::ModelError, platform::os};

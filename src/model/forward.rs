@@ -19,7 +19,7 @@ use crate::{
     device::Region,
     error::ModelError,
     experts::{Experts, Phase},
-    ops::{Attend, CacheWrite, Conv, DeltaRule, Embed, Limits, Mlp, Norm, Project, Run, Slots, Turn},
+    ops::{self, Attend, CacheWrite, Conv, DeltaRule, Embed, Limits, Mlp, Norm, Project, Run, Slots, Turn, Weight},
 };
 use std::ops::Range;
 
@@ -194,7 +194,7 @@ impl Pass<'_> {
         self.run.run(&CacheWrite { shape, start, tokens, proj: b.proj, turn, q: b.out, cache }.into())?;
         let (q, proj, partials, y) = (b.out, b.proj, b.partials, b.y);
         self.run.run(&Attend { shape, start, tokens, q, cache, proj, partials, y }.into())?;
-        self.back(out)
+        Ok(self.run.run(&self.back(out).into())?)
     }
 
     /// `h += W_out (rms(delta rule(conv(q k v))) * silu(z))` (spec 2.2). The state is seen behind each of `marks` rows: they
@@ -212,35 +212,47 @@ impl Pass<'_> {
         let norm = Some(self.norm(norm));
         let [all_proj, all_mixed] =
             trial.and_then(|before| memory.room(shape, before, all)).unwrap_or([b.proj, b.mixed]);
-        self.run.run(&Project { x: b.h, tokens: all, norm, matrices: project, y: all_proj, add: false }.into())?;
+        let project = Project { x: b.h, tokens: all, norm, matrices: project, y: all_proj, add: false };
+        let back = self.back(out);
+        // Convolution and rule of some of the rows.
+        let walk = |memory: &DeltaState, from: usize, tokens: usize| {
+            let (past, stored) = (memory.past(shape), memory.stored(trial, tokens));
+            let proj = all_proj.rows(from, tokens, shape.width());
+            let mixed = all_mixed.rows(from, tokens, shape.channels());
+            let [out, y] = [b.out, b.y].map(|region| region.rows(from, tokens, shape.values()));
+            let (decay, norm, state) = (*decay, *gated, memory.heads);
+            (
+                Conv { shape, tokens, proj, taps: *taps, past, stored, state: memory.conv, out: mixed },
+                DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y },
+            )
+        };
+        if marks.is_empty() {
+            let (conv, rule) = walk(memory, 0, all);
+            self.run.run(&ops::DeltaNet { project, conv, rule, back }.into())?;
+            memory.walked(trial, all);
+            return Ok(());
+        }
+        self.run.run(&project.into())?;
         let mut from = 0;
         for (index, to) in marks.iter().copied().chain([all]).enumerate() {
             if to > from {
-                let tokens = to - from;
-                let (past, stored) = (memory.past(shape), memory.stored(trial, tokens));
-                let proj = all_proj.rows(from, tokens, shape.width());
-                let mixed = all_mixed.rows(from, tokens, shape.channels());
-                let (taps, state) = (*taps, memory.conv);
-                self.run.run(&Conv { shape, tokens, proj, taps, past, stored, state, out: mixed }.into())?;
-                let [out, y] = [b.out, b.y].map(|region| region.rows(from, tokens, shape.values()));
-                let (decay, norm, state) = (*decay, *gated, memory.heads);
-                let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y };
+                let (conv, rule) = walk(memory, from, to - from);
+                self.run.run(&conv.into())?;
                 self.run.run(&rule.into())?;
-                memory.walked(trial, tokens);
+                memory.walked(trial, to - from);
             }
             from = to;
             if index < marks.len() {
                 mark(&mut *self.run, index, [memory.conv, memory.heads])?;
             }
         }
-        self.back(out)
+        Ok(self.run.run(&back.into())?)
     }
 
     /// `h += y W^T`: the end of a mixer.
-    fn back(&mut self, out: &crate::ops::Weight) -> Result<(), ModelError> {
+    fn back<'w>(&self, out: &'w Weight) -> Project<'w> {
         let (b, tokens) = (self.b, self.tokens);
-        let matrices = std::slice::from_ref(out);
-        Ok(self.run.run(&Project { x: b.y, tokens, norm: None, matrices, y: b.h, add: true }.into())?)
+        Project { x: b.y, tokens, norm: None, matrices: std::slice::from_ref(out), y: b.h, add: true }
     }
 
     /// `h += Down(silu(Gate x) * Up x)`.

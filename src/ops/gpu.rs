@@ -210,8 +210,8 @@ impl<G: Gpu> Run for OnGpu<G> {
             Part::Heads(shape) if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads => {
                 refuse(format!("on a GPU, heads are multiples of 4, at most 256, and 32 share a key, not {shape:?}"))
             }
-            Part::Delta(shape, taps) if taps != 4 || shape.dk > 256 => {
-                refuse(format!("on a GPU, convolutions have 4 taps and key heads at most 256, not {taps}, {shape:?}"))
+            Part::Delta(shape, taps) if taps != 4 || shape.dk.max(shape.dv) > 256 => {
+                refuse(format!("on a GPU, convolutions have 4 taps and heads at most 256, not {taps}, {shape:?}"))
             }
             Part::Heads(shape) => shape.divisible(),
             Part::Delta(..) => Ok(()),
@@ -228,6 +228,10 @@ impl<G: Gpu> Run for OnGpu<G> {
             },
             Op::Conv(op) => self.launch(op.dispatch()),
             Op::DeltaRule(op) => self.all(op.dispatches()),
+            Op::DeltaNet(op) => match self.half {
+                Some(half) => self.all(op.halves(half)),
+                None => self.all(op.dispatches()),
+            },
             Op::CacheWrite(op) => self.launch(op.dispatch()),
             Op::Attend(op) if self.half.is_some() && op.shape.newest.is_none() => self.all(op.halves()),
             Op::Attend(op) => self.all(op.dispatches(ATTENDED).flatten()),

@@ -22,7 +22,7 @@ mod weight;
 pub use attend::{Attend, Cache, CacheWrite, Heads, Newest, Turn};
 pub use conv::Conv;
 pub use cpu::Cpu;
-pub use delta::{Decay, Delta, DeltaRule, Past};
+pub use delta::{Decay, Delta, DeltaNet, DeltaRule, Past};
 pub use embed::Embed;
 pub use experts::{Combine, Experts, Group, Mixture, NONE, Room, Shared, Slots, Stack, Which};
 pub use gpu::{OnGpu, limits as gpu_limits};

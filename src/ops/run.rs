@@ -5,7 +5,7 @@ use super::{
     Weight,
     attend::{Attend, CacheWrite, Heads, row_bytes},
     conv::Conv,
-    delta::{Delta, DeltaRule},
+    delta::{Delta, DeltaNet, DeltaRule},
     embed::Embed,
     experts::{Combine, Experts, Mixture},
     mlp::Mlp,
@@ -17,11 +17,13 @@ use std::{ops::Range, sync::Arc};
 
 /// One operation of the forward pass: a value that says what to do with which memory, and not how.
 #[derive(Debug, Clone, Copy)]
+#[allow(clippy::large_enum_variant, reason = "a value that is made, run and gone; boxing would not be Copy")]
 pub enum Op<'a> {
     Embed(Embed<'a>),
     Project(Project<'a>),
     Conv(Conv<'a>),
     DeltaRule(DeltaRule<'a>),
+    DeltaNet(DeltaNet<'a>),
     CacheWrite(CacheWrite<'a>),
     Attend(Attend<'a>),
     Mlp(Mlp<'a>),
@@ -37,6 +39,7 @@ macro_rules! each {
             Op::Project($op) => $body,
             Op::Conv($op) => $body,
             Op::DeltaRule($op) => $body,
+            Op::DeltaNet($op) => $body,
             Op::CacheWrite($op) => $body,
             Op::Attend($op) => $body,
             Op::Mlp($op) => $body,
@@ -64,7 +67,7 @@ macro_rules! from {
         })*
     };
 }
-from!(Embed, Project, Conv, DeltaRule, CacheWrite, Attend, Mlp, Route, Experts, Combine);
+from!(Embed, Project, Conv, DeltaRule, DeltaNet, CacheWrite, Attend, Mlp, Route, Experts, Combine);
 
 /// The number format of a cache's keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

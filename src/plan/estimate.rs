@@ -9,6 +9,8 @@
 //! max(k * expert / compute, wait + expert / compute) + overhead   wait = max(latency, m * expert / disk), 0 without misses
 //! ```
 //!
+//! and a token what belongs to no layer: the last wait, reading the logits back, the draw.
+//!
 //! for m misses: either computing hides the reads, or the last one lands and is then computed. Misses fall independently
 //! with the miss rate, so m is binomial. Nothing is assumed to be read ahead across layers, which makes decoding faster
 //! than this; a short context is assumed, and a processor that reading leaves alone, which make it slower.
@@ -41,8 +43,17 @@ pub struct Estimate {
     pub disk_bytes_per_token: f64,
 }
 
-/// Decode speed of `shape` at `hit_rate` (0 to 1), where a layer takes `overhead` seconds beside its bytes (launches, waits).
-pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, hit_rate: f64, overhead: f64) -> Estimate {
+/// Seconds beside the bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Overhead {
+    /// Of a layer: launches, waits.
+    pub layer: f64,
+    /// Of a token, however many layers there are.
+    pub token: f64,
+}
+
+/// Decode speed of `shape` at `hit_rate` (0 to 1).
+pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, hit_rate: f64, overhead: Overhead) -> Estimate {
     let miss = 1.0 - hit_rate.clamp(0.0, 1.0);
     let (k, layers) = (shape.experts_per_token, shape.layers as f64);
     let expert = shape.expert as f64;
@@ -58,7 +69,7 @@ pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, hit_rate: f64, overhead: f
     let state = 2.0 * shape.state as f64 / bandwidth.memory;
     Estimate {
         hit_rate,
-        tokens_per_second: 1.0 / (trunk + state + layers * (layer + overhead)),
+        tokens_per_second: 1.0 / (trunk + state + layers * (layer + overhead.layer) + overhead.token),
         disk_bytes_per_token: miss * layers * k as f64 * expert,
     }
 }
@@ -90,14 +101,14 @@ mod tests {
         let bandwidth = Bandwidth { memory: 120e9, compute: 100e9, disk: 5e9, latency: 0.3e-3 };
         let read = (shape.trunk - shape.gathered) as f64;
         let routed = 40.0 * 8.0 * shape.expert as f64;
-        let warm = estimate(&shape, &bandwidth, 1.0, 0.0);
+        let warm = estimate(&shape, &bandwidth, 1.0, Overhead::default());
         let state = 2.0 * shape.state as f64 / 120e9;
         assert!((warm.tokens_per_second - 1.0 / ((read + routed) / 100e9 + state)).abs() < 1e-6);
         assert_eq!(warm.disk_bytes_per_token, 0.0);
-        let waiting = estimate(&shape, &bandwidth, 1.0, 1e-3);
-        assert!((1.0 / waiting.tokens_per_second - 1.0 / warm.tokens_per_second - 0.04).abs() < 1e-9);
+        let waiting = estimate(&shape, &bandwidth, 1.0, Overhead { layer: 1e-3, token: 2e-3 });
+        assert!((1.0 / waiting.tokens_per_second - 1.0 / warm.tokens_per_second - 0.042).abs() < 1e-9);
         // Nothing but misses: the disk, and the trunk and one expert a layer that it cannot hide.
-        let cold = estimate(&shape, &bandwidth, 0.0, 0.0);
+        let cold = estimate(&shape, &bandwidth, 0.0, Overhead::default());
         let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9 + state;
         assert!((cold.tokens_per_second - 1.0 / seconds).abs() < 1e-6);
         assert!((cold.disk_bytes_per_token - routed).abs() < 1.0);
@@ -106,7 +117,8 @@ mod tests {
     #[test]
     fn a_higher_hit_rate_is_never_slower() {
         let bandwidth = Bandwidth { memory: 20e9, compute: 15e9, disk: 1e9, latency: 1e-3 };
-        let speeds = HIT_RATES.map(|rate| estimate(&model_35b(), &bandwidth, rate, 0.0).tokens_per_second);
+        let none = Overhead::default();
+        let speeds = HIT_RATES.map(|rate| estimate(&model_35b(), &bandwidth, rate, none).tokens_per_second);
         assert!(speeds.windows(2).all(|pair| pair[0] < pair[1]), "{speeds:?}");
     }
 }

@@ -15,10 +15,10 @@
 //! Resident figures of other engines lie within the range (a test holds two). Streamed ones lie at its cautious end or below:
 //! streamlx has 15.9 tok/s of the 35B in 16 GiB of an M4 Air, where this says 18 to 33.
 //!
-//! Fitted to two models on an H200, or on 16 cores, the same sum was off by up to 27 % for others that are resident, and by up to 53 %
+//! Fitted to two models on an H200, or on 16 cores, the same sum was off by up to 24 % for others that are resident, and by up to 45 %
 //! for streamed ones (`benches/results/simulator.csv`): its ranges are to be read with that in mind.
 
-use super::{Bandwidth, Estimate, Limits, Plan, Shape, Strategy, Wishes, estimate};
+use super::{Bandwidth, Estimate, Limits, Overhead, Plan, Shape, Strategy, Wishes, estimate};
 use crate::error::ModelError;
 use serde::Serialize;
 
@@ -98,7 +98,9 @@ pub fn simulate(shape: &Shape, machine: Machine, wishes: &Wishes) -> Result<Simu
         let reached = machine.bandwidth * EFFICIENCY[case];
         let bandwidth = Bandwidth { memory: reached, compute: reached, disk: machine.disk[case], latency: LATENCY };
         let wait = if plan.strategy == Strategy::Resident { 0.0 } else { WAIT[case] };
-        [hits[case], 1.0].map(|rate| estimate(shape, &bandwidth, rate, LAUNCHES[case] + wait))
+        // What a token costs beside its layers is in LAUNCHES, which come from whole tokens.
+        let overhead = Overhead { layer: LAUNCHES[case] + wait, token: 0.0 };
+        [hits[case], 1.0].map(|rate| estimate(shape, &bandwidth, rate, overhead))
     });
     Ok(Simulated {
         machine,
@@ -181,7 +183,8 @@ mod tests {
                 let reached = machine.bandwidth * EFFICIENCY[case];
                 let bandwidth =
                     Bandwidth { memory: reached, compute: reached, disk: machine.disk[case], latency: LATENCY };
-                let overhead = LAUNCHES[case] + if streamed { WAIT[case] } else { 0.0 };
+                let layer = LAUNCHES[case] + if streamed { WAIT[case] } else { 0.0 };
+                let overhead = Overhead { layer, token: 0.0 };
                 let hits = if streamed { hit_rates(found.plan.residency)[case] } else { 1.0 };
                 let (now, never) =
                     (estimate(&shape, &bandwidth, hits, overhead), estimate(&shape, &bandwidth, 1.0, overhead));

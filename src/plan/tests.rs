@@ -184,10 +184,10 @@ fn a_refusal_names_what_is_there_and_nothing_else() {
 fn one_miss_in_four_is_as_slow_as_computed_by_hand() {
     let shape = Shape { trunk: 5000, gathered: 1000, expert: 1000, layers: 3, experts_per_token: 2, ..small() };
     let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6 };
-    let found = estimate(&shape, &bandwidth, 0.75, 0.05);
+    let found = estimate(&shape, &bandwidth, 0.75, Overhead { layer: 0.05, token: 0.2 });
     // The trunk takes 0.4 s, the state 0.1. Both hit: 0.2 s to compute. One missed: the latency and one expert. Both missed: a second of reading and one expert.
     let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
-    assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05))).abs() < 1e-9, "{found:?}");
+    assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
     assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
 }
 
@@ -226,7 +226,7 @@ fn a_dense_model_has_no_slots() {
     let plan = Plan::new(&shape, &limits(), &Wishes::default()).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.experts), (Strategy::Resident, 0, 0));
     let bandwidth = Bandwidth { memory: 1e9, compute: 1e9, disk: 1e9, latency: 1e-3 };
-    assert!(estimate(&shape, &bandwidth, 1.0, 0.0).tokens_per_second.is_finite());
+    assert!(estimate(&shape, &bandwidth, 1.0, Overhead::default()).tokens_per_second.is_finite());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::{
     config::{self, Drafts, Load, Source},
     error::CommandError,
     model::{self, Config, Surveyed, config::FfnShape},
-    plan::{Estimate, HIT_RATES, LimitFrom, Limits, Plan, Shape, Size, Strategy, estimate},
+    plan::{Estimate, HIT_RATES, LimitFrom, Limits, Overhead, Plan, Shape, Size, Strategy, estimate},
     platform::os,
 };
 use measure::Measured;
@@ -86,7 +86,10 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
         plan,
         refused: refused.as_ref().map(ToString::to_string),
         measured,
-        decode: rates.iter().map(|&rate| estimate(&found.shape, &measured.bandwidth, rate, 0.0)).collect(),
+        decode: rates
+            .iter()
+            .map(|&rate| estimate(&found.shape, &measured.bandwidth, rate, Overhead::default()))
+            .collect(),
         shape: found.shape,
     };
     show(&report, typed.json);

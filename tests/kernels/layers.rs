@@ -2,8 +2,8 @@
 
 use crate::{check::*, host::Host};
 use moestro::ops::{
-    Attend, Cache, CacheFormat, CacheWrite, Codes, Conv, Decay, Delta, DeltaRule, Embed, Float, Heads, Past, Turn,
-    Weight, attend::PAGE, embed::dequantise, norm::rms_norm,
+    Attend, Cache, CacheFormat, CacheWrite, Codes, Conv, Decay, Delta, DeltaNet, DeltaRule, Embed, Float, Heads, Norm,
+    Past, Project, Turn, Weight, attend::PAGE, embed::dequantise, norm::rms_norm,
 };
 
 #[test]
@@ -153,6 +153,54 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
     {
         let found: Vec<f32> = found.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
         close(&format!("{name} of {op:?}"), &found, expected);
+    }
+}
+
+/// The launches of some rows of a whole layer leave the bytes that one launch a step leaves, row by row as together, also behind
+/// rows that were a trial.
+#[test]
+fn a_delta_layer_in_few_launches() {
+    let shape = &Delta { key_heads: 2, value_heads: 4, dk: 64, dv: 48, eps: 1e-6 };
+    let (hidden, channels, values, heads) = (128, shape.channels(), shape.values(), shape.value_heads);
+    for (codes, launches) in [(AFFINE4, 3), (AFFINE8, 3), (Codes::Affine { bits: 3, group: 32, scale: Float::F16 }, 3)]
+    {
+        let mut found: Vec<Vec<Vec<u8>>> = Vec::new();
+        for (apart, cuts) in [(true, &[2, 1, 1, 5][..]), (false, &[2, 1, 1, 5]), (false, &[2, 2, 4, 1])] {
+            let (mut host, mut random) = (Host::start(), Random(9));
+            let mut weight = |host: &mut Host, rows, cols| matrix(host, &mut random, codes, rows, cols).matrix;
+            let matrices = [channels, values, heads, heads].map(|rows| weight(&mut host, rows, hidden));
+            let last = [weight(&mut host, hidden, values)];
+            let mut floats = |count: usize| host.floats(&random.normals(count));
+            let norm = Some(Norm { weight: floats(hidden), eps: 1e-6, keep: None });
+            let (taps, samples, state) = (floats(4 * channels), floats(3 * channels), floats(values * shape.dk));
+            let (decay, gated) = (Decay { rate: floats(heads), dt_bias: floats(heads) }, floats(shape.dv));
+            let all = floats(9 * hidden);
+            let [proj, mixed, out, y] =
+                [shape.width(), channels, values, values].map(|width| host.empty(9 * width * 4));
+            let (mut past, mut at) = (Past::default(), 0);
+            for (index, &tokens) in cuts.iter().enumerate() {
+                let rows = |region: moestro::device::Region, width: usize| region.rows(at, tokens, width);
+                let (h, proj, mixed) = (rows(all, hidden), rows(proj, shape.width()), rows(mixed, channels));
+                let (out, y) = (rows(out, values), rows(y, values));
+                // The first rows are a trial.
+                let stored = if index == 0 { 0 } else { past.rows + tokens };
+                let net = DeltaNet {
+                    project: Project { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
+                    conv: Conv { shape, tokens, proj, taps, past, stored, state: samples, out: mixed },
+                    rule: DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y },
+                    back: Project { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
+                };
+                let dispatches = if apart { net.apart() } else { net.dispatches() };
+                if !apart && tokens == 1 {
+                    assert_eq!(dispatches.len(), launches);
+                }
+                dispatches.iter().for_each(|dispatch| host.run(dispatch));
+                past = if index == 0 { Past { rows: tokens, proj, mixed } } else { Past::default() };
+                at += tokens;
+            }
+            found.push([all, samples, state].map(|region| host.read(region)).to_vec());
+        }
+        assert!(found[0] == found[1] && found[0] == found[2], "{codes:?}");
     }
 }
 

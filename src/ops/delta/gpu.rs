@@ -9,7 +9,7 @@ impl Delta {
         let words =
             [tokens, self.width(), self.key_heads, self.value_heads, self.dk, self.dv, b_at, b_at + self.value_heads];
         let mut args = words.map(|w| w as u32).to_vec();
-        args.extend([super::EPS.to_bits(), past as u32, stored as u32]);
+        args.extend([super::EPS.to_bits(), past as u32, stored as u32, 0, 0]);
         args
     }
 
@@ -23,19 +23,24 @@ impl Delta {
 impl DeltaRule<'_> {
     /// The recurrence, then the norm. Panics if `dk` is above 256.
     pub fn dispatches(&self) -> impl Iterator<Item = Dispatch> {
-        [self.recurrence()].into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
+        [self.recurrence(false, None)].into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
     }
 
-    fn recurrence(&self) -> Dispatch {
-        let Self { shape, tokens, proj, mixed, decay, past, stored, state, out, .. } = *self;
+    /// With `raw` rows, whose q and k lack their norms; with a region for `squares`, all of the norm behind but each head's factor.
+    pub(super) fn recurrence(&self, raw: bool, squares: Option<Region>) -> Dispatch {
+        let Self { shape, tokens, proj, mixed, decay, past, stored, state, norm, .. } = *self;
+        let out = if squares.is_some() { self.y } else { self.out };
         let (proj, past_proj) = shape.rows(tokens, proj, past);
         let (few, channels) = (tokens.max(1), shape.channels());
         let mixed = mixed.floats(few * channels);
         let past_mixed = if past.rows > 0 { past.mixed.floats(past.rows * channels) } else { mixed };
         assert!(shape.dk <= 256, "key heads of {}", shape.dk);
+        let mut args = shape.args(tokens, past.rows, stored);
+        let flags = args.len() - 2;
+        args[flags..].copy_from_slice(&[raw.into(), squares.is_some().into()]);
         Dispatch {
             kernel: if shape.dk <= 128 { "delta_128" } else { "delta_256" },
-            args: shape.args(tokens, past.rows, stored),
+            args,
             bindings: vec![
                 Binding::read(proj),
                 Binding::read(mixed),
@@ -45,13 +50,15 @@ impl DeltaRule<'_> {
                 Binding::read(decay.dt_bias.floats(shape.value_heads)),
                 Binding::update(state.floats(shape.values() * shape.dk)),
                 Binding::write(out.floats(few * shape.values())),
+                Binding::read(norm.floats(shape.dv)),
+                squares.map_or(Binding::read(norm.first(0)), Binding::write),
             ],
             grid: [shape.dv.div_ceil(16) as u32, shape.value_heads as u32, 1],
             threads: 128,
         }
     }
 
-    fn gated_norm(&self) -> Dispatch {
+    pub(super) fn gated_norm(&self) -> Dispatch {
         let Self { shape, tokens, proj, norm, out, y, .. } = *self;
         let words = [shape.value_heads, shape.dv, shape.width(), shape.channels()];
         let mut args = words.map(|w| w as u32).to_vec();

@@ -9,6 +9,9 @@
 
 mod cpu;
 mod gpu;
+mod net;
+
+pub use net::DeltaNet;
 
 use crate::device::{Effect, Region};
 

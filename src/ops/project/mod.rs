@@ -43,7 +43,7 @@ impl Project<'_> {
         self.matrices.first().map_or(0, |matrix| matrix.cols)
     }
 
-    fn width(&self) -> usize {
+    pub(super) fn width(&self) -> usize {
         self.matrices.iter().map(|matrix| matrix.rows).sum()
     }
 
