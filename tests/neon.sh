@@ -2,6 +2,8 @@
 # The NEON kernels on a machine without Arm: built for aarch64 Linux and run by qemu, the tests of ops on a processor with
 # `sdot` and on one without, then the golden ones. Emulation says what the bytes are, nothing about speed.
 #
+# tests/neon.sh build: only builds what the next call runs.
+#
 # Needs (and installs none of) `rustup target add aarch64-unknown-linux-gnu`, aarch64-linux-gnu-gcc with its C library
 # (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross) and qemu-aarch64-static or qemu-aarch64 (qemu-user-static).
 set -euo pipefail
@@ -20,11 +22,15 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
+tests() { cargo test --locked --quiet --release --no-default-features --target "$target" "$@"; }
 run() {
   printf '\n== %s: %s (%s s)\n' "$1" "${*:2}" "$SECONDS"
-  CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -cpu $1 -L $sysroot" \
-    cargo test --locked --quiet --release --no-default-features --target "$target" "${@:2}"
+  CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -cpu $1 -L $sysroot" tests "${@:2}"
 }
+if [ "${1:-}" = build ]; then
+  tests --no-run --lib --test golden
+  exit
+fi
 
 # `max` has sdot, `cortex-a53` has not; a test says which kernels it found, so that neither is left out unseen.
 run max --lib ops:: -- --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Checks a moestro binary with the libraries of its clients: tests/sdk/run.sh [BINARY]
+# Only installs those libraries: tests/sdk/run.sh --install
 #
 # Makes two virtual environments and one node_modules (in $SDK_CACHE, else target/sdk, and keeps them), serves the demo model on a
 # free port, runs check.py (OpenAI's chat completions), clients.py and clients.mjs (the others), schemas.py and
@@ -41,6 +42,7 @@ if ! cmp -s "$here/package.json" "$cache/node/package.json" || [ ! -d "$cache/no
   cp "$here/package.json" "$cache/node/package.json"
   (cd "$cache/node" && npm install --no-audit --no-fund --loglevel=error)
 fi
+[ "$binary" != --install ] || exit 0
 # Node looks for packages beside the file that names them.
 cp "$here/clients.mjs" "$cache/node/"
 
