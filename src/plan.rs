@@ -6,16 +6,11 @@
 //! limit = process + trunk + state + KV(context) + workspace(chunk) + draft(context, chunk) + requests + prompt cache + slots
 //! ```
 //!
-//! Defaults: the context starts at 4096 tokens, the prefill chunk at 256 rows, the slots at one token's working set
-//! (layers x experts per token); if these do not fit, the plan is refused with the sum. Of what is then left, 1/16 goes
-//! to the context (up to 32768 tokens), 1/8 to the chunk (up to 2048 rows), 1/16 to the prompt cache (up to 2 GiB), and
-//! the rest to slots, until every expert has one. Only then the context grows on, up to the model's own. So a higher
-//! limit never means fewer slots, a shorter context or a smaller chunk. The user's values are taken as they are.
-//!
-//! Nearly every expert that has no slot is read once a chunk. So, where the disk is waited for, a prompt's time goes by
-//! `1 / rows`, and an answer's by the experts that have no slot. With as many tokens in prompts as in answers, their sum is
-//! least at about `experts * sqrt(layers * slot / (experts per token * row))` rows, whatever the limit: 1,800 for 40 layers of
-//! 256 experts on the CPU. The eighth comes near that from 4 GiB on.
+//! Defaults: the context starts at 4096 tokens, the prefill chunk at 256 rows, the slots at one token's working set (layers x
+//! experts per token); if these do not fit, the plan is refused with the sum. Of what is then left, 1/16 goes to the context (up
+//! to 32768 tokens), 1/8 to the chunk (up to 2048 rows), 1/16 to the prompt cache (up to 2 GiB), and the rest to slots, until
+//! every expert has one. Only then the context grows on, up to the model's own. So a higher limit never means fewer slots, a
+//! shorter context or a smaller chunk. The user's values are taken as they are.
 
 mod estimate;
 mod machine;
