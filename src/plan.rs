@@ -14,6 +14,7 @@
 
 mod estimate;
 mod machine;
+mod pages;
 
 pub use estimate::{Bandwidth, Estimate, HIT_RATES, Overhead, estimate};
 pub use machine::{MACHINES, Machine, Simulated, simulate};
@@ -32,7 +33,6 @@ const PROMPT_CACHE: u64 = 2 << 30;
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
 /// The limit where neither the user nor the system gives one (bytes).
 const FALLBACK: u64 = 4 << 30;
-
 /// Bytes of a GPU's recommended working set that stay free.
 const GPU_RESERVE: u64 = 2 << 30;
 

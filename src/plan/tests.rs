@@ -157,6 +157,16 @@ fn each_part_is_as_computed_by_hand() {
 }
 
 #[test]
+fn pages_are_the_contexts_and_a_quarter_of_the_cache() {
+    let wishes =
+        Wishes { limit: Some(320 * MIB), context: Some(4096), prompt_cache: Some(6 * MIB), ..Wishes::default() };
+    let plan = Plan::new(&small(), &limits(), &wishes).unwrap();
+    // 256 positions of 1024 bytes: 16 for the context, and 6 of 1.5 MiB.
+    assert_eq!((plan.kv, plan.pages(256 * 1024), plan.states(MIB)), (4 * MIB, 16 + 6, 4));
+    assert_eq!(Plan { prompt_cache: 0, ..plan }.pages(256 * 1024), 16);
+}
+
+#[test]
 fn while_experts_lack_slots_the_context_and_the_chunk_grow_to_a_bound() {
     let wishes = Wishes { limit: Some(4 * GIB), ..Wishes::default() };
     let plan = Plan::new(&Shape { experts: 4096, ..small() }, &limits(), &wishes).unwrap();

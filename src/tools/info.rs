@@ -174,7 +174,7 @@ impl Report {
     /// The prompt cache's checkpoints, and their price in slots.
     fn bought(&self, plan: &Plan) -> String {
         let shape = &self.shape;
-        let states = plan.prompt_cache.checked_div(shape.state).unwrap_or(0);
+        let states = plan.states(shape.state);
         if plan.prompt_cache == 0 || states == 0 {
             return "no checkpoint: only a prompt that goes on where the last one ended is not computed again".into();
         }
