@@ -101,7 +101,7 @@ fn main() {
     };
     let ids: Vec<u32> = (0..tokens as u32).collect();
     let mut word = 1;
-    let mut page = |ids: &[u32]| Arc::new(noise(ids.len() * SIZE.position as usize, &mut word));
+    let mut page = |ids: &[u32]| Arc::new(noise(ids.len() * SIZE.position as usize, &mut word).into());
     let pages = ids.chunks(PAGE).map(&mut page).collect();
     let snapshot = Snapshot { len: tokens, pages, state: Arc::new(noise(SIZE.state as usize, &mut 2)) };
     let bytes = SIZE.bytes(tokens, 0);

@@ -1,23 +1,25 @@
 //! A whole model on random tokens, as llama-bench draws them: prefill, and decode at several depths of context in turn.
 //!
 //! ```text
-//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--f32] [--wait] [--checkpoints]
+//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--f32] [--wait] [--blank] [--turns] [--checkpoints]
 //! ```
 //! Each depth gets a prompt of so many tokens, then a few tokens more in every round. With `--f32` nothing is quantised
 //! that the checkpoint has not quantised. With `--wait` the rounds begin with a line on standard input: filling a context
-//! takes minutes and measuring seconds, for which a shared machine can be kept quiet. With `--checkpoints` one is taken behind each
+//! takes minutes and measuring seconds, for which a shared machine can be kept quiet. With `--blank` contexts are zeros that nobody
+//! computed; with `--turns` each round begins with a line on standard input and ends with `turn` on the other one, so that two
+//! builds can take turns. With `--checkpoints` one is taken behind each
 //! round's tokens, while the one before is held, as decoding does it. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the
 //! whole prompt, `decode,<round>,<depth>,<bits>,<tok/s>,<times slower than at the first depth and bits>,<the same by processor
-//! time>`, `checkpoint,<round>,<depth>,<bits>,<ms>,<of a token's time>`, and the median rounds.
+//! time>,<ms of processor time a token>`, `checkpoint,<round>,<depth>,<bits>,<ms>,<of a token's time>`, and the median rounds.
 
 use moestro::{
     device::Math,
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, State},
+    model::{Model, Options, Qwen, Rows, Snapshot, State, snapshot::PAGE},
     ops::KvBits,
     plan::Wishes,
 };
-use std::{path::Path, time::Instant};
+use std::{io::BufRead, path::Path, sync::Arc, time::Instant};
 
 struct Bench {
     model: Qwen,
@@ -49,6 +51,16 @@ impl Bench {
         }
         report(0, tokens, begin);
         state
+    }
+
+    /// A state as after `tokens` tokens, of whose keys and values all bytes are zero.
+    fn blank(&mut self, tokens: usize) -> State {
+        let mut state = self.model.start().expect("a state");
+        self.model.forward(&mut state, &[1], Rows::None).expect("a token");
+        let kept = self.model.snapshot(&mut state).expect("a checkpoint");
+        let page = |rows: usize| Arc::new(vec![0; rows * self.model.kv_bytes() as usize].into());
+        let pages = (0..tokens).step_by(PAGE).map(|first| page(PAGE.min(tokens - first))).collect();
+        self.model.restore(&Snapshot { len: tokens, pages, ..kept }, Some(state)).expect("a state")
     }
 
     /// Seconds a token, by the clock and of the processor, over `tokens` tokens.
@@ -99,11 +111,12 @@ fn main() {
         })
         .collect();
     let (tokens, rounds) = (number("--tokens", 16).max(1), number("--rounds", 5).max(1));
-    let context = depths.iter().max().map(|depth| depth + tokens * (rounds + 1));
+    // All of them at once.
+    let context = depths.iter().map(|depth| depth + tokens * (rounds + 1) + PAGE).sum::<usize>();
     let options = Options {
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
         math: if args.iter().any(|arg| arg == "--f32") { Math::F32 } else { Math::Integer },
-        wishes: Wishes { context, ..Wishes::default() },
+        wishes: Wishes { context: Some(context), ..Wishes::default() },
         ..Options::default()
     };
     let metrics = Metrics::new("bench", "cpu");
@@ -116,15 +129,23 @@ fn main() {
     let mut states: Vec<(usize, (&str, KvBits), State)> = Vec::new();
     for (depth, bits) in each {
         bench.model.keep_in(bits.1).expect("a cache of so many bits");
-        states.push((depth, bits, bench.fill(depth)));
+        let state = if args.iter().any(|arg| arg == "--blank") { bench.blank(depth) } else { bench.fill(depth) };
+        states.push((depth, bits, state));
     }
+    let wait = |told: &str| {
+        println!("{told}");
+        std::io::stdin().lock().read_line(&mut String::new()).expect("a line");
+    };
+    let turns = args.iter().any(|arg| arg == "--turns");
     if args.iter().any(|arg| arg == "--wait") {
-        println!("ready");
-        std::io::stdin().read_line(&mut String::new()).expect("a line");
+        wait("ready");
     }
-    let mut all = vec![[const { Vec::new() }; 5]; states.len()];
+    let mut all = vec![[const { Vec::new() }; 6]; states.len()];
     let (checkpoints, mut held) = (args.iter().any(|arg| arg == "--checkpoints"), vec![None; states.len()]);
     for round in 0..=rounds {
+        if turns {
+            wait("turn");
+        }
         let mut first = None;
         for (((depth, bits, state), all), held) in states.iter_mut().zip(&mut all).zip(&mut held) {
             bench.model.keep_in(bits.1).expect("a cache of so many bits");
@@ -138,20 +159,25 @@ fn main() {
             let stall = begin.elapsed().as_secs_f64();
             // The first round warms up, and writes what is shared afterwards.
             if round > 0 {
-                println!("decode,{round},{depth},{},{:.2},{slower:.3},{dearer:.3}", bits.0, 1.0 / times[0]);
+                println!(
+                    "decode,{round},{depth},{},{:.2},{slower:.3},{dearer:.3},{:.3}",
+                    bits.0,
+                    1.0 / times[0],
+                    times[1] * 1e3
+                );
                 if checkpoints {
                     println!("checkpoint,{round},{depth},{},{:.2},{:.3}", bits.0, stall * 1e3, stall / times[0]);
                 }
-                for (all, value) in all.iter_mut().zip([1.0 / times[0], slower, dearer, stall * 1e3, stall / times[0]])
-                {
+                let values = [1.0 / times[0], slower, dearer, times[1] * 1e3, stall * 1e3, stall / times[0]];
+                for (all, value) in all.iter_mut().zip(values) {
                     all.push(value);
                 }
             }
         }
     }
     for ((depth, bits, _), all) in states.iter().zip(all) {
-        let [rate, slower, dearer, stall, of_token] = all.map(median);
-        println!("decode,median,{depth},{},{rate:.2},{slower:.3},{dearer:.3}", bits.0);
+        let [rate, slower, dearer, spent, stall, of_token] = all.map(median);
+        println!("decode,median,{depth},{},{rate:.2},{slower:.3},{dearer:.3},{spent:.3}", bits.0);
         if checkpoints {
             println!("checkpoint,median,{depth},{},{stall:.2},{of_token:.3}", bits.0);
         }

@@ -123,7 +123,10 @@ impl Caches {
         for _ in 0..(SPREAD / bytes).clamp(1, 64) {
             let ring = shape.newest_bytes();
             let newest = if ring > 0 { [lab.cpu.allocate(ring)?, lab.cpu.allocate(ring)?] } else { Default::default() };
-            let cache = Cache { keys: lab.cpu.allocate(bytes / 2)?, values: lab.cpu.allocate(bytes / 2)?, newest };
+            let table = lab.cpu.allocate(shape.pages() * 4)?;
+            lab.cpu.write_words(table, &(0..shape.pages() as u32).collect::<Vec<_>>())?;
+            let [keys, values] = [lab.cpu.allocate(bytes / 2)?, lab.cpu.allocate(bytes / 2)?];
+            let cache = Cache { keys, values, table, newest };
             for start in (0..context).step_by(256) {
                 lab.cpu.run(&CacheWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
             }

@@ -1,15 +1,5 @@
 // Gated attention between its projections. A row of `proj` holds, for each query head, its query then its gate; then the
-// keys and the values of the kv heads. The cache is [kv heads, context, dim], keys normed and rotated; f32 or bf16.
-
-struct AttendArgs {
-  uint tokens, width, heads, kv_heads, dim;
-  uint rotary;            // leading dimensions that are rotated, in pairs (j, j + rotary / 2)
-  uint start, context;    // position of the first row; positions the cache has room for
-  uint splits;            // parts the positions of any row are cut into at most
-  float eps, scale;
-  uint room;              // few bits: positions of the ring of the newest
-  uint least;             // f32 and bf16: positions of a part, if no more than PARTS of them are needed
-};
+// keys and the values of the kv heads. The cache is pages [kv heads, PAGE, dim], keys normed and rotated; f32 or bf16.
 
 // SPLIT: positions of a part with few bits. TOGETHER: waited for at once. AHEAD: asked for; more would drive out what others need.
 enum { SPLIT = 256, PARTS = 512, MOST_DIM = 256, TOGETHER = 4, AHEAD = 8 };
@@ -38,13 +28,14 @@ FN void put(DEVICE ushort* p, ulong i, float x) { p[i] = ushort(to_bf16(x)); }
 // `turn` [tokens, rotary / 2, 2] holds cosines and sines. Grid (heads + 2 kv heads, tokens), 32 threads.
 template <class T>
 FN void place(CONSTANT AttendArgs& a, DEVICE const float* proj, DEVICE const float* q_norm, DEVICE const float* k_norm,
-              DEVICE const float* turn, DEVICE float* q, DEVICE T* keys, DEVICE T* values, THREADGROUP float* x PLACE) {
+              DEVICE const float* turn, DEVICE float* q, DEVICE T* keys, DEVICE T* values, DEVICE const uint* table,
+              THREADGROUP float* x PLACE) {
   const uint head = tgid.x, token = tgid.y, half_ = a.rotary / 2;
   const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
   const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
   const uint from = query ? head * 2 * a.dim : (a.heads + head) * a.dim;
   DEVICE const float* row = proj + ulong(token) * a.width + from;
-  const ulong to = query ? (ulong(token) * a.heads + head) * a.dim : (ulong(kv) * a.context + a.start + token) * a.dim;
+  const ulong to = query ? (ulong(token) * a.heads + head) * a.dim : page_row(table, a.kv_heads, kv, a.start + token) * a.dim;
   if (value) {
     for (uint i = lane; i < a.dim; i += 32) put(values, to + i, row[i]);
     return;
@@ -67,9 +58,9 @@ FN void place(CONSTANT AttendArgs& a, DEVICE const float* proj, DEVICE const flo
   }
 }
 
-// Asks for TOGETHER positions from `p`.
-template <class T> FN void ask(DEVICE const T* keys, DEVICE const T* values, uint p, uint end, uint dim) {
-  const uint bytes = min(uint(TOGETHER), end - p) * dim * sizeof(T);
+// Asks for TOGETHER rows from row `p` of a page.
+template <class T> FN void ask(DEVICE const T* keys, DEVICE const T* values, uint p, uint left, uint dim) {
+  const uint bytes = min(uint(TOGETHER), left) * dim * sizeof(T);
   PREFETCH(keys + ulong(p) * dim, bytes);
   PREFETCH(values + ulong(p) * dim, bytes);
 }
@@ -80,12 +71,13 @@ template <class T> FN void ask(DEVICE const T* keys, DEVICE const T* values, uin
 // company. Grid (splits, kv heads, tokens), 32 threads for each two heads of a kv head, or each one where they are odd.
 template <class T, uint COLUMNS, uint HEADS>
 FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-             DEVICE float* parts PLACE) {
+             DEVICE const uint* table, DEVICE float* parts PLACE) {
   const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, token = tgid.z, head = tgid.y * groups + sg * HEADS;
   const uint seen = a.start + token + 1, size = part_of(a, a.start + token), first = tgid.x * size, end = min(first + size, seen);
-  DEVICE const T* from = keys + ulong(tgid.y) * a.context * a.dim;
-  DEVICE const T* back = values + ulong(tgid.y) * a.context * a.dim;
-  for (uint p = first + sg * TOGETHER; p < min(first + AHEAD, end); p += simds * TOGETHER) ask(from, back, p, end, a.dim);
+  // Of the positions looked at; a part of up to PAGE positions is in one.
+  ulong page = page_row(table, a.kv_heads, tgid.y, min(first, seen - 1) / PAGE * PAGE) * a.dim;
+  for (uint p = first + sg * TOGETHER; p < min(first + AHEAD, end); p += simds * TOGETHER)
+    ask(keys + page, values + page, p % PAGE, end - p, a.dim);
   AWAIT();
   float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {}, largest[HEADS], total[HEADS] = {};
   UNROLL for (uint h = 0; h < HEADS; h++) {
@@ -96,17 +88,22 @@ FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys
     }
   }
   for (uint block = first; block < end; block += TOGETHER) {
-    if ((block - first) / TOGETHER % simds == sg && block + AHEAD < end) ask(from, back, block + AHEAD, end, a.dim);
+    if (block % PAGE == 0 && block != first) page = page_row(table, a.kv_heads, tgid.y, block) * a.dim;
+    DEVICE const T* from = keys + page;
+    DEVICE const T* back = values + page;
+    const uint ahead = block % PAGE + AHEAD;
+    if ((block - first) / TOGETHER % simds == sg && block + AHEAD < end && ahead < PAGE)
+      ask(from, back, ahead, end - block - AHEAD, a.dim);
     // Values are asked for before the keys are looked at: one wait for both.
     float value[TOGETHER * COLUMNS] = {};
     UNROLL for (uint n = 0; n < TOGETHER; n++)
       UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
         const uint i = 4 * lane + j * 32;
-        if (i < a.dim) get4(back, ulong(min(block + n, end - 1)) * a.dim + i, value + n * COLUMNS + j);
+        if (i < a.dim) get4(back, min(block + n, end - 1) % PAGE * a.dim + i, value + n * COLUMNS + j);
       }
     float score[HEADS * TOGETHER] = {};
     UNROLL for (uint n = 0; n < TOGETHER; n++) {
-      const ulong at = ulong(min(block + n, end - 1)) * a.dim;
+      const uint at = min(block + n, end - 1) % PAGE * a.dim;
       UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
         const uint i = 4 * lane + j * 32;
         float key[4] = {};
@@ -184,25 +181,25 @@ KERNEL(attend_join, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2)
   if (sg != 0 || i >= a.dim) return;
   sum = mine[lane] + mine[32 + lane] + mine[64 + lane] + mine[96 + lane];
   const float gate = proj[ulong(token) * a.width + head * 2 * a.dim + a.dim + i];
-  y[(ulong(token) * a.heads + head) * a.dim + i] = sum / (most[4] + most[5] + most[6] + most[7]) * (1.0f / (1.0f + exp(-gate)));
+  y[(ulong(token) * a.heads + head) * a.dim + i] = sum / (most[4] + most[5] + most[6] + most[7]) * sigmoid(gate);
 }
 
 #define ATTEND(suffix, T)                                                                                              \
   KERNEL(attend_place##suffix, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
-         IN(float, turn, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7)) {                                   \
+         IN(float, turn, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7), IN(uint, table, 8)) {               \
     SHARED(float, x, MOST_DIM);                                                                                        \
     AWAIT();                                                                                                           \
-    place<T>(a, proj, q_norm, k_norm, turn, q, keys, values, x HERE);                                                  \
+    place<T>(a, proj, q_norm, k_norm, turn, q, keys, values, table, x HERE);                                           \
   }                                                                                                                    \
   KERNEL(attend_128##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
-         OUT(float, parts, 4)) {                                                                                       \
-    if (a.heads / a.kv_heads % 2 == 0) part<T, 4, 2>(a, q, keys, values, parts HERE);                                  \
-    else part<T, 4, 1>(a, q, keys, values, parts HERE);                                                                \
+         IN(uint, table, 4), OUT(float, parts, 5)) {                                                                   \
+    if (a.heads / a.kv_heads % 2 == 0) part<T, 4, 2>(a, q, keys, values, table, parts HERE);                           \
+    else part<T, 4, 1>(a, q, keys, values, table, parts HERE);                                                         \
   }                                                                                                                    \
   KERNEL(attend_256##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
-         OUT(float, parts, 4)) {                                                                                       \
-    if (a.heads / a.kv_heads % 2 == 0) part<T, 8, 2>(a, q, keys, values, parts HERE);                                  \
-    else part<T, 8, 1>(a, q, keys, values, parts HERE);                                                                \
+         IN(uint, table, 4), OUT(float, parts, 5)) {                                                                   \
+    if (a.heads / a.kv_heads % 2 == 0) part<T, 8, 2>(a, q, keys, values, table, parts HERE);                           \
+    else part<T, 8, 1>(a, q, keys, values, table, parts HERE);                                                         \
   }
 
 ATTEND(, float)
@@ -267,7 +264,8 @@ FN void round_row(uint dim, DEVICE uchar* row, THREADGROUP float* x PLACE) {
 template <uint BITS>
 FN void place_few(CONSTANT AttendArgs& a, DEVICE const float* proj, DEVICE const float* q_norm,
                   DEVICE const float* k_norm, DEVICE const float* turn, DEVICE float* q, DEVICE uchar* keys,
-                  DEVICE uchar* values, DEVICE float* new_keys, DEVICE float* new_values, THREADGROUP float* x PLACE) {
+                  DEVICE uchar* values, DEVICE const uint* table, DEVICE float* new_keys, DEVICE float* new_values,
+                  THREADGROUP float* x PLACE) {
   const uint head = tgid.x, token = tgid.y, half_ = a.rotary / 2, position = a.start + token;
   const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
   const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
@@ -298,7 +296,7 @@ FN void place_few(CONSTANT AttendArgs& a, DEVICE const float* proj, DEVICE const
   DEVICE float* fresh = (value ? new_values : new_keys) + (ulong(kv) * a.room + position % a.room) * a.dim;
   for (uint i = lane; i < a.dim; i += 32) fresh[i] = x[i];
   const uint bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
-  round_row<BITS>(a.dim, (value ? values : keys) + (ulong(kv) * a.context + position) * bytes, x HERE);
+  round_row<BITS>(a.dim, (value ? values : keys) + page_row(table, a.kv_heads, kv, position) * bytes, x HERE);
 }
 
 // Value `32 g + lane` of a row.
@@ -313,7 +311,8 @@ FN float rounded_at(DEVICE const uchar* row, uint dim, uint g, uint l) {
 // As `part`; part 0 are the newest positions, part n + 1 the rounded ones from n * SPLIT on.
 template <uint BITS, uint COLUMNS>
 FN void part_few(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
-                 DEVICE const float* new_keys, DEVICE const float* new_values, DEVICE float* parts PLACE) {
+                 DEVICE const uint* table, DEVICE const float* new_keys, DEVICE const float* new_values,
+                 DEVICE float* parts PLACE) {
   const uint token = tgid.z, head = tgid.y * (a.heads / a.kv_heads) + sg;
   const uint position = a.start + token, until = rounded_until(position), bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
   const bool newest = tgid.x == 0;
@@ -325,8 +324,9 @@ FN void part_few(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uch
     sum[j] = 0;
   }
   float largest = -as_type<float>(0x7f7fffffu), total = 0;
+  const ulong page = newest || first >= end ? 0 : page_row(table, a.kv_heads, tgid.y, first);
   for (uint p = first; p < end; p++) {
-    const ulong fresh = (ulong(tgid.y) * a.room + p % a.room) * a.dim, row = (ulong(tgid.y) * a.context + p) * bytes;
+    const ulong fresh = (ulong(tgid.y) * a.room + p % a.room) * a.dim, row = (page + p % PAGE) * bytes;
     float score = 0;
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint i = lane + 32 * j;
@@ -374,26 +374,26 @@ KERNEL(attend_join_few, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts
   }
   hadamard(a.dim, tid, 128, x HERE);
   for (uint i = tid; i < a.dim; i += 128)
-    y[(ulong(token) * a.heads + head) * a.dim + i] = x[i] * (1.0f / (1.0f + exp(-gate[i])));
+    y[(ulong(token) * a.heads + head) * a.dim + i] = x[i] * sigmoid(gate[i]);
 }
 
 #define ATTEND_FEW(BITS)                                                                                               \
   KERNEL(attend_place_q##BITS, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
-         IN(float, turn, 4), OUT(float, q, 5), OUT(uchar, keys, 6), OUT(uchar, values, 7), OUT(float, new_keys, 8),    \
-         OUT(float, new_values, 9)) {                                                                                  \
+         IN(float, turn, 4), OUT(float, q, 5), OUT(uchar, keys, 6), OUT(uchar, values, 7), IN(uint, table, 8),         \
+         OUT(float, new_keys, 9), OUT(float, new_values, 10)) {                                                        \
     SHARED(float, x, MOST_DIM);                                                                                        \
     AWAIT();                                                                                                           \
-    place_few<BITS>(a, proj, q_norm, k_norm, turn, q, keys, values, new_keys, new_values, x HERE);                     \
+    place_few<BITS>(a, proj, q_norm, k_norm, turn, q, keys, values, table, new_keys, new_values, x HERE);              \
   }                                                                                                                    \
   KERNEL(attend_128_q##BITS, ARGS(AttendArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3),           \
-         IN(float, new_keys, 4), IN(float, new_values, 5), OUT(float, parts, 6)) {                                     \
+         IN(uint, table, 4), IN(float, new_keys, 5), IN(float, new_values, 6), OUT(float, parts, 7)) {                 \
     AWAIT();                                                                                                           \
-    part_few<BITS, 4>(a, q, keys, values, new_keys, new_values, parts HERE);                                           \
+    part_few<BITS, 4>(a, q, keys, values, table, new_keys, new_values, parts HERE);                                    \
   }                                                                                                                    \
   KERNEL(attend_256_q##BITS, ARGS(AttendArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3),           \
-         IN(float, new_keys, 4), IN(float, new_values, 5), OUT(float, parts, 6)) {                                     \
+         IN(uint, table, 4), IN(float, new_keys, 5), IN(float, new_values, 6), OUT(float, parts, 7)) {                 \
     AWAIT();                                                                                                           \
-    part_few<BITS, 8>(a, q, keys, values, new_keys, new_values, parts HERE);                                           \
+    part_few<BITS, 8>(a, q, keys, values, table, new_keys, new_values, parts HERE);                                    \
   }
 
 ATTEND_FEW(8)

@@ -229,3 +229,23 @@ template <uint BITS> FN void sum_staged(uint count, THREADGROUP float4* room, TH
     }
   }
 }
+
+FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+
+// Keys and values: PAGE positions are a page [kv heads, PAGE, row], and `table` has the pages of a sequence in order.
+enum { PAGE = 256 };
+
+// The number of a position's row.
+FN ulong page_row(DEVICE const uint* table, uint kv_heads, uint head, uint position) {
+  return (ulong(table[position / PAGE]) * kv_heads + head) * PAGE + position % PAGE;
+}
+
+struct AttendArgs {
+  uint tokens, width, heads, kv_heads, dim;
+  uint rotary;            // leading dimensions that are rotated, in pairs (j, j + rotary / 2)
+  uint start;             // position of the first row
+  uint splits;            // parts the positions of any row are cut into at most
+  float eps, scale;
+  uint room;              // few bits: positions of the ring of the newest
+  uint least;             // f32 and bf16: positions of a part, if no more than PARTS of them are needed
+};

@@ -9,8 +9,6 @@ struct DeltaArgs {
   uint raw, gated;                  // the tokens' q and k lack their norms; the norm behind is left to who reads the result
 };
 
-FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
-
 // log(1 + exp(x)) without losing small results: log(u) * e / (u - 1) repairs what 1 + e rounds away.
 FN float softplus(float x) {
   if (x > 20.0f) return x;

@@ -11,7 +11,7 @@
 
 struct PromptArgs {
   uint tokens, width, heads, kv_heads, dim;
-  uint start, context;  // position of the first row; positions the cache has room for
+  uint start;  // position of the first row
   float scale;
 };
 
@@ -36,12 +36,12 @@ FN void put_eight(THREADGROUP uint* to, THREAD const float* v) {
   put_words(to, words);
 }
 
-// This thread's share, two times eight columns, of DEPTH columns of KEYS keys from position `block`. Behind `last` nothing may be
-// there: that position is taken instead.
+// This thread's share, two times eight columns, of DEPTH columns of KEYS keys from position `block`, of whose page `keys` is the
+// beginning. Behind `last` nothing may be there: that position is taken instead.
 template <class T>
 FN void load_keys(DEVICE const T* keys, uint block, uint last, uint column, uint dim, THREAD float* v PLACE) {
   UNROLL for (uint n = 0; n < 2; n++)
-    eight(keys + ulong(min(block + tid / 8 + n * 32, last)) * dim, column + tid % 8 * 8, dim, v + n * 8);
+    eight(keys + min(block + tid / 8 + n * 32, last) % PAGE * dim, column + tid % 8 * 8, dim, v + n * 8);
 }
 FN void put_keys(THREADGROUP uint* to, THREAD const float* v PLACE) {
   UNROLL for (uint n = 0; n < 2; n++) put_eight(to + (tid / 8 + n * 32) * PITCH + tid % 8 * 4, v + n * 8);
@@ -49,7 +49,7 @@ FN void put_keys(THREADGROUP uint* to, THREAD const float* v PLACE) {
 // The same of VALUES whole values.
 template <class T> FN void load_values(DEVICE const T* values, uint block, uint last, uint dim, THREAD float* v PLACE) {
   UNROLL for (uint n = 0; n < 2; n++)
-    eight(values + ulong(min(block + tid / 32 + n * 8, last)) * dim, tid % 32 * 8, dim, v + n * 8);
+    eight(values + min(block + tid / 32 + n * 8, last) % PAGE * dim, tid % 32 * 8, dim, v + n * 8);
 }
 FN void put_values(THREADGROUP uint* to, THREAD float* v PLACE) {
   UNROLL for (uint n = 0; n < 16; n++) v[n] = max(-65504.0f, min(65504.0f, v[n]));
@@ -59,14 +59,13 @@ FN void put_values(THREADGROUP uint* to, THREAD float* v PLACE) {
 // `by` has a diagonal matrix for each eight rows: a factor for each row.
 template <class T>
 FN void look(CONSTANT PromptArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-             DEVICE const float* proj, DEVICE float* y, THREADGROUP uint* queries, THREADGROUP uint* room,
+             DEVICE const uint* table, DEVICE const float* proj, DEVICE float* y, THREADGROUP uint* queries, THREADGROUP uint* room,
              THREADGROUP uint* weights, THREADGROUP float* by PLACE) {
   const uint groups = a.heads / a.kv_heads, pairs = a.tokens * groups, head = tgid.y * groups;
   // Those that see most begin first.
   const uint first = ((pairs + QUERIES - 1) / QUERIES - 1 - tgid.x) * QUERIES;
   const uint last = a.start + min(first + QUERIES - 1, pairs - 1) / groups, pieces = (a.dim + DEPTH - 1) / DEPTH;
-  DEVICE const T* from = keys + ulong(tgid.y) * a.context * a.dim;
-  DEVICE const T* back = values + ulong(tgid.y) * a.context * a.dim;
+  ulong page = page_row(table, a.kv_heads, tgid.y, 0) * a.dim;
   THREADGROUP float* scores = (THREADGROUP float*)room;
   for (uint i = tid; i < QUERIES * COLUMNS / 8; i += 256) {
     const uint row = i / (COLUMNS / 8), column = i % (COLUMNS / 8) * 8, pair = min(first + row, pairs - 1);
@@ -80,7 +79,7 @@ FN void look(CONSTANT PromptArgs& a, DEVICE const float* q, DEVICE const T* keys
   UNROLL for (uint i = 0; i < 4; i++) TILE_ZERO(sums[i]);
   float largest[4], total[4], next[16];  // a simdgroup has four rows' softmax
   UNROLL for (uint n = 0; n < 4; n++) largest[n] = -as_type<float>(0x7f7fffffu), total[n] = 0;
-  load_keys(from, 0, last, 0, a.dim, next HERE);
+  load_keys(keys + page, 0, last, 0, a.dim, next HERE);
   for (uint block = 0; block <= last; block += KEYS) {
     SUM_TILE score;
     TILE_ZERO(score);
@@ -88,8 +87,8 @@ FN void look(CONSTANT PromptArgs& a, DEVICE const float* q, DEVICE const T* keys
       BARRIER();
       put_keys(room, next HERE);
       BARRIER();
-      if (piece + 1 < pieces) load_keys(from, block, last, (piece + 1) * DEPTH, a.dim, next HERE);
-      else load_values(back, block, last, a.dim, next HERE);
+      if (piece + 1 < pieces) load_keys(keys + page, block, last, (piece + 1) * DEPTH, a.dim, next HERE);
+      else load_values(values + page, block, last, a.dim, next HERE);
       UNROLL for (uint j = 0; j < DEPTH / 16; j++) {
         HALF_TILE rows, columns;
         TILE_LOAD(rows, queries + sg % 2 * 16 * LONG + piece * (DEPTH / 2) + j * 8, LONG);
@@ -118,8 +117,12 @@ FN void look(CONSTANT PromptArgs& a, DEVICE const float* q, DEVICE const T* keys
       BARRIER();
       put_values(room, next HERE);
       BARRIER();
-      if (piece + 1 < KEYS / VALUES) load_values(back, block + (piece + 1) * VALUES, last, a.dim, next HERE);
-      else load_keys(from, block + KEYS, last, 0, a.dim, next HERE);
+      if (piece + 1 < KEYS / VALUES) load_values(values + page, block + (piece + 1) * VALUES, last, a.dim, next HERE);
+      else {
+        const uint behind = min(block + KEYS, last);
+        if (behind % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, behind) * a.dim;
+        load_keys(keys + page, behind, last, 0, a.dim, next HERE);
+      }
       if (piece == 0) {
         UNROLL for (uint i = 0; i < 4; i++) TILE_SCALE(sums[i], by + i % 2 * 128);
       }
@@ -145,21 +148,21 @@ FN void look(CONSTANT PromptArgs& a, DEVICE const float* q, DEVICE const T* keys
       if (pair >= pairs || column >= a.dim) continue;
       const uint token = pair / groups, at = head + pair % groups;
       const float gate = proj[ulong(token) * a.width + at * 2 * a.dim + a.dim + column];
-      y[(ulong(token) * a.heads + at) * a.dim + column] = mine[row * 20 + lane % 16] * (1.0f / (1.0f + exp(-gate)));
+      y[(ulong(token) * a.heads + at) * a.dim + column] = mine[row * 20 + lane % 16] * sigmoid(gate);
     }
   }
 }
 
 // Grid (ceil(tokens * heads of a kv head / QUERIES), kv heads), 256 threads.
 #define PROMPT(suffix, T)                                                                                              \
-  KERNEL(prompt##suffix, ARGS(PromptArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3), IN(float, proj, 4),   \
-         OUT(float, y, 5)) {                                                                                           \
+  KERNEL(prompt##suffix, ARGS(PromptArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3), IN(uint, table, 4),   \
+         IN(float, proj, 5), OUT(float, y, 6)) {                                                                       \
     SHARED(uint4, queries, QUERIES * LONG / 4);                                                                        \
     SHARED(uint4, room, KEYS * PITCH / 4);                                                                             \
     SHARED(uint4, weights, QUERIES * PITCH / 4);                                                                       \
     SHARED(float, by, QUERIES * 8);                                                                                    \
     AWAIT();                                                                                                           \
-    look<T>(a, q, keys, values, proj, y, (THREADGROUP uint*)queries, (THREADGROUP uint*)room,                          \
+    look<T>(a, q, keys, values, table, proj, y, (THREADGROUP uint*)queries, (THREADGROUP uint*)room,                   \
             (THREADGROUP uint*)weights, by HERE);                                                                      \
   }
 

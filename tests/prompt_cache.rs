@@ -12,7 +12,7 @@ use moestro::{
     engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Storage, Worker},
     error::ModelError,
     metrics::Metrics,
-    model::{Logits, Model, Options, Qwen, Rows, Snapshot, SnapshotSize},
+    model::{Logits, Model, Options, Pool, Qwen, Rows, Snapshot, SnapshotSize},
     ops::KvBits,
 };
 use process::{Process, agent};
@@ -70,6 +70,14 @@ impl Model for Counted {
 
     fn held(&self, state: &Self::State) -> usize {
         self.qwen.held(state)
+    }
+
+    fn pool(&self) -> Option<Arc<Pool>> {
+        self.qwen.pool()
+    }
+
+    fn lacks(&self, state: &Self::State, tokens: usize) -> usize {
+        self.qwen.lacks(state, tokens)
     }
 
     fn snapshot_size(&self) -> SnapshotSize {

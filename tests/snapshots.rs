@@ -5,6 +5,8 @@ mod common;
 
 use common::load_with;
 use moestro::{
+    engine::{self, Boundary, Departure, Request, Sampling},
+    metrics::Metrics,
     model::{Model, Options, Qwen, Rows, Snapshot, snapshot::PAGE},
     ops::KvBits,
 };
@@ -69,6 +71,69 @@ fn goes_on_from_any_mark(kv_bits: KvBits) {
     }
 }
 
+/// Two sequences that go on from one snapshot hold its whole pages, and each writes behind them into one of its own.
+#[test]
+fn shared_pages_are_written_by_neither() {
+    for kv_bits in ALL {
+        let mut model = demo(kv_bits);
+        let pool = model.pool().unwrap();
+        let (ids, all) = (prompt(5, PAGE + 20), pool.free());
+        let mut state = model.start().unwrap();
+        bits(&mut model, &mut state, &ids);
+        let snapshot = model.snapshot(&mut state).unwrap();
+        assert_eq!(all - pool.free(), 2);
+        let mut other = model.restore(&snapshot, None).unwrap();
+        assert_eq!(all - pool.free(), 3, "the whole page is shared");
+        let before: Vec<_> = snapshot.pages.iter().map(|page| page.read().unwrap().into_owned()).collect();
+        let on = [6, 7].map(|seed| prompt(seed, PAGE));
+        let first = bits(&mut model, &mut state, &on[0]);
+        let second = bits(&mut model, &mut other, &on[1]);
+        let after = snapshot.pages.iter().map(|page| page.read().unwrap().into_owned());
+        assert!(after.eq(before) && first != second, "{kv_bits:?}");
+        // Each has the bytes that it has alone.
+        for (on, found) in on.iter().zip([first, second]) {
+            let mut alone = model.start().unwrap();
+            bits(&mut model, &mut alone, &ids);
+            assert!(bits(&mut model, &mut alone, on) == found, "{kv_bits:?}");
+        }
+        drop((state, other, snapshot));
+        assert_eq!(pool.free(), all, "{kv_bits:?}");
+    }
+}
+
+/// More conversations than there are pages for: what is kept of the first ones gives way, and a whole context always fits.
+#[test]
+fn checkpoints_give_way_where_pages_run_short() {
+    let run = |states: u64| {
+        let mut options = Options { threads: Some(2), ..Options::default() };
+        options.wishes.context = Some(4 * PAGE);
+        options.wishes.prompt_cache = Some(states * demo(KvBits::Sixteen).snapshot_size().state);
+        let prompt_cache = options.wishes.prompt_cache.unwrap();
+        let (model, metrics) = (load_with(Path::new(DEMO), options), Metrics::new("test", "cpu"));
+        let pool = model.pool().unwrap();
+        assert_eq!(pool.free(), if states > 0 { 6 } else { 4 });
+        let options = engine::Options { prompt_cache, ..engine::Options::default() };
+        let (engine, _worker) = engine::spawn(model, options, metrics.clone()).unwrap();
+        let mut answers = Vec::new();
+        for (seed, len) in
+            [(11, 2 * PAGE + 10), (12, 2 * PAGE + 9), (13, 2 * PAGE), (13, 2 * PAGE + 40), (14, 4 * PAGE - 4)]
+        {
+            let ends = [Boundary { at: 2 * PAGE - 3, departure: Departure::Message }].to_vec();
+            let request = Request { boundaries: ends, ..Request::new(prompt(seed, len), 4, Sampling::greedy()) };
+            let (told, end) = common::ask(&engine, request);
+            answers.push((told, end.unwrap().1.cached_tokens));
+        }
+        assert!(
+            engine.prompt_cache().bytes <= prompt_cache && metrics.prompt_cache_evictions_memory.get() > 0
+                || states == 0
+        );
+        answers
+    };
+    let [alone, kept] = [0, 6].map(run);
+    assert!(alone.iter().zip(&kept).all(|(alone, kept)| alone.0 == kept.0));
+    assert!(alone.iter().all(|answer| answer.1 == 0) && kept[3].1 >= 2 * PAGE - 3, "{kept:?}");
+}
+
 #[test]
 fn sizes_are_as_announced() {
     ALL.into_iter().for_each(sizes_are);
@@ -95,7 +160,7 @@ fn sizes_are(kv_bits: KvBits) {
 #[test]
 fn a_snapshot_of_another_model_is_refused() {
     let model = demo(KvBits::Sixteen);
-    let foreign = Snapshot { len: 5, pages: vec![vec![0; 40].into()], state: vec![0; 8].into() };
+    let foreign = Snapshot { len: 5, pages: vec![std::sync::Arc::new(vec![0; 40].into())], state: vec![0; 8].into() };
     assert!(model.restore(&foreign, None).is_err());
     let long = Snapshot { len: model.context() + 1, ..foreign };
     assert!(model.restore(&long, None).is_err());

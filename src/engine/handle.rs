@@ -76,6 +76,7 @@ pub fn spawn_with<M: Model>(
     metrics: Arc<Metrics>,
 ) -> io::Result<(Handle, Worker)> {
     let cache = Arc::new(Cache::new(options.prompt_cache, model.snapshot_size(), metrics.clone()));
+    cache.share_pages(model.pool());
     if let Some(storage) = options.storage.as_ref().filter(|_| options.prompt_cache > 0) {
         cache.store_in(storage);
     }

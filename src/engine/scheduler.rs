@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     error::{EngineError, ModelError},
-    model::{Logits, Model, Rows},
+    model::{Logits, Model, Rows, VERIFY_ROWS},
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -33,6 +33,8 @@ use std::{
 /// Prompt rows whose logits are held at once when the prompt's own log-probabilities are wanted: at a vocabulary of
 /// 248,320 this is 32 MB. The cuts of a prompt do not change its logits.
 const PROMPT_ROWS: usize = 32;
+/// Rows that a step of an answer may write, a draft's and its verify's among them.
+const AHEAD: usize = 4 * VERIFY_ROWS;
 
 /// The thread's own things: nobody else sees the model.
 pub(super) struct Scheduler<M: Model> {
@@ -91,6 +93,7 @@ impl<M: Model> Scheduler<M> {
                 self.line.metrics.runs_on("cpu");
                 self.line.metrics.gpu_lost.set(1);
                 self.session = None;
+                self.line.cache.share_pages(self.model.pool());
             }
             Err(error) => tracing::error!(%error, "the GPU was given up, and the CPU cannot go on"),
         }
@@ -152,6 +155,8 @@ impl<M: Model> Scheduler<M> {
         let previous = self.session.take().filter(|_| wanted && emptied == self.emptied);
         let mut hit = &self.line.metrics.prompt_cache_hits_session;
         let session = Session::sync(previous, &self.model, &request.ids, |beyond| {
+            // Behind the last whole page a sequence has one of its own.
+            cache.leave_pages(1);
             let (snapshot, place) = if wanted { cache.deepest(&request.ids, beyond) } else { None }?;
             hit = match place {
                 Place::Memory => &self.line.metrics.prompt_cache_hits_memory,
@@ -185,7 +190,11 @@ impl<M: Model> Scheduler<M> {
                 let mut shared = model.held(session.state());
                 let mut all: Vec<usize> = admitted.iter().map(|&(at, _)| at).chain([at]).collect();
                 all.sort_unstable();
-                let bytes = |at| cache.size().bytes(at, std::mem::replace(&mut shared, at));
+                let bytes = |at| {
+                    let before = shared;
+                    shared = shared.max(at);
+                    cache.size().bytes(at, before)
+                };
                 all.into_iter().map(bytes).sum()
             };
             if cache.make_room(&ids[..at], kind, &need) {
@@ -221,6 +230,7 @@ impl<M: Model> Scheduler<M> {
             let at: Vec<usize> = marks.iter().map(|mark| mark.0).collect();
             let mut taken = Vec::with_capacity(at.len());
             self.model.fit_memory();
+            cache.leave_pages(self.model.lacks(session.state(), to - from));
             let begin = Instant::now();
             last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken)?;
             self.speculation.prompted(&mut self.model, session, to - from, begin.elapsed());
@@ -301,6 +311,7 @@ impl<M: Model> Scheduler<M> {
             }
             self.line.check(job)?;
             self.model.fit_memory();
+            self.line.cache.leave_pages(self.model.lacks(session.state(), AHEAD));
             if let Some(ahead) = &ahead {
                 ahead.drew(id);
             }

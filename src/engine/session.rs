@@ -32,8 +32,9 @@ impl<S> Session<S> {
         deepest: impl FnOnce(usize) -> Option<Snapshot>,
     ) -> Result<Self, ModelError> {
         let continued = |session: &Self| session.tokens.len() < prompt.len() && prompt.starts_with(&session.tokens);
-        let (here, on) = previous.as_ref().map_or((0, false), |session| (session.len(), continued(session)));
-        if let Some(snapshot) = deepest(if on { here } else { 0 }) {
+        // One that does not go on leaves its memory to what is found.
+        let previous = previous.filter(continued);
+        if let Some(snapshot) = deepest(previous.as_ref().map_or(0, Self::len)) {
             let state = model.restore(&snapshot, previous.map(|session| session.state));
             match state {
                 Ok(state) => {
@@ -44,11 +45,8 @@ impl<S> Session<S> {
             return Self::start(model);
         }
         match previous {
-            Some(session) if on => Ok(Self { goes_on: true, ..session }),
-            other => {
-                drop(other);
-                Self::start(model)
-            }
+            Some(session) => Ok(Self { goes_on: true, ..session }),
+            None => Self::start(model),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Qwen3.5 and 3.6, dense and mixture of experts. [`mod@reference`] is the architecture in plain tensors: read it first. [`forward`]
 //! is the same on buffers, for every device, with [`moe`]; [`net`] its weights, [`state`] what a sequence remembers, [`snapshot`]
-//! what is kept of it, [`buffers`] what a pass computes on its way. [`qwen`] loads a checkpoint and shows it to a device;
+//! what is kept of it, [`pages`] the memory that both share, [`buffers`] what a pass computes on its way. [`qwen`] loads a checkpoint and shows it to a device;
 //! [`config`] is its shapes, [`speed`] how fast it can be.
 
 mod buffers;
@@ -11,6 +11,7 @@ mod lend;
 mod moe;
 mod mtp;
 mod net;
+pub mod pages;
 mod placed;
 pub mod qwen;
 pub mod reference;
@@ -27,6 +28,7 @@ pub use config::Config;
 pub use dflash::DFlash;
 pub use forward::Routes;
 pub use mtp::{Predicted, ROWS as MTP_ROWS};
+pub use pages::Pool;
 pub use qwen::{Drafter, Options, Qwen};
 pub use reference::Reference;
 pub use snapshot::{Snapshot, SnapshotSize};
@@ -36,6 +38,7 @@ pub use tap::Taps;
 pub use tape::ROWS as VERIFY_ROWS;
 
 use crate::{device::DeviceError, error::ModelError};
+use std::sync::Arc;
 
 /// The rows of logits that a forward pass returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,8 +122,19 @@ pub trait Model: Send + 'static {
     /// already holds of it is not copied.
     fn restore(&self, snapshot: &Snapshot, into: Option<Self::State>) -> Result<Self::State, ModelError>;
 
-    /// Positions from the first on whose keys and values a snapshot of `state` would share with others that are alive.
+    /// Positions from the first on whose keys and values a snapshot of `state` would share with whoever is alive.
     fn held(&self, state: &Self::State) -> usize;
+
+    /// The pages that its sequences and snapshots share; `None` if its snapshots are copies.
+    fn pool(&self) -> Option<Arc<Pool>> {
+        None
+    }
+
+    /// Pages that `state` lacks for `tokens` more.
+    fn lacks(&self, state: &Self::State, tokens: usize) -> usize {
+        let _ = (state, tokens);
+        0
+    }
 
     /// The bytes that its snapshots take.
     fn snapshot_size(&self) -> SnapshotSize;
@@ -130,7 +144,7 @@ pub trait Model: Send + 'static {
     fn fit_memory(&mut self) {}
 
     /// After a request that failed: true if the model's device had been given up, and another one computes from here on. Sequences
-    /// that were started before are of no use any more; snapshots are.
+    /// that were started before are of no use any more, nor are the pages of their snapshots.
     ///
     /// # Errors
     /// The device is lost and no other one can take its place.

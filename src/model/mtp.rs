@@ -194,7 +194,10 @@ impl HeadPlace {
         placed::accept(&head.net, &shape, head.config.delta.taps, run)?;
         head.fc.iter().try_for_each(|weight| run.accept(Part::Weight(weight)))?;
         let (keys, values) = (run.allocate(shape.cache_bytes())?, run.allocate(shape.cache_bytes())?);
-        let cache = Cache { keys, values, newest: [Region::default(); 2] };
+        let numbers: Vec<u32> = (0..shape.pages() as u32).collect();
+        let table = run.allocate(numbers.len() * 4)?;
+        run.write_words(table, &numbers)?;
+        let cache = Cache { keys, values, table, newest: [Region::default(); 2] };
         let tables = run.allocate(words.len() * 4)?;
         if !words.is_empty() {
             run.write_words(tables, &words)?;

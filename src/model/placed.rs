@@ -5,6 +5,7 @@ use super::{
     forward::Lists,
     mtp::HeadPlace,
     net::{Ffn, Mixer, Net},
+    pages::{Pool, SharedRun},
     qwen::Parts,
     state::{Arenas, heads},
     tap::Tapped,
@@ -13,8 +14,9 @@ use crate::{
     checkpoint::{BUFFERS, DRAFT_BUFFERS},
     error::ModelError,
     experts::Experts,
-    ops::{Heads, Limits, NONE, Part, Run, Slots},
+    ops::{CacheFormat, Heads, Limits, NONE, Part, Run, Slots},
 };
+use std::sync::Arc;
 
 /// Adopted ranges start at multiples of this: the largest page of any Mac.
 const PAGE: usize = 16384;
@@ -23,12 +25,17 @@ const SLABS: usize = 4;
 
 pub(super) struct Placed {
     pub run: Box<dyn Run>,
+    /// The same, for whoever keeps others away from it.
+    pub shared: SharedRun,
     pub limits: Limits,
     pub slots: Slots,
     pub buffers: Buffers,
     /// The form of keys and values.
     pub heads: Heads,
     pub arenas: Arenas,
+    pub pool: Arc<Pool>,
+    /// The pages of other forms, which there may be sequences of.
+    pub pools: Vec<(Heads, Arc<Pool>)>,
     pub lists: Lists,
     pub tapped: Tapped,
     pub head: Option<HeadPlace>,
@@ -39,9 +46,12 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, ModelError> {
 }
 
 impl Placed {
-    /// Refuses what the device cannot do; then `parts` are as they were.
-    pub fn new(parts: &mut Parts, mut run: Box<dyn Run>) -> Result<Self, ModelError> {
-        let limits = run.limits();
+    /// Refuses what the device cannot do; then `parts` are as they were. Keys and values are `kept` in the form that another
+    /// device had, and which was that device's own.
+    pub fn new(parts: &mut Parts, run: Box<dyn Run>, kept: Option<(Heads, CacheFormat)>) -> Result<Self, ModelError> {
+        let shared = SharedRun::new(run);
+        let mut run: Box<dyn Run> = Box::new(shared.clone());
+        let mut limits = run.limits();
         let drafts = parts.head.iter().flat_map(|head| &head.slabs).zip(DRAFT_BUFFERS);
         for (slab, number) in parts.weights.iter().zip(BUFFERS).chain(drafts) {
             if slab.len() > run.longest() {
@@ -55,13 +65,16 @@ impl Placed {
         }
         // As many rows as a chunk of a prompt has: so each expert is read once a chunk.
         let (rows, context) = (parts.plan.chunk.min(parts.plan.context).max(1), parts.plan.context);
-        let heads = heads(&parts.config, limits.cache, parts.kv_bits, context, rows);
+        let own = || heads(&parts.config, limits.cache, parts.kv_bits, context, rows);
+        let heads = kept.map_or_else(own, |(heads, _)| heads);
         accept(&parts.net, &heads, parts.config.delta.taps, &*run)?;
         let slots = parts.store.as_ref().map(|store| slots(store, &mut *run)).transpose()?.unwrap_or_default();
         let buffers = Buffers::new(&parts.config, &limits, rows, context, |bytes| run.allocate(bytes))?;
         if let Some(store) = &parts.store {
             run.write_words(buffers.tables, &tables(&parts.net, store))?;
         }
+        limits.cache = kept.map_or(limits.cache, |(_, format)| format);
+        let pool = Pool::new(&parts.config, &heads, &parts.plan, &shared)?;
         parts.net.set_cache(heads);
         let norm = parts.net.norm;
         let head = parts.head.as_mut().map(|head| HeadPlace::new(head, norm, context, &mut *run)).transpose()?;
@@ -69,7 +82,8 @@ impl Placed {
         let end = run.mark();
         run.wait_for(end)?;
         let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
-        Ok(Self { run, limits, slots, buffers, heads, arenas, lists, tapped, head })
+        let pools = Vec::new();
+        Ok(Self { run, shared, limits, slots, buffers, heads, arenas, pool, pools, lists, tapped, head })
     }
 }
 

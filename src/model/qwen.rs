@@ -6,6 +6,7 @@ use super::{
     forward::{Batch, Marked, Observe, Pass},
     mtp,
     net::Net,
+    pages::Pool,
     placed::Placed,
     snapshot::Snapshot,
     state::{State, append, heads},
@@ -170,7 +171,7 @@ impl Qwen {
 
     /// Shows a loaded model to a device.
     fn on(mut parts: Parts, run: Box<dyn Run>) -> Result<Self, Box<(Parts, ModelError)>> {
-        match Placed::new(&mut parts, run) {
+        match Placed::new(&mut parts, run, None) {
             Ok(placed) => {
                 if let Some(store) = &parts.store {
                     store.check_beside(!placed.limits.waits);
@@ -194,18 +195,18 @@ impl Qwen {
     /// values of new sequences keep the form that snapshots have.
     pub(super) fn leave_lost_device(&mut self) -> Result<bool, ModelError> {
         let lost = self.placed.get_mut();
+        // A wait has errors reported: the next request meets none of this one's.
+        let end = lost.run.mark();
+        let _ = lost.run.wait_for(end);
         if !lost.run.lost() {
             return Ok(false);
         }
-        let (heads, format, taps) = (lost.heads, lost.limits.cache, lost.tapped.wanted());
+        let (kept, taps) = ((lost.heads, lost.limits.cache), lost.tapped.wanted());
         let Parts { store, head, compute, .. } = &self.parts;
         let stores = store.iter().chain(head.iter().filter_map(|head| head.store.as_ref()));
         stores.for_each(Experts::forget_device);
         let cpu = Cpu::new(compute.clone());
-        let mut placed = Placed::new(&mut self.parts, Box::new(cpu))?;
-        (placed.heads, placed.limits.cache) = (heads, format);
-        self.parts.net.set_cache(heads);
-        *self.placed.get_mut() = placed;
+        *self.placed.get_mut() = Placed::new(&mut self.parts, Box::new(cpu), Some(kept))?;
         if !taps.layers.is_empty() {
             self.set_taps(&taps)?;
         }
@@ -239,6 +240,13 @@ impl Qwen {
         let heads = heads(&self.parts.config, placed.limits.cache, bits, placed.heads.context, placed.buffers.rows);
         placed.run.accept(Part::Heads(&heads))?;
         if heads != placed.heads {
+            let known = placed.pools.iter().find(|(of, _)| *of == heads).map(|(_, pool)| pool.clone());
+            let Parts { config, plan, .. } = &self.parts;
+            let pool = known.map_or_else(|| Pool::new(config, &heads, plan, &placed.shared), Ok)?;
+            let before = std::mem::replace(&mut placed.pool, pool);
+            if placed.pools.iter().all(|(of, _)| *of != placed.heads) {
+                placed.pools.push((placed.heads, before));
+            }
             placed.arenas = Default::default();
             placed.heads = heads;
             self.parts.net.set_cache(heads);
@@ -337,7 +345,7 @@ impl Qwen {
         out: &mut Vec<f32>,
     ) -> Result<(), ModelError> {
         let Parts { config, net, store, .. } = &self.parts;
-        let Placed { run, limits, slots, buffers: b, lists, tapped, .. } = placed;
+        let Placed { run, shared, limits, slots, buffers: b, lists, tapped, .. } = placed;
         let (run, limits) = (&mut **run, *limits);
         let Batch { ids, logits, phase, present, prompt, trial } = batch;
         let half = prompt && limits.half;
@@ -345,6 +353,9 @@ impl Qwen {
             return Err(ModelError::Config("a draft was not taken back".into()));
         }
         let (experts, start, tokens) = (store.as_ref(), state.len, ids.len());
+        state.make_room(tokens, run)?;
+        // Whoever reads a page waits until this pass is over, and its errors are told.
+        let _whole = shared.whole();
         let mut pass = Pass {
             config,
             net,

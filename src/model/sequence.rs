@@ -1,14 +1,15 @@
 //! The model as the engine sees it: sequences that start, grow, are kept, and go on from what was kept.
 
-use super::{Logits, Model, Qwen, Rows, Snapshot, SnapshotSize, State, Taps, placed::Placed};
+use super::{Logits, Model, Pool, Qwen, Rows, Snapshot, SnapshotSize, State, Taps, placed::Placed};
 use crate::error::ModelError;
+use std::sync::Arc;
 
 impl Model for Qwen {
     type State = State;
 
     fn start(&self) -> Result<State, ModelError> {
-        let Placed { run, arenas, heads, .. } = &mut *self.placed.borrow_mut();
-        Ok(State::new(&self.parts.config, *heads, arenas, &mut **run)?)
+        let Placed { run, arenas, pool, heads, .. } = &mut *self.placed.borrow_mut();
+        Ok(State::new(&self.parts.config, *heads, pool, arenas, &mut **run)?)
     }
 
     fn forward_marking(
@@ -43,6 +44,8 @@ impl Model for Qwen {
     }
 
     fn snapshot(&self, state: &mut State) -> Result<Snapshot, ModelError> {
+        let shared = self.placed.borrow().shared.clone();
+        let _whole = shared.whole();
         self.settle(state)?;
         let run = &mut *self.placed.borrow_mut().run;
         let fixed = state.fixed(run)?;
@@ -53,13 +56,26 @@ impl Model for Qwen {
         if snapshot.len > self.parts.plan.context {
             return Err(ModelError::ContextFull { context: self.parts.plan.context });
         }
-        let mut state = into.map_or_else(|| self.start(), Ok)?;
-        state.restore(snapshot, &mut *self.placed.borrow_mut().run)?;
+        let Placed { run, arenas, pool, heads, .. } = &mut *self.placed.borrow_mut();
+        let mut state = match into {
+            Some(state) => state,
+            None => State::room(&self.parts.config, *heads, pool, arenas, &mut **run)?,
+        };
+        state.restore(snapshot, &mut **run)?;
         Ok(state)
     }
 
-    fn held(&self, state: &State) -> usize {
-        state.frozen.held()
+    /// All whole pages are the sequence's own.
+    fn held(&self, _: &State) -> usize {
+        usize::MAX
+    }
+
+    fn pool(&self) -> Option<Arc<Pool>> {
+        Some(self.placed.borrow().pool.clone())
+    }
+
+    fn lacks(&self, state: &State, tokens: usize) -> usize {
+        state.lacks(tokens)
     }
 
     fn snapshot_size(&self) -> SnapshotSize {

@@ -1,27 +1,68 @@
 //! The state of a sequence at one position, kept so that another prompt can go on from there.
 //!
-//! Keys and values only ever grow, so those of [`PAGE`] positions are written out once and then shared by every snapshot
-//! of the sequence, and by those of the sequences that go on from one. The delta and convolution states are overwritten by
-//! every token: each snapshot has its own.
+//! Keys and values only ever grow, so a whole page of them is never written again: the sequence, every snapshot of it and whoever
+//! goes on from one hold the same page ([`pages`](super::pages)). The positions behind the last whole page, and the delta and
+//! convolution states, are overwritten by what comes: each snapshot has its own.
 
+use super::pages::Held;
+use crate::device::DeviceError;
+pub use crate::ops::attend::PAGE;
 use std::{
+    borrow::Cow,
     ops::Range,
     sync::{Arc, Weak},
 };
 
-/// Positions in a page of keys and values.
-pub const PAGE: usize = 256;
-
 /// Bytes that no longer change.
 pub type Shared = Arc<Vec<u8>>;
+
+/// Keys and values of up to [`PAGE`] positions, in an order that only the model knows.
+#[derive(Debug)]
+pub enum Page {
+    /// A copy of them.
+    Bytes(Vec<u8>),
+    /// The place where they were computed.
+    Held(Held),
+}
+
+impl Page {
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        match self {
+            Page::Bytes(bytes) => bytes.len(),
+            Page::Held(held) => held.bytes(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// What is in it.
+    ///
+    /// # Errors
+    /// The device that has it is gone.
+    pub fn read(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
+        match self {
+            Page::Bytes(bytes) => Ok(Cow::Borrowed(bytes)),
+            Page::Held(held) => held.read().map(Cow::Owned),
+        }
+    }
+}
+
+impl From<Vec<u8>> for Page {
+    fn from(bytes: Vec<u8>) -> Self {
+        Page::Bytes(bytes)
+    }
+}
 
 /// A sequence at one position. Cloning shares it.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     /// Tokens seen.
     pub len: usize,
-    /// Keys and values of `PAGE` positions each, in an order that only the model knows; the last page may hold fewer.
-    pub pages: Vec<Shared>,
+    /// Keys and values of `PAGE` positions each; the last page may hold fewer.
+    pub pages: Vec<Arc<Page>>,
     /// Delta and convolution states of all layers.
     pub state: Shared,
 }
@@ -38,15 +79,15 @@ pub struct SnapshotSize {
 impl SnapshotSize {
     /// A snapshot of `len` positions that shares its first `shared` ones with others.
     pub fn bytes(&self, len: usize, shared: usize) -> u64 {
-        self.state + (len - len.min(shared / PAGE * PAGE)) as u64 * self.position
+        self.state + (len - len.min(shared) / PAGE * PAGE) as u64 * self.position
     }
 }
 
-/// The pages of a sequence that have been written out, for as long as a snapshot holds them: the sequence itself keeps
-/// its keys and values elsewhere.
+/// The pages of a sequence that were copied, for as long as a snapshot holds them: for a model that keeps its keys and values
+/// elsewhere than in pages.
 #[derive(Debug, Default)]
 pub struct Frozen {
-    pages: Vec<Weak<Vec<u8>>>,
+    pages: Vec<Weak<Page>>,
 }
 
 impl Frozen {
@@ -63,13 +104,13 @@ impl Frozen {
         for (index, page) in self.pages[..len / PAGE].iter_mut().enumerate() {
             let shared = match page.upgrade() {
                 Some(shared) => shared,
-                None => Arc::new(read(index * PAGE..(index + 1) * PAGE)?),
+                None => Arc::new(read(index * PAGE..(index + 1) * PAGE)?.into()),
             };
             *page = Arc::downgrade(&shared);
             pages.push(shared);
         }
         if !len.is_multiple_of(PAGE) {
-            pages.push(Arc::new(read(len / PAGE * PAGE..len)?));
+            pages.push(Arc::new(read(len / PAGE * PAGE..len)?.into()));
         }
         Ok(Snapshot { len, pages, state: Arc::new(state) })
     }
@@ -81,18 +122,18 @@ impl Frozen {
 
     /// Makes the sequence what `snapshot` says: `write` is given the keys and values of each range of positions that this
     /// sequence does not already hold.
-    pub fn restore<E>(
+    pub fn restore<E: From<DeviceError>>(
         &mut self,
         snapshot: &Snapshot,
         mut write: impl FnMut(Range<usize>, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         // A page that nobody holds any more keeps its address, so no other is taken for it.
-        let same = |(ours, theirs): &(&Weak<Vec<u8>>, &Shared)| ours.as_ptr() == Arc::as_ptr(theirs);
+        let same = |(ours, theirs): &(&Weak<Page>, &Arc<Page>)| ours.as_ptr() == Arc::as_ptr(theirs);
         let same = self.pages.iter().zip(&snapshot.pages).take_while(same).count();
         self.pages.truncate(same);
         for (index, page) in snapshot.pages.iter().enumerate().skip(same) {
             let first = index * PAGE;
-            write(first..snapshot.len.min(first + PAGE), page)?;
+            write(first..snapshot.len.min(first + PAGE), &page.read()?)?;
             if first + PAGE <= snapshot.len {
                 self.pages.push(Arc::downgrade(page));
             }
@@ -104,41 +145,44 @@ impl Frozen {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::convert::Infallible;
 
     /// A sequence whose position `n` holds one byte, `n / 3`.
-    fn read(range: Range<usize>) -> Result<Vec<u8>, Infallible> {
+    fn read(range: Range<usize>) -> Result<Vec<u8>, DeviceError> {
         Ok(range.map(|position| (position / 3) as u8).collect())
+    }
+
+    fn bytes(page: &Page) -> Vec<u8> {
+        page.read().unwrap().into_owned()
     }
 
     #[test]
     fn snapshots_of_a_sequence_share_whole_pages() {
         let mut frozen = Frozen::default();
-        let Ok(early) = frozen.snapshot(PAGE + 5, vec![1], read);
-        let Ok(late) = frozen.snapshot(2 * PAGE, vec![2], read);
+        let early = frozen.snapshot(PAGE + 5, vec![1], read).unwrap();
+        let late = frozen.snapshot(2 * PAGE, vec![2], read).unwrap();
         assert_eq!((early.pages.len(), late.pages.len()), (2, 2));
         assert!(Arc::ptr_eq(&early.pages[0], &late.pages[0]));
-        assert_eq!(early.pages[1][..], late.pages[1][..5]);
+        assert_eq!(bytes(&early.pages[1])[..], bytes(&late.pages[1])[..5]);
         // A snapshot behind what has been written out has a last page of its own.
-        let Ok(between) = frozen.snapshot(PAGE + 7, vec![3], read);
-        assert_eq!(between.pages[1][..], late.pages[1][..7]);
+        let between = frozen.snapshot(PAGE + 7, vec![3], read).unwrap();
+        assert_eq!(bytes(&between.pages[1])[..], bytes(&late.pages[1])[..7]);
     }
 
     #[test]
     fn only_what_differs_is_written_back() {
         let (mut frozen, mut other) = (Frozen::default(), Frozen::default());
-        let Ok(early) = frozen.snapshot(PAGE + 5, vec![1], read);
-        let Ok(late) = frozen.snapshot(3 * PAGE, vec![2], read);
+        let early = frozen.snapshot(PAGE + 5, vec![1], read).unwrap();
+        let late = frozen.snapshot(3 * PAGE, vec![2], read).unwrap();
         let mut written = Vec::new();
-        let mut write = |range: Range<usize>, bytes: &[u8]| -> Result<(), Infallible> {
+        let mut write = |range: Range<usize>, bytes: &[u8]| -> Result<(), DeviceError> {
             assert_eq!(range.len(), bytes.len());
             written.push(range);
             Ok(())
         };
-        let Ok(()) = frozen.restore(&early, &mut write);
-        let Ok(()) = other.restore(&late, &mut write);
+        frozen.restore(&early, &mut write).unwrap();
+        other.restore(&late, &mut write).unwrap();
         // The second page was cut off by going back, so it is written again.
-        let Ok(()) = frozen.restore(&late, &mut write);
+        frozen.restore(&late, &mut write).unwrap();
         assert_eq!(
             written,
             [PAGE..PAGE + 5, 0..PAGE, PAGE..2 * PAGE, 2 * PAGE..3 * PAGE, PAGE..2 * PAGE, 2 * PAGE..3 * PAGE]
@@ -148,12 +192,12 @@ mod tests {
     #[test]
     fn pages_are_held_by_snapshots_alone() {
         let mut frozen = Frozen::default();
-        let Ok(first) = frozen.snapshot(2 * PAGE + 1, vec![1], read);
+        let first = frozen.snapshot(2 * PAGE + 1, vec![1], read).unwrap();
         assert_eq!(frozen.held(), 2 * PAGE);
         drop(first);
         assert_eq!(frozen.held(), 0);
-        let Ok(again) = frozen.snapshot(PAGE, vec![1], read);
-        assert_eq!((frozen.held(), again.pages[0][..3].to_vec()), (PAGE, vec![0, 0, 0]));
+        let again = frozen.snapshot(PAGE, vec![1], read).unwrap();
+        assert_eq!((frozen.held(), bytes(&again.pages[0])[..3].to_vec()), (PAGE, vec![0, 0, 0]));
     }
 
     #[test]

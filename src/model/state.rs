@@ -3,7 +3,8 @@
 
 use super::{
     config::Config,
-    snapshot::{Frozen, Snapshot},
+    pages::Pool,
+    snapshot::{PAGE, Page, Snapshot},
     tape::DeltaState,
 };
 use crate::{
@@ -20,13 +21,21 @@ use std::{ops::Range, sync::Arc};
 /// One layer's memory.
 #[derive(Debug, Clone, Copy)]
 pub enum LayerState {
-    /// `[KV, context, row]` each; keys after norm and rotation.
+    /// Keys are after norm and rotation.
     Attention(Cache),
     DeltaNet(DeltaState),
 }
 
+/// The memory of a sequence beside its pages, which is its own.
+#[derive(Debug, Default)]
+pub struct Arena {
+    layers: Vec<LayerState>,
+    /// The numbers of its pages, as the device looks at them.
+    table: Region,
+}
+
 /// The memory of sequences that are over: the next one begins there. So starting one neither allocates nor frees.
-pub type Arenas = Arc<Mutex<Vec<Vec<LayerState>>>>;
+pub type Arenas = Arc<Mutex<Vec<Arena>>>;
 
 /// A sequence's memory. It cannot be rewound further than a verify: the delta layers keep no other history.
 #[derive(Debug)]
@@ -38,7 +47,10 @@ pub struct State {
     /// Rows of the last verify, if nothing has come behind it.
     pub(super) tried: usize,
     pub(super) layers: Vec<LayerState>,
-    pub(super) frozen: Frozen,
+    table: Region,
+    /// In order. Behind the last whole page before `len` nobody else holds one.
+    pages: Vec<Arc<Page>>,
+    pool: Arc<Pool>,
     /// The form of keys and values.
     shape: Heads,
     arenas: Arenas,
@@ -55,36 +67,83 @@ pub fn heads(config: &Config, format: CacheFormat, bits: KvBits, context: usize,
 }
 
 impl State {
-    /// An empty state with room for `shape.context` tokens. Pages are committed as they are first written.
-    pub fn new(config: &Config, shape: Heads, arenas: &Arenas, run: &mut dyn Run) -> Result<Self, DeviceError> {
-        let used = arenas.lock().pop();
-        let layers = match used {
-            Some(mut layers) => {
-                for net in nets(&mut layers) {
-                    net.clear();
-                    for region in [net.conv, net.heads] {
-                        run.write(region, &vec![0; region.len])?;
-                    }
-                }
-                layers
+    /// An empty state.
+    pub fn new(
+        config: &Config,
+        shape: Heads,
+        pool: &Arc<Pool>,
+        arenas: &Arenas,
+        run: &mut dyn Run,
+    ) -> Result<Self, DeviceError> {
+        let mut state = Self::room(config, shape, pool, arenas, run)?;
+        for net in state.nets() {
+            net.clear();
+            for region in [net.conv, net.heads] {
+                run.write(region, &vec![0; region.len])?;
             }
-            None => allocate(config, &shape, run)?,
+        }
+        Ok(state)
+    }
+
+    /// A state that is still to become something.
+    pub fn room(
+        config: &Config,
+        shape: Heads,
+        pool: &Arc<Pool>,
+        arenas: &Arenas,
+        run: &mut dyn Run,
+    ) -> Result<Self, DeviceError> {
+        let used = arenas.lock().pop();
+        let Arena { layers, table } = match used {
+            Some(arena) => arena,
+            None => allocate(config, &shape, pool, run)?,
         };
-        Ok(Self { len: 0, drafting: None, tried: 0, layers, frozen: Frozen::default(), shape, arenas: arenas.clone() })
+        let (pages, pool, arenas) = (Vec::new(), pool.clone(), arenas.clone());
+        Ok(Self { len: 0, drafting: None, tried: 0, layers, table, pages, pool, shape, arenas })
+    }
+
+    /// Pages that it lacks for `tokens` more.
+    pub fn lacks(&self, tokens: usize) -> usize {
+        (self.len + tokens).min(self.shape.context).div_ceil(PAGE).saturating_sub(self.pages.len())
+    }
+
+    /// Sees to it that there are pages for `tokens` more.
+    pub fn make_room(&mut self, tokens: usize, run: &mut dyn Run) -> Result<(), ModelError> {
+        let (had, lacks) = (self.pages.len(), self.lacks(tokens));
+        for _ in 0..lacks {
+            self.pages.push(self.pool.take()?);
+        }
+        self.show(had, run)
+    }
+
+    /// Writes the numbers of the pages from `first` on for the device.
+    fn show(&self, first: usize, run: &mut dyn Run) -> Result<(), ModelError> {
+        let numbers: Vec<u32> = self.pages[first..].iter().filter_map(|page| self.place(page)).collect();
+        let at = self.table.part(first * 4, numbers.len() * 4);
+        if numbers.is_empty() { Ok(()) } else { Ok(run.write_words(at, &numbers)?) }
+    }
+
+    /// A page's number, if it is one of this state's pool.
+    fn place(&self, page: &Page) -> Option<u32> {
+        match page {
+            Page::Held(held) if Arc::ptr_eq(&held.pool, &self.pool) => Some(held.index),
+            _ => None,
+        }
     }
 
     /// A snapshot at `len`, behind what is written of it, where the other layers' states were `fixed`.
     pub fn snapshot(&mut self, len: usize, mut fixed: Vec<u8>, run: &mut dyn Run) -> Result<Snapshot, DeviceError> {
-        let Self { layers, frozen, shape, .. } = self;
+        let Self { layers, shape, .. } = self;
         // As many bytes wherever it is taken.
         let whole = fixed.len() + newest_bytes(layers, shape);
         newest(layers, shape, rounded_until(len)..len).try_for_each(|region| append(run, region, &mut fixed))?;
         fixed.resize(whole, 0);
-        frozen.snapshot(len, fixed, |positions| {
-            let mut out = Vec::new();
-            rows(layers, shape, &positions).try_for_each(|region| append(run, region, &mut out))?;
-            Ok(out)
-        })
+        let mut pages = self.pages[..len / PAGE].to_vec();
+        if let Some(last) = self.pages.get(len / PAGE).filter(|_| !len.is_multiple_of(PAGE)) {
+            let number = self.place(last).unwrap_or_default();
+            pages.push(Arc::new(Page::Bytes(self.pool.read(number, len % PAGE)?)));
+        }
+        Ok(Snapshot { len, pages, state: Arc::new(fixed) })
     }
 
     /// The delta nets' memory.
@@ -99,12 +158,26 @@ impl State {
         Ok(out)
     }
 
-    /// Makes this the sequence that `snapshot` was taken of.
+    /// Makes this the sequence that `snapshot` was taken of. Whole pages are shared with it, if they are of the same pool.
     pub fn restore(&mut self, snapshot: &Snapshot, run: &mut dyn Run) -> Result<(), ModelError> {
-        let Self { layers, frozen, shape, .. } = self;
-        frozen.restore(snapshot, |positions, mut page: &[u8]| {
-            rows(layers, shape, &positions).try_for_each(|region| take(run, region, &mut page))
-        })?;
+        self.pages.clear();
+        if snapshot.pages.len() != snapshot.len.div_ceil(PAGE) {
+            return Err(foreign());
+        }
+        for (index, page) in snapshot.pages.iter().enumerate() {
+            let rows = PAGE.min(snapshot.len - index * PAGE);
+            let ours = match self.place(page) {
+                Some(_) if rows == PAGE => page.clone(),
+                _ => {
+                    let own = self.pool.take()?;
+                    self.pool.write(self.place(&own).unwrap_or_default(), rows, &page.read()?)?;
+                    own
+                }
+            };
+            self.pages.push(ours);
+        }
+        self.show(0, run)?;
+        let Self { layers, shape, .. } = self;
         let mut bytes = &snapshot.state[..];
         let newest = newest(layers, shape, rounded_until(snapshot.len)..snapshot.len);
         fixed(layers).chain(newest).try_for_each(|region| take(run, region, &mut bytes))?;
@@ -134,17 +207,9 @@ impl State {
 
 impl Drop for State {
     fn drop(&mut self) {
-        self.arenas.lock().push(std::mem::take(&mut self.layers));
+        let (layers, table) = (std::mem::take(&mut self.layers), self.table);
+        self.arenas.lock().push(Arena { layers, table });
     }
-}
-
-/// The regions of some positions' keys and values, layer by layer.
-fn rows(layers: &[LayerState], shape: &Heads, positions: &Range<usize>) -> impl Iterator<Item = Region> {
-    let (first, count, heads, room) = (positions.start, positions.len(), shape.kv_heads, shape.context);
-    let row = shape.format.row_bytes(shape.dim);
-    caches(layers)
-        .flat_map(|cache| [cache.keys, cache.values])
-        .flat_map(move |cache| (0..heads).map(move |head| cache.part((head * room + first) * row, count * row)))
 }
 
 /// The regions of keys and values that are kept in 16 bits beside fewer; the first position is a multiple of [`NEWEST`].
@@ -198,21 +263,26 @@ pub(super) fn append(run: &mut dyn Run, region: Region, out: &mut Vec<u8>) -> Re
 }
 
 fn take(run: &mut dyn Run, region: Region, from: &mut &[u8]) -> Result<(), ModelError> {
-    let foreign = || ModelError::Config("the snapshot belongs to another model".into());
     let bytes = from.split_off(..region.len).ok_or_else(foreign)?;
     Ok(run.write(region, bytes)?)
 }
 
-fn allocate(config: &Config, shape: &Heads, run: &mut dyn Run) -> Result<Vec<LayerState>, DeviceError> {
+fn foreign() -> ModelError {
+    ModelError::Config("the snapshot belongs to another model".into())
+}
+
+fn allocate(config: &Config, shape: &Heads, pool: &Pool, run: &mut dyn Run) -> Result<Arena, DeviceError> {
     let d = &config.delta;
-    let (cache, ring) = (shape.cache_bytes(), shape.newest_bytes());
+    let (table, ring) = (run.allocate(shape.pages() * 4)?, shape.newest_bytes());
+    let mut pages = pool.layers.iter();
     let layer = |full: &bool| {
         Ok(if *full {
             let mut newest = [Region::default(); 2];
             if ring > 0 {
                 newest = [run.allocate(ring)?, run.allocate(ring)?];
             }
-            LayerState::Attention(Cache { keys: run.allocate(cache)?, values: run.allocate(cache)?, newest })
+            let [keys, values] = *pages.next().ok_or_else(|| DeviceError("a layer has no pages".into()))?;
+            LayerState::Attention(Cache { keys, values, table, newest })
         } else {
             LayerState::DeltaNet(DeltaState {
                 conv: run.allocate((d.taps - 1) * d.mixed() * 4)?,
@@ -221,5 +291,6 @@ fn allocate(config: &Config, shape: &Heads, run: &mut dyn Run) -> Result<Vec<Lay
             })
         })
     };
-    config.full.iter().map(layer).collect()
+    let layers = config.full.iter().map(layer).collect::<Result<_, DeviceError>>()?;
+    Ok(Arena { layers, table })
 }

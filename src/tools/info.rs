@@ -152,7 +152,12 @@ impl Report {
         line("trunk", plan.trunk, String::new())?;
         line("KV cache", plan.kv, format!("{} tokens", plan.context))?;
         line("state", plan.state, String::new())?;
-        line("workspace", plan.workspace, format!("prefill in chunks of {} tokens", plan.chunk))?;
+        let mut chunks = format!("prefill in chunks of {} tokens", plan.chunk);
+        if plan.residency < 1.0 {
+            let absent = self.shape.total_experts() - plan.slots as u64;
+            chunks += &format!("; each reads up to {} of experts", Size(absent * self.shape.expert));
+        }
+        line("workspace", plan.workspace, chunks)?;
         if plan.draft > 0 {
             line("draft", plan.draft, "its weights and its context; --draft-model lookup takes none".into())?;
         }
@@ -169,7 +174,7 @@ impl Report {
     /// The prompt cache's checkpoints, and their price in slots.
     fn bought(&self, plan: &Plan) -> String {
         let shape = &self.shape;
-        let states = plan.prompt_cache.checked_div(shape.state).unwrap_or(0);
+        let states = plan.states(shape.state);
         if plan.prompt_cache == 0 || states == 0 {
             return "no checkpoint: only a prompt that goes on where the last one ended is not computed again".into();
         }

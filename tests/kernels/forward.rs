@@ -4,17 +4,24 @@
 #[path = "../common/mod.rs"]
 pub mod common;
 
-use crate::{gpu::HostGpu, host::Host};
+use crate::{gpu::HostGpu, host::Host, queue::place};
 use common::{argmax, load_with};
 use moestro::{
     config::Switch,
     device::Math,
     experts::{Io, Prefetch},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Routes, Rows, qwen::StoreOptions},
+    model::{
+        Model, Options, Qwen, Routes, Rows, Snapshot,
+        qwen::StoreOptions,
+        snapshot::{PAGE, Page},
+    },
     ops::KvBits,
 };
-use std::{path::Path, sync::atomic::Ordering};
+use std::{
+    path::Path,
+    sync::{Arc, atomic::Ordering},
+};
 
 pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
@@ -142,6 +149,32 @@ fn a_sequence_goes_on_from_a_snapshot() {
 }
 
 #[test]
+fn shared_pages_are_written_by_neither() {
+    let mut gpu = place(fast(), false);
+    let (size, pool, len) = (gpu.snapshot_size(), gpu.pool().unwrap(), PAGE + 3);
+    // Keys and values of a page are numbers between 0 and 1.
+    let page = |rows: usize| -> Vec<u8> {
+        let values = (0..rows * pool.page_bytes() as usize / PAGE / 4).map(|n| (n * 37 % 101) as f32 / 101.0);
+        values.flat_map(f32::to_le_bytes).collect()
+    };
+    let pages = [PAGE, len - PAGE].map(|rows| Arc::new(page(rows).into())).to_vec();
+    let made = Snapshot { len, pages, state: vec![0; size.state as usize].into() };
+    let mut state = gpu.restore(&made, None).unwrap();
+    let snapshot = gpu.snapshot(&mut state).unwrap();
+    let free = pool.free();
+    let mut other = gpu.restore(&snapshot, None).unwrap();
+    assert_eq!(free - pool.free(), 1, "the whole page is shared");
+    let mut row = |state: &mut _, id: u32| gpu.forward(state, &[id], Rows::Last).unwrap().data;
+    // In turn, so that each has the chance to see what the other wrote.
+    let (first, second, third) = (row(&mut state, 5), row(&mut other, 90), row(&mut state, 33));
+    let mut alone = Model::restore(&gpu, &made, None).unwrap();
+    let mut row = |id: u32| gpu.forward(&mut alone, &[id], Rows::Last).unwrap().data;
+    assert!(row(5) == first && row(33) == third && first != second);
+    let same = |(held, made): (&Arc<Page>, &Arc<Page>)| held.read().unwrap() == made.read().unwrap();
+    assert!(snapshot.pages.iter().zip(&made.pages).all(same));
+}
+
+#[test]
 fn nothing_depends_on_how_a_prompt_is_cut() {
     let case = cases().swap_remove(3);
     let mut gpu = resident(fast());
@@ -223,7 +256,8 @@ fn what_it_takes_is_what_the_plan_says() {
     let model = planned(options, gpu);
     let _state = model.start().unwrap();
     let (plan, taken) = (model.plan(), allocated.load(Ordering::Relaxed) as u64);
-    let planned = plan.kv + plan.state + plan.workspace;
+    // A quarter of the prompt cache is pages.
+    let planned = plan.kv + plan.prompt_cache / 4 + plan.state + plan.workspace;
     assert!(taken <= planned, "{taken} bytes, planned {planned}");
     assert!(taken > planned / 10 * 9, "{taken} bytes, planned {planned}: the rest would be slots");
 }

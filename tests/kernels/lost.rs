@@ -10,7 +10,7 @@ use moestro::{
     device::Queue,
     engine::{self, Options, Request, Sampling},
     metrics::Metrics,
-    model::{Model, Qwen},
+    model::{Model, Qwen, Rows, snapshot::PAGE},
 };
 use std::time::Duration;
 
@@ -44,8 +44,20 @@ fn the_cpu_goes_on_when_a_device_is_given_up() {
             };
             assert!(found == expected && !model.is_on_gpu(), "{fault:?}");
             assert!(!model.recover().unwrap() && answer(&mut model).unwrap() == expected);
+            goes_on(&mut model);
         }
     }
+}
+
+/// Pages have the form that keys and values have: a sequence goes on from a checkpoint as without.
+fn goes_on(model: &mut Qwen) {
+    let (mut state, pool) = (model.start().unwrap(), model.pool().unwrap());
+    assert_eq!(pool.page_bytes(), PAGE as u64 * model.kv_bytes());
+    model.forward(&mut state, &[5, 90, 33], Rows::None).unwrap();
+    let kept = model.snapshot(&mut state).unwrap();
+    let mut other = Model::restore(model, &kept, None).unwrap();
+    let [on, alone] = [&mut other, &mut state].map(|state| model.forward(state, &[2, 71], Rows::All).unwrap().data);
+    assert!(on == alone);
 }
 
 #[test]

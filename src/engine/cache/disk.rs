@@ -9,7 +9,7 @@ use super::{
 use crate::{
     model::{
         Snapshot, SnapshotSize,
-        snapshot::{PAGE, Shared},
+        snapshot::{PAGE, Page},
     },
     platform::os,
 };
@@ -18,7 +18,7 @@ use std::{
     collections::{HashMap, VecDeque},
     io,
     path::PathBuf,
-    sync::Arc,
+    sync::{Arc, Weak},
     time::{Duration, Instant, SystemTime},
 };
 
@@ -148,19 +148,28 @@ impl Cache {
 
     /// Reads the state behind `ids`, whose first pages are `known`. `None`: there is no room for it. An error has been
     /// reported, and the checkpoint is forgotten.
-    pub(super) fn read_back(&self, ids: &[u32], known: Vec<Shared>) -> Result<Option<Snapshot>, ()> {
+    pub(super) fn read_back(&self, ids: &[u32], known: Vec<Arc<Page>>) -> Result<Option<Snapshot>, ()> {
         let mut inner = self.inner.lock();
         let Some(files) = inner.disk.as_ref().map(|disk| disk.files.clone()) else { return Ok(None) };
         let whole = self.size.bytes(ids.len(), 0);
         let known = &known[..known.len().min(ids.len() / PAGE)];
-        let known: Vec<Shared> =
+        let known: Vec<Arc<Page>> =
             known.iter().filter(|page| page.len() as u64 == PAGE as u64 * self.size.position).cloned().collect();
-        if !self.fit(&mut inner, ids, Kind::Message, &|ledger| whole - ledger.held(&known)) {
+        let pool = inner.pool.clone();
+        let pages = if pool.is_some() { ids.len() / PAGE - known.len() } else { 0 };
+        let copied = self.size.bytes(ids.len(), if pool.is_some() { ids.len() } else { 0 });
+        // One more for what comes behind.
+        let more = if pool.is_some() { pages + 1 } else { 0 };
+        if !self.fit(&mut inner, ids, Kind::Message, more, &|ledger| copied - ledger.held(&known)) {
             return Ok(None);
         }
         drop(inner);
         let begin = Instant::now();
-        let read = files.read(ids, &known);
+        let keep = |bytes: Vec<u8>| match &pool {
+            Some(pool) => pool.put(&bytes).map_err(io::Error::other),
+            None => Ok(Arc::new(bytes.into())),
+        };
+        let read = files.read(ids, &known, &keep);
         let mut inner = self.inner.lock();
         match read {
             Ok(snapshot) => {
@@ -248,21 +257,35 @@ impl Cache {
 
     /// Writes the checkpoint that is worth most and is not there yet. False if there is none, or the disk failed.
     fn write_next(&self, inner: &mut MutexGuard<'_, Inner>) -> bool {
-        let Some((ids, snapshot, files, missing, bytes)) = inner.next_to_write(&self.size) else { return false };
+        let Some((ids, mut snapshot, files, missing, bytes)) = inner.next_to_write(&self.size) else { return false };
+        // Pages of the pool are left to whoever needs one meanwhile: then it is not written.
+        let pages: Vec<Weak<Page>> = snapshot.pages.iter().map(Arc::downgrade).collect();
+        snapshot.pages.retain(|page| matches!(**page, Page::Bytes(_)));
         // Held while it is written, so that it is counted even if it gives way meanwhile.
         inner.ledger.hold(&snapshot);
         let emptied = inner.emptied;
-        let written = MutexGuard::unlocked(inner, || files.write(&ids, &snapshot, &missing));
+        let written = MutexGuard::unlocked(inner, || files.write(&ids, &snapshot.state, &pages, &missing));
         if inner.emptied == emptied {
             inner.ledger.release(&snapshot);
         }
-        if let Err(error) = written {
-            let dir = files.dir().display();
-            tracing::warn!(%dir, %error, "checkpoints of prompts are not kept on the disk any more");
-            inner.give_up();
-            self.count(inner);
-            return false;
+        match written {
+            Ok(true) => {}
+            Ok(false) => {
+                // What has pages that cannot be read is of no use to anybody.
+                let ours = |one: &Snapshot| Arc::ptr_eq(&one.state, &snapshot.state);
+                let still = inner.exact(&ids).filter(|&id| inner.tree[id].memory.as_ref().is_some_and(ours));
+                still.into_iter().for_each(|id| self.evict(inner, id));
+                return true;
+            }
+            Err(error) => {
+                let dir = files.dir().display();
+                tracing::warn!(%dir, %error, "checkpoints of prompts are not kept on the disk any more");
+                inner.give_up();
+                self.count(inner);
+                return false;
+            }
         }
+        drop(snapshot);
         self.metrics.prompt_cache_disk_writes.inc();
         self.metrics.prompt_cache_disk_written_bytes.inc_by(bytes);
         let filed = OnDisk { bytes: files.bytes(ids.len()).0, used: SystemTime::now() };

@@ -14,22 +14,26 @@ use super::read::{READERS, Reader, Room, SHARE};
 use crate::{
     model::{
         Snapshot, SnapshotSize,
-        snapshot::{PAGE, Shared},
+        snapshot::{PAGE, Page, Shared},
     },
     platform::{MAX_BLOCK, each, zeros},
 };
 use sha2::{Digest as _, Sha256};
 use std::{
+    borrow::Cow,
     fs::{self, OpenOptions},
     io::{self, Read, Write},
     os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Weak},
     time::{Duration, SystemTime},
 };
 
 const MAGIC: &[u8; 8] = b"MOESTRO2";
 const HEADER: usize = 64;
+
+/// Makes a page of its bytes.
+pub type Keep<'a> = dyn Fn(Vec<u8>) -> io::Result<Arc<Page>> + Sync + 'a;
 
 /// Names the tokens up to a place.
 pub type Digest = [u8; 16];
@@ -127,20 +131,29 @@ impl Files {
         (state, HEADER as u64 + PAGE as u64 * self.size.position)
     }
 
-    /// Writes the state behind `ids`, after those of its pages that `wanted` says are not there yet.
-    pub fn write(&self, ids: &[u32], snapshot: &Snapshot, wanted: &[bool]) -> io::Result<()> {
-        let (pages, whole) = self.digests(ids);
-        for ((digest, page), _) in pages.iter().zip(&snapshot.pages).zip(wanted).filter(|(_, wanted)| **wanted) {
-            self.put(&page_name(digest), PAGE, &[page])?;
+    /// Writes the state behind `ids`, after those of its pages that `wanted` says are not there yet. False: one of them is
+    /// somebody else's by now, or its device does not give it. That is no error of the disk.
+    pub fn write(&self, ids: &[u32], state: &Shared, pages: &[Weak<Page>], wanted: &[bool]) -> io::Result<bool> {
+        let (digests, whole) = self.digests(ids);
+        // One page at a time is kept from others, for as long as it is read.
+        let read = |page: &Weak<Page>| page.upgrade().and_then(|page| page.read().map(Cow::into_owned).ok());
+        for ((digest, page), _) in digests.iter().zip(pages).zip(wanted).filter(|(_, wanted)| **wanted) {
+            let Some(bytes) = read(page) else { return Ok(false) };
+            self.put(&page_name(digest), PAGE, &[&bytes])?;
         }
-        let tail = snapshot.pages.get(ids.len() / PAGE).map_or(&[][..], |page| page);
-        self.put(&state_name(ids.len(), &whole), ids.len(), &[&snapshot.state, &words(ids), tail])
+        let tail = match pages.get(ids.len() / PAGE) {
+            Some(tail) => read(tail),
+            None => Some(Vec::new()),
+        };
+        let Some(tail) = tail else { return Ok(false) };
+        self.put(&state_name(ids.len(), &whole), ids.len(), &[state, &words(ids), &tail])?;
+        Ok(true)
     }
 
-    /// Reads the state behind `ids`. The first pages are `known`, so they need not be read.
-    pub fn read(&self, ids: &[u32], known: &[Shared]) -> io::Result<Snapshot> {
+    /// Reads the state behind `ids`. The first pages are `known`, so they need not be read; each other one goes to `keep`.
+    pub fn read(&self, ids: &[u32], known: &[Arc<Page>], keep: &Keep<'_>) -> io::Result<Snapshot> {
         enum Job<'a> {
-            Page(&'a Digest, &'a mut Vec<u8>),
+            Page(&'a Digest, &'a mut Option<Arc<Page>>),
             /// A part of the state's file, from this byte of it on: the header if it begins there, and the body.
             State(usize, &'a mut [u8], &'a mut [u8]),
         }
@@ -150,7 +163,7 @@ impl Files {
         let path = self.dir.join(state_name(ids.len(), &whole));
         let mut body = zeros(self.size.state as usize + tokens.len() + tail);
         let missing = &digests[known.len().min(digests.len())..];
-        let mut pages = vec![Vec::new(); missing.len()];
+        let mut pages = vec![None; missing.len()];
         let (len, mut header) = (body.len(), [0; HEADER]);
         // The state first: its parts are the longest jobs.
         let (first, rest) = body.split_at_mut(len.min(SHARE - HEADER));
@@ -161,7 +174,7 @@ impl Files {
             [Job::State(0, &mut header, first)].into_iter().chain(rest).chain(missing.iter().zip(&mut pages).map(page));
         let sums = each("prompt cache", READERS, jobs.collect(), Room::new, |job, room| match job {
             Job::Page(digest, into) => {
-                *into = self.page(digest, room)?;
+                *into = Some(keep(self.page(digest, room)?)?);
                 Ok(None)
             }
             Job::State(at, head, part) => {
@@ -176,10 +189,10 @@ impl Files {
             return Err(damaged("it is of another prompt"));
         }
         body.shrink_to_fit();
-        let read = pages.into_iter().map(Arc::new);
-        let mut pages: Vec<Shared> = known.iter().take(digests.len()).cloned().chain(read).collect();
+        let read = pages.into_iter().flatten();
+        let mut pages: Vec<Arc<Page>> = known.iter().take(digests.len()).cloned().chain(read).collect();
         if tail > 0 {
-            pages.push(Arc::new(behind.split_off(tokens.len())));
+            pages.push(Arc::new(behind.split_off(tokens.len()).into()));
         }
         // The next server lets go of what has not been used for longest.
         if let Ok(file) = OpenOptions::new().write(true).open(&path) {

@@ -5,6 +5,9 @@
 //! [`places`] says where that is. When memory is short, the checkpoint goes whose loss costs least for its bytes
 //! (GreedyDual-Size: Cao and Irani 1997): `worth = clock + weight * tokens / bytes`, where `tokens` are those to be
 //! computed again without it, and the clock is the worth of the last one that went, so what is not used grows old.
+//!
+//! Keys and values are pages of the model's pool, which checkpoints share with sequences: when a sequence needs one and none is
+//! free, checkpoints go as well. What a checkpoint has for itself are states, and the positions behind its last whole page.
 
 mod disk;
 mod files;
@@ -15,7 +18,7 @@ mod tree;
 
 use crate::{
     metrics::Metrics,
-    model::{Snapshot, SnapshotSize},
+    model::{Pool, Snapshot, SnapshotSize},
 };
 pub use disk::Storage;
 use disk::{Disk, OnDisk};
@@ -42,6 +45,8 @@ struct Inner {
     ledger: Ledger,
     /// Bytes of memory to take at most.
     limit: u64,
+    /// The pages of keys and values that checkpoints share with sequences; without, they have copies.
+    pool: Option<Arc<Pool>>,
     clock: f64,
     /// The number of times it was emptied.
     emptied: u64,
@@ -65,7 +70,7 @@ struct Checkpoint {
 pub struct Status {
     /// Bytes of memory at most.
     pub limit: u64,
-    /// Bytes and checkpoints in memory.
+    /// Bytes and checkpoints in memory; of pages, those beyond what the longest sequence has.
     pub bytes: u64,
     pub checkpoints: usize,
     /// `None` if nothing is kept on the disk.
@@ -92,8 +97,33 @@ impl Cache {
     pub fn new(limit: u64, size: SnapshotSize, metrics: Arc<Metrics>) -> Self {
         metrics.memory_prompt_cache.set(limit as i64);
         let (tree, ledger) = (Tree::default(), Ledger::default());
-        let inner = Inner { tree, ledger, limit, clock: 0.0, emptied: 0, disk: None, closed: false };
+        let inner = Inner { tree, ledger, limit, pool: None, clock: 0.0, emptied: 0, disk: None, closed: false };
         Self { inner: Mutex::new(inner), changed: Condvar::new(), size, metrics, writer: Mutex::default() }
+    }
+
+    /// From here on checkpoints share the pages of `pool`; those in memory are let go, since theirs may be gone.
+    pub fn share_pages(&self, pool: Option<Arc<Pool>>) {
+        let mut inner = self.inner.lock();
+        let held: Vec<Id> = inner.tree.iter().filter(|(_, one)| one.memory.is_some()).map(|(id, _)| id).collect();
+        held.into_iter().for_each(|id| self.evict(&mut inner, id));
+        inner.pool = pool;
+    }
+
+    /// Lets checkpoints go until there are `pages` for a sequence.
+    pub fn leave_pages(&self, pages: usize) {
+        if pages == 0 {
+            return;
+        }
+        let mut inner = self.inner.lock();
+        while inner.lacks(pages) {
+            let alone = |(id, snapshot): &(Id, &Snapshot)| inner.ledger.alone(snapshot).then_some(*id);
+            // The writer may hold one page for as long as it reads it.
+            let any = |(id, snapshot): &(Id, &Snapshot)| Ledger::of_pool(snapshot).next().map(|_| *id);
+            let least = inner.least(alone, &self.size).or_else(|| inner.least(any, &self.size));
+            let Some((worth, id)) = least else { return };
+            inner.clock = inner.clock.max(worth);
+            self.evict(&mut inner, id);
+        }
     }
 
     /// The longest checkpoint that `ids` begin with, if it is longer than `beyond` and leaves a token to compute. One that
@@ -131,7 +161,7 @@ impl Cache {
 
     /// The number of checkpoints that one prompt may take: half of all, and one at least.
     pub fn share(&self) -> usize {
-        let states = self.inner.lock().limit.checked_div(self.size.state).unwrap_or(0) as usize;
+        let states = self.inner.lock().room().checked_div(self.size.state).unwrap_or(0) as usize;
         if states == 0 { 0 } else { (states / 2).clamp(1, 8) }
     }
 
@@ -146,22 +176,25 @@ impl Cache {
             checkpoint.kind = checkpoint.kind.min(kind);
             return false;
         }
-        self.fit(&mut inner, ids, kind, &|_| need())
+        self.fit(&mut inner, ids, kind, 0, &|_| need())
     }
 
-    /// Lets checkpoints go until `need` bytes more are within the limit.
-    fn fit(&self, inner: &mut Inner, ids: &[u32], kind: Kind, need: &dyn Fn(&Ledger) -> u64) -> bool {
-        // Pages that it shares are counted in the limit, too.
-        if self.size.bytes(ids.len(), 0) > inner.limit {
+    /// Lets checkpoints go until `need` bytes more are within the limit, and there are so many `pages` more.
+    fn fit(&self, inner: &mut Inner, ids: &[u32], kind: Kind, pages: usize, need: &dyn Fn(&Ledger) -> u64) -> bool {
+        // Copies of pages that it shares are counted in the limit, too.
+        let shared = if inner.pool.is_some() { ids.len() } else { 0 };
+        if self.size.bytes(ids.len(), shared) > inner.room() {
             return false;
         }
         let path = inner.tree.path(ids);
         let fresh =
             ids.len() - path.iter().rfind(|&&id| inner.tree[id].memory.is_some()).map_or(0, |&id| inner.tree.len(id));
-        while inner.ledger.bytes() + need(&inner.ledger) > inner.limit {
-            let held = inner.tree.iter().filter(|(_, checkpoint)| checkpoint.memory.is_some());
-            let worths = held.map(|(id, _)| (inner.worth(id, &self.size), id));
-            let Some((worth, id)) = worths.min_by(|a, b| a.0.total_cmp(&b.0)) else { return false };
+        let short = |inner: &Inner| {
+            let bytes = inner.ledger.bytes() + need(&inner.ledger);
+            bytes > inner.room() || bytes + inner.over(pages) > inner.limit || inner.lacks(pages)
+        };
+        while short(inner) {
+            let Some((worth, id)) = inner.least(|(id, _)| Some(*id), &self.size) else { return false };
             let least = inner.clock + worth_of(kind, fresh, &self.size);
             if matches!(kind, Kind::Answer | Kind::Between) && worth > least {
                 return false;
@@ -213,7 +246,7 @@ impl Cache {
         let inner = self.inner.lock();
         let (checkpoints, on_disk) = inner.checkpoints();
         let disk = inner.disk.as_ref().map(|disk| disk.status(on_disk));
-        Status { limit: inner.limit, bytes: inner.ledger.bytes(), checkpoints, disk }
+        Status { limit: inner.limit, bytes: inner.bytes(), checkpoints, disk }
     }
 
     /// Takes a checkpoint out of memory.
@@ -233,7 +266,7 @@ impl Cache {
 
     fn count(&self, inner: &Inner) {
         let (in_memory, on_disk) = inner.checkpoints();
-        self.metrics.prompt_cache_bytes_memory.set(inner.ledger.bytes() as i64);
+        self.metrics.prompt_cache_bytes_memory.set(inner.bytes() as i64);
         self.metrics.prompt_cache_checkpoints_memory.set(in_memory as i64);
         self.metrics.prompt_cache_bytes_disk.set(inner.disk.as_ref().map_or(0, Disk::bytes) as i64);
         self.metrics.prompt_cache_checkpoints_disk.set(on_disk as i64);
@@ -246,6 +279,34 @@ impl Inner {
         let count =
             |place: fn(&Checkpoint) -> bool| self.tree.iter().filter(|(_, checkpoint)| place(checkpoint)).count();
         (count(|checkpoint| checkpoint.memory.is_some()), count(|checkpoint| checkpoint.disk.is_some()))
+    }
+
+    /// Bytes for copies at most: the budget less the pages that were set aside in it, if it is this plan's.
+    fn room(&self) -> u64 {
+        let beyond = self.pool.as_ref().map_or(0, |pool| pool.beyond());
+        self.limit.checked_sub(beyond).unwrap_or(self.limit)
+    }
+
+    /// Bytes of pages in use, and of `more`, beyond what the longest sequence has.
+    fn over(&self, more: usize) -> u64 {
+        self.pool.as_ref().map_or(0, |pool| pool.over(more))
+    }
+
+    fn bytes(&self) -> u64 {
+        self.ledger.bytes() + self.over(0)
+    }
+
+    /// True if there are not so many `pages` more, or not within the limit.
+    fn lacks(&self, pages: usize) -> bool {
+        let free = self.pool.as_ref().map_or(usize::MAX, |pool| pool.free());
+        pages > free || (self.over(pages) > 0 && self.ledger.bytes() + self.over(pages) > self.limit)
+    }
+
+    /// The checkpoint in memory that is worth least, of those that `which` says.
+    fn least(&self, which: impl Fn(&(Id, &Snapshot)) -> Option<Id>, size: &SnapshotSize) -> Option<(f64, Id)> {
+        let held = self.tree.iter().filter_map(|(id, checkpoint)| Some((id, checkpoint.memory.as_ref()?)));
+        let worths = held.filter_map(|one| which(&one)).map(|id| (self.worth(id, size), id));
+        worths.min_by(|a, b| a.0.total_cmp(&b.0))
     }
 
     fn worth(&self, id: Id, size: &SnapshotSize) -> f64 {

@@ -1,5 +1,6 @@
 use super::*;
-use crate::model::snapshot::PAGE;
+use crate::model::{Model, Options, Qwen, Rows, snapshot::PAGE};
+use std::path::Path;
 
 /// A state of 100 bytes and 1 byte a position.
 const SIZE: SnapshotSize = SnapshotSize { state: 100, position: 1 };
@@ -9,13 +10,24 @@ fn cache(limit: u64) -> Cache {
 }
 
 fn snapshot(len: usize) -> Snapshot {
-    let pages = (0..len).step_by(PAGE).map(|first| Arc::new(vec![7; PAGE.min(len - first)])).collect();
+    let pages = (0..len).step_by(PAGE).map(|first| Arc::new(vec![7; PAGE.min(len - first)].into())).collect();
     Snapshot { len, pages, state: Arc::new(vec![1; 100]) }
 }
 
 /// `count` tokens that begin with `first`.
 fn tokens(first: u32, count: usize) -> Vec<u32> {
     (0..count as u32).map(|n| first * 1000 + n).collect()
+}
+
+/// The demo, tokens, and what it keeps of them in its pages.
+pub(super) fn paged() -> (Qwen, Vec<u32>, Snapshot) {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
+    let (options, metrics) = (Options { threads: Some(1), ..Options::default() }, Metrics::new("test", "cpu"));
+    let mut model = Qwen::load(&demo, &options, &metrics, &mut |_, _| ()).unwrap();
+    let (mut state, ids) = (model.start().unwrap(), (0..PAGE as u32 + 3).collect::<Vec<_>>());
+    model.forward(&mut state, &ids, Rows::None).unwrap();
+    let snapshot = model.snapshot(&mut state).unwrap();
+    (model, ids, snapshot)
 }
 
 fn put(cache: &Cache, ids: &[u32], kind: Kind) -> bool {
@@ -140,4 +152,20 @@ fn an_answer_is_worth_only_what_it_adds_to_its_prompt() {
     assert_eq!(lens(&cache), [40, 100]);
     assert!(put(&cache, &answer, Kind::Message));
     assert_eq!(lens(&cache), [100, 140]);
+}
+
+#[test]
+fn a_page_that_the_writer_reads_is_left_to_a_sequence_all_the_same() {
+    let (model, ids, snapshot) = paged();
+    let (pool, read) = (model.pool().unwrap(), snapshot.pages[0].clone());
+    let cache = Cache::new(1 << 30, model.snapshot_size(), Metrics::new("test", "cpu"));
+    cache.share_pages(Some(pool.clone()));
+    cache.insert(&ids, Kind::Message, snapshot, 0);
+    let free = pool.free();
+    cache.leave_pages(free);
+    assert_eq!(lens(&cache), [ids.len()], "there were enough");
+    cache.leave_pages(free + 1);
+    assert_eq!((lens(&cache), pool.free()), (vec![], free));
+    drop(read);
+    assert_eq!(pool.free(), free + 1);
 }

@@ -1,11 +1,11 @@
-//! The cache of full attention's keys and values: `[KV, N, row]`, one row a position.
+//! The cache of full attention's keys and values, one row a position, in pages `[KV, PAGE, row]` or a ring `[KV, N, row]`.
 //!
 //! As f32 a row is its D values. As I16 it is D integers and then an f32 (as two more, low
 //! half first): the row's largest magnitude over 32639, times which an integer is the value. That is half the bytes,
 //! which is what decoding over a long context costs, and an error of at most 2e-5 of the row's largest value: less
 //! than bf16's of each.
 
-use super::{CacheWrite, Heads, NEWEST, integer::MOST, rounded};
+use super::{CacheWrite, Heads, NEWEST, PAGE, integer::MOST, rounded};
 use crate::{
     device::DeviceError,
     ops::{
@@ -66,30 +66,47 @@ impl Cached for i16 {
     }
 }
 
-/// A cache of keys or values, as a slice.
+/// A cache of keys or values: what is there of it around a position.
 #[derive(Clone, Copy)]
 pub(super) struct CachedHeads<'a, T> {
     data: &'a [T],
+    /// What is wanted when this is done with: the next page.
+    next: &'a [T],
     width: usize,
-    /// Key and value heads.
-    pub count: usize,
     /// Positions.
     pub room: usize,
-    /// The position of the first row: of a ring, a multiple of its room.
+    /// The position of the first row, a multiple of `room`.
     first: usize,
 }
 
 impl<'a, T: Cached> CachedHeads<'a, T> {
-    /// A cache of `count` heads with `room` rows of `dim` values each.
-    pub fn new(bytes: &'a [u8], count: usize, room: usize, dim: usize) -> Self {
+    /// A ring `[count, room, row]` of rows of `dim` values, or pages `[count, PAGE, row]` each that `table` names in order; to be
+    /// looked at from `position` on.
+    #[inline(always)]
+    pub fn around(bytes: &'a [u8], table: Option<&[u32]>, [count, room, dim]: [usize; 3], position: usize) -> Self {
         let (data, width) = (bytemuck::cast_slice(bytes), dim + T::TAIL);
-        Self { data: &data[..count * room * width], width, count, room, first: 0 }
+        let size = count * room * width;
+        let page = |index: usize| match table {
+            Some(table) => table.get(index).map(|page| &data[*page as usize * size..][..size]),
+            None => Some(&data[..size]),
+        };
+        let index = position / room;
+        let data = page(index).unwrap_or_default();
+        // Where there is none, what is there: asking for memory that is not costs a walk through the system's tables each time.
+        Self { data, next: page(index + 1).unwrap_or(data), width, room, first: index * room }
     }
 
-    /// A ring, to be looked at from `position` on.
+    /// The place of the row `rows` behind `position`, and so many bytes: a hint, it may be beyond the cache.
     #[inline(always)]
-    pub fn around(self, position: usize) -> Self {
-        Self { first: position / self.room * self.room, ..self }
+    pub fn ahead(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
+        let of = |data: &[T], row: usize| data.as_ptr().cast::<u8>().wrapping_add(row * self.width * size_of::<T>());
+        let (place, beyond) = (self.place(position), self.room * self.width * size_of::<T>());
+        let at = place * self.width * size_of::<T>() + bytes;
+        if at < beyond {
+            of(self.data, head * self.room).wrapping_add(at)
+        } else {
+            of(self.next, head * self.room).wrapping_add(at - beyond)
+        }
     }
 
     /// The number of a position's row.
@@ -125,12 +142,6 @@ impl<'a, T: Cached> CachedRows<'a, T> {
     pub fn iter(&self) -> impl Iterator<Item = &'a [T]> {
         self.data.chunks_exact(self.width)
     }
-
-    /// The place of the row that is so many behind the first: a hint, it may be beyond the cache.
-    #[inline(always)]
-    pub fn ahead(&self, rows: usize) -> *const T {
-        self.data.as_ptr().wrapping_add(rows * self.width)
-    }
 }
 
 impl CacheWrite<'_> {
@@ -163,6 +174,7 @@ impl CacheWrite<'_> {
             }
         });
         let caches = [self.cache.keys, self.cache.values].map(|cache| memory.bytes_mut(cache));
+        let table = memory.words(self.cache.table);
         let rings = self.cache.newest.map(|newest| memory.bytes_mut(newest));
         let mut to = caches.into_iter().zip(rings);
         let (Some(keys), Some(values)) = (to.next(), to.next()) else { return Ok(()) };
@@ -172,6 +184,8 @@ impl CacheWrite<'_> {
             let from = &proj[token * width + 2 * heads * dim..][..2 * shape.kv_heads * dim];
             for head in 0..shape.kv_heads {
                 let at = self.start + token;
+                let Some(page) = table.get(at / PAGE) else { return refuse(format!("no page for position {at}")) };
+                let at = (*page as usize, at);
                 turned(token, &from[head * dim..][..dim], k_norm, row);
                 shape.put(row, [&mut *keys.0, &mut *keys.1], head, at, scratch)?;
                 row.copy_from_slice(&from[(shape.kv_heads + head) * dim..][..dim]);
@@ -209,19 +223,19 @@ impl Heads {
         row: &mut [f32],
         [cache, newest]: [&mut [u8]; 2],
         head: usize,
-        position: usize,
+        (page, position): (usize, usize),
         scratch: &mut [i32; MOST],
     ) -> Result<(), DeviceError> {
-        let place = |room: usize, bytes: usize| (head * room + position % room) * bytes..;
+        let place = |first: usize, room: usize, bytes: usize| ((first + head) * room + position % room) * bytes..;
         let bytes = self.format.row_bytes(self.dim);
-        let to = &mut cache[place(self.context, bytes)][..bytes];
+        let to = &mut cache[place(page * self.kv_heads, PAGE, bytes)][..bytes];
         let Some((bits, ring)) = rounded::bits(self.format).zip(self.newest) else {
             return put(self.format, row, to, scratch);
         };
         rounded::turn(row);
         rounded::write(bits, row, to);
         let bytes = ring.format.row_bytes(self.dim);
-        put(ring.format, row, &mut newest[place(ring.room, bytes)][..bytes], scratch)
+        put(ring.format, row, &mut newest[place(0, ring.room, bytes)][..bytes], scratch)
     }
 }
 

@@ -1,4 +1,4 @@
-use super::{Attend, Cache, CacheWrite, Heads, Newest, Turn};
+use super::{Attend, Cache, CacheWrite, Heads, Newest, PAGE, Turn};
 use crate::{
     device::{DeviceError, Region},
     ops::{
@@ -35,8 +35,11 @@ fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), De
     let cache = Cache {
         keys: empty(shape.cache_bytes())?,
         values: empty(shape.cache_bytes())?,
+        table: Region::default(),
         newest: [empty(shape.newest_bytes())?, empty(shape.newest_bytes())?],
     };
+    let table = b.words(&[0])?;
+    let cache = Cache { table, ..cache };
     let op = CacheWrite { shape, start: 0, tokens, proj, turn, q, cache };
     b.cpu.run(&op.into())?;
     let ran = b.launch(op.dispatch());
@@ -88,11 +91,13 @@ fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result
     let partials = b.room(shape.partials(start, tokens))?;
     let mut caches = [Region::default(); 2];
     for cache in &mut caches {
-        let old = b.random.floats(shape.kv_heads * shape.context * dim);
+        let old = b.random.floats(shape.kv_heads * shape.pages() * PAGE * dim);
         *cache = b.floats(&old)?;
         store(b, *cache, &old, half)?;
     }
-    let cache = Cache { keys: caches[0], values: caches[1], newest: Default::default() };
+    // Not in order.
+    let table = b.words(&(0..shape.pages() as u32).rev().collect::<Vec<_>>())?;
+    let cache = Cache { keys: caches[0], values: caches[1], table, newest: Default::default() };
     let op = |shape| CacheWrite { shape, start, tokens, proj, turn, q, cache };
     b.cpu.run(&op(&plain).into())?;
     let ran = b.launch(op(shape).dispatch());

@@ -6,7 +6,7 @@
 //! queries that share it.
 
 use super::{
-    Attend,
+    Attend, PAGE,
     cache::{Cached, CachedHeads},
     integer::{self, Asked, Factors},
     kernels::{blend, collect, compare, soften},
@@ -24,12 +24,13 @@ use crate::{
 };
 use std::{
     cell::RefCell,
+    marker::PhantomData,
     ops::Range,
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// Positions of a block.
-pub(super) const BLOCK: usize = 256;
+/// Positions of a block, which is a page.
+pub(super) const BLOCK: usize = PAGE;
 /// Most queries that one task computes together.
 const QUERIES: usize = 64;
 /// Most blocks whose results wait to be folded.
@@ -47,17 +48,21 @@ impl Attend<'_> {
         shape.check(tokens)?;
         let caches = [self.cache.keys, self.cache.values].map(|cache| memory.bytes(cache));
         let newest = self.cache.newest.map(|cache| memory.bytes(cache));
+        let table = memory.words(self.cache.table);
+        if table.len() * PAGE < self.start + tokens {
+            return refuse(format!("{} pages for {tokens} tokens at {}", table.len(), self.start));
+        }
         let rounded = rounded::bits(shape.format);
         let threads = &cpu.compute.threads;
         // In 16 bits or more is the whole cache, or the newest positions.
-        let (format, room, fine) = match shape.newest {
-            Some(ring) if rounded.is_some() => (ring.format, ring.room, newest),
-            _ => (shape.format, shape.context, caches),
+        let (format, fine) = match shape.newest {
+            Some(ring) if rounded.is_some() => (ring.format, Fine { bytes: newest, table: None, room: ring.room }),
+            _ => (shape.format, Fine { bytes: caches, table: Some(table), room: PAGE }),
         };
-        let coarse = rounded.map(|bits| caches.map(|cache| Rounded::new(bits, cache, shared, shape.context, dim)));
+        let coarse = rounded.map(|bits| caches.map(|cache| Rounded::new(bits, cache, table, shared, dim)));
         match format {
-            CacheFormat::F32 => Work::<f32>::new(self, q, fine, room, coarse).all(threads, tokens, y),
-            CacheFormat::I16 => Work::<i16>::new(self, q, fine, room, coarse).all(threads, tokens, y),
+            CacheFormat::F32 => Work::<f32>::new(self, q, fine, coarse).all(threads, tokens, y),
+            CacheFormat::I16 => Work::<i16>::new(self, q, fine, coarse).all(threads, tokens, y),
             other => return refuse(format!("the CPU keeps no {other:?}")),
         }
         let proj = memory.floats(self.proj.floats(tokens * shape.width()));
@@ -85,13 +90,22 @@ wide! {
 /// Calls so far, so that a thread knows whose queries it has.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
+/// Keys and values in 16 bits or more: pages that `table` names, or a ring of `room` positions.
+struct Fine<'a> {
+    bytes: [&'a [u8]; 2],
+    table: Option<&'a [u32]>,
+    room: usize,
+}
+
 /// One call's arguments, shared by its tasks.
 struct Work<'a, T> {
     /// Above 0, and of no other call.
     call: u64,
     q: &'a [f32],
-    keys: CachedHeads<'a, T>,
-    values: CachedHeads<'a, T>,
+    fine: Fine<'a>,
+    values: PhantomData<T>,
+    /// Key and value heads.
+    shared: usize,
     /// Keys and values of all positions in few bits; then the others are a ring of the newest.
     coarse: Option<[Rounded<'a>; 2]>,
     at: usize,
@@ -133,14 +147,14 @@ thread_local! {
 }
 
 impl<'a, T: Cached> Work<'a, T> {
-    fn new(op: &Attend<'_>, q: &'a [f32], fine: [&'a [u8]; 2], room: usize, coarse: Option<[Rounded<'a>; 2]>) -> Self {
+    fn new(op: &Attend<'_>, q: &'a [f32], fine: Fine<'a>, coarse: Option<[Rounded<'a>; 2]>) -> Self {
         let (shape, dim) = (op.shape, op.shape.dim);
-        let [keys, values] = fine.map(|bytes| CachedHeads::new(bytes, shape.kv_heads, room, dim));
         Self {
             call: CALLS.fetch_add(1, Ordering::Relaxed) + 1,
             q,
-            keys,
-            values,
+            fine,
+            values: PhantomData,
+            shared: shape.kv_heads,
             coarse,
             at: op.start,
             heads: shape.heads,
@@ -152,7 +166,7 @@ impl<'a, T: Cached> Work<'a, T> {
 
     /// The results of all tokens.
     fn all(&self, threads: &Threads, tokens: usize, y: &mut [f32]) {
-        let (work, group, width, shared) = (self, self.group, self.width, self.keys.count);
+        let (work, group, width, shared) = (self, self.group, self.width, self.shared);
         let out = Out(y.as_mut_ptr());
         // A tile is some tokens with all query heads of one key head.
         let height = (QUERIES / group).max(1);
@@ -338,7 +352,9 @@ impl<T: Cached> Work<'_, T> {
     ) -> usize {
         let (width, (index, queries)) = (self.width, at);
         let mut scores = [[0f32; BLOCK]; N];
-        let (keys, values) = (self.keys.around(seen.start), self.values.around(seen.start));
+        let Fine { bytes, table, room } = &self.fine;
+        let sizes = [self.shared, *room, self.dim];
+        let [keys, values] = bytes.map(|bytes| CachedHeads::<T>::around(bytes, *table, sizes, seen.start));
         match &coarse {
             None => {
                 let rows: [&[f32]; N] = std::array::from_fn(|n| &query.padded[(index + n) * width..][..width]);

@@ -47,7 +47,7 @@ impl Heads {
     fn args(&self, start: usize, tokens: usize) -> Vec<u32> {
         assert!(self.dim <= 256 && self.heads / self.kv_heads <= 32, "heads of {}", self.dim);
         assert!(start + tokens <= self.context, "position {} of {}", start + tokens, self.context);
-        let words = [tokens, self.width(), self.heads, self.kv_heads, self.dim, self.rotary, start, self.context];
+        let words = [tokens, self.width(), self.heads, self.kv_heads, self.dim, self.rotary, start];
         let mut args = words.map(|w| w as u32).to_vec();
         args.push(self.splits(start, tokens) as u32);
         args.extend([self.eps.to_bits(), (1.0 / (self.dim as f32).sqrt()).to_bits()]);
@@ -78,8 +78,9 @@ impl CacheWrite<'_> {
                 Binding::read(turn.k_norm.floats(shape.dim)),
                 Binding::read(turn.turn.floats(tokens * shape.rotary)),
                 Binding::write(q.floats(tokens * shape.heads * shape.dim)),
-                Binding::update(cache.keys.first(shape.cache_bytes())),
-                Binding::update(cache.values.first(shape.cache_bytes())),
+                Binding::update(cache.keys),
+                Binding::update(cache.values),
+                Binding::read(cache.table),
             ],
             grid: [(shape.heads + 2 * shape.kv_heads) as u32, tokens as u32, 1],
             threads: 32,
@@ -99,18 +100,16 @@ impl Attend<'_> {
         let row = shape.partials(start, tokens) / tokens.max(1) * 4;
         let at_once = (self.partials.len / row.max(1)).clamp(1, most);
         (0..tokens).step_by(at_once).map(move |first| {
-            let count = at_once.min(tokens - first);
-            let queries = shape.heads * shape.dim;
-            let part = Self {
-                start: start + first,
-                tokens: count,
-                q: self.q.rows(first, count, queries),
-                proj: self.proj.rows(first, count, shape.width()),
-                y: self.y.rows(first, count, queries),
-                ..*self
-            };
+            let part = self.part(first, at_once.min(tokens - first));
             [part.splits(), part.fold()]
         })
+    }
+
+    /// Some of the rows.
+    pub(super) fn part(&self, first: usize, count: usize) -> Self {
+        let (queries, width) = (self.shape.heads * self.shape.dim, self.shape.width());
+        let [q, y] = [self.q, self.y].map(|region| region.rows(first, count, queries));
+        Self { start: self.start + first, tokens: count, q, proj: self.proj.rows(first, count, width), y, ..*self }
     }
 
     fn splits(&self) -> Dispatch {
@@ -120,8 +119,9 @@ impl Attend<'_> {
         let simdgroups = if shape.newest.is_none() && groups.is_multiple_of(2) { groups / 2 } else { groups };
         let mut bindings = vec![
             Binding::read(q.floats(tokens * shape.heads * shape.dim)),
-            Binding::read(cache.keys.first(shape.cache_bytes())),
-            Binding::read(cache.values.first(shape.cache_bytes())),
+            Binding::read(cache.keys),
+            Binding::read(cache.values),
+            Binding::read(cache.table),
         ];
         if shape.newest.is_some() {
             bindings.extend(cache.newest.map(|newest| Binding::read(newest.first(shape.newest_bytes()))));

@@ -152,7 +152,7 @@ pub(super) fn collect<const N: usize>(
     seen: Range<usize>,
     factors: &mut Factors,
 ) {
-    let [next, rows] = [keys, values].map(|cache| cache.rows(head, seen.start, seen.len()));
+    let (rows, next) = (values.rows(head, seen.start, seen.len()), keys.behind(head, seen.start, seen.len()));
     let groups = values.dim / GROUP;
     factors.each.resize(groups.max(factors.each.len()), [0.0; BLOCK]);
     factors.back.resize(groups.max(factors.back.len()), 0.0);

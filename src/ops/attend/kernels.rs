@@ -61,7 +61,7 @@ fn compare_sets<V: Vector, T: Cached, const N: usize, const K: usize>(
 ) -> usize {
     let count = seen.len() / K * K;
     for index in (0..count).step_by(K) {
-        let ahead = keys.row(head, seen.start + index).as_ptr().cast::<u8>().wrapping_add(AHEAD);
+        let ahead = keys.ahead(head, seen.start + index, AHEAD);
         let mut rows: [&[T]; K] = [&[]; K];
         let mut scales = [0f32; K];
         for k in 0..K {
@@ -109,8 +109,8 @@ wide! {
                 }
             }
             // Each pass over some columns asks for its part.
-            let ahead = rows.ahead(STRIPS_AHEAD * STRIP);
-            let ahead = |at: usize| ahead.wrapping_add(at * STRIP * rows.width / dim).cast();
+            let ahead = values.ahead(head, seen.start + first, STRIPS_AHEAD * STRIP * rows.width * size_of::<T>());
+            let ahead = |at: usize| ahead.wrapping_add(at * STRIP * rows.width / dim * size_of::<T>());
             let mut at = 0;
             while V::MANY && at + 32 <= dim {
                 add::<V, T, N, 2>(sums, width, scores, strip.clone(), &rows, at, ahead(at));

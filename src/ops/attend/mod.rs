@@ -20,6 +20,9 @@ pub use rounded::{GROUP, NEWEST, rounded_until};
 use super::run::CacheFormat;
 use crate::device::{Effect, Region};
 
+/// Positions in a page of keys and values.
+pub const PAGE: usize = 256;
+
 /// Heads and sizes. A row of the projection is `(query, gate) of each head | keys | values`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Heads {
@@ -30,7 +33,7 @@ pub struct Heads {
     pub rotary: usize,
     /// Of the query and key norms.
     pub eps: f32,
-    /// Positions the cache has room for.
+    /// Positions of a sequence at most.
     pub context: usize,
     pub format: CacheFormat,
     /// The newest positions are kept so as well; if, and only if, the cache has fewer than 16 bits.
@@ -50,9 +53,19 @@ impl Heads {
         (2 * self.heads + 2 * self.kv_heads) * self.dim
     }
 
-    /// Bytes of keys (or of values).
+    /// Bytes of the keys (or of the values) of one page.
+    pub fn page_bytes(&self) -> usize {
+        self.kv_heads * PAGE * self.format.row_bytes(self.dim)
+    }
+
+    /// Pages that a whole context takes.
+    pub fn pages(&self) -> usize {
+        self.context.div_ceil(PAGE)
+    }
+
+    /// Bytes of the keys (or of the values) of a whole context.
     pub fn cache_bytes(&self) -> usize {
-        self.kv_heads * self.context * self.format.row_bytes(self.dim)
+        self.pages() * self.page_bytes()
     }
 
     /// Bytes of the newest keys (or values).
@@ -61,11 +74,14 @@ impl Heads {
     }
 }
 
-/// The cache `[kv_heads, context, row]`.
+/// Keys and values in pages `[pages, kv_heads, PAGE, row]`, which sequences share: position `p` is row `p % PAGE` of the page
+/// that the table has at `p / PAGE`.
 #[derive(Debug, Clone, Copy)]
 pub struct Cache {
     pub keys: Region,
     pub values: Region,
+    /// A sequence's pages, one number for each [`PAGE`] positions.
+    pub table: Region,
     /// Keys and values of the newest positions, `[kv_heads, room, row]`; empty if the cache has 16 bits or more.
     pub newest: [Region; 2],
 }
@@ -117,6 +133,7 @@ impl CacheWrite<'_> {
         see(self.proj.floats(tokens * shape.width()), Effect::Read);
         see(self.turn.turn.floats(tokens * shape.rotary), Effect::Read);
         see(self.q.floats(tokens * shape.heads * shape.dim), Effect::Write);
+        see(self.cache.table, Effect::Read);
         see(self.cache.keys, Effect::Update);
         see(self.cache.values, Effect::Update);
         self.cache.newest.iter().for_each(|newest| see(*newest, Effect::Update));
@@ -129,6 +146,7 @@ impl Attend<'_> {
         let queries = tokens * shape.heads * shape.dim;
         see(self.q.floats(queries), Effect::Read);
         see(self.proj.floats(tokens * shape.width()), Effect::Read);
+        see(self.cache.table, Effect::Read);
         see(self.cache.keys, Effect::Read);
         see(self.cache.values, Effect::Read);
         self.cache.newest.iter().for_each(|newest| see(*newest, Effect::Read));

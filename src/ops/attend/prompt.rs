@@ -14,15 +14,9 @@ const WORK: usize = 1 << 24;
 impl Attend<'_> {
     /// Attention with the gate, of as many rows at a time as are [`WORK`]. The cache is f32 or bf16.
     pub fn halves(&self) -> impl Iterator<Item = Dispatch> {
-        let Self { shape, start, tokens, .. } = *self;
+        let Self { start, tokens, .. } = *self;
         let at_once = (WORK / (start + tokens).max(1)).max(QUERIES);
-        let queries = shape.heads * shape.dim;
-        (0..tokens).step_by(at_once).map(move |first| {
-            let count = at_once.min(tokens - first);
-            let (q, y) = (self.q.rows(first, count, queries), self.y.rows(first, count, queries));
-            let proj = self.proj.rows(first, count, shape.width());
-            Self { start: start + first, tokens: count, q, proj, y, ..*self }.half()
-        })
+        (0..tokens).step_by(at_once).map(move |first| self.part(first, at_once.min(tokens - first)).half())
     }
 
     fn half(&self) -> Dispatch {
@@ -30,7 +24,7 @@ impl Attend<'_> {
         assert!(shape.dim <= 256 && shape.newest.is_none(), "heads of {}", shape.dim);
         assert!(start + tokens <= shape.context, "position {} of {}", start + tokens, shape.context);
         let queries = tokens * shape.heads * shape.dim;
-        let words = [tokens, shape.width(), shape.heads, shape.kv_heads, shape.dim, start, shape.context];
+        let words = [tokens, shape.width(), shape.heads, shape.kv_heads, shape.dim, start];
         let mut args = words.map(|word| word as u32).to_vec();
         args.push((1.0 / (shape.dim as f32).sqrt()).to_bits());
         let pairs = tokens * (shape.heads / shape.kv_heads);
@@ -39,8 +33,9 @@ impl Attend<'_> {
             args,
             bindings: vec![
                 Binding::read(q.floats(queries)),
-                Binding::read(cache.keys.first(shape.cache_bytes())),
-                Binding::read(cache.values.first(shape.cache_bytes())),
+                Binding::read(cache.keys),
+                Binding::read(cache.values),
+                Binding::read(cache.table),
                 Binding::read(proj.floats(tokens * shape.width())),
                 Binding::write(y.floats(queries)),
             ],

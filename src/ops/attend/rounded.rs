@@ -9,7 +9,7 @@
 //! The newest positions are kept in 16 bits as well, in a ring: a query at `p` sees those from [`rounded_until`]`(p)` on
 //! there. That depends on `p` alone, so a row's result does not depend on when it was computed.
 
-use super::Heads;
+use super::{Heads, PAGE};
 use crate::ops::{CacheFormat, simd::wide};
 
 /// Values that share a scale.
@@ -129,27 +129,35 @@ impl Heads {
     }
 }
 
-/// Rows `[heads, room, row]` in 8 or 4 bits.
+/// Rows in 8 or 4 bits, in pages `[heads, PAGE, row]` that a table names.
 #[derive(Clone, Copy)]
 pub(super) struct Rounded<'a> {
     pub bits: usize,
     pub dim: usize,
     bytes: &'a [u8],
+    table: &'a [u32],
+    heads: usize,
     /// Bytes of a row.
     pub row: usize,
-    room: usize,
 }
 
 impl<'a> Rounded<'a> {
-    pub fn new(bits: usize, bytes: &'a [u8], heads: usize, room: usize, dim: usize) -> Self {
-        let row = row_bytes(bits, dim);
-        Self { bits, dim, bytes: &bytes[..heads * room * row], row, room }
+    pub fn new(bits: usize, bytes: &'a [u8], table: &'a [u32], heads: usize, dim: usize) -> Self {
+        Self { bits, dim, bytes, table, heads, row: row_bytes(bits, dim) }
     }
 
-    /// The rows of positions `first..first + count`.
+    /// As many rows from the page behind that of `first` on, if there is one; else those of this one.
+    #[inline(always)]
+    pub fn behind(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
+        let next = first / PAGE * PAGE + PAGE;
+        self.rows(head, if next / PAGE < self.table.len() { next } else { first }, count)
+    }
+
+    /// The rows of positions `first..first + count`, which are in one page.
     #[inline(always)]
     pub fn rows(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
-        &self.bytes[(head * self.room + first) * self.row..][..count * self.row]
+        let page = self.table[first / PAGE] as usize;
+        &self.bytes[((page * self.heads + head) * PAGE + first % PAGE) * self.row..][..count * self.row]
     }
 }
 

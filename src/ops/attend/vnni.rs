@@ -138,7 +138,7 @@ fn fetch(at: *const u8, bytes: usize) {
 ///
 /// # Safety
 /// The processor has these features; `rows` are whole rows of `values`, a multiple of 64 and at most [`BLOCK`]; `dim` is a
-/// multiple of 64 and at most [`MOST`]. What lies behind `next` is wanted afterwards.
+/// multiple of 64 and at most [`MOST`]. `next` is wanted afterwards.
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn collect<const N: usize>(
     sums: &mut [f32],
@@ -162,7 +162,7 @@ pub(super) unsafe fn collect<const N: usize>(
         // A third of what is wanted next is asked for while values are interleaved, the rest while they meet weights.
         let steps = dim / 64 * quads.max(1);
         let [ahead, piece] = [rows.len() / 3 / steps, rows.len() * 2 / 3 / (steps * N.div_ceil(2))];
-        let [early, late] = [0, rows.len() / 3].map(|at| next.as_ptr().wrapping_add(rows.len() + at));
+        let [early, late] = [0, rows.len() / 3].map(|at| next.as_ptr().wrapping_add(at));
         for pair in 0..dim / 64 {
             for quad in 0..quads {
                 fetch(early.wrapping_add((pair * quads + quad) * ahead), ahead);

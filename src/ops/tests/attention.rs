@@ -29,7 +29,8 @@ impl Filled {
         shape.context = count + 3;
         let proj = lab.random(random, count * shape.width());
         let cache = [0, 1].map(|_| lab.cpu_room(shape.cache_bytes()));
-        let cache = Cache { keys: cache[0], values: cache[1], newest: Default::default() };
+        let table = lab.table(shape.pages());
+        let cache = Cache { keys: cache[0], values: cache[1], table, newest: Default::default() };
         let q = lab.room(count * shape.heads * shape.dim);
         let ones = lab.floats(&vec![1.0; shape.dim]);
         let turn = lab.room(count * shape.rotary);

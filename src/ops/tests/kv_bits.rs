@@ -6,7 +6,7 @@ use crate::{
     device::Region,
     ops::{
         Attend, Cache, CacheFormat, CacheWrite, Heads, Newest, Run, Turn,
-        attend::{GROUP, NEWEST, rounded_until},
+        attend::{GROUP, NEWEST, PAGE, rounded_until},
         simd::{
             Isa,
             tests::{Random, with},
@@ -39,7 +39,8 @@ impl Filled {
         let [keys, values] = [0, 1].map(|_| lab.cpu.allocate(shape.cache_bytes()).unwrap());
         let ring =
             |_| if newest.is_some() { lab.cpu.allocate(shape.newest_bytes()).unwrap() } else { Region::default() };
-        let cache = Cache { keys, values, newest: [0, 1].map(ring) };
+        let newest = [0, 1].map(ring);
+        let cache = Cache { keys, values, table: lab.table(shape.pages()), newest };
         let q = lab.room(count * heads * dim);
         let ones = lab.floats(&vec![1.0; dim]);
         let turn = Turn { q_norm: ones, k_norm: ones, turn: Region::default() };
@@ -64,10 +65,11 @@ impl Filled {
 
     /// A row as it is documented, in f64.
     fn rounded(&self, lab: &mut Lab, region: Region, head: usize, position: usize) -> Vec<f64> {
-        let Heads { dim, context, format, .. } = self.shape;
+        let Heads { kv_heads, dim, format, .. } = self.shape;
+        let page = self.shape.pages() - 1 - position / PAGE;
         let row = format.row_bytes(dim);
         let mut bytes = vec![0; row];
-        lab.cpu.read(region.part((head * context + position) * row, row), &mut bytes).unwrap();
+        lab.cpu.read(region.part(((page * kv_heads + head) * PAGE + position % PAGE) * row, row), &mut bytes).unwrap();
         let bits = if format == CacheFormat::Eight { 8 } else { 4 };
         let scales = &bytes[dim * bits / 8..];
         let value = |at: usize| {

@@ -46,6 +46,11 @@ impl Lab {
         self.floats(&(0..count).map(|_| random.unit()).collect::<Vec<_>>())
     }
 
+    /// The pages of a context, from the last to the first.
+    fn table(&mut self, pages: usize) -> Region {
+        self.bytes(bytemuck::cast_slice(&(0..pages as u32).rev().collect::<Vec<_>>()))
+    }
+
     fn room(&mut self, count: usize) -> Region {
         self.cpu.allocate(count * 4).unwrap()
     }

@@ -1,6 +1,6 @@
 use super::super::Place;
 use super::*;
-use crate::metrics::Metrics;
+use crate::{metrics::Metrics, model::Model};
 use std::{fs, os::unix::fs::PermissionsExt, path::Path};
 
 /// A state of 100 bytes and 2 bytes a position.
@@ -18,7 +18,7 @@ fn cache(storage: Option<&Storage>) -> Arc<Cache> {
 
 /// A snapshot whose bytes depend on the tokens.
 fn snapshot(ids: &[u32]) -> Snapshot {
-    let bytes = |ids: &[u32]| Arc::new(ids.iter().flat_map(|id| [*id as u8, 9]).collect());
+    let bytes = |ids: &[u32]| Arc::new(Page::Bytes(ids.iter().flat_map(|id| [*id as u8, 9]).collect()));
     Snapshot {
         len: ids.len(),
         pages: ids.chunks(PAGE).map(bytes).collect(),
@@ -35,7 +35,8 @@ fn put(cache: &Cache, ids: &[u32]) {
 fn found(cache: &Cache, ids: &[u32]) -> Option<(usize, Place)> {
     let (found, place) = cache.deepest(&[ids, &[0]].concat(), 0)?;
     let expected = snapshot(&ids[..found.len]);
-    assert_eq!((&found.pages, &found.state), (&expected.pages, &expected.state));
+    let pages = |of: &Snapshot| of.pages.iter().map(|page| page.read().unwrap().into_owned()).collect::<Vec<_>>();
+    assert_eq!((pages(&found), &found.state), (pages(&expected), &expected.state));
     Some((found.len, place))
 }
 
@@ -361,7 +362,7 @@ fn a_state_behind_no_tokens_is_of_no_use() {
     let dir = tempfile::tempdir().unwrap();
     let Storage { key, .. } = storage(dir.path());
     let (own, _) = Files::open(dir.path(), &key, SIZE).unwrap();
-    own.write(&[], &snapshot(&[]), &[]).unwrap();
+    own.write(&[], &snapshot(&[]).state, &[], &[]).unwrap();
     assert_eq!(files(dir.path(), "state").len(), 1);
     let (_, there) = Files::open(dir.path(), &key, SIZE).unwrap();
     assert_eq!((there.len(), files(dir.path(), "state").len()), (0, 0));
@@ -380,4 +381,16 @@ fn other_models_go_until_the_rest_is_within_the_bound() {
         assert_eq!(own.make_way(dir.path(), most).unwrap(), left);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1 + others, "{most} bytes");
     }
+}
+
+#[test]
+fn a_page_whose_device_is_gone_is_no_error_of_the_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, ids, snapshot) = super::super::tests::paged();
+    let cache = Arc::new(Cache::new(1 << 30, model.snapshot_size(), Metrics::new("test", "cpu")));
+    cache.store_in(&storage(dir.path()));
+    drop(model);
+    cache.insert(&ids, Kind::Message, snapshot, 0);
+    cache.close();
+    assert_eq!((cache.status().checkpoints, cache.status().disk.unwrap().checkpoints), (0, 0));
 }
