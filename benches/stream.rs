@@ -5,7 +5,7 @@
 //!     [--prefetch auto|on|off] [--trace FILE] [--seed N] [--ids FILE] [--checks beside|before]
 //! ```
 //! LIMIT is the memory limit in bytes (0: none). `--tokens 64,p256,64` is 64 tokens one by one, a prompt of 256, and 64 more;
-//! `--chunk` is the prompt's chunk, `--context` the room. The tokens are drawn at random from the vocabulary, as llama-bench
+//! `--chunk` is the prompt's chunk (`plan`: what the memory plan chooses), `--context` the room. The tokens are drawn at random from the vocabulary, as llama-bench
 //! draws them, or are those of a file of numbers, from its start again when it ends. Prints `MARK start` and `MARK phase`
 //! lines, so that a wrapper can account for the phases, and one line `RESULT {json}` with tokens a second, hit rate and
 //! bytes for each phase, and the most memory that was resident. `--checks before`: a packed expert is used when its checksum
@@ -37,7 +37,7 @@ fn main() {
             serving: false,
             limit: (limit > 0).then_some(limit),
             context: Some(number("--context", 512)),
-            chunk: Some(number("--chunk", 16)),
+            chunk: (flag("--chunk") != Some("plan")).then(|| number("--chunk", 16)),
             prompt_cache: Some(0),
             stream: if flag("--stream") == Some("on") { Switch::On } else { Switch::Auto },
             buffered: flag("--io") == Some("buffered"),
@@ -82,7 +82,8 @@ fn main() {
         ((seed >> 33) % vocab) as u32
     };
     let slots = metrics.expert_slots.get();
-    println!("MARK start slots {slots} loaded {loaded:.2} s");
+    let chunk = model.chunk();
+    println!("MARK start slots {slots} chunk {chunk} loaded {loaded:.2} s");
     let mut phases = Vec::new();
     for phase in flag("--tokens").unwrap_or("64,64").split(',') {
         let tokens: usize = phase.trim_start_matches('p').parse().expect("tokens");
@@ -120,6 +121,6 @@ fn main() {
         }));
     }
     let peak = peak_resident_memory();
-    let result = serde_json::json!({ "slots": slots, "loaded_s": loaded, "peak_resident": peak, "phases": phases });
+    let result = serde_json::json!({ "slots": slots, "chunk": chunk, "loaded_s": loaded, "peak_resident": peak, "phases": phases });
     println!("RESULT {result}");
 }

@@ -1,4 +1,5 @@
-//! Few heap allocations a token, and none that grows with the context: counted, on all threads, once decoding is warm.
+//! Few heap allocations a token, and none that grows with the context: counted, on all threads, once decoding is warm. And what a
+//! chunk of a prompt takes is in the plan.
 
 mod common;
 
@@ -15,6 +16,7 @@ struct Counting;
 
 static CALLS: AtomicU64 = AtomicU64::new(0);
 static BYTES: AtomicU64 = AtomicU64::new(0);
+static FREED: AtomicU64 = AtomicU64::new(0);
 
 fn count(bytes: usize) {
     CALLS.fetch_add(1, Relaxed);
@@ -37,11 +39,13 @@ unsafe impl GlobalAlloc for Counting {
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(size);
+        FREED.fetch_add(layout.size() as u64, Relaxed);
         // SAFETY: passed on.
         unsafe { System.realloc(at, layout, size) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        FREED.fetch_add(layout.size() as u64, Relaxed);
         // SAFETY: passed on.
         unsafe { System.dealloc(at, layout) }
     }
@@ -66,7 +70,32 @@ fn measure(model: &mut Qwen, state: &mut State, tokens: u32) -> (u64, u64) {
     (calls / u64::from(tokens), bytes / u64::from(tokens))
 }
 
+/// What a chunk takes beside the buffers that are planned for every device is in the plan, and not much more than that.
+fn a_chunk_takes_no_more_than_is_planned() {
+    const FEW: usize = 256;
+    const MANY: usize = 2048;
+    let mut options = Options { threads: Some(2), ..Options::default() };
+    (options.wishes.context, options.wishes.chunk) = (Some(FEW + MANY), Some(MANY));
+    let mut model = load_with(Path::new(DEMO), options);
+    let mut state = model.start().unwrap();
+    let mut held = [FEW, MANY].map(|rows| {
+        let ids: Vec<u32> = (0..rows as u32).map(|index| index * 71 % 1500).collect();
+        model.forward(&mut state, &ids, Rows::None).unwrap();
+        BYTES.load(Relaxed) - FREED.load(Relaxed)
+    });
+    held[1] -= held[0];
+    let (taken, planned) = (held[1] / (MANY - FEW) as u64, model.config().scratch_per_row());
+    println!("{taken} bytes a row, {planned} planned");
+    assert!(taken <= planned && taken > planned / 2, "{taken} bytes a row, {planned} planned");
+}
+
+/// One test, since others beside it would be counted.
 #[test]
+fn little_is_allocated() {
+    a_chunk_takes_no_more_than_is_planned();
+    decode_allocates_little_and_no_more_as_the_context_grows();
+}
+
 fn decode_allocates_little_and_no_more_as_the_context_grows() {
     let mut options = Options { threads: Some(2), ..Options::default() };
     options.wishes.context = Some(6000);

@@ -9,7 +9,11 @@ use crate::{
 /// Rows of logits computed at once.
 pub const LOGITS: usize = 16;
 
-/// Room for up to `rows` rows; every layer uses the same.
+/// Words that each buffer of a mixer and of a feed-forward begins at a multiple of.
+const LINE: usize = 64;
+
+/// Room for up to `rows` rows; every layer uses the same. A layer's mixer is over when its feed-forward begins, so what only one
+/// of the two needs (`proj` to `y`, and the experts' `act` and `out`) is the same memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Buffers {
     pub rows: usize,
@@ -83,22 +87,29 @@ impl Buffers {
         }
         let few = rows.min(limits.by_place.max(1));
         let mut take = |words: usize| take(words * 4);
+        let (mixer, ffn) = ([proj, mixed, values, values], [act, out]);
+        let stride = |words: &usize| words.next_multiple_of(LINE);
+        let strides = |all: &[usize]| all.iter().map(stride).sum::<usize>();
+        let both = take(rows * strides(&mixer).max(strides(&ffn)))?;
+        let part = |all: &[usize], index: usize| both.part(rows * strides(&all[..index]) * 4, rows * all[index] * 4);
+        let [proj, mixed, heads, y] = [0, 1, 2, 3].map(|index| part(&mixer, index));
+        let [act, out] = [0, 1].map(|index| part(&ffn, index));
         Ok(Self {
             rows,
             ids: take(rows)?,
             h: take(rows * hidden)?,
             normed: take(rows * hidden)?,
             turn: take(rows * config.attention.rotated)?,
-            proj: take(rows * proj)?,
-            mixed: take(rows * mixed)?,
-            out: take(rows * values)?,
-            y: take(rows * values)?,
+            proj,
+            mixed,
+            out: heads,
+            y,
             partials: take(partials)?,
             room: Room {
                 scores: take(rows * scores)?,
                 weights: take(rows * (k + 1))?,
-                act: take(rows * act)?,
-                out: take(rows * out)?,
+                act,
+                out,
                 jobs: take(rows * k * 3)?,
                 order: take(rows * k)?,
             },
@@ -125,5 +136,48 @@ impl Buffers {
         let (many, more) = (bytes(2 * LOGITS), bytes(2 * LOGITS + 1));
         let row = more - many;
         (row, many - row * 2 * LOGITS as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        device::Math,
+        ops::{Cpu, gpu_limits},
+    };
+    use std::convert::Infallible;
+
+    #[test]
+    fn a_feed_forward_has_the_memory_of_the_mixer_before_it() {
+        let demo = include_str!("../../models/demo/moestro-demo/config.json");
+        let mut config = Config::new(&serde_json::from_str(demo).unwrap()).unwrap();
+        let moe = config.ffn;
+        for (ffn, rows) in [moe, FfnShape::Dense { intermediate: 100 }]
+            .into_iter()
+            .zip([[1, 33], [7, 150]])
+            .flat_map(|(ffn, rows)| rows.map(|rows| (ffn, rows)))
+        {
+            config.ffn = ffn;
+            for limits in [Cpu::limits(Math::default()), gpu_limits(None)] {
+                let (mut buffer, mut bytes) = (0, 0);
+                let take = |len| {
+                    (buffer, bytes) = (buffer + 1, bytes + len as u64);
+                    Ok::<_, Infallible>(Region { buffer, offset: 0, len })
+                };
+                let Ok(b) = Buffers::new(&config, &limits, rows, config.context, take);
+                let (mixer, ffn) = ([b.proj, b.mixed, b.out, b.y], [b.room.act, b.room.out]);
+                assert!(mixer[0].overlaps(ffn[0]), "{rows} rows");
+                for parts in [&mixer[..], &ffn] {
+                    for (index, part) in parts.iter().enumerate() {
+                        assert!(
+                            part.offset % (4 * LINE) == 0 && !parts[..index].iter().any(|other| part.overlaps(*other))
+                        );
+                    }
+                }
+                let (row, fixed) = Buffers::cost(&config, &limits);
+                assert!(rows < 2 * LOGITS || bytes == fixed + rows as u64 * row, "{rows} rows: {bytes}");
+            }
+        }
     }
 }

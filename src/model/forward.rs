@@ -228,7 +228,7 @@ impl Pass<'_> {
         };
         if marks.is_empty() {
             let (conv, rule) = walk(memory, 0, all);
-            self.run.run(&ops::DeltaNet { project, conv, rule, back }.into())?;
+            self.run.run(&(&ops::DeltaNet { project, conv, rule, back }).into())?;
             memory.walked(trial, all);
             return Ok(());
         }

@@ -96,6 +96,19 @@ impl Surveyed {
     }
 }
 
+impl Config {
+    /// Bytes that a row of a pass takes on a CPU beside the buffers that every device has.
+    pub fn scratch_per_row(&self) -> u64 {
+        let (heads, delta) = (self.heads(), self.delta_heads());
+        let (places, inner, scores) = match self.ffn {
+            FfnShape::Dense { intermediate } => (1, intermediate, 0),
+            FfnShape::Moe { experts, k, intermediate, shared, .. } => (k + 1, intermediate.max(shared), experts),
+        };
+        let widest = self.hidden.max(heads.heads * heads.dim).max(delta.values());
+        (Cpu::scratch(self.hidden, widest, places, inner) + 4 * scores) as u64
+    }
+}
+
 /// The sizes of a model, for the plan.
 fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
     let (experts, experts_per_token) = match config.ffn {
@@ -104,6 +117,9 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
     };
     let limits = device_limits(options);
     let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
+    if options.gpu.is_none() {
+        workspace_per_row += config.scratch_per_row();
+    }
     // A snapshot has the newest positions, the ring also those of a chunk, and is a whole number of blocks.
     let heads = heads(config, limits.cache, options.kv_bits, 0, 0);
     let newest = State::newest_bytes(config, &heads);

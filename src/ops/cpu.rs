@@ -1,6 +1,12 @@
 //! The CPU: computes each operation when it is asked to, on all threads of its pool.
 
-use super::{Limits, Op, Part, Run, experts, quant::QuantisedRows, run::CacheFormat, run::each, weight::*};
+use super::{
+    Limits, Op, Part, Run, experts,
+    quant::{Quantised, QuantisedRows},
+    run::{CacheFormat, each},
+    simd::{Activations, Out},
+    weight::*,
+};
 use crate::device::{Compute, DeviceError, Effect, Math, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
@@ -105,6 +111,15 @@ impl Cpu {
             partials: None,
             working_set: None,
         }
+    }
+
+    /// Bytes of its own that a CPU takes at most for each row of a pass: the row normed, what is added to it, its digits in two
+    /// formats, and for each of `places` experts the `inner` values that it projects back. No row that is projected has more
+    /// than `widest` values.
+    pub fn scratch(hidden: usize, widest: usize, places: usize, inner: usize) -> usize {
+        let digits = Quantised::row_bytes(widest) + Quantised::row_bytes(hidden);
+        let lists = 2 * size_of::<Activations<'_>>() + size_of::<Out>();
+        2 * 4 * hidden + digits + places * (Quantised::row_bytes(inner).max(4 * inner) + lists)
     }
 
     fn known(&self, region: Region) -> Result<(), DeviceError> {

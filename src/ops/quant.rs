@@ -177,6 +177,11 @@ unsafe impl Send for Writer {}
 unsafe impl Sync for Writer {}
 
 impl Quantised {
+    /// Bytes of a row of `cols` values, of groups of 32 or more.
+    pub fn row_bytes(cols: usize) -> usize {
+        3 * cols.next_multiple_of(64) + 8 * (cols / 32).next_multiple_of(8)
+    }
+
     /// Makes room for `rows` rows of `cols` values. Returns a handle through which several threads fill disjoint parts,
     /// valid until the next call. All is written before any of it is read.
     pub fn resize(&mut self, rows: usize, cols: usize, format: Format) -> Writer {

@@ -17,13 +17,13 @@ use std::{ops::Range, sync::Arc};
 
 /// One operation of the forward pass: a value that says what to do with which memory, and not how.
 #[derive(Debug, Clone, Copy)]
-#[allow(clippy::large_enum_variant, reason = "a value that is made, run and gone; boxing would not be Copy")]
 pub enum Op<'a> {
     Embed(Embed<'a>),
     Project(Project<'a>),
     Conv(Conv<'a>),
     DeltaRule(DeltaRule<'a>),
-    DeltaNet(DeltaNet<'a>),
+    /// By reference: it is four operations in one.
+    DeltaNet(&'a DeltaNet<'a>),
     CacheWrite(CacheWrite<'a>),
     Attend(Attend<'a>),
     Mlp(Mlp<'a>),
@@ -67,7 +67,13 @@ macro_rules! from {
         })*
     };
 }
-from!(Embed, Project, Conv, DeltaRule, DeltaNet, CacheWrite, Attend, Mlp, Route, Experts, Combine);
+from!(Embed, Project, Conv, DeltaRule, CacheWrite, Attend, Mlp, Route, Experts, Combine);
+
+impl<'a> From<&'a DeltaNet<'a>> for Op<'a> {
+    fn from(op: &'a DeltaNet<'a>) -> Self {
+        Op::DeltaNet(op)
+    }
+}
 
 /// The number format of a cache's keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

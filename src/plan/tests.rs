@@ -117,8 +117,9 @@ fn each_part_is_as_computed_by_hand() {
     let wishes = Wishes { limit: Some(320 * MIB), serving: true, ..Wishes::default() };
     let plan = Plan::new(&small(), &limits, &wishes).unwrap();
     // The least: 10 + 100 + 3 + 5 + 7 + 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB and 256 rows of 8 KiB: 171 MiB. Of
-    // the spare 149, the context and the cache get a sixteenth each, the chunk half of that, and the slots 125.7: 62 more.
-    let (context, chunk) = (4096 + 4608, 256 + 576);
+    // the spare 149, the context and the cache get a sixteenth each, the chunk as much as it may have at most, 14, and the slots
+    // 116.4: 58 more.
+    let (context, chunk) = (4096 + 4608, 256 + 1792);
     let expected = Plan {
         strategy: Strategy::Streaming,
         limit: 320 * MIB,
@@ -131,24 +132,28 @@ fn each_part_is_as_computed_by_hand() {
         draft: 7 * MIB + context * 1024 + chunk * 4096,
         requests: 20 * MIB,
         prompt_cache: 149 * MIB / 16,
-        experts: 140 * MIB,
+        experts: 132 * MIB,
         page_cache: 0,
-        slots: 70,
-        residency: 70.0 / 128.0,
-        overcommit: (317.8125 - 140.0 + 256.0) / 320.0,
+        slots: 66,
+        residency: 66.0 / 128.0,
+        overcommit: (319.3125 - 132.0 + 256.0) / 320.0,
         context: context as usize,
         chunk: chunk as usize,
     };
     assert_eq!(plan, expected);
-    assert_eq!(plan.total(), 3_178_125 * MIB / 10_000);
+    assert_eq!(plan.total(), 3_193_125 * MIB / 10_000);
 
-    // With half as many experts all have a slot, and the 13.7 MiB that they leave go to the context.
+    // With half as many experts all have a slot, and the 4.4 MiB that they leave go to the context.
     let plan = Plan::new(&Shape { experts: 16, ..small() }, &limits, &wishes).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.residency), (Strategy::Resident, 64, 1.0));
-    assert_eq!((plan.context, plan.chunk), (4096 + 11_776, 832));
+    assert_eq!((plan.context, plan.chunk), (4096 + 6912, 2048));
 
     let plan = Plan::new(&small(), &limits, &Wishes { prompt_cache: Some(6 * MIB), ..wishes }).unwrap();
-    assert_eq!((plan.prompt_cache, plan.slots), (6 * MIB, 8 + (143 * MIB - 143 * MIB * 3 / 32) as usize / (2 << 20)));
+    assert_eq!((plan.prompt_cache, plan.slots), (6 * MIB, 8 + (129 * MIB - 143 * MIB / 16) as usize / (2 << 20)));
+
+    // Without what is for requests the least is 151 MiB, and an eighth of 64 more are 1024 rows.
+    let plan = Plan::new(&small(), &limits, &Wishes { limit: Some(215 * MIB), ..Wishes::default() }).unwrap();
+    assert_eq!(plan.chunk, 256 + 1024);
 }
 
 #[test]

@@ -152,7 +152,12 @@ impl Report {
         line("trunk", plan.trunk, String::new())?;
         line("KV cache", plan.kv, format!("{} tokens", plan.context))?;
         line("state", plan.state, String::new())?;
-        line("workspace", plan.workspace, format!("prefill in chunks of {} tokens", plan.chunk))?;
+        let mut chunks = format!("prefill in chunks of {} tokens", plan.chunk);
+        if plan.residency < 1.0 {
+            let absent = self.shape.total_experts() - plan.slots as u64;
+            chunks += &format!("; each reads up to {} of experts", Size(absent * self.shape.expert));
+        }
+        line("workspace", plan.workspace, chunks)?;
         if plan.draft > 0 {
             line("draft", plan.draft, "its weights and its context; --draft-model lookup takes none".into())?;
         }

@@ -8,7 +8,8 @@ pub(super) mod processor;
 pub use processor::processor;
 
 use super::{
-    Cpu, Float, Halves, Op, Run, Weight, attend, conv, embed, experts, gpu::OnGpu, norm, project, route, weight::Codes,
+    Cpu, Float, Halves, Op, Run, Weight, attend, conv, delta, embed, experts, gpu::OnGpu, norm, project, route,
+    weight::Codes,
 };
 use crate::device::{Compute, DeviceError, Dispatch, Gpu, Math, Region, Timeline};
 use std::collections::BTreeMap;
@@ -44,11 +45,12 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
         }
     }
     type Part = fn(&mut Bench<'_>) -> Result<(), DeviceError>;
-    let parts: [(&str, Part); 8] = [
+    let parts: [(&str, Part); 9] = [
         ("products", project::cases),
         ("norm", norm::cases),
         ("embedding", embed::cases),
-        ("delta net", conv::cases),
+        ("delta rule", conv::cases),
+        ("delta net", delta::cases),
         ("attention", attend::cases),
         ("router", route::cases),
         ("experts", experts::cases),

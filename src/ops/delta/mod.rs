@@ -7,10 +7,12 @@
 //! y = rms(o) * norm * silu(z)
 //! ```
 
+mod cases;
 mod cpu;
 mod gpu;
 mod net;
 
+pub(super) use cases::cases;
 pub use net::DeltaNet;
 
 use crate::device::{Effect, Region};
