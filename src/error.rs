@@ -58,6 +58,9 @@ pub enum ModelError {
     TokenOutOfRange { id: u32, vocab: usize },
     #[error("{0}")]
     Memory(String),
+    /// The caller did not want a pass to go on.
+    #[error("the pass was given up")]
+    GivenUp,
     /// For a draft that does without the experts that are not in memory.
     #[error("no expert of layer {layer} is in memory")]
     NonePresent { layer: usize },

@@ -5,12 +5,16 @@ mod common;
 
 use common::{decode, load_with, prefill};
 use moestro::{
+    error::ModelError,
     experts::{Files, Io, Prefetch},
-    model::{Options, qwen::StoreOptions},
+    model::{Model, Options, Rows, qwen::StoreOptions},
     platform::Access,
     tools::synth,
 };
-use std::path::{Path, PathBuf};
+use std::{
+    cell::Cell,
+    path::{Path, PathBuf},
+};
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
@@ -116,6 +120,24 @@ fn a_synthetic_model() {
 }
 
 /// A comparison that cannot fail shows nothing: another prompt gives other bytes.
+#[test]
+fn a_pass_that_is_given_up_leaves_nothing_behind() {
+    let (dir, prompt) = (Path::new(DEMO), (1..40).collect::<Vec<u32>>());
+    let store = StoreOptions { slots: Some(24), prefetch: Prefetch::On, ..StoreOptions::default() };
+    let mut model = load_with(dir, Options { threads: Some(2), store, ..Options::default() });
+    let (expected, ..) = prefill(&model, &prompt, prompt.len());
+    let layers = model.config().layers;
+    for heard in 0..=layers {
+        let (mut state, asked) = (model.start().unwrap(), Cell::new(0));
+        let go_on = || asked.replace(asked.get() + 1) < heard;
+        let ended = model.forward_marking(&mut state, &prompt, Rows::All, &[20], &mut Vec::new(), &go_on);
+        assert_eq!(matches!(ended, Err(ModelError::GivenUp)), heard < layers, "{heard}");
+        assert_eq!(asked.get(), layers.min(heard + 1));
+        drop(state);
+        assert_eq!(prefill(&model, &prompt, prompt.len()).0.data, expected.data);
+    }
+}
+
 #[test]
 fn another_prompt_gives_other_bytes() {
     let way = Way { slots: 64, io: Io::Buffered, io_threads: 4, prefetch: Prefetch::Off, chunk: 8, threads: 2 };

@@ -12,7 +12,7 @@ use moestro::{
     engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Storage, Worker},
     error::ModelError,
     metrics::Metrics,
-    model::{Logits, Model, Options, Pool, Qwen, Rows, Snapshot, SnapshotSize},
+    model::{GoOn, Logits, Model, Options, Pool, Qwen, Rows, Snapshot, SnapshotSize},
     ops::KvBits,
 };
 use process::{Process, agent};
@@ -47,9 +47,10 @@ impl Model for Counted {
         rows: Rows,
         marks: &[usize],
         taken: &mut Vec<Snapshot>,
+        go_on: &GoOn<'_>,
     ) -> Result<Logits, ModelError> {
         self.tokens.fetch_add(ids.len(), Ordering::Relaxed);
-        self.qwen.forward_marking(state, ids, rows, marks, taken)
+        self.qwen.forward_marking(state, ids, rows, marks, taken, go_on)
     }
 
     fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError> {

@@ -46,12 +46,12 @@ fn goes_on_from_any_mark(kv_bits: KvBits) {
     let places = [1, 3, 40, 64, 130, PAGE - 1, PAGE, PAGE + 1, ids.len()];
     let mut taken = Vec::new();
     let mut state = model.start().unwrap();
-    let marked = model.forward_marking(&mut state, &ids, Rows::All, &places, &mut taken).unwrap();
+    let marked = model.forward_marking(&mut state, &ids, Rows::All, &places, &mut taken, &|| true).unwrap();
     assert!(marked.data.iter().map(|logit| logit.to_bits()).eq(whole.iter().copied()), "marks change the logits");
     let mut state = model.start().unwrap();
     for (from, to) in [(0, 33), (33, 34), (34, 290), (290, ids.len())] {
         let marks: Vec<usize> = places.iter().copied().filter(|mark| (from + 1..=to).contains(mark)).collect();
-        model.forward_marking(&mut state, &ids[from..to], Rows::None, &marks, &mut taken).unwrap();
+        model.forward_marking(&mut state, &ids[from..to], Rows::None, &marks, &mut taken, &|| true).unwrap();
     }
     taken.push(model.snapshot(&mut state).unwrap());
     assert_eq!(taken.len(), 2 * places.len() + 1);
@@ -144,7 +144,7 @@ fn sizes_are(kv_bits: KvBits) {
     let mut state = model.start().unwrap();
     let ids = prompt(3, 2 * PAGE + 9);
     let mut taken = Vec::new();
-    model.forward_marking(&mut state, &ids, Rows::None, &[PAGE + 9, 2 * PAGE + 9], &mut taken).unwrap();
+    model.forward_marking(&mut state, &ids, Rows::None, &[PAGE + 9, 2 * PAGE + 9], &mut taken, &|| true).unwrap();
     let size = model.snapshot_size();
     let bytes = |snapshot: &Snapshot| {
         (snapshot.state.len() + snapshot.pages.iter().map(|page| page.len()).sum::<usize>()) as u64

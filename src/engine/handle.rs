@@ -219,6 +219,8 @@ impl Job {
 pub(super) enum Over {
     /// Nobody listens any more.
     Gone,
+    /// Nor did anybody in the middle of a step, while others waited: the session is of no use.
+    GivenUp,
     Failed(EngineError),
 }
 
@@ -230,7 +232,10 @@ impl From<EngineError> for Over {
 
 impl From<ModelError> for Over {
     fn from(error: ModelError) -> Self {
-        Over::Failed(error.into())
+        match error {
+            ModelError::GivenUp => Over::GivenUp,
+            error => Over::Failed(error.into()),
+        }
     }
 }
 
@@ -323,6 +328,12 @@ impl RequestQueue {
         job.over(queue.deadline()).map_or(Ok(()), Err)
     }
 
+    /// In the middle of a step: true if nobody listens to the running `job` any more while another one waits. Without one, the step
+    /// is worth ending: the client may ask again, and goes on from there.
+    pub fn unwanted(&self, job: &Job) -> bool {
+        job.events.is_closed() && self.queue.lock().waiting.iter().any(|other| !other.events.is_closed())
+    }
+
     fn drain(&self) {
         let mut queue = self.queue.lock();
         if !matches!(queue.phase, Phase::Draining { deadline: Some(_) } | Phase::Stopped) {
@@ -351,7 +362,7 @@ impl RequestQueue {
         let deadline = queue.deadline();
         queue.waiting.retain(|job| match job.over(deadline) {
             None => true,
-            Some(Over::Gone) => false,
+            Some(Over::Gone | Over::GivenUp) => false,
             Some(Over::Failed(error)) => {
                 let _ = job.events.send(Event::Failed(error));
                 false

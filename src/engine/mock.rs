@@ -3,7 +3,7 @@
 
 use crate::{
     error::{ModelError, StoreError},
-    model::{Logits, Model, Rows, Snapshot, SnapshotSize, Taps, snapshot::Frozen},
+    model::{GoOn, Logits, Model, Rows, Snapshot, SnapshotSize, Taps, snapshot::Frozen},
 };
 use std::{
     sync::{
@@ -109,10 +109,14 @@ impl Model for MockModel {
         rows: Rows,
         marks: &[usize],
         taken: &mut Vec<Snapshot>,
+        go_on: &GoOn<'_>,
     ) -> Result<Logits, ModelError> {
         let mut logits = Logits { vocab: self.vocab, data: Vec::new() };
         self.last = ids.to_vec();
         for (index, &id) in ids.iter().enumerate() {
+            if !go_on() {
+                return Err(ModelError::GivenUp);
+            }
             std::thread::sleep(self.delay);
             self.evaluated.fetch_add(1, Ordering::Relaxed);
             assert!(Some(id) != self.panics_on, "the mock was told to panic on token {id}");

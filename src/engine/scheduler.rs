@@ -1,6 +1,7 @@
 //! The engine's thread: takes one request after another out of the line and works on it step by step, a chunk of the
 //! prompt or one token at a time. Between two steps it looks whether anyone still listens, whether the request's time is
-//! up, and whether the server wants to go.
+//! up, and whether the server wants to go. A chunk can take seconds: for somebody else in line, one that nobody waits for is
+//! given up between two layers.
 //!
 //! ```text
 //! next() -> sync -> chunk, chunk, ... -> [Prompt] -> draw, Token, step, draw, Token, ... -> Done -> keep
@@ -69,7 +70,7 @@ impl<M: Model> Scheduler<M> {
             line.leave();
             let event = match outcome {
                 Ok(Ok((finish, timings))) => Event::Done { finish, timings },
-                Ok(Err(Over::Gone)) => continue,
+                Ok(Err(Over::Gone | Over::GivenUp)) => continue,
                 Ok(Err(Over::Failed(error))) => Event::Failed(error),
                 Err(panic) => Event::Failed(EngineError::Panicked(words(&*panic))),
             };
@@ -208,7 +209,7 @@ impl<M: Model> Scheduler<M> {
     /// Evaluates what the session does not know of the prompt; returns the logits after its last token.
     fn prefill(&mut self, job: &Job, session: &mut Session<M::State>) -> Result<Logits, Over> {
         let Request { ids, prompt_logprobs: wanted, max_tokens, boundaries, cache_prompt, .. } = &job.request;
-        let cache = self.line.cache.clone();
+        let (line, cache) = (self.line.clone(), self.line.cache.clone());
         let share = if *cache_prompt { cache.share() } else { 0 };
         let places = places::choose(boundaries, session.len(), ids.len(), share);
         let chunk = self.model.chunk().max(1);
@@ -232,7 +233,8 @@ impl<M: Model> Scheduler<M> {
             self.model.fit_memory();
             cache.leave_pages(self.model.lacks(session.state(), to - from));
             let begin = Instant::now();
-            last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken)?;
+            let go_on = || !line.unwanted(job);
+            last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken, &go_on)?;
             self.speculation.prompted(&mut self.model, session, to - from, begin.elapsed());
             for ((at, kind), snapshot) in marks.into_iter().zip(taken) {
                 cache.insert(&ids[..at], kind, snapshot, self.emptied);

@@ -3,7 +3,7 @@
 
 use crate::{
     error::ModelError,
-    model::{Logits, Model, Rows, Snapshot},
+    model::{GoOn, Logits, Model, Rows, Snapshot},
 };
 
 /// Tokens and the state after exactly these tokens.
@@ -50,8 +50,8 @@ impl<S> Session<S> {
         }
     }
 
-    /// Appends `ids`, and adds to `taken` a snapshot at each of `marks` (see [`Model::forward_marking`]). After
-    /// an error the state may hold a part of them, so the session must not be used again.
+    /// Appends `ids`, and adds to `taken` a snapshot at each of `marks` (see [`Model::forward_marking`], which asks `go_on`
+    /// between layers). After an error the state may hold a part of them, so the session must not be used again.
     pub fn extend<M: Model<State = S>>(
         &mut self,
         model: &mut M,
@@ -59,8 +59,9 @@ impl<S> Session<S> {
         rows: Rows,
         marks: &[usize],
         taken: &mut Vec<Snapshot>,
+        go_on: &GoOn<'_>,
     ) -> Result<Logits, ModelError> {
-        let logits = model.forward_marking(&mut self.state, ids, rows, marks, taken)?;
+        let logits = model.forward_marking(&mut self.state, ids, rows, marks, taken, go_on)?;
         self.tokens.extend_from_slice(ids);
         Ok(logits)
     }
@@ -132,7 +133,7 @@ mod tests {
 
     fn after(mock: &mut MockModel, ids: &[u32]) -> Session<<MockModel as Model>::State> {
         let mut session = Session::start(mock).unwrap();
-        session.extend(mock, ids, Rows::None, &[], &mut Vec::new()).unwrap();
+        session.extend(mock, ids, Rows::None, &[], &mut Vec::new(), &|| true).unwrap();
         session
     }
 
@@ -142,8 +143,10 @@ mod tests {
         let previous = after(&mut mock, &[5, 6, 7]);
         let mut session = Session::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], |_| None).unwrap();
         assert_eq!(session.len(), 3);
-        let reused = session.extend(&mut mock, &[8, 9], Rows::Last, &[], &mut Vec::new()).unwrap();
-        let fresh = after(&mut mock, &[5, 6, 7]).extend(&mut mock, &[8, 9], Rows::Last, &[], &mut Vec::new()).unwrap();
+        let reused = session.extend(&mut mock, &[8, 9], Rows::Last, &[], &mut Vec::new(), &|| true).unwrap();
+        let fresh = after(&mut mock, &[5, 6, 7])
+            .extend(&mut mock, &[8, 9], Rows::Last, &[], &mut Vec::new(), &|| true)
+            .unwrap();
         assert_eq!(reused.data, fresh.data);
     }
 
@@ -170,8 +173,9 @@ mod tests {
             };
             let mut session = Session::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], deepest).unwrap();
             assert_eq!(session.tokens(), [5, 6, 7, 8]);
-            let reused = session.extend(&mut mock, &[9], Rows::Last, &[], &mut Vec::new()).unwrap();
-            let fresh = after(&mut mock, &[5, 6, 7, 8]).extend(&mut mock, &[9], Rows::Last, &[], &mut Vec::new());
+            let reused = session.extend(&mut mock, &[9], Rows::Last, &[], &mut Vec::new(), &|| true).unwrap();
+            let fresh =
+                after(&mut mock, &[5, 6, 7, 8]).extend(&mut mock, &[9], Rows::Last, &[], &mut Vec::new(), &|| true);
             assert_eq!(reused.data, fresh.unwrap().data);
         }
     }

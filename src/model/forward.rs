@@ -8,6 +8,7 @@
 //! ```
 
 use super::{
+    GoOn,
     buffers::{Buffers, LOGITS},
     config::Config,
     net::{Attention, DeltaNet, Dense, Ffn, Mixer, Net},
@@ -70,6 +71,7 @@ pub(super) struct Batch<'a> {
     pub prompt: bool,
     /// A trial has no marks.
     pub trial: Trial,
+    pub go_on: &'a GoOn<'a>,
 }
 
 /// A pass under way: some rows of one sequence.
@@ -92,6 +94,7 @@ pub(super) struct Pass<'a> {
     /// The delta nets' states do not take these rows in yet.
     pub trial: Trial,
     pub lists: &'a mut Lists,
+    pub go_on: &'a GoOn<'a>,
     /// Called with each router's choice that the CPU learns.
     pub observe: Option<&'a mut Observe<'a>>,
     /// Gets the rows that a draft follows.
@@ -120,6 +123,9 @@ impl Pass<'_> {
         let (net, b, tokens) = (self.net, self.b, self.tokens);
         let (mut flush, mut next) = (self.limits.flush, self.limits.flush);
         for (index, (layer, state)) in net.layers.iter().zip(state).enumerate() {
+            if !(self.go_on)() {
+                return Err(ModelError::GivenUp);
+            }
             match (&layer.mixer, state) {
                 (Mixer::Attention(attention), LayerState::Attention(cache)) => {
                     self.attention(layer.norm, attention, cache)?;

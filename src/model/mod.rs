@@ -65,6 +65,9 @@ impl Logits {
     }
 }
 
+/// Asked between the layers of a pass: false gives the pass up, and the sequence with it.
+pub type GoOn<'a> = dyn Fn() -> bool + 'a;
+
 /// A model as the engine sees it: so the engine and the server also run against a test double.
 pub trait Model: Send + 'static {
     /// Everything one sequence remembers: KV cache, delta and convolution state.
@@ -76,11 +79,14 @@ pub trait Model: Send + 'static {
     /// Appends `ids` to the sequence. The bytes of a row of logits do not depend on how `ids` are cut into calls; on a GPU, which
     /// computes a prompt's rows in half precision, they depend on whether a call has one row or several.
     fn forward(&mut self, state: &mut Self::State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
-        self.forward_marking(state, ids, rows, &[], &mut Vec::new())
+        self.forward_marking(state, ids, rows, &[], &mut Vec::new(), &|| true)
     }
 
     /// [`Model::forward`], adding to `taken` a snapshot at each of `marks`: positions, ascending, behind the
     /// first of `ids` and at most behind the last. They are taken in passing: the weights are read as often as without.
+    ///
+    /// # Errors
+    /// [`ModelError::GivenUp`] once `go_on` says so; like any error it leaves `state` in the middle of something.
     fn forward_marking(
         &mut self,
         state: &mut Self::State,
@@ -88,6 +94,7 @@ pub trait Model: Send + 'static {
         rows: Rows,
         marks: &[usize],
         taken: &mut Vec<Snapshot>,
+        go_on: &GoOn<'_>,
     ) -> Result<Logits, ModelError>;
 
     /// [`Model::forward`] of a few rows, with the logits behind each: the bytes of one by one. Until the next call on

@@ -251,6 +251,7 @@ impl Qwen {
                 half: false,
                 trial: None,
                 lists: &mut *lists,
+                go_on: &|| true,
                 observe: None,
                 tapped: &mut place.tapped,
             };

@@ -1,7 +1,7 @@
 //! A loaded model: from a directory to weights, memory and a device that computes.
 
 use super::{
-    Logits, Rows,
+    GoOn, Logits, Rows,
     config::Config,
     forward::{Batch, Marked, Observe, Pass},
     mtp,
@@ -290,7 +290,7 @@ impl Qwen {
         rows: Rows,
         observe: &mut Observe<'_>,
     ) -> Result<Logits, ModelError> {
-        self.pass(state, ids, rows, (&[], &mut Vec::new()), Some(observe))
+        self.pass(state, ids, rows, (&[], &mut Vec::new()), &|| true, Some(observe))
     }
 
     /// As many passes as `ids` have chunks.
@@ -300,6 +300,7 @@ impl Qwen {
         ids: &[u32],
         rows: Rows,
         (mut marks, taken): (&[usize], &mut Vec<Snapshot>),
+        go_on: &GoOn<'_>,
         mut observe: Option<&mut Observe<'_>>,
     ) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
@@ -323,7 +324,8 @@ impl Qwen {
                 Ok(regions.into_iter().try_for_each(|region| append(run, region, &mut fixed[index]))?)
             };
             let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
-            let batch = Batch { ids: chunk, logits: wanted, phase, present: false, prompt: ids.len() > 1, trial: None };
+            let (present, prompt, trial) = (false, ids.len() > 1, None);
+            let batch = Batch { ids: chunk, logits: wanted, phase, present, prompt, trial, go_on };
             self.chunk(placed, state, batch, (&here, &mut mark), observe, &mut logits.data)?;
             for (mark, fixed) in here.iter().zip(fixed) {
                 taken.push(state.snapshot(start + mark, fixed, &mut *placed.run)?);
@@ -339,7 +341,7 @@ impl Qwen {
         &'a self,
         placed: &'a mut Placed,
         state: &mut State,
-        batch: Batch<'_>,
+        batch: Batch<'a>,
         (marks, mark): (&[usize], &mut Marked<'_>),
         observe: Option<&'a mut Observe<'a>>,
         out: &mut Vec<f32>,
@@ -347,7 +349,7 @@ impl Qwen {
         let Parts { config, net, store, .. } = &self.parts;
         let Placed { run, shared, limits, slots, buffers: b, lists, tapped, .. } = placed;
         let (run, limits) = (&mut **run, *limits);
-        let Batch { ids, logits, phase, present, prompt, trial } = batch;
+        let Batch { ids, logits, phase, present, prompt, trial, go_on } = batch;
         let half = prompt && limits.half;
         if state.drafting.is_some() && !present {
             return Err(ModelError::Config("a draft was not taken back".into()));
@@ -371,6 +373,7 @@ impl Qwen {
             half,
             trial,
             lists,
+            go_on,
             observe,
             tapped,
         };

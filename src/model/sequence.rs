@@ -1,6 +1,6 @@
 //! The model as the engine sees it: sequences that start, grow, are kept, and go on from what was kept.
 
-use super::{Logits, Model, Pool, Qwen, Rows, Snapshot, SnapshotSize, State, Taps, placed::Placed};
+use super::{GoOn, Logits, Model, Pool, Qwen, Rows, Snapshot, SnapshotSize, State, Taps, placed::Placed};
 use crate::error::ModelError;
 use std::sync::Arc;
 
@@ -19,8 +19,9 @@ impl Model for Qwen {
         rows: Rows,
         marks: &[usize],
         taken: &mut Vec<Snapshot>,
+        go_on: &GoOn<'_>,
     ) -> Result<Logits, ModelError> {
-        self.pass(state, ids, rows, (marks, taken), None)
+        self.pass(state, ids, rows, (marks, taken), go_on, None)
     }
 
     fn verify(&mut self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {

@@ -71,7 +71,7 @@ impl Qwen {
         // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
         let slots = self.store().map_or(0, Experts::slots);
         let phase = if rows * config.experts_per_token() <= slots { Phase::Decode } else { Phase::Prefill };
-        let batch = Batch { ids, logits: 0..rows, phase, present, prompt: false, trial: Some(before) };
+        let batch = Batch { ids, logits: 0..rows, phase, present, prompt: false, trial: Some(before), go_on: &|| true };
         // After a pass that fails there is nothing to go back to.
         state.tried = 0;
         self.chunk(&mut placed, state, batch, (&[], &mut |_, _, _| Ok(())), None, &mut logits.data)?;

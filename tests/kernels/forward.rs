@@ -138,7 +138,7 @@ fn a_sequence_goes_on_from_a_snapshot() {
     let (expected, rows) = answer(&mut gpu, &case.prompt_ids, &[], 1);
     let (mut state, mut taken) = (gpu.start().unwrap(), Vec::new());
     let marks = [5, case.prompt_ids.len() - 3];
-    let row = gpu.forward_marking(&mut state, &case.prompt_ids, Rows::Last, &marks, &mut taken).unwrap();
+    let row = gpu.forward_marking(&mut state, &case.prompt_ids, Rows::Last, &marks, &mut taken, &|| true).unwrap();
     assert_eq!(row.data, rows[0]);
     let mut into = Some(state);
     for snapshot in taken {

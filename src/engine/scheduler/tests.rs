@@ -153,6 +153,30 @@ fn a_closed_receiver_ends_a_prefill_within_one_chunk() {
 }
 
 #[test]
+fn a_chunk_that_nobody_waits_for_is_given_up_for_another_request() {
+    let mock = MockModel { chunk: 100_000, ..slow() };
+    let (handle, ..) = engine(&mock, options());
+    let mut events = handle.submit(ask(&[9; 60_000], 1)).unwrap();
+    assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
+    drop(events);
+    let (_, end) = hear(handle.submit(ask(&[8], 1)).unwrap());
+    assert_eq!(end.unwrap().1.cached_tokens, 0);
+    assert!(mock.evaluated.load(Ordering::Relaxed) < 10_000);
+}
+
+#[test]
+fn a_chunk_that_nobody_waits_for_is_of_use_to_who_asks_again() {
+    let mock = MockModel { chunk: 100_000, ..slow() };
+    let (handle, ..) = engine(&mock, options());
+    let mut events = handle.submit(ask(&[9; 100], 1)).unwrap();
+    assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
+    drop(events);
+    idle(&handle);
+    let (_, end) = hear(handle.submit(ask(&[9; 101], 1)).unwrap());
+    assert_eq!(end.unwrap().1.cached_tokens, 100);
+}
+
+#[test]
 fn closed_in_line_is_no_work() {
     let mock = slow();
     let (handle, ..) = engine(&mock, options());

@@ -194,7 +194,7 @@ impl<M: Model> Speculation<M> {
         }
         self.metrics.draft_width.set(drafted.len() as i64 + 1);
         let logits = match drafted.is_empty() {
-            true => session.extend(model, &[id], Rows::Last, &[], &mut Vec::new())?,
+            true => session.extend(model, &[id], Rows::Last, &[], &mut Vec::new(), &|| true)?,
             false => session.verify(model, id, &drafted)?,
         };
         *step = Step { logits, row: 0, drafted, ended: false, begun: Some(begun), drafting };
