@@ -73,7 +73,10 @@ fn notes(name: &str, value: &Value) -> Result<(), ApiError> {
     for (note, value) in notes {
         let length = note.chars().count();
         if length > key {
-            return Err(ApiError::invalid(name, format!("A key of {name} has {length} characters; {key} are the most.")));
+            return Err(ApiError::invalid(
+                name,
+                format!("A key of {name} has {length} characters; {key} are the most."),
+            ));
         }
         let at = format!("{name}.{note}");
         let Some(length) = value.as_str().map(|value| value.chars().count()) else {
