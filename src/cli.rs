@@ -133,9 +133,9 @@ pub struct Serve {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Prompt cache")]
 pub struct PromptCache {
-    /// Memory for what later prompts can go on from: 1GiB, 500M, 0 for nothing [default: 1/16 of what the least plan
+    /// Memory for what later prompts can go on from: 1GiB, 500M, off for nothing [default: 1/16 of what the least plan
     /// leaves, at most 2GiB]
-    #[arg(long, env = "MOESTRO_PROMPT_CACHE", value_name = "SIZE", value_parser = values::size)]
+    #[arg(long, env = "MOESTRO_PROMPT_CACHE", value_name = "SIZE|off", value_parser = values::size_or_off)]
     pub prompt_cache: Option<u64>,
 }
 

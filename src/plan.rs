@@ -15,9 +15,11 @@
 mod estimate;
 mod machine;
 mod pages;
+mod size;
 
-pub use estimate::{Bandwidth, Estimate, HIT_RATES, Overhead, estimate};
+pub use estimate::{Bandwidth, Estimate, Found, HIT_RATES, Overhead, estimate};
 pub use machine::{MACHINES, Machine, Simulated, simulate};
+pub use size::Size;
 
 use crate::{config::Switch, error::ModelError, platform::os};
 use serde::Serialize;
@@ -43,6 +45,8 @@ pub struct Shape {
     pub trunk: u64,
     /// The part of `trunk` of which a token reads only one row: the embedding (0 if the head shares it).
     pub gathered: u64,
+    /// The part of `trunk` that makes the logits: one matrix, which a token reads from end to end.
+    pub head: u64,
     /// One routed expert as the checkpoint stores it: what a miss reads.
     pub expert: u64,
     /// One slot: an expert with its alignment.
@@ -320,21 +324,6 @@ impl Range {
     fn count(&self, extra: u64, step: u64) -> u64 {
         let count = self.floor.saturating_add(extra.checked_div(self.each).unwrap_or(u64::MAX));
         if count >= self.most { self.most } else { (count - count % step).max(self.floor) }
-    }
-}
-
-/// A number of bytes, for people.
-pub struct Size(pub u64);
-
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bytes = self.0 as f64;
-        match self.0 {
-            0..0x400 => write!(f, "{} B", self.0),
-            0x400..0x10_0000 => write!(f, "{:.1} KiB", bytes / 1024.0),
-            0x10_0000..0x4000_0000 => write!(f, "{:.1} MiB", bytes / (1u64 << 20) as f64),
-            _ => write!(f, "{:.2} GiB", bytes / (1u64 << 30) as f64),
-        }
     }
 }
 

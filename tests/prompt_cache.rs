@@ -381,4 +381,16 @@ fn a_killed_server_computes_at_most_the_last_message() {
     assert_eq!(health["prompt_cache"]["bytes"], 0);
     assert_eq!(health["prompt_cache"]["disk"]["bytes"], 0);
     assert_eq!(second.chat(&turns[3])["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
+
+    // So it is when nothing is in memory that could know what it left, which is written at the latest when it goes.
+    second.ask("POST", "/models/unload", &json!({"model": "moestro-demo"}).to_string());
+    assert!(files(dir.path()) > 0);
+    assert_eq!(second.ask("DELETE", "/prompt_cache", ""), "");
+    assert_eq!(files(dir.path()), 0);
+}
+
+/// Files of all keys below `root`.
+fn files(root: &Path) -> usize {
+    let below = |path: &Path| std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
+    below(root).iter().map(|key| below(key).len()).sum()
 }

@@ -86,6 +86,11 @@ pub enum ExpertIo {
     Buffered,
 }
 
+/// A [`size`], or none.
+pub fn size_or_off(text: &str) -> Result<u64, String> {
+    if matches!(text.trim(), "0" | "off") { Ok(0) } else { size(text) }
+}
+
 /// Bytes: `8GiB` and `8G` are the same, 2^30 each; `8GB` is 10^9; a plain number is bytes. K, M, G, T, in any case.
 pub fn size(text: &str) -> Result<u64, String> {
     let wrong = || format!("{text:?} is not a size such as 8GiB, 8G or 500M");
@@ -249,6 +254,7 @@ mod tests {
         for (text, bytes) in good {
             assert_eq!(size(text), Ok(bytes), "{text}");
         }
+        assert_eq!(["0", "off", "1G"].map(size_or_off), [Ok(0), Ok(0), Ok(1 << 30)]);
         for text in ["", "G", "8Q", "-8G", "8GG", "0", "8Gib8", "1e9", "99999999T", "nan", "8.5.1G"] {
             assert!(size(text).is_err(), "{text}");
         }

@@ -24,8 +24,10 @@ use crate::{
 use parking_lot::RwLock;
 use serde_json::{Value, json};
 use std::{
+    collections::BTreeSet,
     io::{self, IsTerminal, Write},
     net::{IpAddr, SocketAddr},
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
@@ -148,6 +150,18 @@ impl Loader for Shelf {
         let loaded = self.open(id, &config).map_err(|error| error.to_string())?;
         tracing::info!("{id} is loaded after {:.1?}", begin.elapsed());
         Ok(loaded)
+    }
+
+    fn forget_prompts(&self) -> Result<(), String> {
+        let others = self.entries().into_iter().filter_map(|entry| self.config_of(&entry.id).ok());
+        let dirs: BTreeSet<PathBuf> = others.chain([self.config()]).filter_map(|config| prompts(&config)).collect();
+        for dir in dirs {
+            engine::forget_prompts(&dir).map_err(|error| {
+                tracing::warn!(dir = %dir.display(), %error, "prompts could not be removed");
+                format!("prompts on the disk could not be removed: {error}")
+            })?;
+        }
+        Ok(())
     }
 }
 
@@ -308,14 +322,19 @@ async fn keep_alive(every: Duration) {
     }
 }
 
+/// The directory of prompts' checkpoints.
+fn prompts(config: &Serve) -> Option<PathBuf> {
+    match &config.prompt_cache_dir {
+        PromptDir::Off => None,
+        PromptDir::Cache => Some(os::cache_dir()?.join("prompts")),
+        PromptDir::In(dir) => Some(dir.clone()),
+    }
+}
+
 /// The disk's store of prompts' checkpoints, under a key that names what their bytes depend on beside the tokens. This
 /// very program is part of it: another build may round otherwise.
 fn storage(config: &Serve, checkpoint: &Checkpoint, loaded: &super::Loaded) -> Option<Storage> {
-    let dir = match &config.prompt_cache_dir {
-        PromptDir::Off => return None,
-        PromptDir::Cache => os::cache_dir()?.join("prompts"),
-        PromptDir::In(dir) => dir.clone(),
-    };
+    let dir = prompts(config)?;
     let identity = Index::open(&checkpoint.dir).and_then(|index| identity(&index.files));
     let program = std::env::current_exe().and_then(std::fs::metadata).map(|meta| (meta.len(), meta.modified().ok()));
     let (Ok(identity), Ok(program)) = (identity, program) else {

@@ -34,6 +34,10 @@ pub struct MockModel {
     pub fails_on: Option<u32>,
     /// Evaluating this token is a panic.
     pub panics_on: Option<u32>,
+    /// Taking a snapshot behind an answer is an error.
+    pub no_answers_kept: bool,
+    /// Calls of [`Model::recover`]; clones share it.
+    pub recovered: Arc<AtomicUsize>,
     /// Tokens evaluated so far; clones share it, so a test can watch.
     pub evaluated: Arc<AtomicUsize>,
     /// Rows of logits so far; clones share it.
@@ -58,6 +62,8 @@ impl Default for MockModel {
             delay: Duration::ZERO,
             fails_on: None,
             panics_on: None,
+            no_answers_kept: false,
+            recovered: Arc::default(),
             evaluated: Arc::default(),
             rows: Arc::default(),
             taps: Taps::default(),
@@ -167,6 +173,9 @@ impl Model for MockModel {
 
     /// The tokens are the keys and values, 4 bytes each; where in them it is, is the state.
     fn snapshot(&self, heard: &mut Heard) -> Result<Snapshot, ModelError> {
+        if self.no_answers_kept && heard.said > 0 {
+            return Err(ModelError::Memory("the mock was told to keep no answers".into()));
+        }
         let Heard { tokens, prompt, said, frozen, .. } = heard;
         let state = [*prompt, *said].into_iter().flat_map(|count| (count as u32).to_le_bytes()).collect();
         frozen.snapshot(tokens.len(), state, |range| {
@@ -193,6 +202,11 @@ impl Model for MockModel {
 
     fn held(&self, heard: &Heard) -> usize {
         heard.frozen.held()
+    }
+
+    fn recover(&mut self) -> Result<bool, ModelError> {
+        self.recovered.fetch_add(1, Ordering::Relaxed);
+        Ok(false)
     }
 
     fn snapshot_size(&self) -> SnapshotSize {

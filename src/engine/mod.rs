@@ -10,7 +10,7 @@ mod scheduler;
 mod session;
 mod speculation;
 
-pub use cache::{Status as PromptCacheStatus, Storage};
+pub use cache::{Status as PromptCacheStatus, Storage, forget_all as forget_prompts};
 pub use constraint::{Allowed, Constraint};
 pub use handle::{Handle, Options, Worker, spawn, spawn_with};
 pub use sampler::{Sampler, argmax};

@@ -110,7 +110,12 @@ impl<M: Model> Scheduler<M> {
         }
         match session.snapshot(model) {
             Ok(snapshot) => cache.insert(session.tokens(), Kind::Answer, snapshot, self.emptied),
-            Err(error) => tracing::warn!(%error, "no checkpoint at the end of this answer"),
+            Err(error) => {
+                tracing::warn!(%error, "no checkpoint at the end of this answer");
+                // The device may be in the middle of something: the next request meets none of it.
+                self.session = None;
+                self.recover();
+            }
         }
     }
 

@@ -97,12 +97,10 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
     (status, Json(body)).into_response()
 }
 
-/// Empties the prompt cache.
+/// Empties the prompt cache, on the disk of models that are not loaded, too.
 pub async fn clear_prompt_cache(State(door): State<Arc<Door>>) -> Result<StatusCode, ApiError> {
     door.ready()?;
-    if let Some(app) = door.models.app() {
-        app.engine.clear_prompt_cache();
-    }
+    door.models.forget_prompts().await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -63,6 +63,14 @@ pub trait Loader: Send + Sync + 'static {
     /// # Errors
     /// A sentence for the client.
     fn load(&self, id: &str) -> Result<Loaded, String>;
+
+    /// Removes what any model, loaded or not, has left of prompts on the disk.
+    ///
+    /// # Errors
+    /// A sentence for the client.
+    fn forget_prompts(&self) -> Result<(), String> {
+        Ok(())
+    }
 }
 
 /// The model that answers.
@@ -178,6 +186,19 @@ impl Stage {
         let list = Arc::new(spawn_blocking(move || loader.list()).await.unwrap_or_default());
         *self.found.lock() = Some((Instant::now(), list.clone()));
         list
+    }
+
+    /// Empties the prompt cache: the model's that is loaded, and what any other has left on the disk.
+    pub async fn forget_prompts(&self) -> Result<(), ApiError> {
+        // The loaded model's own list of files goes last, with whatever it has written meanwhile.
+        let left = match self.loader.clone() {
+            Some(loader) => spawn_blocking(move || loader.forget_prompts()).await.unwrap_or(Ok(())),
+            None => Ok(()),
+        };
+        if let Some(app) = self.app() {
+            app.engine.clear_prompt_cache();
+        }
+        left.map_err(|error| ApiError::failed(&error))
     }
 
     /// A seat for a request that names this model. A name that is not listed means the model that is loaded.

@@ -17,6 +17,9 @@ use crate::{
     ops::{Combine, Experts, Group, Mixture, NONE, Norm, Route, Which},
 };
 
+/// Rows of a prompt whose choice the next layer's is guessed from: they want the same experts most as all rows do.
+const GUESSED: usize = 64;
+
 /// Lists that keep their room from layer to layer.
 #[derive(Default)]
 pub(super) struct Lists {
@@ -203,7 +206,7 @@ impl Pass<'_> {
     /// The guess of the next layer's choice: its router on this layer's input. It is computed in the experts' buffers,
     /// which are free until they run.
     fn guess(&mut self, index: usize, layer: &Mixture, into: &mut Vec<u32>) -> Result<(), ModelError> {
-        let (b, tokens, x) = (self.b, self.tokens, self.b.normed);
+        let (b, tokens, x) = (self.b, self.tokens.min(GUESSED), self.b.normed);
         let (scores, room) = (b.room.out, tokens * layer.k * 4);
         into.clear();
         if scores.len < tokens * layer.router.rows * 4 || b.room.act.len < 4 * room {

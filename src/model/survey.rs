@@ -67,7 +67,8 @@ impl Surveyed {
         checkpoint.finish()?;
         let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
         let gathered = if net.head.is_some() { net.embed.bytes() as u64 } else { 0 };
-        let shape = shape(&config, options, len, gathered, &experts);
+        let trunk = [len, gathered, net.head().bytes() as u64];
+        let shape = shape(&config, options, trunk, &experts);
         let head = mtp::survey(dir, &config, &checkpoint.index, options)?;
         let cache = device_limits(options).cache;
         let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
@@ -110,7 +111,7 @@ impl Config {
 }
 
 /// The sizes of a model, for the plan.
-fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &ExpertMap) -> Shape {
+fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], map: &ExpertMap) -> Shape {
     let (experts, experts_per_token) = match config.ffn {
         FfnShape::Dense { .. } => (0, 0),
         FfnShape::Moe { experts, k, .. } => (experts, k),
@@ -128,6 +129,7 @@ fn shape(config: &Config, options: &Options, trunk: u64, gathered: u64, map: &Ex
     Shape {
         trunk,
         gathered,
+        head,
         expert: map.bytes() / (map.experts() as u64).max(1),
         slot: map.slot_bytes(MAX_BLOCK) as u64,
         layers: map.layers.len(),

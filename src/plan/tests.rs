@@ -12,6 +12,7 @@ pub fn model_35b() -> Shape {
     Shape {
         trunk: 1_390_000_000,
         gathered: 286_000_000,
+        head: 286_000_000,
         expert: 1_769_472,
         slot: 1_785_856,
         layers: 40,
@@ -97,6 +98,7 @@ fn small() -> Shape {
     Shape {
         trunk: 100 * MIB,
         gathered: 0,
+        head: 0,
         expert: MIB,
         slot: 2 * MIB,
         layers: 4,
@@ -188,12 +190,29 @@ fn a_refusal_names_what_is_there_and_nothing_else() {
 #[test]
 fn one_miss_in_four_is_as_slow_as_computed_by_hand() {
     let shape = Shape { trunk: 5000, gathered: 1000, expert: 1000, layers: 3, experts_per_token: 2, ..small() };
-    let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6 };
-    let found = estimate(&shape, &bandwidth, 0.75, Overhead { layer: 0.05, token: 0.2 });
+    let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6, cache: 4e3 };
+    let overhead = Overhead { layer: 0.05, token: 0.2 };
+    let found = estimate(&shape, &bandwidth, Found { slots: 0.75, cache: 0.0 }, overhead);
     // The trunk takes 0.4 s, the state 0.1. Both hit: 0.2 s to compute. One missed: the latency and one expert. Both missed: a second of reading and one expert.
     let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
     assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
     assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
+    // The page cache has half of what missed: none or one of both from there, a quarter of a second each.
+    let found = estimate(&shape, &bandwidth, Found { slots: 0.75, cache: 0.5 }, overhead);
+    let one = 1.0 / 7.0; // From the page cache, if it is not from the disk.
+    let layer = 0.765625 * (0.2f64).max(2.0 * one * 0.25 + 0.1 * (1.0 - (6.0f64 / 7.0).powi(2)))
+        + 0.21875 * (0.7 + one * 0.25)
+        + 0.015625 * 1.1;
+    assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
+    assert!((found.disk_bytes_per_token - 750.0).abs() < 1e-9, "{found:?}");
+    // The head goes at the memory's rate.
+    let shape = Shape { head: 3000, ..shape };
+    let memory = Bandwidth { memory: 3e4, ..bandwidth };
+    let [whole, apart] = [bandwidth, memory].map(|bandwidth| {
+        let state = 2.0 * shape.state as f64 / bandwidth.memory;
+        1.0 / estimate(&shape, &bandwidth, Found::ALL, Overhead::default()).tokens_per_second - state
+    });
+    assert!((whole - 3000.0 / bandwidth.memory - 0.1 - 0.6).abs() < 1e-9 && (apart - 0.1 - 0.1 - 0.6).abs() < 1e-9);
 }
 
 #[test]
@@ -230,8 +249,8 @@ fn a_dense_model_has_no_slots() {
     let shape = Shape { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
     let plan = Plan::new(&shape, &limits(), &Wishes::default()).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.experts), (Strategy::Resident, 0, 0));
-    let bandwidth = Bandwidth { memory: 1e9, compute: 1e9, disk: 1e9, latency: 1e-3 };
-    assert!(estimate(&shape, &bandwidth, 1.0, Overhead::default()).tokens_per_second.is_finite());
+    let bandwidth = Bandwidth { memory: 1e9, compute: 1e9, disk: 1e9, latency: 1e-3, cache: 1e9 };
+    assert!(estimate(&shape, &bandwidth, Found::ALL, Overhead::default()).tokens_per_second.is_finite());
 }
 
 #[test]
@@ -246,6 +265,7 @@ fn shapes() -> impl proptest::strategy::Strategy<Value = Shape> {
     (bytes, counts).prop_map(|((trunk, expert, kv, state, row), (layers, experts, k, context))| Shape {
         trunk,
         gathered: trunk / 5,
+        head: trunk / 5,
         expert,
         slot: expert.next_multiple_of(4096),
         layers,

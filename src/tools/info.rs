@@ -1,14 +1,14 @@
 //! `moestro info`: what a model needs of this machine, and how fast it can decode here.
 
 use super::{measure, simulate};
-use crate::command::{device::Chosen, drafts::Found, options, resolve, show};
+use crate::command::{device::Chosen, drafts, options, resolve, show};
 use crate::{
     chat::Tokenizer,
     cli,
     config::{self, Drafts, Load, Source},
     error::CommandError,
     model::{self, Config, Surveyed, config::FfnShape},
-    plan::{Estimate, HIT_RATES, LimitFrom, Limits, Overhead, Plan, Shape, Size, Strategy, estimate},
+    plan::{Estimate, Found, HIT_RATES, LimitFrom, Limits, Overhead, Plan, Shape, Size, Strategy, estimate},
     platform::os,
 };
 use measure::Measured;
@@ -52,7 +52,7 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     // something to say.
     let tokenizer = Tokenizer::load(&dir);
     let chosen = Chosen::new(&load)?;
-    let drafts = Found::new(&load, &dir, tokenizer.as_ref().ok())?;
+    let drafts = drafts::Found::new(&load, &dir, tokenizer.as_ref().ok())?;
     let (draft, drafter) = (drafts.shape(), drafts.drafter());
     let options = model::Options { gpu: chosen.working_set(), draft, drafter, ..options(&load) };
     let limits = Limits::here(options.gpu);
@@ -71,6 +71,20 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
         Ok(plan) => (Some(plan), None),
         Err(error) => (None, Some(error)),
     };
+    let decode = rates
+        .iter()
+        .map(|&slots| {
+            let parts = match &plan {
+                // Whatever of the machine's memory the plan leaves.
+                Some(plan) if !measured.direct => {
+                    let memory = [limits.ram, limits.cgroup].into_iter().flatten().min().unwrap_or(0);
+                    Found::through(slots, memory.saturating_sub(plan.total()), &found.shape, plan)
+                }
+                _ => Found { slots, cache: 0.0 },
+            };
+            estimate(&found.shape, &measured.bandwidth, parts, Overhead::default())
+        })
+        .collect();
     let report = Report {
         model: match &source {
             Source::Hub(id) => id.clone(),
@@ -86,10 +100,7 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
         plan,
         refused: refused.as_ref().map(ToString::to_string),
         measured,
-        decode: rates
-            .iter()
-            .map(|&rate| estimate(&found.shape, &measured.bandwidth, rate, Overhead::default()))
-            .collect(),
+        decode,
         shape: found.shape,
     };
     show(&report, typed.json);
@@ -197,6 +208,9 @@ impl Report {
         let how = if direct { "past" } else { "through" };
         let note = format!("random experts, {io_threads} threads, {how} the page cache");
         writeln!(f, "  disk            {:>5.2} GB/s  {note}", bandwidth.disk / 1e9)?;
+        if !direct {
+            writeln!(f, "  page cache      {:>5.2} GB/s  the same experts once more", bandwidth.cache / 1e9)?;
+        }
         writeln!(f, "  one expert      {:>6.2} ms  from asking to having it", bandwidth.latency * 1e3)?;
         writeln!(f)?;
         write!(f, "decode, about (a short context; nothing read ahead of its layer)\n  hit rate      ")?;

@@ -44,18 +44,27 @@ pub fn measure(found: &Surveyed, load: &Load, threads: usize, gpu: bool, room: u
         }
         None => memory,
     };
-    let (disk, latency, direct) = disk(found, load)?;
-    let bandwidth = Bandwidth { memory, compute, disk, latency };
+    let Disk { rate, latency, direct, cache } = disk(found, load)?;
+    let bandwidth = Bandwidth { memory, compute, disk: rate, latency, cache };
     Ok(Measured { bandwidth, threads, io_threads: load.io_threads, direct, kernels: kernels.is_some() })
 }
 
-/// Bytes per second of routes of which every expert misses, and seconds of a route of one expert: what decoding gets of
-/// the disk, through the store's own threads, without any computation. Infinite and 0 for a model without routed
-/// experts.
-fn disk(found: &Surveyed, load: &Load) -> Result<(f64, f64, bool), StoreError> {
+/// What decoding gets of the disk, through the store's own threads, without any computation.
+struct Disk {
+    /// Bytes per second of routes of which every expert misses. Infinite for a model without routed experts.
+    rate: f64,
+    /// Seconds of a route of one expert.
+    latency: f64,
+    /// Read past the page cache.
+    direct: bool,
+    /// Bytes per second of the same routes once more, which the page cache now has; infinite where it is read past.
+    cache: f64,
+}
+
+fn disk(found: &Surveyed, load: &Load) -> Result<Disk, StoreError> {
     let k = found.shape.experts_per_token;
     if k == 0 {
-        return Ok((f64::INFINITY, 0.0, true));
+        return Ok(Disk { rate: f64::INFINITY, latency: 0.0, direct: true, cache: f64::INFINITY });
     }
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let options = Options {
@@ -66,8 +75,7 @@ fn disk(found: &Surveyed, load: &Load) -> Result<(f64, f64, bool), StoreError> {
     };
     let store = Experts::open(found.files.clone(), found.experts.clone(), options, metrics)?;
     let direct = store.access() == Access::Direct;
-    let mut routes = Routes::new(found.shape.layers, found.shape.experts);
-    let mut read = |experts: usize, most: usize, budget: Duration| -> Result<f64, StoreError> {
+    let read = |routes: &mut Routes, experts: usize, most: usize, budget: Duration| -> Result<_, StoreError> {
         let (begin, mut count) = (Instant::now(), 0);
         while count < most && (count == 0 || begin.elapsed() < budget) {
             let Some((layer, ids)) = routes.next(experts) else { break };
@@ -76,16 +84,24 @@ fn disk(found: &Surveyed, load: &Load) -> Result<(f64, f64, bool), StoreError> {
             while asked.next(&mut Immediate)?.is_some() {}
             count += 1;
         }
-        Ok(begin.elapsed().as_secs_f64() / count.max(1) as f64)
+        Ok((begin.elapsed().as_secs_f64() / count.max(1) as f64, count))
     };
     // A small model has few experts to read: most of them for the more important figure.
     let few = (found.shape.layers * found.shape.experts / 8).max(1);
-    let latency = read(1, few, Duration::from_millis(150))?;
-    let route = read(k, usize::MAX, Duration::from_millis(450))?;
-    Ok((k as f64 * found.shape.expert as f64 / route, latency, direct))
+    let mut routes = Routes::new(found.shape.layers, found.shape.experts);
+    let (latency, _) = read(&mut routes, 1, few, Duration::from_millis(150))?;
+    let from = routes.clone();
+    let (route, count) = read(&mut routes, k, usize::MAX, Duration::from_millis(450))?;
+    let rate = |seconds: f64| k as f64 * found.shape.expert as f64 / seconds;
+    let cache = match direct {
+        true => f64::INFINITY,
+        false => rate(read(&mut { from }, k, count, Duration::from_millis(450))?.0),
+    };
+    Ok(Disk { rate: rate(route), latency, direct, cache })
 }
 
 /// Walks over all experts, layer after layer, those of a layer scattered over the file as a router scatters them.
+#[derive(Clone)]
 struct Routes {
     /// The number of experts of each layer that have been given out.
     given: Vec<usize>,

@@ -151,6 +151,8 @@ impl Cache {
     pub(super) fn read_back(&self, ids: &[u32], known: Vec<Arc<Page>>) -> Result<Option<Snapshot>, ()> {
         let mut inner = self.inner.lock();
         let Some(files) = inner.disk.as_ref().map(|disk| disk.files.clone()) else { return Ok(None) };
+        // What is emptied from here on does not come back by this.
+        let emptied = inner.emptied;
         let whole = self.size.bytes(ids.len(), 0);
         let known = &known[..known.len().min(ids.len() / PAGE)];
         let known: Vec<Arc<Page>> =
@@ -185,7 +187,6 @@ impl Cache {
                     filed.used = SystemTime::now();
                 }
                 let kind = inner.exact(ids).map_or(Kind::Message, |id| inner.tree[id].kind);
-                let emptied = inner.emptied;
                 drop(inner);
                 self.insert(ids, kind, snapshot.clone(), emptied);
                 Ok(Some(snapshot))
@@ -257,14 +258,19 @@ impl Cache {
 
     /// Writes the checkpoint that is worth most and is not there yet. False if there is none, or the disk failed.
     fn write_next(&self, inner: &mut MutexGuard<'_, Inner>) -> bool {
-        let Some((ids, mut snapshot, files, missing, bytes)) = inner.next_to_write(&self.size) else { return false };
+        let Some((ids, mut snapshot, files, missing)) = inner.next_to_write(&self.size) else { return false };
         // Pages of the pool are left to whoever needs one meanwhile: then it is not written.
         let pages: Vec<Weak<Page>> = snapshot.pages.iter().map(Arc::downgrade).collect();
         snapshot.pages.retain(|page| matches!(**page, Page::Bytes(_)));
         // Held while it is written, so that it is counted even if it gives way meanwhile.
         inner.ledger.hold(&snapshot);
         let emptied = inner.emptied;
-        let written = MutexGuard::unlocked(inner, || files.write(&ids, &snapshot.state, &pages, &missing));
+        let mut bytes = 0;
+        let written = MutexGuard::unlocked(inner, || files.write(&ids, &snapshot.state, &pages, &missing, &mut bytes));
+        self.metrics.prompt_cache_disk_written_bytes.inc_by(bytes);
+        if let Some(disk) = &mut inner.disk {
+            disk.recent.push_back((Instant::now(), bytes));
+        }
         if inner.emptied == emptied {
             inner.ledger.release(&snapshot);
         }
@@ -287,12 +293,8 @@ impl Cache {
         }
         drop(snapshot);
         self.metrics.prompt_cache_disk_writes.inc();
-        self.metrics.prompt_cache_disk_written_bytes.inc_by(bytes);
         let filed = OnDisk { bytes: files.bytes(ids.len()).0, used: SystemTime::now() };
         inner.add(&ids, Kind::Message, filed);
-        if let Some(disk) = &mut inner.disk {
-            disk.recent.push_back((Instant::now(), bytes));
-        }
         if inner.emptied != emptied {
             self.clear_disk(inner);
         }
@@ -302,7 +304,7 @@ impl Cache {
     }
 }
 
-type Writing = (Vec<u32>, Snapshot, Arc<Files>, Vec<bool>, u64);
+type Writing = (Vec<u32>, Snapshot, Arc<Files>, Vec<bool>);
 
 impl Inner {
     /// The node of exactly `ids`.
@@ -360,7 +362,7 @@ impl Inner {
         waiting.into_iter().find_map(|(_, id)| {
             let (ids, snapshot) = (self.tree.tokens(id), self.tree[id].memory.clone()?);
             let (missing, bytes) = disk.missing(&ids);
-            (bytes <= allowance.min(disk.limit)).then(|| (ids, snapshot, disk.files.clone(), missing, bytes))
+            (bytes <= allowance.min(disk.limit)).then(|| (ids, snapshot, disk.files.clone(), missing))
         })
     }
 

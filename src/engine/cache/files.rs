@@ -88,13 +88,12 @@ impl Files {
     /// Leaves at most `most` bytes to other keys (models, devices, versions), those last written to; returns how many.
     pub fn make_way(&self, root: &Path, most: u64) -> io::Result<u64> {
         let mut others = Vec::new();
-        for entry in fs::read_dir(root)? {
-            let path = entry?.path();
-            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-            if path != self.dir && name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-                let bytes = fs::read_dir(&path)?.map(|entry| Ok(entry?.metadata()?.len())).sum::<io::Result<u64>>()?;
-                others.push((fs::metadata(&path)?.modified()?, path, bytes));
-            }
+        for path in keys(root)?.into_iter().filter(|path| *path != self.dir) {
+            // Other servers give files their names meanwhile, and remove some.
+            let len =
+                |entry: io::Result<fs::DirEntry>| entry.and_then(|entry| entry.metadata()).map_or(0, |meta| meta.len());
+            let bytes = fs::read_dir(&path)?.map(len).sum();
+            others.push((fs::metadata(&path)?.modified()?, path, bytes));
         }
         others.sort();
         let mut left: u64 = others.iter().map(|(_, _, bytes)| bytes).sum();
@@ -131,15 +130,42 @@ impl Files {
         (state, HEADER as u64 + PAGE as u64 * self.size.position)
     }
 
-    /// Writes the state behind `ids`, after those of its pages that `wanted` says are not there yet. False: one of them is
-    /// somebody else's by now, or its device does not give it. That is no error of the disk.
-    pub fn write(&self, ids: &[u32], state: &Shared, pages: &[Weak<Page>], wanted: &[bool]) -> io::Result<bool> {
+    /// Writes the state behind `ids`, after those of its pages that `wanted` says are not there yet; adds the bytes to `bytes`.
+    /// False: one of them is somebody else's by now, or its device does not give it. That is no error of the disk. What was
+    /// written until then, or until an error, is removed again: no state needs it.
+    pub fn write(
+        &self,
+        ids: &[u32],
+        state: &Shared,
+        pages: &[Weak<Page>],
+        wanted: &[bool],
+        bytes: &mut u64,
+    ) -> io::Result<bool> {
+        let mut written = Vec::new();
+        let whole = self.write_all(ids, state, (pages, wanted), &mut written);
+        let (state, page) = self.bytes(ids.len());
+        *bytes += page * written.len() as u64;
+        match whole {
+            Ok(true) => *bytes += state,
+            _ => written.iter().for_each(|digest| self.remove_page(digest)),
+        }
+        whole
+    }
+
+    fn write_all(
+        &self,
+        ids: &[u32],
+        state: &Shared,
+        (pages, wanted): (&[Weak<Page>], &[bool]),
+        written: &mut Vec<Digest>,
+    ) -> io::Result<bool> {
         let (digests, whole) = self.digests(ids);
         // One page at a time is kept from others, for as long as it is read.
         let read = |page: &Weak<Page>| page.upgrade().and_then(|page| page.read().map(Cow::into_owned).ok());
         for ((digest, page), _) in digests.iter().zip(pages).zip(wanted).filter(|(_, wanted)| **wanted) {
             let Some(bytes) = read(page) else { return Ok(false) };
             self.put(&page_name(digest), PAGE, &[&bytes])?;
+            written.push(*digest);
         }
         let tail = match pages.get(ids.len() / PAGE) {
             Some(tail) => read(tail),
@@ -290,6 +316,34 @@ impl Files {
     }
 }
 
+/// Removes every checkpoint below `root`, whatever model it is of. A server that still counts on one computes it again.
+///
+/// # Errors
+/// A directory that cannot be read, or a file that cannot be removed.
+pub fn forget_all(root: &Path) -> io::Result<()> {
+    for dir in keys(root)? {
+        for entry in fs::read_dir(dir)? {
+            let path = entry?.path();
+            let ending = path.extension().and_then(|ending| ending.to_str());
+            if matches!(ending, Some("state" | "page" | "unfinished")) {
+                fs::remove_file(&path).or_else(gone)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The directories of all keys.
+fn keys(root: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(root) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let paths = entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>()?;
+    let is_key = |name: &str| name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit());
+    Ok(paths.into_iter().filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_key)).collect())
+}
+
 /// Writes a file, which gets its name when it is whole.
 fn put(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
     let mut unfinished = path.as_os_str().to_owned();
@@ -333,10 +387,11 @@ fn damaged(why: &str) -> io::Error {
 
 /// Removes a file; one that is gone already is no error.
 fn remove(path: &Path) {
-    if let Err(error) = fs::remove_file(path).or_else(|error| match error.kind() {
-        io::ErrorKind::NotFound => Ok(()),
-        _ => Err(error),
-    }) {
+    if let Err(error) = fs::remove_file(path).or_else(gone) {
         tracing::debug!(path = %path.display(), %error, "a checkpoint's file could not be removed");
     }
+}
+
+fn gone(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
 }

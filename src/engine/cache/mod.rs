@@ -22,6 +22,7 @@ use crate::{
 };
 pub use disk::Storage;
 use disk::{Disk, OnDisk};
+pub use files::forget_all;
 use ledger::Ledger;
 use parking_lot::{Condvar, Mutex};
 use places::Kind;

@@ -169,3 +169,23 @@ fn a_page_that_the_writer_reads_is_left_to_a_sequence_all_the_same() {
     drop(read);
     assert_eq!(pool.free(), free + 1);
 }
+
+#[test]
+fn a_write_that_is_given_up_leaves_no_page() {
+    let dir = tempfile::tempdir().unwrap();
+    let (files, _) = files::Files::open(dir.path(), "a key", SIZE).unwrap();
+    let below = || std::fs::read_dir(files.dir()).unwrap().count();
+    let (ids, whole) = (tokens(1, 2 * PAGE), snapshot(2 * PAGE));
+    let mut pages: Vec<_> = whole.pages.iter().map(Arc::downgrade).collect();
+    let mut bytes = 0;
+    assert!(files.write(&ids, &whole.state, &pages, &[true, true], &mut bytes).unwrap());
+    let (state, page) = files.bytes(ids.len());
+    assert_eq!((below(), bytes), (3, state + 2 * page));
+    // What every key has goes, whoever wrote it.
+    files::forget_all(dir.path()).unwrap();
+    assert_eq!(below(), 0);
+    // The second page is somebody else's by now. The first was written all the same, and counts.
+    pages[1] = std::sync::Weak::new();
+    assert!(!files.write(&ids, &whole.state, &pages, &[true, true], &mut bytes).unwrap());
+    assert_eq!((below(), bytes), (0, state + 3 * page));
+}

@@ -8,6 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+mod kept;
+
 const MS: Duration = Duration::from_millis(1);
 
 fn options() -> Options {
@@ -272,30 +274,6 @@ fn a_prompt_that_goes_on_is_cached() {
     assert_eq!(metrics.time_to_first_token_seconds.get_sample_count(), 2);
     assert_eq!(metrics.inter_token_seconds.get_sample_count(), 7);
     assert_eq!(metrics.queue_seconds.get_sample_count(), 2);
-}
-
-#[test]
-fn an_answer_is_known_behind_another_conversation() {
-    let (handle, ..) = engine(&MockModel::default(), Options { prompt_cache: 1 << 20, ..options() });
-    assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
-    assert_eq!(says(&handle, &[20, 21]), [20, 21]);
-    let (_, end) = hear(handle.submit(ask(&[9, 5, 6, 9, 5, 6, 2, 30], 100)).unwrap());
-    assert_eq!(end.unwrap().1.cached_tokens, 6);
-}
-
-#[test]
-fn a_prompt_that_fails_pushes_nothing_out_for_places_that_it_never_reached() {
-    // There is room for the checkpoints of one of the two prompts.
-    let mock = MockModel { fails_on: Some(40), ..MockModel::default() };
-    let (handle, ..) = engine(&mock, Options { prompt_cache: 100, ..options() });
-    let evaluate = |ids: &[u32]| hear(handle.submit(ask(ids, 0)).unwrap()).1;
-    let kept: Vec<u32> = (30..38).collect();
-    assert_eq!(evaluate(&kept).unwrap().1.cached_tokens, 0);
-    // It ends in its second chunk; the place for a checkpoint is in the third.
-    let mut fails: Vec<u32> = (41..61).collect();
-    fails[10] = 40;
-    assert!(evaluate(&fails).is_err());
-    assert_eq!(evaluate(&[&kept[..], &[50]].concat()).unwrap().1.cached_tokens, 8);
 }
 
 #[test]

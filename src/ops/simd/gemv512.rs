@@ -87,17 +87,20 @@ unsafe fn dot<const BITS: usize, const GROUP: usize>(
         // SAFETY: all reads are of whole groups below `groups`, of which codes and digits have that many; constants,
         // scales and sums are padded to a multiple of eight.
         unsafe {
-            for line in (0..8 * step).step_by(64) {
-                for codes in codes {
-                    x86::fetch(codes.as_ptr().wrapping_add(first * step + line + x86::AHEAD));
+            // The second row's codes follow the first's, so both are asked for as they lie in memory, a little with each group.
+            let ahead = |group: usize| {
+                for line in (0..2 * step).step_by(64).take_while(|_| BITS != 0) {
+                    x86::fetch(codes[0].as_ptr().wrapping_add(2 * step * group + line + x86::AHEAD));
                 }
-            }
+            };
             if groups - first >= 8 {
                 for (index, sum) in sums.iter_mut().enumerate() {
+                    ahead(first + index);
                     *sum = partial::<BITS, GROUP>(codes, first + index, x, first + index);
                 }
             } else {
                 for (index, sum) in sums.iter_mut().enumerate().take(groups - first) {
+                    ahead(first + index);
                     *sum = partial::<BITS, GROUP>(codes, first + index, x, first + index);
                 }
             }
