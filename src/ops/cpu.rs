@@ -222,4 +222,8 @@ impl Run for Cpu {
     }
 }
 
-impl Timeline for Cpu {}
+impl Timeline for Cpu {
+    fn rest(&mut self) {
+        self.compute.threads.rest();
+    }
+}

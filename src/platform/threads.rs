@@ -26,9 +26,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// An idle worker spins for this long before it parks: longer than the serial stretches between the jobs of one token,
-/// much shorter than a wait for the disk. It gives its core to other processes after the first of them.
-const SPIN: Duration = Duration::from_micros(150);
+/// An idle worker spins for this long before it parks: longer than what one thread does alone between two jobs of a pass,
+/// or between two passes (it chooses among 250,000 tokens). With 150 us, what many workers did last was to fall asleep and
+/// to be woken. It gives its core to other processes after [`ALONE`].
+const SPIN: Duration = Duration::from_millis(1);
+/// And for this long once the caller [rests](Threads::rest).
+const REST: Duration = Duration::from_micros(150);
 const ALONE: Duration = Duration::from_micros(20);
 /// Workers that are woken by the first of them.
 const TROOP: usize = 4;
@@ -55,6 +58,8 @@ struct Pool {
     panicked: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     parked: CacheLine<AtomicUsize>,
+    /// The number of the last job when the caller last rested.
+    rested: AtomicU64,
 }
 
 /// Where a worker is.
@@ -99,6 +104,7 @@ impl Threads {
             panicked: AtomicBool::new(false),
             panic: Mutex::new(None),
             parked: CacheLine::default(),
+            rested: AtomicU64::new(0),
         });
         let workers = (1..count)
             .map_while(|index| {
@@ -111,6 +117,11 @@ impl Threads {
 
     pub fn count(&self) -> usize {
         self.workers.len() + 1
+    }
+
+    /// Says that the next job may be long in coming, since its caller waits for a disk: nobody need spin for it.
+    pub fn rest(&self) {
+        self.pool.rested.store(self.pool.number.0.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// Calls `job(i)` for every `i` in `0..tasks`, each exactly once, on some thread; returns when all are done. If a
@@ -302,13 +313,18 @@ impl Pool {
                 continue;
             }
             let idle = since.elapsed();
-            if idle > SPIN {
+            if idle > self.patience(done) {
                 self.park(own, done);
                 since = Instant::now();
             } else if idle > ALONE {
                 std::thread::yield_now();
             }
         }
+    }
+
+    /// How long to spin behind job `done`. Before the first a pool is at rest.
+    fn patience(&self, done: u64) -> Duration {
+        if self.rested.load(Ordering::Relaxed) == done { REST } else { SPIN }
     }
 
     fn park(&self, own: usize, done: u64) {

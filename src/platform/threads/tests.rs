@@ -29,21 +29,43 @@ fn jobs_follow_each_other_with_and_without_sleep() {
     assert_eq!(sum.into_inner(), 2000 * 21);
 }
 
-#[test]
-fn all_who_sleep_are_woken() {
-    let (count, began) = (7, AtomicUsize::new(0));
-    let threads = Threads::new(count);
-    threads.run(count, &|_| {});
-    std::thread::sleep(SPIN * 100);
-    let since = Instant::now();
-    // Each task waits for all others, so that each needs a thread of its own.
-    threads.run(count, &|_| {
+/// A job of as many tasks as threads, each of which waits for all others, so that each needs a thread of its own.
+fn meet(threads: &Threads) {
+    let (began, since) = (AtomicUsize::new(0), Instant::now());
+    threads.run(threads.count(), &|_| {
         began.fetch_add(1, Ordering::Relaxed);
-        while began.load(Ordering::Relaxed) < count && since.elapsed() < Duration::from_secs(10) {
+        while began.load(Ordering::Relaxed) < threads.count() {
+            assert!(since.elapsed() < Duration::from_secs(10), "somebody sleeps on");
             std::thread::yield_now();
         }
     });
-    assert!(since.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn all_who_sleep_are_woken() {
+    let threads = Threads::new(7);
+    threads.run(7, &|_| {});
+    std::thread::sleep(SPIN * 20);
+    meet(&threads);
+}
+
+#[test]
+fn nobody_spins_for_long_until_the_job_behind_a_rest() {
+    let threads = Threads::new(2);
+    let job = || {
+        meet(&threads);
+        threads.pool.patience(threads.pool.number.0.load(Ordering::Relaxed))
+    };
+    assert_eq!(job(), SPIN);
+    threads.rest();
+    assert_eq!(threads.pool.patience(1), REST);
+    assert_eq!(job(), SPIN);
+    let since = Instant::now();
+    job();
+    while threads.pool.parked.0.load(Ordering::Relaxed) < 1 {
+        std::thread::yield_now();
+    }
+    assert!(since.elapsed() >= SPIN);
 }
 
 #[test]
