@@ -10,8 +10,9 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Channels of a task with one token.
-const FEW: usize = 512;
+/// Channels of a task, where tokens are few; more have a task each.
+const PIECE: usize = 512;
+const FEW: usize = 8;
 
 impl Conv<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
@@ -71,21 +72,20 @@ impl Conv<'_> {
             }
             activate(y);
         };
-        if tokens == 1 && channels.is_multiple_of(FEW) && FEW.is_multiple_of(shape.dk) {
-            // Channels do not touch each other, which is all there is to share out.
-            threads.run_pieces(y, FEW, &|task, y| {
-                let first = task * FEW;
-                convolve(0, first, y);
-                units(first, y);
-                keep(first..first + FEW);
-            });
-            return Ok(());
-        }
-        threads.run_pieces(y, channels, &|token, y| {
-            convolve(token, 0, y);
-            units(0, y);
+        // Channels do not touch each other, which is all there is to share out among one token's or few.
+        let cut = tokens <= FEW && channels.is_multiple_of(PIECE) && PIECE.is_multiple_of(shape.dk);
+        let piece = if cut { PIECE } else { channels };
+        threads.run_pieces(y, piece, &|task, y| {
+            let (token, first) = (task * piece / channels, task * piece % channels);
+            convolve(token, first, y);
+            units(first, y);
+            if tokens == 1 {
+                keep(first..first + piece);
+            }
         });
-        keep(0..channels);
+        if tokens > 1 {
+            keep(0..channels);
+        }
         Ok(())
     }
 }
