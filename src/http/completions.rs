@@ -44,7 +44,7 @@ pub async fn completions(
     door.ready()?;
     let (common, request, share) = body::request::<CompletionRequest>(&door, body, fields::COMPLETIONS).await?;
     let seat = door.models.seat(common.model.as_deref()).await?;
-    seat.then(common.streams(), Frames::error, move |app| answer(app, log, common, request, share)).await
+    seat.then(log.deadline, common.streams(), Frames::error, move |app| answer(app, log, common, request, share)).await
 }
 
 async fn answer(

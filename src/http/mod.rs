@@ -224,6 +224,7 @@ pub fn router(door: Arc<Door>) -> Router {
         .route("/models/{*id}", get(admin::model))
         .fallback(no_such_path)
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn(access::limit))
         .layer(encoding::inflate())
         .layer(from_fn(encoding::check))
         .layer(from_fn_with_state(door.clone(), access::authorize))

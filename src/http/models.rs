@@ -8,7 +8,7 @@ mod names;
 mod seat;
 
 pub use names::Listed;
-pub use seat::Seat;
+pub use seat::{Seat, in_time};
 
 use super::{App, api_error::ApiError};
 use crate::error::EngineError;
@@ -39,9 +39,11 @@ pub struct Loaded {
     pub unload: Box<dyn FnOnce() + Send>,
 }
 
-/// The time that a model stays.
+/// The time that a model stays, and that a request may take.
 #[derive(Debug, Clone, Copy)]
 pub struct Times {
+    /// From its arrival to the end of its answer, for whatever it waits.
+    pub request: Option<Duration>,
     /// One that nobody has asked for so long gives its memory back.
     pub keep_alive: Option<Duration>,
     /// One that is asked ever again keeps those waiting for so long who want another one.
@@ -52,7 +54,7 @@ pub struct Times {
 
 impl Default for Times {
     fn default() -> Self {
-        Self { keep_alive: None, patience: Duration::from_secs(30), linger: Duration::from_secs(1) }
+        Self { request: None, keep_alive: None, patience: Duration::from_secs(30), linger: Duration::from_secs(1) }
     }
 }
 
@@ -135,7 +137,7 @@ impl Stage {
         self.changed.notify_one();
     }
 
-    fn times(&self) -> Times {
+    pub fn times(&self) -> Times {
         *self.times.lock()
     }
 

@@ -94,7 +94,7 @@ async fn server(aviary: Aviary, times: Times) -> (Arc<Aviary>, Server) {
 }
 
 fn times() -> Times {
-    Times { keep_alive: None, patience: Duration::from_secs(30), linger: milliseconds(50) }
+    Times { linger: milliseconds(50), ..Times::default() }
 }
 
 fn ask(model: &str) -> Value {
@@ -158,6 +158,21 @@ async fn a_stream_that_waits_is_kept_alive_and_one_that_leaves_loads_nothing() {
     assert!(text.contains("second") && text.ends_with("data: [DONE]\n\n"), "{text}");
     tokio::time::sleep(milliseconds(300)).await;
     assert_eq!(aviary.log(), ["load first", "unload first", "load org/second"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn waiting_for_a_model_is_part_of_a_requests_time() {
+    let request = Some(milliseconds(200));
+    let (_, server) =
+        server(Aviary { slow: milliseconds(900), ..Aviary::default() }, Times { request, ..times() }).await;
+    let begun = Instant::now();
+    let answer = server.post(CHAT, &ask("second")).await;
+    assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (504, json!("timeout")));
+    let mut stream = ask("second");
+    stream["stream"] = true.into();
+    let text = server.post(CHAT, &stream).await.text().await;
+    assert!(text.contains("\"timeout\"") && !text.contains("[DONE]"), "{text}");
+    assert!(begun.elapsed() >= milliseconds(400) && begun.elapsed() < milliseconds(800), "{:?}", begun.elapsed());
 }
 
 #[tokio::test(flavor = "multi_thread")]
