@@ -9,7 +9,11 @@ use crate::{
     },
 };
 use axum::response::Response;
-use std::{future::Future, sync::Arc, time::Instant};
+use std::{
+    future::Future,
+    sync::{Arc, Weak},
+    time::Instant,
+};
 use tokio::{sync::oneshot, time::timeout_at};
 
 /// A model for a request.
@@ -45,6 +49,25 @@ impl Seat {
             Seat::Here(app) => Ok(app),
             Seat::Later(reply) => reply.await.unwrap_or_else(|_| Err(ApiError::loading())),
         }
+    }
+}
+
+/// The model of a request that has several answers, one after another. It may be let go of before the next one is asked for,
+/// if the client takes too long to read the last.
+pub struct Again(Option<Weak<App>>);
+
+impl Again {
+    pub fn new(app: &Arc<App>) -> Self {
+        Self(Some(Arc::downgrade(app)))
+    }
+
+    pub fn app(&self) -> Result<Arc<App>, EngineError> {
+        self.0.as_ref().and_then(Weak::upgrade).ok_or(EngineError::Unloaded)
+    }
+
+    /// The last answer has been asked for.
+    pub fn leave(&mut self) {
+        self.0 = None;
     }
 }
 
