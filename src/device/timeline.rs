@@ -30,6 +30,9 @@ pub trait Timeline {
         let _ = mark;
         Ok(())
     }
+
+    /// The caller waits for a disk now: the device may rest.
+    fn rest(&mut self) {}
 }
 
 /// The CPU: an operation is done when its call returns.

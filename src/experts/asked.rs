@@ -171,6 +171,7 @@ impl Asked<'_> {
                     live.slots.len()
                 )));
             }
+            device.rest();
             let begin = Instant::now();
             experts.reader.wait(seen);
             let stalled = begin.elapsed().as_secs_f64();

@@ -110,6 +110,7 @@ impl Timeline for SharedRun {
         mark() -> Mark;
         passed() -> Mark;
         wait_for(mark: Mark) -> Result<(), DeviceError>;
+        rest();
     }
 }
 

@@ -24,15 +24,10 @@ pub struct Cpu {
 pub(super) struct Scratch {
     pub normed: Vec<f32>,
     pub product: Vec<f32>,
-    /// Experts of one token in the order of their scores.
-    pub order: Vec<u32>,
     /// For each token and key head `q . k`, for each value head its gates.
     pub same: Vec<f32>,
     pub gates: Vec<[f32; 2]>,
     pub experts: experts::Scratch,
-    /// A row of weights in f32, and its codes before.
-    pub values: Vec<f32>,
-    pub codes: Vec<u8>,
 }
 
 /// The buffers by number: each is a part of a slab.
@@ -228,4 +223,8 @@ impl Run for Cpu {
     }
 }
 
-impl Timeline for Cpu {}
+impl Timeline for Cpu {
+    fn rest(&mut self) {
+        self.compute.threads.rest();
+    }
+}

@@ -135,11 +135,10 @@ impl QuantisedRows {
         }
     }
 
-    /// The quantised `row` for a weight of `codes`; empty where the product is f32.
-    pub fn row(&self, math: Math, codes: Codes, row: usize) -> Digits<'_> {
-        let wanted = format(math, codes);
-        let found = self.formats.iter().position(|format| Some(*format) == wanted);
-        found.map_or_else(Digits::default, |index| self.rows[index].row(row))
+    /// The rows for a weight of `codes`; `None` where the product is f32.
+    pub fn of(&self, math: Math, codes: Codes) -> Option<&Quantised> {
+        let wanted = format(math, codes)?;
+        self.formats.iter().position(|format| *format == wanted).map(|index| &self.rows[index])
     }
 
     /// Forgets rows quantised from `region`, whose bytes change.
@@ -189,7 +188,8 @@ impl Quantised {
         self.filling = FILLINGS.fetch_add(1, Relaxed) + 1;
         self.cols = cols;
         self.groups = (cols / format.group).next_multiple_of(8);
-        self.planes.resize(rows * 3 * cols.div_ceil(64), CacheLine::ZERO);
+        // Never shorter, or growing back would fill it once more.
+        self.planes.resize((rows * 3 * cols.div_ceil(64)).max(self.planes.len()), CacheLine::ZERO);
         // The padding must be zero whatever the buffers held before.
         self.scale.clear();
         self.scale.resize(rows * self.groups, 0.0);

@@ -9,24 +9,32 @@
 //! announced by its number, which workers only read. Each worker says in a line of its own which job it is in or has
 //! done; the caller looks there at the end, and takes a job away from a worker that has not begun it, so that no job ever
 //! waits for one that has not yet woken.
+//!
+//! Waking a thread costs microseconds, and it runs tens of microseconds later: were they woken one after the other, the last
+//! of fifteen would come too late. Each parks by itself; the caller wakes the first of every [`TROOP`], who wakes the rest.
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use std::{
     any::Any,
     cell::UnsafeCell,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    thread::JoinHandle,
+    thread::{JoinHandle, Thread},
     time::{Duration, Instant},
 };
 
-/// An idle worker spins for this long before it parks: longer than the serial stretches between the jobs of one token,
-/// much shorter than a wait for the disk. It gives its core to other processes after the first of them.
-const SPIN: Duration = Duration::from_micros(150);
+/// An idle worker spins for this long before it parks: longer than what one thread does alone between two jobs of a pass,
+/// or between two passes (it chooses among 250,000 tokens). With 150 us, what many workers did last was to fall asleep and
+/// to be woken. It gives its core to other processes after [`ALONE`].
+const SPIN: Duration = Duration::from_millis(1);
+/// And for this long once the caller [rests](Threads::rest).
+const REST: Duration = Duration::from_micros(150);
 const ALONE: Duration = Duration::from_micros(20);
+/// Workers that are woken by the first of them.
+const TROOP: usize = 4;
 
 type Job<'a> = &'a (dyn Fn(usize) + Sync);
 
@@ -45,14 +53,23 @@ struct Pool {
     job: UnsafeCell<Option<Job<'static>>>,
     /// The tasks of each thread, the caller's first.
     shares: Vec<CacheLine<Share>>,
-    /// Each worker's last job: twice its number, and one more while the worker is in it.
-    at: Vec<CacheLine<AtomicU64>>,
+    at: Vec<CacheLine<At>>,
     quit: AtomicBool,
     panicked: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
-    parked: AtomicUsize,
-    sleep: Mutex<()>,
-    wake: Condvar,
+    parked: CacheLine<AtomicUsize>,
+    /// The number of the last job when the caller last rested.
+    rested: AtomicU64,
+}
+
+/// Where a worker is.
+#[derive(Default)]
+struct At {
+    /// Its last job: twice the number, and one more while it is in it.
+    job: AtomicU64,
+    /// It is parked, or about to be.
+    asleep: AtomicBool,
+    thread: OnceLock<Thread>,
 }
 
 /// A value in cache lines of its own: two, since processors fetch them in pairs.
@@ -86,9 +103,8 @@ impl Threads {
             quit: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
             panic: Mutex::new(None),
-            parked: AtomicUsize::new(0),
-            sleep: Mutex::new(()),
-            wake: Condvar::new(),
+            parked: CacheLine::default(),
+            rested: AtomicU64::new(0),
         });
         let workers = (1..count)
             .map_while(|index| {
@@ -101,6 +117,11 @@ impl Threads {
 
     pub fn count(&self) -> usize {
         self.workers.len() + 1
+    }
+
+    /// Says that the next job may be long in coming, since its caller waits for a disk: nobody need spin for it.
+    pub fn rest(&self) {
+        self.pool.rested.store(self.pool.number.0.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// Calls `job(i)` for every `i` in `0..tasks`, each exactly once, on some thread; returns when all are done. If a
@@ -153,8 +174,9 @@ impl Threads {
 impl Drop for Threads {
     fn drop(&mut self) {
         self.pool.quit.store(true, Ordering::SeqCst);
-        drop(self.pool.sleep.lock());
-        self.pool.wake.notify_all();
+        for worker in &self.workers {
+            worker.thread().unpark();
+        }
         for worker in self.workers.drain(..) {
             let _ = worker.join();
         }
@@ -176,11 +198,20 @@ impl Pool {
         let number = self.number.0.load(Ordering::Relaxed) + 1;
         // In one order with the count of the parked: either they see the number, or they are seen.
         self.number.0.store(number, Ordering::SeqCst);
-        if self.parked.load(Ordering::SeqCst) > 0 {
-            drop(self.sleep.lock());
-            self.wake.notify_all();
-        }
+        self.rouse(self.at.iter().step_by(TROOP));
         number
+    }
+
+    /// Wakes those who sleep.
+    fn rouse<'a>(&self, workers: impl Iterator<Item = &'a CacheLine<At>>) {
+        if self.parked.0.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        for CacheLine(at) in workers.filter(|at| at.0.asleep.load(Ordering::SeqCst)) {
+            if let Some(thread) = at.thread.get() {
+                thread.unpark();
+            }
+        }
     }
 
     /// Takes all tasks that nobody has claimed out of the job.
@@ -197,7 +228,7 @@ impl Pool {
     /// panicked.
     fn close(&self, number: u64) -> bool {
         let (done, inside) = (2 * number, 2 * number + 1);
-        for CacheLine(at) in &self.at {
+        for CacheLine(At { job: at, .. }) in &self.at {
             let mut turns = 0u32;
             loop {
                 match at.load(Ordering::Acquire) {
@@ -236,9 +267,10 @@ impl Pool {
 
     /// A worker's life.
     fn work(&self, own: usize) {
-        let CacheLine(at) = &self.at[own - 1];
+        let CacheLine(At { job: at, thread, .. }) = &self.at[own - 1];
+        let _ = thread.set(std::thread::current());
         let mut done = 0;
-        while let Some(number) = self.enter(at, done) {
+        while let Some(number) = self.enter(own, done) {
             // SAFETY: this worker has entered the job, so it is set, alive, and not being written.
             if let Some(job) = unsafe { *self.job.get() }
                 && let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.claim(own, job)))
@@ -253,12 +285,15 @@ impl Pool {
     }
 
     /// Waits for a job with a higher number than `done` and enters it; `None` at the end.
-    fn enter(&self, at: &AtomicU64, mut done: u64) -> Option<u64> {
+    fn enter(&self, own: usize, mut done: u64) -> Option<u64> {
+        let troop = if own % TROOP == 1 { &self.at[own..self.at.len().min(own + TROOP - 1)] } else { &[] };
+        let CacheLine(At { job: at, .. }) = &self.at[own - 1];
         let mut since = Instant::now();
         let mut turns = 0u32;
         loop {
             let number = self.number.0.load(Ordering::Acquire);
             if number != done {
+                self.rouse(troop.iter());
                 // Another word than that of the last job here: the caller has taken this one away already.
                 let before = at.load(Ordering::Relaxed);
                 let entered = before < 2 * number
@@ -278,8 +313,8 @@ impl Pool {
                 continue;
             }
             let idle = since.elapsed();
-            if idle > SPIN {
-                self.park(done);
+            if idle > self.patience(done) {
+                self.park(own, done);
                 since = Instant::now();
             } else if idle > ALONE {
                 std::thread::yield_now();
@@ -287,94 +322,23 @@ impl Pool {
         }
     }
 
-    fn park(&self, done: u64) {
-        let mut sleep = self.sleep.lock();
-        self.parked.fetch_add(1, Ordering::SeqCst);
+    /// How long to spin behind job `done`. Before the first a pool is at rest.
+    fn patience(&self, done: u64) -> Duration {
+        if self.rested.load(Ordering::Relaxed) == done { REST } else { SPIN }
+    }
+
+    fn park(&self, own: usize, done: u64) {
+        let CacheLine(At { asleep, .. }) = &self.at[own - 1];
+        // In one order with the number: whoever announces a job behind the look at it sees who sleeps.
+        asleep.store(true, Ordering::SeqCst);
+        self.parked.0.fetch_add(1, Ordering::SeqCst);
         while !self.quit.load(Ordering::SeqCst) && self.number.0.load(Ordering::SeqCst) == done {
-            self.wake.wait(&mut sleep);
+            std::thread::park();
         }
-        self.parked.fetch_sub(1, Ordering::SeqCst);
+        asleep.store(false, Ordering::SeqCst);
+        self.parked.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_task_runs_once() {
-        for count in [1, 2, 5] {
-            let threads = Threads::new(count);
-            for tasks in [0, 1, 2, 3, 1000] {
-                let hits: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
-                threads.run(tasks, &|task| {
-                    hits[task].fetch_add(1, Ordering::Relaxed);
-                });
-                assert!(hits.iter().all(|hit| hit.load(Ordering::Relaxed) == 1), "{count} threads, {tasks} tasks");
-            }
-        }
-    }
-
-    #[test]
-    fn jobs_follow_each_other_with_and_without_sleep() {
-        let threads = Threads::new(3);
-        let sum = AtomicUsize::new(0);
-        for round in 0..2000 {
-            threads.run(7, &|task| {
-                sum.fetch_add(task, Ordering::Relaxed);
-            });
-            if round % 500 == 0 {
-                std::thread::sleep(SPIN * 3);
-            }
-        }
-        assert_eq!(sum.into_inner(), 2000 * 21);
-    }
-
-    #[test]
-    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
-        let threads = Threads::new(3);
-        for bad in 0..8 {
-            let caught = catch_unwind(AssertUnwindSafe(|| threads.run(8, &|task| assert_ne!(task, bad))));
-            assert!(caught.is_err());
-        }
-        let sum = AtomicUsize::new(0);
-        threads.run(8, &|task| {
-            sum.fetch_add(task, Ordering::Relaxed);
-        });
-        assert_eq!(sum.into_inner(), 28);
-    }
-
-    #[test]
-    fn nested_and_concurrent_callers_finish() {
-        let threads = Threads::new(2);
-        let sum = AtomicUsize::new(0);
-        std::thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    for _ in 0..200 {
-                        threads.run(3, &|_| {
-                            threads.run(2, &|_| {
-                                sum.fetch_add(1, Ordering::Relaxed);
-                            })
-                        });
-                    }
-                });
-            }
-        });
-        assert_eq!(sum.into_inner(), 4 * 200 * 6);
-    }
-
-    #[test]
-    fn split_covers_the_range() {
-        let threads = Threads::new(3);
-        for (len, least) in [(0, 1), (1, 4), (17, 4), (1000, 1)] {
-            let hits: Vec<AtomicUsize> = (0..len).map(|_| AtomicUsize::new(0)).collect();
-            threads.run_split(len, least, &|range| {
-                for index in range {
-                    hits[index].fetch_add(1, Ordering::Relaxed);
-                }
-            });
-            assert!(hits.iter().all(|hit| hit.load(Ordering::Relaxed) == 1));
-        }
-    }
-}
+mod tests;

@@ -20,12 +20,13 @@ struct Late<'s> {
     done: usize,
     looked: usize,
     waits: usize,
+    rests: usize,
     broken: bool,
 }
 
 impl<'s> Late<'s> {
     fn new(store: &'s Experts, checkpoint: &'s Checkpoint, eager: bool) -> Self {
-        Self { store, checkpoint, eager, work: Vec::new(), done: 0, looked: 0, waits: 0, broken: false }
+        Self { store, checkpoint, eager, work: Vec::new(), done: 0, looked: 0, waits: 0, rests: 0, broken: false }
     }
 
     fn work_until(&mut self, mark: usize) {
@@ -67,6 +68,10 @@ impl Timeline for Late<'_> {
         self.work_until(mark.0 as usize);
         Ok(())
     }
+
+    fn rest(&mut self) {
+        self.rests += 1;
+    }
 }
 
 /// Takes all of a layer, with a mark behind every batch; returns each place's expert.
@@ -90,7 +95,7 @@ fn slots_are_filled_again_behind_a_late_device_before_the_layer_ends() {
     let checkpoint = checkpoint();
     let all: Vec<u32> = (0..EXPERTS as u32).collect();
     for (slots, eager) in [(1, false), (2, true), (3, false), (3, true), (7, false)] {
-        let (store, _) = checkpoint.open(Options::new(slots));
+        let (store, metrics) = checkpoint.open(Options::new(slots));
         let mut device = Late::new(&store, &checkpoint, eager);
         for layer in (0..LAYERS).cycle().take(20) {
             let choice = Choice { ids: &all, k: all.len(), logits: &[] };
@@ -98,6 +103,7 @@ fn slots_are_filled_again_behind_a_late_device_before_the_layer_ends() {
             assert!(taken.iter().zip(&all).all(|(expert, id)| *expert == Some(*id)));
         }
         assert!(eager || device.waits > 0);
+        assert_eq!(device.rests > 0, metrics.ssd_stall_seconds.get() > 0.0);
         let end = device.mark();
         device.wait_for(end).unwrap();
         assert_eq!(device.done, 20 * EXPERTS);

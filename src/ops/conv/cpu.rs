@@ -5,12 +5,14 @@ use crate::{
         cpu::{Cpu, refuse},
         delta::EPS,
         math::silu,
-        simd::{float, wide},
+        simd::{Out, float, wide},
     },
 };
+use std::ops::Range;
 
-/// Channels of a task.
-const PIECE: usize = 2048;
+/// Channels of a task, where tokens are few; more have a task each.
+const PIECE: usize = 512;
+const FEW: usize = 8;
 
 impl Conv<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
@@ -31,30 +33,58 @@ impl Conv<'_> {
             let (rows, row) = if row < past { (old, row) } else { (x, row - past) };
             &rows[row * width..][..channels]
         };
-        let before = &*state;
-        // Channels do not touch each other either, which is all there is to share out in decode.
-        let piece = if channels.is_multiple_of(PIECE) { PIECE } else { channels };
-        threads.run_pieces(y, piece, &|task, y| {
-            let (token, first) = (task * piece / channels, task * piece % channels);
+        let keys = shape.key_heads * shape.dk;
+        // Queries and keys among the channels from `first` on, which begin and end with a head.
+        let units = |first: usize, y: &mut [f32]| {
+            for (at, head) in (first..2 * keys).step_by(shape.dk).zip(y.chunks_exact_mut(shape.dk)) {
+                unit(head, if at < keys { (shape.dk as f32).powf(-0.5) } else { 1.0 });
+            }
+        };
+        let base = Out(state.as_mut_ptr());
+        // Row `row` of the state, from channel `first` on.
+        let kept_row = |row: usize, first: usize| {
+            let base = &base;
+            // SAFETY: inside the state; the channels of a task are no other's.
+            unsafe { base.add(row * channels + first) }.0
+        };
+        // Rows that stay move up; the rest is raw.
+        let stay = kept.saturating_sub(self.stored);
+        let keep = |own: Range<usize>| {
+            for row in 0..if stay == kept { 0 } else { kept } {
+                let from = match row < stay {
+                    true => kept_row(row + kept - stay, own.start).cast_const(),
+                    false => raw(self.stored - (kept - row))[own.clone()].as_ptr(),
+                };
+                // SAFETY: two rows that do not overlap, of which these channels are this task's.
+                unsafe { from.copy_to_nonoverlapping(kept_row(row, own.start), own.len()) };
+            }
+        };
+        let convolve = |token: usize, first: usize, y: &mut [f32]| {
             y.fill(0.0);
             for tap in 0..taps {
                 let at = past + token + tap;
-                let row = if at < kept { &before[at * channels..][..channels] } else { raw(at - kept) };
-                add(y, &weight[tap * channels + first..], &row[first..]);
+                let row = match at < kept {
+                    // SAFETY: nobody writes these channels meanwhile.
+                    true => unsafe { std::slice::from_raw_parts(kept_row(at, first).cast_const(), y.len()) },
+                    false => &raw(at - kept)[first..],
+                };
+                add(y, &weight[tap * channels + first..], row);
             }
             activate(y);
+        };
+        // Channels do not touch each other, which is all there is to share out among one token's or few.
+        let cut = tokens <= FEW && channels.is_multiple_of(PIECE) && PIECE.is_multiple_of(shape.dk);
+        let piece = if cut { PIECE } else { channels };
+        threads.run_pieces(y, piece, &|task, y| {
+            let (token, first) = (task * piece / channels, task * piece % channels);
+            convolve(token, first, y);
+            units(first, y);
+            if tokens == 1 {
+                keep(first..first + piece);
+            }
         });
-        let keys = shape.key_heads * shape.dk;
-        threads.run_pieces(y, channels, &|_, row| {
-            let (q, rest) = row.split_at_mut(keys);
-            q.chunks_exact_mut(shape.dk).for_each(|q| unit(q, (shape.dk as f32).powf(-0.5)));
-            rest[..keys].chunks_exact_mut(shape.dk).for_each(|k| unit(k, 1.0));
-        });
-        // Rows that stay move up; the rest is raw.
-        let stay = kept.saturating_sub(self.stored);
-        state.copy_within((kept - stay) * channels.., 0);
-        for row in stay..kept {
-            state[row * channels..(row + 1) * channels].copy_from_slice(raw(self.stored - (kept - row)));
+        if tokens > 1 {
+            keep(0..channels);
         }
         Ok(())
     }

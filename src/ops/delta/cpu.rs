@@ -31,23 +31,39 @@ impl DeltaRule<'_> {
         let state = memory.floats_mut(self.state.floats(values * dk));
         let out = memory.floats_mut(self.out.floats(tokens * values));
 
-        let (same, gates) = (&mut scratch.same, &mut scratch.gates);
-        same.clear();
-        gates.clear();
-        for token in 0..tokens {
+        let all = past.rows + tokens;
+        // Of a token and head: what is kept of S, and the part of what is new.
+        let gate = |at: usize, head: usize| {
+            let (rows, at) = if at < past.rows { (old_proj, at) } else { (proj, at - past.rows) };
+            let row = &rows[at * width + channels + values..][..2 * value_heads];
+            [sigmoid(row[head]), exp(rate[head] * softplus(row[value_heads + head] + bias[head]))]
+        };
+        let alike = |token: usize, head: usize| {
             let (q, k) = mixed[token * channels..][..2 * keys].split_at(keys);
-            same.extend(q.chunks_exact(dk).zip(k.chunks_exact(dk)).map(|(q, k)| dot(q, k)));
-        }
-        for row in old_proj.chunks_exact(width).chain(proj.chunks_exact(width)) {
-            let row = &row[channels + values..][..2 * value_heads];
-            gates.extend((0..value_heads).map(|head| {
-                let step = softplus(row[value_heads + head] + bias[head]);
-                [sigmoid(row[head]), exp(rate[head] * step)]
-            }));
+            dot(&q[head * dk..][..dk], &k[head * dk..][..dk])
+        };
+        let (same, gates) = (&mut scratch.same, &mut scratch.gates);
+        same.resize(key_heads * tokens, 0.0);
+        gates.resize(value_heads * all, [0.0; 2]);
+        if all > 1 {
+            // Several tasks of a head meet them. With one token each computes its own.
+            compute.threads.run_pieces(gates, all, &|head, gates| {
+                gates.iter_mut().enumerate().for_each(|(at, gates)| *gates = gate(at, head));
+            });
+            compute.threads.run_pieces(same, tokens, &|head, same| {
+                same.iter_mut().enumerate().for_each(|(token, same)| *same = alike(token, head));
+            });
         }
         let (same, gates) = (&*same, &*gates);
+        let norm = memory.floats(self.norm.floats(dv));
+        let y = memory.floats_mut(self.y.floats(tokens * values));
+        let base_y = Out(y.as_mut_ptr());
+        // What leaves a head, of its whole output.
+        let leave = |token: usize, head: usize, o: &[f32], y: &mut [f32]| {
+            normalise(o, norm, shape.eps, y);
+            multiply(y, &proj[token * width + channels + head * dv..][..dv]);
+        };
         // Rows of S do not touch each other: a task walks some rows of one head through all tokens.
-        let all = past.rows + tokens;
         let rows = if all == 1 { dv } else { dv.min(ROWS) };
         let tasks = dv.div_ceil(rows);
         let (state, base) = (Out(state.as_mut_ptr()), Out(out.as_mut_ptr()));
@@ -57,6 +73,14 @@ impl DeltaRule<'_> {
             let rows = rows.min(dv - first);
             // SAFETY: these rows of this head belong to this task; the state has `value_heads * dv` of them.
             let mut state = unsafe { std::slice::from_raw_parts_mut(state.add((head * dv + first) * dk), rows * dk) };
+            let key_head = head / (value_heads / key_heads);
+            let (own_same, own_gates);
+            let (same, gates) = if all == 1 {
+                (own_same, own_gates) = ([alike(0, key_head)], [gate(0, head)]);
+                (&own_same[..], &own_gates[..])
+            } else {
+                (&same[key_head * tokens..][..tokens], &gates[head * all..][..all])
+            };
             let walk = Walk { shape, past: past.rows, old, mixed, same, gates, head, first };
             let at = head * dv + first;
             // Of a token's outputs, those of these rows.
@@ -75,11 +99,8 @@ impl DeltaRule<'_> {
                     }
                     held
                 });
-            if held {
-                return;
-            }
             let mut ahead;
-            for index in 0..all {
+            for index in if held { 0..0 } else { 0..all } {
                 if index == stored {
                     // What follows may be taken back: it is walked on a copy.
                     ahead = state.to_vec();
@@ -92,16 +113,19 @@ impl DeltaRule<'_> {
                 };
                 step(state, key, token.k, &token.v[..rows], token.gates, out(index - past.rows));
             }
-        });
-
-        let (out, norm) = (&*out, memory.floats(self.norm.floats(dv)));
-        let y = memory.floats_mut(self.y.floats(tokens * values));
-        compute.threads.run_pieces(y, values, &|token, y| {
-            for (o, y) in out[token * values..].chunks_exact(dv).zip(y.chunks_exact_mut(dv)) {
-                normalise(o, norm, shape.eps, y);
+            if all == 1 {
+                // SAFETY: this head of the only token belongs to this task.
+                let y = unsafe { std::slice::from_raw_parts_mut(base_y.add(at).0, dv) };
+                leave(0, head, out(0), y);
             }
-            multiply(y, &proj[token * width + channels..][..values]);
         });
+        if all > 1 {
+            let out = &*out;
+            compute.threads.run_pieces(y, values, &|token, y| {
+                let heads = out[token * values..].chunks_exact(dv).zip(y.chunks_exact_mut(dv));
+                heads.enumerate().for_each(|(head, (o, y))| leave(token, head, o, y));
+            });
+        }
         Ok(())
     }
 }
@@ -112,6 +136,7 @@ struct Walk<'a> {
     past: usize,
     old: &'a [f32],
     mixed: &'a [f32],
+    /// Of this head, for each token.
     same: &'a [f32],
     gates: &'a [[f32; 2]],
     head: usize,
@@ -141,12 +166,11 @@ impl<'a> Walk<'a> {
         let (channels, keys, key_head) = (self.shape.channels(), key_heads * dk, self.head / (value_heads / key_heads));
         let (rows, row) = if at < self.past { (self.old, at) } else { (self.mixed, at - self.past) };
         let row = &rows[row * channels..][..channels];
-        let query =
-            |token: usize| Query { q: &row[key_head * dk..][..dk], same: self.same[token * key_heads + key_head] };
+        let query = |token: usize| Query { q: &row[key_head * dk..][..dk], same: self.same[token] };
         Token {
             k: &row[keys + key_head * dk..][..dk],
             v: &row[2 * keys + self.head * dv + self.first..][..dv - self.first],
-            gates: self.gates[at * value_heads + self.head],
+            gates: self.gates[at],
             read: at.checked_sub(self.past).map(query),
         }
     }

@@ -10,6 +10,7 @@ use super::{
     simd::unpack,
 };
 use crate::device::{Binding, DeviceError, Dispatch, Effect, Region};
+use std::cell::RefCell;
 
 /// `into[t] = table[ids[t]]`.
 #[derive(Debug, Clone, Copy)]
@@ -23,6 +24,11 @@ pub struct Embed<'a> {
     pub into: Region,
 }
 
+thread_local! {
+    /// A row's codes, and its values.
+    static SCRATCH: RefCell<(Vec<u8>, Vec<f32>)> = RefCell::default();
+}
+
 impl Embed<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
         see(self.ids.floats(self.tokens), Effect::Read);
@@ -33,15 +39,17 @@ impl Embed<'_> {
         let (view, cols) = (cpu.memory.view(self.table), self.table.cols);
         let ids = cpu.memory.words(self.ids.floats(self.tokens));
         let into = cpu.memory.floats_mut(self.into.floats(self.tokens * cols));
-        for (&id, row) in ids.iter().zip(into.chunks_exact_mut(cols)) {
-            if id as usize >= view.rows {
-                return refuse(format!("token {id} of {}", view.rows));
-            }
-            unpack::expand(&view, id as usize, &mut cpu.scratch.codes, &mut cpu.scratch.values);
-            for (row, value) in row.iter_mut().zip(&cpu.scratch.values) {
-                *row = value * view.gain;
-            }
+        if let Some(id) = ids.iter().find(|id| **id as usize >= view.rows) {
+            return refuse(format!("token {id} of {}", view.rows));
         }
+        cpu.compute.threads.run_pieces(into, cols, &|token, row| {
+            SCRATCH.with_borrow_mut(|(codes, values)| {
+                unpack::expand(&view, ids[token] as usize, codes, values);
+                for (row, value) in row.iter_mut().zip(values) {
+                    *row = *value * view.gain;
+                }
+            });
+        });
         Ok(())
     }
 

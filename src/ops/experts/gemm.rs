@@ -154,10 +154,10 @@ struct MiddleOut {
     values: Out,
 }
 
-fn forward(
+fn forward<'a>(
     compute: &Compute,
-    formats: &QuantisedRows,
-    x: &[f32],
+    formats: &'a QuantisedRows,
+    x: &'a [f32],
     hidden: usize,
     jobs: &[Job<'_>],
     out: &mut [f32],
@@ -168,17 +168,20 @@ fn forward(
     arrange(math, jobs, middle, places);
 
     // Gate and up, quantised as the down projection wants it.
-    let line = |codes: Codes, token: usize| Activations {
+    let line = move |rows: Option<&'a Quantised>, token: usize| Activations {
         x: &x[token * hidden..(token + 1) * hidden],
-        digits: formats.row(math, codes, token),
+        digits: rows.map_or_else(Digits::default, |rows| rows.row(token)),
     };
-    let all = || jobs.iter().flat_map(|job| job.rows.iter().map(move |(token, _)| (job, token)));
+    let lines_of = |codes: fn(&ExpertView<'_>) -> Codes| {
+        let rows = jobs.iter().map(move |job| (job, formats.of(math, codes(&job.expert))));
+        rows.flat_map(move |(job, rows)| job.rows.iter().map(move |(token, _)| line(rows, token)))
+    };
     let mut gate_lines: Vec<Activations<'_>> = emptied(std::mem::take(gates));
     let mut up_lines: Vec<Activations<'_>> = emptied(std::mem::take(ups));
-    gate_lines.extend(all().map(|(job, token)| line(job.expert.gate.codes, token)));
+    gate_lines.extend(lines_of(|expert| expert.gate.codes));
     let same = jobs.iter().all(|job| format(math, job.expert.gate.codes) == format(math, job.expert.up.codes));
     if !same {
-        up_lines.extend(all().map(|(job, token)| line(job.expert.up.codes, token)));
+        up_lines.extend(lines_of(|expert| expert.up.codes));
     }
     let for_up = if same { &gate_lines } else { &up_lines };
     let targets: Vec<MiddleOut> = middle.iter_mut().map(|middle| middle.writer(math)).collect();
@@ -204,7 +207,8 @@ fn forward(
     let base = Out(out.as_mut_ptr());
     let middle = &*middle;
     let rows = jobs.iter().zip(&*places).flat_map(|(job, (entry, start))| {
-        (0..job.rows.len()).map(move |row| middle[*entry].line(math, job.expert.down.codes, start + row))
+        let integer = format(math, job.expert.down.codes).is_some();
+        (0..job.rows.len()).map(move |row| middle[*entry].line(integer, start + row))
     });
     *gates = emptied(gate_lines);
     let mut lines: Vec<Activations<'_>> = emptied(std::mem::take(gates));
@@ -269,10 +273,10 @@ impl Middle {
         }
     }
 
-    fn line(&self, math: Math, codes: Codes, row: usize) -> Activations<'_> {
-        match format(math, codes) {
-            Some(_) => Activations { x: &[], digits: self.quantised.row(row) },
-            None => Activations { x: &self.values[row * self.cols..(row + 1) * self.cols], digits: Digits::default() },
+    fn line(&self, integer: bool, row: usize) -> Activations<'_> {
+        match integer {
+            true => Activations { x: &[], digits: self.quantised.row(row) },
+            false => Activations { x: &self.values[row * self.cols..(row + 1) * self.cols], digits: Digits::default() },
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::{
     ops::{
         cpu::{Cpu, Memory, refuse},
         norm::normalise,
-        quant::{Format, QuantisedRows},
+        quant::{Digits, Format, QuantisedRows},
         simd::{self, Activations, Isa, Out, wide},
         weight::{Codes, WeightView},
     },
@@ -21,6 +21,9 @@ const HEIGHT: usize = 32;
 /// A task is at least and at most this many bytes of weights: the cost of claiming one must not show, nor must the wait
 /// for the last.
 const TASK: Range<usize> = 16 << 10..96 << 10;
+/// Most rows of activations in a task: their digits stay in a core's second-level cache while weights pass by, and many tasks
+/// end together. Tasks are numbered so that neighbours share them.
+const BLOCK: usize = 128;
 
 impl Project<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
@@ -41,14 +44,12 @@ impl Project<'_> {
         quantised.fill(compute, key, x, tokens, cols, columns.iter().map(|column| column.weight.codes));
         let y = memory.floats_mut(self.y.floats(tokens * width));
         if !self.add {
-            product(compute, quantised, x, cols, columns, y, width);
+            product(compute, quantised, x, cols, columns, y, width, None);
             return Ok(());
         }
         scratch.product.resize((tokens * width).max(scratch.product.len()), 0.0);
         let result = &mut scratch.product[..tokens * width];
-        product(compute, quantised, x, cols, columns, result, width);
-        let piece = 16 * width;
-        compute.threads.run_pieces(y, piece, &|task, y| add(y, &result[task * piece..][..y.len()]));
+        product(compute, quantised, x, cols, columns, result, width, Some(Out(y.as_mut_ptr())));
         Ok(())
     }
 }
@@ -121,7 +122,9 @@ pub(in crate::ops) fn format(math: Math, codes: Codes) -> Option<Format> {
     }
 }
 
-/// The products of the rows `x`, which are quantised already, at the weights' columns of `out` (`[tokens, width]`).
+/// The products of the rows `x`, which are quantised already, at the weights' columns of `out` (`[tokens, width]`). They are
+/// added to `sums`, of the same shape, by the task that has computed them.
+#[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn product(
     compute: &Compute,
     quantised: &QuantisedRows,
@@ -130,12 +133,17 @@ pub(in crate::ops) fn product(
     weights: &[Column<'_>],
     out: &mut [f32],
     width: usize,
+    sums: Option<Out>,
 ) {
     let tokens = x.len() / cols.max(1);
     let base = Out(out.as_mut_ptr());
+    let mut rows_of = [None; 4];
+    for (rows, Column { weight, .. }) in rows_of.iter_mut().zip(weights) {
+        *rows = quantised.of(compute.math, weight.codes);
+    }
     let line = |weight: usize, token: usize| Activations {
         x: &x[token * cols..(token + 1) * cols],
-        digits: quantised.row(compute.math, weights[weight].weight.codes, token),
+        digits: rows_of[weight].map_or_else(Digits::default, |rows| rows.row(token)),
     };
     // SAFETY: inside `out`, which has `width` columns.
     let place = |weight: usize, token: usize| unsafe { base.add(token * width + weights[weight].at) };
@@ -146,13 +154,27 @@ pub(in crate::ops) fn product(
     let outs: Vec<Out> = all().map(|(weight, token)| place(weight, token)).collect();
     let height = height(&compute.threads, weights);
     let isa = Isa::best();
-    compute.threads.run(tasks(weights, height), &|task| {
+    let block = tokens.clamp(1, BLOCK);
+    let count = tasks(weights, height);
+    compute.threads.run(count * tokens.div_ceil(block), &|task| {
+        let (at, task) = (task / count * block, task % count);
         let (index, rows) = locate(weights, height, task);
-        let range = index * tokens..(index + 1) * tokens;
+        let range = index * tokens + at..index * tokens + (at + block).min(tokens);
         let one = ([line(index, 0)], [place(index, 0)]);
         let (lines, outs) = if tokens > 1 { (&lines[range.clone()], &outs[range]) } else { (&one.0[..], &one.1[..]) };
         // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
-        unsafe { simd::product(isa, compute.math == Math::Integer, &weights[index].weight, rows, lines, outs) };
+        unsafe { simd::product(isa, compute.math == Math::Integer, &weights[index].weight, rows.clone(), lines, outs) };
+        let Some(sums) = sums else { return };
+        for (token, out) in outs.iter().enumerate() {
+            // SAFETY: what this task has just written, and as many sums that are no other task's.
+            unsafe {
+                let sums = sums.add((at + token) * width + weights[index].at + rows.start).0;
+                add(
+                    std::slice::from_raw_parts_mut(sums, rows.len()),
+                    std::slice::from_raw_parts(out.add(rows.start).0, rows.len()),
+                );
+            }
+        }
     });
 }
 

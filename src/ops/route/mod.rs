@@ -9,8 +9,10 @@ use super::{
     cpu::{Cpu, refuse},
     experts::{Mixture, Shared},
     project::{Column, HalfRows, Norm, Project, check, normed, product},
+    simd::Out,
 };
 use crate::device::{Binding, DeviceError, Dispatch, Effect, Region};
+use std::cell::RefCell;
 
 /// The experts of each row of `x`, or of its norm.
 #[derive(Debug, Clone, Copy)]
@@ -32,6 +34,14 @@ pub struct Route<'a> {
     pub slots: Region,
     /// `[tokens, k + 1]` f32: a weight for each rank, the shared expert's last.
     pub weights: Region,
+}
+
+/// Rows in a task that chooses.
+const ROWS: usize = 4;
+
+thread_local! {
+    /// The experts of a row, being sorted.
+    static ORDER: RefCell<Vec<u32>> = RefCell::default();
 }
 
 impl Route<'_> {
@@ -74,14 +84,23 @@ impl Route<'_> {
         let (x, key) = normed(compute, memory, self.x, tokens, cols, self.norm, &mut scratch.normed);
         quantised.fill(compute, key, x, tokens, cols, columns.iter().map(|column| column.weight.codes));
         let scores = memory.floats_mut(self.scores.floats(tokens * width));
-        product(compute, quantised, x, cols, columns, scores, width);
+        product(compute, quantised, x, cols, columns, scores, width, None);
         let ids = memory.words_mut(self.ids.floats(tokens * k));
         let weights = memory.floats_mut(self.weights.floats(tokens * (k + 1)));
-        let rows = scores.chunks_exact(width).zip(ids.chunks_exact_mut(k)).zip(weights.chunks_exact_mut(k + 1));
-        for ((scores, ids), weights) in rows {
-            choose(&scores[..experts], layer.renormalise, &mut scratch.order, ids, &mut weights[..k]);
-            weights[k] = if self.shared().is_some() { 1.0 / ((-scores[width - 1]).exp() + 1.0) } else { 0.0 };
-        }
+        let (base, scores, shared) = (Out(weights.as_mut_ptr()), &*scores, self.shared().is_some());
+        compute.threads.run_pieces(ids, ROWS * k.max(1), &|task, ids| {
+            // SAFETY: each task has weights of its own rows, of which there are as many as of ids.
+            let weights = unsafe {
+                std::slice::from_raw_parts_mut(base.add(task * ROWS * (k + 1)).0, ids.len() / k.max(1) * (k + 1))
+            };
+            let rows = scores[task * ROWS * width..].chunks_exact(width);
+            ORDER.with_borrow_mut(|order| {
+                for ((scores, ids), weights) in rows.zip(ids.chunks_exact_mut(k)).zip(weights.chunks_exact_mut(k + 1)) {
+                    choose(&scores[..experts], layer.renormalise, order, ids, &mut weights[..k]);
+                    weights[k] = if shared { 1.0 / ((-scores[width - 1]).exp() + 1.0) } else { 0.0 };
+                }
+            });
+        });
         let table = memory.words(self.table);
         for (slot, id) in memory.words_mut(self.slots.floats(tokens * k)).iter_mut().zip(&*ids) {
             *slot = table.get(*id as usize).copied().unwrap_or(super::experts::NONE);

@@ -108,24 +108,31 @@ fn to_bits(values: Vec<f32>) -> Vec<u32> {
 
 #[test]
 fn linear_does_not_see_batch_threads_or_neighbours() {
+    // More than one task takes.
+    const ROWS: usize = 130;
     let (mut random, mut lab) = (Random(11), Lab::new());
     let eight = Codes::Affine { bits: 8, group: 64, scale: Float::Bf16 };
     for last in [(AFFINE, 1), (Codes::Mxfp4, 40)] {
         let all = [(AFFINE, 300), (eight, 7), (Codes::Dense(Float::Bf16), 65), last]
             .map(|(codes, rows)| lab.weight(&mut random, codes, rows, 384));
         let width: usize = all.iter().map(|weight| weight.rows).sum();
-        let x = lab.random(&mut random, 67 * 384);
+        let x = lab.random(&mut random, ROWS * 384);
         for math in [Math::Integer, Math::F32] {
-            let expected = to_bits(lab.with(1, math).linear(x, 67, &all));
+            let expected = to_bits(lab.with(1, math).linear(x, ROWS, &all));
             for threads in [2, 5] {
-                assert!(to_bits(lab.with(threads, math).linear(x, 67, &all)) == expected);
+                assert!(to_bits(lab.with(threads, math).linear(x, ROWS, &all)) == expected);
             }
+            let y = lab.random(&mut random, ROWS * width);
+            let before = lab.read(y);
+            lab.run(Project { x, tokens: ROWS, norm: None, matrices: &all, y, add: true });
+            let sums = before.iter().zip(&expected).map(|(y, x)| y + f32::from_bits(*x)).collect();
+            assert!(to_bits(lab.read(y)) == to_bits(sums));
             lab.with(1, math);
-            let rows = (0..67).flat_map(|row| lab.linear(x.rows(row, 1, 384), 1, &all)).collect();
+            let rows = (0..ROWS).flat_map(|row| lab.linear(x.rows(row, 1, 384), 1, &all)).collect();
             assert!(to_bits(rows) == expected);
             let mut first = 0;
             for weight in all {
-                let alone = to_bits(lab.linear(x, 67, &[weight]));
+                let alone = to_bits(lab.linear(x, ROWS, &[weight]));
                 for (alone, row) in alone.chunks(weight.rows).zip(expected.chunks(width)) {
                     assert!(alone == &row[first..first + weight.rows]);
                 }
