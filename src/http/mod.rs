@@ -25,6 +25,7 @@ mod encoding;
 mod fields;
 mod form;
 mod guard;
+mod held;
 mod messages;
 mod models;
 mod openapi;

@@ -142,6 +142,29 @@ async fn who_does_not_read_is_gone_after_a_while() {
     assert!(evaluated < 2900, "{evaluated} tokens were evaluated for nobody");
 }
 
+#[tokio::test]
+async fn what_a_slow_client_has_not_taken_of_a_response_is_counted() {
+    let server = Server::saying(LONG).await;
+    let body = json!({"input": "Hi", "user": "x".repeat(1 << 20), "store": false}).to_string();
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(8192).unwrap();
+    let slow = socket.connect(server.address).await.unwrap();
+    write(&slow, head("/v1/responses", body.len()).as_bytes()).await;
+    write(&slow, body.as_bytes()).await;
+    slow.readable().await.unwrap();
+    server.idle().await;
+    sleep(Duration::from_millis(50)).await;
+    let held = || server.metrics.memory_requests.get();
+    assert!(held() > 1 << 20, "{} bytes", held());
+    drop(slow);
+    let gone = async {
+        while held() > 0 {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(Duration::from_secs(5), gone).await.expect("it is given back");
+}
+
 /// 200 idle connections, 20 half-sent bodies and 20 clients that read a byte now and then, beside 10 that behave: these
 /// see their first token about as early as alone. `benches/load.py` has the figures of more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
