@@ -8,7 +8,7 @@
 //!
 //! Defaults: the context starts at 4096 tokens, the prefill chunk at 256 rows, the slots at one token's working set (layers x
 //! experts per token); if these do not fit, the plan is refused with the sum. Of what is then left, 1/16 goes to the context (up
-//! to 32768 tokens), 1/6 to the chunk (up to 2048 rows), 1/16 to the prompt cache (up to 2 GiB), and the rest to slots, until
+//! to 32768 tokens), 1/8 to the chunk (up to 2048 rows), 1/16 to the prompt cache (up to 2 GiB), and the rest to slots, until
 //! every expert has one. Only then the context grows on, up to the model's own. So a higher limit never means fewer slots, a
 //! shorter context or a smaller chunk. The user's values are taken as they are.
 
@@ -257,7 +257,7 @@ impl Plan {
 
         // The shares are of `spare`, not of what rounding leaves of it: so more memory never means less of anything.
         let kv_share = (spare / 16).min(kv.bytes(kv.short - kv.floor));
-        let rows_share = (spare / 6).min(rows.bytes(rows.short - rows.floor));
+        let rows_share = (spare / 8).min(rows.bytes(rows.short - rows.floor));
         let cache_share = if wishes.prompt_cache.is_some() { 0 } else { (spare / 16).min(PROMPT_CACHE) };
         let for_slots = spare - kv_share - rows_share - cache_share;
         let fit = (slots + for_slots.checked_div(shape.slot).unwrap_or(0)).min(all);

@@ -29,7 +29,9 @@ pub struct Buffers {
     pub proj: Region,
     pub mixed: Region,
     pub out: Region,
-    pub y: Region,
+    pub(super) y: Region,
+    /// A single row's `y`, where that is so: it need not wait until `mixed` has been read.
+    pub(super) one: Region,
     pub partials: Region,
     pub room: Room,
     /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is in memory.
@@ -107,6 +109,7 @@ impl Buffers {
             mixed,
             out: heads,
             y,
+            one: take(if limits.in_place { values } else { 0 })?,
             partials: take(partials)?,
             room: Room {
                 scores: take(rows * scores)?,
@@ -123,6 +126,11 @@ impl Buffers {
             half: Halves { x: take(rows * half.0)?, act: take(rows * half.1)? },
             logits: take(rows.min(LOGITS) * config.vocab)?,
         })
+    }
+
+    /// The output of a mixer for a pass of so many rows.
+    pub fn y(&self, rows: usize) -> Region {
+        if rows == 1 && self.one.len > 0 { self.one } else { self.y }
     }
 
     /// Bytes that a row takes, and what does not depend on rows.

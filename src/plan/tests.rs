@@ -153,9 +153,9 @@ fn each_part_is_as_computed_by_hand() {
     let plan = Plan::new(&small(), &limits, &Wishes { prompt_cache: Some(6 * MIB), ..wishes }).unwrap();
     assert_eq!((plan.prompt_cache, plan.slots), (6 * MIB, 8 + (129 * MIB - 143 * MIB / 16) as usize / (2 << 20)));
 
-    // Without what is for requests the least is 151 MiB, and a sixth of 64 more are 1365 rows.
+    // Without what is for requests the least is 151 MiB, and an eighth of 64 more are 1024 rows.
     let plan = Plan::new(&small(), &limits, &Wishes { limit: Some(215 * MIB), ..Wishes::default() }).unwrap();
-    assert_eq!(plan.chunk, 256 + 1344);
+    assert_eq!(plan.chunk, 256 + 1024);
 }
 
 #[test]
