@@ -4,7 +4,6 @@ use super::{
     Limits, Op, Part, Run, experts,
     quant::{Quantised, QuantisedRows},
     run::{CacheFormat, each},
-    simd::{Activations, Out},
     weight::*,
 };
 use crate::device::{Compute, DeviceError, Effect, Math, Region, Slab, Timeline};
@@ -113,8 +112,7 @@ impl Cpu {
     /// than `widest` values.
     pub fn scratch(hidden: usize, widest: usize, places: usize, inner: usize) -> usize {
         let digits = Quantised::row_bytes(widest) + Quantised::row_bytes(hidden);
-        let lists = 2 * size_of::<Activations<'_>>() + size_of::<Out>();
-        2 * 4 * hidden + digits + places * (Quantised::row_bytes(inner).max(4 * inner) + lists)
+        2 * 4 * hidden + digits + places * Quantised::row_bytes(inner).max(4 * inner)
     }
 
     fn known(&self, region: Region) -> Result<(), DeviceError> {
