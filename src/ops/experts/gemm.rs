@@ -153,7 +153,7 @@ struct Middle {
     codes: Option<Codes>,
     rows: usize,
     quantised: Quantised,
-    /// In f32, for down projections that are not computed in integers.
+    /// In f32, for down projections that are not computed in integers, or until a slice that tasks share is whole.
     values: Vec<f32>,
 }
 
