@@ -2,7 +2,7 @@
 //! `GET /experts`, `POST /models/unload`.
 
 use super::{
-    Door,
+    Door, access,
     answers::{Capabilities, Model},
     api_error::ApiError,
     body,
@@ -11,7 +11,7 @@ use crate::metrics;
 use axum::{
     Json,
     body::Body,
-    extract::{Path, State},
+    extract::{Path, Request, State},
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
@@ -46,8 +46,10 @@ impl Health {
     }
 }
 
-/// 200 when a request would be accepted or queued and, as far as is known, answered; else 503.
-pub async fn health(State(door): State<Arc<Door>>) -> Response {
+/// 200 when a request would be accepted or queued and, as far as is known, answered; else 503. Where there is a key, paths of
+/// this machine are told only to who has it.
+pub async fn health(State(door): State<Arc<Door>>, request: Request) -> Response {
+    let trusted = access::trusts(&door, &request);
     let not_ready = |status: &str| (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": status}))).into_response();
     if door.closing() {
         return not_ready("shutting_down");
@@ -81,8 +83,11 @@ pub async fn health(State(door): State<Arc<Door>>) -> Response {
         "plan": app.plan,
         "prompt_cache": app.engine.prompt_cache(),
     });
+    if let Some(disk) = body["prompt_cache"]["disk"].as_object_mut().filter(|_| !trusted) {
+        disk.shift_remove("dir");
+    }
     if let Some(reason) = degraded {
-        body["reason"] = reason.into();
+        body["reason"] = if trusted { reason } else { "the model's files cannot be read".into() }.into();
     }
     // Answers are right all the same, so this is no reason to send requests elsewhere.
     let damaged = door.metrics.pack_damaged_records.get();

@@ -4,19 +4,13 @@
 //! request in progress, a newcomer gets one of a few further places, at which `/health` and `/metrics` are answered and
 //! everything else is a 503. So neither idle sockets nor a full house keep anybody from asking how the server is.
 
-use super::{Door, access, api_error::ApiError};
+use super::{Door, access, api_error::ApiError, held};
 use crate::platform::os;
 use axum::{
     Router,
-    body::Body,
     response::{IntoResponse, Response},
 };
-use hyper::{
-    Request,
-    body::{Frame, Incoming, SizeHint},
-    server::conn::http1,
-    service::Service,
-};
+use hyper::{Request, body::Incoming, server::conn::http1, service::Service};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -133,7 +127,7 @@ async fn serve(
                 Some(answer) => answer.await?,
                 None => ApiError::no_place().into_response(),
             };
-            Ok::<Response, Infallible>(answer.map(|body| Body::new(Told { body, _busy: busy })))
+            Ok::<Response, Infallible>(held::with(answer, busy))
         }
     });
     let head = if place.reserved { patience.reserved } else { patience.head };
@@ -242,32 +236,6 @@ impl Busy {
 impl Drop for Busy {
     fn drop(&mut self) {
         *self.0.idle.lock() = Some(Instant::now());
-    }
-}
-
-/// The body of an answer, which keeps its connection busy.
-struct Told {
-    body: Body,
-    _busy: Busy,
-}
-
-impl hyper::body::Body for Told {
-    type Data = axum::body::Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context,
-    ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
     }
 }
 

@@ -12,6 +12,9 @@ pub use tables::{CHAT, COMPLETIONS, MESSAGES, RESPONSES};
 /// Names of unknown fields in one line of the log, and characters of each.
 const TOLD: (usize, usize) = (8, 40);
 
+/// The most pairs of notes, and characters of a key and of a text.
+pub const NOTES: (usize, usize, usize) = (16, 64, 512);
+
 /// A field of a request.
 pub struct Field {
     pub name: &'static str,
@@ -24,6 +27,8 @@ pub enum Does {
     Obeyed(&'static str),
     /// It changes no answer, because of this.
     Accepted(&'static str),
+    /// The client's own notes, as few and as short as OpenAI has them; the text says what becomes of them.
+    Notes(&'static str),
     /// It would change the answer and is not done here: only these values, which change nothing, are accepted.
     Refused(&'static [&'static str], &'static str),
 }
@@ -38,6 +43,7 @@ pub fn check(fields: &Map<String, Value>, known: &[Field]) -> Result<(), ApiErro
                     return Err(ApiError::unsupported(name, format!("{name} is not supported: {why}")));
                 }
             }
+            Some(Field { does: Does::Notes(_), .. }) => notes(name, value)?,
             Some(_) => {}
             None => match nearest(name, known) {
                 Some(meant) => {
@@ -51,6 +57,34 @@ pub fn check(fields: &Map<String, Value>, known: &[Field]) -> Result<(), ApiErro
     if !unknown.is_empty() {
         let names = unknown.iter().take(TOLD.0).map(|name| name.chars().take(TOLD.1).collect::<String>());
         tracing::info!(count = unknown.len(), fields = ?names.collect::<Vec<_>>(), "unknown fields are ignored");
+    }
+    Ok(())
+}
+
+/// Refuses notes that are too many, too long, or anything but text.
+fn notes(name: &str, value: &Value) -> Result<(), ApiError> {
+    let (pairs, key, text) = NOTES;
+    let Value::Object(notes) = value else {
+        return Err(ApiError::json(Some(name.into()), format!("{name} must be an object.")));
+    };
+    if notes.len() > pairs {
+        return Err(ApiError::invalid(name, format!("{name} has {} pairs; {pairs} are the most.", notes.len())));
+    }
+    for (note, value) in notes {
+        let length = note.chars().count();
+        if length > key {
+            return Err(ApiError::invalid(
+                name,
+                format!("A key of {name} has {length} characters; {key} are the most."),
+            ));
+        }
+        let at = format!("{name}.{note}");
+        let Some(length) = value.as_str().map(|value| value.chars().count()) else {
+            return Err(ApiError::json(Some(at.clone()), format!("{at} must be a string.")));
+        };
+        if length > text {
+            return Err(ApiError::invalid(&at, format!("{at} has {length} characters; {text} are the most.")));
+        }
     }
     Ok(())
 }
@@ -127,6 +161,29 @@ mod tests {
         }
     }
 
+    #[test]
+    fn notes_are_few_and_short() {
+        let many = |count: usize| (0..count).map(|i| (i.to_string(), json!("x"))).collect::<Map<_, _>>();
+        let (key, text) = ("é".repeat(64), "é".repeat(512));
+        for (notes, param) in [
+            (json!({}), None),
+            (many(16).into(), None),
+            (json!({key.as_str(): text}), None),
+            (many(17).into(), Some("metadata".to_owned())),
+            (json!({key.clone() + "x": "x"}), Some("metadata".to_owned())),
+            (json!({key.as_str(): text + "x"}), Some(format!("metadata.{key}"))),
+            (json!({"a": 1}), Some("metadata.a".to_owned())),
+            (json!(["a"]), Some("metadata".to_owned())),
+        ] {
+            for known in [CHAT, COMPLETIONS, RESPONSES] {
+                let error = refused(json!({"metadata": notes}), known);
+                assert_eq!(error.map(|error| error["param"].clone()), param.clone().map(Value::from), "{notes}");
+            }
+        }
+        // Anthropic's are other notes, and are not kept.
+        assert_eq!(refused(json!({"metadata": {"user_id": "x".repeat(1000)}}), MESSAGES), None);
+    }
+
     /// The page that the tables make. `MOESTRO_WRITE_DOCS=1 cargo test` writes it anew.
     #[test]
     fn the_page_says_what_the_tables_say() {
@@ -143,6 +200,10 @@ mod tests {
                     Does::Obeyed("") => "obeyed".to_owned(),
                     Does::Obeyed(how) => format!("obeyed: {how}"),
                     Does::Accepted(why) => format!("accepted: {why}"),
+                    Does::Notes(what) => {
+                        let (pairs, key, text) = NOTES;
+                        format!("{what}; at most {pairs} pairs, keys of {key} characters and strings of {text}")
+                    }
                     Does::Refused([], why) => format!("**refused**: {why}"),
                     Does::Refused(words, why) => {
                         let words: Vec<_> = words.iter().map(|word| format!("`{word}`")).collect();

@@ -1,7 +1,7 @@
 //! `GET /openapi.json`: what is served, in OpenAPI 3.1. Fields and what becomes of them come from the tables that the server
 //! goes by.
 
-use super::fields::{self, Does, Field};
+use super::fields::{self, Does, Field, NOTES};
 use axum::Json;
 use serde_json::{Map, Value, json};
 
@@ -117,12 +117,18 @@ fn property(path: &str, field: &Field) -> Value {
     let description = match field.does {
         Does::Obeyed(how) => how.to_owned(),
         Does::Accepted(why) => format!("Changes no answer: {why}."),
+        Does::Notes(what) => what.to_owned(),
         Does::Refused(_, why) => format!("Not supported: {why}"),
     };
     let mut property = match (&field.does, kind(path, field.name)) {
         (Does::Refused(words, _), _) => {
             let accepted = words.iter().filter_map(|word| serde_json::from_str::<Value>(word).ok());
             json!({"enum": accepted.chain([Value::Null]).collect::<Vec<_>>()})
+        }
+        (Does::Notes(_), _) => {
+            let (pairs, key, text) = NOTES;
+            json!({"type": ["object", "null"], "maxProperties": pairs, "propertyNames": {"maxLength": key},
+                   "additionalProperties": {"type": "string", "maxLength": text}})
         }
         (_, Some(kind)) => json!({"type": [kind, "null"]}),
         (_, None) => json!({}),

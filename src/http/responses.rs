@@ -19,7 +19,7 @@ use super::{
     api_error::ApiError,
     body,
     budget::{self, Share},
-    fields,
+    fields, held,
     stream::Frames,
     wire,
 };
@@ -28,7 +28,8 @@ use axum::{
     Extension, Json,
     body::Body,
     extract::{Path, State},
-    response::Response,
+    http::header,
+    response::{IntoResponse, Response},
 };
 use request::ResponsesRequest;
 use serde_json::{Value, json};
@@ -47,7 +48,7 @@ pub async fn responses(
         let event = json!({"type": "error", "sequence_number": 0, "code": "server_error", "message": failure.message(), "param": null});
         out.event("error", &event);
     };
-    seat.then(streams, error, move |app| reply(door, app, log, request, share)).await
+    seat.then(log.deadline, streams, error, move |app| reply(door, app, log, request, share)).await
 }
 
 async fn reply(
@@ -61,22 +62,26 @@ async fn reply(
         Some(id) => door.responses.history(id).ok_or_else(|| ApiError::no_such_response(id, "previous_response_id"))?,
         None => Vec::new(),
     };
-    // The items are kept, translated, and told again in the answer.
-    share.add(2 * share.bytes() + 2 * budget::rendered(&history))?;
+    // The items are translated.
+    share.add(share.bytes() + 2 * budget::rendered(&history))?;
     let input = request.input(&door.responses)?;
     let answer = Answer::new(format!("resp_{}", unique()), &app, &request, door.clone(), input.clone());
+    let mut told = door.budget.share();
+    told.hold(answer.bytes())?;
     let streams = request.streams();
     let new = input.len();
     let conversation = request.conversation(&[history, input].concat(), new)?;
     let transcript = conversation.submit(&app, &log, share).await?;
-    match streams {
-        true => Ok(wire::stream(transcript, answer, log)),
-        false => answer.whole(transcript).await,
-    }
+    let response = match streams {
+        true => wire::stream(transcript, answer, log),
+        false => answer.whole(transcript).await?,
+    };
+    Ok(held::with(response, told))
 }
 
-pub async fn get(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
-    door.responses.get(&id).map(Json).ok_or_else(|| ApiError::no_such_response(&id, "response_id"))
+pub async fn get(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Response, ApiError> {
+    let text = door.responses.get(&id).ok_or_else(|| ApiError::no_such_response(&id, "response_id"))?;
+    Ok(([(header::CONTENT_TYPE, "application/json")], text).into_response())
 }
 
 pub async fn delete(State(door): State<Arc<Door>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {

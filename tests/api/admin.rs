@@ -189,6 +189,33 @@ async fn a_key_opens_everything_but_health_and_metrics() {
 }
 
 #[tokio::test]
+async fn paths_of_the_machine_are_told_to_who_has_the_key() {
+    let dir = tempfile::tempdir().unwrap();
+    for (api_key, headers, told) in [
+        (None, &[][..], true),
+        (Some("secret"), &[], false),
+        (Some("secret"), &[("x-api-key", "wrong")], false),
+        (Some("secret"), &[("x-api-key", "secret")], true),
+    ] {
+        let server = Setup { api_key, prompts: Some(dir.path().into()), ..Setup::default() }.start().await;
+        let answer = server.send("GET", "/health", headers, None).await;
+        assert_eq!(answer.status, 200);
+        let health = answer.text().await;
+        assert_eq!(health.contains(dir.path().to_str().unwrap()), told, "{health}");
+        assert!(health.contains("\"checkpoints\""), "{health}");
+    }
+    let says = Some("</think>\n\nHello to you.");
+    let server = Setup { says, api_key: Some("secret"), fails_on: Some(" you"), ..Setup::default() }.start().await;
+    let key = ("x-api-key", "secret");
+    assert_eq!(server.send("POST", CHAT, &[key], Some(question().to_string().as_bytes())).await.status, 500);
+    for (headers, told) in [(&[][..], false), (&[key], true)] {
+        let health = server.send("GET", "/health", headers, None).await.json().await;
+        assert_eq!(health["status"], "degraded");
+        assert_eq!(health["reason"].as_str().unwrap().contains("told to fail"), told, "{health}");
+    }
+}
+
+#[tokio::test]
 async fn browsers_are_answered_if_they_may_call() {
     let closed = Server::saying("Hello.").await;
     let origin = ("origin", "http://app.example");

@@ -22,7 +22,7 @@ fn question(stream: bool) -> Value {
     json!({"messages": [{"role": "user", "content": "Count."}], "stream": stream})
 }
 
-async fn write(stream: &TcpStream, mut bytes: &[u8]) {
+pub async fn write(stream: &TcpStream, mut bytes: &[u8]) {
     while !bytes.is_empty() {
         stream.writable().await.unwrap();
         match stream.try_write(bytes) {
@@ -52,7 +52,7 @@ async fn closed(stream: &TcpStream) -> Vec<u8> {
     timeout(Duration::from_secs(10), rest(stream)).await.expect("the server closes the connection")
 }
 
-fn head(path: &str, length: usize) -> String {
+pub fn head(path: &str, length: usize) -> String {
     format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n")
 }
 
@@ -140,6 +140,29 @@ async fn who_does_not_read_is_gone_after_a_while() {
     server.idle().await;
     let evaluated = server.evaluated();
     assert!(evaluated < 2900, "{evaluated} tokens were evaluated for nobody");
+}
+
+#[tokio::test]
+async fn what_a_slow_client_has_not_taken_of_a_response_is_counted() {
+    let server = Server::saying(LONG).await;
+    let body = json!({"input": "Hi", "user": "x".repeat(1 << 20), "store": false}).to_string();
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(8192).unwrap();
+    let slow = socket.connect(server.address).await.unwrap();
+    write(&slow, head("/v1/responses", body.len()).as_bytes()).await;
+    write(&slow, body.as_bytes()).await;
+    slow.readable().await.unwrap();
+    server.idle().await;
+    sleep(Duration::from_millis(50)).await;
+    let held = || server.metrics.memory_requests.get();
+    assert!(held() > 1 << 20, "{} bytes", held());
+    drop(slow);
+    let gone = async {
+        while held() > 0 {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(Duration::from_secs(5), gone).await.expect("it is given back");
 }
 
 /// 200 idle connections, 20 half-sent bodies and 20 clients that read a byte now and then, beside 10 that behave: these

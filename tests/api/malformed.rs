@@ -151,7 +151,7 @@ async fn what_looks_wrong_and_works() {
     for more in [
         json!({"temperature": null, "stop": null, "tools": null, "stream": null, "max_tokens": null, "n": null}),
         json!({"n": 1, "top_k": -1, "stop": [], "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}),
-        json!({"user": "me", "metadata": {"a": 1}, "store": true, "frobnicate": [1, 2, 3]}),
+        json!({"user": "me", "metadata": {"a": "b"}, "store": true, "frobnicate": [1, 2, 3]}),
         json!({"max_tokens": 4_000_000_000u32, "temperature": 2, "seed": -5, "logit_bias": {"5": -100}}),
     ] {
         let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
@@ -193,7 +193,7 @@ async fn ten_megabytes_are_read_and_twenty_are_not() {
     let chat = json!({"messages": [{"role": "user", "content": of(8)}]}).to_string();
     assert!(chat.len() > 10_000_000);
     assert_eq!(refused(&server, CHAT, chat.as_bytes()).await, (400, json!("messages")), "longer than the context");
-    let unused = json!({"messages": [{"role": "user", "content": "Hi"}], "metadata": {"blob": of(8)}, "max_tokens": 2});
+    let unused = json!({"messages": [{"role": "user", "content": "Hi"}], "user": of(8), "max_tokens": 2});
     assert_eq!(server.post(CHAT, &unused).await.status, 200);
     let text = json!({"prompt": of(16)}).to_string();
     assert!(text.len() > 20_000_000);

@@ -243,6 +243,7 @@ async fn what_is_wrong_is_named() {
         (json!({"input": "Hi", "max_output_tokens": 0}), "max_output_tokens"),
         (json!({"input": "Hi", "tools": [{"type": "custom", "name": "x"}]}), "tools[0]"),
         (json!({"input": "Hi", "background": true}), "background"),
+        (json!({"input": "Hi", "metadata": {"a": "x".repeat(513)}}), "metadata.a"),
     ] {
         let answer = server.post(PATH, &body).await;
         assert!([400, 404].contains(&answer.status), "{body}");
@@ -301,7 +302,7 @@ async fn what_is_sent_back_counts_as_memory_again() {
     // Once it fits into the requests' memory; with its translation and the answer that tells it again it does not.
     let door = |door: &mut Door| door.budget.plan(12 << 20);
     let server = Setup { says: Some(THINKS), door, ..Setup::default() }.start().await;
-    let body = |bytes: usize| with(question(), json!({"metadata": {"notes": "x".repeat(bytes)}}));
+    let body = |bytes: usize| with(question(), json!({"user": "x".repeat(bytes)}));
     let refused = server.post(PATH, &body(1_200_000)).await;
     assert_eq!((refused.status, refused.json().await["error"]["code"].clone()), (413, json!("request_too_large")));
     assert_eq!(server.post(PATH, &body(600_000)).await.status, 200);

@@ -5,7 +5,7 @@
 
 use moestro::{
     chat::{Template, Tokenizer, grammar::Grammars},
-    engine::{self, Handle, Options, Sampling, Speculate, mock::MockModel},
+    engine::{self, Handle, Options, Sampling, Speculate, Storage, mock::MockModel},
     http::{self, App, Door, ModelCard},
     metrics::Metrics,
 };
@@ -36,6 +36,8 @@ pub struct Setup {
     /// The model fails when it meets this text's last token.
     pub fails_on: Option<&'static str>,
     pub grace: Duration,
+    /// The directory in which the prompt cache keeps checkpoints; without one there is no cache.
+    pub prompts: Option<PathBuf>,
     /// Leave the door without a model.
     pub loading: bool,
     /// Further changes to the door.
@@ -55,6 +57,7 @@ impl Default for Setup {
             thinking: None,
             fails_on: None,
             grace: Duration::from_secs(5),
+            prompts: None,
             loading: false,
             door: |_| (),
         }
@@ -143,6 +146,8 @@ impl Setup {
             eos: vec![EOS],
             grace: self.grace,
             speculate: self.speculate,
+            prompt_cache: if self.prompts.is_some() { 1 << 20 } else { 0 },
+            storage: self.prompts.map(|dir| Storage { dir, limit: 1 << 20, key: "mock".into() }),
             ..Options::default()
         };
         let (engine, _worker) = engine::spawn(mock.clone(), options, metrics.clone()).unwrap();

@@ -10,7 +10,10 @@
 //! The key is of all that the bytes depend on beside the tokens, a digest is of the tokens up to the end of what is in the
 //! file. A file gets its name when it is whole. Prompts are private, and so are these files.
 
-use super::read::{READERS, Reader, Room, SHARE};
+use super::{
+    read::{READERS, Reader, Room, SHARE},
+    unfinished::{UNFINISHED, Unfinished, gone, is_abandoned, is_old, remove},
+};
 use crate::{
     model::{
         Snapshot, SnapshotSize,
@@ -22,11 +25,11 @@ use sha2::{Digest as _, Sha256};
 use std::{
     borrow::Cow,
     fs::{self, OpenOptions},
-    io::{self, Read, Write},
-    os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt},
+    io::{self, Read},
+    os::unix::fs::{DirBuilderExt, FileExt},
     path::{Path, PathBuf},
     sync::{Arc, Weak},
-    time::{Duration, SystemTime},
+    time::SystemTime,
 };
 
 const MAGIC: &[u8; 8] = b"MOESTRO2";
@@ -61,11 +64,10 @@ impl Files {
         let dir = root.join(hex::encode(&key[..16]));
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         // A directory that cannot be written to fails here rather than at the first checkpoint.
-        let probe = dir.join("probe");
-        put(&probe, &[&[0; 4 * MAX_BLOCK]])?;
-        let reader = Reader::trying(&probe);
-        fs::remove_file(&probe)?;
-        let files = Self { dir, key, size, reader: reader? };
+        let probe = Unfinished::write(&dir.join("probe"), &[&[0; 4 * MAX_BLOCK]])?;
+        let reader = Reader::trying(probe.path())?;
+        drop(probe);
+        let files = Self { dir, key, size, reader };
         let mut found = Vec::new();
         for entry in fs::read_dir(&files.dir)? {
             let path = entry?.path();
@@ -77,8 +79,7 @@ impl Files {
                         fs::remove_file(&path)?;
                     }
                 },
-                // Files that a killed server left unfinished are old, those that another one is writing are not.
-                Some("unfinished") if is_old(&path) => remove(&path),
+                Some(UNFINISHED) if is_abandoned(&path) => remove(&path),
                 _ => {}
             }
         }
@@ -268,7 +269,8 @@ impl Files {
         for number in [tokens as u64, len as u64, u64::from(hash.finalize())] {
             header.extend_from_slice(&number.to_le_bytes());
         }
-        put(&self.dir.join(name), &[&[&header[..]], parts].concat())
+        let path = self.dir.join(name);
+        Unfinished::write(&path, &[&[&header[..]], parts].concat())?.finish(&path)
     }
 
     /// A file is what was written: of this model, for `tokens` tokens, `len` bytes with this sum.
@@ -325,7 +327,13 @@ pub fn forget_all(root: &Path) -> io::Result<()> {
         for entry in fs::read_dir(dir)? {
             let path = entry?.path();
             let ending = path.extension().and_then(|ending| ending.to_str());
-            if matches!(ending, Some("state" | "page" | "unfinished")) {
+            // What another server is writing gets its name, or that server would take its disk to be broken.
+            let goes = match ending {
+                Some("state" | "page") => true,
+                Some(UNFINISHED) => is_abandoned(&path),
+                _ => false,
+            };
+            if goes {
                 fs::remove_file(&path).or_else(gone)?;
             }
         }
@@ -344,25 +352,6 @@ fn keys(root: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths.into_iter().filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_key)).collect())
 }
 
-/// Writes a file, which gets its name when it is whole.
-fn put(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
-    let mut unfinished = path.as_os_str().to_owned();
-    unfinished.push(".unfinished");
-    let unfinished = Path::new(&unfinished);
-    let done = (|| {
-        let mut options = OpenOptions::new();
-        let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(unfinished)?;
-        parts.iter().try_for_each(|part| file.write_all(part))?;
-        // Written here and now, or the system would do it later at a moment of its own, and faster.
-        file.sync_data()?;
-        fs::rename(unfinished, path)
-    })();
-    if done.is_err() {
-        remove(unfinished);
-    }
-    done
-}
-
 pub fn page_name(digest: &Digest) -> String {
     format!("{}.page", hex::encode(digest))
 }
@@ -375,23 +364,6 @@ fn words(ids: &[u32]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.to_le_bytes()).collect()
 }
 
-/// True if it is so old that no server is still writing it.
-fn is_old(path: &Path) -> bool {
-    let age = fs::metadata(path).and_then(|meta| meta.modified()).map(|at| at.elapsed().unwrap_or_default());
-    age.is_ok_and(|age| age > Duration::from_secs(600))
-}
-
 fn damaged(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
-}
-
-/// Removes a file; one that is gone already is no error.
-fn remove(path: &Path) {
-    if let Err(error) = fs::remove_file(path).or_else(gone) {
-        tracing::debug!(path = %path.display(), %error, "a checkpoint's file could not be removed");
-    }
-}
-
-fn gone(error: io::Error) -> io::Result<()> {
-    if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
 }

@@ -15,6 +15,7 @@ mod ledger;
 pub mod places;
 mod read;
 mod tree;
+mod unfinished;
 
 use crate::{
     metrics::Metrics,

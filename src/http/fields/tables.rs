@@ -1,7 +1,7 @@
 //! The fields of each kind of request.
 
 use super::{
-    Does::{Accepted, Obeyed, Refused},
+    Does::{Accepted, Notes, Obeyed, Refused},
     Field,
 };
 
@@ -81,7 +81,7 @@ pub const CHAT: &[Field] = &[
     field("safety_identifier", Accepted(NOBODY_BILLED)),
     field("service_tier", Accepted(NOBODY_BILLED)),
     field("priority", Accepted("requests are answered in the order of their arrival")),
-    field("metadata", Accepted(NOT_KEPT)),
+    field("metadata", Notes("accepted: nothing is kept")),
     field("store", Accepted(NOT_KEPT)),
     field("prediction", Accepted("a hint for speed")),
     field("prompt_cache_key", Accepted(CACHED_ANYWAY)),
@@ -142,7 +142,7 @@ pub const COMPLETIONS: &[Field] = &[
     field("logprobs", Obeyed("up to 20; with `echo` the prompt's, too")),
     field("suffix", Obeyed("an empty one only")),
     field("user", Accepted(NOBODY_BILLED)),
-    field("metadata", Accepted(NOT_KEPT)),
+    field("metadata", Notes("accepted: nothing is kept")),
     field("store", Accepted(NOT_KEPT)),
     field("return_progress", Obeyed(PROGRESS)),
     field("cache_prompt", Obeyed(CACHE_PROMPT)),
@@ -181,7 +181,7 @@ pub const RESPONSES: &[Field] = &[
     field("text", Obeyed("`format`; `verbosity` must be `medium`")),
     field("reasoning", Obeyed("`effort`; with `summary` the reasoning is told as its own summary")),
     field("include", Obeyed("`reasoning.encrypted_content`, which is the reasoning itself")),
-    field("metadata", Obeyed("sent back")),
+    field("metadata", Notes("obeyed: sent back")),
     field("user", Accepted(NOBODY_BILLED)),
     field("safety_identifier", Accepted(NOBODY_BILLED)),
     field("service_tier", Accepted(NOBODY_BILLED)),

@@ -11,6 +11,7 @@ use super::{
         wire::Wire,
     },
     request::ResponsesRequest,
+    store::size,
 };
 use crate::chat::parse::Delta;
 use axum::{
@@ -115,6 +116,12 @@ impl Answer {
             namespaces: request.namespaces(),
             keep: keeps.then_some(input),
         }
+    }
+
+    /// Memory that the answer takes beside what the model says: what it tells again of the request, in memory and as text twice
+    /// at a time, and the input that is to be kept.
+    pub fn bytes(&self) -> usize {
+        3 * size(&self.response) + self.keep.iter().flatten().map(size).sum::<usize>()
     }
 
     /// One body.
@@ -231,11 +238,16 @@ impl Answer {
     }
 
     fn emit(&mut self, out: Option<&Frames>, event: &str, mut fields: Value) {
-        let Some(out) = out else { return };
+        if let Some(out) = out {
+            self.write(out, event, &mut fields);
+        }
+    }
+
+    fn write(&mut self, out: &Frames, event: &str, fields: &mut Value) {
         fields["type"] = event.into();
         fields["sequence_number"] = self.sequence.into();
         self.sequence += 1;
-        out.event(event, &fields);
+        out.event(event, fields);
     }
 
     /// The answer is complete, or as long as it may be.
@@ -252,15 +264,17 @@ impl Answer {
         }
         if let Some(input) = self.keep.take() {
             let previous = self.response["previous_response_id"].as_str().map(str::to_owned);
-            self.door.responses.keep(previous, input, self.response.clone());
+            self.door.responses.keep(previous, input, &self.response);
         }
         self.emit_response(out, &format!("response.{status}"));
     }
 
     fn emit_response(&mut self, out: Option<&Frames>, event: &str) {
-        if out.is_some() {
-            let response = self.response.clone();
-            self.emit(out, event, json!({"response": response}));
+        if let Some(out) = out {
+            // It may be large: it is told from where it is.
+            let mut fields = json!({"response": mem::take(&mut self.response)});
+            self.write(out, event, &mut fields);
+            self.response = fields["response"].take();
         }
     }
 }

@@ -297,7 +297,7 @@ mod tests {
     fn an_item_may_be_named_only() {
         let store = Store::default();
         let said = json!({"id": "msg_1", "type": "message", "role": "assistant", "content": []});
-        store.keep(None, Vec::new(), json!({"id": "resp_1", "output": [said]}));
+        store.keep(None, Vec::new(), &json!({"id": "resp_1", "output": [said]}));
         let ask = |item: Value| request(json!({"input": [item]})).input(&store);
         assert_eq!(ask(json!({"type": "item_reference", "id": "msg_1"})).unwrap(), std::slice::from_ref(&said));
         assert_eq!(ask(json!({"id": "msg_1"})).unwrap(), [said]);

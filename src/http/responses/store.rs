@@ -2,6 +2,7 @@
 //! go first.
 
 use crate::http::budget::{Budget, Share};
+use axum::body::Bytes;
 use parking_lot::Mutex;
 use serde_json::Value;
 use std::{collections::VecDeque, sync::Arc};
@@ -17,11 +18,23 @@ struct Kept {
     id: String,
     /// The response that it went on from.
     previous: Option<String>,
-    /// The items of its input; those of its output are in `response`.
     input: Vec<Value>,
-    response: Value,
+    output: Vec<Value>,
+    /// All of it, as it is told.
+    text: Bytes,
     bytes: usize,
+}
+
+/// The text of a response, which clients may still be reading when the response has made room for others.
+struct Text {
+    text: Vec<u8>,
     _share: Option<Share>,
+}
+
+impl AsRef<[u8]> for Text {
+    fn as_ref(&self) -> &[u8] {
+        &self.text
+    }
 }
 
 #[derive(Default)]
@@ -51,9 +64,12 @@ impl Store {
     }
 
     /// Keeps a response, which went on from `previous` with `input`.
-    pub fn keep(&self, previous: Option<String>, input: Vec<Value>, response: Value) {
+    pub fn keep(&self, previous: Option<String>, input: Vec<Value>, response: &Value) {
         let id = response["id"].as_str().unwrap_or_default().to_owned();
-        let bytes = size(&response) + input.iter().map(size).sum::<usize>();
+        let Ok(mut text) = serde_json::to_vec(response) else { return };
+        text.shrink_to_fit();
+        let output = response["output"].as_array();
+        let bytes = text.capacity() + output.into_iter().chain([&input]).flatten().map(size).sum::<usize>();
         let most_bytes = self.budget.as_ref().map_or(usize::MAX, |budget| budget.total() / 4).min(self.most_bytes);
         let mut shelf = self.shelf.lock();
         while shelf.kept.len() >= self.most || shelf.bytes.saturating_add(bytes) > most_bytes {
@@ -66,11 +82,13 @@ impl Store {
             return;
         }
         shelf.bytes += bytes;
-        shelf.kept.push_back(Kept { id, previous, input, response, bytes, _share: share });
+        let (output, text) = (output.cloned().unwrap_or_default(), Bytes::from_owner(Text { text, _share: share }));
+        shelf.kept.push_back(Kept { id, previous, input, output, text, bytes });
     }
 
-    pub fn get(&self, id: &str) -> Option<Value> {
-        self.shelf.lock().kept.iter().find(|kept| kept.id == id).map(|kept| kept.response.clone())
+    /// The text of a response. Its memory stays counted as long as anybody has it.
+    pub fn get(&self, id: &str) -> Option<Bytes> {
+        self.shelf.lock().kept.iter().find(|kept| kept.id == id).map(|kept| kept.text.clone())
     }
 
     pub fn remove(&self, id: &str) -> bool {
@@ -95,7 +113,7 @@ impl Store {
             };
             next = kept.previous.clone();
             let mut items = kept.input.clone();
-            items.extend(kept.response["output"].as_array().into_iter().flatten().cloned());
+            items.extend_from_slice(&kept.output);
             chain.push((items, kept));
         }
         // They were used last, the newest the very last: the next turn asks for it by its name.
@@ -108,13 +126,13 @@ impl Store {
     /// An item of the output of some response.
     pub fn item(&self, id: &str) -> Option<Value> {
         let shelf = self.shelf.lock();
-        let outputs = shelf.kept.iter().rev().filter_map(|kept| kept.response["output"].as_array());
-        outputs.flatten().find(|item| item["id"] == id).cloned()
+        let mut outputs = shelf.kept.iter().rev().flat_map(|kept| &kept.output);
+        outputs.find(|item| item["id"] == id).cloned()
     }
 }
 
 /// Bytes of a value: its text and names, and what everything in it takes beside.
-fn size(value: &Value) -> usize {
+pub fn size(value: &Value) -> usize {
     const WORD: usize = 128;
     WORD + match value {
         Value::String(text) => text.len(),
@@ -127,6 +145,7 @@ fn size(value: &Value) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::Metrics;
     use serde_json::json;
 
     fn store(most: usize, most_bytes: usize) -> Store {
@@ -140,42 +159,57 @@ mod tests {
     #[test]
     fn a_history_is_a_chain() {
         let store = store(10, usize::MAX);
-        store.keep(None, vec![json!("q1")], response("a"));
-        store.keep(Some("a".into()), vec![json!("q2"), json!("q3")], response("b"));
+        store.keep(None, vec![json!("q1")], &response("a"));
+        store.keep(Some("a".into()), vec![json!("q2"), json!("q3")], &response("b"));
         let wanted = [json!("q1"), json!({"id": "item-a"}), json!("q2"), json!("q3"), json!({"id": "item-b"})];
         assert_eq!(store.history("b").unwrap(), wanted);
         assert_eq!(store.item("item-a"), Some(json!({"id": "item-a"})));
         assert!(store.remove("a") && !store.remove("a"));
         assert_eq!(store.history("b"), None);
-        assert_eq!(store.get("b"), Some(response("b")));
+        assert_eq!(store.get("b").unwrap(), response("b").to_string());
     }
 
     #[test]
     fn the_least_recently_used_goes_first() {
         let store = store(2, usize::MAX);
-        store.keep(None, Vec::new(), response("a"));
-        store.keep(None, Vec::new(), response("b"));
+        store.keep(None, Vec::new(), &response("a"));
+        store.keep(None, Vec::new(), &response("b"));
         store.history("a");
-        store.keep(None, Vec::new(), response("c"));
+        store.keep(None, Vec::new(), &response("c"));
         assert!(store.get("a").is_some() && store.get("b").is_none() && store.get("c").is_some());
         // Of a chain the newest is the last to go.
-        store.keep(Some("c".into()), Vec::new(), response("d"));
+        store.keep(Some("c".into()), Vec::new(), &response("d"));
         store.history("d");
-        store.keep(None, Vec::new(), response("e"));
+        store.keep(None, Vec::new(), &response("e"));
         assert!(store.get("c").is_none() && store.get("d").is_some());
+    }
+
+    /// A client that reads slowly has the store's own bytes, and they are counted until it has them all.
+    #[test]
+    fn what_is_read_is_shared_and_counted() {
+        let metrics = Metrics::new("0", "cpu");
+        let store = Store::within(Budget::new(&metrics));
+        let held = || metrics.memory_requests.get();
+        store.keep(None, Vec::new(), &json!({"id": "a", "output": [], "user": "x".repeat(1000)}));
+        let (one, other) = (store.get("a").unwrap(), store.get("a").unwrap());
+        assert_eq!(one.as_ptr(), other.as_ptr());
+        drop(one);
+        assert!(store.remove("a") && held() > 1000);
+        drop(other);
+        assert_eq!(held(), 0);
     }
 
     #[test]
     fn bytes_are_bounded() {
         let store = store(100, 10_000);
         for id in 0..50 {
-            store.keep(None, vec!["x".repeat(1000).into()], response(&id.to_string()));
+            store.keep(None, vec!["x".repeat(1000).into()], &response(&id.to_string()));
         }
         let shelf = store.shelf.lock();
         assert!(shelf.bytes <= 10_000 && shelf.kept.len() < 10 && !shelf.kept.is_empty());
         assert_eq!(shelf.bytes, shelf.kept.iter().map(|kept| kept.bytes).sum::<usize>());
         drop(shelf);
-        store.keep(None, vec!["x".repeat(20_000).into()], response("large"));
+        store.keep(None, vec!["x".repeat(20_000).into()], &response("large"));
         assert!(store.get("large").is_none() && store.shelf.lock().bytes == 0);
     }
 }
