@@ -73,6 +73,8 @@ pub enum EngineError {
     QueueFull,
     #[error("the server is shutting down")]
     Draining,
+    #[error("the model made way for another one: the answers before this one were not read in time")]
+    Unloaded,
     #[error("the request exceeded its time limit")]
     TimedOut,
     #[error("the prompt is empty")]

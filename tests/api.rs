@@ -14,6 +14,8 @@ mod client;
 mod completions;
 #[path = "api/connections.rs"]
 mod connections;
+#[path = "api/deadline.rs"]
+mod deadline;
 #[path = "api/forms.rs"]
 mod forms;
 #[path = "api/leave.rs"]

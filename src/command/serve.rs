@@ -170,7 +170,7 @@ impl Shelf {
         self.config.read().clone()
     }
 
-    /// Reads the configuration again. The key, the names of the server and the times of models hold at once, everything else
+    /// Reads the configuration again. The key, the names of the server and the times of requests and models hold at once, everything else
     /// about a model when it is loaded next; the address, the queue's length and the log need a restart.
     fn reload(&self, door: &Door, address: IpAddr) -> Result<(), String> {
         let (typed, _) = file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
@@ -237,7 +237,6 @@ impl Shelf {
             max_queue: config.max_queue,
             eos: checkpoint.generation.eos.clone(),
             usable_vocab: checkpoint.tokenizer.vocab_size().min(model.model.vocab()),
-            request_timeout: config.request_timeout,
             prompt_cache: model.model.plan().prompt_cache,
             storage: storage(config, &checkpoint, &model),
             ..Options::default()
@@ -301,7 +300,7 @@ fn ready(model: &str, address: SocketAddr, plan: &Value) -> String {
 }
 
 fn times(config: &Serve) -> Times {
-    Times { keep_alive: config.keep_alive, ..Times::default() }
+    Times { keep_alive: config.keep_alive, request: config.request_timeout, ..Times::default() }
 }
 
 /// The port that the service manager has opened, if it has.

@@ -32,8 +32,6 @@ pub struct Options {
     pub eos: Vec<u32>,
     /// Ids from here on are rows that pad the vocabulary: no text belongs to them, so they are never drawn.
     pub usable_vocab: usize,
-    /// The most time a request may take, the wait included.
-    pub request_timeout: Option<Duration>,
     /// The use of drafts, and their tokens at most.
     pub speculate: Speculate,
     pub draft_tokens: usize,
@@ -51,7 +49,6 @@ impl Default for Options {
             max_queue: 16,
             eos: Vec::new(),
             usable_vocab: usize::MAX,
-            request_timeout: None,
             // The server turns it on; tests that count passes want none of it.
             speculate: Speculate::Off,
             draft_tokens: 7,
@@ -87,7 +84,6 @@ pub fn spawn_with<M: Model>(
             vocab: model.vocab(),
             context: model.context(),
             max_queue: options.max_queue,
-            timeout: options.request_timeout,
             grace: options.grace,
         },
         cache,
@@ -109,14 +105,16 @@ pub struct Handle {
 impl Handle {
     /// Puts `request` at the end of the line; its events arrive on the receiver, and dropping that cancels it.
     ///
-    /// Refuses with `QueueFull`, `Draining` or `Stopped`; with `EmptyPrompt`, `PromptTooLong` or a model's
+    /// Refuses with `QueueFull`, `Draining`, `Stopped` or, if its time is up, `TimedOut`; with `EmptyPrompt`, `PromptTooLong` or a model's
     /// `TokenOutOfRange` where the prompt can never be evaluated.
     pub fn submit(&self, request: Request) -> Result<Events, EngineError> {
         let line = &self.door.0;
         line.limits.admit(&request)?;
         let arrived = Instant::now();
+        if request.deadline.is_some_and(|deadline| arrived >= deadline) {
+            return Err(EngineError::TimedOut);
+        }
         let (sender, events) = mpsc::unbounded_channel();
-        let deadline = line.limits.timeout.map(|limit| arrived + limit);
 
         let mut queue = line.queue.lock();
         match queue.phase {
@@ -128,7 +126,7 @@ impl Handle {
         if queue.waiting.len() + usize::from(queue.running) > line.limits.max_queue {
             return Err(EngineError::QueueFull);
         }
-        queue.waiting.push_back(Job { request, events: sender, arrived, deadline });
+        queue.waiting.push_back(Job { request, events: sender, arrived });
         line.count(&queue);
         line.changed.notify_one();
         Ok(events)
@@ -194,7 +192,6 @@ pub(super) struct Job {
     pub request: Request,
     pub events: mpsc::UnboundedSender<Event>,
     pub arrived: Instant,
-    pub deadline: Option<Instant>,
 }
 
 impl Job {
@@ -207,7 +204,7 @@ impl Job {
         if drained.is_some_and(|deadline| now >= deadline) {
             return Some(Over::Failed(EngineError::Draining));
         }
-        if self.deadline.is_some_and(|deadline| now >= deadline) {
+        if self.request.deadline.is_some_and(|deadline| now >= deadline) {
             return Some(Over::Failed(EngineError::TimedOut));
         }
         None
@@ -271,7 +268,6 @@ struct Limits {
     vocab: usize,
     context: usize,
     max_queue: usize,
-    timeout: Option<Duration>,
     grace: Duration,
 }
 

@@ -19,7 +19,7 @@ pub use session::Session;
 pub use speculation::{Companion, DRAFT_ROOM, Dflash, Draft, Kind, Lookup, Mtp, Outlook, Own, Sequence, Speculate};
 
 use crate::error::EngineError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Parameters of drawing the next token from the logits.
 #[derive(Debug, Clone, PartialEq)]
@@ -82,6 +82,8 @@ pub struct Request {
     pub boundaries: Vec<Boundary>,
     /// Go on from what earlier requests left, and leave something for later ones.
     pub cache_prompt: bool,
+    /// When its time is up, in line or under way.
+    pub deadline: Option<Instant>,
 }
 
 impl Request {
@@ -97,6 +99,7 @@ impl Request {
             constraint: None,
             boundaries: Vec::new(),
             cache_prompt: true,
+            deadline: None,
         }
     }
 }

@@ -3,9 +3,10 @@
 //! A [`RequestLog`] lives as long as the answer, the body of a stream included, and is written when it is dropped, so a
 //! client that leaves is logged too. No text of a message is ever logged.
 
-use super::{Door, admin::Health, api_error::ApiError};
+use super::{Door, admin::Health, api_error::ApiError, models::in_time};
 use crate::metrics::Metrics;
 use axum::{
+    Extension,
     extract::{Query, Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header},
     middleware::Next,
@@ -35,6 +36,8 @@ pub struct RequestLog {
     endpoint: &'static str,
     id: String,
     start: Instant,
+    /// When its time is up.
+    pub deadline: Option<Instant>,
     status: OnceLock<StatusCode>,
     /// An answer was begun and not ended.
     open: AtomicBool,
@@ -45,6 +48,11 @@ pub struct RequestLog {
 }
 
 impl RequestLog {
+    /// True if its time is up.
+    pub fn is_late(&self) -> bool {
+        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+    }
+
     /// The request is one that the model answers, and so counts in `moestro_request_seconds`.
     pub fn generates(&self) {
         self.generates.store(true, Relaxed);
@@ -140,6 +148,7 @@ pub fn spellings(path: &str) -> [String; 4] {
 /// The outermost layer: gives the request an id and an account.
 pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: Next) -> Response {
     let id = given_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique()));
+    let start = Instant::now();
     let log = Arc::new(RequestLog {
         metrics: door.metrics.clone(),
         health: door.health.clone(),
@@ -147,7 +156,8 @@ pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: 
         endpoint: endpoint(request.uri().path()),
         path: request.uri().path().to_owned(),
         id,
-        start: Instant::now(),
+        start,
+        deadline: door.models.times().request.and_then(|limit| start.checked_add(limit)),
         status: OnceLock::new(),
         open: AtomicBool::new(false),
         generates: AtomicBool::new(false),
@@ -161,6 +171,12 @@ pub async fn account(State(door): State<Arc<Door>>, mut request: Request, next: 
         response.headers_mut().insert(REQUEST_ID.clone(), id);
     }
     response
+}
+
+/// Ends a request whose time is up before its answer has begun, whatever it waits for: a model, memory, its tokens, its place.
+/// A stream that has begun is ended by the engine.
+pub async fn limit(Extension(log): Extension<Arc<RequestLog>>, request: Request, next: Next) -> Response {
+    in_time(log.deadline, next.run(request)).await.unwrap_or_else(IntoResponse::into_response)
 }
 
 /// Paths that are answered when every connection is busy.
@@ -277,6 +293,7 @@ mod tests {
             endpoint: "/v1/messages",
             id: "req_1".into(),
             start: Instant::now(),
+            deadline: None,
             status: OnceLock::from(StatusCode::OK),
             open: AtomicBool::new(false),
             generates: AtomicBool::new(false),

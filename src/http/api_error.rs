@@ -249,6 +249,9 @@ impl From<EngineError> for ApiError {
                 Some("shutting_down"),
                 "The server is shutting down.",
             ),
+            EngineError::Unloaded => {
+                Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("model_unloaded"), &*message)
+            }
             EngineError::TimedOut => Self::new(StatusCode::GATEWAY_TIMEOUT, SERVER, Some("timeout"), &*message),
             EngineError::Model(ModelError::ContextFull { .. }) | EngineError::PromptTooLong { .. } => {
                 Self::new(StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded"), &*message)

@@ -15,6 +15,7 @@ use super::{
     fields, form,
     prefill::{self, Mark},
     prompt::{self, Chat},
+    scores::token_text,
     stream::Frames,
     thinking::thinking,
     transcript::{Ending, Transcript, Turn},
@@ -22,7 +23,7 @@ use super::{
     wire::{self, Part, Parts, Wire},
 };
 use crate::{
-    chat::{Template, parse::Delta},
+    chat::{Template, Tokenizer, parse::Delta},
     engine::{Logprobs, Request},
 };
 use axum::{Extension, body::Body, extract::State, response::Response};
@@ -36,7 +37,7 @@ pub async fn chat(
     door.ready()?;
     let (common, request, share) = body::request::<ChatRequest>(&door, body, fields::CHAT).await?;
     let seat = door.models.seat(common.model.as_deref()).await?;
-    seat.then(common.streams(), Frames::error, move |app| answer(app, log, common, request, share)).await
+    seat.then(log.deadline, common.streams(), Frames::error, move |app| answer(app, log, common, request, share)).await
 }
 
 async fn answer(
@@ -63,10 +64,10 @@ async fn answer(
         answer.head.object = "chat.completion.chunk";
         return Ok(match choices.count {
             1 => wire::stream(first, answer, log),
-            _ => choices.stream(first, answer, log),
+            _ => choices.stream(&app, first, answer, log),
         });
     }
-    choices.whole(first, answer, &log).await
+    choices.whole(&app, first, answer, &log).await
 }
 
 /// Checks the request and queues it. Every other wire format's conversations come this way.
@@ -263,7 +264,7 @@ impl Answer {
 
     fn score(&mut self, turn: &Turn) {
         for (id, logprobs) in &turn.scored {
-            self.pending.push(scored(&self.head.app, *id, logprobs));
+            self.pending.push(scored(&self.head.tokenizer, *id, logprobs));
         }
     }
 
@@ -295,9 +296,9 @@ impl Answer {
     }
 }
 
-fn scored(app: &App, id: u32, logprobs: &Logprobs) -> TokenLogprob {
+fn scored(tokenizer: &Tokenizer, id: u32, logprobs: &Logprobs) -> TokenLogprob {
     let entry = |id, logprob| {
-        let (token, bytes) = app.token_text(id);
+        let (token, bytes) = token_text(tokenizer, id);
         Scored { token, logprob, bytes }
     };
     TokenLogprob {

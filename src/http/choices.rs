@@ -8,6 +8,7 @@ use super::{
     api_error::ApiError,
     budget::Share,
     chat::Answer,
+    models::Again,
     stream,
     transcript::{Reader, Transcript},
     wire::Wire,
@@ -54,12 +55,13 @@ impl Choices {
 
     async fn submit_later(
         &mut self,
-        app: &App,
+        again: &Again,
         log: &Arc<RequestLog>,
         index: usize,
     ) -> Result<Transcript, EngineError> {
         loop {
-            match self.submit(app, log, index) {
+            let app = again.app()?;
+            match self.submit(&app, log, index) {
                 Err(EngineError::QueueFull) => tokio::time::sleep(Duration::from_millis(50)).await,
                 submitted => return submitted,
             }
@@ -69,17 +71,18 @@ impl Choices {
     /// One body.
     pub async fn whole(
         mut self,
+        app: &Arc<App>,
         first: Transcript,
         mut answer: Answer,
         log: &Arc<RequestLog>,
     ) -> Result<Response, ApiError> {
-        let app = answer.head.app.clone();
+        let again = Again::new(app);
         let (mut transcript, mut usage, mut written) = (Some(first), Usage::default(), Vec::new());
         for index in 0..self.count {
             answer.index = index;
             let mut one = match transcript.take() {
                 Some(first) => first,
-                None => self.submit_later(&app, log, index).await?,
+                None => self.submit_later(&again, log, index).await?,
             };
             let (choice, used) = answer.choice(&mut one).await?;
             add(&mut usage, used);
@@ -89,17 +92,20 @@ impl Choices {
     }
 
     /// One choice after the other, and the usage of all.
-    pub fn stream(mut self, first: Transcript, mut answer: Answer, log: Arc<RequestLog>) -> Response {
+    pub fn stream(mut self, app: &Arc<App>, first: Transcript, mut answer: Answer, log: Arc<RequestLog>) -> Response {
+        let mut again = Again::new(app);
         stream::respond(move |out| async move {
             log.begin();
-            let app = answer.head.app.clone();
             let (mut transcript, mut usage) = (Some(first), Usage::default());
             for index in 0..self.count {
                 (answer.index, answer.begun) = (index, false);
                 let one = match transcript.take() {
                     Some(first) => Ok(first),
-                    None => self.submit_later(&app, &log, index).await,
+                    None => self.submit_later(&again, &log, index).await,
                 };
+                if index + 1 == self.count {
+                    again.leave();
+                }
                 let ended = match one {
                     Ok(mut one) => one.tell(|turn| answer.turn(&out, &turn)).await,
                     Err(error) => Err(error),

@@ -13,7 +13,8 @@ use super::{
     body,
     budget::Share,
     check, fields,
-    scores::Scores,
+    models::Again,
+    scores::{self, Scores},
     stream::{self, Frames},
     transcript::{Reader, Transcript, Turn},
     types::{Common, CompletionRequest, Prompt},
@@ -44,7 +45,7 @@ pub async fn completions(
     door.ready()?;
     let (common, request, share) = body::request::<CompletionRequest>(&door, body, fields::COMPLETIONS).await?;
     let seat = door.models.seat(common.model.as_deref()).await?;
-    seat.then(common.streams(), Frames::error, move |app| answer(app, log, common, request, share)).await
+    seat.then(log.deadline, common.streams(), Frames::error, move |app| answer(app, log, common, request, share)).await
 }
 
 async fn answer(
@@ -66,6 +67,7 @@ async fn answer(
 /// A checked request.
 struct Job {
     head: Head,
+    again: Again,
     log: Arc<RequestLog>,
     prompts: Vec<Vec<u32>>,
     /// Choices for each prompt, which stand side by side.
@@ -107,6 +109,7 @@ impl Job {
         share.hold(prompts.len() * size_of::<Vec<u32>>() + tokens * 2 * size_of::<u32>())?;
         let job = Self {
             head: Head::new(app, "cmpl", "text_completion"),
+            again: Again::new(app),
             log,
             n,
             max_tokens,
@@ -136,7 +139,7 @@ impl Job {
 
     /// Queues choice `index`. Choice `i` to a prompt is drawn with seed + `i`.
     fn submit(&self, index: usize) -> Result<Transcript, EngineError> {
-        let app = &self.head.app;
+        let app = self.again.app()?;
         let ids = self.prompt(index).to_vec();
         let mut sampling = self.sampling.clone();
         sampling.seed = sampling.seed.map(|seed| seed.wrapping_add((index % self.n) as u64));
@@ -149,7 +152,7 @@ impl Job {
             ignore_eos: self.echo && self.logprobs.is_some() && self.max_tokens == 1,
             ..Request::new(ids, max_tokens, sampling)
         };
-        Transcript::submit(app, &self.log, request, Reader::Plain, self.stops.clone())
+        Transcript::submit(&app, &self.log, request, Reader::Plain, self.stops.clone())
     }
 
     /// The generation of a later prompt: it has waited in line already, so it waits for a place rather than give up.
@@ -197,7 +200,7 @@ impl Job {
     }
 
     /// One choice after the other, a chunk a turn that has text; then, if asked for, the usage.
-    fn stream(self, first: Transcript, usage: bool) -> Response {
+    fn stream(mut self, first: Transcript, usage: bool) -> Response {
         stream::respond(move |frames| async move {
             self.log.begin();
             let mut first = Some(first);
@@ -207,6 +210,9 @@ impl Job {
                     Some(first) => Ok(first),
                     None => self.submit_later(index).await,
                 };
+                if index + 1 == self.choices() {
+                    self.again.leave();
+                }
                 let outcome = match submitted {
                     Ok(transcript) => self.stream_one(&frames, index, transcript, usage).await,
                     Err(error) => Err(error),
@@ -280,7 +286,7 @@ struct Choice<'a> {
 
 impl<'a> Choice<'a> {
     fn new(job: &'a Job, index: usize) -> Self {
-        let scores = job.logprobs.map(|_| Scores::new(&job.head.app));
+        let scores = job.logprobs.map(|_| Scores::new(&job.head.tokenizer));
         Self { job, index, scores, begun: false }
     }
 
@@ -289,7 +295,7 @@ impl<'a> Choice<'a> {
         let before = text.len();
         if !self.begun && self.job.echo {
             let ids = self.job.prompt(self.index);
-            *text += &self.job.head.app.text(ids);
+            *text += &scores::text(&self.job.head.tokenizer, ids);
             if let (Some(scores), Some(prompt)) = (&mut self.scores, &turn.prompt) {
                 for (&id, logprobs) in ids.iter().zip(prompt) {
                     scores.push(id, logprobs.as_ref());

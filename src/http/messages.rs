@@ -46,7 +46,7 @@ pub async fn messages(
     }
     let (seat, streams) = (door.models.seat(request.model()).await?, request.streams());
     let error = |out: &Frames, failure: &ApiError| out.event("error", &answer::error(failure));
-    seat.then(streams, error, move |app| reply(door, app, log, request, share)).await
+    seat.then(log.deadline, streams, error, move |app| reply(door, app, log, request, share)).await
 }
 
 async fn reply(

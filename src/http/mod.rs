@@ -224,6 +224,7 @@ pub fn router(door: Arc<Door>) -> Router {
         .route("/models/{*id}", get(admin::model))
         .fallback(no_such_path)
         .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn(access::limit))
         .layer(encoding::inflate())
         .layer(from_fn(encoding::check))
         .layer(from_fn_with_state(door.clone(), access::authorize))
@@ -276,18 +277,20 @@ async fn wrong_method(request: Request) -> Response {
     ApiError::wrong_method(request.method().as_str(), request.uri().path()).into_response()
 }
 
-/// The fields that all chunks of one answer share.
+/// What all chunks of one answer share. It does not hold the model: a client that reads slowly would keep it in memory.
 struct Head {
     id: String,
     object: &'static str,
     created: u64,
-    app: Arc<App>,
+    model: String,
+    tokenizer: Arc<Tokenizer>,
 }
 
 impl Head {
-    fn new(app: &Arc<App>, prefix: &str, object: &'static str) -> Self {
+    fn new(app: &App, prefix: &str, object: &'static str) -> Self {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        Self { id: format!("{prefix}-{}", access::unique()), object, created, app: app.clone() }
+        let (id, model) = (format!("{prefix}-{}", access::unique()), app.card.id.clone());
+        Self { id, object, created, model, tokenizer: app.tokenizer.clone() }
     }
 
     fn envelope<'a, C>(&'a self, choices: &'a [C], usage: Option<Option<Usage>>) -> Envelope<'a, C> {
@@ -295,7 +298,7 @@ impl Head {
             id: &self.id,
             object: self.object,
             created: self.created,
-            model: &self.app.card.id,
+            model: &self.model,
             system_fingerprint: concat!("moestro-", env!("CARGO_PKG_VERSION")),
             choices,
             usage,

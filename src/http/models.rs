@@ -5,17 +5,18 @@
 //! stays, until somebody has waited for another one for [`Times::patience`]. From then on its requests wait, too.
 
 mod names;
+mod now;
 mod seat;
 
 pub use names::Listed;
-pub use seat::Seat;
+pub use seat::{Again, Seat, in_time};
 
 use super::{App, api_error::ApiError};
 use crate::error::EngineError;
 use names::{find, means};
+use now::{Now, On, Step, Ticket};
 use parking_lot::Mutex;
 use std::{
-    collections::VecDeque,
     future::Future,
     sync::Arc,
     time::{Duration, Instant},
@@ -25,8 +26,6 @@ use tokio::{
     task::spawn_blocking,
 };
 
-/// The time between two looks at a busy model, while somebody waits for another one, and while nobody does.
-const LOOK: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
 /// The list of models is read again from the disk after this time.
 const FRESH: Duration = Duration::from_secs(5);
 
@@ -39,9 +38,11 @@ pub struct Loaded {
     pub unload: Box<dyn FnOnce() + Send>,
 }
 
-/// The time that a model stays.
+/// The time that a model stays, and that a request may take.
 #[derive(Debug, Clone, Copy)]
 pub struct Times {
+    /// From its arrival to the end of its answer, for whatever it waits.
+    pub request: Option<Duration>,
     /// One that nobody has asked for so long gives its memory back.
     pub keep_alive: Option<Duration>,
     /// One that is asked ever again keeps those waiting for so long who want another one.
@@ -52,7 +53,7 @@ pub struct Times {
 
 impl Default for Times {
     fn default() -> Self {
-        Self { keep_alive: None, patience: Duration::from_secs(30), linger: Duration::from_secs(1) }
+        Self { request: None, keep_alive: None, patience: Duration::from_secs(30), linger: Duration::from_secs(1) }
     }
 }
 
@@ -86,43 +87,6 @@ pub struct Stage {
     found: Mutex<Option<(Instant, Arc<Vec<Listed>>)>>,
 }
 
-#[derive(Default)]
-struct Now {
-    on: Option<On>,
-    /// The model that is being loaded.
-    coming: Option<String>,
-    /// The model that was loaded last, which any unknown name means.
-    last: Option<String>,
-    waiting: VecDeque<Ticket>,
-    closing: bool,
-}
-
-struct On {
-    id: String,
-    app: Arc<App>,
-    unload: Box<dyn FnOnce() + Send>,
-    /// When it was last seen to be busy.
-    used: Instant,
-    /// It is to go as soon as it is not.
-    going: bool,
-}
-
-struct Ticket {
-    id: String,
-    since: Instant,
-    reply: oneshot::Sender<Result<Arc<App>, ApiError>>,
-}
-
-/// The next step of [`Stage::run`].
-#[derive(Debug, PartialEq)]
-enum Step {
-    /// Let go of what is loaded, if anything is, and load this.
-    Load(String),
-    Unload,
-    /// Look again when something changes, or after this time.
-    Wait(Option<Duration>),
-}
-
 impl Stage {
     /// `most` requests may wait for a model.
     pub fn new(loader: Arc<dyn Loader>, times: Times, most: usize) -> Self {
@@ -135,7 +99,7 @@ impl Stage {
         self.changed.notify_one();
     }
 
-    fn times(&self) -> Times {
+    pub fn times(&self) -> Times {
         *self.times.lock()
     }
 
@@ -309,84 +273,6 @@ impl Stage {
                 tracing::error!(model = id, why, "a model could not be loaded");
                 now.refuse(&id, &why);
             }
-        }
-    }
-}
-
-impl On {
-    /// Waits until nobody holds the model, and frees it. Blocks.
-    fn leave(self) {
-        let Self { app, unload, .. } = self;
-        drop(app);
-        unload();
-    }
-
-    fn is_busy(&self) -> bool {
-        Arc::strong_count(&self.app) > 1 || self.app.engine.load() != (0, 0)
-    }
-}
-
-impl Now {
-    fn enter(&mut self, loaded: Loaded) {
-        let Loaded { id, app, unload } = loaded;
-        let on = On { id: id.clone(), app: Arc::new(app), unload, used: Instant::now(), going: false };
-        let (here, others) = self.waiting.drain(..).partition(|ticket: &Ticket| ticket.id == id);
-        self.waiting = others;
-        for ticket in here {
-            let _ = ticket.reply.send(Ok(on.app.clone()));
-        }
-        self.last = Some(id);
-        self.on = Some(on);
-    }
-
-    fn refuse(&mut self, id: &str, why: &str) {
-        let (failed, others) = self.waiting.drain(..).partition(|ticket: &Ticket| ticket.id == id);
-        self.waiting = others;
-        for ticket in failed {
-            let _ = ticket.reply.send(Err(ApiError::not_loaded(id, why)));
-        }
-    }
-
-    /// The loaded model, if it is this one and nobody has waited too long for another one.
-    fn admit(&mut self, id: &str, patience: Duration) -> Option<Arc<App>> {
-        self.sweep();
-        let overdue = self.waiting.front().is_some_and(|ticket| ticket.since.elapsed() >= patience);
-        let on = self.on.as_mut().filter(|on| on.id == id && !on.going && !overdue)?;
-        on.used = Instant::now();
-        Some(on.app.clone())
-    }
-
-    /// Forgets those who have left.
-    fn sweep(&mut self) {
-        self.waiting.retain(|ticket| !ticket.reply.is_closed());
-    }
-
-    fn step(&mut self, times: &Times) -> Step {
-        self.sweep();
-        let next = self.waiting.front();
-        if self.closing {
-            return Step::Wait(None);
-        }
-        let Some(on) = &mut self.on else {
-            return next.map_or(Step::Wait(None), |ticket| Step::Load(ticket.id.clone()));
-        };
-        if on.is_busy() {
-            on.used = Instant::now();
-            let look = if next.is_some() || on.going { Some(LOOK[0]) } else { times.keep_alive.map(|_| LOOK[1]) };
-            return Step::Wait(look);
-        }
-        if on.going {
-            return Step::Unload;
-        }
-        let idle = on.used.elapsed();
-        match (next, times.keep_alive) {
-            (Some(ticket), _) if idle >= times.linger || ticket.since.elapsed() >= times.patience => {
-                Step::Load(ticket.id.clone())
-            }
-            (Some(_), _) => Step::Wait(Some(LOOK[0])),
-            (None, Some(time)) if idle >= time => Step::Unload,
-            (None, Some(time)) => Step::Wait(Some(time - idle)),
-            (None, None) => Step::Wait(None),
         }
     }
 }

@@ -112,22 +112,6 @@ impl App {
         };
         ends.map(|(at, speaker)| Boundary { at, departure: departure(speaker) }).collect()
     }
-
-    /// A token as it stands in `logprobs`: its text, or its bytes where they are no text by themselves.
-    pub fn token_text(&self, id: u32) -> (String, Vec<u8>) {
-        let bytes = self.tokenizer.token_bytes(id);
-        let text = match std::str::from_utf8(&bytes) {
-            Ok(text) => text.to_owned(),
-            Err(_) => bytes.iter().fold("bytes:".to_owned(), |text, byte| text + &format!("\\x{byte:02x}")),
-        };
-        (text, bytes)
-    }
-
-    /// The exact text of `ids`, special tokens included.
-    pub fn text(&self, ids: &[u32]) -> String {
-        let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.tokenizer.token_bytes(id)).collect();
-        String::from_utf8_lossy(&bytes).into_owned()
-    }
 }
 
 /// Checks every message and puts it into the form that templates expect.

@@ -48,7 +48,7 @@ pub async fn responses(
         let event = json!({"type": "error", "sequence_number": 0, "code": "server_error", "message": failure.message(), "param": null});
         out.event("error", &event);
     };
-    seat.then(streams, error, move |app| reply(door, app, log, request, share)).await
+    seat.then(log.deadline, streams, error, move |app| reply(door, app, log, request, share)).await
 }
 
 async fn reply(

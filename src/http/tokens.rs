@@ -7,6 +7,7 @@ use super::{
     body, check,
     prefill::Mark,
     prompt::{self, Chat},
+    scores,
     types::{DetokenizeRequest, TokenizeRequest},
 };
 use axum::{Json, body::Body, extract::State};
@@ -69,6 +70,6 @@ pub async fn detokenize(State(door): State<Arc<Door>>, body: Body) -> Result<Jso
     check::model(request.model.as_deref(), &app.card)?;
     let ids = check::ids("tokens", &request.tokens, app.engine.vocab())?;
     share.add(ids.iter().map(|&id| app.tokenizer.token_bytes(id).len() * DECODED).sum())?;
-    let text = app.text(&ids);
+    let text = scores::text(&app.tokenizer, &ids);
     Ok(Json(Detokenized { content: text.clone(), prompt: text }))
 }

@@ -84,7 +84,7 @@ impl Transcript {
         stops: Vec<String>,
     ) -> Result<Self, EngineError> {
         let prompt_tokens = request.ids.len();
-        let events = app.engine.submit(request)?;
+        let events = app.engine.submit(Request { deadline: log.deadline, ..request })?;
         log.add(prompt_tokens, 0);
         Ok(Self {
             events,
@@ -267,7 +267,9 @@ impl Transcript {
 
 impl Drop for Transcript {
     fn drop(&mut self) {
+        // Whoever waits for it may have given it up before the engine did.
+        let ended = if self.ended == "cancelled" && self.log.is_late() { "error" } else { self.ended };
         self.log.add(0, self.usage.completion_tokens);
-        self.log.answered(self.ended, self.usage.prompt_tokens, self.usage.completion_tokens);
+        self.log.answered(ended, self.usage.prompt_tokens, self.usage.completion_tokens);
     }
 }

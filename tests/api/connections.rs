@@ -22,7 +22,7 @@ fn question(stream: bool) -> Value {
     json!({"messages": [{"role": "user", "content": "Count."}], "stream": stream})
 }
 
-async fn write(stream: &TcpStream, mut bytes: &[u8]) {
+pub async fn write(stream: &TcpStream, mut bytes: &[u8]) {
     while !bytes.is_empty() {
         stream.writable().await.unwrap();
         match stream.try_write(bytes) {
@@ -52,7 +52,7 @@ async fn closed(stream: &TcpStream) -> Vec<u8> {
     timeout(Duration::from_secs(10), rest(stream)).await.expect("the server closes the connection")
 }
 
-fn head(path: &str, length: usize) -> String {
+pub fn head(path: &str, length: usize) -> String {
     format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n")
 }
 

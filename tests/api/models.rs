@@ -1,7 +1,10 @@
 //! Several models on one machine, one of them in memory: who waits for whom, what clients are told meanwhile, and what is
 //! let go when.
 
-use super::server::{EOS, Server, Setup, VOCAB, demo};
+use super::{
+    connections::{head, write},
+    server::{EOS, Server, Setup, VOCAB, demo},
+};
 use moestro::{
     chat::{Template, Tokenizer, grammar::Grammars},
     engine::{self, Options, Sampling, mock::MockModel},
@@ -14,6 +17,7 @@ use std::{
     thread,
     time::{Duration, Instant, SystemTime},
 };
+use tokio::net::TcpSocket;
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -94,7 +98,7 @@ async fn server(aviary: Aviary, times: Times) -> (Arc<Aviary>, Server) {
 }
 
 fn times() -> Times {
-    Times { keep_alive: None, patience: Duration::from_secs(30), linger: milliseconds(50) }
+    Times { linger: milliseconds(50), ..Times::default() }
 }
 
 fn ask(model: &str) -> Value {
@@ -158,6 +162,66 @@ async fn a_stream_that_waits_is_kept_alive_and_one_that_leaves_loads_nothing() {
     assert!(text.contains("second") && text.ends_with("data: [DONE]\n\n"), "{text}");
     tokio::time::sleep(milliseconds(300)).await;
     assert_eq!(aviary.log(), ["load first", "unload first", "load org/second"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn waiting_for_a_model_is_part_of_a_requests_time() {
+    let request = Some(milliseconds(200));
+    let (_, server) =
+        server(Aviary { slow: milliseconds(900), ..Aviary::default() }, Times { request, ..times() }).await;
+    let begun = Instant::now();
+    let answer = server.post(CHAT, &ask("second")).await;
+    assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (504, json!("timeout")));
+    let mut stream = ask("second");
+    stream["stream"] = true.into();
+    let text = server.post(CHAT, &stream).await.text().await;
+    assert!(text.contains("\"timeout\"") && !text.contains("[DONE]"), "{text}");
+    assert!(begun.elapsed() >= milliseconds(400) && begun.elapsed() < milliseconds(800), "{:?}", begun.elapsed());
+}
+
+/// Asks `first` for `n` answers of 150 KB and hardly reads until `second` has been heard, which must not take long. Returns
+/// the rest up to `end`.
+async fn reads_slowly(n: usize, patience: Duration, end: &str) -> String {
+    let (aviary, server) = server(Aviary::default(), Times { patience, ..times() }).await;
+    let prompt: Vec<u32> = (5..355).collect();
+    let body = json!({"model": "first", "prompt": prompt, "echo": true, "logprobs": 20, "max_tokens": 4, "n": n,
+                      "stream": true})
+    .to_string();
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(8192).unwrap();
+    let slow = socket.connect(server.address).await.unwrap();
+    write(&slow, head("/v1/completions", body.len()).as_bytes()).await;
+    write(&slow, body.as_bytes()).await;
+    while server.door.models.app().unwrap().engine.load() == (0, 0) {
+        tokio::time::sleep(milliseconds(5)).await;
+    }
+    let told = tokio::time::timeout(Duration::from_secs(5), told(&server, "second"));
+    assert_eq!(told.await.expect("it has not to wait for who reads slowly"), "I am org/second.");
+    assert_eq!(aviary.log(), ["load first", "unload first", "load org/second"]);
+    let (mut text, mut buffer) = (String::new(), vec![0; 1 << 16]);
+    let rest = async {
+        while !text.contains(end) {
+            slow.readable().await.unwrap();
+            if let Ok(count) = slow.try_read(&mut buffer) {
+                assert!(count > 0, "{text}");
+                text += &String::from_utf8_lossy(&buffer[..count]);
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(5), rest).await.expect("the rest");
+    assert!(text.len() > 140_000, "{}", text.len());
+    text
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_reads_slowly_has_the_answer_and_not_the_model() {
+    reads_slowly(1, Duration::from_secs(30), "data: [DONE]").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_answer_of_who_reads_slowly_is_waited_for_with_patience() {
+    let text = reads_slowly(3, milliseconds(300), "model_unloaded").await;
+    assert!(!text.contains("[DONE]"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -192,13 +192,15 @@ fn closed_in_line_is_no_work() {
 
 #[test]
 fn time_is_up_running_and_waiting() {
-    let (handle, ..) = engine(&slow(), Options { request_timeout: Some(60 * MS), ..options() });
+    let (handle, ..) = engine(&slow(), options());
     let begin = Instant::now();
-    let running = handle.submit(ask(&[9], 90_000)).unwrap();
-    let waiting = handle.submit(ask(&[9], 90_000)).unwrap();
+    let ask = || Request { deadline: Some(begin + 60 * MS), ..ask(&[9], 90_000) };
+    let running = handle.submit(ask()).unwrap();
+    let waiting = handle.submit(ask()).unwrap();
     assert!(matches!(hear(running).1, Err(EngineError::TimedOut)));
     assert!(matches!(hear(waiting).1, Err(EngineError::TimedOut)));
     assert!(begin.elapsed() >= 60 * MS);
+    assert!(matches!(handle.submit(ask()), Err(EngineError::TimedOut)));
 }
 
 #[test]
