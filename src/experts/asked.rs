@@ -30,6 +30,8 @@ struct Wanted {
 pub(super) struct Lists {
     /// The places of the choice, sorted by expert.
     places: Vec<u32>,
+    /// Experts and places, in that order.
+    order: Vec<(u32, u32)>,
     /// Experts without a slot.
     waiting: VecDeque<Wanted>,
     /// Experts in a pinned slot that are not handed out yet.
@@ -108,9 +110,11 @@ impl Lists {
     /// Sorts the places of a choice by expert. Everything is waiting.
     fn group(&mut self, ids: &[u32]) {
         let id = |place: u32| ids.get(place as usize).copied().unwrap_or(0);
+        self.order.clear();
+        self.order.extend(ids.iter().zip(0..).map(|(id, place)| (*id, place)));
+        self.order.sort_unstable();
         self.places.clear();
-        self.places.extend(0..ids.len() as u32);
-        self.places.sort_unstable_by_key(|&place| (id(place), place));
+        self.places.extend(self.order.iter().map(|(_, place)| *place));
         let mut first = 0;
         for same in self.places.chunk_by(|&a, &b| id(a) == id(b)) {
             let (expert, places) = (same.first().map_or(0, |&place| id(place)), first..first + same.len());

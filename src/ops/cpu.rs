@@ -4,7 +4,7 @@ use super::{
     Limits, Op, Part, Run, experts,
     quant::{Quantised, QuantisedRows},
     run::{CacheFormat, each},
-    simd::{Activations, Out},
+    simd::Activations,
     weight::*,
 };
 use crate::device::{Compute, DeviceError, Effect, Math, Region, Slab, Timeline};
@@ -100,6 +100,7 @@ impl Cpu {
             by_table: 0,
             by_place: 0,
             half: false,
+            in_place: true,
             waits: false,
             flush: usize::MAX,
             cache: if math == Math::F32 { CacheFormat::F32 } else { CacheFormat::I16 },
@@ -113,8 +114,9 @@ impl Cpu {
     /// than `widest` values.
     pub fn scratch(hidden: usize, widest: usize, places: usize, inner: usize) -> usize {
         let digits = Quantised::row_bytes(widest) + Quantised::row_bytes(hidden);
-        let lists = 2 * size_of::<Activations<'_>>() + size_of::<Out>();
-        2 * 4 * hidden + digits + places * (Quantised::row_bytes(inner).max(4 * inner) + lists)
+        // Its places while they are sorted, and a share of the lists of tasks, which end at 128 rows.
+        let lists = 2 * size_of::<(u32, u32)>() * places + size_of::<Activations<'_>>();
+        2 * 4 * hidden + digits + places * Quantised::row_bytes(inner).max(4 * inner) + lists
     }
 
     fn known(&self, region: Region) -> Result<(), DeviceError> {

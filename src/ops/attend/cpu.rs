@@ -44,6 +44,7 @@ impl Attend<'_> {
             return refuse(format!("{tokens} tokens at {} of {shape:?}", self.start));
         }
         let q = memory.floats(self.q.floats(tokens * heads * dim));
+        let proj = memory.floats(self.proj.floats(tokens * shape.width()));
         let y = memory.floats_mut(self.y.floats(tokens * heads * dim));
         shape.check(tokens)?;
         let caches = [self.cache.keys, self.cache.values].map(|cache| memory.bytes(cache));
@@ -61,20 +62,10 @@ impl Attend<'_> {
         };
         let coarse = rounded.map(|bits| caches.map(|cache| Rounded::new(bits, cache, table, shared, dim)));
         match format {
-            CacheFormat::F32 => Work::<f32>::new(self, q, fine, coarse).all(threads, tokens, y),
-            CacheFormat::I16 => Work::<i16>::new(self, q, fine, coarse).all(threads, tokens, y),
+            CacheFormat::F32 => Work::<f32>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
+            CacheFormat::I16 => Work::<i16>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
             other => return refuse(format!("the CPU keeps no {other:?}")),
         }
-        let proj = memory.floats(self.proj.floats(tokens * shape.width()));
-        threads.run_pieces(y, heads * dim, &|token, y| {
-            let row = &proj[token * shape.width()..];
-            for (y, gate) in y.chunks_exact_mut(dim).zip(row.chunks_exact(2 * dim)) {
-                if rounded.is_some() {
-                    rounded::turn(y);
-                }
-                gated(y, &gate[dim..]);
-            }
-        });
         Ok(())
     }
 }
@@ -102,15 +93,20 @@ struct Work<'a, T> {
     /// Above 0, and of no other call.
     call: u64,
     q: &'a [f32],
+    /// `[tokens, row]`: of each head a query, and its output's gate.
+    proj: &'a [f32],
+    row: usize,
     fine: Fine<'a>,
     values: PhantomData<T>,
     /// Key and value heads.
     shared: usize,
+    /// Parts that the query heads of each are shared out in. What is called a head below is such a part.
+    split: usize,
     /// Keys and values of all positions in few bits; then the others are a ring of the newest.
     coarse: Option<[Rounded<'a>; 2]>,
     at: usize,
     heads: usize,
-    /// Query heads that share a key and value head.
+    /// Query heads of a part.
     group: usize,
     dim: usize,
     /// `dim`, padded to whole vectors.
@@ -147,14 +143,17 @@ thread_local! {
 }
 
 impl<'a, T: Cached> Work<'a, T> {
-    fn new(op: &Attend<'_>, q: &'a [f32], fine: Fine<'a>, coarse: Option<[Rounded<'a>; 2]>) -> Self {
+    fn new(op: &Attend<'_>, [q, proj]: [&'a [f32]; 2], fine: Fine<'a>, coarse: Option<[Rounded<'a>; 2]>) -> Self {
         let (shape, dim) = (op.shape, op.shape.dim);
         Self {
             call: CALLS.fetch_add(1, Ordering::Relaxed) + 1,
             q,
+            proj,
+            row: shape.width(),
             fine,
             values: PhantomData,
             shared: shape.kv_heads,
+            split: 1,
             coarse,
             at: op.start,
             heads: shape.heads,
@@ -165,14 +164,19 @@ impl<'a, T: Cached> Work<'a, T> {
     }
 
     /// The results of all tokens.
-    fn all(&self, threads: &Threads, tokens: usize, y: &mut [f32]) {
-        let (work, group, width, shared) = (self, self.group, self.width, self.shared);
+    fn all(mut self, threads: &Threads, tokens: usize, y: &mut [f32]) {
+        let blocks = self.blocks(&(0..tokens));
+        // With fewer tasks than threads each part widens the keys and values for itself.
+        let tasks = self.shared * blocks * tokens.div_ceil((QUERIES / self.group).max(1));
+        while self.group.is_multiple_of(2) && 2 * self.split * tasks <= threads.count() {
+            (self.group, self.split) = (self.group / 2, 2 * self.split);
+        }
+        let (work, group, width, shared) = (&self, self.group, self.width, self.shared * self.split);
         let out = Out(y.as_mut_ptr());
         // A tile is some tokens with all query heads of one key head.
         let height = (QUERIES / group).max(1);
         let tiles = tokens.div_ceil(height);
         let tile = |task: usize| (task / tiles, task % tiles * height..(task % tiles * height + height).min(tokens));
-        let blocks = self.blocks(&(0..tokens));
         if blocks == 1 || threads.count() == 1 || shared * tiles >= 4 * threads.count() {
             threads.run(shared * tiles, &|task| {
                 let (head, tokens) = tile(task);
@@ -281,7 +285,7 @@ impl<T: Cached> Work<'_, T> {
         }
     }
 
-    /// Divides by the sums and writes the rows.
+    /// Divides by the sums and writes the rows, times their gates.
     fn finish(&self, head: usize, tokens: Range<usize>, sums: &[f32], out: Out) {
         let queries = tokens.len() * self.group;
         for query in 0..queries {
@@ -292,6 +296,10 @@ impl<T: Cached> Work<'_, T> {
             for (y, sum) in y.iter_mut().zip(row) {
                 *y = sum / sums[queries + query];
             }
+            if self.coarse.is_some() {
+                rounded::turn(y);
+            }
+            gated(y, &self.proj[token * self.row + (2 * n + 1) * self.dim..]);
         }
     }
 
@@ -350,7 +358,7 @@ impl<T: Cached> Work<'_, T> {
         at: (usize, usize),
         query: &mut Query,
     ) -> usize {
-        let (width, (index, queries)) = (self.width, at);
+        let (width, head, (index, queries)) = (self.width, head / self.split, at);
         let mut scores = [[0f32; BLOCK]; N];
         let Fine { bytes, table, room } = &self.fine;
         let sizes = [self.shared, *room, self.dim];

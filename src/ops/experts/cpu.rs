@@ -2,12 +2,13 @@
 
 use super::{
     Combine, Experts, Group, Which,
-    gemm::{ExpertView, Job, Rows, compute, emptied},
+    gemm::{ExpertView, Job, Rows, compute},
 };
 use crate::{
     device::DeviceError,
     ops::{
         cpu::{Cpu, Memory, refuse},
+        project::emptied,
         simd::{Out, wide},
         weight::WeightView,
     },

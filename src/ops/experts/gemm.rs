@@ -10,13 +10,17 @@ use crate::{
     ops::{
         cpu::refuse,
         math::silu,
-        project::{check, format},
+        project::{check, emptied, format},
         quant::{Digits, Quantised, QuantisedRows, Writer},
         simd::{self, Activations, Isa, Out, wide},
         weight::{Codes, WeightView},
     },
 };
-use std::{cell::RefCell, ops::Range};
+use std::{
+    cell::RefCell,
+    ops::Range,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 /// Tokens that one task computes together: their results fit a core's cache beside the unpacked weights.
 const BLOCK: usize = 128;
@@ -54,12 +58,17 @@ impl Rows<'_> {
     fn get(&self, index: usize) -> (usize, usize) {
         match self {
             Rows::Each { first, .. } => (index, first + index),
-            Rows::Places(places, k) => (places[index] as usize / k, places[index] as usize),
+            // In 32 bits, as a prompt divides thousands of times before its tasks begin.
+            Rows::Places(places, k) => ((places[index] / *k as u32) as usize, places[index] as usize),
         }
     }
 
     fn iter(&self) -> impl Iterator<Item = (usize, usize)> {
-        (0..self.len()).map(|index| self.get(index))
+        self.some(0..self.len())
+    }
+
+    fn some(&self, range: Range<usize>) -> impl Iterator<Item = (usize, usize)> {
+        range.map(|index| self.get(index))
     }
 }
 
@@ -83,20 +92,20 @@ pub(in crate::ops) struct Scratch {
     places: Vec<(usize, usize)>,
     /// For each job and phase: the number of its first task.
     first: Vec<usize>,
-    lines: [Vec<Activations<'static>>; 2],
-    outs: Vec<Out>,
+    /// For each slice that two tasks share: one of them is done.
+    half: Vec<AtomicBool>,
 }
 
-/// An empty list with the room of another, whose elements lived shorter.
-pub(super) fn emptied<A, B>(mut list: Vec<A>) -> Vec<B> {
-    list.clear();
-    // Collecting nothing from a list of equal layout keeps its memory.
-    list.into_iter().filter_map(|_| None).collect()
+/// One task's rows for gate and up, or for down; where they go; and products, those of gate first.
+#[derive(Default)]
+struct Lists {
+    lines: [Vec<Activations<'static>>; 2],
+    outs: Vec<Out>,
+    products: Vec<f32>,
 }
 
 thread_local! {
-    /// Products of one task: gate, then up.
-    static PRODUCTS: RefCell<Vec<f32>> = RefCell::default();
+    static LISTS: RefCell<Lists> = RefCell::default();
 }
 
 /// `out[place] = Down(silu(Gate x[token]) * (Up x[token]))` for every row of every job, unweighted. `x` is `[T, hidden]` and
@@ -144,7 +153,7 @@ struct Middle {
     codes: Option<Codes>,
     rows: usize,
     quantised: Quantised,
-    /// In f32, for down projections that are not computed in integers.
+    /// In f32, for down projections that are not computed in integers, or until a slice that tasks share is whole.
     values: Vec<f32>,
 }
 
@@ -154,88 +163,100 @@ struct MiddleOut {
     values: Out,
 }
 
-fn forward<'a>(
+fn forward(
     compute: &Compute,
-    formats: &'a QuantisedRows,
-    x: &'a [f32],
+    formats: &QuantisedRows,
+    x: &[f32],
     hidden: usize,
     jobs: &[Job<'_>],
     out: &mut [f32],
     scratch: &mut Scratch,
 ) {
     let (math, isa) = (compute.math, Isa::best());
-    let Scratch { middle, places, first, lines: [gates, ups], outs, .. } = scratch;
+    let Scratch { middle, places, first, half, .. } = scratch;
     arrange(math, jobs, middle, places);
 
     // Gate and up, quantised as the down projection wants it.
-    let line = move |rows: Option<&'a Quantised>, token: usize| Activations {
-        x: &x[token * hidden..(token + 1) * hidden],
-        digits: rows.map_or_else(Digits::default, |rows| rows.row(token)),
-    };
-    let lines_of = |codes: fn(&ExpertView<'_>) -> Codes| {
-        let rows = jobs.iter().map(move |job| (job, formats.of(math, codes(&job.expert))));
-        rows.flat_map(move |(job, rows)| job.rows.iter().map(move |(token, _)| line(rows, token)))
-    };
-    let mut gate_lines: Vec<Activations<'_>> = emptied(std::mem::take(gates));
-    let mut up_lines: Vec<Activations<'_>> = emptied(std::mem::take(ups));
-    gate_lines.extend(lines_of(|expert| expert.gate.codes));
-    let same = jobs.iter().all(|job| format(math, job.expert.gate.codes) == format(math, job.expert.up.codes));
-    if !same {
-        up_lines.extend(lines_of(|expert| expert.up.codes));
-    }
-    let for_up = if same { &gate_lines } else { &up_lines };
-    let targets: Vec<MiddleOut> = middle.iter_mut().map(|middle| middle.writer(math)).collect();
+    let enough = if compute.threads.count() > 1 { 8 * compute.threads.count() } else { 0 };
     let slice = |job: &Job<'_>| job.expert.down.codes.group().clamp(64, SLICE);
     number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * job.expert.gate.rows.div_ceil(slice(job)));
-    compute.threads.run(total(first), &|task| {
-        let (index, before, task) = locate(jobs, first, task);
+    // Few slices on many threads: two tasks share each, and the later one quantises it.
+    let parts = if total(first) < enough { 2 } else { 1 };
+    let targets: Vec<MiddleOut> = middle.iter_mut().map(|middle| middle.writer(math, parts > 1)).collect();
+    half.clear();
+    half.resize_with(total(first), AtomicBool::default);
+    compute.threads.run(parts * total(first), &|task| {
+        let (slice_of_all, part) = (task / parts, task % parts);
+        let (index, task) = locate(first, slice_of_all);
         let job = &jobs[index];
         let slices = job.expert.gate.rows.div_ceil(slice(job));
         let (block, at) = (task / slices, task % slices * slice(job));
-        let rows = at..(at + slice(job)).min(job.expert.gate.rows);
+        let whole = at..(at + slice(job)).min(job.expert.gate.rows);
+        let cut = |part: usize| whole.start + whole.len() * part / parts;
         let block = block * BLOCK..((block + 1) * BLOCK).min(job.rows.len());
-        let (gates, ups) = (&gate_lines[before..][block.clone()], &for_up[before..][block.clone()]);
         let (entry, start) = places[index];
-        // SAFETY: checked sizes; each task writes its own rows and columns of the intermediate values.
-        unsafe {
-            let gate_up = [&job.expert.gate, &job.expert.up];
-            swiglu(isa, math, gate_up, rows, [gates, ups], targets[entry], start + block.start);
-        }
+        let to = Target { to: targets[entry], first: start + block.start, whole: whole.clone() };
+        LISTS.with_borrow_mut(|Lists { lines: [own, others], products, .. }| {
+            let lines = |codes: Codes| {
+                let rows = formats.of(math, codes);
+                job.rows.some(block.clone()).map(move |(token, _)| Activations {
+                    x: &x[token * hidden..(token + 1) * hidden],
+                    digits: rows.map_or_else(Digits::default, |rows| rows.row(token)),
+                })
+            };
+            let [gate, up] = [&job.expert.gate, &job.expert.up];
+            let mut gates: Vec<Activations<'_>> = emptied(std::mem::take(own));
+            let mut ups: Vec<Activations<'_>> = emptied(std::mem::take(others));
+            gates.extend(lines(gate.codes));
+            let same = format(math, gate.codes) == format(math, up.codes);
+            if !same {
+                ups.extend(lines(up.codes));
+            }
+            let lines = [&gates[..], if same { &gates[..] } else { &ups[..] }];
+            let last = || parts == 1 || half[slice_of_all].swap(true, Ordering::AcqRel);
+            // SAFETY: checked sizes; each task writes its own rows and columns of the intermediate values, and the last at a
+            // slice all of its digits.
+            unsafe { swiglu(isa, math, [gate, up], cut(part)..cut(part + 1), lines, &to, products, last) };
+            (*own, *others) = (emptied(gates), emptied(ups));
+        });
     });
 
     // Down.
     let base = Out(out.as_mut_ptr());
     let middle = &*middle;
-    let rows = jobs.iter().zip(&*places).flat_map(|(job, (entry, start))| {
-        let integer = format(math, job.expert.down.codes).is_some();
-        (0..job.rows.len()).map(move |row| middle[*entry].line(integer, start + row))
-    });
-    *gates = emptied(gate_lines);
-    let mut lines: Vec<Activations<'_>> = emptied(std::mem::take(gates));
-    lines.extend(rows);
-    outs.clear();
-    outs.extend(jobs.iter().flat_map(|job| job.rows.iter()).map(|(_, place)| {
-        // SAFETY: places were checked.
-        unsafe { base.add(place * hidden) }
-    }));
-    let outs = &*outs;
-    let height = |job: &Job<'_>| {
+    let height = |job: &Job<'_>, bytes: usize| {
         let row: usize = job.expert.down.codes.row_bytes(job.expert.down.cols).iter().sum();
-        (TASK / row.max(1)).next_multiple_of(32).max(32)
+        (bytes / row.max(1)).next_multiple_of(32).max(32)
     };
-    number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * hidden.div_ceil(height(job)));
+    let mut cut = |bytes: usize| {
+        number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * hidden.div_ceil(height(job, bytes)));
+        total(first)
+    };
+    let mut bytes = TASK;
+    if cut(bytes) < enough {
+        bytes /= 2;
+        cut(bytes);
+    }
     compute.threads.run(total(first), &|task| {
-        let (index, before, task) = locate(jobs, first, task);
+        let (index, task) = locate(first, task);
         let job = &jobs[index];
-        let slices = hidden.div_ceil(height(job));
-        let (block, at) = (task / slices, task % slices * height(job));
-        let block = before + block * BLOCK..before + ((block + 1) * BLOCK).min(job.rows.len());
-        let rows = at..(at + height(job)).min(hidden);
-        let (lines, outs) = (&lines[block.clone()], &outs[block]);
-        // SAFETY: checked sizes; each task writes its own rows of `out`, of which no two lines share one.
-        unsafe { simd::product(isa, math == Math::Integer, &job.expert.down, rows, lines, outs) };
+        let slices = hidden.div_ceil(height(job, bytes));
+        let (block, at) = (task / slices, task % slices * height(job, bytes));
+        let block = block * BLOCK..((block + 1) * BLOCK).min(job.rows.len());
+        let rows = at..(at + height(job, bytes)).min(hidden);
+        let (entry, start) = places[index];
+        let integer = format(math, job.expert.down.codes).is_some();
+        LISTS.with_borrow_mut(|Lists { lines: [own, _], outs, .. }| {
+            let mut lines: Vec<Activations<'_>> = emptied(std::mem::take(own));
+            lines.extend(block.clone().map(|row| middle[entry].line(integer, start + row)));
+            outs.clear();
+            // SAFETY: places were checked.
+            outs.extend(job.rows.some(block).map(|(_, place)| unsafe { base.add(place * hidden) }));
+            // SAFETY: checked sizes; each task writes its own rows of `out`, of which no two lines share one.
+            unsafe { simd::product(isa, math == Math::Integer, &job.expert.down, rows, &lines, outs) };
+            *own = emptied(lines);
+        });
     });
-    (*gates, *ups) = (emptied(lines), emptied(up_lines));
 }
 
 /// Gives every job its rows among the intermediate values.
@@ -259,18 +280,14 @@ fn arrange(math: Math, jobs: &[Job<'_>], middle: &mut Vec<Middle>, places: &mut 
 }
 
 impl Middle {
-    /// Makes room for its rows.
-    fn writer(&mut self, math: Math) -> MiddleOut {
-        match self.codes.and_then(|codes| format(math, codes)) {
-            Some(format) => {
-                let writer = self.quantised.resize(self.rows, self.cols, format);
-                MiddleOut { quantised: Some(writer), values: Out(std::ptr::null_mut()) }
-            }
-            None => {
-                self.values.resize(self.rows * self.cols, 0.0);
-                MiddleOut { quantised: None, values: Out(self.values.as_mut_ptr()) }
-            }
+    /// Makes room for its rows; in f32, too, if tasks `share` slices.
+    fn writer(&mut self, math: Math, share: bool) -> MiddleOut {
+        let format = self.codes.and_then(|codes| format(math, codes));
+        if share || format.is_none() {
+            self.values.resize((self.rows * self.cols).max(self.values.len()), 0.0);
         }
+        let quantised = format.map(|format| self.quantised.resize(self.rows, self.cols, format));
+        MiddleOut { quantised, values: Out(self.values.as_mut_ptr()) }
     }
 
     fn line(&self, integer: bool, row: usize) -> Activations<'_> {
@@ -281,47 +298,68 @@ impl Middle {
     }
 }
 
-/// `silu(gate) * up` at columns `rows` for some lines, to the rows of `to` from `first` on.
+/// Where the intermediate values of a slice go: its columns `whole` of the rows from `first` on.
+struct Target {
+    to: MiddleOut,
+    first: usize,
+    whole: Range<usize>,
+}
+
+/// `silu(gate) * up` at columns `rows` of a slice for some lines. Whoever is `last` at the slice quantises it.
 ///
 /// # Safety
-/// As for [`simd::product`]; those columns of those rows of `to` are exclusively the caller's.
+/// As for [`simd::product`]; those columns of those rows are exclusively the caller's, and where it is the last one, all of
+/// the slice, which others have written.
+#[allow(clippy::too_many_arguments)]
 unsafe fn swiglu(
     isa: Isa,
     math: Math,
     weights: [&WeightView<'_>; 2],
     rows: Range<usize>,
     lines: [&[Activations<'_>]; 2],
-    to: MiddleOut,
-    first: usize,
+    target: &Target,
+    products: &mut Vec<f32>,
+    last: impl FnOnce() -> bool,
 ) {
     let (count, width, integer) = (lines[0].len(), rows.len(), math == Math::Integer);
-    PRODUCTS.with_borrow_mut(|products| {
-        products.clear();
-        products.resize(2 * count * width, 0.0);
-        for ((weight, lines), products) in weights.iter().zip(lines).zip(products.chunks_exact_mut(count * width)) {
-            let view = part(weight, rows.clone());
-            let mut outs = [Out(std::ptr::null_mut()); BLOCK];
-            for (out, products) in outs.iter_mut().zip(products.chunks_exact_mut(width)) {
-                *out = Out(products.as_mut_ptr());
-            }
-            // SAFETY: `outs` are rows of our own buffer, as wide as the view has rows.
-            unsafe { simd::product(isa, integer, &view, 0..width, lines, &outs[..count]) };
+    let Target { to, first, whole } = target;
+    if rows.is_empty() {
+        return;
+    }
+    products.clear();
+    products.resize(2 * count * width, 0.0);
+    for ((weight, lines), products) in weights.iter().zip(lines).zip(products.chunks_exact_mut(count * width)) {
+        let view = part(weight, rows.clone());
+        let mut outs = [Out(std::ptr::null_mut()); BLOCK];
+        for (out, products) in outs.iter_mut().zip(products.chunks_exact_mut(width)) {
+            *out = Out(products.as_mut_ptr());
         }
-        let (gates, ups) = products.split_at_mut(count * width);
-        activate(gates, ups);
-        for (line, values) in gates.chunks_exact(width).enumerate() {
-            let row = first + line;
-            match to.quantised {
-                // SAFETY: ours to write (caller).
-                Some(writer) => unsafe { writer.write(row, rows.start, values) },
-                // SAFETY: ours to write (caller); a row has as many values as the weights have rows.
-                None => unsafe {
-                    let to = to.values.0.add(row * weights[0].rows + rows.start);
-                    to.copy_from_nonoverlapping(values.as_ptr(), values.len());
-                },
-            }
+        // SAFETY: `outs` are rows of our own buffer, as wide as the view has rows.
+        unsafe { simd::product(isa, integer, &view, 0..width, lines, &outs[..count]) };
+    }
+    let (gates, ups) = products.split_at_mut(count * width);
+    activate(gates, ups);
+    let cols = weights[0].rows;
+    let shared = rows != *whole;
+    for (line, values) in gates.chunks_exact(width).enumerate() {
+        let row = first + line;
+        match to.quantised.filter(|_| !shared) {
+            // SAFETY: ours to write (caller).
+            Some(writer) => unsafe { writer.write(row, rows.start, values) },
+            // SAFETY: ours to write (caller); a row has as many values as the weights have rows.
+            None => unsafe {
+                to.values.0.add(row * cols + rows.start).copy_from_nonoverlapping(values.as_ptr(), values.len());
+            },
         }
-    });
+    }
+    let Some(writer) = to.quantised.filter(|_| shared && last()) else { return };
+    for row in *first..first + count {
+        // SAFETY: all of the slice is written, and nobody else looks at it (caller).
+        unsafe {
+            let values = std::slice::from_raw_parts(to.values.0.add(row * cols + whole.start), whole.len());
+            writer.write(row, whole.start, values);
+        }
+    }
 }
 
 wide! {
@@ -355,8 +393,8 @@ fn total(first: &[usize]) -> usize {
     first.last().copied().unwrap_or(0)
 }
 
-/// The job of `task`, how many rows the jobs before it have, and the task's number within it.
-fn locate(jobs: &[Job<'_>], first: &[usize], task: usize) -> (usize, usize, usize) {
+/// The job of `task`, and the task's number within it.
+fn locate(first: &[usize], task: usize) -> (usize, usize) {
     let job = first.partition_point(|first| *first <= task) - 1;
-    (job, jobs[..job].iter().map(|job| job.rows.len()).sum(), task - first[job])
+    (job, task - first[job])
 }

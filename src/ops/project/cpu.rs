@@ -14,9 +14,10 @@ use crate::{
     },
     platform::Threads,
 };
-use std::ops::Range;
+use std::{cell::RefCell, ops::Range};
 
-/// Rows of weights are cut in multiples of this, the height of the widest kernel's block.
+/// Rows of weights are cut in multiples of this, the height of the widest kernel's block; for one row of activations, which
+/// has no blocks, of half of it.
 const HEIGHT: usize = 32;
 /// A task is at least and at most this many bytes of weights: the cost of claiming one must not show, nor must the wait
 /// for the last.
@@ -122,6 +123,18 @@ pub(in crate::ops) fn format(math: Math, codes: Codes) -> Option<Format> {
     }
 }
 
+thread_local! {
+    /// One task's rows, and where they go.
+    static LISTS: RefCell<(Vec<Activations<'static>>, Vec<Out>)> = RefCell::default();
+}
+
+/// An empty list with the room of another, whose elements lived shorter.
+pub(in crate::ops) fn emptied<A, B>(mut list: Vec<A>) -> Vec<B> {
+    list.clear();
+    // Collecting nothing from a list of equal layout keeps its memory.
+    list.into_iter().filter_map(|_| None).collect()
+}
+
 /// The products of the rows `x`, which are quantised already, at the weights' columns of `out` (`[tokens, width]`). They are
 /// added to `sums`, of the same shape, by the task that has computed them.
 #[allow(clippy::too_many_arguments)]
@@ -147,43 +160,50 @@ pub(in crate::ops) fn product(
     };
     // SAFETY: inside `out`, which has `width` columns.
     let place = |weight: usize, token: usize| unsafe { base.add(token * width + weights[weight].at) };
-    // Decode has one line, for which lists need not be made.
-    let many = if tokens > 1 { weights.len() } else { 0 };
-    let all = || (0..many).flat_map(|weight| (0..tokens).map(move |token| (weight, token)));
-    let lines: Vec<Activations<'_>> = all().map(|(weight, token)| line(weight, token)).collect();
-    let outs: Vec<Out> = all().map(|(weight, token)| place(weight, token)).collect();
-    let height = height(&compute.threads, weights);
+    let height = height(&compute.threads, weights, if tokens > 1 { HEIGHT } else { HEIGHT / 2 });
     let isa = Isa::best();
     let block = tokens.clamp(1, BLOCK);
     let count = tasks(weights, height);
     compute.threads.run(count * tokens.div_ceil(block), &|task| {
         let (at, task) = (task / count * block, task % count);
         let (index, rows) = locate(weights, height, task);
-        let range = index * tokens + at..index * tokens + (at + block).min(tokens);
-        let one = ([line(index, 0)], [place(index, 0)]);
-        let (lines, outs) = if tokens > 1 { (&lines[range.clone()], &outs[range]) } else { (&one.0[..], &one.1[..]) };
-        // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
-        unsafe { simd::product(isa, compute.math == Math::Integer, &weights[index].weight, rows.clone(), lines, outs) };
-        let Some(sums) = sums else { return };
-        for (token, out) in outs.iter().enumerate() {
-            // SAFETY: what this task has just written, and as many sums that are no other task's.
-            unsafe {
-                let sums = sums.add((at + token) * width + weights[index].at + rows.start).0;
-                add(
-                    std::slice::from_raw_parts_mut(sums, rows.len()),
-                    std::slice::from_raw_parts(out.add(rows.start).0, rows.len()),
-                );
+        let all = at..(at + block).min(tokens);
+        let meet = |lines: &[Activations<'_>], outs: &[Out]| {
+            let integer = compute.math == Math::Integer;
+            // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
+            unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), lines, outs) };
+            let Some(sums) = sums else { return };
+            for (out, token) in outs.iter().zip(all.clone()) {
+                // SAFETY: what this task has just written, and as many sums that are no other task's.
+                unsafe {
+                    let sums = sums.add(token * width + weights[index].at + rows.start).0;
+                    add(
+                        std::slice::from_raw_parts_mut(sums, rows.len()),
+                        std::slice::from_raw_parts(out.add(rows.start).0, rows.len()),
+                    );
+                }
             }
+        };
+        if tokens == 1 {
+            return meet(&[line(index, 0)], &[place(index, 0)]);
         }
+        LISTS.with_borrow_mut(|(own, outs)| {
+            let mut lines: Vec<Activations<'_>> = emptied(std::mem::take(own));
+            lines.extend(all.clone().map(|token| line(index, token)));
+            outs.clear();
+            outs.extend(all.clone().map(|token| place(index, token)));
+            meet(&lines, outs);
+            *own = emptied(lines);
+        });
     });
 }
 
-/// Rows of weights in one task.
-fn height(threads: &Threads, weights: &[Column<'_>]) -> usize {
+/// Rows of weights in one task, a multiple of `unit`.
+fn height(threads: &Threads, weights: &[Column<'_>], unit: usize) -> usize {
     let bytes: usize = weights.iter().flat_map(|column| column.weight.parts).map(<[u8]>::len).sum();
     let rows: usize = weights.iter().map(|column| column.weight.rows).sum();
     let task = (bytes / (8 * threads.count())).clamp(TASK.start, TASK.end);
-    (task * rows / bytes.max(1)).next_multiple_of(HEIGHT).max(HEIGHT)
+    (task * rows / bytes.max(1)).next_multiple_of(unit).max(unit)
 }
 
 fn tasks(weights: &[Column<'_>], height: usize) -> usize {

@@ -6,7 +6,7 @@ mod gpu;
 mod half;
 
 pub(in crate::ops) use cases::{FORMATS, cases};
-pub(in crate::ops) use cpu::{Column, check, format, normed, product};
+pub(in crate::ops) use cpu::{Column, check, emptied, format, normed, product};
 
 pub(in crate::ops) use half::HalfRows;
 pub use half::Halves;
