@@ -1,7 +1,7 @@
 //! A whole model on random tokens, as llama-bench draws them: prefill, and decode at several depths of context in turn.
 //!
 //! ```text
-//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--f32] [--wait] [--blank] [--turns] [--checkpoints]
+//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--gpu] [--f32] [--wait] [--blank] [--turns] [--checkpoints]
 //! ```
 //! Each depth gets a prompt of so many tokens, then a few tokens more in every round. With `--f32` nothing is quantised
 //! that the checkpoint has not quantised. With `--wait` the rounds begin with a line on standard input: filling a context
@@ -13,7 +13,8 @@
 //! time>,<ms of processor time a token>`, `checkpoint,<round>,<depth>,<bits>,<ms>,<of a token's time>`, and the median rounds.
 
 use moestro::{
-    device::Math,
+    command::device::Chosen,
+    device::{self, Math},
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, Snapshot, State, snapshot::PAGE},
     ops::KvBits,
@@ -113,7 +114,10 @@ fn main() {
     let (tokens, rounds) = (number("--tokens", 16).max(1), number("--rounds", 5).max(1));
     // All of them at once.
     let context = depths.iter().map(|depth| depth + tokens * (rounds + 1) + PAGE).sum::<usize>();
+    let on_gpu = args.iter().any(|arg| arg == "--gpu");
+    let chosen = Chosen::of(if on_gpu { device::gpu() } else { Ok(None) }, on_gpu).expect("a GPU");
     let options = Options {
+        gpu: chosen.working_set(),
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
         math: if args.iter().any(|arg| arg == "--f32") { Math::F32 } else { Math::Integer },
         wishes: Wishes { context: Some(context), ..Wishes::default() },
@@ -121,6 +125,7 @@ fn main() {
     };
     let metrics = Metrics::new("bench", "cpu");
     let model = Qwen::load(Path::new(dir), &options, &metrics, &mut |_, _| ()).expect("the model loads");
+    let model = chosen.place(model).expect("a model for this device");
     let shape = model.shape();
     let experts = (shape.layers * shape.experts_per_token) as u64 * shape.expert;
     println!("weights,{}", shape.trunk - shape.gathered + experts);

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo bench --bench speculation -- MODEL [SETTING ...] [--share 0.5] [--tokens 128] [--prompt 64] [--rounds 5]
-//!     [--temp 1] [--threads N] [--io direct|buffered] [--auto] [--rollback]
+//!     [--temp 1] [--threads N] [--io direct|buffered] [--gpu] [--auto] [--rollback]
 //! ```
 //! Settings are `oracle:ROWS@P` (each drafted token is right with probability P), `every:N` (right at every Nth token of an
 //! answer, no other), `self:ROWS` and `lookup:ROWS`; `plain` is always the first. Each round gives the same answer once in each
@@ -19,6 +19,8 @@
 //! beside a pass of as many rows that cannot be taken back, in turns; as a part of a decode step.
 
 use moestro::{
+    command::device::Chosen,
+    device,
     engine::{
         self, Allowed, Draft, Event, Finish, Handle, Kind, Lookup, Outlook, Own, Request, Sampler, Sampling, Sequence,
         Speculate, Timings,
@@ -145,7 +147,10 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
         ..Wishes::default()
     };
     let threads = args.flag("--threads").and_then(|text| text.parse().ok());
-    let mut options = Options { threads, wishes, verify: true, ..Options::default() };
+    let found = if args.has("--gpu") { device::gpu() } else { Ok(None) };
+    let chosen = Chosen::of(found, args.has("--gpu")).expect("a GPU");
+    let gpu = chosen.working_set();
+    let mut options = Options { threads, wishes, verify: true, gpu, ..Options::default() };
     options.store.io = match args.flag("--io") {
         Some("buffered") => Io::Buffered,
         _ => Io::Direct,
@@ -154,7 +159,7 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
         let shape = moestro::model::Surveyed::new(dir, &options).expect("a checkpoint").shape;
         options.store.slots = Some((share * (shape.layers * shape.experts) as f64) as usize);
     }
-    Qwen::load(dir, &options, metrics, &mut |_, _| ()).expect("a model")
+    chosen.place(Qwen::load(dir, &options, metrics, &mut |_, _| ()).expect("a model")).expect("a model for this device")
 }
 
 /// The answer as plain decoding gives it, and for passes of one row and more the distinct experts of all layers in the mean.

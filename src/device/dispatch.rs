@@ -33,6 +33,12 @@ impl Region {
         self.part(first * width * 4, count * width * 4)
     }
 
+    /// The least region that has all bytes of both, of one buffer.
+    pub fn hull(self, other: Self) -> Self {
+        let offset = self.offset.min(other.offset);
+        Self { offset, len: (self.offset + self.len).max(other.offset + other.len) - offset, ..self }
+    }
+
     /// True if the two have a byte in common.
     pub fn overlaps(self, other: Self) -> bool {
         self.buffer == other.buffer && self.offset < other.offset + other.len && other.offset < self.offset + self.len

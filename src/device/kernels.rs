@@ -1,10 +1,11 @@
 //! The kernels' text, embedded: what Metal, or NVIDIA's compiler, compiles at start.
 
 /// Files of `kernels/`, each compiled with the shim, `codes.metal` and (see [`compile`]) `tiles.metal` in front.
-pub const FILES: [(&str, &str); 8] = [
+pub const FILES: [(&str, &str); 9] = [
     ("attend", include_str!("../../kernels/attend.metal")),
     ("delta", include_str!("../../kernels/delta.metal")),
     ("experts", include_str!("../../kernels/experts.metal")),
+    ("few", include_str!("../../kernels/few.metal")),
     ("linear", include_str!("../../kernels/linear.metal")),
     ("norm", include_str!("../../kernels/norm.metal")),
     ("prompt", include_str!("../../kernels/prompt.metal")),

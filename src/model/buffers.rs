@@ -25,11 +25,13 @@ pub struct Buffers {
     /// `[rows, rotated / 2, (cos, sin)]`.
     pub turn: Region,
     /// Of the mixers: projections of the input, q k v after the convolution, room for heads, and the output to project
-    /// back.
+    /// back, which is the beginning of `mixed` where a device allows that.
     pub proj: Region,
     pub mixed: Region,
     pub out: Region,
-    pub y: Region,
+    pub(super) y: Region,
+    /// A single row's `y`, where that is so: it need not wait until `mixed` has been read.
+    pub(super) one: Region,
     pub partials: Region,
     pub room: Room,
     /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is in memory.
@@ -87,12 +89,15 @@ impl Buffers {
         }
         let few = rows.min(limits.by_place.max(1));
         let mut take = |words: usize| take(words * 4);
-        let (mixer, ffn) = ([proj, mixed, values, values], [act, out]);
+        // Attention has no use for `mixed`.
+        let [mixed, of_y] = if limits.in_place { [mixed.max(values), 0] } else { [mixed, values] };
+        let (mixer, ffn) = ([proj, mixed, values, of_y], [act, out]);
         let stride = |words: &usize| words.next_multiple_of(LINE);
         let strides = |all: &[usize]| all.iter().map(stride).sum::<usize>();
         let both = take(rows * strides(&mixer).max(strides(&ffn)))?;
         let part = |all: &[usize], index: usize| both.part(rows * strides(&all[..index]) * 4, rows * all[index] * 4);
-        let [proj, mixed, heads, y] = [0, 1, 2, 3].map(|index| part(&mixer, index));
+        let [proj, mixed, heads] = [0, 1, 2].map(|index| part(&mixer, index));
+        let y = if limits.in_place { mixed.part(0, rows * values * 4) } else { part(&mixer, 3) };
         let [act, out] = [0, 1].map(|index| part(&ffn, index));
         Ok(Self {
             rows,
@@ -104,6 +109,7 @@ impl Buffers {
             mixed,
             out: heads,
             y,
+            one: take(if limits.in_place { values } else { 0 })?,
             partials: take(partials)?,
             room: Room {
                 scores: take(rows * scores)?,
@@ -120,6 +126,11 @@ impl Buffers {
             half: Halves { x: take(rows * half.0)?, act: take(rows * half.1)? },
             logits: take(rows.min(LOGITS) * config.vocab)?,
         })
+    }
+
+    /// The output of a mixer for a pass of so many rows.
+    pub fn y(&self, rows: usize) -> Region {
+        if rows == 1 && self.one.len > 0 { self.one } else { self.y }
     }
 
     /// Bytes that a row takes, and what does not depend on rows.
@@ -168,7 +179,9 @@ mod tests {
                 let Ok(b) = Buffers::new(&config, &limits, rows, config.context, take);
                 let (mixer, ffn) = ([b.proj, b.mixed, b.out, b.y], [b.room.act, b.room.out]);
                 assert!(mixer[0].overlaps(ffn[0]), "{rows} rows");
-                for parts in [&mixer[..], &ffn] {
+                assert_eq!(b.y.overlaps(b.mixed), limits.in_place, "{rows} rows");
+                let apart = if limits.in_place { &mixer[..3] } else { &mixer };
+                for parts in [apart, &ffn] {
                     for (index, part) in parts.iter().enumerate() {
                         assert!(
                             part.offset % (4 * LINE) == 0 && !parts[..index].iter().any(|other| part.overlaps(*other))

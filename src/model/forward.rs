@@ -198,7 +198,7 @@ impl Pass<'_> {
         self.run.run(&Project { x: b.h, tokens, norm, matrices: qkv, y: b.proj, add: false }.into())?;
         let turn = Turn { q_norm: *q_norm, k_norm: *k_norm, turn: b.turn };
         self.run.run(&CacheWrite { shape, start, tokens, proj: b.proj, turn, q: b.out, cache }.into())?;
-        let (q, proj, partials, y) = (b.out, b.proj, b.partials, b.y);
+        let (q, proj, partials, y) = (b.out, b.proj, b.partials, b.y(tokens));
         self.run.run(&Attend { shape, start, tokens, q, cache, proj, partials, y }.into())?;
         Ok(self.run.run(&self.back(out).into())?)
     }
@@ -225,7 +225,7 @@ impl Pass<'_> {
             let (past, stored) = (memory.past(shape), memory.stored(trial, tokens));
             let proj = all_proj.rows(from, tokens, shape.width());
             let mixed = all_mixed.rows(from, tokens, shape.channels());
-            let [out, y] = [b.out, b.y].map(|region| region.rows(from, tokens, shape.values()));
+            let [out, y] = [b.out, b.y(all)].map(|region| region.rows(from, tokens, shape.values()));
             let (decay, norm, state) = (*decay, *gated, memory.heads);
             (
                 Conv { shape, tokens, proj, taps: *taps, past, stored, state: memory.conv, out: mixed },
@@ -258,7 +258,7 @@ impl Pass<'_> {
     /// `h += y W^T`: the end of a mixer.
     fn back<'w>(&self, out: &'w Weight) -> Project<'w> {
         let (b, tokens) = (self.b, self.tokens);
-        Project { x: b.y, tokens, norm: None, matrices: std::slice::from_ref(out), y: b.h, add: true }
+        Project { x: b.y(tokens), tokens, norm: None, matrices: std::slice::from_ref(out), y: b.h, add: true }
     }
 
     /// `h += Down(silu(Gate x) * Up x)`.

@@ -103,7 +103,7 @@ impl Qwen {
             let (tokens, stored, proj, mixed) = (0, past.rows, b.proj, b.mixed);
             let (taps, state) = (net.taps, memory.conv);
             run.run(&Conv { shape, tokens, proj, taps, past, stored, state, out: mixed }.into())?;
-            let (decay, norm, state, out, y) = (net.decay, net.norm, memory.heads, b.out, b.y);
+            let (decay, norm, state, out, y) = (net.decay, net.norm, memory.heads, b.out, b.y(0));
             run.run(&DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into())?;
             memory.walked(None, 0);
         }

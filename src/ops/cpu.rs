@@ -100,6 +100,7 @@ impl Cpu {
             by_table: 0,
             by_place: 0,
             half: false,
+            in_place: true,
             waits: false,
             flush: usize::MAX,
             cache: if math == Math::F32 { CacheFormat::F32 } else { CacheFormat::I16 },

@@ -19,6 +19,7 @@ pub const fn limits(working_set: Option<u64>) -> Limits {
         by_table: TOGETHER,
         by_place: 1,
         half: true,
+        in_place: false,
         waits: true,
         flush: 2,
         cache: CacheFormat::F32,

@@ -130,6 +130,8 @@ pub struct Limits {
     pub by_place: usize,
     /// A prompt's products are computed in half precision, for which rows need room.
     pub half: bool,
+    /// A delta net's rule has read all that it reads when its results are written: they may lie where the convolution's do.
+    pub in_place: bool,
     /// Reading back costs a wait: what is read together is computed together.
     pub waits: bool,
     /// Layers in front of the first flush when nothing waits; each further flush comes after twice as many as the one before.

@@ -118,11 +118,13 @@ impl Gpu for Faulty {
         self.sound.launch(dispatch)?;
         self.sound.wait()?;
         for binding in dispatch.bindings.iter().filter(|binding| binding.effect != Effect::Read) {
-            // The high byte of a float, a number, or two halves in the middle of what was written.
-            let at = binding.region.part(binding.region.len / 8 * 4 + 3, 1);
-            let mut byte = [0];
-            self.sound.read(at, &mut byte)?;
-            self.sound.write(at, &[byte[0] ^ 0x08])?;
+            // The high byte of a float, a number, or two halves in the middle of what was written, and of another before it.
+            let places = BTreeSet::from([8, 12].map(|part| binding.region.len / part * 4 + 3));
+            for at in places.into_iter().map(|at| binding.region.part(at, 1)) {
+                let mut byte = [0];
+                self.sound.read(at, &mut byte)?;
+                self.sound.write(at, &[byte[0] ^ 0x08])?;
+            }
         }
         Ok(())
     }

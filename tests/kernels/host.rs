@@ -12,7 +12,7 @@ use std::{
     sync::OnceLock,
 };
 
-pub const FILES: [&str; 8] = ["linear", "experts", "route", "norm", "delta", "attend", "prompt", "weights"];
+pub const FILES: [&str; 9] = ["linear", "experts", "route", "norm", "delta", "attend", "few", "prompt", "weights"];
 
 fn kernels() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")
@@ -23,7 +23,7 @@ fn compiler() -> String {
 }
 
 /// The files of `kernels/`.
-fn all() -> [PathBuf; 8] {
+fn all() -> [PathBuf; 9] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
 

@@ -145,7 +145,7 @@ struct Source {
 impl Source {
     fn new(name: &str, text: &str, architecture: &str, driver: i32, folder: Option<&Path>) -> Self {
         let text = kernels::cuda(text);
-        let registers = if name == "attend" { ATTENTION_REGISTERS } else { REGISTERS };
+        let registers = if matches!(name, "attend" | "few") { ATTENTION_REGISTERS } else { REGISTERS };
         let ours = [format!("--maxrregcount={registers}"), format!("--gpu-architecture={architecture}")];
         let options: Vec<String> = OPTIONS.iter().map(ToString::to_string).chain(ours).collect();
         let made_from = format!("{driver}\n{}\n{text}", options.join(" "));

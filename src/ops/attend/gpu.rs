@@ -1,39 +1,58 @@
 //! `kernels/attend.metal`: flash-decode, in splits of some positions whose partial results are folded behind.
 
-use super::{Attend, CacheWrite, Heads, rounded_until};
+use super::{Attend, CacheWrite, Heads, NEWEST, rounded_until};
 use crate::{
     device::{Binding, Dispatch},
     ops::run::CacheFormat,
 };
 
-/// Positions one threadgroup looks at with few bits.
-const SPLIT: usize = 256;
-/// Otherwise: the fewest, which fill a device that a row has for itself.
+/// Positions one threadgroup looks at: the fewest, which fill a device that a row has for itself.
 const LEAST: usize = 16;
-/// Twice as many where there would be more parts than this.
+/// Twice as many where there would be more parts than this; with few bits, whose parts one threadgroup joins, than this of those
+/// that are not among the newest.
 const PARTS: usize = 512;
+const FEW_PARTS: usize = 256;
+/// Parts of the newest positions at most.
+const NEW_PARTS: usize = 2 * NEWEST / LEAST;
+/// Threads that join parts of few bits.
+const JOINS: u32 = 512;
+
+/// Positions in a part, if `positions` are to be less than `most` of them.
+fn size(positions: usize, most: usize) -> usize {
+    let mut size = LEAST;
+    while positions / size >= most {
+        size *= 2;
+    }
+    size
+}
 
 /// Parts into which the positions of a query at `position` are cut, and of how many.
 fn parts(position: usize) -> (usize, usize) {
-    let mut size = LEAST;
-    while position / size >= PARTS {
-        size *= 2;
-    }
+    let size = size(position, PARTS);
     (position / size + 1, size)
+}
+
+/// The same with few bits, of the positions that are not among the newest.
+fn few_parts(position: usize) -> (usize, usize) {
+    let until = rounded_until(position);
+    let size = size(until, FEW_PARTS);
+    (until.div_ceil(size), size)
 }
 
 /// Parts at most, for any query below `context`, in whatever format.
 pub fn most_parts(context: usize) -> usize {
-    context.div_ceil(LEAST).min(PARTS).max(context.div_ceil(SPLIT) + 1)
+    context.div_ceil(LEAST).min(PARTS).max(context.div_ceil(LEAST).min(FEW_PARTS) + NEW_PARTS)
 }
 
 impl Heads {
-    /// With few bits, the newest positions are a part of their own.
+    /// With few bits, parts of the newest positions come first.
     fn splits(&self, start: usize, tokens: usize) -> usize {
         let last = (start + tokens).saturating_sub(1);
         match self.newest {
-            Some(_) => 1 + rounded_until(last).div_ceil(SPLIT),
             // Just before their size doubles, there are most.
+            Some(_) if few_parts(start).1 < few_parts(last).1 => NEW_PARTS + FEW_PARTS,
+            Some(_) if start / NEWEST < last / NEWEST => NEW_PARTS + few_parts(last).0,
+            Some(_) => (last - rounded_until(last)) / LEAST + 1 + few_parts(last).0,
             None if parts(start).1 < parts(last).1 => PARTS,
             None => parts(last).0,
         }
@@ -114,9 +133,9 @@ impl Attend<'_> {
 
     fn splits(&self) -> Dispatch {
         let Self { shape, start, tokens, q, cache, partials, .. } = *self;
-        // A simdgroup has two heads, or one with few bits.
+        // A simdgroup has two heads.
         let groups = shape.heads / shape.kv_heads;
-        let simdgroups = if shape.newest.is_none() && groups.is_multiple_of(2) { groups / 2 } else { groups };
+        let simdgroups = if groups.is_multiple_of(2) { groups / 2 } else { groups };
         let mut bindings = vec![
             Binding::read(q.floats(tokens * shape.heads * shape.dim)),
             Binding::read(cache.keys),
@@ -153,20 +172,24 @@ impl Attend<'_> {
                 Binding::write(y.floats(tokens * shape.heads * shape.dim)),
             ],
             grid: [shape.heads as u32, tokens as u32, columns as u32],
-            threads: 128,
+            threads: if shape.newest.is_some() { JOINS } else { 128 },
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::Newest, *};
 
     #[test]
     fn parts_are_few_and_no_shorter_than_asked_for() {
         assert_eq!((parts(0), parts(15), parts(16)), ((1, 16), (1, 16), (2, 16)));
         assert_eq!((parts(8191), parts(8192)), ((512, 16), (257, 32)));
         assert!((0..600_000).step_by(77).all(|position| parts(position).0 <= most_parts(position + 1)));
+        assert_eq!((few_parts(127), few_parts(128), few_parts(4159)), ((0, 16), (4, 16), (252, 16)));
+        assert_eq!(few_parts(4160), (128, 32));
+        let few = |position: usize| NEW_PARTS + few_parts(position).0;
+        assert!((0..600_000).step_by(77).all(|position| few(position) <= most_parts(position + 1)));
     }
 
     #[test]
@@ -177,5 +200,7 @@ mod tests {
         assert_eq!(shape.splits(8180, 4), 512);
         assert_eq!(shape.splits(8190, 10), 512);
         assert_eq!(shape.splits(8192, 10), 257);
+        let shape = Heads { newest: Some(Newest { room: 256, format }), ..shape };
+        assert_eq!([shape.splits(4150, 4), shape.splits(4150, 20), shape.splits(4160, 20)], [260, 264, 134]);
     }
 }

@@ -58,6 +58,8 @@ impl DeltaRule<'_> {
         let norm = memory.floats(self.norm.floats(dv));
         let y = memory.floats_mut(self.y.floats(tokens * values));
         let base_y = Out(y.as_mut_ptr());
+        // Where `y` may be other heads' input, it waits for them.
+        let at_once = all == 1 && !self.y.overlaps(self.mixed);
         // What leaves a head, of its whole output.
         let leave = |token: usize, head: usize, o: &[f32], y: &mut [f32]| {
             normalise(o, norm, shape.eps, y);
@@ -113,13 +115,13 @@ impl DeltaRule<'_> {
                 };
                 step(state, key, token.k, &token.v[..rows], token.gates, out(index - past.rows));
             }
-            if all == 1 {
+            if at_once {
                 // SAFETY: this head of the only token belongs to this task.
                 let y = unsafe { std::slice::from_raw_parts_mut(base_y.add(at).0, dv) };
                 leave(0, head, out(0), y);
             }
         });
-        if all > 1 {
+        if !at_once {
             let out = &*out;
             compute.threads.run_pieces(y, values, &|token, y| {
                 let heads = out[token * values..].chunks_exact(dv).zip(y.chunks_exact_mut(dv));

@@ -88,7 +88,7 @@ pub struct DeltaRule<'a> {
     pub norm: Region,
     /// `[tokens, values]`: room for `o`.
     pub out: Region,
-    /// `[tokens, values]`.
+    /// `[tokens, values]`; where [`Limits::in_place`](super::Limits) says so it may share memory with `mixed`.
     pub y: Region,
 }
 
@@ -97,9 +97,20 @@ impl DeltaRule<'_> {
         let (tokens, shape) = (self.tokens, self.shape);
         self.past.touches(shape, see);
         see(self.proj.floats(tokens * shape.width()), Effect::Read);
-        see(self.mixed.floats(tokens * shape.channels()), Effect::Read);
+        self.results([Effect::Read, Effect::Update], see);
         see(self.state.floats(shape.values() * shape.dk), Effect::Update);
         see(self.out.floats(tokens * shape.values()), Effect::Write);
-        see(self.y.floats(tokens * shape.values()), Effect::Write);
+    }
+
+    /// The convolution's results, and the rule's, which may share memory.
+    fn results(&self, [apart, shared]: [Effect; 2], see: &mut dyn FnMut(Region, Effect)) {
+        let mixed = self.mixed.floats(self.tokens * self.shape.channels());
+        let y = self.y.floats(self.tokens * self.shape.values());
+        if mixed.overlaps(y) {
+            see(mixed.hull(y), shared);
+        } else {
+            see(mixed, apart);
+            see(y, Effect::Write);
+        }
     }
 }

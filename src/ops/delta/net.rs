@@ -22,15 +22,14 @@ pub struct DeltaNet<'a> {
 impl DeltaNet<'_> {
     pub(in crate::ops) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
         let Self { conv: Conv { past, state, .. }, rule, back, .. } = self;
-        let DeltaRule { shape, tokens, proj, mixed, out, y, .. } = *rule;
+        let DeltaRule { shape, tokens, proj, out, .. } = *rule;
         past.touches(shape, see);
         see(back.y.floats(tokens * back.width()), Effect::Update);
         see(proj.floats(tokens * shape.width()), Effect::Write);
-        see(mixed.floats(tokens * shape.channels()), Effect::Write);
+        rule.results([Effect::Write; 2], see);
         see(*state, Effect::Update);
         see(rule.state.floats(shape.values() * shape.dk), Effect::Update);
         see(out.floats(tokens * shape.values()), Effect::Write);
-        see(y.floats(tokens * shape.values()), Effect::Write);
     }
 
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
