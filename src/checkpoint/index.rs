@@ -203,7 +203,8 @@ impl Index {
         for (name, Header { dtype, shape: Shape(shape), data_offsets: [start, end] }) in header {
             let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
             let bytes = elements.and_then(|elements| elements.checked_mul(dtype.bytes()));
-            if end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
+            // Offsets that run backwards do not make up for a shape beyond all numbers.
+            if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
                 return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not take bytes {start} to {end}")));
             }
             if (8 + len).checked_add(end).is_none_or(|end| end > size) {
@@ -301,6 +302,9 @@ mod tests {
         shard(dir.path(), "model.safetensors", r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}"#, 11);
         assert!(opened().contains("truncated: tensor a"), "{}", opened());
         shard(dir.path(), "model.safetensors", r#"{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,12]}}"#, 12);
+        assert!(opened().contains("does not take bytes"));
+        let none = r#"{"a":{"dtype":"U8","shape":[9223372036854775809,2],"data_offsets":[8,6]}}"#;
+        shard(dir.path(), "model.safetensors", none, 12);
         assert!(opened().contains("does not take bytes"));
         shard(dir.path(), "model.safetensors", r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}"#, 12);
         std::fs::write(dir.path().join("model.safetensors.index.json"), r#"{"weight_map":{"z":"model.safetensors"}}"#)

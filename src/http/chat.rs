@@ -112,9 +112,9 @@ async fn choices(
     let (prompt, Chat { tools, open, .. }) = app.render(&mut share, conversation(request)?).await?;
     let in_reasoning = open.map_or_else(|| Template::opens_in_reasoning(&prompt), |mark| mark.in_reasoning);
     let ids = app.encode(&mut share, prompt, "messages").await?;
-    share.hold(ids.len() * 2 * size_of::<u32>() + budget::rendered(&tools))?;
+    share.hold(ids.len() * 2 * size_of::<u32>() + budget::rendered(&tools) + common.bytes())?;
     let max_tokens = check::room("messages", ids.len(), max_tokens, app.engine.context())?;
-    let constraint = form::constraint(app, asked, !tools.is_empty(), in_reasoning, budget).await?;
+    let constraint = form::constraint(app, &share, asked, !tools.is_empty(), (in_reasoning, budget)).await?;
     let request = Request {
         boundaries: app.boundaries(&ids),
         cache_prompt: common.cache_prompt.unwrap_or(true),

@@ -26,6 +26,17 @@ impl Common {
         Ok(())
     }
 
+    /// Memory that lasts as long as the answer: the stop strings, with a number for each byte, and the biases of tokens.
+    pub fn bytes(&self) -> usize {
+        const BIAS: usize = 160;
+        let stops = match &self.stop {
+            None => 0,
+            Some(OneOrMany::One(stop)) => stop.len(),
+            Some(OneOrMany::Many(stops)) => stops.iter().map(String::len).sum(),
+        };
+        stops.saturating_mul(4 + size_of::<usize>()) + self.logit_bias.as_ref().map_or(0, |bias| bias.len() * BIAS)
+    }
+
     pub fn streams(&self) -> bool {
         self.stream.unwrap_or(false)
     }

@@ -106,7 +106,7 @@ impl Job {
         let max_tokens = check::tokens("max_tokens", common.max_tokens, 0)?.unwrap_or(DEFAULT_MAX_TOKENS);
         let prompts = prompts(app, &mut share, request.prompt).await?;
         let tokens: usize = prompts.iter().map(Vec::len).sum();
-        share.hold(prompts.len() * size_of::<Vec<u32>>() + tokens * 2 * size_of::<u32>())?;
+        share.hold(prompts.len() * size_of::<Vec<u32>>() + tokens * 2 * size_of::<u32>() + common.bytes())?;
         let job = Self {
             head: Head::new(app, "cmpl", "text_completion"),
             again: Again::new(app),

@@ -4,6 +4,7 @@
 use super::{
     App,
     api_error::ApiError,
+    budget::Share,
     types::{ChatRequest, ResponseFormat},
 };
 use crate::{
@@ -11,6 +12,7 @@ use crate::{
     engine::{Allowed, Constraint},
 };
 use serde_json::Value;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// A form, and the field that asked for its content.
 #[derive(Debug)]
@@ -224,20 +226,21 @@ fn format(format: &ResponseFormat) -> Result<Option<(String, Content)>, ApiError
 /// The constraint that holds an answer to its form, and its reasoning to `budget` tokens, if there is anything to hold.
 pub async fn constraint(
     app: &App,
+    share: &Share,
     asked: Option<Asked>,
     calls: bool,
-    in_reasoning: bool,
-    budget: Option<usize>,
+    (in_reasoning, budget): (bool, Option<usize>),
 ) -> Result<Option<Box<dyn Constraint>>, ApiError> {
     let grammars = app.grammars.clone();
     let guide = match (asked, budget.filter(|_| in_reasoning)) {
         (None, None) => return Ok(None),
         (None, Some(budget)) => grammars.budget(calls, budget),
         (Some(Asked { form, field }), budget) => {
-            let compile = move || grammars.compile(&form, in_reasoning, budget);
-            let compiled = tokio::task::spawn_blocking(compile).await;
+            // In its turn: a large one takes a second, and much memory.
+            let compile = move || catch_unwind(AssertUnwindSafe(|| grammars.compile(&form, in_reasoning, budget)));
             let broke = |_| Fault { tool: None, place: String::new(), why: "the compiler failed on it".into() };
-            compiled.map_err(broke).flatten().map_err(|fault| refuse(&field, fault))?
+            let compiled = share.step(compile).await?.map_err(broke).flatten();
+            compiled.map_err(|fault| refuse(&field, fault))?
         }
     };
     Ok(Some(Box::new(Led(guide))))

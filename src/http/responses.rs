@@ -64,7 +64,7 @@ async fn reply(
     };
     // The items are translated.
     share.add(share.bytes() + 2 * budget::rendered(&history))?;
-    let input = request.input(&door.responses)?;
+    let input = request.input(&door.responses, &mut share)?;
     let answer = Answer::new(format!("resp_{}", unique()), &app, &request, door.clone(), input.clone());
     let mut told = door.budget.share();
     told.hold(answer.bytes())?;

@@ -201,6 +201,18 @@ async fn ten_megabytes_are_read_and_twenty_are_not() {
     assert_eq!(server.get("/health").await.status, 200);
 }
 
+/// What is looked for in every token of an answer takes more than its text.
+#[tokio::test]
+async fn long_stop_strings_count_as_memory() {
+    let server = Setup { door: |door| door.budget.plan(12 << 20), ..Setup::default() }.start().await;
+    for (length, status) in [(10_000, 200), (500_000, 413)] {
+        let stop = "x".repeat(length);
+        let chat = json!({"messages": [{"role": "user", "content": "Hi"}], "stop": stop});
+        assert_eq!(server.post(CHAT, &chat).await.status, status);
+        assert_eq!(server.post(TEXT, &json!({"prompt": "Hi", "stop": [stop]})).await.status, status);
+    }
+}
+
 /// Long texts are tokenized piece by piece. A word is one piece, so a long one takes memory by its length.
 #[tokio::test]
 async fn a_long_word_is_refused_where_as_many_words_are_not() {

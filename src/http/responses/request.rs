@@ -4,11 +4,12 @@ use super::{
     super::{
         api_error::ApiError,
         body,
+        budget::Share,
         conversation::Conversation,
         types::{ChatRequest, Common, ResponseFormat},
     },
     items,
-    store::Store,
+    store::{Store, size},
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -110,8 +111,8 @@ impl ResponsesRequest {
         self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
     }
 
-    /// The items of the input, with those that it only names put in.
-    pub fn input(&mut self, store: &Store) -> Result<Vec<Value>, ApiError> {
+    /// The items of the input, with those that it only names put in: `share` holds what they take, with their translation.
+    pub fn input(&mut self, store: &Store, share: &mut Share) -> Result<Vec<Value>, ApiError> {
         let items = match self.input.take() {
             Some(Value::String(text)) => vec![json!({"type": "message", "role": "user", "content": text})],
             Some(Value::Array(items)) => items,
@@ -126,7 +127,10 @@ impl ResponsesRequest {
             let bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
             match item["id"].as_str() {
                 Some(id) if item["type"] == "item_reference" || bare => {
-                    store.item(id).ok_or_else(|| ApiError::no_such_item(id, &format!("input[{index}]")))
+                    let item = store.item(id);
+                    let item = item.ok_or_else(|| ApiError::no_such_item(id, &format!("input[{index}]")))?;
+                    share.add(3 * size(&item))?;
+                    Ok(item)
                 }
                 _ => Ok(item),
             }
@@ -223,6 +227,7 @@ fn one_level_deeper(mut format: Value) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{http::Budget, metrics::Metrics};
 
     fn request(more: Value) -> ResponsesRequest {
         let mut body = json!({"input": "Hi"});
@@ -230,9 +235,13 @@ mod tests {
         serde_json::from_value(body).unwrap()
     }
 
+    fn share() -> Share {
+        Budget::new(&Metrics::new("0", "cpu")).share()
+    }
+
     fn conversation(more: Value) -> Conversation {
         let mut request = request(more);
-        let items = request.input(&Store::default()).unwrap();
+        let items = request.input(&Store::default(), &mut share()).unwrap();
         request.conversation(&items, items.len()).unwrap()
     }
 
@@ -298,9 +307,20 @@ mod tests {
         let store = Store::default();
         let said = json!({"id": "msg_1", "type": "message", "role": "assistant", "content": []});
         store.keep(None, Vec::new(), &json!({"id": "resp_1", "output": [said]}));
-        let ask = |item: Value| request(json!({"input": [item]})).input(&store);
+        let ask = |item: Value| request(json!({"input": [item]})).input(&store, &mut share());
         assert_eq!(ask(json!({"type": "item_reference", "id": "msg_1"})).unwrap(), std::slice::from_ref(&said));
         assert_eq!(ask(json!({"id": "msg_1"})).unwrap(), [said]);
         assert_eq!(ask(json!({"type": "item_reference", "id": "msg_2"})).unwrap_err().status, 404);
+    }
+
+    #[test]
+    fn what_is_named_again_and_again_is_counted_again_and_again() {
+        let (store, mut share) = (Store::default(), share());
+        store.keep(None, Vec::new(), &json!({"id": "r", "output": [{"id": "m", "text": "x".repeat(100_000)}]}));
+        let mut ask =
+            |times: usize| request(json!({"input": vec![json!({"id": "m"}); times]})).input(&store, &mut share);
+        assert_eq!(ask(2).unwrap().len(), 2);
+        assert_eq!(ask(1000).unwrap_err().status, 413);
+        assert!((600_000..200_000_000).contains(&share.bytes()), "{}", share.bytes());
     }
 }
