@@ -118,44 +118,44 @@ FN uint word_at(DEVICE const uchar* p, bool wide) {
   return uint(((DEVICE const ushort*)p)[0]) | uint(((DEVICE const ushort*)p)[1]) << 16;
 }
 
-// A lane's values of a row, which are to be multiplied by the scale that is returned.
+// A lane's codes of a row, and the scale of its values. They stay packed until they are needed: registers are few.
+struct FewRow { uint w[2]; float by; };
+
 template <uint BITS, uint COLUMNS>
-FN float load_few(DEVICE const uchar* row, uint dim, bool wide, THREAD float* to PLACE) {
-  uint w[2] = {};
-  if (lane * COLUMNS >= dim) {
-    UNROLL for (uint j = 0; j < COLUMNS; j++) to[j] = 0;
-    return 0;
-  }
+FN FewRow load_few(DEVICE const uchar* row, uint dim, bool wide PLACE) {
+  FewRow to = {};
+  if (lane * COLUMNS >= dim) return to;
   DEVICE const uchar* at = row + lane * (COLUMNS * BITS / 8);
   if (COLUMNS * BITS == 64 && wide) {
     const uint2 q = *(DEVICE const uint2*)at;
-    w[0] = q.x, w[1] = q.y;
+    to.w[0] = q.x, to.w[1] = q.y;
   } else {
-    w[0] = COLUMNS * BITS == 16 ? uint(*(DEVICE const ushort*)at) : word_at(at, wide);
-    if (COLUMNS * BITS == 64) w[1] = word_at(at + 4, wide);
+    to.w[0] = COLUMNS * BITS == 16 ? uint(*(DEVICE const ushort*)at) : word_at(at, wide);
+    if (COLUMNS * BITS == 64) to.w[1] = word_at(at + 4, wide);
   }
+  to.by = bf16_(*(DEVICE const ushort*)(row + dim * BITS / 8 + COLUMNS * lane / GROUP * 2));
+  return to;
+}
+
+// Its values, which are to be multiplied by the scale.
+template <uint BITS, uint COLUMNS>
+FN void unpack_few(FewRow from, THREAD float* to) {
   UNROLL for (uint j = 0; j < COLUMNS; j++) {
-    const uint h = (BITS == 8 ? w[j / 4] ^ 0x80808080u : w[0]) >> 16 * (j * BITS / 16 % 2), shift = j * BITS % 16;
+    const uint h = (BITS == 8 ? from.w[j / 4] ^ 0x80808080u : from.w[0]) >> 16 * (j * BITS / 16 % 2), shift = j * BITS % 16;
     // Codes stay where they lie in a half word: a power of two brings them back.
     const float by = as_type<float>((127u - shift) << 23);
     to[j] = BITS == 8 ? fma(MASKED(h, 255u << shift), by, -128.0f) : fma(MASKED(h, 15u << shift), 2.0f * by, -15.0f);
   }
-  return bf16_(*(DEVICE const ushort*)(row + dim * BITS / 8 + COLUMNS * lane / GROUP * 2));
 }
 
-// As `part` of attend.metal, of the newest positions or of the others.
-template <uint BITS, uint COLUMNS, uint HEADS>
-FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
+// Positions from `first` up to `end` for HEADS queries from head `head`: as `part` of attend.metal, of the newest or of the others.
+template <uint BITS, uint COLUMNS, uint HEADS, bool FRESH>
+FN void walk(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
              DEVICE const uint* table, DEVICE const float* new_keys, DEVICE const float* new_values,
-             DEVICE float* parts PLACE) {
-  const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, token = tgid.z, head = tgid.y * groups + sg * HEADS;
-  const uint position = a.start + token, until = rounded_until(position), bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
-  const uint news = new_parts(position), size = tgid.x < news ? uint(NEW) : part_of(a, until);
-  const bool newest = tgid.x < news, wide = bytes % 8 == 0;
-  const uint first = newest ? until + tgid.x * NEW : (tgid.x - news) * size, end = min(first + size, newest ? position + 1 : until);
-  // Other rows have more parts.
-  if (first >= end) return;
-  ulong page = newest ? 0 : page_row(table, a.kv_heads, tgid.y, first / PAGE * PAGE);
+             DEVICE float* parts, uint first, uint end, uint head, uint simds PLACE) {
+  const uint token = tgid.z, bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
+  const bool wide = bytes % 8 == 0;
+  ulong page = FRESH ? 0 : page_row(table, a.kv_heads, tgid.y, first / PAGE * PAGE);
   float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {}, largest[HEADS], total[HEADS] = {};
   UNROLL for (uint h = 0; h < HEADS; h++) {
     largest[h] = -as_type<float>(0x7f7fffffu);
@@ -165,8 +165,8 @@ FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* 
     }
   }
   for (uint block = first; block < end; block += TOGETHER) {
-    if (!newest && block % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, block);
-    if (!newest && (block - first) % AHEAD == 0 && (block - first) / AHEAD % simds == sg) {
+    if (!FRESH && block % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, block);
+    if (!FRESH && (block - first) % AHEAD == 0 && (block - first) / AHEAD % simds == sg) {
       // This time's and the next time's, of one page.
       const uint to = min(min(block + 2 * AHEAD, end), block / PAGE * PAGE + PAGE), from = block == first ? block : block + AHEAD;
       if (from < to) {
@@ -174,40 +174,62 @@ FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* 
         PREFETCH(values + (page + from % PAGE) * bytes, (to - from) * bytes);
       }
     }
-    float key[TOGETHER * COLUMNS], value[TOGETHER * COLUMNS], by[TOGETHER], gain[TOGETHER];
+    // All is asked for before any of it is looked at.
+    FewRow key[TOGETHER], value[TOGETHER];
+    float fresh[FRESH ? 2 * TOGETHER * COLUMNS : 1];
     UNROLL for (uint n = 0; n < TOGETHER; n++) {
       const uint p = min(block + n, end - 1);
-      by[n] = gain[n] = 1;
-      if (newest) {
+      if (FRESH) {
         const ulong row = (ulong(tgid.y) * a.room + p % a.room) * a.dim;
+        key[n].by = value[n].by = 1;
         UNROLL for (uint j = 0; j < COLUMNS; j++) {
           const uint i = column<BITS, COLUMNS>(j HERE);
-          key[n * COLUMNS + j] = i < a.dim ? new_keys[row + i] : 0.0f;
-          value[n * COLUMNS + j] = i < a.dim ? new_values[row + i] : 0.0f;
+          fresh[2 * n * COLUMNS + j] = i < a.dim ? new_keys[row + i] : 0.0f;
+          fresh[(2 * n + 1) * COLUMNS + j] = i < a.dim ? new_values[row + i] : 0.0f;
         }
       } else {
-        const ulong row = (page + p % PAGE) * bytes;
-        by[n] = load_few<BITS, COLUMNS>(keys + row, a.dim, wide, key + n * COLUMNS HERE);
-        gain[n] = load_few<BITS, COLUMNS>(values + row, a.dim, wide, value + n * COLUMNS HERE);
+        key[n] = load_few<BITS, COLUMNS>(keys + (page + p % PAGE) * bytes, a.dim, wide HERE);
+        value[n] = load_few<BITS, COLUMNS>(values + (page + p % PAGE) * bytes, a.dim, wide HERE);
       }
     }
-    UNROLL for (uint h = 0; h < HEADS; h++) {
-      float score[TOGETHER], next = largest[h];
-      UNROLL for (uint n = 0; n < TOGETHER; n++) {
-        float dot = 0;
-        UNROLL for (uint j = 0; j < COLUMNS; j++) dot = fma(query[h * COLUMNS + j], key[n * COLUMNS + j], dot);
-        score[n] = SIMD_SUM(dot * by[n]);
-        if (block + n < end) next = max(next, score[n]);
+    float score[HEADS * TOGETHER];
+    UNROLL for (uint n = 0; n < TOGETHER; n++) {
+      float row[COLUMNS];
+      if (FRESH) {
+        UNROLL for (uint j = 0; j < COLUMNS; j++) row[j] = fresh[2 * n * COLUMNS + j];
+      } else {
+        unpack_few<BITS, COLUMNS>(key[n], row);
       }
+      UNROLL for (uint h = 0; h < HEADS; h++) {
+        float dot = 0;
+        UNROLL for (uint j = 0; j < COLUMNS; j++) dot = fma(query[h * COLUMNS + j], row[j], dot);
+        score[h * TOGETHER + n] = dot * key[n].by;
+      }
+    }
+    UNROLL for (uint n = 0; n < HEADS * TOGETHER; n++) score[n] = SIMD_SUM(score[n]);
+    UNROLL for (uint h = 0; h < HEADS; h++) {
+      float next = largest[h];
+      UNROLL for (uint n = 0; n < TOGETHER; n++)
+        if (block + n < end) next = max(next, score[h * TOGETHER + n]);
       const float old = exp(largest[h] - next);
       largest[h] = next;
       total[h] *= old;
       UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= old;
       UNROLL for (uint n = 0; n < TOGETHER; n++) {
-        const float now = block + n < end ? exp(score[n] - next) : 0.0f;
-        total[h] += now;
-        UNROLL for (uint j = 0; j < COLUMNS; j++)
-          sum[h * COLUMNS + j] = fma(now * gain[n], value[n * COLUMNS + j], sum[h * COLUMNS + j]);
+        score[h * TOGETHER + n] = block + n < end ? exp(score[h * TOGETHER + n] - next) : 0.0f;
+        total[h] += score[h * TOGETHER + n];
+      }
+    }
+    UNROLL for (uint n = 0; n < TOGETHER; n++) {
+      float row[COLUMNS];
+      if (FRESH) {
+        UNROLL for (uint j = 0; j < COLUMNS; j++) row[j] = fresh[(2 * n + 1) * COLUMNS + j];
+      } else {
+        unpack_few<BITS, COLUMNS>(value[n], row);
+      }
+      UNROLL for (uint h = 0; h < HEADS; h++) {
+        const float by = score[h * TOGETHER + n] * value[n].by;
+        UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] = fma(by, row[j], sum[h * COLUMNS + j]);
       }
     }
   }
@@ -219,6 +241,23 @@ FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* 
     }
     if (lane == 0) out[a.dim] = largest[h], out[a.dim + 1] = total[h];
   }
+}
+
+template <uint BITS, uint COLUMNS, uint HEADS>
+FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
+             DEVICE const uint* table, DEVICE const float* new_keys, DEVICE const float* new_values,
+             DEVICE float* parts PLACE) {
+  const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, head = tgid.y * groups + sg * HEADS;
+  const uint position = a.start + tgid.z, until = rounded_until(position), news = new_parts(position);
+  if (tgid.x < news) {
+    const uint first = until + tgid.x * NEW, end = min(first + NEW, position + 1);
+    walk<BITS, COLUMNS, HEADS, true>(a, q, keys, values, table, new_keys, new_values, parts, first, end, head, simds HERE);
+    return;
+  }
+  const uint size = part_of(a, until), first = (tgid.x - news) * size, end = min(first + size, until);
+  // Other rows have more parts.
+  if (first >= end) return;
+  walk<BITS, COLUMNS, HEADS, false>(a, q, keys, values, table, new_keys, new_values, parts, first, end, head, simds HERE);
 }
 
 // As `attend_join`; the result is turned back before the gate. Grid (heads, tokens), JOINS threads: a thread has a column of every
