@@ -327,7 +327,13 @@ pub fn forget_all(root: &Path) -> io::Result<()> {
         for entry in fs::read_dir(dir)? {
             let path = entry?.path();
             let ending = path.extension().and_then(|ending| ending.to_str());
-            if matches!(ending, Some("state" | "page" | UNFINISHED)) {
+            // What another server is writing gets its name, or that server would take its disk to be broken.
+            let goes = match ending {
+                Some("state" | "page") => true,
+                Some(UNFINISHED) => is_abandoned(&path),
+                _ => false,
+            };
+            if goes {
                 fs::remove_file(&path).or_else(gone)?;
             }
         }
