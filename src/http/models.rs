@@ -14,7 +14,7 @@ pub use seat::{Again, Seat, in_time};
 use super::{App, api_error::ApiError};
 use crate::error::EngineError;
 use names::{find, means};
-use now::{Now, On, Step, Ticket};
+use now::{LOOK, Now, On, Step, Ticket};
 use parking_lot::Mutex;
 use std::{
     future::Future,
@@ -22,7 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::{
-    sync::{Notify, oneshot},
+    sync::{self, Notify, OwnedMutexGuard, oneshot},
     task::spawn_blocking,
 };
 
@@ -82,6 +82,8 @@ pub struct Stage {
     /// Requests that may wait for a model.
     most: usize,
     now: Mutex<Now>,
+    /// Held while a model goes, and while prompts are forgotten: what it writes down last must not come behind that.
+    leaving: Arc<sync::Mutex<()>>,
     /// Somebody waits, or a model has come.
     changed: Notify,
     found: Mutex<Option<(Instant, Arc<Vec<Listed>>)>>,
@@ -154,6 +156,7 @@ impl Stage {
 
     /// Empties the prompt cache: the model's that is loaded, and what any other has left on the disk.
     pub async fn forget_prompts(&self) -> Result<(), ApiError> {
+        let _stays = self.leaving.lock().await;
         // The loaded model's own list of files goes last, with whatever it has written meanwhile.
         let left = match self.loader.clone() {
             Some(loader) => spawn_blocking(move || loader.forget_prompts()).await.unwrap_or(Ok(())),
@@ -234,12 +237,16 @@ impl Stage {
         loop {
             let (step, before) = {
                 let mut now = self.now.lock();
-                let step = now.step(&self.times());
-                let before = if matches!(step, Step::Wait(_)) { None } else { now.on.take() };
-                if let Step::Load(id) = &step {
-                    now.coming = Some(id.clone());
+                match (now.step(&self.times()), self.leaving.clone().try_lock_owned()) {
+                    (Step::Wait(time), _) => (Step::Wait(time), None),
+                    (_, Err(_)) => (Step::Wait(Some(LOOK[0])), None),
+                    (step, Ok(held)) => {
+                        if let Step::Load(id) = &step {
+                            now.coming = Some(id.clone());
+                        }
+                        (step, now.on.take().map(|on| (on, held)))
+                    }
                 }
-                (step, before)
             };
             match step {
                 Step::Wait(None) => self.changed.notified().await,
@@ -248,18 +255,19 @@ impl Stage {
                 }
                 Step::Unload => {
                     tracing::info!("the model gives its memory back");
-                    let _ = spawn_blocking(move || before.map(On::leave)).await;
+                    let _ = spawn_blocking(move || before.map(|(on, _held)| on.leave())).await;
                 }
                 Step::Load(id) => self.load(before, id).await,
             }
         }
     }
 
-    async fn load(&self, before: Option<On>, id: String) {
+    async fn load(&self, before: Option<(On, OwnedMutexGuard<()>)>, id: String) {
         let (wanted, loader) = (id.clone(), self.loader.clone());
         let loaded = spawn_blocking(move || {
-            if let Some(before) = before {
+            if let Some((before, held)) = before {
                 before.leave();
+                drop(held);
             }
             loader.map_or_else(|| Err("it was let go for good".into()), |loader| loader.load(&wanted))
         });

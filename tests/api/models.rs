@@ -32,6 +32,8 @@ struct Aviary {
     log: Mutex<Vec<String>>,
     /// The time that a load takes, but that of `first`.
     slow: Duration,
+    /// The time that an unload takes.
+    lingering: Duration,
 }
 
 impl Aviary {
@@ -78,9 +80,15 @@ impl Loader for Keeper {
         let (aviary, name) = (self.0.clone(), id.to_owned());
         let unload = move || {
             worker.join().unwrap();
+            thread::sleep(aviary.lingering);
             aviary.note(format!("unload {name}"));
         };
         Ok(Loaded { id: id.into(), app, unload: Box::new(unload) })
+    }
+
+    fn forget_prompts(&self) -> Result<(), String> {
+        self.0.note("forget".into());
+        Ok(())
     }
 }
 
@@ -312,6 +320,18 @@ async fn a_model_can_be_told_to_go() {
     assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
     assert_eq!(told(&server, "first").await, "I am first.");
     assert_eq!(aviary.log(), ["load first", "unload first", "load first"]);
+}
+
+/// A model that goes writes down what it remembers.
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_are_forgotten_when_the_model_that_goes_is_gone() {
+    let (aviary, server) = server(Aviary { lingering: milliseconds(200), ..Aviary::default() }, times()).await;
+    assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
+    while server.door.models.app().is_some() {
+        tokio::time::sleep(milliseconds(5)).await;
+    }
+    assert_eq!(server.send("DELETE", "/prompt_cache", &[], None).await.status, 204);
+    assert_eq!(aviary.log(), ["load first", "unload first", "forget"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

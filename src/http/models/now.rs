@@ -11,7 +11,7 @@ use std::{
 use tokio::sync::oneshot;
 
 /// The time between two looks at a busy model, while somebody waits for another one, and while nobody does.
-const LOOK: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
+pub const LOOK: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
 
 #[derive(Default)]
 pub struct Now {
