@@ -83,7 +83,8 @@ impl Conv<'_> {
                 keep(first..first + piece);
             }
         });
-        if tokens > 1 {
+        // Without new rows, old ones are taken in.
+        if tokens != 1 {
             keep(0..channels);
         }
         Ok(())

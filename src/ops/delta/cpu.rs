@@ -32,6 +32,7 @@ impl DeltaRule<'_> {
         let out = memory.floats_mut(self.out.floats(tokens * values));
 
         let all = past.rows + tokens;
+        let alone = all == 1 && tokens == 1;
         // Of a token and head: what is kept of S, and the part of what is new.
         let gate = |at: usize, head: usize| {
             let (rows, at) = if at < past.rows { (old_proj, at) } else { (proj, at - past.rows) };
@@ -45,7 +46,7 @@ impl DeltaRule<'_> {
         let (same, gates) = (&mut scratch.same, &mut scratch.gates);
         same.resize(key_heads * tokens, 0.0);
         gates.resize(value_heads * all, [0.0; 2]);
-        if all > 1 {
+        if !alone {
             // Several tasks of a head meet them. With one token each computes its own.
             compute.threads.run_pieces(gates, all, &|head, gates| {
                 gates.iter_mut().enumerate().for_each(|(at, gates)| *gates = gate(at, head));
@@ -59,7 +60,7 @@ impl DeltaRule<'_> {
         let y = memory.floats_mut(self.y.floats(tokens * values));
         let base_y = Out(y.as_mut_ptr());
         // Where `y` may be other heads' input, it waits for them.
-        let at_once = all == 1 && !self.y.overlaps(self.mixed);
+        let at_once = alone && !self.y.overlaps(self.mixed);
         // What leaves a head, of its whole output.
         let leave = |token: usize, head: usize, o: &[f32], y: &mut [f32]| {
             normalise(o, norm, shape.eps, y);
@@ -77,7 +78,7 @@ impl DeltaRule<'_> {
             let mut state = unsafe { std::slice::from_raw_parts_mut(state.add((head * dv + first) * dk), rows * dk) };
             let key_head = head / (value_heads / key_heads);
             let (own_same, own_gates);
-            let (same, gates) = if all == 1 {
+            let (same, gates) = if alone {
                 (own_same, own_gates) = ([alike(0, key_head)], [gate(0, head)]);
                 (&own_same[..], &own_gates[..])
             } else {

@@ -158,6 +158,16 @@ fn rows_that_may_be_taken_back_give_the_same_bytes() {
             assert!(found == y);
             assert!(lab.bits(layer.state) == lab.bits(whole.state));
             assert!(lab.bits(layer.samples) == lab.bits(whole.samples));
+
+            // Rows that stay are taken in when no new ones come.
+            for rows in 1..=3 {
+                let [at_once, later] = [(); 2].map(|()| another(lab));
+                at_once.run(lab, proj, rows);
+                let [mixed, ..] = later.walk(lab, Past::default(), proj, rows, 0);
+                later.walk(lab, Past { rows, proj: proj.floats(rows * width), mixed }, proj, 0, rows);
+                assert!(lab.bits(later.state) == lab.bits(at_once.state), "{rows} rows");
+                assert!(lab.bits(later.samples) == lab.bits(at_once.samples), "{rows} rows");
+            }
         }
     }
 }
