@@ -152,8 +152,8 @@ unsafe fn some_lines(
                 join(sums, [scale, bias], everywhere(&line.digits, group), &mut lanes[group % 8]);
             }
         }
-        for (lanes, out) in lanes.iter_mut().zip(outs) {
-            finish(lanes, groups, weight.gain, out.0.add(row));
+        for (lanes, out) in lanes.iter().zip(outs) {
+            finish(*lanes, groups, weight.gain, out.0.add(row));
         }
     }
 }

@@ -232,7 +232,7 @@ unsafe fn block<const W: usize>(weight: &Affine<'_>, row: usize, outs: &[Out], r
             for (l, lanes) in l.iter_mut().zip(&lanes) {
                 *l = lanes[index];
             }
-            finish(&mut l, groups, weight.gain, results.as_mut_ptr());
+            finish(l, groups, weight.gain, results.as_mut_ptr());
         }
         if W == MOST {
             let mut rows = [_mm512_setzero_si512(); MOST];

@@ -137,13 +137,16 @@ unsafe fn all_lines<const M: usize>(
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn results(from: *const CacheLine, weight: &Affine<'_>, to: *mut f32) {
+    let groups = weight.groups();
     let mut lanes = [_mm512_setzero_ps(); LANES];
     // SAFETY: there are accumulators for all groups, and room at `to` (caller).
     unsafe {
-        for (lane, value) in lanes.iter_mut().enumerate().take(weight.groups()) {
-            *value = _mm512_load_ps(from.add(lane).cast());
+        for (lane, value) in lanes.iter_mut().enumerate() {
+            if lane < groups {
+                *value = _mm512_load_ps(from.add(lane).cast());
+            }
         }
-        finish(&mut lanes, weight.groups(), weight.gain, to);
+        finish(lanes, groups, weight.gain, to);
     }
 }
 
@@ -237,11 +240,14 @@ pub unsafe fn everywhere(line: &Digits<'_>, group: usize) -> [__m512; 2] {
 /// There is room at `to`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn finish(l: &mut [__m512; 8], groups: usize, gain: f32, to: *mut f32) {
-    if !groups.is_multiple_of(8) {
+pub unsafe fn finish(mut l: [__m512; LANES], groups: usize, gain: f32, to: *mut f32) {
+    let rest = groups % LANES;
+    if rest != 0 {
         // The zero groups of the padding: they turn -0 into 0.
-        for lane in &mut l[groups % 8..] {
-            *lane = _mm512_add_ps(*lane, _mm512_setzero_ps());
+        for (index, lane) in l.iter_mut().enumerate() {
+            if index >= rest {
+                *lane = _mm512_add_ps(*lane, _mm512_setzero_ps());
+            }
         }
     }
     let sum = |a: __m512, b: __m512| _mm512_add_ps(a, b);
