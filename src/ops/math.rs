@@ -3,11 +3,27 @@
 /// `e^x` to about one unit in the last place; 0 below -104, infinity above 89.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    /// Adding and subtracting it rounds to an integer.
-    const ROUND: f32 = 12_582_912.0;
     // A clamp that keeps NaN.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
+    let (p, n) = parts(x);
+    // 2^n as two factors, so that the result may be subnormal.
+    let half = n >> 1;
+    p * power(half) * power(n.wrapping_sub(half))
+}
+
+/// [`exp`] between -87 and 88 and of NaN, to the same bytes; anything elsewhere.
+#[inline(always)]
+pub fn exp_normal(x: f32) -> f32 {
+    let (p, n) = parts(x);
+    p * power(n)
+}
+
+/// `p` and `n` such that `e^x = p * 2^n`.
+#[inline(always)]
+fn parts(x: f32) -> (f32, i32) {
+    /// Adding and subtracting it rounds to an integer.
+    const ROUND: f32 = 12_582_912.0;
     let rounded = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = rounded - ROUND;
     // ln 2 in two parts, the first exact times any n.
@@ -18,11 +34,13 @@ pub fn exp(x: f32) -> f32 {
     for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
         p = r.mul_add(p, c);
     }
-    // 2^n as two factors, so that the result may be subnormal.
-    let n = rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-    let half = n >> 1;
-    let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
-    p * power(half) * power(n.wrapping_sub(half))
+    (p, rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32)
+}
+
+/// `2^n`, where that is normal.
+#[inline(always)]
+fn power(n: i32) -> f32 {
+    f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
 /// `1 / (1 + e^-x)`.
@@ -46,6 +64,7 @@ mod tests {
         let mut x = -110.0f32;
         while x < 95.0 {
             let (got, exact) = (f64::from(exp(x)), f64::from(x).exp());
+            assert!(!(-87.0..88.0).contains(&x) || exp_normal(x) == exp(x), "{x}");
             if exact < f64::from(f32::MAX) && exact > 1.2e-38 {
                 assert!((got / exact - 1.0).abs() < 2.4e-7, "exp({x}) = {got}, not {exact}");
             } else if exact <= 1.2e-38 {
@@ -56,7 +75,7 @@ mod tests {
             x += 0.003_7;
         }
         assert_eq!(exp(0.0), 1.0);
-        assert!(exp(f32::NAN).is_nan());
+        assert!(exp(f32::NAN).is_nan() && exp_normal(f32::NAN).is_nan());
         assert_eq!((exp(f32::INFINITY), exp(f32::NEG_INFINITY)), (f32::INFINITY, 0.0));
         assert_eq!((sigmoid(-200.0), silu(-200.0), silu(200.0)), (0.0, 0.0, 200.0));
     }

@@ -370,8 +370,7 @@ impl<T: Cached> Work<'_, T> {
                 integer::compare(&query.asked, index, [keys, values], head, seen.clone(), &mut scores);
             }
         }
-        for (n, scores) in scores.iter_mut().enumerate() {
-            let (most, sum) = soften(&mut scores[..seen.len()]);
+        for (n, [most, sum]) in soften(&mut scores, seen.len()).into_iter().enumerate() {
             part[index + n] = most;
             part[queries + index + n] = sum;
         }

@@ -200,7 +200,7 @@ wide! {
                     continue;
                 }
                 for group in 0..dim / GROUP {
-                    let round = (weight * factors.each[group][index] + ROUND).to_bits();
+                    let round = weight.mul_add(factors.each[group][index], ROUND).to_bits();
                     let weight = (round.wrapping_sub(ROUND.to_bits()) as i32).clamp(0, WEIGHTS as i32);
                     let range = group * GROUP..(group + 1) * GROUP;
                     for (total, value) in total[range.clone()].iter_mut().zip(&integers[range]) {

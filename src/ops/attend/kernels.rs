@@ -5,7 +5,7 @@ use super::{
     cpu::BLOCK,
 };
 use crate::ops::{
-    math::exp,
+    math::{exp, exp_normal},
     simd::{Vector, float, wide},
 };
 use std::ops::Range;
@@ -125,15 +125,37 @@ wide! {
 }
 
 wide! {
-    /// `e^(score - max)`, or 0 below [`FAINT`]; returns the maximum and the sum.
-    pub(super) fn soften(scores: &mut [f32]) -> (f32, f32) {
-        let most = greatest(scores);
-        for score in scores.iter_mut() {
-            let below = *score - most;
-            *score = if below < FAINT { 0.0 } else { exp(below) };
+    /// `e^(score - max)`, or 0 below [`FAINT`], of the first `count` scores of each query; returns their maxima and sums.
+    pub(super) fn soften[const N: usize](scores: &mut [[f32; BLOCK]; N], count: usize) -> [[f32; 2]; N] {
+        let mut results = [[0f32; 2]; N];
+        // All maxima first: each is a chain of its own, so a processor works at several.
+        for n in 0..N {
+            results[n][0] = greatest(&scores[n][..count]);
         }
-        (most, float::sum::<V>(scores))
+        let one = V::splat(1.0);
+        for n in 0..N {
+            let (chunks, rest) = scores[n][..count].as_chunks_mut::<16>();
+            let (most, mut sum) = (results[n][0], V::splat(0.0));
+            for chunk in chunks {
+                for score in chunk.iter_mut() {
+                    *score = weight(*score - most);
+                }
+                sum = V::load(chunk).fma(one, sum);
+            }
+            for score in rest.iter_mut() {
+                *score = weight(*score - most);
+            }
+            results[n][1] = V::load(&float::padded(rest)).fma(one, sum).fold();
+        }
+        results
     }
+}
+
+/// `e^x` of what is not above 0, or 0 below [`FAINT`].
+#[inline(always)]
+fn weight(x: f32) -> f32 {
+    let power = exp_normal(x);
+    if x < FAINT { 0.0 } else { power }
 }
 
 wide! {

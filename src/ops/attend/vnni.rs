@@ -28,7 +28,7 @@ const WORDS: usize = GROUP / 4;
 const QUAD: usize = 4;
 /// Quads in a strip: its values stay in the first-level cache until all queries have met them.
 const STRIP: usize = 16;
-/// 1.5 * 2^23: what is added to its bits as an integer is added to it.
+/// 1.5 * 2^23: what is added to its bits as an integer is added to it, and an integer added to it is in its low bits.
 const ROUND: f32 = 12_582_912.0;
 
 /// The weights of a strip for two groups: of each quad the low digits for the one and the other, then the high ones.
@@ -342,6 +342,7 @@ fn whole<const N: usize>(
     // The low bytes of four integers, then the high ones; behind each is room for the other group's.
     let even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13, -1, -1, -1, -1));
     let odd = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13));
+    let round = _mm512_set1_ps(ROUND);
     let Some(to) = to.first_chunk_mut::<N>() else { return };
     for step in 0..STRIP / 4 {
         let at = first + 16 * step;
@@ -355,9 +356,9 @@ fn whole<const N: usize>(
         for n in 0..N {
             // SAFETY: sixteen values.
             let weights = unsafe { _mm512_loadu_ps(weights[n][at..at + 16].as_ptr()) };
-            let (a, b) = (_mm512_mul_ps(weights, a), _mm512_mul_ps(weights, b));
-            let a = _mm512_shuffle_epi8(_mm512_cvtps_epi32(a), even);
-            let b = _mm512_shuffle_epi8(_mm512_cvtps_epi32(b), odd);
+            let (a, b) = (_mm512_fmadd_ps(weights, a, round), _mm512_fmadd_ps(weights, b, round));
+            let a = _mm512_shuffle_epi8(_mm512_castps_si512(a), even);
+            let b = _mm512_shuffle_epi8(_mm512_castps_si512(b), odd);
             // SAFETY: the weights of four quads are 64 bytes.
             unsafe { _mm512_storeu_si512(to[n].0[4 * step..][..4].as_mut_ptr().cast(), _mm512_or_si512(a, b)) };
         }

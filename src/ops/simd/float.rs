@@ -96,14 +96,3 @@ pub fn padded<T: Copy + Default>(x: &[T]) -> [T; 16] {
     out[..x.len()].copy_from_slice(x);
     out
 }
-
-/// The sum of `x`, lane by lane.
-#[inline(always)]
-pub fn sum<V: Vector>(x: &[f32]) -> f32 {
-    let (chunks, rest) = x.as_chunks::<16>();
-    let (one, mut lanes) = (V::splat(1.0), V::splat(0.0));
-    for chunk in chunks {
-        lanes = V::load(chunk).fma(one, lanes);
-    }
-    V::load(&padded(rest)).fma(one, lanes).fold()
-}
