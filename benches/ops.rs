@@ -145,6 +145,8 @@ impl Caches {
 
 /// Processor time of all threads so far; elsewhere than on Linux, time.
 fn spent() -> Duration {
+    // What this thread spent since the last tick of the clock is counted only when others may have their turn.
+    std::thread::yield_now();
     let of = |task: std::io::Result<std::fs::DirEntry>| {
         let text = std::fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
         text.split_whitespace().next()?.parse::<u64>().ok()
@@ -269,7 +271,6 @@ impl Bench {
         for bits in all {
             caches.push(Caches::new(&mut lab, context, 1, bits)?);
         }
-        // Linux counts in ticks of some milliseconds.
         let (mut rounds, each) = (Vec::new(), 16 * 32_768 / context);
         for round in 0..25 {
             let mut took = [0.0; 3];

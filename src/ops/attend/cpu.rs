@@ -9,14 +9,14 @@ use super::{
     Attend, PAGE,
     cache::{Cached, CachedHeads},
     integer::{self, Asked, Factors},
-    kernels::{blend, collect, compare, soften},
+    kernels::{collect, compare, fold, soften},
     rounded::{self, Rounded, rounded_until},
 };
 use crate::{
     device::DeviceError,
     ops::{
         cpu::{Cpu, refuse},
-        math::{exp, sigmoid},
+        math::sigmoid,
         run::CacheFormat,
         simd::{Out, wide},
     },
@@ -31,6 +31,8 @@ use std::{
 
 /// Positions of a block, which is a page.
 pub(super) const BLOCK: usize = PAGE;
+/// Floats of a line of the cache.
+const LINE: usize = 16;
 /// Most queries that one task computes together.
 const QUERIES: usize = 64;
 /// Most blocks whose results wait to be folded.
@@ -123,8 +125,9 @@ struct Scratch {
 
 /// The queries of a tile times `1 / sqrt(D)`: all that is not done again for each block.
 struct Query {
-    /// Padded to whole vectors.
+    /// Padded to whole vectors, from `begin` on, where a line of the cache begins: each is loaded for every few keys.
     padded: Vec<f32>,
+    begin: usize,
     asked: Asked,
     /// The call, key head and first token that they are of.
     of: (u64, usize, usize),
@@ -133,7 +136,7 @@ struct Query {
 
 impl Default for Query {
     fn default() -> Self {
-        Self { padded: Vec::new(), asked: Asked::default(), of: (0, 0, 0), factors: Factors::new() }
+        Self { padded: Vec::new(), begin: 0, asked: Asked::default(), of: (0, 0, 0), factors: Factors::new() }
     }
 }
 
@@ -273,16 +276,7 @@ impl<T: Cached> Work<'_, T> {
 
     /// Adds a block's `part` to `sums` for the queries that saw anything of it.
     fn fold(&self, tokens: &Range<usize>, block: usize, sums: &mut [f32], part: &[f32]) {
-        let queries = tokens.len() * self.group;
-        for query in self.blind(tokens, block)..queries {
-            let (old, new) = (sums[query], part[query]);
-            let most = old.max(new);
-            let (a, b) = (exp(old - most), exp(new - most));
-            sums[query] = most;
-            sums[queries + query] = sums[queries + query] * a + part[queries + query] * b;
-            let row = 2 * queries + query * self.width..2 * queries + (query + 1) * self.width;
-            blend(&mut sums[row.clone()], a, &part[row], b);
-        }
+        fold(sums, part, tokens.len() * self.group, self.blind(tokens, block), self.width);
     }
 
     /// Divides by the sums and writes the rows, times their gates.
@@ -311,16 +305,19 @@ impl<T: Cached> Work<'_, T> {
         }
         let (dim, width, group) = (self.dim, self.width, self.group);
         let scale = (dim as f32).powf(-0.5);
+        let size = tokens.len() * group * width;
         query.padded.clear();
-        query.padded.resize(tokens.len() * group * width, 0.0);
-        for (index, padded) in query.padded.chunks_exact_mut(width).enumerate() {
+        query.padded.resize(size + LINE, 0.0);
+        query.begin = query.padded.as_ptr().align_offset(64).min(LINE);
+        let all = &mut query.padded[query.begin..][..size];
+        for (index, padded) in all.chunks_exact_mut(width).enumerate() {
             let row = (tokens.start + index / group) * self.heads + head * group + index % group;
             for (padded, q) in padded.iter_mut().zip(&self.q[row * dim..][..dim]) {
                 *padded = q * scale;
             }
         }
         if self.coarse.is_some() {
-            query.asked.set(query.padded.chunks_exact(width), dim);
+            query.asked.set(all.chunks_exact(width), dim);
         }
     }
 
@@ -365,7 +362,8 @@ impl<T: Cached> Work<'_, T> {
         let [keys, values] = bytes.map(|bytes| CachedHeads::<T>::around(bytes, *table, sizes, seen.start));
         match &coarse {
             None => {
-                let rows: [&[f32]; N] = std::array::from_fn(|n| &query.padded[(index + n) * width..][..width]);
+                let rows: [&[f32]; N] =
+                    std::array::from_fn(|n| &query.padded[query.begin + (index + n) * width..][..width]);
                 compare(&rows, &keys, head, seen.clone(), &mut scores);
             }
             Some([keys, values]) => {

@@ -26,8 +26,8 @@ pub(super) struct Asked {
     /// `[N, dim]`.
     pub high: Vec<i8>,
     pub low: Vec<i8>,
-    /// Of each group of 32, `[N, dim / 32]`: the sum of its integers.
-    pub sums: Vec<i32>,
+    /// Of each group of 32, `[N, dim / 32]`: the sums of its high and its low digits.
+    pub sums: Vec<[i32; 2]>,
     /// `[N]`.
     pub scales: Vec<f32>,
     pub dim: usize,
@@ -40,7 +40,7 @@ impl Asked {
         self.dim = dim;
         self.high.resize(count * dim, 0);
         self.low.resize(count * dim, 0);
-        self.sums.resize(count * groups, 0);
+        self.sums.resize(count * groups, [0; 2]);
         self.scales.clear();
         let rows = self.high.chunks_exact_mut(dim).zip(self.low.chunks_exact_mut(dim));
         for ((query, (high, low)), sums) in queries.zip(rows).zip(self.sums.chunks_exact_mut(groups)) {
@@ -54,13 +54,14 @@ impl Asked {
 }
 
 wide! {
-    fn split(integers: &[i32], high: &mut [i8], low: &mut [i8], sums: &mut [i32]) {
-        for ((integer, high), low) in integers.iter().zip(high).zip(low) {
+    fn split(integers: &[i32], high: &mut [i8], low: &mut [i8], sums: &mut [[i32; 2]]) {
+        for ((integer, high), low) in integers.iter().zip(&mut *high).zip(&mut *low) {
             *low = *integer as i8;
             *high = ((*integer + 128) >> 8) as i8;
         }
-        for (sum, group) in sums.iter_mut().zip(integers.as_chunks::<GROUP>().0) {
-            *sum = group.iter().sum();
+        let groups = high.as_chunks::<GROUP>().0.iter().zip(low.as_chunks::<GROUP>().0);
+        for (sums, (high, low)) in sums.iter_mut().zip(groups) {
+            *sums = [high.iter().map(|digit| i32::from(*digit)).sum(), low.iter().map(|digit| i32::from(*digit)).sum()];
         }
     }
 }

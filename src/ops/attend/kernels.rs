@@ -137,10 +137,19 @@ wide! {
 }
 
 wide! {
-    /// `sum = sum * a + part * b`.
-    pub(super) fn blend(sums: &mut [f32], a: f32, part: &[f32], b: f32) {
-        for (sum, part) in sums.iter_mut().zip(part) {
-            *sum = sum.mul_add(a, part * b);
+    /// Adds a block's `part` to `sums`, for all of the `queries` from number `first` on. Of both there are all maxima, all sums,
+    /// then all weighted sums, `width` of a query.
+    pub(super) fn fold(sums: &mut [f32], part: &[f32], queries: usize, first: usize, width: usize) {
+        for query in first..queries {
+            let (old, new) = (sums[query], part[query]);
+            let most = old.max(new);
+            let (a, b) = (exp(old - most), exp(new - most));
+            sums[query] = most;
+            sums[queries + query] = sums[queries + query] * a + part[queries + query] * b;
+            let row = 2 * queries + query * width..2 * queries + (query + 1) * width;
+            for (sum, part) in sums[row.clone()].iter_mut().zip(&part[row]) {
+                *sum = sum.mul_add(a, part * b);
+            }
         }
     }
 }

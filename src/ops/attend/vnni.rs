@@ -3,6 +3,9 @@
 //! Keys are transposed sixteen at a time, so that lanes are keys and a group's scales are one vector; queries meet them as
 //! broadcasts of four bytes, in two digits. Values are interleaved four positions at a time, so that lanes are dimensions; the
 //! weights of four positions meet them as broadcasts, in two digits as well.
+//!
+//! What comes next is asked for all the while and evenly: a core has sixteen lines under way at most, and what is in the
+//! second-level cache waits for one of their places, too.
 
 // Arrays of registers: counted loops are unrolled, adapters around closures are not compiled for these instructions.
 #![allow(clippy::needless_range_loop)]
@@ -19,15 +22,27 @@ use std::{arch::x86_64::*, cell::RefCell};
 
 /// Sets of sixteen keys that meet the same broadcasts of queries.
 const SETS: usize = 2;
-/// Positions in a quad, and quads in a block.
+/// Words of four codes in a group.
+const WORDS: usize = GROUP / 4;
+/// Positions in a quad.
 const QUAD: usize = 4;
-const QUADS: usize = BLOCK / QUAD;
+/// Quads in a strip: its values stay in the first-level cache until all queries have met them.
+const STRIP: usize = 16;
+/// 1.5 * 2^23: what is added to its bits as an integer is added to it.
+const ROUND: f32 = 12_582_912.0;
 
-/// A block of values and weights, in the order in which they meet.
+/// The weights of a strip for two groups: of each quad the low digits for the one and the other, then the high ones.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Weights([[[i32; 2]; 2]; STRIP]);
+
+/// Two groups of a strip, in the order in which values and weights meet.
 struct Tile {
-    values: [[__m512i; 4]; QUADS],
-    /// Of each query the two digits of the weights of each quad, for two groups.
-    weights: Vec<[[i64; QUADS]; 2]>,
+    values: [[__m512i; 4]; STRIP],
+    /// Of each query.
+    weights: Vec<Weights>,
+    /// Of each two groups and query the sums with low and high digits, of all strips so far.
+    totals: Vec<[[__m512i; 2]; 4]>,
 }
 
 thread_local! {
@@ -52,59 +67,54 @@ pub(super) unsafe fn compare<const N: usize>(
     let query_scales = &asked.scales[first..first + N];
     // Codes are integers plus 128, or plus 15.
     let bias = if bits == 8 { 128 } else { 15 };
-    let mut excess = [[0; N]; MOST / GROUP];
+    let mut starts = [[[0; 2]; N]; MOST / GROUP];
     for (n, sums) in asked.sums[first * groups..].chunks_exact(groups).enumerate().take(N) {
-        for (excess, sum) in excess.iter_mut().zip(sums) {
-            excess[n] = -bias * sum;
+        for (starts, sums) in starts.iter_mut().zip(sums) {
+            starts[n] = [ROUND.to_bits() as i32 - bias * sums[0], ROUND.to_bits() as i32 - bias * sums[1]];
         }
     }
-    let index = _mm512_mullo_epi32(
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-        _mm512_set1_epi32(keys.row as i32),
-    );
+    let steps = rows.len() / (SETS * 16 * keys.row) * groups * N.div_ceil(4);
+    let lines = next.len().div_ceil(64 * steps.max(1));
+    let mut ahead = Ahead::new(next, steps * lines);
+    // The compiler would unroll the loop over words, and then take one query after the other: sums that wait for each other.
+    let words = std::hint::black_box(WORDS);
+    let mut scales = [[[_mm512_setzero_ps(); 2]; MOST / 64]; SETS];
     for (number, rows) in rows.chunks_exact(SETS * 16 * keys.row).enumerate() {
-        let next = next.as_ptr().wrapping_add(number * rows.len());
         let set = rows.len() / SETS;
         let mut sums = [[_mm512_setzero_ps(); SETS]; N];
-        for pair in 0..groups / 2 {
-            let mut scales = [[_mm512_setzero_ps(); SETS]; 2];
-            for k in 0..SETS {
-                // SAFETY: sixteen rows with four bytes of scales each at this place.
-                let both = unsafe {
-                    let at = rows.as_ptr().add(k * set + dim * bits / 8 + 4 * pair);
-                    _mm512_i32gather_epi32::<1>(index, at.cast())
-                };
-                scales[0][k] = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(both));
-                scales[1][k] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536)));
+        for k in 0..SETS {
+            // SAFETY: sixteen rows with two bytes of scales a group behind the codes.
+            unsafe {
+                let at = rows.as_ptr().add(k * set + dim * bits / 8);
+                codes::scales(at, keys.row, &mut scales[k][..groups / 2]);
             }
+        }
+        for pair in 0..groups / 2 {
             for odd in 0..2 {
                 let group = 2 * pair + odd;
-                let mut tile = [[_mm512_setzero_si512(); 8]; SETS];
+                let mut tile = [[_mm512_setzero_si512(); SETS]; WORDS];
                 for k in 0..SETS {
                     // SAFETY: sixteen rows, of which this group's codes are read.
-                    tile[k] = unsafe {
+                    let codes = unsafe {
                         let at = rows.as_ptr().add(k * set + group * GROUP * bits / 8);
                         if bits == 8 { bytes(at, keys.row) } else { nibbles(at, keys.row) }
                     };
+                    for word in 0..WORDS {
+                        tile[word][k] = codes[word];
+                    }
                 }
-                for n in 0..N {
-                    // Little by little, since only so many lines can be under way.
-                    let piece = rows.len() / (groups * N);
-                    fetch(next.wrapping_add((group * N + n) * piece), piece);
-                    let (high, low) = (words(&high[n * groups + group]), words(&low[n * groups + group]));
-                    let mut h = [_mm512_setzero_si512(); SETS];
-                    let mut l = [_mm512_set1_epi32(excess[group][n]); SETS];
-                    for word in 0..8 {
-                        let (high, low) = (_mm512_set1_epi32(high[word]), _mm512_set1_epi32(low[word]));
-                        for k in 0..SETS {
-                            h[k] = _mm512_dpbusd_epi32(h[k], tile[k][word], high);
-                            l[k] = _mm512_dpbusd_epi32(l[k], tile[k][word], low);
-                        }
+                let (tile, scales) = (&tile[..words], [scales[0][pair][odd], scales[1][pair][odd]]);
+                let digits = [&high[group..], &low[group..]];
+                let mut n = 0;
+                while n < N {
+                    for _ in 0..lines {
+                        ahead.fetch();
                     }
-                    for k in 0..SETS {
-                        let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(h[k]), l[k]));
-                        sums[n][k] = _mm512_fmadd_ps(dot, scales[odd][k], sums[n][k]);
-                    }
+                    n += match N - n {
+                        4.. => dots::<4>(tile, scales, n, digits, groups, &starts[group], &mut sums),
+                        2.. => dots::<2>(tile, scales, n, digits, groups, &starts[group], &mut sums),
+                        _ => dots::<1>(tile, scales, n, digits, groups, &starts[group], &mut sums),
+                    };
                 }
             }
         }
@@ -119,18 +129,73 @@ pub(super) unsafe fn compare<const N: usize>(
     }
 }
 
-/// Four digits in each word.
-#[inline(always)]
-fn words(digits: &[i8; GROUP]) -> [i32; GROUP / 4] {
-    bytemuck::cast(*digits)
+/// Adds the products of `M` queries from number `n` on with a group. Of a query, the digits are `groups` apart.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn dots<const M: usize>(
+    tile: &[[__m512i; SETS]],
+    scales: [__m512; SETS],
+    n: usize,
+    [high, low]: [&[[i8; GROUP]]; 2],
+    groups: usize,
+    starts: &[[i32; 2]],
+    sums: &mut [[__m512; SETS]],
+) -> usize {
+    let mut dots = [[[_mm512_setzero_si512(); SETS]; 2]; M];
+    let mut digits: [[&[[u8; 4]]; 2]; M] = [[&[]; 2]; M];
+    for m in 0..M {
+        let at = (n + m) * groups;
+        digits[m] = [&four(&high[at])[..tile.len()], &four(&low[at])[..tile.len()]];
+        for digit in 0..2 {
+            dots[m][digit] = [_mm512_set1_epi32(starts[n + m][digit]); SETS];
+        }
+    }
+    for (word, tile) in tile.iter().enumerate() {
+        for m in 0..M {
+            for digit in 0..2 {
+                let query = _mm512_set1_epi32(i32::from_le_bytes(digits[m][digit][word]));
+                for k in 0..SETS {
+                    dots[m][digit][k] = _mm512_dpbusd_epi32(dots[m][digit][k], tile[k], query);
+                }
+            }
+        }
+    }
+    for m in 0..M {
+        for k in 0..SETS {
+            // `256 * high + low`, rounded once: each is an integer beside ROUND, of which 256 parts and one cancel.
+            let [high, low] = dots[m];
+            let high = _mm512_sub_ps(_mm512_castsi512_ps(high[k]), _mm512_set1_ps(ROUND + ROUND / 256.0));
+            let dot = _mm512_fmadd_ps(high, _mm512_set1_ps(256.0), _mm512_castsi512_ps(low[k]));
+            sums[n + m][k] = _mm512_fmadd_ps(dot, scales[k], sums[n + m][k]);
+        }
+    }
+    M
 }
 
-/// Asks for the lines that begin in some memory, which may be anywhere, into the second-level cache.
+/// Four digits in each word.
 #[inline(always)]
-fn fetch(at: *const u8, bytes: usize) {
-    for line in ((at as usize).wrapping_neg() % 64..bytes).step_by(64) {
+fn four(digits: &[i8; GROUP]) -> &[[u8; 4]; WORDS] {
+    bytemuck::cast_ref(digits)
+}
+
+/// Memory that is asked for evenly.
+struct Ahead {
+    at: *const u8,
+    stride: usize,
+}
+
+impl Ahead {
+    /// All of `next` in so many calls; less than a line a call, some of them are asked for twice.
+    fn new(next: &[u8], calls: usize) -> Self {
+        Self { at: next.as_ptr(), stride: next.len().div_ceil(calls.max(1)) }
+    }
+
+    /// Asks for a line more, into the second-level cache.
+    #[inline(always)]
+    fn fetch(&mut self) {
         // SAFETY: a hint reads nothing, and every processor with AVX-512 has it.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(line).cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.cast()) };
+        self.at = self.at.wrapping_add(self.stride);
     }
 }
 
@@ -149,99 +214,94 @@ pub(super) unsafe fn collect<const N: usize>(
     factors: &mut Factors,
 ) {
     let (dim, bits, stride) = (values.dim.min(MOST), values.bits, values.row);
-    let count = rows.len() / stride;
-    let quads = (count / QUAD).min(QUADS);
     // SAFETY: passed on.
     unsafe { scales(values, rows, factors) };
     TILE.with_borrow_mut(|tile| {
+        let zero = _mm512_setzero_si512();
         let tile = tile.get_or_insert_with(|| {
-            let zero = _mm512_setzero_si512();
-            Box::new(Tile { values: [[zero; 4]; QUADS], weights: Vec::new() })
+            Box::new(Tile { values: [[zero; 4]; STRIP], weights: Vec::new(), totals: Vec::new() })
         });
-        tile.weights.resize(N.max(tile.weights.len()), [[0; QUADS]; 2]);
-        // A third of what is wanted next is asked for while values are interleaved, the rest while they meet weights.
-        let steps = dim / 64 * quads.max(1);
-        let [ahead, piece] = [rows.len() / 3 / steps, rows.len() * 2 / 3 / (steps * N.div_ceil(2))];
-        let [early, late] = [0, rows.len() / 3].map(|at| next.as_ptr().wrapping_add(at));
-        for pair in 0..dim / 64 {
-            for quad in 0..quads {
-                fetch(early.wrapping_add((pair * quads + quad) * ahead), ahead);
-                let mut four = [_mm512_setzero_si512(); QUAD];
-                for row in 0..QUAD {
-                    // SAFETY: rows of the block, of which 64 values are read.
-                    four[row] = unsafe {
-                        spread(rows.as_ptr().add((place(quad) * QUAD + row) * stride + pair * 8 * bits), bits)
+        tile.weights.resize(N.max(tile.weights.len()), Weights([[[0; 2]; 2]; STRIP]));
+        tile.totals.clear();
+        tile.totals.resize(dim / 64 * N, [[zero; 2]; 4]);
+        // A line a quad is asked for by each two queries and while weights become integers, the rest by the interleaving.
+        let quads = dim / 64 * (rows.len() / stride / QUAD);
+        let others = quads * (N.div_ceil(2) + 1);
+        let early = next.len().div_ceil(64).saturating_sub(others).div_ceil(quads.max(1)).max(1);
+        let mut ahead = Ahead::new(next, quads * early + others);
+        for (strip, rows) in rows.chunks_exact(STRIP * QUAD * stride).enumerate() {
+            for pair in 0..dim / 64 {
+                for (rows, values) in rows.chunks_exact(QUAD * stride).zip(&mut tile.values) {
+                    for _ in 0..early {
+                        ahead.fetch();
+                    }
+                    let mut four = [_mm512_setzero_si512(); QUAD];
+                    for row in 0..QUAD {
+                        // SAFETY: rows of the block, of which 64 values are read.
+                        four[row] = unsafe { spread(rows.as_ptr().add(row * stride + pair * 8 * bits), bits) };
+                    }
+                    *values = interleaved(four);
+                }
+                let factors = [&factors.each[2 * pair], &factors.each[2 * pair + 1]];
+                whole(weights, STRIP * QUAD * strip, factors, &mut tile.weights, &mut ahead);
+                let mut n = 0;
+                while n < N {
+                    let (weights, totals) = (&tile.weights[n..], &mut tile.totals[pair * N + n..]);
+                    n += match N - n {
+                        2.. => meet::<2>(&tile.values, weights, totals, &mut ahead),
+                        _ => meet::<1>(&tile.values, weights, totals, &mut ahead),
                     };
                 }
-                tile.values[quad] = interleaved(four);
             }
-            let each = &factors.each[2 * pair..2 * pair + 2];
-            for (weights, to) in weights.iter().zip(&mut tile.weights) {
-                whole(&weights[..count], [&each[0][..count], &each[1][..count]], to);
-            }
-            let (even, odd) = (_mm512_set1_ps(factors.back[2 * pair]), _mm512_set1_ps(factors.back[2 * pair + 1]));
-            let back = _mm512_mask_blend_ps(0xaaaa, even, odd);
-            let (values, mut n) = (&tile.values[..quads], 0);
-            while n < N {
-                let next = late.wrapping_add((pair * N.div_ceil(2) + n / 2) * quads * piece);
-                let sums = &mut sums[n * width + 64 * pair..];
-                n += if N - n > 1 {
-                    meet::<2>(values, &tile.weights[n..], back, sums, width, next, piece)
-                } else {
-                    meet::<1>(values, &tile.weights[n..], back, sums, width, next, piece)
-                };
+        }
+        for pair in 0..dim / 64 {
+            for n in 0..N {
+                results(&tile.totals[pair * N + n], &factors.back[2 * pair..], &mut sums[n * width + 64 * pair..]);
             }
         }
     });
 }
 
-/// The weighted sums of 64 values for `M` queries.
+/// Adds 64 values of each position of a strip, times their weights, to the totals of `M` queries.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn meet<const M: usize>(
-    values: &[[__m512i; 4]],
-    weights: &[[[i64; QUADS]; 2]],
-    back: __m512,
-    sums: &mut [f32],
-    width: usize,
-    next: *const u8,
-    ahead: usize,
+    values: &[[__m512i; 4]; STRIP],
+    weights: &[Weights],
+    to: &mut [[[__m512i; 2]; 4]],
+    ahead: &mut Ahead,
 ) -> usize {
-    let Some(weights) = weights.first_chunk::<M>() else { return M };
-    let mut totals = [[[_mm512_setzero_si512(); 2]; 4]; M];
+    let (Some(weights), Some(to)) = (weights.first_chunk::<M>(), to.first_chunk_mut::<M>()) else { return M };
+    let mut totals = *to;
     for (quad, values) in values.iter().enumerate() {
-        fetch(next.wrapping_add(quad * ahead), ahead);
+        ahead.fetch();
         for n in 0..M {
             for digit in 0..2 {
-                let weight = _mm512_set1_epi64(weights[n][digit][quad]);
-                for part in 0..4 {
-                    totals[n][part][digit] = _mm512_dpbusd_epi32(totals[n][part][digit], weight, values[part]);
+                for group in 0..2 {
+                    let weight = _mm512_set1_epi32(weights[n].0[quad][digit][group]);
+                    for part in [group, group + 2] {
+                        totals[n][part][digit] = _mm512_dpbusd_epi32(totals[n][part][digit], weight, values[part]);
+                    }
                 }
             }
         }
     }
-    let natural = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    for n in 0..M {
-        for part in 0..4 {
-            let [high, low] = totals[n][part];
-            let total = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), low);
-            let result = _mm512_mul_ps(_mm512_cvtepi32_ps(total), back);
-            let mut out = [0f32; 16];
-            // SAFETY: sixteen values.
-            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_permutexvar_ps(natural, result)) };
-            for (out, sums) in out.as_chunks::<4>().0.iter().zip(sums[n * width..][..64].chunks_exact_mut(16)) {
-                sums[4 * part..4 * part + 4].copy_from_slice(out);
-            }
-        }
-    }
+    *to = totals;
     M
 }
 
-/// The quad of four positions that comes as number `index`, which is how [`whole`] leaves the weights: sixteen at a time.
-#[inline(always)]
-fn place(index: usize) -> usize {
-    let (base, index) = (index / 16 * 16, index % 16);
-    base + index / 8 * 8 + 4 * (index % 2) + index / 2 % 4
+/// Writes 64 weighted sums.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn results(totals: &[[__m512i; 2]; 4], back: &[f32], sums: &mut [f32]) {
+    for part in 0..4 {
+        let [low, high] = totals[part];
+        let total = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), low);
+        let result = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(back[part % 2]));
+        let to = &mut sums[part % 2 * 32 + part / 2 * 16..][..16];
+        // SAFETY: sixteen values.
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), result) };
+    }
 }
 
 /// The scales of a block's values.
@@ -251,22 +311,16 @@ fn place(index: usize) -> usize {
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn scales(values: &Rounded<'_>, rows: &[u8], factors: &mut Factors) {
-    let index = _mm512_mullo_epi32(
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-        _mm512_set1_epi32(values.row as i32),
-    );
-    for pair in 0..values.dim / 64 {
-        for (number, rows) in rows.chunks_exact(16 * values.row).enumerate() {
-            // SAFETY: sixteen rows with four bytes of scales each at this place.
-            let both = unsafe {
-                let at = rows.as_ptr().add(values.dim * values.bits / 8 + 4 * pair);
-                _mm512_i32gather_epi32::<1>(index, at.cast())
-            };
-            let halves = [_mm512_slli_epi32::<16>(both), _mm512_and_si512(both, _mm512_set1_epi32(-65536))];
-            for (odd, half) in halves.into_iter().enumerate() {
+    let mut some = [[_mm512_setzero_ps(); 2]; MOST / 64];
+    let some = &mut some[..values.dim / 64];
+    for (number, rows) in rows.chunks_exact(16 * values.row).enumerate() {
+        // SAFETY: sixteen rows with two bytes of scales a group behind the codes.
+        unsafe { codes::scales(rows.as_ptr().add(values.dim * values.bits / 8), values.row, some) };
+        for (pair, some) in some.iter().enumerate() {
+            for odd in 0..2 {
                 let to = &mut factors.each[2 * pair + odd][16 * number..16 * number + 16];
                 // SAFETY: sixteen values.
-                unsafe { _mm512_storeu_ps(to.as_mut_ptr(), _mm512_castsi512_ps(half)) };
+                unsafe { _mm512_storeu_ps(to.as_mut_ptr(), some[odd]) };
             }
         }
     }
@@ -275,39 +329,37 @@ unsafe fn scales(values: &Rounded<'_>, rows: &[u8], factors: &mut Factors) {
     }
 }
 
-/// Weights times the factors of two groups, as integers of two digits, quad by quad in the order of [`place`].
+/// Weights of a strip times the factors of two groups, as integers of two digits.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn whole(weights: &[f32], factors: [&[f32]; 2], to: &mut [[i64; QUADS]; 2]) {
-    let low_bytes = _mm512_set1_epi16(255);
-    for (number, weights) in weights.as_chunks::<64>().0.iter().enumerate() {
-        let mut digits = [[_mm512_setzero_si512(); 2]; 2];
-        for group in 0..2 {
-            let factors = &factors[group][64 * number..64 * number + 64];
-            let mut integers = [_mm512_setzero_si512(); 4];
-            for part in 0..4 {
-                // SAFETY: sixteen values of 64.
-                let (weight, factor) = unsafe {
-                    (_mm512_loadu_ps(weights.as_ptr().add(16 * part)), _mm512_loadu_ps(factors.as_ptr().add(16 * part)))
-                };
-                integers[part] = _mm512_cvtps_epi32(_mm512_mul_ps(weight, factor));
-            }
-            let a = _mm512_packus_epi32(integers[0], integers[1]);
-            let b = _mm512_packus_epi32(integers[2], integers[3]);
-            digits[group] = [
-                _mm512_packus_epi16(_mm512_srli_epi16::<8>(a), _mm512_srli_epi16::<8>(b)),
-                _mm512_packus_epi16(_mm512_and_si512(a, low_bytes), _mm512_and_si512(b, low_bytes)),
-            ];
+fn whole<const N: usize>(
+    weights: &[[f32; BLOCK]; N],
+    first: usize,
+    factors: [&[f32; BLOCK]; 2],
+    to: &mut [Weights],
+    ahead: &mut Ahead,
+) {
+    // The low bytes of four integers, then the high ones; behind each is room for the other group's.
+    let even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13, -1, -1, -1, -1));
+    let odd = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13));
+    let Some(to) = to.first_chunk_mut::<N>() else { return };
+    for step in 0..STRIP / 4 {
+        let at = first + 16 * step;
+        for _ in 0..4 {
+            ahead.fetch();
         }
-        for digit in 0..2 {
-            let (even, odd) = (digits[0][digit], digits[1][digit]);
-            for (half, quads) in
-                [_mm512_unpacklo_epi32(even, odd), _mm512_unpackhi_epi32(even, odd)].into_iter().enumerate()
-            {
-                let to = &mut to[digit][16 * number + 8 * half..][..8];
-                // SAFETY: eight values.
-                unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), quads) };
-            }
+        let [a, b] = factors;
+        let (a, b) = (&a[at..at + 16], &b[at..at + 16]);
+        // SAFETY: sixteen values each.
+        let (a, b) = unsafe { (_mm512_loadu_ps(a.as_ptr()), _mm512_loadu_ps(b.as_ptr())) };
+        for n in 0..N {
+            // SAFETY: sixteen values.
+            let weights = unsafe { _mm512_loadu_ps(weights[n][at..at + 16].as_ptr()) };
+            let (a, b) = (_mm512_mul_ps(weights, a), _mm512_mul_ps(weights, b));
+            let a = _mm512_shuffle_epi8(_mm512_cvtps_epi32(a), even);
+            let b = _mm512_shuffle_epi8(_mm512_cvtps_epi32(b), odd);
+            // SAFETY: the weights of four quads are 64 bytes.
+            unsafe { _mm512_storeu_si512(to[n].0[4 * step..][..4].as_mut_ptr().cast(), _mm512_or_si512(a, b)) };
         }
     }
 }

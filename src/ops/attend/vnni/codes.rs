@@ -40,6 +40,24 @@ pub(super) unsafe fn bytes(at: *const u8, stride: usize) -> [__m512i; 8] {
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn nibbles(at: *const u8, stride: usize) -> [__m512i; 8] {
+    // SAFETY: passed on.
+    let words = unsafe { columns(at, stride) };
+    let mask = _mm512_set1_epi8(30);
+    let mut out = [_mm512_setzero_si512(); 8];
+    for word in 0..4 {
+        out[word] = _mm512_and_si512(_mm512_slli_epi16::<1>(words[word]), mask);
+        out[word + 4] = _mm512_and_si512(_mm512_srli_epi16::<3>(words[word]), mask);
+    }
+    out
+}
+
+/// Four words of sixteen rows: vector `w` has word `w` of each row.
+///
+/// # Safety
+/// 16 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn columns(at: *const u8, stride: usize) -> [__m512i; 4] {
     let mut rows = [_mm512_setzero_si512(); 4];
     for row in 0..4 {
         // SAFETY: passed on.
@@ -51,14 +69,38 @@ pub(super) unsafe fn nibbles(at: *const u8, stride: usize) -> [__m512i; 8] {
             rows[row] = _mm512_inserti32x4::<3>(whole, _mm_loadu_si128(at.add(12 * stride).cast()));
         }
     }
-    let words = transposed(rows);
-    let mask = _mm512_set1_epi8(30);
-    let mut out = [_mm512_setzero_si512(); 8];
-    for word in 0..4 {
-        out[word] = _mm512_and_si512(_mm512_slli_epi16::<1>(words[word]), mask);
-        out[word + 4] = _mm512_and_si512(_mm512_srli_epi16::<3>(words[word]), mask);
+    transposed(rows)
+}
+
+/// The scales of sixteen rows, as f32, two for each of `to`.
+///
+/// # Safety
+/// As many words at `at` and at each of the 15 multiples of `stride` behind it can be read.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub(super) unsafe fn scales(at: *const u8, stride: usize, to: &mut [[__m512; 2]]) {
+    let index = _mm512_mullo_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+        _mm512_set1_epi32(stride as i32),
+    );
+    for (number, to) in to.chunks_mut(4).enumerate() {
+        let at = at.wrapping_add(16 * number);
+        let mut words = [_mm512_setzero_si512(); 4];
+        // SAFETY: passed on: four words a row, or those of `to`.
+        unsafe {
+            if to.len() == 4 {
+                words = columns(at, stride);
+            } else {
+                for pair in 0..to.len() {
+                    words[pair] = _mm512_i32gather_epi32::<1>(index, at.add(4 * pair).cast());
+                }
+            }
+        }
+        for (to, both) in to.iter_mut().zip(words) {
+            to[0] = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(both));
+            to[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536)));
+        }
     }
-    out
 }
 
 /// In each quarter, word `w` of vector `v` becomes word `v` of vector `w`.
@@ -91,22 +133,24 @@ pub(super) unsafe fn spread(at: *const u8, bits: usize) -> __m512i {
     _mm512_sub_epi8(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(15))
 }
 
-/// Four rows of 64 values: each lane gets one value of all four; even lanes are of the first 32, odd ones of the others.
+/// Four rows of 64 values, those of two groups in turn: each lane gets one value of all four. In the first and third vector
+/// are the halves of the first 32 values, in the others of the second.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(super) fn interleaved([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
+pub(super) fn interleaved(mut rows: [__m512i; 4]) -> [__m512i; 4] {
+    // Each quarter: four values of the first group, of the second, and again. What is put together from here on are bytes of
+    // two rows, which is why this comes first: processors and compilers have no shorter way.
+    let order = _mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
+    for row in 0..4 {
+        rows[row] = _mm512_permutexvar_epi32(order, rows[row]);
+    }
+    let [a, b, c, d] = rows;
     let lows = (_mm512_unpacklo_epi8(a, b), _mm512_unpacklo_epi8(c, d));
     let highs = (_mm512_unpackhi_epi8(a, b), _mm512_unpackhi_epi8(c, d));
-    let order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    let parts = [
+    [
         _mm512_unpacklo_epi16(lows.0, lows.1),
         _mm512_unpackhi_epi16(lows.0, lows.1),
         _mm512_unpacklo_epi16(highs.0, highs.1),
         _mm512_unpackhi_epi16(highs.0, highs.1),
-    ];
-    let mut out = parts;
-    for part in 0..4 {
-        out[part] = _mm512_permutexvar_epi32(order, parts[part]);
-    }
-    out
+    ]
 }
