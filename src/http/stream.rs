@@ -97,6 +97,8 @@ pub fn later(
         };
         while let Some(Ok(bytes)) = body.next().await {
             out.0.lock().extend_from_slice(&bytes);
+            // Sent before more is taken: what the body holds stays its own, and counted, until the client wants it.
+            tokio::task::yield_now().await;
         }
     })
 }
@@ -200,5 +202,22 @@ mod tests {
         assert_eq!(Arc::strong_count(&alive), 2);
         drop(body);
         assert_eq!(Arc::strong_count(&alive), 1);
+    }
+
+    #[tokio::test]
+    async fn a_body_that_waited_is_taken_piece_by_piece() {
+        let taken = Arc::new(Mutex::new(0));
+        let count = taken.clone();
+        let pieces = tokio_stream::iter(0..3).map(move |piece| {
+            *count.lock() += 1;
+            Ok::<_, Infallible>(Bytes::from(format!("{piece}")))
+        });
+        let answer = async move { Ok(Body::from_stream(pieces).into_response()) };
+        let mut body = later(answer, |_, _| {}).into_body().into_data_stream();
+        for piece in 0..3 {
+            assert_eq!(body.next().await.unwrap().unwrap(), piece.to_string());
+            assert_eq!(*taken.lock(), piece + 1);
+        }
+        assert!(body.next().await.is_none());
     }
 }
