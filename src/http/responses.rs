@@ -18,7 +18,7 @@ use super::{
     access::{RequestLog, unique},
     api_error::ApiError,
     body,
-    budget::{self, Share},
+    budget::Share,
     fields, held,
     stream::Frames,
     wire,
@@ -58,12 +58,18 @@ async fn reply(
     mut request: ResponsesRequest,
     mut share: Share,
 ) -> Result<Response, ApiError> {
-    let history = match &request.previous_response_id {
-        Some(id) => door.responses.history(id).ok_or_else(|| ApiError::no_such_response(id, "previous_response_id"))?,
-        None => Vec::new(),
-    };
     // The items are translated.
-    share.add(share.bytes() + 2 * budget::rendered(&history))?;
+    let mut count = |bytes: usize| share.add(share.bytes() + 2 * bytes);
+    let history = match &request.previous_response_id {
+        Some(id) => {
+            let kept = door.responses.history(id, count)?;
+            kept.ok_or_else(|| ApiError::no_such_response(id, "previous_response_id"))?
+        }
+        None => {
+            count(0)?;
+            Vec::new()
+        }
+    };
     let input = request.input(&door.responses, &mut share)?;
     let answer = Answer::new(format!("resp_{}", unique()), &app, &request, door.clone(), input.clone());
     let mut told = door.budget.share();

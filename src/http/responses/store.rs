@@ -1,7 +1,10 @@
 //! Responses that clients may come back to: in the requests' memory, and a part of it. Those that were not used for longest
 //! go first.
 
-use crate::http::budget::{Budget, Share};
+use crate::http::{
+    api_error::ApiError,
+    budget::{self, Budget, Share},
+};
 use axum::body::Bytes;
 use parking_lot::Mutex;
 use serde_json::Value;
@@ -101,7 +104,14 @@ impl Store {
     }
 
     /// All items up to the end of response `id`, oldest first. `None` if it, or one that it goes on from, is not kept.
-    pub fn history(&self, id: &str) -> Option<Vec<Value>> {
+    ///
+    /// # Errors
+    /// `count`'s, which is asked for the memory of what is copied, before it is.
+    pub fn history(
+        &self,
+        id: &str,
+        count: impl FnOnce(usize) -> Result<(), ApiError>,
+    ) -> Result<Option<Vec<Value>>, ApiError> {
         let mut shelf = self.shelf.lock();
         let (mut chain, mut next) = (Vec::new(), Some(id.to_owned()));
         let mut whole = true;
@@ -112,15 +122,15 @@ impl Store {
                 break;
             };
             next = kept.previous.clone();
-            let mut items = kept.input.clone();
-            items.extend_from_slice(&kept.output);
-            chain.push((items, kept));
+            chain.push(kept);
         }
         // They were used last, the newest the very last: the next turn asks for it by its name.
         chain.reverse();
-        let (items, kept): (Vec<_>, Vec<_>) = chain.into_iter().unzip();
-        shelf.kept.extend(kept);
-        whole.then(|| items.concat())
+        let items = || chain.iter().flat_map(|kept| kept.input.iter().chain(&kept.output));
+        let counted = if whole { count(budget::rendered(items())) } else { Ok(()) };
+        let history = (whole && counted.is_ok()).then(|| items().cloned().collect());
+        shelf.kept.extend(chain);
+        counted.map(|()| history)
     }
 
     /// An item of the output of some response.
@@ -162,10 +172,13 @@ mod tests {
         store.keep(None, vec![json!("q1")], &response("a"));
         store.keep(Some("a".into()), vec![json!("q2"), json!("q3")], &response("b"));
         let wanted = [json!("q1"), json!({"id": "item-a"}), json!("q2"), json!("q3"), json!({"id": "item-b"})];
-        assert_eq!(store.history("b").unwrap(), wanted);
+        let all = |_| Ok(());
+        assert_eq!(store.history("b", all).unwrap().unwrap(), wanted);
+        let refused = store.history("b", |bytes| Err(ApiError::too_large(bytes))).unwrap_err();
+        assert_eq!(refused.message(), ApiError::too_large(budget::rendered(&wanted)).message(), "all of it is counted");
         assert_eq!(store.item("item-a"), Some(json!({"id": "item-a"})));
         assert!(store.remove("a") && !store.remove("a"));
-        assert_eq!(store.history("b"), None);
+        assert_eq!(store.history("b", all).unwrap(), None);
         assert_eq!(store.get("b").unwrap(), response("b").to_string());
     }
 
@@ -174,12 +187,12 @@ mod tests {
         let store = store(2, usize::MAX);
         store.keep(None, Vec::new(), &response("a"));
         store.keep(None, Vec::new(), &response("b"));
-        store.history("a");
+        store.history("a", |_| Ok(())).unwrap();
         store.keep(None, Vec::new(), &response("c"));
         assert!(store.get("a").is_some() && store.get("b").is_none() && store.get("c").is_some());
         // Of a chain the newest is the last to go.
         store.keep(Some("c".into()), Vec::new(), &response("d"));
-        store.history("d");
+        store.history("d", |_| Ok(())).unwrap();
         store.keep(None, Vec::new(), &response("e"));
         assert!(store.get("c").is_none() && store.get("d").is_some());
     }
