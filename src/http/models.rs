@@ -86,7 +86,8 @@ pub struct Stage {
     leaving: Arc<sync::Mutex<()>>,
     /// Somebody waits, or a model has come.
     changed: Notify,
-    found: Mutex<Option<(Instant, Arc<Vec<Listed>>)>>,
+    /// Held while the models are looked up: one look at a time, whose list all have who waited for it.
+    found: Arc<sync::Mutex<Option<(Instant, Arc<Vec<Listed>>)>>>,
 }
 
 impl Stage {
@@ -145,13 +146,19 @@ impl Stage {
     /// The models on this machine; looked up at most every five seconds.
     pub async fn listed(&self) -> Arc<Vec<Listed>> {
         let Some(loader) = self.loader.clone() else { return Arc::default() };
-        let found = self.found.lock().clone();
-        if let Some((_, list)) = found.filter(|(at, _)| at.elapsed() < FRESH) {
-            return list;
+        let mut found = self.found.clone().lock_owned().await;
+        if let Some((at, list)) = &*found
+            && at.elapsed() < FRESH
+        {
+            return list.clone();
         }
-        let list = Arc::new(spawn_blocking(move || loader.list()).await.unwrap_or_default());
-        *self.found.lock() = Some((Instant::now(), list.clone()));
-        list
+        // A client that leaves does not end the look: the next one waits for it.
+        let look = move || {
+            let list = Arc::new(loader.list());
+            *found = Some((Instant::now(), list.clone()));
+            list
+        };
+        spawn_blocking(look).await.unwrap_or_default()
     }
 
     /// Empties the prompt cache: the model's that is loaded, and what any other has left on the disk.
@@ -282,5 +289,36 @@ impl Stage {
                 now.refuse(&id, &why);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    /// Takes a while to look, and counts.
+    struct Slow(Arc<AtomicUsize>);
+
+    impl Loader for Slow {
+        fn list(&self) -> Vec<Listed> {
+            self.0.fetch_add(1, Relaxed);
+            std::thread::sleep(Duration::from_millis(50));
+            Vec::new()
+        }
+
+        fn load(&self, _: &str) -> Result<Loaded, String> {
+            Err("there is none".into())
+        }
+    }
+
+    #[tokio::test]
+    async fn models_are_looked_up_once_however_many_ask_and_whoever_leaves() {
+        let looks = Arc::new(AtomicUsize::new(0));
+        let stage = Stage::new(Arc::new(Slow(looks.clone())), Times::default(), 1);
+        let gone = tokio::time::timeout(Duration::from_millis(5), stage.listed()).await;
+        assert!(gone.is_err());
+        tokio::join!(stage.listed(), stage.listed(), stage.listed());
+        assert_eq!(looks.load(Relaxed), 1);
     }
 }
