@@ -202,7 +202,12 @@ fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
             failed += usize::from(done.is_err());
             std::fs::write(&path, &bytes).unwrap();
             file.set_modified(modified).unwrap();
-            let (told, done) = ask(&handle, &ids, &sampling);
+            let (mut told, mut done) = ask(&handle, &ids, &sampling);
+            if done.is_err() {
+                // What was still being read ahead found the file half restored, and this answer waited for it.
+                assert!(told == whole[..told.len()], "{told:?}");
+                (told, done) = ask(&handle, &ids, &sampling);
+            }
             assert!(done.is_ok() && told == whole, "{done:?}: what was read in between was not mixed in");
         }
         assert!(failed > 0, "the test must not be empty");
