@@ -103,7 +103,7 @@ impl Cache {
         let files = Arc::new(files);
         inner.disk = Some(Disk {
             files: files.clone(),
-            limit: storage.limit - others,
+            limit: storage.limit.saturating_sub(others),
             bytes: 0,
             pages: HashMap::new(),
             recent: VecDeque::new(),

@@ -11,6 +11,7 @@
 //! file. A file gets its name when it is whole. Prompts are private, and so are these files.
 
 use super::{
+    live,
     read::{READERS, Reader, Room, SHARE},
     unfinished::{UNFINISHED, Unfinished, gone, is_abandoned, is_old, remove},
 };
@@ -26,7 +27,7 @@ use std::{
     borrow::Cow,
     fs::{self, OpenOptions},
     io::{self, Read},
-    os::unix::fs::{DirBuilderExt, FileExt},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{Arc, Weak},
     time::SystemTime,
@@ -47,6 +48,7 @@ pub struct Files {
     key: [u8; 32],
     size: SnapshotSize,
     reader: Reader,
+    _used: fs::File,
 }
 
 /// A state that was found or written.
@@ -62,12 +64,12 @@ impl Files {
     pub fn open(root: &Path, key: &str, size: SnapshotSize) -> io::Result<(Self, Vec<Filed>)> {
         let key: [u8; 32] = Sha256::digest(key).into();
         let dir = root.join(hex::encode(&key[..16]));
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
+        let used = live::enter(&dir)?;
         // A directory that cannot be written to fails here rather than at the first checkpoint.
         let probe = Unfinished::write(&dir.join("probe"), &[&[0; 4 * MAX_BLOCK]])?;
         let reader = Reader::trying(probe.path())?;
         drop(probe);
-        let files = Self { dir, key, size, reader };
+        let files = Self { dir, key, size, reader, _used: used };
         let mut found = Vec::new();
         for entry in fs::read_dir(&files.dir)? {
             let path = entry?.path();
@@ -86,22 +88,27 @@ impl Files {
         Ok((files, found))
     }
 
-    /// Leaves at most `most` bytes to other keys (models, devices, versions), those last written to; returns how many.
+    /// Leaves at most `most` bytes to other keys (models, devices, versions) that no server uses, those last written to;
+    /// returns how many all have left. A directory that cannot be looked at or removed stays: this one is none the worse for it.
     pub fn make_way(&self, root: &Path, most: u64) -> io::Result<u64> {
-        let mut others = Vec::new();
-        for path in keys(root)?.into_iter().filter(|path| *path != self.dir) {
+        let looked_at = |path: &PathBuf| {
             // Other servers give files their names meanwhile, and remove some.
             let len =
                 |entry: io::Result<fs::DirEntry>| entry.and_then(|entry| entry.metadata()).map_or(0, |meta| meta.len());
-            let bytes = fs::read_dir(&path)?.map(len).sum();
-            others.push((fs::metadata(&path)?.modified()?, path, bytes));
-        }
+            let bytes = fs::read_dir(path).map_or(0, |entries| entries.map(len).sum::<u64>());
+            (fs::metadata(path).and_then(|meta| meta.modified()).ok(), bytes)
+        };
+        let others = keys(root)?.into_iter().filter(|path| *path != self.dir);
+        let mut others: Vec<_> = others.map(|path| (looked_at(&path), path)).collect();
         others.sort();
-        let mut left: u64 = others.iter().map(|(_, _, bytes)| bytes).sum();
-        for (_, path, bytes) in others {
+        let mut left: u64 = others.iter().map(|((_, bytes), _)| bytes).sum();
+        for ((_, bytes), path) in others {
             if left > most {
-                fs::remove_dir_all(&path)?;
-                left -= bytes;
+                match live::remove_unused(&path) {
+                    Ok(true) => left -= bytes,
+                    Ok(false) => {}
+                    Err(error) => tracing::debug!(path = %path.display(), %error, "old checkpoints stay"),
+                }
             }
         }
         Ok(left)

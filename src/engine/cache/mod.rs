@@ -12,6 +12,7 @@
 mod disk;
 mod files;
 mod ledger;
+mod live;
 pub mod places;
 mod read;
 mod tree;

@@ -367,21 +367,6 @@ fn a_state_behind_no_tokens_is_of_no_use() {
 }
 
 #[test]
-fn other_models_go_until_the_rest_is_within_the_bound() {
-    let dir = tempfile::tempdir().unwrap();
-    let (own, _) = Files::open(dir.path(), "a model", SIZE).unwrap();
-    for name in ["a", "b", "c"] {
-        let other = dir.path().join(name.repeat(32));
-        fs::create_dir(&other).unwrap();
-        fs::write(other.join("file"), [0; 300]).unwrap();
-    }
-    for (most, left, others) in [(900, 900, 3), (899, 600, 2), (300, 300, 1), (299, 0, 0)] {
-        assert_eq!(own.make_way(dir.path(), most).unwrap(), left);
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1 + others, "{most} bytes");
-    }
-}
-
-#[test]
 fn a_page_whose_device_is_gone_is_no_error_of_the_disk() {
     let dir = tempfile::tempdir().unwrap();
     let (model, ids, snapshot) = super::super::tests::paged();
