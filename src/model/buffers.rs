@@ -13,10 +13,13 @@ pub const LOGITS: usize = 16;
 const LINE: usize = 64;
 
 /// Room for up to `rows` rows; every layer uses the same. A layer's mixer is over when its feed-forward begins, so what only one
-/// of the two needs (`proj` to `y`, and the experts' `act` and `out`) is the same memory.
+/// of the two needs (`proj` to `y`, and the experts' `act` and `out`) is the same memory. A mixer may go through its rows in
+/// blocks, and has room for one.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Buffers {
     pub rows: usize,
+    /// Rows of a mixer.
+    pub block: usize,
     /// `[rows]` u32.
     pub ids: Region,
     /// `[rows, hidden]`: the residual stream, and its norm as the experts see it.
@@ -65,12 +68,16 @@ impl Buffers {
         if full < config.layers {
             (proj, values, mixed) = (proj.max(delta.width()), values.max(delta.values()), delta.channels());
         }
-        let (k, experts, scores, act, out) = match config.ffn {
+        let (k, experts, scores, mut act, out) = match config.ffn {
             FfnShape::Dense { intermediate } => (0, 0, 2 * intermediate, intermediate, 0),
             FfnShape::Moe { experts, k, intermediate, shared, .. } => {
                 (k, experts, experts + 2 * shared + 1, (k + 1) * intermediate.max(shared), (k + 1) * hidden)
             }
         };
+        if k > 0 && !limits.acts {
+            // What the next layer's choice is guessed in.
+            act = 4 * k;
+        }
         let partials = limits.partials.map_or(0, |(together, most)| {
             let row = heads.heads * crate::ops::attend::most_parts(context) * (heads.dim + 2) * 4;
             (together * row).min(most.max(row)) / 4
@@ -94,13 +101,17 @@ impl Buffers {
         let (mixer, ffn) = ([proj, mixed, values, of_y], [act, out]);
         let stride = |words: &usize| words.next_multiple_of(LINE);
         let strides = |all: &[usize]| all.iter().map(stride).sum::<usize>();
-        let both = take(rows * strides(&mixer).max(strides(&ffn)))?;
-        let part = |all: &[usize], index: usize| both.part(rows * strides(&all[..index]) * 4, rows * all[index] * 4);
-        let [proj, mixed, heads] = [0, 1, 2].map(|index| part(&mixer, index));
-        let y = if limits.in_place { mixed.part(0, rows * values * 4) } else { part(&mixer, 3) };
-        let [act, out] = [0, 1].map(|index| part(&ffn, index));
+        let block = rows.min(limits.mixer);
+        let both = take(rows * strides(&ffn) + block * strides(&mixer).saturating_sub(strides(&ffn)))?;
+        let part = |rows: usize, all: &[usize], index: usize| {
+            both.part(rows * strides(&all[..index]) * 4, rows * all[index] * 4)
+        };
+        let [proj, mixed, heads] = [0, 1, 2].map(|index| part(block, &mixer, index));
+        let y = if limits.in_place { mixed.part(0, block * values * 4) } else { part(block, &mixer, 3) };
+        let [act, out] = [0, 1].map(|index| part(rows, &ffn, index));
         Ok(Self {
             rows,
+            block,
             ids: take(rows)?,
             h: take(rows * hidden)?,
             normed: take(rows * hidden)?,
@@ -128,7 +139,7 @@ impl Buffers {
         })
     }
 
-    /// The output of a mixer for a pass of so many rows.
+    /// The output of a mixer for so many rows.
     pub fn y(&self, rows: usize) -> Region {
         if rows == 1 && self.one.len > 0 { self.one } else { self.y }
     }
@@ -143,10 +154,11 @@ impl Buffers {
             });
             bytes
         };
-        // Logits, and slots place by place, are for a fixed number of rows.
-        let (many, more) = (bytes(2 * LOGITS), bytes(2 * LOGITS + 1));
+        // Logits, slots place by place, and a mixer that goes in blocks are for a fixed number of rows.
+        let rows = if limits.mixer == usize::MAX { 2 * LOGITS } else { limits.mixer.max(2 * LOGITS) };
+        let (many, more) = (bytes(rows), bytes(rows + 1));
         let row = more - many;
-        (row, many - row * 2 * LOGITS as u64)
+        (row, many - row * rows as u64)
     }
 }
 
@@ -166,7 +178,7 @@ mod tests {
         let moe = config.ffn;
         for (ffn, rows) in [moe, FfnShape::Dense { intermediate: 100 }]
             .into_iter()
-            .zip([[1, 33], [7, 150]])
+            .zip([[1, 333], [7, 450]])
             .flat_map(|(ffn, rows)| rows.map(|rows| (ffn, rows)))
         {
             config.ffn = ffn;
@@ -180,6 +192,9 @@ mod tests {
                 let (mixer, ffn) = ([b.proj, b.mixed, b.out, b.y], [b.room.act, b.room.out]);
                 assert!(mixer[0].overlaps(ffn[0]), "{rows} rows");
                 assert_eq!(b.y.overlaps(b.mixed), limits.in_place, "{rows} rows");
+                // A mixer has room for a block of its rows, however many there are.
+                let values = config.delta_heads().values().max(config.heads().heads * config.heads().dim);
+                assert_eq!([b.y.len, b.out.len], [4 * values * rows.min(limits.mixer); 2], "{rows} rows");
                 let apart = if limits.in_place { &mixer[..3] } else { &mixer };
                 for parts in [apart, &ffn] {
                     for (index, part) in parts.iter().enumerate() {
@@ -189,7 +204,8 @@ mod tests {
                     }
                 }
                 let (row, fixed) = Buffers::cost(&config, &limits);
-                assert!(rows < 2 * LOGITS || bytes == fixed + rows as u64 * row, "{rows} rows: {bytes}");
+                let planned = fixed + rows as u64 * row;
+                assert!(bytes == planned || rows < 2 * LOGITS && bytes < planned, "{rows} rows: {bytes}");
             }
         }
     }

@@ -126,14 +126,17 @@ impl Pass<'_> {
             if !(self.go_on)() {
                 return Err(ModelError::GivenUp);
             }
-            match (&layer.mixer, state) {
-                (Mixer::Attention(attention), LayerState::Attention(cache)) => {
-                    self.attention(layer.norm, attention, cache)?;
+            for from in (0..tokens).step_by(b.block) {
+                let rows = from..tokens.min(from + b.block);
+                match (&layer.mixer, &mut *state) {
+                    (Mixer::Attention(attention), LayerState::Attention(cache)) => {
+                        self.attention(layer.norm, attention, cache, rows)?;
+                    }
+                    (Mixer::DeltaNet(delta), LayerState::DeltaNet(memory)) => {
+                        self.delta_net(layer.norm, delta, memory, rows, marks, mark)?;
+                    }
+                    _ => return Err(ModelError::Config("the state belongs to another model".into())),
                 }
-                (Mixer::DeltaNet(delta), LayerState::DeltaNet(memory)) => {
-                    self.delta_net(layer.norm, delta, memory, marks, mark)?;
-                }
-                _ => return Err(ModelError::Config("the state belongs to another model".into())),
             }
             let norm = self.norm(layer.post_norm);
             match &layer.ffn {
@@ -190,36 +193,47 @@ impl Pass<'_> {
         Ok(self.run.write(self.b.turn.floats(turn.len()), bytemuck::cast_slice(turn))?)
     }
 
-    /// `h += W_o (softmax(q k^T) v * sigmoid(gate))` (spec 2.1).
-    fn attention(&mut self, norm: Region, attention: &Attention, cache: &crate::ops::Cache) -> Result<(), ModelError> {
+    /// `h += W_o (softmax(q k^T) v * sigmoid(gate))` of some rows (spec 2.1).
+    fn attention(
+        &mut self,
+        norm: Region,
+        attention: &Attention,
+        cache: &crate::ops::Cache,
+        rows: Range<usize>,
+    ) -> Result<(), ModelError> {
         let Attention { shape, qkv, q_norm, k_norm, out } = attention;
-        let (b, start, tokens, cache) = (self.b, self.start, self.tokens, *cache);
-        let norm = Some(self.norm(norm));
-        self.run.run(&Project { x: b.h, tokens, norm, matrices: qkv, y: b.proj, add: false }.into())?;
-        let turn = Turn { q_norm: *q_norm, k_norm: *k_norm, turn: b.turn };
+        let (b, start, tokens, cache) = (self.b, self.start + rows.start, rows.len(), *cache);
+        let (norm, x) = (Some(self.norm(norm)), self.rows(&rows));
+        self.run.run(&Project { x, tokens, norm, matrices: qkv, y: b.proj, add: false }.into())?;
+        let turn = b.turn.rows(rows.start, tokens, self.config.attention.rotated);
+        let turn = Turn { q_norm: *q_norm, k_norm: *k_norm, turn };
         self.run.run(&CacheWrite { shape, start, tokens, proj: b.proj, turn, q: b.out, cache }.into())?;
         let (q, proj, partials, y) = (b.out, b.proj, b.partials, b.y(tokens));
         self.run.run(&Attend { shape, start, tokens, q, cache, proj, partials, y }.into())?;
-        Ok(self.run.run(&self.back(out).into())?)
+        Ok(self.run.run(&self.back(out, &rows).into())?)
     }
 
-    /// `h += W_out (rms(delta rule(conv(q k v))) * silu(z))` (spec 2.2). The state is seen behind each of `marks` rows: they
-    /// are walked one by one anyway.
+    /// `h += W_out (rms(delta rule(conv(q k v))) * silu(z))` of some rows (spec 2.2). The state is seen behind each of `marks` rows
+    /// of the pass: they are walked one by one anyway.
     fn delta_net(
         &mut self,
         norm: Region,
         delta: &DeltaNet,
         memory: &mut DeltaState,
+        rows: Range<usize>,
         marks: &[usize],
         mark: &mut Marked<'_>,
     ) -> Result<(), ModelError> {
         let DeltaNet { shape, project, taps, decay, norm: gated, out } = delta;
-        let (b, all, trial) = (self.b, self.tokens, self.trial);
+        let (b, all, trial) = (self.b, rows.len(), self.trial);
+        // A mark between two blocks is the former's.
+        let past = if rows.start > 0 { marks.partition_point(|mark| *mark <= rows.start) } else { 0 };
+        let marks = &marks[past..marks.partition_point(|mark| *mark <= rows.end)];
         let norm = Some(self.norm(norm));
         let [all_proj, all_mixed] =
             trial.and_then(|before| memory.room(shape, before, all)).unwrap_or([b.proj, b.mixed]);
-        let project = Project { x: b.h, tokens: all, norm, matrices: project, y: all_proj, add: false };
-        let back = self.back(out);
+        let project = Project { x: self.rows(&rows), tokens: all, norm, matrices: project, y: all_proj, add: false };
+        let back = self.back(out, &rows);
         // Convolution and rule of some of the rows.
         let walk = |memory: &DeltaState, from: usize, tokens: usize| {
             let (past, stored) = (memory.past(shape), memory.stored(trial, tokens));
@@ -240,7 +254,7 @@ impl Pass<'_> {
         }
         self.run.run(&project.into())?;
         let mut from = 0;
-        for (index, to) in marks.iter().copied().chain([all]).enumerate() {
+        for (index, to) in marks.iter().map(|mark| mark - rows.start).chain([all]).enumerate() {
             if to > from {
                 let (conv, rule) = walk(memory, from, to - from);
                 self.run.run(&conv.into())?;
@@ -249,16 +263,21 @@ impl Pass<'_> {
             }
             from = to;
             if index < marks.len() {
-                mark(&mut *self.run, index, [memory.conv, memory.heads])?;
+                mark(&mut *self.run, past + index, [memory.conv, memory.heads])?;
             }
         }
         Ok(self.run.run(&back.into())?)
     }
 
     /// `h += y W^T`: the end of a mixer.
-    fn back<'w>(&self, out: &'w Weight) -> Project<'w> {
-        let (b, tokens) = (self.b, self.tokens);
-        Project { x: b.y(tokens), tokens, norm: None, matrices: std::slice::from_ref(out), y: b.h, add: true }
+    fn back<'w>(&self, out: &'w Weight, rows: &Range<usize>) -> Project<'w> {
+        let (x, tokens) = (self.b.y(rows.len()), rows.len());
+        Project { x, tokens, norm: None, matrices: std::slice::from_ref(out), y: self.rows(rows), add: true }
+    }
+
+    /// Rows of the residual stream.
+    fn rows(&self, rows: &Range<usize>) -> Region {
+        self.b.h.rows(rows.start, rows.len(), self.config.hidden)
     }
 
     /// `h += Down(silu(Gate x) * Up x)`.

@@ -156,7 +156,8 @@ impl Survey {
     pub fn bytes(&self, format: CacheFormat) -> u64 {
         let (a, hidden) = (&self.config.attention, self.config.hidden);
         let kv = ROOM * 2 * a.kv_heads * format.row_bytes(a.dim);
-        let rows = (3 * ROWS + 8) * hidden * 4;
+        // Two of them: what a chunk's rows are normed to, and what is added to them.
+        let rows = (5 * ROWS + 8) * hidden * 4;
         let slots = self.slots as u64 * self.map.slot_bytes(MAX_BLOCK) as u64;
         self.weights + slots + (kv + rows) as u64 + 4 * self.map.experts() as u64
     }

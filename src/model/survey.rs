@@ -98,15 +98,16 @@ impl Surveyed {
 }
 
 impl Config {
-    /// Bytes that a row of a pass takes on a CPU beside the buffers that every device has.
-    pub fn scratch_per_row(&self) -> u64 {
+    /// Bytes that a row of a pass takes on a CPU beside the buffers that every device has, and what any pass does.
+    pub fn scratch(&self) -> [u64; 2] {
         let (heads, delta) = (self.heads(), self.delta_heads());
         let (places, inner, scores) = match self.ffn {
             FfnShape::Dense { intermediate } => (1, intermediate, 0),
             FfnShape::Moe { experts, k, intermediate, shared, .. } => (k + 1, intermediate.max(shared), experts),
         };
         let widest = self.hidden.max(heads.heads * heads.dim).max(delta.values());
-        (Cpu::scratch(self.hidden, widest, places, inner) + 4 * scores) as u64
+        let [row, fixed] = Cpu::scratch(self.hidden, widest, places, inner);
+        [row + 4 * scores, fixed].map(|bytes| bytes as u64)
     }
 }
 
@@ -119,7 +120,8 @@ fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], 
     let limits = device_limits(options);
     let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
     if options.gpu.is_none() {
-        workspace_per_row += config.scratch_per_row();
+        let [row, fixed] = config.scratch();
+        (workspace_per_row, workspace_fixed) = (workspace_per_row + row, workspace_fixed + fixed);
     }
     // A snapshot has the newest positions, the ring also those of a chunk, and is a whole number of blocks.
     let heads = heads(config, limits.cache, options.kv_bits, 0, 0);

@@ -10,6 +10,10 @@ use super::{
 use crate::device::{Compute, DeviceError, Effect, Math, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
+/// Rows of a pass that go through a mixer together: its weights are small beside what they meet, and what it leaves between its
+/// operations need not grow with the chunk.
+const MIXER: usize = 256;
+
 /// Runs operations on the CPU.
 pub struct Cpu {
     pub(super) compute: Compute,
@@ -101,6 +105,8 @@ impl Cpu {
             by_place: 0,
             half: false,
             in_place: true,
+            mixer: MIXER,
+            acts: false,
             waits: false,
             flush: usize::MAX,
             cache: if math == Math::F32 { CacheFormat::F32 } else { CacheFormat::I16 },
@@ -109,14 +115,20 @@ impl Cpu {
         }
     }
 
-    /// Bytes of its own that a CPU takes at most for each row of a pass: the row normed, what is added to it, its digits in two
-    /// formats, and for each of `places` experts the `inner` values that it projects back. No row that is projected has more
-    /// than `widest` values.
-    pub fn scratch(hidden: usize, widest: usize, places: usize, inner: usize) -> usize {
-        let digits = Quantised::row_bytes(widest) + Quantised::row_bytes(hidden);
+    /// Bytes of its own that a CPU takes at most for each row of a pass, and in any case. In a mixer that is the row normed, what
+    /// is added to it, and its digits, of no more than `widest` values; in a feed-forward its digits in two formats, and the
+    /// `inner` values that are projected back, of the `places` that are computed together. A dense one has the first two as well.
+    pub fn scratch(hidden: usize, widest: usize, places: usize, inner: usize) -> [usize; 2] {
+        let both = 2 * 4 * hidden + Quantised::row_bytes(widest);
+        // Twice: tasks that share a slice leave it in f32 first, or the shared expert's have a format of their own.
+        let middle = 2 * Quantised::row_bytes(inner).max(4 * inner);
         // Its places while they are sorted, and a share of the lists of tasks, which end at 128 rows.
         let lists = 2 * size_of::<(u32, u32)>() * places + size_of::<Activations<'_>>();
-        2 * 4 * hidden + digits + places * Quantised::row_bytes(inner).max(4 * inner) + lists
+        if places > 1 {
+            [2 * Quantised::row_bytes(hidden) + middle + lists, MIXER * both + experts::PLACES * middle]
+        } else {
+            [both + Quantised::row_bytes(hidden) + middle + lists, 0]
+        }
     }
 
     fn known(&self, region: Region) -> Result<(), DeviceError> {

@@ -20,6 +20,8 @@ pub const fn limits(working_set: Option<u64>) -> Limits {
         by_place: 1,
         half: true,
         in_place: false,
+        mixer: usize::MAX,
+        acts: true,
         waits: true,
         flush: 2,
         cache: CacheFormat::F32,

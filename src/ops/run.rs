@@ -132,6 +132,10 @@ pub struct Limits {
     pub half: bool,
     /// A delta net's rule has read all that it reads when its results are written: they may lie where the convolution's do.
     pub in_place: bool,
+    /// Rows that a mixer computes at a time: a longer pass goes through it in blocks.
+    pub mixer: usize,
+    /// Room for experts' activations is the pass's affair, and not the device's own.
+    pub acts: bool,
     /// Reading back costs a wait: what is read together is computed together.
     pub waits: bool,
     /// Layers in front of the first flush when nothing waits; each further flush comes after twice as many as the one before.

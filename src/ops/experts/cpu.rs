@@ -14,6 +14,9 @@ use crate::{
     },
 };
 
+/// So many places, and one for each row, are computed at once: what lies between up and down takes no more room.
+pub(in crate::ops) const PLACES: usize = 512;
+
 impl Experts<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (layer, tokens, hidden) = (self.layer, self.tokens, self.layer.hidden());
@@ -53,7 +56,17 @@ impl Experts<'_> {
         }
         let at = self.x.floats(tokens * hidden);
         let out = memory.floats_mut(self.room.out.floats(layer.places(tokens) * hidden));
-        let done = compute(with, quantised, Some(at), memory.floats(at), hidden, &jobs, out, scratch);
+        let (x, mut rest, mut done) = (memory.floats(at), &jobs[..], Ok(()));
+        while !rest.is_empty() && done.is_ok() {
+            let mut rows = 0;
+            let fits = |job: &&Job<'_>| {
+                rows += job.rows.len();
+                rows <= tokens + PLACES
+            };
+            let (some, behind) = rest.split_at(rest.iter().take_while(fits).count().max(1));
+            done = compute(with, quantised, Some(at), x, hidden, some, out, scratch);
+            rest = behind;
+        }
         scratch.jobs = emptied(jobs);
         (scratch.groups, scratch.order) = (groups, places);
         done

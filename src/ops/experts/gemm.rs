@@ -47,7 +47,7 @@ pub(in crate::ops) enum Rows<'a> {
 }
 
 impl Rows<'_> {
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         match self {
             Rows::Each { count, .. } => *count,
             Rows::Places(places, _) => places.len(),

@@ -11,6 +11,7 @@ mod gemm;
 mod gpu;
 
 pub(super) use cases::cases;
+pub(in crate::ops) use cpu::PLACES;
 pub(in crate::ops) use gemm::{ExpertView, Job, Rows, Scratch, compute};
 pub use gpu::{Jobs, swiglu};
 
@@ -83,7 +84,8 @@ pub struct Room {
     /// [`Route`](super::route::Route)'s.
     pub scores: Region,
     pub weights: Region,
-    /// `[tokens * (k + 1), row]` f32, `row` being the larger of the two inner widths: activations.
+    /// `[tokens * (k + 1), row]` f32, `row` being the larger of the two inner widths: activations. A device that has room of its
+    /// own for them uses none of it.
     pub act: Region,
     /// `[tokens * (k + 1), hidden]` f32: results, the shared expert's behind all others.
     pub out: Region,
@@ -184,7 +186,7 @@ impl Room {
     fn touches(&self, layer: &Mixture, tokens: usize, see: &mut dyn FnMut(Region, Effect)) {
         let places = layer.places(tokens);
         see(self.scores.floats(tokens * layer.width()), Effect::Read);
-        see(self.act.floats(places * layer.row()), Effect::Update);
+        see(self.act.floats((places * layer.row()).min(self.act.len / 4)), Effect::Update);
         see(self.out.floats(places * layer.hidden()), Effect::Update);
     }
 }

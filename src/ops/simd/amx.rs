@@ -17,7 +17,8 @@ use std::{
 use super::{
     Activations, Affine, CacheLine, Out, Scratch,
     amx_lay::{LINE, step},
-    gemm512::{ROWS, Tiles, everywhere, fill, finish, join},
+    gemm512::{everywhere, finish, join},
+    lay512::{ROWS, Tiles, fill_codes, fill_constants},
 };
 use crate::platform::os;
 
@@ -73,7 +74,10 @@ pub unsafe fn rows(
         let count = ((rows.end - row) / ROWS).min(most);
         for tile in 0..count {
             // SAFETY: the rows exist.
-            unsafe { fill(weight, row + tile * ROWS, tiles, tile * (cols / 4), tile * weight.groups(), 1) };
+            unsafe {
+                fill_constants::<1>(weight, row + tile * ROWS, tiles, tile * weight.groups());
+                fill_codes::<1>(weight, row + tile * ROWS, 0..weight.groups(), tiles, tile * (cols / 4));
+            }
         }
         let mut shaped = 0;
         for (lines, outs) in lines.chunks(LINES).zip(outs.chunks(LINES)) {
@@ -148,8 +152,8 @@ unsafe fn some_lines(
                 join(sums, [scale, bias], everywhere(&line.digits, group), &mut lanes[group % 8]);
             }
         }
-        for (lanes, out) in lanes.iter_mut().zip(outs) {
-            finish(lanes, groups, weight.gain, out.0.add(row));
+        for (lanes, out) in lanes.iter().zip(outs) {
+            finish(*lanes, groups, weight.gain, out.0.add(row));
         }
     }
 }

@@ -29,7 +29,8 @@ use super::{
     Activations, Affine, CacheLine, Out, Scratch,
     amx::Shapes,
     amx_lay::{self as lay, LINE, TILE, step, tiles},
-    gemm512::{ROWS, finish, join, transpose},
+    gemm512::{finish, join},
+    lay512::{ROWS, constants, transpose},
 };
 
 /// Most rows of activations.
@@ -164,8 +165,8 @@ unsafe fn block<const W: usize>(weight: &Affine<'_>, row: usize, outs: &[Out], r
     let (scales, biases) = (weight.constants(row).0.as_ptr(), weight.constants(row).1.as_ptr());
     // SAFETY: as for `blocks`, which made room.
     unsafe {
-        lay::constants(weight, scales, room.scales.as_mut_ptr());
-        lay::constants(weight, biases, room.biases.as_mut_ptr());
+        constants::<1>(weight, scales, room.scales.as_mut_ptr());
+        constants::<1>(weight, biases, room.biases.as_mut_ptr());
         let kept: *mut CacheLine = room.kept.as_mut_ptr().cast();
         let sums = kept.add(KEPT * tiles(W) * TILE);
         let packed = weight.codes(row).as_ptr();
@@ -231,7 +232,7 @@ unsafe fn block<const W: usize>(weight: &Affine<'_>, row: usize, outs: &[Out], r
             for (l, lanes) in l.iter_mut().zip(&lanes) {
                 *l = lanes[index];
             }
-            finish(&mut l, groups, weight.gain, results.as_mut_ptr());
+            finish(l, groups, weight.gain, results.as_mut_ptr());
         }
         if W == MOST {
             let mut rows = [_mm512_setzero_si512(); MOST];

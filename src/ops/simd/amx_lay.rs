@@ -4,10 +4,9 @@ use std::arch::x86_64::*;
 
 use super::{
     Activations, Affine, CacheLine,
-    gemm512::{ROWS, transpose},
+    lay512::{ROWS, first, transpose},
     x86,
 };
-use crate::ops::weight::Float;
 
 /// Lines of the cache in a tile, and bytes in such a line.
 pub const TILE: usize = 16;
@@ -21,11 +20,6 @@ pub const fn tiles(width: usize) -> usize {
 /// Columns of weights that a tile takes.
 pub fn step(weight: &Affine<'_>) -> usize {
     weight.group.min(LINE)
-}
-
-/// A mask of the first `count` lanes.
-fn first(count: usize) -> u16 {
-    if count >= 16 { u16::MAX } else { (1 << count) - 1 }
 }
 
 /// The digits of all lines as tiles: [`tiles`] of them one after the other for each [`step`] of columns.
@@ -74,30 +68,6 @@ pub unsafe fn scales<const W: usize>(
             }
             store(transpose(scales), scale.add(at), 16);
             store(transpose(sums), sum.add(at), 16);
-        }
-    }
-}
-
-/// The scales or biases of sixteen rows of weights, which begin at `from`, for each group.
-#[inline]
-#[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl")]
-pub unsafe fn constants(weight: &Affine<'_>, from: *const u8, to: *mut CacheLine) {
-    let (groups, size) = (weight.groups(), weight.float.bytes());
-    for at in (0..groups).step_by(16) {
-        let (mask, mut values) = (first(groups - at), [_mm512_setzero_si512(); 16]);
-        // SAFETY: sixteen rows are readable, and the mask keeps to them; there is room for all groups (caller).
-        unsafe {
-            for (row, values) in values.iter_mut().enumerate() {
-                let from = from.add((row * groups + at) * size);
-                *values = match weight.float {
-                    Float::F32 => _mm512_maskz_loadu_epi32(mask, from.cast()),
-                    Float::F16 => _mm512_castps_si512(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from.cast()))),
-                    Float::Bf16 => {
-                        _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.cast())))
-                    }
-                };
-            }
-            store(transpose(values), to.add(at), 16);
         }
     }
 }

@@ -7,9 +7,15 @@ use super::{
     x86::{self, load},
 };
 
-/// From this many lines on, unpacking a tile pays. Where weights come from memory, two lines cost 1.1 to 1.3 times one
-/// without, and 1.4 to 1.6 times with.
-const MANY: usize = 4;
+/// From this many lines on, unpacking a tile pays. Short rows are fast one by one (see [`super::short512`]).
+fn many(weight: &Affine<'_>) -> usize {
+    match weight.groups() {
+        1 => 12,
+        2 => 5,
+        4 => 3,
+        _ => 2,
+    }
+}
 
 struct Vnni;
 
@@ -32,8 +38,10 @@ pub unsafe fn rows<const TILES: bool>(
             few if TILES && amx_few::lines(weight).contains(&few) => {
                 amx_few::rows(weight, rows.clone(), lines, outs, scratch)
             }
-            MANY.. if TILES => amx::rows(weight, rows.clone(), lines, outs, scratch),
-            MANY.. => gemm512::rows(weight, rows.clone(), lines, outs, scratch),
+            more if TILES && more > *amx_few::lines(weight).end() => {
+                amx::rows(weight, rows.clone(), lines, outs, scratch)
+            }
+            some if some >= many(weight) => gemm512::rows(weight, rows.clone(), lines, outs, scratch),
             _ => 0,
         };
         rows.start += gemv512::rows(weight, rows.clone(), lines, outs, scratch);

@@ -22,6 +22,8 @@ pub(super) mod float;
 mod gemm512;
 #[cfg(target_arch = "x86_64")]
 mod gemv512;
+#[cfg(target_arch = "x86_64")]
+mod lay512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod scalar;
@@ -189,7 +191,7 @@ pub(crate) struct Scratch {
     pub values: Vec<f32>,
     pub bytes: Vec<u8>,
     #[cfg(target_arch = "x86_64")]
-    pub tiles: gemm512::Tiles,
+    pub tiles: lay512::Tiles,
     #[cfg(target_arch = "x86_64")]
     pub few: amx_few::Room,
     /// Rows of digits that lay apart, brought together.

@@ -89,10 +89,15 @@ pub(super) unsafe fn load_row<const BITS: usize>(weight: &Affine<'_>, row: usize
     }
 }
 
+/// The bits of eight bytes that codes of `bits` bits fill.
+pub(super) fn spread(bits: usize) -> u64 {
+    0x0101_0101_0101_0101 * ((1 << bits) - 1)
+}
+
 /// Unpacks the codes of `row` to bytes in natural order.
 #[inline(always)]
 pub(super) unsafe fn unpack_row(weight: &Affine<'_>, row: usize, bytes: &mut [u8]) {
-    let mask = 0x0101_0101_0101_0101 * ((1u64 << weight.bits) - 1);
+    let mask = spread(weight.bits);
     // SAFETY: the processor has BMI2 (caller).
     unpack::natural(weight.bits, weight.codes(row), bytes, |word| unsafe { _pdep_u64(word, mask) });
 }

@@ -1,0 +1,197 @@
+//! Rows of weights laid out as tiles for AVX-512: sixteen rows are the lanes of a register.
+
+use std::{arch::x86_64::*, ops::Range};
+
+use super::{Affine, CacheLine, unpack, x86};
+use crate::ops::{quant::Order, weight::Float};
+
+/// Rows of a tile: the 32-bit lanes of a register.
+pub const ROWS: usize = 16;
+
+/// Buffers for tiles of weights with their scales and biases.
+#[derive(Default)]
+pub struct Tiles {
+    pub codes: Vec<CacheLine>,
+    pub scales: Vec<CacheLine>,
+    pub biases: Vec<CacheLine>,
+    /// Accumulators of each line and tile.
+    pub lanes: Vec<CacheLine>,
+    /// Rows of one tile before they are transposed.
+    bytes: Vec<u8>,
+}
+
+/// Makes room for `count` vectors.
+pub fn room(vectors: &mut Vec<CacheLine>, count: usize) {
+    vectors.resize(count.max(vectors.len()), CacheLine::ZERO);
+}
+
+/// The scales and biases of rows `row..row + 16`, a vector for each group, from vector `at` on, each `STEP` behind the one
+/// before. Like all here it may overwrite vectors behind its last, up to a multiple of sixteen words of each row.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub unsafe fn fill_constants<const STEP: usize>(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, at: usize) {
+    let (scales, biases) = weight.constants(row);
+    for (from, to) in [(scales, &mut tiles.scales), (biases, &mut tiles.biases)] {
+        room(to, at + weight.groups().next_multiple_of(ROWS) * STEP);
+        // SAFETY: there is room for all groups.
+        unsafe { constants::<STEP>(weight, from.as_ptr(), to.as_mut_ptr().add(at)) };
+    }
+}
+
+/// The scales or biases of sixteen rows of weights, which begin at `from`, for each group.
+#[inline]
+#[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl")]
+pub unsafe fn constants<const STEP: usize>(weight: &Affine<'_>, from: *const u8, to: *mut CacheLine) {
+    let (groups, size) = (weight.groups(), weight.float.bytes());
+    for at in (0..groups).step_by(ROWS) {
+        let (mask, mut values) = (first(groups - at), [_mm512_setzero_si512(); ROWS]);
+        // SAFETY: sixteen rows are readable, and the mask keeps to them; there is room for all groups (caller).
+        unsafe {
+            for (row, values) in values.iter_mut().enumerate() {
+                let from = from.add((row * groups + at) * size);
+                *values = match weight.float {
+                    Float::F32 => _mm512_maskz_loadu_epi32(mask, from.cast()),
+                    Float::F16 => _mm512_castps_si512(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from.cast()))),
+                    Float::Bf16 => {
+                        _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.cast())))
+                    }
+                };
+            }
+            put::<STEP>(transpose(values), to.add(at * STEP));
+        }
+    }
+}
+
+/// Unpacks the codes of `groups` of rows `row..row + 16`, a vector for each four columns, from vector `at` on, each `STEP`
+/// behind the one before.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub unsafe fn fill_codes<const STEP: usize>(
+    weight: &Affine<'_>,
+    row: usize,
+    groups: Range<usize>,
+    tiles: &mut Tiles,
+    at: usize,
+) {
+    let (cols, stride) = (groups.len() * weight.group, weight.cols * weight.bits / 8);
+    room(&mut tiles.codes, at + (cols / 4).next_multiple_of(2 * ROWS) * STEP);
+    let codes = tiles.codes.as_mut_ptr();
+    let from = weight.codes(row).as_ptr().wrapping_add(groups.start * weight.group * weight.bits / 8);
+    // SAFETY: sixteen rows follow each other; there is room for the vectors of so many columns; the processor has BMI2.
+    unsafe {
+        let codes = codes.add(at);
+        match weight.bits {
+            4 if Order::unit(weight.group) == 32 => turn_nibbles::<4, STEP>(from, stride, cols / 8, codes),
+            4 => turn_nibbles::<8, STEP>(from, stride, cols / 8, codes),
+            8 => turn::<STEP>(from, stride, cols / 4, codes),
+            bits => {
+                let (mask, bytes) = (x86::spread(bits), cols * bits / 8);
+                tiles.bytes.resize(ROWS * cols, 0);
+                for (index, to) in tiles.bytes.chunks_exact_mut(cols).enumerate() {
+                    let packed = std::slice::from_raw_parts(from.add(index * stride), bytes);
+                    unpack::natural(bits, packed, to, |word| _pdep_u64(word, mask));
+                }
+                turn::<STEP>(tiles.bytes.as_ptr(), cols, cols / 4, codes);
+            }
+        }
+    }
+}
+
+/// A mask of the first `count` lanes.
+pub fn first(count: usize) -> u16 {
+    if count >= ROWS { u16::MAX } else { (1 << count) - 1 }
+}
+
+/// A body for each of 16 registers. A loop would keep them in memory, since an index that varies picks no register.
+macro_rules! sixteen {
+    ($index:ident => $body:expr) => { sixteen!($index => $body; 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
+    ($index:ident => $body:expr; $($number:literal)*) => { $({ const $index: usize = $number; $body })* };
+}
+
+/// Stores 16 registers, `STEP` vectors apart.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn put<const STEP: usize>(registers: [__m512i; ROWS], to: *mut CacheLine) {
+    // SAFETY: there is room (caller).
+    sixteen!(INDEX => unsafe { _mm512_store_si512(to.add(INDEX * STEP).cast(), registers[INDEX]) });
+}
+
+/// Transposes 16 rows of `words` words that lie `stride` bytes apart: vector `i * STEP` of `to` gets word `i` of every row.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn turn<const STEP: usize>(from: *const u8, stride: usize, words: usize, to: *mut CacheLine) {
+    for at in (0..words).step_by(ROWS) {
+        let here = (words - at).min(ROWS);
+        // SAFETY: the rows have so many words; the caller has room for as many vectors.
+        unsafe { put::<STEP>(load_block(from.add(4 * at), stride, here), to.add(at * STEP)) };
+    }
+}
+
+/// [`turn`] for packed nibbles: each word becomes its four even codes and its four odd ones, in the order of
+/// [`Order::Nibbles`], whose units are of `2 * HALF` words.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn turn_nibbles<const HALF: usize, const STEP: usize>(
+    from: *const u8,
+    stride: usize,
+    words: usize,
+    to: *mut CacheLine,
+) {
+    let mask = _mm512_set1_epi32(0x0f0f_0f0f);
+    for at in (0..words).step_by(ROWS) {
+        let here = (words - at).min(ROWS);
+        // SAFETY: as in `turn`.
+        unsafe {
+            let (both, to) = (load_block(from.add(at * 4), stride, here), to.add(2 * at * STEP));
+            sixteen!(INDEX => {
+                let to = to.add((INDEX / HALF * 2 * HALF + INDEX % HALF) * STEP);
+                let odd = _mm512_srli_epi32::<4>(both[INDEX]);
+                _mm512_store_si512(to.cast(), _mm512_and_si512(both[INDEX], mask));
+                _mm512_store_si512(to.add(HALF * STEP).cast(), _mm512_and_si512(odd, mask));
+            });
+        }
+    }
+}
+
+/// The first `words` (at most 16) words of 16 rows that start `stride` bytes apart, transposed.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load_block(from: *const u8, stride: usize, words: usize) -> [__m512i; ROWS] {
+    let mut a = [_mm512_setzero_si512(); ROWS];
+    for (index, a) in a.iter_mut().enumerate() {
+        // SAFETY: the mask keeps the load to words that exist (caller).
+        *a = unsafe { _mm512_maskz_loadu_epi32(first(words), from.add(index * stride).cast()) };
+    }
+    transpose(a)
+}
+
+/// Word `i` of register `j` goes to register `i` as word `j`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub fn transpose(mut a: [__m512i; ROWS]) -> [__m512i; ROWS] {
+    // Pairs of words, then fours, within quarters of the registers; then the quarters themselves.
+    let mut b = a;
+    for i in 0..8 {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+    for i in 0..4 {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+    for i in 0..4 {
+        b[i] = _mm512_shuffle_i32x4::<0x88>(a[i], a[i + 4]);
+        b[i + 4] = _mm512_shuffle_i32x4::<0xdd>(a[i], a[i + 4]);
+        b[i + 8] = _mm512_shuffle_i32x4::<0x88>(a[i + 8], a[i + 12]);
+        b[i + 12] = _mm512_shuffle_i32x4::<0xdd>(a[i + 8], a[i + 12]);
+    }
+    for i in 0..4 {
+        a[i] = _mm512_shuffle_i32x4::<0x88>(b[i], b[i + 8]);
+        a[i + 4] = _mm512_shuffle_i32x4::<0x88>(b[i + 4], b[i + 12]);
+        a[i + 8] = _mm512_shuffle_i32x4::<0xdd>(b[i], b[i + 8]);
+        a[i + 12] = _mm512_shuffle_i32x4::<0xdd>(b[i + 4], b[i + 12]);
+    }
+    a
+}
