@@ -1,14 +1,15 @@
 //! A whole model on random tokens, as llama-bench draws them: prefill, and decode at several depths of context in turn.
 //!
 //! ```text
-//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--gpu] [--f32] [--wait] [--blank] [--turns] [--checkpoints]
+//! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N] [--gpu] [--f32] [--wait] [--blank] [--turns] [--checkpoints] [--passes 2,4,8]
 //! ```
 //! Each depth gets a prompt of so many tokens, then a few tokens more in every round. With `--f32` nothing is quantised
 //! that the checkpoint has not quantised. With `--wait` the rounds begin with a line on standard input: filling a context
 //! takes minutes and measuring seconds, for which a shared machine can be kept quiet. With `--blank` contexts are zeros that nobody
 //! computed; with `--turns` each round begins with a line on standard input and ends with `turn` on the other one, so that two
 //! builds can take turns. With `--checkpoints` one is taken behind each
-//! round's tokens, while the one before is held, as decoding does it. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the
+//! round's tokens, while the one before is held, as decoding does it. With `--passes` nothing but passes of one row and of so many is measured, in
+//! turn, of each of which one row stays: `pass,<depth>,<bits>,<rows>,<ms>,<times longer than one row's>`. Prints CSV: `weights,<bytes a token>`, `prefill,<from>,<to>,<tok/s>` between powers of two and for the
 //! whole prompt, `decode,<round>,<depth>,<bits>,<tok/s>,<times slower than at the first depth and bits>,<the same by processor
 //! time>,<ms of processor time a token>`, `checkpoint,<round>,<depth>,<bits>,<ms>,<of a token's time>`, and the median rounds.
 
@@ -64,6 +65,23 @@ impl Bench {
         self.model.restore(&Snapshot { len: tokens, pages, ..kept }, Some(state)).expect("a state")
     }
 
+    /// Seconds of a pass of `rows` rows of which one stays, as when a whole draft is wrong; the mean of `passes`.
+    fn pass(&mut self, state: &mut State, rows: usize, passes: usize) -> f64 {
+        let mut spent = 0.0;
+        for _ in 0..passes {
+            let ids: Vec<u32> = (0..rows).map(|_| self.token()).collect();
+            let begin = Instant::now();
+            if rows == 1 {
+                self.model.forward(state, &ids, Rows::Last).expect("a token");
+            } else {
+                self.model.verify(state, &ids).expect("rows");
+                self.model.take_back(state, rows - 1).expect("rows to take back");
+            }
+            spent += begin.elapsed().as_secs_f64();
+        }
+        spent / passes as f64
+    }
+
     /// Seconds a token, by the clock and of the processor, over `tokens` tokens.
     fn decode(&mut self, state: &mut State, tokens: usize) -> [f64; 2] {
         let (begin, spent) = (Instant::now(), processor());
@@ -112,8 +130,10 @@ fn main() {
         })
         .collect();
     let (tokens, rounds) = (number("--tokens", 16).max(1), number("--rounds", 5).max(1));
+    let widths = flag("--passes").unwrap_or_default().split(',').filter(|text| !text.is_empty());
+    let widths: Vec<usize> = std::iter::once(1).chain(widths.map(|text| text.parse().expect("rows"))).collect();
     // All of them at once.
-    let context = depths.iter().map(|depth| depth + tokens * (rounds + 1) + PAGE).sum::<usize>();
+    let context = depths.iter().map(|depth| depth + widths.len() * tokens * (rounds + 1) + PAGE).sum::<usize>();
     let on_gpu = args.iter().any(|arg| arg == "--gpu");
     let chosen = Chosen::of(if on_gpu { device::gpu() } else { Ok(None) }, on_gpu).expect("a GPU");
     let options = Options {
@@ -121,6 +141,7 @@ fn main() {
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
         math: if args.iter().any(|arg| arg == "--f32") { Math::F32 } else { Math::Integer },
         wishes: Wishes { context: Some(context), ..Wishes::default() },
+        verify: widths.len() > 1,
         ..Options::default()
     };
     let metrics = Metrics::new("bench", "cpu");
@@ -144,6 +165,23 @@ fn main() {
     let turns = args.iter().any(|arg| arg == "--turns");
     if args.iter().any(|arg| arg == "--wait") {
         wait("ready");
+    }
+    if widths.len() > 1 {
+        for (depth, bits, state) in &mut states {
+            bench.model.keep_in(bits.1).expect("a cache of so many bits");
+            let mut times = vec![Vec::new(); widths.len()];
+            for _ in 0..=rounds {
+                for (rows, times) in widths.iter().zip(&mut times) {
+                    times.push(bench.pass(state, *rows, tokens));
+                }
+            }
+            // As below, the first round is left out.
+            let times: Vec<f64> = times.into_iter().map(|times| median(times[1..].to_vec())).collect();
+            for (rows, time) in widths.iter().zip(&times) {
+                println!("pass,{depth},{},{rows},{:.4},{:.3}", bits.0, time * 1e3, time / times[0]);
+            }
+        }
+        return;
     }
     let mut all = vec![[const { Vec::new() }; 6]; states.len()];
     let (checkpoints, mut held) = (args.iter().any(|arg| arg == "--checkpoints"), vec![None; states.len()]);

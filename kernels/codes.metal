@@ -214,6 +214,31 @@ FN void load_staged(THREADGROUP const float4* room, uint c, THREAD float* v) {
   }
 }
 
+// add_rows for TOKENS rows of x, `pitch` staged chunks each, at chunk `c`: a code is unpacked once for all of them, and what a quarter
+// of the chunk needs is all that is held at a time. The order of each sum is that of add_rows.
+template <uint BITS, uint COUNT, uint TOKENS>
+FN void add_staged(THREAD const Rows<BITS, COUNT>& w, THREADGROUP const float4* room, uint pitch, uint c, THREADGROUP const float* sums,
+                   THREAD float* acc) {
+  float dot[TOKENS * COUNT];
+  UNROLL for (uint i = 0; i < TOKENS * COUNT; i++) dot[i] = 0;
+  UNROLL for (uint i = 0; i < 4; i++) {
+    float v[TOKENS * 4];
+    UNROLL for (uint t = 0; t < TOKENS; t++) {
+      const float4 q = room[t * pitch * 4 + quarter_at(c, i)];
+      v[4 * t] = q.x, v[4 * t + 1] = q.y, v[4 * t + 2] = q.z, v[4 * t + 3] = q.w;
+    }
+    UNROLL for (uint r = 0; r < COUNT; r++)
+      UNROLL for (uint n = 0; n < 4; n++) {
+        const uint bits = BITS == 4 ? w.q[2 * r + i / 2] >> 16 * (i % 2) : w.q[BITS / 2 * r + i % (BITS / 2)] >> 8 * n;
+        const float u = MASKED(bits, BITS == 4 ? 15u << 4 * n : 255u);
+        UNROLL for (uint t = 0; t < TOKENS; t++) dot[t * COUNT + r] = fma(u, v[4 * t + n], dot[t * COUNT + r]);
+      }
+  }
+  UNROLL for (uint t = 0; t < TOKENS; t++)
+    UNROLL for (uint r = 0; r < COUNT; r++)
+      acc[t * COUNT + r] = fma(bf16(w.b[r]), sums[t * pitch + c], fma(bf16(w.s[r]), dot[t * COUNT + r], acc[t * COUNT + r]));
+}
+
 // Each chunk's sum, and scale_x4 for codes of 4 bits.
 template <uint BITS> FN void sum_staged(uint count, THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
   for (uint c = tid; c < count; c += 128) {

@@ -11,7 +11,7 @@
 // them, experts_down reads its Down from the trunk. Sums run in rank order whatever arrived first.
 
 enum : uint { NONE = 0xffffffffu };
-enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 4 };  // rows at once; simdgroups; places at once
+enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };  // rows at once; simdgroups; places at once
 enum { DOWN_PARTS = 2 };                                             // times DOWN_ROWS rows of a threadgroup's experts_down
 
 struct ExpertsArgs {

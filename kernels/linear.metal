@@ -96,7 +96,7 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
   const uint chunks = a.cols / 16, step = few ? 128 : 32;
   uint c = few ? tid : lane;
   Rows<BITS, ROWS> next;
-  if (c < chunks) load_rows(bytes, m.rows, a.cols, row, c, next);
+  if (TOKENS == 1 && c < chunks) load_rows(bytes, m.rows, a.cols, row, c, next);
   const uint most = STAGED / TOKENS;
   for (uint begin = 0; begin < chunks; begin += most) {
     const uint count = min(most, chunks - begin);
@@ -112,13 +112,17 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
     }
     BARRIER();
     for (; c < begin + count; c += step) {
+      if (TOKENS > 1) {
+        // With the step ahead too, a thread's registers would not do: several rows have work enough to wait behind.
+        load_rows(bytes, m.rows, a.cols, row, c, next);
+        add_staged<BITS, ROWS, TOKENS>(next, room, most, c - begin, sums, acc);
+        continue;
+      }
       const Rows<BITS, ROWS> now = next;
       if (c + step < chunks) load_rows(bytes, m.rows, a.cols, row, c + step, next);
-      UNROLL for (uint t = 0; t < TOKENS; t++) {
-        float v[16];
-        load_staged(room + t * most * 4, c - begin, v);
-        add_rows(now, v, sums[t * most + c - begin], acc + t * ROWS);
-      }
+      float v[16];
+      load_staged(room, c - begin, v);
+      add_rows(now, v, sums[c - begin], acc);
     }
   }
 }
@@ -262,13 +266,13 @@ FN bool is_few(CONSTANT LinearArgs& a) {
   }
 
 LINEAR(linear_1, 1, PLAIN, false)
-LINEAR(linear_4, 4, PLAIN, false)
+LINEAR(linear_2, 2, PLAIN, false)
 LINEAR(linear_norm_1, 1, NORMED, false)
-LINEAR(linear_norm_4, 4, NORMED, false)
+LINEAR(linear_norm_2, 2, NORMED, false)
 LINEAR(linear_any_1, 1, PLAIN, true)
-LINEAR(linear_any_4, 4, PLAIN, true)
+LINEAR(linear_any_2, 2, PLAIN, true)
 LINEAR(linear_any_norm_1, 1, NORMED, true)
-LINEAR(linear_any_norm_4, 4, NORMED, true)
+LINEAR(linear_any_norm_2, 2, NORMED, true)
 
 #define LINEAR_CONV(name, ANY)                                                                                         \
   KERNEL(name, ARGS(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), IN(float, taps, 4), IN(float, past, 5), \
@@ -292,9 +296,9 @@ LINEAR_CONV(linear_any_conv, true)
   }
 
 LINEAR_HEADS(linear_heads_1, 1, false)
-LINEAR_HEADS(linear_heads_4, 4, false)
+LINEAR_HEADS(linear_heads_2, 2, false)
 LINEAR_HEADS(linear_any_heads_1, 1, true)
-LINEAR_HEADS(linear_any_heads_4, 4, true)
+LINEAR_HEADS(linear_any_heads_2, 2, true)
 
 #ifndef NO_TILES
 // The same on matrix units, of rows of halves (half_rows) and the power of two of each. Grid (ceil(tokens / 64), sum over

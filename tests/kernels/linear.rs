@@ -91,20 +91,29 @@ fn several_matrices_in_one_launch() {
 fn a_row_does_not_depend_on_its_company() {
     let mut host = Host::start();
     let mut random = Random(7);
-    let cols = 512;
-    for codes in [AFFINE4, AFFINE8, affine(3, 32)] {
+    // Columns that are staged in two parts when there are several rows; with a norm few rows of weights are shared by all simdgroups.
+    for (codes, cols, tokens, kernel) in [
+        (AFFINE4, 512, 16, "linear_norm_2"),
+        (AFFINE4, 2560, 3, "linear_2"),
+        (AFFINE4, 2560, 3, "linear_norm_2"),
+        (AFFINE8, 2560, 5, "linear_2"),
+        (AFFINE8, 2560, 3, "linear_norm_2"),
+        (affine(3, 32), 512, 5, "linear_any_norm_2"),
+    ] {
         let sample = matrix(&mut host, &mut random, codes, 40, cols);
-        let (x, w) = (random.normals(16 * cols), random.normals(cols));
+        let (x, w) = (random.normals(tokens * cols), random.normals(cols));
         let (x, weight) = (host.floats(&x), host.floats(&w));
-        let norm = Some(Norm { weight, eps: 1e-6, keep: None });
-        let together = host.empty(16 * 40 * 4);
+        let norm = kernel.contains("norm").then_some(Norm { weight, eps: 1e-6, keep: None });
+        let together = host.empty(tokens * 40 * 4);
         let matrices = [sample.matrix];
-        host.run(&Project { x, tokens: 16, norm, matrices: &matrices, y: together, add: false }.dispatch());
+        let all = Project { x, tokens, norm, matrices: &matrices, y: together, add: false };
+        assert_eq!((all.dispatch().kernel, all.dispatch().grid[0]), (kernel, tokens.div_ceil(2) as u32));
+        host.run(&all.dispatch());
         let together = host.read(together);
-        for t in 0..16 {
+        for t in 0..tokens {
             let (row, alone) = (x.part(t * cols * 4, cols * 4), host.empty(40 * 4));
-            host.run(&Project { x: row, tokens: 1, norm, matrices: &matrices, y: alone, add: false }.dispatch());
-            assert_eq!(host.read(alone), together[t * 160..(t + 1) * 160], "row {t} of {codes:?}");
+            host.run(&Project { x: row, tokens: 1, y: alone, ..all }.dispatch());
+            assert_eq!(host.read(alone), together[t * 160..(t + 1) * 160], "row {t} of {codes:?}, {kernel}");
         }
     }
 }

@@ -95,9 +95,9 @@ impl DeltaNet<'_> {
         let mut dispatch = self.back.dispatch();
         dispatch.kernel = match dispatch.kernel {
             "linear_1" => "linear_heads_1",
-            "linear_4" => "linear_heads_4",
+            "linear_2" => "linear_heads_2",
             "linear_any_1" => "linear_any_heads_1",
-            _ => "linear_any_heads_4",
+            _ => "linear_any_heads_2",
         };
         dispatch.args.extend([shape.value_heads as u32, shape.dv as u32, shape.eps.to_bits()]);
         dispatch.bindings[1] = Binding::read(squares);

@@ -7,9 +7,12 @@ use crate::{
 };
 
 const NAMES: [[[&str; 2]; 2]; 2] = [
-    [["linear_1", "linear_4"], ["linear_norm_1", "linear_norm_4"]],
-    [["linear_any_1", "linear_any_4"], ["linear_any_norm_1", "linear_any_norm_4"]],
+    [["linear_1", "linear_2"], ["linear_norm_1", "linear_norm_2"]],
+    [["linear_any_1", "linear_any_2"], ["linear_any_norm_1", "linear_any_norm_2"]],
 ];
+
+/// Rows of x that a threadgroup takes where there are several: a thread's registers have no room for more.
+const TOGETHER: usize = 2;
 
 /// `LinearArgs`: tokens, columns, floats in a row of results, and what is done with them.
 pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool, eps: f32) -> Vec<u32> {
@@ -58,7 +61,7 @@ impl Project<'_> {
             kernel: NAMES[usize::from(any)][usize::from(norm.is_some())][usize::from(batch)],
             args: args([tokens, cols, width], matrices, add, keep.is_some(), norm.map_or(0.0, |n| n.eps)),
             bindings,
-            grid: [tokens.div_ceil(if batch { 4 } else { 1 }) as u32, blocks as u32, 1],
+            grid: [tokens.div_ceil(if batch { TOGETHER } else { 1 }) as u32, blocks as u32, 1],
             threads: 128,
         }
     }
