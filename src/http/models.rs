@@ -74,6 +74,9 @@ pub trait Loader: Send + Sync + 'static {
     }
 }
 
+/// Models, and when they were looked up.
+type Found = (Instant, Arc<Vec<Listed>>);
+
 /// The model that answers.
 #[derive(Default)]
 pub struct Stage {
@@ -87,7 +90,7 @@ pub struct Stage {
     /// Somebody waits, or a model has come.
     changed: Notify,
     /// Held while the models are looked up: one look at a time, whose list all have who waited for it.
-    found: Arc<sync::Mutex<Option<(Instant, Arc<Vec<Listed>>)>>>,
+    found: Arc<sync::Mutex<Option<Found>>>,
 }
 
 impl Stage {
