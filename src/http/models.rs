@@ -298,15 +298,18 @@ impl Stage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+    use std::sync::{
+        atomic::{AtomicUsize, Ordering::Relaxed},
+        mpsc,
+    };
 
-    /// Takes a while to look, and counts.
-    struct Slow(Arc<AtomicUsize>);
+    /// Counts its looks, which end when the other end of the channel is gone.
+    struct Slow(Arc<AtomicUsize>, Mutex<mpsc::Receiver<()>>);
 
     impl Loader for Slow {
         fn list(&self) -> Vec<Listed> {
             self.0.fetch_add(1, Relaxed);
-            std::thread::sleep(Duration::from_millis(50));
+            let _ = self.1.lock().recv();
             Vec::new()
         }
 
@@ -317,11 +320,11 @@ mod tests {
 
     #[tokio::test]
     async fn models_are_looked_up_once_however_many_ask_and_whoever_leaves() {
-        let looks = Arc::new(AtomicUsize::new(0));
-        let stage = Stage::new(Arc::new(Slow(looks.clone())), Times::default(), 1);
+        let (looks, (go, wait)) = (Arc::new(AtomicUsize::new(0)), mpsc::channel());
+        let stage = Stage::new(Arc::new(Slow(looks.clone(), Mutex::new(wait))), Times::default(), 1);
         let gone = tokio::time::timeout(Duration::from_millis(5), stage.listed()).await;
         assert!(gone.is_err());
-        tokio::join!(stage.listed(), stage.listed(), stage.listed());
+        tokio::join!(stage.listed(), stage.listed(), async { drop(go) });
         assert_eq!(looks.load(Relaxed), 1);
     }
 }
