@@ -103,7 +103,8 @@ impl Cache {
         let files = Arc::new(files);
         inner.disk = Some(Disk {
             files: files.clone(),
-            limit: storage.limit.saturating_sub(others),
+            // Half at least, whatever servers of other models have: theirs do not go while they run.
+            limit: storage.limit.saturating_sub(others).max(storage.limit / 2),
             bytes: 0,
             pages: HashMap::new(),
             recent: VecDeque::new(),

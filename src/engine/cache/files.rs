@@ -76,9 +76,11 @@ impl Files {
             match path.extension().and_then(|ending| ending.to_str()) {
                 Some("state") => match files.tokens(&path) {
                     Ok(filed) => found.push(filed),
+                    // Another server of this model needed the room.
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                     Err(error) => {
                         tracing::warn!(path = %path.display(), %error, "a checkpoint's file is of no use");
-                        fs::remove_file(&path)?;
+                        fs::remove_file(&path).or_else(gone)?;
                     }
                 },
                 Some(UNFINISHED) if is_abandoned(&path) => remove(&path),
@@ -331,7 +333,8 @@ impl Files {
 /// A directory that cannot be read, or a file that cannot be removed.
 pub fn forget_all(root: &Path) -> io::Result<()> {
     for dir in keys(root)? {
-        for entry in fs::read_dir(dir)? {
+        let Some(entries) = live::found(fs::read_dir(dir))? else { continue };
+        for entry in entries {
             let path = entry?.path();
             let ending = path.extension().and_then(|ending| ending.to_str());
             // What another server is writing gets its name, or that server would take its disk to be broken.
@@ -356,7 +359,8 @@ fn keys(root: &Path) -> io::Result<Vec<PathBuf>> {
     };
     let paths = entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>()?;
     let is_key = |name: &str| name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit());
-    Ok(paths.into_iter().filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_key)).collect())
+    let named = |path: &PathBuf| path.file_name().and_then(|name| name.to_str()).is_some_and(is_key);
+    Ok(paths.into_iter().filter(|path| named(path) && path.is_dir()).collect())
 }
 
 pub fn page_name(digest: &Digest) -> String {

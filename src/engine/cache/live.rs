@@ -16,8 +16,7 @@ pub fn enter(dir: &Path) -> io::Result<File> {
         let Some(used) = found(File::open(dir))? else { continue };
         // Waits for who removes it just now. Some file systems have no locks: see below.
         let _ = used.lock_shared();
-        let (ours, there) = (used.metadata()?, found(fs::metadata(dir))?);
-        if there.is_some_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino())) {
+        if is_same(&used, dir)? {
             return Ok(used);
         }
     }
@@ -25,15 +24,32 @@ pub fn enter(dir: &Path) -> io::Result<File> {
 
 /// Removes a directory with all that is in it. False: a server uses it, or may, where there are no locks.
 pub fn remove_unused(dir: &Path) -> io::Result<bool> {
-    let Some(handle) = found(File::open(dir))? else { return Ok(true) };
+    match found(File::open(dir))? {
+        Some(handle) => remove_if_unused(&handle, dir),
+        None => Ok(true),
+    }
+}
+
+/// As [`remove_unused`]; `handle` was the directory when it was looked for.
+fn remove_if_unused(handle: &File, dir: &Path) -> io::Result<bool> {
     match handle.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => return Ok(false),
         Err(TryLockError::Error(_)) if !is_old(dir) => return Ok(false),
         Err(TryLockError::Error(_)) => {}
     }
+    // Before the lock was had, somebody may have removed it, and a server may have made it anew: that has a lock on the new one.
+    if !is_same(handle, dir)? {
+        return Ok(false);
+    }
     fs::remove_dir_all(dir).or_else(gone)?;
     Ok(true)
+}
+
+/// True if `dir` is still what was opened.
+fn is_same(handle: &File, dir: &Path) -> io::Result<bool> {
+    let (ours, there) = (handle.metadata()?, found(fs::metadata(dir))?);
+    Ok(there.is_some_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino())))
 }
 
 /// `None` of what is gone.
@@ -46,9 +62,8 @@ pub fn found<T>(result: io::Result<T>) -> io::Result<Option<T>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::files::Files;
+    use super::{super::files::Files, *};
     use crate::model::SnapshotSize;
-    use std::fs;
 
     const SIZE: SnapshotSize = SnapshotSize { state: 100, position: 2 };
 
@@ -81,5 +96,17 @@ mod tests {
         drop(same);
         assert_eq!(own.make_way(dir.path(), 0).unwrap(), 0);
         assert!(own.dir().exists() && !path.exists());
+    }
+
+    #[test]
+    fn a_directory_that_was_made_anew_meanwhile_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("key");
+        drop(enter(&path).unwrap());
+        let stale = File::open(&path).unwrap();
+        assert!(remove_unused(&path).unwrap());
+        let _used = enter(&path).unwrap();
+        assert!(!remove_if_unused(&stale, &path).unwrap());
+        assert!(path.exists());
     }
 }
