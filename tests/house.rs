@@ -1,94 +1,60 @@
-//! The house's order (see `src/lib.rs`): imports between rooms run one way, `cfg(target_os)` stays in `platform` and
-//! `device`, `unsafe` in `platform`, `device`, `experts` and `ops`, and no file grows beyond 400 lines.
+//! The design's rules about the source tree, checked on the text of `src`.
+//!
+//! Imports between rooms run one way, no files import each other in a circle, a type name is declared once, files stay
+//! short, and `unsafe` and `target_os` stay in their rooms. `docs/architecture.md` explains the rooms.
 
-use std::{fs, path::Path};
+#[path = "house/source.rs"]
+mod source;
 
-/// Every file below `dir` with one of the endings, with its text.
-fn files(dir: &str, endings: &[&str]) -> Vec<(String, String)> {
-    fn walk(dir: &Path, endings: &[&str], found: &mut Vec<(String, String)>) {
-        for entry in fs::read_dir(dir).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                walk(&path, endings, found);
-            } else if endings.iter().any(|ending| path.extension().is_some_and(|found| found == *ending)) {
-                found.push((path.to_str().unwrap().replace('\\', "/"), fs::read_to_string(&path).unwrap()));
-            }
-        }
-    }
-    let mut found = Vec::new();
-    walk(&Path::new(env!("CARGO_MANIFEST_DIR")).join(dir), endings, &mut found);
-    assert!(!found.is_empty());
-    found
-}
+use source::{SourceFile, circles, file_imports, files, production_files, room_imports, without_test_modules};
+use std::collections::{BTreeMap, BTreeSet};
 
-/// The room a source file is in: `http/chat.rs` is in `http`, `plan.rs` and `plan/tests.rs` in `plan`.
-fn room(path: &str) -> &str {
-    let inside = path.rsplit_once("/src/").unwrap().1;
-    inside.split('/').next().unwrap().trim_end_matches(".rs")
-}
+const MAX_LINES: usize = 600;
 
-/// The rooms that `text` names after `crate::`, in `use` lines (grouped ones too) and in paths.
-fn named(text: &str) -> Vec<String> {
-    let word = |text: &str| text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
-    let mut rooms = Vec::new();
-    for (at, _) in text.match_indices("crate::") {
-        let rest = &text[at + "crate::".len()..];
-        let Some(group) = rest.strip_prefix('{') else {
-            rooms.push(word(rest));
-            continue;
-        };
-        let (mut depth, mut start) = (0, true);
-        for (at, c) in group.char_indices() {
-            match c {
-                '{' => depth += 1,
-                '}' if depth == 0 => break,
-                '}' => depth -= 1,
-                ',' if depth == 0 => start = true,
-                c if start && !c.is_whitespace() => {
-                    rooms.push(word(&group[at..]));
-                    start = false;
-                }
-                _ => {}
-            }
-        }
-    }
-    rooms
+/// For each room, the rooms that it may import from. `error`, `metrics` and a room itself are always allowed.
+const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
+    ("platform", &[]),
+    ("device", &["platform"]),
+    ("ops", &["device", "platform"]),
+    ("experts", &["device", "platform"]),
+    ("checkpoint", &["ops", "experts", "device", "platform"]),
+    ("plan", &["platform", "config"]),
+    ("model", &["checkpoint", "ops", "experts", "device", "platform", "plan"]),
+    ("engine", &["model", "platform"]),
+    ("chat", &[]),
+    ("config", &["cli"]),
+    ("cli", &[]),
+    ("demo", &["platform"]),
+    ("http", &["engine", "chat", "platform"]),
+    ("metrics", &["platform"]),
+    ("error", &[]),
+    ("version", &[]),
+];
+
+/// Rooms on top of all others. They may import from anywhere.
+const TOP: &[&str] = &["main", "lib", "command", "tools"];
+
+/// Type names that several files may declare.
+const SHARED_TYPE_NAMES: &[&str] = &[];
+
+fn room_of(path: &str) -> &str {
+    path.split('/').next().unwrap().trim_end_matches(".rs")
 }
 
 #[test]
-fn imports_run_one_way() {
-    // The rooms that each may name besides itself and the leaves.
-    let leaves = ["error", "metrics"];
-    let allowed: &[(&str, &[&str])] = &[
-        ("platform", &[]),
-        ("device", &["platform"]),
-        ("ops", &["device", "platform"]),
-        ("experts", &["device", "platform"]),
-        ("checkpoint", &["ops", "experts", "device", "platform"]),
-        ("plan", &["platform", "config"]),
-        ("model", &["checkpoint", "ops", "experts", "device", "platform", "plan"]),
-        ("engine", &["model", "platform"]),
-        ("chat", &[]),
-        ("config", &["cli"]),
-        ("cli", &[]),
-        ("demo", &["platform"]),
-        ("http", &["engine", "chat", "platform"]),
-        ("metrics", &["platform"]),
-        ("error", &[]),
-        ("version", &[]),
-    ];
+fn imports_between_rooms_run_one_way() {
     let mut wrong = Vec::new();
-    for (path, text) in files("src", &["rs"]) {
-        let from = room(&path);
-        if ["main", "lib", "command", "tools"].contains(&from) {
+    for (from, targets) in room_imports(&production_files()) {
+        let room = room_of(&from);
+        if TOP.contains(&room) {
             continue;
         }
-        let Some((_, allowed)) = allowed.iter().find(|(room, _)| *room == from) else {
-            panic!("{path}: a room that the house does not know");
+        let Some((_, allowed)) = ALLOWED_IMPORTS.iter().find(|(name, _)| *name == room) else {
+            panic!("{from}: room {room} has no rule in ALLOWED_IMPORTS");
         };
-        for to in named(&text) {
-            if to != from && !leaves.contains(&to.as_str()) && !allowed.contains(&to.as_str()) {
-                wrong.push(format!("{path}: {from} -> {to}"));
+        for to in targets {
+            if to != room && !["error", "metrics"].contains(&to.as_str()) && !allowed.contains(&to.as_str()) {
+                wrong.push(format!("{from} imports {to}"));
             }
         }
     }
@@ -96,26 +62,112 @@ fn imports_run_one_way() {
 }
 
 #[test]
-fn named_rooms_are_found() {
+fn rooms_are_read_from_groups_and_paths() {
     let text = "use crate::{\n    chat::{Stop, parse},\n    engine,\n};\nlet x = crate::experts::open();";
-    assert_eq!(named(text), ["chat", "engine", "experts"]);
+    let rooms = room_imports(&[SourceFile::new("http/chat.rs", text.to_owned())]);
+    assert_eq!(Vec::from_iter(&rooms["http/chat.rs"]), ["chat", "engine", "experts"]);
 }
 
 #[test]
-fn the_operating_system_and_unsafe_code_have_their_rooms() {
+#[ignore = "holds once every room is reshaped"]
+fn files_import_each_other_in_no_circle() {
+    let edges = file_imports(&production_files());
+    assert!(edges.values().map(BTreeSet::len).sum::<usize>() > 500, "the imports were not read");
+    let found = circles(&edges);
+    let explained: Vec<String> = found
+        .iter()
+        .flat_map(|circle| {
+            circle.iter().map(|from| {
+                let to: Vec<_> = edges[from].iter().filter(|to| circle.contains(to)).collect();
+                format!("{from} -> {to:?}")
+            })
+        })
+        .collect();
+    assert!(found.is_empty(), "{} circles: {explained:#?}", found.len());
+}
+
+#[test]
+fn planted_circle_through_re_export_is_found() {
+    let file = |path: &str, text: &str| SourceFile::new(path, text.to_owned());
+    let planted = |c: &str| {
+        vec![
+            file("lib.rs", "pub mod a;"),
+            file("a/mod.rs", "mod b;\nmod c;\npub use b::Bee;\npub use c::*;"),
+            file("a/b.rs", "use super::Cee;\npub struct Bee(Cee);"),
+            file("a/c.rs", c),
+        ]
+    };
+    let circle = [vec!["a/b.rs".to_owned(), "a/c.rs".to_owned()]];
+    for text in [
+        "use crate::a::Bee;\npub struct Cee;",
+        "pub struct Cee;\nfn f() { super::Bee::new() }",
+        "use super::{\n    Bee as Other,\n};\npub struct Cee;",
+    ] {
+        assert_eq!(circles(&file_imports(&planted(text))), circle, "{text}");
+    }
+    for text in [
+        "pub struct Cee;",
+        "// use super::Bee;\npub struct Cee;",
+        "pub struct Cee;\n#[cfg(test)]\nmod tests {\n    use super::super::Bee;\n}",
+        "pub struct Cee;\nconst A: &str = \"super::Bee\";",
+    ] {
+        assert!(circles(&file_imports(&planted(text))).is_empty(), "{text}");
+    }
+}
+
+#[test]
+fn test_modules_are_no_production_files() {
+    let file = |path: &str, text: &str| SourceFile::new(path, text.to_owned());
+    let files = vec![file("a.rs", "#[cfg(test)]\nmod tests;\nmod b;"), file("a/tests.rs", ""), file("a/b.rs", "")];
+    let left: Vec<String> = without_test_modules(files).into_iter().map(|file| file.path).collect();
+    assert_eq!(left, ["a.rs", "a/b.rs"]);
+}
+
+#[test]
+#[ignore = "holds once every room is reshaped"]
+fn type_names_are_declared_once() {
+    let mut declared: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for file in production_files() {
+        for name in file.declared_types() {
+            declared.entry(name).or_default().push(file.path.clone());
+        }
+    }
+    assert!(declared.len() > 200, "the declarations were not read");
+    declared.retain(|name, paths| paths.len() > 1 && !SHARED_TYPE_NAMES.contains(&name.as_str()));
+    assert!(declared.is_empty(), "{} names: {declared:#?}", declared.len());
+    assert!(SHARED_TYPE_NAMES.len() <= 20);
+}
+
+#[test]
+#[ignore = "holds once every room is reshaped"]
+fn impl_blocks_of_a_type_are_in_two_files_at_most() {
+    let mut implemented: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
+    for file in production_files() {
+        // An operation is one type with its meaning in `mod.rs` and its two ways to run in `cpu.rs` and `gpu.rs`.
+        let is_device_half = file.room() == "ops" && ["cpu", "gpu"].contains(&file.module.last().unwrap().as_str());
+        if is_device_half {
+            continue;
+        }
+        for name in file.implemented_types() {
+            implemented.entry((file.room().to_owned(), name)).or_default().insert(file.path.clone());
+        }
+    }
+    implemented.retain(|_, paths| paths.len() > 2);
+    assert!(implemented.is_empty(), "{implemented:#?}");
+}
+
+#[test]
+fn operating_system_and_unsafe_stay_in_their_rooms() {
     let mut wrong = Vec::new();
-    for (path, text) in files("src", &["rs"]) {
-        let code = text.lines().map(|line| line.split("//").next().unwrap());
-        for (number, line) in code.enumerate() {
-            let at = || format!("{path}:{}: {line}", number + 1);
+    for file in production_files() {
+        for line in file.code.lines() {
+            let words: Vec<&str> = line.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
             // The prometheus crate has its process collector on Linux only.
-            let may = ["platform", "device", "metrics"].contains(&room(&path)) || path.ends_with("tests.rs");
-            if line.contains("target_os") && !may {
-                wrong.push(at());
+            if words.contains(&"target_os") && !["platform", "device", "metrics"].contains(&file.room()) {
+                wrong.push(format!("{}: {line}", file.path));
             }
-            let may = ["platform", "device", "experts", "ops"].contains(&room(&path));
-            if line.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "unsafe") && !may {
-                wrong.push(at());
+            if words.contains(&"unsafe") && !["platform", "device", "experts", "ops"].contains(&file.room()) {
+                wrong.push(format!("{}: {line}", file.path));
             }
         }
     }
@@ -123,12 +175,12 @@ fn the_operating_system_and_unsafe_code_have_their_rooms() {
 }
 
 #[test]
-fn no_file_is_over_400_lines() {
+fn files_have_at_most_600_lines() {
     let all = [files("src", &["rs"]), files("kernels", &["metal", "h"]), files("tests", &["rs"])].concat();
     let long: Vec<String> = all
         .iter()
         .map(|(path, text)| (path, text.lines().count()))
-        .filter(|(_, lines)| *lines > 400)
+        .filter(|(_, lines)| *lines > MAX_LINES)
         .map(|(path, lines)| format!("{path}: {lines} lines"))
         .collect();
     assert!(long.is_empty(), "{long:#?}");
