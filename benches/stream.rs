@@ -15,7 +15,7 @@ use moestro::{
     config::Switch,
     experts::{Io, Prefetch},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, qwen::StoreOptions},
+    model::{Model, Options, Qwen, Rows, StoreOptions},
     plan::Wishes,
     platform::os::peak_resident_memory,
 };

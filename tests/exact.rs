@@ -7,7 +7,7 @@ use common::{decode, load_with, prefill};
 use moestro::{
     error::ModelError,
     experts::{Files, Io, Prefetch},
-    model::{Model, Options, Rows, qwen::StoreOptions},
+    model::{Model, Options, Rows, StoreOptions},
     platform::Access,
     tools::synth,
 };

@@ -12,7 +12,7 @@ use moestro::{
     error::StoreError,
     experts::{Choice, Experts, Io, Options, Phase, Prefetch},
     metrics::Metrics,
-    model::{self, Model, Qwen, Rows, qwen::StoreOptions},
+    model::{self, Model, Qwen, Rows, StoreOptions},
     tools::synth,
 };
 use process::Process;

@@ -27,7 +27,7 @@ use crate::{
     error::{CommandError, StoreError},
     experts,
     metrics::Metrics,
-    model::{self, Qwen, config::FfnShape, qwen::StoreOptions},
+    model::{self, Qwen, StoreOptions, config::FfnShape},
     ops::KvBits,
     plan::Wishes,
     platform::check_small,

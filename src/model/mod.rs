@@ -1,41 +1,35 @@
-//! Qwen3.5 and 3.6, dense and mixture of experts. [`mod@reference`] is the architecture in plain tensors: read it first. [`forward`]
-//! is the same on buffers, for every device, with [`moe`]; [`net`] its weights, [`state`] what a sequence remembers, [`snapshot`]
-//! what is kept of it, [`pages`] the memory that both share, [`buffers`] what a pass computes on its way. [`qwen`] loads a checkpoint and shows it to a device;
-//! [`config`] is its shapes, [`speed`] how fast it can be.
+//! Qwen3.5 and 3.6 models, dense and mixture of experts.
+//!
+//! Read [`mod@reference`] first: it is the architecture in plain tensors. [`forward`] computes the same on buffers of any device.
 
-mod buffers;
 pub mod config;
-pub mod dflash;
+mod device_state;
+mod drafts;
 mod forward;
-mod lend;
-mod moe;
-mod mtp;
-mod net;
-pub mod pages;
-mod placed;
-pub mod qwen;
+mod inspect;
+mod load;
 pub mod reference;
-mod sequence;
-pub mod snapshot;
+mod runtime;
 pub mod speed;
 mod state;
-mod survey;
-mod tap;
-mod tape;
-mod verify;
+mod weights;
 
 pub use config::Config;
-pub use dflash::DFlash;
+pub use drafts::{
+    dflash::{self, DFlash},
+    hidden_taps::Taps,
+    mtp::{Predicted, ROWS as MTP_ROWS},
+};
 pub use forward::Routes;
-pub use mtp::{Predicted, ROWS as MTP_ROWS};
-pub use pages::Pool;
-pub use qwen::{Drafter, Options, Qwen};
+pub use inspect::Surveyed;
+pub use load::{Drafter, Options, Qwen, StoreOptions};
 pub use reference::Reference;
-pub use snapshot::{Snapshot, SnapshotSize};
-pub use state::State;
-pub use survey::Surveyed;
-pub use tap::Taps;
-pub use tape::ROWS as VERIFY_ROWS;
+pub use state::{
+    kv_pages::{self, Pool},
+    rollback::ROWS as VERIFY_ROWS,
+    sequence::State,
+    snapshot::{self, Snapshot, SnapshotSize},
+};
 
 use crate::{device::DeviceError, error::ModelError};
 use std::sync::Arc;

@@ -12,8 +12,7 @@ use moestro::{
     experts::{Io, Prefetch},
     metrics::Metrics,
     model::{
-        Model, Options, Qwen, Routes, Rows, Snapshot,
-        qwen::StoreOptions,
+        Model, Options, Qwen, Routes, Rows, Snapshot, StoreOptions,
         snapshot::{PAGE, Page},
     },
     ops::KvBits,

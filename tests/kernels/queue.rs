@@ -12,7 +12,7 @@ use moestro::{
     device::{Binding, Dispatch, Driver, Gpu, Math, Queue, Region, Status, Timeline},
     error::ModelError,
     experts::Io,
-    model::{Model, Options, Qwen, Rows, qwen::StoreOptions},
+    model::{Model, Options, Qwen, Rows, StoreOptions},
     ops::check,
     tools::doctor,
 };

@@ -6,7 +6,7 @@ use moestro::{
     device::Math,
     experts::{Io, Prefetch},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, qwen::StoreOptions},
+    model::{Model, Options, Qwen, Rows, StoreOptions},
 };
 use std::{path::Path, sync::Arc};
 

@@ -9,7 +9,7 @@ use crate::{
     error::CommandError,
     experts::Io,
     metrics::Metrics,
-    model::{Model, Options, Qwen, Reference, Rows, qwen::StoreOptions},
+    model::{Model, Options, Qwen, Reference, Rows, StoreOptions},
     plan::Wishes,
 };
 use candle_core::{DType, Device};

@@ -1,14 +1,14 @@
 //! A checkpoint before it is loaded: its tensors, and the memory they will take.
 
-use super::{
-    buffers::Buffers,
+use crate::model::{
     config::{Config, FfnShape},
-    mtp,
-    net::{Ffn, Net},
-    qwen::Options,
+    drafts::mtp,
+    forward::buffers::Buffers,
+    load::Options,
     speed::Kind,
-    state::{State, heads},
-    tape,
+    state::rollback,
+    state::sequence::{State, heads},
+    weights::{Ffn, Net},
 };
 use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index, pack},
@@ -141,7 +141,7 @@ fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], 
         state: State::fixed_bytes(config) + newest,
         workspace_per_row,
         draft: options.draft,
-        workspace_fixed: workspace_fixed + if options.verify { tape::cost(config) } else { 0 },
+        workspace_fixed: workspace_fixed + if options.verify { rollback::cost(config) } else { 0 },
         context: config.context,
     }
 }

@@ -1,7 +1,7 @@
 //! The weights of the model, as the checkpoint has them: which tensor is whose.
 
-use super::config::{Config, FfnShape};
 use crate::device::Region;
+use crate::model::config::{Config, FfnShape};
 use crate::{
     checkpoint::{self, Checkpoint, Layout, Trunk, names},
     error::ModelError,

@@ -8,16 +8,16 @@
 //! ```
 //! Its experts have slots of their own: their encoding is often another, and so is the size of a slot.
 
-use super::{
+use crate::model::{
     Drafter, Qwen,
-    buffers::Buffers,
     config::{self, Config},
+    device_state::{self as placed, Placed},
+    drafts::hidden_taps::Tapped,
     forward::Pass,
-    net::{Layer, Net},
-    placed::{self, Placed},
-    qwen::{Options, Parts},
-    state::{LayerState, heads},
-    tap::Tapped,
+    forward::buffers::Buffers,
+    load::{Options, Parts},
+    state::sequence::{LayerState, heads},
+    weights::{Layer, Net},
 };
 use crate::{
     checkpoint::{Checkpoint, DRAFT_BUFFERS, Trunk, index::Index, mtp as files},
@@ -46,7 +46,7 @@ pub struct Survey {
 }
 
 /// A loaded head.
-pub(super) struct Head {
+pub(in crate::model) struct Head {
     config: Config,
     pub net: Net,
     /// For the embedding, and for the hidden row.
@@ -57,7 +57,7 @@ pub(super) struct Head {
 }
 
 /// Its memory on a device.
-pub(super) struct HeadPlace {
+pub(in crate::model) struct HeadPlace {
     slots: Slots,
     tables: Region,
     cache: Cache,
@@ -101,7 +101,7 @@ impl Weights {
 }
 
 /// The head that `options` ask for; one that should be in the checkpoint and is not, or is of no use, is told in the log.
-pub(super) fn survey(
+pub(in crate::model) fn survey(
     dir: &Path,
     model: &Config,
     index: &Index,
@@ -162,7 +162,12 @@ impl Survey {
         self.weights + slots + (kv + rows) as u64 + 4 * self.map.experts() as u64
     }
 
-    pub(super) fn load(self, model: &Net, options: &Options, store: Option<&Experts>) -> Result<Head, ModelError> {
+    pub(in crate::model) fn load(
+        self,
+        model: &Net,
+        options: &Options,
+        store: Option<&Experts>,
+    ) -> Result<Head, ModelError> {
         let Self { from, config, map, weights: len, slots } = self;
         let mut ignore = |_, _| ();
         let mut trunk = Trunk::read(&from, len as usize, &mut ignore)?.shown_as(DRAFT_BUFFERS);

@@ -4,7 +4,7 @@
 //! on a tape. Taking rows back makes the tape shorter, and nothing else; the next pass walks those that stayed again, in
 //! registers, in front of its own. No state is copied, no weight is read twice.
 
-use super::config::Config;
+use crate::model::config::Config;
 use crate::{
     device::{DeviceError, Region},
     ops::{Delta, Past, Run},

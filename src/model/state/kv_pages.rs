@@ -4,7 +4,7 @@
 //! A sequence writes into pages that it alone holds: those behind its last whole page. A whole page is never written again, so
 //! a snapshot and whoever goes on from it hold the same one. Each sequence has a table of the pages that it holds.
 
-use super::{config::Config, snapshot::Page};
+use crate::model::{config::Config, state::snapshot::Page};
 use crate::{
     device::{DeviceError, Mark, Region, Slab, Timeline},
     error::ModelError,
@@ -25,9 +25,9 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A device behind a lock. A pass takes it as a whole; whoever reads pages for a file comes between two.
 #[derive(Clone)]
-pub(super) struct SharedRun(Arc<ReentrantMutex<RefCell<Box<dyn Run>>>>);
+pub(in crate::model) struct SharedRun(Arc<ReentrantMutex<RefCell<Box<dyn Run>>>>);
 
-pub(super) type Whole<'a> = ReentrantMutexGuard<'a, RefCell<Box<dyn Run>>>;
+pub(in crate::model) type Whole<'a> = ReentrantMutexGuard<'a, RefCell<Box<dyn Run>>>;
 
 /// Keys (or values) of one layer, of all pages.
 type Layer = [Region; 2];
@@ -35,7 +35,7 @@ type Layer = [Region; 2];
 /// All pages of a model on a device.
 pub struct Pool {
     run: Weak<ReentrantMutex<RefCell<Box<dyn Run>>>>,
-    pub(super) layers: Vec<Layer>,
+    pub(in crate::model) layers: Vec<Layer>,
     /// Bytes of a page in one of a layer's regions.
     part: usize,
     /// Heads of keys (or values), each of which has [`PAGE`] rows of it.
@@ -51,8 +51,8 @@ pub struct Pool {
 
 /// A page of the pool, while it is held.
 pub struct Held {
-    pub(super) pool: Arc<Pool>,
-    pub(super) index: u32,
+    pub(in crate::model) pool: Arc<Pool>,
+    pub(in crate::model) index: u32,
 }
 
 impl Held {
@@ -150,7 +150,12 @@ impl Run for SharedRun {
 
 impl Pool {
     /// As many pages as `plan` has room for. They are committed as they are first written, where the system does so.
-    pub(super) fn new(config: &Config, heads: &Heads, plan: &Plan, run: &SharedRun) -> Result<Arc<Self>, DeviceError> {
+    pub(in crate::model) fn new(
+        config: &Config,
+        heads: &Heads,
+        plan: &Plan,
+        run: &SharedRun,
+    ) -> Result<Arc<Self>, DeviceError> {
         let (part, layers, context) = (heads.page_bytes(), config.full_layers(), heads.pages());
         let count = plan.pages((2 * layers * part) as u64).max(context);
         let count = if layers == 0 { context } else { count };
@@ -193,7 +198,7 @@ impl Pool {
     }
 
     /// A page that nobody else holds.
-    pub(super) fn take(self: &Arc<Self>) -> Result<Arc<Page>, ModelError> {
+    pub(in crate::model) fn take(self: &Arc<Self>) -> Result<Arc<Page>, ModelError> {
         let mut free = self.free.lock();
         if free.is_empty() {
             self.returned.wait_for(&mut free, PATIENCE);
@@ -213,7 +218,7 @@ impl Pool {
     }
 
     /// The first `rows` positions of a page: keys, then values, of one layer after the other, head by head.
-    pub(super) fn read(&self, index: u32, rows: usize) -> Result<Vec<u8>, DeviceError> {
+    pub(in crate::model) fn read(&self, index: u32, rows: usize) -> Result<Vec<u8>, DeviceError> {
         let mut run = self.run()?;
         let lock = run.clone();
         let _whole = lock.whole();
@@ -228,7 +233,7 @@ impl Pool {
     }
 
     /// The reverse of [`Pool::read`].
-    pub(super) fn write(&self, index: u32, rows: usize, bytes: &[u8]) -> Result<(), ModelError> {
+    pub(in crate::model) fn write(&self, index: u32, rows: usize, bytes: &[u8]) -> Result<(), ModelError> {
         if bytes.len() != self.page_bytes() as usize / PAGE * rows {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
         }

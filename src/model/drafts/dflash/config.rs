@@ -336,7 +336,7 @@ mod tests {
 
     #[test]
     fn another_models_draft_is_refused() {
-        let demo = include_str!("../../../models/demo/moestro-demo/config.json");
+        let demo = include_str!("../../../../models/demo/moestro-demo/config.json");
         let mut target = config::Config::new(&serde_json::from_str(demo).unwrap()).unwrap();
         let draft = Config::new(&nested()).unwrap();
         assert!(draft.check(&target).unwrap_err().to_string().contains("hidden_size is 64, not 256"));

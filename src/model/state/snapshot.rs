@@ -1,11 +1,11 @@
 //! The state of a sequence at one position, kept so that another prompt can go on from there.
 //!
 //! Keys and values only ever grow, so a whole page of them is never written again: the sequence, every snapshot of it and whoever
-//! goes on from one hold the same page ([`pages`](super::pages)). The positions behind the last whole page, and the delta and
+//! goes on from one hold the same page ([`pages`](super::kv_pages)). The positions behind the last whole page, and the delta and
 //! convolution states, are overwritten by what comes: each snapshot has its own.
 
-use super::pages::Held;
 use crate::device::DeviceError;
+use crate::model::state::kv_pages::Held;
 pub use crate::ops::attend::PAGE;
 use std::{
     borrow::Cow,

@@ -1,16 +1,16 @@
 //! A loaded model: from a directory to weights, memory and a device that computes.
 
-use super::{
+use crate::model::{
     GoOn, Logits, Rows,
     config::Config,
+    device_state::Placed,
+    drafts::mtp,
     forward::{Batch, Marked, Observe, Pass},
-    mtp,
-    net::Net,
-    pages::Pool,
-    placed::Placed,
-    snapshot::Snapshot,
-    state::{State, append, heads},
-    survey::Surveyed,
+    inspect::Surveyed,
+    state::kv_pages::Pool,
+    state::sequence::{State, append, heads},
+    state::snapshot::Snapshot,
+    weights::Net,
 };
 use crate::{
     checkpoint::{Trunk, identity::identity, index::Index},
@@ -87,7 +87,7 @@ impl Default for StoreOptions {
 }
 
 /// The parts of a model that are the same on every device.
-pub(super) struct Parts {
+pub(in crate::model) struct Parts {
     pub config: Config,
     pub net: Net,
     /// In the order of [`BUFFERS`].
@@ -103,9 +103,9 @@ pub(super) struct Parts {
 
 /// A loaded model.
 pub struct Qwen {
-    pub(super) parts: Parts,
+    pub(in crate::model) parts: Parts,
     /// Behind a cell because states are started through a shared reference.
-    pub(super) placed: RefCell<Placed>,
+    pub(in crate::model) placed: RefCell<Placed>,
 }
 
 /// A model that the kernels cannot compute, and why.
@@ -193,7 +193,7 @@ impl Qwen {
 
     /// Has the CPU go on if the model's GPU was given up. Weights and experts are in the CPU's memory in any case, and keys and
     /// values of new sequences keep the form that snapshots have.
-    pub(super) fn leave_lost_device(&mut self) -> Result<bool, ModelError> {
+    pub(in crate::model) fn leave_lost_device(&mut self) -> Result<bool, ModelError> {
         let lost = self.placed.get_mut();
         // A wait has errors reported: the next request meets none of this one's.
         let end = lost.run.mark();
@@ -260,7 +260,7 @@ impl Qwen {
     }
 
     /// Fails if one of `ids` is not a token, or if they and `len` others are more than the context.
-    pub(super) fn admit(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
+    pub(in crate::model) fn admit(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
         let (vocab, context) = (self.parts.config.vocab, self.parts.plan.context);
         if len + ids.len() > context {
             return Err(ModelError::ContextFull { context });
@@ -281,7 +281,7 @@ impl Qwen {
         self.placed.borrow().limits.waits
     }
 
-    /// [`Model::forward`](super::Model::forward), showing the router's choice of every layer to `observe`; where every expert is in memory, a GPU
+    /// [`Model::forward`](crate::model::Model::forward), showing the router's choice of every layer to `observe`; where every expert is in memory, a GPU
     /// tells nobody.
     pub fn forward_observed(
         &self,
@@ -294,7 +294,7 @@ impl Qwen {
     }
 
     /// As many passes as `ids` have chunks.
-    pub(super) fn pass(
+    pub(in crate::model) fn pass(
         &self,
         state: &mut State,
         ids: &[u32],
@@ -337,7 +337,7 @@ impl Qwen {
     }
 
     /// One pass over `batch`, which stands behind `state`; the logits asked for are added to `out`.
-    pub(super) fn chunk<'a>(
+    pub(in crate::model) fn chunk<'a>(
         &'a self,
         placed: &'a mut Placed,
         state: &mut State,

@@ -13,10 +13,10 @@
 //! Norms multiply by their weight as it is stored, unlike the target's in Hugging Face's layout; all dimensions of a head are
 //! rotated. The draft computes on the CPU, in f32 for weights that are floats.
 
-mod attend;
+mod attention;
 pub mod config;
-mod net;
-mod second;
+mod dflash2;
+mod weights;
 
 pub use config::{Config, is_dflash};
 
@@ -27,9 +27,9 @@ use crate::{
     ops::{Cpu, Embed, Project, Run, Weight},
     plan::DraftShape,
 };
-use attend::{Memory, attend, norm, place};
-use net::{Convolution, Net};
+use attention::{Memory, attend, norm, place};
 use std::{ops::Range, path::Path};
+use weights::{Convolution, Net};
 
 /// Positions of a prompt that become context together.
 const PIECE: usize = 256;
@@ -44,11 +44,11 @@ pub struct Surveyed {
 
 impl Surveyed {
     /// Reads the headers in `dir`; checks every name and shape, and that it is a draft for `target`.
-    pub fn new(dir: &Path, target: &super::Config) -> Result<Self, ModelError> {
+    pub fn new(dir: &Path, target: &crate::model::Config) -> Result<Self, ModelError> {
         let config = Config::new(&config::read(dir)?)?;
         config.check(target)?;
         let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
-        let weights = net::measure(&checkpoint, &config)?;
+        let weights = weights::measure(&checkpoint, &config)?;
         Ok(Self { config, checkpoint, weights })
     }
 
@@ -58,9 +58,9 @@ impl Surveyed {
         // Layers with a window keep that and little more, the others everything.
         let window = |sight: &&config::Sight| sight.window.is_some();
         let windows: u64 =
-            config.layers.iter().filter(window).map(|sight| attend::cost(config, *sight, usize::MAX)).sum();
+            config.layers.iter().filter(window).map(|sight| attention::cost(config, *sight, usize::MAX)).sum();
         let all =
-            config.layers.iter().filter(|sight| !window(sight)).map(|sight| attend::cost(config, *sight, 1)).sum();
+            config.layers.iter().filter(|sight| !window(sight)).map(|sight| attention::cost(config, *sight, 1)).sum();
         let room: usize = room(config).iter().map(|floats| floats * 4).sum();
         // Hidden rows lie where the layers leave them, and side by side where the draft takes them from.
         let per_row = 2 * config.features() as u64 * 4;
@@ -182,12 +182,12 @@ impl DFlash {
         }
         let (Some(selector), Some(second)) = (&self.net.selector, &self.config.second) else { return Ok(()) };
         let products = &mut self.products;
-        let mut candidates = second::greatest(logits, second.candidates);
+        let mut candidates = dflash2::greatest(logits, second.candidates);
         let projected = products.of(hidden, std::slice::from_ref(&selector.projection))?;
         let predecessor = products.rows(&selector.predecessors, &[before])?;
         let ids: Vec<u32> = candidates.iter().map(|(id, _)| *id).collect();
         let successors = products.rows(&selector.successors, &ids)?;
-        second::select(&mut candidates, &predecessor, &projected, &successors);
+        dflash2::select(&mut candidates, &predecessor, &projected, &successors);
         logits.fill(f32::NEG_INFINITY);
         for (id, score) in candidates {
             if let Some(logit) = logits.get_mut(id as usize) {
@@ -200,7 +200,7 @@ impl DFlash {
 
 /// Floats of the rows that meet matrices, and of what becomes of them.
 fn room(config: &Config) -> [usize; 2] {
-    let rows = super::tape::ROWS;
+    let rows = crate::model::VERIFY_ROWS;
     let widest = (2 * config.intermediate).max(config.heads * config.dim + 2 * config.kv());
     let second = config.second.map_or(0, |second| {
         (2 * second.taps * config.hidden / second.group).max(second.candidates * second.rank).max(second.candidates)
@@ -271,9 +271,9 @@ impl Products {
                     move |row: usize| &dynamic[(2 * row + side) * half..][..half]
                 };
                 let (front, behind) = convolution.base.split_at(convolution.base.len() / 2);
-                let x = second::convolve(&x, front, second, kernel(0));
+                let x = dflash2::convolve(&x, front, second, kernel(0));
                 let y = inner(self, &x)?;
-                second::convolve(&y, behind, second, kernel(1))
+                dflash2::convolve(&y, behind, second, kernel(1))
             }
             _ => inner(self, &x)?,
         };

@@ -1,6 +1,6 @@
 //! The activations of a pass. The memory plan asks for the same buffers that are then allocated.
 
-use super::config::{Config, FfnShape};
+use crate::model::config::{Config, FfnShape};
 use crate::{
     device::Region,
     ops::{Halves, Limits, Room},
@@ -32,9 +32,9 @@ pub struct Buffers {
     pub proj: Region,
     pub mixed: Region,
     pub out: Region,
-    pub(super) y: Region,
+    pub(in crate::model) y: Region,
     /// A single row's `y`, where that is so: it need not wait until `mixed` has been read.
-    pub(super) one: Region,
+    pub(in crate::model) one: Region,
     pub partials: Region,
     pub room: Room,
     /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is in memory.
@@ -173,7 +173,7 @@ mod tests {
 
     #[test]
     fn a_feed_forward_has_the_memory_of_the_mixer_before_it() {
-        let demo = include_str!("../../models/demo/moestro-demo/config.json");
+        let demo = include_str!("../../../models/demo/moestro-demo/config.json");
         let mut config = Config::new(&serde_json::from_str(demo).unwrap()).unwrap();
         let moe = config.ffn;
         for (ffn, rows) in [moe, FfnShape::Dense { intermediate: 100 }]

@@ -7,14 +7,17 @@
 //! logits = rms(h) head^T
 //! ```
 
-use super::{
+pub mod buffers;
+mod moe;
+
+use crate::model::{
     GoOn,
-    buffers::{Buffers, LOGITS},
     config::Config,
-    net::{Attention, DeltaNet, Dense, Ffn, Mixer, Net},
-    state::LayerState,
-    tap::Tapped,
-    tape::{DeltaState, Trial},
+    drafts::hidden_taps::Tapped,
+    forward::buffers::{Buffers, LOGITS},
+    state::rollback::{DeltaState, Trial},
+    state::sequence::LayerState,
+    weights::{Attention, DeltaNet, Dense, Ffn, Mixer, Net},
 };
 use crate::{
     device::Region,
@@ -49,17 +52,17 @@ impl Routes {
 pub type Observe<'a> = dyn FnMut(usize, &Routes) + 'a;
 
 /// Called at each mark with its number and a delta layer's convolution and delta state.
-pub(super) type Marked<'a> = dyn FnMut(&mut dyn Run, usize, [Region; 2]) -> Result<(), ModelError> + 'a;
+pub(in crate::model) type Marked<'a> = dyn FnMut(&mut dyn Run, usize, [Region; 2]) -> Result<(), ModelError> + 'a;
 
 /// Lists that keep their room from pass to pass.
 #[derive(Default)]
-pub(super) struct Lists {
+pub(in crate::model) struct Lists {
     pub turn: Vec<f32>,
-    pub moe: super::moe::Lists,
+    pub moe: moe::Lists,
 }
 
 /// Tokens that go through the layers together.
-pub(super) struct Batch<'a> {
+pub(in crate::model) struct Batch<'a> {
     pub ids: &'a [u32],
     /// The rows whose logits are wanted.
     pub logits: Range<usize>,
@@ -75,7 +78,7 @@ pub(super) struct Batch<'a> {
 }
 
 /// A pass under way: some rows of one sequence.
-pub(super) struct Pass<'a> {
+pub(in crate::model) struct Pass<'a> {
     pub config: &'a Config,
     pub net: &'a Net,
     pub run: &'a mut dyn Run,

@@ -9,7 +9,7 @@
 //! Each place's result is kept apart until all are there, and the places are summed in the router's order: so it does not
 //! matter what landed first.
 
-use super::forward::{Pass, Routes};
+use crate::model::forward::{Pass, Routes};
 use crate::{
     device::Region,
     error::ModelError,
@@ -22,7 +22,7 @@ const GUESSED: usize = 64;
 
 /// Lists that keep their room from layer to layer.
 #[derive(Default)]
-pub(super) struct Lists {
+pub(in crate::model) struct Lists {
     chosen: Vec<u32>,
     logits: Vec<f32>,
     weights: Vec<f32>,
@@ -37,7 +37,7 @@ pub(super) struct Lists {
 impl Pass<'_> {
     /// `h += sum of weight * expert(x) + sigmoid(x . w_sg) * shared(x)`, `x = rms(h)`. `next` is the following layer's mixture,
     /// whose experts are predicted and read ahead.
-    pub(super) fn moe(
+    pub(in crate::model) fn moe(
         &mut self,
         index: usize,
         norm: Norm,

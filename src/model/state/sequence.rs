@@ -1,11 +1,11 @@
 //! The state of one sequence: keys and values of the full-attention layers, convolution and delta state of the others.
 //! Everything lies on the device and is updated in place.
 
-use super::{
+use crate::model::{
     config::Config,
-    pages::Pool,
-    snapshot::{PAGE, Page, Snapshot},
-    tape::DeltaState,
+    state::kv_pages::Pool,
+    state::rollback::DeltaState,
+    state::snapshot::{PAGE, Page, Snapshot},
 };
 use crate::{
     device::{DeviceError, Region},
@@ -43,10 +43,10 @@ pub struct State {
     /// Tokens seen.
     pub len: usize,
     /// The length without the rows of a draft, while there are any: all of them will be taken back.
-    pub(super) drafting: Option<usize>,
+    pub(in crate::model) drafting: Option<usize>,
     /// Rows of the last verify, if nothing has come behind it.
-    pub(super) tried: usize,
-    pub(super) layers: Vec<LayerState>,
+    pub(in crate::model) tried: usize,
+    pub(in crate::model) layers: Vec<LayerState>,
     table: Region,
     /// In order. Behind the last whole page before `len` nobody else holds one.
     pages: Vec<Arc<Page>>,
@@ -147,7 +147,7 @@ impl State {
     }
 
     /// The delta nets' memory.
-    pub(super) fn nets(&mut self) -> impl Iterator<Item = &mut DeltaState> {
+    pub(in crate::model) fn nets(&mut self) -> impl Iterator<Item = &mut DeltaState> {
         nets(&mut self.layers)
     }
 
@@ -256,7 +256,7 @@ fn fixed(layers: &[LayerState]) -> impl Iterator<Item = Region> {
     layers.iter().filter_map(both).flatten()
 }
 
-pub(super) fn append(run: &mut dyn Run, region: Region, out: &mut Vec<u8>) -> Result<(), DeviceError> {
+pub(in crate::model) fn append(run: &mut dyn Run, region: Region, out: &mut Vec<u8>) -> Result<(), DeviceError> {
     let start = out.len();
     out.resize(start + region.len, 0);
     run.read(region, &mut out[start..])

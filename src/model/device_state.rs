@@ -1,14 +1,14 @@
 //! A model on a device: the device, which has adopted the weights, and the memory that the model takes there.
 
-use super::{
-    buffers::Buffers,
+use crate::model::{
+    drafts::hidden_taps::Tapped,
+    drafts::mtp::HeadPlace,
     forward::Lists,
-    mtp::HeadPlace,
-    net::{Ffn, Mixer, Net},
-    pages::{Pool, SharedRun},
-    qwen::Parts,
-    state::{Arenas, heads},
-    tap::Tapped,
+    forward::buffers::Buffers,
+    load::Parts,
+    state::kv_pages::{Pool, SharedRun},
+    state::sequence::{Arenas, heads},
+    weights::{Ffn, Mixer, Net},
 };
 use crate::{
     checkpoint::{BUFFERS, DRAFT_BUFFERS},
@@ -23,7 +23,7 @@ const PAGE: usize = 16384;
 /// Slabs of slots at most.
 const SLABS: usize = 4;
 
-pub(super) struct Placed {
+pub(in crate::model) struct Placed {
     pub run: Box<dyn Run>,
     /// The same, for whoever keeps others away from it.
     pub shared: SharedRun,
@@ -88,7 +88,7 @@ impl Placed {
 }
 
 /// Asks the device about each part of the model.
-pub(super) fn accept(net: &Net, heads: &Heads, taps: usize, run: &dyn Run) -> Result<(), ModelError> {
+pub(in crate::model) fn accept(net: &Net, heads: &Heads, taps: usize, run: &dyn Run) -> Result<(), ModelError> {
     let weights = |weights: &[_]| weights.iter().try_for_each(|weight| run.accept(Part::Weight(weight)));
     weights(&[net.embed, *net.head()])?;
     for layer in &net.layers {
@@ -116,7 +116,7 @@ pub(super) fn accept(net: &Net, heads: &Heads, taps: usize, run: &dyn Run) -> Re
 }
 
 /// The experts' slab in as few pieces as the device takes, each a whole number of slots and of pages.
-pub(super) fn slots(store: &Experts, run: &mut dyn Run) -> Result<Slots, ModelError> {
+pub(in crate::model) fn slots(store: &Experts, run: &mut dyn Run) -> Result<Slots, ModelError> {
     let (stride, count) = (store.slot_bytes(), store.slots());
     let whole = (1..=PAGE).find(|n| n * stride % PAGE == 0).unwrap_or(PAGE);
     let longest = run.longest() / stride.max(1);
@@ -134,7 +134,7 @@ pub(super) fn slots(store: &Experts, run: &mut dyn Run) -> Result<Slots, ModelEr
 }
 
 /// Each layer's slots, `[layers, experts]`.
-pub(super) fn tables(net: &Net, store: &Experts) -> Vec<u32> {
+pub(in crate::model) fn tables(net: &Net, store: &Experts) -> Vec<u32> {
     let mut words = Vec::new();
     for (index, layer) in net.layers.iter().enumerate() {
         let Ffn::Moe(moe) = &layer.ffn else { continue };

@@ -1,0 +1,296 @@
+//! The model as the engine sees it: sequences that start, grow, are kept, and go on from what was kept.
+
+use crate::{
+    device::{Compute, DeviceError},
+    error::ModelError,
+    experts::{Experts, Phase},
+    model::{
+        GoOn, Logits, Model, Pool, Qwen, Rows, Snapshot, SnapshotSize, State, Taps,
+        device_state::Placed,
+        drafts::hidden_taps::Tapped,
+        forward::Batch,
+        state::{
+            rollback::{DeltaState, ROWS},
+            sequence::LayerState,
+        },
+        weights::Mixer,
+    },
+    ops::{Conv, DeltaRule, Embed, Project},
+};
+use std::sync::Arc;
+
+impl Model for Qwen {
+    type State = State;
+
+    fn start(&self) -> Result<State, ModelError> {
+        let Placed { run, arenas, pool, heads, .. } = &mut *self.placed.borrow_mut();
+        Ok(State::new(&self.parts.config, *heads, pool, arenas, &mut **run)?)
+    }
+
+    fn forward_marking(
+        &mut self,
+        state: &mut State,
+        ids: &[u32],
+        rows: Rows,
+        marks: &[usize],
+        taken: &mut Vec<Snapshot>,
+        go_on: &GoOn<'_>,
+    ) -> Result<Logits, ModelError> {
+        self.pass(state, ids, rows, (marks, taken), go_on, None)
+    }
+
+    fn verify(&mut self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.try_rows(state, ids)
+    }
+
+    fn take_back(&mut self, state: &mut State, rows: usize) -> Result<(), ModelError> {
+        self.forget(state, rows)
+    }
+
+    fn tap(&mut self, taps: &Taps) -> Result<(), ModelError> {
+        self.set_taps(taps)
+    }
+
+    fn tapping(&mut self, on: bool) {
+        self.placed.get_mut().tapped.off = !on;
+    }
+
+    fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
+        self.read_taps(rows, into)
+    }
+
+    fn snapshot(&self, state: &mut State) -> Result<Snapshot, ModelError> {
+        let shared = self.placed.borrow().shared.clone();
+        let _whole = shared.whole();
+        self.settle(state)?;
+        let run = &mut *self.placed.borrow_mut().run;
+        let fixed = state.fixed(run)?;
+        Ok(state.snapshot(state.len, fixed, run)?)
+    }
+
+    fn restore(&self, snapshot: &Snapshot, into: Option<State>) -> Result<State, ModelError> {
+        if snapshot.len > self.parts.plan.context {
+            return Err(ModelError::ContextFull { context: self.parts.plan.context });
+        }
+        let Placed { run, arenas, pool, heads, .. } = &mut *self.placed.borrow_mut();
+        let mut state = match into {
+            Some(state) => state,
+            None => State::room(&self.parts.config, *heads, pool, arenas, &mut **run)?,
+        };
+        state.restore(snapshot, &mut **run)?;
+        Ok(state)
+    }
+
+    /// All whole pages are the sequence's own.
+    fn held(&self, _: &State) -> usize {
+        usize::MAX
+    }
+
+    fn pool(&self) -> Option<Arc<Pool>> {
+        Some(self.placed.borrow().pool.clone())
+    }
+
+    fn lacks(&self, state: &State, tokens: usize) -> usize {
+        state.lacks(tokens)
+    }
+
+    fn snapshot_size(&self) -> SnapshotSize {
+        SnapshotSize { state: self.parts.shape.state, position: self.parts.shape.kv_per_token }
+    }
+
+    fn fit_memory(&mut self) {
+        if let Some(store) = &self.parts.store {
+            store.fit(&mut *self.placed.get_mut().run);
+        }
+    }
+
+    fn recover(&mut self) -> Result<bool, ModelError> {
+        self.leave_lost_device()
+    }
+
+    fn vocab(&self) -> usize {
+        self.parts.config.vocab
+    }
+
+    fn context(&self) -> usize {
+        self.parts.plan.context
+    }
+
+    fn chunk(&self) -> usize {
+        self.parts.plan.chunk
+    }
+}
+
+impl Qwen {
+    /// See [`Model::verify`](crate::model::Model::verify).
+    pub(in crate::model) fn try_rows(&self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.try_rows_behind(0, state, ids, false)
+    }
+
+    /// Further rows of the verify that the last call was: all of them can be taken back together.
+    pub fn verify_on(&self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+        if state.tried == 0 {
+            return Err(ModelError::Config("no verify goes on".into()));
+        }
+        self.try_rows_behind(state.tried, state, ids, false)
+    }
+
+    /// The logits behind `id` as far as the experts that are in memory can tell: those that are not are done without, nothing
+    /// is read. A draft goes on token by token; before anything else, [`Qwen::end_draft`] takes all of it back.
+    ///
+    /// # Errors
+    /// [`ModelError::NonePresent`] where a layer has no expert in memory: the draft can only be ended.
+    pub fn draft(&self, state: &mut State, id: u32) -> Result<Logits, ModelError> {
+        if state.drafting.is_none() {
+            state.drafting = Some(state.len);
+            state.nets().for_each(DeltaState::begin);
+        }
+        let first = state.drafting.unwrap_or(state.len);
+        self.try_rows_behind(state.len - first, state, &[id], true)
+    }
+
+    /// Takes a draft back, also one whose last pass has failed.
+    pub fn end_draft(&self, state: &mut State) {
+        if let Some(first) = state.drafting.take() {
+            state.nets().for_each(DeltaState::end);
+            (state.len, state.tried) = (first, 0);
+        }
+    }
+
+    fn try_rows_behind(
+        &self,
+        before: usize,
+        state: &mut State,
+        ids: &[u32],
+        present: bool,
+    ) -> Result<Logits, ModelError> {
+        self.admit(state.len, ids)?;
+        let config = &self.parts.config;
+        let mut placed = self.placed.borrow_mut();
+        if ids.is_empty() || before + ids.len() > ROWS || ids.len() > placed.buffers.rows {
+            return Err(ModelError::Config(format!("a verify has 1 to {ROWS} rows, not {}", ids.len())));
+        }
+        let (rows, shape) = (ids.len(), config.delta_heads());
+        state.nets().try_for_each(|net| net.tape(&shape, &mut *placed.run))?;
+        let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
+        // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
+        let slots = self.store().map_or(0, Experts::slots);
+        let phase = if rows * config.experts_per_token() <= slots { Phase::Decode } else { Phase::Prefill };
+        let batch = Batch { ids, logits: 0..rows, phase, present, prompt: false, trial: Some(before), go_on: &|| true };
+        // After a pass that fails there is nothing to go back to.
+        state.tried = 0;
+        self.chunk(&mut placed, state, batch, (&[], &mut |_, _, _| Ok(())), None, &mut logits.data)?;
+        state.tried = before + rows;
+        state.len += rows;
+        Ok(logits)
+    }
+
+    /// See [`Model::take_back`](crate::model::Model::take_back).
+    pub(in crate::model) fn forget(&self, state: &mut State, rows: usize) -> Result<(), ModelError> {
+        if rows >= state.tried {
+            return Err(ModelError::Config(format!("{rows} rows cannot be taken back")));
+        }
+        state.nets().for_each(|net| net.take_back(rows));
+        state.tried = 0;
+        state.len -= rows;
+        Ok(())
+    }
+
+    /// Has the delta nets' states take in what is on their tapes.
+    pub(in crate::model) fn settle(&self, state: &mut State) -> Result<(), ModelError> {
+        let Placed { run, buffers: b, .. } = &mut *self.placed.borrow_mut();
+        for (layer, memory) in self.parts.net.layers.iter().zip(&mut state.layers) {
+            let (Mixer::DeltaNet(net), LayerState::DeltaNet(memory)) = (&layer.mixer, memory) else { continue };
+            let (shape, past) = (&net.shape, memory.past(&net.shape));
+            if past.rows == 0 {
+                continue;
+            }
+            let (tokens, stored, proj, mixed) = (0, past.rows, b.proj, b.mixed);
+            let (taps, state) = (net.taps, memory.conv);
+            run.run(&Conv { shape, tokens, proj, taps, past, stored, state, out: mixed }.into())?;
+            let (decay, norm, state, out, y) = (net.decay, net.norm, memory.heads, b.out, b.y(0));
+            run.run(&DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into())?;
+            memory.walked(None, 0);
+        }
+        state.tried = 0;
+        Ok(())
+    }
+
+    /// See [`Model::tap`](crate::model::Model::tap).
+    pub(in crate::model) fn set_taps(&self, taps: &Taps) -> Result<(), ModelError> {
+        let config = &self.parts.config;
+        if let Some(layer) = taps.layers.iter().find(|layer| **layer >= config.layers) {
+            return Err(ModelError::Config(format!("the draft follows layer {layer} of {}", config.layers)));
+        }
+        let placed = &mut *self.placed.borrow_mut();
+        let rows = taps.rows.min(placed.buffers.rows);
+        let layers = taps.layers.iter().map(|&layer| {
+            let last = layer + 1 == config.layers;
+            let room = if last { None } else { Some(placed.run.allocate(rows * config.hidden * 4)?) };
+            Ok((layer, room))
+        });
+        let layers = layers.collect::<Result<_, DeviceError>>()?;
+        placed.tapped = Tapped { layers, rows, pass: 0, off: false };
+        Ok(())
+    }
+
+    /// See [`Model::tapped`](crate::model::Model::tapped).
+    pub(in crate::model) fn read_taps(&self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
+        let hidden = self.parts.config.hidden;
+        let Placed { run, buffers, tapped, .. } = &mut *self.placed.borrow_mut();
+        let first = tapped.pass - tapped.pass.min(tapped.rows);
+        let (kept, sides) = (rows.min(tapped.pass).saturating_sub(first), tapped.layers.len());
+        into.clear();
+        into.resize(kept * sides * hidden, 0.0);
+        let mut column = vec![0.0; if sides == 1 { 0 } else { kept * hidden }];
+        for (side, (_, room)) in tapped.layers.iter().enumerate() {
+            let from = room.unwrap_or_else(|| buffers.h.rows(first, kept, hidden));
+            if sides == 1 {
+                run.read_floats(from, into)?;
+                continue;
+            }
+            run.read_floats(from, &mut column)?;
+            for (row, values) in column.chunks_exact(hidden).enumerate() {
+                into[(row * sides + side) * hidden..][..hidden].copy_from_slice(values);
+            }
+        }
+        Ok(())
+    }
+
+    /// The embedding's rows `[ids, hidden]` of a few tokens.
+    pub fn embedding(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
+        self.admit(0, ids)?;
+        let hidden = self.parts.config.hidden;
+        let Placed { run, buffers: b, .. } = &mut *self.placed.borrow_mut();
+        few(ids.len(), b.rows)?;
+        run.write_words(b.ids, ids)?;
+        run.run(&Embed { table: &self.parts.net.embed, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
+        let mut rows = vec![0.0; ids.len() * hidden];
+        run.read_floats(b.h, &mut rows)?;
+        Ok(rows)
+    }
+
+    /// The head's logits of a few rows `[rows, hidden]` that are normed already.
+    pub fn score(&self, rows: &[f32]) -> Result<Logits, ModelError> {
+        let (hidden, vocab) = (self.parts.config.hidden, self.parts.config.vocab);
+        let tokens = rows.len() / hidden;
+        let Placed { run, buffers: b, .. } = &mut *self.placed.borrow_mut();
+        few(tokens, b.rows)?;
+        run.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
+        let matrices = std::slice::from_ref(self.parts.net.head());
+        run.run(&Project { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
+        let mut data = vec![0.0; tokens * vocab];
+        run.read_floats(b.logits, &mut data)?;
+        Ok(Logits { vocab, data })
+    }
+
+    /// The threads that compute for the model when it does not.
+    pub fn compute(&self) -> Compute {
+        self.parts.compute.clone()
+    }
+}
+
+fn few(rows: usize, room: usize) -> Result<(), ModelError> {
+    let most = ROWS.min(room);
+    if rows <= most { Ok(()) } else { Err(ModelError::Config(format!("a draft has {rows} rows; there may be {most}"))) }
+}
