@@ -15,9 +15,9 @@ use criterion::{Criterion, Throughput};
 use moestro::{
     device::{Compute, DeviceError, Math, Region, memory_bandwidth},
     ops::{
-        Attend, Cache, CacheWrite, Codes, Combine, Conv, Cpu, Decay, Delta, DeltaRule, Embed, Experts, Float, Group,
-        Heads, KvBits, Mixture, Newest, Norm, Op, Past, Project, Room, Route, Run, Shared, Slots, Stack, Turn, Weight,
-        Which,
+        Attend, Backend, Cache, CacheWrite, Codes, Combine, Conv, Cpu, Decay, Delta, DeltaRule, Embed, Experts, Float,
+        Group, Heads, KvBits, Mixture, Newest, Norm, Op, Past, Project, Room, Route, Shared, Slots, Stack, Turn,
+        Weight, Which,
     },
 };
 use std::time::{Duration, Instant};
@@ -128,7 +128,7 @@ impl Caches {
             let [keys, values] = [lab.cpu.allocate(bytes / 2)?, lab.cpu.allocate(bytes / 2)?];
             let cache = Cache { keys, values, table, newest };
             for start in (0..context).step_by(256) {
-                lab.cpu.run(&CacheWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
+                lab.cpu.execute(&CacheWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
             }
             caches.push(cache);
         }
@@ -178,7 +178,7 @@ impl Bench {
                 for _ in 0..count {
                     let mut first = keep;
                     cpu.read(x.first(4), &mut first).and_then(|()| cpu.write(x.first(4), &first)).expect(name);
-                    cpu.run(&op(number)).expect(name);
+                    cpu.execute(&op(number)).expect(name);
                     number += 1;
                 }
                 let took = begin.elapsed();
@@ -277,7 +277,7 @@ impl Bench {
             for (caches, took) in caches.iter().zip(&mut took) {
                 let begin = spent();
                 for number in 0..each {
-                    lab.cpu.run(&caches.op(round * each + number).into())?;
+                    lab.cpu.execute(&caches.op(round * each + number).into())?;
                 }
                 *took = (spent() - begin).as_secs_f64() / each as f64;
             }

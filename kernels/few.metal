@@ -1,4 +1,4 @@
-// Attention over keys and values of few bits: 8 or 4, as src/ops/attend/rounded.rs has them, and the newest positions in f32 beside
+// Attention over keys and values of few bits: 8 or 4, as src/ops/attention/kv_quant.rs has them, and the newest positions in f32 beside
 // them, in rings of `room` positions. Queries, keys and values are turned by a Hadamard matrix. Otherwise as attend.metal.
 
 // NEW: newest positions of a part. PARTS of the others at most. TOGETHER: positions waited for at once, AHEAD: asked for.

@@ -14,7 +14,7 @@ use crate::{
     checkpoint::{BUFFERS, DRAFT_BUFFERS},
     error::ModelError,
     experts::Experts,
-    ops::{CacheFormat, Heads, Limits, NONE, Part, Run, Slots},
+    ops::{Backend, CacheFormat, Heads, Limits, NONE, Part, Slots},
 };
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ const PAGE: usize = 16384;
 const SLABS: usize = 4;
 
 pub(in crate::model) struct Placed {
-    pub run: Box<dyn Run>,
+    pub run: Box<dyn Backend>,
     /// The same, for whoever keeps others away from it.
     pub shared: SharedRun,
     pub limits: Limits,
@@ -48,9 +48,13 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, ModelError> {
 impl Placed {
     /// Refuses what the device cannot do; then `parts` are as they were. Keys and values are `kept` in the form that another
     /// device had, and which was that device's own.
-    pub fn new(parts: &mut Parts, run: Box<dyn Run>, kept: Option<(Heads, CacheFormat)>) -> Result<Self, ModelError> {
+    pub fn new(
+        parts: &mut Parts,
+        run: Box<dyn Backend>,
+        kept: Option<(Heads, CacheFormat)>,
+    ) -> Result<Self, ModelError> {
         let shared = SharedRun::new(run);
-        let mut run: Box<dyn Run> = Box::new(shared.clone());
+        let mut run: Box<dyn Backend> = Box::new(shared.clone());
         let mut limits = run.limits();
         let drafts = parts.head.iter().flat_map(|head| &head.slabs).zip(DRAFT_BUFFERS);
         for (slab, number) in parts.weights.iter().zip(BUFFERS).chain(drafts) {
@@ -88,7 +92,7 @@ impl Placed {
 }
 
 /// Asks the device about each part of the model.
-pub(in crate::model) fn accept(net: &Net, heads: &Heads, taps: usize, run: &dyn Run) -> Result<(), ModelError> {
+pub(in crate::model) fn accept(net: &Net, heads: &Heads, taps: usize, run: &dyn Backend) -> Result<(), ModelError> {
     let weights = |weights: &[_]| weights.iter().try_for_each(|weight| run.accept(Part::Weight(weight)));
     weights(&[net.embed, *net.head()])?;
     for layer in &net.layers {
@@ -116,7 +120,7 @@ pub(in crate::model) fn accept(net: &Net, heads: &Heads, taps: usize, run: &dyn 
 }
 
 /// The experts' slab in as few pieces as the device takes, each a whole number of slots and of pages.
-pub(in crate::model) fn slots(store: &Experts, run: &mut dyn Run) -> Result<Slots, ModelError> {
+pub(in crate::model) fn slots(store: &Experts, run: &mut dyn Backend) -> Result<Slots, ModelError> {
     let (stride, count) = (store.slot_bytes(), store.slots());
     let whole = (1..=PAGE).find(|n| n * stride % PAGE == 0).unwrap_or(PAGE);
     let longest = run.longest() / stride.max(1);

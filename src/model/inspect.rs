@@ -14,7 +14,7 @@ use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index, pack},
     error::ModelError,
     experts::{ExpertMap, Packed},
-    ops::{CacheFormat, Cpu, Limits as DeviceLimits, attend::NEWEST, gpu_limits},
+    ops::{CacheFormat, Cpu, Limits as DeviceLimits, attention::NEWEST, gpu_limits},
     plan::{Limits, Plan, Shape, Strategy, Wishes},
     platform::MAX_BLOCK,
 };

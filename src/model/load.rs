@@ -18,7 +18,7 @@ use crate::{
     error::ModelError,
     experts::{self, Experts, Phase},
     metrics::Metrics,
-    ops::{Cpu, KvBits, OnGpu, Part, Run},
+    ops::{Backend, Cpu, GpuBackend, KvBits, Part},
     plan::{DraftShape, Limits, Plan, Shape, Wishes},
     platform::os,
 };
@@ -170,7 +170,7 @@ impl Qwen {
     }
 
     /// Shows a loaded model to a device.
-    fn on(mut parts: Parts, run: Box<dyn Run>) -> Result<Self, Box<(Parts, ModelError)>> {
+    fn on(mut parts: Parts, run: Box<dyn Backend>) -> Result<Self, Box<(Parts, ModelError)>> {
         match Placed::new(&mut parts, run, None) {
             Ok(placed) => {
                 if let Some(store) = &parts.store {
@@ -185,7 +185,7 @@ impl Qwen {
     /// Moves the model to a GPU; gives it back where the kernels cannot compute it. States do not move with it.
     pub fn onto<G: Gpu + 'static>(self, gpu: G) -> Result<Self, Refused> {
         let Self { parts, placed } = self;
-        Self::on(parts, Box::new(OnGpu::new(gpu))).map_err(|refused| {
+        Self::on(parts, Box::new(GpuBackend::new(gpu))).map_err(|refused| {
             let (parts, error) = *refused;
             Refused { qwen: Box::new(Self { parts, placed }), error }
         })
@@ -320,7 +320,7 @@ impl Qwen {
             let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
             marks = &marks[here.len()..];
             let mut fixed = vec![Vec::new(); here.len()];
-            let mut mark = |run: &mut dyn Run, index: usize, regions: [Region; 2]| {
+            let mut mark = |run: &mut dyn Backend, index: usize, regions: [Region; 2]| {
                 Ok(regions.into_iter().try_for_each(|region| append(run, region, &mut fixed[index]))?)
             };
             let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };

@@ -25,7 +25,7 @@ use crate::{
     experts::Piece,
     ops::{
         WeightView,
-        attend::{GROUP, rounded_until},
+        attention::{GROUP, rounded_until},
     },
 };
 use candle_core::{D, DType, Device, Shape, Tensor};

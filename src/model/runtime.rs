@@ -207,9 +207,9 @@ impl Qwen {
             }
             let (tokens, stored, proj, mixed) = (0, past.rows, b.proj, b.mixed);
             let (taps, state) = (net.taps, memory.conv);
-            run.run(&Conv { shape, tokens, proj, taps, past, stored, state, out: mixed }.into())?;
+            run.execute(&Conv { shape, tokens, proj, taps, past, stored, state, out: mixed }.into())?;
             let (decay, norm, state, out, y) = (net.decay, net.norm, memory.heads, b.out, b.y(0));
-            run.run(&DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into())?;
+            run.execute(&DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into())?;
             memory.walked(None, 0);
         }
         state.tried = 0;
@@ -264,7 +264,7 @@ impl Qwen {
         let Placed { run, buffers: b, .. } = &mut *self.placed.borrow_mut();
         few(ids.len(), b.rows)?;
         run.write_words(b.ids, ids)?;
-        run.run(&Embed { table: &self.parts.net.embed, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
+        run.execute(&Embed { table: &self.parts.net.embed, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
         let mut rows = vec![0.0; ids.len() * hidden];
         run.read_floats(b.h, &mut rows)?;
         Ok(rows)
@@ -278,7 +278,7 @@ impl Qwen {
         few(tokens, b.rows)?;
         run.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
         let matrices = std::slice::from_ref(self.parts.net.head());
-        run.run(&Project { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
+        run.execute(&Project { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
         let mut data = vec![0.0; tokens * vocab];
         run.read_floats(b.logits, &mut data)?;
         Ok(Logits { vocab, data })

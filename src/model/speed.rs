@@ -3,7 +3,7 @@
 use crate::{
     device::{Compute, Filling, Region},
     error::{ModelError, StoreError},
-    ops::{Codes, Cpu, Experts, Float, Group, Mixture, Room, Run, Slots, Stack, Weight, Which},
+    ops::{Backend, Codes, Cpu, Experts, Float, Group, Mixture, Room, Slots, Stack, Weight, Which},
 };
 use std::time::{Duration, Instant};
 
@@ -84,7 +84,7 @@ pub fn decode_rate(
         let group = |index: u32| Group { expert: 0, slot: first + index, first: index, count: 1 };
         let groups: Vec<_> = places.iter().map(|index| group(*index)).collect();
         let which = Which::Landed { groups: &groups, places: &places, shared: false, by_place: None };
-        cpu.run(&Experts { layer: &layer, slots: &slots, tokens: 1, x, room, which }.into())?;
+        cpu.execute(&Experts { layer: &layer, slots: &slots, tokens: 1, x, room, which }.into())?;
         done += 1;
     }
     Ok((done * at_once * size) as f64 / begin.elapsed().as_secs_f64())

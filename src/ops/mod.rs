@@ -1,37 +1,37 @@
 //! The operations of a forward pass: one folder each, with its arguments as a value ([`Op`]), its CPU code and its
-//! launches. [`Cpu`] and [`OnGpu`] run them.
+//! launches. A [`Backend`] executes them: [`Cpu`] or [`GpuBackend`].
 
-pub mod attend;
+pub mod attention;
+mod backend;
 pub mod check;
 pub mod conv;
 mod cpu;
 pub mod delta;
-pub mod embed;
+pub mod embedding;
 pub mod experts;
 mod gpu;
-mod math;
+pub mod linear;
 pub mod mlp;
 pub mod norm;
-pub mod project;
+mod op;
 pub mod quant;
-pub mod route;
-mod run;
+pub mod router;
 pub mod simd;
-mod weight;
 
-pub use attend::{Attend, Cache, CacheWrite, Heads, Newest, Turn};
+pub use attention::{Attend, Cache, CacheFormat, CacheWrite, Heads, KvBits, Newest, Turn};
+pub use backend::{Backend, Limits};
 pub use conv::Conv;
 pub use cpu::Cpu;
 pub use delta::{Decay, Delta, DeltaNet, DeltaRule, Past};
-pub use embed::Embed;
+pub use embedding::Embed;
 pub use experts::{Combine, Experts, Group, Mixture, NONE, Room, Shared, Slots, Stack, Which};
-pub use gpu::{OnGpu, limits as gpu_limits};
+pub use gpu::{GpuBackend, limits as gpu_limits};
+pub use linear::{Halves, Norm, Project};
 pub use mlp::Mlp;
-pub use project::{Halves, Norm, Project};
-pub use route::Route;
-pub use run::{CacheFormat, KvBits, Limits, Op, Part, Run};
+pub use op::{Op, Part};
+pub use quant::{Codes, Float, Weight, WeightView};
+pub use router::Route;
 pub(crate) use simd::wide;
-pub use weight::{Codes, Float, Weight, WeightView};
 
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,7 @@
 use crate::{check::*, host::Host};
 use moestro::ops::{
     Attend, Cache, CacheFormat, CacheWrite, Codes, Conv, Decay, Delta, DeltaNet, DeltaRule, Embed, Float, Heads, Norm,
-    Past, Project, Turn, Weight, attend::PAGE, embed::dequantise, norm::rms_norm,
+    Past, Project, Turn, Weight, attention::PAGE, embedding::dequantise, norm::rms_norm,
 };
 
 #[test]

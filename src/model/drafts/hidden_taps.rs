@@ -3,7 +3,7 @@
 use crate::{
     device::{DeviceError, Region},
     model::config::Config,
-    ops::Run,
+    ops::Backend,
 };
 
 /// The hidden rows that a draft builds on.
@@ -43,7 +43,7 @@ impl Tapped {
     /// A pass of so many rows is behind `layer`, and `h` is the residual stream.
     pub fn leave(
         &mut self,
-        run: &mut dyn Run,
+        run: &mut dyn Backend,
         layer: usize,
         h: Region,
         rows: usize,

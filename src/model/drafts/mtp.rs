@@ -25,7 +25,7 @@ use crate::{
     error::ModelError,
     experts::{self, ExpertMap, Experts, LayerExperts, Phase},
     metrics::Metrics,
-    ops::{Cache, CacheFormat, Embed, KvBits, Norm, Part, Project, Run, Slots, Weight},
+    ops::{Backend, Cache, CacheFormat, Embed, KvBits, Norm, Part, Project, Slots, Weight},
     platform::MAX_BLOCK,
 };
 use std::{path::Path, sync::Arc};
@@ -192,7 +192,7 @@ impl Survey {
 }
 
 impl HeadPlace {
-    pub fn new(head: &mut Head, norm: Region, context: usize, run: &mut dyn Run) -> Result<Self, ModelError> {
+    pub fn new(head: &mut Head, norm: Region, context: usize, run: &mut dyn Backend) -> Result<Self, ModelError> {
         let slots = head.store.as_ref().map(|store| placed::slots(store, run)).transpose()?.unwrap_or_default();
         let words = head.store.as_ref().map_or(Vec::new(), |store| placed::tables(&head.net, store));
         let (room, format) = (ROOM.min(context), run.limits().cache);
@@ -288,17 +288,18 @@ impl Pass<'_> {
         let [embedding, hidden] = head.fc.each_ref().map(std::slice::from_ref);
         self.run.write_words(b.ids, ids)?;
         self.turn()?;
-        self.run.run(&Embed { table: &head.net.embed, tokens, ids: b.ids, into: b.normed }.into())?;
+        self.run.execute(&Embed { table: &head.net.embed, tokens, ids: b.ids, into: b.normed }.into())?;
         let (x, y) = (b.normed, b.h);
-        self.run.run(&Project { x, tokens, norm: norm(head.norms[0]), matrices: embedding, y, add: false }.into())?;
+        self.run
+            .execute(&Project { x, tokens, norm: norm(head.norms[0]), matrices: embedding, y, add: false }.into())?;
         self.run.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
-        self.run.run(&Project { x, tokens, norm: norm(head.norms[1]), matrices: hidden, y, add: true }.into())?;
+        self.run.execute(&Project { x, tokens, norm: norm(head.norms[1]), matrices: hidden, y, add: true }.into())?;
         self.walk(state, &[], &mut |_, _, _| Ok(()))?;
         let Some(out) = out else { return Ok(()) };
         let keep = Some(b.normed.floats(config.hidden));
         let norm = Some(Norm { weight: head.net.norm, eps: config.eps, keep });
         let (x, matrices) = (b.h.rows(tokens - 1, 1, config.hidden), std::slice::from_ref(head.net.head()));
-        self.run.run(&Project { x, tokens: 1, norm, matrices, y: b.logits, add: false }.into())?;
+        self.run.execute(&Project { x, tokens: 1, norm, matrices, y: b.logits, add: false }.into())?;
         out.logits.resize(config.vocab, 0.0);
         out.hidden.resize(config.hidden, 0.0);
         self.run.read_floats(b.logits, &mut out.logits)?;

@@ -23,7 +23,7 @@ use crate::{
     device::Region,
     error::ModelError,
     experts::{Experts, Phase},
-    ops::{self, Attend, CacheWrite, Conv, DeltaRule, Embed, Limits, Mlp, Norm, Project, Run, Slots, Turn, Weight},
+    ops::{self, Attend, Backend, CacheWrite, Conv, DeltaRule, Embed, Limits, Mlp, Norm, Project, Slots, Turn, Weight},
 };
 use std::ops::Range;
 
@@ -52,7 +52,7 @@ impl Routes {
 pub type Observe<'a> = dyn FnMut(usize, &Routes) + 'a;
 
 /// Called at each mark with its number and a delta layer's convolution and delta state.
-pub(in crate::model) type Marked<'a> = dyn FnMut(&mut dyn Run, usize, [Region; 2]) -> Result<(), ModelError> + 'a;
+pub(in crate::model) type Marked<'a> = dyn FnMut(&mut dyn Backend, usize, [Region; 2]) -> Result<(), ModelError> + 'a;
 
 /// Lists that keep their room from pass to pass.
 #[derive(Default)]
@@ -81,7 +81,7 @@ pub(in crate::model) struct Batch<'a> {
 pub(in crate::model) struct Pass<'a> {
     pub config: &'a Config,
     pub net: &'a Net,
-    pub run: &'a mut dyn Run,
+    pub run: &'a mut dyn Backend,
     pub limits: Limits,
     pub experts: Option<&'a Experts>,
     pub slots: &'a Slots,
@@ -117,7 +117,7 @@ impl Pass<'_> {
         let (b, tokens) = (self.b, self.tokens);
         self.run.write_words(b.ids, ids)?;
         self.turn()?;
-        self.run.run(&Embed { table: &self.net.embed, tokens, ids: b.ids, into: b.h }.into())?;
+        self.run.execute(&Embed { table: &self.net.embed, tokens, ids: b.ids, into: b.h }.into())?;
         self.walk(state, marks, mark)
     }
 
@@ -169,7 +169,7 @@ impl Pass<'_> {
         for first in rows.clone().step_by(LOGITS) {
             let tokens = LOGITS.min(rows.end - first);
             let (x, norm) = (b.h.rows(first, tokens, hidden), Some(self.norm(self.net.norm)));
-            self.run.run(&Project { x, tokens, norm, matrices: head, y: b.logits, add: false }.into())?;
+            self.run.execute(&Project { x, tokens, norm, matrices: head, y: b.logits, add: false }.into())?;
             let at = out.len();
             out.resize(at + tokens * vocab, 0.0);
             self.run.read_floats(b.logits, &mut out[at..])?;
@@ -207,13 +207,13 @@ impl Pass<'_> {
         let Attention { shape, qkv, q_norm, k_norm, out } = attention;
         let (b, start, tokens, cache) = (self.b, self.start + rows.start, rows.len(), *cache);
         let (norm, x) = (Some(self.norm(norm)), self.rows(&rows));
-        self.run.run(&Project { x, tokens, norm, matrices: qkv, y: b.proj, add: false }.into())?;
+        self.run.execute(&Project { x, tokens, norm, matrices: qkv, y: b.proj, add: false }.into())?;
         let turn = b.turn.rows(rows.start, tokens, self.config.attention.rotated);
         let turn = Turn { q_norm: *q_norm, k_norm: *k_norm, turn };
-        self.run.run(&CacheWrite { shape, start, tokens, proj: b.proj, turn, q: b.out, cache }.into())?;
+        self.run.execute(&CacheWrite { shape, start, tokens, proj: b.proj, turn, q: b.out, cache }.into())?;
         let (q, proj, partials, y) = (b.out, b.proj, b.partials, b.y(tokens));
-        self.run.run(&Attend { shape, start, tokens, q, cache, proj, partials, y }.into())?;
-        Ok(self.run.run(&self.back(out, &rows).into())?)
+        self.run.execute(&Attend { shape, start, tokens, q, cache, proj, partials, y }.into())?;
+        Ok(self.run.execute(&self.back(out, &rows).into())?)
     }
 
     /// `h += W_out (rms(delta rule(conv(q k v))) * silu(z))` of some rows (spec 2.2). The state is seen behind each of `marks` rows
@@ -251,17 +251,17 @@ impl Pass<'_> {
         };
         if marks.is_empty() {
             let (conv, rule) = walk(memory, 0, all);
-            self.run.run(&(&ops::DeltaNet { project, conv, rule, back }).into())?;
+            self.run.execute(&(&ops::DeltaNet { project, conv, rule, back }).into())?;
             memory.walked(trial, all);
             return Ok(());
         }
-        self.run.run(&project.into())?;
+        self.run.execute(&project.into())?;
         let mut from = 0;
         for (index, to) in marks.iter().map(|mark| mark - rows.start).chain([all]).enumerate() {
             if to > from {
                 let (conv, rule) = walk(memory, from, to - from);
-                self.run.run(&conv.into())?;
-                self.run.run(&rule.into())?;
+                self.run.execute(&conv.into())?;
+                self.run.execute(&rule.into())?;
                 memory.walked(trial, to - from);
             }
             from = to;
@@ -269,7 +269,7 @@ impl Pass<'_> {
                 mark(&mut *self.run, past + index, [memory.conv, memory.heads])?;
             }
         }
-        Ok(self.run.run(&back.into())?)
+        Ok(self.run.execute(&back.into())?)
     }
 
     /// `h += y W^T`: the end of a mixer.
@@ -288,6 +288,6 @@ impl Pass<'_> {
         let (b, tokens) = (self.b, self.tokens);
         let (gate_up, down) = (&dense.gate_up, &dense.down);
         let (scores, act) = (b.room.scores, b.room.act);
-        Ok(self.run.run(&Mlp { tokens, norm, gate_up, down, scores, act, h: b.h }.into())?)
+        Ok(self.run.execute(&Mlp { tokens, norm, gate_up, down, scores, act, h: b.h }.into())?)
     }
 }

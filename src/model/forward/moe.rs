@@ -54,12 +54,12 @@ impl Pass<'_> {
         let (ids, chosen_slots, scores, weights) = (b.chosen, b.slots, room.scores, room.weights);
         let route =
             Route { layer, tokens, x: b.h, norm, alone: false, table, scores, ids, slots: chosen_slots, weights };
-        self.run.run(&route.into())?;
+        self.run.execute(&route.into())?;
         let combine = Combine { layer, slots, tokens, room, by_place: None, h: b.h };
         if experts.is_resident() && tokens <= limits.by_table && !self.half {
             let which = Which::Table { ids, slots: chosen_slots };
-            self.run.run(&Experts { layer, slots, tokens, x, room, which }.into())?;
-            return Ok(self.run.run(&Combine { by_place: Some(chosen_slots), ..combine }.into())?);
+            self.run.execute(&Experts { layer, slots, tokens, x, room, which }.into())?;
+            return Ok(self.run.execute(&Combine { by_place: Some(chosen_slots), ..combine }.into())?);
         }
 
         let phase = self.phase;
@@ -119,7 +119,7 @@ impl Pass<'_> {
         if shared && !resident && !limits.waits {
             // The disk is at work: the shared expert must not wait for it.
             let which = Which::Landed { groups: &[], places: &[], shared, by_place: own(0) };
-            self.run.run(&Experts { layer, slots, tokens, x, room, which }.into())?;
+            self.run.execute(&Experts { layer, slots, tokens, x, room, which }.into())?;
             shared = false;
         }
         known.clear();
@@ -148,7 +148,7 @@ impl Pass<'_> {
                 room = combine.room;
             }
             let which = Which::Landed { groups, places, shared, by_place: own(call) };
-            self.run.run(&Experts { layer, slots, tokens, x, room, which }.into())?;
+            self.run.execute(&Experts { layer, slots, tokens, x, room, which }.into())?;
             (shared, call) = (false, call + 1);
             // A part of its own for each batch: the device may still be reading the lists of those before. A job has a place
             // at least.
@@ -166,7 +166,7 @@ impl Pass<'_> {
         if let Some(at) = by_place {
             self.run.write_words(at, known)?;
         }
-        Ok(self.run.run(&Combine { by_place, ..combine }.into())?)
+        Ok(self.run.execute(&Combine { by_place, ..combine }.into())?)
     }
 
     /// Leaves to the experts that are in memory what the router gave to all of a token's. The places of the others go to one
@@ -215,7 +215,7 @@ impl Pass<'_> {
         let [ids, slots, weights] = [(0, 1), (1, 1), (2, 2)].map(|(at, len)| b.room.act.part(at * room, len * room));
         let table = b.tables.rows(index, 1, layer.router.rows);
         let route = Route { layer, tokens, x, norm: None, alone: true, table, scores, ids, slots, weights };
-        self.run.run(&route.into())?;
+        self.run.execute(&route.into())?;
         into.resize(tokens * layer.k, 0);
         Ok(self.run.read_words(ids, into)?)
     }

@@ -8,7 +8,7 @@ use crate::model::{config::Config, state::snapshot::Page};
 use crate::{
     device::{DeviceError, Mark, Region, Slab, Timeline},
     error::ModelError,
-    ops::{Halves, Heads, Limits, Op, Part, Run, attend::PAGE},
+    ops::{Backend, Halves, Heads, Limits, Op, Part, attention::PAGE},
     plan::Plan,
 };
 use parking_lot::{Condvar, Mutex, ReentrantMutex, ReentrantMutexGuard};
@@ -25,16 +25,16 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A device behind a lock. A pass takes it as a whole; whoever reads pages for a file comes between two.
 #[derive(Clone)]
-pub(in crate::model) struct SharedRun(Arc<ReentrantMutex<RefCell<Box<dyn Run>>>>);
+pub(in crate::model) struct SharedRun(Arc<ReentrantMutex<RefCell<Box<dyn Backend>>>>);
 
-pub(in crate::model) type Whole<'a> = ReentrantMutexGuard<'a, RefCell<Box<dyn Run>>>;
+pub(in crate::model) type Whole<'a> = ReentrantMutexGuard<'a, RefCell<Box<dyn Backend>>>;
 
 /// Keys (or values) of one layer, of all pages.
 type Layer = [Region; 2];
 
 /// All pages of a model on a device.
 pub struct Pool {
-    run: Weak<ReentrantMutex<RefCell<Box<dyn Run>>>>,
+    run: Weak<ReentrantMutex<RefCell<Box<dyn Backend>>>>,
     pub(in crate::model) layers: Vec<Layer>,
     /// Bytes of a page in one of a layer's regions.
     part: usize,
@@ -87,7 +87,7 @@ impl fmt::Debug for Pool {
 }
 
 impl SharedRun {
-    pub fn new(run: Box<dyn Run>) -> Self {
+    pub fn new(run: Box<dyn Backend>) -> Self {
         Self(Arc::new(ReentrantMutex::new(RefCell::new(run))))
     }
 
@@ -114,7 +114,7 @@ impl Timeline for SharedRun {
     }
 }
 
-impl Run for SharedRun {
+impl Backend for SharedRun {
     fn name(&self) -> String {
         self.0.lock().borrow().name()
     }
@@ -136,7 +136,7 @@ impl Run for SharedRun {
     }
 
     pass_on! {
-        run(op: &Op<'_>) -> Result<(), DeviceError>;
+        execute(op: &Op<'_>) -> Result<(), DeviceError>;
         prompt(room: Option<Halves>);
         read(from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
         write(to: Region, bytes: &[u8]) -> Result<(), DeviceError>;

@@ -7,7 +7,7 @@
 use crate::model::config::Config;
 use crate::{
     device::{DeviceError, Region},
-    ops::{Delta, Past, Run},
+    ops::{Backend, Delta, Past},
 };
 
 /// Rows of a verify at most: as many as the kernels of decoding take.
@@ -47,7 +47,7 @@ pub fn cost(config: &Config) -> u64 {
 
 impl DeltaState {
     /// Makes room for a trial's rows.
-    pub fn tape(&mut self, shape: &Delta, run: &mut dyn Run) -> Result<(), DeviceError> {
+    pub fn tape(&mut self, shape: &Delta, run: &mut dyn Backend) -> Result<(), DeviceError> {
         if self.tape.is_none() {
             let [proj, mixed] = [shape.width(), shape.channels()].map(|width| 2 * ROWS * width * 4);
             let [proj, mixed] = [run.allocate(proj)?, run.allocate(mixed)?];

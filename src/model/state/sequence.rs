@@ -11,8 +11,8 @@ use crate::{
     device::{DeviceError, Region},
     error::ModelError,
     ops::{
-        Cache, CacheFormat, Heads, KvBits, Newest, Run,
-        attend::{NEWEST, rounded_until},
+        Backend, Cache, CacheFormat, Heads, KvBits, Newest,
+        attention::{NEWEST, rounded_until},
     },
 };
 use parking_lot::Mutex;
@@ -73,7 +73,7 @@ impl State {
         shape: Heads,
         pool: &Arc<Pool>,
         arenas: &Arenas,
-        run: &mut dyn Run,
+        run: &mut dyn Backend,
     ) -> Result<Self, DeviceError> {
         let mut state = Self::room(config, shape, pool, arenas, run)?;
         for net in state.nets() {
@@ -91,7 +91,7 @@ impl State {
         shape: Heads,
         pool: &Arc<Pool>,
         arenas: &Arenas,
-        run: &mut dyn Run,
+        run: &mut dyn Backend,
     ) -> Result<Self, DeviceError> {
         let used = arenas.lock().pop();
         let Arena { layers, table } = match used {
@@ -108,7 +108,7 @@ impl State {
     }
 
     /// Sees to it that there are pages for `tokens` more.
-    pub fn make_room(&mut self, tokens: usize, run: &mut dyn Run) -> Result<(), ModelError> {
+    pub fn make_room(&mut self, tokens: usize, run: &mut dyn Backend) -> Result<(), ModelError> {
         let (had, lacks) = (self.pages.len(), self.lacks(tokens));
         for _ in 0..lacks {
             self.pages.push(self.pool.take()?);
@@ -117,7 +117,7 @@ impl State {
     }
 
     /// Writes the numbers of the pages from `first` on for the device.
-    fn show(&self, first: usize, run: &mut dyn Run) -> Result<(), ModelError> {
+    fn show(&self, first: usize, run: &mut dyn Backend) -> Result<(), ModelError> {
         let numbers: Vec<u32> = self.pages[first..].iter().filter_map(|page| self.place(page)).collect();
         let at = self.table.part(first * 4, numbers.len() * 4);
         if numbers.is_empty() { Ok(()) } else { Ok(run.write_words(at, &numbers)?) }
@@ -132,7 +132,7 @@ impl State {
     }
 
     /// A snapshot at `len`, behind what is written of it, where the other layers' states were `fixed`.
-    pub fn snapshot(&mut self, len: usize, mut fixed: Vec<u8>, run: &mut dyn Run) -> Result<Snapshot, DeviceError> {
+    pub fn snapshot(&mut self, len: usize, mut fixed: Vec<u8>, run: &mut dyn Backend) -> Result<Snapshot, DeviceError> {
         let Self { layers, shape, .. } = self;
         // As many bytes wherever it is taken.
         let whole = fixed.len() + newest_bytes(layers, shape);
@@ -152,14 +152,14 @@ impl State {
     }
 
     /// The delta and convolution states, which have taken in all rows.
-    pub fn fixed(&self, run: &mut dyn Run) -> Result<Vec<u8>, DeviceError> {
+    pub fn fixed(&self, run: &mut dyn Backend) -> Result<Vec<u8>, DeviceError> {
         let mut out = Vec::new();
         fixed(&self.layers).try_for_each(|region| append(run, region, &mut out))?;
         Ok(out)
     }
 
     /// Makes this the sequence that `snapshot` was taken of. Whole pages are shared with it, if they are of the same pool.
-    pub fn restore(&mut self, snapshot: &Snapshot, run: &mut dyn Run) -> Result<(), ModelError> {
+    pub fn restore(&mut self, snapshot: &Snapshot, run: &mut dyn Backend) -> Result<(), ModelError> {
         self.pages.clear();
         if snapshot.pages.len() != snapshot.len.div_ceil(PAGE) {
             return Err(foreign());
@@ -256,13 +256,13 @@ fn fixed(layers: &[LayerState]) -> impl Iterator<Item = Region> {
     layers.iter().filter_map(both).flatten()
 }
 
-pub(in crate::model) fn append(run: &mut dyn Run, region: Region, out: &mut Vec<u8>) -> Result<(), DeviceError> {
+pub(in crate::model) fn append(run: &mut dyn Backend, region: Region, out: &mut Vec<u8>) -> Result<(), DeviceError> {
     let start = out.len();
     out.resize(start + region.len, 0);
     run.read(region, &mut out[start..])
 }
 
-fn take(run: &mut dyn Run, region: Region, from: &mut &[u8]) -> Result<(), ModelError> {
+fn take(run: &mut dyn Backend, region: Region, from: &mut &[u8]) -> Result<(), ModelError> {
     let bytes = from.split_off(..region.len).ok_or_else(foreign)?;
     Ok(run.write(region, bytes)?)
 }
@@ -271,7 +271,7 @@ fn foreign() -> ModelError {
     ModelError::Config("the snapshot belongs to another model".into())
 }
 
-fn allocate(config: &Config, shape: &Heads, pool: &Pool, run: &mut dyn Run) -> Result<Arena, DeviceError> {
+fn allocate(config: &Config, shape: &Heads, pool: &Pool, run: &mut dyn Backend) -> Result<Arena, DeviceError> {
     let d = &config.delta;
     let (table, ring) = (run.allocate(shape.pages() * 4)?, shape.newest_bytes());
     let mut pages = pool.layers.iter();

@@ -6,7 +6,7 @@
 
 use crate::device::DeviceError;
 use crate::model::state::kv_pages::Held;
-pub use crate::ops::attend::PAGE;
+pub use crate::ops::attention::PAGE;
 use std::{
     borrow::Cow,
     ops::Range,

@@ -8,8 +8,8 @@ pub(super) mod processor;
 pub use processor::processor;
 
 use super::{
-    Cpu, Float, Halves, Op, Run, Weight, attend, conv, delta, embed, experts, gpu::OnGpu, norm, project, route,
-    weight::Codes,
+    Backend, Codes, Cpu, Float, GpuBackend, Halves, Op, Weight, attention, conv, delta, embedding, experts, linear,
+    norm, router,
 };
 use crate::device::{Compute, DeviceError, Dispatch, Gpu, Math, Region, Timeline};
 use std::collections::BTreeMap;
@@ -46,20 +46,20 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
     }
     type Part = fn(&mut Bench<'_>) -> Result<(), DeviceError>;
     let parts: [(&str, Part); 9] = [
-        ("products", project::cases),
+        ("products", linear::cases),
         ("norm", norm::cases),
-        ("embedding", embed::cases),
+        ("embedding", embedding::cases),
         ("delta rule", conv::cases),
         ("delta net", delta::cases),
-        ("attention", attend::cases),
-        ("router", route::cases),
+        ("attention", attention::cases),
+        ("router", router::cases),
         ("experts", experts::cases),
         ("order and memory", order::cases),
     ];
     for (what, part) in parts {
         // Memory is given back with the bench.
         let cpu = Cpu::new(Compute::cpu(1, Math::F32));
-        let mut bench = Bench { cpu, gpu: OnGpu::stepping(&mut *gpu), random: Random(1), found: &mut found };
+        let mut bench = Bench { cpu, gpu: GpuBackend::stepping(&mut *gpu), random: Random(1), found: &mut found };
         if let Err(error) = part(&mut bench) {
             bench.found.insert(format!("({what})"), Err(error.0));
         }
@@ -73,7 +73,7 @@ type Outcome = Result<(f64, f64), String>;
 /// The CPU and the GPU under test: buffers have the same number on both, so that one value runs on both.
 pub(super) struct Bench<'a> {
     pub cpu: Cpu,
-    pub gpu: OnGpu<&'a mut dyn Gpu>,
+    pub gpu: GpuBackend<&'a mut dyn Gpu>,
     pub random: Random,
     found: &'a mut BTreeMap<String, Outcome>,
 }
@@ -135,8 +135,8 @@ impl Bench<'_> {
     /// Runs an operation on both devices. Returns the kernels that ran, none if one of them was refused: a finding.
     pub fn run<'o>(&mut self, op: impl Into<Op<'o>>) -> Result<Vec<&'static str>, DeviceError> {
         let op = op.into();
-        self.cpu.run(&op)?;
-        let done = self.gpu.run(&op);
+        self.cpu.execute(&op)?;
+        let done = self.gpu.execute(&op);
         Ok(self.ran(done))
     }
 

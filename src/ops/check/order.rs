@@ -4,7 +4,7 @@
 use super::{Bench, CLOSE, difference};
 use crate::{
     device::{DeviceError, Region, Slab, Timeline},
-    ops::{Codes, Float, Op, Project, Run, Weight, norm::rms_norm},
+    ops::{Backend, Codes, Float, Op, Project, Weight, norm::rms_norm},
 };
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ fn order(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
         b.gpu.set_stepping(step_by_step);
         for step in 0..STEPS {
             for [x, y] in &chains {
-                b.gpu.run(&product(*x, weight, *y))?;
+                b.gpu.execute(&product(*x, weight, *y))?;
                 // The norm keeps values from growing out of all bounds.
                 b.gpu.launch(rms_norm(1, SIDE, 1e-6, *y, w, *x))?;
             }
@@ -78,7 +78,7 @@ fn shared(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
         at += part.len().next_multiple_of(16);
     }
     let (x, y) = (b.random(SIDE)?, b.room(SIDE)?);
-    b.cpu.run(&product(x, weight, y))?;
+    b.cpu.execute(&product(x, weight, y))?;
     let expected = b.on_cpu(y)?;
     for negative in [false, true] {
         for (index, (part, region)) in parts.iter().zip(adopted.parts).enumerate() {
@@ -91,7 +91,7 @@ fn shared(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
             }
         }
         b.gpu.landed(whole, u64::from(negative))?;
-        b.gpu.run(&product(x, &adopted, y))?;
+        b.gpu.execute(&product(x, &adopted, y))?;
         let found = b.on_gpu(y)?;
         let expected: Vec<f32> = expected.iter().map(|v| if negative { -v } else { *v }).collect();
         b.enter(&[SHARED], difference(&found, &expected), CLOSE);

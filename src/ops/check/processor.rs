@@ -2,9 +2,9 @@
 
 use super::{Finding, Random, difference};
 use crate::ops::{
+    Codes, Float, WeightView,
     quant::{Format, Quantised},
     simd::{Activations, Isa, Out, product},
-    weight::{Codes, Float, WeightView},
 };
 
 /// Rows that are no multiple of anything, columns that are no whole number of lanes.

@@ -4,8 +4,7 @@ use crate::{
     ops::{
         cpu::{Cpu, refuse},
         delta::EPS,
-        math::silu,
-        simd::{Out, float, wide},
+        simd::{Out, float, math::silu, wide},
     },
 };
 use std::ops::Range;

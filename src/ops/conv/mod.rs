@@ -7,14 +7,12 @@
 
 mod cases;
 mod cpu;
+mod gpu;
 
 pub(super) use cases::cases;
 
 use super::delta::{Delta, Past};
-use crate::device::{Binding, Dispatch, Effect, Region};
-
-/// Tokens that a threadgroup takes.
-const CONV: usize = 16;
+use crate::device::{Effect, Region};
 
 #[derive(Debug, Clone, Copy)]
 pub struct Conv<'a> {
@@ -45,25 +43,5 @@ impl Conv<'_> {
         see(self.proj.floats(self.tokens * self.shape.width()), Effect::Read);
         see(self.state.floats((self.taps() - 1) * channels), Effect::Update);
         see(self.out.floats(self.tokens * channels), Effect::Write);
-    }
-
-    /// `kernels/delta.metal`, for `K` of 4.
-    pub fn dispatch(&self) -> Dispatch {
-        let Self { shape, tokens, proj, taps, past, stored, state, out } = *self;
-        let (proj, old) = shape.rows(tokens, proj, past);
-        let channels = shape.channels();
-        Dispatch {
-            kernel: "conv",
-            args: shape.args(tokens, past.rows, stored),
-            bindings: vec![
-                Binding::read(proj),
-                Binding::read(old),
-                Binding::read(taps.floats(channels * 4)),
-                Binding::update(state.floats(channels * 3)),
-                Binding::write(out.floats(tokens.max(1) * channels)),
-            ],
-            grid: [(2 * shape.key_heads + shape.value_heads) as u32, tokens.div_ceil(CONV).max(1) as u32, 1],
-            threads: 128,
-        }
     }
 }

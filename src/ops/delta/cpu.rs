@@ -1,11 +1,15 @@
-use super::{Delta, DeltaRule};
+use super::{Delta, DeltaNet, DeltaRule};
 use crate::{
     device::DeviceError,
     ops::{
+        Backend,
         cpu::Cpu,
-        math::{exp, sigmoid},
         norm::{multiply, normalise},
-        simd::{Out, Vector, float, wide},
+        simd::{
+            Out, Vector, float,
+            math::{exp, sigmoid},
+            wide,
+        },
     },
 };
 use std::ops::Range;
@@ -310,4 +314,14 @@ wide! {
 
 fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
+}
+
+impl DeltaNet<'_> {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let Self { project, conv, rule, back } = *self;
+        cpu.execute(&project.into())?;
+        cpu.execute(&conv.into())?;
+        cpu.execute(&rule.into())?;
+        cpu.execute(&back.into())
+    }
 }

@@ -1,7 +1,10 @@
 //! `kernels/delta.metal`, and the norm from `kernels/norm.metal`.
 
-use super::{Delta, DeltaRule, Past};
-use crate::device::{Binding, Dispatch, Region};
+use super::{Delta, DeltaNet, DeltaRule, Past};
+use crate::{
+    device::{Binding, Dispatch, Region},
+    ops::{Conv, linear::Halves},
+};
 
 impl Delta {
     pub(in crate::ops) fn args(&self, tokens: usize, past: usize, stored: usize) -> Vec<u32> {
@@ -75,5 +78,75 @@ impl DeltaRule<'_> {
             grid: [shape.value_heads.div_ceil(4) as u32, tokens as u32, 1],
             threads: 128,
         }
+    }
+}
+
+/// Heads that a product behind the rule can norm.
+const MOST_HEADS: usize = 64;
+
+impl DeltaNet<'_> {
+    /// Three launches for one row, four for some. Their results are those of [`DeltaNet::apart`].
+    pub fn dispatches(&self) -> Vec<Dispatch> {
+        let Self { project, conv, rule, back } = self;
+        // Rows that may be walked once more need what the convolution's own kernel leaves.
+        let shape = rule.shape;
+        let at_once =
+            rule.tokens == 1 && rule.stored > rule.past.rows && project.norm.is_some_and(|norm| norm.keep.is_none());
+        let front = if at_once { vec![self.convolved()] } else { vec![project.dispatch(), conv.dispatch()] };
+        let behind = if shape.value_heads <= MOST_HEADS && shape.dv.is_multiple_of(16) {
+            let squares = rule.out.floats(rule.tokens * shape.values() / 4);
+            vec![rule.recurrence(at_once, Some(squares)), self.normed(squares)]
+        } else {
+            vec![rule.recurrence(at_once, None), rule.gated_norm(), back.dispatch()]
+        };
+        [front, behind].concat()
+    }
+
+    /// The same with a launch for each step.
+    pub fn apart(&self) -> Vec<Dispatch> {
+        let Self { project, conv, rule, back } = self;
+        let front = [project.dispatch(), conv.dispatch()];
+        front.into_iter().chain(rule.dispatches()).chain([back.dispatch()]).collect()
+    }
+
+    /// The same on matrix units.
+    pub(in crate::ops) fn halves(&self, half: Halves) -> Vec<Dispatch> {
+        let Self { project, conv, rule, back } = self;
+        let front = project.halves(half.x).into_iter().chain([conv.dispatch()]);
+        front.chain(rule.dispatches()).chain(back.halves(half.x)).collect()
+    }
+
+    /// The projection of one row, and its convolution.
+    fn convolved(&self) -> Dispatch {
+        let Conv { shape, past, proj, taps, state, out, .. } = self.conv;
+        let (_, old) = shape.rows(1, proj, past);
+        let channels = shape.channels();
+        let mut dispatch = self.project.dispatch();
+        dispatch.kernel = if dispatch.kernel == "linear_norm_1" { "linear_conv" } else { "linear_any_conv" };
+        dispatch.args.push(past.rows as u32);
+        let memory = [
+            Binding::read(taps.floats(4 * channels)),
+            Binding::read(if past.rows > 0 { old } else { taps }),
+            Binding::update(state.floats(3 * channels)),
+            Binding::write(out.floats(channels)),
+        ];
+        dispatch.bindings.splice(3..4, memory);
+        dispatch
+    }
+
+    /// The product behind, of rows whose heads still lack the factors that follow from their `squares`.
+    fn normed(&self, squares: Region) -> Dispatch {
+        let shape = self.rule.shape;
+        let mut dispatch = self.back.dispatch();
+        dispatch.kernel = match dispatch.kernel {
+            "linear_1" => "linear_heads_1",
+            "linear_2" => "linear_heads_2",
+            "linear_any_1" => "linear_any_heads_1",
+            _ => "linear_any_heads_2",
+        };
+        dispatch.args.extend([shape.value_heads as u32, shape.dv as u32, shape.eps.to_bits()]);
+        dispatch.bindings[1] = Binding::read(squares);
+        dispatch.bindings.remove(3);
+        dispatch
     }
 }

@@ -10,12 +10,10 @@
 mod cases;
 mod cpu;
 mod gpu;
-mod net;
 
-pub(super) use cases::cases;
-pub use net::DeltaNet;
-
+use super::{Conv, Project};
 use crate::device::{Effect, Region};
+pub(super) use cases::cases;
 
 /// Added to a sum of squares before the root.
 pub(super) const EPS: f32 = 1e-6;
@@ -112,5 +110,28 @@ impl DeltaRule<'_> {
             see(mixed, apart);
             see(y, Effect::Write);
         }
+    }
+}
+
+/// The four in turn, over the same rows. What lies between them is each device's own.
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaNet<'a> {
+    pub project: Project<'a>,
+    pub conv: Conv<'a>,
+    pub rule: DeltaRule<'a>,
+    pub back: Project<'a>,
+}
+
+impl DeltaNet<'_> {
+    pub(in crate::ops) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let Self { conv: Conv { past, state, .. }, rule, back, .. } = self;
+        let DeltaRule { shape, tokens, proj, out, .. } = *rule;
+        past.touches(shape, see);
+        see(back.y.floats(tokens * back.width()), Effect::Update);
+        see(proj.floats(tokens * shape.width()), Effect::Write);
+        rule.results([Effect::Write; 2], see);
+        see(*state, Effect::Update);
+        see(rule.state.floats(shape.values() * shape.dk), Effect::Update);
+        see(out.floats(tokens * shape.values()), Effect::Write);
     }
 }

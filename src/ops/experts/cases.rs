@@ -2,9 +2,9 @@ use super::{Combine, Experts, Group, Mixture, Room, Shared, Slots, Stack, Which,
 use crate::{
     device::{DeviceError, Region},
     ops::{
-        Codes, Float, Project, Run, Weight,
+        Backend, Codes, Float, Project, Weight,
         check::{Bench, CLOSE, HALF},
-        math::silu,
+        simd::math::silu,
     },
 };
 
@@ -134,7 +134,7 @@ fn activations(
             Weight { codes, rows, cols, gain: 1.0, parts: [0, 1, 2].map(|index| part(index).unwrap_or_default()) }
         });
         let op = Project { x, tokens: TOKENS, norm: None, matrices: &matrices, y, add: false };
-        b.cpu.run(&op.into())?;
+        b.cpu.execute(&op.into())?;
         let rows = b.on_cpu(y)?;
         all.push(rows.chunks_exact(2 * INNER).flat_map(|row| product(&row[..INNER], &row[INNER..])).collect());
     }

@@ -7,10 +7,10 @@ use super::{
 use crate::{
     device::DeviceError,
     ops::{
+        WeightView,
         cpu::{Cpu, Memory, refuse},
-        project::emptied,
+        linear::emptied,
         simd::{Out, wide},
-        weight::WeightView,
     },
 };
 

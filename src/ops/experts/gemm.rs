@@ -8,12 +8,11 @@ use super::Group;
 use crate::{
     device::{Compute, DeviceError, Math, Region},
     ops::{
+        Codes, WeightView,
         cpu::refuse,
-        math::silu,
-        project::{check, emptied, format},
-        quant::{Digits, Quantised, QuantisedRows, Writer},
-        simd::{self, Activations, Isa, Out, wide},
-        weight::{Codes, WeightView},
+        linear::{check, emptied},
+        quant::{Digits, Quantised, QuantisedRows, Writer, format},
+        simd::{self, Activations, Isa, Out, math::silu, wide},
     },
 };
 use std::{

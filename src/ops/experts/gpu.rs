@@ -6,8 +6,8 @@ use crate::{
     device::{Binding, Dispatch, Region},
     ops::{
         Project,
-        project::{HalfRows, Halves},
-        weight::{fast, matrix_words},
+        linear::{HalfRows, Halves},
+        quant::{fast, matrix_words},
     },
 };
 

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use super::{Activations, Out, Scratch, Vector, unpack};
-use crate::ops::weight::WeightView;
+use crate::ops::WeightView;
 
 /// See [`super::product`].
 ///
@@ -47,7 +47,7 @@ macro_rules! compiled_for {
         /// As for [`super::product`].
         #[target_feature(enable = $features)]
         pub unsafe fn float_rows(
-            weight: &$crate::ops::weight::WeightView<'_>,
+            weight: &$crate::ops::WeightView<'_>,
             rows: Range<usize>,
             lines: &[Activations<'_>],
             outs: &[Out],

@@ -3,7 +3,7 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{Affine, CacheLine, unpack, x86};
-use crate::ops::{quant::Order, weight::Float};
+use crate::ops::{Float, quant::Order};
 
 /// Rows of a tile: the 32-bit lanes of a register.
 pub const ROWS: usize = 16;

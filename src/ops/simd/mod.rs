@@ -24,12 +24,12 @@ mod gemm512;
 mod gemv512;
 #[cfg(target_arch = "x86_64")]
 mod lay512;
+pub(super) mod math;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod short512;
-pub(super) mod unpack;
 pub(crate) mod vector;
 mod wide;
 #[cfg(target_arch = "x86_64")]
@@ -41,8 +41,8 @@ pub(crate) use wide::wide;
 use std::{cell::RefCell, ops::Range, sync::OnceLock};
 
 use super::{
-    quant::Digits,
-    weight::{Codes, Float, WeightView},
+    Codes, Float, WeightView,
+    quant::{Digits, unpack},
 };
 
 /// An instruction set that has its own kernels.

@@ -8,7 +8,7 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{Activations, Affine, Out, gemv512, x86};
-use crate::ops::{quant::Digits, weight::Float};
+use crate::ops::{Float, quant::Digits};
 
 /// Groups that are computed together.
 const GROUPS: usize = 16;

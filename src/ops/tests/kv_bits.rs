@@ -5,8 +5,8 @@ use super::Lab;
 use crate::{
     device::Region,
     ops::{
-        Attend, Cache, CacheFormat, CacheWrite, Heads, Newest, Run, Turn,
-        attend::{GROUP, NEWEST, PAGE, rounded_until},
+        Attend, Backend, Cache, CacheFormat, CacheWrite, Heads, Newest, Turn,
+        attention::{GROUP, NEWEST, PAGE, rounded_until},
         simd::{
             Isa,
             tests::{Random, with},

@@ -1,7 +1,8 @@
 //! Linear layers and experts: against a plain reference, and against themselves with other batches and thread counts.
 
 use super::{
-    Codes, Combine, Cpu, Experts, Float, Group, Mixture, Op, Project, Room, Run, Shared, Slots, Stack, Weight, Which,
+    Backend, Codes, Combine, Cpu, Experts, Float, Group, Mixture, Op, Project, Room, Shared, Slots, Stack, Weight,
+    Which,
     quant::Format,
     simd::{
         Isa,
@@ -62,11 +63,11 @@ impl Lab {
     }
 
     fn run<'o>(&mut self, op: impl Into<Op<'o>>) {
-        self.cpu.run(&op.into()).unwrap();
+        self.cpu.execute(&op.into()).unwrap();
     }
 
     fn fails<'o>(&mut self, op: impl Into<Op<'o>>) -> bool {
-        self.cpu.run(&op.into()).is_err()
+        self.cpu.execute(&op.into()).is_err()
     }
 
     fn read(&mut self, region: Region) -> Vec<f32> {

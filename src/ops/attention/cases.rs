@@ -1,0 +1,151 @@
+use super::{Attend, Cache, CacheFormat, CacheWrite, Heads, Newest, PAGE, Turn};
+use crate::{
+    device::{DeviceError, Region},
+    ops::{
+        Backend,
+        check::{Bench, CLOSE, HALF, difference},
+    },
+};
+
+pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+    for dim in [128, 256] {
+        for format in [CacheFormat::F32, CacheFormat::Bf16] {
+            let shape = Heads { heads: 4, kv_heads: 2, dim, rotary: 32, eps: 1e-6, context: 264, format, newest: None };
+            // The rows lie on both sides of the border of a split.
+            case(b, &shape, 255, 2)?;
+        }
+        for format in [CacheFormat::Eight, CacheFormat::Four] {
+            few_bits(b, dim, format)?;
+        }
+    }
+    Ok(())
+}
+
+/// A cache of few bits has the same form on both. A value between two integers may be rounded to either.
+fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), DeviceError> {
+    let newest = Some(Newest { room: 320, format: CacheFormat::F32 });
+    let shape = &Heads { heads: 2, kv_heads: 1, dim, rotary: 32, eps: 1e-6, context: 150, format, newest };
+    let tokens = 140;
+    let proj = b.random(tokens * shape.width())?;
+    let turn: Vec<f32> = (0..tokens * shape.rotary / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let turn = Turn { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
+    let (q, y) = (b.room(tokens * shape.heads * dim)?, b.room(tokens * shape.heads * dim)?);
+    let partials = b.room(shape.partials(tokens - 2, 2))?;
+    let mut empty = |bytes: usize| b.bytes(&vec![0; bytes]);
+    let cache = Cache {
+        keys: empty(shape.cache_bytes())?,
+        values: empty(shape.cache_bytes())?,
+        table: Region::default(),
+        newest: [empty(shape.newest_bytes())?, empty(shape.newest_bytes())?],
+    };
+    let table = b.words(&[0])?;
+    let cache = Cache { table, ..cache };
+    let op = CacheWrite { shape, start: 0, tokens, proj, turn, q, cache };
+    b.cpu.execute(&op.into())?;
+    let ran = b.launch(op.dispatch());
+    for region in [q, cache.newest[0], cache.newest[1]] {
+        let (expected, found) = (b.on_cpu(region)?, b.on_gpu(region)?);
+        b.enter(&ran, difference(&found, &expected), CLOSE);
+    }
+    for region in [cache.keys, cache.values] {
+        let mut bytes = [vec![0; region.len], vec![0; region.len]];
+        b.cpu.read(region, &mut bytes[0])?;
+        b.gpu.read(region, &mut bytes[1])?;
+        let [expected, found] = bytes.each_ref().map(|bytes| shape.unrounded(bytes));
+        b.enter(&ran, difference(&found, &expected), if format == CacheFormat::Eight { 0.01 } else { 0.15 });
+        let off = expected.iter().zip(&found).filter(|(a, b)| (*a - *b).abs() > 1e-3).count();
+        b.enter(&ran, off as f64 / expected.len() as f64, 1e-3);
+        // Attention is over the GPU's own cache on both.
+        b.cpu.write(region, &bytes[1])?;
+    }
+    for region in [q, cache.newest[0], cache.newest[1]] {
+        let found = b.on_gpu(region)?;
+        b.cpu.write(region, bytemuck::cast_slice(&found))?;
+    }
+    // The last two rows, which see the newest and a block of the others.
+    let (start, width) = (tokens - 2, shape.heads * dim);
+    let (q, proj) = (q.rows(start, 2, width), proj.rows(start, 2, shape.width()));
+    let y = y.floats(2 * width);
+    let op = Attend { shape, start, tokens: 2, q, cache, proj, partials, y };
+    b.cpu.execute(&op.into())?;
+    let expected = b.on_cpu(y)?;
+    let mut ran = Vec::new();
+    for dispatch in op.dispatches(2).flatten() {
+        ran.extend(b.launch(dispatch));
+    }
+    // The CPU rounds queries and weights to 16 bits.
+    let found = b.on_gpu(y)?;
+    b.enter(&ran, difference(&found, &expected), 1e-3);
+    Ok(())
+}
+
+/// The CPU keeps its cache in f32, whatever the GPU does.
+fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result<(), DeviceError> {
+    let (dim, plain) = (shape.dim, Heads { format: CacheFormat::F32, ..*shape });
+    let half = shape.format == CacheFormat::Bf16;
+    let proj = b.random(tokens * shape.width())?;
+    let turn: Vec<f32> = (0..tokens * shape.rotary / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let turn = Turn { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
+    let queries = tokens * shape.heads * dim;
+    let (q, y) = (b.room(queries)?, b.room(queries)?);
+    let partials = b.room(shape.partials(start, tokens))?;
+    let mut caches = [Region::default(); 2];
+    for cache in &mut caches {
+        let old = b.random.floats(shape.kv_heads * shape.pages() * PAGE * dim);
+        *cache = b.floats(&old)?;
+        store(b, *cache, &old, half)?;
+    }
+    // Not in order.
+    let table = b.words(&(0..shape.pages() as u32).rev().collect::<Vec<_>>())?;
+    let cache = Cache { keys: caches[0], values: caches[1], table, newest: Default::default() };
+    let op = |shape| CacheWrite { shape, start, tokens, proj, turn, q, cache };
+    b.cpu.execute(&op(&plain).into())?;
+    let ran = b.launch(op(shape).dispatch());
+    let expected = b.on_cpu(q)?;
+    b.expect(CLOSE, &ran, q, &expected)?;
+    for region in caches {
+        let (found, expected) = (load(b, region, half)?, b.on_cpu(region)?);
+        // A unit of bf16's last place where the two round differently.
+        b.enter(&ran, difference(&found, &expected), if half { 1.0 / 128.0 } else { CLOSE });
+        // Attention is over the GPU's own cache on both.
+        b.cpu.write(region, bytemuck::cast_slice(&found))?;
+    }
+    let op = |shape| Attend { shape, start, tokens, q, cache, proj, partials, y };
+    let queries = b.on_gpu(q)?;
+    b.cpu.write(q, bytemuck::cast_slice(&queries))?;
+    b.cpu.execute(&op(&plain).into())?;
+    let expected = b.on_cpu(y)?;
+    let mut ran = Vec::new();
+    for dispatch in op(shape).dispatches(tokens).flatten() {
+        ran.extend(b.launch(dispatch));
+    }
+    // The folded result depends on every partial one, so this checks both kernels.
+    b.expect(CLOSE, &ran, y, &expected)?;
+    if b.gpu.limits().half {
+        for dispatch in op(shape).halves() {
+            let ran = b.launch(dispatch);
+            b.expect(HALF, &ran, y, &expected)?;
+        }
+    }
+    Ok(())
+}
+
+/// Gives the GPU a cache as it keeps it, and the CPU what that means.
+fn store(b: &mut Bench<'_>, region: Region, values: &[f32], half: bool) -> Result<(), DeviceError> {
+    if !half {
+        return Ok(());
+    }
+    let bytes: Vec<u8> = values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect();
+    let rounded: Vec<f32> = values.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect();
+    b.gpu.write(region, &bytes)?;
+    b.cpu.write(region, bytemuck::cast_slice(&rounded))
+}
+
+fn load(b: &mut Bench<'_>, region: Region, half: bool) -> Result<Vec<f32>, DeviceError> {
+    let values = b.on_gpu(region)?;
+    if !half {
+        return Ok(values);
+    }
+    let halves = bytemuck::cast_slice::<f32, u16>(&values);
+    Ok(halves[..values.len()].iter().map(|bits| half::bf16::from_bits(*bits).to_f32()).collect())
+}

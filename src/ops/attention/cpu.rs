@@ -1,0 +1,385 @@
+//! Causal attention over the cache, read in place.
+//!
+//! The keys are cut in blocks at fixed positions. A query's softmax runs within a block; the blocks' results are folded
+//! in order, each rescaled to the common maximum. So blocks may be computed on different threads or one after the other,
+//! with one query or with many, and the result has the same bytes. Every key and value is widened to f32 once for all
+//! queries that share it.
+
+use super::{
+    Attend, BLOCK, CacheFormat, PAGE,
+    float_kernels::{collect, compare, fold, soften},
+    kv_cache::{Cached, CachedHeads},
+    kv_quant::{self, Rounded, rounded_until},
+    kv_quant_cpu::{self, Asked, Factors},
+};
+use crate::{
+    device::DeviceError,
+    ops::{
+        cpu::{Cpu, refuse},
+        simd::{Out, math::sigmoid, wide},
+    },
+    platform::Threads,
+};
+use std::{
+    cell::RefCell,
+    marker::PhantomData,
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// Floats of a line of the cache.
+const LINE: usize = 16;
+/// Most queries that one task computes together.
+const QUERIES: usize = 64;
+/// Most blocks whose results wait to be folded.
+const WAVE: usize = 64;
+
+impl Attend<'_> {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let (shape, tokens, memory) = (self.shape, self.tokens, &cpu.memory);
+        let (heads, shared, dim) = (shape.heads, shape.kv_heads, shape.dim);
+        if shared == 0 || !heads.is_multiple_of(shared) || self.start + tokens > shape.context {
+            return refuse(format!("{tokens} tokens at {} of {shape:?}", self.start));
+        }
+        let q = memory.floats(self.q.floats(tokens * heads * dim));
+        let proj = memory.floats(self.proj.floats(tokens * shape.width()));
+        let y = memory.floats_mut(self.y.floats(tokens * heads * dim));
+        shape.check(tokens)?;
+        let caches = [self.cache.keys, self.cache.values].map(|cache| memory.bytes(cache));
+        let newest = self.cache.newest.map(|cache| memory.bytes(cache));
+        let table = memory.words(self.cache.table);
+        if table.len() * PAGE < self.start + tokens {
+            return refuse(format!("{} pages for {tokens} tokens at {}", table.len(), self.start));
+        }
+        let rounded = kv_quant::bits(shape.format);
+        let threads = &cpu.compute.threads;
+        // In 16 bits or more is the whole cache, or the newest positions.
+        let (format, fine) = match shape.newest {
+            Some(ring) if rounded.is_some() => (ring.format, Fine { bytes: newest, table: None, room: ring.room }),
+            _ => (shape.format, Fine { bytes: caches, table: Some(table), room: PAGE }),
+        };
+        let coarse = rounded.map(|bits| caches.map(|cache| Rounded::new(bits, cache, table, shared, dim)));
+        match format {
+            CacheFormat::F32 => Work::<f32>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
+            CacheFormat::I16 => Work::<i16>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
+            other => return refuse(format!("the CPU keeps no {other:?}")),
+        }
+        Ok(())
+    }
+}
+
+wide! {
+    fn gated(y: &mut [f32], gate: &[f32]) {
+        for (y, gate) in y.iter_mut().zip(gate) {
+            *y *= sigmoid(*gate);
+        }
+    }
+}
+
+/// Calls so far, so that a thread knows whose queries it has.
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
+/// Keys and values in 16 bits or more: pages that `table` names, or a ring of `room` positions.
+struct Fine<'a> {
+    bytes: [&'a [u8]; 2],
+    table: Option<&'a [u32]>,
+    room: usize,
+}
+
+/// One call's arguments, shared by its tasks.
+struct Work<'a, T> {
+    /// Above 0, and of no other call.
+    call: u64,
+    q: &'a [f32],
+    /// `[tokens, row]`: of each head a query, and its output's gate.
+    proj: &'a [f32],
+    row: usize,
+    fine: Fine<'a>,
+    values: PhantomData<T>,
+    /// Key and value heads.
+    shared: usize,
+    /// Parts that the query heads of each are shared out in. What is called a head below is such a part.
+    split: usize,
+    /// Keys and values of all positions in few bits; then the others are a ring of the newest.
+    coarse: Option<[Rounded<'a>; 2]>,
+    at: usize,
+    heads: usize,
+    /// Query heads of a part.
+    group: usize,
+    dim: usize,
+    /// `dim`, padded to whole vectors.
+    width: usize,
+}
+
+/// Buffers of one thread.
+#[derive(Default)]
+struct Scratch {
+    sums: Vec<f32>,
+    part: Vec<f32>,
+    query: Query,
+}
+
+/// The queries of a tile times `1 / sqrt(D)`: all that is not done again for each block.
+struct Query {
+    /// Padded to whole vectors, from `begin` on, where a line of the cache begins: each is loaded for every few keys.
+    padded: Vec<f32>,
+    begin: usize,
+    asked: Asked,
+    /// The call, key head and first token that they are of.
+    of: (u64, usize, usize),
+    factors: Factors,
+}
+
+impl Default for Query {
+    fn default() -> Self {
+        Self { padded: Vec::new(), begin: 0, asked: Asked::default(), of: (0, 0, 0), factors: Factors::new() }
+    }
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    static PARTIALS: RefCell<Vec<f32>> = RefCell::default();
+}
+
+impl<'a, T: Cached> Work<'a, T> {
+    fn new(op: &Attend<'_>, [q, proj]: [&'a [f32]; 2], fine: Fine<'a>, coarse: Option<[Rounded<'a>; 2]>) -> Self {
+        let (shape, dim) = (op.shape, op.shape.dim);
+        Self {
+            call: CALLS.fetch_add(1, Ordering::Relaxed) + 1,
+            q,
+            proj,
+            row: shape.width(),
+            fine,
+            values: PhantomData,
+            shared: shape.kv_heads,
+            split: 1,
+            coarse,
+            at: op.start,
+            heads: shape.heads,
+            group: shape.heads / shape.kv_heads,
+            dim,
+            width: dim.next_multiple_of(16),
+        }
+    }
+
+    /// The results of all tokens.
+    fn all(mut self, threads: &Threads, tokens: usize, y: &mut [f32]) {
+        let blocks = self.blocks(&(0..tokens));
+        // With fewer tasks than threads each part widens the keys and values for itself.
+        let tasks = self.shared * blocks * tokens.div_ceil((QUERIES / self.group).max(1));
+        while self.group.is_multiple_of(2) && 2 * self.split * tasks <= threads.count() {
+            (self.group, self.split) = (self.group / 2, 2 * self.split);
+        }
+        let (work, group, width, shared) = (&self, self.group, self.width, self.shared * self.split);
+        let out = Out(y.as_mut_ptr());
+        // A tile is some tokens with all query heads of one key head.
+        let height = (QUERIES / group).max(1);
+        let tiles = tokens.div_ceil(height);
+        let tile = |task: usize| (task / tiles, task % tiles * height..(task % tiles * height + height).min(tokens));
+        if blocks == 1 || threads.count() == 1 || shared * tiles >= 4 * threads.count() {
+            threads.run(shared * tiles, &|task| {
+                let (head, tokens) = tile(task);
+                SCRATCH.with_borrow_mut(|scratch| work.tile(head, tokens, out, scratch));
+            });
+            return;
+        }
+        // Too few tiles to keep all threads busy: blocks of keys are tasks of their own, as many at a time as there is
+        // room for, which does not grow with the context.
+        let size = height.min(tokens) * group * (width + 2);
+        let mut parts = PARTIALS.take();
+        // Few enough that they are still in a near cache when they are folded, enough for all threads.
+        let most = (16 * threads.count()).div_ceil(shared * tiles).clamp(16, WAVE);
+        let (sums, wave) = (shared * tiles * size, blocks.min(most));
+        parts.resize((sums * (1 + wave)).max(parts.len()), 0.0);
+        let (sums, parts_of) = parts.split_at_mut(sums);
+        for (task, sums) in sums.chunks_exact_mut(size).enumerate() {
+            clear(sums, tile(task).1.len() * group);
+        }
+        let (sums, part) = (Out(sums.as_mut_ptr()), Out(parts_of.as_mut_ptr()));
+        // SAFETY: `size` values for each index, inside its buffer; each belongs to one task at a time.
+        let slice = |base: Out, index: usize| unsafe { std::slice::from_raw_parts_mut(base.0.add(index * size), size) };
+        for first in (0..blocks).step_by(wave) {
+            let count = wave.min(blocks - first);
+            threads.run(shared * tiles * count, &|task| {
+                let (head, tokens) = tile(task / count);
+                let part = slice(part, task);
+                SCRATCH.with_borrow_mut(|scratch| {
+                    work.block(head, tokens, first + task % count, part, &mut scratch.query);
+                });
+            });
+            threads.run(shared * tiles, &|task| {
+                let (head, tokens) = tile(task);
+                let sums = slice(sums, task);
+                for block in first..(first + count).min(work.blocks(&tokens)) {
+                    work.fold(&tokens, block, sums, slice(part, task * count + block - first));
+                }
+                if first + count == blocks {
+                    work.finish(head, tokens, sums, out);
+                }
+            });
+        }
+        PARTIALS.set(parts);
+    }
+}
+
+/// Results of some queries over some keys are kept as all maxima, all sums, then all weighted sums of values.
+fn clear(sums: &mut [f32], queries: usize) {
+    let (most, rest) = sums.split_at_mut(queries);
+    most.fill(f32::NEG_INFINITY);
+    rest.fill(0.0);
+}
+
+impl<T: Cached> Work<'_, T> {
+    /// Blocks that the last of `tokens` sees. With few bits the first are the newest positions, and the others count from 1.
+    fn blocks(&self, tokens: &Range<usize>) -> usize {
+        match self.coarse {
+            None => (self.at + tokens.end).div_ceil(BLOCK),
+            Some(_) => 1 + rounded_until((self.at + tokens.end).saturating_sub(1)).div_ceil(BLOCK),
+        }
+    }
+
+    /// The positions that `token` sees of a block.
+    fn seen(&self, token: usize, block: usize) -> Range<usize> {
+        let position = self.at + token;
+        let of = |block: usize, end: usize| block * BLOCK..((block + 1) * BLOCK).min(end);
+        match (self.coarse, block) {
+            (None, _) => of(block, position + 1),
+            (Some(_), 0) => rounded_until(position)..position + 1,
+            (Some(_), _) => of(block - 1, rounded_until(position)),
+        }
+    }
+
+    /// The number of queries of `tokens` that come before the block and see nothing of it.
+    fn blind(&self, tokens: &Range<usize>, block: usize) -> usize {
+        let blind = tokens.clone().take_while(|token| self.seen(*token, block).is_empty()).count();
+        blind * self.group
+    }
+
+    /// The whole result of some tokens, block after block.
+    fn tile(&self, head: usize, tokens: Range<usize>, out: Out, scratch: &mut Scratch) {
+        let queries = tokens.len() * self.group;
+        let Scratch { sums, part, query } = scratch;
+        let size = queries * (self.width + 2);
+        sums.resize(size.max(sums.len()), 0.0);
+        part.resize(size.max(part.len()), 0.0);
+        clear(&mut sums[..size], queries);
+        for block in 0..self.blocks(&tokens) {
+            self.block(head, tokens.clone(), block, part, query);
+            self.fold(&tokens, block, sums, part);
+        }
+        self.finish(head, tokens, sums, out);
+    }
+
+    /// Adds a block's `part` to `sums` for the queries that saw anything of it.
+    fn fold(&self, tokens: &Range<usize>, block: usize, sums: &mut [f32], part: &[f32]) {
+        fold(sums, part, tokens.len() * self.group, self.blind(tokens, block), self.width);
+    }
+
+    /// Divides by the sums and writes the rows, times their gates.
+    fn finish(&self, head: usize, tokens: Range<usize>, sums: &[f32], out: Out) {
+        let queries = tokens.len() * self.group;
+        for query in 0..queries {
+            let (token, n) = (tokens.start + query / self.group, head * self.group + query % self.group);
+            // SAFETY: inside the output; every row belongs to one tile.
+            let y = unsafe { std::slice::from_raw_parts_mut(out.0.add((token * self.heads + n) * self.dim), self.dim) };
+            let row = &sums[2 * queries + query * self.width..][..self.dim];
+            for (y, sum) in y.iter_mut().zip(row) {
+                *y = sum / sums[queries + query];
+            }
+            if self.coarse.is_some() {
+                kv_quant::turn(y);
+            }
+            gated(y, &self.proj[token * self.row + (2 * n + 1) * self.dim..]);
+        }
+    }
+
+    /// Puts the queries of a tile into `query`, if they are not there.
+    fn ask(&self, head: usize, tokens: &Range<usize>, query: &mut Query) {
+        let of = (self.call, head, tokens.start);
+        if std::mem::replace(&mut query.of, of) == of {
+            return;
+        }
+        let (dim, width, group) = (self.dim, self.width, self.group);
+        let scale = (dim as f32).powf(-0.5);
+        let size = tokens.len() * group * width;
+        query.padded.clear();
+        query.padded.resize(size + LINE, 0.0);
+        query.begin = query.padded.as_ptr().align_offset(64).min(LINE);
+        let all = &mut query.padded[query.begin..][..size];
+        for (index, padded) in all.chunks_exact_mut(width).enumerate() {
+            let row = (tokens.start + index / group) * self.heads + head * group + index % group;
+            for (padded, q) in padded.iter_mut().zip(&self.q[row * dim..][..dim]) {
+                *padded = q * scale;
+            }
+        }
+        if self.coarse.is_some() {
+            query.asked.set(all.chunks_exact(width), dim);
+        }
+    }
+
+    /// Queries of `tokens` over one block of keys: maxima, sums and weighted values into `part`.
+    fn block(&self, head: usize, tokens: Range<usize>, block: usize, part: &mut [f32], query: &mut Query) {
+        self.ask(head, &tokens, query);
+        let queries = tokens.len() * self.group;
+        let coarse = self.coarse.filter(|_| block > 0);
+        for (index, token) in tokens.enumerate() {
+            let seen = self.seen(token, block);
+            if seen.is_empty() {
+                continue;
+            }
+            // All queries of a token see the same keys: they are computed together, as many as fit the registers.
+            let mut n = 0;
+            while n < self.group {
+                let at = (index * self.group + n, queries);
+                n += match self.group - n {
+                    8.. => self.some::<8>(head, seen.clone(), coarse, part, at, query),
+                    4.. => self.some::<4>(head, seen.clone(), coarse, part, at, query),
+                    2.. => self.some::<2>(head, seen.clone(), coarse, part, at, query),
+                    _ => self.some::<1>(head, seen.clone(), coarse, part, at, query),
+                };
+            }
+        }
+    }
+
+    /// `N` queries, number `at.0` and following of `at.1`, over the keys `seen`, of `coarse` if there is any.
+    fn some<const N: usize>(
+        &self,
+        head: usize,
+        seen: Range<usize>,
+        coarse: Option<[Rounded<'_>; 2]>,
+        part: &mut [f32],
+        at: (usize, usize),
+        query: &mut Query,
+    ) -> usize {
+        let (width, head, (index, queries)) = (self.width, head / self.split, at);
+        let mut scores = [[0f32; BLOCK]; N];
+        let Fine { bytes, table, room } = &self.fine;
+        let sizes = [self.shared, *room, self.dim];
+        let [keys, values] = bytes.map(|bytes| CachedHeads::<T>::around(bytes, *table, sizes, seen.start));
+        match &coarse {
+            None => {
+                let rows: [&[f32]; N] =
+                    std::array::from_fn(|n| &query.padded[query.begin + (index + n) * width..][..width]);
+                compare(&rows, &keys, head, seen.clone(), &mut scores);
+            }
+            Some([keys, values]) => {
+                kv_quant_cpu::compare(&query.asked, index, [keys, values], head, seen.clone(), &mut scores);
+            }
+        }
+        for (n, [most, sum]) in soften(&mut scores, seen.len()).into_iter().enumerate() {
+            part[index + n] = most;
+            part[queries + index + n] = sum;
+        }
+        let sums = &mut part[2 * queries + index * width..][..N * width];
+        match &coarse {
+            None => {
+                sums.fill(0.0);
+                collect(sums, width, &mut scores, &values, head, seen);
+            }
+            Some([keys, values]) => {
+                kv_quant_cpu::collect(sums, width, &scores, [keys, values], head, seen, &mut query.factors);
+            }
+        }
+        N
+    }
+}

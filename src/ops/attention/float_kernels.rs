@@ -1,0 +1,297 @@
+//! The inner loops of attention: a block's scores, their softmax, the weighted values, and the folding of two blocks.
+
+use super::{
+    BLOCK,
+    kv_cache::{Cached, CachedHeads, CachedRows},
+};
+use crate::ops::simd::{
+    Vector, float,
+    math::{exp, exp_normal},
+    wide,
+};
+use std::ops::Range;
+
+/// Prefetch distance ahead of the row being read, in bytes.
+const AHEAD: usize = 20480;
+/// Weights of less than `e^FAINT` times the block's largest are taken for 0: they are beyond what an f32 can add to it, and
+/// products with them would be subnormal, which processors compute a hundred times slower.
+const FAINT: f32 = -60.0;
+/// Values that are added up while they are in the first-level cache, in rows.
+const STRIP: usize = 32;
+/// Values of the strip behind the next are asked for, line by line in the order of memory: the processor fetches ahead of
+/// such a sequence by itself, and more at once than it can be asked for.
+const STRIPS_AHEAD: usize = 2;
+
+wide! {
+    /// `scores[n][i] = q[n] . key[seen.start + i]`.
+    pub(super) fn compare[T: Cached, const N: usize](
+        q: &[&[f32]; N],
+        keys: &CachedHeads<'_, T>,
+        head: usize,
+        seen: Range<usize>,
+        scores: &mut [[f32; BLOCK]; N],
+    ) {
+        let mut done = 0;
+        if V::MANY {
+            // Sixteen products at a time.
+            done = match N {
+                8 => compare_sets::<V, T, N, 2>(q, keys, head, seen.clone(), scores),
+                4 => compare_sets::<V, T, N, 4>(q, keys, head, seen.clone(), scores),
+                2 => compare_sets::<V, T, N, 8>(q, keys, head, seen.clone(), scores),
+                _ => compare_sets::<V, T, N, 16>(q, keys, head, seen.clone(), scores),
+            };
+        }
+        for (index, key) in (seen.start + done..seen.end).enumerate() {
+            let row = keys.row(head, key);
+            let [lanes] = dots::<V, T, N, 1>(q, &[T::values(row)], None);
+            for n in 0..N {
+                scores[n][done + index] = lanes[n].fold() * T::scale(row);
+            }
+        }
+    }
+}
+
+/// [`compare`] for as many sets of `K` keys as there are, `N * K` being 16. Returns how many keys they had.
+#[inline(always)]
+fn compare_sets<V: Vector, T: Cached, const N: usize, const K: usize>(
+    q: &[&[f32]; N],
+    keys: &CachedHeads<'_, T>,
+    head: usize,
+    seen: Range<usize>,
+    scores: &mut [[f32; BLOCK]; N],
+) -> usize {
+    let count = seen.len() / K * K;
+    for index in (0..count).step_by(K) {
+        let ahead = keys.ahead(head, seen.start + index, AHEAD);
+        let mut rows: [&[T]; K] = [&[]; K];
+        let mut scales = [0f32; K];
+        for k in 0..K {
+            let row = keys.row(head, seen.start + index + k);
+            (rows[k], scales[k]) = (T::values(row), T::scale(row));
+        }
+        let lanes = dots::<V, T, N, K>(q, &rows, Some(ahead));
+        let mut all = [V::splat(0.0); 16];
+        for (index, all) in all.iter_mut().enumerate() {
+            *all = lanes[index / N % K][index % N];
+        }
+        let sums = V::fold_all(all);
+        for n in 0..N {
+            for k in 0..K {
+                scores[n][index + k] = sums[k * N + n] * scales[k];
+            }
+        }
+    }
+    count
+}
+
+wide! {
+    /// `sums[n] += sum over i of scores[n][i] * value[seen.start + i]`, in this order; the scores are multiplied by the
+    /// values' scales on the way.
+    pub(super) fn collect[T: Cached, const N: usize](
+        sums: &mut [f32],
+        width: usize,
+        scores: &mut [[f32; BLOCK]; N],
+        values: &CachedHeads<'_, T>,
+        head: usize,
+        seen: Range<usize>,
+    ) {
+        let dim = T::values(values.row(head, seen.start)).len();
+        for first in (0..seen.len()).step_by(STRIP) {
+            let strip = first..(first + STRIP).min(seen.len());
+            let rows = values.rows(head, seen.start + first, strip.len());
+            // Not those of the whole block at once: their lines have not been asked for yet.
+            let mut scales = [0f32; STRIP];
+            for (scale, row) in scales.iter_mut().zip(rows.iter()) {
+                *scale = T::scale(row);
+            }
+            for scores in scores.iter_mut() {
+                for (score, scale) in scores[strip.clone()].iter_mut().zip(&scales) {
+                    *score *= scale;
+                }
+            }
+            // Each pass over some columns asks for its part.
+            let ahead = values.ahead(head, seen.start + first, STRIPS_AHEAD * STRIP * rows.width * size_of::<T>());
+            let ahead = |at: usize| ahead.wrapping_add(at * STRIP * rows.width / dim * size_of::<T>());
+            let mut at = 0;
+            while V::MANY && at + 32 <= dim {
+                add::<V, T, N, 2>(sums, width, scores, strip.clone(), &rows, at, ahead(at));
+                at += 32;
+            }
+            while at < dim {
+                add::<V, T, N, 1>(sums, width, scores, strip.clone(), &rows, at, ahead(at));
+                at += 16;
+            }
+        }
+    }
+}
+
+wide! {
+    /// `e^(score - max)`, or 0 below [`FAINT`], of the first `count` scores of each query; returns their maxima and sums.
+    pub(super) fn soften[const N: usize](scores: &mut [[f32; BLOCK]; N], count: usize) -> [[f32; 2]; N] {
+        let mut results = [[0f32; 2]; N];
+        // All maxima first: each is a chain of its own, so a processor works at several.
+        for n in 0..N {
+            results[n][0] = greatest(&scores[n][..count]);
+        }
+        let one = V::splat(1.0);
+        for n in 0..N {
+            let (chunks, rest) = scores[n][..count].as_chunks_mut::<16>();
+            let (most, mut sum) = (results[n][0], V::splat(0.0));
+            for chunk in chunks {
+                for score in chunk.iter_mut() {
+                    *score = weight(*score - most);
+                }
+                sum = V::load(chunk).fma(one, sum);
+            }
+            for score in rest.iter_mut() {
+                *score = weight(*score - most);
+            }
+            results[n][1] = V::load(&float::padded(rest)).fma(one, sum).fold();
+        }
+        results
+    }
+}
+
+/// `e^x` of what is not above 0, or 0 below [`FAINT`].
+#[inline(always)]
+fn weight(x: f32) -> f32 {
+    let power = exp_normal(x);
+    if x < FAINT { 0.0 } else { power }
+}
+
+wide! {
+    /// Adds a block's `part` to `sums`, for all of the `queries` from number `first` on. Of both there are all maxima, all sums,
+    /// then all weighted sums, `width` of a query.
+    pub(super) fn fold(sums: &mut [f32], part: &[f32], queries: usize, first: usize, width: usize) {
+        for query in first..queries {
+            let (old, new) = (sums[query], part[query]);
+            let most = old.max(new);
+            let (a, b) = (exp(old - most), exp(new - most));
+            sums[query] = most;
+            sums[queries + query] = sums[queries + query] * a + part[queries + query] * b;
+            let row = 2 * queries + query * width..2 * queries + (query + 1) * width;
+            for (sum, part) in sums[row.clone()].iter_mut().zip(&part[row]) {
+                *sum = sum.mul_add(a, part * b);
+            }
+        }
+    }
+}
+
+/// The lanes of `q . k` for `N` queries, padded to whole vectors, and `K` keys. As much memory is asked for from
+/// `ahead` on, little by little, since only so many lines can be under way.
+#[inline(always)]
+fn dots<V: Vector, T: Cached, const N: usize, const K: usize>(
+    q: &[&[f32]; N],
+    keys: &[&[T]; K],
+    ahead: Option<*const u8>,
+) -> [[V; N]; K] {
+    let mut lanes = [[V::splat(0.0); N]; K];
+    let dim = keys[0].len();
+    let mut blocks: [&[[f32; 16]]; N] = [&[]; N];
+    for n in 0..N {
+        blocks[n] = &q[n].as_chunks::<16>().0[..dim.div_ceil(16)];
+    }
+    let mut chunks: [&[[T; 16]]; K] = [&[]; K];
+    for k in 0..K {
+        chunks[k] = &keys[k].as_chunks::<16>().0[..dim / 16];
+    }
+    for index in 0..dim / 16 {
+        if let Some(ahead) = ahead {
+            let piece = K * size_of::<[T; 16]>();
+            for line in (0..piece).step_by(64) {
+                V::fetch(ahead.wrapping_add(index * piece + line));
+            }
+        }
+        for k in 0..K {
+            let key = T::load::<V>(&chunks[k][index]);
+            for n in 0..N {
+                lanes[k][n] = key.fma(V::load(&blocks[n][index]), lanes[k][n]);
+            }
+        }
+    }
+    if !dim.is_multiple_of(16) {
+        for k in 0..K {
+            let key = T::load::<V>(&float::padded(&keys[k][dim / 16 * 16..]));
+            for n in 0..N {
+                lanes[k][n] = key.fma(V::load(&blocks[n][dim / 16]), lanes[k][n]);
+            }
+        }
+    }
+    lanes
+}
+
+/// `sums[n] += scores[n][i] * row[i]`, row after row, for values `at..at + 16 * C`. As much memory as is read is asked for
+/// from `ahead` on.
+#[inline(always)]
+fn add<V: Vector, T: Cached, const N: usize, const C: usize>(
+    sums: &mut [f32],
+    width: usize,
+    scores: &[[f32; BLOCK]; N],
+    strip: Range<usize>,
+    rows: &CachedRows<'_, T>,
+    at: usize,
+    ahead: *const u8,
+) {
+    let mut lanes = [[V::splat(0.0); C]; N];
+    for n in 0..N {
+        let (sums, _) = sums[n * width + at..][..16 * C].as_chunks::<16>();
+        for c in 0..C {
+            lanes[n][c] = V::load(&sums[c]);
+        }
+    }
+    let mut parts: [&[f32]; N] = [&[]; N];
+    for n in 0..N {
+        parts[n] = &scores[n][strip.clone()];
+    }
+    for (index, row) in rows.iter().enumerate().take(strip.len()) {
+        let row = &T::values(row)[at..];
+        let piece = C * size_of::<[T; 16]>();
+        for line in (0..piece).step_by(64) {
+            V::fetch(ahead.wrapping_add(index * piece + line));
+        }
+        let mut values = [V::splat(0.0); C];
+        for c in 0..C {
+            values[c] = match row[16 * c..].first_chunk() {
+                Some(chunk) => T::load::<V>(chunk),
+                None => T::load::<V>(&float::padded(&row[16 * c..])),
+            };
+        }
+        for n in 0..N {
+            let weight = V::splat(parts[n][index]);
+            for c in 0..C {
+                lanes[n][c] = weight.fma(values[c], lanes[n][c]);
+            }
+        }
+    }
+    for n in 0..N {
+        let (sums, _) = sums[n * width + at..][..16 * C].as_chunks_mut::<16>();
+        for c in 0..C {
+            lanes[n][c].store(&mut sums[c]);
+        }
+    }
+}
+
+/// The largest value that is one.
+#[inline(always)]
+fn greatest(x: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*x, *lane);
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(rest) {
+        *lane = larger(*x, *lane);
+    }
+    let mut half = 8;
+    while half > 0 {
+        let (low, high) = lanes.split_at_mut(half);
+        for (low, high) in low.iter_mut().zip(high) {
+            *low = larger(*high, *low);
+        }
+        half /= 2;
+    }
+    lanes[0]
+}

@@ -1,0 +1,259 @@
+//! The cache of full attention's keys and values, one row a position, in pages `[KV, PAGE, row]` or a ring `[KV, N, row]`.
+//!
+//! As f32 a row is its D values. As I16 it is D integers and then an f32 (as two more, low
+//! half first): the row's largest magnitude over 32639, times which an integer is the value. That is half the bytes,
+//! which is what decoding over a long context costs, and an error of at most 2e-5 of the row's largest value: less
+//! than bf16's of each.
+
+use super::{CacheFormat, CacheWrite, Heads, MOST, NEWEST, PAGE, kv_quant};
+use crate::{
+    device::DeviceError,
+    ops::{
+        cpu::{Cpu, refuse},
+        norm::normalise,
+        quant,
+        simd::Vector,
+    },
+};
+
+/// A row as 16-bit integers, in the order of its values.
+const FORMAT: quant::Format = quant::Format { group: 1, order: quant::Order::Natural, levels: 32_639 };
+
+/// A kind of value that a cache holds.
+pub(super) trait Cached: Copy + Default + Sync + bytemuck::Pod {
+    /// Values of a row that are not its contents.
+    const TAIL: usize;
+
+    fn load<V: Vector>(x: &[Self; 16]) -> V;
+
+    /// The factor of the loaded values of `row`.
+    fn scale(row: &[Self]) -> f32;
+
+    /// The contents of a row.
+    #[inline(always)]
+    fn values(row: &[Self]) -> &[Self] {
+        &row[..row.len() - Self::TAIL]
+    }
+}
+
+impl Cached for f32 {
+    const TAIL: usize = 0;
+
+    #[inline(always)]
+    fn load<V: Vector>(x: &[f32; 16]) -> V {
+        V::load(x)
+    }
+
+    #[inline(always)]
+    fn scale(_: &[f32]) -> f32 {
+        1.0
+    }
+}
+
+impl Cached for i16 {
+    const TAIL: usize = 2;
+
+    #[inline(always)]
+    fn load<V: Vector>(x: &[i16; 16]) -> V {
+        V::widen(x)
+    }
+
+    #[inline(always)]
+    fn scale(row: &[i16]) -> f32 {
+        let bits = |back: usize| u32::from(row[row.len() - back] as u16);
+        f32::from_bits(bits(2) | bits(1) << 16)
+    }
+}
+
+/// A cache of keys or values: what is there of it around a position.
+#[derive(Clone, Copy)]
+pub(super) struct CachedHeads<'a, T> {
+    data: &'a [T],
+    /// What is wanted when this is done with: the next page.
+    next: &'a [T],
+    width: usize,
+    /// Positions.
+    pub room: usize,
+    /// The position of the first row, a multiple of `room`.
+    first: usize,
+}
+
+impl<'a, T: Cached> CachedHeads<'a, T> {
+    /// A ring `[count, room, row]` of rows of `dim` values, or pages `[count, PAGE, row]` each that `table` names in order; to be
+    /// looked at from `position` on.
+    #[inline(always)]
+    pub fn around(bytes: &'a [u8], table: Option<&[u32]>, [count, room, dim]: [usize; 3], position: usize) -> Self {
+        let (data, width) = (bytemuck::cast_slice(bytes), dim + T::TAIL);
+        let size = count * room * width;
+        let page = |index: usize| match table {
+            Some(table) => table.get(index).map(|page| &data[*page as usize * size..][..size]),
+            None => Some(&data[..size]),
+        };
+        let index = position / room;
+        let data = page(index).unwrap_or_default();
+        // Where there is none, what is there: asking for memory that is not costs a walk through the system's tables each time.
+        Self { data, next: page(index + 1).unwrap_or(data), width, room, first: index * room }
+    }
+
+    /// The place of the row `rows` behind `position`, and so many bytes: a hint, it may be beyond the cache.
+    #[inline(always)]
+    pub fn ahead(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
+        let of = |data: &[T], row: usize| data.as_ptr().cast::<u8>().wrapping_add(row * self.width * size_of::<T>());
+        let (place, beyond) = (self.place(position), self.room * self.width * size_of::<T>());
+        let at = place * self.width * size_of::<T>() + bytes;
+        if at < beyond {
+            of(self.data, head * self.room).wrapping_add(at)
+        } else {
+            of(self.next, head * self.room).wrapping_add(at - beyond)
+        }
+    }
+
+    /// The number of a position's row.
+    #[inline(always)]
+    fn place(&self, position: usize) -> usize {
+        let at = position - self.first;
+        if at < self.room { at } else { at - self.room }
+    }
+
+    /// The rows of positions `first..first + count`.
+    #[inline(always)]
+    pub fn rows(&self, head: usize, first: usize, count: usize) -> CachedRows<'a, T> {
+        let start = (head * self.room + self.place(first)) * self.width;
+        CachedRows { data: &self.data[start..start + count * self.width], width: self.width }
+    }
+
+    #[inline(always)]
+    pub fn row(&self, head: usize, position: usize) -> &'a [T] {
+        &self.data[(head * self.room + self.place(position)) * self.width..][..self.width]
+    }
+}
+
+/// Rows of one head that follow each other.
+#[derive(Clone, Copy)]
+pub(super) struct CachedRows<'a, T> {
+    data: &'a [T],
+    /// Values of a row, those included that are not its contents.
+    pub width: usize,
+}
+
+impl<'a, T: Cached> CachedRows<'a, T> {
+    #[inline(always)]
+    pub fn iter(&self) -> impl Iterator<Item = &'a [T]> {
+        self.data.chunks_exact(self.width)
+    }
+}
+
+impl CacheWrite<'_> {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let (shape, tokens, memory) = (self.shape, self.tokens, &cpu.memory);
+        let (dim, width, heads, half) = (shape.dim, shape.width(), shape.heads, shape.rotary / 2);
+        if self.start + tokens > shape.context {
+            return refuse(format!("{tokens} rows at {} of {}", self.start, shape.context));
+        }
+        shape.check(tokens)?;
+        let rounded = kv_quant::bits(shape.format);
+        let proj = memory.floats(self.proj.floats(tokens * width));
+        let turn = memory.floats(self.turn.turn.floats(tokens * shape.rotary));
+        let [q_norm, k_norm] = [self.turn.q_norm, self.turn.k_norm].map(|norm| memory.floats(norm.floats(dim)));
+        let turned = |token: usize, x: &[f32], norm: &[f32], y: &mut [f32]| {
+            normalise(x, norm, shape.eps, y);
+            let (low, high) = y[..2 * half].split_at_mut(half);
+            let pairs = turn[token * 2 * half..].chunks_exact(2);
+            for ((low, high), pair) in low.iter_mut().zip(high).zip(pairs) {
+                (*low, *high) = (*low * pair[0] - *high * pair[1], *high * pair[0] + *low * pair[1]);
+            }
+        };
+        let q = memory.floats_mut(self.q.floats(tokens * heads * dim));
+        cpu.compute.threads.run_pieces(q, heads * dim, &|token, q| {
+            for (q, x) in q.chunks_exact_mut(dim).zip(proj[token * width..].chunks_exact(2 * dim)) {
+                turned(token, &x[..dim], q_norm, q);
+                if rounded.is_some() {
+                    kv_quant::turn(q);
+                }
+            }
+        });
+        let caches = [self.cache.keys, self.cache.values].map(|cache| memory.bytes_mut(cache));
+        let table = memory.words(self.cache.table);
+        let rings = self.cache.newest.map(|newest| memory.bytes_mut(newest));
+        let mut to = caches.into_iter().zip(rings);
+        let (Some(keys), Some(values)) = (to.next(), to.next()) else { return Ok(()) };
+        let (mut buffer, scratch) = ([0f32; MOST], &mut [0i32; MOST]);
+        let Some(row) = buffer.get_mut(..dim) else { return refuse(format!("heads of {dim}")) };
+        for token in 0..tokens {
+            let from = &proj[token * width + 2 * heads * dim..][..2 * shape.kv_heads * dim];
+            for head in 0..shape.kv_heads {
+                let at = self.start + token;
+                let Some(page) = table.get(at / PAGE) else { return refuse(format!("no page for position {at}")) };
+                let at = (*page as usize, at);
+                turned(token, &from[head * dim..][..dim], k_norm, row);
+                shape.put(row, [&mut *keys.0, &mut *keys.1], head, at, scratch)?;
+                row.copy_from_slice(&from[(shape.kv_heads + head) * dim..][..dim]);
+                shape.put(row, [&mut *values.0, &mut *values.1], head, at, scratch)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Heads {
+    /// Refuses what there is no cache for.
+    pub(super) fn check(&self, tokens: usize) -> Result<(), DeviceError> {
+        let Some(bits) = kv_quant::bits(self.format) else { return Ok(()) };
+        self.divisible()?;
+        match self.newest {
+            Some(newest) if newest.room >= tokens + 2 * NEWEST && newest.room.is_multiple_of(NEWEST) => Ok(()),
+            other => refuse(format!("{tokens} rows with {bits} bits and {other:?}")),
+        }
+    }
+
+    /// Refuses heads that `--kv-bits` cannot cut into groups.
+    pub(in crate::ops) fn divisible(&self) -> Result<(), DeviceError> {
+        match kv_quant::bits(self.format) {
+            Some(bits) if !self.dim.is_multiple_of(64) || self.dim > MOST => {
+                refuse(format!("--kv-bits {bits} is for heads of a multiple of 64 up to {MOST}, not of {}", self.dim))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes a row into the cache, and among the newest.
+    fn put(
+        &self,
+        row: &mut [f32],
+        [cache, newest]: [&mut [u8]; 2],
+        head: usize,
+        (page, position): (usize, usize),
+        scratch: &mut [i32; MOST],
+    ) -> Result<(), DeviceError> {
+        let place = |first: usize, room: usize, bytes: usize| ((first + head) * room + position % room) * bytes..;
+        let bytes = self.format.row_bytes(self.dim);
+        let to = &mut cache[place(page * self.kv_heads, PAGE, bytes)][..bytes];
+        let Some((bits, ring)) = kv_quant::bits(self.format).zip(self.newest) else {
+            return put(self.format, row, to, scratch);
+        };
+        kv_quant::turn(row);
+        kv_quant::write(bits, row, to);
+        let bytes = ring.format.row_bytes(self.dim);
+        put(ring.format, row, &mut newest[place(0, ring.room, bytes)][..bytes], scratch)
+    }
+}
+
+/// Writes one row of the cache.
+fn put(format: CacheFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MOST]) -> Result<(), DeviceError> {
+    match format {
+        CacheFormat::F32 => to.copy_from_slice(bytemuck::cast_slice(row)),
+        CacheFormat::I16 => {
+            let (values, scale) = bytemuck::cast_slice_mut::<u8, i16>(to).split_at_mut(row.len());
+            let wide = &mut wide[..row.len()];
+            let (factor, _) = quant::quantise(row, wide, FORMAT);
+            for (value, wide) in values.iter_mut().zip(&*wide) {
+                *value = *wide as i16;
+            }
+            scale.copy_from_slice(&[factor.to_bits() as i16, (factor.to_bits() >> 16) as i16]);
+        }
+        CacheFormat::Bf16 | CacheFormat::Eight | CacheFormat::Four => {
+            return refuse(format!("the CPU keeps no {format:?} so"));
+        }
+    }
+    Ok(())
+}

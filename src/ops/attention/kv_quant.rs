@@ -1,0 +1,236 @@
+//! Keys and values in 8 or 4 bits (`--kv-bits`): the form of a row, and the positions that are seen in it.
+//!
+//! A row is turned by a Hadamard matrix first, which spreads large values over all the others. Queries are turned alike, so
+//! that products with keys stay as they were, and the result of attention is turned back before the gate. Then
+//! each group of 32 values becomes integers and a scale: `D * bits / 8` bytes of codes, and behind them `D / 32` scales as
+//! bf16. A value is its integer times its group's scale; the integers are -127 to 127, of 4 bits the odd ones from -15 to 15.
+//! Of 4 bits, byte `j` of a group has value `j` in its low half and value `j + 16` in its high half.
+//!
+//! The newest positions are kept in 16 bits as well, in a ring: a query at `p` sees those from [`rounded_until`]`(p)` on
+//! there. That depends on `p` alone, so a row's result does not depend on when it was computed.
+
+use super::{CacheFormat, GROUP, Heads, PAGE, kv_format::row_bytes};
+use crate::ops::simd::wide;
+
+/// At least so many of the newest positions are seen in 16 bits, and less than twice as many.
+pub const NEWEST: usize = 64;
+/// Below this magnitude a group counts as zero: its inverse scale would overflow.
+const TINY: f32 = 1e-30;
+/// Adding and subtracting 1.5 * 2^23 rounds an f32 below 2^22 to an integer, half to even.
+const ROUND: f32 = 12_582_912.0;
+
+/// The first position that a query at `position` sees in 16 bits; a multiple of [`NEWEST`].
+pub fn rounded_until(position: usize) -> usize {
+    (position / NEWEST * NEWEST).saturating_sub(NEWEST)
+}
+
+/// The bits of an integer of `format`, if that has groups.
+pub(super) fn bits(format: CacheFormat) -> Option<usize> {
+    match format {
+        CacheFormat::Eight => Some(8),
+        CacheFormat::Four => Some(4),
+        CacheFormat::F32 | CacheFormat::Bf16 | CacheFormat::I16 => None,
+    }
+}
+
+wide! {
+    /// `x = H x / sqrt(n)`, where `H` is the Hadamard matrix of the largest power of two `n` that divides the length, once
+    /// for each `n` values. Twice is nothing.
+    pub(super) fn turn(x: &mut [f32]) {
+        let size = 1 << x.len().trailing_zeros().min(20);
+        for x in x.chunks_exact_mut(size) {
+            let mut half = 1;
+            while half < size {
+                for pair in x.chunks_exact_mut(2 * half) {
+                    let (low, high) = pair.split_at_mut(half);
+                    for (low, high) in low.iter_mut().zip(high) {
+                        (*low, *high) = (*low + *high, *low - *high);
+                    }
+                }
+                half *= 2;
+            }
+            let scale = 1.0 / (size as f32).sqrt();
+            x.iter_mut().for_each(|x| *x *= scale);
+        }
+    }
+}
+
+wide! {
+    /// Writes `row`, already turned, as `to`. A group with a value that is not finite has the scale NaN.
+    pub(super) fn write(bits: usize, row: &[f32], to: &mut [u8]) {
+        let (codes, scales) = to.split_at_mut(row.len() * bits / 8);
+        let groups = row.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP * bits / 8));
+        for ((group, codes), scale) in groups.zip(scales.chunks_exact_mut(2)) {
+            // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
+            let most = group.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
+            let most = f32::from_bits(most);
+            // Rounded up, so that no integer is beyond the last.
+            let levels = if bits == 8 { 127.0 } else { 15.0 };
+            let up = ((most / levels).to_bits() + 0xffff) >> 16;
+            let (half, inverse) = if most.is_nan() || up >= 0x7f80 {
+                (0x7fc0, 0.0)
+            } else if most < TINY {
+                (0, 0.0)
+            } else {
+                (up, 1.0 / f32::from_bits(up << 16))
+            };
+            scale.copy_from_slice(&(half as u16).to_le_bytes());
+            let round = |x: f32| (x + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+            if bits == 8 {
+                for (code, value) in codes.iter_mut().zip(group) {
+                    *code = round(value * inverse) as u8;
+                }
+            } else {
+                let (low, high) = group.split_at(GROUP / 2);
+                let nibble = |value: f32| round(value * inverse * 0.5 + 7.5).clamp(0, 15) as u8;
+                for ((code, low), high) in codes.iter_mut().zip(low).zip(high) {
+                    *code = nibble(*low) | nibble(*high) << 4;
+                }
+            }
+        }
+    }
+}
+
+/// The integers of a row and, as f32, the scales of its groups.
+#[inline(always)]
+pub(super) fn read(bits: usize, row: &[u8], integers: &mut [i16], scales: &mut [f32]) {
+    let (codes, halves) = row.split_at(integers.len() * bits / 8);
+    for (scale, half) in scales.iter_mut().zip(halves.as_chunks::<2>().0) {
+        *scale = f32::from_bits(u32::from(u16::from_le_bytes(*half)) << 16);
+    }
+    if bits == 8 {
+        for (integer, code) in integers.iter_mut().zip(codes) {
+            *integer = i16::from(*code as i8);
+        }
+        return;
+    }
+    let groups = integers.chunks_exact_mut(GROUP).zip(codes.chunks_exact(GROUP / 2));
+    for (integers, codes) in groups {
+        let (low, high) = integers.split_at_mut(GROUP / 2);
+        for ((code, low), high) in codes.iter().zip(low).zip(high) {
+            (*low, *high) = (2 * i16::from(code & 15) - 15, 2 * i16::from(code >> 4) - 15);
+        }
+    }
+}
+
+impl Heads {
+    /// The values of rows that are kept in 8 or 4 bits, as they were when they had been turned.
+    pub(super) fn unrounded(&self, rows: &[u8]) -> Vec<f32> {
+        let bits = bits(self.format).unwrap_or(8);
+        let mut values = Vec::new();
+        let (mut integers, mut scales) = (vec![0; self.dim], vec![0.0; self.dim / GROUP]);
+        for row in rows.chunks_exact(row_bytes(bits, self.dim)) {
+            read(bits, row, &mut integers, &mut scales);
+            values.extend(integers.iter().enumerate().map(|(at, value)| f32::from(*value) * scales[at / GROUP]));
+        }
+        values
+    }
+}
+
+/// Rows in 8 or 4 bits, in pages `[heads, PAGE, row]` that a table names.
+#[derive(Clone, Copy)]
+pub(super) struct Rounded<'a> {
+    pub bits: usize,
+    pub dim: usize,
+    bytes: &'a [u8],
+    table: &'a [u32],
+    heads: usize,
+    /// Bytes of a row.
+    pub row: usize,
+}
+
+impl<'a> Rounded<'a> {
+    pub fn new(bits: usize, bytes: &'a [u8], table: &'a [u32], heads: usize, dim: usize) -> Self {
+        Self { bits, dim, bytes, table, heads, row: row_bytes(bits, dim) }
+    }
+
+    /// As many rows from the page behind that of `first` on, if there is one; else those of this one.
+    #[inline(always)]
+    pub fn behind(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
+        let next = first / PAGE * PAGE + PAGE;
+        self.rows(head, if next / PAGE < self.table.len() { next } else { first }, count)
+    }
+
+    /// The rows of positions `first..first + count`, which are in one page.
+    #[inline(always)]
+    pub fn rows(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
+        let page = self.table[first / PAGE] as usize;
+        &self.bytes[((page * self.heads + head) * PAGE + first % PAGE) * self.row..][..count * self.row]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::simd::{
+        Isa,
+        tests::{Random, with},
+    };
+
+    fn values(bits: usize, row: &[u8], dim: usize) -> Vec<f32> {
+        let (mut integers, mut scales) = (vec![0; dim], vec![0.0; dim / GROUP]);
+        read(bits, row, &mut integers, &mut scales);
+        integers.iter().enumerate().map(|(at, integer)| f32::from(*integer) * scales[at / GROUP]).collect()
+    }
+
+    #[test]
+    fn turning_is_the_hadamard_matrix_and_its_own_inverse() {
+        for dim in [32usize, 64, 96, 256] {
+            let n = 1usize << dim.trailing_zeros();
+            let x: Vec<f32> = (0..dim).map(|_| 0.0).collect();
+            for one in [0, 5, dim - 1] {
+                let mut turned = x.clone();
+                turned[one] = 3.0;
+                turn(&mut turned);
+                for (at, value) in turned.iter().enumerate() {
+                    let sign = if ((at % n) & (one % n)).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
+                    let expected = if at / n == one / n { sign * 3.0 / (n as f32).sqrt() } else { 0.0 };
+                    assert!((value - expected).abs() < 1e-6, "{dim} {one} {at}");
+                }
+                turn(&mut turned);
+                assert!(turned.iter().enumerate().all(|(at, v)| (v - if at == one { 3.0 } else { 0.0 }).abs() < 1e-5));
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_is_its_values_to_half_a_step() {
+        let mut random = Random(31);
+        for (bits, levels) in [(8, 127.0), (4, 15.0)] {
+            let row: Vec<f32> = (0..128).map(|at| random.unit() * [1e-3, 1.0, 50.0, 0.0][at / GROUP]).collect();
+            let mut written = vec![0xaa; row_bytes(bits, 128)];
+            write(bits, &row, &mut written);
+            for isa in Isa::all() {
+                let mut other = vec![0; written.len()];
+                with(isa, || write(bits, &row, &mut other));
+                assert_eq!(other, written, "{isa:?}");
+            }
+            let read = values(bits, &written, 128);
+            for (at, (value, read)) in row.iter().zip(&read).enumerate() {
+                let group = &row[at / GROUP * GROUP..][..GROUP];
+                let most = group.iter().fold(0f32, |most, value| most.max(value.abs()));
+                // Integers of 8 bits are 1 apart, of 4 bits 2; the scale is up to 1/128 larger than it had to be.
+                let step = most / levels * if bits == 8 { 0.5 } else { 1.0 } * 1.01;
+                assert!((value - read).abs() <= step, "{bits}: {value} {read} of {most}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_shows() {
+        for (bits, bad) in [(8, f32::NAN), (4, f32::INFINITY), (8, f32::MAX * 2.0)] {
+            let mut row = vec![1.0; 64];
+            row[40] = bad;
+            let mut written = vec![0; row_bytes(bits, 64)];
+            write(bits, &row, &mut written);
+            let read = values(bits, &written, 64);
+            assert!(read[..32].iter().all(|value| (value - 1.0).abs() < 0.1) && read[32..].iter().all(|v| v.is_nan()));
+        }
+    }
+
+    #[test]
+    fn the_newest_are_counted_by_their_position_alone() {
+        assert_eq!([0, 63, 64, 127, 128, 191, 192, 1000].map(rounded_until), [0, 0, 0, 0, 64, 64, 128, 896]);
+        assert!((0..2000).all(|p| p < 64 || (NEWEST..2 * NEWEST).contains(&(p - rounded_until(p)))));
+    }
+}

@@ -1,0 +1,369 @@
+//! [`super::kv_quant_cpu`] with AVX-512 and VNNI, to the same bytes.
+//!
+//! Keys are transposed sixteen at a time, so that lanes are keys and a group's scales are one vector; queries meet them as
+//! broadcasts of four bytes, in two digits. Values are interleaved four positions at a time, so that lanes are dimensions; the
+//! weights of four positions meet them as broadcasts, in two digits as well.
+//!
+//! What comes next is asked for all the while and evenly: a core has sixteen lines under way at most, and what is in the
+//! second-level cache waits for one of their places, too.
+
+// Arrays of registers: counted loops are unrolled, adapters around closures are not compiled for these instructions.
+#![allow(clippy::needless_range_loop)]
+
+mod codes;
+
+use self::codes::{bytes, interleaved, nibbles, spread};
+use super::{
+    BLOCK, GROUP, MOST,
+    kv_quant::Rounded,
+    kv_quant_cpu::{Asked, Factors},
+};
+use std::{arch::x86_64::*, cell::RefCell};
+
+/// Sets of sixteen keys that meet the same broadcasts of queries.
+const SETS: usize = 2;
+/// Words of four codes in a group.
+const WORDS: usize = GROUP / 4;
+/// Positions in a quad.
+const QUAD: usize = 4;
+/// Quads in a strip: its values stay in the first-level cache until all queries have met them.
+const STRIP: usize = 16;
+/// 1.5 * 2^23: what is added to its bits as an integer is added to it, and an integer added to it is in its low bits.
+const ROUND: f32 = 12_582_912.0;
+
+/// The weights of a strip for two groups: of each quad the low digits for the one and the other, then the high ones.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Weights([[[i32; 2]; 2]; STRIP]);
+
+/// Two groups of a strip, in the order in which values and weights meet.
+struct Tile {
+    values: [[__m512i; 4]; STRIP],
+    /// Of each query.
+    weights: Vec<Weights>,
+    /// Of each two groups and query the sums with low and high digits, of all strips so far.
+    totals: Vec<[[__m512i; 2]; 4]>,
+}
+
+thread_local! {
+    static TILE: RefCell<Option<Box<Tile>>> = const { RefCell::new(None) };
+}
+
+/// See [`super::kv_quant_cpu::compare`].
+///
+/// # Safety
+/// The processor has these features; `rows` are whole rows of `keys`, a multiple of 32 and at most [`BLOCK`]. `next` are the rows
+/// that are wanted afterwards.
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub(super) unsafe fn compare<const N: usize>(
+    asked: &Asked,
+    first: usize,
+    keys: &Rounded<'_>,
+    [rows, next]: [&[u8]; 2],
+    scores: &mut [[f32; BLOCK]; N],
+) {
+    let (dim, groups, bits) = (keys.dim, keys.dim / GROUP, keys.bits);
+    let [high, low] = [&asked.high, &asked.low].map(|digits| digits[first * dim..][..N * dim].as_chunks::<GROUP>().0);
+    let query_scales = &asked.scales[first..first + N];
+    // Codes are integers plus 128, or plus 15.
+    let bias = if bits == 8 { 128 } else { 15 };
+    let mut starts = [[[0; 2]; N]; MOST / GROUP];
+    for (n, sums) in asked.sums[first * groups..].chunks_exact(groups).enumerate().take(N) {
+        for (starts, sums) in starts.iter_mut().zip(sums) {
+            starts[n] = [ROUND.to_bits() as i32 - bias * sums[0], ROUND.to_bits() as i32 - bias * sums[1]];
+        }
+    }
+    let steps = rows.len() / (SETS * 16 * keys.row) * groups * N.div_ceil(4);
+    let lines = next.len().div_ceil(64 * steps.max(1));
+    let mut ahead = Ahead::new(next, steps * lines);
+    // The compiler would unroll the loop over words, and then take one query after the other: sums that wait for each other.
+    let words = std::hint::black_box(WORDS);
+    let mut scales = [[[_mm512_setzero_ps(); 2]; MOST / 64]; SETS];
+    for (number, rows) in rows.chunks_exact(SETS * 16 * keys.row).enumerate() {
+        let set = rows.len() / SETS;
+        let mut sums = [[_mm512_setzero_ps(); SETS]; N];
+        for k in 0..SETS {
+            // SAFETY: sixteen rows with two bytes of scales a group behind the codes.
+            unsafe {
+                let at = rows.as_ptr().add(k * set + dim * bits / 8);
+                codes::scales(at, keys.row, &mut scales[k][..groups / 2]);
+            }
+        }
+        for pair in 0..groups / 2 {
+            for odd in 0..2 {
+                let group = 2 * pair + odd;
+                let mut tile = [[_mm512_setzero_si512(); SETS]; WORDS];
+                for k in 0..SETS {
+                    // SAFETY: sixteen rows, of which this group's codes are read.
+                    let codes = unsafe {
+                        let at = rows.as_ptr().add(k * set + group * GROUP * bits / 8);
+                        if bits == 8 { bytes(at, keys.row) } else { nibbles(at, keys.row) }
+                    };
+                    for word in 0..WORDS {
+                        tile[word][k] = codes[word];
+                    }
+                }
+                let (tile, scales) = (&tile[..words], [scales[0][pair][odd], scales[1][pair][odd]]);
+                let digits = [&high[group..], &low[group..]];
+                let mut n = 0;
+                while n < N {
+                    for _ in 0..lines {
+                        ahead.fetch();
+                    }
+                    n += match N - n {
+                        4.. => dots::<4>(tile, scales, n, digits, groups, &starts[group], &mut sums),
+                        2.. => dots::<2>(tile, scales, n, digits, groups, &starts[group], &mut sums),
+                        _ => dots::<1>(tile, scales, n, digits, groups, &starts[group], &mut sums),
+                    };
+                }
+            }
+        }
+        for n in 0..N {
+            for k in 0..SETS {
+                let to = &mut scores[n][16 * (SETS * number + k)..][..16];
+                let scaled = _mm512_mul_ps(sums[n][k], _mm512_set1_ps(query_scales[n]));
+                // SAFETY: sixteen values.
+                unsafe { _mm512_storeu_ps(to.as_mut_ptr(), scaled) };
+            }
+        }
+    }
+}
+
+/// Adds the products of `M` queries from number `n` on with a group. Of a query, the digits are `groups` apart.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn dots<const M: usize>(
+    tile: &[[__m512i; SETS]],
+    scales: [__m512; SETS],
+    n: usize,
+    [high, low]: [&[[i8; GROUP]]; 2],
+    groups: usize,
+    starts: &[[i32; 2]],
+    sums: &mut [[__m512; SETS]],
+) -> usize {
+    let mut dots = [[[_mm512_setzero_si512(); SETS]; 2]; M];
+    let mut digits: [[&[[u8; 4]]; 2]; M] = [[&[]; 2]; M];
+    for m in 0..M {
+        let at = (n + m) * groups;
+        digits[m] = [&four(&high[at])[..tile.len()], &four(&low[at])[..tile.len()]];
+        for digit in 0..2 {
+            dots[m][digit] = [_mm512_set1_epi32(starts[n + m][digit]); SETS];
+        }
+    }
+    for (word, tile) in tile.iter().enumerate() {
+        for m in 0..M {
+            for digit in 0..2 {
+                let query = _mm512_set1_epi32(i32::from_le_bytes(digits[m][digit][word]));
+                for k in 0..SETS {
+                    dots[m][digit][k] = _mm512_dpbusd_epi32(dots[m][digit][k], tile[k], query);
+                }
+            }
+        }
+    }
+    for m in 0..M {
+        for k in 0..SETS {
+            // `256 * high + low`, rounded once: each is an integer beside ROUND, of which 256 parts and one cancel.
+            let [high, low] = dots[m];
+            let high = _mm512_sub_ps(_mm512_castsi512_ps(high[k]), _mm512_set1_ps(ROUND + ROUND / 256.0));
+            let dot = _mm512_fmadd_ps(high, _mm512_set1_ps(256.0), _mm512_castsi512_ps(low[k]));
+            sums[n + m][k] = _mm512_fmadd_ps(dot, scales[k], sums[n + m][k]);
+        }
+    }
+    M
+}
+
+/// Four digits in each word.
+#[inline(always)]
+fn four(digits: &[i8; GROUP]) -> &[[u8; 4]; WORDS] {
+    bytemuck::cast_ref(digits)
+}
+
+/// Memory that is asked for evenly.
+struct Ahead {
+    at: *const u8,
+    stride: usize,
+}
+
+impl Ahead {
+    /// All of `next` in so many calls; less than a line a call, some of them are asked for twice.
+    fn new(next: &[u8], calls: usize) -> Self {
+        Self { at: next.as_ptr(), stride: next.len().div_ceil(calls.max(1)) }
+    }
+
+    /// Asks for a line more, into the second-level cache.
+    #[inline(always)]
+    fn fetch(&mut self) {
+        // SAFETY: a hint reads nothing, and every processor with AVX-512 has it.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.cast()) };
+        self.at = self.at.wrapping_add(self.stride);
+    }
+}
+
+/// See [`super::kv_quant_cpu::collect`].
+///
+/// # Safety
+/// The processor has these features; `rows` are whole rows of `values`, a multiple of 64 and at most [`BLOCK`]; `dim` is a
+/// multiple of 64 and at most [`MOST`]. `next` is wanted afterwards.
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+pub(super) unsafe fn collect<const N: usize>(
+    sums: &mut [f32],
+    width: usize,
+    weights: &[[f32; BLOCK]; N],
+    values: &Rounded<'_>,
+    [rows, next]: [&[u8]; 2],
+    factors: &mut Factors,
+) {
+    let (dim, bits, stride) = (values.dim.min(MOST), values.bits, values.row);
+    // SAFETY: passed on.
+    unsafe { scales(values, rows, factors) };
+    TILE.with_borrow_mut(|tile| {
+        let zero = _mm512_setzero_si512();
+        let tile = tile.get_or_insert_with(|| {
+            Box::new(Tile { values: [[zero; 4]; STRIP], weights: Vec::new(), totals: Vec::new() })
+        });
+        tile.weights.resize(N.max(tile.weights.len()), Weights([[[0; 2]; 2]; STRIP]));
+        tile.totals.clear();
+        tile.totals.resize(dim / 64 * N, [[zero; 2]; 4]);
+        // A line a quad is asked for by each two queries and while weights become integers, the rest by the interleaving.
+        let quads = dim / 64 * (rows.len() / stride / QUAD);
+        let others = quads * (N.div_ceil(2) + 1);
+        let early = next.len().div_ceil(64).saturating_sub(others).div_ceil(quads.max(1)).max(1);
+        let mut ahead = Ahead::new(next, quads * early + others);
+        for (strip, rows) in rows.chunks_exact(STRIP * QUAD * stride).enumerate() {
+            for pair in 0..dim / 64 {
+                for (rows, values) in rows.chunks_exact(QUAD * stride).zip(&mut tile.values) {
+                    for _ in 0..early {
+                        ahead.fetch();
+                    }
+                    let mut four = [_mm512_setzero_si512(); QUAD];
+                    for row in 0..QUAD {
+                        // SAFETY: rows of the block, of which 64 values are read.
+                        four[row] = unsafe { spread(rows.as_ptr().add(row * stride + pair * 8 * bits), bits) };
+                    }
+                    *values = interleaved(four);
+                }
+                let factors = [&factors.each[2 * pair], &factors.each[2 * pair + 1]];
+                whole(weights, STRIP * QUAD * strip, factors, &mut tile.weights, &mut ahead);
+                let mut n = 0;
+                while n < N {
+                    let (weights, totals) = (&tile.weights[n..], &mut tile.totals[pair * N + n..]);
+                    n += match N - n {
+                        2.. => meet::<2>(&tile.values, weights, totals, &mut ahead),
+                        _ => meet::<1>(&tile.values, weights, totals, &mut ahead),
+                    };
+                }
+            }
+        }
+        for pair in 0..dim / 64 {
+            for n in 0..N {
+                results(&tile.totals[pair * N + n], &factors.back[2 * pair..], &mut sums[n * width + 64 * pair..]);
+            }
+        }
+    });
+}
+
+/// Adds 64 values of each position of a strip, times their weights, to the totals of `M` queries.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn meet<const M: usize>(
+    values: &[[__m512i; 4]; STRIP],
+    weights: &[Weights],
+    to: &mut [[[__m512i; 2]; 4]],
+    ahead: &mut Ahead,
+) -> usize {
+    let (Some(weights), Some(to)) = (weights.first_chunk::<M>(), to.first_chunk_mut::<M>()) else { return M };
+    let mut totals = *to;
+    for (quad, values) in values.iter().enumerate() {
+        ahead.fetch();
+        for n in 0..M {
+            for digit in 0..2 {
+                for group in 0..2 {
+                    let weight = _mm512_set1_epi32(weights[n].0[quad][digit][group]);
+                    for part in [group, group + 2] {
+                        totals[n][part][digit] = _mm512_dpbusd_epi32(totals[n][part][digit], weight, values[part]);
+                    }
+                }
+            }
+        }
+    }
+    *to = totals;
+    M
+}
+
+/// Writes 64 weighted sums.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn results(totals: &[[__m512i; 2]; 4], back: &[f32], sums: &mut [f32]) {
+    for part in 0..4 {
+        let [low, high] = totals[part];
+        let total = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), low);
+        let result = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(back[part % 2]));
+        let to = &mut sums[part % 2 * 32 + part / 2 * 16..][..16];
+        // SAFETY: sixteen values.
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), result) };
+    }
+}
+
+/// The scales of a block's values.
+///
+/// # Safety
+/// As for [`collect`].
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+unsafe fn scales(values: &Rounded<'_>, rows: &[u8], factors: &mut Factors) {
+    let mut some = [[_mm512_setzero_ps(); 2]; MOST / 64];
+    let some = &mut some[..values.dim / 64];
+    for (number, rows) in rows.chunks_exact(16 * values.row).enumerate() {
+        // SAFETY: sixteen rows with two bytes of scales a group behind the codes.
+        unsafe { codes::scales(rows.as_ptr().add(values.dim * values.bits / 8), values.row, some) };
+        for (pair, some) in some.iter().enumerate() {
+            for odd in 0..2 {
+                let to = &mut factors.each[2 * pair + odd][16 * number..16 * number + 16];
+                // SAFETY: sixteen values.
+                unsafe { _mm512_storeu_ps(to.as_mut_ptr(), some[odd]) };
+            }
+        }
+    }
+    for group in 0..values.dim / GROUP {
+        factors.finish(group, rows.len() / values.row);
+    }
+}
+
+/// Weights of a strip times the factors of two groups, as integers of two digits.
+#[inline]
+#[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn whole<const N: usize>(
+    weights: &[[f32; BLOCK]; N],
+    first: usize,
+    factors: [&[f32; BLOCK]; 2],
+    to: &mut [Weights],
+    ahead: &mut Ahead,
+) {
+    // The low bytes of four integers, then the high ones; behind each is room for the other group's.
+    let even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13, -1, -1, -1, -1));
+    let odd = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13));
+    let round = _mm512_set1_ps(ROUND);
+    let Some(to) = to.first_chunk_mut::<N>() else { return };
+    for step in 0..STRIP / 4 {
+        let at = first + 16 * step;
+        for _ in 0..4 {
+            ahead.fetch();
+        }
+        let [a, b] = factors;
+        let (a, b) = (&a[at..at + 16], &b[at..at + 16]);
+        // SAFETY: sixteen values each.
+        let (a, b) = unsafe { (_mm512_loadu_ps(a.as_ptr()), _mm512_loadu_ps(b.as_ptr())) };
+        for n in 0..N {
+            // SAFETY: sixteen values.
+            let weights = unsafe { _mm512_loadu_ps(weights[n][at..at + 16].as_ptr()) };
+            let (a, b) = (_mm512_fmadd_ps(weights, a, round), _mm512_fmadd_ps(weights, b, round));
+            let a = _mm512_shuffle_epi8(_mm512_castps_si512(a), even);
+            let b = _mm512_shuffle_epi8(_mm512_castps_si512(b), odd);
+            // SAFETY: the weights of four quads are 64 bytes.
+            unsafe { _mm512_storeu_si512(to[n].0[4 * step..][..4].as_mut_ptr().cast(), _mm512_or_si512(a, b)) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,159 @@
+//! Gated full attention between its projections (spec 2.1), in two operations: [`CacheWrite`] norms and turns queries and
+//! keys and puts keys and values into the cache, [`Attend`] looks at the cache and applies the gate.
+
+mod cases;
+mod cpu;
+mod float_kernels;
+mod gpu;
+mod kv_cache;
+mod kv_format;
+mod kv_quant;
+#[cfg(target_arch = "x86_64")]
+mod kv_quant_avx512;
+mod kv_quant_cpu;
+
+pub(super) use cases::cases;
+pub use gpu::most_parts;
+pub use kv_format::{CacheFormat, GROUP, KvBits};
+pub use kv_quant::{NEWEST, rounded_until};
+
+use crate::device::{Effect, Region};
+
+/// Positions in a page of keys and values.
+pub const PAGE: usize = 256;
+/// Positions of a block of the softmax, which is a page.
+const BLOCK: usize = PAGE;
+/// Most values of a head that `--kv-bits` takes.
+const MOST: usize = 1024;
+
+/// Heads and sizes. A row of the projection is `(query, gate) of each head | keys | values`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Heads {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub dim: usize,
+    /// Leading dimensions that are rotated.
+    pub rotary: usize,
+    /// Of the query and key norms.
+    pub eps: f32,
+    /// Positions of a sequence at most.
+    pub context: usize,
+    pub format: CacheFormat,
+    /// The newest positions are kept so as well; if, and only if, the cache has fewer than 16 bits.
+    pub newest: Option<Newest>,
+}
+
+/// A ring: position `p` is row `p % room`. The keys and values of `room` positions are looked at before any of them is needed
+/// again if `room` is at least `2 * NEWEST` more than the rows written at once.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Newest {
+    pub room: usize,
+    pub format: CacheFormat,
+}
+
+impl Heads {
+    pub fn width(&self) -> usize {
+        (2 * self.heads + 2 * self.kv_heads) * self.dim
+    }
+
+    /// Bytes of the keys (or of the values) of one page.
+    pub fn page_bytes(&self) -> usize {
+        self.kv_heads * PAGE * self.format.row_bytes(self.dim)
+    }
+
+    /// Pages that a whole context takes.
+    pub fn pages(&self) -> usize {
+        self.context.div_ceil(PAGE)
+    }
+
+    /// Bytes of the keys (or of the values) of a whole context.
+    pub fn cache_bytes(&self) -> usize {
+        self.pages() * self.page_bytes()
+    }
+
+    /// Bytes of the newest keys (or values).
+    pub fn newest_bytes(&self) -> usize {
+        self.newest.map_or(0, |newest| self.kv_heads * newest.room * newest.format.row_bytes(self.dim))
+    }
+}
+
+/// Keys and values in pages `[pages, kv_heads, PAGE, row]`, which sequences share: position `p` is row `p % PAGE` of the page
+/// that the table has at `p / PAGE`.
+#[derive(Debug, Clone, Copy)]
+pub struct Cache {
+    pub keys: Region,
+    pub values: Region,
+    /// A sequence's pages, one number for each [`PAGE`] positions.
+    pub table: Region,
+    /// Keys and values of the newest positions, `[kv_heads, room, row]`; empty if the cache has 16 bits or more.
+    pub newest: [Region; 2],
+}
+
+/// Weights of the query and key norms `[dim]`, and the rotation of each row `[tokens, rotary / 2, (cos, sin)]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Turn {
+    pub q_norm: Region,
+    pub k_norm: Region,
+    pub turn: Region,
+}
+
+/// Norms and rotates queries and keys of rows that stand at positions `start..start + tokens`; dimension `j` and
+/// `j + rotary / 2` turn by `position * theta^(-2j / rotary)`.
+#[derive(Debug, Clone, Copy)]
+pub struct CacheWrite<'a> {
+    pub shape: &'a Heads,
+    pub start: usize,
+    pub tokens: usize,
+    /// `[tokens, width]`.
+    pub proj: Region,
+    pub turn: Turn,
+    /// `[tokens, heads * dim]`: the queries.
+    pub q: Region,
+    pub cache: Cache,
+}
+
+/// `softmax(q k^T / sqrt(dim)) v * sigmoid(gate)`; a query sees its own position and those before. Query head `n` uses key and
+/// value head `n / (heads / kv_heads)`.
+#[derive(Debug, Clone, Copy)]
+pub struct Attend<'a> {
+    pub shape: &'a Heads,
+    pub start: usize,
+    pub tokens: usize,
+    /// [`CacheWrite`]'s.
+    pub q: Region,
+    pub cache: Cache,
+    /// The gates are the second `dim` of every two.
+    pub proj: Region,
+    /// Room for flash-decode's partial results, if the device wants any.
+    pub partials: Region,
+    /// `[tokens, heads * dim]`.
+    pub y: Region,
+}
+
+impl CacheWrite<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let (tokens, shape) = (self.tokens, self.shape);
+        see(self.proj.floats(tokens * shape.width()), Effect::Read);
+        see(self.turn.turn.floats(tokens * shape.rotary), Effect::Read);
+        see(self.q.floats(tokens * shape.heads * shape.dim), Effect::Write);
+        see(self.cache.table, Effect::Read);
+        see(self.cache.keys, Effect::Update);
+        see(self.cache.values, Effect::Update);
+        self.cache.newest.iter().for_each(|newest| see(*newest, Effect::Update));
+    }
+}
+
+impl Attend<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        let (tokens, shape) = (self.tokens, self.shape);
+        let queries = tokens * shape.heads * shape.dim;
+        see(self.q.floats(queries), Effect::Read);
+        see(self.proj.floats(tokens * shape.width()), Effect::Read);
+        see(self.cache.table, Effect::Read);
+        see(self.cache.keys, Effect::Read);
+        see(self.cache.values, Effect::Read);
+        self.cache.newest.iter().for_each(|newest| see(*newest, Effect::Read));
+        see(self.partials, Effect::Write);
+        see(self.y.floats(queries), Effect::Write);
+    }
+}

@@ -1,0 +1,65 @@
+//! The CPU's buffers: each is a range of a slab.
+
+use crate::{
+    device::{DeviceError, Region, Slab},
+    ops::{Weight, WeightView},
+};
+use std::{ops::Range, sync::Arc};
+
+/// The buffers by number: each is a part of a slab.
+#[derive(Default)]
+pub(in crate::ops) struct Memory {
+    pub(super) buffers: Vec<(Arc<Slab>, Range<usize>)>,
+}
+
+pub(in crate::ops) fn refuse<T>(why: String) -> Result<T, DeviceError> {
+    Err(DeviceError(why))
+}
+
+impl Memory {
+    pub fn bytes(&self, region: Region) -> &[u8] {
+        let Some((slab, range)) = self.buffers.get(region.buffer as usize).filter(|_| region.len > 0) else {
+            return &[];
+        };
+        let at = range.start + region.offset;
+        assert!(at + region.len <= range.end, "{region:?} of a buffer of {} bytes", range.len());
+        // SAFETY: what an operation writes is touched by nothing else in it (`Cpu::run` refuses it otherwise), operations run
+        // one after the other, and whoever fills an adopted slab keeps away from what was handed out.
+        unsafe { slab.bytes(at..at + region.len) }
+    }
+
+    #[allow(clippy::mut_from_ref)] // Disjoint parts of one memory: see below.
+    pub fn bytes_mut(&self, region: Region) -> &mut [u8] {
+        let Some((slab, range)) = self.buffers.get(region.buffer as usize).filter(|_| region.len > 0) else {
+            return &mut [];
+        };
+        let at = range.start + region.offset;
+        assert!(at + region.len <= range.end, "{region:?} of a buffer of {} bytes", range.len());
+        // SAFETY: as in `bytes`.
+        unsafe { slab.bytes_mut(at..at + region.len) }
+    }
+
+    pub fn floats(&self, region: Region) -> &[f32] {
+        // An empty slice of bytes need not be aligned for a float.
+        if region.len == 0 { &[] } else { bytemuck::cast_slice(self.bytes(region)) }
+    }
+
+    #[allow(clippy::mut_from_ref)]
+    pub fn floats_mut(&self, region: Region) -> &mut [f32] {
+        if region.len == 0 { &mut [] } else { bytemuck::cast_slice_mut(self.bytes_mut(region)) }
+    }
+
+    pub fn words(&self, region: Region) -> &[u32] {
+        if region.len == 0 { &[] } else { bytemuck::cast_slice(self.bytes(region)) }
+    }
+
+    #[allow(clippy::mut_from_ref)]
+    pub fn words_mut(&self, region: Region) -> &mut [u32] {
+        if region.len == 0 { &mut [] } else { bytemuck::cast_slice_mut(self.bytes_mut(region)) }
+    }
+
+    pub fn view(&self, weight: &Weight) -> WeightView<'_> {
+        let Weight { codes, rows, cols, gain, parts } = *weight;
+        WeightView { codes, rows, cols, gain, parts: parts.map(|part| self.bytes(part)) }
+    }
+}

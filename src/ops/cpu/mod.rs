@@ -1,0 +1,188 @@
+//! The CPU: computes each operation when it is asked to, on all threads of its pool.
+
+mod memory;
+
+pub(super) use memory::{Memory, refuse};
+
+use super::{
+    Backend, CacheFormat, Limits, Op, Part, experts,
+    op::each,
+    quant::{Quantised, QuantisedRows},
+    simd::Activations,
+};
+use crate::device::{Compute, DeviceError, Effect, Math, Region, Slab, Timeline};
+use std::{ops::Range, sync::Arc};
+
+/// Rows of a pass that go through a mixer together: its weights are small beside what they meet, and what it leaves between its
+/// operations need not grow with the chunk.
+const MIXER: usize = 256;
+
+/// Runs operations on the CPU.
+pub struct Cpu {
+    pub(super) compute: Compute,
+    pub(super) memory: Memory,
+    /// The rows that weights met last, quantised.
+    pub(super) quantised: QuantisedRows,
+    pub(super) scratch: Scratch,
+}
+
+/// Buffers that keep their room from one operation to the next.
+#[derive(Default)]
+pub(super) struct Scratch {
+    pub normed: Vec<f32>,
+    pub product: Vec<f32>,
+    /// For each token and key head `q . k`, for each value head its gates.
+    pub same: Vec<f32>,
+    pub gates: Vec<[f32; 2]>,
+    pub experts: experts::Scratch,
+}
+
+impl Cpu {
+    pub fn new(compute: Compute) -> Self {
+        let (memory, quantised, scratch) = Default::default();
+        Self { compute, memory, quantised, scratch }
+    }
+
+    /// The limits of a CPU that computes with `math`.
+    pub fn limits(math: Math) -> Limits {
+        Limits {
+            by_table: 0,
+            by_place: 0,
+            half: false,
+            in_place: true,
+            mixer: MIXER,
+            acts: false,
+            waits: false,
+            flush: usize::MAX,
+            cache: if math == Math::F32 { CacheFormat::F32 } else { CacheFormat::I16 },
+            partials: None,
+            working_set: None,
+        }
+    }
+
+    /// Bytes of its own that a CPU takes at most for each row of a pass, and in any case. In a mixer that is the row normed, what
+    /// is added to it, and its digits, of no more than `widest` values; in a feed-forward its digits in two formats, and the
+    /// `inner` values that are projected back, of the `places` that are computed together. A dense one has the first two as well.
+    pub fn scratch(hidden: usize, widest: usize, places: usize, inner: usize) -> [usize; 2] {
+        let both = 2 * 4 * hidden + Quantised::row_bytes(widest);
+        // Twice: tasks that share a slice leave it in f32 first, or the shared expert's have a format of their own.
+        let middle = 2 * Quantised::row_bytes(inner).max(4 * inner);
+        // Its places while they are sorted, and a share of the lists of tasks, which end at 128 rows.
+        let lists = 2 * size_of::<(u32, u32)>() * places + size_of::<Activations<'_>>();
+        if places > 1 {
+            [2 * Quantised::row_bytes(hidden) + middle + lists, MIXER * both + experts::PLACES * middle]
+        } else {
+            [both + Quantised::row_bytes(hidden) + middle + lists, 0]
+        }
+    }
+
+    fn known(&self, region: Region) -> Result<(), DeviceError> {
+        match self.memory.buffers.get(region.buffer as usize) {
+            Some((_, range)) if region.offset + region.len <= range.len() => Ok(()),
+            _ => refuse(format!("{region:?} is not in this memory")),
+        }
+    }
+
+    /// Refuses an operation that writes what it also touches otherwise, or what there is not.
+    fn check(&self, op: &Op<'_>) -> Result<(), DeviceError> {
+        let mut seen = [(Region::default(), Effect::Read); 24];
+        let (mut count, mut wrong) = (0, Ok(()));
+        op.touches(&mut |region, effect| {
+            if region.len == 0 || wrong.is_err() {
+                return;
+            }
+            wrong = self.known(region);
+            let writes = |effect| effect != Effect::Read;
+            for (other, before) in &seen[..count] {
+                if (writes(effect) || writes(*before)) && region.overlaps(*other) {
+                    wrong = refuse(format!("an operation writes {region:?} and touches {other:?}"));
+                }
+            }
+            if let Some(entry) = seen.get_mut(count) {
+                (*entry, count) = ((region, effect), count + 1);
+            }
+        });
+        wrong
+    }
+}
+
+impl Backend for Cpu {
+    fn name(&self) -> String {
+        "the CPU".into()
+    }
+
+    fn limits(&self) -> Limits {
+        Self::limits(self.compute.math)
+    }
+
+    fn accept(&self, part: Part<'_>) -> Result<(), DeviceError> {
+        match part {
+            Part::Heads(shape) => shape.divisible(),
+            Part::Weight(_) | Part::Delta(..) | Part::Mixture(_) => Ok(()),
+        }
+    }
+
+    fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {
+        self.check(op)?;
+        let quantised = &mut self.quantised;
+        op.touches(&mut |region, effect| {
+            if effect != Effect::Read {
+                quantised.forget(region);
+            }
+        });
+        each!(op, op => op.on_cpu(self))
+    }
+
+    fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {
+        self.known(from.first(into.len()))?;
+        into.copy_from_slice(self.memory.bytes(from.first(into.len())));
+        Ok(())
+    }
+
+    fn write(&mut self, to: Region, bytes: &[u8]) -> Result<(), DeviceError> {
+        let to = to.first(bytes.len());
+        self.known(to)?;
+        self.quantised.forget(to);
+        self.memory.bytes_mut(to).copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError> {
+        self.known(from)?;
+        self.known(to)?;
+        if from.len != to.len || from.overlaps(to) {
+            return refuse(format!("a copy from {from:?} to {to:?}"));
+        }
+        self.quantised.forget(to);
+        self.memory.bytes_mut(to).copy_from_slice(self.memory.bytes(from));
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
+        let slab = Slab::new(bytes).map_err(|error| DeviceError(format!("no memory for {bytes} bytes: {error}")))?;
+        self.adopt(&Arc::new(slab), 0..bytes)
+    }
+
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
+        if range.end > slab.len() || range.start > range.end {
+            return refuse(format!("bytes {range:?} of a slab of {}", slab.len()));
+        }
+        let (buffer, len) = (self.memory.buffers.len() as u32, range.len());
+        self.memory.buffers.push((slab.clone(), range));
+        Ok(Region { buffer, offset: 0, len })
+    }
+
+    fn longest(&self) -> usize {
+        usize::MAX
+    }
+}
+
+impl Timeline for Cpu {
+    fn rest(&mut self) {
+        self.compute.threads.rest();
+    }
+}

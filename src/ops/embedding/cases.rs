@@ -1,0 +1,32 @@
+use super::{Embed, dequantise};
+use crate::{
+    device::DeviceError,
+    ops::{
+        Float,
+        check::difference,
+        check::{Bench, CLOSE},
+        linear::FORMATS,
+    },
+};
+
+/// Rows by number, and all of them as f32 and as f16.
+pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+    for codes in FORMATS.into_iter().flatten() {
+        let table = &b.weight(codes, 37, 256)?;
+        let count = table.rows * table.cols;
+        let ids: Vec<u32> = (0..table.rows as u32).collect();
+        let (ids, into, half) = (b.words(&ids)?, b.room(count)?, b.room(count.div_ceil(2))?);
+        b.check(Embed { table, tokens: table.rows, ids, into }, &[into], &[])?;
+        let (expected, full) = (b.on_cpu(into)?, b.room(count)?);
+        let ran = b.launch(dequantise(table, Float::F32, full));
+        b.expect(CLOSE, &ran, full, &expected)?;
+        let ran = b.launch(dequantise(table, Float::F16, half.first(count * 2)));
+        let words = b.on_gpu(half)?;
+        let halves = bytemuck::cast_slice::<f32, u16>(&words);
+        let found: Vec<f32> = halves[..count].iter().map(|bits| half::f16::from_bits(*bits).to_f32()).collect();
+        let rounded: Vec<f32> = expected.iter().map(|v| half::f16::from_f32(*v).to_f32()).collect();
+        // One unit in f16's last place: what is about to be rounded may differ in f32's.
+        b.enter(&ran, difference(&found, &rounded), 1e-3);
+    }
+    Ok(())
+}

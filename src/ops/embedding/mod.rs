@@ -1,0 +1,30 @@
+//! Rows of an embedding table, dequantised as they are gathered.
+
+mod cases;
+mod cpu;
+mod gpu;
+
+pub(super) use cases::cases;
+pub use gpu::dequantise;
+
+use super::Weight;
+use crate::device::{Effect, Region};
+
+/// `into[t] = table[ids[t]]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Embed<'a> {
+    /// `[vocab, hidden]`.
+    pub table: &'a Weight,
+    pub tokens: usize,
+    /// `[tokens]` u32.
+    pub ids: Region,
+    /// `[tokens, hidden]` f32.
+    pub into: Region,
+}
+
+impl Embed<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        see(self.ids.floats(self.tokens), Effect::Read);
+        see(self.into.floats(self.tokens * self.table.cols), Effect::Write);
+    }
+}

@@ -1,0 +1,349 @@
+//! A GPU: operations become launches, in order.
+
+use super::{Backend, CacheFormat, Experts, Halves, Limits, Mixture, NONE, Op, Part, Which, experts::Jobs};
+use crate::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
+use std::{collections::HashMap, ops::Range, sync::Arc};
+
+/// Kernels load 16 bytes at a time.
+const ALIGN: usize = 16;
+/// Rows that go the way of decoding: experts that are all in memory are found by a table.
+const TOGETHER: usize = 16;
+/// Rows whose attention one launch computes at most: enough to fill a large card.
+const ATTENDED: usize = 128;
+/// Partial results of attention are kept below this (bytes) by looking at fewer rows at once.
+const PARTIALS: usize = 64 << 20;
+
+/// The limits of a GPU that recommends to be given `working_set` bytes at most.
+pub const fn limits(working_set: Option<u64>) -> Limits {
+    Limits {
+        by_table: TOGETHER,
+        by_place: 1,
+        half: true,
+        in_place: false,
+        mixer: usize::MAX,
+        acts: true,
+        waits: true,
+        flush: 2,
+        cache: CacheFormat::F32,
+        partials: Some((ATTENDED, PARTIALS)),
+        working_set,
+    }
+}
+
+/// Runs operations as launches.
+pub struct GpuBackend<G: Gpu> {
+    gpu: G,
+    /// Each of our buffers as a region of one of the device's.
+    buffers: Vec<Region>,
+    /// Regions that unfinished launches touch, with the mark at which they are over.
+    busy: Vec<(Region, Effect, Mark)>,
+    failed: Option<String>,
+    /// Room for rows in half precision, while a prompt is computed.
+    half: Option<Halves>,
+    slots: Vec<u32>,
+    /// The last content that a device with memory of its own has fetched there.
+    fetched: HashMap<Region, u64>,
+    /// Buffers of the device that are to be given back.
+    own: Vec<u32>,
+    /// Waits behind every launch, and remembers their kernels: to find the one that is wrong.
+    stepping: bool,
+    launched: Vec<&'static str>,
+}
+
+impl<G: Gpu> GpuBackend<G> {
+    pub fn new(gpu: G) -> Self {
+        let (buffers, busy, slots, fetched, own, launched) = Default::default();
+        Self { gpu, buffers, busy, failed: None, half: None, slots, fetched, own, stepping: false, launched }
+    }
+
+    /// Waits behind every launch, and remembers their kernels until it is asked for them.
+    pub(super) fn stepping(gpu: G) -> Self {
+        let mut new = Self::new(gpu);
+        new.stepping = true;
+        new
+    }
+
+    pub(super) fn set_stepping(&mut self, stepping: bool) {
+        self.stepping = stepping;
+    }
+
+    pub(super) fn take_launched(&mut self) -> Vec<&'static str> {
+        std::mem::take(&mut self.launched)
+    }
+
+    /// The device's name for a region of ours.
+    fn place(&self, region: Region) -> Region {
+        let Some(buffer) = self.buffers.get(region.buffer as usize) else { return region };
+        buffer.part(region.offset, region.len)
+    }
+
+    /// An error lasts until a wait has reported it.
+    fn sound(&self) -> Result<(), DeviceError> {
+        self.failed.clone().map_or(Ok(()), |why| Err(DeviceError(why)))
+    }
+
+    fn keep<T>(&mut self, done: Result<T, DeviceError>) -> Result<T, DeviceError> {
+        if let Err(error) = &done {
+            self.failed.get_or_insert_with(|| error.0.clone());
+            // Copies may be among what failed.
+            self.fetched.clear();
+        }
+        done
+    }
+
+    /// Encodes a launch over our buffers.
+    pub fn launch(&mut self, mut dispatch: Dispatch) -> Result<(), DeviceError> {
+        self.sound()?;
+        let first = self.busy.len();
+        for binding in &mut dispatch.bindings {
+            self.busy.push((binding.region, binding.effect, Mark::START));
+            binding.region = self.place(binding.region);
+        }
+        let done = self.gpu.launch(&dispatch);
+        let mark = self.gpu.mark();
+        self.busy[first..].iter_mut().for_each(|(.., until)| *until = mark);
+        if self.stepping {
+            self.launched.push(dispatch.kernel);
+            let waited = self.gpu.wait();
+            return self.keep(done.and(waited));
+        }
+        self.keep(done)
+    }
+
+    fn all(&mut self, launches: impl IntoIterator<Item = Dispatch>) -> Result<(), DeviceError> {
+        launches.into_iter().try_for_each(|dispatch| self.launch(dispatch))
+    }
+
+    fn experts(&mut self, op: &Experts<'_>) -> Result<(), DeviceError> {
+        match op.which {
+            Which::Table { slots, .. } => self.launch(op.up(slots, true)),
+            Which::Landed { groups: [], shared: false, .. } | Which::Landed { groups: [], by_place: None, .. } => {
+                Ok(())
+            }
+            Which::Landed { groups, places, shared, by_place: Some(at) } => {
+                let mut slots = std::mem::take(&mut self.slots);
+                slots.clear();
+                slots.resize(op.tokens * op.layer.k, NONE);
+                for group in groups {
+                    for place in &places[group.first as usize..][..group.count as usize] {
+                        slots[*place as usize] = group.slot;
+                    }
+                }
+                let written = self.write_words(at, &slots);
+                self.slots = slots;
+                written?;
+                self.launch(op.up(at, shared))
+            }
+            Which::Landed { groups, places, by_place: None, .. } => {
+                let mut words = std::mem::take(&mut self.slots);
+                words.clear();
+                match self.half {
+                    Some(_) => words.extend(
+                        groups.iter().flat_map(|group| Experts::jobs(group.slot, group.first, group.count)).flatten(),
+                    ),
+                    None => words.extend(groups.iter().flat_map(|group| [group.slot, group.first, group.count])),
+                }
+                let count = words.len() / 3;
+                let (jobs, order) = (op.room.jobs, op.room.order);
+                let written = self.write_words(jobs, &words).and_then(|()| self.write_words(order, places));
+                self.slots = words;
+                written?;
+                let jobs = Jobs { count, jobs, order: order.floats(places.len()) };
+                match self.half {
+                    Some(half) => self.all(op.halves(jobs, half)),
+                    None => self.all(op.by_expert(jobs)),
+                }
+            }
+        }
+    }
+
+    /// Waits for the launches that are in the way of touching `region` so, and for no more than those.
+    fn settle(&mut self, region: Region, effect: Effect) -> Result<(), DeviceError> {
+        let conflicts = |other: Effect| effect != Effect::Read || other != Effect::Read;
+        let touched = self.busy.iter().filter(|(other, with, _)| conflicts(*with) && other.overlaps(region));
+        if let Some(mark) = touched.map(|(.., mark)| *mark).max() {
+            let done = self.gpu.wait_for(mark);
+            self.busy.retain(|(.., until)| *until > mark);
+            self.keep(done)?;
+        }
+        self.sound()
+    }
+}
+
+fn refuse<T>(why: String) -> Result<T, DeviceError> {
+    Err(DeviceError(why))
+}
+
+fn accept_mixture(layer: &Mixture) -> Result<(), DeviceError> {
+    let (experts, k) = (layer.router.rows, layer.k);
+    if experts > 1024 || k > 31 {
+        return refuse(format!("on a GPU, a layer has at most 1024 experts and 31 a token, not {experts} and {k}"));
+    }
+    for stack in &layer.stacks {
+        let alike = stack.at.windows(2).all(|pair| pair[0] == pair[1]);
+        if !alike || stack.at.iter().flatten().any(|at| at % ALIGN != 0) {
+            let how = "`moestro pack` lays them out so; on Linux, so does --expert-io buffered";
+            return refuse(format!("the experts of a layer are not laid out alike in their slots: {how}"));
+        }
+        if stack.gains.windows(2).any(|pair| pair[0] != pair[1]) {
+            return refuse("on a GPU, the experts of a layer have one global scale".into());
+        }
+        if stack.cols % 16 != 0 {
+            return refuse(format!("on a GPU, rows of experts are multiples of 16, not {}", stack.cols));
+        }
+    }
+    Ok(())
+}
+
+impl<G: Gpu> Backend for GpuBackend<G> {
+    fn name(&self) -> String {
+        self.gpu.name()
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { half: self.gpu.has_matrix_units(), ..limits(self.gpu.working_set()) }
+    }
+
+    fn accept(&self, part: Part<'_>) -> Result<(), DeviceError> {
+        match part {
+            Part::Weight(weight) => match weight.parts.iter().find(|part| part.offset % ALIGN != 0) {
+                Some(part) => refuse(format!("a matrix at byte {} of the trunk", part.offset)),
+                None => Ok(()),
+            },
+            Part::Heads(shape) if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads => {
+                refuse(format!("on a GPU, heads are multiples of 4, at most 256, and 32 share a key, not {shape:?}"))
+            }
+            Part::Delta(shape, taps) if taps != 4 || shape.dk.max(shape.dv) > 256 => {
+                refuse(format!("on a GPU, convolutions have 4 taps and heads at most 256, not {taps}, {shape:?}"))
+            }
+            Part::Heads(shape) => shape.divisible(),
+            Part::Delta(..) => Ok(()),
+            Part::Mixture(layer) => accept_mixture(layer),
+        }
+    }
+
+    fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {
+        match op {
+            Op::Embed(op) => self.launch(op.dispatch()),
+            Op::Project(op) => match self.half {
+                Some(half) => self.all(op.halves(half.x)),
+                None => self.launch(op.dispatch()),
+            },
+            Op::Conv(op) => self.launch(op.dispatch()),
+            Op::DeltaRule(op) => self.all(op.dispatches()),
+            Op::DeltaNet(op) => match self.half {
+                Some(half) => self.all(op.halves(half)),
+                None => self.all(op.dispatches()),
+            },
+            Op::CacheWrite(op) => self.launch(op.dispatch()),
+            Op::Attend(op) if self.half.is_some() && op.shape.newest.is_none() => self.all(op.halves()),
+            Op::Attend(op) => self.all(op.dispatches(ATTENDED).flatten()),
+            Op::Mlp(op) => match self.half {
+                Some(half) => self.all(op.halves(half.x)),
+                None => self.all(op.dispatches()),
+            },
+            Op::Route(op) => match self.half.and_then(|half| op.halves(half.x)) {
+                Some(launches) => self.all(launches),
+                None => self.all(op.dispatches()),
+            },
+            Op::Experts(op) => self.experts(op),
+            Op::Combine(op) => match op.by_place {
+                Some(slots) => self.launch(op.down(slots)),
+                None => self.all(op.sum(self.half)),
+            },
+        }
+    }
+
+    fn lost(&self) -> bool {
+        self.gpu.lost()
+    }
+
+    fn prompt(&mut self, room: Option<Halves>) {
+        self.half = room;
+    }
+
+    fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {
+        let from = from.first(into.len());
+        self.settle(from, Effect::Read)?;
+        let done = self.gpu.read(self.place(from), into);
+        self.keep(done)
+    }
+
+    fn write(&mut self, to: Region, bytes: &[u8]) -> Result<(), DeviceError> {
+        let to = to.first(bytes.len());
+        self.settle(to, Effect::Write)?;
+        let done = self.gpu.write(self.place(to), bytes);
+        self.keep(done)
+    }
+
+    fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError> {
+        // It goes through the CPU, which waits for it.
+        let mut bytes = vec![0; from.len];
+        self.read(from, &mut bytes)?;
+        self.write(to, &bytes)
+    }
+
+    fn flush(&mut self) -> Result<(), DeviceError> {
+        self.sound()?;
+        let done = self.gpu.commit();
+        self.keep(done)
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
+        let region = self.gpu.allocate(bytes)?;
+        self.own.push(region.buffer);
+        self.buffers.push(region);
+        Ok(Region { buffer: self.buffers.len() as u32 - 1, offset: 0, len: bytes })
+    }
+
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
+        let len = range.len();
+        let region = self.gpu.adopt(slab, range)?;
+        self.own.push(region.buffer);
+        self.buffers.push(region);
+        Ok(Region { buffer: self.buffers.len() as u32 - 1, offset: 0, len })
+    }
+
+    fn landed(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
+        if !self.gpu.has_own_memory() || self.fetched.get(&region) == Some(&content) {
+            return Ok(());
+        }
+        self.sound()?;
+        let done = self.gpu.landed(self.place(region));
+        self.busy.push((region, Effect::Write, self.gpu.mark()));
+        self.fetched.insert(region, content);
+        self.keep(done)
+    }
+
+    fn longest(&self) -> usize {
+        self.gpu.longest()
+    }
+}
+
+impl<G: Gpu> Timeline for GpuBackend<G> {
+    fn mark(&mut self) -> Mark {
+        self.gpu.mark()
+    }
+
+    fn passed(&mut self) -> Mark {
+        self.gpu.passed()
+    }
+
+    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
+        let done = self.gpu.wait_for(mark);
+        self.busy.retain(|(.., until)| *until > mark);
+        if done.is_err() {
+            self.fetched.clear();
+        }
+        // An error of a launch before is what is reported.
+        self.failed.take().map_or(done, |why| Err(DeviceError(why)))
+    }
+}
+
+impl<G: Gpu> Drop for GpuBackend<G> {
+    fn drop(&mut self) {
+        for buffer in self.own.drain(..) {
+            self.gpu.release(buffer);
+        }
+    }
+}

@@ -1,0 +1,54 @@
+use crate::{
+    device::DeviceError,
+    ops::{
+        Backend, Codes, Float, Norm, Project, Weight,
+        check::{Bench, CLOSE, HALF},
+    },
+};
+
+const fn affine(bits: u8, group: u16, scale: Float) -> Codes {
+    Codes::Affine { bits, group, scale }
+}
+
+/// 4 and 8 bits in groups of 64 have kernels of their own; the rest shares one.
+pub(in crate::ops) const FORMATS: [[Codes; 2]; 6] = [
+    [affine(4, 64, Float::Bf16), affine(8, 64, Float::Bf16)],
+    [affine(2, 32, Float::F16), affine(3, 64, Float::Bf16)],
+    [affine(5, 128, Float::F32), affine(6, 32, Float::Bf16)],
+    [Codes::Mxfp4, Codes::Nvfp4],
+    [Codes::Mxfp8, Codes::Dense(Float::Bf16)],
+    [Codes::Dense(Float::F16), Codes::Dense(Float::F32)],
+];
+
+pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+    for codes in FORMATS {
+        let matrices = [b.weight(codes[0], 37, 256)?, b.weight(codes[1], 18, 256)?];
+        for tokens in [1, 6] {
+            for norm in [false, true] {
+                product(b, &matrices, tokens, norm, CLOSE)?;
+            }
+        }
+        if !b.gpu.limits().half {
+            continue;
+        }
+        let room = b.halves(70, 256)?;
+        b.gpu.prompt(Some(room));
+        for norm in [false, true] {
+            product(b, &matrices, 70, norm, HALF)?;
+        }
+        b.gpu.prompt(None);
+    }
+    Ok(())
+}
+
+/// Two matrices at once, with a norm in front or a sum behind.
+fn product(b: &mut Bench<'_>, matrices: &[Weight], tokens: usize, norm: bool, allowed: f64) -> Result<(), DeviceError> {
+    let (cols, width) = (matrices[0].cols, matrices.iter().map(|matrix| matrix.rows).sum::<usize>());
+    let (x, weight, keep) = (b.random(tokens * cols)?, b.random(cols)?, b.room(tokens * cols)?);
+    let y = b.random(tokens * width)?;
+    let kept = norm.then_some(keep);
+    let norm = norm.then_some(Norm { weight, eps: 1e-6, keep: kept });
+    let outputs = [y, keep];
+    let op = Project { x, tokens, norm, matrices, y, add: norm.is_none() };
+    b.check_within(allowed, op, &outputs[..if norm.is_some() { 2 } else { 1 }], &[])
+}

@@ -1,0 +1,168 @@
+//! `kernels/linear.metal`.
+
+use super::{Norm, Project};
+use crate::{
+    device::{Binding, Dispatch, Region},
+    ops::{Weight, quant::fast},
+};
+
+const NAMES: [[[&str; 2]; 2]; 2] = [
+    [["linear_1", "linear_2"], ["linear_norm_1", "linear_norm_2"]],
+    [["linear_any_1", "linear_any_2"], ["linear_any_norm_1", "linear_any_norm_2"]],
+];
+
+/// Rows of x that a threadgroup takes where there are several: a thread's registers have no room for more.
+const TOGETHER: usize = 2;
+
+/// `LinearArgs`: tokens, columns, floats in a row of results, and what is done with them.
+pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool, eps: f32) -> Vec<u32> {
+    assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
+    let mut args = sizes.map(|size| size as u32).to_vec();
+    args.extend([matrices.len() as u32, add.into(), keep.into(), eps.to_bits()]);
+    args.extend(four(matrices).flat_map(Weight::words));
+    args
+}
+
+/// As many as a kernel has bindings for: the last one stands in for those that are not there.
+pub(super) fn four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> {
+    (0..4).map(|i| &matrices[i.min(matrices.len() - 1)])
+}
+
+/// Rows of all matrices of a launch that do not fill a large card otherwise.
+const FEW: usize = 4096;
+
+impl Project<'_> {
+    /// Panics if there is no matrix, or more than four.
+    pub fn dispatch(&self) -> Dispatch {
+        self.dispatch_into(self.width())
+    }
+
+    /// The same into the first columns of rows of `width` floats.
+    pub(in crate::ops) fn dispatch_into(&self, width: usize) -> Dispatch {
+        let Self { x, tokens, norm, matrices, y, add } = *self;
+        let cols = self.cols();
+        let any = !matrices.iter().all(|m| fast(m.codes, m.gain, m.cols, &[4, 8]));
+        let keep = norm.and_then(|n| n.keep);
+        let x = x.floats(tokens * cols);
+        let y = y.floats(tokens * width);
+        let mut bindings = vec![
+            Binding::read(x),
+            Binding::read(norm.map_or(x.first(0), |n| n.weight.floats(cols))),
+            if add || width > self.width() { Binding::update(y) } else { Binding::write(y) },
+            keep.map_or(Binding::read(x.first(0)), |kept| Binding::write(kept.floats(tokens * cols))),
+        ];
+        bindings.extend(four(matrices).flat_map(Weight::bindings));
+        let batch = tokens > 1;
+        // The four simdgroups of a threadgroup have four rows each, or share four where there are few; but not those of the shared
+        // expert's down, whose sums are those of `experts_down`.
+        let few = !any && (add || norm.is_some()) && matrices.iter().map(|m| m.rows).sum::<usize>() <= FEW;
+        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(if few { 4 } else { 16 })).sum();
+        Dispatch {
+            kernel: NAMES[usize::from(any)][usize::from(norm.is_some())][usize::from(batch)],
+            args: args([tokens, cols, width], matrices, add, keep.is_some(), norm.map_or(0.0, |n| n.eps)),
+            bindings,
+            grid: [tokens.div_ceil(if batch { TOGETHER } else { 1 }) as u32, blocks as u32, 1],
+            threads: 128,
+        }
+    }
+}
+
+/// Columns that a product takes at a time: rows of halves have zeros up to a multiple.
+const DEPTH: usize = 64;
+/// Rows of x, and of a matrix, that a threadgroup multiplies.
+const TILE: [usize; 2] = [64, 64];
+
+/// Room for rows in half precision: those that go into a product, and the activations between two.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Halves {
+    pub x: Region,
+    pub act: Region,
+}
+
+impl Halves {
+    /// Words of room for a row of `cols` values.
+    pub fn words(cols: usize) -> usize {
+        cols.next_multiple_of(DEPTH) / 2 + 1
+    }
+}
+
+/// Rows of halves, and the power of two that each is to be multiplied by.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::ops) struct HalfRows {
+    values: Region,
+    scales: Region,
+    cols: usize,
+}
+
+impl HalfRows {
+    pub fn new(room: Region, rows: usize, cols: usize) -> Self {
+        let bytes = rows * cols.next_multiple_of(DEPTH) * 2;
+        Self { values: room.first(bytes), scales: room.part(bytes, rows * 4), cols }
+    }
+
+    pub fn bindings(&self) -> [Binding; 2] {
+        [self.values, self.scales].map(Binding::read)
+    }
+
+    /// Writes all rows from `x`, which has `stride` floats a row, or from its norm.
+    pub fn fill(&self, x: Region, stride: usize, norm: Option<Norm>) -> Dispatch {
+        self.launch(x, stride, norm, None, self.scales.len / 4)
+    }
+
+    /// Writes the rows that `list` names, `count` of them.
+    pub fn fill_some(&self, x: Region, stride: usize, list: Region, count: usize) -> Dispatch {
+        self.launch(x, stride, None, Some(list.floats(count)), count)
+    }
+
+    fn launch(&self, x: Region, stride: usize, norm: Option<Norm>, list: Option<Region>, count: usize) -> Dispatch {
+        let (cols, rows, none) = (self.cols, self.scales.len / 4, Binding::read(x.first(0)));
+        let keep = norm.and_then(|norm| norm.keep);
+        let words = [cols, stride, cols.next_multiple_of(DEPTH), norm.is_some().into(), keep.is_some().into()];
+        let mut args = words.map(|w| w as u32).to_vec();
+        args.extend([list.is_some().into(), norm.map_or(0.0, |norm| norm.eps).to_bits()]);
+        let write = if list.is_some() { Binding::update } else { Binding::write };
+        Dispatch {
+            kernel: "half_rows",
+            args,
+            bindings: vec![
+                Binding::read(x.floats(rows * stride)),
+                norm.map_or(none, |norm| Binding::read(norm.weight.floats(cols))),
+                list.map_or(none, Binding::read),
+                write(self.values),
+                write(self.scales),
+                keep.map_or(none, |keep| Binding::write(keep.floats(rows * cols))),
+            ],
+            grid: [count as u32, 1, 1],
+            threads: 128,
+        }
+    }
+
+    /// `y = x W^T` for one to four matrices, whose rows follow one another from column `at` of rows of `width`; `y +=` with `add`.
+    pub fn product(&self, matrices: &[Weight], y: Region, (at, width): (usize, usize), add: bool) -> Dispatch {
+        let (tokens, cols) = (self.scales.len / 4, self.cols);
+        let any = !matrices.iter().all(|m| fast(m.codes, m.gain, m.cols, &[4, 8]));
+        let rows: usize = matrices.iter().map(|m| m.rows).sum();
+        let y = y.floats(tokens * width).part(at * 4, (tokens * width - at) * 4);
+        let mut bindings = self.bindings().to_vec();
+        bindings.push(if add || rows < width { Binding::update(y) } else { Binding::write(y) });
+        bindings.extend(four(matrices).flat_map(Weight::bindings));
+        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(TILE[1])).sum();
+        Dispatch {
+            kernel: if any { "gemm_any" } else { "gemm_fast" },
+            args: args([tokens, cols, width], matrices, add, false, 0.0),
+            bindings,
+            grid: [tokens.div_ceil(TILE[0]) as u32, blocks as u32, 1],
+            threads: 128,
+        }
+    }
+}
+
+impl Project<'_> {
+    /// The same as [`Project::dispatch`] on matrix units, in half precision.
+    pub fn halves(&self, room: Region) -> [Dispatch; 2] {
+        let Self { x, tokens, norm, matrices, y, add } = *self;
+        let (cols, width) = (self.cols(), self.width());
+        let rows = HalfRows::new(room, tokens, cols);
+        [rows.fill(x, cols, norm), rows.product(matrices, y, (0, width), add)]
+    }
+}

@@ -1,0 +1,186 @@
+//! The products of all matrices as one parallel job. A row of the result has the same bytes whatever `tokens` and the number
+//! of threads. With [`Math::Integer`] affine weights meet activations quantised to integers (see [`quant`](crate::ops::quant)),
+//! everything else is f32.
+
+use super::Norm;
+use crate::{
+    device::{Compute, DeviceError, Math, Region},
+    ops::{
+        Codes, WeightView,
+        cpu::{Memory, refuse},
+        norm::normalise,
+        quant::{Digits, QuantisedRows},
+        simd::{self, Activations, Isa, Out, wide},
+    },
+    platform::Threads,
+};
+use std::{cell::RefCell, ops::Range};
+
+/// Rows of weights are cut in multiples of this, the height of the widest kernel's block; for one row of activations, which
+/// has no blocks, of half of it.
+const HEIGHT: usize = 32;
+/// A task is at least and at most this many bytes of weights: the cost of claiming one must not show, nor must the wait
+/// for the last.
+const TASK: Range<usize> = 16 << 10..96 << 10;
+/// Most rows of activations in a task: their digits stay in a core's second-level cache while weights pass by, and many tasks
+/// end together. Tasks are numbered so that neighbours share them.
+const BLOCK: usize = 128;
+
+wide! {
+    fn add(y: &mut [f32], x: &[f32]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y += x;
+        }
+    }
+}
+
+/// The rows that meet the weights: `x`, or its norm, kept where the norm says or in `own`. With the buffer they lie in.
+pub(in crate::ops) fn normed<'a>(
+    compute: &Compute,
+    memory: &'a Memory,
+    x: Region,
+    tokens: usize,
+    cols: usize,
+    norm: Option<Norm>,
+    own: &'a mut Vec<f32>,
+) -> (&'a [f32], Option<Region>) {
+    let at = x.floats(tokens * cols);
+    let x = memory.floats(at);
+    let Some(norm) = norm else { return (x, Some(at)) };
+    let keep = norm.keep.map(|keep| keep.floats(tokens * cols));
+    let y = match keep {
+        Some(keep) => memory.floats_mut(keep),
+        None => {
+            own.resize((tokens * cols).max(own.len()), 0.0);
+            &mut own[..tokens * cols]
+        }
+    };
+    let weight = memory.floats(norm.weight.floats(cols));
+    compute.threads.run_pieces(y, 16 * cols, &|task, piece| {
+        for (row, y) in piece.chunks_exact_mut(cols).enumerate() {
+            normalise(&x[(task * 16 + row) * cols..][..cols], weight, norm.eps, y);
+        }
+    });
+    (y, keep)
+}
+
+/// A weight, and the column of the result that its first row goes to.
+#[derive(Clone, Copy, Default)]
+pub(in crate::ops) struct Column<'a> {
+    pub weight: WeightView<'a>,
+    pub at: usize,
+}
+
+/// Checks a weight's sizes, on which the kernels rely.
+pub(in crate::ops) fn check(view: &WeightView<'_>, cols: usize) -> Result<(), DeviceError> {
+    let known = match view.codes {
+        Codes::Affine { bits, group, .. } => matches!(bits, 2..=6 | 8) && matches!(group, 32 | 64 | 128),
+        _ => true,
+    };
+    let sizes = view.codes.row_bytes(cols);
+    let fits = view.parts.iter().zip(sizes).all(|(part, bytes)| part.len() == bytes * view.rows);
+    if !known || view.cols != cols || !cols.is_multiple_of(view.codes.group()) || !fits {
+        let (found, WeightView { codes, rows, cols: have, .. }) = (view.parts.map(<[u8]>::len), view);
+        return refuse(format!("weight {codes:?} [{rows}, {have}] with parts of {found:?} bytes, for {cols} values"));
+    }
+    Ok(())
+}
+
+thread_local! {
+    /// One task's rows, and where they go.
+    static LISTS: RefCell<(Vec<Activations<'static>>, Vec<Out>)> = RefCell::default();
+}
+
+/// An empty list with the room of another, whose elements lived shorter.
+pub(in crate::ops) fn emptied<A, B>(mut list: Vec<A>) -> Vec<B> {
+    list.clear();
+    // Collecting nothing from a list of equal layout keeps its memory.
+    list.into_iter().filter_map(|_| None).collect()
+}
+
+/// The products of the rows `x`, which are quantised already, at the weights' columns of `out` (`[tokens, width]`). They are
+/// added to `sums`, of the same shape, by the task that has computed them.
+#[allow(clippy::too_many_arguments)]
+pub(in crate::ops) fn product(
+    compute: &Compute,
+    quantised: &QuantisedRows,
+    x: &[f32],
+    cols: usize,
+    weights: &[Column<'_>],
+    out: &mut [f32],
+    width: usize,
+    sums: Option<Out>,
+) {
+    let tokens = x.len() / cols.max(1);
+    let base = Out(out.as_mut_ptr());
+    let mut rows_of = [None; 4];
+    for (rows, Column { weight, .. }) in rows_of.iter_mut().zip(weights) {
+        *rows = quantised.of(compute.math, weight.codes);
+    }
+    let line = |weight: usize, token: usize| Activations {
+        x: &x[token * cols..(token + 1) * cols],
+        digits: rows_of[weight].map_or_else(Digits::default, |rows| rows.row(token)),
+    };
+    // SAFETY: inside `out`, which has `width` columns.
+    let place = |weight: usize, token: usize| unsafe { base.add(token * width + weights[weight].at) };
+    let height = height(&compute.threads, weights, if tokens > 1 { HEIGHT } else { HEIGHT / 2 });
+    let isa = Isa::best();
+    let block = tokens.clamp(1, BLOCK);
+    let count = tasks(weights, height);
+    compute.threads.run(count * tokens.div_ceil(block), &|task| {
+        let (at, task) = (task / count * block, task % count);
+        let (index, rows) = locate(weights, height, task);
+        let all = at..(at + block).min(tokens);
+        let meet = |lines: &[Activations<'_>], outs: &[Out]| {
+            let integer = compute.math == Math::Integer;
+            // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
+            unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), lines, outs) };
+            let Some(sums) = sums else { return };
+            for (out, token) in outs.iter().zip(all.clone()) {
+                // SAFETY: what this task has just written, and as many sums that are no other task's.
+                unsafe {
+                    let sums = sums.add(token * width + weights[index].at + rows.start).0;
+                    add(
+                        std::slice::from_raw_parts_mut(sums, rows.len()),
+                        std::slice::from_raw_parts(out.add(rows.start).0, rows.len()),
+                    );
+                }
+            }
+        };
+        if tokens == 1 {
+            return meet(&[line(index, 0)], &[place(index, 0)]);
+        }
+        LISTS.with_borrow_mut(|(own, outs)| {
+            let mut lines: Vec<Activations<'_>> = emptied(std::mem::take(own));
+            lines.extend(all.clone().map(|token| line(index, token)));
+            outs.clear();
+            outs.extend(all.clone().map(|token| place(index, token)));
+            meet(&lines, outs);
+            *own = emptied(lines);
+        });
+    });
+}
+
+/// Rows of weights in one task, a multiple of `unit`.
+fn height(threads: &Threads, weights: &[Column<'_>], unit: usize) -> usize {
+    let bytes: usize = weights.iter().flat_map(|column| column.weight.parts).map(<[u8]>::len).sum();
+    let rows: usize = weights.iter().map(|column| column.weight.rows).sum();
+    let task = (bytes / (8 * threads.count())).clamp(TASK.start, TASK.end);
+    (task * rows / bytes.max(1)).next_multiple_of(unit).max(unit)
+}
+
+fn tasks(weights: &[Column<'_>], height: usize) -> usize {
+    weights.iter().map(|column| column.weight.rows.div_ceil(height)).sum()
+}
+
+/// The weight and the rows that `task` computes.
+fn locate(weights: &[Column<'_>], height: usize, mut task: usize) -> (usize, Range<usize>) {
+    for (index, Column { weight, .. }) in weights.iter().enumerate() {
+        let here = weight.rows.div_ceil(height);
+        if task < here {
+            return (index, task * height..((task + 1) * height).min(weight.rows));
+        }
+        task -= here;
+    }
+    (0, 0..0)
+}

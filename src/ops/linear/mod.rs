@@ -1,0 +1,57 @@
+//! `y = x W^T` for matrices that share `x`: a norm in front, the residual stream behind.
+
+mod cases;
+mod cpu;
+mod gpu;
+mod matmul;
+
+pub(in crate::ops) use cases::{FORMATS, cases};
+pub(in crate::ops) use gpu::HalfRows;
+pub use gpu::Halves;
+pub(in crate::ops) use matmul::{Column, check, emptied, normed, product};
+
+use super::Weight;
+use crate::device::{Effect, Region};
+
+/// `x / sqrt(mean(x^2) + eps) * weight`, row by row.
+#[derive(Debug, Clone, Copy)]
+pub struct Norm {
+    /// `[cols]` f32.
+    pub weight: Region,
+    pub eps: f32,
+    /// Receives the normed rows, `[tokens, cols]` f32.
+    pub keep: Option<Region>,
+}
+
+/// One to four matrices of equal `cols`; their rows follow one another in `y`.
+#[derive(Debug, Clone, Copy)]
+pub struct Project<'a> {
+    /// `[tokens, cols]` f32.
+    pub x: Region,
+    pub tokens: usize,
+    pub norm: Option<Norm>,
+    pub matrices: &'a [Weight],
+    /// `[tokens, sum of rows]` f32.
+    pub y: Region,
+    /// `y += x W^T` instead of `y = x W^T`.
+    pub add: bool,
+}
+
+impl Project<'_> {
+    fn cols(&self) -> usize {
+        self.matrices.first().map_or(0, |matrix| matrix.cols)
+    }
+
+    pub(super) fn width(&self) -> usize {
+        self.matrices.iter().map(|matrix| matrix.rows).sum()
+    }
+
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+        see(self.x.floats(self.tokens * self.cols()), Effect::Read);
+        if let Some(keep) = self.norm.and_then(|norm| norm.keep) {
+            see(keep.floats(self.tokens * self.cols()), Effect::Write);
+        }
+        let effect = if self.add { Effect::Update } else { Effect::Write };
+        see(self.y.floats(self.tokens * self.width()), effect);
+    }
+}

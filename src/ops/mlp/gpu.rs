@@ -1,0 +1,31 @@
+//! The dense feed-forward on a GPU.
+
+use super::Mlp;
+use crate::{
+    device::{Dispatch, Region},
+    ops::{experts, linear::Project},
+};
+
+impl Mlp<'_> {
+    /// [`Mlp::dispatches`] on matrix units.
+    pub(in crate::ops) fn halves(&self, room: Region) -> Vec<Dispatch> {
+        let (gate_up, act, down) = self.steps();
+        [&gate_up.halves(room)[..], &[act], &down.halves(room)].concat()
+    }
+
+    /// Gate and up; their activation; down, added to `h`.
+    pub fn dispatches(&self) -> [Dispatch; 3] {
+        let (gate_up, act, down) = self.steps();
+        [gate_up.dispatch(), act, down.dispatch()]
+    }
+
+    fn steps(&self) -> (Project<'_>, Dispatch, Project<'_>) {
+        let Self { tokens, norm, gate_up, down, scores, act, h } = *self;
+        let inner = down.cols;
+        (
+            Project { x: h, tokens, norm: Some(norm), matrices: gate_up, y: scores, add: false },
+            experts::swiglu(tokens, inner, scores, 2 * inner, 0, act),
+            Project { x: act, tokens, norm: None, matrices: std::slice::from_ref(down), y: h, add: true },
+        )
+    }
+}

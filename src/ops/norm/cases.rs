@@ -1,0 +1,17 @@
+use super::{normalise, rms_norm};
+use crate::{
+    device::DeviceError,
+    ops::check::{Bench, CLOSE},
+};
+
+pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+    let (rows, cols, eps) = (3, 200, 1e-6);
+    let (x, w) = (b.random.floats(rows * cols), b.random.floats(cols));
+    let mut expected = vec![0.0; x.len()];
+    for (x, y) in x.chunks_exact(cols).zip(expected.chunks_exact_mut(cols)) {
+        normalise(x, &w, eps, y);
+    }
+    let (x, w, y) = (b.floats(&x)?, b.floats(&w)?, b.room(expected.len())?);
+    let ran = b.launch(rms_norm(rows, cols, eps, x, w, y));
+    b.expect(CLOSE, &ran, y, &expected)
+}

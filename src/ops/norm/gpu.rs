@@ -1,0 +1,18 @@
+//! RMS norm on a GPU.
+
+use crate::device::{Binding, Dispatch, Region};
+
+/// `y = x / rms(x) * w` for rows of `w`'s length, on its own: `kernels/norm.metal`.
+pub fn rms_norm(rows: usize, cols: usize, eps: f32, x: Region, w: Region, y: Region) -> Dispatch {
+    Dispatch {
+        kernel: "rms_norm",
+        args: vec![rows as u32, cols as u32, 0, 0, eps.to_bits()],
+        bindings: vec![
+            Binding::read(x.floats(rows * cols)),
+            Binding::read(w.floats(cols)),
+            Binding::write(y.floats(rows * cols)),
+        ],
+        grid: [rows as u32, 1, 1],
+        threads: 256,
+    }
+}

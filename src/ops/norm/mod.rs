@@ -1,0 +1,9 @@
+//! RMS norm of one row, and the gate of a delta layer's.
+
+mod cases;
+mod cpu;
+mod gpu;
+
+pub(super) use cases::cases;
+pub(super) use cpu::{multiply, normalise};
+pub use gpu::rms_norm;

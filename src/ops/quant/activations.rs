@@ -1,0 +1,317 @@
+//! Activations as integers of up to 22 bits with a scale per weight group.
+//!
+//! A group of `n` values becomes `q_i = round_half_even(x_i / s)`, `s = max|x| / levels`, together with
+//! `sum = s * (q_0 + ... + q_{n-1})` for the bias of an affine weight. `levels` is as large as the weight's codes allow:
+//! the dot product of a group must fit an i32, so it is `(2^31 - 1) / (n * (2^bits - 1))`, and at most 2^21, up to where
+//! the rounding below is exact. For groups of 64 that is 2^21 with codes of up to 4 bits, where the rounding of a product
+//! is as fine as that of f32 arithmetic (relative error about 2e-7), and 131586 with 8 bits (about 4e-6).
+//!
+//! A `q` is kept as `65536 * high + 256 * middle + low` in three signed bytes, the form that byte multiply instructions
+//! want. All of it is integer or single-rounded f32 arithmetic, hence the same bytes on every processor.
+
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+use super::weight::Codes;
+use crate::{
+    device::{Compute, Math, Region},
+    ops::simd::{CacheLine, wide},
+};
+
+/// Most levels: a product with the inverse scale then stays below `levels + 1/2` however it is rounded.
+const MAX_LEVELS: u32 = 1 << 21;
+/// Below this maximum a group counts as zero: its reciprocal scale would overflow.
+const TINY: f32 = 1e-30;
+/// Adding and subtracting 1.5 * 2^23 rounds an f32 below 2^22 to an integer, half to even.
+const ROUND: f32 = 12_582_912.0;
+/// Largest group.
+const MAX_GROUP: usize = 128;
+
+/// The order in which the values of a row are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// As they come.
+    Natural,
+    /// In each unit of 64 (32 if the group is 32) first the even, then the odd ones: the order in which the low and the
+    /// high nibbles of packed 4-bit codes come out of a mask and a shift.
+    Nibbles,
+}
+
+impl Order {
+    /// Values that are permuted among themselves.
+    pub fn unit(group: usize) -> usize {
+        group.min(64)
+    }
+
+    /// The position of value `index` in a row.
+    pub fn place(self, index: usize, group: usize) -> usize {
+        let unit = Self::unit(group);
+        match self {
+            Order::Natural => index,
+            Order::Nibbles => index / unit * unit + index % 2 * (unit / 2) + index % unit / 2,
+        }
+    }
+}
+
+/// The quantisation of activations for a weight of some width and group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Format {
+    pub group: usize,
+    pub order: Order,
+    /// Largest magnitude of a quantised value.
+    pub levels: u32,
+}
+
+impl Format {
+    /// For codes of `bits` (2 to 8) bits with a scale per `group` (at most 128).
+    pub fn new(bits: u8, group: u16) -> Self {
+        debug_assert!(usize::from(group) <= MAX_GROUP);
+        let most = u32::from(group) * ((1 << bits) - 1);
+        Self {
+            group: group.into(),
+            order: if bits == 4 { Order::Nibbles } else { Order::Natural },
+            levels: (i32::MAX as u32 / most).min(MAX_LEVELS),
+        }
+    }
+}
+
+/// How often rows were quantised anew.
+static FILLINGS: AtomicU64 = AtomicU64::new(0);
+
+/// Quantised rows. Buffers keep their capacity, so that a reused one allocates nothing.
+#[derive(Debug, Default)]
+pub struct Quantised {
+    /// Of all fillings of all buffers, which these rows are from.
+    filling: u64,
+    cols: usize,
+    groups: usize,
+    /// `[rows][3][cols]`, each in whole lines: the high, middle and low digits of a row.
+    planes: Vec<CacheLine>,
+    scale: Vec<f32>,
+    sum: Vec<f32>,
+}
+
+/// Rows of activations in every format that weights have asked for, kept until their buffer is written again.
+#[derive(Default)]
+pub struct QuantisedRows {
+    /// The region of the f32 rows; `None` if they are in no buffer.
+    of: Option<Region>,
+    formats: Vec<Format>,
+    rows: Vec<Quantised>,
+}
+
+impl QuantisedRows {
+    /// Quantises `x` (`[tokens, cols]`), which lies at `of`, in those formats of `codes` in which it is not yet there.
+    pub fn fill(
+        &mut self,
+        compute: &Compute,
+        of: Option<Region>,
+        x: &[f32],
+        tokens: usize,
+        cols: usize,
+        codes: impl Iterator<Item = Codes>,
+    ) {
+        if of.is_none() || self.of != of {
+            self.formats.clear();
+            self.of = of;
+        }
+        for format in codes.filter_map(|codes| format(compute.math, codes)) {
+            if self.formats.contains(&format) {
+                continue;
+            }
+            let index = self.formats.len();
+            self.formats.push(format);
+            if self.rows.len() == index {
+                self.rows.push(Quantised::default());
+            }
+            let writer = self.rows[index].resize(tokens, cols, format);
+            compute.threads.run_split(tokens, 8, &|range| {
+                // SAFETY: the ranges of a split are disjoint and inside `tokens`; the rows are borrowed until all are done.
+                unsafe { writer.rows(x, range) };
+            });
+        }
+    }
+
+    /// The rows for a weight of `codes`; `None` where the product is f32.
+    pub fn of(&self, math: Math, codes: Codes) -> Option<&Quantised> {
+        let wanted = format(math, codes)?;
+        self.formats.iter().position(|format| *format == wanted).map(|index| &self.rows[index])
+    }
+
+    /// Forgets rows quantised from `region`, whose bytes change.
+    pub fn forget(&mut self, region: Region) {
+        if self.of.is_some_and(|of| of.overlaps(region)) {
+            self.of = None;
+        }
+    }
+}
+
+/// One quantised row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a
+/// multiple of eight groups. Rows of one `filling` with the same address are the same.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Digits<'a> {
+    pub filling: u64,
+    pub planes: [&'a [i8]; 3],
+    pub scale: &'a [f32],
+    pub sum: &'a [f32],
+}
+
+/// Rows of a [`Quantised`] being written; see [`Quantised::resize`].
+#[derive(Clone, Copy)]
+pub struct Writer {
+    cols: usize,
+    groups: usize,
+    format: Format,
+    planes: *mut i8,
+    scale: *mut f32,
+    sum: *mut f32,
+}
+
+// SAFETY: a Writer is a set of pointers; whoever writes through it promises disjoint ranges (see `Writer::write`).
+unsafe impl Send for Writer {}
+// SAFETY: as above.
+unsafe impl Sync for Writer {}
+
+impl Quantised {
+    /// Bytes of a row of `cols` values, of groups of 32 or more.
+    pub fn row_bytes(cols: usize) -> usize {
+        3 * cols.next_multiple_of(64) + 8 * (cols / 32).next_multiple_of(8)
+    }
+
+    /// Makes room for `rows` rows of `cols` values. Returns a handle through which several threads fill disjoint parts,
+    /// valid until the next call. All is written before any of it is read.
+    pub fn resize(&mut self, rows: usize, cols: usize, format: Format) -> Writer {
+        debug_assert!(cols.is_multiple_of(format.group));
+        self.filling = FILLINGS.fetch_add(1, Relaxed) + 1;
+        self.cols = cols;
+        self.groups = (cols / format.group).next_multiple_of(8);
+        // Never shorter, or growing back would fill it once more.
+        self.planes.resize((rows * 3 * cols.div_ceil(64)).max(self.planes.len()), CacheLine::ZERO);
+        // The padding must be zero whatever the buffers held before.
+        self.scale.clear();
+        self.scale.resize(rows * self.groups, 0.0);
+        self.sum.clear();
+        self.sum.resize(rows * self.groups, 0.0);
+        Writer {
+            cols: self.cols,
+            groups: self.groups,
+            format,
+            planes: self.planes.as_mut_ptr().cast(),
+            scale: self.scale.as_mut_ptr(),
+            sum: self.sum.as_mut_ptr(),
+        }
+    }
+
+    pub fn row(&self, row: usize) -> Digits<'_> {
+        let groups = row * self.groups..(row + 1) * self.groups;
+        Digits {
+            filling: self.filling,
+            planes: [0, 1, 2].map(|digit| {
+                let lines = self.cols.div_ceil(64);
+                let plane = &self.planes[(3 * row + digit) * lines..][..lines];
+                // SAFETY: lines are digits without gaps, and these have `cols` at least.
+                unsafe { std::slice::from_raw_parts(plane.as_ptr().cast(), self.cols) }
+            }),
+            scale: &self.scale[groups.clone()],
+            sum: &self.sum[groups],
+        }
+    }
+}
+
+impl Writer {
+    /// Quantises `values`, which are the columns from `col` on of `row`; both are multiples of the group.
+    ///
+    /// # Safety
+    /// The [`Quantised`] lives and was not resized; the range lies inside it; no one else reads or writes it meanwhile.
+    #[inline(always)]
+    pub unsafe fn write(&self, row: usize, col: usize, values: &[f32]) {
+        let stride = self.cols.next_multiple_of(64);
+        let at = 3 * row * stride + col;
+        let mut buffer = [0; MAX_GROUP];
+        let q = &mut buffer[..self.format.group];
+        for (index, values) in values.chunks_exact(q.len()).enumerate() {
+            let at = at + index * q.len();
+            let group = row * self.groups + col / q.len() + index;
+            let (scale, sum) = quantise(values, q, self.format);
+            // SAFETY: one whole group inside the buffers, exclusively ours (caller).
+            unsafe {
+                let plane = |digit| std::slice::from_raw_parts_mut(self.planes.add(at + digit * stride), q.len());
+                let planes = [0, 1, 2].map(plane);
+                split(q, planes);
+                self.scale.add(group).write(scale);
+                self.sum.add(group).write(sum);
+            }
+        }
+    }
+
+    /// Quantises whole rows of `x` (`[.., cols]`). Safety as for [`Writer::write`].
+    ///
+    /// # Safety
+    /// As for [`Writer::write`].
+    #[inline(always)]
+    pub unsafe fn rows(&self, x: &[f32], rows: Range<usize>) {
+        for row in rows {
+            // SAFETY: passed on.
+            unsafe { self.write(row, 0, &x[row * self.cols..(row + 1) * self.cols]) };
+        }
+    }
+}
+
+wide! {
+    /// One group: fills `q` and returns scale and scaled sum. A group with a value that is not finite has the scale NaN, so
+    /// that the damage shows in every product and nowhere else.
+    pub(in crate::ops) fn quantise(values: &[f32], q: &mut [i32], format: Format) -> (f32, f32) {
+        // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
+        let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
+        let most = f32::from_bits(most);
+        if !(TINY..=f32::MAX).contains(&most) {
+            q.fill(0);
+            return if most.is_finite() { (0.0, 0.0) } else { (f32::NAN, f32::NAN) };
+        }
+        let levels = format.levels as f32;
+        let (inverse, scale) = (levels / most, most / levels);
+        let round = |value: f32| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+        let mut sum = 0i32;
+        match format.order {
+            Order::Natural => {
+                for (value, q) in values.iter().zip(q.iter_mut()) {
+                    *q = round(*value);
+                    sum += *q;
+                }
+            }
+            Order::Nibbles => {
+                let unit = Order::unit(values.len());
+                for (values, q) in values.chunks_exact(unit).zip(q.chunks_exact_mut(unit)) {
+                    let (even, odd) = q.split_at_mut(unit / 2);
+                    for ((pair, even), odd) in values.chunks_exact(2).zip(even).zip(odd) {
+                        (*even, *odd) = (round(pair[0]), round(pair[1]));
+                        sum += *even + *odd;
+                    }
+                }
+            }
+        }
+        (scale, scale * sum as f32)
+    }
+}
+
+wide! {
+    /// The digits of every value. The rest behind a digit, which stands for -128 to 127, is a multiple of 256.
+    fn split(q: &[i32], planes: [&mut [i8]; 3]) {
+        let [high, middle, low] = planes;
+        for (((q, high), middle), low) in q.iter().zip(high).zip(middle).zip(low) {
+            *low = *q as i8;
+            *middle = ((*q + 0x80) >> 8) as i8;
+            *high = ((*q + 0x8080) >> 16) as i8;
+        }
+    }
+}
+
+/// The quantisation of the activations for an affine weight; `None` where the product is f32.
+pub(in crate::ops) fn format(math: Math, codes: Codes) -> Option<Format> {
+    match (math, codes) {
+        (Math::Integer, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
+        _ => None,
+    }
+}

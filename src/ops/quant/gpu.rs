@@ -1,0 +1,39 @@
+//! Weights as arguments of GPU kernels.
+
+use super::weight::{Codes, Float, Weight};
+use crate::device::Binding;
+
+impl Weight {
+    pub(in crate::ops) fn words(&self) -> [u32; 5] {
+        matrix_words(self.codes, self.rows, self.gain)
+    }
+
+    pub(in crate::ops) fn bindings(&self) -> [Binding; 3] {
+        // An empty part still needs a buffer to be bound.
+        self.parts.map(|part| Binding::read(if part.len == 0 { self.parts[0].first(0) } else { part }))
+    }
+}
+
+/// `struct Matrix` of `kernels/codes.metal`.
+pub(in crate::ops) fn matrix_words(codes: Codes, rows: usize, gain: f32) -> [u32; 5] {
+    let real = |float| match float {
+        Float::F32 => 0,
+        Float::F16 => 1,
+        Float::Bf16 => 2,
+    };
+    let (format, scale) = match codes {
+        Codes::Affine { bits, scale, .. } => (bits.into(), real(scale)),
+        Codes::Mxfp4 => (20, 0),
+        Codes::Nvfp4 => (21, 0),
+        Codes::Mxfp8 => (22, 0),
+        Codes::Dense(float) => (30, real(float)),
+    };
+    [rows as u32, format, codes.group() as u32, scale, gain.to_bits()]
+}
+
+/// True if the kernels have their fast path for this encoding: affine, one of `bits`, group 64, bf16 scales.
+pub(in crate::ops) fn fast(codes: Codes, gain: f32, cols: usize, bits: &[u8]) -> bool {
+    matches!(codes, Codes::Affine { bits: b, group: 64, scale: Float::Bf16 } if bits.contains(&b))
+        && gain == 1.0
+        && cols.is_multiple_of(64)
+}

@@ -1,0 +1,195 @@
+//! From packed bits to bytes and floats, in plain Rust that compilers vectorise: small enough to be the reference, too.
+
+use super::{
+    activations::Order,
+    weight::{Codes, Float, WeightView},
+};
+
+/// Packed floats (any alignment) to f32.
+#[inline(always)]
+pub fn widen(float: Float, bytes: &[u8], out: &mut [f32]) {
+    match float {
+        Float::F32 => {
+            for (value, out) in bytes.as_chunks().0.iter().zip(out) {
+                *out = f32::from_le_bytes(*value);
+            }
+        }
+        Float::Bf16 => {
+            for (value, out) in bytes.as_chunks().0.iter().zip(out) {
+                *out = f32::from_bits(u32::from(u16::from_le_bytes(*value)) << 16);
+            }
+        }
+        Float::F16 => {
+            for (value, out) in bytes.as_chunks().0.iter().zip(out) {
+                *out = half(u16::from_le_bytes(*value));
+            }
+        }
+    }
+}
+
+/// IEEE half to f32, without a branch.
+#[inline(always)]
+fn half(bits: u16) -> f32 {
+    let sign = u32::from(bits & 0x8000) << 16;
+    let rest = u32::from(bits & 0x7fff) << 13;
+    // Moves the exponent's bias from 15 to 127; exact, also for subnormals.
+    let finite = (f32::from_bits(rest) * f32::from_bits(0x7780_0000)).to_bits();
+    let bits = if rest >= 0x0f80_0000 { rest | 0x7f80_0000 } else { finite };
+    f32::from_bits(bits | sign)
+}
+
+/// Unpacks a row of codes to bytes in their natural order. `spread` takes eight codes from the low `8 * bits` bits of a
+/// word to its eight bytes.
+#[inline(always)]
+pub fn natural(bits: usize, codes: &[u8], out: &mut [u8], spread: impl Fn(u64) -> u64) {
+    if bits == 8 {
+        out.copy_from_slice(codes);
+        return;
+    }
+    let (out, _) = out.as_chunks_mut::<8>();
+    // Whole words may be read as long as eight bytes are left; the rest byte by byte.
+    let whole = if codes.len() >= 8 { ((codes.len() - 8) / bits + 1).min(out.len()) } else { 0 };
+    for (index, out) in out[..whole].iter_mut().enumerate() {
+        let at = index * bits;
+        let mut word = [0; 8];
+        word.copy_from_slice(&codes[at..at + 8]);
+        *out = spread(u64::from_le_bytes(word)).to_le_bytes();
+    }
+    for (codes, out) in codes[whole * bits..].chunks_exact(bits).zip(&mut out[whole..]) {
+        let mut word = [0; 8];
+        word[..bits].copy_from_slice(codes);
+        *out = spread(u64::from_le_bytes(word)).to_le_bytes();
+    }
+}
+
+/// The plain `spread` for [`natural`].
+#[inline(always)]
+pub fn spread(bits: usize) -> impl Fn(u64) -> u64 {
+    let mask = (1u64 << bits) - 1;
+    move |word| (0..8).fold(0, |out, index| out | ((word >> (index * bits)) & mask) << (8 * index))
+}
+
+/// Unpacks a row of 4-bit codes to bytes in the order [`Order::Nibbles`].
+#[inline(always)]
+pub fn nibbles(group: usize, codes: &[u8], out: &mut [u8]) {
+    let unit = Order::unit(group);
+    for (codes, out) in codes.chunks_exact(unit / 2).zip(out.chunks_exact_mut(unit)) {
+        let (even, odd) = out.split_at_mut(unit / 2);
+        for ((code, even), odd) in codes.iter().zip(even).zip(odd) {
+            *even = code & 15;
+            *odd = code >> 4;
+        }
+    }
+}
+
+/// E2M1: sign, two bits of exponent, one of mantissa. Like [`e4m3`] without a branch, so that many are computed at once.
+#[inline(always)]
+fn e2m1(code: u8) -> f32 {
+    const HALF: u32 = 0.5f32.to_bits();
+    let magnitude = u32::from(code & 7);
+    // Above 0.5, the only subnormal, exponent and mantissa are an f32's first bits but for the bias.
+    let bits = if magnitude > 1 { HALF + (magnitude << 22) } else { magnitude * HALF };
+    f32::from_bits(bits | u32::from(code & 8) << 28)
+}
+
+/// E4M3 (no infinities; 0x7f and 0xff are NaN).
+#[inline(always)]
+fn e4m3(code: u8) -> f32 {
+    let magnitude = u32::from(code & 0x7f);
+    let normal = ((127 - 7) << 23) + (magnitude << 20);
+    let subnormal = (magnitude as f32 / 512.0).to_bits();
+    let bits = if magnitude > 7 { normal } else { subnormal };
+    let bits = if magnitude == 0x7f { f32::NAN.to_bits() } else { bits };
+    f32::from_bits(bits | u32::from(code & 0x80) << 24)
+}
+
+/// `2^(biased - 127)`; E8M0's 255 is NaN, its 0 the subnormal 2^-127.
+fn power(biased: i32) -> f32 {
+    match biased {
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        _ => f32::from_bits((biased as u32) << 23),
+    }
+}
+
+/// One row of any weight in f32, gain not applied. `bytes` is a buffer.
+#[inline(always)]
+pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut Vec<f32>) {
+    let cols = view.cols;
+    let sizes = view.codes.row_bytes(cols);
+    let part = |index: usize| &view.parts[index][row * sizes[index]..(row + 1) * sizes[index]];
+    out.resize(cols, 0.0);
+    match view.codes {
+        Codes::Dense(float) => widen(float, part(0), out),
+        Codes::Affine { bits, group, scale } => {
+            bytes.resize(cols, 0);
+            natural(bits as usize, part(0), bytes, spread(bits as usize));
+            let groups = bytes.chunks_exact(group as usize).zip(out.chunks_exact_mut(group as usize));
+            for (index, (codes, out)) in groups.enumerate() {
+                let (s, b) = (scale.get(part(1), index), scale.get(part(2), index));
+                for (code, out) in codes.iter().zip(out) {
+                    *out = f32::from(*code).mul_add(s, b);
+                }
+            }
+        }
+        Codes::Mxfp4 => fours(view.codes.group(), part(0), part(1), |code| power(i32::from(code)), out),
+        Codes::Nvfp4 => fours(view.codes.group(), part(0), part(1), e4m3, out),
+        Codes::Mxfp8 => {
+            let group = view.codes.group();
+            for ((codes, scale), out) in part(0).chunks_exact(group).zip(part(1)).zip(out.chunks_exact_mut(group)) {
+                let scale = power(i32::from(*scale));
+                for (code, out) in codes.iter().zip(out) {
+                    *out = e4m3(*code) * scale;
+                }
+            }
+        }
+    }
+}
+
+impl WeightView<'_> {
+    /// All values, row after row.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let (mut bytes, mut row, mut all) = (Vec::new(), Vec::new(), Vec::with_capacity(self.rows * self.cols));
+        for index in 0..self.rows {
+            expand(self, index, &mut bytes, &mut row);
+            all.extend(row.iter().map(|value| value * self.gain));
+        }
+        all
+    }
+}
+
+/// E2M1 codes in groups with a scale each, two in a byte, the low half first.
+#[inline(always)]
+fn fours(group: usize, codes: &[u8], scales: &[u8], scale: impl Fn(u8) -> f32, out: &mut [f32]) {
+    for ((codes, code), out) in codes.chunks_exact(group / 2).zip(scales).zip(out.chunks_exact_mut(group)) {
+        let scale = scale(*code);
+        for (pair, out) in codes.iter().zip(out.as_chunks_mut::<2>().0) {
+            *out = [e2m1(pair & 15) * scale, e2m1(pair >> 4) * scale];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_floats_are_what_their_bits_say() {
+        let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        for code in 0..16u8 {
+            let sign = if code & 8 == 0 { 1.0 } else { -1.0 };
+            assert_eq!(e2m1(code).to_bits(), f32::to_bits(sign * magnitudes[usize::from(code & 7)]), "{code}");
+        }
+        for code in 0..=255u8 {
+            let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
+            let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+            let magnitude = match (exponent, code & 7) {
+                (15, 7) => f32::NAN,
+                (0, _) => mantissa / 8.0 * 2f32.powi(-6),
+                _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
+            };
+            let found = e4m3(code);
+            assert!(found.to_bits() == (sign * magnitude).to_bits() || found.is_nan() && magnitude.is_nan(), "{code}");
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! A matrix as the checkpoint stores it: packed codes with scales and biases, or plain floats. Nothing here is ever
+//! expanded as a whole; kernels unpack in registers.
+
+use crate::device::Region;
+
+/// The stored format of a float.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Float {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Float {
+    pub fn bytes(self) -> usize {
+        match self {
+            Float::F32 => 4,
+            Float::F16 | Float::Bf16 => 2,
+        }
+    }
+
+    /// The value at `index` of a packed little-endian array (unaligned).
+    pub fn get(self, bytes: &[u8], index: usize) -> f32 {
+        match self {
+            Float::F32 => f32::from_le_bytes(bytes[index * 4..index * 4 + 4].try_into().expect("4 bytes")),
+            Float::F16 => half::f16::from_le_bytes([bytes[index * 2], bytes[index * 2 + 1]]).to_f32(),
+            Float::Bf16 => half::bf16::from_le_bytes([bytes[index * 2], bytes[index * 2 + 1]]).to_f32(),
+        }
+    }
+}
+
+/// The encoding of a row of `cols` values (spec section 3.2). A row of codes is one little-endian bit stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Codes {
+    /// Not quantised.
+    Dense(Float),
+    /// `w = scale * q + bias`, unsigned `q` of 2, 3, 4, 5, 6 or 8 bits, one scale and bias per `group` (32, 64, 128).
+    Affine { bits: u8, group: u16, scale: Float },
+    /// E2M1 nibbles, one E8M0 scale per 32.
+    Mxfp4,
+    /// E2M1 nibbles, one E4M3 scale per 16.
+    Nvfp4,
+    /// E4M3 bytes, one E8M0 scale per 32.
+    Mxfp8,
+}
+
+impl Codes {
+    /// Values that share a scale (1 for dense).
+    pub fn group(self) -> usize {
+        match self {
+            Codes::Dense(_) => 1,
+            Codes::Affine { group, .. } => group as usize,
+            Codes::Mxfp4 | Codes::Mxfp8 => 32,
+            Codes::Nvfp4 => 16,
+        }
+    }
+
+    /// Bytes of one row of `cols` values: codes, scales, biases.
+    pub fn row_bytes(self, cols: usize) -> [usize; 3] {
+        match self {
+            Codes::Dense(float) => [cols * float.bytes(), 0, 0],
+            Codes::Affine { bits, group, scale } => {
+                let scales = cols / group as usize * scale.bytes();
+                [cols * bits as usize / 8, scales, scales]
+            }
+            Codes::Mxfp4 => [cols / 2, cols / 32, 0],
+            Codes::Nvfp4 => [cols / 2, cols / 16, 0],
+            Codes::Mxfp8 => [cols, cols / 32, 0],
+        }
+    }
+}
+
+/// A weight matrix `[rows, cols]` that stays in memory (trunk). `y = x W^T` always.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Weight {
+    pub codes: Codes,
+    pub rows: usize,
+    pub cols: usize,
+    /// Multiplies every value (nvfp4's global scale; else 1).
+    pub gain: f32,
+    /// Codes, scales, biases; the latter two empty where the encoding has none. A GPU wants them at multiples of 16 bytes.
+    pub parts: [Region; 3],
+}
+
+impl Weight {
+    /// Bytes of all parts.
+    pub fn bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.len).sum()
+    }
+}
+
+/// A weight matrix as bytes: the trunk's, or one expert's projection in a slot. Any byte alignment.
+#[derive(Clone, Copy)]
+pub struct WeightView<'a> {
+    pub codes: Codes,
+    pub rows: usize,
+    pub cols: usize,
+    pub gain: f32,
+    pub parts: [&'a [u8]; 3],
+}
+
+impl Default for WeightView<'_> {
+    /// No rows.
+    fn default() -> Self {
+        Self { codes: Codes::Dense(Float::F32), rows: 0, cols: 0, gain: 1.0, parts: [&[]; 3] }
+    }
+}

@@ -1,0 +1,86 @@
+//! The router on the CPU.
+
+use super::Route;
+use crate::{
+    device::DeviceError,
+    ops::{
+        cpu::{Cpu, refuse},
+        experts::NONE,
+        linear::{Column, check, normed, product},
+        simd::Out,
+    },
+};
+use std::cell::RefCell;
+
+/// Rows in a task that chooses.
+const ROWS: usize = 4;
+
+thread_local! {
+    /// The experts of a row, being sorted.
+    static ORDER: RefCell<Vec<u32>> = RefCell::default();
+}
+
+impl Route<'_> {
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let (tokens, layer, width) = (self.tokens, self.layer, self.width());
+        let (k, experts, cols) = (layer.k, layer.router.rows, layer.router.cols);
+        let Cpu { compute, memory, quantised, scratch } = cpu;
+        let router = Column { weight: memory.view(&layer.router), at: 0 };
+        let columns = match self.shared() {
+            Some(shared) => [router, Column { weight: memory.view(&shared.result), at: width - 1 }],
+            None => [router, Column { at: experts, ..Column::default() }],
+        };
+        let columns = &columns[..if self.shared().is_some() { 2 } else { 1 }];
+        for column in columns {
+            check(&column.weight, cols)?;
+        }
+        if k > experts {
+            return refuse(format!("{k} of {experts} experts"));
+        }
+        let (x, key) = normed(compute, memory, self.x, tokens, cols, self.norm, &mut scratch.normed);
+        quantised.fill(compute, key, x, tokens, cols, columns.iter().map(|column| column.weight.codes));
+        let scores = memory.floats_mut(self.scores.floats(tokens * width));
+        product(compute, quantised, x, cols, columns, scores, width, None);
+        let ids = memory.words_mut(self.ids.floats(tokens * k));
+        let weights = memory.floats_mut(self.weights.floats(tokens * (k + 1)));
+        let (base, scores, shared) = (Out(weights.as_mut_ptr()), &*scores, self.shared().is_some());
+        compute.threads.run_pieces(ids, ROWS * k.max(1), &|task, ids| {
+            // SAFETY: each task has weights of its own rows, of which there are as many as of ids.
+            let weights = unsafe {
+                std::slice::from_raw_parts_mut(base.add(task * ROWS * (k + 1)).0, ids.len() / k.max(1) * (k + 1))
+            };
+            let rows = scores[task * ROWS * width..].chunks_exact(width);
+            ORDER.with_borrow_mut(|order| {
+                for ((scores, ids), weights) in rows.zip(ids.chunks_exact_mut(k)).zip(weights.chunks_exact_mut(k + 1)) {
+                    choose(&scores[..experts], layer.renormalise, order, ids, &mut weights[..k]);
+                    weights[k] = if shared { 1.0 / ((-scores[width - 1]).exp() + 1.0) } else { 0.0 };
+                }
+            });
+        });
+        let table = memory.words(self.table);
+        for (slot, id) in memory.words_mut(self.slots.floats(tokens * k)).iter_mut().zip(&*ids) {
+            *slot = table.get(*id as usize).copied().unwrap_or(NONE);
+        }
+        Ok(())
+    }
+}
+
+/// The k likeliest of one row, and their weights, which sum to one with `renormalise`.
+fn choose(row: &[f32], renormalise: bool, order: &mut Vec<u32>, ids: &mut [u32], weights: &mut [f32]) {
+    let k = ids.len();
+    order.clear();
+    order.extend(0..row.len() as u32);
+    let before = |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));
+    if k < order.len() {
+        order.select_nth_unstable_by(k, before);
+    }
+    let chosen = &mut order[..k];
+    chosen.sort_unstable_by(before);
+    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weigh = |id: u32| (row[id as usize] - most).exp();
+    let sum: f32 =
+        if renormalise { chosen.iter().map(|&id| weigh(id)).sum() } else { (0..row.len() as u32).map(weigh).sum() };
+    for ((id, weight), chosen) in ids.iter_mut().zip(weights).zip(chosen) {
+        (*id, *weight) = (*chosen, weigh(*chosen) / sum);
+    }
+}

@@ -1,0 +1,65 @@
+//! The router on a GPU.
+
+use super::Route;
+use crate::{
+    device::{Binding, Dispatch, Region},
+    ops::{
+        experts::Shared,
+        linear::{HalfRows, Project},
+    },
+};
+
+impl Route<'_> {
+    /// `kernels/linear.metal`, then `kernels/route.metal`. Panics above 1024 experts.
+    pub fn dispatches(&self) -> [Dispatch; 2] {
+        let Self { layer, tokens, x, norm, scores, .. } = *self;
+        let mut matrices = [layer.router; 4];
+        let mut count = 1;
+        if let Some(shared) = self.shared() {
+            matrices[1..].copy_from_slice(&[shared.gate_up[0], shared.gate_up[1], shared.result]);
+            count = 4;
+        }
+        let product = Project { x, tokens, norm, matrices: &matrices[..count], y: scores, add: false };
+        [product.dispatch(), self.choice()]
+    }
+
+    /// The same with the shared expert's part on matrix units. The choice is made from scores as exact as ever: those of the
+    /// normed rows that are kept, so there has to be a norm that keeps them.
+    pub(in crate::ops) fn halves(&self, room: Region) -> Option<Vec<Dispatch>> {
+        let Self { layer, tokens, x, norm, scores, .. } = *self;
+        let kept = norm?.keep?;
+        let (cols, experts, width) = (layer.router.cols, layer.router.rows, self.width());
+        let rows = HalfRows::new(room, tokens, cols);
+        let matrices = std::slice::from_ref(&layer.router);
+        let router = Project { x: kept, tokens, norm: None, matrices, y: scores, add: false };
+        let mut launches = vec![rows.fill(x, cols, norm), router.dispatch_into(width)];
+        if let Some(Shared { gate_up: [gate, up], result, .. }) = self.shared() {
+            launches.push(rows.product(&[*gate, *up, *result], scores, (experts, width), false));
+        }
+        launches.push(self.choice());
+        Some(launches)
+    }
+
+    /// The second launch: each row's k experts and weights from its scores.
+    pub fn choice(&self) -> Dispatch {
+        let Self { layer, tokens, table, scores, ids, slots, weights, .. } = *self;
+        let (experts, k, width) = (layer.router.rows, layer.k, self.width());
+        assert!(experts <= 1024 && k <= experts, "{k} of {experts} experts");
+        let shared = self.shared().is_some();
+        let gate = [if shared { width - 1 } else { 0 }, shared.into(), layer.renormalise.into()];
+        let words = [experts, k, width, gate[0], gate[1], gate[2]];
+        Dispatch {
+            kernel: "route",
+            args: words.map(|w| w as u32).to_vec(),
+            bindings: vec![
+                Binding::read(scores.floats(tokens * width)),
+                Binding::read(table.floats(experts)),
+                Binding::write(ids.floats(tokens * k)),
+                Binding::write(slots.floats(tokens * k)),
+                Binding::write(weights.floats(tokens * (k + 1))),
+            ],
+            grid: [tokens as u32, 1, 1],
+            threads: 32,
+        }
+    }
+}
