@@ -9,8 +9,6 @@ pub mod partial;
 pub mod service;
 mod small;
 mod threads;
-#[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
-pub mod tiles;
 
 pub use file::{Access, File, MAX_BLOCK};
 pub use jobs::each;

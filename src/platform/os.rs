@@ -73,15 +73,6 @@ pub fn raise_descriptor_limit() -> Option<usize> {
     usize::try_from(limit.rlim_cur).ok()
 }
 
-/// Asks to use the processor's tiles (AMX), which Linux keeps only for processes that have asked. Whether it may.
-pub fn allow_tiles() -> bool {
-    #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-    // SAFETY: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA: no pointers, and nothing changes but what this process may use.
-    return unsafe { libc::syscall(libc::SYS_arch_prctl, 0x1023 as libc::c_long, 18 as libc::c_long) == 0 };
-    #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
-    false
-}
-
 /// Makes freed memory return to the operating system (glibc). Blocks of a mebibyte and more come from it and go back at once:
 /// by itself glibc stops doing so for sizes that were freed before, keeps them, and copies a growing block instead of moving
 /// its pages. Smaller ones share one heap, which [`trim_memory`] gives back; a heap for each thread it does not wholly.

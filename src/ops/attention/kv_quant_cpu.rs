@@ -77,7 +77,7 @@ pub(super) fn compare<const N: usize>(
     match Isa::best() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the processor has AVX-512 with VNNI, and `rows` are whole rows, a multiple of 32.
-        Isa::Avx512 | Isa::Amx if seen.len().is_multiple_of(32) => unsafe {
+        Isa::Avx512 if seen.len().is_multiple_of(32) => unsafe {
             super::kv_quant_avx512::compare(asked, first, keys, [rows, next], scores)
         },
         _ => {
@@ -158,7 +158,7 @@ pub(super) fn collect<const N: usize>(
     match Isa::best() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the processor has AVX-512 with VNNI; `rows` are whole rows, a multiple of 64; `sums` has N rows.
-        Isa::Avx512 | Isa::Amx if seen.len().is_multiple_of(64) && values.dim.is_multiple_of(64) => unsafe {
+        Isa::Avx512 if seen.len().is_multiple_of(64) && values.dim.is_multiple_of(64) => unsafe {
             super::kv_quant_avx512::collect(sums, width, weights, values, [rows, next], factors);
         },
         _ => {

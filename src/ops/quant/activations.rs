@@ -9,10 +9,7 @@
 //! A `q` is kept as `65536 * high + 256 * middle + low` in three signed bytes, the form that byte multiply instructions
 //! want. All of it is integer or single-rounded f32 arithmetic, hence the same bytes on every processor.
 
-use std::{
-    ops::Range,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
-};
+use std::ops::Range;
 
 use super::weight::Codes;
 use crate::{
@@ -77,14 +74,9 @@ impl Format {
     }
 }
 
-/// How often rows were quantised anew.
-static FILLINGS: AtomicU64 = AtomicU64::new(0);
-
 /// Quantised rows. Buffers keep their capacity, so that a reused one allocates nothing.
 #[derive(Debug, Default)]
 pub struct Quantised {
-    /// Of all fillings of all buffers, which these rows are from.
-    filling: u64,
     cols: usize,
     groups: usize,
     /// `[rows][3][cols]`, each in whole lines: the high, middle and low digits of a row.
@@ -149,10 +141,9 @@ impl QuantisedRows {
 }
 
 /// One quantised row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a
-/// multiple of eight groups. Rows of one `filling` with the same address are the same.
+/// multiple of eight groups.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Digits<'a> {
-    pub filling: u64,
     pub planes: [&'a [i8]; 3],
     pub scale: &'a [f32],
     pub sum: &'a [f32],
@@ -184,7 +175,6 @@ impl Quantised {
     /// valid until the next call. All is written before any of it is read.
     pub fn resize(&mut self, rows: usize, cols: usize, format: Format) -> Writer {
         debug_assert!(cols.is_multiple_of(format.group));
-        self.filling = FILLINGS.fetch_add(1, Relaxed) + 1;
         self.cols = cols;
         self.groups = (cols / format.group).next_multiple_of(8);
         // Never shorter, or growing back would fill it once more.
@@ -207,7 +197,6 @@ impl Quantised {
     pub fn row(&self, row: usize) -> Digits<'_> {
         let groups = row * self.groups..(row + 1) * self.groups;
         Digits {
-            filling: self.filling,
             planes: [0, 1, 2].map(|digit| {
                 let lines = self.cols.div_ceil(64);
                 let plane = &self.planes[(3 * row + digit) * lines..][..lines];

@@ -3,7 +3,7 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
-    Activations, Affine, Out, Scratch, amx, amx_few, float, gemm512, gemv512,
+    Activations, Affine, Out, Scratch, float, gemm512, gemv512,
     x86::{self, load},
 };
 
@@ -19,12 +19,12 @@ fn many(weight: &Affine<'_>) -> usize {
 
 struct Vnni;
 
-/// See [`super::product`]. `TILES` asks for the processor's tiles, where they serve.
+/// See [`super::product`].
 ///
 /// # Safety
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn rows<const TILES: bool>(
+pub unsafe fn rows(
     weight: &Affine<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
@@ -35,12 +35,6 @@ pub unsafe fn rows<const TILES: bool>(
     // SAFETY: passed on.
     unsafe {
         rows.start += match lines.len() {
-            few if TILES && amx_few::lines(weight).contains(&few) => {
-                amx_few::rows(weight, rows.clone(), lines, outs, scratch)
-            }
-            more if TILES && more > *amx_few::lines(weight).end() => {
-                amx::rows(weight, rows.clone(), lines, outs, scratch)
-            }
             some if some >= many(weight) => gemm512::rows(weight, rows.clone(), lines, outs, scratch),
             _ => 0,
         };

@@ -215,7 +215,7 @@ unsafe fn some_lines<const M: usize, const N: usize, const ASK: bool>(
 /// `lines` scale and sum.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub fn join(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane: &mut __m512) {
+fn join(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane: &mut __m512) {
     let [high, middle, low] = sums;
     let upper = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), middle);
     let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(upper), low));
@@ -229,7 +229,7 @@ pub fn join(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane: 
 /// The line has that group.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub unsafe fn everywhere(line: &Digits<'_>, group: usize) -> [__m512; 2] {
+unsafe fn everywhere(line: &Digits<'_>, group: usize) -> [__m512; 2] {
     // SAFETY: the caller's promise.
     unsafe { [_mm512_set1_ps(*line.scale.get_unchecked(group)), _mm512_set1_ps(*line.sum.get_unchecked(group))] }
 }
@@ -240,7 +240,7 @@ pub unsafe fn everywhere(line: &Digits<'_>, group: usize) -> [__m512; 2] {
 /// There is room at `to`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn finish(mut l: [__m512; LANES], groups: usize, gain: f32, to: *mut f32) {
+unsafe fn finish(mut l: [__m512; LANES], groups: usize, gain: f32, to: *mut f32) {
     let rest = groups % LANES;
     if rest != 0 {
         // The zero groups of the padding: they turn -0 into 0.

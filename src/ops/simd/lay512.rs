@@ -41,7 +41,7 @@ pub unsafe fn fill_constants<const STEP: usize>(weight: &Affine<'_>, row: usize,
 /// The scales or biases of sixteen rows of weights, which begin at `from`, for each group.
 #[inline]
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl")]
-pub unsafe fn constants<const STEP: usize>(weight: &Affine<'_>, from: *const u8, to: *mut CacheLine) {
+unsafe fn constants<const STEP: usize>(weight: &Affine<'_>, from: *const u8, to: *mut CacheLine) {
     let (groups, size) = (weight.groups(), weight.float.bytes());
     for at in (0..groups).step_by(ROWS) {
         let (mask, mut values) = (first(groups - at), [_mm512_setzero_si512(); ROWS]);
@@ -98,7 +98,7 @@ pub unsafe fn fill_codes<const STEP: usize>(
 }
 
 /// A mask of the first `count` lanes.
-pub fn first(count: usize) -> u16 {
+fn first(count: usize) -> u16 {
     if count >= ROWS { u16::MAX } else { (1 << count) - 1 }
 }
 
@@ -168,7 +168,7 @@ unsafe fn load_block(from: *const u8, stride: usize, words: usize) -> [__m512i; 
 /// Word `i` of register `j` goes to register `i` as word `j`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub fn transpose(mut a: [__m512i; ROWS]) -> [__m512i; ROWS] {
+fn transpose(mut a: [__m512i; ROWS]) -> [__m512i; ROWS] {
     // Pairs of words, then fours, within quarters of the registers; then the quarters themselves.
     let mut b = a;
     for i in 0..8 {

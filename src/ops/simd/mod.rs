@@ -8,12 +8,6 @@
 //! the processor, nor how many rows are computed together, nor the thread can be seen in a result.
 
 #[cfg(target_arch = "x86_64")]
-mod amx;
-#[cfg(target_arch = "x86_64")]
-mod amx_few;
-#[cfg(target_arch = "x86_64")]
-mod amx_lay;
-#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -55,9 +49,6 @@ pub enum Isa {
     /// AVX-512 with VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// AVX-512 with VNNI, and tiles of bytes for two rows and more.
-    #[cfg(target_arch = "x86_64")]
-    Amx,
     /// NEON alone.
     #[cfg(target_arch = "aarch64")]
     Neon,
@@ -88,9 +79,6 @@ impl Isa {
                 all.push(Isa::Avx2);
                 if has!("avx512f" "avx512bw" "avx512vl" "avx512dq" "avx512vnni") {
                     all.push(Isa::Avx512);
-                    if amx::usable() {
-                        all.push(Isa::Amx);
-                    }
                 }
             }
         }
@@ -173,7 +161,7 @@ impl<'a> Affine<'a> {
     }
 }
 
-/// 64 bytes that begin where a line of the cache does: the widest register, and a row of a tile.
+/// 64 bytes that begin where a line of the cache does: the widest register.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct CacheLine([u8; 64]);
@@ -192,11 +180,6 @@ pub(crate) struct Scratch {
     pub bytes: Vec<u8>,
     #[cfg(target_arch = "x86_64")]
     pub tiles: lay512::Tiles,
-    #[cfg(target_arch = "x86_64")]
-    pub few: amx_few::Room,
-    /// Rows of digits that lay apart, brought together.
-    #[cfg(target_arch = "x86_64")]
-    pub digits: Vec<CacheLine>,
 }
 
 /// A row of weights on its way through an integer kernel.
@@ -235,9 +218,7 @@ pub unsafe fn product(
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2::rows(&affine, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512::rows::<false>(&affine, rows, lines, outs, scratch),
-                #[cfg(target_arch = "x86_64")]
-                Isa::Amx => avx512::rows::<true>(&affine, rows, lines, outs, scratch),
+                Isa::Avx512 => avx512::rows(&affine, rows, lines, outs, scratch),
                 #[cfg(target_arch = "aarch64")]
                 Isa::Neon => neon::rows(&affine, rows, lines, outs, scratch),
                 #[cfg(target_arch = "aarch64")]
@@ -250,7 +231,7 @@ pub unsafe fn product(
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2::float_rows(weight, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 | Isa::Amx => avx512::float_rows(weight, rows, lines, outs, scratch),
+                Isa::Avx512 => avx512::float_rows(weight, rows, lines, outs, scratch),
                 // Arm's baseline has NEON and fma: the compiler uses them here, too.
                 _ => float::rows::<[f32; 16]>(weight, rows, lines, outs, scratch),
             }

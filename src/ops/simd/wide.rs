@@ -36,7 +36,7 @@ macro_rules! wide {
                 wide_simd::Isa::Avx2 => unsafe { avx2($($arg),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
-                wide_simd::Isa::Avx512 | wide_simd::Isa::Amx => unsafe { avx512($($arg),*) },
+                wide_simd::Isa::Avx512 => unsafe { avx512($($arg),*) },
                 _ => plain(PhantomData::<[f32; 16]>, $($arg),*),
             }
         }
