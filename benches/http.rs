@@ -7,7 +7,7 @@
 use moestro::{
     chat::{Conversation, Template, Tokenizer, grammar::Grammars},
     engine::{self, Event, Handle, Options, Request, Sampling},
-    http::{self, App, Door, ModelCard},
+    http::{self, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
     model::{self, Qwen},
 };
@@ -61,8 +61,8 @@ fn main() {
 }
 
 async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, metrics: Arc<Metrics>) -> SocketAddr {
-    let door = Arc::new(Door::new(metrics, None, None));
-    door.open(App {
+    let state = Arc::new(ServerState::new(metrics, None, None));
+    state.serve_model(LoadedModel {
         engine,
         grammars: Arc::new(Grammars::new(tokenizer.clone(), &[2040])),
         tokenizer,
@@ -74,7 +74,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
     });
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let address = listener.local_addr().expect("an address");
-    tokio::spawn(http::serve(listener, door, std::future::pending()));
+    tokio::spawn(http::serve(listener, state, std::future::pending()));
     address
 }
 

@@ -5,7 +5,7 @@ use libfuzzer_sys::fuzz_target;
 use moestro::{
     chat::{Template, Tokenizer, grammar::Grammars},
     engine::{self, Options, Sampling, mock::MockModel},
-    http::{self, App, Door, ModelCard},
+    http::{self, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
 };
 use std::{
@@ -36,8 +36,8 @@ fn server() -> &'static (Runtime, axum::Router) {
         let mock = MockModel { vocab: 2048, context: 512, chunk: 32, eos: EOS, ..MockModel::default() };
         let options = Options { eos: vec![EOS], ..Options::default() };
         let (engine, _) = engine::spawn(mock, options, metrics.clone()).expect("a thread");
-        let door = Arc::new(Door::new(metrics, None, None));
-        door.open(App {
+        let state = Arc::new(ServerState::new(metrics, None, None));
+        state.serve_model(LoadedModel {
             engine,
             grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
             tokenizer,
@@ -47,7 +47,7 @@ fn server() -> &'static (Runtime, axum::Router) {
             thinking: None,
             plan: serde_json::Value::Null,
         });
-        (Runtime::new().expect("threads"), http::router(door))
+        (Runtime::new().expect("threads"), http::router(state))
     })
 }
 

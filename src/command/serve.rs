@@ -16,7 +16,10 @@ use crate::{
     },
     engine::{self, Options, Storage},
     error::CommandError,
-    http::{self, App, Budget, Door, Guard, Listed, Loaded, Loader, ModelCard, Stage, Times},
+    http::{
+        self, HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, OriginPolicy,
+        RequestMemory, ServerState,
+    },
     metrics::Metrics,
     model::Model,
     platform::{os, service},
@@ -64,16 +67,16 @@ async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
         None => bind(&config.host, config.port).await?,
     };
     let address = listener.local_addr().map_err(|source| CommandError::Io { what: config.host.clone(), source })?;
-    let mut door = Door::new(metrics.clone(), config.api_key.clone(), cors.clone());
+    let mut door = ServerState::new(metrics.clone(), config.api_key.clone(), cors.clone());
     door.keep_billing_header = config.keep_billing_header;
-    door.guard = Guard::new(address.ip(), &config.allowed_host, cors);
+    door.origins = OriginPolicy::new(address.ip(), &config.allowed_host, cors);
     let first = catalog::id(&config.model, &settings);
-    let (metrics, budget) = (metrics.clone(), door.budget.clone());
+    let (metrics, budget) = (metrics.clone(), door.memory.clone());
     let shelf = Arc::new(Shelf { config: RwLock::new(config.clone()), settings, metrics, budget });
-    door.models = Stage::new(shelf.clone(), times(&config), config.max_queue);
+    door.models = ModelHost::new(shelf.clone(), times(&config), config.max_queue);
     if on_demand {
         // The port was open before: who asks waits for the model, and nothing is loaded for nobody.
-        door.models.rest(&first);
+        door.models.set_default(&first);
     }
     let door = Arc::new(door);
     let mut hangup = signal(SignalKind::hangup()).map_err(|source| failed("watching for signals", source))?;
@@ -105,8 +108,8 @@ async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
             // Nobody has been answered yet, so there is nobody to wait for.
             () = stop.signal() => return Ok(()),
         };
-        let plan = opened.app.plan.clone();
-        door.models.enter(opened);
+        let plan = opened.model.plan.clone();
+        door.models.install(opened);
         plan
     };
     // A closed stdout is no error.
@@ -125,7 +128,7 @@ async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
         () = stop.signal() => return Err(CommandError::Interrupted),
     }
     tokio::select! {
-        () = door.models.leave() => Ok(()),
+        () = door.models.unload_now() => Ok(()),
         () = stop.signal() => Err(CommandError::Interrupted),
     }
 }
@@ -135,16 +138,16 @@ struct Shelf {
     config: RwLock<Serve>,
     settings: Settings,
     metrics: Arc<Metrics>,
-    budget: Arc<Budget>,
+    budget: Arc<RequestMemory>,
 }
 
-impl Loader for Shelf {
-    fn list(&self) -> Vec<Listed> {
-        let listed = |entry: &Entry| Listed { id: entry.id.clone(), created: entry.created() };
+impl ModelLoader for Shelf {
+    fn list(&self) -> Vec<ModelEntry> {
+        let listed = |entry: &Entry| ModelEntry { id: entry.id.clone(), created: entry.created() };
         self.entries().iter().map(listed).collect()
     }
 
-    fn load(&self, id: &str) -> Result<Loaded, String> {
+    fn load(&self, id: &str) -> Result<HostedModel, String> {
         let begin = Instant::now();
         let config = self.config_of(id)?;
         let loaded = self.open(id, &config).map_err(|error| error.to_string())?;
@@ -152,7 +155,7 @@ impl Loader for Shelf {
         Ok(loaded)
     }
 
-    fn forget_prompts(&self) -> Result<(), String> {
+    fn clear_prompt_caches(&self) -> Result<(), String> {
         let others = self.entries().into_iter().filter_map(|entry| self.config_of(&entry.id).ok());
         let dirs: BTreeSet<PathBuf> = others.chain([self.config()]).filter_map(|config| prompts(&config)).collect();
         for dir in dirs {
@@ -172,15 +175,15 @@ impl Shelf {
 
     /// Reads the configuration again. The key, the names of the server and the times of requests and models hold at once, everything else
     /// about a model when it is loaded next; the address, the queue's length and the log need a restart.
-    fn reload(&self, door: &Door, address: IpAddr) -> Result<(), String> {
+    fn reload(&self, door: &ServerState, address: IpAddr) -> Result<(), String> {
         let (typed, _) = file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
         let Command::Serve(typed) = typed.command else { return Err("this is not `moestro serve`".into()) };
         let model = self.config().model;
         let config = Serve { model, ..Serve::new(typed)? };
         let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
-        door.want(config.api_key.clone());
-        door.guard.follow(&Guard::new(address, &config.allowed_host, cors));
-        door.models.keep(times(&config));
+        door.set_api_key(config.api_key.clone());
+        door.origins.replace(&OriginPolicy::new(address, &config.allowed_host, cors));
+        door.models.set_timeouts(times(&config));
         *self.config.write() = config;
         Ok(())
     }
@@ -219,7 +222,7 @@ impl Shelf {
     }
 
     /// Loads the model and starts its engine. Takes its time.
-    fn open(&self, id: &str, config: &Serve) -> Result<Loaded, CommandError> {
+    fn open(&self, id: &str, config: &Serve) -> Result<HostedModel, CommandError> {
         let metrics = &self.metrics;
         let chosen = Chosen::new(&config.load)?;
         let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
@@ -253,7 +256,7 @@ impl Shelf {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
         self.budget.plan(model.requests);
         metrics.serves(id);
-        let app = App {
+        let app = LoadedModel {
             engine,
             defaults: checkpoint.sampling(),
             card: ModelCard {
@@ -277,7 +280,7 @@ impl Shelf {
             metrics.unloaded();
             os::trim_memory();
         };
-        Ok(Loaded { id: id.into(), app, unload: Box::new(unload) })
+        Ok(HostedModel { id: id.into(), model: app, unload: Box::new(unload) })
     }
 }
 
@@ -299,8 +302,8 @@ fn ready(model: &str, address: SocketAddr, plan: &Value) -> String {
     )
 }
 
-fn times(config: &Serve) -> Times {
-    Times { keep_alive: config.keep_alive, request: config.request_timeout, ..Times::default() }
+fn times(config: &Serve) -> HostTimeouts {
+    HostTimeouts { keep_alive: config.keep_alive, request: config.request_timeout, ..HostTimeouts::default() }
 }
 
 /// The port that the service manager has opened, if it has.

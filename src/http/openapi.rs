@@ -1,7 +1,7 @@
 //! `GET /openapi.json`: what is served, in OpenAPI 3.1. Fields and what becomes of them come from the tables that the server
 //! goes by.
 
-use super::fields::{self, Does, Field, NOTES};
+use crate::http::request::fields::{self, Does, Field, NOTES};
 use axum::Json;
 use serde_json::{Map, Value, json};
 

@@ -48,7 +48,7 @@ async fn what_is_no_gzip_is_refused() {
 
 #[tokio::test]
 async fn a_small_body_that_becomes_a_large_one_is_refused() {
-    let server = Setup { door: |door| door.body_limit = 1 << 20, ..Setup::default() }.start().await;
+    let server = Setup { configure: |state| state.body_limit = 1 << 20, ..Setup::default() }.start().await;
     let bomb = gzip(&vec![b' '; 256 << 20]);
     assert!(bomb.len() < 1 << 20);
     let (code, answer) = status(&server, "gzip", &bomb).await;
@@ -58,7 +58,7 @@ async fn a_small_body_that_becomes_a_large_one_is_refused() {
 #[tokio::test]
 async fn the_memory_of_requests_holds_for_inflated_bytes() {
     // Within the limit of bytes, beyond what requests may take of memory.
-    let server = Setup { door: |door| door.budget.plan(12 << 20), ..Setup::default() }.start().await;
+    let server = Setup { configure: |state| state.memory.plan(12 << 20), ..Setup::default() }.start().await;
     let body = gzip(&vec![b' '; 8 << 20]);
     assert!(body.len() < 64 << 10);
     let (code, answer) = status(&server, "gzip", &body).await;

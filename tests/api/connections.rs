@@ -1,7 +1,7 @@
 //! Connections that are idle, slow, half-sent or many, and what the others notice of them.
 
 use super::server::{Server, Setup};
-use moestro::http::{Door, Patience};
+use moestro::http::{ServerState, Timeouts};
 use serde_json::{Value, json};
 use std::{
     io::ErrorKind,
@@ -58,8 +58,8 @@ pub fn head(path: &str, length: usize) -> String {
 
 #[tokio::test]
 async fn idle_connections_give_up_their_places() {
-    let door = |door: &mut Door| door.places = Some(4);
-    let server = Setup { says: Some(LONG), door, ..Setup::default() }.start().await;
+    let configure = |state: &mut ServerState| state.max_connections = Some(4);
+    let server = Setup { says: Some(LONG), configure, ..Setup::default() }.start().await;
     let mut idle = Vec::new();
     for number in 0..40 {
         let stream = TcpStream::connect(server.address).await.unwrap();
@@ -77,9 +77,9 @@ async fn idle_connections_give_up_their_places() {
 
 #[tokio::test]
 async fn when_all_are_busy_health_is_still_told() {
-    let door = |door: &mut Door| door.places = Some(2);
+    let configure = |state: &mut ServerState| state.max_connections = Some(2);
     let delay = Duration::from_millis(20);
-    let server = Setup { says: Some(LONG), delay, door, ..Setup::default() }.start().await;
+    let server = Setup { says: Some(LONG), delay, configure, ..Setup::default() }.start().await;
     let mut one = server.post(CHAT, &question(true)).await;
     let two = server.post(CHAT, &question(true)).await;
     for path in ["/health", "/metrics"] {
@@ -96,11 +96,11 @@ async fn when_all_are_busy_health_is_still_told() {
 
 #[tokio::test]
 async fn heads_and_bodies_must_come() {
-    let door = |door: &mut Door| {
+    let configure = |state: &mut ServerState| {
         let short = Duration::from_millis(150);
-        door.patience = Patience { head: short, body: short, ..Patience::default() };
+        state.timeouts = Timeouts { head: short, body: short, ..Timeouts::default() };
     };
-    let server = Setup { says: Some(LONG), door, ..Setup::default() }.start().await;
+    let server = Setup { says: Some(LONG), configure, ..Setup::default() }.start().await;
     let open = || async { TcpStream::connect(server.address).await.unwrap() };
     let (silent, half, body) = (open().await, open().await, open().await);
     write(&half, b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-slow: ").await;
@@ -126,8 +126,10 @@ async fn heads_and_bodies_must_come() {
 
 #[tokio::test]
 async fn who_does_not_read_is_gone_after_a_while() {
-    let door = |door: &mut Door| door.patience = Patience { write: Duration::from_millis(300), ..Patience::default() };
-    let setup = Setup { context: 4096, delay: Duration::from_millis(1), door, ..Setup::default() };
+    let configure = |state: &mut ServerState| {
+        state.timeouts = Timeouts { write: Duration::from_millis(300), ..Timeouts::default() }
+    };
+    let setup = Setup { context: 4096, delay: Duration::from_millis(1), configure, ..Setup::default() };
     let server = setup.start().await;
     let body = json!({"prompt": (5..1505).collect::<Vec<u32>>(), "max_tokens": 1500, "logprobs": 20, "stream": true})
         .to_string();

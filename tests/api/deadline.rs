@@ -1,7 +1,7 @@
 //! `--request-timeout`: one deadline for all of a request.
 
 use super::server::{Server, Setup};
-use moestro::http::Times;
+use moestro::http::HostTimeouts;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -11,8 +11,10 @@ const LIMIT: Duration = Duration::from_millis(300);
 async fn server() -> Server {
     let says = Some("</think>\n\none two three four five six seven eight nine ten.");
     let delay = Duration::from_millis(3);
-    let door = |door: &mut moestro::http::Door| door.models.keep(Times { request: Some(LIMIT), ..Times::default() });
-    Setup { says, delay, door, ..Setup::default() }.start().await
+    let configure = |state: &mut moestro::http::ServerState| {
+        state.models.set_timeouts(HostTimeouts { request: Some(LIMIT), ..HostTimeouts::default() })
+    };
+    Setup { says, delay, configure, ..Setup::default() }.start().await
 }
 
 fn asked(n: usize, stream: bool) -> [(&'static str, Value); 2] {

@@ -8,7 +8,7 @@ use super::{
 use moestro::{
     chat::{Template, Tokenizer, grammar::Grammars},
     engine::{self, Options, Sampling, mock::MockModel},
-    http::{App, Door, Listed, Loaded, Loader, ModelCard, Stage, Times},
+    http::{HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, ServerState},
     metrics::Metrics,
 };
 use serde_json::{Value, json};
@@ -49,13 +49,13 @@ impl Aviary {
 /// `self` in an `Arc`, which goes on in the closures that unload.
 struct Keeper(Arc<Aviary>);
 
-impl Loader for Keeper {
-    fn list(&self) -> Vec<Listed> {
-        let listed = |id: &str| Listed { id: id.into(), created: SystemTime::UNIX_EPOCH };
+impl ModelLoader for Keeper {
+    fn list(&self) -> Vec<ModelEntry> {
+        let listed = |id: &str| ModelEntry { id: id.into(), created: SystemTime::UNIX_EPOCH };
         ["first", "org/second", "broken"].map(listed).into()
     }
 
-    fn load(&self, id: &str) -> Result<Loaded, String> {
+    fn load(&self, id: &str) -> Result<HostedModel, String> {
         thread::sleep(if id == "first" { Duration::ZERO } else { self.0.slow });
         if id == "broken" {
             return Err("its shards do not fit together".into());
@@ -67,7 +67,7 @@ impl Loader for Keeper {
         let mock = MockModel { vocab: VOCAB, context: 512, chunk: 32, eos: EOS, answer, delay, ..MockModel::default() };
         let options = Options { eos: vec![EOS], ..Options::default() };
         let (engine, worker) = engine::spawn(mock, options, Metrics::new("0", "cpu")).unwrap();
-        let app = App {
+        let app = LoadedModel {
             engine,
             grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
             tokenizer,
@@ -83,30 +83,30 @@ impl Loader for Keeper {
             thread::sleep(aviary.lingering);
             aviary.note(format!("unload {name}"));
         };
-        Ok(Loaded { id: id.into(), app, unload: Box::new(unload) })
+        Ok(HostedModel { id: id.into(), model: app, unload: Box::new(unload) })
     }
 
-    fn forget_prompts(&self) -> Result<(), String> {
+    fn clear_prompt_caches(&self) -> Result<(), String> {
         self.0.note("forget".into());
         Ok(())
     }
 }
 
 /// A server with the aviary, `first` loaded.
-async fn server(aviary: Aviary, times: Times) -> (Arc<Aviary>, Server) {
+async fn server(aviary: Aviary, times: HostTimeouts) -> (Arc<Aviary>, Server) {
     let aviary = Arc::new(aviary);
     let keeper = Arc::new(Keeper(aviary.clone()));
     let first = keeper.load("first").unwrap();
-    let door = move |door: &mut Door| {
-        door.models = Stage::new(keeper, times, 8);
-        door.models.enter(first);
+    let configure = move |state: &mut ServerState| {
+        state.models = ModelHost::new(keeper, times, 8);
+        state.models.install(first);
     };
     let setup = Setup { loading: true, ..Setup::default() };
-    (aviary, setup.start_with(door).await)
+    (aviary, setup.start_with(configure).await)
 }
 
-fn times() -> Times {
-    Times { linger: milliseconds(50), ..Times::default() }
+fn times() -> HostTimeouts {
+    HostTimeouts { linger: milliseconds(50), ..HostTimeouts::default() }
 }
 
 fn ask(model: &str) -> Value {
@@ -176,7 +176,7 @@ async fn a_stream_that_waits_is_kept_alive_and_one_that_leaves_loads_nothing() {
 async fn waiting_for_a_model_is_part_of_a_requests_time() {
     let request = Some(milliseconds(200));
     let (_, server) =
-        server(Aviary { slow: milliseconds(900), ..Aviary::default() }, Times { request, ..times() }).await;
+        server(Aviary { slow: milliseconds(900), ..Aviary::default() }, HostTimeouts { request, ..times() }).await;
     let begun = Instant::now();
     let answer = server.post(CHAT, &ask("second")).await;
     assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (504, json!("timeout")));
@@ -190,7 +190,7 @@ async fn waiting_for_a_model_is_part_of_a_requests_time() {
 /// Asks `first` for `n` answers of 150 KB and hardly reads until `second` has been heard, which must not take long. Returns
 /// the rest up to `end`.
 async fn reads_slowly(n: usize, patience: Duration, end: &str) -> String {
-    let (aviary, server) = server(Aviary::default(), Times { patience, ..times() }).await;
+    let (aviary, server) = server(Aviary::default(), HostTimeouts { patience, ..times() }).await;
     let prompt: Vec<u32> = (5..355).collect();
     let body = json!({"model": "first", "prompt": prompt, "echo": true, "logprobs": 20, "max_tokens": 4, "n": n,
                       "stream": true})
@@ -200,7 +200,7 @@ async fn reads_slowly(n: usize, patience: Duration, end: &str) -> String {
     let slow = socket.connect(server.address).await.unwrap();
     write(&slow, head("/v1/completions", body.len()).as_bytes()).await;
     write(&slow, body.as_bytes()).await;
-    while server.door.models.app().unwrap().engine.load() == (0, 0) {
+    while server.state.models.model().unwrap().engine.load() == (0, 0) {
         tokio::time::sleep(milliseconds(5)).await;
     }
     let told = tokio::time::timeout(Duration::from_secs(5), told(&server, "second"));
@@ -252,7 +252,7 @@ async fn what_cannot_be_loaded_is_said_and_the_next_one_is_loaded() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_clients_in_turn_do_not_reload_each_time() {
     let (patience, linger) = (milliseconds(600), milliseconds(200));
-    let (aviary, server) = server(Aviary::default(), Times { patience, linger, ..times() }).await;
+    let (aviary, server) = server(Aviary::default(), HostTimeouts { patience, linger, ..times() }).await;
     let server = Arc::new(server);
     let begun = Instant::now();
     let client = |model: &'static str, count: usize| {
@@ -276,7 +276,7 @@ async fn two_clients_in_turn_do_not_reload_each_time() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn somebody_who_has_waited_long_enough_comes_next() {
-    let (_, server) = server(Aviary::default(), Times { patience: milliseconds(300), ..times() }).await;
+    let (_, server) = server(Aviary::default(), HostTimeouts { patience: milliseconds(300), ..times() }).await;
     let server = Arc::new(server);
     let busy = {
         let server = server.clone();
@@ -297,7 +297,7 @@ async fn somebody_who_has_waited_long_enough_comes_next() {
 #[tokio::test(flavor = "multi_thread")]
 async fn nobody_asks_and_it_goes() {
     let keep_alive = Some(milliseconds(300));
-    let (aviary, server) = server(Aviary::default(), Times { keep_alive, ..times() }).await;
+    let (aviary, server) = server(Aviary::default(), HostTimeouts { keep_alive, ..times() }).await;
     assert_eq!(told(&server, "first").await, "I am first.");
     tokio::time::sleep(milliseconds(100)).await;
     assert_eq!(aviary.log(), ["load first"]);
@@ -327,7 +327,7 @@ async fn a_model_can_be_told_to_go() {
 async fn prompts_are_forgotten_when_the_model_that_goes_is_gone() {
     let (aviary, server) = server(Aviary { lingering: milliseconds(200), ..Aviary::default() }, times()).await;
     assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
-    while server.door.models.app().is_some() {
+    while server.state.models.model().is_some() {
         tokio::time::sleep(milliseconds(5)).await;
     }
     assert_eq!(server.send("DELETE", "/prompt_cache", &[], None).await.status, 204);
@@ -341,7 +341,7 @@ async fn who_waits_for_a_model_when_the_server_goes_is_told() {
     let waiting = server.post(CHAT, &body);
     let stop = async {
         tokio::time::sleep(milliseconds(150)).await;
-        server.door.close();
+        server.state.shut_down();
     };
     let (answer, ()) = tokio::join!(waiting, stop);
     assert_eq!(answer.status, 503);

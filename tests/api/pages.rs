@@ -1,15 +1,16 @@
 //! Web pages: what one of another origin sends to a server on a loopback address, and a name that was made to point there.
 
 use super::server::{Server, Setup};
-use moestro::http::Guard;
+use moestro::http::OriginPolicy;
 
 const CHAT: &str = "/v1/chat/completions";
 const BODY: &[u8] = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
 
 async fn guarded() -> Server {
     let says = Some("</think>\n\nHello.");
-    let door = |door: &mut moestro::http::Door| door.guard = Guard::new([127, 0, 0, 1].into(), &[], None);
-    Setup { says, door, ..Setup::default() }.start().await
+    let configure =
+        |state: &mut moestro::http::ServerState| state.origins = OriginPolicy::new([127, 0, 0, 1].into(), &[], None);
+    Setup { says, configure, ..Setup::default() }.start().await
 }
 
 async fn status(server: &Server, path: &str, headers: &[(&str, &str)]) -> (u16, String) {

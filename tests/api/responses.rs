@@ -1,7 +1,7 @@
 //! `/v1/responses`.
 
 use super::server::{Server, Setup};
-use moestro::http::Door;
+use moestro::http::ServerState;
 use serde_json::{Value, json};
 
 const PATH: &str = "/v1/responses";
@@ -300,8 +300,8 @@ async fn a_stream_says_how_far_the_prompt_is_if_asked() {
 #[tokio::test]
 async fn what_is_sent_back_counts_as_memory_again() {
     // Once it fits into the requests' memory; with its translation and the answer that tells it again it does not.
-    let door = |door: &mut Door| door.budget.plan(12 << 20);
-    let server = Setup { says: Some(THINKS), door, ..Setup::default() }.start().await;
+    let configure = |state: &mut ServerState| state.memory.plan(12 << 20);
+    let server = Setup { says: Some(THINKS), configure, ..Setup::default() }.start().await;
     let body = |bytes: usize| with(question(), json!({"user": "x".repeat(bytes)}));
     let refused = server.post(PATH, &body(1_200_000)).await;
     assert_eq!((refused.status, refused.json().await["error"]["code"].clone()), (413, json!("request_too_large")));

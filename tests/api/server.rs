@@ -6,7 +6,7 @@
 use moestro::{
     chat::{Template, Tokenizer, grammar::Grammars},
     engine::{self, Handle, Options, Sampling, Speculate, Storage, mock::MockModel},
-    http::{self, App, Door, ModelCard},
+    http::{self, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
 };
 use serde_json::json;
@@ -41,7 +41,7 @@ pub struct Setup {
     /// Leave the door without a model.
     pub loading: bool,
     /// Further changes to the door.
-    pub door: fn(&mut Door),
+    pub configure: fn(&mut ServerState),
 }
 
 impl Default for Setup {
@@ -59,7 +59,7 @@ impl Default for Setup {
             grace: Duration::from_secs(5),
             prompts: None,
             loading: false,
-            door: |_| (),
+            configure: |_| (),
         }
     }
 }
@@ -69,7 +69,7 @@ pub struct Server {
     pub engine: Handle,
     pub tokenizer: Arc<Tokenizer>,
     pub metrics: Arc<Metrics>,
-    pub door: Arc<Door>,
+    pub state: Arc<ServerState>,
     mock: MockModel,
     shutdown: Option<oneshot::Sender<()>>,
     serving: JoinHandle<std::io::Result<()>>,
@@ -127,7 +127,7 @@ impl Setup {
     }
 
     /// The same, with something done to the door before anybody comes.
-    pub async fn start_with(self, prepare: impl FnOnce(&mut Door)) -> Server {
+    pub async fn start_with(self, prepare: impl FnOnce(&mut ServerState)) -> Server {
         let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
         let ids = |text: &str| tokenizer.encode(text).unwrap();
         let mock = MockModel {
@@ -152,12 +152,12 @@ impl Setup {
         };
         let (engine, _worker) = engine::spawn(mock.clone(), options, metrics.clone()).unwrap();
         let cors = self.cors.map(|origin| origin.parse().unwrap());
-        let mut door = Door::new(metrics.clone(), self.api_key.map(str::to_owned), cors);
-        (self.door)(&mut door);
-        prepare(&mut door);
-        let door = Arc::new(door);
+        let mut state = ServerState::new(metrics.clone(), self.api_key.map(str::to_owned), cors);
+        (self.configure)(&mut state);
+        prepare(&mut state);
+        let state = Arc::new(state);
         if !self.loading {
-            door.open(App {
+            state.serve_model(LoadedModel {
                 engine: engine.clone(),
                 tokenizer: tokenizer.clone(),
                 grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
@@ -177,7 +177,7 @@ impl Setup {
         let address = listener.local_addr().unwrap();
         let (sender, receiver) = oneshot::channel::<()>();
         let shutdown = async move { drop(receiver.await) };
-        let serving = tokio::spawn(http::serve(listener, door.clone(), shutdown));
-        Server { address, engine, tokenizer, metrics, door, mock, shutdown: Some(sender), serving }
+        let serving = tokio::spawn(http::serve(listener, state.clone(), shutdown));
+        Server { address, engine, tokenizer, metrics, state, mock, shutdown: Some(sender), serving }
     }
 }

@@ -1,28 +1,29 @@
-//! Names of models, and the model that a request means.
+//! Names of models, and the model that a name in a request stands for.
 
 use std::time::SystemTime;
 
 /// A model on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Listed {
-    /// `org/name` from the hub, else a name.
+pub struct ModelEntry {
+    /// `org/name` for a model from the hub, else a name.
     pub id: String,
     pub created: SystemTime,
 }
 
-/// True if `asked` means the model `id`: by its whole name, or by the last part of it if one of the two has no more.
-pub fn means(asked: &str, id: &str) -> bool {
-    asked.eq_ignore_ascii_case(id)
-        || last(asked).eq_ignore_ascii_case(last(id)) && asked.contains('/') != id.contains('/')
+/// True if the requested name stands for the model `id`. Either the names are equal, or one of them has no organisation
+/// and their last parts are equal. Case is ignored.
+pub fn matches(requested: &str, id: &str) -> bool {
+    requested.eq_ignore_ascii_case(id)
+        || base_name(requested).eq_ignore_ascii_case(base_name(id)) && requested.contains('/') != id.contains('/')
 }
 
-/// The model that is meant, if it is listed.
-pub fn find(asked: &str, listed: &[Listed]) -> Option<String> {
-    let exact = listed.iter().find(|model| model.id.eq_ignore_ascii_case(asked));
-    exact.or_else(|| listed.iter().find(|model| means(asked, &model.id))).map(|model| model.id.clone())
+/// Id of the model that the requested name stands for. An exact match wins over a match without organisation.
+pub fn find(requested: &str, entries: &[ModelEntry]) -> Option<String> {
+    let exact = entries.iter().find(|entry| entry.id.eq_ignore_ascii_case(requested));
+    exact.or_else(|| entries.iter().find(|entry| matches(requested, &entry.id))).map(|entry| entry.id.clone())
 }
 
-fn last(id: &str) -> &str {
+fn base_name(id: &str) -> &str {
     id.rsplit('/').next().unwrap_or(id)
 }
 
@@ -31,21 +32,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_organisation_may_be_left_out_or_added() {
-        for asked in ["org/Name", "ORG/name", "name", "Name"] {
-            assert!(means(asked, "org/Name"), "{asked}");
+    fn organisation_is_optional_on_one_side() {
+        for requested in ["org/Name", "ORG/name", "name", "Name"] {
+            assert!(matches(requested, "org/Name"), "{requested}");
         }
-        assert!(means("org/name", "name"));
-        for asked in ["other/name", "org", "org/name-2", "", "a/org/name"] {
-            assert!(!means(asked, "org/name"), "{asked}");
+        assert!(matches("org/name", "name"));
+        for requested in ["other/name", "org", "org/name-2", "", "a/org/name"] {
+            assert!(!matches(requested, "org/name"), "{requested}");
         }
     }
 
     #[test]
-    fn a_whole_name_comes_before_a_part_of_one() {
-        let listed = ["a/x", "x", "b/y"].map(|id| Listed { id: id.into(), created: SystemTime::UNIX_EPOCH });
-        assert_eq!(find("X", &listed).as_deref(), Some("x"));
-        assert_eq!(find("y", &listed).as_deref(), Some("b/y"));
-        assert_eq!(find("c/y", &listed), None);
+    fn exact_name_wins_over_base_name() {
+        let entries = ["a/x", "x", "b/y"].map(|id| ModelEntry { id: id.into(), created: SystemTime::UNIX_EPOCH });
+        assert_eq!(find("X", &entries).as_deref(), Some("x"));
+        assert_eq!(find("y", &entries).as_deref(), Some("b/y"));
+        assert_eq!(find("c/y", &entries), None);
     }
 }

@@ -1,0 +1,5 @@
+//! Anthropic's API.
+
+pub mod answer;
+pub mod messages;
+pub mod request;

@@ -1,0 +1,69 @@
+//! API key check: a request without the right key gets 401.
+
+use crate::http::{errors::ApiError, routes, state::ServerState};
+use axum::{
+    extract::{Query, Request, State},
+    http::{HeaderMap, HeaderValue, header},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use std::{hint::black_box, sync::Arc};
+
+/// Refuses a request without the key, unless its path is public.
+pub async fn require_key(State(state): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
+    match routes::is_public(request.uri().path()) || is_authorized(&state, &request) {
+        true => next.run(request).await,
+        false => ApiError::unauthorized().into_response(),
+    }
+}
+
+/// True if the request has the key, or no key is set.
+pub fn is_authorized(state: &ServerState, request: &Request) -> bool {
+    state.api_key().is_none_or(|key| keys(request).iter().any(|given| equals(given, key.as_bytes())))
+}
+
+/// All keys in a request: `Authorization` (OpenAI clients), `x-api-key` (Anthropic), `?key=` (Google).
+fn keys(request: &Request) -> Vec<Vec<u8>> {
+    let header = request.headers().get("x-api-key").map(HeaderValue::as_bytes);
+    let query = Query::<Vec<(String, String)>>::try_from_uri(request.uri()).unwrap_or_default().0;
+    let query = query.into_iter().filter(|(name, _)| name == "key").map(|(_, key)| key.into_bytes());
+    bearer_token(request.headers()).into_iter().chain(header).map(<[u8]>::to_vec).chain(query).collect()
+}
+
+/// The token of `Authorization: Bearer TOKEN`.
+fn bearer_token(headers: &HeaderMap) -> Option<&[u8]> {
+    let (scheme, token) = headers.get(header::AUTHORIZATION)?.as_bytes().split_at_checked(7)?;
+    scheme.eq_ignore_ascii_case(b"bearer ").then(|| token.trim_ascii())
+}
+
+/// Compares in a time that does not depend on how many bytes are equal.
+fn equals(given: &[u8], key: &[u8]) -> bool {
+    let bytes = given.iter().zip(key);
+    bytes.fold(given.len() ^ key.len(), |differences, (a, b)| black_box(differences | usize::from(a ^ b))) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_equal_only_as_a_whole() {
+        assert!(equals(b"secret", b"secret"));
+        for wrong in [&b"secre"[..], b"secrets", b"Secret", b"", b"\0\0\0\0\0\0"] {
+            assert!(!equals(wrong, b"secret"));
+        }
+    }
+
+    #[test]
+    fn bearer_scheme_ignores_case() {
+        let token = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::AUTHORIZATION, value.parse().unwrap());
+            bearer_token(&headers).map(<[u8]>::to_vec)
+        };
+        assert_eq!(token("Bearer abc"), Some(b"abc".to_vec()));
+        assert_eq!(token("bearer  abc "), Some(b"abc".to_vec()));
+        assert_eq!(token("Basic abc"), None);
+        assert_eq!(token("abc"), None);
+    }
+}

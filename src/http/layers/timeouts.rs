@@ -1,0 +1,36 @@
+//! Timeouts of connections, and the deadline of a request.
+
+use crate::{error::EngineError, http::errors::ApiError};
+use std::{
+    future::Future,
+    time::{Duration, Instant},
+};
+use tokio::time::timeout_at;
+
+/// How long a client may be silent.
+#[derive(Debug, Clone, Copy)]
+pub struct Timeouts {
+    /// Limit for the whole head of a request, and for the pause between two requests.
+    pub head: Duration,
+    /// The same for a connection in a reserved slot.
+    pub reserved: Duration,
+    /// Longest pause within a body. The whole body may take twice this, plus one second per 32 KiB.
+    pub body: Duration,
+    /// A client that reads nothing of its response for this long is disconnected.
+    pub write: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self { head: seconds(30), reserved: seconds(2), body: seconds(10), write: seconds(30) }
+    }
+}
+
+/// Runs `work`; returns `TimedOut` if the deadline passes first.
+pub async fn with_deadline<T>(deadline: Option<Instant>, work: impl Future<Output = T>) -> Result<T, ApiError> {
+    match deadline {
+        Some(deadline) => timeout_at(deadline.into(), work).await.map_err(|_| EngineError::TimedOut.into()),
+        None => Ok(work.await),
+    }
+}

@@ -1,0 +1,288 @@
+//! Loads and unloads models, one at a time, because there may not be memory for two.
+//!
+//! A request that names another model waits until that model is loaded. Requests are admitted in order of arrival, model
+//! by model: the resident model stays while requests use it, until a request for another model has waited for
+//! [`HostTimeouts::patience`]. From then on new requests for the resident model wait, too.
+
+use super::{
+    host_state::{HostState, HostTimeouts, NextStep, POLL_WITH_WAITERS, ResidentModel, Waiter},
+    lease::ModelLease,
+    loaded::LoadedModel,
+    loader::{HostedModel, ModelLoader},
+    names::{ModelEntry, find, matches},
+};
+use crate::{error::EngineError, http::errors::ApiError};
+use parking_lot::Mutex;
+use std::{
+    future::Future,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::{
+    sync::{self, Notify, OwnedMutexGuard, oneshot},
+    task::spawn_blocking,
+};
+
+/// Time after which the list of models is read from disk again.
+const LIST_MAX_AGE: Duration = Duration::from_secs(5);
+
+/// The list of models and when it was read.
+type CachedList = (Instant, Arc<Vec<ModelEntry>>);
+
+#[derive(Default)]
+pub struct ModelHost {
+    loader: Option<Arc<dyn ModelLoader>>,
+    timeouts: Mutex<HostTimeouts>,
+    max_waiters: usize,
+    state: Mutex<HostState>,
+    /// Held while a model unloads and while prompt caches are cleared. A model writes its prompt cache as it unloads;
+    /// that write must not follow the clearing.
+    unloading: Arc<sync::Mutex<()>>,
+    /// Wakes [`ModelHost::run`].
+    changed: Notify,
+    /// Held while the list is read, so that concurrent requests share one read.
+    list: Arc<sync::Mutex<Option<CachedList>>>,
+}
+
+impl ModelHost {
+    pub fn new(loader: Arc<dyn ModelLoader>, timeouts: HostTimeouts, max_waiters: usize) -> Self {
+        Self { loader: Some(loader), timeouts: Mutex::new(timeouts), max_waiters, ..Self::default() }
+    }
+
+    pub fn set_timeouts(&self, timeouts: HostTimeouts) {
+        *self.timeouts.lock() = timeouts;
+        self.changed.notify_one();
+    }
+
+    pub fn timeouts(&self) -> HostTimeouts {
+        *self.timeouts.lock()
+    }
+
+    /// Makes a model resident.
+    pub fn install(&self, hosted: HostedModel) {
+        let mut state = self.state.lock();
+        if state.is_shutting_down {
+            hosted.model.engine.drain();
+        }
+        state.install(hosted);
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Sets the model that is loaded for the first request that names no known model.
+    pub fn set_default(&self, id: &str) {
+        self.state.lock().last_loaded = Some(id.into());
+    }
+
+    /// The model in memory.
+    pub fn model(&self) -> Option<Arc<LoadedModel>> {
+        self.state.lock().resident.as_ref().map(|resident| resident.model.clone())
+    }
+
+    /// Id of the model in memory.
+    pub fn loaded_id(&self) -> Option<String> {
+        self.state.lock().resident.as_ref().map(|resident| resident.id.clone())
+    }
+
+    /// Id of the model that a request without a name gets: the one being loaded, else the last one loaded.
+    pub fn current_id(&self) -> Option<String> {
+        let state = self.state.lock();
+        state.loading.clone().or_else(|| state.last_loaded.clone())
+    }
+
+    /// True once a model was loaded or named: from then on requests are accepted.
+    pub fn is_open(&self) -> bool {
+        self.state.lock().last_loaded.is_some()
+    }
+
+    /// The models on this machine, read from disk at most every five seconds.
+    pub async fn list(&self) -> Arc<Vec<ModelEntry>> {
+        let Some(loader) = self.loader.clone() else { return Arc::default() };
+        let mut cached = self.list.clone().lock_owned().await;
+        if let Some((at, list)) = &*cached
+            && at.elapsed() < LIST_MAX_AGE
+        {
+            return list.clone();
+        }
+        // A blocking task: it finishes even if its client disconnects, and the next request uses its result.
+        let read = move || {
+            let list = Arc::new(loader.list());
+            *cached = Some((Instant::now(), list.clone()));
+            list
+        };
+        spawn_blocking(read).await.unwrap_or_default()
+    }
+
+    /// Clears the prompt cache of the resident model and those of all other models on disk.
+    pub async fn clear_prompt_caches(&self) -> Result<(), ApiError> {
+        let _no_unload = self.unloading.lock().await;
+        let cleared = match self.loader.clone() {
+            Some(loader) => spawn_blocking(move || loader.clear_prompt_caches()).await.unwrap_or(Ok(())),
+            None => Ok(()),
+        };
+        // The resident model clears last: it also deletes what it wrote in the meantime.
+        if let Some(model) = self.model() {
+            model.engine.clear_prompt_cache();
+        }
+        cleared.map_err(|error| ApiError::failed(&error))
+    }
+
+    /// A lease of the requested model. An unknown name stands for the current model.
+    pub async fn lease(&self, requested: Option<&str>) -> Result<ModelLease, ApiError> {
+        let last_loaded = self.state.lock().last_loaded.clone();
+        let known = match (requested, last_loaded) {
+            (Some(requested), Some(last)) if matches(requested, &last) => Some(last),
+            (Some(requested), _) => find(requested, &self.list().await),
+            (None, _) => None,
+        };
+        let mut state = self.state.lock();
+        if state.is_shutting_down {
+            return Err(ApiError::from(EngineError::Draining));
+        }
+        let current = state.loading.as_ref().or(state.last_loaded.as_ref());
+        let Some(model_id) = known.as_ref().or(current).filter(|_| current.is_some()).cloned() else {
+            return Err(ApiError::loading());
+        };
+        if let Some(model) = state.admit(&model_id, self.timeouts().patience) {
+            return Ok(ModelLease::Ready(model));
+        }
+        if state.waiters.len() > self.max_waiters {
+            return Err(ApiError::from(EngineError::QueueFull));
+        }
+        let (reply, receiver) = oneshot::channel();
+        state.waiters.push_back(Waiter { model_id, since: Instant::now(), reply });
+        drop(state);
+        self.changed.notify_one();
+        Ok(ModelLease::Waiting(receiver))
+    }
+
+    /// Unloads the resident model as soon as it is idle, if the name stands for it.
+    pub fn unload(&self, name: &str) -> bool {
+        let mut state = self.state.lock();
+        let Some(resident) = state.resident.as_mut().filter(|resident| matches(name, &resident.id)) else {
+            return false;
+        };
+        resident.unload_when_idle = true;
+        drop(state);
+        self.changed.notify_one();
+        true
+    }
+
+    /// Refuses new and waiting requests. Requests in progress finish within the engine's grace period.
+    pub fn shut_down(&self) {
+        let mut state = self.state.lock();
+        state.is_shutting_down = true;
+        for waiter in state.waiters.drain(..) {
+            let _ = waiter.reply.send(Err(ApiError::from(EngineError::Draining)));
+        }
+        if let Some(resident) = &state.resident {
+            resident.model.engine.drain();
+        }
+    }
+
+    pub fn is_idle(&self) -> bool {
+        let state = self.state.lock();
+        let is_busy = |resident: &ResidentModel| resident.model.engine.load() != (0, 0);
+        state.waiters.is_empty() && !state.resident.as_ref().is_some_and(is_busy)
+    }
+
+    /// Unloads the resident model and waits until its memory is free.
+    pub fn unload_now(&self) -> impl Future<Output = ()> + use<> {
+        let resident = self.state.lock().resident.take();
+        async move {
+            if let Some(resident) = resident {
+                let _ = spawn_blocking(move || resident.unload()).await;
+            }
+        }
+    }
+
+    /// Loads requested models and unloads idle ones. Never returns.
+    pub async fn run(&self) {
+        loop {
+            let (step, replaced) = {
+                let mut state = self.state.lock();
+                match (state.next_step(&self.timeouts()), self.unloading.clone().try_lock_owned()) {
+                    (NextStep::Wait(limit), _) => (NextStep::Wait(limit), None),
+                    (_, Err(_)) => (NextStep::Wait(Some(POLL_WITH_WAITERS)), None),
+                    (step, Ok(guard)) => {
+                        if let NextStep::Load(id) = &step {
+                            state.loading = Some(id.clone());
+                        }
+                        (step, state.resident.take().map(|resident| (resident, guard)))
+                    }
+                }
+            };
+            match step {
+                NextStep::Wait(None) => self.changed.notified().await,
+                NextStep::Wait(Some(limit)) => {
+                    let _ = tokio::time::timeout(limit, self.changed.notified()).await;
+                }
+                NextStep::Unload => {
+                    tracing::info!("unloading the idle model");
+                    let _ = spawn_blocking(move || replaced.map(|(resident, _guard)| resident.unload())).await;
+                }
+                NextStep::Load(id) => self.load(replaced, id).await,
+            }
+        }
+    }
+
+    async fn load(&self, replaced: Option<(ResidentModel, OwnedMutexGuard<()>)>, id: String) {
+        let (requested, loader) = (id.clone(), self.loader.clone());
+        let loaded = spawn_blocking(move || {
+            if let Some((resident, guard)) = replaced {
+                resident.unload();
+                drop(guard);
+            }
+            loader.map_or_else(|| Err("this server cannot load models".into()), |loader| loader.load(&requested))
+        });
+        let loaded = loaded.await.unwrap_or_else(|panic| Err(panic.to_string()));
+        let mut state = self.state.lock();
+        state.loading = None;
+        match loaded {
+            Ok(hosted) if state.is_shutting_down => hosted.model.engine.drain(),
+            Ok(hosted) => state.install(hosted),
+            Err(why) => {
+                tracing::error!(model = id, why, "cannot load model");
+                state.fail_waiters(&id, &why);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{
+        atomic::{AtomicUsize, Ordering::Relaxed},
+        mpsc,
+    };
+
+    /// Counts calls of `list`, which return when the sender is dropped.
+    struct SlowLoader {
+        lists: Arc<AtomicUsize>,
+        release: Mutex<mpsc::Receiver<()>>,
+    }
+
+    impl ModelLoader for SlowLoader {
+        fn list(&self) -> Vec<ModelEntry> {
+            self.lists.fetch_add(1, Relaxed);
+            let _ = self.release.lock().recv();
+            Vec::new()
+        }
+
+        fn load(&self, _: &str) -> Result<HostedModel, String> {
+            Err("there is none".into())
+        }
+    }
+
+    #[tokio::test]
+    async fn concurrent_and_cancelled_lists_read_once() {
+        let (lists, (release, wait)) = (Arc::new(AtomicUsize::new(0)), mpsc::channel());
+        let loader = SlowLoader { lists: lists.clone(), release: Mutex::new(wait) };
+        let host = ModelHost::new(Arc::new(loader), HostTimeouts::default(), 1);
+        let cancelled = tokio::time::timeout(Duration::from_millis(5), host.list()).await;
+        assert!(cancelled.is_err());
+        tokio::join!(host.list(), host.list(), async { drop(release) });
+        assert_eq!(lists.load(Relaxed), 1);
+    }
+}

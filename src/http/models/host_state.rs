@@ -1,0 +1,193 @@
+//! Which model is loaded, which requests wait for one, and what to do next.
+//!
+//! At most one model is in memory. [`HostState::next_step`] depends only on this state and the clock.
+
+use super::{loaded::LoadedModel, loader::HostedModel};
+use crate::http::errors::ApiError;
+use std::{
+    collections::VecDeque,
+    mem,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::sync::oneshot;
+
+/// How often to check whether a busy model is idle while another request waits to replace it.
+pub const POLL_WITH_WAITERS: Duration = Duration::from_millis(20);
+/// The same when no request waits.
+pub const POLL_WITHOUT_WAITERS: Duration = Duration::from_secs(1);
+
+/// How long a model stays in memory, and how long a request may take.
+#[derive(Debug, Clone, Copy)]
+pub struct HostTimeouts {
+    /// Limit of a request from its arrival to the end of its answer, waiting included.
+    pub request: Option<Duration>,
+    /// Unload a model that no request has used for this long.
+    pub keep_alive: Option<Duration>,
+    /// A request that waits this long for another model stops new requests for the resident one.
+    pub patience: Duration,
+    /// Keep an idle model this long before replacing it, because its client may ask again.
+    pub linger: Duration,
+}
+
+impl Default for HostTimeouts {
+    fn default() -> Self {
+        Self { request: None, keep_alive: None, patience: Duration::from_secs(30), linger: Duration::from_secs(1) }
+    }
+}
+
+#[derive(Default)]
+pub struct HostState {
+    pub resident: Option<ResidentModel>,
+    /// Id of the model being loaded.
+    pub loading: Option<String>,
+    /// Id of the last model that was loaded. A request that names an unknown model gets this one.
+    pub last_loaded: Option<String>,
+    /// Requests for models that are not loaded, oldest first.
+    pub waiters: VecDeque<Waiter>,
+    pub is_shutting_down: bool,
+}
+
+/// The model in memory.
+pub struct ResidentModel {
+    pub id: String,
+    pub model: Arc<LoadedModel>,
+    /// Frees the memory. Blocks until it is done.
+    unload: Box<dyn FnOnce() + Send>,
+    /// Last time a request used the model.
+    last_used: Instant,
+    /// Unload as soon as the model is idle.
+    pub unload_when_idle: bool,
+    last_polled: Instant,
+    /// Total time spent waiting for clients that do not read their answers. Limited to [`HostTimeouts::patience`], so
+    /// that one slow client cannot block every request for another model.
+    slow_client_wait: Duration,
+}
+
+/// A request that waits for a model to be loaded.
+pub struct Waiter {
+    pub model_id: String,
+    pub since: Instant,
+    pub reply: oneshot::Sender<Result<Arc<LoadedModel>, ApiError>>,
+}
+
+/// What the host does next.
+#[derive(Debug, PartialEq)]
+pub enum NextStep {
+    /// Unload the resident model, if any, then load this one.
+    Load(String),
+    Unload,
+    /// Wait for a change, at most this long if a duration is given.
+    Wait(Option<Duration>),
+}
+
+impl ResidentModel {
+    fn new(hosted: HostedModel) -> Self {
+        let HostedModel { id, model, unload } = hosted;
+        let now = Instant::now();
+        Self {
+            id,
+            model: Arc::new(model),
+            unload,
+            last_used: now,
+            unload_when_idle: false,
+            last_polled: now,
+            slow_client_wait: Duration::ZERO,
+        }
+    }
+
+    /// Frees the model. Blocks until the last request has dropped it.
+    pub fn unload(self) {
+        drop(self.model);
+        (self.unload)();
+    }
+
+    /// True if a request uses the model, or will queue the next of several generations (it holds a weak reference).
+    /// All waits for such requests together are limited to `patience`.
+    fn is_busy(&mut self, patience: Duration) -> bool {
+        let since = mem::replace(&mut self.last_polled, Instant::now());
+        if Arc::strong_count(&self.model) > 1 || self.model.engine.load() != (0, 0) {
+            return true;
+        }
+        if Arc::weak_count(&self.model) == 0 {
+            self.slow_client_wait = Duration::ZERO;
+            return false;
+        }
+        self.slow_client_wait += since.elapsed().min(POLL_WITHOUT_WAITERS);
+        self.slow_client_wait < patience
+    }
+}
+
+impl HostState {
+    /// Makes a model resident and hands it to the requests that wait for it.
+    pub fn install(&mut self, hosted: HostedModel) {
+        let resident = ResidentModel::new(hosted);
+        for waiter in self.take_waiters(&resident.id) {
+            let _ = waiter.reply.send(Ok(resident.model.clone()));
+        }
+        self.last_loaded = Some(resident.id.clone());
+        self.resident = Some(resident);
+    }
+
+    /// Fails the requests that wait for a model that cannot be loaded.
+    pub fn fail_waiters(&mut self, id: &str, why: &str) {
+        for waiter in self.take_waiters(id) {
+            let _ = waiter.reply.send(Err(ApiError::not_loaded(id, why)));
+        }
+    }
+
+    fn take_waiters(&mut self, id: &str) -> Vec<Waiter> {
+        let (taken, kept) = self.waiters.drain(..).partition(|waiter: &Waiter| waiter.model_id == id);
+        self.waiters = kept;
+        taken.into()
+    }
+
+    /// The resident model, if it has this id and no request has waited too long for another one.
+    pub fn admit(&mut self, id: &str, patience: Duration) -> Option<Arc<LoadedModel>> {
+        self.drop_disconnected();
+        let is_overdue = self.waiters.front().is_some_and(|waiter| waiter.since.elapsed() >= patience);
+        let resident = self.resident.as_mut()?;
+        if resident.id != id || resident.unload_when_idle || is_overdue {
+            return None;
+        }
+        resident.last_used = Instant::now();
+        Some(resident.model.clone())
+    }
+
+    /// Removes waiters whose client has disconnected.
+    fn drop_disconnected(&mut self) {
+        self.waiters.retain(|waiter| !waiter.reply.is_closed());
+    }
+
+    pub fn next_step(&mut self, timeouts: &HostTimeouts) -> NextStep {
+        self.drop_disconnected();
+        let first = self.waiters.front();
+        if self.is_shutting_down {
+            return NextStep::Wait(None);
+        }
+        let Some(resident) = &mut self.resident else {
+            return first.map_or(NextStep::Wait(None), |waiter| NextStep::Load(waiter.model_id.clone()));
+        };
+        if resident.is_busy(timeouts.patience) {
+            resident.last_used = Instant::now();
+            return NextStep::Wait(match first {
+                _ if resident.unload_when_idle => Some(POLL_WITH_WAITERS),
+                Some(_) => Some(POLL_WITH_WAITERS),
+                None => timeouts.keep_alive.map(|_| POLL_WITHOUT_WAITERS),
+            });
+        }
+        if resident.unload_when_idle {
+            return NextStep::Unload;
+        }
+        let idle = resident.last_used.elapsed();
+        match (first, timeouts.keep_alive) {
+            (Some(waiter), _) if idle >= timeouts.linger || waiter.since.elapsed() >= timeouts.patience => {
+                NextStep::Load(waiter.model_id.clone())
+            }
+            (Some(_), _) => NextStep::Wait(Some(POLL_WITH_WAITERS)),
+            (None, Some(limit)) if idle >= limit => NextStep::Unload,
+            (None, Some(limit)) => NextStep::Wait(Some(limit - idle)),
+            (None, None) => NextStep::Wait(None),
+        }
+    }
+}

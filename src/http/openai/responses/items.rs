@@ -1,0 +1,270 @@
+//! Items, which a Responses conversation consists of, made into chat messages. The items of one turn of the model
+//! (reasoning, a message, calls) become one message.
+
+use crate::http::{errors::ApiError, request::conversation::assistant};
+use serde_json::{Value, json};
+
+/// The chat messages that `items` stand for. Errors name an item by its place in `input`, whose items come last.
+pub fn messages(items: &[Value], input: usize) -> Result<Vec<Value>, ApiError> {
+    let before = items.len().saturating_sub(input);
+    let mut turns = Turns::default();
+    for (index, item) in items.iter().enumerate() {
+        let at = match index.checked_sub(before) {
+            Some(index) => format!("input[{index}]"),
+            None => format!("previous_response_id: item {index}"),
+        };
+        turns.item(item, &at)?;
+    }
+    turns.close();
+    Ok(turns.messages)
+}
+
+#[derive(Default)]
+struct Turns {
+    messages: Vec<Value>,
+    /// The assistant's turn that is being put together.
+    open: Option<Turn>,
+}
+
+#[derive(Default)]
+struct Turn {
+    reasoning: String,
+    content: String,
+    calls: Vec<Value>,
+}
+
+impl Turns {
+    fn item(&mut self, item: &Value, at: &str) -> Result<(), ApiError> {
+        match (item["type"].as_str(), item["role"].as_str()) {
+            (Some("message") | None, Some("assistant")) => {
+                let text = text(&item["content"], &format!("{at}.content"))?;
+                // A second message is a turn of its own, unless calls of this one still wait for their outputs.
+                self.turn(|turn| turn.content.is_empty() || !turn.calls.is_empty()).content += &text;
+            }
+            (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
+                self.close();
+                let text = text(&item["content"], &format!("{at}.content"))?;
+                self.messages.push(json!({"role": role, "content": text}));
+            }
+            (Some("message") | None, _) => {
+                let text = format!("{at}.role must be user, assistant, system or developer.");
+                return Err(ApiError::invalid(format!("{at}.role"), text));
+            }
+            (Some("reasoning"), _) => {
+                let text = reasoning(item);
+                self.turn(|turn| turn.content.is_empty() && turn.calls.is_empty()).reasoning += &text;
+            }
+            (Some("function_call"), _) => {
+                let (Some(id), Some(name)) = (item["call_id"].as_str(), item["name"].as_str()) else {
+                    return Err(ApiError::json(Some(at.into()), format!("{at} needs a call_id and a name.")));
+                };
+                let function = json!({"name": name, "arguments": arguments(&item["arguments"])});
+                let call = json!({"id": id, "type": "function", "function": function});
+                self.turn(|_| true).calls.push(call);
+            }
+            (Some("function_call_output"), _) => {
+                let Some(id) = item["call_id"].as_str() else {
+                    return Err(ApiError::json(Some(format!("{at}.call_id")), format!("{at} needs a call_id.")));
+                };
+                self.close();
+                let output = text(&item["output"], &format!("{at}.output"))?;
+                self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
+            }
+            (Some(other), _) => {
+                let text = format!("{at} is of type `{other}`, which this server does not know.");
+                return Err(ApiError::unsupported(at, text));
+            }
+        }
+        Ok(())
+    }
+
+    /// The assistant's open turn if the next piece belongs to it, else a new one.
+    fn turn(&mut self, belongs: impl FnOnce(&Turn) -> bool) -> &mut Turn {
+        if !self.open.as_ref().is_some_and(belongs) {
+            self.close();
+        }
+        self.open.get_or_insert_default()
+    }
+
+    fn close(&mut self) {
+        let Some(Turn { reasoning, content, calls }) = self.open.take() else { return };
+        self.messages.push(assistant(content, reasoning, calls));
+    }
+}
+
+/// A call that was cut off comes back as it was told: its arguments are no JSON, and stand under Anthropic's name for that.
+fn arguments(arguments: &Value) -> Value {
+    match arguments {
+        Value::String(text) if text.trim().is_empty() => json!({}),
+        Value::String(text) => match serde_json::from_str(text) {
+            Ok(Value::Object(object)) => object.into(),
+            _ => json!({"INVALID_JSON": text}),
+        },
+        Value::Object(_) => arguments.clone(),
+        _ => json!({}),
+    }
+}
+
+/// The reasoning: its text, else this server's `encrypted_content` for clients that keep no text, else the summary.
+fn reasoning(item: &Value) -> String {
+    let joined = |field: &str| {
+        let parts = item[field].as_array().into_iter().flatten();
+        parts.filter_map(|part| part["text"].as_str()).collect::<String>()
+    };
+    let kept = item["encrypted_content"].as_str().and_then(|kept| kept.strip_prefix(super::answer::KEPT));
+    [joined("content"), kept.unwrap_or_default().to_owned(), joined("summary")]
+        .into_iter()
+        .find(|text| !text.is_empty())
+        .unwrap_or_default()
+}
+
+/// A string, or the text of parts.
+fn text(content: &Value, at: &str) -> Result<String, ApiError> {
+    let parts = match content {
+        Value::String(text) => return Ok(text.clone()),
+        Value::Array(parts) => parts,
+        _ => return Err(ApiError::json(Some(at.into()), format!("{at} must be a string or an array of parts."))),
+    };
+    let mut joined = String::new();
+    for (index, part) in parts.iter().enumerate() {
+        let at = format!("{at}[{index}]");
+        let text = part["text"].as_str().or_else(|| part["refusal"].as_str());
+        match (part["type"].as_str(), text) {
+            (Some("input_text" | "output_text" | "text" | "refusal"), Some(text)) => joined += text,
+            (Some(kind), None) => {
+                let text = format!("{at} is of type `{kind}`; this server reads text only.");
+                return Err(ApiError::unsupported(&at, text));
+            }
+            _ => {
+                let text = format!("{at} must be {{\"type\": \"input_text\", \"text\": ...}}.");
+                return Err(ApiError::json(Some(at), text));
+            }
+        }
+    }
+    Ok(joined)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(id: &str) -> Value {
+        json!({"type": "function_call", "id": "fc", "call_id": id, "name": "f", "arguments": "{\"a\": 1}"})
+    }
+
+    fn output(id: &str) -> Value {
+        json!({"type": "function_call_output", "call_id": id, "output": "42"})
+    }
+
+    fn said(text: &str) -> Value {
+        json!({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]})
+    }
+
+    fn thought(text: &str) -> Value {
+        json!({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]})
+    }
+
+    fn chat_call(id: &str) -> Value {
+        json!({"id": id, "type": "function", "function": {"name": "f", "arguments": {"a": 1}}})
+    }
+
+    #[test]
+    fn a_turn_is_one_message() {
+        let items = [
+            json!({"role": "user", "content": "Hi"}),
+            thought("hm"),
+            said("Well"),
+            call("1"),
+            call("2"),
+            output("1"),
+            output("2"),
+            thought("so"),
+            said("Done"),
+        ];
+        let wanted = [
+            json!({"role": "user", "content": "Hi"}),
+            json!({"role": "assistant", "content": "Well", "reasoning_content": "hm",
+                   "tool_calls": [chat_call("1"), chat_call("2")]}),
+            json!({"role": "tool", "tool_call_id": "1", "content": "42"}),
+            json!({"role": "tool", "tool_call_id": "2", "content": "42"}),
+            json!({"role": "assistant", "content": "Done", "reasoning_content": "so"}),
+        ];
+        assert_eq!(messages(&items, items.len()).unwrap(), wanted);
+    }
+
+    #[test]
+    fn text_after_a_call_stays_in_its_turn_and_new_reasoning_begins_one() {
+        let items =
+            [said("a"), call("1"), said("b"), output("1"), thought("x"), call("2"), thought("y"), said("c"), said("d")];
+        let roles: Vec<_> = messages(&items, items.len())
+            .unwrap()
+            .iter()
+            .map(|message| {
+                (message["role"].as_str().unwrap().to_owned(), message["content"].as_str().unwrap().to_owned())
+            })
+            .collect();
+        let wanted = [("assistant", "ab"), ("tool", "42"), ("assistant", ""), ("assistant", "c"), ("assistant", "d")];
+        assert_eq!(roles, wanted.map(|(role, content)| (role.to_owned(), content.to_owned())));
+    }
+
+    #[test]
+    fn reasoning_comes_back_in_any_of_three_ways() {
+        let kept = format!("{}secret", super::super::answer::KEPT);
+        for (item, wanted) in [
+            (thought("text"), "text"),
+            (
+                json!({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": kept}),
+                "secret",
+            ),
+            (json!({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}), "s"),
+            (
+                json!({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "gAAA"}),
+                "s",
+            ),
+        ] {
+            assert_eq!(reasoning(&item), wanted);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_refused_by_name() {
+        for (item, param) in [
+            (json!({"role": "wizard", "content": "x"}), "input[0].role"),
+            (json!({"role": "user", "content": 5}), "input[0].content"),
+            (json!({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}), "input[0].content[0]"),
+            (json!({"role": "user", "content": ["x"]}), "input[0].content[0]"),
+            (json!({"type": "function_call", "name": "f"}), "input[0]"),
+            (json!({"type": "function_call_output", "output": "x"}), "input[0].call_id"),
+            (json!({"type": "web_search_call"}), "input[0]"),
+        ] {
+            let error = messages(&[said("before"), item.clone()], 1).unwrap_err();
+            assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{item}");
+        }
+    }
+
+    #[test]
+    fn arguments_come_as_text_or_as_they_are_and_a_cut_call_says_so() {
+        for (told, wanted) in [
+            (json!("{\"a\": 1}"), json!({"a": 1})),
+            (json!({"a": [2]}), json!({"a": [2]})),
+            (json!(" \n"), json!({})),
+            (Value::Null, json!({})),
+            (json!(5), json!({})),
+            (json!("{\"a\": "), json!({"INVALID_JSON": "{\"a\": "})),
+            (json!("[1]"), json!({"INVALID_JSON": "[1]"})),
+        ] {
+            assert_eq!(arguments(&told), wanted, "{told}");
+        }
+    }
+
+    #[test]
+    fn items_of_an_earlier_response_are_named_as_such() {
+        let wrong = json!({"role": "wizard", "content": "x"});
+        let name = |items: &[Value], input| {
+            let error = messages(items, input).unwrap_err();
+            serde_json::to_value(error.body()).unwrap()["error"]["param"].as_str().unwrap().to_owned()
+        };
+        assert_eq!(name(&[said("a"), said("b"), wrong.clone()], 2), "input[1].role");
+        assert_eq!(name(&[said("a"), wrong, said("b")], 1), "previous_response_id: item 1.role");
+    }
+}

@@ -1,0 +1,327 @@
+//! The request of the Responses API, checked and made into a conversation.
+
+use crate::http::{
+    errors::ApiError,
+    layers::memory::MemoryPermit,
+    openai::{
+        responses::{
+            items,
+            store::{Store, size},
+        },
+        types::{ChatRequest, Common, ResponseFormat},
+    },
+    request::{body, conversation::Conversation},
+};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+
+/// Names of chat completions' fields, and those of Responses.
+const NAMES: &[(&str, &str)] = &[
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("messages", "input"),
+    ("].function", "]"),
+];
+
+/// The same for a format alone.
+const FORMAT: &[(&str, &str)] = &[("json_schema", "text.format"), ("", "text.format.")];
+
+#[derive(Debug, Default, Deserialize)]
+pub struct ResponsesRequest {
+    pub model: Option<String>,
+    input: Option<Value>,
+    pub instructions: Option<String>,
+    pub previous_response_id: Option<String>,
+    pub store: Option<bool>,
+    pub stream: Option<bool>,
+    pub max_output_tokens: Option<i64>,
+    pub temperature: Option<f64>,
+    pub top_p: Option<f64>,
+    pub tools: Option<Vec<Value>>,
+    pub tool_choice: Option<Value>,
+    pub parallel_tool_calls: Option<bool>,
+    pub reasoning: Option<Reasoning>,
+    pub text: Option<Text>,
+    pub include: Option<Vec<String>>,
+    pub metadata: Option<Map<String, Value>>,
+    pub user: Option<String>,
+    /// A stream says how far the prompt is.
+    pub return_progress: Option<bool>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub struct Reasoning {
+    pub effort: Option<String>,
+    pub summary: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub struct Text {
+    pub format: Option<Value>,
+    pub verbosity: Option<String>,
+}
+
+impl ResponsesRequest {
+    /// Refuses what would change the answer and is not done here; `fields` knows of whole fields.
+    pub fn check(&self) -> Result<(), ApiError> {
+        match self.text.as_ref().and_then(|text| text.verbosity.as_deref()) {
+            None | Some("medium") => Ok(()),
+            Some(_) => {
+                let text = "text.verbosity is not supported: say in the instructions how long to answer.";
+                Err(ApiError::unsupported("text.verbosity", text))
+            }
+        }
+    }
+
+    pub fn streams(&self) -> bool {
+        self.stream.unwrap_or(false)
+    }
+
+    /// The functions that are offered to the model, those in namespaces included.
+    fn functions(&self) -> Result<Vec<Value>, ApiError> {
+        let mut functions = Vec::new();
+        for (index, it) in self.tools.iter().flatten().enumerate() {
+            let at = format!("tools[{index}]");
+            match it["tools"].as_array().filter(|_| it["type"] == "namespace") {
+                Some(inner) => {
+                    for (index, it) in inner.iter().enumerate() {
+                        functions.extend(tool(it, &format!("{at}.tools[{index}]"))?);
+                    }
+                }
+                None => functions.extend(tool(it, &at)?),
+            }
+        }
+        Ok(functions)
+    }
+
+    /// Functions that are in a namespace, and its name.
+    pub fn namespaces(&self) -> BTreeMap<String, String> {
+        let spaces = self.tools.iter().flatten().filter(|tool| tool["type"] == "namespace");
+        let pairs = spaces.flat_map(|space| {
+            let functions = space["tools"].as_array().into_iter().flatten();
+            functions.filter_map(|tool| Some((tool["name"].as_str()?.to_owned(), space["name"].as_str()?.to_owned())))
+        });
+        pairs.collect()
+    }
+
+    /// True if the client wants the reasoning in `encrypted_content`.
+    pub fn wants_reasoning_back(&self) -> bool {
+        self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
+    }
+
+    /// The items of the input, with those that it only names put in: `share` holds what they take, with their translation.
+    pub fn input(&mut self, store: &Store, permit: &mut MemoryPermit) -> Result<Vec<Value>, ApiError> {
+        let items = match self.input.take() {
+            Some(Value::String(text)) => vec![json!({"type": "message", "role": "user", "content": text})],
+            Some(Value::Array(items)) => items,
+            None if self.previous_response_id.is_some() => Vec::new(),
+            None => return Err(ApiError::json(Some("input".into()), "missing field `input`")),
+            Some(_) => {
+                return Err(ApiError::json(Some("input".into()), "input must be a string or an array of items."));
+            }
+        };
+        let named = |(index, item): (usize, Value)| {
+            // A reference may leave its type out.
+            let bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
+            match item["id"].as_str() {
+                Some(id) if item["type"] == "item_reference" || bare => {
+                    let item = store.item(id);
+                    let item = item.ok_or_else(|| ApiError::no_such_item(id, &format!("input[{index}]")))?;
+                    permit.grow(3 * size(&item))?;
+                    Ok(item)
+                }
+                _ => Ok(item),
+            }
+        };
+        items.into_iter().enumerate().map(named).collect()
+    }
+
+    /// The conversation that is meant. `items` are those of the responses before and then `input`'s.
+    pub fn conversation(self, items: &[Value], input: usize) -> Result<Conversation, ApiError> {
+        let tools = self.functions()?;
+        let mut messages = Vec::new();
+        if let Some(instructions) = self.instructions.filter(|text| !text.is_empty()) {
+            messages.push(json!({"role": "system", "content": instructions}));
+        }
+        messages.extend(items::messages(items, input)?);
+        let format = self.text.and_then(|text| text.format).filter(|format| !format.is_null());
+        let effort = self.reasoning.and_then(|reasoning| reasoning.effort);
+        let common = Common {
+            model: self.model,
+            stream: self.stream,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            ..Common::default()
+        };
+        let chat = ChatRequest {
+            messages,
+            max_completion_tokens: self.max_output_tokens,
+            tools: (!tools.is_empty()).then_some(tools),
+            tool_choice: self.tool_choice.filter(|choice| !choice.is_null()).map(tool_choice).transpose()?,
+            parallel_tool_calls: self.parallel_tool_calls,
+            response_format: format.map(response_format).transpose()?,
+            reasoning_effort: effort,
+            ..ChatRequest::default()
+        };
+        Ok(Conversation { common, chat, names: NAMES })
+    }
+}
+
+/// A tool that the client runs. Those that OpenAI's servers run may be called or not as the model likes; here it never
+/// does, so they are left out.
+fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
+    match tool["type"].as_str() {
+        Some("function") => {
+            let fields = ["name", "description", "parameters"].into_iter();
+            let function: Map<_, _> = fields
+                .filter_map(|name| Some((name.to_owned(), tool.get(name).filter(|value| !value.is_null())?.clone())))
+                .collect();
+            Ok(Some(json!({"type": "function", "function": function})))
+        }
+        Some("custom") => {
+            let text = format!("{at} is of type `custom`; this server knows tools of type `function`.");
+            Err(ApiError::unsupported(at, text))
+        }
+        Some(kind) => {
+            tracing::info!(kind, "a tool that OpenAI's servers run is not offered to the model");
+            Ok(None)
+        }
+        None => Err(ApiError::invalid(format!("{at}.type"), format!("{at}.type must be `function`."))),
+    }
+}
+
+/// The choice among tools in the words of chat completions, which put a function's name one level deeper.
+fn tool_choice(choice: Value) -> Result<Value, ApiError> {
+    let function = |tool: &Value| json!({"type": "function", "function": {"name": tool["name"]}});
+    match choice["type"].as_str() {
+        None if choice.is_string() => Ok(choice),
+        Some("function") => Ok(function(&choice)),
+        Some("allowed_tools") => {
+            let tools: Vec<_> = choice["tools"].as_array().into_iter().flatten().map(function).collect();
+            Ok(json!({"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}))
+        }
+        other => {
+            let what = other.unwrap_or("without a type");
+            let text = format!("tool_choice is {what}; it must be `auto`, `none`, `required` or name a function.");
+            Err(ApiError::unsupported("tool_choice", text))
+        }
+    }
+}
+
+fn response_format(format: Value) -> Result<ResponseFormat, ApiError> {
+    if !format.is_object() {
+        return Err(ApiError::json(Some("text.format".into()), "text.format must be an object."));
+    }
+    body::typed(one_level_deeper(format)).map_err(|error: ApiError| error.renamed(FORMAT))
+}
+
+/// `{type, name, schema, strict}` has its fields one level deeper in chat completions.
+fn one_level_deeper(mut format: Value) -> Value {
+    let Some(fields) = format.as_object_mut().filter(|fields| fields.contains_key("schema")) else { return format };
+    let kind = fields.shift_remove("type").unwrap_or_default();
+    json!({"type": kind, "json_schema": format})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{http::layers::memory::RequestMemory, metrics::Metrics};
+
+    fn request(more: Value) -> ResponsesRequest {
+        let mut body = json!({"input": "Hi"});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        serde_json::from_value(body).unwrap()
+    }
+
+    fn permit() -> MemoryPermit {
+        RequestMemory::new(&Metrics::new("0", "cpu")).permit()
+    }
+
+    fn conversation(more: Value) -> Conversation {
+        let mut request = request(more);
+        let items = request.input(&Store::default(), &mut permit()).unwrap();
+        request.conversation(&items, items.len()).unwrap()
+    }
+
+    #[test]
+    fn instructions_come_first() {
+        let chat = conversation(json!({"instructions": "Be kind."})).chat;
+        let wanted = [json!({"role": "system", "content": "Be kind."}), json!({"role": "user", "content": "Hi"})];
+        assert_eq!(chat.messages, wanted);
+    }
+
+    #[test]
+    fn what_is_set_of_sampling_is_taken_over() {
+        let set = json!({"model": "m", "stream": true, "temperature": 0.25, "top_p": 0.5, "max_output_tokens": 7});
+        let Conversation { common, chat, .. } = conversation(set);
+        assert_eq!((common.model.as_deref(), common.stream), (Some("m"), Some(true)));
+        assert_eq!((common.temperature, common.top_p, chat.max_completion_tokens), (Some(0.25), Some(0.5), Some(7)));
+    }
+
+    #[test]
+    fn tools_move_one_level_down() {
+        let schema = json!({"type": "object"});
+        let f = json!({"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": true});
+        let tools = json!({"tools": [f, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "f"}});
+        let chat = conversation(tools).chat;
+        let function = json!({"name": "f", "description": "d", "parameters": schema});
+        assert_eq!(chat.tools.unwrap(), [json!({"type": "function", "function": function})]);
+        assert_eq!(chat.tool_choice.unwrap(), json!({"type": "function", "function": {"name": "f"}}));
+        let allowed = json!({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]});
+        let functions = json!([{"type": "function", "function": {"name": "f"}}]);
+        assert_eq!(tool_choice(allowed).unwrap()["allowed_tools"], json!({"mode": "auto", "tools": functions}));
+        assert!(tool_choice(json!({"type": "web_search"})).is_err());
+    }
+
+    #[test]
+    fn a_schema_moves_one_level_down() {
+        let format = json!({"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": true});
+        let wanted =
+            json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": true}});
+        assert_eq!(one_level_deeper(format), wanted);
+        assert_eq!(one_level_deeper(json!({"type": "text"})), json!({"type": "text"}));
+    }
+
+    #[test]
+    fn how_long_to_answer_is_no_setting() {
+        assert!(request(json!({"text": {"verbosity": "medium"}})).check().is_ok());
+        let error = request(json!({"text": {"verbosity": "low"}})).check().unwrap_err();
+        assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], "text.verbosity");
+    }
+
+    #[test]
+    fn functions_in_a_namespace_are_offered_as_well() {
+        let f = |name: &str| json!({"type": "function", "name": name});
+        let tools = json!({"tools": [f("a"), {"type": "namespace", "name": "n", "tools": [f("b"), f("c")]}]});
+        let request = request(tools);
+        assert_eq!(request.namespaces(), BTreeMap::from([("b".into(), "n".into()), ("c".into(), "n".into())]));
+        let offered = request.functions().unwrap();
+        let names: Vec<_> = offered.iter().map(|tool| tool["function"]["name"].as_str().unwrap()).collect();
+        assert_eq!(names, ["a", "b", "c"]);
+    }
+
+    #[test]
+    fn an_item_may_be_named_only() {
+        let store = Store::default();
+        let said = json!({"id": "msg_1", "type": "message", "role": "assistant", "content": []});
+        store.keep(None, Vec::new(), &json!({"id": "resp_1", "output": [said]}));
+        let ask = |item: Value| request(json!({"input": [item]})).input(&store, &mut permit());
+        assert_eq!(ask(json!({"type": "item_reference", "id": "msg_1"})).unwrap(), std::slice::from_ref(&said));
+        assert_eq!(ask(json!({"id": "msg_1"})).unwrap(), [said]);
+        assert_eq!(ask(json!({"type": "item_reference", "id": "msg_2"})).unwrap_err().status, 404);
+    }
+
+    #[test]
+    fn what_is_named_again_and_again_is_counted_again_and_again() {
+        let (store, mut permit) = (Store::default(), permit());
+        store.keep(None, Vec::new(), &json!({"id": "r", "output": [{"id": "m", "text": "x".repeat(100_000)}]}));
+        let mut ask =
+            |times: usize| request(json!({"input": vec![json!({"id": "m"}); times]})).input(&store, &mut permit);
+        assert_eq!(ask(2).unwrap().len(), 2);
+        assert_eq!(ask(1000).unwrap_err().status, 413);
+        assert!((600_000..200_000_000).contains(&permit.bytes()), "{}", permit.bytes());
+    }
+}

@@ -1,0 +1,116 @@
+//! The server: its routes and layers, and its life from the first connection to the last.
+
+use crate::http::{
+    ServerState, admin,
+    anthropic::messages,
+    errors::ApiError,
+    layers::{auth, connections, gzip, origin, request_log},
+    openai::{chat, completions, models, responses},
+    openapi, page, routes, tokenize,
+};
+use axum::{
+    Router,
+    extract::Request,
+    http::{HeaderValue, Method, header},
+    middleware::{from_fn, from_fn_with_state},
+    response::{IntoResponse, Response},
+    routing::{delete, get, post},
+};
+use std::{future::Future, io, sync::Arc, time::Duration};
+use tokio::{net::TcpListener, sync::watch};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
+
+/// All routes.
+pub fn router(state: Arc<ServerState>) -> Router {
+    let handlers = [
+        ("/v1/chat/completions", post(chat::chat)),
+        ("/v1/completions", post(completions::completions)),
+        ("/v1/responses", post(responses::responses)),
+        ("/v1/responses/{id}", get(responses::get).delete(responses::delete)),
+        ("/v1/messages", post(messages::messages)),
+        ("/v1/messages/count_tokens", post(messages::count_tokens)),
+        ("/v1/models", get(models::models)),
+        ("/v1/models/unload", post(admin::unload)),
+        ("/openapi.json", get(openapi::openapi)),
+        ("/tokenizer_info", get(tokenize::info)),
+        ("/tokenize", post(tokenize::tokenize)),
+        ("/detokenize", post(tokenize::detokenize)),
+        ("/prompt_cache", delete(admin::clear_prompt_cache)),
+        ("/health", get(admin::health)),
+        ("/metrics", get(admin::metrics)),
+        ("/experts", get(admin::experts)),
+    ];
+    let mut router = Router::new();
+    for (path, handler) in handlers {
+        for spelling in routes::spellings(path) {
+            router = router.route(&spelling, handler.clone());
+        }
+    }
+    let router = router
+        .route("/", get(page::page))
+        .route("/v1/models/{*id}", get(models::model))
+        .route("/models/{*id}", get(models::model))
+        .fallback(no_such_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn(request_log::enforce_deadline))
+        .layer(gzip::decompress())
+        .layer(from_fn(gzip::check_encoding))
+        .layer(from_fn_with_state(state.clone(), auth::require_key))
+        .layer(from_fn_with_state(state.origins.clone(), origin::check_origin));
+    let router = match &state.cors {
+        Some(origin) => router.layer(cors(origin)),
+        None => router,
+    };
+    router
+        .layer(from_fn_with_state(state.clone(), request_log::log_request))
+        .layer(from_fn(messages::shape))
+        .with_state(state)
+}
+
+/// The time that connections have to send the rest of their answers once the engine is idle.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Serves until `shutdown`, then drains: new requests get 503 while the accepted ones end within the engine's grace.
+pub async fn serve(
+    listener: TcpListener,
+    state: Arc<ServerState>,
+    shutdown: impl Future<Output = ()>,
+) -> io::Result<()> {
+    let (stop, stopped) = watch::channel(false);
+    let mut accepting = tokio::spawn(connections::accept(listener, router(state.clone()), state.clone(), stopped));
+    let drain = async {
+        shutdown.await;
+        state.shut_down();
+        while !state.models.is_idle() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::select! {
+        () = state.models.run() => {}
+        // Accepting ends by itself only if it panics.
+        ended = &mut accepting => return ended.map_err(io::Error::other),
+        () = drain => {}
+    }
+    stop.send_replace(true);
+    // The receivers are gone when the connections are.
+    let _ = tokio::time::timeout(LINGER, stop.closed()).await;
+    Ok(())
+}
+
+fn cors(origin: &HeaderValue) -> CorsLayer {
+    let origins = if origin == "*" { AllowOrigin::any() } else { AllowOrigin::exact(origin.clone()) };
+    CorsLayer::new()
+        .allow_origin(origins)
+        .allow_methods([Method::GET, Method::POST, Method::DELETE])
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([request_log::REQUEST_ID.clone(), header::RETRY_AFTER])
+        .max_age(Duration::from_secs(3600))
+}
+
+async fn no_such_path(request: Request) -> Response {
+    ApiError::no_such_path(request.method().as_str(), request.uri().path()).into_response()
+}
+
+async fn wrong_method(request: Request) -> Response {
+    ApiError::wrong_method(request.method().as_str(), request.uri().path()).into_response()
+}

@@ -1,0 +1,99 @@
+//! Server state shared by all handlers.
+
+use crate::{
+    http::{
+        errors::ApiError,
+        health::StorageHealth,
+        layers::{memory::RequestMemory, origin::OriginPolicy, timeouts::Timeouts},
+        models::{HostedModel, LoadedModel, ModelHost},
+        openai::responses::Store,
+    },
+    metrics::Metrics,
+};
+use axum::http::HeaderValue;
+use parking_lot::RwLock;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
+
+/// Default limit of a request body. Ten megabytes of text are about two million tokens, so an overlong prompt is still
+/// read and refused with a message about the context length.
+pub const BODY_LIMIT: usize = 16 << 20;
+
+pub struct ServerState {
+    pub metrics: Arc<Metrics>,
+    /// Required on every path but `/`, `/health` and `/metrics`, if set.
+    api_key: RwLock<Option<String>>,
+    /// Origin that browsers may call from; `*` allows any.
+    pub cors: Option<HeaderValue>,
+    /// Most bytes of a request body.
+    pub body_limit: usize,
+    pub memory: Arc<RequestMemory>,
+    pub origins: OriginPolicy,
+    /// Most connections with a request in progress; `None` derives it from the limit on open files.
+    pub max_connections: Option<usize>,
+    pub timeouts: Timeouts,
+    pub storage_health: Arc<StorageHealth>,
+    /// Keep the billing header of Claude Code in the prompt.
+    pub keep_billing_header: bool,
+    /// Responses that `previous_response_id` can name.
+    pub responses: Store,
+    pub models: ModelHost,
+    is_shutting_down: AtomicBool,
+}
+
+impl ServerState {
+    pub fn new(metrics: Arc<Metrics>, api_key: Option<String>, cors: Option<HeaderValue>) -> Self {
+        let memory = RequestMemory::new(&metrics);
+        Self {
+            metrics,
+            api_key: RwLock::new(api_key),
+            cors,
+            body_limit: BODY_LIMIT,
+            origins: OriginPolicy::default(),
+            max_connections: None,
+            timeouts: Timeouts::default(),
+            storage_health: Arc::default(),
+            keep_billing_header: false,
+            responses: Store::within(memory.clone()),
+            memory,
+            models: ModelHost::default(),
+            is_shutting_down: AtomicBool::new(false),
+        }
+    }
+
+    /// Serves this model only and never unloads it.
+    pub fn serve_model(&self, model: LoadedModel) {
+        self.metrics.serves(&model.card.id);
+        self.models.install(HostedModel { id: model.card.id.clone(), model, unload: Box::new(|| ()) });
+    }
+
+    pub fn set_api_key(&self, api_key: Option<String>) {
+        *self.api_key.write() = api_key;
+    }
+
+    pub fn api_key(&self) -> Option<String> {
+        self.api_key.read().clone()
+    }
+
+    /// Refuses new requests with 503. Requests in progress finish within the engine's grace period.
+    pub fn shut_down(&self) {
+        self.is_shutting_down.store(true, Relaxed);
+        self.models.shut_down();
+    }
+
+    pub fn is_shutting_down(&self) -> bool {
+        self.is_shutting_down.load(Relaxed)
+    }
+
+    /// Fails until a model was loaded or named.
+    pub fn ensure_ready(&self) -> Result<(), ApiError> {
+        self.models.is_open().then_some(()).ok_or_else(ApiError::loading)
+    }
+
+    /// Waits for the requested model.
+    pub async fn model(&self, requested: Option<&str>) -> Result<Arc<LoadedModel>, ApiError> {
+        self.models.lease(requested).await?.wait().await
+    }
+}
