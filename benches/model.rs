@@ -19,7 +19,7 @@ use moestro::{
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, Snapshot, State, snapshot::PAGE},
     ops::KvBits,
-    plan::Wishes,
+    plan::PlanOptions,
 };
 use std::{io::BufRead, path::Path, sync::Arc, time::Instant};
 
@@ -140,7 +140,7 @@ fn main() {
         gpu: chosen.working_set(),
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
         math: if args.iter().any(|arg| arg == "--f32") { Math::F32 } else { Math::Integer },
-        wishes: Wishes { context: Some(context), ..Wishes::default() },
+        plan: PlanOptions { context: Some(context), ..PlanOptions::default() },
         verify: widths.len() > 1,
         ..Options::default()
     };

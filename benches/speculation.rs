@@ -29,7 +29,7 @@ use moestro::{
     experts::Io,
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, State},
-    plan::Wishes,
+    plan::PlanOptions,
 };
 use parking_lot::Mutex;
 use std::{collections::HashSet, path::Path, sync::Arc, time::Instant};
@@ -137,20 +137,20 @@ impl Args {
 }
 
 fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
-    let wishes = Wishes {
+    let plan = PlanOptions {
         sequences: 1,
         serving: false,
         context: Some(
             args.number("--prompt", 64) + args.number("--tokens", 128).max(17 * (args.number("--rounds", 5) + 1)) + 64,
         ),
         prompt_cache: Some(0),
-        ..Wishes::default()
+        ..PlanOptions::default()
     };
     let threads = args.flag("--threads").and_then(|text| text.parse().ok());
     let found = if args.has("--gpu") { device::gpu() } else { Ok(None) };
     let chosen = Chosen::of(found, args.has("--gpu")).expect("a GPU");
     let gpu = chosen.working_set();
-    let mut options = Options { threads, wishes, verify: true, gpu, ..Options::default() };
+    let mut options = Options { threads, plan, verify: true, gpu, ..Options::default() };
     options.store.io = match args.flag("--io") {
         Some("buffered") => Io::Buffered,
         _ => Io::Direct,

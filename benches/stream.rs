@@ -16,7 +16,7 @@ use moestro::{
     experts::{Io, Prefetch},
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, StoreOptions},
-    plan::Wishes,
+    plan::PlanOptions,
     platform::os::peak_resident_memory,
 };
 use std::{path::Path, time::Instant};
@@ -32,7 +32,7 @@ fn main() {
     let defaults = StoreOptions::default();
     let options = Options {
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
-        wishes: Wishes {
+        plan: PlanOptions {
             sequences: 1,
             serving: false,
             limit: (limit > 0).then_some(limit),

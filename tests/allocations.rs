@@ -75,7 +75,7 @@ fn a_chunk_takes_no_more_than_is_planned() {
     const FEW: usize = 256;
     const MANY: usize = 2048;
     let mut options = Options { threads: Some(2), ..Options::default() };
-    (options.wishes.context, options.wishes.chunk) = (Some(FEW + MANY), Some(MANY));
+    (options.plan.context, options.plan.chunk) = (Some(FEW + MANY), Some(MANY));
     let mut model = load_with(Path::new(DEMO), options);
     let mut state = model.start().unwrap();
     let mut held = [FEW, MANY].map(|rows| {
@@ -98,7 +98,7 @@ fn little_is_allocated() {
 
 fn decode_allocates_little_and_no_more_as_the_context_grows() {
     let mut options = Options { threads: Some(2), ..Options::default() };
-    options.wishes.context = Some(6000);
+    options.plan.context = Some(6000);
     let mut model = load_with(Path::new(DEMO), options);
     let mut state = model.start().unwrap();
     let (layers, logits) = (model.config().layers as u64, 4 * model.vocab() as u64);

@@ -140,7 +140,7 @@ fn answers_are_the_same_with_drafts_and_without() {
         for (head, streams) in [(true, false), (true, true), (false, false), (false, true)] {
             let mut options = options(if head { Drafter::Mtp } else { Drafter::None });
             if streams {
-                options.wishes.stream = Switch::On;
+                options.plan.stream = Switch::On;
                 options.store.slots = Some(80);
             }
             let model = load_with(&dir, options);

@@ -106,7 +106,7 @@ const BOUND: f64 = 2e-3;
 fn four_bits_cost_less_than_a_hundredth_of_perplexity() {
     let ids = text(4000);
     let mut options = Options { threads: Some(2), ..Options::default() };
-    options.wishes.context = Some(4096);
+    options.plan.context = Some(4096);
     let nats = [KvBits::Sixteen, KvBits::Four].map(|kv_bits| {
         let model = load_with(Path::new(DEMO), Options { kv_bits, ..options.clone() });
         let (logits, ..) = prefill(&model, &ids, 512);

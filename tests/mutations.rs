@@ -54,7 +54,7 @@ fn micro(name: &str) -> (serde_json::Value, Vec<u8>, serde_json::Value) {
 /// Loads what can be loaded within 64 MB, and computes with it.
 fn open(dir: &Path) -> Result<usize, String> {
     let mut options = Options { threads: Some(1), ..Options::default() };
-    options.wishes.context = Some(64);
+    options.plan.context = Some(64);
     let found = Surveyed::new(dir, &options).map_err(|error| error.to_string())?;
     // A plan for this machine would let a large one in.
     let shape = found.shape;

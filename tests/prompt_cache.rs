@@ -114,7 +114,7 @@ impl Server {
     /// With room for `states` states of 400 tokens, and with what was left in `dir`.
     fn keeping(kv_bits: KvBits, states: u64, dir: Option<&Path>) -> Self {
         let mut options = Options { threads: Some(2), kv_bits, ..Options::default() };
-        options.wishes.context = Some(4096);
+        options.plan.context = Some(4096);
         let qwen = load_with(Path::new(DEMO), options);
         let size = qwen.snapshot_size();
         let tokens = Arc::new(AtomicUsize::new(0));

@@ -106,9 +106,9 @@ fn shared_pages_are_written_by_neither() {
 fn checkpoints_give_way_where_pages_run_short() {
     let run = |states: u64| {
         let mut options = Options { threads: Some(2), ..Options::default() };
-        options.wishes.context = Some(4 * PAGE);
-        options.wishes.prompt_cache = Some(states * demo(KvBits::Sixteen).snapshot_size().state);
-        let prompt_cache = options.wishes.prompt_cache.unwrap();
+        options.plan.context = Some(4 * PAGE);
+        options.plan.prompt_cache = Some(states * demo(KvBits::Sixteen).snapshot_size().state);
+        let prompt_cache = options.plan.prompt_cache.unwrap();
         let (model, metrics) = (load_with(Path::new(DEMO), options), Metrics::new("test", "cpu"));
         let pool = model.pool().unwrap();
         assert_eq!(pool.free(), if states > 0 { 6 } else { 4 });

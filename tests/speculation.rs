@@ -143,7 +143,7 @@ fn the_demo_answers_alike_with_drafts_and_without() {
 fn a_model_that_drafts_for_itself_leaves_no_trace_and_reads_nothing() {
     let metrics = Metrics::new("test", "cpu");
     let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
-    (options.wishes.context, options.store.slots, options.store.prefetch) = (Some(2048), Some(80), Prefetch::Off);
+    (options.plan.context, options.store.slots, options.store.prefetch) = (Some(2048), Some(80), Prefetch::Off);
     let mut model = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
     let (mut whole, ids, next) = (demo(None), prompt(60), prompt(80)[60..].to_vec());
     let (mut state, mut expected) = (model.start().unwrap(), whole.start().unwrap());

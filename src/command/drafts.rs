@@ -9,7 +9,7 @@ use crate::{
     error::CommandError,
     metrics::Metrics,
     model::{self, DFlash, Drafter, Qwen, Surveyed, config::json, dflash},
-    plan::{DraftShape, Limits, Plan, Wishes},
+    plan::{DraftFootprint, MachineLimits, Plan, PlanOptions},
 };
 use std::path::{Path, PathBuf};
 
@@ -53,16 +53,16 @@ impl Found {
         }
         let options = companion(load);
         // Only its sum is of interest: the model's plan is the one that must fit.
-        let plan = Surveyed::new(&draft, &options)?.plan(&Limits::default(), &options.wishes)?;
+        let plan = Surveyed::new(&draft, &options)?.plan(&MachineLimits::default(), &options.plan)?;
         Ok(Self::Model(draft, Box::new(options), Box::new(plan)))
     }
 
     /// Its demands on memory, where they are known before the model is.
-    pub fn shape(&self) -> DraftShape {
+    pub fn shape(&self) -> DraftFootprint {
         match self {
-            Found::Lookup | Found::Own | Found::Mtp { .. } => DraftShape::default(),
+            Found::Lookup | Found::Own | Found::Mtp { .. } => DraftFootprint::default(),
             Found::Dflash(surveyed) => surveyed.shape(),
-            Found::Model(_, _, plan) => DraftShape { fixed: plan.total(), ..DraftShape::default() },
+            Found::Model(_, _, plan) => DraftFootprint { fixed: plan.total(), ..DraftFootprint::default() },
         }
     }
 
@@ -110,15 +110,15 @@ impl Found {
 
 /// A draft model is resident, and has little context.
 fn companion(load: &Load) -> model::Options {
-    let wishes = Wishes {
+    let plan = PlanOptions {
         limit: Some(u64::MAX / 2),
         stream: Switch::Off,
         context: Some(DRAFT_ROOM),
         chunk: Some(256),
         prompt_cache: Some(0),
-        ..Wishes::default()
+        ..PlanOptions::default()
     };
-    model::Options { threads: load.threads, wishes, verify: true, ..model::Options::default() }
+    model::Options { threads: load.threads, plan, verify: true, ..model::Options::default() }
 }
 
 /// Fails with the first token that the draft has otherwise.

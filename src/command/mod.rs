@@ -29,7 +29,7 @@ use crate::{
     metrics::Metrics,
     model::{self, Qwen, StoreOptions, config::FfnShape},
     ops::KvBits,
-    plan::Wishes,
+    plan::PlanOptions,
     platform::check_small,
 };
 use device::Chosen;
@@ -191,7 +191,7 @@ pub fn kv_bits(said: config::KvBits) -> KvBits {
 pub fn options(load: &Load) -> model::Options {
     model::Options {
         threads: load.threads,
-        wishes: Wishes {
+        plan: PlanOptions {
             prompt_cache: load.prompt_cache,
             limit: load.memory_limit,
             stream: load.stream_experts,

@@ -15,7 +15,7 @@ use crate::{
     error::ModelError,
     experts::{ExpertMap, Packed},
     ops::{CacheFormat, Cpu, Limits as DeviceLimits, attention::NEWEST, gpu_limits},
-    plan::{Limits, Plan, Shape, Strategy, Wishes},
+    plan::{MachineLimits, ModelFootprint, Plan, PlanOptions, Strategy},
     platform::MAX_BLOCK,
 };
 use std::{
@@ -34,7 +34,7 @@ pub struct Surveyed {
     pub pack: Option<PathBuf>,
     /// Its records, and what may be read instead.
     pub packed: Option<Arc<Packed>>,
-    pub shape: Shape,
+    pub shape: ModelFootprint,
     /// The encodings of gate, up and down of the first layer's experts (or, dense, of its feed-forward).
     pub feed_forward: Option<[Kind; 3]>,
     /// A head to draft with.
@@ -79,19 +79,19 @@ impl Surveyed {
     }
 
     /// The memory plan. A head's experts are all in memory if the model's are; if there is no room for the head, it goes.
-    pub fn plan(&mut self, limits: &Limits, wishes: &Wishes) -> Result<Plan, ModelError> {
-        let Some(head) = &mut self.head else { return Plan::new(&self.shape, limits, wishes) };
+    pub fn plan(&mut self, limits: &MachineLimits, options: &PlanOptions) -> Result<Plan, ModelError> {
+        let Some(head) = &mut self.head else { return Plan::new(&self.shape, limits, options) };
         self.shape.draft.fixed = head.bytes(self.cache);
-        let mut plan = Plan::new(&self.shape, limits, wishes);
+        let mut plan = Plan::new(&self.shape, limits, options);
         if !plan.as_ref().is_ok_and(|plan| plan.strategy == Strategy::Resident) {
             head.stream();
             self.shape.draft.fixed = head.bytes(self.cache);
-            plan = Plan::new(&self.shape, limits, wishes);
+            plan = Plan::new(&self.shape, limits, options);
         }
         if let Err(error) = &plan {
             tracing::warn!(%error, "there is no room for the MTP head: drafts are looked up");
             (self.head, self.shape.draft.fixed) = (None, 0);
-            plan = Plan::new(&self.shape, limits, wishes);
+            plan = Plan::new(&self.shape, limits, options);
         }
         plan
     }
@@ -112,7 +112,7 @@ impl Config {
 }
 
 /// The sizes of a model, for the plan.
-fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], map: &ExpertMap) -> Shape {
+fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], map: &ExpertMap) -> ModelFootprint {
     let (experts, experts_per_token) = match config.ffn {
         FfnShape::Dense { .. } => (0, 0),
         FfnShape::Moe { experts, k, .. } => (experts, k),
@@ -128,7 +128,7 @@ fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], 
     let newest = State::newest_bytes(config, &heads);
     workspace_per_row += newest / (2 * NEWEST as u64);
     workspace_fixed += newest / 2;
-    Shape {
+    ModelFootprint {
         trunk,
         gathered,
         head,

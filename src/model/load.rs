@@ -19,7 +19,7 @@ use crate::{
     experts::{self, Experts, Phase},
     metrics::Metrics,
     ops::{Backend, Cpu, GpuBackend, KvBits, Part},
-    plan::{DraftShape, Limits, Plan, Shape, Wishes},
+    plan::{DraftFootprint, MachineLimits, ModelFootprint, Plan, PlanOptions},
     platform::os,
 };
 use std::{
@@ -36,7 +36,7 @@ pub struct Options {
     /// Another model's threads, instead of its own.
     pub compute: Option<Compute>,
     pub math: Math,
-    pub wishes: Wishes,
+    pub plan: PlanOptions,
     /// Fewer experts a token than the model's k; more is an error.
     pub experts_per_token: Option<usize>,
     /// Without `experts_per_token`: experts a token at most.
@@ -50,7 +50,7 @@ pub struct Options {
     /// A draft that computes with the model's own parts; its demands on memory are found with it.
     pub drafter: Drafter,
     /// The memory of a draft beside the model.
-    pub draft: DraftShape,
+    pub draft: DraftFootprint,
     /// Keys and values in fewer than 16 bits.
     pub kv_bits: KvBits,
 }
@@ -94,7 +94,7 @@ pub(in crate::model) struct Parts {
     pub weights: [Arc<Slab>; 2],
     pub store: Option<Experts>,
     pub plan: Plan,
-    pub shape: Shape,
+    pub shape: ModelFootprint,
     pub head: Option<mtp::Head>,
     /// The CPU's threads, for the model or for who drafts for it.
     pub compute: Compute,
@@ -124,7 +124,7 @@ impl Qwen {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
         let mut surveyed = Surveyed::new(dir, options)?;
-        let plan = surveyed.plan(&Limits::here(options.gpu), &options.wishes)?;
+        let plan = surveyed.plan(&MachineLimits::here(options.gpu), &options.plan)?;
         let Surveyed { config, checkpoint, experts, files, packed, shape, head, .. } = surveyed;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
@@ -221,7 +221,7 @@ impl Qwen {
         &self.parts.plan
     }
 
-    pub fn shape(&self) -> &Shape {
+    pub fn shape(&self) -> &ModelFootprint {
         &self.parts.shape
     }
 

@@ -16,7 +16,7 @@
 //! the logits back, the draw. Nothing is assumed to be read ahead across layers, which makes decoding faster than this; a short
 //! context is assumed, and a processor that reading leaves alone, which make it slower.
 
-use super::{Plan, Shape};
+use super::{ModelFootprint, Plan};
 use serde::Serialize;
 
 /// The hit rates that `moestro info` shows.
@@ -39,20 +39,20 @@ pub struct Bandwidth {
 
 /// The places where a wanted expert is found.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Found {
+pub struct HitRates {
     /// The part that slots have: the hit rate.
     pub slots: f64,
     /// The part of the others that the page cache has, where they are read through it.
     pub cache: f64,
 }
 
-impl Found {
+impl HitRates {
     /// Everything in slots.
     pub const ALL: Self = Self { slots: 1.0, cache: 0.0 };
 
     /// At this hit rate, where a page cache of so many bytes is read through and has been filled: it has any expert without a
     /// slot as likely as any other.
-    pub fn through(slots: f64, page_cache: u64, shape: &Shape, plan: &Plan) -> Self {
+    pub fn through(slots: f64, page_cache: u64, shape: &ModelFootprint, plan: &Plan) -> Self {
         let absent = shape.total_experts().saturating_sub(plan.slots as u64).saturating_mul(shape.expert);
         Self { slots, cache: (page_cache as f64 / absent.max(1) as f64).min(1.0) }
     }
@@ -77,7 +77,7 @@ pub struct Overhead {
 }
 
 /// Decode speed of `shape` where its experts are `found` in these parts (0 to 1).
-pub fn estimate(shape: &Shape, bandwidth: &Bandwidth, found: Found, overhead: Overhead) -> Estimate {
+pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, overhead: Overhead) -> Estimate {
     let miss = 1.0 - found.slots.clamp(0.0, 1.0);
     let (cached, read) = (miss * found.cache.clamp(0.0, 1.0), miss * (1.0 - found.cache.clamp(0.0, 1.0)));
     let (k, layers) = (shape.experts_per_token, shape.layers as f64);
@@ -134,14 +134,14 @@ mod tests {
         let bandwidth = Bandwidth { memory: 120e9, compute: 100e9, disk: 5e9, latency: 0.3e-3, cache: 10e9 };
         let read = (shape.trunk - shape.gathered - shape.head) as f64;
         let routed = 40.0 * 8.0 * shape.expert as f64;
-        let warm = estimate(&shape, &bandwidth, Found::ALL, Overhead::default());
+        let warm = estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default());
         let state = (2 * shape.state + shape.head) as f64 / 120e9;
         assert!((warm.tokens_per_second - 1.0 / ((read + routed) / 100e9 + state)).abs() < 1e-6);
         assert_eq!(warm.disk_bytes_per_token, 0.0);
-        let waiting = estimate(&shape, &bandwidth, Found::ALL, Overhead { layer: 1e-3, token: 2e-3 });
+        let waiting = estimate(&shape, &bandwidth, HitRates::ALL, Overhead { layer: 1e-3, token: 2e-3 });
         assert!((1.0 / waiting.tokens_per_second - 1.0 / warm.tokens_per_second - 0.042).abs() < 1e-9);
         // Nothing but misses: the disk, and the trunk and one expert a layer that it cannot hide.
-        let cold = estimate(&shape, &bandwidth, Found { slots: 0.0, cache: 0.0 }, Overhead::default());
+        let cold = estimate(&shape, &bandwidth, HitRates { slots: 0.0, cache: 0.0 }, Overhead::default());
         let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9 + state;
         assert!((cold.tokens_per_second - 1.0 / seconds).abs() < 1e-6);
         assert!((cold.disk_bytes_per_token - routed).abs() < 1.0);
@@ -151,8 +151,9 @@ mod tests {
     fn a_higher_hit_rate_is_never_slower() {
         let bandwidth = Bandwidth { memory: 20e9, compute: 15e9, disk: 1e9, latency: 1e-3, cache: 8e9 };
         let none = Overhead::default();
-        let speeds = HIT_RATES
-            .map(|rate| estimate(&model_35b(), &bandwidth, Found { slots: rate, cache: 0.0 }, none).tokens_per_second);
+        let speeds = HIT_RATES.map(|rate| {
+            estimate(&model_35b(), &bandwidth, HitRates { slots: rate, cache: 0.0 }, none).tokens_per_second
+        });
         assert!(speeds.windows(2).all(|pair| pair[0] < pair[1]), "{speeds:?}");
     }
 }

@@ -18,7 +18,9 @@
 //! Fitted to two models and a streamed one on an H200 and on 16 cores, the same sum was off by up to 10 % for others, resident and
 //! streamed (`estimate/held_out.rs`). Here nothing could be fitted: the ranges are to be read with that in mind.
 
-use super::{Bandwidth, Estimate, Found, Limits, Overhead, Plan, Shape, Strategy, Wishes, estimate};
+use super::{
+    Bandwidth, Estimate, HitRates, MachineLimits, ModelFootprint, Overhead, Plan, PlanOptions, Strategy, estimate,
+};
 use crate::error::ModelError;
 use serde::Serialize;
 
@@ -84,7 +86,7 @@ pub const MACHINES: [Machine; 8] = [
 
 /// A model on a machine.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Simulated {
+pub struct Simulation {
     pub machine: Machine,
     pub plan: Plan,
     /// Decoding, cautiously and hopefully.
@@ -97,19 +99,19 @@ pub struct Simulated {
 ///
 /// # Errors
 /// The model does not fit.
-pub fn simulate(shape: &Shape, machine: Machine, wishes: &Wishes) -> Result<Simulated, ModelError> {
+pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions) -> Result<Simulation, ModelError> {
     let gpu = Some((machine.memory as f64 * WORKING_SET) as u64);
-    let limits = Limits { ram: Some(machine.memory), gpu, cgroup: None, process: PROCESS };
-    let plan = Plan::new(shape, &limits, wishes)?;
+    let limits = MachineLimits { ram: Some(machine.memory), gpu, cgroup: None, process: PROCESS };
+    let plan = Plan::new(shape, &limits, options)?;
     let hits = if plan.strategy == Strategy::Resident { [1.0; 2] } else { hit_rates(plan.residency) };
     let each = [0, 1].map(|case| {
         let bandwidth = machine.reached(case);
         let wait = if plan.strategy == Strategy::Resident { 0.0 } else { WAIT[case] };
         // What a token costs beside its layers is in LAUNCHES, which come from whole tokens.
         let overhead = Overhead { layer: LAUNCHES[case] + wait, token: 0.0 };
-        [hits[case], 1.0].map(|slots| estimate(shape, &bandwidth, Found { slots, cache: 0.0 }, overhead))
+        [hits[case], 1.0].map(|slots| estimate(shape, &bandwidth, HitRates { slots, cache: 0.0 }, overhead))
     });
-    Ok(Simulated {
+    Ok(Simulation {
         machine,
         plan,
         decode: each.map(|[streamed, _]| streamed),
@@ -145,7 +147,7 @@ mod tests {
 
     #[test]
     fn a_model_that_fits_is_not_streamed_and_never_stalls() {
-        let found = simulate(&model_35b(), named("m1-ultra-64"), &Wishes::default()).unwrap();
+        let found = simulate(&model_35b(), named("m1-ultra-64"), &PlanOptions::default()).unwrap();
         assert_eq!((found.plan.strategy, found.stall_share), (Strategy::Resident, [0.0, 0.0]));
     }
 
@@ -153,7 +155,7 @@ mod tests {
     #[test]
     fn the_range_holds_what_others_measured() {
         for (name, measured) in [("m1-max-64", 85.0..91.0), ("m5-max-128", 133.0..133.0)] {
-            let found = simulate(&model_35b(), named(name), &Wishes::default()).unwrap();
+            let found = simulate(&model_35b(), named(name), &PlanOptions::default()).unwrap();
             let [low, high] = found.decode.map(|case| case.tokens_per_second);
             assert!(low <= measured.start && measured.end <= high, "{name}: {low} to {high}");
         }
@@ -161,8 +163,8 @@ mod tests {
 
     #[test]
     fn a_smaller_machine_streams_more_slowly() {
-        let [small, large] =
-            ["m4-air-16", "m4-air-32"].map(|name| simulate(&model_35b(), named(name), &Wishes::default()).unwrap());
+        let [small, large] = ["m4-air-16", "m4-air-32"]
+            .map(|name| simulate(&model_35b(), named(name), &PlanOptions::default()).unwrap());
         assert_eq!(small.plan.strategy, Strategy::Streaming);
         for case in [0, 1] {
             assert!(small.decode[case].tokens_per_second < large.decode[case].tokens_per_second);
@@ -174,7 +176,7 @@ mod tests {
     #[test]
     fn a_model_without_room_is_refused_with_the_sum() {
         let tiny = Machine { memory: 3 * GIB, ..named("m4-air-16") };
-        let refused = simulate(&model_35b(), tiny, &Wishes::default()).unwrap_err().to_string();
+        let refused = simulate(&model_35b(), tiny, &PlanOptions::default()).unwrap_err().to_string();
         assert!(refused.contains("trunk"), "{refused}");
     }
 
@@ -183,7 +185,7 @@ mod tests {
         let shape = model_35b();
         for name in ["m4-air-16", "m1-ultra-64"] {
             let machine = named(name);
-            let found = simulate(&shape, machine, &Wishes::default()).unwrap();
+            let found = simulate(&shape, machine, &PlanOptions::default()).unwrap();
             let streamed = found.plan.strategy == Strategy::Streaming;
             assert_eq!(streamed, name == "m4-air-16");
             for case in [0, 1] {
@@ -194,7 +196,7 @@ mod tests {
                 let overhead = Overhead { layer, token: 0.0 };
                 let hits = if streamed { hit_rates(found.plan.residency)[case] } else { 1.0 };
                 let [now, never] =
-                    [hits, 1.0].map(|slots| estimate(&shape, &bandwidth, Found { slots, cache: 0.0 }, overhead));
+                    [hits, 1.0].map(|slots| estimate(&shape, &bandwidth, HitRates { slots, cache: 0.0 }, overhead));
                 assert_eq!(found.decode[case], now, "{name}");
                 let stalled = 1.0 - now.tokens_per_second / never.tokens_per_second;
                 assert!((found.stall_share[case] - stalled).abs() < 1e-12, "{name}");

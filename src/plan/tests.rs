@@ -8,8 +8,8 @@ const GIB: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
 
 /// Qwen3.5-35B-A3B in 4 bits.
-pub fn model_35b() -> Shape {
-    Shape {
+pub fn model_35b() -> ModelFootprint {
+    ModelFootprint {
         trunk: 1_390_000_000,
         gathered: 286_000_000,
         head: 286_000_000,
@@ -23,39 +23,39 @@ pub fn model_35b() -> Shape {
         workspace_per_row: 300_000,
         workspace_fixed: 4_000_000,
         context: 262_144,
-        draft: DraftShape::default(),
+        draft: DraftFootprint::default(),
     }
 }
 
-fn limits() -> Limits {
-    Limits { ram: Some(64 * GIB), gpu: None, cgroup: None, process: 100 << 20 }
+fn limits() -> MachineLimits {
+    MachineLimits { ram: Some(64 * GIB), gpu: None, cgroup: None, process: 100 << 20 }
 }
 
 fn plan(limit: u64) -> Plan {
-    let wishes = Wishes { limit: Some(limit), ..Wishes::default() };
-    Plan::new(&model_35b(), &limits(), &wishes).unwrap()
+    let options = PlanOptions { limit: Some(limit), ..PlanOptions::default() };
+    Plan::new(&model_35b(), &limits(), &options).unwrap()
 }
 
 #[test]
 fn the_limit_is_the_least_that_applies() {
     let mut limits = limits();
-    assert_eq!(limits.choose(None), (48 * GIB, LimitFrom::Ram));
-    assert_eq!(limits.choose(Some(GIB)), (GIB, LimitFrom::Asked));
-    assert_eq!(limits.choose(Some(60 * GIB)), (60 * GIB, LimitFrom::Asked));
-    assert_eq!(limits.choose(Some(99 * GIB)), (64 * GIB, LimitFrom::Ram));
+    assert_eq!(limits.choose(None), (48 * GIB, LimitSource::Ram));
+    assert_eq!(limits.choose(Some(GIB)), (GIB, LimitSource::Asked));
+    assert_eq!(limits.choose(Some(60 * GIB)), (60 * GIB, LimitSource::Asked));
+    assert_eq!(limits.choose(Some(99 * GIB)), (64 * GIB, LimitSource::Ram));
     limits.gpu = Some(40 * GIB);
-    assert_eq!(limits.choose(None), (38 * GIB, LimitFrom::Gpu));
-    assert_eq!(limits.choose(Some(60 * GIB)), (38 * GIB, LimitFrom::Gpu));
-    assert_eq!(limits.choose(Some(30 * GIB)), (30 * GIB, LimitFrom::Asked));
+    assert_eq!(limits.choose(None), (38 * GIB, LimitSource::Gpu));
+    assert_eq!(limits.choose(Some(60 * GIB)), (38 * GIB, LimitSource::Gpu));
+    assert_eq!(limits.choose(Some(30 * GIB)), (30 * GIB, LimitSource::Asked));
     limits.cgroup = Some(11 * GIB);
-    assert_eq!(limits.choose(None).1, LimitFrom::Cgroup);
+    assert_eq!(limits.choose(None).1, LimitSource::Cgroup);
     assert!(limits.choose(Some(11 * GIB)).0.abs_diff(10 * GIB) < 16);
-    assert_eq!(Limits::default().choose(None), (FALLBACK, LimitFrom::Fallback));
+    assert_eq!(MachineLimits::default().choose(None), (FALLBACK, LimitSource::Fallback));
 }
 
 #[test]
 fn the_process_has_an_eighth_and_sixteen_mebibytes_to_grow() {
-    assert_eq!([0, 80 * MIB].map(own), [16 * MIB, 106 * MIB]);
+    assert_eq!([0, 80 * MIB].map(process_memory), [16 * MIB, 106 * MIB]);
 }
 
 #[test]
@@ -82,20 +82,20 @@ fn a_small_machine_streams() {
 
 #[test]
 fn a_refusal_says_the_sum_and_what_would_do() {
-    let wishes = Wishes { limit: Some(2 * GIB), ..Wishes::default() };
-    let text = Plan::new(&model_35b(), &limits(), &wishes).unwrap_err().to_string();
+    let options = PlanOptions { limit: Some(2 * GIB), ..PlanOptions::default() };
+    let text = Plan::new(&model_35b(), &limits(), &options).unwrap_err().to_string();
     assert!(text.contains("2.00 GiB (--memory-limit)"), "{text}");
     assert!(text.contains("320 expert slots (40 layers x 8 experts a token)"), "{text}");
     let advice = text.split("--memory-limit ").nth(1).and_then(|t| t.split('M').next()).unwrap();
     let advice: u64 = advice.parse::<u64>().unwrap() << 20;
     assert_eq!(plan(advice).slots, 320);
-    let wishes = Wishes { limit: Some(advice - (1 << 20)), ..Wishes::default() };
-    assert!(Plan::new(&model_35b(), &limits(), &wishes).is_err());
+    let options = PlanOptions { limit: Some(advice - (1 << 20)), ..PlanOptions::default() };
+    assert!(Plan::new(&model_35b(), &limits(), &options).is_err());
 }
 
 /// With round numbers, so that a plan can be computed by hand.
-fn small() -> Shape {
-    Shape {
+fn small() -> ModelFootprint {
+    ModelFootprint {
         trunk: 100 * MIB,
         gathered: 0,
         head: 0,
@@ -109,15 +109,15 @@ fn small() -> Shape {
         workspace_per_row: 4096,
         workspace_fixed: 5 * MIB,
         context: 100_000,
-        draft: DraftShape { fixed: 7 * MIB, per_token: 1024, per_row: 4096 },
+        draft: DraftFootprint { fixed: 7 * MIB, per_token: 1024, per_row: 4096 },
     }
 }
 
 #[test]
 fn each_part_is_as_computed_by_hand() {
-    let limits = Limits { ram: Some(GIB), gpu: None, cgroup: None, process: 10 * MIB };
-    let wishes = Wishes { limit: Some(320 * MIB), serving: true, ..Wishes::default() };
-    let plan = Plan::new(&small(), &limits, &wishes).unwrap();
+    let limits = MachineLimits { ram: Some(GIB), gpu: None, cgroup: None, process: 10 * MIB };
+    let options = PlanOptions { limit: Some(320 * MIB), serving: true, ..PlanOptions::default() };
+    let plan = Plan::new(&small(), &limits, &options).unwrap();
     // The least: 10 + 100 + 3 + 5 + 7 + 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB and 256 rows of 8 KiB: 171 MiB. Of
     // the spare 149, the context and the cache get a sixteenth each, the chunk as much as it may have at most, 14, and the slots
     // 116.4: 58 more.
@@ -125,7 +125,7 @@ fn each_part_is_as_computed_by_hand() {
     let expected = Plan {
         strategy: Strategy::Streaming,
         limit: 320 * MIB,
-        limit_from: LimitFrom::Asked,
+        limit_from: LimitSource::Asked,
         process: 10 * MIB,
         trunk: 100 * MIB,
         kv: context * 1024,
@@ -146,23 +146,27 @@ fn each_part_is_as_computed_by_hand() {
     assert_eq!(plan.total(), 3_193_125 * MIB / 10_000);
 
     // With half as many experts all have a slot, and the 4.4 MiB that they leave go to the context.
-    let plan = Plan::new(&Shape { experts: 16, ..small() }, &limits, &wishes).unwrap();
+    let plan = Plan::new(&ModelFootprint { experts: 16, ..small() }, &limits, &options).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.residency), (Strategy::Resident, 64, 1.0));
     assert_eq!((plan.context, plan.chunk), (4096 + 6912, 2048));
 
-    let plan = Plan::new(&small(), &limits, &Wishes { prompt_cache: Some(6 * MIB), ..wishes }).unwrap();
+    let plan = Plan::new(&small(), &limits, &PlanOptions { prompt_cache: Some(6 * MIB), ..options }).unwrap();
     assert_eq!((plan.prompt_cache, plan.slots), (6 * MIB, 8 + (129 * MIB - 143 * MIB / 16) as usize / (2 << 20)));
 
     // Without what is for requests the least is 151 MiB, and an eighth of 64 more are 1024 rows.
-    let plan = Plan::new(&small(), &limits, &Wishes { limit: Some(215 * MIB), ..Wishes::default() }).unwrap();
+    let plan = Plan::new(&small(), &limits, &PlanOptions { limit: Some(215 * MIB), ..PlanOptions::default() }).unwrap();
     assert_eq!(plan.chunk, 256 + 1024);
 }
 
 #[test]
 fn pages_are_the_contexts_and_a_quarter_of_the_cache() {
-    let wishes =
-        Wishes { limit: Some(320 * MIB), context: Some(4096), prompt_cache: Some(6 * MIB), ..Wishes::default() };
-    let plan = Plan::new(&small(), &limits(), &wishes).unwrap();
+    let options = PlanOptions {
+        limit: Some(320 * MIB),
+        context: Some(4096),
+        prompt_cache: Some(6 * MIB),
+        ..PlanOptions::default()
+    };
+    let plan = Plan::new(&small(), &limits(), &options).unwrap();
     // 256 positions of 1024 bytes: 16 for the context, and 6 of 1.5 MiB.
     assert_eq!((plan.kv, plan.pages(256 * 1024), plan.states(MIB)), (4 * MIB, 16 + 6, 4));
     assert_eq!(Plan { prompt_cache: 0, ..plan }.pages(256 * 1024), 16);
@@ -170,35 +174,37 @@ fn pages_are_the_contexts_and_a_quarter_of_the_cache() {
 
 #[test]
 fn while_experts_lack_slots_the_context_and_the_chunk_grow_to_a_bound() {
-    let wishes = Wishes { limit: Some(4 * GIB), ..Wishes::default() };
-    let plan = Plan::new(&Shape { experts: 4096, ..small() }, &limits(), &wishes).unwrap();
+    let options = PlanOptions { limit: Some(4 * GIB), ..PlanOptions::default() };
+    let plan = Plan::new(&ModelFootprint { experts: 4096, ..small() }, &limits(), &options).unwrap();
     assert_eq!((plan.strategy, plan.context, plan.chunk), (Strategy::Streaming, 32768, 2048));
 }
 
 #[test]
 fn a_refusal_names_what_is_there_and_nothing_else() {
-    let wishes = Wishes { limit: Some(100 * MIB), ..Wishes::default() };
-    let why = |shape: &Shape, wishes: &Wishes| Plan::new(shape, &limits(), wishes).unwrap_err().to_string();
+    let options = PlanOptions { limit: Some(100 * MIB), ..PlanOptions::default() };
+    let why =
+        |shape: &ModelFootprint, options: &PlanOptions| Plan::new(shape, &limits(), options).unwrap_err().to_string();
     let parts = ["the draft model 7.0 MiB", "requests 16.0 MiB", "prompt cache 6.0 MiB"];
-    let all = why(&small(), &Wishes { serving: true, prompt_cache: Some(6 * MIB), ..wishes });
+    let all = why(&small(), &PlanOptions { serving: true, prompt_cache: Some(6 * MIB), ..options });
     assert!(parts.iter().all(|part| all.contains(&format!(" + {part}"))), "{all}");
     assert!(all.contains("workspace for chunks of 256 tokens 7.0 MiB"), "{all}");
-    let none = why(&Shape { draft: DraftShape::default(), ..small() }, &wishes);
+    let none = why(&ModelFootprint { draft: DraftFootprint::default(), ..small() }, &options);
     assert!(["draft", "requests", "cache "].iter().all(|part| !none.replace("KV cache", "").contains(part)), "{none}");
 }
 
 #[test]
 fn one_miss_in_four_is_as_slow_as_computed_by_hand() {
-    let shape = Shape { trunk: 5000, gathered: 1000, expert: 1000, layers: 3, experts_per_token: 2, ..small() };
+    let shape =
+        ModelFootprint { trunk: 5000, gathered: 1000, expert: 1000, layers: 3, experts_per_token: 2, ..small() };
     let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6, cache: 4e3 };
     let overhead = Overhead { layer: 0.05, token: 0.2 };
-    let found = estimate(&shape, &bandwidth, Found { slots: 0.75, cache: 0.0 }, overhead);
+    let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.0 }, overhead);
     // The trunk takes 0.4 s, the state 0.1. Both hit: 0.2 s to compute. One missed: the latency and one expert. Both missed: a second of reading and one expert.
     let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
     assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
     assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
     // The page cache has half of what missed: none or one of both from there, a quarter of a second each.
-    let found = estimate(&shape, &bandwidth, Found { slots: 0.75, cache: 0.5 }, overhead);
+    let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.5 }, overhead);
     let one = 1.0 / 7.0; // From the page cache, if it is not from the disk.
     let layer = 0.765625 * (0.2f64).max(2.0 * one * 0.25 + 0.1 * (1.0 - (6.0f64 / 7.0).powi(2)))
         + 0.21875 * (0.7 + one * 0.25)
@@ -206,29 +212,29 @@ fn one_miss_in_four_is_as_slow_as_computed_by_hand() {
     assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
     assert!((found.disk_bytes_per_token - 750.0).abs() < 1e-9, "{found:?}");
     // The head goes at the memory's rate.
-    let shape = Shape { head: 3000, ..shape };
+    let shape = ModelFootprint { head: 3000, ..shape };
     let memory = Bandwidth { memory: 3e4, ..bandwidth };
     let [whole, apart] = [bandwidth, memory].map(|bandwidth| {
         let state = 2.0 * shape.state as f64 / bandwidth.memory;
-        1.0 / estimate(&shape, &bandwidth, Found::ALL, Overhead::default()).tokens_per_second - state
+        1.0 / estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second - state
     });
     assert!((whole - 3000.0 / bandwidth.memory - 0.1 - 0.6).abs() < 1e-9 && (apart - 0.1 - 0.1 - 0.6).abs() < 1e-9);
 }
 
 #[test]
 fn stream_experts_on_and_off() {
-    let mut wishes = Wishes { limit: Some(40 * GIB), stream: Switch::On, ..Wishes::default() };
-    let on = Plan::new(&model_35b(), &limits(), &wishes).unwrap();
+    let mut options = PlanOptions { limit: Some(40 * GIB), stream: Switch::On, ..PlanOptions::default() };
+    let on = Plan::new(&model_35b(), &limits(), &options).unwrap();
     assert_eq!((on.strategy, on.slots), (Strategy::Streaming, 40 * 256));
-    wishes = Wishes { limit: Some(8 * GIB), stream: Switch::Off, ..Wishes::default() };
-    let text = Plan::new(&model_35b(), &limits(), &wishes).unwrap_err().to_string();
+    options = PlanOptions { limit: Some(8 * GIB), stream: Switch::Off, ..PlanOptions::default() };
+    let text = Plan::new(&model_35b(), &limits(), &options).unwrap_err().to_string();
     assert!(text.contains("all of them") && text.ends_with("or --stream-experts auto"), "{text}");
 }
 
 #[test]
 fn buffered_reads_leave_memory_to_the_page_cache() {
-    let wishes = Wishes { limit: Some(8 * GIB), buffered: true, ..Wishes::default() };
-    let plan = Plan::new(&model_35b(), &limits(), &wishes).unwrap();
+    let options = PlanOptions { limit: Some(8 * GIB), buffered: true, ..PlanOptions::default() };
+    let plan = Plan::new(&model_35b(), &limits(), &options).unwrap();
     assert_eq!(plan.slots, 2 * 320);
     assert!(plan.page_cache > 4 * GIB);
     assert_eq!(plan.total() + plan.page_cache, plan.limit);
@@ -236,21 +242,21 @@ fn buffered_reads_leave_memory_to_the_page_cache() {
 
 #[test]
 fn every_sequence_counts() {
-    let wishes = Wishes { limit: Some(8 * GIB), context: Some(8192), ..Wishes::default() };
-    let one = Plan::new(&model_35b(), &limits(), &wishes).unwrap();
-    let three = Plan::new(&model_35b(), &limits(), &Wishes { sequences: 3, ..wishes }).unwrap();
+    let options = PlanOptions { limit: Some(8 * GIB), context: Some(8192), ..PlanOptions::default() };
+    let one = Plan::new(&model_35b(), &limits(), &options).unwrap();
+    let three = Plan::new(&model_35b(), &limits(), &PlanOptions { sequences: 3, ..options }).unwrap();
     assert_eq!((three.kv, three.state), (3 * one.kv, 3 * one.state));
     assert!(three.slots < one.slots && three.total() <= three.limit);
-    assert_eq!(Plan::new(&model_35b(), &limits(), &Wishes { sequences: 1, ..wishes }).unwrap(), one);
+    assert_eq!(Plan::new(&model_35b(), &limits(), &PlanOptions { sequences: 1, ..options }).unwrap(), one);
 }
 
 #[test]
 fn a_dense_model_has_no_slots() {
-    let shape = Shape { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
-    let plan = Plan::new(&shape, &limits(), &Wishes::default()).unwrap();
+    let shape = ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
+    let plan = Plan::new(&shape, &limits(), &PlanOptions::default()).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.experts), (Strategy::Resident, 0, 0));
     let bandwidth = Bandwidth { memory: 1e9, compute: 1e9, disk: 1e9, latency: 1e-3, cache: 1e9 };
-    assert!(estimate(&shape, &bandwidth, Found::ALL, Overhead::default()).tokens_per_second.is_finite());
+    assert!(estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second.is_finite());
 }
 
 #[test]
@@ -259,10 +265,10 @@ fn sizes_in_words() {
     assert_eq!(words, ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "1.50 GiB"]);
 }
 
-fn shapes() -> impl proptest::strategy::Strategy<Value = Shape> {
+fn shapes() -> impl proptest::strategy::Strategy<Value = ModelFootprint> {
     let bytes = (1u64..4 << 30, 1u64..30 << 20, 1u64..1 << 17, 0u64..1 << 28, 1u64..1 << 20);
     let counts = (0usize..64, 1usize..512, 1usize..16, 1usize..300_000);
-    (bytes, counts).prop_map(|((trunk, expert, kv, state, row), (layers, experts, k, context))| Shape {
+    (bytes, counts).prop_map(|((trunk, expert, kv, state, row), (layers, experts, k, context))| ModelFootprint {
         trunk,
         gathered: trunk / 5,
         head: trunk / 5,
@@ -276,28 +282,28 @@ fn shapes() -> impl proptest::strategy::Strategy<Value = Shape> {
         workspace_per_row: row,
         workspace_fixed: 1 << 20,
         context,
-        draft: DraftShape { fixed: state, per_token: kv / 2, per_row: row / 3 },
+        draft: DraftFootprint { fixed: state, per_token: kv / 2, per_row: row / 3 },
     })
 }
 
-fn wishes() -> impl proptest::strategy::Strategy<Value = Wishes> {
+fn options() -> impl proptest::strategy::Strategy<Value = PlanOptions> {
     let stream = prop_oneof![Just(Switch::Auto), Just(Switch::On), Just(Switch::Off)];
     let context = proptest::option::of(1usize..300_000);
     let chunk = proptest::option::of(1usize..8192);
     let cache = proptest::option::of(0u64..2 << 30);
     let switches = (any::<bool>(), any::<bool>());
     (stream, context, chunk, cache, switches).prop_map(|(stream, context, chunk, prompt_cache, (buffered, serving))| {
-        Wishes { limit: None, stream, context, chunk, prompt_cache, sequences: 1, serving, buffered }
+        PlanOptions { limit: None, stream, context, chunk, prompt_cache, sequences: 1, serving, buffered }
     })
 }
 
 #[test]
 fn requests_have_their_part_where_they_are_served() {
-    let wishes = |limit| Wishes { limit: Some(limit), serving: true, ..Wishes::default() };
-    let at = |limit| Plan::new(&model_35b(), &limits(), &wishes(limit)).unwrap();
+    let options = |limit| PlanOptions { limit: Some(limit), serving: true, ..PlanOptions::default() };
+    let at = |limit| Plan::new(&model_35b(), &limits(), &options(limit)).unwrap();
     assert_eq!([3 * GIB, 40 * GIB].map(|limit| at(limit).requests), [128 << 20; 2]);
-    let small = Shape { trunk: 1 << 20, layers: 0, experts: 0, state: 0, kv_per_token: 64, ..model_35b() };
-    let at = |limit| Plan::new(&small, &Limits { process: 1 << 20, ..limits() }, &wishes(limit)).unwrap();
+    let small = ModelFootprint { trunk: 1 << 20, layers: 0, experts: 0, state: 0, kv_per_token: 64, ..model_35b() };
+    let at = |limit| Plan::new(&small, &MachineLimits { process: 1 << 20, ..limits() }, &options(limit)).unwrap();
     assert_eq!([512 << 20, 1 << 30].map(|limit| at(limit).requests), [32 << 20, 64 << 20]);
     assert_eq!(plan(40 * GIB).requests, 0);
 }
@@ -305,23 +311,23 @@ fn requests_have_their_part_where_they_are_served() {
 #[test]
 fn sizes_beyond_counting_are_refused() {
     let limit = Some(8 * GIB);
-    for wishes in [
-        Wishes { limit, context: Some(1 << 62), ..Wishes::default() },
-        Wishes { limit, chunk: Some(usize::MAX), ..Wishes::default() },
-        Wishes { limit, prompt_cache: Some(u64::MAX), ..Wishes::default() },
+    for options in [
+        PlanOptions { limit, context: Some(1 << 62), ..PlanOptions::default() },
+        PlanOptions { limit, chunk: Some(usize::MAX), ..PlanOptions::default() },
+        PlanOptions { limit, prompt_cache: Some(u64::MAX), ..PlanOptions::default() },
     ] {
-        let refused = Plan::new(&model_35b(), &limits(), &wishes).unwrap_err().to_string();
+        let refused = Plan::new(&model_35b(), &limits(), &options).unwrap_err().to_string();
         assert!(refused.contains("does not fit in 8.00 GiB"), "{refused}");
     }
-    let vast = Shape { slot: u64::MAX / 2, ..model_35b() };
-    assert!(Plan::new(&vast, &limits(), &Wishes { limit, ..Wishes::default() }).is_err());
+    let vast = ModelFootprint { slot: u64::MAX / 2, ..model_35b() };
+    assert!(Plan::new(&vast, &limits(), &PlanOptions { limit, ..PlanOptions::default() }).is_err());
 }
 
 proptest! {
     #[test]
-    fn the_sum_never_exceeds_the_limit(shape in shapes(), wishes in wishes(), limit in 0u64..200 << 30) {
-        let limits = Limits { process: 50 << 20, ..Limits::default() };
-        let Ok(plan) = Plan::new(&shape, &limits, &Wishes { limit: Some(limit), ..wishes }) else { return Ok(()) };
+    fn the_sum_never_exceeds_the_limit(shape in shapes(), options in options(), limit in 0u64..200 << 30) {
+        let limits = MachineLimits { process: 50 << 20, ..MachineLimits::default() };
+        let Ok(plan) = Plan::new(&shape, &limits, &PlanOptions { limit: Some(limit), ..options }) else { return Ok(()) };
         prop_assert_eq!(plan.limit, limit);
         prop_assert!(plan.total() + plan.page_cache <= limit, "{plan:?}");
         prop_assert!(plan.slots as u64 >= shape.working_set());
@@ -329,15 +335,15 @@ proptest! {
         prop_assert_eq!(plan.experts, plan.slots as u64 * shape.slot);
         prop_assert_eq!(plan.kv, plan.context as u64 * shape.kv_per_token);
         prop_assert!(plan.chunk >= 1);
-        prop_assert_eq!(plan.context, wishes.context.unwrap_or(plan.context.min(shape.context)));
+        prop_assert_eq!(plan.context, options.context.unwrap_or(plan.context.min(shape.context)));
     }
 
     #[test]
     fn more_memory_never_means_less_of_anything(
-        shape in shapes(), wishes in wishes(), limit in 0u64..100 << 30, more in 0u64..20 << 30,
+        shape in shapes(), options in options(), limit in 0u64..100 << 30, more in 0u64..20 << 30,
     ) {
-        let limits = Limits { process: 50 << 20, ..Limits::default() };
-        let at = |limit| Plan::new(&shape, &limits, &Wishes { limit: Some(limit), ..wishes });
+        let limits = MachineLimits { process: 50 << 20, ..MachineLimits::default() };
+        let at = |limit| Plan::new(&shape, &limits, &PlanOptions { limit: Some(limit), ..options });
         let Ok(small) = at(limit) else { return Ok(()) };
         let large = at(limit + more).expect("what fits in less fits in more");
         prop_assert!(large.slots >= small.slots);

@@ -8,7 +8,10 @@ use crate::{
     config::{self, Drafts, Load, Source},
     error::CommandError,
     model::{self, Config, Surveyed, config::FfnShape},
-    plan::{Estimate, Found, HIT_RATES, LimitFrom, Limits, Overhead, Plan, Shape, Size, Strategy, estimate},
+    plan::{
+        Estimate, HIT_RATES, HitRates, LimitSource, MachineLimits, ModelFootprint, Overhead, Plan, Size, Strategy,
+        estimate,
+    },
     platform::os,
 };
 use measure::Measured;
@@ -26,10 +29,10 @@ struct Report {
     weights: u64,
     /// Experts a token in training; `shape.experts_per_token` is the number in use.
     trained_experts_per_token: usize,
-    shape: Shape,
+    shape: ModelFootprint,
     /// The device that `--device` would take: `cpu`, `metal` or `cuda`.
     device: &'static str,
-    limits: Limits,
+    limits: MachineLimits,
     plan: Option<Plan>,
     /// The reason for which there is no plan.
     refused: Option<String>,
@@ -55,10 +58,10 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     let drafts = drafts::Found::new(&load, &dir, tokenizer.as_ref().ok())?;
     let (draft, drafter) = (drafts.shape(), drafts.drafter());
     let options = model::Options { gpu: chosen.working_set(), draft, drafter, ..options(&load) };
-    let limits = Limits::here(options.gpu);
+    let limits = MachineLimits::here(options.gpu);
     drop(tokenizer);
     let mut found = Surveyed::new(&dir, &options)?;
-    let plan = found.plan(&limits, &options.wishes);
+    let plan = found.plan(&limits, &options.plan);
     let threads = load.threads.unwrap_or_else(os::physical_cores);
     let room = plan.as_ref().map_or(u64::MAX, |plan| plan.limit / 4);
     let measured = measure::measure(&found, &load, threads, options.gpu.is_some(), room)?;
@@ -78,9 +81,9 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
                 // Whatever of the machine's memory the plan leaves.
                 Some(plan) if !measured.direct => {
                     let memory = [limits.ram, limits.cgroup].into_iter().flatten().min().unwrap_or(0);
-                    Found::through(slots, memory.saturating_sub(plan.total()), &found.shape, plan)
+                    HitRates::through(slots, memory.saturating_sub(plan.total()), &found.shape, plan)
                 }
-                _ => Found { slots, cache: 0.0 },
+                _ => HitRates { slots, cache: 0.0 },
             };
             estimate(&found.shape, &measured.bandwidth, parts, Overhead::default())
         })
@@ -143,11 +146,11 @@ impl Report {
             Strategy::Streaming => "streaming",
         };
         let from = match plan.limit_from {
-            LimitFrom::Asked => "--memory-limit",
-            LimitFrom::Ram => "of this machine's memory",
-            LimitFrom::Gpu => "the GPU's recommended working set",
-            LimitFrom::Cgroup => "of the control group's limit",
-            LimitFrom::Fallback => "assumed",
+            LimitSource::Asked => "--memory-limit",
+            LimitSource::Ram => "of this machine's memory",
+            LimitSource::Gpu => "the GPU's recommended working set",
+            LimitSource::Cgroup => "of the control group's limit",
+            LimitSource::Fallback => "assumed",
         };
         let device = self.device;
         writeln!(

@@ -6,7 +6,7 @@ use crate::{
     config::{self, Load, Source},
     error::{CommandError, StoreError},
     model::{self, Surveyed},
-    plan::{MACHINES, Shape, Simulated, Size, Strategy, simulate},
+    plan::{MACHINES, ModelFootprint, Simulation, Size, Strategy, simulate},
     platform::partial::Partial,
     tools::synth,
 };
@@ -17,9 +17,9 @@ use std::fmt;
 #[derive(Debug, Serialize)]
 struct Report {
     model: String,
-    shape: Shape,
+    shape: ModelFootprint,
     /// Nothing of this was measured.
-    simulated: Vec<Simulated>,
+    simulated: Vec<Simulation>,
     /// Machines that the model does not fit on, and the reason.
     refused: Vec<(&'static str, String)>,
 }
@@ -46,7 +46,7 @@ pub fn run(typed: cli::Info, name: &str) -> Result<(), CommandError> {
     };
     let mut report = Report { model, shape, simulated: Vec::new(), refused: Vec::new() };
     for machine in MACHINES.iter().filter(|machine| name == "all" || machine.name == name) {
-        match simulate(&report.shape, *machine, &options.wishes) {
+        match simulate(&report.shape, *machine, &options.plan) {
             Ok(found) => report.simulated.push(found),
             Err(error) => report.refused.push((machine.name, error.to_string())),
         }
@@ -56,7 +56,7 @@ pub fn run(typed: cli::Info, name: &str) -> Result<(), CommandError> {
 }
 
 /// The sizes of a model of which there is no checkpoint: of one made of headers and holes, which goes again.
-fn outline(like: &str, options: &model::Options) -> Result<Shape, CommandError> {
+fn outline(like: &str, options: &model::Options) -> Result<ModelFootprint, CommandError> {
     let name = std::env::temp_dir().join(format!("moestro-like-{like}-{}", std::process::id()));
     let io = |source| StoreError::Io { path: name.clone(), source };
     let partial = Partial::create(&name).map_err(io)?;
@@ -84,8 +84,8 @@ fn write_row(f: &mut fmt::Formatter<'_>, name: &str, [limit, experts, hits, stal
     writeln!(f, "{name:<12} {limit:>13} {experts:>8} {hits:>9} {stall:>9} {speed:>9}")
 }
 
-fn cells(found: &Simulated) -> [String; 5] {
-    let Simulated { plan, decode, stall_share, .. } = found;
+fn cells(found: &Simulation) -> [String; 5] {
+    let Simulation { plan, decode, stall_share, .. } = found;
     let streams = plan.strategy == Strategy::Streaming;
     let percent = |shares| if streams { range(shares, 100.0) + " %" } else { String::new() };
     [

@@ -17,7 +17,7 @@ pub fn load(dir: &Path, math: Math) -> Qwen {
 }
 
 pub fn load_with(dir: &Path, mut options: Options) -> Qwen {
-    options.wishes.context = options.wishes.context.or(Some(2048));
+    options.plan.context = options.plan.context.or(Some(2048));
     Qwen::load(dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ())
         .unwrap_or_else(|error| panic!("{}: {error}", dir.display()))
 }

@@ -98,7 +98,7 @@ fn the_card_reads_long_prompts_as_the_cpu_does() {
     let load = |chunk| {
         let mut options = options(false);
         options.threads = None;
-        (options.wishes.context, options.wishes.chunk) = (Some(2304), Some(chunk));
+        (options.plan.context, options.plan.chunk) = (Some(2304), Some(chunk));
         options
     };
     let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), load(512)), planned(load(512), gpu));

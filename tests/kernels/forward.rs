@@ -29,8 +29,8 @@ pub fn options(streaming: bool) -> Options {
     let mut options = Options { math: Math::F32, threads: Some(1), store, ..Options::default() };
     if streaming {
         // Through the page cache the plan keeps two tokens' working sets of slots.
-        options.wishes.stream = Switch::On;
-        options.wishes.buffered = true;
+        options.plan.stream = Switch::On;
+        options.plan.buffered = true;
     }
     options
 }
@@ -216,7 +216,7 @@ fn no_sanitizer_objects_to_a_pass() {
 fn read(chunk: usize) -> u64 {
     const LAYERS: usize = 8;
     let mut options = Options { gpu: Some(u64::MAX), ..options(true) };
-    (options.wishes.chunk, options.wishes.context) = (Some(chunk), Some(1024));
+    (options.plan.chunk, options.plan.context) = (Some(chunk), Some(1024));
     (options.store.slots, options.store.prefetch) = (Some(8), Prefetch::Off);
     let metrics = Metrics::new("test", "gpu");
     let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
@@ -251,7 +251,7 @@ fn what_it_takes_is_what_the_plan_says() {
     let allocated = gpu.allocated.clone();
     let mut options = options(true);
     // Room for attention's parts is planned for the longest context there can be.
-    options.wishes.context = Some(moestro::model::Config::read(Path::new(DEMO)).unwrap().context);
+    options.plan.context = Some(moestro::model::Config::read(Path::new(DEMO)).unwrap().context);
     let model = planned(options, gpu);
     let _state = model.start().unwrap();
     let (plan, taken) = (model.plan(), allocated.load(Ordering::Relaxed) as u64);

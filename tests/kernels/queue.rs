@@ -26,10 +26,10 @@ pub fn load(streaming: bool) -> Qwen {
     let store = StoreOptions { io: Io::Buffered, slots: streaming.then_some(4), ..StoreOptions::default() };
     let mut options = Options { math: Math::F32, threads: Some(1), store, gpu: Some(u64::MAX), ..Options::default() };
     if streaming {
-        options.wishes.stream = Switch::On;
-        options.wishes.buffered = true;
+        options.plan.stream = Switch::On;
+        options.plan.buffered = true;
     }
-    options.wishes.context = Some(512);
+    options.plan.context = Some(512);
     load_with(dir.path(), options)
 }
 

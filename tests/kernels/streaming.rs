@@ -26,8 +26,8 @@ fn load(prefetch: Prefetch, trace: &Path, gpu: bool) -> (Qwen, Arc<Metrics>) {
     };
     let mut options =
         Options { math: Math::F32, threads: Some(1), store, gpu: gpu.then_some(u64::MAX), ..Options::default() };
-    options.wishes.stream = Switch::On;
-    options.wishes.context = Some(1024);
+    options.plan.stream = Switch::On;
+    options.plan.context = Some(1024);
     let metrics = Metrics::new("test", "cpu");
     (Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap(), metrics)
 }

@@ -127,7 +127,7 @@ mod tests {
     fn it_goes_back_or_begins_anew_when_there_is_no_room_for_the_draft() {
         let dir = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model"));
         let mut options = Options { threads: Some(1), ..Options::default() };
-        options.wishes.context = Some(32);
+        options.plan.context = Some(32);
         let model = Qwen::load(dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
         let mut companion = Companion::new(model);
         let ids: Vec<u32> = (20..52).collect();

@@ -146,7 +146,7 @@ mod tests {
 
     fn target() -> Qwen {
         let mut options = Options { threads: Some(1), ..Options::default() };
-        options.wishes.context = Some(64);
+        options.plan.context = Some(64);
         let dir = Path::new(FIXTURES).join("target");
         Qwen::load(&dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap()
     }

@@ -1,25 +1,25 @@
 //! Is the estimate right where it can be measured? Rows of `benches/results/simulator.csv` (H200 and 16 cores of its Xeon,
 //! `moestro bench`): constants fitted to the first few, everything else held out.
 
-use super::{Bandwidth, Found, Overhead, estimate};
-use crate::plan::{DraftShape, Shape};
+use super::{Bandwidth, HitRates, Overhead, estimate};
+use crate::plan::{DraftFootprint, ModelFootprint};
 
 /// The most that a row may be off which nothing was fitted to.
 const OFF: f64 = 0.2;
 
 /// `synth --like 35b --layers n`.
-fn s(layers: u64) -> Shape {
+fn s(layers: u64) -> ModelFootprint {
     let fours = layers / 4;
     shape(572_129_280 + fours * 81_494_528, 286_064_640, 1_769_472, layers, fours * 6_586_368)
 }
 
 /// `synth --like 122b --layers 8`.
-fn q8() -> Shape {
+fn q8() -> ModelFootprint {
     shape(1_294_444_576, 429_096_960, 5_308_416, 8, 26_050_560)
 }
 
-fn shape(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> Shape {
-    Shape {
+fn shape(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> ModelFootprint {
+    ModelFootprint {
         trunk,
         gathered: head,
         head,
@@ -33,15 +33,21 @@ fn shape(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> Shape {
         workspace_per_row: 0,
         workspace_fixed: 0,
         context: 0,
-        draft: DraftShape::default(),
+        draft: DraftFootprint::default(),
     }
 }
 
 /// A device, what its rates were fitted to, and rows: model, hit rate, the part of the misses that the page cache had, and
 /// measured tokens a second.
-fn check(what: &str, bandwidth: Bandwidth, overhead: Overhead, fitted: usize, rows: &[(Shape, f64, f64, f64)]) {
+fn check(
+    what: &str,
+    bandwidth: Bandwidth,
+    overhead: Overhead,
+    fitted: usize,
+    rows: &[(ModelFootprint, f64, f64, f64)],
+) {
     for (index, (shape, slots, cache, measured)) in rows.iter().enumerate() {
-        let found = estimate(shape, &bandwidth, Found { slots: *slots, cache: *cache }, overhead);
+        let found = estimate(shape, &bandwidth, HitRates { slots: *slots, cache: *cache }, overhead);
         let off = found.tokens_per_second / measured - 1.0;
         println!("{what} {index}: {:.1} for {measured}, {:+.0} %", found.tokens_per_second, 100.0 * off);
         assert!(off.abs() < if index < fitted { OFF / 2.0 } else { OFF }, "{what}, row {index}: off by {off:.2}");

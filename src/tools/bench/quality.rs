@@ -53,7 +53,7 @@ pub fn run(dir: &Path, load: &Load, text: &[u32], answer: usize, json: bool) -> 
         one => vec![kv_bits(one)],
     };
     options.kv_bits = KvBits::Sixteen;
-    options.wishes.sequences = 1 + asked.len();
+    options.plan.sequences = 1 + asked.len();
     options.store.warm = false;
     let chosen = Chosen::new(load)?;
     options.gpu = chosen.working_set();
@@ -199,7 +199,7 @@ mod tests {
     fn sixteen_bits_beside_themselves_differ_in_nothing_and_four_in_something() {
         let dir = crate::demo::unpack().unwrap();
         let mut options = Options { threads: Some(2), ..Options::default() };
-        options.wishes.context = Some(1024);
+        options.plan.context = Some(1024);
         let mut model = Qwen::load(&dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
         let text = super::super::prompt(&dir, None, 300).unwrap();
         let all = compare(&mut model, &[KvBits::Sixteen, KvBits::Eight, KvBits::Four], &text, 5).unwrap();

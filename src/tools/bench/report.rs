@@ -4,7 +4,7 @@ use super::run::{Phase, Run};
 use crate::{
     config::Load,
     model::Qwen,
-    plan::{Plan, Shape, Size, Strategy},
+    plan::{ModelFootprint, Plan, Size, Strategy},
     platform::{Access, os},
 };
 use serde::Serialize;
@@ -19,7 +19,7 @@ pub struct Setup {
     pub io_threads: usize,
     /// Experts were read past the page cache, or through it; `None` without routed experts.
     pub direct: Option<bool>,
-    pub shape: Shape,
+    pub shape: ModelFootprint,
     pub plan: Plan,
 }
 

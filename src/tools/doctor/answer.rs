@@ -10,7 +10,7 @@ use crate::{
     experts::Io,
     metrics::Metrics,
     model::{Model, Options, Qwen, Reference, Rows, StoreOptions},
-    plan::Wishes,
+    plan::PlanOptions,
 };
 use candle_core::{DType, Device};
 use serde::Serialize;
@@ -58,11 +58,15 @@ impl Demo {
     }
 
     fn load(&self, math: Math, gpu: Option<u64>) -> Result<Qwen, CommandError> {
-        let wishes =
-            Wishes { context: Some(CONTEXT), prompt_cache: Some(0), stream: Switch::Auto, ..Wishes::default() };
+        let plan = PlanOptions {
+            context: Some(CONTEXT),
+            prompt_cache: Some(0),
+            stream: Switch::Auto,
+            ..PlanOptions::default()
+        };
         // Direct reads may shift experts in their slots by what the disk's blocks ask for, which a GPU refuses.
         let store = StoreOptions { io: Io::Buffered, ..StoreOptions::default() };
-        let options = Options { math, gpu, wishes, store, ..Options::default() };
+        let options = Options { math, gpu, plan, store, ..Options::default() };
         Ok(Qwen::load(&self.checkpoint.dir, &options, &Metrics::new("doctor", "cpu"), &mut |_, _| ())?)
     }
 

@@ -25,7 +25,7 @@ use crate::{
     device::{Compute, Region},
     error::ModelError,
     ops::{Backend, Cpu, Embed, Project, Weight},
-    plan::DraftShape,
+    plan::DraftFootprint,
 };
 use attention::{Memory, attend, norm, place};
 use std::{ops::Range, path::Path};
@@ -53,7 +53,7 @@ impl Surveyed {
     }
 
     /// The loaded draft's demands on memory.
-    pub fn shape(&self) -> DraftShape {
+    pub fn shape(&self) -> DraftFootprint {
         let config = &self.config;
         // Layers with a window keep that and little more, the others everything.
         let window = |sight: &&config::Sight| sight.window.is_some();
@@ -64,7 +64,7 @@ impl Surveyed {
         let room: usize = room(config).iter().map(|floats| floats * 4).sum();
         // Hidden rows lie where the layers leave them, and side by side where the draft takes them from.
         let per_row = 2 * config.features() as u64 * 4;
-        DraftShape { fixed: self.weights + windows + room as u64, per_token: all, per_row }
+        DraftFootprint { fixed: self.weights + windows + room as u64, per_token: all, per_row }
     }
 }
 

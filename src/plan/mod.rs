@@ -1,6 +1,6 @@
 //! The memory plan: what goes into memory under the limit, and how many experts stay there.
 //!
-//! A pure function from a model's [`Shape`], the machine's [`Limits`] and the user's [`Wishes`] to a [`Plan`]:
+//! A pure function from a model's [`ModelFootprint`], the machine's [`MachineLimits`] and the user's [`PlanOptions`] to a [`Plan`]:
 //!
 //! ```text
 //! limit = process + trunk + state + KV(context) + workspace(chunk) + draft(context, chunk) + requests + prompt cache + slots
@@ -17,8 +17,8 @@ mod machine;
 mod pages;
 mod size;
 
-pub use estimate::{Bandwidth, Estimate, Found, HIT_RATES, Overhead, estimate};
-pub use machine::{MACHINES, Machine, Simulated, simulate};
+pub use estimate::{Bandwidth, Estimate, HIT_RATES, HitRates, Overhead, estimate};
+pub use machine::{MACHINES, Machine, Simulation, simulate};
 pub use size::Size;
 
 use crate::{config::Switch, error::ModelError, platform::os};
@@ -40,7 +40,7 @@ const GPU_RESERVE: u64 = 2 << 30;
 
 /// A model's demands on memory. Bytes unless said otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Shape {
+pub struct ModelFootprint {
     /// Everything but the routed experts.
     pub trunk: u64,
     /// The part of `trunk` of which a token reads only one row: the embedding (0 if the head shares it).
@@ -67,12 +67,12 @@ pub struct Shape {
     pub workspace_fixed: u64,
     /// The longest context the model was made for (tokens).
     pub context: usize,
-    pub draft: DraftShape,
+    pub draft: DraftFootprint,
 }
 
 /// A draft's demands on memory beside the model's, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct DraftShape {
+pub struct DraftFootprint {
     /// Its weights, and whatever else does not grow.
     pub fixed: u64,
     /// Bytes that it keeps of one token of the context.
@@ -81,7 +81,7 @@ pub struct DraftShape {
     pub per_row: u64,
 }
 
-impl Shape {
+impl ModelFootprint {
     /// Experts in all layers together: as many slots as there can be use for.
     pub fn total_experts(&self) -> u64 {
         (self.layers as u64).saturating_mul(self.experts as u64)
@@ -100,7 +100,7 @@ impl Shape {
 
 /// The machine's limits, in bytes; `None` where the system does not say.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct Limits {
+pub struct MachineLimits {
     pub ram: Option<u64>,
     /// The GPU's recommended working set (Metal), or what is free on the card (CUDA).
     pub gpu: Option<u64>,
@@ -111,33 +111,38 @@ pub struct Limits {
 }
 
 /// What is `resident` before the weights are, 1/8 and 16 MiB more for what serving adds.
-fn own(resident: u64) -> u64 {
+fn process_memory(resident: u64) -> u64 {
     resident + resident / 8 + (16 << 20)
 }
 
-impl Limits {
+impl MachineLimits {
     /// This machine's limits. Call it when the tokenizer is loaded and the weights are not: what is in use is the process's.
     pub fn here(gpu: Option<u64>) -> Self {
-        Self { ram: os::total_memory(), gpu, cgroup: os::cgroup_limit(), process: os::resident_memory().map_or(0, own) }
+        Self {
+            ram: os::total_memory(),
+            gpu,
+            cgroup: os::cgroup_limit(),
+            process: os::resident_memory().map_or(0, process_memory),
+        }
     }
 
     /// The limit to plan with: what the user asked for, else 75 % of RAM; never above RAM, 10/11 of the control group's limit
     /// (beyond that the kernel's own use could get us killed), or 2 GiB less than the GPU recommends (what the window server
     /// and Metal itself take counts, too, and a little above it a command buffer fails for want of memory).
-    fn choose(&self, asked: Option<u64>) -> (u64, LimitFrom) {
-        let ram = self.ram.map(|ram| (if asked.is_some() { ram } else { ram / 4 * 3 }, LimitFrom::Ram));
-        let gpu = self.gpu.map(|gpu| (gpu.saturating_sub(GPU_RESERVE), LimitFrom::Gpu));
-        let cgroup = self.cgroup.map(|cgroup| ((cgroup as f64 / 1.1) as u64, LimitFrom::Cgroup));
-        let asked = asked.map(|asked| (asked, LimitFrom::Asked));
+    fn choose(&self, asked: Option<u64>) -> (u64, LimitSource) {
+        let ram = self.ram.map(|ram| (if asked.is_some() { ram } else { ram / 4 * 3 }, LimitSource::Ram));
+        let gpu = self.gpu.map(|gpu| (gpu.saturating_sub(GPU_RESERVE), LimitSource::Gpu));
+        let cgroup = self.cgroup.map(|cgroup| ((cgroup as f64 / 1.1) as u64, LimitSource::Cgroup));
+        let asked = asked.map(|asked| (asked, LimitSource::Asked));
         let candidates = [asked, cgroup, ram, gpu].into_iter().flatten();
-        candidates.min_by_key(|&(bytes, _)| bytes).unwrap_or((FALLBACK, LimitFrom::Fallback))
+        candidates.min_by_key(|&(bytes, _)| bytes).unwrap_or((FALLBACK, LimitSource::Fallback))
     }
 }
 
 /// The limit that was the least.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum LimitFrom {
+pub enum LimitSource {
     Asked,
     Ram,
     Gpu,
@@ -147,7 +152,7 @@ pub enum LimitFrom {
 
 /// The user's settings; `None` is the default described at the top.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Wishes {
+pub struct PlanOptions {
     pub limit: Option<u64>,
     /// `--stream-experts`: auto is resident if all experts fit, else streaming; on streams even then; off is resident
     /// or a refusal.
@@ -178,7 +183,7 @@ pub enum Strategy {
 pub struct Plan {
     pub strategy: Strategy,
     pub limit: u64,
-    pub limit_from: LimitFrom,
+    pub limit_from: LimitSource,
     pub process: u64,
     pub trunk: u64,
     pub kv: u64,
@@ -216,32 +221,32 @@ impl Plan {
             + self.experts
     }
 
-    /// Plans `shape` under `limits` as `wishes` say.
+    /// Plans `shape` under `limits` as `options` say.
     ///
     /// # Errors
     /// `ModelError::Memory` with the sum in words if not even the smallest working set fits.
-    pub fn new(shape: &Shape, limits: &Limits, wishes: &Wishes) -> Result<Self, ModelError> {
-        let (limit, limit_from) = limits.choose(wishes.limit);
+    pub fn new(shape: &ModelFootprint, limits: &MachineLimits, options: &PlanOptions) -> Result<Self, ModelError> {
+        let (limit, limit_from) = limits.choose(options.limit);
         let all = shape.total_experts();
-        let sequences = wishes.sequences.max(1) as u64;
+        let sequences = options.sequences.max(1) as u64;
         let [state, kv_per_token] = [shape.state, shape.kv_per_token].map(|one| one.saturating_mul(sequences));
-        let DraftShape { fixed: draft, per_token, per_row } = shape.draft;
+        let DraftFootprint { fixed: draft, per_token, per_row } = shape.draft;
         let each = [kv_per_token.saturating_add(per_token), shape.workspace_per_row.saturating_add(per_row)];
-        let kv = Range::new(wishes.context, CONTEXT, shape.context as u64, each[0]);
-        let rows = Range::new(wishes.chunk, CHUNK, shape.context as u64, each[1]);
-        let prompt_cache = wishes.prompt_cache.unwrap_or(0);
-        let requests = if wishes.serving { (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) } else { 0 };
-        let slots = if wishes.stream == Switch::Off { all } else { shape.working_set().min(all) };
+        let kv = CountRange::new(options.context, CONTEXT, shape.context as u64, each[0]);
+        let rows = CountRange::new(options.chunk, CHUNK, shape.context as u64, each[1]);
+        let prompt_cache = options.prompt_cache.unwrap_or(0);
+        let requests = if options.serving { (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) } else { 0 };
+        let slots = if options.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
         // Nothing of a plan is beyond counting, once its least sum is not beyond the limit.
         let fixed = [limits.process, shape.trunk, state, shape.workspace_fixed, draft, requests, prompt_cache];
         let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
         let least = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
         let Some(spare) = limit.checked_sub(least) else {
-            let asked = Refused {
+            let asked = PlanRefusal {
                 shape,
                 limits,
-                wishes,
+                options,
                 limit,
                 limit_from,
                 kv,
@@ -258,15 +263,15 @@ impl Plan {
         // The shares are of `spare`, not of what rounding leaves of it: so more memory never means less of anything.
         let kv_share = (spare / 16).min(kv.bytes(kv.short - kv.floor));
         let rows_share = (spare / 8).min(rows.bytes(rows.short - rows.floor));
-        let cache_share = if wishes.prompt_cache.is_some() { 0 } else { (spare / 16).min(PROMPT_CACHE) };
+        let cache_share = if options.prompt_cache.is_some() { 0 } else { (spare / 16).min(PROMPT_CACHE) };
         let for_slots = spare - kv_share - rows_share - cache_share;
         let fit = (slots + for_slots.checked_div(shape.slot).unwrap_or(0)).min(all);
         let over = if fit == all { for_slots - (fit - slots) * shape.slot } else { 0 };
         let context = kv.count(kv_share + over, 256);
         let chunk = rows.count(rows_share, 64);
 
-        let resident = fit == all && wishes.stream != Switch::On;
-        let slots = if wishes.buffered && !resident { fit.min(2 * slots) } else { fit };
+        let resident = fit == all && options.stream != Switch::On;
+        let slots = if options.buffered && !resident { fit.min(2 * slots) } else { fit };
         let mut plan = Self {
             strategy: if resident { Strategy::Resident } else { Strategy::Streaming },
             limit,
@@ -289,7 +294,7 @@ impl Plan {
         };
         let whole = (plan.total() - plan.experts).saturating_add(all.saturating_mul(shape.slot));
         plan.overcommit = whole as f64 / limit as f64;
-        if wishes.buffered && !resident {
+        if options.buffered && !resident {
             plan.page_cache = limit - plan.total();
         }
         Ok(plan)
@@ -298,7 +303,7 @@ impl Plan {
 
 /// A count that a plan may choose (tokens of context, rows of a chunk), and the cost of each.
 #[derive(Clone, Copy)]
-struct Range {
+struct CountRange {
     /// At least so many.
     floor: u64,
     /// At most so many while experts lack slots.
@@ -308,7 +313,7 @@ struct Range {
     each: u64,
 }
 
-impl Range {
+impl CountRange {
     fn new(asked: Option<usize>, [floor, short]: [u64; 2], most: u64, each: u64) -> Self {
         match asked {
             Some(asked) => Self { floor: asked as u64, short: asked as u64, most: asked as u64, each },
@@ -328,14 +333,14 @@ impl Range {
 }
 
 /// The refusal of a plan: the sum, in words.
-struct Refused<'a> {
-    shape: &'a Shape,
-    limits: &'a Limits,
-    wishes: &'a Wishes,
+struct PlanRefusal<'a> {
+    shape: &'a ModelFootprint,
+    limits: &'a MachineLimits,
+    options: &'a PlanOptions,
     limit: u64,
-    limit_from: LimitFrom,
-    kv: Range,
-    rows: Range,
+    limit_from: LimitSource,
+    kv: CountRange,
+    rows: CountRange,
     slots: u64,
     requests: u64,
     prompt_cache: u64,
@@ -343,14 +348,14 @@ struct Refused<'a> {
     least: u64,
 }
 
-impl fmt::Display for Refused<'_> {
+impl fmt::Display for PlanRefusal<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let from = match self.limit_from {
-            LimitFrom::Asked => "--memory-limit",
-            LimitFrom::Ram => "this machine's memory",
-            LimitFrom::Gpu => "the GPU's recommended working set",
-            LimitFrom::Cgroup => "the control group's limit",
-            LimitFrom::Fallback => "assumed, as the system does not tell its memory",
+            LimitSource::Asked => "--memory-limit",
+            LimitSource::Ram => "this machine's memory",
+            LimitSource::Gpu => "the GPU's recommended working set",
+            LimitSource::Cgroup => "the control group's limit",
+            LimitSource::Fallback => "assumed, as the system does not tell its memory",
         };
         let shape = self.shape;
         write!(f, "the model does not fit in {} ({from}): trunk {}", Size(self.limit), Size(shape.trunk))?;
@@ -368,17 +373,17 @@ impl fmt::Display for Refused<'_> {
             write!(f, " + prompt cache {}", Size(self.prompt_cache))?;
         }
         write!(f, " + {} expert slots ({} layers x ", self.slots, shape.layers)?;
-        match self.wishes.stream {
+        match self.options.stream {
             Switch::Off => write!(f, "{}, all of them)", shape.experts)?,
             _ => write!(f, "{} experts a token)", shape.experts_per_token)?,
         }
         let (experts, process) = (Size(self.slots.saturating_mul(shape.slot)), Size(self.limits.process));
         write!(f, " {experts} + the program itself {process} = {}", Size(self.least))?;
         match self.limit_from {
-            LimitFrom::Cgroup => write!(f, "; raise the group's limit"),
+            LimitSource::Cgroup => write!(f, "; raise the group's limit"),
             _ => write!(f, "; --memory-limit {}M or more would do", self.least.div_ceil(1 << 20)),
         }?;
-        if self.wishes.stream == Switch::Off {
+        if self.options.stream == Switch::Off {
             write!(f, ", or --stream-experts auto")?;
         }
         Ok(())
