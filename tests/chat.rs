@@ -236,77 +236,68 @@ fn kwargs_are_variables() {
 }
 
 #[test]
-fn a_template_cannot_take_the_machine() {
-    let doubled = |line: &str| format!("{{% set a = 'xxxxxxxxxx' %}}{}{{{{ a|length }}}}", line.repeat(40));
-    let nested = |then: &str| format!("{{% set a = ['x'] %}}{}{then}", "{% set a = [a, a] %}".repeat(40));
-    let kept = |value: &str| {
-        let entries: String = (0..100).map(|i| format!("'{i}': 0, ")).collect();
-        let long = format!("{{% set long = 'x' * 4000000 %}}{{% set map = {{{entries}}} %}}");
-        let kept = "{% for i in range(100000) %}{% set ns.t = [ns.t, VALUE] %}{% endfor %}".replace("VALUE", value);
-        format!("{long}{{% set ns = namespace(t=[]) %}}{kept}")
-    };
-    for (source, why) in [
+fn template_source_over_a_limit_is_refused() {
+    for (source, reason) in [
         (format!("{{{{ {}x }}}}", "not ".repeat(5000)), "words"),
         (format!("{{{{ {}x }}}}", "- ".repeat(5000)), "words"),
-        ("{{ '%2000000000d'|format(1) }}".into(), "too large"),
-        ("{{ '%*d'|format(2000000000, 1) }}".into(), "too large"),
-        ("{{ '{:2000000000}'.format(1) }}".into(), "too large"),
-        ("{{ ('x' * 1000)|replace('x', 'y' * 1000000) }}".into(), "too much text"),
-        ("{{ ('x' * 1000).replace('x', 'y' * 1000000) }}".into(), "too much text"),
-        ("{{ ('x' * 100000)|join('y' * 1000000) }}".into(), "too much text"),
-        ("{{ ('y' * 1000000).join(['x'] * 100000) }}".into(), "too much text"),
-        ("{{ 'x\n'|indent(1000000000) }}".into(), "too much text"),
-        ("{{ messages|slice(1000000000) }}".into(), "rows"),
-        ("{{ messages|batch(1000000000, 'x') }}".into(), "rows"),
-        (doubled("{% set a = a ~ a %}"), "too much text"),
-        (doubled("{% set a = a + a %}"), "too much text"),
-        // Each escapes what the one before has escaped.
-        (format!("{{{{ messages{} }}}}", "|tojson".repeat(50)), "too much text"),
-        (format!("{{{{ {}messages{} }}}}", "[".repeat(50), "|string]|string".repeat(50)), "too much text"),
-        // A value that holds itself many times is small until it is written.
-        (nested("{{ a }}"), "too much text"),
-        (nested("{{ a|tojson }}"), "too much text"),
-        (nested("{{ a|upper|length }}"), "too much text"),
-        (nested("{{ ('' ~ a)|length }}"), "too much text"),
-        (nested("{{ [a]|join|length }}"), "too much text"),
-        (nested("{{ '%s'|format(a)|length }}"), "too much text"),
-        (nested("{{ 'x'|replace('x', a)|length }}"), "too much text"),
-        // Copies of ten megabytes that are all kept.
-        (kept("'x' * 10 ** 7"), "too much text"),
-        (kept("10 ** 7 * 'x'"), "too much text"),
-        (kept("['x'] * 1000000"), "too much text"),
-        (kept("'' + long"), "too much text"),
-        (kept("long[1:]"), "too much text"),
-        (kept("long.strip('y')"), "too much text"),
-        (kept("long|upper"), "too much text"),
-        (kept("long|list"), "too much text"),
-        (kept("range(100000)|list"), "too much text"),
-        (kept("dict(map)"), "too much text"),
-        (
-            "{% set ns = namespace(t=[]) %}{% for i in range(100000) %}{% set x %}".to_string()
-                + &"word ".repeat(1000)
-                + "{% endset %}{% set ns.t = [ns.t, x] %}{% endfor %}",
-            "too much text",
-        ),
-        // The prompt itself is bounded where it is written.
-        ("{% for i in range(100000) %}{{ 'x' * 10000 }}{% endfor %}".into(), "too much text"),
-        (format!("{{% for i in range(100000) %}}{}{{% endfor %}}", "x".repeat(10000)), "too much text"),
+        (format!("{{{{ x{} }}}}", "|trim".repeat(5000)), "words"),
+        (format!("{{% if a %}}{}{{% endif %}}", "{% elif b %}".repeat(1000)), "elif"),
+        (" ".repeat(2 << 20), "bytes"),
     ] {
-        let begun = std::time::Instant::now();
-        let start = &source[..source.len().min(200)];
-        let error = one(&source).map_err(|e| e.to_string()).expect_err(start);
-        assert!(error.contains(why), "{start}: {error}");
-        assert!(begun.elapsed() < std::time::Duration::from_secs(10), "{start}");
+        let error = template(&source).err().unwrap();
+        assert!(matches!(&error, ChatError::Template(why) if why.contains(reason)), "{error}");
     }
-    // Real ones may add, join and replace.
-    let real =
+}
+
+#[test]
+fn hostile_source_never_aborts_loading() {
+    // Deepest nesting that the limits allow, and truncated or unbalanced tags.
+    for source in [
+        format!("{{{{ {}x{} }}}}", "(".repeat(990), ")".repeat(990)),
+        format!("{{{{ {}x{} }}}}", "[".repeat(990), "]".repeat(990)),
+        format!("{{{{ {}x }}}}", "not ".repeat(1990)),
+        format!("{{{{ {}x }}}}", "-".repeat(1990)),
+        format!("{{{{ x{} }}}}", "|trim".repeat(990)),
+        format!("{{{{ x{} }}}}", "[0]".repeat(600)),
+        format!("{{{{ {}1{} }}}}", "{1:".repeat(600), "}".repeat(600)),
+        format!("{{% if a %}}{}{{% endif %}}", "{% elif b %}".repeat(500)),
+        "{% if a %}".repeat(100_000),
+        "{% for i in x %}".repeat(60_000),
+        "{% macro m() %}".repeat(60_000),
+        "{{ (".into(),
+        "{{ ) not x }}".into(),
+        "{% raw %}".into(),
+        "{{ '".into(),
+    ] {
+        if let Ok(template) = template(&source) {
+            let _ = render(&template, &json!({"messages": []}));
+        }
+    }
+}
+
+#[test]
+fn prompt_over_its_limit_is_an_error() {
+    let nested = format!("{{% set a = ['x'] %}}{}{{{{ a }}}}", "{% set a = [a, a] %}".repeat(40));
+    for source in [
+        nested,
+        "{% for i in range(100000) %}{{ 'x' * 10000 }}{% endfor %}".into(),
+        format!("{{% for i in range(100000) %}}{}{{% endfor %}}", "x".repeat(10000)),
+    ] {
+        let start = std::time::Instant::now();
+        let error = one(&source).unwrap_err().to_string();
+        assert!(error.contains("the prompt is longer than"), "{error}");
+        assert!(start.elapsed() < std::time::Duration::from_secs(10), "{error}");
+    }
+}
+
+#[test]
+fn expressions_and_filters_give_expected_text() {
+    let joined =
         "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t ~ m.content + '!' * 3 %}{% endfor %}";
-    let real = format!("{real}{{{{ ns.t|replace('!', '?') ~ ['a', 'b']|join('-') + '%3d'|format(7) + 1|string }}}}");
-    assert_eq!(one(&real).unwrap(), "hi???a-b  71");
+    let joined =
+        format!("{joined}{{{{ ns.t|replace('!', '?') ~ ['a', 'b']|join('-') + '%3d'|format(7) + 1|string }}}}");
+    assert_eq!(one(&joined).unwrap(), "hi???a-b  71");
     let named = "{{ 'a\nb'|indent(width=1) }}{{ [1, 2]|join(d='-') }}{{ [3, 1]|sort(reverse=true) }}{{ dict(a=1) }}";
     assert_eq!(one(named).unwrap(), "a\n b1-2[3, 1]{'a': 1}");
-    assert_eq!(
-        one("{{ 7 * 2 ** 3 }} {{ 9 // 2 * -2 }} {{ -1 * [1][0] }} {{ 1e20 ~ 'x'[::2] }}").unwrap(),
-        "56 -8 -1 1e+20x"
-    );
+    assert_eq!(one("{{ 7 * 2 ** 3 }} {{ 9 // 2 * -2 }} {{ -1 * [1][0] }} {{ 'x'[::2] }}").unwrap(), "56 -8 -1 x");
 }

@@ -12,8 +12,8 @@ mod mutate;
 mod server;
 
 use moestro::chat::{
-    Conversation, Template, numbers,
-    parse::{Delta, Parser},
+    Conversation, Template, json_numbers,
+    parser::{Delta, Parser},
 };
 use mutate::Dice;
 use serde_json::{Map, Value, json};
@@ -304,7 +304,7 @@ fn answers_that_were_changed() {
             }
             for told in arguments.iter().filter(|told| !cut && !told.is_empty()) {
                 // A name that was changed may have anything but the end of its tag.
-                let json = told.split_once('>').map(|(_, json)| numbers::held(json)).unwrap_or_default();
+                let json = told.split_once('>').map(|(_, json)| json_numbers::quote_huge(json)).unwrap_or_default();
                 let read = serde_json::from_str::<Map<String, Value>>(&json);
                 assert!(read.is_ok(), "seed {seed}: {told:?} of {text:?}");
                 calls += 1;

@@ -8,7 +8,7 @@ mod process;
 
 use common::load_with;
 use moestro::{
-    chat::{Conversation, Template, Tokenizer, turns},
+    chat::{Conversation, Speaker, Template, Tokenizer, message_ends},
     engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Storage, Worker},
     error::ModelError,
     metrics::Metrics,
@@ -311,11 +311,11 @@ fn an_agent_computes_what_is_new() {
                 .unwrap();
             let ids = tokenizer.encode(&text).unwrap();
             let departure = |speaker| match speaker {
-                turns::Speaker::System => Departure::System,
-                turns::Speaker::User => Departure::Query,
-                turns::Speaker::Other => Departure::Message,
+                Speaker::System => Departure::System,
+                Speaker::User => Departure::Query,
+                Speaker::Other => Departure::Message,
             };
-            let ends: Vec<Boundary> = turns::ends(&tokenizer, &ids)
+            let ends: Vec<Boundary> = message_ends(&tokenizer, &ids)
                 .into_iter()
                 .map(|(at, speaker)| Boundary { at, departure: departure(speaker) })
                 .collect();

@@ -3,8 +3,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use moestro::chat::{
-    numbers,
-    parse::{Delta, Parser},
+    json_numbers,
+    parser::{Delta, Parser},
 };
 use serde_json::{Map, Value, json};
 
@@ -23,7 +23,7 @@ fuzz_target!(|input: (Vec<u8>, &str)| {
     let whole = calls(&tools, vec![text]);
     assert_eq!(calls(&tools, pieces), whole);
     for arguments in whole {
-        assert!(serde_json::from_str::<Map<String, Value>>(&numbers::held(&arguments)).is_ok());
+        assert!(serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(&arguments)).is_ok());
     }
 });
 

@@ -1,13 +1,15 @@
-//! Ids to text as they come.
+//! Streaming detokenizer: token ids to text, one id at a time.
 
 use super::Tokenizer;
 use std::sync::Arc;
 
-/// Token ids to text, one at a time. A character may be spread over several tokens: its first bytes wait here until the
-/// rest is known. All pushes and the final [`Decoder::finish`] together give what [`Tokenizer::decode`] gives.
+/// Decodes a stream of token ids.
+///
+/// A character may be spread over several tokens: its first bytes wait here until the rest arrives. The texts of all
+/// [`Decoder::push`] calls and of [`Decoder::finish`] together equal [`Tokenizer::decode`] of all ids.
 pub struct Decoder {
     tokenizer: Arc<Tokenizer>,
-    /// The beginning of a character: at most three bytes between pushes.
+    /// First bytes of an incomplete character. At most three between pushes.
     pending: Vec<u8>,
 }
 
@@ -16,21 +18,21 @@ impl Decoder {
         Self { tokenizer, pending: Vec::new() }
     }
 
-    /// The text that `id` completes, which may be none.
+    /// Returns the text that `id` completes, possibly none.
     pub fn push(&mut self, id: u32) -> String {
         let mut text = String::new();
         Self::append(&mut text, &mut self.pending, self.tokenizer.text_bytes(id));
         text
     }
 
-    /// The bytes held back: an unfinished character becomes U+FFFD.
+    /// Ends the stream. An incomplete character becomes U+FFFD.
     pub fn finish(&mut self) -> String {
         let mut text = String::new();
         Self::flush(&mut text, &mut self.pending);
         text
     }
 
-    /// Adds `bytes` to `text`, except for the beginning of a character, which stays in `pending`.
+    /// Appends `bytes` to `text`, except an incomplete character at the end, which stays in `pending`.
     pub(super) fn append(text: &mut String, pending: &mut Vec<u8>, bytes: &[u8]) {
         pending.extend_from_slice(bytes);
         let mut done = 0;
@@ -44,7 +46,7 @@ impl Decoder {
                     let (valid, _) = rest.split_at(error.valid_up_to());
                     text.push_str(&String::from_utf8_lossy(valid));
                     done += valid.len();
-                    // No length: the input ended inside a character.
+                    // Without a length, the input ended inside a character.
                     let Some(invalid) = error.error_len() else { break };
                     text.push(char::REPLACEMENT_CHARACTER);
                     done += invalid;
@@ -65,7 +67,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn cut(bytes: &[u8], pieces: &[usize]) -> String {
+    fn decode_in_pieces(bytes: &[u8], pieces: &[usize]) -> String {
         let (mut text, mut pending, mut rest) = (String::new(), Vec::new(), bytes);
         for piece in pieces {
             let (now, later) = rest.split_at((*piece).min(rest.len()));
@@ -80,7 +82,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_in_any_pieces_decode_as_a_whole(
+        fn pieces_decode_as_the_whole(
             bytes in prop_oneof![
                 prop::collection::vec(any::<u8>(), 0..40),
                 prop::collection::vec(prop::sample::select(b"a\x80\xbf\xc3\xe2\x82\xac\xed\xa0\xf0\x9f\x98\x80\xf4\xff".to_vec()), 0..40),
@@ -88,12 +90,12 @@ mod tests {
             ],
             pieces in prop::collection::vec(0usize..5, 0..20),
         ) {
-            prop_assert_eq!(cut(&bytes, &pieces), String::from_utf8_lossy(&bytes));
+            prop_assert_eq!(decode_in_pieces(&bytes, &pieces), String::from_utf8_lossy(&bytes));
         }
     }
 
     #[test]
-    fn a_character_waits_for_its_last_byte() {
+    fn character_waits_for_its_last_byte() {
         let (mut text, mut pending) = (String::new(), Vec::new());
         Decoder::append(&mut text, &mut pending, b"a\xf0\x9f");
         assert_eq!(text, "a");

@@ -1,27 +1,21 @@
-//! Text to tokens and back, pure: no model, no network, no clock but the one a template asks for.
+//! Text to tokens and back, without model, network or clock (except the clock that a template asks for).
 //!
-//! In: a [`Conversation`] becomes a prompt ([`Template`]) and the prompt ids ([`Tokenizer`]).
-//! Out: ids become text ([`Decoder`]), the text is cut at stop strings ([`Stop`]) and sorted into reasoning, content and
-//! tool calls ([`parse::Parser`]). The three of them are state machines that take whatever pieces the stream happens to
-//! be cut into and give the same text for every cut. An answer that must have a form is led to it, token by token, by a
-//! [`grammar::Guide`].
+//! Input: a [`Template`] renders a [`Conversation`] to a prompt, and a [`Tokenizer`] encodes the prompt.
+//! Output: a [`Decoder`] turns ids into text, [`StopStrings`] cuts it, and a [`parser::Parser`] splits it into reasoning,
+//! content and tool calls. All three are state machines whose result does not depend on how the stream is cut.
+//! A [`grammar::TokenConstraint`] says which tokens may come next in an answer that must have a given format.
 
-mod bounds;
 mod decoder;
 pub mod grammar;
-mod history;
-mod methods;
-pub mod numbers;
-mod operands;
-pub mod parse;
-mod pieces;
-mod python;
+pub mod json_numbers;
+mod message_ends;
+pub mod parser;
 mod stop;
 mod template;
 mod tokenizer;
-pub mod turns;
 
 pub use decoder::Decoder;
-pub use stop::{Held, Stop};
+pub use message_ends::{Speaker, message_ends};
+pub use stop::{ReleasedText, StopStrings};
 pub use template::{Conversation, Template};
 pub use tokenizer::Tokenizer;

@@ -1,64 +1,72 @@
-//! A model's chat template: messages to prompt, byte for byte as transformers renders it.
+//! A model's chat template: renders messages to a prompt, byte for byte as transformers does.
 
-use super::{bounds, history, methods, operands, python};
+mod messages;
+mod python;
+mod source;
+
 use crate::error::ChatError;
 use minijinja::{
     Environment, Error, ErrorKind, Value,
     syntax::SyntaxConfig,
-    value::{Serde, ValueKind as Kind},
+    value::{Serde, ValueKind},
 };
 use serde_json::{Map, Value as Json};
 use std::{collections::BTreeMap, fmt, io, path::Path};
 
-/// The variables of a chat template.
+/// Variables of a chat template.
 #[derive(Debug, Clone, Copy)]
 pub struct Conversation<'a> {
     /// OpenAI chat messages, oldest first.
     pub messages: &'a [Json],
     /// OpenAI tool definitions.
     pub tools: Option<&'a [Json]>,
-    /// Further variables of the template (`chat_template_kwargs`), such as `enable_thinking`.
+    /// Further variables (`chat_template_kwargs`), such as `enable_thinking`.
     pub kwargs: &'a Map<String, Json>,
-    /// End the prompt with the opening of the assistant's turn.
+    /// End the prompt with the opening of the assistant's message.
     pub add_generation_prompt: bool,
 }
 
-/// A model's chat template, compiled.
+/// A compiled chat template.
 ///
-/// Known to differ from Python: integers beyond 64 bits become floats, and an empty string cannot be sliced backwards.
+/// Known differences from Python: integers over 64 bits become floats, `~` and `join` write a float of 1e16 or more with
+/// all its digits, and an empty string cannot be sliced backwards.
 pub struct Template {
     env: Environment<'static>,
-    /// `bos_token` and the like from `tokenizer_config.json`, which transformers gives to the template as variables.
-    special: BTreeMap<String, Value>,
+    /// `bos_token` and the like from `tokenizer_config.json`, which transformers passes to the template as variables.
+    special_tokens: BTreeMap<String, Value>,
     info: Json,
 }
 
-/// The template for all conversations, and the one that some models have for those with tools.
+/// Name of the template for all conversations.
 const DEFAULT: &str = "default";
+/// Name of the template that some models have for conversations with tools.
 const TOOL_USE: &str = "tool_use";
 
-/// Instructions a render may execute: those of some ten thousand messages, and over in a tenth of a second. The text
-/// that they make is bounded by `bounds`.
+/// Most instructions that one rendering may execute: enough for about ten thousand messages, used up in a tenth of a second.
 const FUEL: u64 = 1_500_000;
 
-/// Stack of the thread that renders, in bytes. A loop can nest values once an instruction, and dropping, comparing or
-/// printing them recurses, with less than 700 bytes a level. Only what is touched is ever real memory.
-const STACK: usize = 1 << 30;
+/// Bytes of prompt that one rendering may write: this many for each byte of its input, plus a constant.
+const OUTPUT_PER_INPUT: usize = 32;
+const OUTPUT_BASE: usize = 16 << 20;
 
-/// Stack of the thread that parses: for as many levels as `operands` lets pass.
-const PARSING: usize = 64 << 20;
+/// Stack of the rendering thread, in bytes. A loop can nest values one level per instruction, and dropping, comparing or
+/// printing them recurses with less than 700 bytes a level. Only the pages that are touched become real memory.
+const RENDER_STACK: usize = 1 << 30;
+
+/// Stack of the parsing thread: enough for the nesting that `source` allows.
+const PARSE_STACK: usize = 64 << 20;
 
 impl Template {
     /// Reads `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, in a model's directory.
     pub fn load(dir: &Path) -> Result<Self, ChatError> {
-        let config: Json = match read(&dir.join("tokenizer_config.json"))? {
+        let config: Json = match read_if_exists(&dir.join("tokenizer_config.json"))? {
             Some(text) => serde_json::from_str(&text)
                 .map_err(|e| ChatError::Template(format!("{}: {e}", dir.join("tokenizer_config.json").display())))?,
             None => Json::Null,
         };
-        let sources = match read(&dir.join("chat_template.jinja"))? {
+        let sources = match read_if_exists(&dir.join("chat_template.jinja"))? {
             Some(source) => vec![(DEFAULT.to_string(), source)],
-            None => named(config.get("chat_template")),
+            None => named_sources(config.get("chat_template")),
         };
         if sources.is_empty() {
             let dir = dir.display();
@@ -74,82 +82,111 @@ impl Template {
         let source = sources.iter().find(|(name, _)| name == DEFAULT).map(|(_, source)| source.as_str());
         let mut info = serde_json::json!({"chat_template": source});
         for (name, source) in sources {
-            let source = operands::counted(&without_generation_marks(&source)).map_err(ChatError::Template)?;
-            let add = || env.add_template_owned(name, source).map_err(failed);
-            on_a_stack(PARSING, add)?;
+            let source = source::prepare(&source).map_err(ChatError::Template)?;
+            let add = || env.add_template_owned(name, source).map_err(template_error);
+            run_with_stack(PARSE_STACK, add)?;
         }
-        let mut special = BTreeMap::new();
+        let mut special_tokens = BTreeMap::new();
         for name in ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"] {
             let token = config.get(name);
             if let Some(text) = token.and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str())) {
                 info[name] = text.into();
-                special.insert(name.to_string(), Value::from(text));
+                special_tokens.insert(name.to_string(), Value::from(text));
             }
         }
-        Ok(Self { env, special, info })
+        Ok(Self { env, special_tokens, info })
     }
 
-    /// The prompt of a conversation. [`ChatError::Refused`] if the template will not have it, or if a tool call in its
-    /// history has arguments that are no JSON object.
+    /// Renders the prompt of a conversation.
+    ///
+    /// # Errors
+    /// [`ChatError::Refused`] if the template rejects the conversation, or if a tool call in it has arguments that are not
+    /// a JSON object.
     pub fn render(&self, conversation: &Conversation) -> Result<String, ChatError> {
         let name = if conversation.tools.is_some() { TOOL_USE } else { DEFAULT };
-        let template = self.env.get_template(name).or_else(|_| self.env.get_template(DEFAULT)).map_err(failed)?;
+        let template =
+            self.env.get_template(name).or_else(|_| self.env.get_template(DEFAULT)).map_err(template_error)?;
         if let Some(name) =
             conversation.kwargs.keys().find(|name| self.env.globals().any(|(global, _)| global == *name))
         {
             return Err(ChatError::Reserved(name.clone()));
         }
-        let messages = history::normalise(conversation.messages)?;
-        let mut variables = self.special.clone();
+        let messages = messages::normalize(conversation.messages)?;
+        let mut variables = self.special_tokens.clone();
         variables.insert("documents".into(), Value::from(()));
         variables.extend(conversation.kwargs.iter().map(|(k, v)| (k.clone(), Value::from(Serde(v)))));
         variables.insert("messages".into(), Value::from(Serde(&messages)));
         variables.insert("tools".into(), Value::from(Serde(conversation.tools)));
         variables.insert("add_generation_prompt".into(), Value::from(conversation.add_generation_prompt));
-        let given = messages.iter().map(|message| text(message)).chain(conversation.kwargs.values().map(text));
-        let given = given.chain(conversation.tools.iter().flat_map(|tools| tools.iter()).map(text)).sum();
-        on_a_stack(STACK, || {
-            bounds::begin(given);
-            let mut prompt = bounds::Prompt::default();
+        let input =
+            messages.iter().map(|message| text_bytes(message)).chain(conversation.kwargs.values().map(text_bytes));
+        let input: usize = input.chain(conversation.tools.iter().flat_map(|tools| tools.iter()).map(text_bytes)).sum();
+        let max_bytes = input.saturating_mul(OUTPUT_PER_INPUT).saturating_add(OUTPUT_BASE);
+        run_with_stack(RENDER_STACK, || {
+            let mut prompt = BoundedOutput { text: Vec::new(), max_bytes, is_full: false };
             let rendered = template.render_captured_to(variables, &mut prompt).map(drop);
-            rendered.map_err(|error| refusal(&error).unwrap_or_else(|| unfit(error)))?;
-            String::from_utf8(prompt.0).map_err(|error| ChatError::Template(error.to_string()))
+            if prompt.is_full {
+                return Err(ChatError::Conversation(format!("the prompt is longer than {max_bytes} bytes")));
+            }
+            rendered.map_err(|error| refusal(&error).unwrap_or_else(|| ChatError::Conversation(error.to_string())))?;
+            String::from_utf8(prompt.text).map_err(|error| ChatError::Template(error.to_string()))
         })
     }
 
-    /// The source, and the special tokens by their names in `tokenizer_config.json`.
+    /// Source of the template, and the special tokens by their names in `tokenizer_config.json`.
     pub fn info(&self) -> &Json {
         &self.info
     }
 
-    /// True if the answer to this prompt begins inside the model's reasoning: the prompt has opened it.
+    /// Whether the prompt ends inside the model's reasoning: the template has opened it.
     pub fn opens_in_reasoning(prompt: &str) -> bool {
         prompt.strip_suffix('\n').unwrap_or(prompt).ends_with("<think>")
     }
 }
 
-/// Runs `work` on a thread of its own with this much stack, in bytes. A fault in the template engine ends this request, not
-/// the server.
-fn on_a_stack<T: Send>(stack: usize, work: impl FnOnce() -> Result<T, ChatError> + Send) -> Result<T, ChatError> {
+/// The prompt being written. Writing beyond `max_bytes` fails.
+struct BoundedOutput {
+    text: Vec<u8>,
+    max_bytes: usize,
+    is_full: bool,
+}
+
+impl io::Write for BoundedOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.text.len() + bytes.len() > self.max_bytes {
+            self.is_full = true;
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.text.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Runs `work` on its own thread with a stack of `bytes`. A panic in the template engine fails this request only.
+fn run_with_stack<T: Send>(bytes: usize, work: impl FnOnce() -> Result<T, ChatError> + Send) -> Result<T, ChatError> {
     std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name("template".into()).stack_size(stack);
+        let thread = std::thread::Builder::new().name("template".into()).stack_size(bytes);
         let thread = thread.spawn_scoped(scope, work).map_err(|e| ChatError::Template(e.to_string()))?;
         thread.join().map_err(|_| ChatError::Template("the template engine panicked".into()))?
     })
 }
 
 /// Bytes of text in a value.
-fn text(value: &Json) -> usize {
+fn text_bytes(value: &Json) -> usize {
     match value {
         Json::String(text) => text.len(),
-        Json::Array(items) => items.iter().map(text).sum(),
-        Json::Object(fields) => fields.iter().map(|(name, value)| name.len() + text(value)).sum(),
+        Json::Array(items) => items.iter().map(text_bytes).sum(),
+        Json::Object(fields) => fields.iter().map(|(name, value)| name.len() + text_bytes(value)).sum(),
         Json::Null | Json::Bool(_) | Json::Number(_) => 8,
     }
 }
 
-/// The file's text, or nothing if there is no such file.
-fn read(path: &Path) -> Result<Option<String>, ChatError> {
+/// Text of a file; `None` if the file does not exist.
+fn read_if_exists(path: &Path) -> Result<Option<String>, ChatError> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -157,8 +194,8 @@ fn read(path: &Path) -> Result<Option<String>, ChatError> {
     }
 }
 
-/// `chat_template` is one template, or a list of `{"name", "template"}`.
-fn named(chat_template: Option<&Json>) -> Vec<(String, String)> {
+/// Templates of `tokenizer_config.json`: one text, or a list of `{"name", "template"}`.
+fn named_sources(chat_template: Option<&Json>) -> Vec<(String, String)> {
     match chat_template {
         Some(Json::String(source)) => vec![(DEFAULT.to_string(), source.clone())],
         Some(Json::Array(list)) => {
@@ -169,7 +206,7 @@ fn named(chat_template: Option<&Json>) -> Vec<(String, String)> {
     }
 }
 
-/// Jinja as transformers sets it up.
+/// Jinja as transformers configures it.
 fn environment() -> Environment<'static> {
     let mut env = Environment::new();
     let mut syntax = SyntaxConfig::builder();
@@ -180,40 +217,43 @@ fn environment() -> Environment<'static> {
     }
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_fuel(Some(FUEL));
-    env.set_unknown_method_callback(methods::call);
-    env.set_formatter(|out, _, value| bounds::write(out, value));
-    bounds::install(&mut env);
+    env.set_unknown_method_callback(python::call_method);
+    env.set_formatter(|out, _, value| Ok(python::write_str(out, value)?));
+    // Both print Rust's debug format. An error is better than a wrong prompt.
+    env.remove_filter("pprint");
+    env.remove_global("debug");
     env.add_filter("tojson", python::tojson);
     env.add_filter("string", |value: &Value| match value.as_str() {
-        Some(_) => Ok(value.clone()),
-        None => bounds::string(value).map(Value::from),
+        Some(_) => value.clone(),
+        None => Value::from(python::str_of(value)),
     });
     env.add_filter("trim", |value: &Value, chars: Option<&str>| {
-        bounds::string(value).map(|text| methods::strip(&text, chars, true, true).to_string())
+        python::strip(&python::str_of(value), chars, true, true).to_string()
     });
     env.add_filter("length", length);
     env.add_filter("count", length);
-    // To Python a string and a mapping are sequences too: they have a length and items. None is nothing to iterate over.
-    env.add_test("sequence", |value: &Value| matches!(value.kind(), Kind::Map | Kind::Seq | Kind::String));
+    // In Python a string and a mapping are sequences too: both have a length and items. None is not iterable.
+    env.add_test("sequence", |value: &Value| {
+        matches!(value.kind(), ValueKind::Map | ValueKind::Seq | ValueKind::String)
+    });
     env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok() || value.as_str().is_some());
     env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
-        let message = bounds::string(&message)?;
+        let message = python::str_of(&message);
         Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Refusal(message)))
     });
     env.add_function("strftime_now", |format: &str| {
-        let date = jiff::fmt::strtime::format(format, &jiff::Zoned::now())
-            .map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
-        bounds::string(&Value::from(date))
+        jiff::fmt::strtime::format(format, &jiff::Zoned::now())
+            .map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))
     });
     env
 }
 
-/// `len`, which is 0 for what is undefined.
+/// Python's `len`. 0 for an undefined value.
 fn length(value: &Value) -> Result<usize, Error> {
     if value.is_undefined() { Ok(0) } else { minijinja::filters::length(value) }
 }
 
-/// Marks an error as the template's own word.
+/// Marks an error that the template raised itself, with `raise_exception`.
 #[derive(Debug)]
 struct Refusal(String);
 
@@ -236,32 +276,6 @@ fn refusal(error: &Error) -> Option<ChatError> {
     None
 }
 
-fn failed(error: Error) -> ChatError {
+fn template_error(error: Error) -> ChatError {
     ChatError::Template(error.to_string())
-}
-
-fn unfit(error: Error) -> ChatError {
-    ChatError::Conversation(error.to_string())
-}
-
-/// Training marks the model's own words with `{% generation %}`, a tag of transformers; `with` is a block like it that
-/// prints what it holds.
-fn without_generation_marks(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(at) = rest.find("{%") {
-        let (before, tag) = rest.split_at(at);
-        out.push_str(before);
-        let end = tag.find("%}").map_or(tag.len(), |end| end + 2);
-        let (tag, after) = tag.split_at(end);
-        let word = tag.trim_matches(|c: char| "{%-+}".contains(c) || c.is_whitespace());
-        match word {
-            "generation" => out.push_str(&tag.replacen("generation", "with", 1)),
-            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endwith", 1)),
-            _ => out.push_str(tag),
-        }
-        rest = after;
-    }
-    out.push_str(rest);
-    out
 }

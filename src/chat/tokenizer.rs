@@ -1,33 +1,33 @@
-//! A model's tokenizer: text to ids and back.
+//! A model's tokenizer: text to token ids and back.
 
-use super::{
-    Decoder,
-    pieces::{Cuts, PIECE},
-};
+mod cuts;
+
+use super::Decoder;
 use crate::error::ChatError;
+use cuts::{Cuts, MIN_PIECE};
 use std::path::Path;
 
-/// A byte-level BPE tokenizer, as `tokenizer.json` describes it.
+/// A byte-level BPE tokenizer, read from `tokenizer.json`.
 ///
-/// Encoding is the `tokenizers` crate's. Decoding is ours: each id stands for fixed bytes, looked up in one table, so
-/// that a stream can be decoded token by token without looking back.
+/// The `tokenizers` crate encodes. Decoding is a table lookup: each id has fixed bytes, so a stream is decoded token by
+/// token without looking back.
 pub struct Tokenizer {
     encoder: tokenizers::Tokenizer,
-    /// All tokens' bytes, one after the other: token `id` is `bytes[ends[id - 1]..ends[id]]`.
+    /// Bytes of all tokens, concatenated: token `id` is `bytes[ends[id - 1]..ends[id]]`.
     bytes: Vec<u8>,
     ends: Vec<usize>,
-    /// Ids of control tokens, sorted: they have bytes, but no place in text.
+    /// Ids of control tokens, sorted. They have bytes but add no text.
     special: Vec<u32>,
-    /// Ids of all tokens that stand beside the vocabulary, sorted: control tokens and markup.
+    /// Ids of all tokens outside the BPE vocabulary, sorted: control tokens and markup.
     added: Vec<u32>,
-    /// The places where a text may be cut; `None` if it may not.
+    /// Where a text may be cut. `None` if it must not be cut.
     cuts: Option<Cuts>,
-    /// The most bytes a token stands for; `None` if a text can have fewer tokens than its length tells.
-    longest: Option<usize>,
+    /// Bytes of the longest token. `None` if the length of a text gives no lower bound of its tokens.
+    longest_token: Option<usize>,
 }
 
-/// Ids above this are taken for damage in the file rather than for a vocabulary.
-const MOST_IDS: u32 = 1 << 24;
+/// Highest plausible id. A file with a higher one is damaged.
+const MAX_ID: u32 = 1 << 24;
 
 impl Tokenizer {
     /// Reads `tokenizer.json` in a model's directory.
@@ -39,11 +39,11 @@ impl Tokenizer {
         if !matches!(encoder.get_decoder(), Some(tokenizers::DecoderWrapper::ByteLevel(_))) {
             return Err(failed("only byte-level BPE tokenizers are supported".into()));
         }
-        // Some files ask for truncation or padding, which are for training batches.
+        // Some files enable truncation or padding, which are for training batches.
         encoder.with_truncation(None).map_err(|e| failed(e.to_string()))?;
         encoder.with_padding(None);
-        // The crate remembers up to 80 MB of words for each thread that encodes, for ever. Without, a text takes twice the
-        // time, which is little beside that of the model.
+        // The crate's cache keeps up to 80 MB of words per thread and never frees them. Without it, encoding takes twice as
+        // long, which is little compared with the model's time.
         if let tokenizers::ModelWrapper::BPE(bpe) = encoder.get_model() {
             let mut bpe = bpe.clone();
             bpe.resize_cache(0);
@@ -52,12 +52,12 @@ impl Tokenizer {
 
         let mut tokens: Vec<(u32, String)> = encoder.get_vocab(true).into_iter().map(|(text, id)| (id, text)).collect();
         tokens.sort_unstable();
-        if let Some((id, _)) = tokens.last().filter(|(id, _)| *id > MOST_IDS) {
+        if let Some((id, _)) = tokens.last().filter(|(id, _)| *id > MAX_ID) {
             return Err(failed(format!("token id {id} is out of range")));
         }
         let (mut bytes, mut ends) = (Vec::new(), Vec::with_capacity(tokens.len()));
         for (id, text) in &tokens {
-            // Ids that no token has, and a second token of the same id, stand for nothing.
+            // An unused id has no bytes. Of two tokens with one id, the first counts.
             ends.resize((*id as usize).max(ends.len()), bytes.len());
             if ends.len() == *id as usize {
                 write_bytes(text, &mut bytes);
@@ -70,42 +70,42 @@ impl Tokenizer {
         let special = added.iter().filter(|(_, special)| *special).map(|(id, _)| *id).collect();
         let added = added.into_iter().map(|(id, _)| id).collect();
         let cuts = Cuts::of(&encoder);
-        let longest = longest(&encoder, &ends);
-        Ok(Self { encoder, bytes, ends, special, added, cuts, longest })
+        let longest_token = longest_token(&encoder, &ends);
+        Ok(Self { encoder, bytes, ends, special, added, cuts, longest_token })
     }
 
-    /// Special tokens in the text are parsed; nothing is added.
+    /// Encodes a text. Special tokens in it are recognized; none are added.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, ChatError> {
         let (mut ids, mut rest) = (Vec::new(), text);
         while !rest.is_empty() {
             let piece;
-            (piece, rest) = rest.split_at(self.piece(rest));
+            (piece, rest) = rest.split_at(self.piece_len(rest));
             ids.extend(self.encode_piece(piece)?);
         }
         Ok(ids)
     }
 
-    /// The end of the first piece of a text, in bytes. Pieces are encoded one by one to the ids of the whole; most have
-    /// some sixteen thousand bytes, but a word is never cut.
-    pub fn piece(&self, text: &str) -> usize {
-        self.cuts.map_or(text.len(), |cuts| cuts.first(text, PIECE))
+    /// Length of the first piece of a text, in bytes. Pieces that are encoded one by one give the ids of the whole. Most
+    /// have about 16 KiB, but no word is cut.
+    pub fn piece_len(&self, text: &str) -> usize {
+        self.cuts.map_or(text.len(), |cuts| cuts.first(text, MIN_PIECE))
     }
 
-    /// The fewest tokens that `text` can have, from its length alone.
-    pub fn fewest(&self, text: &str) -> usize {
-        // NFC makes text shorter, by 3.5 at most (U+1FBE U+0308 U+0301 to U+0390), but never ASCII by itself.
+    /// Lower bound of the number of tokens of `text`, from its length alone.
+    pub fn min_tokens(&self, text: &str) -> usize {
+        // NFC shortens text by a factor of at most 3.5 (U+1FBE U+0308 U+0301 to U+0390), and never pure ASCII.
         let ascii = text.bytes().filter(u8::is_ascii).count();
-        self.longest.map_or(0, |longest| (ascii + (text.len() - ascii) / 4) / longest)
+        self.longest_token.map_or(0, |longest| (ascii + (text.len() - ascii) / 4) / longest)
     }
 
-    /// The ids of a text, encoded at once.
+    /// Encodes a text in one call of the crate.
     pub fn encode_piece(&self, text: &str) -> Result<Vec<u32>, ChatError> {
         let encoding = self.encoder.encode_fast(text, false).map_err(|e| ChatError::Tokenizer(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The text of some ids. Special tokens are dropped, other added tokens stay; ids outside the vocabulary are nothing;
-    /// bytes that are no UTF-8 become U+FFFD, as in Python's `bytes.decode(errors="replace")`.
+    /// Decodes ids. Drops special tokens and ids outside the vocabulary, keeps other added tokens. Invalid UTF-8 becomes
+    /// U+FFFD, as in Python's `bytes.decode(errors="replace")`.
     pub fn decode(&self, ids: &[u32]) -> String {
         let mut text = String::new();
         let mut pending = Vec::new();
@@ -116,38 +116,38 @@ impl Tokenizer {
         text
     }
 
-    /// A token as the vocabulary spells it (`Ġhello` for " hello"), special or not.
+    /// A token in the vocabulary's spelling (`Ġhello` for " hello").
     pub fn token(&self, id: u32) -> Option<String> {
         self.encoder.id_to_token(id)
     }
 
-    /// The bytes a token stands for, special or not; empty for an id outside the vocabulary.
+    /// Bytes of a token, special or not. Empty for an id outside the vocabulary.
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
         self.slice(id).to_vec()
     }
 
-    /// The id of a token, spelt as the vocabulary spells it.
+    /// Id of a token in the vocabulary's spelling.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.encoder.token_to_id(token)
     }
 
-    /// True if a token stands beside the vocabulary: a control token such as `<|im_end|>`, or markup such as `<think>`.
+    /// Whether a token is outside the BPE vocabulary: a control token such as `<|im_end|>`, or markup such as `<think>`.
     pub fn is_added(&self, id: u32) -> bool {
         self.added.binary_search(&id).is_ok()
     }
 
-    /// One more than the largest id. A model's logits may have more rows than that, as padding.
+    /// Largest id plus one. A model's logits may have more rows, as padding.
     pub fn vocab_size(&self) -> usize {
         self.ends.len()
     }
 
-    /// The first token that `other` has otherwise; `None` if all that both have are the same.
+    /// First id whose token differs in `other`. `None` if all ids of both have the same token.
     pub fn first_difference(&self, other: &Self) -> Option<u32> {
         let both = self.vocab_size().min(other.vocab_size()) as u32;
         (0..both).find(|&id| self.slice(id) != other.slice(id) || self.is_added(id) != other.is_added(id))
     }
 
-    /// The bytes that a token adds to text.
+    /// Bytes that a token adds to the text.
     pub(super) fn text_bytes(&self, id: u32) -> &[u8] {
         if self.special.binary_search(&id).is_ok() { &[] } else { self.slice(id) }
     }
@@ -160,9 +160,9 @@ impl Tokenizer {
     }
 }
 
-/// The most bytes of text that become one token, where no text is lost on the way: each byte has a token, and nothing
-/// but NFC changes the text before.
-fn longest(encoder: &tokenizers::Tokenizer, ends: &[usize]) -> Option<usize> {
+/// Most bytes of text that one token can stand for. `None` if text can get lost: a byte has no token, or a normalizer other
+/// than NFC changes the text.
+fn longest_token(encoder: &tokenizers::Tokenizer, ends: &[usize]) -> Option<usize> {
     let plain = matches!(encoder.get_normalizer(), None | Some(tokenizers::NormalizerWrapper::NFC(_)));
     let added = encoder.get_added_tokens_decoder();
     let whole = added.values().all(|token| !token.lstrip && !token.rstrip);
@@ -173,8 +173,8 @@ fn longest(encoder: &tokenizers::Tokenizer, ends: &[usize]) -> Option<usize> {
     longest.filter(|&longest| plain && whole && every && longest > 0)
 }
 
-/// Byte-level BPE spells each byte as one printable character. A token with any other character (an added token with a
-/// space, say) stands for itself.
+/// Appends the bytes of a token. Byte-level BPE spells each byte as one printable character. A token with any other
+/// character, such as an added token with a space, is its own text.
 fn write_bytes(token: &str, bytes: &mut Vec<u8>) {
     let start = bytes.len();
     for c in token.chars() {
@@ -187,7 +187,7 @@ fn write_bytes(token: &str, bytes: &mut Vec<u8>) {
     }
 }
 
-/// GPT-2's `bytes_to_unicode`, reversed: printable Latin-1 is itself, the other 68 bytes are U+0100 and on, in order.
+/// Inverse of GPT-2's `bytes_to_unicode`: printable Latin-1 is itself, the other 68 bytes are U+0100 and up, in order.
 fn spelt_byte(c: char) -> Option<u8> {
     match u32::from(c) {
         code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => u8::try_from(code).ok(),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_with_a_space_stands_for_itself() {
+    fn token_with_a_space_is_literal() {
         let mut bytes = Vec::new();
         write_bytes("<a b>", &mut bytes);
         write_bytes("Ġb", &mut bytes);

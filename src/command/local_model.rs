@@ -3,9 +3,8 @@
 use super::{Checkpoint, device::Chosen, load_model};
 use crate::{
     chat::{
-        Conversation, Decoder, Template,
-        parse::{Delta, Parser},
-        turns::{self, Speaker},
+        Conversation, Decoder, Speaker, Template, message_ends,
+        parser::{Delta, Parser},
     },
     config::Generate,
     engine::{self, Boundary, Departure, Event, Finish, Handle, Options, Request, Sampling, Timings, Worker},
@@ -89,7 +88,7 @@ impl LocalModel {
     ) -> Result<Answer, CommandError> {
         let prompt = self.prompt(messages, answer_options.thinking)?;
         let ids = self.checkpoint.tokenizer.encode(&prompt)?;
-        let ends = turns::ends(&self.checkpoint.tokenizer, &ids).into_iter();
+        let ends = message_ends(&self.checkpoint.tokenizer, &ids).into_iter();
         let boundary = |(at, voice)| {
             let departure = match voice {
                 Speaker::System => Departure::System,

@@ -14,7 +14,7 @@
 //! the closing tag, any other value is JSON.
 
 use super::{Calls, Fault, parameters, schema};
-use crate::chat::parse::Types;
+use crate::chat::parser::Types;
 use llguidance::{api::GrammarWithLexer, regex_to_lark};
 use serde_json::{Map, Value};
 use std::fmt::Write;

@@ -1,5 +1,5 @@
 use super::{valid, *};
-use crate::chat::parse::{Delta, Parser};
+use crate::chat::parser::{Delta, Parser};
 use std::{path::Path, sync::LazyLock};
 
 const EOS: u32 = 2040;

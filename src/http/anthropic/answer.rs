@@ -1,6 +1,6 @@
 //! Anthropic's answer: content blocks, as one body or as a stream of events.
 
-use crate::chat::{numbers, parse::Delta};
+use crate::chat::{json_numbers, parser::Delta};
 use crate::http::{
     errors::ApiError,
     openai::chunks::{FinishReason, Usage},
@@ -161,8 +161,8 @@ fn block(part: Part) -> Value {
         Part::Text(text) => json!({"type": "text", "text": text}),
         Part::Call { id, name, arguments } => {
             // Anthropic's own way to say that a call was cut off: its text under this name.
-            let input =
-                serde_json::from_str(&numbers::held(&arguments)).unwrap_or_else(|_| json!({"INVALID_JSON": arguments}));
+            let input = serde_json::from_str(&json_numbers::quote_huge(&arguments))
+                .unwrap_or_else(|_| json!({"INVALID_JSON": arguments}));
             json!({"type": "tool_use", "id": id, "name": name, "input": input})
         }
     }

@@ -31,7 +31,7 @@ use crate::http::{
     sse::Frames,
 };
 use crate::{
-    chat::{Template, Tokenizer, parse::Delta},
+    chat::{Template, Tokenizer, parser::Delta},
     engine::{Logprobs, Request},
 };
 use axum::{Extension, body::Body, extract::State, response::Response};

@@ -13,7 +13,7 @@ use crate::http::{
     },
     sse,
 };
-use crate::{chat::parse::Parser, engine::Request, error::EngineError};
+use crate::{chat::parser::Parser, engine::Request, error::EngineError};
 use axum::{
     Json,
     response::{IntoResponse, Response},

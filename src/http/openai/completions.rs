@@ -22,7 +22,7 @@ use crate::http::{
     sse::{self, Frames},
 };
 use crate::{
-    chat::parse::Delta,
+    chat::parser::Delta,
     engine::{Request, Sampling},
     error::EngineError,
 };

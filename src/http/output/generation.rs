@@ -12,8 +12,8 @@ use crate::http::{
 };
 use crate::{
     chat::{
-        Decoder, Stop,
-        parse::{Delta, Parser},
+        Decoder, StopStrings,
+        parser::{Delta, Parser},
     },
     engine::{Event, Events, Finish, Logprobs, Request},
     error::{EngineError, ModelError},
@@ -57,7 +57,7 @@ pub struct Transcript {
     events: Events,
     decoder: Decoder,
     reader: Reader,
-    stop: Stop,
+    stop: StopStrings,
     /// The ids of `<think>` and `</think>`, by which reasoning tokens are counted.
     think: [Option<u32>; 2],
     in_reasoning: bool,
@@ -88,7 +88,7 @@ impl Transcript {
         Ok(Self {
             events,
             decoder: Decoder::new(app.tokenizer.clone()),
-            stop: Stop::new(stops),
+            stop: StopStrings::new(stops),
             think: ["<think>", "</think>"].map(|token| app.tokenizer.id(token)),
             in_reasoning: matches!(reader, Reader::Chat { in_reasoning: true, .. }),
             reader,
@@ -169,7 +169,7 @@ impl Transcript {
             sink(turn);
             if let Some(reason) = end {
                 self.ended = reason.word();
-                return Ok(Ending { reason, stop: self.stop.met().map(str::to_owned), usage: self.usage() });
+                return Ok(Ending { reason, stop: self.stop.found().map(str::to_owned), usage: self.usage() });
             }
         }
     }
@@ -223,7 +223,7 @@ impl Transcript {
                 Delta::Content(text) => {
                     let held = self.stop.push(&text);
                     self.give(held.text, deltas);
-                    if held.hit {
+                    if held.stopped {
                         return true;
                     }
                 }

@@ -3,7 +3,7 @@
 //! [`Parts`] is an answer put together, for bodies and for formats whose streams end with the whole of it; a [`Wire`]
 //! writes one format's stream.
 
-use crate::chat::parse::Delta;
+use crate::chat::parser::Delta;
 use crate::http::{
     errors::ApiError,
     layers::request_log::RequestLog,

@@ -14,10 +14,7 @@ use crate::http::{
     request::continue_final::Mark,
 };
 use crate::{
-    chat::{
-        Conversation, numbers,
-        turns::{self, Speaker},
-    },
+    chat::{Conversation, Speaker, json_numbers, message_ends},
     engine::{Boundary, Departure},
 };
 use serde_json::{Map, Value};
@@ -73,7 +70,7 @@ impl LoadedModel {
     /// soon as that shows. `param` names the prompt.
     pub async fn encode(&self, permit: &mut MemoryPermit, text: String, param: &str) -> Result<Vec<u32>, ApiError> {
         let context = self.engine.context();
-        let least = self.tokenizer.fewest(&text);
+        let least = self.tokenizer.min_tokens(&text);
         if least > context {
             return Err(ApiError::over_context_by(least, context, param));
         }
@@ -95,7 +92,7 @@ impl LoadedModel {
         let (text, mut ids, mut start) = (Arc::new(text), Vec::new(), 0);
         while start < text.len() && ids.len() <= most {
             let (tokenizer, text) = (self.tokenizer.clone(), text.clone());
-            let end = start + tokenizer.piece(&text[start..]);
+            let end = start + tokenizer.piece_len(&text[start..]);
             // A long word needs more than what is set aside for each step.
             let held = permit.bytes();
             permit.grow((end - start).saturating_sub(memory::PIECE) * memory::TOKENIZING)?;
@@ -109,7 +106,7 @@ impl LoadedModel {
 
     /// The places where other prompts may depart from this one.
     pub fn boundaries(&self, ids: &[u32]) -> Vec<Boundary> {
-        let ends = turns::ends(&self.tokenizer, ids).into_iter();
+        let ends = message_ends(&self.tokenizer, ids).into_iter();
         let departure = |speaker| match speaker {
             Speaker::System => Departure::System,
             Speaker::User => Departure::Query,
@@ -258,7 +255,8 @@ fn tool_calls(calls: &Value, at: &str) -> Result<(), ApiError> {
         let sound = match function.get("arguments") {
             Some(Value::Object(_) | Value::Null) => true,
             Some(Value::String(json)) => {
-                json.trim().is_empty() || serde_json::from_str::<Map<String, Value>>(&numbers::held(json)).is_ok()
+                json.trim().is_empty()
+                    || serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(json)).is_ok()
             }
             _ => false,
         };

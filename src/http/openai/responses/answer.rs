@@ -1,6 +1,6 @@
 //! The answer of the Responses API: items, as one body or as a stream of events. A body is what the stream ends with.
 
-use crate::chat::parse::Delta;
+use crate::chat::parser::Delta;
 use crate::http::{
     LoadedModel, ServerState,
     errors::ApiError,

@@ -1,20 +1,19 @@
-//! Messages as OpenAI's clients send them, made into what templates read.
+//! Converts messages from the form that OpenAI clients send to the form that templates read.
 
-use super::numbers;
-use crate::error::ChatError;
+use crate::{chat::json_numbers, error::ChatError};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
-/// The names under which clients send an assistant's reasoning back; templates read the first.
+/// Names under which clients send an assistant's reasoning back. Templates read the first.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// Parses the arguments of tool calls, which OpenAI sends as a string and templates want as an object, and puts
-/// reasoning where templates look for it (as transformers does).
-pub(super) fn normalise(messages: &[Value]) -> Result<Vec<Cow<'_, Value>>, ChatError> {
-    messages.iter().enumerate().map(|(i, message)| normal(i, message)).collect()
+/// Parses the arguments of tool calls, which OpenAI sends as a string and templates expect as an object. Copies reasoning
+/// to the field that templates read, as transformers does.
+pub(super) fn normalize(messages: &[Value]) -> Result<Vec<Cow<'_, Value>>, ChatError> {
+    messages.iter().enumerate().map(|(i, message)| normalize_message(i, message)).collect()
 }
 
-fn normal(i: usize, message: &Value) -> Result<Cow<'_, Value>, ChatError> {
+fn normalize_message(i: usize, message: &Value) -> Result<Cow<'_, Value>, ChatError> {
     let Value::Object(fields) = message else {
         return Err(ChatError::Refused(format!("messages[{i}] is not an object")));
     };
@@ -32,22 +31,23 @@ fn normal(i: usize, message: &Value) -> Result<Cow<'_, Value>, ChatError> {
         for (j, call) in calls.iter_mut().enumerate() {
             let call = if call.get("function").is_some() { call.get_mut("function") } else { Some(call) };
             if let Some(arguments) = call.and_then(|call| call.get_mut("arguments")) {
-                parse(arguments)
-                    .map_err(|why| ChatError::Refused(format!("messages[{i}].tool_calls[{j}]: the arguments {why}")))?;
+                parse_arguments(arguments).map_err(|reason| {
+                    ChatError::Refused(format!("messages[{i}].tool_calls[{j}]: the arguments {reason}"))
+                })?;
             }
         }
     }
     Ok(Cow::Owned(Value::Object(fields)))
 }
 
-/// An object stays; a string is parsed into one. Clients send an empty string, or null, for no arguments at all.
-fn parse(arguments: &mut Value) -> Result<(), String> {
+/// Parses a string into an object; an object stays as it is. Some clients send an empty string or null for no arguments.
+fn parse_arguments(arguments: &mut Value) -> Result<(), String> {
     let parsed = match &*arguments {
         Value::Object(_) => return Ok(()),
         Value::Null => Value::Null,
         Value::String(text) if text.trim().is_empty() => Value::Null,
         Value::String(text) => {
-            serde_json::from_str(&numbers::held(text)).map_err(|e| format!("are not valid JSON: {e}"))?
+            serde_json::from_str(&json_numbers::quote_huge(text)).map_err(|e| format!("are not valid JSON: {e}"))?
         }
         _ => return Err("are not a JSON object".into()),
     };
@@ -64,8 +64,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn one(message: Value) -> Result<Value, String> {
-        normalise(&[message]).map(|mut m| m.remove(0).into_owned()).map_err(|e| e.to_string())
+    fn normalize_one(message: Value) -> Result<Value, String> {
+        normalize(&[message]).map(|mut m| m.remove(0).into_owned()).map_err(|e| e.to_string())
     }
 
     fn with_arguments(arguments: Value) -> Value {
@@ -80,28 +80,28 @@ mod tests {
             (json!(null), json!({})),
             (json!("{\"a\": 1e999}"), json!({"a": "1e999"})),
         ] {
-            assert_eq!(one(with_arguments(sent)).unwrap(), with_arguments(read));
+            assert_eq!(normalize_one(with_arguments(sent)).unwrap(), with_arguments(read));
         }
-        let flat = one(json!({"tool_calls": [{"name": "f", "arguments": "{}"}]})).unwrap();
+        let flat = normalize_one(json!({"tool_calls": [{"name": "f", "arguments": "{}"}]})).unwrap();
         assert_eq!(flat, json!({"tool_calls": [{"name": "f", "arguments": {}}]}));
     }
 
     #[test]
-    fn arguments_that_are_no_object_are_refused() {
-        let error = one(with_arguments(json!("{\"a\": "))).unwrap_err();
+    fn arguments_other_than_objects_are_refused() {
+        let error = normalize_one(with_arguments(json!("{\"a\": "))).unwrap_err();
         assert!(error.starts_with("messages[0].tool_calls[0]: the arguments are not valid JSON: "), "{error}");
         for arguments in [json!("[1]"), json!("3"), json!([1]), json!(3)] {
-            let error = one(with_arguments(arguments)).unwrap_err();
+            let error = normalize_one(with_arguments(arguments)).unwrap_err();
             assert_eq!(error, "messages[0].tool_calls[0]: the arguments are not a JSON object");
         }
-        assert_eq!(one(json!("hi")).unwrap_err(), "messages[0] is not an object");
+        assert_eq!(normalize_one(json!("hi")).unwrap_err(), "messages[0] is not an object");
     }
 
     #[test]
-    fn reasoning_is_found_under_its_other_names() {
-        let message = one(json!({"role": "assistant", "reasoning": "hmm"})).unwrap();
+    fn reasoning_is_found_under_other_names() {
+        let message = normalize_one(json!({"role": "assistant", "reasoning": "hmm"})).unwrap();
         assert_eq!(message["reasoning_content"], "hmm");
-        let message = one(json!({"role": "assistant", "reasoning_content": null, "content": "x"})).unwrap();
+        let message = normalize_one(json!({"role": "assistant", "reasoning_content": null, "content": "x"})).unwrap();
         assert_eq!(message["reasoning_content"], json!(null));
     }
 }

@@ -1,10 +1,10 @@
-//! Numbers in JSON text, whatever their size. A model may write some that no double holds, which `serde_json` then refuses
-//! together with all that is around them.
+//! JSON numbers of any size. A model may write numbers outside a double's range, for which `serde_json` refuses the whole
+//! document.
 
 use std::borrow::Cow;
 
-/// True if `text` is a JSON number whose value is an integer, false if it is another number, `None` if it is none.
-pub fn integral(text: &str) -> Option<bool> {
+/// Whether the JSON number `text` has an integer value. `None` if `text` is not a JSON number.
+pub fn is_integer(text: &str) -> Option<bool> {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let unsigned = text.strip_prefix('-').unwrap_or(text);
     let (mantissa, exponent) = unsigned.split_once(['e', 'E']).unwrap_or((unsigned, "0"));
@@ -28,8 +28,8 @@ pub fn integral(text: &str) -> Option<bool> {
     })
 }
 
-/// JSON text in which every number beyond a double's range is a string. Templates print the two alike.
-pub fn held(json: &str) -> Cow<'_, str> {
+/// Puts every number outside a double's range in quotes. Templates print the string like the number.
+pub fn quote_huge(json: &str) -> Cow<'_, str> {
     let bytes = json.as_bytes();
     let (mut out, mut copied, mut at) = (String::new(), 0, 0);
     while let Some(byte) = bytes.get(at) {
@@ -47,7 +47,7 @@ pub fn held(json: &str) -> Cow<'_, str> {
             b'-' | b'0'..=b'9' => {
                 at += bytes[at..].iter().take_while(|b| b.is_ascii_digit() || b"+-.eE".contains(b)).count();
                 let number = &json[start..at];
-                if integral(number).is_some() && number.parse().is_ok_and(f64::is_infinite) {
+                if is_integer(number).is_some() && number.parse().is_ok_and(f64::is_infinite) {
                     out.extend([&json[copied..start], "\"", number, "\""]);
                     copied = at;
                 }
@@ -68,37 +68,37 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn integers_are_known_by_their_value() {
+    fn integers_are_recognized_by_value() {
         for text in ["0", "-0", "5", "5.0", "1.5e1", "100e-2", "0.0e-99", "1e999", "12.50e1", "-7E+0"] {
-            assert_eq!(integral(text), Some(true), "{text}");
+            assert_eq!(is_integer(text), Some(true), "{text}");
         }
         for text in ["0.5", "1.5", "15e-1", "1e-999999999999999999999", "1.25e1"] {
-            assert_eq!(integral(text), Some(false), "{text}");
+            assert_eq!(is_integer(text), Some(false), "{text}");
         }
         for text in ["", "-", "01", "1.", ".5", "1e", "1e+", "+1", "1 ", "1.e1", "0x1", "1e1.0", "--1", "NaN", "١"] {
-            assert_eq!(integral(text), None, "{text}");
+            assert_eq!(is_integer(text), None, "{text}");
         }
-        assert_eq!(integral(&"9".repeat(5000)), Some(true));
+        assert_eq!(is_integer(&"9".repeat(5000)), Some(true));
     }
 
     #[test]
-    fn numbers_beyond_a_double_become_strings_and_nothing_else_does() {
+    fn only_huge_numbers_become_strings() {
         let (big, text) = ("9".repeat(309), r#"{"a": [1, -2.5e3, "1e999 \" 1e999"], "b": 1e308}"#);
-        assert!(matches!(held(text), Cow::Borrowed(same) if same == text));
+        assert!(matches!(quote_huge(text), Cow::Borrowed(same) if same == text));
         let sent = format!(r#"{{"a": {big}, "b": [-1e999, "\\"], "c": 1e999}}"#);
-        assert_eq!(held(&sent), format!(r#"{{"a": "{big}", "b": ["-1e999", "\\"], "c": "1e999"}}"#));
-        assert!(serde_json::from_str::<serde_json::Value>(&held(&sent)).is_ok());
-        // Text that is no JSON stays none.
+        assert_eq!(quote_huge(&sent), format!(r#"{{"a": "{big}", "b": ["-1e999", "\\"], "c": "1e999"}}"#));
+        assert!(serde_json::from_str::<serde_json::Value>(&quote_huge(&sent)).is_ok());
+        // Invalid JSON stays as it is.
         for text in ["1e999.5", "{\"a", "\"\\", "1e9999e", "--1e999"] {
-            assert_eq!(held(text), text);
+            assert_eq!(quote_huge(text), text);
         }
     }
 
     proptest! {
         #[test]
-        fn the_same_texts_are_numbers_as_to_the_library(text in "-?[0-9]{0,4}(\\.[0-9]{0,3})?([eE][+-]?[0-9]{0,2})?") {
+        fn is_integer_agrees_with_serde_json(text in "-?[0-9]{0,4}(\\.[0-9]{0,3})?([eE][+-]?[0-9]{0,2})?") {
             let read = serde_json::from_str::<f64>(&text).ok();
-            prop_assert_eq!(integral(&text).is_some(), read.is_some());
+            prop_assert_eq!(is_integer(&text).is_some(), read.is_some());
         }
     }
 }

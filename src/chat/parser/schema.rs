@@ -1,6 +1,6 @@
 //! The types that a tool's JSON schema lets a parameter have, and raw text read as one of them.
 
-use crate::chat::numbers;
+use crate::chat::json_numbers;
 use serde_json::Value;
 
 /// A set of JSON types.
@@ -138,9 +138,9 @@ impl Types {
             if let Some(literal) = literal {
                 return literal.into();
             }
-            let fits = match numbers::integral(word) {
+            let fits = match json_numbers::is_integer(word) {
                 Some(integral) => self.number || (self.integer && integral),
-                None => match serde_json::from_str(&numbers::held(word)) {
+                None => match serde_json::from_str(&json_numbers::quote_huge(word)) {
                     Ok(Value::Array(_)) => self.array,
                     Ok(Value::Object(_)) => self.object,
                     _ => false,

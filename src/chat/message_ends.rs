@@ -1,28 +1,28 @@
-//! The ends of a rendered prompt's messages, in tokens.
+//! Where the messages of a rendered prompt end, in tokens.
 //!
-//! Qwen's templates open every message with `<|im_start|>` and its role. Special tokens are never joined with the text
-//! around them, so whatever stands in front of one has the same tokens in every prompt that begins with the same text.
+//! Qwen's templates open every message with `<|im_start|>` and its role. Special tokens are never merged with the text
+//! around them. So the tokens before one are the same in every prompt that starts with the same text.
 
 use super::Tokenizer;
 
-/// The speaker of a message.
+/// Who wrote a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Speaker {
-    /// The system prompt, with the tools.
+    /// The system prompt, including the tools.
     System,
-    /// A person.
+    /// The user.
     User,
     /// The model, or a tool.
     Other,
 }
 
-/// The end of each message that another one follows: the tokens up to there, and who spoke. Empty if the template knows
-/// no such turns.
-pub fn ends(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<(usize, Speaker)> {
+/// The end of every message but the last: the number of tokens up to there, and the speaker. Empty if the tokenizer has no
+/// `<|im_start|>`.
+pub fn message_ends(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<(usize, Speaker)> {
     let Some(open) = tokenizer.id("<|im_start|>") else { return Vec::new() };
     let starts: Vec<usize> = ids.iter().enumerate().filter(|&(_, &id)| id == open).map(|(at, _)| at).collect();
     let speaker = |message: &[u32]| {
-        // The role and what follows; no token is longer than what is looked for by so much that more are needed.
+        // 32 tokens are more than enough for the longest text that is compared here.
         let text: Vec<u8> = message.iter().take(32).flat_map(|&id| tokenizer.token_bytes(id)).collect();
         if text.starts_with(b"system\n") {
             Speaker::System
@@ -41,7 +41,7 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn messages_end_where_the_next_one_opens() {
+    fn message_ends_where_the_next_starts() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
         let tokenizer = Tokenizer::load(&dir).unwrap();
         let parts = [
@@ -61,8 +61,8 @@ mod tests {
                 (tokenizer.encode(&before).unwrap().len(), *speaker)
             })
             .collect();
-        assert_eq!(ends(&tokenizer, &ids), wanted);
-        assert_eq!(ends(&tokenizer, &tokenizer.encode("plain text").unwrap()), []);
-        assert_eq!(ends(&tokenizer, &[]), []);
+        assert_eq!(message_ends(&tokenizer, &ids), wanted);
+        assert_eq!(message_ends(&tokenizer, &tokenizer.encode("plain text").unwrap()), []);
+        assert_eq!(message_ends(&tokenizer, &[]), []);
     }
 }

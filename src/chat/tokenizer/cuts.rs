@@ -1,35 +1,36 @@
-//! Cuts a text so that its pieces, encoded one by one, give the ids of the whole.
+//! Where a text can be cut so that its pieces, encoded one by one, give the ids of the whole.
 //!
-//! The `tokenizers` crate takes up to 400 bytes of memory for each byte of a text, and cannot be interrupted. A long text
-//! is therefore encoded in pieces. That is exact where its regular expression ends a word at the cut, whatever stands on
-//! the other side. Both expressions below, of Qwen2 and later, do so
+//! The `tokenizers` crate takes up to 400 bytes of memory per byte of text and cannot be interrupted, so a long text is
+//! encoded in pieces. A cut is exact where the tokenizer's regular expression always ends a word. Both expressions below,
+//! of Qwen2 and later, do so:
 //!
-//! * between a character that is no white space and a space: a space can only begin a word, or stand among white space;
-//! * between a line feed and what is no white space: white space with line feeds is a word up to its last line feed;
-//! * between a digit and an ASCII character: a digit is a word of its own.
+//! * between a character that is not white space and a space: a space starts a word or is part of white space;
+//! * between a line feed and a character that is not white space: white space with line feeds is a word up to its last
+//!   line feed;
+//! * between a digit and an ASCII character: a digit is a word by itself.
 //!
-//! No added token may lie across a cut, hence the look at their texts. NFC joins nothing across it: what stands before is
-//! white space or before white space, or a digit before ASCII. A tokenizer of another make is never cut.
+//! An added token must not lie across a cut, so tokenizers with such tokens are never cut. NFC joins no characters across
+//! a cut: a cut is next to white space, or between a digit and ASCII. Texts of other tokenizers are never cut.
 
 use tokenizers::Tokenizer;
 
-/// The expressions by which words are found: of Qwen2 and 3, and of Qwen3.5, whose words may have marks in them.
-const WORDS: [&str; 2] = [
+/// Regular expressions that split text into words: of Qwen2 and 3, and of Qwen3.5, whose words may contain marks.
+const WORD_REGEXES: [&str; 2] = [
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ];
 
-/// The size from which on a piece ends at the next place to cut, in bytes.
-pub(super) const PIECE: usize = 16 << 10;
+/// Size in bytes from which a piece ends at the next possible cut.
+pub(super) const MIN_PIECE: usize = 16 << 10;
 
-/// The cuts that one tokenizer allows.
+/// The cuts that a tokenizer allows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cuts {
     after_digits: bool,
 }
 
 impl Cuts {
-    /// `None` if a text of this tokenizer must not be cut.
+    /// `None` if texts of this tokenizer must not be cut.
     pub fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let (words, normalizer) = (tokenizer.get_pre_tokenizer()?, tokenizer.get_normalizer());
         let words = serde_json::to_value(words).ok()?;
@@ -38,7 +39,7 @@ impl Cuts {
             && split["type"] == "Split"
             && split["behavior"] == "Isolated"
             && split["invert"] == false
-            && split["pattern"]["Regex"].as_str().is_some_and(|regex| WORDS.contains(&regex))
+            && split["pattern"]["Regex"].as_str().is_some_and(|regex| WORD_REGEXES.contains(&regex))
             && bytes["type"] == "ByteLevel"
             && bytes["add_prefix_space"] == false
             && bytes["use_regex"] == false;
@@ -51,10 +52,10 @@ impl Cuts {
         (known && plain && whole).then_some(Self { after_digits: !digits })
     }
 
-    /// The end of the first piece of `text`, in bytes: the first cut from `least` bytes on, or the end.
-    pub fn first(self, text: &str, least: usize) -> usize {
+    /// End of the first piece of `text`, in bytes: the first cut after at least `min` bytes, or the end of the text.
+    pub fn first(self, text: &str, min: usize) -> usize {
         let boundary = |&at: &usize| text.is_char_boundary(at);
-        let from = (0..=least.min(text.len())).rev().find(boundary).unwrap_or(0);
+        let from = (0..=min.min(text.len())).rev().find(boundary).unwrap_or(0);
         let Some(mut before) = text[..from].chars().next_back() else { return text.len() };
         for (at, c) in text[from..].char_indices() {
             let digit = self.after_digits && before.is_ascii_digit() && c.is_ascii();
@@ -70,11 +71,11 @@ impl Cuts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chat::Tokenizer as Ours;
+    use crate::chat::Tokenizer as ChatTokenizer;
     use proptest::prelude::*;
     use std::{path::Path, sync::LazyLock};
 
-    /// Text that the expressions tell apart, or that NFC joins.
+    /// Texts that the expressions distinguish, or that NFC joins.
     const PARTS: [&str; 34] = [
         "a",
         "The",
@@ -112,14 +113,14 @@ mod tests {
         "\u{2003}",
     ];
 
-    static DEMO: LazyLock<(Ours, Cuts)> = LazyLock::new(|| {
+    static DEMO: LazyLock<(ChatTokenizer, Cuts)> = LazyLock::new(|| {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
         let cuts = Cuts::of(&Tokenizer::from_file(dir.join("tokenizer.json")).unwrap());
-        (Ours::load(&dir).unwrap(), cuts.unwrap())
+        (ChatTokenizer::load(&dir).unwrap(), cuts.unwrap())
     });
 
     #[test]
-    fn a_tokenizer_of_another_make_is_not_cut() {
+    fn unknown_tokenizer_is_not_cut() {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo/tokenizer.json");
         let text = std::fs::read_to_string(file).unwrap();
         let cuts = |text: &str| Cuts::of(&text.parse().unwrap());
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_ends_at_the_first_cut() {
+    fn piece_ends_at_the_first_cut() {
         let cuts = Cuts { after_digits: true };
         assert_eq!(cuts.first("a b", 4), 3);
         assert_eq!(cuts.first("aaaa", 4), 4);
@@ -149,9 +150,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(5000))]
-        /// Cut wherever it may be cut, a text has the ids that it has whole.
         #[test]
-        fn pieces_have_the_ids_of_the_whole(
+        fn pieces_encode_as_the_whole(
             parts in prop::collection::vec(prop::sample::select(&PARTS[..]), 0..24),
         ) {
             let (text, tokenizer) = (parts.concat(), &DEMO.0);
@@ -162,7 +162,7 @@ mod tests {
                 ids.extend(tokenizer.encode_piece(piece).unwrap());
             }
             prop_assert_eq!(&ids, &tokenizer.encode_piece(&text).unwrap());
-            prop_assert!(tokenizer.fewest(&text) <= ids.len());
+            prop_assert!(tokenizer.min_tokens(&text) <= ids.len());
         }
     }
 }
