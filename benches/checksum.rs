@@ -10,7 +10,7 @@
 
 use moestro::{
     checkpoint::pack,
-    device::Immediate,
+    device::CpuTimeline,
     experts::{Choice, Experts, Io, Options, Phase, Prefetch},
     metrics::Metrics,
     model::{self, Surveyed},
@@ -31,8 +31,8 @@ fn read(store: &Experts, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
     let mut experts = 0;
     for (layer, ids) in routes {
         let choice = Choice { ids, k: ids.len(), logits: &[] };
-        let mut asked = store.ask(*layer, &choice, Phase::Decode, &mut Immediate).expect("experts that there are");
-        while asked.next(&mut Immediate).expect("a read").is_some() {}
+        let mut asked = store.ask(*layer, &choice, Phase::Decode, &mut CpuTimeline).expect("experts that there are");
+        while asked.next(&mut CpuTimeline).expect("a read").is_some() {}
         experts += ids.len();
     }
     [processor() - used, begin.elapsed().as_secs_f64()].map(|seconds| seconds * 1e6 / experts as f64)

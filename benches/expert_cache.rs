@@ -10,7 +10,7 @@
 //! ones are), no policy that does not see the future does better.
 
 use moestro::{
-    device::Mark,
+    device::SyncPoint,
     experts::{
         Choice,
         eviction::{Key, Scores},
@@ -164,7 +164,7 @@ fn ours(trace: &Trace, size: usize, margins: bool) -> Score {
             taken.push(claim.slot);
         }
         for slot in taken {
-            slots.unpin(slot, Mark::START, &scores);
+            slots.unpin(slot, SyncPoint::START, &scores);
         }
     }
     score

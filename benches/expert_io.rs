@@ -10,7 +10,7 @@
 //! read for each byte of an expert, mean milliseconds of a route. `benches/disk.py` runs it beside fio.
 
 use moestro::{
-    device::Immediate,
+    device::CpuTimeline,
     experts::{Choice, ExpertMap, Experts, Io, Options, PIECES, Phase, Piece, Prefetch},
     metrics::Metrics,
 };
@@ -71,9 +71,9 @@ fn main() {
                 let first = next() % EXPERTS;
                 let experts: Vec<u32> = (0..route).map(|i| ((first + i * 31) % EXPERTS) as u32).collect();
                 let choice = Choice { ids: &experts, k: route, logits: &[] };
-                let asked = store.ask(layer, &choice, Phase::Decode, &mut Immediate);
+                let asked = store.ask(layer, &choice, Phase::Decode, &mut CpuTimeline);
                 let mut asked = asked.expect("experts that there are");
-                while asked.next(&mut Immediate).expect("a read").is_some() {}
+                while asked.next(&mut CpuTimeline).expect("a read").is_some() {}
                 routes += 1;
             }
             let spent = begin.elapsed().as_secs_f64();

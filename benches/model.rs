@@ -15,7 +15,7 @@
 
 use moestro::{
     command::device::Chosen,
-    device::{self, Math},
+    device::{self, CpuArithmetic},
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, Snapshot, State, snapshot::PAGE},
     ops::KvBits,
@@ -135,11 +135,11 @@ fn main() {
     // All of them at once.
     let context = depths.iter().map(|depth| depth + widths.len() * tokens * (rounds + 1) + PAGE).sum::<usize>();
     let on_gpu = args.iter().any(|arg| arg == "--gpu");
-    let chosen = Chosen::of(if on_gpu { device::gpu() } else { Ok(None) }, on_gpu).expect("a GPU");
+    let chosen = Chosen::of(if on_gpu { device::open_gpu() } else { Ok(None) }, on_gpu).expect("a GPU");
     let options = Options {
         gpu: chosen.working_set(),
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
-        math: if args.iter().any(|arg| arg == "--f32") { Math::F32 } else { Math::Integer },
+        math: if args.iter().any(|arg| arg == "--f32") { CpuArithmetic::F32 } else { CpuArithmetic::Integer },
         plan: PlanOptions { context: Some(context), ..PlanOptions::default() },
         verify: widths.len() > 1,
         ..Options::default()

@@ -13,7 +13,7 @@
 
 use criterion::{Criterion, Throughput};
 use moestro::{
-    device::{Compute, DeviceError, Math, Region, memory_bandwidth},
+    device::{CpuArithmetic, CpuDevice, DeviceError, Region, memory_bandwidth},
     ops::{
         Attend, Backend, Cache, CacheWrite, Codes, Combine, Conv, Cpu, Decay, Delta, DeltaRule, Embed, Experts, Float,
         Group, Heads, KvBits, Mixture, Newest, Norm, Op, Past, Project, Room, Route, Shared, Slots, Stack, Turn,
@@ -35,7 +35,7 @@ const fn affine(bits: u8) -> Codes {
 
 struct Bench {
     criterion: Criterion,
-    compute: Compute,
+    compute: CpuDevice,
     filter: Option<String>,
     memory: f64,
 }
@@ -355,11 +355,11 @@ impl Bench {
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
-    let (mut threads, mut filter, mut math) = (moestro::platform::os::physical_cores(), None, Math::Integer);
+    let (mut threads, mut filter, mut math) = (moestro::platform::os::physical_cores(), None, CpuArithmetic::Integer);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--threads" => threads = args.next().and_then(|text| text.parse().ok()).expect("a number of threads"),
-            "--f32" => math = Math::F32,
+            "--f32" => math = CpuArithmetic::F32,
             _ => filter = Some(arg),
         }
     }
@@ -367,7 +367,7 @@ fn main() -> Result<()> {
     println!("{threads} threads read {:.1} GB/s of memory\n", memory / 1e9);
     let criterion = Criterion::default().sample_size(20).warm_up_time(Duration::from_millis(300));
     let criterion = criterion.measurement_time(Duration::from_secs(1)).without_plots();
-    let mut bench = Bench { criterion, compute: Compute::cpu(threads, math), filter, memory };
+    let mut bench = Bench { criterion, compute: CpuDevice::new(threads, math), filter, memory };
     for (name, codes) in [("4 bits", FOUR), ("8 bits", affine(8)), ("3 bits", affine(3)), ("mxfp4", Codes::Mxfp4)] {
         bench.linear(name, codes, 8192)?;
     }

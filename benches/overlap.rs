@@ -11,7 +11,7 @@
 //! first one finds empty slots), those of the disk and of the processor alone, and the slower of the two by the prompt's.
 
 use moestro::{
-    device::{Immediate, Mark},
+    device::{CpuTimeline, SyncPoint},
     experts::{Choice, ExpertMap, Experts, Options, PIECES, Phase, Piece, Prefetch, Source},
     metrics::Metrics,
 };
@@ -109,7 +109,7 @@ fn main() {
                 compute(grown(MIXER));
                 let different = ids.iter().collect::<HashSet<_>>().len();
                 let choice = Choice { ids, k: 8, logits: &[] };
-                let mut taken = experts.ask(layer, &choice, Phase::Prefill, &mut Immediate).expect("experts");
+                let mut taken = experts.ask(layer, &choice, Phase::Prefill, &mut CpuTimeline).expect("experts");
                 if let Some(next) = asked.get(layer + 1) {
                     // Nine of ten guesses are right.
                     let wrong =
@@ -117,9 +117,9 @@ fn main() {
                     let guess: Vec<u32> = next.iter().enumerate().map(wrong).collect();
                     experts.read_ahead(layer + 1, &guess, Phase::Prefill);
                 }
-                while let Some(batch) = taken.next(&mut Immediate).expect("reads") {
+                while let Some(batch) = taken.next(&mut CpuTimeline).expect("reads") {
                     compute(grown(EXPERT * (EXPERTS / 2 * batch.len()) as u32) / different as u32);
-                    batch.reads_until(Mark::START);
+                    batch.reads_until(SyncPoint::START);
                 }
             }
             let seconds = begin.elapsed().as_secs_f64();

@@ -147,7 +147,7 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
         ..PlanOptions::default()
     };
     let threads = args.flag("--threads").and_then(|text| text.parse().ok());
-    let found = if args.has("--gpu") { device::gpu() } else { Ok(None) };
+    let found = if args.has("--gpu") { device::open_gpu() } else { Ok(None) };
     let chosen = Chosen::of(found, args.has("--gpu")).expect("a GPU");
     let gpu = chosen.working_set();
     let mut options = Options { threads, plan, verify: true, gpu, ..Options::default() };

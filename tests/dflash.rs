@@ -5,7 +5,7 @@ mod common;
 
 use common::{distance, fixtures::FIXTURES, load, load_with};
 use moestro::{
-    device::{Compute, Math},
+    device::{CpuArithmetic, CpuDevice},
     model::{Model, Options, Rows, Taps, dflash},
 };
 use std::{
@@ -20,7 +20,7 @@ fn path(name: &str) -> PathBuf {
 fn draft(name: &str) -> dflash::DFlash {
     let target = moestro::model::Config::read(&path("target")).unwrap();
     let surveyed = dflash::Surveyed::new(&path(name), &target).unwrap();
-    dflash::DFlash::load(&surveyed, 64, Compute::cpu(2, Math::Integer)).unwrap()
+    dflash::DFlash::load(&surveyed, 64, CpuDevice::new(2, CpuArithmetic::Integer)).unwrap()
 }
 
 fn steps(name: &str) -> HashMap<String, Vec<f32>> {
@@ -140,7 +140,7 @@ fn states_after_every_number_of_rows_are_the_references() {
     let expected = common::tensors(&path("verify_block.safetensors"));
     let ids = |name: &str| -> Vec<u32> { expected[name].iter().map(|id| *id as u32).collect() };
     let (prompt, block) = (ids("prompt"), ids("block"));
-    let options = Options { math: Math::F32, threads: Some(2), verify: true, ..Options::default() };
+    let options = Options { math: CpuArithmetic::F32, threads: Some(2), verify: true, ..Options::default() };
     let mut model = load_with(&path("target"), options);
     for rows in 0..=block.len() {
         let mut state = model.start().unwrap();
@@ -195,7 +195,7 @@ fn every_cycle_of_the_loop_is_the_references() {
     let traces: Vec<Trace> = serde_json::from_slice(&std::fs::read(path("e2e_greedy.json")).unwrap()).unwrap();
     let (mut accepted, mut cycles) = (Vec::new(), 0);
     for (trace, scripted) in traces.iter().flat_map(|trace| [(trace, false), (trace, true)]) {
-        let options = Options { math: Math::F32, threads: Some(2), verify: true, ..Options::default() };
+        let options = Options { math: CpuArithmetic::F32, threads: Some(2), verify: true, ..Options::default() };
         let (mut model, mut draft, mut hidden) = (load_with(&path("target"), options), draft("draft"), Vec::new());
         model.tap(&Taps { layers: draft.config().taps.clone(), rows: 64 }).unwrap();
         let mut state = model.start().unwrap();
@@ -230,6 +230,6 @@ fn every_cycle_of_the_loop_is_the_references() {
 
 #[test]
 fn the_target_is_one_that_the_fixtures_were_made_with() {
-    let model = load(&path("target"), Math::F32);
+    let model = load(&path("target"), CpuArithmetic::F32);
     assert_eq!((model.config().layers, model.vocab()), (8, 96));
 }

@@ -2,7 +2,7 @@
 //! request works, and no slot is lost.
 
 use moestro::{
-    device::{Immediate, Mark},
+    device::{CpuTimeline, SyncPoint},
     error::StoreError,
     experts::{Choice, ExpertMap, Experts, Files, Io, Options, PIECES, Phase, Piece, Prefetch, Source, Warm},
     metrics::Metrics,
@@ -53,16 +53,16 @@ fn bytes() -> Vec<u8> {
 fn take(store: &Experts, layer: usize, experts: &[u32], phase: Phase) -> Result<(), StoreError> {
     let map = map();
     let choice = Choice { ids: experts, k: experts.len(), logits: &[] };
-    let mut asked = store.ask(layer, &choice, phase, &mut Immediate)?;
+    let mut asked = store.ask(layer, &choice, phase, &mut CpuTimeline)?;
     let mut seen = 0;
-    while let Some(batch) = asked.next(&mut Immediate)? {
+    while let Some(batch) = asked.next(&mut CpuTimeline)? {
         for landed in batch.iter() {
             seen += 1;
             for (piece, got) in map.layers[layer][landed.expert as usize].iter().zip(landed.pieces) {
                 assert!((piece.offset..).zip(got).all(|(at, &b)| b == byte(at)) && got.len() == piece.len);
             }
         }
-        batch.reads_until(Mark::START);
+        batch.reads_until(SyncPoint::START);
     }
     assert_eq!(seen, experts.len());
     Ok(())

@@ -9,12 +9,12 @@ use common::{
     load, load_with, margin, prefill,
 };
 use moestro::{
-    device::Math,
+    device::CpuArithmetic,
     model::{Options, Qwen},
 };
 use std::path::Path;
 
-const MATHS: [Math; 2] = [Math::F32, Math::Integer];
+const MATHS: [CpuArithmetic; 2] = [CpuArithmetic::F32, CpuArithmetic::Integer];
 
 #[test]
 fn the_demo_answers_as_mlx_does() {
@@ -96,7 +96,7 @@ fn chunks_and_threads_cannot_be_seen() {
 
 #[test]
 fn sequences_do_not_leak_into_each_other() {
-    let model = load(Path::new(DEMO), Math::Integer);
+    let model = load(Path::new(DEMO), CpuArithmetic::Integer);
     let (a, b): (Vec<u32>, Vec<u32>) = ((10..40).collect(), (300..320).collect());
     let (alone, ..) = prefill(&model, &a, 64);
     let mut states = [model_start(&model), model_start(&model)];
@@ -125,10 +125,10 @@ fn hugging_face_layouts() {
     let mlx = Folded::read("bf16");
     let ids: Vec<u32> = (0..40).map(|n| n * 7 % 96).collect();
     let dir = mlx.unfold();
-    let (expected, ..) = prefill(&load(dir.path(), Math::Integer), &ids, 100);
+    let (expected, ..) = prefill(&load(dir.path(), CpuArithmetic::Integer), &ids, 100);
     for fused in [true, false] {
         let dir = mlx.unfold_as_hugging_face(fused);
-        let (logits, ..) = prefill(&load(dir.path(), Math::Integer), &ids, 100);
+        let (logits, ..) = prefill(&load(dir.path(), CpuArithmetic::Integer), &ids, 100);
         assert!(logits.data == expected.data, "fused: {fused}");
         assert_ne!(argmax(logits.row(0)), argmax(logits.row(39)));
     }

@@ -10,7 +10,7 @@ use common::{
     load_with, prefill,
 };
 use moestro::{
-    device::Math,
+    device::CpuArithmetic,
     model::{Model, Options, Qwen, Reference, Rows, snapshot::PAGE},
     ops::KvBits,
 };
@@ -18,7 +18,7 @@ use std::path::Path;
 
 const FEW: [(KvBits, u32); 2] = [(KvBits::Eight, 8), (KvBits::Four, 4)];
 
-fn demo(kv_bits: KvBits, math: Math) -> Qwen {
+fn demo(kv_bits: KvBits, math: CpuArithmetic) -> Qwen {
     load_with(Path::new(DEMO), Options { math, threads: Some(2), kv_bits, ..Options::default() })
 }
 
@@ -48,7 +48,7 @@ fn the_pass_is_the_reference() {
     for (kv_bits, bits) in FEW {
         let expected = compute(Some(bits));
         let effect = distance(&expected, &exact);
-        for math in [Math::F32, Math::Integer] {
+        for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
             let (found, ..) = prefill(&demo(kv_bits, math), &ids, 96);
             let rms = |a: &[f32], b: &[f32]| {
                 let sum: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
@@ -68,7 +68,7 @@ fn the_pass_is_the_reference() {
 #[test]
 fn eight_bits_answer_as_sixteen() {
     let (cases, _) = fixtures::demo();
-    let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, Math::Integer));
+    let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, CpuArithmetic::Integer));
     let mut worst = [0f64; 2];
     let (mut sum, mut count) = (0.0, 0);
     // The questions alone, and behind so much other text that most of what is seen is rounded.
@@ -122,14 +122,14 @@ fn four_bits_cost_less_than_a_hundredth_of_perplexity() {
 fn chunks_threads_and_verifies_cannot_be_seen() {
     let ids: Vec<u32> = (0..PAGE as u32 + 150).map(|n| n * 37 % 2000 + 5).collect();
     for (kv_bits, _) in FEW {
-        let (expected, ..) = prefill(&demo(kv_bits, Math::Integer), &ids, 400);
+        let (expected, ..) = prefill(&demo(kv_bits, CpuArithmetic::Integer), &ids, 400);
         for (chunk, threads) in [(1, 2), (63, 1), (130, 3)] {
             let model = load_with(Path::new(DEMO), Options { threads: Some(threads), kv_bits, ..Options::default() });
             let (logits, ..) = prefill(&model, &ids, chunk);
             assert!(logits.data == expected.data, "{kv_bits:?}: chunks of {chunk} on {threads} threads");
         }
         // Rows that are verified and taken back, over every border of the newest.
-        let mut model = demo(kv_bits, Math::Integer);
+        let mut model = demo(kv_bits, CpuArithmetic::Integer);
         let mut state = model.start().unwrap();
         let mut at = 0;
         while at + 7 <= ids.len() {
@@ -151,7 +151,7 @@ fn a_token_takes_half_and_a_quarter() {
     use moestro::ops::CacheFormat::{Eight, Four, I16};
     let of = |format: moestro::ops::CacheFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;
     assert!(of(Eight) <= 0.53 && of(Four) <= 0.28, "{} {}", of(Eight), of(Four));
-    let [sixteen, eight, four] =
-        [KvBits::Sixteen, KvBits::Eight, KvBits::Four].map(|bits| demo(bits, Math::Integer).shape().kv_per_token);
+    let [sixteen, eight, four] = [KvBits::Sixteen, KvBits::Eight, KvBits::Four]
+        .map(|bits| demo(bits, CpuArithmetic::Integer).shape().kv_per_token);
     assert!(eight * 100 <= sixteen * 53 && four * 100 <= sixteen * 28, "{sixteen} {eight} {four}");
 }

@@ -8,7 +8,7 @@ mod shard;
 use moestro::{
     checkpoint::pack,
     demo,
-    device::{Immediate, Mark},
+    device::{CpuTimeline, SyncPoint},
     error::StoreError,
     experts::{Choice, Experts, Io, Options, Phase, Prefetch},
     metrics::Metrics,
@@ -188,9 +188,9 @@ fn a_damaged_record_is_read_from_the_checkpoint() {
 /// came, and how often one came with others before.
 fn beside(shard: &Shard, store: &Experts, layer: usize, ids: &[u32], phase: Phase) -> (usize, usize) {
     let choice = Choice { ids, k: ids.len(), logits: &[] };
-    let mut asked = store.ask(layer, &choice, phase, &mut Immediate).unwrap();
+    let mut asked = store.ask(layer, &choice, phase, &mut CpuTimeline).unwrap();
     let (mut right, mut wrong) = (std::collections::HashMap::new(), 0);
-    while let Some(batch) = asked.next(&mut Immediate).unwrap() {
+    while let Some(batch) = asked.next(&mut CpuTimeline).unwrap() {
         for landed in batch.iter() {
             let pieces = &shard.map.layers[layer][landed.expert as usize];
             let mut all = pieces.iter().zip(landed.pieces);
@@ -198,7 +198,7 @@ fn beside(shard: &Shard, store: &Experts, layer: usize, ids: &[u32], phase: Phas
             right.insert(landed.expert, same);
             wrong += usize::from(!same);
         }
-        batch.reads_until(Mark::START);
+        batch.reads_until(SyncPoint::START);
     }
     (right.values().filter(|same| **same).count(), wrong)
 }

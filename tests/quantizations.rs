@@ -5,7 +5,7 @@ mod common;
 
 use common::{load, prefill};
 use moestro::{
-    device::Math,
+    device::CpuArithmetic,
     metrics::Metrics,
     model::{Options, Qwen},
 };
@@ -48,7 +48,7 @@ fn logits(checkpoint: &(Tensors, Value)) -> Vec<f32> {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), checkpoint);
     let ids: Vec<u32> = (5..25).collect();
-    prefill(&load(dir.path(), Math::Integer), &ids, 100).0.data
+    prefill(&load(dir.path(), CpuArithmetic::Integer), &ids, 100).0.data
 }
 
 fn refusal(name: &str, damage: impl FnOnce(&mut Tensors, &mut Value)) -> String {

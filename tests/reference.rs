@@ -10,7 +10,7 @@ use common::{
     load, margin, prefill,
 };
 use moestro::{
-    device::Math,
+    device::CpuArithmetic,
     model::{Reference, reference::Computed},
 };
 use std::path::Path;
@@ -75,10 +75,10 @@ fn hugging_face_layouts_are_the_same_model() {
 }
 
 /// The fast pass on `ids`, in chunks, beside the reference in f64: logits within `bound`, and each layer's experts.
-fn agrees(name: &str, dir: &Path, ids: &[u32], chunk: usize, bound: impl Fn(Math) -> f32) {
+fn agrees(name: &str, dir: &Path, ids: &[u32], chunk: usize, bound: impl Fn(CpuArithmetic) -> f32) {
     let Computed { logits, routes, residuals } = compute(dir, DType::F64, ids);
     assert_eq!(residuals.last().unwrap().dim(0).unwrap(), ids.len());
-    for math in [Math::F32, Math::Integer] {
+    for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
         let (found, _, found_routes) = prefill(&load(dir, math), ids, chunk);
         let (off, length) = (distance(&found.data, &values(&logits)), ids.len());
         println!("{name}, {length} tokens in chunks of {chunk}, {math:?}: off by {off:.1e}");
@@ -112,7 +112,7 @@ fn a_long_prompt() {
     let (cases, _) = fixtures::demo();
     let text = cases.iter().cycle().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat());
     // Of four million logits, the integer arithmetic's worst was found 2.2e-3 off.
-    let bound = |math| if math == Math::F32 { common::bound(math) } else { 4e-3 };
+    let bound = |math| if math == CpuArithmetic::F32 { common::bound(math) } else { 4e-3 };
     agrees("demo", Path::new(DEMO), &text.take(2048).collect::<Vec<u32>>(), 512, bound);
 }
 

@@ -5,7 +5,7 @@ import os
 import sys
 
 KERNELS = os.environ.get("KERNELS") or os.path.join(os.path.dirname(__file__), "../../kernels")
-FILES = ["attend", "delta", "experts", "linear", "norm", "prompt", "route", "weights"]
+FILES = ["attention", "attention_prefill", "delta", "experts", "kv_quant", "linear", "norm", "route", "weights"]
 
 
 def compile(name, out):
@@ -13,7 +13,7 @@ def compile(name, out):
     paths = [p for d in sys.path for p in glob.glob(d + "/nvidia/*/lib/libnvrtc.so.1*")] + ["libnvrtc.so"]
     nvrtc = ctypes.CDLL(os.environ.get("NVRTC") or paths[0])
     read = lambda file: open(os.path.join(KERNELS, file)).read()
-    source = read("shim/cuda.h") + read("codes.metal") + read("tiles.metal") + read(name + ".metal")
+    source = read("shim/cuda.h") + read("quant.metal") + read("tiles.metal") + read(name + ".metal")
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
     options = [b"--gpu-architecture=sm_90", b"-fmad=false", b"--std=c++14", b"-lineinfo", b"--maxrregcount=80"]

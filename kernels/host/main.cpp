@@ -1,5 +1,5 @@
 // Executes dispatches that arrive on stdin, with the kernels compiled into this program. The test builds it (see
-// tests/kernels/host.rs): shim/host.h, codes.metal, each kernel file in a namespace of its own, then this.
+// tests/kernels/host.rs): shim/host.h, quant.metal, each kernel file in a namespace of its own, then this.
 //
 // Everything is little-endian u32 words and raw bytes. Requests: 'B' id bytes (a buffer, filled with 0xff), 'W' id offset
 // bytes DATA, 'R' id offset bytes (answered by the data), 'D' kernel-name-length NAME words ARGS bindings {id offset bytes

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     checkpoint::index::{Entry, Index},
-    device::{Filling, Region, Slab},
+    device::{Region, Slab, SlabWriter},
     error::{ModelError, StoreError},
     experts::{PIECES, Piece},
     ops::{Codes, Weight},
@@ -248,7 +248,7 @@ pub const DRAFT_BUFFERS: [u32; 2] = [2, 3];
 /// [`Trunk::measure`], which reads no matrix and learns the size, then with [`Trunk::read`].
 pub struct Trunk<'a> {
     pub from: &'a Checkpoint,
-    slab: Option<Filling>,
+    slab: Option<SlabWriter>,
     /// Bytes taken so far.
     len: usize,
     vectors: Vec<f32>,
@@ -264,7 +264,7 @@ impl<'a> Trunk<'a> {
 
     /// Reads into a slab of `len` bytes, as measured.
     pub fn read(from: &'a Checkpoint, len: usize, progress: &'a mut dyn FnMut(u64, u64)) -> Result<Self, ModelError> {
-        let slab = Filling::new(len).map_err(|error| refused(len, &error))?;
+        let slab = SlabWriter::new(len).map_err(|error| refused(len, &error))?;
         Ok(Self { slab: Some(slab), ..Self::measure(from, progress) })
     }
 
@@ -286,11 +286,11 @@ impl<'a> Trunk<'a> {
     pub fn finish(self) -> Result<[Arc<Slab>; 2], ModelError> {
         let bytes = self.vectors.len() * 4;
         let mut vectors = Slab::new(bytes).map_err(|error| refused(bytes, &error))?;
-        for (into, value) in vectors.all_mut().chunks_exact_mut(4).zip(&self.vectors) {
+        for (into, value) in vectors.as_mut_slice().chunks_exact_mut(4).zip(&self.vectors) {
             into.copy_from_slice(&value.to_le_bytes());
         }
         let matrices = match self.slab {
-            Some(slab) => slab.into_slab(),
+            Some(slab) => slab.finish(),
             None => Arc::new(Slab::new(0).map_err(|error| refused(0, &error))?),
         };
         Ok([matrices, Arc::new(vectors)])
@@ -335,7 +335,7 @@ impl<'a> Trunk<'a> {
                 self.len = offset + len;
                 *region = Region { buffer: self.buffers[0], offset, len };
                 let Some(slab) = &mut self.slab else { continue };
-                slab.fill(len, ALIGN, |bytes| {
+                slab.append(len, ALIGN, |bytes| {
                     let all = self.from.read(entry)?;
                     for (row, from) in bytes.chunks_exact_mut(width).zip(all.chunks_exact(parts * width)) {
                         row.copy_from_slice(&from[part * width..(part + 1) * width]);
@@ -367,7 +367,7 @@ impl<'a> Trunk<'a> {
         let offset = self.len.next_multiple_of(ALIGN);
         self.len = offset + entry.len;
         if let Some(slab) = &mut self.slab {
-            slab.fill(entry.len, ALIGN, |bytes| self.from.read_into(entry, bytes))?;
+            slab.append(entry.len, ALIGN, |bytes| self.from.read_into(entry, bytes))?;
             let (done, total) = slab.progress();
             (self.progress)(done as u64, total as u64);
         }

@@ -2,7 +2,7 @@
 
 use crate::{
     config::{Device, Load},
-    device::{self, DeviceError, Gpu, KIND, NONE},
+    device::{self, DeviceError, GPU_KIND, Gpu, NO_GPU},
     error::{CommandError, ModelError},
     model::Qwen,
     ops::check::{self, Finding},
@@ -16,7 +16,7 @@ pub struct Chosen {
     asked: bool,
 }
 
-/// A name, as metrics and logs have it; a GPU's is [`KIND`].
+/// A name, as metrics and logs have it; a GPU's is [`GPU_KIND`].
 pub const CPU: &str = "cpu";
 
 impl Chosen {
@@ -32,10 +32,10 @@ impl Chosen {
         };
         match load.device {
             Device::Cpu => Self::of(Ok(None), false),
-            Device::Auto => Self::of(device::gpu(), false),
-            Device::Metal if KIND != "metal" => Err(elsewhere("metal", "macOS")),
-            Device::Cuda if KIND != "cuda" => Err(elsewhere("cuda", "Linux")),
-            Device::Metal | Device::Cuda => Self::of(device::gpu(), true),
+            Device::Auto => Self::of(device::open_gpu(), false),
+            Device::Metal if GPU_KIND != "metal" => Err(elsewhere("metal", "macOS")),
+            Device::Cuda if GPU_KIND != "cuda" => Err(elsewhere("cuda", "Linux")),
+            Device::Metal | Device::Cuda => Self::of(device::open_gpu(), true),
         }
     }
 
@@ -45,10 +45,10 @@ impl Chosen {
     /// There is none, and it was asked for.
     pub fn of(found: Result<Option<Box<dyn Gpu>>, DeviceError>, asked: bool) -> Result<Self, CommandError> {
         let gpu = match found {
-            Ok(Some(mut gpu)) => match objections(&mut gpu) {
+            Ok(Some(mut gpu)) => match objections(&mut *gpu) {
                 None => Some(gpu),
                 Some(wrong) if asked => {
-                    tracing::warn!("--device {KIND} is taken at its word: {wrong}");
+                    tracing::warn!("--device {GPU_KIND} is taken at its word: {wrong}");
                     Some(gpu)
                 }
                 Some(wrong) => {
@@ -56,9 +56,9 @@ impl Chosen {
                     None
                 }
             },
-            Ok(None) if asked => return Err(CommandError::Usage(format!("--device {KIND}: {NONE}"))),
+            Ok(None) if asked => return Err(CommandError::Usage(format!("--device {GPU_KIND}: {NO_GPU}"))),
             Ok(None) => None,
-            Err(error) if asked => return Err(CommandError::Usage(format!("--device {KIND}: {error}"))),
+            Err(error) if asked => return Err(CommandError::Usage(format!("--device {GPU_KIND}: {error}"))),
             Err(error) => {
                 tracing::warn!("the CPU computes: {error}");
                 None
@@ -68,7 +68,7 @@ impl Chosen {
     }
 
     pub fn name(&self) -> &'static str {
-        if self.gpu.is_some() { KIND } else { CPU }
+        if self.gpu.is_some() { GPU_KIND } else { CPU }
     }
 
     /// The GPU's recommended working set (bytes), for the memory plan.
@@ -101,7 +101,7 @@ pub fn working_set(gpu: &dyn Gpu) -> u64 {
 
 /// The name of a model's device.
 pub fn name(model: &Qwen) -> &'static str {
-    if model.is_on_gpu() { KIND } else { CPU }
+    if model.is_on_gpu() { GPU_KIND } else { CPU }
 }
 
 /// The faults of a GPU: the kernels' names, and the error of the first of those that could not run.
@@ -143,12 +143,12 @@ mod tests {
 
     #[test]
     fn without_a_card_auto_takes_the_cpu_and_cuda_says_so() {
-        if !matches!(device::gpu(), Ok(None)) {
+        if !matches!(device::open_gpu(), Ok(None)) {
             return println!("there is a card, or a driver that fails");
         }
         let chosen = Chosen::new(&load("auto")).unwrap();
         assert_eq!((chosen.name(), chosen.working_set()), (CPU, None));
         let Err(error) = Chosen::new(&load("cuda")) else { panic!("there is no card here") };
-        assert_eq!(error.to_string(), format!("--device cuda: {NONE}"));
+        assert_eq!(error.to_string(), format!("--device cuda: {NO_GPU}"));
     }
 }

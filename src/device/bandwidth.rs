@@ -1,4 +1,4 @@
-//! The bandwidth of this machine's memory, measured.
+//! Measures the memory bandwidth of this machine.
 
 use super::Slab;
 use std::{
@@ -7,17 +7,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Bytes per second that `threads` threads together read from a block of `bytes`, measured for about `budget`. The
-/// block has to be larger than the caches for this to be the memory's speed.
+/// Measures for about `budget` how many bytes per second `threads` threads together read from a block of `bytes`.
+/// The block must be larger than the caches to measure memory.
 pub fn memory_bandwidth(threads: usize, bytes: usize, budget: Duration) -> io::Result<f64> {
     let threads = threads.max(1);
     let part = (bytes / threads).next_multiple_of(4096);
     let slab = Slab::new(part * threads)?;
     let rates = std::thread::scope(|scope| {
         let measure = |thread: usize| {
-            // SAFETY: each thread has a part of the slab of its own.
+            // SAFETY: each thread has its own part of the slab.
             let mine = unsafe { slab.bytes_mut(thread * part..(thread + 1) * part) };
-            // A page that was never written is not memory yet.
+            // Writing a page commits its memory.
             mine.fill(thread as u8 + 1);
             let (begin, mut passes) = (Instant::now(), 0);
             while passes == 0 || begin.elapsed() < budget {
@@ -32,7 +32,7 @@ pub fn memory_bandwidth(threads: usize, bytes: usize, budget: Duration) -> io::R
     Ok(rates.iter().sum())
 }
 
-/// Reads every byte; several sums side by side, so that no addition waits for the one before it.
+/// Reads every byte. It keeps 32 independent sums, so that no addition waits for the one before it.
 fn sum(bytes: &[u8]) -> u64 {
     let mut sums = [0u64; 32];
     let (lines, _) = bytes.as_chunks::<256>();
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sum_is_of_every_byte() {
+    fn sum_reads_every_byte() {
         let mut bytes = vec![0u8; 4096];
         for i in (0..4096).step_by(8) {
             bytes[i] = 1;
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_neither_a_disk_nor_magic() {
+    fn memory_bandwidth_is_plausible() {
         let rate = memory_bandwidth(2, 8 << 20, Duration::from_millis(20)).unwrap();
         assert!(rate > 100e6 && rate < 10e12, "{rate}");
     }

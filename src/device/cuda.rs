@@ -1,30 +1,33 @@
-//! CUDA behind [`Queue`](super::Queue). NVIDIA's driver and run-time compiler are loaded when a program looks for a GPU; building
-//! needs neither.
+//! The CUDA driver under [`CommandQueue`](super::CommandQueue).
 //!
-//! A card has memory of its own. What is allocated lies there. What is adopted has a copy there, which is made, and made
-//! again, of the ranges that [`Driver::landed`] names; so a slab's bytes cross the bus once, and not with every launch.
+//! NVIDIA's driver and run-time compiler are loaded when the program opens a GPU. Building needs neither.
 //!
-//! Everything goes to one stream, which executes launches and copies one after another: barriers and the fence have nothing to
-//! do. The launches of a command buffer are handed over with it, as a graph if the same ones were seen before.
+//! The GPU has its own memory. An adopted range of a slab has a copy there. [`Driver::upload`] copies a part of the range,
+//! so its bytes cross the bus once and not with every launch.
 //!
-//! CUDA does not forgive. After a launch that failed, each call fails until the process ends: there is no starting anew.
+//! All launches and copies go to one stream, which executes them in order. Barriers and fences therefore do nothing. The
+//! launches of a command buffer are submitted together, as a CUDA graph if the same sequence was submitted before.
+//!
+//! CUDA cannot recover from a failed launch: every later call fails until the process ends.
 
+mod buffer;
+mod error;
+mod events;
 mod graph;
 mod launch;
 mod library;
-mod line;
-mod memory;
 
-use super::{DeviceError, Dispatch, Driver, Region, Slab, Status};
+use super::{CommandStatus, DeviceError, Driver, Launch, Region, Slab, error::fail};
+use buffer::{DeviceBuffer, StagingBuffer};
 use cudarc::driver::{
     result::{self, DriverError},
     sys::{self, CUdevice_attribute, CUdeviceptr, CUresult, CUstream},
 };
-use graph::Graphs;
-use launch::{Launch, MOST_ARGUMENTS, MOST_BUFFERS};
-use library::Library;
-use line::Line;
-use memory::{Memory, Pinned};
+use error::cuda_error;
+use events::EventTimeline;
+use graph::GraphCache;
+use launch::{CudaLaunch, MAX_ARGUMENTS, MAX_BUFFERS};
+use library::CudaLibrary;
 use std::{
     collections::BTreeMap,
     mem,
@@ -35,295 +38,295 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A wait that has ceased to spin looks again after so long.
-const NAP: Duration = Duration::from_micros(50);
-/// The kernels need Ampere's reductions over a warp.
-const OLDEST: (i32, i32) = (8, 0);
+/// How long a wait sleeps between two queries of the event.
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
+/// Ampere: the kernels need its integer reductions over a warp.
+const MIN_CAPABILITY: (i32, i32) = (8, 0);
 
-/// An NVIDIA card.
+/// An NVIDIA GPU.
 pub struct Cuda {
     name: String,
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: CUstream,
-    library: Library,
-    /// Bytes that were free at the start.
-    free: usize,
-    memory: BTreeMap<u32, Memory>,
-    line: Line,
-    graphs: Graphs,
-    /// What is read back comes through here.
-    pinned: Pinned,
+    library: CudaLibrary,
+    /// Free bytes when the GPU was opened.
+    free_bytes: usize,
+    buffers: BTreeMap<u32, DeviceBuffer>,
+    events: EventTimeline,
+    graphs: GraphCache,
+    /// Results are read through this buffer.
+    staging: StagingBuffer,
 }
 
-// SAFETY: CUDA's handles may be used from any thread on which their context is current, which each call here sees to.
+// SAFETY: a thread may use CUDA's handles if their context is current, which each call here ensures.
 unsafe impl Send for Cuda {}
 
-fn told(error: DriverError) -> DeviceError {
-    let text = error.error_string().ok().and_then(|text| text.to_str().ok());
-    DeviceError(text.map_or_else(|| format!("CUDA error {:?}", error.0), |text| format!("CUDA: {text}")))
-}
-
-/// Launches of a command buffer.
+/// The launches of a command buffer that is being encoded.
 #[derive(Default)]
-pub struct Launches(Vec<Launch>);
+pub struct CudaEncoder(Vec<CudaLaunch>);
 
-// SAFETY: a kernel's function may be used from any thread on which its context is current.
-unsafe impl Send for Launches {}
+// SAFETY: a thread may use a kernel's function if its context is current.
+unsafe impl Send for CudaEncoder {}
 
-/// The driver's version as a number: 12030 is that of CUDA 12.3.
-fn version() -> i32 {
+/// The driver's version as a number, such as 12030 for CUDA 12.3.
+fn driver_version() -> i32 {
     let mut version = 0;
-    // SAFETY: it writes one number.
+    // SAFETY: the call writes one integer.
     let _ = unsafe { sys::cuDriverGetVersion(&mut version) };
     version
 }
 
-fn refuse<T>(why: impl Into<String>) -> Result<T, DeviceError> {
-    Err(DeviceError(why.into()))
-}
-
 impl Cuda {
-    /// The first card that NVIDIA's driver shows (`CUDA_VISIBLE_DEVICES` says which that is); `None` where there is no driver or no
-    /// card. `gate` refuses one that lacks what the kernels need. Nothing is compiled yet.
+    /// Opens the first GPU that NVIDIA's driver lists; `CUDA_VISIBLE_DEVICES` changes which one that is. Returns `None`
+    /// without a driver or a GPU. With `require_features`, an older GPU is an error. Nothing is compiled yet.
     ///
     /// # Errors
-    /// The driver's: there should be a card, and it is of no use.
-    pub fn new(gate: bool) -> Result<Option<Self>, DeviceError> {
-        // SAFETY: NVIDIA's library may be loaded; it is asked for nothing but to be there.
+    /// The driver fails, or the GPU is too old.
+    pub fn new(require_features: bool) -> Result<Option<Self>, DeviceError> {
+        // SAFETY: the call only tries to load NVIDIA's library.
         if !unsafe { sys::is_culib_present() } {
             return Ok(None);
         }
         match result::init() {
             Err(DriverError(CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(None),
-            done => done.map_err(told)?,
+            done => done.map_err(cuda_error)?,
         }
-        if result::device::get_count().map_err(told)? == 0 {
+        if result::device::get_count().map_err(cuda_error)? == 0 {
             return Ok(None);
         }
-        Self::first(gate).map(Some)
+        Self::open_first(require_features).map(Some)
     }
 
-    fn first(gate: bool) -> Result<Self, DeviceError> {
-        let device = result::device::get(0).map_err(told)?;
-        let name = result::device::get_name(device).map_err(told)?;
-        // SAFETY: the device is there.
-        let attribute = |attribute| unsafe { result::device::get_attribute(device, attribute) }.map_err(told);
+    fn open_first(require_features: bool) -> Result<Self, DeviceError> {
+        let device = result::device::get(0).map_err(cuda_error)?;
+        let name = result::device::get_name(device).map_err(cuda_error)?;
+        // SAFETY: the device exists.
+        let attribute = |attribute| unsafe { result::device::get_attribute(device, attribute) }.map_err(cuda_error);
         let capability = (
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        if gate && capability < OLDEST {
-            return refuse(format!("{name} is older than Ampere: it has no reductions over a warp"));
+        if require_features && capability < MIN_CAPABILITY {
+            return fail(format!("{name} is older than Ampere and has no integer reductions over a warp"));
         }
-        let library = Library::new(format!("sm_{}{}", capability.0, capability.1));
-        // SAFETY: the device is there; the context is released once, when this goes.
-        let context = unsafe { result::primary_ctx::retain(device) }.map_err(told)?;
-        let (stream, line, memory) = (ptr::null_mut(), Line::default(), BTreeMap::new());
-        let (graphs, pinned) = (Graphs::new(version(), capability), Pinned::default());
-        let mut new = Self { name, device, context, stream, library, free: 0, memory, line, graphs, pinned };
-        new.current()?;
-        new.stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(told)?;
-        new.free = result::mem_get_info().map_err(told)?.0;
+        let library = CudaLibrary::new(format!("sm_{}{}", capability.0, capability.1));
+        // SAFETY: the device exists. `drop` releases the context once.
+        let context = unsafe { result::primary_ctx::retain(device) }.map_err(cuda_error)?;
+        let mut new = Self {
+            name,
+            device,
+            context,
+            stream: ptr::null_mut(),
+            library,
+            free_bytes: 0,
+            buffers: BTreeMap::new(),
+            events: EventTimeline::default(),
+            graphs: GraphCache::new(driver_version(), capability),
+            staging: StagingBuffer::default(),
+        };
+        new.make_current()?;
+        new.stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(cuda_error)?;
+        new.free_bytes = result::mem_get_info().map_err(cuda_error)?.0;
         Ok(new)
     }
 
-    /// Makes the context this thread's.
-    fn current(&self) -> Result<(), DeviceError> {
-        // SAFETY: the context is retained.
-        unsafe { result::ctx::set_current(self.context) }.map_err(told)
+    /// Makes the context current on this thread.
+    fn make_current(&self) -> Result<(), DeviceError> {
+        // SAFETY: `new` retained the context.
+        unsafe { result::ctx::set_current(self.context) }.map_err(cuda_error)
     }
 
-    /// The address of a region.
+    /// The GPU address of a region.
     fn address(&self, region: Region) -> Result<CUdeviceptr, DeviceError> {
-        match self.memory.get(&region.buffer) {
-            Some(memory) => Ok(memory.pointer + region.offset as CUdeviceptr),
-            None => refuse(format!("{region:?}: there is no such memory")),
+        match self.buffers.get(&region.buffer) {
+            Some(buffer) => Ok(buffer.pointer + region.offset as CUdeviceptr),
+            None => fail(format!("{region:?}: there is no such buffer")),
         }
     }
 }
 
 impl Driver for Cuda {
-    /// Launches that were not handed over yet.
-    type Open = Launches;
-    /// The event's value.
-    type Committed = u64;
+    type Encoder = CudaEncoder;
+    /// The value that its event signals.
+    type CommandBuffer = u64;
 
     fn name(&self) -> String {
         self.name.clone()
     }
 
     fn working_set(&self) -> Option<u64> {
-        Some(self.free as u64)
+        Some(self.free_bytes as u64)
     }
 
-    fn longest(&self) -> usize {
-        self.free
+    fn max_buffer_len(&self) -> usize {
+        self.free_bytes
     }
 
     fn has_own_memory(&self) -> bool {
         true
     }
 
-    fn recovers(&self) -> bool {
+    fn can_recover(&self) -> bool {
         false
     }
 
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
-        match self.current() {
+        match self.make_current() {
             Ok(()) => self.library.all(),
-            Err(error) => vec![("(the card)".into(), Some(error))],
+            Err(error) => vec![("(the GPU)".into(), Some(error))],
         }
     }
 
-    fn most_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
-        self.current()?;
-        Ok(self.library.kernel(kernel)?.most_threads)
+    fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
+        self.make_current()?;
+        Ok(self.library.kernel(kernel)?.max_threads)
     }
 
     fn allocate(&mut self, buffer: u32, bytes: usize) -> Result<(), DeviceError> {
-        self.current()?;
-        let memory = Memory::new(bytes)?;
-        // SAFETY: in bounds, and nobody uses it yet.
-        unsafe { result::memset_d8_async(memory.pointer, 0, bytes, self.stream) }.map_err(told)?;
-        self.memory.insert(buffer, memory);
+        self.make_current()?;
+        let memory = DeviceBuffer::new(bytes)?;
+        // SAFETY: in bounds, and the memory is not used yet.
+        unsafe { result::memset_d8_async(memory.pointer, 0, bytes, self.stream) }.map_err(cuda_error)?;
+        self.buffers.insert(buffer, memory);
         Ok(())
     }
 
     fn adopt(&mut self, buffer: u32, slab: &Arc<Slab>, range: Range<usize>) -> Result<(), DeviceError> {
-        self.current()?;
-        let mut memory = Memory::new(range.len())?;
-        memory.show(slab, range);
-        self.memory.insert(buffer, memory);
+        self.make_current()?;
+        let mut memory = DeviceBuffer::new(range.len())?;
+        memory.set_source(slab, range);
+        self.buffers.insert(buffer, memory);
         Ok(())
     }
 
     fn free(&mut self, buffer: u32) {
-        match self.current() {
-            Ok(()) => drop(self.memory.remove(&buffer)),
-            Err(_) => mem::forget(self.memory.remove(&buffer)),
+        match self.make_current() {
+            Ok(()) => drop(self.buffers.remove(&buffer)),
+            Err(_) => mem::forget(self.buffers.remove(&buffer)),
         }
     }
 
-    fn landed(&mut self, open: &mut Launches, region: Region) -> Result<(), DeviceError> {
-        self.current()?;
-        // The copy is behind them.
-        open.0.drain(..).try_for_each(|launch| launch.run(self.stream)).map_err(told)?;
-        match self.memory.get_mut(&region.buffer) {
-            Some(memory) => memory.fetch(region, self.stream),
-            None => refuse(format!("{region:?}: there is no such memory")),
+    fn upload(&mut self, encoder: &mut CudaEncoder, region: Region) -> Result<(), DeviceError> {
+        self.make_current()?;
+        // The copy must come after the launches encoded so far.
+        encoder.0.drain(..).try_for_each(|launch| launch.run(self.stream)).map_err(cuda_error)?;
+        match self.buffers.get_mut(&region.buffer) {
+            Some(buffer) => buffer.upload(region, self.stream),
+            None => fail(format!("{region:?}: there is no such buffer")),
         }
     }
 
     fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
-        self.current()?;
+        self.make_current()?;
         let bytes = bytes.get(..region.len).unwrap_or(bytes);
-        // SAFETY: in bounds (the queue has looked); CUDA has a copy of pageable memory when the call returns.
-        unsafe { result::memcpy_htod_async(self.address(region)?, bytes, self.stream) }.map_err(told)
+        // SAFETY: in bounds (checked by the queue). CUDA has copied pageable memory when the call returns.
+        unsafe { result::memcpy_htod_async(self.address(region)?, bytes, self.stream) }.map_err(cuda_error)
     }
 
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        self.current()?;
+        self.make_current()?;
         let len = bytes.len().min(region.len);
         let from = self.address(region)?;
         let bytes = &mut bytes[..len];
-        let staged = self.pinned.room(len);
-        // SAFETY: in bounds (the queue has looked), and waited for.
+        let staged = self.staging.get(len);
+        // SAFETY: in bounds (checked by the queue). Each copy is waited for.
         unsafe {
             match staged {
                 Some(staged) => {
-                    result::memcpy_dtoh_async(staged, from, self.stream).map_err(told)?;
-                    result::stream::synchronize(self.stream).map_err(told)?;
+                    result::memcpy_dtoh_async(staged, from, self.stream).map_err(cuda_error)?;
+                    result::stream::synchronize(self.stream).map_err(cuda_error)?;
                     bytes.copy_from_slice(staged);
                     Ok(())
                 }
                 None => {
-                    result::memcpy_dtoh_async(bytes, from, self.stream).map_err(told)?;
-                    result::stream::synchronize(self.stream).map_err(told)
+                    result::memcpy_dtoh_async(bytes, from, self.stream).map_err(cuda_error)?;
+                    result::stream::synchronize(self.stream).map_err(cuda_error)
                 }
             }
         }
     }
 
-    fn begin(&mut self, _: bool) -> Result<Launches, DeviceError> {
-        self.current()?;
-        // SAFETY: the stream is there. What fails here was broken before.
+    fn begin(&mut self, _: bool) -> Result<CudaEncoder, DeviceError> {
+        self.make_current()?;
+        // SAFETY: the stream exists. An error here comes from earlier work.
         match unsafe { sys::cuStreamQuery(self.stream) } {
-            CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NOT_READY => Ok(Launches::default()),
-            error => Err(told(DriverError(error))),
+            CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NOT_READY => Ok(CudaEncoder::default()),
+            error => Err(cuda_error(DriverError(error))),
         }
     }
 
-    fn barrier(&mut self, _: &mut Launches) {}
+    fn barrier(&mut self, _: &mut CudaEncoder) {}
 
-    fn launch(&mut self, open: &mut Launches, dispatch: &Dispatch) -> Result<(), DeviceError> {
-        self.current()?;
-        let Dispatch { kernel, args, bindings, grid, threads } = dispatch;
-        if args.len() > MOST_ARGUMENTS || bindings.len() > MOST_BUFFERS {
-            return refuse(format!("{kernel}: {} words and {} buffers", args.len(), bindings.len()));
+    fn launch(&mut self, encoder: &mut CudaEncoder, launch: &Launch) -> Result<(), DeviceError> {
+        self.make_current()?;
+        let Launch { kernel, args, bindings, grid, threads } = launch;
+        if args.len() > MAX_ARGUMENTS || bindings.len() > MAX_BUFFERS {
+            let (words, buffers) = (args.len(), bindings.len());
+            return fail(format!("{kernel}: {words} words of arguments or {buffers} buffers are too many"));
         }
         let addresses = bindings.iter().map(|binding| self.address(binding.region)).collect::<Result<_, _>>()?;
         let function = self.library.kernel(kernel)?.function;
-        open.0.push(Launch { function, args: args.clone(), addresses, grid: *grid, threads: *threads });
+        encoder.0.push(CudaLaunch { function, args: args.clone(), addresses, grid: *grid, threads: *threads });
         Ok(())
     }
 
-    fn provoke(&mut self, _: &mut Launches) -> Result<(), DeviceError> {
-        refuse("CUDA does not recover from an error")
+    fn encode_fault(&mut self, _: &mut CudaEncoder) -> Result<(), DeviceError> {
+        fail("CUDA cannot recover from an error")
     }
 
-    fn commit(&mut self, open: Launches, value: u64) -> u64 {
-        // If this fails, the rest fails, too.
-        let _ = self.current();
-        if let Err(error) = self.graphs.submit(open.0, self.stream) {
-            self.line.fail(error);
+    fn commit(&mut self, encoder: CudaEncoder, value: u64) -> u64 {
+        // If this fails, the calls below report the failure.
+        let _ = self.make_current();
+        if let Err(error) = self.graphs.submit(encoder.0, self.stream) {
+            self.events.set_failure(error);
         }
-        self.line.mark(value, self.stream);
+        self.events.signal(value, self.stream);
         value
     }
 
-    fn signalled(&self) -> u64 {
-        let _ = self.current();
-        self.line.reached()
+    fn signalled_value(&self) -> u64 {
+        let _ = self.make_current();
+        self.events.reached()
     }
 
-    fn status(&self, committed: &u64) -> Status {
-        if self.signalled() >= *committed {
-            // Nobody ends what takes long on a card without a screen: its time need not be known.
-            return Status::Done(0.0);
+    fn status(&self, value: &u64) -> CommandStatus {
+        if self.signalled_value() >= *value {
+            // The time is not measured: no watchdog kills long command buffers on a GPU without a screen.
+            return CommandStatus::Done(0.0);
         }
-        self.line.failed().map_or(Status::Pending, Status::Failed)
+        self.events.failure().map_or(CommandStatus::Pending, CommandStatus::Failed)
     }
 
-    fn park(&self, value: u64, most: Duration) {
+    fn wait_event(&self, value: u64, timeout: Duration) {
         let begin = Instant::now();
-        while self.signalled() < value && self.line.failed().is_none() && begin.elapsed() < most {
-            thread::sleep(NAP);
+        while self.signalled_value() < value && self.events.failure().is_none() && begin.elapsed() < timeout {
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    fn renew(&mut self, _: u64) -> Result<(), DeviceError> {
-        refuse("CUDA does not recover from an error")
+    fn reset(&mut self, _: u64) -> Result<(), DeviceError> {
+        fail("CUDA cannot recover from an error")
     }
 
-    fn reside(&mut self) {}
+    fn request_residency(&mut self) {}
 
-    fn leak(&mut self) {
-        mem::forget(mem::take(&mut self.memory));
+    fn leak_buffers(&mut self) {
+        mem::forget(mem::take(&mut self.buffers));
     }
 }
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        if self.current().is_err() {
-            return self.leak();
+        if self.make_current().is_err() {
+            return self.leak_buffers();
         }
         self.graphs.clear();
-        self.memory.clear();
-        self.pinned.clear();
+        self.buffers.clear();
+        self.staging.clear();
         self.library.unload();
-        self.line.clear();
-        // SAFETY: both were made here and are given back once. What the driver objects to no longer matters.
+        self.events.clear();
+        // SAFETY: `new` made both, and both are released once. An error of the driver no longer matters.
         unsafe {
             if !self.stream.is_null() {
                 let _ = result::stream::destroy(self.stream);

@@ -1,108 +1,112 @@
-//! The seam under [`Queue`](super::Queue): the calls of a GPU's driver that it needs, as Metal has them. Metal
-//! implements it, and CUDA, and in the tests a double of Metal that runs the kernels on the host, in every order that Metal allows, and fails when told to.
+//! The driver interface under [`CommandQueue`](super::CommandQueue), modelled on Metal.
+//!
+//! Metal and CUDA implement it. So does a test double of Metal, which runs the kernels on the host in every order that
+//! Metal allows and injects failures.
 
-use super::{DeviceError, Dispatch, Region, Slab};
+use super::{DeviceError, Launch, Region, Slab};
 use std::{ops::Range, sync::Arc, time::Duration};
 
 /// The state of a command buffer.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Status {
-    /// Not over, as far as the driver says.
+pub enum CommandStatus {
+    /// Not finished, as far as the driver knows.
     Pending,
-    /// Done, in so many seconds of the GPU's time.
+    /// Finished after this many seconds of GPU time.
     Done(f64),
-    /// Over without a result, in the driver's words. It has signalled nothing, and what it wrote is worth nothing.
+    /// Failed, with the driver's message. It signalled no event, and its output is undefined.
     Failed(String),
 }
 
-/// A GPU that sees the CPU's memory, or has a copy of it. Launches of one command buffer may overlap unless a barrier lies between them, and so may
-/// command buffers unless the later one begins behind the fence, which each one updates at its end.
+/// A GPU driver. Buffers are numbered by the caller.
+///
+/// Launches of one command buffer may overlap unless a barrier separates them. Two command buffers may overlap unless
+/// the later one waits for the fence, which every command buffer updates when it ends.
 pub trait Driver: Send + 'static {
-    /// A command buffer that is being encoded; there is one at a time.
-    type Open: Send;
-    /// One that was handed over.
-    type Committed: Send;
+    /// A command buffer that is being encoded. There is one at a time.
+    type Encoder: Send;
+    /// A submitted command buffer.
+    type CommandBuffer: Send;
 
     fn name(&self) -> String;
 
-    /// Bytes that the device should be made to hold at most, if it says.
+    /// Most bytes that the driver recommends to allocate, if it says.
     fn working_set(&self) -> Option<u64>;
 
-    /// The longest buffer (bytes).
-    fn longest(&self) -> usize;
+    /// Length of the longest buffer, in bytes.
+    fn max_buffer_len(&self) -> usize;
 
-    /// Makes every kernel ready; see [`Gpu::compile`](super::Gpu::compile).
+    /// Compiles every kernel; see [`Gpu::compile`](super::Gpu::compile).
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)>;
 
-    /// Threads that a threadgroup of `kernel` may have.
-    fn most_threads(&mut self, kernel: &str) -> Result<u32, DeviceError>;
+    /// Most threads in a threadgroup of `kernel`.
+    fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError>;
 
-    /// Makes `buffer` of zeros.
+    /// Creates `buffer`, filled with zeros.
     fn allocate(&mut self, buffer: u32, bytes: usize) -> Result<(), DeviceError>;
 
-    /// Makes `buffer` of a range of a slab, without a copy.
+    /// Creates `buffer` from a range of a slab. A driver that shares the CPU's memory makes no copy.
     fn adopt(&mut self, buffer: u32, slab: &Arc<Slab>, range: Range<usize>) -> Result<(), DeviceError>;
 
-    /// Gives `buffer` back. No command buffer that names it is pending.
+    /// Frees `buffer`. No pending command buffer uses it.
     fn free(&mut self, buffer: u32);
 
-    /// Copies into a buffer; the region lies inside it.
+    /// Copies bytes into a buffer. The region lies inside it.
     fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError>;
 
-    /// Copies out of a buffer; the region lies inside it.
+    /// Copies bytes out of a buffer. The region lies inside it.
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// True if it multiplies matrices in half precision by units of its own, as every one does that the kernels are for.
+    /// Whether the GPU multiplies half-precision matrices on matrix units. All GPUs that the kernels target do.
     fn has_matrix_units(&self) -> bool {
         true
     }
 
-    /// True if adopted memory is seen only after [`Driver::landed`].
+    /// Whether adopted bytes are visible only after [`Driver::upload`].
     fn has_own_memory(&self) -> bool {
         false
     }
 
-    /// Encodes a copy of adopted bytes to the device, behind the launches so far and in front of those that follow, barrier or not.
-    /// Nobody writes these bytes before it is done.
-    fn landed(&mut self, open: &mut Self::Open, region: Region) -> Result<(), DeviceError> {
-        let _ = (open, region);
+    /// Encodes a copy of adopted bytes to the device. It runs after the launches encoded so far and before later ones,
+    /// with or without a barrier. The bytes do not change until it is done.
+    fn upload(&mut self, encoder: &mut Self::Encoder, region: Region) -> Result<(), DeviceError> {
+        let _ = (encoder, region);
         Ok(())
     }
 
-    /// Opens a command buffer, behind the fence if `fenced`.
-    fn begin(&mut self, fenced: bool) -> Result<Self::Open, DeviceError>;
+    /// Opens a command buffer. If `fenced`, it waits for the fence before its first launch.
+    fn begin(&mut self, fenced: bool) -> Result<Self::Encoder, DeviceError>;
 
-    /// Launches encoded from here on wait for those encoded before.
-    fn barrier(&mut self, open: &mut Self::Open);
+    /// Makes later launches wait for all earlier ones.
+    fn barrier(&mut self, encoder: &mut Self::Encoder);
 
-    fn launch(&mut self, open: &mut Self::Open, dispatch: &Dispatch) -> Result<(), DeviceError>;
+    fn launch(&mut self, encoder: &mut Self::Encoder, launch: &Launch) -> Result<(), DeviceError>;
 
-    /// True if [`Driver::renew`] can succeed.
-    fn recovers(&self) -> bool {
+    /// Whether [`Driver::reset`] can succeed.
+    fn can_recover(&self) -> bool {
         true
     }
 
-    /// Encodes what a GPU must fail at: a write to an address that nobody has.
-    fn provoke(&mut self, open: &mut Self::Open) -> Result<(), DeviceError>;
+    /// Encodes a launch that must fail: a write to an unmapped address.
+    fn encode_fault(&mut self, encoder: &mut Self::Encoder) -> Result<(), DeviceError>;
 
-    /// Updates the fence, has the event set to `value` once all is done, and hands over.
-    fn commit(&mut self, open: Self::Open, value: u64) -> Self::Committed;
+    /// Updates the fence, signals the event with `value` when all launches are done, and submits the command buffer.
+    fn commit(&mut self, encoder: Self::Encoder, value: u64) -> Self::CommandBuffer;
 
     /// The event's value.
-    fn signalled(&self) -> u64;
+    fn signalled_value(&self) -> u64;
 
-    fn status(&self, committed: &Self::Committed) -> Status;
+    fn status(&self, commands: &Self::CommandBuffer) -> CommandStatus;
 
-    /// Sleeps until the event has `value`, or for `most`.
-    fn park(&self, value: u64, most: Duration);
+    /// Sleeps until the event has `value`, at most for `timeout`.
+    fn wait_event(&self, value: u64, timeout: Duration);
 
-    /// Starts anew after a failure, when nothing is pending: another queue, fence and event, whose value is `value`. Buffers
-    /// stay.
-    fn renew(&mut self, value: u64) -> Result<(), DeviceError>;
+    /// Recovers from a failure when nothing is pending: creates a new queue, fence and event, and sets the event to
+    /// `value`. Buffers are kept.
+    fn reset(&mut self, value: u64) -> Result<(), DeviceError>;
 
-    /// Asks for all buffers to be made resident now, before they are used.
-    fn reside(&mut self);
+    /// Requests residency of all buffers before they are used.
+    fn request_residency(&mut self);
 
-    /// Lets go of all buffers without giving their memory back: a command buffer that never ended may still use it.
-    fn leak(&mut self);
+    /// Forgets all buffers without freeing them, since a command buffer that never ended may still use them.
+    fn leak_buffers(&mut self);
 }

@@ -1,73 +1,74 @@
-//! The kernels' text, embedded: what Metal, or NVIDIA's compiler, compiles at start.
+//! The kernels' source text, embedded in the binary. Metal or NVIDIA's compiler compiles it at the start.
 
-/// Files of `kernels/`, each compiled with the shim, `codes.metal` and (see [`compile`]) `tiles.metal` in front.
+/// Files of `kernels/`. Each is compiled after the shim, `quant.metal` and (see [`compile`]) `tiles.metal`.
 pub const FILES: [(&str, &str); 9] = [
-    ("attend", include_str!("../../kernels/attend.metal")),
+    ("attention", include_str!("../../kernels/attention.metal")),
+    ("attention_prefill", include_str!("../../kernels/attention_prefill.metal")),
     ("delta", include_str!("../../kernels/delta.metal")),
     ("experts", include_str!("../../kernels/experts.metal")),
-    ("few", include_str!("../../kernels/few.metal")),
+    ("kv_quant", include_str!("../../kernels/kv_quant.metal")),
     ("linear", include_str!("../../kernels/linear.metal")),
     ("norm", include_str!("../../kernels/norm.metal")),
-    ("prompt", include_str!("../../kernels/prompt.metal")),
     ("route", include_str!("../../kernels/route.metal")),
     ("weights", include_str!("../../kernels/weights.metal")),
 ];
 
-/// Reading packed weights: part of every file.
-pub const CODES: &str = include_str!("../../kernels/codes.metal");
+/// Reading quantised weights: part of every file.
+pub const QUANT: &str = include_str!("../../kernels/quant.metal");
 
-/// Products on matrix units: part of every file.
+/// Matrix products on matrix units: part of every file.
 pub const TILES: &str = include_str!("../../kernels/tiles.metal");
 
-/// The dialect's words in Metal.
-pub const METAL: &str = include_str!("../../kernels/shim/metal.h");
+/// The macros of the kernel dialect for Metal.
+pub const METAL_SHIM: &str = include_str!("../../kernels/shim/metal.h");
 
-/// The dialect's words in CUDA.
-pub const CUDA: &str = include_str!("../../kernels/shim/cuda.h");
+/// The macros of the kernel dialect for CUDA.
+pub const CUDA_SHIM: &str = include_str!("../../kernels/shim/cuda.h");
 
-/// One file as CUDA compiles it.
-pub fn cuda(text: &str) -> String {
-    format!("{CUDA}\n{CODES}\n{TILES}\n{text}")
+/// Complete source of one file for CUDA.
+pub fn cuda_source(text: &str) -> String {
+    format!("{CUDA_SHIM}\n{QUANT}\n{TILES}\n{text}")
 }
 
-/// One file as Metal compiles it. Without `tiles`, kernels that need matrix units are left out, and the words for them.
-pub fn metal(text: &str, tiles: bool) -> String {
+/// Complete source of one file for Metal. Without `tiles`, kernels that need matrix units are left out.
+pub fn metal_source(text: &str, tiles: bool) -> String {
     match tiles {
-        true => format!("{METAL}\n{CODES}\n{TILES}\n{text}"),
-        false => format!("#define NO_TILES\n{METAL}\n{CODES}\n{text}"),
+        true => format!("{METAL_SHIM}\n{QUANT}\n{TILES}\n{text}"),
+        false => format!("#define NO_TILES\n{METAL_SHIM}\n{QUANT}\n{text}"),
     }
 }
 
-/// What a compiler made of the files.
-pub struct Compiled<L> {
+/// Result of compiling all files.
+pub struct CompiledKernels<L> {
     pub libraries: Vec<L>,
     /// Files that did not compile, each with the compiler's log.
     pub refused: Vec<(String, String)>,
-    /// The kernels that need matrix units are among them.
-    pub tiles: bool,
+    /// Whether the kernels that need matrix units are included.
+    pub has_tiles: bool,
 }
 
-/// Compiles all files by `one`, which is given a file's name and text, and whether the text of tiles is to stand in front. That text
-/// is part of every file: if a file is refused, all are compiled a second time without it, so that answers are still computed
-/// where only products on matrix units are not understood.
-pub fn compile<L>(mut one: impl FnMut(&str, &str, bool) -> Result<L, String>) -> Compiled<L> {
-    let mut all = |tiles| {
-        let mut compiled = Compiled { libraries: Vec::new(), refused: Vec::new(), tiles };
+/// Compiles all files with `compile_file(name, text, with_tiles)`.
+///
+/// `tiles.metal` is part of every file. If a file does not compile, all are compiled again without it. A GPU whose compiler
+/// only lacks matrix products can then still run all other kernels.
+pub fn compile<L>(mut compile_file: impl FnMut(&str, &str, bool) -> Result<L, String>) -> CompiledKernels<L> {
+    let mut compile_all = |has_tiles| {
+        let mut compiled = CompiledKernels { libraries: Vec::new(), refused: Vec::new(), has_tiles };
         for (name, text) in FILES {
-            match one(name, text, tiles) {
+            match compile_file(name, text, has_tiles) {
                 Ok(library) => compiled.libraries.push(library),
                 Err(log) => compiled.refused.push((format!("kernels/{name}.metal"), log)),
             }
         }
         compiled
     };
-    let first = all(true);
+    let first = compile_all(true);
     let Some((file, log)) = first.refused.first() else { return first };
-    let second = all(false);
+    let second = compile_all(false);
     if second.refused.len() >= first.refused.len() {
         return first;
     }
-    tracing::warn!(file, log, "products on matrix units do not compile: prompts are computed without");
+    tracing::warn!(file, log, "matrix-unit kernels do not compile; prompts use the slower kernels");
     second
 }
 
@@ -76,19 +77,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_tiles_what_compiles_is_kept() {
+    fn compile_retries_without_tiles() {
         let all = FILES.len();
-        let compiled = |refuses: fn(&str, bool) -> bool| {
-            let made = compile(|name, _, tiles| match refuses(name, tiles) {
+        let compiled = |rejects: fn(&str, bool) -> bool| {
+            let made = compile(|name, _, tiles| match rejects(name, tiles) {
                 true => Err(format!("line 1 of {name}")),
                 false => Ok((name.to_string(), tiles)),
             });
-            assert!(made.libraries.iter().all(|(_, tiles)| *tiles == made.tiles));
-            (made.libraries.len(), made.refused.len(), made.tiles)
+            assert!(made.libraries.iter().all(|(_, tiles)| *tiles == made.has_tiles));
+            (made.libraries.len(), made.refused.len(), made.has_tiles)
         };
         assert_eq!(compiled(|_, _| false), (all, 0, true));
         assert_eq!(compiled(|_, tiles| tiles), (all, 0, false));
-        // A fault elsewhere does not cost the matrix units.
+        // An error in another file does not remove the matrix-unit kernels.
         assert_eq!(compiled(|name, _| name == "route"), (all - 1, 1, true));
         assert_eq!(compiled(|name, tiles| tiles || name == "route"), (all - 1, 1, false));
     }

@@ -1,21 +1,23 @@
-//! Metal behind [`Queue`](super::Queue). **No Mac was at hand when this was written: it has been type-checked for macOS and never
-//! run.** What stands above it has: the queue on a double that keeps Metal's rules, the kernels, the launches, the schedule.
+//! The Metal driver under [`CommandQueue`](super::CommandQueue).
 //!
-//! Candle's device, buffers and residency set, but a command queue of our own and no `metal_fwd` on Candle's encoder:
-//! that one commits by itself and gives nobody a command buffer to signal an event from, so work cannot be handed over without
-//! waiting for all of it, and hits could not run while misses are read.
+//! **This file has been type-checked for macOS but has never run on a Mac.** The layers above it have run: the queue over a
+//! test double that enforces Metal's rules, the kernels, the launches and the schedule.
 //!
-//! Buffers are shared and untracked: hazards are known from the plan, so Metal need not look for them. Every call that may
-//! leave objects to the thread's autorelease pool has a pool of its own, since a thread of ours has none.
+//! It uses Candle's device, buffers and residency set, but its own command queue. Candle's encoder commits by itself and
+//! gives access to no command buffer, so it cannot signal an event. Work could then not be submitted without waiting for
+//! all of it, and experts that are in memory could not be computed while others are read.
+//!
+//! Buffers are shared and untracked. The queue knows the hazards, so Metal need not track them. Our threads have no
+//! autorelease pool, so every call that may create autoreleased objects opens one.
 
 mod library;
 
-use super::{DeviceError, Dispatch, Driver, Region, Slab, Status};
+use super::{CommandStatus, DeviceError, Driver, Launch, Region, Slab, error::fail};
 use candle_metal_kernels::{
     RESOURCE_OPTIONS,
     metal::{Buffer, Device, ResidencySet},
 };
-use library::Library;
+use library::MetalLibrary;
 use objc2::{
     rc::{Retained, autoreleasepool},
     runtime::{AnyClass, ProtocolObject},
@@ -27,116 +29,112 @@ use objc2_metal::{
 };
 use std::{collections::BTreeMap, ffi::c_void, mem, ops::Range, ptr::NonNull, sync::Arc, time::Duration};
 
-// Without it the system names no default GPU to a program that has no window.
+// Without CoreGraphics, the system returns no default GPU to a program without a window.
 #[link(name = "CoreGraphics", kind = "framework")]
 unsafe extern "C" {}
 
-/// No-copy buffers start and end at pages; 16 KiB is every Apple silicon's.
+/// Page size of Apple silicon. No-copy buffers start and end at pages.
 const PAGE: usize = 16384;
 
 /// A Metal GPU.
 pub struct Metal {
     device: Device,
-    line: Channel,
+    queue: MetalQueue,
     residency: Option<ResidencySet>,
-    library: Library,
-    buffers: BTreeMap<u32, Memory>,
+    library: MetalLibrary,
+    buffers: BTreeMap<u32, MetalBuffer>,
 }
 
-/// The objects that a failure leaves unfit for use.
-struct Channel {
-    queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
+/// The objects that are unusable after a failure.
+struct MetalQueue {
+    commands: Retained<ProtocolObject<dyn MTLCommandQueue>>,
     fence: Retained<ProtocolObject<dyn MTLFence>>,
     event: Retained<ProtocolObject<dyn MTLSharedEvent>>,
 }
 
-/// A command buffer being encoded.
-pub struct Open {
+/// A command buffer that is being encoded.
+pub struct MetalEncoder {
     commands: Retained<ProtocolObject<dyn MTLCommandBuffer>>,
     encoder: Retained<ProtocolObject<dyn MTLComputeCommandEncoder>>,
 }
 
-/// A command buffer under way.
-pub struct Committed(Retained<ProtocolObject<dyn MTLCommandBuffer>>);
+/// A submitted command buffer.
+pub struct MetalCommands(Retained<ProtocolObject<dyn MTLCommandBuffer>>);
 
-// SAFETY: the Metal objects in it may be used from any thread, one at a time; what changes anything takes `&mut self`.
+// SAFETY: any thread may use its Metal objects, one thread at a time. All methods that change them take `&mut self`.
 unsafe impl Send for Metal {}
 // SAFETY: as above.
-unsafe impl Send for Open {}
+unsafe impl Send for MetalEncoder {}
 // SAFETY: as above.
-unsafe impl Send for Committed {}
+unsafe impl Send for MetalCommands {}
 
-/// A buffer, and the slab it shows if it is not its own memory.
-struct Memory {
+/// A buffer, and the slab whose memory it uses, if any.
+struct MetalBuffer {
     buffer: Buffer,
     _slab: Option<Arc<Slab>>,
 }
 
-impl Drop for Open {
-    /// Metal aborts the program if an encoder goes before it has ended.
+impl Drop for MetalEncoder {
+    /// Metal aborts the program if an encoder is dropped before `endEncoding`.
     fn drop(&mut self) {
         self.encoder.endEncoding();
     }
 }
 
-/// Candle's device, which panics when it is made before macOS 15 or without a GPU.
+/// Candle's device. `None` before macOS 15 or without a GPU, where Candle panics.
 pub fn candle() -> Option<candle_core::Device> {
     AnyClass::get(c"MTLResidencySetDescriptor")?;
     Device::system_default()?;
     candle_core::Device::new_metal(0).ok()
 }
 
-fn failed<T>(what: &str) -> Result<T, DeviceError> {
-    Err(DeviceError(format!("Metal refused {what}")))
-}
-
-impl Channel {
+impl MetalQueue {
     fn new(device: &Device, residency: Option<&ResidencySet>) -> Result<Self, DeviceError> {
         let raw = device.as_ref();
-        let (Some(queue), Some(fence), Some(event)) = (raw.newCommandQueue(), raw.newFence(), raw.newSharedEvent())
+        let (Some(commands), Some(fence), Some(event)) = (raw.newCommandQueue(), raw.newFence(), raw.newSharedEvent())
         else {
-            return failed("a queue, a fence or an event");
+            return fail("Metal cannot create a command queue, a fence or an event");
         };
         if let Some(set) = residency.and_then(ResidencySet::raw) {
-            queue.addResidencySet(set);
+            commands.addResidencySet(set);
         }
-        Ok(Self { queue, fence, event })
+        Ok(Self { commands, fence, event })
     }
 }
 
 impl Metal {
-    /// The system's GPU; `gate` refuses one that lacks what the kernels need. Nothing is compiled yet. A kernel file that
-    /// Apple's compiler refuses is an error of whoever launches one of its kernels.
-    pub fn new(gate: bool) -> Result<Self, DeviceError> {
-        // Not through a tensor device of Candle's: making one panics where there is no GPU, and before macOS 15.
+    /// Opens the system's GPU. With `require_features`, a GPU that lacks a feature of the kernels is an error. Nothing is
+    /// compiled yet. If a kernel file does not compile, launching one of its kernels fails.
+    pub fn new(require_features: bool) -> Result<Self, DeviceError> {
+        // A Candle tensor device would panic without a GPU and before macOS 15.
         let Some(device) = Device::system_default() else {
-            return Err(DeviceError("this Mac offers no Metal GPU".into()));
+            return fail("this Mac has no Metal GPU");
         };
         if !device.as_ref().hasUnifiedMemory() {
             let name = device.as_ref().name();
-            return Err(DeviceError(format!("{name} has memory of its own; Metal is for GPUs that share the CPU's")));
+            return fail(format!("{name} does not share the CPU's memory, which Moestro requires on Metal"));
         }
-        if gate && !device.as_ref().supportsFamily(MTLGPUFamily::Apple7) {
+        if require_features && !device.as_ref().supportsFamily(MTLGPUFamily::Apple7) {
             let name = device.as_ref().name();
             return Err(DeviceError(format!(
                 "{name} is older than M1 or a virtual machine's: it cannot add up a simdgroup"
             )));
         }
-        let library = Library::new(&device);
-        // Since macOS 15. Before, what a launch binds becomes resident with its command buffer.
+        let library = MetalLibrary::new(&device);
+        // Residency sets exist since macOS 15. Before, a buffer becomes resident with the command buffer that uses it.
         let residency = AnyClass::get(c"MTLResidencySetDescriptor").map(|_| ResidencySet::new(&device));
-        let line = Channel::new(&device, residency.as_ref())?;
-        Ok(Self { device, line, residency, library, buffers: BTreeMap::new() })
+        let queue = MetalQueue::new(&device, residency.as_ref())?;
+        Ok(Self { device, queue, residency, library, buffers: BTreeMap::new() })
     }
 
-    fn keep(&mut self, number: u32, buffer: Buffer, slab: Option<Arc<Slab>>) {
+    fn add_buffer(&mut self, number: u32, buffer: Buffer, slab: Option<Arc<Slab>>) {
         if let Some(set) = &self.residency {
             set.insert(&buffer);
         }
-        self.buffers.insert(number, Memory { buffer, _slab: slab });
+        self.buffers.insert(number, MetalBuffer { buffer, _slab: slab });
     }
 
-    /// The address of a region; `None` if there is no such memory.
+    /// The address of a region. `None` if it is not inside a buffer.
     fn contents(&self, region: Region) -> Option<*mut u8> {
         let memory = self.buffers.get(&region.buffer)?;
         // SAFETY: in bounds.
@@ -146,8 +144,8 @@ impl Metal {
 }
 
 impl Driver for Metal {
-    type Open = Open;
-    type Committed = Committed;
+    type Encoder = MetalEncoder;
+    type CommandBuffer = MetalCommands;
 
     fn name(&self) -> String {
         self.device.as_ref().name().to_string()
@@ -157,7 +155,7 @@ impl Driver for Metal {
         Some(self.device.recommended_max_working_set_size() as u64).filter(|bytes| *bytes > 0)
     }
 
-    fn longest(&self) -> usize {
+    fn max_buffer_len(&self) -> usize {
         self.device.as_ref().maxBufferLength()
     }
 
@@ -169,37 +167,40 @@ impl Driver for Metal {
         autoreleasepool(|_| self.library.has_tiles())
     }
 
-    fn most_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
+    fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
         autoreleasepool(|_| Ok(self.library.pipeline(kernel)?.maxTotalThreadsPerThreadgroup() as u32))
     }
 
     fn allocate(&mut self, number: u32, bytes: usize) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
-            // Metal documents that a new buffer is cleared with zeros.
+            // Metal fills a new buffer with zeros.
             let buffer = self.device.new_buffer(bytes.max(16), RESOURCE_OPTIONS);
-            let buffer = buffer.map_err(|error| DeviceError(format!("{bytes} bytes: {error}")))?;
-            self.keep(number, buffer, None);
+            let buffer = buffer.map_err(|error| DeviceError(format!("cannot allocate {bytes} bytes: {error}")))?;
+            self.add_buffer(number, buffer, None);
             Ok(())
         })
     }
 
     fn adopt(&mut self, number: u32, slab: &Arc<Slab>, range: Range<usize>) -> Result<(), DeviceError> {
         if !range.start.is_multiple_of(PAGE) {
-            return failed(&format!("bytes {range:?} of a slab: they do not start at a page"));
+            return fail(format!("cannot adopt bytes {range:?} of a slab: the range does not start at a page"));
         }
-        // SAFETY: in bounds (the caller's promise); only the address is taken.
+        // SAFETY: in bounds (the caller's promise). Only the address is used.
         let start = unsafe { slab.bytes(range.clone()) }.as_ptr();
         let whole = range.len().next_multiple_of(PAGE);
-        let Some(pointer) = NonNull::new(start.cast_mut().cast::<c_void>()) else { return failed("an empty slab") };
+        let Some(pointer) = NonNull::new(start.cast_mut().cast::<c_void>()) else {
+            return fail("cannot adopt an empty slab");
+        };
         autoreleasepool(|_| {
-            // SAFETY: mapped memory from a page's start to a page's end (a mapping is whole pages), which lives as long as the
-            // slab that is kept beside the buffer.
+            // SAFETY: the memory is mapped in whole pages, and the slab, which is stored with the buffer, keeps it mapped.
             let raw = unsafe {
                 let raw = self.device.as_ref();
                 raw.newBufferWithBytesNoCopy_length_options_deallocator(pointer, whole, RESOURCE_OPTIONS, None)
             };
-            let Some(raw) = raw else { return failed(&format!("to look at {whole} bytes of ours without a copy")) };
-            self.keep(number, Buffer::new(raw), Some(slab.clone()));
+            let Some(raw) = raw else {
+                return fail(format!("Metal cannot use {whole} bytes of a slab without a copy"));
+            };
+            self.add_buffer(number, Buffer::new(raw), Some(slab.clone()));
             Ok(())
         })
     }
@@ -213,64 +214,66 @@ impl Driver for Metal {
     }
 
     fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
-        let Some(to) = self.contents(region) else { return failed(&format!("{region:?}: there is no such memory")) };
-        // SAFETY: in bounds, and no launch that touches it is in flight: the contract of `Gpu`.
+        let Some(to) = self.contents(region) else { return fail(format!("{region:?} is outside its buffer")) };
+        // SAFETY: in bounds, and no launch that uses the region is in flight (the contract of `Gpu`).
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len().min(region.len)) };
         Ok(())
     }
 
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        let Some(from) = self.contents(region) else { return failed(&format!("{region:?}: there is no such memory")) };
+        let Some(from) = self.contents(region) else { return fail(format!("{region:?} is outside its buffer")) };
         // SAFETY: as in `write`.
         unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from, bytes.len().min(region.len)) };
         Ok(())
     }
 
-    fn begin(&mut self, fenced: bool) -> Result<Open, DeviceError> {
+    fn begin(&mut self, fenced: bool) -> Result<MetalEncoder, DeviceError> {
         autoreleasepool(|_| {
-            let Some(commands) = self.line.queue.commandBuffer() else { return failed("a command buffer") };
+            let Some(commands) = self.queue.commands.commandBuffer() else {
+                return fail("Metal cannot create a command buffer");
+            };
             let Some(encoder) = commands.computeCommandEncoderWithDispatchType(MTLDispatchType::Concurrent) else {
-                return failed("an encoder");
+                return fail("Metal cannot create a compute encoder");
             };
             if fenced {
-                encoder.waitForFence(&self.line.fence);
+                encoder.waitForFence(&self.queue.fence);
             }
-            Ok(Open { commands, encoder })
+            Ok(MetalEncoder { commands, encoder })
         })
     }
 
-    fn barrier(&mut self, open: &mut Open) {
+    fn barrier(&mut self, open: &mut MetalEncoder) {
         open.encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
     }
 
-    fn launch(&mut self, open: &mut Open, dispatch: &Dispatch) -> Result<(), DeviceError> {
+    fn launch(&mut self, open: &mut MetalEncoder, launch: &Launch) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
-            let pipeline = self.library.pipeline(dispatch.kernel)?;
+            let pipeline = self.library.pipeline(launch.kernel)?;
             open.encoder.setComputePipelineState(&pipeline);
-            let args: NonNull<[u32]> = NonNull::from(dispatch.args.as_slice());
-            // SAFETY: the bytes are copied before the call returns.
-            unsafe { open.encoder.setBytes_length_atIndex(args.cast::<c_void>(), dispatch.args.len() * 4, 0) };
-            for (index, binding) in dispatch.bindings.iter().enumerate() {
+            let args: NonNull<[u32]> = NonNull::from(launch.args.as_slice());
+            // SAFETY: Metal copies the bytes before the call returns.
+            unsafe { open.encoder.setBytes_length_atIndex(args.cast::<c_void>(), launch.args.len() * 4, 0) };
+            for (index, binding) in launch.bindings.iter().enumerate() {
                 let Some(memory) = self.buffers.get(&binding.region.buffer) else {
-                    return failed(&format!("{:?}: there is no such memory", binding.region));
+                    return fail(format!("{:?}: there is no such buffer", binding.region));
                 };
                 let (buffer, offset) = (memory.buffer.as_ref(), binding.region.offset);
-                // SAFETY: the offset lies in the buffer, which lives until the GPU is done: the queue frees none before.
+                // SAFETY: the offset is inside the buffer. The queue frees no buffer before the GPU is done with it.
                 unsafe { open.encoder.setBuffer_offset_atIndex(Some(buffer), offset, index + 1) };
             }
-            let [width, height, depth] = dispatch.grid.map(|n| n as usize);
-            let threads = MTLSize { width: dispatch.threads as usize, height: 1, depth: 1 };
+            let [width, height, depth] = launch.grid.map(|n| n as usize);
+            let threads = MTLSize { width: launch.threads as usize, height: 1, depth: 1 };
             open.encoder.dispatchThreadgroups_threadsPerThreadgroup(MTLSize { width, height, depth }, threads);
             Ok(())
         })
     }
 
-    fn provoke(&mut self, open: &mut Open) -> Result<(), DeviceError> {
+    fn encode_fault(&mut self, open: &mut MetalEncoder) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
-            let pipeline = self.library.fault()?;
+            let pipeline = self.library.fault_pipeline()?;
             open.encoder.setComputePipelineState(&pipeline);
             let word = [0u32];
-            // SAFETY: the bytes are copied before the call returns.
+            // SAFETY: Metal copies the bytes before the call returns.
             unsafe { open.encoder.setBytes_length_atIndex(NonNull::from(&word).cast::<c_void>(), 4, 0) };
             let one = MTLSize { width: 1, height: 1, depth: 1 };
             open.encoder.dispatchThreadgroups_threadsPerThreadgroup(one, one);
@@ -278,55 +281,57 @@ impl Driver for Metal {
         })
     }
 
-    fn commit(&mut self, open: Open, value: u64) -> Committed {
+    fn commit(&mut self, open: MetalEncoder, value: u64) -> MetalCommands {
         autoreleasepool(|_| {
-            open.encoder.updateFence(&self.line.fence);
+            open.encoder.updateFence(&self.queue.fence);
             let commands = open.commands.clone();
-            drop(open); // Ends the encoder.
-            let event: &ProtocolObject<dyn MTLEvent> = ProtocolObject::from_ref(&*self.line.event);
+            drop(open); // Ends encoding.
+            let event: &ProtocolObject<dyn MTLEvent> = ProtocolObject::from_ref(&*self.queue.event);
             commands.encodeSignalEvent_value(event, value);
             commands.commit();
-            Committed(commands)
+            MetalCommands(commands)
         })
     }
 
-    fn signalled(&self) -> u64 {
-        self.line.event.signaledValue()
+    fn signalled_value(&self) -> u64 {
+        self.queue.event.signaledValue()
     }
 
-    fn status(&self, committed: &Committed) -> Status {
-        let Committed(commands) = committed;
+    fn status(&self, commands: &MetalCommands) -> CommandStatus {
+        let MetalCommands(commands) = commands;
         match commands.status() {
-            MTLCommandBufferStatus::Completed => Status::Done(commands.GPUEndTime() - commands.GPUStartTime()),
+            MTLCommandBufferStatus::Completed => CommandStatus::Done(commands.GPUEndTime() - commands.GPUStartTime()),
             MTLCommandBufferStatus::Error => autoreleasepool(|_| {
                 let why = commands.error().map(|error| error.localizedDescription().to_string());
-                Status::Failed(why.unwrap_or_else(|| "the command buffer failed without a word".into()))
+                CommandStatus::Failed(
+                    why.unwrap_or_else(|| "the command buffer failed without an error message".into()),
+                )
             }),
-            _ => Status::Pending,
+            _ => CommandStatus::Pending,
         }
     }
 
-    fn park(&self, value: u64, most: Duration) {
-        self.line.event.waitUntilSignaledValue_timeoutMS(value, most.as_millis() as u64);
+    fn wait_event(&self, value: u64, timeout: Duration) {
+        self.queue.event.waitUntilSignaledValue_timeoutMS(value, timeout.as_millis() as u64);
     }
 
-    fn renew(&mut self, value: u64) -> Result<(), DeviceError> {
+    fn reset(&mut self, value: u64) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
-            // Threads that still wait for the old event go on.
-            self.line.event.setSignaledValue(value);
-            self.line = Channel::new(&self.device, self.residency.as_ref())?;
-            self.line.event.setSignaledValue(value);
+            // Wakes threads that still wait for the old event.
+            self.queue.event.setSignaledValue(value);
+            self.queue = MetalQueue::new(&self.device, self.residency.as_ref())?;
+            self.queue.event.setSignaledValue(value);
             Ok(())
         })
     }
 
-    fn reside(&mut self) {
+    fn request_residency(&mut self) {
         if let Some(set) = self.residency.as_ref().and_then(ResidencySet::raw) {
             autoreleasepool(|_| set.requestResidency());
         }
     }
 
-    fn leak(&mut self) {
+    fn leak_buffers(&mut self) {
         mem::forget(mem::take(&mut self.buffers));
     }
 }

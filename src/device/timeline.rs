@@ -1,42 +1,45 @@
-//! The progress of a device through its work. Work is done in order, so one number says it.
+//! How far a device has come with its work. Work completes in order, so one number describes it.
 
 use super::DeviceError;
 
-/// A point in a device's work: behind everything encoded before it was taken.
+/// A point in a device's work: it comes after everything encoded before it was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-pub struct Mark(pub u64);
+pub struct SyncPoint(pub u64);
 
-impl Mark {
-    /// A point that every device has passed before it begins.
-    pub const START: Mark = Mark(0);
+impl SyncPoint {
+    /// A point that every device has completed from the start.
+    pub const START: SyncPoint = SyncPoint(0);
 }
 
-/// A device's marks, which only grow (a timeline semaphore, or a shared event of Metal). A device says nothing of its own
-/// if an operation is done when its call returns, as on the CPU.
+/// A device's sync points, which only grow, like a timeline semaphore or Metal's shared event.
+///
+/// The defaults are those of a device that completes an operation before its call returns, such as the CPU.
 pub trait Timeline {
-    /// The point behind everything encoded so far.
-    fn mark(&mut self) -> Mark {
-        Mark::START
+    /// The point after everything encoded so far.
+    fn sync_point(&mut self) -> SyncPoint {
+        SyncPoint::START
     }
 
-    /// The last point passed. Everything encoded before it is done.
-    fn passed(&mut self) -> Mark {
-        Mark::START
+    /// The last completed point. Everything encoded before it is done.
+    fn completed(&mut self) -> SyncPoint {
+        SyncPoint::START
     }
 
-    /// Hands over what has been encoded before `mark`, and waits until the device has passed it. A device that cannot get
-    /// there any more is an error.
-    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
-        let _ = mark;
+    /// Submits what was encoded before `point` and waits until the device has completed it.
+    ///
+    /// # Errors
+    /// The device cannot reach the point any more.
+    fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
+        let _ = point;
         Ok(())
     }
 
-    /// The caller waits for a disk now: the device may rest.
+    /// Called before the caller waits for a disk: threads that spin for work may sleep.
     fn rest(&mut self) {}
 }
 
-/// The CPU: an operation is done when its call returns.
+/// The CPU's timeline: an operation is done when its call returns.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Immediate;
+pub struct CpuTimeline;
 
-impl Timeline for Immediate {}
+impl Timeline for CpuTimeline {}

@@ -6,7 +6,7 @@ use super::{
     slots::{Purpose, SlotId, State},
 };
 use crate::{
-    device::{Mark, Timeline},
+    device::{SyncPoint, Timeline},
     error::StoreError,
 };
 use std::{collections::VecDeque, ops::Range, time::Instant};
@@ -98,7 +98,7 @@ impl Experts {
         }
         self.save_hot_if_due(live);
         self.draw(live);
-        live.slots.advance(device.passed());
+        live.slots.advance(device.completed());
         let mut asked = Asked { experts: self, layer, phase, lists };
         asked.find(live);
         asked.claim(live);
@@ -145,7 +145,7 @@ impl Asked<'_> {
         held.extend(batch.drain(..).map(|wanted| wanted.slot));
         loop {
             let seen = experts.reader.landed();
-            live.slots.advance(device.passed());
+            live.slots.advance(device.completed());
             self.confirm(live);
             self.claim(live);
             self.gather(live)?;
@@ -191,7 +191,7 @@ impl Asked<'_> {
     }
 
     /// The device reads what was handed out, and not let go of since, until it passes `mark`.
-    pub fn reads_until(mut self, mark: Mark) {
+    pub fn reads_until(mut self, mark: SyncPoint) {
         self.let_go(mark);
     }
 
@@ -273,7 +273,7 @@ impl Asked<'_> {
                 false
             }
             _ => {
-                live.slots.unpin(wanted.slot, Mark::START, &live.scores);
+                live.slots.unpin(wanted.slot, SyncPoint::START, &live.scores);
                 false
             }
         });
@@ -314,14 +314,14 @@ impl Asked<'_> {
     }
 
     /// Unpins everything.
-    fn let_go(&mut self, mark: Mark) {
+    fn let_go(&mut self, mark: SyncPoint) {
         let live = &mut *self.experts.live.borrow_mut();
         let Lists { coming, batch, held, unchecked, .. } = &mut self.lists;
         for slot in held.drain(..).chain(batch.drain(..).map(|wanted| wanted.slot)) {
             live.slots.unpin(slot, mark, &live.scores);
         }
         for wanted in coming.drain(..).chain(unchecked.drain(..)) {
-            live.slots.unpin(wanted.slot, Mark::START, &live.scores);
+            live.slots.unpin(wanted.slot, SyncPoint::START, &live.scores);
         }
         self.experts.metrics.expert_slots_used.set(live.slots.used() as i64);
     }
@@ -329,7 +329,7 @@ impl Asked<'_> {
 
 impl Drop for Asked<'_> {
     fn drop(&mut self) {
-        self.let_go(Mark::START);
+        self.let_go(SyncPoint::START);
         self.lists.waiting.clear();
         let live = &mut *self.experts.live.borrow_mut();
         live.spare.push(std::mem::take(&mut self.lists));
@@ -355,7 +355,7 @@ impl Batch<'_> {
     }
 
     /// The device reads these slots until it passes `mark`: then they may be filled again, also before the layer ends.
-    pub fn reads_until(self, mark: Mark) {
+    pub fn reads_until(self, mark: SyncPoint) {
         let live = &mut *self.experts.live.borrow_mut();
         for wanted in self.lists.batch.drain(..) {
             live.slots.unpin(wanted.slot, mark, &live.scores);

@@ -7,13 +7,13 @@
 //! experts.read_ahead(layer + 1, &guess, phase);                                     after what is asked for
 //! while let Some(batch) = asked.next(device)? {                                     hits at once, then what has landed
 //!     for landed in batch.iter() { .. expert, slot, places, pieces .. }             encode, or compute
-//!     batch.reads_until(device.mark());                                             behind the last reader of these slots
+//!     batch.reads_until(device.sync_point());                                             behind the last reader of these slots
 //! }
 //! ```
 //! There is one rule about slots: a slot may be filled again once the device has passed a mark that was set behind its last
-//! reader. `device` is a [`Timeline`](crate::device::Timeline): the CPU ([`Immediate`](crate::device::Immediate)) has passed every mark; a GPU is asked.
+//! reader. `device` is a [`Timeline`](crate::device::Timeline): the CPU ([`CpuTimeline`](crate::device::CpuTimeline)) has passed every mark; a GPU is asked.
 //! A device that reads the slots of all batches together at a layer's end marks them there:
-//! `asked.reads_until(device.mark())`. All experts of the layer then need a slot at once; with a mark a batch, any
+//! `asked.reads_until(device.sync_point())`. All experts of the layer then need a slot at once; with a mark a batch, any
 //! number of slots will do. A place is `row * k + rank`: results belong to places, and places summed in rank order do
 //! not tell what landed first.
 //!
@@ -246,7 +246,7 @@ impl Experts {
     /// committed. Without this call experts arrive as they are asked for.
     pub fn fill(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), StoreError> {
         if !self.is_resident() {
-            self.slab.commit(os::physical_cores());
+            self.slab.commit_pages(os::physical_cores());
             self.read_in_hot();
             return Ok(());
         }

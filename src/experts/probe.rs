@@ -118,7 +118,7 @@ pub fn bandwidth(
                 if let Some(files) = cold {
                     files.drop_cached(read.file, read.offset, read.len);
                 }
-                let Some(part) = slab.all_mut().get_mut(read.at..read.at + read.len) else { continue };
+                let Some(part) = slab.as_mut_slice().get_mut(read.at..read.at + read.len) else { continue };
                 bytes += source.read(read.file, read.offset, part)? as u64;
             }
             Ok(bytes)

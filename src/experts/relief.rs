@@ -10,7 +10,7 @@ use super::{
     slots::{SlotId, State},
 };
 use crate::{
-    device::{Mark, Timeline},
+    device::{SyncPoint, Timeline},
     platform::os::{Memory, Pressure},
 };
 use std::{
@@ -56,7 +56,7 @@ impl Experts {
 
     /// The device that experts were asked for is no more: nothing reads a slot any longer, whatever mark keeps it.
     pub fn forget_device(&self) {
-        self.live.borrow_mut().slots.advance(Mark(u64::MAX));
+        self.live.borrow_mut().slots.advance(SyncPoint(u64::MAX));
     }
 
     /// Looks, if it is time for it, whether the system is short of memory, and gives slots back or takes them again. For
@@ -67,7 +67,7 @@ impl Experts {
         if now < live.relief.next {
             return;
         }
-        live.slots.advance(device.passed());
+        live.slots.advance(device.completed());
         let memory = live.relief.pressure.look();
         let gave = self.adapt(live, memory, now);
         live.relief.next = now + if gave { Pressure::SETTLES } else { LOOK };
@@ -75,7 +75,7 @@ impl Experts {
 
     /// True if slots were given back.
     pub(super) fn adapt(&self, live: &mut Live, memory: Memory, now: Instant) -> bool {
-        if self.slab.is_held() {
+        if self.slab.has_locked_pages() {
             return false;
         }
         let (have, all) = (live.slots.len(), self.slab.len() / self.slot_bytes.max(1));
@@ -108,7 +108,7 @@ impl Experts {
         if self.resident.replace(false) {
             // They were pinned for good.
             let ready: Vec<SlotId> = live.slots.all(State::Ready).map(|(_, slot)| slot).collect();
-            ready.into_iter().for_each(|slot| live.slots.unpin(slot, Mark::START, &live.scores));
+            ready.into_iter().for_each(|slot| live.slots.unpin(slot, SyncPoint::START, &live.scores));
         }
         let shrunk = live.slots.shrink(to, &live.scores);
         for (from, into) in shrunk.moved {
@@ -131,14 +131,14 @@ impl Experts {
         }
         self.metrics.memory_pressure.inc();
         // SAFETY: no expert is in these slots, and none will be before they are taken again.
-        if let Err(error) = unsafe { self.slab.give_back(self.bytes(left..have)) } {
+        if let Err(error) = unsafe { self.slab.release_pages(self.bytes(left..have)) } {
             tracing::warn!(%error, "the system does not take memory back");
         }
         true
     }
 
     fn take_again(&self, live: &mut Live, to: usize) -> bool {
-        if let Err(error) = self.slab.take_again(self.bytes(live.slots.len()..to)) {
+        if let Err(error) = self.slab.reuse_pages(self.bytes(live.slots.len()..to)) {
             tracing::warn!(%error, "the system does not give memory again");
             return false;
         }
@@ -167,7 +167,7 @@ mod tests {
         tests::{EXPERTS, LAYERS, checkpoint, row, take},
     };
     use super::*;
-    use crate::device::Immediate;
+    use crate::device::CpuTimeline;
 
     /// One token: two experts of each layer.
     fn token(store: &Experts, map: &super::super::ExpertMap, n: usize) {
@@ -236,11 +236,11 @@ mod tests {
     fn slots_whose_pages_a_device_keeps_to_stay() {
         let checkpoint = checkpoint();
         let (store, metrics) = checkpoint.open(Options { least: 1, ..Options::new(8) });
-        store.slab().hold();
+        store.slab().lock_pages();
         assert!(!store.adapt(&mut store.live.borrow_mut(), Memory::Short(1 << 40), Instant::now()));
         assert_eq!((store.slots(), metrics.memory_pressure.get()), (8, 0));
         // SAFETY: nobody uses the slots.
-        assert!(unsafe { store.slab().give_back(0..store.slab().len()) }.is_err());
+        assert!(unsafe { store.slab().release_pages(0..store.slab().len()) }.is_err());
     }
 
     #[test]
@@ -248,14 +248,14 @@ mod tests {
         /// Counts how often it is asked how far it has come.
         struct Counting(u32);
         impl Timeline for Counting {
-            fn passed(&mut self) -> Mark {
+            fn completed(&mut self) -> SyncPoint {
                 self.0 += 1;
-                Mark::START
+                SyncPoint::START
             }
         }
         let (store, _) = checkpoint().open(Options::new(8));
         // Whatever the system says, nothing is given back.
-        store.slab().hold();
+        store.slab().lock_pages();
         let (mut device, before) = (Counting(0), Instant::now());
         store.fit(&mut device);
         let next = store.live.borrow().relief.next;
@@ -284,9 +284,9 @@ mod tests {
         let checkpoint = checkpoint();
         let (store, _) = checkpoint.open(Options { least: 1, ..Options::new(8) });
         let ids = [0, 1, 2, 3, 4, 5];
-        let mut asked = store.ask(0, &row(&ids), Phase::Decode, &mut Immediate).unwrap();
+        let mut asked = store.ask(0, &row(&ids), Phase::Decode, &mut CpuTimeline).unwrap();
         let mut seen = 0;
-        while let Some(batch) = asked.next(&mut Immediate).unwrap() {
+        while let Some(batch) = asked.next(&mut CpuTimeline).unwrap() {
             seen += batch.len();
             let before: Vec<[Vec<u8>; PIECES]> = batch.iter().map(|l| l.pieces.map(<[u8]>::to_vec)).collect();
             store.adapt(&mut store.live.borrow_mut(), Memory::Short(1 << 40), Instant::now());
@@ -299,17 +299,17 @@ mod tests {
         // A device that has not passed the mark of what reads them keeps them, too.
         struct Late;
         impl Timeline for Late {
-            fn mark(&mut self) -> Mark {
-                Mark(7)
+            fn sync_point(&mut self) -> SyncPoint {
+                SyncPoint(7)
             }
         }
         let choice = Choice { ids: &ids, k: 6, logits: &[] };
         let mut asked = store.ask(0, &choice, Phase::Decode, &mut Late).unwrap();
         while asked.next(&mut Late).unwrap().is_some() {}
-        asked.reads_until(Late.mark());
+        asked.reads_until(Late.sync_point());
         store.fit(&mut Late);
         assert!(!store.adapt(&mut store.live.borrow_mut(), Memory::Short(1 << 40), Instant::now()));
-        store.live.borrow_mut().slots.advance(Mark(7));
+        store.live.borrow_mut().slots.advance(SyncPoint(7));
         assert!(store.adapt(&mut store.live.borrow_mut(), Memory::Short(1 << 40), Instant::now()));
         assert_eq!(store.slots(), 1);
         take(&store, &checkpoint.map, 1, &[5], Phase::Decode);

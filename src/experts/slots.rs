@@ -23,7 +23,7 @@
 //! layers' experts that may go.
 
 use super::eviction::{Key, Scores};
-use crate::device::Mark;
+use crate::device::SyncPoint;
 use std::sync::{
     Arc,
     atomic::{AtomicU8, Ordering},
@@ -106,7 +106,7 @@ struct Slot {
     key: Key,
     pins: u32,
     /// The device may read it up to here.
-    until: Mark,
+    until: SyncPoint,
     /// It was predicted, and nobody has asked for it yet.
     predicted: bool,
 }
@@ -144,13 +144,13 @@ pub struct Slots {
     /// The slots of least score at the last look, least last, with the score they had.
     victims: Vec<(f32, u32)>,
     /// The last mark that the device is known to have passed.
-    passed: Mark,
+    passed: SyncPoint,
 }
 
 impl Slots {
     /// `keys`: layers times experts a layer.
     pub fn new(slots: usize, keys: usize) -> Self {
-        let empty = Slot { key: 0, pins: 0, until: Mark::START, predicted: false };
+        let empty = Slot { key: 0, pins: 0, until: SyncPoint::START, predicted: false };
         Self {
             slots: vec![empty; slots],
             present: slots,
@@ -158,7 +158,7 @@ impl Slots {
             places: vec![NOWHERE; keys],
             free: (0..slots as u32).rev().collect(),
             victims: Vec::with_capacity(MAX_VICTIMS),
-            passed: Mark::START,
+            passed: SyncPoint::START,
         }
     }
 
@@ -182,7 +182,7 @@ impl Slots {
     }
 
     /// The device has passed this mark.
-    pub fn advance(&mut self, passed: Mark) {
+    pub fn advance(&mut self, passed: SyncPoint) {
         self.passed = self.passed.max(passed);
     }
 
@@ -213,7 +213,7 @@ impl Slots {
     }
 
     /// The first mark that the device has not passed and that keeps a slot from being given away.
-    pub fn next_mark(&self) -> Option<Mark> {
+    pub fn next_mark(&self) -> Option<SyncPoint> {
         let waiting = self.slots.iter().filter(|slot| slot.pins == 0 && slot.until > self.passed);
         waiting.map(|slot| slot.until).min()
     }
@@ -226,7 +226,7 @@ impl Slots {
     }
 
     /// Undoes one [`Slots::pin`]. The device may read the slot until it passes `until`.
-    pub fn unpin(&mut self, slot: SlotId, until: Mark, scores: &Scores) {
+    pub fn unpin(&mut self, slot: SlotId, until: SyncPoint, scores: &Scores) {
         let Some(held) = self.slots.get_mut(slot.index()) else { return };
         held.pins = held.pins.saturating_sub(1);
         held.until = held.until.max(until);
@@ -263,7 +263,7 @@ impl Slots {
             }
         };
         let (pins, predicted) = (u32::from(purpose != Purpose::WarmStart), purpose == Purpose::Prediction);
-        *self.slots.get_mut(index as usize)? = Slot { key, pins, until: Mark::START, predicted };
+        *self.slots.get_mut(index as usize)? = Slot { key, pins, until: SyncPoint::START, predicted };
         *self.places.get_mut(key as usize)? = index;
         let slot = SlotId(index);
         self.states.set(slot, if purpose == Purpose::Demand { State::Reading } else { State::Queued });
@@ -274,7 +274,7 @@ impl Slots {
     pub fn vacate(&mut self, slot: SlotId) {
         let Some(key) = self.key(slot) else { return };
         if let (Some(at), Some(held)) = (self.places.get_mut(key as usize), self.slots.get_mut(slot.index())) {
-            (*at, held.pins, held.until) = (NOWHERE, 0, Mark::START);
+            (*at, held.pins, held.until) = (NOWHERE, 0, SyncPoint::START);
         }
         self.states.set(slot, State::Free);
         self.free.push(slot.0);

@@ -75,7 +75,7 @@ proptest! {
                 Step::Want(key) => want(&mut scores, key),
                 Step::Pass => {
                     passed += 1;
-                    slots.advance(Mark(passed));
+                    slots.advance(SyncPoint(passed));
                 }
                 Step::Claim { key, purpose } => {
                     let claim = slots.claim(key, purpose, &scores);
@@ -138,7 +138,7 @@ proptest! {
                 Step::Unpin(n, late) => if let Some(key) = pick(&model, n) {
                     let held = model.get_mut(&key).expect("picked");
                     let until = if late { passed + 1 } else { passed };
-                    slots.unpin(held.slot, Mark(until), &scores);
+                    slots.unpin(held.slot, SyncPoint(until), &scores);
                     held.pins = held.pins.saturating_sub(1);
                     held.until = held.until.max(until);
                 },
@@ -149,7 +149,7 @@ proptest! {
                 },
             }
             prop_assert_eq!((slots.used(), slots.len()), (model.len(), present));
-            let waiting = model.values().filter(|h| h.pins == 0 && h.until > passed).map(|h| Mark(h.until)).min();
+            let waiting = model.values().filter(|h| h.pins == 0 && h.until > passed).map(|h| SyncPoint(h.until)).min();
             prop_assert_eq!(slots.next_mark(), waiting);
             for key in 0..KEYS as Key {
                 prop_assert_eq!(slots.find(key), model.get(&key).map(|h| h.slot));
@@ -174,7 +174,7 @@ fn the_least_score_goes_first() {
         }
         let claim = slots.claim(key, Purpose::Demand, &scores).unwrap();
         slots.states().set(claim.slot, State::Ready);
-        slots.unpin(claim.slot, Mark::START, &scores);
+        slots.unpin(claim.slot, SyncPoint::START, &scores);
     }
     let least = (0..3).min_by(|a, b| scores.score(*a).total_cmp(&scores.score(*b))).unwrap();
     assert_eq!(slots.claim(7, Purpose::Demand, &scores).unwrap().evicted, Some(least));
@@ -187,7 +187,7 @@ fn who_was_never_wanted_again_goes_before_older_victims() {
     let take = |slots: &mut Slots, scores: &Scores, key| {
         let claim = slots.claim(key, Purpose::Demand, scores).unwrap();
         slots.states().set(claim.slot, State::Ready);
-        slots.unpin(claim.slot, Mark::START, scores);
+        slots.unpin(claim.slot, SyncPoint::START, scores);
         claim.evicted
     };
     for key in 0..96 {
@@ -205,9 +205,9 @@ fn what_cannot_be_used_goes_with_its_last_pin() {
         let claim = slots.claim(3, Purpose::Demand, &scores).unwrap();
         slots.pin(claim.slot);
         slots.states().set(claim.slot, state);
-        slots.unpin(claim.slot, Mark::START, &scores);
+        slots.unpin(claim.slot, SyncPoint::START, &scores);
         assert_eq!((slots.find(3), slots.state(claim.slot)), (Some(claim.slot), state), "somebody holds it");
-        slots.unpin(claim.slot, Mark::START, &scores);
+        slots.unpin(claim.slot, SyncPoint::START, &scores);
         assert_eq!((slots.find(3), slots.used(), slots.state(claim.slot)), (None, 0, State::Free));
     }
     // One that nobody ever asked for makes room; one that is being checked does not.

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{
-    device::{Immediate, Mark},
+    device::{CpuTimeline, SyncPoint},
     platform::os::disk_bytes_read,
 };
 use std::io::Write;
@@ -63,9 +63,9 @@ pub(super) fn row(ids: &[u32]) -> Choice<'_> {
 
 /// Takes everything a layer is given and compares it with the files.
 pub(super) fn take(store: &Experts, map: &ExpertMap, layer: usize, experts: &[u32], phase: Phase) {
-    let mut asked = store.ask(layer, &row(experts), phase, &mut Immediate).unwrap();
+    let mut asked = store.ask(layer, &row(experts), phase, &mut CpuTimeline).unwrap();
     let mut seen = vec![0; experts.len()];
-    while let Some(batch) = asked.next(&mut Immediate).unwrap() {
+    while let Some(batch) = asked.next(&mut CpuTimeline).unwrap() {
         assert!(!batch.is_empty());
         for landed in batch.iter() {
             for &place in landed.places {
@@ -78,7 +78,7 @@ pub(super) fn take(store: &Experts, map: &ExpertMap, layer: usize, experts: &[u3
                 assert!((piece.offset..).zip(bytes).all(|(at, &b)| b == byte(piece.file, at)), "layer {layer}");
             }
         }
-        batch.reads_until(Mark::START);
+        batch.reads_until(SyncPoint::START);
     }
     assert!(seen.iter().all(|&times| times == 1), "{seen:?}");
 }
@@ -171,9 +171,9 @@ fn resident_reads_everything_once_and_never_again() {
 fn a_decode_that_cannot_fit_says_so_and_the_next_one_works() {
     let checkpoint = checkpoint();
     let (store, _) = checkpoint.open(Options::new(3));
-    let mut asked = store.ask(0, &row(&[0, 1, 2, 3]), Phase::Decode, &mut Immediate).unwrap();
+    let mut asked = store.ask(0, &row(&[0, 1, 2, 3]), Phase::Decode, &mut CpuTimeline).unwrap();
     let error = loop {
-        match asked.next(&mut Immediate) {
+        match asked.next(&mut CpuTimeline) {
             Ok(Some(_)) => {}
             Ok(None) => panic!("four experts in three slots"),
             Err(error) => break error,
@@ -182,8 +182,8 @@ fn a_decode_that_cannot_fit_says_so_and_the_next_one_works() {
     assert!(error.to_string().contains("3 slots are too few"), "{error}");
     drop(asked);
     take(&store, &checkpoint.map, 1, &[4, 5, 6], Phase::Decode);
-    assert!(store.ask(0, &row(&[EXPERTS as u32]), Phase::Decode, &mut Immediate).is_err());
-    assert!(store.ask(LAYERS, &row(&[0]), Phase::Decode, &mut Immediate).is_err());
+    assert!(store.ask(0, &row(&[EXPERTS as u32]), Phase::Decode, &mut CpuTimeline).is_err());
+    assert!(store.ask(LAYERS, &row(&[0]), Phase::Decode, &mut CpuTimeline).is_err());
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn a_layer_that_is_dropped_leaves_its_slots_to_others() {
     let (store, _) = checkpoint.open(Options::new(3));
     for round in 0..50u32 {
         let wanted = [round % 8, (round + 1) % 8, (round + 2) % 8];
-        drop(store.ask(0, &row(&wanted), Phase::Decode, &mut Immediate).unwrap());
+        drop(store.ask(0, &row(&wanted), Phase::Decode, &mut CpuTimeline).unwrap());
         take(&store, &checkpoint.map, 1, &[round % 8, (round + 4) % 8], Phase::Decode);
     }
 }
@@ -286,11 +286,11 @@ fn a_trace_has_a_line_for_each_layer() {
     let (store, _) = checkpoint.open(Options { trace: Some(file.clone()), ..Options::new(6) });
     take(&store, &checkpoint.map, 0, &[1, 2], Phase::Decode);
     let choice = Choice { ids: &[3, 3], k: 1, logits: &[0.5, 1.0, -2.0, 0.25] };
-    drop(store.ask(2, &choice, Phase::Prefill, &mut Immediate).unwrap());
+    drop(store.ask(2, &choice, Phase::Prefill, &mut CpuTimeline).unwrap());
     // Three rows of two experts each, and a row of which the logits are not known.
     let choice = Choice { ids: &[3, 1, 3, 2, 1, 0], k: 2, logits: &[0.5, 1.0, -2.0, 0.25, 3.0, 4.0, 5.0, 6.0, 7.0] };
-    drop(store.ask(1, &choice, Phase::Decode, &mut Immediate).unwrap());
-    drop(store.ask(1, &row(&[7]), Phase::Prefill, &mut Immediate).unwrap());
+    drop(store.ask(1, &choice, Phase::Decode, &mut CpuTimeline).unwrap());
+    drop(store.ask(1, &row(&[7]), Phase::Prefill, &mut CpuTimeline).unwrap());
     drop(store);
     let lines = "d 0 1 2\nn 2 1 0.500 1.000\nn 2 1 -2.000 0.250\np 2 3\n\
                  n 1 2 0.500 1.000 -2.000\nn 1 2 0.250 3.000 4.000\nn 1 2 5.000 6.000 7.000\nd 1 0 1 2 3\np 1 7\n";
@@ -383,7 +383,7 @@ fn a_prompt_has_so_many_experts_on_their_way_at_a_time() {
     for (phase, most) in [(Phase::Prefill, 64), (Phase::Decode, 150)] {
         let metrics = Metrics::new("0", "cpu");
         let store = Experts::open(vec![file.clone()], map.clone(), Options::new(150), metrics.clone()).unwrap();
-        let asked = store.ask(0, &row(&all), phase, &mut Immediate).unwrap();
+        let asked = store.ask(0, &row(&all), phase, &mut CpuTimeline).unwrap();
         assert_eq!((metrics.expert_slots_used.get(), asked.len()), (most, 200), "{phase:?}");
     }
 }

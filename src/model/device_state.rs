@@ -83,7 +83,7 @@ impl Placed {
         let norm = parts.net.norm;
         let head = parts.head.as_mut().map(|head| HeadPlace::new(head, norm, context, &mut *run)).transpose()?;
         // A copy that fails is an error of loading.
-        let end = run.mark();
+        let end = run.sync_point();
         run.wait_for(end)?;
         let (arenas, lists, tapped) = (Arenas::default(), Lists::default(), Tapped::default());
         let pools = Vec::new();

@@ -14,7 +14,7 @@ use crate::model::{
 };
 use crate::{
     checkpoint::{Trunk, identity::identity, index::Index},
-    device::{Compute, Gpu, KIND, Math, Region, Slab},
+    device::{CpuArithmetic, CpuDevice, GPU_KIND, Gpu, Region, Slab},
     error::ModelError,
     experts::{self, Experts, Phase},
     metrics::Metrics,
@@ -34,8 +34,8 @@ pub struct Options {
     /// Compute threads; the physical cores by default.
     pub threads: Option<usize>,
     /// Another model's threads, instead of its own.
-    pub compute: Option<Compute>,
-    pub math: Math,
+    pub compute: Option<CpuDevice>,
+    pub math: CpuArithmetic,
     pub plan: PlanOptions,
     /// Fewer experts a token than the model's k; more is an error.
     pub experts_per_token: Option<usize>,
@@ -97,7 +97,7 @@ pub(in crate::model) struct Parts {
     pub shape: ModelFootprint,
     pub head: Option<mtp::Head>,
     /// The CPU's threads, for the model or for who drafts for it.
-    pub compute: Compute,
+    pub compute: CpuDevice,
     pub kv_bits: KvBits,
 }
 
@@ -149,7 +149,7 @@ impl Qwen {
             let StoreOptions { slots, io, threads, prefetch, warm, trace } = options.store.clone();
             let slots = slots.unwrap_or(plan.slots).min(plan.slots);
             // Linux shifts what is read directly by what the disk's blocks ask for, which kernels of a GPU refuse; not so a pack.
-            let shifts = options.gpu.is_some() && KIND == "cuda" && packed.is_none();
+            let shifts = options.gpu.is_some() && GPU_KIND == "cuda" && packed.is_none();
             let io = if shifts && io == experts::Io::Auto { experts::Io::Buffered } else { io };
             let least = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
             let warm = if warm { hot_list(&checkpoint.index) } else { None };
@@ -162,7 +162,7 @@ impl Qwen {
             net.lay_out(store);
         }
         let head = head.map(|head| head.load(&net, options, store.as_ref())).transpose()?;
-        let compute = options.compute.clone().unwrap_or_else(|| Compute::cpu(threads, options.math));
+        let compute = options.compute.clone().unwrap_or_else(|| CpuDevice::new(threads, options.math));
         let cpu = Cpu::new(compute.clone());
         let kv_bits = options.kv_bits;
         let parts = Parts { config, net, weights, store, plan, shape, head, compute, kv_bits };
@@ -183,7 +183,7 @@ impl Qwen {
     }
 
     /// Moves the model to a GPU; gives it back where the kernels cannot compute it. States do not move with it.
-    pub fn onto<G: Gpu + 'static>(self, gpu: G) -> Result<Self, Refused> {
+    pub fn onto(self, gpu: Box<dyn Gpu>) -> Result<Self, Refused> {
         let Self { parts, placed } = self;
         Self::on(parts, Box::new(GpuBackend::new(gpu))).map_err(|refused| {
             let (parts, error) = *refused;
@@ -196,7 +196,7 @@ impl Qwen {
     pub(in crate::model) fn leave_lost_device(&mut self) -> Result<bool, ModelError> {
         let lost = self.placed.get_mut();
         // A wait has errors reported: the next request meets none of this one's.
-        let end = lost.run.mark();
+        let end = lost.run.sync_point();
         let _ = lost.run.wait_for(end);
         if !lost.run.lost() {
             return Ok(false);
@@ -382,7 +382,7 @@ impl Qwen {
         pass.run.prompt(None);
         let done = done.and_then(|()| pass.head(logits, out));
         // After an error, too, the device is done with this pass before slots are let go.
-        let end = pass.run.mark();
+        let end = pass.run.sync_point();
         let waited = pass.run.wait_for(end);
         done?;
         Ok(waited?)

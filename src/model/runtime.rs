@@ -1,7 +1,7 @@
 //! The model as the engine sees it: sequences that start, grow, are kept, and go on from what was kept.
 
 use crate::{
-    device::{Compute, DeviceError},
+    device::{CpuDevice, DeviceError},
     error::ModelError,
     experts::{Experts, Phase},
     model::{
@@ -285,7 +285,7 @@ impl Qwen {
     }
 
     /// The threads that compute for the model when it does not.
-    pub fn compute(&self) -> Compute {
+    pub fn compute(&self) -> CpuDevice {
         self.parts.compute.clone()
     }
 }

@@ -1,7 +1,7 @@
 //! This machine's speed at a model's feed-forward, measured with the model's own kernels on made-up bytes.
 
 use crate::{
-    device::{Compute, Filling, Region},
+    device::{CpuDevice, Region, SlabWriter},
     error::{ModelError, StoreError},
     ops::{Backend, Codes, Cpu, Experts, Float, Group, Mixture, Room, Slots, Stack, Weight, Which},
 };
@@ -49,15 +49,15 @@ const FILL: u8 = 0x3c;
 pub fn decode_rate(
     kinds: &[Kind; 3],
     at_once: usize,
-    compute: &Compute,
+    compute: &CpuDevice,
     room: usize,
     budget: Duration,
 ) -> Result<f64, ModelError> {
     let (size, at_once) = (bytes(kinds).max(1), at_once.max(1));
     let calls = (room / size / at_once).max(1);
     let len = calls * at_once * size;
-    let span = Filling::new(len).and_then(|mut slab| {
-        slab.fill(len, 1, |bytes| {
+    let span = SlabWriter::new(len).and_then(|mut slab| {
+        slab.append(len, 1, |bytes| {
             compute.threads.run_pieces(bytes, 1 << 20, &|_, piece| piece.fill(FILL));
             Ok(())
         })
@@ -93,7 +93,7 @@ pub fn decode_rate(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Math;
+    use crate::device::CpuArithmetic;
 
     #[test]
     fn every_encoding_is_measured() {
@@ -101,7 +101,7 @@ mod tests {
         for codes in [affine(4, 64), affine(8, 32), Codes::Mxfp4, Codes::Nvfp4, Codes::Dense(Float::Bf16)] {
             let kind = |rows, cols| Kind { codes, rows, cols };
             let kinds = [kind(64, 128), kind(64, 128), kind(128, 64)];
-            let compute = Compute::cpu(2, Math::Integer);
+            let compute = CpuDevice::new(2, CpuArithmetic::Integer);
             let rate = decode_rate(&kinds, 3, &compute, 1 << 20, Duration::from_millis(5)).unwrap();
             assert!(rate > 1e6 && rate < 1e13, "{codes:?}: {rate}");
         }

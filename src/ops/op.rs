@@ -11,7 +11,7 @@ use super::{
     mlp::Mlp,
     router::Route,
 };
-use crate::device::{Effect, Region};
+use crate::device::{BufferAccess, Region};
 
 /// One operation of the forward pass: a value that says what to do with which memory, and not how.
 #[derive(Debug, Clone, Copy)]
@@ -51,7 +51,7 @@ pub(super) use each;
 
 impl Op<'_> {
     /// Shows every activation and state that the operation touches, and how. Weights are not listed: nothing writes them.
-    pub fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         each!(self, op => op.touches(see));
     }
 }

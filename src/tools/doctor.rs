@@ -9,7 +9,7 @@ mod report;
 use crate::{
     cli,
     command::show,
-    device::{self, Gpu, Math, NONE},
+    device::{self, CpuArithmetic, Gpu, NO_GPU},
     error::CommandError,
     ops::check::{self, Finding},
 };
@@ -24,9 +24,9 @@ use std::time::Instant;
 /// # Errors
 /// `CommandError::Unsound` if something differs or fails.
 pub fn run(typed: &cli::Doctor, version: &str) -> Result<(), CommandError> {
-    let found = if typed.any_gpu { device::any_gpu() } else { device::gpu() };
-    let gpu = found.map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NONE.into()));
-    let candles = device::candle_gpu().filter(|_| gpu.is_ok());
+    let found = if typed.any_gpu { device::open_any_gpu() } else { device::open_gpu() };
+    let gpu = found.map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
+    let candles = device::open_candle_gpu().filter(|_| gpu.is_ok());
     let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
     report.machine.version = version.into();
     show(&report, typed.json);
@@ -41,7 +41,7 @@ pub fn run(typed: &cli::Doctor, version: &str) -> Result<(), CommandError> {
 pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<Report, CommandError> {
     let demo = Demo::open()?;
     let processor = check::processor();
-    let mut answers = vec![demo.on_cpu(Math::F32)?, demo.on_cpu(Math::Integer)?];
+    let mut answers = vec![demo.on_cpu(CpuArithmetic::F32)?, demo.on_cpu(CpuArithmetic::Integer)?];
     let gpu = match gpu {
         Ok(mut gpu) => {
             let begin = Instant::now();
@@ -49,12 +49,12 @@ pub fn examine(gpu: Result<Box<dyn Gpu>, String>, candle: &[Device]) -> Result<R
             let compiled = gpu.compile().iter().filter(|(_, error)| error.is_none()).count();
             let compile_seconds = begin.elapsed().as_secs_f64();
             let begin = Instant::now();
-            let mut kernels: Vec<Finding> = check::kernels(&mut gpu);
+            let mut kernels: Vec<Finding> = check::kernels(&mut *gpu);
             let check_seconds = begin.elapsed().as_secs_f64();
             let (name, working_set) = (gpu.name(), gpu.working_set());
-            kernels.extend(gpu::long_buffer(&mut gpu));
-            kernels.extend(gpu::recovery(&mut gpu));
-            let times = gpu::times(&mut gpu).ok();
+            kernels.extend(gpu::long_buffer(&mut *gpu));
+            kernels.extend(gpu::recovery(&mut *gpu));
+            let times = gpu::times(&mut *gpu).ok();
             answers.push(demo.on_gpu(gpu)?);
             Ok(GpuReport { name, working_set, compiled, compile_seconds, check_seconds, times, kernels })
         }

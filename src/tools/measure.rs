@@ -2,7 +2,7 @@
 
 use crate::{
     config::Load,
-    device::{Compute, Immediate, memory_bandwidth},
+    device::{CpuDevice, CpuTimeline, memory_bandwidth},
     error::{CommandError, StoreError},
     experts::{Choice, Experts, Options, Phase, Prefetch},
     metrics::Metrics,
@@ -39,7 +39,7 @@ pub fn measure(found: &Surveyed, load: &Load, threads: usize, gpu: bool, room: u
     let kernels = found.feed_forward.filter(|_| !gpu);
     let compute = match &kernels {
         Some(kinds) => {
-            let compute = Compute::cpu(threads, Default::default());
+            let compute = CpuDevice::new(threads, Default::default());
             speed::decode_rate(kinds, at_once, &compute, BLOCK.min(room) as usize, Duration::from_millis(300))?
         }
         None => memory,
@@ -80,8 +80,8 @@ fn disk(found: &Surveyed, load: &Load) -> Result<Disk, StoreError> {
         while count < most && (count == 0 || begin.elapsed() < budget) {
             let Some((layer, ids)) = routes.next(experts) else { break };
             let choice = Choice { ids: &ids, k: ids.len(), logits: &[] };
-            let mut asked = store.ask(layer, &choice, Phase::Decode, &mut Immediate)?;
-            while asked.next(&mut Immediate)?.is_some() {}
+            let mut asked = store.ask(layer, &choice, Phase::Decode, &mut CpuTimeline)?;
+            while asked.next(&mut CpuTimeline)?.is_some() {}
             count += 1;
         }
         Ok((begin.elapsed().as_secs_f64() / count.max(1) as f64, count))

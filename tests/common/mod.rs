@@ -4,7 +4,7 @@
 pub mod fixtures;
 
 use moestro::{
-    device::Math,
+    device::CpuArithmetic,
     engine::{Finish, Handle, Request, Timings, hear},
     metrics::Metrics,
     model::{Logits, Model, Options, Qwen, Routes, Rows, State},
@@ -12,7 +12,7 @@ use moestro::{
 use std::{collections::HashMap, path::Path};
 
 /// The model in `dir` with the given arithmetic, on two threads.
-pub fn load(dir: &Path, math: Math) -> Qwen {
+pub fn load(dir: &Path, math: CpuArithmetic) -> Qwen {
     load_with(dir, Options { math, threads: Some(2), ..Options::default() })
 }
 
@@ -86,8 +86,8 @@ pub fn argmax(row: &[f32]) -> u32 {
 }
 
 /// The largest difference allowed between the fast pass's logits and mlx-lm's or the reference's.
-pub fn bound(math: Math) -> f32 {
-    if math == Math::F32 { 2e-4 } else { 1e-3 }
+pub fn bound(math: CpuArithmetic) -> f32 {
+    if math == CpuArithmetic::F32 { 2e-4 } else { 1e-3 }
 }
 
 /// The largest absolute difference.

@@ -14,10 +14,10 @@ use std::path::Path;
 const SURE: f32 = 0.05;
 
 fn gpu() -> Option<Box<dyn Gpu>> {
-    let gpu = device::gpu().unwrap_or_else(|error| panic!("{error}"));
+    let gpu = device::open_gpu().unwrap_or_else(|error| panic!("{error}"));
     match &gpu {
         Some(gpu) => println!("{}", gpu.name()),
-        None => println!("{}", device::NONE),
+        None => println!("{}", device::NO_GPU),
     }
     gpu
 }

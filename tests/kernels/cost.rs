@@ -6,7 +6,7 @@ use crate::{
     host::Host,
 };
 use moestro::{
-    device::{DeviceError, Dispatch, Gpu, Mark, Region, Slab, Timeline},
+    device::{DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline},
     model::{Model, Rows},
 };
 use std::{
@@ -23,9 +23,9 @@ struct Count {
     waits: usize,
     /// Memory barriers, when launches overlap that may.
     barriers: usize,
-    passed: Mark,
+    passed: SyncPoint,
     /// Launches since the last barrier.
-    open: Vec<Dispatch>,
+    open: Vec<Launch>,
     encoded: bool,
 }
 
@@ -67,12 +67,12 @@ impl Gpu for Counting {
         self.0.has_own_memory()
     }
 
-    fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
-        self.0.landed(region)
+    fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
+        self.0.upload(region)
     }
 
-    fn longest(&self) -> usize {
-        self.0.longest()
+    fn max_buffer_len(&self) -> usize {
+        self.0.max_buffer_len()
     }
 
     fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
@@ -83,10 +83,10 @@ impl Gpu for Counting {
         self.0.read(region, bytes)
     }
 
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
+    fn launch(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
         let count = &mut *self.1.lock().unwrap();
         (count.launches, count.encoded) = (count.launches + 1, true);
-        if count.open.iter().any(|earlier| dispatch.follows(earlier)) {
+        if count.open.iter().any(|earlier| dispatch.conflicts_with(earlier)) {
             count.barriers += 1;
             count.open.clear();
         }
@@ -100,21 +100,21 @@ impl Gpu for Counting {
     }
 
     fn wait(&mut self) -> Result<(), DeviceError> {
-        let mark = self.mark();
+        let mark = self.sync_point();
         self.wait_for(mark)
     }
 }
 
 impl Timeline for Counting {
-    fn mark(&mut self) -> Mark {
-        self.0.mark()
+    fn sync_point(&mut self) -> SyncPoint {
+        self.0.sync_point()
     }
 
-    fn passed(&mut self) -> Mark {
-        self.0.passed()
+    fn completed(&mut self) -> SyncPoint {
+        self.0.completed()
     }
 
-    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
+    fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
         let count = &mut *self.1.lock().unwrap();
         // One that has been waited for already costs nothing.
         count.waits += usize::from(mark > count.passed);
@@ -129,7 +129,7 @@ fn few_launches_and_no_needless_wait() {
     let mut table = String::from("experts,layers,launches,command_buffers,waits,barriers\n");
     for streaming in [false, true] {
         let counted = Arc::new(Mutex::new(Count::default()));
-        let gpu = Counting(HostGpu::new(Host::fast()), counted.clone());
+        let gpu = Box::new(Counting(HostGpu::new(Host::fast()), counted.clone()));
         let mut options = moestro::model::Options { gpu: Some(u64::MAX), ..options(streaming) };
         options.store.prefetch = moestro::experts::Prefetch::Off;
         let model = crate::forward::common::load_with(Path::new(DEMO), options).onto(gpu);

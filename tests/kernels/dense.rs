@@ -14,7 +14,7 @@ use std::path::Path;
 
 fn on_kernels() -> Qwen {
     let options = Options { gpu: Some(u64::MAX), verify: true, ..options(false) };
-    let moved = common::load_with(Path::new(SMALL), options).onto(HostGpu::new(Host::fast()));
+    let moved = common::load_with(Path::new(SMALL), options).onto(Box::new(HostGpu::new(Host::fast())));
     moved.unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 

@@ -3,7 +3,7 @@
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
     command::device::Chosen,
-    device::{DeviceError, Dispatch, Effect, Gpu, KIND, Mark, Region, Slab, Timeline},
+    device::{BufferAccess, DeviceError, GPU_KIND, Gpu, Launch, Region, Slab, SyncPoint, Timeline},
     ops::check,
     tools::doctor,
 };
@@ -36,12 +36,12 @@ macro_rules! memory_of {
             self.$below.has_matrix_units()
         }
 
-        fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
-            self.$below.landed(region)
+        fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
+            self.$below.upload(region)
         }
 
-        fn longest(&self) -> usize {
-            self.$below.longest()
+        fn max_buffer_len(&self) -> usize {
+            self.$below.max_buffer_len()
         }
 
         fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
@@ -57,15 +57,15 @@ macro_rules! memory_of {
 macro_rules! timeline_of {
     ($device:ty, $below:tt) => {
         impl Timeline for $device {
-            fn mark(&mut self) -> Mark {
-                self.$below.mark()
+            fn sync_point(&mut self) -> SyncPoint {
+                self.$below.sync_point()
             }
 
-            fn passed(&mut self) -> Mark {
-                self.$below.passed()
+            fn completed(&mut self) -> SyncPoint {
+                self.$below.completed()
             }
 
-            fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
+            fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
                 self.$below.wait_for(mark)
             }
         }
@@ -108,7 +108,7 @@ impl Gpu for Faulty {
 
     memory_of!(sound);
 
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
+    fn launch(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
         if dispatch.kernel != self.kernel {
             return self.sound.launch(dispatch);
         }
@@ -117,7 +117,7 @@ impl Gpu for Faulty {
         }
         self.sound.launch(dispatch)?;
         self.sound.wait()?;
-        for binding in dispatch.bindings.iter().filter(|binding| binding.effect != Effect::Read) {
+        for binding in dispatch.bindings.iter().filter(|binding| binding.access != BufferAccess::Read) {
             // The high byte of a float, a number, or two halves in the middle of what was written, and of another before it.
             let places = BTreeSet::from([8, 12].map(|part| binding.region.len / part * 4 + 3));
             for at in places.into_iter().map(|at| binding.region.part(at, 1)) {
@@ -164,7 +164,7 @@ fn a_wrong_result_is_found_in_every_kernel() {
 }
 
 /// A device that forgets to wait: what is launched between two waits runs backwards.
-struct Hasty(HostGpu, Vec<Dispatch>);
+struct Hasty(HostGpu, Vec<Launch>);
 
 timeline_of!(Hasty, 0);
 
@@ -179,7 +179,7 @@ impl Gpu for Hasty {
         Vec::new()
     }
 
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
+    fn launch(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
         self.1.push(dispatch.clone());
         Ok(())
     }
@@ -220,7 +220,7 @@ fn the_whole_report_of_a_sound_gpu() {
     assert!(text.contains("us to hand over") && report.gpu.as_ref().unwrap().times.is_some(), "{text}");
     assert!(text.contains("the host: working set unknown") && text.ends_with("everything agrees\n"), "{text}");
     let json = serde_json::json!(report);
-    assert_eq!(json["answers"][2]["device"], KIND);
+    assert_eq!(json["answers"][2]["device"], GPU_KIND);
     assert_eq!(json["answers"][2]["ids"], json["answers"][0]["ids"]);
     assert_eq!(json["gpu"]["kernels"].as_array().unwrap().len(), Host::plain().names().len() + 2);
 }
@@ -228,11 +228,11 @@ fn the_whole_report_of_a_sound_gpu() {
 #[test]
 fn the_whole_report_of_a_faulty_gpu() {
     let report = doctor::examine(Ok(Box::new(Faulty::new("experts_down", false))), &[]).unwrap();
-    assert_eq!(report.wrong, ["experts_down", &format!("the demo's answer ({KIND})")]);
+    assert_eq!(report.wrong, ["experts_down", &format!("the demo's answer ({GPU_KIND})")]);
     let text = report.to_string();
     println!("{text}");
     assert!(
-        text.contains("WRONG after ") && text.contains(&format!("WRONG: experts_down, the demo's answer ({KIND})")),
+        text.contains("WRONG after ") && text.contains(&format!("WRONG: experts_down, the demo's answer ({GPU_KIND})")),
         "{text}"
     );
 }
@@ -242,10 +242,10 @@ fn a_gpu_is_taken_if_it_computes_what_the_cpu_does() {
     let sound = || Ok(Some(Box::new(HostGpu::new(Host::fast())) as Box<dyn Gpu>));
     let faulty = || Ok(Some(Box::new(Faulty::new("route", false)) as Box<dyn Gpu>));
     let name = |found, asked| Chosen::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
-    assert_eq!((name(sound(), false), name(sound(), true)), (Ok(KIND), Ok(KIND)));
+    assert_eq!((name(sound(), false), name(sound(), true)), (Ok(GPU_KIND), Ok(GPU_KIND)));
     // A GPU asked for by name is taken all the same; `auto` takes the CPU.
-    assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok(KIND)));
+    assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok(GPU_KIND)));
     let broken = || Err(DeviceError("no queue".into()));
     assert_eq!((name(broken(), false), name(Ok(None), false)), (Ok("cpu"), Ok("cpu")));
-    assert_eq!(name(broken(), true), Err(format!("--device {KIND}: no queue")));
+    assert_eq!(name(broken(), true), Err(format!("--device {GPU_KIND}: no queue")));
 }

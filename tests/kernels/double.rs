@@ -1,9 +1,9 @@
-//! A double of Metal under `device::Queue`: command buffers run some time after they are committed, on the kernels compiled for
+//! A double of Metal under `device::CommandQueue`: command buffers run some time after they are committed, on the kernels compiled for
 //! the host, in any order that barriers and fences allow. Calls that Metal forbids, or leaves undefined, stop the test;
 //! and any call can be made to fail.
 
 use crate::{host::Host, mutate::Dice};
-use moestro::device::{DeviceError, Dispatch, Driver, Effect, Region, Slab, Status};
+use moestro::device::{BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, Slab};
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
@@ -72,9 +72,9 @@ pub struct Commands {
     value: u64,
     fenced: bool,
     /// Launches between barriers.
-    segments: Vec<Vec<Dispatch>>,
+    segments: Vec<Vec<Launch>>,
     fault: Option<Fault>,
-    status: Status,
+    status: CommandStatus,
 }
 
 fn overlap(a: Region, b: Region) -> bool {
@@ -125,7 +125,7 @@ impl Inner {
 
     /// Command buffers, by place, that may execute a launch now: pending, and behind the fence if they asked for it.
     fn ready(&self) -> Vec<usize> {
-        let over = |commands: &Commands| commands.status != Status::Pending;
+        let over = |commands: &Commands| commands.status != CommandStatus::Pending;
         let may = |index: &usize| {
             let commands = &self.buffers[*index];
             !over(commands) && (!commands.fenced || self.buffers[..*index].iter().all(over))
@@ -146,13 +146,13 @@ impl Inner {
         if fails && (left < 2 || self.random.below(3) == 0) {
             self.banned |= self.buffers[index].fault == Some(Fault::Banned);
             let why = if self.banned { "submissions are ignored" } else { "an address fault" };
-            self.buffers[index].status = Status::Failed(why.into());
+            self.buffers[index].status = CommandStatus::Failed(why.into());
             return true;
         }
         self.buffers[index].segments.retain(|segment| !segment.is_empty());
         let Some(count) = self.buffers[index].segments.first().map(Vec::len) else {
             let commands = &mut self.buffers[index];
-            commands.status = Status::Done(2e-3);
+            commands.status = CommandStatus::Done(2e-3);
             if commands.fault != Some(Fault::Unsignalled) {
                 self.event = self.event.max(commands.value);
             }
@@ -164,14 +164,14 @@ impl Inner {
         true
     }
 
-    fn execute(&mut self, dispatch: &Dispatch) {
+    fn execute(&mut self, dispatch: &Launch) {
         if std::thread::panicking() {
             return; // The program may be gone.
         }
         for binding in &dispatch.bindings {
             let region = binding.region;
             let Some((slab, start)) = self.slabs.get(&region.buffer) else { continue };
-            assert_eq!(binding.effect, Effect::Read, "{} writes to weights", dispatch.kernel);
+            assert_eq!(binding.access, BufferAccess::Read, "{} writes to weights", dispatch.kernel);
             // SAFETY: reads into the slab may go on in other slots; the store hands out only what has landed, and the
             // kernels touch nothing else.
             let now = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
@@ -188,11 +188,11 @@ impl Inner {
     }
 
     /// The access of pending command buffers to `region`: none, reads, or writes.
-    fn in_flight(&self, region: Region) -> Option<Effect> {
-        let pending = self.buffers.iter().filter(|commands| commands.status == Status::Pending);
+    fn in_flight(&self, region: Region) -> Option<BufferAccess> {
+        let pending = self.buffers.iter().filter(|commands| commands.status == CommandStatus::Pending);
         let bindings = pending.flat_map(|c| &c.segments).flatten().flat_map(|dispatch| &dispatch.bindings);
-        let effects = bindings.filter(|binding| overlap(binding.region, region)).map(|binding| binding.effect);
-        effects.max_by_key(|effect| *effect != Effect::Read)
+        let effects = bindings.filter(|binding| overlap(binding.region, region)).map(|binding| binding.access);
+        effects.max_by_key(|effect| *effect != BufferAccess::Read)
     }
 
     fn inside(&self, region: Region) {
@@ -202,8 +202,8 @@ impl Inner {
 }
 
 impl Driver for Double {
-    type Open = Commands;
-    type Committed = u64;
+    type Encoder = Commands;
+    type CommandBuffer = u64;
 
     fn name(&self) -> String {
         "the double".into()
@@ -214,7 +214,7 @@ impl Driver for Double {
     }
 
     /// So short that a store's slab takes several buffers.
-    fn longest(&self) -> usize {
+    fn max_buffer_len(&self) -> usize {
         4 << 20
     }
 
@@ -225,9 +225,9 @@ impl Driver for Double {
         }
     }
 
-    fn most_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
+    fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
         let inner = self.0.get_mut();
-        match inner.called("most_threads") {
+        match inner.called("max_threads") {
             Some(fault) => Err(DeviceError(format!("{kernel}: {fault:?}"))),
             None => Ok(1024),
         }
@@ -273,7 +273,7 @@ impl Driver for Double {
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
         let inner = self.0.get_mut();
         inner.inside(region);
-        let used = inner.in_flight(region).is_some_and(|effect| effect != Effect::Read);
+        let used = inner.in_flight(region).is_some_and(|effect| effect != BufferAccess::Read);
         assert!(!used, "{region:?} is read by the CPU while it is written");
         bytes.copy_from_slice(&inner.host.read(region));
         Ok(())
@@ -286,7 +286,7 @@ impl Driver for Double {
         inner.begun += 1;
         inner.open = Some(inner.begun);
         let (number, segments) = (inner.begun, vec![Vec::new()]);
-        Ok(Commands { number, value: 0, fenced, segments, fault: None, status: Status::Pending })
+        Ok(Commands { number, value: 0, fenced, segments, fault: None, status: CommandStatus::Pending })
     }
 
     fn barrier(&mut self, open: &mut Commands) {
@@ -294,11 +294,11 @@ impl Driver for Double {
         open.segments.push(Vec::new());
     }
 
-    fn launch(&mut self, open: &mut Commands, dispatch: &Dispatch) -> Result<(), DeviceError> {
+    fn launch(&mut self, open: &mut Commands, dispatch: &Launch) -> Result<(), DeviceError> {
         let inner = self.0.get_mut();
         inner.refused("launch")?;
         assert_eq!(inner.open, Some(open.number));
-        let Dispatch { kernel, args, bindings, threads, grid } = dispatch;
+        let Launch { kernel, args, bindings, threads, grid } = dispatch;
         assert!(args.len() * 4 <= 4096 && bindings.len() <= 30, "{kernel}: more than an encoder takes");
         assert!(*threads > 0 && threads.is_multiple_of(32) && *threads <= 1024, "{kernel}: {threads} threads");
         assert!(grid.iter().all(|n| *n > 0), "{kernel}: an empty grid");
@@ -312,8 +312,8 @@ impl Driver for Double {
         self.0.borrow().control.lock().unwrap().halves
     }
 
-    fn provoke(&mut self, open: &mut Commands) -> Result<(), DeviceError> {
-        self.0.get_mut().refused("provoke")?;
+    fn encode_fault(&mut self, open: &mut Commands) -> Result<(), DeviceError> {
+        self.0.get_mut().refused("encode_fault")?;
         open.fault = Some(Fault::Fails);
         Ok(())
     }
@@ -329,45 +329,45 @@ impl Driver for Double {
         value
     }
 
-    fn signalled(&self) -> u64 {
+    fn signalled_value(&self) -> u64 {
         let mut inner = self.0.borrow_mut();
         inner.idle();
         inner.event
     }
 
-    fn status(&self, committed: &u64) -> Status {
+    fn status(&self, committed: &u64) -> CommandStatus {
         let mut inner = self.0.borrow_mut();
         inner.idle();
         let commands = inner.buffers.iter().find(|commands| commands.value == *committed);
         commands.expect("a command buffer that was committed").status.clone()
     }
 
-    fn park(&self, value: u64, _: Duration) {
+    fn wait_event(&self, value: u64, _: Duration) {
         let mut inner = self.0.borrow_mut();
         while inner.event < value && inner.step() {}
     }
 
-    fn renew(&mut self, value: u64) -> Result<(), DeviceError> {
+    fn reset(&mut self, value: u64) -> Result<(), DeviceError> {
         let inner = self.0.get_mut();
-        inner.refused("renew")?;
+        inner.refused("reset")?;
         assert!(inner.ready().is_empty(), "work is pending on the queue that is given up");
         inner.event = value;
         Ok(())
     }
 
-    fn reside(&mut self) {
-        self.0.get_mut().called("reside");
+    fn request_residency(&mut self) {
+        self.0.get_mut().called("request_residency");
     }
 
-    fn leak(&mut self) {
-        self.0.get_mut().called("leak");
+    fn leak_buffers(&mut self) {
+        self.0.get_mut().called("leak_buffers");
     }
 }
 
 impl Drop for Double {
     fn drop(&mut self) {
         let inner = self.0.get_mut();
-        let leaked = inner.control.lock().unwrap().calls.get("leak").is_some_and(|count| *count > 0);
+        let leaked = inner.control.lock().unwrap().calls.get("leak_buffers").is_some_and(|count| *count > 0);
         let numbers: BTreeSet<u64> = inner.ready().into_iter().map(|index| inner.buffers[index].number).collect();
         if !std::thread::panicking() {
             assert!(numbers.is_empty() || leaked, "memory is gone, and command buffers {numbers:?} still run");

@@ -1,11 +1,11 @@
 //! The harness catches what it is there to catch.
 
 use crate::{check::*, host::Host};
-use moestro::device::{Binding, Dispatch, Region};
+use moestro::device::{Binding, Launch, Region};
 
-fn dispatch(kernel: &'static str, x: Region, y: Region) -> Dispatch {
+fn dispatch(kernel: &'static str, x: Region, y: Region) -> Launch {
     let bindings = vec![Binding::read(x), Binding::write(y)];
-    Dispatch { kernel, args: vec![0], bindings, grid: [2, 1, 1], threads: 64 }
+    Launch { kernel, args: vec![0], bindings, grid: [2, 1, 1], threads: 64 }
 }
 
 fn outcome(kernel: &'static str) -> (Result<(), String>, Vec<f32>, Vec<f32>) {

@@ -8,7 +8,7 @@ use crate::{gpu::HostGpu, host::Host, queue::place};
 use common::{argmax, load_with};
 use moestro::{
     config::Switch,
-    device::Math,
+    device::CpuArithmetic,
     experts::{Io, Prefetch},
     metrics::Metrics,
     model::{
@@ -26,7 +26,7 @@ pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro
 
 pub fn options(streaming: bool) -> Options {
     let store = StoreOptions { io: Io::Buffered, ..StoreOptions::default() };
-    let mut options = Options { math: Math::F32, threads: Some(1), store, ..Options::default() };
+    let mut options = Options { math: CpuArithmetic::F32, threads: Some(1), store, ..Options::default() };
     if streaming {
         // Through the page cache the plan keeps two tokens' working sets of slots.
         options.plan.stream = Switch::On;
@@ -38,7 +38,7 @@ pub fn options(streaming: bool) -> Options {
 /// The demo, planned for a GPU and shown to one.
 fn planned(options: Options, gpu: HostGpu) -> Qwen {
     let options = Options { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+    load_with(Path::new(DEMO), options).onto(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 fn resident(gpu: HostGpu) -> Qwen {
@@ -220,7 +220,7 @@ fn read(chunk: usize) -> u64 {
     (options.store.slots, options.store.prefetch) = (Some(8), Prefetch::Off);
     let metrics = Metrics::new("test", "gpu");
     let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
-    let model = qwen.onto(fast()).unwrap_or_else(|refused| panic!("{}", refused.error));
+    let model = qwen.onto(Box::new(fast())).unwrap_or_else(|refused| panic!("{}", refused.error));
     let prompt: Vec<u32> = cases().iter().flat_map(|case| case.prompt_ids.clone()).take(64).collect();
     let (mut state, mut layers, mut asked) = (model.start().unwrap(), Vec::new(), 0);
     let observe = &mut |layer, routes: &Routes| {

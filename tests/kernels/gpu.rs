@@ -4,7 +4,7 @@
 //! of are no numbers.
 
 use crate::host::Host;
-use moestro::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
+use moestro::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
     collections::{HashMap, VecDeque},
     ops::Range,
@@ -31,7 +31,7 @@ pub struct HostGpu {
 
 #[derive(Clone)]
 enum Work {
-    Launch(Dispatch),
+    Launch(Launch),
     /// From adopted memory.
     Copy(Region),
 }
@@ -91,14 +91,14 @@ impl Gpu for HostGpu {
         self.halves
     }
 
-    fn landed(&mut self, region: Region) -> Result<(), DeviceError> {
+    fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
         self.late.push_back(Work::Copy(region));
         self.encoded += 1;
         Ok(())
     }
 
     /// So short that a store's slab takes several buffers.
-    fn longest(&self) -> usize {
+    fn max_buffer_len(&self) -> usize {
         4 << 20
     }
 
@@ -112,7 +112,7 @@ impl Gpu for HostGpu {
         Ok(())
     }
 
-    fn launch(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
+    fn launch(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
         self.late.push_back(Work::Launch(dispatch.clone()));
         self.encoded += 1;
         Ok(())
@@ -123,23 +123,23 @@ impl Gpu for HostGpu {
     }
 
     fn wait(&mut self) -> Result<(), DeviceError> {
-        self.wait_for(Mark(self.encoded))
+        self.wait_for(SyncPoint(self.encoded))
     }
 }
 
 impl Timeline for HostGpu {
-    fn mark(&mut self) -> Mark {
-        Mark(self.encoded)
+    fn sync_point(&mut self) -> SyncPoint {
+        SyncPoint(self.encoded)
     }
 
-    fn passed(&mut self) -> Mark {
+    fn completed(&mut self) -> SyncPoint {
         let before = std::mem::replace(&mut self.looked, self.encoded);
         // An error is the next wait's.
-        let _ = self.wait_for(Mark(before));
-        Mark(self.encoded - self.late.len() as u64)
+        let _ = self.wait_for(SyncPoint(before));
+        SyncPoint(self.encoded - self.late.len() as u64)
     }
 
-    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
+    fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
         while self.encoded - (self.late.len() as u64) < mark.0
             && let Some(work) = self.late.front().cloned()
         {
@@ -154,12 +154,13 @@ impl Timeline for HostGpu {
 }
 
 impl HostGpu {
-    fn run(&mut self, dispatch: &Dispatch) -> Result<(), DeviceError> {
+    fn run(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
         for binding in &dispatch.bindings {
             let adopted = self.adopted.contains_key(&binding.region.buffer);
-            assert!(!adopted || binding.effect == Effect::Read, "{} writes to weights", dispatch.kernel);
+            assert!(!adopted || binding.access == BufferAccess::Read, "{} writes to weights", dispatch.kernel);
             // The kernels are told that what they read and what they write are apart.
-            let others = dispatch.bindings.iter().filter(|other| other.effect != Effect::Read && *other != binding);
+            let others =
+                dispatch.bindings.iter().filter(|other| other.access != BufferAccess::Read && *other != binding);
             for other in others {
                 assert!(!other.region.overlaps(binding.region), "{}: {binding:?} and {other:?}", dispatch.kernel);
             }

@@ -11,7 +11,7 @@ use crate::{
     queue,
 };
 use moestro::{
-    device::{Queue, Region},
+    device::{CommandQueue, Region},
     model::{Options, Qwen},
     ops::{Codes, Float, Halves, Norm, Project},
 };
@@ -100,7 +100,7 @@ fn on_halves(options: Options) -> Qwen {
     let mut gpu = HostGpu::new(Host::fast());
     gpu.halves = true;
     let options = Options { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+    load_with(Path::new(DEMO), options).onto(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn orders_of_a_prompt_on_matrix_units_give_the_same_bytes() {
         let double = Double::new(Host::fast());
         let control = double.control();
         control.lock().unwrap().halves = true;
-        let mut model = queue::place(Queue::new(double), streaming);
+        let mut model = queue::place(CommandQueue::new(double), streaming);
         let expected = queue::answer(&mut model).unwrap();
         for seed in 0..10 {
             control.lock().unwrap().seed = Some(seed);

@@ -2,7 +2,7 @@
 //! UndefinedBehaviorSanitizer, fed with dispatches through a pipe (`kernels/host/main.cpp` has the protocol).
 
 use crate::record;
-use moestro::device::{Dispatch, Effect, Region};
+use moestro::device::{BufferAccess, Launch, Region};
 use sha2::Digest;
 use std::{
     fs,
@@ -12,7 +12,8 @@ use std::{
     sync::OnceLock,
 };
 
-pub const FILES: [&str; 9] = ["linear", "experts", "route", "norm", "delta", "attend", "few", "prompt", "weights"];
+pub const FILES: [&str; 9] =
+    ["linear", "experts", "route", "norm", "delta", "attention", "kv_quant", "attention_prefill", "weights"];
 
 fn kernels() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")
@@ -29,7 +30,7 @@ fn all() -> [PathBuf; 9] {
 
 /// A program of `files` (of kernels, each in a namespace).
 fn program(files: &[PathBuf], tiles: bool) -> String {
-    let mut source = String::from("#include \"shim/host.h\"\n#include \"codes.metal\"\n");
+    let mut source = String::from("#include \"shim/host.h\"\n#include \"quant.metal\"\n");
     source += if tiles { "#include \"tiles.metal\"\n" } else { "#define NO_TILES\n" };
     for (i, file) in files.iter().enumerate() {
         source += &format!("namespace file{i} {{\n#include \"{}\"\n}}\n", file.display());
@@ -47,7 +48,7 @@ fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     let source = program(files, name != "plain");
     let mut hash = sha2::Sha256::new();
     hash.update(format!("{} {sanitise} {source}", compiler()));
-    for file in ["shim/host.h", "shim/fiber.h", "codes.metal", "tiles.metal", "host/main.cpp"]
+    for file in ["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal", "host/main.cpp"]
         .map(|f| kernels().join(f))
         .iter()
         .chain(files)
@@ -184,25 +185,25 @@ impl Host {
     }
 
     /// Executes one dispatch. The error is what a sanitizer, the lock-step or the order check found; the program is then gone.
-    pub fn try_run(&mut self, dispatch: &Dispatch) -> Result<(), String> {
+    pub fn try_run(&mut self, dispatch: &Launch) -> Result<(), String> {
         let Some(dir) = record::wanted(dispatch) else { return self.execute(dispatch) };
         let before: Vec<_> = dispatch.bindings.iter().map(|binding| self.read(binding.region)).collect();
         self.execute(dispatch)?;
-        let outputs = dispatch.bindings.iter().filter(|binding| binding.effect != Effect::Read);
+        let outputs = dispatch.bindings.iter().filter(|binding| binding.access != BufferAccess::Read);
         let after: Vec<_> = outputs.map(|binding| self.read(binding.region)).collect();
         record::write(&dir, dispatch, &before, &after);
         Ok(())
     }
 
-    fn execute(&mut self, dispatch: &Dispatch) -> Result<(), String> {
+    fn execute(&mut self, dispatch: &Launch) -> Result<(), String> {
         let mut words = vec![dispatch.args.len() as u32];
         words.extend(&dispatch.args);
         words.push(dispatch.bindings.len() as u32);
         for binding in &dispatch.bindings {
-            let effect = match binding.effect {
-                Effect::Read => 0,
-                Effect::Write => 1,
-                Effect::Update => 2,
+            let effect = match binding.access {
+                BufferAccess::Read => 0,
+                BufferAccess::Write => 1,
+                BufferAccess::ReadWrite => 2,
             };
             words.extend([binding.region.buffer, binding.region.offset as u32, binding.region.len as u32, effect]);
         }
@@ -227,7 +228,7 @@ impl Host {
         Err(String::from_utf8_lossy(&message).into_owned())
     }
 
-    pub fn run(&mut self, dispatch: &Dispatch) {
+    pub fn run(&mut self, dispatch: &Launch) {
         if let Err(fault) = self.try_run(dispatch) {
             panic!("{fault}");
         }

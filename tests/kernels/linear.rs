@@ -1,11 +1,11 @@
 use crate::{check::*, host::Host};
 use moestro::{
-    device::Dispatch,
+    device::Launch,
     ops::{Codes, Float, Norm, Project},
 };
 
 /// Runs `matrices` on `tokens` random rows, optionally normed or added to what is there, and compares.
-fn case(shapes: &[(Codes, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Dispatch {
+fn case(shapes: &[(Codes, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Launch {
     let mut host = Host::start();
     let mut random = Random((cols * 31 + tokens) as u64);
     let samples: Vec<_> =

@@ -40,11 +40,11 @@ fn clang(arguments: &[&str], source: &str) -> Result<(), String> {
 }
 
 fn lint(text: &str) -> Result<(), String> {
-    clang(LINT, &format!("#include \"shim/lint.h\"\n#include \"codes.metal\"\n#include \"tiles.metal\"\n{text}\n"))
+    clang(LINT, &format!("#include \"shim/lint.h\"\n#include \"quant.metal\"\n#include \"tiles.metal\"\n{text}\n"))
 }
 
 fn opencl(text: &str) -> Result<(), String> {
-    clang(OPENCL, &format!("#include \"shim/opencl.h\"\n#include \"codes.metal\"\n#include \"tiles.metal\"\n{text}\n"))
+    clang(OPENCL, &format!("#include \"shim/opencl.h\"\n#include \"quant.metal\"\n#include \"tiles.metal\"\n{text}\n"))
 }
 
 fn absent() -> bool {

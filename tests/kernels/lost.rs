@@ -7,7 +7,7 @@ use crate::{
     queue::{answer, load, place},
 };
 use moestro::{
-    device::Queue,
+    device::CommandQueue,
     engine::{self, Options, Request, Sampling},
     metrics::Metrics,
     model::{Model, Qwen, Rows, snapshot::PAGE},
@@ -18,7 +18,7 @@ use std::time::Duration;
 fn doomed(streaming: bool, nth: usize, fault: Fault) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
-    let model = place(Queue::new(double).with_patience(Duration::from_millis(500)), streaming);
+    let model = place(CommandQueue::new(double).with_stall_timeout(Duration::from_millis(500)), streaming);
     let mut now = control.lock().unwrap();
     now.calls.clear();
     now.fault = Some(Plan { method: "commit", nth, fault });
@@ -85,7 +85,7 @@ fn the_engine_fails_one_request_and_says_so() {
     };
     let (expected, sound) = tokens(load(false));
     let (found, metrics) = tokens(doomed(false, 1, Fault::Hangs).0);
-    assert!(found[0].as_ref().is_err_and(|error| error.contains("ended nothing")), "{found:?}");
+    assert!(found[0].as_ref().is_err_and(|error| error.contains("completed nothing")), "{found:?}");
     assert_eq!(found[1], expected[1]);
     assert_eq!((sound.gpu_lost.get(), metrics.gpu_lost.get()), (0, 1));
     assert!(metrics.render().contains("device=\"cpu\""), "{}", metrics.render());

@@ -32,7 +32,7 @@ fn on_cpu(dir: &Path) -> Qwen {
 
 fn on_kernels(dir: &Path, streaming: bool) -> Qwen {
     let options = Options { drafter: Drafter::Mtp, gpu: Some(u64::MAX), verify: true, ..options(streaming) };
-    let moved = common::load_with(dir, options).onto(HostGpu::new(Host::fast()));
+    let moved = common::load_with(dir, options).onto(Box::new(HostGpu::new(Host::fast())));
     moved.unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 

@@ -1,4 +1,4 @@
-//! The model on `device::Queue` over the double of Metal: any order that the queue allows gives the same bytes, and any fault
+//! The model on `device::CommandQueue` over the double of Metal: any order that the queue allows gives the same bytes, and any fault
 //! costs one request.
 
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
 };
 use moestro::{
     config::Switch,
-    device::{Binding, Dispatch, Driver, Gpu, Math, Queue, Region, Status, Timeline},
+    device::{Binding, CommandQueue, CommandStatus, CpuArithmetic, Driver, Gpu, Launch, Region, Timeline},
     error::ModelError,
     experts::Io,
     model::{Model, Options, Qwen, Rows, StoreOptions},
@@ -24,7 +24,8 @@ const PROMPT: [u32; 7] = [5, 90, 33, 2, 71, 18, 64];
 pub fn load(streaming: bool) -> Qwen {
     let dir = Folded::read("affine4").unfold();
     let store = StoreOptions { io: Io::Buffered, slots: streaming.then_some(4), ..StoreOptions::default() };
-    let mut options = Options { math: Math::F32, threads: Some(1), store, gpu: Some(u64::MAX), ..Options::default() };
+    let mut options =
+        Options { math: CpuArithmetic::F32, threads: Some(1), store, gpu: Some(u64::MAX), ..Options::default() };
     if streaming {
         options.plan.stream = Switch::On;
         options.plan.buffered = true;
@@ -34,13 +35,13 @@ pub fn load(streaming: bool) -> Qwen {
 }
 
 pub fn place<G: Gpu + 'static>(gpu: G, streaming: bool) -> Qwen {
-    load(streaming).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+    load(streaming).onto(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 fn double(streaming: bool) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
-    (place(Queue::new(double), streaming), control)
+    (place(CommandQueue::new(double), streaming), control)
 }
 
 /// A request: the prompt in two chunks, and two tokens after it. All rows of logits.
@@ -67,7 +68,7 @@ fn orders(streaming: bool, seeds: std::ops::Range<u64>) {
         control.lock().unwrap().seed = Some(seed);
         assert!(answer(&mut model).unwrap() == expected, "seed {seed}");
     }
-    assert!(control.lock().unwrap().calls["reside"] > 0);
+    assert!(control.lock().unwrap().calls["request_residency"] > 0);
 }
 
 #[test]
@@ -82,7 +83,7 @@ fn four_hundred_orders_of_a_streaming_model_give_the_same_bytes() {
 
 #[test]
 fn the_comparison_of_kernels_agrees() {
-    let found = check::kernels(&mut Queue::new(Double::new(Host::fast())));
+    let found = check::kernels(&mut CommandQueue::new(Double::new(Host::fast())));
     let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
     assert!(wrong.is_empty() && !found.is_empty(), "{wrong:?}");
 }
@@ -96,7 +97,7 @@ fn faults(streaming: bool) {
     let mut tried = 0;
     for (method, faults) in [
         ("allocate", &[Fault::Refused][..]),
-        ("most_threads", &[Fault::Refused]),
+        ("max_threads", &[Fault::Refused]),
         ("begin", &[Fault::Refused]),
         ("launch", &[Fault::Refused]),
         ("commit", &[Fault::Fails, Fault::Unsignalled]),
@@ -139,10 +140,10 @@ fn what_is_refused_at_loading_gives_the_model_back() {
     for method in ["adopt", "allocate"] {
         let double = Double::new(Host::fast());
         double.control().lock().unwrap().fault = Some(Plan { method, nth: 0, fault: Fault::Refused });
-        let Err(refused) = load(false).onto(Queue::new(double)) else { panic!("{method}") };
+        let Err(refused) = load(false).onto(Box::new(CommandQueue::new(double))) else { panic!("{method}") };
         let mut again = refused
             .qwen
-            .onto(Queue::new(Double::new(Host::fast())))
+            .onto(Box::new(CommandQueue::new(Double::new(Host::fast()))))
             .unwrap_or_else(|refused| panic!("{}", refused.error));
         assert!(answer(&mut again).unwrap() == expected(false), "{method}");
     }
@@ -150,16 +151,16 @@ fn what_is_refused_at_loading_gives_the_model_back() {
 
 /// One launch after another that adds to its own output, over a double with a fault.
 struct Bare {
-    queue: Queue<Double>,
+    queue: CommandQueue<Double>,
     control: Shared,
-    launch: Dispatch,
+    launch: Launch,
 }
 
 impl Bare {
     fn new(method: &'static str, fault: Fault) -> Self {
         let double = Double::new(Host::fast());
         let control = double.control();
-        let mut queue = Queue::new(double).with_patience(Duration::from_secs(2));
+        let mut queue = CommandQueue::new(double).with_stall_timeout(Duration::from_secs(2));
         let launch = norm(&mut |bytes| queue.allocate(bytes).unwrap());
         control.lock().unwrap().fault = Some(Plan { method, nth: 0, fault });
         Self { queue, control, launch }
@@ -167,13 +168,13 @@ impl Bare {
 }
 
 /// `y = rms_norm(x) w` on 64 values.
-fn norm(allocate: &mut dyn FnMut(usize) -> Region) -> Dispatch {
+fn norm(allocate: &mut dyn FnMut(usize) -> Region) -> Launch {
     let [x, w, y] = [64 * 4, 64 * 4, 64 * 4].map(allocate);
     norm_of(x, w, y)
 }
 
-fn norm_of(x: Region, w: Region, y: Region) -> Dispatch {
-    Dispatch {
+fn norm_of(x: Region, w: Region, y: Region) -> Launch {
+    Launch {
         kernel: "rms_norm",
         args: vec![1, 64, 0, 0, 1e-6f32.to_bits()],
         bindings: vec![Binding::read(x), Binding::read(w), Binding::write(y)],
@@ -188,18 +189,18 @@ fn a_device_that_ends_nothing_is_given_up() {
     let begin = Instant::now();
     queue.launch(&launch).unwrap();
     let error = queue.wait().unwrap_err().to_string();
-    assert!(error.contains("ended nothing") && queue.lost(), "{error}");
+    assert!(error.contains("completed nothing") && queue.is_lost(), "{error}");
     assert!(queue.launch(&launch).is_err() && queue.wait().is_err() && queue.allocate(8).is_err());
     assert!(begin.elapsed() < Duration::from_secs(10));
     drop(queue);
-    assert_eq!(control.lock().unwrap().calls["leak"], 1, "the device may still write");
+    assert_eq!(control.lock().unwrap().calls["leak_buffers"], 1, "the device may still write");
 }
 
 #[test]
 fn a_device_that_ignores_everything_is_given_up() {
     let Bare { mut queue, launch, .. } = Bare::new("commit", Fault::Banned);
     let mut failed = 0;
-    while !queue.lost() {
+    while !queue.is_lost() {
         queue.launch(&launch).unwrap();
         queue.wait().unwrap_err();
         failed += 1;
@@ -210,19 +211,19 @@ fn a_device_that_ignores_everything_is_given_up() {
     queue.launch(&launch).unwrap();
     queue.wait().unwrap_err();
     queue.launch(&launch).unwrap();
-    assert!(queue.wait().is_ok() && !queue.lost(), "one failure is survived");
+    assert!(queue.wait().is_ok() && !queue.is_lost(), "one failure is survived");
 }
 
 #[test]
 fn a_mark_that_cannot_be_passed_is_an_error() {
     let Bare { mut queue, launch, .. } = Bare::new("commit", Fault::Fails);
     queue.launch(&launch).unwrap();
-    let mark = queue.mark();
-    assert!(queue.passed() < mark);
+    let mark = queue.sync_point();
+    assert!(queue.completed() < mark);
     assert!(queue.wait_for(mark).unwrap_err().to_string().contains("address fault"));
     queue.launch(&launch).unwrap();
-    let next = queue.mark();
-    assert!(next > mark && queue.wait_for(next).is_ok() && queue.passed() == next);
+    let next = queue.sync_point();
+    assert!(next > mark && queue.wait_for(next).is_ok() && queue.completed() == next);
 }
 
 #[test]
@@ -261,13 +262,13 @@ fn a_command_buffer_holds_a_tenth_of_a_second_of_work() {
 #[test]
 fn what_a_pipeline_or_an_encoder_does_not_take_is_refused() {
     let Bare { mut queue, launch, .. } = Bare::new("none", Fault::Refused);
-    let wide = Dispatch { threads: 2048, ..launch.clone() };
-    assert!(queue.launch(&wide).unwrap_err().to_string().contains("2048 threads, of which 1024"));
-    let long = Dispatch { args: vec![0; 1025], ..launch.clone() };
+    let wide = Launch { threads: 2048, ..launch.clone() };
+    assert!(queue.launch(&wide).unwrap_err().to_string().contains("2048 threads per threadgroup exceed 1024"));
+    let long = Launch { args: vec![0; 1025], ..launch.clone() };
     assert!(queue.launch(&long).unwrap_err().to_string().contains("arguments"));
     let mut outside = launch.clone();
     outside.bindings[0].region.len += 4;
-    assert!(queue.launch(&outside).unwrap_err().to_string().contains("no such memory"));
+    assert!(queue.launch(&outside).unwrap_err().to_string().contains("outside its buffer"));
     queue.launch(&launch).unwrap();
     queue.wait().unwrap();
 }
@@ -299,8 +300,10 @@ fn two(seed: u64, barrier: bool, fenced: Option<bool>) -> Vec<u8> {
     }
     double.launch(&mut open, &second).unwrap();
     let last = double.commit(open, value);
-    while double.status(&last) == Status::Pending || fenced.is_some() && double.status(&1) == Status::Pending {
-        double.park(value, Duration::ZERO);
+    while double.status(&last) == CommandStatus::Pending
+        || fenced.is_some() && double.status(&1) == CommandStatus::Pending
+    {
+        double.wait_event(value, Duration::ZERO);
     }
     let mut bytes = vec![0; 256];
     double.read(x, &mut bytes).unwrap();
@@ -332,13 +335,13 @@ fn the_double_finds_a_missing_wait() {
         double.launch(&mut open, &launch).unwrap();
         let committed = double.commit(open, 1);
         double.read(launch.bindings[2].region, &mut [0; 256]).unwrap();
-        while double.status(&committed) == Status::Pending {}
+        while double.status(&committed) == CommandStatus::Pending {}
     }
 }
 
 #[test]
 fn doctor_makes_it_fail_and_goes_on() {
-    let report = doctor::examine(Ok(Box::new(Queue::new(Double::new(Host::fast())))), &[]).unwrap();
+    let report = doctor::examine(Ok(Box::new(CommandQueue::new(Double::new(Host::fast())))), &[]).unwrap();
     assert!(report.wrong.is_empty(), "{report}");
     assert!(report.to_string().contains("(an error, and after it) same bytes"), "{report}");
 }

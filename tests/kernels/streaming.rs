@@ -3,7 +3,7 @@
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
     config::Switch,
-    device::Math,
+    device::CpuArithmetic,
     experts::{Io, Prefetch},
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, StoreOptions},
@@ -24,8 +24,13 @@ fn load(prefetch: Prefetch, trace: &Path, gpu: bool) -> (Qwen, Arc<Metrics>) {
         trace: Some(trace.into()),
         ..StoreOptions::default()
     };
-    let mut options =
-        Options { math: Math::F32, threads: Some(1), store, gpu: gpu.then_some(u64::MAX), ..Options::default() };
+    let mut options = Options {
+        math: CpuArithmetic::F32,
+        threads: Some(1),
+        store,
+        gpu: gpu.then_some(u64::MAX),
+        ..Options::default()
+    };
     options.plan.stream = Switch::On;
     options.plan.context = Some(1024);
     let metrics = Metrics::new("test", "cpu");
@@ -55,7 +60,7 @@ fn run(prefetch: Prefetch, gpu: bool) -> Counts {
     let trace = dir.path().join("trace");
     let (mut qwen, metrics) = load(prefetch, &trace, gpu);
     if gpu {
-        let host = HostGpu::new(Host::fast());
+        let host = Box::new(HostGpu::new(Host::fast()));
         decode(&mut qwen.onto(host).unwrap_or_else(|refused| panic!("{}", refused.error)));
     } else {
         decode(&mut qwen);

@@ -27,23 +27,23 @@ fn compiles(text: &str) -> Result<(), String> {
 /// As `kernels::metal` joins a file, with the host's words.
 fn joined(text: &str, tiles: Option<&str>) -> String {
     let (mark, tiles) = tiles.map_or(("#define NO_TILES", ""), |tiles| ("", tiles));
-    format!("{mark}\n#include \"shim/host.h\"\n{}\n{tiles}\n{text}\n", kernels::CODES)
+    format!("{mark}\n#include \"shim/host.h\"\n{}\n{tiles}\n{text}\n", kernels::QUANT)
 }
 
 #[test]
 fn refused_tiles_leave_every_other_kernel() {
     let sound = kernels::compile(|_, text, tiles| compiles(&joined(text, tiles.then_some(kernels::TILES))));
-    assert!(sound.tiles && sound.refused.is_empty(), "{:?}", sound.refused);
+    assert!(sound.has_tiles && sound.refused.is_empty(), "{:?}", sound.refused);
     let broken = kernels::TILES.replace("SUM_TILE", "nobody_knows_this");
     let refused = kernels::compile(|_, text, tiles| compiles(&joined(text, tiles.then_some(&broken))));
-    assert!(!refused.tiles && refused.refused.is_empty(), "{:?}", refused.refused);
+    assert!(!refused.has_tiles && refused.refused.is_empty(), "{:?}", refused.refused);
     assert_eq!(refused.libraries.len(), kernels::FILES.len());
 }
 
 #[test]
 fn metal_is_given_no_tile_without_tiles() {
     for (name, text) in kernels::FILES {
-        let (with, without) = (kernels::metal(text, true), kernels::metal(text, false));
+        let (with, without) = (kernels::metal_source(text, true), kernels::metal_source(text, false));
         assert!(with.contains(kernels::TILES) && !with.contains("#define NO_TILES"), "{name}");
         assert!(!without.contains(kernels::TILES) && without.starts_with("#define NO_TILES\n"), "{name}");
     }
@@ -70,7 +70,7 @@ fn names(mut host: Host) -> BTreeSet<String> {
 fn the_demo_answers_without_tiles() {
     let on = |host| {
         let options = Options { gpu: Some(u64::MAX), ..options(false) };
-        let gpu = HostGpu::new(host);
+        let gpu = Box::new(HostGpu::new(host));
         load_with(Path::new(DEMO), options).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
     };
     let (mut without, mut with) = (on(Host::plain()), on(Host::fast()));

@@ -2,7 +2,7 @@
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 use moestro::{
-    device::{Immediate, Mark},
+    device::{CpuTimeline, SyncPoint},
     error::StoreError,
     experts::{Choice, ExpertMap, Experts, PIECES, Phase, Piece},
 };
@@ -47,16 +47,16 @@ impl Shard {
     /// Asks `store` for experts, and compares every byte of them. Returns how many came.
     pub fn take(&self, store: &Experts, layer: usize, experts: &[u32], phase: Phase) -> Result<usize, StoreError> {
         let choice = Choice { ids: experts, k: experts.len(), logits: &[] };
-        let mut asked = store.ask(layer, &choice, phase, &mut Immediate)?;
+        let mut asked = store.ask(layer, &choice, phase, &mut CpuTimeline)?;
         let mut seen = 0;
-        while let Some(batch) = asked.next(&mut Immediate)? {
+        while let Some(batch) = asked.next(&mut CpuTimeline)? {
             for landed in batch.iter() {
                 for (piece, got) in self.map.layers[layer][landed.expert as usize].iter().zip(landed.pieces) {
                     assert!(&self.bytes[piece.offset as usize..][..piece.len] == got, "other bytes were served");
                 }
             }
             seen += batch.len();
-            batch.reads_until(Mark::START);
+            batch.reads_until(SyncPoint::START);
         }
         Ok(seen)
     }

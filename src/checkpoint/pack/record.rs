@@ -92,6 +92,6 @@ where
         Ok((slab()?, slab()?))
     };
     platform::each("pack", THREADS, (0..experts).collect(), room, |expert, (first, second): &mut (Slab, Slab)| {
-        work(expert, [first.all_mut(), second.all_mut()])
+        work(expert, [first.as_mut_slice(), second.as_mut_slice()])
     })
 }

@@ -1,11 +1,13 @@
-//! Launches that are handed over together, as one graph: a token's chain of some hundred launches is made once and replayed, and only
-//! launches whose arguments differ from the last time are told so. Handed over one by one, each launch costs the CPU several
-//! microseconds and the card a pause.
+//! CUDA graphs of repeated launch sequences.
 //!
-//! In a graph a launch may begin before the one in front of it has ended, up to its `AWAIT` (`kernels/README.md`): on Hopper and
-//! later, where the kernels have such a word.
+//! Decoding a token takes some hundred launches. Submitted one by one, each launch costs the CPU several microseconds and
+//! leaves the GPU idle for a moment. A sequence that repeats becomes a graph, which is replayed. Before each replay only
+//! the launches whose arguments changed are updated.
+//!
+//! On Hopper and later, a launch in a graph may begin before the previous launch has ended, and runs up to its `AWAIT`
+//! (`kernels/README.md`): programmatic dependent launch.
 
-use super::launch::Launch;
+use super::launch::CudaLaunch;
 use cudarc::driver::{
     result::DriverError,
     sys::{self, CUgraph, CUgraphDependencyType, CUgraphEdgeData, CUgraphExec, CUgraphNode, CUstream},
@@ -16,143 +18,144 @@ use std::{
     ptr,
 };
 
-/// Fewer launches are handed over one by one.
-const LEAST: usize = 4;
-/// A chain becomes a graph when it is seen so often: an answer's, and not a prompt's, whose long launches would gain less than
-/// making a graph costs.
-const SIGHTS: u32 = 8;
-/// Chains that are remembered.
-const MOST: usize = 128;
-/// The driver that lets launches of a graph begin early: CUDA 12.3.
-const DRIVER: i32 = 12030;
-/// The port of a kernel's node behind which those begin that may begin early.
-const EARLY: u8 = 1;
+/// Shorter sequences are submitted one by one.
+const MIN_LAUNCHES: usize = 4;
+/// A sequence becomes a graph when it is submitted this many times. Decoding reaches it. A prompt does not, and its long
+/// launches would gain less than creating a graph costs.
+const MIN_REPEATS: u32 = 8;
+/// Most sequences in the cache.
+const MAX_SEQUENCES: usize = 128;
+/// The first driver with programmatic dependent launch in graphs: CUDA 12.3.
+const MIN_DRIVER: i32 = 12030;
+/// The output port of a kernel node that triggers dependent launches early.
+const PROGRAMMATIC_PORT: u8 = 1;
 
-/// Chains by their kernels and addresses.
-pub struct Graphs {
-    chains: HashMap<u64, Seen>,
+/// Graphs by the hash of their kernels and addresses.
+pub struct GraphCache {
+    entries: HashMap<u64, GraphEntry>,
     clock: u64,
-    /// The driver knows all that is needed.
-    works: bool,
-    /// Launches may begin early.
-    early: bool,
+    /// Whether the driver supports what the graphs need.
+    is_supported: bool,
+    /// Whether a launch may begin before the previous one has ended.
+    is_early: bool,
 }
 
-/// A chain that was seen, last at `last`.
+/// A sequence that was submitted.
 #[derive(Default)]
-struct Seen {
-    last: u64,
-    times: u32,
-    chain: Option<Chain>,
+struct GraphEntry {
+    /// Clock of the last submission.
+    last_used: u64,
+    count: u32,
+    graph: Option<LaunchGraph>,
 }
 
-impl Graphs {
-    /// `driver` is its version as a number, `capability` the card's.
+impl GraphCache {
+    /// `driver` is the driver's version number, `capability` the GPU's compute capability.
     pub fn new(driver: i32, capability: (i32, i32)) -> Self {
-        Self { chains: HashMap::new(), clock: 0, works: driver >= DRIVER, early: capability >= (9, 0) }
+        Self { entries: HashMap::new(), clock: 0, is_supported: driver >= MIN_DRIVER, is_early: capability >= (9, 0) }
     }
 
-    /// Hands launches over, to run one after another. What is seen for the [`SIGHTS`]th time becomes a graph.
-    pub fn submit(&mut self, launches: Vec<Launch>, stream: CUstream) -> Result<(), DriverError> {
-        if !self.works || launches.len() < LEAST {
-            return one_by_one(&launches, stream);
+    /// Submits launches, which run in order. A sequence becomes a graph on its [`MIN_REPEATS`]th submission.
+    pub fn submit(&mut self, launches: Vec<CudaLaunch>, stream: CUstream) -> Result<(), DriverError> {
+        if !self.is_supported || launches.len() < MIN_LAUNCHES {
+            return run_each(&launches, stream);
         }
         self.clock += 1;
         let key = key(&launches);
-        if self.chains.len() >= MOST && !self.chains.contains_key(&key) {
-            self.forget();
+        if self.entries.len() >= MAX_SEQUENCES && !self.entries.contains_key(&key) {
+            self.evict_oldest();
         }
-        let seen = self.chains.entry(key).or_default();
-        (seen.last, seen.times) = (self.clock, seen.times + 1);
-        match &mut seen.chain {
-            Some(chain) if chain.is_of(&launches) => {
-                if chain.update(&launches).is_ok() {
-                    chain.launches = launches;
-                    return chain.run(stream);
+        let entry = self.entries.entry(key).or_default();
+        (entry.last_used, entry.count) = (self.clock, entry.count + 1);
+        match &mut entry.graph {
+            Some(graph) if graph.matches(&launches) => {
+                if graph.update(&launches).is_ok() {
+                    graph.launches = launches;
+                    return graph.run(stream);
                 }
-                seen.chain = None;
-                return one_by_one(&launches, stream);
+                entry.graph = None;
+                return run_each(&launches, stream);
             }
-            // Another chain with the same key.
-            Some(_) => return one_by_one(&launches, stream),
-            None if seen.times < SIGHTS => return one_by_one(&launches, stream),
+            // A different sequence with the same hash.
+            Some(_) => return run_each(&launches, stream),
+            None if entry.count < MIN_REPEATS => return run_each(&launches, stream),
             None => {}
         }
-        match Chain::new(launches, self.early) {
-            Ok(chain) => seen.chain.insert(chain).run(stream),
+        match LaunchGraph::new(launches, self.is_early) {
+            Ok(graph) => entry.graph.insert(graph).run(stream),
             Err((launches, error)) => {
-                tracing::debug!("no graphs: {error:?}");
-                self.works = false;
-                one_by_one(&launches, stream)
+                tracing::debug!("cannot create a CUDA graph ({error:?}): launches are submitted one by one");
+                self.is_supported = false;
+                run_each(&launches, stream)
             }
         }
     }
 
-    /// Forgets what was not used for longest.
-    fn forget(&mut self) {
-        if let Some(oldest) = self.chains.iter().min_by_key(|(_, seen)| seen.last).map(|(key, _)| *key) {
-            self.chains.remove(&oldest);
+    /// Removes the least recently used sequence.
+    fn evict_oldest(&mut self) {
+        if let Some(oldest) = self.entries.iter().min_by_key(|(_, entry)| entry.last_used).map(|(key, _)| *key) {
+            self.entries.remove(&oldest);
         }
     }
 
-    /// Gives all of them back. The context is current.
+    /// Destroys all graphs. The context must be current.
     pub fn clear(&mut self) {
-        self.chains.clear();
+        self.entries.clear();
     }
 }
 
-fn one_by_one(launches: &[Launch], stream: CUstream) -> Result<(), DriverError> {
+fn run_each(launches: &[CudaLaunch], stream: CUstream) -> Result<(), DriverError> {
     launches.iter().try_for_each(|launch| launch.run(stream))
 }
 
-/// A number for the kernels and addresses of a chain.
-fn key(launches: &[Launch]) -> u64 {
+/// A hash of the kernels and addresses of a sequence.
+fn key(launches: &[CudaLaunch]) -> u64 {
     let mut key = DefaultHasher::new();
     launches.iter().for_each(|launch| (launch.function, &launch.addresses).hash(&mut key));
     key.finish()
 }
 
-/// A graph, ready to run.
-struct Chain {
+/// A graph that is ready to run.
+struct LaunchGraph {
     graph: CUgraph,
     exec: CUgraphExec,
     nodes: Vec<CUgraphNode>,
-    /// As the graph has them now.
-    launches: Vec<Launch>,
+    /// The launches with the arguments that the graph has now.
+    launches: Vec<CudaLaunch>,
 }
 
-impl Chain {
-    /// On an error the launches are given back.
-    fn new(launches: Vec<Launch>, early: bool) -> Result<Self, (Vec<Launch>, DriverError)> {
+impl LaunchGraph {
+    /// Returns the launches on an error.
+    fn new(launches: Vec<CudaLaunch>, is_early: bool) -> Result<Self, (Vec<CudaLaunch>, DriverError)> {
         let (graph, exec, nodes) = (ptr::null_mut(), ptr::null_mut(), Vec::with_capacity(launches.len()));
         let mut new = Self { graph, exec, nodes, launches };
-        match new.make(early) {
+        match new.create(is_early) {
             Ok(()) => Ok(new),
             Err(error) => Err((std::mem::take(&mut new.launches), error)),
         }
     }
 
-    fn make(&mut self, early: bool) -> Result<(), DriverError> {
+    fn create(&mut self, is_early: bool) -> Result<(), DriverError> {
         let edge = CUgraphEdgeData {
-            from_port: EARLY,
+            from_port: PROGRAMMATIC_PORT,
             to_port: 0,
             type_: CUgraphDependencyType::CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC as u8,
             reserved: [0; 5],
         };
-        // SAFETY: the context is current; what is made here is given back once, when this goes; parameters are copied before a
-        // call returns.
+        // SAFETY: the context is current. `drop` destroys once what is created here. The driver copies the parameters
+        // before a call returns.
         unsafe {
             sys::cuGraphCreate(&mut self.graph, 0).result()?;
             for launch in &self.launches {
                 let before = self.nodes.last().copied();
                 let waits = before.as_slice();
-                let waits = if early { &[] } else { waits };
+                let waits = if is_early { &[] } else { waits };
                 let mut node = ptr::null_mut();
-                launch.node(|parameters| {
+                launch.with_node(|parameters| {
                     sys::cuGraphAddKernelNode_v2(&mut node, self.graph, waits.as_ptr(), waits.len(), parameters)
                         .result()
                 })?;
-                if let (true, Some(before)) = (early, before) {
+                if let (true, Some(before)) = (is_early, before) {
                     sys::cuGraphAddDependencies_v2(self.graph, &before, &node, &edge, 1).result()?;
                 }
                 self.nodes.push(node);
@@ -161,18 +164,18 @@ impl Chain {
         }
     }
 
-    /// True if it has these kernels and addresses.
-    fn is_of(&self, launches: &[Launch]) -> bool {
-        let same = |(a, b): (&Launch, &Launch)| a.function == b.function && a.addresses == b.addresses;
+    /// Whether the graph has these kernels and addresses.
+    fn matches(&self, launches: &[CudaLaunch]) -> bool {
+        let same = |(a, b): (&CudaLaunch, &CudaLaunch)| a.function == b.function && a.addresses == b.addresses;
         self.launches.len() == launches.len() && self.launches.iter().zip(launches).all(same)
     }
 
-    /// Tells launches what is new. A run that is under way keeps what it was given.
-    fn update(&self, launches: &[Launch]) -> Result<(), DriverError> {
+    /// Updates the launches whose arguments changed. A run in progress keeps its arguments.
+    fn update(&self, launches: &[CudaLaunch]) -> Result<(), DriverError> {
         let changed = self.nodes.iter().zip(self.launches.iter().zip(launches));
         for (node, (_, new)) in changed.filter(|(_, (old, new))| old != new) {
-            // SAFETY: the node is this graph's; parameters are copied before the call returns.
-            new.node(|parameters| unsafe {
+            // SAFETY: the node belongs to this graph. The driver copies the parameters before the call returns.
+            new.with_node(|parameters| unsafe {
                 sys::cuGraphExecKernelNodeSetParams_v2(self.exec, *node, parameters).result()
             })?;
         }
@@ -180,14 +183,14 @@ impl Chain {
     }
 
     fn run(&self, stream: CUstream) -> Result<(), DriverError> {
-        // SAFETY: made by this context; the memory that its launches name lives until the card is done, as with single launches.
+        // SAFETY: this context created the graph. As with single launches, the buffers live until the GPU is done.
         unsafe { sys::cuGraphLaunch(self.exec, stream).result() }
     }
 }
 
-impl Drop for Chain {
+impl Drop for LaunchGraph {
     fn drop(&mut self) {
-        // SAFETY: made by the context that is current, and given back once; a run under way ends first.
+        // SAFETY: the current context created both, and both are destroyed once. A run in progress ends first.
         unsafe {
             if !self.exec.is_null() {
                 let _ = sys::cuGraphExecDestroy(self.exec);
@@ -203,8 +206,8 @@ impl Drop for Chain {
 mod tests {
     use super::*;
 
-    fn launch(function: usize, addresses: &[u64], args: &[u32]) -> Launch {
-        Launch {
+    fn launch(function: usize, addresses: &[u64], args: &[u32]) -> CudaLaunch {
+        CudaLaunch {
             function: function as sys::CUfunction,
             args: args.to_vec(),
             addresses: addresses.to_vec(),
@@ -214,23 +217,23 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_is_known_by_its_kernels_and_addresses() {
-        let chain = |function, address, word| key(&[launch(1, &[7], &[]), launch(function, &[address, 8], &[word])]);
-        assert_eq!(chain(2, 9, 5), chain(2, 9, 6), "arguments may change");
-        assert_ne!(chain(2, 9, 5), chain(3, 9, 5));
-        assert_ne!(chain(2, 9, 5), chain(2, 10, 5));
+    fn key_depends_on_kernels_and_addresses_only() {
+        let key_of = |function, address, word| key(&[launch(1, &[7], &[]), launch(function, &[address, 8], &[word])]);
+        assert_eq!(key_of(2, 9, 5), key_of(2, 9, 6), "arguments may change");
+        assert_ne!(key_of(2, 9, 5), key_of(3, 9, 5));
+        assert_ne!(key_of(2, 9, 5), key_of(2, 10, 5));
         assert_ne!(key(&[launch(1, &[7, 8], &[])]), key(&[launch(1, &[8, 7], &[])]));
     }
 
     #[test]
-    fn room_is_made_for_what_is_new() {
-        let mut graphs = Graphs::new(DRIVER, (9, 0));
-        for last in 0..MOST as u64 {
-            graphs.chains.insert(last, Seen { last: last ^ 1, ..Seen::default() });
+    fn least_recently_used_sequence_is_evicted() {
+        let mut graphs = GraphCache::new(MIN_DRIVER, (9, 0));
+        for last in 0..MAX_SEQUENCES as u64 {
+            graphs.entries.insert(last, GraphEntry { last_used: last ^ 1, ..GraphEntry::default() });
         }
-        graphs.forget();
-        assert_eq!(graphs.chains.len(), MOST - 1);
-        assert!(!graphs.chains.contains_key(&1), "the oldest");
-        assert!(!Graphs::new(12020, (9, 0)).works && !Graphs::new(13000, (8, 9)).early);
+        graphs.evict_oldest();
+        assert_eq!(graphs.entries.len(), MAX_SEQUENCES - 1);
+        assert!(!graphs.entries.contains_key(&1), "the oldest");
+        assert!(!GraphCache::new(12020, (9, 0)).is_supported && !GraphCache::new(13000, (8, 9)).is_early);
     }
 }

@@ -1,4 +1,4 @@
-//! A launch with its addresses, as the driver takes it.
+//! A launch with resolved addresses, as CUDA takes it.
 
 use cudarc::driver::{
     result::{self, DriverError},
@@ -6,30 +6,31 @@ use cudarc::driver::{
 };
 use std::{ffi::c_void, ptr};
 
-/// Words of arguments, and buffers, that a launch has at most.
-pub const MOST_ARGUMENTS: usize = 128;
-pub const MOST_BUFFERS: usize = 31;
+/// Most words of arguments in a launch.
+pub const MAX_ARGUMENTS: usize = 128;
+/// Most buffers of a launch.
+pub const MAX_BUFFERS: usize = 31;
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct Launch {
+pub struct CudaLaunch {
     pub function: CUfunction,
-    /// At most [`MOST_ARGUMENTS`].
+    /// At most [`MAX_ARGUMENTS`].
     pub args: Vec<u32>,
-    /// At most [`MOST_BUFFERS`].
+    /// At most [`MAX_BUFFERS`].
     pub addresses: Vec<CUdeviceptr>,
     pub grid: [u32; 3],
     pub threads: u32,
 }
 
-impl Launch {
-    /// Calls `f` with a pointer to each of the kernel's parameters.
-    fn parameters<T>(&self, f: impl FnOnce(&mut [*mut c_void]) -> T) -> T {
-        // The driver copies as much as the kernel's parameters take: past the words there must be something to copy.
-        let mut words = [0u32; MOST_ARGUMENTS];
+impl CudaLaunch {
+    /// Calls `f` with a pointer to each kernel parameter.
+    fn with_parameters<T>(&self, f: impl FnOnce(&mut [*mut c_void]) -> T) -> T {
+        // The driver copies as many bytes as the kernel declares, which may be more than `args` has.
+        let mut words = [0u32; MAX_ARGUMENTS];
         words[..self.args.len()].copy_from_slice(&self.args);
-        let mut addresses: [CUdeviceptr; MOST_BUFFERS] = [0; MOST_BUFFERS];
+        let mut addresses: [CUdeviceptr; MAX_BUFFERS] = [0; MAX_BUFFERS];
         addresses[..self.addresses.len()].copy_from_slice(&self.addresses);
-        let mut parameters = [ptr::null_mut::<c_void>(); MOST_BUFFERS + 1];
+        let mut parameters = [ptr::null_mut::<c_void>(); MAX_BUFFERS + 1];
         parameters[0] = words.as_mut_ptr().cast();
         for (parameter, address) in parameters[1..].iter_mut().zip(&mut addresses) {
             *parameter = ptr::from_mut(address).cast();
@@ -37,21 +38,21 @@ impl Launch {
         f(&mut parameters)
     }
 
-    /// Encodes it.
+    /// Submits the launch to a stream.
     pub fn run(&self, stream: CUstream) -> Result<(), DriverError> {
         let [width, height, depth] = self.grid;
-        // SAFETY: the kernel's parameters are copied before the call returns; the memory lives until the card is done, since the
-        // queue frees none before.
-        self.parameters(|parameters| unsafe {
+        // SAFETY: the driver copies the parameters before the call returns. The queue frees no buffer before the GPU is
+        // done with it.
+        self.with_parameters(|parameters| unsafe {
             let (grid, block) = ((width, height, depth), (self.threads, 1, 1));
             result::launch_kernel(self.function, grid, block, 0, stream, parameters)
         })
     }
 
-    /// Calls `f` with what a graph is told of it.
-    pub fn node<T>(&self, f: impl FnOnce(&CUDA_KERNEL_NODE_PARAMS) -> T) -> T {
+    /// Calls `f` with the parameters of a graph node.
+    pub fn with_node<T>(&self, f: impl FnOnce(&CUDA_KERNEL_NODE_PARAMS) -> T) -> T {
         let [width, height, depth] = self.grid;
-        self.parameters(|parameters| {
+        self.with_parameters(|parameters| {
             f(&CUDA_KERNEL_NODE_PARAMS {
                 func: self.function,
                 gridDimX: width,

@@ -1,6 +1,8 @@
-//! Compiles the kernels when the first one is needed, and keeps the machine code in the user's cache directory: NVIDIA's compiler
-//! takes some ten seconds, the driver milliseconds. A file there begins with the hash of all that it was made from: the text, the
-//! options, the driver's version. It is made anew when that changes, or when the driver refuses it.
+//! Compiles the CUDA kernels when the first one is needed, and caches the machine code.
+//!
+//! NVIDIA's compiler takes about ten seconds. Loading cached code takes milliseconds. The cache is in the user's cache
+//! directory. Each file begins with a hash of its inputs: source text, compiler options and driver version. A file is
+//! compiled again if the hash differs or the driver refuses the code.
 
 use crate::{
     device::{DeviceError, kernels},
@@ -19,56 +21,58 @@ use std::{
     thread,
 };
 
-/// A sum rounds after each step, as on the CPU and on Metal.
+/// Without contraction a sum rounds after each step, as on the CPU and on Metal.
 const OPTIONS: [&str; 2] = ["--fmad=false", "--std=c++14"];
-/// Registers of a thread at most: few let many warps run at a time, which hides waits. Attention holds more that it waits for.
+/// Most registers per thread. Fewer registers let more warps run at a time, which hides memory latency. Attention needs
+/// more, since a thread keeps more loads in flight.
 const REGISTERS: u32 = 80;
 const ATTENTION_REGISTERS: u32 = 112;
 const HASH: usize = 32;
 
-/// A kernel of the card.
+/// A loaded kernel.
 #[derive(Clone, Copy)]
-pub struct Kernel {
+pub struct CudaKernel {
     pub function: sys::CUfunction,
-    pub most_threads: u32,
+    pub max_threads: u32,
 }
 
-pub struct Library {
-    /// As the compiler calls it: `sm_90`.
+/// All kernels of one GPU.
+pub struct CudaLibrary {
+    /// The compiler's name of it, such as `sm_90`.
     architecture: String,
     modules: Vec<sys::CUmodule>,
-    /// `None` before the sources are compiled.
-    kernels: Option<BTreeMap<String, Result<Kernel, String>>>,
+    /// `None` until the sources are compiled.
+    kernels: Option<BTreeMap<String, Result<CudaKernel, String>>>,
     /// Files that did not compile, each with the compiler's log.
     refused: Vec<(String, String)>,
 }
 
-impl Library {
+impl CudaLibrary {
     pub fn new(architecture: String) -> Self {
         Self { architecture, modules: Vec::new(), kernels: None, refused: Vec::new() }
     }
 
-    /// Compiles all files, once. The context is current.
-    fn kernels(&mut self) -> &BTreeMap<String, Result<Kernel, String>> {
+    /// Compiles all files on the first call. The context must be current.
+    fn kernels(&mut self) -> &BTreeMap<String, Result<CudaKernel, String>> {
         let Self { architecture, modules, kernels, refused } = self;
         kernels.get_or_insert_with(|| {
             let folder = os::cache_dir().map(|cache| cache.join("cuda"));
             let (mut all, mut driver) = (BTreeMap::new(), 0);
-            // SAFETY: it writes one number.
+            // SAFETY: the call writes one integer.
             let _ = unsafe { sys::cuDriverGetVersion(&mut driver) };
-            // The compiler is the slow part: files side by side.
+            // The compiler is slow, so the files are compiled in parallel.
             let images: Vec<_> = thread::scope(|scope| {
-                let make = |(name, text)| {
-                    let source = Source::new(name, text, architecture, driver, folder.as_deref());
-                    (name, scope.spawn(move || Image::make(source)))
+                let compile = |(name, text)| {
+                    let source = KernelSource::new(name, text, architecture, driver, folder.as_deref());
+                    (name, scope.spawn(move || ModuleImage::new(source)))
                 };
-                let threads: Vec<_> = kernels::FILES.into_iter().map(make).collect();
+                let threads: Vec<_> = kernels::FILES.into_iter().map(compile).collect();
                 threads.into_iter().map(|(name, thread)| (name, thread.join())).collect()
             });
             for (name, image) in images {
                 let loaded = match image {
                     Ok(image) => image.and_then(|image| image.load()),
-                    Err(_) => Err("its compilation ended in a panic".into()),
+                    Err(_) => Err("the compilation panicked".into()),
                 };
                 match loaded {
                     Ok((module, names)) => {
@@ -82,9 +86,9 @@ impl Library {
         })
     }
 
-    /// Loads every kernel: kernels, and files that did not compile, each with what is wrong with it.
+    /// Loads every kernel. Returns each kernel and each file that did not compile, with its error if any.
     pub fn all(&mut self) -> Vec<(String, Option<DeviceError>)> {
-        let each = |(name, kernel): (&String, &Result<Kernel, String>)| {
+        let each = |(name, kernel): (&String, &Result<CudaKernel, String>)| {
             (name.clone(), kernel.as_ref().err().cloned().map(DeviceError))
         };
         let mut all: Vec<_> = self.kernels().iter().map(each).collect();
@@ -92,102 +96,105 @@ impl Library {
         all
     }
 
-    pub fn kernel(&mut self, name: &str) -> Result<Kernel, DeviceError> {
+    pub fn kernel(&mut self, name: &str) -> Result<CudaKernel, DeviceError> {
         match self.kernels().get(name) {
             Some(Ok(kernel)) => Ok(*kernel),
             Some(Err(error)) => Err(DeviceError(error.clone())),
             None => {
                 let files: Vec<&str> = self.refused.iter().map(|(file, _)| file.as_str()).collect();
-                Err(DeviceError(format!("there is no kernel {name}; refused files: [{}]", files.join(", "))))
+                Err(DeviceError(format!(
+                    "there is no kernel {name}; files that did not compile: [{}]",
+                    files.join(", ")
+                )))
             }
         }
     }
 
-    /// Gives the card's memory back. The context is current.
+    /// Unloads the code from the GPU. The context must be current.
     pub fn unload(&mut self) {
         self.kernels = None;
         for module in self.modules.drain(..) {
-            // SAFETY: nothing runs any more, and no function of it is left.
+            // SAFETY: nothing runs any more, and `kernels` holds no function of the module.
             let _ = unsafe { result::module::unload(module) };
         }
     }
 }
 
-fn kernel(module: sys::CUmodule, name: &str) -> Result<Kernel, String> {
+fn kernel(module: sys::CUmodule, name: &str) -> Result<CudaKernel, String> {
     let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
     let name = CString::new(name).map_err(|error| error.to_string())?;
-    // SAFETY: the module is loaded, and so is its function.
+    // SAFETY: the module is loaded.
     let found = unsafe {
         result::module::get_function(module, name).and_then(|function| {
-            let most = result::function::get_function_attribute(function, attribute)?;
-            Ok(Kernel { function, most_threads: most.max(0) as u32 })
+            let max = result::function::get_function_attribute(function, attribute)?;
+            Ok(CudaKernel { function, max_threads: max.max(0) as u32 })
         })
     };
     found.map_err(|error| error.to_string())
 }
 
-/// Machine code of one file.
-struct Image {
+/// Machine code of one kernel file.
+struct ModuleImage {
     code: Vec<u8>,
-    /// It was kept; the driver may refuse it, and then it is made of this.
-    kept: Option<Source>,
+    /// Set if the code comes from the cache. If the driver refuses it, this source is compiled.
+    cached_from: Option<KernelSource>,
 }
 
-/// All that machine code is made from.
-struct Source {
+/// The inputs of a compilation.
+struct KernelSource {
     text: String,
     options: Vec<String>,
     hash: [u8; HASH],
-    /// The place to keep it.
+    /// The cache file.
     file: Option<PathBuf>,
 }
 
-impl Source {
+impl KernelSource {
     fn new(name: &str, text: &str, architecture: &str, driver: i32, folder: Option<&Path>) -> Self {
-        let text = kernels::cuda(text);
-        let registers = if matches!(name, "attend" | "few") { ATTENTION_REGISTERS } else { REGISTERS };
-        let ours = [format!("--maxrregcount={registers}"), format!("--gpu-architecture={architecture}")];
-        let options: Vec<String> = OPTIONS.iter().map(ToString::to_string).chain(ours).collect();
-        let made_from = format!("{driver}\n{}\n{text}", options.join(" "));
+        let text = kernels::cuda_source(text);
+        let registers = if matches!(name, "attention" | "kv_quant") { ATTENTION_REGISTERS } else { REGISTERS };
+        let variable = [format!("--maxrregcount={registers}"), format!("--gpu-architecture={architecture}")];
+        let options: Vec<String> = OPTIONS.iter().map(ToString::to_string).chain(variable).collect();
+        let inputs = format!("{driver}\n{}\n{text}", options.join(" "));
         let file = folder.map(|folder| folder.join(format!("{name}-{architecture}.cubin")));
-        Self { text, options, hash: Sha256::digest(made_from).into(), file }
+        Self { text, options, hash: Sha256::digest(inputs).into(), file }
     }
 
-    /// The code that was kept, if it was made from the same text.
-    fn kept(&self) -> Option<Vec<u8>> {
+    /// Reads the cached code. `None` if it was compiled from other inputs.
+    fn read_cache(&self) -> Option<Vec<u8>> {
         let bytes = fs::read(self.file.as_ref()?).ok()?;
         Some(bytes.strip_prefix(&self.hash)?.to_vec())
     }
 
-    /// Keeps code for the next start; if that cannot be done, the next start compiles.
-    fn keep(&self, code: &[u8]) {
+    /// Caches the code for the next start. If that fails, the next start compiles again.
+    fn write_cache(&self, code: &[u8]) {
         let Some((file, folder)) = self.file.as_ref().and_then(|file| Some((file, file.parent()?))) else { return };
-        // Another process may do the same: what is renamed is whole.
+        // Another process may write the same file, so a complete file is renamed into place.
         let temporary = file.with_extension(format!("{}.tmp", std::process::id()));
         let written = fs::create_dir_all(folder)
             .and_then(|()| fs::write(&temporary, [&self.hash, code].concat()))
             .and_then(|()| fs::rename(&temporary, file));
         if let Err(error) = written {
-            tracing::debug!("{}: {error}", file.display());
+            tracing::debug!("cannot cache CUDA code in {}: {error}", file.display());
             let _ = fs::remove_file(temporary);
         }
     }
 
     fn compile(&self) -> Result<Vec<u8>, String> {
         let (code, _) = self.build()?;
-        self.keep(&code);
+        self.write_cache(&code);
         Ok(code)
     }
 
-    /// Machine code, and what the compiler said.
+    /// Compiles. Returns the machine code and the compiler's log.
     fn build(&self) -> Result<(Vec<u8>, String), String> {
-        // SAFETY: NVIDIA's library may be loaded; it is asked for nothing but to be there.
+        // SAFETY: the call only tries to load NVIDIA's library.
         if !unsafe { nvrtc::sys::is_culib_present() } {
-            return Err("libnvrtc, the compiler of CUDA 12 or later, is not among the system's libraries".into());
+            return Err("cannot load libnvrtc, the CUDA compiler: install CUDA 12 or later".into());
         }
         let text = CString::new(self.text.as_str()).map_err(|error| error.to_string())?;
         let program = nvrtc::result::create_program(&text, None).map_err(|error| error.to_string())?;
-        // SAFETY: the program is destroyed once, below, and used before.
+        // SAFETY: the program is destroyed once, below, and not used after that.
         let done = unsafe {
             match nvrtc::result::compile_program(program, &self.options) {
                 Ok(()) => cubin(program).map(|code| (code, log(program).unwrap_or_default())),
@@ -201,20 +208,20 @@ impl Source {
 }
 
 /// # Safety
-/// The program is compiled.
+/// The program must be compiled.
 unsafe fn cubin(program: nvrtc::sys::nvrtcProgram) -> Result<Vec<u8>, String> {
     let mut len = 0;
-    // SAFETY: it writes one number.
+    // SAFETY: the call writes one integer.
     unsafe { nvrtc::sys::nvrtcGetCUBINSize(program, &mut len) }.result().map_err(|error| error.to_string())?;
     let mut code = vec![0u8; len];
-    // SAFETY: there is room for all of it.
+    // SAFETY: `code` has the length that the compiler reported.
     let done = unsafe { nvrtc::sys::nvrtcGetCUBIN(program, code.as_mut_ptr().cast::<c_char>()) };
     done.result().map_err(|error| error.to_string())?;
     Ok(code)
 }
 
 /// # Safety
-/// The program exists.
+/// The program must exist.
 unsafe fn log(program: nvrtc::sys::nvrtcProgram) -> Option<String> {
     // SAFETY: the caller's promise.
     let bytes = unsafe { nvrtc::result::get_program_log(program) }.ok()?;
@@ -223,20 +230,20 @@ unsafe fn log(program: nvrtc::sys::nvrtcProgram) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
 }
 
-impl Image {
-    fn make(source: Source) -> Result<Self, String> {
-        match source.kept() {
-            Some(code) => Ok(Self { code, kept: Some(source) }),
-            None => Ok(Self { code: source.compile()?, kept: None }),
+impl ModuleImage {
+    fn new(source: KernelSource) -> Result<Self, String> {
+        match source.read_cache() {
+            Some(code) => Ok(Self { code, cached_from: Some(source) }),
+            None => Ok(Self { code: source.compile()?, cached_from: None }),
         }
     }
 
-    /// A module of the current context, and the names of its kernels.
+    /// Loads the code into the current context. Returns the module and the names of its kernels.
     fn load(mut self) -> Result<(sys::CUmodule, Vec<String>), String> {
         loop {
-            // SAFETY: an ELF file knows its length; the driver copies it.
+            // SAFETY: an ELF file contains its length, and the driver copies it.
             let loaded = unsafe { result::module::load_data(self.code.as_ptr().cast()) };
-            match (loaded, self.kept.take()) {
+            match (loaded, self.cached_from.take()) {
                 (Ok(module), _) => return Ok((module, names(&self.code))),
                 (Err(_), Some(source)) => self.code = source.compile()?,
                 (Err(error), None) => return Err(error.to_string()),
@@ -245,7 +252,7 @@ impl Image {
     }
 }
 
-/// The kernels in machine code: each has a section `.text.NAME`.
+/// The kernels in machine code. Each has a section `.text.NAME`.
 fn names(code: &[u8]) -> Vec<String> {
     const PREFIX: &[u8] = b"\0.text.";
     let mut names: Vec<String> = code
@@ -267,32 +274,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_are_named_by_their_sections() {
+    fn kernel_names_come_from_elf_sections() {
         let code = b"\x7fELF\0.strtab\0.text.linear_1\0.nv.info.linear_1\0.text.conv\0.text.conv\0.text.cut";
         assert_eq!(names(code), ["conv", "linear_1"]);
     }
 
     #[test]
-    fn code_is_kept_for_what_it_was_made_from() {
+    fn cache_is_valid_for_same_inputs_only() {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("cuda");
-        let source = |text, architecture| Source::new("norm", text, architecture, 13000, Some(&folder));
+        let source = |text, architecture| KernelSource::new("norm", text, architecture, 13000, Some(&folder));
         let first = source("a", "sm_90");
-        assert_eq!(first.kept(), None);
-        first.keep(b"code");
-        assert_eq!(first.kept().as_deref(), Some(&b"code"[..]));
-        // Another text makes it stale, another card has a file of its own.
-        assert_eq!((source("b", "sm_90").kept(), source("a", "sm_80").kept()), (None, None));
-        source("b", "sm_90").keep(b"more");
-        assert_eq!((source("a", "sm_90").kept(), fs::read_dir(&folder).unwrap().count()), (None, 1));
-        // Without a place, nothing is kept and nothing fails.
-        let nowhere = Source::new("norm", "a", "sm_90", 13000, None);
-        nowhere.keep(b"code");
-        assert_eq!(nowhere.kept(), None);
+        assert_eq!(first.read_cache(), None);
+        first.write_cache(b"code");
+        assert_eq!(first.read_cache().as_deref(), Some(&b"code"[..]));
+        // Another text invalidates the cache. Another architecture has another file.
+        assert_eq!((source("b", "sm_90").read_cache(), source("a", "sm_80").read_cache()), (None, None));
+        source("b", "sm_90").write_cache(b"more");
+        assert_eq!((source("a", "sm_90").read_cache(), fs::read_dir(&folder).unwrap().count()), (None, 1));
+        // Without a cache directory nothing is cached and nothing fails.
+        let uncached = KernelSource::new("norm", "a", "sm_90", 13000, None);
+        uncached.write_cache(b"code");
+        assert_eq!(uncached.read_cache(), None);
     }
 
-    /// Kernels of answers and drafts over weights of 4 and 8 bits.
-    const QUICK: [&str; 11] = [
+    /// Kernels for decoding and drafts with 4-bit and 8-bit weights.
+    const DECODE_KERNELS: [&str; 11] = [
         "linear_1",
         "linear_2",
         "linear_norm_1",
@@ -306,8 +313,8 @@ mod tests {
         "experts_down_rows",
     ];
 
-    /// The bytes of each kernel's stack, from the compiler's log.
-    fn on_stack(log: &str, found: &mut BTreeMap<String, usize>) {
+    /// Reads the stack size of each kernel from the compiler's log, in bytes.
+    fn read_stack_sizes(log: &str, found: &mut BTreeMap<String, usize>) {
         let mut kernel = "";
         for line in log.lines() {
             if let Some((_, rest)) = line.split_once("entry function '") {
@@ -319,30 +326,30 @@ mod tests {
         }
     }
 
-    /// Runs if NVIDIA's compiler is installed; it needs no card.
+    /// Runs if NVIDIA's compiler is installed. It needs no GPU.
     #[test]
-    fn the_compiler_takes_every_file() {
-        // SAFETY: as in `Source::compile`.
+    fn nvrtc_compiles_every_file() {
+        // SAFETY: as in `KernelSource::build`.
         if !unsafe { nvrtc::sys::is_culib_present() } {
-            return println!("libnvrtc is not here");
+            return println!("skipped: libnvrtc is not installed");
         }
         let (mut all, mut stack) = (Vec::new(), BTreeMap::new());
         for (name, text) in kernels::FILES {
-            let mut source = Source::new(name, text, "sm_90", 0, None);
+            let mut source = KernelSource::new(name, text, "sm_90", 0, None);
             source.options.push("--ptxas-options=-v".into());
             let (code, log) = source.build().unwrap_or_else(|log| panic!("{name}: {log}"));
             all.extend(names(&code));
-            on_stack(&log, &mut stack);
+            read_stack_sizes(&log, &mut stack);
         }
-        // What registers have no room for goes through memory: with 400 bytes of it a product of two rows took 4.6 times as long as of
-        // one (an H200).
-        for kernel in QUICK {
+        // Values that do not fit in registers spill to memory. With 400 bytes of spills a product of two rows took 4.6
+        // times as long as a product of one row, on an H200.
+        for kernel in DECODE_KERNELS {
             assert!(stack[kernel] <= 32, "{kernel} has {} bytes on its stack", stack[kernel]);
         }
         for kernel in ["linear_1", "experts_up", "route", "attend_256", "delta_128", "rms_norm", "embed"] {
             assert!(all.iter().any(|name| name == kernel), "{kernel} is not among {all:?}");
         }
-        let wrong = Source::new("norm", "KERNEL(broken", "sm_90", 0, None);
+        let wrong = KernelSource::new("norm", "KERNEL(broken", "sm_90", 0, None);
         assert!(wrong.compile().unwrap_err().contains("error"));
     }
 }

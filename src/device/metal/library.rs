@@ -1,10 +1,10 @@
-//! Compiles the kernels when the first one is needed, a file at a time, and makes pipelines as they are first used.
+//! Compiles the Metal kernels when the first one is needed, and creates each pipeline on first use.
 //!
-//! Nothing of ours is kept between runs; macOS keeps some. Apple says of pipelines that Metal stores the GPU's code in a cache on disk
-//! as they are made (WWDC 2022, session 10102); it lies in the user's cache directory and may be purged at any time. Of the step
-//! before, from source to library, Apple promises nothing, so each start may have to pay for it: `moestro doctor` prints
-//! how long all of it took, and a second run shows what was kept. Nothing of ours could save that step without Xcode's tools,
-//! and an `MTLBinaryArchive` would save only what macOS saves already.
+//! Moestro caches nothing between runs, but macOS does. Metal stores the GPU code of each pipeline in the user's cache
+//! directory (WWDC 2022, session 10102), and the system may purge it. Apple does not document a cache for the step before,
+//! from source to library, so each start may repeat that step. `moestro doctor` prints how long both steps took, and a
+//! second run shows what was cached. Only Xcode's tools could save the first step, and an `MTLBinaryArchive` would save
+//! only what macOS already caches.
 
 use crate::device::{DeviceError, kernels};
 use candle_metal_kernels::metal::Device;
@@ -15,42 +15,44 @@ use std::{cell::OnceCell, collections::BTreeMap};
 
 type Pipeline = Retained<ProtocolObject<dyn MTLComputePipelineState>>;
 
-/// A page that no process has: the second one of all addresses. The argument keeps a compiler from knowing so.
+/// A kernel that writes to the second page of the address space, which no process maps. The argument hides the address
+/// from the compiler.
 const FAULT: &str = "#include <metal_stdlib>
 kernel void fault(constant uint& zero [[buffer(0)]]) {
     *(volatile device uint*)(16384ul + zero) = 1;
 }";
 
-pub struct Library {
+pub struct MetalLibrary {
     device: Device,
-    /// Empty before the sources are compiled.
-    compiled: OnceCell<Functions>,
+    /// Empty until the sources are compiled.
+    compiled: OnceCell<CompiledFunctions>,
     pipelines: BTreeMap<String, Pipeline>,
 }
 
-struct Functions {
-    /// The library that each function is in.
+struct CompiledFunctions {
+    /// The library of each function.
     libraries: BTreeMap<String, Retained<ProtocolObject<dyn MTLLibrary>>>,
     /// Files that did not compile, each with the compiler's log.
     refused: Vec<(String, String)>,
-    tiles: bool,
+    /// Whether the kernels that need matrix units compiled.
+    has_tiles: bool,
 }
 
-impl Library {
+impl MetalLibrary {
     pub fn new(device: &Device) -> Self {
         Self { device: device.clone(), compiled: OnceCell::new(), pipelines: BTreeMap::new() }
     }
 
-    /// Compiles all files, once.
-    fn compiled(&self) -> &Functions {
+    /// Compiles all files on the first call.
+    fn compiled(&self) -> &CompiledFunctions {
         self.compiled.get_or_init(|| {
             let options = MTLCompileOptions::new();
-            // A row's bytes must not depend on which of two kernels computed it; and results are compared with the CPU's.
+            // Fast math would make a row's result depend on the kernel that computed it, and differ from the CPU's result.
             // The newer `mathMode` does not exist before macOS 15.
             #[allow(deprecated)]
             options.setFastMathEnabled(false);
             let compiled = kernels::compile(|_, text, tiles| {
-                let source = NSString::from_str(&kernels::metal(text, tiles));
+                let source = NSString::from_str(&kernels::metal_source(text, tiles));
                 let library = self.device.as_ref().newLibraryWithSource_options_error(&source, Some(&options));
                 library.map_err(|error| error.localizedDescription().to_string())
             });
@@ -60,21 +62,21 @@ impl Library {
                     libraries.insert(function.to_string(), library.clone());
                 }
             }
-            Functions { libraries, refused: compiled.refused, tiles: compiled.tiles }
+            CompiledFunctions { libraries, refused: compiled.refused, has_tiles: compiled.has_tiles }
         })
     }
 
-    /// True if the kernels that need matrix units have compiled.
+    /// Whether the kernels that need matrix units compiled.
     pub fn has_tiles(&self) -> bool {
-        self.compiled().tiles
+        self.compiled().has_tiles
     }
 
-    /// Makes every pipeline: kernels, and files that did not compile, each with what is wrong with it.
+    /// Creates every pipeline. Returns each kernel and each file that did not compile, with its error if any.
     pub fn all(&mut self) -> Vec<(String, Option<DeviceError>)> {
         let names: Vec<String> = self.compiled().libraries.keys().cloned().collect();
         let refused = self.compiled().refused.iter();
         let mut all: Vec<_> = refused
-            .map(|(file, log)| (file.clone(), Some(DeviceError(format!("Apple's compiler refuses it:\n{log}")))))
+            .map(|(file, log)| (file.clone(), Some(DeviceError(format!("Apple's compiler rejects it:\n{log}")))))
             .collect();
         all.extend(names.into_iter().map(|name| {
             let error = self.pipeline(&name).err();
@@ -83,12 +85,12 @@ impl Library {
         all
     }
 
-    /// A kernel that writes where nobody has memory, for `doctor`.
-    pub fn fault(&mut self) -> Result<Pipeline, DeviceError> {
+    /// A pipeline that writes to an unmapped address, for `moestro doctor`.
+    pub fn fault_pipeline(&mut self) -> Result<Pipeline, DeviceError> {
         let refused = |error: Retained<NSError>| DeviceError(error.localizedDescription().to_string());
         let library = self.device.as_ref().newLibraryWithSource_options_error(&NSString::from_str(FAULT), None);
         let Some(function) = library.map_err(refused)?.newFunctionWithName(&NSString::from_str("fault")) else {
-            return Err(DeviceError("the kernel that fails is missing".into()));
+            return Err(DeviceError("the fault kernel is missing from its library".into()));
         };
         self.device.as_ref().newComputePipelineStateWithFunction_error(&function).map_err(refused)
     }
@@ -99,10 +101,9 @@ impl Library {
         }
         let library = self.compiled().libraries.get(name).cloned();
         let Some(function) = library.and_then(|library| library.newFunctionWithName(&NSString::from_str(name))) else {
-            let files: Vec<&str> = self.compiled().refused.iter().map(|(file, _)| file.as_str()).collect();
-            let files =
-                if files.is_empty() { "every file".into() } else { format!("all files but {}", files.join(", ")) };
-            return Err(DeviceError(format!("there is no kernel {name}, and Apple's compiler took {files}")));
+            let rejected: Vec<&str> = self.compiled().refused.iter().map(|(file, _)| file.as_str()).collect();
+            let rejected = rejected.join(", ");
+            return Err(DeviceError(format!("there is no kernel {name}; files that did not compile: [{rejected}]")));
         };
         let pipeline = self.device.as_ref().newComputePipelineStateWithFunction_error(&function);
         let pipeline =

@@ -5,7 +5,7 @@ use super::super::{
     eviction::Key,
     slots::{Purpose, SlotId, State},
 };
-use crate::device::Mark;
+use crate::device::SyncPoint;
 
 impl Experts {
     /// The slot of `key`; one whose read failed is freed.
@@ -49,7 +49,7 @@ impl Experts {
             if live.slots.is_predicted(slot) && self.reader.cancel(slot) {
                 live.slots.vacate(slot);
             } else {
-                live.slots.unpin(slot, Mark::START, &live.scores);
+                live.slots.unpin(slot, SyncPoint::START, &live.scores);
             }
         }
     }
@@ -58,7 +58,7 @@ impl Experts {
     pub(super) fn forget_failed(&self, live: &mut Live) {
         while let Some(slot) = live.ahead.give_up(|slot| live.slots.state(slot) == State::Failed) {
             self.warn_of(live, slot);
-            live.slots.unpin(slot, Mark::START, &live.scores);
+            live.slots.unpin(slot, SyncPoint::START, &live.scores);
         }
     }
 

@@ -30,7 +30,7 @@ impl Experts {
         if let Some(expert) = ids.iter().find(absent) {
             return Err(StoreError::Other(format!("layer {layer}, expert {expert} is not in memory")));
         }
-        live.slots.advance(device.passed());
+        live.slots.advance(device.completed());
         let mut lists = live.spare.pop().unwrap_or_default();
         lists.group(ids);
         while let Some(mut wanted) = lists.waiting.pop_front() {

@@ -5,7 +5,7 @@ use super::super::{
     reader::tests::{Gate, Gated},
     tests::row,
 };
-use crate::{device::Immediate, metrics::Metrics};
+use crate::{device::CpuTimeline, metrics::Metrics};
 use std::{ops::Deref, sync::Arc};
 
 const EXPERTS: u32 = 20;
@@ -41,7 +41,7 @@ fn store() -> (Experts, Opened, Arc<Metrics>) {
 /// Takes all that was asked for of `layer`; each has its own bytes.
 fn drain(mut asked: Asked<'_>, layer: u32) -> usize {
     let mut seen = 0;
-    while let Some(batch) = asked.next(&mut Immediate).unwrap() {
+    while let Some(batch) = asked.next(&mut CpuTimeline).unwrap() {
         for landed in batch.iter() {
             let page = (layer * EXPERTS + landed.expert) as u8;
             assert!(landed.pieces[0].iter().all(|&byte| byte == page), "layer {layer}, expert {}", landed.expert);
@@ -62,14 +62,14 @@ fn a_slot_that_is_being_read_into_is_not_taken_from_a_prediction() {
     store.read_ahead(1, &[0, 1], Phase::Decode);
     assert_eq!(pages(&gate, 1), [20], "one is being read, the other waits");
     let most: Vec<u32> = (0..14).collect();
-    let first = store.ask(0, &row(&most), Phase::Decode, &mut Immediate).unwrap();
+    let first = store.ask(0, &row(&most), Phase::Decode, &mut CpuTimeline).unwrap();
     assert_eq!(metrics.expert_slots_used.get(), 16);
-    let second = store.ask(0, &row(&[14]), Phase::Decode, &mut Immediate).unwrap();
+    let second = store.ask(0, &row(&[14]), Phase::Decode, &mut CpuTimeline).unwrap();
     let has = |layer, expert| store.slot_of(layer, expert).is_some();
     assert_eq!((has(1, 0), has(1, 1), has(0, 14)), (true, false, true));
     gate.open(100);
     assert_eq!((drain(first, 0), drain(second, 0)), (14, 1));
-    assert_eq!(drain(store.ask(1, &row(&[0]), Phase::Decode, &mut Immediate).unwrap(), 1), 1);
+    assert_eq!(drain(store.ask(1, &row(&[0]), Phase::Decode, &mut CpuTimeline).unwrap(), 1), 1);
     assert_eq!((metrics.lookups_decode_prefetched.get(), pages(&gate, 16).len()), (1, 16), "never read twice");
 }
 
@@ -78,7 +78,7 @@ fn a_prediction_that_was_wrong_stays_if_it_is_being_read() {
     let (store, gate, metrics) = store();
     store.read_ahead(1, &[0, 1], Phase::Decode);
     assert_eq!(pages(&gate, 1), [20]);
-    let asked = store.ask(1, &row(&[2]), Phase::Decode, &mut Immediate).unwrap();
+    let asked = store.ask(1, &row(&[2]), Phase::Decode, &mut CpuTimeline).unwrap();
     assert!(store.slot_of(1, 0).is_some() && store.slot_of(1, 1).is_none(), "the one that waited is taken back");
     gate.open(100);
     assert_eq!(drain(asked, 1), 1);
@@ -86,7 +86,7 @@ fn a_prediction_that_was_wrong_stays_if_it_is_being_read() {
         std::thread::yield_now();
     }
     assert!(store.is_present(1, 0));
-    let reads = drain(store.ask(1, &row(&[0, 2]), Phase::Decode, &mut Immediate).unwrap(), 1);
+    let reads = drain(store.ask(1, &row(&[0, 2]), Phase::Decode, &mut CpuTimeline).unwrap(), 1);
     assert_eq!((reads, pages(&gate, 2)), (2, vec![20, 22]));
     assert_eq!((metrics.lookups_decode_hit.get(), metrics.prefetches_used.get()), (1, 1));
 }
@@ -94,10 +94,10 @@ fn a_prediction_that_was_wrong_stays_if_it_is_being_read() {
 #[test]
 fn only_what_has_been_read_is_in_memory() {
     let (store, gate, metrics) = store();
-    let asked = store.ask(0, &row(&[3, 5]), Phase::Decode, &mut Immediate).unwrap();
+    let asked = store.ask(0, &row(&[3, 5]), Phase::Decode, &mut CpuTimeline).unwrap();
     assert_eq!(pages(&gate, 1), [3]);
     assert!(!store.is_present(0, 3) && store.any_present(0).is_none(), "it has a slot, and no bytes");
-    let refused = store.ask_present(0, &[3], &mut Immediate).err().unwrap().to_string();
+    let refused = store.ask_present(0, &[3], &mut CpuTimeline).err().unwrap().to_string();
     assert_eq!(refused, "layer 0, expert 3 is not in memory");
     gate.open(2);
     assert_eq!(drain(asked, 0), 2);
@@ -105,8 +105,8 @@ fn only_what_has_been_read_is_in_memory() {
     assert_eq!((store.any_present(0), store.any_present(1), store.any_present(2)), (Some(3), None, None));
 
     let before = metrics.render();
-    assert_eq!(drain(store.ask_present(0, &[5, 3, 5], &mut Immediate).unwrap(), 0), 2);
-    assert!(store.ask_present(0, &[5, 4], &mut Immediate).is_err());
+    assert_eq!(drain(store.ask_present(0, &[5, 3, 5], &mut CpuTimeline).unwrap(), 0), 2);
+    assert!(store.ask_present(0, &[5, 4], &mut CpuTimeline).is_err());
     let counted = |text: &str| -> Vec<String> {
         text.lines().filter(|line| line.starts_with("moestro_expert")).map(str::to_owned).collect()
     };

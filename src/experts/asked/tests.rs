@@ -5,7 +5,7 @@ use super::super::{
     tests::{Checkpoint, EXPERTS, LAYERS, byte, checkpoint},
 };
 use crate::{
-    device::{DeviceError, Immediate, Mark, Timeline},
+    device::{CpuTimeline, DeviceError, SyncPoint, Timeline},
     metrics::Metrics,
 };
 
@@ -48,19 +48,19 @@ impl<'s> Late<'s> {
 }
 
 impl Timeline for Late<'_> {
-    fn mark(&mut self) -> Mark {
-        Mark(self.work.len() as u64)
+    fn sync_point(&mut self) -> SyncPoint {
+        SyncPoint(self.work.len() as u64)
     }
 
-    fn passed(&mut self) -> Mark {
+    fn completed(&mut self) -> SyncPoint {
         let before = std::mem::replace(&mut self.looked, self.work.len());
         if self.eager {
             self.work_until(before);
         }
-        Mark(self.done as u64)
+        SyncPoint(self.done as u64)
     }
 
-    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
+    fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
         if self.broken {
             return Err(DeviceError("lost".into()));
         }
@@ -85,7 +85,7 @@ fn take(device: &mut Late, layer: usize, choice: &Choice, phase: Phase) -> Vec<O
                 assert_eq!(experts[place as usize].replace(landed.expert), None, "handed out twice");
             }
         }
-        batch.reads_until(device.mark());
+        batch.reads_until(device.sync_point());
     }
     experts
 }
@@ -104,7 +104,7 @@ fn slots_are_filled_again_behind_a_late_device_before_the_layer_ends() {
         }
         assert!(eager || device.waits > 0);
         assert_eq!(device.rests > 0, metrics.ssd_stall_seconds.get() > 0.0);
-        let end = device.mark();
+        let end = device.sync_point();
         device.wait_for(end).unwrap();
         assert_eq!(device.done, 20 * EXPERTS);
     }
@@ -142,7 +142,7 @@ fn a_device_that_fails_ends_the_layer_and_loses_no_slot() {
     let mut asked = store.ask(0, &choice, Phase::Decode, &mut device).unwrap();
     let error = loop {
         match asked.next(&mut device) {
-            Ok(Some(batch)) => batch.reads_until(Mark(1)),
+            Ok(Some(batch)) => batch.reads_until(SyncPoint(1)),
             Ok(None) => panic!("three experts in two slots without the device"),
             Err(error) => break error,
         }
@@ -171,7 +171,7 @@ fn a_trace_counts_the_same_whoever_computes() {
     let checkpoint = checkpoint();
     let run = |late: bool, prefetch: Prefetch| {
         let (store, metrics) = checkpoint.open(Options { prefetch, threads: 1, io: Io::Buffered, ..Options::new(16) });
-        let (mut cpu, mut gpu) = (Immediate, Late::new(&store, &checkpoint, false));
+        let (mut cpu, mut gpu) = (CpuTimeline, Late::new(&store, &checkpoint, false));
         for (at, layer) in (0..300).flat_map(|at| (0..LAYERS).map(move |layer| (at, layer))) {
             // Reads end before anybody asks again: so the disk answers in order.
             while store.reader.is_busy() {
@@ -182,7 +182,7 @@ fn a_trace_counts_the_same_whoever_computes() {
                 (0..EXPERTS).map(|e| if ids.contains(&(e as u32)) { 2.0 } else { 0.1 * e as f32 }).collect();
             let choice = Choice { ids: &ids, k: 2, logits: &logits };
             // A GPU has been waited for when its router's choice is known.
-            let end = gpu.mark();
+            let end = gpu.sync_point();
             gpu.wait_for(end).unwrap();
             let device: &mut dyn Timeline = if late { &mut gpu } else { &mut cpu };
             let mut asked = store.ask(layer, &choice, Phase::Decode, device).unwrap();
@@ -195,7 +195,7 @@ fn a_trace_counts_the_same_whoever_computes() {
             if late {
                 gpu.work.extend(handed_out);
             }
-            asked.reads_until(gpu.mark());
+            asked.reads_until(gpu.sync_point());
         }
         counts(&metrics)
     };

@@ -264,7 +264,7 @@ impl Qwen {
             let last = start + tokens == at + hidden.len() / width;
             let done = pass.predict(head, ids, rows, &mut state, last.then_some(&mut out));
             // As for the model's own passes: nothing runs when slots are let go.
-            let end = pass.run.mark();
+            let end = pass.run.sync_point();
             let waited = pass.run.wait_for(end);
             done?;
             waited?;

@@ -166,7 +166,7 @@ impl Buffers {
 mod tests {
     use super::*;
     use crate::{
-        device::Math,
+        device::CpuArithmetic,
         ops::{Cpu, gpu_limits},
     };
     use std::convert::Infallible;
@@ -182,7 +182,7 @@ mod tests {
             .flat_map(|(ffn, rows)| rows.map(|rows| (ffn, rows)))
         {
             config.ffn = ffn;
-            for limits in [Cpu::limits(Math::default()), gpu_limits(None)] {
+            for limits in [Cpu::limits(CpuArithmetic::default()), gpu_limits(None)] {
                 let (mut buffer, mut bytes) = (0, 0);
                 let take = |len| {
                     (buffer, bytes) = (buffer + 1, bytes + len as u64);

@@ -90,7 +90,7 @@ impl Pass<'_> {
             experts.read_ahead(index + 1, &lists.guess, phase);
         }
         let done = self.landed(index, &mut asked, combine, experts.is_resident(), &mut lists);
-        let mark = self.run.mark();
+        let mark = self.run.sync_point();
         if done.is_err() {
             // Slots are let go below; nothing may be reading them.
             let _ = self.run.wait_for(mark);
@@ -143,7 +143,7 @@ impl Pass<'_> {
             }
             if room.jobs.len < groups.len() * 12 || room.order.len < places.len() * 4 {
                 // Experts that come once more, behind a wrong checksum.
-                let mark = self.run.mark();
+                let mark = self.run.sync_point();
                 self.run.wait_for(mark)?;
                 room = combine.room;
             }
@@ -156,7 +156,7 @@ impl Pass<'_> {
             (room.jobs, room.order) = (rest(room.jobs, places.len() * 3), rest(room.order, places.len()));
             if !by_place {
                 // Place by place, `down` reads the slots once more.
-                batch.reads_until(self.run.mark());
+                batch.reads_until(self.run.sync_point());
             }
             if !asked.is_empty() {
                 self.run.flush()?;

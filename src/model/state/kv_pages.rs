@@ -6,7 +6,7 @@
 
 use crate::model::{config::Config, state::snapshot::Page};
 use crate::{
-    device::{DeviceError, Mark, Region, Slab, Timeline},
+    device::{DeviceError, Region, Slab, SyncPoint, Timeline},
     error::ModelError,
     ops::{Backend, Halves, Heads, Limits, Op, Part, attention::PAGE},
     plan::Plan,
@@ -107,9 +107,9 @@ macro_rules! pass_on {
 
 impl Timeline for SharedRun {
     pass_on! {
-        mark() -> Mark;
-        passed() -> Mark;
-        wait_for(mark: Mark) -> Result<(), DeviceError>;
+        sync_point() -> SyncPoint;
+        completed() -> SyncPoint;
+        wait_for(mark: SyncPoint) -> Result<(), DeviceError>;
         rest();
     }
 }

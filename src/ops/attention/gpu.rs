@@ -1,7 +1,7 @@
-//! `kernels/attend.metal`: flash-decode, in splits of some positions whose partial results are folded behind.
+//! `kernels/attention.metal`: flash-decode, in splits of some positions whose partial results are folded behind.
 
 use super::{Attend, CacheFormat, CacheWrite, Heads, NEWEST, rounded_until};
-use crate::device::{Binding, Dispatch};
+use crate::device::{Binding, Launch};
 
 /// Positions one threadgroup looks at: the fewest, which fill a device that a row has for itself.
 const LEAST: usize = 16;
@@ -83,9 +83,9 @@ impl Heads {
 }
 
 impl CacheWrite<'_> {
-    pub fn dispatch(&self) -> Dispatch {
+    pub fn dispatch(&self) -> Launch {
         let Self { shape, start, tokens, proj, turn, q, cache } = *self;
-        let mut dispatch = Dispatch {
+        let mut dispatch = Launch {
             kernel: shape.kernel(["attend_place", "attend_place_bf16", "attend_place_q8", "attend_place_q4"]),
             args: shape.args(start, tokens),
             bindings: vec![
@@ -94,15 +94,15 @@ impl CacheWrite<'_> {
                 Binding::read(turn.k_norm.floats(shape.dim)),
                 Binding::read(turn.turn.floats(tokens * shape.rotary)),
                 Binding::write(q.floats(tokens * shape.heads * shape.dim)),
-                Binding::update(cache.keys),
-                Binding::update(cache.values),
+                Binding::read_write(cache.keys),
+                Binding::read_write(cache.values),
                 Binding::read(cache.table),
             ],
             grid: [(shape.heads + 2 * shape.kv_heads) as u32, tokens as u32, 1],
             threads: 32,
         };
         if shape.newest.is_some() {
-            let ring = cache.newest.map(|newest| Binding::update(newest.first(shape.newest_bytes())));
+            let ring = cache.newest.map(|newest| Binding::read_write(newest.first(shape.newest_bytes())));
             dispatch.bindings.extend(ring);
         }
         dispatch
@@ -111,7 +111,7 @@ impl CacheWrite<'_> {
 
 impl Attend<'_> {
     /// Attention in splits, then their fold and the gate; as many rows at a time as `partials` has room for, and `most` at most.
-    pub fn dispatches(&self, most: usize) -> impl Iterator<Item = [Dispatch; 2]> {
+    pub fn dispatches(&self, most: usize) -> impl Iterator<Item = [Launch; 2]> {
         let Self { shape, start, tokens, .. } = *self;
         let row = shape.partials(start, tokens) / tokens.max(1) * 4;
         let at_once = (self.partials.len / row.max(1)).clamp(1, most);
@@ -128,7 +128,7 @@ impl Attend<'_> {
         Self { start: self.start + first, tokens: count, q, proj: self.proj.rows(first, count, width), y, ..*self }
     }
 
-    fn splits(&self) -> Dispatch {
+    fn splits(&self) -> Launch {
         let Self { shape, start, tokens, q, cache, partials, .. } = *self;
         // A simdgroup has two heads.
         let groups = shape.heads / shape.kv_heads;
@@ -143,7 +143,7 @@ impl Attend<'_> {
             bindings.extend(cache.newest.map(|newest| Binding::read(newest.first(shape.newest_bytes()))));
         }
         bindings.push(Binding::write(partials.floats(shape.partials(start, tokens))));
-        Dispatch {
+        Launch {
             kernel: shape.kernel(if shape.dim <= 128 {
                 ["attend_128", "attend_128_bf16", "attend_128_q8", "attend_128_q4"]
             } else {
@@ -156,11 +156,11 @@ impl Attend<'_> {
         }
     }
 
-    fn fold(&self) -> Dispatch {
+    fn fold(&self) -> Launch {
         let Self { shape, start, tokens, proj, partials, y, .. } = *self;
         // With few bits a threadgroup has all columns of a head, which are turned together.
         let columns = if shape.newest.is_some() { 1 } else { shape.dim.div_ceil(32) };
-        Dispatch {
+        Launch {
             kernel: if shape.newest.is_some() { "attend_join_few" } else { "attend_join" },
             args: shape.args(start, tokens),
             bindings: vec![
@@ -181,13 +181,13 @@ const WORK: usize = 1 << 24;
 
 impl Attend<'_> {
     /// Attention with the gate, of as many rows at a time as are [`WORK`]. The cache is f32 or bf16.
-    pub fn halves(&self) -> impl Iterator<Item = Dispatch> {
+    pub fn halves(&self) -> impl Iterator<Item = Launch> {
         let Self { start, tokens, .. } = *self;
         let at_once = (WORK / (start + tokens).max(1)).max(QUERIES);
         (0..tokens).step_by(at_once).map(move |first| self.part(first, at_once.min(tokens - first)).half())
     }
 
-    fn half(&self) -> Dispatch {
+    fn half(&self) -> Launch {
         let Self { shape, start, tokens, q, cache, proj, y, .. } = *self;
         assert!(shape.dim <= 256 && shape.newest.is_none(), "heads of {}", shape.dim);
         assert!(start + tokens <= shape.context, "position {} of {}", start + tokens, shape.context);
@@ -196,7 +196,7 @@ impl Attend<'_> {
         let mut args = words.map(|word| word as u32).to_vec();
         args.push((1.0 / (shape.dim as f32).sqrt()).to_bits());
         let pairs = tokens * (shape.heads / shape.kv_heads);
-        Dispatch {
+        Launch {
             kernel: if shape.format == CacheFormat::Bf16 { "prompt_bf16" } else { "prompt" },
             args,
             bindings: vec![

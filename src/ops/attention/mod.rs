@@ -17,7 +17,7 @@ pub use gpu::most_parts;
 pub use kv_format::{CacheFormat, GROUP, KvBits};
 pub use kv_quant::{NEWEST, rounded_until};
 
-use crate::device::{Effect, Region};
+use crate::device::{BufferAccess, Region};
 
 /// Positions in a page of keys and values.
 pub const PAGE: usize = 256;
@@ -131,29 +131,29 @@ pub struct Attend<'a> {
 }
 
 impl CacheWrite<'_> {
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (tokens, shape) = (self.tokens, self.shape);
-        see(self.proj.floats(tokens * shape.width()), Effect::Read);
-        see(self.turn.turn.floats(tokens * shape.rotary), Effect::Read);
-        see(self.q.floats(tokens * shape.heads * shape.dim), Effect::Write);
-        see(self.cache.table, Effect::Read);
-        see(self.cache.keys, Effect::Update);
-        see(self.cache.values, Effect::Update);
-        self.cache.newest.iter().for_each(|newest| see(*newest, Effect::Update));
+        see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);
+        see(self.turn.turn.floats(tokens * shape.rotary), BufferAccess::Read);
+        see(self.q.floats(tokens * shape.heads * shape.dim), BufferAccess::Write);
+        see(self.cache.table, BufferAccess::Read);
+        see(self.cache.keys, BufferAccess::ReadWrite);
+        see(self.cache.values, BufferAccess::ReadWrite);
+        self.cache.newest.iter().for_each(|newest| see(*newest, BufferAccess::ReadWrite));
     }
 }
 
 impl Attend<'_> {
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (tokens, shape) = (self.tokens, self.shape);
         let queries = tokens * shape.heads * shape.dim;
-        see(self.q.floats(queries), Effect::Read);
-        see(self.proj.floats(tokens * shape.width()), Effect::Read);
-        see(self.cache.table, Effect::Read);
-        see(self.cache.keys, Effect::Read);
-        see(self.cache.values, Effect::Read);
-        self.cache.newest.iter().for_each(|newest| see(*newest, Effect::Read));
-        see(self.partials, Effect::Write);
-        see(self.y.floats(queries), Effect::Write);
+        see(self.q.floats(queries), BufferAccess::Read);
+        see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);
+        see(self.cache.table, BufferAccess::Read);
+        see(self.cache.keys, BufferAccess::Read);
+        see(self.cache.values, BufferAccess::Read);
+        self.cache.newest.iter().for_each(|newest| see(*newest, BufferAccess::Read));
+        see(self.partials, BufferAccess::Write);
+        see(self.y.floats(queries), BufferAccess::Write);
     }
 }

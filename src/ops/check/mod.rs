@@ -11,7 +11,7 @@ use super::{
     Backend, Codes, Cpu, Float, GpuBackend, Halves, Op, Weight, attention, conv, delta, embedding, experts, linear,
     norm, router,
 };
-use crate::device::{Compute, DeviceError, Dispatch, Gpu, Math, Region, Timeline};
+use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Gpu, Launch, Region, Timeline};
 use std::collections::BTreeMap;
 
 /// The largest difference allowed between results in f32, in parts of the largest value.
@@ -58,7 +58,7 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
     ];
     for (what, part) in parts {
         // Memory is given back with the bench.
-        let cpu = Cpu::new(Compute::cpu(1, Math::F32));
+        let cpu = Cpu::new(CpuDevice::new(1, CpuArithmetic::F32));
         let mut bench = Bench { cpu, gpu: GpuBackend::stepping(&mut *gpu), random: Random(1), found: &mut found };
         if let Err(error) = part(&mut bench) {
             bench.found.insert(format!("({what})"), Err(error.0));
@@ -141,14 +141,14 @@ impl Bench<'_> {
     }
 
     /// Runs one launch on the GPU; as [`Bench::run`].
-    pub fn launch(&mut self, dispatch: Dispatch) -> Vec<&'static str> {
+    pub fn launch(&mut self, dispatch: Launch) -> Vec<&'static str> {
         let done = self.gpu.launch(dispatch);
         self.ran(done)
     }
 
     fn ran(&mut self, done: Result<(), DeviceError>) -> Vec<&'static str> {
         let mut ran = self.gpu.take_launched();
-        let mark = self.gpu.mark();
+        let mark = self.gpu.sync_point();
         if let Err(error) = done.and(self.gpu.wait_for(mark))
             && let Some(refused) = ran.pop()
         {

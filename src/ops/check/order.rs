@@ -46,7 +46,7 @@ fn order(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
             }
         }
         b.gpu.set_stepping(true);
-        let mark = b.gpu.mark();
+        let mark = b.gpu.sync_point();
         b.gpu.wait_for(mark)?;
         let mut last: Vec<f32> = Vec::new();
         for region in chains.into_iter().flatten() {

@@ -1,25 +1,25 @@
 //! The convolution on a GPU.
 
 use super::Conv;
-use crate::device::{Binding, Dispatch};
+use crate::device::{Binding, Launch};
 
 /// Tokens that a threadgroup takes.
 const CONV: usize = 16;
 
 impl Conv<'_> {
     /// `kernels/delta.metal`, for `K` of 4.
-    pub fn dispatch(&self) -> Dispatch {
+    pub fn dispatch(&self) -> Launch {
         let Self { shape, tokens, proj, taps, past, stored, state, out } = *self;
         let (proj, old) = shape.rows(tokens, proj, past);
         let channels = shape.channels();
-        Dispatch {
+        Launch {
             kernel: "conv",
             args: shape.args(tokens, past.rows, stored),
             bindings: vec![
                 Binding::read(proj),
                 Binding::read(old),
                 Binding::read(taps.floats(channels * 4)),
-                Binding::update(state.floats(channels * 3)),
+                Binding::read_write(state.floats(channels * 3)),
                 Binding::write(out.floats(tokens.max(1) * channels)),
             ],
             grid: [(2 * shape.key_heads + shape.value_heads) as u32, tokens.div_ceil(CONV).max(1) as u32, 1],

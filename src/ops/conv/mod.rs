@@ -12,7 +12,7 @@ mod gpu;
 pub(super) use cases::cases;
 
 use super::delta::{Delta, Past};
-use crate::device::{Effect, Region};
+use crate::device::{BufferAccess, Region};
 
 #[derive(Debug, Clone, Copy)]
 pub struct Conv<'a> {
@@ -37,11 +37,11 @@ impl Conv<'_> {
         self.taps.len / 4 / self.shape.channels().max(1)
     }
 
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let channels = self.shape.channels();
         self.past.touches(self.shape, see);
-        see(self.proj.floats(self.tokens * self.shape.width()), Effect::Read);
-        see(self.state.floats((self.taps() - 1) * channels), Effect::Update);
-        see(self.out.floats(self.tokens * channels), Effect::Write);
+        see(self.proj.floats(self.tokens * self.shape.width()), BufferAccess::Read);
+        see(self.state.floats((self.taps() - 1) * channels), BufferAccess::ReadWrite);
+        see(self.out.floats(self.tokens * channels), BufferAccess::Write);
     }
 }

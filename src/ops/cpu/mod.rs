@@ -10,7 +10,7 @@ use super::{
     quant::{Quantised, QuantisedRows},
     simd::Activations,
 };
-use crate::device::{Compute, DeviceError, Effect, Math, Region, Slab, Timeline};
+use crate::device::{BufferAccess, CpuArithmetic, CpuDevice, DeviceError, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
 /// Rows of a pass that go through a mixer together: its weights are small beside what they meet, and what it leaves between its
@@ -19,7 +19,7 @@ const MIXER: usize = 256;
 
 /// Runs operations on the CPU.
 pub struct Cpu {
-    pub(super) compute: Compute,
+    pub(super) compute: CpuDevice,
     pub(super) memory: Memory,
     /// The rows that weights met last, quantised.
     pub(super) quantised: QuantisedRows,
@@ -38,13 +38,13 @@ pub(super) struct Scratch {
 }
 
 impl Cpu {
-    pub fn new(compute: Compute) -> Self {
+    pub fn new(compute: CpuDevice) -> Self {
         let (memory, quantised, scratch) = Default::default();
         Self { compute, memory, quantised, scratch }
     }
 
     /// The limits of a CPU that computes with `math`.
-    pub fn limits(math: Math) -> Limits {
+    pub fn limits(math: CpuArithmetic) -> Limits {
         Limits {
             by_table: 0,
             by_place: 0,
@@ -54,7 +54,7 @@ impl Cpu {
             acts: false,
             waits: false,
             flush: usize::MAX,
-            cache: if math == Math::F32 { CacheFormat::F32 } else { CacheFormat::I16 },
+            cache: if math == CpuArithmetic::F32 { CacheFormat::F32 } else { CacheFormat::I16 },
             partials: None,
             working_set: None,
         }
@@ -85,14 +85,14 @@ impl Cpu {
 
     /// Refuses an operation that writes what it also touches otherwise, or what there is not.
     fn check(&self, op: &Op<'_>) -> Result<(), DeviceError> {
-        let mut seen = [(Region::default(), Effect::Read); 24];
+        let mut seen = [(Region::default(), BufferAccess::Read); 24];
         let (mut count, mut wrong) = (0, Ok(()));
         op.touches(&mut |region, effect| {
             if region.len == 0 || wrong.is_err() {
                 return;
             }
             wrong = self.known(region);
-            let writes = |effect| effect != Effect::Read;
+            let writes = |effect| effect != BufferAccess::Read;
             for (other, before) in &seen[..count] {
                 if (writes(effect) || writes(*before)) && region.overlaps(*other) {
                     wrong = refuse(format!("an operation writes {region:?} and touches {other:?}"));
@@ -112,7 +112,7 @@ impl Backend for Cpu {
     }
 
     fn limits(&self) -> Limits {
-        Self::limits(self.compute.math)
+        Self::limits(self.compute.arithmetic)
     }
 
     fn accept(&self, part: Part<'_>) -> Result<(), DeviceError> {
@@ -126,7 +126,7 @@ impl Backend for Cpu {
         self.check(op)?;
         let quantised = &mut self.quantised;
         op.touches(&mut |region, effect| {
-            if effect != Effect::Read {
+            if effect != BufferAccess::Read {
                 quantised.forget(region);
             }
         });

@@ -2,7 +2,7 @@
 
 use super::{Delta, DeltaNet, DeltaRule, Past};
 use crate::{
-    device::{Binding, Dispatch, Region},
+    device::{Binding, Launch, Region},
     ops::{Conv, linear::Halves},
 };
 
@@ -25,12 +25,12 @@ impl Delta {
 
 impl DeltaRule<'_> {
     /// The recurrence, then the norm. Panics if `dk` is above 256.
-    pub fn dispatches(&self) -> impl Iterator<Item = Dispatch> {
+    pub fn dispatches(&self) -> impl Iterator<Item = Launch> {
         [self.recurrence(false, None)].into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
     }
 
     /// With `raw` rows, whose q and k lack their norms; with a region for `squares`, all of the norm behind but each head's factor.
-    pub(super) fn recurrence(&self, raw: bool, squares: Option<Region>) -> Dispatch {
+    pub(super) fn recurrence(&self, raw: bool, squares: Option<Region>) -> Launch {
         let Self { shape, tokens, proj, mixed, decay, past, stored, state, norm, .. } = *self;
         let out = if squares.is_some() { self.y } else { self.out };
         let (proj, past_proj) = shape.rows(tokens, proj, past);
@@ -41,7 +41,7 @@ impl DeltaRule<'_> {
         let mut args = shape.args(tokens, past.rows, stored);
         let flags = args.len() - 2;
         args[flags..].copy_from_slice(&[raw.into(), squares.is_some().into()]);
-        Dispatch {
+        Launch {
             kernel: if shape.dk <= 128 { "delta_128" } else { "delta_256" },
             args,
             bindings: vec![
@@ -51,7 +51,7 @@ impl DeltaRule<'_> {
                 Binding::read(past_mixed),
                 Binding::read(decay.rate.floats(shape.value_heads)),
                 Binding::read(decay.dt_bias.floats(shape.value_heads)),
-                Binding::update(state.floats(shape.values() * shape.dk)),
+                Binding::read_write(state.floats(shape.values() * shape.dk)),
                 Binding::write(out.floats(few * shape.values())),
                 Binding::read(norm.floats(shape.dv)),
                 squares.map_or(Binding::read(norm.first(0)), Binding::write),
@@ -61,12 +61,12 @@ impl DeltaRule<'_> {
         }
     }
 
-    pub(super) fn gated_norm(&self) -> Dispatch {
+    pub(super) fn gated_norm(&self) -> Launch {
         let Self { shape, tokens, proj, norm, out, y, .. } = *self;
         let words = [shape.value_heads, shape.dv, shape.width(), shape.channels()];
         let mut args = words.map(|w| w as u32).to_vec();
         args.push(shape.eps.to_bits());
-        Dispatch {
+        Launch {
             kernel: "gated_norm",
             args,
             bindings: vec![
@@ -86,7 +86,7 @@ const MOST_HEADS: usize = 64;
 
 impl DeltaNet<'_> {
     /// Three launches for one row, four for some. Their results are those of [`DeltaNet::apart`].
-    pub fn dispatches(&self) -> Vec<Dispatch> {
+    pub fn dispatches(&self) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
         // Rows that may be walked once more need what the convolution's own kernel leaves.
         let shape = rule.shape;
@@ -103,21 +103,21 @@ impl DeltaNet<'_> {
     }
 
     /// The same with a launch for each step.
-    pub fn apart(&self) -> Vec<Dispatch> {
+    pub fn apart(&self) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
         let front = [project.dispatch(), conv.dispatch()];
         front.into_iter().chain(rule.dispatches()).chain([back.dispatch()]).collect()
     }
 
     /// The same on matrix units.
-    pub(in crate::ops) fn halves(&self, half: Halves) -> Vec<Dispatch> {
+    pub(in crate::ops) fn halves(&self, half: Halves) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
         let front = project.halves(half.x).into_iter().chain([conv.dispatch()]);
         front.chain(rule.dispatches()).chain(back.halves(half.x)).collect()
     }
 
     /// The projection of one row, and its convolution.
-    fn convolved(&self) -> Dispatch {
+    fn convolved(&self) -> Launch {
         let Conv { shape, past, proj, taps, state, out, .. } = self.conv;
         let (_, old) = shape.rows(1, proj, past);
         let channels = shape.channels();
@@ -127,7 +127,7 @@ impl DeltaNet<'_> {
         let memory = [
             Binding::read(taps.floats(4 * channels)),
             Binding::read(if past.rows > 0 { old } else { taps }),
-            Binding::update(state.floats(3 * channels)),
+            Binding::read_write(state.floats(3 * channels)),
             Binding::write(out.floats(channels)),
         ];
         dispatch.bindings.splice(3..4, memory);
@@ -135,7 +135,7 @@ impl DeltaNet<'_> {
     }
 
     /// The product behind, of rows whose heads still lack the factors that follow from their `squares`.
-    fn normed(&self, squares: Region) -> Dispatch {
+    fn normed(&self, squares: Region) -> Launch {
         let shape = self.rule.shape;
         let mut dispatch = self.back.dispatch();
         dispatch.kernel = match dispatch.kernel {

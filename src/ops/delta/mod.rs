@@ -12,7 +12,7 @@ mod cpu;
 mod gpu;
 
 use super::{Conv, Project};
-use crate::device::{Effect, Region};
+use crate::device::{BufferAccess, Region};
 pub(super) use cases::cases;
 
 /// Added to a sum of squares before the root.
@@ -61,9 +61,9 @@ pub struct Past {
 }
 
 impl Past {
-    pub(super) fn touches(&self, shape: &Delta, see: &mut dyn FnMut(Region, Effect)) {
-        see(self.proj.floats(self.rows * shape.width()), Effect::Read);
-        see(self.mixed.floats(self.rows * shape.channels()), Effect::Read);
+    pub(super) fn touches(&self, shape: &Delta, see: &mut dyn FnMut(Region, BufferAccess)) {
+        see(self.proj.floats(self.rows * shape.width()), BufferAccess::Read);
+        see(self.mixed.floats(self.rows * shape.channels()), BufferAccess::Read);
     }
 }
 
@@ -91,24 +91,24 @@ pub struct DeltaRule<'a> {
 }
 
 impl DeltaRule<'_> {
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (tokens, shape) = (self.tokens, self.shape);
         self.past.touches(shape, see);
-        see(self.proj.floats(tokens * shape.width()), Effect::Read);
-        self.results([Effect::Read, Effect::Update], see);
-        see(self.state.floats(shape.values() * shape.dk), Effect::Update);
-        see(self.out.floats(tokens * shape.values()), Effect::Write);
+        see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);
+        self.results([BufferAccess::Read, BufferAccess::ReadWrite], see);
+        see(self.state.floats(shape.values() * shape.dk), BufferAccess::ReadWrite);
+        see(self.out.floats(tokens * shape.values()), BufferAccess::Write);
     }
 
     /// The convolution's results, and the rule's, which may share memory.
-    fn results(&self, [apart, shared]: [Effect; 2], see: &mut dyn FnMut(Region, Effect)) {
+    fn results(&self, [apart, shared]: [BufferAccess; 2], see: &mut dyn FnMut(Region, BufferAccess)) {
         let mixed = self.mixed.floats(self.tokens * self.shape.channels());
         let y = self.y.floats(self.tokens * self.shape.values());
         if mixed.overlaps(y) {
-            see(mixed.hull(y), shared);
+            see(mixed.union(y), shared);
         } else {
             see(mixed, apart);
-            see(y, Effect::Write);
+            see(y, BufferAccess::Write);
         }
     }
 }
@@ -123,15 +123,15 @@ pub struct DeltaNet<'a> {
 }
 
 impl DeltaNet<'_> {
-    pub(in crate::ops) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub(in crate::ops) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let Self { conv: Conv { past, state, .. }, rule, back, .. } = self;
         let DeltaRule { shape, tokens, proj, out, .. } = *rule;
         past.touches(shape, see);
-        see(back.y.floats(tokens * back.width()), Effect::Update);
-        see(proj.floats(tokens * shape.width()), Effect::Write);
-        rule.results([Effect::Write; 2], see);
-        see(*state, Effect::Update);
-        see(rule.state.floats(shape.values() * shape.dk), Effect::Update);
-        see(out.floats(tokens * shape.values()), Effect::Write);
+        see(back.y.floats(tokens * back.width()), BufferAccess::ReadWrite);
+        see(proj.floats(tokens * shape.width()), BufferAccess::Write);
+        rule.results([BufferAccess::Write; 2], see);
+        see(*state, BufferAccess::ReadWrite);
+        see(rule.state.floats(shape.values() * shape.dk), BufferAccess::ReadWrite);
+        see(out.floats(tokens * shape.values()), BufferAccess::Write);
     }
 }

@@ -2,13 +2,13 @@
 
 use super::Embed;
 use crate::{
-    device::{Binding, Dispatch, Region},
+    device::{Binding, Launch, Region},
     ops::{Float, Weight},
 };
 
 impl Embed<'_> {
     /// `kernels/weights.metal`. An id past the end takes the last row.
-    pub fn dispatch(&self) -> Dispatch {
+    pub fn dispatch(&self) -> Launch {
         let Self { table, tokens, ids, into } = *self;
         let mut args = vec![table.cols as u32, 0];
         args.extend(table.words());
@@ -16,17 +16,17 @@ impl Embed<'_> {
         bindings.extend(table.bindings());
         bindings.push(Binding::write(into.floats(tokens * table.cols)));
         let grid = [table.cols.div_ceil(512) as u32, tokens as u32, 1];
-        Dispatch { kernel: "embed", args, bindings, grid, threads: 32 }
+        Launch { kernel: "embed", args, bindings, grid, threads: 32 }
     }
 }
 
 /// The whole matrix as f16 or f32 values, for a matrix product: `kernels/weights.metal`. Panics for bf16.
-pub fn dequantise(weight: &Weight, float: Float, out: Region) -> Dispatch {
+pub fn dequantise(weight: &Weight, float: Float, out: Region) -> Launch {
     assert!(float != Float::Bf16, "weights are expanded to f16 or f32");
     let mut args = vec![weight.cols as u32, if float == Float::F32 { 0 } else { 1 }];
     args.extend(weight.words());
     let mut bindings = weight.bindings().to_vec();
     bindings.push(Binding::write(out.first(weight.rows * weight.cols * float.bytes())));
     let grid = [weight.cols.div_ceil(512) as u32, weight.rows as u32, 1];
-    Dispatch { kernel: "dequantise", args, bindings, grid, threads: 32 }
+    Launch { kernel: "dequantise", args, bindings, grid, threads: 32 }
 }

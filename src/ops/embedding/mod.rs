@@ -8,7 +8,7 @@ pub(super) use cases::cases;
 pub use gpu::dequantise;
 
 use super::Weight;
-use crate::device::{Effect, Region};
+use crate::device::{BufferAccess, Region};
 
 /// `into[t] = table[ids[t]]`.
 #[derive(Debug, Clone, Copy)]
@@ -23,8 +23,8 @@ pub struct Embed<'a> {
 }
 
 impl Embed<'_> {
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
-        see(self.ids.floats(self.tokens), Effect::Read);
-        see(self.into.floats(self.tokens * self.table.cols), Effect::Write);
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
+        see(self.ids.floats(self.tokens), BufferAccess::Read);
+        see(self.into.floats(self.tokens * self.table.cols), BufferAccess::Write);
     }
 }

@@ -6,7 +6,7 @@
 
 use super::Group;
 use crate::{
-    device::{Compute, DeviceError, Math, Region},
+    device::{CpuArithmetic, CpuDevice, DeviceError, Region},
     ops::{
         Codes, WeightView,
         cpu::refuse,
@@ -111,7 +111,7 @@ thread_local! {
 /// lies at `of`; `out` is `[places, hidden]`. Refuses jobs of which two share a place.
 #[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn compute(
-    with: &Compute,
+    with: &CpuDevice,
     quantised: &mut QuantisedRows,
     of: Option<Region>,
     x: &[f32],
@@ -163,7 +163,7 @@ struct MiddleOut {
 }
 
 fn forward(
-    compute: &Compute,
+    compute: &CpuDevice,
     formats: &QuantisedRows,
     x: &[f32],
     hidden: usize,
@@ -171,7 +171,7 @@ fn forward(
     out: &mut [f32],
     scratch: &mut Scratch,
 ) {
-    let (math, isa) = (compute.math, Isa::best());
+    let (math, isa) = (compute.arithmetic, Isa::best());
     let Scratch { middle, places, first, half, .. } = scratch;
     arrange(math, jobs, middle, places);
 
@@ -252,14 +252,14 @@ fn forward(
             // SAFETY: places were checked.
             outs.extend(job.rows.some(block).map(|(_, place)| unsafe { base.add(place * hidden) }));
             // SAFETY: checked sizes; each task writes its own rows of `out`, of which no two lines share one.
-            unsafe { simd::product(isa, math == Math::Integer, &job.expert.down, rows, &lines, outs) };
+            unsafe { simd::product(isa, math == CpuArithmetic::Integer, &job.expert.down, rows, &lines, outs) };
             *own = emptied(lines);
         });
     });
 }
 
 /// Gives every job its rows among the intermediate values.
-fn arrange(math: Math, jobs: &[Job<'_>], middle: &mut Vec<Middle>, places: &mut Vec<(usize, usize)>) {
+fn arrange(math: CpuArithmetic, jobs: &[Job<'_>], middle: &mut Vec<Middle>, places: &mut Vec<(usize, usize)>) {
     for entry in middle.iter_mut() {
         entry.rows = 0;
     }
@@ -280,7 +280,7 @@ fn arrange(math: Math, jobs: &[Job<'_>], middle: &mut Vec<Middle>, places: &mut 
 
 impl Middle {
     /// Makes room for its rows; in f32, too, if tasks `share` slices.
-    fn writer(&mut self, math: Math, share: bool) -> MiddleOut {
+    fn writer(&mut self, math: CpuArithmetic, share: bool) -> MiddleOut {
         let format = self.codes.and_then(|codes| format(math, codes));
         if share || format.is_none() {
             self.values.resize((self.rows * self.cols).max(self.values.len()), 0.0);
@@ -312,7 +312,7 @@ struct Target {
 #[allow(clippy::too_many_arguments)]
 unsafe fn swiglu(
     isa: Isa,
-    math: Math,
+    math: CpuArithmetic,
     weights: [&WeightView<'_>; 2],
     rows: Range<usize>,
     lines: [&[Activations<'_>]; 2],
@@ -320,7 +320,7 @@ unsafe fn swiglu(
     products: &mut Vec<f32>,
     last: impl FnOnce() -> bool,
 ) {
-    let (count, width, integer) = (lines[0].len(), rows.len(), math == Math::Integer);
+    let (count, width, integer) = (lines[0].len(), rows.len(), math == CpuArithmetic::Integer);
     let Target { to, first, whole } = target;
     if rows.is_empty() {
         return;

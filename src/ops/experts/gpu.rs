@@ -3,7 +3,7 @@
 
 use super::{Combine, Experts, Mixture, Room, Slots, Stack};
 use crate::{
-    device::{Binding, Dispatch, Region},
+    device::{Binding, Launch, Region},
     ops::{
         Project,
         linear::{HalfRows, Halves},
@@ -66,9 +66,9 @@ impl Mixture {
         bindings: Vec<Binding>,
         grid: [usize; 3],
         threads: usize,
-    ) -> Dispatch {
+    ) -> Launch {
         let args = self.args(tokens, slots);
-        Dispatch { kernel, args, bindings, grid: grid.map(|n| n as u32), threads: threads as u32 }
+        Launch { kernel, args, bindings, grid: grid.map(|n| n as u32), threads: threads as u32 }
     }
 }
 
@@ -79,14 +79,14 @@ fn slabs(slots: &Slots) -> impl Iterator<Item = Binding> {
 impl Experts<'_> {
     /// `act[place] = silu(gate x) * (up x)` for every place with a slot in `slots` (`[tokens * k]`); with `shared`, the shared
     /// expert's activation too. Several calls may follow each other: hence `act` is updated.
-    pub fn up(&self, slots: Region, shared: bool) -> Dispatch {
+    pub fn up(&self, slots: Region, shared: bool) -> Launch {
         let (layer, tokens) = (self.layer, self.tokens);
         let extra = usize::from(shared && layer.shared.is_some());
         let mut bindings = vec![
             Binding::read(self.x.floats(tokens * layer.hidden())),
             Binding::read(self.room.scores.floats(tokens * layer.width())),
             Binding::read(slots.floats(tokens * layer.k)),
-            Binding::update(layer.act(&self.room, tokens)),
+            Binding::read_write(layer.act(&self.room, tokens)),
         ];
         bindings.extend(slabs(self.slots));
         let kernel = if layer.fast_up() { "experts_up" } else { "experts_up_any" };
@@ -95,18 +95,18 @@ impl Experts<'_> {
     }
 
     /// The same for places grouped by expert, without the shared one; then `out[place] = down act`, unweighted.
-    pub fn by_expert(&self, jobs: Jobs) -> [Dispatch; 2] {
+    pub fn by_expert(&self, jobs: Jobs) -> [Launch; 2] {
         let (layer, tokens) = (self.layer, self.tokens);
         let act = layer.act(&self.room, tokens);
         let words = [Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)];
         let mut up = vec![Binding::read(self.x.floats(tokens * layer.hidden())), words[0], words[1]];
-        up.push(Binding::update(act));
+        up.push(Binding::read_write(act));
         up.extend(slabs(self.slots));
         let kernel = if layer.fast_up() { "experts_up_rows" } else { "experts_up_rows_any" };
         let grid = [layer.inner().div_ceil(8), jobs.count, 1];
         let up = layer.launch(tokens, self.slots, kernel, up, grid, 128);
         let mut down = vec![Binding::read(act), words[0], words[1]];
-        down.push(Binding::update(self.room.out.floats(tokens * layer.k * layer.hidden())));
+        down.push(Binding::read_write(self.room.out.floats(tokens * layer.k * layer.hidden())));
         down.extend(slabs(self.slots));
         let kernel = if layer.stacks[2].is_fast() { "experts_down_rows" } else { "experts_down_rows_any" };
         let grid = [layer.hidden().div_ceil(16), jobs.count, 1];
@@ -119,7 +119,7 @@ impl Experts<'_> {
     }
 
     /// [`Experts::by_expert`] on matrix units.
-    pub fn halves(&self, jobs: Jobs, room: Halves) -> [Dispatch; 4] {
+    pub fn halves(&self, jobs: Jobs, room: Halves) -> [Launch; 4] {
         let (layer, tokens) = (self.layer, self.tokens);
         let (hidden, inner, row) = (layer.hidden(), layer.inner(), layer.row());
         let (places, count) = (tokens * layer.k, jobs.order.len / 4);
@@ -129,7 +129,7 @@ impl Experts<'_> {
         let launch = |from: &HalfRows, to: Region, kernel, width: usize| {
             let mut bindings = from.bindings().to_vec();
             bindings.extend([Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)]);
-            bindings.push(Binding::update(to));
+            bindings.push(Binding::read_write(to));
             bindings.extend(slabs(self.slots));
             layer.launch(tokens, self.slots, kernel, bindings, [width, jobs.count, 1], 128)
         };
@@ -147,13 +147,13 @@ impl Experts<'_> {
 impl Combine<'_> {
     /// `h[token] += sum over ranks of weight * down act`, the shared expert last: places that were computed place by place, with
     /// their `slots`.
-    pub fn down(&self, slots: Region) -> Dispatch {
+    pub fn down(&self, slots: Region) -> Launch {
         let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
         let mut bindings = vec![
             Binding::read(layer.act(room, tokens)),
             Binding::read(room.weights.floats(tokens * (layer.k + 1))),
             Binding::read(slots.floats(tokens * layer.k)),
-            Binding::update(self.h.floats(tokens * layer.hidden())),
+            Binding::read_write(self.h.floats(tokens * layer.hidden())),
         ];
         let none = [Binding::read(room.scores.first(0)); 3];
         bindings.extend(layer.shared.map_or(none, |shared| shared.down.bindings()));
@@ -166,7 +166,7 @@ impl Combine<'_> {
     }
 
     /// Places that were grouped by expert: the shared expert on its own, on matrix units if there is `half`, then the sum over ranks.
-    pub fn sum(&self, half: Option<Halves>) -> Vec<Dispatch> {
+    pub fn sum(&self, half: Option<Halves>) -> Vec<Launch> {
         let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
         let (hidden, inner) = (layer.hidden(), layer.shared_inner());
         let routed = tokens * layer.k;
@@ -189,7 +189,7 @@ impl Combine<'_> {
             Binding::read(out),
             shared,
             Binding::read(room.weights.floats(tokens * (layer.k + 1))),
-            Binding::update(self.h.floats(tokens * hidden)),
+            Binding::read_write(self.h.floats(tokens * hidden)),
         ];
         let grid = [hidden.div_ceil(128), tokens, 1];
         launches.push(layer.launch(tokens, self.slots, "experts_combine", bindings, grid, 128));
@@ -199,8 +199,8 @@ impl Combine<'_> {
 
 /// `act = silu(gate) * up`, `[tokens, inner]`, of rows of `width` floats in which `inner` gates, then `inner` ups, start
 /// at `at`: a dense feed-forward, or the shared expert on its own.
-pub fn swiglu(tokens: usize, inner: usize, scores: Region, width: usize, at: usize, act: Region) -> Dispatch {
-    Dispatch {
+pub fn swiglu(tokens: usize, inner: usize, scores: Region, width: usize, at: usize, act: Region) -> Launch {
+    Launch {
         kernel: "swiglu",
         args: [inner, width, at].map(|w| w as u32).to_vec(),
         bindings: vec![Binding::read(scores.floats(tokens * width)), Binding::write(act.floats(tokens * inner))],

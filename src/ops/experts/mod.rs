@@ -16,7 +16,7 @@ pub(in crate::ops) use gemm::{ExpertView, Job, Rows, Scratch, compute};
 pub use gpu::{Jobs, swiglu};
 
 use super::{Codes, Weight};
-use crate::device::{Effect, Region};
+use crate::device::{BufferAccess, Region};
 
 /// As a slot: this place is not part of this call.
 pub const NONE: u32 = u32::MAX;
@@ -183,41 +183,41 @@ impl Slots {
 }
 
 impl Room {
-    fn touches(&self, layer: &Mixture, tokens: usize, see: &mut dyn FnMut(Region, Effect)) {
+    fn touches(&self, layer: &Mixture, tokens: usize, see: &mut dyn FnMut(Region, BufferAccess)) {
         let places = layer.places(tokens);
-        see(self.scores.floats(tokens * layer.width()), Effect::Read);
-        see(self.act.floats((places * layer.row()).min(self.act.len / 4)), Effect::Update);
-        see(self.out.floats(places * layer.hidden()), Effect::Update);
+        see(self.scores.floats(tokens * layer.width()), BufferAccess::Read);
+        see(self.act.floats((places * layer.row()).min(self.act.len / 4)), BufferAccess::ReadWrite);
+        see(self.out.floats(places * layer.hidden()), BufferAccess::ReadWrite);
     }
 }
 
 impl Experts<'_> {
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (layer, tokens) = (self.layer, self.tokens);
-        see(self.x.floats(tokens * layer.hidden()), Effect::Read);
+        see(self.x.floats(tokens * layer.hidden()), BufferAccess::Read);
         self.room.touches(layer, tokens, see);
         match self.which {
             Which::Table { ids, slots } => {
-                see(ids.floats(tokens * layer.k), Effect::Read);
-                see(slots.floats(tokens * layer.k), Effect::Read);
+                see(ids.floats(tokens * layer.k), BufferAccess::Read);
+                see(slots.floats(tokens * layer.k), BufferAccess::Read);
             }
-            Which::Landed { by_place: Some(slots), .. } => see(slots.floats(tokens * layer.k), Effect::Write),
+            Which::Landed { by_place: Some(slots), .. } => see(slots.floats(tokens * layer.k), BufferAccess::Write),
             Which::Landed { by_place: None, .. } => {
-                see(self.room.jobs, Effect::Write);
-                see(self.room.order, Effect::Write);
+                see(self.room.jobs, BufferAccess::Write);
+                see(self.room.order, BufferAccess::Write);
             }
         }
     }
 }
 
 impl Combine<'_> {
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (layer, tokens) = (self.layer, self.tokens);
         self.room.touches(layer, tokens, see);
-        see(self.room.weights.floats(layer.places(tokens)), Effect::Read);
+        see(self.room.weights.floats(layer.places(tokens)), BufferAccess::Read);
         if let Some(slots) = self.by_place {
-            see(slots.floats(tokens * layer.k), Effect::Read);
+            see(slots.floats(tokens * layer.k), BufferAccess::Read);
         }
-        see(self.h.floats(tokens * layer.hidden()), Effect::Update);
+        see(self.h.floats(tokens * layer.hidden()), BufferAccess::ReadWrite);
     }
 }

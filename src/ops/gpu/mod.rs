@@ -1,8 +1,12 @@
 //! A GPU: operations become launches, in order.
 
 use super::{Backend, CacheFormat, Experts, Halves, Limits, Mixture, NONE, Op, Part, Which, experts::Jobs};
-use crate::device::{DeviceError, Dispatch, Effect, Gpu, Mark, Region, Slab, Timeline};
-use std::{collections::HashMap, ops::Range, sync::Arc};
+use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
+use std::{
+    collections::HashMap,
+    ops::{DerefMut, Range},
+    sync::Arc,
+};
 
 /// Kernels load 16 bytes at a time.
 const ALIGN: usize = 16;
@@ -31,12 +35,12 @@ pub const fn limits(working_set: Option<u64>) -> Limits {
 }
 
 /// Runs operations as launches.
-pub struct GpuBackend<G: Gpu> {
-    gpu: G,
+pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
+    gpu: P,
     /// Each of our buffers as a region of one of the device's.
     buffers: Vec<Region>,
     /// Regions that unfinished launches touch, with the mark at which they are over.
-    busy: Vec<(Region, Effect, Mark)>,
+    busy: Vec<(Region, BufferAccess, SyncPoint)>,
     failed: Option<String>,
     /// Room for rows in half precision, while a prompt is computed.
     half: Option<Halves>,
@@ -50,14 +54,14 @@ pub struct GpuBackend<G: Gpu> {
     launched: Vec<&'static str>,
 }
 
-impl<G: Gpu> GpuBackend<G> {
-    pub fn new(gpu: G) -> Self {
+impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
+    pub fn new(gpu: P) -> Self {
         let (buffers, busy, slots, fetched, own, launched) = Default::default();
         Self { gpu, buffers, busy, failed: None, half: None, slots, fetched, own, stepping: false, launched }
     }
 
     /// Waits behind every launch, and remembers their kernels until it is asked for them.
-    pub(super) fn stepping(gpu: G) -> Self {
+    pub(super) fn stepping(gpu: P) -> Self {
         let mut new = Self::new(gpu);
         new.stepping = true;
         new
@@ -92,15 +96,15 @@ impl<G: Gpu> GpuBackend<G> {
     }
 
     /// Encodes a launch over our buffers.
-    pub fn launch(&mut self, mut dispatch: Dispatch) -> Result<(), DeviceError> {
+    pub fn launch(&mut self, mut dispatch: Launch) -> Result<(), DeviceError> {
         self.sound()?;
         let first = self.busy.len();
         for binding in &mut dispatch.bindings {
-            self.busy.push((binding.region, binding.effect, Mark::START));
+            self.busy.push((binding.region, binding.access, SyncPoint::START));
             binding.region = self.place(binding.region);
         }
         let done = self.gpu.launch(&dispatch);
-        let mark = self.gpu.mark();
+        let mark = self.gpu.sync_point();
         self.busy[first..].iter_mut().for_each(|(.., until)| *until = mark);
         if self.stepping {
             self.launched.push(dispatch.kernel);
@@ -110,7 +114,7 @@ impl<G: Gpu> GpuBackend<G> {
         self.keep(done)
     }
 
-    fn all(&mut self, launches: impl IntoIterator<Item = Dispatch>) -> Result<(), DeviceError> {
+    fn all(&mut self, launches: impl IntoIterator<Item = Launch>) -> Result<(), DeviceError> {
         launches.into_iter().try_for_each(|dispatch| self.launch(dispatch))
     }
 
@@ -158,8 +162,8 @@ impl<G: Gpu> GpuBackend<G> {
     }
 
     /// Waits for the launches that are in the way of touching `region` so, and for no more than those.
-    fn settle(&mut self, region: Region, effect: Effect) -> Result<(), DeviceError> {
-        let conflicts = |other: Effect| effect != Effect::Read || other != Effect::Read;
+    fn settle(&mut self, region: Region, access: BufferAccess) -> Result<(), DeviceError> {
+        let conflicts = |other: BufferAccess| access != BufferAccess::Read || other != BufferAccess::Read;
         let touched = self.busy.iter().filter(|(other, with, _)| conflicts(*with) && other.overlaps(region));
         if let Some(mark) = touched.map(|(.., mark)| *mark).max() {
             let done = self.gpu.wait_for(mark);
@@ -195,7 +199,7 @@ fn accept_mixture(layer: &Mixture) -> Result<(), DeviceError> {
     Ok(())
 }
 
-impl<G: Gpu> Backend for GpuBackend<G> {
+impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     fn name(&self) -> String {
         self.gpu.name()
     }
@@ -255,7 +259,7 @@ impl<G: Gpu> Backend for GpuBackend<G> {
     }
 
     fn lost(&self) -> bool {
-        self.gpu.lost()
+        self.gpu.is_lost()
     }
 
     fn prompt(&mut self, room: Option<Halves>) {
@@ -264,15 +268,17 @@ impl<G: Gpu> Backend for GpuBackend<G> {
 
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {
         let from = from.first(into.len());
-        self.settle(from, Effect::Read)?;
-        let done = self.gpu.read(self.place(from), into);
+        self.settle(from, BufferAccess::Read)?;
+        let from = self.place(from);
+        let done = self.gpu.read(from, into);
         self.keep(done)
     }
 
     fn write(&mut self, to: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         let to = to.first(bytes.len());
-        self.settle(to, Effect::Write)?;
-        let done = self.gpu.write(self.place(to), bytes);
+        self.settle(to, BufferAccess::Write)?;
+        let to = self.place(to);
+        let done = self.gpu.write(to, bytes);
         self.keep(done)
     }
 
@@ -309,27 +315,28 @@ impl<G: Gpu> Backend for GpuBackend<G> {
             return Ok(());
         }
         self.sound()?;
-        let done = self.gpu.landed(self.place(region));
-        self.busy.push((region, Effect::Write, self.gpu.mark()));
+        let placed = self.place(region);
+        let done = self.gpu.upload(placed);
+        self.busy.push((region, BufferAccess::Write, self.gpu.sync_point()));
         self.fetched.insert(region, content);
         self.keep(done)
     }
 
     fn longest(&self) -> usize {
-        self.gpu.longest()
+        self.gpu.max_buffer_len()
     }
 }
 
-impl<G: Gpu> Timeline for GpuBackend<G> {
-    fn mark(&mut self) -> Mark {
-        self.gpu.mark()
+impl<P: DerefMut<Target: Gpu> + Send> Timeline for GpuBackend<P> {
+    fn sync_point(&mut self) -> SyncPoint {
+        self.gpu.sync_point()
     }
 
-    fn passed(&mut self) -> Mark {
-        self.gpu.passed()
+    fn completed(&mut self) -> SyncPoint {
+        self.gpu.completed()
     }
 
-    fn wait_for(&mut self, mark: Mark) -> Result<(), DeviceError> {
+    fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
         let done = self.gpu.wait_for(mark);
         self.busy.retain(|(.., until)| *until > mark);
         if done.is_err() {
@@ -340,7 +347,7 @@ impl<G: Gpu> Timeline for GpuBackend<G> {
     }
 }
 
-impl<G: Gpu> Drop for GpuBackend<G> {
+impl<P: DerefMut<Target: Gpu> + Send> Drop for GpuBackend<P> {
     fn drop(&mut self) {
         for buffer in self.own.drain(..) {
             self.gpu.release(buffer);

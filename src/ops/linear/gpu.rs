@@ -2,7 +2,7 @@
 
 use super::{Norm, Project};
 use crate::{
-    device::{Binding, Dispatch, Region},
+    device::{Binding, Launch, Region},
     ops::{Weight, quant::fast},
 };
 
@@ -33,12 +33,12 @@ const FEW: usize = 4096;
 
 impl Project<'_> {
     /// Panics if there is no matrix, or more than four.
-    pub fn dispatch(&self) -> Dispatch {
+    pub fn dispatch(&self) -> Launch {
         self.dispatch_into(self.width())
     }
 
     /// The same into the first columns of rows of `width` floats.
-    pub(in crate::ops) fn dispatch_into(&self, width: usize) -> Dispatch {
+    pub(in crate::ops) fn dispatch_into(&self, width: usize) -> Launch {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let cols = self.cols();
         let any = !matrices.iter().all(|m| fast(m.codes, m.gain, m.cols, &[4, 8]));
@@ -48,7 +48,7 @@ impl Project<'_> {
         let mut bindings = vec![
             Binding::read(x),
             Binding::read(norm.map_or(x.first(0), |n| n.weight.floats(cols))),
-            if add || width > self.width() { Binding::update(y) } else { Binding::write(y) },
+            if add || width > self.width() { Binding::read_write(y) } else { Binding::write(y) },
             keep.map_or(Binding::read(x.first(0)), |kept| Binding::write(kept.floats(tokens * cols))),
         ];
         bindings.extend(four(matrices).flat_map(Weight::bindings));
@@ -57,7 +57,7 @@ impl Project<'_> {
         // expert's down, whose sums are those of `experts_down`.
         let few = !any && (add || norm.is_some()) && matrices.iter().map(|m| m.rows).sum::<usize>() <= FEW;
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(if few { 4 } else { 16 })).sum();
-        Dispatch {
+        Launch {
             kernel: NAMES[usize::from(any)][usize::from(norm.is_some())][usize::from(batch)],
             args: args([tokens, cols, width], matrices, add, keep.is_some(), norm.map_or(0.0, |n| n.eps)),
             bindings,
@@ -105,23 +105,23 @@ impl HalfRows {
     }
 
     /// Writes all rows from `x`, which has `stride` floats a row, or from its norm.
-    pub fn fill(&self, x: Region, stride: usize, norm: Option<Norm>) -> Dispatch {
+    pub fn fill(&self, x: Region, stride: usize, norm: Option<Norm>) -> Launch {
         self.launch(x, stride, norm, None, self.scales.len / 4)
     }
 
     /// Writes the rows that `list` names, `count` of them.
-    pub fn fill_some(&self, x: Region, stride: usize, list: Region, count: usize) -> Dispatch {
+    pub fn fill_some(&self, x: Region, stride: usize, list: Region, count: usize) -> Launch {
         self.launch(x, stride, None, Some(list.floats(count)), count)
     }
 
-    fn launch(&self, x: Region, stride: usize, norm: Option<Norm>, list: Option<Region>, count: usize) -> Dispatch {
+    fn launch(&self, x: Region, stride: usize, norm: Option<Norm>, list: Option<Region>, count: usize) -> Launch {
         let (cols, rows, none) = (self.cols, self.scales.len / 4, Binding::read(x.first(0)));
         let keep = norm.and_then(|norm| norm.keep);
         let words = [cols, stride, cols.next_multiple_of(DEPTH), norm.is_some().into(), keep.is_some().into()];
         let mut args = words.map(|w| w as u32).to_vec();
         args.extend([list.is_some().into(), norm.map_or(0.0, |norm| norm.eps).to_bits()]);
-        let write = if list.is_some() { Binding::update } else { Binding::write };
-        Dispatch {
+        let write = if list.is_some() { Binding::read_write } else { Binding::write };
+        Launch {
             kernel: "half_rows",
             args,
             bindings: vec![
@@ -138,16 +138,16 @@ impl HalfRows {
     }
 
     /// `y = x W^T` for one to four matrices, whose rows follow one another from column `at` of rows of `width`; `y +=` with `add`.
-    pub fn product(&self, matrices: &[Weight], y: Region, (at, width): (usize, usize), add: bool) -> Dispatch {
+    pub fn product(&self, matrices: &[Weight], y: Region, (at, width): (usize, usize), add: bool) -> Launch {
         let (tokens, cols) = (self.scales.len / 4, self.cols);
         let any = !matrices.iter().all(|m| fast(m.codes, m.gain, m.cols, &[4, 8]));
         let rows: usize = matrices.iter().map(|m| m.rows).sum();
         let y = y.floats(tokens * width).part(at * 4, (tokens * width - at) * 4);
         let mut bindings = self.bindings().to_vec();
-        bindings.push(if add || rows < width { Binding::update(y) } else { Binding::write(y) });
+        bindings.push(if add || rows < width { Binding::read_write(y) } else { Binding::write(y) });
         bindings.extend(four(matrices).flat_map(Weight::bindings));
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(TILE[1])).sum();
-        Dispatch {
+        Launch {
             kernel: if any { "gemm_any" } else { "gemm_fast" },
             args: args([tokens, cols, width], matrices, add, false, 0.0),
             bindings,
@@ -159,7 +159,7 @@ impl HalfRows {
 
 impl Project<'_> {
     /// The same as [`Project::dispatch`] on matrix units, in half precision.
-    pub fn halves(&self, room: Region) -> [Dispatch; 2] {
+    pub fn halves(&self, room: Region) -> [Launch; 2] {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let (cols, width) = (self.cols(), self.width());
         let rows = HalfRows::new(room, tokens, cols);

@@ -1,10 +1,10 @@
 //! The products of all matrices as one parallel job. A row of the result has the same bytes whatever `tokens` and the number
-//! of threads. With [`Math::Integer`] affine weights meet activations quantised to integers (see [`quant`](crate::ops::quant)),
+//! of threads. With [`CpuArithmetic::Integer`] affine weights meet activations quantised to integers (see [`quant`](crate::ops::quant)),
 //! everything else is f32.
 
 use super::Norm;
 use crate::{
-    device::{Compute, DeviceError, Math, Region},
+    device::{CpuArithmetic, CpuDevice, DeviceError, Region},
     ops::{
         Codes, WeightView,
         cpu::{Memory, refuse},
@@ -36,7 +36,7 @@ wide! {
 
 /// The rows that meet the weights: `x`, or its norm, kept where the norm says or in `own`. With the buffer they lie in.
 pub(in crate::ops) fn normed<'a>(
-    compute: &Compute,
+    compute: &CpuDevice,
     memory: &'a Memory,
     x: Region,
     tokens: usize,
@@ -102,7 +102,7 @@ pub(in crate::ops) fn emptied<A, B>(mut list: Vec<A>) -> Vec<B> {
 /// added to `sums`, of the same shape, by the task that has computed them.
 #[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn product(
-    compute: &Compute,
+    compute: &CpuDevice,
     quantised: &QuantisedRows,
     x: &[f32],
     cols: usize,
@@ -115,7 +115,7 @@ pub(in crate::ops) fn product(
     let base = Out(out.as_mut_ptr());
     let mut rows_of = [None; 4];
     for (rows, Column { weight, .. }) in rows_of.iter_mut().zip(weights) {
-        *rows = quantised.of(compute.math, weight.codes);
+        *rows = quantised.of(compute.arithmetic, weight.codes);
     }
     let line = |weight: usize, token: usize| Activations {
         x: &x[token * cols..(token + 1) * cols],
@@ -132,7 +132,7 @@ pub(in crate::ops) fn product(
         let (index, rows) = locate(weights, height, task);
         let all = at..(at + block).min(tokens);
         let meet = |lines: &[Activations<'_>], outs: &[Out]| {
-            let integer = compute.math == Math::Integer;
+            let integer = compute.arithmetic == CpuArithmetic::Integer;
             // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
             unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), lines, outs) };
             let Some(sums) = sums else { return };

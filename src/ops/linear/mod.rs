@@ -11,7 +11,7 @@ pub use gpu::Halves;
 pub(in crate::ops) use matmul::{Column, check, emptied, normed, product};
 
 use super::Weight;
-use crate::device::{Effect, Region};
+use crate::device::{BufferAccess, Region};
 
 /// `x / sqrt(mean(x^2) + eps) * weight`, row by row.
 #[derive(Debug, Clone, Copy)]
@@ -46,12 +46,12 @@ impl Project<'_> {
         self.matrices.iter().map(|matrix| matrix.rows).sum()
     }
 
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
-        see(self.x.floats(self.tokens * self.cols()), Effect::Read);
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
+        see(self.x.floats(self.tokens * self.cols()), BufferAccess::Read);
         if let Some(keep) = self.norm.and_then(|norm| norm.keep) {
-            see(keep.floats(self.tokens * self.cols()), Effect::Write);
+            see(keep.floats(self.tokens * self.cols()), BufferAccess::Write);
         }
-        let effect = if self.add { Effect::Update } else { Effect::Write };
+        let effect = if self.add { BufferAccess::ReadWrite } else { BufferAccess::Write };
         see(self.y.floats(self.tokens * self.width()), effect);
     }
 }

@@ -2,24 +2,24 @@
 
 use super::Mlp;
 use crate::{
-    device::{Dispatch, Region},
+    device::{Launch, Region},
     ops::{experts, linear::Project},
 };
 
 impl Mlp<'_> {
     /// [`Mlp::dispatches`] on matrix units.
-    pub(in crate::ops) fn halves(&self, room: Region) -> Vec<Dispatch> {
+    pub(in crate::ops) fn halves(&self, room: Region) -> Vec<Launch> {
         let (gate_up, act, down) = self.steps();
         [&gate_up.halves(room)[..], &[act], &down.halves(room)].concat()
     }
 
     /// Gate and up; their activation; down, added to `h`.
-    pub fn dispatches(&self) -> [Dispatch; 3] {
+    pub fn dispatches(&self) -> [Launch; 3] {
         let (gate_up, act, down) = self.steps();
         [gate_up.dispatch(), act, down.dispatch()]
     }
 
-    fn steps(&self) -> (Project<'_>, Dispatch, Project<'_>) {
+    fn steps(&self) -> (Project<'_>, Launch, Project<'_>) {
         let Self { tokens, norm, gate_up, down, scores, act, h } = *self;
         let inner = down.cols;
         (

@@ -4,7 +4,7 @@ mod cpu;
 mod gpu;
 
 use super::{Norm, Weight};
-use crate::device::{Effect, Region};
+use crate::device::{BufferAccess, Region};
 
 #[derive(Debug, Clone, Copy)]
 pub struct Mlp<'a> {
@@ -23,10 +23,10 @@ pub struct Mlp<'a> {
 }
 
 impl Mlp<'_> {
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let inner = self.tokens * self.down.cols;
-        see(self.scores.floats(2 * inner), Effect::Write);
-        see(self.act.floats(inner), Effect::Write);
-        see(self.h.floats(self.tokens * self.down.rows), Effect::Update);
+        see(self.scores.floats(2 * inner), BufferAccess::Write);
+        see(self.act.floats(inner), BufferAccess::Write);
+        see(self.h.floats(self.tokens * self.down.rows), BufferAccess::ReadWrite);
     }
 }

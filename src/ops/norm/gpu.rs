@@ -1,10 +1,10 @@
 //! RMS norm on a GPU.
 
-use crate::device::{Binding, Dispatch, Region};
+use crate::device::{Binding, Launch, Region};
 
 /// `y = x / rms(x) * w` for rows of `w`'s length, on its own: `kernels/norm.metal`.
-pub fn rms_norm(rows: usize, cols: usize, eps: f32, x: Region, w: Region, y: Region) -> Dispatch {
-    Dispatch {
+pub fn rms_norm(rows: usize, cols: usize, eps: f32, x: Region, w: Region, y: Region) -> Launch {
+    Launch {
         kernel: "rms_norm",
         args: vec![rows as u32, cols as u32, 0, 0, eps.to_bits()],
         bindings: vec![

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::weight::Codes;
 use crate::{
-    device::{Compute, Math, Region},
+    device::{CpuArithmetic, CpuDevice, Region},
     ops::simd::{CacheLine, wide},
 };
 
@@ -98,7 +98,7 @@ impl QuantisedRows {
     /// Quantises `x` (`[tokens, cols]`), which lies at `of`, in those formats of `codes` in which it is not yet there.
     pub fn fill(
         &mut self,
-        compute: &Compute,
+        compute: &CpuDevice,
         of: Option<Region>,
         x: &[f32],
         tokens: usize,
@@ -109,7 +109,7 @@ impl QuantisedRows {
             self.formats.clear();
             self.of = of;
         }
-        for format in codes.filter_map(|codes| format(compute.math, codes)) {
+        for format in codes.filter_map(|codes| format(compute.arithmetic, codes)) {
             if self.formats.contains(&format) {
                 continue;
             }
@@ -127,7 +127,7 @@ impl QuantisedRows {
     }
 
     /// The rows for a weight of `codes`; `None` where the product is f32.
-    pub fn of(&self, math: Math, codes: Codes) -> Option<&Quantised> {
+    pub fn of(&self, math: CpuArithmetic, codes: Codes) -> Option<&Quantised> {
         let wanted = format(math, codes)?;
         self.formats.iter().position(|format| *format == wanted).map(|index| &self.rows[index])
     }
@@ -298,9 +298,9 @@ wide! {
 }
 
 /// The quantisation of the activations for an affine weight; `None` where the product is f32.
-pub(in crate::ops) fn format(math: Math, codes: Codes) -> Option<Format> {
+pub(in crate::ops) fn format(math: CpuArithmetic, codes: Codes) -> Option<Format> {
     match (math, codes) {
-        (Math::Integer, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
+        (CpuArithmetic::Integer, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
         _ => None,
     }
 }

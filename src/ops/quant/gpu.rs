@@ -14,7 +14,7 @@ impl Weight {
     }
 }
 
-/// `struct Matrix` of `kernels/codes.metal`.
+/// `struct Matrix` of `kernels/quant.metal`.
 pub(in crate::ops) fn matrix_words(codes: Codes, rows: usize, gain: f32) -> [u32; 5] {
     let real = |float| match float {
         Float::F32 => 0,

@@ -2,7 +2,7 @@
 
 use super::Route;
 use crate::{
-    device::{Binding, Dispatch, Region},
+    device::{Binding, Launch, Region},
     ops::{
         experts::Shared,
         linear::{HalfRows, Project},
@@ -11,7 +11,7 @@ use crate::{
 
 impl Route<'_> {
     /// `kernels/linear.metal`, then `kernels/route.metal`. Panics above 1024 experts.
-    pub fn dispatches(&self) -> [Dispatch; 2] {
+    pub fn dispatches(&self) -> [Launch; 2] {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let mut matrices = [layer.router; 4];
         let mut count = 1;
@@ -25,7 +25,7 @@ impl Route<'_> {
 
     /// The same with the shared expert's part on matrix units. The choice is made from scores as exact as ever: those of the
     /// normed rows that are kept, so there has to be a norm that keeps them.
-    pub(in crate::ops) fn halves(&self, room: Region) -> Option<Vec<Dispatch>> {
+    pub(in crate::ops) fn halves(&self, room: Region) -> Option<Vec<Launch>> {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let kept = norm?.keep?;
         let (cols, experts, width) = (layer.router.cols, layer.router.rows, self.width());
@@ -41,14 +41,14 @@ impl Route<'_> {
     }
 
     /// The second launch: each row's k experts and weights from its scores.
-    pub fn choice(&self) -> Dispatch {
+    pub fn choice(&self) -> Launch {
         let Self { layer, tokens, table, scores, ids, slots, weights, .. } = *self;
         let (experts, k, width) = (layer.router.rows, layer.k, self.width());
         assert!(experts <= 1024 && k <= experts, "{k} of {experts} experts");
         let shared = self.shared().is_some();
         let gate = [if shared { width - 1 } else { 0 }, shared.into(), layer.renormalise.into()];
         let words = [experts, k, width, gate[0], gate[1], gate[2]];
-        Dispatch {
+        Launch {
             kernel: "route",
             args: words.map(|w| w as u32).to_vec(),
             bindings: vec![

@@ -11,7 +11,7 @@ use super::{
     Norm,
     experts::{Mixture, Shared},
 };
-use crate::device::{Effect, Region};
+use crate::device::{BufferAccess, Region};
 
 /// The experts of each row of `x`, or of its norm.
 #[derive(Debug, Clone, Copy)]
@@ -44,15 +44,15 @@ impl Route<'_> {
         self.layer.shared.as_ref().filter(|_| !self.alone)
     }
 
-    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, Effect)) {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (tokens, Mixture { k, router, .. }) = (self.tokens, self.layer);
-        see(self.x.floats(tokens * router.cols), Effect::Read);
+        see(self.x.floats(tokens * router.cols), BufferAccess::Read);
         if let Some(keep) = self.norm.and_then(|norm| norm.keep) {
-            see(keep.floats(tokens * router.cols), Effect::Write);
+            see(keep.floats(tokens * router.cols), BufferAccess::Write);
         }
-        see(self.scores.floats(tokens * self.width()), Effect::Write);
-        see(self.ids.floats(tokens * k), Effect::Write);
-        see(self.slots.floats(tokens * k), Effect::Write);
-        see(self.weights.floats(tokens * (k + 1)), Effect::Write);
+        see(self.scores.floats(tokens * self.width()), BufferAccess::Write);
+        see(self.ids.floats(tokens * k), BufferAccess::Write);
+        see(self.slots.floats(tokens * k), BufferAccess::Write);
+        see(self.weights.floats(tokens * (k + 1)), BufferAccess::Write);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{Lab, to_bits};
 use crate::{
-    device::{Math, Region},
+    device::{CpuArithmetic, Region},
     ops::{
         Attend, Cache, CacheFormat, CacheWrite, Heads, Turn,
         simd::{
@@ -113,7 +113,7 @@ fn attention_is_right() {
             let filled = Filled::random(&mut lab, &mut random, shape, count);
             let (tokens, dim, width) = ((count / 2).min(70), shape.dim, shape.heads * shape.dim);
             let at = count - tokens;
-            let got = filled.attend(lab.with(3, Math::Integer), at, tokens);
+            let got = filled.attend(lab.with(3, CpuArithmetic::Integer), at, tokens);
             let (q, proj) = (lab.read(filled.q), lab.read(filled.proj));
             for token in 0..tokens {
                 for head in 0..shape.heads {

@@ -3,7 +3,7 @@
 
 use super::{Lab, to_bits};
 use crate::{
-    device::{Math, Region},
+    device::{CpuArithmetic, Region},
     ops::{
         Conv, Decay, Delta, DeltaRule, Past,
         simd::{
@@ -92,7 +92,7 @@ fn the_rule_is_right() {
         let tokens = 50;
         let proj = lab.random(&mut random, tokens * shape.width());
         let mut plain = vec![0.0; shape.values() * dk];
-        let [mixed, out, _] = layer.run(lab.with(3, Math::Integer), proj, tokens);
+        let [mixed, out, _] = layer.run(lab.with(3, CpuArithmetic::Integer), proj, tokens);
         let (rate, bias, proj) = (lab.read(layer.decay.rate), lab.read(layer.decay.dt_bias), lab.read(proj));
         let expected = rule(&shape, &rate, &bias, &mixed, &proj, &mut plain);
         for (got, expected) in out.iter().zip(&expected).chain(lab.read(layer.state).iter().zip(&plain)) {
@@ -111,7 +111,7 @@ fn chunks_and_threads_do_not_show() {
         let (tokens, width) = (37, shape.width());
         let proj = lab.random(&mut random, tokens * width);
         let mut run = |threads: usize, cuts: &[usize]| {
-            let lab = lab.with(threads, Math::Integer);
+            let lab = lab.with(threads, CpuArithmetic::Integer);
             let layer =
                 Layer { samples: lab.room(3 * shape.channels()), state: lab.room(shape.values() * shape.dk), ..layer };
             let (mut rows, mut at) = (Vec::new(), 0);
@@ -143,9 +143,9 @@ fn rows_that_may_be_taken_back_give_the_same_bytes() {
         let another =
             |lab: &mut Lab| Layer { samples: lab.room(3 * channels), state: lab.room(shape.values() * dk), ..layer };
         let whole = another(&mut lab);
-        let [_, _, y] = whole.run(lab.with(1, Math::Integer), proj, 9);
+        let [_, _, y] = whole.run(lab.with(1, CpuArithmetic::Integer), proj, 9);
         for threads in [1, 3] {
-            let lab = lab.with(threads, Math::Integer);
+            let lab = lab.with(threads, CpuArithmetic::Integer);
             let layer = another(lab);
             let [mixed, _, first] = layer.walk(lab, Past::default(), proj, 4, 0);
             assert!(lab.read(layer.state).iter().chain(&lab.read(layer.samples)).all(|x| *x == 0.0));
@@ -182,7 +182,7 @@ fn the_convolution_is_right() {
     let proj = lab.random(&mut random, tokens * shape.width());
     let mut full: Vec<Vec<f32>> = lab.read(layer.samples).chunks(channels).map(<[f32]>::to_vec).collect();
     full.extend(lab.read(proj).chunks(shape.width()).map(|row| row[..channels].to_vec()));
-    let [y, ..] = layer.run(lab.with(2, Math::Integer), proj, tokens);
+    let [y, ..] = layer.run(lab.with(2, CpuArithmetic::Integer), proj, tokens);
     let taps = lab.read(layer.taps);
     for (token, y) in y.chunks(channels).enumerate() {
         let mut expected: Vec<f64> = (0..channels)

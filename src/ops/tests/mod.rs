@@ -9,7 +9,7 @@ use super::{
         tests::{Owned, Random, with},
     },
 };
-use crate::device::{Compute, DeviceError, Math, Region};
+use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Region};
 
 mod attention;
 mod delta;
@@ -24,12 +24,12 @@ struct Lab {
 
 impl Lab {
     fn new() -> Self {
-        Self { cpu: Cpu::new(Compute::cpu(1, Math::Integer)) }
+        Self { cpu: Cpu::new(CpuDevice::new(1, CpuArithmetic::Integer)) }
     }
 
     /// From here on with other threads and another arithmetic, and with nothing quantised yet.
-    fn with(&mut self, threads: usize, math: Math) -> &mut Self {
-        (self.cpu.compute, self.cpu.quantised) = (Compute::cpu(threads, math), Default::default());
+    fn with(&mut self, threads: usize, math: CpuArithmetic) -> &mut Self {
+        (self.cpu.compute, self.cpu.quantised) = (CpuDevice::new(threads, math), Default::default());
         self
     }
 
@@ -83,7 +83,7 @@ impl Lab {
     /// The bytes of a row of `width` values depend neither on the rows beside it, nor on threads, nor on the instruction set.
     /// `run` computes `len` rows, the first of which is number `from`.
     fn rows_stand_alone(&mut self, rows: usize, width: usize, run: impl Fn(&mut Self, usize, usize) -> Vec<f32>) {
-        let mut run = |threads, from, len| to_bits(run(self.with(threads, Math::Integer), from, len));
+        let mut run = |threads, from, len| to_bits(run(self.with(threads, CpuArithmetic::Integer), from, len));
         let expected = run(1, 0, rows);
         assert!(run(2, 0, rows) == expected && run(5, 0, rows) == expected);
         for isa in Isa::all() {
@@ -119,7 +119,7 @@ fn linear_does_not_see_batch_threads_or_neighbours() {
             .map(|(codes, rows)| lab.weight(&mut random, codes, rows, 384));
         let width: usize = all.iter().map(|weight| weight.rows).sum();
         let x = lab.random(&mut random, ROWS * 384);
-        for math in [Math::Integer, Math::F32] {
+        for math in [CpuArithmetic::Integer, CpuArithmetic::F32] {
             let expected = to_bits(lab.with(1, math).linear(x, ROWS, &all));
             for threads in [2, 5] {
                 assert!(to_bits(lab.with(threads, math).linear(x, ROWS, &all)) == expected);
@@ -246,14 +246,16 @@ fn experts_do_what_they_say() {
     let (tokens, k, hidden) = (40, 3, Layer::HIDDEN);
     let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
     let x = lab.random(&mut random, tokens * hidden);
-    for math in [Math::F32, Math::Integer] {
+    for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
         // Some levels of each product's activations, which depend on the weight.
         let levels = |weight: &Weight| match weight.codes {
-            Codes::Affine { bits, group, .. } if math == Math::Integer => 4.0 / Format::new(bits, group).levels as f32,
+            Codes::Affine { bits, group, .. } if math == CpuArithmetic::Integer => {
+                4.0 / Format::new(bits, group).levels as f32
+            }
             _ => 0.0,
         };
         let out = layer.all(lab.with(3, math), x, tokens);
-        lab.with(1, Math::F32);
+        lab.with(1, CpuArithmetic::F32);
         for ((_, _, [gate, up, down]), places) in layer.experts.iter().zip(&layer.places) {
             let tolerance = 1e-6 + levels(gate) + levels(up) + levels(down);
             for place in places {
@@ -277,7 +279,7 @@ fn experts_do_not_see_batch_threads_or_each_other() {
     let (tokens, k, hidden) = (300, 4, Layer::HIDDEN);
     let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
     let x = lab.random(&mut random, tokens * hidden);
-    for math in [Math::Integer, Math::F32] {
+    for math in [CpuArithmetic::Integer, CpuArithmetic::F32] {
         let expected = to_bits(layer.all(lab.with(1, math), x, tokens));
         assert!(to_bits(layer.all(lab.with(4, math), x, tokens)) == expected);
         let single = lab.room(tokens * (k + 1) * hidden);
@@ -324,7 +326,7 @@ fn combine_adds_in_rank_order() -> Result<(), DeviceError> {
     let room = Room { scores, act, out, weights, ..Room::default() };
     let before = lab.read(h);
     let slots = &Slots::default();
-    lab.with(2, Math::Integer).run(Combine { layer, slots, tokens, room, by_place: None, h });
+    lab.with(2, CpuArithmetic::Integer).run(Combine { layer, slots, tokens, room, by_place: None, h });
     let (got, rows, weights) = (lab.read(h), lab.read(out), lab.read(weights));
     for token in 0..tokens {
         for col in 0..hidden {

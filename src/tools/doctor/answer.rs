@@ -4,7 +4,7 @@ use crate::{
     chat::Conversation,
     command::{Checkpoint, device::working_set},
     config::{Generation, Source, Switch},
-    device::{Gpu, KIND, Math},
+    device::{CpuArithmetic, GPU_KIND, Gpu},
     engine::argmax,
     error::CommandError,
     experts::Io,
@@ -57,7 +57,7 @@ impl Demo {
         Ok(Self { checkpoint, prompt })
     }
 
-    fn load(&self, math: Math, gpu: Option<u64>) -> Result<Qwen, CommandError> {
+    fn load(&self, math: CpuArithmetic, gpu: Option<u64>) -> Result<Qwen, CommandError> {
         let plan = PlanOptions {
             context: Some(CONTEXT),
             prompt_cache: Some(0),
@@ -71,27 +71,27 @@ impl Demo {
     }
 
     /// The CPU's answer in one kind of arithmetic.
-    pub fn on_cpu(&self, math: Math) -> Result<Answer, CommandError> {
+    pub fn on_cpu(&self, math: CpuArithmetic) -> Result<Answer, CommandError> {
         let device = match math {
-            Math::F32 => "cpu, plain f32",
-            Math::Integer => "cpu",
+            CpuArithmetic::F32 => "cpu, plain f32",
+            CpuArithmetic::Integer => "cpu",
         };
         Ok(self.ask(device, self.load(math, None)?))
     }
 
     /// The GPU's. Its errors are part of the report.
     pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<Answer, CommandError> {
-        let qwen = self.load(Math::F32, Some(working_set(&*gpu)))?;
+        let qwen = self.load(CpuArithmetic::F32, Some(working_set(&*gpu)))?;
         Ok(match qwen.onto(gpu) {
-            Ok(model) => self.ask(KIND, model),
-            Err(refused) => failed(KIND, refused.error.to_string()),
+            Ok(model) => self.ask(GPU_KIND, model),
+            Err(refused) => failed(GPU_KIND, refused.error.to_string()),
         })
     }
 
     /// The reference implementation's on one of Candle's devices. It computes whole sequences only, so it is given what another
     /// device answered, and its answer ends where the two differ. Errors are part of the report.
     pub fn by_reference(&self, device: &Device, answer: &[u32]) -> Answer {
-        let name = format!("reference, Candle's {}", if device.is_cpu() { "cpu" } else { KIND });
+        let name = format!("reference, Candle's {}", if device.is_cpu() { "cpu" } else { GPU_KIND });
         let begin = Instant::now();
         let ids = [&self.prompt, answer].concat();
         let logits = Reference::open(&self.checkpoint.dir, device.clone(), DType::F32)

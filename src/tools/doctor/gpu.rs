@@ -1,7 +1,7 @@
 //! A GPU's reaction to a long buffer and to an error, and the costs of a launch.
 
 use crate::{
-    device::{Binding, DeviceError, Dispatch, Gpu, Region},
+    device::{Binding, DeviceError, Gpu, Launch, Region},
     ops::check::Finding,
 };
 use serde::Serialize;
@@ -24,8 +24,8 @@ pub struct Times {
     pub wait: f64,
 }
 
-fn norm([x, w, y]: [Region; 3]) -> Dispatch {
-    Dispatch {
+fn norm([x, w, y]: [Region; 3]) -> Launch {
+    Launch {
         kernel: "rms_norm",
         args: vec![1, WIDTH as u32, 0, 0, 1e-6f32.to_bits()],
         bindings: vec![Binding::read(x), Binding::read(w), Binding::write(y)],
@@ -34,7 +34,7 @@ fn norm([x, w, y]: [Region; 3]) -> Dispatch {
     }
 }
 
-pub fn times<G: Gpu + ?Sized>(gpu: &mut G) -> Result<Times, DeviceError> {
+pub fn times(gpu: &mut dyn Gpu) -> Result<Times, DeviceError> {
     let room = gpu.allocate(3 * WIDTH * 4)?;
     let dispatch = norm([0, 1, 2].map(|index| room.part(index * WIDTH * 4, WIDTH * 4)));
     let mut times = Times { launch: f64::INFINITY, commit: f64::INFINITY, wait: f64::INFINITY };
@@ -54,12 +54,12 @@ pub fn times<G: Gpu + ?Sized>(gpu: &mut G) -> Result<Times, DeviceError> {
 }
 
 /// A launch at the end of a buffer of several GiB, which begins as zeros. `None` where there is no room for one.
-pub fn long_buffer<G: Gpu + ?Sized>(gpu: &mut G) -> Option<Finding> {
-    let room = gpu.working_set().is_some_and(|bytes| bytes >= LONG as u64 + SPARE) && gpu.longest() >= LONG;
+pub fn long_buffer(gpu: &mut dyn Gpu) -> Option<Finding> {
+    let room = gpu.working_set().is_some_and(|bytes| bytes >= LONG as u64 + SPARE) && gpu.max_buffer_len() >= LONG;
     room.then(|| finding("(a buffer of 5 GiB)", at_the_end(gpu, LONG)))
 }
 
-fn at_the_end<G: Gpu + ?Sized>(gpu: &mut G, len: usize) -> Result<bool, DeviceError> {
+fn at_the_end(gpu: &mut dyn Gpu, len: usize) -> Result<bool, DeviceError> {
     let long = gpu.allocate(len)?;
     let part = |index: usize| long.part(len - index * WIDTH * 4, WIDTH * 4);
     let [x, w, y] = [part(3), part(2), part(1)];
@@ -75,8 +75,8 @@ fn at_the_end<G: Gpu + ?Sized>(gpu: &mut G, len: usize) -> Result<bool, DeviceEr
 }
 
 /// An error on purpose, and a launch after it. `None` where nobody can make one.
-pub fn recovery<G: Gpu + ?Sized>(gpu: &mut G) -> Option<Finding> {
-    let provoked = gpu.provoke()?;
+pub fn recovery(gpu: &mut dyn Gpu) -> Option<Finding> {
+    let provoked = gpu.inject_fault()?;
     let after = provoked.and_then(|reported| {
         tracing::debug!("the GPU failed as it should: {reported}");
         at_the_end(gpu, 1 << 16)

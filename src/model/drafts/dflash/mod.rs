@@ -22,7 +22,7 @@ pub use config::{Config, is_dflash};
 
 use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index},
-    device::{Compute, Region},
+    device::{CpuDevice, Region},
     error::ModelError,
     ops::{Backend, Cpu, Embed, Project, Weight},
     plan::DraftFootprint,
@@ -80,7 +80,7 @@ pub struct DFlash {
 
 impl DFlash {
     /// Loads what `surveyed` has looked at, with room for `context` positions.
-    pub fn load(surveyed: &Surveyed, context: usize, compute: Compute) -> Result<Self, ModelError> {
+    pub fn load(surveyed: &Surveyed, context: usize, compute: CpuDevice) -> Result<Self, ModelError> {
         let Surveyed { config, checkpoint, weights } = surveyed;
         let mut ignore = |_, _| ();
         let mut trunk = Trunk::read(checkpoint, *weights as usize, &mut ignore)?;
@@ -220,7 +220,7 @@ fn columns(rows: &[f32], cuts: [usize; 3]) -> [Vec<f32>; 2] {
 /// Products of rows with matrices, on all threads.
 struct Products {
     run: Cpu,
-    compute: Compute,
+    compute: CpuDevice,
     /// Rows on their way in, and out.
     x: Region,
     y: Region,

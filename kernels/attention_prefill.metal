@@ -1,5 +1,5 @@
 // Gated attention for the rows of a prompt, on matrix units: queries, keys, weights and values in half precision, sums in f32.
-// Keys and values come from the cache as attend.metal leaves it (f32 or bf16).
+// Keys and values come from the cache as attention.metal leaves it (f32 or bf16).
 //
 // A threadgroup has QUERIES pairs of a row and a query head, all of one kv head, and goes over the positions from the first
 // to the last that any of them sees, KEYS at a time: scores, the softmax so far, its weights times the values. What a row does

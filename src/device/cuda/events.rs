@@ -1,6 +1,6 @@
-//! The events behind command buffers: how far the card has come.
+//! CUDA events that show how far the GPU has come.
 
-use super::told;
+use super::error::cuda_error;
 use cudarc::driver::{
     result::{self, DriverError},
     sys::{self, CUevent, CUevent_flags, CUresult, CUstream},
@@ -10,37 +10,37 @@ use std::{
     collections::VecDeque,
 };
 
-/// A number for each command buffer that was handed over.
+/// A growing value, signalled by one event for each command buffer.
 #[derive(Default)]
-pub struct Line {
-    /// Recorded behind command buffers that may still run, the oldest first.
+pub struct EventTimeline {
+    /// Events of command buffers that may still run, the oldest first.
     pending: RefCell<VecDeque<(u64, CUevent)>>,
-    /// Events to record again.
+    /// Events that can be recorded again.
     spare: RefCell<Vec<CUevent>>,
-    /// The last number that was reached.
+    /// The last value that was reached.
     value: Cell<u64>,
-    failed: RefCell<Option<String>>,
+    failure: RefCell<Option<String>>,
 }
 
-impl Line {
-    /// Puts a number behind all that the stream was given. The context is current.
-    pub fn mark(&mut self, value: u64, stream: CUstream) {
+impl EventTimeline {
+    /// Signals `value` after all work that the stream has now. The context must be current.
+    pub fn signal(&mut self, value: u64, stream: CUstream) {
         let event = match self.spare.get_mut().pop() {
             Some(event) => Ok(event),
             None => result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING),
         };
-        // SAFETY: event and stream are this context's, and the event is not in use.
+        // SAFETY: the event and the stream belong to this context, and the event is not in use.
         match event.and_then(|event| unsafe { result::event::record(event, stream) }.map(|()| event)) {
             Ok(event) => self.pending.get_mut().push_back((value, event)),
-            Err(error) => self.fail(error),
+            Err(error) => self.set_failure(error),
         }
     }
 
-    /// Looks how far the card has come: the last number that was reached. The context is current.
+    /// Queries the events and returns the last value that was reached. The context must be current.
     pub fn reached(&self) -> u64 {
         let mut pending = self.pending.borrow_mut();
         while let Some((value, event)) = pending.front().copied() {
-            // SAFETY: the event is recorded and not destroyed.
+            // SAFETY: the event was recorded and is not destroyed.
             match unsafe { sys::cuEventQuery(event) } {
                 CUresult::CUDA_SUCCESS => {
                     self.value.set(value);
@@ -49,7 +49,7 @@ impl Line {
                 }
                 CUresult::CUDA_ERROR_NOT_READY => break,
                 error => {
-                    self.fail(DriverError(error));
+                    self.set_failure(DriverError(error));
                     break;
                 }
             }
@@ -57,21 +57,21 @@ impl Line {
         self.value.get()
     }
 
-    /// Nothing behind this is reached.
-    pub fn fail(&self, error: DriverError) {
-        self.failed.borrow_mut().get_or_insert_with(|| told(error).0);
+    /// Records a failure, if it is the first. Later values are not reached.
+    pub fn set_failure(&self, error: DriverError) {
+        self.failure.borrow_mut().get_or_insert_with(|| cuda_error(error).0);
     }
 
-    /// The first failure: no number behind it will be reached.
-    pub fn failed(&self) -> Option<String> {
-        self.failed.borrow().clone()
+    /// The first failure.
+    pub fn failure(&self) -> Option<String> {
+        self.failure.borrow().clone()
     }
 
-    /// Destroys all events. The context is current.
+    /// Destroys all events. The context must be current.
     pub fn clear(&mut self) {
         let pending = self.pending.get_mut().drain(..).map(|(_, event)| event);
         for event in pending.chain(self.spare.get_mut().drain(..)) {
-            // SAFETY: it was made by this context and is destroyed once.
+            // SAFETY: this context created the event, and it is destroyed once.
             let _ = unsafe { result::event::destroy(event) };
         }
     }

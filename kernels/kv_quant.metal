@@ -1,5 +1,5 @@
 // Attention over keys and values of few bits: 8 or 4, as src/ops/attention/kv_quant.rs has them, and the newest positions in f32 beside
-// them, in rings of `room` positions. Queries, keys and values are turned by a Hadamard matrix. Otherwise as attend.metal.
+// them, in rings of `room` positions. Queries, keys and values are turned by a Hadamard matrix. Otherwise as attention.metal.
 
 // NEW: newest positions of a part. PARTS of the others at most. TOGETHER: positions waited for at once, AHEAD: asked for.
 enum { GROUP = 32, NEWEST = 64, NEW = 16, PARTS = 256, MOST_DIM = 256, TOGETHER = 4, AHEAD = 16, JOINS = 512 };
@@ -148,7 +148,7 @@ FN void unpack_few(FewRow from, THREAD float* to) {
   }
 }
 
-// Positions from `first` up to `end` for HEADS queries from head `head`: as `part` of attend.metal, of the newest or of the others.
+// Positions from `first` up to `end` for HEADS queries from head `head`: as `part` of attention.metal, of the newest or of the others.
 template <uint BITS, uint COLUMNS, uint HEADS, bool FRESH>
 FN void walk(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
              DEVICE const uint* table, DEVICE const float* new_keys, DEVICE const float* new_values,

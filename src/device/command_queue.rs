@@ -1,0 +1,428 @@
+//! An in-order queue of launches over a [`Driver`] that does not order them itself.
+//!
+//! ```text
+//! launch   encode into the open command buffer, after a barrier if the launch conflicts with one since the last barrier
+//! commit   update the fence, signal the next value, submit; the next command buffer waits for the fence
+//! wait     commit, then wait until every command buffer has ended
+//! ```
+//! A wait spins first, since waking a sleeping thread can cost more than a layer takes.
+//!
+//! **Failure.** A refused launch is an error and is not encoded. A command buffer that fails later never signals the event.
+//! A wait therefore asks for the status of each one. When all have ended it resets the driver (new queue, fence and event)
+//! and reports the first failure. Until then every call fails. The device is lost if it fails several times in a row, or
+//! if no command buffer ends for too long: every call fails from then on, and [`Gpu::is_lost`] returns true.
+//!
+//! **Pacing.** A command buffer is submitted when it holds about [`MAX_SECONDS`] of work. The system kills a command buffer
+//! that takes too long, and the screen waits for it, too. The queue estimates work from the number of threads and from the
+//! measured time per thread of earlier command buffers.
+
+use super::{CommandStatus, DeviceError, Driver, Gpu, Launch, Region, Slab, SyncPoint, Timeline, error::fail};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Time without any command buffer ending after which the device is lost. The system kills command buffers sooner.
+const STALL_TIMEOUT: Duration = Duration::from_secs(60);
+/// Failed waits in a row after which the device is lost.
+const MAX_FAILURES: u32 = 3;
+/// Estimated work in one command buffer, in seconds.
+const MAX_SECONDS: f64 = 0.1;
+/// Seconds per thread, before anything was measured.
+const INITIAL_SECONDS_PER_THREAD: f64 = 1e-8;
+/// A shorter command buffer is not used to measure the seconds per thread.
+const MIN_MEASURED_SECONDS: f64 = 1e-3;
+/// How often to request residency. The system may revoke it when it is not requested again.
+const RESIDENCY_INTERVAL: Duration = Duration::from_millis(500);
+/// Most bytes of arguments in one launch (the limit of Metal's `setBytes`).
+const MAX_ARGUMENT_BYTES: usize = 4096;
+/// How long a wait spins before it sleeps, and how long one sleep lasts at most.
+const SPIN: Duration = Duration::from_millis(2);
+const SLEEP: Duration = Duration::from_millis(100);
+
+/// A GPU: a driver and the command buffers that it has not completed.
+pub struct CommandQueue<D: Driver> {
+    driver: D,
+    /// Length of each buffer.
+    lengths: BTreeMap<u32, usize>,
+    next_buffer: u32,
+    open: Option<OpenCommands<D::Encoder>>,
+    in_flight: VecDeque<SubmittedCommands<D::CommandBuffer>>,
+    /// Value that the last submitted command buffer signals.
+    last_value: u64,
+    /// Whether a command buffer has updated the fence.
+    fenced: bool,
+    /// The first failure that was not reported yet.
+    failure: Option<String>,
+    /// Failures since the last wait that found no failure.
+    failures: u32,
+    /// Value up to which a wait has found no failure.
+    settled_value: u64,
+    /// Value of the last command buffer that has ended.
+    ended_value: u64,
+    is_lost: bool,
+    seconds_per_thread: f64,
+    last_residency: Option<Instant>,
+    stall_timeout: Duration,
+}
+
+/// The command buffer that is being encoded.
+struct OpenCommands<E> {
+    encoder: E,
+    /// Launches since the last barrier. They may overlap.
+    unordered: Vec<Launch>,
+    /// GPU threads of all launches.
+    threads: f64,
+}
+
+struct SubmittedCommands<C> {
+    commands: C,
+    value: u64,
+    threads: f64,
+}
+
+impl<D: Driver> CommandQueue<D> {
+    pub fn new(driver: D) -> Self {
+        Self {
+            driver,
+            lengths: BTreeMap::new(),
+            next_buffer: 0,
+            open: None,
+            in_flight: VecDeque::new(),
+            last_value: 0,
+            fenced: false,
+            failure: None,
+            failures: 0,
+            settled_value: 0,
+            ended_value: 0,
+            is_lost: false,
+            seconds_per_thread: INITIAL_SECONDS_PER_THREAD,
+            last_residency: None,
+            stall_timeout: STALL_TIMEOUT,
+        }
+    }
+
+    /// Gives the device up after this time without any command buffer ending.
+    pub fn with_stall_timeout(mut self, timeout: Duration) -> Self {
+        self.stall_timeout = timeout;
+        self
+    }
+
+    /// Returns an unreported failure, or an error if the device is lost.
+    fn check_failure(&self) -> Result<(), DeviceError> {
+        match &self.failure {
+            Some(failure) => fail(failure),
+            None if self.is_lost => fail("the GPU was given up after repeated failures"),
+            None => Ok(()),
+        }
+    }
+
+    fn check_bounds(&self, region: Region) -> Result<(), DeviceError> {
+        match self.lengths.get(&region.buffer) {
+            Some(len) if region.offset.checked_add(region.len).is_some_and(|end| end <= *len) => Ok(()),
+            _ => fail(format!("{region:?} is outside its buffer, or there is no such buffer")),
+        }
+    }
+
+    /// Assigns the next buffer number.
+    fn add_buffer(&mut self, bytes: usize) -> Region {
+        let buffer = self.next_buffer;
+        self.next_buffer += 1;
+        self.lengths.insert(buffer, bytes);
+        Region { buffer, offset: 0, len: bytes }
+    }
+
+    fn encode(&mut self, launch: &Launch) -> Result<(), DeviceError> {
+        launch.bindings.iter().try_for_each(|binding| self.check_bounds(binding.region))?;
+        if launch.args.len() * 4 > MAX_ARGUMENT_BYTES {
+            return fail(format!("{}: {} words of arguments are too many", launch.kernel, launch.args.len()));
+        }
+        let max = self.driver.max_threads(launch.kernel)?;
+        if launch.threads > max {
+            return fail(format!("{}: {} threads per threadgroup exceed {max}", launch.kernel, launch.threads));
+        }
+        let mut open = self.take_open()?;
+        if open.unordered.iter().any(|earlier| launch.conflicts_with(earlier)) {
+            self.driver.barrier(&mut open.encoder);
+            open.unordered.clear();
+        }
+        let done = self.driver.launch(&mut open.encoder, launch);
+        if done.is_ok() {
+            open.unordered.push(launch.clone());
+        }
+        open.threads += launch.grid.iter().map(|n| f64::from(*n)).product::<f64>() * f64::from(launch.threads);
+        let is_full = open.threads * self.seconds_per_thread >= MAX_SECONDS;
+        self.open = Some(open);
+        done?;
+        if is_full {
+            self.submit();
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self) -> Result<D::Encoder, DeviceError> {
+        self.driver.begin(self.fenced).inspect_err(|_| {
+            self.failures += 1;
+            self.is_lost |= self.failures >= MAX_FAILURES;
+        })
+    }
+
+    /// Takes the open command buffer or opens one. The caller puts it back.
+    fn take_open(&mut self) -> Result<OpenCommands<D::Encoder>, DeviceError> {
+        match self.open.take() {
+            Some(open) => Ok(open),
+            None => Ok(OpenCommands { encoder: self.begin()?, unordered: Vec::new(), threads: 0.0 }),
+        }
+    }
+
+    /// Submits the open command buffer, if there is one.
+    fn submit(&mut self) {
+        let Some(OpenCommands { encoder, threads, .. }) = self.open.take() else { return };
+        if self.last_residency.is_none_or(|last| last.elapsed() >= RESIDENCY_INTERVAL) {
+            self.driver.request_residency();
+            self.last_residency = Some(Instant::now());
+        }
+        self.last_value += 1;
+        let commands = self.driver.commit(encoder, self.last_value);
+        self.fenced = true;
+        self.in_flight.push_back(SubmittedCommands { commands, value: self.last_value, threads });
+        self.reap();
+    }
+
+    /// Removes command buffers that have ended, the oldest first.
+    fn reap(&mut self) {
+        while let Some(oldest) = self.in_flight.front() {
+            match self.driver.status(&oldest.commands) {
+                CommandStatus::Done(seconds) => {
+                    if seconds >= MIN_MEASURED_SECONDS && oldest.threads > 0.0 {
+                        self.seconds_per_thread = (seconds / oldest.threads).max(self.seconds_per_thread / 2.0);
+                    }
+                }
+                CommandStatus::Failed(why) => drop(self.failure.get_or_insert(why)),
+                // Only this command buffer signals its own value. A larger value would not prove that it succeeded.
+                CommandStatus::Pending if self.driver.signalled_value() == oldest.value => {}
+                CommandStatus::Pending => return,
+            }
+            self.ended_value = oldest.value;
+            self.in_flight.pop_front();
+        }
+    }
+
+    /// Waits until the event has `value`, a command buffer has failed, or none is in flight.
+    fn wait_value(&mut self, value: u64) {
+        let mut last_change = Instant::now();
+        let mut pending = self.in_flight.len();
+        while self.driver.signalled_value() < value && self.failure.is_none() {
+            self.reap();
+            if self.in_flight.is_empty() || self.is_stalled(&mut pending, &mut last_change) {
+                return;
+            }
+            self.pause(value, last_change);
+        }
+    }
+
+    /// Whether no command buffer has ended for too long. If so, the device is lost.
+    fn is_stalled(&mut self, pending: &mut usize, last_change: &mut Instant) -> bool {
+        if self.in_flight.len() < *pending {
+            (*pending, *last_change) = (self.in_flight.len(), Instant::now());
+        }
+        if last_change.elapsed() > self.stall_timeout {
+            let seconds = self.stall_timeout.as_secs_f64();
+            self.failure.get_or_insert_with(|| format!("the GPU has completed nothing for {seconds} s"));
+            self.is_lost = true;
+        }
+        self.is_lost
+    }
+
+    /// Resets the failure count: the work up to `value` succeeded.
+    fn mark_settled(&mut self, value: u64) {
+        if value > self.settled_value {
+            (self.settled_value, self.failures) = (value, 0);
+        }
+    }
+
+    /// Spins or sleeps for a moment during a wait for `value`.
+    fn pause(&mut self, value: u64, since: Instant) {
+        if since.elapsed() < SPIN {
+            std::hint::spin_loop();
+        } else {
+            self.driver.wait_event(value, SLEEP.min(self.stall_timeout));
+        }
+    }
+
+    /// Submits and waits until every command buffer has ended. A failure stays to be reported.
+    fn settle(&mut self) {
+        self.submit();
+        let mut last_change = Instant::now();
+        let mut pending = self.in_flight.len();
+        loop {
+            self.reap();
+            match self.in_flight.is_empty() {
+                true => break,
+                false if self.is_stalled(&mut pending, &mut last_change) => return,
+                false => self.pause(self.last_value, last_change),
+            }
+        }
+        if self.failure.is_none() {
+            return self.mark_settled(self.last_value);
+        }
+        self.failures += 1;
+        self.fenced = false;
+        // The new event starts at the last value. That value does not mean that its work succeeded.
+        self.settled_value = self.last_value;
+        self.is_lost |= self.failures >= MAX_FAILURES || self.driver.reset(self.last_value).is_err();
+    }
+}
+
+impl<D: Driver> Timeline for CommandQueue<D> {
+    fn sync_point(&mut self) -> SyncPoint {
+        SyncPoint(self.last_value + u64::from(self.open.is_some()))
+    }
+
+    fn completed(&mut self) -> SyncPoint {
+        SyncPoint(self.driver.signalled_value().max(self.ended_value))
+    }
+
+    fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
+        if self.failure.is_some() {
+            return self.wait();
+        }
+        self.check_failure()?;
+        if point.0 > self.last_value {
+            self.submit();
+        }
+        self.wait_value(point.0.min(self.last_value));
+        if self.failure.is_some() {
+            return self.wait();
+        }
+        self.mark_settled(point.0.min(self.last_value));
+        Ok(())
+    }
+}
+
+impl<D: Driver> Gpu for CommandQueue<D> {
+    fn name(&self) -> String {
+        self.driver.name()
+    }
+
+    fn working_set(&self) -> Option<u64> {
+        self.driver.working_set()
+    }
+
+    fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
+        self.driver.compile()
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
+        self.check_failure()?;
+        self.driver.allocate(self.next_buffer, bytes)?;
+        Ok(self.add_buffer(bytes))
+    }
+
+    fn release(&mut self, buffer: u32) {
+        // Command buffers in flight may still use it.
+        self.settle();
+        if self.lengths.remove(&buffer).is_some() && self.in_flight.is_empty() {
+            self.driver.free(buffer);
+        }
+    }
+
+    fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
+        self.check_failure()?;
+        if range.is_empty() || range.end > slab.len() {
+            return fail(format!("cannot adopt bytes {range:?} of a slab of {} bytes", slab.len()));
+        }
+        self.driver.adopt(self.next_buffer, slab, range.clone())?;
+        Ok(self.add_buffer(range.len()))
+    }
+
+    fn has_own_memory(&self) -> bool {
+        self.driver.has_own_memory()
+    }
+
+    fn has_matrix_units(&self) -> bool {
+        self.driver.has_matrix_units()
+    }
+
+    fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
+        self.check_failure()?;
+        self.check_bounds(region)?;
+        let mut open = self.take_open()?;
+        let done = self.driver.upload(&mut open.encoder, region);
+        self.open = Some(open);
+        done
+    }
+
+    fn max_buffer_len(&self) -> usize {
+        self.driver.max_buffer_len()
+    }
+
+    fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.check_failure()?;
+        self.check_bounds(region)?;
+        let len = bytes.len().min(region.len);
+        self.driver.write(region.first(len), &bytes[..len])
+    }
+
+    fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        self.check_failure()?;
+        self.check_bounds(region)?;
+        let len = bytes.len().min(region.len);
+        self.driver.read(region.first(len), &mut bytes[..len])
+    }
+
+    fn launch(&mut self, launch: &Launch) -> Result<(), DeviceError> {
+        self.check_failure()?;
+        self.encode(launch)
+    }
+
+    fn commit(&mut self) -> Result<(), DeviceError> {
+        self.check_failure()?;
+        self.submit();
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<(), DeviceError> {
+        if self.is_lost {
+            return self.failure.take().map_or_else(|| self.check_failure(), fail);
+        }
+        self.settle();
+        self.failure.take().map_or(Ok(()), fail)
+    }
+
+    fn is_lost(&self) -> bool {
+        self.is_lost
+    }
+
+    fn inject_fault(&mut self) -> Option<Result<String, DeviceError>> {
+        if !self.driver.can_recover() {
+            return None;
+        }
+        let reported = self.wait().and_then(|()| {
+            let mut encoder = self.begin()?;
+            self.driver.encode_fault(&mut encoder)?;
+            self.open = Some(OpenCommands { encoder, unordered: Vec::new(), threads: 0.0 });
+            self.settle();
+            match self.failure.take() {
+                Some(_) if self.is_lost => fail("the GPU did not recover from an error"),
+                Some(failure) => Ok(failure),
+                None => fail("the GPU did not report a write to an unmapped address"),
+            }
+        });
+        Some(reported)
+    }
+}
+
+impl<D: Driver> Drop for CommandQueue<D> {
+    /// Waits, since the GPU must not use memory that has been freed.
+    fn drop(&mut self) {
+        if !self.is_lost {
+            self.settle();
+        }
+        if !self.in_flight.is_empty() {
+            self.driver.leak_buffers();
+        }
+    }
+}

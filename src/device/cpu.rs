@@ -1,0 +1,35 @@
+//! The CPU as a compute device.
+
+use crate::platform::Threads;
+use std::{fmt, sync::Arc};
+
+/// How the CPU multiplies quantised weights by activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CpuArithmetic {
+    /// Activations become integers with one scale per group. The relative error of a product is about 2e-7 with 4-bit
+    /// weights and 4e-6 with 8-bit weights. The default.
+    #[default]
+    Integer,
+    /// Plain f32: the reference.
+    F32,
+}
+
+/// The CPU's compute threads and its arithmetic. Cheap to clone.
+#[derive(Clone)]
+pub struct CpuDevice {
+    pub threads: Arc<Threads>,
+    pub arithmetic: CpuArithmetic,
+}
+
+impl fmt::Debug for CpuDevice {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "CpuDevice({:?})", self.arithmetic)
+    }
+}
+
+impl CpuDevice {
+    /// Uses `threads` compute threads. The calling thread is one of them.
+    pub fn new(threads: usize, arithmetic: CpuArithmetic) -> Self {
+        Self { threads: Arc::new(Threads::new(threads)), arithmetic }
+    }
+}

@@ -1,0 +1,130 @@
+//! GPU memory, and the copies of slabs in it.
+
+use super::error::cuda_error;
+use crate::device::{DeviceError, Region, Slab};
+use cudarc::driver::{
+    result,
+    sys::{self, CUdeviceptr, CUresult, CUstream},
+};
+use std::{ffi::c_void, ops::Range, sync::Arc};
+
+/// GPU memory. Dropping it frees the memory: the context must be current, and the GPU must not use it any more.
+pub struct DeviceBuffer {
+    pub pointer: CUdeviceptr,
+    /// The part of a slab that this buffer is a copy of.
+    source: Option<SlabSource>,
+}
+
+struct SlabSource {
+    slab: Arc<Slab>,
+    range: Range<usize>,
+    pages: PageState,
+}
+
+/// Whether the pages of a slab are pinned. The GPU copies pinned pages by itself, without blocking the CPU.
+#[derive(PartialEq)]
+enum PageState {
+    /// Not pinned yet. A slab that is uploaded once, as a whole, is not worth pinning.
+    Pageable,
+    Pinned,
+    /// The driver refused to pin the pages.
+    Refused,
+}
+
+impl DeviceBuffer {
+    /// Allocates memory without clearing it. The context must be current.
+    pub fn new(bytes: usize) -> Result<Self, DeviceError> {
+        // SAFETY: `drop` frees it once.
+        let pointer = unsafe { result::malloc_sync(bytes.max(16)) };
+        let pointer = pointer.map_err(|error| {
+            DeviceError(format!("cannot allocate {bytes} bytes of GPU memory: {}", cuda_error(error)))
+        })?;
+        Ok(Self { pointer, source: None })
+    }
+
+    /// Makes this buffer a copy of a range of a slab, whose pages may be pinned later.
+    pub fn set_source(&mut self, slab: &Arc<Slab>, range: Range<usize>) {
+        slab.lock_pages();
+        self.source = Some(SlabSource { slab: slab.clone(), range, pages: PageState::Pageable });
+    }
+
+    /// Uploads a part of the slab, if the buffer has one. The bytes must not change until the stream has copied them.
+    pub fn upload(&mut self, region: Region, stream: CUstream) -> Result<(), DeviceError> {
+        let Some(source) = &mut self.source else { return Ok(()) };
+        if region.len < source.range.len() && source.pages == PageState::Pageable {
+            source.pin();
+        }
+        let start = source.range.start + region.offset;
+        let to = self.pointer + region.offset as CUdeviceptr;
+        // SAFETY: both ranges are in bounds (checked by the queue). The bytes do not change meanwhile (the caller's
+        // promise); for pageable memory CUDA has made its copy when the call returns.
+        unsafe { result::memcpy_htod_async(to, source.slab.bytes(start..start + region.len), stream) }
+            .map_err(cuda_error)
+    }
+}
+
+impl SlabSource {
+    fn start(&self) -> *mut c_void {
+        // SAFETY: only the address is used.
+        unsafe { self.slab.bytes(self.range.clone()) }.as_ptr().cast_mut().cast()
+    }
+
+    fn pin(&mut self) {
+        // SAFETY: the range is mapped while the slab lives, and `self` keeps the slab alive.
+        let done = unsafe { sys::cuMemHostRegister_v2(self.start(), self.range.len(), 0) };
+        self.pages = if done == CUresult::CUDA_SUCCESS { PageState::Pinned } else { PageState::Refused };
+        if self.pages == PageState::Refused {
+            tracing::debug!("cannot pin {} bytes of slots ({done:?}): uploads are slower", self.range.len());
+        }
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        // SAFETY: the current context made both, and both are released once.
+        unsafe {
+            if let Some(source) = self.source.as_ref().filter(|source| source.pages == PageState::Pinned) {
+                sys::cuMemHostUnregister(source.start());
+            }
+            let _ = result::free_sync(self.pointer);
+        }
+    }
+}
+
+/// Pinned memory that the GPU copies results to. Without it the driver copies in small pieces.
+pub struct StagingBuffer(*mut u8);
+
+impl StagingBuffer {
+    /// Enough for the logits of a large vocabulary.
+    const LEN: usize = 4 << 20;
+
+    /// The first `len` bytes. `None` if `len` is too large or the driver refuses. The context must be current.
+    pub fn get(&mut self, len: usize) -> Option<&mut [u8]> {
+        if len > Self::LEN {
+            return None;
+        }
+        if self.0.is_null() {
+            // SAFETY: `clear` frees it once.
+            self.0 = unsafe { result::malloc_host(Self::LEN, 0) }.ok()?.cast();
+            // SAFETY: the block has this length. It is initialised here before any read.
+            unsafe { self.0.write_bytes(0, Self::LEN) };
+        }
+        // SAFETY: initialised above, and borrowed like `self`.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.0, len) })
+    }
+
+    /// Frees the memory. The context must be current, and no copy to it may be pending.
+    pub fn clear(&mut self) {
+        if !self.0.is_null() {
+            // SAFETY: the current context allocated it.
+            let _ = unsafe { result::free_host(self.0.cast()) };
+            self.0 = std::ptr::null_mut();
+        }
+    }
+}
+
+impl Default for StagingBuffer {
+    fn default() -> Self {
+        Self(std::ptr::null_mut())
+    }
+}

@@ -1,0 +1,10 @@
+//! Errors of the CUDA driver.
+
+use crate::device::DeviceError;
+use cudarc::driver::result::DriverError;
+
+/// A driver error with CUDA's message.
+pub fn cuda_error(error: DriverError) -> DeviceError {
+    let text = error.error_string().ok().and_then(|text| text.to_str().ok());
+    DeviceError(text.map_or_else(|| format!("CUDA error {:?}", error.0), |text| format!("CUDA: {text}")))
+}

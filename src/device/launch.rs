@@ -1,0 +1,120 @@
+//! A kernel launch as a plain value.
+//!
+//! `ops/*/gpu.rs` builds launches from operations. Metal and CUDA encode them, and tests execute the same values on the
+//! kernels compiled for the host.
+
+/// A range of a buffer. The device that executes a launch knows which memory a buffer number means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Region {
+    pub buffer: u32,
+    /// Start, in bytes.
+    pub offset: usize,
+    /// Length, in bytes. A kernel accesses nothing outside; the host run checks it.
+    pub len: usize,
+}
+
+impl Region {
+    /// `len` bytes from `offset` bytes into this region. Panics if they are not inside it.
+    pub fn part(self, offset: usize, len: usize) -> Self {
+        assert!(offset + len <= self.len, "{len} bytes at {offset} of a region of {}", self.len);
+        Self { buffer: self.buffer, offset: self.offset + offset, len }
+    }
+
+    /// The first `len` bytes.
+    pub fn first(self, len: usize) -> Self {
+        self.part(0, len)
+    }
+
+    /// The first `count` floats, or other 4-byte words.
+    pub fn floats(self, count: usize) -> Self {
+        self.first(count * 4)
+    }
+
+    /// Rows `first..first + count` of `width` floats each.
+    pub fn rows(self, first: usize, count: usize, width: usize) -> Self {
+        self.part(first * width * 4, count * width * 4)
+    }
+
+    /// The smallest region that contains both. Both are in the same buffer.
+    pub fn union(self, other: Self) -> Self {
+        let offset = self.offset.min(other.offset);
+        Self { offset, len: (self.offset + self.len).max(other.offset + other.len) - offset, ..self }
+    }
+
+    /// Whether the two have a byte in common.
+    pub fn overlaps(self, other: Self) -> bool {
+        self.buffer == other.buffer && self.offset < other.offset + other.len && other.offset < self.offset + self.len
+    }
+}
+
+/// How a kernel accesses a buffer. Hazards between launches follow from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BufferAccess {
+    Read,
+    /// Every byte is written and none is read.
+    Write,
+    ReadWrite,
+}
+
+/// A buffer argument of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Binding {
+    pub region: Region,
+    pub access: BufferAccess,
+}
+
+impl Binding {
+    pub fn read(region: Region) -> Self {
+        Self { region, access: BufferAccess::Read }
+    }
+
+    pub fn write(region: Region) -> Self {
+        Self { region, access: BufferAccess::Write }
+    }
+
+    pub fn read_write(region: Region) -> Self {
+        Self { region, access: BufferAccess::ReadWrite }
+    }
+}
+
+/// One launch of one kernel.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Launch {
+    /// The kernel's function name in `kernels/`.
+    pub kernel: &'static str,
+    /// The argument struct (buffer 0). All its fields are 32-bit words.
+    pub args: Vec<u32>,
+    /// Buffers 1, 2, ...
+    pub bindings: Vec<Binding>,
+    /// Threadgroups in each dimension.
+    pub grid: [u32; 3],
+    /// Threads in a threadgroup: a multiple of 32, at most 1024.
+    pub threads: u32,
+}
+
+impl Launch {
+    /// Whether this launch must wait for `earlier`: one of the two writes bytes that the other accesses.
+    pub fn conflicts_with(&self, earlier: &Launch) -> bool {
+        self.bindings.iter().any(|mine| {
+            earlier.bindings.iter().any(|theirs| {
+                (mine.access != BufferAccess::Read || theirs.access != BufferAccess::Read)
+                    && mine.region.overlaps(theirs.region)
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn launches_conflict_where_one_writes() {
+        let region = |offset| Region { buffer: 1, offset, len: 8 };
+        let launch = |binding| Launch { kernel: "k", args: vec![], bindings: vec![binding], grid: [1; 3], threads: 32 };
+        let (read, write) = (launch(Binding::read(region(0))), launch(Binding::write(region(4))));
+        assert!(write.conflicts_with(&read) && read.conflicts_with(&write));
+        assert!(!read.conflicts_with(&read));
+        assert!(!launch(Binding::read_write(region(8))).conflicts_with(&read));
+    }
+}
