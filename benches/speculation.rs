@@ -6,7 +6,7 @@
 //!     [--temp 1] [--threads N] [--io direct|buffered] [--gpu] [--auto] [--rollback]
 //! ```
 //! Settings are `oracle:ROWS@P` (each drafted token is right with probability P), `every:N` (right at every Nth token of an
-//! answer, no other), `self:ROWS` and `lookup:ROWS`; `plain` is always the first. Each round gives the same answer once in each
+//! answer, no other) and `lookup:ROWS`; `plain` is always the first. Each round gives the same answer once in each
 //! setting, in an order that turns, by one engine, and each answer is compared with the plain one. `--share` streams the
 //! experts, with slots for that part of them. With `--auto` every setting has an engine of its own, whose controller decides,
 //! beside two that never draft, `plain` and `again`: what those two differ by is no draft's fault. There the first round
@@ -22,7 +22,7 @@ use moestro::{
     command::device::Chosen,
     device,
     engine::{
-        self, Allowed, Draft, Event, Finish, Handle, Kind, Lookup, Outlook, Own, Request, Sampler, Sampling, Sequence,
+        self, Allowed, Draft, Event, Finish, Handle, Kind, Lookup, Outlook, Request, Sampler, Sampling, Sequence,
         Speculate, Timings,
     },
     error::ModelError,
@@ -39,7 +39,6 @@ enum Setting {
     Plain,
     Oracle { rows: usize, right: f64 },
     Every(usize),
-    Own(usize),
     Lookup(usize),
 }
 
@@ -53,7 +52,6 @@ impl Setting {
                 Self::Oracle { rows: rows.parse().ok()?, right: right.parse().ok()? }
             }
             "every" => Self::Every(rows()?),
-            "self" => Self::Own(rows()?),
             "lookup" => Self::Lookup(rows()?),
             _ => return None,
         })
@@ -62,7 +60,7 @@ impl Setting {
     fn rows(self) -> usize {
         match self {
             Self::Plain => 1,
-            Self::Oracle { rows, .. } | Self::Own(rows) | Self::Lookup(rows) => rows,
+            Self::Oracle { rows, .. } | Self::Lookup(rows) => rows,
             Self::Every(_) => usize::MAX,
         }
     }
@@ -103,7 +101,6 @@ impl Draft<Qwen> for Told {
         let most = most.min(setting.rows() - 1);
         match setting {
             Setting::Plain => Ok(()),
-            Setting::Own(_) => Own.propose(model, state, sequence, most, outlook, out),
             Setting::Lookup(_) => Lookup.propose(model, state, sequence, most, outlook, out),
             Setting::Oracle { .. } | Setting::Every(_) => {
                 for place in sequence.end()..(sequence.end() + most).min(self.known.len()) {

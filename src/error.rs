@@ -61,9 +61,6 @@ pub enum ModelError {
     /// The caller did not want a pass to go on.
     #[error("the pass was given up")]
     GivenUp,
-    /// For a draft that does without the experts that are not in memory.
-    #[error("no expert of layer {layer} is in memory")]
-    NonePresent { layer: usize },
 }
 
 /// The reasons for which a request is not queued, or ends early.

@@ -8,7 +8,7 @@ use common::{
     load_with,
 };
 use moestro::{
-    engine::{self, Companion, Dflash, Draft, Finish, Lookup, Mtp, Own, Request, Sampling, Speculate, Timings},
+    engine::{self, Companion, Dflash, Draft, Finish, Lookup, Mtp, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
     model::{Config, DFlash, Drafter, Options, Qwen, dflash},
 };
@@ -39,7 +39,6 @@ impl Engine {
         let model = load_with(Path::new(DEMO), options);
         let draft: Box<dyn Draft<Qwen>> = match kind {
             "mtp" => Box::new(Mtp::new(&model).unwrap()),
-            "self" => Box::new(Own),
             "lookup" => Box::new(Lookup),
             "model" => {
                 let options = Options { threads: Some(2), verify: true, ..Options::default() };
@@ -86,15 +85,9 @@ fn every_kind_with_every_way_of_drawing_on_every_prompt() {
         samplings().into_iter().flat_map(each).collect()
     };
     let expected = all(&plain);
-    let kinds = [
-        ("lookup", none),
-        ("mtp", alone.path()),
-        ("model", Path::new(SMALL)),
-        ("dflash", Path::new(DFLASH)),
-        ("self", none),
-    ];
+    let kinds = [("lookup", none), ("mtp", alone.path()), ("model", Path::new(SMALL)), ("dflash", Path::new(DFLASH))];
     for (kind, dir) in kinds {
-        for slots in [None, Some(64)].into_iter().filter(|slots| slots.is_some() || kind != "self") {
+        for slots in [None, Some(64)] {
             let found = all(&Engine::new(kind, dir, slots, Speculate::Force));
             let mut counts = vec![[0, 0]; samplings().len()];
             for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {

@@ -5,9 +5,8 @@ mod common;
 
 use common::{fixtures::DEMO, load_with};
 use moestro::{
-    engine::{self, Draft, Finish, Handle, Lookup, Own, Request, Sampling, Speculate, Timings, Worker},
-    error::ModelError,
-    experts::{Io, Prefetch},
+    engine::{self, Draft, Finish, Handle, Lookup, Request, Sampling, Speculate, Timings, Worker},
+    experts::Io,
     metrics::Metrics,
     model::{Model, Options, Qwen, Rows, Taps},
 };
@@ -22,24 +21,6 @@ fn demo(slots: Option<usize>) -> Qwen {
 /// A prompt of `length` assorted tokens.
 fn prompt(length: u32) -> Vec<u32> {
     (0..length).map(|n| 20 + (n * n * 7 + n * 3) % 1500).collect()
-}
-
-/// Five slots for eight layers: some layer has no expert.
-#[test]
-fn a_draft_ends_where_a_layer_has_no_expert_in_memory() {
-    let mut model = demo(Some(5));
-    let start = |model: &mut Qwen| {
-        let mut state = model.start().unwrap();
-        model.forward(&mut state, &prompt(40), Rows::None).unwrap();
-        state
-    };
-    let mut state = start(&mut model);
-    let plain = model.forward(&mut state, &[50], Rows::Last).unwrap().data;
-    let mut state = start(&mut model);
-    let ended = model.draft(&mut state, 50).map(|_| ()).unwrap_err();
-    assert!(matches!(ended, ModelError::NonePresent { .. }), "{ended}");
-    model.end_draft(&mut state);
-    assert_eq!(model.forward(&mut state, &[50], Rows::Last).unwrap().data, plain);
 }
 
 #[test]
@@ -105,13 +86,11 @@ fn ask(handle: &Handle, ids: &[u32], sampling: &Sampling) -> (Vec<u32>, Result<(
 /// The answer's tokens, how it ended, and how many drafted tokens were accepted and refused.
 fn answer(
     slots: Option<usize>,
-    own: bool,
     speculate: Speculate,
     ids: &[u32],
     sampling: &Sampling,
 ) -> (Vec<u32>, Finish, [usize; 2]) {
-    let draft: Box<dyn Draft<Qwen>> = if own { Box::new(Own) } else { Box::new(Lookup) };
-    let (handle, worker) = start(demo(slots), draft, speculate);
+    let (handle, worker) = start(demo(slots), Box::new(Lookup), speculate);
     let (told, done) = ask(&handle, ids, sampling);
     let (finish, timings) = done.unwrap();
     drop(handle);
@@ -121,58 +100,20 @@ fn answer(
 
 #[test]
 fn the_demo_answers_alike_with_drafts_and_without() {
-    let mut counts = [[0, 0]; 2];
+    let mut counts = [0, 0];
     for (length, temperature, penalty) in [(24, 0.0, 0.0), (90, 0.7, 0.0), (40, 1.3, 0.5)] {
         // Twice the same, so that there is something to look up.
         let ids = prompt(length).repeat(2);
         let sampling = Sampling { temperature, frequency_penalty: penalty, seed: Some(5), ..Sampling::default() };
-        let (plain, finish, _) = answer(None, false, Speculate::Off, &ids, &sampling);
-        // Looked up, and by the model itself: with fewer slots than the experts of a token, too.
-        for (slots, own) in [(None, false), (Some(64), false), (Some(128), true), (Some(40), true)] {
-            let (found, end, drafted) = answer(slots, own, Speculate::Force, &ids, &sampling);
-            assert_eq!((found, end), (plain.clone(), finish), "{length} tokens at {temperature}, {slots:?}, own {own}");
-            let counts = &mut counts[usize::from(own)];
-            *counts = [counts[0] + drafted[0], counts[1] + drafted[1]];
+        let (plain, finish, _) = answer(None, Speculate::Off, &ids, &sampling);
+        for slots in [None, Some(64)] {
+            let (found, end, drafted) = answer(slots, Speculate::Force, &ids, &sampling);
+            assert_eq!((found, end), (plain.clone(), finish), "{length} tokens at {temperature}, {slots:?}");
+            counts = [counts[0] + drafted[0], counts[1] + drafted[1]];
         }
     }
-    println!("accepted and refused, looked up and its own: {counts:?}");
-    assert!(counts.as_flattened().iter().all(|count| *count > 0), "{counts:?}; the test must not be empty");
-}
-
-#[test]
-fn a_model_that_drafts_for_itself_leaves_no_trace_and_reads_nothing() {
-    let metrics = Metrics::new("test", "cpu");
-    let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
-    (options.plan.context, options.store.slots, options.store.prefetch) = (Some(2048), Some(80), Prefetch::Off);
-    let mut model = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
-    let (mut whole, ids, next) = (demo(None), prompt(60), prompt(80)[60..].to_vec());
-    let (mut state, mut expected) = (model.start().unwrap(), whole.start().unwrap());
-    model.forward(&mut state, &ids, Rows::None).unwrap();
-    whole.forward(&mut expected, &ids, Rows::None).unwrap();
-    for (n, &id) in next.iter().enumerate() {
-        let counts = || {
-            let lookups = [&metrics.lookups_decode_hit, &metrics.lookups_decode_miss, &metrics.lookups_prefill_hit];
-            let more = [&metrics.ssd_reads, &metrics.ssd_read_bytes, &metrics.expert_evictions];
-            lookups.into_iter().chain(more).map(|count| count.get()).collect::<Vec<_>>()
-        };
-        let before = counts();
-        for drafted in 0..n % 6 {
-            let logits = model.draft(&mut state, 30 + 7 * drafted as u32).unwrap();
-            assert!(logits.rows() == 1 && logits.data.iter().all(|logit| logit.is_finite()));
-            assert!(model.forward(&mut state, &[id], Rows::Last).is_err(), "there is a draft in it");
-        }
-        model.end_draft(&mut state);
-        assert_eq!(counts(), before);
-        let [found, plain] = [(&mut model, &mut state), (&mut whole, &mut expected)]
-            .map(|(model, state)| model.forward(state, &[id], Rows::Last).unwrap().data);
-        assert!(found == plain, "behind {n} tokens");
-    }
-    // One that fails at its first token has nothing to take back.
-    assert!(model.draft(&mut state, u32::MAX).is_err());
-    model.end_draft(&mut state);
-    let [found, plain] = [(&mut model, &mut state), (&mut whole, &mut expected)]
-        .map(|(model, state)| model.verify(state, &[40, 41]).unwrap().data);
-    assert!(found == plain);
+    println!("accepted and rejected: {counts:?}");
+    assert!(counts.iter().all(|count| *count > 0), "{counts:?}; the test must not be empty");
 }
 
 #[test]
@@ -185,35 +126,32 @@ fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
     let path = dir.path().join("model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     let (sampling, ids) = (Sampling::greedy(), prompt(30).repeat(2));
-    let whole = answer(None, false, Speculate::Off, &ids, &sampling).0;
-    for own in [false, true] {
-        let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
-        (options.store.slots, options.store.io) = (Some(64), Io::Buffered);
-        let draft: Box<dyn Draft<Qwen>> = if own { Box::new(Own) } else { Box::new(Lookup) };
-        let (handle, worker) = start(load_with(dir.path(), options), draft, Speculate::Force);
-        assert_eq!(ask(&handle, &ids, &sampling).0, whole);
-        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
-        let modified = file.metadata().unwrap().modified().unwrap();
-        let mut failed = 0;
-        for part in [2, 4, 8] {
-            file.set_len((bytes.len() - bytes.len() / part) as u64).unwrap();
-            let (told, done) = ask(&handle, &ids, &sampling);
-            assert!(told == whole[..told.len()] && (done.is_err() || told == whole), "{told:?}");
-            failed += usize::from(done.is_err());
-            std::fs::write(&path, &bytes).unwrap();
-            file.set_modified(modified).unwrap();
-            let (mut told, mut done) = ask(&handle, &ids, &sampling);
-            if done.is_err() {
-                // What was still being read ahead found the file half restored, and this answer waited for it.
-                assert!(told == whole[..told.len()], "{told:?}");
-                (told, done) = ask(&handle, &ids, &sampling);
-            }
-            assert!(done.is_ok() && told == whole, "{done:?}: what was read in between was not mixed in");
+    let whole = answer(None, Speculate::Off, &ids, &sampling).0;
+    let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
+    (options.store.slots, options.store.io) = (Some(64), Io::Buffered);
+    let (handle, worker) = start(load_with(dir.path(), options), Box::new(Lookup), Speculate::Force);
+    assert_eq!(ask(&handle, &ids, &sampling).0, whole);
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    let modified = file.metadata().unwrap().modified().unwrap();
+    let mut failed = 0;
+    for part in [2, 4, 8] {
+        file.set_len((bytes.len() - bytes.len() / part) as u64).unwrap();
+        let (told, done) = ask(&handle, &ids, &sampling);
+        assert!(told == whole[..told.len()] && (done.is_err() || told == whole), "{told:?}");
+        failed += usize::from(done.is_err());
+        std::fs::write(&path, &bytes).unwrap();
+        file.set_modified(modified).unwrap();
+        let (mut told, mut done) = ask(&handle, &ids, &sampling);
+        if done.is_err() {
+            // What was still being read ahead found the file half restored, and this answer waited for it.
+            assert!(told == whole[..told.len()], "{told:?}");
+            (told, done) = ask(&handle, &ids, &sampling);
         }
-        assert!(failed > 0, "the test must not be empty");
-        drop(handle);
-        worker.join().unwrap();
+        assert!(done.is_ok() && told == whole, "{done:?}: what was read in between was not mixed in");
     }
+    assert!(failed > 0, "the test must not be empty");
+    drop(handle);
+    worker.join().unwrap();
 }
 
 #[test]

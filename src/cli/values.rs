@@ -46,8 +46,6 @@ pub enum Draft {
     /// The MTP head if the checkpoint has one, else lookup.
     Auto,
     Mtp,
-    /// The model itself, with the experts that are in memory.
-    Own,
     Lookup,
     Off,
     /// A directory or a hub id.
@@ -125,7 +123,11 @@ pub fn draft(text: &str) -> Result<Draft, String> {
         "off" => Ok(Draft::Off),
         "auto" => Ok(Draft::Auto),
         "mtp" => Ok(Draft::Mtp),
-        "self" => Ok(Draft::Own),
+        "self" => Err(
+            "self was removed because it was slower than plain decoding; use auto, mtp, lookup, off, a directory or \
+                       a hub id (a directory named self is written ./self)"
+                .into(),
+        ),
         "" => Err("it is empty".into()),
         _ => Ok(Draft::Model(text.into())),
     }

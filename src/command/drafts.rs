@@ -5,7 +5,7 @@ use crate::{
     chat::Tokenizer,
     checkpoint::mtp,
     config::{Draft, Load, Source, Switch},
-    engine::{self, Companion, DRAFT_ROOM, Dflash, Lookup, Mtp, Own},
+    engine::{self, Companion, DRAFT_ROOM, Dflash, Lookup, Mtp},
     error::CommandError,
     metrics::Metrics,
     model::{self, DFlash, Drafter, Qwen, Surveyed, config::json, dflash},
@@ -21,8 +21,6 @@ pub enum Found {
         asked: bool,
         beside: Option<PathBuf>,
     },
-    /// The model itself.
-    Own,
     Dflash(Box<dflash::Surveyed>),
     /// A small model, and what it takes.
     Model(PathBuf, Box<model::Options>, Box<Plan>),
@@ -38,7 +36,6 @@ impl Found {
             None | Some(Draft::Off | Draft::Lookup) => return Ok(Self::Lookup),
             Some(Draft::Auto) => return Ok(Self::Mtp { asked: false, beside: None }),
             Some(Draft::Mtp) => return Ok(Self::Mtp { asked: true, beside: None }),
-            Some(Draft::Own) => return Ok(Self::Own),
             Some(Draft::Model(named)) => named,
         };
         let draft = resolve(&Source::new(Some(named)))?;
@@ -60,7 +57,7 @@ impl Found {
     /// Its demands on memory, where they are known before the model is.
     pub fn shape(&self) -> DraftFootprint {
         match self {
-            Found::Lookup | Found::Own | Found::Mtp { .. } => DraftFootprint::default(),
+            Found::Lookup | Found::Mtp { .. } => DraftFootprint::default(),
             Found::Dflash(surveyed) => surveyed.shape(),
             Found::Model(_, _, plan) => DraftFootprint { fixed: plan.total(), ..DraftFootprint::default() },
         }
@@ -85,13 +82,6 @@ impl Found {
                     if *asked {
                         tracing::warn!("there is no MTP head to draft with: drafts are looked up");
                     }
-                    Box::new(Lookup)
-                }
-            },
-            Found::Own => match model.store() {
-                Some(store) if !store.is_resident() => Box::new(Own),
-                _ => {
-                    tracing::warn!("every expert is in memory: drafts are looked up, and not the model's own");
                     Box::new(Lookup)
                 }
             },

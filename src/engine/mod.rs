@@ -16,7 +16,7 @@ pub use handle::{Handle, Options, Worker, spawn, spawn_with};
 pub use sampler::{Sampler, argmax};
 use scheduler::Scheduler;
 pub use session::Session;
-pub use speculation::{Companion, DRAFT_ROOM, Dflash, Draft, Kind, Lookup, Mtp, Outlook, Own, Sequence, Speculate};
+pub use speculation::{Companion, DRAFT_ROOM, Dflash, Draft, Kind, Lookup, Mtp, Outlook, Sequence, Speculate};
 
 use crate::error::EngineError;
 use std::time::{Duration, Instant};

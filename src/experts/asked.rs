@@ -378,7 +378,6 @@ impl Experts {
 }
 
 mod claim;
-mod present;
 #[cfg(test)]
 mod slow_tests;
 #[cfg(test)]

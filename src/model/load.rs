@@ -324,8 +324,8 @@ impl Qwen {
                 Ok(regions.into_iter().try_for_each(|region| append(run, region, &mut fixed[index]))?)
             };
             let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
-            let (present, prompt, trial) = (false, ids.len() > 1, None);
-            let batch = Batch { ids: chunk, logits: wanted, phase, present, prompt, trial, go_on };
+            let (prompt, trial) = (ids.len() > 1, None);
+            let batch = Batch { ids: chunk, logits: wanted, phase, prompt, trial, go_on };
             self.chunk(placed, state, batch, (&here, &mut mark), observe, &mut logits.data)?;
             for (mark, fixed) in here.iter().zip(fixed) {
                 taken.push(state.snapshot(start + mark, fixed, &mut *placed.run)?);
@@ -349,11 +349,8 @@ impl Qwen {
         let Parts { config, net, store, .. } = &self.parts;
         let Placed { run, shared, limits, slots, buffers: b, lists, tapped, .. } = placed;
         let (run, limits) = (&mut **run, *limits);
-        let Batch { ids, logits, phase, present, prompt, trial, go_on } = batch;
+        let Batch { ids, logits, phase, prompt, trial, go_on } = batch;
         let half = prompt && limits.half;
-        if state.drafting.is_some() && !present {
-            return Err(ModelError::Config("a draft was not taken back".into()));
-        }
         let (experts, start, tokens) = (store.as_ref(), state.len, ids.len());
         state.make_room(tokens, run)?;
         // Whoever reads a page waits until this pass is over, and its errors are told.
@@ -369,7 +366,6 @@ impl Qwen {
             start,
             tokens,
             phase,
-            present,
             half,
             trial,
             lists,

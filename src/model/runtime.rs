@@ -9,10 +9,7 @@ use crate::{
         device_state::Placed,
         drafts::hidden_taps::Tapped,
         forward::Batch,
-        state::{
-            rollback::{DeltaState, ROWS},
-            sequence::LayerState,
-        },
+        state::{rollback::ROWS, sequence::LayerState},
         weights::Mixer,
     },
     ops::{Conv, DeltaRule, Embed, Project},
@@ -124,7 +121,7 @@ impl Model for Qwen {
 impl Qwen {
     /// See [`Model::verify`](crate::model::Model::verify).
     pub(in crate::model) fn try_rows(&self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.try_rows_behind(0, state, ids, false)
+        self.try_rows_behind(0, state, ids)
     }
 
     /// Further rows of the verify that the last call was: all of them can be taken back together.
@@ -132,38 +129,10 @@ impl Qwen {
         if state.tried == 0 {
             return Err(ModelError::Config("no verify goes on".into()));
         }
-        self.try_rows_behind(state.tried, state, ids, false)
+        self.try_rows_behind(state.tried, state, ids)
     }
 
-    /// The logits behind `id` as far as the experts that are in memory can tell: those that are not are done without, nothing
-    /// is read. A draft goes on token by token; before anything else, [`Qwen::end_draft`] takes all of it back.
-    ///
-    /// # Errors
-    /// [`ModelError::NonePresent`] where a layer has no expert in memory: the draft can only be ended.
-    pub fn draft(&self, state: &mut State, id: u32) -> Result<Logits, ModelError> {
-        if state.drafting.is_none() {
-            state.drafting = Some(state.len);
-            state.nets().for_each(DeltaState::begin);
-        }
-        let first = state.drafting.unwrap_or(state.len);
-        self.try_rows_behind(state.len - first, state, &[id], true)
-    }
-
-    /// Takes a draft back, also one whose last pass has failed.
-    pub fn end_draft(&self, state: &mut State) {
-        if let Some(first) = state.drafting.take() {
-            state.nets().for_each(DeltaState::end);
-            (state.len, state.tried) = (first, 0);
-        }
-    }
-
-    fn try_rows_behind(
-        &self,
-        before: usize,
-        state: &mut State,
-        ids: &[u32],
-        present: bool,
-    ) -> Result<Logits, ModelError> {
+    fn try_rows_behind(&self, before: usize, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
         let config = &self.parts.config;
         let mut placed = self.placed.borrow_mut();
@@ -176,7 +145,7 @@ impl Qwen {
         // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
         let slots = self.store().map_or(0, Experts::slots);
         let phase = if rows * config.experts_per_token() <= slots { Phase::Decode } else { Phase::Prefill };
-        let batch = Batch { ids, logits: 0..rows, phase, present, prompt: false, trial: Some(before), go_on: &|| true };
+        let batch = Batch { ids, logits: 0..rows, phase, prompt: false, trial: Some(before), go_on: &|| true };
         // After a pass that fails there is nothing to go back to.
         state.tried = 0;
         self.chunk(&mut placed, state, batch, (&[], &mut |_, _, _| Ok(())), None, &mut logits.data)?;

@@ -7,7 +7,7 @@ use crate::{
     host::Host,
 };
 use moestro::{
-    engine::{self, Companion, Dflash, Draft, Lookup, Mtp, Own, Request, Sampling, Speculate, Timings},
+    engine::{self, Companion, Dflash, Draft, Lookup, Mtp, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
     model::{DFlash, Drafter, Model, Options, Qwen, Rows, Taps, dflash},
 };
@@ -109,15 +109,14 @@ fn answers_are_the_same_with_drafts_and_without() {
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(dir.path(), false), Box::new(Lookup), Speculate::Off, &asked);
     // The CPU's matrix has each kind both ways; here each takes seconds.
-    let kinds = [("mtp", false), ("mtp", true), ("model", false), ("dflash", false), ("lookup", true), ("self", true)];
+    let kinds = [("mtp", false), ("mtp", true), ("model", false), ("dflash", false), ("lookup", true)];
     for (kind, streaming) in kinds {
         let model = on_kernels(dir.path(), streaming);
         let draft: Box<dyn Draft<Qwen>> = match kind {
             "mtp" => Box::new(Mtp::new(&model).expect("the model has a head")),
             "model" => Box::new(small()),
             "dflash" => Box::new(block(&model)),
-            "lookup" => Box::new(Lookup),
-            _ => Box::new(Own),
+            _ => Box::new(Lookup),
         };
         let found = answers(model, draft, Speculate::Force, &asked);
         let (mut drafted, mut accepted) = (0, 0);

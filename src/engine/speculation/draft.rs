@@ -13,7 +13,6 @@ pub enum Kind {
     Mtp,
     Model,
     Dflash,
-    Own,
 }
 
 impl Kind {
@@ -23,7 +22,6 @@ impl Kind {
             Kind::Mtp => "mtp",
             Kind::Model => "model",
             Kind::Dflash => "dflash",
-            Kind::Own => "self",
         }
     }
 }

@@ -11,7 +11,6 @@ mod fit;
 mod lookup;
 mod mtp;
 mod outlook;
-mod own;
 mod trail;
 
 pub use companion::{Companion, ROOM as DRAFT_ROOM};
@@ -23,7 +22,6 @@ use fit::Fit;
 pub use lookup::Lookup;
 pub use mtp::Mtp;
 pub use outlook::Outlook;
-pub use own::Own;
 use trail::Trail;
 
 use super::{Options, Sampler, Session, Timings, constraint::Ahead};

@@ -1,4 +1,4 @@
-//! A disk that answers when it is told to: whose slot may be taken from a prediction, and what counts as being in memory.
+//! A disk that answers when it is told to: whose slot may be taken from a prediction.
 
 use super::super::{
     Asked, ExpertMap, Experts, Options, PIECES, Phase, Piece, Prefetch,
@@ -85,31 +85,8 @@ fn a_prediction_that_was_wrong_stays_if_it_is_being_read() {
     while store.reader.is_busy() {
         std::thread::yield_now();
     }
-    assert!(store.is_present(1, 0));
+    assert!(store.slot_of(1, 0).is_some());
     let reads = drain(store.ask(1, &row(&[0, 2]), Phase::Decode, &mut CpuTimeline).unwrap(), 1);
     assert_eq!((reads, pages(&gate, 2)), (2, vec![20, 22]));
     assert_eq!((metrics.lookups_decode_hit.get(), metrics.prefetches_used.get()), (1, 1));
-}
-
-#[test]
-fn only_what_has_been_read_is_in_memory() {
-    let (store, gate, metrics) = store();
-    let asked = store.ask(0, &row(&[3, 5]), Phase::Decode, &mut CpuTimeline).unwrap();
-    assert_eq!(pages(&gate, 1), [3]);
-    assert!(!store.is_present(0, 3) && store.any_present(0).is_none(), "it has a slot, and no bytes");
-    let refused = store.ask_present(0, &[3], &mut CpuTimeline).err().unwrap().to_string();
-    assert_eq!(refused, "layer 0, expert 3 is not in memory");
-    gate.open(2);
-    assert_eq!(drain(asked, 0), 2);
-    assert_eq!((store.is_present(0, 3), store.is_present(0, 4), store.is_present(1, 3)), (true, false, false));
-    assert_eq!((store.any_present(0), store.any_present(1), store.any_present(2)), (Some(3), None, None));
-
-    let before = metrics.render();
-    assert_eq!(drain(store.ask_present(0, &[5, 3, 5], &mut CpuTimeline).unwrap(), 0), 2);
-    assert!(store.ask_present(0, &[5, 4], &mut CpuTimeline).is_err());
-    let counted = |text: &str| -> Vec<String> {
-        text.lines().filter(|line| line.starts_with("moestro_expert")).map(str::to_owned).collect()
-    };
-    assert_eq!(counted(&metrics.render()), counted(&before), "nothing is counted");
-    assert_eq!(pages(&gate, 2).len(), 2, "and nothing read");
 }

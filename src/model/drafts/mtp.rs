@@ -253,7 +253,6 @@ impl Qwen {
                 start,
                 tokens,
                 phase: if tokens == 1 { Phase::Decode } else { Phase::Prefill },
-                present: false,
                 half: false,
                 trial: None,
                 lists: &mut *lists,

@@ -68,8 +68,6 @@ pub(in crate::model) struct Batch<'a> {
     pub logits: Range<usize>,
     /// A prompt's rows want nearly every expert once; those of an answer want what others wanted before.
     pub phase: Phase,
-    /// Experts that are not in memory are done without, for a draft.
-    pub present: bool,
     /// Rows of a prompt that has more than one, which a device may compute in half precision.
     pub prompt: bool,
     /// A trial has no marks.
@@ -90,8 +88,6 @@ pub(in crate::model) struct Pass<'a> {
     pub start: usize,
     pub tokens: usize,
     pub phase: Phase,
-    /// Only with the experts that are in memory.
-    pub present: bool,
     /// Products are in half precision.
     pub half: bool,
     /// The delta nets' states do not take these rows in yet.

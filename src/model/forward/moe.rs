@@ -13,7 +13,7 @@ use crate::model::forward::{Pass, Routes};
 use crate::{
     device::Region,
     error::ModelError,
-    experts::{self, Asked, Choice},
+    experts::{Asked, Choice},
     ops::{Combine, Experts, Group, Mixture, NONE, Norm, Route, Which},
 };
 
@@ -65,24 +65,18 @@ impl Pass<'_> {
         let phase = self.phase;
         // The next layer's router on this layer's input: a guess, read only when nothing better is to be done. While a prompt is
         // at it that is from this layer's last read to the next layer's first: its mixer, above all.
-        let next = next.filter(|_| !self.present && experts.wants_prediction(phase));
+        let next = next.filter(|_| experts.wants_prediction(phase));
         let mut lists = std::mem::take(&mut self.lists.moe);
         if let Some(next) = next.filter(|_| limits.waits) {
             // Read first, as it comes last: one wait is then enough for both.
             self.guess(index + 1, next, &mut lists.guess)?;
         }
         self.read_choice(layer, !experts.is_resident(), &mut lists)?;
-        if self.present {
-            self.leave_to_present(index, layer, experts, &mut lists)?;
-        }
         if let Some(observe) = &mut self.observe {
             observe(index, &lists.routes(layer.k));
         }
         let choice = Choice { ids: &lists.chosen, k: layer.k, logits: &lists.logits };
-        let mut asked = match self.present {
-            true => experts.ask_present(index, &lists.chosen, &mut *self.run)?,
-            false => experts.ask(index, &choice, phase, &mut *self.run)?,
-        };
+        let mut asked = experts.ask(index, &choice, phase, &mut *self.run)?;
         if let Some(next) = next {
             if !limits.waits {
                 self.guess(index + 1, next, &mut lists.guess)?;
@@ -167,40 +161,6 @@ impl Pass<'_> {
             self.run.write_words(at, known)?;
         }
         Ok(self.run.execute(&Combine { by_place, ..combine }.into())?)
-    }
-
-    /// Leaves to the experts that are in memory what the router gave to all of a token's. The places of the others go to one
-    /// of these, with weight 0.
-    fn leave_to_present(
-        &mut self,
-        index: usize,
-        layer: &Mixture,
-        experts: &experts::Experts,
-        lists: &mut Lists,
-    ) -> Result<(), ModelError> {
-        let (k, row) = (layer.k, layer.k + 1);
-        let weights = self.b.room.weights.floats(self.tokens * row);
-        lists.weights.resize(self.tokens * row, 0.0);
-        self.run.read_floats(weights, &mut lists.weights)?;
-        for (ids, weights) in lists.chosen.chunks_exact_mut(k).zip(lists.weights.chunks_exact_mut(row)) {
-            let weights = &mut weights[..k];
-            let all: f32 = weights.iter().sum();
-            for (_, weight) in ids.iter().zip(&mut *weights).filter(|(id, _)| !experts.is_present(index, **id)) {
-                *weight = 0.0;
-            }
-            let kept: f32 = weights.iter().sum();
-            let first = ids.iter().copied().find(|id| experts.is_present(index, *id));
-            let Some(present) = first.or_else(|| experts.any_present(index)) else {
-                return Err(ModelError::NonePresent { layer: index });
-            };
-            for (id, weight) in ids.iter_mut().zip(weights) {
-                match *weight {
-                    0.0 => *id = present,
-                    _ => *weight *= all / kept,
-                }
-            }
-        }
-        Ok(self.run.write(weights, bytemuck::cast_slice(&lists.weights))?)
     }
 
     /// The guess of the next layer's choice: its router on this layer's input. It is computed in the experts' buffers,

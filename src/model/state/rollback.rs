@@ -32,8 +32,6 @@ pub struct Tape {
     /// Where the rows are.
     half: usize,
     rows: usize,
-    /// They came since the last [`DeltaState::begin`].
-    new: bool,
 }
 
 /// A pass's rows: they stay, or they are a trial that may be taken back, behind so many others of it.
@@ -51,7 +49,7 @@ impl DeltaState {
         if self.tape.is_none() {
             let [proj, mixed] = [shape.width(), shape.channels()].map(|width| 2 * ROWS * width * 4);
             let [proj, mixed] = [run.allocate(proj)?, run.allocate(mixed)?];
-            self.tape = Some(Tape { proj, mixed, half: 0, rows: 0, new: false });
+            self.tape = Some(Tape { proj, mixed, half: 0, rows: 0 });
         }
         Ok(())
     }
@@ -88,19 +86,9 @@ impl DeltaState {
         let Some(tape) = &mut self.tape else { return };
         match trial {
             None => tape.rows = 0,
-            Some(0) => *tape = Tape { half: 1 - tape.half, rows, new: true, ..*tape },
+            Some(0) => *tape = Tape { half: 1 - tape.half, rows, ..*tape },
             Some(_) => tape.rows += rows,
         }
-    }
-
-    /// Rows on the tape are no draft's.
-    pub fn begin(&mut self) {
-        self.tape.iter_mut().for_each(|tape| tape.new = false);
-    }
-
-    /// The rows since [`DeltaState::begin`] never were.
-    pub fn end(&mut self) {
-        self.tape.iter_mut().filter(|tape| tape.new).for_each(|tape| tape.rows = 0);
     }
 
     /// The last `rows` on the tape never were.

@@ -42,8 +42,6 @@ pub type Arenas = Arc<Mutex<Vec<Arena>>>;
 pub struct State {
     /// Tokens seen.
     pub len: usize,
-    /// The length without the rows of a draft, while there are any: all of them will be taken back.
-    pub(in crate::model) drafting: Option<usize>,
     /// Rows of the last verify, if nothing has come behind it.
     pub(in crate::model) tried: usize,
     pub(in crate::model) layers: Vec<LayerState>,
@@ -99,7 +97,7 @@ impl State {
             None => allocate(config, &shape, pool, run)?,
         };
         let (pages, pool, arenas) = (Vec::new(), pool.clone(), arenas.clone());
-        Ok(Self { len: 0, drafting: None, tried: 0, layers, table, pages, pool, shape, arenas })
+        Ok(Self { len: 0, tried: 0, layers, table, pages, pool, shape, arenas })
     }
 
     /// Pages that it lacks for `tokens` more.
@@ -182,7 +180,7 @@ impl State {
         let newest = newest(layers, shape, rounded_until(snapshot.len)..snapshot.len);
         fixed(layers).chain(newest).try_for_each(|region| take(run, region, &mut bytes))?;
         self.nets().for_each(DeltaState::clear);
-        (self.len, self.drafting, self.tried) = (snapshot.len, None, 0);
+        (self.len, self.tried) = (snapshot.len, 0);
         Ok(())
     }
 
