@@ -145,7 +145,7 @@ FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys
 
 // Joins the parts, divides, and applies the gate. Grid (heads, tokens, ceil(dim / 32)), 128 threads: a lane has a column, a
 // simdgroup every fourth part.
-KERNEL(attend_join, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
+KERNEL(attention_merge, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
   SHARED(float, by, PARTS);
   SHARED(float, mine, 128);
   SHARED(float, most, 8);
@@ -185,18 +185,18 @@ KERNEL(attend_join, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2)
 }
 
 #define ATTEND(suffix, T)                                                                                              \
-  KERNEL(attend_place##suffix, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
+  KERNEL(qk_norm_rope##suffix, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
          IN(float, turn, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7), IN(uint, table, 8)) {               \
     SHARED(float, x, MOST_DIM);                                                                                        \
     AWAIT();                                                                                                           \
     place<T>(a, proj, q_norm, k_norm, turn, q, keys, values, table, x HERE);                                           \
   }                                                                                                                    \
-  KERNEL(attend_128##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
+  KERNEL(attention_decode_128##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
          IN(uint, table, 4), OUT(float, parts, 5)) {                                                                   \
     if (a.heads / a.kv_heads % 2 == 0) part<T, 4, 2>(a, q, keys, values, table, parts HERE);                           \
     else part<T, 4, 1>(a, q, keys, values, table, parts HERE);                                                         \
   }                                                                                                                    \
-  KERNEL(attend_256##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
+  KERNEL(attention_decode_256##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
          IN(uint, table, 4), OUT(float, parts, 5)) {                                                                   \
     if (a.heads / a.kv_heads % 2 == 0) part<T, 8, 2>(a, q, keys, values, table, parts HERE);                           \
     else part<T, 8, 1>(a, q, keys, values, table, parts HERE);                                                         \

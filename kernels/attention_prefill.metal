@@ -155,7 +155,7 @@ FN void look(CONSTANT PromptArgs& a, DEVICE const float* q, DEVICE const T* keys
 
 // Grid (ceil(tokens * heads of a kv head / QUERIES), kv heads), 256 threads.
 #define PROMPT(suffix, T)                                                                                              \
-  KERNEL(prompt##suffix, ARGS(PromptArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3), IN(uint, table, 4),   \
+  KERNEL(attention_prefill##suffix, ARGS(PromptArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3), IN(uint, table, 4),   \
          IN(float, proj, 5), OUT(float, y, 6)) {                                                                       \
     SHARED(uint4, queries, QUERIES * LONG / 4);                                                                        \
     SHARED(uint4, room, KEYS * PITCH / 4);                                                                             \

@@ -260,9 +260,9 @@ FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const uchar* 
   walk<BITS, COLUMNS, HEADS, false>(a, q, keys, values, table, new_keys, new_values, parts, first, end, head, simds HERE);
 }
 
-// As `attend_join`; the result is turned back before the gate. Grid (heads, tokens), JOINS threads: a thread has a column of every
+// As `attention_merge`; the result is turned back before the gate. Grid (heads, tokens), JOINS threads: a thread has a column of every
 // so many parts.
-KERNEL(attend_join_few, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
+KERNEL(attention_merge_quant, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
   SHARED(float, by, PARTS + 2 * NEWEST / NEW);
   SHARED(float, mine, JOINS);
   SHARED(float, most, 2 * JOINS / 32);
@@ -319,15 +319,15 @@ KERNEL(attend_join_few, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts
   }
 
 #define ATTEND_FEW(BITS)                                                                                               \
-  KERNEL(attend_place_q##BITS, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
+  KERNEL(qk_norm_rope_q##BITS, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
          IN(float, turn, 4), OUT(float, q, 5), OUT(uchar, keys, 6), OUT(uchar, values, 7), IN(uint, table, 8),         \
          OUT(float, new_keys, 9), OUT(float, new_values, 10)) {                                                        \
     SHARED(float, x, MOST_DIM);                                                                                        \
     AWAIT();                                                                                                           \
     place_few<BITS>(a, proj, q_norm, k_norm, turn, q, keys, values, table, new_keys, new_values, x HERE);              \
   }                                                                                                                    \
-  ATTEND_PART(attend_128_q##BITS, BITS, 4)                                                                             \
-  ATTEND_PART(attend_256_q##BITS, BITS, 8)
+  ATTEND_PART(attention_decode_128_q##BITS, BITS, 4)                                                                             \
+  ATTEND_PART(attention_decode_256_q##BITS, BITS, 8)
 
 ATTEND_FEW(8)
 ATTEND_FEW(4)

@@ -5,12 +5,12 @@
 // kept for whoever needs them next, or the product is added to y. A row's result does not depend on how many rows of x
 // there are: verification gives the bytes that decoding gives.
 //
-// Two kinds of launches do a delta net's small work on the way. linear_conv takes one row and convolves each channel of the first
+// Two kinds of launches do a delta net's small work on the way. gemv_conv takes one row and convolves each channel of the first
 // matrix where it was computed (delta.metal), since nobody else looks at that channel's state. linear_heads has x as the delta rule
 // left it, and multiplies each head by the factor that makes it a norm.
 //
 // Grid: (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) if there are FEW); 128 threads. The
-// shared expert's down, which is neither normed nor added, is summed as experts_down does it.
+// shared expert's down, which is neither normed nor added, is summed as moe_down does it.
 
 struct LinearArgs {
   uint tokens, cols, width;   // rows of x, their length, the length of a row of y
@@ -265,14 +265,14 @@ FN bool is_few(CONSTANT LinearArgs& a) {
     PRODUCT(TOKENS, KIND, ANY)                                                                                         \
   }
 
-LINEAR(linear_1, 1, PLAIN, false)
-LINEAR(linear_2, 2, PLAIN, false)
-LINEAR(linear_norm_1, 1, NORMED, false)
-LINEAR(linear_norm_2, 2, NORMED, false)
-LINEAR(linear_any_1, 1, PLAIN, true)
-LINEAR(linear_any_2, 2, PLAIN, true)
-LINEAR(linear_any_norm_1, 1, NORMED, true)
-LINEAR(linear_any_norm_2, 2, NORMED, true)
+LINEAR(gemv_1, 1, PLAIN, false)
+LINEAR(gemv_2, 2, PLAIN, false)
+LINEAR(gemv_norm_1, 1, NORMED, false)
+LINEAR(gemv_norm_2, 2, NORMED, false)
+LINEAR(gemv_any_1, 1, PLAIN, true)
+LINEAR(gemv_any_2, 2, PLAIN, true)
+LINEAR(gemv_any_norm_1, 1, NORMED, true)
+LINEAR(gemv_any_norm_2, 2, NORMED, true)
 
 #define LINEAR_CONV(name, ANY)                                                                                         \
   KERNEL(name, ARGS(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), IN(float, taps, 4), IN(float, past, 5), \
@@ -283,8 +283,8 @@ LINEAR(linear_any_norm_2, 2, NORMED, true)
     PRODUCT(1, CONVOLVED, ANY)                                                                                         \
   }
 
-LINEAR_CONV(linear_conv, false)
-LINEAR_CONV(linear_any_conv, true)
+LINEAR_CONV(gemv_conv, false)
+LINEAR_CONV(gemv_any_conv, true)
 
 #define LINEAR_HEADS(name, TOKENS, ANY)                                                                                \
   KERNEL(name, ARGS(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4)) {                  \
@@ -295,18 +295,18 @@ LINEAR_CONV(linear_any_conv, true)
     PRODUCT(TOKENS, HEADS, ANY)                                                                                        \
   }
 
-LINEAR_HEADS(linear_heads_1, 1, false)
-LINEAR_HEADS(linear_heads_2, 2, false)
-LINEAR_HEADS(linear_any_heads_1, 1, true)
-LINEAR_HEADS(linear_any_heads_2, 2, true)
+LINEAR_HEADS(gemv_head_norm_1, 1, false)
+LINEAR_HEADS(gemv_head_norm_2, 2, false)
+LINEAR_HEADS(gemv_any_head_norm_1, 1, true)
+LINEAR_HEADS(gemv_any_head_norm_2, 2, true)
 
 #ifndef NO_TILES
-// The same on matrix units, of rows of halves (half_rows) and the power of two of each. Grid (ceil(tokens / 64), sum over
+// The same on matrix units, of rows of halves (rows_to_half) and the power of two of each. Grid (ceil(tokens / 64), sum over
 // matrices of ceil(rows / 64)); 128 threads.
 enum { GEMM_TILES = 4 };
 
 template <bool ANY>
-FN void gemm(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block, DEVICE const uint* x, DEVICE const float* scale,
+FN void gemm_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block, DEVICE const uint* x, DEVICE const float* scale,
              DEVICE float* y, Bytes bytes, THREADGROUP uint4* room PLACE) {
   const uint first = tgid.x * GEMM_TILES * 16, row = block * WIDE, mine = min(row + tid / 2, m.rows - 1);
   uint from[GEMM_TILES];
@@ -334,9 +334,9 @@ FN void gemm(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block,
     const uint i = find(a, WIDE, &block, &start);                                                                     \
     const Bytes bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,  \
                          i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                               \
-    gemm<ANY>(a, a.m[i], start, block, x, scale, y, bytes, room HERE);                                                \
+    gemm_block<ANY>(a, a.m[i], start, block, x, scale, y, bytes, room HERE);                                                \
   }
 
-GEMM(gemm_fast, false)
+GEMM(gemm, false)
 GEMM(gemm_any, true)
 #endif

@@ -22,7 +22,7 @@ KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float,
 // of them belongs to `rows` heads of at most 256 columns. Grid (ceil(heads / 4), tokens), 128 threads: a simdgroup a head.
 // Squares are summed in an order in which the delta rule and the product behind it can share this work: each four, the sums of
 // each quarter of these one after another, and the quarters.
-KERNEL(gated_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {
+KERNEL(gated_rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {
   SHARED(float, fours, 4 * 64);
   AWAIT();
   const uint head = tgid.x * 4 + sg, count = (a.cols + 3) / 4, quarter = (count + 3) / 4;
@@ -51,7 +51,7 @@ KERNEL(gated_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float
 // floats, too, if asked for. Grid (rows), 128 threads.
 struct HalfArgs { uint cols, stride, pitch, normed, keep, listed; float eps; };
 
-KERNEL(half_rows, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uint, list, 3), OUT(uint, y, 4), OUT(float, scale, 5),
+KERNEL(rows_to_half, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uint, list, 3), OUT(uint, y, 4), OUT(float, scale, 5),
        OUT(float, kept, 6)) {
   SHARED(float, part, 8);
   AWAIT();

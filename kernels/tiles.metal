@@ -1,7 +1,7 @@
 // Products in half precision, for the rows of a prompt: tiles of 16 by 16 values, which the simdgroups of a threadgroup of 128
 // threads multiply on matrix units; sums in f32. Joined before every kernel, behind quant.metal.
 //
-// A row of x is halves times a power of two of its own (half_rows in norm.metal writes both), so that no value overflows; rows
+// A row of x is halves times a power of two of its own (rows_to_half in norm.metal writes both), so that no value overflows; rows
 // have zeros up to a multiple of DEPTH. Weights are unpacked to halves in threadgroup memory. Each sum runs over the columns in
 // order, DEPTH at a time: it depends on its row of x and its row of W, and on no other.
 

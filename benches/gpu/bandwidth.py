@@ -78,7 +78,7 @@ class Bench:
                 parts += [self.keep(random.bytes(c)), self.keep(bf16(s // 2)), self.keep(bf16(s // 2))]
             parts += parts[-3:] * (4 - len(rows))
             bound = [x, w, y, x] + parts
-            kernel = "linear_norm_1" if norm else "linear_1"
+            kernel = "gemv_norm_1" if norm else "gemv_1"
             launches.append(lambda stream, b=bound: self.gpu.launch(kernel, args, b, grid, 128, stream))
         shape = "+".join(map(str, rows)) + f"x{cols}"
         self.report(f"linear {bits}-bit" + (" norm" if norm else ""), shape, launches, each)
@@ -108,11 +108,11 @@ class Bench:
             bound_up = [x, scores, chosen, out] + [slab] * 4
             bound_down = [act, weights, chosen, result, x, x, x] + [slab] * 4
             grid_up, grid_down = (inner // 8, k, 1), (hidden // 16, 1, 1)
-            up.append(lambda s, b=bound_up: self.gpu.launch("experts_up", args, b, grid_up, 128, s))
-            down.append(lambda s, b=bound_down: self.gpu.launch("experts_down", args, b, grid_down, 32 * (k + 1), s))
+            up.append(lambda s, b=bound_up: self.gpu.launch("moe_gate_up", args, b, grid_up, 128, s))
+            down.append(lambda s, b=bound_down: self.gpu.launch("moe_down", args, b, grid_down, 32 * (k + 1), s))
         shape = f"{k} of {hidden}x{inner}"
-        self.report("experts_up", shape, up, k * 2 * (codes + 2 * scales) + 4 * (hidden + k * inner))
-        self.report("experts_down", shape, down, k * (codes + 2 * scales) + 4 * (2 * hidden + k * inner))
+        self.report("moe_gate_up", shape, up, k * 2 * (codes + 2 * scales) + 4 * (hidden + k * inner))
+        self.report("moe_down", shape, down, k * (codes + 2 * scales) + 4 * (2 * hidden + k * inner))
         self.clear()
 
 

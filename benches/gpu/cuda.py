@@ -5,7 +5,7 @@ import os
 import sys
 
 KERNELS = os.environ.get("KERNELS") or os.path.join(os.path.dirname(__file__), "../../kernels")
-FILES = ["attention", "attention_prefill", "delta", "experts", "kv_quant", "linear", "norm", "route", "weights"]
+FILES = ["attention", "attention_prefill", "delta_net", "embedding", "kv_quant", "linear", "moe", "norm", "router"]
 
 
 def compile(name, out):
@@ -32,10 +32,15 @@ def compile(name, out):
 
 
 def file_of(kernel):
-    """The file a kernel is in."""
-    others = {"swiglu": "experts", "conv": "delta", "embed": "weights", "dequantise": "weights"}
-    others |= {"rms_norm": "norm", "gated_norm": "norm", "half_rows": "norm", "gemm_fast": "linear", "gemm_any": "linear"}
-    return others.get(kernel) or kernel.split("_")[0]
+    """The file that defines a kernel."""
+    files = {"rms_norm": "norm", "gated_rms_norm": "norm", "rows_to_half": "norm", "swiglu": "moe", "embed": "embedding"}
+    files |= {"dequantise": "embedding", "causal_conv": "delta_net"}
+    if kernel.endswith(("_q8", "_q4", "_quant")):
+        return "kv_quant"
+    for prefix, file in (("gem", "linear"), ("moe_", "moe"), ("gated_delta", "delta_net"), ("attention_prefill", "attention_prefill")):
+        if kernel.startswith(prefix):
+            return file
+    return files.get(kernel, "router" if kernel == "router" else "attention")
 
 
 class Gpu:

@@ -23,7 +23,7 @@ def compare(kernel, index, args, found, expected):
         return 0.0
     if kernel == "route" and index < 4 or kernel == "dequantise" and args[1] != 0:
         return float("inf")
-    if kernel.endswith("_bf16") and kernel.startswith("attend_place") and index > 4:
+    if kernel.endswith("_bf16") and kernel.startswith("qk_norm_rope") and index > 4:
         found, expected = (np.frombuffer(b, np.uint16).astype(np.int64) for b in (found, expected))
         return 0.0 if np.abs(found - expected).max() <= 1 else float("inf")
     f, e = np.frombuffer(found, np.uint32), np.frombuffer(expected, np.uint32)

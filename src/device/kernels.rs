@@ -4,13 +4,13 @@
 pub const FILES: [(&str, &str); 9] = [
     ("attention", include_str!("../../kernels/attention.metal")),
     ("attention_prefill", include_str!("../../kernels/attention_prefill.metal")),
-    ("delta", include_str!("../../kernels/delta.metal")),
-    ("experts", include_str!("../../kernels/experts.metal")),
+    ("delta_net", include_str!("../../kernels/delta_net.metal")),
+    ("embedding", include_str!("../../kernels/embedding.metal")),
     ("kv_quant", include_str!("../../kernels/kv_quant.metal")),
     ("linear", include_str!("../../kernels/linear.metal")),
+    ("moe", include_str!("../../kernels/moe.metal")),
     ("norm", include_str!("../../kernels/norm.metal")),
-    ("route", include_str!("../../kernels/route.metal")),
-    ("weights", include_str!("../../kernels/weights.metal")),
+    ("router", include_str!("../../kernels/router.metal")),
 ];
 
 /// Reading quantised weights: part of every file.
@@ -90,7 +90,7 @@ mod tests {
         assert_eq!(compiled(|_, _| false), (all, 0, true));
         assert_eq!(compiled(|_, tiles| tiles), (all, 0, false));
         // An error in another file does not remove the matrix-unit kernels.
-        assert_eq!(compiled(|name, _| name == "route"), (all - 1, 1, true));
-        assert_eq!(compiled(|name, tiles| tiles || name == "route"), (all - 1, 1, false));
+        assert_eq!(compiled(|name, _| name == "router"), (all - 1, 1, true));
+        assert_eq!(compiled(|name, tiles| tiles || name == "router"), (all - 1, 1, false));
     }
 }

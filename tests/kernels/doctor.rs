@@ -204,11 +204,11 @@ fn launches_out_of_order_are_found() {
 
 #[test]
 fn a_refused_kernel_is_reported_and_the_others_go_on() {
-    let found = check::kernels(&mut Faulty::new("conv", true));
+    let found = check::kernels(&mut Faulty::new("causal_conv", true));
     let of = |name: &str| found.iter().find(|finding| finding.name == name).unwrap();
-    assert_eq!(of("conv").outcome, Err("the driver says no".into()));
+    assert_eq!(of("causal_conv").outcome, Err("the driver says no".into()));
     assert_eq!(of("kernels/some.metal").outcome, Err("line 1: no".into()));
-    assert!(of("linear_1").agrees() && of("experts_down").agrees() && of("attend_join").agrees());
+    assert!(of("gemv_1").agrees() && of("moe_down").agrees() && of("attention_merge").agrees());
 }
 
 #[test]
@@ -227,8 +227,8 @@ fn the_whole_report_of_a_sound_gpu() {
 
 #[test]
 fn the_whole_report_of_a_faulty_gpu() {
-    let report = doctor::examine(Ok(Box::new(Faulty::new("experts_down", false))), &[]).unwrap();
-    assert_eq!(report.wrong, ["experts_down", &format!("the demo's answer ({GPU_KIND})")]);
+    let report = doctor::examine(Ok(Box::new(Faulty::new("moe_down", false))), &[]).unwrap();
+    assert_eq!(report.wrong, ["moe_down", &format!("the demo's answer ({GPU_KIND})")]);
     let text = report.to_string();
     println!("{text}");
     assert!(
@@ -240,7 +240,7 @@ fn the_whole_report_of_a_faulty_gpu() {
 #[test]
 fn a_gpu_is_taken_if_it_computes_what_the_cpu_does() {
     let sound = || Ok(Some(Box::new(HostGpu::new(Host::fast())) as Box<dyn Gpu>));
-    let faulty = || Ok(Some(Box::new(Faulty::new("route", false)) as Box<dyn Gpu>));
+    let faulty = || Ok(Some(Box::new(Faulty::new("router", false)) as Box<dyn Gpu>));
     let name = |found, asked| Chosen::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
     assert_eq!((name(sound(), false), name(sound(), true)), (Ok(GPU_KIND), Ok(GPU_KIND)));
     // A GPU asked for by name is taken all the same; `auto` takes the CPU.

@@ -13,7 +13,7 @@ use std::{
 };
 
 pub const FILES: [&str; 9] =
-    ["linear", "experts", "route", "norm", "delta", "attention", "kv_quant", "attention_prefill", "weights"];
+    ["linear", "moe", "router", "norm", "delta_net", "attention", "kv_quant", "attention_prefill", "embedding"];
 
 fn kernels() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")

@@ -143,7 +143,7 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
         mixed.extend(c);
     }
     for (name, found, expected) in [
-        ("conv", 0, &mixed),
+        ("causal_conv", 0, &mixed),
         ("delta", 1, &out),
         ("gated norm", 2, &y),
         ("delta state", 3, &state),

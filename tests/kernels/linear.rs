@@ -69,8 +69,8 @@ fn the_other_formats() {
 #[test]
 fn real_widths() {
     for cols in [2048, 3072, 4096] {
-        assert_eq!(case(&[(AFFINE4, 67)], cols, 1, false, false).kernel, "linear_1");
-        assert_eq!(case(&[(AFFINE8, 33)], cols, 1, true, false).kernel, "linear_norm_1");
+        assert_eq!(case(&[(AFFINE4, 67)], cols, 1, false, false).kernel, "gemv_1");
+        assert_eq!(case(&[(AFFINE8, 33)], cols, 1, true, false).kernel, "gemv_norm_1");
     }
     for cols in [512, 1024] {
         case(&[(AFFINE4, 64)], cols, 1, false, true);
@@ -83,7 +83,7 @@ fn several_matrices_in_one_launch() {
     case(&[(AFFINE8, 32), (AFFINE4, 16), (AFFINE4, 16), (AFFINE8, 1)], 2048, 5, true, false);
     assert_eq!(
         case(&[(AFFINE8, 32), (affine(6, 64), 16), (AFFINE4, 1)], 128, 1, true, false).kernel,
-        "linear_any_norm_1"
+        "gemv_any_norm_1"
     );
 }
 
@@ -93,12 +93,12 @@ fn a_row_does_not_depend_on_its_company() {
     let mut random = Random(7);
     // Columns that are staged in two parts when there are several rows; with a norm few rows of weights are shared by all simdgroups.
     for (codes, cols, tokens, kernel) in [
-        (AFFINE4, 512, 16, "linear_norm_2"),
-        (AFFINE4, 2560, 3, "linear_2"),
-        (AFFINE4, 2560, 3, "linear_norm_2"),
-        (AFFINE8, 2560, 5, "linear_2"),
-        (AFFINE8, 2560, 3, "linear_norm_2"),
-        (affine(3, 32), 512, 5, "linear_any_norm_2"),
+        (AFFINE4, 512, 16, "gemv_norm_2"),
+        (AFFINE4, 2560, 3, "gemv_2"),
+        (AFFINE4, 2560, 3, "gemv_norm_2"),
+        (AFFINE8, 2560, 5, "gemv_2"),
+        (AFFINE8, 2560, 3, "gemv_norm_2"),
+        (affine(3, 32), 512, 5, "gemv_any_norm_2"),
     ] {
         let sample = matrix(&mut host, &mut random, codes, 40, cols);
         let (x, w) = (random.normals(tokens * cols), random.normals(cols));

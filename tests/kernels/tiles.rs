@@ -58,8 +58,18 @@ fn without_tiles_all_other_kernels_agree() {
     let (all, plain): (BTreeSet<_>, BTreeSet<_>) = (names(Host::start()), names(Host::plain()));
     assert!(plain.is_subset(&compared), "{compared:?}");
     let missing: Vec<_> = all.difference(&plain).map(String::as_str).collect();
-    let halves = ["experts_down_half", "experts_down_half_any", "experts_up_half", "experts_up_half_any"];
-    assert_eq!(missing, [&halves[..], &["gemm_any", "gemm_fast", "half_rows", "prompt", "prompt_bf16"]].concat());
+    let expected = [
+        "attention_prefill",
+        "attention_prefill_bf16",
+        "gemm",
+        "gemm_any",
+        "moe_down_gemm",
+        "moe_down_gemm_any",
+        "moe_gate_up_gemm",
+        "moe_gate_up_gemm_any",
+        "rows_to_half",
+    ];
+    assert_eq!(missing, expected);
 }
 
 fn names(mut host: Host) -> BTreeSet<String> {

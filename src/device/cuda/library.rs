@@ -275,8 +275,8 @@ mod tests {
 
     #[test]
     fn kernel_names_come_from_elf_sections() {
-        let code = b"\x7fELF\0.strtab\0.text.linear_1\0.nv.info.linear_1\0.text.conv\0.text.conv\0.text.cut";
-        assert_eq!(names(code), ["conv", "linear_1"]);
+        let code = b"\x7fELF\0.strtab\0.text.gemv_1\0.nv.info.gemv_1\0.text.conv\0.text.conv\0.text.cut";
+        assert_eq!(names(code), ["conv", "gemv_1"]);
     }
 
     #[test]
@@ -300,17 +300,17 @@ mod tests {
 
     /// Kernels for decoding and drafts with 4-bit and 8-bit weights.
     const DECODE_KERNELS: [&str; 11] = [
-        "linear_1",
-        "linear_2",
-        "linear_norm_1",
-        "linear_norm_2",
-        "linear_heads_1",
-        "linear_heads_2",
-        "linear_conv",
-        "experts_up",
-        "experts_down",
-        "experts_up_rows",
-        "experts_down_rows",
+        "gemv_1",
+        "gemv_2",
+        "gemv_norm_1",
+        "gemv_norm_2",
+        "gemv_head_norm_1",
+        "gemv_head_norm_2",
+        "gemv_conv",
+        "moe_gate_up",
+        "moe_down",
+        "moe_gate_up_grouped",
+        "moe_down_grouped",
     ];
 
     /// Reads the stack size of each kernel from the compiler's log, in bytes.
@@ -346,7 +346,9 @@ mod tests {
         for kernel in DECODE_KERNELS {
             assert!(stack[kernel] <= 32, "{kernel} has {} bytes on its stack", stack[kernel]);
         }
-        for kernel in ["linear_1", "experts_up", "route", "attend_256", "delta_128", "rms_norm", "embed"] {
+        for kernel in
+            ["gemv_1", "moe_gate_up", "router", "attention_decode_256", "gated_delta_128", "rms_norm", "embed"]
+        {
             assert!(all.iter().any(|name| name == kernel), "{kernel} is not among {all:?}");
         }
         let wrong = KernelSource::new("norm", "KERNEL(broken", "sm_90", 0, None);

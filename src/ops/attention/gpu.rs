@@ -86,7 +86,7 @@ impl CacheWrite<'_> {
     pub fn dispatch(&self) -> Launch {
         let Self { shape, start, tokens, proj, turn, q, cache } = *self;
         let mut dispatch = Launch {
-            kernel: shape.kernel(["attend_place", "attend_place_bf16", "attend_place_q8", "attend_place_q4"]),
+            kernel: shape.kernel(["qk_norm_rope", "qk_norm_rope_bf16", "qk_norm_rope_q8", "qk_norm_rope_q4"]),
             args: shape.args(start, tokens),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
@@ -145,9 +145,19 @@ impl Attend<'_> {
         bindings.push(Binding::write(partials.floats(shape.partials(start, tokens))));
         Launch {
             kernel: shape.kernel(if shape.dim <= 128 {
-                ["attend_128", "attend_128_bf16", "attend_128_q8", "attend_128_q4"]
+                [
+                    "attention_decode_128",
+                    "attention_decode_128_bf16",
+                    "attention_decode_128_q8",
+                    "attention_decode_128_q4",
+                ]
             } else {
-                ["attend_256", "attend_256_bf16", "attend_256_q8", "attend_256_q4"]
+                [
+                    "attention_decode_256",
+                    "attention_decode_256_bf16",
+                    "attention_decode_256_q8",
+                    "attention_decode_256_q4",
+                ]
             }),
             args: shape.args(start, tokens),
             bindings,
@@ -161,7 +171,7 @@ impl Attend<'_> {
         // With few bits a threadgroup has all columns of a head, which are turned together.
         let columns = if shape.newest.is_some() { 1 } else { shape.dim.div_ceil(32) };
         Launch {
-            kernel: if shape.newest.is_some() { "attend_join_few" } else { "attend_join" },
+            kernel: if shape.newest.is_some() { "attention_merge_quant" } else { "attention_merge" },
             args: shape.args(start, tokens),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
@@ -197,7 +207,7 @@ impl Attend<'_> {
         args.push((1.0 / (shape.dim as f32).sqrt()).to_bits());
         let pairs = tokens * (shape.heads / shape.kv_heads);
         Launch {
-            kernel: if shape.format == CacheFormat::Bf16 { "prompt_bf16" } else { "prompt" },
+            kernel: if shape.format == CacheFormat::Bf16 { "attention_prefill_bf16" } else { "attention_prefill" },
             args,
             bindings: vec![
                 Binding::read(q.floats(queries)),

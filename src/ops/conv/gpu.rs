@@ -7,13 +7,13 @@ use crate::device::{Binding, Launch};
 const CONV: usize = 16;
 
 impl Conv<'_> {
-    /// `kernels/delta.metal`, for `K` of 4.
+    /// `kernels/delta_net.metal`, for `K` of 4.
     pub fn dispatch(&self) -> Launch {
         let Self { shape, tokens, proj, taps, past, stored, state, out } = *self;
         let (proj, old) = shape.rows(tokens, proj, past);
         let channels = shape.channels();
         Launch {
-            kernel: "conv",
+            kernel: "causal_conv",
             args: shape.args(tokens, past.rows, stored),
             bindings: vec![
                 Binding::read(proj),

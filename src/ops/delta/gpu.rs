@@ -1,4 +1,4 @@
-//! `kernels/delta.metal`, and the norm from `kernels/norm.metal`.
+//! `kernels/delta_net.metal`, and the norm from `kernels/norm.metal`.
 
 use super::{Delta, DeltaNet, DeltaRule, Past};
 use crate::{
@@ -42,7 +42,7 @@ impl DeltaRule<'_> {
         let flags = args.len() - 2;
         args[flags..].copy_from_slice(&[raw.into(), squares.is_some().into()]);
         Launch {
-            kernel: if shape.dk <= 128 { "delta_128" } else { "delta_256" },
+            kernel: if shape.dk <= 128 { "gated_delta_128" } else { "gated_delta_256" },
             args,
             bindings: vec![
                 Binding::read(proj),
@@ -67,7 +67,7 @@ impl DeltaRule<'_> {
         let mut args = words.map(|w| w as u32).to_vec();
         args.push(shape.eps.to_bits());
         Launch {
-            kernel: "gated_norm",
+            kernel: "gated_rms_norm",
             args,
             bindings: vec![
                 Binding::read(out.floats(tokens * shape.values())),
@@ -122,7 +122,7 @@ impl DeltaNet<'_> {
         let (_, old) = shape.rows(1, proj, past);
         let channels = shape.channels();
         let mut dispatch = self.project.dispatch();
-        dispatch.kernel = if dispatch.kernel == "linear_norm_1" { "linear_conv" } else { "linear_any_conv" };
+        dispatch.kernel = if dispatch.kernel == "gemv_norm_1" { "gemv_conv" } else { "gemv_any_conv" };
         dispatch.args.push(past.rows as u32);
         let memory = [
             Binding::read(taps.floats(4 * channels)),
@@ -139,10 +139,10 @@ impl DeltaNet<'_> {
         let shape = self.rule.shape;
         let mut dispatch = self.back.dispatch();
         dispatch.kernel = match dispatch.kernel {
-            "linear_1" => "linear_heads_1",
-            "linear_2" => "linear_heads_2",
-            "linear_any_1" => "linear_any_heads_1",
-            _ => "linear_any_heads_2",
+            "gemv_1" => "gemv_head_norm_1",
+            "gemv_2" => "gemv_head_norm_2",
+            "gemv_any_1" => "gemv_any_head_norm_1",
+            _ => "gemv_any_head_norm_2",
         };
         dispatch.args.extend([shape.value_heads as u32, shape.dv as u32, shape.eps.to_bits()]);
         dispatch.bindings[1] = Binding::read(squares);

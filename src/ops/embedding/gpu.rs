@@ -7,7 +7,7 @@ use crate::{
 };
 
 impl Embed<'_> {
-    /// `kernels/weights.metal`. An id past the end takes the last row.
+    /// `kernels/embedding.metal`. An id past the end takes the last row.
     pub fn dispatch(&self) -> Launch {
         let Self { table, tokens, ids, into } = *self;
         let mut args = vec![table.cols as u32, 0];
@@ -20,7 +20,7 @@ impl Embed<'_> {
     }
 }
 
-/// The whole matrix as f16 or f32 values, for a matrix product: `kernels/weights.metal`. Panics for bf16.
+/// The whole matrix as f16 or f32 values, for a matrix product: `kernels/embedding.metal`. Panics for bf16.
 pub fn dequantise(weight: &Weight, float: Float, out: Region) -> Launch {
     assert!(float != Float::Bf16, "weights are expanded to f16 or f32");
     let mut args = vec![weight.cols as u32, if float == Float::F32 { 0 } else { 1 }];

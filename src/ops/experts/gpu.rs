@@ -1,4 +1,4 @@
-//! `kernels/experts.metal`. A layer that no kernel can compute is refused when a model is loaded: experts of a layer
+//! `kernels/moe.metal`. A layer that no kernel can compute is refused when a model is loaded: experts of a layer
 //! are laid out alike in their slots, and have one gain.
 
 use super::{Combine, Experts, Mixture, Room, Slots, Stack};
@@ -89,7 +89,7 @@ impl Experts<'_> {
             Binding::read_write(layer.act(&self.room, tokens)),
         ];
         bindings.extend(slabs(self.slots));
-        let kernel = if layer.fast_up() { "experts_up" } else { "experts_up_any" };
+        let kernel = if layer.fast_up() { "moe_gate_up" } else { "moe_gate_up_any" };
         let grid = [layer.inner().div_ceil(8), layer.k + extra, tokens];
         layer.launch(tokens, self.slots, kernel, bindings, grid, 128)
     }
@@ -102,13 +102,13 @@ impl Experts<'_> {
         let mut up = vec![Binding::read(self.x.floats(tokens * layer.hidden())), words[0], words[1]];
         up.push(Binding::read_write(act));
         up.extend(slabs(self.slots));
-        let kernel = if layer.fast_up() { "experts_up_rows" } else { "experts_up_rows_any" };
+        let kernel = if layer.fast_up() { "moe_gate_up_grouped" } else { "moe_gate_up_grouped_any" };
         let grid = [layer.inner().div_ceil(8), jobs.count, 1];
         let up = layer.launch(tokens, self.slots, kernel, up, grid, 128);
         let mut down = vec![Binding::read(act), words[0], words[1]];
         down.push(Binding::read_write(self.room.out.floats(tokens * layer.k * layer.hidden())));
         down.extend(slabs(self.slots));
-        let kernel = if layer.stacks[2].is_fast() { "experts_down_rows" } else { "experts_down_rows_any" };
+        let kernel = if layer.stacks[2].is_fast() { "moe_down_grouped" } else { "moe_down_grouped_any" };
         let grid = [layer.hidden().div_ceil(16), jobs.count, 1];
         [up, layer.launch(tokens, self.slots, kernel, down, grid, 128)]
     }
@@ -133,8 +133,8 @@ impl Experts<'_> {
             bindings.extend(slabs(self.slots));
             layer.launch(tokens, self.slots, kernel, bindings, [width, jobs.count, 1], 128)
         };
-        let up = if layer.fast_up() { "experts_up_half" } else { "experts_up_half_any" };
-        let down = if layer.stacks[2].is_fast() { "experts_down_half" } else { "experts_down_half_any" };
+        let up = if layer.fast_up() { "moe_gate_up_gemm" } else { "moe_gate_up_gemm_any" };
+        let down = if layer.stacks[2].is_fast() { "moe_down_gemm" } else { "moe_down_gemm_any" };
         [
             x.fill(self.x, hidden, None),
             launch(&x, act, up, inner.div_ceil(32)),
@@ -160,7 +160,7 @@ impl Combine<'_> {
         bindings.extend(slabs(self.slots));
         let shared = layer.shared.map(|shared| shared.down);
         let is_fast = layer.stacks[2].is_fast() && shared.is_none_or(|m| fast(m.codes, m.gain, m.cols, &[4]));
-        let kernel = if is_fast { "experts_down" } else { "experts_down_any" };
+        let kernel = if is_fast { "moe_down" } else { "moe_down_any" };
         let grid = [layer.hidden().div_ceil(8), tokens, 1];
         layer.launch(tokens, self.slots, kernel, bindings, grid, 32 * (layer.k + 1))
     }
@@ -192,7 +192,7 @@ impl Combine<'_> {
             Binding::read_write(self.h.floats(tokens * hidden)),
         ];
         let grid = [hidden.div_ceil(128), tokens, 1];
-        launches.push(layer.launch(tokens, self.slots, "experts_combine", bindings, grid, 128));
+        launches.push(layer.launch(tokens, self.slots, "moe_combine", bindings, grid, 128));
         launches
     }
 }

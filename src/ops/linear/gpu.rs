@@ -7,8 +7,8 @@ use crate::{
 };
 
 const NAMES: [[[&str; 2]; 2]; 2] = [
-    [["linear_1", "linear_2"], ["linear_norm_1", "linear_norm_2"]],
-    [["linear_any_1", "linear_any_2"], ["linear_any_norm_1", "linear_any_norm_2"]],
+    [["gemv_1", "gemv_2"], ["gemv_norm_1", "gemv_norm_2"]],
+    [["gemv_any_1", "gemv_any_2"], ["gemv_any_norm_1", "gemv_any_norm_2"]],
 ];
 
 /// Rows of x that a threadgroup takes where there are several: a thread's registers have no room for more.
@@ -54,7 +54,7 @@ impl Project<'_> {
         bindings.extend(four(matrices).flat_map(Weight::bindings));
         let batch = tokens > 1;
         // The four simdgroups of a threadgroup have four rows each, or share four where there are few; but not those of the shared
-        // expert's down, whose sums are those of `experts_down`.
+        // expert's down, whose sums are those of `moe_down`.
         let few = !any && (add || norm.is_some()) && matrices.iter().map(|m| m.rows).sum::<usize>() <= FEW;
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(if few { 4 } else { 16 })).sum();
         Launch {
@@ -122,7 +122,7 @@ impl HalfRows {
         args.extend([list.is_some().into(), norm.map_or(0.0, |norm| norm.eps).to_bits()]);
         let write = if list.is_some() { Binding::read_write } else { Binding::write };
         Launch {
-            kernel: "half_rows",
+            kernel: "rows_to_half",
             args,
             bindings: vec![
                 Binding::read(x.floats(rows * stride)),
@@ -148,7 +148,7 @@ impl HalfRows {
         bindings.extend(four(matrices).flat_map(Weight::bindings));
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(TILE[1])).sum();
         Launch {
-            kernel: if any { "gemm_any" } else { "gemm_fast" },
+            kernel: if any { "gemm_any" } else { "gemm" },
             args: args([tokens, cols, width], matrices, add, false, 0.0),
             bindings,
             grid: [tokens.div_ceil(TILE[0]) as u32, blocks as u32, 1],

@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl Route<'_> {
-    /// `kernels/linear.metal`, then `kernels/route.metal`. Panics above 1024 experts.
+    /// `kernels/linear.metal`, then `kernels/router.metal`. Panics above 1024 experts.
     pub fn dispatches(&self) -> [Launch; 2] {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let mut matrices = [layer.router; 4];
@@ -49,7 +49,7 @@ impl Route<'_> {
         let gate = [if shared { width - 1 } else { 0 }, shared.into(), layer.renormalise.into()];
         let words = [experts, k, width, gate[0], gate[1], gate[2]];
         Launch {
-            kernel: "route",
+            kernel: "router",
             args: words.map(|w| w as u32).to_vec(),
             bindings: vec![
                 Binding::read(scores.floats(tokens * width)),

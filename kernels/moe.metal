@@ -2,17 +2,17 @@
 // kernel is told slot numbers. A "place" is one chosen expert of one token: place = token * k + rank. NONE as a slot means
 // "not in this launch": hits run first, misses when they have been read.
 //
-//   experts_up         act[place] = silu(Gate x) * (Up x)              grid (ceil(inner / 8), k + 1, tokens), 128 threads
-//   experts_down       h[token] += sum over ranks of weight * Down act  grid (ceil(hidden / 8), tokens), (k + 1) * 32 threads
-//   experts_up_rows, experts_down_rows   rows grouped by expert: a job is {slot, first, count} of `order`, a list of places
-//   experts_combine    h[token] += sum over ranks of weight * out[place]
+//   moe_gate_up         act[place] = silu(Gate x) * (Up x)              grid (ceil(inner / 8), k + 1, tokens), 128 threads
+//   moe_down       h[token] += sum over ranks of weight * Down act  grid (ceil(hidden / 8), tokens), (k + 1) * 32 threads
+//   moe_gate_up_grouped, moe_down_grouped   rows grouped by expert: a job is {slot, first, count} of `order`, a list of places
+//   moe_combine    h[token] += sum over ranks of weight * out[place]
 //
-// The shared expert is the last rank. Its gate and up were projected beside the router's scores; experts_up only multiplies
-// them, experts_down reads its Down from the trunk. Sums run in rank order whatever arrived first.
+// The shared expert is the last rank. Its gate and up were projected beside the router's scores; moe_gate_up only multiplies
+// them, moe_down reads its Down from the trunk. Sums run in rank order whatever arrived first.
 
 enum : uint { NONE = 0xffffffffu };
 enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };  // rows at once; simdgroups; places at once
-enum { DOWN_PARTS = 2 };                                             // times DOWN_ROWS rows of a threadgroup's experts_down
+enum { DOWN_PARTS = 2 };                                             // times DOWN_ROWS rows of a threadgroup's moe_down
 
 struct ExpertsArgs {
   uint hidden, inner, k, tokens;
@@ -248,7 +248,7 @@ FN void down_rows(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const
 }
 
 #ifndef NO_TILES
-// The same on matrix units, of at most JOB_TILES * 16 places a job. x and act are rows of halves (half_rows), x by token and act by
+// The same on matrix units, of at most JOB_TILES * 16 places a job. x and act are rows of halves (rows_to_half), x by token and act by
 // place, with the power of two of each. Up: 32 rows of gate and the same of up at a time; grid (ceil(inner / 32), jobs). Down:
 // grid (ceil(hidden / 64), jobs). 128 threads.
 enum { JOB_TILES = 2 };
@@ -294,25 +294,25 @@ FN void down_half(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
 #define SLABS(n) IN(uchar, slab0, n), IN(uchar, slab1, n + 1), IN(uchar, slab2, n + 2), IN(uchar, slab3, n + 3)
 
 #define EXPERTS(suffix, ANY)                                                                                             \
-  KERNEL(experts_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),            \
+  KERNEL(moe_gate_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),            \
          OUT(float, act, 4), SLABS(5)) {                                                                                 \
     SHARED(float4, room, ANY ? 1 : STAGED * 4);                                                                          \
     SHARED(float, sums, ANY ? 1 : STAGED);                                                                               \
     AWAIT();                                                                                                             \
     up_places<ANY>(a, x, scores, slots, act, slab0, slab1, slab2, slab3, room, sums HERE);                               \
   }                                                                                                                      \
-  KERNEL(experts_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),       \
+  KERNEL(moe_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),       \
          OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), SLABS(8)) {                                \
     SHARED(float, part, 32 * DOWN_PARTS * DOWN_ROWS);                                                                    \
     const Bytes shared = {c, s, b};                                                                                      \
     down<ANY>(a, act, weights, slots, h, shared, slab0, slab1, slab2, slab3, part HERE);                                 \
   }                                                                                                                      \
-  KERNEL(experts_up_rows##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),          \
+  KERNEL(moe_gate_up_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),          \
          OUT(float, act, 4), SLABS(5)) {                                                                                 \
     AWAIT();                                                                                                             \
     up_rows<ANY>(a, x, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3 HERE);                                  \
   }                                                                                                                      \
-  KERNEL(experts_down_rows##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
+  KERNEL(moe_down_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
          OUT(float, out, 4), SLABS(5)) {                                                                                 \
     AWAIT();                                                                                                             \
     down_rows<ANY>(a, act, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3 HERE);                              \
@@ -323,13 +323,13 @@ EXPERTS(_any, true)
 
 #ifndef NO_TILES
 #define EXPERTS_HALF(suffix, ANY)                                                                                        \
-  KERNEL(experts_up_half##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),          \
+  KERNEL(moe_gate_up_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),          \
          IN(uint, order, 4), OUT(float, act, 5), SLABS(6)) {                                                             \
     SHARED(uint4, room, Room<JOB_TILES>::SIZE);                                                                          \
     AWAIT();                                                                                                             \
     up_half<ANY>(a, x, scale, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3, room HERE);                     \
   }                                                                                                                      \
-  KERNEL(experts_down_half##suffix, ARGS(ExpertsArgs, a), IN(uint, act, 1), IN(float, scale, 2), IN(uint, jobs, 3),      \
+  KERNEL(moe_down_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, act, 1), IN(float, scale, 2), IN(uint, jobs, 3),      \
          IN(uint, order, 4), OUT(float, out, 5), SLABS(6)) {                                                             \
     SHARED(uint4, room, Room<JOB_TILES>::SIZE);                                                                          \
     AWAIT();                                                                                                             \
@@ -341,7 +341,7 @@ EXPERTS_HALF(_any, true)
 #endif
 
 // Grid (ceil(hidden / 128), tokens), 128 threads. The shared expert's rows stand in `shared`, one a token.
-KERNEL(experts_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2), IN(float, weights, 3), OUT(float, h, 4)) {
+KERNEL(moe_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2), IN(float, weights, 3), OUT(float, h, 4)) {
   AWAIT();
   const uint i = tgid.x * 128 + tid, token = tgid.y;
   if (i >= a.hidden) return;

@@ -40,7 +40,7 @@ FN void choose(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE const uint
   if (lane == 0) weights[a.k] = a.shared != 0 ? 1.0f / (1.0f + exp(-gate)) : 0.0f;
 }
 
-KERNEL(route, ARGS(RouteArgs, a), IN(float, scores, 1), IN(uint, table, 2), OUT(uint, ids, 3), OUT(uint, slots, 4),
+KERNEL(router, ARGS(RouteArgs, a), IN(float, scores, 1), IN(uint, table, 2), OUT(uint, ids, 3), OUT(uint, slots, 4),
        OUT(float, weights, 5)) {
   PREFETCH(table, a.experts * 4);
   AWAIT();

@@ -29,7 +29,7 @@ FN float sample(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const fl
 // Grid (2 * key_heads + value_heads, ceil(tokens / CONV)), 128 threads: a threadgroup takes one head through CONV tokens.
 enum { CONV = 16 };
 
-KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, past, 2), IN(float, taps, 3), OUT(float, state, 4), OUT(float, out, 5)) {
+KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, past, 2), IN(float, taps, 3), OUT(float, state, 4), OUT(float, out, 5)) {
   SHARED(float, part, 4);
   const uint keys = 2 * a.key_heads, head = tgid.x, begin = tgid.y * CONV, end = min(begin + CONV, a.tokens);
   const uint channels = keys * a.dk + a.value_heads * a.dv;
@@ -71,10 +71,10 @@ KERNEL(conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, past, 2), IN(floa
 // The recurrence, one value head at a time: g = exp(decay * softplus(a + dt_bias)), beta = sigmoid(b); S = g S; d = beta (v - S k); S += d k^T; o = S q. S is [value_heads, dv, dk].
 // A simdgroup keeps STATES rows of S in registers over all tokens: lane l has columns l, l + 32, ...
 // What TOGETHER tokens bring is fetched at once, and their gates are computed side by side: token by token, both would be waited for.
-// `mixed` is what the kernel above wrote, or what linear_conv did: then q and k are RAW. `decay` is -exp(A_log). Grid (ceil(dv / 16),
+// `mixed` is what the kernel above wrote, or what gemv_conv did: then q and k are RAW. `decay` is -exp(A_log). Grid (ceil(dv / 16),
 // value_heads), 128 threads.
 // GATED, a result is o * norm * silu(z), and still lacks the factor that makes it a norm. That is found from the squares of each
-// STATES rows in `squares`, [tokens, dv / STATES, value_heads]: gated_norm says how.
+// STATES rows in `squares`, [tokens, dv / STATES, value_heads]: gated_rms_norm says how.
 enum { STATES = 4, ROWS = 4 * STATES, TOGETHER = 8 };
 
 // Writes a simdgroup's rows of the state.
@@ -217,5 +217,5 @@ FN void step(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float
                   gates HERE);                                                                                               \
   }
 
-DELTA(delta_128, 4)  // key heads of up to 128
-DELTA(delta_256, 8)
+DELTA(gated_delta_128, 4)  // key heads of up to 128
+DELTA(gated_delta_256, 8)
