@@ -6,7 +6,7 @@
 
 use moestro::chat::{
     Tokenizer,
-    grammar::{Content, Form, Grammars, Next},
+    grammar::{ContentFormat, GrammarCompiler, NextTokens, OutputFormat},
 };
 use serde_json::Value;
 use std::{path::PathBuf, sync::Arc, time::Instant};
@@ -17,15 +17,18 @@ fn main() {
     let tokenizer = Arc::new(Tokenizer::load(&dir).expect("a tokenizer"));
     let eos = tokenizer.id("<|im_end|>").expect("<|im_end|>");
     let start = Instant::now();
-    let grammars = Grammars::new(tokenizer.clone(), &[eos]);
-    let any = Form { content: Content::Text, calls: None };
+    let grammars = GrammarCompiler::new(tokenizer.clone(), &[eos]);
+    let any = OutputFormat { content: ContentFormat::Text, tools: None };
     grammars.compile(&any, false, None).expect("any text");
     println!("{} tokens, sorted in {:.0} ms", tokenizer.vocab_size(), start.elapsed().as_secs_f64() * 1e3);
     let cases: Vec<Value> =
         serde_json::from_str(include_str!("../tests/fixtures/schemas.json")).expect("the schemas of the tests");
     println!("schema,compile_us,tokens,median_us,p99_us,mean_us");
     for case in &cases {
-        let form = Form { content: Content::Json { schema: case["schema"].clone(), strict: false }, calls: None };
+        let form = OutputFormat {
+            content: ContentFormat::Json { schema: case["schema"].clone(), strict: false },
+            tools: None,
+        };
         let start = Instant::now();
         let guide = grammars.compile(&form, false, None).expect("a schema that compiles");
         let compile = start.elapsed().as_secs_f64() * 1e6;
@@ -36,7 +39,7 @@ fn main() {
                 let start = Instant::now();
                 let next = guide.allowed().expect("a mask");
                 times.push(start.elapsed().as_secs_f64() * 1e6);
-                let Next::Only(words) = next else { break };
+                let NextTokens::Only(words) = next else { break };
                 let count: u32 = words.iter().map(|word| word.count_ones()).sum();
                 bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let drawn = (0..words.len() as u32 * 32)

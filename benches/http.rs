@@ -5,7 +5,7 @@
 //! Not a criterion bench: the two have to alternate, so that whatever else the machine does meets both.
 
 use moestro::{
-    chat::{Conversation, Template, Tokenizer, grammar::Grammars},
+    chat::{Conversation, Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, Event, Handle, Options, Request, Sampling},
     http::{self, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
@@ -64,7 +64,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
     let state = Arc::new(ServerState::new(metrics, None, None));
     state.serve_model(LoadedModel {
         engine,
-        grammars: Arc::new(Grammars::new(tokenizer.clone(), &[2040])),
+        grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[2040])),
         tokenizer,
         template: Some(template),
         card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None, quantisation: None },

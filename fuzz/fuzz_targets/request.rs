@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use moestro::{
-    chat::{Template, Tokenizer, grammar::Grammars},
+    chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, Options, Sampling, mock::MockModel},
     http::{self, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
@@ -39,7 +39,7 @@ fn server() -> &'static (Runtime, axum::Router) {
         let state = Arc::new(ServerState::new(metrics, None, None));
         state.serve_model(LoadedModel {
             engine,
-            grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
+            grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[EOS])),
             tokenizer,
             template: Some(Template::load(&demo).expect("the demo's template")),
             card: ModelCard { id: "mock".into(), created: 1, experts_per_token: None, quantisation: None },

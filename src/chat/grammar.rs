@@ -12,7 +12,7 @@ mod calls;
 mod guide;
 mod schema;
 
-pub use guide::{Guide, Next};
+pub use guide::{NextTokens, TokenConstraint};
 
 use super::Tokenizer;
 use guide::Marks;
@@ -34,14 +34,14 @@ const MOST_TEXT: usize = 64 << 10;
 
 /// The form of an answer, once its reasoning is over.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Form {
-    pub content: Content,
-    pub calls: Option<Calls>,
+pub struct OutputFormat {
+    pub content: ContentFormat,
+    pub tools: Option<AllowedTools>,
 }
 
 /// The form of an answer that calls no tool.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub enum Content {
+pub enum ContentFormat {
     #[default]
     Text,
     /// JSON of a schema. `strict`: a keyword that cannot be kept is an error; otherwise it is left out.
@@ -56,42 +56,42 @@ pub enum Content {
 
 /// The tools that may be called.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Calls {
+pub struct AllowedTools {
     /// OpenAI's definitions, with their places in the request.
     pub tools: Vec<(usize, Value)>,
     /// More than one call in an answer.
-    pub many: bool,
+    pub parallel: bool,
 }
 
 /// A part of a form that cannot be compiled: its place in the schema (`.properties.x`), and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
+pub struct FormatError {
     pub tool: Option<usize>,
-    pub place: String,
-    pub why: String,
+    pub path: String,
+    pub reason: String,
 }
 
-impl Fault {
-    fn new(place: &str, why: impl Into<String>) -> Self {
-        Self { tool: None, place: place.into(), why: why.into() }
+impl FormatError {
+    fn new(path: &str, reason: impl Into<String>) -> Self {
+        Self { tool: None, path: path.into(), reason: reason.into() }
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for FormatError {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(&self.why)
+        f.write_str(&self.reason)
     }
 }
 
 /// Compiles forms for one tokenizer.
-pub struct Grammars {
+pub struct GrammarCompiler {
     tokenizer: Arc<Tokenizer>,
     eos: Vec<u32>,
     marks: Arc<Marks>,
     factory: OnceLock<Result<ParserFactory, String>>,
 }
 
-impl Grammars {
+impl GrammarCompiler {
     /// `eos`: tokens that end an answer, the model's usual one first.
     pub fn new(tokenizer: Arc<Tokenizer>, eos: &[u32]) -> Self {
         let marks = Arc::new(Marks::new(&tokenizer, eos));
@@ -105,48 +105,57 @@ impl Grammars {
     }
 
     /// An answer of any form that begins in reasoning, which may take `budget` tokens. `calls`: tools may be called.
-    pub fn budget(&self, calls: bool, budget: usize) -> Guide {
-        Guide::new(self.tokenizer.clone(), self.marks.clone(), None, calls, true, Some(budget))
+    pub fn reasoning_budget(&self, calls: bool, budget: usize) -> TokenConstraint {
+        TokenConstraint::new(self.tokenizer.clone(), self.marks.clone(), None, calls, true, Some(budget))
     }
 
     /// An answer of this form. Takes milliseconds, for large schemas up to a second, and the first time as long as
-    /// [`Grammars::warm_up`], if that was not called: not for an async thread.
-    pub fn compile(&self, form: &Form, in_reasoning: bool, budget: Option<usize>) -> Result<Guide, Fault> {
+    /// [`GrammarCompiler::warm_up`], if that was not called: not for an async thread.
+    pub fn compile(
+        &self,
+        form: &OutputFormat,
+        in_reasoning: bool,
+        budget: Option<usize>,
+    ) -> Result<TokenConstraint, FormatError> {
         let matcher = self.matcher(form)?;
-        Ok(Guide::new(
+        Ok(TokenConstraint::new(
             self.tokenizer.clone(),
             self.marks.clone(),
             Some(matcher),
-            form.calls.is_some(),
+            form.tools.is_some(),
             in_reasoning,
             budget,
         ))
     }
 
-    fn matcher(&self, form: &Form) -> Result<Matcher, Fault> {
+    fn matcher(&self, form: &OutputFormat) -> Result<Matcher, FormatError> {
         let content = match &form.content {
-            Content::Text => Some(GrammarWithLexer::from_lark("start: /(?s:.*)/".into())),
-            Content::Nothing => None,
-            Content::Json { schema, strict } => Some(self.json(schema, *strict)?),
-            Content::Regex(regex) => Some(GrammarWithLexer::from_lark(format!("start: /{}/", {
+            ContentFormat::Text => Some(GrammarWithLexer::from_lark("start: /(?s:.*)/".into())),
+            ContentFormat::Nothing => None,
+            ContentFormat::Json { schema, strict } => Some(self.json(schema, *strict)?),
+            ContentFormat::Regex(regex) => Some(GrammarWithLexer::from_lark(format!("start: /{}/", {
                 bounded(regex)?;
                 regex_to_lark(regex, "")
             }))),
-            Content::Lark(text) => {
+            ContentFormat::Lark(text) => {
                 bounded(text)?;
                 Some(GrammarWithLexer::from_lark(text.clone()))
             }
         };
-        let grammars = match (&form.calls, content) {
-            (None, None) => return Err(Fault::new("", "There is no tool to call.")),
+        let grammars = match (&form.tools, content) {
+            (None, None) => return Err(FormatError::new("", "There is no tool to call.")),
             (None, Some(content)) => vec![content],
             (Some(calls), content) => self.with_calls(calls, content)?,
         };
-        self.build(grammars).map_err(|why| Fault::new("", why))
+        self.build(grammars).map_err(|why| FormatError::new("", why))
     }
 
     /// `content`, if any is allowed, or calls; text may stand before calls.
-    fn with_calls(&self, calls: &Calls, content: Option<GrammarWithLexer>) -> Result<Vec<GrammarWithLexer>, Fault> {
+    fn with_calls(
+        &self,
+        calls: &AllowedTools,
+        content: Option<GrammarWithLexer>,
+    ) -> Result<Vec<GrammarWithLexer>, FormatError> {
         let text = content.is_some() && self.marks.call.is_some();
         let written = calls::write(calls, self.marks.call.is_some(), |parts| self.build(parts).map(|_| ()))?;
         let start = match (&content, text) {
@@ -162,18 +171,18 @@ impl Grammars {
         Ok(grammars)
     }
 
-    fn json(&self, schema: &Value, strict: bool) -> Result<GrammarWithLexer, Fault> {
+    fn json(&self, schema: &Value, strict: bool) -> Result<GrammarWithLexer, FormatError> {
         let ready = schema::ready(schema, strict)?;
         let compiles = |schema: &Value| self.build(vec![GrammarWithLexer::from_json_schema(schema.clone())]);
         if let Err(why) = compiles(&ready) {
-            let (place, why) = schema::locate(&ready, why, |part| compiles(part).err());
-            return Err(Fault { tool: None, place, why });
+            let (path, reason) = schema::locate(&ready, why, |part| compiles(part).err());
+            return Err(FormatError { tool: None, path, reason });
         }
         Ok(GrammarWithLexer::from_json_schema(ready))
     }
 
     fn build(&self, grammars: Vec<GrammarWithLexer>) -> Result<Matcher, String> {
-        let factory = self.factory().map_err(|fault| fault.why)?;
+        let factory = self.factory().map_err(|fault| fault.reason)?;
         let matcher = Matcher::new(factory.create_parser(TopLevelGrammar { grammars, max_tokens: None }));
         match matcher.get_error() {
             None => Ok(matcher),
@@ -181,15 +190,17 @@ impl Grammars {
         }
     }
 
-    fn factory(&self) -> Result<&ParserFactory, Fault> {
+    fn factory(&self) -> Result<&ParserFactory, FormatError> {
         let factory = self.factory.get_or_init(|| factory(&self.tokenizer, &self.eos).map_err(|e| e.to_string()));
-        factory.as_ref().map_err(|why| Fault::new("", why.clone()))
+        factory.as_ref().map_err(|why| FormatError::new("", why.clone()))
     }
 }
 
-fn bounded(text: &str) -> Result<(), Fault> {
+fn bounded(text: &str) -> Result<(), FormatError> {
     match text.len() {
-        length if length > MOST_TEXT => Err(Fault::new("", format!("it has {length} bytes; {MOST_TEXT} are the most"))),
+        length if length > MOST_TEXT => {
+            Err(FormatError::new("", format!("it has {length} bytes; {MOST_TEXT} are the most")))
+        }
         _ => Ok(()),
     }
 }

@@ -7,7 +7,7 @@ use super::{
     load_model,
 };
 use crate::{
-    chat::grammar::Grammars,
+    chat::grammar::GrammarCompiler,
     checkpoint::{identity::identity, index::Index},
     cli::Command,
     config::{
@@ -247,7 +247,7 @@ impl Shelf {
         let options = super::speculation(config.load.drafts.as_ref(), options);
         let (engine, worker) = engine::spawn_with(model.model, model.draft, options, metrics.clone())
             .map_err(|source| failed("starting the engine's thread", source))?;
-        let grammars = Arc::new(Grammars::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos));
+        let grammars = Arc::new(GrammarCompiler::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos));
         let warm = grammars.clone();
         let sorting = std::thread::Builder::new()
             .name("grammars".into())

@@ -6,7 +6,7 @@ use super::{
     server::{EOS, Server, Setup, VOCAB, demo},
 };
 use moestro::{
-    chat::{Template, Tokenizer, grammar::Grammars},
+    chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, Options, Sampling, mock::MockModel},
     http::{HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, ServerState},
     metrics::Metrics,
@@ -69,7 +69,7 @@ impl ModelLoader for Keeper {
         let (engine, worker) = engine::spawn(mock, options, Metrics::new("0", "cpu")).unwrap();
         let app = LoadedModel {
             engine,
-            grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
+            grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[EOS])),
             tokenizer,
             template: Some(Template::load(&demo()).unwrap()),
             card: ModelCard { id: id.into(), created: 1, experts_per_token: None, quantisation: None },

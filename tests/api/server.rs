@@ -4,7 +4,7 @@
 #![allow(dead_code)]
 
 use moestro::{
-    chat::{Template, Tokenizer, grammar::Grammars},
+    chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{self, Handle, Options, Sampling, Speculate, Storage, mock::MockModel},
     http::{self, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
@@ -160,7 +160,7 @@ impl Setup {
             state.serve_model(LoadedModel {
                 engine: engine.clone(),
                 tokenizer: tokenizer.clone(),
-                grammars: Arc::new(Grammars::new(tokenizer.clone(), &[EOS])),
+                grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[EOS])),
                 template: Some(Template::load(&demo()).unwrap()),
                 card: ModelCard {
                     id: "mock".into(),

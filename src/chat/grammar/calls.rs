@@ -13,7 +13,7 @@
 //! Parameters come in the schema's order; those that are not required may be left out. A string's value is raw text up to
 //! the closing tag, any other value is JSON.
 
-use super::{Calls, Fault, parameters, schema};
+use super::{AllowedTools, FormatError, parameters, schema};
 use crate::chat::parser::Types;
 use llguidance::{api::GrammarWithLexer, regex_to_lark};
 use serde_json::{Map, Value};
@@ -37,23 +37,23 @@ pub struct Written {
 
 /// Writes the rule of one call or several. `marked`: `<tool_call>` is a token. `check` compiles one tool's part alone.
 pub fn write(
-    calls: &Calls,
+    calls: &AllowedTools,
     marked: bool,
     check: impl Fn(Vec<GrammarWithLexer>) -> Result<(), String>,
-) -> Result<Written, Fault> {
+) -> Result<Written, FormatError> {
     let mut written = Written::default();
     let [open, close] = if marked { ["<tool_call>", "</tool_call>"] } else { ["\"<tool_call>\"", "\"</tool_call>\""] };
-    let more = if calls.many { " (\"\\n\" call)*" } else { "" };
+    let more = if calls.parallel { " (\"\\n\" call)*" } else { "" };
     let names: Vec<String> = calls.tools.iter().map(|(index, _)| format!("tool_{index}")).collect();
     let _ = writeln!(written.lark, "calls: call{more}");
     let _ = writeln!(written.lark, "call: {open} \"\\n<function=\" ({}) \"</function>\\n\" {close}", names.join(" | "));
     let _ = writeln!(written.lark, "text[suffix=\"</parameter>\"]: /(?s:.*)/");
     for (index, tool) in &calls.tools {
-        let fault = |fault: Fault| Fault { tool: Some(*index), ..fault };
+        let fault = |fault: FormatError| FormatError { tool: Some(*index), ..fault };
         let one = Tool::new(*index, tool).map_err(fault)?.write().map_err(fault)?;
         let alone = format!("start: tool_{index}\ntext[suffix=\"</parameter>\"]: /(?s:.*)/\n{}", one.lark);
         let alone = [vec![GrammarWithLexer::from_lark(alone)], one.values.clone()].concat();
-        check(alone).map_err(|why| fault(Fault::new("", why)))?;
+        check(alone).map_err(|why| fault(FormatError::new("", why)))?;
         written.lark += &one.lark;
         written.values.extend(one.values);
     }
@@ -78,7 +78,7 @@ struct Shape {
 }
 
 impl Tool {
-    fn new(index: usize, tool: &Value) -> Result<Self, Fault> {
+    fn new(index: usize, tool: &Value) -> Result<Self, FormatError> {
         let function = tool.get("function").unwrap_or(tool);
         let name = function.get("name").and_then(Value::as_str).unwrap_or_default().to_owned();
         let strict = function.get("strict").and_then(Value::as_bool).unwrap_or(false);
@@ -86,11 +86,14 @@ impl Tool {
         Ok(Self { name, index, root, written: Written::default() })
     }
 
-    fn write(mut self) -> Result<Written, Fault> {
+    fn write(mut self) -> Result<Written, FormatError> {
         let mut shapes = Vec::new();
         self.shapes(&self.root.clone(), Shape { open: true, ..Shape::default() }, &mut shapes, 0);
         if shapes.len() > MOST_SHAPES {
-            return Err(Fault::new("", format!("there are more than {MOST_SHAPES} ways to fill in the parameters")));
+            return Err(FormatError::new(
+                "",
+                format!("there are more than {MOST_SHAPES} ways to fill in the parameters"),
+            ));
         }
         let mut ways = Vec::new();
         for shape in shapes {
@@ -98,7 +101,7 @@ impl Tool {
             for (name, property) in &shape.properties {
                 if name.trim() != name || name.is_empty() || name.contains(['<', '>', '\n']) {
                     let why = "a parameter's name must not hold <, > or white space at its ends";
-                    return Err(Fault::new(&format!(".properties.{name}"), why));
+                    return Err(FormatError::new(&format!(".properties.{name}"), why));
                 }
                 let value = self.value(property, 0);
                 let value = format!("{} ({value})", literal(&format!("<parameter={name}>\n")));

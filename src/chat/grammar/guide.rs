@@ -14,7 +14,7 @@ const THOUGHT: &str = "</think>";
 
 /// Tokens that may come next.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Next {
+pub enum NextTokens {
     Any,
     /// Bit `id % 32` of word `id / 32`.
     Only(Vec<u32>),
@@ -53,7 +53,7 @@ impl Marks {
 
 /// One answer on its way.
 #[derive(Clone)]
-pub struct Guide {
+pub struct TokenConstraint {
     tokenizer: Arc<Tokenizer>,
     marks: Arc<Marks>,
     form: Option<Matcher>,
@@ -78,7 +78,7 @@ enum Phase {
     Answer,
 }
 
-impl Guide {
+impl TokenConstraint {
     pub(super) fn new(
         tokenizer: Arc<Tokenizer>,
         marks: Arc<Marks>,
@@ -95,16 +95,16 @@ impl Guide {
     }
 
     /// Tokens that may come next.
-    pub fn allowed(&mut self) -> Result<Next, String> {
+    pub fn allowed(&mut self) -> Result<NextTokens, String> {
         match &self.phase {
-            Phase::Reasoning { .. } if self.form.is_none() => Ok(Next::Any),
+            Phase::Reasoning { .. } if self.form.is_none() => Ok(NextTokens::Any),
             // An answer that ended here would not have its form.
-            Phase::Reasoning { .. } => Ok(Next::Only(self.marks.open.clone())),
+            Phase::Reasoning { .. } => Ok(NextTokens::Only(self.marks.open.clone())),
             Phase::Forced { tokens, at } => Ok(self.one(tokens[*at])),
             Phase::Answer => match &mut self.form {
-                None => Ok(Next::Any),
+                None => Ok(NextTokens::Any),
                 Some(form) => match form.compute_mask_or_eos() {
-                    Ok(mask) => Ok(Next::Only(mask.into())),
+                    Ok(mask) => Ok(NextTokens::Only(mask.into())),
                     Err(error) => Err(first_line(&error.to_string())),
                 },
             },
@@ -169,12 +169,12 @@ impl Guide {
         }
     }
 
-    fn one(&self, id: u32) -> Next {
+    fn one(&self, id: u32) -> NextTokens {
         let mut words = vec![0; self.marks.open.len()];
         if let Some(word) = words.get_mut(id as usize / 32) {
             *word = 1 << (id % 32);
         }
-        Next::Only(words)
+        NextTokens::Only(words)
     }
 }
 

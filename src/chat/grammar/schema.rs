@@ -1,7 +1,7 @@
 //! A client's JSON schema, made ready to be compiled: bounded, with what has no effect on validity left out, and with
 //! errors that name their place.
 
-use super::Fault;
+use super::FormatError;
 use serde_json::{Map, Value, json};
 
 const MOST_BYTES: usize = 512 << 10;
@@ -71,10 +71,10 @@ const FORMATS: [&str; 10] =
 const TYPES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
 
 /// The schema as it is compiled. With `strict`, a keyword that cannot be kept is a fault; without, it is left out.
-pub fn ready(schema: &Value, strict: bool) -> Result<Value, Fault> {
+pub fn ready(schema: &Value, strict: bool) -> Result<Value, FormatError> {
     let bytes = schema.to_string().len();
     if bytes > MOST_BYTES {
-        return Err(Fault::new("", format!("the schema has {bytes} bytes; {MOST_BYTES} are the most")));
+        return Err(FormatError::new("", format!("the schema has {bytes} bytes; {MOST_BYTES} are the most")));
     }
     let mut walk = Walk { strict, left: MOST_SUBSCHEMAS };
     let mut ready = walk.one(schema, "", 0)?;
@@ -93,8 +93,8 @@ struct Walk {
 }
 
 impl Walk {
-    fn one(&mut self, schema: &Value, place: &str, depth: usize) -> Result<Value, Fault> {
-        let fault = |why: String| Err(Fault::new(place, why));
+    fn one(&mut self, schema: &Value, place: &str, depth: usize) -> Result<Value, FormatError> {
+        let fault = |why: String| Err(FormatError::new(place, why));
         let Some(left) = self.left.checked_sub(1) else {
             return fault(format!("the schema has more than {MOST_SUBSCHEMAS} parts"));
         };
@@ -115,7 +115,7 @@ impl Walk {
                 types(value, &inner)?;
             }
             if word == "required" && !strings(value) {
-                return Err(Fault::new(&inner, "required must be an array of names"));
+                return Err(FormatError::new(&inner, "required must be an array of names"));
             }
             if word == "format" && value.as_str().is_none_or(|format| !FORMATS.contains(&format)) {
                 continue;
@@ -124,7 +124,7 @@ impl Walk {
                 value.clone()
             } else if HOLDS_NAMED.contains(&word) {
                 let Value::Object(parts) = value else {
-                    return Err(Fault::new(&inner, format!("{key} must be an object")));
+                    return Err(FormatError::new(&inner, format!("{key} must be an object")));
                 };
                 let part = |(name, part): (&String, &Value)| {
                     Ok((name.clone(), self.one(part, &format!("{inner}.{name}"), depth + 1)?))
@@ -132,14 +132,14 @@ impl Walk {
                 Value::Object(parts.iter().map(part).collect::<Result<_, _>>()?)
             } else if HOLDS_MANY.contains(&word) || (word == "items" && value.is_array()) {
                 let Value::Array(parts) = value else {
-                    return Err(Fault::new(&inner, format!("{key} must be an array")));
+                    return Err(FormatError::new(&inner, format!("{key} must be an array")));
                 };
                 let part = |(index, part): (usize, &Value)| self.one(part, &format!("{inner}[{index}]"), depth + 1);
                 Value::Array(parts.iter().enumerate().map(part).collect::<Result<_, _>>()?)
             } else if HOLDS_ONE.contains(&word) {
                 self.one(value, &inner, depth + 1)?
             } else if self.strict && BEYOND.contains(&word) && *value != Value::Bool(false) {
-                return Err(Fault::new(&inner, format!("`{key}` cannot be kept while an answer is written")));
+                return Err(FormatError::new(&inner, format!("`{key}` cannot be kept while an answer is written")));
             } else {
                 // An annotation: it says nothing about what is valid.
                 continue;
@@ -176,12 +176,12 @@ fn bound(schema: &mut Map<String, Value>) {
     }
 }
 
-fn types(value: &Value, place: &str) -> Result<(), Fault> {
+fn types(value: &Value, place: &str) -> Result<(), FormatError> {
     let known = |value: &Value| value.as_str().is_some_and(|name| TYPES.contains(&name));
     match value {
         Value::Array(names) if names.iter().all(known) => Ok(()),
         Value::String(_) if known(value) => Ok(()),
-        _ => Err(Fault::new(place, format!("type is {value}; the types are {}", TYPES.join(", ")))),
+        _ => Err(FormatError::new(place, format!("type is {value}; the types are {}", TYPES.join(", ")))),
     }
 }
 

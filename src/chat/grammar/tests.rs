@@ -4,9 +4,9 @@ use std::{path::Path, sync::LazyLock};
 
 const EOS: u32 = 2040;
 
-static GRAMMARS: LazyLock<Grammars> = LazyLock::new(|| {
+static GRAMMARS: LazyLock<GrammarCompiler> = LazyLock::new(|| {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
-    Grammars::new(Arc::new(Tokenizer::load(&dir).unwrap()), &[EOS, 2038])
+    GrammarCompiler::new(Arc::new(Tokenizer::load(&dir).unwrap()), &[EOS, 2038])
 });
 
 static SCHEMAS: LazyLock<Vec<Value>> =
@@ -17,14 +17,14 @@ fn text(ids: &[u32]) -> String {
     String::from_utf8(bytes).unwrap()
 }
 
-fn allowed(next: &Next) -> Vec<u32> {
-    let Next::Only(words) = next else { return (0..2038).collect() };
+fn allowed(next: &NextTokens) -> Vec<u32> {
+    let NextTokens::Only(words) = next else { return (0..2038).collect() };
     (0..words.len() as u32 * 32).filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
 }
 
 /// An answer of tokens drawn evenly from those allowed; after a while the ones that close something are preferred, so
 /// that it ends.
-fn wander(mut guide: Guide, seed: u64) -> Vec<u32> {
+fn wander(mut guide: TokenConstraint, seed: u64) -> Vec<u32> {
     let mut bits = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut ids = Vec::new();
     loop {
@@ -66,8 +66,8 @@ fn tag(ids: &[u32], allowed: &[u32]) -> Option<u32> {
     allowed.iter().filter(goes_on).max_by_key(|id| GRAMMARS.tokenizer.token_bytes(**id).len()).copied()
 }
 
-fn json_form(schema: &Value, strict: bool) -> Form {
-    Form { content: Content::Json { schema: schema.clone(), strict }, calls: None }
+fn json_form(schema: &Value, strict: bool) -> OutputFormat {
+    OutputFormat { content: ContentFormat::Json { schema: schema.clone(), strict }, tools: None }
 }
 
 #[test]
@@ -136,7 +136,10 @@ fn whatever_is_drawn_is_a_call_with_valid_arguments() {
         let (schema, name) = (&case["schema"], &case["name"]);
         let tools = [tool("f", schema), tool("other", &json!({"type": "object", "properties": {}}))];
         let choice = tools.iter().cloned().enumerate().collect();
-        let form = Form { content: Content::Nothing, calls: Some(Calls { tools: choice, many: at.is_multiple_of(2) }) };
+        let form = OutputFormat {
+            content: ContentFormat::Nothing,
+            tools: Some(AllowedTools { tools: choice, parallel: at.is_multiple_of(2) }),
+        };
         let guide = GRAMMARS.compile(&form, false, None).unwrap_or_else(|fault| panic!("{name}: {fault:?}"));
         for seed in 0..10 {
             let answer = text(&wander(guide.clone(), seed));

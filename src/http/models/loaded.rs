@@ -1,7 +1,7 @@
 //! A loaded model: its engine, tokenizer, chat template and defaults.
 
 use crate::{
-    chat::{Template, Tokenizer, grammar::Grammars},
+    chat::{Template, Tokenizer, grammar::GrammarCompiler},
     engine::{Handle, Sampling},
 };
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub struct LoadedModel {
     pub engine: Handle,
     pub tokenizer: Arc<Tokenizer>,
     /// Compiles grammars for constrained answers.
-    pub grammars: Arc<Grammars>,
+    pub grammars: Arc<GrammarCompiler>,
     /// A model without a template answers completions only.
     pub template: Option<Template>,
     pub card: ModelCard,

@@ -1,5 +1,5 @@
 //! The form an answer must have, however it was asked for: `response_format`, vLLM's and llama-server's fields for the same
-//! thing, and `tool_choice`. All of them become one [`Form`], which is compiled away from the async threads.
+//! thing, and `tool_choice`. All of them become one [`OutputFormat`], which is compiled away from the async threads.
 
 use crate::http::{
     LoadedModel,
@@ -8,7 +8,7 @@ use crate::http::{
     openai::types::{ChatRequest, ResponseFormat},
 };
 use crate::{
-    chat::grammar::{Calls, Content, Fault, Form, Guide, Next, any_object},
+    chat::grammar::{AllowedTools, ContentFormat, FormatError, NextTokens, OutputFormat, TokenConstraint, any_object},
     engine::{Allowed, Constraint},
 };
 use serde_json::Value;
@@ -17,7 +17,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// A form, and the field that asked for its content.
 #[derive(Debug)]
 pub struct Asked {
-    form: Form,
+    form: OutputFormat,
     field: String,
 }
 
@@ -25,20 +25,20 @@ pub struct Asked {
 pub fn form(request: &ChatRequest) -> Result<Option<Asked>, ApiError> {
     let (field, content) = content(request)?;
     let tools: Vec<(usize, Value)> = request.tools.iter().flatten().cloned().enumerate().collect();
-    let many = request.parallel_tool_calls.unwrap_or(true);
+    let parallel = request.parallel_tool_calls.unwrap_or(true);
     let strict = tools.iter().any(|(_, tool)| tool["function"]["strict"] == true);
     let choice = Choice::read(request.tool_choice.as_ref(), &tools)?;
     let asked = |content, tools| {
-        let calls = Some(Calls { tools, many }).filter(|calls| !calls.tools.is_empty());
-        Ok(Some(Asked { form: Form { content, calls }, field: field.clone() }))
+        let tools = Some(AllowedTools { tools, parallel }).filter(|tools| !tools.tools.is_empty());
+        Ok(Some(Asked { form: OutputFormat { content, tools }, field: field.clone() }))
     };
     match choice {
         Choice::None => match content {
-            Content::Text => Ok(None),
+            ContentFormat::Text => Ok(None),
             content => asked(content, Vec::new()),
         },
-        Choice::Must(only) => asked(Content::Nothing, picked(tools, &only)),
-        Choice::May(only) if content != Content::Text || strict || only.is_some() => {
+        Choice::Must(only) => asked(ContentFormat::Nothing, picked(tools, &only)),
+        Choice::May(only) if content != ContentFormat::Text || strict || only.is_some() => {
             asked(content, picked(tools, &only))
         }
         Choice::May(_) => Ok(None),
@@ -121,12 +121,12 @@ fn picked(tools: Vec<(usize, Value)>, only: &Option<Vec<String>>) -> Vec<(usize,
 }
 
 /// The content's form, and the name of the field that asks for it. Two such fields are an error.
-fn content(request: &ChatRequest) -> Result<(String, Content), ApiError> {
+fn content(request: &ChatRequest) -> Result<(String, ContentFormat), ApiError> {
     let mut asked = Vec::new();
     if let Some(format) = &request.response_format {
         asked.extend(self::format(format)?);
     }
-    let json = |schema: &Value| Content::Json { schema: schema.clone(), strict: true };
+    let json = |schema: &Value| ContentFormat::Json { schema: schema.clone(), strict: true };
     let guided = |asked: &mut Vec<_>, prefix: &str, it: [Option<&Value>; 4]| -> Result<(), ApiError> {
         let [schema, regex, choice, grammar] = it.map(|value| value.filter(|value| !value.is_null()));
         let text = |value: &Value, at: &str| match value.as_str() {
@@ -141,7 +141,7 @@ fn content(request: &ChatRequest) -> Result<(String, Content), ApiError> {
         }
         if let Some(regex) = regex {
             let at = format!("{prefix}regex");
-            asked.push((at.clone(), Content::Regex(text(regex, &at)?)));
+            asked.push((at.clone(), ContentFormat::Regex(text(regex, &at)?)));
         }
         if let Some(choice) = choice {
             let at = format!("{prefix}choice");
@@ -153,7 +153,7 @@ fn content(request: &ChatRequest) -> Result<(String, Content), ApiError> {
                 ));
             };
             let words: Vec<String> = words.iter().filter(|word| **word != "").map(Value::to_string).collect();
-            asked.push((at, Content::Lark(format!("start: {}", words.join(" | ")))));
+            asked.push((at, ContentFormat::Lark(format!("start: {}", words.join(" | ")))));
         }
         if grammar.is_some() {
             let at = format!("{prefix}grammar");
@@ -195,7 +195,7 @@ fn content(request: &ChatRequest) -> Result<(String, Content), ApiError> {
 }
 
 /// `response_format`; nothing for `text`.
-fn format(format: &ResponseFormat) -> Result<Option<(String, Content)>, ApiError> {
+fn format(format: &ResponseFormat) -> Result<Option<(String, ContentFormat)>, ApiError> {
     let needs = |key: &str| {
         let at = format!("response_format.{key}");
         ApiError::invalid(&at, format!("{at} is missing; the type `{}` needs it.", format.kind))
@@ -204,16 +204,16 @@ fn format(format: &ResponseFormat) -> Result<Option<(String, Content)>, ApiError
         "text" => return Ok(None),
         // llama-server takes a schema here, too.
         "json_object" => match &format.schema {
-            None => ("type", Content::Json { schema: any_object(), strict: true }),
-            Some(schema) => ("schema", Content::Json { schema: schema.clone(), strict: true }),
+            None => ("type", ContentFormat::Json { schema: any_object(), strict: true }),
+            Some(schema) => ("schema", ContentFormat::Json { schema: schema.clone(), strict: true }),
         },
         "json_schema" => {
             let inner = format.json_schema.as_ref().ok_or_else(|| needs("json_schema"))?;
             let schema = inner.schema.clone().ok_or_else(|| needs("json_schema.schema"))?;
-            ("json_schema.schema", Content::Json { schema, strict: inner.strict.unwrap_or(false) })
+            ("json_schema.schema", ContentFormat::Json { schema, strict: inner.strict.unwrap_or(false) })
         }
-        "regex" => ("regex", Content::Regex(format.regex.clone().ok_or_else(|| needs("regex"))?)),
-        "lark" => ("lark", Content::Lark(format.lark.clone().ok_or_else(|| needs("lark"))?)),
+        "regex" => ("regex", ContentFormat::Regex(format.regex.clone().ok_or_else(|| needs("regex"))?)),
+        "lark" => ("lark", ContentFormat::Lark(format.lark.clone().ok_or_else(|| needs("lark"))?)),
         other => {
             let kinds = "text, json_object, json_schema, regex and lark";
             let text = format!("response_format.type is `{other}`; the types are {kinds}.");
@@ -234,11 +234,11 @@ pub async fn constraint(
     let grammars = app.grammars.clone();
     let guide = match (asked, budget.filter(|_| in_reasoning)) {
         (None, None) => return Ok(None),
-        (None, Some(budget)) => grammars.budget(calls, budget),
+        (None, Some(budget)) => grammars.reasoning_budget(calls, budget),
         (Some(Asked { form, field }), budget) => {
             // In its turn: a large one takes a second, and much memory.
             let compile = move || catch_unwind(AssertUnwindSafe(|| grammars.compile(&form, in_reasoning, budget)));
-            let broke = |_| Fault { tool: None, place: String::new(), why: "the compiler failed on it".into() };
+            let broke = |_| FormatError { tool: None, path: String::new(), reason: "the compiler failed on it".into() };
             let compiled = permit.run(compile).await?.map_err(broke).flatten();
             compiled.map_err(|fault| refuse(&field, fault))?
         }
@@ -246,22 +246,22 @@ pub async fn constraint(
     Ok(Some(Box::new(Led(guide))))
 }
 
-fn refuse(field: &str, fault: Fault) -> ApiError {
+fn refuse(field: &str, fault: FormatError) -> ApiError {
     let at = match fault.tool {
-        Some(index) => format!("tools[{index}].function.parameters{}", fault.place),
-        None => format!("{field}{}", fault.place),
+        Some(index) => format!("tools[{index}].function.parameters{}", fault.path),
+        None => format!("{field}{}", fault.path),
     };
-    ApiError::invalid(&at, format!("{at}: {}", fault.why))
+    ApiError::invalid(&at, format!("{at}: {}", fault.reason))
 }
 
 /// A guide, as the engine takes it.
-struct Led(Guide);
+struct Led(TokenConstraint);
 
 impl Constraint for Led {
     fn allowed(&mut self) -> Result<Allowed, String> {
         Ok(match self.0.allowed()? {
-            Next::Any => Allowed::Any,
-            Next::Only(words) => Allowed::Only(words),
+            NextTokens::Any => Allowed::Any,
+            NextTokens::Only(words) => Allowed::Only(words),
         })
     }
 

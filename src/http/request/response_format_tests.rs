@@ -6,7 +6,7 @@ fn request(mut fields: Value) -> ChatRequest {
     serde_json::from_value(fields).unwrap()
 }
 
-fn asked(fields: Value) -> Option<Form> {
+fn asked(fields: Value) -> Option<OutputFormat> {
     form(&request(fields)).unwrap().map(|asked| asked.form)
 }
 
@@ -27,8 +27,8 @@ fn tools(more: Value) -> Value {
 }
 
 /// The names of the tools that a form allows.
-fn named(form: &Form) -> Vec<&str> {
-    let tools = form.calls.iter().flat_map(|calls| &calls.tools);
+fn named(form: &OutputFormat) -> Vec<&str> {
+    let tools = form.tools.iter().flat_map(|allowed| &allowed.tools);
     tools.map(|(_, tool)| tool["function"]["name"].as_str().unwrap()).collect()
 }
 
@@ -48,19 +48,19 @@ fn every_name_for_a_schema_is_understood() {
         (json!({"structured_outputs": {"json": schema, "regex": null}}), true),
         (json!({"json_schema": schema, "guided_regex": null, "grammar": null}), true),
     ] {
-        let content = Content::Json { schema: schema.clone(), strict };
-        assert_eq!(asked(fields.clone()), Some(Form { content, calls: None }), "{fields}");
+        let content = ContentFormat::Json { schema: schema.clone(), strict };
+        assert_eq!(asked(fields.clone()), Some(OutputFormat { content, tools: None }), "{fields}");
     }
-    let any = Content::Json { schema: any_object(), strict: true };
+    let any = ContentFormat::Json { schema: any_object(), strict: true };
     assert_eq!(asked(json!({"response_format": {"type": "json_object"}})).unwrap().content, any);
     assert_eq!(asked(json!({"structured_outputs": {"json_object": true}})).unwrap().content, any);
-    let regex = Content::Regex("a+".into());
+    let regex = ContentFormat::Regex("a+".into());
     assert_eq!(asked(json!({"guided_regex": "a+"})).unwrap().content, regex);
     assert_eq!(asked(json!({"response_format": {"type": "regex", "regex": "a+"}})).unwrap().content, regex);
-    let choice = Content::Lark("start: \"a\" | \"b\\\"\"".into());
+    let choice = ContentFormat::Lark("start: \"a\" | \"b\\\"\"".into());
     assert_eq!(asked(json!({"guided_choice": ["a", "b\""]})).unwrap().content, choice);
     let lark = asked(json!({"response_format": {"type": "lark", "lark": "start: \"x\""}})).unwrap().content;
-    assert_eq!(lark, Content::Lark("start: \"x\"".into()));
+    assert_eq!(lark, ContentFormat::Lark("start: \"x\"".into()));
     for none in [json!({}), json!({"response_format": {"type": "text"}}), json!({"response_format": null})] {
         assert_eq!(asked(none), None);
     }
@@ -74,22 +74,22 @@ fn a_choice_of_tools_becomes_a_form() {
         assert_eq!(asked(tools(free)), None);
     }
     let form = asked(tools(json!({"tool_choice": "required"}))).unwrap();
-    assert_eq!((named(&form), &form.content), (vec!["f", "g", "h"], &Content::Nothing));
-    assert!(form.calls.unwrap().many);
+    assert_eq!((named(&form), &form.content), (vec!["f", "g", "h"], &ContentFormat::Nothing));
+    assert!(form.tools.unwrap().parallel);
     let form = asked(tools(json!({"tool_choice": tool("g"), "parallel_tool_calls": false}))).unwrap();
-    assert_eq!((named(&form), &form.content), (vec!["g"], &Content::Nothing));
-    assert!(!form.calls.unwrap().many);
-    for (mode, content) in [("auto", Content::Text), ("required", Content::Nothing)] {
+    assert_eq!((named(&form), &form.content), (vec!["g"], &ContentFormat::Nothing));
+    assert!(!form.tools.unwrap().parallel);
+    for (mode, content) in [("auto", ContentFormat::Text), ("required", ContentFormat::Nothing)] {
         let allowed = json!({"mode": mode, "tools": [tool("f"), tool("h")]});
         let form = asked(tools(json!({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}))).unwrap();
         assert_eq!((named(&form), &form.content), (vec!["f", "h"], &content));
     }
     // A schema beside tools: either is an answer.
     let form = asked(tools(json!({"response_format": {"type": "json_object"}}))).unwrap();
-    assert!(named(&form).len() == 3 && matches!(form.content, Content::Json { .. }));
+    assert!(named(&form).len() == 3 && matches!(form.content, ContentFormat::Json { .. }));
     let mut strict = tools(json!({}));
     strict["tools"][1]["function"]["strict"] = json!(true);
-    assert_eq!(asked(strict).unwrap().content, Content::Text);
+    assert_eq!(asked(strict).unwrap().content, ContentFormat::Text);
 }
 
 #[test]
