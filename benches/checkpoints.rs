@@ -13,7 +13,7 @@ use moestro::{
         cache::{Cache, places::Kind},
     },
     metrics::Metrics,
-    model::{Snapshot, SnapshotSize, snapshot::PAGE},
+    model::{PAGE, Snapshot, SnapshotSize},
 };
 use std::{
     fs::{self, File},

@@ -13,7 +13,7 @@ use moestro::{
     device::CpuTimeline,
     experts::{Choice, Experts, Io, Options, Phase, Prefetch},
     metrics::Metrics,
-    model::{self, Surveyed},
+    model::{self, CheckpointInfo},
 };
 use std::{path::Path, time::Instant};
 
@@ -46,7 +46,7 @@ fn main() {
     };
     let mut number = |default| args.next().map_or(default, |text| text.parse().expect("a number"));
     let (rounds, count): (usize, usize) = (number(15), number(200));
-    let found = Surveyed::unpacked(Path::new(&dir), &model::Options::default()).expect("a model");
+    let found = CheckpointInfo::unpacked(Path::new(&dir), &model::LoadOptions::default()).expect("a model");
     let open = |checks: bool| {
         let pack = pack::find(Path::new(&dir), &found.experts, &found.files).expect("a pack");
         let packed = checks.then_some(pack.packed);

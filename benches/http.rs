@@ -26,7 +26,7 @@ const EOS: [u32; 2] = [2040, 2038];
 fn main() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
     let metrics = Metrics::new("bench", "cpu");
-    let model = Qwen::load(&dir, &model::Options::default(), &metrics, &mut |_, _| {}).expect("the demo model");
+    let model = Qwen::load(&dir, &model::LoadOptions::default(), &metrics, &mut |_, _| {}).expect("the demo model");
     let options = Options { eos: EOS.into(), ..Options::default() };
     let (engine, _worker) = engine::spawn(model, options, metrics.clone()).expect("a thread");
     let tokenizer = Arc::new(Tokenizer::load(&dir).expect("a tokenizer"));

@@ -17,7 +17,7 @@ use moestro::{
     command::device::Chosen,
     device::{self, CpuArithmetic},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, Snapshot, State, snapshot::PAGE},
+    model::{LoadOptions, Model, PAGE, Qwen, QwenState, Rows, Snapshot},
     ops::KvBits,
     plan::PlanOptions,
 };
@@ -35,7 +35,7 @@ impl Bench {
     }
 
     /// A state after `tokens` tokens.
-    fn fill(&mut self, tokens: usize) -> State {
+    fn fill(&mut self, tokens: usize) -> QwenState {
         let mut state = self.model.start().expect("a state");
         let (begin, mut since, mut from) = (Instant::now(), Instant::now(), 0);
         let report = |from: usize, to: usize, since: Instant| {
@@ -56,7 +56,7 @@ impl Bench {
     }
 
     /// A state as after `tokens` tokens, of whose keys and values all bytes are zero.
-    fn blank(&mut self, tokens: usize) -> State {
+    fn blank(&mut self, tokens: usize) -> QwenState {
         let mut state = self.model.start().expect("a state");
         self.model.forward(&mut state, &[1], Rows::None).expect("a token");
         let kept = self.model.snapshot(&mut state).expect("a checkpoint");
@@ -66,7 +66,7 @@ impl Bench {
     }
 
     /// Seconds of a pass of `rows` rows of which one stays, as when a whole draft is wrong; the mean of `passes`.
-    fn pass(&mut self, state: &mut State, rows: usize, passes: usize) -> f64 {
+    fn pass(&mut self, state: &mut QwenState, rows: usize, passes: usize) -> f64 {
         let mut spent = 0.0;
         for _ in 0..passes {
             let ids: Vec<u32> = (0..rows).map(|_| self.token()).collect();
@@ -83,7 +83,7 @@ impl Bench {
     }
 
     /// Seconds a token, by the clock and of the processor, over `tokens` tokens.
-    fn decode(&mut self, state: &mut State, tokens: usize) -> [f64; 2] {
+    fn decode(&mut self, state: &mut QwenState, tokens: usize) -> [f64; 2] {
         let (begin, spent) = (Instant::now(), processor());
         for _ in 0..tokens {
             let token = self.token();
@@ -136,13 +136,13 @@ fn main() {
     let context = depths.iter().map(|depth| depth + widths.len() * tokens * (rounds + 1) + PAGE).sum::<usize>();
     let on_gpu = args.iter().any(|arg| arg == "--gpu");
     let chosen = Chosen::of(if on_gpu { device::open_gpu() } else { Ok(None) }, on_gpu).expect("a GPU");
-    let options = Options {
+    let options = LoadOptions {
         gpu: chosen.working_set(),
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
         math: if args.iter().any(|arg| arg == "--f32") { CpuArithmetic::F32 } else { CpuArithmetic::Integer },
         plan: PlanOptions { context: Some(context), ..PlanOptions::default() },
         verify: widths.len() > 1,
-        ..Options::default()
+        ..LoadOptions::default()
     };
     let metrics = Metrics::new("bench", "cpu");
     let model = Qwen::load(Path::new(dir), &options, &metrics, &mut |_, _| ()).expect("the model loads");
@@ -152,9 +152,9 @@ fn main() {
     println!("weights,{}", shape.trunk - shape.gathered + experts);
     let mut bench = Bench { model, seed: 1 };
     let each = depths.iter().flat_map(|depth| bits.iter().map(move |bits| (*depth, *bits)));
-    let mut states: Vec<(usize, (&str, KvBits), State)> = Vec::new();
+    let mut states: Vec<(usize, (&str, KvBits), QwenState)> = Vec::new();
     for (depth, bits) in each {
-        bench.model.keep_in(bits.1).expect("a cache of so many bits");
+        bench.model.set_kv_bits(bits.1).expect("a cache of so many bits");
         let state = if args.iter().any(|arg| arg == "--blank") { bench.blank(depth) } else { bench.fill(depth) };
         states.push((depth, bits, state));
     }
@@ -168,7 +168,7 @@ fn main() {
     }
     if widths.len() > 1 {
         for (depth, bits, state) in &mut states {
-            bench.model.keep_in(bits.1).expect("a cache of so many bits");
+            bench.model.set_kv_bits(bits.1).expect("a cache of so many bits");
             let mut times = vec![Vec::new(); widths.len()];
             for _ in 0..=rounds {
                 for (rows, times) in widths.iter().zip(&mut times) {
@@ -191,7 +191,7 @@ fn main() {
         }
         let mut first = None;
         for (((depth, bits, state), all), held) in states.iter_mut().zip(&mut all).zip(&mut held) {
-            bench.model.keep_in(bits.1).expect("a cache of so many bits");
+            bench.model.set_kv_bits(bits.1).expect("a cache of so many bits");
             let times = bench.decode(state, tokens);
             let base = *first.get_or_insert(times);
             let [slower, dearer] = [0, 1].map(|clock| times[clock] / base[clock]);

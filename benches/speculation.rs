@@ -28,7 +28,7 @@ use moestro::{
     error::ModelError,
     experts::Io,
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, State},
+    model::{LoadOptions, Model, Qwen, QwenState, Rows},
     plan::PlanOptions,
 };
 use parking_lot::Mutex;
@@ -91,7 +91,7 @@ impl Draft<Qwen> for Told {
     fn propose(
         &mut self,
         model: &mut Qwen,
-        state: &mut State,
+        state: &mut QwenState,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,
@@ -147,13 +147,13 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
     let found = if args.has("--gpu") { device::open_gpu() } else { Ok(None) };
     let chosen = Chosen::of(found, args.has("--gpu")).expect("a GPU");
     let gpu = chosen.working_set();
-    let mut options = Options { threads, plan, verify: true, gpu, ..Options::default() };
+    let mut options = LoadOptions { threads, plan, verify: true, gpu, ..LoadOptions::default() };
     options.store.io = match args.flag("--io") {
         Some("buffered") => Io::Buffered,
         _ => Io::Direct,
     };
     if let Some(share) = args.flag("--share").and_then(|text| text.parse::<f64>().ok()) {
-        let shape = moestro::model::Surveyed::new(dir, &options).expect("a checkpoint").shape;
+        let shape = moestro::model::CheckpointInfo::new(dir, &options).expect("a checkpoint").shape;
         options.store.slots = Some((share * (shape.layers * shape.experts) as f64) as usize);
     }
     chosen.place(Qwen::load(dir, &options, metrics, &mut |_, _| ()).expect("a model")).expect("a model for this device")
@@ -168,7 +168,7 @@ fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> 
         let id = sampler.draw(&logits, &Allowed::Any).expect("a token");
         told.push(id);
         let mut row = Vec::new();
-        let observe = &mut |_: usize, routes: &moestro::model::Routes| row.push(routes.ids.clone());
+        let observe = &mut |_: usize, routes: &moestro::model::RouterChoice| row.push(routes.ids.clone());
         logits = model.forward_observed(&mut state, &[id], Rows::Last, observe).expect("a token").data;
         routes.push(row);
     }

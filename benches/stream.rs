@@ -15,7 +15,7 @@ use moestro::{
     config::Switch,
     experts::{Io, Prefetch},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, StoreOptions},
+    model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
     plan::PlanOptions,
     platform::os::peak_resident_memory,
 };
@@ -30,7 +30,7 @@ fn main() {
     let flag = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1)).map(String::as_str);
     let number = |name: &str, default: usize| flag(name).map_or(default, |text| text.parse().expect("a number"));
     let defaults = StoreOptions::default();
-    let options = Options {
+    let options = LoadOptions {
         threads: flag("--threads").map(|text| text.parse().expect("threads")),
         plan: PlanOptions {
             sequences: 1,
@@ -57,7 +57,7 @@ fn main() {
             trace: flag("--trace").map(Into::into),
             ..defaults
         },
-        ..Options::default()
+        ..LoadOptions::default()
     };
     let metrics = Metrics::new("bench", "cpu");
     let begin = Instant::now();

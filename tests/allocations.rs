@@ -4,7 +4,7 @@
 mod common;
 
 use common::load_with;
-use moestro::model::{Model, Options, Qwen, Rows, State};
+use moestro::model::{LoadOptions, Model, Qwen, QwenState, Rows};
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     path::Path,
@@ -61,7 +61,7 @@ const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-dem
 const A_LAYER: u64 = 120;
 
 /// Allocations and their bytes over the next `tokens` tokens, a token.
-fn measure(model: &mut Qwen, state: &mut State, tokens: u32) -> (u64, u64) {
+fn measure(model: &mut Qwen, state: &mut QwenState, tokens: u32) -> (u64, u64) {
     let before = (CALLS.load(Relaxed), BYTES.load(Relaxed));
     for index in 0..tokens {
         model.forward(state, &[100 + index * 37 % 1500], Rows::Last).unwrap();
@@ -74,7 +74,7 @@ fn measure(model: &mut Qwen, state: &mut State, tokens: u32) -> (u64, u64) {
 fn a_chunk_takes_no_more_than_is_planned() {
     const FEW: usize = 256;
     const MANY: usize = 2048;
-    let mut options = Options { threads: Some(2), ..Options::default() };
+    let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
     (options.plan.context, options.plan.chunk) = (Some(FEW + MANY), Some(MANY));
     let mut model = load_with(Path::new(DEMO), options);
     let mut state = model.start().unwrap();
@@ -97,7 +97,7 @@ fn little_is_allocated() {
 }
 
 fn decode_allocates_little_and_no_more_as_the_context_grows() {
-    let mut options = Options { threads: Some(2), ..Options::default() };
+    let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
     options.plan.context = Some(6000);
     let mut model = load_with(Path::new(DEMO), options);
     let mut state = model.start().unwrap();

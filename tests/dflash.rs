@@ -6,7 +6,7 @@ mod common;
 use common::{distance, fixtures::FIXTURES, load, load_with};
 use moestro::{
     device::{CpuArithmetic, CpuDevice},
-    model::{Model, Options, Rows, Taps, dflash},
+    model::{HiddenTaps, LoadOptions, Model, Rows, dflash},
 };
 use std::{
     collections::HashMap,
@@ -17,10 +17,10 @@ fn path(name: &str) -> PathBuf {
     Path::new(FIXTURES).join("dflash").join(name)
 }
 
-fn draft(name: &str) -> dflash::DFlash {
+fn draft(name: &str) -> dflash::DflashModel {
     let target = moestro::model::Config::read(&path("target")).unwrap();
-    let surveyed = dflash::Surveyed::new(&path(name), &target).unwrap();
-    dflash::DFlash::load(&surveyed, 64, CpuDevice::new(2, CpuArithmetic::Integer)).unwrap()
+    let surveyed = dflash::DflashCheckpoint::new(&path(name), &target).unwrap();
+    dflash::DflashModel::load(&surveyed, 64, CpuDevice::new(2, CpuArithmetic::Integer)).unwrap()
 }
 
 fn steps(name: &str) -> HashMap<String, Vec<f32>> {
@@ -96,7 +96,7 @@ fn a_draft_that_is_not_whole_or_not_for_this_model_is_an_error() {
             std::fs::copy(path("draft").join(file), dir.path().join(file)).unwrap();
         }
         change(dir.path());
-        dflash::Surveyed::new(dir.path(), &target).map(|_| ()).unwrap_err().to_string()
+        dflash::DflashCheckpoint::new(dir.path(), &target).map(|_| ()).unwrap_err().to_string()
     };
     let cut = |dir: &Path| {
         let file = std::fs::File::options().write(true).open(dir.join("model.safetensors")).unwrap();
@@ -140,7 +140,7 @@ fn states_after_every_number_of_rows_are_the_references() {
     let expected = common::tensors(&path("verify_block.safetensors"));
     let ids = |name: &str| -> Vec<u32> { expected[name].iter().map(|id| *id as u32).collect() };
     let (prompt, block) = (ids("prompt"), ids("block"));
-    let options = Options { math: CpuArithmetic::F32, threads: Some(2), verify: true, ..Options::default() };
+    let options = LoadOptions { math: CpuArithmetic::F32, threads: Some(2), verify: true, ..LoadOptions::default() };
     let mut model = load_with(&path("target"), options);
     for rows in 0..=block.len() {
         let mut state = model.start().unwrap();
@@ -195,9 +195,10 @@ fn every_cycle_of_the_loop_is_the_references() {
     let traces: Vec<Trace> = serde_json::from_slice(&std::fs::read(path("e2e_greedy.json")).unwrap()).unwrap();
     let (mut accepted, mut cycles) = (Vec::new(), 0);
     for (trace, scripted) in traces.iter().flat_map(|trace| [(trace, false), (trace, true)]) {
-        let options = Options { math: CpuArithmetic::F32, threads: Some(2), verify: true, ..Options::default() };
+        let options =
+            LoadOptions { math: CpuArithmetic::F32, threads: Some(2), verify: true, ..LoadOptions::default() };
         let (mut model, mut draft, mut hidden) = (load_with(&path("target"), options), draft("draft"), Vec::new());
-        model.tap(&Taps { layers: draft.config().taps.clone(), rows: 64 }).unwrap();
+        model.tap(&HiddenTaps { layers: draft.config().taps.clone(), rows: 64 }).unwrap();
         let mut state = model.start().unwrap();
         model.forward(&mut state, &trace.prompt, Rows::None).unwrap();
         model.tapped(trace.prompt.len(), &mut hidden).unwrap();

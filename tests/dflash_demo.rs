@@ -11,7 +11,7 @@ use common::{
 use moestro::{
     engine::{self, Dflash, Draft, Finish, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
-    model::{Config, DFlash, Options, Qwen, dflash},
+    model::{Config, DflashModel, LoadOptions, Qwen, dflash},
 };
 use process::Process;
 use serde_json::{Value, json};
@@ -23,14 +23,14 @@ use std::{
 const DRAFT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo-dflash");
 
 fn demo(slots: Option<usize>) -> Qwen {
-    let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
+    let mut options = LoadOptions { threads: Some(2), verify: true, ..LoadOptions::default() };
     options.store.slots = slots;
     load_with(Path::new(DEMO), options)
 }
 
 fn draft(dir: &Path, model: &Qwen) -> Box<dyn Draft<Qwen>> {
-    let surveyed = dflash::Surveyed::new(dir, &Config::read(Path::new(DEMO)).unwrap()).unwrap();
-    Box::new(Dflash::new(DFlash::load(&surveyed, 2048, model.compute()).unwrap()))
+    let surveyed = dflash::DflashCheckpoint::new(dir, &Config::read(Path::new(DEMO)).unwrap()).unwrap();
+    Box::new(Dflash::new(DflashModel::load(&surveyed, 2048, model.compute()).unwrap()))
 }
 
 struct Engine {

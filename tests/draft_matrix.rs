@@ -10,7 +10,7 @@ use common::{
 use moestro::{
     engine::{self, Companion, Dflash, Draft, Finish, Lookup, Mtp, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
-    model::{Config, DFlash, Drafter, Options, Qwen, dflash},
+    model::{Config, DflashModel, LoadOptions, MtpSource, Qwen, dflash},
 };
 use std::path::Path;
 
@@ -33,20 +33,20 @@ struct Engine {
 impl Engine {
     /// `kind` of draft from `dir`, for a model whose experts are streamed through so many slots.
     fn new(kind: &'static str, dir: &Path, slots: Option<usize>, speculate: Speculate) -> Self {
-        let drafter = if kind == "mtp" { Drafter::MtpIn(dir.into()) } else { Drafter::None };
-        let mut options = Options { threads: Some(2), verify: true, drafter, ..Options::default() };
+        let drafter = if kind == "mtp" { MtpSource::Directory(dir.into()) } else { MtpSource::None };
+        let mut options = LoadOptions { threads: Some(2), verify: true, drafter, ..LoadOptions::default() };
         options.store.slots = slots;
         let model = load_with(Path::new(DEMO), options);
         let draft: Box<dyn Draft<Qwen>> = match kind {
             "mtp" => Box::new(Mtp::new(&model).unwrap()),
             "lookup" => Box::new(Lookup),
             "model" => {
-                let options = Options { threads: Some(2), verify: true, ..Options::default() };
+                let options = LoadOptions { threads: Some(2), verify: true, ..LoadOptions::default() };
                 Box::new(Companion::new(load_with(dir, options)))
             }
             _ => {
-                let surveyed = dflash::Surveyed::new(dir, &Config::read(Path::new(DEMO)).unwrap()).unwrap();
-                Box::new(Dflash::new(DFlash::load(&surveyed, 2048, model.compute()).unwrap()))
+                let surveyed = dflash::DflashCheckpoint::new(dir, &Config::read(Path::new(DEMO)).unwrap()).unwrap();
+                Box::new(Dflash::new(DflashModel::load(&surveyed, 2048, model.compute()).unwrap()))
             }
         };
         let draft_tokens = if kind == "dflash" { 7 } else { 4 };

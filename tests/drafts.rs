@@ -11,7 +11,7 @@ use moestro::{
     config::Switch,
     engine::{self, Companion, Draft, Finish, Mtp, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
-    model::{Drafter, Model, Options, Qwen, Rows},
+    model::{LoadOptions, Model, MtpSource, Qwen, Rows},
 };
 use safetensors::{Dtype, tensor::TensorView};
 use std::{
@@ -39,8 +39,8 @@ fn with_head(at: &Path) -> PathBuf {
     dir
 }
 
-fn options(drafter: Drafter) -> Options {
-    Options { threads: Some(2), verify: true, drafter, ..Options::default() }
+fn options(drafter: MtpSource) -> LoadOptions {
+    LoadOptions { threads: Some(2), verify: true, drafter, ..LoadOptions::default() }
 }
 
 struct Answer {
@@ -104,7 +104,7 @@ fn acceptance(model: Qwen, draft: Option<Box<dyn Draft<Qwen>>>, width: usize) ->
 #[test]
 fn the_mtp_head_is_as_good_as_its_reference() {
     let dir = tempfile::tempdir().unwrap();
-    let model = load_with(&with_head(dir.path()), options(Drafter::Mtp));
+    let model = load_with(&with_head(dir.path()), options(MtpSource::Checkpoint));
     assert!(model.plan().draft > 3 << 20, "{:?}", model.plan());
     let draft = mtp(&model);
     let mean = acceptance(model, draft, 2);
@@ -113,12 +113,12 @@ fn the_mtp_head_is_as_good_as_its_reference() {
 }
 
 fn small() -> Option<Box<dyn Draft<Qwen>>> {
-    Some(Box::new(Companion::new(load_with(Path::new(SMALL), options(Drafter::None)))))
+    Some(Box::new(Companion::new(load_with(Path::new(SMALL), options(MtpSource::None)))))
 }
 
 #[test]
 fn the_draft_model_is_as_good_as_its_reference() {
-    let mean = acceptance(load_with(Path::new(DEMO), options(Drafter::None)), small(), 4);
+    let mean = acceptance(load_with(Path::new(DEMO), options(MtpSource::None)), small(), 4);
     eprintln!("draft model: {mean:.3} of 4 accepted");
     assert!(mean >= 3.6, "{mean}");
 }
@@ -136,9 +136,9 @@ fn answers_are_the_same_with_drafts_and_without() {
     let penal = Sampling { frequency_penalty: 0.6, repetition_penalty: 1.2, ..seeded(1.3) };
     let biased = Sampling { logit_bias: vec![(263, -5.0), (13, 2.0)], ..seeded(0.7) };
     for sampling in [Sampling::greedy(), penal, biased] {
-        let plain = answers(load_with(&dir, options(Drafter::None)), None, 1, &prompts, 40, &sampling);
+        let plain = answers(load_with(&dir, options(MtpSource::None)), None, 1, &prompts, 40, &sampling);
         for (head, streams) in [(true, false), (true, true), (false, false), (false, true)] {
-            let mut options = options(if head { Drafter::Mtp } else { Drafter::None });
+            let mut options = options(if head { MtpSource::Checkpoint } else { MtpSource::None });
             if streams {
                 options.plan.stream = Switch::On;
                 options.store.slots = Some(80);
@@ -277,7 +277,7 @@ fn renamed(head: Tensors, name: impl Fn(&str) -> String) -> Tensors {
 fn predicted(model: &mut Qwen) -> Vec<f32> {
     let ids: Vec<u32> = (0..40).map(|n| 20 + n * 31).collect();
     let mut hidden = Vec::new();
-    model.tap(&moestro::model::Taps { layers: vec![7], rows: 64 }).unwrap();
+    model.tap(&moestro::model::HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
     let mut state = model.start().unwrap();
     model.forward(&mut state, &ids[..39], Rows::None).unwrap();
     model.tapped(39, &mut hidden).unwrap();
@@ -288,7 +288,7 @@ fn predicted(model: &mut Qwen) -> Vec<f32> {
 fn every_layout_is_the_same_head() {
     let root = tempfile::tempdir().unwrap();
     let mut expected: Option<Vec<f32>> = None;
-    let mut compare = |what: &str, dir: &Path, drafter: Drafter, most: f32| {
+    let mut compare = |what: &str, dir: &Path, drafter: MtpSource, most: f32| {
         let found = predicted(&mut load_with(dir, options(drafter)));
         let expected = expected.get_or_insert_with(|| found.clone());
         let worst = found.iter().zip(expected.iter()).fold(0f32, |worst, (a, b)| worst.max((a - b).abs()));
@@ -309,13 +309,13 @@ fn every_layout_is_the_same_head() {
     for (what, file, tensors, most) in &variants {
         let dir = fresh(what);
         write(tensors, &dir.join(file));
-        compare(what, &dir, Drafter::Mtp, *most);
+        compare(what, &dir, MtpSource::Checkpoint, *most);
     }
     // In the shards: one more file that the index names, or that is simply there.
     let dir = fresh("shards");
     write(&head(), &dir.join("model-mtp.safetensors"));
     std::fs::remove_file(dir.join("model.safetensors.index.json")).unwrap();
-    compare("shards", &dir, Drafter::Mtp, 0.0);
+    compare("shards", &dir, MtpSource::Checkpoint, 0.0);
     // A directory of its own, without a prefix, quantised throughout.
     let dir = fresh("trunk");
     let alone = root.path().join("alone");
@@ -323,9 +323,9 @@ fn every_layout_is_the_same_head() {
     std::fs::write(alone.join("config.json"), r#"{"model_type": "qwen3_5_mtp", "block_size": 3}"#).unwrap();
     let bare = renamed(head(), |name| name.trim_start_matches("mtp.").into());
     write(&bare, &alone.join("model.safetensors"));
-    compare("alone", &dir, Drafter::MtpIn(alone.clone()), 0.0);
+    compare("alone", &dir, MtpSource::Directory(alone.clone()), 0.0);
     write(&quantised(bare, |_| true), &alone.join("model.safetensors"));
-    compare("alone and quantised", &dir, Drafter::MtpIn(alone), 0.6);
+    compare("alone and quantised", &dir, MtpSource::Directory(alone), 0.6);
 }
 
 #[test]
@@ -333,7 +333,7 @@ fn a_head_that_is_of_no_use_is_left_alone_or_refused() {
     let root = tempfile::tempdir().unwrap();
     let dir = demo(root.path());
     // Declared and absent: config.json says that there is one.
-    assert!(Mtp::new(&load_with(&dir, options(Drafter::Mtp))).is_none());
+    assert!(Mtp::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none());
     let file = dir.join("mtp.safetensors");
     let mut strange = head();
     strange.insert("mtp.layers.0.mlp.extra.weight".into(), (Dtype::BF16, vec![2], vec![0; 4]));
@@ -348,18 +348,18 @@ fn a_head_that_is_of_no_use_is_left_alone_or_refused() {
     }
     for (what, tensors) in [("strange", strange), ("missing", missing), ("unclear", unclear)] {
         write(&tensors, &file);
-        assert!(Mtp::new(&load_with(&dir, options(Drafter::Mtp))).is_none(), "{what}");
+        assert!(Mtp::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none(), "{what}");
         // Asked for outright, it is an error.
         let alone = root.path().join(what);
         std::fs::create_dir(&alone).unwrap();
         std::fs::write(alone.join("config.json"), r#"{"model_type": "qwen3_5_mtp"}"#).unwrap();
         std::fs::copy(&file, alone.join("model.safetensors")).unwrap();
-        let options = options(Drafter::MtpIn(alone));
+        let options = options(MtpSource::Directory(alone));
         let metrics = Metrics::new("test", "cpu");
         assert!(Qwen::load(&dir, &options, &metrics, &mut |_, _| ()).is_err(), "{what}");
     }
     // Cut off in the middle of a tensor.
     let whole = std::fs::read(HEAD).unwrap();
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
-    assert!(Mtp::new(&load_with(&dir, options(Drafter::Mtp))).is_none());
+    assert!(Mtp::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none());
 }

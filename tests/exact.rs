@@ -7,7 +7,7 @@ use common::{decode, load_with, prefill};
 use moestro::{
     error::ModelError,
     experts::{Files, Io, Prefetch},
-    model::{Model, Options, Rows, StoreOptions},
+    model::{LoadOptions, Model, Rows, StoreOptions},
     platform::Access,
     tools::synth,
 };
@@ -33,7 +33,7 @@ struct Way {
 fn run(dir: &Path, prompt: &[u32], tokens: usize, way: Way) -> (Vec<u32>, Vec<u32>) {
     let Way { slots, io, io_threads, prefetch, chunk, threads } = way;
     let store = StoreOptions { slots: Some(slots), io, threads: io_threads, prefetch, ..StoreOptions::default() };
-    let options = Options { threads: Some(threads), store, ..Options::default() };
+    let options = LoadOptions { threads: Some(threads), store, ..LoadOptions::default() };
     let mut model = load_with(dir, options);
     assert_eq!(model.store().map(|store| store.slots()), Some(slots), "{way:?}");
     let (logits, mut state, _) = prefill(&model, prompt, chunk);
@@ -124,7 +124,7 @@ fn a_synthetic_model() {
 fn a_pass_that_is_given_up_leaves_nothing_behind() {
     let (dir, prompt) = (Path::new(DEMO), (1..40).collect::<Vec<u32>>());
     let store = StoreOptions { slots: Some(24), prefetch: Prefetch::On, ..StoreOptions::default() };
-    let mut model = load_with(dir, Options { threads: Some(2), store, ..Options::default() });
+    let mut model = load_with(dir, LoadOptions { threads: Some(2), store, ..LoadOptions::default() });
     let (expected, ..) = prefill(&model, &prompt, prompt.len());
     let layers = model.config().layers;
     for heard in 0..=layers {

@@ -10,7 +10,7 @@ use common::{
 };
 use moestro::{
     device::CpuArithmetic,
-    model::{Options, Qwen},
+    model::{LoadOptions, Qwen},
 };
 use std::path::Path;
 
@@ -84,7 +84,7 @@ fn chunks_and_threads_cannot_be_seen() {
         let mut one = one;
         let after = decode(&mut one, &mut state, expected.row(ids.len() - 1), 5);
         for (chunk, threads) in [(1, 2), (7, 1), (64, 3), (149, 2), (150, 5)] {
-            let options = Options { math, threads: Some(threads), ..Options::default() };
+            let options = LoadOptions { math, threads: Some(threads), ..LoadOptions::default() };
             let mut model = load_with(Path::new(DEMO), options);
             let (logits, mut state, same) = prefill(&model, &ids, chunk);
             assert!(logits.data == expected.data, "{math:?}: chunks of {chunk} on {threads} threads");
@@ -110,11 +110,11 @@ fn sequences_do_not_leak_into_each_other() {
     assert!(rows == alone.data);
 }
 
-fn model_start(model: &Qwen) -> moestro::model::State {
+fn model_start(model: &Qwen) -> moestro::model::QwenState {
     moestro::model::Model::start(model).unwrap()
 }
 
-fn one(model: &Qwen, state: &mut moestro::model::State, id: u32) -> Vec<f32> {
+fn one(model: &Qwen, state: &mut moestro::model::QwenState, id: u32) -> Vec<f32> {
     model.forward_observed(state, &[id], moestro::model::Rows::Last, &mut |_, _| ()).unwrap().data
 }
 

@@ -11,7 +11,7 @@ use common::{
 };
 use moestro::{
     device::CpuArithmetic,
-    model::{Model, Options, Qwen, Reference, Rows, snapshot::PAGE},
+    model::{LoadOptions, Model, PAGE, Qwen, Reference, Rows},
     ops::KvBits,
 };
 use std::path::Path;
@@ -19,7 +19,7 @@ use std::path::Path;
 const FEW: [(KvBits, u32); 2] = [(KvBits::Eight, 8), (KvBits::Four, 4)];
 
 fn demo(kv_bits: KvBits, math: CpuArithmetic) -> Qwen {
-    load_with(Path::new(DEMO), Options { math, threads: Some(2), kv_bits, ..Options::default() })
+    load_with(Path::new(DEMO), LoadOptions { math, threads: Some(2), kv_bits, ..LoadOptions::default() })
 }
 
 /// Questions and answers that the demo was made for, one behind the other.
@@ -105,10 +105,10 @@ const BOUND: f64 = 2e-3;
 #[test]
 fn four_bits_cost_less_than_a_hundredth_of_perplexity() {
     let ids = text(4000);
-    let mut options = Options { threads: Some(2), ..Options::default() };
+    let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
     options.plan.context = Some(4096);
     let nats = [KvBits::Sixteen, KvBits::Four].map(|kv_bits| {
-        let model = load_with(Path::new(DEMO), Options { kv_bits, ..options.clone() });
+        let model = load_with(Path::new(DEMO), LoadOptions { kv_bits, ..options.clone() });
         let (logits, ..) = prefill(&model, &ids, 512);
         let each = ids[1..].iter().enumerate().map(|(at, next)| -log_probability(logits.row(at), *next));
         each.sum::<f64>() / (ids.len() - 1) as f64
@@ -124,7 +124,8 @@ fn chunks_threads_and_verifies_cannot_be_seen() {
     for (kv_bits, _) in FEW {
         let (expected, ..) = prefill(&demo(kv_bits, CpuArithmetic::Integer), &ids, 400);
         for (chunk, threads) in [(1, 2), (63, 1), (130, 3)] {
-            let model = load_with(Path::new(DEMO), Options { threads: Some(threads), kv_bits, ..Options::default() });
+            let model =
+                load_with(Path::new(DEMO), LoadOptions { threads: Some(threads), kv_bits, ..LoadOptions::default() });
             let (logits, ..) = prefill(&model, &ids, chunk);
             assert!(logits.data == expected.data, "{kv_bits:?}: chunks of {chunk} on {threads} threads");
         }

@@ -11,7 +11,7 @@ use moestro::{
     checkpoint::pack,
     experts::{Experts, Io, Options as StoreOptions, Phase, Warm},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, Surveyed},
+    model::{CheckpointInfo, LoadOptions, Model, Qwen, Rows},
     platform::os,
 };
 use mutate::Dice;
@@ -53,9 +53,9 @@ fn micro(name: &str) -> (serde_json::Value, Vec<u8>, serde_json::Value) {
 
 /// Loads what can be loaded within 64 MB, and computes with it.
 fn open(dir: &Path) -> Result<usize, String> {
-    let mut options = Options { threads: Some(1), ..Options::default() };
+    let mut options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
     options.plan.context = Some(64);
-    let found = Surveyed::new(dir, &options).map_err(|error| error.to_string())?;
+    let found = CheckpointInfo::new(dir, &options).map_err(|error| error.to_string())?;
     // A plan for this machine would let a large one in.
     let shape = found.shape;
     if shape.weights().saturating_add(shape.workspace_fixed) > 64 << 20 || shape.workspace_per_row > 1 << 20 {

@@ -238,7 +238,7 @@ fn a_layer_ends_when_the_sums_of_its_experts_are_right() {
 /// The logits of a few tokens, the first sixteen together, with room for `slots` experts.
 fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
     let store = StoreOptions { slots: Some(slots), ..StoreOptions::default() };
-    let options = model::Options { store, threads: Some(2), ..model::Options::default() };
+    let options = model::LoadOptions { store, threads: Some(2), ..model::LoadOptions::default() };
     let metrics = Metrics::new("0", "cpu");
     let mut model = Qwen::load(dir, &options, &metrics, &mut |_, _| ()).unwrap();
     let mut state = model.start().unwrap();
@@ -263,7 +263,7 @@ fn what_was_computed_with_a_damaged_record_is_computed_again() {
     synth::write(&dir, &options, &|_| ()).unwrap();
     let expected = logits(&dir, 24);
     assert_eq!((expected.1, expected.2), (0, false));
-    let found = model::Surveyed::unpacked(&dir, &model::Options::default()).unwrap();
+    let found = model::CheckpointInfo::unpacked(&dir, &model::LoadOptions::default()).unwrap();
     let out = root.path().join("model.pack");
     pack::write(&found.experts, &found.files, &out, &|_| ()).unwrap();
     (0..4).for_each(|layer| damage(&out, layer, 4096));

@@ -12,7 +12,7 @@ use moestro::{
     engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Storage, Worker},
     error::ModelError,
     metrics::Metrics,
-    model::{GoOn, Logits, Model, Options, Pool, Qwen, Rows, Snapshot, SnapshotSize},
+    model::{GoOn, LoadOptions, Logits, Model, PagePool, Qwen, Rows, Snapshot, SnapshotSize},
     ops::KvBits,
 };
 use process::{Process, agent};
@@ -73,7 +73,7 @@ impl Model for Counted {
         self.qwen.held(state)
     }
 
-    fn pool(&self) -> Option<Arc<Pool>> {
+    fn pool(&self) -> Option<Arc<PagePool>> {
         self.qwen.pool()
     }
 
@@ -113,7 +113,7 @@ impl Server {
 
     /// With room for `states` states of 400 tokens, and with what was left in `dir`.
     fn keeping(kv_bits: KvBits, states: u64, dir: Option<&Path>) -> Self {
-        let mut options = Options { threads: Some(2), kv_bits, ..Options::default() };
+        let mut options = LoadOptions { threads: Some(2), kv_bits, ..LoadOptions::default() };
         options.plan.context = Some(4096);
         let qwen = load_with(Path::new(DEMO), options);
         let size = qwen.snapshot_size();

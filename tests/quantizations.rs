@@ -7,7 +7,7 @@ use common::{load, prefill};
 use moestro::{
     device::CpuArithmetic,
     metrics::Metrics,
-    model::{Options, Qwen},
+    model::{LoadOptions, Qwen},
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value, json};
@@ -56,7 +56,7 @@ fn refusal(name: &str, damage: impl FnOnce(&mut Tensors, &mut Value)) -> String 
     damage(&mut checkpoint.0, &mut checkpoint.1);
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), &checkpoint);
-    let loaded = Qwen::load(dir.path(), &Options::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
+    let loaded = Qwen::load(dir.path(), &LoadOptions::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
     let error = loaded.err().expect("it was loaded").to_string();
     assert!(!error.contains('\n'), "{error}");
     error

@@ -4,7 +4,7 @@ mod common;
 
 use moestro::{
     metrics::Metrics,
-    model::{Options, Qwen},
+    model::{LoadOptions, Qwen},
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{collections::BTreeMap, path::Path};
@@ -35,7 +35,7 @@ fn refusal(damage: impl FnOnce(&mut Tensors, &mut serde_json::Value)) -> String 
 }
 
 fn open(dir: &Path) -> String {
-    let loaded = Qwen::load(dir, &Options::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
+    let loaded = Qwen::load(dir, &LoadOptions::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
     let error = loaded.err().expect("it was loaded").to_string();
     assert!(!error.contains('\n'), "{error}");
     error
@@ -101,7 +101,7 @@ fn no_checkpoint_at_all() {
     says(&open(dir.path()), &["config.json"]);
     let error = Qwen::load(
         Path::new(BF16),
-        &Options { experts_per_token: Some(3), ..Options::default() },
+        &LoadOptions { experts_per_token: Some(3), ..LoadOptions::default() },
         &Metrics::new("test", "cpu"),
         &mut |_, _| (),
     );
@@ -112,7 +112,7 @@ fn no_checkpoint_at_all() {
 fn experts_per_token_has_bounds() {
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
     for (wanted, good) in [(0, false), (1, true), (4, true), (5, false)] {
-        let options = Options { experts_per_token: Some(wanted), ..Options::default() };
+        let options = LoadOptions { experts_per_token: Some(wanted), ..LoadOptions::default() };
         let loaded = Qwen::load(Path::new(dir), &options, &Metrics::new("test", "cpu"), &mut |_, _| ());
         assert_eq!(loaded.is_ok(), good, "{wanted}");
     }

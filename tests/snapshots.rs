@@ -7,7 +7,7 @@ use common::load_with;
 use moestro::{
     engine::{self, Boundary, Departure, Request, Sampling},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, Snapshot, snapshot::PAGE},
+    model::{LoadOptions, Model, PAGE, Qwen, Rows, Snapshot},
     ops::KvBits,
 };
 use std::path::Path;
@@ -17,7 +17,7 @@ const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-dem
 const ALL: [KvBits; 3] = [KvBits::Sixteen, KvBits::Eight, KvBits::Four];
 
 fn demo(kv_bits: KvBits) -> Qwen {
-    load_with(Path::new(DEMO), Options { threads: Some(2), kv_bits, ..Options::default() })
+    load_with(Path::new(DEMO), LoadOptions { threads: Some(2), kv_bits, ..LoadOptions::default() })
 }
 
 fn prompt(seed: usize, len: usize) -> Vec<u32> {
@@ -105,7 +105,7 @@ fn shared_pages_are_written_by_neither() {
 #[test]
 fn checkpoints_give_way_where_pages_run_short() {
     let run = |states: u64| {
-        let mut options = Options { threads: Some(2), ..Options::default() };
+        let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
         options.plan.context = Some(4 * PAGE);
         options.plan.prompt_cache = Some(states * demo(KvBits::Sixteen).snapshot_size().state);
         let prompt_cache = options.plan.prompt_cache.unwrap();

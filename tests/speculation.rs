@@ -8,12 +8,12 @@ use moestro::{
     engine::{self, Draft, Finish, Handle, Lookup, Request, Sampling, Speculate, Timings, Worker},
     experts::Io,
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, Taps},
+    model::{HiddenTaps, LoadOptions, Model, Qwen, Rows},
 };
 use std::path::Path;
 
 fn demo(slots: Option<usize>) -> Qwen {
-    let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
+    let mut options = LoadOptions { threads: Some(2), verify: true, ..LoadOptions::default() };
     options.store.slots = slots;
     load_with(Path::new(DEMO), options)
 }
@@ -127,7 +127,7 @@ fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
     let bytes = std::fs::read(&path).unwrap();
     let (sampling, ids) = (Sampling::greedy(), prompt(30).repeat(2));
     let whole = answer(None, Speculate::Off, &ids, &sampling).0;
-    let mut options = Options { threads: Some(2), verify: true, ..Options::default() };
+    let mut options = LoadOptions { threads: Some(2), verify: true, ..LoadOptions::default() };
     (options.store.slots, options.store.io) = (Some(64), Io::Buffered);
     let (handle, worker) = start(load_with(dir.path(), options), Box::new(Lookup), Speculate::Force);
     assert_eq!(ask(&handle, &ids, &sampling).0, whole);
@@ -157,7 +157,7 @@ fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
 #[test]
 fn hidden_rows_do_not_depend_on_how_a_sequence_is_cut() {
     let mut model = demo(None);
-    model.tap(&Taps { layers: vec![7, 1], rows: 20 }).unwrap();
+    model.tap(&HiddenTaps { layers: vec![7, 1], rows: 20 }).unwrap();
     let (ids, mut found) = (prompt(50), Vec::new());
     let mut state = model.start().unwrap();
     let mut one_by_one = Vec::new();
@@ -176,7 +176,7 @@ fn hidden_rows_do_not_depend_on_how_a_sequence_is_cut() {
     model.verify(&mut state, &ids[42..]).unwrap();
     model.tapped(3, &mut found).unwrap();
     assert!(found == one_by_one[42 * 512..45 * 512]);
-    assert!(model.tap(&Taps { layers: vec![8], rows: 1 }).is_err(), "there are eight layers");
+    assert!(model.tap(&HiddenTaps { layers: vec![8], rows: 1 }).is_err(), "there are eight layers");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro::model::{Options, Surveyed};
+use moestro::model::{LoadOptions, CheckpointInfo};
 
 fuzz_target!(|data: &[u8]| {
     let Some((len, rest)) = data.split_first_chunk::<2>() else { return };
@@ -10,5 +10,5 @@ fuzz_target!(|data: &[u8]| {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
     std::fs::write(dir.path().join("config.json"), config).unwrap();
     std::fs::write(dir.path().join("model.safetensors"), shard).unwrap();
-    let _ = Surveyed::unpacked(dir.path(), &Options::default());
+    let _ = CheckpointInfo::unpacked(dir.path(), &LoadOptions::default());
 });

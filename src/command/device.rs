@@ -83,7 +83,7 @@ impl Chosen {
     /// The GPU was asked for and cannot compute this model.
     pub fn place(self, qwen: Qwen) -> Result<Qwen, ModelError> {
         let Some(gpu) = self.gpu else { return Ok(qwen) };
-        match qwen.onto(gpu) {
+        match qwen.move_to(gpu) {
             Ok(model) => Ok(model),
             Err(refused) if self.asked => Err(refused.error),
             Err(refused) => {

@@ -8,7 +8,7 @@ use crate::{
     engine::{self, Companion, DRAFT_ROOM, Dflash, Lookup, Mtp},
     error::CommandError,
     metrics::Metrics,
-    model::{self, DFlash, Drafter, Qwen, Surveyed, config::json, dflash},
+    model::{self, CheckpointInfo, DflashModel, MtpSource, Qwen, config::json, dflash},
     plan::{DraftFootprint, MachineLimits, Plan, PlanOptions},
 };
 use std::path::{Path, PathBuf};
@@ -21,9 +21,9 @@ pub enum Found {
         asked: bool,
         beside: Option<PathBuf>,
     },
-    Dflash(Box<dflash::Surveyed>),
+    Dflash(Box<dflash::DflashCheckpoint>),
     /// A small model, and what it takes.
-    Model(PathBuf, Box<model::Options>, Box<Plan>),
+    Model(PathBuf, Box<model::LoadOptions>, Box<Plan>),
 }
 
 impl Found {
@@ -43,14 +43,14 @@ impl Found {
             return Ok(Self::Mtp { asked: true, beside: Some(draft) });
         }
         if dflash::is_dflash(&dflash::config::read(&draft)?) {
-            return Ok(Self::Dflash(Box::new(dflash::Surveyed::new(&draft, &model::Config::read(dir)?)?)));
+            return Ok(Self::Dflash(Box::new(dflash::DflashCheckpoint::new(&draft, &model::Config::read(dir)?)?)));
         }
         if let Some(target) = tokenizer {
             compare(named, &Tokenizer::load(&draft)?, target)?;
         }
         let options = companion(load);
         // Only its sum is of interest: the model's plan is the one that must fit.
-        let plan = Surveyed::new(&draft, &options)?.plan(&MachineLimits::default(), &options.plan)?;
+        let plan = CheckpointInfo::new(&draft, &options)?.plan(&MachineLimits::default(), &options.plan)?;
         Ok(Self::Model(draft, Box::new(options), Box::new(plan)))
     }
 
@@ -64,11 +64,11 @@ impl Found {
     }
 
     /// The draft that is loaded together with the model.
-    pub fn drafter(&self) -> Drafter {
+    pub fn drafter(&self) -> MtpSource {
         match self {
-            Found::Mtp { beside: None, .. } => Drafter::Mtp,
-            Found::Mtp { beside: Some(dir), .. } => Drafter::MtpIn(dir.clone()),
-            _ => Drafter::None,
+            Found::Mtp { beside: None, .. } => MtpSource::Checkpoint,
+            Found::Mtp { beside: Some(dir), .. } => MtpSource::Directory(dir.clone()),
+            _ => MtpSource::None,
         }
     }
 
@@ -86,10 +86,10 @@ impl Found {
                 }
             },
             Found::Dflash(surveyed) => {
-                Box::new(Dflash::new(DFlash::load(surveyed, model.plan().context, model.compute())?))
+                Box::new(Dflash::new(DflashModel::load(surveyed, model.plan().context, model.compute())?))
             }
             Found::Model(dir, options, _) => {
-                let options = model::Options { compute: Some(model.compute()), ..(**options).clone() };
+                let options = model::LoadOptions { compute: Some(model.compute()), ..(**options).clone() };
                 // Its reads are not the model's: they are counted apart.
                 let draft = Qwen::load(dir, &options, &Metrics::new("", ""), &mut |_, _| ())?;
                 Box::new(Companion::new(draft))
@@ -99,7 +99,7 @@ impl Found {
 }
 
 /// A draft model is resident, and has little context.
-fn companion(load: &Load) -> model::Options {
+fn companion(load: &Load) -> model::LoadOptions {
     let plan = PlanOptions {
         limit: Some(u64::MAX / 2),
         stream: Switch::Off,
@@ -108,7 +108,7 @@ fn companion(load: &Load) -> model::Options {
         prompt_cache: Some(0),
         ..PlanOptions::default()
     };
-    model::Options { threads: load.threads, plan, verify: true, ..model::Options::default() }
+    model::LoadOptions { threads: load.threads, plan, verify: true, ..model::LoadOptions::default() }
 }
 
 /// Fails with the first token that the draft has otherwise.

@@ -188,8 +188,8 @@ pub fn kv_bits(said: config::KvBits) -> KvBits {
 }
 
 /// The flags of loading as the model's options.
-pub fn options(load: &Load) -> model::Options {
-    model::Options {
+pub fn options(load: &Load) -> model::LoadOptions {
+    model::LoadOptions {
         threads: load.threads,
         plan: PlanOptions {
             prompt_cache: load.prompt_cache,
@@ -221,7 +221,7 @@ pub fn options(load: &Load) -> model::Options {
             warm: true,
             trace: None,
         },
-        ..model::Options::default()
+        ..model::LoadOptions::default()
     }
 }
 
@@ -234,8 +234,12 @@ pub fn load_model(
 ) -> Result<Loaded, CommandError> {
     let found = drafts::Found::new(load, &checkpoint.dir, Some(&checkpoint.tokenizer))?;
     let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
-    let options =
-        model::Options { gpu: chosen.working_set(), draft: found.shape(), drafter: found.drafter(), ..options(load) };
+    let options = model::LoadOptions {
+        gpu: chosen.working_set(),
+        draft: found.shape(),
+        drafter: found.drafter(),
+        ..options(load)
+    };
     let model = Qwen::load(&checkpoint.dir, &options, metrics, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);

@@ -6,19 +6,19 @@ use crate::{
     cli,
     config::Source,
     error::{CommandError, StoreError},
-    model::{Options, Surveyed},
+    model::{CheckpointInfo, LoadOptions},
     plan::Size,
 };
 use std::{path::Path, time::Instant};
 
 pub fn run(typed: &cli::Pack) -> Result<(), CommandError> {
     let dir = resolve(&Source::new(typed.model.model.as_deref()))?;
-    let found = Surveyed::unpacked(&dir, &Options::default())?;
+    let found = CheckpointInfo::unpacked(&dir, &LoadOptions::default())?;
     if typed.verify { verify(typed, &dir, &found) } else { write(typed, &dir, &found) }
 }
 
-fn write(typed: &cli::Pack, dir: &Path, found: &Surveyed) -> Result<(), CommandError> {
-    let Surveyed { experts: map, files, .. } = found;
+fn write(typed: &cli::Pack, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
+    let CheckpointInfo { experts: map, files, .. } = found;
     let homeless = || StoreError::Other("no place for the pack: neither HOME nor XDG_CACHE_HOME is set; --out".into());
     let out = match &typed.out {
         Some(out) => out.clone(),
@@ -50,8 +50,8 @@ fn write(typed: &cli::Pack, dir: &Path, found: &Surveyed) -> Result<(), CommandE
 }
 
 /// Compares the pack in `--out`, or every pack that looks like this checkpoint's.
-fn verify(typed: &cli::Pack, dir: &Path, found: &Surveyed) -> Result<(), CommandError> {
-    let Surveyed { experts: map, files, .. } = found;
+fn verify(typed: &cli::Pack, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
+    let CheckpointInfo { experts: map, files, .. } = found;
     let packs = match &typed.out {
         Some(out) => vec![out.clone()],
         None => pack::candidates(dir, files)?,

@@ -3,7 +3,7 @@
 
 use crate::{
     error::{ModelError, StoreError},
-    model::{GoOn, Logits, Model, Rows, Snapshot, SnapshotSize, Taps, snapshot::Frozen},
+    model::{CopiedPages, GoOn, HiddenTaps, Logits, Model, Rows, Snapshot, SnapshotSize},
 };
 use std::{
     sync::{
@@ -43,7 +43,7 @@ pub struct MockModel {
     /// Rows of logits so far; clones share it.
     pub rows: Arc<AtomicUsize>,
     /// Hidden rows that are wanted; each is its token, once a layer.
-    pub taps: Taps,
+    pub taps: HiddenTaps,
     /// The tokens of the last pass.
     pub last: Vec<u32>,
     /// Each state that is alive owns it, beside the mocks.
@@ -66,7 +66,7 @@ impl Default for MockModel {
             recovered: Arc::default(),
             evaluated: Arc::default(),
             rows: Arc::default(),
-            taps: Taps::default(),
+            taps: HiddenTaps::default(),
             last: Vec::new(),
             states: Arc::default(),
         }
@@ -78,7 +78,7 @@ pub struct Heard {
     tokens: Vec<u32>,
     prompt: usize,
     said: usize,
-    frozen: Frozen,
+    frozen: CopiedPages,
     _alive: Arc<()>,
 }
 
@@ -105,7 +105,13 @@ impl Model for MockModel {
     type State = Heard;
 
     fn start(&self) -> Result<Heard, ModelError> {
-        Ok(Heard { tokens: Vec::new(), prompt: 0, said: 0, frozen: Frozen::default(), _alive: self.states.clone() })
+        Ok(Heard {
+            tokens: Vec::new(),
+            prompt: 0,
+            said: 0,
+            frozen: CopiedPages::default(),
+            _alive: self.states.clone(),
+        })
     }
 
     fn forward_marking(
@@ -159,7 +165,7 @@ impl Model for MockModel {
         Ok(())
     }
 
-    fn tap(&mut self, taps: &Taps) -> Result<(), ModelError> {
+    fn tap(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
         self.taps = taps.clone();
         Ok(())
     }

@@ -46,7 +46,7 @@ pub struct DeltaShape {
     pub value_heads: usize,
     pub key_dim: usize,
     pub value_dim: usize,
-    /// Taps of the convolution.
+    /// HiddenTaps of the convolution.
     pub taps: usize,
 }
 

@@ -5,10 +5,10 @@ use crate::model::{
     drafts::mtp::HeadPlace,
     forward::Lists,
     forward::buffers::Buffers,
-    load::Parts,
-    state::kv_pages::{Pool, SharedRun},
+    load::ModelParts,
+    state::kv_pages::{PagePool, SharedBackend},
     state::sequence::{Arenas, heads},
-    weights::{Ffn, Mixer, Net},
+    weights::{Ffn, Mixer, Network},
 };
 use crate::{
     checkpoint::{BUFFERS, DRAFT_BUFFERS},
@@ -23,19 +23,19 @@ const PAGE: usize = 16384;
 /// Slabs of slots at most.
 const SLABS: usize = 4;
 
-pub(in crate::model) struct Placed {
+pub(in crate::model) struct DeviceState {
     pub run: Box<dyn Backend>,
     /// The same, for whoever keeps others away from it.
-    pub shared: SharedRun,
+    pub shared: SharedBackend,
     pub limits: Limits,
     pub slots: Slots,
     pub buffers: Buffers,
     /// The form of keys and values.
     pub heads: Heads,
     pub arenas: Arenas,
-    pub pool: Arc<Pool>,
+    pub pool: Arc<PagePool>,
     /// The pages of other forms, which there may be sequences of.
-    pub pools: Vec<(Heads, Arc<Pool>)>,
+    pub pools: Vec<(Heads, Arc<PagePool>)>,
     pub lists: Lists,
     pub tapped: Tapped,
     pub head: Option<HeadPlace>,
@@ -45,15 +45,15 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, ModelError> {
     Err(ModelError::Config(why.into()))
 }
 
-impl Placed {
+impl DeviceState {
     /// Refuses what the device cannot do; then `parts` are as they were. Keys and values are `kept` in the form that another
     /// device had, and which was that device's own.
     pub fn new(
-        parts: &mut Parts,
+        parts: &mut ModelParts,
         run: Box<dyn Backend>,
         kept: Option<(Heads, CacheFormat)>,
     ) -> Result<Self, ModelError> {
-        let shared = SharedRun::new(run);
+        let shared = SharedBackend::new(run);
         let mut run: Box<dyn Backend> = Box::new(shared.clone());
         let mut limits = run.limits();
         let drafts = parts.head.iter().flat_map(|head| &head.slabs).zip(DRAFT_BUFFERS);
@@ -78,7 +78,7 @@ impl Placed {
             run.write_words(buffers.tables, &tables(&parts.net, store))?;
         }
         limits.cache = kept.map_or(limits.cache, |(_, format)| format);
-        let pool = Pool::new(&parts.config, &heads, &parts.plan, &shared)?;
+        let pool = PagePool::new(&parts.config, &heads, &parts.plan, &shared)?;
         parts.net.set_cache(heads);
         let norm = parts.net.norm;
         let head = parts.head.as_mut().map(|head| HeadPlace::new(head, norm, context, &mut *run)).transpose()?;
@@ -92,7 +92,7 @@ impl Placed {
 }
 
 /// Asks the device about each part of the model.
-pub(in crate::model) fn accept(net: &Net, heads: &Heads, taps: usize, run: &dyn Backend) -> Result<(), ModelError> {
+pub(in crate::model) fn accept(net: &Network, heads: &Heads, taps: usize, run: &dyn Backend) -> Result<(), ModelError> {
     let weights = |weights: &[_]| weights.iter().try_for_each(|weight| run.accept(Part::Weight(weight)));
     weights(&[net.embed, *net.head()])?;
     for layer in &net.layers {
@@ -138,7 +138,7 @@ pub(in crate::model) fn slots(store: &Experts, run: &mut dyn Backend) -> Result<
 }
 
 /// Each layer's slots, `[layers, experts]`.
-pub(in crate::model) fn tables(net: &Net, store: &Experts) -> Vec<u32> {
+pub(in crate::model) fn tables(net: &Network, store: &Experts) -> Vec<u32> {
     let mut words = Vec::new();
     for (index, layer) in net.layers.iter().enumerate() {
         let Ffn::Moe(moe) = &layer.ffn else { continue };

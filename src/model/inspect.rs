@@ -4,11 +4,11 @@ use crate::model::{
     config::{Config, FfnShape},
     drafts::mtp,
     forward::buffers::Buffers,
-    load::Options,
-    speed::Kind,
+    load::LoadOptions,
+    speed::ProjectionShape,
     state::rollback,
-    state::sequence::{State, heads},
-    weights::{Ffn, Net},
+    state::sequence::{QwenState, heads},
+    weights::{Ffn, Network},
 };
 use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index, pack},
@@ -24,7 +24,7 @@ use std::{
 };
 
 /// A checkpoint that has been examined and not loaded: its tensors, their places in files, the memory they will take.
-pub struct Surveyed {
+pub struct CheckpointInfo {
     pub config: Config,
     pub checkpoint: Checkpoint,
     /// The routed experts' places in `files`: the checkpoint's, or its pack's.
@@ -36,15 +36,15 @@ pub struct Surveyed {
     pub packed: Option<Arc<Packed>>,
     pub shape: ModelFootprint,
     /// The encodings of gate, up and down of the first layer's experts (or, dense, of its feed-forward).
-    pub feed_forward: Option<[Kind; 3]>,
+    pub feed_forward: Option<[ProjectionShape; 3]>,
     /// A head to draft with.
     pub head: Option<mtp::Survey>,
     cache: CacheFormat,
 }
 
-impl Surveyed {
-    /// As [`Surveyed::unpacked`]; the experts are those of the checkpoint's pack if it has one.
-    pub fn new(dir: &Path, options: &Options) -> Result<Self, ModelError> {
+impl CheckpointInfo {
+    /// As [`CheckpointInfo::unpacked`]; the experts are those of the checkpoint's pack if it has one.
+    pub fn new(dir: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let mut found = Self::unpacked(dir, options)?;
         if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
             tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
@@ -56,13 +56,13 @@ impl Surveyed {
     }
 
     /// Reads the headers and a few small tensors; checks every name and shape.
-    pub fn unpacked(dir: &Path, options: &Options) -> Result<Self, ModelError> {
+    pub fn unpacked(dir: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let mut config = Config::read(dir)?;
         config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
         let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
         let mut ignore = |_, _| ();
         let mut trunk = Trunk::measure(&checkpoint, &mut ignore);
-        let (net, layers) = Net::load(&mut trunk, &config)?;
+        let (net, layers) = Network::load(&mut trunk, &config)?;
         let len = trunk.len() as u64;
         checkpoint.finish()?;
         let (experts, files) = (ExpertMap { layers }, checkpoint.index.files.clone());
@@ -72,8 +72,8 @@ impl Surveyed {
         let head = mtp::survey(dir, &config, &checkpoint.index, options)?;
         let cache = device_limits(options).cache;
         let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
-            Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(Kind::of),
-            Ffn::Moe(moe) => moe.stacks.each_ref().map(Kind::of_stack),
+            Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(ProjectionShape::of),
+            Ffn::Moe(moe) => moe.stacks.each_ref().map(ProjectionShape::of_stack),
         });
         Ok(Self { config, checkpoint, experts, files, pack: None, packed: None, shape, feed_forward, head, cache })
     }
@@ -112,7 +112,7 @@ impl Config {
 }
 
 /// The sizes of a model, for the plan.
-fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], map: &ExpertMap) -> ModelFootprint {
+fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 3], map: &ExpertMap) -> ModelFootprint {
     let (experts, experts_per_token) = match config.ffn {
         FfnShape::Dense { .. } => (0, 0),
         FfnShape::Moe { experts, k, .. } => (experts, k),
@@ -125,7 +125,7 @@ fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], 
     }
     // A snapshot has the newest positions, the ring also those of a chunk, and is a whole number of blocks.
     let heads = heads(config, limits.cache, options.kv_bits, 0, 0);
-    let newest = State::newest_bytes(config, &heads);
+    let newest = QwenState::newest_bytes(config, &heads);
     workspace_per_row += newest / (2 * NEWEST as u64);
     workspace_fixed += newest / 2;
     ModelFootprint {
@@ -137,8 +137,8 @@ fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], 
         layers: map.layers.len(),
         experts,
         experts_per_token,
-        kv_per_token: State::kv_bytes(config, heads.format),
-        state: State::fixed_bytes(config) + newest,
+        kv_per_token: QwenState::kv_bytes(config, heads.format),
+        state: QwenState::fixed_bytes(config) + newest,
         workspace_per_row,
         draft: options.draft,
         workspace_fixed: workspace_fixed + if options.verify { rollback::cost(config) } else { 0 },
@@ -146,7 +146,7 @@ fn shape(config: &Config, options: &Options, [trunk, gathered, head]: [u64; 3], 
     }
 }
 
-pub(super) fn device_limits(options: &Options) -> DeviceLimits {
+pub(super) fn device_limits(options: &LoadOptions) -> DeviceLimits {
     match options.gpu {
         None => Cpu::limits(options.math),
         Some(bytes) => gpu_limits(Some(bytes)),

@@ -3,14 +3,14 @@
 use crate::model::{
     GoOn, Logits, Rows,
     config::Config,
-    device_state::Placed,
+    device_state::DeviceState,
     drafts::mtp,
     forward::{Batch, Marked, Observe, Pass},
-    inspect::Surveyed,
-    state::kv_pages::Pool,
-    state::sequence::{State, append, heads},
+    inspect::CheckpointInfo,
+    state::kv_pages::PagePool,
+    state::sequence::{QwenState, append, heads},
     state::snapshot::Snapshot,
-    weights::Net,
+    weights::Network,
 };
 use crate::{
     checkpoint::{Trunk, identity::identity, index::Index},
@@ -28,9 +28,9 @@ use std::{
     sync::Arc,
 };
 
-/// Options of loading a model.
+/// LoadOptions of loading a model.
 #[derive(Debug, Clone, Default)]
-pub struct Options {
+pub struct LoadOptions {
     /// Compute threads; the physical cores by default.
     pub threads: Option<usize>,
     /// Another model's threads, instead of its own.
@@ -41,14 +41,14 @@ pub struct Options {
     pub experts_per_token: Option<usize>,
     /// Without `experts_per_token`: experts a token at most.
     pub experts_at_most: Option<usize>,
-    /// Options of reading experts; the plan decides the slots.
+    /// LoadOptions of reading experts; the plan decides the slots.
     pub store: StoreOptions,
     /// The model goes to a GPU that recommends to be given so many bytes at most; the plan is made for it.
     pub gpu: Option<u64>,
     /// The plan has room for verifies that can be taken back.
     pub verify: bool,
     /// A draft that computes with the model's own parts; its demands on memory are found with it.
-    pub drafter: Drafter,
+    pub drafter: MtpSource,
     /// The memory of a draft beside the model.
     pub draft: DraftFootprint,
     /// Keys and values in fewer than 16 bits.
@@ -57,13 +57,13 @@ pub struct Options {
 
 /// A draft that computes on the model's device, from its hidden rows.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Drafter {
+pub enum MtpSource {
     #[default]
     None,
     /// The checkpoint's head for multi-token prediction, if it has one that is of use.
-    Mtp,
+    Checkpoint,
     /// A head that has a directory of its own.
-    MtpIn(PathBuf),
+    Directory(PathBuf),
 }
 
 /// The part of [`experts::Options`] that the plan does not decide.
@@ -87,9 +87,9 @@ impl Default for StoreOptions {
 }
 
 /// The parts of a model that are the same on every device.
-pub(in crate::model) struct Parts {
+pub(in crate::model) struct ModelParts {
     pub config: Config,
-    pub net: Net,
+    pub net: Network,
     /// In the order of [`BUFFERS`].
     pub weights: [Arc<Slab>; 2],
     pub store: Option<Experts>,
@@ -103,13 +103,13 @@ pub(in crate::model) struct Parts {
 
 /// A loaded model.
 pub struct Qwen {
-    pub(in crate::model) parts: Parts,
+    pub(in crate::model) parts: ModelParts,
     /// Behind a cell because states are started through a shared reference.
-    pub(in crate::model) placed: RefCell<Placed>,
+    pub(in crate::model) device_state: RefCell<DeviceState>,
 }
 
 /// A model that the kernels cannot compute, and why.
-pub struct Refused {
+pub struct Rejected {
     pub qwen: Box<Qwen>,
     pub error: ModelError,
 }
@@ -119,13 +119,13 @@ impl Qwen {
     /// bytes read and bytes in all.
     pub fn load(
         dir: &Path,
-        options: &Options,
+        options: &LoadOptions,
         metrics: &Arc<Metrics>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
-        let mut surveyed = Surveyed::new(dir, options)?;
+        let mut surveyed = CheckpointInfo::new(dir, options)?;
         let plan = surveyed.plan(&MachineLimits::here(options.gpu), &options.plan)?;
-        let Surveyed { config, checkpoint, experts, files, packed, shape, head, .. } = surveyed;
+        let CheckpointInfo { config, checkpoint, experts, files, packed, shape, head, .. } = surveyed;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
             (&metrics.memory_trunk, plan.trunk),
@@ -141,7 +141,7 @@ impl Qwen {
         metrics.gpu_lost.set(0);
         let threads = options.threads.unwrap_or_else(os::physical_cores);
         let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
-        let (mut net, _) = Net::load(&mut trunk, &config)?;
+        let (mut net, _) = Network::load(&mut trunk, &config)?;
         let weights = trunk.finish()?;
         let store = if experts.layers.is_empty() {
             None
@@ -165,36 +165,36 @@ impl Qwen {
         let compute = options.compute.clone().unwrap_or_else(|| CpuDevice::new(threads, options.math));
         let cpu = Cpu::new(compute.clone());
         let kv_bits = options.kv_bits;
-        let parts = Parts { config, net, weights, store, plan, shape, head, compute, kv_bits };
+        let parts = ModelParts { config, net, weights, store, plan, shape, head, compute, kv_bits };
         Self::on(parts, Box::new(cpu)).map_err(|refused| refused.1)
     }
 
     /// Shows a loaded model to a device.
-    fn on(mut parts: Parts, run: Box<dyn Backend>) -> Result<Self, Box<(Parts, ModelError)>> {
-        match Placed::new(&mut parts, run, None) {
-            Ok(placed) => {
+    fn on(mut parts: ModelParts, run: Box<dyn Backend>) -> Result<Self, Box<(ModelParts, ModelError)>> {
+        match DeviceState::new(&mut parts, run, None) {
+            Ok(device_state) => {
                 if let Some(store) = &parts.store {
-                    store.check_beside(!placed.limits.waits);
+                    store.check_beside(!device_state.limits.waits);
                 }
-                Ok(Self { parts, placed: RefCell::new(placed) })
+                Ok(Self { parts, device_state: RefCell::new(device_state) })
             }
             Err(error) => Err(Box::new((parts, error))),
         }
     }
 
     /// Moves the model to a GPU; gives it back where the kernels cannot compute it. States do not move with it.
-    pub fn onto(self, gpu: Box<dyn Gpu>) -> Result<Self, Refused> {
-        let Self { parts, placed } = self;
+    pub fn move_to(self, gpu: Box<dyn Gpu>) -> Result<Self, Rejected> {
+        let Self { parts, device_state } = self;
         Self::on(parts, Box::new(GpuBackend::new(gpu))).map_err(|refused| {
             let (parts, error) = *refused;
-            Refused { qwen: Box::new(Self { parts, placed }), error }
+            Rejected { qwen: Box::new(Self { parts, device_state }), error }
         })
     }
 
     /// Has the CPU go on if the model's GPU was given up. Weights and experts are in the CPU's memory in any case, and keys and
     /// values of new sequences keep the form that snapshots have.
     pub(in crate::model) fn leave_lost_device(&mut self) -> Result<bool, ModelError> {
-        let lost = self.placed.get_mut();
+        let lost = self.device_state.get_mut();
         // A wait has errors reported: the next request meets none of this one's.
         let end = lost.run.sync_point();
         let _ = lost.run.wait_for(end);
@@ -202,11 +202,11 @@ impl Qwen {
             return Ok(false);
         }
         let (kept, taps) = ((lost.heads, lost.limits.cache), lost.tapped.wanted());
-        let Parts { store, head, compute, .. } = &self.parts;
+        let ModelParts { store, head, compute, .. } = &self.parts;
         let stores = store.iter().chain(head.iter().filter_map(|head| head.store.as_ref()));
         stores.for_each(Experts::forget_device);
         let cpu = Cpu::new(compute.clone());
-        *self.placed.get_mut() = Placed::new(&mut self.parts, Box::new(cpu), Some(kept))?;
+        *self.device_state.get_mut() = DeviceState::new(&mut self.parts, Box::new(cpu), Some(kept))?;
         if !taps.layers.is_empty() {
             self.set_taps(&taps)?;
         }
@@ -235,20 +235,26 @@ impl Qwen {
     ///
     /// # Errors
     /// The device keeps none in so few.
-    pub fn keep_in(&mut self, bits: KvBits) -> Result<(), ModelError> {
-        let placed = self.placed.get_mut();
-        let heads = heads(&self.parts.config, placed.limits.cache, bits, placed.heads.context, placed.buffers.rows);
-        placed.run.accept(Part::Heads(&heads))?;
-        if heads != placed.heads {
-            let known = placed.pools.iter().find(|(of, _)| *of == heads).map(|(_, pool)| pool.clone());
-            let Parts { config, plan, .. } = &self.parts;
-            let pool = known.map_or_else(|| Pool::new(config, &heads, plan, &placed.shared), Ok)?;
-            let before = std::mem::replace(&mut placed.pool, pool);
-            if placed.pools.iter().all(|(of, _)| *of != placed.heads) {
-                placed.pools.push((placed.heads, before));
+    pub fn set_kv_bits(&mut self, bits: KvBits) -> Result<(), ModelError> {
+        let device_state = self.device_state.get_mut();
+        let heads = heads(
+            &self.parts.config,
+            device_state.limits.cache,
+            bits,
+            device_state.heads.context,
+            device_state.buffers.rows,
+        );
+        device_state.run.accept(Part::Heads(&heads))?;
+        if heads != device_state.heads {
+            let known = device_state.pools.iter().find(|(of, _)| *of == heads).map(|(_, pool)| pool.clone());
+            let ModelParts { config, plan, .. } = &self.parts;
+            let pool = known.map_or_else(|| PagePool::new(config, &heads, plan, &device_state.shared), Ok)?;
+            let before = std::mem::replace(&mut device_state.pool, pool);
+            if device_state.pools.iter().all(|(of, _)| *of != device_state.heads) {
+                device_state.pools.push((device_state.heads, before));
             }
-            placed.arenas = Default::default();
-            placed.heads = heads;
+            device_state.arenas = Default::default();
+            device_state.heads = heads;
             self.parts.net.set_cache(heads);
         }
         Ok(())
@@ -256,7 +262,7 @@ impl Qwen {
 
     /// Bytes of keys and values of a token, all layers.
     pub fn kv_bytes(&self) -> u64 {
-        State::kv_bytes(&self.parts.config, self.placed.borrow().heads.format)
+        QwenState::kv_bytes(&self.parts.config, self.device_state.borrow().heads.format)
     }
 
     /// Fails if one of `ids` is not a token, or if they and `len` others are more than the context.
@@ -273,19 +279,19 @@ impl Qwen {
 
     /// The name of the model's device.
     pub fn device(&self) -> String {
-        self.placed.borrow().run.name()
+        self.device_state.borrow().run.name()
     }
 
     /// True if that is a GPU.
     pub fn is_on_gpu(&self) -> bool {
-        self.placed.borrow().limits.waits
+        self.device_state.borrow().limits.waits
     }
 
     /// [`Model::forward`](crate::model::Model::forward), showing the router's choice of every layer to `observe`; where every expert is in memory, a GPU
     /// tells nobody.
     pub fn forward_observed(
         &self,
-        state: &mut State,
+        state: &mut QwenState,
         ids: &[u32],
         rows: Rows,
         observe: &mut Observe<'_>,
@@ -296,7 +302,7 @@ impl Qwen {
     /// As many passes as `ids` have chunks.
     pub(in crate::model) fn pass(
         &self,
-        state: &mut State,
+        state: &mut QwenState,
         ids: &[u32],
         rows: Rows,
         (mut marks, taken): (&[usize], &mut Vec<Snapshot>),
@@ -305,9 +311,9 @@ impl Qwen {
     ) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
         state.tried = 0;
-        let placed = &mut *self.placed.borrow_mut();
+        let device_state = &mut *self.device_state.borrow_mut();
         let mut logits = Logits { vocab: self.parts.config.vocab, data: Vec::new() };
-        let (mut chunks, mut rest) = (ids.chunks(placed.buffers.rows), ids.len());
+        let (mut chunks, mut rest) = (ids.chunks(device_state.buffers.rows), ids.len());
         let done = chunks.try_for_each(|chunk| {
             let (tokens, start) = (chunk.len(), state.len);
             rest -= tokens;
@@ -326,9 +332,9 @@ impl Qwen {
             let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
             let (prompt, trial) = (ids.len() > 1, None);
             let batch = Batch { ids: chunk, logits: wanted, phase, prompt, trial, go_on };
-            self.chunk(placed, state, batch, (&here, &mut mark), observe, &mut logits.data)?;
+            self.chunk(device_state, state, batch, (&here, &mut mark), observe, &mut logits.data)?;
             for (mark, fixed) in here.iter().zip(fixed) {
-                taken.push(state.snapshot(start + mark, fixed, &mut *placed.run)?);
+                taken.push(state.snapshot(start + mark, fixed, &mut *device_state.run)?);
             }
             state.len += tokens;
             Ok::<_, ModelError>(())
@@ -339,15 +345,15 @@ impl Qwen {
     /// One pass over `batch`, which stands behind `state`; the logits asked for are added to `out`.
     pub(in crate::model) fn chunk<'a>(
         &'a self,
-        placed: &'a mut Placed,
-        state: &mut State,
+        device_state: &'a mut DeviceState,
+        state: &mut QwenState,
         batch: Batch<'a>,
         (marks, mark): (&[usize], &mut Marked<'_>),
         observe: Option<&'a mut Observe<'a>>,
         out: &mut Vec<f32>,
     ) -> Result<(), ModelError> {
-        let Parts { config, net, store, .. } = &self.parts;
-        let Placed { run, shared, limits, slots, buffers: b, lists, tapped, .. } = placed;
+        let ModelParts { config, net, store, .. } = &self.parts;
+        let DeviceState { run, shared, limits, slots, buffers: b, lists, tapped, .. } = device_state;
         let (run, limits) = (&mut **run, *limits);
         let Batch { ids, logits, phase, prompt, trial, go_on } = batch;
         let half = prompt && limits.half;

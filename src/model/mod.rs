@@ -16,19 +16,19 @@ mod weights;
 
 pub use config::Config;
 pub use drafts::{
-    dflash::{self, DFlash},
-    hidden_taps::Taps,
-    mtp::{Predicted, ROWS as MTP_ROWS},
+    dflash::{self, DflashModel},
+    hidden_taps::HiddenTaps,
+    mtp::{MtpPrediction, ROWS as MTP_ROWS},
 };
-pub use forward::Routes;
-pub use inspect::Surveyed;
-pub use load::{Drafter, Options, Qwen, StoreOptions};
+pub use forward::RouterChoice;
+pub use inspect::CheckpointInfo;
+pub use load::{LoadOptions, MtpSource, Qwen, StoreOptions};
 pub use reference::Reference;
 pub use state::{
-    kv_pages::{self, Pool},
+    kv_pages::PagePool,
     rollback::ROWS as VERIFY_ROWS,
-    sequence::State,
-    snapshot::{self, Snapshot, SnapshotSize},
+    sequence::QwenState,
+    snapshot::{CopiedPages, KvPage, PAGE, Snapshot, SnapshotSize},
 };
 
 use crate::{device::DeviceError, error::ModelError};
@@ -99,7 +99,7 @@ pub trait Model: Send + 'static {
     fn take_back(&mut self, state: &mut Self::State, rows: usize) -> Result<(), ModelError>;
 
     /// From now on each pass leaves these hidden rows, until the next one. Instead of any that were asked for before.
-    fn tap(&mut self, taps: &Taps) -> Result<(), ModelError> {
+    fn tap(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
         let _ = taps;
         Err(ModelError::Config("this model leaves no hidden rows".into()))
     }
@@ -127,7 +127,7 @@ pub trait Model: Send + 'static {
     fn held(&self, state: &Self::State) -> usize;
 
     /// The pages that its sequences and snapshots share; `None` if its snapshots are copies.
-    fn pool(&self) -> Option<Arc<Pool>> {
+    fn pool(&self) -> Option<Arc<PagePool>> {
         None
     }
 

@@ -5,8 +5,8 @@ use crate::{
     error::ModelError,
     experts::{Experts, Phase},
     model::{
-        GoOn, Logits, Model, Pool, Qwen, Rows, Snapshot, SnapshotSize, State, Taps,
-        device_state::Placed,
+        GoOn, HiddenTaps, Logits, Model, PagePool, Qwen, QwenState, Rows, Snapshot, SnapshotSize,
+        device_state::DeviceState,
         drafts::hidden_taps::Tapped,
         forward::Batch,
         state::{rollback::ROWS, sequence::LayerState},
@@ -17,16 +17,16 @@ use crate::{
 use std::sync::Arc;
 
 impl Model for Qwen {
-    type State = State;
+    type State = QwenState;
 
-    fn start(&self) -> Result<State, ModelError> {
-        let Placed { run, arenas, pool, heads, .. } = &mut *self.placed.borrow_mut();
-        Ok(State::new(&self.parts.config, *heads, pool, arenas, &mut **run)?)
+    fn start(&self) -> Result<QwenState, ModelError> {
+        let DeviceState { run, arenas, pool, heads, .. } = &mut *self.device_state.borrow_mut();
+        Ok(QwenState::new(&self.parts.config, *heads, pool, arenas, &mut **run)?)
     }
 
     fn forward_marking(
         &mut self,
-        state: &mut State,
+        state: &mut QwenState,
         ids: &[u32],
         rows: Rows,
         marks: &[usize],
@@ -36,58 +36,58 @@ impl Model for Qwen {
         self.pass(state, ids, rows, (marks, taken), go_on, None)
     }
 
-    fn verify(&mut self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+    fn verify(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.try_rows(state, ids)
     }
 
-    fn take_back(&mut self, state: &mut State, rows: usize) -> Result<(), ModelError> {
+    fn take_back(&mut self, state: &mut QwenState, rows: usize) -> Result<(), ModelError> {
         self.forget(state, rows)
     }
 
-    fn tap(&mut self, taps: &Taps) -> Result<(), ModelError> {
+    fn tap(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
         self.set_taps(taps)
     }
 
     fn tapping(&mut self, on: bool) {
-        self.placed.get_mut().tapped.off = !on;
+        self.device_state.get_mut().tapped.off = !on;
     }
 
     fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
         self.read_taps(rows, into)
     }
 
-    fn snapshot(&self, state: &mut State) -> Result<Snapshot, ModelError> {
-        let shared = self.placed.borrow().shared.clone();
+    fn snapshot(&self, state: &mut QwenState) -> Result<Snapshot, ModelError> {
+        let shared = self.device_state.borrow().shared.clone();
         let _whole = shared.whole();
         self.settle(state)?;
-        let run = &mut *self.placed.borrow_mut().run;
+        let run = &mut *self.device_state.borrow_mut().run;
         let fixed = state.fixed(run)?;
         Ok(state.snapshot(state.len, fixed, run)?)
     }
 
-    fn restore(&self, snapshot: &Snapshot, into: Option<State>) -> Result<State, ModelError> {
+    fn restore(&self, snapshot: &Snapshot, into: Option<QwenState>) -> Result<QwenState, ModelError> {
         if snapshot.len > self.parts.plan.context {
             return Err(ModelError::ContextFull { context: self.parts.plan.context });
         }
-        let Placed { run, arenas, pool, heads, .. } = &mut *self.placed.borrow_mut();
+        let DeviceState { run, arenas, pool, heads, .. } = &mut *self.device_state.borrow_mut();
         let mut state = match into {
             Some(state) => state,
-            None => State::room(&self.parts.config, *heads, pool, arenas, &mut **run)?,
+            None => QwenState::room(&self.parts.config, *heads, pool, arenas, &mut **run)?,
         };
         state.restore(snapshot, &mut **run)?;
         Ok(state)
     }
 
     /// All whole pages are the sequence's own.
-    fn held(&self, _: &State) -> usize {
+    fn held(&self, _: &QwenState) -> usize {
         usize::MAX
     }
 
-    fn pool(&self) -> Option<Arc<Pool>> {
-        Some(self.placed.borrow().pool.clone())
+    fn pool(&self) -> Option<Arc<PagePool>> {
+        Some(self.device_state.borrow().pool.clone())
     }
 
-    fn lacks(&self, state: &State, tokens: usize) -> usize {
+    fn lacks(&self, state: &QwenState, tokens: usize) -> usize {
         state.lacks(tokens)
     }
 
@@ -97,7 +97,7 @@ impl Model for Qwen {
 
     fn fit_memory(&mut self) {
         if let Some(store) = &self.parts.store {
-            store.fit(&mut *self.placed.get_mut().run);
+            store.fit(&mut *self.device_state.get_mut().run);
         }
     }
 
@@ -120,27 +120,27 @@ impl Model for Qwen {
 
 impl Qwen {
     /// See [`Model::verify`](crate::model::Model::verify).
-    pub(in crate::model) fn try_rows(&self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+    pub(in crate::model) fn try_rows(&self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.try_rows_behind(0, state, ids)
     }
 
     /// Further rows of the verify that the last call was: all of them can be taken back together.
-    pub fn verify_on(&self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+    pub fn verify_on(&self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         if state.tried == 0 {
             return Err(ModelError::Config("no verify goes on".into()));
         }
         self.try_rows_behind(state.tried, state, ids)
     }
 
-    fn try_rows_behind(&self, before: usize, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+    fn try_rows_behind(&self, before: usize, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
         let config = &self.parts.config;
-        let mut placed = self.placed.borrow_mut();
-        if ids.is_empty() || before + ids.len() > ROWS || ids.len() > placed.buffers.rows {
+        let mut device_state = self.device_state.borrow_mut();
+        if ids.is_empty() || before + ids.len() > ROWS || ids.len() > device_state.buffers.rows {
             return Err(ModelError::Config(format!("a verify has 1 to {ROWS} rows, not {}", ids.len())));
         }
         let (rows, shape) = (ids.len(), config.delta_heads());
-        state.nets().try_for_each(|net| net.tape(&shape, &mut *placed.run))?;
+        state.nets().try_for_each(|net| net.tape(&shape, &mut *device_state.run))?;
         let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
         // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
         let slots = self.store().map_or(0, Experts::slots);
@@ -148,14 +148,14 @@ impl Qwen {
         let batch = Batch { ids, logits: 0..rows, phase, prompt: false, trial: Some(before), go_on: &|| true };
         // After a pass that fails there is nothing to go back to.
         state.tried = 0;
-        self.chunk(&mut placed, state, batch, (&[], &mut |_, _, _| Ok(())), None, &mut logits.data)?;
+        self.chunk(&mut device_state, state, batch, (&[], &mut |_, _, _| Ok(())), None, &mut logits.data)?;
         state.tried = before + rows;
         state.len += rows;
         Ok(logits)
     }
 
     /// See [`Model::take_back`](crate::model::Model::take_back).
-    pub(in crate::model) fn forget(&self, state: &mut State, rows: usize) -> Result<(), ModelError> {
+    pub(in crate::model) fn forget(&self, state: &mut QwenState, rows: usize) -> Result<(), ModelError> {
         if rows >= state.tried {
             return Err(ModelError::Config(format!("{rows} rows cannot be taken back")));
         }
@@ -166,8 +166,8 @@ impl Qwen {
     }
 
     /// Has the delta nets' states take in what is on their tapes.
-    pub(in crate::model) fn settle(&self, state: &mut State) -> Result<(), ModelError> {
-        let Placed { run, buffers: b, .. } = &mut *self.placed.borrow_mut();
+    pub(in crate::model) fn settle(&self, state: &mut QwenState) -> Result<(), ModelError> {
+        let DeviceState { run, buffers: b, .. } = &mut *self.device_state.borrow_mut();
         for (layer, memory) in self.parts.net.layers.iter().zip(&mut state.layers) {
             let (Mixer::DeltaNet(net), LayerState::DeltaNet(memory)) = (&layer.mixer, memory) else { continue };
             let (shape, past) = (&net.shape, memory.past(&net.shape));
@@ -186,27 +186,27 @@ impl Qwen {
     }
 
     /// See [`Model::tap`](crate::model::Model::tap).
-    pub(in crate::model) fn set_taps(&self, taps: &Taps) -> Result<(), ModelError> {
+    pub(in crate::model) fn set_taps(&self, taps: &HiddenTaps) -> Result<(), ModelError> {
         let config = &self.parts.config;
         if let Some(layer) = taps.layers.iter().find(|layer| **layer >= config.layers) {
             return Err(ModelError::Config(format!("the draft follows layer {layer} of {}", config.layers)));
         }
-        let placed = &mut *self.placed.borrow_mut();
-        let rows = taps.rows.min(placed.buffers.rows);
+        let device_state = &mut *self.device_state.borrow_mut();
+        let rows = taps.rows.min(device_state.buffers.rows);
         let layers = taps.layers.iter().map(|&layer| {
             let last = layer + 1 == config.layers;
-            let room = if last { None } else { Some(placed.run.allocate(rows * config.hidden * 4)?) };
+            let room = if last { None } else { Some(device_state.run.allocate(rows * config.hidden * 4)?) };
             Ok((layer, room))
         });
         let layers = layers.collect::<Result<_, DeviceError>>()?;
-        placed.tapped = Tapped { layers, rows, pass: 0, off: false };
+        device_state.tapped = Tapped { layers, rows, pass: 0, off: false };
         Ok(())
     }
 
     /// See [`Model::tapped`](crate::model::Model::tapped).
     pub(in crate::model) fn read_taps(&self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
         let hidden = self.parts.config.hidden;
-        let Placed { run, buffers, tapped, .. } = &mut *self.placed.borrow_mut();
+        let DeviceState { run, buffers, tapped, .. } = &mut *self.device_state.borrow_mut();
         let first = tapped.pass - tapped.pass.min(tapped.rows);
         let (kept, sides) = (rows.min(tapped.pass).saturating_sub(first), tapped.layers.len());
         into.clear();
@@ -230,7 +230,7 @@ impl Qwen {
     pub fn embedding(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         self.admit(0, ids)?;
         let hidden = self.parts.config.hidden;
-        let Placed { run, buffers: b, .. } = &mut *self.placed.borrow_mut();
+        let DeviceState { run, buffers: b, .. } = &mut *self.device_state.borrow_mut();
         few(ids.len(), b.rows)?;
         run.write_words(b.ids, ids)?;
         run.execute(&Embed { table: &self.parts.net.embed, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
@@ -243,7 +243,7 @@ impl Qwen {
     pub fn score(&self, rows: &[f32]) -> Result<Logits, ModelError> {
         let (hidden, vocab) = (self.parts.config.hidden, self.parts.config.vocab);
         let tokens = rows.len() / hidden;
-        let Placed { run, buffers: b, .. } = &mut *self.placed.borrow_mut();
+        let DeviceState { run, buffers: b, .. } = &mut *self.device_state.borrow_mut();
         few(tokens, b.rows)?;
         run.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
         let matrices = std::slice::from_ref(self.parts.net.head());

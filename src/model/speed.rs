@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 /// The encoding and shape of one projection.
 #[derive(Debug, Clone, Copy)]
-pub struct Kind {
+pub struct ProjectionShape {
     pub codes: Codes,
     pub rows: usize,
     pub cols: usize,
 }
 
-impl Kind {
+impl ProjectionShape {
     pub fn of(weight: &Weight) -> Self {
         Self { codes: weight.codes, rows: weight.rows, cols: weight.cols }
     }
@@ -37,8 +37,8 @@ impl Kind {
 }
 
 /// Bytes of gate, up and down together.
-pub fn bytes(kinds: &[Kind; 3]) -> usize {
-    kinds.iter().flat_map(Kind::parts).sum()
+pub fn bytes(kinds: &[ProjectionShape; 3]) -> usize {
+    kinds.iter().flat_map(ProjectionShape::parts).sum()
 }
 
 /// Makes every scale of every encoding an ordinary small number.
@@ -47,7 +47,7 @@ const FILL: u8 = 0x3c;
 /// Bytes of weights a second that one token's feed-forward goes through, `at_once` experts (gate, up, down of `kinds`) a
 /// call, always others: `room` bytes in turn, which should be more than the caches hold. Takes about `budget`.
 pub fn decode_rate(
-    kinds: &[Kind; 3],
+    kinds: &[ProjectionShape; 3],
     at_once: usize,
     compute: &CpuDevice,
     room: usize,
@@ -99,7 +99,7 @@ mod tests {
     fn every_encoding_is_measured() {
         let affine = |bits, group| Codes::Affine { bits, group, scale: Float::Bf16 };
         for codes in [affine(4, 64), affine(8, 32), Codes::Mxfp4, Codes::Nvfp4, Codes::Dense(Float::Bf16)] {
-            let kind = |rows, cols| Kind { codes, rows, cols };
+            let kind = |rows, cols| ProjectionShape { codes, rows, cols };
             let kinds = [kind(64, 128), kind(64, 128), kind(128, 64)];
             let compute = CpuDevice::new(2, CpuArithmetic::Integer);
             let rate = decode_rate(&kinds, 3, &compute, 1 << 20, Duration::from_millis(5)).unwrap();

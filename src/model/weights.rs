@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Everything but the routed experts.
-pub struct Net {
+pub struct Network {
     pub embed: Weight,
     pub layers: Vec<Layer>,
     /// `[hidden]`.
@@ -79,7 +79,7 @@ pub struct Dense {
     pub down: Weight,
 }
 
-impl Net {
+impl Network {
     /// Claims every tensor of the checkpoint. Routed experts are only located.
     pub fn load(trunk: &mut Trunk<'_>, config: &Config) -> Result<(Self, Vec<LayerExperts>), ModelError> {
         let hidden = config.hidden;

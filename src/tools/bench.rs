@@ -75,7 +75,7 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn load_with_bar(dir: &Path, options: &model::Options, metrics: &Arc<Metrics>) -> Result<Qwen, ModelError> {
+fn load_with_bar(dir: &Path, options: &model::LoadOptions, metrics: &Arc<Metrics>) -> Result<Qwen, ModelError> {
     let bar = progress::bytes(0, "loading");
     let model = Qwen::load(dir, options, metrics, &mut |done, total| {
         bar.set_length(total);

@@ -7,7 +7,7 @@ use crate::{
     cli,
     config::{self, Drafts, Load, Source},
     error::CommandError,
-    model::{self, Config, Surveyed, config::FfnShape},
+    model::{self, CheckpointInfo, Config, config::FfnShape},
     plan::{
         Estimate, HIT_RATES, HitRates, LimitSource, MachineLimits, ModelFootprint, Overhead, Plan, Size, Strategy,
         estimate,
@@ -57,10 +57,10 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
     let chosen = Chosen::new(&load)?;
     let drafts = drafts::Found::new(&load, &dir, tokenizer.as_ref().ok())?;
     let (draft, drafter) = (drafts.shape(), drafts.drafter());
-    let options = model::Options { gpu: chosen.working_set(), draft, drafter, ..options(&load) };
+    let options = model::LoadOptions { gpu: chosen.working_set(), draft, drafter, ..options(&load) };
     let limits = MachineLimits::here(options.gpu);
     drop(tokenizer);
-    let mut found = Surveyed::new(&dir, &options)?;
+    let mut found = CheckpointInfo::new(&dir, &options)?;
     let plan = found.plan(&limits, &options.plan);
     let threads = load.threads.unwrap_or_else(os::physical_cores);
     let room = plan.as_ref().map_or(u64::MAX, |plan| plan.limit / 4);

@@ -6,7 +6,7 @@ use crate::{
     error::{CommandError, StoreError},
     experts::{Choice, Experts, Options, Phase, Prefetch},
     metrics::Metrics,
-    model::{Surveyed, speed},
+    model::{CheckpointInfo, speed},
     plan::Bandwidth,
     platform::Access,
 };
@@ -32,7 +32,13 @@ pub struct Measured {
 /// Measures memory and the model's kernels with `threads` threads, using at most `room` bytes, and the disk as [`disk`]
 /// does. Where a GPU computes (`gpu`), or a model has no layers, the kernels are taken to go through weights as fast as the
 /// threads read memory.
-pub fn measure(found: &Surveyed, load: &Load, threads: usize, gpu: bool, room: u64) -> Result<Measured, CommandError> {
+pub fn measure(
+    found: &CheckpointInfo,
+    load: &Load,
+    threads: usize,
+    gpu: bool,
+    room: u64,
+) -> Result<Measured, CommandError> {
     let io = |source| CommandError::Io { what: "measuring the memory".into(), source };
     let memory = memory_bandwidth(threads, BLOCK.min(room) as usize, Duration::from_millis(200)).map_err(io)?;
     let at_once = found.shape.experts_per_token.max(1);
@@ -61,7 +67,7 @@ struct Disk {
     cache: f64,
 }
 
-fn disk(found: &Surveyed, load: &Load) -> Result<Disk, StoreError> {
+fn disk(found: &CheckpointInfo, load: &Load) -> Result<Disk, StoreError> {
     let k = found.shape.experts_per_token;
     if k == 0 {
         return Ok(Disk { rate: f64::INFINITY, latency: 0.0, direct: true, cache: f64::INFINITY });

@@ -5,7 +5,7 @@ use crate::{
     command::{options, resolve, show},
     config::{self, Load, Source},
     error::{CommandError, StoreError},
-    model::{self, Surveyed},
+    model::{self, CheckpointInfo},
     plan::{MACHINES, ModelFootprint, Simulation, Size, Strategy, simulate},
     platform::partial::Partial,
     tools::synth,
@@ -35,13 +35,13 @@ pub fn run(typed: cli::Info, name: &str) -> Result<(), CommandError> {
     }
     let load = Load::new(typed.load).map_err(CommandError::Usage)?.serving();
     let load = Load { prompt_cache: typed.cache.prompt_cache, ..load };
-    let options = model::Options { gpu: Some(GPU), ..options(&load) };
+    let options = model::LoadOptions { gpu: Some(GPU), ..options(&load) };
     let (model, shape) = match (&typed.like, &typed.model.model) {
         (Some(_), Some(_)) => return Err(CommandError::Usage("a MODEL or --like, not both".into())),
         (Some(like), None) => (format!("like {like}, 4 bits"), outline(like, &options)?),
         (None, model) => {
             let dir = resolve(&Source::new(model.as_deref()))?;
-            (config::name(&dir), Surveyed::new(&dir, &options)?.shape)
+            (config::name(&dir), CheckpointInfo::new(&dir, &options)?.shape)
         }
     };
     let mut report = Report { model, shape, simulated: Vec::new(), refused: Vec::new() };
@@ -56,12 +56,12 @@ pub fn run(typed: cli::Info, name: &str) -> Result<(), CommandError> {
 }
 
 /// The sizes of a model of which there is no checkpoint: of one made of headers and holes, which goes again.
-fn outline(like: &str, options: &model::Options) -> Result<ModelFootprint, CommandError> {
+fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, CommandError> {
     let name = std::env::temp_dir().join(format!("moestro-like-{like}-{}", std::process::id()));
     let io = |source| StoreError::Io { path: name.clone(), source };
     let partial = Partial::create(&name).map_err(io)?;
     synth::outline(partial.path(), synth::command::dimensions(like)?)?;
-    Ok(Surveyed::unpacked(partial.path(), options)?.shape)
+    Ok(CheckpointInfo::unpacked(partial.path(), options)?.shape)
 }
 
 impl fmt::Display for Report {
@@ -118,7 +118,7 @@ mod tests {
     /// which a GPU keeps as f32.
     #[test]
     fn an_outline_has_the_sizes_of_the_model_it_is_like() {
-        let options = model::Options { gpu: Some(GPU), ..model::Options::default() };
+        let options = model::LoadOptions { gpu: Some(GPU), ..model::LoadOptions::default() };
         let known = [
             ("35b", 1.39e9, 1_769_472, 40_960),
             ("122b", 3.48e9, 5_308_416, 49_152),

@@ -7,16 +7,16 @@ use moestro::{
     device::CpuArithmetic,
     engine::{Finish, Handle, Request, Timings, hear},
     metrics::Metrics,
-    model::{Logits, Model, Options, Qwen, Routes, Rows, State},
+    model::{LoadOptions, Logits, Model, Qwen, QwenState, RouterChoice, Rows},
 };
 use std::{collections::HashMap, path::Path};
 
 /// The model in `dir` with the given arithmetic, on two threads.
 pub fn load(dir: &Path, math: CpuArithmetic) -> Qwen {
-    load_with(dir, Options { math, threads: Some(2), ..Options::default() })
+    load_with(dir, LoadOptions { math, threads: Some(2), ..LoadOptions::default() })
 }
 
-pub fn load_with(dir: &Path, mut options: Options) -> Qwen {
+pub fn load_with(dir: &Path, mut options: LoadOptions) -> Qwen {
     options.plan.context = options.plan.context.or(Some(2048));
     Qwen::load(dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ())
         .unwrap_or_else(|error| panic!("{}: {error}", dir.display()))
@@ -46,10 +46,10 @@ pub fn tensors(path: &Path) -> HashMap<String, Vec<f32>> {
 }
 
 /// A prompt's logits in chunks of `chunk` tokens, the state after it, and the routes of every layer in token order.
-pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, State, Vec<Routes>) {
+pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, QwenState, Vec<RouterChoice>) {
     let mut state = model.start().unwrap();
     let mut logits = Logits { vocab: model.vocab(), data: Vec::new() };
-    let mut routes: Vec<Routes> = vec![Routes::default(); model.config().layers];
+    let mut routes: Vec<RouterChoice> = vec![RouterChoice::default(); model.config().layers];
     for ids in ids.chunks(chunk) {
         let part = model
             .forward_observed(&mut state, ids, Rows::All, &mut |layer, part| {
@@ -64,7 +64,7 @@ pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, State, Vec<R
 }
 
 /// Greedy decoding from the last row of `logits`: ids, and the rows they were chosen from.
-pub fn decode(model: &mut Qwen, state: &mut State, last: &[f32], count: usize) -> (Vec<u32>, Vec<f32>) {
+pub fn decode(model: &mut Qwen, state: &mut QwenState, last: &[f32], count: usize) -> (Vec<u32>, Vec<f32>) {
     let (mut ids, mut rows, mut row) = (Vec::new(), Vec::new(), last.to_vec());
     for _ in 0..count {
         ids.push(argmax(&row));

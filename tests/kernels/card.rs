@@ -5,7 +5,7 @@ use crate::forward::{DEMO, answer, cases, common, options};
 use common::{load_with, margin};
 use moestro::{
     device::{self, Gpu},
-    model::{Options, Qwen},
+    model::{LoadOptions, Qwen},
     ops::KvBits,
 };
 use std::path::Path;
@@ -22,12 +22,12 @@ fn gpu() -> Option<Box<dyn Gpu>> {
     gpu
 }
 
-fn planned(options: Options, gpu: Box<dyn Gpu>) -> Qwen {
-    let options = Options { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+fn planned(options: LoadOptions, gpu: Box<dyn Gpu>) -> Qwen {
+    let options = LoadOptions { gpu: Some(u64::MAX), ..options };
+    load_with(Path::new(DEMO), options).move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
-fn streaming(slots: Option<usize>) -> Options {
+fn streaming(slots: Option<usize>) -> LoadOptions {
     let mut options = options(true);
     options.store.slots = slots;
     options
@@ -117,7 +117,7 @@ fn few_bits_on_the_card() {
     let ids = &text[..text.len().min(170)];
     for kv_bits in [KvBits::Eight, KvBits::Four] {
         let Some(gpu) = gpu() else { return };
-        let options = || Options { kv_bits, ..options(false) };
+        let options = || LoadOptions { kv_bits, ..options(false) };
         let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options()), planned(options(), gpu));
         let (expected, found) = (answer(&mut cpu, ids, &[], 2), answer(&mut gpu, ids, &[130], 2));
         // A key or value between two integers may become either.

@@ -130,9 +130,9 @@ fn few_launches_and_no_needless_wait() {
     for streaming in [false, true] {
         let counted = Arc::new(Mutex::new(Count::default()));
         let gpu = Box::new(Counting(HostGpu::new(Host::fast()), counted.clone()));
-        let mut options = moestro::model::Options { gpu: Some(u64::MAX), ..options(streaming) };
+        let mut options = moestro::model::LoadOptions { gpu: Some(u64::MAX), ..options(streaming) };
         options.store.prefetch = moestro::experts::Prefetch::Off;
-        let model = crate::forward::common::load_with(Path::new(DEMO), options).onto(gpu);
+        let model = crate::forward::common::load_with(Path::new(DEMO), options).move_to(gpu);
         let mut model = model.unwrap_or_else(|refused| panic!("{}", refused.error));
         let layers = model.config().layers;
         // The second time every expert of the token has a slot.

@@ -8,13 +8,13 @@ use crate::{
 };
 use moestro::{
     engine::{Companion, Draft, Lookup, Sampling, Speculate},
-    model::{Options, Qwen},
+    model::{LoadOptions, Qwen},
 };
 use std::path::Path;
 
 fn on_kernels() -> Qwen {
-    let options = Options { gpu: Some(u64::MAX), verify: true, ..options(false) };
-    let moved = common::load_with(Path::new(SMALL), options).onto(Box::new(HostGpu::new(Host::fast())));
+    let options = LoadOptions { gpu: Some(u64::MAX), verify: true, ..options(false) };
+    let moved = common::load_with(Path::new(SMALL), options).move_to(Box::new(HostGpu::new(Host::fast())));
     moved.unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
@@ -41,7 +41,7 @@ fn drafts_leave_its_answers_as_they_are() {
     let twice = [&story[..], &answer(&mut cpu, story, &[], 20).0, story].concat();
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(), Box::new(Lookup), Speculate::Off, &asked);
-    let mixture = || common::load_with(Path::new(DEMO), Options { verify: true, ..options(false) });
+    let mixture = || common::load_with(Path::new(DEMO), LoadOptions { verify: true, ..options(false) });
     let drafts: [(&str, Box<dyn Draft<Qwen>>, usize); 2] =
         [("lookup", Box::new(Lookup), 0), ("a mixture", Box::new(Companion::new(mixture())), 1)];
     for (kind, draft, first) in drafts {

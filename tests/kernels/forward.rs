@@ -11,10 +11,7 @@ use moestro::{
     device::CpuArithmetic,
     experts::{Io, Prefetch},
     metrics::Metrics,
-    model::{
-        Model, Options, Qwen, Routes, Rows, Snapshot, StoreOptions,
-        snapshot::{PAGE, Page},
-    },
+    model::{KvPage, LoadOptions, Model, PAGE, Qwen, RouterChoice, Rows, Snapshot, StoreOptions},
     ops::KvBits,
 };
 use std::{
@@ -24,9 +21,9 @@ use std::{
 
 pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
-pub fn options(streaming: bool) -> Options {
+pub fn options(streaming: bool) -> LoadOptions {
     let store = StoreOptions { io: Io::Buffered, ..StoreOptions::default() };
-    let mut options = Options { math: CpuArithmetic::F32, threads: Some(1), store, ..Options::default() };
+    let mut options = LoadOptions { math: CpuArithmetic::F32, threads: Some(1), store, ..LoadOptions::default() };
     if streaming {
         // Through the page cache the plan keeps two tokens' working sets of slots.
         options.plan.stream = Switch::On;
@@ -36,9 +33,9 @@ pub fn options(streaming: bool) -> Options {
 }
 
 /// The demo, planned for a GPU and shown to one.
-fn planned(options: Options, gpu: HostGpu) -> Qwen {
-    let options = Options { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).onto(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
+fn planned(options: LoadOptions, gpu: HostGpu) -> Qwen {
+    let options = LoadOptions { gpu: Some(u64::MAX), ..options };
+    load_with(Path::new(DEMO), options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 fn resident(gpu: HostGpu) -> Qwen {
@@ -117,7 +114,7 @@ fn few_bits_are_the_same_on_the_cpu_and_on_the_kernels() {
     let ids = &ids[..ids.len().min(170)];
     assert!(ids.len() > 128);
     for kv_bits in [KvBits::Eight, KvBits::Four] {
-        let options = || Options { kv_bits, ..options(false) };
+        let options = || LoadOptions { kv_bits, ..options(false) };
         let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options()), planned(options(), fast()));
         let [(expected, rows), (found, logits)] = [answer(&mut cpu, ids, &[], 2), answer(&mut gpu, ids, &[130], 2)];
         assert_eq!(found, expected, "{kv_bits:?}");
@@ -169,7 +166,7 @@ fn shared_pages_are_written_by_neither() {
     let mut alone = Model::restore(&gpu, &made, None).unwrap();
     let mut row = |id: u32| gpu.forward(&mut alone, &[id], Rows::Last).unwrap().data;
     assert!(row(5) == first && row(33) == third && first != second);
-    let same = |(held, made): (&Arc<Page>, &Arc<Page>)| held.read().unwrap() == made.read().unwrap();
+    let same = |(held, made): (&Arc<KvPage>, &Arc<KvPage>)| held.read().unwrap() == made.read().unwrap();
     assert!(snapshot.pages.iter().zip(&made.pages).all(same));
 }
 
@@ -215,15 +212,15 @@ fn no_sanitizer_objects_to_a_pass() {
 /// read: each expert once a layer and chunk. Returns how many that were.
 fn read(chunk: usize) -> u64 {
     const LAYERS: usize = 8;
-    let mut options = Options { gpu: Some(u64::MAX), ..options(true) };
+    let mut options = LoadOptions { gpu: Some(u64::MAX), ..options(true) };
     (options.plan.chunk, options.plan.context) = (Some(chunk), Some(1024));
     (options.store.slots, options.store.prefetch) = (Some(8), Prefetch::Off);
     let metrics = Metrics::new("test", "gpu");
     let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
-    let model = qwen.onto(Box::new(fast())).unwrap_or_else(|refused| panic!("{}", refused.error));
+    let model = qwen.move_to(Box::new(fast())).unwrap_or_else(|refused| panic!("{}", refused.error));
     let prompt: Vec<u32> = cases().iter().flat_map(|case| case.prompt_ids.clone()).take(64).collect();
     let (mut state, mut layers, mut asked) = (model.start().unwrap(), Vec::new(), 0);
-    let observe = &mut |layer, routes: &Routes| {
+    let observe = &mut |layer, routes: &RouterChoice| {
         let experts = routes.distinct();
         assert!(experts.is_sorted_by(|a, b| a < b), "layer {layer} asks twice for one of {experts:?}");
         layers.push(layer);

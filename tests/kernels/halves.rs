@@ -12,7 +12,7 @@ use crate::{
 };
 use moestro::{
     device::{CommandQueue, Region},
-    model::{Options, Qwen},
+    model::{LoadOptions, Qwen},
     ops::{Codes, Float, Halves, Norm, Project},
 };
 use std::path::Path;
@@ -96,11 +96,11 @@ fn large_and_small_rows_neither_overflow_nor_vanish() {
     assert!(found[5 * 64..].iter().all(|value| *value == 0.0), "a row of zeros");
 }
 
-fn on_halves(options: Options) -> Qwen {
+fn on_halves(options: LoadOptions) -> Qwen {
     let mut gpu = HostGpu::new(Host::fast());
     gpu.halves = true;
-    let options = Options { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).onto(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
+    let options = LoadOptions { gpu: Some(u64::MAX), ..options };
+    load_with(Path::new(DEMO), options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 #[test]

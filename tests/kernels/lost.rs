@@ -10,7 +10,7 @@ use moestro::{
     device::CommandQueue,
     engine::{self, Options, Request, Sampling},
     metrics::Metrics,
-    model::{Model, Qwen, Rows, snapshot::PAGE},
+    model::{Model, PAGE, Qwen, Rows},
 };
 use std::time::Duration;
 

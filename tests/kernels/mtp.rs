@@ -9,7 +9,7 @@ use crate::{
 use moestro::{
     engine::{self, Companion, Dflash, Draft, Lookup, Mtp, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
-    model::{DFlash, Drafter, Model, Options, Qwen, Rows, Taps, dflash},
+    model::{DflashModel, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash},
 };
 use std::path::Path;
 
@@ -27,12 +27,13 @@ fn with_head(at: &Path) {
 }
 
 fn on_cpu(dir: &Path) -> Qwen {
-    common::load_with(dir, Options { drafter: Drafter::Mtp, ..options(false) })
+    common::load_with(dir, LoadOptions { drafter: MtpSource::Checkpoint, ..options(false) })
 }
 
 fn on_kernels(dir: &Path, streaming: bool) -> Qwen {
-    let options = Options { drafter: Drafter::Mtp, gpu: Some(u64::MAX), verify: true, ..options(streaming) };
-    let moved = common::load_with(dir, options).onto(Box::new(HostGpu::new(Host::fast())));
+    let options =
+        LoadOptions { drafter: MtpSource::Checkpoint, gpu: Some(u64::MAX), verify: true, ..options(streaming) };
+    let moved = common::load_with(dir, options).move_to(Box::new(HostGpu::new(Host::fast())));
     moved.unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
@@ -45,7 +46,7 @@ fn the_head_predicts_as_on_the_cpu() {
     let width = cpu.config().hidden;
     let followed = |model: &mut Qwen| {
         let mut hidden = Vec::new();
-        model.tap(&Taps { layers: vec![7], rows: 64 }).unwrap();
+        model.tap(&HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
         let mut state = model.start().unwrap();
         // No logits: the model's last norm has been touched by nobody when the head wants it.
         model.forward(&mut state, &ids[..39], Rows::None).unwrap();
@@ -87,13 +88,13 @@ pub fn answers(
 }
 
 fn small() -> Companion {
-    Companion::new(common::load_with(Path::new(SMALL), Options { verify: true, ..options(false) }))
+    Companion::new(common::load_with(Path::new(SMALL), LoadOptions { verify: true, ..options(false) }))
 }
 
 fn block(model: &Qwen) -> Dflash {
     const DFLASH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo-dflash");
-    let surveyed = dflash::Surveyed::new(Path::new(DFLASH), model.config()).unwrap();
-    Dflash::new(DFlash::load(&surveyed, 2048, model.compute()).unwrap())
+    let surveyed = dflash::DflashCheckpoint::new(Path::new(DFLASH), model.config()).unwrap();
+    Dflash::new(DflashModel::load(&surveyed, 2048, model.compute()).unwrap())
 }
 
 #[test]

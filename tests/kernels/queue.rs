@@ -12,7 +12,7 @@ use moestro::{
     device::{Binding, CommandQueue, CommandStatus, CpuArithmetic, Driver, Gpu, Launch, Region, Timeline},
     error::ModelError,
     experts::Io,
-    model::{Model, Options, Qwen, Rows, StoreOptions},
+    model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
     ops::check,
     tools::doctor,
 };
@@ -24,8 +24,13 @@ const PROMPT: [u32; 7] = [5, 90, 33, 2, 71, 18, 64];
 pub fn load(streaming: bool) -> Qwen {
     let dir = Folded::read("affine4").unfold();
     let store = StoreOptions { io: Io::Buffered, slots: streaming.then_some(4), ..StoreOptions::default() };
-    let mut options =
-        Options { math: CpuArithmetic::F32, threads: Some(1), store, gpu: Some(u64::MAX), ..Options::default() };
+    let mut options = LoadOptions {
+        math: CpuArithmetic::F32,
+        threads: Some(1),
+        store,
+        gpu: Some(u64::MAX),
+        ..LoadOptions::default()
+    };
     if streaming {
         options.plan.stream = Switch::On;
         options.plan.buffered = true;
@@ -35,7 +40,7 @@ pub fn load(streaming: bool) -> Qwen {
 }
 
 pub fn place<G: Gpu + 'static>(gpu: G, streaming: bool) -> Qwen {
-    load(streaming).onto(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
+    load(streaming).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
 }
 
 fn double(streaming: bool) -> (Qwen, Shared) {
@@ -140,10 +145,10 @@ fn what_is_refused_at_loading_gives_the_model_back() {
     for method in ["adopt", "allocate"] {
         let double = Double::new(Host::fast());
         double.control().lock().unwrap().fault = Some(Plan { method, nth: 0, fault: Fault::Refused });
-        let Err(refused) = load(false).onto(Box::new(CommandQueue::new(double))) else { panic!("{method}") };
+        let Err(refused) = load(false).move_to(Box::new(CommandQueue::new(double))) else { panic!("{method}") };
         let mut again = refused
             .qwen
-            .onto(Box::new(CommandQueue::new(Double::new(Host::fast()))))
+            .move_to(Box::new(CommandQueue::new(Double::new(Host::fast()))))
             .unwrap_or_else(|refused| panic!("{}", refused.error));
         assert!(answer(&mut again).unwrap() == expected(false), "{method}");
     }

@@ -6,7 +6,7 @@ use moestro::{
     device::CpuArithmetic,
     experts::{Io, Prefetch},
     metrics::Metrics,
-    model::{Model, Options, Qwen, Rows, StoreOptions},
+    model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
 };
 use std::{path::Path, sync::Arc};
 
@@ -24,12 +24,12 @@ fn load(prefetch: Prefetch, trace: &Path, gpu: bool) -> (Qwen, Arc<Metrics>) {
         trace: Some(trace.into()),
         ..StoreOptions::default()
     };
-    let mut options = Options {
+    let mut options = LoadOptions {
         math: CpuArithmetic::F32,
         threads: Some(1),
         store,
         gpu: gpu.then_some(u64::MAX),
-        ..Options::default()
+        ..LoadOptions::default()
     };
     options.plan.stream = Switch::On;
     options.plan.context = Some(1024);
@@ -61,7 +61,7 @@ fn run(prefetch: Prefetch, gpu: bool) -> Counts {
     let (mut qwen, metrics) = load(prefetch, &trace, gpu);
     if gpu {
         let host = Box::new(HostGpu::new(Host::fast()));
-        decode(&mut qwen.onto(host).unwrap_or_else(|refused| panic!("{}", refused.error)));
+        decode(&mut qwen.move_to(host).unwrap_or_else(|refused| panic!("{}", refused.error)));
     } else {
         decode(&mut qwen);
         drop(qwen);

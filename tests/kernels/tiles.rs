@@ -5,7 +5,7 @@ use crate::{
     gpu::HostGpu,
     host::Host,
 };
-use moestro::{device::kernels, model::Options, ops::check};
+use moestro::{device::kernels, model::LoadOptions, ops::check};
 use std::{
     collections::BTreeSet,
     io::Write,
@@ -79,9 +79,9 @@ fn names(mut host: Host) -> BTreeSet<String> {
 #[test]
 fn the_demo_answers_without_tiles() {
     let on = |host| {
-        let options = Options { gpu: Some(u64::MAX), ..options(false) };
+        let options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
         let gpu = Box::new(HostGpu::new(host));
-        load_with(Path::new(DEMO), options).onto(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+        load_with(Path::new(DEMO), options).move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
     };
     let (mut without, mut with) = (on(Host::plain()), on(Host::fast()));
     let case = cases().swap_remove(0);

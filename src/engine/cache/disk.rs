@@ -7,10 +7,7 @@ use super::{
     tree::Id,
 };
 use crate::{
-    model::{
-        Snapshot, SnapshotSize,
-        snapshot::{PAGE, Page},
-    },
+    model::{KvPage, PAGE, Snapshot, SnapshotSize},
     platform::os,
 };
 use parking_lot::MutexGuard;
@@ -149,14 +146,14 @@ impl Cache {
 
     /// Reads the state behind `ids`, whose first pages are `known`. `None`: there is no room for it. An error has been
     /// reported, and the checkpoint is forgotten.
-    pub(super) fn read_back(&self, ids: &[u32], known: Vec<Arc<Page>>) -> Result<Option<Snapshot>, ()> {
+    pub(super) fn read_back(&self, ids: &[u32], known: Vec<Arc<KvPage>>) -> Result<Option<Snapshot>, ()> {
         let mut inner = self.inner.lock();
         let Some(files) = inner.disk.as_ref().map(|disk| disk.files.clone()) else { return Ok(None) };
         // What is emptied from here on does not come back by this.
         let emptied = inner.emptied;
         let whole = self.size.bytes(ids.len(), 0);
         let known = &known[..known.len().min(ids.len() / PAGE)];
-        let known: Vec<Arc<Page>> =
+        let known: Vec<Arc<KvPage>> =
             known.iter().filter(|page| page.len() as u64 == PAGE as u64 * self.size.position).cloned().collect();
         let pool = inner.pool.clone();
         let pages = if pool.is_some() { ids.len() / PAGE - known.len() } else { 0 };
@@ -261,8 +258,8 @@ impl Cache {
     fn write_next(&self, inner: &mut MutexGuard<'_, Inner>) -> bool {
         let Some((ids, mut snapshot, files, missing)) = inner.next_to_write(&self.size) else { return false };
         // Pages of the pool are left to whoever needs one meanwhile: then it is not written.
-        let pages: Vec<Weak<Page>> = snapshot.pages.iter().map(Arc::downgrade).collect();
-        snapshot.pages.retain(|page| matches!(**page, Page::Bytes(_)));
+        let pages: Vec<Weak<KvPage>> = snapshot.pages.iter().map(Arc::downgrade).collect();
+        snapshot.pages.retain(|page| matches!(**page, KvPage::Copied(_)));
         // Held while it is written, so that it is counted even if it gives way meanwhile.
         inner.ledger.hold(&snapshot);
         let emptied = inner.emptied;

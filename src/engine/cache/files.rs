@@ -16,10 +16,7 @@ use super::{
     unfinished::{UNFINISHED, Unfinished, gone, is_abandoned, is_old, remove},
 };
 use crate::{
-    model::{
-        Snapshot, SnapshotSize,
-        snapshot::{PAGE, Page, Shared},
-    },
+    model::{KvPage, PAGE, Snapshot, SnapshotSize},
     platform::{MAX_BLOCK, each, zeros},
 };
 use sha2::{Digest as _, Sha256};
@@ -37,7 +34,7 @@ const MAGIC: &[u8; 8] = b"MOESTRO2";
 const HEADER: usize = 64;
 
 /// Makes a page of its bytes.
-pub type Keep<'a> = dyn Fn(Vec<u8>) -> io::Result<Arc<Page>> + Sync + 'a;
+pub type Keep<'a> = dyn Fn(Vec<u8>) -> io::Result<Arc<KvPage>> + Sync + 'a;
 
 /// Names the tokens up to a place.
 pub type Digest = [u8; 16];
@@ -146,8 +143,8 @@ impl Files {
     pub fn write(
         &self,
         ids: &[u32],
-        state: &Shared,
-        pages: &[Weak<Page>],
+        state: &Arc<Vec<u8>>,
+        pages: &[Weak<KvPage>],
         wanted: &[bool],
         bytes: &mut u64,
     ) -> io::Result<bool> {
@@ -165,13 +162,13 @@ impl Files {
     fn write_all(
         &self,
         ids: &[u32],
-        state: &Shared,
-        (pages, wanted): (&[Weak<Page>], &[bool]),
+        state: &Arc<Vec<u8>>,
+        (pages, wanted): (&[Weak<KvPage>], &[bool]),
         written: &mut Vec<Digest>,
     ) -> io::Result<bool> {
         let (digests, whole) = self.digests(ids);
         // One page at a time is kept from others, for as long as it is read.
-        let read = |page: &Weak<Page>| page.upgrade().and_then(|page| page.read().map(Cow::into_owned).ok());
+        let read = |page: &Weak<KvPage>| page.upgrade().and_then(|page| page.read().map(Cow::into_owned).ok());
         for ((digest, page), _) in digests.iter().zip(pages).zip(wanted).filter(|(_, wanted)| **wanted) {
             let Some(bytes) = read(page) else { return Ok(false) };
             self.put(&page_name(digest), PAGE, &[&bytes])?;
@@ -187,9 +184,9 @@ impl Files {
     }
 
     /// Reads the state behind `ids`. The first pages are `known`, so they need not be read; each other one goes to `keep`.
-    pub fn read(&self, ids: &[u32], known: &[Arc<Page>], keep: &Keep<'_>) -> io::Result<Snapshot> {
+    pub fn read(&self, ids: &[u32], known: &[Arc<KvPage>], keep: &Keep<'_>) -> io::Result<Snapshot> {
         enum Job<'a> {
-            Page(&'a Digest, &'a mut Option<Arc<Page>>),
+            Page(&'a Digest, &'a mut Option<Arc<KvPage>>),
             /// A part of the state's file, from this byte of it on: the header if it begins there, and the body.
             State(usize, &'a mut [u8], &'a mut [u8]),
         }
@@ -226,7 +223,7 @@ impl Files {
         }
         body.shrink_to_fit();
         let read = pages.into_iter().flatten();
-        let mut pages: Vec<Arc<Page>> = known.iter().take(digests.len()).cloned().chain(read).collect();
+        let mut pages: Vec<Arc<KvPage>> = known.iter().take(digests.len()).cloned().chain(read).collect();
         if tail > 0 {
             pages.push(Arc::new(behind.split_off(tokens.len()).into()));
         }

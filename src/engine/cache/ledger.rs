@@ -1,6 +1,6 @@
 //! Counts the memory of checkpoints, to the byte: pages that several of them share count once.
 
-use crate::model::{Snapshot, snapshot::Page};
+use crate::model::{KvPage, Snapshot};
 use std::{collections::HashMap, sync::Arc};
 
 #[derive(Default)]
@@ -17,7 +17,7 @@ impl Ledger {
     }
 
     /// Bytes of `pages` that somebody holds.
-    pub fn held(&self, pages: &[Arc<Page>]) -> u64 {
+    pub fn held(&self, pages: &[Arc<KvPage>]) -> u64 {
         pages.iter().filter(|page| self.holders.contains_key(&address(page))).map(|page| copied(page)).sum()
     }
 
@@ -46,13 +46,13 @@ impl Ledger {
 
     /// True if a page of the pool would be free if none of its holders here held it any more.
     pub fn alone(&self, snapshot: &Snapshot) -> bool {
-        let alone = |page: &Arc<Page>| self.holders.get(&address(page)) == Some(&Arc::strong_count(page));
+        let alone = |page: &Arc<KvPage>| self.holders.get(&address(page)) == Some(&Arc::strong_count(page));
         Self::of_pool(snapshot).any(alone)
     }
 
     /// The pages of the pool that `snapshot` holds.
-    pub fn of_pool(snapshot: &Snapshot) -> impl Iterator<Item = &Arc<Page>> {
-        snapshot.pages.iter().filter(|page| matches!(***page, Page::Held(_)))
+    pub fn of_pool(snapshot: &Snapshot) -> impl Iterator<Item = &Arc<KvPage>> {
+        snapshot.pages.iter().filter(|page| matches!(***page, KvPage::Pooled(_)))
     }
 }
 
@@ -62,10 +62,10 @@ fn parts(snapshot: &Snapshot) -> impl Iterator<Item = (usize, u64)> {
     pages.chain([(address(&snapshot.state), snapshot.state.len() as u64)])
 }
 
-fn copied(page: &Page) -> u64 {
+fn copied(page: &KvPage) -> u64 {
     match page {
-        Page::Bytes(bytes) => bytes.len() as u64,
-        Page::Held(_) => 0,
+        KvPage::Copied(bytes) => bytes.len() as u64,
+        KvPage::Pooled(_) => 0,
     }
 }
 
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn what_is_shared_counts_once() {
-        let page = Arc::new(Page::Bytes(vec![0; 10]));
+        let page = Arc::new(KvPage::Copied(vec![0; 10]));
         let one = Snapshot { len: 1, pages: vec![page.clone()], state: Arc::new(vec![0; 3]) };
         let other = Snapshot { len: 2, pages: vec![page, Arc::new(vec![0; 20].into())], state: Arc::new(vec![0; 3]) };
         let mut ledger = Ledger::default();

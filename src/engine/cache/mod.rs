@@ -20,7 +20,7 @@ mod unfinished;
 
 use crate::{
     metrics::Metrics,
-    model::{Pool, Snapshot, SnapshotSize},
+    model::{PagePool, Snapshot, SnapshotSize},
 };
 pub use disk::Storage;
 use disk::{Disk, OnDisk};
@@ -49,7 +49,7 @@ struct Inner {
     /// Bytes of memory to take at most.
     limit: u64,
     /// The pages of keys and values that checkpoints share with sequences; without, they have copies.
-    pool: Option<Arc<Pool>>,
+    pool: Option<Arc<PagePool>>,
     clock: f64,
     /// The number of times it was emptied.
     emptied: u64,
@@ -105,7 +105,7 @@ impl Cache {
     }
 
     /// From here on checkpoints share the pages of `pool`; those in memory are let go, since theirs may be gone.
-    pub fn share_pages(&self, pool: Option<Arc<Pool>>) {
+    pub fn share_pages(&self, pool: Option<Arc<PagePool>>) {
         let mut inner = self.inner.lock();
         let held: Vec<Id> = inner.tree.iter().filter(|(_, one)| one.memory.is_some()).map(|(id, _)| id).collect();
         held.into_iter().for_each(|id| self.evict(&mut inner, id));

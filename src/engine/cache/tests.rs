@@ -1,5 +1,5 @@
 use super::*;
-use crate::model::{Model, Options, Qwen, Rows, snapshot::PAGE};
+use crate::model::{LoadOptions, Model, PAGE, Qwen, Rows};
 use std::path::Path;
 
 /// A state of 100 bytes and 1 byte a position.
@@ -22,7 +22,7 @@ fn tokens(first: u32, count: usize) -> Vec<u32> {
 /// The demo, tokens, and what it keeps of them in its pages.
 pub(super) fn paged() -> (Qwen, Vec<u32>, Snapshot) {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
-    let (options, metrics) = (Options { threads: Some(1), ..Options::default() }, Metrics::new("test", "cpu"));
+    let (options, metrics) = (LoadOptions { threads: Some(1), ..LoadOptions::default() }, Metrics::new("test", "cpu"));
     let mut model = Qwen::load(&demo, &options, &metrics, &mut |_, _| ()).unwrap();
     let (mut state, ids) = (model.start().unwrap(), (0..PAGE as u32 + 3).collect::<Vec<_>>());
     model.forward(&mut state, &ids, Rows::None).unwrap();

@@ -6,7 +6,7 @@
 use super::{Draft, Kind, Outlook, Sequence};
 use crate::{
     error::ModelError,
-    model::{Model, Qwen, Rows, State},
+    model::{Model, Qwen, QwenState, Rows},
 };
 
 /// Tokens that it begins with, and its context: when that is full, it begins anew with the last ones.
@@ -16,7 +16,7 @@ pub const ROOM: usize = 2048;
 /// A model that drafts for a larger one.
 pub struct Companion {
     model: Qwen,
-    state: Option<State>,
+    state: Option<QwenState>,
     /// The position of the first token that it has read, and all it has read from there on.
     base: usize,
     read: Vec<u32>,
@@ -30,7 +30,7 @@ impl Companion {
     }
 
     /// Brings the state to the sequence's tokens as far as they were read; to none if it cannot go back so far.
-    fn go_back(&mut self, sequence: Sequence<'_>, most: usize) -> Result<State, ModelError> {
+    fn go_back(&mut self, sequence: Sequence<'_>, most: usize) -> Result<QwenState, ModelError> {
         let room = self.model.context();
         let wrong = wrong(&self.read, self.base, self.tentative, sequence);
         if let (Some(mut state), Some(wrong)) = (self.state.take(), wrong)
@@ -102,7 +102,7 @@ impl<M: Model> Draft<M> for Companion {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{metrics::Metrics, model::Options};
+    use crate::{metrics::Metrics, model::LoadOptions};
     use std::path::Path;
 
     #[test]
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn it_goes_back_or_begins_anew_when_there_is_no_room_for_the_draft() {
         let dir = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model"));
-        let mut options = Options { threads: Some(1), ..Options::default() };
+        let mut options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
         options.plan.context = Some(32);
         let model = Qwen::load(dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
         let mut companion = Companion::new(model);

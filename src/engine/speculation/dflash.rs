@@ -3,7 +3,7 @@
 use super::{Draft, Kind, Outlook, Sequence, trail::Trail};
 use crate::{
     error::ModelError,
-    model::{DFlash, Qwen, State, Taps, VERIFY_ROWS},
+    model::{DflashModel, HiddenTaps, Qwen, QwenState, VERIFY_ROWS},
 };
 
 /// Positions whose hidden rows wait to become context, at most. A model that answers without drafts leaves them behind with
@@ -11,7 +11,7 @@ use crate::{
 const WAITING: usize = 64;
 
 pub struct Dflash {
-    draft: DFlash,
+    draft: DflashModel,
     /// Hidden rows of the last positions, not yet context.
     waiting: Trail,
     /// The tokens of the sequence that drafts were last proposed for. Conversations go back to a checkpoint at every turn:
@@ -33,7 +33,7 @@ enum Begun {
 }
 
 impl Dflash {
-    pub fn new(draft: DFlash) -> Self {
+    pub fn new(draft: DflashModel) -> Self {
         let waiting = Trail::new(draft.config().features(), WAITING);
         Self { draft, waiting, known: Vec::new(), begun: Begun::No, failed: None }
     }
@@ -65,9 +65,9 @@ impl Draft<Qwen> for Dflash {
         Kind::Dflash
     }
 
-    fn taps(&self) -> Taps {
+    fn taps(&self) -> HiddenTaps {
         // A prompt's every row is context.
-        Taps { layers: self.draft.config().taps.clone(), rows: usize::MAX }
+        HiddenTaps { layers: self.draft.config().taps.clone(), rows: usize::MAX }
     }
 
     fn start(&mut self) {
@@ -102,7 +102,7 @@ impl Draft<Qwen> for Dflash {
     fn propose(
         &mut self,
         model: &mut Qwen,
-        _: &mut State,
+        _: &mut QwenState,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,
@@ -138,22 +138,22 @@ mod tests {
     use super::*;
     use crate::{
         metrics::Metrics,
-        model::{Options, dflash::Surveyed},
+        model::{LoadOptions, dflash::DflashCheckpoint},
     };
     use std::{ops::Range, path::Path};
 
     const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/dflash");
 
     fn target() -> Qwen {
-        let mut options = Options { threads: Some(1), ..Options::default() };
+        let mut options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
         options.plan.context = Some(64);
         let dir = Path::new(FIXTURES).join("target");
         Qwen::load(&dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap()
     }
 
     fn draft(target: &Qwen) -> Dflash {
-        let surveyed = Surveyed::new(&Path::new(FIXTURES).join("draft"), target.config()).unwrap();
-        Dflash::new(DFlash::load(&surveyed, 64, target.compute()).unwrap())
+        let surveyed = DflashCheckpoint::new(&Path::new(FIXTURES).join("draft"), target.config()).unwrap();
+        Dflash::new(DflashModel::load(&surveyed, 64, target.compute()).unwrap())
     }
 
     #[test]

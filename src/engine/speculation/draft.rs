@@ -3,7 +3,7 @@
 use super::Outlook;
 use crate::{
     error::ModelError,
-    model::{Model, Taps},
+    model::{HiddenTaps, Model},
 };
 
 /// A draft's kind, as metrics name it.
@@ -51,8 +51,8 @@ pub trait Draft<M: Model>: Send {
     fn kind(&self) -> Kind;
 
     /// The hidden rows that it wants to follow.
-    fn taps(&self) -> Taps {
-        Taps::default()
+    fn taps(&self) -> HiddenTaps {
+        HiddenTaps::default()
     }
 
     /// A sequence begins that does not go on from the last one.

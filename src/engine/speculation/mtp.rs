@@ -4,7 +4,7 @@
 use super::{Draft, Kind, Outlook, Sequence, Trail};
 use crate::{
     error::ModelError,
-    model::{MTP_ROWS, Qwen, State, Taps},
+    model::{HiddenTaps, MTP_ROWS, Qwen, QwenState},
 };
 
 pub struct Mtp {
@@ -42,8 +42,8 @@ impl Draft<Qwen> for Mtp {
         Kind::Mtp
     }
 
-    fn taps(&self) -> Taps {
-        Taps { layers: vec![self.layers - 1], rows: MTP_ROWS }
+    fn taps(&self) -> HiddenTaps {
+        HiddenTaps { layers: vec![self.layers - 1], rows: MTP_ROWS }
     }
 
     fn start(&mut self) {
@@ -58,7 +58,7 @@ impl Draft<Qwen> for Mtp {
     fn propose(
         &mut self,
         model: &mut Qwen,
-        _: &mut State,
+        _: &mut QwenState,
         sequence: Sequence<'_>,
         most: usize,
         outlook: &mut Outlook<'_>,

@@ -1,6 +1,6 @@
 use super::*;
 use crate::engine::{Allowed, Event, Finish, Options, Request, Sampling, hear, mock::MockModel, spawn_with};
-use crate::model::Taps;
+use crate::model::HiddenTaps;
 
 struct Answer {
     ids: Vec<u32>,
@@ -146,8 +146,8 @@ impl Draft<MockModel> for Oracle {
         Kind::Lookup
     }
 
-    fn taps(&self) -> Taps {
-        Taps { layers: vec![3, 5], rows: 4 }
+    fn taps(&self) -> HiddenTaps {
+        HiddenTaps { layers: vec![3, 5], rows: 4 }
     }
 
     fn start(&mut self) {

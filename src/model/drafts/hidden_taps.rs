@@ -8,14 +8,14 @@ use crate::{
 
 /// The hidden rows that a draft builds on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Taps {
+pub struct HiddenTaps {
     /// Layers, in the order the draft wants them side by side: what they add is in. Empty: none are wanted.
     pub layers: Vec<usize>,
     /// Of the last rows of a pass, so many at most; at least the 16 of a verify, whose first rows may be those that stay.
     pub rows: usize,
 }
 
-impl Taps {
+impl HiddenTaps {
     /// Bytes they take on the device: behind the last layer the pass's own rows are still there.
     pub fn bytes(&self, config: &Config) -> u64 {
         let kept = self.layers.iter().filter(|layer| **layer + 1 < config.layers).count();
@@ -36,8 +36,8 @@ pub(in crate::model) struct Tapped {
 
 impl Tapped {
     /// The rows that were asked for.
-    pub fn wanted(&self) -> Taps {
-        Taps { layers: self.layers.iter().map(|(layer, _)| *layer).collect(), rows: self.rows }
+    pub fn wanted(&self) -> HiddenTaps {
+        HiddenTaps { layers: self.layers.iter().map(|(layer, _)| *layer).collect(), rows: self.rows }
     }
 
     /// A pass of so many rows is behind `layer`, and `h` is the residual stream.

@@ -9,15 +9,15 @@
 //! Its experts have slots of their own: their encoding is often another, and so is the size of a slot.
 
 use crate::model::{
-    Drafter, Qwen,
+    MtpSource, Qwen,
     config::{self, Config},
-    device_state::{self as placed, Placed},
+    device_state::{self as device_state, DeviceState},
     drafts::hidden_taps::Tapped,
     forward::Pass,
     forward::buffers::Buffers,
-    load::{Options, Parts},
+    load::{LoadOptions, ModelParts},
     state::sequence::{LayerState, heads},
-    weights::{Layer, Net},
+    weights::{Layer, Network},
 };
 use crate::{
     checkpoint::{Checkpoint, DRAFT_BUFFERS, Trunk, index::Index, mtp as files},
@@ -48,7 +48,7 @@ pub struct Survey {
 /// A loaded head.
 pub(in crate::model) struct Head {
     config: Config,
-    pub net: Net,
+    pub net: Network,
     /// For the embedding, and for the hidden row.
     pub fc: [Weight; 2],
     norms: [Region; 2],
@@ -69,7 +69,7 @@ pub(in crate::model) struct HeadPlace {
 
 /// The head's prediction behind its last row.
 #[derive(Debug, Clone, Default)]
-pub struct Predicted {
+pub struct MtpPrediction {
     pub logits: Vec<f32>,
     /// In place of a hidden row, for the token after.
     pub hidden: Vec<f32>,
@@ -105,15 +105,15 @@ pub(in crate::model) fn survey(
     dir: &Path,
     model: &Config,
     index: &Index,
-    options: &Options,
+    options: &LoadOptions,
 ) -> Result<Option<Survey>, ModelError> {
     match &options.drafter {
-        Drafter::None => Ok(None),
-        Drafter::MtpIn(beside) => {
+        MtpSource::None => Ok(None),
+        MtpSource::Directory(beside) => {
             let json = config::json(beside)?;
             Survey::new(files::open_dir(beside, &json)?, model).map(Some)
         }
-        Drafter::Mtp => {
+        MtpSource::Checkpoint => {
             let json = config::json(dir)?;
             let found = files::find(dir, index, &json).and_then(|found| {
                 let found = found.map(|from| Survey::new(from, model));
@@ -164,8 +164,8 @@ impl Survey {
 
     pub(in crate::model) fn load(
         self,
-        model: &Net,
-        options: &Options,
+        model: &Network,
+        options: &LoadOptions,
         store: Option<&Experts>,
     ) -> Result<Head, ModelError> {
         let Self { from, config, map, weights: len, slots } = self;
@@ -173,7 +173,7 @@ impl Survey {
         let mut trunk = Trunk::read(&from, len as usize, &mut ignore)?.shown_as(DRAFT_BUFFERS);
         let Weights { fc, norms, layer, norm, .. } = Weights::load(&mut trunk, &config)?;
         let slabs = trunk.finish()?;
-        let mut net = Net { embed: model.embed, layers: vec![layer], norm, head: Some(*model.head()) };
+        let mut net = Network { embed: model.embed, layers: vec![layer], norm, head: Some(*model.head()) };
         let store = if map.layers.is_empty() {
             None
         } else {
@@ -193,11 +193,11 @@ impl Survey {
 
 impl HeadPlace {
     pub fn new(head: &mut Head, norm: Region, context: usize, run: &mut dyn Backend) -> Result<Self, ModelError> {
-        let slots = head.store.as_ref().map(|store| placed::slots(store, run)).transpose()?.unwrap_or_default();
-        let words = head.store.as_ref().map_or(Vec::new(), |store| placed::tables(&head.net, store));
+        let slots = head.store.as_ref().map(|store| device_state::slots(store, run)).transpose()?.unwrap_or_default();
+        let words = head.store.as_ref().map_or(Vec::new(), |store| device_state::tables(&head.net, store));
         let (room, format) = (ROOM.min(context), run.limits().cache);
         let shape = heads(&head.config, format, KvBits::default(), room, 0);
-        placed::accept(&head.net, &shape, head.config.delta.taps, run)?;
+        device_state::accept(&head.net, &shape, head.config.delta.taps, run)?;
         head.fc.iter().try_for_each(|weight| run.accept(Part::Weight(weight)))?;
         let (keys, values) = (run.allocate(shape.cache_bytes())?, run.allocate(shape.cache_bytes())?);
         let numbers: Vec<u32> = (0..shape.pages() as u32).collect();
@@ -218,14 +218,14 @@ impl HeadPlace {
 impl Qwen {
     /// Positions that its MTP head has room for, if it has one.
     pub fn mtp_room(&self) -> Option<usize> {
-        self.placed.borrow().head.as_ref().map(|place| place.room)
+        self.device_state.borrow().head.as_ref().map(|place| place.room)
     }
 
     /// Rows of the head, at positions from `at` on of its own: tokens, and the hidden rows `[rows, hidden]` in front of
     /// them; `own` if these are the head's, and not the model's. What stood there and behind is forgotten.
-    pub fn mtp(&self, at: usize, ids: &[u32], hidden: &[f32], own: bool) -> Result<Predicted, ModelError> {
-        let Parts { config, head, .. } = &self.parts;
-        let Placed { run, limits, buffers, lists, head: place, .. } = &mut *self.placed.borrow_mut();
+    pub fn mtp(&self, at: usize, ids: &[u32], hidden: &[f32], own: bool) -> Result<MtpPrediction, ModelError> {
+        let ModelParts { config, head, .. } = &self.parts;
+        let DeviceState { run, limits, buffers, lists, head: place, .. } = &mut *self.device_state.borrow_mut();
         let width = config.hidden;
         let (Some(head), Some(place)) = (head, place) else {
             return Err(ModelError::Config("there is no MTP head".into()));
@@ -239,7 +239,7 @@ impl Qwen {
         }
         let run = &mut **run;
         let (b, mut state) = (Buffers { tables: place.tables, ..*buffers }, [LayerState::Attention(place.cache)]);
-        let (mut start, mut out) = (at, Predicted::default());
+        let (mut start, mut out) = (at, MtpPrediction::default());
         for (ids, rows) in ids.chunks(b.rows).zip(rows.chunks(b.rows * width)) {
             let tokens = ids.len();
             let mut pass = Pass {
@@ -280,7 +280,7 @@ impl Pass<'_> {
         ids: &[u32],
         rows: &[f32],
         state: &mut [LayerState],
-        out: Option<&mut Predicted>,
+        out: Option<&mut MtpPrediction>,
     ) -> Result<(), ModelError> {
         let (b, tokens, config) = (self.b, self.tokens, self.config);
         let norm = |weight| Some(Norm { weight, eps: config.eps, keep: None });

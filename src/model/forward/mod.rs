@@ -17,7 +17,7 @@ use crate::model::{
     forward::buffers::{Buffers, LOGITS},
     state::rollback::{DeltaState, Trial},
     state::sequence::LayerState,
-    weights::{Attention, DeltaNet, Dense, Ffn, Mixer, Net},
+    weights::{Attention, DeltaNet, Dense, Ffn, Mixer, Network},
 };
 use crate::{
     device::Region,
@@ -29,7 +29,7 @@ use std::ops::Range;
 
 /// The experts that each token of a layer visits, likeliest first, and their weights.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Routes {
+pub struct RouterChoice {
     /// Experts a token.
     pub k: usize,
     /// `T * k` experts.
@@ -38,7 +38,7 @@ pub struct Routes {
     pub weights: Vec<f32>,
 }
 
-impl Routes {
+impl RouterChoice {
     /// Every expert once, in order of their numbers.
     pub fn distinct(&self) -> Vec<u32> {
         let mut ids = self.ids.clone();
@@ -49,7 +49,7 @@ impl Routes {
 }
 
 /// Called with a layer's number and its routes.
-pub type Observe<'a> = dyn FnMut(usize, &Routes) + 'a;
+pub type Observe<'a> = dyn FnMut(usize, &RouterChoice) + 'a;
 
 /// Called at each mark with its number and a delta layer's convolution and delta state.
 pub(in crate::model) type Marked<'a> = dyn FnMut(&mut dyn Backend, usize, [Region; 2]) -> Result<(), ModelError> + 'a;
@@ -78,7 +78,7 @@ pub(in crate::model) struct Batch<'a> {
 /// A pass under way: some rows of one sequence.
 pub(in crate::model) struct Pass<'a> {
     pub config: &'a Config,
-    pub net: &'a Net,
+    pub net: &'a Network,
     pub run: &'a mut dyn Backend,
     pub limits: Limits,
     pub experts: Option<&'a Experts>,

@@ -9,7 +9,7 @@
 //! Each place's result is kept apart until all are there, and the places are summed in the router's order: so it does not
 //! matter what landed first.
 
-use crate::model::forward::{Pass, Routes};
+use crate::model::forward::{Pass, RouterChoice};
 use crate::{
     device::Region,
     error::ModelError,
@@ -199,8 +199,8 @@ impl Pass<'_> {
 }
 
 impl Lists {
-    fn routes(&self, k: usize) -> Routes {
+    fn routes(&self, k: usize) -> RouterChoice {
         let weights = self.weights.chunks_exact(k + 1).flat_map(|row| row[..k].iter().copied()).collect();
-        Routes { k, ids: self.chosen.clone(), weights }
+        RouterChoice { k, ids: self.chosen.clone(), weights }
     }
 }

@@ -4,7 +4,7 @@
 //! A sequence writes into pages that it alone holds: those behind its last whole page. A whole page is never written again, so
 //! a snapshot and whoever goes on from it hold the same one. Each sequence has a table of the pages that it holds.
 
-use crate::model::{config::Config, state::snapshot::Page};
+use crate::model::{config::Config, state::snapshot::KvPage};
 use crate::{
     device::{DeviceError, Region, Slab, SyncPoint, Timeline},
     error::ModelError,
@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A device behind a lock. A pass takes it as a whole; whoever reads pages for a file comes between two.
 #[derive(Clone)]
-pub(in crate::model) struct SharedRun(Arc<ReentrantMutex<RefCell<Box<dyn Backend>>>>);
+pub(in crate::model) struct SharedBackend(Arc<ReentrantMutex<RefCell<Box<dyn Backend>>>>);
 
 pub(in crate::model) type Whole<'a> = ReentrantMutexGuard<'a, RefCell<Box<dyn Backend>>>;
 
@@ -33,7 +33,7 @@ pub(in crate::model) type Whole<'a> = ReentrantMutexGuard<'a, RefCell<Box<dyn Ba
 type Layer = [Region; 2];
 
 /// All pages of a model on a device.
-pub struct Pool {
+pub struct PagePool {
     run: Weak<ReentrantMutex<RefCell<Box<dyn Backend>>>>,
     pub(in crate::model) layers: Vec<Layer>,
     /// Bytes of a page in one of a layer's regions.
@@ -50,43 +50,43 @@ pub struct Pool {
 }
 
 /// A page of the pool, while it is held.
-pub struct Held {
-    pub(in crate::model) pool: Arc<Pool>,
+pub struct PooledPage {
+    pub(in crate::model) pool: Arc<PagePool>,
     pub(in crate::model) index: u32,
 }
 
-impl Held {
+impl PooledPage {
     /// Bytes of a page.
     pub fn bytes(&self) -> usize {
         self.pool.page_bytes() as usize
     }
 
-    /// See [`Pool::read`].
+    /// See [`PagePool::read`].
     pub fn read(&self) -> Result<Vec<u8>, DeviceError> {
         self.pool.read(self.index, PAGE)
     }
 }
 
-impl Drop for Held {
+impl Drop for PooledPage {
     fn drop(&mut self) {
         self.pool.free.lock().push(self.index);
         self.pool.returned.notify_all();
     }
 }
 
-impl fmt::Debug for Held {
+impl fmt::Debug for PooledPage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "page {} of {}", self.index, self.pool.count)
     }
 }
 
-impl fmt::Debug for Pool {
+impl fmt::Debug for PagePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} pages of {} bytes", self.count, self.page_bytes())
     }
 }
 
-impl SharedRun {
+impl SharedBackend {
     pub fn new(run: Box<dyn Backend>) -> Self {
         Self(Arc::new(ReentrantMutex::new(RefCell::new(run))))
     }
@@ -105,7 +105,7 @@ macro_rules! pass_on {
     };
 }
 
-impl Timeline for SharedRun {
+impl Timeline for SharedBackend {
     pass_on! {
         sync_point() -> SyncPoint;
         completed() -> SyncPoint;
@@ -114,7 +114,7 @@ impl Timeline for SharedRun {
     }
 }
 
-impl Backend for SharedRun {
+impl Backend for SharedBackend {
     fn name(&self) -> String {
         self.0.lock().borrow().name()
     }
@@ -148,13 +148,13 @@ impl Backend for SharedRun {
     }
 }
 
-impl Pool {
+impl PagePool {
     /// As many pages as `plan` has room for. They are committed as they are first written, where the system does so.
     pub(in crate::model) fn new(
         config: &Config,
         heads: &Heads,
         plan: &Plan,
-        run: &SharedRun,
+        run: &SharedBackend,
     ) -> Result<Arc<Self>, DeviceError> {
         let (part, layers, context) = (heads.page_bytes(), config.full_layers(), heads.pages());
         let count = plan.pages((2 * layers * part) as u64).max(context);
@@ -198,20 +198,20 @@ impl Pool {
     }
 
     /// A page that nobody else holds.
-    pub(in crate::model) fn take(self: &Arc<Self>) -> Result<Arc<Page>, ModelError> {
+    pub(in crate::model) fn take(self: &Arc<Self>) -> Result<Arc<KvPage>, ModelError> {
         let mut free = self.free.lock();
         if free.is_empty() {
             self.returned.wait_for(&mut free, PATIENCE);
         }
         let none = || ModelError::Memory(format!("all {} pages of keys and values are in use", self.count));
         let index = free.pop().ok_or_else(none)?;
-        Ok(Arc::new(Page::Held(Held { pool: self.clone(), index })))
+        Ok(Arc::new(KvPage::Pooled(PooledPage { pool: self.clone(), index })))
     }
 
-    /// A page with `bytes`, as [`Pool::read`] gives them.
-    pub fn put(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<Page>, ModelError> {
+    /// A page with `bytes`, as [`PagePool::read`] gives them.
+    pub fn put(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<KvPage>, ModelError> {
         let page = self.take()?;
-        if let Page::Held(held) = &*page {
+        if let KvPage::Pooled(held) = &*page {
             self.write(held.index, PAGE, bytes)?;
         }
         Ok(page)
@@ -232,7 +232,7 @@ impl Pool {
         Ok(out)
     }
 
-    /// The reverse of [`Pool::read`].
+    /// The reverse of [`PagePool::read`].
     pub(in crate::model) fn write(&self, index: u32, rows: usize, bytes: &[u8]) -> Result<(), ModelError> {
         if bytes.len() != self.page_bytes() as usize / PAGE * rows {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
@@ -246,8 +246,8 @@ impl Pool {
         Ok(())
     }
 
-    fn run(&self) -> Result<SharedRun, DeviceError> {
-        self.run.upgrade().map(SharedRun).ok_or_else(|| DeviceError("the model of these pages is gone".into()))
+    fn run(&self) -> Result<SharedBackend, DeviceError> {
+        self.run.upgrade().map(SharedBackend).ok_or_else(|| DeviceError("the model of these pages is gone".into()))
     }
 
     fn parts(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {

@@ -3,9 +3,9 @@
 
 use crate::model::{
     config::Config,
-    state::kv_pages::Pool,
+    state::kv_pages::PagePool,
     state::rollback::DeltaState,
-    state::snapshot::{PAGE, Page, Snapshot},
+    state::snapshot::{KvPage, PAGE, Snapshot},
 };
 use crate::{
     device::{DeviceError, Region},
@@ -39,7 +39,7 @@ pub type Arenas = Arc<Mutex<Vec<Arena>>>;
 
 /// A sequence's memory. It cannot be rewound further than a verify: the delta layers keep no other history.
 #[derive(Debug)]
-pub struct State {
+pub struct QwenState {
     /// Tokens seen.
     pub len: usize,
     /// Rows of the last verify, if nothing has come behind it.
@@ -47,8 +47,8 @@ pub struct State {
     pub(in crate::model) layers: Vec<LayerState>,
     table: Region,
     /// In order. Behind the last whole page before `len` nobody else holds one.
-    pages: Vec<Arc<Page>>,
-    pool: Arc<Pool>,
+    pages: Vec<Arc<KvPage>>,
+    pool: Arc<PagePool>,
     /// The form of keys and values.
     shape: Heads,
     arenas: Arenas,
@@ -64,12 +64,12 @@ pub fn heads(config: &Config, format: CacheFormat, bits: KvBits, context: usize,
     Heads { format: few, newest: Some(Newest { room, format }), ..shape }
 }
 
-impl State {
+impl QwenState {
     /// An empty state.
     pub fn new(
         config: &Config,
         shape: Heads,
-        pool: &Arc<Pool>,
+        pool: &Arc<PagePool>,
         arenas: &Arenas,
         run: &mut dyn Backend,
     ) -> Result<Self, DeviceError> {
@@ -87,7 +87,7 @@ impl State {
     pub fn room(
         config: &Config,
         shape: Heads,
-        pool: &Arc<Pool>,
+        pool: &Arc<PagePool>,
         arenas: &Arenas,
         run: &mut dyn Backend,
     ) -> Result<Self, DeviceError> {
@@ -122,9 +122,9 @@ impl State {
     }
 
     /// A page's number, if it is one of this state's pool.
-    fn place(&self, page: &Page) -> Option<u32> {
+    fn place(&self, page: &KvPage) -> Option<u32> {
         match page {
-            Page::Held(held) if Arc::ptr_eq(&held.pool, &self.pool) => Some(held.index),
+            KvPage::Pooled(held) if Arc::ptr_eq(&held.pool, &self.pool) => Some(held.index),
             _ => None,
         }
     }
@@ -139,7 +139,7 @@ impl State {
         let mut pages = self.pages[..len / PAGE].to_vec();
         if let Some(last) = self.pages.get(len / PAGE).filter(|_| !len.is_multiple_of(PAGE)) {
             let number = self.place(last).unwrap_or_default();
-            pages.push(Arc::new(Page::Bytes(self.pool.read(number, len % PAGE)?)));
+            pages.push(Arc::new(KvPage::Copied(self.pool.read(number, len % PAGE)?)));
         }
         Ok(Snapshot { len, pages, state: Arc::new(fixed) })
     }
@@ -203,7 +203,7 @@ impl State {
     }
 }
 
-impl Drop for State {
+impl Drop for QwenState {
     fn drop(&mut self) {
         let (layers, table) = (std::mem::take(&mut self.layers), self.table);
         self.arenas.lock().push(Arena { layers, table });
@@ -269,7 +269,7 @@ fn foreign() -> ModelError {
     ModelError::Config("the snapshot belongs to another model".into())
 }
 
-fn allocate(config: &Config, shape: &Heads, pool: &Pool, run: &mut dyn Backend) -> Result<Arena, DeviceError> {
+fn allocate(config: &Config, shape: &Heads, pool: &PagePool, run: &mut dyn Backend) -> Result<Arena, DeviceError> {
     let d = &config.delta;
     let (table, ring) = (run.allocate(shape.pages() * 4)?, shape.newest_bytes());
     let mut pages = pool.layers.iter();

@@ -5,7 +5,7 @@
 //! convolution states, are overwritten by what comes: each snapshot has its own.
 
 use crate::device::DeviceError;
-use crate::model::state::kv_pages::Held;
+use crate::model::state::kv_pages::PooledPage;
 pub use crate::ops::attention::PAGE;
 use std::{
     borrow::Cow,
@@ -18,19 +18,19 @@ pub type Shared = Arc<Vec<u8>>;
 
 /// Keys and values of up to [`PAGE`] positions, in an order that only the model knows.
 #[derive(Debug)]
-pub enum Page {
+pub enum KvPage {
     /// A copy of them.
-    Bytes(Vec<u8>),
+    Copied(Vec<u8>),
     /// The place where they were computed.
-    Held(Held),
+    Pooled(PooledPage),
 }
 
-impl Page {
+impl KvPage {
     /// Bytes.
     pub fn len(&self) -> usize {
         match self {
-            Page::Bytes(bytes) => bytes.len(),
-            Page::Held(held) => held.bytes(),
+            KvPage::Copied(bytes) => bytes.len(),
+            KvPage::Pooled(held) => held.bytes(),
         }
     }
 
@@ -44,15 +44,15 @@ impl Page {
     /// The device that has it is gone.
     pub fn read(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
         match self {
-            Page::Bytes(bytes) => Ok(Cow::Borrowed(bytes)),
-            Page::Held(held) => held.read().map(Cow::Owned),
+            KvPage::Copied(bytes) => Ok(Cow::Borrowed(bytes)),
+            KvPage::Pooled(held) => held.read().map(Cow::Owned),
         }
     }
 }
 
-impl From<Vec<u8>> for Page {
+impl From<Vec<u8>> for KvPage {
     fn from(bytes: Vec<u8>) -> Self {
-        Page::Bytes(bytes)
+        KvPage::Copied(bytes)
     }
 }
 
@@ -62,7 +62,7 @@ pub struct Snapshot {
     /// Tokens seen.
     pub len: usize,
     /// Keys and values of `PAGE` positions each; the last page may hold fewer.
-    pub pages: Vec<Arc<Page>>,
+    pub pages: Vec<Arc<KvPage>>,
     /// Delta and convolution states of all layers.
     pub state: Shared,
 }
@@ -86,11 +86,11 @@ impl SnapshotSize {
 /// The pages of a sequence that were copied, for as long as a snapshot holds them: for a model that keeps its keys and values
 /// elsewhere than in pages.
 #[derive(Debug, Default)]
-pub struct Frozen {
-    pages: Vec<Weak<Page>>,
+pub struct CopiedPages {
+    pages: Vec<Weak<KvPage>>,
 }
 
-impl Frozen {
+impl CopiedPages {
     /// A snapshot at `len`, where the delta and convolution states are `state`. `read` gives the keys and values of a range
     /// of positions that lies within one page.
     pub fn snapshot<E>(
@@ -128,7 +128,7 @@ impl Frozen {
         mut write: impl FnMut(Range<usize>, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         // A page that nobody holds any more keeps its address, so no other is taken for it.
-        let same = |(ours, theirs): &(&Weak<Page>, &Arc<Page>)| ours.as_ptr() == Arc::as_ptr(theirs);
+        let same = |(ours, theirs): &(&Weak<KvPage>, &Arc<KvPage>)| ours.as_ptr() == Arc::as_ptr(theirs);
         let same = self.pages.iter().zip(&snapshot.pages).take_while(same).count();
         self.pages.truncate(same);
         for (index, page) in snapshot.pages.iter().enumerate().skip(same) {
@@ -151,13 +151,13 @@ mod tests {
         Ok(range.map(|position| (position / 3) as u8).collect())
     }
 
-    fn bytes(page: &Page) -> Vec<u8> {
+    fn bytes(page: &KvPage) -> Vec<u8> {
         page.read().unwrap().into_owned()
     }
 
     #[test]
     fn snapshots_of_a_sequence_share_whole_pages() {
-        let mut frozen = Frozen::default();
+        let mut frozen = CopiedPages::default();
         let early = frozen.snapshot(PAGE + 5, vec![1], read).unwrap();
         let late = frozen.snapshot(2 * PAGE, vec![2], read).unwrap();
         assert_eq!((early.pages.len(), late.pages.len()), (2, 2));
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn only_what_differs_is_written_back() {
-        let (mut frozen, mut other) = (Frozen::default(), Frozen::default());
+        let (mut frozen, mut other) = (CopiedPages::default(), CopiedPages::default());
         let early = frozen.snapshot(PAGE + 5, vec![1], read).unwrap();
         let late = frozen.snapshot(3 * PAGE, vec![2], read).unwrap();
         let mut written = Vec::new();
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn pages_are_held_by_snapshots_alone() {
-        let mut frozen = Frozen::default();
+        let mut frozen = CopiedPages::default();
         let first = frozen.snapshot(2 * PAGE + 1, vec![1], read).unwrap();
         assert_eq!(frozen.held(), 2 * PAGE);
         drop(first);

@@ -89,8 +89,12 @@ fn answers(
 ) -> Result<Runs, CommandError> {
     let found = Found::new(load, dir, None)?;
     let chosen = Chosen::new(load)?;
-    let mut options =
-        model::Options { gpu: chosen.working_set(), draft: found.shape(), drafter: found.drafter(), ..options(load) };
+    let mut options = model::LoadOptions {
+        gpu: chosen.working_set(),
+        draft: found.shape(),
+        drafter: found.drafter(),
+        ..options(load)
+    };
     // As in any bench: an earlier run leaves nothing behind.
     options.store.warm = false;
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");

@@ -7,7 +7,7 @@ use crate::{
     engine,
     error::{CommandError, EngineError},
     metrics::Metrics,
-    model::{Logits, Model, Qwen, Rows, State},
+    model::{Logits, Model, Qwen, QwenState, Rows},
     ops::KvBits,
     plan::Size,
 };
@@ -72,19 +72,19 @@ pub fn run(dir: &Path, load: &Load, text: &[u32], answer: usize, json: bool) -> 
 /// One of several that go through one model in turns.
 struct Sequence {
     bits: KvBits,
-    state: State,
+    state: QwenState,
     /// The logits behind it.
     last: Vec<f32>,
 }
 
 impl Sequence {
     fn new(model: &mut Qwen, bits: KvBits) -> Result<Self, CommandError> {
-        model.keep_in(bits)?;
+        model.set_kv_bits(bits)?;
         Ok(Self { bits, state: model.start()?, last: Vec::new() })
     }
 
     fn forward(&mut self, model: &mut Qwen, ids: &[u32]) -> Result<Logits, CommandError> {
-        model.keep_in(self.bits)?;
+        model.set_kv_bits(self.bits)?;
         let logits = model.forward(&mut self.state, ids, Rows::All)?;
         self.last = logits.row(ids.len() - 1).to_vec();
         Ok(logits)
@@ -193,12 +193,12 @@ impl fmt::Display for Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::Options;
+    use crate::model::LoadOptions;
 
     #[test]
     fn sixteen_bits_beside_themselves_differ_in_nothing_and_four_in_something() {
         let dir = crate::demo::unpack().unwrap();
-        let mut options = Options { threads: Some(2), ..Options::default() };
+        let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
         options.plan.context = Some(1024);
         let mut model = Qwen::load(&dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
         let text = super::super::prompt(&dir, None, 300).unwrap();

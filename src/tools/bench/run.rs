@@ -4,7 +4,7 @@ use crate::{
     engine,
     error::{CommandError, EngineError, ModelError},
     metrics::Metrics,
-    model::{Logits, Model, Qwen, Rows, State},
+    model::{Logits, Model, Qwen, QwenState, Rows},
     platform::os,
     tools::belady,
 };
@@ -90,7 +90,7 @@ impl Session {
         Ok(())
     }
 
-    fn forward(&mut self, state: &mut State, ids: &[u32]) -> Result<Logits, ModelError> {
+    fn forward(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         let Self { model, asked, .. } = self;
         let experts = model.shape().experts;
         model.forward_observed(state, ids, Rows::Last, &mut |layer, routes| {

@@ -9,7 +9,7 @@ use crate::{
     error::CommandError,
     experts::Io,
     metrics::Metrics,
-    model::{Model, Options, Qwen, Reference, Rows, StoreOptions},
+    model::{LoadOptions, Model, Qwen, Reference, Rows, StoreOptions},
     plan::PlanOptions,
 };
 use candle_core::{DType, Device};
@@ -66,7 +66,7 @@ impl Demo {
         };
         // Direct reads may shift experts in their slots by what the disk's blocks ask for, which a GPU refuses.
         let store = StoreOptions { io: Io::Buffered, ..StoreOptions::default() };
-        let options = Options { math, gpu, plan, store, ..Options::default() };
+        let options = LoadOptions { math, gpu, plan, store, ..LoadOptions::default() };
         Ok(Qwen::load(&self.checkpoint.dir, &options, &Metrics::new("doctor", "cpu"), &mut |_, _| ())?)
     }
 
@@ -82,7 +82,7 @@ impl Demo {
     /// The GPU's. Its errors are part of the report.
     pub fn on_gpu(&self, gpu: Box<dyn Gpu>) -> Result<Answer, CommandError> {
         let qwen = self.load(CpuArithmetic::F32, Some(working_set(&*gpu)))?;
-        Ok(match qwen.onto(gpu) {
+        Ok(match qwen.move_to(gpu) {
             Ok(model) => self.ask(GPU_KIND, model),
             Err(refused) => failed(GPU_KIND, refused.error.to_string()),
         })

@@ -15,7 +15,7 @@ pub const GROUP: usize = 64;
 const BITS: u32 = 4;
 /// Width of codes of routers and shared-expert gates.
 const GATE_BITS: u32 = 8;
-/// Taps of the causal convolution.
+/// HiddenTaps of the causal convolution.
 const TAPS: usize = 4;
 const PREFIX: &str = "language_model.model";
 

@@ -18,7 +18,7 @@ fn cache(storage: Option<&Storage>) -> Arc<Cache> {
 
 /// A snapshot whose bytes depend on the tokens.
 fn snapshot(ids: &[u32]) -> Snapshot {
-    let bytes = |ids: &[u32]| Arc::new(Page::Bytes(ids.iter().flat_map(|id| [*id as u8, 9]).collect()));
+    let bytes = |ids: &[u32]| Arc::new(KvPage::Copied(ids.iter().flat_map(|id| [*id as u8, 9]).collect()));
     Snapshot {
         len: ids.len(),
         pages: ids.chunks(PAGE).map(bytes).collect(),

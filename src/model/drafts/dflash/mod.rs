@@ -35,14 +35,14 @@ use weights::{Convolution, Net};
 const PIECE: usize = 256;
 
 /// A draft that has been looked at and not loaded.
-pub struct Surveyed {
+pub struct DflashCheckpoint {
     pub config: Config,
     checkpoint: Checkpoint,
     /// Bytes of its weights.
     pub weights: u64,
 }
 
-impl Surveyed {
+impl DflashCheckpoint {
     /// Reads the headers in `dir`; checks every name and shape, and that it is a draft for `target`.
     pub fn new(dir: &Path, target: &crate::model::Config) -> Result<Self, ModelError> {
         let config = Config::new(&config::read(dir)?)?;
@@ -69,7 +69,7 @@ impl Surveyed {
 }
 
 /// A loaded draft and the context of one sequence.
-pub struct DFlash {
+pub struct DflashModel {
     config: Config,
     net: Net,
     products: Products,
@@ -78,10 +78,10 @@ pub struct DFlash {
     len: usize,
 }
 
-impl DFlash {
+impl DflashModel {
     /// Loads what `surveyed` has looked at, with room for `context` positions.
-    pub fn load(surveyed: &Surveyed, context: usize, compute: CpuDevice) -> Result<Self, ModelError> {
-        let Surveyed { config, checkpoint, weights } = surveyed;
+    pub fn load(surveyed: &DflashCheckpoint, context: usize, compute: CpuDevice) -> Result<Self, ModelError> {
+        let DflashCheckpoint { config, checkpoint, weights } = surveyed;
         let mut ignore = |_, _| ();
         let mut trunk = Trunk::read(checkpoint, *weights as usize, &mut ignore)?;
         let net = Net::load(&mut trunk, config)?;
@@ -171,7 +171,7 @@ impl DFlash {
         Ok(h)
     }
 
-    /// Turns the head's logits of a row of [`DFlash::block`] into the draft's for the token behind `before`: those of DFlash2
+    /// Turns the head's logits of a row of [`DflashModel::block`] into the draft's for the token behind `before`: those of DFlash2
     /// are negative infinity where there is no candidate.
     pub fn score(&mut self, before: u32, hidden: &[f32], logits: &mut [f32]) -> Result<(), ModelError> {
         let scale = self.config.output_scale;
