@@ -15,9 +15,9 @@ use criterion::{Criterion, Throughput};
 use moestro::{
     device::{CpuArithmetic, CpuDevice, DeviceError, Region, memory_bandwidth},
     ops::{
-        Attend, Backend, Cache, CacheWrite, Codes, Combine, Conv, Cpu, Decay, Delta, DeltaRule, Embed, Experts, Float,
-        Group, Heads, KvBits, Mixture, Newest, Norm, Op, Past, Project, Room, Route, Shared, Slots, Stack, Turn,
-        Weight, Which,
+        Attention, AttentionShape, Backend, CombineExperts, Conv, Cpu, Decay, DeltaRule, DeltaShape, Embedding,
+        ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, KvBits, KvCache, KvWrite, Linear, MoeBuffers,
+        MoeWeights, Norm, Op, QkNormRope, RecentRing, Replay, Router, SharedExpert, Weight, WeightFormat,
     },
 };
 use std::time::{Duration, Instant};
@@ -27,10 +27,10 @@ type Result<T> = std::result::Result<T, DeviceError>;
 const HIDDEN: usize = 2048;
 /// Copies of what is read together take this much memory.
 const SPREAD: usize = 512 << 20;
-const FOUR: Codes = affine(4);
+const FOUR: WeightFormat = affine(4);
 
-const fn affine(bits: u8) -> Codes {
-    Codes::Affine { bits, group: 64, scale: Float::Bf16 }
+const fn affine(bits: u8) -> WeightFormat {
+    WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 }
 }
 
 struct Bench {
@@ -67,68 +67,69 @@ impl Lab {
         self.cpu.allocate(count * 4)
     }
 
-    fn weight(&mut self, codes: Codes, rows: usize, cols: usize) -> Result<Weight> {
+    fn weight(&mut self, codes: WeightFormat, rows: usize, cols: usize) -> Result<Weight> {
         let mut parts = [Region::default(); 3];
         for (index, (part, len)) in parts.iter_mut().zip(codes.row_bytes(cols)).enumerate() {
             // 0x3c3c is 0.011 as bf16; a dense weight's exponents must not be anything either.
-            let small = index > 0 || matches!(codes, Codes::Dense(_));
+            let small = index > 0 || matches!(codes, WeightFormat::Dense(_));
             let value = move |word: u64| if small { 0x3c3c_3c3c_3c3c_3c3c ^ word >> 63 } else { word ^ word >> 32 };
             *part = self.fill(len * rows, value)?;
         }
-        Ok(Weight { codes, rows, cols, gain: 1.0, parts })
+        Ok(Weight { codes, rows, cols, global_scale: 1.0, parts })
     }
 
-    fn mixture(&mut self, k: usize, experts: usize, stacks: [Stack; 3]) -> Result<Mixture> {
-        let shared = Shared {
+    fn mixture(&mut self, k: usize, experts: usize, stacks: [ExpertStack; 3]) -> Result<MoeWeights> {
+        let shared = SharedExpert {
             gate_up: [self.weight(affine(8), 512, HIDDEN)?, self.weight(affine(8), 512, HIDDEN)?],
             down: self.weight(affine(8), HIDDEN, 512)?,
             result: self.weight(affine(8), 1, HIDDEN)?,
         };
         let router = self.weight(affine(8), experts, HIDDEN)?;
-        Ok(Mixture { k, renormalise: true, router, shared: Some(shared), stacks })
+        Ok(MoeWeights { k, renormalise: true, router, shared: Some(shared), stacks })
     }
 
-    fn mixture_room(&mut self, layer: &Mixture, tokens: usize) -> Result<Room> {
+    fn mixture_room(&mut self, layer: &MoeWeights, tokens: usize) -> Result<MoeBuffers> {
         let places = tokens * (layer.k + 1);
-        Ok(Room {
+        Ok(MoeBuffers {
             scores: self.floats(tokens * layer.width())?,
             weights: self.floats(places)?,
             act: self.room(places * layer.row())?,
             out: self.floats(places * HIDDEN)?,
-            ..Room::default()
+            ..MoeBuffers::default()
         })
     }
 }
 
 /// Contexts full of keys and values, and queries at their end.
 struct Caches {
-    shape: Heads,
+    shape: AttentionShape,
     proj: Region,
     q: Region,
     y: Region,
     tokens: usize,
-    caches: Vec<Cache>,
+    caches: Vec<KvCache>,
 }
 
 impl Caches {
     fn new(lab: &mut Lab, context: usize, tokens: usize, bits: KvBits) -> Result<Self> {
         let own = lab.cpu.limits().cache;
         let format = bits.format().unwrap_or(own);
-        let newest = bits.format().map(|_| Newest { room: 512, format: own });
-        let shape = Heads { heads: 16, kv_heads: 2, dim: 256, rotary: 64, eps: 1e-6, context, format, newest };
+        let recent = bits.format().map(|_| RecentRing { room: 512, format: own });
+        let shape =
+            AttentionShape { heads: 16, kv_heads: 2, dim: 256, rope_dim: 64, eps: 1e-6, context, format, recent };
         let (proj, q) = (lab.floats(256 * shape.width())?, lab.room(256 * 16 * 256)?);
-        let turn = Turn { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, turn: lab.floats(256 * 64)? };
+        let turn = QkNormRope { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, turn: lab.floats(256 * 64)? };
         let bytes = 2 * shape.cache_bytes();
         let mut caches = Vec::new();
         for _ in 0..(SPREAD / bytes).clamp(1, 64) {
-            let ring = shape.newest_bytes();
-            let newest = if ring > 0 { [lab.cpu.allocate(ring)?, lab.cpu.allocate(ring)?] } else { Default::default() };
+            let ring = shape.recent_bytes();
+            let recent = if ring > 0 { [lab.cpu.allocate(ring)?, lab.cpu.allocate(ring)?] } else { Default::default() };
             let table = lab.cpu.allocate(shape.pages() * 4)?;
             lab.cpu.write_words(table, &(0..shape.pages() as u32).collect::<Vec<_>>())?;
             let [keys, values] = [lab.cpu.allocate(bytes / 2)?, lab.cpu.allocate(bytes / 2)?];
-            let cache = Cache { keys, values, table, newest };
+            let cache = KvCache { keys, values, table, recent };
             for start in (0..context).step_by(256) {
-                lab.cpu.execute(&CacheWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
+                lab.cpu.execute(&KvWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
             }
             caches.push(cache);
         }
@@ -136,10 +137,10 @@ impl Caches {
         Ok(Self { shape, proj, q, y, tokens, caches })
     }
 
-    fn op(&self, number: usize) -> Attend<'_> {
+    fn op(&self, number: usize) -> Attention<'_> {
         let Self { shape, proj, q, y, tokens, .. } = self;
         let (start, cache) = (shape.context - tokens, self.caches[number % self.caches.len()]);
-        Attend { shape, start, tokens: *tokens, q: *q, cache, proj: *proj, partials: Region::default(), y: *y }
+        Attention { shape, start, tokens: *tokens, q: *q, cache, proj: *proj, partials: Region::default(), y: *y }
     }
 }
 
@@ -197,7 +198,7 @@ impl Bench {
     }
 
     /// One linear layer `[rows, HIDDEN]` with one and with 128 rows of activations.
-    fn linear(&mut self, name: &str, codes: Codes, rows: usize) -> Result<()> {
+    fn linear(&mut self, name: &str, codes: WeightFormat, rows: usize) -> Result<()> {
         for (phase, tokens) in [("decode", 1), ("prefill of 128", 128)] {
             let name = format!("linear, {name}, {phase}");
             if self.runs(&name) {
@@ -208,7 +209,7 @@ impl Bench {
                 let (x, y) = (lab.floats(tokens * HIDDEN)?, lab.room(tokens * rows)?);
                 self.time(&name, size, &mut lab.cpu, x, |number| {
                     let matrices = std::slice::from_ref(&copies[number % copies.len()]);
-                    Project { x, tokens, norm: None, matrices, y, add: false }.into()
+                    Linear { x, tokens, norm: None, matrices, y, add: false }.into()
                 });
             }
         }
@@ -228,20 +229,21 @@ impl Bench {
                 stride += bytes * rows;
                 stride - bytes * rows
             });
-            Stack { codes: FOUR, rows, cols, gains: vec![1.0; 8], at: vec![at; 8] }
+            ExpertStack { codes: FOUR, rows, cols, global_scales: vec![1.0; 8], at: vec![at; 8] }
         });
         let layer = lab.mixture(8, 8, stacks)?;
         let copies = SPREAD / (8 * stride);
         let small = |word: u64| 0x3c3c_3c3c_3c3c_3c3c ^ word >> 63;
-        let slots = Slots { slabs: vec![lab.fill(copies * 8 * stride, small)?], per_slab: usize::MAX, stride };
+        let slots = ExpertSlots { slabs: vec![lab.fill(copies * 8 * stride, small)?], per_slab: usize::MAX, stride };
         let (x, room) = (lab.floats(tokens * HIDDEN)?, lab.mixture_room(&layer, tokens)?);
         let places: Vec<u32> = (0..8).flat_map(|rank| (0..tokens as u32).map(move |token| token * 8 + rank)).collect();
         let count = tokens as u32;
-        let groups = |copy: u32| (0..8).map(move |e| Group { expert: e, slot: copy * 8 + e, first: e * count, count });
-        let groups: Vec<Vec<Group>> = (0..copies as u32).map(|copy| groups(copy).collect()).collect();
+        let groups =
+            |copy: u32| (0..8).map(move |e| ExpertGroup { expert: e, slot: copy * 8 + e, first: e * count, count });
+        let groups: Vec<Vec<ExpertGroup>> = (0..copies as u32).map(|copy| groups(copy).collect()).collect();
         self.time(&name, 8 * stride + layer.shared.map_or(0, |s| s.down.bytes() * 3), &mut lab.cpu, x, |number| {
             let groups = &groups[number % copies];
-            let which = Which::Landed { groups, places: &places, shared: true, by_place: None };
+            let which = ExpertSet::Landed { groups, places: &places, shared: true, by_place: None };
             Experts { layer: &layer, slots: &slots, tokens, x, room, which }.into()
         });
         Ok(())
@@ -298,10 +300,11 @@ impl Bench {
 
     /// A delta layer between its projections: 16 key heads, 32 value heads of 128.
     fn delta(&mut self, tokens: usize) -> Result<()> {
-        let shape = Delta { key_heads: 16, value_heads: 32, dk: 128, dv: 128, eps: 1e-6 };
+        let shape =
+            DeltaShape { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_width: 4, eps: 1e-6 };
         let mut lab = self.lab();
         let (channels, values) = (shape.channels(), shape.values());
-        let (proj, none) = (lab.floats(tokens * shape.width())?, Past::default());
+        let (proj, none) = (lab.floats(tokens * shape.width())?, Replay::default());
         let (taps, samples, mixed) =
             (lab.floats(4 * channels)?, lab.floats(3 * channels)?, lab.room(tokens * channels)?);
         self.time(&format!("conv, {tokens} tokens"), 4 * channels * (2 * tokens + 10), &mut lab.cpu, mixed, |_| {
@@ -317,7 +320,7 @@ impl Bench {
             DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into()
         });
         // What going back costs: as many rows again, of which nothing but the state is wanted.
-        let past = Past { rows: tokens, proj, mixed };
+        let past = Replay { rows: tokens, proj, mixed };
         self.time(&format!("delta rule, a token behind {tokens} that stay"), 2 * bytes, &mut lab.cpu, y, |number| {
             let state = states[number % states.len()];
             let (shape, tokens, stored) = (&shape, 1, past.rows + 1);
@@ -337,17 +340,17 @@ impl Bench {
         let norm = Some(Norm { weight: lab.floats(HIDDEN)?, eps: 1e-6, keep: Some(keep) });
         let (scores, weights, table) = (room.scores, room.weights, Region::default());
         self.time(&format!("norm and route, {tokens} tokens"), layer.router.bytes(), &mut lab.cpu, x, |_| {
-            Route { layer: &layer, tokens, x, norm, alone: false, table, scores, ids, slots, weights }.into()
+            Router { layer: &layer, tokens, x, norm, alone: false, table, scores, ids, slots, weights }.into()
         });
-        let none = Slots::default();
+        let none = ExpertSlots::default();
         self.time(&format!("combine, {tokens} tokens"), 4 * 10 * HIDDEN * tokens, &mut lab.cpu, x, |_| {
-            Combine { layer: &layer, slots: &none, tokens, room, by_place: None, h }.into()
+            CombineExperts { layer: &layer, slots: &none, tokens, room, by_place: None, h }.into()
         });
         let table = lab.weight(FOUR, 150_000, HIDDEN)?;
         let numbers: Vec<u32> = (0..tokens as u32).map(|index| index * 7919 % 150_000).collect();
         lab.cpu.write_words(ids, &numbers)?;
         self.time(&format!("embed, {tokens} tokens"), tokens * HIDDEN * 9 / 2, &mut lab.cpu, x, |_| {
-            Embed { table: &table, tokens, ids, into: h }.into()
+            Embedding { table: &table, tokens, ids, into: h }.into()
         });
         Ok(())
     }
@@ -368,10 +371,12 @@ fn main() -> Result<()> {
     let criterion = Criterion::default().sample_size(20).warm_up_time(Duration::from_millis(300));
     let criterion = criterion.measurement_time(Duration::from_secs(1)).without_plots();
     let mut bench = Bench { criterion, compute: CpuDevice::new(threads, math), filter, memory };
-    for (name, codes) in [("4 bits", FOUR), ("8 bits", affine(8)), ("3 bits", affine(3)), ("mxfp4", Codes::Mxfp4)] {
+    for (name, codes) in
+        [("4 bits", FOUR), ("8 bits", affine(8)), ("3 bits", affine(3)), ("mxfp4", WeightFormat::Mxfp4)]
+    {
         bench.linear(name, codes, 8192)?;
     }
-    bench.linear("bf16", Codes::Dense(Float::Bf16), 256)?;
+    bench.linear("bf16", WeightFormat::Dense(Float::Bf16), 256)?;
     bench.experts(1)?;
     bench.experts(32)?;
     for bits in [KvBits::Sixteen, KvBits::Eight, KvBits::Four] {

@@ -149,8 +149,8 @@ fn chunks_threads_and_verifies_cannot_be_seen() {
 #[test]
 fn a_token_takes_half_and_a_quarter() {
     // Of heads of 256 values, as all models have them that this is for.
-    use moestro::ops::CacheFormat::{Eight, Four, I16};
-    let of = |format: moestro::ops::CacheFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;
+    use moestro::ops::KvFormat::{Eight, Four, I16};
+    let of = |format: moestro::ops::KvFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;
     assert!(of(Eight) <= 0.53 && of(Four) <= 0.28, "{} {}", of(Eight), of(Four));
     let [sixteen, eight, four] = [KvBits::Sixteen, KvBits::Eight, KvBits::Four]
         .map(|bits| demo(bits, CpuArithmetic::Integer).shape().kv_per_token);

@@ -9,7 +9,7 @@ use super::{
     index::{Dtype, Entry},
     names::{Name, canonical},
 };
-use crate::ops::{Codes, Float};
+use crate::ops::{Float, WeightFormat};
 use serde_json::Value;
 use std::{cell::RefCell, collections::BTreeMap};
 
@@ -68,9 +68,9 @@ impl Table {
     ///
     /// # Errors
     /// The encoding that is expected instead of `codes`, in words.
-    pub fn compare(&self, path: &str, codes: Codes) -> Result<(), String> {
+    pub fn compare(&self, path: &str, codes: WeightFormat) -> Result<(), String> {
         let exact = self.each.get(path);
-        let quantised = !matches!(codes, Codes::Dense(_));
+        let quantised = !matches!(codes, WeightFormat::Dense(_));
         let said = match exact {
             Some(None) if quantised => return Err("no scales, since config.json says that it is not quantised".into()),
             Some(None) => return Ok(()),
@@ -116,13 +116,13 @@ fn normal(key: &str) -> Option<String> {
 }
 
 /// Bits a code and the mode's name; `None` where nothing is quantised.
-fn width(codes: Codes) -> Option<(u64, &'static str)> {
+fn width(codes: WeightFormat) -> Option<(u64, &'static str)> {
     match codes {
-        Codes::Dense(_) => None,
-        Codes::Affine { bits, .. } => Some((bits.into(), "affine")),
-        Codes::Mxfp4 => Some((4, "mxfp4")),
-        Codes::Nvfp4 => Some((4, "nvfp4")),
-        Codes::Mxfp8 => Some((8, "mxfp8")),
+        WeightFormat::Dense(_) => None,
+        WeightFormat::Affine { bits, .. } => Some((bits.into(), "affine")),
+        WeightFormat::Mxfp4 => Some((4, "mxfp4")),
+        WeightFormat::Nvfp4 => Some((4, "nvfp4")),
+        WeightFormat::Mxfp8 => Some((8, "mxfp8")),
     }
 }
 
@@ -131,7 +131,7 @@ fn width(codes: Codes) -> Option<(u64, &'static str)> {
 ///
 /// # Errors
 /// An encoding that is not known, in words.
-pub fn infer(cols: usize, weight: &Entry, scales: &Entry, has_biases: bool) -> Result<Codes, String> {
+pub fn infer(cols: usize, weight: &Entry, scales: &Entry, has_biases: bool) -> Result<WeightFormat, String> {
     let last = |entry: &Entry| entry.shape.last().copied().filter(|last| *last > 0);
     let (Some(words), Some(groups)) = (last(weight), last(scales)) else {
         return Err("it is empty".into());
@@ -145,12 +145,12 @@ pub fn infer(cols: usize, weight: &Entry, scales: &Entry, has_biases: bool) -> R
         (Dtype::U8, ..) if has_biases => {
             Err("scales of one byte, as mxfp4 has them, and biases, as affine has them".into())
         }
-        (Dtype::U8, 4, 32) => Ok(Codes::Mxfp4),
-        (Dtype::U8, 4, 16) => Ok(Codes::Nvfp4),
-        (Dtype::U8, 8, 32) => Ok(Codes::Mxfp8),
+        (Dtype::U8, 4, 32) => Ok(WeightFormat::Mxfp4),
+        (Dtype::U8, 4, 16) => Ok(WeightFormat::Nvfp4),
+        (Dtype::U8, 8, 32) => Ok(WeightFormat::Mxfp8),
         (dtype, 2..=6 | 8, 32 | 64 | 128) if float(dtype).is_some() => {
             let scale = float(dtype).unwrap_or(Float::F32);
-            Ok(Codes::Affine { bits: bits as u8, group: group as u16, scale })
+            Ok(WeightFormat::Affine { bits: bits as u8, group: group as u16, scale })
         }
         (dtype, ..) => Err(format!("{bits} bits in groups of {group} with {dtype:?} scales")),
     }

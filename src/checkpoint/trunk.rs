@@ -10,7 +10,7 @@ use crate::{
     device::{Region, Slab, SlabWriter},
     error::{ModelError, StoreError},
     experts::{PIECES, Piece},
-    ops::{Codes, Weight},
+    ops::{Weight, WeightFormat},
     platform::open_regular,
 };
 use std::{
@@ -42,10 +42,10 @@ pub struct Checkpoint {
 /// The encoding and the place of one matrix, before its bytes are read.
 #[derive(Debug, Clone)]
 pub struct Layout {
-    pub codes: Codes,
+    pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    /// Codes, scales, biases, where they exist.
+    /// WeightFormat, scales, biases, where they exist.
     pub entries: [Option<Entry>; 3],
 }
 
@@ -171,7 +171,12 @@ impl Checkpoint {
         let (Some(float), [.., rows, cols]) = (float(entry.dtype).filter(|_| entry.shape == shape), shape) else {
             return Err(self.mismatch(name, entry, format!("floats {shape:?}")));
         };
-        Ok(Layout { codes: Codes::Dense(float), rows: *rows, cols: *cols, entries: [Some(entry.clone()), None, None] })
+        Ok(Layout {
+            codes: WeightFormat::Dense(float),
+            rows: *rows,
+            cols: *cols,
+            entries: [Some(entry.clone()), None, None],
+        })
     }
 
     /// The encoding of the matrix at `path` (`[lead.., rows, cols]`). Shapes decide; the `quantization` table is checked
@@ -185,7 +190,7 @@ impl Checkpoint {
             let Some(float) = float(weight.dtype).filter(|_| weight.shape == expected) else {
                 return Err(differs(format!("floats {expected:?}")));
             };
-            let codes = Codes::Dense(float);
+            let codes = WeightFormat::Dense(float);
             self.table.compare(path, codes).map_err(differs)?;
             return Ok(Layout { codes, rows, cols, entries: [Some(weight.clone()), None, None] });
         };
@@ -198,7 +203,7 @@ impl Checkpoint {
         }
         let codes = infer(cols, weight, scales, has_biases).map_err(|why| expected(format!(", not {why}")))?;
         let biases = match codes {
-            Codes::Affine { .. } => {
+            WeightFormat::Affine { .. } => {
                 let name = format!("{path}.biases");
                 let biases = self.get(&name)?;
                 if (biases.dtype, &biases.shape) != (scales.dtype, &scales.shape) {
@@ -213,7 +218,7 @@ impl Checkpoint {
     }
 
     /// nvfp4's global scale, one a matrix (`count` matrices): `global / (6 * 448)`; else 1.
-    pub fn gains(&self, path: &str, count: usize) -> Result<Vec<f32>, ModelError> {
+    pub fn global_scales(&self, path: &str, count: usize) -> Result<Vec<f32>, ModelError> {
         let name = format!("{path}.global_scale");
         if self.find(&name).is_none() {
             return Ok(vec![1.0; count]);
@@ -310,12 +315,12 @@ impl<'a> Trunk<'a> {
 
     fn take(&mut self, path: &str, layout: &Layout) -> Result<Weight, ModelError> {
         let &Layout { codes, rows, cols, ref entries } = layout;
-        let gain = self.from.gains(path, 1)?.first().copied().unwrap_or(1.0);
+        let global_scale = self.from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
         let mut parts = [Region::default(); 3];
         for (part, entry) in parts.iter_mut().zip(entries) {
             *part = self.part(entry.as_ref())?;
         }
-        Ok(Weight { codes, rows, cols, gain, parts })
+        Ok(Weight { codes, rows, cols, global_scale, parts })
     }
 
     /// The matrix at `path`, `[rows, parts * cols]`, as matrices of `cols` columns that stand side by side in it.
@@ -324,7 +329,7 @@ impl<'a> Trunk<'a> {
         if !cols.is_multiple_of(codes.group().max(32)) {
             return Err(ModelError::Config(format!("{path} cannot be cut every {cols} columns")));
         }
-        let gain = self.from.gains(path, 1)?.first().copied().unwrap_or(1.0);
+        let global_scale = self.from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
         let widths = codes.row_bytes(cols);
         let mut found = Vec::with_capacity(parts);
         for part in 0..parts {
@@ -343,7 +348,7 @@ impl<'a> Trunk<'a> {
                     Ok::<_, ModelError>(())
                 })?;
             }
-            found.push(Weight { codes, rows, cols, gain, parts: regions });
+            found.push(Weight { codes, rows, cols, global_scale, parts: regions });
         }
         Ok(found)
     }

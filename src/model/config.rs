@@ -2,7 +2,7 @@
 
 use crate::{
     error::ModelError,
-    ops::{CacheFormat, Delta, Heads},
+    ops::{AttentionShape, DeltaShape, KvFormat},
     platform::read_small,
 };
 use serde_json::Value;
@@ -23,43 +23,13 @@ pub struct Config {
     pub tied: bool,
     /// `true` where a layer is full attention; else it is a gated delta net.
     pub full: Vec<bool>,
+    /// The attention layers, with a context of 0 positions.
     pub attention: AttentionShape,
+    pub rope_theta: f64,
     pub delta: DeltaShape,
     pub ffn: FfnShape,
     /// The `quantization` table, empty if there is none.
     pub quantization: Value,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AttentionShape {
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub dim: usize,
-    /// Leading dimensions of a head that the position turns.
-    pub rotated: usize,
-    pub theta: f64,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DeltaShape {
-    pub key_heads: usize,
-    pub value_heads: usize,
-    pub key_dim: usize,
-    pub value_dim: usize,
-    /// HiddenTaps of the convolution.
-    pub taps: usize,
-}
-
-impl DeltaShape {
-    /// Width of q, k and v side by side.
-    pub fn mixed(&self) -> usize {
-        2 * self.key_heads * self.key_dim + self.values()
-    }
-
-    /// Width of v.
-    pub fn values(&self) -> usize {
-        self.value_heads * self.value_dim
-    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -142,24 +112,32 @@ impl Config {
             return refuse("mlp_only_layers is not supported: every layer must have experts".into());
         }
         let layers = text.count("num_hidden_layers", 4096)?;
+        let hidden = text.count("hidden_size", 1 << 20)?;
+        let vocab = text.count("vocab_size", 1 << 24)?;
+        let context = text.count("max_position_embeddings", 1 << 30)?;
+        let eps = text.number("rms_norm_eps")? as f32;
+        let full = text.full_layers(layers)?;
+        let (attention, rope_theta) = text.attention(eps)?;
         let config = Self {
-            hidden: text.count("hidden_size", 1 << 20)?,
+            hidden,
             layers,
-            vocab: text.count("vocab_size", 1 << 24)?,
-            context: text.count("max_position_embeddings", 1 << 30)?,
-            eps: text.number("rms_norm_eps")? as f32,
+            vocab,
+            context,
+            eps,
             tied: match text.0.get("tie_word_embeddings").or(json.get("tie_word_embeddings")) {
                 Some(value) => value.as_bool().unwrap_or(false),
                 None => false,
             },
-            full: text.full_layers(layers)?,
-            attention: text.attention()?,
+            full,
+            attention,
+            rope_theta,
             delta: DeltaShape {
                 key_heads: text.count("linear_num_key_heads", 1 << 12)?,
                 value_heads: text.count("linear_num_value_heads", 1 << 12)?,
                 key_dim: text.count("linear_key_head_dim", 1 << 12)?,
                 value_dim: text.count("linear_value_head_dim", 1 << 12)?,
-                taps: text.count("linear_conv_kernel_dim", 64)?,
+                conv_width: text.count("linear_conv_kernel_dim", 64)?,
+                eps,
             },
             ffn: if moe {
                 text.moe()?
@@ -172,27 +150,6 @@ impl Config {
             return refuse("linear_num_value_heads is no multiple of linear_num_key_heads".into());
         }
         Ok(config)
-    }
-
-    /// The delta layers, as the operations see them.
-    pub fn delta_heads(&self) -> Delta {
-        let DeltaShape { key_heads, value_heads, key_dim, value_dim, .. } = self.delta;
-        Delta { key_heads, value_heads, dk: key_dim, dv: value_dim, eps: self.eps }
-    }
-
-    /// The attention layers, with room for no position yet.
-    pub fn heads(&self) -> Heads {
-        let AttentionShape { heads, kv_heads, dim, rotated, .. } = self.attention;
-        Heads {
-            heads,
-            kv_heads,
-            dim,
-            rotary: rotated,
-            eps: self.eps,
-            context: 0,
-            format: CacheFormat::F32,
-            newest: None,
-        }
     }
 
     /// Experts that a token visits; none in a dense model.
@@ -281,7 +238,7 @@ impl Table<'_> {
         full.collect()
     }
 
-    fn attention(self) -> Result<AttentionShape, ModelError> {
+    fn attention(self, eps: f32) -> Result<(AttentionShape, f64), ModelError> {
         let rope = Table(self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null));
         // mlx-lm writes `type` where transformers writes `rope_type`.
         match rope.0.get("rope_type").or(rope.0.get("type")).and_then(Value::as_str) {
@@ -295,14 +252,16 @@ impl Table<'_> {
         let heads = self.count("num_attention_heads", 1 << 12)?;
         let kv_heads = self.count("num_key_value_heads", 1 << 12)?;
         let dim = self.count("head_dim", 1 << 12)?;
-        let rotated = (dim as f64 * number("partial_rotary_factor", 0.25)?) as usize;
+        let rope_dim = (dim as f64 * number("partial_rotary_factor", 0.25)?) as usize;
         if !heads.is_multiple_of(kv_heads) {
             return refuse(format!("{heads} attention heads cannot share {kv_heads} key and value heads"));
         }
-        if rotated > dim || rotated % 2 == 1 {
-            return refuse(format!("{rotated} of {dim} dimensions of a head cannot be rotated"));
+        if rope_dim > dim || rope_dim % 2 == 1 {
+            return refuse(format!("{rope_dim} of {dim} dimensions of a head cannot be rotated"));
         }
-        Ok(AttentionShape { heads, kv_heads, dim, rotated, theta: number("rope_theta", 1e7)? })
+        let format = KvFormat::F32;
+        let shape = AttentionShape { heads, kv_heads, dim, rope_dim, eps, context: 0, format, recent: None };
+        Ok((shape, number("rope_theta", 1e7)?))
     }
 
     fn moe(self) -> Result<FfnShape, ModelError> {
@@ -331,7 +290,7 @@ mod tests {
     fn the_demo() {
         let config = Config::new(&demo()).unwrap();
         assert_eq!(config.full, [false, false, false, true, false, false, false, true]);
-        assert_eq!(config.attention.rotated, 16);
+        assert_eq!(config.attention.rope_dim, 16);
         let FfnShape::Moe { k, renormalise, .. } = config.ffn else { panic!("{:?}", config.ffn) };
         assert_eq!((k, renormalise), (4, true));
     }

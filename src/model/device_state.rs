@@ -14,7 +14,7 @@ use crate::{
     checkpoint::{BUFFERS, DRAFT_BUFFERS},
     error::ModelError,
     experts::Experts,
-    ops::{Backend, CacheFormat, Heads, Limits, NONE, Part, Slots},
+    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, KvFormat, ModelPart, NONE},
 };
 use std::sync::Arc;
 
@@ -27,15 +27,15 @@ pub(in crate::model) struct DeviceState {
     pub run: Box<dyn Backend>,
     /// The same, for whoever keeps others away from it.
     pub shared: SharedBackend,
-    pub limits: Limits,
-    pub slots: Slots,
+    pub limits: BackendLimits,
+    pub slots: ExpertSlots,
     pub buffers: Buffers,
     /// The form of keys and values.
-    pub heads: Heads,
+    pub heads: AttentionShape,
     pub arenas: Arenas,
     pub pool: Arc<PagePool>,
     /// The pages of other forms, which there may be sequences of.
-    pub pools: Vec<(Heads, Arc<PagePool>)>,
+    pub pools: Vec<(AttentionShape, Arc<PagePool>)>,
     pub lists: Lists,
     pub tapped: Tapped,
     pub head: Option<HeadPlace>,
@@ -51,7 +51,7 @@ impl DeviceState {
     pub fn new(
         parts: &mut ModelParts,
         run: Box<dyn Backend>,
-        kept: Option<(Heads, CacheFormat)>,
+        kept: Option<(AttentionShape, KvFormat)>,
     ) -> Result<Self, ModelError> {
         let shared = SharedBackend::new(run);
         let mut run: Box<dyn Backend> = Box::new(shared.clone());
@@ -71,7 +71,7 @@ impl DeviceState {
         let (rows, context) = (parts.plan.chunk.min(parts.plan.context).max(1), parts.plan.context);
         let own = || heads(&parts.config, limits.cache, parts.kv_bits, context, rows);
         let heads = kept.map_or_else(own, |(heads, _)| heads);
-        accept(&parts.net, &heads, parts.config.delta.taps, &*run)?;
+        accept(&parts.net, &heads, &*run)?;
         let slots = parts.store.as_ref().map(|store| slots(store, &mut *run)).transpose()?.unwrap_or_default();
         let buffers = Buffers::new(&parts.config, &limits, rows, context, |bytes| run.allocate(bytes))?;
         if let Some(store) = &parts.store {
@@ -92,20 +92,20 @@ impl DeviceState {
 }
 
 /// Asks the device about each part of the model.
-pub(in crate::model) fn accept(net: &Network, heads: &Heads, taps: usize, run: &dyn Backend) -> Result<(), ModelError> {
-    let weights = |weights: &[_]| weights.iter().try_for_each(|weight| run.accept(Part::Weight(weight)));
+pub(in crate::model) fn accept(net: &Network, heads: &AttentionShape, run: &dyn Backend) -> Result<(), ModelError> {
+    let weights = |weights: &[_]| weights.iter().try_for_each(|weight| run.accept(ModelPart::Weight(weight)));
     weights(&[net.embed, *net.head()])?;
     for layer in &net.layers {
         match &layer.mixer {
             Mixer::Attention(attention) => {
                 weights(&attention.qkv)?;
                 weights(&[attention.out])?;
-                run.accept(Part::Heads(heads))?;
+                run.accept(ModelPart::Attention(heads))?;
             }
             Mixer::DeltaNet(delta) => {
                 weights(&delta.project)?;
                 weights(&[delta.out])?;
-                run.accept(Part::Delta(&delta.shape, taps))?;
+                run.accept(ModelPart::Delta(&delta.shape))?;
             }
         }
         match &layer.ffn {
@@ -113,14 +113,14 @@ pub(in crate::model) fn accept(net: &Network, heads: &Heads, taps: usize, run: &
                 weights(&dense.gate_up)?;
                 weights(&[dense.down])?;
             }
-            Ffn::Moe(moe) => run.accept(Part::Mixture(moe))?,
+            Ffn::Moe(moe) => run.accept(ModelPart::Moe(moe))?,
         }
     }
     Ok(())
 }
 
 /// The experts' slab in as few pieces as the device takes, each a whole number of slots and of pages.
-pub(in crate::model) fn slots(store: &Experts, run: &mut dyn Backend) -> Result<Slots, ModelError> {
+pub(in crate::model) fn slots(store: &Experts, run: &mut dyn Backend) -> Result<ExpertSlots, ModelError> {
     let (stride, count) = (store.slot_bytes(), store.slots());
     let whole = (1..=PAGE).find(|n| n * stride % PAGE == 0).unwrap_or(PAGE);
     let longest = run.longest() / stride.max(1);
@@ -134,7 +134,7 @@ pub(in crate::model) fn slots(store: &Experts, run: &mut dyn Backend) -> Result<
     if store.is_resident() {
         slabs.iter().try_for_each(|slab| run.landed(*slab, 0))?;
     }
-    Ok(Slots { slabs, per_slab, stride })
+    Ok(ExpertSlots { slabs, per_slab, stride })
 }
 
 /// Each layer's slots, `[layers, experts]`.

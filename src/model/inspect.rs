@@ -14,7 +14,7 @@ use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index, pack},
     error::ModelError,
     experts::{ExpertMap, Packed},
-    ops::{CacheFormat, Cpu, Limits as DeviceLimits, attention::NEWEST, gpu_limits},
+    ops::{BackendLimits, Cpu, KvFormat, attention::RECENT, gpu_limits},
     plan::{MachineLimits, ModelFootprint, Plan, PlanOptions, Strategy},
     platform::MAX_BLOCK,
 };
@@ -39,7 +39,7 @@ pub struct CheckpointInfo {
     pub feed_forward: Option<[ProjectionShape; 3]>,
     /// A head to draft with.
     pub head: Option<mtp::Survey>,
-    cache: CacheFormat,
+    cache: KvFormat,
 }
 
 impl CheckpointInfo {
@@ -100,7 +100,7 @@ impl CheckpointInfo {
 impl Config {
     /// Bytes that a row of a pass takes on a CPU beside the buffers that every device has, and what any pass does.
     pub fn scratch(&self) -> [u64; 2] {
-        let (heads, delta) = (self.heads(), self.delta_heads());
+        let (heads, delta) = (self.attention, self.delta);
         let (places, inner, scores) = match self.ffn {
             FfnShape::Dense { intermediate } => (1, intermediate, 0),
             FfnShape::Moe { experts, k, intermediate, shared, .. } => (k + 1, intermediate.max(shared), experts),
@@ -123,11 +123,11 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
         let [row, fixed] = config.scratch();
         (workspace_per_row, workspace_fixed) = (workspace_per_row + row, workspace_fixed + fixed);
     }
-    // A snapshot has the newest positions, the ring also those of a chunk, and is a whole number of blocks.
+    // A snapshot has the recent positions, the ring also those of a chunk, and is a whole number of blocks.
     let heads = heads(config, limits.cache, options.kv_bits, 0, 0);
-    let newest = QwenState::newest_bytes(config, &heads);
-    workspace_per_row += newest / (2 * NEWEST as u64);
-    workspace_fixed += newest / 2;
+    let recent = QwenState::recent_bytes(config, &heads);
+    workspace_per_row += recent / (2 * RECENT as u64);
+    workspace_fixed += recent / 2;
     ModelFootprint {
         trunk,
         gathered,
@@ -138,7 +138,7 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
         experts,
         experts_per_token,
         kv_per_token: QwenState::kv_bytes(config, heads.format),
-        state: QwenState::fixed_bytes(config) + newest,
+        state: QwenState::fixed_bytes(config) + recent,
         workspace_per_row,
         draft: options.draft,
         workspace_fixed: workspace_fixed + if options.verify { rollback::cost(config) } else { 0 },
@@ -146,7 +146,7 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
     }
 }
 
-pub(super) fn device_limits(options: &LoadOptions) -> DeviceLimits {
+pub(super) fn device_limits(options: &LoadOptions) -> BackendLimits {
     match options.gpu {
         None => Cpu::limits(options.math),
         Some(bytes) => gpu_limits(Some(bytes)),

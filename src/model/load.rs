@@ -18,7 +18,7 @@ use crate::{
     error::ModelError,
     experts::{self, Experts, Phase},
     metrics::Metrics,
-    ops::{Backend, Cpu, GpuBackend, KvBits, Part},
+    ops::{Backend, Cpu, GpuBackend, KvBits, ModelPart},
     plan::{DraftFootprint, MachineLimits, ModelFootprint, Plan, PlanOptions},
     platform::os,
 };
@@ -244,7 +244,7 @@ impl Qwen {
             device_state.heads.context,
             device_state.buffers.rows,
         );
-        device_state.run.accept(Part::Heads(&heads))?;
+        device_state.run.accept(ModelPart::Attention(&heads))?;
         if heads != device_state.heads {
             let known = device_state.pools.iter().find(|(of, _)| *of == heads).map(|(_, pool)| pool.clone());
             let ModelParts { config, plan, .. } = &self.parts;

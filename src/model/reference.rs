@@ -16,7 +16,7 @@
 //! (2024).
 
 use crate::model::{
-    config::{AttentionShape, Config, DeltaShape, FfnShape},
+    config::{Config, FfnShape},
     weights::find_experts,
 };
 use crate::{
@@ -24,7 +24,7 @@ use crate::{
     error::{ModelError, StoreError},
     experts::Piece,
     ops::{
-        WeightView,
+        AttentionShape, DeltaShape, WeightView,
         attention::{GROUP, rounded_until},
     },
 };
@@ -107,7 +107,8 @@ impl Reference {
     /// Gated attention. A query's projection holds, head by head, the query and a gate for the head's output; several query
     /// heads share one head of keys and values.
     fn attention(&self, x: &Tensor, path: &str) -> Result<Tensor, ModelError> {
-        let AttentionShape { heads, kv_heads, dim, rotated, theta } = self.config.attention;
+        let AttentionShape { heads, kv_heads, dim, rope_dim, .. } = self.config.attention;
+        let theta = self.config.rope_theta;
         let (tokens, hidden) = x.dims2()?;
         let project = |name: &str, heads: usize, dim: usize| -> Result<Tensor, ModelError> {
             let weight = self.matrix(&format!("{path}{name}"), heads * dim, hidden)?;
@@ -117,8 +118,8 @@ impl Reference {
             Ok(rms_norm(x, &self.norm(&format!("{path}{name}.weight"), dim)?, self.config.eps)?)
         };
         let q_gate = project("q_proj", heads, 2 * dim)?;
-        let q = rotate(&head_norm(&q_gate.narrow(2, 0, dim)?, "q_norm")?, rotated, theta)?;
-        let k = rotate(&head_norm(&project("k_proj", kv_heads, dim)?, "k_norm")?, rotated, theta)?;
+        let q = rotate(&head_norm(&q_gate.narrow(2, 0, dim)?, "q_norm")?, rope_dim, theta)?;
+        let k = rotate(&head_norm(&project("k_proj", kv_heads, dim)?, "k_norm")?, rope_dim, theta)?;
         let v = project("v_proj", kv_heads, dim)?;
         let (k, v) = (repeat_heads(&k, heads)?, repeat_heads(&v, heads)?);
         let o = match self.kv_bits {
@@ -132,14 +133,15 @@ impl Reference {
 
     /// The gated delta net. Its memory of the past is one matrix a head, whatever the length.
     fn delta_net(&self, x: &Tensor, path: &str) -> Result<Tensor, ModelError> {
-        let shape @ DeltaShape { key_heads, value_heads, key_dim, value_dim, taps } = self.config.delta;
+        let shape @ DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width, .. } = self.config.delta;
         let (tokens, hidden) = x.dims2()?;
         let project = |name: &str, rows: usize| -> Result<Tensor, ModelError> {
             Ok(linear(x, &self.matrix(&format!("{path}{name}"), rows, hidden)?)?)
         };
         // [C, taps, 1] in MLX's layout, [C, 1, taps] in Hugging Face's: the same order of values.
-        let kernel = self.vector(&format!("{path}conv1d.weight"), shape.mixed() * taps)?;
-        let mixed = convolve(&project("in_proj_qkv", shape.mixed())?, &kernel.reshape((shape.mixed(), taps))?)?;
+        let kernel = self.vector(&format!("{path}conv1d.weight"), shape.channels() * conv_width)?;
+        let mixed =
+            convolve(&project("in_proj_qkv", shape.channels())?, &kernel.reshape((shape.channels(), conv_width))?)?;
         let keys = key_heads * key_dim;
         let q = mixed.narrow(1, 0, keys)?.reshape((tokens, key_heads, key_dim))?;
         let k = mixed.narrow(1, keys, keys)?.reshape((tokens, key_heads, key_dim))?;
@@ -186,7 +188,7 @@ impl Reference {
                 let stack = &stacks[index];
                 let (codes, rows, cols) = (stack.codes, stack.rows, stack.cols);
                 let layout = Layout { codes, rows, cols, entries: [None, None, None] };
-                self.dequantise(&layout, &pieces[3 * index..3 * index + 3], stack.gains[expert])
+                self.dequantise(&layout, &pieces[3 * index..3 * index + 3], stack.global_scales[expert])
             };
             let weights = constant(weights, (rows.len(), 1), x)?;
             let rows = Tensor::new(rows, &self.device)?;
@@ -211,12 +213,12 @@ impl Reference {
     /// The matrix at `path`, `[rows, cols]`, dequantised.
     fn matrix(&self, path: &str, rows: usize, cols: usize) -> Result<Tensor, ModelError> {
         let layout = self.checkpoint.layout(path, &[], rows, cols)?;
-        let gain = self.checkpoint.gains(path, 1)?.first().copied().unwrap_or(1.0);
-        self.dequantise(&layout, &checkpoint::pieces(&layout, 0), gain)
+        let global_scale = self.checkpoint.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
+        self.dequantise(&layout, &checkpoint::pieces(&layout, 0), global_scale)
     }
 
     /// Codes, scales and biases as one f32 matrix.
-    fn dequantise(&self, layout: &Layout, pieces: &[Piece], gain: f32) -> Result<Tensor, ModelError> {
+    fn dequantise(&self, layout: &Layout, pieces: &[Piece], global_scale: f32) -> Result<Tensor, ModelError> {
         let mut parts: [Vec<u8>; 3] = Default::default();
         for (bytes, piece) in parts.iter_mut().zip(pieces) {
             bytes.resize(piece.len, 0);
@@ -225,7 +227,7 @@ impl Reference {
             read.map_err(|source| StoreError::Io { path: path.clone(), source })?;
         }
         let &Layout { codes, rows, cols, .. } = layout;
-        let view = WeightView { codes, rows, cols, gain, parts: parts.each_ref().map(Vec::as_slice) };
+        let view = WeightView { codes, rows, cols, global_scale, parts: parts.each_ref().map(Vec::as_slice) };
         Ok(Tensor::from_vec(view.to_f32(), (rows, cols), &self.device)?.to_dtype(self.precision)?)
     }
 

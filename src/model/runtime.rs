@@ -12,7 +12,7 @@ use crate::{
         state::{rollback::ROWS, sequence::LayerState},
         weights::Mixer,
     },
-    ops::{Conv, DeltaRule, Embed, Project},
+    ops::{Conv, DeltaRule, Embedding, Linear},
 };
 use std::sync::Arc;
 
@@ -139,7 +139,7 @@ impl Qwen {
         if ids.is_empty() || before + ids.len() > ROWS || ids.len() > device_state.buffers.rows {
             return Err(ModelError::Config(format!("a verify has 1 to {ROWS} rows, not {}", ids.len())));
         }
-        let (rows, shape) = (ids.len(), config.delta_heads());
+        let (rows, shape) = (ids.len(), config.delta);
         state.nets().try_for_each(|net| net.tape(&shape, &mut *device_state.run))?;
         let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
         // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
@@ -233,7 +233,7 @@ impl Qwen {
         let DeviceState { run, buffers: b, .. } = &mut *self.device_state.borrow_mut();
         few(ids.len(), b.rows)?;
         run.write_words(b.ids, ids)?;
-        run.execute(&Embed { table: &self.parts.net.embed, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
+        run.execute(&Embedding { table: &self.parts.net.embed, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
         let mut rows = vec![0.0; ids.len() * hidden];
         run.read_floats(b.h, &mut rows)?;
         Ok(rows)
@@ -247,7 +247,7 @@ impl Qwen {
         few(tokens, b.rows)?;
         run.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
         let matrices = std::slice::from_ref(self.parts.net.head());
-        run.execute(&Project { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
+        run.execute(&Linear { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
         let mut data = vec![0.0; tokens * vocab];
         run.read_floats(b.logits, &mut data)?;
         Ok(Logits { vocab, data })

@@ -3,14 +3,17 @@
 use crate::{
     device::{CpuDevice, Region, SlabWriter},
     error::{ModelError, StoreError},
-    ops::{Backend, Codes, Cpu, Experts, Float, Group, Mixture, Room, Slots, Stack, Weight, Which},
+    ops::{
+        Backend, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, MoeBuffers, MoeWeights, Weight,
+        WeightFormat,
+    },
 };
 use std::time::{Duration, Instant};
 
 /// The encoding and shape of one projection.
 #[derive(Debug, Clone, Copy)]
 pub struct ProjectionShape {
-    pub codes: Codes,
+    pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
 }
@@ -20,7 +23,7 @@ impl ProjectionShape {
         Self { codes: weight.codes, rows: weight.rows, cols: weight.cols }
     }
 
-    pub fn of_stack(stack: &Stack) -> Self {
+    pub fn of_stack(stack: &ExpertStack) -> Self {
         Self { codes: stack.codes, rows: stack.rows, cols: stack.cols }
     }
 
@@ -30,9 +33,9 @@ impl ProjectionShape {
     }
 
     /// One expert's, from `at` on, which moves behind it.
-    fn stack(&self, at: &mut usize) -> Stack {
+    fn stack(&self, at: &mut usize) -> ExpertStack {
         let at = self.parts().map(|len| std::mem::replace(at, *at + len));
-        Stack { codes: self.codes, rows: self.rows, cols: self.cols, gains: vec![1.0], at: vec![at] }
+        ExpertStack { codes: self.codes, rows: self.rows, cols: self.cols, global_scales: vec![1.0], at: vec![at] }
     }
 }
 
@@ -67,23 +70,28 @@ pub fn decode_rate(
     let hidden = kinds[0].cols;
     let mut at = 0;
     let stacks = kinds.each_ref().map(|kind| kind.stack(&mut at));
-    let router =
-        Weight { codes: Codes::Dense(Float::F32), rows: 0, cols: hidden, gain: 1.0, parts: Default::default() };
-    let layer = Mixture { k: at_once, renormalise: true, router, shared: None, stacks };
+    let router = Weight {
+        codes: WeightFormat::Dense(Float::F32),
+        rows: 0,
+        cols: hidden,
+        global_scale: 1.0,
+        parts: Default::default(),
+    };
+    let layer = MoeWeights { k: at_once, renormalise: true, router, shared: None, stacks };
     let mut cpu = Cpu::new(compute.clone());
-    let slots = Slots { slabs: vec![cpu.adopt(span.slab(), 0..len)?], per_slab: usize::MAX, stride: size };
+    let slots = ExpertSlots { slabs: vec![cpu.adopt(span.slab(), 0..len)?], per_slab: usize::MAX, stride: size };
     let (x, out) = (cpu.allocate(hidden * 4)?, cpu.allocate((at_once + 1) * hidden * 4)?);
     let values: Vec<f32> = (0..hidden).map(|index| index as f32 / hidden as f32 - 0.5).collect();
     cpu.write(x, bytemuck::cast_slice(&values))?;
     let (act, scores) = (cpu.allocate((at_once + 1) * layer.row() * 4)?, Region::default());
-    let room = Room { act, out, scores, ..Room::default() };
+    let room = MoeBuffers { act, out, scores, ..MoeBuffers::default() };
     let places: Vec<u32> = (0..at_once as u32).collect();
     let (mut done, begin) = (0, Instant::now());
     while done < 2 || begin.elapsed() < budget {
         let first = (done % calls * at_once) as u32;
-        let group = |index: u32| Group { expert: 0, slot: first + index, first: index, count: 1 };
+        let group = |index: u32| ExpertGroup { expert: 0, slot: first + index, first: index, count: 1 };
         let groups: Vec<_> = places.iter().map(|index| group(*index)).collect();
-        let which = Which::Landed { groups: &groups, places: &places, shared: false, by_place: None };
+        let which = ExpertSet::Landed { groups: &groups, places: &places, shared: false, by_place: None };
         cpu.execute(&Experts { layer: &layer, slots: &slots, tokens: 1, x, room, which }.into())?;
         done += 1;
     }
@@ -97,8 +105,10 @@ mod tests {
 
     #[test]
     fn every_encoding_is_measured() {
-        let affine = |bits, group| Codes::Affine { bits, group, scale: Float::Bf16 };
-        for codes in [affine(4, 64), affine(8, 32), Codes::Mxfp4, Codes::Nvfp4, Codes::Dense(Float::Bf16)] {
+        let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
+        for codes in
+            [affine(4, 64), affine(8, 32), WeightFormat::Mxfp4, WeightFormat::Nvfp4, WeightFormat::Dense(Float::Bf16)]
+        {
             let kind = |rows, cols| ProjectionShape { codes, rows, cols };
             let kinds = [kind(64, 128), kind(64, 128), kind(128, 64)];
             let compute = CpuDevice::new(2, CpuArithmetic::Integer);

@@ -6,7 +6,7 @@ use crate::{
     checkpoint::{self, Checkpoint, Layout, Trunk, names},
     error::ModelError,
     experts::{Experts, LayerExperts},
-    ops::{Decay, Delta, Heads, Mixture, Shared, Stack, Weight},
+    ops::{AttentionShape, Decay, DeltaShape, ExpertStack, MoeWeights, SharedExpert, Weight},
 };
 
 /// Everything but the routed experts.
@@ -29,13 +29,13 @@ pub struct Layer {
 }
 
 pub enum Mixer {
-    Attention(Attention),
-    DeltaNet(DeltaNet),
+    Attention(AttentionWeights),
+    DeltaNet(DeltaNetWeights),
 }
 
 /// Gated full attention (spec 2.1): one layer in four.
-pub struct Attention {
-    pub shape: Heads,
+pub struct AttentionWeights {
+    pub shape: AttentionShape,
     /// `(query, gate) of each head`, keys, values.
     pub qkv: [Weight; 3],
     /// `[dim]`.
@@ -45,8 +45,8 @@ pub struct Attention {
 }
 
 /// The gated delta net (spec 2.2): three layers in four.
-pub struct DeltaNet {
-    pub shape: Delta,
+pub struct DeltaNetWeights {
+    pub shape: DeltaShape,
     /// `q k v`, z, b, a.
     pub project: [Weight; 4],
     /// `[K, channels]`.
@@ -61,11 +61,11 @@ pub struct DeltaNet {
 #[allow(clippy::large_enum_variant)]
 pub enum Ffn {
     Dense(Dense),
-    Moe(Mixture),
+    Moe(MoeWeights),
 }
 
 impl Ffn {
-    pub fn moe(&self) -> Option<&Mixture> {
+    pub fn moe(&self) -> Option<&MoeWeights> {
         match self {
             Ffn::Moe(moe) => Some(moe),
             Ffn::Dense(_) => None,
@@ -111,7 +111,7 @@ impl Network {
     }
 
     /// Sets what is decided after the weights are known: the room for positions, and how they are kept.
-    pub fn set_cache(&mut self, shape: Heads) {
+    pub fn set_cache(&mut self, shape: AttentionShape) {
         for layer in &mut self.layers {
             if let Mixer::Attention(attention) = &mut layer.mixer {
                 attention.shape = shape;
@@ -133,9 +133,9 @@ impl Layer {
         Ok(Layer {
             norm: trunk.norm(&format!("{prefix}input_layernorm.weight"), hidden)?,
             mixer: if full {
-                Mixer::Attention(Attention::load(trunk, prefix, config)?)
+                Mixer::Attention(AttentionWeights::load(trunk, prefix, config)?)
             } else {
-                Mixer::DeltaNet(DeltaNet::load(trunk, prefix, config)?)
+                Mixer::DeltaNet(DeltaNetWeights::load(trunk, prefix, config)?)
             },
             post_norm: trunk.norm(&format!("{prefix}post_attention_layernorm.weight"), hidden)?,
             ffn: match config.ffn {
@@ -149,13 +149,13 @@ impl Layer {
     }
 }
 
-impl Attention {
+impl AttentionWeights {
     fn load(trunk: &mut Trunk<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
         let (hidden, a) = (config.hidden, &config.attention);
         let path = |name: &str| format!("{prefix}self_attn.{name}");
         let mut weight = |name, rows, cols| trunk.weight(&path(name), rows, cols);
         Ok(Self {
-            shape: config.heads(),
+            shape: config.attention,
             qkv: [
                 weight("q_proj", a.heads * 2 * a.dim, hidden)?,
                 weight("k_proj", a.kv_heads * a.dim, hidden)?,
@@ -168,13 +168,14 @@ impl Attention {
     }
 }
 
-impl DeltaNet {
+impl DeltaNetWeights {
     fn load(trunk: &mut Trunk<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
         let (hidden, d) = (config.hidden, &config.delta);
         let path = |name: &str| format!("{prefix}linear_attn.{name}");
         // [C, K, 1] in MLX, [C, 1, K] in Hugging Face: the same order of values. The op wants a tap's channels together.
-        let raw = trunk.from.vector(&path("conv1d.weight"), d.mixed() * d.taps)?;
-        let taps: Vec<f32> = (0..d.taps).flat_map(|tap| raw.iter().skip(tap).step_by(d.taps).copied()).collect();
+        let raw = trunk.from.vector(&path("conv1d.weight"), d.channels() * d.conv_width)?;
+        let taps: Vec<f32> =
+            (0..d.conv_width).flat_map(|tap| raw.iter().skip(tap).step_by(d.conv_width).copied()).collect();
         let rate: Vec<f32> = trunk.from.vector(&path("A_log"), d.value_heads)?.iter().map(|a| -a.exp()).collect();
         let dt_bias = trunk.from.vector(&path("dt_bias"), d.value_heads)?;
         // Not zero-centred in either layout, unlike the other norms.
@@ -183,9 +184,9 @@ impl DeltaNet {
         let (taps, norm) = (trunk.vector(&taps), trunk.vector(&norm));
         let mut weight = |name, rows, cols| trunk.weight(&path(name), rows, cols);
         Ok(Self {
-            shape: config.delta_heads(),
+            shape: config.delta,
             project: [
-                weight("in_proj_qkv", d.mixed(), hidden)?,
+                weight("in_proj_qkv", d.channels(), hidden)?,
                 weight("in_proj_z", d.values(), hidden)?,
                 weight("in_proj_b", d.value_heads, hidden)?,
                 weight("in_proj_a", d.value_heads, hidden)?,
@@ -216,7 +217,7 @@ fn mixture(
     prefix: &str,
     config: &Config,
     map: &mut Vec<LayerExperts>,
-) -> Result<Mixture, ModelError> {
+) -> Result<MoeWeights, ModelError> {
     let FfnShape::Moe { experts, k, intermediate, shared, renormalise } = config.ffn else {
         return Err(ModelError::Config("a dense model has no experts".into()));
     };
@@ -226,7 +227,7 @@ fn mixture(
     let router = trunk.weight(&format!("{prefix}gate"), experts, hidden)?;
     let result = trunk.weight(&format!("{prefix}shared_expert_gate"), 1, hidden)?;
     let (gate_up, down) = mlp(trunk, &format!("{prefix}shared_expert."), hidden, shared)?;
-    Ok(Mixture { k, renormalise, router, shared: Some(Shared { gate_up, down, result }), stacks })
+    Ok(MoeWeights { k, renormalise, router, shared: Some(SharedExpert { gate_up, down, result }), stacks })
 }
 
 /// The places of a layer's experts, in any of the three layouts: stacked (MLX), fused gate and up (Hugging Face), or
@@ -237,7 +238,7 @@ pub(super) fn find_experts(
     experts: usize,
     hidden: usize,
     intermediate: usize,
-) -> Result<([Stack; 3], LayerExperts), ModelError> {
+) -> Result<([ExpertStack; 3], LayerExperts), ModelError> {
     let lead = [experts];
     if from.find(&format!("{mlp}experts.gate_up_proj")).is_some() {
         let fused = from.dense(&format!("{mlp}experts.gate_up_proj"), &[experts, 2 * intermediate, hidden])?;
@@ -258,7 +259,7 @@ pub(super) fn find_experts(
         [("gate_proj", intermediate, hidden), ("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)];
     if from.find(&format!("{mlp}experts.0.gate_proj.weight")).is_some() {
         let mut pieces = Vec::with_capacity(experts);
-        let mut first: Option<[Stack; 3]> = None;
+        let mut first: Option<[ExpertStack; 3]> = None;
         for expert in 0..experts {
             let mut layouts = Vec::with_capacity(3);
             for (name, rows, cols) in names {
@@ -278,12 +279,12 @@ pub(super) fn find_experts(
             return Ok((stacks, pieces));
         }
     }
-    let mut stacks: [Stack; 3] = Default::default();
+    let mut stacks: [ExpertStack; 3] = Default::default();
     let mut layouts = Vec::with_capacity(3);
     for ((name, rows, cols), found) in names.into_iter().zip(&mut stacks) {
         let path = format!("{mlp}switch_mlp.{name}");
         let layout = from.layout(&path, &lead, rows, cols)?;
-        *found = stack(&layout, from.gains(&path, experts)?);
+        *found = stack(&layout, from.global_scales(&path, experts)?);
         layouts.push(layout);
     }
     let piece = |expert: usize| std::array::from_fn(|index| checkpoint::pieces(&layouts[index], expert));
@@ -291,6 +292,6 @@ pub(super) fn find_experts(
     Ok((stacks, pieces))
 }
 
-fn stack(layout: &Layout, gains: Vec<f32>) -> Stack {
-    Stack { codes: layout.codes, rows: layout.rows, cols: layout.cols, gains, at: Vec::new() }
+fn stack(layout: &Layout, global_scales: Vec<f32>) -> ExpertStack {
+    ExpertStack { codes: layout.codes, rows: layout.rows, cols: layout.cols, global_scales, at: Vec::new() }
 }

@@ -1,16 +1,16 @@
 //! The interface to a device that runs operations.
 
 use super::{
-    attention::CacheFormat,
-    linear::Halves,
-    op::{Op, Part},
+    attention::KvFormat,
+    linear::HalfBuffers,
+    op::{ModelPart, Op},
 };
 use crate::device::{DeviceError, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
 /// A device's limits, which the pass keeps to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct BackendLimits {
     /// Up to so many rows, experts that are all in memory are found without asking the CPU which were chosen.
     pub by_table: usize,
     /// Up to so many rows, experts that are read are computed place by place, and not grouped by expert.
@@ -21,13 +21,13 @@ pub struct Limits {
     pub in_place: bool,
     /// Rows that a mixer computes at a time: a longer pass goes through it in blocks.
     pub mixer: usize,
-    /// Room for experts' activations is the pass's affair, and not the device's own.
+    /// MoeBuffers for experts' activations is the pass's affair, and not the device's own.
     pub acts: bool,
     /// Reading back costs a wait: what is read together is computed together.
     pub waits: bool,
     /// Layers in front of the first flush when nothing waits; each further flush comes after twice as many as the one before.
     pub flush: usize,
-    pub cache: CacheFormat,
+    pub cache: KvFormat,
     /// Rows whose attention one launch computes at most, and the bytes its partial results may take; `None` where they are
     /// the device's own affair.
     pub partials: Option<(usize, usize)>,
@@ -39,10 +39,10 @@ pub struct Limits {
 pub trait Backend: Timeline + Send {
     fn name(&self) -> String;
 
-    fn limits(&self) -> Limits;
+    fn limits(&self) -> BackendLimits;
 
     /// Refuses a part of a model that the device cannot compute, and says why.
-    fn accept(&self, part: Part<'_>) -> Result<(), DeviceError>;
+    fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError>;
 
     fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError>;
 
@@ -52,8 +52,8 @@ pub trait Backend: Timeline + Send {
     }
 
     /// Operations that follow are those of a prompt of more than one row, if there is room: then a GPU computes their products
-    /// in half precision. For a device whose [`Limits::half`] asks for it. A row's result depends on no other row either way.
-    fn prompt(&mut self, room: Option<Halves>) {
+    /// in half precision. For a device whose [`BackendLimits::half`] asks for it. A row's result depends on no other row either way.
+    fn prompt(&mut self, room: Option<HalfBuffers>) {
         let _ = room;
     }
 

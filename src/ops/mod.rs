@@ -18,19 +18,22 @@ pub mod quant;
 pub mod router;
 pub mod simd;
 
-pub use attention::{Attend, Cache, CacheFormat, CacheWrite, Heads, KvBits, Newest, Turn};
-pub use backend::{Backend, Limits};
+pub use attention::{Attention, AttentionShape, KvBits, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing};
+pub use backend::{Backend, BackendLimits};
 pub use conv::Conv;
 pub use cpu::Cpu;
-pub use delta::{Decay, Delta, DeltaNet, DeltaRule, Past};
-pub use embedding::Embed;
-pub use experts::{Combine, Experts, Group, Mixture, NONE, Room, Shared, Slots, Stack, Which};
+pub use delta::{Decay, DeltaNet, DeltaRule, DeltaShape, Replay};
+pub use embedding::Embedding;
+pub use experts::{
+    CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, NONE,
+    SharedExpert,
+};
 pub use gpu::{GpuBackend, limits as gpu_limits};
-pub use linear::{Halves, Norm, Project};
+pub use linear::{HalfBuffers, Linear, Norm};
 pub use mlp::Mlp;
-pub use op::{Op, Part};
-pub use quant::{Codes, Float, Weight, WeightView};
-pub use router::Route;
+pub use op::{ModelPart, Op};
+pub use quant::{Float, Weight, WeightFormat, WeightView};
+pub use router::Router;
 pub(crate) use simd::wide;
 
 #[cfg(test)]

@@ -2,48 +2,48 @@
 
 use super::{
     Weight,
-    attention::{Attend, CacheWrite, Heads},
+    attention::{Attention, AttentionShape, KvWrite},
     conv::Conv,
-    delta::{Delta, DeltaNet, DeltaRule},
-    embedding::Embed,
-    experts::{Combine, Experts, Mixture},
-    linear::Project,
+    delta::{DeltaNet, DeltaRule, DeltaShape},
+    embedding::Embedding,
+    experts::{CombineExperts, Experts, MoeWeights},
+    linear::Linear,
     mlp::Mlp,
-    router::Route,
+    router::Router,
 };
 use crate::device::{BufferAccess, Region};
 
 /// One operation of the forward pass: a value that says what to do with which memory, and not how.
 #[derive(Debug, Clone, Copy)]
 pub enum Op<'a> {
-    Embed(Embed<'a>),
-    Project(Project<'a>),
+    Embedding(Embedding<'a>),
+    Linear(Linear<'a>),
     Conv(Conv<'a>),
     DeltaRule(DeltaRule<'a>),
     /// By reference: it is four operations in one.
     DeltaNet(&'a DeltaNet<'a>),
-    CacheWrite(CacheWrite<'a>),
-    Attend(Attend<'a>),
+    KvWrite(KvWrite<'a>),
+    Attention(Attention<'a>),
     Mlp(Mlp<'a>),
-    Route(Route<'a>),
+    Router(Router<'a>),
     Experts(Experts<'a>),
-    Combine(Combine<'a>),
+    CombineExperts(CombineExperts<'a>),
 }
 
 macro_rules! each {
     ($self:ident, $op:ident => $body:expr) => {
         match $self {
-            Op::Embed($op) => $body,
-            Op::Project($op) => $body,
+            Op::Embedding($op) => $body,
+            Op::Linear($op) => $body,
             Op::Conv($op) => $body,
             Op::DeltaRule($op) => $body,
             Op::DeltaNet($op) => $body,
-            Op::CacheWrite($op) => $body,
-            Op::Attend($op) => $body,
+            Op::KvWrite($op) => $body,
+            Op::Attention($op) => $body,
             Op::Mlp($op) => $body,
-            Op::Route($op) => $body,
+            Op::Router($op) => $body,
             Op::Experts($op) => $body,
-            Op::Combine($op) => $body,
+            Op::CombineExperts($op) => $body,
         }
     };
 }
@@ -65,7 +65,7 @@ macro_rules! from {
         })*
     };
 }
-from!(Embed, Project, Conv, DeltaRule, CacheWrite, Attend, Mlp, Route, Experts, Combine);
+from!(Embedding, Linear, Conv, DeltaRule, KvWrite, Attention, Mlp, Router, Experts, CombineExperts);
 
 impl<'a> From<&'a DeltaNet<'a>> for Op<'a> {
     fn from(op: &'a DeltaNet<'a>) -> Self {
@@ -75,11 +75,10 @@ impl<'a> From<&'a DeltaNet<'a>> for Op<'a> {
 
 /// A part of a model that a device may be unable to compute.
 #[derive(Clone, Copy)]
-pub enum Part<'a> {
+pub enum ModelPart<'a> {
     Weight(&'a Weight),
-    Heads(&'a Heads),
-    /// With the taps of its convolution.
-    Delta(&'a Delta, usize),
+    Attention(&'a AttentionShape),
+    Delta(&'a DeltaShape),
     /// Laid out in slots.
-    Mixture(&'a Mixture),
+    Moe(&'a MoeWeights),
 }

@@ -1,7 +1,7 @@
 //! Random weights, and what the kernels should have computed: plain loops in f64 that share nothing with them.
 
 use crate::host::Host;
-use moestro::ops::{Codes, Float, Weight};
+use moestro::ops::{Float, Weight, WeightFormat};
 
 /// SplitMix64: the tests' only source of randomness.
 pub struct Random(pub u64);
@@ -37,25 +37,28 @@ impl Random {
         }
     }
 
-    /// Codes, scales and biases of a random matrix whose values are about 1 / sqrt(cols).
-    pub fn parts(&mut self, codes: Codes, rows: usize, cols: usize) -> [Vec<u8>; 3] {
+    /// WeightFormat, scales and biases of a random matrix whose values are about 1 / sqrt(cols).
+    pub fn parts(&mut self, codes: WeightFormat, rows: usize, cols: usize) -> [Vec<u8>; 3] {
         let size = 1.0 / (cols as f32).sqrt();
         let [code_bytes, scale_bytes, _] = codes.row_bytes(cols);
         let random: Vec<u8> = (0..rows * code_bytes).map(|_| self.bits() as u8).collect();
         match codes {
-            Codes::Dense(float) => [(0..rows * cols).flat_map(|_| self.float(float, size)).collect(), vec![], vec![]],
-            Codes::Affine { bits, group, scale } => {
+            WeightFormat::Dense(float) => {
+                [(0..rows * cols).flat_map(|_| self.float(float, size)).collect(), vec![], vec![]]
+            }
+            WeightFormat::Affine { bits, group, scale } => {
                 let groups = rows * cols / group as usize;
                 let step = size / (1u32 << bits) as f32 * 3.0;
                 let scales = (0..groups).flat_map(|_| self.float(scale, step)).collect();
                 [random, scales, (0..groups).flat_map(|_| self.float(scale, size)).collect()]
             }
-            Codes::Mxfp4 | Codes::Mxfp8 => {
-                let codes =
-                    random.into_iter().map(|b| if matches!(codes, Codes::Mxfp8) && b & 127 == 127 { 0 } else { b });
+            WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => {
+                let codes = random
+                    .into_iter()
+                    .map(|b| if matches!(codes, WeightFormat::Mxfp8) && b & 127 == 127 { 0 } else { b });
                 [codes.collect(), (0..rows * scale_bytes).map(|_| 115 + self.below(6) as u8).collect(), vec![]]
             }
-            Codes::Nvfp4 => [random, (0..rows * scale_bytes).map(|_| self.below(127) as u8).collect(), vec![]],
+            WeightFormat::Nvfp4 => [random, (0..rows * scale_bytes).map(|_| self.below(127) as u8).collect(), vec![]],
         }
     }
 }
@@ -66,16 +69,16 @@ pub struct Sample {
     pub values: Vec<f64>,
 }
 
-pub fn matrix(host: &mut Host, random: &mut Random, codes: Codes, rows: usize, cols: usize) -> Sample {
-    let gain = if matches!(codes, Codes::Nvfp4) { 0.25 } else { 1.0 };
+pub fn matrix(host: &mut Host, random: &mut Random, codes: WeightFormat, rows: usize, cols: usize) -> Sample {
+    let global_scale = if matches!(codes, WeightFormat::Nvfp4) { 0.25 } else { 1.0 };
     let parts = random.parts(codes, rows, cols);
     let regions = [0, 1, 2].map(|i| host.bytes(&parts[i]));
-    let matrix = Weight { codes, rows, cols, gain, parts: regions };
-    Sample { matrix, values: values(codes, rows, cols, gain, &parts) }
+    let matrix = Weight { codes, rows, cols, global_scale, parts: regions };
+    Sample { matrix, values: values(codes, rows, cols, global_scale, &parts) }
 }
 
 /// Every value of a matrix, by the spec's section 3.2 read literally.
-pub fn values(codes: Codes, rows: usize, cols: usize, gain: f32, parts: &[Vec<u8>; 3]) -> Vec<f64> {
+pub fn values(codes: WeightFormat, rows: usize, cols: usize, global_scale: f32, parts: &[Vec<u8>; 3]) -> Vec<f64> {
     let code = |bits: usize, row: usize, col: usize| {
         let start = row * (cols * bits / 8) * 8 + col * bits;
         (0..bits).map(|b| (u32::from(parts[0][(start + b) / 8] >> ((start + b) % 8)) & 1) << b).sum::<u32>()
@@ -91,16 +94,16 @@ pub fn values(codes: Codes, rows: usize, cols: usize, gain: f32, parts: &[Vec<u8
         for col in 0..cols {
             let group = (row * cols + col) / codes.group();
             let value = match codes {
-                Codes::Dense(float) => f64::from(float.get(&parts[0], row * cols + col)),
-                Codes::Affine { bits, scale, .. } => {
+                WeightFormat::Dense(float) => f64::from(float.get(&parts[0], row * cols + col)),
+                WeightFormat::Affine { bits, scale, .. } => {
                     f64::from(scale.get(&parts[1], group)) * f64::from(code(bits.into(), row, col))
                         + f64::from(scale.get(&parts[2], group))
                 }
-                Codes::Mxfp4 => e2m1(code(4, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
-                Codes::Nvfp4 => e2m1(code(4, row, col)) * e4m3(parts[1][group].into()),
-                Codes::Mxfp8 => e4m3(code(8, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
+                WeightFormat::Mxfp4 => e2m1(code(4, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
+                WeightFormat::Nvfp4 => e2m1(code(4, row, col)) * e4m3(parts[1][group].into()),
+                WeightFormat::Mxfp8 => e4m3(code(8, row, col)) * 2f64.powi(i32::from(parts[1][group]) - 127),
             };
-            out.push(value * f64::from(gain));
+            out.push(value * f64::from(global_scale));
         }
     }
     out
@@ -148,5 +151,5 @@ pub fn close(what: &str, found: &[f32], expected: &[f64]) {
     assert!(d <= 1e-5, "{what}: relative error {d:.1e}");
 }
 
-pub const AFFINE4: Codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
-pub const AFFINE8: Codes = Codes::Affine { bits: 8, group: 64, scale: Float::Bf16 };
+pub const AFFINE4: WeightFormat = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
+pub const AFFINE8: WeightFormat = WeightFormat::Affine { bits: 8, group: 64, scale: Float::Bf16 };

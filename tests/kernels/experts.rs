@@ -2,19 +2,27 @@ use crate::{check::*, host::Host};
 use moestro::{
     device::Region,
     ops::{
-        Codes, Combine, Experts, Float, Mixture, NONE, Room, Route, Shared, Slots, Stack, Weight, Which, experts::Jobs,
+        CombineExperts, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, MoeBuffers, MoeWeights, NONE, Router,
+        SharedExpert, Weight, WeightFormat, experts::Jobs,
     },
 };
 
 /// A layer of experts in slots, in two slabs with a hole before the last piece, and their values.
 struct Layer {
-    stacks: [Stack; 3],
-    slots: Slots,
+    stacks: [ExpertStack; 3],
+    slots: ExpertSlots,
     /// `[slot][projection]`.
     values: Vec<[Vec<f64>; 3]>,
 }
 
-fn layer(host: &mut Host, random: &mut Random, codes: [Codes; 3], hidden: usize, inner: usize, slots: usize) -> Layer {
+fn layer(
+    host: &mut Host,
+    random: &mut Random,
+    codes: [WeightFormat; 3],
+    hidden: usize,
+    inner: usize,
+    slots: usize,
+) -> Layer {
     let mut at = 0;
     let mut place = |len: usize| {
         let start = at;
@@ -24,7 +32,7 @@ fn layer(host: &mut Host, random: &mut Random, codes: [Codes; 3], hidden: usize,
     let stacks = [0, 1, 2].map(|i| {
         let (rows, cols) = if i < 2 { (inner, hidden) } else { (hidden, inner) };
         let at = codes[i].row_bytes(cols).map(|bytes| place(bytes * rows));
-        Stack { codes: codes[i], rows, cols, gains: vec![1.0], at: vec![at] }
+        ExpertStack { codes: codes[i], rows, cols, global_scales: vec![1.0], at: vec![at] }
     });
     let (stride, per_slab) = (at, slots.div_ceil(2));
     let mut memory = vec![0u8; slots * stride];
@@ -39,11 +47,11 @@ fn layer(host: &mut Host, random: &mut Random, codes: [Codes; 3], hidden: usize,
         }));
     }
     let slabs = memory.chunks(per_slab * stride).map(|bytes| host.bytes(bytes)).collect();
-    Layer { stacks, slots: Slots { slabs, per_slab, stride }, values: all }
+    Layer { stacks, slots: ExpertSlots { slabs, per_slab, stride }, values: all }
 }
 
 /// One layer's mixture on random rows, in one launch each, in two (hits, misses), and grouped by expert.
-fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: usize, tokens: usize) {
+fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usize, k: usize, tokens: usize) {
     let (mut host, slots) = (Host::start(), if k > 1 { k + 3 } else { 2 });
     let mut random = Random((hidden + inner + k) as u64);
     let layer = layer(&mut host, &mut random, codes, hidden, inner, slots);
@@ -58,14 +66,14 @@ fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: 
     let row = inner.max(shared_inner);
     let router = Weight { rows: 5, cols: hidden, ..none };
     let gate_up = [Weight { rows: shared_inner, ..router }; 2];
-    let shared = Shared { gate_up, down: shared_down.matrix, result: router };
+    let shared = SharedExpert { gate_up, down: shared_down.matrix, result: router };
     let shared = (shared_inner > 0).then_some(shared);
-    let mixture = &Mixture { k, renormalise: true, router, shared, stacks: layer.stacks };
+    let mixture = &MoeWeights { k, renormalise: true, router, shared, stacks: layer.stacks };
     assert_eq!(mixture.width(), width);
     let act = (tokens * k + tokens) * row * 4;
     let out = (tokens * k + tokens) * hidden * 4;
     let (x_at, none) = (host.floats(&x), host.words(&[]));
-    let room = Room {
+    let room = MoeBuffers {
         scores: host.floats(&scores),
         weights: host.floats(&weights),
         act: host.empty(act),
@@ -74,10 +82,10 @@ fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: 
         order: none,
     };
     let op = |room| {
-        let which = Which::Table { ids: none, slots: none };
+        let which = ExpertSet::Table { ids: none, slots: none };
         Experts { layer: mixture, slots: &layer.slots, tokens, x: x_at, room, which }
     };
-    let combine = |room, h| Combine { layer: mixture, slots: &layer.slots, tokens, room, by_place: None, h };
+    let combine = |room, h| CombineExperts { layer: mixture, slots: &layer.slots, tokens, room, by_place: None, h };
 
     let x = wide(&x);
     let mut expected = wide(&before);
@@ -112,7 +120,7 @@ fn case(codes: [Codes; 3], hidden: usize, inner: usize, shared_inner: usize, k: 
         chosen.iter().enumerate().map(|(i, &s)| if (i % 3 == 1) == odd { s } else { NONE }).collect()
     };
     let (hits, misses) = (host.words(&part(false)), host.words(&part(true)));
-    let room = Room { act: host.empty(act), ..room };
+    let room = MoeBuffers { act: host.empty(act), ..room };
     let h = host.floats(&before);
     host.run(&op(room).up(hits, true));
     host.run(&op(room).up(misses, false));
@@ -139,8 +147,8 @@ fn group(host: &mut Host, chosen: &[u32], slots: usize) -> Jobs {
     Jobs { count: jobs.len() / 3, jobs: host.words(&jobs), order: host.words(&order) }
 }
 
-fn affine(bits: u8, group: u16) -> Codes {
-    Codes::Affine { bits, group, scale: Float::Bf16 }
+fn affine(bits: u8, group: u16) -> WeightFormat {
+    WeightFormat::Affine { bits, group, scale: Float::Bf16 }
 }
 
 #[test]
@@ -160,8 +168,8 @@ fn several_rows() {
 fn other_formats() {
     case([affine(3, 32), affine(5, 32), affine(6, 32)], 96, 32, 64, 4, 2);
     case([affine(8, 64), affine(2, 64), affine(8, 128)], 128, 128, 128, 1, 1);
-    case([Codes::Mxfp4; 3], 160, 96, 64, 5, 5);
-    case([Codes::Dense(Float::Bf16); 3], 64, 48, 64, 2, 2);
+    case([WeightFormat::Mxfp4; 3], 160, 96, 64, 5, 5);
+    case([WeightFormat::Dense(Float::Bf16); 3], 64, 48, 64, 2, 2);
 }
 
 #[test]
@@ -173,18 +181,18 @@ fn the_router_chooses_and_maps() {
     {
         let inner = 3;
         let none = host.words(&[]);
-        let codes = Codes::Dense(Float::F32);
-        let router = Weight { codes, rows: experts, cols: 1, gain: 1.0, parts: [none; 3] };
+        let codes = WeightFormat::Dense(Float::F32);
+        let router = Weight { codes, rows: experts, cols: 1, global_scale: 1.0, parts: [none; 3] };
         let gate_up = [Weight { rows: inner, ..router }; 2];
-        let shared = Shared { gate_up, down: Weight { rows: 1, cols: inner, ..router }, result: router };
-        let layer = &Mixture { k, renormalise, router, shared: Some(shared), stacks: Default::default() };
+        let shared = SharedExpert { gate_up, down: Weight { rows: 1, cols: inner, ..router }, result: router };
+        let layer = &MoeWeights { k, renormalise, router, shared: Some(shared), stacks: Default::default() };
         let width = layer.width();
         let mut scores = random.normals(tokens * width);
         scores[1] = scores[0]; // a tie
         let table: Vec<u32> = (0..experts as u32).map(|e| 1000 + e).collect();
         let place = |host: &mut Host, n: usize| -> Region { host.empty(n * 4) };
         let (scores_at, table) = (host.floats(&scores), host.words(&table));
-        let to = Route {
+        let to = Router {
             layer,
             tokens,
             x: none,

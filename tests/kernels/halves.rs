@@ -13,7 +13,7 @@ use crate::{
 use moestro::{
     device::{CommandQueue, Region},
     model::{LoadOptions, Qwen},
-    ops::{Codes, Float, Halves, Norm, Project},
+    ops::{Float, HalfBuffers, Linear, Norm, WeightFormat},
 };
 use std::path::Path;
 
@@ -21,7 +21,7 @@ use std::path::Path;
 const CLOSE: f64 = 1e-3;
 
 fn room(host: &mut Host, rows: usize, cols: usize) -> Region {
-    host.empty(rows * Halves::words(cols) * 4)
+    host.empty(rows * HalfBuffers::words(cols) * 4)
 }
 
 /// `x W^T` of rows of `x`, and of their norm if there is a weight.
@@ -31,7 +31,7 @@ fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Opti
     let norm = norm.map(|weight| Norm { weight: host.floats(weight), eps: 1e-6, keep: None });
     let room = room(host, tokens, cols);
     let matrices = &[sample.matrix];
-    let op = Project { x, tokens, norm, matrices, y, add: false };
+    let op = Linear { x, tokens, norm, matrices, y, add: false };
     op.halves(room).iter().for_each(|dispatch| host.run(dispatch));
     host.read_floats(y)
 }
@@ -46,9 +46,9 @@ fn products_of_every_encoding_are_close() {
     for (codes, cols) in [
         (AFFINE4, 192),
         (AFFINE8, 128),
-        (Codes::Affine { bits: 3, group: 32, scale: Float::F16 }, 96),
-        (Codes::Mxfp4, 160),
-        (Codes::Dense(Float::Bf16), 77),
+        (WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 }, 96),
+        (WeightFormat::Mxfp4, 160),
+        (WeightFormat::Dense(Float::Bf16), 77),
     ] {
         let sample = matrix(&mut host, &mut random, codes, 70, cols);
         let (x, weight) = (random.normals(66 * cols), random.normals(cols));

@@ -2,8 +2,9 @@
 
 use crate::{check::*, host::Host};
 use moestro::ops::{
-    Attend, Cache, CacheFormat, CacheWrite, Codes, Conv, Decay, Delta, DeltaNet, DeltaRule, Embed, Float, Heads, Norm,
-    Past, Project, Turn, Weight, attention::PAGE, embedding::dequantise, norm::rms_norm,
+    Attention, AttentionShape, Conv, Decay, DeltaNet, DeltaRule, DeltaShape, Embedding, Float, KvCache, KvFormat,
+    KvWrite, Linear, Norm, QkNormRope, Replay, Weight, WeightFormat, attention::PAGE, embedding::dequantise,
+    norm::rms_norm,
 };
 
 #[test]
@@ -24,12 +25,16 @@ fn embeddings_and_whole_weights() {
     let mut host = Host::start();
     let mut random = Random(2);
     let (rows, cols) = (50, 576);
-    for codes in [AFFINE4, AFFINE8, Codes::Affine { bits: 3, group: 32, scale: Float::F16 }, Codes::Dense(Float::Bf16)]
-    {
+    for codes in [
+        AFFINE4,
+        AFFINE8,
+        WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 },
+        WeightFormat::Dense(Float::Bf16),
+    ] {
         let sample = matrix(&mut host, &mut random, codes, rows, cols);
         let ids = [3u32, 49, 0];
         let (ids_at, h) = (host.words(&ids), host.empty(3 * cols * 4));
-        host.run(&Embed { table: &sample.matrix, tokens: 3, ids: ids_at, into: h }.dispatch());
+        host.run(&Embedding { table: &sample.matrix, tokens: 3, ids: ids_at, into: h }.dispatch());
         let expected: Vec<f64> =
             ids.iter().flat_map(|&i| sample.values[i as usize * cols..][..cols].to_vec()).collect();
         close("embedding", &host.read_floats(h), &expected);
@@ -57,7 +62,7 @@ fn f16_rounds_like_the_standard() {
     values.extend((0..2048).map(|i| f32::from_bits(0x4770_0000 + i * 0x157)));
     let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
     let parts = [host.bytes(&bytes), host.bytes(&[]), host.bytes(&[])];
-    let weight = Weight { codes: Codes::Dense(Float::F32), rows: 8, cols: 1024, gain: 1.0, parts };
+    let weight = Weight { codes: WeightFormat::Dense(Float::F32), rows: 8, cols: 1024, global_scale: 1.0, parts };
     let out = host.empty(8192 * 2);
     host.run(&dequantise(&weight, Float::F16, out));
     for (found, v) in host.read(out).chunks_exact(2).zip(&values) {
@@ -71,15 +76,16 @@ fn sigmoid(x: f64) -> f64 {
 
 /// Convolution, recurrence and gated norm over `chunks` of tokens; every chunking gives the same bytes, also where each chunk but
 /// the last is only taken into the states with the next one.
-fn delta_case(op: Delta, chunks: &[&[usize]]) {
-    let mut random = Random((op.dk * 7 + op.dv) as u64);
+fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
+    let mut random = Random((op.key_dim * 7 + op.value_dim) as u64);
     let tokens: usize = chunks[0].iter().sum();
     let (channels, values, width) = (op.channels(), op.values(), op.width());
     let proj = random.normals(tokens * width);
     let taps = random.normals(channels * 4);
-    let (rate, dt_bias, w) = (random.normals(op.value_heads), random.normals(op.value_heads), random.normals(op.dv));
+    let (rate, dt_bias, w) =
+        (random.normals(op.value_heads), random.normals(op.value_heads), random.normals(op.value_dim));
     let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
-    let (conv0, state0) = (random.normals(channels * 3), random.normals(values * op.dk));
+    let (conv0, state0) = (random.normals(channels * 3), random.normals(values * op.key_dim));
 
     let mut bytes: Option<Vec<Vec<u8>>> = None;
     for (chunks, late) in chunks.iter().flat_map(|chunks| [(chunks, false), (chunks, true)]) {
@@ -89,7 +95,7 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
         let (w, state) = (host.floats(&w), host.floats(&state0));
         let all = host.floats(&proj);
         let [mixed, out, y] = [channels, values, values].map(|n| host.empty(tokens * n * 4));
-        let (mut at, mut past) = (0, Past::default());
+        let (mut at, mut past) = (0, Replay::default());
         for &n in *chunks {
             let rows = |region: moestro::device::Region, width: usize| region.part(at * width * 4, n * width * 4);
             let (proj, mixed, out) = (rows(all, width), rows(mixed, channels), rows(out, values));
@@ -99,7 +105,7 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
             host.run(&Conv { shape, tokens, proj, taps, past, stored, state: conv_state, out: mixed }.dispatch());
             let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: w, out, y };
             rule.dispatches().for_each(|dispatch| host.run(&dispatch));
-            past = if keep { Past { rows: n, proj, mixed } } else { Past::default() };
+            past = if keep { Replay { rows: n, proj, mixed } } else { Replay::default() };
             at += n;
         }
         let found = [mixed, out, y, state, conv_state].map(|r| host.read(r)).to_vec();
@@ -116,27 +122,30 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
             .map(|c| silu((0..4).map(|j| f64::from(taps[j * channels + c]) * conv[j * channels + c]).sum::<f64>()))
             .collect();
         conv.drain(..channels);
-        let keys = op.key_heads * op.dk;
-        for (i, head) in c[..2 * keys].chunks_mut(op.dk).enumerate() {
+        let keys = op.key_heads * op.key_dim;
+        for (i, head) in c[..2 * keys].chunks_mut(op.key_dim).enumerate() {
             let norm = (head.iter().map(|v| v * v).sum::<f64>() + 1e-6).sqrt();
-            let scale = if i < op.key_heads { (op.dk as f64).powf(-0.5) } else { 1.0 };
+            let scale = if i < op.key_heads { (op.key_dim as f64).powf(-0.5) } else { 1.0 };
             head.iter_mut().for_each(|v| *v *= scale / norm);
         }
         for head in 0..op.value_heads {
             let key = head / (op.value_heads / op.key_heads);
-            let (q, k) = (&c[key * op.dk..][..op.dk], &c[keys + key * op.dk..][..op.dk]);
-            let v = &c[2 * keys + head * op.dv..][..op.dv];
+            let (q, k) = (&c[key * op.key_dim..][..op.key_dim], &c[keys + key * op.key_dim..][..op.key_dim]);
+            let v = &c[2 * keys + head * op.value_dim..][..op.value_dim];
             let beta = sigmoid(row[channels + values + head]);
             let a = row[channels + values + op.value_heads + head] + f64::from(dt_bias[head]);
             let g = (f64::from(rate[head]) * a.exp().ln_1p()).exp();
             let mut o = Vec::new();
-            for (i, s) in state[head * op.dv * op.dk..][..op.dv * op.dk].chunks_mut(op.dk).enumerate() {
+            for (i, s) in state[head * op.value_dim * op.key_dim..][..op.value_dim * op.key_dim]
+                .chunks_mut(op.key_dim)
+                .enumerate()
+            {
                 s.iter_mut().for_each(|s| *s *= g);
                 let d = beta * (v[i] - s.iter().zip(k).map(|(s, k)| s * k).sum::<f64>());
                 s.iter_mut().zip(k).for_each(|(s, k)| *s += d * k);
                 o.push(s.iter().zip(q).map(|(s, q)| s * q).sum::<f64>());
             }
-            let z = &row[channels + head * op.dv..][..op.dv];
+            let z = &row[channels + head * op.value_dim..][..op.value_dim];
             y.extend(rms(&o, &wide(&w), f64::from(op.eps)).iter().zip(z).map(|(o, z)| o * silu(*z)));
             out.extend(o);
         }
@@ -160,9 +169,9 @@ fn delta_case(op: Delta, chunks: &[&[usize]]) {
 /// rows that were a trial.
 #[test]
 fn a_delta_layer_in_few_launches() {
-    let shape = &Delta { key_heads: 2, value_heads: 4, dk: 64, dv: 48, eps: 1e-6 };
+    let shape = &DeltaShape { key_heads: 2, value_heads: 4, key_dim: 64, value_dim: 48, conv_width: 4, eps: 1e-6 };
     let (hidden, channels, values, heads) = (128, shape.channels(), shape.values(), shape.value_heads);
-    for codes in [AFFINE4, AFFINE8, Codes::Affine { bits: 3, group: 32, scale: Float::F16 }] {
+    for codes in [AFFINE4, AFFINE8, WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 }] {
         let mut found: Vec<Vec<Vec<u8>>> = Vec::new();
         for (apart, cuts) in [(true, &[2, 1, 1, 5][..]), (false, &[2, 1, 1, 5]), (false, &[2, 2, 4, 1])] {
             let (mut host, mut random) = (Host::start(), Random(9));
@@ -171,12 +180,12 @@ fn a_delta_layer_in_few_launches() {
             let last = [weight(&mut host, hidden, values)];
             let mut floats = |count: usize| host.floats(&random.normals(count));
             let norm = Some(Norm { weight: floats(hidden), eps: 1e-6, keep: None });
-            let (taps, samples, state) = (floats(4 * channels), floats(3 * channels), floats(values * shape.dk));
-            let (decay, gated) = (Decay { rate: floats(heads), dt_bias: floats(heads) }, floats(shape.dv));
+            let (taps, samples, state) = (floats(4 * channels), floats(3 * channels), floats(values * shape.key_dim));
+            let (decay, gated) = (Decay { rate: floats(heads), dt_bias: floats(heads) }, floats(shape.value_dim));
             let all = floats(9 * hidden);
             let [proj, mixed, out, y] =
                 [shape.width(), channels, values, values].map(|width| host.empty(9 * width * 4));
-            let (mut past, mut at) = (Past::default(), 0);
+            let (mut past, mut at) = (Replay::default(), 0);
             for (index, &tokens) in cuts.iter().enumerate() {
                 let rows = |region: moestro::device::Region, width: usize| region.rows(at, tokens, width);
                 let (h, proj, mixed) = (rows(all, hidden), rows(proj, shape.width()), rows(mixed, channels));
@@ -184,17 +193,17 @@ fn a_delta_layer_in_few_launches() {
                 // The first rows are a trial.
                 let stored = if index == 0 { 0 } else { past.rows + tokens };
                 let net = DeltaNet {
-                    project: Project { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
+                    project: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
                     conv: Conv { shape, tokens, proj, taps, past, stored, state: samples, out: mixed },
                     rule: DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y },
-                    back: Project { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
+                    back: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
                 };
                 let dispatches = if apart { net.apart() } else { net.dispatches() };
                 if !apart && tokens == 1 {
                     assert_eq!(dispatches.len(), 3);
                 }
                 dispatches.iter().for_each(|dispatch| host.run(dispatch));
-                past = if index == 0 { Past { rows: tokens, proj, mixed } } else { Past::default() };
+                past = if index == 0 { Replay { rows: tokens, proj, mixed } } else { Replay::default() };
                 at += tokens;
             }
             found.push([all, samples, state].map(|region| host.read(region)).to_vec());
@@ -205,7 +214,14 @@ fn a_delta_layer_in_few_launches() {
 
 #[test]
 fn delta_net() {
-    let delta = |key_heads, value_heads, dk, dv| Delta { key_heads, value_heads, dk, dv, eps: 1e-6 };
+    let delta = |key_heads, value_heads, key_dim, value_dim| DeltaShape {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        conv_width: 4,
+        eps: 1e-6,
+    };
     delta_case(delta(2, 4, 128, 128), &[&[7], &[1, 1, 1, 1, 1, 1, 1], &[2, 5]]);
     delta_case(delta(1, 3, 20, 37), &[&[4], &[3, 1]]);
     delta_case(delta(1, 1, 256, 16), &[&[3]]);
@@ -213,8 +229,8 @@ fn delta_net() {
 
 /// Attention of `tokens` rows after `start` cached ones, as of an answer and as of a prompt, against plain loops; and row by row, the
 /// same bytes.
-fn attend_case(op: Heads, start: usize, tokens: usize) {
-    let half = op.format == CacheFormat::Bf16;
+fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
+    let half = op.format == KvFormat::Bf16;
     let mut host = Host::start();
     host.twice = start < 100;
     let mut random = Random((op.dim + start) as u64);
@@ -226,7 +242,7 @@ fn attend_case(op: Heads, start: usize, tokens: usize) {
     let old = old.map(|v| v.into_iter().map(cast).collect::<Vec<_>>());
     let turn: Vec<f32> = (0..tokens)
         .flat_map(|t| {
-            (0..op.rotary / 2).map(move |j| (start + t) as f64 * 1e4f64.powf(-2.0 * j as f64 / op.rotary as f64))
+            (0..op.rope_dim / 2).map(move |j| (start + t) as f64 * 1e4f64.powf(-2.0 * j as f64 / op.rope_dim as f64))
         })
         .flat_map(|angle| [angle.cos() as f32, angle.sin() as f32])
         .collect();
@@ -250,21 +266,21 @@ fn attend_case(op: Heads, start: usize, tokens: usize) {
     for chunk in [tokens, 1] {
         let table = host.words(&(0..pages as u32).rev().collect::<Vec<_>>());
         let [keys, values] = [&old[0], &old[1]].map(|old| store(&mut host, old));
-        let cache = Cache { keys, values, table, newest: Default::default() };
+        let cache = KvCache { keys, values, table, recent: Default::default() };
         let norms = (host.floats(&q_norm), host.floats(&k_norm));
         let (proj, turn) = (host.floats(&proj), host.floats(&turn));
         let [y, by_half] = [(); 2].map(|()| host.empty(tokens * op.heads * dim * 4));
         for t in (0..tokens).step_by(chunk) {
             let rows = |region: moestro::device::Region, width: usize| region.part(t * width * 4, chunk * width * 4);
             let (proj, at) = (rows(proj, width), start + t);
-            let turn = Turn { q_norm: norms.0, k_norm: norms.1, turn: rows(turn, op.rotary) };
+            let turn = QkNormRope { q_norm: norms.0, k_norm: norms.1, turn: rows(turn, op.rope_dim) };
             let (q, partials) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.partials(at, chunk) * 4));
             let [y, by_half] = [y, by_half].map(|y| rows(y, op.heads * dim));
             let (shape, start, tokens) = (&op, at, chunk);
-            host.run(&CacheWrite { shape, start, tokens, proj, turn, q, cache }.dispatch());
-            let attend = Attend { shape, start, tokens, q, cache, proj, partials, y };
+            host.run(&KvWrite { shape, start, tokens, proj, turn, q, cache }.dispatch());
+            let attend = Attention { shape, start, tokens, q, cache, proj, partials, y };
             attend.dispatches(16).flatten().for_each(|dispatch| host.run(&dispatch));
-            Attend { y: by_half, ..attend }.halves().for_each(|dispatch| host.run(&dispatch));
+            Attention { y: by_half, ..attend }.halves().for_each(|dispatch| host.run(&dispatch));
         }
         results.push(host.read_floats(y));
         halves.push(host.read_floats(by_half));
@@ -277,11 +293,11 @@ fn attend_case(op: Heads, start: usize, tokens: usize) {
         let placed = |from: usize, norm: &[f32]| -> Vec<f64> {
             let x = rms(&row[from..from + dim], &wide(norm), f64::from(op.eps));
             let mut y = x.clone();
-            for j in 0..op.rotary / 2 {
-                let at = (t * op.rotary / 2 + j) * 2;
+            for j in 0..op.rope_dim / 2 {
+                let at = (t * op.rope_dim / 2 + j) * 2;
                 let (c, s) = (f64::from(turn[at]), f64::from(turn[at + 1]));
-                y[j] = x[j] * c - x[j + op.rotary / 2] * s;
-                y[j + op.rotary / 2] = x[j + op.rotary / 2] * c + x[j] * s;
+                y[j] = x[j] * c - x[j + op.rope_dim / 2] * s;
+                y[j + op.rope_dim / 2] = x[j + op.rope_dim / 2] * c + x[j] * s;
             }
             y
         };
@@ -315,16 +331,16 @@ fn attend_case(op: Heads, start: usize, tokens: usize) {
 
 #[test]
 fn attention() {
-    let format = CacheFormat::F32;
-    let op = |heads, kv_heads, dim, rotary, context| Heads {
+    let format = KvFormat::F32;
+    let op = |heads, kv_heads, dim, rope_dim, context| AttentionShape {
         heads,
         kv_heads,
         dim,
-        rotary,
+        rope_dim,
         eps: 1e-6,
         context,
         format,
-        newest: None,
+        recent: None,
     };
     attend_case(op(8, 2, 256, 64, 40), 0, 5);
     attend_case(op(8, 2, 256, 64, 40), 30, 5);
@@ -333,6 +349,6 @@ fn attention() {
     attend_case(op(4, 2, 64, 16, 100), 62, 4);
     attend_case(op(6, 2, 64, 16, 150), 120, 25); // several threadgroups, across the border of a block of keys
     attend_case(op(2, 1, 20, 10, 8200), 8190, 4); // parts grow longer
-    attend_case(Heads { format: CacheFormat::Bf16, ..op(8, 1, 256, 64, 40) }, 11, 3);
-    attend_case(Heads { format: CacheFormat::Bf16, ..op(2, 1, 64, 16, 20) }, 3, 2);
+    attend_case(AttentionShape { format: KvFormat::Bf16, ..op(8, 1, 256, 64, 40) }, 11, 3);
+    attend_case(AttentionShape { format: KvFormat::Bf16, ..op(2, 1, 64, 16, 20) }, 3, 2);
 }

@@ -1,11 +1,11 @@
 use crate::{check::*, host::Host};
 use moestro::{
     device::Launch,
-    ops::{Codes, Float, Norm, Project},
+    ops::{Float, Linear, Norm, WeightFormat},
 };
 
 /// Runs `matrices` on `tokens` random rows, optionally normed or added to what is there, and compares.
-fn case(shapes: &[(Codes, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Launch {
+fn case(shapes: &[(WeightFormat, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Launch {
     let mut host = Host::start();
     let mut random = Random((cols * 31 + tokens) as u64);
     let samples: Vec<_> =
@@ -17,7 +17,7 @@ fn case(shapes: &[(Codes, usize)], cols: usize, tokens: usize, norm: bool, add: 
     let y = if add { host.floats(&before) } else { host.empty(before.len() * 4) };
     let matrices: Vec<_> = samples.iter().map(|s| s.matrix).collect();
     let norm_at = norm.then_some(Norm { weight: w_at, eps: 1e-6, keep: Some(kept) });
-    let dispatch = Project { x: x_at, tokens, norm: norm_at, matrices: &matrices, y, add }.dispatch();
+    let dispatch = Linear { x: x_at, tokens, norm: norm_at, matrices: &matrices, y, add }.dispatch();
     host.run(&dispatch);
 
     let mut x = wide(&x);
@@ -39,8 +39,8 @@ fn case(shapes: &[(Codes, usize)], cols: usize, tokens: usize, norm: bool, add: 
     dispatch
 }
 
-fn affine(bits: u8, group: u16) -> Codes {
-    Codes::Affine { bits, group, scale: Float::Bf16 }
+fn affine(bits: u8, group: u16) -> WeightFormat {
+    WeightFormat::Affine { bits, group, scale: Float::Bf16 }
 }
 
 #[test]
@@ -51,18 +51,18 @@ fn every_affine_format() {
         }
     }
     for scale in [Float::F16, Float::F32] {
-        case(&[(Codes::Affine { bits: 4, group: 64, scale }, 17)], 192, 2, false, false);
+        case(&[(WeightFormat::Affine { bits: 4, group: 64, scale }, 17)], 192, 2, false, false);
     }
 }
 
 #[test]
 fn the_other_formats() {
-    for codes in [Codes::Mxfp4, Codes::Nvfp4, Codes::Mxfp8] {
+    for codes in [WeightFormat::Mxfp4, WeightFormat::Nvfp4, WeightFormat::Mxfp8] {
         case(&[(codes, 21)], 352, 1, false, false);
         case(&[(codes, 5)], 64, 3, true, true);
     }
     for float in [Float::F32, Float::F16, Float::Bf16] {
-        case(&[(Codes::Dense(float), 7)], 77, 2, true, false);
+        case(&[(WeightFormat::Dense(float), 7)], 77, 2, true, false);
     }
 }
 
@@ -106,13 +106,13 @@ fn a_row_does_not_depend_on_its_company() {
         let norm = kernel.contains("norm").then_some(Norm { weight, eps: 1e-6, keep: None });
         let together = host.empty(tokens * 40 * 4);
         let matrices = [sample.matrix];
-        let all = Project { x, tokens, norm, matrices: &matrices, y: together, add: false };
+        let all = Linear { x, tokens, norm, matrices: &matrices, y: together, add: false };
         assert_eq!((all.dispatch().kernel, all.dispatch().grid[0]), (kernel, tokens.div_ceil(2) as u32));
         host.run(&all.dispatch());
         let together = host.read(together);
         for t in 0..tokens {
             let (row, alone) = (x.part(t * cols * 4, cols * 4), host.empty(40 * 4));
-            host.run(&Project { x: row, tokens: 1, y: alone, ..all }.dispatch());
+            host.run(&Linear { x: row, tokens: 1, y: alone, ..all }.dispatch());
             assert_eq!(host.read(alone), together[t * 160..(t + 1) * 160], "row {t} of {codes:?}, {kernel}");
         }
     }

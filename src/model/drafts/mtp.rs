@@ -25,7 +25,7 @@ use crate::{
     error::ModelError,
     experts::{self, ExpertMap, Experts, LayerExperts, Phase},
     metrics::Metrics,
-    ops::{Backend, Cache, CacheFormat, Embed, KvBits, Norm, Part, Project, Slots, Weight},
+    ops::{Backend, Embedding, ExpertSlots, KvBits, KvCache, KvFormat, Linear, ModelPart, Norm, Weight},
     platform::MAX_BLOCK,
 };
 use std::{path::Path, sync::Arc};
@@ -41,7 +41,7 @@ pub struct Survey {
     config: Config,
     map: ExpertMap,
     weights: u64,
-    /// Slots for its experts.
+    /// ExpertSlots for its experts.
     pub slots: usize,
 }
 
@@ -58,9 +58,9 @@ pub(in crate::model) struct Head {
 
 /// Its memory on a device.
 pub(in crate::model) struct HeadPlace {
-    slots: Slots,
+    slots: ExpertSlots,
     tables: Region,
-    cache: Cache,
+    cache: KvCache,
     room: usize,
     tapped: Tapped,
     /// The model's last norm.
@@ -153,7 +153,7 @@ impl Survey {
     }
 
     /// All that it takes.
-    pub fn bytes(&self, format: CacheFormat) -> u64 {
+    pub fn bytes(&self, format: KvFormat) -> u64 {
         let (a, hidden) = (&self.config.attention, self.config.hidden);
         let kv = ROOM * 2 * a.kv_heads * format.row_bytes(a.dim);
         // Two of them: what a chunk's rows are normed to, and what is added to them.
@@ -197,13 +197,13 @@ impl HeadPlace {
         let words = head.store.as_ref().map_or(Vec::new(), |store| device_state::tables(&head.net, store));
         let (room, format) = (ROOM.min(context), run.limits().cache);
         let shape = heads(&head.config, format, KvBits::default(), room, 0);
-        device_state::accept(&head.net, &shape, head.config.delta.taps, run)?;
-        head.fc.iter().try_for_each(|weight| run.accept(Part::Weight(weight)))?;
+        device_state::accept(&head.net, &shape, run)?;
+        head.fc.iter().try_for_each(|weight| run.accept(ModelPart::Weight(weight)))?;
         let (keys, values) = (run.allocate(shape.cache_bytes())?, run.allocate(shape.cache_bytes())?);
         let numbers: Vec<u32> = (0..shape.pages() as u32).collect();
         let table = run.allocate(numbers.len() * 4)?;
         run.write_words(table, &numbers)?;
-        let cache = Cache { keys, values, table, newest: [Region::default(); 2] };
+        let cache = KvCache { keys, values, table, recent: [Region::default(); 2] };
         let tables = run.allocate(words.len() * 4)?;
         if !words.is_empty() {
             run.write_words(tables, &words)?;
@@ -287,18 +287,18 @@ impl Pass<'_> {
         let [embedding, hidden] = head.fc.each_ref().map(std::slice::from_ref);
         self.run.write_words(b.ids, ids)?;
         self.turn()?;
-        self.run.execute(&Embed { table: &head.net.embed, tokens, ids: b.ids, into: b.normed }.into())?;
+        self.run.execute(&Embedding { table: &head.net.embed, tokens, ids: b.ids, into: b.normed }.into())?;
         let (x, y) = (b.normed, b.h);
         self.run
-            .execute(&Project { x, tokens, norm: norm(head.norms[0]), matrices: embedding, y, add: false }.into())?;
+            .execute(&Linear { x, tokens, norm: norm(head.norms[0]), matrices: embedding, y, add: false }.into())?;
         self.run.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
-        self.run.execute(&Project { x, tokens, norm: norm(head.norms[1]), matrices: hidden, y, add: true }.into())?;
+        self.run.execute(&Linear { x, tokens, norm: norm(head.norms[1]), matrices: hidden, y, add: true }.into())?;
         self.walk(state, &[], &mut |_, _, _| Ok(()))?;
         let Some(out) = out else { return Ok(()) };
         let keep = Some(b.normed.floats(config.hidden));
         let norm = Some(Norm { weight: head.net.norm, eps: config.eps, keep });
         let (x, matrices) = (b.h.rows(tokens - 1, 1, config.hidden), std::slice::from_ref(head.net.head()));
-        self.run.execute(&Project { x, tokens: 1, norm, matrices, y: b.logits, add: false }.into())?;
+        self.run.execute(&Linear { x, tokens: 1, norm, matrices, y: b.logits, add: false }.into())?;
         out.logits.resize(config.vocab, 0.0);
         out.hidden.resize(config.hidden, 0.0);
         self.run.read_floats(b.logits, &mut out.logits)?;

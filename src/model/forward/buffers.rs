@@ -3,7 +3,7 @@
 use crate::model::config::{Config, FfnShape};
 use crate::{
     device::Region,
-    ops::{Halves, Limits, Room},
+    ops::{BackendLimits, HalfBuffers, MoeBuffers},
 };
 
 /// Rows of logits computed at once.
@@ -12,7 +12,7 @@ pub const LOGITS: usize = 16;
 /// Words that each buffer of a mixer and of a feed-forward begins at a multiple of.
 const LINE: usize = 64;
 
-/// Room for up to `rows` rows; every layer uses the same. A layer's mixer is over when its feed-forward begins, so what only one
+/// MoeBuffers for up to `rows` rows; every layer uses the same. A layer's mixer is over when its feed-forward begins, so what only one
 /// of the two needs (`proj` to `y`, and the experts' `act` and `out`) is the same memory. A mixer may go through its rows in
 /// blocks, and has room for one.
 #[derive(Debug, Clone, Copy, Default)]
@@ -36,7 +36,7 @@ pub struct Buffers {
     /// A single row's `y`, where that is so: it need not wait until `mixed` has been read.
     pub(in crate::model) one: Region,
     pub partials: Region,
-    pub room: Room,
+    pub room: MoeBuffers,
     /// `[rows, k]` u32: the experts that the router chose, and their slots if every expert is in memory.
     pub chosen: Region,
     pub slots: Region,
@@ -45,7 +45,7 @@ pub struct Buffers {
     /// `[layers, experts]` u32: each expert's slot, looked at where every one has one.
     pub tables: Region,
     /// Rows in half precision, where products take such.
-    pub half: Halves,
+    pub half: HalfBuffers,
     /// `[LOGITS, vocab]`.
     pub logits: Region,
 }
@@ -54,12 +54,12 @@ impl Buffers {
     /// Takes each buffer from `take` (bytes). `context` is the longest that there can be.
     pub fn new<E>(
         config: &Config,
-        limits: &Limits,
+        limits: &BackendLimits,
         rows: usize,
         context: usize,
         mut take: impl FnMut(usize) -> Result<Region, E>,
     ) -> Result<Self, E> {
-        let (hidden, heads, delta) = (config.hidden, config.heads(), config.delta_heads());
+        let (hidden, heads, delta) = (config.hidden, config.attention, config.delta);
         let full = config.full_layers();
         let (mut proj, mut values, mut mixed) = (0, 0, 0);
         if full > 0 {
@@ -89,9 +89,9 @@ impl Buffers {
         };
         let mut half = (0, 0);
         if limits.half {
-            half.0 = Halves::words(hidden.max(values).max(widest));
+            half.0 = HalfBuffers::words(hidden.max(values).max(widest));
             if let FfnShape::Moe { k, intermediate, .. } = config.ffn {
-                half.1 = k * Halves::words(intermediate);
+                half.1 = k * HalfBuffers::words(intermediate);
             }
         }
         let few = rows.min(limits.by_place.max(1));
@@ -115,14 +115,14 @@ impl Buffers {
             ids: take(rows)?,
             h: take(rows * hidden)?,
             normed: take(rows * hidden)?,
-            turn: take(rows * config.attention.rotated)?,
+            turn: take(rows * config.attention.rope_dim)?,
             proj,
             mixed,
             out: heads,
             y,
             one: take(if limits.in_place { values } else { 0 })?,
             partials: take(partials)?,
-            room: Room {
+            room: MoeBuffers {
                 scores: take(rows * scores)?,
                 weights: take(rows * (k + 1))?,
                 act,
@@ -134,7 +134,7 @@ impl Buffers {
             slots: take(rows * k)?,
             by_place: take(few * k * (k + 2))?,
             tables: take(config.layers * experts)?,
-            half: Halves { x: take(rows * half.0)?, act: take(rows * half.1)? },
+            half: HalfBuffers { x: take(rows * half.0)?, act: take(rows * half.1)? },
             logits: take(rows.min(LOGITS) * config.vocab)?,
         })
     }
@@ -145,7 +145,7 @@ impl Buffers {
     }
 
     /// Bytes that a row takes, and what does not depend on rows.
-    pub fn cost(config: &Config, limits: &Limits) -> (u64, u64) {
+    pub fn cost(config: &Config, limits: &BackendLimits) -> (u64, u64) {
         let bytes = |rows: usize| {
             let mut bytes = 0;
             let _ = Self::new(config, limits, rows, config.context, |len| {
@@ -193,7 +193,7 @@ mod tests {
                 assert!(mixer[0].overlaps(ffn[0]), "{rows} rows");
                 assert_eq!(b.y.overlaps(b.mixed), limits.in_place, "{rows} rows");
                 // A mixer has room for a block of its rows, however many there are.
-                let values = config.delta_heads().values().max(config.heads().heads * config.heads().dim);
+                let values = config.delta.values().max(config.attention.heads * config.attention.dim);
                 assert_eq!([b.y.len, b.out.len], [4 * values * rows.min(limits.mixer); 2], "{rows} rows");
                 let apart = if limits.in_place { &mixer[..3] } else { &mixer };
                 for parts in [apart, &ffn] {

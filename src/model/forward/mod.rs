@@ -17,13 +17,16 @@ use crate::model::{
     forward::buffers::{Buffers, LOGITS},
     state::rollback::{DeltaState, Trial},
     state::sequence::LayerState,
-    weights::{Attention, DeltaNet, Dense, Ffn, Mixer, Network},
+    weights::{AttentionWeights, DeltaNetWeights, Dense, Ffn, Mixer, Network},
 };
 use crate::{
     device::Region,
     error::ModelError,
     experts::{Experts, Phase},
-    ops::{self, Attend, Backend, CacheWrite, Conv, DeltaRule, Embed, Limits, Mlp, Norm, Project, Slots, Turn, Weight},
+    ops::{
+        self, Attention, Backend, BackendLimits, Conv, DeltaRule, Embedding, ExpertSlots, KvWrite, Linear, Mlp, Norm,
+        QkNormRope, Weight,
+    },
 };
 use std::ops::Range;
 
@@ -80,9 +83,9 @@ pub(in crate::model) struct Pass<'a> {
     pub config: &'a Config,
     pub net: &'a Network,
     pub run: &'a mut dyn Backend,
-    pub limits: Limits,
+    pub limits: BackendLimits,
     pub experts: Option<&'a Experts>,
-    pub slots: &'a Slots,
+    pub slots: &'a ExpertSlots,
     pub b: &'a Buffers,
     /// Positions.
     pub start: usize,
@@ -113,7 +116,7 @@ impl Pass<'_> {
         let (b, tokens) = (self.b, self.tokens);
         self.run.write_words(b.ids, ids)?;
         self.turn()?;
-        self.run.execute(&Embed { table: &self.net.embed, tokens, ids: b.ids, into: b.h }.into())?;
+        self.run.execute(&Embedding { table: &self.net.embed, tokens, ids: b.ids, into: b.h }.into())?;
         self.walk(state, marks, mark)
     }
 
@@ -165,7 +168,7 @@ impl Pass<'_> {
         for first in rows.clone().step_by(LOGITS) {
             let tokens = LOGITS.min(rows.end - first);
             let (x, norm) = (b.h.rows(first, tokens, hidden), Some(self.norm(self.net.norm)));
-            self.run.execute(&Project { x, tokens, norm, matrices: head, y: b.logits, add: false }.into())?;
+            self.run.execute(&Linear { x, tokens, norm, matrices: head, y: b.logits, add: false }.into())?;
             let at = out.len();
             out.resize(at + tokens * vocab, 0.0);
             self.run.read_floats(b.logits, &mut out[at..])?;
@@ -179,7 +182,7 @@ impl Pass<'_> {
 
     /// Cosines and sines of this pass's positions.
     pub fn turn(&mut self) -> Result<(), ModelError> {
-        let (rotated, theta) = (self.config.attention.rotated, self.config.attention.theta);
+        let (rotated, theta) = (self.config.attention.rope_dim, self.config.rope_theta);
         let half = rotated / 2;
         let turn = &mut self.lists.turn;
         turn.clear();
@@ -196,19 +199,19 @@ impl Pass<'_> {
     fn attention(
         &mut self,
         norm: Region,
-        attention: &Attention,
-        cache: &crate::ops::Cache,
+        attention: &AttentionWeights,
+        cache: &crate::ops::KvCache,
         rows: Range<usize>,
     ) -> Result<(), ModelError> {
-        let Attention { shape, qkv, q_norm, k_norm, out } = attention;
+        let AttentionWeights { shape, qkv, q_norm, k_norm, out } = attention;
         let (b, start, tokens, cache) = (self.b, self.start + rows.start, rows.len(), *cache);
         let (norm, x) = (Some(self.norm(norm)), self.rows(&rows));
-        self.run.execute(&Project { x, tokens, norm, matrices: qkv, y: b.proj, add: false }.into())?;
-        let turn = b.turn.rows(rows.start, tokens, self.config.attention.rotated);
-        let turn = Turn { q_norm: *q_norm, k_norm: *k_norm, turn };
-        self.run.execute(&CacheWrite { shape, start, tokens, proj: b.proj, turn, q: b.out, cache }.into())?;
+        self.run.execute(&Linear { x, tokens, norm, matrices: qkv, y: b.proj, add: false }.into())?;
+        let turn = b.turn.rows(rows.start, tokens, self.config.attention.rope_dim);
+        let turn = QkNormRope { q_norm: *q_norm, k_norm: *k_norm, turn };
+        self.run.execute(&KvWrite { shape, start, tokens, proj: b.proj, turn, q: b.out, cache }.into())?;
         let (q, proj, partials, y) = (b.out, b.proj, b.partials, b.y(tokens));
-        self.run.execute(&Attend { shape, start, tokens, q, cache, proj, partials, y }.into())?;
+        self.run.execute(&Attention { shape, start, tokens, q, cache, proj, partials, y }.into())?;
         Ok(self.run.execute(&self.back(out, &rows).into())?)
     }
 
@@ -217,13 +220,13 @@ impl Pass<'_> {
     fn delta_net(
         &mut self,
         norm: Region,
-        delta: &DeltaNet,
+        delta: &DeltaNetWeights,
         memory: &mut DeltaState,
         rows: Range<usize>,
         marks: &[usize],
         mark: &mut Marked<'_>,
     ) -> Result<(), ModelError> {
-        let DeltaNet { shape, project, taps, decay, norm: gated, out } = delta;
+        let DeltaNetWeights { shape, project, taps, decay, norm: gated, out } = delta;
         let (b, all, trial) = (self.b, rows.len(), self.trial);
         // A mark between two blocks is the former's.
         let past = if rows.start > 0 { marks.partition_point(|mark| *mark <= rows.start) } else { 0 };
@@ -231,7 +234,7 @@ impl Pass<'_> {
         let norm = Some(self.norm(norm));
         let [all_proj, all_mixed] =
             trial.and_then(|before| memory.room(shape, before, all)).unwrap_or([b.proj, b.mixed]);
-        let project = Project { x: self.rows(&rows), tokens: all, norm, matrices: project, y: all_proj, add: false };
+        let project = Linear { x: self.rows(&rows), tokens: all, norm, matrices: project, y: all_proj, add: false };
         let back = self.back(out, &rows);
         // Convolution and rule of some of the rows.
         let walk = |memory: &DeltaState, from: usize, tokens: usize| {
@@ -269,9 +272,9 @@ impl Pass<'_> {
     }
 
     /// `h += y W^T`: the end of a mixer.
-    fn back<'w>(&self, out: &'w Weight, rows: &Range<usize>) -> Project<'w> {
+    fn back<'w>(&self, out: &'w Weight, rows: &Range<usize>) -> Linear<'w> {
         let (x, tokens) = (self.b.y(rows.len()), rows.len());
-        Project { x, tokens, norm: None, matrices: std::slice::from_ref(out), y: self.rows(rows), add: true }
+        Linear { x, tokens, norm: None, matrices: std::slice::from_ref(out), y: self.rows(rows), add: true }
     }
 
     /// Rows of the residual stream.

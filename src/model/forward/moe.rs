@@ -3,7 +3,7 @@
 //! ```text
 //! h --norm--> x --+-- router --> ids --> experts ----> hits ----> Experts --+
 //!                 |                            |                           |
-//!                 |                            +-- reads --> as they land -+--> Combine in rank order --> h
+//!                 |                            +-- reads --> as they land -+--> CombineExperts in rank order --> h
 //!                 +-- shared expert, while the disk works -----------------+
 //! ```
 //! Each place's result is kept apart until all are there, and the places are summed in the router's order: so it does not
@@ -14,7 +14,7 @@ use crate::{
     device::Region,
     error::ModelError,
     experts::{Asked, Choice},
-    ops::{Combine, Experts, Group, Mixture, NONE, Norm, Route, Which},
+    ops::{CombineExperts, ExpertGroup, ExpertSet, Experts, MoeWeights, NONE, Norm, Router},
 };
 
 /// Rows of a prompt whose choice the next layer's is guessed from: they want the same experts most as all rows do.
@@ -28,7 +28,7 @@ pub(in crate::model) struct Lists {
     weights: Vec<f32>,
     guess: Vec<u32>,
     /// A batch: its experts, and their places.
-    groups: Vec<Group>,
+    groups: Vec<ExpertGroup>,
     places: Vec<u32>,
     /// The slot of each place, as far as known.
     slots: Vec<u32>,
@@ -41,8 +41,8 @@ impl Pass<'_> {
         &mut self,
         index: usize,
         norm: Norm,
-        layer: &Mixture,
-        next: Option<&Mixture>,
+        layer: &MoeWeights,
+        next: Option<&MoeWeights>,
     ) -> Result<(), ModelError> {
         let Some(experts) = self.experts else {
             return Err(ModelError::Config("the experts are not loaded".into()));
@@ -53,13 +53,13 @@ impl Pass<'_> {
         let table = self.b.tables.rows(index, 1, layer.router.rows);
         let (ids, chosen_slots, scores, weights) = (b.chosen, b.slots, room.scores, room.weights);
         let route =
-            Route { layer, tokens, x: b.h, norm, alone: false, table, scores, ids, slots: chosen_slots, weights };
+            Router { layer, tokens, x: b.h, norm, alone: false, table, scores, ids, slots: chosen_slots, weights };
         self.run.execute(&route.into())?;
-        let combine = Combine { layer, slots, tokens, room, by_place: None, h: b.h };
+        let combine = CombineExperts { layer, slots, tokens, room, by_place: None, h: b.h };
         if experts.is_resident() && tokens <= limits.by_table && !self.half {
-            let which = Which::Table { ids, slots: chosen_slots };
+            let which = ExpertSet::Table { ids, slots: chosen_slots };
             self.run.execute(&Experts { layer, slots, tokens, x, room, which }.into())?;
-            return Ok(self.run.execute(&Combine { by_place: Some(chosen_slots), ..combine }.into())?);
+            return Ok(self.run.execute(&CombineExperts { by_place: Some(chosen_slots), ..combine }.into())?);
         }
 
         let phase = self.phase;
@@ -99,12 +99,12 @@ impl Pass<'_> {
         &mut self,
         index: usize,
         asked: &mut Asked<'_>,
-        combine: Combine<'_>,
+        combine: CombineExperts<'_>,
         resident: bool,
         lists: &mut Lists,
     ) -> Result<(), ModelError> {
         let (b, limits) = (self.b, self.limits);
-        let Combine { layer, slots, tokens, mut room, .. } = combine;
+        let CombineExperts { layer, slots, tokens, mut room, .. } = combine;
         let Lists { groups, places, slots: known, .. } = lists;
         let (x, row) = (b.normed, tokens * layer.k);
         let by_place = tokens <= limits.by_place && !self.half;
@@ -112,7 +112,7 @@ impl Pass<'_> {
         let mut shared = layer.shared.is_some();
         if shared && !resident && !limits.waits {
             // The disk is at work: the shared expert must not wait for it.
-            let which = Which::Landed { groups: &[], places: &[], shared, by_place: own(0) };
+            let which = ExpertSet::Landed { groups: &[], places: &[], shared, by_place: own(0) };
             self.run.execute(&Experts { layer, slots, tokens, x, room, which }.into())?;
             shared = false;
         }
@@ -129,7 +129,7 @@ impl Pass<'_> {
                     let content = (index as u64) << 32 | u64::from(landed.expert);
                     self.run.landed(slots.of(landed.slot.0), content)?;
                 }
-                groups.push(Group { expert: landed.expert, slot: landed.slot.0, first, count });
+                groups.push(ExpertGroup { expert: landed.expert, slot: landed.slot.0, first, count });
                 places.extend(landed.places);
                 for place in landed.places {
                     known[*place as usize] = landed.slot.0;
@@ -141,7 +141,7 @@ impl Pass<'_> {
                 self.run.wait_for(mark)?;
                 room = combine.room;
             }
-            let which = Which::Landed { groups, places, shared, by_place: own(call) };
+            let which = ExpertSet::Landed { groups, places, shared, by_place: own(call) };
             self.run.execute(&Experts { layer, slots, tokens, x, room, which }.into())?;
             (shared, call) = (false, call + 1);
             // A part of its own for each batch: the device may still be reading the lists of those before. A job has a place
@@ -160,12 +160,12 @@ impl Pass<'_> {
         if let Some(at) = by_place {
             self.run.write_words(at, known)?;
         }
-        Ok(self.run.execute(&Combine { by_place, ..combine }.into())?)
+        Ok(self.run.execute(&CombineExperts { by_place, ..combine }.into())?)
     }
 
     /// The guess of the next layer's choice: its router on this layer's input. It is computed in the experts' buffers,
     /// which are free until they run.
-    fn guess(&mut self, index: usize, layer: &Mixture, into: &mut Vec<u32>) -> Result<(), ModelError> {
+    fn guess(&mut self, index: usize, layer: &MoeWeights, into: &mut Vec<u32>) -> Result<(), ModelError> {
         let (b, tokens, x) = (self.b, self.tokens.min(GUESSED), self.b.normed);
         let (scores, room) = (b.room.out, tokens * layer.k * 4);
         into.clear();
@@ -174,14 +174,14 @@ impl Pass<'_> {
         }
         let [ids, slots, weights] = [(0, 1), (1, 1), (2, 2)].map(|(at, len)| b.room.act.part(at * room, len * room));
         let table = b.tables.rows(index, 1, layer.router.rows);
-        let route = Route { layer, tokens, x, norm: None, alone: true, table, scores, ids, slots, weights };
+        let route = Router { layer, tokens, x, norm: None, alone: true, table, scores, ids, slots, weights };
         self.run.execute(&route.into())?;
         into.resize(tokens * layer.k, 0);
         Ok(self.run.read_words(ids, into)?)
     }
 
     /// Waits for the router's choice: the one wait of a layer.
-    fn read_choice(&mut self, layer: &Mixture, logits: bool, lists: &mut Lists) -> Result<(), ModelError> {
+    fn read_choice(&mut self, layer: &MoeWeights, logits: bool, lists: &mut Lists) -> Result<(), ModelError> {
         let (b, tokens, k) = (self.b, self.tokens, layer.k);
         lists.chosen.resize(tokens * k, 0);
         self.run.read_words(b.chosen, &mut lists.chosen)?;

@@ -8,7 +8,7 @@ use crate::model::{config::Config, state::snapshot::KvPage};
 use crate::{
     device::{DeviceError, Region, Slab, SyncPoint, Timeline},
     error::ModelError,
-    ops::{Backend, Halves, Heads, Limits, Op, Part, attention::PAGE},
+    ops::{AttentionShape, Backend, BackendLimits, HalfBuffers, ModelPart, Op, attention::PAGE},
     plan::Plan,
 };
 use parking_lot::{Condvar, Mutex, ReentrantMutex, ReentrantMutexGuard};
@@ -38,7 +38,7 @@ pub struct PagePool {
     pub(in crate::model) layers: Vec<Layer>,
     /// Bytes of a page in one of a layer's regions.
     part: usize,
-    /// Heads of keys (or values), each of which has [`PAGE`] rows of it.
+    /// AttentionShape of keys (or values), each of which has [`PAGE`] rows of it.
     heads: usize,
     /// Those that nobody holds.
     free: Mutex<Vec<u32>>,
@@ -119,11 +119,11 @@ impl Backend for SharedBackend {
         self.0.lock().borrow().name()
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> BackendLimits {
         self.0.lock().borrow().limits()
     }
 
-    fn accept(&self, part: Part<'_>) -> Result<(), DeviceError> {
+    fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
         self.0.lock().borrow().accept(part)
     }
 
@@ -137,7 +137,7 @@ impl Backend for SharedBackend {
 
     pass_on! {
         execute(op: &Op<'_>) -> Result<(), DeviceError>;
-        prompt(room: Option<Halves>);
+        prompt(room: Option<HalfBuffers>);
         read(from: Region, into: &mut [u8]) -> Result<(), DeviceError>;
         write(to: Region, bytes: &[u8]) -> Result<(), DeviceError>;
         copy(from: Region, to: Region) -> Result<(), DeviceError>;
@@ -152,7 +152,7 @@ impl PagePool {
     /// As many pages as `plan` has room for. They are committed as they are first written, where the system does so.
     pub(in crate::model) fn new(
         config: &Config,
-        heads: &Heads,
+        heads: &AttentionShape,
         plan: &Plan,
         run: &SharedBackend,
     ) -> Result<Arc<Self>, DeviceError> {

@@ -7,7 +7,7 @@
 use crate::model::config::Config;
 use crate::{
     device::{DeviceError, Region},
-    ops::{Backend, Delta, Past},
+    ops::{Backend, DeltaShape, Replay},
 };
 
 /// Rows of a verify at most: as many as the kernels of decoding take.
@@ -39,13 +39,13 @@ pub type Trial = Option<usize>;
 
 /// Bytes of all tapes.
 pub fn cost(config: &Config) -> u64 {
-    let (nets, shape) = (config.layers - config.full_layers(), config.delta_heads());
+    let (nets, shape) = (config.layers - config.full_layers(), config.delta);
     if nets > 0 { (nets * 2 * ROWS * (shape.width() + shape.channels()) * 4) as u64 } else { 0 }
 }
 
 impl DeltaState {
     /// Makes room for a trial's rows.
-    pub fn tape(&mut self, shape: &Delta, run: &mut dyn Backend) -> Result<(), DeviceError> {
+    pub fn tape(&mut self, shape: &DeltaShape, run: &mut dyn Backend) -> Result<(), DeviceError> {
         if self.tape.is_none() {
             let [proj, mixed] = [shape.width(), shape.channels()].map(|width| 2 * ROWS * width * 4);
             let [proj, mixed] = [run.allocate(proj)?, run.allocate(mixed)?];
@@ -55,14 +55,14 @@ impl DeltaState {
     }
 
     /// The rows that the state has not seen.
-    pub fn past(&self, shape: &Delta) -> Past {
-        let Some(Tape { proj, mixed, half, rows, .. }) = self.tape else { return Past::default() };
+    pub fn past(&self, shape: &DeltaShape) -> Replay {
+        let Some(Tape { proj, mixed, half, rows, .. }) = self.tape else { return Replay::default() };
         let part = |region: Region, width: usize| region.rows(half * ROWS, rows, width);
-        Past { rows, proj: part(proj, shape.width()), mixed: part(mixed, shape.channels()) }
+        Replay { rows, proj: part(proj, shape.width()), mixed: part(mixed, shape.channels()) }
     }
 
     /// Where `rows` further ones of a trial are projected to and convolved, behind `before` others.
-    pub fn room(&self, shape: &Delta, before: usize, rows: usize) -> Option<[Region; 2]> {
+    pub fn room(&self, shape: &DeltaShape, before: usize, rows: usize) -> Option<[Region; 2]> {
         let Tape { proj, mixed, half, .. } = self.tape?;
         let half = if before == 0 { 1 - half } else { half };
         Some(

@@ -11,8 +11,8 @@ use crate::{
     device::{DeviceError, Region},
     error::ModelError,
     ops::{
-        Backend, Cache, CacheFormat, Heads, KvBits, Newest,
-        attention::{NEWEST, rounded_until},
+        AttentionShape, Backend, KvBits, KvCache, KvFormat, RecentRing,
+        attention::{RECENT, rounded_until},
     },
 };
 use parking_lot::Mutex;
@@ -22,7 +22,7 @@ use std::{ops::Range, sync::Arc};
 #[derive(Debug, Clone, Copy)]
 pub enum LayerState {
     /// Keys are after norm and rotation.
-    Attention(Cache),
+    Attention(KvCache),
     DeltaNet(DeltaState),
 }
 
@@ -50,25 +50,25 @@ pub struct QwenState {
     pages: Vec<Arc<KvPage>>,
     pool: Arc<PagePool>,
     /// The form of keys and values.
-    shape: Heads,
+    shape: AttentionShape,
     arenas: Arenas,
 }
 
 /// The form of keys and values: `format`, which is the device's, or fewer `bits`; for `context` positions, of which `rows` are
 /// written at once at most.
-pub fn heads(config: &Config, format: CacheFormat, bits: KvBits, context: usize, rows: usize) -> Heads {
-    let shape = Heads { context, ..config.heads() };
-    let Some(few) = bits.format() else { return Heads { format, ..shape } };
-    // Whatever of a pass is marked or taken back, the newest are still there.
-    let room = (rows + 2 * NEWEST).next_multiple_of(NEWEST);
-    Heads { format: few, newest: Some(Newest { room, format }), ..shape }
+pub fn heads(config: &Config, format: KvFormat, bits: KvBits, context: usize, rows: usize) -> AttentionShape {
+    let shape = AttentionShape { context, ..config.attention };
+    let Some(few) = bits.format() else { return AttentionShape { format, ..shape } };
+    // Whatever of a pass is marked or taken back, the recent are still there.
+    let room = (rows + 2 * RECENT).next_multiple_of(RECENT);
+    AttentionShape { format: few, recent: Some(RecentRing { room, format }), ..shape }
 }
 
 impl QwenState {
     /// An empty state.
     pub fn new(
         config: &Config,
-        shape: Heads,
+        shape: AttentionShape,
         pool: &Arc<PagePool>,
         arenas: &Arenas,
         run: &mut dyn Backend,
@@ -86,7 +86,7 @@ impl QwenState {
     /// A state that is still to become something.
     pub fn room(
         config: &Config,
-        shape: Heads,
+        shape: AttentionShape,
         pool: &Arc<PagePool>,
         arenas: &Arenas,
         run: &mut dyn Backend,
@@ -133,8 +133,8 @@ impl QwenState {
     pub fn snapshot(&mut self, len: usize, mut fixed: Vec<u8>, run: &mut dyn Backend) -> Result<Snapshot, DeviceError> {
         let Self { layers, shape, .. } = self;
         // As many bytes wherever it is taken.
-        let whole = fixed.len() + newest_bytes(layers, shape);
-        newest(layers, shape, rounded_until(len)..len).try_for_each(|region| append(run, region, &mut fixed))?;
+        let whole = fixed.len() + recent_bytes(layers, shape);
+        recent(layers, shape, rounded_until(len)..len).try_for_each(|region| append(run, region, &mut fixed))?;
         fixed.resize(whole, 0);
         let mut pages = self.pages[..len / PAGE].to_vec();
         if let Some(last) = self.pages.get(len / PAGE).filter(|_| !len.is_multiple_of(PAGE)) {
@@ -177,28 +177,28 @@ impl QwenState {
         self.show(0, run)?;
         let Self { layers, shape, .. } = self;
         let mut bytes = &snapshot.state[..];
-        let newest = newest(layers, shape, rounded_until(snapshot.len)..snapshot.len);
-        fixed(layers).chain(newest).try_for_each(|region| take(run, region, &mut bytes))?;
+        let recent = recent(layers, shape, rounded_until(snapshot.len)..snapshot.len);
+        fixed(layers).chain(recent).try_for_each(|region| take(run, region, &mut bytes))?;
         self.nets().for_each(DeltaState::clear);
         (self.len, self.tried) = (snapshot.len, 0);
         Ok(())
     }
 
     /// Bytes of keys and values of one token, all layers.
-    pub fn kv_bytes(config: &Config, format: CacheFormat) -> u64 {
+    pub fn kv_bytes(config: &Config, format: KvFormat) -> u64 {
         let a = &config.attention;
         (config.full_layers() * 2 * a.kv_heads * format.row_bytes(a.dim)) as u64
     }
 
-    /// Bytes of the newest positions in a snapshot.
-    pub fn newest_bytes(config: &Config, shape: &Heads) -> u64 {
-        shape.newest.map_or(0, |newest| 2 * NEWEST as u64 * Self::kv_bytes(config, newest.format))
+    /// Bytes of the recent positions in a snapshot.
+    pub fn recent_bytes(config: &Config, shape: &AttentionShape) -> u64 {
+        shape.recent.map_or(0, |recent| 2 * RECENT as u64 * Self::kv_bytes(config, recent.format))
     }
 
     /// Bytes of everything else that does not grow with the context.
     pub fn fixed_bytes(config: &Config) -> u64 {
         let d = &config.delta;
-        let layer = d.value_heads * d.value_dim * d.key_dim + (d.taps - 1) * d.mixed();
+        let layer = d.value_heads * d.value_dim * d.key_dim + (d.conv_width - 1) * d.channels();
         ((config.layers - config.full_layers()) * layer * 4) as u64
     }
 }
@@ -210,28 +210,28 @@ impl Drop for QwenState {
     }
 }
 
-/// The regions of keys and values that are kept in 16 bits beside fewer; the first position is a multiple of [`NEWEST`].
-fn newest(layers: &[LayerState], shape: &Heads, positions: Range<usize>) -> impl Iterator<Item = Region> {
-    let (heads, ring) = (shape.kv_heads, shape.newest);
+/// The regions of keys and values that are kept in 16 bits beside fewer; the first position is a multiple of [`RECENT`].
+fn recent(layers: &[LayerState], shape: &AttentionShape, positions: Range<usize>) -> impl Iterator<Item = Region> {
+    let (heads, ring) = (shape.kv_heads, shape.recent);
     let row = ring.map_or(0, |ring| ring.format.row_bytes(shape.dim));
-    caches(layers).filter(move |_| ring.is_some()).flat_map(|cache| cache.newest).flat_map(move |cache| {
+    caches(layers).filter(move |_| ring.is_some()).flat_map(|cache| cache.recent).flat_map(move |cache| {
         let (positions, room) = (positions.clone(), ring.map_or(1, |ring| ring.room));
         (0..heads).flat_map(move |head| {
             let end = positions.end;
             let part =
-                move |first: usize| cache.part((head * room + first % room) * row, (end - first).min(NEWEST) * row);
-            positions.clone().step_by(NEWEST).map(part)
+                move |first: usize| cache.part((head * room + first % room) * row, (end - first).min(RECENT) * row);
+            positions.clone().step_by(RECENT).map(part)
         })
     })
 }
 
-/// Bytes of as many of the newest as there can be.
-fn newest_bytes(layers: &[LayerState], shape: &Heads) -> usize {
-    let row = shape.newest.map_or(0, |ring| ring.format.row_bytes(shape.dim));
-    caches(layers).count() * 2 * shape.kv_heads * 2 * NEWEST * row
+/// Bytes of as many of the recent as there can be.
+fn recent_bytes(layers: &[LayerState], shape: &AttentionShape) -> usize {
+    let row = shape.recent.map_or(0, |ring| ring.format.row_bytes(shape.dim));
+    caches(layers).count() * 2 * shape.kv_heads * 2 * RECENT * row
 }
 
-fn caches(layers: &[LayerState]) -> impl Iterator<Item = &Cache> {
+fn caches(layers: &[LayerState]) -> impl Iterator<Item = &KvCache> {
     layers.iter().filter_map(|layer| match layer {
         LayerState::Attention(cache) => Some(cache),
         LayerState::DeltaNet(_) => None,
@@ -269,21 +269,26 @@ fn foreign() -> ModelError {
     ModelError::Config("the snapshot belongs to another model".into())
 }
 
-fn allocate(config: &Config, shape: &Heads, pool: &PagePool, run: &mut dyn Backend) -> Result<Arena, DeviceError> {
+fn allocate(
+    config: &Config,
+    shape: &AttentionShape,
+    pool: &PagePool,
+    run: &mut dyn Backend,
+) -> Result<Arena, DeviceError> {
     let d = &config.delta;
-    let (table, ring) = (run.allocate(shape.pages() * 4)?, shape.newest_bytes());
+    let (table, ring) = (run.allocate(shape.pages() * 4)?, shape.recent_bytes());
     let mut pages = pool.layers.iter();
     let layer = |full: &bool| {
         Ok(if *full {
-            let mut newest = [Region::default(); 2];
+            let mut recent = [Region::default(); 2];
             if ring > 0 {
-                newest = [run.allocate(ring)?, run.allocate(ring)?];
+                recent = [run.allocate(ring)?, run.allocate(ring)?];
             }
             let [keys, values] = *pages.next().ok_or_else(|| DeviceError("a layer has no pages".into()))?;
-            LayerState::Attention(Cache { keys, values, table, newest })
+            LayerState::Attention(KvCache { keys, values, table, recent })
         } else {
             LayerState::DeltaNet(DeltaState {
-                conv: run.allocate((d.taps - 1) * d.mixed() * 4)?,
+                conv: run.allocate((d.conv_width - 1) * d.channels() * 4)?,
                 heads: run.allocate(d.values() * d.key_dim * 4)?,
                 tape: None,
             })

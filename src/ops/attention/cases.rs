@@ -1,4 +1,4 @@
-use super::{Attend, Cache, CacheFormat, CacheWrite, Heads, Newest, PAGE, Turn};
+use super::{Attention, AttentionShape, KvCache, KvFormat, KvWrite, PAGE, QkNormRope, RecentRing};
 use crate::{
     device::{DeviceError, Region},
     ops::{
@@ -9,12 +9,21 @@ use crate::{
 
 pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
     for dim in [128, 256] {
-        for format in [CacheFormat::F32, CacheFormat::Bf16] {
-            let shape = Heads { heads: 4, kv_heads: 2, dim, rotary: 32, eps: 1e-6, context: 264, format, newest: None };
+        for format in [KvFormat::F32, KvFormat::Bf16] {
+            let shape = AttentionShape {
+                heads: 4,
+                kv_heads: 2,
+                dim,
+                rope_dim: 32,
+                eps: 1e-6,
+                context: 264,
+                format,
+                recent: None,
+            };
             // The rows lie on both sides of the border of a split.
             case(b, &shape, 255, 2)?;
         }
-        for format in [CacheFormat::Eight, CacheFormat::Four] {
+        for format in [KvFormat::Eight, KvFormat::Four] {
             few_bits(b, dim, format)?;
         }
     }
@@ -22,28 +31,28 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
 }
 
 /// A cache of few bits has the same form on both. A value between two integers may be rounded to either.
-fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), DeviceError> {
-    let newest = Some(Newest { room: 320, format: CacheFormat::F32 });
-    let shape = &Heads { heads: 2, kv_heads: 1, dim, rotary: 32, eps: 1e-6, context: 150, format, newest };
+fn few_bits(b: &mut Bench<'_>, dim: usize, format: KvFormat) -> Result<(), DeviceError> {
+    let recent = Some(RecentRing { room: 320, format: KvFormat::F32 });
+    let shape = &AttentionShape { heads: 2, kv_heads: 1, dim, rope_dim: 32, eps: 1e-6, context: 150, format, recent };
     let tokens = 140;
     let proj = b.random(tokens * shape.width())?;
-    let turn: Vec<f32> = (0..tokens * shape.rotary / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let turn = Turn { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
+    let turn: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
     let (q, y) = (b.room(tokens * shape.heads * dim)?, b.room(tokens * shape.heads * dim)?);
     let partials = b.room(shape.partials(tokens - 2, 2))?;
     let mut empty = |bytes: usize| b.bytes(&vec![0; bytes]);
-    let cache = Cache {
+    let cache = KvCache {
         keys: empty(shape.cache_bytes())?,
         values: empty(shape.cache_bytes())?,
         table: Region::default(),
-        newest: [empty(shape.newest_bytes())?, empty(shape.newest_bytes())?],
+        recent: [empty(shape.recent_bytes())?, empty(shape.recent_bytes())?],
     };
     let table = b.words(&[0])?;
-    let cache = Cache { table, ..cache };
-    let op = CacheWrite { shape, start: 0, tokens, proj, turn, q, cache };
+    let cache = KvCache { table, ..cache };
+    let op = KvWrite { shape, start: 0, tokens, proj, turn, q, cache };
     b.cpu.execute(&op.into())?;
     let ran = b.launch(op.dispatch());
-    for region in [q, cache.newest[0], cache.newest[1]] {
+    for region in [q, cache.recent[0], cache.recent[1]] {
         let (expected, found) = (b.on_cpu(region)?, b.on_gpu(region)?);
         b.enter(&ran, difference(&found, &expected), CLOSE);
     }
@@ -52,21 +61,21 @@ fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), De
         b.cpu.read(region, &mut bytes[0])?;
         b.gpu.read(region, &mut bytes[1])?;
         let [expected, found] = bytes.each_ref().map(|bytes| shape.unrounded(bytes));
-        b.enter(&ran, difference(&found, &expected), if format == CacheFormat::Eight { 0.01 } else { 0.15 });
+        b.enter(&ran, difference(&found, &expected), if format == KvFormat::Eight { 0.01 } else { 0.15 });
         let off = expected.iter().zip(&found).filter(|(a, b)| (*a - *b).abs() > 1e-3).count();
         b.enter(&ran, off as f64 / expected.len() as f64, 1e-3);
         // Attention is over the GPU's own cache on both.
         b.cpu.write(region, &bytes[1])?;
     }
-    for region in [q, cache.newest[0], cache.newest[1]] {
+    for region in [q, cache.recent[0], cache.recent[1]] {
         let found = b.on_gpu(region)?;
         b.cpu.write(region, bytemuck::cast_slice(&found))?;
     }
-    // The last two rows, which see the newest and a block of the others.
+    // The last two rows, which see the recent and a block of the others.
     let (start, width) = (tokens - 2, shape.heads * dim);
     let (q, proj) = (q.rows(start, 2, width), proj.rows(start, 2, shape.width()));
     let y = y.floats(2 * width);
-    let op = Attend { shape, start, tokens: 2, q, cache, proj, partials, y };
+    let op = Attention { shape, start, tokens: 2, q, cache, proj, partials, y };
     b.cpu.execute(&op.into())?;
     let expected = b.on_cpu(y)?;
     let mut ran = Vec::new();
@@ -80,12 +89,12 @@ fn few_bits(b: &mut Bench<'_>, dim: usize, format: CacheFormat) -> Result<(), De
 }
 
 /// The CPU keeps its cache in f32, whatever the GPU does.
-fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result<(), DeviceError> {
-    let (dim, plain) = (shape.dim, Heads { format: CacheFormat::F32, ..*shape });
-    let half = shape.format == CacheFormat::Bf16;
+fn case(b: &mut Bench<'_>, shape: &AttentionShape, start: usize, tokens: usize) -> Result<(), DeviceError> {
+    let (dim, plain) = (shape.dim, AttentionShape { format: KvFormat::F32, ..*shape });
+    let half = shape.format == KvFormat::Bf16;
     let proj = b.random(tokens * shape.width())?;
-    let turn: Vec<f32> = (0..tokens * shape.rotary / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let turn = Turn { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
+    let turn: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
     let queries = tokens * shape.heads * dim;
     let (q, y) = (b.room(queries)?, b.room(queries)?);
     let partials = b.room(shape.partials(start, tokens))?;
@@ -97,8 +106,8 @@ fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result
     }
     // Not in order.
     let table = b.words(&(0..shape.pages() as u32).rev().collect::<Vec<_>>())?;
-    let cache = Cache { keys: caches[0], values: caches[1], table, newest: Default::default() };
-    let op = |shape| CacheWrite { shape, start, tokens, proj, turn, q, cache };
+    let cache = KvCache { keys: caches[0], values: caches[1], table, recent: Default::default() };
+    let op = |shape| KvWrite { shape, start, tokens, proj, turn, q, cache };
     b.cpu.execute(&op(&plain).into())?;
     let ran = b.launch(op(shape).dispatch());
     let expected = b.on_cpu(q)?;
@@ -110,7 +119,7 @@ fn case(b: &mut Bench<'_>, shape: &Heads, start: usize, tokens: usize) -> Result
         // Attention is over the GPU's own cache on both.
         b.cpu.write(region, bytemuck::cast_slice(&found))?;
     }
-    let op = |shape| Attend { shape, start, tokens, q, cache, proj, partials, y };
+    let op = |shape| Attention { shape, start, tokens, q, cache, proj, partials, y };
     let queries = b.on_gpu(q)?;
     b.cpu.write(q, bytemuck::cast_slice(&queries))?;
     b.cpu.execute(&op(&plain).into())?;

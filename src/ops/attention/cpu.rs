@@ -6,7 +6,7 @@
 //! queries that share it.
 
 use super::{
-    Attend, BLOCK, CacheFormat, PAGE,
+    Attention, BLOCK, KvFormat, PAGE,
     float_kernels::{collect, compare, fold, soften},
     kv_cache::{Cached, CachedHeads},
     kv_quant::{self, Rounded, rounded_until},
@@ -34,7 +34,7 @@ const QUERIES: usize = 64;
 /// Most blocks whose results wait to be folded.
 const WAVE: usize = 64;
 
-impl Attend<'_> {
+impl Attention<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (shape, tokens, memory) = (self.shape, self.tokens, &cpu.memory);
         let (heads, shared, dim) = (shape.heads, shape.kv_heads, shape.dim);
@@ -46,22 +46,22 @@ impl Attend<'_> {
         let y = memory.floats_mut(self.y.floats(tokens * heads * dim));
         shape.check(tokens)?;
         let caches = [self.cache.keys, self.cache.values].map(|cache| memory.bytes(cache));
-        let newest = self.cache.newest.map(|cache| memory.bytes(cache));
+        let recent = self.cache.recent.map(|cache| memory.bytes(cache));
         let table = memory.words(self.cache.table);
         if table.len() * PAGE < self.start + tokens {
             return refuse(format!("{} pages for {tokens} tokens at {}", table.len(), self.start));
         }
         let rounded = kv_quant::bits(shape.format);
         let threads = &cpu.compute.threads;
-        // In 16 bits or more is the whole cache, or the newest positions.
-        let (format, fine) = match shape.newest {
-            Some(ring) if rounded.is_some() => (ring.format, Fine { bytes: newest, table: None, room: ring.room }),
+        // In 16 bits or more is the whole cache, or the recent positions.
+        let (format, fine) = match shape.recent {
+            Some(ring) if rounded.is_some() => (ring.format, Fine { bytes: recent, table: None, room: ring.room }),
             _ => (shape.format, Fine { bytes: caches, table: Some(table), room: PAGE }),
         };
         let coarse = rounded.map(|bits| caches.map(|cache| Rounded::new(bits, cache, table, shared, dim)));
         match format {
-            CacheFormat::F32 => Work::<f32>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
-            CacheFormat::I16 => Work::<i16>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
+            KvFormat::F32 => Work::<f32>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
+            KvFormat::I16 => Work::<i16>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
             other => return refuse(format!("the CPU keeps no {other:?}")),
         }
         Ok(())
@@ -100,7 +100,7 @@ struct Work<'a, T> {
     shared: usize,
     /// Parts that the query heads of each are shared out in. What is called a head below is such a part.
     split: usize,
-    /// Keys and values of all positions in few bits; then the others are a ring of the newest.
+    /// Keys and values of all positions in few bits; then the others are a ring of the recent.
     coarse: Option<[Rounded<'a>; 2]>,
     at: usize,
     heads: usize,
@@ -142,7 +142,7 @@ thread_local! {
 }
 
 impl<'a, T: Cached> Work<'a, T> {
-    fn new(op: &Attend<'_>, [q, proj]: [&'a [f32]; 2], fine: Fine<'a>, coarse: Option<[Rounded<'a>; 2]>) -> Self {
+    fn new(op: &Attention<'_>, [q, proj]: [&'a [f32]; 2], fine: Fine<'a>, coarse: Option<[Rounded<'a>; 2]>) -> Self {
         let (shape, dim) = (op.shape, op.shape.dim);
         Self {
             call: CALLS.fetch_add(1, Ordering::Relaxed) + 1,
@@ -230,7 +230,7 @@ fn clear(sums: &mut [f32], queries: usize) {
 }
 
 impl<T: Cached> Work<'_, T> {
-    /// Blocks that the last of `tokens` sees. With few bits the first are the newest positions, and the others count from 1.
+    /// Blocks that the last of `tokens` sees. With few bits the first are the recent positions, and the others count from 1.
     fn blocks(&self, tokens: &Range<usize>) -> usize {
         match self.coarse {
             None => (self.at + tokens.end).div_ceil(BLOCK),

@@ -1,16 +1,16 @@
 //! `kernels/attention.metal`: flash-decode, in splits of some positions whose partial results are folded behind.
 
-use super::{Attend, CacheFormat, CacheWrite, Heads, NEWEST, rounded_until};
+use super::{Attention, AttentionShape, KvFormat, KvWrite, RECENT, rounded_until};
 use crate::device::{Binding, Launch};
 
 /// Positions one threadgroup looks at: the fewest, which fill a device that a row has for itself.
 const LEAST: usize = 16;
 /// Twice as many where there would be more parts than this; with few bits, whose parts one threadgroup joins, than this of those
-/// that are not among the newest.
+/// that are not among the recent.
 const PARTS: usize = 512;
 const FEW_PARTS: usize = 256;
-/// Parts of the newest positions at most.
-const NEW_PARTS: usize = 2 * NEWEST / LEAST;
+/// Parts of the recent positions at most.
+const NEW_PARTS: usize = 2 * RECENT / LEAST;
 /// Threads that join parts of few bits.
 const JOINS: u32 = 512;
 
@@ -29,7 +29,7 @@ fn parts(position: usize) -> (usize, usize) {
     (position / size + 1, size)
 }
 
-/// The same with few bits, of the positions that are not among the newest.
+/// The same with few bits, of the positions that are not among the recent.
 fn few_parts(position: usize) -> (usize, usize) {
     let until = rounded_until(position);
     let size = size(until, FEW_PARTS);
@@ -41,14 +41,14 @@ pub fn most_parts(context: usize) -> usize {
     context.div_ceil(LEAST).min(PARTS).max(context.div_ceil(LEAST).min(FEW_PARTS) + NEW_PARTS)
 }
 
-impl Heads {
-    /// With few bits, parts of the newest positions come first.
+impl AttentionShape {
+    /// With few bits, parts of the recent positions come first.
     fn splits(&self, start: usize, tokens: usize) -> usize {
         let last = (start + tokens).saturating_sub(1);
-        match self.newest {
+        match self.recent {
             // Just before their size doubles, there are most.
             Some(_) if few_parts(start).1 < few_parts(last).1 => NEW_PARTS + FEW_PARTS,
-            Some(_) if start / NEWEST < last / NEWEST => NEW_PARTS + few_parts(last).0,
+            Some(_) if start / RECENT < last / RECENT => NEW_PARTS + few_parts(last).0,
             Some(_) => (last - rounded_until(last)) / LEAST + 1 + few_parts(last).0,
             None if parts(start).1 < parts(last).1 => PARTS,
             None => parts(last).0,
@@ -63,26 +63,26 @@ impl Heads {
     fn args(&self, start: usize, tokens: usize) -> Vec<u32> {
         assert!(self.dim <= 256 && self.heads / self.kv_heads <= 32, "heads of {}", self.dim);
         assert!(start + tokens <= self.context, "position {} of {}", start + tokens, self.context);
-        let words = [tokens, self.width(), self.heads, self.kv_heads, self.dim, self.rotary, start];
+        let words = [tokens, self.width(), self.heads, self.kv_heads, self.dim, self.rope_dim, start];
         let mut args = words.map(|w| w as u32).to_vec();
         args.push(self.splits(start, tokens) as u32);
         args.extend([self.eps.to_bits(), (1.0 / (self.dim as f32).sqrt()).to_bits()]);
-        args.extend([self.newest.map_or(0, |newest| newest.room as u32), LEAST as u32]);
+        args.extend([self.recent.map_or(0, |recent| recent.room as u32), LEAST as u32]);
         args
     }
 
     /// The kernel for each format: in f32, bf16, 8 bits and 4 bits.
     fn kernel(&self, [full, half, eight, four]: [&'static str; 4]) -> &'static str {
         match self.format {
-            CacheFormat::Bf16 => half,
-            CacheFormat::Eight => eight,
-            CacheFormat::Four => four,
-            CacheFormat::F32 | CacheFormat::I16 => full,
+            KvFormat::Bf16 => half,
+            KvFormat::Eight => eight,
+            KvFormat::Four => four,
+            KvFormat::F32 | KvFormat::I16 => full,
         }
     }
 }
 
-impl CacheWrite<'_> {
+impl KvWrite<'_> {
     pub fn dispatch(&self) -> Launch {
         let Self { shape, start, tokens, proj, turn, q, cache } = *self;
         let mut dispatch = Launch {
@@ -92,7 +92,7 @@ impl CacheWrite<'_> {
                 Binding::read(proj.floats(tokens * shape.width())),
                 Binding::read(turn.q_norm.floats(shape.dim)),
                 Binding::read(turn.k_norm.floats(shape.dim)),
-                Binding::read(turn.turn.floats(tokens * shape.rotary)),
+                Binding::read(turn.turn.floats(tokens * shape.rope_dim)),
                 Binding::write(q.floats(tokens * shape.heads * shape.dim)),
                 Binding::read_write(cache.keys),
                 Binding::read_write(cache.values),
@@ -101,15 +101,15 @@ impl CacheWrite<'_> {
             grid: [(shape.heads + 2 * shape.kv_heads) as u32, tokens as u32, 1],
             threads: 32,
         };
-        if shape.newest.is_some() {
-            let ring = cache.newest.map(|newest| Binding::read_write(newest.first(shape.newest_bytes())));
+        if shape.recent.is_some() {
+            let ring = cache.recent.map(|recent| Binding::read_write(recent.first(shape.recent_bytes())));
             dispatch.bindings.extend(ring);
         }
         dispatch
     }
 }
 
-impl Attend<'_> {
+impl Attention<'_> {
     /// Attention in splits, then their fold and the gate; as many rows at a time as `partials` has room for, and `most` at most.
     pub fn dispatches(&self, most: usize) -> impl Iterator<Item = [Launch; 2]> {
         let Self { shape, start, tokens, .. } = *self;
@@ -139,8 +139,8 @@ impl Attend<'_> {
             Binding::read(cache.values),
             Binding::read(cache.table),
         ];
-        if shape.newest.is_some() {
-            bindings.extend(cache.newest.map(|newest| Binding::read(newest.first(shape.newest_bytes()))));
+        if shape.recent.is_some() {
+            bindings.extend(cache.recent.map(|recent| Binding::read(recent.first(shape.recent_bytes()))));
         }
         bindings.push(Binding::write(partials.floats(shape.partials(start, tokens))));
         Launch {
@@ -169,9 +169,9 @@ impl Attend<'_> {
     fn fold(&self) -> Launch {
         let Self { shape, start, tokens, proj, partials, y, .. } = *self;
         // With few bits a threadgroup has all columns of a head, which are turned together.
-        let columns = if shape.newest.is_some() { 1 } else { shape.dim.div_ceil(32) };
+        let columns = if shape.recent.is_some() { 1 } else { shape.dim.div_ceil(32) };
         Launch {
-            kernel: if shape.newest.is_some() { "attention_merge_quant" } else { "attention_merge" },
+            kernel: if shape.recent.is_some() { "attention_merge_quant" } else { "attention_merge" },
             args: shape.args(start, tokens),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
@@ -179,7 +179,7 @@ impl Attend<'_> {
                 Binding::write(y.floats(tokens * shape.heads * shape.dim)),
             ],
             grid: [shape.heads as u32, tokens as u32, columns as u32],
-            threads: if shape.newest.is_some() { JOINS } else { 128 },
+            threads: if shape.recent.is_some() { JOINS } else { 128 },
         }
     }
 }
@@ -189,7 +189,7 @@ const QUERIES: usize = 32;
 /// Rows times positions of a launch: some 0.1 s on a small GPU, enough to fill a large one.
 const WORK: usize = 1 << 24;
 
-impl Attend<'_> {
+impl Attention<'_> {
     /// Attention with the gate, of as many rows at a time as are [`WORK`]. The cache is f32 or bf16.
     pub fn halves(&self) -> impl Iterator<Item = Launch> {
         let Self { start, tokens, .. } = *self;
@@ -199,7 +199,7 @@ impl Attend<'_> {
 
     fn half(&self) -> Launch {
         let Self { shape, start, tokens, q, cache, proj, y, .. } = *self;
-        assert!(shape.dim <= 256 && shape.newest.is_none(), "heads of {}", shape.dim);
+        assert!(shape.dim <= 256 && shape.recent.is_none(), "heads of {}", shape.dim);
         assert!(start + tokens <= shape.context, "position {} of {}", start + tokens, shape.context);
         let queries = tokens * shape.heads * shape.dim;
         let words = [tokens, shape.width(), shape.heads, shape.kv_heads, shape.dim, start];
@@ -207,7 +207,7 @@ impl Attend<'_> {
         args.push((1.0 / (shape.dim as f32).sqrt()).to_bits());
         let pairs = tokens * (shape.heads / shape.kv_heads);
         Launch {
-            kernel: if shape.format == CacheFormat::Bf16 { "attention_prefill_bf16" } else { "attention_prefill" },
+            kernel: if shape.format == KvFormat::Bf16 { "attention_prefill_bf16" } else { "attention_prefill" },
             args,
             bindings: vec![
                 Binding::read(q.floats(queries)),
@@ -225,7 +225,7 @@ impl Attend<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::Newest, *};
+    use super::{super::RecentRing, *};
 
     #[test]
     fn parts_are_few_and_no_shorter_than_asked_for() {
@@ -240,13 +240,21 @@ mod tests {
 
     #[test]
     fn rows_on_both_sides_of_a_doubling_have_room() {
-        let format = CacheFormat::F32;
-        let shape =
-            Heads { heads: 2, kv_heads: 1, dim: 64, rotary: 16, eps: 1e-6, context: 9000, format, newest: None };
+        let format = KvFormat::F32;
+        let shape = AttentionShape {
+            heads: 2,
+            kv_heads: 1,
+            dim: 64,
+            rope_dim: 16,
+            eps: 1e-6,
+            context: 9000,
+            format,
+            recent: None,
+        };
         assert_eq!(shape.splits(8180, 4), 512);
         assert_eq!(shape.splits(8190, 10), 512);
         assert_eq!(shape.splits(8192, 10), 257);
-        let shape = Heads { newest: Some(Newest { room: 256, format }), ..shape };
+        let shape = AttentionShape { recent: Some(RecentRing { room: 256, format }), ..shape };
         assert_eq!([shape.splits(4150, 4), shape.splits(4150, 20), shape.splits(4160, 20)], [260, 264, 134]);
     }
 }

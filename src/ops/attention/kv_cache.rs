@@ -5,7 +5,7 @@
 //! which is what decoding over a long context costs, and an error of at most 2e-5 of the row's largest value: less
 //! than bf16's of each.
 
-use super::{CacheFormat, CacheWrite, Heads, MOST, NEWEST, PAGE, kv_quant};
+use super::{AttentionShape, KvFormat, KvWrite, MOST, PAGE, RECENT, kv_quant};
 use crate::{
     device::DeviceError,
     ops::{
@@ -143,17 +143,17 @@ impl<'a, T: Cached> CachedRows<'a, T> {
     }
 }
 
-impl CacheWrite<'_> {
+impl KvWrite<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (shape, tokens, memory) = (self.shape, self.tokens, &cpu.memory);
-        let (dim, width, heads, half) = (shape.dim, shape.width(), shape.heads, shape.rotary / 2);
+        let (dim, width, heads, half) = (shape.dim, shape.width(), shape.heads, shape.rope_dim / 2);
         if self.start + tokens > shape.context {
             return refuse(format!("{tokens} rows at {} of {}", self.start, shape.context));
         }
         shape.check(tokens)?;
         let rounded = kv_quant::bits(shape.format);
         let proj = memory.floats(self.proj.floats(tokens * width));
-        let turn = memory.floats(self.turn.turn.floats(tokens * shape.rotary));
+        let turn = memory.floats(self.turn.turn.floats(tokens * shape.rope_dim));
         let [q_norm, k_norm] = [self.turn.q_norm, self.turn.k_norm].map(|norm| memory.floats(norm.floats(dim)));
         let turned = |token: usize, x: &[f32], norm: &[f32], y: &mut [f32]| {
             normalise(x, norm, shape.eps, y);
@@ -174,7 +174,7 @@ impl CacheWrite<'_> {
         });
         let caches = [self.cache.keys, self.cache.values].map(|cache| memory.bytes_mut(cache));
         let table = memory.words(self.cache.table);
-        let rings = self.cache.newest.map(|newest| memory.bytes_mut(newest));
+        let rings = self.cache.recent.map(|recent| memory.bytes_mut(recent));
         let mut to = caches.into_iter().zip(rings);
         let (Some(keys), Some(values)) = (to.next(), to.next()) else { return Ok(()) };
         let (mut buffer, scratch) = ([0f32; MOST], &mut [0i32; MOST]);
@@ -195,13 +195,13 @@ impl CacheWrite<'_> {
     }
 }
 
-impl Heads {
+impl AttentionShape {
     /// Refuses what there is no cache for.
     pub(super) fn check(&self, tokens: usize) -> Result<(), DeviceError> {
         let Some(bits) = kv_quant::bits(self.format) else { return Ok(()) };
         self.divisible()?;
-        match self.newest {
-            Some(newest) if newest.room >= tokens + 2 * NEWEST && newest.room.is_multiple_of(NEWEST) => Ok(()),
+        match self.recent {
+            Some(recent) if recent.room >= tokens + 2 * RECENT && recent.room.is_multiple_of(RECENT) => Ok(()),
             other => refuse(format!("{tokens} rows with {bits} bits and {other:?}")),
         }
     }
@@ -216,11 +216,11 @@ impl Heads {
         }
     }
 
-    /// Writes a row into the cache, and among the newest.
+    /// Writes a row into the cache, and among the recent.
     fn put(
         &self,
         row: &mut [f32],
-        [cache, newest]: [&mut [u8]; 2],
+        [cache, recent]: [&mut [u8]; 2],
         head: usize,
         (page, position): (usize, usize),
         scratch: &mut [i32; MOST],
@@ -228,21 +228,21 @@ impl Heads {
         let place = |first: usize, room: usize, bytes: usize| ((first + head) * room + position % room) * bytes..;
         let bytes = self.format.row_bytes(self.dim);
         let to = &mut cache[place(page * self.kv_heads, PAGE, bytes)][..bytes];
-        let Some((bits, ring)) = kv_quant::bits(self.format).zip(self.newest) else {
+        let Some((bits, ring)) = kv_quant::bits(self.format).zip(self.recent) else {
             return put(self.format, row, to, scratch);
         };
         kv_quant::turn(row);
         kv_quant::write(bits, row, to);
         let bytes = ring.format.row_bytes(self.dim);
-        put(ring.format, row, &mut newest[place(0, ring.room, bytes)][..bytes], scratch)
+        put(ring.format, row, &mut recent[place(0, ring.room, bytes)][..bytes], scratch)
     }
 }
 
 /// Writes one row of the cache.
-fn put(format: CacheFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MOST]) -> Result<(), DeviceError> {
+fn put(format: KvFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MOST]) -> Result<(), DeviceError> {
     match format {
-        CacheFormat::F32 => to.copy_from_slice(bytemuck::cast_slice(row)),
-        CacheFormat::I16 => {
+        KvFormat::F32 => to.copy_from_slice(bytemuck::cast_slice(row)),
+        KvFormat::I16 => {
             let (values, scale) = bytemuck::cast_slice_mut::<u8, i16>(to).split_at_mut(row.len());
             let wide = &mut wide[..row.len()];
             let (factor, _) = quant::quantise(row, wide, FORMAT);
@@ -251,7 +251,7 @@ fn put(format: CacheFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MOST]) 
             }
             scale.copy_from_slice(&[factor.to_bits() as i16, (factor.to_bits() >> 16) as i16]);
         }
-        CacheFormat::Bf16 | CacheFormat::Eight | CacheFormat::Four => {
+        KvFormat::Bf16 | KvFormat::Eight | KvFormat::Four => {
             return refuse(format!("the CPU keeps no {format:?} so"));
         }
     }

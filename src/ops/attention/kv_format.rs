@@ -2,7 +2,7 @@
 
 /// The number format of a cache's keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CacheFormat {
+pub enum KvFormat {
     F32,
     /// The upper half of an f32.
     Bf16,
@@ -13,15 +13,15 @@ pub enum CacheFormat {
     Four,
 }
 
-impl CacheFormat {
+impl KvFormat {
     /// Bytes of one row of `dim` values.
     pub fn row_bytes(self, dim: usize) -> usize {
         match self {
-            CacheFormat::F32 => 4 * dim,
-            CacheFormat::Bf16 => 2 * dim,
-            CacheFormat::I16 => 2 * (dim + 2),
-            CacheFormat::Eight => row_bytes(8, dim),
-            CacheFormat::Four => row_bytes(4, dim),
+            KvFormat::F32 => 4 * dim,
+            KvFormat::Bf16 => 2 * dim,
+            KvFormat::I16 => 2 * (dim + 2),
+            KvFormat::Eight => row_bytes(8, dim),
+            KvFormat::Four => row_bytes(4, dim),
         }
     }
 }
@@ -37,11 +37,11 @@ pub enum KvBits {
 
 impl KvBits {
     /// The same on every device; `None` where the device chooses.
-    pub fn format(self) -> Option<CacheFormat> {
+    pub fn format(self) -> Option<KvFormat> {
         match self {
             KvBits::Sixteen => None,
-            KvBits::Eight => Some(CacheFormat::Eight),
-            KvBits::Four => Some(CacheFormat::Four),
+            KvBits::Eight => Some(KvFormat::Eight),
+            KvBits::Four => Some(KvFormat::Four),
         }
     }
 }

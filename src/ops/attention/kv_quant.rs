@@ -6,30 +6,30 @@
 //! bf16. A value is its integer times its group's scale; the integers are -127 to 127, of 4 bits the odd ones from -15 to 15.
 //! Of 4 bits, byte `j` of a group has value `j` in its low half and value `j + 16` in its high half.
 //!
-//! The newest positions are kept in 16 bits as well, in a ring: a query at `p` sees those from [`rounded_until`]`(p)` on
+//! The recent positions are kept in 16 bits as well, in a ring: a query at `p` sees those from [`rounded_until`]`(p)` on
 //! there. That depends on `p` alone, so a row's result does not depend on when it was computed.
 
-use super::{CacheFormat, GROUP, Heads, PAGE, kv_format::row_bytes};
+use super::{AttentionShape, GROUP, KvFormat, PAGE, kv_format::row_bytes};
 use crate::ops::simd::wide;
 
-/// At least so many of the newest positions are seen in 16 bits, and less than twice as many.
-pub const NEWEST: usize = 64;
+/// At least so many of the recent positions are seen in 16 bits, and less than twice as many.
+pub const RECENT: usize = 64;
 /// Below this magnitude a group counts as zero: its inverse scale would overflow.
 const TINY: f32 = 1e-30;
 /// Adding and subtracting 1.5 * 2^23 rounds an f32 below 2^22 to an integer, half to even.
 const ROUND: f32 = 12_582_912.0;
 
-/// The first position that a query at `position` sees in 16 bits; a multiple of [`NEWEST`].
+/// The first position that a query at `position` sees in 16 bits; a multiple of [`RECENT`].
 pub fn rounded_until(position: usize) -> usize {
-    (position / NEWEST * NEWEST).saturating_sub(NEWEST)
+    (position / RECENT * RECENT).saturating_sub(RECENT)
 }
 
 /// The bits of an integer of `format`, if that has groups.
-pub(super) fn bits(format: CacheFormat) -> Option<usize> {
+pub(super) fn bits(format: KvFormat) -> Option<usize> {
     match format {
-        CacheFormat::Eight => Some(8),
-        CacheFormat::Four => Some(4),
-        CacheFormat::F32 | CacheFormat::Bf16 | CacheFormat::I16 => None,
+        KvFormat::Eight => Some(8),
+        KvFormat::Four => Some(4),
+        KvFormat::F32 | KvFormat::Bf16 | KvFormat::I16 => None,
     }
 }
 
@@ -113,7 +113,7 @@ pub(super) fn read(bits: usize, row: &[u8], integers: &mut [i16], scales: &mut [
     }
 }
 
-impl Heads {
+impl AttentionShape {
     /// The values of rows that are kept in 8 or 4 bits, as they were when they had been turned.
     pub(super) fn unrounded(&self, rows: &[u8]) -> Vec<f32> {
         let bits = bits(self.format).unwrap_or(8);
@@ -231,6 +231,6 @@ mod tests {
     #[test]
     fn the_newest_are_counted_by_their_position_alone() {
         assert_eq!([0, 63, 64, 127, 128, 191, 192, 1000].map(rounded_until), [0, 0, 0, 0, 64, 64, 128, 896]);
-        assert!((0..2000).all(|p| p < 64 || (NEWEST..2 * NEWEST).contains(&(p - rounded_until(p)))));
+        assert!((0..2000).all(|p| p < 64 || (RECENT..2 * RECENT).contains(&(p - rounded_until(p)))));
     }
 }

@@ -65,7 +65,7 @@ pub(super) unsafe fn compare<const N: usize>(
     let (dim, groups, bits) = (keys.dim, keys.dim / GROUP, keys.bits);
     let [high, low] = [&asked.high, &asked.low].map(|digits| digits[first * dim..][..N * dim].as_chunks::<GROUP>().0);
     let query_scales = &asked.scales[first..first + N];
-    // Codes are integers plus 128, or plus 15.
+    // WeightFormat are integers plus 128, or plus 15.
     let bias = if bits == 8 { 128 } else { 15 };
     let mut starts = [[[0; 2]; N]; MOST / GROUP];
     for (n, sums) in asked.sums[first * groups..].chunks_exact(groups).enumerate().take(N) {

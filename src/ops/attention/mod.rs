@@ -1,5 +1,5 @@
-//! Gated full attention between its projections (spec 2.1), in two operations: [`CacheWrite`] norms and turns queries and
-//! keys and puts keys and values into the cache, [`Attend`] looks at the cache and applies the gate.
+//! Gated full attention between its projections (spec 2.1), in two operations: [`KvWrite`] norms and turns queries and
+//! keys and puts keys and values into the cache, [`Attention`] looks at the cache and applies the gate.
 
 mod cases;
 mod cpu;
@@ -14,8 +14,8 @@ mod kv_quant_cpu;
 
 pub(super) use cases::cases;
 pub use gpu::most_parts;
-pub use kv_format::{CacheFormat, GROUP, KvBits};
-pub use kv_quant::{NEWEST, rounded_until};
+pub use kv_format::{GROUP, KvBits, KvFormat};
+pub use kv_quant::{RECENT, rounded_until};
 
 use crate::device::{BufferAccess, Region};
 
@@ -26,32 +26,32 @@ const BLOCK: usize = PAGE;
 /// Most values of a head that `--kv-bits` takes.
 const MOST: usize = 1024;
 
-/// Heads and sizes. A row of the projection is `(query, gate) of each head | keys | values`.
+/// AttentionShape and sizes. A row of the projection is `(query, gate) of each head | keys | values`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Heads {
+pub struct AttentionShape {
     pub heads: usize,
     pub kv_heads: usize,
     pub dim: usize,
     /// Leading dimensions that are rotated.
-    pub rotary: usize,
+    pub rope_dim: usize,
     /// Of the query and key norms.
     pub eps: f32,
     /// Positions of a sequence at most.
     pub context: usize,
-    pub format: CacheFormat,
-    /// The newest positions are kept so as well; if, and only if, the cache has fewer than 16 bits.
-    pub newest: Option<Newest>,
+    pub format: KvFormat,
+    /// The recent positions are kept so as well; if, and only if, the cache has fewer than 16 bits.
+    pub recent: Option<RecentRing>,
 }
 
 /// A ring: position `p` is row `p % room`. The keys and values of `room` positions are looked at before any of them is needed
-/// again if `room` is at least `2 * NEWEST` more than the rows written at once.
+/// again if `room` is at least `2 * RECENT` more than the rows written at once.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Newest {
+pub struct RecentRing {
     pub room: usize,
-    pub format: CacheFormat,
+    pub format: KvFormat,
 }
 
-impl Heads {
+impl AttentionShape {
     pub fn width(&self) -> usize {
         (2 * self.heads + 2 * self.kv_heads) * self.dim
     }
@@ -71,79 +71,79 @@ impl Heads {
         self.pages() * self.page_bytes()
     }
 
-    /// Bytes of the newest keys (or values).
-    pub fn newest_bytes(&self) -> usize {
-        self.newest.map_or(0, |newest| self.kv_heads * newest.room * newest.format.row_bytes(self.dim))
+    /// Bytes of the recent keys (or values).
+    pub fn recent_bytes(&self) -> usize {
+        self.recent.map_or(0, |recent| self.kv_heads * recent.room * recent.format.row_bytes(self.dim))
     }
 }
 
 /// Keys and values in pages `[pages, kv_heads, PAGE, row]`, which sequences share: position `p` is row `p % PAGE` of the page
 /// that the table has at `p / PAGE`.
 #[derive(Debug, Clone, Copy)]
-pub struct Cache {
+pub struct KvCache {
     pub keys: Region,
     pub values: Region,
     /// A sequence's pages, one number for each [`PAGE`] positions.
     pub table: Region,
-    /// Keys and values of the newest positions, `[kv_heads, room, row]`; empty if the cache has 16 bits or more.
-    pub newest: [Region; 2],
+    /// Keys and values of the recent positions, `[kv_heads, room, row]`; empty if the cache has 16 bits or more.
+    pub recent: [Region; 2],
 }
 
-/// Weights of the query and key norms `[dim]`, and the rotation of each row `[tokens, rotary / 2, (cos, sin)]`.
+/// Weights of the query and key norms `[dim]`, and the rotation of each row `[tokens, rope_dim / 2, (cos, sin)]`.
 #[derive(Debug, Clone, Copy)]
-pub struct Turn {
+pub struct QkNormRope {
     pub q_norm: Region,
     pub k_norm: Region,
     pub turn: Region,
 }
 
 /// Norms and rotates queries and keys of rows that stand at positions `start..start + tokens`; dimension `j` and
-/// `j + rotary / 2` turn by `position * theta^(-2j / rotary)`.
+/// `j + rope_dim / 2` turn by `position * theta^(-2j / rope_dim)`.
 #[derive(Debug, Clone, Copy)]
-pub struct CacheWrite<'a> {
-    pub shape: &'a Heads,
+pub struct KvWrite<'a> {
+    pub shape: &'a AttentionShape,
     pub start: usize,
     pub tokens: usize,
     /// `[tokens, width]`.
     pub proj: Region,
-    pub turn: Turn,
+    pub turn: QkNormRope,
     /// `[tokens, heads * dim]`: the queries.
     pub q: Region,
-    pub cache: Cache,
+    pub cache: KvCache,
 }
 
 /// `softmax(q k^T / sqrt(dim)) v * sigmoid(gate)`; a query sees its own position and those before. Query head `n` uses key and
 /// value head `n / (heads / kv_heads)`.
 #[derive(Debug, Clone, Copy)]
-pub struct Attend<'a> {
-    pub shape: &'a Heads,
+pub struct Attention<'a> {
+    pub shape: &'a AttentionShape,
     pub start: usize,
     pub tokens: usize,
-    /// [`CacheWrite`]'s.
+    /// [`KvWrite`]'s.
     pub q: Region,
-    pub cache: Cache,
+    pub cache: KvCache,
     /// The gates are the second `dim` of every two.
     pub proj: Region,
-    /// Room for flash-decode's partial results, if the device wants any.
+    /// MoeBuffers for flash-decode's partial results, if the device wants any.
     pub partials: Region,
     /// `[tokens, heads * dim]`.
     pub y: Region,
 }
 
-impl CacheWrite<'_> {
+impl KvWrite<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (tokens, shape) = (self.tokens, self.shape);
         see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);
-        see(self.turn.turn.floats(tokens * shape.rotary), BufferAccess::Read);
+        see(self.turn.turn.floats(tokens * shape.rope_dim), BufferAccess::Read);
         see(self.q.floats(tokens * shape.heads * shape.dim), BufferAccess::Write);
         see(self.cache.table, BufferAccess::Read);
         see(self.cache.keys, BufferAccess::ReadWrite);
         see(self.cache.values, BufferAccess::ReadWrite);
-        self.cache.newest.iter().for_each(|newest| see(*newest, BufferAccess::ReadWrite));
+        self.cache.recent.iter().for_each(|recent| see(*recent, BufferAccess::ReadWrite));
     }
 }
 
-impl Attend<'_> {
+impl Attention<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (tokens, shape) = (self.tokens, self.shape);
         let queries = tokens * shape.heads * shape.dim;
@@ -152,7 +152,7 @@ impl Attend<'_> {
         see(self.cache.table, BufferAccess::Read);
         see(self.cache.keys, BufferAccess::Read);
         see(self.cache.values, BufferAccess::Read);
-        self.cache.newest.iter().for_each(|newest| see(*newest, BufferAccess::Read));
+        self.cache.recent.iter().for_each(|recent| see(*recent, BufferAccess::Read));
         see(self.partials, BufferAccess::Write);
         see(self.y.floats(queries), BufferAccess::Write);
     }

@@ -8,8 +8,8 @@ pub(super) mod processor;
 pub use processor::processor;
 
 use super::{
-    Backend, Codes, Cpu, Float, GpuBackend, Halves, Op, Weight, attention, conv, delta, embedding, experts, linear,
-    norm, router,
+    Backend, Cpu, Float, GpuBackend, HalfBuffers, Op, Weight, WeightFormat, attention, conv, delta, embedding, experts,
+    linear, norm, router,
 };
 use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Gpu, Launch, Region, Timeline};
 use std::collections::BTreeMap;
@@ -44,8 +44,8 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
             found.insert(name, Err(error.0));
         }
     }
-    type Part = fn(&mut Bench<'_>) -> Result<(), DeviceError>;
-    let parts: [(&str, Part); 9] = [
+    type Cases = fn(&mut Bench<'_>) -> Result<(), DeviceError>;
+    let parts: [(&str, Cases); 9] = [
         ("products", linear::cases),
         ("norm", norm::cases),
         ("embedding", embedding::cases),
@@ -105,19 +105,19 @@ impl Bench<'_> {
         self.floats(&values)
     }
 
-    /// Room for `count` floats, NaN until written.
+    /// MoeBuffers for `count` floats, NaN until written.
     pub fn room(&mut self, count: usize) -> Result<Region, DeviceError> {
         self.bytes(&vec![0xff; count * 4])
     }
 
-    pub fn weight(&mut self, codes: Codes, rows: usize, cols: usize) -> Result<Weight, DeviceError> {
+    pub fn weight(&mut self, codes: WeightFormat, rows: usize, cols: usize) -> Result<Weight, DeviceError> {
         let mut parts = [Region::default(); 3];
         for (region, part) in parts.iter_mut().zip(self.random.parts(codes, rows, cols)) {
             if !part.is_empty() {
                 *region = self.bytes(&part)?;
             }
         }
-        Ok(Weight { codes, rows, cols, gain: 1.0, parts })
+        Ok(Weight { codes, rows, cols, global_scale: 1.0, parts })
     }
 
     pub fn on_cpu(&mut self, region: Region) -> Result<Vec<f32>, DeviceError> {
@@ -203,9 +203,12 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Room for rows of up to `cols` values in half precision.
-    pub fn halves(&mut self, rows: usize, cols: usize) -> Result<Halves, DeviceError> {
-        Ok(Halves { x: self.room(rows * Halves::words(cols))?, act: self.room(rows * Halves::words(cols))? })
+    /// MoeBuffers for rows of up to `cols` values in half precision.
+    pub fn halves(&mut self, rows: usize, cols: usize) -> Result<HalfBuffers, DeviceError> {
+        Ok(HalfBuffers {
+            x: self.room(rows * HalfBuffers::words(cols))?,
+            act: self.room(rows * HalfBuffers::words(cols))?,
+        })
     }
 
     /// Keeps the worst of what was found of each kernel.
@@ -250,8 +253,8 @@ impl Random {
         (0..count).map(|_| self.float()).collect()
     }
 
-    /// Codes, scales and biases of a random matrix whose values are of moderate size.
-    pub fn parts(&mut self, format: Codes, rows: usize, cols: usize) -> [Vec<u8>; 3] {
+    /// WeightFormat, scales and biases of a random matrix whose values are of moderate size.
+    pub fn parts(&mut self, format: WeightFormat, rows: usize, cols: usize) -> [Vec<u8>; 3] {
         let [code_bytes, scale_bytes, bias_bytes] = format.row_bytes(cols).map(|bytes| bytes * rows);
         let store = |float: Float, v: f32| match float {
             Float::F32 => v.to_le_bytes().to_vec(),
@@ -259,20 +262,20 @@ impl Random {
             Float::Bf16 => half::bf16::from_f32(v).to_le_bytes().to_vec(),
         };
         match format {
-            Codes::Dense(float) => {
+            WeightFormat::Dense(float) => {
                 [(0..rows * cols).flat_map(|_| store(float, self.float())).collect(), vec![], vec![]]
             }
-            Codes::Affine { bits, scale, .. } => {
+            WeightFormat::Affine { bits, scale, .. } => {
                 let codes = (0..code_bytes).map(|_| self.bits() as u8).collect();
                 let step = 1.0 / f32::from(1u16 << bits);
                 let scales = (0..scale_bytes / scale.bytes()).flat_map(|_| store(scale, self.float() * step)).collect();
                 [codes, scales, (0..bias_bytes / scale.bytes()).flat_map(|_| store(scale, self.float())).collect()]
             }
             // 0x7f is not a number, as a code of 8 bits and as a scale of nvfp4.
-            Codes::Mxfp4 | Codes::Mxfp8 | Codes::Nvfp4 => {
+            WeightFormat::Mxfp4 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 => {
                 let codes = (0..code_bytes).map(|_| (self.bits() as u8) & 0xee).collect();
                 // About 1/4 to 1: as E4M3, or as powers of two.
-                let least = if matches!(format, Codes::Nvfp4) { 40 } else { 125 };
+                let least = if matches!(format, WeightFormat::Nvfp4) { 40 } else { 125 };
                 [codes, (0..scale_bytes).map(|_| least + (self.bits() % 3) as u8).collect(), vec![]]
             }
         }

@@ -4,7 +4,7 @@
 use super::{Bench, CLOSE, difference};
 use crate::{
     device::{DeviceError, Region, Slab, Timeline},
-    ops::{Backend, Codes, Float, Op, Project, Weight, norm::rms_norm},
+    ops::{Backend, Float, Linear, Op, Weight, WeightFormat, norm::rms_norm},
 };
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ const ORDER: &str = "(order of launches)";
 const SHARED: &str = "(shared memory)";
 
 pub fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
-    let weight = b.weight(Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 }, SIDE, SIDE)?;
+    let weight = b.weight(WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 }, SIDE, SIDE)?;
     order(b, &weight)?;
     shared(b, &weight)
 }
 
 fn product(x: Region, weight: &Weight, y: Region) -> Op<'_> {
-    Project { x, tokens: 1, norm: None, matrices: std::slice::from_ref(weight), y, add: false }.into()
+    Linear { x, tokens: 1, norm: None, matrices: std::slice::from_ref(weight), y, add: false }.into()
 }
 
 /// Two chains side by side, each product reading what the one before wrote: once with a wait behind every launch, once with

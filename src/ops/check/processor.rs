@@ -2,7 +2,7 @@
 
 use super::{Finding, Random, difference};
 use crate::ops::{
-    Codes, Float, WeightView,
+    Float, WeightFormat, WeightView,
     quant::{Format, Quantised},
     simd::{Activations, Isa, Out, product},
 };
@@ -24,21 +24,27 @@ pub fn processor() -> Vec<Finding> {
         .collect();
     for bits in [2, 3, 4, 5, 6, 8] {
         for group in [32, 64, 128] {
-            compare(Codes::Affine { bits, group, scale: Float::Bf16 }, &mut found);
+            compare(WeightFormat::Affine { bits, group, scale: Float::Bf16 }, &mut found);
         }
     }
-    for codes in [Codes::Mxfp4, Codes::Nvfp4, Codes::Mxfp8, Codes::Dense(Float::Bf16), Codes::Dense(Float::F16)] {
+    for codes in [
+        WeightFormat::Mxfp4,
+        WeightFormat::Nvfp4,
+        WeightFormat::Mxfp8,
+        WeightFormat::Dense(Float::Bf16),
+        WeightFormat::Dense(Float::F16),
+    ] {
         compare(codes, &mut found);
     }
     found
 }
 
-fn compare(codes: Codes, found: &mut [Finding]) {
+fn compare(codes: WeightFormat, found: &mut [Finding]) {
     let mut random = Random(2);
     let parts = random.parts(codes, ROWS, COLS);
     let x = random.floats(TOKENS * COLS);
     let parts = [&parts[0][..], &parts[1][..], &parts[2][..]];
-    let weight = WeightView { codes, rows: ROWS, cols: COLS, gain: 1.0, parts };
+    let weight = WeightView { codes, rows: ROWS, cols: COLS, global_scale: 1.0, parts };
     for integer in [false, true] {
         let plain = run(Isa::Scalar, integer, &weight, &x, TOKENS);
         for (isa, finding) in Isa::all().into_iter().zip(&mut *found) {
@@ -77,7 +83,7 @@ pub(in crate::ops) fn run_in(
 ) -> Vec<f32> {
     let tokens = x.len() / weight.cols;
     let mut out = vec![f32::NAN; tokens * weight.rows];
-    if let (true, Codes::Affine { bits, group, .. }) = (integer, weight.codes) {
+    if let (true, WeightFormat::Affine { bits, group, .. }) = (integer, weight.codes) {
         let writer = quantised.resize(tokens, weight.cols, Format::new(bits, group));
         // SAFETY: one thread, all rows.
         unsafe { writer.rows(x, 0..tokens) };

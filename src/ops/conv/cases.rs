@@ -1,26 +1,26 @@
 use super::Conv;
 use crate::{
     device::DeviceError,
-    ops::{Decay, Delta, DeltaRule, Past, check::Bench},
+    ops::{Decay, DeltaRule, DeltaShape, Replay, check::Bench},
 };
 
 /// The convolution, and the delta rule behind it.
 pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
-    case(b, &Delta { key_heads: 1, value_heads: 2, dk: 128, dv: 32, eps: 1e-6 })?;
-    case(b, &Delta { key_heads: 1, value_heads: 1, dk: 256, dv: 16, eps: 1e-6 })
+    case(b, &DeltaShape { key_heads: 1, value_heads: 2, key_dim: 128, value_dim: 32, conv_width: 4, eps: 1e-6 })?;
+    case(b, &DeltaShape { key_heads: 1, value_heads: 1, key_dim: 256, value_dim: 16, conv_width: 4, eps: 1e-6 })
 }
 
-fn case(b: &mut Bench<'_>, shape: &Delta) -> Result<(), DeviceError> {
+fn case(b: &mut Bench<'_>, shape: &DeltaShape) -> Result<(), DeviceError> {
     let (tokens, channels, values) = (3, shape.channels(), shape.values());
     let proj = b.random(tokens * shape.width())?;
-    let past = Past { rows: 2, proj: b.random(2 * shape.width())?, mixed: b.random(2 * channels)? };
+    let past = Replay { rows: 2, proj: b.random(2 * shape.width())?, mixed: b.random(2 * channels)? };
     let (taps, state, out) = (b.random(4 * channels)?, b.random(3 * channels)?, b.room(tokens * channels)?);
     let stored = 2 + tokens;
     b.check(Conv { shape, tokens, proj, taps, past, stored, state, out }, &[out, state], &[])?;
     let (mixed, rate) = (out, b.random.floats(shape.value_heads));
     let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
     let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(shape.value_heads)? };
-    let (state, norm) = (b.random(values * shape.dk)?, b.random(shape.dv)?);
+    let (state, norm) = (b.random(values * shape.key_dim)?, b.random(shape.value_dim)?);
     let (out, y) = (b.room(tokens * values)?, b.room(tokens * values)?);
     // The tokens may be taken back: only the past ones go into the state.
     let stored = 2;

@@ -15,7 +15,7 @@ const FEW: usize = 8;
 
 impl Conv<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (tokens, taps, shape, past) = (self.tokens, self.taps(), self.shape, self.past.rows);
+        let (tokens, taps, shape, past) = (self.tokens, self.shape.conv_width, self.shape, self.past.rows);
         let (channels, width) = (shape.channels(), shape.width());
         if taps < 1 || self.taps.len != taps * channels * 4 {
             return refuse(format!("conv: {} bytes of taps for {channels} channels", self.taps.len));
@@ -32,11 +32,11 @@ impl Conv<'_> {
             let (rows, row) = if row < past { (old, row) } else { (x, row - past) };
             &rows[row * width..][..channels]
         };
-        let keys = shape.key_heads * shape.dk;
+        let keys = shape.key_heads * shape.key_dim;
         // Queries and keys among the channels from `first` on, which begin and end with a head.
         let units = |first: usize, y: &mut [f32]| {
-            for (at, head) in (first..2 * keys).step_by(shape.dk).zip(y.chunks_exact_mut(shape.dk)) {
-                unit(head, if at < keys { (shape.dk as f32).powf(-0.5) } else { 1.0 });
+            for (at, head) in (first..2 * keys).step_by(shape.key_dim).zip(y.chunks_exact_mut(shape.key_dim)) {
+                unit(head, if at < keys { (shape.key_dim as f32).powf(-0.5) } else { 1.0 });
             }
         };
         let base = Out(state.as_mut_ptr());
@@ -72,7 +72,7 @@ impl Conv<'_> {
             activate(y);
         };
         // Channels do not touch each other, which is all there is to share out among one token's or few.
-        let cut = tokens <= FEW && channels.is_multiple_of(PIECE) && PIECE.is_multiple_of(shape.dk);
+        let cut = tokens <= FEW && channels.is_multiple_of(PIECE) && PIECE.is_multiple_of(shape.key_dim);
         let piece = if cut { PIECE } else { channels };
         threads.run_pieces(y, piece, &|task, y| {
             let (token, first) = (task * piece / channels, task * piece % channels);

@@ -59,7 +59,7 @@ impl Memory {
     }
 
     pub fn view(&self, weight: &Weight) -> WeightView<'_> {
-        let Weight { codes, rows, cols, gain, parts } = *weight;
-        WeightView { codes, rows, cols, gain, parts: parts.map(|part| self.bytes(part)) }
+        let Weight { codes, rows, cols, global_scale, parts } = *weight;
+        WeightView { codes, rows, cols, global_scale, parts: parts.map(|part| self.bytes(part)) }
     }
 }

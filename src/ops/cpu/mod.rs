@@ -5,7 +5,7 @@ mod memory;
 pub(super) use memory::{Memory, refuse};
 
 use super::{
-    Backend, CacheFormat, Limits, Op, Part, experts,
+    Backend, BackendLimits, KvFormat, ModelPart, Op, experts,
     op::each,
     quant::{Quantised, QuantisedRows},
     simd::Activations,
@@ -44,8 +44,8 @@ impl Cpu {
     }
 
     /// The limits of a CPU that computes with `math`.
-    pub fn limits(math: CpuArithmetic) -> Limits {
-        Limits {
+    pub fn limits(math: CpuArithmetic) -> BackendLimits {
+        BackendLimits {
             by_table: 0,
             by_place: 0,
             half: false,
@@ -54,7 +54,7 @@ impl Cpu {
             acts: false,
             waits: false,
             flush: usize::MAX,
-            cache: if math == CpuArithmetic::F32 { CacheFormat::F32 } else { CacheFormat::I16 },
+            cache: if math == CpuArithmetic::F32 { KvFormat::F32 } else { KvFormat::I16 },
             partials: None,
             working_set: None,
         }
@@ -111,14 +111,14 @@ impl Backend for Cpu {
         "the CPU".into()
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> BackendLimits {
         Self::limits(self.compute.arithmetic)
     }
 
-    fn accept(&self, part: Part<'_>) -> Result<(), DeviceError> {
+    fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
         match part {
-            Part::Heads(shape) => shape.divisible(),
-            Part::Weight(_) | Part::Delta(..) | Part::Mixture(_) => Ok(()),
+            ModelPart::Attention(shape) => shape.divisible(),
+            ModelPart::Weight(_) | ModelPart::Delta(_) | ModelPart::Moe(_) => Ok(()),
         }
     }
 

@@ -1,4 +1,4 @@
-use super::{Delta, DeltaNet, DeltaRule};
+use super::{DeltaNet, DeltaRule, DeltaShape};
 use crate::{
     device::DeviceError,
     ops::{
@@ -22,8 +22,9 @@ const TOKENS: usize = 32;
 impl DeltaRule<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (tokens, shape) = (self.tokens, self.shape);
-        let (key_heads, value_heads, dk, dv) = (shape.key_heads, shape.value_heads, shape.dk, shape.dv);
-        let (channels, values, width, keys) = (shape.channels(), shape.values(), shape.width(), key_heads * dk);
+        let (key_heads, value_heads, key_dim, value_dim) =
+            (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim);
+        let (channels, values, width, keys) = (shape.channels(), shape.values(), shape.width(), key_heads * key_dim);
         let Cpu { compute, memory, scratch, .. } = cpu;
         let proj = memory.floats(self.proj.floats(tokens * width));
         let mixed = memory.floats(self.mixed.floats(tokens * channels));
@@ -32,7 +33,7 @@ impl DeltaRule<'_> {
         let old_proj = memory.floats(past.proj.floats(past.rows * width));
         let (rate, bias) = (self.decay.rate.floats(value_heads), self.decay.dt_bias.floats(value_heads));
         let (rate, bias) = (memory.floats(rate), memory.floats(bias));
-        let state = memory.floats_mut(self.state.floats(values * dk));
+        let state = memory.floats_mut(self.state.floats(values * key_dim));
         let out = memory.floats_mut(self.out.floats(tokens * values));
 
         let all = past.rows + tokens;
@@ -45,7 +46,7 @@ impl DeltaRule<'_> {
         };
         let alike = |token: usize, head: usize| {
             let (q, k) = mixed[token * channels..][..2 * keys].split_at(keys);
-            dot(&q[head * dk..][..dk], &k[head * dk..][..dk])
+            dot(&q[head * key_dim..][..key_dim], &k[head * key_dim..][..key_dim])
         };
         let (same, gates) = (&mut scratch.same, &mut scratch.gates);
         same.resize(key_heads * tokens, 0.0);
@@ -60,7 +61,7 @@ impl DeltaRule<'_> {
             });
         }
         let (same, gates) = (&*same, &*gates);
-        let norm = memory.floats(self.norm.floats(dv));
+        let norm = memory.floats(self.norm.floats(value_dim));
         let y = memory.floats_mut(self.y.floats(tokens * values));
         let base_y = Out(y.as_mut_ptr());
         // Where `y` may be other heads' input, it waits for them.
@@ -68,18 +69,20 @@ impl DeltaRule<'_> {
         // What leaves a head, of its whole output.
         let leave = |token: usize, head: usize, o: &[f32], y: &mut [f32]| {
             normalise(o, norm, shape.eps, y);
-            multiply(y, &proj[token * width + channels + head * dv..][..dv]);
+            multiply(y, &proj[token * width + channels + head * value_dim..][..value_dim]);
         };
         // Rows of S do not touch each other: a task walks some rows of one head through all tokens.
-        let rows = if all == 1 { dv } else { dv.min(ROWS) };
-        let tasks = dv.div_ceil(rows);
+        let rows = if all == 1 { value_dim } else { value_dim.min(ROWS) };
+        let tasks = value_dim.div_ceil(rows);
         let (state, base) = (Out(state.as_mut_ptr()), Out(out.as_mut_ptr()));
         compute.threads.run(value_heads * tasks, &|task| {
             let (Out(state), Out(out)) = (state, base);
             let (head, first) = (task / tasks, task % tasks * rows);
-            let rows = rows.min(dv - first);
-            // SAFETY: these rows of this head belong to this task; the state has `value_heads * dv` of them.
-            let mut state = unsafe { std::slice::from_raw_parts_mut(state.add((head * dv + first) * dk), rows * dk) };
+            let rows = rows.min(value_dim - first);
+            // SAFETY: these rows of this head belong to this task; the state has `value_heads * value_dim` of them.
+            let mut state = unsafe {
+                std::slice::from_raw_parts_mut(state.add((head * value_dim + first) * key_dim), rows * key_dim)
+            };
             let key_head = head / (value_heads / key_heads);
             let (own_same, own_gates);
             let (same, gates) = if alone {
@@ -89,7 +92,7 @@ impl DeltaRule<'_> {
                 (&same[key_head * tokens..][..tokens], &gates[head * all..][..all])
             };
             let walk = Walk { shape, past: past.rows, old, mixed, same, gates, head, first };
-            let at = head * dv + first;
+            let at = head * value_dim + first;
             // Of a token's outputs, those of these rows.
             // SAFETY: they belong to this task.
             let out = |token: usize| unsafe { std::slice::from_raw_parts_mut(out.add(token * values + at), rows) };
@@ -122,14 +125,14 @@ impl DeltaRule<'_> {
             }
             if at_once {
                 // SAFETY: this head of the only token belongs to this task.
-                let y = unsafe { std::slice::from_raw_parts_mut(base_y.add(at).0, dv) };
+                let y = unsafe { std::slice::from_raw_parts_mut(base_y.add(at).0, value_dim) };
                 leave(0, head, out(0), y);
             }
         });
         if !at_once {
             let out = &*out;
             compute.threads.run_pieces(y, values, &|token, y| {
-                let heads = out[token * values..].chunks_exact(dv).zip(y.chunks_exact_mut(dv));
+                let heads = out[token * values..].chunks_exact(value_dim).zip(y.chunks_exact_mut(value_dim));
                 heads.enumerate().for_each(|(head, (o, y))| leave(token, head, o, y));
             });
         }
@@ -139,7 +142,7 @@ impl DeltaRule<'_> {
 
 /// What some rows of a head's S meet, from row `first` on: `past` rows of old tokens, then new ones.
 struct Walk<'a> {
-    shape: &'a Delta,
+    shape: &'a DeltaShape,
     past: usize,
     old: &'a [f32],
     mixed: &'a [f32],
@@ -169,14 +172,15 @@ struct Query<'a> {
 impl<'a> Walk<'a> {
     #[inline(always)]
     fn token(&self, at: usize) -> Token<'a> {
-        let Delta { key_heads, value_heads, dk, dv, .. } = *self.shape;
-        let (channels, keys, key_head) = (self.shape.channels(), key_heads * dk, self.head / (value_heads / key_heads));
+        let DeltaShape { key_heads, value_heads, key_dim, value_dim, .. } = *self.shape;
+        let (channels, keys, key_head) =
+            (self.shape.channels(), key_heads * key_dim, self.head / (value_heads / key_heads));
         let (rows, row) = if at < self.past { (self.old, at) } else { (self.mixed, at - self.past) };
         let row = &rows[row * channels..][..channels];
-        let query = |token: usize| Query { q: &row[key_head * dk..][..dk], same: self.same[token] };
+        let query = |token: usize| Query { q: &row[key_head * key_dim..][..key_dim], same: self.same[token] };
         Token {
-            k: &row[keys + key_head * dk..][..dk],
-            v: &row[2 * keys + self.head * dv + self.first..][..dv - self.first],
+            k: &row[keys + key_head * key_dim..][..key_dim],
+            v: &row[2 * keys + self.head * value_dim + self.first..][..value_dim - self.first],
             gates: self.gates[at],
             read: at.checked_sub(self.past).map(query),
         }
@@ -193,7 +197,7 @@ wide! {
     /// where there are too few registers.
     fn hold(state: &mut [f32], walk: &Walk<'_>, at: Range<usize>, stored: usize, out: &mut [f32]) -> bool {
         let (state, rest) = state.as_chunks_mut::<16>();
-        if !V::MANY || walk.shape.dk != 16 * KEY || !rest.is_empty() {
+        if !V::MANY || walk.shape.key_dim != 16 * KEY || !rest.is_empty() {
             return false;
         }
         let rows = state.len() / KEY;

@@ -1,30 +1,38 @@
 //! `kernels/delta_net.metal`, and the norm from `kernels/norm.metal`.
 
-use super::{Delta, DeltaNet, DeltaRule, Past};
+use super::{DeltaNet, DeltaRule, DeltaShape, Replay};
 use crate::{
     device::{Binding, Launch, Region},
-    ops::{Conv, linear::Halves},
+    ops::{Conv, linear::HalfBuffers},
 };
 
-impl Delta {
+impl DeltaShape {
     pub(in crate::ops) fn args(&self, tokens: usize, past: usize, stored: usize) -> Vec<u32> {
         let b_at = self.channels() + self.values();
-        let words =
-            [tokens, self.width(), self.key_heads, self.value_heads, self.dk, self.dv, b_at, b_at + self.value_heads];
+        let words = [
+            tokens,
+            self.width(),
+            self.key_heads,
+            self.value_heads,
+            self.key_dim,
+            self.value_dim,
+            b_at,
+            b_at + self.value_heads,
+        ];
         let mut args = words.map(|w| w as u32).to_vec();
         args.extend([super::EPS.to_bits(), past as u32, stored as u32, 0, 0]);
         args
     }
 
     /// The projected rows and the past ones, of which there may be none: then they stand in for each other.
-    pub(in crate::ops) fn rows(&self, tokens: usize, proj: Region, past: Past) -> (Region, Region) {
+    pub(in crate::ops) fn rows(&self, tokens: usize, proj: Region, past: Replay) -> (Region, Region) {
         let proj = proj.floats(tokens.max(1) * self.width());
         (proj, if past.rows > 0 { past.proj.floats(past.rows * self.width()) } else { proj })
     }
 }
 
 impl DeltaRule<'_> {
-    /// The recurrence, then the norm. Panics if `dk` is above 256.
+    /// The recurrence, then the norm. Panics if `key_dim` is above 256.
     pub fn dispatches(&self) -> impl Iterator<Item = Launch> {
         [self.recurrence(false, None)].into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
     }
@@ -37,12 +45,12 @@ impl DeltaRule<'_> {
         let (few, channels) = (tokens.max(1), shape.channels());
         let mixed = mixed.floats(few * channels);
         let past_mixed = if past.rows > 0 { past.mixed.floats(past.rows * channels) } else { mixed };
-        assert!(shape.dk <= 256, "key heads of {}", shape.dk);
+        assert!(shape.key_dim <= 256, "key heads of {}", shape.key_dim);
         let mut args = shape.args(tokens, past.rows, stored);
         let flags = args.len() - 2;
         args[flags..].copy_from_slice(&[raw.into(), squares.is_some().into()]);
         Launch {
-            kernel: if shape.dk <= 128 { "gated_delta_128" } else { "gated_delta_256" },
+            kernel: if shape.key_dim <= 128 { "gated_delta_128" } else { "gated_delta_256" },
             args,
             bindings: vec![
                 Binding::read(proj),
@@ -51,19 +59,19 @@ impl DeltaRule<'_> {
                 Binding::read(past_mixed),
                 Binding::read(decay.rate.floats(shape.value_heads)),
                 Binding::read(decay.dt_bias.floats(shape.value_heads)),
-                Binding::read_write(state.floats(shape.values() * shape.dk)),
+                Binding::read_write(state.floats(shape.values() * shape.key_dim)),
                 Binding::write(out.floats(few * shape.values())),
-                Binding::read(norm.floats(shape.dv)),
+                Binding::read(norm.floats(shape.value_dim)),
                 squares.map_or(Binding::read(norm.first(0)), Binding::write),
             ],
-            grid: [shape.dv.div_ceil(16) as u32, shape.value_heads as u32, 1],
+            grid: [shape.value_dim.div_ceil(16) as u32, shape.value_heads as u32, 1],
             threads: 128,
         }
     }
 
     pub(super) fn gated_norm(&self) -> Launch {
         let Self { shape, tokens, proj, norm, out, y, .. } = *self;
-        let words = [shape.value_heads, shape.dv, shape.width(), shape.channels()];
+        let words = [shape.value_heads, shape.value_dim, shape.width(), shape.channels()];
         let mut args = words.map(|w| w as u32).to_vec();
         args.push(shape.eps.to_bits());
         Launch {
@@ -72,7 +80,7 @@ impl DeltaRule<'_> {
             bindings: vec![
                 Binding::read(out.floats(tokens * shape.values())),
                 Binding::read(proj.floats(tokens * shape.width())),
-                Binding::read(norm.floats(shape.dv)),
+                Binding::read(norm.floats(shape.value_dim)),
                 Binding::write(y.floats(tokens * shape.values())),
             ],
             grid: [shape.value_heads.div_ceil(4) as u32, tokens as u32, 1],
@@ -81,7 +89,7 @@ impl DeltaRule<'_> {
     }
 }
 
-/// Heads that a product behind the rule can norm.
+/// AttentionShape that a product behind the rule can norm.
 const MOST_HEADS: usize = 64;
 
 impl DeltaNet<'_> {
@@ -93,7 +101,7 @@ impl DeltaNet<'_> {
         let at_once =
             rule.tokens == 1 && rule.stored > rule.past.rows && project.norm.is_some_and(|norm| norm.keep.is_none());
         let front = if at_once { vec![self.convolved()] } else { vec![project.dispatch(), conv.dispatch()] };
-        let behind = if shape.value_heads <= MOST_HEADS && shape.dv.is_multiple_of(16) {
+        let behind = if shape.value_heads <= MOST_HEADS && shape.value_dim.is_multiple_of(16) {
             let squares = rule.out.floats(rule.tokens * shape.values() / 4);
             vec![rule.recurrence(at_once, Some(squares)), self.normed(squares)]
         } else {
@@ -110,7 +118,7 @@ impl DeltaNet<'_> {
     }
 
     /// The same on matrix units.
-    pub(in crate::ops) fn halves(&self, half: Halves) -> Vec<Launch> {
+    pub(in crate::ops) fn halves(&self, half: HalfBuffers) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
         let front = project.halves(half.x).into_iter().chain([conv.dispatch()]);
         front.chain(rule.dispatches()).chain(back.halves(half.x)).collect()
@@ -144,7 +152,7 @@ impl DeltaNet<'_> {
             "gemv_any_1" => "gemv_any_head_norm_1",
             _ => "gemv_any_head_norm_2",
         };
-        dispatch.args.extend([shape.value_heads as u32, shape.dv as u32, shape.eps.to_bits()]);
+        dispatch.args.extend([shape.value_heads as u32, shape.value_dim as u32, shape.eps.to_bits()]);
         dispatch.bindings[1] = Binding::read(squares);
         dispatch.bindings.remove(3);
         dispatch

@@ -11,31 +11,33 @@ mod cases;
 mod cpu;
 mod gpu;
 
-use super::{Conv, Project};
+use super::{Conv, Linear};
 use crate::device::{BufferAccess, Region};
 pub(super) use cases::cases;
 
 /// Added to a sum of squares before the root.
 pub(super) const EPS: f32 = 1e-6;
 
-/// Heads and sizes. A row of the projection is `q k v | z | b | a`, `width` floats.
+/// AttentionShape and sizes. A row of the projection is `q k v | z | b | a`, `width` floats.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Delta {
+pub struct DeltaShape {
     pub key_heads: usize,
     pub value_heads: usize,
-    pub dk: usize,
-    pub dv: usize,
+    pub key_dim: usize,
+    pub value_dim: usize,
+    /// Inputs that one output of the convolution depends on.
+    pub conv_width: usize,
     /// Of the norm behind the recurrence.
     pub eps: f32,
 }
 
-impl Delta {
+impl DeltaShape {
     pub fn channels(&self) -> usize {
-        2 * self.key_heads * self.dk + self.value_heads * self.dv
+        2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
     }
 
     pub fn values(&self) -> usize {
-        self.value_heads * self.dv
+        self.value_heads * self.value_dim
     }
 
     pub fn width(&self) -> usize {
@@ -52,7 +54,7 @@ pub struct Decay {
 
 /// Rows in front that a layer's states have not taken in: they are walked once more, and what comes of them is not wanted.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Past {
+pub struct Replay {
     pub rows: usize,
     /// `[rows, width]`.
     pub proj: Region,
@@ -60,8 +62,8 @@ pub struct Past {
     pub mixed: Region,
 }
 
-impl Past {
-    pub(super) fn touches(&self, shape: &Delta, see: &mut dyn FnMut(Region, BufferAccess)) {
+impl Replay {
+    pub(super) fn touches(&self, shape: &DeltaShape, see: &mut dyn FnMut(Region, BufferAccess)) {
         see(self.proj.floats(self.rows * shape.width()), BufferAccess::Read);
         see(self.mixed.floats(self.rows * shape.channels()), BufferAccess::Read);
     }
@@ -70,23 +72,23 @@ impl Past {
 /// The rule over all tokens, and the gated norm of what it gives.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaRule<'a> {
-    pub shape: &'a Delta,
+    pub shape: &'a DeltaShape,
     pub tokens: usize,
     /// `[tokens, width]`: z, b and a are its last columns.
     pub proj: Region,
     /// [`Conv`](super::conv::Conv)'s output.
     pub mixed: Region,
     pub decay: Decay,
-    pub past: Past,
+    pub past: Replay,
     /// The state is written as it is behind so many rows, of the past ones and then of these.
     pub stored: usize,
-    /// `[value_heads, dv, dk]` f32.
+    /// `[value_heads, value_dim, key_dim]` f32.
     pub state: Region,
-    /// `[dv]`, shared by all heads.
+    /// `[value_dim]`, shared by all heads.
     pub norm: Region,
     /// `[tokens, values]`: room for `o`.
     pub out: Region,
-    /// `[tokens, values]`; where [`Limits::in_place`](super::Limits) says so it may share memory with `mixed`.
+    /// `[tokens, values]`; where [`BackendLimits::in_place`](super::BackendLimits) says so it may share memory with `mixed`.
     pub y: Region,
 }
 
@@ -96,7 +98,7 @@ impl DeltaRule<'_> {
         self.past.touches(shape, see);
         see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);
         self.results([BufferAccess::Read, BufferAccess::ReadWrite], see);
-        see(self.state.floats(shape.values() * shape.dk), BufferAccess::ReadWrite);
+        see(self.state.floats(shape.values() * shape.key_dim), BufferAccess::ReadWrite);
         see(self.out.floats(tokens * shape.values()), BufferAccess::Write);
     }
 
@@ -116,10 +118,10 @@ impl DeltaRule<'_> {
 /// The four in turn, over the same rows. What lies between them is each device's own.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaNet<'a> {
-    pub project: Project<'a>,
+    pub project: Linear<'a>,
     pub conv: Conv<'a>,
     pub rule: DeltaRule<'a>,
-    pub back: Project<'a>,
+    pub back: Linear<'a>,
 }
 
 impl DeltaNet<'_> {
@@ -131,7 +133,7 @@ impl DeltaNet<'_> {
         see(proj.floats(tokens * shape.width()), BufferAccess::Write);
         rule.results([BufferAccess::Write; 2], see);
         see(*state, BufferAccess::ReadWrite);
-        see(rule.state.floats(shape.values() * shape.dk), BufferAccess::ReadWrite);
+        see(rule.state.floats(shape.values() * shape.key_dim), BufferAccess::ReadWrite);
         see(out.floats(tokens * shape.values()), BufferAccess::Write);
     }
 }

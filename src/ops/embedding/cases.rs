@@ -1,4 +1,4 @@
-use super::{Embed, dequantise};
+use super::{Embedding, dequantise};
 use crate::{
     device::DeviceError,
     ops::{
@@ -16,7 +16,7 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
         let count = table.rows * table.cols;
         let ids: Vec<u32> = (0..table.rows as u32).collect();
         let (ids, into, half) = (b.words(&ids)?, b.room(count)?, b.room(count.div_ceil(2))?);
-        b.check(Embed { table, tokens: table.rows, ids, into }, &[into], &[])?;
+        b.check(Embedding { table, tokens: table.rows, ids, into }, &[into], &[])?;
         let (expected, full) = (b.on_cpu(into)?, b.room(count)?);
         let ran = b.launch(dequantise(table, Float::F32, full));
         b.expect(CLOSE, &ran, full, &expected)?;

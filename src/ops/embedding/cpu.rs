@@ -1,6 +1,6 @@
 //! Embedding rows on the CPU.
 
-use super::Embed;
+use super::Embedding;
 use crate::{
     device::DeviceError,
     ops::{
@@ -15,7 +15,7 @@ thread_local! {
     static SCRATCH: RefCell<(Vec<u8>, Vec<f32>)> = RefCell::default();
 }
 
-impl Embed<'_> {
+impl Embedding<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (view, cols) = (cpu.memory.view(self.table), self.table.cols);
         let ids = cpu.memory.words(self.ids.floats(self.tokens));
@@ -27,7 +27,7 @@ impl Embed<'_> {
             SCRATCH.with_borrow_mut(|(codes, values)| {
                 unpack::expand(&view, ids[token] as usize, codes, values);
                 for (row, value) in row.iter_mut().zip(values) {
-                    *row = *value * view.gain;
+                    *row = *value * view.global_scale;
                 }
             });
         });

@@ -1,12 +1,12 @@
 //! Embedding rows on a GPU.
 
-use super::Embed;
+use super::Embedding;
 use crate::{
     device::{Binding, Launch, Region},
     ops::{Float, Weight},
 };
 
-impl Embed<'_> {
+impl Embedding<'_> {
     /// `kernels/embedding.metal`. An id past the end takes the last row.
     pub fn dispatch(&self) -> Launch {
         let Self { table, tokens, ids, into } = *self;

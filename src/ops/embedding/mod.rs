@@ -12,7 +12,7 @@ use crate::device::{BufferAccess, Region};
 
 /// `into[t] = table[ids[t]]`.
 #[derive(Debug, Clone, Copy)]
-pub struct Embed<'a> {
+pub struct Embedding<'a> {
     /// `[vocab, hidden]`.
     pub table: &'a Weight,
     pub tokens: usize,
@@ -22,7 +22,7 @@ pub struct Embed<'a> {
     pub into: Region,
 }
 
-impl Embed<'_> {
+impl Embedding<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         see(self.ids.floats(self.tokens), BufferAccess::Read);
         see(self.into.floats(self.tokens * self.table.cols), BufferAccess::Write);

@@ -1,8 +1,11 @@
-use super::{Combine, Experts, Group, Mixture, Room, Shared, Slots, Stack, Which, swiglu};
+use super::{
+    CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, SharedExpert,
+    swiglu,
+};
 use crate::{
     device::{DeviceError, Region},
     ops::{
-        Backend, Codes, Float, Project, Weight,
+        Backend, Float, Linear, Weight, WeightFormat,
         check::{Bench, CLOSE, HALF},
         simd::math::silu,
     },
@@ -15,14 +18,14 @@ const TOKENS: usize = 3;
 const K: usize = 2;
 
 pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
-    let affine = |bits, group| Codes::Affine { bits, group, scale: Float::Bf16 };
+    let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     case(b, [affine(4, 64); 3], 64)?;
     case(b, [affine(3, 32), affine(6, 64), affine(8, 128)], 128)?;
-    case(b, [Codes::Mxfp4; 3], 64)
+    case(b, [WeightFormat::Mxfp4; 3], 64)
 }
 
-/// Slots with random experts, pieces side by side at multiples of 16 bytes, and how they are laid out.
-fn slots(b: &mut Bench<'_>, codes: [Codes; 3]) -> Result<([Stack; 3], Slots), DeviceError> {
+/// ExpertSlots with random experts, pieces side by side at multiples of 16 bytes, and how they are laid out.
+fn slots(b: &mut Bench<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertStack; 3], ExpertSlots), DeviceError> {
     let shapes = [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)];
     let mut stride = 0;
     let stacks = [0, 1, 2].map(|i| {
@@ -32,7 +35,7 @@ fn slots(b: &mut Bench<'_>, codes: [Codes; 3]) -> Result<([Stack; 3], Slots), De
             stride = (start + bytes * rows).next_multiple_of(16);
             start
         });
-        Stack { codes: codes[i], rows, cols, gains: vec![1.0; SLOTS], at: vec![at; SLOTS] }
+        ExpertStack { codes: codes[i], rows, cols, global_scales: vec![1.0; SLOTS], at: vec![at; SLOTS] }
     });
     let mut slab = vec![0; SLOTS * stride];
     for slot in slab.chunks_mut(stride) {
@@ -42,22 +45,22 @@ fn slots(b: &mut Bench<'_>, codes: [Codes; 3]) -> Result<([Stack; 3], Slots), De
             }
         }
     }
-    Ok((stacks, Slots { slabs: vec![b.bytes(&slab)?], per_slab: SLOTS, stride }))
+    Ok((stacks, ExpertSlots { slabs: vec![b.bytes(&slab)?], per_slab: SLOTS, stride }))
 }
 
 /// One layer's experts for a few rows: by slot number, and grouped by expert.
-fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), DeviceError> {
+fn case(b: &mut Bench<'_>, codes: [WeightFormat; 3], inner: usize) -> Result<(), DeviceError> {
     let (stacks, slots) = &slots(b, codes)?;
-    let any = Codes::Affine { bits: 4, group: 32, scale: Float::Bf16 };
+    let any = WeightFormat::Affine { bits: 4, group: 32, scale: Float::Bf16 };
     let gate_up = [b.weight(any, inner, HIDDEN)?, b.weight(any, inner, HIDDEN)?];
-    let shared = Shared { gate_up, down: b.weight(codes[2], HIDDEN, inner)?, result: b.weight(any, 1, HIDDEN)? };
+    let shared = SharedExpert { gate_up, down: b.weight(codes[2], HIDDEN, inner)?, result: b.weight(any, 1, HIDDEN)? };
     let router = b.weight(any, SLOTS, HIDDEN)?;
-    let layer = &Mixture { k: K, renormalise: true, router, shared: Some(shared), stacks: stacks.clone() };
+    let layer = &MoeWeights { k: K, renormalise: true, router, shared: Some(shared), stacks: stacks.clone() };
 
     let (x, weights) = (b.random(TOKENS * HIDDEN)?, b.random(TOKENS * (K + 1))?);
     let scores = b.room(TOKENS * layer.width())?;
     let matrices = [router, gate_up[0], gate_up[1], shared.result];
-    let op = Project { x, tokens: TOKENS, norm: None, matrices: &matrices, y: scores, add: false };
+    let op = Linear { x, tokens: TOKENS, norm: None, matrices: &matrices, y: scores, add: false };
     b.run(op)?;
     // Both devices go on from the same values.
     let values = b.on_cpu(scores)?;
@@ -73,17 +76,17 @@ fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), Device
     for slot in 0..SLOTS as u32 {
         let first = order.len() as u32;
         order.extend((0..chosen.len() as u32).filter(|place| chosen[*place as usize] == slot));
-        groups.push(Group { expert: slot, slot, first, count: order.len() as u32 - first });
+        groups.push(ExpertGroup { expert: slot, slot, first, count: order.len() as u32 - first });
     }
-    let landed = Which::Landed { groups: &groups, places: &order, shared: true, by_place: None };
+    let landed = ExpertSet::Landed { groups: &groups, places: &order, shared: true, by_place: None };
     let halves = b.halves(places, HIDDEN)?;
     let ways =
-        [(Which::Table { ids, slots: ids }, Some(ids), None), (landed, None, None), (landed, None, Some(halves))];
+        [(ExpertSet::Table { ids, slots: ids }, Some(ids), None), (landed, None, None), (landed, None, Some(halves))];
     let halved = b.gpu.limits().half;
     for (which, by_place, half) in ways.into_iter().filter(|way| way.2.is_none() || halved) {
         let allowed = if half.is_some() { HALF } else { CLOSE };
         b.gpu.prompt(half);
-        let room = Room {
+        let room = MoeBuffers {
             scores,
             weights,
             act: b.room(places * layer.row())?,
@@ -107,7 +110,7 @@ fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), Device
             let expected = b.on_cpu(results)?;
             b.expect(allowed, &ran, results, &expected)?;
         }
-        b.check_within(allowed, Combine { layer, slots, tokens: TOKENS, room, by_place, h }, &[h], &[])?;
+        b.check_within(allowed, CombineExperts { layer, slots, tokens: TOKENS, room, by_place, h }, &[h], &[])?;
     }
     b.gpu.prompt(None);
     let act = b.room(TOKENS * inner)?;
@@ -118,8 +121,8 @@ fn case(b: &mut Bench<'_>, codes: [Codes; 3], inner: usize) -> Result<(), Device
 /// `silu(gate) * up` of every row for every slot, and at the end of the shared expert.
 fn activations(
     b: &mut Bench<'_>,
-    layer: &Mixture,
-    slots: &Slots,
+    layer: &MoeWeights,
+    slots: &ExpertSlots,
     x: Region,
     scores: &[f32],
 ) -> Result<Vec<Vec<f32>>, DeviceError> {
@@ -128,12 +131,18 @@ fn activations(
     let y = b.room(TOKENS * INNER * 2)?;
     for slot in 0..SLOTS as u32 {
         let matrices = [0, 1].map(|index| {
-            let Stack { codes, rows, cols, .. } = layer.stacks[index];
+            let ExpertStack { codes, rows, cols, .. } = layer.stacks[index];
             let lens = codes.row_bytes(cols);
             let part = |part: usize| slots.part(slot, layer.stacks[index].at[0][part], lens[part] * rows);
-            Weight { codes, rows, cols, gain: 1.0, parts: [0, 1, 2].map(|index| part(index).unwrap_or_default()) }
+            Weight {
+                codes,
+                rows,
+                cols,
+                global_scale: 1.0,
+                parts: [0, 1, 2].map(|index| part(index).unwrap_or_default()),
+            }
         });
-        let op = Project { x, tokens: TOKENS, norm: None, matrices: &matrices, y, add: false };
+        let op = Linear { x, tokens: TOKENS, norm: None, matrices: &matrices, y, add: false };
         b.cpu.execute(&op.into())?;
         let rows = b.on_cpu(y)?;
         all.push(rows.chunks_exact(2 * INNER).flat_map(|row| product(&row[..INNER], &row[INNER..])).collect());

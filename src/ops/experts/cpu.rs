@@ -1,7 +1,7 @@
 //! The experts of a call as jobs, and the sum of what they gave.
 
 use super::{
-    Combine, Experts, Group, Which,
+    CombineExperts, ExpertGroup, ExpertSet, Experts,
     gemm::{ExpertView, Job, Rows, compute},
 };
 use crate::{
@@ -25,14 +25,14 @@ impl Experts<'_> {
         let mut jobs: Vec<Job<'_>> = emptied(std::mem::take(&mut scratch.jobs));
         let (mut groups, mut places) = (std::mem::take(&mut scratch.groups), std::mem::take(&mut scratch.order));
         let (groups_of, places_of, shared) = match self.which {
-            Which::Landed { groups, places, shared, .. } => (groups, places, shared),
-            Which::Table { ids, slots } => {
+            ExpertSet::Landed { groups, places, shared, .. } => (groups, places, shared),
+            ExpertSet::Table { ids, slots } => {
                 let count = tokens * layer.k;
                 let entries = memory.words(ids.floats(count)).iter().zip(memory.words(slots.floats(count)));
                 groups.clear();
                 places.clear();
                 places.extend(0..count as u32);
-                groups.extend((0..).zip(entries).map(|(first, (&expert, &slot))| Group {
+                groups.extend((0..).zip(entries).map(|(first, (&expert, &slot))| ExpertGroup {
                     expert,
                     slot,
                     first,
@@ -73,22 +73,23 @@ impl Experts<'_> {
     }
 
     /// An expert where it lies; `None` if there is no such slot.
-    fn expert<'a>(&self, memory: &'a Memory, group: Group) -> Option<ExpertView<'a>> {
+    fn expert<'a>(&self, memory: &'a Memory, group: ExpertGroup) -> Option<ExpertView<'a>> {
         let view = |index: usize| {
             let stack = &self.layer.stacks[index];
-            let (at, gain) = (stack.at.get(group.expert as usize)?, *stack.gains.get(group.expert as usize)?);
+            let (at, global_scale) =
+                (stack.at.get(group.expert as usize)?, *stack.global_scales.get(group.expert as usize)?);
             let bytes = stack.codes.row_bytes(stack.cols).map(|bytes| bytes * stack.rows);
             let mut parts = [&[][..]; 3];
             for ((part, at), len) in parts.iter_mut().zip(at).zip(bytes) {
                 *part = memory.bytes(self.slots.part(group.slot, *at, len)?);
             }
-            Some(WeightView { codes: stack.codes, rows: stack.rows, cols: stack.cols, gain, parts })
+            Some(WeightView { codes: stack.codes, rows: stack.rows, cols: stack.cols, global_scale, parts })
         };
         Some(ExpertView { gate: view(0)?, up: view(1)?, down: view(2)? })
     }
 }
 
-impl Combine<'_> {
+impl CombineExperts<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (layer, tokens, hidden, memory) = (self.layer, self.tokens, self.layer.hidden(), &cpu.memory);
         let k = layer.k;

@@ -4,11 +4,11 @@
 //! computed a run of the intermediate values also quantises them. Nothing depends on which experts share a call, on how
 //! many tokens an expert serves, or on the order in which tasks are claimed.
 
-use super::Group;
+use super::ExpertGroup;
 use crate::{
     device::{CpuArithmetic, CpuDevice, DeviceError, Region},
     ops::{
-        Codes, WeightView,
+        WeightFormat, WeightView,
         cpu::refuse,
         linear::{check, emptied},
         quant::{Digits, Quantised, QuantisedRows, Writer, format},
@@ -82,7 +82,7 @@ pub(in crate::ops) struct Job<'a> {
 #[derive(Default)]
 pub(in crate::ops) struct Scratch {
     pub(super) jobs: Vec<Job<'static>>,
-    pub(super) groups: Vec<Group>,
+    pub(super) groups: Vec<ExpertGroup>,
     pub(super) order: Vec<u32>,
     claimed: Vec<bool>,
     /// Intermediate values, one entry for each shape and format among the down projections.
@@ -149,7 +149,7 @@ pub(in crate::ops) fn compute(
 #[derive(Default)]
 struct Middle {
     cols: usize,
-    codes: Option<Codes>,
+    codes: Option<WeightFormat>,
     rows: usize,
     quantised: Quantised,
     /// In f32, for down projections that are not computed in integers, or until a slice that tasks share is whole.
@@ -196,7 +196,7 @@ fn forward(
         let (entry, start) = places[index];
         let to = Target { to: targets[entry], first: start + block.start, whole: whole.clone() };
         LISTS.with_borrow_mut(|Lists { lines: [own, others], products, .. }| {
-            let lines = |codes: Codes| {
+            let lines = |codes: WeightFormat| {
                 let rows = formats.of(math, codes);
                 job.rows.some(block.clone()).map(move |(token, _)| Activations {
                     x: &x[token * hidden..(token + 1) * hidden],

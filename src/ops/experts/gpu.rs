@@ -1,12 +1,12 @@
 //! `kernels/moe.metal`. A layer that no kernel can compute is refused when a model is loaded: experts of a layer
-//! are laid out alike in their slots, and have one gain.
+//! are laid out alike in their slots, and have one global_scale.
 
-use super::{Combine, Experts, Mixture, Room, Slots, Stack};
+use super::{CombineExperts, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights};
 use crate::{
     device::{Binding, Launch, Region},
     ops::{
-        Project,
-        linear::{HalfRows, Halves},
+        Linear,
+        linear::{HalfBuffers, HalfRows},
         quant::{fast, matrix_words},
     },
 };
@@ -24,19 +24,19 @@ pub struct Jobs {
     pub order: Region,
 }
 
-impl Stack {
-    /// The encoding and gain of every expert.
+impl ExpertStack {
+    /// The encoding and global_scale of every expert.
     fn is_fast(&self) -> bool {
-        fast(self.codes, self.gain(), self.cols, &[4])
+        fast(self.codes, self.global_scale(), self.cols, &[4])
     }
 
-    fn gain(&self) -> f32 {
-        self.gains.first().copied().unwrap_or(1.0)
+    fn global_scale(&self) -> f32 {
+        self.global_scales.first().copied().unwrap_or(1.0)
     }
 }
 
-impl Mixture {
-    fn args(&self, tokens: usize, slots: &Slots) -> Vec<u32> {
+impl MoeWeights {
+    fn args(&self, tokens: usize, slots: &ExpertSlots) -> Vec<u32> {
         let mut args = vec![self.hidden(), self.inner(), self.k, tokens, self.shared_inner(), self.row()];
         args.extend([self.width(), self.router.rows, slots.stride / 16, slots.per_slab]);
         for stack in &self.stacks {
@@ -44,24 +44,24 @@ impl Mixture {
         }
         let mut args: Vec<u32> = args.into_iter().map(|word| word as u32).collect();
         for stack in &self.stacks {
-            args.extend(matrix_words(stack.codes, stack.rows, stack.gain()));
+            args.extend(matrix_words(stack.codes, stack.rows, stack.global_scale()));
         }
         args.extend(self.shared.map_or([0; 5], |shared| shared.down.words()));
         args
     }
 
     fn fast_up(&self) -> bool {
-        self.stacks[..2].iter().all(Stack::is_fast)
+        self.stacks[..2].iter().all(ExpertStack::is_fast)
     }
 
-    fn act(&self, room: &Room, tokens: usize) -> Region {
+    fn act(&self, room: &MoeBuffers, tokens: usize) -> Region {
         room.act.floats(self.places(tokens) * self.row())
     }
 
     fn launch(
         &self,
         tokens: usize,
-        slots: &Slots,
+        slots: &ExpertSlots,
         kernel: &'static str,
         bindings: Vec<Binding>,
         grid: [usize; 3],
@@ -72,7 +72,7 @@ impl Mixture {
     }
 }
 
-fn slabs(slots: &Slots) -> impl Iterator<Item = Binding> {
+fn slabs(slots: &ExpertSlots) -> impl Iterator<Item = Binding> {
     (0..SLABS).map(|i| Binding::read(slots.slabs[i.min(slots.slabs.len() - 1)]))
 }
 
@@ -119,7 +119,7 @@ impl Experts<'_> {
     }
 
     /// [`Experts::by_expert`] on matrix units.
-    pub fn halves(&self, jobs: Jobs, room: Halves) -> [Launch; 4] {
+    pub fn halves(&self, jobs: Jobs, room: HalfBuffers) -> [Launch; 4] {
         let (layer, tokens) = (self.layer, self.tokens);
         let (hidden, inner, row) = (layer.hidden(), layer.inner(), layer.row());
         let (places, count) = (tokens * layer.k, jobs.order.len / 4);
@@ -144,7 +144,7 @@ impl Experts<'_> {
     }
 }
 
-impl Combine<'_> {
+impl CombineExperts<'_> {
     /// `h[token] += sum over ranks of weight * down act`, the shared expert last: places that were computed place by place, with
     /// their `slots`.
     pub fn down(&self, slots: Region) -> Launch {
@@ -159,14 +159,14 @@ impl Combine<'_> {
         bindings.extend(layer.shared.map_or(none, |shared| shared.down.bindings()));
         bindings.extend(slabs(self.slots));
         let shared = layer.shared.map(|shared| shared.down);
-        let is_fast = layer.stacks[2].is_fast() && shared.is_none_or(|m| fast(m.codes, m.gain, m.cols, &[4]));
+        let is_fast = layer.stacks[2].is_fast() && shared.is_none_or(|m| fast(m.codes, m.global_scale, m.cols, &[4]));
         let kernel = if is_fast { "moe_down" } else { "moe_down_any" };
         let grid = [layer.hidden().div_ceil(8), tokens, 1];
         layer.launch(tokens, self.slots, kernel, bindings, grid, 32 * (layer.k + 1))
     }
 
     /// Places that were grouped by expert: the shared expert on its own, on matrix units if there is `half`, then the sum over ranks.
-    pub fn sum(&self, half: Option<Halves>) -> Vec<Launch> {
+    pub fn sum(&self, half: Option<HalfBuffers>) -> Vec<Launch> {
         let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
         let (hidden, inner) = (layer.hidden(), layer.shared_inner());
         let routed = tokens * layer.k;
@@ -178,7 +178,7 @@ impl Combine<'_> {
             let y = room.out.part(routed * hidden * 4, tokens * hidden * 4);
             launches.push(swiglu(tokens, inner, room.scores, layer.width(), layer.router.rows, act));
             let matrices = std::slice::from_ref(&expert.down);
-            let down = Project { x: act, tokens, norm: None, matrices, y, add: false };
+            let down = Linear { x: act, tokens, norm: None, matrices, y, add: false };
             match half {
                 Some(half) => launches.extend(down.halves(half.x)),
                 None => launches.push(down.dispatch()),

@@ -1,9 +1,9 @@
 //! The experts in their slots, and the shared one (spec 2.3), in two operations: [`Experts`] computes those that are in memory,
-//! in as many calls as it takes until all are; [`Combine`] sums them up in the router's order, so that it does not matter
+//! in as many calls as it takes until all are; [`CombineExperts`] sums them up in the router's order, so that it does not matter
 //! what landed first.
 //!
 //! A *place* is a chosen expert of a token: `token * k + rank`. Between the two operations a device keeps what it likes in
-//! [`Room`]: the CPU each place's result, a GPU for few rows only `silu(gate) * up`, as `down` is one launch with the sum.
+//! [`MoeBuffers`]: the CPU each place's result, a GPU for few rows only `silu(gate) * up`, as `down` is one launch with the sum.
 
 mod cases;
 mod cpu;
@@ -15,7 +15,7 @@ pub(in crate::ops) use cpu::PLACES;
 pub(in crate::ops) use gemm::{ExpertView, Job, Rows, Scratch, compute};
 pub use gpu::{Jobs, swiglu};
 
-use super::{Codes, Weight};
+use super::{Weight, WeightFormat};
 use crate::device::{BufferAccess, Region};
 
 /// As a slot: this place is not part of this call.
@@ -23,21 +23,21 @@ pub const NONE: u32 = u32::MAX;
 
 /// A layer's mixture of experts.
 #[derive(Debug, Clone)]
-pub struct Mixture {
+pub struct MoeWeights {
     /// Experts a token visits.
     pub k: usize,
     /// A token's weights sum to one.
     pub renormalise: bool,
     /// `[experts, hidden]`.
     pub router: Weight,
-    pub shared: Option<Shared>,
+    pub shared: Option<SharedExpert>,
     /// Gate, up and down of the routed experts.
-    pub stacks: [Stack; 3],
+    pub stacks: [ExpertStack; 3],
 }
 
 /// The expert that every token visits.
 #[derive(Debug, Clone, Copy)]
-pub struct Shared {
+pub struct SharedExpert {
     pub gate_up: [Weight; 2],
     pub down: Weight,
     /// `[1, hidden]`: its sigmoid is the weight of the result.
@@ -46,31 +46,37 @@ pub struct Shared {
 
 /// One projection of all experts of a layer.
 #[derive(Debug, Clone)]
-pub struct Stack {
-    pub codes: Codes,
+pub struct ExpertStack {
+    pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
     /// One an expert.
-    pub gains: Vec<f32>,
+    pub global_scales: Vec<f32>,
     /// Byte offsets of each expert's codes, scales and biases from the start of its slot.
     pub at: Vec<[usize; 3]>,
 }
 
-impl Default for Stack {
+impl Default for ExpertStack {
     fn default() -> Self {
-        Self { codes: Codes::Dense(super::Float::F32), rows: 0, cols: 0, gains: Vec::new(), at: Vec::new() }
+        Self {
+            codes: WeightFormat::Dense(super::Float::F32),
+            rows: 0,
+            cols: 0,
+            global_scales: Vec::new(),
+            at: Vec::new(),
+        }
     }
 }
 
 /// The memory experts are in: slabs of `per_slab` slots of `stride` bytes.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct Slots {
+pub struct ExpertSlots {
     pub slabs: Vec<Region>,
     pub per_slab: usize,
     pub stride: usize,
 }
 
-impl Slots {
+impl ExpertSlots {
     /// A slot's bytes.
     pub fn of(&self, slot: u32) -> Region {
         let (slab, place) = (slot as usize / self.per_slab, slot as usize % self.per_slab);
@@ -78,10 +84,10 @@ impl Slots {
     }
 }
 
-/// Room that the layers of a pass share.
+/// MoeBuffers that the layers of a pass share.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Room {
-    /// [`Route`](super::route::Route)'s.
+pub struct MoeBuffers {
+    /// [`Router`](super::route::Router)'s.
     pub scores: Region,
     pub weights: Region,
     /// `[tokens * (k + 1), row]` f32, `row` being the larger of the two inner widths: activations. A device that has room of its
@@ -96,7 +102,7 @@ pub struct Room {
 
 /// An expert that is in memory, and which of the call's places it serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Group {
+pub struct ExpertGroup {
     pub expert: u32,
     pub slot: u32,
     pub first: u32,
@@ -105,12 +111,12 @@ pub struct Group {
 
 /// The places that a call computes.
 #[derive(Debug, Clone, Copy)]
-pub enum Which<'a> {
-    /// All, and the shared expert: their slots lie where [`Route`](super::route::Route) left them.
+pub enum ExpertSet<'a> {
+    /// All, and the shared expert: their slots lie where [`Router`](super::route::Router) left them.
     Table { ids: Region, slots: Region },
     /// Those of some experts. `places` are the groups' places.
     Landed {
-        groups: &'a [Group],
+        groups: &'a [ExpertGroup],
         places: &'a [u32],
         /// The shared expert, too.
         shared: bool,
@@ -122,29 +128,29 @@ pub enum Which<'a> {
 /// `down(silu(gate x) * up x)` of some places.
 #[derive(Debug, Clone, Copy)]
 pub struct Experts<'a> {
-    pub layer: &'a Mixture,
-    pub slots: &'a Slots,
+    pub layer: &'a MoeWeights,
+    pub slots: &'a ExpertSlots,
     pub tokens: usize,
     /// `[tokens, hidden]`, normed.
     pub x: Region,
-    pub room: Room,
-    pub which: Which<'a>,
+    pub room: MoeBuffers,
+    pub which: ExpertSet<'a>,
 }
 
 /// `h[t] += sum over ranks of weight * result`, in this order, the shared expert's last.
 #[derive(Debug, Clone, Copy)]
-pub struct Combine<'a> {
-    pub layer: &'a Mixture,
-    pub slots: &'a Slots,
+pub struct CombineExperts<'a> {
+    pub layer: &'a MoeWeights,
+    pub slots: &'a ExpertSlots,
     pub tokens: usize,
-    pub room: Room,
+    pub room: MoeBuffers,
     /// `[tokens, k]` u32: the slot of each place, if places were computed one by one.
     pub by_place: Option<Region>,
     /// `[tokens, hidden]`.
     pub h: Region,
 }
 
-impl Mixture {
+impl MoeWeights {
     pub fn hidden(&self) -> usize {
         self.router.cols
     }
@@ -173,7 +179,7 @@ impl Mixture {
     }
 }
 
-impl Slots {
+impl ExpertSlots {
     /// `len` bytes at `at` in a slot.
     pub fn part(&self, slot: u32, at: usize, len: usize) -> Option<Region> {
         let (slab, index) = (slot as usize / self.per_slab.max(1), slot as usize % self.per_slab.max(1));
@@ -182,8 +188,8 @@ impl Slots {
     }
 }
 
-impl Room {
-    fn touches(&self, layer: &Mixture, tokens: usize, see: &mut dyn FnMut(Region, BufferAccess)) {
+impl MoeBuffers {
+    fn touches(&self, layer: &MoeWeights, tokens: usize, see: &mut dyn FnMut(Region, BufferAccess)) {
         let places = layer.places(tokens);
         see(self.scores.floats(tokens * layer.width()), BufferAccess::Read);
         see(self.act.floats((places * layer.row()).min(self.act.len / 4)), BufferAccess::ReadWrite);
@@ -197,12 +203,12 @@ impl Experts<'_> {
         see(self.x.floats(tokens * layer.hidden()), BufferAccess::Read);
         self.room.touches(layer, tokens, see);
         match self.which {
-            Which::Table { ids, slots } => {
+            ExpertSet::Table { ids, slots } => {
                 see(ids.floats(tokens * layer.k), BufferAccess::Read);
                 see(slots.floats(tokens * layer.k), BufferAccess::Read);
             }
-            Which::Landed { by_place: Some(slots), .. } => see(slots.floats(tokens * layer.k), BufferAccess::Write),
-            Which::Landed { by_place: None, .. } => {
+            ExpertSet::Landed { by_place: Some(slots), .. } => see(slots.floats(tokens * layer.k), BufferAccess::Write),
+            ExpertSet::Landed { by_place: None, .. } => {
                 see(self.room.jobs, BufferAccess::Write);
                 see(self.room.order, BufferAccess::Write);
             }
@@ -210,7 +216,7 @@ impl Experts<'_> {
     }
 }
 
-impl Combine<'_> {
+impl CombineExperts<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (layer, tokens) = (self.layer, self.tokens);
         self.room.touches(layer, tokens, see);

@@ -1,6 +1,8 @@
 //! A GPU: operations become launches, in order.
 
-use super::{Backend, CacheFormat, Experts, Halves, Limits, Mixture, NONE, Op, Part, Which, experts::Jobs};
+use super::{
+    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NONE, Op, experts::Jobs,
+};
 use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
     collections::HashMap,
@@ -18,8 +20,8 @@ const ATTENDED: usize = 128;
 const PARTIALS: usize = 64 << 20;
 
 /// The limits of a GPU that recommends to be given `working_set` bytes at most.
-pub const fn limits(working_set: Option<u64>) -> Limits {
-    Limits {
+pub const fn limits(working_set: Option<u64>) -> BackendLimits {
+    BackendLimits {
         by_table: TOGETHER,
         by_place: 1,
         half: true,
@@ -28,7 +30,7 @@ pub const fn limits(working_set: Option<u64>) -> Limits {
         acts: true,
         waits: true,
         flush: 2,
-        cache: CacheFormat::F32,
+        cache: KvFormat::F32,
         partials: Some((ATTENDED, PARTIALS)),
         working_set,
     }
@@ -42,8 +44,8 @@ pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     /// Regions that unfinished launches touch, with the mark at which they are over.
     busy: Vec<(Region, BufferAccess, SyncPoint)>,
     failed: Option<String>,
-    /// Room for rows in half precision, while a prompt is computed.
-    half: Option<Halves>,
+    /// MoeBuffers for rows in half precision, while a prompt is computed.
+    half: Option<HalfBuffers>,
     slots: Vec<u32>,
     /// The last content that a device with memory of its own has fetched there.
     fetched: HashMap<Region, u64>,
@@ -120,11 +122,10 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
 
     fn experts(&mut self, op: &Experts<'_>) -> Result<(), DeviceError> {
         match op.which {
-            Which::Table { slots, .. } => self.launch(op.up(slots, true)),
-            Which::Landed { groups: [], shared: false, .. } | Which::Landed { groups: [], by_place: None, .. } => {
-                Ok(())
-            }
-            Which::Landed { groups, places, shared, by_place: Some(at) } => {
+            ExpertSet::Table { slots, .. } => self.launch(op.up(slots, true)),
+            ExpertSet::Landed { groups: [], shared: false, .. }
+            | ExpertSet::Landed { groups: [], by_place: None, .. } => Ok(()),
+            ExpertSet::Landed { groups, places, shared, by_place: Some(at) } => {
                 let mut slots = std::mem::take(&mut self.slots);
                 slots.clear();
                 slots.resize(op.tokens * op.layer.k, NONE);
@@ -138,7 +139,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
                 written?;
                 self.launch(op.up(at, shared))
             }
-            Which::Landed { groups, places, by_place: None, .. } => {
+            ExpertSet::Landed { groups, places, by_place: None, .. } => {
                 let mut words = std::mem::take(&mut self.slots);
                 words.clear();
                 match self.half {
@@ -178,7 +179,7 @@ fn refuse<T>(why: String) -> Result<T, DeviceError> {
     Err(DeviceError(why))
 }
 
-fn accept_mixture(layer: &Mixture) -> Result<(), DeviceError> {
+fn accept_mixture(layer: &MoeWeights) -> Result<(), DeviceError> {
     let (experts, k) = (layer.router.rows, layer.k);
     if experts > 1024 || k > 31 {
         return refuse(format!("on a GPU, a layer has at most 1024 experts and 31 a token, not {experts} and {k}"));
@@ -189,7 +190,7 @@ fn accept_mixture(layer: &Mixture) -> Result<(), DeviceError> {
             let how = "`moestro pack` lays them out so; on Linux, so does --expert-io buffered";
             return refuse(format!("the experts of a layer are not laid out alike in their slots: {how}"));
         }
-        if stack.gains.windows(2).any(|pair| pair[0] != pair[1]) {
+        if stack.global_scales.windows(2).any(|pair| pair[0] != pair[1]) {
             return refuse("on a GPU, the experts of a layer have one global scale".into());
         }
         if stack.cols % 16 != 0 {
@@ -204,32 +205,34 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         self.gpu.name()
     }
 
-    fn limits(&self) -> Limits {
-        Limits { half: self.gpu.has_matrix_units(), ..limits(self.gpu.working_set()) }
+    fn limits(&self) -> BackendLimits {
+        BackendLimits { half: self.gpu.has_matrix_units(), ..limits(self.gpu.working_set()) }
     }
 
-    fn accept(&self, part: Part<'_>) -> Result<(), DeviceError> {
+    fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
         match part {
-            Part::Weight(weight) => match weight.parts.iter().find(|part| part.offset % ALIGN != 0) {
+            ModelPart::Weight(weight) => match weight.parts.iter().find(|part| part.offset % ALIGN != 0) {
                 Some(part) => refuse(format!("a matrix at byte {} of the trunk", part.offset)),
                 None => Ok(()),
             },
-            Part::Heads(shape) if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads => {
+            ModelPart::Attention(shape)
+                if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads =>
+            {
                 refuse(format!("on a GPU, heads are multiples of 4, at most 256, and 32 share a key, not {shape:?}"))
             }
-            Part::Delta(shape, taps) if taps != 4 || shape.dk.max(shape.dv) > 256 => {
-                refuse(format!("on a GPU, convolutions have 4 taps and heads at most 256, not {taps}, {shape:?}"))
+            ModelPart::Delta(shape) if shape.conv_width != 4 || shape.key_dim.max(shape.value_dim) > 256 => {
+                refuse(format!("on a GPU, convolutions have 4 taps and heads at most 256, not {shape:?}"))
             }
-            Part::Heads(shape) => shape.divisible(),
-            Part::Delta(..) => Ok(()),
-            Part::Mixture(layer) => accept_mixture(layer),
+            ModelPart::Attention(shape) => shape.divisible(),
+            ModelPart::Delta(_) => Ok(()),
+            ModelPart::Moe(layer) => accept_mixture(layer),
         }
     }
 
     fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {
         match op {
-            Op::Embed(op) => self.launch(op.dispatch()),
-            Op::Project(op) => match self.half {
+            Op::Embedding(op) => self.launch(op.dispatch()),
+            Op::Linear(op) => match self.half {
                 Some(half) => self.all(op.halves(half.x)),
                 None => self.launch(op.dispatch()),
             },
@@ -239,19 +242,19 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                 Some(half) => self.all(op.halves(half)),
                 None => self.all(op.dispatches()),
             },
-            Op::CacheWrite(op) => self.launch(op.dispatch()),
-            Op::Attend(op) if self.half.is_some() && op.shape.newest.is_none() => self.all(op.halves()),
-            Op::Attend(op) => self.all(op.dispatches(ATTENDED).flatten()),
+            Op::KvWrite(op) => self.launch(op.dispatch()),
+            Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.halves()),
+            Op::Attention(op) => self.all(op.dispatches(ATTENDED).flatten()),
             Op::Mlp(op) => match self.half {
                 Some(half) => self.all(op.halves(half.x)),
                 None => self.all(op.dispatches()),
             },
-            Op::Route(op) => match self.half.and_then(|half| op.halves(half.x)) {
+            Op::Router(op) => match self.half.and_then(|half| op.halves(half.x)) {
                 Some(launches) => self.all(launches),
                 None => self.all(op.dispatches()),
             },
             Op::Experts(op) => self.experts(op),
-            Op::Combine(op) => match op.by_place {
+            Op::CombineExperts(op) => match op.by_place {
                 Some(slots) => self.launch(op.down(slots)),
                 None => self.all(op.sum(self.half)),
             },
@@ -262,7 +265,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
         self.gpu.is_lost()
     }
 
-    fn prompt(&mut self, room: Option<Halves>) {
+    fn prompt(&mut self, room: Option<HalfBuffers>) {
         self.half = room;
     }
 

@@ -1,23 +1,23 @@
 use crate::{
     device::DeviceError,
     ops::{
-        Backend, Codes, Float, Norm, Project, Weight,
+        Backend, Float, Linear, Norm, Weight, WeightFormat,
         check::{Bench, CLOSE, HALF},
     },
 };
 
-const fn affine(bits: u8, group: u16, scale: Float) -> Codes {
-    Codes::Affine { bits, group, scale }
+const fn affine(bits: u8, group: u16, scale: Float) -> WeightFormat {
+    WeightFormat::Affine { bits, group, scale }
 }
 
 /// 4 and 8 bits in groups of 64 have kernels of their own; the rest shares one.
-pub(in crate::ops) const FORMATS: [[Codes; 2]; 6] = [
+pub(in crate::ops) const FORMATS: [[WeightFormat; 2]; 6] = [
     [affine(4, 64, Float::Bf16), affine(8, 64, Float::Bf16)],
     [affine(2, 32, Float::F16), affine(3, 64, Float::Bf16)],
     [affine(5, 128, Float::F32), affine(6, 32, Float::Bf16)],
-    [Codes::Mxfp4, Codes::Nvfp4],
-    [Codes::Mxfp8, Codes::Dense(Float::Bf16)],
-    [Codes::Dense(Float::F16), Codes::Dense(Float::F32)],
+    [WeightFormat::Mxfp4, WeightFormat::Nvfp4],
+    [WeightFormat::Mxfp8, WeightFormat::Dense(Float::Bf16)],
+    [WeightFormat::Dense(Float::F16), WeightFormat::Dense(Float::F32)],
 ];
 
 pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
@@ -49,6 +49,6 @@ fn product(b: &mut Bench<'_>, matrices: &[Weight], tokens: usize, norm: bool, al
     let kept = norm.then_some(keep);
     let norm = norm.then_some(Norm { weight, eps: 1e-6, keep: kept });
     let outputs = [y, keep];
-    let op = Project { x, tokens, norm, matrices, y, add: norm.is_none() };
+    let op = Linear { x, tokens, norm, matrices, y, add: norm.is_none() };
     b.check_within(allowed, op, &outputs[..if norm.is_some() { 2 } else { 1 }], &[])
 }

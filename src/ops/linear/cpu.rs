@@ -1,7 +1,7 @@
 //! Linear layers on the CPU.
 
 use super::{
-    Project,
+    Linear,
     matmul::{Column, check, normed, product},
 };
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
     },
 };
 
-impl Project<'_> {
+impl Linear<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (tokens, cols, width) = (self.tokens, self.cols(), self.width());
         let Cpu { compute, memory, quantised, scratch } = cpu;

@@ -1,6 +1,6 @@
 //! `kernels/linear.metal`.
 
-use super::{Norm, Project};
+use super::{Linear, Norm};
 use crate::{
     device::{Binding, Launch, Region},
     ops::{Weight, quant::fast},
@@ -31,7 +31,7 @@ pub(super) fn four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> {
 /// Rows of all matrices of a launch that do not fill a large card otherwise.
 const FEW: usize = 4096;
 
-impl Project<'_> {
+impl Linear<'_> {
     /// Panics if there is no matrix, or more than four.
     pub fn dispatch(&self) -> Launch {
         self.dispatch_into(self.width())
@@ -41,7 +41,7 @@ impl Project<'_> {
     pub(in crate::ops) fn dispatch_into(&self, width: usize) -> Launch {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let cols = self.cols();
-        let any = !matrices.iter().all(|m| fast(m.codes, m.gain, m.cols, &[4, 8]));
+        let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
         let keep = norm.and_then(|n| n.keep);
         let x = x.floats(tokens * cols);
         let y = y.floats(tokens * width);
@@ -72,14 +72,14 @@ const DEPTH: usize = 64;
 /// Rows of x, and of a matrix, that a threadgroup multiplies.
 const TILE: [usize; 2] = [64, 64];
 
-/// Room for rows in half precision: those that go into a product, and the activations between two.
+/// MoeBuffers for rows in half precision: those that go into a product, and the activations between two.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Halves {
+pub struct HalfBuffers {
     pub x: Region,
     pub act: Region,
 }
 
-impl Halves {
+impl HalfBuffers {
     /// Words of room for a row of `cols` values.
     pub fn words(cols: usize) -> usize {
         cols.next_multiple_of(DEPTH) / 2 + 1
@@ -140,7 +140,7 @@ impl HalfRows {
     /// `y = x W^T` for one to four matrices, whose rows follow one another from column `at` of rows of `width`; `y +=` with `add`.
     pub fn product(&self, matrices: &[Weight], y: Region, (at, width): (usize, usize), add: bool) -> Launch {
         let (tokens, cols) = (self.scales.len / 4, self.cols);
-        let any = !matrices.iter().all(|m| fast(m.codes, m.gain, m.cols, &[4, 8]));
+        let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
         let rows: usize = matrices.iter().map(|m| m.rows).sum();
         let y = y.floats(tokens * width).part(at * 4, (tokens * width - at) * 4);
         let mut bindings = self.bindings().to_vec();
@@ -157,8 +157,8 @@ impl HalfRows {
     }
 }
 
-impl Project<'_> {
-    /// The same as [`Project::dispatch`] on matrix units, in half precision.
+impl Linear<'_> {
+    /// The same as [`Linear::dispatch`] on matrix units, in half precision.
     pub fn halves(&self, room: Region) -> [Launch; 2] {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let (cols, width) = (self.cols(), self.width());

@@ -6,7 +6,7 @@ use super::Norm;
 use crate::{
     device::{CpuArithmetic, CpuDevice, DeviceError, Region},
     ops::{
-        Codes, WeightView,
+        WeightFormat, WeightView,
         cpu::{Memory, refuse},
         norm::normalise,
         quant::{Digits, QuantisedRows},
@@ -74,7 +74,7 @@ pub(in crate::ops) struct Column<'a> {
 /// Checks a weight's sizes, on which the kernels rely.
 pub(in crate::ops) fn check(view: &WeightView<'_>, cols: usize) -> Result<(), DeviceError> {
     let known = match view.codes {
-        Codes::Affine { bits, group, .. } => matches!(bits, 2..=6 | 8) && matches!(group, 32 | 64 | 128),
+        WeightFormat::Affine { bits, group, .. } => matches!(bits, 2..=6 | 8) && matches!(group, 32 | 64 | 128),
         _ => true,
     };
     let sizes = view.codes.row_bytes(cols);

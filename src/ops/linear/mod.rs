@@ -6,8 +6,8 @@ mod gpu;
 mod matmul;
 
 pub(in crate::ops) use cases::{FORMATS, cases};
+pub use gpu::HalfBuffers;
 pub(in crate::ops) use gpu::HalfRows;
-pub use gpu::Halves;
 pub(in crate::ops) use matmul::{Column, check, emptied, normed, product};
 
 use super::Weight;
@@ -25,7 +25,7 @@ pub struct Norm {
 
 /// One to four matrices of equal `cols`; their rows follow one another in `y`.
 #[derive(Debug, Clone, Copy)]
-pub struct Project<'a> {
+pub struct Linear<'a> {
     /// `[tokens, cols]` f32.
     pub x: Region,
     pub tokens: usize,
@@ -37,7 +37,7 @@ pub struct Project<'a> {
     pub add: bool,
 }
 
-impl Project<'_> {
+impl Linear<'_> {
     fn cols(&self) -> usize {
         self.matrices.first().map_or(0, |matrix| matrix.cols)
     }

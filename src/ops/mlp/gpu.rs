@@ -3,7 +3,7 @@
 use super::Mlp;
 use crate::{
     device::{Launch, Region},
-    ops::{experts, linear::Project},
+    ops::{experts, linear::Linear},
 };
 
 impl Mlp<'_> {
@@ -19,13 +19,13 @@ impl Mlp<'_> {
         [gate_up.dispatch(), act, down.dispatch()]
     }
 
-    fn steps(&self) -> (Project<'_>, Launch, Project<'_>) {
+    fn steps(&self) -> (Linear<'_>, Launch, Linear<'_>) {
         let Self { tokens, norm, gate_up, down, scores, act, h } = *self;
         let inner = down.cols;
         (
-            Project { x: h, tokens, norm: Some(norm), matrices: gate_up, y: scores, add: false },
+            Linear { x: h, tokens, norm: Some(norm), matrices: gate_up, y: scores, add: false },
             experts::swiglu(tokens, inner, scores, 2 * inner, 0, act),
-            Project { x: act, tokens, norm: None, matrices: std::slice::from_ref(down), y: h, add: true },
+            Linear { x: act, tokens, norm: None, matrices: std::slice::from_ref(down), y: h, add: true },
         )
     }
 }

@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use super::weight::Codes;
+use super::weight::WeightFormat;
 use crate::{
     device::{CpuArithmetic, CpuDevice, Region},
     ops::simd::{CacheLine, wide},
@@ -103,7 +103,7 @@ impl QuantisedRows {
         x: &[f32],
         tokens: usize,
         cols: usize,
-        codes: impl Iterator<Item = Codes>,
+        codes: impl Iterator<Item = WeightFormat>,
     ) {
         if of.is_none() || self.of != of {
             self.formats.clear();
@@ -127,7 +127,7 @@ impl QuantisedRows {
     }
 
     /// The rows for a weight of `codes`; `None` where the product is f32.
-    pub fn of(&self, math: CpuArithmetic, codes: Codes) -> Option<&Quantised> {
+    pub fn of(&self, math: CpuArithmetic, codes: WeightFormat) -> Option<&Quantised> {
         let wanted = format(math, codes)?;
         self.formats.iter().position(|format| *format == wanted).map(|index| &self.rows[index])
     }
@@ -298,9 +298,9 @@ wide! {
 }
 
 /// The quantisation of the activations for an affine weight; `None` where the product is f32.
-pub(in crate::ops) fn format(math: CpuArithmetic, codes: Codes) -> Option<Format> {
+pub(in crate::ops) fn format(math: CpuArithmetic, codes: WeightFormat) -> Option<Format> {
     match (math, codes) {
-        (CpuArithmetic::Integer, Codes::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
+        (CpuArithmetic::Integer, WeightFormat::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
         _ => None,
     }
 }

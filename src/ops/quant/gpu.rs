@@ -1,11 +1,11 @@
 //! Weights as arguments of GPU kernels.
 
-use super::weight::{Codes, Float, Weight};
+use super::weight::{Float, Weight, WeightFormat};
 use crate::device::Binding;
 
 impl Weight {
     pub(in crate::ops) fn words(&self) -> [u32; 5] {
-        matrix_words(self.codes, self.rows, self.gain)
+        matrix_words(self.codes, self.rows, self.global_scale)
     }
 
     pub(in crate::ops) fn bindings(&self) -> [Binding; 3] {
@@ -15,25 +15,25 @@ impl Weight {
 }
 
 /// `struct Matrix` of `kernels/quant.metal`.
-pub(in crate::ops) fn matrix_words(codes: Codes, rows: usize, gain: f32) -> [u32; 5] {
+pub(in crate::ops) fn matrix_words(codes: WeightFormat, rows: usize, global_scale: f32) -> [u32; 5] {
     let real = |float| match float {
         Float::F32 => 0,
         Float::F16 => 1,
         Float::Bf16 => 2,
     };
     let (format, scale) = match codes {
-        Codes::Affine { bits, scale, .. } => (bits.into(), real(scale)),
-        Codes::Mxfp4 => (20, 0),
-        Codes::Nvfp4 => (21, 0),
-        Codes::Mxfp8 => (22, 0),
-        Codes::Dense(float) => (30, real(float)),
+        WeightFormat::Affine { bits, scale, .. } => (bits.into(), real(scale)),
+        WeightFormat::Mxfp4 => (20, 0),
+        WeightFormat::Nvfp4 => (21, 0),
+        WeightFormat::Mxfp8 => (22, 0),
+        WeightFormat::Dense(float) => (30, real(float)),
     };
-    [rows as u32, format, codes.group() as u32, scale, gain.to_bits()]
+    [rows as u32, format, codes.group() as u32, scale, global_scale.to_bits()]
 }
 
 /// True if the kernels have their fast path for this encoding: affine, one of `bits`, group 64, bf16 scales.
-pub(in crate::ops) fn fast(codes: Codes, gain: f32, cols: usize, bits: &[u8]) -> bool {
-    matches!(codes, Codes::Affine { bits: b, group: 64, scale: Float::Bf16 } if bits.contains(&b))
-        && gain == 1.0
+pub(in crate::ops) fn fast(codes: WeightFormat, global_scale: f32, cols: usize, bits: &[u8]) -> bool {
+    matches!(codes, WeightFormat::Affine { bits: b, group: 64, scale: Float::Bf16 } if bits.contains(&b))
+        && global_scale == 1.0
         && cols.is_multiple_of(64)
 }

@@ -7,4 +7,4 @@ mod weight;
 
 pub(super) use activations::{Digits, Format, Order, Quantised, QuantisedRows, Writer, format, quantise};
 pub(super) use gpu::{fast, matrix_words};
-pub use weight::{Codes, Float, Weight, WeightView};
+pub use weight::{Float, Weight, WeightFormat, WeightView};

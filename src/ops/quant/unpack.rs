@@ -2,7 +2,7 @@
 
 use super::{
     activations::Order,
-    weight::{Codes, Float, WeightView},
+    weight::{Float, WeightFormat, WeightView},
 };
 
 /// Packed floats (any alignment) to f32.
@@ -112,7 +112,7 @@ fn power(biased: i32) -> f32 {
     }
 }
 
-/// One row of any weight in f32, gain not applied. `bytes` is a buffer.
+/// One row of any weight in f32, global_scale not applied. `bytes` is a buffer.
 #[inline(always)]
 pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut Vec<f32>) {
     let cols = view.cols;
@@ -120,8 +120,8 @@ pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut 
     let part = |index: usize| &view.parts[index][row * sizes[index]..(row + 1) * sizes[index]];
     out.resize(cols, 0.0);
     match view.codes {
-        Codes::Dense(float) => widen(float, part(0), out),
-        Codes::Affine { bits, group, scale } => {
+        WeightFormat::Dense(float) => widen(float, part(0), out),
+        WeightFormat::Affine { bits, group, scale } => {
             bytes.resize(cols, 0);
             natural(bits as usize, part(0), bytes, spread(bits as usize));
             let groups = bytes.chunks_exact(group as usize).zip(out.chunks_exact_mut(group as usize));
@@ -132,9 +132,9 @@ pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut 
                 }
             }
         }
-        Codes::Mxfp4 => fours(view.codes.group(), part(0), part(1), |code| power(i32::from(code)), out),
-        Codes::Nvfp4 => fours(view.codes.group(), part(0), part(1), e4m3, out),
-        Codes::Mxfp8 => {
+        WeightFormat::Mxfp4 => fours(view.codes.group(), part(0), part(1), |code| power(i32::from(code)), out),
+        WeightFormat::Nvfp4 => fours(view.codes.group(), part(0), part(1), e4m3, out),
+        WeightFormat::Mxfp8 => {
             let group = view.codes.group();
             for ((codes, scale), out) in part(0).chunks_exact(group).zip(part(1)).zip(out.chunks_exact_mut(group)) {
                 let scale = power(i32::from(*scale));
@@ -152,7 +152,7 @@ impl WeightView<'_> {
         let (mut bytes, mut row, mut all) = (Vec::new(), Vec::new(), Vec::with_capacity(self.rows * self.cols));
         for index in 0..self.rows {
             expand(self, index, &mut bytes, &mut row);
-            all.extend(row.iter().map(|value| value * self.gain));
+            all.extend(row.iter().map(|value| value * self.global_scale));
         }
         all
     }

@@ -31,7 +31,7 @@ impl Float {
 
 /// The encoding of a row of `cols` values (spec section 3.2). A row of codes is one little-endian bit stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Codes {
+pub enum WeightFormat {
     /// Not quantised.
     Dense(Float),
     /// `w = scale * q + bias`, unsigned `q` of 2, 3, 4, 5, 6 or 8 bits, one scale and bias per `group` (32, 64, 128).
@@ -44,28 +44,28 @@ pub enum Codes {
     Mxfp8,
 }
 
-impl Codes {
+impl WeightFormat {
     /// Values that share a scale (1 for dense).
     pub fn group(self) -> usize {
         match self {
-            Codes::Dense(_) => 1,
-            Codes::Affine { group, .. } => group as usize,
-            Codes::Mxfp4 | Codes::Mxfp8 => 32,
-            Codes::Nvfp4 => 16,
+            WeightFormat::Dense(_) => 1,
+            WeightFormat::Affine { group, .. } => group as usize,
+            WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => 32,
+            WeightFormat::Nvfp4 => 16,
         }
     }
 
     /// Bytes of one row of `cols` values: codes, scales, biases.
     pub fn row_bytes(self, cols: usize) -> [usize; 3] {
         match self {
-            Codes::Dense(float) => [cols * float.bytes(), 0, 0],
-            Codes::Affine { bits, group, scale } => {
+            WeightFormat::Dense(float) => [cols * float.bytes(), 0, 0],
+            WeightFormat::Affine { bits, group, scale } => {
                 let scales = cols / group as usize * scale.bytes();
                 [cols * bits as usize / 8, scales, scales]
             }
-            Codes::Mxfp4 => [cols / 2, cols / 32, 0],
-            Codes::Nvfp4 => [cols / 2, cols / 16, 0],
-            Codes::Mxfp8 => [cols, cols / 32, 0],
+            WeightFormat::Mxfp4 => [cols / 2, cols / 32, 0],
+            WeightFormat::Nvfp4 => [cols / 2, cols / 16, 0],
+            WeightFormat::Mxfp8 => [cols, cols / 32, 0],
         }
     }
 }
@@ -73,12 +73,12 @@ impl Codes {
 /// A weight matrix `[rows, cols]` that stays in memory (trunk). `y = x W^T` always.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Weight {
-    pub codes: Codes,
+    pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
     /// Multiplies every value (nvfp4's global scale; else 1).
-    pub gain: f32,
-    /// Codes, scales, biases; the latter two empty where the encoding has none. A GPU wants them at multiples of 16 bytes.
+    pub global_scale: f32,
+    /// WeightFormat, scales, biases; the latter two empty where the encoding has none. A GPU wants them at multiples of 16 bytes.
     pub parts: [Region; 3],
 }
 
@@ -92,16 +92,16 @@ impl Weight {
 /// A weight matrix as bytes: the trunk's, or one expert's projection in a slot. Any byte alignment.
 #[derive(Clone, Copy)]
 pub struct WeightView<'a> {
-    pub codes: Codes,
+    pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    pub gain: f32,
+    pub global_scale: f32,
     pub parts: [&'a [u8]; 3],
 }
 
 impl Default for WeightView<'_> {
     /// No rows.
     fn default() -> Self {
-        Self { codes: Codes::Dense(Float::F32), rows: 0, cols: 0, gain: 1.0, parts: [&[]; 3] }
+        Self { codes: WeightFormat::Dense(Float::F32), rows: 0, cols: 0, global_scale: 1.0, parts: [&[]; 3] }
     }
 }

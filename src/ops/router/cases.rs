@@ -1,27 +1,27 @@
-use super::Route;
+use super::Router;
 use crate::{
     device::DeviceError,
-    ops::{Codes, Float, Mixture, Norm, Shared, Stack, check::Bench},
+    ops::{ExpertStack, Float, MoeWeights, Norm, SharedExpert, WeightFormat, check::Bench},
 };
 
 pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
     let (tokens, experts, k, hidden, inner) = (3, 256, 8, 192, 21);
-    let affine = |bits| Codes::Affine { bits, group: 64, scale: Float::Bf16 };
-    let shared = Shared {
+    let affine = |bits| WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
+    let shared = SharedExpert {
         gate_up: [b.weight(affine(4), inner, hidden)?, b.weight(affine(4), inner, hidden)?],
-        down: b.weight(Codes::Dense(Float::F32), hidden, inner)?,
+        down: b.weight(WeightFormat::Dense(Float::F32), hidden, inner)?,
         result: b.weight(affine(8), 1, hidden)?,
     };
     let router = b.weight(affine(8), experts, hidden)?;
-    let stacks: [Stack; 3] = Default::default();
+    let stacks: [ExpertStack; 3] = Default::default();
     let table: Vec<u32> = (0..experts as u32).map(|expert| 7 * expert + 1).collect();
     for renormalise in [true, false] {
-        let layer = &Mixture { k, renormalise, router, shared: Some(shared), stacks: stacks.clone() };
+        let layer = &MoeWeights { k, renormalise, router, shared: Some(shared), stacks: stacks.clone() };
         let (x, keep) = (b.random(tokens * hidden)?, b.room(tokens * hidden)?);
         let norm = Some(Norm { weight: b.random(hidden)?, eps: 1e-6, keep: Some(keep) });
         let (table, scores) = (b.words(&table)?, b.room(tokens * layer.width())?);
         let (ids, slots, weights) = (b.room(tokens * k)?, b.room(tokens * k)?, b.room(tokens * (k + 1))?);
-        let op = Route { layer, tokens, x, norm, alone: false, table, scores, ids, slots, weights };
+        let op = Router { layer, tokens, x, norm, alone: false, table, scores, ids, slots, weights };
         b.check(op, &[keep, weights], &[ids, slots])?;
     }
     Ok(())

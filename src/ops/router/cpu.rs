@@ -1,6 +1,6 @@
 //! The router on the CPU.
 
-use super::Route;
+use super::Router;
 use crate::{
     device::DeviceError,
     ops::{
@@ -20,7 +20,7 @@ thread_local! {
     static ORDER: RefCell<Vec<u32>> = RefCell::default();
 }
 
-impl Route<'_> {
+impl Router<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (tokens, layer, width) = (self.tokens, self.layer, self.width());
         let (k, experts, cols) = (layer.k, layer.router.rows, layer.router.cols);

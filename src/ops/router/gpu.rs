@@ -1,15 +1,15 @@
 //! The router on a GPU.
 
-use super::Route;
+use super::Router;
 use crate::{
     device::{Binding, Launch, Region},
     ops::{
-        experts::Shared,
-        linear::{HalfRows, Project},
+        experts::SharedExpert,
+        linear::{HalfRows, Linear},
     },
 };
 
-impl Route<'_> {
+impl Router<'_> {
     /// `kernels/linear.metal`, then `kernels/router.metal`. Panics above 1024 experts.
     pub fn dispatches(&self) -> [Launch; 2] {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
@@ -19,7 +19,7 @@ impl Route<'_> {
             matrices[1..].copy_from_slice(&[shared.gate_up[0], shared.gate_up[1], shared.result]);
             count = 4;
         }
-        let product = Project { x, tokens, norm, matrices: &matrices[..count], y: scores, add: false };
+        let product = Linear { x, tokens, norm, matrices: &matrices[..count], y: scores, add: false };
         [product.dispatch(), self.choice()]
     }
 
@@ -31,9 +31,9 @@ impl Route<'_> {
         let (cols, experts, width) = (layer.router.cols, layer.router.rows, self.width());
         let rows = HalfRows::new(room, tokens, cols);
         let matrices = std::slice::from_ref(&layer.router);
-        let router = Project { x: kept, tokens, norm: None, matrices, y: scores, add: false };
+        let router = Linear { x: kept, tokens, norm: None, matrices, y: scores, add: false };
         let mut launches = vec![rows.fill(x, cols, norm), router.dispatch_into(width)];
-        if let Some(Shared { gate_up: [gate, up], result, .. }) = self.shared() {
+        if let Some(SharedExpert { gate_up: [gate, up], result, .. }) = self.shared() {
             launches.push(rows.product(&[*gate, *up, *result], scores, (experts, width), false));
         }
         launches.push(self.choice());

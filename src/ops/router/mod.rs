@@ -9,14 +9,14 @@ pub(super) use cases::cases;
 
 use super::{
     Norm,
-    experts::{Mixture, Shared},
+    experts::{MoeWeights, SharedExpert},
 };
 use crate::device::{BufferAccess, Region};
 
 /// The experts of each row of `x`, or of its norm.
 #[derive(Debug, Clone, Copy)]
-pub struct Route<'a> {
-    pub layer: &'a Mixture,
+pub struct Router<'a> {
+    pub layer: &'a MoeWeights,
     pub tokens: usize,
     /// `[tokens, hidden]`.
     pub x: Region,
@@ -35,17 +35,17 @@ pub struct Route<'a> {
     pub weights: Region,
 }
 
-impl Route<'_> {
+impl Router<'_> {
     fn width(&self) -> usize {
         if self.alone { self.layer.router.rows } else { self.layer.width() }
     }
 
-    fn shared(&self) -> Option<&Shared> {
+    fn shared(&self) -> Option<&SharedExpert> {
         self.layer.shared.as_ref().filter(|_| !self.alone)
     }
 
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let (tokens, Mixture { k, router, .. }) = (self.tokens, self.layer);
+        let (tokens, MoeWeights { k, router, .. }) = (self.tokens, self.layer);
         see(self.x.floats(tokens * router.cols), BufferAccess::Read);
         if let Some(keep) = self.norm.and_then(|norm| norm.keep) {
             see(keep.floats(tokens * router.cols), BufferAccess::Write);

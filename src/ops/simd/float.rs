@@ -26,13 +26,13 @@ pub unsafe fn rows<V: Vector>(
             let sums = dot::<V, 4>(&scratch.values, [four[0].x, four[1].x, four[2].x, four[3].x]);
             for (out, sum) in outs.iter().zip(sums) {
                 // SAFETY: the caller lets us write this output.
-                unsafe { out.0.add(row).write(sum * weight.gain) };
+                unsafe { out.0.add(row).write(sum * weight.global_scale) };
             }
         }
         for (line, out) in rest.iter().zip(&outs[fours.len() * 4..]) {
             let [sum] = dot::<V, 1>(&scratch.values, [line.x]);
             // SAFETY: as above.
-            unsafe { out.0.add(row).write(sum * weight.gain) };
+            unsafe { out.0.add(row).write(sum * weight.global_scale) };
         }
     }
 }

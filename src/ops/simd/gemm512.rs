@@ -146,7 +146,7 @@ unsafe fn results(from: *const CacheLine, weight: &Affine<'_>, to: *mut f32) {
                 *value = _mm512_load_ps(from.add(lane).cast());
             }
         }
-        finish(lanes, groups, weight.gain, to);
+        finish(lanes, groups, weight.global_scale, to);
     }
 }
 
@@ -240,7 +240,7 @@ unsafe fn everywhere(line: &Digits<'_>, group: usize) -> [__m512; 2] {
 /// There is room at `to`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn finish(mut l: [__m512; LANES], groups: usize, gain: f32, to: *mut f32) {
+unsafe fn finish(mut l: [__m512; LANES], groups: usize, global_scale: f32, to: *mut f32) {
     let rest = groups % LANES;
     if rest != 0 {
         // The zero groups of the padding: they turn -0 into 0.
@@ -253,5 +253,5 @@ unsafe fn finish(mut l: [__m512; LANES], groups: usize, gain: f32, to: *mut f32)
     let sum = |a: __m512, b: __m512| _mm512_add_ps(a, b);
     let total = sum(sum(sum(l[0], l[4]), sum(l[2], l[6])), sum(sum(l[1], l[5]), sum(l[3], l[7])));
     // SAFETY: the caller's promise.
-    unsafe { _mm512_storeu_ps(to, _mm512_mul_ps(total, _mm512_set1_ps(gain))) };
+    unsafe { _mm512_storeu_ps(to, _mm512_mul_ps(total, _mm512_set1_ps(global_scale))) };
 }

@@ -63,8 +63,8 @@ unsafe fn pairs<const BITS: usize, const GROUP: usize>(
             unsafe {
                 let lanes = dot::<BITS, GROUP>(codes, constants, &line.digits);
                 let (a, b) = (_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
-                out.0.add(row).write(x86::tree(a) * weight.gain);
-                out.0.add(row + 1).write(x86::tree(b) * weight.gain);
+                out.0.add(row).write(x86::tree(a) * weight.global_scale);
+                out.0.add(row + 1).write(x86::tree(b) * weight.global_scale);
             }
         }
     }

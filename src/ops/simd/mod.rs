@@ -35,7 +35,7 @@ pub(crate) use wide::wide;
 use std::{cell::RefCell, ops::Range, sync::OnceLock};
 
 use super::{
-    Codes, Float, WeightView,
+    Float, WeightFormat, WeightView,
     quant::{Digits, unpack},
 };
 
@@ -129,7 +129,7 @@ pub(crate) struct Affine<'a> {
     pub group: usize,
     pub cols: usize,
     pub float: Float,
-    pub gain: f32,
+    pub global_scale: f32,
     codes: &'a [u8],
     scales: &'a [u8],
     biases: &'a [u8],
@@ -137,10 +137,19 @@ pub(crate) struct Affine<'a> {
 
 impl<'a> Affine<'a> {
     fn new(view: &WeightView<'a>) -> Option<Self> {
-        let Codes::Affine { bits, group, scale } = view.codes else { return None };
+        let WeightFormat::Affine { bits, group, scale } = view.codes else { return None };
         let [codes, scales, biases] = view.parts;
         let (bits, group) = (bits as usize, group as usize);
-        Some(Self { bits, group, cols: view.cols, float: scale, gain: view.gain, codes, scales, biases })
+        Some(Self {
+            bits,
+            group,
+            cols: view.cols,
+            float: scale,
+            global_scale: view.global_scale,
+            codes,
+            scales,
+            biases,
+        })
     }
 
     pub fn groups(&self) -> usize {

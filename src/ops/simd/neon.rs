@@ -108,7 +108,7 @@ unsafe fn all_rows<D: Dot>(
                     4 if packed => dot::<D, 4>(weight.codes(row), weight.group, constants, x),
                     _ => dot::<D, 0>(&loaded.bytes, weight.group, constants, x),
                 };
-                out.0.add(row).write(sum * weight.gain);
+                out.0.add(row).write(sum * weight.global_scale);
             }
         }
     }

@@ -24,7 +24,7 @@ pub unsafe fn rows(
         for (line, out) in lines.iter().zip(outs) {
             let sum = dot(&loaded.bytes, weight.group, &loaded.constants, &line.digits);
             // SAFETY: the caller lets us write this output.
-            unsafe { out.0.add(row).write(sum * weight.gain) };
+            unsafe { out.0.add(row).write(sum * weight.global_scale) };
         }
     }
 }

@@ -74,7 +74,10 @@ unsafe fn stretches<const BITS: usize, const GROUP: usize, const COUNT: usize>(
             let constants = [widen(weight.float, weight.scales, first), widen(weight.float, weight.biases, first)];
             for (line, out) in lines.iter().zip(outs) {
                 let lanes = dot::<BITS, GROUP, COUNT>([low, high], constants, &line.digits);
-                store::<COUNT>(_mm512_mul_ps(tree::<COUNT>(lanes), _mm512_set1_ps(weight.gain)), out.0.add(row));
+                store::<COUNT>(
+                    _mm512_mul_ps(tree::<COUNT>(lanes), _mm512_set1_ps(weight.global_scale)),
+                    out.0.add(row),
+                );
             }
         }
     }

@@ -55,23 +55,25 @@ impl Random {
 
 /// Three parts at odd addresses.
 pub(crate) struct Owned {
-    pub codes: Codes,
+    pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    pub gain: f32,
+    pub global_scale: f32,
     parts: [Vec<u8>; 3],
 }
 
 impl Owned {
-    pub fn random(random: &mut Random, codes: Codes, rows: usize, cols: usize) -> Self {
+    pub fn random(random: &mut Random, codes: WeightFormat, rows: usize, cols: usize) -> Self {
         let sizes = codes.row_bytes(cols).map(|bytes| bytes * rows);
         let parts = [0, 1, 2].map(|part| {
             let data = match (codes, part) {
-                (Codes::Affine { scale, .. }, 1 | 2) => random.floats(scale, sizes[part] / scale.bytes(), 0.1),
-                (Codes::Dense(float), 0) => random.floats(float, rows * cols, 0.1),
+                (WeightFormat::Affine { scale, .. }, 1 | 2) => random.floats(scale, sizes[part] / scale.bytes(), 0.1),
+                (WeightFormat::Dense(float), 0) => random.floats(float, rows * cols, 0.1),
                 // Exponents near one, no NaN.
-                (Codes::Mxfp4 | Codes::Mxfp8, 1) => (0..sizes[1]).map(|_| 120 + random.below(12) as u8).collect(),
-                (Codes::Mxfp8, 0) | (Codes::Nvfp4, 1) => {
+                (WeightFormat::Mxfp4 | WeightFormat::Mxfp8, 1) => {
+                    (0..sizes[1]).map(|_| 120 + random.below(12) as u8).collect()
+                }
+                (WeightFormat::Mxfp8, 0) | (WeightFormat::Nvfp4, 1) => {
                     random.bytes(sizes[part]).iter().map(|byte| if byte & 0x7f == 0x7f { 1 } else { *byte }).collect()
                 }
                 _ => random.bytes(sizes[part]),
@@ -80,12 +82,12 @@ impl Owned {
             odd.extend(data);
             odd
         });
-        Self { codes, rows, cols, gain: 1.0, parts }
+        Self { codes, rows, cols, global_scale: 1.0, parts }
     }
 
     pub fn view(&self) -> WeightView<'_> {
         let parts = [&self.parts[0][1..], &self.parts[1][2..], &self.parts[2][3..]];
-        WeightView { codes: self.codes, rows: self.rows, cols: self.cols, gain: self.gain, parts }
+        WeightView { codes: self.codes, rows: self.rows, cols: self.cols, global_scale: self.global_scale, parts }
     }
 }
 
@@ -103,7 +105,7 @@ fn code(bytes: &[u8], bits: usize, index: usize) -> u32 {
 
 /// The contract of this module, word by word.
 fn reference(weight: &Owned, x: &[f32]) -> Vec<f32> {
-    let Codes::Affine { bits, group, scale } = weight.codes else { panic!("affine only") };
+    let WeightFormat::Affine { bits, group, scale } = weight.codes else { panic!("affine only") };
     let (bits, group, view) = (bits as usize, group as usize, weight.view());
     let groups = weight.cols / group;
     let levels = ((1u64 << 31) - 1) / (group as u64 * ((1 << bits) - 1));
@@ -157,7 +159,7 @@ fn levels_fill_an_i32_and_no_more() {
     for bits in [2, 3, 4, 5, 6, 8] {
         for group in [32, 64, 128] {
             // The largest dot product there is: every code and every activation at its end, of one sign.
-            let codes = Codes::Affine { bits, group, scale: Float::F32 };
+            let codes = WeightFormat::Affine { bits, group, scale: Float::F32 };
             let mut weight = Owned::random(&mut Random(5), codes, 16, group.into());
             weight.parts[0].fill(0xff);
             let x: Vec<f32> = vec![-3.0; 2 * usize::from(group)];
@@ -189,7 +191,7 @@ fn every_isa_gives_the_reference_bytes() {
             let short = [(35, 1, 3), (16, 1, 1), (21, 2, 2), (23, 4, 3), (3, 4, 1)];
             for (rows, groups, tokens) in long.into_iter().chain(short) {
                 let scale = [Float::Bf16, Float::F16, Float::F32][random.below(3)];
-                let codes = Codes::Affine { bits, group, scale };
+                let codes = WeightFormat::Affine { bits, group, scale };
                 let cols = groups * group as usize;
                 let weight = Owned::random(&mut random, codes, rows, cols);
                 let x = activations(&mut random, tokens, cols);
@@ -208,7 +210,7 @@ fn every_isa_gives_the_reference_bytes() {
 #[test]
 fn rows_quantised_anew_in_the_same_place_are_met_anew() {
     let (mut random, mut quantised) = (Random(6), Quantised::default());
-    let codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
+    let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     let weight = Owned::random(&mut random, codes, 32, 512);
     for _ in 0..3 {
         let x = activations(&mut random, 4, 512);
@@ -224,7 +226,7 @@ fn rows_quantised_anew_in_the_same_place_are_met_anew() {
 fn integers_are_close_to_floats() {
     let mut random = Random(2);
     for bits in [2, 3, 4, 5, 6, 8] {
-        let codes = Codes::Affine { bits, group: 64, scale: Float::Bf16 };
+        let codes = WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
         let weight = Owned::random(&mut random, codes, 40, 1024);
         let x: Vec<f32> = (0..1024).map(|_| random.unit()).collect();
         let (exact, fast) = (run(Isa::best(), false, &weight, &x, 1), run(Isa::best(), true, &weight, &x, 1));
@@ -239,13 +241,14 @@ fn integers_are_close_to_floats() {
 #[test]
 fn floats_are_the_same_everywhere_and_right() {
     let mut random = Random(3);
-    let affine = |bits| Codes::Affine { bits, group: 32, scale: Float::F16 };
-    let dense = [Float::F32, Float::F16, Float::Bf16].map(Codes::Dense);
-    let all = [Codes::Mxfp4, Codes::Nvfp4, Codes::Mxfp8, affine(3), affine(4), affine(5), affine(8)];
+    let affine = |bits| WeightFormat::Affine { bits, group: 32, scale: Float::F16 };
+    let dense = [Float::F32, Float::F16, Float::Bf16].map(WeightFormat::Dense);
+    let all =
+        [WeightFormat::Mxfp4, WeightFormat::Nvfp4, WeightFormat::Mxfp8, affine(3), affine(4), affine(5), affine(8)];
     for codes in dense.into_iter().chain(all) {
         for (rows, cols, tokens) in [(1, 32, 1), (5, 96, 3), (33, 320, 6)] {
             let mut weight = Owned::random(&mut random, codes, rows, cols);
-            weight.gain = 0.5;
+            weight.global_scale = 0.5;
             let x: Vec<f32> = (0..tokens * cols).map(|_| random.unit()).collect();
             let expected = run(Isa::Scalar, false, &weight, &x, 1);
             for isa in Isa::all() {
@@ -271,7 +274,7 @@ fn floats_are_the_same_everywhere_and_right() {
 #[test]
 fn a_value_that_is_not_finite_shows() {
     let mut random = Random(4);
-    let codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
+    let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     let weight = Owned::random(&mut random, codes, 3, 128);
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut x = vec![1.0; 128];

@@ -67,7 +67,7 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
             // SAFETY: codes, constants and digits have a row's length; the caller lets us write this output.
             unsafe {
                 let sum = dot::<D, BITS, GROUP>(codes, &loaded.constants, &line.digits);
-                out.0.add(row).write(sum * weight.gain);
+                out.0.add(row).write(sum * weight.global_scale);
             }
         }
     }

@@ -4,7 +4,7 @@ use super::{Lab, to_bits};
 use crate::{
     device::{CpuArithmetic, Region},
     ops::{
-        Attend, Cache, CacheFormat, CacheWrite, Heads, Turn,
+        Attention, AttentionShape, KvCache, KvFormat, KvWrite, QkNormRope,
         simd::{
             Isa,
             tests::{Random, with},
@@ -12,12 +12,12 @@ use crate::{
     },
 };
 
-const FORMATS: [CacheFormat; 2] = [CacheFormat::F32, CacheFormat::I16];
+const FORMATS: [KvFormat; 2] = [KvFormat::F32, KvFormat::I16];
 
 /// A cache of `count` positions with room for more, what was written there, and queries and gates for each.
 struct Filled {
-    shape: Heads,
-    cache: Cache,
+    shape: AttentionShape,
+    cache: KvCache,
     proj: Region,
     /// As they were left by the write: `[count, heads * dim]`.
     q: Region,
@@ -25,15 +25,15 @@ struct Filled {
 }
 
 impl Filled {
-    fn random(lab: &mut Lab, random: &mut Random, mut shape: Heads, count: usize) -> Self {
+    fn random(lab: &mut Lab, random: &mut Random, mut shape: AttentionShape, count: usize) -> Self {
         shape.context = count + 3;
         let proj = lab.random(random, count * shape.width());
         let cache = [0, 1].map(|_| lab.cpu_room(shape.cache_bytes()));
         let table = lab.table(shape.pages());
-        let cache = Cache { keys: cache[0], values: cache[1], table, newest: Default::default() };
+        let cache = KvCache { keys: cache[0], values: cache[1], table, recent: Default::default() };
         let q = lab.room(count * shape.heads * shape.dim);
         let ones = lab.floats(&vec![1.0; shape.dim]);
-        let turn = lab.room(count * shape.rotary);
+        let turn = lab.room(count * shape.rope_dim);
         let mut filled = Self { shape, cache, proj, q, keys: Vec::new() };
         // In two calls, as a prompt in chunks would.
         for (start, tokens) in [(0, count / 3), (count / 3, count - count / 3)] {
@@ -53,7 +53,15 @@ impl Filled {
         let shape = &self.shape;
         let proj = self.proj.rows(start, tokens, shape.width());
         let q = self.q.rows(start, tokens, shape.heads * shape.dim);
-        lab.run(CacheWrite { shape, start, tokens, proj, turn: Turn { q_norm, k_norm, turn }, q, cache: self.cache });
+        lab.run(KvWrite {
+            shape,
+            start,
+            tokens,
+            proj,
+            turn: QkNormRope { q_norm, k_norm, turn },
+            q,
+            cache: self.cache,
+        });
     }
 
     fn attend(&self, lab: &mut Lab, start: usize, tokens: usize) -> Vec<f32> {
@@ -61,13 +69,13 @@ impl Filled {
         let width = shape.heads * shape.dim;
         let (q, proj) = (self.q.rows(start, tokens, width), self.proj.rows(start, tokens, shape.width()));
         let y = lab.room(tokens * width);
-        lab.run(Attend { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
+        lab.run(Attention { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
         lab.read(y)
     }
 
     /// Head `head` at `position`, in f64.
     fn expected(&self, q: &[f32], proj: &[f32], head: usize, position: usize) -> Vec<f64> {
-        let Heads { heads, kv_heads, dim, .. } = self.shape;
+        let AttentionShape { heads, kv_heads, dim, .. } = self.shape;
         let (kv, width) = (head / (heads / kv_heads), self.shape.width());
         let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>();
         let key = |at: usize| &self.keys[(at * kv_heads + kv) * dim..][..dim];
@@ -99,16 +107,16 @@ const SHAPES: [(usize, usize, usize, usize); 7] = [
     (15, 5, 16, 90),
 ];
 
-fn shapes(format: CacheFormat) -> impl Iterator<Item = (Heads, usize)> {
+fn shapes(format: KvFormat) -> impl Iterator<Item = (AttentionShape, usize)> {
     SHAPES.into_iter().map(move |(heads, kv_heads, dim, count)| {
-        (Heads { heads, kv_heads, dim, rotary: 0, eps: 1e-6, context: 0, format, newest: None }, count)
+        (AttentionShape { heads, kv_heads, dim, rope_dim: 0, eps: 1e-6, context: 0, format, recent: None }, count)
     })
 }
 
 #[test]
 fn attention_is_right() {
     let (mut random, mut lab) = (Random(21), Lab::new());
-    for (format, tolerance) in [(CacheFormat::F32, 1e-6), (CacheFormat::I16, 5e-5)] {
+    for (format, tolerance) in [(KvFormat::F32, 1e-6), (KvFormat::I16, 5e-5)] {
         for (shape, count) in shapes(format) {
             let filled = Filled::random(&mut lab, &mut random, shape, count);
             let (tokens, dim, width) = ((count / 2).min(70), shape.dim, shape.heads * shape.dim);
@@ -146,21 +154,30 @@ fn a_cached_row_is_its_values() {
     let mut plain: Vec<f32> = Vec::new();
     for format in FORMATS {
         let (mut random, mut lab) = (Random(23), Lab::new());
-        let shape = Heads { heads: 2, kv_heads: 2, dim: 64, rotary: 16, eps: 1e-6, context: 20, format, newest: None };
+        let shape = AttentionShape {
+            heads: 2,
+            kv_heads: 2,
+            dim: 64,
+            rope_dim: 16,
+            eps: 1e-6,
+            context: 20,
+            format,
+            recent: None,
+        };
         let filled = Filled::random(&mut lab, &mut random, shape, 12);
         // A query of zeros sees the mean of all values.
         let (width, zeros) = (2 * 64, lab.room(2 * 64));
         let (shape, y) = (&filled.shape, lab.room(width));
         let proj = filled.proj.rows(11, 1, shape.width());
         let (cache, partials) = (filled.cache, Region::default());
-        lab.run(Attend { shape, start: 11, tokens: 1, q: zeros, cache, proj, partials, y });
+        lab.run(Attention { shape, start: 11, tokens: 1, q: zeros, cache, proj, partials, y });
         let mean = lab.read(y);
         if plain.is_empty() {
             plain.clone_from(&mean);
         }
         assert!(mean.iter().zip(&plain).all(|(a, b)| (a - b).abs() < 1e-4));
-        let turn = Turn { q_norm: y.floats(64), k_norm: y.floats(64), turn: lab.room(4 * 16) };
-        let write = |start| CacheWrite { shape, start, tokens: 4, proj: filled.proj, turn, q: filled.q, cache };
+        let turn = QkNormRope { q_norm: y.floats(64), k_norm: y.floats(64), turn: lab.room(4 * 16) };
+        let write = |start| KvWrite { shape, start, tokens: 4, proj: filled.proj, turn, q: filled.q, cache };
         assert!(!lab.fails(write(11)) && lab.fails(write(12)), "no room");
     }
 }
@@ -168,8 +185,9 @@ fn a_cached_row_is_its_values() {
 #[test]
 fn what_surrounds_attention_has_the_same_bytes_everywhere() {
     let (mut random, mut lab) = (Random(24), Lab::new());
-    let format = CacheFormat::I16;
-    let shape = Heads { heads: 3, kv_heads: 3, dim: 40, rotary: 16, eps: 1e-6, context: 0, format, newest: None };
+    let format = KvFormat::I16;
+    let shape =
+        AttentionShape { heads: 3, kv_heads: 3, dim: 40, rope_dim: 16, eps: 1e-6, context: 0, format, recent: None };
     let filled = Filled::random(&mut lab, &mut random, shape, 12);
     let norms = [lab.random(&mut random, 40), lab.random(&mut random, 40)];
     let turn = lab.random(&mut random, 5 * 16);

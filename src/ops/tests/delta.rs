@@ -5,7 +5,7 @@ use super::{Lab, to_bits};
 use crate::{
     device::{CpuArithmetic, Region},
     ops::{
-        Conv, Decay, Delta, DeltaRule, Past,
+        Conv, Decay, DeltaRule, DeltaShape, Replay,
         simd::{
             Isa,
             tests::{Random, with},
@@ -16,7 +16,7 @@ use crate::{
 /// One layer's weights and state.
 #[derive(Clone, Copy)]
 struct Layer {
-    shape: Delta,
+    shape: DeltaShape,
     decay: Decay,
     taps: Region,
     norm: Region,
@@ -25,7 +25,7 @@ struct Layer {
 }
 
 impl Layer {
-    fn random(lab: &mut Lab, random: &mut Random, shape: Delta) -> Self {
+    fn random(lab: &mut Lab, random: &mut Random, shape: DeltaShape) -> Self {
         let mut draw = |size: f32, shift: f32| -> Vec<f32> {
             (0..shape.value_heads).map(|_| random.unit() * size + shift).collect()
         };
@@ -34,19 +34,19 @@ impl Layer {
             shape,
             decay: Decay { rate: lab.floats(&rate), dt_bias: lab.floats(&bias) },
             taps: lab.random(random, 4 * shape.channels()),
-            norm: lab.random(random, shape.dv),
+            norm: lab.random(random, shape.value_dim),
             samples: lab.room(3 * shape.channels()),
-            state: lab.room(shape.values() * shape.dk),
+            state: lab.room(shape.values() * shape.key_dim),
         }
     }
 
     /// Convolution and rule of some rows; the outputs are q k v, `o` and `y`.
     fn run(&self, lab: &mut Lab, proj: Region, tokens: usize) -> [Vec<f32>; 3] {
-        self.walk(lab, Past::default(), proj, tokens, tokens).map(|region| lab.read(region))
+        self.walk(lab, Replay::default(), proj, tokens, tokens).map(|region| lab.read(region))
     }
 
     /// The same behind `past` rows; the states take in `stored` of all.
-    fn walk(&self, lab: &mut Lab, past: Past, proj: Region, tokens: usize, stored: usize) -> [Region; 3] {
+    fn walk(&self, lab: &mut Lab, past: Replay, proj: Region, tokens: usize, stored: usize) -> [Region; 3] {
         let (shape, state) = (&self.shape, self.state);
         let mixed = lab.room(tokens * shape.channels());
         let (out, y) = (lab.room(tokens * shape.values()), lab.room(tokens * shape.values()));
@@ -58,23 +58,23 @@ impl Layer {
 }
 
 /// Section 2.2 of the specification, word by word, behind the convolution and the norms of q and k.
-fn rule(h: &Delta, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32], state: &mut [f64]) -> Vec<f64> {
+fn rule(h: &DeltaShape, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32], state: &mut [f64]) -> Vec<f64> {
     let mut out = Vec::new();
     for (row, proj) in mixed.chunks(h.channels()).zip(proj.chunks(h.width())) {
         let row: Vec<f64> = row.iter().map(|x| f64::from(*x)).collect();
         let gate = |index: usize| f64::from(proj[h.channels() + h.values() + index]);
         for head in 0..h.value_heads {
             let key = head / (h.value_heads / h.key_heads);
-            let part = |part: usize| &row[(part * h.key_heads + key) * h.dk..][..h.dk];
+            let part = |part: usize| &row[(part * h.key_heads + key) * h.key_dim..][..h.key_dim];
             let (q, k) = (part(0), part(1));
             let beta = 1.0 / (1.0 + (-gate(head)).exp());
             let step = (gate(h.value_heads + head) + f64::from(bias[head])).exp().ln_1p();
             let g = (f64::from(rate[head]) * step).exp();
-            for i in 0..h.dv {
-                let s = &mut state[(head * h.dv + i) * h.dk..][..h.dk];
+            for i in 0..h.value_dim {
+                let s = &mut state[(head * h.value_dim + i) * h.key_dim..][..h.key_dim];
                 s.iter_mut().for_each(|s| *s *= g);
                 let known: f64 = s.iter().zip(k).map(|(s, k)| s * k).sum();
-                let d = beta * (row[2 * h.key_heads * h.dk + head * h.dv + i] - known);
+                let d = beta * (row[2 * h.key_heads * h.key_dim + head * h.value_dim + i] - known);
                 s.iter_mut().zip(k).for_each(|(s, k)| *s += d * k);
                 out.push(s.iter().zip(q).map(|(s, q)| s * q).sum());
             }
@@ -86,12 +86,12 @@ fn rule(h: &Delta, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32], stat
 #[test]
 fn the_rule_is_right() {
     let (mut random, mut lab) = (Random(31), Lab::new());
-    for (key_heads, value_heads, dk, dv) in [(2, 4, 64, 32), (1, 2, 128, 128), (3, 3, 20, 48)] {
-        let shape = Delta { key_heads, value_heads, dk, dv, eps: 1e-6 };
+    for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 32), (1, 2, 128, 128), (3, 3, 20, 48)] {
+        let shape = DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width: 4, eps: 1e-6 };
         let layer = Layer::random(&mut lab, &mut random, shape);
         let tokens = 50;
         let proj = lab.random(&mut random, tokens * shape.width());
-        let mut plain = vec![0.0; shape.values() * dk];
+        let mut plain = vec![0.0; shape.values() * key_dim];
         let [mixed, out, _] = layer.run(lab.with(3, CpuArithmetic::Integer), proj, tokens);
         let (rate, bias, proj) = (lab.read(layer.decay.rate), lab.read(layer.decay.dt_bias), lab.read(proj));
         let expected = rule(&shape, &rate, &bias, &mixed, &proj, &mut plain);
@@ -105,15 +105,18 @@ fn the_rule_is_right() {
 fn chunks_and_threads_do_not_show() {
     let (mut random, mut lab) = (Random(32), Lab::new());
     // Keys of 128 stay in registers where there are enough. 1,024 channels of a token are several tasks.
-    for (dk, dv) in [(64, 80), (128, 80), (64, 192)] {
-        let shape = Delta { key_heads: 2, value_heads: 4, dk, dv, eps: 1e-6 };
+    for (key_dim, value_dim) in [(64, 80), (128, 80), (64, 192)] {
+        let shape = DeltaShape { key_heads: 2, value_heads: 4, key_dim, value_dim, conv_width: 4, eps: 1e-6 };
         let layer = Layer::random(&mut lab, &mut random, shape);
         let (tokens, width) = (37, shape.width());
         let proj = lab.random(&mut random, tokens * width);
         let mut run = |threads: usize, cuts: &[usize]| {
             let lab = lab.with(threads, CpuArithmetic::Integer);
-            let layer =
-                Layer { samples: lab.room(3 * shape.channels()), state: lab.room(shape.values() * shape.dk), ..layer };
+            let layer = Layer {
+                samples: lab.room(3 * shape.channels()),
+                state: lab.room(shape.values() * shape.key_dim),
+                ..layer
+            };
             let (mut rows, mut at) = (Vec::new(), 0);
             for len in cuts {
                 rows.extend(layer.run(lab, proj.rows(at, *len, width), *len)[2].clone());
@@ -135,24 +138,27 @@ fn chunks_and_threads_do_not_show() {
 #[test]
 fn rows_that_may_be_taken_back_give_the_same_bytes() {
     let (mut random, mut lab) = (Random(35), Lab::new());
-    for (key_heads, value_heads, dk, dv) in [(2, 4, 64, 80), (1, 2, 128, 128), (3, 3, 20, 48)] {
-        let shape = Delta { key_heads, value_heads, dk, dv, eps: 1e-6 };
+    for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 80), (1, 2, 128, 128), (3, 3, 20, 48)] {
+        let shape = DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width: 4, eps: 1e-6 };
         let (width, channels) = (shape.width(), shape.channels());
         let layer = Layer::random(&mut lab, &mut random, shape);
         let proj = lab.random(&mut random, 9 * width);
-        let another =
-            |lab: &mut Lab| Layer { samples: lab.room(3 * channels), state: lab.room(shape.values() * dk), ..layer };
+        let another = |lab: &mut Lab| Layer {
+            samples: lab.room(3 * channels),
+            state: lab.room(shape.values() * key_dim),
+            ..layer
+        };
         let whole = another(&mut lab);
         let [_, _, y] = whole.run(lab.with(1, CpuArithmetic::Integer), proj, 9);
         for threads in [1, 3] {
             let lab = lab.with(threads, CpuArithmetic::Integer);
             let layer = another(lab);
-            let [mixed, _, first] = layer.walk(lab, Past::default(), proj, 4, 0);
+            let [mixed, _, first] = layer.walk(lab, Replay::default(), proj, 4, 0);
             assert!(lab.read(layer.state).iter().chain(&lab.read(layer.samples)).all(|x| *x == 0.0));
             // The fourth is taken back.
-            let past = Past { rows: 3, proj: proj.floats(3 * width), mixed: mixed.floats(3 * channels) };
+            let past = Replay { rows: 3, proj: proj.floats(3 * width), mixed: mixed.floats(3 * channels) };
             let [again, _, second] = layer.walk(lab, past, proj.rows(3, 2, width), 2, 3);
-            let past = Past { rows: 2, proj: proj.rows(3, 2, width), mixed: again };
+            let past = Replay { rows: 2, proj: proj.rows(3, 2, width), mixed: again };
             let [_, _, third] = layer.walk(lab, past, proj.rows(5, 4, width), 4, 6);
             let found = [first.floats(3 * shape.values()), second, third].map(|y| lab.read(y)).concat();
             assert!(found == y);
@@ -163,8 +169,8 @@ fn rows_that_may_be_taken_back_give_the_same_bytes() {
             for rows in 1..=3 {
                 let [at_once, later] = [(); 2].map(|()| another(lab));
                 at_once.run(lab, proj, rows);
-                let [mixed, ..] = later.walk(lab, Past::default(), proj, rows, 0);
-                later.walk(lab, Past { rows, proj: proj.floats(rows * width), mixed }, proj, 0, rows);
+                let [mixed, ..] = later.walk(lab, Replay::default(), proj, rows, 0);
+                later.walk(lab, Replay { rows, proj: proj.floats(rows * width), mixed }, proj, 0, rows);
                 assert!(lab.bits(later.state) == lab.bits(at_once.state), "{rows} rows");
                 assert!(lab.bits(later.samples) == lab.bits(at_once.samples), "{rows} rows");
             }
@@ -175,7 +181,7 @@ fn rows_that_may_be_taken_back_give_the_same_bytes() {
 #[test]
 fn the_convolution_is_right() {
     let (mut random, mut lab) = (Random(33), Lab::new());
-    let shape = Delta { key_heads: 4, value_heads: 16, dk: 128, dv: 192, eps: 1e-6 };
+    let shape = DeltaShape { key_heads: 4, value_heads: 16, key_dim: 128, value_dim: 192, conv_width: 4, eps: 1e-6 };
     let (tokens, channels, keys) = (6, shape.channels(), 4 * 128);
     assert_eq!(channels, 2048 * 2);
     let layer = Layer { samples: lab.random(&mut random, 3 * channels), ..Layer::random(&mut lab, &mut random, shape) };

@@ -5,8 +5,8 @@ use super::Lab;
 use crate::{
     device::Region,
     ops::{
-        Attend, Backend, Cache, CacheFormat, CacheWrite, Heads, Newest, Turn,
-        attention::{GROUP, NEWEST, PAGE, rounded_until},
+        Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing,
+        attention::{GROUP, PAGE, RECENT, rounded_until},
         simd::{
             Isa,
             tests::{Random, with},
@@ -20,8 +20,8 @@ const SHAPES: [(usize, usize, usize, usize); 6] =
 
 /// A cache that was filled in chunks of at most [`CHUNK`] positions, with what was written.
 struct Filled {
-    shape: Heads,
-    cache: Cache,
+    shape: AttentionShape,
+    cache: KvCache,
     proj: Region,
     /// `[count, heads * dim]`.
     q: Region,
@@ -30,26 +30,26 @@ struct Filled {
 const CHUNK: usize = 150;
 
 impl Filled {
-    fn new(lab: &mut Lab, random: &mut Random, shape: (usize, usize, usize, usize), format: CacheFormat) -> Self {
+    fn new(lab: &mut Lab, random: &mut Random, shape: (usize, usize, usize, usize), format: KvFormat) -> Self {
         let (heads, kv_heads, dim, count) = shape;
-        let newest = Newest { room: (CHUNK + 2 * NEWEST).next_multiple_of(NEWEST), format: CacheFormat::I16 };
-        let newest = Some(newest).filter(|_| format != CacheFormat::I16);
-        let shape = Heads { heads, kv_heads, dim, rotary: 0, eps: 1e-6, context: count + 3, format, newest };
+        let recent = RecentRing { room: (CHUNK + 2 * RECENT).next_multiple_of(RECENT), format: KvFormat::I16 };
+        let recent = Some(recent).filter(|_| format != KvFormat::I16);
+        let shape = AttentionShape { heads, kv_heads, dim, rope_dim: 0, eps: 1e-6, context: count + 3, format, recent };
         let proj = lab.random(random, count * shape.width());
         let [keys, values] = [0, 1].map(|_| lab.cpu.allocate(shape.cache_bytes()).unwrap());
         let ring =
-            |_| if newest.is_some() { lab.cpu.allocate(shape.newest_bytes()).unwrap() } else { Region::default() };
-        let newest = [0, 1].map(ring);
-        let cache = Cache { keys, values, table: lab.table(shape.pages()), newest };
+            |_| if recent.is_some() { lab.cpu.allocate(shape.recent_bytes()).unwrap() } else { Region::default() };
+        let recent = [0, 1].map(ring);
+        let cache = KvCache { keys, values, table: lab.table(shape.pages()), recent };
         let q = lab.room(count * heads * dim);
         let ones = lab.floats(&vec![1.0; dim]);
-        let turn = Turn { q_norm: ones, k_norm: ones, turn: Region::default() };
+        let turn = QkNormRope { q_norm: ones, k_norm: ones, turn: Region::default() };
         let filled = Self { shape, cache, proj, q };
         for start in (0..count).step_by(CHUNK) {
             let tokens = CHUNK.min(count - start);
             let proj = filled.proj.rows(start, tokens, shape.width());
             let q = filled.q.rows(start, tokens, heads * dim);
-            lab.run(CacheWrite { shape: &filled.shape, start, tokens, proj, turn, q, cache });
+            lab.run(KvWrite { shape: &filled.shape, start, tokens, proj, turn, q, cache });
         }
         filled
     }
@@ -59,18 +59,18 @@ impl Filled {
         let width = shape.heads * shape.dim;
         let (q, proj) = (self.q.rows(start, tokens, width), self.proj.rows(start, tokens, shape.width()));
         let y = lab.room(tokens * width);
-        lab.run(Attend { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
+        lab.run(Attention { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
         lab.read(y)
     }
 
     /// A row as it is documented, in f64.
     fn rounded(&self, lab: &mut Lab, region: Region, head: usize, position: usize) -> Vec<f64> {
-        let Heads { kv_heads, dim, format, .. } = self.shape;
+        let AttentionShape { kv_heads, dim, format, .. } = self.shape;
         let page = self.shape.pages() - 1 - position / PAGE;
         let row = format.row_bytes(dim);
         let mut bytes = vec![0; row];
         lab.cpu.read(region.part(((page * kv_heads + head) * PAGE + position % PAGE) * row, row), &mut bytes).unwrap();
-        let bits = if format == CacheFormat::Eight { 8 } else { 4 };
+        let bits = if format == KvFormat::Eight { 8 } else { 4 };
         let scales = &bytes[dim * bits / 8..];
         let value = |at: usize| {
             let group = at / GROUP;
@@ -88,7 +88,7 @@ impl Filled {
 
     /// Head `head` of the query at `position`, in f64.
     fn expected(&self, lab: &mut Lab, head: usize, position: usize, plain: &[f32]) -> Vec<f64> {
-        let Heads { heads, kv_heads, dim, .. } = self.shape;
+        let AttentionShape { heads, kv_heads, dim, .. } = self.shape;
         let (kv, width) = (head / (heads / kv_heads), self.shape.width());
         let q = lab.read(self.q.rows(position, 1, heads * dim));
         let q = &q[head * dim..][..dim];
@@ -127,13 +127,13 @@ fn hadamard(x: &[f64]) -> Vec<f64> {
 #[test]
 fn attention_is_right_over_few_bits() {
     let (mut random, mut lab) = (Random(51), Lab::new());
-    for format in [CacheFormat::Eight, CacheFormat::Four] {
+    for format in [KvFormat::Eight, KvFormat::Four] {
         for shape in SHAPES {
             let filled = Filled::new(&mut lab, &mut random, shape, format);
             let (heads, count, width) = (shape.0, shape.3, shape.0 * shape.2);
             let plain = lab.read(filled.proj);
             for position in [0, 63, 64, 191, 192, count - 1].into_iter().filter(|position| *position < count) {
-                // The ring holds the newest only: an older query is asked while it was new.
+                // The ring holds the recent only: an older query is asked while it was new.
                 if position + CHUNK < count {
                     continue;
                 }
@@ -157,10 +157,10 @@ fn few_bits_cost_little() {
         let filled = Filled::new(lab, &mut Random(52), shape, format);
         filled.attend(lab, 890, 10)
     };
-    let exact = of(&mut lab, CacheFormat::I16);
+    let exact = of(&mut lab, KvFormat::I16);
     let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x * x)).sum::<f64>().sqrt();
     let size = norm(&mut exact.iter().copied());
-    for (format, most) in [(CacheFormat::Eight, 0.01), (CacheFormat::Four, 0.15)] {
+    for (format, most) in [(KvFormat::Eight, 0.01), (KvFormat::Four, 0.15)] {
         let few = of(&mut lab, format);
         let off = norm(&mut few.iter().zip(&exact).map(|(a, b)| a - b)) / size;
         assert!(off < most && off > 0.0, "{format:?}: {off}");
@@ -170,7 +170,7 @@ fn few_bits_cost_little() {
 #[test]
 fn few_bits_do_not_see_batch_threads_or_processor() {
     let (mut random, mut lab) = (Random(53), Lab::new());
-    for format in [CacheFormat::Eight, CacheFormat::Four] {
+    for format in [KvFormat::Eight, KvFormat::Four] {
         for shape in SHAPES {
             let filled = Filled::new(&mut lab, &mut random, shape, format);
             let (tokens, width) = (shape.3.min(CHUNK), shape.0 * shape.2);
@@ -182,7 +182,7 @@ fn few_bits_do_not_see_batch_threads_or_processor() {
 
 #[test]
 fn what_is_written_is_the_same_on_every_processor() {
-    for format in [CacheFormat::Eight, CacheFormat::Four] {
+    for format in [KvFormat::Eight, KvFormat::Four] {
         let bytes = |isa| {
             with(isa, || {
                 let mut lab = Lab::new();
@@ -202,17 +202,17 @@ fn what_is_written_is_the_same_on_every_processor() {
 #[test]
 fn heads_that_cannot_be_cut_and_rings_that_are_too_short_are_refused() {
     let (mut random, mut lab) = (Random(55), Lab::new());
-    let mut filled = Filled::new(&mut lab, &mut random, (2, 2, 64, 70), CacheFormat::Eight);
+    let mut filled = Filled::new(&mut lab, &mut random, (2, 2, 64, 70), KvFormat::Eight);
     let op = |filled: &Filled| {
         let Filled { shape, cache, proj, q } = *filled;
         (shape, cache, proj.rows(0, 64, shape.width()), q)
     };
-    let ring = filled.shape.newest;
-    filled.shape.newest = ring.map(|ring| Newest { room: 128, ..ring });
+    let ring = filled.shape.recent;
+    filled.shape.recent = ring.map(|ring| RecentRing { room: 128, ..ring });
     let (shape, cache, proj, q) = op(&filled);
     let (partials, y) = (Region::default(), lab.room(64 * 128));
-    assert!(lab.fails(Attend { shape: &shape, start: 0, tokens: 64, q, cache, proj, partials, y }));
-    filled.shape = Heads { newest: ring, dim: 40, ..filled.shape };
+    assert!(lab.fails(Attention { shape: &shape, start: 0, tokens: 64, q, cache, proj, partials, y }));
+    filled.shape = AttentionShape { recent: ring, dim: 40, ..filled.shape };
     let (shape, cache, ..) = op(&filled);
-    assert!(lab.fails(Attend { shape: &shape, start: 0, tokens: 1, q, cache, proj, partials, y }));
+    assert!(lab.fails(Attention { shape: &shape, start: 0, tokens: 1, q, cache, proj, partials, y }));
 }

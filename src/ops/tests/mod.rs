@@ -1,8 +1,8 @@
 //! Linear layers and experts: against a plain reference, and against themselves with other batches and thread counts.
 
 use super::{
-    Backend, Codes, Combine, Cpu, Experts, Float, Group, Mixture, Op, Project, Room, Shared, Slots, Stack, Weight,
-    Which,
+    Backend, CombineExperts, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, Linear, MoeBuffers,
+    MoeWeights, Op, SharedExpert, Weight, WeightFormat,
     quant::Format,
     simd::{
         Isa,
@@ -15,7 +15,7 @@ mod attention;
 mod delta;
 mod kv_bits;
 
-const AFFINE: Codes = Codes::Affine { bits: 4, group: 64, scale: Float::Bf16 };
+const AFFINE: WeightFormat = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 
 /// A CPU with buffers on it.
 struct Lab {
@@ -56,10 +56,10 @@ impl Lab {
         self.cpu.allocate(count * 4).unwrap()
     }
 
-    fn weight(&mut self, random: &mut Random, codes: Codes, rows: usize, cols: usize) -> Weight {
+    fn weight(&mut self, random: &mut Random, codes: WeightFormat, rows: usize, cols: usize) -> Weight {
         let owned = Owned::random(random, codes, rows, cols);
         let parts = owned.view().parts.map(|part| self.bytes(part));
-        Weight { codes, rows, cols, gain: 1.0, parts }
+        Weight { codes, rows, cols, global_scale: 1.0, parts }
     }
 
     fn run<'o>(&mut self, op: impl Into<Op<'o>>) {
@@ -99,7 +99,7 @@ impl Lab {
     /// The products of `tokens` rows with weights, side by side.
     fn linear(&mut self, x: Region, tokens: usize, matrices: &[Weight]) -> Vec<f32> {
         let y = self.room(tokens * matrices.iter().map(|weight| weight.rows).sum::<usize>());
-        self.run(Project { x, tokens, norm: None, matrices, y, add: false });
+        self.run(Linear { x, tokens, norm: None, matrices, y, add: false });
         self.read(y)
     }
 }
@@ -113,9 +113,9 @@ fn linear_does_not_see_batch_threads_or_neighbours() {
     // More than one task takes.
     const ROWS: usize = 130;
     let (mut random, mut lab) = (Random(11), Lab::new());
-    let eight = Codes::Affine { bits: 8, group: 64, scale: Float::Bf16 };
-    for last in [(AFFINE, 1), (Codes::Mxfp4, 40)] {
-        let all = [(AFFINE, 300), (eight, 7), (Codes::Dense(Float::Bf16), 65), last]
+    let eight = WeightFormat::Affine { bits: 8, group: 64, scale: Float::Bf16 };
+    for last in [(AFFINE, 1), (WeightFormat::Mxfp4, 40)] {
+        let all = [(AFFINE, 300), (eight, 7), (WeightFormat::Dense(Float::Bf16), 65), last]
             .map(|(codes, rows)| lab.weight(&mut random, codes, rows, 384));
         let width: usize = all.iter().map(|weight| weight.rows).sum();
         let x = lab.random(&mut random, ROWS * 384);
@@ -126,7 +126,7 @@ fn linear_does_not_see_batch_threads_or_neighbours() {
             }
             let y = lab.random(&mut random, ROWS * width);
             let before = lab.read(y);
-            lab.run(Project { x, tokens: ROWS, norm: None, matrices: &all, y, add: true });
+            lab.run(Linear { x, tokens: ROWS, norm: None, matrices: &all, y, add: true });
             let sums = before.iter().zip(&expected).map(|(y, x)| y + f32::from_bits(*x)).collect();
             assert!(to_bits(lab.read(y)) == to_bits(sums));
             lab.with(1, math);
@@ -150,12 +150,12 @@ fn linear_refuses_what_does_not_fit() {
     let weight = lab.weight(&mut random, AFFINE, 8, 128);
     let (x, y) = (lab.random(&mut random, 2 * 128), lab.room(2 * 9));
     let mut fails = |weight: Weight, x: Region, y: Region| {
-        lab.fails(Project { x, tokens: 2, norm: None, matrices: &[weight], y, add: false })
+        lab.fails(Linear { x, tokens: 2, norm: None, matrices: &[weight], y, add: false })
     };
     assert!(!fails(weight, x, y));
     assert!(fails(Weight { cols: 64, ..weight }, x, y));
     assert!(fails(Weight { rows: 9, ..weight }, x, y));
-    assert!(fails(Weight { codes: Codes::Affine { bits: 7, group: 64, scale: Float::Bf16 }, ..weight }, x, y));
+    assert!(fails(Weight { codes: WeightFormat::Affine { bits: 7, group: 64, scale: Float::Bf16 }, ..weight }, x, y));
     // An operation may not read a region that it writes.
     assert!(fails(weight, x, x.first(2 * 9 * 4)));
 }
@@ -163,7 +163,7 @@ fn linear_refuses_what_does_not_fit() {
 /// Experts of `[gate and up, down]` codes and their intermediate size, each in a mixture of its own, routed at random to `k`
 /// each of `tokens`.
 struct Layer {
-    experts: Vec<(Mixture, Slots, [Weight; 3])>,
+    experts: Vec<(MoeWeights, ExpertSlots, [Weight; 3])>,
     places: Vec<Vec<u32>>,
     k: usize,
 }
@@ -171,12 +171,18 @@ struct Layer {
 impl Layer {
     const HIDDEN: usize = 256;
 
-    fn random(lab: &mut Lab, random: &mut Random, kinds: &[(Codes, Codes, usize)], tokens: usize, k: usize) -> Self {
+    fn random(
+        lab: &mut Lab,
+        random: &mut Random,
+        kinds: &[(WeightFormat, WeightFormat, usize)],
+        tokens: usize,
+        k: usize,
+    ) -> Self {
         let hidden = Self::HIDDEN;
         let mut experts = Vec::new();
         for (up, down, inner) in kinds {
             let shapes = [(*up, *inner, hidden), (*up, *inner, hidden), (*down, hidden, *inner)];
-            let (mut bytes, mut stacks): (Vec<u8>, [Stack; 3]) = Default::default();
+            let (mut bytes, mut stacks): (Vec<u8>, [ExpertStack; 3]) = Default::default();
             for ((codes, rows, cols), stack) in shapes.into_iter().zip(&mut stacks) {
                 let owned = Owned::random(random, codes, rows, cols);
                 let at = owned.view().parts.map(|part| {
@@ -184,19 +190,19 @@ impl Layer {
                     bytes.extend(part);
                     at
                 });
-                *stack = Stack { codes, rows, cols, gains: vec![1.0], at: vec![at] };
+                *stack = ExpertStack { codes, rows, cols, global_scales: vec![1.0], at: vec![at] };
             }
             let stride = bytes.len();
-            let slots = Slots { slabs: vec![lab.bytes(&bytes)], per_slab: 1, stride };
+            let slots = ExpertSlots { slabs: vec![lab.bytes(&bytes)], per_slab: 1, stride };
             let weights = stacks.each_ref().map(|stack| {
                 let lens = stack.codes.row_bytes(stack.cols).map(|len| len * stack.rows);
                 let part = |part: usize| slots.part(0, stack.at[0][part], lens[part]).unwrap();
                 let parts = [0, 1, 2].map(part);
-                Weight { codes: stack.codes, rows: stack.rows, cols: stack.cols, gain: 1.0, parts }
+                Weight { codes: stack.codes, rows: stack.rows, cols: stack.cols, global_scale: 1.0, parts }
             });
-            let codes = Codes::Dense(Float::F32);
-            let router = Weight { codes, rows: 1, cols: hidden, gain: 1.0, parts: Default::default() };
-            experts.push((Mixture { k, renormalise: true, router, shared: None, stacks }, slots, weights));
+            let codes = WeightFormat::Dense(Float::F32);
+            let router = Weight { codes, rows: 1, cols: hidden, global_scale: 1.0, parts: Default::default() };
+            experts.push((MoeWeights { k, renormalise: true, router, shared: None, stacks }, slots, weights));
         }
         let mut places = vec![Vec::new(); kinds.len()];
         for token in 0..tokens {
@@ -211,11 +217,11 @@ impl Layer {
     /// Runs some places of one expert; `out` is `[tokens * (k + 1), hidden]`.
     fn run(&self, lab: &mut Lab, expert: usize, places: &[u32], x: Region, tokens: usize, out: Region) -> bool {
         let (layer, slots, _) = &self.experts[expert];
-        let groups = [Group { expert: 0, slot: 0, first: 0, count: places.len() as u32 }];
-        let which = Which::Landed { groups: &groups, places, shared: false, by_place: None };
+        let groups = [ExpertGroup { expert: 0, slot: 0, first: 0, count: places.len() as u32 }];
+        let which = ExpertSet::Landed { groups: &groups, places, shared: false, by_place: None };
         let act = lab.room(tokens * (self.k + 1) * layer.row());
-        let (scores, room) = (lab.room(tokens), Room { out, act, ..Room::default() });
-        !lab.fails(Experts { layer, slots, tokens, x, room: Room { scores, ..room }, which })
+        let (scores, room) = (lab.room(tokens), MoeBuffers { out, act, ..MoeBuffers::default() });
+        !lab.fails(Experts { layer, slots, tokens, x, room: MoeBuffers { scores, ..room }, which })
     }
 
     /// All places of all experts.
@@ -228,15 +234,15 @@ impl Layer {
     }
 }
 
-fn kinds() -> Vec<(Codes, Codes, usize)> {
-    let affine = |bits, group| Codes::Affine { bits, group, scale: Float::Bf16 };
+fn kinds() -> Vec<(WeightFormat, WeightFormat, usize)> {
+    let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     vec![
         (AFFINE, AFFINE, 192),
         (AFFINE, AFFINE, 192),
         (affine(3, 32), affine(8, 128), 384),
         (AFFINE, affine(5, 32), 96),
-        (Codes::Dense(Float::F32), AFFINE, 64),
-        (AFFINE, Codes::Mxfp8, 160),
+        (WeightFormat::Dense(Float::F32), AFFINE, 64),
+        (AFFINE, WeightFormat::Mxfp8, 160),
     ]
 }
 
@@ -249,7 +255,7 @@ fn experts_do_what_they_say() {
     for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
         // Some levels of each product's activations, which depend on the weight.
         let levels = |weight: &Weight| match weight.codes {
-            Codes::Affine { bits, group, .. } if math == CpuArithmetic::Integer => {
+            WeightFormat::Affine { bits, group, .. } if math == CpuArithmetic::Integer => {
                 4.0 / Format::new(bits, group).levels as f32
             }
             _ => 0.0,
@@ -315,18 +321,18 @@ fn experts_refuse_what_does_not_fit() {
 fn combine_adds_in_rank_order() -> Result<(), DeviceError> {
     let (mut random, mut lab) = (Random(16), Lab::new());
     let (tokens, k, hidden) = (5, 3, 40);
-    let codes = Codes::Dense(Float::F32);
-    let router = Weight { codes, rows: 1, cols: hidden, gain: 1.0, parts: Default::default() };
+    let codes = WeightFormat::Dense(Float::F32);
+    let router = Weight { codes, rows: 1, cols: hidden, global_scale: 1.0, parts: Default::default() };
     let down = lab.weight(&mut random, codes, hidden, 8);
-    let shared = Some(Shared { gate_up: [router; 2], down, result: router });
-    let layer = &Mixture { k, renormalise: true, router, shared, stacks: Default::default() };
+    let shared = Some(SharedExpert { gate_up: [router; 2], down, result: router });
+    let layer = &MoeWeights { k, renormalise: true, router, shared, stacks: Default::default() };
     let out = lab.random(&mut random, tokens * (k + 1) * hidden);
     let (weights, h) = (lab.random(&mut random, tokens * (k + 1)), lab.random(&mut random, tokens * hidden));
     let (scores, act) = (lab.room(tokens * layer.width()), lab.room(tokens * (k + 1) * layer.row()));
-    let room = Room { scores, act, out, weights, ..Room::default() };
+    let room = MoeBuffers { scores, act, out, weights, ..MoeBuffers::default() };
     let before = lab.read(h);
-    let slots = &Slots::default();
-    lab.with(2, CpuArithmetic::Integer).run(Combine { layer, slots, tokens, room, by_place: None, h });
+    let slots = &ExpertSlots::default();
+    lab.with(2, CpuArithmetic::Integer).run(CombineExperts { layer, slots, tokens, room, by_place: None, h });
     let (got, rows, weights) = (lab.read(h), lab.read(out), lab.read(weights));
     for token in 0..tokens {
         for col in 0..hidden {

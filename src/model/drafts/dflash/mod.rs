@@ -24,7 +24,7 @@ use crate::{
     checkpoint::{Checkpoint, Trunk, index::Index},
     device::{CpuDevice, Region},
     error::ModelError,
-    ops::{Backend, Cpu, Embed, Project, Weight},
+    ops::{Backend, Cpu, Embedding, Linear, Weight},
     plan::DraftFootprint,
 };
 use attention::{Memory, attend, norm, place};
@@ -235,7 +235,7 @@ impl Products {
             return Err(ModelError::Config(format!("a DFlash draft has no room for {tokens} rows of {width}")));
         }
         self.run.write(self.x, bytemuck::cast_slice(x))?;
-        self.run.execute(&Project { x: self.x, tokens, norm: None, matrices, y: self.y, add: false }.into())?;
+        self.run.execute(&Linear { x: self.x, tokens, norm: None, matrices, y: self.y, add: false }.into())?;
         let mut y = vec![0.0; tokens * width];
         self.run.read_floats(self.y, &mut y)?;
         Ok(y)
@@ -244,7 +244,7 @@ impl Products {
     /// Rows `ids` of a matrix.
     fn rows(&mut self, table: &Weight, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         self.run.write_words(self.x, ids)?;
-        self.run.execute(&Embed { table, tokens: ids.len(), ids: self.x, into: self.y }.into())?;
+        self.run.execute(&Embedding { table, tokens: ids.len(), ids: self.x, into: self.y }.into())?;
         let mut rows = vec![0.0; ids.len() * table.cols];
         self.run.read_floats(self.y, &mut rows)?;
         Ok(rows)

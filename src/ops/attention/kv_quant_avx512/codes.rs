@@ -1,10 +1,10 @@
-//! Codes of rows, in the orders in which products want them.
+//! WeightFormat of rows, in the orders in which products want them.
 
 #![allow(clippy::needless_range_loop)]
 
 use std::arch::x86_64::*;
 
-/// Codes of 32 values of sixteen rows, plus 128: vector `w` has values `4 w..4 w + 4` of each row.
+/// WeightFormat of 32 values of sixteen rows, plus 128: vector `w` has values `4 w..4 w + 4` of each row.
 ///
 /// # Safety
 /// 32 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
