@@ -1,43 +1,42 @@
 // Gated attention between its projections. A row of `proj` holds, for each query head, its query then its gate; then the
 // keys and the values of the kv heads. The cache is pages [kv heads, PAGE, dim], keys normed and rotated; f32 or bf16.
 
-// TOGETHER: positions waited for at once. AHEAD: asked for; more would drive out what others need.
-enum { PARTS = 512, MOST_DIM = 256, TOGETHER = 4, AHEAD = 8 };
+// BATCH: positions waited for at once. PREFETCH_ROWS: asked for; more would drive out what others need.
+enum { MAX_SPLITS = 512, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 8 };
 
-// Positions of a part for a query at `position`: few enough to fill the device, and so many that PARTS of them will do.
-FN uint part_of(CONSTANT AttendArgs& a, uint position) {
-  uint size = a.least;
-  while (position / size >= PARTS) size *= 2;
+// Positions of a attend_split for a query at `position`: few enough to fill the device, and so many that MAX_SPLITS of them will do.
+FN uint split_size(CONSTANT AttentionArgs& a, uint position) {
+  uint size = a.min_split;
+  while (position / size >= MAX_SPLITS) size *= 2;
   return size;
 }
 
-FN float bf16_(uint h) { return as_type<float>(h << 16); }
 FN uint to_bf16(float x) {
   const uint u = as_type<uint>(x);
   return (u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 64u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
 }
-FN void get4(DEVICE const float* p, ulong i, THREAD float* v) {
+FN void load4(DEVICE const float* p, ulong i, THREAD float* v) {
   const float4 q = *(DEVICE const float4*)(p + i);
   v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
 }
-FN void get4(DEVICE const ushort* p, ulong i, THREAD float* v) { UNROLL for (uint n = 0; n < 4; n++) v[n] = bf16_(p[i + n]); }
-FN void put(DEVICE float* p, ulong i, float x) { p[i] = x; }
-FN void put(DEVICE ushort* p, ulong i, float x) { p[i] = ushort(to_bf16(x)); }
+FN void load4(DEVICE const ushort* p, ulong i, THREAD float* v) { UNROLL for (uint n = 0; n < 4; n++) v[n] = bf16(p[i + n]); }
+FN void store_value(DEVICE float* p, ulong i, float x) { p[i] = x; }
+FN void store_value(DEVICE ushort* p, ulong i, float x) { p[i] = ushort(to_bf16(x)); }
 
 // Norm and rotation of query and key heads; keys and values go into the cache at start + token, queries to `q`.
-// `turn` [tokens, rotary / 2, 2] holds cosines and sines. Grid (heads + 2 kv heads, tokens), 32 threads.
+// `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. Grid (heads + 2 kv heads, tokens), 32 threads.
 template <class T>
-FN void place(CONSTANT AttendArgs& a, DEVICE const float* proj, DEVICE const float* q_norm, DEVICE const float* k_norm,
-              DEVICE const float* turn, DEVICE float* q, DEVICE T* keys, DEVICE T* values, DEVICE const uint* table,
-              THREADGROUP float* x PLACE) {
-  const uint head = tgid.x, token = tgid.y, half_ = a.rotary / 2;
+FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm, DEVICE const float* k_norm,
+              DEVICE const float* rope, DEVICE float* q, DEVICE T* keys, DEVICE T* values, DEVICE const uint* table,
+              THREADGROUP float* x THREAD_IDS_PARAM) {
+  const uint head = tgid.x, token = tgid.y, half_dim = a.rope_dim / 2;
   const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
   const uint kv = query ? 0 : (head - a.heads) % a.kv_heads;
   const uint from = query ? head * 2 * a.dim : (a.heads + head) * a.dim;
   DEVICE const float* row = proj + ulong(token) * a.width + from;
   const ulong to = query ? (ulong(token) * a.heads + head) * a.dim : page_row(table, a.kv_heads, kv, a.start + token) * a.dim;
   if (value) {
-    for (uint i = lane; i < a.dim; i += 32) put(values, to + i, row[i]);
+    for (uint i = lane; i < a.dim; i += 32) store_value(values, to + i, row[i]);
     return;
   }
   DEVICE const float* w = query ? q_norm : k_norm;
@@ -48,123 +47,123 @@ FN void place(CONSTANT AttendArgs& a, DEVICE const float* proj, DEVICE const flo
   BARRIER();
   for (uint i = lane; i < a.dim; i += 32) {
     float v = x[i];
-    if (i < a.rotary) {
-      const uint j = i % half_;
-      const float c = turn[(token * half_ + j) * 2], s = turn[(token * half_ + j) * 2 + 1];
-      v = i < half_ ? x[i] * c - x[i + half_] * s : x[i] * c + x[i - half_] * s;
+    if (i < a.rope_dim) {
+      const uint j = i % half_dim;
+      const float c = rope[(token * half_dim + j) * 2], s = rope[(token * half_dim + j) * 2 + 1];
+      v = i < half_dim ? x[i] * c - x[i + half_dim] * s : x[i] * c + x[i - half_dim] * s;
     }
     if (query) q[to + i] = v;
-    else put(keys, to + i, v);
+    else store_value(keys, to + i, v);
   }
 }
 
-// Asks for TOGETHER rows from row `p` of a page.
-template <class T> FN void ask(DEVICE const T* keys, DEVICE const T* values, uint p, uint left, uint dim) {
-  const uint bytes = min(uint(TOGETHER), left) * dim * sizeof(T);
+// Asks for BATCH rows from row `p` of a page.
+template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* values, uint p, uint left, uint dim) {
+  const uint bytes = min(uint(BATCH), left) * dim * sizeof(T);
   PREFETCH(keys + ulong(p) * dim, bytes);
   PREFETCH(values + ulong(p) * dim, bytes);
 }
 
-// One part of the positions for all query heads of a kv head: softmax over it, unnormalised. A simdgroup has HEADS query heads;
-// all of them read the same keys at about the same time. `parts` [tokens, heads, splits, dim + 2]: the sum, then its largest score
-// and its denominator. Where a part begins depends on nothing but the query's position, so a row's bytes do not depend on its
+// One attend_split of the positions for all query heads of a kv head: softmax over it, unnormalised. A simdgroup has HEADS query heads;
+// all of them read the same keys at about the same time. `partials` [tokens, heads, splits, dim + 2]: the sum, then its max_score score
+// and its denominator. Where a attend_split begins depends on nothing but the query's position, so a row's bytes do not depend on its
 // company. Grid (splits, kv heads, tokens), 32 threads for each two heads of a kv head, or each one where they are odd.
 template <class T, uint COLUMNS, uint HEADS>
-FN void part(CONSTANT AttendArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-             DEVICE const uint* table, DEVICE float* parts PLACE) {
+FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
+             DEVICE const uint* table, DEVICE float* partials THREAD_IDS_PARAM) {
   const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, token = tgid.z, head = tgid.y * groups + sg * HEADS;
-  const uint seen = a.start + token + 1, size = part_of(a, a.start + token), first = tgid.x * size, end = min(first + size, seen);
-  // Of the positions looked at; a part of up to PAGE positions is in one.
-  ulong page = page_row(table, a.kv_heads, tgid.y, min(first, seen - 1) / PAGE * PAGE) * a.dim;
-  for (uint p = first + sg * TOGETHER; p < min(first + AHEAD, end); p += simds * TOGETHER)
-    ask(keys + page, values + page, p % PAGE, end - p, a.dim);
+  const uint visible = a.start + token + 1, size = split_size(a, a.start + token), first = tgid.x * size, end = min(first + size, visible);
+  // Of the positions looked at; a attend_split of up to PAGE positions is in one.
+  ulong page = page_row(table, a.kv_heads, tgid.y, min(first, visible - 1) / PAGE * PAGE) * a.dim;
+  for (uint p = first + sg * BATCH; p < min(first + PREFETCH_ROWS, end); p += simds * BATCH)
+    prefetch_kv(keys + page, values + page, p % PAGE, end - p, a.dim);
   AWAIT();
-  float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {}, largest[HEADS], total[HEADS] = {};
+  float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {}, max_score[HEADS], denominator[HEADS] = {};
   UNROLL for (uint h = 0; h < HEADS; h++) {
-    largest[h] = -as_type<float>(0x7f7fffffu);
+    max_score[h] = -as_type<float>(0x7f7fffffu);
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint i = 4 * lane + j / 4 * 128 + j % 4;
       query[h * COLUMNS + j] = i < a.dim ? q[(ulong(token) * a.heads + head + h) * a.dim + i] * a.scale : 0.0f;
     }
   }
-  for (uint block = first; block < end; block += TOGETHER) {
+  for (uint block = first; block < end; block += BATCH) {
     if (block % PAGE == 0 && block != first) page = page_row(table, a.kv_heads, tgid.y, block) * a.dim;
     DEVICE const T* from = keys + page;
     DEVICE const T* back = values + page;
-    const uint ahead = block % PAGE + AHEAD;
-    if ((block - first) / TOGETHER % simds == sg && block + AHEAD < end && ahead < PAGE)
-      ask(from, back, ahead, end - block - AHEAD, a.dim);
+    const uint ahead = block % PAGE + PREFETCH_ROWS;
+    if ((block - first) / BATCH % simds == sg && block + PREFETCH_ROWS < end && ahead < PAGE)
+      prefetch_kv(from, back, ahead, end - block - PREFETCH_ROWS, a.dim);
     // Values are asked for before the keys are looked at: one wait for both.
-    float value[TOGETHER * COLUMNS] = {};
-    UNROLL for (uint n = 0; n < TOGETHER; n++)
+    float value[BATCH * COLUMNS] = {};
+    UNROLL for (uint n = 0; n < BATCH; n++)
       UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
         const uint i = 4 * lane + j * 32;
-        if (i < a.dim) get4(back, min(block + n, end - 1) % PAGE * a.dim + i, value + n * COLUMNS + j);
+        if (i < a.dim) load4(back, min(block + n, end - 1) % PAGE * a.dim + i, value + n * COLUMNS + j);
       }
-    float score[HEADS * TOGETHER] = {};
-    UNROLL for (uint n = 0; n < TOGETHER; n++) {
+    float score[HEADS * BATCH] = {};
+    UNROLL for (uint n = 0; n < BATCH; n++) {
       const uint at = min(block + n, end - 1) % PAGE * a.dim;
       UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
         const uint i = 4 * lane + j * 32;
         float key[4] = {};
-        if (i < a.dim) get4(from, at + i, key);
+        if (i < a.dim) load4(from, at + i, key);
         UNROLL for (uint h = 0; h < HEADS; h++)
           UNROLL for (uint m = 0; m < 4; m++)
-            score[h * TOGETHER + n] = fma(query[h * COLUMNS + j + m], key[m], score[h * TOGETHER + n]);
+            score[h * BATCH + n] = fma(query[h * COLUMNS + j + m], key[m], score[h * BATCH + n]);
       }
     }
     UNROLL for (uint h = 0; h < HEADS; h++) {
-      float next = largest[h];
-      UNROLL for (uint n = 0; n < TOGETHER; n++) {
-        score[h * TOGETHER + n] = SIMD_SUM(score[h * TOGETHER + n]);
-        if (block + n < end) next = max(next, score[h * TOGETHER + n]);
+      float new_max = max_score[h];
+      UNROLL for (uint n = 0; n < BATCH; n++) {
+        score[h * BATCH + n] = SIMD_SUM(score[h * BATCH + n]);
+        if (block + n < end) new_max = max(new_max, score[h * BATCH + n]);
       }
-      const float old = exp(largest[h] - next);
-      largest[h] = next;
-      total[h] *= old;
-      UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= old;
-      UNROLL for (uint n = 0; n < TOGETHER; n++) {
-        score[h * TOGETHER + n] = block + n < end ? exp(score[h * TOGETHER + n] - next) : 0.0f;
-        total[h] += score[h * TOGETHER + n];
+      const float rescale = exp(max_score[h] - new_max);
+      max_score[h] = new_max;
+      denominator[h] *= rescale;
+      UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= rescale;
+      UNROLL for (uint n = 0; n < BATCH; n++) {
+        score[h * BATCH + n] = block + n < end ? exp(score[h * BATCH + n] - new_max) : 0.0f;
+        denominator[h] += score[h * BATCH + n];
       }
     }
-    UNROLL for (uint n = 0; n < TOGETHER; n++)
+    UNROLL for (uint n = 0; n < BATCH; n++)
       UNROLL for (uint h = 0; h < HEADS; h++)
         UNROLL for (uint j = 0; j < COLUMNS; j++)
-          sum[h * COLUMNS + j] = fma(score[h * TOGETHER + n], value[n * COLUMNS + j], sum[h * COLUMNS + j]);
+          sum[h * COLUMNS + j] = fma(score[h * BATCH + n], value[n * COLUMNS + j], sum[h * COLUMNS + j]);
   }
   UNROLL for (uint h = 0; h < HEADS; h++) {
-    DEVICE float* out = parts + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (a.dim + 2);
+    DEVICE float* out = partials + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (a.dim + 2);
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint i = 4 * lane + j / 4 * 128 + j % 4;
       if (i < a.dim) out[i] = sum[h * COLUMNS + j];
     }
-    if (lane == 0) out[a.dim] = largest[h], out[a.dim + 1] = total[h];
+    if (lane == 0) out[a.dim] = max_score[h], out[a.dim + 1] = denominator[h];
   }
 }
 
-// Joins the parts, divides, and applies the gate. Grid (heads, tokens, ceil(dim / 32)), 128 threads: a lane has a column, a
-// simdgroup every fourth part.
-KERNEL(attention_merge, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts, 2), OUT(float, y, 3)) {
-  SHARED(float, by, PARTS);
-  SHARED(float, mine, 128);
-  SHARED(float, most, 8);
+// Joins the partials, divides, and applies the gate. Grid (heads, tokens, ceil(dim / 32)), 128 threads: a lane has a column, a
+// simdgroup every fourth attend_split.
+KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), OUT(float, y, 3)) {
+  SHARED(float, split_weight, MAX_SPLITS);
+  SHARED(float, column_sums, 128);
+  SHARED(float, simd_values, 8);
   AWAIT();
-  const uint head = tgid.x, token = tgid.y, splits = (a.start + token) / part_of(a, a.start + token) + 1;
+  const uint head = tgid.x, token = tgid.y, splits = (a.start + token) / split_size(a, a.start + token) + 1;
   const uint row = a.dim + 2, i = tgid.z * 32 + lane;
-  DEVICE const float* from = parts + (ulong(token) * a.heads + head) * a.splits * row;
-  float largest = -as_type<float>(0x7f7fffffu), total = 0;
-  for (uint s = tid; s < splits; s += 128) largest = max(largest, from[s * row + a.dim]);
-  largest = SIMD_MAX(largest);
-  if (lane == 0) most[sg] = largest;
+  DEVICE const float* from = partials + (ulong(token) * a.heads + head) * a.splits * row;
+  float max_score = -as_type<float>(0x7f7fffffu), denominator = 0;
+  for (uint s = tid; s < splits; s += 128) max_score = max(max_score, from[s * row + a.dim]);
+  max_score = SIMD_MAX(max_score);
+  if (lane == 0) simd_values[sg] = max_score;
   BARRIER();
-  largest = max(max(most[0], most[1]), max(most[2], most[3]));
+  max_score = max(max(simd_values[0], simd_values[1]), max(simd_values[2], simd_values[3]));
   for (uint s = tid; s < splits; s += 128) {
-    by[s] = exp(from[s * row + a.dim] - largest);
-    total = fma(from[s * row + a.dim + 1], by[s], total);
+    split_weight[s] = exp(from[s * row + a.dim] - max_score);
+    denominator = fma(from[s * row + a.dim + 1], split_weight[s], denominator);
   }
-  total = SIMD_SUM(total);
-  if (lane == 0) most[4 + sg] = total;
+  denominator = SIMD_SUM(denominator);
+  if (lane == 0) simd_values[4 + sg] = denominator;
   BARRIER();
   float sum = 0;
   if (i < a.dim) {
@@ -172,34 +171,34 @@ KERNEL(attention_merge, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, parts
     for (; s + 28 < splits; s += 32) {
       float v[8];
       UNROLL for (uint n = 0; n < 8; n++) v[n] = from[(s + 4 * n) * row + i];
-      UNROLL for (uint n = 0; n < 8; n++) sum = fma(v[n], by[s + 4 * n], sum);
+      UNROLL for (uint n = 0; n < 8; n++) sum = fma(v[n], split_weight[s + 4 * n], sum);
     }
-    for (; s < splits; s += 4) sum = fma(from[s * row + i], by[s], sum);
+    for (; s < splits; s += 4) sum = fma(from[s * row + i], split_weight[s], sum);
   }
-  mine[tid] = sum;
+  column_sums[tid] = sum;
   BARRIER();
   if (sg != 0 || i >= a.dim) return;
-  sum = mine[lane] + mine[32 + lane] + mine[64 + lane] + mine[96 + lane];
+  sum = column_sums[lane] + column_sums[32 + lane] + column_sums[64 + lane] + column_sums[96 + lane];
   const float gate = proj[ulong(token) * a.width + head * 2 * a.dim + a.dim + i];
-  y[(ulong(token) * a.heads + head) * a.dim + i] = sum / (most[4] + most[5] + most[6] + most[7]) * sigmoid(gate);
+  y[(ulong(token) * a.heads + head) * a.dim + i] = sum / (simd_values[4] + simd_values[5] + simd_values[6] + simd_values[7]) * sigmoid(gate);
 }
 
 #define ATTEND(suffix, T)                                                                                              \
-  KERNEL(qk_norm_rope##suffix, ARGS(AttendArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
-         IN(float, turn, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7), IN(uint, table, 8)) {               \
-    SHARED(float, x, MOST_DIM);                                                                                        \
+  KERNEL(qk_norm_rope##suffix, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),    \
+         IN(float, rope, 4), OUT(float, q, 5), OUT(T, keys, 6), OUT(T, values, 7), IN(uint, table, 8)) {               \
+    SHARED(float, x, MAX_DIM);                                                                                        \
     AWAIT();                                                                                                           \
-    place<T>(a, proj, q_norm, k_norm, turn, q, keys, values, table, x HERE);                                           \
+    norm_rope<T>(a, proj, q_norm, k_norm, rope, q, keys, values, table, x THREAD_IDS);                                           \
   }                                                                                                                    \
-  KERNEL(attention_decode_128##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
-         IN(uint, table, 4), OUT(float, parts, 5)) {                                                                   \
-    if (a.heads / a.kv_heads % 2 == 0) part<T, 4, 2>(a, q, keys, values, table, parts HERE);                           \
-    else part<T, 4, 1>(a, q, keys, values, table, parts HERE);                                                         \
+  KERNEL(attention_decode_128##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
+         IN(uint, table, 4), OUT(float, partials, 5)) {                                                                   \
+    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 4, 2>(a, q, keys, values, table, partials THREAD_IDS);                           \
+    else attend_split<T, 4, 1>(a, q, keys, values, table, partials THREAD_IDS);                                                         \
   }                                                                                                                    \
-  KERNEL(attention_decode_256##suffix, ARGS(AttendArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
-         IN(uint, table, 4), OUT(float, parts, 5)) {                                                                   \
-    if (a.heads / a.kv_heads % 2 == 0) part<T, 8, 2>(a, q, keys, values, table, parts HERE);                           \
-    else part<T, 8, 1>(a, q, keys, values, table, parts HERE);                                                         \
+  KERNEL(attention_decode_256##suffix, ARGS(AttentionArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),                   \
+         IN(uint, table, 4), OUT(float, partials, 5)) {                                                                   \
+    if (a.heads / a.kv_heads % 2 == 0) attend_split<T, 8, 2>(a, q, keys, values, table, partials THREAD_IDS);                           \
+    else attend_split<T, 8, 1>(a, q, keys, values, table, partials THREAD_IDS);                                                         \
   }
 
 ATTEND(, float)

@@ -1,5 +1,5 @@
 // y = x W^T for up to four matrices that share x: their rows follow one another in y. One launch projects q, k and v, or
-// the router's scores beside the shared expert's gate and up.
+// the router's scores fused the shared expert's gate and up.
 //
 // Optionally x is RMS-normed on the way (each threadgroup finds the norm itself: cheaper than a launch), the normed rows are
 // kept for whoever needs them next, or the product is added to y. A row's result does not depend on how many rows of x
@@ -9,7 +9,7 @@
 // matrix where it was computed (delta.metal), since nobody else looks at that channel's state. linear_heads has x as the delta rule
 // left it, and multiplies each head by the factor that makes it a norm.
 //
-// Grid: (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) if there are FEW); 128 threads. The
+// Grid: (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) if there are SPLIT_K_MAX_ROWS); 128 threads. The
 // shared expert's down, which is neither normed nor added, is summed as moe_down does it.
 
 struct LinearArgs {
@@ -19,15 +19,15 @@ struct LinearArgs {
   Matrix m[4];
 };
 
-struct ConvArgs { LinearArgs product; uint past; };                      // rows between the state and x
+struct ConvArgs { LinearArgs product; uint replay; };                      // rows between the state and x
 struct HeadsArgs { LinearArgs product; uint heads, size; float eps; };   // heads of x, and their columns
 
-enum { PLAIN, NORMED, CONVOLVED, HEADS };
-enum { MOST_HEADS = 64 };
+enum { PLAIN, NORMED, CONV, HEAD_NORM };
+enum { MAX_HEADS = 64 };
 
-// Beside a product: the convolution's memory as `conv` has it; the heads, and each one's squares in quarters.
-struct Beside {
-  DEVICE const float *taps, *past;
+// Fused a product: the convolution's memory as `conv` has it; the heads, and each one's squares in quarters.
+struct Fused {
+  DEVICE const float *conv_weight, *replay;
   DEVICE float *state, *mixed;
   uint rows, heads, size;
   float eps;
@@ -35,9 +35,9 @@ struct Beside {
 };
 
 enum { ROWS = 4, BLOCK = 16 };  // rows of a weight that a simdgroup has, and a threadgroup
-enum { FEW = 4096 };            // up to so many rows in a launch, a threadgroup's simdgroups share ROWS rows: each has every fourth 32 chunks
+enum { SPLIT_K_MAX_ROWS = 4096 };            // up to so many rows in a launch, a threadgroup's simdgroups share ROWS rows: each has every fourth 32 chunks
 
-// Chunk `c` of x * w (or of x), and its sum; zeros past the end of the row.
+// Chunk `c` of x * w (or of x), and its sum; zeros replay the end of the row.
 template <bool NORM> FN float load_any(DEVICE const float* x, DEVICE const float* w, uint c, uint cols, THREAD float* v) {
   UNROLL for (uint i = 0; i < 16; i++) {
     const uint at = c * 16 + i;
@@ -53,7 +53,7 @@ FN float squares_any(DEVICE const float* x, uint c, uint cols) {
 
 // The squares of the heads of rows `first`.. of x in quarters, each by a simdgroup: from those of four columns.
 template <uint TOKENS>
-FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squares, THREAD const Beside& at PLACE) {
+FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squares, THREAD const Fused& at THREAD_IDS_PARAM) {
   const uint count = at.size / 4, quarter = (count + 3) / 4, begin = sg * quarter, end = min(begin + quarter, count);
   UNROLL for (uint t = 0; t < TOKENS; t++) {
     DEVICE const float* from = squares + ulong(min(first + t, a.tokens - 1)) * count * at.heads;
@@ -64,65 +64,65 @@ FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squ
         UNROLL for (uint j = 0; j < 8; j++) v[j] = i + j < end ? from[(i + j) * at.heads + head] : 0.0f;
         UNROLL for (uint j = 0; j < 8; j++) sum += v[j];
       }
-      at.quarters[(t * 4 + sg) * MOST_HEADS + head] = sum;
+      at.quarters[(t * 4 + sg) * MAX_HEADS + head] = sum;
     }
   }
 }
 
 // The factor of the head that a column of x belongs to.
-FN float head_scale(THREAD const Beside& at, uint t, uint column) {
-  THREADGROUP const float* q = at.quarters + t * 4 * MOST_HEADS + column / at.size;
-  return 1.0f / sqrt((q[0] + q[MOST_HEADS] + q[2 * MOST_HEADS] + q[3 * MOST_HEADS]) / float(at.size) + at.eps);
+FN float head_scale(THREAD const Fused& at, uint t, uint column) {
+  THREADGROUP const float* q = at.quarters + t * 4 * MAX_HEADS + column / at.size;
+  return 1.0f / sqrt((q[0] + q[MAX_HEADS] + q[2 * MAX_HEADS] + q[3 * MAX_HEADS]) / float(at.size) + at.eps);
 }
 
 // The same for chunks that are staged, those that a thread then sums.
-FN void scale_staged(THREAD const Beside& at, uint t, uint begin, uint count, THREADGROUP float4* room PLACE) {
+FN void scale_staged(THREAD const Fused& at, uint t, uint begin, uint count, THREADGROUP float4* scratch THREAD_IDS_PARAM) {
   for (uint c = tid; c < count; c += 128) {
     const float scale = head_scale(at, t, (begin + c) * 16);
     UNROLL for (uint i = 0; i < 4; i++) {
-      float4 q = room[quarter_at(c, i)];
+      float4 q = scratch[quarter_at(c, i)];
       q.x *= scale, q.y *= scale, q.z *= scale, q.w *= scale;
-      room[quarter_at(c, i)] = q;
+      scratch[quarter_at(c, i)] = q;
     }
   }
 }
 
-// One lane's share of ROWS rows of W (from `row`; rows past the last repeat it) times TOKENS rows of x (from `first`), in
+// One lane's share of ROWS rows of W (from `row`; rows replay the last repeat it) times TOKENS rows of x (from `first`), in
 // acc[t * ROWS..], and this thread's of the squares of the latter.
 template <uint TOKENS, uint KIND, uint BITS>
 FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
-                     DEVICE const float* w, Bytes bytes, bool few, THREAD const Beside& beside, THREAD float* acc,
-                     THREAD float* squares, THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
-  const uint chunks = a.cols / 16, step = few ? 128 : 32;
-  uint c = few ? tid : lane;
-  Rows<BITS, ROWS> next;
+                     DEVICE const float* w, WeightPtrs bytes, bool split_k, THREAD const Fused& fused, THREAD float* acc,
+                     THREAD float* squares, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
+  const uint chunks = a.cols / 16, step = split_k ? 128 : 32;
+  uint c = split_k ? tid : lane;
+  PackedRows<BITS, ROWS> next;
   if (TOKENS == 1 && c < chunks) load_rows(bytes, m.rows, a.cols, row, c, next);
-  const uint most = STAGED / TOKENS;
+  const uint most = STAGED_CHUNKS / TOKENS;
   for (uint begin = 0; begin < chunks; begin += most) {
     const uint count = min(most, chunks - begin);
     if (begin > 0) BARRIER();  // before the chunks in front are overwritten
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       const ulong from = ulong(min(first + t, a.tokens - 1)) * a.cols + begin * 16;
-      stage<KIND == NORMED || KIND == CONVOLVED>(x + from, w + begin * 16, count, room + t * most * 4, squares + t HERE);
+      stage_rows<KIND == NORMED || KIND == CONV>(x + from, w + begin * 16, count, scratch + t * most * 4, squares + t THREAD_IDS);
     }
     BARRIER();
     UNROLL for (uint t = 0; t < TOKENS; t++) {
-      if (KIND == HEADS) scale_staged(beside, t, begin, count, room + t * most * 4 HERE);
-      sum_staged<BITS>(count, room + t * most * 4, sums + t * most HERE);
+      if (KIND == HEAD_NORM) scale_staged(fused, t, begin, count, scratch + t * most * 4 THREAD_IDS);
+      sum_staged<BITS>(count, scratch + t * most * 4, sums + t * most THREAD_IDS);
     }
     BARRIER();
     for (; c < begin + count; c += step) {
       if (TOKENS > 1) {
         // With the step ahead too, a thread's registers would not do: several rows have work enough to wait behind.
         load_rows(bytes, m.rows, a.cols, row, c, next);
-        add_staged<BITS, ROWS, TOKENS>(next, room, most, c - begin, sums, acc);
+        dot_staged<BITS, ROWS, TOKENS>(next, scratch, most, c - begin, sums, acc);
         continue;
       }
-      const Rows<BITS, ROWS> now = next;
+      const PackedRows<BITS, ROWS> now = next;
       if (c + step < chunks) load_rows(bytes, m.rows, a.cols, row, c + step, next);
       float v[16];
-      load_staged(room, c - begin, v);
-      add_rows(now, v, sums[c - begin], acc);
+      load_staged(scratch, c - begin, v);
+      dot_rows(now, v, sums[c - begin], acc);
     }
   }
 }
@@ -130,22 +130,22 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
 // The same for any encoding.
 template <uint TOKENS, uint KIND>
 FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
-                    DEVICE const float* w, Bytes bytes, THREAD const Beside& beside, THREAD float* acc,
-                    THREAD float* squares PLACE) {
-  const bool NORM = KIND == NORMED || KIND == CONVOLVED;
-  const uint code_bytes = row_codes(m, a.cols), scale_bytes = row_scales(m, a.cols);
+                    DEVICE const float* w, WeightPtrs bytes, THREAD const Fused& fused, THREAD float* acc,
+                    THREAD float* squares THREAD_IDS_PARAM) {
+  const bool NORM = KIND == NORMED || KIND == CONV;
+  const uint code_bytes = row_code_bytes(m, a.cols), scale_bytes = row_scale_bytes(m, a.cols);
   for (uint c = lane; c < (a.cols + 15) / 16; c += 32) {
     UNROLL for (uint t = 0; t < TOKENS; t++)
       if (NORM) squares[t] += squares_any(x + ulong(min(first + t, a.tokens - 1)) * a.cols, c, a.cols);
     UNROLL for (uint r = 0; r < ROWS; r++) {
       const uint at = min(row + r, m.rows - 1);
       float u[16], v[16];
-      chunk(m, bytes.codes + at * code_bytes, c, a.cols, u);
+      unpack_chunk(m, bytes.codes + at * code_bytes, c, a.cols, u);
       const float s = chunk_scale(m, bytes.scales + at * scale_bytes, c), b = chunk_bias(m, bytes.biases + at * scale_bytes, c);
       UNROLL for (uint t = 0; t < TOKENS; t++) {
         float sum = load_any<NORM>(x + ulong(min(first + t, a.tokens - 1)) * a.cols, w, c, a.cols, v);
-        if (KIND == HEADS) {
-          const float scale = head_scale(beside, t, c * 16);
+        if (KIND == HEAD_NORM) {
+          const float scale = head_scale(fused, t, c * 16);
           UNROLL for (uint i = 0; i < 16; i++) v[i] *= scale;
           sum = sum16(v);
         }
@@ -160,28 +160,28 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
 
 template <uint TOKENS, uint KIND, bool ANY>
 FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, DEVICE const float* x, DEVICE const float* w,
-               DEVICE float* y, DEVICE float* kept, Bytes bytes, bool few, THREAD const Beside& beside, THREADGROUP float4* room,
-               THREADGROUP float* sums, THREADGROUP float* part PLACE) {
-  const bool NORM = KIND == NORMED || KIND == CONVOLVED;
+               DEVICE float* y, DEVICE float* kept, WeightPtrs bytes, bool split_k, THREAD const Fused& fused, THREADGROUP float4* scratch,
+               THREADGROUP float* sums, THREADGROUP float* part THREAD_IDS_PARAM) {
+  const bool NORM = KIND == NORMED || KIND == CONV;
   const uint first = tgid.x * TOKENS;
-  float squares[TOKENS], acc[TOKENS * ROWS], taps[4] = {}, samples[4] = {};
+  float squares[TOKENS], acc[TOKENS * ROWS], conv_weight[4] = {}, samples[4] = {};
   // A lane convolves a row.
-  const bool mine = KIND == CONVOLVED && start == 0 && lane < ROWS && row + lane < m.rows && (!few || sg == 0);
+  const bool mine = KIND == CONV && start == 0 && lane < ROWS && row + lane < m.rows && (!split_k || sg == 0);
   UNROLL for (uint i = 0; i < 4; i++) {
     if (!mine) continue;
-    const uint at = beside.rows + i;
-    taps[i] = beside.taps[i * m.rows + row + lane];
-    if (i < 3) samples[i] = at < 3 ? beside.state[at * m.rows + row + lane] : beside.past[(at - 3) * a.width + row + lane];
+    const uint at = fused.rows + i;
+    conv_weight[i] = fused.conv_weight[i * m.rows + row + lane];
+    if (i < 3) samples[i] = at < 3 ? fused.state[at * m.rows + row + lane] : fused.replay[(at - 3) * a.width + row + lane];
   }
-  if (KIND == HEADS) {
-    sum_quarters<TOKENS>(a, first, w, beside HERE);
+  if (KIND == HEAD_NORM) {
+    sum_quarters<TOKENS>(a, first, w, fused THREAD_IDS);
     if (ANY) BARRIER();  // else there is one behind what is staged
   }
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
-  if (ANY) partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, beside, acc, squares HERE);
-  else if (m.format == 4) partial_fast<TOKENS, KIND, 4>(m, a, row, first, x, w, bytes, few, beside, acc, squares, room, sums HERE);
-  else partial_fast<TOKENS, KIND, 8>(m, a, row, first, x, w, bytes, few, beside, acc, squares, room, sums HERE);
+  if (ANY) partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, fused, acc, squares THREAD_IDS);
+  else if (m.format == 4) partial_fast<TOKENS, KIND, 4>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares, scratch, sums THREAD_IDS);
+  else partial_fast<TOKENS, KIND, 8>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares, scratch, sums THREAD_IDS);
   if (NORM) {
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       squares[t] = SIMD_SUM(squares[t]);
@@ -193,7 +193,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
       if (!ANY) squares[t] = part[t * 4] + part[t * 4 + 1] + part[t * 4 + 2] + part[t * 4 + 3];
   }
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = SIMD_SUM(acc[i]);
-  if (few) {
+  if (split_k) {
     BARRIER();
     UNROLL for (uint i = 0; i < TOKENS * ROWS; i++)
       if (lane == 0) sums[i * 4 + sg] = acc[i];
@@ -204,8 +204,8 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
     const float scale = NORM ? 1.0f / sqrt(squares[t] / float(a.cols) + a.eps) : 1.0f;
     UNROLL for (uint r = 0; r < ROWS; r++) {
       const float sum = acc[t * ROWS + r] * scale;
-      if (KIND == CONVOLVED && lane == r) samples[3] = sum;
-      if (lane == 0 && (!few || sg == 0) && row + r < m.rows && first + t < a.tokens) {
+      if (KIND == CONV && lane == r) samples[3] = sum;
+      if (lane == 0 && (!split_k || sg == 0) && row + r < m.rows && first + t < a.tokens) {
         DEVICE float* out = y + ulong(first + t) * a.width + start + row + r;
         *out = a.add != 0 ? *out + sum : sum;
       }
@@ -216,12 +216,12 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   }
   if (!mine) return;
   const uint c = row + lane;
-  beside.mixed[c] = silu(fma(taps[3], samples[3], fma(taps[2], samples[2], fma(taps[1], samples[1], taps[0] * samples[0]))));
-  UNROLL for (uint i = 0; i < 3; i++) beside.state[i * m.rows + c] = samples[i + 1];
+  fused.mixed[c] = silu(fma(conv_weight[3], samples[3], fma(conv_weight[2], samples[2], fma(conv_weight[1], samples[1], conv_weight[0] * samples[0]))));
+  UNROLL for (uint i = 0; i < 3; i++) fused.state[i * m.rows + c] = samples[i + 1];
 }
 
 // The matrix that a row of threadgroups belongs to, `size` rows each; its y starts at `start`.
-FN uint find(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREAD uint* start) {
+FN uint find_matrix(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREAD uint* start) {
   uint i = 0;
   while (i + 1 < a.matrices) {
     const uint blocks = (a.m[i].rows + size - 1) / size;
@@ -233,10 +233,10 @@ FN uint find(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREAD uint*
   return i;
 }
 
-FN bool is_few(CONSTANT LinearArgs& a) {
+FN bool uses_split_k(CONSTANT LinearArgs& a) {
   uint rows = 0;
   for (uint i = 0; i < a.matrices; i++) rows += a.m[i].rows;
-  return rows <= FEW;
+  return rows <= SPLIT_K_MAX_ROWS;
 }
 
 #define MATRICES(n)                                                                                                    \
@@ -244,24 +244,24 @@ FN bool is_few(CONSTANT LinearArgs& a) {
   IN(uchar, b1, n + 5), IN(uchar, c2, n + 6), IN(uchar, s2, n + 7), IN(uchar, b2, n + 8), IN(uchar, c3, n + 9),         \
   IN(uchar, s3, n + 10), IN(uchar, b3, n + 11)
 
-// A kernel of its matrices `a`, `beside` and x, w, y, kept.
+// A kernel of its matrices `a`, `fused` and x, w, y, kept.
 #define PRODUCT(TOKENS, KIND, ANY)                                                                                     \
   uint block = tgid.y, start = 0;                                                                                      \
-  SHARED(float4, room, ANY ? 1 : STAGED * 4);                                                                          \
-  SHARED(float, sums, ANY ? 1 : STAGED);                                                                               \
+  SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                          \
+  SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                               \
   SHARED(float, part, TOKENS * 4);                                                                                     \
-  const bool few = !ANY && (KIND == NORMED || KIND == CONVOLVED || a.add != 0) && is_few(a);                           \
-  const uint size = few ? ROWS : BLOCK, i = find(a, size, &block, &start), row = block * size + (few ? 0 : sg * ROWS); \
-  const Bytes bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,     \
+  const bool split_k = !ANY && (KIND == NORMED || KIND == CONV || a.add != 0) && uses_split_k(a);                           \
+  const uint size = split_k ? ROWS : BLOCK, i = find_matrix(a, size, &block, &start), row = block * size + (split_k ? 0 : sg * ROWS); \
+  const WeightPtrs bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,     \
                        i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                                  \
-  if (few) prefetch_rows<1>(bytes, a.m[i].format, a.m[i].rows, a.cols, row + sg);                                      \
+  if (split_k) prefetch_rows<1>(bytes, a.m[i].format, a.m[i].rows, a.cols, row + sg);                                      \
   else if (!ANY) prefetch_rows<ROWS>(bytes, a.m[i].format, a.m[i].rows, a.cols, row);                                  \
   AWAIT();                                                                                                             \
-  linear<TOKENS, KIND, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, few, beside, room, sums, part HERE);
+  linear<TOKENS, KIND, ANY>(a, a.m[i], start, row, x, w, y, kept, bytes, split_k, fused, scratch, sums, part THREAD_IDS);
 
 #define LINEAR(name, TOKENS, KIND, ANY)                                                                                \
   KERNEL(name, ARGS(LinearArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), OUT(float, kept, 4), MATRICES(5)) { \
-    const Beside beside = {};                                                                                          \
+    const Fused fused = {};                                                                                          \
     PRODUCT(TOKENS, KIND, ANY)                                                                                         \
   }
 
@@ -275,12 +275,12 @@ LINEAR(gemv_any_norm_1, 1, NORMED, true)
 LINEAR(gemv_any_norm_2, 2, NORMED, true)
 
 #define LINEAR_CONV(name, ANY)                                                                                         \
-  KERNEL(name, ARGS(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), IN(float, taps, 4), IN(float, past, 5), \
+  KERNEL(name, ARGS(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), IN(float, conv_weight, 4), IN(float, replay, 5), \
          OUT(float, state, 6), OUT(float, mixed, 7), MATRICES(8)) {                                                    \
     CONSTANT LinearArgs& a = b.product;                                                                                \
-    const Beside beside = {taps, past, state, mixed, b.past, 0, 0, 0, 0};                                              \
+    const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};                                              \
     DEVICE float* kept = y;                                                                                            \
-    PRODUCT(1, CONVOLVED, ANY)                                                                                         \
+    PRODUCT(1, CONV, ANY)                                                                                         \
   }
 
 LINEAR_CONV(gemv_conv, false)
@@ -288,11 +288,11 @@ LINEAR_CONV(gemv_any_conv, true)
 
 #define LINEAR_HEADS(name, TOKENS, ANY)                                                                                \
   KERNEL(name, ARGS(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4)) {                  \
-    SHARED(float, quarters, TOKENS * 4 * MOST_HEADS);                                                                  \
+    SHARED(float, quarters, TOKENS * 4 * MAX_HEADS);                                                                  \
     CONSTANT LinearArgs& a = b.product;                                                                                \
-    const Beside beside = {0, 0, 0, 0, 0, b.heads, b.size, b.eps, quarters};                                           \
+    const Fused fused = {0, 0, 0, 0, 0, b.heads, b.size, b.eps, quarters};                                           \
     DEVICE float* kept = y;                                                                                            \
-    PRODUCT(TOKENS, HEADS, ANY)                                                                                        \
+    PRODUCT(TOKENS, HEAD_NORM, ANY)                                                                                        \
   }
 
 LINEAR_HEADS(gemv_head_norm_1, 1, false)
@@ -307,18 +307,18 @@ enum { GEMM_TILES = 4 };
 
 template <bool ANY>
 FN void gemm_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint block, DEVICE const uint* x, DEVICE const float* scale,
-             DEVICE float* y, Bytes bytes, THREADGROUP uint4* room PLACE) {
-  const uint first = tgid.x * GEMM_TILES * 16, row = block * WIDE, mine = min(row + tid / 2, m.rows - 1);
+             DEVICE float* y, WeightPtrs bytes, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
+  const uint first = tgid.x * GEMM_TILES * 16, row = block * TILE_WIDTH, mine = min(row + tid / 2, m.rows - 1);
   uint from[GEMM_TILES];
   UNROLL for (uint i = 0; i < GEMM_TILES; i++) from[i] = min(first + i * 16 + tid / 8, a.tokens - 1);
-  if (ANY) multiply<GEMM_TILES, 0>(m, bytes, mine, a.cols, x, from, room HERE);
-  else if (m.format == 4) multiply<GEMM_TILES, 4>(m, bytes, mine, a.cols, x, from, room HERE);
-  else multiply<GEMM_TILES, 8>(m, bytes, mine, a.cols, x, from, room HERE);
-  THREADGROUP const float* sums = (THREADGROUP const float*)room;
-  for (uint n = tid; n < GEMM_TILES * 16 * WIDE; n += 128) {
-    const uint token = first + n / WIDE, column = row + n % WIDE;
+  if (ANY) tile_matmul<GEMM_TILES, 0>(m, bytes, mine, a.cols, x, from, scratch THREAD_IDS);
+  else if (m.format == 4) tile_matmul<GEMM_TILES, 4>(m, bytes, mine, a.cols, x, from, scratch THREAD_IDS);
+  else tile_matmul<GEMM_TILES, 8>(m, bytes, mine, a.cols, x, from, scratch THREAD_IDS);
+  THREADGROUP const float* sums = (THREADGROUP const float*)scratch;
+  for (uint n = tid; n < GEMM_TILES * 16 * TILE_WIDTH; n += 128) {
+    const uint token = first + n / TILE_WIDTH, column = row + n % TILE_WIDTH;
     if (token >= a.tokens || column >= m.rows) continue;
-    const float sum = sums[n / WIDE * OUT_PITCH + n % WIDE] * scale[token];
+    const float sum = sums[n / TILE_WIDTH * SUM_PITCH + n % TILE_WIDTH] * scale[token];
     DEVICE float* out = y + ulong(token) * a.width + start + column;
     *out = a.add != 0 ? *out + sum : sum;
   }
@@ -328,13 +328,13 @@ FN void gemm_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
   KERNEL(name, ARGS(LinearArgs, a), IN(uint, x, 1), IN(float, scale, 2), OUT(float, y, 3), IN(uchar, c0, 4),          \
          IN(uchar, s0, 5), IN(uchar, b0, 6), IN(uchar, c1, 7), IN(uchar, s1, 8), IN(uchar, b1, 9), IN(uchar, c2, 10), \
          IN(uchar, s2, 11), IN(uchar, b2, 12), IN(uchar, c3, 13), IN(uchar, s3, 14), IN(uchar, b3, 15)) {             \
-    SHARED(uint4, room, Room<GEMM_TILES>::SIZE);                                                                      \
+    SHARED(uint4, scratch, TileScratch<GEMM_TILES>::SIZE);                                                                      \
     AWAIT();                                                                                                          \
     uint block = tgid.y, start = 0;                                                                                   \
-    const uint i = find(a, WIDE, &block, &start);                                                                     \
-    const Bytes bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,  \
+    const uint i = find_matrix(a, TILE_WIDTH, &block, &start);                                                                     \
+    const WeightPtrs bytes = {i == 0 ? c0 : i == 1 ? c1 : i == 2 ? c2 : c3, i == 0 ? s0 : i == 1 ? s1 : i == 2 ? s2 : s3,  \
                          i == 0 ? b0 : i == 1 ? b1 : i == 2 ? b2 : b3};                                               \
-    gemm_block<ANY>(a, a.m[i], start, block, x, scale, y, bytes, room HERE);                                                \
+    gemm_block<ANY>(a, a.m[i], start, block, x, scale, y, bytes, scratch THREAD_IDS);                                                \
   }
 
 GEMM(gemm, false)

@@ -1,26 +1,26 @@
-// The experts, where the SSD left them: a slot holds one expert's gate, up and down (each codes, scales, biases), and a
-// kernel is told slot numbers. A "place" is one chosen expert of one token: place = token * k + rank. NONE as a slot means
+// The experts, where the SSD left them: a slot holds one expert's gate, gate_up and down (each codes, scales, biases), and a
+// kernel is told slot numbers. A "assignment" is one chosen expert of one token: assignment = token * k + rank. NO_SLOT as a slot means
 // "not in this launch": hits run first, misses when they have been read.
 //
-//   moe_gate_up         act[place] = silu(Gate x) * (Up x)              grid (ceil(inner / 8), k + 1, tokens), 128 threads
+//   moe_gate_up         act[assignment] = silu(Gate x) * (Up x)              grid (ceil(inner / 8), k + 1, tokens), 128 threads
 //   moe_down       h[token] += sum over ranks of weight * Down act  grid (ceil(hidden / 8), tokens), (k + 1) * 32 threads
 //   moe_gate_up_grouped, moe_down_grouped   rows grouped by expert: a job is {slot, first, count} of `order`, a list of places
-//   moe_combine    h[token] += sum over ranks of weight * out[place]
+//   moe_combine    h[token] += sum over ranks of weight * out[assignment]
 //
-// The shared expert is the last rank. Its gate and up were projected beside the router's scores; moe_gate_up only multiplies
+// The shared expert is the last rank. Its gate and gate_up were projected beside the router's scores; moe_gate_up only multiplies
 // them, moe_down reads its Down from the trunk. Sums run in rank order whatever arrived first.
 
-enum : uint { NONE = 0xffffffffu };
+enum : uint { NO_SLOT = 0xffffffffu };
 enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };  // rows at once; simdgroups; places at once
 enum { DOWN_PARTS = 2 };                                             // times DOWN_ROWS rows of a threadgroup's moe_down
 
 struct ExpertsArgs {
   uint hidden, inner, k, tokens;
   uint shared_inner, row;         // the shared expert's width (0: there is none); the length of a row of act
-  uint scores, shared_at;         // the length of a row of `scores`, and where the shared gate (then up) starts in it
+  uint scores, shared_at;         // the length of a row of `scores`, and where the shared gate (then gate_up) starts in it
   uint stride, slots;             // a slot's size in units of 16 bytes; slots in one slab
-  uint at[9];                     // where a slot's pieces start, in units of 16 bytes: gate, up, down, each c s b
-  Matrix gate, up, down, shared;  // `shared`: the shared expert's down
+  uint piece_offset[9];                     // where a slot's pieces start, in units of 16 bytes: gate, gate_up, down, each c s b
+  Matrix gate, gate_up, down, shared;  // `shared`: the shared expert's down
 };
 
 FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
@@ -32,25 +32,25 @@ FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const 
   return p + ulong(slot) * a.stride * 16;
 }
 
-// A piece of the expert (0 gate, 1 up, 2 down).
-FN Bytes piece(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint i) {
-  CONSTANT uint* at = a.at + 3 * i;
-  const Bytes bytes = {expert + ulong(at[0]) * 16, expert + ulong(at[1]) * 16, expert + ulong(at[2]) * 16};
+// A piece of the expert (0 gate, 1 gate_up, 2 down).
+FN WeightPtrs piece(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint i) {
+  CONSTANT uint* at = a.piece_offset + 3 * i;
+  const WeightPtrs bytes = {expert + ulong(at[0]) * 16, expert + ulong(at[1]) * 16, expert + ulong(at[2]) * 16};
   return bytes;
 }
 
 // One lane's share of PARTS times COUNT rows (those past the last repeat it) times TOKENS rows of x, which start at from[t].
 // Part j is rows `row + j * step`.. of w[j]. Sums go to acc[(j * TOKENS + t) * COUNT..].
 template <uint PARTS, uint COUNT, uint TOKENS>
-FN void rows_fast(THREAD const Bytes* w, uint rows, uint cols, uint row, uint step, DEVICE const float* x, THREAD const ulong* from,
-                  THREAD float* acc PLACE) {
+FN void rows_fast(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, uint step, DEVICE const float* x, THREAD const ulong* from,
+                  THREAD float* acc THREAD_IDS_PARAM) {
   const uint chunks = cols / 16;
-  Rows<4, COUNT> next;
+  PackedRows<4, COUNT> next;
   if (lane < chunks) load_rows(w[0], rows, cols, row, lane, next);
   for (uint c = lane; c < chunks; c += 32) {
     float v[16], sum = 0;
     UNROLL for (uint j = 0; j < PARTS; j++) {
-      const Rows<4, COUNT> now = next;
+      const PackedRows<4, COUNT> now = next;
       if (j + 1 < PARTS) load_rows(w[j + 1], rows, cols, row + (j + 1) * step, c, next);
       else if (c + 32 < chunks) load_rows(w[0], rows, cols, row, c + 32, next);
       UNROLL for (uint t = 0; t < TOKENS; t++) {
@@ -58,35 +58,35 @@ FN void rows_fast(THREAD const Bytes* w, uint rows, uint cols, uint row, uint st
           sum = load16(x + from[t] + c * 16, v);
           scale_x4(v);
         }
-        add_rows(now, v, sum, acc + (j * TOKENS + t) * COUNT);
+        dot_rows(now, v, sum, acc + (j * TOKENS + t) * COUNT);
       }
     }
   }
 }
 
-// Rows `row`.. of w[0] and w[1], COUNT of each, times the row of x that 128 threads stage.
+// PackedRows `row`.. of w[0] and w[1], COUNT of each, times the row of x that 128 threads stage_rows.
 template <uint COUNT>
-FN void rows_staged(THREAD const Bytes* w, uint rows, uint cols, uint row, DEVICE const float* x, THREAD float* acc,
-                    THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
+FN void rows_staged(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, DEVICE const float* x, THREAD float* acc,
+                    THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   const uint chunks = cols / 16;
-  Rows<4, COUNT> next;
+  PackedRows<4, COUNT> next;
   if (lane < chunks) load_rows(w[0], rows, cols, row, lane, next);
-  for (uint begin = 0; begin < chunks; begin += STAGED) {
-    const uint count = min(uint(STAGED), chunks - begin);
+  for (uint begin = 0; begin < chunks; begin += STAGED_CHUNKS) {
+    const uint count = min(uint(STAGED_CHUNKS), chunks - begin);
     if (begin > 0) BARRIER();  // before the chunks in front are overwritten
-    stage<false>(x + begin * 16, x, count, room, acc HERE);
+    stage_rows<false>(x + begin * 16, x, count, scratch, acc THREAD_IDS);
     BARRIER();
-    sum_staged<4>(count, room, sums HERE);
+    sum_staged<4>(count, scratch, sums THREAD_IDS);
     BARRIER();
     for (uint i = lane; i < count; i += 32) {
       const uint c = begin + i;
       float v[16];
-      load_staged(room, i, v);
+      load_staged(scratch, i, v);
       UNROLL for (uint j = 0; j < 2; j++) {
-        const Rows<4, COUNT> now = next;
+        const PackedRows<4, COUNT> now = next;
         if (j == 0) load_rows(w[1], rows, cols, row, c, next);
         else if (c + 32 < chunks) load_rows(w[0], rows, cols, row, c + 32, next);
-        add_rows(now, v, sums[i], acc + j * COUNT);
+        dot_rows(now, v, sums[i], acc + j * COUNT);
       }
     }
   }
@@ -94,14 +94,14 @@ FN void rows_staged(THREAD const Bytes* w, uint rows, uint cols, uint row, DEVIC
 
 // One part of the same for any encoding.
 template <uint COUNT, uint TOKENS>
-FN void rows_any(CONSTANT Matrix& m, Bytes w, uint cols, uint row, DEVICE const float* x, THREAD const ulong* from,
-                 THREAD float* acc PLACE) {
-  const uint code_bytes = row_codes(m, cols), scale_bytes = row_scales(m, cols);
+FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE const float* x, THREAD const ulong* from,
+                 THREAD float* acc THREAD_IDS_PARAM) {
+  const uint code_bytes = row_code_bytes(m, cols), scale_bytes = row_scale_bytes(m, cols);
   for (uint c = lane; c < cols / 16; c += 32) {
     UNROLL for (uint r = 0; r < COUNT; r++) {
       const uint at = min(row + r, m.rows - 1);
       float u[16], v[16];
-      chunk(m, w.codes + at * code_bytes, c, cols, u);
+      unpack_chunk(m, w.codes + at * code_bytes, c, cols, u);
       const float s = chunk_scale(m, w.scales + at * scale_bytes, c), b = chunk_bias(m, w.biases + at * scale_bytes, c);
       UNROLL for (uint t = 0; t < TOKENS; t++) {
         const float sum = load16(x + from[t] + c * 16, v);
@@ -113,67 +113,67 @@ FN void rows_any(CONSTANT Matrix& m, Bytes w, uint cols, uint row, DEVICE const 
   }
 }
 
-// TOKENS places (count of them real) of one expert: rows `row`.. of gate and up, then SwiGLU. A single one is STAGED in `room`.
+// TOKENS places (count of them real) of one expert: rows `row`.. of gate and gate_up, then SwiGLU. A single one is STAGED_CHUNKS in `scratch`.
 template <uint TOKENS, bool ANY, bool ALONE>
-FN void up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* place, THREAD const uint* token,
-           uint count, DEVICE const float* x, DEVICE float* act, THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
-  const Bytes w[2] = {piece(a, expert, 0), piece(a, expert, 1)};
+FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* assignment, THREAD const uint* token,
+           uint count, DEVICE const float* x, DEVICE float* act, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
+  const WeightPtrs w[2] = {piece(a, expert, 0), piece(a, expert, 1)};
   float acc[2 * TOKENS * UP_ROWS];  // gates, then values
   ulong from[TOKENS];
   UNROLL for (uint t = 0; t < TOKENS; t++) from[t] = ulong(token[t]) * a.hidden;
   UNROLL for (uint i = 0; i < 2 * TOKENS * UP_ROWS; i++) acc[i] = 0;
   if (ANY) {
-    rows_any<UP_ROWS, TOKENS>(a.gate, w[0], a.hidden, row, x, from, acc HERE);
-    rows_any<UP_ROWS, TOKENS>(a.up, w[1], a.hidden, row, x, from, acc + TOKENS * UP_ROWS HERE);
+    rows_any<UP_ROWS, TOKENS>(a.gate, w[0], a.hidden, row, x, from, acc THREAD_IDS);
+    rows_any<UP_ROWS, TOKENS>(a.gate_up, w[1], a.hidden, row, x, from, acc + TOKENS * UP_ROWS THREAD_IDS);
   } else if (ALONE) {
-    rows_staged<UP_ROWS>(w, a.inner, a.hidden, row, x + from[0], acc, room, sums HERE);
+    rows_staged<UP_ROWS>(w, a.inner, a.hidden, row, x + from[0], acc, scratch, sums THREAD_IDS);
   } else {
-    rows_fast<2, UP_ROWS, TOKENS>(w, a.inner, a.hidden, row, 0, x, from, acc HERE);
+    rows_fast<2, UP_ROWS, TOKENS>(w, a.inner, a.hidden, row, 0, x, from, acc THREAD_IDS);
   }
   UNROLL for (uint t = 0; t < TOKENS; t++)
     UNROLL for (uint r = 0; r < UP_ROWS; r++) {
       const float gate = SIMD_SUM(acc[t * UP_ROWS + r]), value = SIMD_SUM(acc[(TOKENS + t) * UP_ROWS + r]);
-      if (lane == 0 && t < count && row + r < a.inner) act[ulong(place[t]) * a.row + row + r] = silu(gate) * value;
+      if (lane == 0 && t < count && row + r < a.inner) act[ulong(assignment[t]) * a.row + row + r] = silu(gate) * value;
     }
 }
 
-// The shared expert's activation, from projections that are already there: one more place a token, after all others.
-FN void up_shared(CONSTANT ExpertsArgs& a, uint token, DEVICE const float* scores, DEVICE float* act PLACE) {
+// The shared expert's activation, from projections that are already there: one more assignment a token, after all others.
+FN void gate_up_shared(CONSTANT ExpertsArgs& a, uint token, DEVICE const float* scores, DEVICE float* act THREAD_IDS_PARAM) {
   DEVICE const float* from = scores + ulong(token) * a.scores + a.shared_at;
   DEVICE float* to = act + ulong(a.tokens * a.k + token) * a.row;
   for (uint i = tid; i < a.shared_inner; i += 32 * UP_GROUPS) to[i] = silu(from[i]) * from[a.shared_inner + i];
 }
 
 template <bool ANY>
-FN void up_places(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const float* scores, DEVICE const uint* slots,
+FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const float* scores, DEVICE const uint* slots,
                   DEVICE float* act, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
-                  DEVICE const uchar* slab3, THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
+                  DEVICE const uchar* slab3, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   if (tgid.y == a.k) {
-    if (tgid.x == 0) up_shared(a, tgid.z, scores, act HERE);
+    if (tgid.x == 0) gate_up_shared(a, tgid.z, scores, act THREAD_IDS);
     return;
   }
-  const uint token = tgid.z, place = token * a.k + tgid.y, slot = slots[place], row = (tgid.x * UP_GROUPS + sg) * UP_ROWS;
-  if (slot == NONE) return;
+  const uint token = tgid.z, assignment = token * a.k + tgid.y, slot = slots[assignment], row = (tgid.x * UP_GROUPS + sg) * UP_ROWS;
+  if (slot == NO_SLOT) return;
   DEVICE const uchar* expert = slot_at(a, slot, slab0, slab1, slab2, slab3);
   if (!ANY) {
     prefetch_rows<UP_ROWS>(piece(a, expert, 0), 4, a.inner, a.hidden, row);
     prefetch_rows<UP_ROWS>(piece(a, expert, 1), 4, a.inner, a.hidden, row);
   }
-  up<1, ANY, true>(a, expert, row, &place, &token, 1, x, act, room, sums HERE);
+  gate_up<1, ANY, true>(a, expert, row, &assignment, &token, 1, x, act, scratch, sums THREAD_IDS);
 }
 
-// Rows of the sum over ranks of weight * Down act: a simdgroup a rank.
+// PackedRows of the sum over ranks of weight * Down act: a simdgroup a rank.
 template <bool ANY>
 FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const float* weights, DEVICE const uint* slots,
-             DEVICE float* h, Bytes shared, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
-             DEVICE const uchar* slab3, THREADGROUP float* part PLACE) {
+             DEVICE float* h, WeightPtrs shared, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
+             DEVICE const uchar* slab3, THREADGROUP float* part THREAD_IDS_PARAM) {
   const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
   if (!ANY && sg < ranks) {
     // The slots were written before the launch in front of this one, if by the device: this is only for what is asked in advance.
-    const uint slot = sg < a.k ? PEEK(slots + token * a.k + sg) : NONE;
+    const uint slot = sg < a.k ? PEEK(slots + token * a.k + sg) : NO_SLOT;
     if (sg == a.k) prefetch_rows<DOWN_PARTS * DOWN_ROWS>(shared, 4, a.hidden, a.shared_inner, row);
     else if (slot < 4 * a.slots) {
-      const Bytes w = piece(a, slot_at(a, slot, slab0, slab1, slab2, slab3), 2);
+      const WeightPtrs w = piece(a, slot_at(a, slot, slab0, slab1, slab2, slab3), 2);
       prefetch_rows<DOWN_PARTS * DOWN_ROWS>(w, 4, a.hidden, a.inner, row);
     }
   }
@@ -182,16 +182,16 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
   UNROLL for (uint r = 0; r < count; r++) acc[r] = 0;
   if (sg < ranks) {
     weight = weights[token * (a.k + 1) + sg];
-    const uint place = sg < a.k ? token * a.k + sg : a.tokens * a.k + token, cols = sg < a.k ? a.inner : a.shared_inner;
-    Bytes w = shared;
-    if (sg < a.k) w = piece(a, slot_at(a, slots[place], slab0, slab1, slab2, slab3), 2);
-    const ulong from = ulong(place) * a.row;
+    const uint assignment = sg < a.k ? token * a.k + sg : a.tokens * a.k + token, cols = sg < a.k ? a.inner : a.shared_inner;
+    WeightPtrs w = shared;
+    if (sg < a.k) w = piece(a, slot_at(a, slots[assignment], slab0, slab1, slab2, slab3), 2);
+    const ulong from = ulong(assignment) * a.row;
     if (ANY) {
       UNROLL for (uint j = 0; j < DOWN_PARTS; j++)
-        rows_any<DOWN_ROWS, 1>(sg < a.k ? a.down : a.shared, w, cols, row + j * DOWN_ROWS, act, &from, acc + j * DOWN_ROWS HERE);
+        rows_any<DOWN_ROWS, 1>(sg < a.k ? a.down : a.shared, w, cols, row + j * DOWN_ROWS, act, &from, acc + j * DOWN_ROWS THREAD_IDS);
     } else {
-      const Bytes same[DOWN_PARTS] = {w, w};
-      rows_fast<DOWN_PARTS, DOWN_ROWS, 1>(same, a.hidden, cols, row, DOWN_ROWS, act, &from, acc HERE);
+      const WeightPtrs same[DOWN_PARTS] = {w, w};
+      rows_fast<DOWN_PARTS, DOWN_ROWS, 1>(same, a.hidden, cols, row, DOWN_ROWS, act, &from, acc THREAD_IDS);
     }
   }
   UNROLL for (uint r = 0; r < count; r++) {
@@ -206,86 +206,86 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
 }
 
 // A job's next JOB_TOKENS places; the last one again where there are fewer.
-FN void places_of(DEVICE const uint* job, DEVICE const uint* order, uint done, THREAD uint* place) {
-  for (uint t = 0; t < JOB_TOKENS; t++) place[t] = order[job[1] + min(done + t, job[2] - 1)];
+FN void job_assignments(DEVICE const uint* job, DEVICE const uint* order, uint done, THREAD uint* assignment) {
+  for (uint t = 0; t < JOB_TOKENS; t++) assignment[t] = order[job[1] + min(done + t, job[2] - 1)];
 }
 
 template <bool ANY>
-FN void up_rows(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const uint* job, DEVICE const uint* order,
+FN void gate_up_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const uint* job, DEVICE const uint* order,
                 DEVICE float* act, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
-                DEVICE const uchar* slab3 PLACE) {
+                DEVICE const uchar* slab3 THREAD_IDS_PARAM) {
   DEVICE const uchar* expert = slot_at(a, job[0], slab0, slab1, slab2, slab3);
   for (uint done = 0; done < job[2]; done += JOB_TOKENS) {
-    uint place[JOB_TOKENS], token[JOB_TOKENS];
-    places_of(job, order, done, place);
-    UNROLL for (uint t = 0; t < JOB_TOKENS; t++) token[t] = place[t] / a.k;
-    up<JOB_TOKENS, ANY, false>(a, expert, (tgid.x * UP_GROUPS + sg) * UP_ROWS, place, token, job[2] - done, x, act, 0, 0 HERE);
+    uint assignment[JOB_TOKENS], token[JOB_TOKENS];
+    job_assignments(job, order, done, assignment);
+    UNROLL for (uint t = 0; t < JOB_TOKENS; t++) token[t] = assignment[t] / a.k;
+    gate_up<JOB_TOKENS, ANY, false>(a, expert, (tgid.x * UP_GROUPS + sg) * UP_ROWS, assignment, token, job[2] - done, x, act, 0, 0 THREAD_IDS);
   }
 }
 
-// out[place] = Down act, unweighted. Grid (ceil(hidden / 16), jobs), 128 threads.
+// out[assignment] = Down act, unweighted. Grid (ceil(hidden / 16), jobs), 128 threads.
 template <bool ANY>
-FN void down_rows(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const uint* job, DEVICE const uint* order,
+FN void down_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const uint* job, DEVICE const uint* order,
                   DEVICE float* out, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
-                  DEVICE const uchar* slab3 PLACE) {
-  const Bytes w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), 2);
+                  DEVICE const uchar* slab3 THREAD_IDS_PARAM) {
+  const WeightPtrs w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), 2);
   const uint row = (tgid.x * UP_GROUPS + sg) * DOWN_ROWS;
   for (uint done = 0; done < job[2]; done += JOB_TOKENS) {
-    uint place[JOB_TOKENS];
+    uint assignment[JOB_TOKENS];
     ulong from[JOB_TOKENS];
     float acc[JOB_TOKENS * DOWN_ROWS];
-    places_of(job, order, done, place);
-    for (uint t = 0; t < JOB_TOKENS; t++) from[t] = ulong(place[t]) * a.row;
+    job_assignments(job, order, done, assignment);
+    for (uint t = 0; t < JOB_TOKENS; t++) from[t] = ulong(assignment[t]) * a.row;
     for (uint i = 0; i < JOB_TOKENS * DOWN_ROWS; i++) acc[i] = 0;
-    if (ANY) rows_any<DOWN_ROWS, JOB_TOKENS>(a.down, w, a.inner, row, act, from, acc HERE);
-    else rows_fast<1, DOWN_ROWS, JOB_TOKENS>(&w, a.hidden, a.inner, row, 0, act, from, acc HERE);
+    if (ANY) rows_any<DOWN_ROWS, JOB_TOKENS>(a.down, w, a.inner, row, act, from, acc THREAD_IDS);
+    else rows_fast<1, DOWN_ROWS, JOB_TOKENS>(&w, a.hidden, a.inner, row, 0, act, from, acc THREAD_IDS);
     UNROLL for (uint t = 0; t < JOB_TOKENS; t++)
       UNROLL for (uint r = 0; r < DOWN_ROWS; r++) {
         const float sum = SIMD_SUM(acc[t * DOWN_ROWS + r]);
-        if (lane == 0 && done + t < job[2] && row + r < a.hidden) out[ulong(place[t]) * a.hidden + row + r] = sum;
+        if (lane == 0 && done + t < job[2] && row + r < a.hidden) out[ulong(assignment[t]) * a.hidden + row + r] = sum;
       }
   }
 }
 
 #ifndef NO_TILES
 // The same on matrix units, of at most JOB_TILES * 16 places a job. x and act are rows of halves (rows_to_half), x by token and act by
-// place, with the power of two of each. Up: 32 rows of gate and the same of up at a time; grid (ceil(inner / 32), jobs). Down:
+// assignment, with the power of two of each. Up: 32 rows of gate and the same of gate_up at a time; grid (ceil(inner / 32), jobs). Down:
 // grid (ceil(hidden / 64), jobs). 128 threads.
 enum { JOB_TILES = 2 };
 
 template <bool ANY>
-FN void up_half(CONSTANT ExpertsArgs& a, DEVICE const uint* x, DEVICE const float* scale, DEVICE const uint* job,
+FN void gate_up_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* x, DEVICE const float* scale, DEVICE const uint* job,
                 DEVICE const uint* order, DEVICE float* act, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
-                DEVICE const uchar* slab2, DEVICE const uchar* slab3, THREADGROUP uint4* room PLACE) {
+                DEVICE const uchar* slab2, DEVICE const uchar* slab3, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
   const uint row = tgid.x * 32, side = tid / 64, mine = min(row + tid / 2 % 32, a.inner - 1), count = job[2];
-  const Bytes w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), side);
+  const WeightPtrs w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), side);
   uint from[JOB_TILES];
   UNROLL for (uint i = 0; i < JOB_TILES; i++) from[i] = order[job[1] + min(i * 16 + tid / 8, count - 1)] / a.k;
-  multiply<JOB_TILES, ANY ? 0 : 4>(side == 0 ? a.gate : a.up, w, mine, a.hidden, x, from, room HERE);
-  THREADGROUP const float* sums = (THREADGROUP const float*)room;
+  tile_matmul<JOB_TILES, ANY ? 0 : 4>(side == 0 ? a.gate : a.gate_up, w, mine, a.hidden, x, from, scratch THREAD_IDS);
+  THREADGROUP const float* sums = (THREADGROUP const float*)scratch;
   for (uint n = tid; n < count * 32; n += 128) {
     const uint column = n % 32;
     if (row + column >= a.inner) continue;
-    const uint place = order[job[1] + n / 32];
-    const float by = scale[place / a.k];
-    THREADGROUP const float* sum = sums + n / 32 * OUT_PITCH + column;
-    act[ulong(place) * a.row + row + column] = silu(sum[0] * by) * (sum[32] * by);
+    const uint assignment = order[job[1] + n / 32];
+    const float by = scale[assignment / a.k];
+    THREADGROUP const float* sum = sums + n / 32 * SUM_PITCH + column;
+    act[ulong(assignment) * a.row + row + column] = silu(sum[0] * by) * (sum[32] * by);
   }
 }
 
 template <bool ANY>
-FN void down_half(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const float* scale, DEVICE const uint* job,
+FN void down_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const float* scale, DEVICE const uint* job,
                   DEVICE const uint* order, DEVICE float* out, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
-                  DEVICE const uchar* slab2, DEVICE const uchar* slab3, THREADGROUP uint4* room PLACE) {
-  const uint row = tgid.x * WIDE, mine = min(row + tid / 2, a.hidden - 1), count = job[2];
-  const Bytes w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), 2);
+                  DEVICE const uchar* slab2, DEVICE const uchar* slab3, THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
+  const uint row = tgid.x * TILE_WIDTH, mine = min(row + tid / 2, a.hidden - 1), count = job[2];
+  const WeightPtrs w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), 2);
   uint from[JOB_TILES];
   UNROLL for (uint i = 0; i < JOB_TILES; i++) from[i] = order[job[1] + min(i * 16 + tid / 8, count - 1)];
-  multiply<JOB_TILES, ANY ? 0 : 4>(a.down, w, mine, a.inner, act, from, room HERE);
-  THREADGROUP const float* sums = (THREADGROUP const float*)room;
-  for (uint n = tid; n < count * WIDE; n += 128) {
-    const uint place = order[job[1] + n / WIDE], column = row + n % WIDE;
-    if (column < a.hidden) out[ulong(place) * a.hidden + column] = sums[n / WIDE * OUT_PITCH + n % WIDE] * scale[place];
+  tile_matmul<JOB_TILES, ANY ? 0 : 4>(a.down, w, mine, a.inner, act, from, scratch THREAD_IDS);
+  THREADGROUP const float* sums = (THREADGROUP const float*)scratch;
+  for (uint n = tid; n < count * TILE_WIDTH; n += 128) {
+    const uint assignment = order[job[1] + n / TILE_WIDTH], column = row + n % TILE_WIDTH;
+    if (column < a.hidden) out[ulong(assignment) * a.hidden + column] = sums[n / TILE_WIDTH * SUM_PITCH + n % TILE_WIDTH] * scale[assignment];
   }
 }
 
@@ -296,26 +296,26 @@ FN void down_half(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
 #define EXPERTS(suffix, ANY)                                                                                             \
   KERNEL(moe_gate_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),            \
          OUT(float, act, 4), SLABS(5)) {                                                                                 \
-    SHARED(float4, room, ANY ? 1 : STAGED * 4);                                                                          \
-    SHARED(float, sums, ANY ? 1 : STAGED);                                                                               \
+    SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                          \
+    SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                               \
     AWAIT();                                                                                                             \
-    up_places<ANY>(a, x, scores, slots, act, slab0, slab1, slab2, slab3, room, sums HERE);                               \
+    gate_up_assignments<ANY>(a, x, scores, slots, act, slab0, slab1, slab2, slab3, scratch, sums THREAD_IDS);                               \
   }                                                                                                                      \
   KERNEL(moe_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),       \
          OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), SLABS(8)) {                                \
     SHARED(float, part, 32 * DOWN_PARTS * DOWN_ROWS);                                                                    \
-    const Bytes shared = {c, s, b};                                                                                      \
-    down<ANY>(a, act, weights, slots, h, shared, slab0, slab1, slab2, slab3, part HERE);                                 \
+    const WeightPtrs shared = {c, s, b};                                                                                      \
+    down<ANY>(a, act, weights, slots, h, shared, slab0, slab1, slab2, slab3, part THREAD_IDS);                                 \
   }                                                                                                                      \
   KERNEL(moe_gate_up_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, jobs, 2), IN(uint, order, 3),          \
          OUT(float, act, 4), SLABS(5)) {                                                                                 \
     AWAIT();                                                                                                             \
-    up_rows<ANY>(a, x, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3 HERE);                                  \
+    gate_up_grouped<ANY>(a, x, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3 THREAD_IDS);                                  \
   }                                                                                                                      \
   KERNEL(moe_down_grouped##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, jobs, 2), IN(uint, order, 3),      \
          OUT(float, out, 4), SLABS(5)) {                                                                                 \
     AWAIT();                                                                                                             \
-    down_rows<ANY>(a, act, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3 HERE);                              \
+    down_grouped<ANY>(a, act, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3 THREAD_IDS);                              \
   }
 
 EXPERTS(, false)
@@ -325,15 +325,15 @@ EXPERTS(_any, true)
 #define EXPERTS_HALF(suffix, ANY)                                                                                        \
   KERNEL(moe_gate_up_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, x, 1), IN(float, scale, 2), IN(uint, jobs, 3),          \
          IN(uint, order, 4), OUT(float, act, 5), SLABS(6)) {                                                             \
-    SHARED(uint4, room, Room<JOB_TILES>::SIZE);                                                                          \
+    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                                          \
     AWAIT();                                                                                                             \
-    up_half<ANY>(a, x, scale, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3, room HERE);                     \
+    gate_up_gemm<ANY>(a, x, scale, jobs + tgid.y * 3, order, act, slab0, slab1, slab2, slab3, scratch THREAD_IDS);                     \
   }                                                                                                                      \
   KERNEL(moe_down_gemm##suffix, ARGS(ExpertsArgs, a), IN(uint, act, 1), IN(float, scale, 2), IN(uint, jobs, 3),      \
          IN(uint, order, 4), OUT(float, out, 5), SLABS(6)) {                                                             \
-    SHARED(uint4, room, Room<JOB_TILES>::SIZE);                                                                          \
+    SHARED(uint4, scratch, TileScratch<JOB_TILES>::SIZE);                                                                          \
     AWAIT();                                                                                                             \
-    down_half<ANY>(a, act, scale, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3, room HERE);                 \
+    down_gemm<ANY>(a, act, scale, jobs + tgid.y * 3, order, out, slab0, slab1, slab2, slab3, scratch THREAD_IDS);                 \
   }
 
 EXPERTS_HALF(, false)
@@ -352,7 +352,7 @@ KERNEL(moe_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2
   h[ulong(token) * a.hidden + i] += sum;
 }
 
-// act = silu(gate) * up of rows of `width` in which `inner` gates, then `inner` ups, start at `at`. Grid as above.
+// act = silu(gate) * gate_up of rows of `width` in which `inner` gates, then `inner` ups, start at `at`. Grid as above.
 struct SwigluArgs { uint inner, width, at; };
 
 KERNEL(swiglu, ARGS(SwigluArgs, a), IN(float, scores, 1), OUT(float, act, 2)) {

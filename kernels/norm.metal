@@ -19,7 +19,7 @@ KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float,
 }
 
 // The delta net's output: y = x * w * silu(z) / rms(x), a head at a time; z stands `gate_at` in rows of `width`, and a row
-// of them belongs to `rows` heads of at most 256 columns. Grid (ceil(heads / 4), tokens), 128 threads: a simdgroup a head.
+// of them belongs to `rows` heads of at max_abs 256 columns. Grid (ceil(heads / 4), tokens), 128 threads: a simdgroup a head.
 // Squares are summed in an order in which the delta rule and the product behind it can share this work: each four, the sums of
 // each quarter of these one after another, and the quarters.
 KERNEL(gated_rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {
@@ -46,7 +46,7 @@ KERNEL(gated_rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(f
 }
 
 #ifndef NO_TILES
-// Rows of halves for matrix units: y[row] = x[row], or its RMS norm, divided by scale[row], the power of two at or below its
+// PackedRows of halves for matrix units: y[row] = x[row], or its RMS norm, divided by scale[row], the power of two at or below its
 // largest value; zeros behind its columns up to `pitch`. With `listed`, rows list[0], list[1], ... only. A norm is kept as
 // floats, too, if asked for. Grid (rows), 128 threads.
 struct HalfArgs { uint cols, stride, pitch, normed, keep, listed; float eps; };
@@ -57,20 +57,20 @@ KERNEL(rows_to_half, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uin
   AWAIT();
   const uint row = a.listed != 0 ? list[tgid.x] : tgid.x;
   DEVICE const float* from = x + ulong(row) * a.stride;
-  float squares = 0, most = 0;
+  float squares = 0, max_abs = 0;
   for (uint i = tid; i < a.cols; i += 128) {
     const float v = from[i], u = a.normed != 0 ? v * w[i] : v;
     squares = fma(v, v, squares);
-    most = max(most, u < 0 ? -u : u);
+    max_abs = max(max_abs, u < 0 ? -u : u);
   }
-  squares = SIMD_SUM(squares), most = SIMD_MAX(most);
-  if (lane == 0) part[sg] = squares, part[4 + sg] = most;
+  squares = SIMD_SUM(squares), max_abs = SIMD_MAX(max_abs);
+  if (lane == 0) part[sg] = squares, part[4 + sg] = max_abs;
   BARRIER();
   squares = part[0] + part[1] + part[2] + part[3];
   const float by = a.normed != 0 ? 1.0f / sqrt(squares / float(a.cols) + a.eps) : 1.0f;
-  most = max(max(part[4], part[5]), max(part[6], part[7])) * by;
+  max_abs = max(max(part[4], part[5]), max(part[6], part[7])) * by;
   // Of zeros and of what is no number: 1.
-  const uint bits = as_type<uint>(most) >> 23, power = bits == 0 || bits >= 254 ? 127 : bits;
+  const uint bits = as_type<uint>(max_abs) >> 23, power = bits == 0 || bits >= 254 ? 127 : bits;
   const float inverse = as_type<float>((254 - power) << 23);
   if (tid == 0) scale[row] = as_type<float>(power << 23);
   for (uint j = tid; j < a.pitch / 2; j += 128) {

@@ -1,13 +1,13 @@
 // The encodings of weights in checkpoints (MLX), and their reading. Joined before every kernel that touches a weight.
 //
-// A lane takes sixteen consecutive values at a time, a "chunk": n-bit codes of a chunk are n 16-bit words, and a chunk never
+// A lane takes sixteen consecutive values at a time, a "unpack_chunk": n-bit codes of a unpack_chunk are n 16-bit words, and a unpack_chunk never
 // crosses a group. Codes, scales and biases begin at 16-byte boundaries; rows of codes are whole multiples of what is read.
 
 enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, DENSE = 30 };  // an affine format is its number of bits
 enum Float { F32 = 0, F16 = 1, BF16 = 2 };
 
-// One matrix: y = x W^T, W [rows, cols]. `real` is how scales and biases (or, if dense, the values) are stored.
-struct Matrix { uint rows, format, group, real; float gain; };
+// One matrix: y = x W^T, W [rows, cols]. `float_type` is how scales and biases (or, if dense, the values) are stored.
+struct Matrix { uint rows, format, group, float_type; float global_scale; };
 
 FN float bf16(uint h) { return as_type<float>(h << 16); }
 
@@ -46,22 +46,22 @@ FN float e8m0(uint s) { return as_type<float>(s == 255 ? 0x7fc00000u : s == 0 ? 
 
 FN float silu(float x) { return x / (1.0f + exp(-x)); }
 
-FN float real_at(DEVICE const uchar* p, uint real, uint i) {
-  if (real == BF16) return bf16(((DEVICE const ushort*)p)[i]);
-  if (real == F16) return f16(((DEVICE const ushort*)p)[i]);
+FN float load_float(DEVICE const uchar* p, uint float_type, uint i) {
+  if (float_type == BF16) return bf16(((DEVICE const ushort*)p)[i]);
+  if (float_type == F16) return f16(((DEVICE const ushort*)p)[i]);
   return ((DEVICE const float*)p)[i];
 }
 
-// Bytes of one row: codes, and scales (the same for biases).
-FN uint row_codes(CONSTANT Matrix& m, uint cols) {
-  if (m.format == DENSE) return cols * (m.real == F32 ? 4 : 2);
+// WeightPtrs of one row: codes, and scales (the same for biases).
+FN uint row_code_bytes(CONSTANT Matrix& m, uint cols) {
+  if (m.format == DENSE) return cols * (m.float_type == F32 ? 4 : 2);
   if (m.format == MXFP8) return cols;
   return cols / 8 * (m.format >= MXFP4 ? 4 : m.format);
 }
-FN uint row_scales(CONSTANT Matrix& m, uint cols) {
+FN uint row_scale_bytes(CONSTANT Matrix& m, uint cols) {
   if (m.format == DENSE) return 0;
   if (m.format >= MXFP4) return cols / (m.format == NVFP4 ? 16 : 32);
-  return cols / m.group * (m.real == F32 ? 4 : 2);
+  return cols / m.group * (m.float_type == F32 ? 4 : 2);
 }
 
 template <uint BITS> FN void unpack(DEVICE const uchar* p, THREAD float* v) {
@@ -75,8 +75,8 @@ template <uint BITS> FN void unpack(DEVICE const uchar* p, THREAD float* v) {
   }
 }
 
-// The codes of chunk `c` of a row as numbers, before scale and bias. Past the end of a dense row: zeros.
-FN void chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint cols, THREAD float* v) {
+// The codes of unpack_chunk `c` of a row as numbers, before scale and bias. Past the end of a dense row: zeros.
+FN void unpack_chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint cols, THREAD float* v) {
   switch (m.format) {
     case 2: return unpack<2>(row + c * 4, v);
     case 3: return unpack<3>(row + c * 6, v);
@@ -94,19 +94,19 @@ FN void chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint cols, TH
       UNROLL for (uint i = 0; i < 16; i++) v[i] = e4m3(uint(v[i]));
       return;
     default:
-      UNROLL for (uint i = 0; i < 16; i++) v[i] = c * 16 + i < cols ? real_at(row, m.real, c * 16 + i) : 0.0f;
+      UNROLL for (uint i = 0; i < 16; i++) v[i] = c * 16 + i < cols ? load_float(row, m.float_type, c * 16 + i) : 0.0f;
   }
 }
 
-// The scale of chunk `c`, and the bias that is added to each of its values.
+// The scale of unpack_chunk `c`, and the bias that is added to each of its values.
 FN float chunk_scale(CONSTANT Matrix& m, DEVICE const uchar* scales, uint c) {
-  if (m.format == DENSE) return m.gain;
-  if (m.format == NVFP4) return e4m3(scales[c]) * m.gain;
-  if (m.format >= MXFP4) return e8m0(scales[c / 2]) * m.gain;
-  return real_at(scales, m.real, c * 16 / m.group) * m.gain;
+  if (m.format == DENSE) return m.global_scale;
+  if (m.format == NVFP4) return e4m3(scales[c]) * m.global_scale;
+  if (m.format >= MXFP4) return e8m0(scales[c / 2]) * m.global_scale;
+  return load_float(scales, m.float_type, c * 16 / m.group) * m.global_scale;
 }
 FN float chunk_bias(CONSTANT Matrix& m, DEVICE const uchar* biases, uint c) {
-  return m.format < MXFP4 ? real_at(biases, m.real, c * 16 / m.group) * m.gain : 0.0f;
+  return m.format < MXFP4 ? load_float(biases, m.float_type, c * 16 / m.group) * m.global_scale : 0.0f;
 }
 
 // The two formats that matter, at full speed: 4 and 8 bits, group 64, bf16 scales. Codes stay where they lie in a half
@@ -129,14 +129,14 @@ FN float dot_q8(THREAD const uint* q, THREAD const float* x) {
 }
 
 // A matrix in memory.
-struct Bytes { DEVICE const uchar *codes, *scales, *biases; };
+struct WeightPtrs { DEVICE const uchar *codes, *scales, *biases; };
 
-// COUNT rows at one chunk, as they lie in memory. They are loaded a step before they are used: that keeps memory busy.
-template <uint BITS, uint COUNT> struct Rows { uint q[COUNT * BITS / 2], s[COUNT], b[COUNT]; };
+// COUNT rows at one unpack_chunk, as they lie in memory. They are loaded a step before they are used: that keeps memory busy.
+template <uint BITS, uint COUNT> struct PackedRows { uint q[COUNT * BITS / 2], s[COUNT], b[COUNT]; };
 
-// Rows `row`.. at chunk `c`; rows past the last repeat it. Offsets of 32 bits: a matrix is below 4 GiB.
+// PackedRows `row`.. at unpack_chunk `c`; rows past the last repeat it. Offsets of 32 bits: a matrix is below 4 GiB.
 template <uint BITS, uint COUNT>
-FN void load_rows(Bytes w, uint rows, uint cols, uint row, uint c, THREAD Rows<BITS, COUNT>& to) {
+FN void load_rows(WeightPtrs w, uint rows, uint cols, uint row, uint c, THREAD PackedRows<BITS, COUNT>& to) {
   UNROLL for (uint r = 0; r < COUNT; r++) {
     const uint at = min(row + r, rows - 1), code = at * (cols / 8 * BITS) + c * (2 * BITS), scale = (at * (cols / 64) + c / 4) * 2;
     if (BITS == 4) {
@@ -153,7 +153,7 @@ FN void load_rows(Bytes w, uint rows, uint cols, uint row, uint c, THREAD Rows<B
 
 // Asks for COUNT rows from `row` of a matrix with codes of BITS bits in groups of 64: a simdgroup that walks through them a few
 // columns at a time would wait for memory again and again.
-template <uint COUNT> FN void prefetch_rows(Bytes w, uint bits, uint rows, uint cols, uint row) {
+template <uint COUNT> FN void prefetch_rows(WeightPtrs w, uint bits, uint rows, uint cols, uint row) {
   if (row >= rows) return;
   const uint count = min(COUNT, rows - row), codes = cols / 8 * bits, scales = cols / 64 * 2;
   PREFETCH(w.codes + row * codes, count * codes);
@@ -163,7 +163,7 @@ template <uint COUNT> FN void prefetch_rows(Bytes w, uint bits, uint rows, uint 
 
 // acc[r] += row r times v, which scale_x4 has scaled if codes have 4 bits; `sum` is that of v before.
 template <uint BITS, uint COUNT>
-FN void add_rows(THREAD const Rows<BITS, COUNT>& w, THREAD const float* v, float sum, THREAD float* acc) {
+FN void dot_rows(THREAD const PackedRows<BITS, COUNT>& w, THREAD const float* v, float sum, THREAD float* acc) {
   UNROLL for (uint r = 0; r < COUNT; r++) {
     const float dot = BITS == 4 ? dot_q4(w.q + r * (BITS / 2), v) : dot_q8(w.q + r * (BITS / 2), v);
     acc[r] = fma(bf16(w.b[r]), sum, fma(bf16(w.s[r]), dot, acc[r]));
@@ -176,7 +176,7 @@ FN float sum16(THREAD const float* v) {
   return a + b;
 }
 
-// Sixteen activations, and their sum (which the biases multiply).
+// Sixteen activations, and their sum (which the biases tile_matmul).
 FN float load16(DEVICE const float* x, THREAD float* v) {
   DEVICE const float4* p = (DEVICE const float4*)x;
   UNROLL for (uint i = 0; i < 4; i++) {
@@ -186,16 +186,16 @@ FN float load16(DEVICE const float* x, THREAD float* v) {
   return sum16(v);
 }
 
-// Activations in threadgroup memory, for products of 128 threads. Where a lane loads its chunk from memory, the lanes' accesses lie
-// 64 bytes apart: four times the accesses, and every simdgroup would make them again. So the threadgroup loads STAGED chunks side by
-// side (of all its rows together); the four quarters of a chunk lie 32 quarters apart, as lanes read them.
-enum { STAGED = 256 };
+// Activations in threadgroup memory, for products of 128 threads. Where a lane loads its unpack_chunk from memory, the lanes' accesses lie
+// 64 bytes apart: four times the accesses, and every simdgroup would make them again. So the threadgroup loads STAGED_CHUNKS chunks side by
+// side (of all its rows together); the four quarters of a unpack_chunk lie 32 quarters apart, as lanes read them.
+enum { STAGED_CHUNKS = 256 };
 
 FN uint quarter_at(uint c, uint i) { return c / 32 * 128 + i * 32 + c % 32; }
 
 // `count` chunks of x, times w with NORM; the squares of x are added to *squares.
 template <bool NORM>
-FN void stage(DEVICE const float* x, DEVICE const float* w, uint count, THREADGROUP float4* room, THREAD float* squares PLACE) {
+FN void stage_rows(DEVICE const float* x, DEVICE const float* w, uint count, THREADGROUP float4* scratch, THREAD float* squares THREAD_IDS_PARAM) {
   for (uint i = tid; i < count * 4; i += 128) {
     float4 v = ((DEVICE const float4*)x)[i];
     if (NORM) {
@@ -203,28 +203,28 @@ FN void stage(DEVICE const float* x, DEVICE const float* w, uint count, THREADGR
       *squares = fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, *squares))));
       v.x *= u.x, v.y *= u.y, v.z *= u.z, v.w *= u.w;
     }
-    room[quarter_at(i / 4, i % 4)] = v;
+    scratch[quarter_at(i / 4, i % 4)] = v;
   }
 }
 
-FN void load_staged(THREADGROUP const float4* room, uint c, THREAD float* v) {
+FN void load_staged(THREADGROUP const float4* scratch, uint c, THREAD float* v) {
   UNROLL for (uint i = 0; i < 4; i++) {
-    const float4 q = room[quarter_at(c, i)];
+    const float4 q = scratch[quarter_at(c, i)];
     v[4 * i] = q.x, v[4 * i + 1] = q.y, v[4 * i + 2] = q.z, v[4 * i + 3] = q.w;
   }
 }
 
-// add_rows for TOKENS rows of x, `pitch` staged chunks each, at chunk `c`: a code is unpacked once for all of them, and what a quarter
-// of the chunk needs is all that is held at a time. The order of each sum is that of add_rows.
+// dot_rows for TOKENS rows of x, `pitch` staged chunks each, at unpack_chunk `c`: a code is unpacked once for all of them, and what a quarter
+// of the unpack_chunk needs is all that is held at a time. The order of each sum is that of dot_rows.
 template <uint BITS, uint COUNT, uint TOKENS>
-FN void add_staged(THREAD const Rows<BITS, COUNT>& w, THREADGROUP const float4* room, uint pitch, uint c, THREADGROUP const float* sums,
+FN void dot_staged(THREAD const PackedRows<BITS, COUNT>& w, THREADGROUP const float4* scratch, uint pitch, uint c, THREADGROUP const float* sums,
                    THREAD float* acc) {
   float dot[TOKENS * COUNT];
   UNROLL for (uint i = 0; i < TOKENS * COUNT; i++) dot[i] = 0;
   UNROLL for (uint i = 0; i < 4; i++) {
     float v[TOKENS * 4];
     UNROLL for (uint t = 0; t < TOKENS; t++) {
-      const float4 q = room[t * pitch * 4 + quarter_at(c, i)];
+      const float4 q = scratch[t * pitch * 4 + quarter_at(c, i)];
       v[4 * t] = q.x, v[4 * t + 1] = q.y, v[4 * t + 2] = q.z, v[4 * t + 3] = q.w;
     }
     UNROLL for (uint r = 0; r < COUNT; r++)
@@ -239,18 +239,18 @@ FN void add_staged(THREAD const Rows<BITS, COUNT>& w, THREADGROUP const float4* 
       acc[t * COUNT + r] = fma(bf16(w.b[r]), sums[t * pitch + c], fma(bf16(w.s[r]), dot[t * COUNT + r], acc[t * COUNT + r]));
 }
 
-// Each chunk's sum, and scale_x4 for codes of 4 bits.
-template <uint BITS> FN void sum_staged(uint count, THREADGROUP float4* room, THREADGROUP float* sums PLACE) {
+// Each unpack_chunk's sum, and scale_x4 for codes of 4 bits.
+template <uint BITS> FN void sum_staged(uint count, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   for (uint c = tid; c < count; c += 128) {
     float v[16];
-    load_staged(room, c, v);
+    load_staged(scratch, c, v);
     sums[c] = sum16(v);
     if (BITS != 4) continue;
     scale_x4(v);
     UNROLL for (uint i = 0; i < 4; i++) {
       float4 q;
       q.x = v[4 * i], q.y = v[4 * i + 1], q.z = v[4 * i + 2], q.w = v[4 * i + 3];
-      room[quarter_at(c, i)] = q;
+      scratch[quarter_at(c, i)] = q;
     }
   }
 }
@@ -265,12 +265,12 @@ FN ulong page_row(DEVICE const uint* table, uint kv_heads, uint head, uint posit
   return (ulong(table[position / PAGE]) * kv_heads + head) * PAGE + position % PAGE;
 }
 
-struct AttendArgs {
+struct AttentionArgs {
   uint tokens, width, heads, kv_heads, dim;
-  uint rotary;            // leading dimensions that are rotated, in pairs (j, j + rotary / 2)
+  uint rope_dim;            // leading dimensions that are rotated, in pairs (j, j + rope_dim / 2)
   uint start;             // position of the first row
   uint splits;            // parts the positions of any row are cut into at most
   float eps, scale;
-  uint room;              // few bits: positions of the ring of the newest
-  uint least;             // f32 and bf16: positions of a part, if no more than PARTS of them are needed
+  uint ring_len;              // few bits: positions of the ring of the newest
+  uint min_split;             // f32 and bf16: positions of a part, if no more than PARTS of them are needed
 };

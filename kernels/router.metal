@@ -1,5 +1,5 @@
 // The router: softmax over all experts, the k best, their weights renormalised (which is the softmax of the
-// chosen scores) unless the model wants them as they are.
+// selected scores) unless the model wants them as they are.
 // Ties go to the lower id. Chosen ids become slots through `table` where every expert is resident, so the CPU need not know.
 // Weight k of a token is the shared expert's: sigmoid of its gate, which stands `gate_at` in the row of scores.
 //
@@ -9,13 +9,13 @@ struct RouteArgs { uint experts, k, width, gate_at, shared, renormalise; };
 
 // Lane l has the scores of experts l, l + 32, ...: COLUMNS of them.
 template <uint COLUMNS>
-FN void choose(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE const uint* table, DEVICE uint* ids, DEVICE uint* slots,
-               DEVICE float* weights PLACE) {
+FN void select_top_k(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE const uint* table, DEVICE uint* ids, DEVICE uint* slots,
+               DEVICE float* weights THREAD_IDS_PARAM) {
   const float none = -as_type<float>(0x7f800000u), gate = a.shared != 0 ? row[a.gate_at] : 0.0f;
   float score[COLUMNS];
   UNROLL for (uint j = 0; j < COLUMNS; j++) score[j] = lane + 32 * j < a.experts ? row[lane + 32 * j] : none;
   float first = 0, sum = 0, mine = 0;
-  uint chosen = 0;
+  uint selected = 0;
   for (uint rank = 0; rank < a.k; rank++) {
     float best = none;
     uint id = a.experts - 1;
@@ -23,20 +23,20 @@ FN void choose(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE const uint
       if (score[j] > best) best = score[j], id = lane + 32 * j;
     const float top = SIMD_MAX(best);
     id = SIMD_MIN(best == top ? id : 0xffffffffu);
-    id = min(id, a.experts - 1);  // NaN scores choose something that exists
+    id = min(id, a.experts - 1);  // NaN scores select_top_k something that exists
     UNROLL for (uint j = 0; j < COLUMNS; j++)
       if (lane + 32 * j == id) score[j] = none;
     if (rank == 0) first = top;
     const float w = exp(top - first);
     sum += w;
-    if (lane == rank) mine = w, chosen = id;
+    if (lane == rank) mine = w, selected = id;
   }
   if (a.renormalise == 0) {
     sum = 0;
     for (uint e = lane; e < a.experts; e += 32) sum += exp(row[e] - first);
     sum = SIMD_SUM(sum);
   }
-  if (lane < a.k) ids[lane] = chosen, slots[lane] = table[chosen], weights[lane] = mine / sum;
+  if (lane < a.k) ids[lane] = selected, slots[lane] = table[selected], weights[lane] = mine / sum;
   if (lane == 0) weights[a.k] = a.shared != 0 ? 1.0f / (1.0f + exp(-gate)) : 0.0f;
 }
 
@@ -47,7 +47,7 @@ KERNEL(router, ARGS(RouteArgs, a), IN(float, scores, 1), IN(uint, table, 2), OUT
   DEVICE const float* row = scores + ulong(tgid.x) * a.width;
   DEVICE uint* to = ids + tgid.x * a.k;
   DEVICE float* weight = weights + tgid.x * (a.k + 1);
-  if (a.experts <= 256) choose<8>(a, row, table, to, slots + tgid.x * a.k, weight HERE);
-  else if (a.experts <= 512) choose<16>(a, row, table, to, slots + tgid.x * a.k, weight HERE);
-  else choose<32>(a, row, table, to, slots + tgid.x * a.k, weight HERE);
+  if (a.experts <= 256) select_top_k<8>(a, row, table, to, slots + tgid.x * a.k, weight THREAD_IDS);
+  else if (a.experts <= 512) select_top_k<16>(a, row, table, to, slots + tgid.x * a.k, weight THREAD_IDS);
+  else select_top_k<32>(a, row, table, to, slots + tgid.x * a.k, weight THREAD_IDS);
 }

@@ -1,20 +1,20 @@
 // Products in half precision, for the rows of a prompt: tiles of 16 by 16 values, which the simdgroups of a threadgroup of 128
-// threads multiply on matrix units; sums in f32. Joined before every kernel, behind quant.metal.
+// threads tile_matmul on matrix units; sums in f32. Joined before every kernel, behind quant.metal.
 //
 // A row of x is halves times a power of two of its own (rows_to_half in norm.metal writes both), so that no value overflows; rows
 // have zeros up to a multiple of DEPTH. Weights are unpacked to halves in threadgroup memory. Each sum runs over the columns in
 // order, DEPTH at a time: it depends on its row of x and its row of W, and on no other.
 
-enum { DEPTH = 64, WIDE = 64, PITCH = 36, OUT_PITCH = 68 };  // columns at a time; rows of W; words of a row of tiles; of results
+enum { DEPTH = 64, TILE_WIDTH = 64, PITCH = 36, SUM_PITCH = 68 };  // columns at a time; rows of W; words of a row of tiles; of results
 
 // Words (uint4s) of threadgroup memory for TILES times 16 rows of x.
-template <uint TILES> struct Room { enum : uint { SIZE = (TILES * 16 + WIDE) * PITCH / 4 }; };
+template <uint TILES> struct TileScratch { enum : uint { SIZE = (TILES * 16 + TILE_WIDTH) * PITCH / 4 }; };
 
 // Half of DEPTH columns of one row of W, as they lie in memory.
 template <uint BITS> struct Packed { uint q[BITS == 0 ? 1 : BITS], s, b; };
 
 template <uint BITS>
-FN void load_packed(Bytes w, uint cols, uint row, uint k, uint side, THREAD Packed<BITS>& to) {
+FN void load_packed(WeightPtrs w, uint cols, uint row, uint k, uint side, THREAD Packed<BITS>& to) {
   DEVICE const uint4* q = (DEVICE const uint4*)(w.codes + row * (cols / 8 * BITS) + (k + side * 32) / 8 * BITS);
   UNROLL for (uint i = 0; i < BITS / 4; i++) {
     const uint4 four = q[i];
@@ -44,13 +44,13 @@ template <uint BITS> FN void unpack_half(THREAD const Packed<BITS>& from, THREAD
 }
 
 // The same of any encoding, straight from memory.
-FN void unpack_any(CONSTANT Matrix& m, Bytes w, uint cols, uint row, uint k, uint side, THREADGROUP uint* to) {
-  const uint code_bytes = row_codes(m, cols), scale_bytes = row_scales(m, cols);
+FN void unpack_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint k, uint side, THREADGROUP uint* to) {
+  const uint code_bytes = row_code_bytes(m, cols), scale_bytes = row_scale_bytes(m, cols);
   for (uint c = k / 16 + side * 2, j = 0; j < 2; c++, j++) {
     float v[16], s = 0, b = 0;
     UNROLL for (uint i = 0; i < 16; i++) v[i] = 0;
     if (c * 16 < cols) {
-      chunk(m, w.codes + row * code_bytes, c, cols, v);
+      unpack_chunk(m, w.codes + row * code_bytes, c, cols, v);
       s = chunk_scale(m, w.scales + row * scale_bytes, c), b = chunk_bias(m, w.biases + row * scale_bytes, c);
     }
     uint words[8];
@@ -60,13 +60,13 @@ FN void unpack_any(CONSTANT Matrix& m, Bytes w, uint cols, uint row, uint k, uin
   }
 }
 
-// TILES times 16 rows of x by WIDE rows of W, into `room` as floats, OUT_PITCH a row. This thread fetches rows from[i] of x
+// TILES times 16 rows of x by TILE_WIDTH rows of W, into `scratch` as floats, SUM_PITCH a row. This thread fetches rows from[i] of x
 // (those of tile i) and row `row` of W, of which it has half. BITS: 4 or 8, or 0 for any encoding.
 template <uint TILES, uint BITS>
-FN void multiply(CONSTANT Matrix& m, Bytes w, uint row, uint cols, DEVICE const uint* x, THREAD const uint* from,
-                 THREADGROUP uint4* room PLACE) {
+FN void tile_matmul(CONSTANT Matrix& m, WeightPtrs w, uint row, uint cols, DEVICE const uint* x, THREAD const uint* from,
+                 THREADGROUP uint4* scratch THREAD_IDS_PARAM) {
   const uint depth = (cols + DEPTH - 1) / DEPTH * DEPTH, side = tid % 2;
-  THREADGROUP uint* xs = (THREADGROUP uint*)room;
+  THREADGROUP uint* xs = (THREADGROUP uint*)scratch;
   THREADGROUP uint* ws = xs + TILES * 16 * PITCH;
   THREADGROUP uint* mine = ws + tid / 2 * PITCH + side * 16;
   SUM_TILE sums[TILES];
@@ -100,6 +100,6 @@ FN void multiply(CONSTANT Matrix& m, Bytes w, uint row, uint cols, DEVICE const 
   }
   BARRIER();
   UNROLL for (uint i = 0; i < TILES; i++)
-    TILE_STORE(sums[i], (THREADGROUP float*)room + i * 16 * OUT_PITCH + sg * 16, OUT_PITCH);
+    TILE_STORE(sums[i], (THREADGROUP float*)scratch + i * 16 * SUM_PITCH + sg * 16, SUM_PITCH);
   BARRIER();
 }

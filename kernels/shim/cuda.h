@@ -13,8 +13,8 @@ typedef unsigned long long ulong;
 #define ARGS(T, name) const T name
 #define IN(T, name, slot) const T* __restrict__ name
 #define OUT(T, name, slot) T* __restrict__ name
-#define PLACE
-#define HERE
+#define THREAD_IDS_PARAM
+#define THREAD_IDS
 #define SHARED(T, name, count) __shared__ T name[count]
 #define KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
 #define tgid blockIdx

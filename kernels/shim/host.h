@@ -44,8 +44,8 @@ template <class To, class From> To as_type(From from) {
 #define ARGS(T, name) const T& name
 #define IN(T, name, slot) const T* name
 #define OUT(T, name, slot) T* name
-#define PLACE
-#define HERE
+#define THREAD_IDS_PARAM
+#define THREAD_IDS
 #define SHARED(T, name, count) T* const name = (T*)host::shared(#name, sizeof(T) * (count))
 #define KERNEL(name, ...)                                                   \
   static void name(__VA_ARGS__);                                            \

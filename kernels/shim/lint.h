@@ -18,9 +18,9 @@ typedef __attribute__((ext_vector_type(4))) float float4;
 #define ARGS(T, name) CONSTANT T& name
 #define IN(T, name, slot) DEVICE const T* name
 #define OUT(T, name, slot) DEVICE T* name
-// Parameters that tell a function below a kernel its place: f(int a PLACE), called f(a HERE).
-#define PLACE , uint3 tgid, uint tid, uint lane, uint sg
-#define HERE , tgid, tid, lane, sg
+// Parameters that tell a function below a kernel its place: f(int a THREAD_IDS_PARAM), called f(a THREAD_IDS).
+#define THREAD_IDS_PARAM , uint3 tgid, uint tid, uint lane, uint sg
+#define THREAD_IDS , tgid, tid, lane, sg
 #define SHARED(T, name, count) static THREADGROUP T name[count]
 #define KERNEL(name, ...)                                       \
   void name(__VA_ARGS__, uint3 tgid, uint tid, uint lane, uint sg); \

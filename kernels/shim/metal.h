@@ -12,9 +12,9 @@ using namespace metal;
 #define ARGS(T, name) constant T& name [[buffer(0)]]
 #define IN(T, name, slot) device const T* name [[buffer(slot)]]
 #define OUT(T, name, slot) device T* name [[buffer(slot)]]
-// Parameters that tell a function below a kernel its place: f(int a PLACE), called f(a HERE).
-#define PLACE , uint3 tgid, uint tid, uint lane, uint sg
-#define HERE , tgid, tid, lane, sg
+// Parameters that tell a function below a kernel its place: f(int a THREAD_IDS_PARAM), called f(a THREAD_IDS).
+#define THREAD_IDS_PARAM , uint3 tgid, uint tid, uint lane, uint sg
+#define THREAD_IDS , tgid, tid, lane, sg
 #define SHARED(T, name, count) threadgroup T name[count]
 #define KERNEL(name, ...)                                       \
   kernel void name(__VA_ARGS__,                                 \

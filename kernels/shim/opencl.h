@@ -9,8 +9,8 @@
 #define ARGS(T, name) __constant const T& name
 #define IN(T, name, slot) __global const T* name
 #define OUT(T, name, slot) __global T* name
-#define PLACE
-#define HERE
+#define THREAD_IDS_PARAM
+#define THREAD_IDS
 #define SHARED(T, name, count) __local T name[count]
 #define KERNEL(name, ...) __kernel void name(__VA_ARGS__)
 #define tgid ((uint3)((uint)get_group_id(0), (uint)get_group_id(1), (uint)get_group_id(2)))
