@@ -1,10 +1,17 @@
-// Gated attention between its projections. A row of `proj` holds, for each query head, its query then its gate; then the
-// keys and the values of the kv heads. The cache is pages [kv heads, PAGE, dim], keys normed and rotated; f32 or bf16.
+// Gated attention between its projections, for decoding, over f32 or bf16 keys and values.
+//
+// A row of `proj` holds the query and the gate of each query head, then the keys, then the values of the kv heads.
+// The cache consists of pages [kv_heads, PAGE, dim]. Keys in it are normed and rotated.
+//
+//   qk_norm_rope         norms and rotates queries and keys, and writes keys and values to the cache
+//   attention_decode_*   flash-decoding: attention over one split of the positions
+//   attention_merge      merges the splits and applies the gate
 
-// BATCH: positions waited for at once. PREFETCH_ROWS: asked for; more would drive out what others need.
+// BATCH: positions loaded together. PREFETCH_ROWS: positions prefetched ahead; more would evict lines that others
+// need.
 enum { MAX_SPLITS = 512, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 8 };
 
-// Positions of a attend_split for a query at `position`: few enough to fill the device, and so many that MAX_SPLITS of them will do.
+// Positions per split for a query at `position`: few, to fill the device, but enough for MAX_SPLITS splits.
 FN uint split_size(CONSTANT AttentionArgs& a, uint position) {
   uint size = a.min_split;
   while (position / size >= MAX_SPLITS) size *= 2;
@@ -23,8 +30,9 @@ FN void load4(DEVICE const ushort* p, ulong i, THREAD float* v) { UNROLL for (ui
 FN void store_value(DEVICE float* p, ulong i, float x) { p[i] = x; }
 FN void store_value(DEVICE ushort* p, ulong i, float x) { p[i] = ushort(to_bf16(x)); }
 
-// Norm and rotation of query and key heads; keys and values go into the cache at start + token, queries to `q`.
-// `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. Grid (heads + 2 kv heads, tokens), 32 threads.
+// Norms and rotates query and key heads. Writes keys and values to the cache at position start + token, and
+// queries to `q`. `rope` [tokens, rope_dim / 2, 2] holds cosines and sines. Grid (heads + 2 * kv_heads, tokens),
+// 32 threads.
 template <class T>
 FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm, DEVICE const float* k_norm,
               DEVICE const float* rope, DEVICE float* q, DEVICE T* keys, DEVICE T* values, DEVICE const uint* table,
@@ -57,23 +65,25 @@ FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE co
   }
 }
 
-// Asks for BATCH rows from row `p` of a page.
+// Prefetches BATCH rows of keys and values from row `p` of a page.
 template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* values, uint p, uint left, uint dim) {
   const uint bytes = min(uint(BATCH), left) * dim * sizeof(T);
   PREFETCH(keys + ulong(p) * dim, bytes);
   PREFETCH(values + ulong(p) * dim, bytes);
 }
 
-// One attend_split of the positions for all query heads of a kv head: softmax over it, unnormalised. A simdgroup has HEADS query heads;
-// all of them read the same keys at about the same time. `partials` [tokens, heads, splits, dim + 2]: the sum, then its max_score score
-// and its denominator. Where a attend_split begins depends on nothing but the query's position, so a row's bytes do not depend on its
-// company. Grid (splits, kv heads, tokens), 32 threads for each two heads of a kv head, or each one where they are odd.
+// Attention over one split of the positions, for all query heads of one kv head: a softmax without normalisation.
+//
+// Each simdgroup has HEADS query heads, and all simdgroups read the same keys at about the same time. `partials`
+// [tokens, heads, splits, dim + 2] receives the weighted sum of values, the largest score and the denominator. The
+// start of a split depends only on the query's position, so a row's result does not depend on the other rows. Grid
+// (splits, kv_heads, tokens), 32 threads per two query heads of a kv head, or per head if their number is odd.
 template <class T, uint COLUMNS, uint HEADS>
 FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
              DEVICE const uint* table, DEVICE float* partials THREAD_IDS_PARAM) {
   const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, token = tgid.z, head = tgid.y * groups + sg * HEADS;
   const uint visible = a.start + token + 1, size = split_size(a, a.start + token), first = tgid.x * size, end = min(first + size, visible);
-  // Of the positions looked at; a attend_split of up to PAGE positions is in one.
+  // The current page. A split of up to PAGE positions is inside one page.
   ulong page = page_row(table, a.kv_heads, tgid.y, min(first, visible - 1) / PAGE * PAGE) * a.dim;
   for (uint p = first + sg * BATCH; p < min(first + PREFETCH_ROWS, end); p += simds * BATCH)
     prefetch_kv(keys + page, values + page, p % PAGE, end - p, a.dim);
@@ -93,7 +103,7 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     const uint ahead = block % PAGE + PREFETCH_ROWS;
     if ((block - first) / BATCH % simds == sg && block + PREFETCH_ROWS < end && ahead < PAGE)
       prefetch_kv(from, back, ahead, end - block - PREFETCH_ROWS, a.dim);
-    // Values are asked for before the keys are looked at: one wait for both.
+    // Values are loaded before the keys are used, so the thread waits once for both.
     float value[BATCH * COLUMNS] = {};
     UNROLL for (uint n = 0; n < BATCH; n++)
       UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
@@ -142,8 +152,8 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   }
 }
 
-// Joins the partials, divides, and applies the gate. Grid (heads, tokens, ceil(dim / 32)), 128 threads: a lane has a column, a
-// simdgroup every fourth attend_split.
+// Merges the splits: out = sum of exp(max_s - max) * partial_s / denominator, then the gate. Grid (heads, tokens,
+// ceil(dim / 32)), 128 threads. A lane has one column, a simdgroup has every fourth split.
 KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), OUT(float, y, 3)) {
   SHARED(float, split_weight, MAX_SPLITS);
   SHARED(float, column_sums, 128);

@@ -1,11 +1,12 @@
-// Gated attention for the rows of a prompt, on matrix units: queries, keys, probs and values in half precision, sums in f32.
-// Keys and values come from the cache as attention.metal leaves it (f32 or bf16).
+// Gated attention for the rows of a prompt, on matrix units. Queries, keys, probabilities and values are halves;
+// sums are f32. Keys and values come from the cache of attention.metal (f32 or bf16).
 //
-// A threadgroup has QUERIES pairs of a row and a query head, all of one kv head, and goes over the positions from the first
-// to the last that any of them sees, KEYS at a time: scores, the softmax so far, its probs times the values. What a row does
-// not see has the weight zero, which changes no bit of its sums; so a row's bytes depend on nothing but its own position.
+// A threadgroup has QUERIES pairs of a row and a query head, all of one kv head. It goes over the positions from
+// the first to the last one that any of them sees, KEYS at a time: scores, online softmax, probabilities times
+// values. A position that a row does not see has probability 0, which changes no bit of the row's sums. So a row's
+// result depends only on its own position.
 //
-// Queries and keys are normed, so their halves do not overflow; values are cut off at the max_score half.
+// Queries and keys are normed, so they do not overflow as halves. Values are clamped to the largest half.
 
 #ifndef NO_TILES
 
@@ -15,8 +16,8 @@ struct PrefillArgs {
   float scale;
 };
 
-enum { QUERIES = 32, KEYS = 64, VALUES = 16 };   // of a threadgroup; looked at together; values in threadgroup memory at a time
-enum { COLUMNS = 256, ROW_PITCH = COLUMNS / 2 + 4 };  // of a head at new_max; words of a whole row of halves
+enum { QUERIES = 32, KEYS = 64, VALUES = 16 };   // pairs of a threadgroup; keys per step; values in threadgroup memory at a time
+enum { COLUMNS = 256, ROW_PITCH = COLUMNS / 2 + 4 };  // most columns of a head; 32-bit words per row of halves
 
 FN void load4(DEVICE const float* p, THREAD float* v) {
   const float4 q = *(DEVICE const float4*)p;
@@ -24,7 +25,7 @@ FN void load4(DEVICE const float* p, THREAD float* v) {
 }
 FN void load4(DEVICE const ushort* p, THREAD float* v) { UNROLL for (uint n = 0; n < 4; n++) v[n] = bf16(p[n]); }
 
-// Eight columns of a row of `dim`; zeros following its end.
+// Loads eight columns of a row of `dim` columns. Columns past the end are 0.
 template <class T> FN void load8(DEVICE const T* row, uint column, uint dim, THREAD float* v) {
   UNROLL for (uint n = 0; n < 8; n++) v[n] = 0;
   UNROLL for (uint n = 0; n < 8; n += 4)
@@ -36,8 +37,8 @@ FN void store8(THREADGROUP uint* to, THREAD const float* v) {
   put_words(to, words);
 }
 
-// This thread's share, two times load8 columns, of DEPTH columns of KEYS keys from position `block`, of whose page `keys` is the
-// beginning. Behind `last` nothing may be there: that position is taken instead.
+// Loads this thread's share, two times eight columns, of DEPTH columns of KEYS keys from position `block`. `keys`
+// is the start of its page. Positions after `last` may not exist, so `last` is loaded instead.
 template <class T>
 FN void load_keys(DEVICE const T* keys, uint block, uint last, uint column, uint dim, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++)
@@ -46,7 +47,7 @@ FN void load_keys(DEVICE const T* keys, uint block, uint last, uint column, uint
 FN void store_keys(THREADGROUP uint* to, THREAD const float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++) store8(to + (tid / 8 + n * 32) * PITCH + tid % 8 * 4, v + n * 8);
 }
-// The same of VALUES whole values.
+// The same for all columns of VALUES values.
 template <class T> FN void load_values(DEVICE const T* values, uint block, uint last, uint dim, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++)
     load8(values + min(block + tid / 32 + n * 8, last) % PAGE * dim, tid % 32 * 8, dim, v + n * 8);
@@ -56,13 +57,13 @@ FN void store_values(THREADGROUP uint* to, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++) store8(to + (tid / 32 + n * 8) * ROW_PITCH + tid % 32 * 4, v + n * 8);
 }
 
-// `row_factor` has a diagonal matrix for each load8 rows: a factor for each row.
+// `row_factor` holds a diagonal 8x8 matrix per eight rows: one factor for each row.
 template <class T>
 FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
              DEVICE const uint* table, DEVICE const float* proj, DEVICE float* y, THREADGROUP uint* queries, THREADGROUP uint* scratch,
              THREADGROUP uint* probs, THREADGROUP float* row_factor THREAD_IDS_PARAM) {
   const uint groups = a.heads / a.kv_heads, pairs = a.tokens * groups, head = tgid.y * groups;
-  // Those that see new_max begin first.
+  // Threadgroups with the longest context begin first.
   const uint first = ((pairs + QUERIES - 1) / QUERIES - 1 - tgid.x) * QUERIES;
   const uint last = a.start + min(first + QUERIES - 1, pairs - 1) / groups, pieces = (a.dim + DEPTH - 1) / DEPTH;
   ulong page = page_row(table, a.kv_heads, tgid.y, 0) * a.dim;
@@ -75,9 +76,9 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
     store8(queries + row * ROW_PITCH + column / 2, v);
   }
   row_factor[tid] = 0;
-  SUM_TILE sums[4];  // two tiles of rows row_factor two of columns; a simdgroup has 32 columns
+  SUM_TILE sums[4];  // two row tiles by two column tiles; a simdgroup has 32 columns
   UNROLL for (uint i = 0; i < 4; i++) TILE_ZERO(sums[i]);
-  float max_score[4], denominator[4], next[16];  // a simdgroup has load4 rows' softmax
+  float max_score[4], denominator[4], next[16];  // a simdgroup computes the softmax of four rows
   UNROLL for (uint n = 0; n < 4; n++) max_score[n] = -as_type<float>(0x7f7fffffu), denominator[n] = 0;
   load_keys(keys + page, 0, last, 0, a.dim, next THREAD_IDS);
   for (uint block = 0; block <= last; block += KEYS) {
@@ -153,7 +154,7 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
   }
 }
 
-// Grid (ceil(tokens * heads of a kv head / QUERIES), kv heads), 256 threads.
+// Grid (ceil(tokens * query heads per kv head / QUERIES), kv_heads), 256 threads.
 #define ATTENTION_PREFILL(suffix, T)                                                                                              \
   KERNEL(attention_prefill##suffix, ARGS(PrefillArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3), IN(uint, table, 4),   \
          IN(float, proj, 5), OUT(float, y, 6)) {                                                                       \

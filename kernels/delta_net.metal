@@ -1,22 +1,23 @@
-// The defers_norm delta net between its projections. A row of `proj` holds q k v (the convolution's channels), then z, b, a.
+// The gated delta net between its projections: causal convolution and the gated delta rule. A row of `proj` holds
+// q, k and v (the channels of the convolution), then z, b and a.
 
 struct DeltaArgs {
-  uint tokens, width;               // rows of proj, their length
+  uint tokens, width;               // rows of proj and their length
   uint key_heads, value_heads, dk, dv;
-  uint b_at, a_at;                  // where b and a start in a row
-  float eps;                        // of the l2 l2_norms
-  uint replay, committed;                // rows in front; rows behind which the states are written
-  uint needs_l2_norm, defers_norm;                  // the tokens' q and k lack their l2_norms; the norm behind is left to who reads the result
+  uint b_at, a_at;                  // columns of b and a in a row
+  float eps;                        // epsilon of the l2 norms
+  uint replay, committed;                // replayed rows before the tokens; rows after which the states are stored
+  uint needs_l2_norm, defers_norm;                  // whether the tokens' q and k still need their l2 norms; whether the reader of the result applies the final norm
 };
 
-// log(1 + exp(x)) without losing small results: log(u) * e / (u - 1) repairs what 1 + e rounds away.
+// log(1 + exp(x)) with full precision for small results: log(u) * e / (u - 1) corrects the rounding of u = 1 + e.
 FN float softplus(float x) {
   if (x > 20.0f) return x;
   const float e = exp(x), u = 1.0f + e;
   return u == 1.0f ? e : log(u) * (e / (u - 1.0f));
 }
 
-// A row of samples: three of the state, the replay ones, then the tokens'.
+// An input row of the convolution: first three rows of the state, then the replayed rows, then the tokens' rows.
 FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* replay, DEVICE const float* state,
                 uint channels, uint row, uint c) {
   if (row < 3) return state[row * channels + c];
@@ -24,9 +25,12 @@ FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE cons
   return row < a.replay ? replay[ulong(row) * a.width + c] : proj[ulong(row - a.replay) * a.width + c];
 }
 
-// Causal depthwise convolution of width 4, SiLU, then the l2 norm of each head of q and k (q also times dk^-1/2).
-// `state` [3, channels] holds the last three rows of needs_l2_norm projections; it is moved on by `committed` rows. `conv_weight` is [4, channels].
-// Grid (2 * key_heads + value_heads, ceil(tokens / CONV_TOKENS)), 128 threads: a threadgroup takes one head through CONV_TOKENS tokens.
+// Causal depthwise convolution of width 4, SiLU, then the l2 norm of each head of q and k; q is also scaled by
+// dk^-1/2.
+//
+// `state` [3, channels] holds the last three input rows. It advances by `committed` rows. `conv_weight` is [4,
+// channels]. Grid (2 * key_heads + value_heads, ceil(tokens / CONV_TOKENS)), 128 threads. A threadgroup computes
+// one head for CONV_TOKENS tokens.
 enum { CONV_TOKENS = 16 };
 
 KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, replay, 2), IN(float, conv_weight, 3), OUT(float, state, 4), OUT(float, out, 5)) {
@@ -58,7 +62,7 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, replay, 2)
     BARRIER();  // before the next token overwrites part
     for (uint i = tid; i < size; i += 128) out[ulong(t) * channels + first + i] *= scale;
   }
-  // The first tokens are the only ones that look at the state; and a thread reads and writes its own columns.
+  // Only the first tokens read the state, and a thread reads and writes only its own columns.
   if (a.committed == 0 || begin != 0) return;
   for (uint i = tid; i < size; i += 128) {
     const uint c = first + i;
@@ -68,16 +72,22 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, proj, 1), IN(float, replay, 2)
   }
 }
 
-// The recurrence, one value head at a time: g = exp(decay * softplus(a + dt_bias)), beta = sigmoid(b); S = g S; d = beta (v - S k); S += d k^T; o = S q. S is [value_heads, dv, dk].
-// A simdgroup keeps STATE_ROWS rows of S in registers over all tokens: lane l has columns l, l + 32, ...
-// What BATCH tokens bring is fetched at once, and their gates are computed side by side: token by token, both would be waited for.
-// `mixed` is what the kernel above wrote, or what gemv_conv did: then q and k are RAW. `decay` is -exp(A_log). Grid (ceil(dv / 16),
-// value_heads), 128 threads.
-// GATED, a result is o * norm * silu(z), and still lacks the factor that makes it a norm. That is found from the squares of each
-// STATE_ROWS rows in `squares`, [tokens, dv / STATE_ROWS, value_heads]: gated_rms_norm says how.
+// The gated delta rule, for each value head: g = exp(decay * softplus(a + dt_bias)), beta = sigmoid(b); S = g S; d
+// = beta (v - S k); S += d k^T; o = S q. S is [value_heads, dv, dk], and `decay` is -exp(A_log).
+//
+// A simdgroup keeps STATE_ROWS rows of S in registers for all tokens. Lane l has columns l, l + 32, ... The inputs
+// of BATCH tokens are loaded together and their gates are computed in parallel, since a step per token would wait
+// for each load.
+//
+// `mixed` is the output of causal_conv, or of gemv_conv with needs_l2_norm. Grid (ceil(dv / 16), value_heads), 128
+// threads.
+//
+// With defers_norm, a result is o * norm * silu(z) and lacks the factor 1 / rms(o). The reader computes that
+// factor from `squares` [tokens, dv / STATE_ROWS, value_heads], the sums of squares of STATE_ROWS rows each; see
+// gated_rms_norm.
 enum { STATE_ROWS = 4, GROUP_ROWS = 4 * STATE_ROWS, BATCH = 8 };
 
-// Writes a simdgroup's rows of the state.
+// Stores a simdgroup's rows of the state.
 template <uint COLUMNS>
 FN void store_state(CONSTANT DeltaArgs& a, THREAD const float* s, DEVICE float* state, uint head, uint row THREAD_IDS_PARAM) {
   UNROLL for (uint r = 0; r < STATE_ROWS; r++)
@@ -87,7 +97,8 @@ FN void store_state(CONSTANT DeltaArgs& a, THREAD const float* s, DEVICE float* 
     }
 }
 
-// A thread's part of what BATCH tokens from `first` bring: queries, keys, a value, and what its token's gates are computed from.
+// Loads this thread's share of BATCH tokens from `first`: queries, keys, one value, and the inputs of a token's
+// gates.
 template <uint COLUMNS>
 FN void load_tokens(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* mixed, DEVICE const float* replay_proj,
               DEVICE const float* replay_mixed, uint first, THREAD float* loaded THREAD_IDS_PARAM) {
@@ -113,7 +124,7 @@ FN void load_tokens(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE cons
   loaded_rest[1] = gates[a.b_at + head], loaded_rest[2] = gates[a.a_at + head];
 }
 
-// The l2_norms of the tokens' q and k, as the convolution's kernel finds them: a simdgroup takes one of either at a time.
+// The l2 norms of q and k, with the same order of sums as causal_conv. A simdgroup norms one q or k at a time.
 template <uint COLUMNS>
 FN void l2_norms(CONSTANT DeltaArgs& a, uint first, THREADGROUP float* queries, THREADGROUP float* keys THREAD_IDS_PARAM) {
   for (uint i = sg; i < 2 * BATCH; i += 4) {
@@ -150,7 +161,7 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
     }
   load_tokens<COLUMNS>(a, proj, mixed, replay_proj, replay_mixed, 0, loaded THREAD_IDS);
   for (uint first = 0; first < all; first += BATCH) {
-    BARRIER();  // the tokens before are done with
+    BARRIER();  // the previous tokens are done
     UNROLL for (uint n = 0; n < BATCH * COLUMNS / 4; n++)
       queries[n * 128 + tid] = loaded[2 * n], keys[n * 128 + tid] = loaded[2 * n + 1];
     THREAD const float* loaded_rest = loaded + BATCH * COLUMNS / 2;
@@ -217,5 +228,5 @@ FN void recurrence(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const
                   gates THREAD_IDS);                                                                                               \
   }
 
-DELTA(gated_delta_128, 4)  // key heads of up to 128
+DELTA(gated_delta_128, 4)  // for dk up to 128
 DELTA(gated_delta_256, 8)

@@ -1,4 +1,4 @@
-// Weights as values: rows of the embedding, and a whole matrix in half precision (or f32) for a matrix product.
+// Dequantised weights: rows of the embedding, and a whole matrix as f16 or f32 for a matrix product.
 
 struct WeightsArgs { uint cols, float_type; Matrix m; };
 
@@ -10,7 +10,7 @@ FN void dequantise_chunk(CONSTANT Matrix& m, uint cols, uint row, uint c, DEVICE
   UNROLL for (uint i = 0; i < 16; i++) v[i] = fma(s, v[i], b);
 }
 
-// h[token] = row ids[token]. Grid (ceil(cols / 512), tokens), 32 threads.
+// h[token] = row ids[token] of the table. Grid (ceil(cols / 512), tokens), 32 threads.
 KERNEL(embed, ARGS(WeightsArgs, a), IN(uint, ids, 1), IN(uchar, codes, 2), IN(uchar, scales, 3), IN(uchar, biases, 4),
        OUT(float, h, 5)) {
   AWAIT();
@@ -22,7 +22,7 @@ KERNEL(embed, ARGS(WeightsArgs, a), IN(uint, ids, 1), IN(uchar, codes, 2), IN(uc
     if (c * 16 + i < a.cols) h[ulong(tgid.y) * a.cols + c * 16 + i] = v[i];
 }
 
-// All rows as `float_type` (f16 or f32). Grid (ceil(cols / 512), rows), 32 threads.
+// Writes all rows as `float_type` (f16 or f32). Grid (ceil(cols / 512), rows), 32 threads.
 KERNEL(dequantise, ARGS(WeightsArgs, a), IN(uchar, codes, 1), IN(uchar, scales, 2), IN(uchar, biases, 3), OUT(uchar, out, 4)) {
   AWAIT();
   const uint c = tgid.x * 32 + lane;

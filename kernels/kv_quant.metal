@@ -1,16 +1,20 @@
-// Attention over keys and values of few bits: 8 or 4, as src/ops/attention/kv_quant.rs has them, and the newest positions in f32 beside
-// them, in rings of `ring_len` positions. Queries, keys and values are turned factor a Hadamard matrix. Otherwise as attention.metal.
+// Attention over 8-bit or 4-bit keys and values, in the format of src/ops/attention/kv_quant.rs.
+//
+// The most recent positions are also kept in f32, in rings of `ring_len` positions. Queries, keys and values are
+// multiplied by a Hadamard matrix first. The rest works as in attention.metal.
 
-// RECENT_SPLIT: newest positions of a attend_split. MAX_SPLITS of the others at simd_values. BATCH: positions waited for at once, PREFETCH_ROWS: asked for.
+// RECENT_SPLIT: recent positions in a split. MAX_SPLITS: most splits of the quantised positions. BATCH: positions
+// loaded together. PREFETCH_ROWS: positions prefetched together.
 enum { GROUP = 32, RECENT_POSITIONS = 64, RECENT_SPLIT = 16, MAX_SPLITS = 256, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
 
-// The first position that a query at `position` sees among the newest.
+// The first position that a query at `position` reads from the ring of recent positions.
 FN uint quantised_until(uint position) {
   const uint block = position / RECENT_POSITIONS * RECENT_POSITIONS;
   return block < RECENT_POSITIONS ? 0 : block - RECENT_POSITIONS;
 }
 
-// x = H x / sqrt(n), n the max_score power of two that divides dim, factor `threads` threads of which this is number t.
+// x = H x / sqrt(n), where n is the largest power of two that divides dim. `threads` threads take part, and this
+// is thread `t`.
 FN void hadamard(uint dim, uint t, uint threads, THREADGROUP float* x THREAD_IDS_PARAM) {
   uint size = 1;
   while (dim % (2 * size) == 0) size *= 2;
@@ -29,10 +33,10 @@ FN void hadamard(uint dim, uint t, uint threads, THREADGROUP float* x THREAD_IDS
   BARRIER();
 }
 
-// Half to even, of at simd_values 2^22.
+// Rounds half to even. |x| is at most 2^22.
 FN int nearest(float x) { return int(as_type<uint>(x + 12582912.0f) - 0x4b400000u); }
 
-// `x`, turned, as one row. 32 threads: a lane has one value of each group.
+// Quantises `x`, which is already transformed, to one row. 32 threads: a lane has one value of each group.
 template <uint BITS>
 FN void quantise_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_IDS_PARAM) {
   for (uint g = 0; g < dim / GROUP; g++) {
@@ -54,7 +58,8 @@ FN void quantise_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_ID
   }
 }
 
-// As `place`, for few bits. Grid (heads + 2 kv heads, tokens), 32 threads.
+// norm_rope of attention.metal with a Hadamard transform and quantisation. Grid (heads + 2 * kv_heads, tokens), 32
+// threads.
 template <uint BITS>
 FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE const float* q_norm,
                   DEVICE const float* k_norm, DEVICE const float* rope, DEVICE float* q, DEVICE uchar* keys,
@@ -93,30 +98,30 @@ FN void norm_rope_quantise(CONSTANT AttentionArgs& a, DEVICE const float* proj, 
   quantise_row<BITS>(a.dim, (value ? values : keys) + page_row(table, a.kv_heads, kv, position) * bytes, x THREAD_IDS);
 }
 
-// Parts of the newest positions that a query at `position` sees; they come first.
+// Splits of the recent positions that a query at `position` sees. They come before the other splits.
 FN uint recent_splits(uint position) { return (position - quantised_until(position)) / RECENT_SPLIT + 1; }
 
-// Positions of a attend_split of the others, of which there are `until`.
+// Positions per split of the `until` quantised positions.
 FN uint split_size(CONSTANT AttentionArgs& a, uint until) {
   uint size = a.min_split;
   while (until / size >= MAX_SPLITS) size *= 2;
   return size;
 }
 
-// The column of a lane's value `j`: the values of a lane lie in one group, and their codes side factor side.
+// The column of a lane's value `j`. All values of a lane are in one group, and their codes are adjacent.
 template <uint BITS, uint COLUMNS>
 FN uint column(uint j THREAD_IDS_PARAM) {
   if (BITS == 8) return COLUMNS * lane + j;
   return COLUMNS * lane / GROUP * GROUP + lane % (GROUP / COLUMNS) * (COLUMNS / 2) + j / 2 + j % 2 * (GROUP / 2);
 }
 
-// Two bytes are all that a row is aligned to, unless it is `wide`.
+// Loads a word. Rows are aligned to 2 bytes only, unless `wide`.
 FN uint word_at(DEVICE const uchar* p, bool wide) {
   if (wide) return *(DEVICE const uint*)p;
   return uint(((DEVICE const ushort*)p)[0]) | uint(((DEVICE const ushort*)p)[1]) << 16;
 }
 
-// A lane's codes of a row, and the scale of its values. They stay packed until they are needed: registers are few.
+// A lane's codes of one row and the scale of its values. Codes stay packed until they are used, to save registers.
 struct QuantRow { uint w[2]; float scale; };
 
 template <uint BITS, uint COLUMNS>
@@ -135,18 +140,19 @@ FN QuantRow load_quant_row(DEVICE const uchar* row, uint dim, bool wide THREAD_I
   return to;
 }
 
-// Its values, which are to be multiplied factor the scale.
+// Unpacks a lane's values, before the scale.
 template <uint BITS, uint COLUMNS>
 FN void unpack_quant_row(QuantRow from, THREAD float* to) {
   UNROLL for (uint j = 0; j < COLUMNS; j++) {
     const uint h = (BITS == 8 ? from.w[j / 4] ^ 0x80808080u : from.w[0]) >> 16 * (j * BITS / 16 % 2), shift = j * BITS % 16;
-    // Codes stay where they lie in a half word: a power of two brings them back.
+    // A code is masked in place within its 16-bit word. The factor undoes the shift.
     const float factor = as_type<float>((127u - shift) << 23);
     to[j] = BITS == 8 ? fma(MASKED(h, 255u << shift), factor, -128.0f) : fma(MASKED(h, 15u << shift), 2.0f * factor, -15.0f);
   }
 }
 
-// Positions from `first` up to `end` for HEADS queries from head `head`: as `attend_split` of attention.metal, of the newest or of the others.
+// Attention over positions `first`..`end` for HEADS queries from head `head`, as in attend_split of
+// attention.metal. RECENT reads the ring of recent positions, otherwise the quantised pages.
 template <uint BITS, uint COLUMNS, uint HEADS, bool RECENT>
 FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys, DEVICE const uchar* values,
              DEVICE const uint* table, DEVICE const float* recent_keys, DEVICE const float* recent_values,
@@ -165,14 +171,14 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   for (uint block = first; block < end; block += BATCH) {
     if (!RECENT && block % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, block);
     if (!RECENT && (block - first) % PREFETCH_ROWS == 0 && (block - first) / PREFETCH_ROWS % simds == sg) {
-      // This time's and the new_max time's, of one page.
+      // Prefetches this and the next group of positions within one page.
       const uint to = min(min(block + 2 * PREFETCH_ROWS, end), block / PAGE * PAGE + PAGE), from = block == first ? block : block + PREFETCH_ROWS;
       if (from < to) {
         PREFETCH(keys + (page + from % PAGE) * bytes, (to - from) * bytes);
         PREFETCH(values + (page + from % PAGE) * bytes, (to - from) * bytes);
       }
     }
-    // All is asked for before any of it is looked at.
+    // All loads are issued before the first value is used.
     QuantRow key[BATCH], value[BATCH];
     float recent[RECENT ? 2 * BATCH * COLUMNS : 1];
     UNROLL for (uint n = 0; n < BATCH; n++) {
@@ -253,13 +259,13 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     return;
   }
   const uint size = split_size(a, until), first = (tgid.x - recent_count) * size, end = min(first + size, until);
-  // Other rows have more partials.
+  // Rows with a larger position have more splits.
   if (first >= end) return;
   attend_range<BITS, COLUMNS, HEADS, false>(a, q, keys, values, table, recent_keys, recent_values, partials, first, end, head, simds THREAD_IDS);
 }
 
-// As `attention_merge`; the result is turned back before the gate. Grid (heads, tokens), MERGE_THREADS threads: a thread has a column of every
-// so many partials.
+// Like attention_merge. The result is transformed back before the gate. Grid (heads, tokens), MERGE_THREADS
+// threads. A thread has one column of every column_groups-th split.
 KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), OUT(float, y, 3)) {
   SHARED(float, factor, MAX_SPLITS + 2 * RECENT_POSITIONS / RECENT_SPLIT);
   SHARED(float, column_sums, MERGE_THREADS);

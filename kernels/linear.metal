@@ -1,31 +1,33 @@
-// y = x W^T for up to four matrices that share x: their rows follow one another in y. One launch projects q, k and v, or
-// the router's scores fused the shared expert's gate and up.
+// y = x W^T for up to four matrices that share x. Their results are adjacent in a row of y: q, k and v, or the
+// router's scores and the shared expert's gate and up.
 //
-// Optionally x is RMS-normed on the way (each threadgroup finds the norm itself: cheaper than a launch), the normed rows are
-// kept for whoever needs them next, or the product is added to y. A row's result does not depend on how many rows of x
-// there are: verification gives the bytes that decoding gives.
+// Optional fused steps: x is RMS-normed first (each threadgroup computes the norm, which is cheaper than a
+// launch), the normed rows are stored for a later launch, or the product is added to y. A row's result does not
+// depend on the number of rows of x, so verifying drafts gives the same bytes as decoding.
 //
-// Two kinds of launches do a delta net's small work on the way. gemv_conv takes one row and convolves each channel of the first
-// matrix where it was computed (delta.metal), since nobody else looks at that channel's state. linear_heads has x as the delta rule
-// left it, and multiplies each head by the factor that makes it a norm.
+// Two kinds fuse small steps of a delta net. gemv_conv takes one row and applies the convolution (delta_net.metal)
+// to each channel of the first matrix where it is computed, since only that channel's state is needed.
+// gemv_head_norm reads x from the delta rule with a deferred norm and multiplies each head by its factor 1 / rms.
 //
-// Grid: (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) if there are SPLIT_K_MAX_ROWS); 128 threads. The
-// shared expert's down, which is neither normed nor added, is summed as moe_down does it.
+// Grid (ceil(tokens / TOKENS), sum over matrices of ceil(rows / 16), or of ceil(rows / 4) with split_k), 128
+// threads. The shared expert's down, without a norm and not added, is never split, so that its sums equal those of
+// moe_down.
 
 struct LinearArgs {
-  uint tokens, cols, width;   // rows of x, their length, the length of a row of y
-  uint matrices, add, keep;   // how many matrices; y += instead of y =; write the normed x
+  uint tokens, cols, width;   // rows of x, their length, length of a row of y
+  uint matrices, add, keep;   // number of matrices; y += instead of y =; store the normed x
   float eps;
   Matrix m[4];
 };
 
 struct ConvArgs { LinearArgs product; uint replay; };                      // rows between the state and x
-struct HeadsArgs { LinearArgs product; uint heads, size; float eps; };   // heads of x, and their columns
+struct HeadsArgs { LinearArgs product; uint heads, size; float eps; };   // heads of x, columns per head
 
 enum { PLAIN, NORMED, CONV, HEAD_NORM };
 enum { MAX_HEADS = 64 };
 
-// Fused a product: the convolution's memory as `conv` has it; the heads, and each one's squares in quarters.
+// Inputs of a fused step: the convolution's state as in causal_conv; or the heads and their sums of squares in
+// quarters.
 struct Fused {
   DEVICE const float *conv_weight, *replay;
   DEVICE float *state, *mixed;
@@ -34,10 +36,10 @@ struct Fused {
   THREADGROUP float* quarters;
 };
 
-enum { ROWS = 4, BLOCK = 16 };  // rows of a weight that a simdgroup has, and a threadgroup
-enum { SPLIT_K_MAX_ROWS = 4096 };            // up to so many rows in a launch, a threadgroup's simdgroups share ROWS rows: each has every fourth 32 chunks
+enum { ROWS = 4, BLOCK = 16 };  // rows of W per simdgroup, and per threadgroup
+enum { SPLIT_K_MAX_ROWS = 4096 };            // Up to this many rows in a launch, the four simdgroups of a threadgroup share ROWS rows: each has every fourth group of 32 chunks.
 
-// Chunk `c` of x * w (or of x), and its sum; zeros replay the end of the row.
+// Loads chunk `c` of x * w (or of x) and returns its sum. Values past the end of the row are 0.
 template <bool NORM> FN float load_any(DEVICE const float* x, DEVICE const float* w, uint c, uint cols, THREAD float* v) {
   UNROLL for (uint i = 0; i < 16; i++) {
     const uint at = c * 16 + i;
@@ -51,7 +53,8 @@ FN float squares_any(DEVICE const float* x, uint c, uint cols) {
   return sum;
 }
 
-// The squares of the heads of rows `first`.. of x in quarters, each by a simdgroup: from those of four columns.
+// Sums the squares of the heads of rows `first`.. of x in quarters, one quarter per simdgroup. The input has sums
+// over four columns each.
 template <uint TOKENS>
 FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squares, THREAD const Fused& at THREAD_IDS_PARAM) {
   const uint count = at.size / 4, quarter = (count + 3) / 4, begin = sg * quarter, end = min(begin + quarter, count);
@@ -69,13 +72,13 @@ FN void sum_quarters(CONSTANT LinearArgs& a, uint first, DEVICE const float* squ
   }
 }
 
-// The factor of the head that a column of x belongs to.
+// The factor 1 / rms of the head of a column of x.
 FN float head_scale(THREAD const Fused& at, uint t, uint column) {
   THREADGROUP const float* q = at.quarters + t * 4 * MAX_HEADS + column / at.size;
   return 1.0f / sqrt((q[0] + q[MAX_HEADS] + q[2 * MAX_HEADS] + q[3 * MAX_HEADS]) / float(at.size) + at.eps);
 }
 
-// The same for chunks that are staged, those that a thread then sums.
+// Applies head_scale to staged chunks, namely those that this thread sums next.
 FN void scale_staged(THREAD const Fused& at, uint t, uint begin, uint count, THREADGROUP float4* scratch THREAD_IDS_PARAM) {
   for (uint c = tid; c < count; c += 128) {
     const float scale = head_scale(at, t, (begin + c) * 16);
@@ -87,8 +90,8 @@ FN void scale_staged(THREAD const Fused& at, uint t, uint begin, uint count, THR
   }
 }
 
-// One lane's share of ROWS rows of W (from `row`; rows replay the last repeat it) times TOKENS rows of x (from `first`), in
-// acc[t * ROWS..], and this thread's of the squares of the latter.
+// This lane's share of ROWS rows of W (from `row`; rows past the last one repeat it) times TOKENS rows of x (from
+// `first`), in acc[t * ROWS..], and this thread's share of the squares of x.
 template <uint TOKENS, uint KIND, uint BITS>
 FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
                      DEVICE const float* w, WeightPtrs bytes, bool split_k, THREAD const Fused& fused, THREAD float* acc,
@@ -100,7 +103,7 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
   const uint most = STAGED_CHUNKS / TOKENS;
   for (uint begin = 0; begin < chunks; begin += most) {
     const uint count = min(most, chunks - begin);
-    if (begin > 0) BARRIER();  // before the chunks in front are overwritten
+    if (begin > 0) BARRIER();  // before the previous chunks are overwritten
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       const ulong from = ulong(min(first + t, a.tokens - 1)) * a.cols + begin * 16;
       stage_rows<KIND == NORMED || KIND == CONV>(x + from, w + begin * 16, count, scratch + t * most * 4, squares + t THREAD_IDS);
@@ -113,7 +116,7 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
     BARRIER();
     for (; c < begin + count; c += step) {
       if (TOKENS > 1) {
-        // With the step ahead too, a thread's registers would not do: several rows have work enough to wait behind.
+        // Loading one step ahead would exceed the registers. With several rows, arithmetic hides the latency.
         load_rows(bytes, m.rows, a.cols, row, c, next);
         dot_staged<BITS, ROWS, TOKENS>(next, scratch, most, c - begin, sums, acc);
         continue;
@@ -165,7 +168,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   const bool NORM = KIND == NORMED || KIND == CONV;
   const uint first = tgid.x * TOKENS;
   float squares[TOKENS], acc[TOKENS * ROWS], conv_weight[4] = {}, samples[4] = {};
-  // A lane convolves a row.
+  // One lane applies the convolution to one row of W.
   const bool mine = KIND == CONV && start == 0 && lane < ROWS && row + lane < m.rows && (!split_k || sg == 0);
   UNROLL for (uint i = 0; i < 4; i++) {
     if (!mine) continue;
@@ -175,7 +178,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   }
   if (KIND == HEAD_NORM) {
     sum_quarters<TOKENS>(a, first, w, fused THREAD_IDS);
-    if (ANY) BARRIER();  // else there is one behind what is staged
+    if (ANY) BARRIER();  // otherwise staging has a barrier
   }
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
@@ -185,7 +188,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   if (NORM) {
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       squares[t] = SIMD_SUM(squares[t]);
-      if (ANY) continue;  // each simdgroup has gone over the whole row
+      if (ANY) continue;  // each simdgroup has summed the whole row
       if (lane == 0) part[t * 4 + sg] = squares[t];
     }
     BARRIER();
@@ -220,7 +223,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   UNROLL for (uint i = 0; i < 3; i++) fused.state[i * m.rows + c] = samples[i + 1];
 }
 
-// The matrix that a row of threadgroups belongs to, `size` rows each; its y starts at `start`.
+// Finds the matrix of a block of `size` rows, and the column `start` of its results in y.
 FN uint find_matrix(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREAD uint* start) {
   uint i = 0;
   while (i + 1 < a.matrices) {
@@ -244,7 +247,7 @@ FN bool uses_split_k(CONSTANT LinearArgs& a) {
   IN(uchar, b1, n + 5), IN(uchar, c2, n + 6), IN(uchar, s2, n + 7), IN(uchar, b2, n + 8), IN(uchar, c3, n + 9),         \
   IN(uchar, s3, n + 10), IN(uchar, b3, n + 11)
 
-// A kernel of its matrices `a`, `fused` and x, w, y, kept.
+// The body of a kernel with arguments `a`, `fused`, x, w, y and kept.
 #define PRODUCT(TOKENS, KIND, ANY)                                                                                     \
   uint block = tgid.y, start = 0;                                                                                      \
   SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                          \
@@ -301,8 +304,8 @@ LINEAR_HEADS(gemv_any_head_norm_1, 1, true)
 LINEAR_HEADS(gemv_any_head_norm_2, 2, true)
 
 #ifndef NO_TILES
-// The same on matrix units, of rows of halves (rows_to_half) and the power of two of each. Grid (ceil(tokens / 64), sum over
-// matrices of ceil(rows / 64)); 128 threads.
+// The same products on matrix units, from rows of halves and their scales (rows_to_half). Grid (ceil(tokens / 64),
+// sum over matrices of ceil(rows / 64)), 128 threads.
 enum { GEMM_TILES = 4 };
 
 template <bool ANY>

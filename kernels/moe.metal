@@ -1,46 +1,49 @@
-// The experts, where the SSD left them: a slot holds one expert's gate, gate_up and down (each codes, scales, biases), and a
-// kernel is told slot numbers. A "assignment" is one chosen expert of one token: assignment = token * k + rank. NO_SLOT as a slot means
-// "not in this launch": hits run first, misses when they have been read.
+// Mixture of experts, computed in the slots that the SSD was read into. A slot holds one expert's gate, up and
+// down, each with codes, scales and biases. Kernels get slot numbers. An *assignment* is one selected expert of
+// one token, with number token * k + rank. The slot NO_SLOT means "not in this launch": experts in memory are
+// computed first, the others after their reads.
 //
-//   moe_gate_up         act[assignment] = silu(Gate x) * (Up x)              grid (ceil(inner / 8), k + 1, tokens), 128 threads
-//   moe_down       h[token] += sum over ranks of weight * Down act  grid (ceil(hidden / 8), tokens), (k + 1) * 32 threads
-//   moe_gate_up_grouped, moe_down_grouped   rows grouped by expert: a job is {slot, first, count} of `order`, a list of places
+//   moe_gate_up    act[assignment] = silu(gate x) * (up x)         grid (ceil(inner / 8), k + 1, tokens), 128 threads
+//   moe_down       h[token] += sum over ranks of weight * down act  grid (ceil(hidden / 8), tokens), (k + 1) * 32 threads
+//   *_grouped      assignments grouped by expert: a job is {slot, first, count} of the list `order`
+//   *_gemm         grouped assignments on matrix units
 //   moe_combine    h[token] += sum over ranks of weight * out[assignment]
 //
-// The shared expert is the last rank. Its gate and gate_up were projected beside the router's scores; moe_gate_up only multiplies
-// them, moe_down reads its Down from the trunk. Sums run in rank order whatever arrived first.
+// The shared expert is the last rank. Its gate and up were computed with the router's scores; moe_gate_up only
+// applies SwiGLU, and moe_down reads its down matrix from the trunk. Sums are added in rank order, independent of
+// the order of reads.
 
 enum : uint { NO_SLOT = 0xffffffffu };
-enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };  // rows at once; simdgroups; places at once
-enum { DOWN_PARTS = 2 };                                             // times DOWN_ROWS rows of a threadgroup's moe_down
+enum { UP_ROWS = 2, DOWN_ROWS = 4, UP_GROUPS = 4, JOB_TOKENS = 2 };  // rows at a time; simdgroups; assignments at a time
+enum { DOWN_PARTS = 2 };                                             // moe_down computes DOWN_PARTS * DOWN_ROWS rows per threadgroup
 
 struct ExpertsArgs {
   uint hidden, inner, k, tokens;
-  uint shared_inner, row;         // the shared expert's width (0: there is none); the length of a row of act
-  uint scores, shared_at;         // the length of a row of `scores`, and where the shared gate (then gate_up) starts in it
-  uint stride, slots;             // a slot's size in units of 16 bytes; slots in one slab
-  uint piece_offset[9];                     // where a slot's pieces start, in units of 16 bytes: gate, gate_up, down, each c s b
-  Matrix gate, gate_up, down, shared;  // `shared`: the shared expert's down
+  uint shared_inner, row;         // the shared expert's width (0 if there is none); length of a row of act
+  uint scores, shared_at;         // length of a row of `scores`; column where the shared expert's gate (then up) starts
+  uint stride, slots;             // size of a slot in units of 16 bytes; slots per slab
+  uint piece_offset[9];                     // offsets of a slot's pieces in units of 16 bytes: codes, scales and biases of gate, up and down
+  Matrix gate, up, down, shared;  // `shared`: the shared expert's down
 };
 
 FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const uchar* slab0, DEVICE const uchar* slab1,
                                DEVICE const uchar* slab2, DEVICE const uchar* slab3) {
   DEVICE const uchar* p = slab0;
-  if (slot >= a.slots) slot -= a.slots, p = slab1;  // a division takes longer
+  if (slot >= a.slots) slot -= a.slots, p = slab1;  // cheaper than a division
   if (slot >= a.slots) slot -= a.slots, p = slab2;
   if (slot >= a.slots) slot -= a.slots, p = slab3;
   return p + ulong(slot) * a.stride * 16;
 }
 
-// A piece of the expert (0 gate, 1 gate_up, 2 down).
+// Piece `i` of an expert: 0 gate, 1 up, 2 down.
 FN WeightPtrs piece(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint i) {
   CONSTANT uint* at = a.piece_offset + 3 * i;
   const WeightPtrs bytes = {expert + ulong(at[0]) * 16, expert + ulong(at[1]) * 16, expert + ulong(at[2]) * 16};
   return bytes;
 }
 
-// One lane's share of PARTS times COUNT rows (those past the last repeat it) times TOKENS rows of x, which start at from[t].
-// Part j is rows `row + j * step`.. of w[j]. Sums go to acc[(j * TOKENS + t) * COUNT..].
+// This lane's share of PARTS * COUNT rows (rows past the last one repeat it) times TOKENS rows of x, which start
+// at from[t]. Part j is rows `row + j * step`.. of w[j]. Sums go to acc[(j * TOKENS + t) * COUNT..].
 template <uint PARTS, uint COUNT, uint TOKENS>
 FN void rows_fast(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, uint step, DEVICE const float* x, THREAD const ulong* from,
                   THREAD float* acc THREAD_IDS_PARAM) {
@@ -64,7 +67,7 @@ FN void rows_fast(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, ui
   }
 }
 
-// PackedRows `row`.. of w[0] and w[1], COUNT of each, times the row of x that 128 threads stage_rows.
+// COUNT rows from `row` of w[0] and of w[1], times one row of x that 128 threads stage.
 template <uint COUNT>
 FN void rows_staged(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, DEVICE const float* x, THREAD float* acc,
                     THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
@@ -73,7 +76,7 @@ FN void rows_staged(THREAD const WeightPtrs* w, uint rows, uint cols, uint row, 
   if (lane < chunks) load_rows(w[0], rows, cols, row, lane, next);
   for (uint begin = 0; begin < chunks; begin += STAGED_CHUNKS) {
     const uint count = min(uint(STAGED_CHUNKS), chunks - begin);
-    if (begin > 0) BARRIER();  // before the chunks in front are overwritten
+    if (begin > 0) BARRIER();  // before the previous chunks are overwritten
     stage_rows<false>(x + begin * 16, x, count, scratch, acc THREAD_IDS);
     BARRIER();
     sum_staged<4>(count, scratch, sums THREAD_IDS);
@@ -113,18 +116,19 @@ FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE c
   }
 }
 
-// TOKENS places (count of them real) of one expert: rows `row`.. of gate and gate_up, then SwiGLU. A single one is STAGED_CHUNKS in `scratch`.
+// TOKENS assignments of one expert, of which `count` are valid: rows `row`.. of gate and up, then SwiGLU. If
+// ALONE, x is staged in `scratch`.
 template <uint TOKENS, bool ANY, bool ALONE>
 FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* assignment, THREAD const uint* token,
            uint count, DEVICE const float* x, DEVICE float* act, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   const WeightPtrs w[2] = {piece(a, expert, 0), piece(a, expert, 1)};
-  float acc[2 * TOKENS * UP_ROWS];  // gates, then values
+  float acc[2 * TOKENS * UP_ROWS];  // gate sums, then up sums
   ulong from[TOKENS];
   UNROLL for (uint t = 0; t < TOKENS; t++) from[t] = ulong(token[t]) * a.hidden;
   UNROLL for (uint i = 0; i < 2 * TOKENS * UP_ROWS; i++) acc[i] = 0;
   if (ANY) {
     rows_any<UP_ROWS, TOKENS>(a.gate, w[0], a.hidden, row, x, from, acc THREAD_IDS);
-    rows_any<UP_ROWS, TOKENS>(a.gate_up, w[1], a.hidden, row, x, from, acc + TOKENS * UP_ROWS THREAD_IDS);
+    rows_any<UP_ROWS, TOKENS>(a.up, w[1], a.hidden, row, x, from, acc + TOKENS * UP_ROWS THREAD_IDS);
   } else if (ALONE) {
     rows_staged<UP_ROWS>(w, a.inner, a.hidden, row, x + from[0], acc, scratch, sums THREAD_IDS);
   } else {
@@ -137,7 +141,7 @@ FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, T
     }
 }
 
-// The shared expert's activation, from projections that are already there: one more assignment a token, after all others.
+// The shared expert's activation from its projections. It is one more assignment per token, after all others.
 FN void gate_up_shared(CONSTANT ExpertsArgs& a, uint token, DEVICE const float* scores, DEVICE float* act THREAD_IDS_PARAM) {
   DEVICE const float* from = scores + ulong(token) * a.scores + a.shared_at;
   DEVICE float* to = act + ulong(a.tokens * a.k + token) * a.row;
@@ -162,14 +166,14 @@ FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVI
   gate_up<1, ANY, true>(a, expert, row, &assignment, &token, 1, x, act, scratch, sums THREAD_IDS);
 }
 
-// PackedRows of the sum over ranks of weight * Down act: a simdgroup a rank.
+// Rows of the sum over ranks of weight * down act, one simdgroup per rank.
 template <bool ANY>
 FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const float* weights, DEVICE const uint* slots,
              DEVICE float* h, WeightPtrs shared, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
              DEVICE const uchar* slab3, THREADGROUP float* part THREAD_IDS_PARAM) {
   const uint count = DOWN_PARTS * DOWN_ROWS, row = tgid.x * count, token = tgid.y, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
   if (!ANY && sg < ranks) {
-    // The slots were written before the launch in front of this one, if by the device: this is only for what is asked in advance.
+    // Only for prefetching. If the device writes the slots, it does so before the previous launch.
     const uint slot = sg < a.k ? PEEK(slots + token * a.k + sg) : NO_SLOT;
     if (sg == a.k) prefetch_rows<DOWN_PARTS * DOWN_ROWS>(shared, 4, a.hidden, a.shared_inner, row);
     else if (slot < 4 * a.slots) {
@@ -205,7 +209,7 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
   h[ulong(token) * a.hidden + row + tid] += sum;
 }
 
-// A job's next JOB_TOKENS places; the last one again where there are fewer.
+// A job's next JOB_TOKENS assignments. The last one repeats if there are fewer.
 FN void job_assignments(DEVICE const uint* job, DEVICE const uint* order, uint done, THREAD uint* assignment) {
   for (uint t = 0; t < JOB_TOKENS; t++) assignment[t] = order[job[1] + min(done + t, job[2] - 1)];
 }
@@ -223,7 +227,7 @@ FN void gate_up_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE c
   }
 }
 
-// out[assignment] = Down act, unweighted. Grid (ceil(hidden / 16), jobs), 128 threads.
+// out[assignment] = down act, without the weight. Grid (ceil(hidden / 16), jobs), 128 threads.
 template <bool ANY>
 FN void down_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const uint* job, DEVICE const uint* order,
                   DEVICE float* out, DEVICE const uchar* slab0, DEVICE const uchar* slab1, DEVICE const uchar* slab2,
@@ -248,9 +252,9 @@ FN void down_grouped(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE co
 }
 
 #ifndef NO_TILES
-// The same on matrix units, of at most JOB_TILES * 16 places a job. x and act are rows of halves (rows_to_half), x by token and act by
-// assignment, with the power of two of each. Up: 32 rows of gate and the same of gate_up at a time; grid (ceil(inner / 32), jobs). Down:
-// grid (ceil(hidden / 64), jobs). 128 threads.
+// Grouped assignments on matrix units, at most JOB_TILES * 16 per job. x (by token) and act (by assignment) are
+// rows of halves with a scale each, from rows_to_half. Gate and up: 32 rows of each at a time, grid (ceil(inner /
+// 32), jobs). Down: grid (ceil(hidden / 64), jobs). 128 threads.
 enum { JOB_TILES = 2 };
 
 template <bool ANY>
@@ -261,7 +265,7 @@ FN void gate_up_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* x, DEVICE const
   const WeightPtrs w = piece(a, slot_at(a, job[0], slab0, slab1, slab2, slab3), side);
   uint from[JOB_TILES];
   UNROLL for (uint i = 0; i < JOB_TILES; i++) from[i] = order[job[1] + min(i * 16 + tid / 8, count - 1)] / a.k;
-  tile_matmul<JOB_TILES, ANY ? 0 : 4>(side == 0 ? a.gate : a.gate_up, w, mine, a.hidden, x, from, scratch THREAD_IDS);
+  tile_matmul<JOB_TILES, ANY ? 0 : 4>(side == 0 ? a.gate : a.up, w, mine, a.hidden, x, from, scratch THREAD_IDS);
   THREADGROUP const float* sums = (THREADGROUP const float*)scratch;
   for (uint n = tid; n < count * 32; n += 128) {
     const uint column = n % 32;
@@ -340,7 +344,7 @@ EXPERTS_HALF(, false)
 EXPERTS_HALF(_any, true)
 #endif
 
-// Grid (ceil(hidden / 128), tokens), 128 threads. The shared expert's rows stand in `shared`, one a token.
+// Grid (ceil(hidden / 128), tokens), 128 threads. `shared` has the shared expert's output, one row per token.
 KERNEL(moe_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2), IN(float, weights, 3), OUT(float, h, 4)) {
   AWAIT();
   const uint i = tgid.x * 128 + tid, token = tgid.y;
@@ -352,7 +356,8 @@ KERNEL(moe_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2
   h[ulong(token) * a.hidden + i] += sum;
 }
 
-// act = silu(gate) * gate_up of rows of `width` in which `inner` gates, then `inner` ups, start at `at`. Grid as above.
+// act = silu(gate) * up for rows of `width` columns. `inner` gates and then `inner` ups start at column `at`. Grid
+// (ceil(inner / 128), tokens), 128 threads.
 struct SwigluArgs { uint inner, width, at; };
 
 KERNEL(swiglu, ARGS(SwigluArgs, a), IN(float, scores, 1), OUT(float, act, 2)) {

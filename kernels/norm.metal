@@ -1,4 +1,4 @@
-// RMS norms where no product follows that could do it on the way, and rows in half precision.
+// RMS norms that are not fused into a product, and the conversion of rows to half precision.
 
 struct NormArgs { uint rows, cols, width, gate_at; float eps; };
 
@@ -18,10 +18,12 @@ KERNEL(rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(float,
   for (uint i = tid; i < a.cols; i += 256) y[from + i] = x[from + i] * scale * w[i];
 }
 
-// The delta net's output: y = x * w * silu(z) / rms(x), a head at a time; z stands `gate_at` in rows of `width`, and a row
-// of them belongs to `rows` heads of at max_abs 256 columns. Grid (ceil(heads / 4), tokens), 128 threads: a simdgroup a head.
-// Squares are summed in an order in which the delta rule and the product behind it can share this work: each four, the sums of
-// each quarter of these one after another, and the quarters.
+// The output norm of the delta net, per head: y = x * w * silu(z) / rms(x). z starts at column `gate_at` of rows
+// of `width`. `rows` is the number of heads, each of at most 256 columns. Grid (ceil(heads / 4), tokens), 128
+// threads: a simdgroup per head.
+//
+// The squares are summed in an order that the delta rule and the following product can share: first four columns
+// each, then a quarter of these sums in order, then the four quarters.
 KERNEL(gated_rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(float, w, 3), OUT(float, y, 4)) {
   SHARED(float, fours, 4 * 64);
   AWAIT();
@@ -46,9 +48,10 @@ KERNEL(gated_rms_norm, ARGS(NormArgs, a), IN(float, x, 1), IN(float, z, 2), IN(f
 }
 
 #ifndef NO_TILES
-// PackedRows of halves for matrix units: y[row] = x[row], or its RMS norm, divided by scale[row], the power of two at or below its
-// largest value; zeros behind its columns up to `pitch`. With `listed`, rows list[0], list[1], ... only. A norm is kept as
-// floats, too, if asked for. Grid (rows), 128 threads.
+// Converts rows to halves for matrix units: y[row] = x[row], or its RMS norm, divided by scale[row]. scale[row] is
+// the largest power of two that is not above the row's largest magnitude. Columns up to `pitch` are padded with 0.
+// With `listed`, only rows list[0], list[1], ... are converted. With `keep`, the normed row is also stored as
+// floats. Grid (rows), 128 threads.
 struct HalfArgs { uint cols, stride, pitch, normed, keep, listed; float eps; };
 
 KERNEL(rows_to_half, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uint, list, 3), OUT(uint, y, 4), OUT(float, scale, 5),
@@ -69,7 +72,7 @@ KERNEL(rows_to_half, ARGS(HalfArgs, a), IN(float, x, 1), IN(float, w, 2), IN(uin
   squares = part[0] + part[1] + part[2] + part[3];
   const float by = a.normed != 0 ? 1.0f / sqrt(squares / float(a.cols) + a.eps) : 1.0f;
   max_abs = max(max(part[4], part[5]), max(part[6], part[7])) * by;
-  // Of zeros and of what is no number: 1.
+  // The scale is 1 if all values are 0 or one is not finite.
   const uint bits = as_type<uint>(max_abs) >> 23, power = bits == 0 || bits >= 254 ? 127 : bits;
   const float inverse = as_type<float>((254 - power) << 23);
   if (tid == 0) scale[row] = as_type<float>(power << 23);

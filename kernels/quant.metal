@@ -1,12 +1,14 @@
-// The encodings of weights in checkpoints (MLX), and their reading. Joined before every kernel that touches a weight.
+// Reading quantised weights in the encodings of MLX checkpoints. Part of every kernel file.
 //
-// A lane takes sixteen consecutive values at a time, a "unpack_chunk": n-bit codes of a unpack_chunk are n 16-bit words, and a unpack_chunk never
-// crosses a group. Codes, scales and biases begin at 16-byte boundaries; rows of codes are whole multiples of what is read.
+// A lane reads 16 consecutive values of a row at a time, a *chunk*. The n-bit codes of a chunk are n 16-bit words,
+// and a chunk never crosses a group. Codes, scales and biases start at 16-byte boundaries. A row of codes is a
+// multiple of what one load reads.
 
-enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, DENSE = 30 };  // an affine format is its number of bits
+enum Format { MXFP4 = 20, NVFP4 = 21, MXFP8 = 22, DENSE = 30 };  // the value of an affine format is its number of bits
 enum Float { F32 = 0, F16 = 1, BF16 = 2 };
 
-// One matrix: y = x W^T, W [rows, cols]. `float_type` is how scales and biases (or, if dense, the values) are stored.
+// A weight matrix W [rows, cols] of y = x W^T. `float_type` is the type of scales and biases, or of the values if
+// W is dense.
 struct Matrix { uint rows, format, group, float_type; float global_scale; };
 
 FN float bf16(uint h) { return as_type<float>(h << 16); }
@@ -18,13 +20,13 @@ FN float f16(uint h) {
   return h & 0x8000u ? -v : v;
 }
 
-FN uint to_f16(float x) {  // to nearest, ties to even
+FN uint to_f16(float x) {  // rounds to nearest, ties to even
   const uint u = as_type<uint>(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
   if (a >= 0x7f800000u) return sign | (a > 0x7f800000u ? 0x7e00u : 0x7c00u);
   if (a >= 0x477ff000u) return sign | 0x7c00u;
   if (a >= 0x38800000u) return sign | ((a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13);
   if (a < 0x33000000u) return sign;
-  const uint shift = 126u - (a >> 23), m = (a & 0x7fffffu) | 0x800000u;  // subnormal: shift 14 to 24
+  const uint shift = 126u - (a >> 23), m = (a & 0x7fffffu) | 0x800000u;  // subnormal result: shift is 14 to 24
   const uint whole = m >> shift, rest = m & ((1u << shift) - 1u), half_ = 1u << (shift - 1);
   return sign | (whole + (rest > half_ || (rest == half_ && (whole & 1u)) ? 1u : 0u));
 }
@@ -52,7 +54,7 @@ FN float load_float(DEVICE const uchar* p, uint float_type, uint i) {
   return ((DEVICE const float*)p)[i];
 }
 
-// WeightPtrs of one row: codes, and scales (the same for biases).
+// Bytes of one row of codes, and of one row of scales. Biases have the size of scales.
 FN uint row_code_bytes(CONSTANT Matrix& m, uint cols) {
   if (m.format == DENSE) return cols * (m.float_type == F32 ? 4 : 2);
   if (m.format == MXFP8) return cols;
@@ -75,7 +77,8 @@ template <uint BITS> FN void unpack(DEVICE const uchar* p, THREAD float* v) {
   }
 }
 
-// The codes of unpack_chunk `c` of a row as numbers, before scale and bias. Past the end of a dense row: zeros.
+// Unpacks the codes of chunk `c` of a row to numbers, before scale and bias. Values past the end of a dense row
+// are 0.
 FN void unpack_chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint cols, THREAD float* v) {
   switch (m.format) {
     case 2: return unpack<2>(row + c * 4, v);
@@ -98,7 +101,7 @@ FN void unpack_chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint c
   }
 }
 
-// The scale of unpack_chunk `c`, and the bias that is added to each of its values.
+// The scale of chunk `c`, and the bias of its values: value = scale * code + bias.
 FN float chunk_scale(CONSTANT Matrix& m, DEVICE const uchar* scales, uint c) {
   if (m.format == DENSE) return m.global_scale;
   if (m.format == NVFP4) return e4m3(scales[c]) * m.global_scale;
@@ -109,8 +112,9 @@ FN float chunk_bias(CONSTANT Matrix& m, DEVICE const uchar* biases, uint c) {
   return m.format < MXFP4 ? load_float(biases, m.float_type, c * 16 / m.group) * m.global_scale : 0.0f;
 }
 
-// The two formats that matter, at full speed: 4 and 8 bits, group 64, bf16 scales. Codes stay where they lie in a half
-// word and the activations carry the power of two instead: exact, and it saves the shifts.
+// Fast path for the two common formats: 4 and 8 bits, group 64, bf16 scales. A 4-bit code is masked in place
+// within its 16-bit word. The activations are divided by the matching power of two instead, which is exact and
+// saves the shifts.
 FN void scale_x4(THREAD float* x) {
   UNROLL for (uint i = 0; i < 16; i++) x[i] *= as_type<float>((127u - 4 * (i % 4)) << 23);
 }
@@ -128,13 +132,15 @@ FN float dot_q8(THREAD const uint* q, THREAD const float* x) {
   return sum;
 }
 
-// A matrix in memory.
+// Addresses of a matrix's codes, scales and biases.
 struct WeightPtrs { DEVICE const uchar *codes, *scales, *biases; };
 
-// COUNT rows at one unpack_chunk, as they lie in memory. They are loaded a step before they are used: that keeps memory busy.
+// Packed values of COUNT rows at one chunk. They are loaded one step before they are used, so that loads overlap
+// with arithmetic.
 template <uint BITS, uint COUNT> struct PackedRows { uint q[COUNT * BITS / 2], s[COUNT], b[COUNT]; };
 
-// PackedRows `row`.. at unpack_chunk `c`; rows past the last repeat it. Offsets of 32 bits: a matrix is below 4 GiB.
+// Loads rows `row`.. at chunk `c`. Rows past the last one repeat it. 32-bit offsets suffice: a matrix is smaller
+// than 4 GiB.
 template <uint BITS, uint COUNT>
 FN void load_rows(WeightPtrs w, uint rows, uint cols, uint row, uint c, THREAD PackedRows<BITS, COUNT>& to) {
   UNROLL for (uint r = 0; r < COUNT; r++) {
@@ -151,8 +157,8 @@ FN void load_rows(WeightPtrs w, uint rows, uint cols, uint row, uint c, THREAD P
   }
 }
 
-// Asks for COUNT rows from `row` of a matrix with codes of BITS bits in groups of 64: a simdgroup that walks through them a few
-// columns at a time would wait for memory again and again.
+// Prefetches COUNT rows from `row` of a matrix with BITS-bit codes in groups of 64. A simdgroup reads a few
+// columns at a time and would otherwise wait for memory at each step.
 template <uint COUNT> FN void prefetch_rows(WeightPtrs w, uint bits, uint rows, uint cols, uint row) {
   if (row >= rows) return;
   const uint count = min(COUNT, rows - row), codes = cols / 8 * bits, scales = cols / 64 * 2;
@@ -161,7 +167,7 @@ template <uint COUNT> FN void prefetch_rows(WeightPtrs w, uint bits, uint rows, 
   PREFETCH(w.biases + row * scales, count * scales);
 }
 
-// acc[r] += row r times v, which scale_x4 has scaled if codes have 4 bits; `sum` is that of v before.
+// acc[r] += row r of W times v. For 4-bit codes, scale_x4 has scaled v. `sum` is the sum of v before that.
 template <uint BITS, uint COUNT>
 FN void dot_rows(THREAD const PackedRows<BITS, COUNT>& w, THREAD const float* v, float sum, THREAD float* acc) {
   UNROLL for (uint r = 0; r < COUNT; r++) {
@@ -176,7 +182,7 @@ FN float sum16(THREAD const float* v) {
   return a + b;
 }
 
-// Sixteen activations, and their sum (which the biases tile_matmul).
+// Loads 16 activations and returns their sum, which the biases multiply.
 FN float load16(DEVICE const float* x, THREAD float* v) {
   DEVICE const float4* p = (DEVICE const float4*)x;
   UNROLL for (uint i = 0; i < 4; i++) {
@@ -186,14 +192,17 @@ FN float load16(DEVICE const float* x, THREAD float* v) {
   return sum16(v);
 }
 
-// Activations in threadgroup memory, for products of 128 threads. Where a lane loads its unpack_chunk from memory, the lanes' accesses lie
-// 64 bytes apart: four times the accesses, and every simdgroup would make them again. So the threadgroup loads STAGED_CHUNKS chunks side by
-// side (of all its rows together); the four quarters of a unpack_chunk lie 32 quarters apart, as lanes read them.
+// Staging activations in threadgroup memory, for products of 128 threads.
+//
+// If each lane loaded its own chunk from device memory, the accesses of neighbouring lanes would be 64 bytes
+// apart: four times as many transactions, repeated by every simdgroup. Instead the threadgroup loads STAGED_CHUNKS
+// chunks together, counted over all its rows. The four quarters (float4) of a chunk are stored 32 quarters apart,
+// the order in which the lanes read them.
 enum { STAGED_CHUNKS = 256 };
 
 FN uint quarter_at(uint c, uint i) { return c / 32 * 128 + i * 32 + c % 32; }
 
-// `count` chunks of x, times w with NORM; the squares of x are added to *squares.
+// Stages `count` chunks of x, multiplied by w if NORM. Then it also adds the squares of x to *squares.
 template <bool NORM>
 FN void stage_rows(DEVICE const float* x, DEVICE const float* w, uint count, THREADGROUP float4* scratch, THREAD float* squares THREAD_IDS_PARAM) {
   for (uint i = tid; i < count * 4; i += 128) {
@@ -214,8 +223,9 @@ FN void load_staged(THREADGROUP const float4* scratch, uint c, THREAD float* v) 
   }
 }
 
-// dot_rows for TOKENS rows of x, `pitch` staged chunks each, at unpack_chunk `c`: a code is unpacked once for all of them, and what a quarter
-// of the unpack_chunk needs is all that is held at a time. The order of each sum is that of dot_rows.
+// Like dot_rows for TOKENS rows of x at chunk `c`; each row of x has `pitch` staged chunks. A code is unpacked
+// once for all rows of x. Only a quarter of the chunk is in registers at a time. Each sum is added in the order of
+// dot_rows.
 template <uint BITS, uint COUNT, uint TOKENS>
 FN void dot_staged(THREAD const PackedRows<BITS, COUNT>& w, THREADGROUP const float4* scratch, uint pitch, uint c, THREADGROUP const float* sums,
                    THREAD float* acc) {
@@ -239,7 +249,7 @@ FN void dot_staged(THREAD const PackedRows<BITS, COUNT>& w, THREADGROUP const fl
       acc[t * COUNT + r] = fma(bf16(w.b[r]), sums[t * pitch + c], fma(bf16(w.s[r]), dot[t * COUNT + r], acc[t * COUNT + r]));
 }
 
-// Each unpack_chunk's sum, and scale_x4 for codes of 4 bits.
+// Computes the sum of each staged chunk, and applies scale_x4 for 4-bit codes.
 template <uint BITS> FN void sum_staged(uint count, THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
   for (uint c = tid; c < count; c += 128) {
     float v[16];
@@ -257,10 +267,11 @@ template <uint BITS> FN void sum_staged(uint count, THREADGROUP float4* scratch,
 
 FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
-// Keys and values: PAGE positions are a page [kv heads, PAGE, row], and `table` has the pages of a sequence in order.
+// Paged keys and values. A page [kv_heads, PAGE, row] holds PAGE positions. `table` lists the pages of a sequence
+// in order.
 enum { PAGE = 256 };
 
-// The number of a position's row.
+// The row number of a position.
 FN ulong page_row(DEVICE const uint* table, uint kv_heads, uint head, uint position) {
   return (ulong(table[position / PAGE]) * kv_heads + head) * PAGE + position % PAGE;
 }
@@ -269,8 +280,8 @@ struct AttentionArgs {
   uint tokens, width, heads, kv_heads, dim;
   uint rope_dim;            // leading dimensions that are rotated, in pairs (j, j + rope_dim / 2)
   uint start;             // position of the first row
-  uint splits;            // parts the positions of any row are cut into at most
+  uint splits;            // most splits of the positions of any row
   float eps, scale;
-  uint ring_len;              // few bits: positions of the ring of the newest
-  uint min_split;             // f32 and bf16: positions of a part, if no more than PARTS of them are needed
+  uint ring_len;              // 8 and 4 bits: positions in the ring of recent keys and values
+  uint min_split;             // fewest positions in a split
 };

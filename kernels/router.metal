@@ -1,13 +1,15 @@
-// The router: softmax over all experts, the k best, their weights renormalised (which is the softmax of the
-// selected scores) unless the model wants them as they are.
-// Ties go to the lower id. Chosen ids become slots through `table` where every expert is resident, so the CPU need not know.
-// Weight k of a token is the shared expert's: sigmoid of its gate, which stands `gate_at` in the row of scores.
+// The router: softmax over all experts and the k largest. With `renormalise` their weights sum to 1, which equals
+// the softmax of the k selected scores.
 //
-// At most 1024 experts, 31 a token. Grid (tokens), 32 threads.
+// Equal scores select the lower id. `table` maps ids to slots when every expert of the layer is resident, so that
+// the CPU need not see the ids. weights[k] of a token is the weight of the shared expert: sigmoid of its gate, in
+// column `gate_at` of the scores.
+//
+// At most 1024 experts, of which 31 are selected. Grid (tokens), 32 threads.
 
 struct RouteArgs { uint experts, k, width, gate_at, shared, renormalise; };
 
-// Lane l has the scores of experts l, l + 32, ...: COLUMNS of them.
+// Lane l holds the scores of experts l, l + 32, ...: COLUMNS scores.
 template <uint COLUMNS>
 FN void select_top_k(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE const uint* table, DEVICE uint* ids, DEVICE uint* slots,
                DEVICE float* weights THREAD_IDS_PARAM) {
@@ -23,7 +25,7 @@ FN void select_top_k(CONSTANT RouteArgs& a, DEVICE const float* row, DEVICE cons
       if (score[j] > best) best = score[j], id = lane + 32 * j;
     const float top = SIMD_MAX(best);
     id = SIMD_MIN(best == top ? id : 0xffffffffu);
-    id = min(id, a.experts - 1);  // NaN scores select_top_k something that exists
+    id = min(id, a.experts - 1);  // NaN scores must still select an existing expert
     UNROLL for (uint j = 0; j < COLUMNS; j++)
       if (lane + 32 * j == id) score[j] = none;
     if (rank == 0) first = top;

@@ -1,16 +1,16 @@
-// Products in half precision, for the rows of a prompt: tiles of 16 by 16 values, which the simdgroups of a threadgroup of 128
-// threads tile_matmul on matrix units; sums in f32. Joined before every kernel, behind quant.metal.
+// Matrix products in half precision for the rows of a prompt, in 16x16 tiles on matrix units. Sums are f32. A
+// threadgroup has 128 threads. Part of every kernel file, after quant.metal.
 //
-// A row of x is halves times a power of two of its own (rows_to_half in norm.metal writes both), so that no value overflows; rows
-// have zeros up to a multiple of DEPTH. Weights are unpacked to halves in threadgroup memory. Each sum runs over the columns in
-// order, DEPTH at a time: it depends on its row of x and its row of W, and on no other.
+// A row of x is stored as halves with one power-of-two scale (both from rows_to_half), so that no value overflows.
+// Rows are padded with 0 to a multiple of DEPTH columns. Weights are unpacked to halves in threadgroup memory.
+// Each sum adds the columns in order, DEPTH at a time, so it depends only on its row of x and its row of W.
 
-enum { DEPTH = 64, TILE_WIDTH = 64, PITCH = 36, SUM_PITCH = 68 };  // columns at a time; rows of W; words of a row of tiles; of results
+enum { DEPTH = 64, TILE_WIDTH = 64, PITCH = 36, SUM_PITCH = 68 };  // columns per step; rows of W; words per row of half tiles; words per row of sums
 
-// Words (uint4s) of threadgroup memory for TILES times 16 rows of x.
+// Size of the threadgroup memory, in uint4, for TILES * 16 rows of x.
 template <uint TILES> struct TileScratch { enum : uint { SIZE = (TILES * 16 + TILE_WIDTH) * PITCH / 4 }; };
 
-// Half of DEPTH columns of one row of W, as they lie in memory.
+// Packed values of half of DEPTH columns of one row of W.
 template <uint BITS> struct Packed { uint q[BITS == 0 ? 1 : BITS], s, b; };
 
 template <uint BITS>
@@ -43,7 +43,7 @@ template <uint BITS> FN void unpack_half(THREAD const Packed<BITS>& from, THREAD
   }
 }
 
-// The same of any encoding, straight from memory.
+// Unpacks the same columns of any encoding, directly from device memory.
 FN void unpack_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint k, uint side, THREADGROUP uint* to) {
   const uint code_bytes = row_code_bytes(m, cols), scale_bytes = row_scale_bytes(m, cols);
   for (uint c = k / 16 + side * 2, j = 0; j < 2; c++, j++) {
@@ -60,8 +60,9 @@ FN void unpack_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, uint k
   }
 }
 
-// TILES times 16 rows of x by TILE_WIDTH rows of W, into `scratch` as floats, SUM_PITCH a row. This thread fetches rows from[i] of x
-// (those of tile i) and row `row` of W, of which it has half. BITS: 4 or 8, or 0 for any encoding.
+// Multiplies TILES * 16 rows of x by TILE_WIDTH rows of W. The sums go to `scratch` as floats, SUM_PITCH per row.
+// This thread loads rows from[i] of x (for tile i) and half of row `row` of W. BITS is 4 or 8, or 0 for any
+// encoding.
 template <uint TILES, uint BITS>
 FN void tile_matmul(CONSTANT Matrix& m, WeightPtrs w, uint row, uint cols, DEVICE const uint* x, THREAD const uint* from,
                  THREADGROUP uint4* scratch THREAD_IDS_PARAM) {

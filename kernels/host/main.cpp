@@ -1,14 +1,17 @@
-// Executes dispatches that arrive on stdin, with the kernels compiled into this program. The test builds it (see
-// tests/kernels/host.rs): shim/host.h, quant.metal, each kernel file in a namespace of its own, then this.
+// Executes launches from stdin with the kernels compiled into this program. tests/kernels/host.rs builds it from
+// shim/host.h, quant.metal, each kernel file in its own namespace, and this file.
 //
-// Everything is little-endian u32 words and raw bytes. Requests: 'B' id bytes (a buffer, filled with 0xff), 'W' id offset
-// bytes DATA, 'R' id offset bytes (answered by the data), 'D' kernel-name-length NAME words ARGS bindings {id offset bytes
-// access}... grid[3] threads twice (answered by one byte: 0, or 1 and a length and a message), 'N' (answered by a length and the
-// kernels' names, a space behind each).
+// Messages are little-endian u32 words and raw bytes:
+//   'B' id bytes                allocates a buffer, filled with 0xff
+//   'W' id offset bytes DATA    writes
+//   'R' id offset bytes         reads; the answer is the data
+//   'D' name-length NAME words ARGS bindings {id offset bytes access}... grid[3] threads twice
+//                               launches; the answer is a byte 0, or a byte 1, a length and a message
+//   'N'                         lists kernels; the answer is a length and the names, a space after each
 //
-// Under AddressSanitizer a binding becomes a heap block of exactly its bytes, at its own alignment, so that every overrun is
-// seen; without it, it is the buffer's own memory. Outputs start as 0xff. With `twice` the dispatch also runs backwards, and
-// must give the same bytes.
+// Under AddressSanitizer a binding is copied to a heap block of exactly its bytes and alignment, so that every
+// overrun is found. Otherwise it is the buffer's memory. Outputs start as 0xff. With `twice` the launch also runs
+// backwards and must give the same bytes.
 #include <memory>
 
 #ifdef FIBER_ASAN
@@ -41,7 +44,7 @@ void answer(const std::string& trouble) {
 
 std::map<uint, std::vector<uchar>> buffers;
 
-// A binding's memory; a copy has nothing readable around it.
+// The memory of a binding. A copy has no readable bytes around it.
 struct Block {
   uchar *heap = nullptr, *start;
   Block(const Binding& b, bool copy) {
@@ -86,7 +89,7 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
     std::vector<std::shared_ptr<Block>> blocks;
     std::vector<void*> pointers = {args.data()};
     for (const Binding& b : bindings) {
-      size_t same = 0;  // a range bound twice for reading is copied once
+      size_t same = 0;  // a range that is bound twice for reading is copied once
       while (same < blocks.size() && memcmp(&bindings[same], &b, sizeof b)) same++;
       const bool twin = same < blocks.size() && b.access == In;
       blocks.push_back(twin ? blocks[same] : std::make_shared<Block>(b, copy));

@@ -1,4 +1,5 @@
-// CUDA (NVRTC): a warp is a simdgroup, a block is a threadgroup. Compile with -fmad=false, as Metal does not contract.
+// The kernel dialect for CUDA (NVRTC). A warp is a simdgroup, a block is a threadgroup. Compile with -fmad=false,
+// since Metal does not contract either.
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
@@ -21,8 +22,9 @@ typedef unsigned long long ulong;
 #define tid threadIdx.x
 #define lane (threadIdx.x % 32u)
 #define sg (threadIdx.x / 32u)
-// In a graph, a launch may begin before the one in front of it has ended. It waits here until that has, and what it wrote is there; then
-// the next one may begin. So two at most are under way, and all that was written before them is there from the start.
+// In a graph, a launch may begin before the previous one has ended. It waits here until the previous launch has
+// ended and its writes are visible. Then the next launch may begin. So at most two launches run at once, and
+// everything written before those two is visible from the start.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define AWAIT() asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory")
 #else
@@ -30,7 +32,8 @@ typedef unsigned long long ulong;
 #endif
 #define PREFETCH(p, bytes) prefetch(p, bytes)
 #define PEEK(p) peek(p)
-// A conversion has an eighth of the rate of an addition: 2^23 + q has q's bits as its last ones, and loses 2^23 exactly.
+// An int-to-float conversion has an eighth of the rate of an addition. Instead, the bits of q become the low bits
+// of the float 2^23 + q, and subtracting 2^23 is exact.
 #define MASKED(q, mask) masked(q, mask)
 #define BARRIER() __syncthreads()
 #define SIMD_SUM(x) warp_sum(x)
@@ -42,7 +45,7 @@ template <class To, class From> FN To as_type(From from) {
   union { From from; To to; } bits = {from};
   return bits.to;
 }
-// Into the second cache, a line a lane.
+// Prefetches into the L2 cache, one line per lane.
 FN void prefetch(const void* p, uint bytes) {
   for (uint at = lane * 128u; at < bytes; at += 4096u)
     asm volatile("prefetch.global.L2 [%0];" ::"l"((const uchar*)p + at));
@@ -66,8 +69,8 @@ FN float warp_max(float x) {
   return x;
 }
 
-// Tiles on matrix units (Ampere and later). Lane l of a tile of sums has rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next
-// one, and the same 8 columns further on.
+// Tiles on matrix units (Ampere and later). In a tile of sums, lane l holds rows l / 4 and l / 4 + 8, columns 2 (l
+// % 4) and the next one, and the same plus 8 columns.
 struct HalfTile { uint r[4]; };
 struct SumTile { float v[8]; };
 #define HALF_TILE HalfTile
@@ -89,13 +92,13 @@ FN uint half2_bits(float x, float y) {
 FN void tile_zero(SumTile& sum) {
   for (int i = 0; i < 8; i++) sum.v[i] = 0;
 }
-// Four matrices of 8 by 8: rows 0 to 7 and 8 to 15 of the first 8 columns, then of the others.
+// Four 8x8 matrices: rows 0 to 7 and 8 to 15 of the first 8 columns, then of the last 8 columns.
 FN void tile_load(HalfTile& tile, const uint* p, uint pitch) {
   const uint at = (uint)__cvta_generic_to_shared(p + lane % 16u * pitch + lane / 16u * 4u);
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(tile.r[0]), "=r"(tile.r[1]), "=r"(tile.r[2]), "=r"(tile.r[3]) : "r"(at) : "memory");
 }
-// The same, each turned: rows 0 to 7 of the first and the last 8 columns, then rows 8 to 15.
+// The same, each matrix transposed: rows 0 to 7 of the first and the last 8 columns, then rows 8 to 15.
 FN void tile_load_right(HalfTile& tile, const uint* p, uint pitch) {
   const uint at = (uint)__cvta_generic_to_shared(p + (lane % 8u + lane / 16u * 8u) * pitch + lane / 8u % 2u * 4u);
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,4 +1,4 @@
-// The words for tiles where kernels are only checked, and never run: declared, in the address spaces that the shim in front names.
+// Declarations of the tile macros for shims that only check the kernels (lint.h, opencl.h).
 
 struct HalfTile { uint r; };
 struct SumTile { float v; };

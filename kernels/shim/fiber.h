@@ -1,4 +1,4 @@
-// A stack of its own and a way to switch to it: the few lines of assembly that ucontext would spend system calls on.
+// Fibers: a stack each and a switch between stacks. The assembly avoids the system calls of ucontext.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@
 #define FIBER_SYMBOL "fiber_switch"
 #endif
 
-// Saves the callee-saved registers and the stack pointer in *save, and goes on where `load` was saved.
+// Saves the callee-saved registers and the stack pointer in *save, and continues where `load` was saved.
 extern "C" void fiber_switch(void** save, void* load);
 #if defined(__x86_64__)
 asm(".text\n.globl " FIBER_SYMBOL "\n" FIBER_SYMBOL ":\n"
@@ -53,7 +53,7 @@ struct Fiber {
 
 inline void* home;           // the scheduler's stack pointer while a fiber runs
 inline Fiber* running;
-inline bool from_home;       // whether the scheduler was the last to switch
+inline bool from_home;       // whether the scheduler made the last switch
 #ifdef FIBER_ASAN
 inline const void* home_stack;
 inline size_t home_size;
@@ -73,7 +73,7 @@ inline void after(bool in_fiber) {
   (void)in_fiber;
 }
 
-// Back to the scheduler.
+// Switches back to the scheduler.
 inline void leave(Fiber& f) {
 #ifdef FIBER_ASAN
   before(home_stack, home_size);
@@ -86,24 +86,24 @@ inline void go_to(void** save, Fiber& f, bool is_home) {
   before(f.stack, Fiber::size);
   fiber_switch(save, f.sp);
 }
-// From the scheduler: runs `f`, and whom it hands over to, until one of them leaves.
+// Runs `f` from the scheduler, and the fibers that it switches to, until one of them leaves.
 inline void enter(Fiber& f) {
   go_to(&home, f, true);
   after(false);
 }
-// From a fiber to the next, without the scheduler between them.
+// Switches from a fiber directly to the next one.
 inline void hand_over(Fiber& f, Fiber& next) {
   go_to(&f.sp, next, false);
   after(true);
 }
-// `entry` leaves or hands over at its end.
+// `entry` must leave or switch at its end.
 [[noreturn]] inline void fiber_main() {
   after(true);
   running->entry();
   abort();
 }
-// Prepares `f` to call `entry` when first entered. The stack is kept from one use to the next. Stacks are a power of two apart,
-// so that equal depths would all be in the same few lines of every cache: the `index`th of them begins a little lower.
+// Prepares `f` to call `entry` when it is first entered. The stack is reused. Stacks are a power of two apart, so
+// equal depths would map to the same cache sets. The stack of fiber `index` therefore starts a little lower.
 inline void start(Fiber& f, void (*entry)(), unsigned index) {
   if (!f.stack) f.stack = (char*)mmap(nullptr, Fiber::size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
   f.entry = entry;

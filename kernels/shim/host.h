@@ -1,9 +1,11 @@
-// Host: every GPU thread is a fiber on one CPU thread, and a threadgroup runs to its end before the next begins. A fiber
-// runs until it must wait for others; simdgroup operations and barriers then release it together with all its fellows. What
-// is undefined on a GPU stops the run here: a barrier or reduction that some threads do not reach, and (under
-// AddressSanitizer) any access outside a bound range or a threadgroup array. Threadgroup memory starts as NaNs.
+// The kernel dialect on the host. Every GPU thread is a fiber on one CPU thread, and a threadgroup runs to its end
+// before the next one begins. A fiber runs until it must wait; a simdgroup operation or barrier then releases all
+// its threads together.
+//
+// Undefined behaviour of a GPU is an error here: a barrier or reduction that some threads do not reach, and, under
+// AddressSanitizer, an access outside a binding or a threadgroup array. Threadgroup memory starts as NaN.
 #pragma once
-#include <math.h>  // Not <cmath>: it alone brings exp(float) and the like without std::, in libstdc++ and in libc++.
+#include <math.h>  // Not <cmath>: only <math.h> declares exp(float) etc. outside std in both libstdc++ and libc++.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -82,7 +84,7 @@ struct Thread {
   State state = Ready;
   int site = 0;
   uint operand = 0;
-  bool awaited = false;  // it has come to AWAIT
+  bool awaited = false;  // whether the thread has reached AWAIT
 };
 struct Group {
   uint3 id;
@@ -96,7 +98,7 @@ inline const std::function<void()>* body;
 
 inline Thread& now() { return group->threads[group->now]; }
 
-// What is asked for in advance is there.
+// Reads the first and last byte, so that prefetched memory must be readable.
 inline void touch(const void* p, uint bytes) {
   volatile uchar seen = 0;
   if (bytes > 0) seen = *(const volatile uchar*)p, seen = ((const volatile uchar*)p)[bytes - 1];
@@ -111,7 +113,7 @@ inline void touch(const void* p, uint bytes) {
   _exit(3);
 }
 
-// Threadgroup memory: a heap block each, so that AddressSanitizer guards both ends.
+// Threadgroup memory: one heap block per array, so that AddressSanitizer guards both ends.
 inline void* shared(const char* name, size_t bytes) {
   for (auto& array : group->arrays)
     if (array.first == name) return array.second;
@@ -119,7 +121,8 @@ inline void* shared(const char* name, size_t bytes) {
   return group->arrays.back().second;
 }
 
-// This thread is done or waits: the next of its simdgroup goes on, and behind the last one the scheduler.
+// Called when a thread waits or is done. Runs the next thread of its simdgroup, or the scheduler after the last
+// one.
 inline void pass_on() {
   Thread& t = now();
   if (lane == (group->backwards ? 0 : 31)) return leave(t.fiber);
@@ -127,7 +130,7 @@ inline void pass_on() {
   hand_over(t.fiber, now().fiber);
 }
 
-// Waits until every thread of the simdgroup (or threadgroup) stands at the same line.
+// Waits until every thread of the simdgroup or threadgroup is at the same line.
 inline uint meet(State why, int site, uint operand) {
   Thread& t = now();
   t.state = why, t.site = site, t.operand = operand;
@@ -145,7 +148,7 @@ template <class T, class F> uint fold(const Thread* t, F two) {
   return as_type<uint>(v[0]);
 }
 
-// The 32 threads from `first` wait for one another: computes what they wait for and releases them. A tree for the sum.
+// The 32 threads from `first` wait for a reduction: computes it and releases them. Sums are added as a tree.
 inline void release_simd(uint first) {
   Thread* t = &group->threads[first];
   const uint found = t->state == Sum   ? fold<float>(t, [](float a, float b) { return a + b; })
@@ -191,7 +194,7 @@ inline void run_group(uint3 id, uint count, bool backwards) {
   group->arrays.clear();
 }
 
-// Runs `kernel` over grid x threads, upwards or backwards: a kernel whose result depends on the order has a race.
+// Runs `kernel` over the grid, forwards or backwards. If the result depends on the order, the kernel has a race.
 inline void dispatch(uint3 grid, uint count, bool backwards, const std::function<void()>& kernel) {
   static Group memory;
   group = &memory, body = &kernel;
@@ -203,8 +206,8 @@ inline void dispatch(uint3 grid, uint count, bool backwards, const std::function
   }
 }
 
-// Tiles: a lane has eight of the 256 sums, where NVIDIA's cards have them. A tile of halves is where it lies in threadgroup
-// memory: nobody may write there before a product has read it, which a barrier sees to.
+// Tiles. A lane holds eight of the 256 sums, as on NVIDIA GPUs. A half tile stays in threadgroup memory, so a
+// barrier must precede the next write to that memory.
 struct HalfTile { const uint* p; uint pitch; bool turned; };
 struct SumTile { float v[8]; };
 inline float half_value(uint bits) {
@@ -212,7 +215,7 @@ inline float half_value(uint bits) {
   const float v = e == 0 ? float(f) * as_type<float>(0x33800000u) : as_type<float>((e == 31 ? 255u : e + 112u) << 23 | f << 13);
   return bits & 0x8000u ? -v : v;
 }
-// Every half's value: whole forward passes look at many.
+// The value of every half, as a table: a forward pass converts many.
 inline const std::vector<float> halves = [] {
   std::vector<float> all(65536);
   for (uint bits = 0; bits < 65536; bits++) all[bits] = half_value(bits);
@@ -249,7 +252,7 @@ inline void tile_store(const SumTile& sum, float* p, uint pitch) {
   for (uint i = 0; i < 8; i++) p[tile_row(i) * pitch + tile_column(i)] = sum.v[i];
 }
 
-// A kernel from outside: the size of its arguments, the number of buffers behind them, its call.
+// A kernel's argument size, number of buffers and entry point.
 struct Kernel {
   size_t args, buffers;
   std::function<void(void**)> call;

@@ -1,5 +1,6 @@
-// Clang's syntax check with Metal's address spaces and little else: what Apple's compiler would refuse (a pointer without
-// its address space, double, a library call Metal lacks, a built-in used outside a kernel) is an error here too.
+// Clang's syntax check with Metal's address spaces and little else. What Apple's compiler would reject is an error
+// here, too: a pointer without address space, double, a library call that Metal lacks, a built-in used outside a
+// kernel.
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
@@ -18,7 +19,7 @@ typedef __attribute__((ext_vector_type(4))) float float4;
 #define ARGS(T, name) CONSTANT T& name
 #define IN(T, name, slot) DEVICE const T* name
 #define OUT(T, name, slot) DEVICE T* name
-// Parameters that tell a function below a kernel its place: f(int a THREAD_IDS_PARAM), called f(a THREAD_IDS).
+// Parameters that give a function the kernel's thread ids: f(int a THREAD_IDS_PARAM), called f(a THREAD_IDS).
 #define THREAD_IDS_PARAM , uint3 tgid, uint tid, uint lane, uint sg
 #define THREAD_IDS , tgid, tid, lane, sg
 #define SHARED(T, name, count) static THREADGROUP T name[count]

@@ -1,4 +1,5 @@
-// Metal, the mother tongue. In kernels/ an UPPER-CASE word is the shim's; all else is C++14 that Metal also speaks.
+// The kernel dialect for Metal. In kernels/, an UPPER-CASE word is a macro of the shim. Everything else is C++14
+// that Metal also has.
 #include <metal_stdlib>
 using namespace metal;
 #pragma METAL fp contract(off)
@@ -12,7 +13,7 @@ using namespace metal;
 #define ARGS(T, name) constant T& name [[buffer(0)]]
 #define IN(T, name, slot) device const T* name [[buffer(slot)]]
 #define OUT(T, name, slot) device T* name [[buffer(slot)]]
-// Parameters that tell a function below a kernel its place: f(int a THREAD_IDS_PARAM), called f(a THREAD_IDS).
+// Parameters that give a function the kernel's thread ids: f(int a THREAD_IDS_PARAM), called f(a THREAD_IDS).
 #define THREAD_IDS_PARAM , uint3 tgid, uint tid, uint lane, uint sg
 #define THREAD_IDS , tgid, tid, lane, sg
 #define SHARED(T, name, count) threadgroup T name[count]
@@ -22,7 +23,7 @@ using namespace metal;
                    uint tid [[thread_index_in_threadgroup]],    \
                    uint lane [[thread_index_in_simdgroup]],     \
                    uint sg [[simdgroup_index_in_threadgroup]])
-// Launches that may not overlap are kept apart by barriers.
+// Barriers between launches already provide the order.
 #define AWAIT() ((void)0)
 #define PREFETCH(p, bytes) ((void)(p), (void)(bytes))
 #define PEEK(p) (*(p))
@@ -33,7 +34,7 @@ using namespace metal;
 #define SIMD_MIN(x) simd_min(x)
 
 #ifndef NO_TILES
-// Tiles: four matrices of 8 by 8 each; a transposed one is what a product takes on its right.
+// Tiles of four 8x8 matrices. The right factor of a product is stored transposed.
 struct HalfTile { simdgroup_half8x8 m[4]; };
 struct SumTile { simdgroup_float8x8 m[4]; };
 #define HALF_TILE HalfTile

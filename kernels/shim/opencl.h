@@ -1,5 +1,6 @@
-// C++ for OpenCL, to SPIR-V's target: a compiler that has Metal's address spaces built in, infers them where Metal does, and
-// refuses what a GPU cannot do (recursion, function pointers, arrays of a threadgroup outside a kernel). Nothing runs it.
+// The kernel dialect for C++ for OpenCL, compiled to SPIR-V. This compiler has Metal's address spaces built in and
+// infers them where Metal does. It rejects what a GPU cannot do: recursion, function pointers, threadgroup arrays
+// outside a kernel. Nothing runs the result.
 #define FN static inline
 #define DEVICE __global
 #define CONSTANT __constant const

@@ -1,4 +1,4 @@
-// Planted faults: the harness must catch each of them.
+// Kernels with planted faults. The host run must report each of them.
 
 struct FaultArgs { uint n; };
 
