@@ -14,7 +14,7 @@
 //! time>,<ms of processor time a token>`, `checkpoint,<round>,<depth>,<bits>,<ms>,<of a token's time>`, and the median rounds.
 
 use moestro::{
-    command::device::Chosen,
+    command::device_choice::DeviceChoice,
     device::{self, CpuArithmetic},
     metrics::Metrics,
     model::{LoadOptions, Model, PAGE, Qwen, QwenState, Rows, Snapshot},
@@ -135,7 +135,7 @@ fn main() {
     // All of them at once.
     let context = depths.iter().map(|depth| depth + widths.len() * tokens * (rounds + 1) + PAGE).sum::<usize>();
     let on_gpu = args.iter().any(|arg| arg == "--gpu");
-    let chosen = Chosen::of(if on_gpu { device::open_gpu() } else { Ok(None) }, on_gpu).expect("a GPU");
+    let chosen = DeviceChoice::of(if on_gpu { device::open_gpu() } else { Ok(None) }, on_gpu).expect("a GPU");
     let options = LoadOptions {
         gpu: chosen.working_set(),
         threads: flag("--threads").map(|text| text.parse().expect("threads")),

@@ -19,7 +19,7 @@
 //! beside a pass of as many rows that cannot be taken back, in turns; as a part of a decode step.
 
 use moestro::{
-    command::device::Chosen,
+    command::device_choice::DeviceChoice,
     device,
     engine::{
         self, Allowed, Draft, Event, Finish, Handle, Kind, Lookup, Outlook, Request, Sampler, Sampling, Sequence,
@@ -145,7 +145,7 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
     };
     let threads = args.flag("--threads").and_then(|text| text.parse().ok());
     let found = if args.has("--gpu") { device::open_gpu() } else { Ok(None) };
-    let chosen = Chosen::of(found, args.has("--gpu")).expect("a GPU");
+    let chosen = DeviceChoice::of(found, args.has("--gpu")).expect("a GPU");
     let gpu = chosen.working_set();
     let mut options = LoadOptions { threads, plan, verify: true, gpu, ..LoadOptions::default() };
     options.store.io = match args.flag("--io") {

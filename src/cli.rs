@@ -1,19 +1,11 @@
 //! The command line: every subcommand and flag, and nothing of what they mean (`config` says that). Each flag has an
 //! environment variable, `MOESTRO_` and its name; what is typed wins.
 
-mod chat;
-mod drafts;
-mod models;
-mod service;
 pub mod values;
 
-pub use chat::Run;
 use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
-pub use drafts::Drafts;
-pub use models::{Home, List, Ps, Remote, Rm, Stop};
-pub use service::{Install, Service, ServiceAction};
 use std::path::PathBuf;
-use values::{Device, Draft, ExpertIo, KvBits, LogFormat, OnOff, Speculation, Switch};
+use values::{Device, DraftModel, ExpertIo, KvBits, LogFormat, OnOff, SpeculationMode, Switch};
 
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 120, args_override_self = true)]
@@ -28,36 +20,36 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Serve a model through an OpenAI-compatible API
-    Serve(Serve),
+    Serve(ServeArgs),
     /// One answer on the terminal, tokens as they come
-    Generate(Generate),
+    Generate(GenerateArgs),
     /// Chat on the terminal; with a prompt, or behind a pipe, one answer
-    Run(Run),
+    Run(RunArgs),
     /// The memory plan of a model, and its estimated speed on this machine
-    Info(Info),
+    Info(InfoArgs),
     /// Measure prefill, decode, hits, stall and disk
-    Bench(Bench),
+    Bench(BenchArgs),
     /// Write a synthetic checkpoint with a real model's dimensions
-    Synth(Synth),
+    Synth(SynthArgs),
     /// Write one page-aligned record per expert, for faster reads
-    Pack(Pack),
+    Pack(PackArgs),
     /// Download a model from the Hugging Face hub
-    Pull(Pull),
+    Pull(PullArgs),
     /// The models on this machine
     #[command(visible_alias = "ls")]
-    List(List),
+    List(ListArgs),
     /// Delete a model from this machine
-    Rm(Rm),
+    Rm(RmArgs),
     /// What a running server has in memory
-    Ps(Ps),
+    Ps(PsArgs),
     /// Have a running server give a model's memory back
-    Stop(Stop),
+    Stop(StopArgs),
     /// Check that this machine computes what it should, for a bug report
-    Doctor(Doctor),
+    Doctor(DoctorArgs),
     /// Serve from login on, kept running by launchd or systemd
-    Service(Service),
+    Service(ServiceArgs),
     /// Every setting of `serve` and where it came from
-    Config(Serve),
+    Config(ServeArgs),
     /// A completion script for a shell
     Completions {
         #[arg(value_enum)]
@@ -69,9 +61,9 @@ pub enum Command {
 }
 
 #[derive(Debug, Args)]
-pub struct Serve {
+pub struct ServeArgs {
     #[command(flatten)]
-    pub model: Model,
+    pub model: ModelArgs,
     /// Address to listen on: an address of this machine or a name for one; 0.0.0.0 is all of them
     #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1")]
     pub host: String,
@@ -102,7 +94,7 @@ pub struct Serve {
     #[arg(long, env = "MOESTRO_KEEP_ALIVE", value_name = "DURATION", value_parser = values::duration)]
     pub keep_alive: Option<std::time::Duration>,
     #[command(flatten)]
-    pub home: Home,
+    pub home: ModelsDirArgs,
     /// Leave the `x-anthropic-billing-header:` that Claude Code puts before its system prompt in the prompt: it changes
     /// with every turn
     #[arg(long, env = "MOESTRO_KEEP_BILLING_HEADER", value_parser = BoolishValueParser::new())]
@@ -114,9 +106,9 @@ pub struct Serve {
     #[arg(long, env = "MOESTRO_LOG_FORMAT", value_enum, default_value_t)]
     pub log_format: LogFormat,
     #[command(flatten)]
-    pub load: Load,
+    pub load: LoadArgs,
     #[command(flatten)]
-    pub cache: PromptCache,
+    pub cache: PromptCacheArgs,
     /// Directory for checkpoints of prompts, which outlive the server, or off [default: in the user's cache]
     #[arg(long, env = "MOESTRO_PROMPT_CACHE_DIR", value_name = "DIR", help_heading = "Prompt cache")]
     pub prompt_cache_dir: Option<String>,
@@ -124,15 +116,15 @@ pub struct Serve {
     #[arg(long, env = "MOESTRO_PROMPT_CACHE_DISK", value_name = "SIZE", default_value = "16GiB", value_parser = values::size, help_heading = "Prompt cache")]
     pub prompt_cache_disk: u64,
     #[command(flatten)]
-    pub drafts: Drafts,
+    pub drafts: DraftArgs,
     #[command(flatten)]
-    pub sampling: Sampling,
+    pub sampling: SamplingArgs,
 }
 
 /// Checkpoints of earlier prompts, for later ones.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Prompt cache")]
-pub struct PromptCache {
+pub struct PromptCacheArgs {
     /// Memory for what later prompts can go on from: 1GiB, 500M, off for nothing [default: 1/16 of what the least plan
     /// leaves, at most 2GiB]
     #[arg(long, env = "MOESTRO_PROMPT_CACHE", value_name = "SIZE|off", value_parser = values::size_or_off)]
@@ -140,9 +132,9 @@ pub struct PromptCache {
 }
 
 #[derive(Debug, Args)]
-pub struct Generate {
+pub struct GenerateArgs {
     #[command(flatten)]
-    pub model: Model,
+    pub model: ModelArgs,
     /// The prompt; a chat model gets it as a user's message. With -, or without it behind a pipe, it is read from stdin
     #[arg(short, long, env = "MOESTRO_PROMPT")]
     pub prompt: Option<String>,
@@ -153,16 +145,16 @@ pub struct Generate {
     #[arg(long, env = "MOESTRO_SEED", value_name = "N")]
     pub seed: Option<u64>,
     #[command(flatten)]
-    pub load: Load,
+    pub load: LoadArgs,
     #[command(flatten)]
-    pub drafts: Drafts,
+    pub drafts: DraftArgs,
     #[command(flatten)]
-    pub sampling: Sampling,
+    pub sampling: SamplingArgs,
 }
 
 /// The model to work with.
 #[derive(Debug, Args)]
-pub struct Model {
+pub struct ModelArgs {
     /// A directory, a hub id (org/name), or nothing: the demo model
     #[arg(env = "MOESTRO_MODEL", value_name = "MODEL")]
     pub model: Option<String>,
@@ -171,7 +163,7 @@ pub struct Model {
 /// Loading a model.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
-pub struct Load {
+pub struct LoadArgs {
     /// The device that computes
     #[arg(long, env = "MOESTRO_DEVICE", value_enum, default_value_t)]
     pub device: Device,
@@ -212,7 +204,7 @@ pub struct Load {
 /// Sampling where a request says nothing; without a flag, the model's generation_config.json.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sampling defaults (else the model's own)")]
-pub struct Sampling {
+pub struct SamplingArgs {
     /// 0 is greedy
     #[arg(long, env = "MOESTRO_TEMP", value_name = "T", value_parser = values::not_negative)]
     pub temp: Option<f32>,
@@ -235,9 +227,9 @@ pub struct Sampling {
 
 /// The plan and the measured speed estimate.
 #[derive(Debug, Args)]
-pub struct Info {
+pub struct InfoArgs {
     #[command(flatten)]
-    pub model: Model,
+    pub model: ModelArgs,
     /// Simulate another machine rather than measure this one (m1-ultra-64, m4-max-128, ...; all)
     #[arg(long, env = "MOESTRO_MACHINE", value_name = "NAME")]
     pub machine: Option<String>,
@@ -248,18 +240,18 @@ pub struct Info {
     #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
     pub json: bool,
     #[command(flatten)]
-    pub load: Load,
+    pub load: LoadArgs,
     #[command(flatten)]
-    pub cache: PromptCache,
+    pub cache: PromptCacheArgs,
     #[command(flatten)]
-    pub drafts: Drafts,
+    pub drafts: DraftArgs,
 }
 
 /// Prefill, decode, hits, stall, disk.
 #[derive(Debug, Args)]
-pub struct Bench {
+pub struct BenchArgs {
     #[command(flatten)]
-    pub model: Model,
+    pub model: ModelArgs,
     /// Tokens of the prompt
     #[arg(long, env = "MOESTRO_PROMPT_TOKENS", value_name = "N", default_value_t = 512, value_parser = values::up_to::<16_777_216>)]
     pub prompt_tokens: usize,
@@ -274,13 +266,13 @@ pub struct Bench {
     pub quality: bool,
     /// Instead: the same answer plain and with this draft, side by side
     #[arg(long, value_name = "mtp|self|lookup|PATH|ID", value_parser = values::draft, conflicts_with_all = ["cold", "quality"])]
-    pub draft_model: Option<Draft>,
+    pub draft_model: Option<DraftModel>,
     /// Tokens that are drafted at a time at most
     #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]
     pub num_draft_tokens: usize,
     /// Use of drafts: auto as long as they save time
     #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
-    pub speculation: Speculation,
+    pub speculation: SpeculationMode,
     /// A text to take the prompt from, rather than the one in the binary
     #[arg(long, env = "MOESTRO_TEXT", value_name = "FILE")]
     pub text: Option<PathBuf>,
@@ -291,12 +283,12 @@ pub struct Bench {
     #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
     pub json: bool,
     #[command(flatten)]
-    pub load: Load,
+    pub load: LoadArgs,
 }
 
 /// A synthetic checkpoint with real dimensions and random weights.
 #[derive(Debug, Args)]
-pub struct Synth {
+pub struct SynthArgs {
     /// Directory to write; must not exist
     pub out: PathBuf,
     /// The model whose dimensions it has
@@ -321,9 +313,9 @@ pub struct Synth {
 
 /// One page-aligned record per expert: faster reads.
 #[derive(Debug, Args)]
-pub struct Pack {
+pub struct PackArgs {
     #[command(flatten)]
-    pub model: Model,
+    pub model: ModelArgs,
     /// Directory to write [default: in the user's cache]
     #[arg(long, env = "MOESTRO_OUT", value_name = "DIR")]
     pub out: Option<PathBuf>,
@@ -334,14 +326,14 @@ pub struct Pack {
 
 /// Download with progress, resume and checksum.
 #[derive(Debug, Args)]
-pub struct Pull {
+pub struct PullArgs {
     /// A hub id: org/name
     pub id: String,
 }
 
 /// Every kernel compared with the CPU, and the demo's answer on each device.
 #[derive(Debug, Args)]
-pub struct Doctor {
+pub struct DoctorArgs {
     /// One JSON object instead of tables
     #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
     pub json: bool,
@@ -351,5 +343,177 @@ pub struct Doctor {
     pub any_gpu: bool,
 }
 
+#[derive(Debug, Args)]
+#[command(mut_arg("prompt", |arg| arg.help("Answer this and end. With -, or without it behind a pipe, it is read from stdin")))]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub generate: GenerateArgs,
+    /// A system prompt
+    #[arg(long, env = "MOESTRO_SYSTEM", value_name = "TEXT")]
+    pub system: Option<String>,
+    #[command(flatten)]
+    pub cache: PromptCacheArgs,
+}
+
+/// Several tokens at once, where that is faster.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Speculation (the answer is the same with and without)")]
+pub struct DraftArgs {
+    /// Source of drafts: the checkpoint's MTP head, the text so far, or a directory or a hub id with an MTP head, a DFlash
+    /// draft or a small model of the same vocabulary; auto is mtp if there is a head, else lookup
+    #[arg(long, env = "MOESTRO_DRAFT_MODEL", value_name = "auto|mtp|lookup|off|PATH|ID", default_value = "auto", value_parser = values::draft)]
+    pub draft_model: DraftModel,
+    /// Tokens that are drafted at a time at most
+    #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]
+    pub num_draft_tokens: usize,
+    /// Use drafts: auto does as long as they save time
+    #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
+    pub speculation: SpeculationMode,
+}
+
+/// The directory of models beside the Hugging Face cache.
+#[derive(Debug, Default, Args)]
+pub struct ModelsDirArgs {
+    /// Models of your own: one directory each, NAME or ORG/NAME [default: moestro/models in ~/.local/share or $XDG_DATA_HOME]
+    #[arg(long, env = "MOESTRO_MODELS_DIR", value_name = "DIR")]
+    pub models_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct ListArgs {
+    #[command(flatten)]
+    pub home: ModelsDirArgs,
+    /// One JSON object instead of a table
+    #[arg(long, env = "MOESTRO_JSON", value_parser = BoolishValueParser::new())]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct RmArgs {
+    /// As `moestro list` names it
+    pub name: String,
+    #[command(flatten)]
+    pub home: ModelsDirArgs,
+    /// Do not ask
+    #[arg(short, long, env = "MOESTRO_YES", value_parser = BoolishValueParser::new())]
+    pub yes: bool,
+}
+
+/// A server on this machine or elsewhere.
+#[derive(Debug, Args)]
+pub struct RemoteArgs {
+    /// The server's address
+    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1")]
+    pub host: String,
+    /// The server's port
+    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413)]
+    pub port: u16,
+    /// The server's key
+    #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = values::key)]
+    pub api_key: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct PsArgs {
+    #[command(flatten)]
+    pub remote: RemoteArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct StopArgs {
+    /// As `moestro ps` names it
+    pub name: String,
+    #[command(flatten)]
+    pub remote: RemoteArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct ServiceArgs {
+    #[command(subcommand)]
+    pub action: ServiceAction,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum ServiceAction {
+    /// Describe the service to the system and start it
+    Install(InstallArgs),
+    /// Stop it, and take its description away
+    Uninstall,
+    Start,
+    Stop,
+    /// Have it read its configuration file again
+    Reload,
+    /// Its status, from the service manager
+    Status,
+    /// The end of its log, and what comes
+    Logs,
+}
+
+#[derive(Debug, Default, Args)]
+pub struct InstallArgs {
+    /// Let the system hold the port, and start with the first connection
+    #[arg(long, env = "MOESTRO_ON_DEMAND", value_parser = BoolishValueParser::new())]
+    pub on_demand: bool,
+    /// On demand: the address to listen on
+    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1")]
+    pub host: String,
+    /// On demand: the port to listen on
+    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413)]
+    pub port: u16,
+    /// Show what would be written and run
+    #[arg(long, env = "MOESTRO_DRY_RUN", value_parser = BoolishValueParser::new())]
+    pub dry_run: bool,
+    /// Arguments of `moestro serve`, behind --; under systemd it writes to the user's cache directory only
+    #[arg(last = true)]
+    pub args: Vec<String>,
+}
+
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_has_its_variable() {
+        for command in Cli::command().get_subcommands() {
+            for arg in command.get_arguments() {
+                let Some(long) = arg.get_long().filter(|&long| long != "help") else { continue };
+                if (command.get_name(), long) == ("bench", "draft-model") {
+                    // There it asks for another bench.
+                    assert!(arg.get_env().is_none());
+                    continue;
+                }
+                let variable = format!("MOESTRO_{}", long.to_uppercase().replace('-', "_"));
+                assert_eq!(arg.get_env().and_then(|name| name.to_str()), Some(&*variable), "--{long}");
+            }
+        }
+    }
+
+    #[test]
+    fn odd_values_are_refused_in_words() {
+        let refused = |flags: &[&str]| {
+            let typed = ["moestro", "serve"].iter().chain(flags);
+            Cli::try_parse_from(typed).map(|_| ()).unwrap_err().to_string()
+        };
+        assert!(refused(&["--top-p", "1.5"]).contains("not between 0 and 1"));
+        assert!(refused(&["--temp", "nan"]).contains("not a number from 0 up"));
+        assert!(refused(&["--threads", "0"]).contains("from 1 to 1024"));
+        assert!(refused(&["--threads", "10000"]).contains("from 1 to 1024"));
+        assert!(refused(&["--io-threads", "100000"]).contains("from 1 to 1024"));
+        assert!(refused(&["--ctx-size", "4611686018427387904"]).contains("from 1 to 16777216"));
+        assert!(refused(&["--prefill-chunk", "1000000"]).contains("from 1 to 65536"));
+        assert!(refused(&["--max-queue", "99999999"]).contains("from 0 to 65536"));
+        assert!(refused(&["--allowed-host", "http://x"]).contains("without scheme or port"));
+        assert!(refused(&["--api-key", "a", "--api-key-file", "b"]).contains("cannot be used with"));
+        assert!(refused(&["--memory-limit", "8Q"]).contains("8GiB"));
+        assert!(refused(&["--api-key", ""]).contains("empty"));
+        assert!(refused(&["--port", "70000"]).contains("65535"));
+        assert!(refused(&["--cors", "example.com"]).contains("https://"));
+        assert!(refused(&["--device", "tpu"]).contains("cuda"));
+    }
+}

@@ -1,10 +1,10 @@
 //! The user's requests, checked. `cli` has what was typed; from here on nobody sees a raw option.
 
-pub mod file;
-pub mod generation;
+pub mod config_file;
+pub mod generation_config;
 
-pub use crate::cli::values::{Device, Draft, ExpertIo, KvBits, OnOff, Speculation, Switch};
-pub use generation::Generation;
+pub use crate::cli::values::{Device, DraftModel, ExpertIo, KvBits, OnOff, SpeculationMode, Switch};
+pub use generation_config::GenerationDefaults;
 
 use crate::cli::{self, values};
 use std::{
@@ -16,7 +16,7 @@ use std::{
 
 /// The model asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
+pub enum ModelSource {
     /// The demo model in the binary.
     Demo,
     Directory(PathBuf),
@@ -24,12 +24,12 @@ pub enum Source {
     Hub(String),
 }
 
-impl Source {
+impl ModelSource {
     /// A path that exists is a directory; another that reads as `org/name` is a hub id.
     pub fn new(typed: Option<&str>) -> Self {
-        let Some(typed) = typed else { return Source::Demo };
+        let Some(typed) = typed else { return ModelSource::Demo };
         let path = expand(typed);
-        if !path.exists() && is_hub_id(typed) { Source::Hub(typed.into()) } else { Source::Directory(path) }
+        if !path.exists() && is_hub_id(typed) { ModelSource::Hub(typed.into()) } else { ModelSource::Directory(path) }
     }
 }
 
@@ -58,7 +58,7 @@ pub fn is_hub_id(typed: &str) -> bool {
 
 /// The options of loading a model. `None` is for the plan to choose.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Load {
+pub struct LoadSettings {
     pub device: Device,
     pub threads: Option<usize>,
     /// Bytes.
@@ -78,12 +78,12 @@ pub struct Load {
     /// Bytes of memory for checkpoints of prompts; 0 for a command that has no use for them.
     pub prompt_cache: Option<u64>,
     /// Drafts, which take memory to take rows back with; `None` for a command that has no use for them.
-    pub drafts: Option<Drafts>,
+    pub drafts: Option<DraftOptions>,
 }
 
-impl Load {
+impl LoadSettings {
     /// Fails with a sentence if `SWIFTLM_TOP_K` is no number.
-    pub fn new(typed: cli::Load) -> Result<Self, String> {
+    pub fn new(typed: cli::LoadArgs) -> Result<Self, String> {
         let swiftlm = env::var("SWIFTLM_TOP_K").ok();
         Ok(Self {
             device: typed.device,
@@ -117,7 +117,7 @@ fn experts_at_most(swiftlm: Option<&str>) -> Result<Option<usize>, String> {
 
 /// The place in which checkpoints of prompts outlive the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PromptDir {
+pub enum PromptCacheDir {
     Off,
     /// In the user's cache directory.
     Cache,
@@ -126,8 +126,8 @@ pub enum PromptDir {
 
 /// `moestro serve`.
 #[derive(Debug, Clone)]
-pub struct Serve {
-    pub model: Source,
+pub struct ServeConfig {
+    pub model: ModelSource,
     pub host: String,
     pub port: u16,
     pub api_key: Option<String>,
@@ -141,19 +141,19 @@ pub struct Serve {
     pub models_dir: Option<PathBuf>,
     pub keep_billing_header: bool,
     /// The place of prompts' checkpoints on the disk, and their bytes at most.
-    pub prompt_cache_dir: PromptDir,
+    pub prompt_cache_dir: PromptCacheDir,
     pub prompt_cache_disk: u64,
-    pub load: Load,
-    pub generation: Generation,
+    pub load: LoadSettings,
+    pub generation: GenerationDefaults,
     /// The model reasons, where a request does not say.
     pub thinking: Option<bool>,
 }
 
-impl Serve {
-    pub fn new(typed: cli::Serve) -> Result<Self, String> {
+impl ServeConfig {
+    pub fn new(typed: cli::ServeArgs) -> Result<Self, String> {
         let from_file = typed.api_key_file.as_deref().map(key).transpose()?;
         Ok(Self {
-            model: Source::new(typed.model.model.as_deref()),
+            model: ModelSource::new(typed.model.model.as_deref()),
             host: typed.host,
             port: typed.port,
             api_key: typed.api_key.or(from_file),
@@ -165,18 +165,18 @@ impl Serve {
             models_dir: typed.home.models_dir,
             keep_billing_header: typed.keep_billing_header,
             prompt_cache_dir: match typed.prompt_cache_dir.as_deref() {
-                Some("off") => PromptDir::Off,
-                Some(dir) => PromptDir::In(expand(dir)),
-                None => PromptDir::Cache,
+                Some("off") => PromptCacheDir::Off,
+                Some(dir) => PromptCacheDir::In(expand(dir)),
+                None => PromptCacheDir::Cache,
             },
             prompt_cache_disk: typed.prompt_cache_disk,
-            load: Load {
+            load: LoadSettings {
                 prompt_cache: typed.cache.prompt_cache,
-                drafts: Some(Drafts::new(typed.drafts)),
-                ..Load::new(typed.load)?.serving()
+                drafts: Some(DraftOptions::new(typed.drafts)),
+                ..LoadSettings::new(typed.load)?.serving()
             },
             thinking: thinking(&typed.sampling),
-            generation: Generation::typed(&typed.sampling),
+            generation: GenerationDefaults::typed(&typed.sampling),
         })
     }
 }
@@ -194,40 +194,40 @@ fn key(path: &Path) -> Result<String, String> {
 
 /// The settings of speculation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Drafts {
-    pub draft: Draft,
+pub struct DraftOptions {
+    pub draft: DraftModel,
     /// Tokens drafted at a time at most.
     pub tokens: usize,
-    pub speculation: Speculation,
+    pub speculation: SpeculationMode,
 }
 
-impl Drafts {
-    pub fn new(typed: cli::Drafts) -> Self {
+impl DraftOptions {
+    pub fn new(typed: cli::DraftArgs) -> Self {
         Self { draft: typed.draft_model, tokens: typed.num_draft_tokens, speculation: typed.speculation }
     }
 
     pub fn are_used(&self) -> bool {
-        self.draft != Draft::Off && self.speculation != Speculation::Off
+        self.draft != DraftModel::Off && self.speculation != SpeculationMode::Off
     }
 }
 
 /// `moestro generate` and `run`.
 #[derive(Debug, Clone)]
-pub struct Generate {
-    pub model: Source,
+pub struct GenerateConfig {
+    pub model: ModelSource,
     /// `None`: nothing was said, and there is a terminal to ask on.
     pub prompt: Option<String>,
     pub system: Option<String>,
     pub max_tokens: Option<usize>,
     pub seed: Option<u64>,
-    pub load: Load,
-    pub generation: Generation,
+    pub load: LoadSettings,
+    pub generation: GenerationDefaults,
     pub thinking: Option<bool>,
 }
 
-impl Generate {
+impl GenerateConfig {
     /// One answer.
-    pub fn new(typed: cli::Generate) -> Result<Self, String> {
+    pub fn new(typed: cli::GenerateArgs) -> Result<Self, String> {
         let config = Self::typed(typed)?;
         if config.prompt.is_none() {
             return Err("nothing to answer: say it with -p PROMPT, or through a pipe; `moestro run` chats".into());
@@ -236,22 +236,22 @@ impl Generate {
     }
 
     /// A chat, or one answer if something was said.
-    pub fn chat(typed: cli::Run) -> Result<Self, String> {
+    pub fn chat(typed: cli::RunArgs) -> Result<Self, String> {
         let config = Self::typed(typed.generate)?;
-        let load = Load { prompt_cache: typed.cache.prompt_cache, ..config.load };
+        let load = LoadSettings { prompt_cache: typed.cache.prompt_cache, ..config.load };
         Ok(Self { system: typed.system, load, ..config })
     }
 
-    fn typed(typed: cli::Generate) -> Result<Self, String> {
+    fn typed(typed: cli::GenerateArgs) -> Result<Self, String> {
         Ok(Self {
-            model: Source::new(typed.model.model.as_deref()),
+            model: ModelSource::new(typed.model.model.as_deref()),
             prompt: said(typed.prompt)?,
             system: None,
             max_tokens: typed.max_tokens,
             seed: typed.seed,
-            load: Load { drafts: Some(Drafts::new(typed.drafts)), ..Load::new(typed.load)? },
+            load: LoadSettings { drafts: Some(DraftOptions::new(typed.drafts)), ..LoadSettings::new(typed.load)? },
             thinking: thinking(&typed.sampling),
-            generation: Generation::typed(&typed.sampling),
+            generation: GenerationDefaults::typed(&typed.sampling),
         })
     }
 }
@@ -268,7 +268,7 @@ fn said(typed: Option<String>) -> Result<Option<String>, String> {
     if text.is_empty() { Err("the prompt on stdin is empty".into()) } else { Ok(Some(text.to_owned())) }
 }
 
-fn thinking(typed: &cli::Sampling) -> Option<bool> {
+fn thinking(typed: &cli::SamplingArgs) -> Option<bool> {
     typed.thinking.map(|thinking| thinking == OnOff::On)
 }
 
@@ -286,13 +286,16 @@ mod tests {
     fn a_model_is_a_directory_or_a_hub_id_or_the_demo() {
         let here = tempfile::tempdir().unwrap();
         let path = here.path().to_str().unwrap();
-        assert_eq!(Source::new(None), Source::Demo);
-        assert_eq!(Source::new(Some(path)), Source::Directory(path.into()));
-        assert_eq!(Source::new(Some("mlx-community/Qwen3.5-4bit")), Source::Hub("mlx-community/Qwen3.5-4bit".into()));
+        assert_eq!(ModelSource::new(None), ModelSource::Demo);
+        assert_eq!(ModelSource::new(Some(path)), ModelSource::Directory(path.into()));
+        assert_eq!(
+            ModelSource::new(Some("mlx-community/Qwen3.5-4bit")),
+            ModelSource::Hub("mlx-community/Qwen3.5-4bit".into())
+        );
         // An existing directory comes first, and what cannot be an id stays a path, to be missed as one.
-        assert_eq!(Source::new(Some("src/engine")), Source::Directory("src/engine".into()));
+        assert_eq!(ModelSource::new(Some("src/engine")), ModelSource::Directory("src/engine".into()));
         for path in ["./no/where", "/no/where", "nowhere", "a/b/c", "../models/x", "a/", "org/na me"] {
-            assert_eq!(Source::new(Some(path)), Source::Directory(path.into()));
+            assert_eq!(ModelSource::new(Some(path)), ModelSource::Directory(path.into()));
         }
     }
 

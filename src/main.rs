@@ -5,10 +5,12 @@ mod version;
 use clap::error::ErrorKind;
 use moestro::{
     cli::Command,
-    command::{catalog, effective, generate, log, models, pack, pull, remote, run as chat, serve, service, shell},
+    command::{
+        completions, generate, local_models, log, models, pack, ps, pull, run as chat, serve, service, show_config,
+    },
     config::{
-        Generate, Serve,
-        file::{self, Settings},
+        GenerateConfig, ServeConfig,
+        config_file::{self, Settings},
     },
     error::CommandError,
     tools::{bench, doctor, info, synth},
@@ -20,18 +22,18 @@ use std::{
 
 fn main() -> ExitCode {
     // A usage error ends here, with clap's words and exit code 2.
-    let (mut cli, mut settings) = file::parse(std::env::args_os()).unwrap_or_else(|error| match error.kind() {
+    let (mut cli, mut settings) = config_file::parse(std::env::args_os()).unwrap_or_else(|error| match error.kind() {
         ErrorKind::DisplayVersion => {
             let _ = writeln!(io::stdout(), "moestro {}", version::whole());
             exit(0)
         }
         _ => error.exit(),
     });
-    catalog::find(&mut cli.command, &mut settings);
+    local_models::find(&mut cli.command, &mut settings);
     match log::init(&cli.command).and_then(|()| run(cli.command, &settings)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("moestro: {error}{}", catalog::hint(&error, &settings));
+            eprintln!("moestro: {error}{}", local_models::hint(&error, &settings));
             ExitCode::from(error.exit_code())
         }
     }
@@ -39,23 +41,23 @@ fn main() -> ExitCode {
 
 fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
     match command {
-        Command::Serve(typed) => serve::run(Serve::new(typed).map_err(CommandError::Usage)?, settings),
-        Command::Generate(typed) => generate::run(&Generate::new(typed).map_err(CommandError::Usage)?),
-        Command::Run(typed) => chat::run(&Generate::chat(typed).map_err(CommandError::Usage)?),
+        Command::Serve(typed) => serve::run(ServeConfig::new(typed).map_err(CommandError::Usage)?, settings),
+        Command::Generate(typed) => generate::run(&GenerateConfig::new(typed).map_err(CommandError::Usage)?),
+        Command::Run(typed) => chat::run(&GenerateConfig::chat(typed).map_err(CommandError::Usage)?),
         Command::Pack(typed) => pack::run(&typed),
         Command::List(typed) => models::list(&typed, settings),
         Command::Rm(typed) => models::remove(&typed, settings),
-        Command::Ps(typed) => remote::ps(&typed),
-        Command::Stop(typed) => remote::stop(&typed),
+        Command::Ps(typed) => ps::ps(&typed),
+        Command::Stop(typed) => ps::stop(&typed),
         Command::Pull(typed) => pull::run(&typed),
         Command::Info(typed) => info::run(typed),
         Command::Bench(typed) => bench::run(typed),
         Command::Doctor(typed) => doctor::run(&typed, &version::whole()),
         Command::Synth(typed) => synth::command::run(&typed),
-        Command::Man { dir } => shell::man(&dir),
+        Command::Man { dir } => completions::man(&dir),
         Command::Service(typed) => service::run(typed),
-        Command::Config(_) => show(effective::report(settings).as_bytes()),
-        Command::Completions { shell } => show(&shell::completions(shell)),
+        Command::Config(_) => show(show_config::report(settings).as_bytes()),
+        Command::Completions { shell } => show(&completions::completions(shell)),
     }
 }
 

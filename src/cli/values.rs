@@ -42,7 +42,7 @@ pub enum LogFormat {
 
 /// The source of drafts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Draft {
+pub enum DraftModel {
     /// The MTP head if the checkpoint has one, else lookup.
     Auto,
     Mtp,
@@ -54,7 +54,7 @@ pub enum Draft {
 
 /// The use of drafts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Speculation {
+pub enum SpeculationMode {
     /// As long as they save time.
     #[default]
     Auto,
@@ -117,19 +117,19 @@ pub fn size(text: &str) -> Result<u64, String> {
 }
 
 /// The source of drafts. A directory of one of the names is written with a slash.
-pub fn draft(text: &str) -> Result<Draft, String> {
+pub fn draft(text: &str) -> Result<DraftModel, String> {
     match text {
-        "lookup" => Ok(Draft::Lookup),
-        "off" => Ok(Draft::Off),
-        "auto" => Ok(Draft::Auto),
-        "mtp" => Ok(Draft::Mtp),
+        "lookup" => Ok(DraftModel::Lookup),
+        "off" => Ok(DraftModel::Off),
+        "auto" => Ok(DraftModel::Auto),
+        "mtp" => Ok(DraftModel::Mtp),
         "self" => Err(
             "self was removed because it was slower than plain decoding; use auto, mtp, lookup, off, a directory or \
                        a hub id (a directory named self is written ./self)"
                 .into(),
         ),
         "" => Err("it is empty".into()),
-        _ => Ok(Draft::Model(text.into())),
+        _ => Ok(DraftModel::Model(text.into())),
     }
 }
 

@@ -1,18 +1,18 @@
 //! `moestro generate`: one answer on the terminal, and a line of figures on stderr.
 
 use super::local_model::{LocalModel, figures, message};
-use crate::{config::Generate, error::CommandError};
+use crate::{config::GenerateConfig, error::CommandError};
 use std::future::pending;
 
 /// Answers one prompt.
-pub fn run(config: &Generate) -> Result<(), CommandError> {
+pub fn run(config: &GenerateConfig) -> Result<(), CommandError> {
     let local = LocalModel::load(config)?;
     one(&local, config)?;
     local.end()
 }
 
 /// The answer to what was said.
-pub fn one(local: &LocalModel, config: &Generate) -> Result<(), CommandError> {
+pub fn one(local: &LocalModel, config: &GenerateConfig) -> Result<(), CommandError> {
     let system = config.system.iter().map(|text| message("system", text));
     let messages: Vec<_> = system.chain(config.prompt.iter().map(|text| message("user", text))).collect();
     let runtime = runtime()?;

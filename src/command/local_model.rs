@@ -1,12 +1,12 @@
 //! A model that speaks on the terminal: its engine, what is said to it, and the page that its words go to.
 
-use super::{Checkpoint, device::Chosen, load_model};
+use super::{CheckpointMeta, device_choice::DeviceChoice, load_model};
 use crate::{
     chat::{
         Conversation, Decoder, Speaker, Template, message_ends,
         parser::{Delta, Parser},
     },
-    config::Generate,
+    config::GenerateConfig,
     engine::{self, Boundary, Departure, Event, Finish, Handle, Options, Request, Sampling, Timings, Worker},
     error::{CommandError, EngineError},
     metrics::Metrics,
@@ -28,7 +28,7 @@ pub struct AnswerOptions {
 
 /// An answer.
 #[derive(Debug, Default)]
-pub struct Answer {
+pub struct TerminalAnswer {
     pub content: String,
     pub reasoning: String,
     /// `None` if it was broken off.
@@ -37,16 +37,16 @@ pub struct Answer {
 
 /// A model in memory.
 pub struct LocalModel {
-    pub checkpoint: Checkpoint,
+    pub checkpoint: CheckpointMeta,
     engine: Handle,
     worker: Worker,
 }
 
 impl LocalModel {
-    pub fn load(config: &Generate) -> Result<Self, CommandError> {
-        let chosen = Chosen::new(&config.load)?;
+    pub fn load(config: &GenerateConfig) -> Result<Self, CommandError> {
+        let chosen = DeviceChoice::new(&config.load)?;
         let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), chosen.name());
-        let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
+        let checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
         let loaded = load_model(&checkpoint, &config.load, chosen, &metrics)?;
         let options = Options {
             eos: checkpoint.generation.eos.clone(),
@@ -60,7 +60,7 @@ impl LocalModel {
         Ok(Self { checkpoint, engine, worker })
     }
 
-    pub fn answer_options(&self, config: &Generate) -> AnswerOptions {
+    pub fn answer_options(&self, config: &GenerateConfig) -> AnswerOptions {
         let sampling = Sampling { seed: config.seed, ..self.checkpoint.sampling() };
         AnswerOptions { sampling, max_tokens: config.max_tokens, thinking: config.thinking }
     }
@@ -85,7 +85,7 @@ impl LocalModel {
         messages: &[Value],
         answer_options: &AnswerOptions,
         stop: impl Future<Output = ()>,
-    ) -> Result<Answer, CommandError> {
+    ) -> Result<TerminalAnswer, CommandError> {
         let prompt = self.prompt(messages, answer_options.thinking)?;
         let ids = self.checkpoint.tokenizer.encode(&prompt)?;
         let ends = message_ends(&self.checkpoint.tokenizer, &ids).into_iter();
@@ -102,7 +102,7 @@ impl LocalModel {
             ..Request::new(ids, answer_options.max_tokens.unwrap_or(usize::MAX), answer_options.sampling.clone())
         })?;
         let mut decoder = Decoder::new(self.checkpoint.tokenizer.clone());
-        let mut page = Page::new(Parser::new(Template::opens_in_reasoning(&prompt), &[]));
+        let mut page = AnswerPrinter::new(Parser::new(Template::opens_in_reasoning(&prompt), &[]));
         let mut stop = std::pin::pin!(stop);
         let end = loop {
             let event = tokio::select! {
@@ -119,7 +119,7 @@ impl LocalModel {
         };
         page.write(&decoder.finish())?;
         page.end()?;
-        Ok(Answer { content: page.content, reasoning: page.thoughts, end })
+        Ok(TerminalAnswer { content: page.content, reasoning: page.thoughts, end })
     }
 
     /// Lets the model go.
@@ -136,7 +136,7 @@ pub fn message(role: &str, content: &str) -> Value {
 
 /// Prints an answer: its words to stdout as the tokens come, its reasoning to stderr, dimmed if that is a terminal. If only
 /// stdout is a terminal, reasoning is not told.
-struct Page {
+struct AnswerPrinter {
     parser: Parser,
     dims: bool,
     tells_reasoning: bool,
@@ -145,7 +145,7 @@ struct Page {
     thoughts: String,
 }
 
-impl Page {
+impl AnswerPrinter {
     fn new(parser: Parser) -> Self {
         let dims = io::stderr().is_terminal();
         let tells_reasoning = dims || !io::stdout().is_terminal();

@@ -1,27 +1,27 @@
 //! The subcommands that serve and fetch, one file each, and what all commands share: finding a checkpoint and loading its
 //! parts.
 
-pub mod catalog;
-pub mod device;
-pub mod drafts;
-pub mod effective;
+mod chat_input;
+pub mod completions;
+pub mod device_choice;
+pub mod draft_source;
 pub mod generate;
-mod line;
 mod local_model;
+pub mod local_models;
 pub mod log;
 pub mod models;
 pub mod pack;
 pub mod progress;
+pub mod ps;
 pub mod pull;
-pub mod remote;
 pub mod run;
 pub mod serve;
 pub mod service;
-pub mod shell;
+pub mod show_config;
 
 use crate::{
     chat::{Template, Tokenizer},
-    config::{self, Drafts, ExpertIo, Generation, Load, Source, Switch},
+    config::{self, DraftOptions, ExpertIo, GenerationDefaults, LoadSettings, ModelSource, Switch},
     demo,
     engine::{self, Sampling},
     error::{CommandError, StoreError},
@@ -32,7 +32,7 @@ use crate::{
     plan::PlanOptions,
     platform::check_small,
 };
-use device::Chosen;
+use device_choice::DeviceChoice;
 use serde::Serialize;
 use std::{
     fmt::Display,
@@ -51,11 +51,11 @@ pub fn show(report: &(impl Display + Serialize), json: bool) {
 }
 
 /// The directory of a checkpoint: unpacks the demo model, and checks that there is something to read.
-pub fn resolve(source: &Source) -> Result<PathBuf, CommandError> {
+pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
     let dir = match source {
-        Source::Demo => demo::unpack()?,
-        Source::Directory(path) => path.clone(),
-        Source::Hub(id) => pull::find_or_download(id)?,
+        ModelSource::Demo => demo::unpack()?,
+        ModelSource::Directory(path) => path.clone(),
+        ModelSource::Hub(id) => pull::find_or_download(id)?,
     };
     let not_a_checkpoint = |why: &str| Err(StoreError::NotACheckpoint { path: dir.clone(), why: why.into() }.into());
     if !dir.exists() {
@@ -85,7 +85,7 @@ const SMALL: [(&str, u64); 6] = [
 ];
 
 /// A checkpoint without its weights: what is small and quickly read.
-pub struct Checkpoint {
+pub struct CheckpointMeta {
     pub dir: PathBuf,
     /// The last component of its path or hub id.
     pub name: String,
@@ -93,22 +93,22 @@ pub struct Checkpoint {
     /// A base model has none.
     pub template: Option<Template>,
     /// The sampling that its author recommends, overridden by the flags.
-    pub generation: Generation,
+    pub generation: GenerationDefaults,
 }
 
-impl Checkpoint {
+impl CheckpointMeta {
     /// `typed` are the flags of sampling.
-    pub fn open(source: &Source, typed: Generation) -> Result<Self, CommandError> {
+    pub fn open(source: &ModelSource, typed: GenerationDefaults) -> Result<Self, CommandError> {
         let dir = resolve(source)?;
         let name = match source {
-            Source::Hub(id) => id.rsplit('/').next().unwrap_or(id).to_string(),
+            ModelSource::Hub(id) => id.rsplit('/').next().unwrap_or(id).to_string(),
             _ => config::name(&dir),
         };
         let tokenizer = Tokenizer::load(&dir)?;
-        let texts = config::generation::json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
+        let texts = config::generation_config::json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
         let has_template = dir.join("chat_template.jinja").exists() || !texts["chat_template"].is_null();
         let template = if has_template { Some(Template::load(&dir)?) } else { None };
-        let mut generation = typed.or(Generation::read(&dir)?);
+        let mut generation = typed.or(GenerationDefaults::read(&dir)?);
         let end = texts["eos_token"].as_str().or(texts["eos_token"]["content"].as_str());
         let end = end.and_then(|text| tokenizer.id(text)).filter(|id| !generation.eos.contains(id));
         generation.eos.extend(end);
@@ -117,7 +117,7 @@ impl Checkpoint {
 
     /// The encoding of its weights: `4-bit affine, groups of 64`, or the type of those that are not quantised.
     pub fn quantisation(&self) -> Option<String> {
-        let config = config::generation::json(&self.dir.join("config.json")).ok()??;
+        let config = config::generation_config::json(&self.dir.join("config.json")).ok()??;
         let table = config.get("quantization").or(config.get("quantization_config"));
         let bits = table.and_then(|table| table["bits"].as_u64());
         match (table, bits) {
@@ -150,13 +150,13 @@ impl Checkpoint {
 }
 
 /// The flags of speculation as the engine's options.
-pub fn speculation(drafts: Option<&Drafts>, options: engine::Options) -> engine::Options {
+pub fn speculation(drafts: Option<&DraftOptions>, options: engine::Options) -> engine::Options {
     let Some(drafts) = drafts.filter(|drafts| drafts.are_used()) else { return options };
     engine::Options {
         speculate: match drafts.speculation {
-            config::Speculation::Off => engine::Speculate::Off,
-            config::Speculation::Auto => engine::Speculate::Auto,
-            config::Speculation::Force => engine::Speculate::Force,
+            config::SpeculationMode::Off => engine::Speculate::Off,
+            config::SpeculationMode::Auto => engine::Speculate::Auto,
+            config::SpeculationMode::Force => engine::Speculate::Force,
         },
         draft_tokens: drafts.tokens,
         ..options
@@ -164,7 +164,7 @@ pub fn speculation(drafts: Option<&Drafts>, options: engine::Options) -> engine:
 }
 
 /// A model in memory, and its description.
-pub struct Loaded {
+pub struct ReadyModel {
     pub model: Qwen,
     /// Its draft; prompt lookup, if none was named.
     pub draft: Box<dyn engine::Draft<Qwen>>,
@@ -188,7 +188,7 @@ pub fn kv_bits(said: config::KvBits) -> KvBits {
 }
 
 /// The flags of loading as the model's options.
-pub fn options(load: &Load) -> model::LoadOptions {
+pub fn options(load: &LoadSettings) -> model::LoadOptions {
     model::LoadOptions {
         threads: load.threads,
         plan: PlanOptions {
@@ -203,7 +203,7 @@ pub fn options(load: &Load) -> model::LoadOptions {
         },
         experts_per_token: load.experts_per_token,
         experts_at_most: load.experts_at_most,
-        verify: load.drafts.as_ref().is_some_and(Drafts::are_used),
+        verify: load.drafts.as_ref().is_some_and(DraftOptions::are_used),
         kv_bits: kv_bits(load.kv_bits),
         store: StoreOptions {
             slots: None,
@@ -227,12 +227,12 @@ pub fn options(load: &Load) -> model::LoadOptions {
 
 /// Loads the weights: a bar for the trunk, then one for the experts that are read before the first request.
 pub fn load_model(
-    checkpoint: &Checkpoint,
-    load: &Load,
-    chosen: Chosen,
+    checkpoint: &CheckpointMeta,
+    load: &LoadSettings,
+    chosen: DeviceChoice,
     metrics: &Arc<Metrics>,
-) -> Result<Loaded, CommandError> {
-    let found = drafts::Found::new(load, &checkpoint.dir, Some(&checkpoint.tokenizer))?;
+) -> Result<ReadyModel, CommandError> {
+    let found = draft_source::DraftSource::new(load, &checkpoint.dir, Some(&checkpoint.tokenizer))?;
     let bar = progress::bytes(0, format!("Loading {}", checkpoint.name));
     let options = model::LoadOptions {
         gpu: chosen.working_set(),
@@ -247,7 +247,7 @@ pub fn load_model(
     bar.finish_and_clear();
     let model = chosen.place(model?)?;
     let draft = found.load(&model)?;
-    let device = device::name(&model);
+    let device = device_choice::name(&model);
     metrics.runs_on(device);
     let experts_per_token = match model.config().ffn {
         FfnShape::Moe { k, .. } => Some(k),
@@ -256,5 +256,5 @@ pub fn load_model(
     let requests = model.plan().requests;
     let mut plan = serde_json::to_value(model.plan()).unwrap_or_default();
     plan["device"] = device.into();
-    Ok(Loaded { model, draft, device, experts_per_token, plan, requests })
+    Ok(ReadyModel { model, draft, device, experts_per_token, plan, requests })
 }

@@ -1,12 +1,12 @@
 //! `moestro list` and `rm`: the models on this machine.
 
 use super::{
-    catalog::{self, Entry, Origin},
+    local_models::{self, CatalogEntry, Origin},
     show,
 };
 use crate::{
     cli,
-    config::{self, file::Settings},
+    config::{self, config_file::Settings},
     error::CommandError,
 };
 use serde::Serialize;
@@ -17,7 +17,7 @@ use std::{
 };
 
 #[derive(Serialize)]
-struct Row {
+struct ModelRow {
     id: String,
     bytes: u64,
     #[serde(rename = "path")]
@@ -25,14 +25,14 @@ struct Row {
 }
 
 #[derive(Serialize)]
-struct Table {
-    models: Vec<Row>,
+struct ModelTable {
+    models: Vec<ModelRow>,
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for ModelTable {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = self.models.iter().map(|row| row.id.chars().count()).max().unwrap_or(0);
-        for Row { id, bytes, dir } in &self.models {
+        for ModelRow { id, bytes, dir } in &self.models {
             let place = dir.as_deref().unwrap_or(Path::new("in the program")).display();
             writeln!(out, "{id:width$}  {:>7.1} GB  {place}", *bytes as f64 / 1e9)?;
         }
@@ -41,17 +41,17 @@ impl fmt::Display for Table {
 }
 
 /// Prints what can be served, one model a line.
-pub fn list(typed: &cli::List, settings: &Settings) -> Result<(), CommandError> {
-    let row = |entry: Entry| Row { bytes: entry.bytes(), id: entry.id, dir: entry.dir };
-    let all = catalog::all(settings, typed.home.models_dir.as_deref());
-    show(&Table { models: all.into_iter().map(row).collect() }, typed.json);
+pub fn list(typed: &cli::ListArgs, settings: &Settings) -> Result<(), CommandError> {
+    let row = |entry: CatalogEntry| ModelRow { bytes: entry.bytes(), id: entry.id, dir: entry.dir };
+    let all = local_models::all(settings, typed.home.models_dir.as_deref());
+    show(&ModelTable { models: all.into_iter().map(row).collect() }, typed.json);
     Ok(())
 }
 
 /// Deletes what was downloaded of a model, or its directory if it lies among one's own.
-pub fn remove(typed: &cli::Rm, settings: &Settings) -> Result<(), CommandError> {
+pub fn remove(typed: &cli::RmArgs, settings: &Settings) -> Result<(), CommandError> {
     let usage = |why: String| Err(CommandError::Usage(why));
-    let all = catalog::all(settings, typed.home.models_dir.as_deref());
+    let all = local_models::all(settings, typed.home.models_dir.as_deref());
     let Some(entry) = all.iter().find(|entry| entry.id == typed.name) else {
         let near = config::nearest(&typed.name, all.iter().map(|entry| entry.id.as_str()));
         let hint = near.map_or(String::new(), |(_, near)| format!(" (did you mean {near}?)"));
@@ -67,7 +67,8 @@ pub fn remove(typed: &cli::Rm, settings: &Settings) -> Result<(), CommandError> 
     if !typed.yes && !agreed(&format!("Delete {} ({:.1} GB)?", dir.display(), entry.bytes() as f64 / 1e9))? {
         return Ok(());
     }
-    let removed = if entry.origin == Origin::Hub { catalog::hub::remove(&entry.id) } else { fs::remove_dir_all(dir) };
+    let removed =
+        if entry.origin == Origin::Hub { local_models::hub::remove(&entry.id) } else { fs::remove_dir_all(dir) };
     removed.map_err(|source| CommandError::Io { what: dir.display().to_string(), source })
 }
 

@@ -4,20 +4,20 @@ use super::{progress, resolve};
 use crate::{
     checkpoint::pack,
     cli,
-    config::Source,
+    config::ModelSource,
     error::{CommandError, StoreError},
     model::{CheckpointInfo, LoadOptions},
     plan::Size,
 };
 use std::{path::Path, time::Instant};
 
-pub fn run(typed: &cli::Pack) -> Result<(), CommandError> {
-    let dir = resolve(&Source::new(typed.model.model.as_deref()))?;
+pub fn run(typed: &cli::PackArgs) -> Result<(), CommandError> {
+    let dir = resolve(&ModelSource::new(typed.model.model.as_deref()))?;
     let found = CheckpointInfo::unpacked(&dir, &LoadOptions::default())?;
     if typed.verify { verify(typed, &dir, &found) } else { write(typed, &dir, &found) }
 }
 
-fn write(typed: &cli::Pack, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
+fn write(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
     let CheckpointInfo { experts: map, files, .. } = found;
     let homeless = || StoreError::Other("no place for the pack: neither HOME nor XDG_CACHE_HOME is set; --out".into());
     let out = match &typed.out {
@@ -50,7 +50,7 @@ fn write(typed: &cli::Pack, dir: &Path, found: &CheckpointInfo) -> Result<(), Co
 }
 
 /// Compares the pack in `--out`, or every pack that looks like this checkpoint's.
-fn verify(typed: &cli::Pack, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
+fn verify(typed: &cli::PackArgs, dir: &Path, found: &CheckpointInfo) -> Result<(), CommandError> {
     let CheckpointInfo { experts: map, files, .. } = found;
     let packs = match &typed.out {
         Some(out) => vec![out.clone()],

@@ -4,7 +4,7 @@ use crate::{cli, error::CommandError};
 use std::path::PathBuf;
 
 /// Downloads what is missing, or says where everything lies.
-pub fn run(typed: &cli::Pull) -> Result<(), CommandError> {
+pub fn run(typed: &cli::PullArgs) -> Result<(), CommandError> {
     println!("{}", download(&typed.id)?.display());
     Ok(())
 }

@@ -1,12 +1,12 @@
 //! `moestro run`: a chat on the terminal. Ctrl-C ends an answer, Ctrl-D the chat.
 
 use super::{
+    chat_input::{LineEditor, LineEvent},
     generate,
-    line::{Input, Typed},
-    local_model::{Answer, AnswerOptions, LocalModel, figures, message},
+    local_model::{AnswerOptions, LocalModel, TerminalAnswer, figures, message},
 };
 use crate::{
-    config::{self, Generate},
+    config::{self, GenerateConfig},
     error::CommandError,
 };
 use serde_json::Value;
@@ -40,43 +40,43 @@ const WORDS: [&str; 13] = [
 ];
 
 /// Chats, or answers once if something was said.
-pub fn run(config: &Generate) -> Result<(), CommandError> {
+pub fn run(config: &GenerateConfig) -> Result<(), CommandError> {
     let local = LocalModel::load(config)?;
     match config.prompt {
         Some(_) => generate::one(&local, config)?,
         None => {
-            let mut chat = Chat::new(&local, config)?;
+            let mut chat = ChatSession::new(&local, config)?;
             chat.go()?;
         }
     }
     local.end()
 }
 
-struct Chat<'a> {
+struct ChatSession<'a> {
     local: &'a LocalModel,
-    settings: Settings,
+    settings: ChatSettings,
     said: Vec<Value>,
     runtime: tokio::runtime::Runtime,
 }
 
-impl<'a> Chat<'a> {
-    fn new(local: &'a LocalModel, config: &Generate) -> Result<Self, CommandError> {
-        let settings = Settings { answer_options: local.answer_options(config), system: config.system.clone() };
+impl<'a> ChatSession<'a> {
+    fn new(local: &'a LocalModel, config: &GenerateConfig) -> Result<Self, CommandError> {
+        let settings = ChatSettings { answer_options: local.answer_options(config), system: config.system.clone() };
         Ok(Self { local, settings, said: Vec::new(), runtime: generate::runtime()? })
     }
 
     fn go(&mut self) -> Result<(), CommandError> {
         println!("{}: /help says what else can be typed", self.local.checkpoint.name);
-        let (mut input, mut twice) = (Input::new(&WORDS)?, false);
+        let (mut input, mut twice) = (LineEditor::new(&WORDS)?, false);
         loop {
             let text = match input.read()? {
-                Typed::Text(text) => text,
-                Typed::Interrupted if !twice => {
+                LineEvent::Text(text) => text,
+                LineEvent::Interrupted if !twice => {
                     twice = true;
                     dimmed("Ctrl-D ends the chat, and so does Ctrl-C once more");
                     continue;
                 }
-                Typed::Interrupted | Typed::End => return Ok(()),
+                LineEvent::Interrupted | LineEvent::End => return Ok(()),
             };
             twice = false;
             match command(&text) {
@@ -97,7 +97,7 @@ impl<'a> Chat<'a> {
         let messages: Vec<Value> = system.chain(self.said.iter().cloned()).collect();
         let answer = self.local.answer(&messages, &self.settings.answer_options, interrupted());
         let answer = self.runtime.block_on(answer);
-        let Answer { content, reasoning, end } = match answer {
+        let TerminalAnswer { content, reasoning, end } = match answer {
             Err(CommandError::Engine(error)) => {
                 self.said.pop();
                 eprintln!("moestro: {error}");
@@ -125,12 +125,12 @@ fn command(text: &str) -> Option<(&str, &str)> {
 }
 
 /// The settings of `/set`.
-struct Settings {
+struct ChatSettings {
     answer_options: AnswerOptions,
     system: Option<String>,
 }
 
-impl Settings {
+impl ChatSettings {
     /// Sets one thing and says so; says everything if nothing is named.
     fn set(&mut self, what: &str) -> Result<String, String> {
         let (name, value) = what.split_once(char::is_whitespace).unwrap_or((what, ""));
@@ -159,7 +159,7 @@ impl Settings {
     }
 }
 
-impl std::fmt::Display for Settings {
+impl std::fmt::Display for ChatSettings {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let AnswerOptions { sampling, max_tokens, thinking } = &self.answer_options;
         let or = |value: Option<String>| value.unwrap_or_else(|| "as the model has it".into());
@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn settings_are_set_and_told() {
         let answer_options = AnswerOptions { sampling: Sampling::default(), max_tokens: None, thinking: None };
-        let mut settings = Settings { answer_options, system: None };
+        let mut settings = ChatSettings { answer_options, system: None };
         settings.set("temp 0.5").unwrap();
         settings.set("thinking off").unwrap();
         settings.set("system Be brief, please.").unwrap();

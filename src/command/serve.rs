@@ -1,18 +1,18 @@
 //! `moestro serve`: opens the port, loads the model behind it, says so, and serves until it is told to stop.
 
 use super::{
-    Checkpoint,
-    catalog::{self, Entry, Origin},
-    device::{CPU, Chosen},
+    CheckpointMeta,
+    device_choice::{CPU, DeviceChoice},
     load_model,
+    local_models::{self, CatalogEntry, Origin},
 };
 use crate::{
     chat::grammar::GrammarCompiler,
     checkpoint::{identity::identity, index::Index},
     cli::Command,
     config::{
-        Draft, Drafts, Load, PromptDir, Serve, Source,
-        file::{self, Settings},
+        DraftModel, DraftOptions, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
+        config_file::{self, Settings},
     },
     engine::{self, Options, Storage},
     error::CommandError,
@@ -42,7 +42,7 @@ use tokio::{
 };
 
 /// Serves until Ctrl-C or SIGTERM. A second one does not wait for what is running.
-pub fn run(config: Serve, settings: &Settings) -> Result<(), CommandError> {
+pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError> {
     // The memory of one large request is free for the next, or for another program.
     os::return_freed_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build();
@@ -53,12 +53,13 @@ pub fn run(config: Serve, settings: &Settings) -> Result<(), CommandError> {
     outcome
 }
 
-async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
+async fn serve(config: ServeConfig, settings: Settings) -> Result<(), CommandError> {
     // Until the model is loaded. Looking for a GPU may mean compiling its kernels: that, too, is done behind the open port.
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), CPU);
     // A header value, as `cli::values::origin` has checked.
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
-    let mut stop = Stop::new().map_err(|source| CommandError::Io { what: "watching for signals".into(), source })?;
+    let mut stop =
+        StopSignals::new().map_err(|source| CommandError::Io { what: "watching for signals".into(), source })?;
 
     let inherited = inherited()?;
     let on_demand = inherited.is_some();
@@ -70,9 +71,9 @@ async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
     let mut door = ServerState::new(metrics.clone(), config.api_key.clone(), cors.clone());
     door.keep_billing_header = config.keep_billing_header;
     door.origins = OriginPolicy::new(address.ip(), &config.allowed_host, cors);
-    let first = catalog::id(&config.model, &settings);
+    let first = local_models::id(&config.model, &settings);
     let (metrics, budget) = (metrics.clone(), door.memory.clone());
-    let shelf = Arc::new(Shelf { config: RwLock::new(config.clone()), settings, metrics, budget });
+    let shelf = Arc::new(ModelCatalog { config: RwLock::new(config.clone()), settings, metrics, budget });
     door.models = ModelHost::new(shelf.clone(), times(&config), config.max_queue);
     if on_demand {
         // The port was open before: who asks waits for the model, and nothing is loaded for nobody.
@@ -134,16 +135,16 @@ async fn serve(config: Serve, settings: Settings) -> Result<(), CommandError> {
 }
 
 /// Loads models for a server: the one it was started for, and whatever else is on this machine.
-struct Shelf {
-    config: RwLock<Serve>,
+struct ModelCatalog {
+    config: RwLock<ServeConfig>,
     settings: Settings,
     metrics: Arc<Metrics>,
     budget: Arc<RequestMemory>,
 }
 
-impl ModelLoader for Shelf {
+impl ModelLoader for ModelCatalog {
     fn list(&self) -> Vec<ModelEntry> {
-        let listed = |entry: &Entry| ModelEntry { id: entry.id.clone(), created: entry.created() };
+        let listed = |entry: &CatalogEntry| ModelEntry { id: entry.id.clone(), created: entry.created() };
         self.entries().iter().map(listed).collect()
     }
 
@@ -168,18 +169,18 @@ impl ModelLoader for Shelf {
     }
 }
 
-impl Shelf {
-    fn config(&self) -> Serve {
+impl ModelCatalog {
+    fn config(&self) -> ServeConfig {
         self.config.read().clone()
     }
 
     /// Reads the configuration again. The key, the names of the server and the times of requests and models hold at once, everything else
     /// about a model when it is loaded next; the address, the queue's length and the log need a restart.
     fn reload(&self, door: &ServerState, address: IpAddr) -> Result<(), String> {
-        let (typed, _) = file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
+        let (typed, _) = config_file::parse(self.settings.args.clone()).map_err(|error| error.to_string())?;
         let Command::Serve(typed) = typed.command else { return Err("this is not `moestro serve`".into()) };
         let model = self.config().model;
-        let config = Serve { model, ..Serve::new(typed)? };
+        let config = ServeConfig { model, ..ServeConfig::new(typed)? };
         let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
         door.set_api_key(config.api_key.clone());
         door.origins.replace(&OriginPolicy::new(address, &config.allowed_host, cors));
@@ -189,50 +190,54 @@ impl Shelf {
     }
 
     /// The models on this machine, the one that was typed among them wherever it lies.
-    fn entries(&self) -> Vec<Entry> {
+    fn entries(&self) -> Vec<CatalogEntry> {
         let config = self.config();
-        let mut all = catalog::all(&self.settings, config.models_dir.as_deref());
-        let id = catalog::id(&config.model, &self.settings);
-        if let Source::Directory(dir) = &config.model
+        let mut all = local_models::all(&self.settings, config.models_dir.as_deref());
+        let id = local_models::id(&config.model, &self.settings);
+        if let ModelSource::Directory(dir) = &config.model
             && !all.iter().any(|entry| entry.id == id)
         {
             let (source, dir) = (config.model.clone(), Some(dir.clone()));
-            all.insert(0, Entry { id, source, origin: Origin::Configuration, dir });
+            all.insert(0, CatalogEntry { id, source, origin: Origin::Configuration, dir });
         }
         all
     }
 
     /// The command line for another model, with the settings that the configuration has for it.
-    fn config_of(&self, id: &str) -> Result<Serve, String> {
+    fn config_of(&self, id: &str) -> Result<ServeConfig, String> {
         let first = self.config();
-        if id == catalog::id(&first.model, &self.settings) {
+        if id == local_models::id(&first.model, &self.settings) {
             return Ok(first);
         }
         let entry = self.entries().into_iter().find(|entry| entry.id == id);
         let entry = entry.ok_or_else(|| "it is not on this machine any more".to_owned())?;
-        let (typed, _) = file::parse_for(self.settings.args.clone(), Some(id)).map_err(|error| error.to_string())?;
+        let (typed, _) =
+            config_file::parse_for(self.settings.args.clone(), Some(id)).map_err(|error| error.to_string())?;
         let Command::Serve(typed) = typed.command else { return Err("this is not `moestro serve`".into()) };
-        Ok(Serve { model: entry.source, ..Serve::new(typed)? })
+        Ok(ServeConfig { model: entry.source, ..ServeConfig::new(typed)? })
     }
 
     /// True if a draft of its own was named for the first model, and this is not that.
-    fn has_borrowed_draft(&self, id: &str, config: &Serve) -> bool {
-        let named = |load: &Load| load.drafts.as_ref().is_some_and(|drafts| matches!(drafts.draft, Draft::Model(_)));
-        id != catalog::id(&self.config().model, &self.settings) && named(&config.load)
+    fn has_borrowed_draft(&self, id: &str, config: &ServeConfig) -> bool {
+        let named = |load: &LoadSettings| {
+            load.drafts.as_ref().is_some_and(|drafts| matches!(drafts.draft, DraftModel::Model(_)))
+        };
+        id != local_models::id(&self.config().model, &self.settings) && named(&config.load)
     }
 
     /// Loads the model and starts its engine. Takes its time.
-    fn open(&self, id: &str, config: &Serve) -> Result<HostedModel, CommandError> {
+    fn open(&self, id: &str, config: &ServeConfig) -> Result<HostedModel, CommandError> {
         let metrics = &self.metrics;
-        let chosen = Chosen::new(&config.load)?;
-        let checkpoint = Checkpoint::open(&config.model, config.generation.clone())?;
+        let chosen = DeviceChoice::new(&config.load)?;
+        let checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
         let model = match load_model(&checkpoint, &config.load, chosen, metrics) {
             // The draft was typed for the first model: for another it may not fit.
             Err(error) if self.has_borrowed_draft(id, config) => {
                 tracing::warn!(%error, "{id} is loaded without the draft that was named for another model");
-                let drafts = config.load.drafts.clone().map(|drafts| Drafts { draft: Draft::Auto, ..drafts });
-                let load = Load { drafts, ..config.load.clone() };
-                load_model(&checkpoint, &load, Chosen::new(&load)?, metrics)?
+                let drafts =
+                    config.load.drafts.clone().map(|drafts| DraftOptions { draft: DraftModel::Auto, ..drafts });
+                let load = LoadSettings { drafts, ..config.load.clone() };
+                load_model(&checkpoint, &load, DeviceChoice::new(&load)?, metrics)?
             }
             loaded => loaded?,
         };
@@ -302,7 +307,7 @@ fn ready(model: &str, address: SocketAddr, plan: &Value) -> String {
     )
 }
 
-fn times(config: &Serve) -> HostTimeouts {
+fn times(config: &ServeConfig) -> HostTimeouts {
     HostTimeouts { keep_alive: config.keep_alive, request: config.request_timeout, ..HostTimeouts::default() }
 }
 
@@ -325,17 +330,17 @@ async fn keep_alive(every: Duration) {
 }
 
 /// The directory of prompts' checkpoints.
-fn prompts(config: &Serve) -> Option<PathBuf> {
+fn prompts(config: &ServeConfig) -> Option<PathBuf> {
     match &config.prompt_cache_dir {
-        PromptDir::Off => None,
-        PromptDir::Cache => Some(os::cache_dir()?.join("prompts")),
-        PromptDir::In(dir) => Some(dir.clone()),
+        PromptCacheDir::Off => None,
+        PromptCacheDir::Cache => Some(os::cache_dir()?.join("prompts")),
+        PromptCacheDir::In(dir) => Some(dir.clone()),
     }
 }
 
 /// The disk's store of prompts' checkpoints, under a key that names what their bytes depend on beside the tokens. This
 /// very program is part of it: another build may round otherwise.
-fn storage(config: &Serve, checkpoint: &Checkpoint, loaded: &super::Loaded) -> Option<Storage> {
+fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::ReadyModel) -> Option<Storage> {
     let dir = prompts(config)?;
     let identity = Index::open(&checkpoint.dir).and_then(|index| identity(&index.files));
     let program = std::env::current_exe().and_then(std::fs::metadata).map(|meta| (meta.len(), meta.modified().ok()));
@@ -366,12 +371,12 @@ fn over(ended: Result<io::Result<()>, tokio::task::JoinError>) -> Result<(), Com
 }
 
 /// Ctrl-C and SIGTERM.
-struct Stop {
+struct StopSignals {
     interrupt: Signal,
     terminate: Signal,
 }
 
-impl Stop {
+impl StopSignals {
     fn new() -> io::Result<Self> {
         Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
     }

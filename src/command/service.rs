@@ -10,16 +10,16 @@ use crate::{
 };
 use std::{env, path};
 
-pub fn run(typed: cli::Service) -> Result<(), CommandError> {
+pub fn run(typed: cli::ServiceArgs) -> Result<(), CommandError> {
     let failed = |what: &str| CommandError::Usage(format!("{what} is not known, and a service needs it"));
     let (action, install) = match typed.action {
         cli::ServiceAction::Install(install) => (Action::Install, install),
-        cli::ServiceAction::Uninstall => (Action::Uninstall, cli::Install::default()),
-        cli::ServiceAction::Start => (Action::Start, cli::Install::default()),
-        cli::ServiceAction::Stop => (Action::Stop, cli::Install::default()),
-        cli::ServiceAction::Reload => (Action::Reload, cli::Install::default()),
-        cli::ServiceAction::Status => (Action::Status, cli::Install::default()),
-        cli::ServiceAction::Logs => (Action::Logs, cli::Install::default()),
+        cli::ServiceAction::Uninstall => (Action::Uninstall, cli::InstallArgs::default()),
+        cli::ServiceAction::Start => (Action::Start, cli::InstallArgs::default()),
+        cli::ServiceAction::Stop => (Action::Stop, cli::InstallArgs::default()),
+        cli::ServiceAction::Reload => (Action::Reload, cli::InstallArgs::default()),
+        cli::ServiceAction::Status => (Action::Status, cli::InstallArgs::default()),
+        cli::ServiceAction::Logs => (Action::Logs, cli::InstallArgs::default()),
     };
     let manager = Manager::here();
     let service = Service {

@@ -7,13 +7,13 @@ mod report;
 mod run;
 
 use crate::command::{
-    device::{self, Chosen},
+    device_choice::{self, DeviceChoice},
     options, progress, resolve, show,
 };
 use crate::{
     chat::Tokenizer,
     cli,
-    config::{self, Drafts, Load, Source},
+    config::{self, DraftOptions, LoadSettings, ModelSource},
     error::{CommandError, ModelError, StoreError},
     metrics::Metrics,
     model::{self, Model, Qwen},
@@ -26,9 +26,9 @@ use std::{path::Path, sync::Arc};
 /// Plain English that every copy of the program has. Random tokens would be routed like nothing anybody types.
 const TEXT: &str = include_str!("../../LICENSE-APACHE");
 
-pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
-    let source = Source::new(typed.model.model.as_deref());
-    let load = Load::new(typed.load).map_err(CommandError::Usage)?;
+pub fn run(typed: cli::BenchArgs) -> Result<(), CommandError> {
+    let source = ModelSource::new(typed.model.model.as_deref());
+    let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?;
     let dir = resolve(&source)?;
     let prompt = prompt(&dir, typed.text.as_deref(), typed.prompt_tokens)?;
     if typed.quality {
@@ -36,8 +36,8 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     }
     if let Some(draft_model) = typed.draft_model {
         let (num_draft_tokens, speculation) = (typed.num_draft_tokens, typed.speculation);
-        let drafts = Drafts::new(cli::Drafts { draft_model, num_draft_tokens, speculation });
-        let load = Load { drafts: Some(drafts), ..load };
+        let drafts = DraftOptions::new(cli::DraftArgs { draft_model, num_draft_tokens, speculation });
+        let load = LoadSettings { drafts: Some(drafts), ..load };
         return drafts::run(&dir, &load, &prompt, typed.gen_tokens, typed.repeat, typed.json);
     }
     let mut options = options(&load);
@@ -47,7 +47,7 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
     let (sessions, runs_each) = if typed.cold { (typed.repeat, 1) } else { (1, typed.repeat) };
     let (mut runs, mut setup) = (Vec::new(), None);
     for _ in 0..sessions {
-        let chosen = Chosen::new(&load)?;
+        let chosen = DeviceChoice::new(&load)?;
         options.gpu = chosen.working_set();
         let model = chosen.place(load_with_bar(&dir, &options, &metrics)?)?;
         let needed = typed.prompt_tokens + typed.gen_tokens;
@@ -55,7 +55,7 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
             let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.context());
             return Err(CommandError::Usage(why));
         }
-        setup = Some(Setup::new(device::name(&model), &model, &load));
+        setup = Some(Setup::new(device_choice::name(&model), &model, &load));
         if typed.cold {
             drop_cached(&dir)?;
         }
@@ -66,7 +66,7 @@ pub fn run(typed: cli::Bench) -> Result<(), CommandError> {
         runs.extend(session.finish());
     }
     let model = match &source {
-        Source::Hub(id) => id.clone(),
+        ModelSource::Hub(id) => id.clone(),
         _ => config::name(&dir),
     };
     let Some(setup) = setup else { return Ok(()) };

@@ -1,11 +1,11 @@
 //! `moestro info`: what a model needs of this machine, and how fast it can decode here.
 
 use super::{measure, simulate};
-use crate::command::{device::Chosen, drafts, options, resolve, show};
+use crate::command::{device_choice::DeviceChoice, draft_source, options, resolve, show};
 use crate::{
     chat::Tokenizer,
     cli,
-    config::{self, Drafts, Load, Source},
+    config::{self, DraftOptions, LoadSettings, ModelSource},
     error::CommandError,
     model::{self, CheckpointInfo, Config, config::FfnShape},
     plan::{
@@ -40,22 +40,23 @@ struct Report {
     decode: Vec<Estimate>,
 }
 
-pub fn run(typed: cli::Info) -> Result<(), CommandError> {
+pub fn run(typed: cli::InfoArgs) -> Result<(), CommandError> {
     if let Some(machine) = typed.machine.clone() {
         return simulate::run(typed, &machine);
     }
     if typed.like.is_some() {
         return Err(CommandError::Usage("--like wants a --machine: there is nothing to measure here".into()));
     }
-    let source = Source::new(typed.model.model.as_deref());
-    let load = Load::new(typed.load).map_err(CommandError::Usage)?.serving();
-    let load = Load { prompt_cache: typed.cache.prompt_cache, drafts: Some(Drafts::new(typed.drafts)), ..load };
+    let source = ModelSource::new(typed.model.model.as_deref());
+    let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?.serving();
+    let load =
+        LoadSettings { prompt_cache: typed.cache.prompt_cache, drafts: Some(DraftOptions::new(typed.drafts)), ..load };
     let dir = resolve(&source)?;
     // Serving holds these before it loads the weights, so that both make the same plan. Without one there is still
     // something to say.
     let tokenizer = Tokenizer::load(&dir);
-    let chosen = Chosen::new(&load)?;
-    let drafts = drafts::Found::new(&load, &dir, tokenizer.as_ref().ok())?;
+    let chosen = DeviceChoice::new(&load)?;
+    let drafts = draft_source::DraftSource::new(&load, &dir, tokenizer.as_ref().ok())?;
     let (draft, drafter) = (drafts.shape(), drafts.drafter());
     let options = model::LoadOptions { gpu: chosen.working_set(), draft, drafter, ..options(&load) };
     let limits = MachineLimits::here(options.gpu);
@@ -90,7 +91,7 @@ pub fn run(typed: cli::Info) -> Result<(), CommandError> {
         .collect();
     let report = Report {
         model: match &source {
-            Source::Hub(id) => id.clone(),
+            ModelSource::Hub(id) => id.clone(),
             _ => config::name(&dir),
         },
         directory: dir,

@@ -1,7 +1,7 @@
 //! The measurements behind the estimates, made here and now: the memory, and the disk through the store itself.
 
 use crate::{
-    config::Load,
+    config::LoadSettings,
     device::{CpuDevice, CpuTimeline, memory_bandwidth},
     error::{CommandError, StoreError},
     experts::{Choice, Experts, Options, Phase, Prefetch},
@@ -34,7 +34,7 @@ pub struct Measured {
 /// threads read memory.
 pub fn measure(
     found: &CheckpointInfo,
-    load: &Load,
+    load: &LoadSettings,
     threads: usize,
     gpu: bool,
     room: u64,
@@ -67,7 +67,7 @@ struct Disk {
     cache: f64,
 }
 
-fn disk(found: &CheckpointInfo, load: &Load) -> Result<Disk, StoreError> {
+fn disk(found: &CheckpointInfo, load: &LoadSettings) -> Result<Disk, StoreError> {
     let k = found.shape.experts_per_token;
     if k == 0 {
         return Ok(Disk { rate: f64::INFINITY, latency: 0.0, direct: true, cache: f64::INFINITY });

@@ -3,7 +3,7 @@
 use crate::{
     cli,
     command::{options, resolve, show},
-    config::{self, Load, Source},
+    config::{self, LoadSettings, ModelSource},
     error::{CommandError, StoreError},
     model::{self, CheckpointInfo},
     plan::{MACHINES, ModelFootprint, Simulation, Size, Strategy, simulate},
@@ -28,19 +28,19 @@ struct Report {
 const GPU: u64 = 64 << 30;
 
 /// Prints the simulation on the machine of this name, or on all.
-pub fn run(typed: cli::Info, name: &str) -> Result<(), CommandError> {
+pub fn run(typed: cli::InfoArgs, name: &str) -> Result<(), CommandError> {
     if name != "all" && MACHINES.iter().all(|machine| machine.name != name) {
         let known = MACHINES.map(|machine| machine.name).join(", ");
         return Err(CommandError::Usage(format!("--machine {name}: all, {known} are known")));
     }
-    let load = Load::new(typed.load).map_err(CommandError::Usage)?.serving();
-    let load = Load { prompt_cache: typed.cache.prompt_cache, ..load };
+    let load = LoadSettings::new(typed.load).map_err(CommandError::Usage)?.serving();
+    let load = LoadSettings { prompt_cache: typed.cache.prompt_cache, ..load };
     let options = model::LoadOptions { gpu: Some(GPU), ..options(&load) };
     let (model, shape) = match (&typed.like, &typed.model.model) {
         (Some(_), Some(_)) => return Err(CommandError::Usage("a MODEL or --like, not both".into())),
         (Some(like), None) => (format!("like {like}, 4 bits"), outline(like, &options)?),
         (None, model) => {
-            let dir = resolve(&Source::new(model.as_deref()))?;
+            let dir = resolve(&ModelSource::new(model.as_deref()))?;
             (config::name(&dir), CheckpointInfo::new(&dir, &options)?.shape)
         }
     };

@@ -2,7 +2,7 @@
 
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
-    command::device::Chosen,
+    command::device_choice::DeviceChoice,
     device::{BufferAccess, DeviceError, GPU_KIND, Gpu, Launch, Region, Slab, SyncPoint, Timeline},
     ops::check,
     tools::doctor,
@@ -241,7 +241,8 @@ fn the_whole_report_of_a_faulty_gpu() {
 fn a_gpu_is_taken_if_it_computes_what_the_cpu_does() {
     let sound = || Ok(Some(Box::new(HostGpu::new(Host::fast())) as Box<dyn Gpu>));
     let faulty = || Ok(Some(Box::new(Faulty::new("router", false)) as Box<dyn Gpu>));
-    let name = |found, asked| Chosen::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
+    let name =
+        |found, asked| DeviceChoice::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
     assert_eq!((name(sound(), false), name(sound(), true)), (Ok(GPU_KIND), Ok(GPU_KIND)));
     // A GPU asked for by name is taken all the same; `auto` takes the CPU.
     assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok(GPU_KIND)));

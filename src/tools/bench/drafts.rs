@@ -3,8 +3,8 @@
 
 use super::load_with_bar;
 use crate::{
-    command::{device::Chosen, drafts::Found, options, show, speculation},
-    config::Load,
+    command::{device_choice::DeviceChoice, draft_source::DraftSource, options, show, speculation},
+    config::LoadSettings,
     engine::{self, Lookup, Request, Sampling, Timings},
     error::CommandError,
     metrics::Metrics,
@@ -45,7 +45,7 @@ struct Runs {
 
 pub fn run(
     dir: &Path,
-    load: &Load,
+    load: &LoadSettings,
     prompt: &[u32],
     tokens: usize,
     repeat: usize,
@@ -81,14 +81,14 @@ pub fn run(
 
 fn answers(
     dir: &Path,
-    load: &Load,
+    load: &LoadSettings,
     prompt: &[u32],
     tokens: usize,
     repeat: usize,
     drafts: bool,
 ) -> Result<Runs, CommandError> {
-    let found = Found::new(load, dir, None)?;
-    let chosen = Chosen::new(load)?;
+    let found = DraftSource::new(load, dir, None)?;
+    let chosen = DeviceChoice::new(load)?;
     let mut options = model::LoadOptions {
         gpu: chosen.working_set(),
         draft: found.shape(),

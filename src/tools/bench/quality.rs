@@ -2,8 +2,8 @@
 
 use super::load_with_bar;
 use crate::{
-    command::{device::Chosen, kv_bits, options, show},
-    config::{self, Load},
+    command::{device_choice::DeviceChoice, kv_bits, options, show},
+    config::{self, LoadSettings},
     engine,
     error::{CommandError, EngineError},
     metrics::Metrics,
@@ -46,7 +46,7 @@ struct Compared {
     answer_same: usize,
 }
 
-pub fn run(dir: &Path, load: &Load, text: &[u32], answer: usize, json: bool) -> Result<(), CommandError> {
+pub fn run(dir: &Path, load: &LoadSettings, text: &[u32], answer: usize, json: bool) -> Result<(), CommandError> {
     let mut options = options(load);
     let asked = match load.kv_bits {
         config::KvBits::Sixteen => vec![KvBits::Eight, KvBits::Four],
@@ -55,7 +55,7 @@ pub fn run(dir: &Path, load: &Load, text: &[u32], answer: usize, json: bool) -> 
     options.kv_bits = KvBits::Sixteen;
     options.plan.sequences = 1 + asked.len();
     options.store.warm = false;
-    let chosen = Chosen::new(load)?;
+    let chosen = DeviceChoice::new(load)?;
     options.gpu = chosen.working_set();
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let mut model = chosen.place(load_with_bar(dir, &options, &metrics)?)?;

@@ -2,7 +2,7 @@
 
 use super::run::{Phase, Run};
 use crate::{
-    config::Load,
+    config::LoadSettings,
     model::Qwen,
     plan::{ModelFootprint, Plan, Size, Strategy},
     platform::{Access, os},
@@ -24,7 +24,7 @@ pub struct Setup {
 }
 
 impl Setup {
-    pub fn new(device: &'static str, model: &Qwen, load: &Load) -> Self {
+    pub fn new(device: &'static str, model: &Qwen, load: &LoadSettings) -> Self {
         Self {
             device,
             threads: load.threads.unwrap_or_else(os::physical_cores),

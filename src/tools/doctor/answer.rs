@@ -2,8 +2,8 @@
 
 use crate::{
     chat::Conversation,
-    command::{Checkpoint, device::working_set},
-    config::{Generation, Source, Switch},
+    command::{CheckpointMeta, device_choice::working_set},
+    config::{GenerationDefaults, ModelSource, Switch},
     device::{CpuArithmetic, GPU_KIND, Gpu},
     engine::argmax,
     error::CommandError,
@@ -38,13 +38,13 @@ pub struct Answer {
 
 /// The demo, ready to be asked.
 pub struct Demo {
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointMeta,
     prompt: Vec<u32>,
 }
 
 impl Demo {
     pub fn open() -> Result<Self, CommandError> {
-        let checkpoint = Checkpoint::open(&Source::Demo, Generation::default())?;
+        let checkpoint = CheckpointMeta::open(&ModelSource::Demo, GenerationDefaults::default())?;
         let messages = [json!({ "role": "user", "content": QUESTION })];
         let kwargs = Map::new();
         let conversation =

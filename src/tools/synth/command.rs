@@ -16,7 +16,7 @@ const BORROWED: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_te
 /// Bytes of a shard: what MLX makes of one.
 const SHARD: u64 = 5 << 30;
 
-pub fn run(typed: &cli::Synth) -> Result<(), CommandError> {
+pub fn run(typed: &cli::SynthArgs) -> Result<(), CommandError> {
     let options = options(typed)?;
     let bar = progress::bytes(synth::size(&options), "writing");
     let begin = Instant::now();
@@ -37,7 +37,7 @@ pub fn run(typed: &cli::Synth) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn options(typed: &cli::Synth) -> Result<Options, CommandError> {
+fn options(typed: &cli::SynthArgs) -> Result<Options, CommandError> {
     let model = dimensions(&typed.like)?;
     let dimensions = Dimensions {
         layers: typed.layers.unwrap_or(model.layers),
@@ -84,8 +84,8 @@ fn tokens(tokenizer: &serde_json::Value) -> usize {
 mod tests {
     use super::*;
 
-    fn typed(like: &str, vocab: usize) -> cli::Synth {
-        cli::Synth {
+    fn typed(like: &str, vocab: usize) -> cli::SynthArgs {
+        cli::SynthArgs {
             out: "unused".into(),
             like: like.into(),
             layers: Some(4),

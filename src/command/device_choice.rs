@@ -1,7 +1,7 @@
 //! The device that computes: chosen before a model is loaded, since the memory plan depends on it.
 
 use crate::{
-    config::{Device, Load},
+    config::{Device, LoadSettings},
     device::{self, DeviceError, GPU_KIND, Gpu, NO_GPU},
     error::{CommandError, ModelError},
     model::Qwen,
@@ -10,7 +10,7 @@ use crate::{
 use std::time::Instant;
 
 /// The device that is going to compute.
-pub struct Chosen {
+pub struct DeviceChoice {
     gpu: Option<Box<dyn Gpu>>,
     /// It was asked for by name: nothing else will do.
     asked: bool,
@@ -19,14 +19,14 @@ pub struct Chosen {
 /// A name, as metrics and logs have it; a GPU's is [`GPU_KIND`].
 pub const CPU: &str = "cpu";
 
-impl Chosen {
+impl DeviceChoice {
     /// The device that `--device` asks for. `auto` takes the system's GPU if all its kernels agree with the CPU on
     /// small inputs: the cost is that of compiling them, which has to be done anyway. Else the log says why not, and
     /// the CPU computes.
     ///
     /// # Errors
     /// `--device metal` or `--device cuda` where there is none.
-    pub fn new(load: &Load) -> Result<Self, CommandError> {
+    pub fn new(load: &LoadSettings) -> Result<Self, CommandError> {
         let elsewhere = |device, system| {
             CommandError::Usage(format!("--device {device}: this build has none, which is for {system} only"))
         };
@@ -124,20 +124,20 @@ fn objections(gpu: &mut dyn Gpu) -> Option<String> {
 #[cfg(all(test, not(target_vendor = "apple")))]
 mod tests {
     use super::*;
-    use crate::{cli, config::Load};
+    use crate::{cli, config::LoadSettings};
     use clap::Parser;
 
-    fn load(device: &str) -> Load {
+    fn load(device: &str) -> LoadSettings {
         let typed = cli::Cli::try_parse_from(["moestro", "info", "--device", device]).unwrap();
         let cli::Command::Info(info) = typed.command else { unreachable!() };
-        Load::new(info.load).unwrap()
+        LoadSettings::new(info.load).unwrap()
     }
 
     #[test]
     fn without_metal_metal_says_so() {
-        let chosen = Chosen::new(&load("cpu")).unwrap();
+        let chosen = DeviceChoice::new(&load("cpu")).unwrap();
         assert_eq!((chosen.name(), chosen.working_set()), (CPU, None));
-        let Err(error) = Chosen::new(&load("metal")) else { panic!("there is no Metal here") };
+        let Err(error) = DeviceChoice::new(&load("metal")) else { panic!("there is no Metal here") };
         assert_eq!(error.to_string(), "--device metal: this build has none, which is for macOS only");
     }
 
@@ -146,9 +146,9 @@ mod tests {
         if !matches!(device::open_gpu(), Ok(None)) {
             return println!("there is a card, or a driver that fails");
         }
-        let chosen = Chosen::new(&load("auto")).unwrap();
+        let chosen = DeviceChoice::new(&load("auto")).unwrap();
         assert_eq!((chosen.name(), chosen.working_set()), (CPU, None));
-        let Err(error) = Chosen::new(&load("cuda")) else { panic!("there is no card here") };
+        let Err(error) = DeviceChoice::new(&load("cuda")) else { panic!("there is no card here") };
         assert_eq!(error.to_string(), format!("--device cuda: {NO_GPU}"));
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::{
     cli::Command,
-    config::{self, Source, file::Settings},
+    config::{self, ModelSource, config_file::Settings},
     demo,
     error::CommandError,
     model::config::Config,
@@ -26,16 +26,16 @@ pub enum Origin {
 
 /// A model that can be loaded.
 #[derive(Debug, Clone)]
-pub struct Entry {
+pub struct CatalogEntry {
     /// Its table in the configuration, `org/name`, or its directory's name.
     pub id: String,
-    pub source: Source,
+    pub source: ModelSource,
     pub origin: Origin,
     /// `None` for the one in the binary.
     pub dir: Option<PathBuf>,
 }
 
-impl Entry {
+impl CatalogEntry {
     /// When it came here.
     pub fn created(&self) -> SystemTime {
         let path = match &self.dir {
@@ -61,26 +61,26 @@ pub fn home(typed: Option<&Path>) -> Option<PathBuf> {
 }
 
 /// All models. Of two with one name the first counts.
-pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<Entry> {
-    let demo = Entry { id: demo::NAME.into(), source: Source::Demo, origin: Origin::Demo, dir: None };
+pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
+    let demo = CatalogEntry { id: demo::NAME.into(), source: ModelSource::Demo, origin: Origin::Demo, dir: None };
     let named = settings.models.iter().filter_map(|(name, place)| {
-        let source = Source::new(Some(place));
+        let source = ModelSource::new(Some(place));
         let dir = match &source {
-            Source::Directory(dir) => dir.clone(),
-            Source::Hub(id) => hub::find(id)?,
-            Source::Demo => return None,
+            ModelSource::Directory(dir) => dir.clone(),
+            ModelSource::Hub(id) => hub::find(id)?,
+            ModelSource::Demo => return None,
         };
-        Some(Entry { id: name.clone(), source, origin: Origin::Configuration, dir: Some(dir) })
+        Some(CatalogEntry { id: name.clone(), source, origin: Origin::Configuration, dir: Some(dir) })
     });
     let own = home(own).map(|home| under(&home)).unwrap_or_default().into_iter().map(|(id, dir)| {
-        let source = Source::Directory(dir.clone());
-        Entry { id, source, origin: Origin::Own, dir: Some(dir) }
+        let source = ModelSource::Directory(dir.clone());
+        CatalogEntry { id, source, origin: Origin::Own, dir: Some(dir) }
     });
     let hub = hub::all().into_iter().map(|(id, dir)| {
-        let source = Source::Hub(id.clone());
-        Entry { id, source, origin: Origin::Hub, dir: Some(dir) }
+        let source = ModelSource::Hub(id.clone());
+        CatalogEntry { id, source, origin: Origin::Hub, dir: Some(dir) }
     });
-    let mut entries: Vec<Entry> = Vec::new();
+    let mut entries: Vec<CatalogEntry> = Vec::new();
     for entry in named.chain(own).chain(hub).filter(|entry| entry.dir.as_deref().is_some_and(can_be_served)) {
         if !entries.iter().any(|other| other.id == entry.id) {
             entries.push(entry);
@@ -91,12 +91,12 @@ pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<Entry> {
 }
 
 /// The name of a model that was typed: that of the configuration if it has one.
-pub fn id(source: &Source, settings: &Settings) -> String {
+pub fn id(source: &ModelSource, settings: &Settings) -> String {
     match (&settings.model, source) {
         (Some(name), _) => name.clone(),
-        (None, Source::Demo) => demo::NAME.into(),
-        (None, Source::Hub(id)) => id.clone(),
-        (None, Source::Directory(dir)) => config::name(dir),
+        (None, ModelSource::Demo) => demo::NAME.into(),
+        (None, ModelSource::Hub(id)) => id.clone(),
+        (None, ModelSource::Directory(dir)) => config::name(dir),
     }
 }
 
@@ -225,10 +225,10 @@ mod tests {
     #[test]
     fn a_model_is_called_as_it_was_typed() {
         let none = Settings::default();
-        assert_eq!(id(&Source::Demo, &none), demo::NAME);
-        assert_eq!(id(&Source::Hub("org/name".into()), &none), "org/name");
-        assert_eq!(id(&Source::Directory("/models/x".into()), &none), "x");
+        assert_eq!(id(&ModelSource::Demo, &none), demo::NAME);
+        assert_eq!(id(&ModelSource::Hub("org/name".into()), &none), "org/name");
+        assert_eq!(id(&ModelSource::Directory("/models/x".into()), &none), "x");
         let named = Settings { model: Some("coder".into()), ..Settings::default() };
-        assert_eq!(id(&Source::Directory("/models/x".into()), &named), "coder");
+        assert_eq!(id(&ModelSource::Directory("/models/x".into()), &named), "coder");
     }
 }

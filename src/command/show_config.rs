@@ -1,6 +1,6 @@
 //! `moestro config`: every setting that `serve` would take, as a `moestro.toml`, with where each came from.
 
-use crate::config::file::Settings;
+use crate::config::config_file::Settings;
 
 /// The settings, one a line; those that have no value stand in a comment.
 pub fn report(settings: &Settings) -> String {
@@ -27,12 +27,12 @@ fn line(flag: &str, value: Option<&str>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::file;
+    use crate::config::config_file;
 
     #[test]
     fn what_it_prints_can_be_a_file_again() {
         let args = ["moestro", "config", "--temp", "0.5", "--cors", "http://localhost:3000", "--memory-limit", "2GiB"];
-        let text = report(&file::parse(args.map(Into::into)).unwrap().1);
+        let text = report(&config_file::parse(args.map(Into::into)).unwrap().1);
         assert!(text.contains("command line") && text.contains("# default"), "{text}");
         let table: toml::Table = text.parse().unwrap();
         assert_eq!(table["temp"].as_float(), Some(0.5));

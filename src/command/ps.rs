@@ -7,13 +7,13 @@ use std::{io, time::Duration};
 /// A server that does not answer within this time is not well.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-struct Server<'a> {
-    typed: &'a cli::Remote,
+struct RemoteServer<'a> {
+    typed: &'a cli::RemoteArgs,
     agent: ureq::Agent,
 }
 
-impl<'a> Server<'a> {
-    fn new(typed: &'a cli::Remote) -> Self {
+impl<'a> RemoteServer<'a> {
+    fn new(typed: &'a cli::RemoteArgs) -> Self {
         let config = ureq::Agent::config_builder().timeout_global(Some(PATIENCE)).http_status_as_error(false).build();
         Self { typed, agent: config.into() }
     }
@@ -56,8 +56,8 @@ impl<'a> Server<'a> {
 }
 
 /// Prints the model in memory and what it does, or that there is none.
-pub fn ps(typed: &cli::Ps) -> Result<(), CommandError> {
-    let health = Server::new(&typed.remote).ask("/health", None)?;
+pub fn ps(typed: &cli::PsArgs) -> Result<(), CommandError> {
+    let health = RemoteServer::new(&typed.remote).ask("/health", None)?;
     println!("{}", line(&health));
     Ok(())
 }
@@ -77,8 +77,8 @@ fn line(health: &Value) -> String {
 }
 
 /// Has the server give a model's memory back; it is loaded again when it is asked.
-pub fn stop(typed: &cli::Stop) -> Result<(), CommandError> {
-    Server::new(&typed.remote).ask("/v1/models/unload", Some(&json!({"model": typed.name}))).map(drop)
+pub fn stop(typed: &cli::StopArgs) -> Result<(), CommandError> {
+    RemoteServer::new(&typed.remote).ask("/v1/models/unload", Some(&json!({"model": typed.name}))).map(drop)
 }
 
 #[cfg(test)]

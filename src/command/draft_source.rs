@@ -4,7 +4,7 @@ use super::resolve;
 use crate::{
     chat::Tokenizer,
     checkpoint::mtp,
-    config::{Draft, Load, Source, Switch},
+    config::{DraftModel, LoadSettings, ModelSource, Switch},
     engine::{self, Companion, DRAFT_ROOM, Dflash, Lookup, Mtp},
     error::CommandError,
     metrics::Metrics,
@@ -14,7 +14,7 @@ use crate::{
 use std::path::{Path, PathBuf};
 
 /// A draft that has been looked at.
-pub enum Found {
+pub enum DraftSource {
     Lookup,
     /// An MTP head: the checkpoint's, if it has one, which may have been asked for outright, or one in a directory.
     Mtp {
@@ -26,19 +26,19 @@ pub enum Found {
     Model(PathBuf, Box<model::LoadOptions>, Box<Plan>),
 }
 
-impl Found {
+impl DraftSource {
     /// Looks at the draft that `load` names, for the model in `dir`. The tokens of a draft model are compared with `tokenizer`'s.
     ///
     /// # Errors
     /// A directory that holds no draft, half of one, or one for another model.
-    pub fn new(load: &Load, dir: &Path, tokenizer: Option<&Tokenizer>) -> Result<Self, CommandError> {
+    pub fn new(load: &LoadSettings, dir: &Path, tokenizer: Option<&Tokenizer>) -> Result<Self, CommandError> {
         let named = match load.drafts.as_ref().filter(|drafts| drafts.are_used()).map(|drafts| &drafts.draft) {
-            None | Some(Draft::Off | Draft::Lookup) => return Ok(Self::Lookup),
-            Some(Draft::Auto) => return Ok(Self::Mtp { asked: false, beside: None }),
-            Some(Draft::Mtp) => return Ok(Self::Mtp { asked: true, beside: None }),
-            Some(Draft::Model(named)) => named,
+            None | Some(DraftModel::Off | DraftModel::Lookup) => return Ok(Self::Lookup),
+            Some(DraftModel::Auto) => return Ok(Self::Mtp { asked: false, beside: None }),
+            Some(DraftModel::Mtp) => return Ok(Self::Mtp { asked: true, beside: None }),
+            Some(DraftModel::Model(named)) => named,
         };
-        let draft = resolve(&Source::new(Some(named)))?;
+        let draft = resolve(&ModelSource::new(Some(named)))?;
         if mtp::is_alone(&json(&draft)?) {
             return Ok(Self::Mtp { asked: true, beside: Some(draft) });
         }
@@ -57,17 +57,17 @@ impl Found {
     /// Its demands on memory, where they are known before the model is.
     pub fn shape(&self) -> DraftFootprint {
         match self {
-            Found::Lookup | Found::Mtp { .. } => DraftFootprint::default(),
-            Found::Dflash(surveyed) => surveyed.shape(),
-            Found::Model(_, _, plan) => DraftFootprint { fixed: plan.total(), ..DraftFootprint::default() },
+            DraftSource::Lookup | DraftSource::Mtp { .. } => DraftFootprint::default(),
+            DraftSource::Dflash(surveyed) => surveyed.shape(),
+            DraftSource::Model(_, _, plan) => DraftFootprint { fixed: plan.total(), ..DraftFootprint::default() },
         }
     }
 
     /// The draft that is loaded together with the model.
     pub fn drafter(&self) -> MtpSource {
         match self {
-            Found::Mtp { beside: None, .. } => MtpSource::Checkpoint,
-            Found::Mtp { beside: Some(dir), .. } => MtpSource::Directory(dir.clone()),
+            DraftSource::Mtp { beside: None, .. } => MtpSource::Checkpoint,
+            DraftSource::Mtp { beside: Some(dir), .. } => MtpSource::Directory(dir.clone()),
             _ => MtpSource::None,
         }
     }
@@ -75,8 +75,8 @@ impl Found {
     /// Loads it for `model`, whose plan has room for it.
     pub fn load(&self, model: &Qwen) -> Result<Box<dyn engine::Draft<Qwen>>, CommandError> {
         Ok(match self {
-            Found::Lookup => Box::new(Lookup),
-            Found::Mtp { asked, .. } => match Mtp::new(model) {
+            DraftSource::Lookup => Box::new(Lookup),
+            DraftSource::Mtp { asked, .. } => match Mtp::new(model) {
                 Some(mtp) => Box::new(mtp),
                 None => {
                     if *asked {
@@ -85,10 +85,10 @@ impl Found {
                     Box::new(Lookup)
                 }
             },
-            Found::Dflash(surveyed) => {
+            DraftSource::Dflash(surveyed) => {
                 Box::new(Dflash::new(DflashModel::load(surveyed, model.plan().context, model.compute())?))
             }
-            Found::Model(dir, options, _) => {
+            DraftSource::Model(dir, options, _) => {
                 let options = model::LoadOptions { compute: Some(model.compute()), ..(**options).clone() };
                 // Its reads are not the model's: they are counted apart.
                 let draft = Qwen::load(dir, &options, &Metrics::new("", ""), &mut |_, _| ())?;
@@ -99,7 +99,7 @@ impl Found {
 }
 
 /// A draft model is resident, and has little context.
-fn companion(load: &Load) -> model::LoadOptions {
+fn companion(load: &LoadSettings) -> model::LoadOptions {
     let plan = PlanOptions {
         limit: Some(u64::MAX / 2),
         stream: Switch::Off,

@@ -33,7 +33,7 @@ type Flags = BTreeMap<String, String>;
 
 /// A configuration file that has been read; every name in it is a flag's.
 #[derive(Debug, Default)]
-pub struct File {
+pub struct ConfigFile {
     path: PathBuf,
     settings: Flags,
     models: BTreeMap<String, Flags>,
@@ -50,12 +50,12 @@ pub struct Settings {
     pub models: Vec<(String, String)>,
     /// The command line.
     pub args: Vec<OsString>,
-    pub rows: Vec<Row>,
+    pub rows: Vec<SettingRow>,
 }
 
 /// One flag.
 #[derive(Debug, Clone)]
-pub struct Row {
+pub struct SettingRow {
     pub flag: String,
     pub value: Option<String>,
     /// The command line, an environment variable, a table of the file, or the default.
@@ -79,7 +79,7 @@ pub fn parse_for(
     let typed = Cli::command().ignore_errors(true).try_get_matches_from(&args)?;
     let wrong = |sentence: String| Cli::command().error(clap::error::ErrorKind::ValueValidation, sentence);
     let named = typed.try_get_one::<PathBuf>("config").ok().flatten();
-    let file = File::find(named.map(PathBuf::as_path)).map_err(wrong)?;
+    let file = ConfigFile::find(named.map(PathBuf::as_path)).map_err(wrong)?;
     let Some((name, sub)) = typed.subcommand() else {
         // Nothing was asked for: clap says so, or prints the help that was.
         let cli = Cli::from_arg_matches(&Cli::command().try_get_matches_from(&args)?)?;
@@ -102,7 +102,7 @@ pub fn parse_for(
     Ok((cli, Settings { file: path, model, models: places, args, rows: rows.unwrap_or_default() }))
 }
 
-impl File {
+impl ConfigFile {
     /// The file at `named`, which must be there; else the user's own, if there is one.
     fn find(named: Option<&Path>) -> Result<Self, String> {
         let Some(path) = named.map(Path::to_path_buf).or_else(default_path) else { return Ok(Self::default()) };
@@ -165,7 +165,7 @@ impl File {
     }
 
     /// Each flag of the subcommand. `typed` is without the file, `matches` with it.
-    fn rows(&self, subcommand: &str, typed: &ArgMatches, matches: &ArgMatches, model: Option<&str>) -> Vec<Row> {
+    fn rows(&self, subcommand: &str, typed: &ArgMatches, matches: &ArgMatches, model: Option<&str>) -> Vec<SettingRow> {
         let command = Cli::command();
         let Some(command) = command.find_subcommand(subcommand) else { return Vec::new() };
         let rows = command.get_arguments().filter_map(|arg| {
@@ -181,7 +181,7 @@ impl File {
                 Some(ValueSource::EnvVariable) => arg.get_env().unwrap_or_default().to_string_lossy().into_owned(),
                 _ => self.setting(model, flag).map_or("default".into(), |(_, table)| table),
             };
-            Some(Row { flag: flag.into(), value, from })
+            Some(SettingRow { flag: flag.into(), value, from })
         });
         rows.collect()
     }
@@ -259,7 +259,7 @@ mod tests {
         parse(head.into_iter().chain(typed.split_whitespace().map(OsString::from))).map_err(|error| error.to_string())
     }
 
-    fn serve(text: &str, typed: &str) -> crate::cli::Serve {
+    fn serve(text: &str, typed: &str) -> crate::cli::ServeArgs {
         match parsed(text, typed).unwrap().0.command {
             Command::Serve(serve) => serve,
             other => panic!("{other:?}"),

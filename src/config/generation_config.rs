@@ -7,7 +7,7 @@ use std::{fs, io, path::Path};
 
 /// Sampling defaults; `None` says nothing.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Generation {
+pub struct GenerationDefaults {
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
     pub top_k: Option<usize>,
@@ -17,9 +17,9 @@ pub struct Generation {
     pub eos: Vec<u32>,
 }
 
-impl Generation {
+impl GenerationDefaults {
     /// The flags' values.
-    pub fn typed(typed: &cli::Sampling) -> Self {
+    pub fn typed(typed: &cli::SamplingArgs) -> Self {
         Self {
             temperature: typed.temp,
             top_p: typed.top_p,
@@ -103,14 +103,14 @@ pub fn json(path: &Path) -> Result<Option<Value>, StoreError> {
 mod tests {
     use super::*;
 
-    fn read(generation: &str, config: &str) -> Result<Generation, StoreError> {
+    fn read(generation: &str, config: &str) -> Result<GenerationDefaults, StoreError> {
         let dir = tempfile::tempdir().unwrap();
         for (name, text) in [("generation_config.json", generation), ("config.json", config)] {
             if !text.is_empty() {
                 fs::write(dir.path().join(name), text).unwrap();
             }
         }
-        Generation::read(dir.path())
+        GenerationDefaults::read(dir.path())
     }
 
     #[test]
@@ -119,20 +119,20 @@ mod tests {
             r#"{"do_sample": true, "eos_token_id": [5, 3], "temperature": 0.6, "top_k": 20, "top_p": 0.95}"#,
             r#"{"eos_token_id": 5, "text_config": {"eos_token_id": [4]}}"#,
         );
-        let expected = Generation {
+        let expected = GenerationDefaults {
             temperature: Some(0.6),
             top_p: Some(0.95),
             top_k: Some(20),
             eos: vec![3, 4, 5],
-            ..Generation::default()
+            ..GenerationDefaults::default()
         };
         assert_eq!(found.unwrap(), expected);
     }
 
     #[test]
     fn files_may_be_missing_or_say_little() {
-        assert_eq!(read("", "").unwrap(), Generation::default());
-        assert_eq!(read("{}", r#"{"eos_token_id": null}"#).unwrap(), Generation::default());
+        assert_eq!(read("", "").unwrap(), GenerationDefaults::default());
+        assert_eq!(read("{}", r#"{"eos_token_id": null}"#).unwrap(), GenerationDefaults::default());
         assert_eq!(read(r#"{"eos_token_id": 7, "temperature": null}"#, "").unwrap().eos, [7]);
     }
 
@@ -151,8 +151,13 @@ mod tests {
 
     #[test]
     fn flags_come_first() {
-        let flags = Generation { temperature: Some(0.0), min_p: Some(0.1), ..Generation::default() };
-        let files = Generation { temperature: Some(0.6), top_k: Some(20), eos: vec![5], ..Generation::default() };
+        let flags = GenerationDefaults { temperature: Some(0.0), min_p: Some(0.1), ..GenerationDefaults::default() };
+        let files = GenerationDefaults {
+            temperature: Some(0.6),
+            top_k: Some(20),
+            eos: vec![5],
+            ..GenerationDefaults::default()
+        };
         let both = flags.or(files);
         assert_eq!((both.temperature, both.top_k, both.min_p, both.eos), (Some(0.0), Some(20), Some(0.1), vec![5]));
     }

@@ -23,7 +23,7 @@ const LONGEST: usize = 16 << 10;
 
 /// An answer to the prompt.
 #[derive(Debug, PartialEq)]
-pub enum Typed {
+pub enum LineEvent {
     Text(String),
     /// Ctrl-C: the line is thrown away.
     Interrupted,
@@ -32,13 +32,13 @@ pub enum Typed {
 }
 
 /// Reads texts from the terminal.
-pub struct Input {
-    editor: Editor<Texts, FileHistory>,
+pub struct LineEditor {
+    editor: Editor<LineHelper, FileHistory>,
     /// The file of earlier texts, while it can be written.
     file: Option<PathBuf>,
 }
 
-impl Input {
+impl LineEditor {
     /// An input whose Tab completes to `words`.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl Input {
         let config = config.map_err(failed)?.build();
         let history = FileHistory::with_config(&config);
         let mut editor = Editor::with_history(config, history).map_err(failed)?;
-        editor.set_helper(Some(Texts { words }));
+        editor.set_helper(Some(LineHelper { words }));
         let mut input = Self { editor, file: os::state_dir().map(|dir| dir.join("history")) };
         if let Some(file) = &input.file {
             let loaded = input.editor.load_history(file);
@@ -65,14 +65,14 @@ impl Input {
     ///
     /// # Errors
     /// The terminal's.
-    pub fn read(&mut self) -> Result<Typed, CommandError> {
+    pub fn read(&mut self) -> Result<LineEvent, CommandError> {
         match self.editor.readline(">>> ") {
             Ok(typed) => {
                 self.keep(&typed)?;
-                Ok(Typed::Text(whole_text(&typed).unwrap_or(typed)))
+                Ok(LineEvent::Text(whole_text(&typed).unwrap_or(typed)))
             }
-            Err(ReadlineError::Interrupted) => Ok(Typed::Interrupted),
-            Err(ReadlineError::Eof) => Ok(Typed::End),
+            Err(ReadlineError::Interrupted) => Ok(LineEvent::Interrupted),
+            Err(ReadlineError::Eof) => Ok(LineEvent::End),
             Err(error) => Err(failed(error)),
         }
     }
@@ -110,18 +110,18 @@ fn failed(error: ReadlineError) -> CommandError {
 }
 
 /// Knows when a text is complete, and how a command goes on.
-struct Texts {
+struct LineHelper {
     words: &'static [&'static str],
 }
 
-impl Validator for Texts {
+impl Validator for LineHelper {
     fn validate(&self, context: &mut ValidationContext<'_>) -> rustyline::Result<ValidationResult> {
         let whole = whole_text(context.input()).is_some();
         Ok(if whole { ValidationResult::Valid(None) } else { ValidationResult::Incomplete })
     }
 }
 
-impl Completer for Texts {
+impl Completer for LineHelper {
     type Candidate = String;
 
     fn complete(&self, line: &str, at: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<String>)> {
@@ -131,13 +131,13 @@ impl Completer for Texts {
     }
 }
 
-impl Hinter for Texts {
+impl Hinter for LineHelper {
     type Hint = String;
 }
 
-impl Highlighter for Texts {}
+impl Highlighter for LineHelper {}
 
-impl Helper for Texts {}
+impl Helper for LineHelper {}
 
 /// The text, if it is complete: a line, several of which each but the last ends in a backslash, or all that stands between
 /// `"""`.
