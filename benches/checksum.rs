@@ -11,7 +11,7 @@
 use moestro::{
     checkpoint::pack,
     device::CpuTimeline,
-    experts::{Choice, Experts, Io, Options, Phase, Prefetch},
+    experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch, ReadMode},
     metrics::Metrics,
     model::{self, CheckpointInfo},
 };
@@ -26,12 +26,13 @@ fn processor() -> f64 {
 }
 
 /// Processor time and time for an expert, in microseconds.
-fn read(store: &Experts, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
+fn read(store: &ExpertStore, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
     let (begin, used) = (Instant::now(), processor());
     let mut experts = 0;
     for (layer, ids) in routes {
-        let choice = Choice { ids, k: ids.len(), logits: &[] };
-        let mut asked = store.ask(*layer, &choice, Phase::Decode, &mut CpuTimeline).expect("experts that there are");
+        let choice = ExpertChoice { ids, k: ids.len(), logits: &[] };
+        let mut asked =
+            store.fetch(*layer, &choice, PassKind::Decode, &mut CpuTimeline).expect("experts that there are");
         while asked.next(&mut CpuTimeline).expect("a read").is_some() {}
         experts += ids.len();
     }
@@ -49,9 +50,9 @@ fn main() {
     let found = CheckpointInfo::unpacked(Path::new(&dir), &model::LoadOptions::default()).expect("a model");
     let open = |checks: bool| {
         let pack = pack::find(Path::new(&dir), &found.experts, &found.files).expect("a pack");
-        let packed = checks.then_some(pack.packed);
-        let options = Options { io: Io::Direct, prefetch: Prefetch::Off, packed, ..Options::new(8) };
-        Experts::open(pack.files, pack.map, options, Metrics::new("bench", "cpu")).expect("the store opens")
+        let pack_records = checks.then_some(pack.records);
+        let options = Options { io: ReadMode::Direct, prefetch: Prefetch::Off, pack_records, ..Options::new(8) };
+        ExpertStore::open(pack.files, pack.map, options, Metrics::new("bench", "cpu")).expect("the store opens")
     };
     let (without, with) = (open(false), open(true));
     let (layers, experts) = (found.experts.layers.len(), found.experts.layers[0].len());

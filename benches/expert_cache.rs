@@ -4,7 +4,7 @@
 //! cargo bench --bench expert_cache -- TRACE.. > benches/results/expert_cache.csv
 //! ```
 //! A trace is what `--bench stream -- .. --trace FILE` writes. All policies start empty and must take in every expert
-//! that is asked for. `ours` runs the store's own table and estimates ([`Slots`], [`Scores`]); `counts` is the same without
+//! that is asked for. `ours` runs the store's own table and estimates ([`Slots`], [`EvictionScores`]); `counts` is the same without
 //! the router's margins. `belady` evicts what is wanted again last: no policy does better. `fixed` keeps the experts that
 //! the whole trace asks for most often and exchanges only the rest: where tokens are independent of each other (random
 //! ones are), no policy that does not see the future does better.
@@ -12,9 +12,9 @@
 use moestro::{
     device::SyncPoint,
     experts::{
-        Choice,
-        eviction::{Key, Scores},
-        slots::{Purpose, Slots, State},
+        ExpertChoice,
+        eviction::{EvictionScores, ExpertKey},
+        slot_table::{ReadReason, SlotState, SlotTable},
     },
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -22,7 +22,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 /// One layer's experts for one token or chunk, and the router's logits a token, if they were recorded.
 struct Route {
     layer: usize,
-    keys: Vec<Key>,
+    keys: Vec<ExpertKey>,
     ids: Vec<u32>,
     k: usize,
     logits: Vec<f32>,
@@ -58,7 +58,7 @@ fn read(path: &str) -> Trace {
         experts = first.logits.len();
     }
     for route in &mut routes {
-        route.keys = route.ids.iter().map(|&id| (route.layer * experts) as Key + id).collect();
+        route.keys = route.ids.iter().map(|&id| (route.layer * experts) as ExpertKey + id).collect();
     }
     Trace { routes, layers, experts }
 }
@@ -109,8 +109,8 @@ fn lru(trace: &Trace, slots: usize) -> Score {
 }
 
 /// Both that know the future: evicts the greatest `rank(key, next use)`.
-fn knowing(trace: &Trace, slots: usize, rank: impl Fn(Key, u64) -> u64) -> Score {
-    let keys: Vec<Key> = trace.routes.iter().flat_map(|route| route.keys.iter().copied()).collect();
+fn knowing(trace: &Trace, slots: usize, rank: impl Fn(ExpertKey, u64) -> u64) -> Score {
+    let keys: Vec<ExpertKey> = trace.routes.iter().flat_map(|route| route.keys.iter().copied()).collect();
     let (mut next, mut seen) = (vec![u64::MAX; keys.len()], HashMap::new());
     for (at, key) in keys.iter().enumerate().rev() {
         next[at] = seen.insert(*key, at as u64).unwrap_or(u64::MAX);
@@ -138,13 +138,13 @@ fn knowing(trace: &Trace, slots: usize, rank: impl Fn(Key, u64) -> u64) -> Score
 
 /// As the store does it: the route's hits are pinned before anything is evicted for its misses.
 fn ours(trace: &Trace, size: usize, margins: bool) -> Score {
-    let mut slots = Slots::new(size, trace.layers * trace.experts);
-    let mut scores = Scores::new(trace.layers, trace.experts);
+    let mut slots = SlotTable::new(size, trace.layers * trace.experts);
+    let mut scores = EvictionScores::new(trace.layers, trace.experts);
     let mut score = Score::default();
     for (half, route) in halves(trace) {
         let logits = if margins { route.logits.as_slice() } else { &[] };
         if route.ids.len() == route.k || !logits.is_empty() {
-            scores.visit(route.layer, Choice { ids: &route.ids, k: route.k, logits });
+            scores.update(route.layer, ExpertChoice { ids: &route.ids, k: route.k, logits });
         }
         let mut taken = Vec::new();
         for &key in &route.keys {
@@ -159,8 +159,8 @@ fn ours(trace: &Trace, size: usize, margins: bool) -> Score {
             if slots.find(key).is_some() {
                 continue;
             }
-            let claim = slots.claim(key, Purpose::Demand, &scores).expect("more slots than a route has experts");
-            slots.states().set(claim.slot, State::Ready);
+            let claim = slots.claim(key, ReadReason::Demand, &scores).expect("more slots than a route has experts");
+            slots.states().set(claim.slot, SlotState::Ready);
             taken.push(claim.slot);
         }
         for slot in taken {

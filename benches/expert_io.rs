@@ -11,7 +11,7 @@
 
 use moestro::{
     device::CpuTimeline,
-    experts::{Choice, ExpertMap, Experts, Io, Options, PIECES, Phase, Piece, Prefetch},
+    experts::{ExpertChoice, ExpertMap, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch, ReadMode},
     metrics::Metrics,
 };
 use std::{path::PathBuf, time::Instant};
@@ -49,7 +49,8 @@ fn main() {
     let seconds: f64 = args.next().map_or(3.0, |text| text.parse().expect("seconds"));
     let threads: Vec<usize> =
         args.next().map_or(vec![8, 16, 32], |text| text.split(',').map(|n| n.parse().expect("threads")).collect());
-    let ways = [(false, Io::Direct), (true, Io::Direct), (false, Io::Buffered), (true, Io::Buffered)];
+    let ways =
+        [(false, ReadMode::Direct), (true, ReadMode::Direct), (false, ReadMode::Buffered), (true, ReadMode::Buffered)];
     let ways = if args.next().as_deref() == Some("direct") { &ways[..2] } else { &ways[..] };
     let route: usize = args.next().map_or(8, |text| text.parse().expect("experts a route"));
     let size = std::fs::metadata(&path).expect("the file").len();
@@ -60,7 +61,7 @@ fn main() {
             let map = map(size, packed);
             let layers = map.layers.len();
             let options = Options { io, threads, prefetch: Prefetch::Off, ..Options::new(route) };
-            let store = Experts::open(vec![path.clone()], map, options, metrics.clone()).expect("the store opens");
+            let store = ExpertStore::open(vec![path.clone()], map, options, metrics.clone()).expect("the store opens");
             let (mut routes, mut seed, begin) = (0u64, 7u64, Instant::now());
             while begin.elapsed().as_secs_f64() < seconds {
                 let mut next = || {
@@ -70,8 +71,8 @@ fn main() {
                 let layer = next() % layers;
                 let first = next() % EXPERTS;
                 let experts: Vec<u32> = (0..route).map(|i| ((first + i * 31) % EXPERTS) as u32).collect();
-                let choice = Choice { ids: &experts, k: route, logits: &[] };
-                let asked = store.ask(layer, &choice, Phase::Decode, &mut CpuTimeline);
+                let choice = ExpertChoice { ids: &experts, k: route, logits: &[] };
+                let asked = store.fetch(layer, &choice, PassKind::Decode, &mut CpuTimeline);
                 let mut asked = asked.expect("experts that there are");
                 while asked.next(&mut CpuTimeline).expect("a read").is_some() {}
                 routes += 1;
@@ -83,7 +84,7 @@ fn main() {
             println!(
                 "{},{},{threads},{:.0},{:.0},{:.4},{:.2}",
                 if packed { "packed" } else { "mlx" },
-                if io == Io::Direct { "direct" } else { "buffered" },
+                if io == ReadMode::Direct { "direct" } else { "buffered" },
                 wanted / spent / 1e6,
                 metrics.ssd_reads.get() as f64 / spent,
                 metrics.ssd_disk_bytes.get() as f64 / wanted,

@@ -12,7 +12,7 @@
 
 use moestro::{
     device::{CpuTimeline, SyncPoint},
-    experts::{Choice, ExpertMap, Experts, Options, PIECES, Phase, Piece, Prefetch, Source},
+    experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch},
     metrics::Metrics,
 };
 use std::{
@@ -33,7 +33,7 @@ const MIXER: Duration = Duration::from_millis(230);
 /// Delivers one expert after the other, each [`READ`] after the one before.
 struct Disk(Mutex<Instant>);
 
-impl Source for Disk {
+impl ExpertSource for Disk {
     fn read(&self, _: u32, _: u64, into: &mut [u8]) -> io::Result<usize> {
         let due = {
             let mut free = self.0.lock().map_err(|_| io::ErrorKind::Other)?;
@@ -92,7 +92,7 @@ fn main() {
         let metrics = Metrics::new("bench", "cpu");
         let options = Options { prefetch, ..Options::new(slots) };
         let source = Box::new(Disk(Mutex::new(Instant::now())));
-        let experts = Experts::with_source(source, map(), options, metrics.clone()).expect("slots");
+        let experts = ExpertStore::with_source(source, map(), options, metrics.clone()).expect("slots");
         let mut random = Random(7);
         for prompt in 0..prompts {
             let counts = || {
@@ -108,18 +108,18 @@ fn main() {
             for (layer, ids) in asked.iter().enumerate() {
                 compute(grown(MIXER));
                 let different = ids.iter().collect::<HashSet<_>>().len();
-                let choice = Choice { ids, k: 8, logits: &[] };
-                let mut taken = experts.ask(layer, &choice, Phase::Prefill, &mut CpuTimeline).expect("experts");
+                let choice = ExpertChoice { ids, k: 8, logits: &[] };
+                let mut taken = experts.fetch(layer, &choice, PassKind::Prefill, &mut CpuTimeline).expect("experts");
                 if let Some(next) = asked.get(layer + 1) {
                     // Nine of ten guesses are right.
                     let wrong =
                         |(place, id): (usize, &u32)| if place % 10 == 0 { (id * 7 + 1) % EXPERTS as u32 } else { *id };
                     let guess: Vec<u32> = next.iter().enumerate().map(wrong).collect();
-                    experts.read_ahead(layer + 1, &guess, Phase::Prefill);
+                    experts.prefetch(layer + 1, &guess, PassKind::Prefill);
                 }
                 while let Some(batch) = taken.next(&mut CpuTimeline).expect("reads") {
                     compute(grown(EXPERT * (EXPERTS / 2 * batch.len()) as u32) / different as u32);
-                    batch.reads_until(SyncPoint::START);
+                    batch.release_after(SyncPoint::START);
                 }
             }
             let seconds = begin.elapsed().as_secs_f64();

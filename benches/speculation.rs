@@ -26,7 +26,7 @@ use moestro::{
         Speculate, Timings,
     },
     error::ModelError,
-    experts::Io,
+    experts::ReadMode,
     metrics::Metrics,
     model::{LoadOptions, Model, Qwen, QwenState, Rows},
     plan::PlanOptions,
@@ -149,8 +149,8 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
     let gpu = chosen.working_set();
     let mut options = LoadOptions { threads, plan, verify: true, gpu, ..LoadOptions::default() };
     options.store.io = match args.flag("--io") {
-        Some("buffered") => Io::Buffered,
-        _ => Io::Direct,
+        Some("buffered") => ReadMode::Buffered,
+        _ => ReadMode::Direct,
     };
     if let Some(share) = args.flag("--share").and_then(|text| text.parse::<f64>().ok()) {
         let shape = moestro::model::CheckpointInfo::new(dir, &options).expect("a checkpoint").shape;

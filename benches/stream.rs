@@ -11,9 +11,12 @@
 //! bytes for each phase, and the most memory that was resident. `--checks before`: a packed expert is used when its checksum
 //! has been compared, and not while it is; `check_share` is the part of the time in which nothing but checksums was waited for.
 
+#[path = "../tests/support/trace.rs"]
+mod trace;
+
 use moestro::{
     config::Switch,
-    experts::{Io, Prefetch},
+    experts::{Prefetch, ReadMode},
     metrics::Metrics,
     model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
     plan::PlanOptions,
@@ -44,9 +47,9 @@ fn main() {
         },
         store: StoreOptions {
             io: match flag("--io") {
-                Some("direct") => Io::Direct,
-                Some("buffered") => Io::Buffered,
-                _ => Io::Auto,
+                Some("direct") => ReadMode::Direct,
+                Some("buffered") => ReadMode::Buffered,
+                _ => ReadMode::Auto,
             },
             threads: number("--io-threads", defaults.threads),
             prefetch: match flag("--prefetch") {
@@ -54,7 +57,6 @@ fn main() {
                 Some("off") => Prefetch::Off,
                 _ => Prefetch::Auto,
             },
-            trace: flag("--trace").map(Into::into),
             ..defaults
         },
         ..LoadOptions::default()
@@ -62,9 +64,12 @@ fn main() {
     let metrics = Metrics::new("bench", "cpu");
     let begin = Instant::now();
     let mut model = Qwen::load(Path::new(dir), &options, &metrics, &mut |_, _| ()).expect("the model loads");
+    if let (Some(file), Some(store)) = (flag("--trace"), model.store()) {
+        store.observe(trace::write_to(Path::new(file)));
+    }
     let loaded = begin.elapsed().as_secs_f64();
     if let (Some("before"), Some(store)) = (flag("--checks"), model.store()) {
-        store.check_beside(false);
+        store.verify_in_background(false);
     }
     let mut state = model.start().expect("a state");
     let mut seed = number("--seed", 1) as u64;

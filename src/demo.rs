@@ -3,14 +3,10 @@
 
 use crate::{
     error::StoreError,
-    platform::{os, partial},
+    platform::{atomic_file, os, sha256_file},
 };
 use sha2::{Digest, Sha256};
-use std::{
-    fs::File,
-    io::{self, Read},
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 /// The directory's name, and so the model's.
 pub const NAME: &str = "moestro-demo";
@@ -50,7 +46,7 @@ pub fn unpack() -> Result<PathBuf, StoreError> {
         }
     }
     for root in [std::env::temp_dir(), "/dev/shm".into()] {
-        let private = partial::private(&root).map_err(|source| StoreError::Io { path: root, source });
+        let private = atomic_file::private_dir(&root).map_err(|source| StoreError::Io { path: root, source });
         match private.and_then(|dir| unpack_into(&dir.join("demo"))) {
             Ok(dir) => return Ok(dir),
             Err(error) => refused.push(error.to_string()),
@@ -67,7 +63,7 @@ fn unpack_into(cache: &Path) -> Result<PathBuf, StoreError> {
     for (name, bytes) in FILES {
         let path = dir.join(name);
         if !is_whole(&path, sum(name)) {
-            partial::replace(&path, bytes).map_err(|source| StoreError::Io { path, source })?;
+            atomic_file::replace_file(&path, bytes).map_err(|source| StoreError::Io { path, source })?;
         }
     }
     Ok(dir)
@@ -80,16 +76,7 @@ fn sum(name: &str) -> &'static str {
 
 /// True if the file is there, can be read, and has this sum.
 fn is_whole(path: &Path, sum: &str) -> bool {
-    let hash = || -> io::Result<String> {
-        let (mut file, mut hasher, mut block) = (File::open(path)?, Sha256::new(), [0; 1 << 16]);
-        loop {
-            match file.read(&mut block)? {
-                0 => return Ok(hex::encode(hasher.finalize())),
-                read => hasher.update(&block[..read]),
-            }
-        }
-    };
-    hash().is_ok_and(|found| found == sum)
+    sha256_file(path).is_ok_and(|found| found == sum)
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ mod common;
 use common::{decode, load_with, prefill};
 use moestro::{
     error::ModelError,
-    experts::{Files, Io, Prefetch},
+    experts::{Prefetch, ReadMode, ShardFiles},
     model::{LoadOptions, Model, Rows, StoreOptions},
     platform::Access,
     tools::synth,
@@ -22,7 +22,7 @@ const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-dem
 #[derive(Debug, Clone, Copy)]
 struct Way {
     slots: usize,
-    io: Io,
+    io: ReadMode,
     io_threads: usize,
     prefetch: Prefetch,
     chunk: usize,
@@ -50,15 +50,21 @@ fn check(dir: &Path, prompt: &[u32], tokens: usize, layers: usize, experts: usiz
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
         .collect();
-    let direct = if Files::open(&shards, Access::Direct).is_ok() { Io::Direct } else { Io::Buffered };
-    let plain =
-        Way { slots: all, io: Io::Buffered, io_threads: 4, prefetch: Prefetch::Off, chunk: prompt.len(), threads: 2 };
+    let direct = if ShardFiles::open(&shards, Access::Direct).is_ok() { ReadMode::Direct } else { ReadMode::Buffered };
+    let plain = Way {
+        slots: all,
+        io: ReadMode::Buffered,
+        io_threads: 4,
+        prefetch: Prefetch::Off,
+        chunk: prompt.len(),
+        threads: 2,
+    };
     let (ids, bits) = run(dir, prompt, tokens, plain);
     assert_eq!(ids.len(), tokens);
     let few = layers * per_token;
     let mut ways = Vec::new();
     for slots in [all / 2, all / 4, few, per_token] {
-        for io in [direct, Io::Buffered] {
+        for io in [direct, ReadMode::Buffered] {
             ways.push(Way { slots, io, prefetch: Prefetch::On, ..plain });
         }
     }
@@ -68,7 +74,7 @@ fn check(dir: &Path, prompt: &[u32], tokens: usize, layers: usize, experts: usiz
         }
     }
     for chunk in [1, 2, 7, 16] {
-        ways.push(Way { slots: few, io: Io::Auto, chunk, ..plain });
+        ways.push(Way { slots: few, io: ReadMode::Auto, chunk, ..plain });
         ways.push(Way { chunk, threads: 1, ..plain });
     }
     for way in ways {
@@ -140,7 +146,7 @@ fn a_pass_that_is_given_up_leaves_nothing_behind() {
 
 #[test]
 fn another_prompt_gives_other_bytes() {
-    let way = Way { slots: 64, io: Io::Buffered, io_threads: 4, prefetch: Prefetch::Off, chunk: 8, threads: 2 };
+    let way = Way { slots: 64, io: ReadMode::Buffered, io_threads: 4, prefetch: Prefetch::Off, chunk: 8, threads: 2 };
     let one = run(Path::new(DEMO), &[100, 200, 300], 4, way);
     let other = run(Path::new(DEMO), &[100, 200, 301], 4, way);
     assert_ne!(one.1, other.1);

@@ -4,7 +4,10 @@
 use moestro::{
     device::{CpuTimeline, SyncPoint},
     error::StoreError,
-    experts::{Choice, ExpertMap, Experts, Files, Io, Options, PIECES, Phase, Piece, Prefetch, Source, Warm},
+    experts::{
+        ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch, ReadMode,
+        ShardFiles, WarmStart,
+    },
     metrics::Metrics,
 };
 use std::{
@@ -50,10 +53,10 @@ fn bytes() -> Vec<u8> {
 }
 
 /// Routes, compares every byte, and says how it ended.
-fn take(store: &Experts, layer: usize, experts: &[u32], phase: Phase) -> Result<(), StoreError> {
+fn take(store: &ExpertStore, layer: usize, experts: &[u32], phase: PassKind) -> Result<(), StoreError> {
     let map = map();
-    let choice = Choice { ids: experts, k: experts.len(), logits: &[] };
-    let mut asked = store.ask(layer, &choice, phase, &mut CpuTimeline)?;
+    let choice = ExpertChoice { ids: experts, k: experts.len(), logits: &[] };
+    let mut asked = store.fetch(layer, &choice, phase, &mut CpuTimeline)?;
     let mut seen = 0;
     while let Some(batch) = asked.next(&mut CpuTimeline)? {
         for landed in batch.iter() {
@@ -62,20 +65,20 @@ fn take(store: &Experts, layer: usize, experts: &[u32], phase: Phase) -> Result<
                 assert!((piece.offset..).zip(got).all(|(at, &b)| b == byte(at)) && got.len() == piece.len);
             }
         }
-        batch.reads_until(SyncPoint::START);
+        batch.release_after(SyncPoint::START);
     }
     assert_eq!(seen, experts.len());
     Ok(())
 }
 
 /// After a fault: every slot can still be used, for every expert.
-fn works(store: &Experts) {
+fn works(store: &ExpertStore) {
     let slots = store.slots();
     for round in 0..4 {
         for layer in 0..LAYERS {
             let experts: Vec<u32> = (0..slots.min(EXPERTS)).map(|i| ((i + round) % EXPERTS) as u32).collect();
-            take(store, layer, &experts, Phase::Decode).unwrap();
-            take(store, layer, &[0, 1, 2, 3, 4, 5], Phase::Prefill).unwrap();
+            take(store, layer, &experts, PassKind::Decode).unwrap();
+            take(store, layer, &[0, 1, 2, 3, 4, 5], PassKind::Prefill).unwrap();
         }
     }
 }
@@ -92,7 +95,7 @@ struct Disk {
 
 struct Seam(Arc<Disk>);
 
-impl Source for Seam {
+impl ExpertSource for Seam {
     fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
         let disk = &self.0;
         if disk.interrupted.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1)).is_ok() {
@@ -125,18 +128,18 @@ impl Source for Seam {
     }
 }
 
-fn seam(slots: usize) -> (Experts, Arc<Disk>, Arc<Metrics>) {
+fn seam(slots: usize) -> (ExpertStore, Arc<Disk>, Arc<Metrics>) {
     let disk = Arc::new(Disk::default());
     let metrics = Metrics::new("0", "cpu");
     let options = Options { prefetch: Prefetch::On, ..Options::new(slots) };
-    let store = Experts::with_source(Box::new(Seam(disk.clone())), map(), options, metrics.clone()).unwrap();
+    let store = ExpertStore::with_source(Box::new(Seam(disk.clone())), map(), options, metrics.clone()).unwrap();
     (store, disk, metrics)
 }
 
 #[test]
 fn an_unreadable_range_ends_the_request_that_wanted_it() {
     for slots in [3, 4, LAYERS * EXPERTS] {
-        for phase in [Phase::Decode, Phase::Prefill] {
+        for phase in [PassKind::Decode, PassKind::Prefill] {
             let (store, disk, metrics) = seam(slots);
             let bad = map().layers[1][4][6];
             *disk.broken.lock().unwrap() = std::iter::once(bad.offset + 9..bad.offset + 10).collect();
@@ -175,9 +178,9 @@ fn what_cannot_be_read_ahead_harms_nobody() {
     let bad = map().layers[1][2][0];
     disk.broken.lock().unwrap().push(bad.offset..bad.offset + 1);
     for _ in 0..20 {
-        take(&store, 0, &[0, 1], Phase::Decode).unwrap();
-        store.read_ahead(1, &[2], Phase::Decode);
-        take(&store, 1, &[0, 1], Phase::Decode).unwrap();
+        take(&store, 0, &[0, 1], PassKind::Decode).unwrap();
+        store.prefetch(1, &[2], PassKind::Decode);
+        take(&store, 1, &[0, 1], PassKind::Decode).unwrap();
     }
     assert!(metrics.ssd_errors.get() <= 20);
     disk.broken.lock().unwrap().clear();
@@ -204,14 +207,14 @@ fn shard(dir: &Path) -> PathBuf {
 }
 
 /// The ways of reading that this file system knows.
-fn ways(path: &Path) -> Vec<Io> {
-    let direct = Files::open(&[path.to_owned()], moestro::platform::Access::Direct).is_ok();
-    if direct { vec![Io::Buffered, Io::Direct] } else { vec![Io::Buffered] }
+fn ways(path: &Path) -> Vec<ReadMode> {
+    let direct = ShardFiles::open(&[path.to_owned()], moestro::platform::Access::Direct).is_ok();
+    if direct { vec![ReadMode::Buffered, ReadMode::Direct] } else { vec![ReadMode::Buffered] }
 }
 
-fn open(path: &Path, io: Io) -> Result<Experts, StoreError> {
+fn open(path: &Path, io: ReadMode) -> Result<ExpertStore, StoreError> {
     let options = Options { io, ..Options::new(4) };
-    Experts::open(vec![path.to_owned()], map(), options, Metrics::new("0", "cpu"))
+    ExpertStore::open(vec![path.to_owned()], map(), options, Metrics::new("0", "cpu"))
 }
 
 #[test]
@@ -227,17 +230,17 @@ fn a_truncated_shard_is_refused_when_opened() {
 
 /// Does something to a shard from which two experts of the first layer are in memory, in each way of reading. They stay
 /// usable.
-fn while_serving(harm: impl Fn(&Path, &Experts)) {
-    for io in [Io::Buffered, Io::Direct] {
+fn while_serving(harm: impl Fn(&Path, &ExpertStore)) {
+    for io in [ReadMode::Buffered, ReadMode::Direct] {
         let dir = tempfile::tempdir().unwrap();
         let path = shard(dir.path());
         if !ways(&path).contains(&io) {
             continue;
         }
         let store = open(&path, io).unwrap();
-        take(&store, 0, &[0, 1], Phase::Decode).unwrap();
+        take(&store, 0, &[0, 1], PassKind::Decode).unwrap();
         harm(&path, &store);
-        take(&store, 0, &[0, 1], Phase::Decode).expect("what is in memory is the old file's");
+        take(&store, 0, &[0, 1], PassKind::Decode).expect("what is in memory is the old file's");
     }
 }
 
@@ -246,7 +249,7 @@ fn a_shard_truncated_while_serving_ends_requests_that_need_the_rest() {
     while_serving(|path, store| {
         let last = map().layers[1][5][6];
         std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(last.offset + 1).unwrap();
-        let error = take(store, 1, &[5], Phase::Decode).unwrap_err();
+        let error = take(store, 1, &[5], PassKind::Decode).unwrap_err();
         assert!(matches!(error, StoreError::Read { layer: 1, expert: 5, .. }), "{error}");
     });
 }
@@ -256,7 +259,7 @@ fn a_shard_written_to_while_serving_is_never_mixed_in() {
     while_serving(|path, store| {
         std::thread::sleep(std::time::Duration::from_millis(20));
         std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all(&vec![0; size()]).unwrap();
-        let error = take(store, 1, &[3], Phase::Decode).unwrap_err();
+        let error = take(store, 1, &[3], PassKind::Decode).unwrap_err();
         assert!(error.to_string().contains("changed while it was being served"), "{error}");
     });
 }
@@ -266,7 +269,8 @@ fn a_store_has_the_slots_it_was_given_and_no_more_than_experts() {
     for (slots, has) in [(3, 3), (LAYERS * EXPERTS, LAYERS * EXPERTS), (1000, LAYERS * EXPERTS)] {
         assert_eq!(seam(slots).0.slots(), has);
     }
-    let none = Experts::with_source(Box::new(Seam(Arc::default())), map(), Options::new(0), Metrics::new("0", "cpu"));
+    let none =
+        ExpertStore::with_source(Box::new(Seam(Arc::default())), map(), Options::new(0), Metrics::new("0", "cpu"));
     assert!(none.err().expect("nothing can be read").to_string().contains("no memory for even one expert"));
 }
 
@@ -275,12 +279,12 @@ fn only_a_store_that_evicts_keeps_a_list_of_what_is_hot() {
     let dir = tempfile::tempdir().unwrap();
     for (slots, asked, kept) in [(4, true, true), (4, false, false), (LAYERS * EXPERTS, true, false)] {
         let file = dir.path().join(format!("hot-{slots}-{asked}.json"));
-        let warm = Some(Warm { file: file.clone(), identity: "me".into() });
-        let options = Options { warm, ..Options::new(slots) };
+        let warm_start = Some(WarmStart { file: file.clone(), identity: "me".into() });
+        let options = Options { warm_start, ..Options::new(slots) };
         let source = Box::new(Seam(Arc::default()));
-        let store = Experts::with_source(source, map(), options, Metrics::new("0", "cpu")).unwrap();
+        let store = ExpertStore::with_source(source, map(), options, Metrics::new("0", "cpu")).unwrap();
         if asked {
-            take(&store, 0, &[1, 2], Phase::Decode).unwrap();
+            take(&store, 0, &[1, 2], PassKind::Decode).unwrap();
         }
         drop(store);
         assert_eq!(file.exists(), kept, "{slots} slots, asked: {asked}");
@@ -323,10 +327,10 @@ fn out_of_files() {
     }
     let mut held: Vec<_> = std::iter::from_fn(|| std::fs::File::open(&path).ok()).take(100).collect();
     assert!(held.len() < 100);
-    let error = open(&path, Io::Buffered).err().expect("no file is left");
+    let error = open(&path, ReadMode::Buffered).err().expect("no file is left");
     assert!(error.to_string().contains("model.safetensors"), "{error}");
     held.truncate(held.len() - 8);
-    let store = open(&path, Io::Buffered).unwrap();
+    let store = open(&path, ReadMode::Buffered).unwrap();
     while let Ok(file) = std::fs::File::open(&path) {
         held.push(file);
     }

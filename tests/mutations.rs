@@ -9,7 +9,7 @@ mod shard;
 
 use moestro::{
     checkpoint::pack,
-    experts::{Experts, Io, Options as StoreOptions, Phase, Warm},
+    experts::{ExpertStore, Options as StoreOptions, PassKind, ReadMode, WarmStart},
     metrics::Metrics,
     model::{CheckpointInfo, LoadOptions, Model, Qwen, Rows},
     platform::os,
@@ -115,10 +115,10 @@ fn twenty_thousand_checkpoints() {
 const LEN: usize = 1750;
 
 /// Reads every expert: each must be the checkpoint's, byte by byte.
-fn read_all(store: &Experts, shard: &Shard) {
+fn read_all(store: &ExpertStore, shard: &Shard) {
     for layer in 0..shard::LAYERS {
         for expert in 0..shard::EXPERTS {
-            assert_eq!(shard.take(store, layer, &[expert as u32], Phase::Decode).unwrap(), 1);
+            assert_eq!(shard.take(store, layer, &[expert as u32], PassKind::Decode).unwrap(), 1);
         }
     }
 }
@@ -151,10 +151,14 @@ fn two_thousand_packs() {
         match pack::find(shard.dir(), &shard.map, &shard.files) {
             None => unused += 1,
             Some(pack) => {
-                let options =
-                    StoreOptions { io: Io::Buffered, threads: 2, packed: Some(pack.packed), ..StoreOptions::new(3) };
+                let options = StoreOptions {
+                    io: ReadMode::Buffered,
+                    threads: 2,
+                    pack_records: Some(pack.records),
+                    ..StoreOptions::new(3)
+                };
                 let metrics = Metrics::new("test", "cpu");
-                match Experts::open(pack.files, pack.map, options, metrics.clone()) {
+                match ExpertStore::open(pack.files, pack.map, options, metrics.clone()) {
                     Ok(store) => read_all(&store, &shard),
                     Err(_) => unused += 1,
                 }
@@ -172,9 +176,9 @@ fn two_thousand_warm_lists() {
     let shard = Shard::new(dir.path(), LEN);
     let file = dir.path().join("hot.json");
     let store = || {
-        let warm = Some(Warm { file: file.clone(), identity: "me".into() });
-        let options = StoreOptions { io: Io::Buffered, threads: 2, warm, ..StoreOptions::new(4) };
-        Experts::open(shard.files.to_vec(), shard.map.clone(), options, Metrics::new("test", "cpu")).unwrap()
+        let warm_start = Some(WarmStart { file: file.clone(), identity: "me".into() });
+        let options = StoreOptions { io: ReadMode::Buffered, threads: 2, warm_start, ..StoreOptions::new(4) };
+        ExpertStore::open(shard.files.to_vec(), shard.map.clone(), options, Metrics::new("test", "cpu")).unwrap()
     };
     read_all(&store(), &shard);
     let whole = fs::read(&file).unwrap();

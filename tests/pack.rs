@@ -10,7 +10,7 @@ use moestro::{
     demo,
     device::{CpuTimeline, SyncPoint},
     error::StoreError,
-    experts::{Choice, Experts, Io, Options, Phase, Prefetch},
+    experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch, ReadMode},
     metrics::Metrics,
     model::{self, Model, Qwen, Rows, StoreOptions},
     tools::synth,
@@ -152,11 +152,15 @@ fn a_damaged_record_is_read_from_the_checkpoint() {
     damage(&out, 1, 4096);
     let open = |io| {
         let pack = pack::find(shard.dir(), &shard.map, &shard.files).expect("its sizes and its checkpoint are right");
-        let options = Options { io, packed: Some(pack.packed), ..Options::new(4) };
+        let options = Options { io, pack_records: Some(pack.records), ..Options::new(4) };
         let metrics = Metrics::new("0", "cpu");
-        (Experts::open(pack.files, pack.map, options, metrics.clone()).unwrap(), metrics)
+        (ExpertStore::open(pack.files, pack.map, options, metrics.clone()).unwrap(), metrics)
     };
-    for (io, phase) in [(Io::Buffered, Phase::Decode), (Io::Auto, Phase::Decode), (Io::Auto, Phase::Prefill)] {
+    for (io, phase) in [
+        (ReadMode::Buffered, PassKind::Decode),
+        (ReadMode::Auto, PassKind::Decode),
+        (ReadMode::Auto, PassKind::Prefill),
+    ] {
         let (store, metrics) = open(io);
         let damaged = || (metrics.pack_damaged_records.get(), metrics.ssd_errors.get());
         assert_eq!(shard.take(&store, 0, &[0, 1, 2, 3], phase).unwrap(), 4);
@@ -169,11 +173,11 @@ fn a_damaged_record_is_read_from_the_checkpoint() {
         }
     }
 
-    let (store, metrics) = open(Io::Auto);
-    shard.take(&store, 1, &[5], Phase::Decode).unwrap();
+    let (store, metrics) = open(ReadMode::Auto);
+    shard.take(&store, 1, &[5], PassKind::Decode).unwrap();
     File::options().write(true).open(&shard.files[0]).unwrap().set_len(1000).unwrap();
     for expert in [2, 3, 2] {
-        let error = shard.take(&store, 1, &[expert], Phase::Decode).unwrap_err();
+        let error = shard.take(&store, 1, &[expert], PassKind::Decode).unwrap_err();
         let StoreError::Read { layer: 1, expert: found, .. } = &error else { panic!("{error}") };
         let text = error.to_string();
         assert_eq!(*found as u32, expert, "{text}");
@@ -181,14 +185,14 @@ fn a_damaged_record_is_read_from_the_checkpoint() {
         assert!(all.iter().all(|part| text.contains(part)), "{text}");
     }
     assert_eq!(metrics.pack_damaged_records.get(), 1, "those that could not be mended are tried again");
-    assert_eq!(shard.take(&store, 0, &[1, 4], Phase::Decode).unwrap(), 2, "the store lives on");
+    assert_eq!(shard.take(&store, 0, &[1, 4], PassKind::Decode).unwrap(), 2, "the store lives on");
 }
 
 /// Asks for experts of a layer until there are no more; returns how many came with the checkpoint's bytes the last time that they
 /// came, and how often one came with others before.
-fn beside(shard: &Shard, store: &Experts, layer: usize, ids: &[u32], phase: Phase) -> (usize, usize) {
-    let choice = Choice { ids, k: ids.len(), logits: &[] };
-    let mut asked = store.ask(layer, &choice, phase, &mut CpuTimeline).unwrap();
+fn beside(shard: &Shard, store: &ExpertStore, layer: usize, ids: &[u32], phase: PassKind) -> (usize, usize) {
+    let choice = ExpertChoice { ids, k: ids.len(), logits: &[] };
+    let mut asked = store.fetch(layer, &choice, phase, &mut CpuTimeline).unwrap();
     let (mut right, mut wrong) = (std::collections::HashMap::new(), 0);
     while let Some(batch) = asked.next(&mut CpuTimeline).unwrap() {
         for landed in batch.iter() {
@@ -198,7 +202,7 @@ fn beside(shard: &Shard, store: &Experts, layer: usize, ids: &[u32], phase: Phas
             right.insert(landed.expert, same);
             wrong += usize::from(!same);
         }
-        batch.reads_until(SyncPoint::START);
+        batch.release_after(SyncPoint::START);
     }
     (right.values().filter(|same| **same).count(), wrong)
 }
@@ -212,16 +216,16 @@ fn a_layer_ends_when_the_sums_of_its_experts_are_right() {
     pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
     damage(&out, 0, 1);
     let mut early = 0;
-    for (slots, phase) in [(2, Phase::Decode), (4, Phase::Decode), (11, Phase::Prefill)] {
+    for (slots, phase) in [(2, PassKind::Decode), (4, PassKind::Decode), (11, PassKind::Prefill)] {
         let pack = pack::find(shard.dir(), &shard.map, &shard.files).unwrap();
-        let options = Options { packed: Some(pack.packed), prefetch: Prefetch::On, ..Options::new(slots) };
+        let options = Options { pack_records: Some(pack.records), prefetch: Prefetch::On, ..Options::new(slots) };
         let metrics = Metrics::new("0", "cpu");
-        let store = Experts::open(pack.files, pack.map, options, metrics.clone()).unwrap();
-        store.check_beside(true);
+        let store = ExpertStore::open(pack.files, pack.map, options, metrics.clone()).unwrap();
+        store.verify_in_background(true);
         for round in 0..3 {
             for expert in 0..6u32 {
                 let ids = [expert, (expert + 1) % 6];
-                store.read_ahead(0, &[ids[1], (expert + 3) % 6], phase);
+                store.prefetch(0, &[ids[1], (expert + 3) % 6], phase);
                 let (right, wrong) = beside(&shard, &store, 0, &ids, phase);
                 assert_eq!(right, 2, "{slots} slots, round {round}: {ids:?}");
                 assert!(round == 0 || wrong == 0, "what is damaged is known");

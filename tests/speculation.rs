@@ -6,7 +6,7 @@ mod common;
 use common::{fixtures::DEMO, load_with};
 use moestro::{
     engine::{self, Draft, Finish, Handle, Lookup, Request, Sampling, Speculate, Timings, Worker},
-    experts::Io,
+    experts::ReadMode,
     metrics::Metrics,
     model::{HiddenTaps, LoadOptions, Model, Qwen, Rows},
 };
@@ -128,7 +128,7 @@ fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
     let (sampling, ids) = (Sampling::greedy(), prompt(30).repeat(2));
     let whole = answer(None, Speculate::Off, &ids, &sampling).0;
     let mut options = LoadOptions { threads: Some(2), verify: true, ..LoadOptions::default() };
-    (options.store.slots, options.store.io) = (Some(64), Io::Buffered);
+    (options.store.slots, options.store.io) = (Some(64), ReadMode::Buffered);
     let (handle, worker) = start(load_with(dir.path(), options), Box::new(Lookup), Speculate::Force);
     assert_eq!(ask(&handle, &ids, &sampling).0, whole);
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();

@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use moestro::{
-    experts::{ExpertMap, Experts, Io, Options, PIECES, Piece, Warm},
+    experts::{ExpertMap, ExpertStore, Options, PIECES, Piece, ReadMode, WarmStart},
     metrics::Metrics,
 };
 
@@ -16,7 +16,7 @@ fuzz_target!(|data: &[u8]| {
         std::array::from_fn(|part| Piece { file: 0, offset: ((expert * PIECES + part) * 16) as u64, len: 16 })
     };
     let map = ExpertMap { layers: vec![(0..4).map(expert).collect()] };
-    let warm = Some(Warm { file: list, identity: "me".into() });
-    let options = Options { io: Io::Buffered, threads: 1, warm, ..Options::new(2) };
-    Experts::open(vec![shard], map, options, Metrics::new("0", "cpu")).unwrap().fill(&mut |_, _| ()).unwrap();
+    let warm_start = Some(WarmStart { file: list, identity: "me".into() });
+    let options = Options { io: ReadMode::Buffered, threads: 1, warm_start, ..Options::new(2) };
+    ExpertStore::open(vec![shard], map, options, Metrics::new("0", "cpu")).unwrap().fill(&mut |_, _| ()).unwrap();
 });

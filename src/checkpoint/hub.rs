@@ -14,16 +14,13 @@ mod download;
 pub mod listing;
 mod work;
 
-use crate::{checkpoint::index::Index, error::StoreError, platform::os, platform::read_small};
+use crate::{checkpoint::index::Index, error::StoreError, platform::os, platform::read_small_file};
 use cache::Shelf;
 use client::{Client, Failure};
 use download::Download;
 use listing::{Listed, Listing};
-use sha2::{Digest, Sha256};
 use std::{
-    env,
-    fs::{self, File},
-    io::{self, Read},
+    env, fs, io,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -152,24 +149,13 @@ impl Hub {
     }
 }
 
-fn sha256(path: &Path) -> io::Result<String> {
-    let (mut file, mut hash, mut block) = (File::open(path)?, Sha256::new(), vec![0; 1 << 20]);
-    loop {
-        match file.read(&mut block)? {
-            0 => break,
-            read => hash.update(&block[..read]),
-        }
-    }
-    Ok(hex::encode(hash.finalize()))
-}
-
 /// True if a snapshot has every file that its own index asks for.
 fn is_complete(dir: &Path) -> bool {
     let path = dir.join(listing::INDEX);
     if !path.exists() {
         return Index::open(dir).is_ok();
     }
-    let names = read_small(&path, listing::MOST_INDEX).ok().and_then(|index| listing::shard_names(&index).ok());
+    let names = read_small_file(&path, listing::MOST_INDEX).ok().and_then(|index| listing::shard_names(&index).ok());
     names.is_some_and(|names| names.iter().all(|name| dir.join(name).exists()))
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     error::StoreError,
-    platform::{open_regular, read_small},
+    platform::{open_regular_file, read_small_file},
 };
 use serde::{
     Deserialize, Deserializer,
@@ -60,7 +60,7 @@ impl Dtype {
 
 /// One tensor's place.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Entry {
+pub struct TensorEntry {
     /// Index into [`Index::files`].
     pub file: usize,
     /// Bytes from the start of the file; of any alignment.
@@ -76,30 +76,30 @@ pub struct Entry {
 pub struct Index {
     pub dir: PathBuf,
     pub files: Vec<PathBuf>,
-    pub tensors: BTreeMap<String, Entry>,
+    pub tensors: BTreeMap<String, TensorEntry>,
 }
 
 #[derive(Deserialize)]
-struct Header {
+struct TensorHeader {
     dtype: Dtype,
-    shape: Shape,
+    shape: TensorShape,
     data_offsets: [u64; 2],
 }
 
 /// A list of few numbers.
-struct Shape(Vec<usize>);
+struct TensorShape(Vec<usize>);
 
-impl<'de> Deserialize<'de> for Shape {
+impl<'de> Deserialize<'de> for TensorShape {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Sides;
-        impl<'de> Visitor<'de> for Sides {
-            type Value = Shape;
+        struct ShapeVisitor;
+        impl<'de> Visitor<'de> for ShapeVisitor {
+            type Value = TensorShape;
 
             fn expecting(&self, text: &mut fmt::Formatter<'_>) -> fmt::Result {
                 write!(text, "a shape of at most {MOST_SIDES} dimensions")
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Shape, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<TensorShape, A::Error> {
                 let mut sides = Vec::new();
                 while let Some(side) = from.next_element()? {
                     if sides.len() == MOST_SIDES {
@@ -107,27 +107,27 @@ impl<'de> Deserialize<'de> for Shape {
                     }
                     sides.push(side);
                 }
-                Ok(Shape(sides))
+                Ok(TensorShape(sides))
             }
         }
-        from.deserialize_seq(Sides)
+        from.deserialize_seq(ShapeVisitor)
     }
 }
 
 /// A JSON object in which no name comes twice: readers would not agree which of the two counts.
-struct Once<T>(BTreeMap<String, T>);
+struct UniqueMap<T>(BTreeMap<String, T>);
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Once<T> {
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Names<T>(PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Names<T> {
-            type Value = Once<T>;
+        struct UniqueMapVisitor<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for UniqueMapVisitor<T> {
+            type Value = UniqueMap<T>;
 
             fn expecting(&self, text: &mut fmt::Formatter<'_>) -> fmt::Result {
                 text.write_str("an object")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Once<T>, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<UniqueMap<T>, A::Error> {
                 let mut entries = BTreeMap::new();
                 while let Some(name) = from.next_key::<String>()? {
                     if name == "__metadata__" {
@@ -136,13 +136,13 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Once<T> {
                     }
                     let value = from.next_value().map_err(|error| de::Error::custom(format!("{name}: {error}")))?;
                     if entries.insert(name.clone(), value).is_some() {
-                        return Err(de::Error::custom(format!("{name} is there twice")));
+                        return Err(de::Error::custom(format!("duplicate name {name}")));
                     }
                 }
-                Ok(Once(entries))
+                Ok(UniqueMap(entries))
             }
         }
-        from.deserialize_map(Names(PhantomData))
+        from.deserialize_map(UniqueMapVisitor(PhantomData))
     }
 }
 
@@ -161,7 +161,7 @@ impl Index {
         let mut index = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
         for name in names {
             if !is_plain(&name) {
-                let why = format!("its index names {name:?}, which is no file beside it");
+                let why = format!("its index names {name:?}, which is not a file of its directory");
                 return Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why });
             }
             index.add(dir.join(name))?;
@@ -180,14 +180,14 @@ impl Index {
     }
 
     /// The file a tensor lies in.
-    pub fn path(&self, entry: &Entry) -> &Path {
+    pub fn path(&self, entry: &TensorEntry) -> &Path {
         self.files.get(entry.file).unwrap_or(&self.dir)
     }
 
     fn add(&mut self, path: PathBuf) -> Result<(), StoreError> {
         let io = |source| StoreError::Io { path: path.clone(), source };
         let bad = |why: String| StoreError::NotACheckpoint { path: path.clone(), why };
-        let mut file = open_regular(&path).map_err(io)?;
+        let mut file = open_regular_file(&path).map_err(io)?;
         let size = file.metadata().map_err(io)?.len();
         let mut len = [0; 8];
         file.read_exact(&mut len).map_err(|_| bad("too short for a safetensors file".into()))?;
@@ -197,15 +197,15 @@ impl Index {
         }
         let mut header = vec![0; len as usize];
         file.read_exact(&mut header).map_err(io)?;
-        let Once(header): Once<Header> = serde_json::from_slice(&header)
+        let UniqueMap(header): UniqueMap<TensorHeader> = serde_json::from_slice(&header)
             .map_err(|error| bad(format!("its header is no list of tensors: {error}")))?;
         let mut places = Vec::with_capacity(header.len());
-        for (name, Header { dtype, shape: Shape(shape), data_offsets: [start, end] }) in header {
+        for (name, TensorHeader { dtype, shape: TensorShape(shape), data_offsets: [start, end] }) in header {
             let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
             let bytes = elements.and_then(|elements| elements.checked_mul(dtype.bytes()));
             // Offsets that run backwards do not make up for a shape beyond all numbers.
             if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
-                return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not take bytes {start} to {end}")));
+                return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not match bytes {start} to {end}")));
             }
             if (8 + len).checked_add(end).is_none_or(|end| end > size) {
                 return Err(bad(format!(
@@ -214,8 +214,13 @@ impl Index {
                 )));
             }
             places.push((start, end, name.clone()));
-            let entry =
-                Entry { file: self.files.len(), offset: 8 + len + start, len: (end - start) as usize, dtype, shape };
+            let entry = TensorEntry {
+                file: self.files.len(),
+                offset: 8 + len + start,
+                len: (end - start) as usize,
+                dtype,
+                shape,
+            };
             if self.tensors.insert(name.clone(), entry).is_some() {
                 return Err(bad(format!("tensor {name} is in another shard, too")));
             }
@@ -240,16 +245,16 @@ fn is_plain(name: &str) -> bool {
 /// Tensor to shard, if the checkpoint has an index file.
 fn promised(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreError> {
     #[derive(Deserialize)]
-    struct Weights {
-        weight_map: Once<String>,
+    struct ShardIndex {
+        weight_map: UniqueMap<String>,
     }
     let path = dir.join("model.safetensors.index.json");
-    let text = match read_small(&path, MOST_HEADER) {
+    let text = match read_small_file(&path, MOST_HEADER) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(StoreError::Io { path, source }),
     };
-    match serde_json::from_slice::<Weights>(&text) {
+    match serde_json::from_slice::<ShardIndex>(&text) {
         Ok(weights) => Ok(Some(weights.weight_map.0)),
         Err(error) => Err(StoreError::NotACheckpoint { path, why: error.to_string() }),
     }
@@ -271,90 +276,4 @@ fn shards(dir: &Path) -> Result<BTreeSet<String>, StoreError> {
         return Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why });
     }
     Ok(names)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn shard(dir: &Path, name: &str, header: &str, data: usize) {
-        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-        bytes.extend_from_slice(header.as_bytes());
-        bytes.resize(bytes.len() + data, 0);
-        std::fs::write(dir.join(name), bytes).unwrap();
-    }
-
-    #[test]
-    fn unaligned_headers_and_several_shards() {
-        let dir = tempfile::tempdir().unwrap();
-        shard(dir.path(), "model-1.safetensors", r#"{"a":{"dtype":"U32","shape":[3],"data_offsets":[0,12]}}"#, 12);
-        shard(dir.path(), "model-2.safetensors", r#"{"b":{"dtype":"BF16","shape":[],"data_offsets":[0,2]} }"#, 2);
-        let index = Index::open(dir.path()).unwrap();
-        assert_eq!((index.tensors["a"].offset, index.tensors["a"].len), (8 + 55, 12));
-        assert_eq!((index.tensors["b"].file, index.tensors["b"].len), (1, 2));
-    }
-
-    #[test]
-    fn damage_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let opened = || Index::open(dir.path()).unwrap_err().to_string();
-        assert!(opened().contains("no model*.safetensors"));
-        shard(dir.path(), "model.safetensors", r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}"#, 11);
-        assert!(opened().contains("truncated: tensor a"), "{}", opened());
-        shard(dir.path(), "model.safetensors", r#"{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,12]}}"#, 12);
-        assert!(opened().contains("does not take bytes"));
-        let none = r#"{"a":{"dtype":"U8","shape":[9223372036854775809,2],"data_offsets":[8,6]}}"#;
-        shard(dir.path(), "model.safetensors", none, 12);
-        assert!(opened().contains("does not take bytes"));
-        shard(dir.path(), "model.safetensors", r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}"#, 12);
-        std::fs::write(dir.path().join("model.safetensors.index.json"), r#"{"weight_map":{"z":"model.safetensors"}}"#)
-            .unwrap();
-        assert!(opened().contains("tensor z is missing"));
-        std::fs::write(dir.path().join("model.safetensors"), [255; 9]).unwrap();
-        assert!(opened().contains("header of"));
-    }
-
-    #[test]
-    fn what_two_readers_would_read_differently_is_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let opened = |header: &str| {
-            shard(dir.path(), "model.safetensors", header, 16);
-            Index::open(dir.path()).map(|index| index.tensors.len()).map_err(|error| error.to_string())
-        };
-        let at = |start: usize, end: usize| {
-            format!(r#"{{"dtype":"U8","shape":[{}],"data_offsets":[{start},{end}]}}"#, end - start)
-        };
-        let two = |a: String, b: String| opened(&format!(r#"{{"a":{a},"b":{b},"__metadata__":{{"a":"x"}}}}"#));
-        assert_eq!(two(at(0, 8), at(8, 16)), Ok(2));
-        assert_eq!(two(at(8, 16), at(0, 8)), Ok(2));
-        assert_eq!(two(at(0, 16), at(4, 4)), Ok(2));
-        for (a, b) in [(at(0, 9), at(8, 16)), (at(0, 16), at(4, 5)), (at(2, 4), at(2, 4))] {
-            assert!(two(a, b).unwrap_err().contains("tensors a and b overlap"));
-        }
-        let twice = opened(&format!(r#"{{"a":{},"a":{}}}"#, at(0, 4), at(4, 8)));
-        assert!(twice.unwrap_err().contains("a is there twice"));
-        let key = opened(r#"{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}"#);
-        assert!(key.unwrap_err().contains("duplicate field"));
-        let deep = opened(r#"{"a":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}}"#);
-        assert!(deep.unwrap_err().contains("at most 8 dimensions"));
-        for name in ["../model.safetensors", "/dev/zero", "/tmp/model.safetensors"] {
-            let index = format!(r#"{{"weight_map":{{"a":"{name}"}}}}"#);
-            std::fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
-            assert!(Index::open(dir.path()).unwrap_err().to_string().contains("no file beside it"));
-        }
-    }
-
-    #[test]
-    fn a_pipe_in_place_of_a_shard_is_not_waited_for() {
-        let dir = tempfile::tempdir().unwrap();
-        for name in ["model.safetensors", "model.safetensors.index.json"] {
-            let made = std::process::Command::new("mkfifo").arg(dir.path().join(name)).status().unwrap();
-            assert!(made.success());
-            assert!(Index::open(dir.path()).unwrap_err().to_string().contains("not a regular file"), "{name}");
-        }
-        std::fs::remove_file(dir.path().join("model.safetensors.index.json")).unwrap();
-        std::fs::remove_file(dir.path().join("model.safetensors")).unwrap();
-        std::os::unix::fs::symlink("/dev/zero", dir.path().join("model.safetensors")).unwrap();
-        assert!(Index::open(dir.path()).unwrap_err().to_string().contains("not a regular file"));
-    }
 }

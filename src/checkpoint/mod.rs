@@ -12,4 +12,4 @@ pub mod pack;
 mod quantization;
 mod trunk;
 
-pub use trunk::{BUFFERS, Checkpoint, DRAFT_BUFFERS, Layout, Trunk, expert, pieces};
+pub use trunk::{BUFFERS, Checkpoint, DRAFT_BUFFERS, MatrixLayout, TrunkLoader, expert_pieces, matrix_pieces};

@@ -1,7 +1,7 @@
 //! The head for multi-token prediction in a checkpoint: its file, its names, and the convention of its norms (`w` or `1 + w`).
 //! Converters do all of it in several ways.
 
-use super::{Checkpoint, index::Index, names::Name};
+use super::{Checkpoint, index::Index, names::TensorName};
 use crate::error::{ModelError, StoreError};
 use serde_json::Value;
 use std::path::Path;
@@ -13,17 +13,17 @@ const BESIDE: [&str; 4] =
     ["mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"];
 
 /// The canonical name of a head's tensor in a file that also has others.
-fn within(name: &str) -> Name {
+fn within(name: &str) -> TensorName {
     let prefixes = ["mtp.", "model.mtp.", "language_model.mtp."];
     match prefixes.iter().find_map(|prefix| name.strip_prefix(prefix)) {
-        Some(rest) => Name::Ours(format!("{PREFIX}{rest}")),
-        None => Name::Skipped,
+        Some(rest) => TensorName::Text(format!("{PREFIX}{rest}")),
+        None => TensorName::Skipped,
     }
 }
 
 /// The head that belongs to the checkpoint in `dir`, whose shards are `index`; `None` if there is none.
 pub fn find(dir: &Path, index: &Index, config: &Value) -> Result<Option<Checkpoint>, ModelError> {
-    let has = |index: &Index| index.tensors.keys().any(|name| within(name) != Name::Skipped);
+    let has = |index: &Index| index.tensors.keys().any(|name| within(name) != TensorName::Skipped);
     let mut found = has(index).then(|| index.clone());
     let said = config["mlx_lm_extra_tensors"]["mtp_file"].as_str();
     let plain = said.filter(|name| !Path::new(name).is_absolute() && !name.split('/').any(|part| part == ".."));
@@ -42,8 +42,8 @@ pub fn open_dir(dir: &Path, config: &Value) -> Result<Checkpoint, ModelError> {
 }
 
 fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
-    let prefixed = index.tensors.keys().any(|name| within(name) != Name::Skipped);
-    let bare = |name: &str| Name::Ours(format!("{PREFIX}{name}"));
+    let prefixed = index.tensors.keys().any(|name| within(name) != TensorName::Skipped);
+    let bare = |name: &str| TensorName::Text(format!("{PREFIX}{name}"));
     // It is quantised in its own way, of which the shapes tell.
     let mut head = if prefixed {
         Checkpoint::open_as(index, &Value::Null, within)?

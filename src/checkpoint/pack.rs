@@ -31,7 +31,7 @@ mod write;
 pub use find::{Pack, candidates, default_dir, find, link};
 pub use fingerprint::fingerprint;
 pub use verify::verify;
-pub use write::{Summary, write};
+pub use write::{PackSummary, write};
 
 #[cfg(test)]
 mod tests;

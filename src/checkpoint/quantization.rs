@@ -6,8 +6,8 @@
 //! follow from shapes alone, so a contradiction there is an error: the numbers would be read as other numbers.
 
 use super::{
-    index::{Dtype, Entry},
-    names::{Name, canonical},
+    index::{Dtype, TensorEntry},
+    names::{TensorName, canonical_name},
 };
 use crate::ops::{Float, WeightFormat};
 use serde_json::Value;
@@ -15,7 +15,7 @@ use std::{cell::RefCell, collections::BTreeMap};
 
 /// The table's entry for one matrix, or for all.
 #[derive(Debug, Clone, Default, PartialEq)]
-struct Said {
+struct TableEntry {
     bits: Option<u64>,
     group: Option<u64>,
     mode: Option<String>,
@@ -23,10 +23,10 @@ struct Said {
 
 /// `config.json`'s `quantization`.
 #[derive(Debug, Default)]
-pub struct Table {
-    every: Said,
+pub struct QuantizationTable {
+    every: TableEntry,
     /// By canonical path; `None` is `false`: not quantised.
-    each: BTreeMap<String, Option<Said>>,
+    each: BTreeMap<String, Option<TableEntry>>,
     /// Paths of matrices that are stored otherwise than it says.
     differing: RefCell<Vec<String>>,
 }
@@ -35,11 +35,11 @@ pub struct Table {
 const FOREIGN: [&str; 10] =
     ["fp8", "awq", "gptq", "compressed-tensors", "modelopt", "bitnet", "bitsandbytes", "hqq", "quark", "mxtq"];
 
-impl Table {
+impl QuantizationTable {
     /// # Errors
     /// A method that is not MLX's, or two entries for one matrix that do not agree.
     pub fn new(json: &Value) -> Result<Self, String> {
-        let said = |table: &Value| Said {
+        let said = |table: &Value| TableEntry {
             bits: table.get("bits").and_then(Value::as_u64),
             group: table.get("group_size").and_then(Value::as_u64),
             mode: table.get("mode").and_then(Value::as_str).map(str::to_owned),
@@ -109,7 +109,7 @@ impl Table {
 
 /// The canonical form of a table's key; `None` if the matrix is none of ours, or it is no matrix.
 fn normal(key: &str) -> Option<String> {
-    let Name::Ours(path) = canonical(key.strip_suffix(".weight").unwrap_or(key)) else { return None };
+    let TensorName::Text(path) = canonical_name(key.strip_suffix(".weight").unwrap_or(key)) else { return None };
     let stacked =
         ["gate_proj", "up_proj", "down_proj"].iter().any(|part| path.ends_with(&format!(".mlp.experts.{part}")));
     Some(if stacked { path.replace(".mlp.experts.", ".mlp.switch_mlp.") } else { path })
@@ -131,8 +131,13 @@ fn width(codes: WeightFormat) -> Option<(u64, &'static str)> {
 ///
 /// # Errors
 /// An encoding that is not known, in words.
-pub fn infer(cols: usize, weight: &Entry, scales: &Entry, has_biases: bool) -> Result<WeightFormat, String> {
-    let last = |entry: &Entry| entry.shape.last().copied().filter(|last| *last > 0);
+pub fn infer(
+    cols: usize,
+    weight: &TensorEntry,
+    scales: &TensorEntry,
+    has_biases: bool,
+) -> Result<WeightFormat, String> {
+    let last = |entry: &TensorEntry| entry.shape.last().copied().filter(|last| *last > 0);
     let (Some(words), Some(groups)) = (last(weight), last(scales)) else {
         return Err("it is empty".into());
     };

@@ -2,16 +2,16 @@
 //! quantised, and gathers the trunk in one slab. A tensor that nobody asked for in the end is an error.
 
 use super::{
-    names::{Name, canonical},
-    quantization::{Table, float, infer},
+    names::{TensorName, canonical_name},
+    quantization::{QuantizationTable, float, infer},
 };
 use crate::{
-    checkpoint::index::{Entry, Index},
+    checkpoint::index::{Index, TensorEntry},
     device::{Region, Slab, SlabWriter},
     error::{ModelError, StoreError},
     experts::{PIECES, Piece},
     ops::{Weight, WeightFormat},
-    platform::open_regular,
+    platform::open_regular_file,
 };
 use std::{
     cell::RefCell,
@@ -32,7 +32,7 @@ pub struct Checkpoint {
     /// Canonical name to the name in the files.
     names: BTreeMap<String, String>,
     claimed: RefCell<BTreeSet<String>>,
-    table: Table,
+    table: QuantizationTable,
     /// Means of the effective weights of the norms of queries and keys.
     norms: RefCell<Vec<f32>>,
     /// Hugging Face's layout: norms hold `w - 1`, the convolution `[C, 1, K]`.
@@ -41,29 +41,29 @@ pub struct Checkpoint {
 
 /// The encoding and the place of one matrix, before its bytes are read.
 #[derive(Debug, Clone)]
-pub struct Layout {
+pub struct MatrixLayout {
     pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    /// WeightFormat, scales, biases, where they exist.
-    pub entries: [Option<Entry>; 3],
+    /// Codes, scales, biases, where they exist.
+    pub entries: [Option<TensorEntry>; 3],
 }
 
 impl Checkpoint {
     /// `quantization` is the table of that name in `config.json`, or null.
     pub fn open(index: Index, quantization: &serde_json::Value) -> Result<Self, ModelError> {
-        Self::open_as(index, quantization, canonical)
+        Self::open_as(index, quantization, canonical_name)
     }
 
-    /// [`Checkpoint::open`] where `canonical` says which tensor is which.
+    /// [`Checkpoint::open`] where `name_of` maps names in the files to canonical ones.
     pub fn open_as(
         index: Index,
         quantization: &serde_json::Value,
-        canonical: impl Fn(&str) -> Name,
+        name_of: impl Fn(&str) -> TensorName,
     ) -> Result<Self, ModelError> {
         let mut names = BTreeMap::new();
         for found in index.tensors.keys() {
-            let Name::Ours(name) = canonical(found) else { continue };
+            let TensorName::Text(name) = name_of(found) else { continue };
             if let Some(part) = ["tq_packed", "tq_norms", "tq_bits"].iter().find(|part| name.ends_with(**part)) {
                 let why = format!("this is a JANGTQ checkpoint (it has {part} tensors); that method is not supported");
                 return Err(ModelError::Config(why));
@@ -77,12 +77,12 @@ impl Checkpoint {
             .tensors
             .iter()
             .any(|(name, entry)| name.ends_with("conv1d.weight") && entry.shape.last().is_some_and(|last| *last != 1));
-        let table = Table::new(quantization).map_err(ModelError::Config)?;
+        let table = QuantizationTable::new(quantization).map_err(ModelError::Config)?;
         Ok(Self { index, names, claimed: RefCell::default(), table, norms: RefCell::default(), hugging_face })
     }
 
     /// A tensor that may be absent.
-    pub fn find(&self, name: &str) -> Option<&Entry> {
+    pub fn find(&self, name: &str) -> Option<&TensorEntry> {
         let entry = self.index.tensors.get(self.names.get(name)?)?;
         self.claimed.borrow_mut().insert(name.to_string());
         Some(entry)
@@ -94,7 +94,7 @@ impl Checkpoint {
     }
 
     /// A tensor that must be there.
-    pub fn get(&self, name: &str) -> Result<&Entry, ModelError> {
+    pub fn get(&self, name: &str) -> Result<&TensorEntry, ModelError> {
         let missing = || StoreError::Missing { name: name.into(), dir: self.index.dir.clone() };
         Ok(self.find(name).ok_or_else(missing)?)
     }
@@ -116,7 +116,7 @@ impl Checkpoint {
     }
 
     /// The error that tensor `name` is not `expected`.
-    pub fn mismatch(&self, name: &str, entry: &Entry, expected: String) -> ModelError {
+    pub fn mismatch(&self, name: &str, entry: &TensorEntry, expected: String) -> ModelError {
         let found = format!("{:?} {:?}", entry.dtype, entry.shape);
         let file = self.index.path(entry).to_path_buf();
         StoreError::Mismatch { name: name.into(), file, expected, found }.into()
@@ -153,25 +153,25 @@ impl Checkpoint {
         (mean > SHIFTED_TWICE).then_some(mean)
     }
 
-    fn read(&self, entry: &Entry) -> Result<Vec<u8>, ModelError> {
+    fn read(&self, entry: &TensorEntry) -> Result<Vec<u8>, ModelError> {
         let mut bytes = vec![0; entry.len];
         self.read_into(entry, &mut bytes)?;
         Ok(bytes)
     }
 
-    fn read_into(&self, entry: &Entry, bytes: &mut [u8]) -> Result<(), ModelError> {
+    fn read_into(&self, entry: &TensorEntry, bytes: &mut [u8]) -> Result<(), ModelError> {
         let path = self.index.path(entry);
-        let read = open_regular(path).and_then(|file| file.read_exact_at(bytes, entry.offset));
+        let read = open_regular_file(path).and_then(|file| file.read_exact_at(bytes, entry.offset));
         Ok(read.map_err(|source| StoreError::Io { path: path.to_path_buf(), source })?)
     }
 
     /// An unquantised tensor `[lead.., rows, cols]` that is called `name`, without `.weight`.
-    pub fn dense(&self, name: &str, shape: &[usize]) -> Result<Layout, ModelError> {
+    pub fn dense(&self, name: &str, shape: &[usize]) -> Result<MatrixLayout, ModelError> {
         let entry = self.get(name)?;
         let (Some(float), [.., rows, cols]) = (float(entry.dtype).filter(|_| entry.shape == shape), shape) else {
             return Err(self.mismatch(name, entry, format!("floats {shape:?}")));
         };
-        Ok(Layout {
+        Ok(MatrixLayout {
             codes: WeightFormat::Dense(float),
             rows: *rows,
             cols: *cols,
@@ -181,7 +181,7 @@ impl Checkpoint {
 
     /// The encoding of the matrix at `path` (`[lead.., rows, cols]`). Shapes decide; the `quantization` table is checked
     /// against them, since files exist whose table is out of date.
-    pub fn layout(&self, path: &str, lead: &[usize], rows: usize, cols: usize) -> Result<Layout, ModelError> {
+    pub fn layout(&self, path: &str, lead: &[usize], rows: usize, cols: usize) -> Result<MatrixLayout, ModelError> {
         let name = format!("{path}.weight");
         let weight = self.get(&name)?;
         let differs = |expected: String| self.mismatch(&name, weight, expected);
@@ -192,12 +192,12 @@ impl Checkpoint {
             };
             let codes = WeightFormat::Dense(float);
             self.table.compare(path, codes).map_err(differs)?;
-            return Ok(Layout { codes, rows, cols, entries: [Some(weight.clone()), None, None] });
+            return Ok(MatrixLayout { codes, rows, cols, entries: [Some(weight.clone()), None, None] });
         };
         let has_biases = self.names.contains_key(&format!("{path}.biases"));
         let shape = |last: usize| [lead, &[rows, last]].concat();
         let expected = |why: String| differs(format!("packed codes for {:?}{why}", shape(cols)));
-        let fits = |entry: &Entry| entry.shape.last().is_some_and(|&last| entry.shape == shape(last));
+        let fits = |entry: &TensorEntry| entry.shape.last().is_some_and(|&last| entry.shape == shape(last));
         if !fits(weight) || !fits(scales) {
             return Err(expected(format!(" (its scales are {:?})", scales.shape)));
         }
@@ -214,7 +214,7 @@ impl Checkpoint {
             _ => None,
         };
         self.table.compare(path, codes).map_err(differs)?;
-        Ok(Layout { codes, rows, cols, entries: [Some(weight.clone()), Some(scales.clone()), biases] })
+        Ok(MatrixLayout { codes, rows, cols, entries: [Some(weight.clone()), Some(scales.clone()), biases] })
     }
 
     /// nvfp4's global scale, one a matrix (`count` matrices): `global / (6 * 448)`; else 1.
@@ -228,7 +228,7 @@ impl Checkpoint {
 }
 
 /// The place of matrix `index` of a stack.
-pub fn pieces(layout: &Layout, index: usize) -> [Piece; 3] {
+pub fn matrix_pieces(layout: &MatrixLayout, index: usize) -> [Piece; 3] {
     let bytes = layout.codes.row_bytes(layout.cols);
     std::array::from_fn(|part| match &layout.entries[part] {
         None => Piece::default(),
@@ -240,7 +240,7 @@ pub fn pieces(layout: &Layout, index: usize) -> [Piece; 3] {
 }
 
 /// An expert's nine pieces from its three projections.
-pub fn expert(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
+pub fn expert_pieces(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
     std::array::from_fn(|index| projections[index / 3][index % 3])
 }
 
@@ -250,8 +250,8 @@ pub const BUFFERS: [u32; 2] = [0, 1];
 pub const DRAFT_BUFFERS: [u32; 2] = [2, 3];
 
 /// Gathers the trunk's matrices in one slab, and its vectors in another. Run the same claims twice: first with
-/// [`Trunk::measure`], which reads no matrix and learns the size, then with [`Trunk::read`].
-pub struct Trunk<'a> {
+/// [`TrunkLoader::measure`], which reads no matrix and learns the size, then with [`TrunkLoader::read`].
+pub struct TrunkLoader<'a> {
     pub from: &'a Checkpoint,
     slab: Option<SlabWriter>,
     /// Bytes taken so far.
@@ -261,7 +261,7 @@ pub struct Trunk<'a> {
     progress: &'a mut dyn FnMut(u64, u64),
 }
 
-impl<'a> Trunk<'a> {
+impl<'a> TrunkLoader<'a> {
     /// Reads no matrix: what it returns lies nowhere.
     pub fn measure(from: &'a Checkpoint, progress: &'a mut dyn FnMut(u64, u64)) -> Self {
         Self { from, slab: None, len: 0, vectors: Vec::new(), buffers: BUFFERS, progress }
@@ -313,8 +313,8 @@ impl<'a> Trunk<'a> {
         self.take(name, &layout)
     }
 
-    fn take(&mut self, path: &str, layout: &Layout) -> Result<Weight, ModelError> {
-        let &Layout { codes, rows, cols, ref entries } = layout;
+    fn take(&mut self, path: &str, layout: &MatrixLayout) -> Result<Weight, ModelError> {
+        let &MatrixLayout { codes, rows, cols, ref entries } = layout;
         let global_scale = self.from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
         let mut parts = [Region::default(); 3];
         for (part, entry) in parts.iter_mut().zip(entries) {
@@ -325,7 +325,7 @@ impl<'a> Trunk<'a> {
 
     /// The matrix at `path`, `[rows, parts * cols]`, as matrices of `cols` columns that stand side by side in it.
     pub fn columns(&mut self, path: &str, rows: usize, cols: usize, parts: usize) -> Result<Vec<Weight>, ModelError> {
-        let Layout { codes, entries, .. } = self.from.layout(path, &[], rows, parts * cols)?;
+        let MatrixLayout { codes, entries, .. } = self.from.layout(path, &[], rows, parts * cols)?;
         if !cols.is_multiple_of(codes.group().max(32)) {
             return Err(ModelError::Config(format!("{path} cannot be cut every {cols} columns")));
         }
@@ -367,7 +367,7 @@ impl<'a> Trunk<'a> {
         Region { buffer: self.buffers[1], offset, len: values.len() * 4 }
     }
 
-    fn part(&mut self, entry: Option<&Entry>) -> Result<Region, ModelError> {
+    fn part(&mut self, entry: Option<&TensorEntry>) -> Result<Region, ModelError> {
         let Some(entry) = entry else { return Ok(Region::default()) };
         let offset = self.len.next_multiple_of(ALIGN);
         self.len = offset + entry.len;

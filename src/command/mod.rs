@@ -30,7 +30,7 @@ use crate::{
     model::{self, Qwen, StoreOptions, config::FfnShape},
     ops::KvBits,
     plan::PlanOptions,
-    platform::check_small,
+    platform::check_small_file,
 };
 use device_choice::DeviceChoice;
 use serde::Serialize;
@@ -67,7 +67,7 @@ pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
     } else {
         for (name, most) in SMALL {
             let path = dir.join(name);
-            check_small(&path, most).map_err(|source| StoreError::Io { path, source })?;
+            check_small_file(&path, most).map_err(|source| StoreError::Io { path, source })?;
         }
         Ok(dir)
     }
@@ -208,9 +208,9 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
         store: StoreOptions {
             slots: None,
             io: match load.expert_io {
-                ExpertIo::Auto => experts::Io::Auto,
-                ExpertIo::Direct => experts::Io::Direct,
-                ExpertIo::Buffered => experts::Io::Buffered,
+                ExpertIo::Auto => experts::ReadMode::Auto,
+                ExpertIo::Direct => experts::ReadMode::Direct,
+                ExpertIo::Buffered => experts::ReadMode::Buffered,
             },
             threads: load.io_threads,
             prefetch: match load.prefetch {
@@ -219,7 +219,6 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
                 Switch::Off => experts::Prefetch::Off,
             },
             warm: true,
-            trace: None,
         },
         ..model::LoadOptions::default()
     }

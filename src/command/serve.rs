@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     chat::grammar::GrammarCompiler,
-    checkpoint::{identity::identity, index::Index},
+    checkpoint::{identity::file_identity, index::Index},
     cli::Command,
     config::{
         DraftModel, DraftOptions, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
@@ -342,7 +342,7 @@ fn prompts(config: &ServeConfig) -> Option<PathBuf> {
 /// very program is part of it: another build may round otherwise.
 fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::ReadyModel) -> Option<Storage> {
     let dir = prompts(config)?;
-    let identity = Index::open(&checkpoint.dir).and_then(|index| identity(&index.files));
+    let identity = Index::open(&checkpoint.dir).and_then(|index| file_identity(&index.files));
     let program = std::env::current_exe().and_then(std::fs::metadata).map(|meta| (meta.len(), meta.modified().ok()));
     let (Ok(identity), Ok(program)) = (identity, program) else {
         tracing::warn!("no checkpoints of prompts are kept on the disk: what they would belong to cannot be told");

@@ -1,10 +1,10 @@
-//! Reading ahead: which predicted experts are under way, and whether predicting pays.
+//! `Prefetcher`: which predicted experts are being read, and whether prefetching pays.
 //!
-//! The benefit is measured, not assumed: for a few dozen tokens every other one is read ahead for, and the two ways are
-//! compared by the time the model stood still per expert that had to come from disk. The better way is kept for a
-//! while, longer each time. Until the first trial is over predictions are read ahead: a cold start gains most.
+//! The benefit is measured. During a trial of some dozen tokens every other token is prefetched for. The two settings are
+//! compared by stall time per expert that had to be read. The better one is kept for a while, longer after each trial.
+//! Prefetching is on before the first trial, because a cold start gains most from it.
 
-use super::{Phase, slots::SlotId};
+use super::{choice::PassKind, slot_table::SlotId};
 
 /// `--prefetch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -16,124 +16,128 @@ pub enum Prefetch {
     Off,
 }
 
-/// Bytes that may be read ahead for a layer that has not asked yet.
-const BUDGET: usize = 128 << 20;
+/// Bytes that may be prefetched for layers that have not asked yet.
+const MAX_BYTES: usize = 128 << 20;
 
-/// Tokens before the first trial, and in a trial.
-const COLD: u32 = 8;
-const TRIAL: u32 = 16;
+/// Tokens before the first trial.
+const WARM_UP_TOKENS: u32 = 8;
+/// Tokens of a trial, at least.
+const TRIAL_TOKENS: u32 = 16;
+/// Experts that each setting must have read in a trial for a valid comparison.
+const MIN_TRIAL_READS: u64 = 16;
 
-/// Experts that each way must have brought from disk for a trial to say anything.
-const ENOUGH: u64 = 16;
-
-/// Tokens the better way is kept for at first, and at most.
-const KEEP: u32 = 128;
-const KEEP_MOST: u32 = 8192;
+/// Tokens between the first two trials. The interval doubles with each trial.
+const KEEP_TOKENS: u32 = 128;
+const MAX_KEEP_TOKENS: u32 = 8192;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    Cold,
-    /// Tokens with and without take turns.
-    Try,
-    Keep,
+enum TrialStage {
+    WarmUp,
+    /// Tokens with and without prefetching alternate.
+    Trial,
+    /// The better setting of the last trial is in use.
+    Settled,
 }
 
-/// The predictions under way, and the trial of reading ahead.
-pub struct Ahead {
+/// The prefetches in progress, and the trial.
+pub struct Prefetcher {
     setting: Prefetch,
-    on: bool,
-    stage: Stage,
-    /// Tokens left in this stage, and how many the next `Keep` has.
-    left: u32,
-    keep: u32,
+    is_on: bool,
+    stage: TrialStage,
+    /// Tokens left in this stage.
+    tokens_left: u32,
+    /// Tokens of the next `Settled` stage.
+    keep_tokens: u32,
     layer: usize,
-    /// Seconds stood still, and experts that came from disk: without, with.
-    stall: [f64; 2],
-    needed: [u64; 2],
-    most: usize,
-    sent: Vec<(usize, SlotId)>,
+    /// Stall seconds without and with prefetching.
+    stall_seconds: [f64; 2],
+    /// Experts that had to be read, without and with prefetching.
+    reads: [u64; 2],
+    max_in_flight: usize,
+    in_flight: Vec<(usize, SlotId)>,
 }
 
-impl Ahead {
+impl Prefetcher {
     pub fn new(setting: Prefetch, slots: usize, slot_bytes: usize) -> Self {
         Self {
             setting,
-            on: setting != Prefetch::Off,
-            stage: Stage::Cold,
-            left: COLD,
-            keep: KEEP,
+            is_on: setting != Prefetch::Off,
+            stage: TrialStage::WarmUp,
+            tokens_left: WARM_UP_TOKENS,
+            keep_tokens: KEEP_TOKENS,
             layer: 0,
-            stall: [0.0; 2],
-            needed: [0; 2],
-            // Predictions hold their slots until their layer has come: they must leave most of the pool alone.
-            most: (BUDGET / slot_bytes.max(1)).min(slots / 8),
-            sent: Vec::new(),
+            stall_seconds: [0.0; 2],
+            reads: [0; 2],
+            // Prefetched experts pin their slots until their layer has asked, so they may take an eighth of all slots.
+            max_in_flight: (MAX_BYTES / slot_bytes.max(1)).min(slots / 8),
+            in_flight: Vec::new(),
         }
     }
 
-    /// A prompt asks for nearly all experts, so guesses about it are always worth a read; trials are about decoding.
-    pub fn is_on(&self, phase: Phase) -> bool {
-        let on = match phase {
-            Phase::Prefill => self.setting != Prefetch::Off,
-            Phase::Decode => self.on,
+    /// A prompt needs nearly all experts, so its predictions always pay. Trials apply to decoding only.
+    pub fn is_on(&self, phase: PassKind) -> bool {
+        let is_on = match phase {
+            PassKind::Prefill => self.setting != Prefetch::Off,
+            PassKind::Decode => self.is_on,
         };
-        on && self.most > 0
+        is_on && self.max_in_flight > 0
     }
 
-    /// True if the budget allows one more.
-    pub fn has_room(&self) -> bool {
-        self.sent.len() < self.most
+    /// True if the budget allows another prefetch.
+    pub fn has_budget(&self) -> bool {
+        self.in_flight.len() < self.max_in_flight
     }
 
-    pub fn sent(&mut self, layer: usize, slot: SlotId) {
-        self.sent.push((layer, slot));
+    pub fn add(&mut self, layer: usize, slot: SlotId) {
+        self.in_flight.push((layer, slot));
     }
 
-    /// Takes the first prediction that `may_go` off the list, before its layer has come.
-    pub fn give_up(&mut self, may_go: impl Fn(SlotId) -> bool) -> Option<SlotId> {
-        let at = self.sent.iter().position(|&(_, slot)| may_go(slot))?;
-        Some(self.sent.remove(at).1)
+    /// Removes and returns the first prefetch for which `can_take` holds.
+    pub fn take_first(&mut self, can_take: impl Fn(SlotId) -> bool) -> Option<SlotId> {
+        let at = self.in_flight.iter().position(|&(_, slot)| can_take(slot))?;
+        Some(self.in_flight.remove(at).1)
     }
 
-    /// Takes one prediction for a layer that asks now off the list.
-    pub fn settle(&mut self, layer: usize) -> Option<SlotId> {
-        let at = self.sent.iter().position(|(other, _)| *other == layer)?;
-        Some(self.sent.swap_remove(at).1)
+    /// Removes and returns one prefetch of a layer that asks now.
+    pub fn take_for_layer(&mut self, layer: usize) -> Option<SlotId> {
+        let at = self.in_flight.iter().position(|(other, _)| *other == layer)?;
+        Some(self.in_flight.swap_remove(at).1)
     }
 
-    /// `layer` asks while decoding; going back to an earlier layer is a new token.
-    pub fn tick(&mut self, layer: usize) {
-        let new_token = layer <= self.layer;
+    /// Records that `layer` asks while decoding. A layer that is not after the previous one starts a new token.
+    pub fn start_layer(&mut self, layer: usize) {
+        let is_new_token = layer <= self.layer;
         self.layer = layer;
-        if !new_token || self.setting != Prefetch::Auto {
+        if !is_new_token || self.setting != Prefetch::Auto {
             return;
         }
-        self.left = self.left.saturating_sub(1);
+        self.tokens_left = self.tokens_left.saturating_sub(1);
+        let is_incomplete = self.tokens_left > 0 || self.reads.iter().any(|&reads| reads < MIN_TRIAL_READS);
         match self.stage {
-            Stage::Try if self.left > 0 || self.needed.iter().any(|&needed| needed < ENOUGH) => self.on = !self.on,
-            Stage::Try => {
-                let [without, with] = [0, 1].map(|way| self.stall[way] / self.needed[way] as f64);
-                // Two in a hundred is noise, and a prediction is not free.
-                self.on = with < 0.98 * without;
-                tracing::debug!(with, without, on = self.on, "reading ahead, seconds stalled an expert");
-                (self.stage, self.left) = (Stage::Keep, self.keep);
-                self.keep = (self.keep * 2).min(KEEP_MOST);
+            TrialStage::Trial if is_incomplete => self.is_on = !self.is_on,
+            TrialStage::Trial => {
+                let [without, with] = [0, 1].map(|way| self.stall_seconds[way] / self.reads[way] as f64);
+                // A gain below 2 % is noise, and prefetching has a cost.
+                self.is_on = with < 0.98 * without;
+                tracing::debug!(with, without, on = self.is_on, "prefetch trial: stall seconds per expert read");
+                (self.stage, self.tokens_left) = (TrialStage::Settled, self.keep_tokens);
+                self.keep_tokens = (self.keep_tokens * 2).min(MAX_KEEP_TOKENS);
             }
-            Stage::Cold | Stage::Keep if self.left == 0 => {
-                (self.stage, self.left) = (Stage::Try, TRIAL);
-                (self.stall, self.needed) = ([0.0; 2], [0; 2]);
+            TrialStage::WarmUp | TrialStage::Settled if self.tokens_left == 0 => {
+                (self.stage, self.tokens_left) = (TrialStage::Trial, TRIAL_TOKENS);
+                (self.stall_seconds, self.reads) = ([0.0; 2], [0; 2]);
             }
-            Stage::Cold | Stage::Keep => {}
+            TrialStage::WarmUp | TrialStage::Settled => {}
         }
     }
 
-    /// A layer found `misses` experts nowhere and `foreseen` because they had been predicted.
-    pub fn looked_up(&mut self, misses: u64, foreseen: u64) {
-        self.needed[usize::from(self.on)] += misses + foreseen;
+    /// Counts the experts of a layer that had to be read: missing ones and prefetched ones.
+    pub fn count_reads(&mut self, misses: u64, prefetched: u64) {
+        self.reads[usize::from(self.is_on)] += misses + prefetched;
     }
 
-    pub fn stalled(&mut self, seconds: f64) {
-        self.stall[usize::from(self.on)] += seconds;
+    pub fn count_stall(&mut self, seconds: f64) {
+        self.stall_seconds[usize::from(self.is_on)] += seconds;
     }
 }
 
@@ -142,108 +146,108 @@ mod tests {
     use super::*;
 
     /// Runs `tokens` tokens of two layers in which an expert costs `with` or `without` seconds; returns how many of
-    /// them had reading ahead on.
-    fn run(ahead: &mut Ahead, tokens: usize, with: f64, without: f64) -> usize {
+    /// them had reading prefetcher on.
+    fn run(prefetcher: &mut Prefetcher, tokens: usize, with: f64, without: f64) -> usize {
         let mut on = 0;
         for _ in 0..tokens {
             for layer in 0..2 {
-                ahead.tick(layer);
-                ahead.looked_up(4, 0);
-                ahead.stalled(4.0 * if ahead.is_on(Phase::Decode) { with } else { without });
+                prefetcher.start_layer(layer);
+                prefetcher.count_reads(4, 0);
+                prefetcher.count_stall(4.0 * if prefetcher.is_on(PassKind::Decode) { with } else { without });
             }
-            on += usize::from(ahead.is_on(Phase::Decode));
+            on += usize::from(prefetcher.is_on(PassKind::Decode));
         }
         on
     }
 
     #[test]
-    fn what_pays_is_kept_and_what_does_not_is_rarely_tried() {
-        let mut pays = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+    fn useful_prefetch_stays_on_useless_turns_off() {
+        let mut pays = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
         assert!(run(&mut pays, 4000, 0.5e-3, 1e-3) > 3700);
-        let mut costs = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+        let mut costs = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
         assert!(run(&mut costs, 4000, 1.1e-3, 1e-3) < 120);
-        let mut same = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+        let mut same = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
         assert!(run(&mut same, 4000, 1e-3, 1e-3) < 120);
     }
 
     #[test]
-    fn a_change_of_mind_takes_one_more_trial() {
-        let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
-        run(&mut ahead, 200, 1e-3, 0.5e-3);
-        assert!(!ahead.is_on(Phase::Decode));
-        run(&mut ahead, 2000, 0.5e-3, 1e-3);
-        assert!(ahead.is_on(Phase::Decode));
+    fn later_trial_can_change_the_setting() {
+        let mut prefetcher = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
+        run(&mut prefetcher, 200, 1e-3, 0.5e-3);
+        assert!(!prefetcher.is_on(PassKind::Decode));
+        run(&mut prefetcher, 2000, 0.5e-3, 1e-3);
+        assert!(prefetcher.is_on(PassKind::Decode));
     }
 
     #[test]
-    fn the_budget_is_bytes_and_never_most_of_the_pool() {
-        assert_eq!(Ahead::new(Prefetch::On, 10_000, 16 << 20).most, 8);
-        assert_eq!(Ahead::new(Prefetch::On, 16, 1 << 20).most, 2);
-        assert!(!Ahead::new(Prefetch::On, 4, 1 << 20).is_on(Phase::Decode));
+    fn budget_limits_bytes_and_share_of_slots() {
+        assert_eq!(Prefetcher::new(Prefetch::On, 10_000, 16 << 20).max_in_flight, 8);
+        assert_eq!(Prefetcher::new(Prefetch::On, 16, 1 << 20).max_in_flight, 2);
+        assert!(!Prefetcher::new(Prefetch::On, 4, 1 << 20).is_on(PassKind::Decode));
     }
 
-    /// The stages of a trial, token by token: eight as they come, then with and without in turn, at least sixteen and until each
-    /// way has brought sixteen experts; then the better way for 128 tokens, and for twice as many each time after.
+    /// Stages by token: 8 tokens of warm-up, then alternating tokens: at least 16, and until each setting has read 16
+    /// experts. Then the better setting for 128 tokens, and twice as many after each further trial.
     #[test]
-    fn a_trial_has_its_length() {
+    fn trial_stages_have_their_lengths() {
         for (experts, trial) in [(4, 16), (1, 32), (0, 500)] {
-            let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+            let mut prefetcher = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
             let mut ways = Vec::new();
             for _ in 0..600 {
-                // One layer: it comes again with every token.
-                ahead.tick(0);
-                ways.push(ahead.is_on(Phase::Decode));
-                ahead.looked_up(experts / 2, experts - experts / 2);
-                ahead.stalled(if ahead.is_on(Phase::Decode) { 0.97 } else { 1.0 });
+                // One layer, so every call starts a token.
+                prefetcher.start_layer(0);
+                ways.push(prefetcher.is_on(PassKind::Decode));
+                prefetcher.count_reads(experts / 2, experts - experts / 2);
+                prefetcher.count_stall(if prefetcher.is_on(PassKind::Decode) { 0.97 } else { 1.0 });
             }
             assert!(ways[..8].iter().all(|on| *on));
             assert!(ways[8..7 + trial].iter().enumerate().all(|(token, on)| *on == (token % 2 == 1)), "{experts}");
             if experts > 0 {
-                assert!(ways[7 + trial..7 + trial + 128].iter().all(|on| *on), "{experts}: 3 in a hundred pay");
+                assert!(ways[7 + trial..7 + trial + 128].iter().all(|on| *on), "{experts}: a gain of 3 % counts");
                 let next = 7 + trial + 129;
                 assert!(!ways[next], "{experts}: the next trial");
                 assert!(ways[next + trial - 1..600].iter().take(256).all(|on| *on), "{experts}");
             }
         }
         for setting in [Prefetch::On, Prefetch::Off] {
-            let mut ahead = Ahead::new(setting, 1000, 1 << 20);
-            assert_eq!(run(&mut ahead, 100, 1.0, 0.1), if setting == Prefetch::On { 100 } else { 0 });
-            assert_eq!(ahead.is_on(Phase::Prefill), setting == Prefetch::On);
+            let mut prefetcher = Prefetcher::new(setting, 1000, 1 << 20);
+            assert_eq!(run(&mut prefetcher, 100, 1.0, 0.1), if setting == Prefetch::On { 100 } else { 0 });
+            assert_eq!(prefetcher.is_on(PassKind::Prefill), setting == Prefetch::On);
         }
     }
 
     #[test]
-    fn a_layer_that_was_passed_is_no_new_token() {
-        let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
+    fn earlier_or_same_layer_starts_a_token() {
+        let mut prefetcher = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
         let mut tokens = Vec::new();
         for layer in [0, 1, 2, 0, 2, 2, 1, 5, 6] {
-            let before = ahead.left;
-            ahead.tick(layer);
-            tokens.push(before - ahead.left);
+            let before = prefetcher.tokens_left;
+            prefetcher.start_layer(layer);
+            tokens.push(before - prefetcher.tokens_left);
         }
         assert_eq!(tokens, [1, 0, 0, 1, 0, 1, 1, 0, 0]);
     }
 
     #[test]
-    fn predictions_leave_the_list_once() {
-        let mut ahead = Ahead::new(Prefetch::On, 16, 1 << 20);
-        assert!(ahead.has_room());
-        ahead.sent(1, SlotId(4));
-        assert!(ahead.has_room());
-        ahead.sent(2, SlotId(5));
-        assert!(!ahead.has_room());
-        assert_eq!((ahead.settle(3), ahead.give_up(|slot| slot.0 > 5)), (None, None));
-        assert_eq!((ahead.settle(2), ahead.settle(2)), (Some(SlotId(5)), None));
-        assert_eq!((ahead.give_up(|slot| slot.0 == 4), ahead.settle(1)), (Some(SlotId(4)), None));
-        assert!(ahead.has_room());
+    fn each_prefetch_is_taken_once() {
+        let mut prefetcher = Prefetcher::new(Prefetch::On, 16, 1 << 20);
+        assert!(prefetcher.has_budget());
+        prefetcher.add(1, SlotId(4));
+        assert!(prefetcher.has_budget());
+        prefetcher.add(2, SlotId(5));
+        assert!(!prefetcher.has_budget());
+        assert_eq!((prefetcher.take_for_layer(3), prefetcher.take_first(|slot| slot.0 > 5)), (None, None));
+        assert_eq!((prefetcher.take_for_layer(2), prefetcher.take_for_layer(2)), (Some(SlotId(5)), None));
+        assert_eq!((prefetcher.take_first(|slot| slot.0 == 4), prefetcher.take_for_layer(1)), (Some(SlotId(4)), None));
+        assert!(prefetcher.has_budget());
     }
 
     #[test]
-    fn only_what_pays_two_in_a_hundred_is_kept() {
+    fn gains_below_two_percent_turn_off() {
         for (with, kept) in [(0.985, false), (0.975, true)] {
-            let mut ahead = Ahead::new(Prefetch::Auto, 1000, 1 << 20);
-            run(&mut ahead, 60, with, 1.0);
-            assert_eq!((ahead.stage, ahead.on), (Stage::Keep, kept), "{with}");
+            let mut prefetcher = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
+            run(&mut prefetcher, 60, with, 1.0);
+            assert_eq!((prefetcher.stage, prefetcher.is_on), (TrialStage::Settled, kept), "{with}");
         }
     }
 }

@@ -1,122 +1,124 @@
-//! The reader: a pool of threads that bring experts from files into slots by positional reads.
+//! The reader: a pool of threads that read experts from files into slots with positional reads.
 //!
-//! Each expert is one to nine reads ([`Layout`]), taken by whichever thread is free, so that a single miss already keeps
-//! the disk busy. Experts that the model waits for go before everything else; the rest (predictions, warm start) waits
-//! in a second queue, of which only half the threads may work at a time. The lock guards the queues alone and is never
-//! held across a read. The slot's state ([`States`]) tells how a read ended.
+//! An expert takes one to nine reads ([`ReadPlan`]). Any idle thread takes the next read, so a single miss already keeps
+//! the disk busy. Experts that a layer waits for come first. Prefetches and the warm start wait in a second queue that
+//! at most half of the threads serve. The lock guards the queues only and is never held across a read. Slot states
+//! ([`SlotStates`]) publish the results.
 
 use super::{
-    layout::{Layout, Read},
-    slots::{SlotId, State, States},
-    source::Source,
+    read_plan::{ReadPlan, ReadRange},
+    slot_table::{SlotId, SlotState, SlotStates},
+    source::{ExpertSource, PackRecords},
 };
 use crate::{device::Slab, metrics::Metrics, platform::os::disk_bytes_read};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
     collections::VecDeque,
     io,
+    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-/// An idle pool waits this long before it looks at the system's count of disk bytes.
-const QUIET: Duration = Duration::from_millis(20);
+/// How long an idle pool waits before it updates the count of disk bytes.
+const IDLE_BEFORE_COUNT: Duration = Duration::from_millis(20);
 
-/// A read that failed for good.
+/// A read that failed permanently.
 #[derive(Debug)]
-pub struct Failure {
+pub struct ReadFailure {
     pub file: u32,
     pub offset: u64,
     pub len: usize,
     pub source: io::Error,
 }
 
-/// One expert on its way into a slot.
-struct Flight {
-    layout: Layout,
-    /// Reads that are not over yet.
-    left: usize,
-    failure: Option<Failure>,
+/// One expert being read into a slot.
+struct ExpertRead {
+    plan: ReadPlan,
+    /// Reads that have not ended.
+    reads_left: usize,
+    failure: Option<ReadFailure>,
 }
 
 #[derive(Clone, Copy)]
-struct Job {
+struct ReadJob {
     slot: SlotId,
-    read: Read,
-    background: bool,
-    /// The expert is this read alone.
-    whole: bool,
+    read: ReadRange,
+    is_background: bool,
+    /// This read covers the whole expert.
+    is_whole_expert: bool,
 }
 
-/// The end of a read.
-enum End {
-    Sound,
-    /// It waits for [`Shared::compare`].
-    Unchecked,
-    /// It did not pass; the next read of it takes it from elsewhere.
+/// The result of a read.
+enum ReadOutcome {
+    Done,
+    /// The read is readable and must be passed to [`ReaderState::verify`].
+    Unverified,
+    /// The checksum did not match. The next read rebuilds the record from the checkpoint.
     Damaged,
-    Failed(Failure),
+    Failed(ReadFailure),
 }
 
 #[derive(Default)]
-struct Queue {
-    demand: VecDeque<Job>,
+struct ReadQueue {
+    demand: VecDeque<ReadJob>,
     /// Reads of background experts that have been started.
-    background: VecDeque<Job>,
-    /// Background experts whose reads have not been started.
+    background: VecDeque<ReadJob>,
+    /// Background experts that have not been started.
     later: VecDeque<SlotId>,
     background_running: usize,
-    flights: Vec<Flight>,
+    /// The expert of each slot.
+    experts: Vec<ExpertRead>,
     running: usize,
-    /// Reads ended since the disk's bytes were last looked up.
-    uncounted: bool,
-    closing: bool,
+    /// Reads have ended since the disk bytes were last counted.
+    is_uncounted: bool,
+    is_closing: bool,
 }
 
-struct Shared {
-    source: Box<dyn Source>,
+struct ReaderState {
+    source: Box<dyn ExpertSource>,
     slab: Arc<Slab>,
-    states: States,
+    states: SlotStates,
     slot_bytes: usize,
     threads: usize,
-    queue: Mutex<Queue>,
+    queue: Mutex<ReadQueue>,
     work: Condvar,
-    /// Experts whose reads have ended, and the bell for it.
+    /// Number of experts whose reads have ended. `landing` is notified on each change.
     landed: AtomicU64,
     landing: Condvar,
     metrics: Arc<Metrics>,
-    /// Experts may be used while their checksums are compared.
-    beside: AtomicBool,
-    /// The system's count when the pool was made, less what pools before it have told the metrics.
+    /// Layers may use an expert while its checksum is verified.
+    verify_in_background: AtomicBool,
+    /// The system's count of disk bytes when the pool started, minus what earlier pools added to the metric.
     disk_base: Option<u64>,
 }
 
-/// The pool. Dropping it ends the threads after the reads they are in.
-pub struct Reader {
-    shared: Arc<Shared>,
+/// The pool of reader threads. Dropping it waits for the reads that are in progress.
+pub struct ExpertReader {
+    state: Arc<ReaderState>,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Reader {
-    /// `slab` holds slots of `slot_bytes` each; nobody else writes to it.
+impl ExpertReader {
+    /// `slab` holds slots of `slot_bytes` each. Only the reader writes to it.
     pub fn new(
-        source: Box<dyn Source>,
+        source: Box<dyn ExpertSource>,
         slab: Arc<Slab>,
-        states: States,
+        states: SlotStates,
         slot_bytes: usize,
         threads: usize,
         metrics: Arc<Metrics>,
     ) -> io::Result<Self> {
         let threads = threads.max(1);
-        let flight = || Flight { layout: Layout::empty(), left: 0, failure: None };
+        let expert = || ExpertRead { plan: ReadPlan::empty(), reads_left: 0, failure: None };
         let slots = slab.len() / slot_bytes.max(1);
-        let queue = Queue { flights: (0..slots).map(|_| flight()).collect(), ..Queue::default() };
+        let queue = ReadQueue { experts: (0..slots).map(|_| expert()).collect(), ..ReadQueue::default() };
         let counted = metrics.ssd_disk_bytes.get();
-        let shared = Arc::new(Shared {
+        let state = Arc::new(ReaderState {
             source,
             slab,
             states,
@@ -127,141 +129,142 @@ impl Reader {
             landed: AtomicU64::new(0),
             landing: Condvar::new(),
             metrics,
-            beside: AtomicBool::new(false),
+            verify_in_background: AtomicBool::new(false),
             disk_base: disk_bytes_read().map(|now| now.saturating_sub(counted)),
         });
-        let mut reader = Self { shared, threads: Vec::with_capacity(threads) };
+        let mut reader = Self { state, threads: Vec::with_capacity(threads) };
         for index in 0..threads {
-            let shared = reader.shared.clone();
+            let state = reader.state.clone();
             let thread = std::thread::Builder::new().name(format!("expert-io-{index}"));
-            reader.threads.push(thread.spawn(move || shared.serve())?);
+            reader.threads.push(thread.spawn(move || state.serve())?);
         }
         Ok(reader)
     }
 
-    pub fn source(&self) -> &dyn Source {
-        &*self.shared.source
+    pub fn source(&self) -> &dyn ExpertSource {
+        &*self.state.source
     }
 
-    /// From now on an expert is [`State::Checking`] while its checksum is compared, where there is one.
-    pub fn check_beside(&self, on: bool) {
-        self.shared.beside.store(on, Ordering::Relaxed);
+    /// If on, an expert is [`SlotState::Checking`], and readable, while its checksum is verified.
+    pub fn verify_in_background(&self, on: bool) {
+        self.state.verify_in_background.store(on, Ordering::Relaxed);
     }
 
-    /// Reads an expert into its slot, whose state is [`State::Reading`], as soon as possible.
-    pub fn demand(&self, slot: SlotId, layout: Layout) {
-        let mut queue = self.shared.queue.lock();
-        queue.board(slot, layout);
-        self.shared.start(&mut queue, slot, false);
-        self.shared.wake(&queue);
+    /// Reads an expert into its slot as soon as possible. The slot is [`SlotState::Reading`].
+    pub fn read_now(&self, slot: SlotId, plan: ReadPlan) {
+        let mut queue = self.state.queue.lock();
+        queue.set_plan(slot, plan);
+        self.state.start(&mut queue, slot, false);
+        self.state.wake(&queue);
     }
 
-    /// Reads an expert into its slot, whose state is [`State::Queued`], when nothing more urgent is left.
-    pub fn later(&self, slot: SlotId, layout: Layout) {
-        let mut queue = self.shared.queue.lock();
-        queue.board(slot, layout);
+    /// Reads an expert into its slot once no demand reads are waiting. The slot is [`SlotState::Queued`].
+    pub fn read_later(&self, slot: SlotId, plan: ReadPlan) {
+        let mut queue = self.state.queue.lock();
+        queue.set_plan(slot, plan);
         queue.later.push_back(slot);
         drop(queue);
-        self.shared.work.notify_one();
+        self.state.work.notify_one();
     }
 
-    /// Reads an expert now that [`Reader::later`] has queued.
-    pub fn hurry(&self, slot: SlotId) {
-        let mut queue = self.shared.queue.lock();
-        if queue.forget(slot) {
-            self.shared.start(&mut queue, slot, false);
+    /// Moves an expert queued by [`ExpertReader::read_later`] to the demand queue.
+    pub fn expedite(&self, slot: SlotId) {
+        let mut queue = self.state.queue.lock();
+        if queue.remove_later(slot) {
+            self.state.start(&mut queue, slot, false);
         } else {
-            // Started already: what is left of it moves to the front.
+            // Already started: move its remaining reads.
             let queue = &mut *queue;
             for _ in 0..queue.background.len() {
                 let Some(job) = queue.background.pop_front() else { break };
                 if job.slot == slot {
-                    queue.demand.push_back(Job { background: false, ..job });
+                    queue.demand.push_back(ReadJob { is_background: false, ..job });
                 } else {
                     queue.background.push_back(job);
                 }
             }
         }
-        self.shared.wake(&queue);
+        self.state.wake(&queue);
     }
 
-    /// Takes back a read that [`Reader::later`] has queued; false if it has been started (and will be done). The slot
-    /// is the caller's.
+    /// Cancels a read queued by [`ExpertReader::read_later`]. Returns false if it has been started and will complete.
     pub fn cancel(&self, slot: SlotId) -> bool {
-        self.shared.queue.lock().forget(slot)
+        self.state.queue.lock().remove_later(slot)
     }
 
-    /// The error of the last read into a slot. Tells once.
-    pub fn failure(&self, slot: SlotId) -> Option<Failure> {
-        self.shared.queue.lock().flights.get_mut(slot.index())?.failure.take()
+    /// Takes the error of the last read into a slot.
+    pub fn take_failure(&self, slot: SlotId) -> Option<ReadFailure> {
+        self.state.queue.lock().experts.get_mut(slot.index())?.failure.take()
     }
 
-    /// The number of experts whose reads have ended. Looked at before states are, it makes [`Reader::wait`] miss none.
+    /// The number of experts whose reads have ended. Load it before slot states, so that [`ExpertReader::wait`] misses no
+    /// change.
     pub fn landed(&self) -> u64 {
-        self.shared.landed.load(Ordering::Acquire)
+        self.state.landed.load(Ordering::Acquire)
     }
 
-    /// True while reads are under way, or waiting.
+    /// True while reads are running or queued.
     pub fn is_busy(&self) -> bool {
-        let queue = self.shared.queue.lock();
+        let queue = self.state.queue.lock();
         queue.running > 0 || !(queue.demand.is_empty() && queue.background.is_empty() && queue.later.is_empty())
     }
 
-    /// Waits until more than `seen` experts' reads have ended.
+    /// Blocks until the reads of more than `seen` experts have ended.
     pub fn wait(&self, seen: u64) {
-        let mut queue = self.shared.queue.lock();
+        let mut queue = self.state.queue.lock();
         while self.landed() <= seen {
-            self.shared.landing.wait(&mut queue);
+            self.state.landing.wait(&mut queue);
         }
     }
 }
 
-impl Drop for Reader {
+impl Drop for ExpertReader {
     fn drop(&mut self) {
-        self.shared.queue.lock().closing = true;
-        self.shared.work.notify_all();
+        self.state.queue.lock().is_closing = true;
+        self.state.work.notify_all();
         for thread in self.threads.drain(..) {
-            // A reader thread has nothing to panic on; if one did, there is nothing to be saved here.
+            // ExpertReader threads do not panic; if one did, there is nothing to recover here.
             let _ = thread.join();
         }
-        self.shared.count_disk();
+        self.state.count_disk_bytes();
     }
 }
 
-impl Queue {
-    fn board(&mut self, slot: SlotId, layout: Layout) {
-        if let Some(flight) = self.flights.get_mut(slot.index()) {
-            *flight = Flight { left: layout.reads().len(), layout, failure: None };
+impl ReadQueue {
+    fn set_plan(&mut self, slot: SlotId, plan: ReadPlan) {
+        if let Some(expert) = self.experts.get_mut(slot.index()) {
+            *expert = ExpertRead { reads_left: plan.reads().len(), plan, failure: None };
         }
     }
 
-    fn forget(&mut self, slot: SlotId) -> bool {
+    fn remove_later(&mut self, slot: SlotId) -> bool {
         let found = self.later.iter().position(|&other| other == slot);
         found.and_then(|at| self.later.remove(at)).is_some()
     }
 }
 
-impl Shared {
-    /// Cuts an expert into reads and lines them up.
-    fn start(&self, queue: &mut Queue, slot: SlotId, background: bool) {
-        self.states.set(slot, State::Reading);
-        let Some(flight) = queue.flights.get(slot.index()) else { return };
-        let jobs = if background { &mut queue.background } else { &mut queue.demand };
-        let whole = flight.layout.reads().len() == 1;
-        jobs.extend(flight.layout.reads().iter().map(|&read| Job { slot, read, background, whole }));
-        if flight.left == 0 {
-            self.land(slot, State::Ready);
+impl ReaderState {
+    /// Queues the reads of an expert.
+    fn start(&self, queue: &mut ReadQueue, slot: SlotId, is_background: bool) {
+        self.states.set(slot, SlotState::Reading);
+        let Some(expert) = queue.experts.get(slot.index()) else { return };
+        let jobs = if is_background { &mut queue.background } else { &mut queue.demand };
+        let is_whole_expert = expert.plan.reads().len() == 1;
+        jobs.extend(expert.plan.reads().iter().map(|&read| ReadJob { slot, read, is_background, is_whole_expert }));
+        if expert.reads_left == 0 {
+            self.publish(slot, SlotState::Ready);
         }
     }
 
-    /// All reads of an expert have ended, or its check. Called under the lock, so that nobody goes to sleep in between.
-    fn land(&self, slot: SlotId, state: State) {
+    /// Publishes that all reads of an expert, or its verification, have ended. The caller holds the lock, so that
+    /// [`ExpertReader::wait`] misses no notification.
+    fn publish(&self, slot: SlotId, state: SlotState) {
         self.states.set(slot, state);
         self.landed.fetch_add(1, Ordering::Release);
         self.landing.notify_one();
     }
 
-    fn next(&self, queue: &mut Queue) -> Option<Job> {
+    fn next(&self, queue: &mut ReadQueue) -> Option<ReadJob> {
         if let Some(job) = queue.demand.pop_front() {
             return Some(job);
         }
@@ -277,7 +280,7 @@ impl Shared {
         Some(job)
     }
 
-    fn wake(&self, queue: &Queue) {
+    fn wake(&self, queue: &ReadQueue) {
         match queue.demand.len() {
             0 => {}
             1 => {
@@ -289,23 +292,23 @@ impl Shared {
         }
     }
 
-    /// The life of one thread.
+    /// The loop of one reader thread.
     fn serve(&self) {
         let mut queue = self.queue.lock();
-        while !queue.closing {
+        while !queue.is_closing {
             if let Some(job) = self.next(&mut queue) {
                 queue.running += 1;
-                let mut end = MutexGuard::unlocked(&mut queue, || self.read(&job));
-                if matches!(end, End::Unchecked) {
-                    self.land(job.slot, State::Checking);
-                    end = MutexGuard::unlocked(&mut queue, || self.compare(&job));
+                let mut outcome = MutexGuard::unlocked(&mut queue, || self.read(&job));
+                if matches!(outcome, ReadOutcome::Unverified) {
+                    self.publish(job.slot, SlotState::Checking);
+                    outcome = MutexGuard::unlocked(&mut queue, || self.verify(&job));
                 }
-                self.end(&mut queue, job, end);
-            } else if queue.uncounted && queue.running == 0 {
-                let quiet = self.work.wait_for(&mut queue, QUIET);
-                if quiet.timed_out() && queue.uncounted && queue.running == 0 {
-                    queue.uncounted = false;
-                    MutexGuard::unlocked(&mut queue, || self.count_disk());
+                self.finish(&mut queue, job, outcome);
+            } else if queue.is_uncounted && queue.running == 0 {
+                let waited = self.work.wait_for(&mut queue, IDLE_BEFORE_COUNT);
+                if waited.timed_out() && queue.is_uncounted && queue.running == 0 {
+                    queue.is_uncounted = false;
+                    MutexGuard::unlocked(&mut queue, || self.count_disk_bytes());
                 }
             } else {
                 self.work.wait(&mut queue);
@@ -313,32 +316,144 @@ impl Shared {
         }
     }
 
-    fn end(&self, queue: &mut Queue, job: Job, end: End) {
+    fn finish(&self, queue: &mut ReadQueue, job: ReadJob, outcome: ReadOutcome) {
         queue.running -= 1;
-        queue.uncounted = true;
-        if job.background {
+        queue.is_uncounted = true;
+        if job.is_background {
             queue.background_running -= 1;
         }
-        let Some(flight) = queue.flights.get_mut(job.slot.index()) else { return };
-        flight.left -= 1;
-        let damaged = matches!(end, End::Damaged);
-        if let End::Failed(failure) = end {
-            flight.failure = Some(failure);
+        let Some(expert) = queue.experts.get_mut(job.slot.index()) else { return };
+        expert.reads_left -= 1;
+        let is_damaged = matches!(outcome, ReadOutcome::Damaged);
+        if let ReadOutcome::Failed(failure) = outcome {
+            expert.failure = Some(failure);
         }
-        if flight.left == 0 {
-            let sound = if damaged { State::Damaged } else { State::Ready };
-            self.land(job.slot, if flight.failure.is_some() { State::Failed } else { sound });
+        if expert.reads_left == 0 {
+            let state = if is_damaged { SlotState::Damaged } else { SlotState::Ready };
+            self.publish(job.slot, if expert.failure.is_some() { SlotState::Failed } else { state });
         }
     }
 
-    fn count_disk(&self) {
+    fn count_disk_bytes(&self) {
         if let (Some(now), Some(base)) = (disk_bytes_read(), self.disk_base) {
             let counted = self.metrics.ssd_disk_bytes.get();
             self.metrics.ssd_disk_bytes.inc_by(now.saturating_sub(base).saturating_sub(counted));
         }
     }
-}
 
-mod read;
-#[cfg(test)]
-pub(super) mod tests;
+    /// The bytes of a job in the slab.
+    fn range(&self, job: &ReadJob) -> Range<usize> {
+        let base = job.slot.index() * self.slot_bytes + job.read.at;
+        base..base + job.read.len
+    }
+
+    fn failure(&self, read: &ReadRange, source: io::Error) -> ReadFailure {
+        self.metrics.ssd_errors.inc();
+        ReadFailure { file: read.file, offset: read.offset, len: read.needed, source }
+    }
+
+    /// Reads one range into its slot. If a packed record cannot be read or its checksum does not match, it is rebuilt
+    /// from the checkpoint.
+    fn read(&self, job: &ReadJob) -> ReadOutcome {
+        let read = &job.read;
+        // SAFETY: the slot is Reading, so no other thread reads it. The reads of an expert have disjoint ranges, and one
+        // thread takes each from the queue. The slot is reused only after all its reads have ended.
+        let into = unsafe { self.slab.bytes_mut(self.range(job)) };
+        let Some(records) = self.source.pack_records() else {
+            let result = self.read_range(read, into);
+            return result.map_or_else(|error| ReadOutcome::Failed(self.failure(read, error)), |()| ReadOutcome::Done);
+        };
+        let mut why = None;
+        if !records.is_damaged(read.file, read.offset) {
+            let due = self.read_range(read, into).and_then(|()| records.is_due(read.file, read.offset, read.needed));
+            let bytes = into.get(..read.needed).unwrap_or_default();
+            match due {
+                Ok(true) if job.is_whole_expert && self.verify_in_background.load(Ordering::Relaxed) => {
+                    return ReadOutcome::Unverified;
+                }
+                Ok(true) => why = records.verify(read.file, read.offset, bytes).err(),
+                Ok(false) => {}
+                Err(error) => why = Some(error),
+            }
+            if why.is_none() {
+                return ReadOutcome::Done;
+            }
+        }
+        let why = why.map(|why| self.failure(read, why).source);
+        match records.rebuild(read.file, read.offset, into) {
+            Ok((reads, bytes)) => {
+                self.metrics.ssd_reads.inc_by(reads);
+                self.metrics.ssd_read_bytes.inc_by(bytes);
+                if let Some(why) = why {
+                    self.mark_damaged(records, read, &why);
+                }
+                ReadOutcome::Done
+            }
+            Err(error) => {
+                let why = why.map(|why| format!("{why}; ")).unwrap_or_default();
+                let both = format!("{why}the checkpoint cannot be read either: {error}");
+                ReadOutcome::Failed(self.failure(read, io::Error::new(error.kind(), both)))
+            }
+        }
+    }
+
+    /// Verifies the checksum of a record that is [`SlotState::Checking`].
+    fn verify(&self, job: &ReadJob) -> ReadOutcome {
+        let (read, base) = (&job.read, self.range(job).start);
+        let Some(records) = self.source.pack_records() else { return ReadOutcome::Done };
+        // SAFETY: the slot is Checking: no thread writes to it, and it is not reused.
+        let bytes = unsafe { self.slab.bytes(base..base + read.needed) };
+        match records.verify(read.file, read.offset, bytes) {
+            Ok(()) => ReadOutcome::Done,
+            Err(why) => {
+                self.mark_damaged(records, read, &self.failure(read, why).source);
+                ReadOutcome::Damaged
+            }
+        }
+    }
+
+    /// Marks a record as damaged. Later reads of it rebuild it from the checkpoint.
+    fn mark_damaged(&self, records: &PackRecords, read: &ReadRange, why: &io::Error) {
+        let (path, offset) = (self.source.path(read.file), read.offset);
+        let why = format!("{}, record at byte {offset}: {why}", path.display());
+        if records.mark_damaged(read.file, offset, &why) {
+            self.metrics.pack_damaged_records.inc();
+        }
+    }
+
+    /// Reads one range, and continues after interruptions and short reads.
+    fn read_range(&self, read: &ReadRange, into: &mut [u8]) -> io::Result<()> {
+        let block = self.source.block();
+        let mut have = 0;
+        while have < read.needed {
+            let begin = Instant::now();
+            let result = match into.get_mut(have..) {
+                Some(rest) => self.source.read(read.file, read.offset + have as u64, rest),
+                None => Ok(0),
+            };
+            let got = match result {
+                Ok(got) => got,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            self.metrics.ssd_reads.inc();
+            self.metrics.ssd_read_bytes.inc_by(got as u64);
+            self.metrics.ssd_read_seconds.observe(begin.elapsed().as_secs_f64());
+            if have + got >= read.needed {
+                break;
+            }
+            // A direct read continues at a block boundary. If less than a block arrived, the file has ended.
+            let reached = (have + got) / block * block;
+            if reached == have {
+                let size = self.source.size(read.file).unwrap_or(0);
+                let text = format!(
+                    "unexpected end of file: {} bytes are missing (size when opened: {size})",
+                    read.needed - have - got
+                );
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+            }
+            have = reached;
+        }
+        Ok(())
+    }
+}

@@ -3,7 +3,7 @@
 use crate::{
     error::ModelError,
     ops::{AttentionShape, DeltaShape, KvFormat},
-    platform::read_small,
+    platform::read_small_file,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -169,7 +169,7 @@ impl Config {
 /// The `config.json` of a directory.
 pub fn json(dir: &Path) -> Result<Value, ModelError> {
     let path = dir.join("config.json");
-    let text = read_small(&path, MOST)
+    let text = read_small_file(&path, MOST)
         .map_err(|source| crate::error::StoreError::Io { path, source })
         .map_err(ModelError::Store)?;
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))

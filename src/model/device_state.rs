@@ -13,7 +13,7 @@ use crate::model::{
 use crate::{
     checkpoint::{BUFFERS, DRAFT_BUFFERS},
     error::ModelError,
-    experts::Experts,
+    experts::ExpertStore,
     ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, KvFormat, ModelPart, NONE},
 };
 use std::sync::Arc;
@@ -120,7 +120,7 @@ pub(in crate::model) fn accept(net: &Network, heads: &AttentionShape, run: &dyn 
 }
 
 /// The experts' slab in as few pieces as the device takes, each a whole number of slots and of pages.
-pub(in crate::model) fn slots(store: &Experts, run: &mut dyn Backend) -> Result<ExpertSlots, ModelError> {
+pub(in crate::model) fn slots(store: &ExpertStore, run: &mut dyn Backend) -> Result<ExpertSlots, ModelError> {
     let (stride, count) = (store.slot_bytes(), store.slots());
     let whole = (1..=PAGE).find(|n| n * stride % PAGE == 0).unwrap_or(PAGE);
     let longest = run.longest() / stride.max(1);
@@ -138,7 +138,7 @@ pub(in crate::model) fn slots(store: &Experts, run: &mut dyn Backend) -> Result<
 }
 
 /// Each layer's slots, `[layers, experts]`.
-pub(in crate::model) fn tables(net: &Network, store: &Experts) -> Vec<u32> {
+pub(in crate::model) fn tables(net: &Network, store: &ExpertStore) -> Vec<u32> {
     let mut words = Vec::new();
     for (index, layer) in net.layers.iter().enumerate() {
         let Ffn::Moe(moe) = &layer.ffn else { continue };

@@ -11,9 +11,9 @@ use crate::model::{
     weights::{Ffn, Network},
 };
 use crate::{
-    checkpoint::{Checkpoint, Trunk, index::Index, pack},
+    checkpoint::{Checkpoint, TrunkLoader, index::Index, pack},
     error::ModelError,
-    experts::{ExpertMap, Packed},
+    experts::{ExpertMap, PackRecords},
     ops::{BackendLimits, Cpu, KvFormat, attention::RECENT, gpu_limits},
     plan::{MachineLimits, ModelFootprint, Plan, PlanOptions, Strategy},
     platform::MAX_BLOCK,
@@ -33,7 +33,7 @@ pub struct CheckpointInfo {
     /// The pack's directory, if there is one.
     pub pack: Option<PathBuf>,
     /// Its records, and what may be read instead.
-    pub packed: Option<Arc<Packed>>,
+    pub packed: Option<Arc<PackRecords>>,
     pub shape: ModelFootprint,
     /// The encodings of gate, up and down of the first layer's experts (or, dense, of its feed-forward).
     pub feed_forward: Option<[ProjectionShape; 3]>,
@@ -50,7 +50,7 @@ impl CheckpointInfo {
             tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
             found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
             (found.experts, found.files) = (pack.map, pack.files);
-            (found.pack, found.packed) = (Some(pack.dir), Some(pack.packed));
+            (found.pack, found.packed) = (Some(pack.dir), Some(pack.records));
         }
         Ok(found)
     }
@@ -61,7 +61,7 @@ impl CheckpointInfo {
         config.use_fewer_experts(options.experts_per_token, options.experts_at_most)?;
         let checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
         let mut ignore = |_, _| ();
-        let mut trunk = Trunk::measure(&checkpoint, &mut ignore);
+        let mut trunk = TrunkLoader::measure(&checkpoint, &mut ignore);
         let (net, layers) = Network::load(&mut trunk, &config)?;
         let len = trunk.len() as u64;
         checkpoint.finish()?;

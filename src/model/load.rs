@@ -13,10 +13,10 @@ use crate::model::{
     weights::Network,
 };
 use crate::{
-    checkpoint::{Trunk, identity::identity, index::Index},
+    checkpoint::{TrunkLoader, identity::file_identity, index::Index},
     device::{CpuArithmetic, CpuDevice, GPU_KIND, Gpu, Region, Slab},
     error::ModelError,
-    experts::{self, Experts, Phase},
+    experts::{self, ExpertStore, PassKind},
     metrics::Metrics,
     ops::{Backend, Cpu, GpuBackend, KvBits, ModelPart},
     plan::{DraftFootprint, MachineLimits, ModelFootprint, Plan, PlanOptions},
@@ -71,18 +71,17 @@ pub enum MtpSource {
 pub struct StoreOptions {
     /// Fewer slots than the plan has room for, for tests and measurements.
     pub slots: Option<usize>,
-    pub io: experts::Io,
+    pub io: experts::ReadMode,
     pub threads: usize,
     pub prefetch: experts::Prefetch,
     /// The list of hot experts is kept in the user's cache directory.
     pub warm: bool,
-    pub trace: Option<std::path::PathBuf>,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        let experts::Options { io, threads, prefetch, trace, .. } = experts::Options::new(0);
-        Self { slots: None, io, threads, prefetch, trace, warm: false }
+        let experts::Options { io, threads, prefetch, .. } = experts::Options::new(0);
+        Self { slots: None, io, threads, prefetch, warm: false }
     }
 }
 
@@ -92,7 +91,7 @@ pub(in crate::model) struct ModelParts {
     pub net: Network,
     /// In the order of [`BUFFERS`].
     pub weights: [Arc<Slab>; 2],
-    pub store: Option<Experts>,
+    pub store: Option<ExpertStore>,
     pub plan: Plan,
     pub shape: ModelFootprint,
     pub head: Option<mtp::Head>,
@@ -140,21 +139,22 @@ impl Qwen {
         metrics.pack_damaged_records.set(0);
         metrics.gpu_lost.set(0);
         let threads = options.threads.unwrap_or_else(os::physical_cores);
-        let mut trunk = Trunk::read(&checkpoint, shape.trunk as usize, progress)?;
+        let mut trunk = TrunkLoader::read(&checkpoint, shape.trunk as usize, progress)?;
         let (mut net, _) = Network::load(&mut trunk, &config)?;
         let weights = trunk.finish()?;
         let store = if experts.layers.is_empty() {
             None
         } else {
-            let StoreOptions { slots, io, threads, prefetch, warm, trace } = options.store.clone();
+            let StoreOptions { slots, io, threads, prefetch, warm } = options.store.clone();
             let slots = slots.unwrap_or(plan.slots).min(plan.slots);
             // Linux shifts what is read directly by what the disk's blocks ask for, which kernels of a GPU refuse; not so a pack.
             let shifts = options.gpu.is_some() && GPU_KIND == "cuda" && packed.is_none();
-            let io = if shifts && io == experts::Io::Auto { experts::Io::Buffered } else { io };
-            let least = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
-            let warm = if warm { hot_list(&checkpoint.index) } else { None };
-            let options = experts::Options { slots, least, io, threads, prefetch, warm, trace, packed };
-            let store = Experts::open(files, experts, options, metrics.clone())?;
+            let io = if shifts && io == experts::ReadMode::Auto { experts::ReadMode::Buffered } else { io };
+            let min_slots = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
+            let warm_start = if warm { hot_list(&checkpoint.index) } else { None };
+            let options =
+                experts::Options { slots, min_slots, io, threads, prefetch, warm_start, pack_records: packed };
+            let store = ExpertStore::open(files, experts, options, metrics.clone())?;
             store.fill(progress)?;
             Some(store)
         };
@@ -174,7 +174,7 @@ impl Qwen {
         match DeviceState::new(&mut parts, run, None) {
             Ok(device_state) => {
                 if let Some(store) = &parts.store {
-                    store.check_beside(!device_state.limits.waits);
+                    store.verify_in_background(!device_state.limits.waits);
                 }
                 Ok(Self { parts, device_state: RefCell::new(device_state) })
             }
@@ -204,7 +204,7 @@ impl Qwen {
         let (kept, taps) = ((lost.heads, lost.limits.cache), lost.tapped.wanted());
         let ModelParts { store, head, compute, .. } = &self.parts;
         let stores = store.iter().chain(head.iter().filter_map(|head| head.store.as_ref()));
-        stores.for_each(Experts::forget_device);
+        stores.for_each(ExpertStore::device_lost);
         let cpu = Cpu::new(compute.clone());
         *self.device_state.get_mut() = DeviceState::new(&mut self.parts, Box::new(cpu), Some(kept))?;
         if !taps.layers.is_empty() {
@@ -226,7 +226,7 @@ impl Qwen {
     }
 
     /// The store of the routed experts; a dense model has none.
-    pub fn store(&self) -> Option<&Experts> {
+    pub fn store(&self) -> Option<&ExpertStore> {
         self.parts.store.as_ref()
     }
 
@@ -329,7 +329,7 @@ impl Qwen {
             let mut mark = |run: &mut dyn Backend, index: usize, regions: [Region; 2]| {
                 Ok(regions.into_iter().try_for_each(|region| append(run, region, &mut fixed[index]))?)
             };
-            let phase = if tokens == 1 { Phase::Decode } else { Phase::Prefill };
+            let phase = if tokens == 1 { PassKind::Decode } else { PassKind::Prefill };
             let (prompt, trial) = (ids.len() > 1, None);
             let batch = Batch { ids: chunk, logits: wanted, phase, prompt, trial, go_on };
             self.chunk(device_state, state, batch, (&here, &mut mark), observe, &mut logits.data)?;
@@ -392,8 +392,8 @@ impl Qwen {
 }
 
 /// The file that keeps the list of a checkpoint's hot experts between runs.
-fn hot_list(index: &Index) -> Option<experts::Warm> {
-    let identity = identity(&index.files).ok()?;
+fn hot_list(index: &Index) -> Option<experts::WarmStart> {
+    let identity = file_identity(&index.files).ok()?;
     let file = os::cache_dir()?.join("hot").join(format!("{identity}.json"));
-    Some(experts::Warm { file, identity })
+    Some(experts::WarmStart { file, identity })
 }

@@ -20,7 +20,7 @@ use crate::model::{
     weights::find_experts,
 };
 use crate::{
-    checkpoint::{self, Checkpoint, Layout, index::Index, names},
+    checkpoint::{self, Checkpoint, MatrixLayout, index::Index, names},
     error::{ModelError, StoreError},
     experts::Piece,
     ops::{
@@ -77,11 +77,11 @@ impl Reference {
         if let Some(&id) = ids.iter().find(|id| **id as usize >= vocab) {
             return Err(ModelError::TokenOutOfRange { id, vocab });
         }
-        let embed = self.matrix(names::EMBED, vocab, hidden)?;
+        let embed = self.matrix(names::EMBEDDING, vocab, hidden)?;
         let mut h = embed.index_select(&Tensor::new(ids, &self.device)?, 0)?;
         let (mut residuals, mut routes) = (Vec::new(), Vec::new());
         for (index, full) in self.config.full.iter().enumerate() {
-            let layer = names::layer(index);
+            let layer = names::layer_prefix(index);
             let x = rms_norm(&h, &self.norm(&format!("{layer}input_layernorm.weight"), hidden)?, eps)?;
             h = (h + if *full {
                 self.attention(&x, &format!("{layer}self_attn."))?
@@ -99,8 +99,8 @@ impl Reference {
             })?;
             residuals.push(h.clone());
         }
-        let h = rms_norm(&h, &self.norm(names::NORM, hidden)?, eps)?;
-        let head = if self.config.tied { embed } else { self.matrix(names::HEAD, vocab, hidden)? };
+        let h = rms_norm(&h, &self.norm(names::FINAL_NORM, hidden)?, eps)?;
+        let head = if self.config.tied { embed } else { self.matrix(names::LM_HEAD, vocab, hidden)? };
         Ok(Computed { logits: linear(&h, &head)?, residuals, routes })
     }
 
@@ -187,7 +187,7 @@ impl Reference {
             let matrix = |index: usize| -> Result<Tensor, ModelError> {
                 let stack = &stacks[index];
                 let (codes, rows, cols) = (stack.codes, stack.rows, stack.cols);
-                let layout = Layout { codes, rows, cols, entries: [None, None, None] };
+                let layout = MatrixLayout { codes, rows, cols, entries: [None, None, None] };
                 self.dequantise(&layout, &pieces[3 * index..3 * index + 3], stack.global_scales[expert])
             };
             let weights = constant(weights, (rows.len(), 1), x)?;
@@ -214,11 +214,11 @@ impl Reference {
     fn matrix(&self, path: &str, rows: usize, cols: usize) -> Result<Tensor, ModelError> {
         let layout = self.checkpoint.layout(path, &[], rows, cols)?;
         let global_scale = self.checkpoint.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
-        self.dequantise(&layout, &checkpoint::pieces(&layout, 0), global_scale)
+        self.dequantise(&layout, &checkpoint::matrix_pieces(&layout, 0), global_scale)
     }
 
     /// Codes, scales and biases as one f32 matrix.
-    fn dequantise(&self, layout: &Layout, pieces: &[Piece], global_scale: f32) -> Result<Tensor, ModelError> {
+    fn dequantise(&self, layout: &MatrixLayout, pieces: &[Piece], global_scale: f32) -> Result<Tensor, ModelError> {
         let mut parts: [Vec<u8>; 3] = Default::default();
         for (bytes, piece) in parts.iter_mut().zip(pieces) {
             bytes.resize(piece.len, 0);
@@ -226,7 +226,7 @@ impl Reference {
             let read = File::open(path).and_then(|file| file.read_exact_at(bytes, piece.offset));
             read.map_err(|source| StoreError::Io { path: path.clone(), source })?;
         }
-        let &Layout { codes, rows, cols, .. } = layout;
+        let &MatrixLayout { codes, rows, cols, .. } = layout;
         let view = WeightView { codes, rows, cols, global_scale, parts: parts.each_ref().map(Vec::as_slice) };
         Ok(Tensor::from_vec(view.to_f32(), (rows, cols), &self.device)?.to_dtype(self.precision)?)
     }

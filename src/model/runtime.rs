@@ -3,7 +3,7 @@
 use crate::{
     device::{CpuDevice, DeviceError},
     error::ModelError,
-    experts::{Experts, Phase},
+    experts::{ExpertStore, PassKind},
     model::{
         GoOn, HiddenTaps, Logits, Model, PagePool, Qwen, QwenState, Rows, Snapshot, SnapshotSize,
         device_state::DeviceState,
@@ -97,7 +97,7 @@ impl Model for Qwen {
 
     fn fit_memory(&mut self) {
         if let Some(store) = &self.parts.store {
-            store.fit(&mut *self.device_state.get_mut().run);
+            store.adapt_to_memory(&mut *self.device_state.get_mut().run);
         }
     }
 
@@ -143,8 +143,8 @@ impl Qwen {
         state.nets().try_for_each(|net| net.tape(&shape, &mut *device_state.run))?;
         let mut logits = Logits { vocab: config.vocab, data: Vec::new() };
         // Every expert stays in its slot until its layer is done, if there are slots enough for all rows to differ.
-        let slots = self.store().map_or(0, Experts::slots);
-        let phase = if rows * config.experts_per_token() <= slots { Phase::Decode } else { Phase::Prefill };
+        let slots = self.store().map_or(0, ExpertStore::slots);
+        let phase = if rows * config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill };
         let batch = Batch { ids, logits: 0..rows, phase, prompt: false, trial: Some(before), go_on: &|| true };
         // After a pass that fails there is nothing to go back to.
         state.tried = 0;

@@ -3,9 +3,9 @@
 use crate::device::Region;
 use crate::model::config::{Config, FfnShape};
 use crate::{
-    checkpoint::{self, Checkpoint, Layout, Trunk, names},
+    checkpoint::{self, Checkpoint, MatrixLayout, TrunkLoader, names},
     error::ModelError,
-    experts::{Experts, LayerExperts},
+    experts::{ExpertStore, LayerExperts},
     ops::{AttentionShape, Decay, DeltaShape, ExpertStack, MoeWeights, SharedExpert, Weight},
 };
 
@@ -81,16 +81,16 @@ pub struct Dense {
 
 impl Network {
     /// Claims every tensor of the checkpoint. Routed experts are only located.
-    pub fn load(trunk: &mut Trunk<'_>, config: &Config) -> Result<(Self, Vec<LayerExperts>), ModelError> {
+    pub fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<(Self, Vec<LayerExperts>), ModelError> {
         let hidden = config.hidden;
-        let embed = trunk.weight(names::EMBED, config.vocab, hidden)?;
+        let embed = trunk.weight(names::EMBEDDING, config.vocab, hidden)?;
         let mut map = Vec::new();
         let mut layers = Vec::with_capacity(config.layers);
         for (index, full) in config.full.iter().enumerate() {
-            layers.push(Layer::load(trunk, &names::layer(index), *full, config, &mut map)?);
+            layers.push(Layer::load(trunk, &names::layer_prefix(index), *full, config, &mut map)?);
         }
-        let head = if config.tied { None } else { Some(trunk.weight(names::HEAD, config.vocab, hidden)?) };
-        Ok((Self { embed, layers, norm: trunk.norm(names::NORM, hidden)?, head }, map))
+        let head = if config.tied { None } else { Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?) };
+        Ok((Self { embed, layers, norm: trunk.norm(names::FINAL_NORM, hidden)?, head }, map))
     }
 
     pub fn head(&self) -> &Weight {
@@ -98,7 +98,7 @@ impl Network {
     }
 
     /// Says where the pieces of each expert are in whichever slot it is in.
-    pub fn lay_out(&mut self, store: &Experts) {
+    pub fn lay_out(&mut self, store: &ExpertStore) {
         for (index, layer) in self.layers.iter_mut().enumerate() {
             let Ffn::Moe(moe) = &mut layer.ffn else { continue };
             let spans = |expert: usize| store.spans(index, expert as u32).unwrap_or_default();
@@ -123,7 +123,7 @@ impl Network {
 impl Layer {
     /// The layer whose tensors begin with `prefix`. Its experts' pieces are appended to `map`.
     pub fn load(
-        trunk: &mut Trunk<'_>,
+        trunk: &mut TrunkLoader<'_>,
         prefix: &str,
         full: bool,
         config: &Config,
@@ -150,7 +150,7 @@ impl Layer {
 }
 
 impl AttentionWeights {
-    fn load(trunk: &mut Trunk<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
+    fn load(trunk: &mut TrunkLoader<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
         let (hidden, a) = (config.hidden, &config.attention);
         let path = |name: &str| format!("{prefix}self_attn.{name}");
         let mut weight = |name, rows, cols| trunk.weight(&path(name), rows, cols);
@@ -169,7 +169,7 @@ impl AttentionWeights {
 }
 
 impl DeltaNetWeights {
-    fn load(trunk: &mut Trunk<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
+    fn load(trunk: &mut TrunkLoader<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
         let (hidden, d) = (config.hidden, &config.delta);
         let path = |name: &str| format!("{prefix}linear_attn.{name}");
         // [C, K, 1] in MLX, [C, 1, K] in Hugging Face: the same order of values. The op wants a tap's channels together.
@@ -201,7 +201,7 @@ impl DeltaNetWeights {
 
 /// Gate and up, and down: `<prefix>gate_proj` and so on.
 fn mlp(
-    trunk: &mut Trunk<'_>,
+    trunk: &mut TrunkLoader<'_>,
     prefix: &str,
     hidden: usize,
     intermediate: usize,
@@ -213,7 +213,7 @@ fn mlp(
 
 /// The trunk's part of a mixture; the experts' pieces on disk are appended to `map`.
 fn mixture(
-    trunk: &mut Trunk<'_>,
+    trunk: &mut TrunkLoader<'_>,
     prefix: &str,
     config: &Config,
     map: &mut Vec<LayerExperts>,
@@ -243,10 +243,10 @@ pub(super) fn find_experts(
     if from.find(&format!("{mlp}experts.gate_up_proj")).is_some() {
         let fused = from.dense(&format!("{mlp}experts.gate_up_proj"), &[experts, 2 * intermediate, hidden])?;
         let down = from.dense(&format!("{mlp}experts.down_proj"), &[experts, hidden, intermediate])?;
-        let half = Layout { rows: intermediate, ..fused.clone() };
+        let half = MatrixLayout { rows: intermediate, ..fused.clone() };
         let pieces = (0..experts).map(|expert| {
             let projections = [(&half, 2 * expert), (&half, 2 * expert + 1), (&down, expert)];
-            checkpoint::expert(projections.map(|(layout, index)| checkpoint::pieces(layout, index)))
+            checkpoint::expert_pieces(projections.map(|(layout, index)| checkpoint::matrix_pieces(layout, index)))
         });
         let pieces = pieces.collect();
 
@@ -265,8 +265,10 @@ pub(super) fn find_experts(
             for (name, rows, cols) in names {
                 layouts.push(from.layout(&format!("{mlp}experts.{expert}.{name}"), &[], rows, cols)?);
             }
-            let Ok(layouts) = <[Layout; 3]>::try_from(layouts) else { continue };
-            pieces.push(checkpoint::expert(std::array::from_fn(|index| checkpoint::pieces(&layouts[index], 0))));
+            let Ok(layouts) = <[MatrixLayout; 3]>::try_from(layouts) else { continue };
+            pieces.push(checkpoint::expert_pieces(std::array::from_fn(|index| {
+                checkpoint::matrix_pieces(&layouts[index], 0)
+            })));
             let stacks =
                 first.get_or_insert_with(|| layouts.each_ref().map(|layout| stack(layout, vec![1.0; experts])));
             for (stack, layout) in stacks.iter().zip(&layouts) {
@@ -287,11 +289,11 @@ pub(super) fn find_experts(
         *found = stack(&layout, from.global_scales(&path, experts)?);
         layouts.push(layout);
     }
-    let piece = |expert: usize| std::array::from_fn(|index| checkpoint::pieces(&layouts[index], expert));
-    let pieces = (0..experts).map(|expert| checkpoint::expert(piece(expert))).collect();
+    let piece = |expert: usize| std::array::from_fn(|index| checkpoint::matrix_pieces(&layouts[index], expert));
+    let pieces = (0..experts).map(|expert| checkpoint::expert_pieces(piece(expert))).collect();
     Ok((stacks, pieces))
 }
 
-fn stack(layout: &Layout, global_scales: Vec<f32>) -> ExpertStack {
+fn stack(layout: &MatrixLayout, global_scales: Vec<f32>) -> ExpertStack {
     ExpertStack { codes: layout.codes, rows: layout.rows, cols: layout.cols, global_scales, at: Vec::new() }
 }

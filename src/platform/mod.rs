@@ -1,17 +1,17 @@
-//! The operating system: files and how they are read, threads, memory and its limits, services. The only room, with
-//! `device`, that knows which system it is.
+//! The operating system: files, threads, memory and its limits, services. Only this room and `device` contain
+//! system-specific code.
 
-mod file;
+pub mod atomic_file;
+mod data_file;
+mod huge_pages;
 mod jobs;
 pub mod os;
-mod pages;
-pub mod partial;
+mod regular_file;
 pub mod service;
-mod small;
 mod threads;
 
-pub use file::{Access, File, MAX_BLOCK};
-pub use jobs::each;
-pub use pages::zeros;
-pub use small::{Stamp, check_small, open_regular, read_small};
+pub use data_file::{Access, DataFile, MAX_BLOCK};
+pub use huge_pages::zeroed_buffer;
+pub use jobs::run_jobs;
+pub use regular_file::{FileStamp, check_small_file, open_regular_file, read_small_file, sha256_file};
 pub use threads::Threads;

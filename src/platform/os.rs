@@ -1,12 +1,12 @@
-//! Facts from the operating system: memory and its limits, cores, what this process has read, where caches go.
+//! Facts from the operating system: memory and its limits, cores, I/O counts, user directories.
 //!
-//! Every answer is an `Option`: a system that does not say gets `None`, never a guess.
+//! Values that a system does not report are `None`, never a guess.
 
 #[cfg(target_os = "linux")]
 mod cgroup;
 mod pressure;
 
-pub use pressure::{Memory, Pressure};
+pub use pressure::{MemoryLevel, MemoryMonitor};
 
 use std::path::{Path, PathBuf};
 
@@ -25,8 +25,8 @@ pub fn processor() -> Option<String> {
     sys::processor()
 }
 
-/// The least memory limit that a control group (v1 or v2) sets on this process, itself or through an ancestor.
-/// `None` without a limit, and on systems without control groups.
+/// The lowest memory limit of the control groups (v1 or v2) that this process is in, ancestors included. `None` without a
+/// limit, and on systems without control groups.
 pub fn cgroup_limit() -> Option<u64> {
     #[cfg(target_os = "linux")]
     return cgroup::limit();
@@ -34,116 +34,114 @@ pub fn cgroup_limit() -> Option<u64> {
     None
 }
 
-/// Physical cores this process may run on (performance cores where cores differ), at least 1. Hardware threads that
-/// share a core count once, and a CPU quota counts as that many cores.
+/// Number of physical cores that this process may use, at least 1: performance cores where cores differ. Hardware threads
+/// of one core count once. A CPU quota limits the number.
 pub fn physical_cores() -> usize {
     let allowed = std::thread::available_parallelism().map_or(1, usize::from);
     sys::physical_cores().unwrap_or(allowed).clamp(1, allowed)
 }
 
-/// Bytes of this process in physical memory now.
+/// Resident memory of this process, in bytes.
 pub fn resident_memory() -> Option<u64> {
     sys::resident_memory()
 }
 
-/// Bytes of this process by kind, as the system counts them: `resident`; on Linux also `swapped` and `locked`, on macOS
-/// `footprint` (what it judges a process by) and `wired`.
+/// Memory of this process in bytes, by kind: `resident`; on Linux also `swapped` and `locked`; on macOS also `footprint`,
+/// which decides whether the system kills a process, and `wired`.
 pub fn process_memory() -> Vec<(&'static str, u64)> {
     sys::process_memory()
 }
 
-/// The most bytes this process has had in physical memory.
+/// Peak resident memory of this process, in bytes.
 pub fn peak_resident_memory() -> Option<u64> {
     sys::peak_resident_memory()
 }
 
-/// Lets this process have as many open files as the system allows it, and says how many.
+/// Raises the limit of open files to what the system allows, and returns it.
 pub fn raise_descriptor_limit() -> Option<usize> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the pointer is to a `rlimit` of ours.
+    // SAFETY: the pointer is to a local `rlimit`.
     if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
         return None;
     }
-    // macOS has a limit of its own below the hard one.
+    // macOS has its own limit below the hard one.
     let raised = libc::rlimit { rlim_cur: limit.rlim_max.min(10_240).max(limit.rlim_cur), ..limit };
-    // SAFETY: the same; what is refused changes nothing.
+    // SAFETY: the pointer is to a local `rlimit`. A refused change has no effect.
     if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } == 0 {
         limit = raised;
     }
     usize::try_from(limit.rlim_cur).ok()
 }
 
-/// Makes freed memory return to the operating system (glibc). Blocks of a mebibyte and more come from it and go back at once:
-/// by itself glibc stops doing so for sizes that were freed before, keeps them, and copies a growing block instead of moving
-/// its pages. Smaller ones share one heap, which [`trim_memory`] gives back; a heap for each thread it does not wholly.
+/// Configures glibc to return freed memory to the operating system. Blocks of 1 MiB and more are mapped and unmapped
+/// directly. By default glibc raises that threshold once such a block was freed, keeps the memory, and copies growing
+/// blocks instead of remapping them. Smaller blocks share one heap, because [`trim_memory`] does not release per-thread
+/// heaps completely.
 pub fn return_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: sets numbers that glibc guards itself.
+    // SAFETY: sets integers under a lock of glibc.
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 20);
         libc::mallopt(libc::M_ARENA_MAX, 1);
     }
 }
 
-/// Gives memory that was freed back to the operating system, where the allocator would keep it (glibc). Takes up to some
-/// milliseconds.
+/// Returns memory that the allocator keeps after `free` to the operating system (glibc). Takes up to a few milliseconds.
 pub fn trim_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: glibc locks its own state; the call has no other conditions.
+    // SAFETY: glibc locks its own state. The call has no preconditions.
     unsafe {
         libc::malloc_trim(0);
     }
 }
 
-/// Bytes the disk has delivered for this process since it started; what the page cache served does not count.
+/// Bytes that the disk delivered to this process since it started. Hits in the page cache do not count.
 pub fn disk_bytes_read() -> Option<u64> {
     sys::disk_bytes_read()
 }
 
-/// Lets everything else go before this thread: its computing and its reads and writes. Where the system refuses, it stays
-/// as it is.
+/// Gives this thread the lowest priority for CPU and disk. If the system refuses, the priority is unchanged.
 pub fn background_thread() {
     sys::background_thread();
 }
 
-/// Free bytes, for this user, on the file system that holds `path` (or, if it does not exist yet, its nearest
-/// ancestor that does).
+/// Bytes available to this user on the file system of `path`, or of its nearest existing ancestor.
 pub fn free_space(path: &Path) -> Option<u64> {
     let existing = path.ancestors().find(|p| p.exists()).filter(|p| !p.as_os_str().is_empty());
     let path = existing.unwrap_or(Path::new("."));
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).ok()?;
     let mut stat = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: `path` is a NUL-terminated string and `stat` has room for the answer, which is read only on success.
+    // SAFETY: `path` is a NUL-terminated string. `stat` is large enough and is read only on success.
     let stat = unsafe { (libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
     #[allow(clippy::unnecessary_cast)] // the fields' widths differ between systems
     (stat.f_bavail as u64).checked_mul(stat.f_frsize as u64)
 }
 
-/// The user's number.
+/// The numeric user id.
 pub fn user() -> u32 {
-    // SAFETY: it takes nothing, touches nothing and cannot fail.
+    // SAFETY: a system call without arguments that cannot fail.
     unsafe { libc::getuid() }
 }
 
-/// The directory for files that this program can make again: `$XDG_CACHE_HOME/moestro`, else `~/.cache/moestro`; on macOS
+/// The directory for files that can be recreated: `$XDG_CACHE_HOME/moestro`, else `~/.cache/moestro`; on macOS
 /// `~/Library/Caches/moestro` unless `XDG_CACHE_HOME` is set. `None` without a home directory.
 pub fn cache_dir() -> Option<PathBuf> {
     user_dir("XDG_CACHE_HOME", sys::CACHE)
 }
 
-/// The directory for files that the user keeps: `$XDG_DATA_HOME/moestro`, else `~/.local/share/moestro`; on macOS
+/// The directory for user data: `$XDG_DATA_HOME/moestro`, else `~/.local/share/moestro`; on macOS
 /// `~/Library/Application Support/moestro` unless `XDG_DATA_HOME` is set. `None` without a home directory.
 pub fn data_dir() -> Option<PathBuf> {
     user_dir("XDG_DATA_HOME", sys::DATA)
 }
 
-/// The directory for what the program remembers of its use: `$XDG_STATE_HOME/moestro`, else `~/.local/state/moestro`; on
-/// macOS [`data_dir`]'s unless `XDG_STATE_HOME` is set. `None` without a home directory.
+/// The directory for state such as histories: `$XDG_STATE_HOME/moestro`, else `~/.local/state/moestro`; on
+/// macOS the same as [`data_dir`] unless `XDG_STATE_HOME` is set. `None` without a home directory.
 pub fn state_dir() -> Option<PathBuf> {
     user_dir("XDG_STATE_HOME", sys::STATE)
 }
 
-/// `moestro` below the directory that a variable names, else below one of the home directory.
+/// `moestro` in the directory that `variable` names, else in the directory `inside` of the home directory.
 fn user_dir(variable: &str, inside: &str) -> Option<PathBuf> {
     let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
     let base = absolute(variable).or_else(|| absolute("HOME").map(|home| home.join(inside)))?;
@@ -158,7 +156,7 @@ mod sys {
     pub const DATA: &str = ".local/share";
     pub const STATE: &str = ".local/state";
 
-    /// The number after `key` in a `key: value [kB]` table of `/proc`.
+    /// The number of `key` in a `key: value [kB]` table of `/proc`.
     pub fn field(table: &str, key: &str) -> Option<u64> {
         let line = table.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
         let mut words = line.split_whitespace();
@@ -168,9 +166,9 @@ mod sys {
 
     pub fn background_thread() {
         const WHO_PROCESS: libc::c_int = 1;
-        /// Class 3, idle: only when nobody else wants the disk.
+        /// I/O class 3, idle: disk time only when no other process needs it.
         const IDLE: libc::c_int = 3 << 13;
-        // SAFETY: plain system calls about the calling thread; what they answer does not matter.
+        // SAFETY: system calls without pointers on the calling thread. The results are ignored.
         unsafe {
             libc::setpriority(libc::PRIO_PROCESS, libc::gettid() as libc::id_t, 19);
             libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, IDLE);
@@ -204,7 +202,7 @@ mod sys {
         Some(cores.len())
     }
 
-    /// The numbers of a kernel list such as `0-3,8,10-11`.
+    /// Parses a kernel list such as `0-3,8,10-11`.
     pub fn list(text: &str) -> Option<Vec<usize>> {
         let mut numbers = Vec::new();
         for part in text.split(',') {
@@ -225,7 +223,7 @@ mod sys {
     }
 
     pub fn peak_resident_memory() -> Option<u64> {
-        // Not `getrusage`: its maximum survives `exec`, so it can be that of the shell that started us.
+        // Not `getrusage`: its maximum survives `exec`, so it can belong to the shell that started this process.
         field(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM")
     }
 
@@ -243,26 +241,26 @@ mod sys {
     pub const STATE: &str = DATA;
 
     pub fn background_thread() {
-        // SAFETY: it is about the calling thread alone; what it answers does not matter.
+        // SAFETY: a system call without pointers on the calling thread. The result is ignored.
         unsafe { libc::pthread_set_qos_class_self_np(libc::qos_class_t::QOS_CLASS_BACKGROUND, 0) };
     }
 
-    /// A number the kernel publishes under `name`.
+    /// The integer value of a `sysctl`.
     pub fn sysctl(name: &std::ffi::CStr) -> Option<u64> {
         let mut bytes = [0u8; 8];
         let mut len = bytes.len();
-        // SAFETY: `name` is NUL-terminated; the kernel writes at most `len` bytes and sets `len` to how many it wrote.
+        // SAFETY: `name` is NUL-terminated. The kernel writes at most `len` bytes and sets `len` to the number written.
         let code =
             unsafe { libc::sysctlbyname(name.as_ptr(), bytes.as_mut_ptr().cast(), &mut len, std::ptr::null_mut(), 0) };
-        // Little-endian: a 4-byte answer leaves the upper half zero.
+        // Little-endian: a 4-byte value leaves the upper half zero.
         (code == 0 && (len == 4 || len == 8)).then(|| u64::from_le_bytes(bytes))
     }
 
-    /// A text the kernel publishes under `name`.
+    /// The text value of a `sysctl`.
     fn text(name: &std::ffi::CStr) -> Option<String> {
         let mut bytes = [0u8; 128];
         let mut len = bytes.len();
-        // SAFETY: as above.
+        // SAFETY: as in `sysctl`.
         let code =
             unsafe { libc::sysctlbyname(name.as_ptr(), bytes.as_mut_ptr().cast(), &mut len, std::ptr::null_mut(), 0) };
         let text = std::ffi::CStr::from_bytes_until_nul(&bytes).ok()?;
@@ -279,7 +277,7 @@ mod sys {
 
     fn usage() -> Option<libc::rusage_info_v4> {
         let mut info = MaybeUninit::<libc::rusage_info_v4>::zeroed();
-        // SAFETY: the flavour says that the buffer is a `rusage_info_v4`; all-zero bytes are a valid one.
+        // SAFETY: the flavour matches the buffer, a `rusage_info_v4`. All-zero bytes are a valid value of it.
         unsafe {
             let code = libc::proc_pid_rusage(libc::getpid(), libc::RUSAGE_INFO_V4, info.as_mut_ptr().cast());
             (code == 0).then(|| info.assume_init())
@@ -308,7 +306,7 @@ mod sys {
 
     pub fn peak_resident_memory() -> Option<u64> {
         let mut usage = MaybeUninit::<libc::rusage>::zeroed();
-        // SAFETY: the buffer is a `rusage`, read only on success. macOS counts `ru_maxrss` in bytes.
+        // SAFETY: the buffer is a `rusage` and is read only on success. macOS reports `ru_maxrss` in bytes.
         let usage =
             unsafe { (libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) == 0).then(|| usage.assume_init()) };
         u64::try_from(usage?.ru_maxrss).ok()
@@ -358,7 +356,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_machine_has_memory_and_cores() {
+    fn machine_reports_memory_and_cores() {
         let total = total_memory().unwrap();
         let resident = resident_memory().unwrap();
         assert!(resident > 0 && resident < total, "{resident} of {total}");
@@ -369,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_and_lists_of_proc() {
+    fn proc_tables_and_lists_parse() {
         assert_eq!(sys::field("A:\t12 kB\nAB: 3\n", "A"), Some(12 * 1024));
         assert_eq!(sys::field("A:\t12 kB\nAB: 3\n", "AB"), Some(3));
         assert_eq!(sys::field("A: x\n", "A"), None);
@@ -378,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn touched_memory_is_resident() {
+    fn written_memory_becomes_resident() {
         let before = resident_memory().unwrap();
         let block = std::hint::black_box(vec![1u8; 64 << 20]);
         let after = resident_memory().unwrap();

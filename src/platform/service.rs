@@ -8,12 +8,8 @@ mod systemd;
 
 pub use activation::{alive, inherited, ready, watched};
 
-use std::{
-    ffi::OsString,
-    fs, io,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use super::atomic_file::replace_file;
+use std::{ffi::OsString, fs, io, path::PathBuf, process::Command};
 
 /// The name of the launchd agent.
 const LABEL: &str = "dev.moestro.serve";
@@ -94,7 +90,9 @@ impl Service {
     /// The file system's, with the path; a command that cannot be run or that fails, with its words.
     pub fn act(&self, manager: Manager, action: Action) -> Result<(), String> {
         self.steps(manager, action).iter().try_for_each(|step| match step {
-            Step::Write(path, text) => replace(path, text).map_err(|error| format!("{}: {error}", path.display())),
+            Step::Write(path, text) => {
+                replace_file(path, text.as_bytes()).map_err(|error| format!("{}: {error}", path.display()))
+            }
             Step::Remove(path) => match fs::remove_file(path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => Err(format!("{}: {error}", path.display())),
                 _ => Ok(()),
@@ -107,14 +105,6 @@ impl Service {
             }
         })
     }
-}
-
-/// A file appears whole or not at all.
-fn replace(path: &Path, text: &str) -> io::Result<()> {
-    path.parent().map_or(Ok(()), fs::create_dir_all)?;
-    let beside = path.with_extension("new");
-    fs::write(&beside, text)?;
-    fs::rename(beside, path)
 }
 
 fn run(words: &[OsString]) -> Result<(), String> {

@@ -17,7 +17,7 @@ use crate::{
     error::{CommandError, ModelError, StoreError},
     metrics::Metrics,
     model::{self, Model, Qwen},
-    platform::{Access, File, os},
+    platform::{Access, DataFile, os},
 };
 use report::{Report, Setup};
 use run::Session;
@@ -110,7 +110,7 @@ fn drop_cached(dir: &Path) -> Result<(), StoreError> {
     let index = crate::checkpoint::index::Index::open(dir)?;
     for path in &index.files {
         let failed = |source| StoreError::Io { path: path.clone(), source };
-        let file = File::open(path, Access::Buffered).map_err(failed)?;
+        let file = DataFile::open(path, Access::Buffered).map_err(failed)?;
         file.drop_cached(0, file.len() as usize);
     }
     Ok(())

@@ -4,7 +4,7 @@ use crate::{
     config::LoadSettings,
     device::{CpuDevice, CpuTimeline, memory_bandwidth},
     error::{CommandError, StoreError},
-    experts::{Choice, Experts, Options, Phase, Prefetch},
+    experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch},
     metrics::Metrics,
     model::{CheckpointInfo, speed},
     plan::Bandwidth,
@@ -79,14 +79,14 @@ fn disk(found: &CheckpointInfo, load: &LoadSettings) -> Result<Disk, StoreError>
         prefetch: Prefetch::Off,
         ..Options::new(k)
     };
-    let store = Experts::open(found.files.clone(), found.experts.clone(), options, metrics)?;
+    let store = ExpertStore::open(found.files.clone(), found.experts.clone(), options, metrics)?;
     let direct = store.access() == Access::Direct;
     let read = |routes: &mut Routes, experts: usize, most: usize, budget: Duration| -> Result<_, StoreError> {
         let (begin, mut count) = (Instant::now(), 0);
         while count < most && (count == 0 || begin.elapsed() < budget) {
             let Some((layer, ids)) = routes.next(experts) else { break };
-            let choice = Choice { ids: &ids, k: ids.len(), logits: &[] };
-            let mut asked = store.ask(layer, &choice, Phase::Decode, &mut CpuTimeline)?;
+            let choice = ExpertChoice { ids: &ids, k: ids.len(), logits: &[] };
+            let mut asked = store.fetch(layer, &choice, PassKind::Decode, &mut CpuTimeline)?;
             while asked.next(&mut CpuTimeline)?.is_some() {}
             count += 1;
         }

@@ -7,7 +7,7 @@ use crate::{
     error::{CommandError, StoreError},
     model::{self, CheckpointInfo},
     plan::{MACHINES, ModelFootprint, Simulation, Size, Strategy, simulate},
-    platform::partial::Partial,
+    platform::atomic_file::PartialDir,
     tools::synth,
 };
 use serde::Serialize;
@@ -59,7 +59,7 @@ pub fn run(typed: cli::InfoArgs, name: &str) -> Result<(), CommandError> {
 fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, CommandError> {
     let name = std::env::temp_dir().join(format!("moestro-like-{like}-{}", std::process::id()));
     let io = |source| StoreError::Io { path: name.clone(), source };
-    let partial = Partial::create(&name).map_err(io)?;
+    let partial = PartialDir::create(&name).map_err(io)?;
     synth::outline(partial.path(), synth::command::dimensions(like)?)?;
     Ok(CheckpointInfo::unpacked(partial.path(), options)?.shape)
 }

@@ -10,7 +10,7 @@ mod layout;
 mod noise;
 
 use crate::error::StoreError;
-use crate::platform::{self, partial::Partial};
+use crate::platform::{self, atomic_file::PartialDir};
 use layout::Tensor;
 use std::{
     fs::{self, File},
@@ -161,7 +161,7 @@ pub fn write(out: &Path, options: &Options, progress: &(dyn Fn(u64) + Sync)) -> 
         let why = format!("{bytes} bytes are needed and {free} are free");
         return Err(at(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
     }
-    let partial = Partial::create(out).map_err(at(out))?;
+    let partial = PartialDir::create(out).map_err(at(out))?;
     let shards = layout::shards(&tensors, options.shard);
     let mut map = serde_json::Map::new();
     for (index, shard) in shards.iter().enumerate() {
@@ -226,7 +226,7 @@ fn write_shard(path: &Path, tensors: &[Tensor], threads: usize, progress: &(dyn 
         tensor.fill(from, part);
         file.write_all_at(part, start + from).map(|()| progress(len as u64))
     };
-    platform::each("synth", threads, blocks, || Ok(vec![0; BLOCK]), fill)?;
+    platform::run_jobs("synth", threads, blocks, || Ok(vec![0; BLOCK]), fill)?;
     file.sync_all()
 }
 

@@ -9,7 +9,7 @@ use common::{argmax, load_with};
 use moestro::{
     config::Switch,
     device::CpuArithmetic,
-    experts::{Io, Prefetch},
+    experts::{Prefetch, ReadMode},
     metrics::Metrics,
     model::{KvPage, LoadOptions, Model, PAGE, Qwen, RouterChoice, Rows, Snapshot, StoreOptions},
     ops::KvBits,
@@ -22,7 +22,7 @@ use std::{
 pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
 pub fn options(streaming: bool) -> LoadOptions {
-    let store = StoreOptions { io: Io::Buffered, ..StoreOptions::default() };
+    let store = StoreOptions { io: ReadMode::Buffered, ..StoreOptions::default() };
     let mut options = LoadOptions { math: CpuArithmetic::F32, threads: Some(1), store, ..LoadOptions::default() };
     if streaming {
         // Through the page cache the plan keeps two tokens' working sets of slots.
@@ -190,7 +190,7 @@ fn nothing_depends_on_where_experts_are() {
         let mut options = options(true);
         options.store.slots = slots;
         if slots.is_none() {
-            options.store.io = Io::Auto;
+            options.store.io = ReadMode::Auto;
         }
         let mut streaming = planned(options, fast());
         let store = streaming.store().unwrap();

@@ -23,3 +23,5 @@ mod queue;
 mod record;
 mod streaming;
 mod tiles;
+#[path = "../support/trace.rs"]
+mod trace;

@@ -11,7 +11,7 @@ use moestro::{
     config::Switch,
     device::{Binding, CommandQueue, CommandStatus, CpuArithmetic, Driver, Gpu, Launch, Region, Timeline},
     error::ModelError,
-    experts::Io,
+    experts::ReadMode,
     model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
     ops::check,
     tools::doctor,
@@ -23,7 +23,7 @@ const PROMPT: [u32; 7] = [5, 90, 33, 2, 71, 18, 64];
 /// A small mixture of experts, with all its experts in memory or with slots for two of three.
 pub fn load(streaming: bool) -> Qwen {
     let dir = Folded::read("affine4").unfold();
-    let store = StoreOptions { io: Io::Buffered, slots: streaming.then_some(4), ..StoreOptions::default() };
+    let store = StoreOptions { io: ReadMode::Buffered, slots: streaming.then_some(4), ..StoreOptions::default() };
     let mut options = LoadOptions {
         math: CpuArithmetic::F32,
         threads: Some(1),

@@ -1,10 +1,10 @@
 //! The GPU path streams as the CPU path does: the same lookups, hits and evictions, and read-ahead that is used.
 
-use crate::{gpu::HostGpu, host::Host};
+use crate::{gpu::HostGpu, host::Host, trace};
 use moestro::{
     config::Switch,
     device::CpuArithmetic,
-    experts::{Io, Prefetch},
+    experts::{Prefetch, ReadMode},
     metrics::Metrics,
     model::{LoadOptions, Model, Qwen, Rows, StoreOptions},
 };
@@ -15,15 +15,9 @@ const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-dem
 const SLOTS: usize = 64;
 const TOKENS: usize = 100;
 
-fn load(prefetch: Prefetch, trace: &Path, gpu: bool) -> (Qwen, Arc<Metrics>) {
-    let store = StoreOptions {
-        slots: Some(SLOTS),
-        io: Io::Buffered,
-        threads: 1,
-        prefetch,
-        trace: Some(trace.into()),
-        ..StoreOptions::default()
-    };
+fn load(prefetch: Prefetch, trace_file: &Path, gpu: bool) -> (Qwen, Arc<Metrics>) {
+    let store =
+        StoreOptions { slots: Some(SLOTS), io: ReadMode::Buffered, threads: 1, prefetch, ..StoreOptions::default() };
     let mut options = LoadOptions {
         math: CpuArithmetic::F32,
         threads: Some(1),
@@ -34,7 +28,9 @@ fn load(prefetch: Prefetch, trace: &Path, gpu: bool) -> (Qwen, Arc<Metrics>) {
     options.plan.stream = Switch::On;
     options.plan.context = Some(1024);
     let metrics = Metrics::new("test", "cpu");
-    (Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap(), metrics)
+    let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
+    qwen.store().unwrap().observe(trace::write_to(trace_file));
+    (qwen, metrics)
 }
 
 /// Decodes the same tokens whatever the logits say.

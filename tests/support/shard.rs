@@ -4,7 +4,7 @@
 use moestro::{
     device::{CpuTimeline, SyncPoint},
     error::StoreError,
-    experts::{Choice, ExpertMap, Experts, PIECES, Phase, Piece},
+    experts::{ExpertChoice, ExpertMap, ExpertStore, PIECES, PassKind, Piece},
 };
 use std::{
     fs,
@@ -45,9 +45,15 @@ impl Shard {
     }
 
     /// Asks `store` for experts, and compares every byte of them. Returns how many came.
-    pub fn take(&self, store: &Experts, layer: usize, experts: &[u32], phase: Phase) -> Result<usize, StoreError> {
-        let choice = Choice { ids: experts, k: experts.len(), logits: &[] };
-        let mut asked = store.ask(layer, &choice, phase, &mut CpuTimeline)?;
+    pub fn take(
+        &self,
+        store: &ExpertStore,
+        layer: usize,
+        experts: &[u32],
+        phase: PassKind,
+    ) -> Result<usize, StoreError> {
+        let choice = ExpertChoice { ids: experts, k: experts.len(), logits: &[] };
+        let mut asked = store.fetch(layer, &choice, phase, &mut CpuTimeline)?;
         let mut seen = 0;
         while let Some(batch) = asked.next(&mut CpuTimeline)? {
             for landed in batch.iter() {
@@ -56,7 +62,7 @@ impl Shard {
                 }
             }
             seen += batch.len();
-            batch.reads_until(SyncPoint::START);
+            batch.release_after(SyncPoint::START);
         }
         Ok(seen)
     }

@@ -3,7 +3,7 @@
 //! Every part of a path here has been checked: hubs say how their files are called.
 
 use super::REVISION;
-use crate::platform::{partial, read_small};
+use crate::platform::{atomic_file, read_small_file};
 use std::{
     env, io,
     path::{Path, PathBuf},
@@ -18,7 +18,7 @@ pub fn root() -> Option<PathBuf> {
 
 /// The token that `huggingface-cli login` has left.
 pub fn token(root: &Path) -> Option<String> {
-    let text = read_small(&root.parent()?.join("token"), 1 << 16).ok()?;
+    let text = read_small_file(&root.parent()?.join("token"), 1 << 16).ok()?;
     let token = String::from_utf8(text).ok()?.trim().to_owned();
     (!token.is_empty()).then_some(token)
 }
@@ -58,13 +58,13 @@ impl Shelf {
 
     /// The commit that the branch was at when it was last downloaded completely.
     pub fn commit(&self) -> Option<String> {
-        let text = read_small(&self.dir.join("refs").join(REVISION), 1 << 10).ok()?;
+        let text = read_small_file(&self.dir.join("refs").join(REVISION), 1 << 10).ok()?;
         let commit = String::from_utf8(text).ok()?.trim().to_owned();
         is_hash(&commit).then_some(commit)
     }
 
     pub fn set_commit(&self, commit: &str) -> io::Result<()> {
-        partial::replace(&self.dir.join("refs").join(REVISION), commit.as_bytes())
+        atomic_file::replace_file(&self.dir.join("refs").join(REVISION), commit.as_bytes())
     }
 }
 

@@ -7,11 +7,10 @@ use super::{
     Hub,
     client::{Client, Failure},
     listing::Listed,
-    sha256,
 };
 use crate::{
     error::StoreError,
-    platform::{partial, read_small},
+    platform::{atomic_file, read_small_file, sha256_file},
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -107,7 +106,7 @@ impl Download<'_> {
         }
         let part = OpenOptions::new().create(true).truncate(false).write(true).open(blob.with_extension("part"))?;
         let (len, noted) = (part.metadata()?.len(), blob.with_extension("map"));
-        let map = read_small(&noted, MOST_MAP).ok().and_then(|text| serde_json::from_slice::<Map>(&text).ok());
+        let map = read_small_file(&noted, MOST_MAP).ok().and_then(|text| serde_json::from_slice::<Map>(&text).ok());
         let map = match map.filter(|map| map.is_sound(size, len)) {
             Some(map) => map,
             None if len <= size && !noted.exists() => Map { size, tag: None, missing: vec![(len, size)] },
@@ -135,7 +134,7 @@ impl Download<'_> {
     pub fn save(&self, file: &Listed, part: Option<&File>, map: &Map) {
         let path = self.blob(file).with_extension("map");
         let synced = part.map_or(Ok(()), |part| part.sync_data());
-        let saved = synced.and_then(|()| partial::replace(&path, &serde_json::to_vec(map)?));
+        let saved = synced.and_then(|()| atomic_file::replace_file(&path, &serde_json::to_vec(map)?));
         if let Err(error) = saved {
             tracing::warn!(file = file.name, %error, "what has come of it could not be noted");
         }
@@ -154,7 +153,7 @@ impl Download<'_> {
         let path = blob.with_extension("part");
         let at = |source| StoreError::Io { path: path.clone(), source };
         part.sync_all().map_err(at)?;
-        let right = file.sha256().map_or(Ok(true), |expected| Ok(sha256(&path)? == expected)).map_err(at)?;
+        let right = file.sha256().map_or(Ok(true), |expected| Ok(sha256_file(&path)? == expected)).map_err(at)?;
         let _ = fs::remove_file(blob.with_extension("map"));
         if !right {
             fs::remove_file(&path).map_err(at)?;

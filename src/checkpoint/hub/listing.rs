@@ -1,7 +1,7 @@
 //! The files of a repository on the hub, and those that a model needs.
 
 use super::cache::is_hash;
-use crate::{error::StoreError, platform::read_small};
+use crate::{error::StoreError, platform::read_small_file};
 use serde::Deserialize;
 use std::{collections::BTreeSet, path::Path};
 
@@ -87,8 +87,8 @@ impl Listing {
             }
             Some(_) => {
                 let path = dir.join(INDEX);
-                let text =
-                    read_small(&path, MOST_INDEX).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+                let text = read_small_file(&path, MOST_INDEX)
+                    .map_err(|source| StoreError::Io { path: path.clone(), source })?;
                 shard_names(&text).map_err(|error| StoreError::NotACheckpoint { path, why: error.to_string() })?
             }
         };

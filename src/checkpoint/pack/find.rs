@@ -2,14 +2,14 @@
 
 use super::{
     fingerprint,
-    manifest::{MANIFEST, Manifest},
+    manifest::{MANIFEST, PackManifest},
     verify::compare,
 };
 use crate::{
-    checkpoint::identity::{identity, settled_identity},
+    checkpoint::identity::{file_identity, settled_identity},
     error::StoreError,
-    experts::{ExpertMap, Files, Packed},
-    platform::{Access, os, partial, read_small},
+    experts::{ExpertMap, PackRecords, ShardFiles},
+    platform::{Access, atomic_file, os, read_small_file},
 };
 use std::{
     fs, io,
@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-/// Packed experts that belong to a checkpoint.
+/// PackRecords experts that belong to a checkpoint.
 #[derive(Debug)]
 pub struct Pack {
     pub dir: PathBuf,
@@ -25,14 +25,14 @@ pub struct Pack {
     pub map: ExpertMap,
     pub files: Vec<PathBuf>,
     /// The checksums that records are read against, and the checkpoint, which is read if they differ.
-    pub packed: Arc<Packed>,
+    pub records: Arc<PackRecords>,
 }
 
 /// The default directory of the pack of `files`: named by their fingerprint and their identity, so that two
 /// checkpoints with one fingerprint get two packs.
 pub fn default_dir(files: &[PathBuf]) -> Result<Option<PathBuf>, StoreError> {
     let Some(packs) = cache() else { return Ok(None) };
-    Ok(Some(packs.join(format!("{}-{}", fingerprint(files)?, &identity(files)?[..8]))))
+    Ok(Some(packs.join(format!("{}-{}", fingerprint(files)?, &file_identity(files)?[..8]))))
 }
 
 fn cache() -> Option<PathBuf> {
@@ -83,10 +83,10 @@ fn named(cache: &Path, fingerprint: &str) -> Vec<PathBuf> {
 
 /// Opens a pack that has to hold exactly the experts of `map` in `files`. Unless these files are known to hold what the pack does, all experts are read and hashed.
 pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, StoreError> {
-    let (manifest, text) = Manifest::read(dir)?;
+    let (manifest, text) = PackManifest::read(dir)?;
     manifest.check(dir, &fingerprint(files)?, map)?;
     // Opened before they are looked at: what is read later is what was hashed.
-    let checkpoint = Files::open(files, Access::Buffered)?;
+    let checkpoint = ShardFiles::open(files, Access::Buffered)?;
     let now = settled_identity(files)?;
     let known = now.is_some_and(|now| now == manifest.identity || is_remembered(&now, &text));
     if !known {
@@ -97,9 +97,9 @@ pub fn open(dir: &Path, map: &ExpertMap, files: &[PathBuf]) -> Result<Pack, Stor
         );
         compare(dir, &manifest, &text, map, files)?;
     }
-    let packed = Arc::new(Packed::new(manifest.records(map), checkpoint));
+    let records = Arc::new(PackRecords::new(manifest.records(map), checkpoint));
     let files = manifest.layers.iter().filter_map(|layer| layer.path(dir)).collect();
-    Ok(Pack { dir: dir.to_owned(), map: manifest.map(), files, packed })
+    Ok(Pack { dir: dir.to_owned(), map: manifest.map(), files, records })
 }
 
 /// The file that says which packs the files of an identity have been compared with.
@@ -108,7 +108,7 @@ fn memo(identity: &str) -> Option<PathBuf> {
 }
 
 fn is_remembered(identity: &str, manifest: &[u8; 32]) -> bool {
-    let text = memo(identity).and_then(|path| read_small(&path, 1 << 20).ok());
+    let text = memo(identity).and_then(|path| read_small_file(&path, 1 << 20).ok());
     text.is_some_and(|text| text.split(|byte| *byte == b'\n').any(|line| line == hex::encode(manifest).as_bytes()))
 }
 
@@ -121,9 +121,9 @@ pub(super) fn remember(before: Option<String>, files: &[PathBuf], manifest: &[u8
         return;
     };
     let Some(path) = memo(&identity).filter(|_| !is_remembered(&identity, manifest)) else { return };
-    let mut text = read_small(&path, 1 << 20).unwrap_or_default();
+    let mut text = read_small_file(&path, 1 << 20).unwrap_or_default();
     text.extend_from_slice(format!("{}\n", hex::encode(manifest)).as_bytes());
-    if let Err(error) = partial::replace(&path, &text) {
+    if let Err(error) = atomic_file::replace_file(&path, &text) {
         tracing::debug!(%error, path = %path.display(), "not kept: the experts will be hashed again");
     }
 }

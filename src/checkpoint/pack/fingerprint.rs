@@ -1,6 +1,6 @@
 //! Fingerprints of checkpoints: a pack with the same one may have been made from it. Cheap to ask, and no proof.
 
-use crate::{error::StoreError, platform::open_regular};
+use crate::{error::StoreError, platform::open_regular_file};
 use sha2::{Digest, Sha256};
 use std::{
     io,
@@ -27,7 +27,7 @@ pub fn fingerprint(shards: &[PathBuf]) -> Result<String, StoreError> {
 }
 
 fn add(hash: &mut Sha256, path: &Path) -> io::Result<()> {
-    let file = open_regular(path)?;
+    let file = open_regular_file(path)?;
     let size = file.metadata()?.len();
     hash.update(size.to_le_bytes());
     let mut len = [0; 8];

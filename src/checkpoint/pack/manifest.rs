@@ -2,8 +2,8 @@
 
 use crate::{
     error::StoreError,
-    experts::{ExpertMap, LayerExperts, PIECES, Piece, Records},
-    platform::read_small,
+    experts::{ExpertMap, LayerExperts, LayerRecords, PIECES, Piece},
+    platform::read_small_file,
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -15,7 +15,7 @@ use std::{
 pub const MANIFEST: &str = "manifest.json";
 pub const FORMAT: &str = "moestro experts";
 pub const VERSION: u32 = 2;
-/// Records start at multiples of this: a page of every system, and a block of every disk.
+/// LayerRecords start at multiples of this: a page of every system, and a block of every disk.
 pub const PAGE: u64 = 16 << 10;
 /// Pieces within a record start at multiples of this: a cache line.
 pub const LINE: u64 = 64;
@@ -23,7 +23,7 @@ pub const LINE: u64 = 64;
 const MOST: u64 = 64 << 20;
 
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Manifest {
+pub struct PackManifest {
     pub format: String,
     pub version: u32,
     /// The checkpoint's fingerprint.
@@ -31,11 +31,11 @@ pub struct Manifest {
     /// The identity of the files that were packed; empty if they were too young to have one.
     #[serde(default)]
     pub identity: String,
-    pub layers: Vec<Layer>,
+    pub layers: Vec<LayerManifest>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Layer {
+pub struct LayerManifest {
     pub file: String,
     pub stride: u64,
     /// Offset in the record and length.
@@ -49,12 +49,12 @@ pub struct Layer {
 
 /// The version alone: all that can be said of a manifest of another one.
 #[derive(Deserialize)]
-struct Versioned {
+struct ManifestVersion {
     format: String,
     version: u32,
 }
 
-impl Manifest {
+impl PackManifest {
     /// Reads the manifest in `dir`, with a hash of its text.
     ///
     /// # Errors
@@ -62,8 +62,8 @@ impl Manifest {
     pub fn read(dir: &Path) -> Result<(Self, [u8; 32]), StoreError> {
         let path = dir.join(MANIFEST);
         let wrong = |why: String| StoreError::NotAPack { path: dir.to_owned(), why };
-        let text = read_small(&path, MOST).map_err(|source| StoreError::Io { path: path.clone(), source })?;
-        let said: Versioned = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
+        let text = read_small_file(&path, MOST).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+        let said: ManifestVersion = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
         match (said.format.as_str(), said.version) {
             (FORMAT, VERSION) => {}
             (FORMAT, 1) => {
@@ -103,26 +103,26 @@ impl Manifest {
 
     /// The experts' places in the layers' files.
     pub fn map(&self) -> ExpertMap {
-        let record = |file: usize, expert: u64, layer: &Layer| {
+        let record = |file: usize, expert: u64, layer: &LayerManifest| {
             layer.pieces.map(|(at, len)| Piece { file: file as u32, offset: expert * layer.stride + at, len })
         };
-        let experts = |(file, layer): (usize, &Layer)| {
+        let experts = |(file, layer): (usize, &LayerManifest)| {
             (0..layer.sha256.len() as u64).map(|expert| record(file, expert, layer)).collect()
         };
         ExpertMap { layers: self.layers.iter().enumerate().map(experts).collect() }
     }
 
     /// The checksums that records are read against, with the experts' places in the checkpoint.
-    pub fn records(&self, map: &ExpertMap) -> Vec<Records> {
+    pub fn records(&self, map: &ExpertMap) -> Vec<LayerRecords> {
         let layers = self.layers.iter().zip(&map.layers);
-        let records = |(layer, experts): (&Layer, &LayerExperts)| {
-            Records::new(layer.stride, layer.pieces, layer.crc32.iter().copied().zip(experts.iter().copied()))
+        let records = |(layer, experts): (&LayerManifest, &LayerExperts)| {
+            LayerRecords::new(layer.stride, layer.pieces, layer.crc32.iter().copied().zip(experts.iter().copied()))
         };
         layers.map(records).collect()
     }
 }
 
-impl Layer {
+impl LayerManifest {
     /// The path of its file, directly in `dir`; `None` for a name that leads elsewhere.
     pub fn path(&self, dir: &Path) -> Option<PathBuf> {
         let mut parts = Path::new(&self.file).components();
@@ -136,7 +136,7 @@ impl Layer {
         ends.max().unwrap_or(0)
     }
 
-    /// Records of whole pages, in which the pieces follow one another from the start on.
+    /// LayerRecords of whole pages, in which the pieces follow one another from the start on.
     fn is_sound(&self) -> bool {
         let mut end = 0u64;
         let in_order = self.pieces.iter().all(|&(at, len)| {

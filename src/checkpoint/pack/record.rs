@@ -1,11 +1,11 @@
 //! One expert's record: put together from the checkpoint, read from the pack, summed.
 
-use super::manifest::Layer;
+use super::manifest::LayerManifest;
 use crate::{
     device::Slab,
     error::StoreError,
-    experts::{PIECES, Piece, source::Files, source::Source},
-    platform::{self, Access, File},
+    experts::{ExpertSource, PIECES, Piece, ShardFiles},
+    platform::{self, Access, DataFile},
 };
 use sha2::{Digest, Sha256};
 use std::{io, path::Path};
@@ -15,22 +15,27 @@ const THREADS: usize = 4;
 
 /// The checksums of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sum {
+pub struct RecordChecksums {
     /// Of all of it, first 32 hexadecimal digits.
     pub sha256: String,
     /// Up to the end of its last piece: what is read.
     pub crc32: u32,
 }
 
-impl Sum {
-    pub fn of(record: &[u8], layer: &Layer) -> Self {
+impl RecordChecksums {
+    pub fn of(record: &[u8], layer: &LayerManifest) -> Self {
         let read = record.get(..layer.end() as usize).unwrap_or(record);
         Self { sha256: hex::encode(&Sha256::digest(record)[..16]), crc32: crc32fast::hash(read) }
     }
 }
 
 /// Puts a record together from the checkpoint's pieces.
-pub fn gather(source: &Files, pieces: &[Piece; PIECES], layer: &Layer, record: &mut [u8]) -> Result<(), StoreError> {
+pub fn gather(
+    source: &ShardFiles,
+    pieces: &[Piece; PIECES],
+    layer: &LayerManifest,
+    record: &mut [u8],
+) -> Result<(), StoreError> {
     record.fill(0);
     for (piece, &(at, len)) in pieces.iter().zip(&layer.pieces) {
         if let Some(into) = record.get_mut(at as usize..at as usize + len) {
@@ -47,9 +52,9 @@ pub fn gather(source: &Files, pieces: &[Piece; PIECES], layer: &Layer, record: &
 }
 
 /// A layer's file, opened so that what is read comes from the disk and not from the page cache, where that can be had.
-pub fn open(path: &Path) -> Result<File, StoreError> {
-    let disk = match File::open(path, Access::Direct) {
-        Err(error) if error.kind() == io::ErrorKind::Unsupported => File::open(path, Access::Buffered),
+pub fn open(path: &Path) -> Result<DataFile, StoreError> {
+    let disk = match DataFile::open(path, Access::Direct) {
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => DataFile::open(path, Access::Buffered),
         other => other,
     };
     let disk = disk.map_err(|source| StoreError::Io { path: path.to_owned(), source })?;
@@ -58,7 +63,7 @@ pub fn open(path: &Path) -> Result<File, StoreError> {
 }
 
 /// Reads record `expert` of the file `disk`.
-pub fn read(disk: &File, expert: usize, layer: &Layer, record: &mut [u8]) -> Result<(), StoreError> {
+pub fn read(disk: &DataFile, expert: usize, layer: &LayerManifest, record: &mut [u8]) -> Result<(), StoreError> {
     let start = expert as u64 * layer.stride;
     fill(record, |rest, done| match disk.read_at(rest, start + done) {
         Ok(0) => Err(ends(disk.path())),
@@ -91,7 +96,7 @@ where
             || Slab::new(record).map_err(|error| StoreError::Other(format!("no memory for two experts: {error}")));
         Ok((slab()?, slab()?))
     };
-    platform::each("pack", THREADS, (0..experts).collect(), room, |expert, (first, second): &mut (Slab, Slab)| {
+    platform::run_jobs("pack", THREADS, (0..experts).collect(), room, |expert, (first, second): &mut (Slab, Slab)| {
         work(expert, [first.as_mut_slice(), second.as_mut_slice()])
     })
 }

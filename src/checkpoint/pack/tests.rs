@@ -5,10 +5,7 @@ use super::{
 };
 use crate::{
     error::StoreError,
-    experts::{
-        ExpertMap, Piece,
-        source::{Files, Source},
-    },
+    experts::{ExpertMap, ExpertSource, Piece, ShardFiles},
 };
 use std::{fs, os::unix::fs::FileExt, path::PathBuf};
 
@@ -51,13 +48,13 @@ impl Checkpoint {
         self.root.path().join("model.pack")
     }
 
-    fn write(&self) -> Result<Summary, StoreError> {
+    fn write(&self) -> Result<PackSummary, StoreError> {
         write(&self.map, &self.files, &self.beside(), &|_| ())
     }
 }
 
 fn bytes(map: &ExpertMap, files: &[PathBuf]) -> Vec<Vec<u8>> {
-    let files = Files::open(files, crate::platform::Access::Buffered).unwrap();
+    let files = ShardFiles::open(files, crate::platform::Access::Buffered).unwrap();
     let read = |piece: &Piece| {
         let mut into = vec![0; piece.len];
         assert_eq!(files.read(piece.file, piece.offset, &mut into).unwrap(), piece.len);
@@ -75,15 +72,15 @@ fn a_pack_holds_the_same_bytes_one_page_aligned_record_an_expert() {
         done.fetch_add(n, std::sync::atomic::Ordering::Relaxed);
     })
     .unwrap();
-    assert_eq!(summary, Summary { bytes: 15 * 32768, experts: 15, written: true });
+    assert_eq!(summary, PackSummary { bytes: 15 * 32768, experts: 15, written: true });
     assert_eq!(done.into_inner(), 2 * summary.bytes, "written and verified");
     let pack = find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).unwrap();
     assert_eq!(pack.dir.file_name().unwrap(), "model.pack");
     assert_eq!(bytes(&pack.map, &pack.files), bytes(&checkpoint.map, &checkpoint.files));
     for pieces in pack.map.layers.iter().flatten() {
         assert_eq!(pieces[0].offset % PAGE, 0);
-        let layout = crate::experts::layout::Layout::new(pieces, 4096);
-        assert_eq!(layout.reads().len(), 1, "a packed expert is one read");
+        let plan = crate::experts::read_plan::ReadPlan::new(pieces, 4096);
+        assert_eq!(plan.reads().len(), 1, "a packed expert is one read");
     }
     let after: Vec<_> = checkpoint.files.iter().map(|file| fs::read(file).unwrap()).collect();
     assert!(before == after, "the checkpoint was written to");

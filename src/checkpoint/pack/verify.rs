@@ -3,13 +3,13 @@
 use super::{
     find::remember,
     fingerprint,
-    manifest::Manifest,
-    record::{Sum, each, gather, open, read},
+    manifest::PackManifest,
+    record::{RecordChecksums, each, gather, open, read},
 };
 use crate::{
     checkpoint::identity::settled_identity,
     error::StoreError,
-    experts::{ExpertMap, source::Files},
+    experts::{ExpertMap, ShardFiles},
     platform::Access,
 };
 use std::path::{Path, PathBuf};
@@ -26,10 +26,10 @@ pub fn verify(
     files: &[PathBuf],
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<usize, StoreError> {
-    let (manifest, text) = Manifest::read(dir)?;
+    let (manifest, text) = PackManifest::read(dir)?;
     manifest.check(dir, &fingerprint(files)?, map)?;
     let before = settled_identity(files)?;
-    let source = Files::open(files, Access::Buffered)?;
+    let source = ShardFiles::open(files, Access::Buffered)?;
     for (index, (layer, experts)) in manifest.layers.iter().zip(&map.layers).enumerate() {
         let wrong = |expert: usize, why: String| StoreError::NotAPack {
             path: dir.to_owned(),
@@ -49,7 +49,7 @@ pub fn verify(
                 let byte = expert as u64 * layer.stride + at as u64;
                 return Err(wrong(expert, format!("byte {byte} of {} is not the checkpoint's", layer.file)));
             }
-            if Sum::of(ours, layer) != (Sum { sha256: sha256.clone(), crc32 }) {
+            if RecordChecksums::of(ours, layer) != (RecordChecksums { sha256: sha256.clone(), crc32 }) {
                 return Err(wrong(expert, "its bytes are the checkpoint's, its checksum is not".into()));
             }
             progress(layer.stride);
@@ -64,18 +64,18 @@ pub fn verify(
 /// that is remembered until the files change.
 pub fn compare(
     dir: &Path,
-    manifest: &Manifest,
+    manifest: &PackManifest,
     text: &[u8; 32],
     map: &ExpertMap,
     files: &[PathBuf],
 ) -> Result<(), StoreError> {
     let before = settled_identity(files)?;
-    let source = Files::open(files, Access::Buffered)?;
+    let source = ShardFiles::open(files, Access::Buffered)?;
     for (index, (layer, experts)) in manifest.layers.iter().zip(&map.layers).enumerate() {
         each(experts.len(), layer.stride as usize, |expert, [record, _]| {
             let (Some(pieces), Some(sha256)) = (experts.get(expert), layer.sha256.get(expert)) else { return Ok(()) };
             gather(&source, pieces, layer, record)?;
-            if Sum::of(record, layer).sha256 == *sha256 {
+            if RecordChecksums::of(record, layer).sha256 == *sha256 {
                 return Ok(());
             }
             let why = format!("it was made from another checkpoint: layer {index}, expert {expert} differs");

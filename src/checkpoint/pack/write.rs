@@ -2,14 +2,14 @@
 
 use super::{
     find, fingerprint,
-    manifest::{FORMAT, LINE, Layer, MANIFEST, Manifest, PAGE, VERSION},
-    record::{Sum, each, gather, open, read},
+    manifest::{FORMAT, LINE, LayerManifest, MANIFEST, PAGE, PackManifest, VERSION},
+    record::{RecordChecksums, each, gather, open, read},
 };
 use crate::{
     checkpoint::identity::settled_identity,
     error::StoreError,
-    experts::{ExpertMap, PIECES, Piece, source::Files},
-    platform::{Access, os, partial::Partial},
+    experts::{ExpertMap, PIECES, Piece, ShardFiles},
+    platform::{Access, atomic_file::PartialDir, os},
 };
 use std::{
     fs::{self, File},
@@ -20,7 +20,7 @@ use std::{
 
 /// The size of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Summary {
+pub struct PackSummary {
     pub bytes: u64,
     pub experts: usize,
     /// False if the same pack was there already.
@@ -39,7 +39,7 @@ pub fn write(
     files: &[PathBuf],
     out: &Path,
     progress: &(dyn Fn(u64) + Sync),
-) -> Result<Summary, StoreError> {
+) -> Result<PackSummary, StoreError> {
     let experts = map.experts();
     let plans = map.layers.iter().enumerate().map(|(i, layer)| plan(i, layer)).collect::<Result<Vec<_>, _>>()?;
     let bytes = plans.iter().zip(&map.layers).map(|(plan, layer)| plan.stride * layer.len() as u64).sum();
@@ -48,7 +48,7 @@ pub fn write(
     }
     let fingerprint = fingerprint(files)?;
     if out.join(MANIFEST).exists() {
-        return find::open(out, map, files).map(|_| Summary { bytes, experts, written: false });
+        return find::open(out, map, files).map(|_| PackSummary { bytes, experts, written: false });
     }
     let failed = |path: &Path| {
         let path = path.to_owned();
@@ -63,8 +63,8 @@ pub fn write(
     }
     let before = settled_identity(files)?;
     // It reads through handles that notice when a file is written to.
-    let source = Files::open(files, Access::Buffered)?;
-    let partial = Partial::create(out).map_err(failed(out))?;
+    let source = ShardFiles::open(files, Access::Buffered)?;
+    let partial = PartialDir::create(out).map_err(failed(out))?;
     let mut layers = Vec::with_capacity(plans.len());
     for (mut layer, experts) in plans.into_iter().zip(&map.layers) {
         let path = partial.path().join(&layer.file);
@@ -75,7 +75,7 @@ pub fn write(
     }
     let same = |identity: &String| settled_identity(files).is_ok_and(|now| now.as_ref() == Some(identity));
     let identity = before.filter(same).unwrap_or_default();
-    let manifest = Manifest { format: FORMAT.into(), version: VERSION, source: fingerprint, identity, layers };
+    let manifest = PackManifest { format: FORMAT.into(), version: VERSION, source: fingerprint, identity, layers };
     let path = partial.path().join(MANIFEST);
     let text = serde_json::to_vec(&manifest).map_err(|error| StoreError::Other(error.to_string()))?;
     let write = || {
@@ -85,11 +85,11 @@ pub fn write(
     };
     write().map_err(failed(&path))?;
     partial.finish(out).map_err(failed(out))?;
-    Ok(Summary { bytes, experts, written: true })
+    Ok(PackSummary { bytes, experts, written: true })
 }
 
 /// Lays out the pieces in the records of a layer.
-fn plan(index: usize, experts: &[[Piece; PIECES]]) -> Result<Layer, StoreError> {
+fn plan(index: usize, experts: &[[Piece; PIECES]]) -> Result<LayerManifest, StoreError> {
     let lens = experts.first().map_or([0; PIECES], |pieces| pieces.map(|piece| piece.len));
     if experts.iter().any(|pieces| pieces.map(|piece| piece.len) != lens) {
         return Err(StoreError::Other(format!("layer {index}: its experts differ in size and cannot be packed")));
@@ -102,16 +102,16 @@ fn plan(index: usize, experts: &[[Piece; PIECES]]) -> Result<Layer, StoreError> 
     });
     let stride = end.next_multiple_of(PAGE);
     let file = format!("layer-{index:03}.experts");
-    Ok(Layer { file, stride, pieces, sha256: Vec::new(), crc32: Vec::new() })
+    Ok(LayerManifest { file, stride, pieces, sha256: Vec::new(), crc32: Vec::new() })
 }
 
 fn write_layer(
-    source: &Files,
+    source: &ShardFiles,
     experts: &[[Piece; PIECES]],
-    layer: &Layer,
+    layer: &LayerManifest,
     path: &Path,
     progress: &(dyn Fn(u64) + Sync),
-) -> Result<Vec<Sum>, StoreError> {
+) -> Result<Vec<RecordChecksums>, StoreError> {
     let failed = |error| StoreError::Io { path: path.to_owned(), source: error };
     let file = File::create_new(path).map_err(failed)?;
     let sums = each(experts.len(), layer.stride as usize, |expert, [record, _]| {
@@ -120,17 +120,22 @@ fn write_layer(
         }
         file.write_all_at(record, expert as u64 * layer.stride).map_err(failed)?;
         progress(layer.stride);
-        Ok(Sum::of(record, layer))
+        Ok(RecordChecksums::of(record, layer))
     })?;
     file.sync_all().map_err(failed)?;
     Ok(sums)
 }
 
-fn read_back(layer: &Layer, sums: &[Sum], path: &Path, progress: &(dyn Fn(u64) + Sync)) -> Result<(), StoreError> {
+fn read_back(
+    layer: &LayerManifest,
+    sums: &[RecordChecksums],
+    path: &Path,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<(), StoreError> {
     let disk = open(path)?;
     each(sums.len(), layer.stride as usize, |expert, [record, _]| {
         read(&disk, expert, layer, record)?;
-        if sums.get(expert) != Some(&Sum::of(record, layer)) {
+        if sums.get(expert) != Some(&RecordChecksums::of(record, layer)) {
             let why = format!("expert {expert} does not read back as it was written: the disk or the memory is faulty");
             let source = io::Error::new(io::ErrorKind::InvalidData, why);
             return Err(StoreError::Io { path: path.to_owned(), source });

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     model::{KvPage, PAGE, Snapshot, SnapshotSize},
-    platform::{MAX_BLOCK, each, zeros},
+    platform::{MAX_BLOCK, run_jobs, zeroed_buffer},
 };
 use sha2::{Digest as _, Sha256};
 use std::{
@@ -194,7 +194,7 @@ impl Files {
         let tokens = words(ids);
         let tail = ids.len() % PAGE * self.size.position as usize;
         let path = self.dir.join(state_name(ids.len(), &whole));
-        let mut body = zeros(self.size.state as usize + tokens.len() + tail);
+        let mut body = zeroed_buffer(self.size.state as usize + tokens.len() + tail);
         let missing = &digests[known.len().min(digests.len())..];
         let mut pages = vec![None; missing.len()];
         let (len, mut header) = (body.len(), [0; HEADER]);
@@ -205,7 +205,7 @@ impl Files {
         let page = |(digest, page)| Job::Page(digest, page);
         let jobs =
             [Job::State(0, &mut header, first)].into_iter().chain(rest).chain(missing.iter().zip(&mut pages).map(page));
-        let sums = each("prompt cache", READERS, jobs.collect(), Room::new, |job, room| match job {
+        let sums = run_jobs("prompt cache", READERS, jobs.collect(), Room::new, |job, room| match job {
             Job::Page(digest, into) => {
                 *into = Some(keep(self.page(digest, room)?)?);
                 Ok(None)
@@ -236,7 +236,7 @@ impl Files {
 
     fn page(&self, digest: &Digest, room: &mut Room) -> io::Result<Vec<u8>> {
         let mut header = [0; HEADER];
-        let mut page = zeros(PAGE * self.size.position as usize);
+        let mut page = zeroed_buffer(PAGE * self.size.position as usize);
         let (path, len) = (self.dir.join(page_name(digest)), (HEADER + page.len()) as u64);
         let sum = self.reader.read(&path, len, 0, &mut header, &mut page, room)?;
         self.compare(&header, PAGE, page.len(), sum)?;

@@ -1,7 +1,7 @@
 //! Reading files past the page cache, pieces of several at once: as many as the disk wants under way, each summed where it
 //! lands, in a near cache.
 
-use crate::platform::{Access, File, MAX_BLOCK};
+use crate::platform::{Access, DataFile, MAX_BLOCK};
 use std::{io, path::Path};
 
 /// Jobs done at once.
@@ -18,7 +18,7 @@ pub struct Reader {
 impl Reader {
     /// Past the page cache, if `tried` can be read so: a file of more than two of the largest blocks.
     pub fn trying(tried: &Path) -> io::Result<Self> {
-        let file = match File::open(tried, Access::Direct) {
+        let file = match DataFile::open(tried, Access::Direct) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => None,
             other => Some(other?),
         };
@@ -39,7 +39,7 @@ impl Reader {
         mut body: &mut [u8],
         room: &mut Room,
     ) -> io::Result<crc32fast::Hasher> {
-        let file = File::open_as(path, self.access, self.block)?;
+        let file = DataFile::open_with_block(path, self.access, self.block)?;
         if file.len() != len {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "its size is wrong"));
         }
@@ -71,7 +71,7 @@ impl Room {
     }
 
     /// The file's next `need` bytes, at most [`PIECE`].
-    fn fill(&mut self, file: &File, at: u64, need: usize) -> io::Result<&[u8]> {
+    fn fill(&mut self, file: &DataFile, at: u64, need: usize) -> io::Result<&[u8]> {
         let (mut have, want) = (0, need.next_multiple_of(file.block()));
         while have < need {
             let into = self.0.get_mut(have..want).unwrap_or_default();

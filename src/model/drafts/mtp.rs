@@ -20,10 +20,10 @@ use crate::model::{
     weights::{Layer, Network},
 };
 use crate::{
-    checkpoint::{Checkpoint, DRAFT_BUFFERS, Trunk, index::Index, mtp as files},
+    checkpoint::{Checkpoint, DRAFT_BUFFERS, TrunkLoader, index::Index, mtp as files},
     device::{Region, Slab},
     error::ModelError,
-    experts::{self, ExpertMap, Experts, LayerExperts, Phase},
+    experts::{self, ExpertMap, ExpertStore, LayerExperts, PassKind},
     metrics::Metrics,
     ops::{Backend, Embedding, ExpertSlots, KvBits, KvCache, KvFormat, Linear, ModelPart, Norm, Weight},
     platform::MAX_BLOCK,
@@ -53,7 +53,7 @@ pub(in crate::model) struct Head {
     pub fc: [Weight; 2],
     norms: [Region; 2],
     pub slabs: [Arc<Slab>; 2],
-    pub store: Option<Experts>,
+    pub store: Option<ExpertStore>,
 }
 
 /// Its memory on a device.
@@ -84,7 +84,7 @@ struct Weights {
 }
 
 impl Weights {
-    fn load(trunk: &mut Trunk<'_>, config: &Config) -> Result<Self, ModelError> {
+    fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<Self, ModelError> {
         let (hidden, mut map) = (config.hidden, Vec::new());
         let name = |name: &str| format!("{}{name}", files::PREFIX);
         let fc = trunk.columns(&name("fc"), hidden, hidden, 2)?;
@@ -138,7 +138,7 @@ impl Survey {
     fn new(from: Checkpoint, model: &Config) -> Result<Self, ModelError> {
         let config = Config { layers: 1, full: vec![true], ..model.clone() };
         let mut ignore = |_, _| ();
-        let mut trunk = Trunk::measure(&from, &mut ignore);
+        let mut trunk = TrunkLoader::measure(&from, &mut ignore);
         let weights = Weights::load(&mut trunk, &config)?;
         let len = trunk.len() as u64;
         from.finish()?;
@@ -166,11 +166,11 @@ impl Survey {
         self,
         model: &Network,
         options: &LoadOptions,
-        store: Option<&Experts>,
+        store: Option<&ExpertStore>,
     ) -> Result<Head, ModelError> {
         let Self { from, config, map, weights: len, slots } = self;
         let mut ignore = |_, _| ();
-        let mut trunk = Trunk::read(&from, len as usize, &mut ignore)?.shown_as(DRAFT_BUFFERS);
+        let mut trunk = TrunkLoader::read(&from, len as usize, &mut ignore)?.shown_as(DRAFT_BUFFERS);
         let Weights { fc, norms, layer, norm, .. } = Weights::load(&mut trunk, &config)?;
         let slabs = trunk.finish()?;
         let mut net = Network { embed: model.embed, layers: vec![layer], norm, head: Some(*model.head()) };
@@ -182,7 +182,7 @@ impl Survey {
             let options =
                 experts::Options { io, threads, prefetch: experts::Prefetch::Off, ..experts::Options::new(slots) };
             // Apart from the model's experts, whose hits and misses are counted.
-            let store = Experts::open(from.index.files.clone(), map, options, Metrics::new("", ""))?;
+            let store = ExpertStore::open(from.index.files.clone(), map, options, Metrics::new("", ""))?;
             store.fill(&mut |_, _| ())?;
             net.lay_out(&store);
             Some(store)
@@ -252,7 +252,7 @@ impl Qwen {
                 b: &b,
                 start,
                 tokens,
-                phase: if tokens == 1 { Phase::Decode } else { Phase::Prefill },
+                phase: if tokens == 1 { PassKind::Decode } else { PassKind::Prefill },
                 half: false,
                 trial: None,
                 lists: &mut *lists,

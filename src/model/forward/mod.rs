@@ -22,7 +22,7 @@ use crate::model::{
 use crate::{
     device::Region,
     error::ModelError,
-    experts::{Experts, Phase},
+    experts::{ExpertStore, PassKind},
     ops::{
         self, Attention, Backend, BackendLimits, Conv, DeltaRule, Embedding, ExpertSlots, KvWrite, Linear, Mlp, Norm,
         QkNormRope, Weight,
@@ -70,7 +70,7 @@ pub(in crate::model) struct Batch<'a> {
     /// The rows whose logits are wanted.
     pub logits: Range<usize>,
     /// A prompt's rows want nearly every expert once; those of an answer want what others wanted before.
-    pub phase: Phase,
+    pub phase: PassKind,
     /// Rows of a prompt that has more than one, which a device may compute in half precision.
     pub prompt: bool,
     /// A trial has no marks.
@@ -84,13 +84,13 @@ pub(in crate::model) struct Pass<'a> {
     pub net: &'a Network,
     pub run: &'a mut dyn Backend,
     pub limits: BackendLimits,
-    pub experts: Option<&'a Experts>,
+    pub experts: Option<&'a ExpertStore>,
     pub slots: &'a ExpertSlots,
     pub b: &'a Buffers,
     /// Positions.
     pub start: usize,
     pub tokens: usize,
-    pub phase: Phase,
+    pub phase: PassKind,
     /// Products are in half precision.
     pub half: bool,
     /// The delta nets' states do not take these rows in yet.

@@ -13,7 +13,7 @@ use crate::model::forward::{Pass, RouterChoice};
 use crate::{
     device::Region,
     error::ModelError,
-    experts::{Asked, Choice},
+    experts::{ExpertChoice, ExpertFetch},
     ops::{CombineExperts, ExpertGroup, ExpertSet, Experts, MoeWeights, NONE, Norm, Router},
 };
 
@@ -65,7 +65,7 @@ impl Pass<'_> {
         let phase = self.phase;
         // The next layer's router on this layer's input: a guess, read only when nothing better is to be done. While a prompt is
         // at it that is from this layer's last read to the next layer's first: its mixer, above all.
-        let next = next.filter(|_| experts.wants_prediction(phase));
+        let next = next.filter(|_| experts.wants_prefetch(phase));
         let mut lists = std::mem::take(&mut self.lists.moe);
         if let Some(next) = next.filter(|_| limits.waits) {
             // Read first, as it comes last: one wait is then enough for both.
@@ -75,13 +75,13 @@ impl Pass<'_> {
         if let Some(observe) = &mut self.observe {
             observe(index, &lists.routes(layer.k));
         }
-        let choice = Choice { ids: &lists.chosen, k: layer.k, logits: &lists.logits };
-        let mut asked = experts.ask(index, &choice, phase, &mut *self.run)?;
+        let choice = ExpertChoice { ids: &lists.chosen, k: layer.k, logits: &lists.logits };
+        let mut asked = experts.fetch(index, &choice, phase, &mut *self.run)?;
         if let Some(next) = next {
             if !limits.waits {
                 self.guess(index + 1, next, &mut lists.guess)?;
             }
-            experts.read_ahead(index + 1, &lists.guess, phase);
+            experts.prefetch(index + 1, &lists.guess, phase);
         }
         let done = self.landed(index, &mut asked, combine, experts.is_resident(), &mut lists);
         let mark = self.run.sync_point();
@@ -89,7 +89,7 @@ impl Pass<'_> {
             // Slots are let go below; nothing may be reading them.
             let _ = self.run.wait_for(mark);
         }
-        asked.reads_until(mark);
+        asked.release_after(mark);
         self.lists.moe = lists;
         done
     }
@@ -98,7 +98,7 @@ impl Pass<'_> {
     fn landed(
         &mut self,
         index: usize,
-        asked: &mut Asked<'_>,
+        asked: &mut ExpertFetch<'_>,
         combine: CombineExperts<'_>,
         resident: bool,
         lists: &mut Lists,
@@ -123,15 +123,15 @@ impl Pass<'_> {
             groups.clear();
             places.clear();
             for landed in batch.iter() {
-                let (first, count) = (places.len() as u32, landed.places.len() as u32);
+                let (first, count) = (places.len() as u32, landed.assignments.len() as u32);
                 if !resident {
                     // The same expert has the same bytes whenever it is read.
                     let content = (index as u64) << 32 | u64::from(landed.expert);
                     self.run.landed(slots.of(landed.slot.0), content)?;
                 }
                 groups.push(ExpertGroup { expert: landed.expert, slot: landed.slot.0, first, count });
-                places.extend(landed.places);
-                for place in landed.places {
+                places.extend(landed.assignments);
+                for place in landed.assignments {
                     known[*place as usize] = landed.slot.0;
                 }
             }
@@ -150,7 +150,7 @@ impl Pass<'_> {
             (room.jobs, room.order) = (rest(room.jobs, places.len() * 3), rest(room.order, places.len()));
             if !by_place {
                 // Place by place, `down` reads the slots once more.
-                batch.reads_until(self.run.sync_point());
+                batch.release_after(self.run.sync_point());
             }
             if !asked.is_empty() {
                 self.run.flush()?;

@@ -1,9 +1,9 @@
 //! Memory limits of Linux control groups.
 //!
-//! `/proc/self/cgroup` names this process's group, `/proc/self/mountinfo` where the hierarchies are mounted. A limit on
-//! any ancestor binds, so the least of the group and all its ancestors up to the mount point counts. In a container the
-//! group's name may be the host's: then only what lies below the mount's own root can be looked up, and if the name is
-//! outside of it, the mount point itself is the group.
+//! `/proc/self/cgroup` names the group of this process, and `/proc/self/mountinfo` lists where hierarchies are mounted. The
+//! limit of every ancestor applies, so the effective limit is the lowest of the group and its ancestors up to the mount
+//! point. In a container the group may have its name on the host. Then only the part below the mount's root is visible.
+//! If the name is outside of that root, the mount point itself is the group.
 
 use std::{
     fs,
@@ -13,34 +13,35 @@ use std::{
 /// Values at or above this mean "unlimited" (v1 writes the largest multiple of the page size below 2^63).
 const UNLIMITED: u64 = 1 << 62;
 
+/// The lowest memory limit of this process's groups, in bytes.
 pub fn limit() -> Option<u64> {
-    groups().iter().filter_map(Group::limit).min()
+    groups().iter().filter_map(MemoryGroup::limit).min()
 }
 
-/// The groups that this process is in, and their ancestors: those that can limit memory.
-pub fn groups() -> Vec<Group> {
+/// This process's groups that can limit memory, with their ancestors.
+pub fn groups() -> Vec<MemoryGroup> {
     let read = |file| fs::read_to_string(file).unwrap_or_default();
     all(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))
 }
 
-fn all(groups: &str, mounts: &str) -> Vec<Group> {
+fn all(groups: &str, mounts: &str) -> Vec<MemoryGroup> {
     let mut found = Vec::new();
-    for mount in mounts.lines().filter_map(Mount::parse) {
+    for mount in mounts.lines().filter_map(CgroupMount::parse) {
         let Some(group) = groups.lines().find_map(|line| mount.group(line)) else { continue };
         let inside = group.strip_prefix(&mount.root).unwrap_or(Path::new(""));
-        found.extend(inside.ancestors().map(|dir| Group { version: mount.version, dir: mount.point.join(dir) }));
+        found.extend(inside.ancestors().map(|dir| MemoryGroup { version: mount.version, dir: mount.point.join(dir) }));
     }
     found
 }
 
-/// One group.
-pub struct Group {
+/// One control group that can limit memory.
+pub struct MemoryGroup {
     version: u8,
     dir: PathBuf,
 }
 
-impl Group {
-    /// `memory.high` kills nothing but slows a process above it to a crawl, so it binds as well.
+impl MemoryGroup {
+    /// The limit in bytes. `memory.high` counts too: it kills no process, but throttles one above it heavily.
     pub fn limit(&self) -> Option<u64> {
         let files: &[&str] =
             if self.version == 2 { &["memory.max", "memory.high"] } else { &["memory.limit_in_bytes"] };
@@ -48,7 +49,7 @@ impl Group {
         limits.filter(|&limit| limit < UNLIMITED).min()
     }
 
-    /// Bytes that the group may still take, and its limit. Pages of files count as free, as the kernel drops them first.
+    /// Bytes that the group can still allocate, and its limit. Page cache counts as free, because the kernel drops it first.
     pub fn left(&self) -> Option<(u64, u64)> {
         let limit = self.limit()?;
         let (usage, names) = match self.version {
@@ -64,21 +65,21 @@ impl Group {
     }
 }
 
-/// The number in a limit file; `max` and unreadable files are no limit.
+/// The number in a limit file; `None` for `max` and for unreadable files.
 fn read(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
 /// One mounted hierarchy that can limit memory.
-struct Mount {
+struct CgroupMount {
     version: u8,
-    /// The group that the mount point shows, as named in `/proc/self/cgroup`.
+    /// The group at the mount point, as named in `/proc/self/cgroup`.
     root: PathBuf,
     point: PathBuf,
 }
 
-impl Mount {
-    /// A line of `mountinfo`: `id parent dev root point options tags... - type source superoptions`.
+impl CgroupMount {
+    /// Parses a line of `mountinfo`: `id parent dev root point options tags... - type source superoptions`.
     fn parse(line: &str) -> Option<Self> {
         let (head, tail) = line.split_once(" - ")?;
         let mut head = head.split(' ').skip(3);
@@ -92,7 +93,7 @@ impl Mount {
         Some(Self { version, root, point })
     }
 
-    /// The group that a line of `/proc/self/cgroup` (`id:controllers:path`) names, if it is of this hierarchy.
+    /// The group in a line of `/proc/self/cgroup` (`id:controllers:path`), if the line belongs to this hierarchy.
     fn group<'a>(&self, line: &'a str) -> Option<&'a Path> {
         let mut parts = line.splitn(3, ':');
         let (id, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
@@ -104,7 +105,7 @@ impl Mount {
     }
 }
 
-/// Undoes `mountinfo`'s octal escapes of blanks and backslashes.
+/// Decodes the octal escapes of `mountinfo`: white space and backslashes.
 fn unescape(text: &str) -> PathBuf {
     PathBuf::from(text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\"))
 }
@@ -113,8 +114,8 @@ fn unescape(text: &str) -> PathBuf {
 mod tests {
     use super::*;
 
-    fn least(groups: &str, mounts: &str) -> Option<u64> {
-        all(groups, mounts).iter().filter_map(Group::limit).min()
+    fn lowest(groups: &str, mounts: &str) -> Option<u64> {
+        all(groups, mounts).iter().filter_map(MemoryGroup::limit).min()
     }
 
     fn put(dir: &Path, file: &str, text: &str) {
@@ -123,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn v2_takes_the_least_of_all_ancestors() {
+    fn v2_limit_is_lowest_of_ancestors() {
         let root = tempfile::tempdir().unwrap();
         let point = root.path().display();
         put(&root.path().join("a"), "memory.max", "5000\n");
@@ -131,14 +132,14 @@ mod tests {
         put(&root.path().join("a/b"), "memory.high", "9000\n");
         put(&root.path().join("c"), "memory.max", "1\n");
         let mounts = format!("30 20 0:26 / {point} rw,nosuid shared:9 - cgroup2 cgroup2 rw\n");
-        assert_eq!(least("0::/a/b\n", &mounts), Some(5000));
+        assert_eq!(lowest("0::/a/b\n", &mounts), Some(5000));
         put(&root.path().join("a/b"), "memory.high", "4000\n");
-        assert_eq!(least("0::/a/b\n", &mounts), Some(4000));
-        assert_eq!(least("0::/\n", &mounts), None);
+        assert_eq!(lowest("0::/a/b\n", &mounts), Some(4000));
+        assert_eq!(lowest("0::/\n", &mounts), None);
     }
 
     #[test]
-    fn v1_reads_the_memory_hierarchy_only() {
+    fn v1_limit_uses_memory_hierarchy_only() {
         let root = tempfile::tempdir().unwrap();
         let (memory, cpu) = (root.path().join("memory"), root.path().join("cpu"));
         put(&memory, "memory.limit_in_bytes", "9223372036854771712\n");
@@ -149,38 +150,38 @@ mod tests {
             cpu.display(),
             memory.display()
         );
-        assert_eq!(least("4:memory:/box\n1:cpu:/box\n0::/\n", &mounts), Some(3_000_000));
-        assert_eq!(least("4:memory:/\n1:cpu:/box\n0::/\n", &mounts), None);
+        assert_eq!(lowest("4:memory:/box\n1:cpu:/box\n0::/\n", &mounts), Some(3_000_000));
+        assert_eq!(lowest("4:memory:/\n1:cpu:/box\n0::/\n", &mounts), None);
     }
 
     #[test]
-    fn a_container_sees_its_own_root() {
+    fn container_group_uses_mount_root() {
         let root = tempfile::tempdir().unwrap();
         let point = root.path().display();
         put(root.path(), "memory.limit_in_bytes", "800\n");
-        // The mount shows the container's group, by its host name ...
+        // The mount root is the container's group under its host name.
         let mounts = format!("35 31 0:32 /docker/1f {point} rw - cgroup cgroup rw,memory\n");
-        assert_eq!(least("4:memory:/docker/1f\n", &mounts), Some(800));
-        // ... or the group's name has nothing to do with the mount.
-        assert_eq!(least("4:memory:/system.slice/x\n", &mounts), Some(800));
+        assert_eq!(lowest("4:memory:/docker/1f\n", &mounts), Some(800));
+        // The group's name is outside of the mount root.
+        assert_eq!(lowest("4:memory:/system.slice/x\n", &mounts), Some(800));
     }
 
     #[test]
-    fn pages_of_files_count_as_free() {
+    fn page_cache_counts_as_free() {
         let root = tempfile::tempdir().unwrap();
         let mounts = format!("30 20 0:26 / {} rw - cgroup2 cgroup2 rw\n", root.path().display());
         put(&root.path().join("a"), "memory.max", "1000\n");
         put(&root.path().join("a"), "memory.current", "950\n");
         put(&root.path().join("a"), "memory.stat", "anon 700\nfile 200\ninactive_file 150\nactive_file 50\n");
-        let left: Vec<_> = all("0::/a\n", &mounts).iter().filter_map(Group::left).collect();
+        let left: Vec<_> = all("0::/a\n", &mounts).iter().filter_map(MemoryGroup::left).collect();
         assert_eq!(left, [(250, 1000)]);
         put(&root.path().join("a"), "memory.current", "1300\n");
-        assert_eq!(all("0::/a\n", &mounts)[0].left(), Some((0, 1000)), "more is held than the new limit allows");
+        assert_eq!(all("0::/a\n", &mounts)[0].left(), Some((0, 1000)), "usage above a lowered limit leaves nothing");
     }
 
     #[test]
-    fn escapes() {
+    fn mountinfo_escapes_are_decoded() {
         assert_eq!(unescape("/a\\040b\\134c"), Path::new("/a b\\c"));
-        assert!(Mount::parse("nonsense").is_none());
+        assert!(CgroupMount::parse("nonsense").is_none());
     }
 }

@@ -1,64 +1,67 @@
-//! Memory that runs short while this process runs: of the machine, or of the control groups it is in.
+//! `MemoryMonitor`: whether memory runs short, on the machine or in this process's control groups.
 //!
-//! On Linux what is left is counted (`MemAvailable`, and each group's limit less what its processes hold), and stalls for want
-//! of memory are a second sign (`/proc/pressure/memory`), which counts only where not much is left: they may be those of
-//! others in a group of their own. macOS tells a level of pressure and no number.
+//! On Linux it compares the available memory with the total: `MemAvailable`, and each group's limit minus its usage. Memory
+//! stalls (`/proc/pressure/memory`) are a second signal. They count only when little memory is left, because they may come
+//! from processes in another group. macOS reports a pressure level and no number.
 
 use std::time::Duration;
 
-/// The system's memory now, in bytes.
+/// How much memory the system has left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Memory {
-    /// So many had better be given back at once.
+pub enum MemoryLevel {
+    /// This many bytes should be freed at once.
     Short(u64),
-    /// There is enough, and not more.
+    /// Nothing to free, and nothing to spare.
     Enough,
-    /// So many can be taken without its getting short.
+    /// This many bytes can be allocated without a shortage.
     Spare(u64),
 }
 
-/// Memory is short with less than 1/32 of it left, and can be taken down to 1/16. A plan leaves 1/11 of a group's limit and
-/// a quarter of the machine's memory.
+/// Memory is short if less than 1/32 of it is left. It can be allocated until 1/16 is left. A memory plan leaves 1/11 of a
+/// group's limit and a quarter of the machine's memory.
 #[cfg(any(target_os = "linux", test))]
 const SHORT: u64 = 32;
 #[cfg(any(target_os = "linux", test))]
 const SPARE: u64 = 16;
 
-/// Whom to ask.
-pub struct Pressure {
+/// Reads the system's memory counters.
+pub struct MemoryMonitor {
     #[cfg(target_os = "linux")]
-    groups: Vec<super::cgroup::Group>,
-    /// The next look at stalls: the kernel brings them up to date as seldom.
+    groups: Vec<super::cgroup::MemoryGroup>,
+    /// Next check of stalls.
     #[cfg(target_os = "linux")]
-    next: std::time::Instant,
+    next_stall_check: std::time::Instant,
 }
 
 #[cfg(target_os = "linux")]
-impl Pressure {
-    /// The share of the last ten seconds in which somebody stood still for want of memory that is too much (per cent), and
-    /// the part of memory left from which on that does not count.
-    const STALLED: f64 = 10.0;
-    const PLENTY: u64 = 8;
-    const STALLS: Duration = Duration::from_secs(2);
+impl MemoryMonitor {
+    /// Memory is short if processes stalled for more than this percentage of the last ten seconds.
+    const MAX_STALL_PERCENT: f64 = 10.0;
+    /// Stalls are ignored if at least 1/8 of memory is left.
+    const STALLS_IGNORED_ABOVE: u64 = 8;
+    /// The kernel updates its stall averages at this interval.
+    const STALL_INTERVAL: Duration = Duration::from_secs(2);
 
-    /// The time until memory that was given back is counted as free.
-    pub const SETTLES: Duration = Duration::from_millis(250);
+    /// Time until freed memory is counted as available.
+    pub const SETTLE_TIME: Duration = Duration::from_millis(250);
 
     pub fn new() -> Self {
-        Self { groups: super::cgroup::groups(), next: std::time::Instant::now() }
+        Self { groups: super::cgroup::groups(), next_stall_check: std::time::Instant::now() }
     }
 
-    pub fn look(&mut self) -> Memory {
+    pub fn check(&mut self) -> MemoryLevel {
         let table = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let [left, all] = ["MemAvailable", "MemTotal"].map(|name| super::sys::field(&table, name));
         let machine = left.zip(all);
         let mut memory = judge(machine.into_iter().chain(self.groups.iter().filter_map(|group| group.left())));
         let now = std::time::Instant::now();
-        if let Some((_, all)) = machine.filter(|(left, all)| *left < all / Self::PLENTY && now >= self.next) {
-            self.next = now + Self::STALLS;
+        if let Some((_, all)) =
+            machine.filter(|(left, all)| *left < all / Self::STALLS_IGNORED_ABOVE && now >= self.next_stall_check)
+        {
+            self.next_stall_check = now + Self::STALL_INTERVAL;
             let stalls = std::fs::read_to_string("/proc/pressure/memory").unwrap_or_default();
-            if stalled(&stalls) > Self::STALLED {
-                memory = worse(memory, Memory::Short(all / 64));
+            if stall_percent(&stalls) > Self::MAX_STALL_PERCENT {
+                memory = worse(memory, MemoryLevel::Short(all / 64));
             }
         }
         memory
@@ -66,60 +69,60 @@ impl Pressure {
 }
 
 #[cfg(target_os = "macos")]
-impl Pressure {
-    /// The level changes some seconds after memory was given back.
-    pub const SETTLES: Duration = Duration::from_secs(2);
+impl MemoryMonitor {
+    /// The level changes some seconds after memory was freed.
+    pub const SETTLE_TIME: Duration = Duration::from_secs(2);
 
     pub fn new() -> Self {
         Self {}
     }
 
-    /// The level is 1 (normal), 2 (warning) or 4 (critical): what `DISPATCH_SOURCE_TYPE_MEMORYPRESSURE` tells, asked for.
-    pub fn look(&mut self) -> Memory {
+    /// The level is 1 (normal), 2 (warning) or 4 (critical), as in `DISPATCH_SOURCE_TYPE_MEMORYPRESSURE`.
+    pub fn check(&mut self) -> MemoryLevel {
         let all = super::total_memory().unwrap_or(0);
         match super::sys::sysctl(c"kern.memorystatus_vm_pressure_level") {
-            Some(4..) => Memory::Short(all / 16),
-            Some(2..) => Memory::Short(all / 64),
-            Some(_) => Memory::Spare(all / 64),
-            None => Memory::Enough,
+            Some(4..) => MemoryLevel::Short(all / 16),
+            Some(2..) => MemoryLevel::Short(all / 64),
+            Some(_) => MemoryLevel::Spare(all / 64),
+            None => MemoryLevel::Enough,
         }
     }
 }
 
 #[cfg(not(any(target_os = "linux", target_os = "macos")))]
-impl Pressure {
-    pub const SETTLES: Duration = Duration::from_secs(2);
+impl MemoryMonitor {
+    pub const SETTLE_TIME: Duration = Duration::from_secs(2);
 
     pub fn new() -> Self {
         Self {}
     }
 
-    pub fn look(&mut self) -> Memory {
-        Memory::Enough
+    pub fn check(&mut self) -> MemoryLevel {
+        MemoryLevel::Enough
     }
 }
 
-impl Default for Pressure {
+impl Default for MemoryMonitor {
     fn default() -> Self {
         Self::new()
     }
 }
 
-/// The least favourable of several bounds: bytes left, and bytes in all. Short of one, so much is missing that giving it back
-/// leaves some to spare.
+/// The worst level of several bounds, each the bytes left and the total. If memory is short, freeing the returned number of
+/// bytes leaves 1/16.
 #[cfg(any(target_os = "linux", test))]
-fn judge(bounds: impl Iterator<Item = (u64, u64)>) -> Memory {
+fn judge(bounds: impl Iterator<Item = (u64, u64)>) -> MemoryLevel {
     let one = |(left, all): (u64, u64)| match left {
-        left if left < all / SHORT => Memory::Short(all / SPARE - left),
-        left if left <= all / SPARE => Memory::Enough,
-        left => Memory::Spare(left - all / SPARE),
+        left if left < all / SHORT => MemoryLevel::Short(all / SPARE - left),
+        left if left <= all / SPARE => MemoryLevel::Enough,
+        left => MemoryLevel::Spare(left - all / SPARE),
     };
-    bounds.map(one).reduce(worse).unwrap_or(Memory::Enough)
+    bounds.map(one).reduce(worse).unwrap_or(MemoryLevel::Enough)
 }
 
 #[cfg(any(target_os = "linux", test))]
-fn worse(a: Memory, b: Memory) -> Memory {
-    use Memory::{Enough, Short, Spare};
+fn worse(a: MemoryLevel, b: MemoryLevel) -> MemoryLevel {
+    use MemoryLevel::{Enough, Short, Spare};
     match (a, b) {
         (Short(a), Short(b)) => Short(a.max(b)),
         (Short(a), _) | (_, Short(a)) => Short(a),
@@ -130,7 +133,7 @@ fn worse(a: Memory, b: Memory) -> Memory {
 
 /// `avg10` of the line `some avg10=1.23 avg60=...`.
 #[cfg(any(target_os = "linux", test))]
-fn stalled(text: &str) -> f64 {
+fn stall_percent(text: &str) -> f64 {
     let line = text.lines().find_map(|line| line.strip_prefix("some "));
     let share = line.and_then(|line| line.split(' ').find_map(|word| word.strip_prefix("avg10=")));
     share.and_then(|share| share.parse().ok()).unwrap_or(0.0)
@@ -141,24 +144,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tightest_bound_counts() {
+    fn tightest_bound_decides_the_level() {
         let all = 3200;
-        assert_eq!(judge([].into_iter()), Memory::Enough);
-        assert_eq!(judge([(1000, all)].into_iter()), Memory::Spare(800));
-        assert_eq!(judge([(1000, all), (300, all)].into_iter()), Memory::Spare(100));
-        assert_eq!(judge([(1000, all), (200, all)].into_iter()), Memory::Enough);
-        assert_eq!(judge([(99, all), (1000, all)].into_iter()), Memory::Short(101));
-        assert_eq!(judge([(99, all), (0, 320), (150, all)].into_iter()), Memory::Short(101));
-        // Giving that back leaves enough: neither short again at once, nor so much that it is taken again.
-        assert_eq!(judge([(99 + 101, all)].into_iter()), Memory::Enough);
+        assert_eq!(judge([].into_iter()), MemoryLevel::Enough);
+        assert_eq!(judge([(1000, all)].into_iter()), MemoryLevel::Spare(800));
+        assert_eq!(judge([(1000, all), (300, all)].into_iter()), MemoryLevel::Spare(100));
+        assert_eq!(judge([(1000, all), (200, all)].into_iter()), MemoryLevel::Enough);
+        assert_eq!(judge([(99, all), (1000, all)].into_iter()), MemoryLevel::Short(101));
+        assert_eq!(judge([(99, all), (0, 320), (150, all)].into_iter()), MemoryLevel::Short(101));
+        // Freeing that much leaves enough: memory is neither short again nor spare.
+        assert_eq!(judge([(99 + 101, all)].into_iter()), MemoryLevel::Enough);
     }
 
     #[test]
-    fn stalls_are_read() {
+    fn stall_percentage_parses() {
         let text =
             "some avg10=12.50 avg60=3.00 avg300=0.00 total=145770069\nfull avg10=1.00 avg60=0.00 avg300=0.00 total=2\n";
-        assert_eq!(stalled(text), 12.5);
-        assert_eq!(stalled("full avg10=9.00"), 0.0);
-        assert_eq!(stalled(""), 0.0);
+        assert_eq!(stall_percent(text), 12.5);
+        assert_eq!(stall_percent("full avg10=9.00"), 0.0);
+        assert_eq!(stall_percent(""), 0.0);
     }
 }

@@ -62,7 +62,7 @@ fn systemd_finds_no_fault_with_the_unit() {
         Service { program: std::env::current_exe().unwrap(), home: dir.path().into(), ..service(Some(("::1", 5413))) };
     for step in service.steps(Manager::Systemd, Action::Install) {
         if let Step::Write(path, text) = step {
-            replace(&path, &text).unwrap();
+            replace_file(&path, text.as_bytes()).unwrap();
         }
     }
     let units = dir.path().join(".config/systemd/user");

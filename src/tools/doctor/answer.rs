@@ -7,7 +7,7 @@ use crate::{
     device::{CpuArithmetic, GPU_KIND, Gpu},
     engine::argmax,
     error::CommandError,
-    experts::Io,
+    experts::ReadMode,
     metrics::Metrics,
     model::{LoadOptions, Model, Qwen, Reference, Rows, StoreOptions},
     plan::PlanOptions,
@@ -65,7 +65,7 @@ impl Demo {
             ..PlanOptions::default()
         };
         // Direct reads may shift experts in their slots by what the disk's blocks ask for, which a GPU refuses.
-        let store = StoreOptions { io: Io::Buffered, ..StoreOptions::default() };
+        let store = StoreOptions { io: ReadMode::Buffered, ..StoreOptions::default() };
         let options = LoadOptions { math, gpu, plan, store, ..LoadOptions::default() };
         Ok(Qwen::load(&self.checkpoint.dir, &options, &Metrics::new("doctor", "cpu"), &mut |_, _| ())?)
     }

@@ -5,7 +5,7 @@
 use crate::{
     error::{ModelError, StoreError},
     model::config::{self, MOST, Table, refuse},
-    platform::read_small,
+    platform::read_small_file,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -88,7 +88,7 @@ fn architectures(json: &Value) -> impl Iterator<Item = &str> {
 /// `config.json` of `dir`, parsed.
 pub fn read(dir: &Path) -> Result<Value, ModelError> {
     let path = dir.join("config.json");
-    let text = read_small(&path, MOST).map_err(|source| StoreError::Io { path, source })?;
+    let text = read_small_file(&path, MOST).map_err(|source| StoreError::Io { path, source })?;
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
 }
 

@@ -21,7 +21,7 @@ mod weights;
 pub use config::{Config, is_dflash};
 
 use crate::{
-    checkpoint::{Checkpoint, Trunk, index::Index},
+    checkpoint::{Checkpoint, TrunkLoader, index::Index},
     device::{CpuDevice, Region},
     error::ModelError,
     ops::{Backend, Cpu, Embedding, Linear, Weight},
@@ -83,7 +83,7 @@ impl DflashModel {
     pub fn load(surveyed: &DflashCheckpoint, context: usize, compute: CpuDevice) -> Result<Self, ModelError> {
         let DflashCheckpoint { config, checkpoint, weights } = surveyed;
         let mut ignore = |_, _| ();
-        let mut trunk = Trunk::read(checkpoint, *weights as usize, &mut ignore)?;
+        let mut trunk = TrunkLoader::read(checkpoint, *weights as usize, &mut ignore)?;
         let net = Net::load(&mut trunk, config)?;
         let [matrices, _] = trunk.finish()?;
         let mut run = Cpu::new(compute.clone());

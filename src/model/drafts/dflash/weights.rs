@@ -2,7 +2,7 @@
 
 use super::config::{Config, Second};
 use crate::{
-    checkpoint::{Checkpoint, Trunk},
+    checkpoint::{Checkpoint, TrunkLoader},
     error::ModelError,
     ops::Weight,
 };
@@ -57,7 +57,7 @@ fn path(name: &str) -> String {
 
 impl Net {
     /// Claims every tensor of the checkpoint.
-    pub fn load(trunk: &mut Trunk<'_>, config: &Config) -> Result<Self, ModelError> {
+    pub fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<Self, ModelError> {
         let hidden = config.hidden;
         let vector = |name: &str, len: usize| trunk.from.vector(&path(name), len);
         let (hidden_norm, norm) = (vector("hidden_norm.weight", hidden)?, vector("norm.weight", hidden)?);
@@ -70,7 +70,7 @@ impl Net {
 }
 
 impl Layer {
-    fn load(trunk: &mut Trunk<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
+    fn load(trunk: &mut TrunkLoader<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
         let Config { hidden, intermediate, dim, second, .. } = *config;
         let (queries, kv) = (config.heads * dim, config.kv());
         let convolutions = match second {
@@ -104,7 +104,7 @@ impl Layer {
 }
 
 impl Convolution {
-    fn load(trunk: &mut Trunk<'_>, prefix: &str, hidden: usize, second: &Second) -> Result<Self, ModelError> {
+    fn load(trunk: &mut TrunkLoader<'_>, prefix: &str, hidden: usize, second: &Second) -> Result<Self, ModelError> {
         let base = trunk.from.vector(&path(&format!("{prefix}base_kernel")), 2 * second.taps * hidden)?;
         let rows = 2 * second.taps * hidden / second.group;
         Ok(Self { base, kernel: trunk.weight(&path(&format!("{prefix}kernel_projection")), rows, hidden)? })
@@ -112,7 +112,7 @@ impl Convolution {
 }
 
 impl Selector {
-    fn load(trunk: &mut Trunk<'_>, config: &Config, second: &Second) -> Result<Self, ModelError> {
+    fn load(trunk: &mut TrunkLoader<'_>, config: &Config, second: &Second) -> Result<Self, ModelError> {
         let mut codebook = |name: &str| {
             let name = path(&format!("candidate_selector.{name}_codebook"));
             // Published without `.weight`; re-saved or quantised files have it.
@@ -130,7 +130,7 @@ impl Selector {
 /// Reads a draft's headers; returns its weights' bytes. Names and shapes are checked.
 pub fn measure(checkpoint: &Checkpoint, config: &Config) -> Result<u64, ModelError> {
     let mut ignore = |_, _| ();
-    let mut trunk = Trunk::measure(checkpoint, &mut ignore);
+    let mut trunk = TrunkLoader::measure(checkpoint, &mut ignore);
     Net::load(&mut trunk, config)?;
     checkpoint.finish()?;
     Ok(trunk.len() as u64)

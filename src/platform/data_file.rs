@@ -1,4 +1,4 @@
-//! Files as the expert reader needs them: positional reads that leave nothing in the page cache.
+//! `DataFile`: a file opened for positional reads, with or without the page cache.
 
 use std::{
     fs, io,
@@ -6,29 +6,30 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Bytes read are kept by the reader's buffer alone, or by the page cache too.
+/// Whether reads go through the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Past the page cache: `O_DIRECT` on Linux, `F_NOCACHE` on macOS.
+    /// Bypasses the page cache: `O_DIRECT` on Linux, `F_NOCACHE` on macOS.
     Direct,
-    /// Through the page cache, without read-ahead.
+    /// Reads through the page cache, without read-ahead.
     Buffered,
 }
 
-/// The largest block a direct read may have to be aligned to.
+/// The largest alignment that a direct read may need, in bytes.
 pub const MAX_BLOCK: usize = 4096;
 
-/// One file held open for reading. It is never written to.
-pub struct File {
+/// A file held open for reading. It is never written to.
+pub struct DataFile {
     file: fs::File,
     path: PathBuf,
     len: u64,
     block: usize,
+    /// Modification time when the file was opened: seconds and nanoseconds.
     modified: (i64, i64),
 }
 
-impl File {
-    /// Opens `path`. `Access::Direct` fails with `ErrorKind::Unsupported` where the file system cannot do it.
+impl DataFile {
+    /// Opens `path`. `Access::Direct` fails with `ErrorKind::Unsupported` if the file system has no direct reads.
     pub fn open(path: &Path, access: Access) -> io::Result<Self> {
         Self::opened(path, access, |file| match access {
             Access::Direct => os::direct(file),
@@ -36,8 +37,9 @@ impl File {
         })
     }
 
-    /// Opens `path` like another file of its directory, whose block is known: nothing is read to find it.
-    pub fn open_as(path: &Path, access: Access, block: usize) -> io::Result<Self> {
+    /// Opens `path` with a block size that is already known from another file of the same directory. This saves the
+    /// test read.
+    pub fn open_with_block(path: &Path, access: Access, block: usize) -> io::Result<Self> {
         Self::opened(path, access, |file| {
             match access {
                 Access::Direct => os::uncached(file)?,
@@ -49,7 +51,7 @@ impl File {
 
     fn opened(path: &Path, access: Access, block: impl Fn(&fs::File) -> io::Result<usize>) -> io::Result<Self> {
         let mut options = fs::OpenOptions::new();
-        // Opening a pipe would wait for somebody to write to it otherwise.
+        // `O_NONBLOCK`: opening a FIFO without a writer would block otherwise.
         let flags = if access == Access::Direct { os::DIRECT } else { 0 };
         options.read(true).custom_flags(flags | libc::O_NONBLOCK);
         let file = options.open(path).map_err(|error| match error.raw_os_error() {
@@ -68,7 +70,7 @@ impl File {
         &self.path
     }
 
-    /// Bytes in the file when it was opened.
+    /// Size in bytes when the file was opened.
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -77,27 +79,27 @@ impl File {
         self.len == 0
     }
 
-    /// Offset, length and memory address of a read must be multiples of this power of two; 1 if anything goes.
+    /// Alignment of offset, length and memory address of every read: a power of two, 1 if there is no restriction.
     pub fn block(&self) -> usize {
         self.block
     }
 
-    /// One positional read; may return fewer bytes than asked for, 0 at the end of the file.
+    /// One positional read. Returns fewer bytes than requested after a short read, and 0 at the end of the file.
     pub fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
         self.file.read_at(into, offset)
     }
 
-    /// Fails if the file was written to since it was opened: bytes read before and after would not belong together. A
-    /// file replaced by renaming another over it goes unnoticed and does no harm: the open one lives on.
+    /// Fails if the file was modified since it was opened, because bytes read before and after would be inconsistent.
+    /// Replacing the file by a rename is harmless and not detected: the open descriptor keeps the old file.
     pub fn check_unchanged(&self) -> io::Result<()> {
         let meta = self.file.metadata()?;
         if (meta.mtime(), meta.mtime_nsec()) == self.modified && meta.len() == self.len {
             return Ok(());
         }
-        Err(io::Error::other("the file was changed while it was being served; restart to use it"))
+        Err(io::Error::other("the file changed while it was being served; restart to use the new contents"))
     }
 
-    /// Asks the system to drop cached pages of a range, so that a following read measures the disk.
+    /// Asks the system to drop the cached pages of a range, so that the next read comes from the disk.
     pub fn drop_cached(&self, offset: u64, len: usize) {
         os::drop_cached(&self.file, offset, len);
     }
@@ -113,20 +115,20 @@ mod os {
 
     pub const DIRECT: i32 = libc::O_DIRECT;
 
-    /// A flag at opening has done it.
+    /// Nothing to do: the file was opened with `O_DIRECT`.
     pub fn uncached(_: &fs::File) -> io::Result<()> {
         Ok(())
     }
 
-    /// The alignment direct reads of `file` need, found by trying: what `statx` and the block device say is not always
-    /// what the file system then takes.
+    /// Finds the alignment that direct reads of `file` need by test reads. The values that `statx` and the block device
+    /// report are not always what the file system accepts.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
-        // Room for a buffer that is aligned to `block` and to nothing larger.
-        let mut room = vec![0u8; 4 * MAX_BLOCK];
-        let base = room.as_ptr() as usize;
+        // Large enough for a buffer that is aligned to exactly `block` and to no larger power of two.
+        let mut space = vec![0u8; 4 * MAX_BLOCK];
+        let base = space.as_ptr() as usize;
         for block in [512, 1024, 2048, MAX_BLOCK] {
             let start = (base + block).next_multiple_of(2 * block) + block - base;
-            let Some(into) = room.get_mut(start..start + block) else { continue };
+            let Some(into) = space.get_mut(start..start + block) else { continue };
             match file.read_at(into, block as u64) {
                 Ok(_) => return Ok(block),
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
@@ -136,7 +138,7 @@ mod os {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// Read-ahead off: an expert is read whole or not at all, and its neighbours are not wanted.
+    /// Disables read-ahead. Each read covers one whole expert, and the bytes after it belong to another one.
     pub fn buffered(file: &fs::File) -> io::Result<usize> {
         advise(file, 0, 0, libc::POSIX_FADV_RANDOM);
         Ok(1)
@@ -147,7 +149,7 @@ mod os {
     }
 
     fn advise(file: &fs::File, offset: u64, len: usize, advice: i32) {
-        // SAFETY: plain system call on a file that is open; it is advice, so its result does not matter.
+        // SAFETY: a system call without pointers on an open descriptor. It is only advice, so the result is ignored.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), offset as libc::off_t, len as libc::off_t, advice) };
     }
 }
@@ -158,7 +160,8 @@ mod os {
 
     pub const DIRECT: i32 = 0;
 
-    /// `F_NOCACHE` takes any alignment (partial pages pass through the cache), so pieces lie where kernels like them.
+    /// `F_NOCACHE` accepts any alignment: partial pages go through the cache. So pieces can start where kernels need
+    /// them.
     pub fn direct(file: &fs::File) -> io::Result<usize> {
         uncached(file)?;
         Ok(1)
@@ -174,15 +177,15 @@ mod os {
         Ok(1)
     }
 
-    fn set(file: &fs::File, what: i32, value: i32) -> io::Result<()> {
-        // SAFETY: plain system call on a file that is open.
-        if unsafe { libc::fcntl(file.as_raw_fd(), what, value) } == -1 {
+    fn set(file: &fs::File, command: i32, value: i32) -> io::Result<()> {
+        // SAFETY: a system call without pointers on an open descriptor.
+        if unsafe { libc::fcntl(file.as_raw_fd(), command, value) } == -1 {
             return Err(io::Error::last_os_error());
         }
         Ok(())
     }
 
-    /// macOS has no call that drops one file's pages.
+    /// macOS cannot drop the cached pages of one file.
     pub fn drop_cached(_: &fs::File, _: u64, _: usize) {}
 }
 
@@ -205,54 +208,4 @@ mod os {
     }
 
     pub fn drop_cached(_: &fs::File, _: u64, _: usize) {}
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::io::Write;
-
-    fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
-        let bytes: Vec<u8> = (0..len).map(|i| (i * 31 + i / 251) as u8).collect();
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        file.write_all(&bytes).unwrap();
-        file.as_file().sync_all().unwrap();
-        (file, bytes)
-    }
-
-    #[test]
-    fn both_ways_of_reading_give_the_files_bytes() {
-        let (named, bytes) = file(3 * MAX_BLOCK + 100);
-        for access in [Access::Direct, Access::Buffered] {
-            let opened = match File::open(named.path(), access) {
-                Err(error) if error.kind() == io::ErrorKind::Unsupported => continue,
-                other => other.unwrap(),
-            };
-            let mut map = memmap2::MmapMut::map_anon(4 * MAX_BLOCK).unwrap();
-            let room = &mut map[..];
-            let got = opened.read_at(room, MAX_BLOCK as u64).unwrap();
-            assert_eq!(&room[..got], &bytes[MAX_BLOCK..], "{access:?}: up to the ragged end");
-            assert_eq!(opened.len(), bytes.len() as u64);
-        }
-    }
-
-    #[test]
-    fn a_file_written_to_is_noticed_and_a_renamed_one_is_not() {
-        let (named, _) = file(1000);
-        let opened = File::open(named.path(), Access::Buffered).unwrap();
-        opened.check_unchanged().unwrap();
-        let (other, _) = file(500);
-        let path = named.path().to_owned();
-        fs::rename(other.path(), &path).unwrap();
-        opened.check_unchanged().unwrap();
-
-        let again = File::open(&path, Access::Buffered).unwrap();
-        fs::OpenOptions::new().append(true).open(&path).unwrap().write_all(b"x").unwrap();
-        assert!(again.check_unchanged().is_err());
-    }
-
-    #[test]
-    fn a_directory_is_no_file() {
-        assert!(File::open(Path::new("/"), Access::Buffered).is_err());
-    }
 }

@@ -1,54 +1,52 @@
-//! The pool on a source that reads when it is told to.
+//! The reader pool on a source whose reads end on command.
 
-use super::{super::slots::Slots, super::source::Source, *};
-use crate::{
-    experts::{Files, PIECES, Packed, Piece, Records},
-    platform::Access,
-};
-use std::path::PathBuf;
+use super::*;
+use parking_lot::{Condvar, Mutex};
+use std::io;
 
 const SLOT: usize = 16 << 10;
 
-/// The reads begun so far, by their offsets, and how many of them may end.
+/// Blocks reads until they are allowed to end.
 #[derive(Default)]
-pub(in crate::experts) struct Gate {
+pub(super) struct ReadGate {
+    /// Offsets of the reads that have begun, and the number of reads that may end.
     state: Mutex<(Vec<u64>, usize)>,
-    bell: Condvar,
+    changed: Condvar,
 }
 
-impl Gate {
-    pub(in crate::experts) fn open(&self, reads: usize) {
+impl ReadGate {
+    pub(super) fn open(&self, reads: usize) {
         self.state.lock().1 += reads;
-        self.bell.notify_all();
+        self.changed.notify_all();
     }
 
-    /// The offsets of the reads begun, once there are so many.
-    pub(in crate::experts) fn begun(&self, reads: usize) -> Vec<u64> {
+    /// Waits until `reads` reads have begun, and returns their offsets.
+    pub(super) fn begun(&self, reads: usize) -> Vec<u64> {
         let mut state = self.state.lock();
         while state.0.len() < reads {
-            let waited = self.bell.wait_for(&mut state, Duration::from_secs(20));
+            let waited = self.changed.wait_for(&mut state, Duration::from_secs(20));
             assert!(!waited.timed_out(), "{:?}, and not {reads}", state.0);
         }
         state.0.clone()
     }
 }
 
-/// Every byte is its offset's page. What lies at or behind `broken` cannot be read.
-pub(in crate::experts) struct Gated {
-    pub(in crate::experts) gate: Arc<Gate>,
-    pub(in crate::experts) broken: u64,
+/// A source in which every byte is its page number. Reads at `broken_from` and after it fail.
+pub(super) struct GatedSource {
+    pub(super) gate: Arc<ReadGate>,
+    pub(super) broken_from: u64,
 }
 
-impl Source for Gated {
+impl ExpertSource for GatedSource {
     fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
         let mut state = self.gate.state.lock();
         state.0.push(offset);
-        self.gate.bell.notify_all();
+        self.gate.changed.notify_all();
         while state.1 == 0 {
-            self.gate.bell.wait(&mut state);
+            self.gate.changed.wait(&mut state);
         }
         state.1 -= 1;
-        if offset >= self.broken {
+        if offset >= self.broken_from {
             return Err(io::Error::other("broken"));
         }
         into.fill((offset / 4096) as u8);
@@ -68,39 +66,42 @@ impl Source for Gated {
     }
 }
 
-struct Pool {
-    reader: Reader,
-    states: States,
-    gate: Arc<Gate>,
+struct TestPool {
+    reader: ExpertReader,
+    states: SlotStates,
+    gate: Arc<ReadGate>,
     slab: Arc<Slab>,
     metrics: Arc<Metrics>,
 }
 
-fn pool(threads: usize) -> Pool {
-    let gate = Arc::<Gate>::default();
+fn pool(threads: usize) -> TestPool {
+    let gate = Arc::<ReadGate>::default();
     let slab = Arc::new(Slab::new(8 * SLOT).unwrap());
-    let states = Slots::new(8, 8).states().clone();
-    let source = Box::new(Gated { gate: gate.clone(), broken: 100 * 4096 });
+    let states = SlotTable::new(8, 8).states().clone();
+    let source = Box::new(GatedSource { gate: gate.clone(), broken_from: 100 * 4096 });
     let metrics = Metrics::new("0", "cpu");
-    let reader = Reader::new(source, slab.clone(), states.clone(), SLOT, threads, metrics.clone()).unwrap();
-    Pool { reader, states, gate, slab, metrics }
+    let reader = ExpertReader::new(source, slab.clone(), states.clone(), SLOT, threads, metrics.clone()).unwrap();
+    TestPool { reader, states, gate, slab, metrics }
 }
 
-/// An expert of `reads` reads of one page, from page `first` on, every other page.
-fn expert(first: u64, reads: usize) -> Layout {
+/// An expert of `reads` reads of one page each: every other page from `first` on.
+fn expert(first: u64, reads: usize) -> ReadPlan {
     let piece = |nth: usize| Piece { file: 0, offset: (first + 2 * nth as u64) * 4096, len: 512 };
-    Layout::new(&std::array::from_fn::<_, PIECES, _>(|nth| if nth < reads { piece(nth) } else { Piece::default() }), 1)
+    ReadPlan::new(
+        &std::array::from_fn::<_, PIECES, _>(|nth| if nth < reads { piece(nth) } else { Piece::default() }),
+        1,
+    )
 }
 
-impl Pool {
-    fn demand(&self, slot: u32, layout: Layout) {
-        self.states.set(SlotId(slot), State::Reading);
-        self.reader.demand(SlotId(slot), layout);
+impl TestPool {
+    fn demand(&self, slot: u32, plan: ReadPlan) {
+        self.states.set(SlotId(slot), SlotState::Reading);
+        self.reader.read_now(SlotId(slot), plan);
     }
 
-    fn later(&self, slot: u32, layout: Layout) {
-        self.states.set(SlotId(slot), State::Queued);
-        self.reader.later(SlotId(slot), layout);
+    fn later(&self, slot: u32, plan: ReadPlan) {
+        self.states.set(SlotId(slot), SlotState::Queued);
+        self.reader.read_later(SlotId(slot), plan);
     }
 
     fn pages(&self, reads: usize) -> Vec<u64> {
@@ -115,7 +116,7 @@ impl Pool {
 }
 
 #[test]
-fn what_is_asked_for_comes_first_and_what_is_taken_back_never() {
+fn demand_is_read_first_cancelled_never() {
     let pool = pool(1);
     assert!(!pool.reader.is_busy());
     pool.demand(0, expert(0, 1));
@@ -124,25 +125,25 @@ fn what_is_asked_for_comes_first_and_what_is_taken_back_never() {
         pool.later(slot, expert(10 * u64::from(slot), 1));
     }
     pool.demand(4, expert(40, 1));
-    pool.reader.hurry(SlotId(3));
-    assert!(pool.reader.cancel(SlotId(1)) && !pool.reader.cancel(SlotId(1)), "once");
-    assert!(![0, 3, 4].iter().any(|slot| pool.reader.cancel(SlotId(*slot))), "they have been started");
+    pool.reader.expedite(SlotId(3));
+    assert!(pool.reader.cancel(SlotId(1)) && !pool.reader.cancel(SlotId(1)), "cancelled once");
+    assert!(![0, 3, 4].iter().any(|slot| pool.reader.cancel(SlotId(*slot))), "started reads are not cancelled");
     assert!(pool.reader.is_busy());
     pool.gate.open(4);
     pool.landed(4);
     assert_eq!(pool.pages(4), [0, 40, 30, 20]);
     let states = [0, 1, 2, 3, 4].map(|slot| pool.states.get(SlotId(slot)));
-    assert_eq!(states, [State::Ready, State::Queued, State::Ready, State::Ready, State::Ready]);
+    assert_eq!(states, [SlotState::Ready, SlotState::Queued, SlotState::Ready, SlotState::Ready, SlotState::Ready]);
     pool.reader.wait(3);
     assert!(!pool.reader.is_busy());
     assert_eq!((pool.metrics.ssd_reads.get(), pool.metrics.ssd_read_bytes.get()), (4, 4 * 512));
     // SAFETY: all reads have ended.
     let bytes = unsafe { pool.slab.bytes(3 * SLOT..3 * SLOT + 512) };
-    assert!(bytes.iter().all(|byte| *byte == 30), "each in its slot");
+    assert!(bytes.iter().all(|byte| *byte == 30), "each expert in its slot");
 }
 
 #[test]
-fn a_pool_whose_only_read_is_under_way_is_busy() {
+fn pool_with_one_running_read_is_busy() {
     let pool = pool(1);
     pool.demand(0, expert(0, 1));
     assert_eq!(pool.pages(1), [0]);
@@ -153,7 +154,7 @@ fn a_pool_whose_only_read_is_under_way_is_busy() {
 }
 
 #[test]
-fn half_of_the_threads_are_kept_for_what_is_asked_for() {
+fn background_reads_use_half_the_threads() {
     for (threads, share) in [(1, 1), (2, 1), (3, 2), (4, 2)] {
         let pool = pool(threads);
         for slot in 0..4 {
@@ -168,51 +169,55 @@ fn half_of_the_threads_are_kept_for_what_is_asked_for() {
         }
         pool.gate.open(5);
         pool.landed(4 + u64::from(threads > share));
-        assert!((0..4).all(|slot| pool.states.get(SlotId(slot)) == State::Ready));
+        assert!((0..4).all(|slot| pool.states.get(SlotId(slot)) == SlotState::Ready));
     }
 }
 
 #[test]
-fn an_expert_that_is_hurried_moves_all_that_is_left_of_it() {
+fn expedited_expert_moves_its_remaining_reads() {
     let pool = pool(1);
     pool.later(0, expert(0, 3));
     assert_eq!(pool.pages(1), [0]);
     pool.later(1, expert(10, 2));
-    pool.reader.hurry(SlotId(0));
+    pool.reader.expedite(SlotId(0));
     pool.demand(2, expert(20, 1));
     pool.gate.open(2);
     assert_eq!(pool.pages(3), [0, 2, 4]);
-    assert_eq!((pool.reader.landed(), pool.states.get(SlotId(0))), (0, State::Reading), "a read of it is under way");
+    assert_eq!(
+        (pool.reader.landed(), pool.states.get(SlotId(0))),
+        (0, SlotState::Reading),
+        "one of its reads is running"
+    );
     pool.gate.open(4);
     pool.landed(3);
     assert_eq!(pool.pages(6), [0, 2, 4, 20, 10, 12]);
 }
 
 #[test]
-fn a_failure_is_told_once_and_forgotten_with_the_next_expert() {
+fn failure_is_reported_once_and_then_cleared() {
     let pool = pool(2);
     pool.gate.open(100);
-    // The second of its reads fails.
+    // The second of two reads fails.
     pool.demand(5, expert(98, 2));
     pool.landed(1);
-    assert_eq!(pool.states.get(SlotId(5)), State::Failed);
+    assert_eq!(pool.states.get(SlotId(5)), SlotState::Failed);
     assert_eq!(pool.metrics.ssd_errors.get(), 1);
-    let failure = pool.reader.failure(SlotId(5)).unwrap();
+    let failure = pool.reader.take_failure(SlotId(5)).unwrap();
     assert_eq!((failure.file, failure.offset, failure.len), (0, 100 * 4096, 512));
-    assert!(pool.reader.failure(SlotId(5)).is_none() && pool.reader.failure(SlotId(4)).is_none());
+    assert!(pool.reader.take_failure(SlotId(5)).is_none() && pool.reader.take_failure(SlotId(4)).is_none());
     pool.demand(5, expert(7, 2));
     pool.landed(2);
-    assert_eq!(pool.states.get(SlotId(5)), State::Ready);
-    // One without bytes is there at once.
-    pool.demand(6, Layout::empty());
-    assert_eq!((pool.reader.landed(), pool.states.get(SlotId(6))), (3, State::Ready));
+    assert_eq!(pool.states.get(SlotId(5)), SlotState::Ready);
+    // An expert without bytes is ready at once.
+    pool.demand(6, ReadPlan::empty());
+    assert_eq!((pool.reader.landed(), pool.states.get(SlotId(6))), (3, SlotState::Ready));
     assert!(!pool.reader.is_busy());
 }
 
-/// Gives a hundred bytes at most at a time; each byte says where it is.
-struct Short;
+/// A source that returns at most a hundred bytes per read. Each byte depends on its offset.
+struct ShortSource;
 
-impl Source for Short {
+impl ExpertSource for ShortSource {
     fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
         assert_eq!((offset % 64, into.len() % 64), (0, 0));
         let got = into.len().min(100);
@@ -234,33 +239,34 @@ impl Source for Short {
 }
 
 #[test]
-fn short_reads_go_on_at_a_blocks_start() {
-    let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), Slots::new(1, 1).states().clone());
+fn short_reads_continue_at_block_boundaries() {
+    let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), SlotTable::new(1, 1).states().clone());
     let metrics = Metrics::new("0", "cpu");
-    let reader = Reader::new(Box::new(Short), slab.clone(), states.clone(), SLOT, 1, metrics.clone()).unwrap();
+    let reader =
+        ExpertReader::new(Box::new(ShortSource), slab.clone(), states.clone(), SLOT, 1, metrics.clone()).unwrap();
     let mut pieces = [Piece::default(); PIECES];
     pieces[0] = Piece { file: 0, offset: 1000, len: 500 };
-    let layout = Layout::new(&pieces, 64);
-    let span = layout.spans[0].clone();
-    states.set(SlotId(0), State::Reading);
-    reader.demand(SlotId(0), layout);
+    let plan = ReadPlan::new(&pieces, 64);
+    let span = plan.spans[0].clone();
+    states.set(SlotId(0), SlotState::Reading);
+    reader.read_now(SlotId(0), plan);
     reader.wait(0);
-    assert_eq!(states.get(SlotId(0)), State::Ready);
+    assert_eq!(states.get(SlotId(0)), SlotState::Ready);
     // SAFETY: the read has ended.
     let bytes = unsafe { slab.bytes(span) };
     assert!((1000u64..).zip(bytes).all(|(at, byte)| *byte == (at * 7 + at / 256) as u8));
-    // From byte 960 on 540 are needed: 100 bring 64 further each time, until 36 or fewer are missing.
+    // 540 bytes are needed from byte 960 on. Each read of 100 bytes advances by 64, until at most 36 are missing.
     assert_eq!((metrics.ssd_reads.get(), metrics.ssd_read_bytes.get()), (8, 800));
 }
 
 #[test]
-fn waiting_ends_when_more_has_landed_and_not_before() {
+fn wait_returns_only_after_an_arrival() {
     let pool = pool(1);
     pool.demand(0, expert(0, 1));
     std::thread::scope(|scope| {
         let waits = scope.spawn(|| pool.reader.wait(0));
         std::thread::sleep(Duration::from_millis(30));
-        assert!(!waits.is_finished(), "nothing has landed");
+        assert!(!waits.is_finished(), "nothing has arrived");
         pool.gate.open(1);
         waits.join().unwrap();
     });
@@ -268,32 +274,32 @@ fn waiting_ends_when_more_has_landed_and_not_before() {
 }
 
 #[test]
-fn a_damaged_record_is_counted_once_and_not_read_again() {
+fn damaged_record_is_counted_once_and_rebuilt() {
     const LEN: usize = 512;
-    // The pack's record is zeros, and its checksum is of what the checkpoint has.
+    // The pack's record is all zeros, but its checksum is that of the checkpoint's bytes.
     let dir = tempfile::tempdir().unwrap();
     let [pack, checkpoint] = [("pack", 0u8), ("checkpoint", 7)].map(|(name, byte)| {
         let path = dir.path().join(name);
         std::fs::write(&path, [byte; LEN]).unwrap();
-        Files::open(&[path], Access::Buffered).unwrap()
+        ShardFiles::open(&[path], Access::Buffered).unwrap()
     });
     let mut pieces = [Piece::default(); PIECES];
     pieces[0] = Piece { file: 0, offset: 0, len: LEN };
-    let places = std::array::from_fn(|part| (0, if part == 0 { LEN } else { 0 }));
-    let records = Records::new(LEN as u64, places, [(crc32fast::hash(&[7; LEN]), pieces)]);
-    let source = Box::new(pack.with_packed(Some(Arc::new(Packed::new(vec![records], checkpoint)))));
-    let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), Slots::new(1, 1).states().clone());
+    let parts = std::array::from_fn(|part| (0, if part == 0 { LEN } else { 0 }));
+    let records = LayerRecords::new(LEN as u64, parts, [(crc32fast::hash(&[7; LEN]), pieces)]);
+    let source = Box::new(pack.with_records(Some(Arc::new(PackRecords::new(vec![records], checkpoint)))));
+    let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), SlotTable::new(1, 1).states().clone());
     let metrics = Metrics::new("0", "cpu");
-    let reader = Reader::new(source, slab.clone(), states.clone(), SLOT, 1, metrics.clone()).unwrap();
-    let layout = Layout::new(&pieces, reader.source().block());
+    let reader = ExpertReader::new(source, slab.clone(), states.clone(), SLOT, 1, metrics.clone()).unwrap();
+    let plan = ReadPlan::new(&pieces, reader.source().block());
     for landed in 0..3 {
-        states.set(SlotId(0), State::Reading);
-        reader.demand(SlotId(0), layout.clone());
+        states.set(SlotId(0), SlotState::Reading);
+        reader.read_now(SlotId(0), plan.clone());
         reader.wait(landed);
-        assert_eq!(states.get(SlotId(0)), State::Ready);
+        assert_eq!(states.get(SlotId(0)), SlotState::Ready);
         // SAFETY: the read has ended.
-        let bytes = unsafe { slab.bytes(layout.spans[0].clone()) };
-        assert!(bytes.iter().all(|byte| *byte == 7), "the checkpoint's");
+        let bytes = unsafe { slab.bytes(plan.spans[0].clone()) };
+        assert!(bytes.iter().all(|byte| *byte == 7), "the checkpoint's bytes");
         assert_eq!((metrics.pack_damaged_records.get(), metrics.ssd_errors.get()), (1, 1), "read {landed}");
     }
 }

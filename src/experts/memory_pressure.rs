@@ -1,0 +1,88 @@
+//! Memory pressure: how many slots the store may keep while the system is short of memory.
+//!
+//! Reading an expert again is cheaper than swapping, or being killed. The store gives back the last slots of the slab, so
+//! that whole huge pages become free. It restores slots a few at a time, once memory has not been short for a while and
+//! all present slots are filled. Nothing is given back while a device has pinned the slots' pages (CUDA).
+
+use crate::platform::os::{MemoryLevel, MemoryMonitor};
+use std::time::{Duration, Instant};
+
+/// Interval between two checks of the system's memory.
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Slots are restored only this long after the last shortage.
+const CALM: Duration = Duration::from_secs(10);
+
+/// At most this fraction of all slots is restored at once.
+const RESTORE_FRACTION: usize = 16;
+
+/// Numbers of slots.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SlotCounts {
+    pub present: usize,
+    pub used: usize,
+    /// Slots when the store was opened.
+    pub all: usize,
+}
+
+/// What to do with the slots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum SlotChange {
+    None,
+    /// Give slots back until this many are left. The change is logged if no shortage was logged recently.
+    Shrink {
+        to: usize,
+        is_logged: bool,
+    },
+    /// Restore slots until there are this many.
+    Grow {
+        to: usize,
+    },
+}
+
+/// Decides when slots are given back and restored.
+pub(super) struct MemoryPressure {
+    monitor: MemoryMonitor,
+    min_slots: usize,
+    pub next_check: Instant,
+    /// Time of the last shortage.
+    last_short: Option<Instant>,
+}
+
+impl MemoryPressure {
+    pub fn new(min_slots: usize) -> Self {
+        let monitor = MemoryMonitor::new();
+        Self { monitor, min_slots: min_slots.max(1), next_check: Instant::now(), last_short: None }
+    }
+
+    /// The system's memory level, or `None` if the last check was too recent.
+    pub fn check(&mut self, now: Instant) -> Option<MemoryLevel> {
+        (now >= self.next_check).then(|| self.monitor.check())
+    }
+
+    /// Sets the time of the next check. After slots were given back, the system needs time to count them as free.
+    pub fn schedule(&mut self, now: Instant, gave_back: bool) {
+        self.next_check = now + if gave_back { MemoryMonitor::SETTLE_TIME } else { CHECK_INTERVAL };
+    }
+
+    pub fn decide(&mut self, level: MemoryLevel, now: Instant, counts: SlotCounts, slot_bytes: usize) -> SlotChange {
+        let SlotCounts { present, used, all } = counts;
+        let slot_bytes = slot_bytes.max(1) as u64;
+        match level {
+            MemoryLevel::Short(bytes) => {
+                let before = self.last_short.replace(now);
+                let slots = usize::try_from(bytes.div_ceil(slot_bytes)).unwrap_or(present);
+                let to = present.saturating_sub(slots).max(self.min_slots);
+                let is_logged = before.is_none_or(|before| now - before > CALM);
+                if to < present { SlotChange::Shrink { to, is_logged } } else { SlotChange::None }
+            }
+            MemoryLevel::Spare(bytes) if present < all && used == present => {
+                let is_calm = self.last_short.is_none_or(|short| now - short > CALM);
+                let spare = usize::try_from(bytes / slot_bytes).unwrap_or(all);
+                let to = present + spare.min((all / RESTORE_FRACTION).max(1)).min(all - present);
+                if is_calm && to > present { SlotChange::Grow { to } } else { SlotChange::None }
+            }
+            MemoryLevel::Spare(_) | MemoryLevel::Enough => SlotChange::None,
+        }
+    }
+}

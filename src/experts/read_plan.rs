@@ -1,0 +1,121 @@
+//! Read plans: where an expert's bytes lie on disk, and where each read puts them in a slot.
+
+use std::ops::Range;
+
+/// Parts of one expert: codes, scales and biases of gate, up and down.
+pub const PIECES: usize = 9;
+
+/// Alignment of slots and of reads within a slot, in bytes: a cache line, so that kernels can load whole lines.
+const ALIGN: usize = 64;
+
+/// Gap between two pieces, in bytes, that is cheaper to read than to skip with a second read.
+const GAP: u64 = 256;
+
+/// One contiguous byte range of one file.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Piece {
+    /// Index into the store's files.
+    pub file: u32,
+    /// Bytes from the start of the file.
+    pub offset: u64,
+    /// Length in bytes; 0 if the encoding has no such part.
+    pub len: usize,
+}
+
+/// The pieces of one layer's experts on disk.
+pub type LayerExperts = Vec<[Piece; PIECES]>;
+
+/// The pieces of every expert. `layers[layer][expert]` lists the codes, scales and biases of gate, then up, then down.
+#[derive(Debug, Clone, Default)]
+pub struct ExpertMap {
+    pub layers: Vec<LayerExperts>,
+}
+
+impl ExpertMap {
+    /// Number of experts in all layers.
+    pub fn experts(&self) -> usize {
+        self.layers.iter().map(Vec::len).sum()
+    }
+
+    /// Bytes of all experts as stored on disk.
+    pub fn bytes(&self) -> u64 {
+        self.layers.iter().flatten().flatten().map(|piece| piece.len as u64).sum()
+    }
+
+    /// Bytes of one slot if reads are aligned to `block`. [`crate::platform::MAX_BLOCK`] is the worst case.
+    pub fn slot_bytes(&self, block: usize) -> usize {
+        let most = self.layers.iter().flatten().map(|pieces| ReadPlan::new(pieces, block).slot_bytes).max();
+        most.unwrap_or(0).next_multiple_of(block.max(ALIGN))
+    }
+}
+
+/// One read: a range of a file into a range of a slot. Both are aligned to the block size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReadRange {
+    pub file: u32,
+    /// Bytes from the start of the file.
+    pub offset: u64,
+    /// Bytes requested. The file may end earlier.
+    pub len: usize,
+    /// Bytes that must arrive: up to the end of the last piece.
+    pub needed: usize,
+    /// Bytes from the start of the slot.
+    pub at: usize,
+}
+
+/// The reads that fill a slot with one expert. Pieces that are adjacent on disk share a read. A piece keeps its file
+/// offset modulo the block size, so a direct read needs no copy.
+#[derive(Debug, Clone)]
+pub struct ReadPlan {
+    reads: [ReadRange; PIECES],
+    count: usize,
+    /// Range of each piece, in bytes from the start of the slot.
+    pub spans: [Range<usize>; PIECES],
+    /// Bytes of a slot that the reads fill.
+    pub slot_bytes: usize,
+}
+
+impl ReadPlan {
+    /// The plan of an expert without bytes.
+    pub fn empty() -> Self {
+        let none = ReadRange { file: 0, offset: 0, len: 0, needed: 0, at: 0 };
+        Self { reads: [none; PIECES], count: 0, spans: std::array::from_fn(|_| 0..0), slot_bytes: 0 }
+    }
+
+    /// `block` is the alignment of offset, length and address of every read, a power of two.
+    pub fn new(pieces: &[Piece; PIECES], block: usize) -> Self {
+        let mut order: [usize; PIECES] = std::array::from_fn(|i| i);
+        order.sort_unstable_by_key(|&i| (pieces[i].file, pieces[i].offset, i));
+        let mut plan = Self::empty();
+        let mask = block as u64 - 1;
+        for i in order {
+            let piece = pieces[i];
+            if piece.len == 0 {
+                continue;
+            }
+            let end = piece.offset + piece.len as u64;
+            let joins = plan.reads[..plan.count].last().filter(|read| {
+                let reached = read.offset + read.needed as u64;
+                read.file == piece.file && piece.offset <= reached + GAP.max(mask)
+            });
+            let (offset, at, reached) = match joins {
+                Some(read) => (read.offset, read.at, read.offset + read.needed as u64),
+                None => {
+                    plan.count += 1;
+                    (piece.offset & !mask, plan.slot_bytes.next_multiple_of(block.max(ALIGN)), 0)
+                }
+            };
+            let needed = (end.max(reached) - offset) as usize;
+            let len = needed.next_multiple_of(block);
+            plan.reads[plan.count - 1] = ReadRange { file: piece.file, offset, len, needed, at };
+            let start = at + (piece.offset - offset) as usize;
+            plan.spans[i] = start..start + piece.len;
+            plan.slot_bytes = at + len;
+        }
+        plan
+    }
+
+    pub fn reads(&self) -> &[ReadRange] {
+        &self.reads[..self.count]
+    }
+}

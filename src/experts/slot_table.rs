@@ -1,0 +1,389 @@
+//! `SlotTable`: which expert is in which slot, and the states that a slot goes through. It performs no I/O.
+//!
+//! ```text
+//!                    prefetched, or hot in the last run
+//!            Free ------------------------------------> Queued
+//!             |  ^                                       |  |
+//!    needed   |  |   cancelled before a reader took it   |  |  a reader is idle,
+//!    by a     |  +---------------------------------------+  |  or a layer needs it
+//!    layer    v                                             |
+//!          Reading <----------------------------------------+
+//!             |  |
+//!             |  +---- a read failed ----> Failed ---+
+//!             v                                      |
+//!           Ready -----------------------------------+----> Free, or reused for another expert
+//!                      no pins, and the device has passed the mark of its last reader
+//! ```
+//! A packed expert whose checksum is verified in the background is Checking between Reading and Ready. If the checksum
+//! does not match, it is Damaged: it is read again, or freed like Failed if no layer needs it.
+//!
+//! The reader makes the transitions Queued to Reading, Reading to Ready, Failed or Checking, and Checking to Ready or
+//! Damaged. The table's owner makes all others. A layer pins the slots it receives until it sets the mark after which
+//! the device no longer reads them. A prefetched expert is pinned until its layer has asked. A new expert replaces the
+//! unpinned one with the lowest [eviction score](EvictionScores) in all layers.
+
+use super::eviction::{EvictionScores, ExpertKey};
+use crate::device::SyncPoint;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU8, Ordering},
+};
+
+/// Index of a slot in the slab.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SlotId(pub u32);
+
+impl SlotId {
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// The state of a slot; see the diagram above.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum SlotState {
+    Free,
+    Queued,
+    Reading,
+    Ready,
+    Failed,
+    /// Readable, but the checksum is not verified yet.
+    Checking,
+    /// The checksum did not match. A layer may already have used the bytes.
+    Damaged,
+}
+
+impl SlotState {
+    /// True if the expert's bytes have arrived.
+    pub fn is_readable(self) -> bool {
+        matches!(self, SlotState::Ready | SlotState::Checking)
+    }
+}
+
+/// The state of every slot, shared by the table and the reader. A thread that loads [`SlotState::Ready`] also sees the
+/// expert's bytes.
+#[derive(Clone)]
+pub struct SlotStates(Arc<[AtomicU8]>);
+
+impl SlotStates {
+    fn new(slots: usize) -> Self {
+        Self((0..slots).map(|_| AtomicU8::new(SlotState::Free as u8)).collect())
+    }
+
+    /// [`SlotState::Free`] for a slot that does not exist.
+    pub fn get(&self, slot: SlotId) -> SlotState {
+        match self.0.get(slot.index()).map(|state| state.load(Ordering::Acquire)) {
+            Some(1) => SlotState::Queued,
+            Some(2) => SlotState::Reading,
+            Some(3) => SlotState::Ready,
+            Some(4) => SlotState::Failed,
+            Some(5) => SlotState::Checking,
+            Some(6) => SlotState::Damaged,
+            _ => SlotState::Free,
+        }
+    }
+
+    pub fn set(&self, slot: SlotId, state: SlotState) {
+        if let Some(slot) = self.0.get(slot.index()) {
+            slot.store(state as u8, Ordering::Release);
+        }
+    }
+}
+
+/// Why an expert is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReadReason {
+    /// A layer needs it now. It is read at once and pinned.
+    Demand,
+    /// A layer will probably need it. It is queued, and pinned until the layer has asked.
+    Prefetch,
+    /// It was hot when the server last stopped. It is queued.
+    WarmStart,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    key: ExpertKey,
+    pins: u32,
+    /// The device may read the slot until it passes this mark.
+    until: SyncPoint,
+    /// The expert was prefetched and no layer has asked for it yet.
+    is_prefetched: bool,
+}
+
+/// The result of a claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotClaim {
+    pub slot: SlotId,
+    /// The expert that was evicted.
+    pub evicted: Option<ExpertKey>,
+    /// The evicted expert was prefetched and never used.
+    pub was_wasted: bool,
+}
+
+const NO_SLOT: u32 = u32::MAX;
+
+/// The result of shrinking the table.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Shrunk {
+    /// Experts that moved: the caller copies their bytes from the first slot to the second.
+    pub moved: Vec<(SlotId, SlotId)>,
+    /// Number of evicted experts.
+    pub evicted: usize,
+    /// Number of evicted experts that were prefetched and never used.
+    pub wasted: usize,
+}
+
+pub struct SlotTable {
+    slots: Vec<Slot>,
+    /// Number of slots in use; the ones after it were given back to the system.
+    present: usize,
+    states: SlotStates,
+    /// Slot by expert key.
+    slot_of: Vec<u32>,
+    free: Vec<u32>,
+    /// Eviction candidates with their scores at the last scan, highest score first.
+    victims: Vec<(f32, u32)>,
+    /// The last mark that the device is known to have passed.
+    passed: SyncPoint,
+}
+
+impl SlotTable {
+    /// `keys` is the number of layers times the experts of a layer.
+    pub fn new(slots: usize, keys: usize) -> Self {
+        let empty = Slot { key: 0, pins: 0, until: SyncPoint::START, is_prefetched: false };
+        Self {
+            slots: vec![empty; slots],
+            present: slots,
+            states: SlotStates::new(slots),
+            slot_of: vec![NO_SLOT; keys],
+            free: (0..slots as u32).rev().collect(),
+            victims: Vec::with_capacity(MAX_VICTIMS),
+            passed: SyncPoint::START,
+        }
+    }
+
+    /// The states that the reader shares.
+    pub fn states(&self) -> &SlotStates {
+        &self.states
+    }
+
+    /// Number of slots, without those given back to the system.
+    pub fn len(&self) -> usize {
+        self.present
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.present == 0
+    }
+
+    /// Number of slots that hold an expert or are being filled.
+    pub fn used(&self) -> usize {
+        self.present - self.free.len()
+    }
+
+    /// Records that the device has passed this mark.
+    pub fn advance(&mut self, passed: SyncPoint) {
+        self.passed = self.passed.max(passed);
+    }
+
+    /// The slot that holds `key` or is being filled with it.
+    pub fn find(&self, key: ExpertKey) -> Option<SlotId> {
+        let slot = *self.slot_of.get(key as usize)?;
+        (slot != NO_SLOT).then_some(SlotId(slot))
+    }
+
+    pub fn state(&self, slot: SlotId) -> SlotState {
+        self.states.get(slot)
+    }
+
+    pub fn pins(&self, slot: SlotId) -> u32 {
+        self.slots.get(slot.index()).map_or(0, |slot| slot.pins)
+    }
+
+    /// The expert in a slot; `None` if the slot is free.
+    pub fn key(&self, slot: SlotId) -> Option<ExpertKey> {
+        let key = self.slots.get(slot.index())?.key;
+        (self.find(key) == Some(slot)).then_some(key)
+    }
+
+    /// All slots in this state, with their experts.
+    pub fn in_state(&self, state: SlotState) -> impl Iterator<Item = (ExpertKey, SlotId)> {
+        let slots = self.slots.iter().enumerate().map(|(index, slot)| (slot.key, SlotId(index as u32)));
+        slots.filter(move |&(_, slot)| self.state(slot) == state)
+    }
+
+    /// The first mark that the device has not passed and that keeps an unpinned slot from being reused.
+    pub fn next_mark(&self) -> Option<SyncPoint> {
+        let waiting = self.slots.iter().filter(|slot| slot.pins == 0 && slot.until > self.passed);
+        waiting.map(|slot| slot.until).min()
+    }
+
+    /// Keeps the expert in its slot until a matching [`SlotTable::unpin`].
+    pub fn pin(&mut self, slot: SlotId) {
+        if let Some(slot) = self.slots.get_mut(slot.index()) {
+            slot.pins += 1;
+        }
+    }
+
+    /// Undoes one [`SlotTable::pin`]. The device may read the slot until it passes `until`.
+    pub fn unpin(&mut self, slot: SlotId, until: SyncPoint, scores: &EvictionScores) {
+        let Some(pinned) = self.slots.get_mut(slot.index()) else { return };
+        pinned.pins = pinned.pins.saturating_sub(1);
+        pinned.until = pinned.until.max(until);
+        let (key, pins) = (pinned.key, pinned.pins);
+        match self.state(slot) {
+            SlotState::Failed | SlotState::Damaged if pins == 0 => self.vacate(slot),
+            SlotState::Ready if pins == 0 => self.add_victim(scores.score(key), slot.0),
+            _ => {}
+        }
+    }
+
+    /// Marks the expert in this slot as used. True if it was there because of a prefetch.
+    pub fn take_prefetched(&mut self, slot: SlotId) -> bool {
+        self.slots.get_mut(slot.index()).is_some_and(|slot| std::mem::take(&mut slot.is_prefetched))
+    }
+
+    /// True if the slot's expert was prefetched and no layer has asked for it.
+    pub fn is_prefetched(&self, slot: SlotId) -> bool {
+        self.slots.get(slot.index()).is_some_and(|slot| slot.is_prefetched)
+    }
+
+    /// Assigns a free slot or an evicted one to `key`, which must have none. Returns `None` if no slot can be evicted.
+    pub fn claim(&mut self, key: ExpertKey, reason: ReadReason, scores: &EvictionScores) -> Option<SlotClaim> {
+        if self.find(key).is_some() || key as usize >= self.slot_of.len() {
+            return None;
+        }
+        let (index, evicted, was_wasted) = match self.free.pop() {
+            Some(index) => (index, None, false),
+            None => {
+                let index = self.take_victim(scores)?;
+                let old = *self.slots.get(index as usize)?;
+                *self.slot_of.get_mut(old.key as usize)? = NO_SLOT;
+                (index, Some(old.key), old.is_prefetched)
+            }
+        };
+        let (pins, is_prefetched) = (u32::from(reason != ReadReason::WarmStart), reason == ReadReason::Prefetch);
+        *self.slots.get_mut(index as usize)? = Slot { key, pins, until: SyncPoint::START, is_prefetched };
+        *self.slot_of.get_mut(key as usize)? = index;
+        let slot = SlotId(index);
+        let state = if reason == ReadReason::Demand { SlotState::Reading } else { SlotState::Queued };
+        self.states.set(slot, state);
+        Some(SlotClaim { slot, evicted, was_wasted })
+    }
+
+    /// Frees a slot that no reader is filling, pinned or not.
+    pub fn vacate(&mut self, slot: SlotId) {
+        let Some(key) = self.key(slot) else { return };
+        if let (Some(at), Some(freed)) = (self.slot_of.get_mut(key as usize), self.slots.get_mut(slot.index())) {
+            (*at, freed.pins, freed.until) = (NO_SLOT, 0, SyncPoint::START);
+        }
+        self.states.set(slot, SlotState::Free);
+        self.free.push(slot.0);
+    }
+
+    /// Removes the last slots until `to` are left. Slots that are pinned or being filled stay, and so do all before
+    /// them. The experts with the lowest scores are evicted, and experts after the new end move to free slots.
+    pub fn shrink(&mut self, to: usize, scores: &EvictionScores) -> Shrunk {
+        let mut shrunk = Shrunk::default();
+        let is_busy = |index: &usize| {
+            let slot = SlotId(*index as u32);
+            self.key(slot).is_some_and(|_| self.slots.get(*index).is_some_and(|held| !self.is_evictable(held, slot.0)))
+        };
+        let to = (to..self.present).rev().find(is_busy).map_or(to, |index| index + 1);
+        if to >= self.present {
+            return shrunk;
+        }
+        self.victims.clear();
+        let evictable = self.slots.iter().enumerate().filter(|(index, slot)| self.is_evictable(slot, *index as u32));
+        let mut lowest: Vec<(f32, u32)> =
+            evictable.map(|(index, slot)| (scores.score(slot.key), index as u32)).collect();
+        lowest.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        for &(_, index) in lowest.iter().take(self.used().saturating_sub(to)) {
+            shrunk.evicted += 1;
+            shrunk.wasted += usize::from(self.is_prefetched(SlotId(index)));
+            self.vacate(SlotId(index));
+        }
+        self.free.retain(|&index| (index as usize) < to);
+        for from in (to..self.present).map(|index| SlotId(index as u32)) {
+            let Some(key) = self.key(from) else { continue };
+            // There are enough free slots: at most `to` experts are left.
+            let (Some(into), Some(held)) = (self.free.pop(), self.slots.get(from.index()).copied()) else { continue };
+            let into = SlotId(into);
+            if let (Some(slot), Some(at)) = (self.slots.get_mut(into.index()), self.slot_of.get_mut(key as usize)) {
+                (*slot, *at) = (held, into.0);
+            }
+            self.states.set(into, self.state(from));
+            self.states.set(from, SlotState::Free);
+            shrunk.moved.push((from, into));
+        }
+        self.present = to;
+        shrunk
+    }
+
+    /// Restores removed slots until there are `to`, at most the original number.
+    pub fn grow(&mut self, to: usize) {
+        let to = to.clamp(self.present, self.slots.len());
+        self.free.extend((self.present as u32..to as u32).rev());
+        self.present = to;
+    }
+
+    /// Takes the evictable slot with the lowest score. One scan of all slots yields several victims. A victim stays
+    /// valid while it is evictable and its score has not risen; unpinned slots with lower scores are added.
+    fn take_victim(&mut self, scores: &EvictionScores) -> Option<u32> {
+        for rescan in [false, true] {
+            if rescan {
+                self.scan_victims(scores);
+            }
+            while let Some((score, index)) = self.victims.pop() {
+                let slot = self.slots.get(index as usize);
+                if slot.is_some_and(|slot| self.is_evictable(slot, index) && scores.score(slot.key) <= score) {
+                    return Some(index);
+                }
+            }
+        }
+        None
+    }
+
+    fn scan_victims(&mut self, scores: &EvictionScores) {
+        let count = (self.slots.len() / 32).clamp(1, MAX_VICTIMS);
+        let mut victims = std::mem::take(&mut self.victims);
+        victims.clear();
+        // A sorted list of the lowest scores so far. Most slots fail the first comparison.
+        for (index, slot) in self.slots.iter().enumerate() {
+            if !self.is_evictable(slot, index as u32) {
+                continue;
+            }
+            let score = scores.score(slot.key);
+            if victims.len() == count {
+                if victims.first().is_some_and(|highest| score >= highest.0) {
+                    continue;
+                }
+                victims.remove(0);
+            }
+            let at = victims.partition_point(|other| other.0 > score);
+            victims.insert(at, (score, index as u32));
+        }
+        self.victims = victims;
+    }
+
+    /// Adds a slot to the victims if its score is lower than the highest among them.
+    fn add_victim(&mut self, score: f32, index: u32) {
+        if self.victims.first().is_some_and(|highest| score < highest.0) {
+            if self.victims.len() == MAX_VICTIMS {
+                self.victims.remove(0);
+            }
+            let at = self.victims.partition_point(|other| other.0 > score);
+            self.victims.insert(at, (score, index));
+        }
+    }
+
+    fn is_evictable(&self, slot: &Slot, index: u32) -> bool {
+        let is_done = matches!(self.state(SlotId(index)), SlotState::Ready | SlotState::Failed | SlotState::Damaged);
+        is_done && slot.pins == 0 && slot.until <= self.passed
+    }
+}
+
+/// Most victims found by one scan of all slots.
+const MAX_VICTIMS: usize = 64;

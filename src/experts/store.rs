@@ -1,0 +1,496 @@
+//! `ExpertStore`: the experts of one model, in slots of one slab.
+
+use super::{
+    choice::{ExpertChoice, PassKind},
+    eviction::{EvictionScores, ExpertKey},
+    memory_pressure::{MemoryPressure, SlotChange, SlotCounts},
+    pending::PendingExperts,
+    prefetch::{Prefetch, Prefetcher},
+    read_plan::{ExpertMap, PIECES, Piece, ReadPlan},
+    reader::{ExpertReader, ReadFailure},
+    slot_table::{ReadReason, SlotClaim, SlotId, SlotState, SlotTable},
+    source::{ExpertSource, PackRecords, ReadMode, ShardFiles},
+    warm_start::{SAVE_INTERVAL, WarmStart},
+};
+use crate::{
+    device::{Slab, SyncPoint, Timeline},
+    error::StoreError,
+    metrics::{Board, Metrics},
+    platform::{
+        Access,
+        os::{self, MemoryLevel},
+    },
+};
+use std::{
+    cell::{Cell, RefCell},
+    io,
+    ops::Range,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Options of the expert store.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Experts held in memory. With as many slots as experts, or more, the model is *resident*.
+    pub slots: usize,
+    /// Slots that stay when the system runs short of memory.
+    pub min_slots: usize,
+    pub io: ReadMode,
+    /// Maximum number of concurrent reads.
+    pub threads: usize,
+    pub prefetch: Prefetch,
+    /// The list of hot experts, if one is kept.
+    pub warm_start: Option<WarmStart>,
+    /// The checksums of the pack that the files are; `None` for a checkpoint's own files.
+    pub pack_records: Option<Arc<PackRecords>>,
+}
+
+impl Options {
+    /// Automatic settings, no list of hot experts.
+    pub fn new(slots: usize) -> Self {
+        Self {
+            slots,
+            min_slots: slots,
+            io: ReadMode::Auto,
+            threads: 16,
+            prefetch: Prefetch::Auto,
+            warm_start: None,
+            pack_records: None,
+        }
+    }
+}
+
+/// Called with every layer's choice, before it is fetched: layer, choice, phase.
+pub type FetchObserver = Box<dyn FnMut(usize, &ExpertChoice<'_>, PassKind) + Send>;
+
+/// Interval between two updates of the board of experts in memory.
+const BOARD_INTERVAL: Duration = Duration::from_millis(500);
+
+/// The experts of one model.
+pub struct ExpertStore {
+    pub(super) map: ExpertMap,
+    /// The largest number of experts in a layer: the stride of expert keys.
+    experts: usize,
+    is_resident: Cell<bool>,
+    access: Access,
+    pub(super) slot_bytes: usize,
+    pub(super) slab: Arc<Slab>,
+    pub(super) reader: ExpertReader,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) board: Arc<Board>,
+    warm_start: Option<WarmStart>,
+    pub(super) state: RefCell<StoreState>,
+}
+
+/// The parts of the store that change while serving.
+pub(super) struct StoreState {
+    pub slots: SlotTable,
+    pub scores: EvictionScores,
+    pub prefetcher: Prefetcher,
+    /// Range of each piece of each slot's expert, in bytes from the start of the slot.
+    pub spans: Vec<[Range<usize>; PIECES]>,
+    pub observer: Option<FetchObserver>,
+    pub spare_lists: Vec<PendingExperts>,
+    /// Time of the last write of the list of hot experts.
+    pub saved: Instant,
+    /// Time of the last update of the board.
+    board_updated: Option<Instant>,
+    pub pressure: MemoryPressure,
+}
+
+impl ExpertStore {
+    /// Opens a checkpoint's shards. Fails if one of them is shorter than `map` says.
+    pub fn open(
+        files: Vec<PathBuf>,
+        map: ExpertMap,
+        options: Options,
+        metrics: Arc<Metrics>,
+    ) -> Result<Self, StoreError> {
+        let (files, access) = ShardFiles::open_as(&files, options.io)?;
+        let files = files.with_records(options.pack_records.clone());
+        let mut store = Self::with_source(Box::new(files), map, options, metrics)?;
+        store.access = access;
+        Ok(store)
+    }
+
+    /// Reads from `source`. Tests use it to make reads fail.
+    pub fn with_source(
+        source: Box<dyn ExpertSource>,
+        map: ExpertMap,
+        options: Options,
+        metrics: Arc<Metrics>,
+    ) -> Result<Self, StoreError> {
+        ShardFiles::check_sizes(source.as_ref(), &map)?;
+        let experts = map.layers.iter().map(Vec::len).max().unwrap_or(0);
+        let total = map.experts();
+        let slots = options.slots.min(total);
+        if slots == 0 && total > 0 {
+            return Err(StoreError::Other("no memory for even one expert".into()));
+        }
+        let slot_bytes = map.slot_bytes(source.block());
+        let other = |what: &str, error: io::Error| StoreError::Other(format!("{what}: {error}"));
+        let slab = slots.checked_mul(slot_bytes).map(Slab::new);
+        let slab = slab.unwrap_or_else(|| Err(io::ErrorKind::OutOfMemory.into()));
+        let what = format!("cannot allocate {slots} expert slots of {slot_bytes} bytes");
+        let slab = Arc::new(slab.map_err(|error| other(&what, error))?);
+        let table = SlotTable::new(slots, map.layers.len() * experts);
+        let reader = ExpertReader::new(
+            source,
+            slab.clone(),
+            table.states().clone(),
+            slot_bytes,
+            options.threads,
+            metrics.clone(),
+        );
+        let reader = reader.map_err(|error| other("cannot start the expert reader threads", error))?;
+        metrics.expert_slots.set(slots as i64);
+        let board = metrics.experts(map.layers.len(), experts);
+        let state = StoreState {
+            slots: table,
+            scores: EvictionScores::new(map.layers.len(), experts),
+            prefetcher: Prefetcher::new(options.prefetch, slots, slot_bytes),
+            spans: vec![std::array::from_fn(|_| 0..0); slots],
+            saved: Instant::now(),
+            board_updated: None,
+            pressure: MemoryPressure::new(options.min_slots),
+            observer: None,
+            spare_lists: Vec::new(),
+        };
+        Ok(Self {
+            is_resident: Cell::new(slots == total),
+            access: Access::Buffered,
+            map,
+            experts,
+            slot_bytes,
+            slab,
+            reader,
+            metrics,
+            board,
+            warm_start: options.warm_start,
+            state: RefCell::new(state),
+        })
+    }
+
+    /// How the files are read.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Bytes from one slot to the next.
+    pub fn slot_bytes(&self) -> usize {
+        self.slot_bytes
+    }
+
+    /// The memory of all slots. Slot `n` starts at `n * slot_bytes()`.
+    pub fn slab(&self) -> &Arc<Slab> {
+        &self.slab
+    }
+
+    /// Range of each piece of an expert, in bytes from the start of its slot; `None` if there is no such expert.
+    pub fn spans(&self, layer: usize, expert: u32) -> Option<[Range<usize>; PIECES]> {
+        let pieces = self.map.layers.get(layer)?.get(expert as usize)?;
+        Some(ReadPlan::new(pieces, self.reader.source().block()).spans)
+    }
+
+    /// The slot of an expert. It never changes while the model is [resident](ExpertStore::is_resident) and filled.
+    pub fn slot_of(&self, layer: usize, expert: u32) -> Option<SlotId> {
+        let key = self.key(layer, expert)?;
+        self.state.borrow().slots.find(key)
+    }
+
+    /// True if every expert has a slot of its own.
+    pub fn is_resident(&self) -> bool {
+        self.is_resident.get()
+    }
+
+    /// Number of slots now. It falls under memory pressure.
+    pub fn slots(&self) -> usize {
+        self.state.borrow().slots.len()
+    }
+
+    /// Calls `observer` with every choice that is fetched from now on.
+    pub fn observe(&self, observer: FetchObserver) {
+        self.state.borrow_mut().observer = Some(observer);
+    }
+
+    /// Reads experts before the first request. Resident: reads every expert before it returns; `progress` gets bytes
+    /// read and total bytes. Streaming: commits the slots' memory, then reads the hot experts of the last run in the
+    /// background.
+    pub fn fill(&self, progress: &mut dyn FnMut(u64, u64)) -> Result<(), StoreError> {
+        if !self.is_resident() {
+            self.slab.commit_pages(os::physical_cores());
+            self.read_hot_experts();
+            return Ok(());
+        }
+        let all: Vec<ExpertKey> = (0..self.map.layers.len() * self.experts)
+            .map(|key| key as ExpertKey)
+            .filter(|&key| self.pieces_of(key).is_some())
+            .collect();
+        let state = &mut *self.state.borrow_mut();
+        let mut sent = Vec::with_capacity(all.len());
+        for key in all {
+            // The pin stays, so the expert is never evicted.
+            if let Some(claim) = state.slots.claim(key, ReadReason::Demand, &state.scores) {
+                self.start_read(state, key, claim.slot, ReadReason::Demand);
+                sent.push((key, claim.slot));
+            }
+        }
+        let mut bytes = 0;
+        for (key, slot) in sent {
+            loop {
+                let seen = self.reader.landed();
+                match state.slots.state(slot) {
+                    SlotState::Ready => break,
+                    SlotState::Failed => return Err(self.read_error(state, slot)),
+                    SlotState::Damaged => self.start_read(state, key, slot, ReadReason::Demand),
+                    _ => self.reader.wait(seen),
+                }
+            }
+            bytes += self.pieces_of(key).map_or(0, |pieces| pieces.iter().map(|piece| piece.len as u64).sum());
+            progress(bytes, self.map.bytes());
+        }
+        Ok(())
+    }
+
+    /// If on, experts may be handed out while their checksums are verified; see [`ExpertFetch::next`]. Only for devices
+    /// that compute at once: a late device would still read a slot while the right bytes are written to it.
+    ///
+    /// [`ExpertFetch::next`]: super::ExpertFetch::next
+    pub fn verify_in_background(&self, on: bool) {
+        self.reader.verify_in_background(on);
+    }
+
+    /// True if [`ExpertStore::prefetch`] would read. If not, the caller can skip the prediction.
+    pub fn wants_prefetch(&self, phase: PassKind) -> bool {
+        !self.is_resident() && self.state.borrow().prefetcher.is_on(phase)
+    }
+
+    /// Prefetches experts that `layer` will probably need next. `guess` lists some for each row, with repetitions. Experts
+    /// of most rows come first, then the order of `guess`. Stops when the byte budget is used up.
+    pub fn prefetch(&self, layer: usize, guess: &[u32], phase: PassKind) {
+        if !self.wants_prefetch(phase) {
+            return;
+        }
+        let state = &mut *self.state.borrow_mut();
+        let mut likely: Vec<(u32, usize)> = Vec::with_capacity(guess.len());
+        likely.extend(guess.iter().enumerate().map(|(at, &expert)| (expert, at)));
+        likely.sort_unstable();
+        let ranked = likely.chunk_by(|a, b| a.0 == b.0).filter_map(|same| {
+            let &(expert, first) = same.first()?;
+            Some((std::cmp::Reverse(same.len()), first, expert))
+        });
+        let mut ranked: Vec<_> = ranked.collect();
+        ranked.sort_unstable();
+        for (.., expert) in ranked {
+            let Some(key) = self.key(layer, expert) else { continue };
+            if state.slots.find(key).is_some() {
+                continue;
+            }
+            if !state.prefetcher.has_budget() {
+                break;
+            }
+            let Some(claim) = state.slots.claim(key, ReadReason::Prefetch, &state.scores) else { break };
+            self.count_eviction(&claim);
+            state.prefetcher.add(layer, claim.slot);
+            self.start_read(state, key, claim.slot, ReadReason::Prefetch);
+        }
+    }
+
+    pub(super) fn key(&self, layer: usize, expert: u32) -> Option<ExpertKey> {
+        self.map.layers.get(layer)?.get(expert as usize)?;
+        Some((layer * self.experts) as ExpertKey + expert)
+    }
+
+    fn pieces_of(&self, key: ExpertKey) -> Option<&[Piece; PIECES]> {
+        let (layer, expert) = (key as usize / self.experts, key as usize % self.experts);
+        self.map.layers.get(layer)?.get(expert)
+    }
+
+    /// Passes a claimed slot to the reader.
+    pub(super) fn start_read(&self, state: &mut StoreState, key: ExpertKey, slot: SlotId, reason: ReadReason) {
+        let Some(pieces) = self.pieces_of(key) else { return };
+        let plan = ReadPlan::new(pieces, self.reader.source().block());
+        if let Some(spans) = state.spans.get_mut(slot.index()) {
+            spans.clone_from(&plan.spans);
+        }
+        match reason {
+            ReadReason::Demand => self.reader.read_now(slot, plan),
+            ReadReason::Prefetch | ReadReason::WarmStart => self.reader.read_later(slot, plan),
+        }
+        self.metrics.expert_slots_used.set(state.slots.used() as i64);
+    }
+
+    /// Updates the board of experts in memory, at most every [`BOARD_INTERVAL`].
+    pub(super) fn update_board(&self, state: &mut StoreState) {
+        if state.board_updated.is_none_or(|updated| updated.elapsed() > BOARD_INTERVAL) {
+            state.board_updated = Some(Instant::now());
+            self.board.draw(state.slots.in_state(SlotState::Ready).map(|(key, _)| key as usize));
+        }
+    }
+
+    pub(super) fn count_eviction(&self, claim: &SlotClaim) {
+        if claim.evicted.is_some() {
+            self.metrics.expert_evictions.inc();
+        }
+        if claim.was_wasted {
+            self.metrics.prefetches_wasted.inc();
+        }
+    }
+
+    /// The error of reading the expert in this slot.
+    pub(super) fn read_error(&self, state: &StoreState, slot: SlotId) -> StoreError {
+        let key = state.slots.key(slot).unwrap_or_default() as usize;
+        let (layer, expert) = (key / self.experts, key % self.experts);
+        match self.reader.take_failure(slot) {
+            Some(ReadFailure { file, offset, len, source }) => {
+                StoreError::Read { layer, expert, file: self.reader.source().path(file), offset, len, source }
+            }
+            None => StoreError::Other(format!("cannot read layer {layer}, expert {expert}")),
+        }
+    }
+
+    /// Writes the list of experts in memory, hottest first. A failure is logged.
+    fn save_hot_experts(&self, state: &StoreState) {
+        let Some(warm_start) = self.warm_start.as_ref().filter(|_| !self.is_resident() && state.slots.used() > 0)
+        else {
+            return;
+        };
+        let ready = state.slots.in_state(SlotState::Ready);
+        let mut hot: Vec<(f32, ExpertKey)> = ready.map(|(key, _)| (state.scores.score(key), key)).collect();
+        hot.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        let stride = self.experts as u32;
+        let experts = hot.iter().map(|&(score, key)| ((key / stride) as usize, key % stride, score)).collect();
+        if let Err(error) = warm_start.save(experts) {
+            tracing::warn!(%error, file = %warm_start.file.display(), "cannot save the list of hot experts");
+        }
+    }
+
+    /// The same, at most every [`SAVE_INTERVAL`].
+    pub(super) fn save_hot_experts_if_due(&self, state: &mut StoreState) {
+        if self.warm_start.is_some() && state.saved.elapsed() >= SAVE_INTERVAL {
+            state.saved = Instant::now();
+            self.save_hot_experts(state);
+        }
+    }
+
+    /// Queues reads of the hot experts of the last run, into free slots only.
+    fn read_hot_experts(&self) {
+        let Some(warm_start) = &self.warm_start else { return };
+        let state = &mut *self.state.borrow_mut();
+        for (layer, expert, score) in warm_start.load() {
+            let Some(key) = self.key(layer, expert) else { continue };
+            if state.slots.used() == state.slots.len() {
+                break;
+            }
+            state.scores.prime(key, score);
+            if let Some(claim) = state.slots.claim(key, ReadReason::WarmStart, &state.scores) {
+                self.start_read(state, key, claim.slot, ReadReason::WarmStart);
+            }
+        }
+    }
+
+    /// Records that the device is lost: it reads no slot any more, whatever marks are outstanding.
+    pub fn device_lost(&self) {
+        self.state.borrow_mut().slots.advance(SyncPoint(u64::MAX));
+    }
+
+    /// Gives slots back or restores them if the system's memory level asks for it. Called between two passes, when
+    /// `device` has finished all its work. Checks the system at most every 250 ms.
+    pub fn adapt_to_memory(&self, device: &mut dyn Timeline) {
+        let state = &mut *self.state.borrow_mut();
+        let now = Instant::now();
+        let Some(level) = state.pressure.check(now) else { return };
+        state.slots.advance(device.completed());
+        let gave_back = self.adapt_to_level(state, level, now);
+        state.pressure.schedule(now, gave_back);
+    }
+
+    /// Returns true if slots were given back.
+    pub(super) fn adapt_to_level(&self, state: &mut StoreState, level: MemoryLevel, now: Instant) -> bool {
+        if self.slab.has_locked_pages() {
+            return false;
+        }
+        let all = self.slab.len() / self.slot_bytes.max(1);
+        let counts = SlotCounts { present: state.slots.len(), used: state.slots.used(), all };
+        match state.pressure.decide(level, now, counts, self.slot_bytes) {
+            SlotChange::None => false,
+            SlotChange::Shrink { to, is_logged } => {
+                let gave_back = self.give_slots_back(state, to);
+                if gave_back && is_logged {
+                    tracing::warn!(slots = state.slots.len(), of = all, "memory is short: giving expert slots back");
+                }
+                gave_back
+            }
+            SlotChange::Grow { to } => {
+                if self.restore_slots(state, to) && to == all {
+                    tracing::info!(slots = all, "memory is no longer short: all expert slots are restored");
+                }
+                false
+            }
+        }
+    }
+
+    fn give_slots_back(&self, state: &mut StoreState, to: usize) -> bool {
+        let before = state.slots.len();
+        if self.is_resident.replace(false) {
+            // Removes the permanent pins of a resident model.
+            let ready: Vec<SlotId> = state.slots.in_state(SlotState::Ready).map(|(_, slot)| slot).collect();
+            ready.into_iter().for_each(|slot| state.slots.unpin(slot, SyncPoint::START, &state.scores));
+        }
+        let shrunk = state.slots.shrink(to, &state.scores);
+        for (from, into) in shrunk.moved {
+            let spans = state.spans.get(from.index()).cloned();
+            if let (Some(spans), Some(at)) = (spans, state.spans.get_mut(into.index())) {
+                *at = spans;
+            }
+            let at = |slot: SlotId| self.slot_range(slot.index()..slot.index() + 1);
+            // SAFETY: the table moved an expert from the first slot to the second. The first was unpinned, not being
+            // read into, and its marks were passed. The second was free. So no other reference to either exists.
+            let (from, into) = unsafe { (self.slab.bytes(at(from)), self.slab.bytes_mut(at(into))) };
+            into.copy_from_slice(from);
+        }
+        self.metrics.expert_evictions.inc_by(shrunk.evicted as u64);
+        self.metrics.prefetches_wasted.inc_by(shrunk.wasted as u64);
+        let left = state.slots.len();
+        self.update_slot_metrics(state);
+        if left == before {
+            return false;
+        }
+        self.metrics.memory_pressure.inc();
+        // SAFETY: these slots hold no expert, and the table assigns none until they are restored.
+        if let Err(error) = unsafe { self.slab.release_pages(self.slot_range(left..before)) } {
+            tracing::warn!(%error, "cannot return the memory of expert slots to the system");
+        }
+        true
+    }
+
+    fn restore_slots(&self, state: &mut StoreState, to: usize) -> bool {
+        if let Err(error) = self.slab.reuse_pages(self.slot_range(state.slots.len()..to)) {
+            tracing::warn!(%error, "cannot allocate the memory of expert slots again");
+            return false;
+        }
+        state.slots.grow(to);
+        self.update_slot_metrics(state);
+        true
+    }
+
+    /// The bytes of these slots in the slab.
+    fn slot_range(&self, slots: Range<usize>) -> Range<usize> {
+        slots.start * self.slot_bytes..slots.end * self.slot_bytes
+    }
+
+    fn update_slot_metrics(&self, state: &StoreState) {
+        let (slots, used) = (state.slots.len(), state.slots.used());
+        self.metrics.expert_slots.set(slots as i64);
+        self.metrics.expert_slots_used.set(used as i64);
+        self.metrics.memory_experts.set((slots * self.slot_bytes) as i64);
+    }
+}
+
+impl Drop for ExpertStore {
+    fn drop(&mut self) {
+        self.save_hot_experts(&self.state.borrow());
+    }
+}

@@ -1,0 +1,135 @@
+//! Files and directories that appear complete or not at all: written under a temporary name, then renamed.
+
+use std::{
+    fs::{self, File, OpenOptions, TryLockError},
+    io::{self, Write},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    process,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+/// The directory `.NAME.partial` next to the future directory `NAME`. Dropping it removes it, unless
+/// [`PartialDir::finish`] renamed it.
+pub struct PartialDir {
+    path: PathBuf,
+    is_finished: bool,
+    /// Held open and locked so that two processes do not write the same directory. The lock ends with the process.
+    _lock: File,
+}
+
+impl PartialDir {
+    /// Creates the partial directory of `out`, and the parents of `out`. A partial directory that a killed process left
+    /// is removed first.
+    pub fn create(out: &Path) -> io::Result<Self> {
+        let parent = parent(out);
+        let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "the path does not end in a name");
+        let name = out.file_name().ok_or_else(no_name)?.to_string_lossy();
+        fs::create_dir_all(parent)?;
+        let path = parent.join(format!(".{name}.partial"));
+        if path.exists() {
+            lock(&path)?;
+            fs::remove_dir_all(&path)?;
+        }
+        fs::create_dir(&path)?;
+        Ok(Self { is_finished: false, _lock: lock(&path)?, path })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Renames the directory to `out`. `out` is the path given to [`PartialDir::create`] and is absent or empty.
+    pub fn finish(mut self, out: &Path) -> io::Result<()> {
+        fs::rename(&self.path, out)?;
+        self.is_finished = true;
+        // Syncs the directory entry itself.
+        File::open(parent(out))?.sync_all()
+    }
+}
+
+impl Drop for PartialDir {
+    fn drop(&mut self) {
+        if self.is_finished {
+            return;
+        }
+        if let Err(error) = fs::remove_dir_all(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the partial directory");
+        }
+    }
+}
+
+/// A file written under a temporary name next to its final path. Dropping it removes it, unless [`TempFile::persist`]
+/// renamed it.
+pub struct TempFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl TempFile {
+    /// Writes `parts` to a new file next to `path`, with these permission bits. Creates the parents of `path`.
+    pub fn write(path: &Path, mode: u32, parts: &[&[u8]]) -> io::Result<Self> {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let mut name = path.as_os_str().to_owned();
+        name.push(format!(".{}-{}.partial", process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
+        let temp = PathBuf::from(name);
+        fs::create_dir_all(parent(path))?;
+        let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temp)?;
+        let mut written = Self { path: temp, file };
+        parts.iter().try_for_each(|part| written.file.write_all(part))?;
+        Ok(written)
+    }
+
+    /// Syncs the data and renames the file to `path`, replacing what is there.
+    pub fn persist(self, path: &Path) -> io::Result<()> {
+        self.file.sync_all()?;
+        fs::rename(&self.path, path)
+    }
+}
+
+impl Drop for TempFile {
+    fn drop(&mut self) {
+        // After a rename there is nothing left to remove.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Replaces the file at `path` atomically, and creates its parents. A failure leaves no temporary file behind.
+pub fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    TempFile::write(path, 0o666, &[bytes])?.persist(path)
+}
+
+/// Creates or reuses this user's own directory inside `root`, a directory that others may write to.
+///
+/// # Errors
+/// The system's; a directory of that name that belongs to another user or is writable by others.
+pub fn private_dir(root: &Path) -> io::Result<PathBuf> {
+    // SAFETY: a system call without arguments that cannot fail.
+    let user = unsafe { libc::geteuid() };
+    let dir = root.join(format!("moestro-{user}"));
+    match fs::DirBuilder::new().mode(0o700).create(&dir) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let meta = fs::symlink_metadata(&dir)?;
+    if meta.is_dir() && meta.uid() == user && meta.mode() & 0o022 == 0 {
+        return Ok(dir);
+    }
+    let why = format!("{} belongs to another user or is writable by others", dir.display());
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+}
+
+fn lock(dir: &Path) -> io::Result<File> {
+    let file = File::open(dir)?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::Error(error)) => Err(error),
+        Err(TryLockError::WouldBlock) => {
+            Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("another run is writing {}", dir.display())))
+        }
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}

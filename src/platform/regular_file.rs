@@ -1,0 +1,105 @@
+//! Regular files read whole, hashed, and identified. A path from a user may lead to a FIFO, an endless device, or a
+//! file larger than memory; these functions reject all three.
+
+use sha2::{Digest, Sha256};
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, Read},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    path::Path,
+    time::{Duration, SystemTime},
+};
+
+/// Opens a file for reading without blocking.
+///
+/// # Errors
+/// The system's; a directory, a FIFO, a socket or a device.
+pub fn open_regular_file(path: &Path) -> io::Result<File> {
+    // `O_NONBLOCK`: opening a FIFO without a writer would block otherwise. Regular files ignore the flag.
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
+    }
+}
+
+/// Reads a whole file of at most `max` bytes.
+///
+/// # Errors
+/// As [`open_regular_file`]; a file that is larger than `max`.
+pub fn read_small_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
+    let file = open_regular_file(path)?;
+    let len = file.metadata()?.len();
+    let mut bytes = Vec::with_capacity(len.min(max) as usize);
+    // The file may grow during the read, so the limit applies to the read too.
+    file.take(max + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 <= max {
+        true => Ok(bytes),
+        false => Err(too_large(len.max(max + 1), max)),
+    }
+}
+
+/// Accepts a path to a regular file of at most `max` bytes, or to nothing.
+///
+/// # Errors
+/// The path leads to another kind of file, or to a larger one.
+pub fn check_small_file(path: &Path, max: u64) -> io::Result<()> {
+    match std::fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+        Ok(meta) if !meta.is_file() => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
+        Ok(meta) if meta.len() > max => Err(too_large(meta.len(), max)),
+        Ok(_) => Ok(()),
+    }
+}
+
+fn too_large(len: u64, max: u64) -> io::Error {
+    io::Error::new(io::ErrorKind::FileTooLarge, format!("{len} bytes, but at most {max} are allowed here"))
+}
+
+/// The SHA-256 of a file as lower-case hexadecimal digits.
+pub fn sha256_file(path: &Path) -> io::Result<String> {
+    let (mut file, mut hash, mut block) = (File::open(path)?, Sha256::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut block)? {
+            0 => return Ok(hex::encode(hash.finalize())),
+            read => hash.update(&block[..read]),
+        }
+    }
+}
+
+/// A file's identity and times as the system reports them. Writing to the file or replacing it changes the stamp.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileStamp {
+    device: u64,
+    inode: u64,
+    size: u64,
+    /// Seconds and nanoseconds.
+    modified: (i64, i64),
+    /// Status change time. Unlike `modified`, programs cannot set it back.
+    changed: (i64, i64),
+}
+
+/// The coarsest time stamps of a file system: one second on HFS+, two on FAT.
+const COARSEST_TIMESTAMP: Duration = Duration::from_secs(2);
+
+impl FileStamp {
+    /// The stamp of the file that `path` leads to.
+    pub fn of(path: &Path) -> io::Result<Self> {
+        let meta = std::fs::metadata(path)?;
+        Ok(Self {
+            device: meta.dev(),
+            inode: meta.ino(),
+            size: meta.size(),
+            modified: (meta.mtime(), meta.mtime_nsec()),
+            changed: (meta.ctime(), meta.ctime_nsec()),
+        })
+    }
+
+    /// True if the last change is old enough that a change now would get a different time.
+    pub fn is_settled(&self) -> bool {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let before = now.saturating_sub(COARSEST_TIMESTAMP).as_secs() as i64;
+        self.modified.0.max(self.changed.0) < before
+    }
+}

@@ -1,0 +1,18 @@
+//! The store's building blocks through their public API: files, expert slots, eviction, checkpoint indexes.
+
+#[path = "store/eviction.rs"]
+mod eviction;
+#[path = "store/files.rs"]
+mod files;
+#[path = "store/identity.rs"]
+mod identity;
+#[path = "store/index.rs"]
+mod index;
+#[path = "store/jobs.rs"]
+mod jobs;
+#[path = "store/pack_records.rs"]
+mod pack_records;
+#[path = "store/read_plan.rs"]
+mod read_plan;
+#[path = "store/slot_table.rs"]
+mod slot_table;

@@ -1,0 +1,161 @@
+//! Reading, replacing and rejecting files.
+
+use moestro::platform::{
+    Access, DataFile, MAX_BLOCK,
+    atomic_file::{PartialDir, TempFile, private_dir, replace_file},
+    check_small_file, read_small_file, sha256_file, zeroed_buffer,
+};
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    os::unix::{fs::PermissionsExt, net::UnixListener},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+fn file_of(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
+    let bytes: Vec<u8> = (0..len).map(|i| (i * 31 + i / 251) as u8).collect();
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(&bytes).unwrap();
+    file.as_file().sync_all().unwrap();
+    (file, bytes)
+}
+
+#[test]
+fn direct_and_buffered_reads_return_same_bytes() {
+    let (named, bytes) = file_of(3 * MAX_BLOCK + 100);
+    for access in [Access::Direct, Access::Buffered] {
+        let opened = match DataFile::open(named.path(), access) {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => continue,
+            other => other.unwrap(),
+        };
+        let mut map = memmap2::MmapMut::map_anon(4 * MAX_BLOCK).unwrap();
+        let buffer = &mut map[..];
+        let got = opened.read_at(buffer, MAX_BLOCK as u64).unwrap();
+        assert_eq!(&buffer[..got], &bytes[MAX_BLOCK..], "{access:?}: up to the end of the file");
+        assert_eq!(opened.len(), bytes.len() as u64);
+    }
+}
+
+#[test]
+fn modified_file_fails_and_renamed_file_does_not() {
+    let (named, _) = file_of(1000);
+    let opened = DataFile::open(named.path(), Access::Buffered).unwrap();
+    opened.check_unchanged().unwrap();
+    let (other, _) = file_of(500);
+    let path = named.path().to_owned();
+    fs::rename(other.path(), &path).unwrap();
+    opened.check_unchanged().unwrap();
+
+    let again = DataFile::open(&path, Access::Buffered).unwrap();
+    fs::OpenOptions::new().append(true).open(&path).unwrap().write_all(b"x").unwrap();
+    assert!(again.check_unchanged().is_err());
+}
+
+#[test]
+fn directory_is_not_a_data_file() {
+    assert!(DataFile::open(Path::new("/"), Access::Buffered).is_err());
+}
+
+#[test]
+fn fifos_devices_and_huge_files_are_rejected() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let pipe = std::ffi::CString::new(at("pipe").to_str().unwrap()).unwrap();
+    // SAFETY: a system call on a NUL-terminated string that outlives it.
+    assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
+    let _listener = UnixListener::bind(at("socket")).unwrap();
+    let begin = Instant::now();
+    for path in [at("pipe"), at("socket"), "/dev/zero".into(), "/dev/null".into(), "/".into()] {
+        assert!(read_small_file(&path, 1 << 20).is_err(), "{}", path.display());
+        assert!(check_small_file(&path, 1 << 20).is_err(), "{}", path.display());
+    }
+    let large = File::create(at("large")).unwrap();
+    large.set_len(1 << 40).unwrap();
+    let error = read_small_file(&at("large"), 100).unwrap_err().to_string();
+    assert!(error.contains("1099511627776 bytes"), "{error}");
+    assert!(begin.elapsed() < Duration::from_secs(2));
+    fs::write(at("small"), [1; 100]).unwrap();
+    assert_eq!(read_small_file(&at("small"), 100).unwrap(), [1; 100]);
+    assert!(read_small_file(&at("small"), 99).is_err() && check_small_file(&at("small"), 99).is_err());
+    check_small_file(&at("small"), 100).unwrap();
+    check_small_file(&at("none"), 0).unwrap();
+    assert_eq!(read_small_file(&at("none"), 1).unwrap_err().kind(), io::ErrorKind::NotFound);
+}
+
+#[test]
+fn file_hash_is_lower_case_sha256() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(b"abc").unwrap();
+    let expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+    assert_eq!(sha256_file(file.path()).unwrap(), expected);
+}
+
+#[test]
+fn private_dir_rejects_foreign_directories() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = private_dir(root.path()).unwrap();
+    assert_eq!(private_dir(root.path()).unwrap(), dir, "the directory is reused");
+    fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).unwrap();
+    assert!(private_dir(root.path()).is_err());
+    fs::remove_dir(&dir).unwrap();
+    std::os::unix::fs::symlink("/tmp", &dir).unwrap();
+    assert!(private_dir(root.path()).is_err());
+}
+
+#[test]
+fn replace_file_is_all_or_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("a/file");
+    replace_file(&file, b"one").unwrap();
+    replace_file(&file, b"two").unwrap();
+    assert_eq!(fs::read(&file).unwrap(), b"two");
+    // A file cannot replace a directory. The failed attempt leaves nothing behind.
+    assert!(replace_file(&root.path().join("a"), b"three").is_err());
+    assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+    assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 1);
+}
+
+#[test]
+fn concurrent_temp_files_do_not_collide() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    let write = |parts: &[&[u8]]| TempFile::write(&path, 0o600, parts).unwrap();
+    let (one, other) = (write(&[b"1", b"2"]), write(&[b"12"]));
+    one.persist(&path).unwrap();
+    other.persist(&path).unwrap();
+    drop(write(&[b"3"]));
+    assert_eq!((fs::read(&path).unwrap(), fs::read_dir(dir.path()).unwrap().count()), (b"12".to_vec(), 1));
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+}
+
+#[test]
+fn partial_dir_is_all_or_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    let out = root.path().join("a/b");
+    let partial = PartialDir::create(&out).unwrap();
+    fs::write(partial.path().join("x"), "1").unwrap();
+    assert!(PartialDir::create(&out).err().unwrap().to_string().contains("another run"));
+    drop(partial);
+    assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 0);
+    // A killed process leaves its directory behind, unlocked.
+    fs::create_dir(root.path().join("a/.b.partial")).unwrap();
+    fs::write(root.path().join("a/.b.partial/old"), "0").unwrap();
+    let partial = PartialDir::create(&out).unwrap();
+    fs::write(partial.path().join("x"), "1").unwrap();
+    partial.finish(&out).unwrap();
+    let names: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["x"]);
+    assert_eq!(fs::read_dir(root.path().join("a")).unwrap().count(), 1);
+}
+
+#[test]
+fn zeroed_buffer_is_zero_and_writable() {
+    for len in [0, 1, 4096, (2 << 20) - 1, (9 << 20) + 5] {
+        let mut bytes = zeroed_buffer(len);
+        assert!(bytes.len() == len && bytes.iter().all(|byte| *byte == 0));
+        bytes.fill(7);
+        bytes.shrink_to_fit();
+        assert!(bytes.iter().all(|byte| *byte == 7));
+    }
+}

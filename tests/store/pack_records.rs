@@ -1,0 +1,73 @@
+//! Checksums of packed records: damage is found, reported once, and repaired from the checkpoint.
+
+use moestro::{
+    experts::{LayerRecords, PIECES, PackRecords, Piece, ShardFiles},
+    platform::Access,
+};
+use std::io::Write;
+
+/// Two records of two pieces. The checkpoint holds the second record from byte 50 on, with its pieces in reverse order.
+fn pack(record: &[u8; 200]) -> (PackRecords, tempfile::NamedTempFile) {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(&[0; 50]).unwrap();
+    file.write_all(&record[64..]).unwrap();
+    file.write_all(&record[..60]).unwrap();
+    let files = ShardFiles::open(&[file.path().to_owned()], Access::Buffered).unwrap();
+    let (mut pieces, mut source) = ([(200, 0); PIECES], [Piece::default(); PIECES]);
+    (pieces[0], pieces[3]) = ((0, 60), (64, 136));
+    (source[0], source[3]) = (Piece { file: 0, offset: 186, len: 60 }, Piece { file: 0, offset: 50, len: 136 });
+    let records = [(0, source), (crc32fast::hash(record), source)];
+    (PackRecords::new(vec![LayerRecords::new(256, pieces, records)], files), file)
+}
+
+fn record() -> [u8; 200] {
+    std::array::from_fn(|at| if (60..64).contains(&at) { 0 } else { at as u8 })
+}
+
+#[test]
+fn one_flipped_bit_fails_verification() {
+    let record = record();
+    let (pack, _file) = pack(&record);
+    for bit in 0..200 * 8 {
+        let mut changed = record;
+        changed[bit / 8] ^= 1 << (bit % 8);
+        assert!(pack.verify(0, 256, &changed).unwrap_err().to_string().contains("checksum"));
+    }
+    pack.verify(0, 256, &record).unwrap();
+    // Ranges that are not whole records.
+    for (file, offset, len) in [(1, 256, 200), (0, 255, 200), (0, 512, 200), (0, 256, 199)] {
+        assert!(pack.is_due(file, offset, len).is_err(), "{file} {offset} {len}");
+        assert!(pack.verify(file, offset, &record[..len]).is_err(), "{file} {offset} {len}");
+    }
+}
+
+#[test]
+fn every_sixteenth_read_is_verified() {
+    let record = record();
+    let (pack, _file) = pack(&record);
+    let is_due = || pack.is_due(0, 256, 200).unwrap();
+    let turns: Vec<usize> = (0..600).filter(|_| is_due()).collect();
+    assert!(turns.iter().copied().eq((0..600).step_by(16)), "{turns:?}");
+    assert!(pack.verify(0, 256, &[8; 200]).is_err());
+    assert!(is_due() && !is_due(), "one more verification after a mismatch");
+}
+
+#[test]
+fn damaged_record_is_rebuilt_and_marked_once() {
+    let record = record();
+    let (pack, file) = pack(&record);
+    let mut buffer = [0; 256];
+    assert_eq!(pack.rebuild(0, 256, &mut buffer).unwrap(), (2, 196));
+    assert_eq!(buffer[..200], record);
+    assert_eq!(buffer[200..], [0; 56], "bytes after the record are untouched");
+    assert!(!pack.is_damaged(0, 256));
+    assert!(pack.mark_damaged(0, 256, &"why") && !pack.mark_damaged(0, 256, &"why"), "new only once");
+    assert_eq!([0, 255, 256, 512].map(|offset| pack.is_damaged(0, offset)), [false, false, true, false]);
+    for (file, offset) in [(0, 512), (0, 1), (1, 256)] {
+        assert!(pack.rebuild(file, offset, &mut buffer).is_err() && !pack.mark_damaged(file, offset, &""));
+    }
+    assert!(pack.rebuild(0, 256, &mut buffer[..199]).is_err(), "the buffer is too small");
+    file.as_file().set_len(100).unwrap();
+    let why = pack.rebuild(0, 256, &mut buffer).unwrap_err().to_string();
+    assert!(why.contains(&file.path().display().to_string()), "{why}");
+}
