@@ -1,89 +1,89 @@
-//! The speed decoding can reach, from bandwidths measured on this machine.
+//! Estimates decoding speed from bandwidths measured on this machine.
 //!
-//! One token goes through the trunk (but for the embedding's other rows), reads and writes the delta nets' states, and goes,
-//! in each layer, through k experts; those that missed come from the disk or the page cache first. The head is one matrix and
-//! goes at the memory's rate. Layers' weights, in many small ones, go at the rate of the model's own expert kernels, as
-//! measured here: on 16 cores that is half. The overlap assumed is the store's: within a layer, hits are computed while misses
-//! are read and each miss is computed as it lands, so a layer takes
+//! One token reads the trunk (of the embedding only its own row), reads and writes the delta-net states, and reads k experts
+//! in each layer. Missing experts come from the disk or the page cache first. The head is one large matrix and is read at
+//! memory bandwidth. The many small matrices of the layers are read at the rate of the expert kernels, measured here: on 16
+//! cores about half of memory bandwidth. Within a layer, hits are computed while misses are read, and each miss is computed
+//! when it arrives, so a layer takes
 //!
 //! ```text
 //! max(k * expert / compute, wait + expert / compute) + overhead     wait = max(latency, m * expert / disk) + c * expert / cache
 //! ```
 //!
-//! for m misses that are read from the disk and c that the page cache has: either computing hides the reads, or the last one
-//! lands and is then computed; without misses nothing waits, and without reads from the disk there is no latency. Misses fall
-//! independently, so m is binomial; for c its mean is taken. A token also takes what belongs to no layer: the last wait, reading
-//! the logits back, the draw. Nothing is assumed to be read ahead across layers, which makes decoding faster than this; a short
-//! context is assumed, and a processor that reading leaves alone, which make it slower.
+//! for m misses read from the disk and c misses found in the page cache: either computation hides the reads, or the last
+//! expert arrives and is computed after that. Without misses there is no wait, and without disk reads no latency. Misses are
+//! assumed independent, so m is binomial; for c the mean is used. A token also has costs outside the layers: the last wait,
+//! copying the logits, sampling. The estimate ignores read-ahead across layers, which makes decoding faster. It assumes a
+//! short context and that reads use no CPU time, which makes decoding slower than estimated.
 
 use super::{ModelFootprint, Plan};
 use serde::Serialize;
 
-/// The hit rates that `moestro info` shows.
+/// Hit rates that `moestro info` shows.
 pub const HIT_RATES: [f64; 6] = [0.0, 0.5, 0.8, 0.9, 0.95, 1.0];
 
-/// This machine's measurements.
+/// Measurements of this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Bandwidth {
     /// Bytes per second that all compute threads together read from memory.
     pub memory: f64,
-    /// Bytes of layers' weights per second that the compute threads go through in decode.
+    /// Bytes of layer weights per second that the compute threads process in decode.
     pub compute: f64,
-    /// Bytes per second of random reads of one expert's size at the streamer's queue depth.
+    /// Bytes per second of random reads of one expert's size at the reader's queue depth.
     pub disk: f64,
-    /// Seconds that the read of one expert takes alone.
+    /// Seconds to read one expert when nothing else is read.
     pub latency: f64,
-    /// Bytes per second of reads that the page cache answers.
+    /// Bytes per second of reads from the page cache.
     pub cache: f64,
 }
 
-/// The places where a wanted expert is found.
+/// Where experts are found: shares from 0 to 1.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct HitRates {
-    /// The part that slots have: the hit rate.
+    /// Share found in slots: the hit rate.
     pub slots: f64,
-    /// The part of the others that the page cache has, where they are read through it.
+    /// Share of the misses that the page cache holds, if reads go through it.
     pub cache: f64,
 }
 
 impl HitRates {
-    /// Everything in slots.
+    /// Every expert is in a slot.
     pub const ALL: Self = Self { slots: 1.0, cache: 0.0 };
 
-    /// At this hit rate, where a page cache of so many bytes is read through and has been filled: it has any expert without a
-    /// slot as likely as any other.
+    /// Hit rates for reads through a page cache of `page_cache` bytes. The page cache is assumed to be full and to hold each
+    /// expert without a slot with the same probability.
     pub fn through(slots: f64, page_cache: u64, shape: &ModelFootprint, plan: &Plan) -> Self {
         let absent = shape.total_experts().saturating_sub(plan.slots as u64).saturating_mul(shape.expert);
         Self { slots, cache: (page_cache as f64 / absent.max(1) as f64).min(1.0) }
     }
 }
 
-/// Decoding at one hit rate.
+/// Estimated decoding at one hit rate.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Estimate {
     pub hit_rate: f64,
     pub tokens_per_second: f64,
-    /// Bytes that a token reads from the disk.
+    /// Bytes read from the disk per token.
     pub disk_bytes_per_token: f64,
 }
 
-/// Seconds beside the bytes.
+/// Seconds that do not depend on the bytes read.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Overhead {
-    /// Of a layer: launches, waits.
+    /// Per layer: launches and waits.
     pub layer: f64,
-    /// Of a token, however many layers there are.
+    /// Per token, independent of the number of layers.
     pub token: f64,
 }
 
-/// Decode speed of `shape` where its experts are `found` in these parts (0 to 1).
+/// Decoding speed of `shape` if its experts are `found` in these shares.
 pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, overhead: Overhead) -> Estimate {
     let miss = 1.0 - found.slots.clamp(0.0, 1.0);
     let (cached, read) = (miss * found.cache.clamp(0.0, 1.0), miss * (1.0 - found.cache.clamp(0.0, 1.0)));
     let (k, layers) = (shape.experts_per_token, shape.layers as f64);
     let expert = shape.expert as f64;
     let compute = expert / bandwidth.compute;
-    // The chance that an expert which the disk need not give comes from the page cache.
+    // Probability that an expert which does not come from the disk comes from the page cache.
     let from_cache = if read < 1.0 { cached / (1.0 - read) } else { 0.0 };
     let layer: f64 = (0..=k)
         .map(|reads| {
@@ -104,14 +104,15 @@ pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, 
     }
 }
 
-/// The probability of `m` successes in `n` trials.
+/// Probability of `m` successes in `n` trials.
 fn binomial(n: usize, m: usize, p: f64) -> f64 {
     let choose: f64 = (0..m).map(|i| (n - i) as f64 / (i + 1) as f64).product();
     choose * p.powi(m as i32) * (1.0 - p).powi((n - m) as i32)
 }
 
 #[cfg(test)]
-mod held_out;
+#[path = "estimate_tests.rs"]
+mod measured;
 
 #[cfg(test)]
 mod tests {
@@ -129,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ends_are_the_bandwidths() {
+    fn full_and_zero_hit_rates_match_bandwidths() {
         let shape = model_35b();
         let bandwidth = Bandwidth { memory: 120e9, compute: 100e9, disk: 5e9, latency: 0.3e-3, cache: 10e9 };
         let read = (shape.trunk - shape.gathered - shape.head) as f64;
@@ -140,7 +141,7 @@ mod tests {
         assert_eq!(warm.disk_bytes_per_token, 0.0);
         let waiting = estimate(&shape, &bandwidth, HitRates::ALL, Overhead { layer: 1e-3, token: 2e-3 });
         assert!((1.0 / waiting.tokens_per_second - 1.0 / warm.tokens_per_second - 0.042).abs() < 1e-9);
-        // Nothing but misses: the disk, and the trunk and one expert a layer that it cannot hide.
+        // Only misses: the disk, plus the trunk and one expert per layer, which reads cannot hide.
         let cold = estimate(&shape, &bandwidth, HitRates { slots: 0.0, cache: 0.0 }, Overhead::default());
         let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9 + state;
         assert!((cold.tokens_per_second - 1.0 / seconds).abs() < 1e-6);
@@ -148,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_higher_hit_rate_is_never_slower() {
+    fn higher_hit_rate_is_never_slower() {
         let bandwidth = Bandwidth { memory: 20e9, compute: 15e9, disk: 1e9, latency: 1e-3, cache: 8e9 };
         let none = Overhead::default();
         let speeds = HIT_RATES.map(|rate| {

@@ -1,22 +1,22 @@
-//! Machines that nobody here has, and what a model would do on them: a simulation from public figures, never measured.
+//! Simulates a model on machines that we do not have, from public figures. Nothing here was measured by us.
 //!
-//! Each unknown has a cautious and a hopeful value, and the answer is a range. Nothing of it comes from a Mac of ours:
+//! Each unknown has a cautious and a hopeful value, so the result is a range. The sources:
 //!
-//! - the memory's bandwidth is the maker's figure. Engines reach 60 to 80 % of it in decode;
-//! - reads of one expert's size past the page cache, in GB/s: what other projects that stream experts measured (ds4,
-//!   flash-moe, streamlx, slotstream). For the M4 Max nobody has told them; it is taken for an M4 Pro;
-//! - launches and barriers of a layer: 9 launches of about 2 us each at least (qwisp #143). Resident engines of this model
-//!   family are 115 to 215 us a layer slower than their bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra 92, M5 Max 133);
-//! - a wait for the router's choice, once a layer when streaming: from 20 us for a command buffer's end (mlx #4521) to 0.3 ms
-//!   for a readback through a framework (mlx-lm #1438);
-//! - hit rates of caches of real Qwen3.5 routing by the part of the experts they hold: the range that anemll-mlx, turboquant,
-//!   colibri and streamlx report.
+//! - Memory bandwidth is the manufacturer's figure. Engines reach 60 to 80 % of it in decode.
+//! - Reads of one expert's size past the page cache, in GB/s, are what other projects that stream experts measured (ds4,
+//!   flash-moe, streamlx, slotstream). No figures are published for the M4 Max. Those of the M4 Pro are used.
+//! - Launches and barriers of a layer: 9 launches of at least 2 us each (qwisp #143). Resident engines of this model family
+//!   take 115 to 215 us per layer more than their bytes (35B: M1 Max 85 to 91 tok/s, M3 Ultra 92, M5 Max 133).
+//! - A wait for the router's choice, once per layer while streaming: from 20 us for the end of a command buffer (mlx #4521)
+//!   to 0.3 ms for a copy through a framework (mlx-lm #1438).
+//! - Hit rates by the share of experts in memory are the range that anemll-mlx, turboquant, colibri and streamlx report for
+//!   caches of real Qwen3.5 routing.
 //!
-//! Resident figures of other engines lie within the range (a test holds two). Streamed ones lie at its cautious end or below:
-//! streamlx has 15.9 tok/s of the 35B in 16 GiB of an M4 Air, where this says 18 to 33.
+//! Resident figures of other engines lie within the range; a test checks two. Streamed figures lie at its cautious end or
+//! below: streamlx reports 15.9 tok/s for the 35B in 16 GiB of an M4 Air, where this simulation says 18 to 33.
 //!
-//! Fitted to two models and a streamed one on an H200 and on 16 cores, the same sum was off by up to 10 % for others, resident and
-//! streamed (`estimate/held_out.rs`). Here nothing could be fitted: the ranges are to be read with that in mind.
+//! The same formula, fitted to two resident models and a streamed one on an H200 and on 16 CPU cores, was off by up to 10 %
+//! for other models (`estimate_tests.rs`). For Macs nothing could be fitted, so read the ranges with care.
 
 use super::{
     Bandwidth, Estimate, HitRates, MachineLimits, ModelFootprint, Overhead, Plan, PlanOptions, Strategy, estimate,
@@ -25,19 +25,20 @@ use crate::error::ModelError;
 use serde::Serialize;
 
 const GIB: u64 = 1 << 30;
-/// Memory of the process itself: code, the 248k tokenizer, threads.
+/// Memory of the process itself: code, the tokenizer of 248k entries, threads.
 const PROCESS: u64 = 256 << 20;
-/// The GPU's recommended working set, of all memory: 11.84 of 16 GB, 17.76 of 24 (as macOS tells llmfit and sglang).
+/// The GPU's recommended working set as a share of all memory: 11.84 of 16 GB and 17.76 of 24 GB, as reported for macOS by
+/// llmfit and sglang.
 const WORKING_SET: f64 = 0.74;
-/// The part of the memory's bandwidth that decoding reaches.
+/// Share of the memory bandwidth that decoding reaches.
 const EFFICIENCY: [f64; 2] = [0.6, 0.8];
-/// Seconds of a layer beside its bytes.
+/// Seconds per layer that do not depend on its bytes.
 const LAUNCHES: [f64; 2] = [215e-6, 40e-6];
-/// Seconds of a layer's wait for the router's choice.
+/// Seconds per layer to wait for the router's choice.
 const WAIT: [f64; 2] = [250e-6, 40e-6];
-/// Seconds from asking for one expert to having it.
+/// Seconds to read one expert.
 const LATENCY: f64 = 0.4e-3;
-/// Part of all experts in memory, and the hit rates reported there.
+/// Share of all experts in memory, and the hit rates reported for it.
 const HITS: [(f64, [f64; 2]); 6] = [
     (0.0, [0.0, 0.0]),
     (0.25, [0.65, 0.81]),
@@ -47,16 +48,16 @@ const HITS: [(f64, [f64; 2]); 6] = [
     (1.0, [1.0, 1.0]),
 ];
 
-/// A machine, as far as its maker and other projects tell.
+/// A machine, described by its manufacturer and other projects.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Machine {
-    /// Chip and gigabytes, as `--machine` takes it.
+    /// Chip and memory in gigabytes, as `--machine` takes it.
     pub name: &'static str,
-    /// Bytes of memory.
+    /// Memory in bytes.
     pub memory: u64,
-    /// Bytes per second of the memory.
+    /// Memory bandwidth in bytes per second.
     pub bandwidth: f64,
-    /// Bytes per second of reads of one expert's size, cautious and hopeful.
+    /// Bytes per second of reads of one expert's size: cautious, hopeful.
     pub disk: [f64; 2],
 }
 
@@ -65,14 +66,14 @@ const fn machine(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64;
 }
 
 impl Machine {
-    /// The rates of a cautious or hopeful case. Experts are read past the page cache.
+    /// Rates of the cautious (0) or hopeful (1) case. Experts are read past the page cache.
     fn reached(&self, case: usize) -> Bandwidth {
         let memory = self.bandwidth * EFFICIENCY[case];
         Bandwidth { memory, compute: memory, disk: self.disk[case], latency: LATENCY, cache: f64::INFINITY }
     }
 }
 
-/// The machines that `moestro info --machine` knows.
+/// Machines that `moestro info --machine` knows.
 pub const MACHINES: [Machine; 8] = [
     machine("m4-air-16", 16, 120.0, [2.4, 2.4]),
     machine("m4-air-32", 32, 120.0, [2.4, 2.4]),
@@ -89,16 +90,16 @@ pub const MACHINES: [Machine; 8] = [
 pub struct Simulation {
     pub machine: Machine,
     pub plan: Plan,
-    /// Decoding, cautiously and hopefully.
+    /// Decoding speed: cautious, hopeful.
     pub decode: [Estimate; 2],
-    /// The part of the time in which nothing is computed for want of an expert.
+    /// Share of the time in which computation waits for an expert.
     pub stall_share: [f64; 2],
 }
 
 /// Plans `shape` for `machine` and simulates decoding.
 ///
 /// # Errors
-/// The model does not fit.
+/// Fails if the model does not fit.
 pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions) -> Result<Simulation, ModelError> {
     let gpu = Some((machine.memory as f64 * WORKING_SET) as u64);
     let limits = MachineLimits { ram: Some(machine.memory), gpu, cgroup: None, process: PROCESS };
@@ -107,7 +108,7 @@ pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions)
     let each = [0, 1].map(|case| {
         let bandwidth = machine.reached(case);
         let wait = if plan.strategy == Strategy::Resident { 0.0 } else { WAIT[case] };
-        // What a token costs beside its layers is in LAUNCHES, which come from whole tokens.
+        // Costs of a token outside its layers are part of LAUNCHES, which was derived from whole tokens.
         let overhead = Overhead { layer: LAUNCHES[case] + wait, token: 0.0 };
         [hits[case], 1.0].map(|slots| estimate(shape, &bandwidth, HitRates { slots, cache: 0.0 }, overhead))
     });
@@ -119,7 +120,7 @@ pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions)
     })
 }
 
-/// The hit rates reported where this part of all experts is in memory, between the points of [`HITS`] on straight lines.
+/// Hit rates for this share of experts in memory, interpolated linearly between the points of [`HITS`].
 fn hit_rates(residency: f64) -> [f64; 2] {
     let above = HITS.iter().position(|(part, _)| *part >= residency).unwrap_or(HITS.len() - 1).max(1);
     let ((from, low), (to, high)) = (HITS[above - 1], HITS[above]);
@@ -137,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn hit_rates_are_the_reported_ones_and_straight_between_them() {
+    fn hit_rates_interpolate_between_points() {
         assert_eq!(hit_rates(0.0), [0.0, 0.0]);
         assert_eq!(hit_rates(0.25), [0.65, 0.81]);
         let [low, high] = hit_rates(0.36);
@@ -146,14 +147,14 @@ mod tests {
     }
 
     #[test]
-    fn a_model_that_fits_is_not_streamed_and_never_stalls() {
+    fn fitting_model_never_streams_or_stalls() {
         let found = simulate(&model_35b(), named("m1-ultra-64"), &PlanOptions::default()).unwrap();
         assert_eq!((found.plan.strategy, found.stall_share), (Strategy::Resident, [0.0, 0.0]));
     }
 
-    /// Other engines, everything in memory: an M1 Max (qwisp #36) and an M5 Max (llm-benchpacks).
+    /// Other engines with everything in memory: an M1 Max (qwisp #36) and an M5 Max (llm-benchpacks).
     #[test]
-    fn the_range_holds_what_others_measured() {
+    fn range_contains_other_engines() {
         for (name, measured) in [("m1-max-64", 85.0..91.0), ("m5-max-128", 133.0..133.0)] {
             let found = simulate(&model_35b(), named(name), &PlanOptions::default()).unwrap();
             let [low, high] = found.decode.map(|case| case.tokens_per_second);
@@ -162,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_smaller_machine_streams_more_slowly() {
+    fn smaller_machine_streams_more_slowly() {
         let [small, large] = ["m4-air-16", "m4-air-32"]
             .map(|name| simulate(&model_35b(), named(name), &PlanOptions::default()).unwrap());
         assert_eq!(small.plan.strategy, Strategy::Streaming);
@@ -174,14 +175,14 @@ mod tests {
     }
 
     #[test]
-    fn a_model_without_room_is_refused_with_the_sum() {
+    fn model_without_room_is_refused() {
         let tiny = Machine { memory: 3 * GIB, ..named("m4-air-16") };
         let refused = simulate(&model_35b(), tiny, &PlanOptions::default()).unwrap_err().to_string();
         assert!(refused.contains("trunk"), "{refused}");
     }
 
     #[test]
-    fn a_simulation_is_an_estimate_with_the_machines_figures() {
+    fn simulation_uses_the_machines_figures() {
         let shape = model_35b();
         for name in ["m4-air-16", "m1-ultra-64"] {
             let machine = named(name);

@@ -1,20 +1,20 @@
-//! The memory plan: what goes into memory under the limit, and how many experts stay there.
+//! The memory plan: what takes memory under the limit, and how many experts stay there.
 //!
-//! A pure function from a model's [`ModelFootprint`], the machine's [`MachineLimits`] and the user's [`PlanOptions`] to a [`Plan`]:
+//! A pure function from a model's [`ModelFootprint`], the [`MachineLimits`] and the user's [`PlanOptions`] to a [`Plan`]:
 //!
 //! ```text
 //! limit = process + trunk + state + KV(context) + workspace(chunk) + draft(context, chunk) + requests + prompt cache + slots
 //! ```
 //!
-//! Defaults: the context starts at 4096 tokens, the prefill chunk at 256 rows, the slots at one token's working set (layers x
-//! experts per token); if these do not fit, the plan is refused with the sum. Of what is then left, 1/16 goes to the context (up
-//! to 32768 tokens), 1/8 to the chunk (up to 2048 rows), 1/16 to the prompt cache (up to 2 GiB), and the rest to slots, until
-//! every expert has one. Only then the context grows on, up to the model's own. So a higher limit never means fewer slots, a
-//! shorter context or a smaller chunk. The user's values are taken as they are.
+//! The smallest plan has a context of 4096 tokens, a prefill chunk of 256 rows, and slots for the experts of one token
+//! (layers x experts per token). If that exceeds the limit, the plan is refused and the error lists the sum. Memory beyond
+//! the smallest plan is shared out: 1/16 to the context (up to 32768 tokens), 1/8 to the chunk (up to 2048 rows), 1/16 to
+//! the prompt cache (up to 2 GiB), and the rest to slots, until every expert has one. Memory left after that extends the
+//! context up to the model's maximum. A higher limit therefore never means fewer slots, a shorter context or a smaller
+//! chunk. Values that the user sets are used as they are.
 
 mod estimate;
 mod machine;
-mod pages;
 mod size;
 
 pub use estimate::{Bandwidth, Estimate, HIT_RATES, HitRates, Overhead, estimate};
@@ -25,69 +25,72 @@ use crate::{config::Switch, error::ModelError, platform::os};
 use serde::Serialize;
 use std::fmt;
 
-/// Context by default where memory is short, and the most it takes while experts still lack slots (tokens).
+/// Context in tokens: the default when memory is short, and the maximum while some experts have no slot.
 const CONTEXT: [u64; 2] = [4096, 32768];
-/// The same for the prefill chunk (rows).
+/// Prefill chunk in rows: the default when memory is short, and the maximum while some experts have no slot.
 const CHUNK: [u64; 2] = [256, 2048];
-/// The most the prompt cache takes by default (bytes).
+/// Maximum of the default prompt cache, in bytes.
 const PROMPT_CACHE: u64 = 2 << 30;
-/// A server's memory for requests it has not answered: 1/16 of the limit, within these (bytes).
+/// Memory of a server for requests in flight: 1/16 of the limit, clamped to this range of bytes.
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
-/// The limit where neither the user nor the system gives one (bytes).
+/// Limit if neither the user nor the system gives one, in bytes.
 const FALLBACK: u64 = 4 << 30;
-/// Bytes of a GPU's recommended working set that stay free.
+/// One part in this many of the prompt cache is pages of keys and values. The rest is delta-net states, which take more memory
+/// than pages in conversations of short turns.
+const PROMPT_CACHE_PAGES: u64 = 4;
+/// Part of a GPU's recommended working set that stays free, in bytes.
 const GPU_RESERVE: u64 = 2 << 30;
 
-/// A model's demands on memory. Bytes unless said otherwise.
+/// Memory needs of a model, in bytes unless stated otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelFootprint {
-    /// Everything but the routed experts.
+    /// Everything except the routed experts.
     pub trunk: u64,
-    /// The part of `trunk` of which a token reads only one row: the embedding (0 if the head shares it).
+    /// Part of `trunk` of which a token reads one row only: the embedding. 0 if the head shares its matrix.
     pub gathered: u64,
-    /// The part of `trunk` that makes the logits: one matrix, which a token reads from end to end.
+    /// Part of `trunk` that computes the logits. Each token reads all of it.
     pub head: u64,
-    /// One routed expert as the checkpoint stores it: what a miss reads.
+    /// One routed expert as stored in the checkpoint: the bytes of a miss.
     pub expert: u64,
-    /// One slot: an expert with its alignment.
+    /// One slot: an expert plus alignment.
     pub slot: u64,
-    /// Layers with routed experts (0 for a dense model).
+    /// Layers with routed experts. 0 for a dense model.
     pub layers: usize,
-    /// Experts in each of them.
+    /// Experts in each such layer.
     pub experts: usize,
-    /// Experts a token is routed to in each layer, after `--experts-per-token`.
+    /// Experts that a token uses in each layer, after `--experts-per-token`.
     pub experts_per_token: usize,
-    /// Keys and values of one token, all layers.
+    /// Keys and values of one token in all layers.
     pub kv_per_token: u64,
-    /// Delta-net and convolution state of one sequence, all layers.
+    /// Delta-net and convolution state of one sequence in all layers.
     pub state: u64,
-    /// Activations of one row of a prefill chunk.
+    /// Activations for one row of a prefill chunk.
     pub workspace_per_row: u64,
-    /// Activations that do not depend on the chunk: logits, score buffers.
+    /// Activations that do not grow with the chunk: logits, score buffers.
     pub workspace_fixed: u64,
-    /// The longest context the model was made for (tokens).
+    /// Maximum context of the model, in tokens.
     pub context: usize,
     pub draft: DraftFootprint,
 }
 
-/// A draft's demands on memory beside the model's, in bytes.
+/// Additional memory needs of a draft, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct DraftFootprint {
-    /// Its weights, and whatever else does not grow.
+    /// Weights, and everything else that does not grow.
     pub fixed: u64,
-    /// Bytes that it keeps of one token of the context.
+    /// Bytes for each token of the context.
     pub per_token: u64,
-    /// Hidden rows of one row of a prefill chunk.
+    /// Hidden rows for each row of a prefill chunk.
     pub per_row: u64,
 }
 
 impl ModelFootprint {
-    /// Experts in all layers together: as many slots as there can be use for.
+    /// Experts of all layers: the largest useful number of slots.
     pub fn total_experts(&self) -> u64 {
         (self.layers as u64).saturating_mul(self.experts as u64)
     }
 
-    /// Experts one token needs: the fewest slots that a plan may have.
+    /// Experts that one token uses: the smallest number of slots.
     pub fn working_set(&self) -> u64 {
         (self.layers as u64).saturating_mul(self.experts_per_token as u64)
     }
@@ -98,25 +101,26 @@ impl ModelFootprint {
     }
 }
 
-/// The machine's limits, in bytes; `None` where the system does not say.
+/// Memory limits of the machine, in bytes. `None` if the system does not report one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct MachineLimits {
     pub ram: Option<u64>,
-    /// The GPU's recommended working set (Metal), or what is free on the card (CUDA).
+    /// Recommended working set of the GPU (Metal), or free memory of the card (CUDA).
     pub gpu: Option<u64>,
-    /// The control group's limit.
+    /// Limit of the control group.
     pub cgroup: Option<u64>,
-    /// Memory of this process apart from the plan's other terms: code, tokenizer, threads.
+    /// Memory of this process outside the other terms of the plan: code, tokenizer, threads.
     pub process: u64,
 }
 
-/// What is `resident` before the weights are, 1/8 and 16 MiB more for what serving adds.
+/// Memory of the process while it serves: `resident` before the weights are loaded, plus 1/8, plus 16 MiB.
 fn process_memory(resident: u64) -> u64 {
     resident + resident / 8 + (16 << 20)
 }
 
 impl MachineLimits {
-    /// This machine's limits. Call it when the tokenizer is loaded and the weights are not: what is in use is the process's.
+    /// Limits of this machine. Call it after the tokenizer is loaded and before the weights are: the memory in use then is
+    /// the memory of the process itself.
     pub fn here(gpu: Option<u64>) -> Self {
         Self {
             ram: os::total_memory(),
@@ -126,9 +130,9 @@ impl MachineLimits {
         }
     }
 
-    /// The limit to plan with: what the user asked for, else 75 % of RAM; never above RAM, 10/11 of the control group's limit
-    /// (beyond that the kernel's own use could get us killed), or 2 GiB less than the GPU recommends (what the window server
-    /// and Metal itself take counts, too, and a little above it a command buffer fails for want of memory).
+    /// The limit to plan with: the user's value, or 75 % of RAM. It is at most RAM, at most 10/11 of the control group's limit
+    /// (the kernel's own memory counts toward that one, and the kernel kills at the limit), and at most the GPU's working set
+    /// less 2 GiB (the window server and Metal use it as well, and slightly above it command buffers fail).
     fn choose(&self, asked: Option<u64>) -> (u64, LimitSource) {
         let ram = self.ram.map(|ram| (if asked.is_some() { ram } else { ram / 4 * 3 }, LimitSource::Ram));
         let gpu = self.gpu.map(|gpu| (gpu.saturating_sub(GPU_RESERVE), LimitSource::Gpu));
@@ -139,7 +143,7 @@ impl MachineLimits {
     }
 }
 
-/// The limit that was the least.
+/// Which limit was the smallest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LimitSource {
@@ -150,35 +154,35 @@ pub enum LimitSource {
     Fallback,
 }
 
-/// The user's settings; `None` is the default described at the top.
+/// The user's settings. `None` selects the default that the module describes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct PlanOptions {
     pub limit: Option<u64>,
-    /// `--stream-experts`: auto is resident if all experts fit, else streaming; on streams even then; off is resident
-    /// or a refusal.
+    /// `--stream-experts`. `Auto` streams if not all experts fit. `On` always streams. `Off` never streams and refuses a model
+    /// that does not fit.
     pub stream: Switch,
     pub context: Option<usize>,
     pub chunk: Option<usize>,
     pub prompt_cache: Option<u64>,
-    /// Sequences that are held at once, all of the same context; 0 is one.
+    /// Number of sequences in memory, all with the same context. 0 means 1.
     pub sequences: usize,
-    /// Requests come over HTTP, so memory is set aside for their bodies and for tokenizing them.
+    /// Reserve memory for HTTP requests: their bodies and tokenization.
     pub serving: bool,
-    /// Buffered expert reads: the page cache serves the experts, so while streaming the slots stay few (two tokens'
-    /// working sets) and the rest of the limit is left to the page cache.
+    /// Expert reads go through the page cache. While streaming, the plan then keeps few slots (experts of two tokens) and
+    /// leaves the rest of the limit to the page cache.
     pub buffered: bool,
 }
 
-/// Experts are read once, or as they are asked for.
+/// Residency of the experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Strategy {
-    /// Every expert has its slot, filled once, never evicted.
+    /// Every expert has a slot that is filled once and never evicted.
     Resident,
     Streaming,
 }
 
-/// The contents of memory: bytes, but for `slots`, `context` (tokens) and `chunk` (rows).
+/// Division of the memory. In bytes, except `slots`, `context` (tokens) and `chunk` (rows).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
     pub strategy: Strategy,
@@ -189,26 +193,26 @@ pub struct Plan {
     pub kv: u64,
     pub state: u64,
     pub workspace: u64,
-    /// The draft: its weights, its context, the hidden rows that it follows.
+    /// The draft: weights, context, and the hidden rows that it reads.
     pub draft: u64,
-    /// Bodies of requests, and what becomes of them up to their tokens (servers only).
+    /// Request bodies and their processing up to tokens. Servers only.
     pub requests: u64,
     pub prompt_cache: u64,
-    /// The slab of all slots.
+    /// The slab that holds all slots.
     pub experts: u64,
-    /// Left to the page cache (buffered streaming only).
+    /// Left to the page cache. Only for buffered streaming.
     pub page_cache: u64,
     pub slots: usize,
-    /// The part of all experts that has a slot: 0 to 1.
+    /// Share of all experts that have a slot, 0 to 1.
     pub residency: f64,
-    /// The model's size with every expert in memory, over the limit: above 1 it must stream.
+    /// Size of the model with every expert in memory, divided by the limit. Above 1 the model must stream.
     pub overcommit: f64,
     pub context: usize,
     pub chunk: usize,
 }
 
 impl Plan {
-    /// All that the plan commits: at most `limit`.
+    /// Sum of all parts. At most `limit`.
     pub fn total(&self) -> u64 {
         self.process
             + self.trunk
@@ -221,10 +225,20 @@ impl Plan {
             + self.experts
     }
 
-    /// Plans `shape` under `limits` as `options` say.
+    /// Number of pages of `bytes` each: those of the context and those of the prompt cache.
+    pub fn pages(&self, bytes: u64) -> usize {
+        usize::try_from((self.kv + self.prompt_cache / PROMPT_CACHE_PAGES) / bytes.max(1)).unwrap_or(usize::MAX)
+    }
+
+    /// Number of states of `bytes` each in the rest of the prompt cache.
+    pub fn states(&self, bytes: u64) -> u64 {
+        (self.prompt_cache - self.prompt_cache / PROMPT_CACHE_PAGES).checked_div(bytes).unwrap_or(0)
+    }
+
+    /// Plans memory for `shape` within `limits`.
     ///
     /// # Errors
-    /// `ModelError::Memory` with the sum in words if not even the smallest working set fits.
+    /// `ModelError::Memory` with the sum if the smallest plan exceeds the limit.
     pub fn new(shape: &ModelFootprint, limits: &MachineLimits, options: &PlanOptions) -> Result<Self, ModelError> {
         let (limit, limit_from) = limits.choose(options.limit);
         let all = shape.total_experts();
@@ -238,7 +252,7 @@ impl Plan {
         let requests = if options.serving { (limit / 16).clamp(REQUESTS[0], REQUESTS[1]) } else { 0 };
         let slots = if options.stream == Switch::Off { all } else { shape.working_set().min(all) };
 
-        // Nothing of a plan is beyond counting, once its least sum is not beyond the limit.
+        // The sum saturates. If it is within the limit, no term overflowed.
         let fixed = [limits.process, shape.trunk, state, shape.workspace_fixed, draft, requests, prompt_cache];
         let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
         let least = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
@@ -260,7 +274,7 @@ impl Plan {
             return Err(ModelError::Memory(asked.to_string()));
         };
 
-        // The shares are of `spare`, not of what rounding leaves of it: so more memory never means less of anything.
+        // Shares are computed from `spare`, not from what rounding leaves, so that more memory never shrinks any part.
         let kv_share = (spare / 16).min(kv.bytes(kv.short - kv.floor));
         let rows_share = (spare / 8).min(rows.bytes(rows.short - rows.floor));
         let cache_share = if options.prompt_cache.is_some() { 0 } else { (spare / 16).min(PROMPT_CACHE) };
@@ -301,14 +315,14 @@ impl Plan {
     }
 }
 
-/// A count that a plan may choose (tokens of context, rows of a chunk), and the cost of each.
+/// A count that the plan chooses (tokens of context, rows of a chunk), with the bytes per unit.
 #[derive(Clone, Copy)]
 struct CountRange {
-    /// At least so many.
+    /// Minimum.
     floor: u64,
-    /// At most so many while experts lack slots.
+    /// Maximum while experts lack slots.
     short: u64,
-    /// At most so many in any case.
+    /// Maximum in all cases.
     most: u64,
     each: u64,
 }
@@ -325,14 +339,14 @@ impl CountRange {
         count.saturating_mul(self.each)
     }
 
-    /// The floor and what `extra` bytes add to it, in steps of `step`.
+    /// The minimum plus what `extra` bytes allow, rounded down to a multiple of `step`.
     fn count(&self, extra: u64, step: u64) -> u64 {
         let count = self.floor.saturating_add(extra.checked_div(self.each).unwrap_or(u64::MAX));
         if count >= self.most { self.most } else { (count - count % step).max(self.floor) }
     }
 }
 
-/// The refusal of a plan: the sum, in words.
+/// A refused plan. Displays the sum of its parts.
 struct PlanRefusal<'a> {
     shape: &'a ModelFootprint,
     limits: &'a MachineLimits,
@@ -355,7 +369,7 @@ impl fmt::Display for PlanRefusal<'_> {
             LimitSource::Ram => "this machine's memory",
             LimitSource::Gpu => "the GPU's recommended working set",
             LimitSource::Cgroup => "the control group's limit",
-            LimitSource::Fallback => "assumed, as the system does not tell its memory",
+            LimitSource::Fallback => "assumed, because the system does not report its memory",
         };
         let shape = self.shape;
         write!(f, "the model does not fit in {} ({from}): trunk {}", Size(self.limit), Size(shape.trunk))?;
@@ -381,7 +395,7 @@ impl fmt::Display for PlanRefusal<'_> {
         write!(f, " {experts} + the program itself {process} = {}", Size(self.least))?;
         match self.limit_from {
             LimitSource::Cgroup => write!(f, "; raise the group's limit"),
-            _ => write!(f, "; --memory-limit {}M or more would do", self.least.div_ceil(1 << 20)),
+            _ => write!(f, "; use --memory-limit {}M or more", self.least.div_ceil(1 << 20)),
         }?;
         if self.options.stream == Switch::Off {
             write!(f, ", or --stream-experts auto")?;

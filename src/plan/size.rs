@@ -1,8 +1,8 @@
-//! Bytes in words.
+//! Formats byte counts.
 
 use std::fmt;
 
-/// A number of bytes, for people.
+/// A byte count, displayed as `1.50 GiB`.
 pub struct Size(pub u64);
 
 impl fmt::Display for Size {

@@ -37,7 +37,7 @@ fn plan(limit: u64) -> Plan {
 }
 
 #[test]
-fn the_limit_is_the_least_that_applies() {
+fn smallest_limit_applies() {
     let mut limits = limits();
     assert_eq!(limits.choose(None), (48 * GIB, LimitSource::Ram));
     assert_eq!(limits.choose(Some(GIB)), (GIB, LimitSource::Asked));
@@ -54,12 +54,12 @@ fn the_limit_is_the_least_that_applies() {
 }
 
 #[test]
-fn the_process_has_an_eighth_and_sixteen_mebibytes_to_grow() {
+fn process_memory_leaves_room_to_grow() {
     assert_eq!([0, 80 * MIB].map(process_memory), [16 * MIB, 106 * MIB]);
 }
 
 #[test]
-fn everything_fits_in_a_large_machine() {
+fn model_that_fits_is_resident() {
     let plan = plan(40 * GIB);
     assert_eq!(plan.strategy, Strategy::Resident);
     assert_eq!(plan.slots, 40 * 256);
@@ -68,20 +68,20 @@ fn everything_fits_in_a_large_machine() {
 }
 
 #[test]
-fn a_small_machine_streams() {
+fn model_that_does_not_fit_streams() {
     let plan = plan(8 * GIB);
     assert_eq!(plan.strategy, Strategy::Streaming);
     assert!(plan.slots > 2700 && plan.slots < 3900, "{}", plan.slots);
     assert!(plan.context >= 4096 && plan.context <= 32768);
     assert!(plan.overcommit > 2.0, "{}", plan.overcommit);
-    // The rest beside the shares goes to the slots: at most one slot and two rounding steps stay free.
+    // Everything beyond the shares goes to slots. At most one slot and two rounding steps stay free.
     let shape = model_35b();
     let rounding = shape.slot + 256 * shape.kv_per_token + 64 * shape.workspace_per_row;
     assert!(plan.limit - plan.total() <= rounding);
 }
 
 #[test]
-fn a_refusal_says_the_sum_and_what_would_do() {
+fn refusal_states_sum_and_sufficient_limit() {
     let options = PlanOptions { limit: Some(2 * GIB), ..PlanOptions::default() };
     let text = Plan::new(&model_35b(), &limits(), &options).unwrap_err().to_string();
     assert!(text.contains("2.00 GiB (--memory-limit)"), "{text}");
@@ -93,7 +93,7 @@ fn a_refusal_says_the_sum_and_what_would_do() {
     assert!(Plan::new(&model_35b(), &limits(), &options).is_err());
 }
 
-/// With round numbers, so that a plan can be computed by hand.
+/// Round numbers, so that a plan can be computed by hand.
 fn small() -> ModelFootprint {
     ModelFootprint {
         trunk: 100 * MIB,
@@ -114,13 +114,13 @@ fn small() -> ModelFootprint {
 }
 
 #[test]
-fn each_part_is_as_computed_by_hand() {
+fn parts_match_hand_computed_plan() {
     let limits = MachineLimits { ram: Some(GIB), gpu: None, cgroup: None, process: 10 * MIB };
     let options = PlanOptions { limit: Some(320 * MIB), serving: true, ..PlanOptions::default() };
     let plan = Plan::new(&small(), &limits, &options).unwrap();
-    // The least: 10 + 100 + 3 + 5 + 7 + 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB and 256 rows of 8 KiB: 171 MiB. Of
-    // the spare 149, the context and the cache get a sixteenth each, the chunk as much as it may have at most, 14, and the slots
-    // 116.4: 58 more.
+    // Smallest plan: 10 + 100 + 3 + 5 + 7, 20 for requests, 8 slots of 2, 4096 tokens of 2 KiB and 256 rows of 8 KiB: 171 MiB.
+    // Of the 149 MiB left, the context and the cache get 1/16 each, the chunk its maximum of 14 MiB, and the slots 116.4
+    // MiB: 58 more.
     let (context, chunk) = (4096 + 4608, 256 + 1792);
     let expected = Plan {
         strategy: Strategy::Streaming,
@@ -145,7 +145,7 @@ fn each_part_is_as_computed_by_hand() {
     assert_eq!(plan, expected);
     assert_eq!(plan.total(), 3_193_125 * MIB / 10_000);
 
-    // With half as many experts all have a slot, and the 4.4 MiB that they leave go to the context.
+    // With half as many experts, all have a slot. The 4.4 MiB left go to the context.
     let plan = Plan::new(&ModelFootprint { experts: 16, ..small() }, &limits, &options).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.residency), (Strategy::Resident, 64, 1.0));
     assert_eq!((plan.context, plan.chunk), (4096 + 6912, 2048));
@@ -153,13 +153,13 @@ fn each_part_is_as_computed_by_hand() {
     let plan = Plan::new(&small(), &limits, &PlanOptions { prompt_cache: Some(6 * MIB), ..options }).unwrap();
     assert_eq!((plan.prompt_cache, plan.slots), (6 * MIB, 8 + (129 * MIB - 143 * MIB / 16) as usize / (2 << 20)));
 
-    // Without what is for requests the least is 151 MiB, and an eighth of 64 more are 1024 rows.
+    // Without requests the smallest plan is 151 MiB. 1/8 of the other 64 MiB is 1024 rows.
     let plan = Plan::new(&small(), &limits, &PlanOptions { limit: Some(215 * MIB), ..PlanOptions::default() }).unwrap();
     assert_eq!(plan.chunk, 256 + 1024);
 }
 
 #[test]
-fn pages_are_the_contexts_and_a_quarter_of_the_cache() {
+fn pages_cover_context_and_quarter_of_cache() {
     let options = PlanOptions {
         limit: Some(320 * MIB),
         context: Some(4096),
@@ -167,20 +167,20 @@ fn pages_are_the_contexts_and_a_quarter_of_the_cache() {
         ..PlanOptions::default()
     };
     let plan = Plan::new(&small(), &limits(), &options).unwrap();
-    // 256 positions of 1024 bytes: 16 for the context, and 6 of 1.5 MiB.
+    // 256 positions of 1024 bytes: 16 for the context and 6 from 1.5 MiB of the cache.
     assert_eq!((plan.kv, plan.pages(256 * 1024), plan.states(MIB)), (4 * MIB, 16 + 6, 4));
     assert_eq!(Plan { prompt_cache: 0, ..plan }.pages(256 * 1024), 16);
 }
 
 #[test]
-fn while_experts_lack_slots_the_context_and_the_chunk_grow_to_a_bound() {
+fn streaming_plan_bounds_context_and_chunk() {
     let options = PlanOptions { limit: Some(4 * GIB), ..PlanOptions::default() };
     let plan = Plan::new(&ModelFootprint { experts: 4096, ..small() }, &limits(), &options).unwrap();
     assert_eq!((plan.strategy, plan.context, plan.chunk), (Strategy::Streaming, 32768, 2048));
 }
 
 #[test]
-fn a_refusal_names_what_is_there_and_nothing_else() {
+fn refusal_names_only_parts_that_exist() {
     let options = PlanOptions { limit: Some(100 * MIB), ..PlanOptions::default() };
     let why =
         |shape: &ModelFootprint, options: &PlanOptions| Plan::new(shape, &limits(), options).unwrap_err().to_string();
@@ -193,25 +193,26 @@ fn a_refusal_names_what_is_there_and_nothing_else() {
 }
 
 #[test]
-fn one_miss_in_four_is_as_slow_as_computed_by_hand() {
+fn estimate_matches_hand_computed_misses() {
     let shape =
         ModelFootprint { trunk: 5000, gathered: 1000, expert: 1000, layers: 3, experts_per_token: 2, ..small() };
     let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6, cache: 4e3 };
     let overhead = Overhead { layer: 0.05, token: 0.2 };
     let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.0 }, overhead);
-    // The trunk takes 0.4 s, the state 0.1. Both hit: 0.2 s to compute. One missed: the latency and one expert. Both missed: a second of reading and one expert.
+    // The trunk takes 0.4 s, the state 0.1. Both hit: 0.2 s of computation. One missed: the latency and one expert. Both
+    // missed: one second of reading and one expert.
     let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
     assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
     assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
-    // The page cache has half of what missed: none or one of both from there, a quarter of a second each.
+    // Half of the misses are in the page cache: none, one or both come from there, a quarter of a second each.
     let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.5 }, overhead);
-    let one = 1.0 / 7.0; // From the page cache, if it is not from the disk.
+    let one = 1.0 / 7.0; // Probability of the page cache, given that the disk is not needed.
     let layer = 0.765625 * (0.2f64).max(2.0 * one * 0.25 + 0.1 * (1.0 - (6.0f64 / 7.0).powi(2)))
         + 0.21875 * (0.7 + one * 0.25)
         + 0.015625 * 1.1;
     assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
     assert!((found.disk_bytes_per_token - 750.0).abs() < 1e-9, "{found:?}");
-    // The head goes at the memory's rate.
+    // The head is read at memory bandwidth.
     let shape = ModelFootprint { head: 3000, ..shape };
     let memory = Bandwidth { memory: 3e4, ..bandwidth };
     let [whole, apart] = [bandwidth, memory].map(|bandwidth| {
@@ -222,7 +223,7 @@ fn one_miss_in_four_is_as_slow_as_computed_by_hand() {
 }
 
 #[test]
-fn stream_experts_on_and_off() {
+fn stream_experts_switch_forces_strategy() {
     let mut options = PlanOptions { limit: Some(40 * GIB), stream: Switch::On, ..PlanOptions::default() };
     let on = Plan::new(&model_35b(), &limits(), &options).unwrap();
     assert_eq!((on.strategy, on.slots), (Strategy::Streaming, 40 * 256));
@@ -232,7 +233,7 @@ fn stream_experts_on_and_off() {
 }
 
 #[test]
-fn buffered_reads_leave_memory_to_the_page_cache() {
+fn buffered_reads_leave_memory_to_page_cache() {
     let options = PlanOptions { limit: Some(8 * GIB), buffered: true, ..PlanOptions::default() };
     let plan = Plan::new(&model_35b(), &limits(), &options).unwrap();
     assert_eq!(plan.slots, 2 * 320);
@@ -241,7 +242,7 @@ fn buffered_reads_leave_memory_to_the_page_cache() {
 }
 
 #[test]
-fn every_sequence_counts() {
+fn sequences_multiply_kv_and_state() {
     let options = PlanOptions { limit: Some(8 * GIB), context: Some(8192), ..PlanOptions::default() };
     let one = Plan::new(&model_35b(), &limits(), &options).unwrap();
     let three = Plan::new(&model_35b(), &limits(), &PlanOptions { sequences: 3, ..options }).unwrap();
@@ -251,7 +252,7 @@ fn every_sequence_counts() {
 }
 
 #[test]
-fn a_dense_model_has_no_slots() {
+fn dense_model_has_no_slots() {
     let shape = ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
     let plan = Plan::new(&shape, &limits(), &PlanOptions::default()).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.experts), (Strategy::Resident, 0, 0));
@@ -260,7 +261,7 @@ fn a_dense_model_has_no_slots() {
 }
 
 #[test]
-fn sizes_in_words() {
+fn sizes_are_formatted() {
     let words = [0, 1023, 1536, 5 << 20, 3 << 29].map(|bytes| Size(bytes).to_string());
     assert_eq!(words, ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "1.50 GiB"]);
 }
@@ -298,7 +299,7 @@ fn options() -> impl proptest::strategy::Strategy<Value = PlanOptions> {
 }
 
 #[test]
-fn requests_have_their_part_where_they_are_served() {
+fn requests_are_reserved_only_when_serving() {
     let options = |limit| PlanOptions { limit: Some(limit), serving: true, ..PlanOptions::default() };
     let at = |limit| Plan::new(&model_35b(), &limits(), &options(limit)).unwrap();
     assert_eq!([3 * GIB, 40 * GIB].map(|limit| at(limit).requests), [128 << 20; 2]);
@@ -309,7 +310,7 @@ fn requests_have_their_part_where_they_are_served() {
 }
 
 #[test]
-fn sizes_beyond_counting_are_refused() {
+fn overflowing_sizes_are_refused() {
     let limit = Some(8 * GIB);
     for options in [
         PlanOptions { limit, context: Some(1 << 62), ..PlanOptions::default() },
@@ -325,7 +326,7 @@ fn sizes_beyond_counting_are_refused() {
 
 proptest! {
     #[test]
-    fn the_sum_never_exceeds_the_limit(shape in shapes(), options in options(), limit in 0u64..200 << 30) {
+    fn sum_never_exceeds_limit(shape in shapes(), options in options(), limit in 0u64..200 << 30) {
         let limits = MachineLimits { process: 50 << 20, ..MachineLimits::default() };
         let Ok(plan) = Plan::new(&shape, &limits, &PlanOptions { limit: Some(limit), ..options }) else { return Ok(()) };
         prop_assert_eq!(plan.limit, limit);
@@ -339,13 +340,13 @@ proptest! {
     }
 
     #[test]
-    fn more_memory_never_means_less_of_anything(
+    fn more_memory_never_shrinks_any_part(
         shape in shapes(), options in options(), limit in 0u64..100 << 30, more in 0u64..20 << 30,
     ) {
         let limits = MachineLimits { process: 50 << 20, ..MachineLimits::default() };
         let at = |limit| Plan::new(&shape, &limits, &PlanOptions { limit: Some(limit), ..options });
         let Ok(small) = at(limit) else { return Ok(()) };
-        let large = at(limit + more).expect("what fits in less fits in more");
+        let large = at(limit + more).expect("a plan that fits in less memory fits in more");
         prop_assert!(large.slots >= small.slots);
         prop_assert!(large.context >= small.context);
         prop_assert!(large.chunk >= small.chunk);
