@@ -12,6 +12,7 @@
 mod admin;
 mod anthropic;
 mod errors;
+mod generate;
 mod health;
 mod layers;
 mod models;

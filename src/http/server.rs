@@ -63,7 +63,7 @@ pub fn router(state: Arc<ServerState>) -> Router {
     };
     router
         .layer(from_fn_with_state(state.clone(), request_log::log_request))
-        .layer(from_fn(messages::shape))
+        .layer(from_fn(messages::convert_errors))
         .with_state(state)
 }
 

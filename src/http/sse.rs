@@ -1,7 +1,8 @@
-//! Server-sent events. A stream is written by a future that runs inside the response's body: no task of its own, no
-//! channel between. The future runs when the connection wants more and stops where the connection stops, and it is
-//! dropped with it, so a client that leaves takes its generation along. Text generated while the connection was busy
-//! goes out together; otherwise each token is sent as it comes.
+//! Server-sent events, written by a future that runs inside the response body.
+//!
+//! There is no separate task and no channel. The future runs when the connection can send more, and it is dropped with the
+//! connection, so a client that disconnects cancels its generation. Text that is generated while the connection is busy is
+//! sent as one piece. Otherwise each token is sent when it arrives.
 
 use crate::http::errors::ApiError;
 use axum::{
@@ -23,11 +24,11 @@ use std::{
 use tokio::time::{Instant, Sleep};
 use tokio_stream::{Stream, StreamExt};
 
-/// After this much silence (a place far back in the queue, a long prefill, a tool call that is not yet sure to be one) a
-/// comment keeps clients and proxies from hanging up.
+/// Clients and proxies close silent connections, so a comment is sent after this much silence. Reasons for silence are a
+/// full queue, a long prompt, or text that may become a tool call.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
-/// Bytes that are written and not yet sent. The lock is never contended: writer and reader are one task.
+/// Bytes that have been written but not sent. The lock is never contended, because the same task writes and reads.
 #[derive(Clone, Default)]
 pub struct Frames(Arc<Mutex<Vec<u8>>>);
 
@@ -54,38 +55,38 @@ impl Frames {
         match serde_json::to_writer(&mut *buffer, value) {
             Ok(()) => buffer.extend_from_slice(b"\n\n"),
             Err(error) => {
-                // Only a map with keys that are not strings could do that, and there is none.
-                tracing::error!(%error, "a chunk could not be written");
+                // Happens only for maps with keys that are not strings, and no frame has such a map.
+                tracing::error!(%error, "cannot serialize a stream event; the event is skipped");
                 buffer.truncate(start);
             }
         }
     }
 
-    /// The end of a complete answer.
+    /// Ends a complete answer: `data: [DONE]`.
     pub fn done(&self) {
         self.0.lock().extend_from_slice(b"data: [DONE]\n\n");
     }
 
-    /// The end of an answer that broke off.
+    /// Ends an incomplete answer with OpenAI's error object.
     pub fn error(&self, error: &ApiError) {
         self.data(&error.body());
     }
 }
 
-/// A response whose body is what `write` writes, as it writes it.
+/// A response that streams the frames that `write` writes.
 pub fn respond<F: Future<Output = ()> + Send + 'static>(write: impl FnOnce(Frames) -> F) -> Response {
-    let body = Written::new(write, KEEP_ALIVE);
+    let body = SseBody::new(write, KEEP_ALIVE);
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream")),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
-        // nginx would collect the frames before it passes them on.
+        // Without it nginx buffers the frames.
         (header::HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
     ];
     (headers, Body::from_stream(body)).into_response()
 }
 
-/// A stream that begins before it is known what it says: comments, then what the body of `answer` says, or its refusal as
-/// `error` writes it.
+/// A stream that starts before the response of `answer` is known. It sends comments while it waits and then the body of that
+/// response. `error` writes a refusal.
 pub fn later(
     answer: impl Future<Output = Result<Response, ApiError>> + Send + 'static,
     error: fn(&Frames, &ApiError),
@@ -97,30 +98,30 @@ pub fn later(
         };
         while let Some(Ok(bytes)) = body.next().await {
             out.0.lock().extend_from_slice(&bytes);
-            // Sent before more is taken: what the body holds stays its own, and counted, until the client wants it.
+            // Sends these bytes before it takes more: the rest stays in the body, where its memory is counted.
             tokio::task::yield_now().await;
         }
     })
 }
 
-/// The body: what a future writes, and a comment after `keep_alive` of silence.
-struct Written<F> {
+/// Streams what a future writes, and a comment after `keep_alive` of silence.
+struct SseBody<F> {
     writer: Option<Pin<Box<F>>>,
     frames: Frames,
     keep_alive: Duration,
     sent: Instant,
-    alarm: Pin<Box<Sleep>>,
+    timer: Pin<Box<Sleep>>,
 }
 
-impl<F: Future<Output = ()>> Written<F> {
+impl<F: Future<Output = ()>> SseBody<F> {
     fn new(write: impl FnOnce(Frames) -> F, keep_alive: Duration) -> Self {
         let frames = Frames::default();
         let writer = Some(Box::pin(write(frames.clone())));
-        Self { writer, frames, keep_alive, sent: Instant::now(), alarm: Box::pin(tokio::time::sleep(keep_alive)) }
+        Self { writer, frames, keep_alive, sent: Instant::now(), timer: Box::pin(tokio::time::sleep(keep_alive)) }
     }
 }
 
-impl<F: Future<Output = ()>> Stream for Written<F> {
+impl<F: Future<Output = ()>> Stream for SseBody<F> {
     type Item = Result<Bytes, Infallible>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context) -> Poll<Option<Self::Item>> {
@@ -136,15 +137,15 @@ impl<F: Future<Output = ()>> Stream for Written<F> {
         if this.writer.is_none() {
             return Poll::Ready(None);
         }
-        // The alarm is set anew only when it rings, not with every token.
-        while this.alarm.as_mut().poll(context).is_ready() {
+        // The timer is reset only when it fires, not for every token.
+        while this.timer.as_mut().poll(context).is_ready() {
             let due = this.sent + this.keep_alive;
             if due > Instant::now() {
-                this.alarm.as_mut().reset(due);
+                this.timer.as_mut().reset(due);
                 continue;
             }
             this.sent = Instant::now();
-            this.alarm.as_mut().reset(this.sent + this.keep_alive);
+            this.timer.as_mut().reset(this.sent + this.keep_alive);
             return Poll::Ready(Some(Ok(Bytes::from_static(b": keep-alive\n\n"))));
         }
         Poll::Pending
@@ -165,28 +166,28 @@ mod tests {
             frames.data(&2);
             frames.done();
         };
-        let chunks: Vec<_> = Written::new(write, beat).map(|chunk| chunk.unwrap()).collect().await;
+        let chunks: Vec<_> = SseBody::new(write, beat).map(|chunk| chunk.unwrap()).collect().await;
         let text = String::from_utf8(chunks.concat()).unwrap();
         assert_eq!(text, "data: 1\n\n: keep-alive\n\n: keep-alive\n\ndata: 2\n\ndata: [DONE]\n\n");
     }
 
     #[tokio::test]
-    async fn silence_begins_with_the_last_frame_whenever_the_alarm_was_set() {
+    async fn silence_starts_at_the_last_frame() {
         let write = |frames: Frames| async move {
             frames.data(&1);
             std::future::pending::<()>().await;
         };
-        let mut body = Written::new(write, Duration::from_secs(3600));
+        let mut body = SseBody::new(write, Duration::from_secs(3600));
         assert_eq!(body.next().await.unwrap().unwrap(), "data: 1\n\n");
-        // The alarm rings long before there was an hour of silence.
-        body.alarm.as_mut().reset(Instant::now());
+        // The timer fires long before an hour of silence.
+        body.timer.as_mut().reset(Instant::now());
         let more = tokio::time::timeout(Duration::from_millis(50), body.next()).await;
         assert!(more.is_err(), "{more:?}");
-        assert!(body.alarm.deadline() > Instant::now(), "it was set anew");
+        assert!(body.timer.deadline() > Instant::now(), "the timer was not reset");
     }
 
     #[tokio::test]
-    async fn each_frame_is_sent_as_it_is_written_and_the_writer_goes_with_the_body() {
+    async fn dropped_body_drops_the_writer() {
         let alive = Arc::new(());
         let held = alive.clone();
         let response = respond(|frames| async move {
@@ -205,7 +206,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_that_waited_is_taken_piece_by_piece() {
+    async fn later_body_is_read_piece_by_piece() {
         let taken = Arc::new(Mutex::new(0));
         let count = taken.clone();
         let pieces = tokio_stream::iter(0..3).map(move |piece| {

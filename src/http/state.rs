@@ -6,7 +6,7 @@ use crate::{
         health::StorageHealth,
         layers::{memory::RequestMemory, origin::OriginPolicy, timeouts::Timeouts},
         models::{HostedModel, LoadedModel, ModelHost},
-        openai::responses::Store,
+        openai::responses::ResponseStore,
     },
     metrics::Metrics,
 };
@@ -38,7 +38,7 @@ pub struct ServerState {
     /// Keep the billing header of Claude Code in the prompt.
     pub keep_billing_header: bool,
     /// Responses that `previous_response_id` can name.
-    pub responses: Store,
+    pub responses: ResponseStore,
     pub models: ModelHost,
     is_shutting_down: AtomicBool,
 }
@@ -56,7 +56,7 @@ impl ServerState {
             timeouts: Timeouts::default(),
             storage_health: Arc::default(),
             keep_billing_header: false,
-            responses: Store::within(memory.clone()),
+            responses: ResponseStore::within(memory.clone()),
             memory,
             models: ModelHost::default(),
             is_shutting_down: AtomicBool::new(false),

@@ -4,12 +4,7 @@ use crate::http::{
     ServerState,
     errors::ApiError,
     output::completion_logprobs,
-    request::{
-        body,
-        continue_final::Mark,
-        messages::{self, Chat},
-        sampling,
-    },
+    request::{ChatPrompt, body, continue_final::EndMarker, messages, sampling_params as params, tools},
 };
 use axum::{Json, body::Body, extract::State};
 use serde::{Deserialize, Serialize};
@@ -67,18 +62,19 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<TokenizeRequest>(&state, body).await?;
     let app = state.model(request.model.as_deref()).await?;
-    sampling::model(request.model.as_deref(), &app.card)?;
+    params::check_model(request.model.as_deref(), &app.card)?;
     let text = match (request.prompt.or(request.content), request.messages) {
         (Some(prompt), None) => prompt,
         (None, Some(messages)) => {
-            let mut messages = messages::messages(messages)?;
-            let goes_on = request.continue_final_message.unwrap_or(false);
-            let chat = Chat {
-                open: if goes_on { Some(Mark::put(&mut messages)?) } else { None },
+            let mut messages = messages::checked(messages)?;
+            let continues = request.continue_final_message.unwrap_or(false);
+            let chat = ChatPrompt {
+                end_marker: if continues { Some(EndMarker::insert(&mut messages)?) } else { None },
                 messages,
-                tools: messages::tools(request.tools, None)?,
+                tools: tools::offered(request.tools, None)?,
                 kwargs: request.chat_template_kwargs.unwrap_or_default(),
-                add_generation_prompt: request.add_generation_prompt.unwrap_or(!goes_on),
+                add_generation_prompt: request.add_generation_prompt.unwrap_or(!continues),
+                default_thinking: None,
             };
             app.render(&mut permit, chat).await?.0
         }
@@ -108,8 +104,8 @@ pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Re
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<DetokenizeRequest>(&state, body).await?;
     let app = state.model(request.model.as_deref()).await?;
-    sampling::model(request.model.as_deref(), &app.card)?;
-    let ids = sampling::ids("tokens", &request.tokens, app.engine.vocab())?;
+    params::check_model(request.model.as_deref(), &app.card)?;
+    let ids = params::token_ids("tokens", &request.tokens, app.engine.vocab())?;
     permit.grow(ids.iter().map(|&id| app.tokenizer.token_bytes(id).len() * DECODED).sum())?;
     let text = completion_logprobs::text(&app.tokenizer, &ids);
     Ok(Json(Detokenized { content: text.clone(), prompt: text }))

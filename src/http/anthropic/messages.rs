@@ -1,37 +1,32 @@
-//! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, translated into a [`super::conversation`] and
-//! back. `request` is the way in, `answer` the way out.
-//!
-//! Choices of this server: without `thinking` the model does not reason, as Anthropic documents it, unless the server
-//! was started with `--thinking on`; a signature of a thinking block is never checked; what a tool's error was is in its
-//! text.
+//! `POST /v1/messages` and `/v1/messages/count_tokens`.
 
-use super::{
-    answer::{self, Answer},
-    request::MessagesRequest,
-};
 use crate::http::{
-    LoadedModel, ServerState,
+    ServerState,
+    anthropic::{
+        renderer::{MessagesRenderer, error_object},
+        request::MessagesRequest,
+    },
     errors::ApiError,
+    generate::generate,
     layers::{
         memory::MemoryPermit,
-        request_log::{REQUEST_ID, RequestLog, unique_id},
+        request_log::{REQUEST_ID, RequestLog},
     },
-    output::parts,
-    request::{body, fields},
-    sse::Frames,
+    models::LoadedModel,
+    request::{body, fields, sampling_params},
 };
 use axum::{
     Extension, Json,
     body::Body,
     extract::{Request, State},
-    http::HeaderName,
+    http::{HeaderName, header},
     middleware::Next,
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Anthropic's name for the request's id.
+/// Anthropic's name of the request id header.
 static ANTHROPIC_ID: HeaderName = HeaderName::from_static("request-id");
 
 pub async fn messages(
@@ -44,59 +39,46 @@ pub async fn messages(
     if request.max_tokens.is_none() {
         return Err(ApiError::invalid("max_tokens", "max_tokens: Field required"));
     }
-    let (lease, streams) = (state.models.lease(request.model()).await?, request.streams());
-    let error = |out: &Frames, failure: &ApiError| out.event("error", &answer::error(failure));
-    lease.respond(log.deadline, streams, error, move |app| reply(state, app, log, request, permit)).await
+    let request = request.into_generation(state.keep_billing_header)?;
+    let renderer = |model: &LoadedModel, _: &_| MessagesRenderer::new(model.card.id.clone());
+    generate(&state, log, request, permit, renderer).await
 }
 
-async fn reply(
-    state: Arc<ServerState>,
-    app: Arc<LoadedModel>,
-    log: Arc<RequestLog>,
-    request: MessagesRequest,
-    permit: MemoryPermit,
-) -> Result<Response, ApiError> {
-    let (streams, progress) = (request.streams(), request.tells_progress());
-    let conversation = request.conversation(state.keep_billing_header, app.thinking)?;
-    let transcript = conversation.submit(&app, &log, permit).await?;
-    let answer = Answer::new(format!("msg_{}", unique_id()), app.card.id.clone(), progress);
-    match streams {
-        true => Ok(parts::stream(transcript, answer, log)),
-        false => answer.whole(transcript).await,
-    }
-}
-
-/// The tokens that a request's prompt has, without generating anything.
+/// The number of tokens of a request's prompt, without generating anything.
 pub async fn count_tokens(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
     state.ensure_ready()?;
-    let (request, permit) = read(&state, body).await?;
-    let app = state.model(request.model()).await?;
-    let conversation = request.conversation(state.keep_billing_header, app.thinking)?;
-    Ok(Json(json!({"input_tokens": conversation.count(&app, permit).await?})))
+    let (request, mut permit) = read(&state, body).await?;
+    let name = request.model.clone();
+    let chat = request.into_prompt(state.keep_billing_header)?;
+    let model = state.model(name.as_deref()).await?;
+    sampling_params::check_model(name.as_deref(), &model.card)?;
+    let (prompt, _) = model.render(&mut permit, chat).await?;
+    let (ids, _) = model.tokenize(&mut permit, prompt, usize::MAX).await?;
+    Ok(Json(json!({"input_tokens": ids.len()})))
 }
 
-/// The request, and a share that has room for its translation, too.
+/// Reads a request. The permit also covers its translation.
 async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, MemoryPermit), ApiError> {
     let (request, mut permit) = body::known(state, body, fields::MESSAGES).await?;
     permit.grow(permit.bytes())?;
     Ok((request, permit))
 }
 
-/// Gives Anthropic's shape to whatever goes wrong under `/v1/messages`, a missing key or a wrong method included.
-pub async fn shape(request: Request, next: Next) -> Response {
-    let ours = request.uri().path().trim_start_matches("/v1").starts_with("/messages");
+/// Layer that converts every error of these paths to Anthropic's format, including a missing key and a wrong method.
+pub async fn convert_errors(request: Request, next: Next) -> Response {
+    let is_anthropic = request.uri().path().trim_start_matches("/v1").starts_with("/messages");
     let mut response = next.run(request).await;
-    if !ours {
+    if !is_anthropic {
         return response;
     }
     if let Some(error) = response.extensions_mut().remove::<ApiError>() {
-        let mut shaped = (error.status, Json(answer::error(&error))).into_response();
+        let mut converted = (error.status, Json(error_object(&error))).into_response();
         for (name, value) in response.headers() {
-            if !shaped.headers().contains_key(name) && name != axum::http::header::CONTENT_LENGTH {
-                shaped.headers_mut().append(name, value.clone());
+            if !converted.headers().contains_key(name) && name != header::CONTENT_LENGTH {
+                converted.headers_mut().append(name, value.clone());
             }
         }
-        response = shaped;
+        response = converted;
     }
     if let Some(id) = response.headers().get(&REQUEST_ID).cloned() {
         response.headers_mut().insert(ANTHROPIC_ID.clone(), id);

@@ -1,5 +1,9 @@
-//! Anthropic's API.
+//! Anthropic's Messages API, translated to and from a generation request.
+//!
+//! Decisions of this server: without `thinking` the model does not reason, as Anthropic documents it, unless the server was
+//! started with `--thinking on`. The signature of a thinking block is not checked. `is_error` of a tool result is ignored,
+//! because the text of the result says what failed.
 
-pub mod answer;
 pub mod messages;
-pub mod request;
+mod renderer;
+mod request;

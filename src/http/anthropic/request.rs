@@ -1,18 +1,18 @@
-//! Anthropic's request, made into a conversation.
+//! Anthropic's request, translated into a chat request.
 
 use crate::http::{
     errors::ApiError,
-    openai::types::{ChatRequest, Common, JsonSchema, OneOrMany, ResponseFormat},
-    request::conversation::{Conversation, assistant as message},
+    openai::types::{ChatRequest, CommonFields, JsonSchema, OneOrMany, ResponseFormat},
+    request::{ChatPrompt, GenerationRequest, PromptInput, messages},
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-/// Claude Code's line before its system prompt. It changes with every turn, so nothing after it could be reused, and
-/// it means nothing to a model.
-const BILLING: &str = "x-anthropic-billing-header:";
+/// Start of the first system block that Claude Code sends. It changes with every turn, so it would make the prompt cache
+/// useless, and it means nothing to a model.
+const BILLING_HEADER: &str = "x-anthropic-billing-header:";
 
-/// Names of chat completions' fields, and Anthropic's.
+/// Field names of chat completions and of Anthropic's API, for errors.
 const NAMES: &[(&str, &str)] = &[
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
@@ -23,32 +23,32 @@ const NAMES: &[(&str, &str)] = &[
     ("].function", "]"),
 ];
 
-/// Between two blocks of text that a client sent apart.
-const BETWEEN: &str = "\n\n";
+/// Joins the text of separate blocks.
+const BLOCK_SEPARATOR: &str = "\n\n";
 
 #[derive(Debug, Deserialize)]
 pub struct MessagesRequest {
-    model: Option<String>,
+    pub model: Option<String>,
     messages: Vec<Value>,
     pub max_tokens: Option<i64>,
     system: Option<Value>,
     tools: Option<Vec<Value>>,
-    tool_choice: Option<ToolChoice>,
-    thinking: Option<Thinking>,
-    output_config: Option<OutputConfig>,
-    /// The older place of `output_config.format`.
-    output_format: Option<Format>,
+    tool_choice: Option<AnthropicToolChoice>,
+    thinking: Option<AnthropicThinking>,
+    output_config: Option<OutputConfigFields>,
+    /// Older name of `output_config.format`.
+    output_format: Option<OutputFormatFields>,
     temperature: Option<f64>,
     top_p: Option<f64>,
     top_k: Option<i64>,
     stop_sequences: Option<Vec<String>>,
     stream: Option<bool>,
-    /// A stream says how far the prompt is.
+    /// Our extension: a stream reports prompt progress.
     return_progress: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
-struct ToolChoice {
+struct AnthropicToolChoice {
     #[serde(rename = "type")]
     kind: String,
     name: Option<String>,
@@ -56,40 +56,50 @@ struct ToolChoice {
 }
 
 #[derive(Debug, Deserialize)]
-struct Thinking {
+struct AnthropicThinking {
     #[serde(rename = "type")]
     kind: String,
     budget_tokens: Option<i64>,
 }
 
 #[derive(Debug, Default, Deserialize)]
-struct OutputConfig {
+struct OutputConfigFields {
     effort: Option<String>,
-    format: Option<Format>,
+    format: Option<OutputFormatFields>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Format {
+struct OutputFormatFields {
     #[serde(rename = "type")]
     kind: String,
     schema: Option<Value>,
 }
 
 impl MessagesRequest {
-    pub fn model(&self) -> Option<&str> {
-        self.model.as_deref()
+    pub fn into_generation(self, keep_billing_header: bool) -> Result<GenerationRequest, ApiError> {
+        let has_thinking = self.thinking.is_some();
+        let (common, chat) = self.into_chat(keep_billing_header)?;
+        let mut request = GenerationRequest::from_chat(common, chat).map_err(|error| error.renamed(NAMES))?;
+        if let PromptInput::Chat(chat) = &mut request.prompt
+            && !has_thinking
+        {
+            disable_thinking_by_default(chat);
+        }
+        Ok(GenerationRequest { names: NAMES, ..request })
     }
 
-    pub fn streams(&self) -> bool {
-        self.stream.unwrap_or(false)
+    /// Only the conversation, for counting its tokens.
+    pub fn into_prompt(self, keep_billing_header: bool) -> Result<ChatPrompt, ApiError> {
+        let has_thinking = self.thinking.is_some();
+        let (_, chat) = self.into_chat(keep_billing_header)?;
+        let mut chat = ChatPrompt::from_chat(chat).map_err(|error| error.renamed(NAMES))?;
+        if !has_thinking {
+            disable_thinking_by_default(&mut chat);
+        }
+        Ok(chat)
     }
 
-    pub fn tells_progress(&self) -> bool {
-        self.return_progress.unwrap_or(false)
-    }
-
-    /// The conversation that is meant. `thinking` is what the server was told to do where a request does not say.
-    pub fn conversation(self, keep_billing_header: bool, thinking: Option<bool>) -> Result<Conversation, ApiError> {
+    fn into_chat(self, keep_billing_header: bool) -> Result<(CommonFields, ChatRequest), ApiError> {
         let mut messages = Vec::with_capacity(self.messages.len() + 1);
         if let Some(system) = self.system.filter(|system| !system.is_null()) {
             let text = system_text(&system, keep_billing_header)?;
@@ -98,31 +108,31 @@ impl MessagesRequest {
             }
         }
         if self.messages.is_empty() {
-            return Err(ApiError::invalid("messages", "messages is empty; there must be at least one."));
+            return Err(ApiError::invalid("messages", "messages is empty; it must have at least one message."));
         }
         for (index, message) in self.messages.iter().enumerate() {
             translate(message, &format!("messages[{index}]"), &mut messages)?;
         }
-        let goes_on = self.messages.last().is_some_and(|message| message["role"] == "assistant");
-        if goes_on && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
-            // Anthropic's rule, too.
-            let text = "The answer goes on from the last message, so there is no place to think: set thinking aside.";
+        let continues = self.messages.last().is_some_and(|message| message["role"] == "assistant");
+        if continues && self.thinking.as_ref().is_some_and(|thinking| thinking.kind == "enabled") {
+            // Anthropic's API refuses this, too.
+            let text = "The answer continues the last message, which leaves no place for thinking: remove thinking, or \
+                        end with a user message.";
             return Err(ApiError::invalid("thinking", text));
         }
         let tools = self.tools.unwrap_or_default();
         let tools = tools.iter().enumerate().map(|(index, it)| tool(it, index)).collect::<Result<Vec<_>, _>>()?;
-        let parallel = self.tool_choice.as_ref().and_then(|choice| choice.disable_parallel_tool_use).map(|not| !not);
+        let disables_parallel = self.tool_choice.as_ref().and_then(|choice| choice.disable_parallel_tool_use);
         let thinks = match self.thinking.as_ref().map(|thinking| thinking.kind.as_str()) {
-            None => thinking.unwrap_or(false),
             Some("enabled" | "adaptive") => true,
-            Some("disabled") => false,
+            None | Some("disabled") => false,
             Some(other) => {
                 let text = format!("thinking.type is `{other}`; it must be `enabled`, `adaptive` or `disabled`.");
                 return Err(ApiError::invalid("thinking.type", text));
             }
         };
-        let OutputConfig { effort, format } = self.output_config.unwrap_or_default();
-        let common = Common {
+        let OutputConfigFields { effort, format } = self.output_config.unwrap_or_default();
+        let common = CommonFields {
             model: self.model,
             stream: self.stream,
             max_tokens: self.max_tokens,
@@ -130,25 +140,32 @@ impl MessagesRequest {
             temperature: self.temperature,
             top_p: self.top_p,
             top_k: self.top_k,
-            ..Common::default()
+            return_progress: self.return_progress,
+            ..CommonFields::default()
         };
         let chat = ChatRequest {
             messages,
             tools: (!tools.is_empty()).then_some(tools),
-            tool_choice: self.tool_choice.map(ToolChoice::translate).transpose()?,
-            parallel_tool_calls: parallel,
-            continue_final_message: Some(goes_on),
+            tool_choice: self.tool_choice.map(AnthropicToolChoice::translate).transpose()?,
+            parallel_tool_calls: disables_parallel.map(|disables| !disables),
+            continue_final_message: Some(continues),
             enable_thinking: Some(thinks),
             reasoning_effort: effort,
-            response_format: format.or(self.output_format).map(Format::translate).transpose()?,
+            response_format: format.or(self.output_format).map(OutputFormatFields::translate).transpose()?,
             thinking_budget: self.thinking.and_then(|thinking| thinking.budget_tokens),
             ..ChatRequest::default()
         };
-        Ok(Conversation { common, chat, names: NAMES })
+        Ok((common, chat))
     }
 }
 
-impl Format {
+/// Lets the server's `--thinking` decide, and turns thinking off if that is not set either.
+fn disable_thinking_by_default(chat: &mut ChatPrompt) {
+    chat.kwargs.shift_remove("enable_thinking");
+    chat.default_thinking = Some(false);
+}
+
+impl OutputFormatFields {
     fn translate(self) -> Result<ResponseFormat, ApiError> {
         if self.kind != "json_schema" {
             let text = format!("output_config.format.type is `{}`; it must be `json_schema`.", self.kind);
@@ -159,14 +176,16 @@ impl Format {
     }
 }
 
-impl ToolChoice {
+impl AnthropicToolChoice {
     fn translate(self) -> Result<Value, ApiError> {
         match (self.kind.as_str(), self.name) {
             ("auto", _) => Ok("auto".into()),
             ("any", _) => Ok("required".into()),
             ("none", _) => Ok("none".into()),
             ("tool", Some(name)) => Ok(json!({"type": "function", "function": {"name": name}})),
-            ("tool", None) => Err(ApiError::invalid("tool_choice.name", "tool_choice of type `tool` needs a name.")),
+            ("tool", None) => {
+                Err(ApiError::invalid("tool_choice.name", "tool_choice.name is missing; the type `tool` requires it."))
+            }
             (other, _) => {
                 let text = format!("tool_choice.type is `{other}`; it must be `auto`, `any`, `tool` or `none`.");
                 Err(ApiError::invalid("tool_choice.type", text))
@@ -175,32 +194,32 @@ impl ToolChoice {
     }
 }
 
-/// The system prompt: a string, or blocks of text. A first block that is a billing header is left out, and nothing else.
+/// The system prompt: a string, or text blocks. A billing header in the first block is dropped.
 fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, ApiError> {
-    let billed = |block: &Value| block["text"].as_str().is_some_and(|text| text.starts_with(BILLING));
+    let is_billing = |block: &Value| block["text"].as_str().is_some_and(|text| text.starts_with(BILLING_HEADER));
     match system {
-        Value::Array(blocks) if !keep_billing_header && blocks.first().is_some_and(billed) => {
+        Value::Array(blocks) if !keep_billing_header && blocks.first().is_some_and(is_billing) => {
             text(&Value::Array(blocks[1..].to_vec()), "system")
         }
         other => text(other, "system"),
     }
 }
 
-/// A string, or the text of blocks.
+/// The text of a string or of text blocks.
 fn text(content: &Value, at: &str) -> Result<String, ApiError> {
     match content {
         Value::String(text) => Ok(text.clone()),
         Value::Array(blocks) => {
             let texts = blocks.iter().enumerate().map(|(index, block)| block_text(block, &format!("{at}[{index}]")));
-            Ok(texts.collect::<Result<Vec<_>, _>>()?.join(BETWEEN))
+            Ok(texts.collect::<Result<Vec<_>, _>>()?.join(BLOCK_SEPARATOR))
         }
         _ => Err(ApiError::json(Some(at.into()), format!("{at} must be a string or an array of blocks."))),
     }
 }
 
 fn block_text(block: &Value, at: &str) -> Result<String, ApiError> {
-    let plain = block["type"] == "document" && block["source"]["type"] == "text";
-    let text = if plain { &block["source"]["data"] } else { &block["text"] };
+    let is_document = block["type"] == "document" && block["source"]["type"] == "text";
+    let text = if is_document { &block["source"]["data"] } else { &block["text"] };
     match (block["type"].as_str(), text) {
         (Some("text" | "document"), Value::String(text)) => Ok(text.clone()),
         (Some("text") | None, _) => {
@@ -208,13 +227,13 @@ fn block_text(block: &Value, at: &str) -> Result<String, ApiError> {
             Err(ApiError::json(Some(at.into()), text))
         }
         (Some(kind), _) => {
-            let text = format!("{at} is of type `{kind}`; this server reads text only.");
+            let text = format!("{at} has type `{kind}`; this server reads text only.");
             Err(ApiError::unsupported(at, text))
         }
     }
 }
 
-/// One message of Anthropic's, as the chat messages that it stands for: a tool's result is a message of its own there.
+/// Translates one message into chat messages. A tool result becomes a separate chat message.
 fn translate(message: &Value, at: &str, out: &mut Vec<Value>) -> Result<(), ApiError> {
     let role = match &message["role"] {
         Value::String(role) => role.as_str(),
@@ -247,9 +266,9 @@ fn translate(message: &Value, at: &str, out: &mut Vec<Value>) -> Result<(), ApiE
 
 fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), ApiError> {
     let mut texts: Vec<String> = Vec::new();
-    let say = |texts: &mut Vec<String>, out: &mut Vec<Value>| {
+    let flush = |texts: &mut Vec<String>, out: &mut Vec<Value>| {
         if !texts.is_empty() {
-            out.push(json!({"role": "user", "content": texts.join(BETWEEN)}));
+            out.push(json!({"role": "user", "content": texts.join(BLOCK_SEPARATOR)}));
             texts.clear();
         }
     };
@@ -259,7 +278,7 @@ fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), ApiError
             texts.push(block_text(block, &at)?);
             continue;
         }
-        say(&mut texts, out);
+        flush(&mut texts, out);
         let Some(id) = block["tool_use_id"].as_str() else {
             let text = format!("{at}.tool_use_id must be a string.");
             return Err(ApiError::json(Some(format!("{at}.tool_use_id")), text));
@@ -270,7 +289,7 @@ fn user(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), ApiError
         };
         out.push(json!({"role": "tool", "tool_call_id": id, "content": result}));
     }
-    say(&mut texts, out);
+    flush(&mut texts, out);
     Ok(())
 }
 
@@ -280,14 +299,12 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Api
         let at = format!("{at}[{index}]");
         match block["type"].as_str() {
             Some("thinking") => reasoning += block["thinking"].as_str().unwrap_or_default(),
-            // Only Anthropic can read it.
+            // Encrypted: only Anthropic can read it.
             Some("redacted_thinking") => {}
             Some("tool_use") => {
                 let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {
-                    return Err(ApiError::json(
-                        Some(at.clone()),
-                        format!("{at} needs a name and an input, an object."),
-                    ));
+                    let text = format!("{at} must have a name and an input, which is an object.");
+                    return Err(ApiError::json(Some(at), text));
                 };
                 let function = json!({"name": name, "arguments": input});
                 calls.push(json!({"id": block["id"], "type": "function", "function": function}));
@@ -295,15 +312,15 @@ fn assistant(blocks: &[Value], at: &str, out: &mut Vec<Value>) -> Result<(), Api
             _ => content += &block_text(block, &at)?,
         }
     }
-    out.push(message(content, reasoning, calls));
+    out.push(messages::assistant(content, reasoning, calls));
     Ok(())
 }
 
-/// A tool that the client runs. Those that Anthropic's servers run have a `type` of their own, and nobody here to run them.
+/// Translates a tool that the client runs. Tools that Anthropic's servers run have other types and are refused.
 fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
     if let Some(kind) = tool["type"].as_str().filter(|&kind| kind != "custom") {
         let text =
-            format!("tools[{index}] is of type `{kind}`, which this server cannot run; give tools an input_schema.");
+            format!("tools[{index}] has type `{kind}`, which this server cannot run; send tools with an input_schema.");
         return Err(ApiError::unsupported(&format!("tools[{index}]"), text));
     }
     let mut function = Map::new();
@@ -316,5 +333,152 @@ fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
 }
 
 #[cfg(test)]
-#[path = "tests.rs"]
-mod tests;
+mod tests {
+    use super::*;
+
+    fn request(body: Value) -> MessagesRequest {
+        serde_json::from_value(body).unwrap()
+    }
+
+    /// The chat request that a body is translated into.
+    fn chat(body: Value) -> ChatRequest {
+        request(body).into_chat(false).unwrap().1
+    }
+
+    #[test]
+    fn blocks_become_chat_messages() {
+        let call = json!({"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}});
+        let result = json!({"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "42"}]});
+        let chat = chat(json!({
+            "max_tokens": 5,
+            "system": [{"type": "text", "text": "One."}, {"type": "text", "text": "Two.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "Well"}, call]},
+                {"role": "user", "content": [result, {"type": "text", "text": "Go on"}, {"type": "text", "text": "please"}]},
+            ],
+        }));
+        let calls = json!([{"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]);
+        let expected = [
+            json!({"role": "system", "content": "One.\n\nTwo."}),
+            json!({"role": "user", "content": "Hi"}),
+            json!({"role": "assistant", "content": "Well", "reasoning_content": "hm", "tool_calls": calls}),
+            json!({"role": "tool", "tool_call_id": "t1", "content": "42"}),
+            json!({"role": "user", "content": "Go on\n\nplease"}),
+        ];
+        assert_eq!(chat.messages, expected);
+    }
+
+    #[test]
+    fn leading_billing_header_is_dropped() {
+        let header = json!({"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc;"});
+        let rule = json!({"type": "text", "text": "Be kind."});
+        let system = |blocks: Value, keep| {
+            let body = json!({"system": blocks, "messages": [{"role": "user", "content": "Hi"}]});
+            request(body).into_chat(keep).unwrap().1.messages[0]["content"].as_str().unwrap().to_owned()
+        };
+        assert_eq!(system(json!([header, rule]), false), "Be kind.");
+        assert!(system(json!([header, rule]), true).starts_with("x-anthropic-billing-header:"));
+        assert!(system(json!([rule, header]), false).contains("x-anthropic-billing-header:"));
+        assert!(system(header["text"].clone(), false).starts_with("x-anthropic-billing-header:"));
+    }
+
+    #[test]
+    fn thinking_is_off_by_default() {
+        let thinks = |thinking: Value, server| {
+            let body = json!({"thinking": thinking, "messages": [{"role": "user", "content": "Hi"}]});
+            let mut chat = request(body).into_prompt(false).unwrap();
+            chat.apply_server_thinking(server);
+            chat.kwargs["enable_thinking"].as_bool()
+        };
+        assert_eq!(thinks(Value::Null, None), Some(false));
+        assert_eq!(thinks(Value::Null, Some(true)), Some(true));
+        assert_eq!(thinks(json!({"type": "enabled", "budget_tokens": 1024}), None), Some(true));
+        assert_eq!(thinks(json!({"type": "disabled"}), Some(true)), Some(false));
+    }
+
+    #[test]
+    fn tools_and_tool_choice_are_translated() {
+        let schema = json!({"type": "object"});
+        let tool =
+            json!({"name": "f", "description": "d", "input_schema": schema, "cache_control": {"type": "ephemeral"}});
+        let ask = |choice: Value| {
+            let messages = json!([{"role": "user", "content": "Hi"}]);
+            chat(json!({"messages": messages, "tools": [tool], "tool_choice": choice}))
+        };
+        let function = json!({"name": "f", "description": "d", "parameters": schema});
+        assert_eq!(ask(json!({"type": "auto"})).tools.unwrap(), [json!({"type": "function", "function": function})]);
+        assert_eq!(ask(json!({"type": "any"})).tool_choice.unwrap(), "required");
+        assert_eq!(ask(json!({"type": "none"})).tool_choice.unwrap(), "none");
+        assert_eq!(ask(json!({"type": "tool", "name": "f"})).tool_choice.unwrap()["function"]["name"], "f");
+        let one = json!({"type": "auto", "disable_parallel_tool_use": true});
+        assert_eq!(ask(one).parallel_tool_calls, Some(false));
+    }
+
+    #[test]
+    fn output_format_and_effort_are_translated() {
+        let ask = |more: Value| {
+            let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            chat(body)
+        };
+        let schema = json!({"type": "object"});
+        let format = json!({"type": "json_schema", "schema": schema});
+        for body in [json!({"output_config": {"format": format}}), json!({"output_format": format})] {
+            let inner = ask(body).response_format.unwrap().json_schema.unwrap();
+            assert_eq!((inner.schema, inner.strict), (Some(schema.clone()), Some(true)));
+        }
+        assert_eq!(ask(json!({"output_config": {"effort": "low"}})).reasoning_effort.unwrap(), "low");
+    }
+
+    #[test]
+    fn invalid_request_error_names_the_field() {
+        let messages = json!([{"role": "user", "content": "Hi"}]);
+        let with = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
+        for (body, param) in [
+            (json!({"messages": []}), "messages"),
+            (json!({"messages": [{"content": "Hi"}]}), "messages[0].role"),
+            (json!({"messages": [{"role": "tool", "content": "Hi"}]}), "messages[0].role"),
+            (with(json!(5)), "messages[0].content"),
+            (with(json!([{"type": "image", "source": {}}])), "messages[0].content[0]"),
+            (with(json!([{"type": "text"}])), "messages[0].content[0]"),
+            (with(json!([{"type": "tool_result", "content": "x"}])), "messages[0].content[0].tool_use_id"),
+            (json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}), "messages[0].content[0]"),
+            (json!({"messages": [{"role": "assistant", "content": "I"}], "thinking": {"type": "enabled"}}), "thinking"),
+            (json!({"messages": messages, "system": 5}), "system"),
+            (json!({"messages": messages, "tools": [{"type": "web_search_20250305", "name": "w"}]}), "tools[0]"),
+            (json!({"messages": messages, "tool_choice": {"type": "maybe"}}), "tool_choice.type"),
+            (json!({"messages": messages, "tool_choice": {"type": "tool"}}), "tool_choice.name"),
+            (json!({"messages": messages, "thinking": {"type": "hard"}}), "thinking.type"),
+            (json!({"messages": messages, "output_format": {"type": "xml"}}), "output_config.format.type"),
+        ] {
+            let error = request(body.clone()).into_generation(false).err().unwrap_or_else(|| panic!("{body}"));
+            assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{body}");
+        }
+    }
+
+    #[test]
+    fn sampling_fields_are_copied() {
+        let body = json!({
+            "max_tokens": 7, "model": "m", "stream": true, "temperature": 0.25, "top_p": 0.5, "top_k": 9, "stop_sequences": ["x"],
+            "messages": [{"role": "user", "content": "Hi"}],
+        });
+        let (common, _) = request(body).into_chat(false).unwrap();
+        assert_eq!((common.model.as_deref(), common.stream, common.max_tokens), (Some("m"), Some(true), Some(7)));
+        assert_eq!((common.temperature, common.top_p, common.top_k), (Some(0.25), Some(0.5), Some(9)));
+    }
+
+    #[test]
+    fn invalid_role_error_names_the_message() {
+        for (message, reason) in
+            [(json!({"content": "x"}), "has no role"), (json!({"role": 5, "content": "x"}), "must be a string")]
+        {
+            let body = json!({"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}, message]});
+            let error = request(body).into_generation(false).unwrap_err();
+            let body = serde_json::to_value(error.body()).unwrap();
+            assert_eq!(body["error"]["param"], "messages[1].role");
+            assert!(body["error"]["message"].as_str().unwrap().contains(reason), "{body}");
+        }
+    }
+}

@@ -1,8 +1,13 @@
-//! Bodies that the server sends: OpenAI's answers and chunks. Serde only. Types that borrow are written once a token.
+//! Response bodies and stream chunks of chat completions and completions. Only serde types: those that borrow are written
+//! once per token.
 
 use crate::{
     chat::Tokenizer,
-    http::{layers::request_log::unique_id, models::LoadedModel},
+    http::{
+        layers::request_log::unique_id,
+        models::LoadedModel,
+        output::usage::{FinishReason, PromptProgress, SpeculationTimings, Usage},
+    },
 };
 use serde::{Serialize, Serializer};
 use std::{
@@ -10,119 +15,105 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// The reason for which an answer ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FinishReason {
-    Stop,
-    Length,
-    ToolCalls,
-    /// The same where a request said `functions`.
-    FunctionCall,
+/// What all chunks of one response share. It does not hold the model, because a client that reads slowly would keep the
+/// model in memory.
+pub struct ResponseMeta {
+    id: String,
+    object: &'static str,
+    created: u64,
+    model: String,
+    pub tokenizer: Arc<Tokenizer>,
+    /// Whether a stream ends with its usage.
+    pub includes_usage: bool,
 }
 
-impl FinishReason {
-    /// The word in JSON.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-            Self::ToolCalls => "tool_calls",
-            Self::FunctionCall => "function_call",
+impl ResponseMeta {
+    /// `prefix` starts the response id.
+    pub fn new(model: &LoadedModel, prefix: &str, object: &'static str, includes_usage: bool) -> Self {
+        Self {
+            id: format!("{prefix}-{}", unique_id()),
+            object,
+            created: unix_seconds(),
+            model: model.card.id.clone(),
+            tokenizer: model.tokenizer.clone(),
+            includes_usage,
+        }
+    }
+
+    /// A chunk of a stream. Its usage is null until the last chunk, or absent if the client did not ask for it.
+    pub fn chunk<'a, C>(&'a self, choices: &'a [C]) -> Envelope<'a, C> {
+        self.envelope(choices, self.includes_usage.then_some(None))
+    }
+
+    /// A chunk without choices that reports prompt progress.
+    pub fn progress_chunk<'a, C>(&'a self, progress: PromptProgress) -> Envelope<'a, C> {
+        Envelope { prompt_progress: Some(progress), ..self.envelope(&[], None) }
+    }
+
+    /// A whole body, or the last chunk of a stream.
+    pub fn with_usage<'a, C>(&'a self, choices: &'a [C], usage: Usage) -> Envelope<'a, C> {
+        self.envelope(choices, Some(Some(usage)))
+    }
+
+    fn envelope<'a, C>(&'a self, choices: &'a [C], usage: Option<Option<Usage>>) -> Envelope<'a, C> {
+        Envelope {
+            id: &self.id,
+            object: self.object,
+            created: self.created,
+            model: &self.model,
+            system_fingerprint: concat!("moestro-", env!("CARGO_PKG_VERSION")),
+            choices,
+            usage,
+            timings: usage.flatten().map(|usage| usage.timings).filter(|timings| timings.drafted_tokens > 0),
+            prompt_progress: None,
         }
     }
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct Usage {
-    pub prompt_tokens: usize,
-    pub completion_tokens: usize,
-    pub total_tokens: usize,
-    pub prompt_tokens_details: PromptDetails,
-    pub completion_tokens_details: CompletionDetails,
-    /// Told beside it.
-    #[serde(skip)]
-    pub timings: Timings,
+/// Current time in Unix seconds.
+pub fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
-/// Speculation in an answer: drafted tokens, those of them that were right, and the time that it saved (below zero: lost).
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct Timings {
-    pub drafted_tokens: usize,
-    pub accepted_tokens: usize,
-    pub saved_seconds: f64,
-}
-
-impl Timings {
-    pub fn add(&mut self, other: Self) {
-        self.drafted_tokens += other.drafted_tokens;
-        self.accepted_tokens += other.accepted_tokens;
-        self.saved_seconds += other.saved_seconds;
-    }
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct PromptDetails {
-    pub cached_tokens: usize,
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct CompletionDetails {
-    pub reasoning_tokens: usize,
-}
-
-/// An answer or a chunk of one, around `C`, its choice.
+/// A response body or one of its chunks. `C` is the type of its choices.
 #[derive(Debug, Serialize)]
 pub struct Envelope<'a, C> {
-    pub id: &'a str,
-    pub object: &'static str,
-    pub created: u64,
-    pub model: &'a str,
-    pub system_fingerprint: &'a str,
-    pub choices: &'a [C],
-    /// In a stream: absent unless asked for, and then `null` in every chunk but the last.
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: &'a str,
+    choices: &'a [C],
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub usage: Option<Option<Usage>>,
-    /// Beside `usage`, if anything was drafted.
+    usage: Option<Option<Usage>>,
+    /// Written with `usage` if speculation drafted tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub timings: Option<Timings>,
-    /// In a stream, if asked for: how far the prompt is.
+    timings: Option<SpeculationTimings>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub prompt_progress: Option<Progress>,
-}
-
-/// The tokens of a prompt that have been evaluated, in the form that llama-server gives.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub struct Progress {
-    pub total: usize,
-    /// Of `processed`, those that were known already.
-    pub cache: usize,
-    pub processed: usize,
-    /// Milliseconds since the prompt began to be evaluated.
-    pub time_ms: u64,
+    prompt_progress: Option<PromptProgress>,
 }
 
 #[derive(Debug, Serialize)]
 pub struct ChatChoice {
     pub index: usize,
-    pub message: Message,
+    pub message: ChatMessage,
     pub logprobs: Option<ChatLogprobs>,
     pub finish_reason: FinishReason,
 }
 
 #[derive(Debug, Default, Serialize)]
-pub struct Message {
+pub struct ChatMessage {
     pub role: &'static str,
-    /// `null` in an answer that consists of tool calls only.
+    /// Null if the message has only tool calls.
     pub content: Option<String>,
     pub refusal: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
-    /// Deprecated: the call, where a request said `functions`.
+    /// Replaces `tool_calls` if the request used the deprecated `functions`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub function_call: Option<Function>,
+    pub function_call: Option<FunctionCall>,
 }
 
 #[derive(Debug, Serialize)]
@@ -130,18 +121,18 @@ pub struct ToolCall {
     pub id: String,
     #[serde(rename = "type")]
     pub kind: &'static str,
-    pub function: Function,
+    pub function: FunctionCall,
 }
 
 #[derive(Debug, Serialize)]
-pub struct Function {
+pub struct FunctionCall {
     pub name: String,
-    /// JSON in a string, as OpenAI has it.
+    /// JSON in a string.
     pub arguments: String,
 }
 
 #[derive(Debug, Serialize)]
-pub struct ChatChunk<'a> {
+pub struct ChatChunkChoice<'a> {
     pub index: usize,
     pub delta: ChatDelta<'a>,
     pub logprobs: Option<ChatLogprobs>,
@@ -162,7 +153,7 @@ pub struct ChatDelta<'a> {
     pub function_call: Option<FunctionDelta<'a>>,
 }
 
-/// `id`, `type` and `name` come with the first delta of a call only.
+/// Only the first delta of a call has `id`, `type` and `name`.
 #[derive(Debug, Serialize)]
 pub struct ToolCallDelta<'a> {
     pub index: usize,
@@ -180,23 +171,23 @@ pub struct FunctionDelta<'a> {
     pub arguments: &'a str,
 }
 
-/// One entry a token of the content.
+/// One entry per content token.
 #[derive(Debug, Default, Serialize)]
 pub struct ChatLogprobs {
-    pub content: Vec<TokenLogprob>,
-    pub refusal: Option<Vec<TokenLogprob>>,
+    pub content: Vec<ContentToken>,
+    pub refusal: Option<Vec<ContentToken>>,
 }
 
+#[derive(Debug, Serialize)]
+pub struct ContentToken {
+    #[serde(flatten)]
+    pub token: TokenLogprob,
+    pub top_logprobs: Vec<TokenLogprob>,
+}
+
+/// `bytes` is exact even if the token is not valid UTF-8 on its own.
 #[derive(Debug, Serialize)]
 pub struct TokenLogprob {
-    #[serde(flatten)]
-    pub token: Scored,
-    pub top_logprobs: Vec<Scored>,
-}
-
-/// A token and its log-probability. `bytes` are exact even where `token`, being text, cannot be.
-#[derive(Debug, Serialize)]
-pub struct Scored {
     pub token: String,
     #[serde(serialize_with = "finite")]
     pub logprob: f32,
@@ -204,28 +195,30 @@ pub struct Scored {
 }
 
 #[derive(Debug, Serialize)]
-pub struct TextChoice<'a> {
+pub struct CompletionChoice<'a> {
     pub index: usize,
     pub text: &'a str,
-    pub logprobs: Option<TextLogprobs>,
+    pub logprobs: Option<CompletionLogprobs>,
     pub finish_reason: Option<FinishReason>,
 }
 
-/// The log-probabilities of `/v1/completions`: four arrays of one length.
+/// Four arrays of the same length.
 #[derive(Debug, Default, Serialize)]
-pub struct TextLogprobs {
+pub struct CompletionLogprobs {
     pub tokens: Vec<String>,
-    /// `null` for the first token of an echoed prompt: nothing precedes it.
+    /// Null for the first token of an echoed prompt, which has no predecessor.
     #[serde(serialize_with = "finite_or_null")]
     pub token_logprobs: Vec<Option<f32>>,
-    /// The likeliest tokens and the token itself.
+    /// The most likely tokens and the token itself.
     pub top_logprobs: Vec<Option<TopLogprobs>>,
-    /// The token's offset in the text, in characters.
+    /// Offset of the token in the text, in characters.
     pub text_offset: Vec<usize>,
 }
 
-/// Tokens and their log-probabilities, likeliest first; an object in JSON. They stay `f32` until they are written, like
-/// those of `token_logprobs`: clients compare the two to see whether a token was the likeliest.
+/// Tokens and their log-probabilities, most likely first. A JSON object.
+///
+/// The values stay `f32` until they are written, like `token_logprobs`. Clients compare the two for equality to see
+/// whether a token was the most likely one.
 #[derive(Debug, Default)]
 pub struct TopLogprobs(pub Vec<(String, f32)>);
 
@@ -235,38 +228,7 @@ impl Serialize for TopLogprobs {
     }
 }
 
-/// What all chunks of one answer share. It does not hold the model: a client that reads slowly would keep it in memory.
-pub struct ResponseMeta {
-    pub id: String,
-    pub object: &'static str,
-    pub created: u64,
-    pub model: String,
-    pub tokenizer: Arc<Tokenizer>,
-}
-
-impl ResponseMeta {
-    pub fn new(app: &LoadedModel, prefix: &str, object: &'static str) -> Self {
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        let (id, model) = (format!("{prefix}-{}", unique_id()), app.card.id.clone());
-        Self { id, object, created, model, tokenizer: app.tokenizer.clone() }
-    }
-
-    pub fn envelope<'a, C>(&'a self, choices: &'a [C], usage: Option<Option<Usage>>) -> Envelope<'a, C> {
-        Envelope {
-            id: &self.id,
-            object: self.object,
-            created: self.created,
-            model: &self.model,
-            system_fingerprint: concat!("moestro-", env!("CARGO_PKG_VERSION")),
-            choices,
-            usage,
-            timings: usage.flatten().map(|usage| usage.timings).filter(|timings| timings.drafted_tokens > 0),
-            prompt_progress: None,
-        }
-    }
-}
-
-/// JSON has no infinity, and a client's sum should not meet a `null`: an impossible token gets OpenAI's -9999.
+/// JSON has no infinity, and clients sum these values. An impossible token gets -9999, as in OpenAI's API.
 fn finite_logprob(logprob: f32) -> f32 {
     if logprob.is_finite() { logprob } else { -9999.0 }
 }
@@ -284,17 +246,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_impossible_tokens_logprob_is_a_number() {
+    fn infinite_logprobs_become_numbers() {
         let infinite = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN].map(finite_logprob);
         assert_eq!((infinite, finite_logprob(-0.5)), ([-9999.0; 3], -0.5));
-    }
-
-    #[test]
-    fn speculation_in_several_answers_adds_up() {
-        let mut sum = Timings::default();
-        for saved_seconds in [0.5, -0.25, 1.0] {
-            sum.add(Timings { drafted_tokens: 7, accepted_tokens: 3, saved_seconds });
-        }
-        assert_eq!(sum, Timings { drafted_tokens: 21, accepted_tokens: 9, saved_seconds: 1.25 });
     }
 }

@@ -1,7 +1,6 @@
 //! OpenAI's APIs: chat completions, completions, responses, and the list of models.
 
 pub mod chat;
-pub mod choices;
 pub mod chunks;
 pub mod completions;
 pub mod models;

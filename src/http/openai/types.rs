@@ -1,17 +1,15 @@
-//! Bodies that clients send: OpenAI's requests, and vLLM's for the tokenizer. Serde only; `check.rs` knows what is
-//! allowed.
+//! Request bodies of OpenAI's APIs: serde types only. Other modules check the values.
 //!
-//! A field that is `null` counts as absent, a field that nobody knows is ignored. Bodies that the server sends are in
-//! `answers.rs`.
+//! A field that is `null` counts as absent. Unknown fields are ignored here; see [`crate::http::request::fields`].
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// The common fields of `/v1/chat/completions` and `/v1/completions`. They are read from the body on their own, because
-/// serde's `flatten` would lose the path that names a wrong field.
+/// Fields that chat completions and completions share. They are parsed from the body separately, because errors of serde's
+/// `flatten` do not name the field.
 #[derive(Debug, Default, Deserialize)]
-pub struct Common {
+pub struct CommonFields {
     pub model: Option<String>,
     pub stream: Option<bool>,
     pub stream_options: Option<StreamOptions>,
@@ -20,24 +18,24 @@ pub struct Common {
     pub stop: Option<OneOrMany>,
     pub temperature: Option<f64>,
     pub top_p: Option<f64>,
-    /// 0 and -1 are off.
+    /// 0 and -1 disable it.
     pub top_k: Option<i64>,
     pub min_p: Option<f64>,
     pub repetition_penalty: Option<f64>,
-    /// llama-server's and Ollama's name for `repetition_penalty`.
+    /// The name of `repetition_penalty` in llama-server and Ollama.
     pub repeat_penalty: Option<f64>,
     pub presence_penalty: Option<f64>,
     pub frequency_penalty: Option<f64>,
-    /// Token id (JSON keys are strings) to bias.
+    /// Keys are token ids; JSON keys are strings.
     pub logit_bias: Option<BTreeMap<String, f64>>,
     pub seed: Option<i64>,
-    /// llama-server's: whether to go on from what earlier prompts left, and to leave something. True unless said.
+    /// From llama-server: whether to use and fill the prompt cache. Defaults to true.
     pub cache_prompt: Option<bool>,
-    /// llama-server's: whether a stream says how far the prompt is.
+    /// From llama-server: whether a stream reports prompt progress.
     pub return_progress: Option<bool>,
 }
 
-/// `POST /v1/chat/completions`, without [`Common`]; also what other formats' conversations are translated into.
+/// `POST /v1/chat/completions` without [`CommonFields`]. Requests of other APIs are translated into it.
 #[derive(Debug, Default, Deserialize)]
 pub struct ChatRequest {
     pub messages: Vec<Value>,
@@ -49,69 +47,70 @@ pub struct ChatRequest {
     pub parallel_tool_calls: Option<bool>,
     pub response_format: Option<ResponseFormat>,
     pub chat_template_kwargs: Option<Map<String, Value>>,
-    /// vLLM's: go on from the last message instead of beginning one.
+    /// From vLLM: continue the last message instead of starting a new one.
     pub continue_final_message: Option<bool>,
     pub add_generation_prompt: Option<bool>,
-    /// Short for `chat_template_kwargs: {"enable_thinking": ...}`, which wins if both are given.
+    /// Short for `chat_template_kwargs: {"enable_thinking": ...}`, which overrides it.
     pub enable_thinking: Option<bool>,
-    /// The deprecated forms of `tools` and `tool_choice`.
+    /// Deprecated name of `tools`.
     pub functions: Option<Vec<Value>>,
+    /// Deprecated name of `tool_choice`.
     pub function_call: Option<Value>,
     pub reasoning_effort: Option<String>,
-    pub reasoning: Option<Reasoning>,
-    pub thinking: Option<Thinking>,
-    /// Tokens that reasoning may take; so are the next two.
+    pub reasoning: Option<ReasoningFields>,
+    pub thinking: Option<ThinkingFields>,
+    /// Most tokens of reasoning. The next two fields are other names of it.
     pub thinking_budget: Option<i64>,
     pub max_thinking_tokens: Option<i64>,
     pub thinking_token_budget: Option<i64>,
-    /// vLLM's names for what `response_format` says, newer and older.
+    /// From vLLM: alternatives to `response_format`, newest first.
     pub structured_outputs: Option<Value>,
     pub guided_json: Option<Value>,
     pub guided_regex: Option<Value>,
     pub guided_choice: Option<Value>,
     pub guided_grammar: Option<Value>,
-    /// llama-server's.
+    /// From llama-server.
     pub json_schema: Option<Value>,
     pub grammar: Option<Value>,
 }
 
-/// OpenRouter's, and OpenAI's in Responses.
+/// From OpenRouter, and from OpenAI's Responses.
 #[derive(Debug, Deserialize)]
-pub struct Reasoning {
+pub struct ReasoningFields {
     pub effort: Option<String>,
     pub max_tokens: Option<i64>,
     pub enabled: Option<bool>,
 }
 
-/// Anthropic's.
+/// From Anthropic.
 #[derive(Debug, Deserialize)]
-pub struct Thinking {
+pub struct ThinkingFields {
     #[serde(rename = "type")]
     pub kind: Option<String>,
     pub budget_tokens: Option<i64>,
 }
 
-/// `POST /v1/completions`, without [`Common`].
+/// `POST /v1/completions` without [`CommonFields`].
 #[derive(Debug, Deserialize)]
 pub struct CompletionRequest {
-    pub prompt: Prompt,
+    pub prompt: CompletionPrompt,
     pub echo: Option<bool>,
     pub logprobs: Option<i64>,
     pub suffix: Option<String>,
     pub best_of: Option<i64>,
 }
 
-/// One prompt or several, as text or as token ids.
+/// One prompt or several, as text or token ids.
 #[derive(Debug, Deserialize)]
 #[serde(
     untagged,
     expecting = "expected a string, an array of strings, an array of token ids or an array of such arrays"
 )]
-pub enum Prompt {
+pub enum CompletionPrompt {
     Text(String),
     Texts(Vec<String>),
     Ids(Vec<i64>),
-    Batch(Vec<Vec<i64>>),
+    ManyIds(Vec<Vec<i64>>),
 }
 
 #[derive(Debug, Deserialize)]
@@ -131,10 +130,11 @@ pub struct ResponseFormat {
     #[serde(rename = "type")]
     pub kind: String,
     pub json_schema: Option<JsonSchema>,
-    /// With `json_object`, as llama-server has it.
+    /// From llama-server, with the type `json_object`.
     pub schema: Option<Value>,
-    /// With the types of these names, which are extensions.
+    /// Our extension, with the type `regex`.
     pub regex: Option<String>,
+    /// Our extension, with the type `lark`.
     pub lark: Option<String>,
 }
 

@@ -1,33 +1,33 @@
-//! Log-probabilities of the tokens that a chat's content consists of: reasoning, markup and tool calls are not listed.
+//! Log-probabilities of a chat's content tokens. Reasoning, markup and tool calls are not listed.
 //!
-//! A token belongs to the content if some byte of its text does. It is listed when the first such byte is given, so in a
-//! stream no chunk's tokens run ahead of its text.
+//! A token belongs to the content if at least one byte of its text does. It is listed with the output that contains its
+//! first content byte, so in a stream the listed tokens never run ahead of the text.
 
 use crate::engine::Logprobs;
 use std::{collections::VecDeque, ops::Range};
 
-/// Tokens whose place is not yet known.
+/// Matches generated tokens with the content that is sent to the client.
 #[derive(Debug, Default)]
-pub struct Scored {
-    /// Bytes of text so far.
+pub struct ContentLogprobs {
+    /// Bytes of generated text so far.
     length: usize,
     /// Tokens that have not completed a character yet.
     open: Vec<(u32, Logprobs)>,
-    /// Tokens and their ranges in the text.
+    /// Tokens with their byte ranges in the generated text.
     waiting: VecDeque<(Range<usize>, u32, Logprobs)>,
-    /// The content's ranges in the text, and the bytes of content before each.
+    /// Content ranges in the generated text, each with the number of content bytes before it.
     spans: VecDeque<(Range<usize>, usize)>,
     /// Bytes of content so far.
     content: usize,
 }
 
-impl Scored {
-    pub fn token(&mut self, id: u32, logprobs: Logprobs) {
+impl ContentLogprobs {
+    pub fn push_token(&mut self, id: u32, logprobs: Logprobs) {
         self.open.push((id, logprobs));
     }
 
-    /// The tokens so far have completed `length` bytes of text.
-    pub fn text(&mut self, length: usize) {
+    /// The tokens pushed so far have completed `length` more bytes of text.
+    pub fn push_text(&mut self, length: usize) {
         if length > 0 {
             let range = self.length..self.length + length;
             self.length = range.end;
@@ -35,27 +35,27 @@ impl Scored {
         }
     }
 
-    /// This part of the text is content.
-    pub fn content(&mut self, span: Range<usize>) {
+    /// Marks this range of the generated text as content.
+    pub fn push_content(&mut self, span: Range<usize>) {
         let before = self.content;
         self.content += span.len();
         self.spans.push_back((span, before));
     }
 
-    /// The client has been given `bytes` of content in all: the tokens that it has now seen a part of.
-    pub fn given(&mut self, bytes: usize) -> Vec<(u32, Logprobs)> {
+    /// Returns the tokens that became visible to the client, who has received `bytes` of content in total.
+    pub fn take_sent(&mut self, bytes: usize) -> Vec<(u32, Logprobs)> {
         let mut listed = Vec::new();
         while let Some((span, before)) = self.spans.front() {
-            // The part of the span that has been given.
-            let given = span.start..(span.start + bytes.saturating_sub(*before)).min(span.end);
-            let whole = given.end == span.end;
-            while !given.is_empty() && self.waiting.front().is_some_and(|(range, ..)| range.start < given.end) {
+            // The part of the span that has been sent.
+            let sent = span.start..(span.start + bytes.saturating_sub(*before)).min(span.end);
+            let is_whole = sent.end == span.end;
+            while !sent.is_empty() && self.waiting.front().is_some_and(|(range, ..)| range.start < sent.end) {
                 let Some((range, id, logprobs)) = self.waiting.pop_front() else { break };
-                if range.end > given.start {
+                if range.end > sent.start {
                     listed.push((id, logprobs));
                 }
             }
-            if !whole {
+            if !is_whole {
                 break;
             }
             self.spans.pop_front();
@@ -68,8 +68,14 @@ impl Scored {
 mod tests {
     use super::*;
 
-    fn logprobs() -> Logprobs {
-        Logprobs { logprob: -1.0, top: Vec::new() }
+    /// A generation of tokens with these ids and text lengths.
+    fn generated(tokens: &[(u32, usize)]) -> ContentLogprobs {
+        let mut logprobs = ContentLogprobs::default();
+        for &(id, length) in tokens {
+            logprobs.push_token(id, Logprobs { logprob: -1.0, top: Vec::new() });
+            logprobs.push_text(length);
+        }
+        logprobs
     }
 
     fn ids(listed: Vec<(u32, Logprobs)>) -> Vec<u32> {
@@ -78,40 +84,28 @@ mod tests {
 
     #[test]
     fn tokens_are_listed_with_their_text() {
-        let mut scored = Scored::default();
         // "thought", "</think>", "\n\n", "Hi", " th", "ere", "<tool_call>"
-        for (id, length) in [(1, 7), (2, 8), (3, 2), (4, 2), (5, 3), (6, 3), (7, 11)] {
-            scored.token(id, logprobs());
-            scored.text(length);
-        }
-        assert!(scored.given(0).is_empty());
-        scored.content(17..25);
-        assert_eq!(ids(scored.given(2)), [4], "the rest is held back: it may become a stop string");
-        assert_eq!(ids(scored.given(3)), [5]);
-        assert_eq!(ids(scored.given(8)), [6]);
-        assert_eq!(ids(scored.given(8)), [0; 0]);
+        let mut logprobs = generated(&[(1, 7), (2, 8), (3, 2), (4, 2), (5, 3), (6, 3), (7, 11)]);
+        assert!(logprobs.take_sent(0).is_empty());
+        logprobs.push_content(17..25);
+        assert_eq!(ids(logprobs.take_sent(2)), [4], "the rest is held back as a possible stop string");
+        assert_eq!(ids(logprobs.take_sent(3)), [5]);
+        assert_eq!(ids(logprobs.take_sent(8)), [6]);
+        assert_eq!(ids(logprobs.take_sent(8)), [0; 0]);
     }
 
     #[test]
-    fn a_character_of_many_tokens_lists_them_all() {
-        let mut scored = Scored::default();
-        for id in [1, 2, 3] {
-            scored.token(id, logprobs());
-            scored.text(if id == 3 { 4 } else { 0 });
-        }
-        scored.content(0..4);
-        assert_eq!(ids(scored.given(4)), [1, 2, 3]);
+    fn multi_token_character_lists_all_tokens() {
+        let mut logprobs = generated(&[(1, 0), (2, 0), (3, 4)]);
+        logprobs.push_content(0..4);
+        assert_eq!(ids(logprobs.take_sent(4)), [1, 2, 3]);
     }
 
     #[test]
-    fn content_around_markup() {
-        let mut scored = Scored::default();
-        for (id, length) in [(1, 4), (2, 9), (3, 5)] {
-            scored.token(id, logprobs());
-            scored.text(length);
-        }
-        scored.content(0..4);
-        scored.content(14..18);
-        assert_eq!(ids(scored.given(8)), [1, 3]);
+    fn markup_between_content_is_not_listed() {
+        let mut logprobs = generated(&[(1, 4), (2, 9), (3, 5)]);
+        logprobs.push_content(0..4);
+        logprobs.push_content(14..18);
+        assert_eq!(ids(logprobs.take_sent(8)), [1, 3]);
     }
 }

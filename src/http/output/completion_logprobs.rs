@@ -1,52 +1,59 @@
-//! The log-probabilities of `/v1/completions`: four arrays, one entry a token, with places counted in characters.
+//! Log-probabilities of `/v1/completions`: four arrays with one entry per token and offsets in characters.
 
-use crate::http::openai::chunks::{FinishReason, TextLogprobs, TopLogprobs};
-use crate::{chat::Tokenizer, engine::Logprobs};
-use std::mem;
+use crate::{
+    chat::Tokenizer,
+    engine::Logprobs,
+    http::{
+        openai::chunks::{CompletionLogprobs, TopLogprobs},
+        output::usage::FinishReason,
+    },
+};
+use std::{mem, sync::Arc};
 
-/// Entries that have not been sent yet.
-pub struct Scores<'a> {
-    tokenizer: &'a Tokenizer,
-    entries: TextLogprobs,
-    /// The next token's offset, in characters.
+/// Builds the arrays of one choice.
+pub struct LogprobsBuilder {
+    tokenizer: Arc<Tokenizer>,
+    /// Entries that have not been sent yet.
+    entries: CompletionLogprobs,
+    /// Offset of the next token, in characters.
     offset: usize,
-    /// Characters of text told to the client.
-    told: usize,
+    /// Characters of text that have been sent.
+    sent: usize,
 }
 
-impl<'a> Scores<'a> {
-    pub fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, entries: TextLogprobs::default(), offset: 0, told: 0 }
+impl LogprobsBuilder {
+    pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
+        Self { tokenizer, entries: CompletionLogprobs::default(), offset: 0, sent: 0 }
     }
 
-    /// A token and its log-probability; none for the first of a prompt.
+    /// Adds a token. The first token of a prompt has no log-probability.
     pub fn push(&mut self, id: u32, logprobs: Option<&Logprobs>) {
-        let (token, bytes) = token_text(self.tokenizer, id);
+        let (token, bytes) = token_text(&self.tokenizer, id);
         self.entries.text_offset.push(self.offset);
-        // A character that is cut into several tokens counts where it begins.
+        // A character that spans several tokens counts in the token of its first byte.
         self.offset += bytes.iter().filter(|&&byte| byte & 0xC0 != 0x80).count();
         self.entries.token_logprobs.push(logprobs.map(|logprobs| logprobs.logprob));
         self.entries.top_logprobs.push(logprobs.map(|Logprobs { logprob, top }| {
-            let mut likeliest: Vec<_> =
-                top.iter().map(|&(id, logprob)| (token_text(self.tokenizer, id).0, logprob)).collect();
-            if likeliest.iter().all(|(other, _)| *other != token) {
-                likeliest.push((token.clone(), *logprob));
+            let mut top: Vec<_> =
+                top.iter().map(|&(id, logprob)| (token_text(&self.tokenizer, id).0, logprob)).collect();
+            if top.iter().all(|(other, _)| *other != token) {
+                top.push((token.clone(), *logprob));
             }
-            TopLogprobs(likeliest)
+            TopLogprobs(top)
         }));
         self.entries.tokens.push(token);
     }
 
-    /// The client was told `text`.
-    pub fn told(&mut self, text: &str) {
-        self.told += text.chars().count();
+    /// Counts text that is sent to the client.
+    pub fn push_sent(&mut self, text: &str) {
+        self.sent += text.chars().count();
     }
 
-    /// The entries since the last call. At a stop string's place the text was cut, and so are they.
-    pub fn take(&mut self, end: Option<FinishReason>) -> TextLogprobs {
+    /// Returns the entries since the last call. If a stop string cut the text, the entries after the cut are removed.
+    pub fn take(&mut self, finish: Option<FinishReason>) -> CompletionLogprobs {
         let mut entries = mem::take(&mut self.entries);
-        if end == Some(FinishReason::Stop) {
-            let kept = entries.text_offset.partition_point(|&offset| offset < self.told);
+        if finish == Some(FinishReason::Stop) {
+            let kept = entries.text_offset.partition_point(|&offset| offset < self.sent);
             entries.tokens.truncate(kept);
             entries.token_logprobs.truncate(kept);
             entries.top_logprobs.truncate(kept);
@@ -56,7 +63,7 @@ impl<'a> Scores<'a> {
     }
 }
 
-/// A token as it stands in `logprobs`: its text, or its bytes where they are no text by themselves.
+/// A token as `logprobs` writes it: its text, or its bytes if they are not valid UTF-8 on their own.
 pub fn token_text(tokenizer: &Tokenizer, id: u32) -> (String, Vec<u8>) {
     let bytes = tokenizer.token_bytes(id);
     let text = match std::str::from_utf8(&bytes) {

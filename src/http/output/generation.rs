@@ -1,153 +1,201 @@
-//! One generation as it is told to a client: `Event -> Turn`. A token becomes text, the text is sorted into reasoning,
-//! content and tool calls, and the content is cut at the first stop string.
+//! One generation: engine events become updates with text deltas.
 //!
-//! Stop strings are looked for in the content alone: a model that thinks writes blank lines and whatever else it likes
-//! before it answers, and a `stop` of the client's must not end that.
+//! Each token is decoded to text, the text is parsed into reasoning, content and tool calls, and the content is cut at the
+//! first stop string. Stop strings apply to the content only, because reasoning often contains blank lines and similar
+//! strings that clients use as `stop`.
 
-use crate::http::{
-    LoadedModel,
-    layers::{memory::MemoryPermit, request_log::RequestLog},
-    openai::chunks::{CompletionDetails, FinishReason, Progress, PromptDetails, Timings, Usage},
-    output::chat_logprobs::Scored,
-};
 use crate::{
     chat::{
         Decoder, StopStrings,
         parser::{Delta, Parser},
     },
-    engine::{Event, Events, Finish, Logprobs, Request},
+    engine::{Event, Events, Finish, Logprobs, Request, Timings},
     error::{EngineError, ModelError},
+    http::{
+        layers::request_log::RequestLog,
+        models::LoadedModel,
+        output::{
+            chat_logprobs::ContentLogprobs,
+            usage::{FinishReason, PromptProgress, PromptTokensDetails, SpeculationTimings, Usage},
+        },
+    },
 };
 use std::sync::Arc;
 
-/// The output of one event.
-#[derive(Debug, Default)]
-pub struct Turn {
-    pub deltas: Vec<Delta>,
-    /// Tokens whose log-probabilities were asked for: in a chat those of the content that is given, else the token that
-    /// was generated, whose text may come with a later turn.
-    pub scored: Vec<(u32, Logprobs)>,
-    /// The log-probabilities of the prompt, if they were asked for.
-    pub prompt: Option<Vec<Option<Logprobs>>>,
-    /// The prompt is this far, and nothing else happened.
-    pub progress: Option<Progress>,
-    /// This is the last turn.
-    pub end: Option<FinishReason>,
+/// What one engine event means to a client.
+pub enum Update {
+    /// More of the prompt has been evaluated.
+    Progress(PromptProgress),
+    Output(Output),
 }
 
-/// The end of an answer.
+/// Generated output: of one token, or of a whole answer if collected.
+#[derive(Debug, Default)]
+pub struct Output {
+    pub deltas: Vec<Delta>,
+    /// Tokens with log-probabilities. In a chat these are the tokens of the content in `deltas`. In a completion it is the
+    /// generated token, whose text may follow in a later output.
+    pub logprobs: Vec<(u32, Logprobs)>,
+    /// Log-probabilities of the prompt, if requested. The first token has none.
+    pub prompt_logprobs: Option<Vec<Option<Logprobs>>>,
+    /// Set in the last output.
+    pub finish: Option<FinishReason>,
+}
+
+impl Output {
+    /// Appends a later output of the same answer. Adjacent text of one kind is joined.
+    pub fn append(&mut self, later: Self) {
+        for delta in later.deltas {
+            match (self.deltas.last_mut(), delta) {
+                (Some(Delta::Reasoning(text)), Delta::Reasoning(more))
+                | (Some(Delta::Content(text)), Delta::Content(more))
+                | (Some(Delta::Arguments { json: text, .. }), Delta::Arguments { json: more, .. }) => {
+                    text.push_str(&more)
+                }
+                (_, delta) => self.deltas.push(delta),
+            }
+        }
+        self.logprobs.extend(later.logprobs);
+        self.prompt_logprobs = self.prompt_logprobs.take().or(later.prompt_logprobs);
+        self.finish = later.finish;
+    }
+}
+
+/// How an answer ended.
 #[derive(Debug)]
-pub struct Ending {
+pub struct Finished {
     pub reason: FinishReason,
-    /// The stop string that ended it, if one did.
+    /// The stop string that ended it.
     pub stop: Option<String>,
     pub usage: Usage,
 }
 
-/// The way in which a generation's text is read.
-pub enum Reader {
+/// How the generated text is read.
+pub enum TextReader {
     /// As plain text.
     Plain,
-    /// As an assistant's turn.
+    /// As an assistant message with reasoning and tool calls.
     Chat { parser: Parser, in_reasoning: bool, parallel_tool_calls: bool },
 }
 
-/// A generation under way. Dropping it cancels it: the engine stops within one token, or never begins.
-pub struct Transcript {
+/// A generation in progress. Dropping it cancels the request: the engine stops within one token.
+pub struct Generation {
     events: Events,
     decoder: Decoder,
-    reader: Reader,
+    reader: TextReader,
     stop: StopStrings,
-    /// The ids of `<think>` and `</think>`, by which reasoning tokens are counted.
+    /// Token ids of `<think>` and `</think>`, used to count reasoning tokens.
     think: [Option<u32>; 2],
     in_reasoning: bool,
-    called: bool,
-    scored: Scored,
-    /// Bytes of content given so far.
-    given: usize,
+    has_call: bool,
+    content_logprobs: ContentLogprobs,
+    /// Bytes of content sent so far.
+    sent: usize,
     usage: Usage,
-    /// The answer's outcome, in the metrics' words: a client left, unless something else happens first.
-    ended: &'static str,
+    /// Outcome for the metrics. A generation that is dropped early was cancelled by its client.
+    outcome: &'static str,
     log: Arc<RequestLog>,
-    /// The memory of the request, until the answer is told.
-    _permit: Option<MemoryPermit>,
 }
 
-impl Transcript {
-    /// Queues `request`.
+impl Generation {
+    /// Queues `request`. Fails if the queue is full.
     pub fn submit(
-        app: &LoadedModel,
+        model: &LoadedModel,
         log: &Arc<RequestLog>,
         request: Request,
-        reader: Reader,
+        reader: TextReader,
         stops: Vec<String>,
     ) -> Result<Self, EngineError> {
         let prompt_tokens = request.ids.len();
-        let events = app.engine.submit(Request { deadline: log.deadline, ..request })?;
+        let events = model.engine.submit(Request { deadline: log.deadline, ..request })?;
         log.add_tokens(prompt_tokens, 0);
         Ok(Self {
             events,
-            decoder: Decoder::new(app.tokenizer.clone()),
+            decoder: Decoder::new(model.tokenizer.clone()),
             stop: StopStrings::new(stops),
-            think: ["<think>", "</think>"].map(|token| app.tokenizer.id(token)),
-            in_reasoning: matches!(reader, Reader::Chat { in_reasoning: true, .. }),
+            think: ["<think>", "</think>"].map(|token| model.tokenizer.id(token)),
+            in_reasoning: matches!(reader, TextReader::Chat { in_reasoning: true, .. }),
             reader,
-            called: false,
-            scored: Scored::default(),
-            given: 0,
+            has_call: false,
+            content_logprobs: ContentLogprobs::default(),
+            sent: 0,
             usage: Usage { prompt_tokens, ..Usage::default() },
-            ended: "cancelled",
+            outcome: "cancelled",
             log: log.clone(),
-            _permit: None,
         })
     }
 
-    /// Keeps `share` as long as it lives.
-    pub fn holding(mut self, permit: MemoryPermit) -> Self {
-        self._permit = Some(permit);
-        self
+    /// Passes every update to `sink` as it arrives, until the answer ends. This is the only loop over engine events.
+    pub async fn run(&mut self, mut sink: impl FnMut(Update)) -> Result<Finished, EngineError> {
+        loop {
+            let update = self.next().await.inspect_err(|_| self.outcome = "error")?;
+            let finish = if let Update::Output(output) = &update { output.finish } else { None };
+            sink(update);
+            if let Some(reason) = finish {
+                self.outcome = reason.as_str();
+                return Ok(Finished { reason, stop: self.stop.found().map(str::to_owned), usage: self.usage() });
+            }
+        }
     }
 
-    /// The next thing to tell. After a turn with an `end`, or an error, there is none.
-    async fn next(&mut self) -> Result<Turn, EngineError> {
+    /// Runs to the end and returns the whole answer.
+    pub async fn collect(&mut self) -> Result<(Output, Finished), EngineError> {
+        let mut whole = Output::default();
+        let append = |update| {
+            if let Update::Output(output) = update {
+                whole.append(output);
+            }
+        };
+        let finished = self.run(append).await?;
+        Ok((whole, finished))
+    }
+
+    /// Tokens used so far.
+    pub fn usage(&self) -> Usage {
+        Usage { total_tokens: self.usage.prompt_tokens + self.usage.completion_tokens, ..self.usage }
+    }
+
+    async fn next(&mut self) -> Result<Update, EngineError> {
+        let mut output = Output::default();
         loop {
-            let mut turn = Turn::default();
             match self.events.recv().await.ok_or(EngineError::Stopped)? {
                 Event::Started { cached_tokens, .. } => {
-                    self.usage.prompt_tokens_details = PromptDetails { cached_tokens };
+                    self.usage.prompt_tokens_details = PromptTokensDetails { cached_tokens };
                     continue;
                 }
                 Event::Prefilled { tokens, seconds } => {
-                    turn.progress = Some(Progress {
+                    return Ok(Update::Progress(PromptProgress {
                         total: self.usage.prompt_tokens,
                         cache: self.usage.prompt_tokens_details.cached_tokens,
                         processed: tokens,
                         time_ms: (seconds * 1e3) as u64,
-                    });
+                    }));
                 }
-                Event::Prompt(logprobs) => turn.prompt = Some(logprobs),
+                Event::Prompt(logprobs) => output.prompt_logprobs = Some(logprobs),
                 Event::Token { id, logprobs } => {
                     self.count(id);
                     let text = self.decoder.push(id);
                     match logprobs {
-                        Some(logprobs) if matches!(self.reader, Reader::Plain) => turn.scored.push((id, logprobs)),
-                        Some(logprobs) => self.scored.token(id, logprobs),
+                        Some(logprobs) if matches!(self.reader, TextReader::Plain) => {
+                            output.logprobs.push((id, logprobs))
+                        }
+                        Some(logprobs) => self.content_logprobs.push_token(id, logprobs),
                         None => {}
                     }
-                    if !text.is_empty() && self.read(&text, &mut turn.deltas) {
-                        // Nobody will hear what follows, so it is not generated.
+                    if !text.is_empty() && self.read(&text, &mut output.deltas) {
+                        // The client gets nothing after a stop string, so the engine can stop here.
                         self.events.close();
-                        turn.end = Some(self.reason(Finish::Stop));
+                        output.finish = Some(self.reason(Finish::Stop));
                     }
                 }
                 Event::Done { finish, timings } => {
-                    let crate::engine::Timings { drafted_tokens, accepted_tokens, saved_seconds, .. } = timings;
-                    self.usage.timings = Timings { drafted_tokens, accepted_tokens, saved_seconds };
+                    let Timings { drafted_tokens, accepted_tokens, saved_seconds, .. } = timings;
+                    self.usage.timings = SpeculationTimings { drafted_tokens, accepted_tokens, saved_seconds };
                     self.log.record_storage(None);
                     let rest = self.decoder.finish();
                     let cut = finish == Finish::Length;
-                    let hit = self.read(&rest, &mut turn.deltas) || self.finish(cut, &mut turn.deltas);
-                    turn.end = Some(self.reason(if hit { Finish::Stop } else { finish }));
+                    let hit = self.read(&rest, &mut output.deltas) || self.finish(cut, &mut output.deltas);
+                    output.finish = Some(self.reason(if hit { Finish::Stop } else { finish }));
                 }
                 Event::Failed(error) => {
                     if let EngineError::Model(ModelError::Store(error)) = &error {
@@ -156,56 +204,38 @@ impl Transcript {
                     return Err(error);
                 }
             }
-            turn.scored.extend(self.scored.given(self.given));
-            return Ok(turn);
+            output.logprobs.extend(self.content_logprobs.take_sent(self.sent));
+            return Ok(Update::Output(output));
         }
     }
 
-    /// Gives every turn to `sink`, as it comes, and says how the answer ended. This is the only loop over a transcript.
-    pub async fn tell(&mut self, mut sink: impl FnMut(Turn)) -> Result<Ending, EngineError> {
-        loop {
-            let turn = self.next().await.inspect_err(|_| self.ended = "error")?;
-            let end = turn.end;
-            sink(turn);
-            if let Some(reason) = end {
-                self.ended = reason.word();
-                return Ok(Ending { reason, stop: self.stop.found().map(str::to_owned), usage: self.usage() });
-            }
-        }
-    }
-
-    /// Tokens used so far.
-    pub fn usage(&self) -> Usage {
-        Usage { total_tokens: self.usage.prompt_tokens + self.usage.completion_tokens, ..self.usage }
-    }
-
+    /// Counts a generated token, and whether it belongs to the reasoning.
     fn count(&mut self, id: u32) {
         self.usage.completion_tokens += 1;
-        if matches!(self.reader, Reader::Plain) {
+        if matches!(self.reader, TextReader::Plain) {
             return;
         }
         let [open, close] = self.think;
         self.in_reasoning |= Some(id) == open;
-        let CompletionDetails { reasoning_tokens } = &mut self.usage.completion_tokens_details;
-        *reasoning_tokens += usize::from(self.in_reasoning);
+        self.usage.completion_tokens_details.reasoning_tokens += usize::from(self.in_reasoning);
         self.in_reasoning &= Some(id) != close;
     }
 
-    /// Reads on; true if a stop string was met.
+    /// Reads more text. Returns true if the answer ends here.
     fn read(&mut self, text: &str, deltas: &mut Vec<Delta>) -> bool {
         let read = match &mut self.reader {
-            Reader::Plain => vec![Delta::Content(text.to_owned())],
-            Reader::Chat { parser, .. } => parser.push(text),
+            TextReader::Plain => vec![Delta::Content(text.to_owned())],
+            TextReader::Chat { parser, .. } => parser.push(text),
         };
-        self.scored.text(text.len());
+        self.content_logprobs.push_text(text.len());
         self.cut(read, deltas)
     }
 
-    /// Gives up what was held back; true if it held a stop string.
+    /// Releases all text that is held back. Returns true if it contains a stop string.
     fn finish(&mut self, cut: bool, deltas: &mut Vec<Delta>) -> bool {
         let read = match &mut self.reader {
-            Reader::Plain => Vec::new(),
-            Reader::Chat { parser, .. } => parser.finish(cut),
+            TextReader::Plain => Vec::new(),
+            TextReader::Chat { parser, .. } => parser.finish(cut),
         };
         if self.cut(read, deltas) {
             return true;
@@ -214,23 +244,25 @@ impl Transcript {
         false
     }
 
+    /// Copies deltas up to the first stop string, or to the second call if only one is allowed. Returns true at such an
+    /// end.
     fn cut(&mut self, read: Vec<Delta>, deltas: &mut Vec<Delta>) -> bool {
-        if let Reader::Chat { parser, .. } = &mut self.reader {
-            parser.spans().into_iter().for_each(|span| self.scored.content(span));
+        if let TextReader::Chat { parser, .. } = &mut self.reader {
+            parser.spans().into_iter().for_each(|span| self.content_logprobs.push_content(span));
         }
         for delta in read {
             match delta {
                 Delta::Content(text) => {
-                    let held = self.stop.push(&text);
-                    self.give(held.text, deltas);
-                    if held.stopped {
+                    let checked = self.stop.push(&text);
+                    self.send(checked.text, deltas);
+                    if checked.stopped {
                         return true;
                     }
                 }
-                Delta::ToolCall { index, .. } if index > 0 && self.single_call() => return true,
+                Delta::ToolCall { index, .. } if index > 0 && self.is_single_call() => return true,
                 delta => {
-                    self.called |= matches!(delta, Delta::ToolCall { .. });
-                    // The content is over: what could have become a stop string will not.
+                    self.has_call |= matches!(delta, Delta::ToolCall { .. });
+                    // The content ends here, so a partial stop string at its end cannot become a whole one.
                     self.release(deltas);
                     deltas.push(delta);
                 }
@@ -240,35 +272,57 @@ impl Transcript {
     }
 
     fn release(&mut self, deltas: &mut Vec<Delta>) {
-        let held = self.stop.finish();
-        self.give(held, deltas);
+        let text = self.stop.finish();
+        self.send(text, deltas);
     }
 
-    fn give(&mut self, text: String, deltas: &mut Vec<Delta>) {
-        self.given += text.len();
+    fn send(&mut self, text: String, deltas: &mut Vec<Delta>) {
+        self.sent += text.len();
         if !text.is_empty() {
             deltas.push(Delta::Content(text));
         }
     }
 
-    fn single_call(&self) -> bool {
-        matches!(self.reader, Reader::Chat { parallel_tool_calls: false, .. })
+    fn is_single_call(&self) -> bool {
+        matches!(self.reader, TextReader::Chat { parallel_tool_calls: false, .. })
     }
 
     fn reason(&self, finish: Finish) -> FinishReason {
         match finish {
             Finish::Length => FinishReason::Length,
-            Finish::Stop if self.called => FinishReason::ToolCalls,
+            Finish::Stop if self.has_call => FinishReason::ToolCalls,
             Finish::Stop => FinishReason::Stop,
         }
     }
 }
 
-impl Drop for Transcript {
+impl Drop for Generation {
     fn drop(&mut self) {
-        // Whoever waits for it may have given it up before the engine did.
-        let ended = if self.ended == "cancelled" && self.log.is_late() { "error" } else { self.ended };
+        // A request that runs out of time is dropped before the engine reports its timeout.
+        let outcome = if self.outcome == "cancelled" && self.log.is_late() { "error" } else { self.outcome };
         self.log.add_tokens(0, self.usage.completion_tokens);
-        self.log.record_answer(ended, self.usage.prompt_tokens, self.usage.completion_tokens);
+        self.log.record_answer(outcome, self.usage.prompt_tokens, self.usage.completion_tokens);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn appended_outputs_join_adjacent_text() {
+        let arguments = |json: &str| Delta::Arguments { index: 0, json: json.into() };
+        let call = Delta::ToolCall { index: 0, id: "1".into(), name: "f".into() };
+        let mut whole = Output::default();
+        for deltas in [
+            vec![Delta::Reasoning("a".into()), Delta::Reasoning("b".into()), Delta::Content("c".into())],
+            vec![Delta::Content("d".into()), call.clone(), arguments("{\"x\"")],
+            vec![arguments(":"), Delta::Content("stray".into()), arguments("1}")],
+        ] {
+            whole.append(Output { deltas, ..Output::default() });
+        }
+        let [reasoning, content] = [Delta::Reasoning("ab".into()), Delta::Content("cd".into())];
+        let stray = Delta::Content("stray".into());
+        assert_eq!(whole.deltas, [reasoning, content, call, arguments("{\"x\":"), stray, arguments("1}")]);
     }
 }

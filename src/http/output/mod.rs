@@ -1,6 +1,9 @@
-//! From engine events to parts of an answer.
+//! From engine events to answers: [`generation`] turns events into deltas, [`choices`] runs one generation per choice,
+//! and [`renderer`] passes the output to the API's answer format.
 
 pub mod chat_logprobs;
+pub mod choices;
 pub mod completion_logprobs;
 pub mod generation;
-pub mod parts;
+pub mod renderer;
+pub mod usage;

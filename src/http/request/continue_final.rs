@@ -1,65 +1,65 @@
-//! An answer that goes on from the last message, which is the assistant's.
+//! Continuing the final assistant message instead of starting a new one.
 //!
-//! The message is rendered with a mark at its end, and the prompt is cut there: templates trim messages and write an end
-//! behind them, so that the text alone does not say where it stopped.
+//! Templates trim messages and write an end tag after them, so the rendered text alone does not show where the message
+//! ends. The message is therefore rendered with a marker at its end, and the prompt is cut at the marker.
 
 use crate::http::{errors::ApiError, layers::request_log::unique_id, openai::types::ChatRequest};
 use serde_json::Value;
 
-/// The names under which clients send reasoning back, as templates look for it.
+/// Names under which clients send reasoning back, in the order in which templates read them.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// The end of the last message.
+/// Marks the end of the last message.
 #[derive(Debug)]
-pub struct Mark {
+pub struct EndMarker {
     text: String,
-    /// The message has reasoning and no content yet: the answer begins in the reasoning.
+    /// The message has reasoning but no content, so the answer starts in the reasoning.
     pub in_reasoning: bool,
 }
 
-/// True if a request asks for it: `continue_final_message`, as vLLM has it, or no generation prompt.
-pub fn asked(request: &ChatRequest) -> Result<bool, ApiError> {
+/// Whether a request continues the last message: `continue_final_message` as in vLLM, or no generation prompt.
+pub fn is_requested(request: &ChatRequest) -> Result<bool, ApiError> {
     match (request.continue_final_message, request.add_generation_prompt) {
         (Some(true), Some(true)) => {
-            let text = "continue_final_message goes on from the last message, add_generation_prompt begins a new one.";
+            let text = "continue_final_message continues the last message, add_generation_prompt starts a new one; send only one.";
             Err(ApiError::invalid("continue_final_message", text))
         }
         (Some(true), _) | (None, Some(false)) => Ok(true),
         (Some(false), Some(false)) => {
-            let text = "add_generation_prompt is false, and so is continue_final_message: an answer needs one of them.";
+            let text = "add_generation_prompt and continue_final_message are both false; one of them must be true.";
             Err(ApiError::invalid("add_generation_prompt", text))
         }
         _ => Ok(false),
     }
 }
 
-impl Mark {
-    /// Puts a mark at the end of the last message.
-    pub fn put(messages: &mut [Value]) -> Result<Self, ApiError> {
+impl EndMarker {
+    /// Appends a marker to the last message.
+    pub fn insert(messages: &mut [Value]) -> Result<Self, ApiError> {
         let Some(Value::Object(last)) = messages.last_mut().filter(|message| message["role"] == "assistant") else {
-            let text = "An answer is to go on from the last message, which is not the assistant's.";
+            let text = "The request continues the last message, but that message is not from the assistant.";
             return Err(ApiError::invalid("messages", text));
         };
         if last.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty()) {
-            return Err(ApiError::unsupported("messages", "An answer cannot go on from a message with tool calls."));
+            return Err(ApiError::unsupported("messages", "A message with tool calls cannot be continued."));
         }
         let text = |value: Option<&Value>| value.and_then(Value::as_str).unwrap_or_default().to_owned();
         let content = text(last.get("content"));
         let name = REASONING.into_iter().find(|&name| last.get(name).is_some_and(|value| !value.is_null()));
         let name = name.filter(|&name| content.is_empty() && !text(last.get(name)).is_empty());
-        let mark = Self { text: format!("mark-{}", unique_id()), in_reasoning: name.is_some() };
+        let marker = Self { text: format!("mark-{}", unique_id()), in_reasoning: name.is_some() };
         let name = name.unwrap_or("content");
-        let marked = text(last.get(name)) + &mark.text;
+        let marked = text(last.get(name)) + &marker.text;
         last.insert(name.into(), marked.into());
-        Ok(mark)
+        Ok(marker)
     }
 
-    /// The prompt up to the mark.
+    /// Returns the prompt up to the marker.
     pub fn cut(&self, mut prompt: String) -> Result<String, ApiError> {
         match prompt.matches(&self.text).count() {
             1 => prompt.truncate(prompt.find(&self.text).unwrap_or_default()),
             _ => {
-                let text = "This model's template does not write the last message so that an answer can go on from it.";
+                let text = "This model's chat template does not support continuing the last message.";
                 return Err(ApiError::unsupported("messages", text));
             }
         }
@@ -73,7 +73,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn the_end_of_the_last_message_is_marked() {
+    fn last_message_end_is_marked() {
         for (message, name, in_reasoning) in [
             (json!({"role": "assistant", "content": "Well "}), "content", false),
             (json!({"role": "assistant", "content": null}), "content", false),
@@ -82,36 +82,36 @@ mod tests {
         ] {
             let before = message[name].as_str().unwrap_or_default().to_owned();
             let mut messages = [message];
-            let mark = Mark::put(&mut messages).unwrap();
-            assert_eq!(mark.in_reasoning, in_reasoning);
+            let marker = EndMarker::insert(&mut messages).unwrap();
+            assert_eq!(marker.in_reasoning, in_reasoning);
             let text = messages[0][name].as_str().unwrap();
-            assert_eq!(mark.cut(format!("{text}<end>")).unwrap(), before);
-            assert!(mark.cut("<end>".into()).is_err() && mark.cut(text.repeat(2)).is_err());
+            assert_eq!(marker.cut(format!("{text}<end>")).unwrap(), before);
+            assert!(marker.cut("<end>".into()).is_err() && marker.cut(text.repeat(2)).is_err());
         }
     }
 
     #[test]
-    fn there_must_be_something_to_go_on_from() {
+    fn only_assistant_text_can_be_continued() {
         let call = json!({"type": "function", "function": {"name": "f", "arguments": "{}"}});
         for message in [
             json!({"role": "user", "content": "Hi"}),
             json!({"role": "assistant", "content": "x", "tool_calls": [call]}),
         ] {
-            assert!(Mark::put(&mut [message]).is_err());
+            assert!(EndMarker::insert(&mut [message]).is_err());
         }
-        assert!(Mark::put(&mut []).is_err());
-        let ask = |continues, opens| {
-            asked(&ChatRequest {
+        assert!(EndMarker::insert(&mut []).is_err());
+        let requested = |continues, opens| {
+            is_requested(&ChatRequest {
                 continue_final_message: continues,
                 add_generation_prompt: opens,
                 ..Default::default()
             })
             .ok()
         };
-        assert_eq!(ask(None, None), Some(false));
-        assert_eq!(ask(Some(true), Some(false)), Some(true));
-        assert_eq!(ask(None, Some(false)), Some(true));
-        assert_eq!(ask(Some(false), Some(true)), Some(false));
-        assert_eq!((ask(Some(true), Some(true)), ask(Some(false), Some(false))), (None, None));
+        assert_eq!(requested(None, None), Some(false));
+        assert_eq!(requested(Some(true), Some(false)), Some(true));
+        assert_eq!(requested(None, Some(false)), Some(true));
+        assert_eq!(requested(Some(false), Some(true)), Some(false));
+        assert_eq!((requested(Some(true), Some(true)), requested(Some(false), Some(false))), (None, None));
     }
 }

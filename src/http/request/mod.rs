@@ -1,10 +1,18 @@
-//! From a body to an engine request.
+//! From the request of any API to one [`GenerationRequest`], and from there to the engine's request.
+//!
+//! Messages and Responses requests are translated into a chat request first, so every API is checked by the same code.
+//! [`GenerationRequest`] is made without a model: a wrong request is refused before a model is loaded for it.
 
 pub mod body;
 pub mod continue_final;
-pub mod conversation;
 pub mod fields;
+mod generation_request;
 pub mod messages;
+mod prepare;
+mod prompt;
 pub mod response_format;
-pub mod sampling;
+pub mod sampling_params;
 pub mod thinking;
+pub mod tools;
+
+pub use generation_request::{ChatPrompt, GenerationRequest, PromptInput};

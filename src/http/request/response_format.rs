@@ -1,219 +1,149 @@
-//! The form an answer must have, however it was asked for: `response_format`, vLLM's and llama-server's fields for the same
-//! thing, and `tool_choice`. All of them become one [`OutputFormat`], which is compiled away from the async threads.
+//! The format that an answer must have: `response_format`, the fields of vLLM and llama-server for the same purpose, and
+//! `tool_choice`. All of them become one [`OutputFormat`], which is compiled outside the async threads.
 
-use crate::http::{
-    LoadedModel,
-    errors::ApiError,
-    layers::memory::MemoryPermit,
-    openai::types::{ChatRequest, ResponseFormat},
-};
 use crate::{
     chat::grammar::{AllowedTools, ContentFormat, FormatError, NextTokens, OutputFormat, TokenConstraint, any_object},
     engine::{Allowed, Constraint},
+    http::{
+        errors::ApiError,
+        layers::memory::MemoryPermit,
+        models::LoadedModel,
+        openai::types::{ChatRequest, ResponseFormat},
+        request::tools::ToolChoice,
+    },
 };
 use serde_json::Value;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// A form, and the field that asked for its content.
+/// A format, and the request field that asks for it.
 #[derive(Debug)]
-pub struct Asked {
-    form: OutputFormat,
+pub struct RequestedFormat {
+    format: OutputFormat,
     field: String,
 }
 
-/// The form that a request asks for; `None` if any answer will do.
-pub fn form(request: &ChatRequest) -> Result<Option<Asked>, ApiError> {
-    let (field, content) = content(request)?;
+/// The format that a request asks for. None: any text and any call is allowed.
+pub fn requested(request: &ChatRequest) -> Result<Option<RequestedFormat>, ApiError> {
+    let (field, content) = requested_content(request)?;
     let tools: Vec<(usize, Value)> = request.tools.iter().flatten().cloned().enumerate().collect();
     let parallel = request.parallel_tool_calls.unwrap_or(true);
-    let strict = tools.iter().any(|(_, tool)| tool["function"]["strict"] == true);
-    let choice = Choice::read(request.tool_choice.as_ref(), &tools)?;
-    let asked = |content, tools| {
-        let tools = Some(AllowedTools { tools, parallel }).filter(|tools| !tools.tools.is_empty());
-        Ok(Some(Asked { form: OutputFormat { content, tools }, field: field.clone() }))
+    let has_strict_tool = tools.iter().any(|(_, tool)| tool["function"]["strict"] == true);
+    let (content, tools) = match ToolChoice::parse(request.tool_choice.as_ref(), &tools)? {
+        ToolChoice::None if content == ContentFormat::Text => return Ok(None),
+        ToolChoice::None => (content, Vec::new()),
+        ToolChoice::Required(names) => (ContentFormat::Nothing, named(tools, names)),
+        ToolChoice::Auto(None) if content == ContentFormat::Text && !has_strict_tool => return Ok(None),
+        ToolChoice::Auto(names) => (content, named(tools, names)),
     };
-    match choice {
-        Choice::None => match content {
-            ContentFormat::Text => Ok(None),
-            content => asked(content, Vec::new()),
-        },
-        Choice::Must(only) => asked(ContentFormat::Nothing, picked(tools, &only)),
-        Choice::May(only) if content != ContentFormat::Text || strict || only.is_some() => {
-            asked(content, picked(tools, &only))
-        }
-        Choice::May(_) => Ok(None),
-    }
+    let tools = (!tools.is_empty()).then_some(AllowedTools { tools, parallel });
+    Ok(Some(RequestedFormat { format: OutputFormat { content, tools }, field }))
 }
 
-/// The tools that may or must be called: all of them, or those with these names.
-#[derive(Debug, PartialEq)]
-enum Choice {
-    None,
-    May(Option<Vec<String>>),
-    Must(Option<Vec<String>>),
+/// The tools with these names, or all of them.
+fn named(tools: Vec<(usize, Value)>, names: Option<Vec<String>>) -> Vec<(usize, Value)> {
+    let Some(names) = names else { return tools };
+    tools.into_iter().filter(|(_, tool)| names.iter().any(|name| tool["function"]["name"] == **name)).collect()
 }
 
-impl Choice {
-    fn read(choice: Option<&Value>, tools: &[(usize, Value)]) -> Result<Self, ApiError> {
-        let known = |name: &Value, at: &str| match name.as_str() {
-            Some(name) if tools.iter().any(|(_, tool)| tool["function"]["name"] == name) => Ok(name.to_owned()),
-            Some(name) => Err(ApiError::invalid(at, format!("{at} is `{name}`, which is not the name of a tool."))),
-            None => Err(ApiError::json(Some(at.into()), format!("{at} must be the name of a tool."))),
-        };
-        let Some(choice) = choice.filter(|choice| !choice.is_null()) else {
-            return Ok(if tools.is_empty() { Choice::None } else { Choice::May(None) });
-        };
-        let read = match choice {
-            Value::String(word) => match word.as_str() {
-                "none" => Choice::None,
-                "auto" if tools.is_empty() => Choice::None,
-                "auto" => Choice::May(None),
-                "required" => Choice::Must(None),
-                other => {
-                    let text =
-                        format!("tool_choice is `{other}`; it must be `none`, `auto`, `required` or name a tool.");
-                    return Err(ApiError::invalid("tool_choice", text));
-                }
-            },
-            Value::Object(_) => match choice["type"].as_str() {
-                Some("function") => {
-                    Choice::Must(Some(vec![known(&choice["function"]["name"], "tool_choice.function.name")?]))
-                }
-                Some("allowed_tools") => {
-                    // Chat puts these into an object of their own, Responses beside the type.
-                    let inner = choice.get("allowed_tools").unwrap_or(choice);
-                    let names = inner["tools"].as_array().into_iter().flatten().map(|tool| {
-                        let name = tool.get("function").unwrap_or(tool).get("name").unwrap_or(&Value::Null);
-                        known(name, "tool_choice.allowed_tools.tools")
-                    });
-                    let names = Some(names.collect::<Result<Vec<_>, _>>()?).filter(|names| !names.is_empty());
-                    match inner["mode"].as_str() {
-                        _ if names.is_none() => {
-                            let text = "tool_choice.allowed_tools.tools must be an array of tools that is not empty.";
-                            return Err(ApiError::invalid("tool_choice.allowed_tools.tools", text));
-                        }
-                        Some("auto") => Choice::May(names),
-                        Some("required") => Choice::Must(names),
-                        _ => {
-                            let text = "tool_choice.allowed_tools.mode must be `auto` or `required`.";
-                            return Err(ApiError::invalid("tool_choice.allowed_tools.mode", text));
-                        }
-                    }
-                }
-                _ => {
-                    let text = "tool_choice.type must be `function` or `allowed_tools`.";
-                    return Err(ApiError::invalid("tool_choice.type", text));
-                }
-            },
-            _ => return Err(ApiError::json(Some("tool_choice".into()), "tool_choice must be a string or an object.")),
-        };
-        if tools.is_empty() && matches!(read, Choice::Must(_)) {
-            return Err(ApiError::invalid("tool_choice", "tool_choice asks for a call, but there are no tools."));
-        }
-        Ok(read)
-    }
-}
-
-fn picked(tools: Vec<(usize, Value)>, only: &Option<Vec<String>>) -> Vec<(usize, Value)> {
-    let wanted =
-        |tool: &Value| only.as_ref().is_none_or(|names| names.iter().any(|name| tool["function"]["name"] == **name));
-    tools.into_iter().filter(|(_, tool)| wanted(tool)).collect()
-}
-
-/// The content's form, and the name of the field that asks for it. Two such fields are an error.
-fn content(request: &ChatRequest) -> Result<(String, ContentFormat), ApiError> {
-    let mut asked = Vec::new();
+/// The format of the content, and the name of the field that asks for it. Two such fields are an error.
+fn requested_content(request: &ChatRequest) -> Result<(String, ContentFormat), ApiError> {
+    let mut found = Vec::new();
     if let Some(format) = &request.response_format {
-        asked.extend(self::format(format)?);
+        found.extend(from_response_format(format)?);
     }
-    let json = |schema: &Value| ContentFormat::Json { schema: schema.clone(), strict: true };
-    let guided = |asked: &mut Vec<_>, prefix: &str, it: [Option<&Value>; 4]| -> Result<(), ApiError> {
-        let [schema, regex, choice, grammar] = it.map(|value| value.filter(|value| !value.is_null()));
-        let text = |value: &Value, at: &str| match value.as_str() {
-            Some(text) => Ok(text.to_owned()),
-            None => Err(ApiError::json(Some(at.into()), format!("{at} must be a string."))),
-        };
-        if let Some(schema) = schema {
-            let at = format!("{prefix}json");
-            let parsed = schema.as_str().map(serde_json::from_str).transpose();
-            let parsed = parsed.map_err(|e| ApiError::invalid(&at, format!("{at} is not valid JSON: {e}")))?;
-            asked.push((at, json(parsed.as_ref().unwrap_or(schema))));
-        }
-        if let Some(regex) = regex {
-            let at = format!("{prefix}regex");
-            asked.push((at.clone(), ContentFormat::Regex(text(regex, &at)?)));
-        }
-        if let Some(choice) = choice {
-            let at = format!("{prefix}choice");
-            let words = choice.as_array().filter(|words| !words.is_empty() && words.iter().all(Value::is_string));
-            let Some(words) = words else {
-                return Err(ApiError::json(
-                    Some(at.clone()),
-                    format!("{at} must be an array of strings that is not empty."),
-                ));
-            };
-            let words: Vec<String> = words.iter().filter(|word| **word != "").map(Value::to_string).collect();
-            asked.push((at, ContentFormat::Lark(format!("start: {}", words.join(" | ")))));
-        }
-        if grammar.is_some() {
-            let at = format!("{prefix}grammar");
-            let message = format!("{at} is not supported: send response_format {{\"type\": \"lark\", \"lark\": ...}}.");
-            return Err(ApiError::unsupported(&at, message));
-        }
-        Ok(())
-    };
     let ChatRequest { guided_json, guided_regex, guided_choice, guided_grammar, .. } = request;
-    let it = [guided_json.as_ref(), guided_regex.as_ref(), guided_choice.as_ref(), guided_grammar.as_ref()];
-    guided(&mut asked, "guided_", it)?;
+    let guided = [guided_json.as_ref(), guided_regex.as_ref(), guided_choice.as_ref(), guided_grammar.as_ref()];
+    add_guided(&mut found, "guided_", guided)?;
     if let Some(outputs) = request.structured_outputs.as_ref().filter(|outputs| !outputs.is_null()) {
         for (key, value) in outputs.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null()) {
             match key.as_str() {
                 "json" | "regex" | "choice" | "grammar" => {}
                 "json_object" if *value == false => {}
-                "json_object" => asked.push(("structured_outputs.json_object".into(), json(&any_object()))),
+                "json_object" => found.push(("structured_outputs.json_object".into(), strict_json(&any_object()))),
                 other => {
                     let at = format!("structured_outputs.{other}");
                     return Err(ApiError::unsupported(&at, format!("{at} is not supported.")));
                 }
             }
         }
-        let it = ["json", "regex", "choice", "grammar"].map(|key| outputs.get(key));
-        guided(&mut asked, "structured_outputs.", it)?;
+        let guided = ["json", "regex", "choice", "grammar"].map(|key| outputs.get(key));
+        add_guided(&mut found, "structured_outputs.", guided)?;
     }
     if let Some(schema) = request.json_schema.as_ref().filter(|schema| !schema.is_null()) {
-        asked.push(("json_schema".into(), json(schema)));
+        found.push(("json_schema".into(), strict_json(schema)));
     }
     if request.grammar.as_ref().is_some_and(|grammar| !grammar.is_null()) {
-        let message = "grammar (GBNF) is not supported: send response_format {\"type\": \"lark\", \"lark\": ...}.";
+        let message = "grammar (GBNF) is not supported; send response_format {\"type\": \"lark\", \"lark\": ...}.";
         return Err(ApiError::unsupported("grammar", message));
     }
-    if let [(first, _), (second, _), ..] = &*asked {
-        let message = format!("{first} and {second} both say what the answer must be; send one of them.");
+    if let [(first, _), (second, _), ..] = &*found {
+        let message = format!("{first} and {second} both set the format of the answer; send only one of them.");
         return Err(ApiError::invalid(second, message));
     }
-    Ok(asked.pop().unwrap_or_default())
+    Ok(found.pop().unwrap_or_default())
 }
 
-/// `response_format`; nothing for `text`.
-fn format(format: &ResponseFormat) -> Result<Option<(String, ContentFormat)>, ApiError> {
-    let needs = |key: &str| {
+fn strict_json(schema: &Value) -> ContentFormat {
+    ContentFormat::Json { schema: schema.clone(), strict: true }
+}
+
+/// Adds vLLM's fields: JSON schema, regular expression, choice of strings, grammar.
+fn add_guided(
+    found: &mut Vec<(String, ContentFormat)>,
+    prefix: &str,
+    fields: [Option<&Value>; 4],
+) -> Result<(), ApiError> {
+    let [schema, regex, choice, grammar] = fields.map(|value| value.filter(|value| !value.is_null()));
+    if let Some(schema) = schema {
+        let at = format!("{prefix}json");
+        let parsed = schema.as_str().map(serde_json::from_str).transpose();
+        let parsed = parsed.map_err(|e| ApiError::invalid(&at, format!("{at} is not valid JSON: {e}")))?;
+        found.push((at, strict_json(parsed.as_ref().unwrap_or(schema))));
+    }
+    if let Some(regex) = regex {
+        let at = format!("{prefix}regex");
+        let Some(regex) = regex.as_str() else {
+            return Err(ApiError::json(Some(at.clone()), format!("{at} must be a string.")));
+        };
+        found.push((at, ContentFormat::Regex(regex.to_owned())));
+    }
+    if let Some(choice) = choice {
+        let at = format!("{prefix}choice");
+        let words = choice.as_array().filter(|words| !words.is_empty() && words.iter().all(Value::is_string));
+        let Some(words) = words else {
+            return Err(ApiError::json(Some(at.clone()), format!("{at} must be a non-empty array of strings.")));
+        };
+        let words: Vec<String> = words.iter().filter(|word| **word != "").map(Value::to_string).collect();
+        found.push((at, ContentFormat::Lark(format!("start: {}", words.join(" | ")))));
+    }
+    if grammar.is_some() {
+        let at = format!("{prefix}grammar");
+        let message = format!("{at} is not supported; send response_format {{\"type\": \"lark\", \"lark\": ...}}.");
+        return Err(ApiError::unsupported(&at, message));
+    }
+    Ok(())
+}
+
+/// Reads `response_format`. None for the type `text`.
+fn from_response_format(format: &ResponseFormat) -> Result<Option<(String, ContentFormat)>, ApiError> {
+    let missing = |key: &str| {
         let at = format!("response_format.{key}");
-        ApiError::invalid(&at, format!("{at} is missing; the type `{}` needs it.", format.kind))
+        ApiError::invalid(&at, format!("{at} is missing; the type `{}` requires it.", format.kind))
     };
     let (at, content) = match format.kind.as_str() {
         "text" => return Ok(None),
-        // llama-server takes a schema here, too.
+        // llama-server accepts a schema with this type.
         "json_object" => match &format.schema {
-            None => ("type", ContentFormat::Json { schema: any_object(), strict: true }),
-            Some(schema) => ("schema", ContentFormat::Json { schema: schema.clone(), strict: true }),
+            None => ("type", strict_json(&any_object())),
+            Some(schema) => ("schema", strict_json(schema)),
         },
         "json_schema" => {
-            let inner = format.json_schema.as_ref().ok_or_else(|| needs("json_schema"))?;
-            let schema = inner.schema.clone().ok_or_else(|| needs("json_schema.schema"))?;
+            let inner = format.json_schema.as_ref().ok_or_else(|| missing("json_schema"))?;
+            let schema = inner.schema.clone().ok_or_else(|| missing("json_schema.schema"))?;
             ("json_schema.schema", ContentFormat::Json { schema, strict: inner.strict.unwrap_or(false) })
         }
-        "regex" => ("regex", ContentFormat::Regex(format.regex.clone().ok_or_else(|| needs("regex"))?)),
-        "lark" => ("lark", ContentFormat::Lark(format.lark.clone().ok_or_else(|| needs("lark"))?)),
+        "regex" => ("regex", ContentFormat::Regex(format.regex.clone().ok_or_else(|| missing("regex"))?)),
+        "lark" => ("lark", ContentFormat::Lark(format.lark.clone().ok_or_else(|| missing("lark"))?)),
         other => {
             let kinds = "text, json_object, json_schema, regex and lark";
             let text = format!("response_format.type is `{other}`; the types are {kinds}.");
@@ -223,41 +153,44 @@ fn format(format: &ResponseFormat) -> Result<Option<(String, ContentFormat)>, Ap
     Ok(Some((format!("response_format.{at}"), content)))
 }
 
-/// The constraint that holds an answer to its form, and its reasoning to `budget` tokens, if there is anything to hold.
-pub async fn constraint(
-    app: &LoadedModel,
+/// Compiles the format, and the limit of `budget` reasoning tokens, to a constraint for the sampler. None if there is
+/// nothing to constrain.
+pub async fn compile(
+    model: &LoadedModel,
     permit: &MemoryPermit,
-    asked: Option<Asked>,
-    calls: bool,
-    (in_reasoning, budget): (bool, Option<usize>),
+    requested: Option<RequestedFormat>,
+    has_tools: bool,
+    in_reasoning: bool,
+    budget: Option<usize>,
 ) -> Result<Option<Box<dyn Constraint>>, ApiError> {
-    let grammars = app.grammars.clone();
-    let guide = match (asked, budget.filter(|_| in_reasoning)) {
+    let grammars = model.grammars.clone();
+    let guide = match (requested, budget) {
         (None, None) => return Ok(None),
-        (None, Some(budget)) => grammars.reasoning_budget(calls, budget),
-        (Some(Asked { form, field }), budget) => {
-            // In its turn: a large one takes a second, and much memory.
-            let compile = move || catch_unwind(AssertUnwindSafe(|| grammars.compile(&form, in_reasoning, budget)));
-            let broke = |_| FormatError { tool: None, path: String::new(), reason: "the compiler failed on it".into() };
-            let compiled = permit.run(compile).await?.map_err(broke).flatten();
-            compiled.map_err(|fault| refuse(&field, fault))?
+        (None, Some(budget)) => grammars.reasoning_budget(has_tools, budget),
+        (Some(RequestedFormat { format, field }), budget) => {
+            // A large schema takes a second and much memory, so compilation waits for a work slot.
+            let compile = move || catch_unwind(AssertUnwindSafe(|| grammars.compile(&format, in_reasoning, budget)));
+            let panicked =
+                |_| FormatError { tool: None, path: String::new(), reason: "the grammar compiler failed".into() };
+            let compiled = permit.run(compile).await?.map_err(panicked).flatten();
+            compiled.map_err(|error| refuse(&field, error))?
         }
     };
-    Ok(Some(Box::new(Led(guide))))
+    Ok(Some(Box::new(GrammarConstraint(guide))))
 }
 
-fn refuse(field: &str, fault: FormatError) -> ApiError {
-    let at = match fault.tool {
-        Some(index) => format!("tools[{index}].function.parameters{}", fault.path),
-        None => format!("{field}{}", fault.path),
+fn refuse(field: &str, error: FormatError) -> ApiError {
+    let at = match error.tool {
+        Some(index) => format!("tools[{index}].function.parameters{}", error.path),
+        None => format!("{field}{}", error.path),
     };
-    ApiError::invalid(&at, format!("{at}: {}", fault.reason))
+    ApiError::invalid(&at, format!("{at}: {}", error.reason))
 }
 
-/// A guide, as the engine takes it.
-struct Led(TokenConstraint);
+/// Connects a grammar guide to the engine's sampler.
+struct GrammarConstraint(TokenConstraint);
 
-impl Constraint for Led {
+impl Constraint for GrammarConstraint {
     fn allowed(&mut self) -> Result<Allowed, String> {
         Ok(match self.0.allowed()? {
             NextTokens::Any => Allowed::Any,
@@ -270,10 +203,142 @@ impl Constraint for Led {
     }
 
     fn fork(&self) -> Box<dyn Constraint> {
-        Box::new(Led(self.0.clone()))
+        Box::new(Self(self.0.clone()))
     }
 }
 
 #[cfg(test)]
-#[path = "response_format_tests.rs"]
-mod tests;
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn request(mut fields: Value) -> ChatRequest {
+        fields["messages"] = json!([]);
+        serde_json::from_value(fields).unwrap()
+    }
+
+    fn format(fields: Value) -> Option<OutputFormat> {
+        requested(&request(fields)).unwrap().map(|requested| requested.format)
+    }
+
+    /// The field that the error for these fields names.
+    fn error_param(fields: Value) -> Value {
+        let error = requested(&request(fields)).unwrap_err();
+        assert_eq!(error.status, 400);
+        serde_json::to_value(error.body()).unwrap()["error"]["param"].clone()
+    }
+
+    fn tool(name: &str) -> Value {
+        json!({"type": "function", "function": {"name": name}})
+    }
+
+    /// A request with three tools and more fields.
+    fn with_tools(more: Value) -> Value {
+        let mut fields = json!({"tools": [tool("f"), tool("g"), tool("h")]});
+        fields.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        fields
+    }
+
+    /// Names of the tools that a format allows.
+    fn tool_names(format: &OutputFormat) -> Vec<&str> {
+        let tools = format.tools.iter().flat_map(|allowed| &allowed.tools);
+        tools.map(|(_, tool)| tool["function"]["name"].as_str().unwrap()).collect()
+    }
+
+    #[test]
+    fn every_schema_field_sets_the_format() {
+        let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+        for (fields, strict) in [
+            (
+                json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}),
+                false,
+            ),
+            (
+                json!({"response_format":
+                    {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": schema}}}),
+                true,
+            ),
+            (json!({"response_format": {"type": "json_object", "schema": schema}}), true),
+            (json!({"guided_json": schema}), true),
+            (json!({"guided_json": schema.to_string()}), true),
+            (json!({"structured_outputs": {"json": schema, "regex": null}}), true),
+            (json!({"json_schema": schema, "guided_regex": null, "grammar": null}), true),
+        ] {
+            let content = ContentFormat::Json { schema: schema.clone(), strict };
+            assert_eq!(format(fields.clone()), Some(OutputFormat { content, tools: None }), "{fields}");
+        }
+        let any = ContentFormat::Json { schema: any_object(), strict: true };
+        assert_eq!(format(json!({"response_format": {"type": "json_object"}})).unwrap().content, any);
+        assert_eq!(format(json!({"structured_outputs": {"json_object": true}})).unwrap().content, any);
+        let regex = ContentFormat::Regex("a+".into());
+        assert_eq!(format(json!({"guided_regex": "a+"})).unwrap().content, regex);
+        assert_eq!(format(json!({"response_format": {"type": "regex", "regex": "a+"}})).unwrap().content, regex);
+        let choice = ContentFormat::Lark("start: \"a\" | \"b\\\"\"".into());
+        assert_eq!(format(json!({"guided_choice": ["a", "b\""]})).unwrap().content, choice);
+        let lark = format(json!({"response_format": {"type": "lark", "lark": "start: \"x\""}})).unwrap().content;
+        assert_eq!(lark, ContentFormat::Lark("start: \"x\"".into()));
+        for none in [json!({}), json!({"response_format": {"type": "text"}}), json!({"response_format": null})] {
+            assert_eq!(format(none), None);
+        }
+    }
+
+    #[test]
+    fn tool_choice_sets_the_format() {
+        for free in
+            [json!({}), json!({"tool_choice": "auto"}), json!({"tool_choice": "none"}), json!({"tool_choice": null})]
+        {
+            assert_eq!(format(with_tools(free)), None);
+        }
+        let required = format(with_tools(json!({"tool_choice": "required"}))).unwrap();
+        assert_eq!((tool_names(&required), &required.content), (vec!["f", "g", "h"], &ContentFormat::Nothing));
+        assert!(required.tools.unwrap().parallel);
+        let one = format(with_tools(json!({"tool_choice": tool("g"), "parallel_tool_calls": false}))).unwrap();
+        assert_eq!((tool_names(&one), &one.content), (vec!["g"], &ContentFormat::Nothing));
+        assert!(!one.tools.unwrap().parallel);
+        for (mode, content) in [("auto", ContentFormat::Text), ("required", ContentFormat::Nothing)] {
+            let allowed = json!({"mode": mode, "tools": [tool("f"), tool("h")]});
+            let fields = with_tools(json!({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}));
+            let two = format(fields).unwrap();
+            assert_eq!((tool_names(&two), &two.content), (vec!["f", "h"], &content));
+        }
+        // With a schema and tools, the answer may be either.
+        let either = format(with_tools(json!({"response_format": {"type": "json_object"}}))).unwrap();
+        assert!(tool_names(&either).len() == 3 && matches!(either.content, ContentFormat::Json { .. }));
+        let mut strict = with_tools(json!({}));
+        strict["tools"][1]["function"]["strict"] = json!(true);
+        assert_eq!(format(strict).unwrap().content, ContentFormat::Text);
+    }
+
+    #[test]
+    fn invalid_format_error_names_the_field() {
+        for (fields, param) in [
+            (json!({"tool_choice": "required"}), "tool_choice"),
+            (with_tools(json!({"tool_choice": "sometimes"})), "tool_choice"),
+            (with_tools(json!({"tool_choice": tool("z")})), "tool_choice.function.name"),
+            (with_tools(json!({"tool_choice": {"type": "function"}})), "tool_choice.function.name"),
+            (with_tools(json!({"tool_choice": {"type": "custom"}})), "tool_choice.type"),
+            (with_tools(json!({"tool_choice": 5})), "tool_choice"),
+            (
+                with_tools(
+                    json!({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}),
+                ),
+                "tool_choice.allowed_tools.tools",
+            ),
+            (json!({"response_format": {"type": "xml"}}), "response_format.type"),
+            (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema"),
+            (
+                json!({"response_format": {"type": "json_schema", "json_schema": {}}}),
+                "response_format.json_schema.schema",
+            ),
+            (json!({"response_format": {"type": "regex"}}), "response_format.regex"),
+            (json!({"grammar": "root ::= \"a\""}), "grammar"),
+            (json!({"guided_grammar": "root ::= \"a\""}), "guided_grammar"),
+            (json!({"guided_json": "{"}), "guided_json"),
+            (json!({"guided_choice": []}), "guided_choice"),
+            (json!({"structured_outputs": {"structural_tag": {}}}), "structured_outputs.structural_tag"),
+            (json!({"guided_regex": "a", "response_format": {"type": "json_object"}}), "guided_regex"),
+        ] {
+            assert_eq!(error_param(fields.clone()), param, "{fields}");
+        }
+    }
+}

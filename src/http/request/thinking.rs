@@ -1,56 +1,64 @@
-//! Reasoning on or off, and its budget, under the names that clients have for them.
+//! Reasoning: whether it is enabled, and its token budget, from all the fields that clients use for it.
 //!
-//! | field | |
+//! | field | meaning |
 //! |---|---|
-//! | `chat_template_kwargs: {"enable_thinking"}`, `enable_thinking` | on or off; the first one wins over all others |
+//! | `chat_template_kwargs: {"enable_thinking"}`, `enable_thinking` | on or off; the first one overrides all other fields |
 //! | `thinking: {"type", "budget_tokens"}` | Anthropic's |
 //! | `reasoning: {"effort", "max_tokens", "enabled"}` | OpenRouter's, and OpenAI's in Responses |
-//! | `reasoning_effort` | `none` is off, the others a budget: see [`effort`] |
+//! | `reasoning_effort` | `none` is off, the other values are budgets: see [`effort`] |
 //! | `thinking_budget`, `max_thinking_tokens`, `thinking_token_budget` | tokens |
 //!
-//! A budget in tokens wins over an effort.
+//! A budget in tokens overrides an effort.
 
-use crate::http::{errors::ApiError, openai::types::ChatRequest, request::sampling};
+use crate::http::{errors::ApiError, openai::types::ChatRequest, request::sampling_params as params};
 
-/// Says in `request.enable_thinking` what the other fields mean, and gives the most tokens that reasoning may take.
-pub fn thinking(request: &mut ChatRequest) -> Result<Option<usize>, ApiError> {
-    let (mut enabled, mut budget) = (None, None);
-    for (param, value) in [
-        ("thinking_budget", request.thinking_budget),
-        ("max_thinking_tokens", request.max_thinking_tokens),
-        ("thinking_token_budget", request.thinking_token_budget),
-    ] {
-        budget = budget.or(sampling::tokens(param, value, 0)?);
-    }
-    if let Some(thinking) = &request.thinking {
-        let kind = thinking.kind.as_deref().unwrap_or("enabled");
-        if !["enabled", "adaptive", "disabled"].contains(&kind) {
-            let text = format!("thinking.type is `{kind}`; it must be `enabled`, `adaptive` or `disabled`.");
-            return Err(ApiError::invalid("thinking.type", text));
-        }
-        enabled = Some(kind != "disabled");
-        budget = budget.or(sampling::tokens("thinking.budget_tokens", thinking.budget_tokens, 0)?);
-    }
-    let mut efforts = vec![("reasoning_effort", request.reasoning_effort.clone())];
-    if let Some(reasoning) = &request.reasoning {
-        enabled = enabled.or(reasoning.enabled);
-        budget = budget.or(sampling::tokens("reasoning.max_tokens", reasoning.max_tokens, 0)?);
-        efforts.push(("reasoning.effort", reasoning.effort.clone()));
-    }
-    for (param, word) in efforts {
-        if let Some(word) = word {
-            let (on, most) = effort(param, &word)?;
-            enabled = enabled.or(Some(on));
-            budget = budget.or(most);
-        }
-    }
-    request.enable_thinking = request.enable_thinking.or(enabled);
-    Ok(budget)
+/// What a request says about reasoning.
+#[derive(Debug, Default, PartialEq)]
+pub struct Thinking {
+    /// Value of `enable_thinking`, or what the other fields imply.
+    pub enabled: Option<bool>,
+    /// Most tokens of reasoning.
+    pub budget: Option<usize>,
 }
 
-/// Reasoning on or off, and its tokens at most.
-fn effort(param: &str, word: &str) -> Result<(bool, Option<usize>), ApiError> {
-    Ok(match word {
+impl Thinking {
+    pub fn of(request: &ChatRequest) -> Result<Self, ApiError> {
+        let (mut enabled, mut budget) = (request.enable_thinking, None);
+        for (param, value) in [
+            ("thinking_budget", request.thinking_budget),
+            ("max_thinking_tokens", request.max_thinking_tokens),
+            ("thinking_token_budget", request.thinking_token_budget),
+        ] {
+            budget = budget.or(params::token_count(param, value, 0)?);
+        }
+        if let Some(thinking) = &request.thinking {
+            let kind = thinking.kind.as_deref().unwrap_or("enabled");
+            if !["enabled", "adaptive", "disabled"].contains(&kind) {
+                let text = format!("thinking.type is `{kind}`; it must be `enabled`, `adaptive` or `disabled`.");
+                return Err(ApiError::invalid("thinking.type", text));
+            }
+            enabled = enabled.or(Some(kind != "disabled"));
+            budget = budget.or(params::token_count("thinking.budget_tokens", thinking.budget_tokens, 0)?);
+        }
+        let mut efforts = vec![("reasoning_effort", request.reasoning_effort.as_deref())];
+        if let Some(reasoning) = &request.reasoning {
+            enabled = enabled.or(reasoning.enabled);
+            budget = budget.or(params::token_count("reasoning.max_tokens", reasoning.max_tokens, 0)?);
+            efforts.push(("reasoning.effort", reasoning.effort.as_deref()));
+        }
+        for (param, word) in efforts {
+            if let Some(word) = word {
+                let effort = effort(param, word)?;
+                enabled = enabled.or(effort.enabled);
+                budget = budget.or(effort.budget);
+            }
+        }
+        Ok(Self { enabled, budget })
+    }
+}
+
+fn effort(param: &str, word: &str) -> Result<Thinking, ApiError> {
+    let (enabled, budget) = match word {
         "none" => (false, None),
         "minimal" => (true, Some(256)),
         "low" => (true, Some(1024)),
@@ -60,7 +68,8 @@ fn effort(param: &str, word: &str) -> Result<(bool, Option<usize>), ApiError> {
             let words = "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`";
             return Err(ApiError::invalid(param, format!("{param} is `{other}`; it must be {words}.")));
         }
-    })
+    };
+    Ok(Thinking { enabled: Some(enabled), budget })
 }
 
 #[cfg(test)]
@@ -68,15 +77,14 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    fn read(mut fields: Value) -> Result<(Option<bool>, Option<usize>), Value> {
+    fn thinking(mut fields: Value) -> Result<Thinking, Value> {
         fields["messages"] = json!([]);
-        let mut request: ChatRequest = serde_json::from_value(fields).unwrap();
-        let budget = thinking(&mut request).map_err(|error| serde_json::to_value(error.body()).unwrap())?;
-        Ok((request.enable_thinking, budget))
+        let request: ChatRequest = serde_json::from_value(fields).unwrap();
+        Thinking::of(&request).map_err(|error| serde_json::to_value(error.body()).unwrap())
     }
 
     #[test]
-    fn every_name_for_it_is_understood() {
+    fn all_reasoning_fields_are_read() {
         for (fields, enabled, budget) in [
             (json!({}), None, None),
             (json!({"reasoning_effort": "none"}), Some(false), None),
@@ -92,19 +100,19 @@ mod tests {
             (json!({"max_thinking_tokens": 0}), None, Some(0)),
             (json!({"enable_thinking": false, "reasoning_effort": "high"}), Some(false), None),
         ] {
-            assert_eq!(read(fields.clone()), Ok((enabled, budget)), "{fields}");
+            assert_eq!(thinking(fields.clone()), Ok(Thinking { enabled, budget }), "{fields}");
         }
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn invalid_reasoning_field_is_named() {
         for (fields, param) in [
             (json!({"reasoning_effort": "zzz"}), "reasoning_effort"),
             (json!({"reasoning": {"effort": "much"}}), "reasoning.effort"),
             (json!({"thinking": {"type": "perhaps"}}), "thinking.type"),
             (json!({"thinking_budget": -1}), "thinking_budget"),
         ] {
-            assert_eq!(read(fields).unwrap_err()["error"]["param"], param);
+            assert_eq!(thinking(fields).unwrap_err()["error"]["param"], param);
         }
     }
 }

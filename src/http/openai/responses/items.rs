@@ -1,44 +1,48 @@
-//! Items, which a Responses conversation consists of, made into chat messages. The items of one turn of the model
-//! (reasoning, a message, calls) become one message.
+//! Items of a Responses conversation, translated into chat messages. The items of one assistant turn (reasoning, a message,
+//! calls) become one message.
 
-use crate::http::{errors::ApiError, request::conversation::assistant};
+use crate::http::{errors::ApiError, request::messages::assistant};
 use serde_json::{Value, json};
 
-/// The chat messages that `items` stand for. Errors name an item by its place in `input`, whose items come last.
-pub fn messages(items: &[Value], input: usize) -> Result<Vec<Value>, ApiError> {
-    let before = items.len().saturating_sub(input);
-    let mut turns = Turns::default();
+/// Start of this server's `encrypted_content`. The reasoning follows as plain text.
+pub const ENCRYPTED_PREFIX: &str = "moestro:";
+
+/// Translates `items` into chat messages. The last `input` items are those of the request; an error names their position in
+/// it.
+pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Value>, ApiError> {
+    let earlier = items.len().saturating_sub(input);
+    let mut builder = MessageBuilder::default();
     for (index, item) in items.iter().enumerate() {
-        let at = match index.checked_sub(before) {
+        let at = match index.checked_sub(earlier) {
             Some(index) => format!("input[{index}]"),
             None => format!("previous_response_id: item {index}"),
         };
-        turns.item(item, &at)?;
+        builder.push(item, &at)?;
     }
-    turns.close();
-    Ok(turns.messages)
+    builder.close();
+    Ok(builder.messages)
 }
 
 #[derive(Default)]
-struct Turns {
+struct MessageBuilder {
     messages: Vec<Value>,
-    /// The assistant's turn that is being put together.
-    open: Option<Turn>,
+    /// The assistant message that is being put together.
+    open: Option<AssistantTurn>,
 }
 
 #[derive(Default)]
-struct Turn {
+struct AssistantTurn {
     reasoning: String,
     content: String,
     calls: Vec<Value>,
 }
 
-impl Turns {
-    fn item(&mut self, item: &Value, at: &str) -> Result<(), ApiError> {
+impl MessageBuilder {
+    fn push(&mut self, item: &Value, at: &str) -> Result<(), ApiError> {
         match (item["type"].as_str(), item["role"].as_str()) {
             (Some("message") | None, Some("assistant")) => {
                 let text = text(&item["content"], &format!("{at}.content"))?;
-                // A second message is a turn of its own, unless calls of this one still wait for their outputs.
+                // A second message starts a new turn, unless calls of the open turn still wait for their outputs.
                 self.turn(|turn| turn.content.is_empty() || !turn.calls.is_empty()).content += &text;
             }
             (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
@@ -56,7 +60,7 @@ impl Turns {
             }
             (Some("function_call"), _) => {
                 let (Some(id), Some(name)) = (item["call_id"].as_str(), item["name"].as_str()) else {
-                    return Err(ApiError::json(Some(at.into()), format!("{at} needs a call_id and a name.")));
+                    return Err(ApiError::json(Some(at.into()), format!("{at} must have a call_id and a name.")));
                 };
                 let function = json!({"name": name, "arguments": arguments(&item["arguments"])});
                 let call = json!({"id": id, "type": "function", "function": function});
@@ -64,22 +68,22 @@ impl Turns {
             }
             (Some("function_call_output"), _) => {
                 let Some(id) = item["call_id"].as_str() else {
-                    return Err(ApiError::json(Some(format!("{at}.call_id")), format!("{at} needs a call_id.")));
+                    return Err(ApiError::json(Some(format!("{at}.call_id")), format!("{at} must have a call_id.")));
                 };
                 self.close();
                 let output = text(&item["output"], &format!("{at}.output"))?;
                 self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
             }
             (Some(other), _) => {
-                let text = format!("{at} is of type `{other}`, which this server does not know.");
+                let text = format!("{at} has type `{other}`, which this server does not support.");
                 return Err(ApiError::unsupported(at, text));
             }
         }
         Ok(())
     }
 
-    /// The assistant's open turn if the next piece belongs to it, else a new one.
-    fn turn(&mut self, belongs: impl FnOnce(&Turn) -> bool) -> &mut Turn {
+    /// The open turn if the next piece belongs to it, else a new one.
+    fn turn(&mut self, belongs: impl FnOnce(&AssistantTurn) -> bool) -> &mut AssistantTurn {
         if !self.open.as_ref().is_some_and(belongs) {
             self.close();
         }
@@ -87,12 +91,13 @@ impl Turns {
     }
 
     fn close(&mut self) {
-        let Some(Turn { reasoning, content, calls }) = self.open.take() else { return };
+        let Some(AssistantTurn { reasoning, content, calls }) = self.open.take() else { return };
         self.messages.push(assistant(content, reasoning, calls));
     }
 }
 
-/// A call that was cut off comes back as it was told: its arguments are no JSON, and stand under Anthropic's name for that.
+/// Arguments of an earlier call as an object. Those of a truncated call are no valid JSON; they are passed on as text under
+/// the name that Anthropic's API uses for this.
 fn arguments(arguments: &Value) -> Value {
     match arguments {
         Value::String(text) if text.trim().is_empty() => json!({}),
@@ -105,20 +110,21 @@ fn arguments(arguments: &Value) -> Value {
     }
 }
 
-/// The reasoning: its text, else this server's `encrypted_content` for clients that keep no text, else the summary.
+/// The reasoning of an item: its text, else this server's `encrypted_content`, which some clients keep instead of the text,
+/// else the summary.
 fn reasoning(item: &Value) -> String {
     let joined = |field: &str| {
         let parts = item[field].as_array().into_iter().flatten();
         parts.filter_map(|part| part["text"].as_str()).collect::<String>()
     };
-    let kept = item["encrypted_content"].as_str().and_then(|kept| kept.strip_prefix(super::answer::KEPT));
-    [joined("content"), kept.unwrap_or_default().to_owned(), joined("summary")]
+    let encrypted = item["encrypted_content"].as_str().and_then(|content| content.strip_prefix(ENCRYPTED_PREFIX));
+    [joined("content"), encrypted.unwrap_or_default().to_owned(), joined("summary")]
         .into_iter()
         .find(|text| !text.is_empty())
         .unwrap_or_default()
 }
 
-/// A string, or the text of parts.
+/// The text of a string or of text parts.
 fn text(content: &Value, at: &str) -> Result<String, ApiError> {
     let parts = match content {
         Value::String(text) => return Ok(text.clone()),
@@ -132,7 +138,7 @@ fn text(content: &Value, at: &str) -> Result<String, ApiError> {
         match (part["type"].as_str(), text) {
             (Some("input_text" | "output_text" | "text" | "refusal"), Some(text)) => joined += text,
             (Some(kind), None) => {
-                let text = format!("{at} is of type `{kind}`; this server reads text only.");
+                let text = format!("{at} has type `{kind}`; this server reads text only.");
                 return Err(ApiError::unsupported(&at, text));
             }
             _ => {
@@ -169,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_is_one_message() {
+    fn items_of_a_turn_become_one_message() {
         let items = [
             json!({"role": "user", "content": "Hi"}),
             thought("hm"),
@@ -181,7 +187,7 @@ mod tests {
             thought("so"),
             said("Done"),
         ];
-        let wanted = [
+        let expected = [
             json!({"role": "user", "content": "Hi"}),
             json!({"role": "assistant", "content": "Well", "reasoning_content": "hm",
                    "tool_calls": [chat_call("1"), chat_call("2")]}),
@@ -189,31 +195,31 @@ mod tests {
             json!({"role": "tool", "tool_call_id": "2", "content": "42"}),
             json!({"role": "assistant", "content": "Done", "reasoning_content": "so"}),
         ];
-        assert_eq!(messages(&items, items.len()).unwrap(), wanted);
+        assert_eq!(to_messages(&items, items.len()).unwrap(), expected);
     }
 
     #[test]
-    fn text_after_a_call_stays_in_its_turn_and_new_reasoning_begins_one() {
+    fn reasoning_after_a_call_starts_a_turn() {
         let items =
             [said("a"), call("1"), said("b"), output("1"), thought("x"), call("2"), thought("y"), said("c"), said("d")];
-        let roles: Vec<_> = messages(&items, items.len())
+        let roles: Vec<_> = to_messages(&items, items.len())
             .unwrap()
             .iter()
             .map(|message| {
                 (message["role"].as_str().unwrap().to_owned(), message["content"].as_str().unwrap().to_owned())
             })
             .collect();
-        let wanted = [("assistant", "ab"), ("tool", "42"), ("assistant", ""), ("assistant", "c"), ("assistant", "d")];
-        assert_eq!(roles, wanted.map(|(role, content)| (role.to_owned(), content.to_owned())));
+        let expected = [("assistant", "ab"), ("tool", "42"), ("assistant", ""), ("assistant", "c"), ("assistant", "d")];
+        assert_eq!(roles, expected.map(|(role, content)| (role.to_owned(), content.to_owned())));
     }
 
     #[test]
-    fn reasoning_comes_back_in_any_of_three_ways() {
-        let kept = format!("{}secret", super::super::answer::KEPT);
-        for (item, wanted) in [
+    fn reasoning_is_read_from_three_fields() {
+        let encrypted = format!("{ENCRYPTED_PREFIX}secret");
+        for (item, expected) in [
             (thought("text"), "text"),
             (
-                json!({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": kept}),
+                json!({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": encrypted}),
                 "secret",
             ),
             (json!({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}), "s"),
@@ -222,12 +228,12 @@ mod tests {
                 "s",
             ),
         ] {
-            assert_eq!(reasoning(&item), wanted);
+            assert_eq!(reasoning(&item), expected);
         }
     }
 
     #[test]
-    fn what_cannot_be_read_is_refused_by_name() {
+    fn invalid_item_error_names_the_field() {
         for (item, param) in [
             (json!({"role": "wizard", "content": "x"}), "input[0].role"),
             (json!({"role": "user", "content": 5}), "input[0].content"),
@@ -237,14 +243,14 @@ mod tests {
             (json!({"type": "function_call_output", "output": "x"}), "input[0].call_id"),
             (json!({"type": "web_search_call"}), "input[0]"),
         ] {
-            let error = messages(&[said("before"), item.clone()], 1).unwrap_err();
+            let error = to_messages(&[said("before"), item.clone()], 1).unwrap_err();
             assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], param, "{item}");
         }
     }
 
     #[test]
-    fn arguments_come_as_text_or_as_they_are_and_a_cut_call_says_so() {
-        for (told, wanted) in [
+    fn truncated_arguments_are_marked_as_invalid() {
+        for (given, expected) in [
             (json!("{\"a\": 1}"), json!({"a": 1})),
             (json!({"a": [2]}), json!({"a": [2]})),
             (json!(" \n"), json!({})),
@@ -253,18 +259,18 @@ mod tests {
             (json!("{\"a\": "), json!({"INVALID_JSON": "{\"a\": "})),
             (json!("[1]"), json!({"INVALID_JSON": "[1]"})),
         ] {
-            assert_eq!(arguments(&told), wanted, "{told}");
+            assert_eq!(arguments(&given), expected, "{given}");
         }
     }
 
     #[test]
-    fn items_of_an_earlier_response_are_named_as_such() {
-        let wrong = json!({"role": "wizard", "content": "x"});
-        let name = |items: &[Value], input| {
-            let error = messages(items, input).unwrap_err();
+    fn error_in_earlier_item_names_previous_response() {
+        let invalid = json!({"role": "wizard", "content": "x"});
+        let param = |items: &[Value], input| {
+            let error = to_messages(items, input).unwrap_err();
             serde_json::to_value(error.body()).unwrap()["error"]["param"].as_str().unwrap().to_owned()
         };
-        assert_eq!(name(&[said("a"), said("b"), wrong.clone()], 2), "input[1].role");
-        assert_eq!(name(&[said("a"), wrong, said("b")], 1), "previous_response_id: item 1.role");
+        assert_eq!(param(&[said("a"), said("b"), invalid.clone()], 2), "input[1].role");
+        assert_eq!(param(&[said("a"), invalid, said("b")], 1), "previous_response_id: item 1.role");
     }
 }

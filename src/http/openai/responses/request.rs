@@ -1,4 +1,4 @@
-//! The request of the Responses API, checked and made into a conversation.
+//! The request of the Responses API, checked and translated into a chat request.
 
 use crate::http::{
     errors::ApiError,
@@ -6,17 +6,17 @@ use crate::http::{
     openai::{
         responses::{
             items,
-            store::{Store, size},
+            store::{ResponseStore, value_bytes},
         },
-        types::{ChatRequest, Common, ResponseFormat},
+        types::{ChatRequest, CommonFields, ResponseFormat},
     },
-    request::{body, conversation::Conversation},
+    request::{GenerationRequest, body},
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// Names of chat completions' fields, and those of Responses.
+/// Field names of chat completions and of Responses, for errors.
 const NAMES: &[(&str, &str)] = &[
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -26,8 +26,8 @@ const NAMES: &[(&str, &str)] = &[
     ("].function", "]"),
 ];
 
-/// The same for a format alone.
-const FORMAT: &[(&str, &str)] = &[("json_schema", "text.format"), ("", "text.format.")];
+/// The same within `text.format`.
+const FORMAT_NAMES: &[(&str, &str)] = &[("json_schema", "text.format"), ("", "text.format.")];
 
 #[derive(Debug, Default, Deserialize)]
 pub struct ResponsesRequest {
@@ -43,44 +43,40 @@ pub struct ResponsesRequest {
     pub tools: Option<Vec<Value>>,
     pub tool_choice: Option<Value>,
     pub parallel_tool_calls: Option<bool>,
-    pub reasoning: Option<Reasoning>,
-    pub text: Option<Text>,
+    pub reasoning: Option<ResponsesReasoning>,
+    pub text: Option<TextFields>,
     pub include: Option<Vec<String>>,
     pub metadata: Option<Map<String, Value>>,
     pub user: Option<String>,
-    /// A stream says how far the prompt is.
+    /// Our extension: a stream reports prompt progress.
     pub return_progress: Option<bool>,
 }
 
 #[derive(Debug, Default, Deserialize)]
-pub struct Reasoning {
+pub struct ResponsesReasoning {
     pub effort: Option<String>,
     pub summary: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]
-pub struct Text {
+pub struct TextFields {
     pub format: Option<Value>,
     pub verbosity: Option<String>,
 }
 
 impl ResponsesRequest {
-    /// Refuses what would change the answer and is not done here; `fields` knows of whole fields.
+    /// Refuses values that would change the answer but are not supported. The field table refuses whole fields.
     pub fn check(&self) -> Result<(), ApiError> {
         match self.text.as_ref().and_then(|text| text.verbosity.as_deref()) {
             None | Some("medium") => Ok(()),
             Some(_) => {
-                let text = "text.verbosity is not supported: say in the instructions how long to answer.";
+                let text = "text.verbosity is not supported: describe the length of the answer in the instructions.";
                 Err(ApiError::unsupported("text.verbosity", text))
             }
         }
     }
 
-    pub fn streams(&self) -> bool {
-        self.stream.unwrap_or(false)
-    }
-
-    /// The functions that are offered to the model, those in namespaces included.
+    /// The functions that are offered to the model, including those in namespaces.
     fn functions(&self) -> Result<Vec<Value>, ApiError> {
         let mut functions = Vec::new();
         for (index, it) in self.tools.iter().flatten().enumerate() {
@@ -97,7 +93,7 @@ impl ResponsesRequest {
         Ok(functions)
     }
 
-    /// Functions that are in a namespace, and its name.
+    /// Maps the functions in namespaces to their namespaces.
     pub fn namespaces(&self) -> BTreeMap<String, String> {
         let spaces = self.tools.iter().flatten().filter(|tool| tool["type"] == "namespace");
         let pairs = spaces.flat_map(|space| {
@@ -107,13 +103,14 @@ impl ResponsesRequest {
         pairs.collect()
     }
 
-    /// True if the client wants the reasoning in `encrypted_content`.
-    pub fn wants_reasoning_back(&self) -> bool {
+    /// Whether reasoning items must have `encrypted_content`.
+    pub fn includes_encrypted_reasoning(&self) -> bool {
         self.include.iter().flatten().any(|name| name == "reasoning.encrypted_content")
     }
 
-    /// The items of the input, with those that it only names put in: `share` holds what they take, with their translation.
-    pub fn input(&mut self, store: &Store, permit: &mut MemoryPermit) -> Result<Vec<Value>, ApiError> {
+    /// Takes the input items. References are replaced by copies of the items that they name; `permit` grows by the memory of
+    /// the copies and their translation.
+    pub fn take_input(&mut self, store: &ResponseStore, permit: &mut MemoryPermit) -> Result<Vec<Value>, ApiError> {
         let items = match self.input.take() {
             Some(Value::String(text)) => vec![json!({"type": "message", "role": "user", "content": text})],
             Some(Value::Array(items)) => items,
@@ -123,38 +120,47 @@ impl ResponsesRequest {
                 return Err(ApiError::json(Some("input".into()), "input must be a string or an array of items."));
             }
         };
-        let named = |(index, item): (usize, Value)| {
-            // A reference may leave its type out.
-            let bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
+        let resolve = |(index, item): (usize, Value)| {
+            // A reference may omit its type.
+            let is_bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
             match item["id"].as_str() {
-                Some(id) if item["type"] == "item_reference" || bare => {
+                Some(id) if item["type"] == "item_reference" || is_bare => {
                     let item = store.item(id);
                     let item = item.ok_or_else(|| ApiError::no_such_item(id, &format!("input[{index}]")))?;
-                    permit.grow(3 * size(&item))?;
+                    permit.grow(3 * value_bytes(&item))?;
                     Ok(item)
                 }
                 _ => Ok(item),
             }
         };
-        items.into_iter().enumerate().map(named).collect()
+        items.into_iter().enumerate().map(resolve).collect()
     }
 
-    /// The conversation that is meant. `items` are those of the responses before and then `input`'s.
-    pub fn conversation(self, items: &[Value], input: usize) -> Result<Conversation, ApiError> {
+    /// `history` has the items of earlier responses, `input` those of this request.
+    pub fn into_generation(self, history: Vec<Value>, input: Vec<Value>) -> Result<GenerationRequest, ApiError> {
+        let (common, chat) = self.into_chat(history, input)?;
+        let request = GenerationRequest::from_chat(common, chat).map_err(|error| error.renamed(NAMES))?;
+        Ok(GenerationRequest { names: NAMES, ..request })
+    }
+
+    fn into_chat(self, mut items: Vec<Value>, input: Vec<Value>) -> Result<(CommonFields, ChatRequest), ApiError> {
         let tools = self.functions()?;
         let mut messages = Vec::new();
         if let Some(instructions) = self.instructions.filter(|text| !text.is_empty()) {
             messages.push(json!({"role": "system", "content": instructions}));
         }
-        messages.extend(items::messages(items, input)?);
+        let new = input.len();
+        items.extend(input);
+        messages.extend(items::to_messages(&items, new)?);
         let format = self.text.and_then(|text| text.format).filter(|format| !format.is_null());
         let effort = self.reasoning.and_then(|reasoning| reasoning.effort);
-        let common = Common {
+        let common = CommonFields {
             model: self.model,
             stream: self.stream,
             temperature: self.temperature,
             top_p: self.top_p,
-            ..Common::default()
+            return_progress: self.return_progress,
+            ..CommonFields::default()
         };
         let chat = ChatRequest {
             messages,
@@ -166,12 +172,12 @@ impl ResponsesRequest {
             reasoning_effort: effort,
             ..ChatRequest::default()
         };
-        Ok(Conversation { common, chat, names: NAMES })
+        Ok((common, chat))
     }
 }
 
-/// A tool that the client runs. Those that OpenAI's servers run may be called or not as the model likes; here it never
-/// does, so they are left out.
+/// Translates a tool that the client runs. A tool that OpenAI's servers run is left out: the model may ignore it, and here it
+/// always does.
 fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     match tool["type"].as_str() {
         Some("function") => {
@@ -182,18 +188,18 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
             Ok(Some(json!({"type": "function", "function": function})))
         }
         Some("custom") => {
-            let text = format!("{at} is of type `custom`; this server knows tools of type `function`.");
+            let text = format!("{at} has type `custom`; this server supports tools of type `function`.");
             Err(ApiError::unsupported(at, text))
         }
         Some(kind) => {
-            tracing::info!(kind, "a tool that OpenAI's servers run is not offered to the model");
+            tracing::info!(kind, "tool ignored: only OpenAI's servers can run it");
             Ok(None)
         }
         None => Err(ApiError::invalid(format!("{at}.type"), format!("{at}.type must be `function`."))),
     }
 }
 
-/// The choice among tools in the words of chat completions, which put a function's name one level deeper.
+/// Translates `tool_choice`. Chat completions put the name of a function one level deeper.
 fn tool_choice(choice: Value) -> Result<Value, ApiError> {
     let function = |tool: &Value| json!({"type": "function", "function": {"name": tool["name"]}});
     match choice["type"].as_str() {
@@ -204,8 +210,10 @@ fn tool_choice(choice: Value) -> Result<Value, ApiError> {
             Ok(json!({"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}))
         }
         other => {
-            let what = other.unwrap_or("without a type");
-            let text = format!("tool_choice is {what}; it must be `auto`, `none`, `required` or name a function.");
+            let kind = other.unwrap_or("missing");
+            let text = format!(
+                "tool_choice.type is {kind}; tool_choice must be `auto`, `none`, `required` or name a function."
+            );
             Err(ApiError::unsupported("tool_choice", text))
         }
     }
@@ -215,11 +223,11 @@ fn response_format(format: Value) -> Result<ResponseFormat, ApiError> {
     if !format.is_object() {
         return Err(ApiError::json(Some("text.format".into()), "text.format must be an object."));
     }
-    body::typed(one_level_deeper(format)).map_err(|error: ApiError| error.renamed(FORMAT))
+    body::typed(nested_schema(format)).map_err(|error: ApiError| error.renamed(FORMAT_NAMES))
 }
 
-/// `{type, name, schema, strict}` has its fields one level deeper in chat completions.
-fn one_level_deeper(mut format: Value) -> Value {
+/// Translates `{type, name, schema, strict}`. Chat completions put all but the type one level deeper.
+fn nested_schema(mut format: Value) -> Value {
     let Some(fields) = format.as_object_mut().filter(|fields| fields.contains_key("schema")) else { return format };
     let kind = fields.shift_remove("type").unwrap_or_default();
     json!({"type": kind, "json_schema": format})
@@ -240,33 +248,34 @@ mod tests {
         RequestMemory::new(&Metrics::new("0", "cpu")).permit()
     }
 
-    fn conversation(more: Value) -> Conversation {
+    /// The chat request that these fields are translated into.
+    fn chat(more: Value) -> (CommonFields, ChatRequest) {
         let mut request = request(more);
-        let items = request.input(&Store::default(), &mut permit()).unwrap();
-        request.conversation(&items, items.len()).unwrap()
+        let items = request.take_input(&ResponseStore::default(), &mut permit()).unwrap();
+        request.into_chat(Vec::new(), items).unwrap()
     }
 
     #[test]
-    fn instructions_come_first() {
-        let chat = conversation(json!({"instructions": "Be kind."})).chat;
-        let wanted = [json!({"role": "system", "content": "Be kind."}), json!({"role": "user", "content": "Hi"})];
-        assert_eq!(chat.messages, wanted);
+    fn instructions_become_the_system_message() {
+        let (_, chat) = chat(json!({"instructions": "Be kind."}));
+        let expected = [json!({"role": "system", "content": "Be kind."}), json!({"role": "user", "content": "Hi"})];
+        assert_eq!(chat.messages, expected);
     }
 
     #[test]
-    fn what_is_set_of_sampling_is_taken_over() {
+    fn sampling_fields_are_copied() {
         let set = json!({"model": "m", "stream": true, "temperature": 0.25, "top_p": 0.5, "max_output_tokens": 7});
-        let Conversation { common, chat, .. } = conversation(set);
+        let (common, chat) = chat(set);
         assert_eq!((common.model.as_deref(), common.stream), (Some("m"), Some(true)));
         assert_eq!((common.temperature, common.top_p, chat.max_completion_tokens), (Some(0.25), Some(0.5), Some(7)));
     }
 
     #[test]
-    fn tools_move_one_level_down() {
+    fn tools_are_nested_one_level_deeper() {
         let schema = json!({"type": "object"});
         let f = json!({"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": true});
         let tools = json!({"tools": [f, {"type": "web_search"}], "tool_choice": {"type": "function", "name": "f"}});
-        let chat = conversation(tools).chat;
+        let (_, chat) = chat(tools);
         let function = json!({"name": "f", "description": "d", "parameters": schema});
         assert_eq!(chat.tools.unwrap(), [json!({"type": "function", "function": function})]);
         assert_eq!(chat.tool_choice.unwrap(), json!({"type": "function", "function": {"name": "f"}}));
@@ -277,23 +286,23 @@ mod tests {
     }
 
     #[test]
-    fn a_schema_moves_one_level_down() {
+    fn schema_is_nested_one_level_deeper() {
         let format = json!({"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": true});
-        let wanted =
+        let expected =
             json!({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": true}});
-        assert_eq!(one_level_deeper(format), wanted);
-        assert_eq!(one_level_deeper(json!({"type": "text"})), json!({"type": "text"}));
+        assert_eq!(nested_schema(format), expected);
+        assert_eq!(nested_schema(json!({"type": "text"})), json!({"type": "text"}));
     }
 
     #[test]
-    fn how_long_to_answer_is_no_setting() {
+    fn verbosity_other_than_medium_is_refused() {
         assert!(request(json!({"text": {"verbosity": "medium"}})).check().is_ok());
         let error = request(json!({"text": {"verbosity": "low"}})).check().unwrap_err();
         assert_eq!(serde_json::to_value(error.body()).unwrap()["error"]["param"], "text.verbosity");
     }
 
     #[test]
-    fn functions_in_a_namespace_are_offered_as_well() {
+    fn functions_in_a_namespace_are_offered() {
         let f = |name: &str| json!({"type": "function", "name": name});
         let tools = json!({"tools": [f("a"), {"type": "namespace", "name": "n", "tools": [f("b"), f("c")]}]});
         let request = request(tools);
@@ -304,22 +313,22 @@ mod tests {
     }
 
     #[test]
-    fn an_item_may_be_named_only() {
-        let store = Store::default();
+    fn item_reference_is_replaced_by_the_item() {
+        let store = ResponseStore::default();
         let said = json!({"id": "msg_1", "type": "message", "role": "assistant", "content": []});
-        store.keep(None, Vec::new(), &json!({"id": "resp_1", "output": [said]}));
-        let ask = |item: Value| request(json!({"input": [item]})).input(&store, &mut permit());
+        store.insert(None, Vec::new(), &json!({"id": "resp_1", "output": [said]}));
+        let ask = |item: Value| request(json!({"input": [item]})).take_input(&store, &mut permit());
         assert_eq!(ask(json!({"type": "item_reference", "id": "msg_1"})).unwrap(), std::slice::from_ref(&said));
         assert_eq!(ask(json!({"id": "msg_1"})).unwrap(), [said]);
         assert_eq!(ask(json!({"type": "item_reference", "id": "msg_2"})).unwrap_err().status, 404);
     }
 
     #[test]
-    fn what_is_named_again_and_again_is_counted_again_and_again() {
-        let (store, mut permit) = (Store::default(), permit());
-        store.keep(None, Vec::new(), &json!({"id": "r", "output": [{"id": "m", "text": "x".repeat(100_000)}]}));
+    fn repeated_references_each_count_toward_memory() {
+        let (store, mut permit) = (ResponseStore::default(), permit());
+        store.insert(None, Vec::new(), &json!({"id": "r", "output": [{"id": "m", "text": "x".repeat(100_000)}]}));
         let mut ask =
-            |times: usize| request(json!({"input": vec![json!({"id": "m"}); times]})).input(&store, &mut permit);
+            |times: usize| request(json!({"input": vec![json!({"id": "m"}); times]})).take_input(&store, &mut permit);
         assert_eq!(ask(2).unwrap().len(), 2);
         assert_eq!(ask(1000).unwrap_err().status, 413);
         assert!((600_000..200_000_000).contains(&permit.bytes()), "{}", permit.bytes());

@@ -1,32 +1,31 @@
-//! Checks the numbers that a client sends, and turns them into the engine's. The first value that is wrong is named.
+//! Sampling parameters, stop strings and other numbers of a request: checked, and converted for the engine. An error names
+//! the first field with a wrong value.
 
 use crate::engine::Sampling;
 use crate::http::{
     ModelCard,
     errors::ApiError,
-    openai::types::{Common, OneOrMany},
+    openai::types::{CommonFields, OneOrMany},
 };
 use std::ops::RangeInclusive;
 
-/// OpenAI takes 4; clients of llama-server send more.
+/// OpenAI allows 4, but clients of llama-server send more.
 const MAX_STOPS: usize = 16;
 
-pub const MAX_LOGPROBS: i64 = 20;
+const MAX_LOGPROBS: i64 = 20;
 
-/// As many as OpenAI takes.
+/// As in OpenAI's API.
 const MAX_CHOICES: usize = 128;
 
-impl Common {
-    /// Refuses what it can without a look at the prompt.
-    pub fn check(&self, card: &ModelCard) -> Result<(), ApiError> {
-        model(self.model.as_deref(), card)?;
+impl CommonFields {
+    pub fn check(&self) -> Result<(), ApiError> {
         if self.stream_options.is_some() && !self.streams() {
-            return Err(ApiError::invalid("stream_options", "stream_options is only allowed when stream is true."));
+            return Err(ApiError::invalid("stream_options", "stream_options is only allowed if stream is true."));
         }
         Ok(())
     }
 
-    /// Memory that lasts as long as the answer: the stop strings, with a number for each byte, and the biases of tokens.
+    /// Memory that is in use until the answer ends: the stop strings, with a number for each byte, and the token biases.
     pub fn bytes(&self) -> usize {
         const BIAS: usize = 160;
         let stops = match &self.stop {
@@ -41,12 +40,12 @@ impl Common {
         self.stream.unwrap_or(false)
     }
 
-    /// True if a stream ends with its usage.
-    pub fn usage(&self) -> bool {
+    /// Whether a stream ends with its usage.
+    pub fn includes_usage(&self) -> bool {
         self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false)
     }
 
-    /// The sampling asked for; what is not said comes from `defaults`. `vocab` bounds the ids of `logit_bias`.
+    /// The requested sampling. Missing values come from `defaults`. `vocab` limits the ids in `logit_bias`.
     pub fn sampling(&self, defaults: &Sampling, vocab: usize) -> Result<Sampling, ApiError> {
         let repetition = self.repetition_penalty.or(self.repeat_penalty);
         let (presence, frequency) = (self.presence_penalty, self.frequency_penalty);
@@ -59,7 +58,7 @@ impl Common {
             presence_penalty: number("presence_penalty", presence, -2.0..=2.0, defaults.presence_penalty)?,
             frequency_penalty: number("frequency_penalty", frequency, -2.0..=2.0, defaults.frequency_penalty)?,
             logit_bias: defaults.logit_bias.clone(),
-            // Any integer is a seed; a negative one keeps its bits.
+            // Any integer is a seed. The bits of a negative one are kept.
             seed: self.seed.map(|seed| seed as u64).or(defaults.seed),
         };
         if let Some(top_k) = self.top_k {
@@ -76,7 +75,10 @@ impl Common {
                 .map(|(id, &bias)| {
                     let param = format!("logit_bias.{id}");
                     let id = id.parse().ok().filter(|&id: &u32| (id as usize) < vocab).ok_or_else(|| {
-                        ApiError::invalid(&param, format!("logit_bias: {id} is not a token id below {vocab}."))
+                        ApiError::invalid(
+                            &param,
+                            format!("logit_bias: {id} is not a token id; it must be an integer below {vocab}."),
+                        )
                     })?;
                     Ok((id, number(&param, Some(bias), -100.0..=100.0, 0.0)?))
                 })
@@ -85,7 +87,7 @@ impl Common {
         Ok(sampling)
     }
 
-    /// The stop strings. An empty one is ignored: it would end every answer before it began.
+    /// The stop strings. An empty string is ignored, because it would end every answer at its start.
     pub fn stops(&self) -> Result<Vec<String>, ApiError> {
         let stops = match &self.stop {
             None => return Ok(Vec::new()),
@@ -93,27 +95,28 @@ impl Common {
             Some(OneOrMany::Many(stops)) => stops.clone(),
         };
         if stops.len() > MAX_STOPS {
-            let message = format!("stop has {} strings; {MAX_STOPS} are the most.", stops.len());
+            let message = format!("stop has {} strings; at most {MAX_STOPS} are allowed.", stops.len());
             return Err(ApiError::invalid("stop", message));
         }
         Ok(stops.into_iter().filter(|stop| !stop.is_empty()).collect())
     }
 }
 
-/// `model` may be absent or any bare word, as llama-server has it: one model is served, and clients are configured with
-/// names such as `default`. A name with a slash is a hub id: it must end in this model's name.
-pub fn model(asked: Option<&str>, card: &ModelCard) -> Result<(), ApiError> {
+/// Checks that a request's `model` can mean this model. It may be absent or any name without a slash, as in llama-server,
+/// because clients are often configured with a name such as `default`. A name with a slash is a hub id, which must end with
+/// this model's name.
+pub fn check_model(name: Option<&str>, card: &ModelCard) -> Result<(), ApiError> {
     let last = |id: &str| id.rsplit('/').next().unwrap_or(id).to_lowercase();
-    match asked {
-        Some(asked) if asked.contains('/') && last(asked) != last(&card.id) => {
-            Err(ApiError::no_such_model(asked, &card.id))
+    match name {
+        Some(name) if name.contains('/') && last(name) != last(&card.id) => {
+            Err(ApiError::no_such_model(name, &card.id))
         }
         _ => Ok(()),
     }
 }
 
-/// The number of answers to one prompt.
-pub fn choices(n: Option<i64>) -> Result<usize, ApiError> {
+/// The number of choices per prompt.
+pub fn choice_count(n: Option<i64>) -> Result<usize, ApiError> {
     let n = n.unwrap_or(1);
     usize::try_from(n)
         .ok()
@@ -121,8 +124,8 @@ pub fn choices(n: Option<i64>) -> Result<usize, ApiError> {
         .ok_or_else(|| ApiError::invalid("n", format!("n is {n}; it must be between 1 and {MAX_CHOICES}.")))
 }
 
-/// A count of tokens: at least `least`.
-pub fn tokens(param: &'static str, value: Option<i64>, least: i64) -> Result<Option<usize>, ApiError> {
+/// A number of tokens that must be at least `least`.
+pub fn token_count(param: &str, value: Option<i64>, least: i64) -> Result<Option<usize>, ApiError> {
     match value {
         Some(value) if value < least => {
             Err(ApiError::invalid(param, format!("{param} is {value}; it must be at least {least}.")))
@@ -132,15 +135,15 @@ pub fn tokens(param: &'static str, value: Option<i64>, least: i64) -> Result<Opt
     }
 }
 
-/// A number of alternatives.
-pub fn alternatives(param: &'static str, value: i64) -> Result<usize, ApiError> {
+/// A number of alternatives to list with each token.
+pub fn alternatives(param: &str, value: i64) -> Result<usize, ApiError> {
     usize::try_from(value).ok().filter(|_| value <= MAX_LOGPROBS).ok_or_else(|| {
         ApiError::invalid(param, format!("{param} is {value}; it must be between 0 and {MAX_LOGPROBS}."))
     })
 }
 
-/// Ids from outside, checked against the vocabulary.
-pub fn ids(param: &str, ids: &[i64], vocab: usize) -> Result<Vec<u32>, ApiError> {
+/// Token ids of a client, checked against the vocabulary.
+pub fn token_ids(param: &str, ids: &[i64], vocab: usize) -> Result<Vec<u32>, ApiError> {
     ids.iter()
         .map(|&id| {
             u32::try_from(id).ok().filter(|&id| (id as usize) < vocab).ok_or_else(|| {
@@ -150,14 +153,12 @@ pub fn ids(param: &str, ids: &[i64], vocab: usize) -> Result<Vec<u32>, ApiError>
         .collect()
 }
 
-/// The most tokens of an answer: those asked for, or the rest of the context, and never more than that. A prompt
-/// that leaves no room is refused.
-pub fn room(param: &str, prompt: usize, asked: Option<usize>, context: usize) -> Result<usize, ApiError> {
-    let rest = context.saturating_sub(prompt);
-    if prompt > context || (rest == 0 && asked != Some(0)) {
+/// Refuses a prompt that leaves no room for an answer. `param` names the prompt; lengths are in tokens.
+pub fn check_context(param: &str, prompt: usize, max_tokens: Option<usize>, context: usize) -> Result<(), ApiError> {
+    if prompt > context || (prompt == context && max_tokens != Some(0)) {
         return Err(ApiError::context(prompt, context, param));
     }
-    Ok(asked.unwrap_or(rest).min(rest))
+    Ok(())
 }
 
 fn number(param: &str, value: Option<f64>, range: RangeInclusive<f64>, default: f32) -> Result<f32, ApiError> {
@@ -176,7 +177,7 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    fn common(value: Value) -> Common {
+    fn common(value: Value) -> CommonFields {
         serde_json::from_value(value).unwrap()
     }
 
@@ -185,12 +186,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_comes_from_the_defaults() {
+    fn missing_values_come_from_the_defaults() {
         let defaults = Sampling { temperature: 0.6, top_k: 20, top_p: 0.95, ..Sampling::default() };
         assert_eq!(common(json!({})).sampling(&defaults, 8).unwrap(), defaults);
-        let asked = common(json!({"temperature": 0, "top_k": -1, "repeat_penalty": 1.1, "seed": -1}));
-        let sampling = asked.sampling(&defaults, 8).unwrap();
-        let wanted = Sampling {
+        let request = common(json!({"temperature": 0, "top_k": -1, "repeat_penalty": 1.1, "seed": -1}));
+        let sampling = request.sampling(&defaults, 8).unwrap();
+        let expected = Sampling {
             temperature: 0.0,
             top_k: 0,
             repetition_penalty: 1.1,
@@ -198,11 +199,11 @@ mod tests {
             top_p: 0.95,
             ..Sampling::default()
         };
-        assert_eq!(sampling, wanted);
+        assert_eq!(sampling, expected);
     }
 
     #[test]
-    fn a_number_out_of_range_is_named() {
+    fn number_out_of_range_is_named() {
         for (body, param) in [
             (json!({"temperature": -0.1}), "temperature"),
             (json!({"temperature": 2.1}), "temperature"),
@@ -223,26 +224,30 @@ mod tests {
     }
 
     #[test]
-    fn a_bare_word_names_this_model_and_a_hub_id_must() {
+    fn hub_id_must_name_this_model() {
         let card = card("Qwen3.5-35B-A3B-4bit");
         for name in [None, Some(""), Some("default"), Some("gpt-4o"), Some("mlx-community/qwen3.5-35B-A3B-4bit")] {
-            assert!(model(name, &card).is_ok(), "{name:?}");
+            assert!(check_model(name, &card).is_ok(), "{name:?}");
         }
-        assert_eq!(model(Some("mlx-community/Qwen3.5-122B-A10B-4bit"), &card).unwrap_err().status, 404);
+        assert_eq!(check_model(Some("mlx-community/Qwen3.5-122B-A10B-4bit"), &card).unwrap_err().status, 404);
     }
 
     #[test]
-    fn an_answer_gets_what_the_prompt_leaves() {
-        assert_eq!(room("messages", 10, None, 16).unwrap(), 6);
-        assert_eq!(room("messages", 10, Some(4), 16).unwrap(), 4);
-        assert_eq!(room("messages", 10, Some(400), 16).unwrap(), 6);
-        assert_eq!(room("messages", 16, Some(0), 16).unwrap(), 0);
-        assert!(room("messages", 16, None, 16).is_err());
-        assert!(room("messages", 17, Some(0), 16).is_err());
+    fn prompt_without_room_for_answer_is_refused() {
+        for (prompt, max_tokens, fits) in [
+            (10, None, true),
+            (10, Some(4), true),
+            (10, Some(400), true),
+            (16, Some(0), true),
+            (16, None, false),
+            (17, Some(0), false),
+        ] {
+            assert_eq!(check_context("messages", prompt, max_tokens, 16).is_ok(), fits, "{prompt} {max_tokens:?}");
+        }
     }
 
     #[test]
-    fn stop_is_one_or_many_but_not_too_many() {
+    fn stop_is_a_string_or_a_list() {
         assert_eq!(common(json!({"stop": "a"})).stops().unwrap(), ["a"]);
         assert_eq!(common(json!({"stop": ["a", "", "b"]})).stops().unwrap(), ["a", "b"]);
         assert!(common(json!({"stop": vec!["a"; 17]})).stops().is_err());

@@ -1,0 +1,262 @@
+//! Answers in Anthropic's format: content blocks, as one body or as a stream of events.
+
+use crate::{
+    chat::{json_numbers, parser::Delta},
+    http::{
+        errors::ApiError,
+        layers::request_log::unique_id,
+        output::{
+            generation::{Finished, Output},
+            renderer::Renderer,
+            usage::{FinishReason, PromptProgress, Usage},
+        },
+        sse::Frames,
+    },
+};
+use axum::{
+    Json,
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+use std::mem;
+
+/// Thinking blocks must have a signature, and clients send it back. This server does not check it.
+const SIGNATURE: &str = "moestro";
+
+pub struct MessagesRenderer {
+    id: String,
+    model: String,
+    /// The block that is being streamed.
+    open: Option<BlockKind>,
+    /// Index of the open block, or of the next one.
+    index: usize,
+    /// Text that came inside or after a call. A block of its own can start only after the call's block.
+    pending: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum BlockKind {
+    Thinking,
+    Text,
+    ToolUse,
+}
+
+impl MessagesRenderer {
+    pub fn new(model: String) -> Self {
+        Self { id: format!("msg_{}", unique_id()), model, open: None, index: 0, pending: String::new() }
+    }
+
+    fn message(&self, content: &[Value], finished: Option<&Finished>, usage: &Usage) -> Value {
+        let (stop_reason, stop_sequence) = finished.map(stop_reason).unzip();
+        json!({
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": stop_sequence.flatten(),
+            "usage": usage_object(usage),
+        })
+    }
+
+    /// Opens a block of this kind if no such block is open. Every call gets a new block.
+    fn open(&mut self, frames: &Frames, kind: BlockKind, block: impl FnOnce() -> Value) {
+        if self.open == Some(kind) && kind != BlockKind::ToolUse {
+            return;
+        }
+        self.close(frames);
+        self.open = Some(kind);
+        let event = json!({"type": "content_block_start", "index": self.index, "content_block": block()});
+        frames.event("content_block_start", &event);
+    }
+
+    fn text(&mut self, frames: &Frames, text: &str) {
+        self.open(frames, BlockKind::Text, || json!({"type": "text", "text": ""}));
+        self.delta(frames, json!({"type": "text_delta", "text": text}));
+    }
+
+    fn delta(&self, frames: &Frames, delta: Value) {
+        let event = json!({"type": "content_block_delta", "index": self.index, "delta": delta});
+        frames.event("content_block_delta", &event);
+    }
+
+    fn close(&mut self, frames: &Frames) {
+        let Some(kind) = self.open.take() else { return };
+        if kind == BlockKind::Thinking {
+            self.delta(frames, json!({"type": "signature_delta", "signature": SIGNATURE}));
+        }
+        frames.event("content_block_stop", &json!({"type": "content_block_stop", "index": self.index}));
+        self.index += 1;
+        if !self.pending.is_empty() {
+            let text = mem::take(&mut self.pending);
+            self.text(frames, &text);
+            self.close(frames);
+        }
+    }
+}
+
+impl Renderer for MessagesRenderer {
+    fn refuse(frames: &Frames, error: &ApiError) {
+        frames.event("error", &error_object(error));
+    }
+
+    fn start(&mut self, frames: &Frames, usage: Usage) {
+        let message = self.message(&[], None, &usage);
+        frames.event("message_start", &json!({"type": "message_start", "message": message}));
+        frames.event("ping", &json!({"type": "ping"}));
+    }
+
+    /// Clients accept a ping at any time.
+    fn progress(&mut self, frames: &Frames, progress: PromptProgress) {
+        frames.event("ping", &json!({"type": "ping", "prompt_progress": progress}));
+    }
+
+    fn output(&mut self, frames: &Frames, _choice: usize, output: &Output) {
+        for delta in &output.deltas {
+            match delta {
+                Delta::Reasoning(text) => {
+                    let block = || json!({"type": "thinking", "thinking": "", "signature": ""});
+                    self.open(frames, BlockKind::Thinking, block);
+                    self.delta(frames, json!({"type": "thinking_delta", "thinking": text}));
+                }
+                Delta::Content(text) if self.open == Some(BlockKind::ToolUse) => self.pending += text,
+                Delta::Content(text) => self.text(frames, text),
+                Delta::ToolCall { id, name, .. } => {
+                    let block = || json!({"type": "tool_use", "id": id, "name": name, "input": {}});
+                    self.open(frames, BlockKind::ToolUse, block);
+                }
+                Delta::Arguments { json, .. } => {
+                    self.delta(frames, json!({"type": "input_json_delta", "partial_json": json}));
+                }
+            }
+        }
+    }
+
+    fn finish(&mut self, frames: &Frames, _choice: usize, finished: &Finished) {
+        self.close(frames);
+        let (stop_reason, stop_sequence) = stop_reason(finished);
+        let delta = json!({"stop_reason": stop_reason, "stop_sequence": stop_sequence});
+        let event = json!({"type": "message_delta", "delta": delta, "usage": usage_object(&finished.usage)});
+        frames.event("message_delta", &event);
+        frames.event("message_stop", &json!({"type": "message_stop"}));
+    }
+
+    fn body(self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response {
+        let (deltas, finished): (Vec<_>, Vec<_>) =
+            answers.into_iter().map(|(output, finished)| (output.deltas, finished)).unzip();
+        let content = blocks(deltas.into_iter().flatten());
+        Json(self.message(&content, finished.first(), &usage)).into_response()
+    }
+}
+
+/// The content blocks of a whole answer.
+fn blocks(deltas: impl IntoIterator<Item = Delta>) -> Vec<Value> {
+    let (mut blocks, mut calls) = (Vec::<Value>::new(), Vec::<(usize, String)>::new());
+    for delta in deltas {
+        match delta {
+            Delta::Reasoning(text) => {
+                blocks.push(json!({"type": "thinking", "thinking": text, "signature": SIGNATURE}))
+            }
+            // Text inside a call is joined to the text after it.
+            Delta::Content(text) => match blocks.last_mut().and_then(|block| block.get_mut("text")) {
+                Some(Value::String(before)) => before.push_str(&text),
+                _ => blocks.push(json!({"type": "text", "text": text})),
+            },
+            Delta::ToolCall { id, name, .. } => {
+                calls.push((blocks.len(), String::new()));
+                blocks.push(json!({"type": "tool_use", "id": id, "name": name, "input": {}}));
+            }
+            Delta::Arguments { json, .. } => {
+                if let Some((_, arguments)) = calls.last_mut() {
+                    arguments.push_str(&json);
+                }
+            }
+        }
+    }
+    for (block, arguments) in calls {
+        // Anthropic's API reports the arguments of a truncated call under this name.
+        let input = serde_json::from_str(&json_numbers::quote_huge(&arguments));
+        blocks[block]["input"] = input.unwrap_or_else(|_| json!({"INVALID_JSON": arguments}));
+    }
+    blocks
+}
+
+fn stop_reason(finished: &Finished) -> (&'static str, Option<&str>) {
+    match (finished.reason, &finished.stop) {
+        (FinishReason::Length, _) => ("max_tokens", None),
+        (FinishReason::ToolCalls | FinishReason::FunctionCall, _) => ("tool_use", None),
+        (FinishReason::Stop, Some(stop)) => ("stop_sequence", Some(stop)),
+        (FinishReason::Stop, None) => ("end_turn", None),
+    }
+}
+
+/// `input_tokens` excludes the tokens from the prompt cache.
+fn usage_object(usage: &Usage) -> Value {
+    let cached = usage.prompt_tokens_details.cached_tokens;
+    json!({
+        "input_tokens": usage.prompt_tokens.saturating_sub(cached),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+        "service_tier": "standard",
+    })
+}
+
+/// Anthropic's error object.
+pub fn error_object(error: &ApiError) -> Value {
+    let kind = match error.status.as_u16() {
+        401 => "authentication_error",
+        403 => "permission_error",
+        404 => "not_found_error",
+        413 => "request_too_large",
+        429 => "rate_limit_error",
+        503 => "overloaded_error",
+        504 => "timeout_error",
+        500.. => "api_error",
+        _ => "invalid_request_error",
+    };
+    json!({"type": "error", "error": {"type": kind, "message": error.message()}})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::EngineError;
+
+    #[test]
+    fn each_status_has_its_error_type() {
+        for (error, kind) in [
+            (ApiError::unauthorized(), "authentication_error"),
+            (ApiError::wrong_host("evil"), "permission_error"),
+            (ApiError::no_such_model("a", "b"), "not_found_error"),
+            (ApiError::too_large(5), "request_too_large"),
+            (ApiError::memory_in_use(), "overloaded_error"),
+            (EngineError::TimedOut.into(), "timeout_error"),
+            (ApiError::failed("x"), "api_error"),
+            (ApiError::invalid("x", "y"), "invalid_request_error"),
+        ] {
+            assert_eq!(error_object(&error)["error"]["type"], kind);
+        }
+    }
+
+    #[test]
+    fn deltas_become_blocks_in_order() {
+        let arguments = |json: &str| Delta::Arguments { index: 0, json: json.into() };
+        let deltas = [
+            Delta::Reasoning("ab".into()),
+            Delta::Content("cd".into()),
+            Delta::ToolCall { index: 0, id: "1".into(), name: "f".into() },
+            arguments("{\"x\":"),
+            Delta::Content("stray".into()),
+            arguments("1}"),
+        ];
+        let expected = [
+            json!({"type": "thinking", "thinking": "ab", "signature": SIGNATURE}),
+            json!({"type": "text", "text": "cd"}),
+            json!({"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}),
+            json!({"type": "text", "text": "stray"}),
+        ];
+        assert_eq!(blocks(deltas), expected);
+    }
+}

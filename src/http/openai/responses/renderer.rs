@@ -1,0 +1,379 @@
+//! Answers of the Responses API: output items, as one body or as a stream of events. The stream's last event contains the
+//! body.
+
+use crate::{
+    chat::parser::Delta,
+    http::{
+        ServerState,
+        errors::ApiError,
+        layers::request_log::unique_id,
+        models::LoadedModel,
+        openai::{
+            chunks::unix_seconds,
+            responses::{items::ENCRYPTED_PREFIX, request::ResponsesRequest, store::value_bytes},
+        },
+        output::{
+            generation::{Finished, Output},
+            renderer::Renderer,
+            usage::{FinishReason, PromptProgress, Usage},
+        },
+        sse::Frames,
+    },
+};
+use axum::{
+    Json,
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, mem, sync::Arc};
+
+/// Every method that may write an event takes the stream as an option: a body is built by the same code without one.
+pub struct ResponsesRenderer {
+    state: Arc<ServerState>,
+    /// The response object without its output.
+    response: Value,
+    /// Completed items.
+    output: Vec<Value>,
+    /// The item that is being written.
+    open: Option<OpenItem>,
+    /// Text that came inside or after a call. Its item can start only after the call's item.
+    pending: String,
+    /// Number of the next event.
+    sequence: u64,
+    /// Reasoning is sent as the summary.
+    has_summary: bool,
+    /// Reasoning items include `encrypted_content`.
+    has_encrypted: bool,
+    /// Namespaces of functions. Calls name them.
+    namespaces: BTreeMap<String, String>,
+    /// The input, if the response is stored.
+    stored_input: Option<Vec<Value>>,
+}
+
+struct OpenItem {
+    id: String,
+    kind: ItemKind,
+    /// Reasoning, text or arguments.
+    text: String,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+enum ItemKind {
+    Reasoning,
+    Message,
+    Call { call_id: String, name: String, namespace: Option<String> },
+}
+
+impl ResponsesRenderer {
+    pub fn new(request: &ResponsesRequest, state: Arc<ServerState>, input: Vec<Value>) -> Self {
+        let is_stored = request.store.unwrap_or(true);
+        let reasoning = request.reasoning.as_ref();
+        let summary = reasoning.and_then(|reasoning| reasoning.summary.as_deref());
+        let format = request.text.as_ref().and_then(|text| text.format.clone());
+        let response = json!({
+            "id": format!("resp_{}", unique_id()),
+            "object": "response",
+            "created_at": unix_seconds(),
+            "status": "in_progress",
+            "background": false,
+            "completed_at": null,
+            "error": null,
+            "incomplete_details": null,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": null,
+            "model": null,
+            "output": [],
+            "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true),
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": reasoning.and_then(|reasoning| reasoning.effort.as_deref()), "summary": summary},
+            "service_tier": "default",
+            "store": is_stored,
+            "temperature": request.temperature,
+            "text": {"format": format.unwrap_or_else(|| json!({"type": "text"})), "verbosity": "medium"},
+            "tool_choice": request.tool_choice.clone().unwrap_or_else(|| "auto".into()),
+            "tools": request.tools.clone().unwrap_or_default(),
+            "top_logprobs": 0,
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": null,
+            "user": request.user,
+            "metadata": request.metadata.clone().unwrap_or_default(),
+        });
+        Self {
+            state,
+            response,
+            output: Vec::new(),
+            open: None,
+            pending: String::new(),
+            sequence: 0,
+            has_summary: summary.is_some(),
+            has_encrypted: request.includes_encrypted_reasoning(),
+            namespaces: request.namespaces(),
+            stored_input: is_stored.then_some(input),
+        }
+    }
+
+    /// Fills in what depends on the model: its id and its sampling defaults.
+    pub fn set_model(&mut self, model: &LoadedModel) {
+        self.response["model"] = model.card.id.as_str().into();
+        for (name, default) in [("temperature", model.defaults.temperature), ("top_p", model.defaults.top_p)] {
+            if self.response[name].is_null() {
+                self.response[name] = f64::from(default).into();
+            }
+        }
+    }
+
+    /// Memory of the answer in bytes, without the generated text: the request's fields in the response, once as a value and
+    /// up to twice as text, and the stored input.
+    pub fn bytes(&self) -> usize {
+        3 * value_bytes(&self.response) + self.stored_input.iter().flatten().map(value_bytes).sum::<usize>()
+    }
+
+    fn push(&mut self, frames: Option<&Frames>, output: &Output) {
+        for delta in &output.deltas {
+            match delta {
+                Delta::Reasoning(text) => {
+                    self.open_item(frames, ItemKind::Reasoning);
+                    self.push_text(frames, text);
+                }
+                Delta::Content(text) if self.is_in_call() => self.pending += text,
+                Delta::Content(text) => self.push_message(frames, text),
+                Delta::ToolCall { id, name, .. } => {
+                    self.close_item(frames, "completed");
+                    let namespace = self.namespaces.get(name).cloned();
+                    self.open_item(frames, ItemKind::Call { call_id: id.clone(), name: name.clone(), namespace });
+                }
+                Delta::Arguments { json, .. } => self.push_text(frames, json),
+            }
+        }
+    }
+
+    fn push_message(&mut self, frames: Option<&Frames>, text: &str) {
+        self.open_item(frames, ItemKind::Message);
+        self.push_text(frames, text);
+    }
+
+    fn is_in_call(&self) -> bool {
+        matches!(&self.open, Some(OpenItem { kind: ItemKind::Call { .. }, .. }))
+    }
+
+    /// Opens an item of this kind if no such item is open.
+    fn open_item(&mut self, frames: Option<&Frames>, kind: ItemKind) {
+        if self.open.as_ref().is_some_and(|item| item.kind == kind) {
+            return;
+        }
+        self.close_item(frames, "completed");
+        let prefix = match kind {
+            ItemKind::Reasoning => "rs",
+            ItemKind::Message => "msg",
+            ItemKind::Call { .. } => "fc",
+        };
+        let item = OpenItem { id: format!("{prefix}_{}", unique_id()), kind, text: String::new() };
+        let added = self.item_object(&item, "in_progress");
+        self.emit(frames, "response.output_item.added", json!({"output_index": self.output.len(), "item": added}));
+        self.emit_part(frames, &item, "added");
+        self.open = Some(item);
+    }
+
+    /// Appends text to the open item.
+    fn push_text(&mut self, frames: Option<&Frames>, text: &str) {
+        let Some(mut item) = self.open.take() else { return };
+        item.text += text;
+        if frames.is_some() {
+            let mut fields = json!({"delta": text});
+            if item.kind == ItemKind::Message {
+                fields["logprobs"] = json!([]);
+            }
+            self.emit_in(frames, &item, self.text_event(&item.kind, "delta"), fields);
+        }
+        self.open = Some(item);
+    }
+
+    fn close_item(&mut self, frames: Option<&Frames>, status: &str) {
+        let Some(item) = self.open.take() else { return };
+        let text = &item.text;
+        let fields = match &item.kind {
+            ItemKind::Reasoning => json!({"text": text}),
+            ItemKind::Message => json!({"text": text, "logprobs": []}),
+            ItemKind::Call { name, .. } => json!({"name": name, "arguments": text}),
+        };
+        self.emit_in(frames, &item, self.text_event(&item.kind, "done"), fields);
+        self.emit_part(frames, &item, "done");
+        let done = self.item_object(&item, status);
+        self.emit(frames, "response.output_item.done", json!({"output_index": self.output.len(), "item": done}));
+        self.output.push(done);
+        if !self.pending.is_empty() {
+            let text = mem::take(&mut self.pending);
+            self.push_message(frames, &text);
+            self.close_item(frames, status);
+        }
+    }
+
+    /// Name of the event about an item's text. `stage` is `delta` or `done`.
+    fn text_event(&self, kind: &ItemKind, stage: &str) -> String {
+        let text = match kind {
+            ItemKind::Reasoning if self.has_summary => "reasoning_summary_text",
+            ItemKind::Reasoning => "reasoning_text",
+            ItemKind::Message => "output_text",
+            ItemKind::Call { .. } => "function_call_arguments",
+        };
+        format!("response.{text}.{stage}")
+    }
+
+    /// The event that starts or ends the only part of an item. `stage` is `added` or `done`. Calls have no parts.
+    fn emit_part(&mut self, frames: Option<&Frames>, item: &OpenItem, stage: &str) {
+        let (event, part) = match &item.kind {
+            ItemKind::Call { .. } => return,
+            ItemKind::Reasoning if self.has_summary => {
+                ("reasoning_summary_part", text_part("summary_text", &item.text))
+            }
+            ItemKind::Reasoning => ("content_part", text_part("reasoning_text", &item.text)),
+            ItemKind::Message => ("content_part", output_text(&item.text)),
+        };
+        self.emit_in(frames, item, format!("response.{event}.{stage}"), json!({"part": part}));
+    }
+
+    /// The item as it appears in `output`.
+    fn item_object(&self, item: &OpenItem, status: &str) -> Value {
+        let OpenItem { id, kind, text } = item;
+        let parts = |part: Value| if status == "in_progress" { json!([]) } else { json!([part]) };
+        match kind {
+            ItemKind::Reasoning => {
+                let (summary, content) = match self.has_summary {
+                    true => (parts(text_part("summary_text", text)), json!([])),
+                    false => (json!([]), parts(text_part("reasoning_text", text))),
+                };
+                let is_done = status != "in_progress";
+                let encrypted = (self.has_encrypted && is_done).then(|| format!("{ENCRYPTED_PREFIX}{text}"));
+                json!({"id": id, "type": "reasoning", "summary": summary, "content": content,
+                       "encrypted_content": encrypted, "status": status})
+            }
+            ItemKind::Message => {
+                let content = parts(output_text(text));
+                json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": content})
+            }
+            ItemKind::Call { call_id, name, namespace } => {
+                let mut call = json!({"id": id, "type": "function_call", "status": status, "call_id": call_id,
+                                      "name": name, "arguments": text});
+                if let Some(namespace) = namespace {
+                    call["namespace"] = namespace.as_str().into();
+                }
+                call
+            }
+        }
+    }
+
+    /// Writes an event about a part of an item.
+    fn emit_in(&mut self, frames: Option<&Frames>, item: &OpenItem, event: String, fields: Value) {
+        let mut all = json!({"item_id": item.id, "output_index": self.output.len()});
+        match &item.kind {
+            ItemKind::Reasoning if self.has_summary => all["summary_index"] = 0.into(),
+            ItemKind::Reasoning | ItemKind::Message => all["content_index"] = 0.into(),
+            ItemKind::Call { .. } => {}
+        }
+        if let (Value::Object(all), Value::Object(fields)) = (&mut all, fields) {
+            all.extend(fields);
+        }
+        self.emit(frames, &event, all);
+    }
+
+    fn emit(&mut self, frames: Option<&Frames>, event: &str, mut fields: Value) {
+        if let Some(frames) = frames {
+            self.write(frames, event, &mut fields);
+        }
+    }
+
+    fn write(&mut self, frames: &Frames, event: &str, fields: &mut Value) {
+        fields["type"] = event.into();
+        fields["sequence_number"] = self.sequence.into();
+        self.sequence += 1;
+        frames.event(event, fields);
+    }
+
+    /// Writes an event with the response object, which may be large and is therefore not copied.
+    fn emit_response(&mut self, frames: Option<&Frames>, event: &str) {
+        if let Some(frames) = frames {
+            let mut fields = json!({"response": mem::take(&mut self.response)});
+            self.write(frames, event, &mut fields);
+            self.response = fields["response"].take();
+        }
+    }
+
+    fn close(&mut self, frames: Option<&Frames>, finished: &Finished) {
+        let is_cut = finished.reason == FinishReason::Length;
+        let status = if is_cut { "incomplete" } else { "completed" };
+        self.close_item(frames, status);
+        self.response["output"] = mem::take(&mut self.output).into();
+        self.response["status"] = status.into();
+        self.response["usage"] = usage_object(&finished.usage);
+        match is_cut {
+            true => self.response["incomplete_details"] = json!({"reason": "max_output_tokens"}),
+            false => self.response["completed_at"] = unix_seconds().into(),
+        }
+        if let Some(input) = self.stored_input.take() {
+            let previous = self.response["previous_response_id"].as_str().map(str::to_owned);
+            self.state.responses.insert(previous, input, &self.response);
+        }
+        self.emit_response(frames, &format!("response.{status}"));
+    }
+}
+
+impl Renderer for ResponsesRenderer {
+    fn refuse(frames: &Frames, error: &ApiError) {
+        let event = json!({
+            "type": "error", "sequence_number": 0, "code": "server_error", "message": error.message(), "param": null,
+        });
+        frames.event("error", &event);
+    }
+
+    fn start(&mut self, frames: &Frames, _usage: Usage) {
+        self.emit_response(Some(frames), "response.created");
+        self.emit_response(Some(frames), "response.in_progress");
+    }
+
+    fn progress(&mut self, frames: &Frames, progress: PromptProgress) {
+        self.emit(Some(frames), "response.prompt_progress", json!({"prompt_progress": progress}));
+    }
+
+    fn output(&mut self, frames: &Frames, _choice: usize, output: &Output) {
+        self.push(Some(frames), output);
+    }
+
+    fn finish(&mut self, frames: &Frames, _choice: usize, finished: &Finished) {
+        self.close(Some(frames), finished);
+    }
+
+    fn error(&mut self, frames: &Frames, error: &ApiError) {
+        self.response["status"] = "failed".into();
+        self.response["error"] = json!({"code": "server_error", "message": error.message()});
+        self.response["output"] = mem::take(&mut self.output).into();
+        self.emit_response(Some(frames), "response.failed");
+    }
+
+    fn body(mut self, answers: Vec<(Output, Finished)>, _usage: Usage) -> Response {
+        for (output, finished) in &answers {
+            self.push(None, output);
+            self.close(None, finished);
+        }
+        Json(self.response).into_response()
+    }
+}
+
+fn text_part(kind: &str, text: &str) -> Value {
+    json!({"type": kind, "text": text})
+}
+
+fn output_text(text: &str) -> Value {
+    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+}
+
+fn usage_object(usage: &Usage) -> Value {
+    json!({
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    })
+}

@@ -1,0 +1,101 @@
+//! Choices: the answers to one request, generated one after another.
+//!
+//! A chat has one prompt, a completion request may have several. Each prompt gets `n` choices, and choice `i` of a prompt
+//! is drawn with seed + `i`. The first choice fails if the queue is full. Later choices wait, because the request has
+//! already waited in line.
+
+use crate::{
+    chat::parser::Parser,
+    engine::Request,
+    error::EngineError,
+    http::{
+        layers::{memory::MemoryPermit, request_log::RequestLog},
+        models::{LoadedModel, WeakModel},
+        output::generation::{Generation, TextReader},
+    },
+};
+use serde_json::Value;
+use std::{sync::Arc, time::Duration};
+
+/// How long to wait before a later choice tries the full queue again.
+const QUEUE_RETRY: Duration = Duration::from_millis(50);
+
+/// What the parser of an assistant message needs to know.
+pub struct ChatParams {
+    pub tools: Vec<Value>,
+    /// The prompt ends inside the reasoning.
+    pub in_reasoning: bool,
+    pub parallel_tool_calls: bool,
+}
+
+/// A checked request for one or more answers.
+pub struct Choices {
+    pub model: WeakModel,
+    pub log: Arc<RequestLog>,
+    /// Token ids. Shared with the renderer, which may echo them.
+    pub prompts: Arc<Vec<Vec<u32>>>,
+    /// Choices per prompt.
+    pub n: usize,
+    /// The engine request of every choice, without its tokens. `max_tokens` is not limited to the context yet.
+    pub request: Request,
+    /// None for a plain completion.
+    pub chat: Option<ChatParams>,
+    pub stops: Vec<String>,
+    /// Whether streams report prompt progress.
+    pub reports_progress: bool,
+    /// Memory of the request, held until the last answer is complete.
+    pub _permit: MemoryPermit,
+}
+
+impl Choices {
+    pub fn len(&self) -> usize {
+        self.prompts.len() * self.n
+    }
+
+    /// Whether choice `index` has the same prompt as the choice before it.
+    pub fn has_previous_prompt(&self, index: usize) -> bool {
+        !index.is_multiple_of(self.n)
+    }
+
+    /// Queues choice `index`. The last choice releases the model.
+    pub fn submit(&mut self, index: usize) -> Result<Generation, EngineError> {
+        let model = self.model.model()?;
+        let generation = self.submit_to(&model, index)?;
+        if index + 1 == self.len() {
+            self.model.release();
+            self.request.constraint = None;
+        }
+        Ok(generation)
+    }
+
+    /// Queues choice `index` and waits while the queue is full.
+    pub async fn submit_later(&mut self, index: usize) -> Result<Generation, EngineError> {
+        loop {
+            match self.submit(index) {
+                Err(EngineError::QueueFull) => tokio::time::sleep(QUEUE_RETRY).await,
+                submitted => return submitted,
+            }
+        }
+    }
+
+    fn submit_to(&self, model: &LoadedModel, index: usize) -> Result<Generation, EngineError> {
+        let ids = self.prompts.get(index / self.n).cloned().unwrap_or_default();
+        let mut request = Request {
+            boundaries: model.boundaries(&ids),
+            max_tokens: self.request.max_tokens.min(model.engine.context().saturating_sub(ids.len())),
+            ids,
+            ..self.request.clone()
+        };
+        let seed = &mut request.sampling.seed;
+        *seed = seed.map(|seed| seed.wrapping_add((index % self.n) as u64));
+        let reader = match &self.chat {
+            None => TextReader::Plain,
+            Some(ChatParams { tools, in_reasoning, parallel_tool_calls }) => TextReader::Chat {
+                parser: Parser::new(*in_reasoning, tools),
+                in_reasoning: *in_reasoning,
+                parallel_tool_calls: *parallel_tool_calls,
+            },
+        };
+        Generation::submit(model, &self.log, request, reader, self.stops.clone())
+    }
+}

@@ -1,0 +1,169 @@
+//! [`GenerationRequest`]: what a client asks for, the same type for every API.
+
+use crate::http::{
+    errors::ApiError,
+    openai::types::{ChatRequest, CommonFields, CompletionPrompt, CompletionRequest},
+    request::{
+        continue_final::{self, EndMarker},
+        messages,
+        response_format::{self, RequestedFormat},
+        sampling_params as params,
+        thinking::Thinking,
+        tools,
+    },
+};
+use serde_json::{Map, Value};
+
+/// Default of `max_tokens` in `/v1/completions`, as in OpenAI's API.
+const DEFAULT_COMPLETION_TOKENS: usize = 16;
+
+/// A checked request. What depends on the model is checked when it is prepared: sampling, context length and grammar.
+#[derive(Debug)]
+pub struct GenerationRequest {
+    pub prompt: PromptInput,
+    pub common: CommonFields,
+    /// Choices per prompt.
+    pub n: usize,
+    /// None: up to the end of the context.
+    pub max_tokens: Option<usize>,
+    pub stops: Vec<String>,
+    /// Number of alternatives to list with each token.
+    pub logprobs: Option<usize>,
+    /// The prompt is part of the answer.
+    pub echo: bool,
+    pub format: Option<RequestedFormat>,
+    /// Most tokens of reasoning.
+    pub thinking_budget: Option<usize>,
+    pub parallel_tool_calls: bool,
+    /// Field names of chat completions and of the client's API, for errors. See [`ApiError::renamed`].
+    pub names: &'static [(&'static str, &'static str)],
+}
+
+#[derive(Debug)]
+pub enum PromptInput {
+    Chat(ChatPrompt),
+    Text(CompletionPrompt),
+}
+
+/// A conversation, ready for the chat template.
+#[derive(Debug)]
+pub struct ChatPrompt {
+    pub messages: Vec<Value>,
+    /// Empty if the model may not call tools.
+    pub tools: Vec<Value>,
+    /// Further variables of the template.
+    pub kwargs: Map<String, Value>,
+    /// `enable_thinking` if neither the request nor the server sets it. None: the template decides.
+    pub default_thinking: Option<bool>,
+    /// The prompt ends with the start of a new assistant message.
+    pub add_generation_prompt: bool,
+    /// End of the last message, if the answer continues it.
+    pub end_marker: Option<EndMarker>,
+}
+
+impl GenerationRequest {
+    pub fn from_chat(common: CommonFields, mut request: ChatRequest) -> Result<Self, ApiError> {
+        common.check()?;
+        let (param, limit) = match request.max_completion_tokens {
+            None => ("max_tokens", common.max_tokens),
+            limit => ("max_completion_tokens", limit),
+        };
+        let max_tokens = params::token_count(param, limit, 1)?;
+        let logprobs = chat_logprobs(&request)?;
+        // A `function_call` has room for one call only.
+        let parallel_tool_calls = request.parallel_tool_calls.unwrap_or(true) && request.functions.is_none();
+        tools::replace_functions(&mut request)?;
+        let Thinking { enabled, budget } = Thinking::of(&request)?;
+        request.enable_thinking = enabled;
+        let format = response_format::requested(&request)?;
+        if format.is_some() && continue_final::is_requested(&request)? {
+            let text = "An answer with a response format or a tool choice must be a new message: remove \
+                        continue_final_message, or the format.";
+            return Err(ApiError::invalid("messages", text));
+        }
+        Ok(Self {
+            n: params::choice_count(common.n)?,
+            stops: common.stops()?,
+            common,
+            max_tokens,
+            logprobs,
+            echo: false,
+            format,
+            thinking_budget: budget,
+            parallel_tool_calls,
+            names: &[],
+            prompt: PromptInput::Chat(ChatPrompt::from_chat(request)?),
+        })
+    }
+
+    pub fn from_completion(common: CommonFields, request: CompletionRequest) -> Result<Self, ApiError> {
+        common.check()?;
+        let n = params::choice_count(common.n)?;
+        if request.best_of.is_some_and(|best_of| usize::try_from(best_of) != Ok(n)) {
+            let text = "best_of is not supported: the server returns every choice that it generates.";
+            return Err(ApiError::unsupported("best_of", text));
+        }
+        if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
+            return Err(ApiError::unsupported("suffix", "suffix is not supported."));
+        }
+        let max_tokens = params::token_count("max_tokens", common.max_tokens, 0)?;
+        Ok(Self {
+            prompt: PromptInput::Text(request.prompt),
+            n,
+            max_tokens: Some(max_tokens.unwrap_or(DEFAULT_COMPLETION_TOKENS)),
+            stops: common.stops()?,
+            logprobs: request.logprobs.map(|top| params::alternatives("logprobs", top)).transpose()?,
+            common,
+            echo: request.echo.unwrap_or(false),
+            format: None,
+            thinking_budget: None,
+            parallel_tool_calls: true,
+            names: &[],
+        })
+    }
+
+    pub fn model(&self) -> Option<&str> {
+        self.common.model.as_deref()
+    }
+
+    pub fn streams(&self) -> bool {
+        self.common.streams()
+    }
+}
+
+impl ChatPrompt {
+    /// The conversation of a chat request.
+    pub fn from_chat(request: ChatRequest) -> Result<Self, ApiError> {
+        let continues = continue_final::is_requested(&request)?;
+        let mut kwargs = request.chat_template_kwargs.unwrap_or_default();
+        if let Some(thinking) = request.enable_thinking {
+            kwargs.entry("enable_thinking").or_insert(thinking.into());
+        }
+        let mut messages = messages::checked(request.messages)?;
+        Ok(Self {
+            end_marker: if continues { Some(EndMarker::insert(&mut messages)?) } else { None },
+            messages,
+            tools: tools::offered(request.tools, request.tool_choice.as_ref())?,
+            kwargs,
+            default_thinking: None,
+            add_generation_prompt: !continues,
+        })
+    }
+
+    /// Sets `enable_thinking` to the server's setting if the request does not set it.
+    pub fn apply_server_thinking(&mut self, server: Option<bool>) {
+        if let Some(thinking) = server.or(self.default_thinking) {
+            self.kwargs.entry("enable_thinking").or_insert(thinking.into());
+        }
+    }
+}
+
+/// The number of alternatives to list with each token. None: no log-probabilities.
+fn chat_logprobs(request: &ChatRequest) -> Result<Option<usize>, ApiError> {
+    let is_requested = request.logprobs.unwrap_or(false);
+    match request.top_logprobs {
+        Some(top) if is_requested => Ok(Some(params::alternatives("top_logprobs", top)?)),
+        Some(_) => Err(ApiError::invalid("top_logprobs", "top_logprobs is only allowed if logprobs is true.")),
+        None => Ok(is_requested.then_some(0)),
+    }
+}

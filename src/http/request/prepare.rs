@@ -1,0 +1,84 @@
+//! Preparing a request for a model: prompt, sampling, token limit and grammar.
+
+use crate::{
+    chat::Template,
+    engine::Request,
+    http::{
+        errors::ApiError,
+        layers::{
+            memory::{self, MemoryPermit},
+            request_log::RequestLog,
+        },
+        models::{LoadedModel, WeakModel},
+        output::choices::{ChatParams, Choices},
+        request::{
+            generation_request::{ChatPrompt, GenerationRequest, PromptInput},
+            response_format, sampling_params as params,
+        },
+    },
+};
+use std::sync::Arc;
+
+impl GenerationRequest {
+    /// Checks the rest, renders and tokenizes the prompt, and compiles the grammar.
+    pub async fn prepare(
+        self,
+        model: &Arc<LoadedModel>,
+        log: &Arc<RequestLog>,
+        permit: MemoryPermit,
+    ) -> Result<Choices, ApiError> {
+        let names = self.names;
+        self.prepare_unnamed(model, log, permit).await.map_err(|error| error.renamed(names))
+    }
+
+    async fn prepare_unnamed(
+        self,
+        model: &Arc<LoadedModel>,
+        log: &Arc<RequestLog>,
+        mut permit: MemoryPermit,
+    ) -> Result<Choices, ApiError> {
+        let Self { common, max_tokens, parallel_tool_calls, .. } = self;
+        params::check_model(common.model.as_deref(), &model.card)?;
+        let sampling = common.sampling(&model.defaults, model.engine.vocab())?;
+        let (param, prompts, chat) = match self.prompt {
+            PromptInput::Text(prompt) => ("prompt", model.encode_all(&mut permit, prompt).await?, None),
+            PromptInput::Chat(chat) => {
+                let (prompt, ChatPrompt { tools, end_marker, .. }) = model.render(&mut permit, chat).await?;
+                let in_reasoning =
+                    end_marker.map_or_else(|| Template::opens_in_reasoning(&prompt), |marker| marker.in_reasoning);
+                let ids = model.encode(&mut permit, prompt, "messages").await?;
+                ("messages", vec![ids], Some(ChatParams { tools, in_reasoning, parallel_tool_calls }))
+            }
+        };
+        let (tools, in_reasoning) = chat.as_ref().map_or((&[][..], false), |chat| (&*chat.tools, chat.in_reasoning));
+        // Two copies of the tokens: one here, one in the engine.
+        let tokens = prompts.iter().map(|ids| size_of_val(ids) + 2 * size_of_val(&**ids)).sum::<usize>();
+        permit.resize(tokens + memory::rendered(tools) + common.bytes())?;
+        for ids in &prompts {
+            params::check_context(param, ids.len(), max_tokens, model.engine.context())?;
+        }
+        let budget = self.thinking_budget.filter(|_| in_reasoning);
+        let constraint = response_format::compile(model, &permit, self.format, !tools.is_empty(), in_reasoning, budget);
+        let max_tokens = max_tokens.unwrap_or(usize::MAX);
+        let request = Request {
+            cache_prompt: common.cache_prompt.unwrap_or(true),
+            logprobs: self.logprobs,
+            prompt_logprobs: self.logprobs.filter(|_| self.echo),
+            // Evaluation harnesses want one token, even if it ends the text.
+            ignore_eos: self.echo && self.logprobs.is_some() && max_tokens == 1,
+            constraint: constraint.await?,
+            ..Request::new(Vec::new(), max_tokens, sampling)
+        };
+        Ok(Choices {
+            model: WeakModel::new(model),
+            log: log.clone(),
+            prompts: Arc::new(prompts),
+            n: self.n,
+            request,
+            chat,
+            stops: self.stops,
+            reports_progress: common.return_progress.unwrap_or(false),
+            _permit: permit,
+        })
+    }
+}

@@ -1,0 +1,130 @@
+//! Prompts: conversations are rendered to text, text is tokenized, and the memory for both is accounted for.
+
+use crate::{
+    chat::{Conversation, Speaker, message_ends},
+    engine::{Boundary, Departure},
+    http::{
+        errors::ApiError,
+        layers::memory::{self, MemoryPermit},
+        models::LoadedModel,
+        openai::types::CompletionPrompt,
+        request::{generation_request::ChatPrompt, sampling_params as params},
+    },
+};
+use std::sync::Arc;
+
+/// Most prompts in one completion request, as in OpenAI's API.
+const MAX_PROMPTS: usize = 2048;
+
+impl LoadedModel {
+    /// Renders a conversation. Returns the prompt and the conversation; `permit` then includes the prompt.
+    pub async fn render(
+        self: &Arc<Self>,
+        permit: &mut MemoryPermit,
+        chat: ChatPrompt,
+    ) -> Result<(String, ChatPrompt), ApiError> {
+        let before = permit.bytes();
+        permit.grow(memory::rendered(chat.messages.iter().chain(&chat.tools).chain(chat.kwargs.values())))?;
+        let model = self.clone();
+        let (prompt, chat) = permit.run(move || model.render_now(chat)).await??;
+        permit.resize(before + prompt.capacity())?;
+        Ok((prompt, chat))
+    }
+
+    fn render_now(&self, mut chat: ChatPrompt) -> Result<(String, ChatPrompt), ApiError> {
+        let Some(template) = &self.template else {
+            let message = "This model has no chat template. Use /v1/completions.";
+            return Err(ApiError::unsupported("messages", message));
+        };
+        chat.apply_server_thinking(self.thinking);
+        let prompt = template.render(&Conversation {
+            messages: &chat.messages,
+            tools: (!chat.tools.is_empty()).then_some(&*chat.tools),
+            kwargs: &chat.kwargs,
+            add_generation_prompt: chat.add_generation_prompt,
+        })?;
+        let prompt = match &chat.end_marker {
+            Some(marker) => marker.cut(prompt)?,
+            None => prompt,
+        };
+        Ok((prompt, chat))
+    }
+
+    /// Tokenizes a prompt. A prompt that cannot fit into the context is refused as soon as that is certain: by its length,
+    /// or midway. `param` names the prompt in errors.
+    pub async fn encode(&self, permit: &mut MemoryPermit, text: String, param: &str) -> Result<Vec<u32>, ApiError> {
+        let context = self.engine.context();
+        let fewest = self.tokenizer.min_tokens(&text);
+        if fewest > context {
+            return Err(ApiError::over_context_by(fewest, context, param));
+        }
+        let (ids, is_whole) = self.tokenize(permit, text, context).await?;
+        match is_whole {
+            true => Ok(ids),
+            false => Err(ApiError::over_context_by(ids.len(), context, param)),
+        }
+    }
+
+    /// The token ids of all prompts of a completion request.
+    pub async fn encode_all(
+        &self,
+        permit: &mut MemoryPermit,
+        prompt: CompletionPrompt,
+    ) -> Result<Vec<Vec<u32>>, ApiError> {
+        let (texts, ids) = match prompt {
+            CompletionPrompt::Text(text) => (vec![text], Vec::new()),
+            CompletionPrompt::Texts(texts) => (texts, Vec::new()),
+            CompletionPrompt::Ids(ids) => (Vec::new(), vec![ids]),
+            CompletionPrompt::ManyIds(ids) => (Vec::new(), ids),
+        };
+        let count = texts.len() + ids.len();
+        if count > MAX_PROMPTS {
+            let text = format!("The request has {count} prompts; at most {MAX_PROMPTS} are allowed.");
+            return Err(ApiError::invalid("prompt", text));
+        }
+        let mut prompts = Vec::with_capacity(count);
+        for text in texts {
+            prompts.push(self.encode(permit, text, "prompt").await?);
+        }
+        for ids in ids {
+            prompts.push(params::token_ids("prompt", &ids, self.engine.vocab())?);
+        }
+        if prompts.is_empty() || prompts.iter().any(Vec::is_empty) {
+            return Err(ApiError::invalid("prompt", "The prompt is empty; it must have at least one token."));
+        }
+        Ok(prompts)
+    }
+
+    /// Tokenizes text piece by piece; `permit` grows by the tokens. Stops after `limit` tokens and then returns false.
+    pub async fn tokenize(
+        &self,
+        permit: &mut MemoryPermit,
+        text: String,
+        limit: usize,
+    ) -> Result<(Vec<u32>, bool), ApiError> {
+        let (text, mut ids, mut start) = (Arc::new(text), Vec::new(), 0);
+        while start < text.len() && ids.len() <= limit {
+            let (tokenizer, text) = (self.tokenizer.clone(), text.clone());
+            let end = start + tokenizer.piece_len(&text[start..]);
+            // A long word needs more memory than what is reserved for each step.
+            let before = permit.bytes();
+            permit.grow((end - start).saturating_sub(memory::PIECE) * memory::TOKENIZING)?;
+            let more = permit.run(move || tokenizer.encode_piece(&text[start..end])).await??;
+            permit.resize(before + more.len() * size_of::<u32>() * 2)?;
+            ids.extend(more);
+            start = end;
+        }
+        Ok((ids, start == text.len()))
+    }
+
+    /// Positions where other prompts are likely to branch off from this one.
+    pub fn boundaries(&self, ids: &[u32]) -> Vec<Boundary> {
+        let ends = message_ends(&self.tokenizer, ids).into_iter();
+        let departure = |speaker| match speaker {
+            Speaker::System => Departure::System,
+            Speaker::User => Departure::Query,
+            Speaker::Other => Departure::Message,
+        };
+        ends.map(|(at, speaker)| Boundary { at, departure: departure(speaker) }).collect()
+    }
+}
