@@ -1,7 +1,7 @@
 //! `GET /openapi.json`: what is served, in OpenAPI 3.1. Fields and what becomes of them come from the tables that the server
 //! goes by.
 
-use crate::http::request::fields::{self, Does, Field, NOTES};
+use crate::http::request::fields::{self, Field, FieldRule, METADATA_LIMITS};
 use axum::Json;
 use serde_json::{Map, Value, json};
 
@@ -114,19 +114,19 @@ fn error(path: &str) -> Value {
 }
 
 fn property(path: &str, field: &Field) -> Value {
-    let description = match field.does {
-        Does::Obeyed(how) => how.to_owned(),
-        Does::Accepted(why) => format!("Changes no answer: {why}."),
-        Does::Notes(what) => what.to_owned(),
-        Does::Refused(_, why) => format!("Not supported: {why}"),
+    let description = match field.rule {
+        FieldRule::Supported(how) => how.to_owned(),
+        FieldRule::Ignored(why) => format!("Changes no answer: {why}."),
+        FieldRule::Metadata(what) => what.to_owned(),
+        FieldRule::Refused(_, why) => format!("Not supported: {why}"),
     };
-    let mut property = match (&field.does, kind(path, field.name)) {
-        (Does::Refused(words, _), _) => {
+    let mut property = match (&field.rule, kind(path, field.name)) {
+        (FieldRule::Refused(words, _), _) => {
             let accepted = words.iter().filter_map(|word| serde_json::from_str::<Value>(word).ok());
             json!({"enum": accepted.chain([Value::Null]).collect::<Vec<_>>()})
         }
-        (Does::Notes(_), _) => {
-            let (pairs, key, text) = NOTES;
+        (FieldRule::Metadata(_), _) => {
+            let (pairs, key, text) = METADATA_LIMITS;
             json!({"type": ["object", "null"], "maxProperties": pairs, "propertyNames": {"maxLength": key},
                    "additionalProperties": {"type": "string", "maxLength": text}})
         }

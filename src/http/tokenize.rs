@@ -1,4 +1,4 @@
-//! `POST /tokenize` and `/detokenize`, as vLLM has them. They do not touch the engine's queue.
+//! `POST /tokenize` and `/detokenize`, as in vLLM, and `GET /tokenizer_info`. They do not use the engine's queue.
 
 use crate::http::{
     ServerState,
@@ -11,20 +11,20 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Memory for each token of an answer: its digits and a comma, and the room that a growing answer has to spare.
-const NUMBERED: usize = 24;
-/// The same where its text is told, too: a string in memory, and in JSON.
-const NAMED: usize = 160;
-/// Memory for each byte of a text that is told: the bytes, the text, and in JSON up to six characters for each.
-const DECODED: usize = 16;
+/// Memory per token of a response in bytes: its digits and a comma, and the spare capacity of the growing JSON text.
+const ID_BYTES: usize = 24;
+/// The same with the token's text, as a string and in JSON.
+const TEXT_BYTES: usize = 160;
+/// Memory per byte of decoded text: the bytes, the text, and up to six characters in JSON.
+const DECODED_BYTES: usize = 16;
 
-/// `POST /tokenize`: a `prompt`, or `messages` rendered by the model's template.
+/// `POST /tokenize`: a `prompt`, or `messages` for the model's chat template.
 #[derive(Debug, Deserialize)]
 pub struct TokenizeRequest {
     pub model: Option<String>,
-    /// As vLLM names it.
+    /// The name in vLLM.
     pub prompt: Option<String>,
-    /// As llama-server does.
+    /// The name in llama-server.
     pub content: Option<String>,
     pub messages: Option<Vec<Value>>,
     pub tools: Option<Vec<Value>>,
@@ -51,18 +51,18 @@ pub struct Tokenized {
 
 #[derive(Debug, Serialize)]
 pub struct Detokenized {
-    /// As vLLM names it.
+    /// The name in vLLM.
     pub prompt: String,
-    /// As llama-server does.
+    /// The name in llama-server.
     pub content: String,
 }
 
-/// The tokens of a `prompt`, or of `messages` (with `tools`) as the chat endpoint would render them.
+/// The tokens of a `prompt`, or of `messages` and `tools` as the chat endpoint renders them.
 pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Tokenized>, ApiError> {
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<TokenizeRequest>(&state, body).await?;
-    let app = state.model(request.model.as_deref()).await?;
-    params::check_model(request.model.as_deref(), &app.card)?;
+    let model = state.model(request.model.as_deref()).await?;
+    params::check_model(request.model.as_deref(), &model.card)?;
     let text = match (request.prompt.or(request.content), request.messages) {
         (Some(prompt), None) => prompt,
         (None, Some(messages)) => {
@@ -76,26 +76,25 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
                 add_generation_prompt: request.add_generation_prompt.unwrap_or(!continues),
                 default_thinking: None,
             };
-            app.render(&mut permit, chat).await?.0
+            model.render(&mut permit, chat).await?.0
         }
-        _ => return Err(ApiError::invalid("prompt", "Give either a prompt or messages.")),
+        _ => return Err(ApiError::invalid("prompt", "Send either prompt or messages.")),
     };
-    // Any text may be counted that memory allows, also one that is longer than the context.
-    let (tokens, _) = app.tokenize(&mut permit, text, usize::MAX).await?;
-    let strings = request.return_token_strs.unwrap_or(false);
-    permit.grow(tokens.len() * if strings { NAMED } else { NUMBERED })?;
-    let names = || tokens.iter().map(|&id| app.tokenizer.token(id).unwrap_or_default()).collect();
-    let token_strs = strings.then(names);
-    Ok(Json(Tokenized { count: tokens.len(), max_model_len: app.engine.context(), tokens, token_strs }))
+    // The text may be longer than the context. Only memory limits it.
+    let (tokens, _) = model.tokenize(&mut permit, text, usize::MAX).await?;
+    let has_strings = request.return_token_strs.unwrap_or(false);
+    permit.grow(tokens.len() * if has_strings { TEXT_BYTES } else { ID_BYTES })?;
+    let texts = || tokens.iter().map(|&id| model.tokenizer.token(id).unwrap_or_default()).collect();
+    let token_strs = has_strings.then(texts);
+    Ok(Json(Tokenized { count: tokens.len(), max_model_len: model.engine.context(), tokens, token_strs }))
 }
 
-/// The template and limits with which a client renders and counts on its own, as vLLM gives them, for
-/// lm-evaluation-harness.
+/// The chat template and context length, in vLLM's format. lm-evaluation-harness renders and counts with them.
 pub async fn info(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, ApiError> {
-    let app = state.model(None).await?;
-    let mut info = app.template.as_ref().map_or_else(|| json!({}), |template| template.info().clone());
+    let model = state.model(None).await?;
+    let mut info = model.template.as_ref().map_or_else(|| json!({}), |template| template.info().clone());
     info["tokenizer_class"] = "PreTrainedTokenizerFast".into();
-    info["model_max_length"] = app.engine.context().into();
+    info["model_max_length"] = model.engine.context().into();
     Ok(Json(info))
 }
 
@@ -103,10 +102,10 @@ pub async fn info(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, 
 pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Detokenized>, ApiError> {
     state.ensure_ready()?;
     let (request, mut permit) = body::json::<DetokenizeRequest>(&state, body).await?;
-    let app = state.model(request.model.as_deref()).await?;
-    params::check_model(request.model.as_deref(), &app.card)?;
-    let ids = params::token_ids("tokens", &request.tokens, app.engine.vocab())?;
-    permit.grow(ids.iter().map(|&id| app.tokenizer.token_bytes(id).len() * DECODED).sum())?;
-    let text = completion_logprobs::text(&app.tokenizer, &ids);
+    let model = state.model(request.model.as_deref()).await?;
+    params::check_model(request.model.as_deref(), &model.card)?;
+    let ids = params::token_ids("tokens", &request.tokens, model.engine.vocab())?;
+    permit.grow(ids.iter().map(|&id| model.tokenizer.token_bytes(id).len() * DECODED_BYTES).sum())?;
+    let text = completion_logprobs::text(&model.tokenizer, &ids);
     Ok(Json(Detokenized { content: text.clone(), prompt: text }))
 }

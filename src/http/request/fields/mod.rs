@@ -1,6 +1,8 @@
-//! Every field that clients send, and what becomes of it: obeyed, accepted because it changes no answer, or refused. A field
-//! that nobody knows is accepted with a line in the log, unless it is one letter or two away from one that would change the
-//! answer. `docs/fields.md` is made of these tables.
+//! Field tables: what the server does with every request field that clients are known to send.
+//!
+//! A field is supported, ignored because it cannot change the answer, or refused. An unknown field is ignored with a line in
+//! the log, unless its name is within one or two edits of a field that changes the answer: then it is refused as a typo.
+//! `docs/fields.md` is generated from these tables.
 
 mod tables;
 
@@ -9,45 +11,47 @@ use serde_json::{Map, Value};
 use strsim::osa_distance;
 pub use tables::{CHAT, COMPLETIONS, MESSAGES, RESPONSES};
 
-/// Names of unknown fields in one line of the log, and characters of each.
-const TOLD: (usize, usize) = (8, 40);
+/// Most names of unknown fields in one log line.
+const MAX_LOGGED_NAMES: usize = 8;
+/// Most characters of each of these names.
+const MAX_LOGGED_CHARS: usize = 40;
 
-/// The most pairs of notes, and characters of a key and of a text.
-pub const NOTES: (usize, usize, usize) = (16, 64, 512);
+/// OpenAI's limits for `metadata`: number of pairs, and characters of a key and of a value.
+pub const METADATA_LIMITS: (usize, usize, usize) = (16, 64, 512);
 
-/// A field of a request.
+/// A request field.
 pub struct Field {
     pub name: &'static str,
-    pub does: Does,
+    pub rule: FieldRule,
 }
 
-/// The treatment of a field.
-pub enum Does {
-    /// It is obeyed; the text says how, where that is not plain.
-    Obeyed(&'static str),
-    /// It changes no answer, because of this.
-    Accepted(&'static str),
-    /// The client's own notes, as few and as short as OpenAI has them; the text says what becomes of them.
-    Notes(&'static str),
-    /// It would change the answer and is not done here: only these values, which change nothing, are accepted.
+/// What the server does with a field. The text explains it in the documentation.
+pub enum FieldRule {
+    /// The field has its documented effect.
+    Supported(&'static str),
+    /// The field cannot change the answer.
+    Ignored(&'static str),
+    /// Key-value pairs of the client, with OpenAI's limits.
+    Metadata(&'static str),
+    /// The field would change the answer. Only these values, which have no effect, are accepted.
     Refused(&'static [&'static str], &'static str),
 }
 
-/// Looks through the names of a request's fields. `null` counts as absent.
+/// Checks the fields of a request. `null` counts as absent.
 pub fn check(fields: &Map<String, Value>, known: &[Field]) -> Result<(), ApiError> {
     let mut unknown = Vec::new();
     for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
         match known.iter().find(|field| field.name == name) {
-            Some(Field { does: Does::Refused(accepted, why), .. }) => {
-                if !accepted.iter().any(|word| is(value, word)) {
+            Some(Field { rule: FieldRule::Refused(accepted, why), .. }) => {
+                if !accepted.iter().any(|word| equals(value, word)) {
                     return Err(ApiError::unsupported(name, format!("{name} is not supported: {why}")));
                 }
             }
-            Some(Field { does: Does::Notes(_), .. }) => notes(name, value)?,
+            Some(Field { rule: FieldRule::Metadata(_), .. }) => check_metadata(name, value)?,
             Some(_) => {}
             None => match nearest(name, known) {
-                Some(meant) => {
-                    let text = format!("There is no field `{name}`; did you mean `{meant}`?");
+                Some(nearest) => {
+                    let text = format!("There is no field `{name}`; did you mean `{nearest}`?");
                     return Err(ApiError::unknown(name, text));
                 }
                 None => unknown.push(name),
@@ -55,61 +59,62 @@ pub fn check(fields: &Map<String, Value>, known: &[Field]) -> Result<(), ApiErro
         }
     }
     if !unknown.is_empty() {
-        let names = unknown.iter().take(TOLD.0).map(|name| name.chars().take(TOLD.1).collect::<String>());
-        tracing::info!(count = unknown.len(), fields = ?names.collect::<Vec<_>>(), "unknown fields are ignored");
+        let names = unknown.iter().take(MAX_LOGGED_NAMES);
+        let names: Vec<String> = names.map(|name| name.chars().take(MAX_LOGGED_CHARS).collect()).collect();
+        tracing::info!(count = unknown.len(), fields = ?names, "ignored unknown fields");
     }
     Ok(())
 }
 
-/// Refuses notes that are too many, too long, or anything but text.
-fn notes(name: &str, value: &Value) -> Result<(), ApiError> {
-    let (pairs, key, text) = NOTES;
-    let Value::Object(notes) = value else {
+/// Refuses metadata that is too large or not text.
+fn check_metadata(name: &str, value: &Value) -> Result<(), ApiError> {
+    let (max_pairs, max_key, max_text) = METADATA_LIMITS;
+    let Value::Object(pairs) = value else {
         return Err(ApiError::json(Some(name.into()), format!("{name} must be an object.")));
     };
-    if notes.len() > pairs {
-        return Err(ApiError::invalid(name, format!("{name} has {} pairs; {pairs} are the most.", notes.len())));
+    if pairs.len() > max_pairs {
+        let text = format!("{name} has {} pairs; at most {max_pairs} are allowed.", pairs.len());
+        return Err(ApiError::invalid(name, text));
     }
-    for (note, value) in notes {
-        let length = note.chars().count();
-        if length > key {
-            return Err(ApiError::invalid(
-                name,
-                format!("A key of {name} has {length} characters; {key} are the most."),
-            ));
+    for (key, value) in pairs {
+        let length = key.chars().count();
+        if length > max_key {
+            let text = format!("A key of {name} has {length} characters; at most {max_key} are allowed.");
+            return Err(ApiError::invalid(name, text));
         }
-        let at = format!("{name}.{note}");
+        let at = format!("{name}.{key}");
         let Some(length) = value.as_str().map(|value| value.chars().count()) else {
             return Err(ApiError::json(Some(at.clone()), format!("{at} must be a string.")));
         };
-        if length > text {
-            return Err(ApiError::invalid(&at, format!("{at} has {length} characters; {text} are the most.")));
+        if length > max_text {
+            let text = format!("{at} has {length} characters; at most {max_text} are allowed.");
+            return Err(ApiError::invalid(&at, text));
         }
     }
     Ok(())
 }
 
-/// True if `value` equals the JSON `word`; numbers are compared by value.
-fn is(value: &Value, word: &str) -> bool {
+/// Whether `value` equals the JSON text `word`. Numbers are compared by value.
+fn equals(value: &Value, word: &str) -> bool {
     serde_json::from_str::<Value>(word).is_ok_and(|accepted| match (value.as_f64(), accepted.as_f64()) {
         (Some(a), Some(b)) => a == b,
         _ => *value == accepted,
     })
 }
 
-/// The known field that changes an answer and is spelled almost like `name`.
+/// The known field that changes the answer and has almost the same name.
 fn nearest<'a>(name: &str, known: &'a [Field]) -> Option<&'a str> {
-    let most = match name.len() {
+    let max_distance = match name.len() {
         0..5 => return None,
         5..8 => 1,
         8..40 => 2,
         _ => return None,
     };
-    let matters = known.iter().filter(|field| !matches!(field.does, Does::Accepted(_)));
-    // A body may have very many names, and comparing takes its time.
-    let alike = matters.filter(|field| field.name.len().abs_diff(name.len()) <= most);
-    let close = alike.map(|field| (osa_distance(name, field.name), field.name)).filter(|(far, _)| *far <= most);
-    close.min().map(|(_, name)| name)
+    let relevant = known.iter().filter(|field| !matches!(field.rule, FieldRule::Ignored(_)));
+    // Comparing the lengths first keeps bodies with very many names fast.
+    let similar = relevant.filter(|field| field.name.len().abs_diff(name.len()) <= max_distance);
+    let distances = similar.map(|field| (osa_distance(name, field.name), field.name));
+    distances.filter(|(distance, _)| *distance <= max_distance).min().map(|(_, name)| name)
 }
 
 #[cfg(test)]
@@ -124,8 +129,8 @@ mod tests {
     }
 
     #[test]
-    fn a_misspelling_gets_the_nearest_name() {
-        for (wrong, meant) in [
+    fn misspelled_field_error_names_the_nearest() {
+        for (wrong, nearest) in [
             ("max_tokes", "max_tokens"),
             ("max_completion_token", "max_completion_tokens"),
             ("temprature", "temperature"),
@@ -136,7 +141,7 @@ mod tests {
         ] {
             let error = refused(json!({wrong: 1}), CHAT).unwrap();
             assert_eq!((&error["param"], &error["code"]), (&json!(wrong), &json!("unknown_parameter")));
-            assert!(error["message"].as_str().unwrap().contains(&format!("`{meant}`")), "{error}");
+            assert!(error["message"].as_str().unwrap().contains(&format!("`{nearest}`")), "{error}");
         }
         for unknown in ["frobnicate", "cache_prompt", "users", "x", "a_field_of_a_vendor_that_nobody_knows_and_is_long"]
         {
@@ -145,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_done_is_refused_unless_it_changes_nothing() {
+    fn refused_field_accepts_values_without_effect() {
         for (fields, fine) in [
             (json!({"modalities": ["text"]}), true),
             (json!({"modalities": ["text", "audio"]}), false),
@@ -164,18 +169,18 @@ mod tests {
     }
 
     #[test]
-    fn names_without_number_take_no_time_without_measure() {
+    fn many_unknown_names_are_checked_quickly() {
         let names: Map<_, _> = (0..50_000).map(|number| (format!("{number:039}"), json!(0))).collect();
-        let begun = std::time::Instant::now();
+        let start = std::time::Instant::now();
         assert_eq!(refused(names.into(), CHAT), None);
-        assert!(begun.elapsed().as_millis() < 1000, "{:?}", begun.elapsed());
+        assert!(start.elapsed().as_millis() < 1000, "{:?}", start.elapsed());
     }
 
     #[test]
-    fn notes_are_few_and_short() {
+    fn metadata_size_is_limited() {
         let many = |count: usize| (0..count).map(|i| (i.to_string(), json!("x"))).collect::<Map<_, _>>();
         let (key, text) = ("é".repeat(64), "é".repeat(512));
-        for (notes, param) in [
+        for (metadata, param) in [
             (json!({}), None),
             (many(16).into(), None),
             (json!({key.as_str(): text}), None),
@@ -186,17 +191,17 @@ mod tests {
             (json!(["a"]), Some("metadata".to_owned())),
         ] {
             for known in [CHAT, COMPLETIONS, RESPONSES] {
-                let error = refused(json!({"metadata": notes}), known);
-                assert_eq!(error.map(|error| error["param"].clone()), param.clone().map(Value::from), "{notes}");
+                let error = refused(json!({"metadata": metadata}), known);
+                assert_eq!(error.map(|error| error["param"].clone()), param.clone().map(Value::from), "{metadata}");
             }
         }
-        // Anthropic's are other notes, and are not kept.
+        // Anthropic's metadata has no such limits and is ignored.
         assert_eq!(refused(json!({"metadata": {"user_id": "x".repeat(1000)}}), MESSAGES), None);
     }
 
-    /// The page that the tables make. `MOESTRO_WRITE_DOCS=1 cargo test` writes it anew.
+    /// `MOESTRO_WRITE_DOCS=1 cargo test` writes the page.
     #[test]
-    fn the_page_says_what_the_tables_say() {
+    fn documentation_matches_the_tables() {
         let mut page = include_str!("head.md").to_owned();
         for (path, known) in [
             ("/v1/chat/completions", CHAT),
@@ -205,28 +210,32 @@ mod tests {
             ("/v1/messages", MESSAGES),
         ] {
             write!(page, "\n## `POST {path}`\n\n| field | |\n|---|---|\n").unwrap();
-            for Field { name, does } in known {
-                let says = match does {
-                    Does::Obeyed("") => "obeyed".to_owned(),
-                    Does::Obeyed(how) => format!("obeyed: {how}"),
-                    Does::Accepted(why) => format!("accepted: {why}"),
-                    Does::Notes(what) => {
-                        let (pairs, key, text) = NOTES;
-                        format!("{what}; at most {pairs} pairs, keys of {key} characters and strings of {text}")
+            for Field { name, rule } in known {
+                let text = match rule {
+                    FieldRule::Supported("") => "supported".to_owned(),
+                    FieldRule::Supported(how) => format!("supported: {how}"),
+                    FieldRule::Ignored(why) => format!("ignored: {why}"),
+                    FieldRule::Metadata(what) => {
+                        let (pairs, key, text) = METADATA_LIMITS;
+                        format!("{what}; at most {pairs} pairs, keys of {key} characters and values of {text}")
                     }
-                    Does::Refused([], why) => format!("**refused**: {why}"),
-                    Does::Refused(words, why) => {
+                    FieldRule::Refused([], why) => format!("**refused**: {why}"),
+                    FieldRule::Refused(words, why) => {
                         let words: Vec<_> = words.iter().map(|word| format!("`{word}`")).collect();
                         format!("**refused** unless {}: {why}", words.join(" or "))
                     }
                 };
-                writeln!(page, "| `{name}` | {says} |").unwrap();
+                writeln!(page, "| `{name}` | {text} |").unwrap();
             }
         }
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/fields.md");
         if std::env::var_os("MOESTRO_WRITE_DOCS").is_some() {
             std::fs::write(path, &page).unwrap();
         }
-        assert_eq!(std::fs::read_to_string(path).unwrap(), page, "docs/fields.md is out of date");
+        assert_eq!(
+            std::fs::read_to_string(path).unwrap(),
+            page,
+            "docs/fields.md is out of date: run MOESTRO_WRITE_DOCS=1 cargo test documentation_matches"
+        );
     }
 }
