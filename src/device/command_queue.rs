@@ -34,11 +34,11 @@ const MAX_SECONDS: f64 = 0.1;
 const INITIAL_SECONDS_PER_THREAD: f64 = 1e-8;
 /// A shorter command buffer is not used to measure the seconds per thread.
 const MIN_MEASURED_SECONDS: f64 = 1e-3;
-/// How often to request residency. The system may revoke it when it is not requested again.
+/// Interval between residency requests. The system may revoke it when it is not requested again.
 const RESIDENCY_INTERVAL: Duration = Duration::from_millis(500);
 /// Most bytes of arguments in one launch (the limit of Metal's `setBytes`).
 const MAX_ARGUMENT_BYTES: usize = 4096;
-/// How long a wait spins before it sleeps, and how long one sleep lasts at most.
+/// Spinning time of a wait before it sleeps, and the longest single sleep.
 const SPIN: Duration = Duration::from_millis(2);
 const SLEEP: Duration = Duration::from_millis(100);
 
@@ -52,7 +52,7 @@ pub struct CommandQueue<D: Driver> {
     in_flight: VecDeque<SubmittedCommands<D::CommandBuffer>>,
     /// Value that the last submitted command buffer signals.
     last_value: u64,
-    /// Whether a command buffer has updated the fence.
+    /// True if a command buffer has updated the fence.
     fenced: bool,
     /// The first failure that was not reported yet.
     failure: Option<String>,
@@ -223,7 +223,7 @@ impl<D: Driver> CommandQueue<D> {
         }
     }
 
-    /// Whether no command buffer has ended for too long. If so, the device is lost.
+    /// True if no command buffer has ended for too long. If so, the device is lost.
     fn is_stalled(&mut self, pending: &mut usize, last_change: &mut Instant) -> bool {
         if self.in_flight.len() < *pending {
             (*pending, *last_change) = (self.in_flight.len(), Instant::now());

@@ -3,7 +3,7 @@
 use crate::platform::Threads;
 use std::{fmt, sync::Arc};
 
-/// How the CPU multiplies quantised weights by activations.
+/// The CPU arithmetic of products of quantised weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CpuArithmetic {
     /// Activations become integers with one scale per group. The relative error of a product is about 2e-7 with 4-bit

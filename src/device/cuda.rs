@@ -38,7 +38,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a wait sleeps between two queries of the event.
+/// Time between two queries of the event in a wait.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// Ampere: the kernels need its integer reductions over a warp.
 const MIN_CAPABILITY: (i32, i32) = (8, 0);

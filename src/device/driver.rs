@@ -56,12 +56,12 @@ pub trait Driver: Send + 'static {
     /// Copies bytes out of a buffer. The region lies inside it.
     fn read(&mut self, region: Region, bytes: &mut [u8]) -> Result<(), DeviceError>;
 
-    /// Whether the GPU multiplies half-precision matrices on matrix units. All GPUs that the kernels target do.
+    /// True if the GPU multiplies half-precision matrices on matrix units. All GPUs that the kernels target do.
     fn has_matrix_units(&self) -> bool {
         true
     }
 
-    /// Whether adopted bytes are visible only after [`Driver::upload`].
+    /// True if adopted bytes are visible only after [`Driver::upload`].
     fn has_own_memory(&self) -> bool {
         false
     }
@@ -81,7 +81,7 @@ pub trait Driver: Send + 'static {
 
     fn launch(&mut self, encoder: &mut Self::Encoder, launch: &Launch) -> Result<(), DeviceError>;
 
-    /// Whether [`Driver::reset`] can succeed.
+    /// True if [`Driver::reset`] can succeed.
     fn can_recover(&self) -> bool {
         true
     }

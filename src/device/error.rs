@@ -1,6 +1,6 @@
 //! The error of a device.
 
-/// Why a device call failed: the driver's message where there is one.
+/// The reason why a device call failed: the driver's message where there is one.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct DeviceError(pub String);

@@ -25,12 +25,12 @@ pub trait Gpu: Timeline + Send {
     /// also sees bytes that are read into the slab later. A device with its own memory sees them after [`Gpu::upload`].
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError>;
 
-    /// Whether the device copies adopted bytes into its own memory: launches then see only uploaded bytes.
+    /// True if the device copies adopted bytes into its own memory: launches then see only uploaded bytes.
     fn has_own_memory(&self) -> bool {
         false
     }
 
-    /// Whether a prompt's matrix products run on matrix units in half precision.
+    /// True if a prompt's matrix products run on matrix units in half precision.
     fn has_matrix_units(&self) -> bool {
         false
     }
@@ -58,7 +58,7 @@ pub trait Gpu: Timeline + Send {
     /// Submits all encoded launches and waits until the device has completed them.
     fn wait(&mut self) -> Result<(), DeviceError>;
 
-    /// Whether the device has been given up. Every call fails from then on, and the CPU must take over.
+    /// True if the device has been given up. Every call fails from then on, and the CPU must take over.
     fn is_lost(&self) -> bool {
         false
     }

@@ -43,7 +43,7 @@ pub struct CompiledKernels<L> {
     pub libraries: Vec<L>,
     /// Files that did not compile, each with the compiler's log.
     pub refused: Vec<(String, String)>,
-    /// Whether the kernels that need matrix units are included.
+    /// True if the kernels that need matrix units are included.
     pub has_tiles: bool,
 }
 

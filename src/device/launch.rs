@@ -41,13 +41,13 @@ impl Region {
         Self { offset, len: (self.offset + self.len).max(other.offset + other.len) - offset, ..self }
     }
 
-    /// Whether the two have a byte in common.
+    /// True if the two have a byte in common.
     pub fn overlaps(self, other: Self) -> bool {
         self.buffer == other.buffer && self.offset < other.offset + other.len && other.offset < self.offset + self.len
     }
 }
 
-/// How a kernel accesses a buffer. Hazards between launches follow from it.
+/// The access of a kernel to a buffer. Hazards between launches follow from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BufferAccess {
     Read,
@@ -93,7 +93,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Whether this launch must wait for `earlier`: one of the two writes bytes that the other accesses.
+    /// True if this launch must wait for `earlier`: one of the two writes bytes that the other accesses.
     pub fn conflicts_with(&self, earlier: &Launch) -> bool {
         self.bindings.iter().any(|mine| {
             earlier.bindings.iter().any(|theirs| {

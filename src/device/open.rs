@@ -7,7 +7,7 @@ use super::{DeviceError, Gpu};
 /// The GPU interface that this build supports, as `--device` and the metrics name it.
 pub const GPU_KIND: &str = if cfg!(target_os = "macos") { "metal" } else { "cuda" };
 
-/// Why there is no GPU when nothing failed.
+/// The message for a missing GPU when nothing failed.
 pub const NO_GPU: &str = if cfg!(target_os = "macos") {
     "there is no GPU"
 } else if cfg!(target_os = "linux") {

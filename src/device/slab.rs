@@ -23,7 +23,7 @@ const LARGEST_PAGE: usize = 64 << 10;
 /// fills a trunk before others use it. This is why [`Slab::bytes_mut`] is `unsafe`.
 pub struct Slab {
     map: memmap2::MmapRaw,
-    /// Whether a device uses these pages directly.
+    /// True if a device uses these pages directly.
     locked: AtomicBool,
 }
 
@@ -60,7 +60,7 @@ impl Slab {
         self.locked.store(true, Ordering::Relaxed);
     }
 
-    /// Whether [`Slab::lock_pages`] was called.
+    /// True if [`Slab::lock_pages`] was called.
     pub fn has_locked_pages(&self) -> bool {
         self.locked.load(Ordering::Relaxed)
     }

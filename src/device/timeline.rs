@@ -1,4 +1,4 @@
-//! How far a device has come with its work. Work completes in order, so one number describes it.
+//! The progress of a device. Work completes in order, so one number describes it.
 
 use super::DeviceError;
 

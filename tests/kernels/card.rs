@@ -1,5 +1,5 @@
-//! The demo on the GPU of the machine that runs the tests, where it has one: the CPU's tokens, whatever is resident and however
-//! the prompt is cut. `tests/gpu.sh` runs these; on a machine without a GPU they say so and pass.
+//! The demo on this machine's GPU, compared with the CPU: resident and streaming, with prompts cut in different
+//! ways. `tests/gpu.sh` runs these tests. On a machine without a GPU they print that and pass.
 
 use crate::forward::{DEMO, answer, cases, common, options};
 use common::{load_with, margin};
@@ -10,8 +10,8 @@ use moestro::{
 };
 use std::path::Path;
 
-/// The likeliest token's lead below which the devices may choose differently.
-const SURE: f32 = 0.05;
+/// Lead of the most likely token below which the two devices may choose different tokens.
+const MIN_LEAD: f32 = 0.05;
 
 fn gpu() -> Option<Box<dyn Gpu>> {
     let gpu = device::open_gpu().unwrap_or_else(|error| panic!("{error}"));
@@ -34,7 +34,7 @@ fn streaming(slots: Option<usize>) -> LoadOptions {
 }
 
 /// The largest difference of log-probabilities.
-fn off(found: &[f32], expected: &[f32]) -> f32 {
+fn max_log_prob_difference(found: &[f32], expected: &[f32]) -> f32 {
     let logarithms = |row: &[f32]| {
         let most = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
         let sum: f64 = row.iter().map(|value| (f64::from(*value) - most).exp()).sum();
@@ -43,19 +43,25 @@ fn off(found: &[f32], expected: &[f32]) -> f32 {
     common::distance(&logarithms(found), &logarithms(expected))
 }
 
-/// Tokens are the CPU's up to the first that it was unsure of, and log-probabilities of these as close as asked for.
-pub fn agree(what: &str, found: &(Vec<u32>, Vec<Vec<f32>>), expected: &(Vec<u32>, Vec<Vec<f32>>), close: f32) {
-    let sure = expected.1.iter().take_while(|row| margin(row) >= SURE).count();
+/// Asserts that the tokens equal the CPU's up to the first one with a small lead, and that their log-probabilities
+/// differ by at most `close`.
+pub fn assert_agrees(
+    what: &str,
+    found: &(Vec<u32>, Vec<Vec<f32>>),
+    expected: &(Vec<u32>, Vec<Vec<f32>>),
+    tolerance: f32,
+) {
+    let sure = expected.1.iter().take_while(|row| margin(row) >= MIN_LEAD).count();
     assert_eq!(found.0[..sure], expected.0[..sure], "{what}");
     let same = found.0.iter().zip(&expected.0).take_while(|(a, b)| a == b).count();
     let rows = found.1.iter().zip(&expected.1).take((same + 1).min(found.1.len()));
-    let worst = rows.map(|(found, expected)| off(found, expected)).fold(0.0, f32::max);
+    let worst = rows.map(|(found, expected)| max_log_prob_difference(found, expected)).fold(0.0, f32::max);
     println!("{what}: {same} of {} tokens the same ({sure} sure), log-probabilities off by {worst:.1e}", found.0.len());
-    assert!(worst <= close, "{what}: off by {worst}");
+    assert!(worst <= tolerance, "{what}: off by {worst}");
 }
 
 #[test]
-fn the_card_answers_as_the_cpu_does() {
+fn gpu_gives_the_cpu_answers() {
     for (what, few) in [("resident", None), ("five slots", Some(5))] {
         let Some(gpu) = gpu() else { return };
         let options = if few.is_some() { streaming(few) } else { options(false) };
@@ -63,17 +69,17 @@ fn the_card_answers_as_the_cpu_does() {
         for case in cases() {
             let count = case.greedy_ids.len();
             let expected = answer(&mut cpu, &case.prompt_ids, &[], count);
-            // One by one: as answers are computed. Then as a prompt, on matrix units.
+            // First token by token, as in decoding. Then as a prompt, on matrix units.
             for (chunks, close) in [(vec![1; case.prompt_ids.len()], 1e-3), (vec![], 2e-2)] {
                 let found = answer(&mut gpu, &case.prompt_ids, &chunks, count);
-                agree(&format!("{what}: {}", case.question), &found, &expected, close);
+                assert_agrees(&format!("{what}: {}", case.question), &found, &expected, close);
             }
         }
     }
 }
 
 #[test]
-fn the_card_knows_neither_slots_nor_cuts() {
+fn gpu_results_ignore_slots_and_chunking() {
     let Some(first) = gpu() else { return };
     let case = cases().swap_remove(3);
     let (prompt, count) = (&case.prompt_ids, 6);
@@ -92,7 +98,7 @@ fn the_card_knows_neither_slots_nor_cuts() {
 }
 
 #[test]
-fn the_card_reads_long_prompts_as_the_cpu_does() {
+fn gpu_long_prompts_match_the_cpu() {
     let Some(gpu) = gpu() else { return };
     let text: Vec<u32> = cases().iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();
     let load = |chunk| {
@@ -106,13 +112,13 @@ fn the_card_reads_long_prompts_as_the_cpu_does() {
         let prompt: Vec<u32> = text.iter().copied().cycle().take(len).collect();
         let expected = answer(&mut cpu, &prompt, &[], 3);
         let found = answer(&mut gpu, &prompt, &[], 3);
-        agree(&format!("{len} rows"), &found, &expected, 2e-2);
+        assert_agrees(&format!("{len} rows"), &found, &expected, 2e-2);
         assert!(answer(&mut gpu, &prompt, &[len / 3, 40.min(len / 3)], 3) == found, "{len} rows, cut");
     }
 }
 
 #[test]
-fn few_bits_on_the_card() {
+fn gpu_quantised_cache_matches_the_cpu() {
     let text: Vec<u32> = cases().iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();
     let ids = &text[..text.len().min(170)];
     for kv_bits in [KvBits::Eight, KvBits::Four] {
@@ -120,7 +126,7 @@ fn few_bits_on_the_card() {
         let options = || LoadOptions { kv_bits, ..options(false) };
         let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options()), planned(options(), gpu));
         let (expected, found) = (answer(&mut cpu, ids, &[], 2), answer(&mut gpu, ids, &[130], 2));
-        // A key or value between two integers may become either.
-        agree(&format!("{kv_bits:?}"), &found, &expected, 5e-2);
+        // The devices may round a key or value between two integers differently.
+        assert_agrees(&format!("{kv_bits:?}"), &found, &expected, 5e-2);
     }
 }

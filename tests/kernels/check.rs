@@ -1,9 +1,9 @@
-//! Random weights, and what the kernels should have computed: plain loops in f64 that share nothing with them.
+//! Random weights, and expected results from plain f64 loops that share no code with the kernels.
 
 use crate::host::Host;
 use moestro::ops::{Float, Weight, WeightFormat};
 
-/// SplitMix64: the tests' only source of randomness.
+/// SplitMix64, the only source of randomness in these tests.
 pub struct Random(pub u64);
 
 impl Random {
@@ -14,7 +14,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Roughly normal: mean 0, deviation 1.
+    /// Approximately normal: mean 0, standard deviation 1.
     pub fn normal(&mut self) -> f32 {
         let sum: f64 = (0..4).map(|_| (self.bits() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
         (sum * 3f64.sqrt()) as f32
@@ -37,7 +37,7 @@ impl Random {
         }
     }
 
-    /// WeightFormat, scales and biases of a random matrix whose values are about 1 / sqrt(cols).
+    /// Codes, scales and biases of a random matrix whose values are about 1 / sqrt(cols).
     pub fn parts(&mut self, codes: WeightFormat, rows: usize, cols: usize) -> [Vec<u8>; 3] {
         let size = 1.0 / (cols as f32).sqrt();
         let [code_bytes, scale_bytes, _] = codes.row_bytes(cols);
@@ -63,7 +63,7 @@ impl Random {
     }
 }
 
-/// A matrix in the program's memory and its values.
+/// A matrix in the program's memory, and its values.
 pub struct Sample {
     pub matrix: Weight,
     pub values: Vec<f64>,
@@ -77,7 +77,7 @@ pub fn matrix(host: &mut Host, random: &mut Random, codes: WeightFormat, rows: u
     Sample { matrix, values: values(codes, rows, cols, global_scale, &parts) }
 }
 
-/// Every value of a matrix, by the spec's section 3.2 read literally.
+/// Every value of a matrix, decoded bit by bit from the definition of its format.
 pub fn values(codes: WeightFormat, rows: usize, cols: usize, global_scale: f32, parts: &[Vec<u8>; 3]) -> Vec<f64> {
     let code = |bits: usize, row: usize, col: usize| {
         let start = row * (cols * bits / 8) * 8 + col * bits;
@@ -127,7 +127,7 @@ pub fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
 
-/// The largest difference over the largest value; NaN if there is one.
+/// The largest difference divided by the largest value. NaN if any difference is NaN.
 pub fn difference(found: &[f32], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(0f64, |m, v| m.max(v.abs()));
@@ -144,7 +144,7 @@ pub fn difference(found: &[f32], expected: &[f64]) -> f64 {
     worst
 }
 
-/// The f32 tolerance of every kernel: 1e-5 of the largest value.
+/// Asserts the f32 tolerance of every kernel: 1e-5 of the largest value.
 #[track_caller]
 pub fn close(what: &str, found: &[f32], expected: &[f64]) {
     let d = difference(found, expected);

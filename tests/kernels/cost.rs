@@ -1,4 +1,4 @@
-//! The launches, command buffers and waits of a token: counted while the demo decodes one.
+//! Counts the launches, command buffers and waits of one decoded token of the demo.
 
 use crate::{
     forward::{DEMO, options},
@@ -15,13 +15,13 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// Counts since they were last read.
+/// Counts since the last reset.
 #[derive(Default)]
 struct Count {
     launches: usize,
     command_buffers: usize,
     waits: usize,
-    /// Memory barriers, when launches overlap that may.
+    /// Memory barriers that a queue with overlapping launches would need.
     barriers: usize,
     passed: SyncPoint,
     /// Launches since the last barrier.
@@ -83,15 +83,15 @@ impl Gpu for Counting {
         self.0.read(region, bytes)
     }
 
-    fn launch(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
+    fn launch(&mut self, launch: &Launch) -> Result<(), DeviceError> {
         let count = &mut *self.1.lock().unwrap();
         (count.launches, count.encoded) = (count.launches + 1, true);
-        if count.open.iter().any(|earlier| dispatch.conflicts_with(earlier)) {
+        if count.open.iter().any(|earlier| launch.conflicts_with(earlier)) {
             count.barriers += 1;
             count.open.clear();
         }
-        count.open.push(dispatch.clone());
-        self.0.launch(dispatch)
+        count.open.push(launch.clone());
+        self.0.launch(launch)
     }
 
     fn commit(&mut self) -> Result<(), DeviceError> {
@@ -116,7 +116,7 @@ impl Timeline for Counting {
 
     fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
         let count = &mut *self.1.lock().unwrap();
-        // One that has been waited for already costs nothing.
+        // Waiting again for a completed point costs nothing.
         count.waits += usize::from(mark > count.passed);
         count.passed = count.passed.max(mark);
         count.hand_over();
@@ -125,7 +125,7 @@ impl Timeline for Counting {
 }
 
 #[test]
-fn few_launches_and_no_needless_wait() {
+fn decode_launches_and_waits_are_bounded() {
     let mut table = String::from("experts,layers,launches,command_buffers,waits,barriers\n");
     for streaming in [false, true] {
         let counted = Arc::new(Mutex::new(Count::default()));
@@ -135,7 +135,7 @@ fn few_launches_and_no_needless_wait() {
         let model = crate::forward::common::load_with(Path::new(DEMO), options).move_to(gpu);
         let mut model = model.unwrap_or_else(|refused| panic!("{}", refused.error));
         let layers = model.config().layers;
-        // The second time every expert of the token has a slot.
+        // In the second pass every expert of the token has a slot.
         for _ in 0..2 {
             let mut state = model.start().unwrap();
             std::mem::take(&mut *counted.lock().unwrap());
@@ -144,7 +144,7 @@ fn few_launches_and_no_needless_wait() {
         let count = counted.lock().unwrap();
         let Count { launches, command_buffers, waits, barriers, .. } = &*count;
         assert!(*launches <= 12 * layers, "{launches} launches");
-        // The last one is for the logits.
+        // The last wait is for the logits.
         assert_eq!(*waits, if streaming { layers + 1 } else { 1 });
         assert!(*command_buffers <= 1 + 2 * layers, "{command_buffers} command buffers");
         let experts = if streaming { "streaming" } else { "resident" };

@@ -1,4 +1,4 @@
-//! A model without experts on the kernels: it answers as on the CPU, and with drafts as without.
+//! A model without experts on the kernels: the same answers as on the CPU, with and without drafts.
 
 use crate::{
     forward::{DEMO, answer, cases, common, options},
@@ -19,7 +19,7 @@ fn on_kernels() -> Qwen {
 }
 
 #[test]
-fn it_answers_as_on_the_cpu() {
+fn dense_model_gives_the_cpu_answers() {
     let case = &cases()[0];
     let (mut cpu, mut gpu) = (common::load_with(Path::new(SMALL), options(false)), on_kernels());
     let (expected, rows) = answer(&mut cpu, &case.prompt_ids, &[], 6);
@@ -32,12 +32,12 @@ fn it_answers_as_on_the_cpu() {
 }
 
 #[test]
-fn drafts_leave_its_answers_as_they_are() {
+fn dense_model_answers_ignore_drafts() {
     let story = &cases()[0].prompt_ids;
     let drawn = Sampling { temperature: 1.3, seed: Some(5), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.6, logit_bias: vec![(263, -5.0)], ..drawn };
     let mut cpu = common::load_with(Path::new(SMALL), options(false));
-    // Said once already, so that there is something to look up.
+    // A repeated text, so that prompt lookup finds drafts.
     let twice = [&story[..], &answer(&mut cpu, story, &[], 20).0, story].concat();
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(), Box::new(Lookup), Speculate::Off, &asked);

@@ -1,4 +1,4 @@
-//! `moestro doctor`'s comparisons, and what `--device` makes of them, over the kernels compiled for the host.
+//! The comparisons of `moestro doctor` and the choice of `--device`, over the kernels compiled for the host.
 
 use crate::{gpu::HostGpu, host::Host};
 use moestro::{
@@ -9,7 +9,7 @@ use moestro::{
 };
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
-/// Memory as the device below has it.
+/// Forwards the memory methods to the device below.
 macro_rules! memory_of {
     ($below:tt) => {
         fn working_set(&self) -> Option<u64> {
@@ -72,7 +72,7 @@ macro_rules! timeline_of {
     };
 }
 
-/// A device with a fault: results of one kernel are off, or it is refused.
+/// A device with a fault: the results of one kernel are wrong, or the kernel is refused.
 struct Faulty {
     sound: HostGpu,
     kernel: &'static str,
@@ -81,12 +81,12 @@ struct Faulty {
 
 impl Faulty {
     fn new(kernel: &'static str, refuse: bool) -> Self {
-        Self { sound: sound(Host::fast()), kernel, refuse }
+        Self { sound: with_matrix_units(Host::fast()), kernel, refuse }
     }
 }
 
-/// With matrix units.
-fn sound(host: Host) -> HostGpu {
+/// A correct device with matrix units.
+fn with_matrix_units(host: Host) -> HostGpu {
     let mut gpu = HostGpu::new(host);
     gpu.halves = true;
     gpu
@@ -108,17 +108,17 @@ impl Gpu for Faulty {
 
     memory_of!(sound);
 
-    fn launch(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
-        if dispatch.kernel != self.kernel {
-            return self.sound.launch(dispatch);
+    fn launch(&mut self, launch: &Launch) -> Result<(), DeviceError> {
+        if launch.kernel != self.kernel {
+            return self.sound.launch(launch);
         }
         if self.refuse {
-            return Err(DeviceError("the driver says no".into()));
+            return Err(DeviceError("refused by the driver".into()));
         }
-        self.sound.launch(dispatch)?;
+        self.sound.launch(launch)?;
         self.sound.wait()?;
-        for binding in dispatch.bindings.iter().filter(|binding| binding.access != BufferAccess::Read) {
-            // The high byte of a float, a number, or two halves in the middle of what was written, and of another before it.
+        for binding in launch.bindings.iter().filter(|binding| binding.access != BufferAccess::Read) {
+            // Flips a bit in the high byte of a float or number, or in two halves: at two places of the output.
             let places = BTreeSet::from([8, 12].map(|part| binding.region.len / part * 4 + 3));
             for at in places.into_iter().map(|at| binding.region.part(at, 1)) {
                 let mut byte = [0];
@@ -139,8 +139,8 @@ impl Gpu for Faulty {
 }
 
 #[test]
-fn every_kernel_is_compared_and_agrees() {
-    let found = check::kernels(&mut sound(Host::start()));
+fn doctor_compares_every_kernel() {
+    let found = check::kernels(&mut with_matrix_units(Host::start()));
     for finding in &found {
         println!("{finding:?}");
     }
@@ -150,11 +150,11 @@ fn every_kernel_is_compared_and_agrees() {
     let (others, compared): (BTreeSet<&str>, BTreeSet<&str>) = names.partition(|name| name.starts_with('('));
     assert_eq!(others, BTreeSet::from(["(order of launches)", "(shared memory)"]));
     let all = Host::start().names();
-    assert_eq!(compared, all.iter().map(String::as_str).collect(), "a kernel nobody compares");
+    assert_eq!(compared, all.iter().map(String::as_str).collect(), "a kernel that is not compared");
 }
 
 #[test]
-fn a_wrong_result_is_found_in_every_kernel() {
+fn doctor_finds_faults_in_every_kernel() {
     for name in Host::start().names() {
         let kernel: &'static str = name.leak();
         let found = check::kernels(&mut Faulty::new(kernel, false));
@@ -163,24 +163,24 @@ fn a_wrong_result_is_found_in_every_kernel() {
     }
 }
 
-/// A device that forgets to wait: what is launched between two waits runs backwards.
-struct Hasty(HostGpu, Vec<Launch>);
+/// A device that ignores dependencies: it runs the launches between two waits in reverse order.
+struct Unordered(HostGpu, Vec<Launch>);
 
-timeline_of!(Hasty, 0);
+timeline_of!(Unordered, 0);
 
-impl Gpu for Hasty {
+impl Gpu for Unordered {
     memory_of!(0);
 
     fn name(&self) -> String {
-        "hasty".into()
+        "unordered".into()
     }
 
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
         Vec::new()
     }
 
-    fn launch(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
-        self.1.push(dispatch.clone());
+    fn launch(&mut self, launch: &Launch) -> Result<(), DeviceError> {
+        self.1.push(launch.clone());
         Ok(())
     }
 
@@ -190,29 +190,29 @@ impl Gpu for Hasty {
 
     fn wait(&mut self) -> Result<(), DeviceError> {
         let launches: Vec<_> = self.1.drain(..).rev().collect();
-        launches.iter().try_for_each(|dispatch| self.0.launch(dispatch))?;
+        launches.iter().try_for_each(|launch| self.0.launch(launch))?;
         self.0.wait()
     }
 }
 
 #[test]
-fn launches_out_of_order_are_found() {
-    let found = check::kernels(&mut Hasty(HostGpu::new(Host::fast()), Vec::new()));
+fn doctor_finds_launches_out_of_order() {
+    let found = check::kernels(&mut Unordered(HostGpu::new(Host::fast()), Vec::new()));
     let wrong: Vec<&str> = found.iter().filter(|f| !f.agrees()).map(|f| f.name.as_str()).collect();
     assert_eq!(wrong, ["(order of launches)"]);
 }
 
 #[test]
-fn a_refused_kernel_is_reported_and_the_others_go_on() {
+fn doctor_reports_refused_kernel_and_continues() {
     let found = check::kernels(&mut Faulty::new("causal_conv", true));
     let of = |name: &str| found.iter().find(|finding| finding.name == name).unwrap();
-    assert_eq!(of("causal_conv").outcome, Err("the driver says no".into()));
+    assert_eq!(of("causal_conv").outcome, Err("refused by the driver".into()));
     assert_eq!(of("kernels/some.metal").outcome, Err("line 1: no".into()));
     assert!(of("gemv_1").agrees() && of("moe_down").agrees() && of("attention_merge").agrees());
 }
 
 #[test]
-fn the_whole_report_of_a_sound_gpu() {
+fn doctor_report_of_a_working_gpu() {
     let report = doctor::examine(Ok(Box::new(HostGpu::new(Host::plain()))), &[]).unwrap();
     assert!(report.wrong.is_empty(), "{report}");
     let text = report.to_string();
@@ -226,7 +226,7 @@ fn the_whole_report_of_a_sound_gpu() {
 }
 
 #[test]
-fn the_whole_report_of_a_faulty_gpu() {
+fn doctor_report_of_a_faulty_gpu() {
     let report = doctor::examine(Ok(Box::new(Faulty::new("moe_down", false))), &[]).unwrap();
     assert_eq!(report.wrong, ["moe_down", &format!("the demo's answer ({GPU_KIND})")]);
     let text = report.to_string();
@@ -238,13 +238,13 @@ fn the_whole_report_of_a_faulty_gpu() {
 }
 
 #[test]
-fn a_gpu_is_taken_if_it_computes_what_the_cpu_does() {
+fn auto_selects_gpu_that_matches_cpu() {
     let sound = || Ok(Some(Box::new(HostGpu::new(Host::fast())) as Box<dyn Gpu>));
     let faulty = || Ok(Some(Box::new(Faulty::new("router", false)) as Box<dyn Gpu>));
     let name =
         |found, asked| DeviceChoice::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
     assert_eq!((name(sound(), false), name(sound(), true)), (Ok(GPU_KIND), Ok(GPU_KIND)));
-    // A GPU asked for by name is taken all the same; `auto` takes the CPU.
+    // A GPU that was selected by name is used anyway. `auto` selects the CPU.
     assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok(GPU_KIND)));
     let broken = || Err(DeviceError("no queue".into()));
     assert_eq!((name(broken(), false), name(Ok(None), false)), (Ok("cpu"), Ok("cpu")));

@@ -1,6 +1,8 @@
-//! A double of Metal under `device::CommandQueue`: command buffers run some time after they are committed, on the kernels compiled for
-//! the host, in any order that barriers and fences allow. Calls that Metal forbids, or leaves undefined, stop the test;
-//! and any call can be made to fail.
+//! A test double of Metal under `device::CommandQueue`.
+//!
+//! Its command buffers run some time after they are committed, on the kernels compiled for the host, in any order
+//! that barriers and fences allow. A call that Metal forbids or leaves undefined fails the test. Any call can be
+//! made to fail.
 
 use crate::{host::Host, mutate::Dice};
 use moestro::device::{BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, Slab};
@@ -12,22 +14,23 @@ use std::{
     time::Duration,
 };
 
-/// A way for a call to go wrong.
+/// An injected failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// The call is refused.
+    /// The call returns an error.
     Refused,
-    /// The command buffer fails half done, and signals nothing.
+    /// The command buffer fails halfway and signals nothing.
     Fails,
-    /// It does nothing, does not end, and signals nothing.
+    /// The command buffer executes nothing, never ends and signals nothing.
     Hangs,
-    /// It is done, and the signal is lost.
+    /// The command buffer completes, but its signal is lost.
     Unsignalled,
-    /// It fails, and so does every later one, whatever the queue: macOS does so to programs that caused too many errors.
+    /// The command buffer fails, and so does every later one on any queue. macOS does this to programs that caused
+    /// too many errors.
     Banned,
 }
 
-/// A fault in the `nth` call (from 0) of a method.
+/// A fault in the `nth` call of a method, counted from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Plan {
     pub method: &'static str,
@@ -37,15 +40,15 @@ pub struct Plan {
 
 pub struct Double(RefCell<Inner>);
 
-/// The test's hand on a double that a model owns.
+/// Controls a double that a model owns.
 #[derive(Default)]
 pub struct Control {
     pub fault: Option<Plan>,
-    /// Calls of each method.
+    /// Number of calls of each method.
     pub calls: BTreeMap<&'static str, usize>,
-    /// Another order from here on.
+    /// Changes the random order from now on.
     pub seed: Option<u64>,
-    /// A prompt's products are in half precision.
+    /// True if the double reports matrix units.
     pub halves: bool,
 }
 
@@ -56,10 +59,10 @@ struct Inner {
     random: Dice,
     slabs: BTreeMap<u32, (Arc<Slab>, usize)>,
     lengths: BTreeMap<u32, usize>,
-    /// The number of the command buffer that is open.
+    /// The number of the open command buffer.
     open: Option<u64>,
     begun: u64,
-    /// Committed, the oldest first.
+    /// Committed command buffers, the oldest first.
     buffers: Vec<Commands>,
     event: u64,
     banned: bool,
@@ -104,7 +107,7 @@ impl Double {
 }
 
 impl Inner {
-    /// Counts a call; the fault that is planned for it.
+    /// Counts a call and returns its planned fault.
     fn called(&mut self, method: &'static str) -> Option<Fault> {
         let mut control = self.control.lock().unwrap();
         if let Some(seed) = control.seed.take() {
@@ -123,7 +126,8 @@ impl Inner {
         }
     }
 
-    /// Command buffers, by place, that may execute a launch now: pending, and behind the fence if they asked for it.
+    /// Indices of the command buffers that may execute a launch now: pending, and past the fence if they wait for
+    /// it.
     fn ready(&self) -> Vec<usize> {
         let over = |commands: &Commands| commands.status != CommandStatus::Pending;
         let may = |index: &usize| {
@@ -133,7 +137,7 @@ impl Inner {
         (0..self.buffers.len()).filter(may).collect()
     }
 
-    /// Executes one launch of one command buffer, any that may run now. False if nothing can happen any more.
+    /// Executes one launch of a random ready command buffer. Returns false if none is ready.
     fn step(&mut self) -> bool {
         let ready: Vec<usize> =
             self.ready().into_iter().filter(|index| self.buffers[*index].fault != Some(Fault::Hangs)).collect();
@@ -159,38 +163,38 @@ impl Inner {
             return true;
         };
         let choice = self.random.below(count);
-        let dispatch = self.buffers[index].segments[0].swap_remove(choice);
-        self.execute(&dispatch);
+        let launch = self.buffers[index].segments[0].swap_remove(choice);
+        self.execute(&launch);
         true
     }
 
-    fn execute(&mut self, dispatch: &Launch) {
+    fn execute(&mut self, launch: &Launch) {
         if std::thread::panicking() {
-            return; // The program may be gone.
+            return; // The program may have exited.
         }
-        for binding in &dispatch.bindings {
+        for binding in &launch.bindings {
             let region = binding.region;
             let Some((slab, start)) = self.slabs.get(&region.buffer) else { continue };
-            assert_eq!(binding.access, BufferAccess::Read, "{} writes to weights", dispatch.kernel);
-            // SAFETY: reads into the slab may go on in other slots; the store hands out only what has landed, and the
-            // kernels touch nothing else.
+            assert_eq!(binding.access, BufferAccess::Read, "{} writes to weights", launch.kernel);
+            // SAFETY: reads into other slots of the slab may be in progress. The store exposes only slots that are
+            // complete, and the kernels access nothing else.
             let now = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
             self.host.write(region, now);
         }
-        self.host.try_run(dispatch).unwrap_or_else(|fault| panic!("{fault}"));
+        self.host.try_run(launch).unwrap_or_else(|fault| panic!("{fault}"));
     }
 
-    /// Lets a little or nothing happen.
+    /// Executes zero to three steps.
     fn idle(&mut self) {
         for _ in 0..self.random.below(4) {
             self.step();
         }
     }
 
-    /// The access of pending command buffers to `region`: none, reads, or writes.
+    /// The access of pending command buffers to `region`: not at all, reading, or writing.
     fn in_flight(&self, region: Region) -> Option<BufferAccess> {
         let pending = self.buffers.iter().filter(|commands| commands.status == CommandStatus::Pending);
-        let bindings = pending.flat_map(|c| &c.segments).flatten().flat_map(|dispatch| &dispatch.bindings);
+        let bindings = pending.flat_map(|c| &c.segments).flatten().flat_map(|launch| &launch.bindings);
         let effects = bindings.filter(|binding| overlap(binding.region, region)).map(|binding| binding.access);
         effects.max_by_key(|effect| *effect != BufferAccess::Read)
     }
@@ -213,7 +217,7 @@ impl Driver for Double {
         None
     }
 
-    /// So short that a store's slab takes several buffers.
+    /// So short that the slab of an expert store needs several buffers.
     fn max_buffer_len(&self) -> usize {
         4 << 20
     }
@@ -294,16 +298,16 @@ impl Driver for Double {
         open.segments.push(Vec::new());
     }
 
-    fn launch(&mut self, open: &mut Commands, dispatch: &Launch) -> Result<(), DeviceError> {
+    fn launch(&mut self, open: &mut Commands, launch: &Launch) -> Result<(), DeviceError> {
         let inner = self.0.get_mut();
         inner.refused("launch")?;
         assert_eq!(inner.open, Some(open.number));
-        let Launch { kernel, args, bindings, threads, grid } = dispatch;
+        let Launch { kernel, args, bindings, threads, grid } = launch;
         assert!(args.len() * 4 <= 4096 && bindings.len() <= 30, "{kernel}: more than an encoder takes");
         assert!(*threads > 0 && threads.is_multiple_of(32) && *threads <= 1024, "{kernel}: {threads} threads");
         assert!(grid.iter().all(|n| *n > 0), "{kernel}: an empty grid");
         bindings.iter().for_each(|binding| inner.inside(binding.region));
-        open.segments.last_mut().unwrap().push(dispatch.clone());
+        open.segments.last_mut().unwrap().push(launch.clone());
         inner.idle();
         Ok(())
     }

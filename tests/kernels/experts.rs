@@ -7,7 +7,7 @@ use moestro::{
     },
 };
 
-/// A layer of experts in slots, in two slabs with a hole before the last piece, and their values.
+/// A layer of experts in slots of two slabs, with a gap before the last piece, and the values of its matrices.
 struct Layer {
     stacks: [ExpertStack; 3],
     slots: ExpertSlots,
@@ -50,7 +50,7 @@ fn layer(
     Layer { stacks, slots: ExpertSlots { slabs, per_slab, stride }, values: all }
 }
 
-/// One layer's mixture on random rows, in one launch each, in two (hits, misses), and grouped by expert.
+/// Runs a layer on random rows in one launch, in two (resident experts, then loaded ones), and grouped by expert.
 fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usize, k: usize, tokens: usize) {
     let (mut host, slots) = (Host::start(), if k > 1 { k + 3 } else { 2 });
     let mut random = Random((hidden + inner + k) as u64);
@@ -115,7 +115,7 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
     let at_once = host.read_floats(h);
     close(&format!("experts {hidden} x {inner}, k {k}, {tokens} tokens"), &at_once, &expected);
 
-    // Hits first, then misses: the same bytes.
+    // Resident experts first, then the others: the same bytes.
     let part = |odd: bool| -> Vec<u32> {
         chosen.iter().enumerate().map(|(i, &s)| if (i % 3 == 1) == odd { s } else { NONE }).collect()
     };
@@ -127,11 +127,11 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
     host.run(&combine(room, h).down(slots_at));
     assert_eq!(host.read_floats(h), at_once, "hits first, then misses");
 
-    // Grouped by expert, as a prefill chunk is.
+    // Grouped by expert, as in a prompt chunk.
     let jobs = group(&mut host, &chosen, slots);
     let h = host.floats(&before);
-    op(room).by_expert(jobs).iter().for_each(|dispatch| host.run(dispatch));
-    combine(room, h).sum(None).iter().for_each(|dispatch| host.run(dispatch));
+    op(room).by_expert(jobs).iter().for_each(|launch| host.run(launch));
+    combine(room, h).sum(None).iter().for_each(|launch| host.run(launch));
     assert_eq!(host.read_floats(h), at_once, "grouped by expert");
 }
 
@@ -152,20 +152,20 @@ fn affine(bits: u8, group: u16) -> WeightFormat {
 }
 
 #[test]
-fn real_sizes() {
+fn experts_of_real_sizes_match_reference() {
     case([AFFINE4; 3], 2048, 512, 512, 2, 1);
     case([AFFINE4; 3], 3072, 1024, 1024, 1, 1);
     case([AFFINE4; 3], 4096, 1024, 0, 1, 1);
 }
 
 #[test]
-fn several_rows() {
+fn experts_of_several_rows_match_reference() {
     case([AFFINE4; 3], 192, 128, 64, 8, 6);
     case([AFFINE4; 3], 64, 64, 0, 10, 3);
 }
 
 #[test]
-fn other_formats() {
+fn experts_of_other_formats_match_reference() {
     case([affine(3, 32), affine(5, 32), affine(6, 32)], 96, 32, 64, 4, 2);
     case([affine(8, 64), affine(2, 64), affine(8, 128)], 128, 128, 128, 1, 1);
     case([WeightFormat::Mxfp4; 3], 160, 96, 64, 5, 5);
@@ -173,7 +173,7 @@ fn other_formats() {
 }
 
 #[test]
-fn the_router_chooses_and_maps() {
+fn router_selects_experts_and_slots() {
     let mut host = Host::start();
     let mut random = Random(99);
     for (experts, k, tokens, renormalise) in

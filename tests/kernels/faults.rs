@@ -1,4 +1,4 @@
-//! The harness catches what it is there to catch.
+//! The test harness detects planted faults.
 
 use crate::{check::*, host::Host};
 use moestro::device::{Binding, Launch, Region};
@@ -11,7 +11,7 @@ fn dispatch(kernel: &'static str, x: Region, y: Region) -> Launch {
 fn outcome(kernel: &'static str) -> (Result<(), String>, Vec<f32>, Vec<f32>) {
     let mut host = Host::faulty();
     let x: Vec<f32> = (0..192).map(|i| i as f32 + 1.0).collect();
-    // In the middle of larger buffers: a bound range is what counts, not the buffer.
+    // The binding is in the middle of a larger buffer: the bound range counts, not the buffer.
     let (all_x, all_y) = (host.floats(&x), host.empty(192 * 4));
     let (from, to) = (all_x.part(256, 256), all_y.part(256, 256));
     let result = host.try_run(&dispatch(kernel, from, to));
@@ -20,7 +20,7 @@ fn outcome(kernel: &'static str) -> (Result<(), String>, Vec<f32>, Vec<f32>) {
 }
 
 #[test]
-fn a_sound_kernel_passes() {
+fn harness_accepts_correct_kernel() {
     let (result, x, y) = outcome("fine");
     result.unwrap();
     let expected: Vec<f64> = (0..64).map(|i| f64::from(x[63 - i]) + 32.0 + 31.0 + 5.0).collect();
@@ -28,7 +28,7 @@ fn a_sound_kernel_passes() {
 }
 
 #[test]
-fn faults_are_caught() {
+fn harness_finds_planted_faults() {
     for (kernel, words) in [
         ("reads_too_far", "heap-buffer-overflow"),
         ("reads_too_early", "AddressSanitizer"),
@@ -52,7 +52,7 @@ fn faults_are_caught() {
 }
 
 #[test]
-fn wrong_and_missing_results_are_caught() {
+fn harness_finds_wrong_and_missing_results() {
     for kernel in ["is_wrong", "leaves_out_one"] {
         let (result, x, y) = outcome(kernel);
         result.unwrap();
@@ -62,7 +62,7 @@ fn wrong_and_missing_results_are_caught() {
 }
 
 #[test]
-fn arguments_of_another_size_are_refused() {
+fn harness_refuses_wrong_argument_size() {
     let mut host = Host::faulty();
     let (x, y) = (host.floats(&[0.0; 64]), host.empty(256));
     let mut wrong = dispatch("fine", x, y);

@@ -1,5 +1,5 @@
-//! The demo model with every operation on the kernels: greedy tokens as on the CPU, whatever is resident, however the
-//! prompt is cut; and what a streaming prompt reads.
+//! The demo with every operation on the kernels: the same greedy tokens as on the CPU, resident or streaming, with
+//! any cut of the prompt; and the number of expert reads of a streaming prompt.
 
 #[path = "../common/mod.rs"]
 pub mod common;
@@ -25,14 +25,14 @@ pub fn options(streaming: bool) -> LoadOptions {
     let store = StoreOptions { io: ReadMode::Buffered, ..StoreOptions::default() };
     let mut options = LoadOptions { math: CpuArithmetic::F32, threads: Some(1), store, ..LoadOptions::default() };
     if streaming {
-        // Through the page cache the plan keeps two tokens' working sets of slots.
+        // With the page cache, the plan keeps slots for the working sets of two tokens.
         options.plan.stream = Switch::On;
         options.plan.buffered = true;
     }
     options
 }
 
-/// The demo, planned for a GPU and shown to one.
+/// The demo, planned for a GPU and placed on one.
 fn planned(options: LoadOptions, gpu: HostGpu) -> Qwen {
     let options = LoadOptions { gpu: Some(u64::MAX), ..options };
     load_with(Path::new(DEMO), options).move_to(Box::new(gpu)).unwrap_or_else(|refused| panic!("{}", refused.error))
@@ -58,7 +58,7 @@ pub fn cases() -> Vec<Case> {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// Greedy ids and the bits of every row of logits they were drawn from.
+/// Greedy ids, and the bits of the logits they were chosen from.
 pub fn answer<M: Model>(model: &mut M, prompt: &[u32], chunks: &[usize], count: usize) -> (Vec<u32>, Vec<Vec<f32>>) {
     let mut state = model.start().unwrap();
     let mut rest = prompt;
@@ -80,8 +80,8 @@ pub fn answer<M: Model>(model: &mut M, prompt: &[u32], chunks: &[usize], count: 
     (ids, rows)
 }
 
-/// Every other prompt, so that two threads share the work.
-fn the_demo_answers_as_on_the_cpu(first: usize) {
+/// Every other prompt, so that two test threads share the work.
+fn demo_prompts_match_the_cpu(first: usize) {
     let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options(false)), resident(fast()));
     let cases = cases();
     assert_eq!(cases.len(), 8);
@@ -97,19 +97,19 @@ fn the_demo_answers_as_on_the_cpu(first: usize) {
 }
 
 #[test]
-fn the_demo_answers_as_on_the_cpu_even() {
-    the_demo_answers_as_on_the_cpu(0);
+fn demo_even_prompts_match_the_cpu() {
+    demo_prompts_match_the_cpu(0);
 }
 
 #[test]
-fn the_demo_answers_as_on_the_cpu_odd() {
-    the_demo_answers_as_on_the_cpu(1);
+fn demo_odd_prompts_match_the_cpu() {
+    demo_prompts_match_the_cpu(1);
 }
 
 #[test]
-fn few_bits_are_the_same_on_the_cpu_and_on_the_kernels() {
+fn quantised_cache_equals_the_cpu_bytes() {
     let cases = cases();
-    // So long that the last rows see rounded keys and values.
+    // Long enough that the last rows read quantised keys and values.
     let ids: Vec<u32> = cases.iter().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat()).collect();
     let ids = &ids[..ids.len().min(170)];
     assert!(ids.len() > 128);
@@ -121,14 +121,14 @@ fn few_bits_are_the_same_on_the_cpu_and_on_the_kernels() {
         for (found, expected) in logits.iter().zip(&rows) {
             let off = common::distance(found, expected);
             println!("{kv_bits:?}: off by {off:.1e}");
-            // A key or value between two integers may become either.
+            // The devices may round a key or value between two integers differently.
             assert!(off < 2e-2, "{kv_bits:?}: logits off by {off}");
         }
     }
 }
 
 #[test]
-fn a_sequence_goes_on_from_a_snapshot() {
+fn sequence_continues_from_snapshot() {
     let case = cases().swap_remove(2);
     let mut gpu = resident(fast());
     let (expected, rows) = answer(&mut gpu, &case.prompt_ids, &[], 1);
@@ -145,10 +145,10 @@ fn a_sequence_goes_on_from_a_snapshot() {
 }
 
 #[test]
-fn shared_pages_are_written_by_neither() {
+fn shared_pages_are_not_written() {
     let mut gpu = place(fast(), false);
     let (size, pool, len) = (gpu.snapshot_size(), gpu.pool().unwrap(), PAGE + 3);
-    // Keys and values of a page are numbers between 0 and 1.
+    // All keys and values of the page are between 0 and 1.
     let page = |rows: usize| -> Vec<u8> {
         let values = (0..rows * pool.page_bytes() as usize / PAGE / 4).map(|n| (n * 37 % 101) as f32 / 101.0);
         values.flat_map(f32::to_le_bytes).collect()
@@ -161,7 +161,7 @@ fn shared_pages_are_written_by_neither() {
     let mut other = gpu.restore(&snapshot, None).unwrap();
     assert_eq!(free - pool.free(), 1, "the whole page is shared");
     let mut row = |state: &mut _, id: u32| gpu.forward(state, &[id], Rows::Last).unwrap().data;
-    // In turn, so that each has the chance to see what the other wrote.
+    // The sequences alternate, so that each would see the other's writes.
     let (first, second, third) = (row(&mut state, 5), row(&mut other, 90), row(&mut state, 33));
     let mut alone = Model::restore(&gpu, &made, None).unwrap();
     let mut row = |id: u32| gpu.forward(&mut alone, &[id], Rows::Last).unwrap().data;
@@ -171,7 +171,7 @@ fn shared_pages_are_written_by_neither() {
 }
 
 #[test]
-fn nothing_depends_on_how_a_prompt_is_cut() {
+fn logits_ignore_prompt_chunking() {
     let case = cases().swap_remove(3);
     let mut gpu = resident(fast());
     let expected = answer(&mut gpu, &case.prompt_ids, &[], 2);
@@ -181,11 +181,12 @@ fn nothing_depends_on_how_a_prompt_is_cut() {
 }
 
 #[test]
-fn nothing_depends_on_where_experts_are() {
+fn logits_ignore_expert_placement() {
     let case = cases().swap_remove(3);
     let (prompt, count) = (&case.prompt_ids, 6);
     let expected = answer(&mut resident(fast()), prompt, &[], count);
-    // Reading as it is chosen for a GPU; as many slots as the plan takes, and hardly more than the four experts of one token and layer.
+    // Buffered reads, as on a GPU. Either as many slots as the plan allows, or only one more than the four experts
+    // of a token and layer.
     for (slots, chunks) in [(None, vec![]), (None, vec![1; prompt.len()]), (Some(5), vec![]), (Some(5), vec![7])] {
         let mut options = options(true);
         options.store.slots = slots;
@@ -202,14 +203,14 @@ fn nothing_depends_on_where_experts_are() {
 }
 
 #[test]
-fn no_sanitizer_objects_to_a_pass() {
+fn forward_pass_is_clean_under_sanitizers() {
     let mut model = resident(HostGpu::new(Host::start()));
-    // A chunk of experts grouped, a few rows together, and one token.
+    // A chunk with grouped experts, a few rows together, and one token.
     answer(&mut model, &cases().swap_remove(1).prompt_ids, &[17], 1);
 }
 
-/// Evaluates 64 tokens in chunks of `chunk` with eight slots for the 32 experts of a layer, and checks what is asked for and
-/// read: each expert once a layer and chunk. Returns how many that were.
+/// Evaluates 64 tokens in chunks of `chunk`, with eight slots for the 32 experts of a layer. Checks that each
+/// expert is requested and read once per layer and chunk. Returns the number of reads.
 fn read(chunk: usize) -> u64 {
     const LAYERS: usize = 8;
     let mut options = LoadOptions { gpu: Some(u64::MAX), ..options(true) };
@@ -237,17 +238,17 @@ fn read(chunk: usize) -> u64 {
 }
 
 #[test]
-fn a_chunk_reads_each_expert_once() {
+fn chunk_reads_each_expert_once() {
     let whole = read(64);
     assert!(read(32) > whole, "the count sees what two chunks cost");
 }
 
 #[test]
-fn what_it_takes_is_what_the_plan_says() {
+fn allocated_memory_matches_the_plan() {
     let gpu = fast();
     let allocated = gpu.allocated.clone();
     let mut options = options(true);
-    // Room for attention's parts is planned for the longest context there can be.
+    // The plan reserves partial results of attention for the longest context.
     options.plan.context = Some(moestro::model::Config::read(Path::new(DEMO)).unwrap().context);
     let model = planned(options, gpu);
     let _state = model.start().unwrap();

@@ -1,7 +1,8 @@
-//! The kernels on the host as a [`Gpu`]: what `device/metal.rs` is on a Mac. It is as late as a device may be: a launch runs
-//! when somebody waits for it, or looks how far the device has come a second time. So a slot that is filled too early, or a list
-//! that is written too early, gives wrong results. And it has memory of its own, as a card has: adopted bytes that it was not told
-//! of are no numbers.
+//! A [`Gpu`] that runs the kernels on the host.
+//!
+//! It is as late as a device may be: a launch runs only when a caller waits for it, or asks for progress a second
+//! time. So a slot or a list that is overwritten too early gives wrong results. It has its own memory, like an
+//! NVIDIA GPU: adopted bytes are NaN until they are uploaded.
 
 use crate::host::Host;
 use moestro::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
@@ -16,37 +17,37 @@ use std::{
 
 pub struct HostGpu {
     host: Host,
-    /// Each adopted slab, and the byte where it begins.
+    /// Each adopted slab and its start offset.
     adopted: HashMap<u32, (Arc<Slab>, usize)>,
-    /// Bytes from [`Gpu::allocate`], given back or not.
+    /// Total bytes from [`Gpu::allocate`], including released ones.
     pub allocated: Arc<AtomicUsize>,
-    /// Work that is encoded and not done; each piece is a mark of its own.
-    late: VecDeque<Work>,
+    /// Encoded work that has not run. Each item is one sync point.
+    pending: VecDeque<Work>,
     encoded: u64,
-    /// Marks that had been encoded when somebody last looked.
-    looked: u64,
-    /// A prompt's products are in half precision.
+    /// Encoded sync points at the last call of `completed`.
+    last_encoded: u64,
+    /// True if the device reports matrix units.
     pub halves: bool,
 }
 
 #[derive(Clone)]
 enum Work {
     Launch(Launch),
-    /// From adopted memory.
+    /// An upload of adopted memory.
     Copy(Region),
 }
 
 impl HostGpu {
-    /// `host` runs each dispatch once: that its kernels do not depend on the order of threads is another test's matter.
+    /// Each launch runs once. Other tests check that kernels do not depend on the order of threads.
     pub fn new(mut host: Host) -> Self {
         host.twice = false;
         Self {
             host,
             adopted: HashMap::new(),
             allocated: Arc::default(),
-            late: VecDeque::new(),
+            pending: VecDeque::new(),
             encoded: 0,
-            looked: 0,
+            last_encoded: 0,
             halves: false,
         }
     }
@@ -92,12 +93,12 @@ impl Gpu for HostGpu {
     }
 
     fn upload(&mut self, region: Region) -> Result<(), DeviceError> {
-        self.late.push_back(Work::Copy(region));
+        self.pending.push_back(Work::Copy(region));
         self.encoded += 1;
         Ok(())
     }
 
-    /// So short that a store's slab takes several buffers.
+    /// So short that the slab of an expert store needs several buffers.
     fn max_buffer_len(&self) -> usize {
         4 << 20
     }
@@ -112,8 +113,8 @@ impl Gpu for HostGpu {
         Ok(())
     }
 
-    fn launch(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
-        self.late.push_back(Work::Launch(dispatch.clone()));
+    fn launch(&mut self, launch: &Launch) -> Result<(), DeviceError> {
+        self.pending.push_back(Work::Launch(launch.clone()));
         self.encoded += 1;
         Ok(())
     }
@@ -133,44 +134,43 @@ impl Timeline for HostGpu {
     }
 
     fn completed(&mut self) -> SyncPoint {
-        let before = std::mem::replace(&mut self.looked, self.encoded);
-        // An error is the next wait's.
+        let before = std::mem::replace(&mut self.last_encoded, self.encoded);
+        // The next wait reports an error.
         let _ = self.wait_for(SyncPoint(before));
-        SyncPoint(self.encoded - self.late.len() as u64)
+        SyncPoint(self.encoded - self.pending.len() as u64)
     }
 
     fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
-        while self.encoded - (self.late.len() as u64) < mark.0
-            && let Some(work) = self.late.front().cloned()
+        while self.encoded - (self.pending.len() as u64) < mark.0
+            && let Some(work) = self.pending.front().cloned()
         {
             match work {
-                Work::Launch(dispatch) => self.run(&dispatch)?,
+                Work::Launch(launch) => self.run(&launch)?,
                 Work::Copy(region) => self.copy(region),
             }
-            self.late.pop_front();
+            self.pending.pop_front();
         }
         Ok(())
     }
 }
 
 impl HostGpu {
-    fn run(&mut self, dispatch: &Launch) -> Result<(), DeviceError> {
-        for binding in &dispatch.bindings {
+    fn run(&mut self, launch: &Launch) -> Result<(), DeviceError> {
+        for binding in &launch.bindings {
             let adopted = self.adopted.contains_key(&binding.region.buffer);
-            assert!(!adopted || binding.access == BufferAccess::Read, "{} writes to weights", dispatch.kernel);
-            // The kernels are told that what they read and what they write are apart.
-            let others =
-                dispatch.bindings.iter().filter(|other| other.access != BufferAccess::Read && *other != binding);
+            assert!(!adopted || binding.access == BufferAccess::Read, "{} writes to weights", launch.kernel);
+            // The kernels' pointers are declared `restrict`: what a launch reads must not overlap what it writes.
+            let others = launch.bindings.iter().filter(|other| other.access != BufferAccess::Read && *other != binding);
             for other in others {
-                assert!(!other.region.overlaps(binding.region), "{}: {binding:?} and {other:?}", dispatch.kernel);
+                assert!(!other.region.overlaps(binding.region), "{}: {binding:?} and {other:?}", launch.kernel);
             }
         }
-        self.host.try_run(dispatch).map_err(DeviceError)
+        self.host.try_run(launch).map_err(DeviceError)
     }
 
     fn copy(&mut self, region: Region) {
         let (slab, start) = &self.adopted[&region.buffer];
-        // SAFETY: the program has promised that nobody writes these bytes until this is done.
+        // SAFETY: the caller of `upload` promised that the bytes do not change before the upload is done.
         let bytes = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
         self.host.write(region, bytes);
     }

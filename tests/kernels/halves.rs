@@ -1,8 +1,8 @@
-//! Prompts on matrix units: products in half precision are close, a row's bytes depend on no other row, nothing overflows, and the
-//! demo answers as the CPU does.
+//! Prompts on matrix units: half-precision products are close, a row depends on no other row, nothing overflows,
+//! and the demo gives the CPU's answers.
 
 use crate::{
-    card::agree,
+    card::assert_agrees,
     check::*,
     double::Double,
     forward::{DEMO, answer, cases, common::load_with, options},
@@ -17,14 +17,14 @@ use moestro::{
 };
 use std::path::Path;
 
-/// In parts of the largest value.
+/// Tolerance, relative to the largest value.
 const CLOSE: f64 = 1e-3;
 
 fn room(host: &mut Host, rows: usize, cols: usize) -> Region {
     host.empty(rows * HalfBuffers::words(cols) * 4)
 }
 
-/// `x W^T` of rows of `x`, and of their norm if there is a weight.
+/// `x W^T` for rows of `x`, or for their norms if a norm weight is given.
 fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Option<&[f32]>) -> Vec<f32> {
     let tokens = x.len() / cols;
     let (x, y) = (host.floats(x), host.empty(tokens * sample.matrix.rows * 4));
@@ -32,7 +32,7 @@ fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Opti
     let room = room(host, tokens, cols);
     let matrices = &[sample.matrix];
     let op = Linear { x, tokens, norm, matrices, y, add: false };
-    op.halves(room).iter().for_each(|dispatch| host.run(dispatch));
+    op.halves(room).iter().for_each(|launch| host.run(launch));
     host.read_floats(y)
 }
 
@@ -41,7 +41,7 @@ fn largest(values: &[f64]) -> f64 {
 }
 
 #[test]
-fn products_of_every_encoding_are_close() {
+fn half_products_of_every_format_are_close() {
     let (mut host, mut random) = (Host::start(), Random(5));
     for (codes, cols) in [
         (AFFINE4, 192),
@@ -67,7 +67,7 @@ fn products_of_every_encoding_are_close() {
 }
 
 #[test]
-fn a_row_on_matrix_units_does_not_depend_on_its_company() {
+fn half_rows_are_independent_of_other_rows() {
     let (mut host, mut random, cols) = (Host::start(), Random(6), 128);
     let sample = matrix(&mut host, &mut random, AFFINE4, 80, cols);
     let x = random.normals(70 * cols);
@@ -79,7 +79,7 @@ fn a_row_on_matrix_units_does_not_depend_on_its_company() {
 }
 
 #[test]
-fn large_and_small_rows_neither_overflow_nor_vanish() {
+fn half_rows_do_not_overflow_or_vanish() {
     let (mut host, mut random, cols) = (Host::start(), Random(7), 128);
     let sample = matrix(&mut host, &mut random, AFFINE4, 64, cols);
     let row = random.normals(cols);
@@ -104,19 +104,19 @@ fn on_halves(options: LoadOptions) -> Qwen {
 }
 
 #[test]
-fn the_demo_reads_prompts_on_matrix_units() {
+fn demo_prompts_on_matrix_units_match() {
     let (mut cpu, mut gpu) = (load_with(Path::new(DEMO), options(false)), on_halves(options(false)));
-    // The host takes its time.
+    // Every fourth case, since the host is slow.
     for case in cases().into_iter().step_by(4) {
         let expected = answer(&mut cpu, &case.prompt_ids, &[], case.greedy_ids.len());
         let found = answer(&mut gpu, &case.prompt_ids, &[], case.greedy_ids.len());
-        agree(&case.question, &found, &expected, 2e-2);
+        assert_agrees(&case.question, &found, &expected, 2e-2);
         assert!(found.1[0] != expected.1[0], "these are not in half precision");
     }
 }
 
 #[test]
-fn prompts_on_matrix_units_know_neither_slots_nor_cuts() {
+fn half_prompts_ignore_slots_and_chunking() {
     let case = cases().swap_remove(3);
     let (prompt, count) = (&case.prompt_ids, 1);
     let mut resident = on_halves(options(false));
@@ -130,7 +130,7 @@ fn prompts_on_matrix_units_know_neither_slots_nor_cuts() {
 }
 
 #[test]
-fn orders_of_a_prompt_on_matrix_units_give_the_same_bytes() {
+fn half_prompts_ignore_launch_order() {
     for streaming in [false, true] {
         let double = Double::new(Host::fast());
         let control = double.control();

@@ -1,5 +1,5 @@
-//! The kernels as a program of their own: compiled by the system's C++ compiler under AddressSanitizer and
-//! UndefinedBehaviorSanitizer, fed with dispatches through a pipe (`kernels/host/main.cpp` has the protocol).
+//! The kernels as a separate program. The system's C++ compiler builds it with AddressSanitizer and
+//! UndefinedBehaviorSanitizer. It receives launches through a pipe; `kernels/host/main.cpp` defines the protocol.
 
 use crate::record;
 use moestro::device::{BufferAccess, Launch, Region};
@@ -23,12 +23,12 @@ fn compiler() -> String {
     std::env::var("CXX").unwrap_or_else(|_| "c++".into())
 }
 
-/// The files of `kernels/`.
+/// The kernel files.
 fn all() -> [PathBuf; 9] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
 
-/// A program of `files` (of kernels, each in a namespace).
+/// Source of a program with these kernel files, each in its own namespace.
 fn program(files: &[PathBuf], tiles: bool) -> String {
     let mut source = String::from("#include \"shim/host.h\"\n#include \"quant.metal\"\n");
     source += if tiles { "#include \"tiles.metal\"\n" } else { "#define NO_TILES\n" };
@@ -38,12 +38,12 @@ fn program(files: &[PathBuf], tiles: bool) -> String {
     source + "#include \"host/main.cpp\"\n"
 }
 
-/// The program of all kernels, as the tests build it.
+/// Source of the program with all kernels.
 pub fn source() -> String {
     program(&all(), true)
 }
 
-/// Compiles `files` into a program; keeps it for the next run of unchanged sources.
+/// Compiles `files` to a program. An existing program of the same sources is reused.
 fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     let source = program(files, name != "plain");
     let mut hash = sha2::Sha256::new();
@@ -84,30 +84,30 @@ pub struct Host {
     to: ChildStdin,
     from: ChildStdout,
     buffers: u32,
-    /// Run every dispatch forwards and backwards, and compare.
+    /// True if to run every launch forwards and backwards and compare the results.
     pub twice: bool,
 }
 
 impl Host {
-    /// The kernels of `kernels/`.
+    /// The kernels, with sanitizers.
     pub fn start() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         Self::run_program(PROGRAM.get_or_init(|| build(&all(), "kernels", true)))
     }
 
-    /// The same without sanitizers, several times as fast: for whole forward passes.
+    /// The kernels without sanitizers, several times as fast: for whole forward passes.
     pub fn fast() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         Self::run_program(PROGRAM.get_or_init(|| build(&all(), "fast", false)))
     }
 
-    /// Without the text of tiles, and the kernels that need it.
+    /// Without `tiles.metal` and the kernels that need it.
     pub fn plain() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         Self::run_program(PROGRAM.get_or_init(|| build(&all(), "plain", false)))
     }
 
-    /// The planted faults.
+    /// The kernels with planted faults.
     pub fn faulty() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
         let file = || Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernels/faults.metal");
@@ -127,7 +127,7 @@ impl Host {
         Self { child, to, from, buffers: 0, twice: true }
     }
 
-    /// A buffer of `len` bytes, filled with 0xff (which is NaN as a float).
+    /// A buffer of `len` bytes, filled with 0xff, which is NaN as a float.
     pub fn empty(&mut self, len: usize) -> Region {
         let buffer = self.buffers;
         self.buffers += 1;
@@ -135,7 +135,7 @@ impl Host {
         Region { buffer, offset: 0, len }
     }
 
-    /// Gives a buffer's memory back.
+    /// Frees a buffer's memory.
     pub fn drop_buffer(&mut self, buffer: u32) {
         self.send(b"B", &[buffer, 0], &[]);
     }
@@ -174,7 +174,7 @@ impl Host {
         self.read(region).chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
     }
 
-    /// The kernels there are.
+    /// The names of all kernels.
     pub fn names(&mut self) -> Vec<String> {
         self.send(b"N", &[], &[]);
         let mut len = [0; 4];
@@ -184,22 +184,23 @@ impl Host {
         String::from_utf8(names).unwrap().split_whitespace().map(Into::into).collect()
     }
 
-    /// Executes one dispatch. The error is what a sanitizer, the lock-step or the order check found; the program is then gone.
-    pub fn try_run(&mut self, dispatch: &Launch) -> Result<(), String> {
-        let Some(dir) = record::wanted(dispatch) else { return self.execute(dispatch) };
-        let before: Vec<_> = dispatch.bindings.iter().map(|binding| self.read(binding.region)).collect();
-        self.execute(dispatch)?;
-        let outputs = dispatch.bindings.iter().filter(|binding| binding.access != BufferAccess::Read);
+    /// Executes one launch. An error is what a sanitizer, the barrier check or the order check found. The program
+    /// has exited then.
+    pub fn try_run(&mut self, launch: &Launch) -> Result<(), String> {
+        let Some(dir) = record::wanted(launch) else { return self.execute(launch) };
+        let before: Vec<_> = launch.bindings.iter().map(|binding| self.read(binding.region)).collect();
+        self.execute(launch)?;
+        let outputs = launch.bindings.iter().filter(|binding| binding.access != BufferAccess::Read);
         let after: Vec<_> = outputs.map(|binding| self.read(binding.region)).collect();
-        record::write(&dir, dispatch, &before, &after);
+        record::write(&dir, launch, &before, &after);
         Ok(())
     }
 
-    fn execute(&mut self, dispatch: &Launch) -> Result<(), String> {
-        let mut words = vec![dispatch.args.len() as u32];
-        words.extend(&dispatch.args);
-        words.push(dispatch.bindings.len() as u32);
-        for binding in &dispatch.bindings {
+    fn execute(&mut self, launch: &Launch) -> Result<(), String> {
+        let mut words = vec![launch.args.len() as u32];
+        words.extend(&launch.args);
+        words.push(launch.bindings.len() as u32);
+        for binding in &launch.bindings {
             let effect = match binding.access {
                 BufferAccess::Read => 0,
                 BufferAccess::Write => 1,
@@ -207,16 +208,16 @@ impl Host {
             };
             words.extend([binding.region.buffer, binding.region.offset as u32, binding.region.len as u32, effect]);
         }
-        words.extend(dispatch.grid);
-        words.extend([dispatch.threads, self.twice.into()]);
+        words.extend(launch.grid);
+        words.extend([launch.threads, self.twice.into()]);
         let tail: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        let name = [dispatch.kernel.as_bytes(), &tail].concat();
-        self.send(b"D", &[dispatch.kernel.len() as u32], &name);
+        let name = [launch.kernel.as_bytes(), &tail].concat();
+        self.send(b"D", &[launch.kernel.len() as u32], &name);
         let mut status = [0];
         if self.from.read_exact(&mut status).is_err() {
             let mut report = String::new();
             self.child.stderr.take().unwrap().read_to_string(&mut report).unwrap();
-            return Err(format!("{}: {report}", dispatch.kernel));
+            return Err(format!("{}: {report}", launch.kernel));
         }
         if status[0] == 0 {
             return Ok(());
@@ -228,8 +229,8 @@ impl Host {
         Err(String::from_utf8_lossy(&message).into_owned())
     }
 
-    pub fn run(&mut self, dispatch: &Launch) {
-        if let Err(fault) = self.try_run(dispatch) {
+    pub fn run(&mut self, launch: &Launch) {
+        if let Err(fault) = self.try_run(launch) {
             panic!("{fault}");
         }
     }

@@ -8,7 +8,7 @@ use moestro::ops::{
 };
 
 #[test]
-fn rms_norms() {
+fn rms_norm_matches_reference() {
     let mut host = Host::start();
     let mut random = Random(1);
     for (rows, cols) in [(1, 2048), (3, 3072), (2, 4096), (5, 77)] {
@@ -21,7 +21,7 @@ fn rms_norms() {
 }
 
 #[test]
-fn embeddings_and_whole_weights() {
+fn embedding_and_dequantise_match_reference() {
     let mut host = Host::start();
     let mut random = Random(2);
     let (rows, cols) = (50, 576);
@@ -34,7 +34,7 @@ fn embeddings_and_whole_weights() {
         let sample = matrix(&mut host, &mut random, codes, rows, cols);
         let ids = [3u32, 49, 0];
         let (ids_at, h) = (host.words(&ids), host.empty(3 * cols * 4));
-        host.run(&Embedding { table: &sample.matrix, tokens: 3, ids: ids_at, into: h }.dispatch());
+        host.run(&Embedding { table: &sample.matrix, tokens: 3, ids: ids_at, into: h }.launch());
         let expected: Vec<f64> =
             ids.iter().flat_map(|&i| sample.values[i as usize * cols..][..cols].to_vec()).collect();
         close("embedding", &host.read_floats(h), &expected);
@@ -53,7 +53,7 @@ fn embeddings_and_whole_weights() {
 }
 
 #[test]
-fn f16_rounds_like_the_standard() {
+fn f16_rounding_matches_ieee() {
     let mut host = Host::start();
     let mut random = Random(5);
     let mut values: Vec<f32> =
@@ -74,8 +74,8 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// Convolution, recurrence and gated norm over `chunks` of tokens; every chunking gives the same bytes, also where each chunk but
-/// the last is only taken into the states with the next one.
+/// Convolution, recurrence and gated norm over `chunks` of tokens. Every chunking gives the same bytes, also if
+/// the state includes a chunk only with the next one.
 fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     let mut random = Random((op.key_dim * 7 + op.value_dim) as u64);
     let tokens: usize = chunks[0].iter().sum();
@@ -102,9 +102,9 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
             let (shape, tokens, y) = (&op, n, rows(y, values));
             let keep = late && at + n < chunks.iter().sum();
             let stored = past.rows + if keep { 0 } else { n };
-            host.run(&Conv { shape, tokens, proj, taps, past, stored, state: conv_state, out: mixed }.dispatch());
+            host.run(&Conv { shape, tokens, proj, taps, past, stored, state: conv_state, out: mixed }.launch());
             let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: w, out, y };
-            rule.dispatches().for_each(|dispatch| host.run(&dispatch));
+            rule.launches().for_each(|launch| host.run(&launch));
             past = if keep { Replay { rows: n, proj, mixed } } else { Replay::default() };
             at += n;
         }
@@ -165,10 +165,10 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
     }
 }
 
-/// The launches of some rows of a whole layer leave the bytes that one launch a step leaves, row by row as together, also behind
-/// rows that were a trial.
+/// The fused launches of a whole delta-net layer leave the same bytes as one launch per step: row by row and
+/// together, also after speculative rows.
 #[test]
-fn a_delta_layer_in_few_launches() {
+fn fused_delta_layer_equals_separate_launches() {
     let shape = &DeltaShape { key_heads: 2, value_heads: 4, key_dim: 64, value_dim: 48, conv_width: 4, eps: 1e-6 };
     let (hidden, channels, values, heads) = (128, shape.channels(), shape.values(), shape.value_heads);
     for codes in [AFFINE4, AFFINE8, WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 }] {
@@ -190,7 +190,7 @@ fn a_delta_layer_in_few_launches() {
                 let rows = |region: moestro::device::Region, width: usize| region.rows(at, tokens, width);
                 let (h, proj, mixed) = (rows(all, hidden), rows(proj, shape.width()), rows(mixed, channels));
                 let (out, y) = (rows(out, values), rows(y, values));
-                // The first rows are a trial.
+                // The first rows are speculative.
                 let stored = if index == 0 { 0 } else { past.rows + tokens };
                 let net = DeltaNet {
                     project: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
@@ -198,11 +198,11 @@ fn a_delta_layer_in_few_launches() {
                     rule: DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y },
                     back: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
                 };
-                let dispatches = if apart { net.apart() } else { net.dispatches() };
+                let launches = if apart { net.apart() } else { net.launches() };
                 if !apart && tokens == 1 {
-                    assert_eq!(dispatches.len(), 3);
+                    assert_eq!(launches.len(), 3);
                 }
-                dispatches.iter().for_each(|dispatch| host.run(dispatch));
+                launches.iter().for_each(|launch| host.run(launch));
                 past = if index == 0 { Replay { rows: tokens, proj, mixed } } else { Replay::default() };
                 at += tokens;
             }
@@ -213,7 +213,7 @@ fn a_delta_layer_in_few_launches() {
 }
 
 #[test]
-fn delta_net() {
+fn delta_net_matches_reference() {
     let delta = |key_heads, value_heads, key_dim, value_dim| DeltaShape {
         key_heads,
         value_heads,
@@ -227,8 +227,8 @@ fn delta_net() {
     delta_case(delta(1, 1, 256, 16), &[&[3]]);
 }
 
-/// Attention of `tokens` rows after `start` cached ones, as of an answer and as of a prompt, against plain loops; and row by row, the
-/// same bytes.
+/// Attention of `tokens` rows after `start` cached positions, as in decoding and as in a prompt, compared with
+/// plain loops. Row by row gives the same bytes.
 fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
     let half = op.format == KvFormat::Bf16;
     let mut host = Host::start();
@@ -246,7 +246,7 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
         })
         .flat_map(|angle| [angle.cos() as f32, angle.sin() as f32])
         .collect();
-    // In pages that lie from the last to the first.
+    // The pages are in reverse order in memory.
     let pages = op.pages();
     let store = |host: &mut Host, v: &[f32]| {
         let mut paged = vec![0.0; pages * op.kv_heads * PAGE * dim];
@@ -277,10 +277,10 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
             let (q, partials) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.partials(at, chunk) * 4));
             let [y, by_half] = [y, by_half].map(|y| rows(y, op.heads * dim));
             let (shape, start, tokens) = (&op, at, chunk);
-            host.run(&KvWrite { shape, start, tokens, proj, turn, q, cache }.dispatch());
+            host.run(&KvWrite { shape, start, tokens, proj, turn, q, cache }.launch());
             let attend = Attention { shape, start, tokens, q, cache, proj, partials, y };
-            attend.dispatches(16).flatten().for_each(|dispatch| host.run(&dispatch));
-            Attention { y: by_half, ..attend }.halves().for_each(|dispatch| host.run(&dispatch));
+            attend.launches(16).flatten().for_each(|launch| host.run(&launch));
+            Attention { y: by_half, ..attend }.halves().for_each(|launch| host.run(&launch));
         }
         results.push(host.read_floats(y));
         halves.push(host.read_floats(by_half));
@@ -330,7 +330,7 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
 }
 
 #[test]
-fn attention() {
+fn attention_matches_reference() {
     let format = KvFormat::F32;
     let op = |heads, kv_heads, dim, rope_dim, context| AttentionShape {
         heads,
@@ -347,8 +347,8 @@ fn attention() {
     attend_case(op(4, 1, 128, 32, 9), 6, 3);
     attend_case(op(3, 3, 20, 10, 7), 2, 1);
     attend_case(op(4, 2, 64, 16, 100), 62, 4);
-    attend_case(op(6, 2, 64, 16, 150), 120, 25); // several threadgroups, across the border of a block of keys
-    attend_case(op(2, 1, 20, 10, 8200), 8190, 4); // parts grow longer
+    attend_case(op(6, 2, 64, 16, 150), 120, 25); // several threadgroups, across a block of keys
+    attend_case(op(2, 1, 20, 10, 8200), 8190, 4); // the split size doubles
     attend_case(AttentionShape { format: KvFormat::Bf16, ..op(8, 1, 256, 64, 40) }, 11, 3);
     attend_case(AttentionShape { format: KvFormat::Bf16, ..op(2, 1, 64, 16, 20) }, 3, 2);
 }

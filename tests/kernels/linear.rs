@@ -4,7 +4,7 @@ use moestro::{
     ops::{Float, Linear, Norm, WeightFormat},
 };
 
-/// Runs `matrices` on `tokens` random rows, optionally normed or added to what is there, and compares.
+/// Runs `matrices` on `tokens` random rows, optionally with a norm or added to y, and compares with plain loops.
 fn case(shapes: &[(WeightFormat, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Launch {
     let mut host = Host::start();
     let mut random = Random((cols * 31 + tokens) as u64);
@@ -17,8 +17,8 @@ fn case(shapes: &[(WeightFormat, usize)], cols: usize, tokens: usize, norm: bool
     let y = if add { host.floats(&before) } else { host.empty(before.len() * 4) };
     let matrices: Vec<_> = samples.iter().map(|s| s.matrix).collect();
     let norm_at = norm.then_some(Norm { weight: w_at, eps: 1e-6, keep: Some(kept) });
-    let dispatch = Linear { x: x_at, tokens, norm: norm_at, matrices: &matrices, y, add }.dispatch();
-    host.run(&dispatch);
+    let launch = Linear { x: x_at, tokens, norm: norm_at, matrices: &matrices, y, add }.launch();
+    host.run(&launch);
 
     let mut x = wide(&x);
     if norm {
@@ -36,7 +36,7 @@ fn case(shapes: &[(WeightFormat, usize)], cols: usize, tokens: usize, norm: bool
         }
     }
     close(&format!("{shapes:?} x {cols}, {tokens} tokens"), &host.read_floats(y), &expected);
-    dispatch
+    launch
 }
 
 fn affine(bits: u8, group: u16) -> WeightFormat {
@@ -44,7 +44,7 @@ fn affine(bits: u8, group: u16) -> WeightFormat {
 }
 
 #[test]
-fn every_affine_format() {
+fn gemv_of_affine_formats_matches_reference() {
     for bits in [2, 3, 4, 5, 6, 8] {
         for group in [32, 64, 128] {
             case(&[(affine(bits, group), 19)], 384, 1, false, false);
@@ -56,7 +56,7 @@ fn every_affine_format() {
 }
 
 #[test]
-fn the_other_formats() {
+fn gemv_of_other_formats_matches_reference() {
     for codes in [WeightFormat::Mxfp4, WeightFormat::Nvfp4, WeightFormat::Mxfp8] {
         case(&[(codes, 21)], 352, 1, false, false);
         case(&[(codes, 5)], 64, 3, true, true);
@@ -67,7 +67,7 @@ fn the_other_formats() {
 }
 
 #[test]
-fn real_widths() {
+fn gemv_of_real_widths_matches_reference() {
     for cols in [2048, 3072, 4096] {
         assert_eq!(case(&[(AFFINE4, 67)], cols, 1, false, false).kernel, "gemv_1");
         assert_eq!(case(&[(AFFINE8, 33)], cols, 1, true, false).kernel, "gemv_norm_1");
@@ -78,7 +78,7 @@ fn real_widths() {
 }
 
 #[test]
-fn several_matrices_in_one_launch() {
+fn gemv_of_several_matrices_matches_reference() {
     case(&[(AFFINE4, 64), (AFFINE4, 33), (AFFINE4, 4), (AFFINE4, 4)], 256, 1, true, false);
     case(&[(AFFINE8, 32), (AFFINE4, 16), (AFFINE4, 16), (AFFINE8, 1)], 2048, 5, true, false);
     assert_eq!(
@@ -88,10 +88,11 @@ fn several_matrices_in_one_launch() {
 }
 
 #[test]
-fn a_row_does_not_depend_on_its_company() {
+fn gemv_rows_are_independent() {
     let mut host = Host::start();
     let mut random = Random(7);
-    // Columns that are staged in two parts when there are several rows; with a norm few rows of weights are shared by all simdgroups.
+    // Several rows with more columns than are staged at once. With a norm, the simdgroups of a threadgroup share
+    // the rows of a small matrix.
     for (codes, cols, tokens, kernel) in [
         (AFFINE4, 512, 16, "gemv_norm_2"),
         (AFFINE4, 2560, 3, "gemv_2"),
@@ -107,12 +108,12 @@ fn a_row_does_not_depend_on_its_company() {
         let together = host.empty(tokens * 40 * 4);
         let matrices = [sample.matrix];
         let all = Linear { x, tokens, norm, matrices: &matrices, y: together, add: false };
-        assert_eq!((all.dispatch().kernel, all.dispatch().grid[0]), (kernel, tokens.div_ceil(2) as u32));
-        host.run(&all.dispatch());
+        assert_eq!((all.launch().kernel, all.launch().grid[0]), (kernel, tokens.div_ceil(2) as u32));
+        host.run(&all.launch());
         let together = host.read(together);
         for t in 0..tokens {
             let (row, alone) = (x.part(t * cols * 4, cols * 4), host.empty(40 * 4));
-            host.run(&Linear { x: row, tokens: 1, y: alone, ..all }.dispatch());
+            host.run(&Linear { x: row, tokens: 1, y: alone, ..all }.launch());
             assert_eq!(host.read(alone), together[t * 160..(t + 1) * 160], "row {t} of {codes:?}, {kernel}");
         }
     }

@@ -1,6 +1,6 @@
-//! Slips that Apple's compiler refuses and the system's C++ does not: pointers without an address space, `double`, library
-//! calls; and those that only its C++ library refuses. Clang knows address spaces, and C++ for OpenCL, Metal's nearest relative; where
-//! there is no Clang, or no libc++, the test says so and passes.
+//! Checks that catch errors which only Apple's compiler or C++ library would report: pointers without an address
+//! space, `double`, library calls. They use clang's address spaces, C++ for OpenCL, and libc++. Without clang or
+//! libc++ a test prints that and passes.
 
 use std::{
     io::Write,
@@ -8,15 +8,15 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// C++ with the lint shim's address spaces.
+/// C++ with the address spaces of the lint shim.
 const LINT: &[&str] =
     &["-std=c++14", "-fsyntax-only", "-nostdinc", "-Wall", "-Werror", "-Wno-unused-function", "-xc++"];
-/// C++ for OpenCL, to the end of code generation.
+/// C++ for OpenCL, up to code generation.
 #[rustfmt::skip]
 const OPENCL: &[&str] = &[
     "-xcl", "-cl-std=clc++2021", "-target", "spir64", "-Wall", "-Werror", "-Wno-unused-function", "-S", "-emit-llvm", "-o", "/dev/null",
 ];
-/// The host's program with Apple's C++ library, as macOS has it.
+/// The host program with Apple's C++ library.
 const LIBCXX: &[&str] = &[
     "-std=c++17",
     "-stdlib=libc++",
@@ -28,7 +28,7 @@ const LIBCXX: &[&str] = &[
     "-xc++",
 ];
 
-/// Clang's complaints about `source`.
+/// Compiles `source` with clang. The error is clang's output.
 fn clang(arguments: &[&str], source: &str) -> Result<(), String> {
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
     let mut command = Command::new("clang++");
@@ -56,7 +56,7 @@ fn absent() -> bool {
 }
 
 #[test]
-fn every_kernel_keeps_to_the_dialect() {
+fn kernels_compile_with_metal_address_spaces() {
     if absent() {
         return;
     }
@@ -67,7 +67,7 @@ fn every_kernel_keeps_to_the_dialect() {
 }
 
 #[test]
-fn the_host_program_compiles_with_the_library_of_a_mac() {
+fn host_program_compiles_with_libcxx() {
     if absent() || clang(LIBCXX, "#include <version>\n").is_err() {
         println!("there is no libc++ here: what `cargo test` compiles on a Mac is not checked");
         return;
@@ -76,7 +76,7 @@ fn the_host_program_compiles_with_the_library_of_a_mac() {
 }
 
 #[test]
-fn slips_are_noticed() {
+fn lint_finds_planted_errors() {
     if absent() {
         return;
     }

@@ -1,4 +1,4 @@
-//! A GPU that is given up: the CPU goes on with the next request.
+//! A lost GPU: the CPU takes over with the next request.
 
 use crate::{
     double::{Double, Fault, Plan, Shared},
@@ -14,8 +14,8 @@ use moestro::{
 };
 use std::time::Duration;
 
-/// A model on a double that will end nothing from its `nth` command buffer on, or whatever `fault` is.
-fn doomed(streaming: bool, nth: usize, fault: Fault) -> (Qwen, Shared) {
+/// A model on a double on which `fault` occurs in the `nth` command buffer.
+fn model_with_fault(streaming: bool, nth: usize, fault: Fault) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
     let model = place(CommandQueue::new(double).with_stall_timeout(Duration::from_millis(500)), streaming);
@@ -27,11 +27,11 @@ fn doomed(streaming: bool, nth: usize, fault: Fault) -> (Qwen, Shared) {
 }
 
 #[test]
-fn the_cpu_goes_on_when_a_device_is_given_up() {
+fn cpu_takes_over_from_lost_device() {
     for streaming in [false, true] {
         let expected = answer(&mut load(streaming)).unwrap();
         for (nth, fault) in [(0, Fault::Hangs), (3, Fault::Hangs), (2, Fault::Banned)] {
-            let (mut model, _) = doomed(streaming, nth, fault);
+            let (mut model, _) = model_with_fault(streaming, nth, fault);
             let mut failed = 0;
             let found = loop {
                 match answer(&mut model) {
@@ -39,18 +39,18 @@ fn the_cpu_goes_on_when_a_device_is_given_up() {
                     Err(_) => failed += 1,
                 }
                 let recovered = model.recover().unwrap();
-                // A device is given up at once if it ends nothing, and otherwise after three failures in a row.
+                // A device that hangs is lost at once, any other after three failures in a row.
                 assert_eq!(recovered, fault == Fault::Hangs || failed == 3, "{fault:?}, failure {failed}");
             };
             assert!(found == expected && !model.is_on_gpu(), "{fault:?}");
             assert!(!model.recover().unwrap() && answer(&mut model).unwrap() == expected);
-            goes_on(&mut model);
+            check_continues_from_snapshot(&mut model);
         }
     }
 }
 
-/// Pages have the form that keys and values have: a sequence goes on from a checkpoint as without.
-fn goes_on(model: &mut Qwen) {
+/// Pages keep the format of the keys and values, so a sequence continues from a snapshot as without one.
+fn check_continues_from_snapshot(model: &mut Qwen) {
     let (mut state, pool) = (model.start().unwrap(), model.pool().unwrap());
     assert_eq!(pool.page_bytes(), PAGE as u64 * model.kv_bytes());
     model.forward(&mut state, &[5, 90, 33], Rows::None).unwrap();
@@ -61,14 +61,14 @@ fn goes_on(model: &mut Qwen) {
 }
 
 #[test]
-fn a_failure_that_the_device_survives_keeps_it() {
-    let (mut model, _) = doomed(false, 1, Fault::Fails);
+fn recovered_device_stays_in_use() {
+    let (mut model, _) = model_with_fault(false, 1, Fault::Fails);
     assert!(answer(&mut model).is_err() && !model.recover().unwrap() && model.is_on_gpu());
     assert!(answer(&mut model).is_ok());
 }
 
 #[test]
-fn the_engine_fails_one_request_and_says_so() {
+fn lost_device_fails_one_engine_request() {
     let sampling = Sampling::greedy();
     let ids = vec![5, 90, 33, 2, 71, 18, 64];
     let tokens = |model: Qwen| {
@@ -84,7 +84,7 @@ fn the_engine_fails_one_request_and_says_so() {
         (ends, metrics)
     };
     let (expected, sound) = tokens(load(false));
-    let (found, metrics) = tokens(doomed(false, 1, Fault::Hangs).0);
+    let (found, metrics) = tokens(model_with_fault(false, 1, Fault::Hangs).0);
     assert!(found[0].as_ref().is_err_and(|error| error.contains("completed nothing")), "{found:?}");
     assert_eq!(found[1], expected[1]);
     assert_eq!((sound.gpu_lost.get(), metrics.gpu_lost.get()), (0, 1));

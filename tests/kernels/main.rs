@@ -1,4 +1,5 @@
-//! Every GPU kernel, executed on the CPU from the very text that a Mac compiles and the very values that a Mac encodes.
+//! Every GPU kernel, executed on the CPU from the same source text that a Mac compiles and the same launches that
+//! a Mac encodes.
 
 mod card;
 mod check;

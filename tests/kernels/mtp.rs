@@ -1,5 +1,5 @@
-//! Drafts for a model on the kernels: the head for multi-token prediction predicts what it predicts on the CPU, and drafts of
-//! every kind leave the answer as it is.
+//! Drafts for a model on the kernels: the multi-token-prediction head predicts the same as on the CPU, and no kind
+//! of draft changes an answer.
 
 use crate::{
     forward::{DEMO, cases, common, options},
@@ -14,10 +14,10 @@ use moestro::{
 use std::path::Path;
 
 const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/mtp.safetensors");
-/// A dense model with the demo's tokens.
+/// A dense model with the demo's tokenizer.
 pub const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
 
-/// The demo with its head.
+/// The demo with its MTP head.
 fn with_head(at: &Path) {
     for entry in std::fs::read_dir(DEMO).unwrap() {
         let path = entry.unwrap().path();
@@ -38,7 +38,7 @@ fn on_kernels(dir: &Path, streaming: bool) -> Qwen {
 }
 
 #[test]
-fn the_head_predicts_as_on_the_cpu() {
+fn mtp_head_matches_the_cpu() {
     let dir = tempfile::tempdir().unwrap();
     with_head(dir.path());
     let ids: Vec<u32> = (0..40).map(|n| 20 + n * 31).collect();
@@ -48,14 +48,14 @@ fn the_head_predicts_as_on_the_cpu() {
         let mut hidden = Vec::new();
         model.tap(&HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
         let mut state = model.start().unwrap();
-        // No logits: the model's last norm has been touched by nobody when the head wants it.
+        // Without logits, so that the model's last norm was not computed when the head needs it.
         model.forward(&mut state, &ids[..39], Rows::None).unwrap();
         model.tapped(39, &mut hidden).unwrap();
         hidden
     };
     let (expected, found) = (followed(&mut cpu), followed(&mut gpu));
     assert!(common::distance(&found, &expected) < 2e-3);
-    // One row, few, and more than a token's experts are looked up for in a table.
+    // One row, few rows, and more rows than use the slot table.
     for rows in [1, 2, 16, 39] {
         let [expected, found] = [&cpu, &gpu].map(|model| {
             let first = model.mtp(0, &ids[1..=rows], &expected[..rows * width], false).unwrap();
@@ -98,18 +98,18 @@ fn block(model: &Qwen) -> Dflash {
 }
 
 #[test]
-fn answers_are_the_same_with_drafts_and_without() {
+fn answers_ignore_every_draft_kind() {
     let dir = tempfile::tempdir().unwrap();
     with_head(dir.path());
     let cases = cases();
     let (story, sum) = (&cases[0].prompt_ids, &cases[1]);
     let drawn = Sampling { temperature: 1.3, seed: Some(5), ..Sampling::default() };
     let penal = Sampling { frequency_penalty: 0.6, logit_bias: vec![(263, -5.0)], ..drawn };
-    // Said once already, so that there is something to look up.
+    // A repeated text, so that prompt lookup finds drafts.
     let twice = [&sum.prompt_ids[..], &sum.greedy_ids[..], &sum.prompt_ids].concat();
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(dir.path(), false), Box::new(Lookup), Speculate::Off, &asked);
-    // The CPU's matrix has each kind both ways; here each takes seconds.
+    // The CPU tests run every kind both ways. Here each takes seconds.
     let kinds = [("mtp", false), ("mtp", true), ("model", false), ("dflash", false), ("lookup", true)];
     for (kind, streaming) in kinds {
         let model = on_kernels(dir.path(), streaming);

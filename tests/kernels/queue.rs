@@ -1,5 +1,5 @@
-//! The model on `device::CommandQueue` over the double of Metal: any order that the queue allows gives the same bytes, and any fault
-//! costs one request.
+//! The model on `device::CommandQueue` over the double of Metal: every order that the queue allows gives the same
+//! bytes, and a fault costs one request.
 
 use crate::{
     double::{Double, Fault, Plan, Shared},
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 const PROMPT: [u32; 7] = [5, 90, 33, 2, 71, 18, 64];
 
-/// A small mixture of experts, with all its experts in memory or with slots for two of three.
+/// A small mixture of experts, with all experts resident or with slots for two thirds of them.
 pub fn load(streaming: bool) -> Qwen {
     let dir = Folded::read("affine4").unfold();
     let store = StoreOptions { io: ReadMode::Buffered, slots: streaming.then_some(4), ..StoreOptions::default() };
@@ -49,7 +49,7 @@ fn double(streaming: bool) -> (Qwen, Shared) {
     (place(CommandQueue::new(double), streaming), control)
 }
 
-/// A request: the prompt in two chunks, and two tokens after it. All rows of logits.
+/// A request: the prompt in two chunks and two generated tokens. Returns all rows of logits.
 pub fn answer<M: Model>(model: &mut M) -> Result<Vec<f32>, ModelError> {
     let mut state = model.start()?;
     let mut rows = model.forward(&mut state, &PROMPT[..4], Rows::All)?.data;
@@ -77,23 +77,24 @@ fn orders(streaming: bool, seeds: std::ops::Range<u64>) {
 }
 
 #[test]
-fn six_hundred_orders_of_a_resident_model_give_the_same_bytes() {
+fn resident_model_ignores_launch_order() {
     orders(false, 0..600);
 }
 
 #[test]
-fn four_hundred_orders_of_a_streaming_model_give_the_same_bytes() {
+fn streaming_model_ignores_launch_order() {
     orders(true, 0..400);
 }
 
 #[test]
-fn the_comparison_of_kernels_agrees() {
+fn kernel_comparison_agrees_on_the_double() {
     let found = check::kernels(&mut CommandQueue::new(Double::new(Host::fast())));
     let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
     assert!(wrong.is_empty() && !found.is_empty(), "{wrong:?}");
 }
 
-/// Each call of each method goes wrong once: the request fails, or has the right answer all the same, and the next one has it.
+/// Injects a fault into each call of each method. The request fails or has the right result, and the next request
+/// succeeds.
 fn faults(streaming: bool) {
     let (expected, (mut model, control)) = (expected(streaming), double(streaming));
     control.lock().unwrap().calls.clear();
@@ -115,11 +116,11 @@ fn faults(streaming: bool) {
             control_now.calls.clear();
             drop(control_now);
             let found = answer(&mut model);
-            // With other experts in its slots, a streaming model may need fewer calls.
+            // With different experts in its slots, a streaming model may make fewer calls.
             let met = control.lock().unwrap().calls.get(method).is_some_and(|count| *count > nth);
             match fault {
                 Fault::Unsignalled => assert!(found.unwrap() == expected, "{plan:?}"),
-                _ => assert!(found.is_err() == met, "{plan:?} went unnoticed"),
+                _ => assert!(found.is_err() == met, "{plan:?} was not reported"),
             }
             control.lock().unwrap().fault = None;
             assert!(answer(&mut model).unwrap() == expected, "after {plan:?}");
@@ -131,17 +132,17 @@ fn faults(streaming: bool) {
 }
 
 #[test]
-fn a_fault_costs_one_request_of_a_resident_model() {
+fn fault_fails_one_resident_request() {
     faults(false);
 }
 
 #[test]
-fn a_fault_costs_one_request_of_a_streaming_model() {
+fn fault_fails_one_streaming_request() {
     faults(true);
 }
 
 #[test]
-fn what_is_refused_at_loading_gives_the_model_back() {
+fn refused_placement_returns_the_model() {
     for method in ["adopt", "allocate"] {
         let double = Double::new(Host::fast());
         double.control().lock().unwrap().fault = Some(Plan { method, nth: 0, fault: Fault::Refused });
@@ -154,14 +155,14 @@ fn what_is_refused_at_loading_gives_the_model_back() {
     }
 }
 
-/// One launch after another that adds to its own output, over a double with a fault.
-struct Bare {
+/// A queue over a double with a fault, and a launch that updates its own output.
+struct QueueFixture {
     queue: CommandQueue<Double>,
     control: Shared,
     launch: Launch,
 }
 
-impl Bare {
+impl QueueFixture {
     fn new(method: &'static str, fault: Fault) -> Self {
         let double = Double::new(Host::fast());
         let control = double.control();
@@ -172,7 +173,7 @@ impl Bare {
     }
 }
 
-/// `y = rms_norm(x) w` on 64 values.
+/// `y = rms_norm(x) w` for 64 values.
 fn norm(allocate: &mut dyn FnMut(usize) -> Region) -> Launch {
     let [x, w, y] = [64 * 4, 64 * 4, 64 * 4].map(allocate);
     norm_of(x, w, y)
@@ -189,8 +190,8 @@ fn norm_of(x: Region, w: Region, y: Region) -> Launch {
 }
 
 #[test]
-fn a_device_that_ends_nothing_is_given_up() {
-    let Bare { mut queue, control, launch } = Bare::new("commit", Fault::Hangs);
+fn stalled_device_is_lost() {
+    let QueueFixture { mut queue, control, launch } = QueueFixture::new("commit", Fault::Hangs);
     let begin = Instant::now();
     queue.launch(&launch).unwrap();
     let error = queue.wait().unwrap_err().to_string();
@@ -202,8 +203,8 @@ fn a_device_that_ends_nothing_is_given_up() {
 }
 
 #[test]
-fn a_device_that_ignores_everything_is_given_up() {
-    let Bare { mut queue, launch, .. } = Bare::new("commit", Fault::Banned);
+fn repeatedly_failing_device_is_lost() {
+    let QueueFixture { mut queue, launch, .. } = QueueFixture::new("commit", Fault::Banned);
     let mut failed = 0;
     while !queue.is_lost() {
         queue.launch(&launch).unwrap();
@@ -211,17 +212,17 @@ fn a_device_that_ignores_everything_is_given_up() {
         failed += 1;
     }
     assert_eq!(failed, 3);
-    let Bare { mut queue, launch, control } = Bare::new("none", Fault::Refused);
+    let QueueFixture { mut queue, launch, control } = QueueFixture::new("none", Fault::Refused);
     control.lock().unwrap().fault = Some(Plan { method: "commit", nth: 0, fault: Fault::Fails });
     queue.launch(&launch).unwrap();
     queue.wait().unwrap_err();
     queue.launch(&launch).unwrap();
-    assert!(queue.wait().is_ok() && !queue.is_lost(), "one failure is survived");
+    assert!(queue.wait().is_ok() && !queue.is_lost(), "the device recovers from one failure");
 }
 
 #[test]
-fn a_mark_that_cannot_be_passed_is_an_error() {
-    let Bare { mut queue, launch, .. } = Bare::new("commit", Fault::Fails);
+fn unreachable_sync_point_is_an_error() {
+    let QueueFixture { mut queue, launch, .. } = QueueFixture::new("commit", Fault::Fails);
     queue.launch(&launch).unwrap();
     let mark = queue.sync_point();
     assert!(queue.completed() < mark);
@@ -232,10 +233,10 @@ fn a_mark_that_cannot_be_passed_is_an_error() {
 }
 
 #[test]
-fn a_failure_stays_until_it_is_reported() {
-    let Bare { mut queue, launch, .. } = Bare::new("commit", Fault::Fails);
+fn failure_persists_until_reported() {
+    let QueueFixture { mut queue, launch, .. } = QueueFixture::new("commit", Fault::Fails);
     queue.launch(&launch).unwrap();
-    // Waits as `release` does, whose caller asks for no result.
+    // `release` waits but returns no result.
     queue.release(launch.bindings[1].region.buffer);
     assert!(queue.launch(&launch).is_err() && queue.read_words(launch.bindings[0].region).is_err());
     assert!(queue.wait().is_err());
@@ -243,9 +244,10 @@ fn a_failure_stays_until_it_is_reported() {
 }
 
 #[test]
-fn a_command_buffer_holds_a_tenth_of_a_second_of_work() {
-    let Bare { mut queue, control, launch } = Bare::new("none", Fault::Refused);
-    // The double takes 2 ms for any command buffer: here, for one launch. The last one's time may go unseen.
+fn command_buffer_holds_limited_work() {
+    let QueueFixture { mut queue, control, launch } = QueueFixture::new("none", Fault::Refused);
+    // The double takes 2 ms for any command buffer, here with one launch each. The time of the last one may not be
+    // measured.
     for _ in 0..3 {
         queue.launch(&launch).unwrap();
         queue.commit().unwrap();
@@ -260,13 +262,13 @@ fn a_command_buffer_holds_a_tenth_of_a_second_of_work() {
     for _ in 0..51 {
         queue.launch(&launch).unwrap();
     }
-    assert!(committed() > before, "0.2 s and nothing handed over");
+    assert!(committed() > before, "nothing committed after 0.2 s of work");
     queue.wait().unwrap();
 }
 
 #[test]
-fn what_a_pipeline_or_an_encoder_does_not_take_is_refused() {
-    let Bare { mut queue, launch, .. } = Bare::new("none", Fault::Refused);
+fn launch_beyond_limits_is_refused() {
+    let QueueFixture { mut queue, launch, .. } = QueueFixture::new("none", Fault::Refused);
     let wide = Launch { threads: 2048, ..launch.clone() };
     assert!(queue.launch(&wide).unwrap_err().to_string().contains("2048 threads per threadgroup exceed 1024"));
     let long = Launch { args: vec![0; 1025], ..launch.clone() };
@@ -278,8 +280,8 @@ fn what_a_pipeline_or_an_encoder_does_not_take_is_refused() {
     queue.wait().unwrap();
 }
 
-/// Without the queue: two launches, the second reading what the first writes, in one command buffer or two.
-fn two(seed: u64, barrier: bool, fenced: Option<bool>) -> Vec<u8> {
+/// Two launches without the queue, in one command buffer or two. The second reads what the first writes.
+fn run_two_launches(seed: u64, barrier: bool, fenced: Option<bool>) -> Vec<u8> {
     let mut double = Double::new(Host::fast());
     double.control().lock().unwrap().seed = Some(seed);
     let mut buffers = 0;
@@ -316,17 +318,17 @@ fn two(seed: u64, barrier: bool, fenced: Option<bool>) -> Vec<u8> {
 }
 
 #[test]
-fn the_double_finds_a_missing_barrier_and_a_missing_fence() {
-    let right = two(0, true, None);
-    let always = |barrier, fenced, seeds| (0..seeds).all(|seed| two(seed, barrier, fenced) == right);
+fn double_finds_missing_barrier_and_fence() {
+    let right = run_two_launches(0, true, None);
+    let always = |barrier, fenced, seeds| (0..seeds).all(|seed| run_two_launches(seed, barrier, fenced) == right);
     assert!(always(true, None, 16) && always(true, Some(true), 16));
-    assert!(!always(false, None, 500), "there is no order without a barrier");
-    assert!(!always(false, Some(false), 500), "there is no order without a fence");
+    assert!(!always(false, None, 500), "some order must differ without a barrier");
+    assert!(!always(false, Some(false), 500), "some order must differ without a fence");
 }
 
 #[test]
 #[should_panic(expected = "is read by the CPU while it is written")]
-fn the_double_finds_a_missing_wait() {
+fn double_finds_missing_wait() {
     for seed in 0..64 {
         let mut double = Double::new(Host::fast());
         double.control().lock().unwrap().seed = Some(seed);
@@ -345,7 +347,7 @@ fn the_double_finds_a_missing_wait() {
 }
 
 #[test]
-fn doctor_makes_it_fail_and_goes_on() {
+fn doctor_injects_fault_and_recovers() {
     let report = doctor::examine(Ok(Box::new(CommandQueue::new(Double::new(Host::fast())))), &[]).unwrap();
     assert!(report.wrong.is_empty(), "{report}");
     assert!(report.to_string().contains("(an error, and after it) same bytes"), "{report}");

@@ -1,4 +1,4 @@
-//! The GPU path streams as the CPU path does: the same lookups, hits and evictions, and read-ahead that is used.
+//! The GPU path streams like the CPU path: the same lookups, hits and evictions, and prefetches that are used.
 
 use crate::{gpu::HostGpu, host::Host, trace};
 use moestro::{
@@ -33,7 +33,7 @@ fn load(prefetch: Prefetch, trace_file: &Path, gpu: bool) -> (Qwen, Arc<Metrics>
     (qwen, metrics)
 }
 
-/// Decodes the same tokens whatever the logits say.
+/// Decodes a fixed sequence of tokens.
 fn decode<M: Model>(model: &mut M) {
     let mut state = model.start().unwrap();
     for token in 0..TOKENS as u32 {
@@ -47,7 +47,7 @@ struct Counts {
     foreseen: u64,
     used: u64,
     evictions: u64,
-    /// Layers and the experts they asked for.
+    /// Each layer with the experts it requested.
     asked: Vec<String>,
 }
 
@@ -77,7 +77,7 @@ fn run(prefetch: Prefetch, gpu: bool) -> Counts {
 }
 
 #[test]
-fn the_kernels_hit_miss_and_evict_as_the_cpu_does() {
+fn gpu_cache_counts_match_the_cpu() {
     let (cpu, gpu) = (run(Prefetch::Off, false), run(Prefetch::Off, true));
     assert!(cpu.asked == gpu.asked, "the routers chose differently");
     let counts = |counts: &Counts| [counts.hits, counts.misses, counts.foreseen, counts.used, counts.evictions];
@@ -88,13 +88,13 @@ fn the_kernels_hit_miss_and_evict_as_the_cpu_does() {
 }
 
 #[test]
-fn read_ahead_is_used_and_counted_on_both() {
+fn prefetches_are_used_and_counted() {
     for gpu in [false, true] {
         let counts = run(Prefetch::On, gpu);
         println!("{} of {} read ahead", counts.used, counts.misses + counts.foreseen);
         assert_eq!(counts.hits + counts.misses + counts.foreseen, (TOKENS * 8 * 4) as u64);
         assert_eq!(counts.foreseen, counts.used);
-        // Guesses are good, if not always read in time: most of what has to be read was foreseen.
+        // Most experts that must be read were predicted, even if not all were read in time.
         assert!(counts.foreseen > counts.misses, "{} foreseen, {} not", counts.foreseen, counts.misses);
     }
 }

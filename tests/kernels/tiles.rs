@@ -1,4 +1,4 @@
-//! A compiler that does not understand products on matrix units: all other kernels compile without their text, and answer.
+//! A compiler without matrix units: all other kernels compile without `tiles.metal`, and the model still works.
 
 use crate::{
     forward::{DEMO, answer, cases, common::load_with, options},
@@ -13,7 +13,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// The system's compiler, over one file and the words of the host.
+/// Checks one file with the system's compiler and the host shim.
 fn compiles(text: &str) -> Result<(), String> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
     let mut command = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()));
@@ -24,14 +24,14 @@ fn compiles(text: &str) -> Result<(), String> {
     if done.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&done.stderr).into_owned()) }
 }
 
-/// As `kernels::metal` joins a file, with the host's words.
+/// Joins a file like `kernels::metal_source`, with the host shim.
 fn joined(text: &str, tiles: Option<&str>) -> String {
     let (mark, tiles) = tiles.map_or(("#define NO_TILES", ""), |tiles| ("", tiles));
     format!("{mark}\n#include \"shim/host.h\"\n{}\n{tiles}\n{text}\n", kernels::QUANT)
 }
 
 #[test]
-fn refused_tiles_leave_every_other_kernel() {
+fn other_kernels_compile_without_tiles() {
     let sound = kernels::compile(|_, text, tiles| compiles(&joined(text, tiles.then_some(kernels::TILES))));
     assert!(sound.has_tiles && sound.refused.is_empty(), "{:?}", sound.refused);
     let broken = kernels::TILES.replace("SUM_TILE", "nobody_knows_this");
@@ -41,7 +41,7 @@ fn refused_tiles_leave_every_other_kernel() {
 }
 
 #[test]
-fn metal_is_given_no_tile_without_tiles() {
+fn metal_source_omits_tiles() {
     for (name, text) in kernels::FILES {
         let (with, without) = (kernels::metal_source(text, true), kernels::metal_source(text, false));
         assert!(with.contains(kernels::TILES) && !with.contains("#define NO_TILES"), "{name}");
@@ -50,7 +50,7 @@ fn metal_is_given_no_tile_without_tiles() {
 }
 
 #[test]
-fn without_tiles_all_other_kernels_agree() {
+fn other_kernels_agree_without_tiles() {
     let found = check::kernels(&mut HostGpu::new(Host::plain()));
     let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
     assert!(wrong.is_empty(), "{wrong:?}");
@@ -77,7 +77,7 @@ fn names(mut host: Host) -> BTreeSet<String> {
 }
 
 #[test]
-fn the_demo_answers_without_tiles() {
+fn demo_answers_without_tiles() {
     let on = |host| {
         let options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
         let gpu = Box::new(HostGpu::new(host));

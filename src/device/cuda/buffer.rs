@@ -21,7 +21,7 @@ struct SlabSource {
     pages: PageState,
 }
 
-/// Whether the pages of a slab are pinned. The GPU copies pinned pages by itself, without blocking the CPU.
+/// The pinning state of a slab's pages. The GPU copies pinned pages by itself, without blocking the CPU.
 #[derive(PartialEq)]
 enum PageState {
     /// Not pinned yet. A slab that is uploaded once, as a whole, is not worth pinning.

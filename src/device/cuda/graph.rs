@@ -34,9 +34,9 @@ const PROGRAMMATIC_PORT: u8 = 1;
 pub struct GraphCache {
     entries: HashMap<u64, GraphEntry>,
     clock: u64,
-    /// Whether the driver supports what the graphs need.
+    /// True if the driver supports what the graphs need.
     is_supported: bool,
-    /// Whether a launch may begin before the previous one has ended.
+    /// True if a launch may begin before the previous one has ended.
     is_early: bool,
 }
 
@@ -164,7 +164,7 @@ impl LaunchGraph {
         }
     }
 
-    /// Whether the graph has these kernels and addresses.
+    /// True if the graph has these kernels and addresses.
     fn matches(&self, launches: &[CudaLaunch]) -> bool {
         let same = |(a, b): (&CudaLaunch, &CudaLaunch)| a.function == b.function && a.addresses == b.addresses;
         self.launches.len() == launches.len() && self.launches.iter().zip(launches).all(same)

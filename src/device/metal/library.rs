@@ -34,7 +34,7 @@ struct CompiledFunctions {
     libraries: BTreeMap<String, Retained<ProtocolObject<dyn MTLLibrary>>>,
     /// Files that did not compile, each with the compiler's log.
     refused: Vec<(String, String)>,
-    /// Whether the kernels that need matrix units compiled.
+    /// True if the kernels that need matrix units compiled.
     has_tiles: bool,
 }
 
@@ -66,7 +66,7 @@ impl MetalLibrary {
         })
     }
 
-    /// Whether the kernels that need matrix units compiled.
+    /// True if the kernels that need matrix units compiled.
     pub fn has_tiles(&self) -> bool {
         self.compiled().has_tiles
     }

@@ -79,7 +79,7 @@ impl Buffers {
             act = 4 * k;
         }
         let partials = limits.partials.map_or(0, |(together, most)| {
-            let row = heads.heads * crate::ops::attention::most_parts(context) * (heads.dim + 2) * 4;
+            let row = heads.heads * crate::ops::attention::max_splits(context) * (heads.dim + 2) * 4;
             (together * row).min(most.max(row)) / 4
         });
         // The rows of a product, and of the experts' activations.

@@ -51,7 +51,7 @@ fn few_bits(b: &mut Bench<'_>, dim: usize, format: KvFormat) -> Result<(), Devic
     let cache = KvCache { table, ..cache };
     let op = KvWrite { shape, start: 0, tokens, proj, turn, q, cache };
     b.cpu.execute(&op.into())?;
-    let ran = b.launch(op.dispatch());
+    let ran = b.launch(op.launch());
     for region in [q, cache.recent[0], cache.recent[1]] {
         let (expected, found) = (b.on_cpu(region)?, b.on_gpu(region)?);
         b.enter(&ran, difference(&found, &expected), CLOSE);
@@ -79,8 +79,8 @@ fn few_bits(b: &mut Bench<'_>, dim: usize, format: KvFormat) -> Result<(), Devic
     b.cpu.execute(&op.into())?;
     let expected = b.on_cpu(y)?;
     let mut ran = Vec::new();
-    for dispatch in op.dispatches(2).flatten() {
-        ran.extend(b.launch(dispatch));
+    for launch in op.launches(2).flatten() {
+        ran.extend(b.launch(launch));
     }
     // The CPU rounds queries and weights to 16 bits.
     let found = b.on_gpu(y)?;
@@ -109,7 +109,7 @@ fn case(b: &mut Bench<'_>, shape: &AttentionShape, start: usize, tokens: usize) 
     let cache = KvCache { keys: caches[0], values: caches[1], table, recent: Default::default() };
     let op = |shape| KvWrite { shape, start, tokens, proj, turn, q, cache };
     b.cpu.execute(&op(&plain).into())?;
-    let ran = b.launch(op(shape).dispatch());
+    let ran = b.launch(op(shape).launch());
     let expected = b.on_cpu(q)?;
     b.expect(CLOSE, &ran, q, &expected)?;
     for region in caches {
@@ -125,14 +125,14 @@ fn case(b: &mut Bench<'_>, shape: &AttentionShape, start: usize, tokens: usize) 
     b.cpu.execute(&op(&plain).into())?;
     let expected = b.on_cpu(y)?;
     let mut ran = Vec::new();
-    for dispatch in op(shape).dispatches(tokens).flatten() {
-        ran.extend(b.launch(dispatch));
+    for launch in op(shape).launches(tokens).flatten() {
+        ran.extend(b.launch(launch));
     }
     // The folded result depends on every partial one, so this checks both kernels.
     b.expect(CLOSE, &ran, y, &expected)?;
     if b.gpu.limits().half {
-        for dispatch in op(shape).halves() {
-            let ran = b.launch(dispatch);
+        for launch in op(shape).halves() {
+            let ran = b.launch(launch);
             b.expect(HALF, &ran, y, &expected)?;
         }
     }

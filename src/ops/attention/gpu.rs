@@ -1,57 +1,62 @@
-//! `kernels/attention.metal`: flash-decode, in splits of some positions whose partial results are folded behind.
+//! Attention on a GPU: flash-decoding in splits of the positions, whose partial results a second launch merges
+//! (`kernels/attention.metal`, `kernels/kv_quant.metal`), and attention of a prompt on matrix units
+//! (`kernels/attention_prefill.metal`).
 
 use super::{Attention, AttentionShape, KvFormat, KvWrite, RECENT, rounded_until};
 use crate::device::{Binding, Launch};
 
-/// Positions one threadgroup looks at: the fewest, which fill a device that a row has for itself.
-const LEAST: usize = 16;
-/// Twice as many where there would be more parts than this; with few bits, whose parts one threadgroup joins, than this of those
-/// that are not among the recent.
-const PARTS: usize = 512;
-const FEW_PARTS: usize = 256;
-/// Parts of the recent positions at most.
-const NEW_PARTS: usize = 2 * RECENT / LEAST;
-/// Threads that join parts of few bits.
-const JOINS: u32 = 512;
+/// Fewest positions in a split. Small splits fill the device when it computes one row.
+const MIN_SPLIT: usize = 16;
+/// Most splits of a row. A split doubles in size where there would be more. With a quantised cache, one
+/// threadgroup merges all splits, so fewer are allowed; the recent positions are not counted.
+const MAX_SPLITS: usize = 512;
+const MAX_QUANT_SPLITS: usize = 256;
+/// Most splits of the recent positions.
+const MAX_RECENT_SPLITS: usize = 2 * RECENT / MIN_SPLIT;
+/// Threads that merge the splits of a quantised cache.
+const MERGE_THREADS: u32 = 512;
 
-/// Positions in a part, if `positions` are to be less than `most` of them.
-fn size(positions: usize, most: usize) -> usize {
-    let mut size = LEAST;
-    while positions / size >= most {
+/// Positions per split, so that `positions` make fewer than `max` whole splits.
+fn split_size(positions: usize, max: usize) -> usize {
+    let mut size = MIN_SPLIT;
+    while positions / size >= max {
         size *= 2;
     }
     size
 }
 
-/// Parts into which the positions of a query at `position` are cut, and of how many.
-fn parts(position: usize) -> (usize, usize) {
-    let size = size(position, PARTS);
+/// Number of splits for a query at `position`, and positions per split.
+fn splits_at(position: usize) -> (usize, usize) {
+    let size = split_size(position, MAX_SPLITS);
     (position / size + 1, size)
 }
 
-/// The same with few bits, of the positions that are not among the recent.
-fn few_parts(position: usize) -> (usize, usize) {
+/// The same for the quantised positions of a quantised cache.
+fn quant_splits_at(position: usize) -> (usize, usize) {
     let until = rounded_until(position);
-    let size = size(until, FEW_PARTS);
+    let size = split_size(until, MAX_QUANT_SPLITS);
     (until.div_ceil(size), size)
 }
 
-/// Parts at most, for any query below `context`, in whatever format.
-pub fn most_parts(context: usize) -> usize {
-    context.div_ceil(LEAST).min(PARTS).max(context.div_ceil(LEAST).min(FEW_PARTS) + NEW_PARTS)
+/// Most splits of any query below `context`, in any cache format.
+pub fn max_splits(context: usize) -> usize {
+    context
+        .div_ceil(MIN_SPLIT)
+        .min(MAX_SPLITS)
+        .max(context.div_ceil(MIN_SPLIT).min(MAX_QUANT_SPLITS) + MAX_RECENT_SPLITS)
 }
 
 impl AttentionShape {
-    /// With few bits, parts of the recent positions come first.
+    /// Most splits of any of the rows. In a quantised cache, splits of the recent positions come first.
     fn splits(&self, start: usize, tokens: usize) -> usize {
         let last = (start + tokens).saturating_sub(1);
         match self.recent {
-            // Just before their size doubles, there are most.
-            Some(_) if few_parts(start).1 < few_parts(last).1 => NEW_PARTS + FEW_PARTS,
-            Some(_) if start / RECENT < last / RECENT => NEW_PARTS + few_parts(last).0,
-            Some(_) => (last - rounded_until(last)) / LEAST + 1 + few_parts(last).0,
-            None if parts(start).1 < parts(last).1 => PARTS,
-            None => parts(last).0,
+            // The number of splits is largest just before their size doubles.
+            Some(_) if quant_splits_at(start).1 < quant_splits_at(last).1 => MAX_RECENT_SPLITS + MAX_QUANT_SPLITS,
+            Some(_) if start / RECENT < last / RECENT => MAX_RECENT_SPLITS + quant_splits_at(last).0,
+            Some(_) => (last - rounded_until(last)) / MIN_SPLIT + 1 + quant_splits_at(last).0,
+            None if splits_at(start).1 < splits_at(last).1 => MAX_SPLITS,
+            None => splits_at(last).0,
         }
     }
 
@@ -67,11 +72,11 @@ impl AttentionShape {
         let mut args = words.map(|w| w as u32).to_vec();
         args.push(self.splits(start, tokens) as u32);
         args.extend([self.eps.to_bits(), (1.0 / (self.dim as f32).sqrt()).to_bits()]);
-        args.extend([self.recent.map_or(0, |recent| recent.room as u32), LEAST as u32]);
+        args.extend([self.recent.map_or(0, |recent| recent.room as u32), MIN_SPLIT as u32]);
         args
     }
 
-    /// The kernel for each format: in f32, bf16, 8 bits and 4 bits.
+    /// The kernel of the cache format: f32, bf16, 8 bits, 4 bits.
     fn kernel(&self, [full, half, eight, four]: [&'static str; 4]) -> &'static str {
         match self.format {
             KvFormat::Bf16 => half,
@@ -83,9 +88,9 @@ impl AttentionShape {
 }
 
 impl KvWrite<'_> {
-    pub fn dispatch(&self) -> Launch {
+    pub fn launch(&self) -> Launch {
         let Self { shape, start, tokens, proj, turn, q, cache } = *self;
-        let mut dispatch = Launch {
+        let mut launch = Launch {
             kernel: shape.kernel(["qk_norm_rope", "qk_norm_rope_bf16", "qk_norm_rope_q8", "qk_norm_rope_q4"]),
             args: shape.args(start, tokens),
             bindings: vec![
@@ -103,25 +108,26 @@ impl KvWrite<'_> {
         };
         if shape.recent.is_some() {
             let ring = cache.recent.map(|recent| Binding::read_write(recent.first(shape.recent_bytes())));
-            dispatch.bindings.extend(ring);
+            launch.bindings.extend(ring);
         }
-        dispatch
+        launch
     }
 }
 
 impl Attention<'_> {
-    /// Attention in splits, then their fold and the gate; as many rows at a time as `partials` has room for, and `most` at most.
-    pub fn dispatches(&self, most: usize) -> impl Iterator<Item = [Launch; 2]> {
+    /// Attention in splits, then the merge and the gate. Each pair of launches computes as many rows as `partials`
+    /// has room for, at most `max`.
+    pub fn launches(&self, max: usize) -> impl Iterator<Item = [Launch; 2]> {
         let Self { shape, start, tokens, .. } = *self;
         let row = shape.partials(start, tokens) / tokens.max(1) * 4;
-        let at_once = (self.partials.len / row.max(1)).clamp(1, most);
+        let at_once = (self.partials.len / row.max(1)).clamp(1, max);
         (0..tokens).step_by(at_once).map(move |first| {
             let part = self.part(first, at_once.min(tokens - first));
-            [part.splits(), part.fold()]
+            [part.splits(), part.merge()]
         })
     }
 
-    /// Some of the rows.
+    /// The same operation for some of its rows.
     pub(super) fn part(&self, first: usize, count: usize) -> Self {
         let (queries, width) = (self.shape.heads * self.shape.dim, self.shape.width());
         let [q, y] = [self.q, self.y].map(|region| region.rows(first, count, queries));
@@ -130,7 +136,7 @@ impl Attention<'_> {
 
     fn splits(&self) -> Launch {
         let Self { shape, start, tokens, q, cache, partials, .. } = *self;
-        // A simdgroup has two heads.
+        // A simdgroup has two heads, or one if their number is odd.
         let groups = shape.heads / shape.kv_heads;
         let simdgroups = if groups.is_multiple_of(2) { groups / 2 } else { groups };
         let mut bindings = vec![
@@ -166,9 +172,9 @@ impl Attention<'_> {
         }
     }
 
-    fn fold(&self) -> Launch {
+    fn merge(&self) -> Launch {
         let Self { shape, start, tokens, proj, partials, y, .. } = *self;
-        // With few bits a threadgroup has all columns of a head, which are turned together.
+        // The merge of a quantised cache transforms a whole head, so a threadgroup has all its columns.
         let columns = if shape.recent.is_some() { 1 } else { shape.dim.div_ceil(32) };
         Launch {
             kernel: if shape.recent.is_some() { "attention_merge_quant" } else { "attention_merge" },
@@ -179,18 +185,18 @@ impl Attention<'_> {
                 Binding::write(y.floats(tokens * shape.heads * shape.dim)),
             ],
             grid: [shape.heads as u32, tokens as u32, columns as u32],
-            threads: if shape.recent.is_some() { JOINS } else { 128 },
+            threads: if shape.recent.is_some() { MERGE_THREADS } else { 128 },
         }
     }
 }
 
-/// Pairs of a row and a query head that a threadgroup has.
+/// Pairs of a row and a query head per threadgroup.
 const QUERIES: usize = 32;
-/// Rows times positions of a launch: some 0.1 s on a small GPU, enough to fill a large one.
+/// Rows times positions of a launch: about 0.1 s on a small GPU, and enough to fill a large one.
 const WORK: usize = 1 << 24;
 
 impl Attention<'_> {
-    /// Attention with the gate, of as many rows at a time as are [`WORK`]. The cache is f32 or bf16.
+    /// Attention with the gate on matrix units, [`WORK`] at a time. The cache is f32 or bf16.
     pub fn halves(&self) -> impl Iterator<Item = Launch> {
         let Self { start, tokens, .. } = *self;
         let at_once = (WORK / (start + tokens).max(1)).max(QUERIES);
@@ -228,18 +234,18 @@ mod tests {
     use super::{super::RecentRing, *};
 
     #[test]
-    fn parts_are_few_and_no_shorter_than_asked_for() {
-        assert_eq!((parts(0), parts(15), parts(16)), ((1, 16), (1, 16), (2, 16)));
-        assert_eq!((parts(8191), parts(8192)), ((512, 16), (257, 32)));
-        assert!((0..600_000).step_by(77).all(|position| parts(position).0 <= most_parts(position + 1)));
-        assert_eq!((few_parts(127), few_parts(128), few_parts(4159)), ((0, 16), (4, 16), (252, 16)));
-        assert_eq!(few_parts(4160), (128, 32));
-        let few = |position: usize| NEW_PARTS + few_parts(position).0;
-        assert!((0..600_000).step_by(77).all(|position| few(position) <= most_parts(position + 1)));
+    fn split_count_and_size_are_bounded() {
+        assert_eq!((splits_at(0), splits_at(15), splits_at(16)), ((1, 16), (1, 16), (2, 16)));
+        assert_eq!((splits_at(8191), splits_at(8192)), ((512, 16), (257, 32)));
+        assert!((0..600_000).step_by(77).all(|position| splits_at(position).0 <= max_splits(position + 1)));
+        assert_eq!((quant_splits_at(127), quant_splits_at(128), quant_splits_at(4159)), ((0, 16), (4, 16), (252, 16)));
+        assert_eq!(quant_splits_at(4160), (128, 32));
+        let few = |position: usize| MAX_RECENT_SPLITS + quant_splits_at(position).0;
+        assert!((0..600_000).step_by(77).all(|position| few(position) <= max_splits(position + 1)));
     }
 
     #[test]
-    fn rows_on_both_sides_of_a_doubling_have_room() {
+    fn rows_across_a_size_change_fit() {
         let format = KvFormat::F32;
         let shape = AttentionShape {
             heads: 2,

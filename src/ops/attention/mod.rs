@@ -13,7 +13,7 @@ mod kv_quant_avx512;
 mod kv_quant_cpu;
 
 pub(super) use cases::cases;
-pub use gpu::most_parts;
+pub use gpu::max_splits;
 pub use kv_format::{GROUP, KvBits, KvFormat};
 pub use kv_quant::{RECENT, rounded_until};
 

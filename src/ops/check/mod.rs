@@ -59,7 +59,7 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
     for (what, part) in parts {
         // Memory is given back with the bench.
         let cpu = Cpu::new(CpuDevice::new(1, CpuArithmetic::F32));
-        let mut bench = Bench { cpu, gpu: GpuBackend::stepping(&mut *gpu), random: Random(1), found: &mut found };
+        let mut bench = Bench { cpu, gpu: GpuBackend::waiting_each(&mut *gpu), random: Random(1), found: &mut found };
         if let Err(error) = part(&mut bench) {
             bench.found.insert(format!("({what})"), Err(error.0));
         }
@@ -141,8 +141,8 @@ impl Bench<'_> {
     }
 
     /// Runs one launch on the GPU; as [`Bench::run`].
-    pub fn launch(&mut self, dispatch: Launch) -> Vec<&'static str> {
-        let done = self.gpu.launch(dispatch);
+    pub fn launch(&mut self, launch: Launch) -> Vec<&'static str> {
+        let done = self.gpu.launch(launch);
         self.ran(done)
     }
 

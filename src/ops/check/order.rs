@@ -34,7 +34,7 @@ fn order(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
         for x in &begin {
             chains.push([b.floats(x)?, b.room(SIDE)?]);
         }
-        b.gpu.set_stepping(step_by_step);
+        b.gpu.set_waits_each(step_by_step);
         for step in 0..STEPS {
             for [x, y] in &chains {
                 b.gpu.execute(&product(*x, weight, *y))?;
@@ -45,7 +45,7 @@ fn order(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
                 b.gpu.flush()?;
             }
         }
-        b.gpu.set_stepping(true);
+        b.gpu.set_waits_each(true);
         let mark = b.gpu.sync_point();
         b.gpu.wait_for(mark)?;
         let mut last: Vec<f32> = Vec::new();

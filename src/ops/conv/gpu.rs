@@ -3,12 +3,12 @@
 use super::Conv;
 use crate::device::{Binding, Launch};
 
-/// Tokens that a threadgroup takes.
+/// Tokens per threadgroup.
 const CONV: usize = 16;
 
 impl Conv<'_> {
-    /// `kernels/delta_net.metal`, for `K` of 4.
-    pub fn dispatch(&self) -> Launch {
+    /// A launch of `causal_conv`. The convolution width must be 4.
+    pub fn launch(&self) -> Launch {
         let Self { shape, tokens, proj, taps, past, stored, state, out } = *self;
         let (proj, old) = shape.rows(tokens, proj, past);
         let channels = shape.channels();

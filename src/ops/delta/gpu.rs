@@ -1,4 +1,4 @@
-//! `kernels/delta_net.metal`, and the norm from `kernels/norm.metal`.
+//! The delta net on a GPU (`kernels/delta_net.metal`, `gated_rms_norm` of `kernels/norm.metal`).
 
 use super::{DeltaNet, DeltaRule, DeltaShape, Replay};
 use crate::{
@@ -24,7 +24,8 @@ impl DeltaShape {
         args
     }
 
-    /// The projected rows and the past ones, of which there may be none: then they stand in for each other.
+    /// Regions of the projected rows and of the replayed rows. Without replayed rows, the projected rows are bound
+    /// twice.
     pub(in crate::ops) fn rows(&self, tokens: usize, proj: Region, past: Replay) -> (Region, Region) {
         let proj = proj.floats(tokens.max(1) * self.width());
         (proj, if past.rows > 0 { past.proj.floats(past.rows * self.width()) } else { proj })
@@ -33,11 +34,12 @@ impl DeltaShape {
 
 impl DeltaRule<'_> {
     /// The recurrence, then the norm. Panics if `key_dim` is above 256.
-    pub fn dispatches(&self) -> impl Iterator<Item = Launch> {
+    pub fn launches(&self) -> impl Iterator<Item = Launch> {
         [self.recurrence(false, None)].into_iter().chain((self.tokens > 0).then(|| self.gated_norm()))
     }
 
-    /// With `raw` rows, whose q and k lack their norms; with a region for `squares`, all of the norm behind but each head's factor.
+    /// With `raw`, q and k still need their l2 norms. With `squares`, the final norm is deferred: the results lack
+    /// each head's factor, which the next product computes from the squares.
     pub(super) fn recurrence(&self, raw: bool, squares: Option<Region>) -> Launch {
         let Self { shape, tokens, proj, mixed, decay, past, stored, state, norm, .. } = *self;
         let out = if squares.is_some() { self.y } else { self.out };
@@ -89,72 +91,74 @@ impl DeltaRule<'_> {
     }
 }
 
-/// AttentionShape that a product behind the rule can norm.
+/// Most heads that a following product can norm.
 const MOST_HEADS: usize = 64;
 
 impl DeltaNet<'_> {
-    /// Three launches for one row, four for some. Their results are those of [`DeltaNet::apart`].
-    pub fn dispatches(&self) -> Vec<Launch> {
+    /// Three launches for one row, four for several. The results equal those of [`DeltaNet::apart`].
+    pub fn launches(&self) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
-        // Rows that may be walked once more need what the convolution's own kernel leaves.
+        // Rows that may be replayed need the normed output of causal_conv, so the fused kernel cannot be used for
+        // them.
         let shape = rule.shape;
         let at_once =
             rule.tokens == 1 && rule.stored > rule.past.rows && project.norm.is_some_and(|norm| norm.keep.is_none());
-        let front = if at_once { vec![self.convolved()] } else { vec![project.dispatch(), conv.dispatch()] };
+        let front = if at_once { vec![self.convolved()] } else { vec![project.launch(), conv.launch()] };
         let behind = if shape.value_heads <= MOST_HEADS && shape.value_dim.is_multiple_of(16) {
             let squares = rule.out.floats(rule.tokens * shape.values() / 4);
             vec![rule.recurrence(at_once, Some(squares)), self.normed(squares)]
         } else {
-            vec![rule.recurrence(at_once, None), rule.gated_norm(), back.dispatch()]
+            vec![rule.recurrence(at_once, None), rule.gated_norm(), back.launch()]
         };
         [front, behind].concat()
     }
 
-    /// The same with a launch for each step.
+    /// The same with one launch per step.
     pub fn apart(&self) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
-        let front = [project.dispatch(), conv.dispatch()];
-        front.into_iter().chain(rule.dispatches()).chain([back.dispatch()]).collect()
+        let front = [project.launch(), conv.launch()];
+        front.into_iter().chain(rule.launches()).chain([back.launch()]).collect()
     }
 
     /// The same on matrix units.
     pub(in crate::ops) fn halves(&self, half: HalfBuffers) -> Vec<Launch> {
         let Self { project, conv, rule, back } = self;
-        let front = project.halves(half.x).into_iter().chain([conv.dispatch()]);
-        front.chain(rule.dispatches()).chain(back.halves(half.x)).collect()
+        let front = project.halves(half.x).into_iter().chain([conv.launch()]);
+        front.chain(rule.launches()).chain(back.halves(half.x)).collect()
     }
 
-    /// The projection of one row, and its convolution.
+    /// The projection of one row with its convolution.
     fn convolved(&self) -> Launch {
         let Conv { shape, past, proj, taps, state, out, .. } = self.conv;
         let (_, old) = shape.rows(1, proj, past);
         let channels = shape.channels();
-        let mut dispatch = self.project.dispatch();
-        dispatch.kernel = if dispatch.kernel == "gemv_norm_1" { "gemv_conv" } else { "gemv_any_conv" };
-        dispatch.args.push(past.rows as u32);
+        let mut launch = self.project.launch();
+        launch.kernel = if launch.kernel == "gemv_norm_1" { "gemv_conv" } else { "gemv_any_conv" };
+        launch.args.push(past.rows as u32);
         let memory = [
             Binding::read(taps.floats(4 * channels)),
             Binding::read(if past.rows > 0 { old } else { taps }),
             Binding::read_write(state.floats(3 * channels)),
             Binding::write(out.floats(channels)),
         ];
-        dispatch.bindings.splice(3..4, memory);
-        dispatch
+        launch.bindings.splice(3..4, memory);
+        launch
     }
 
-    /// The product behind, of rows whose heads still lack the factors that follow from their `squares`.
+    /// The output projection of rows with a deferred norm: it multiplies each head by the factor that follows from
+    /// its `squares`.
     fn normed(&self, squares: Region) -> Launch {
         let shape = self.rule.shape;
-        let mut dispatch = self.back.dispatch();
-        dispatch.kernel = match dispatch.kernel {
+        let mut launch = self.back.launch();
+        launch.kernel = match launch.kernel {
             "gemv_1" => "gemv_head_norm_1",
             "gemv_2" => "gemv_head_norm_2",
             "gemv_any_1" => "gemv_any_head_norm_1",
             _ => "gemv_any_head_norm_2",
         };
-        dispatch.args.extend([shape.value_heads as u32, shape.value_dim as u32, shape.eps.to_bits()]);
-        dispatch.bindings[1] = Binding::read(squares);
-        dispatch.bindings.remove(3);
-        dispatch
+        launch.args.extend([shape.value_heads as u32, shape.value_dim as u32, shape.eps.to_bits()]);
+        launch.bindings[1] = Binding::read(squares);
+        launch.bindings.remove(3);
+        launch
     }
 }

@@ -7,8 +7,8 @@ use crate::{
 };
 
 impl Embedding<'_> {
-    /// `kernels/embedding.metal`. An id past the end takes the last row.
-    pub fn dispatch(&self) -> Launch {
+    /// A launch of `embed`. An id past the end selects the last row.
+    pub fn launch(&self) -> Launch {
         let Self { table, tokens, ids, into } = *self;
         let mut args = vec![table.cols as u32, 0];
         args.extend(table.words());
@@ -20,7 +20,7 @@ impl Embedding<'_> {
     }
 }
 
-/// The whole matrix as f16 or f32 values, for a matrix product: `kernels/embedding.metal`. Panics for bf16.
+/// Dequantises a whole matrix to f16 or f32 for a matrix product. Panics for bf16.
 pub fn dequantise(weight: &Weight, float: Float, out: Region) -> Launch {
     assert!(float != Float::Bf16, "weights are expanded to f16 or f32");
     let mut args = vec![weight.cols as u32, if float == Float::F32 { 0 } else { 1 }];

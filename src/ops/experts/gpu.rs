@@ -1,5 +1,5 @@
-//! `kernels/moe.metal`. A layer that no kernel can compute is refused when a model is loaded: experts of a layer
-//! are laid out alike in their slots, and have one global_scale.
+//! Experts on a GPU (`kernels/moe.metal`). All experts of a layer have the same layout in their slots and the same
+//! global scale. Loading refuses a layer that the kernels cannot compute.
 
 use super::{CombineExperts, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights};
 use crate::{
@@ -11,12 +11,13 @@ use crate::{
     },
 };
 
-/// Places that a threadgroup takes on matrix units at most.
+/// Most assignments of a job on matrix units.
 const JOB: usize = 32;
 /// Slabs that a kernel can be given.
 const SLABS: usize = 4;
 
-/// Places grouped by expert: `count` jobs of three words `{slot, first, count}`, and the places they name in order.
+/// Assignments grouped by expert: `count` jobs of three words `{slot, first, count}`, and the list of assignments
+/// that they refer to.
 #[derive(Debug, Clone, Copy)]
 pub struct Jobs {
     pub count: usize,
@@ -25,7 +26,7 @@ pub struct Jobs {
 }
 
 impl ExpertStack {
-    /// The encoding and global_scale of every expert.
+    /// True if the kernels have a fast path for the format of these experts.
     fn is_fast(&self) -> bool {
         fast(self.codes, self.global_scale(), self.cols, &[4])
     }
@@ -77,8 +78,9 @@ fn slabs(slots: &ExpertSlots) -> impl Iterator<Item = Binding> {
 }
 
 impl Experts<'_> {
-    /// `act[place] = silu(gate x) * (up x)` for every place with a slot in `slots` (`[tokens * k]`); with `shared`, the shared
-    /// expert's activation too. Several calls may follow each other: hence `act` is updated.
+    /// `act[assignment] = silu(gate x) * (up x)` for every assignment with a slot in `slots` (`[tokens * k]`).
+    /// With `shared`, also the shared expert's activation. Several calls may fill `act`, so it is bound for
+    /// reading and writing.
     pub fn up(&self, slots: Region, shared: bool) -> Launch {
         let (layer, tokens) = (self.layer, self.tokens);
         let extra = usize::from(shared && layer.shared.is_some());
@@ -94,7 +96,8 @@ impl Experts<'_> {
         layer.launch(tokens, self.slots, kernel, bindings, grid, 128)
     }
 
-    /// The same for places grouped by expert, without the shared one; then `out[place] = down act`, unweighted.
+    /// The same for assignments grouped by expert, without the shared expert; then `out[assignment] = down act`,
+    /// without weights.
     pub fn by_expert(&self, jobs: Jobs) -> [Launch; 2] {
         let (layer, tokens) = (self.layer, self.tokens);
         let act = layer.act(&self.room, tokens);
@@ -113,7 +116,7 @@ impl Experts<'_> {
         [up, layer.launch(tokens, self.slots, kernel, down, grid, 128)]
     }
 
-    /// Groups of `[slot, first, count]` cut into jobs for [`Experts::halves`].
+    /// Splits a group `[slot, first, count]` into jobs for [`Experts::halves`].
     pub fn jobs(slot: u32, first: u32, count: u32) -> impl Iterator<Item = [u32; 3]> {
         (first..first + count).step_by(JOB).map(move |from| [slot, from, (first + count - from).min(JOB as u32)])
     }
@@ -145,8 +148,8 @@ impl Experts<'_> {
 }
 
 impl CombineExperts<'_> {
-    /// `h[token] += sum over ranks of weight * down act`, the shared expert last: places that were computed place by place, with
-    /// their `slots`.
+    /// `h[token] += sum over ranks of weight * down act`, the shared expert last, for assignments that are
+    /// computed one by one.
     pub fn down(&self, slots: Region) -> Launch {
         let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
         let mut bindings = vec![
@@ -165,7 +168,8 @@ impl CombineExperts<'_> {
         layer.launch(tokens, self.slots, kernel, bindings, grid, 32 * (layer.k + 1))
     }
 
-    /// Places that were grouped by expert: the shared expert on its own, on matrix units if there is `half`, then the sum over ranks.
+    /// For assignments grouped by expert: the shared expert (on matrix units if `half` is given), then the sum
+    /// over ranks.
     pub fn sum(&self, half: Option<HalfBuffers>) -> Vec<Launch> {
         let (layer, tokens, room) = (self.layer, self.tokens, &self.room);
         let (hidden, inner) = (layer.hidden(), layer.shared_inner());
@@ -181,7 +185,7 @@ impl CombineExperts<'_> {
             let down = Linear { x: act, tokens, norm: None, matrices, y, add: false };
             match half {
                 Some(half) => launches.extend(down.halves(half.x)),
-                None => launches.push(down.dispatch()),
+                None => launches.push(down.launch()),
             }
             shared = Binding::read(y);
         }
@@ -197,8 +201,8 @@ impl CombineExperts<'_> {
     }
 }
 
-/// `act = silu(gate) * up`, `[tokens, inner]`, of rows of `width` floats in which `inner` gates, then `inner` ups, start
-/// at `at`: a dense feed-forward, or the shared expert on its own.
+/// `act = silu(gate) * up`, `[tokens, inner]`. A row has `width` floats; `inner` gates and then `inner` ups start
+/// at column `at`. For a dense feed-forward or the shared expert.
 pub fn swiglu(tokens: usize, inner: usize, scores: Region, width: usize, at: usize, act: Region) -> Launch {
     Launch {
         kernel: "swiglu",

@@ -1,4 +1,4 @@
-//! A GPU: operations become launches, in order.
+//! The GPU backend: turns operations into launches, in order.
 
 use super::{
     Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NONE, Op, experts::Jobs,
@@ -12,17 +12,17 @@ use std::{
 
 /// Kernels load 16 bytes at a time.
 const ALIGN: usize = 16;
-/// Rows that go the way of decoding: experts that are all in memory are found by a table.
-const TOGETHER: usize = 16;
-/// Rows whose attention one launch computes at most: enough to fill a large card.
-const ATTENDED: usize = 128;
-/// Partial results of attention are kept below this (bytes) by looking at fewer rows at once.
-const PARTIALS: usize = 64 << 20;
+/// Most rows that are computed as in decoding, with experts found through the slot table.
+const DECODE_ROWS: usize = 16;
+/// Most rows of attention per launch: enough to fill a large GPU.
+const ATTENTION_ROWS: usize = 128;
+/// Most bytes of partial results of attention. Fewer rows are computed at once to stay below it.
+const MAX_PARTIAL_BYTES: usize = 64 << 20;
 
-/// The limits of a GPU that recommends to be given `working_set` bytes at most.
+/// The limits of a GPU with this recommended working set, in bytes.
 pub const fn limits(working_set: Option<u64>) -> BackendLimits {
     BackendLimits {
-        by_table: TOGETHER,
+        by_table: DECODE_ROWS,
         by_place: 1,
         half: true,
         in_place: false,
@@ -31,93 +31,93 @@ pub const fn limits(working_set: Option<u64>) -> BackendLimits {
         waits: true,
         flush: 2,
         cache: KvFormat::F32,
-        partials: Some((ATTENDED, PARTIALS)),
+        partials: Some((ATTENTION_ROWS, MAX_PARTIAL_BYTES)),
         working_set,
     }
 }
 
-/// Runs operations as launches.
+/// Executes operations as launches.
 pub struct GpuBackend<P: DerefMut<Target: Gpu> + Send> {
     gpu: P,
-    /// Each of our buffers as a region of one of the device's.
+    /// Device regions by buffer number.
     buffers: Vec<Region>,
-    /// Regions that unfinished launches touch, with the mark at which they are over.
-    busy: Vec<(Region, BufferAccess, SyncPoint)>,
+    /// Regions that unfinished launches access, each with the sync point at which the launch is done.
+    in_flight: Vec<(Region, BufferAccess, SyncPoint)>,
     failed: Option<String>,
-    /// MoeBuffers for rows in half precision, while a prompt is computed.
+    /// Buffers for rows of halves, while a prompt is computed.
     half: Option<HalfBuffers>,
     slots: Vec<u32>,
-    /// The last content that a device with memory of its own has fetched there.
-    fetched: HashMap<Region, u64>,
-    /// Buffers of the device that are to be given back.
-    own: Vec<u32>,
-    /// Waits behind every launch, and remembers their kernels: to find the one that is wrong.
-    stepping: bool,
+    /// The content that was last uploaded to each region, for a device with its own memory.
+    uploaded: HashMap<Region, u64>,
+    /// Device buffers to release.
+    owned: Vec<u32>,
+    /// True to wait after every launch and record its kernel. This shows which kernel fails.
+    waits_each: bool,
     launched: Vec<&'static str>,
 }
 
 impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
     pub fn new(gpu: P) -> Self {
-        let (buffers, busy, slots, fetched, own, launched) = Default::default();
-        Self { gpu, buffers, busy, failed: None, half: None, slots, fetched, own, stepping: false, launched }
+        let (buffers, in_flight, slots, uploaded, owned, launched) = Default::default();
+        Self { gpu, buffers, in_flight, failed: None, half: None, slots, uploaded, owned, waits_each: false, launched }
     }
 
-    /// Waits behind every launch, and remembers their kernels until it is asked for them.
-    pub(super) fn stepping(gpu: P) -> Self {
+    /// Waits after every launch and records its kernel until [`GpuBackend::take_launched`].
+    pub(super) fn waiting_each(gpu: P) -> Self {
         let mut new = Self::new(gpu);
-        new.stepping = true;
+        new.waits_each = true;
         new
     }
 
-    pub(super) fn set_stepping(&mut self, stepping: bool) {
-        self.stepping = stepping;
+    pub(super) fn set_waits_each(&mut self, waits_each: bool) {
+        self.waits_each = waits_each;
     }
 
     pub(super) fn take_launched(&mut self) -> Vec<&'static str> {
         std::mem::take(&mut self.launched)
     }
 
-    /// The device's name for a region of ours.
-    fn place(&self, region: Region) -> Region {
+    /// The device region of a region of this backend.
+    fn resolve(&self, region: Region) -> Region {
         let Some(buffer) = self.buffers.get(region.buffer as usize) else { return region };
         buffer.part(region.offset, region.len)
     }
 
-    /// An error lasts until a wait has reported it.
-    fn sound(&self) -> Result<(), DeviceError> {
+    /// Returns an error that no wait has reported yet.
+    fn check_failed(&self) -> Result<(), DeviceError> {
         self.failed.clone().map_or(Ok(()), |why| Err(DeviceError(why)))
     }
 
-    fn keep<T>(&mut self, done: Result<T, DeviceError>) -> Result<T, DeviceError> {
+    fn record<T>(&mut self, done: Result<T, DeviceError>) -> Result<T, DeviceError> {
         if let Err(error) = &done {
             self.failed.get_or_insert_with(|| error.0.clone());
-            // Copies may be among what failed.
-            self.fetched.clear();
+            // Uploads may be part of what failed.
+            self.uploaded.clear();
         }
         done
     }
 
-    /// Encodes a launch over our buffers.
-    pub fn launch(&mut self, mut dispatch: Launch) -> Result<(), DeviceError> {
-        self.sound()?;
-        let first = self.busy.len();
-        for binding in &mut dispatch.bindings {
-            self.busy.push((binding.region, binding.access, SyncPoint::START));
-            binding.region = self.place(binding.region);
+    /// Encodes a launch over this backend's buffers.
+    pub fn launch(&mut self, mut launch: Launch) -> Result<(), DeviceError> {
+        self.check_failed()?;
+        let first = self.in_flight.len();
+        for binding in &mut launch.bindings {
+            self.in_flight.push((binding.region, binding.access, SyncPoint::START));
+            binding.region = self.resolve(binding.region);
         }
-        let done = self.gpu.launch(&dispatch);
+        let done = self.gpu.launch(&launch);
         let mark = self.gpu.sync_point();
-        self.busy[first..].iter_mut().for_each(|(.., until)| *until = mark);
-        if self.stepping {
-            self.launched.push(dispatch.kernel);
+        self.in_flight[first..].iter_mut().for_each(|(.., until)| *until = mark);
+        if self.waits_each {
+            self.launched.push(launch.kernel);
             let waited = self.gpu.wait();
-            return self.keep(done.and(waited));
+            return self.record(done.and(waited));
         }
-        self.keep(done)
+        self.record(done)
     }
 
     fn all(&mut self, launches: impl IntoIterator<Item = Launch>) -> Result<(), DeviceError> {
-        launches.into_iter().try_for_each(|dispatch| self.launch(dispatch))
+        launches.into_iter().try_for_each(|launch| self.launch(launch))
     }
 
     fn experts(&mut self, op: &Experts<'_>) -> Result<(), DeviceError> {
@@ -162,16 +162,16 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
         }
     }
 
-    /// Waits for the launches that are in the way of touching `region` so, and for no more than those.
+    /// Waits for the unfinished launches that conflict with accessing `region`, and for no others.
     fn settle(&mut self, region: Region, access: BufferAccess) -> Result<(), DeviceError> {
         let conflicts = |other: BufferAccess| access != BufferAccess::Read || other != BufferAccess::Read;
-        let touched = self.busy.iter().filter(|(other, with, _)| conflicts(*with) && other.overlaps(region));
+        let touched = self.in_flight.iter().filter(|(other, with, _)| conflicts(*with) && other.overlaps(region));
         if let Some(mark) = touched.map(|(.., mark)| *mark).max() {
             let done = self.gpu.wait_for(mark);
-            self.busy.retain(|(.., until)| *until > mark);
-            self.keep(done)?;
+            self.in_flight.retain(|(.., until)| *until > mark);
+            self.record(done)?;
         }
-        self.sound()
+        self.check_failed()
     }
 }
 
@@ -231,27 +231,27 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
 
     fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {
         match op {
-            Op::Embedding(op) => self.launch(op.dispatch()),
+            Op::Embedding(op) => self.launch(op.launch()),
             Op::Linear(op) => match self.half {
                 Some(half) => self.all(op.halves(half.x)),
-                None => self.launch(op.dispatch()),
+                None => self.launch(op.launch()),
             },
-            Op::Conv(op) => self.launch(op.dispatch()),
-            Op::DeltaRule(op) => self.all(op.dispatches()),
+            Op::Conv(op) => self.launch(op.launch()),
+            Op::DeltaRule(op) => self.all(op.launches()),
             Op::DeltaNet(op) => match self.half {
                 Some(half) => self.all(op.halves(half)),
-                None => self.all(op.dispatches()),
+                None => self.all(op.launches()),
             },
-            Op::KvWrite(op) => self.launch(op.dispatch()),
+            Op::KvWrite(op) => self.launch(op.launch()),
             Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.halves()),
-            Op::Attention(op) => self.all(op.dispatches(ATTENDED).flatten()),
+            Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS).flatten()),
             Op::Mlp(op) => match self.half {
                 Some(half) => self.all(op.halves(half.x)),
-                None => self.all(op.dispatches()),
+                None => self.all(op.launches()),
             },
             Op::Router(op) => match self.half.and_then(|half| op.halves(half.x)) {
                 Some(launches) => self.all(launches),
-                None => self.all(op.dispatches()),
+                None => self.all(op.launches()),
             },
             Op::Experts(op) => self.experts(op),
             Op::CombineExperts(op) => match op.by_place {
@@ -272,35 +272,35 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {
         let from = from.first(into.len());
         self.settle(from, BufferAccess::Read)?;
-        let from = self.place(from);
+        let from = self.resolve(from);
         let done = self.gpu.read(from, into);
-        self.keep(done)
+        self.record(done)
     }
 
     fn write(&mut self, to: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         let to = to.first(bytes.len());
         self.settle(to, BufferAccess::Write)?;
-        let to = self.place(to);
+        let to = self.resolve(to);
         let done = self.gpu.write(to, bytes);
-        self.keep(done)
+        self.record(done)
     }
 
     fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError> {
-        // It goes through the CPU, which waits for it.
+        // The copy goes through the CPU, which waits for it.
         let mut bytes = vec![0; from.len];
         self.read(from, &mut bytes)?;
         self.write(to, &bytes)
     }
 
     fn flush(&mut self) -> Result<(), DeviceError> {
-        self.sound()?;
+        self.check_failed()?;
         let done = self.gpu.commit();
-        self.keep(done)
+        self.record(done)
     }
 
     fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
         let region = self.gpu.allocate(bytes)?;
-        self.own.push(region.buffer);
+        self.owned.push(region.buffer);
         self.buffers.push(region);
         Ok(Region { buffer: self.buffers.len() as u32 - 1, offset: 0, len: bytes })
     }
@@ -308,21 +308,21 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
         let len = range.len();
         let region = self.gpu.adopt(slab, range)?;
-        self.own.push(region.buffer);
+        self.owned.push(region.buffer);
         self.buffers.push(region);
         Ok(Region { buffer: self.buffers.len() as u32 - 1, offset: 0, len })
     }
 
     fn landed(&mut self, region: Region, content: u64) -> Result<(), DeviceError> {
-        if !self.gpu.has_own_memory() || self.fetched.get(&region) == Some(&content) {
+        if !self.gpu.has_own_memory() || self.uploaded.get(&region) == Some(&content) {
             return Ok(());
         }
-        self.sound()?;
-        let placed = self.place(region);
-        let done = self.gpu.upload(placed);
-        self.busy.push((region, BufferAccess::Write, self.gpu.sync_point()));
-        self.fetched.insert(region, content);
-        self.keep(done)
+        self.check_failed()?;
+        let on_device = self.resolve(region);
+        let done = self.gpu.upload(on_device);
+        self.in_flight.push((region, BufferAccess::Write, self.gpu.sync_point()));
+        self.uploaded.insert(region, content);
+        self.record(done)
     }
 
     fn longest(&self) -> usize {
@@ -341,18 +341,18 @@ impl<P: DerefMut<Target: Gpu> + Send> Timeline for GpuBackend<P> {
 
     fn wait_for(&mut self, mark: SyncPoint) -> Result<(), DeviceError> {
         let done = self.gpu.wait_for(mark);
-        self.busy.retain(|(.., until)| *until > mark);
+        self.in_flight.retain(|(.., until)| *until > mark);
         if done.is_err() {
-            self.fetched.clear();
+            self.uploaded.clear();
         }
-        // An error of a launch before is what is reported.
+        // An earlier launch's error is reported first.
         self.failed.take().map_or(done, |why| Err(DeviceError(why)))
     }
 }
 
 impl<P: DerefMut<Target: Gpu> + Send> Drop for GpuBackend<P> {
     fn drop(&mut self) {
-        for buffer in self.own.drain(..) {
+        for buffer in self.owned.drain(..) {
             self.gpu.release(buffer);
         }
     }

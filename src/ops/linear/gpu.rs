@@ -1,4 +1,4 @@
-//! `kernels/linear.metal`.
+//! Matrix products on a GPU (`kernels/linear.metal`).
 
 use super::{Linear, Norm};
 use crate::{
@@ -11,10 +11,10 @@ const NAMES: [[[&str; 2]; 2]; 2] = [
     [["gemv_any_1", "gemv_any_2"], ["gemv_any_norm_1", "gemv_any_norm_2"]],
 ];
 
-/// Rows of x that a threadgroup takes where there are several: a thread's registers have no room for more.
-const TOGETHER: usize = 2;
+/// Rows of x per threadgroup if there are several. More would exceed a thread's registers.
+const BATCH_ROWS: usize = 2;
 
-/// `LinearArgs`: tokens, columns, floats in a row of results, and what is done with them.
+/// The fields of `LinearArgs` before the matrices, and the matrices.
 pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool, eps: f32) -> Vec<u32> {
     assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
     let mut args = sizes.map(|size| size as u32).to_vec();
@@ -23,22 +23,23 @@ pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], add: bool, keep: bool
     args
 }
 
-/// As many as a kernel has bindings for: the last one stands in for those that are not there.
+/// Four matrices, as a kernel binds them. The last one fills the unused bindings.
 pub(super) fn four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> {
     (0..4).map(|i| &matrices[i.min(matrices.len() - 1)])
 }
 
-/// Rows of all matrices of a launch that do not fill a large card otherwise.
-const FEW: usize = 4096;
+/// Up to this many rows of W in a launch, the simdgroups of a threadgroup split the columns. Otherwise such a
+/// launch would not fill a large GPU.
+const SPLIT_K_MAX_ROWS: usize = 4096;
 
 impl Linear<'_> {
     /// Panics if there is no matrix, or more than four.
-    pub fn dispatch(&self) -> Launch {
-        self.dispatch_into(self.width())
+    pub fn launch(&self) -> Launch {
+        self.launch_into(self.width())
     }
 
-    /// The same into the first columns of rows of `width` floats.
-    pub(in crate::ops) fn dispatch_into(&self, width: usize) -> Launch {
+    /// The same, writing the first columns of rows of `width` floats.
+    pub(in crate::ops) fn launch_into(&self, width: usize) -> Launch {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let cols = self.cols();
         let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
@@ -53,26 +54,27 @@ impl Linear<'_> {
         ];
         bindings.extend(four(matrices).flat_map(Weight::bindings));
         let batch = tokens > 1;
-        // The four simdgroups of a threadgroup have four rows each, or share four where there are few; but not those of the shared
-        // expert's down, whose sums are those of `moe_down`.
-        let few = !any && (add || norm.is_some()) && matrices.iter().map(|m| m.rows).sum::<usize>() <= FEW;
-        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(if few { 4 } else { 16 })).sum();
+        // The four simdgroups of a threadgroup have four rows each, or share four rows if there are split_k. The
+        // shared expert's down is not split, since its sums must equal those of `moe_down`.
+        let split_k =
+            !any && (add || norm.is_some()) && matrices.iter().map(|m| m.rows).sum::<usize>() <= SPLIT_K_MAX_ROWS;
+        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(if split_k { 4 } else { 16 })).sum();
         Launch {
             kernel: NAMES[usize::from(any)][usize::from(norm.is_some())][usize::from(batch)],
             args: args([tokens, cols, width], matrices, add, keep.is_some(), norm.map_or(0.0, |n| n.eps)),
             bindings,
-            grid: [tokens.div_ceil(if batch { TOGETHER } else { 1 }) as u32, blocks as u32, 1],
+            grid: [tokens.div_ceil(if batch { BATCH_ROWS } else { 1 }) as u32, blocks as u32, 1],
             threads: 128,
         }
     }
 }
 
-/// Columns that a product takes at a time: rows of halves have zeros up to a multiple.
+/// Columns per step of a product. Rows of halves are padded with 0 to a multiple.
 const DEPTH: usize = 64;
-/// Rows of x, and of a matrix, that a threadgroup multiplies.
+/// Rows of x and rows of W per threadgroup.
 const TILE: [usize; 2] = [64, 64];
 
-/// MoeBuffers for rows in half precision: those that go into a product, and the activations between two.
+/// Buffers for rows of halves: the inputs of a product, and the activations between two products.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HalfBuffers {
     pub x: Region,
@@ -80,13 +82,13 @@ pub struct HalfBuffers {
 }
 
 impl HalfBuffers {
-    /// Words of room for a row of `cols` values.
+    /// Words per row of `cols` values.
     pub fn words(cols: usize) -> usize {
         cols.next_multiple_of(DEPTH) / 2 + 1
     }
 }
 
-/// Rows of halves, and the power of two that each is to be multiplied by.
+/// Rows of halves, and the power-of-two scale of each row.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::ops) struct HalfRows {
     values: Region,
@@ -104,12 +106,12 @@ impl HalfRows {
         [self.values, self.scales].map(Binding::read)
     }
 
-    /// Writes all rows from `x`, which has `stride` floats a row, or from its norm.
+    /// Converts all rows of `x`, with `stride` floats per row, or their norms.
     pub fn fill(&self, x: Region, stride: usize, norm: Option<Norm>) -> Launch {
         self.launch(x, stride, norm, None, self.scales.len / 4)
     }
 
-    /// Writes the rows that `list` names, `count` of them.
+    /// Converts the `count` rows that `list` names.
     pub fn fill_some(&self, x: Region, stride: usize, list: Region, count: usize) -> Launch {
         self.launch(x, stride, None, Some(list.floats(count)), count)
     }
@@ -137,7 +139,8 @@ impl HalfRows {
         }
     }
 
-    /// `y = x W^T` for one to four matrices, whose rows follow one another from column `at` of rows of `width`; `y +=` with `add`.
+    /// `y = x W^T` for one to four matrices. Their results are adjacent, from column `at` of rows of `width`
+    /// floats. With `add`, `y +=`.
     pub fn product(&self, matrices: &[Weight], y: Region, (at, width): (usize, usize), add: bool) -> Launch {
         let (tokens, cols) = (self.scales.len / 4, self.cols);
         let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
@@ -158,7 +161,7 @@ impl HalfRows {
 }
 
 impl Linear<'_> {
-    /// The same as [`Linear::dispatch`] on matrix units, in half precision.
+    /// [`Linear::launch`] in half precision on matrix units.
     pub fn halves(&self, room: Region) -> [Launch; 2] {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let (cols, width) = (self.cols(), self.width());

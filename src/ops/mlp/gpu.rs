@@ -7,16 +7,16 @@ use crate::{
 };
 
 impl Mlp<'_> {
-    /// [`Mlp::dispatches`] on matrix units.
+    /// [`Mlp::launches`] on matrix units.
     pub(in crate::ops) fn halves(&self, room: Region) -> Vec<Launch> {
         let (gate_up, act, down) = self.steps();
         [&gate_up.halves(room)[..], &[act], &down.halves(room)].concat()
     }
 
-    /// Gate and up; their activation; down, added to `h`.
-    pub fn dispatches(&self) -> [Launch; 3] {
+    /// Gate and up, their activation, and down, which is added to `h`.
+    pub fn launches(&self) -> [Launch; 3] {
         let (gate_up, act, down) = self.steps();
-        [gate_up.dispatch(), act, down.dispatch()]
+        [gate_up.launch(), act, down.launch()]
     }
 
     fn steps(&self) -> (Linear<'_>, Launch, Linear<'_>) {

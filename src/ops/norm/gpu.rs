@@ -2,7 +2,7 @@
 
 use crate::device::{Binding, Launch, Region};
 
-/// `y = x / rms(x) * w` for rows of `w`'s length, on its own: `kernels/norm.metal`.
+/// `y = x / rms(x) * w` for `rows` rows, as a separate launch.
 pub fn rms_norm(rows: usize, cols: usize, eps: f32, x: Region, w: Region, y: Region) -> Launch {
     Launch {
         kernel: "rms_norm",

@@ -9,12 +9,12 @@ impl Weight {
     }
 
     pub(in crate::ops) fn bindings(&self) -> [Binding; 3] {
-        // An empty part still needs a buffer to be bound.
+        // An empty part still needs a bound buffer.
         self.parts.map(|part| Binding::read(if part.len == 0 { self.parts[0].first(0) } else { part }))
     }
 }
 
-/// `struct Matrix` of `kernels/quant.metal`.
+/// The words of `struct Matrix` in `kernels/quant.metal`.
 pub(in crate::ops) fn matrix_words(codes: WeightFormat, rows: usize, global_scale: f32) -> [u32; 5] {
     let real = |float| match float {
         Float::F32 => 0,
@@ -31,7 +31,7 @@ pub(in crate::ops) fn matrix_words(codes: WeightFormat, rows: usize, global_scal
     [rows as u32, format, codes.group() as u32, scale, global_scale.to_bits()]
 }
 
-/// True if the kernels have their fast path for this encoding: affine, one of `bits`, group 64, bf16 scales.
+/// True if the kernels have a fast path for this format: affine with one of `bits`, group 64 and bf16 scales.
 pub(in crate::ops) fn fast(codes: WeightFormat, global_scale: f32, cols: usize, bits: &[u8]) -> bool {
     matches!(codes, WeightFormat::Affine { bits: b, group: 64, scale: Float::Bf16 } if bits.contains(&b))
         && global_scale == 1.0

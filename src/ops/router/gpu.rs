@@ -10,8 +10,8 @@ use crate::{
 };
 
 impl Router<'_> {
-    /// `kernels/linear.metal`, then `kernels/router.metal`. Panics above 1024 experts.
-    pub fn dispatches(&self) -> [Launch; 2] {
+    /// The product of the scores, then the selection. Panics above 1024 experts.
+    pub fn launches(&self) -> [Launch; 2] {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let mut matrices = [layer.router; 4];
         let mut count = 1;
@@ -20,11 +20,11 @@ impl Router<'_> {
             count = 4;
         }
         let product = Linear { x, tokens, norm, matrices: &matrices[..count], y: scores, add: false };
-        [product.dispatch(), self.choice()]
+        [product.launch(), self.choice()]
     }
 
-    /// The same with the shared expert's part on matrix units. The choice is made from scores as exact as ever: those of the
-    /// normed rows that are kept, so there has to be a norm that keeps them.
+    /// The same with the shared expert's products on matrix units. The router's scores stay in f32: they are
+    /// computed from the stored normed rows, so the norm must store them.
     pub(in crate::ops) fn halves(&self, room: Region) -> Option<Vec<Launch>> {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let kept = norm?.keep?;
@@ -32,7 +32,7 @@ impl Router<'_> {
         let rows = HalfRows::new(room, tokens, cols);
         let matrices = std::slice::from_ref(&layer.router);
         let router = Linear { x: kept, tokens, norm: None, matrices, y: scores, add: false };
-        let mut launches = vec![rows.fill(x, cols, norm), router.dispatch_into(width)];
+        let mut launches = vec![rows.fill(x, cols, norm), router.launch_into(width)];
         if let Some(SharedExpert { gate_up: [gate, up], result, .. }) = self.shared() {
             launches.push(rows.product(&[*gate, *up, *result], scores, (experts, width), false));
         }
@@ -40,7 +40,7 @@ impl Router<'_> {
         Some(launches)
     }
 
-    /// The second launch: each row's k experts and weights from its scores.
+    /// The second launch: selects each row's k experts and computes their weights.
     pub fn choice(&self) -> Launch {
         let Self { layer, tokens, table, scores, ids, slots, weights, .. } = *self;
         let (experts, k, width) = (layer.router.rows, layer.k, self.width());

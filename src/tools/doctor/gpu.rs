@@ -36,12 +36,12 @@ fn norm([x, w, y]: [Region; 3]) -> Launch {
 
 pub fn times(gpu: &mut dyn Gpu) -> Result<Times, DeviceError> {
     let room = gpu.allocate(3 * WIDTH * 4)?;
-    let dispatch = norm([0, 1, 2].map(|index| room.part(index * WIDTH * 4, WIDTH * 4)));
+    let launch = norm([0, 1, 2].map(|index| room.part(index * WIDTH * 4, WIDTH * 4)));
     let mut times = Times { launch: f64::INFINITY, commit: f64::INFINITY, wait: f64::INFINITY };
     let micros = |begin: Instant| begin.elapsed().as_secs_f64() * 1e6;
     for _ in 0..100 {
         let begin = Instant::now();
-        gpu.launch(&dispatch)?;
+        gpu.launch(&launch)?;
         times.launch = times.launch.min(micros(begin));
         let before_commit = Instant::now();
         gpu.commit()?;
