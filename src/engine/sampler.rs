@@ -14,6 +14,7 @@
 //! before, or beside, does not matter.
 
 use super::{Allowed, Logprobs, Sampling};
+use crate::platform::split_mix64::{INCREMENT, mix};
 use std::{
     cmp::Ordering,
     collections::HashMap,
@@ -265,16 +266,8 @@ fn keep_top_p(pool: &mut Vec<Candidate>, share: f32) {
 /// A number in `0..1` from the key alone: two rounds of SplitMix64's finaliser (Steele, Lea, Flood 2014), the second
 /// over the place.
 fn uniform(seed: u64, place: u64) -> f64 {
-    let bits = mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(place.wrapping_mul(GOLDEN)));
+    let bits = mix(mix(seed.wrapping_add(INCREMENT)).wrapping_add(place.wrapping_mul(INCREMENT)));
     (bits >> 11) as f64 / (1u64 << 53) as f64
-}
-
-const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
-
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ mod jobs;
 pub mod os;
 mod regular_file;
 pub mod service;
+pub mod split_mix64;
 mod threads;
 
 pub use data_file::{Access, DataFile, MAX_BLOCK};

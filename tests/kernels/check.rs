@@ -1,17 +1,17 @@
 //! Random weights, and expected results from plain f64 loops that share no code with the kernels.
 
+#[path = "../support/split_mix64.rs"]
+mod split_mix64;
+
 use crate::host::Host;
 use moestro::ops::{Float, Weight, WeightFormat};
 
-/// SplitMix64, the only source of randomness in these tests.
+/// Random inputs; the field is the seed.
 pub struct Random(pub u64);
 
 impl Random {
     pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        split_mix64::next(&mut self.0)
     }
 
     /// Approximately normal: mean 0, standard deviation 1.

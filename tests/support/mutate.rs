@@ -1,18 +1,17 @@
 //! Changes to bytes and to JSON as accidents and attackers make them; the same seed makes the same changes.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
+#[path = "split_mix64.rs"]
+mod split_mix64;
+
 use serde_json::Value;
 
-/// SplitMix64 (Steele, Lea, Flood 2014).
+/// A seeded generator.
 pub struct Dice(pub u64);
 
 impl Dice {
     pub fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        split_mix64::next(&mut self.0)
     }
 
     /// Below `sides`, which is not 0.

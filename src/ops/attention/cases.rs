@@ -3,11 +3,11 @@ use crate::{
     device::{DeviceError, Region},
     ops::{
         Backend,
-        check::{Bench, CLOSE, HALF, difference},
+        check::{CLOSE, HALF, KernelCheck, difference},
     },
 };
 
-pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for dim in [128, 256] {
         for format in [KvFormat::F32, KvFormat::Bf16] {
             let shape = AttentionShape {
@@ -24,14 +24,14 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
             case(b, &shape, 255, 2)?;
         }
         for format in [KvFormat::Eight, KvFormat::Four] {
-            few_bits(b, dim, format)?;
+            quantized_kv(b, dim, format)?;
         }
     }
     Ok(())
 }
 
 /// A cache of few bits has the same form on both. A value between two integers may be rounded to either.
-fn few_bits(b: &mut Bench<'_>, dim: usize, format: KvFormat) -> Result<(), DeviceError> {
+fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result<(), DeviceError> {
     let recent = Some(RecentRing { room: 320, format: KvFormat::F32 });
     let shape = &AttentionShape { heads: 2, kv_heads: 1, dim, rope_dim: 32, eps: 1e-6, context: 150, format, recent };
     let tokens = 140;
@@ -89,7 +89,7 @@ fn few_bits(b: &mut Bench<'_>, dim: usize, format: KvFormat) -> Result<(), Devic
 }
 
 /// The CPU keeps its cache in f32, whatever the GPU does.
-fn case(b: &mut Bench<'_>, shape: &AttentionShape, start: usize, tokens: usize) -> Result<(), DeviceError> {
+fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: usize) -> Result<(), DeviceError> {
     let (dim, plain) = (shape.dim, AttentionShape { format: KvFormat::F32, ..*shape });
     let half = shape.format == KvFormat::Bf16;
     let proj = b.random(tokens * shape.width())?;
@@ -140,7 +140,7 @@ fn case(b: &mut Bench<'_>, shape: &AttentionShape, start: usize, tokens: usize) 
 }
 
 /// Gives the GPU a cache as it keeps it, and the CPU what that means.
-fn store(b: &mut Bench<'_>, region: Region, values: &[f32], half: bool) -> Result<(), DeviceError> {
+fn store(b: &mut KernelCheck<'_>, region: Region, values: &[f32], half: bool) -> Result<(), DeviceError> {
     if !half {
         return Ok(());
     }
@@ -150,7 +150,7 @@ fn store(b: &mut Bench<'_>, region: Region, values: &[f32], half: bool) -> Resul
     b.cpu.write(region, bytemuck::cast_slice(&rounded))
 }
 
-fn load(b: &mut Bench<'_>, region: Region, half: bool) -> Result<Vec<f32>, DeviceError> {
+fn load(b: &mut KernelCheck<'_>, region: Region, half: bool) -> Result<Vec<f32>, DeviceError> {
     let values = b.on_gpu(region)?;
     if !half {
         return Ok(values);

@@ -7,16 +7,17 @@
 
 use super::{
     Attention, BLOCK, KvFormat, PAGE,
-    float_kernels::{collect, compare, fold, soften},
-    kv_cache::{Cached, CachedHeads},
-    kv_quant::{self, Rounded, rounded_until},
-    kv_quant_cpu::{self, Asked, Factors},
+    float_kernels::{merge_blocks, pv, qk, softmax},
+    kv_cache::{KvElement, KvView},
+    kv_quant::{self, QuantizedKv, rounded_until},
+    kv_quant_cpu,
+    kv_quant_operands::{QuantizedQueries, ValueScales},
 };
 use crate::{
     device::DeviceError,
     ops::{
         cpu::{Cpu, refuse},
-        simd::{Out, math::sigmoid, wide},
+        simd::{OutPtr, math::sigmoid, wide},
     },
     platform::Threads,
 };
@@ -28,11 +29,11 @@ use std::{
 };
 
 /// Floats of a line of the cache.
-const LINE: usize = 16;
+const LINE_FLOATS: usize = 16;
 /// Most queries that one task computes together.
-const QUERIES: usize = 64;
+const MAX_TILE_QUERIES: usize = 64;
 /// Most blocks whose results wait to be folded.
-const WAVE: usize = 64;
+const MAX_WAVE_BLOCKS: usize = 64;
 
 impl Attention<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
@@ -54,14 +55,14 @@ impl Attention<'_> {
         let rounded = kv_quant::bits(shape.format);
         let threads = &cpu.compute.threads;
         // In 16 bits or more is the whole cache, or the recent positions.
-        let (format, fine) = match shape.recent {
-            Some(ring) if rounded.is_some() => (ring.format, Fine { bytes: recent, table: None, room: ring.room }),
-            _ => (shape.format, Fine { bytes: caches, table: Some(table), room: PAGE }),
+        let (format, full) = match shape.recent {
+            Some(ring) if rounded.is_some() => (ring.format, FullKv { bytes: recent, table: None, room: ring.room }),
+            _ => (shape.format, FullKv { bytes: caches, table: Some(table), room: PAGE }),
         };
-        let coarse = rounded.map(|bits| caches.map(|cache| Rounded::new(bits, cache, table, shared, dim)));
+        let quantized = rounded.map(|bits| caches.map(|cache| QuantizedKv::new(bits, cache, table, shared, dim)));
         match format {
-            KvFormat::F32 => Work::<f32>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
-            KvFormat::I16 => Work::<i16>::new(self, [q, proj], fine, coarse).all(threads, tokens, y),
+            KvFormat::F32 => AttentionCall::<f32>::new(self, [q, proj], full, quantized).run(threads, tokens, y),
+            KvFormat::I16 => AttentionCall::<i16>::new(self, [q, proj], full, quantized).run(threads, tokens, y),
             other => return refuse(format!("the CPU keeps no {other:?}")),
         }
         Ok(())
@@ -69,7 +70,7 @@ impl Attention<'_> {
 }
 
 wide! {
-    fn gated(y: &mut [f32], gate: &[f32]) {
+    fn apply_gate(y: &mut [f32], gate: &[f32]) {
         for (y, gate) in y.iter_mut().zip(gate) {
             *y *= sigmoid(*gate);
         }
@@ -80,31 +81,31 @@ wide! {
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
 /// Keys and values in 16 bits or more: pages that `table` names, or a ring of `room` positions.
-struct Fine<'a> {
+struct FullKv<'a> {
     bytes: [&'a [u8]; 2],
     table: Option<&'a [u32]>,
     room: usize,
 }
 
 /// One call's arguments, shared by its tasks.
-struct Work<'a, T> {
+struct AttentionCall<'a, T> {
     /// Above 0, and of no other call.
     call: u64,
     q: &'a [f32],
     /// `[tokens, row]`: of each head a query, and its output's gate.
     proj: &'a [f32],
     row: usize,
-    fine: Fine<'a>,
+    full: FullKv<'a>,
     values: PhantomData<T>,
     /// Key and value heads.
     shared: usize,
     /// Parts that the query heads of each are shared out in. What is called a head below is such a part.
     split: usize,
     /// Keys and values of all positions in few bits; then the others are a ring of the recent.
-    coarse: Option<[Rounded<'a>; 2]>,
+    quantized: Option<[QuantizedKv<'a>; 2]>,
     at: usize,
     heads: usize,
-    /// Query heads of a part.
+    /// TileQueries heads of a part.
     group: usize,
     dim: usize,
     /// `dim`, padded to whole vectors.
@@ -113,47 +114,58 @@ struct Work<'a, T> {
 
 /// Buffers of one thread.
 #[derive(Default)]
-struct Scratch {
+struct AttentionScratch {
     sums: Vec<f32>,
     part: Vec<f32>,
-    query: Query,
+    query: TileQueries,
 }
 
 /// The queries of a tile times `1 / sqrt(D)`: all that is not done again for each block.
-struct Query {
+struct TileQueries {
     /// Padded to whole vectors, from `begin` on, where a line of the cache begins: each is loaded for every few keys.
     padded: Vec<f32>,
     begin: usize,
-    asked: Asked,
+    quantized_queries: QuantizedQueries,
     /// The call, key head and first token that they are of.
     of: (u64, usize, usize),
-    factors: Factors,
+    value_scales: ValueScales,
 }
 
-impl Default for Query {
+impl Default for TileQueries {
     fn default() -> Self {
-        Self { padded: Vec::new(), begin: 0, asked: Asked::default(), of: (0, 0, 0), factors: Factors::new() }
+        Self {
+            padded: Vec::new(),
+            begin: 0,
+            quantized_queries: QuantizedQueries::default(),
+            of: (0, 0, 0),
+            value_scales: ValueScales::new(),
+        }
     }
 }
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    static SCRATCH: RefCell<AttentionScratch> = RefCell::default();
     static PARTIALS: RefCell<Vec<f32>> = RefCell::default();
 }
 
-impl<'a, T: Cached> Work<'a, T> {
-    fn new(op: &Attention<'_>, [q, proj]: [&'a [f32]; 2], fine: Fine<'a>, coarse: Option<[Rounded<'a>; 2]>) -> Self {
+impl<'a, T: KvElement> AttentionCall<'a, T> {
+    fn new(
+        op: &Attention<'_>,
+        [q, proj]: [&'a [f32]; 2],
+        full: FullKv<'a>,
+        quantized: Option<[QuantizedKv<'a>; 2]>,
+    ) -> Self {
         let (shape, dim) = (op.shape, op.shape.dim);
         Self {
             call: CALLS.fetch_add(1, Ordering::Relaxed) + 1,
             q,
             proj,
             row: shape.width(),
-            fine,
+            full,
             values: PhantomData,
             shared: shape.kv_heads,
             split: 1,
-            coarse,
+            quantized,
             at: op.start,
             heads: shape.heads,
             group: shape.heads / shape.kv_heads,
@@ -163,17 +175,17 @@ impl<'a, T: Cached> Work<'a, T> {
     }
 
     /// The results of all tokens.
-    fn all(mut self, threads: &Threads, tokens: usize, y: &mut [f32]) {
+    fn run(mut self, threads: &Threads, tokens: usize, y: &mut [f32]) {
         let blocks = self.blocks(&(0..tokens));
         // With fewer tasks than threads each part widens the keys and values for itself.
-        let tasks = self.shared * blocks * tokens.div_ceil((QUERIES / self.group).max(1));
+        let tasks = self.shared * blocks * tokens.div_ceil((MAX_TILE_QUERIES / self.group).max(1));
         while self.group.is_multiple_of(2) && 2 * self.split * tasks <= threads.count() {
             (self.group, self.split) = (self.group / 2, 2 * self.split);
         }
         let (work, group, width, shared) = (&self, self.group, self.width, self.shared * self.split);
-        let out = Out(y.as_mut_ptr());
+        let out = OutPtr(y.as_mut_ptr());
         // A tile is some tokens with all query heads of one key head.
-        let height = (QUERIES / group).max(1);
+        let height = (MAX_TILE_QUERIES / group).max(1);
         let tiles = tokens.div_ceil(height);
         let tile = |task: usize| (task / tiles, task % tiles * height..(task % tiles * height + height).min(tokens));
         if blocks == 1 || threads.count() == 1 || shared * tiles >= 4 * threads.count() {
@@ -188,16 +200,17 @@ impl<'a, T: Cached> Work<'a, T> {
         let size = height.min(tokens) * group * (width + 2);
         let mut parts = PARTIALS.take();
         // Few enough that they are still in a near cache when they are folded, enough for all threads.
-        let most = (16 * threads.count()).div_ceil(shared * tiles).clamp(16, WAVE);
+        let most = (16 * threads.count()).div_ceil(shared * tiles).clamp(16, MAX_WAVE_BLOCKS);
         let (sums, wave) = (shared * tiles * size, blocks.min(most));
         parts.resize((sums * (1 + wave)).max(parts.len()), 0.0);
         let (sums, parts_of) = parts.split_at_mut(sums);
         for (task, sums) in sums.chunks_exact_mut(size).enumerate() {
             clear(sums, tile(task).1.len() * group);
         }
-        let (sums, part) = (Out(sums.as_mut_ptr()), Out(parts_of.as_mut_ptr()));
+        let (sums, part) = (OutPtr(sums.as_mut_ptr()), OutPtr(parts_of.as_mut_ptr()));
         // SAFETY: `size` values for each index, inside its buffer; each belongs to one task at a time.
-        let slice = |base: Out, index: usize| unsafe { std::slice::from_raw_parts_mut(base.0.add(index * size), size) };
+        let slice =
+            |base: OutPtr, index: usize| unsafe { std::slice::from_raw_parts_mut(base.0.add(index * size), size) };
         for first in (0..blocks).step_by(wave) {
             let count = wave.min(blocks - first);
             threads.run(shared * tiles * count, &|task| {
@@ -229,10 +242,10 @@ fn clear(sums: &mut [f32], queries: usize) {
     rest.fill(0.0);
 }
 
-impl<T: Cached> Work<'_, T> {
+impl<T: KvElement> AttentionCall<'_, T> {
     /// Blocks that the last of `tokens` sees. With few bits the first are the recent positions, and the others count from 1.
     fn blocks(&self, tokens: &Range<usize>) -> usize {
-        match self.coarse {
+        match self.quantized {
             None => (self.at + tokens.end).div_ceil(BLOCK),
             Some(_) => 1 + rounded_until((self.at + tokens.end).saturating_sub(1)).div_ceil(BLOCK),
         }
@@ -242,7 +255,7 @@ impl<T: Cached> Work<'_, T> {
     fn seen(&self, token: usize, block: usize) -> Range<usize> {
         let position = self.at + token;
         let of = |block: usize, end: usize| block * BLOCK..((block + 1) * BLOCK).min(end);
-        match (self.coarse, block) {
+        match (self.quantized, block) {
             (None, _) => of(block, position + 1),
             (Some(_), 0) => rounded_until(position)..position + 1,
             (Some(_), _) => of(block - 1, rounded_until(position)),
@@ -250,15 +263,15 @@ impl<T: Cached> Work<'_, T> {
     }
 
     /// The number of queries of `tokens` that come before the block and see nothing of it.
-    fn blind(&self, tokens: &Range<usize>, block: usize) -> usize {
+    fn queries_without_keys(&self, tokens: &Range<usize>, block: usize) -> usize {
         let blind = tokens.clone().take_while(|token| self.seen(*token, block).is_empty()).count();
         blind * self.group
     }
 
     /// The whole result of some tokens, block after block.
-    fn tile(&self, head: usize, tokens: Range<usize>, out: Out, scratch: &mut Scratch) {
+    fn tile(&self, head: usize, tokens: Range<usize>, out: OutPtr, scratch: &mut AttentionScratch) {
         let queries = tokens.len() * self.group;
-        let Scratch { sums, part, query } = scratch;
+        let AttentionScratch { sums, part, query } = scratch;
         let size = queries * (self.width + 2);
         sums.resize(size.max(sums.len()), 0.0);
         part.resize(size.max(part.len()), 0.0);
@@ -272,11 +285,11 @@ impl<T: Cached> Work<'_, T> {
 
     /// Adds a block's `part` to `sums` for the queries that saw anything of it.
     fn fold(&self, tokens: &Range<usize>, block: usize, sums: &mut [f32], part: &[f32]) {
-        fold(sums, part, tokens.len() * self.group, self.blind(tokens, block), self.width);
+        merge_blocks(sums, part, tokens.len() * self.group, self.queries_without_keys(tokens, block), self.width);
     }
 
     /// Divides by the sums and writes the rows, times their gates.
-    fn finish(&self, head: usize, tokens: Range<usize>, sums: &[f32], out: Out) {
+    fn finish(&self, head: usize, tokens: Range<usize>, sums: &[f32], out: OutPtr) {
         let queries = tokens.len() * self.group;
         for query in 0..queries {
             let (token, n) = (tokens.start + query / self.group, head * self.group + query % self.group);
@@ -286,15 +299,15 @@ impl<T: Cached> Work<'_, T> {
             for (y, sum) in y.iter_mut().zip(row) {
                 *y = sum / sums[queries + query];
             }
-            if self.coarse.is_some() {
-                kv_quant::turn(y);
+            if self.quantized.is_some() {
+                kv_quant::hadamard(y);
             }
-            gated(y, &self.proj[token * self.row + (2 * n + 1) * self.dim..]);
+            apply_gate(y, &self.proj[token * self.row + (2 * n + 1) * self.dim..]);
         }
     }
 
     /// Puts the queries of a tile into `query`, if they are not there.
-    fn ask(&self, head: usize, tokens: &Range<usize>, query: &mut Query) {
+    fn load_queries(&self, head: usize, tokens: &Range<usize>, query: &mut TileQueries) {
         let of = (self.call, head, tokens.start);
         if std::mem::replace(&mut query.of, of) == of {
             return;
@@ -303,8 +316,8 @@ impl<T: Cached> Work<'_, T> {
         let scale = (dim as f32).powf(-0.5);
         let size = tokens.len() * group * width;
         query.padded.clear();
-        query.padded.resize(size + LINE, 0.0);
-        query.begin = query.padded.as_ptr().align_offset(64).min(LINE);
+        query.padded.resize(size + LINE_FLOATS, 0.0);
+        query.begin = query.padded.as_ptr().align_offset(64).min(LINE_FLOATS);
         let all = &mut query.padded[query.begin..][..size];
         for (index, padded) in all.chunks_exact_mut(width).enumerate() {
             let row = (tokens.start + index / group) * self.heads + head * group + index % group;
@@ -312,16 +325,16 @@ impl<T: Cached> Work<'_, T> {
                 *padded = q * scale;
             }
         }
-        if self.coarse.is_some() {
-            query.asked.set(all.chunks_exact(width), dim);
+        if self.quantized.is_some() {
+            query.quantized_queries.set(all.chunks_exact(width), dim);
         }
     }
 
     /// Queries of `tokens` over one block of keys: maxima, sums and weighted values into `part`.
-    fn block(&self, head: usize, tokens: Range<usize>, block: usize, part: &mut [f32], query: &mut Query) {
-        self.ask(head, &tokens, query);
+    fn block(&self, head: usize, tokens: Range<usize>, block: usize, part: &mut [f32], query: &mut TileQueries) {
+        self.load_queries(head, &tokens, query);
         let queries = tokens.len() * self.group;
-        let coarse = self.coarse.filter(|_| block > 0);
+        let quantized = self.quantized.filter(|_| block > 0);
         for (index, token) in tokens.enumerate() {
             let seen = self.seen(token, block);
             if seen.is_empty() {
@@ -332,52 +345,52 @@ impl<T: Cached> Work<'_, T> {
             while n < self.group {
                 let at = (index * self.group + n, queries);
                 n += match self.group - n {
-                    8.. => self.some::<8>(head, seen.clone(), coarse, part, at, query),
-                    4.. => self.some::<4>(head, seen.clone(), coarse, part, at, query),
-                    2.. => self.some::<2>(head, seen.clone(), coarse, part, at, query),
-                    _ => self.some::<1>(head, seen.clone(), coarse, part, at, query),
+                    8.. => self.block_queries::<8>(head, seen.clone(), quantized, part, at, query),
+                    4.. => self.block_queries::<4>(head, seen.clone(), quantized, part, at, query),
+                    2.. => self.block_queries::<2>(head, seen.clone(), quantized, part, at, query),
+                    _ => self.block_queries::<1>(head, seen.clone(), quantized, part, at, query),
                 };
             }
         }
     }
 
-    /// `N` queries, number `at.0` and following of `at.1`, over the keys `seen`, of `coarse` if there is any.
-    fn some<const N: usize>(
+    /// `N` queries, number `at.0` and following of `at.1`, over the keys `seen`, of `quantized` if there is any.
+    fn block_queries<const N: usize>(
         &self,
         head: usize,
         seen: Range<usize>,
-        coarse: Option<[Rounded<'_>; 2]>,
+        quantized: Option<[QuantizedKv<'_>; 2]>,
         part: &mut [f32],
         at: (usize, usize),
-        query: &mut Query,
+        query: &mut TileQueries,
     ) -> usize {
         let (width, head, (index, queries)) = (self.width, head / self.split, at);
         let mut scores = [[0f32; BLOCK]; N];
-        let Fine { bytes, table, room } = &self.fine;
+        let FullKv { bytes, table, room } = &self.full;
         let sizes = [self.shared, *room, self.dim];
-        let [keys, values] = bytes.map(|bytes| CachedHeads::<T>::around(bytes, *table, sizes, seen.start));
-        match &coarse {
+        let [keys, values] = bytes.map(|bytes| KvView::<T>::at(bytes, *table, sizes, seen.start));
+        match &quantized {
             None => {
                 let rows: [&[f32]; N] =
                     std::array::from_fn(|n| &query.padded[query.begin + (index + n) * width..][..width]);
-                compare(&rows, &keys, head, seen.clone(), &mut scores);
+                qk(&rows, &keys, head, seen.clone(), &mut scores);
             }
             Some([keys, values]) => {
-                kv_quant_cpu::compare(&query.asked, index, [keys, values], head, seen.clone(), &mut scores);
+                kv_quant_cpu::qk(&query.quantized_queries, index, [keys, values], head, seen.clone(), &mut scores);
             }
         }
-        for (n, [most, sum]) in soften(&mut scores, seen.len()).into_iter().enumerate() {
+        for (n, [most, sum]) in softmax(&mut scores, seen.len()).into_iter().enumerate() {
             part[index + n] = most;
             part[queries + index + n] = sum;
         }
         let sums = &mut part[2 * queries + index * width..][..N * width];
-        match &coarse {
+        match &quantized {
             None => {
                 sums.fill(0.0);
-                collect(sums, width, &mut scores, &values, head, seen);
+                pv(sums, width, &mut scores, &values, head, seen);
             }
             Some([keys, values]) => {
-                kv_quant_cpu::collect(sums, width, &scores, [keys, values], head, seen, &mut query.factors);
+                kv_quant_cpu::pv(sums, width, &scores, [keys, values], head, seen, &mut query.value_scales);
             }
         }
         N

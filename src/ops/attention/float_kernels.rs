@@ -2,7 +2,7 @@
 
 use super::{
     BLOCK,
-    kv_cache::{Cached, CachedHeads, CachedRows},
+    kv_cache::{KvElement, KvRows, KvView},
 };
 use crate::ops::simd::{
     Vector, float,
@@ -12,69 +12,69 @@ use crate::ops::simd::{
 use std::ops::Range;
 
 /// Prefetch distance ahead of the row being read, in bytes.
-const AHEAD: usize = 20480;
-/// Weights of less than `e^FAINT` times the block's largest are taken for 0: they are beyond what an f32 can add to it, and
+const PREFETCH_BYTES: usize = 20480;
+/// Weights of less than `e^MIN_EXPONENT` times the block's largest are taken for 0: they are beyond what an f32 can add to it, and
 /// products with them would be subnormal, which processors compute a hundred times slower.
-const FAINT: f32 = -60.0;
+const MIN_EXPONENT: f32 = -60.0;
 /// Values that are added up while they are in the first-level cache, in rows.
 const STRIP: usize = 32;
-/// Values of the strip behind the next are asked for, line by line in the order of memory: the processor fetches ahead of
-/// such a sequence by itself, and more at once than it can be asked for.
-const STRIPS_AHEAD: usize = 2;
+/// Values of the strip behind the next are queries for, line by line in the order of memory: the processor fetches ahead of
+/// such a sequence by itself, and more at once than it can be queries for.
+const PREFETCH_STRIPS: usize = 2;
 
 wide! {
     /// `scores[n][i] = q[n] . key[seen.start + i]`.
-    pub(super) fn compare[T: Cached, const N: usize](
+    pub(super) fn qk[T: KvElement, const N: usize](
         q: &[&[f32]; N],
-        keys: &CachedHeads<'_, T>,
+        keys: &KvView<'_, T>,
         head: usize,
         seen: Range<usize>,
         scores: &mut [[f32; BLOCK]; N],
     ) {
         let mut done = 0;
-        if V::MANY {
+        if V::HAS_32_REGISTERS {
             // Sixteen products at a time.
             done = match N {
-                8 => compare_sets::<V, T, N, 2>(q, keys, head, seen.clone(), scores),
-                4 => compare_sets::<V, T, N, 4>(q, keys, head, seen.clone(), scores),
-                2 => compare_sets::<V, T, N, 8>(q, keys, head, seen.clone(), scores),
-                _ => compare_sets::<V, T, N, 16>(q, keys, head, seen.clone(), scores),
+                8 => qk_blocks::<V, T, N, 2>(q, keys, head, seen.clone(), scores),
+                4 => qk_blocks::<V, T, N, 4>(q, keys, head, seen.clone(), scores),
+                2 => qk_blocks::<V, T, N, 8>(q, keys, head, seen.clone(), scores),
+                _ => qk_blocks::<V, T, N, 16>(q, keys, head, seen.clone(), scores),
             };
         }
         for (index, key) in (seen.start + done..seen.end).enumerate() {
             let row = keys.row(head, key);
-            let [lanes] = dots::<V, T, N, 1>(q, &[T::values(row)], None);
+            let [lanes] = dot_lanes::<V, T, N, 1>(q, &[T::values(row)], None);
             for n in 0..N {
-                scores[n][done + index] = lanes[n].fold() * T::scale(row);
+                scores[n][done + index] = lanes[n].sum() * T::scale(row);
             }
         }
     }
 }
 
-/// [`compare`] for as many sets of `K` keys as there are, `N * K` being 16. Returns how many keys they had.
+/// [`qk`] for as many sets of `K` keys as there are, `N * K` being 16. Returns how many keys they had.
 #[inline(always)]
-fn compare_sets<V: Vector, T: Cached, const N: usize, const K: usize>(
+fn qk_blocks<V: Vector, T: KvElement, const N: usize, const K: usize>(
     q: &[&[f32]; N],
-    keys: &CachedHeads<'_, T>,
+    keys: &KvView<'_, T>,
     head: usize,
     seen: Range<usize>,
     scores: &mut [[f32; BLOCK]; N],
 ) -> usize {
     let count = seen.len() / K * K;
     for index in (0..count).step_by(K) {
-        let ahead = keys.ahead(head, seen.start + index, AHEAD);
+        let ahead = keys.prefetch_address(head, seen.start + index, PREFETCH_BYTES);
         let mut rows: [&[T]; K] = [&[]; K];
         let mut scales = [0f32; K];
         for k in 0..K {
             let row = keys.row(head, seen.start + index + k);
             (rows[k], scales[k]) = (T::values(row), T::scale(row));
         }
-        let lanes = dots::<V, T, N, K>(q, &rows, Some(ahead));
+        let lanes = dot_lanes::<V, T, N, K>(q, &rows, Some(ahead));
         let mut all = [V::splat(0.0); 16];
         for (index, all) in all.iter_mut().enumerate() {
             *all = lanes[index / N % K][index % N];
         }
-        let sums = V::fold_all(all);
+        let sums = V::sum_all(all);
         for n in 0..N {
             for k in 0..K {
                 scores[n][index + k] = sums[k * N + n] * scales[k];
@@ -87,11 +87,11 @@ fn compare_sets<V: Vector, T: Cached, const N: usize, const K: usize>(
 wide! {
     /// `sums[n] += sum over i of scores[n][i] * value[seen.start + i]`, in this order; the scores are multiplied by the
     /// values' scales on the way.
-    pub(super) fn collect[T: Cached, const N: usize](
+    pub(super) fn pv[T: KvElement, const N: usize](
         sums: &mut [f32],
         width: usize,
         scores: &mut [[f32; BLOCK]; N],
-        values: &CachedHeads<'_, T>,
+        values: &KvView<'_, T>,
         head: usize,
         seen: Range<usize>,
     ) {
@@ -99,7 +99,7 @@ wide! {
         for first in (0..seen.len()).step_by(STRIP) {
             let strip = first..(first + STRIP).min(seen.len());
             let rows = values.rows(head, seen.start + first, strip.len());
-            // Not those of the whole block at once: their lines have not been asked for yet.
+            // Not those of the whole block at once: their lines have not been queries for yet.
             let mut scales = [0f32; STRIP];
             for (scale, row) in scales.iter_mut().zip(rows.iter()) {
                 *scale = T::scale(row);
@@ -110,15 +110,15 @@ wide! {
                 }
             }
             // Each pass over some columns asks for its part.
-            let ahead = values.ahead(head, seen.start + first, STRIPS_AHEAD * STRIP * rows.width * size_of::<T>());
+            let ahead = values.prefetch_address(head, seen.start + first, PREFETCH_STRIPS * STRIP * rows.width * size_of::<T>());
             let ahead = |at: usize| ahead.wrapping_add(at * STRIP * rows.width / dim * size_of::<T>());
             let mut at = 0;
-            while V::MANY && at + 32 <= dim {
-                add::<V, T, N, 2>(sums, width, scores, strip.clone(), &rows, at, ahead(at));
+            while V::HAS_32_REGISTERS && at + 32 <= dim {
+                accumulate::<V, T, N, 2>(sums, width, scores, strip.clone(), &rows, at, ahead(at));
                 at += 32;
             }
             while at < dim {
-                add::<V, T, N, 1>(sums, width, scores, strip.clone(), &rows, at, ahead(at));
+                accumulate::<V, T, N, 1>(sums, width, scores, strip.clone(), &rows, at, ahead(at));
                 at += 16;
             }
         }
@@ -126,12 +126,12 @@ wide! {
 }
 
 wide! {
-    /// `e^(score - max)`, or 0 below [`FAINT`], of the first `count` scores of each query; returns their maxima and sums.
-    pub(super) fn soften[const N: usize](scores: &mut [[f32; BLOCK]; N], count: usize) -> [[f32; 2]; N] {
+    /// `e^(score - max)`, or 0 below [`MIN_EXPONENT`], of the first `count` scores of each query; returns their maxima and sums.
+    pub(super) fn softmax[const N: usize](scores: &mut [[f32; BLOCK]; N], count: usize) -> [[f32; 2]; N] {
         let mut results = [[0f32; 2]; N];
         // All maxima first: each is a chain of its own, so a processor works at several.
         for n in 0..N {
-            results[n][0] = greatest(&scores[n][..count]);
+            results[n][0] = max_ignoring_nan(&scores[n][..count]);
         }
         let one = V::splat(1.0);
         for n in 0..N {
@@ -139,30 +139,30 @@ wide! {
             let (most, mut sum) = (results[n][0], V::splat(0.0));
             for chunk in chunks {
                 for score in chunk.iter_mut() {
-                    *score = weight(*score - most);
+                    *score = softmax_weight(*score - most);
                 }
                 sum = V::load(chunk).fma(one, sum);
             }
             for score in rest.iter_mut() {
-                *score = weight(*score - most);
+                *score = softmax_weight(*score - most);
             }
-            results[n][1] = V::load(&float::padded(rest)).fma(one, sum).fold();
+            results[n][1] = V::load(&float::padded(rest)).fma(one, sum).sum();
         }
         results
     }
 }
 
-/// `e^x` of what is not above 0, or 0 below [`FAINT`].
+/// `e^x` of what is not above 0, or 0 below [`MIN_EXPONENT`].
 #[inline(always)]
-fn weight(x: f32) -> f32 {
+fn softmax_weight(x: f32) -> f32 {
     let power = exp_normal(x);
-    if x < FAINT { 0.0 } else { power }
+    if x < MIN_EXPONENT { 0.0 } else { power }
 }
 
 wide! {
     /// Adds a block's `part` to `sums`, for all of the `queries` from number `first` on. Of both there are all maxima, all sums,
     /// then all weighted sums, `width` of a query.
-    pub(super) fn fold(sums: &mut [f32], part: &[f32], queries: usize, first: usize, width: usize) {
+    pub(super) fn merge_blocks(sums: &mut [f32], part: &[f32], queries: usize, first: usize, width: usize) {
         for query in first..queries {
             let (old, new) = (sums[query], part[query]);
             let most = old.max(new);
@@ -177,10 +177,10 @@ wide! {
     }
 }
 
-/// The lanes of `q . k` for `N` queries, padded to whole vectors, and `K` keys. As much memory is asked for from
+/// The lanes of `q . k` for `N` queries, padded to whole vectors, and `K` keys. As much memory is queries for from
 /// `ahead` on, little by little, since only so many lines can be under way.
 #[inline(always)]
-fn dots<V: Vector, T: Cached, const N: usize, const K: usize>(
+fn dot_lanes<V: Vector, T: KvElement, const N: usize, const K: usize>(
     q: &[&[f32]; N],
     keys: &[&[T]; K],
     ahead: Option<*const u8>,
@@ -199,7 +199,7 @@ fn dots<V: Vector, T: Cached, const N: usize, const K: usize>(
         if let Some(ahead) = ahead {
             let piece = K * size_of::<[T; 16]>();
             for line in (0..piece).step_by(64) {
-                V::fetch(ahead.wrapping_add(index * piece + line));
+                V::prefetch(ahead.wrapping_add(index * piece + line));
             }
         }
         for k in 0..K {
@@ -220,15 +220,15 @@ fn dots<V: Vector, T: Cached, const N: usize, const K: usize>(
     lanes
 }
 
-/// `sums[n] += scores[n][i] * row[i]`, row after row, for values `at..at + 16 * C`. As much memory as is read is asked for
+/// `sums[n] += scores[n][i] * row[i]`, row after row, for values `at..at + 16 * C`. As much memory as is read is queries for
 /// from `ahead` on.
 #[inline(always)]
-fn add<V: Vector, T: Cached, const N: usize, const C: usize>(
+fn accumulate<V: Vector, T: KvElement, const N: usize, const C: usize>(
     sums: &mut [f32],
     width: usize,
     scores: &[[f32; BLOCK]; N],
     strip: Range<usize>,
-    rows: &CachedRows<'_, T>,
+    rows: &KvRows<'_, T>,
     at: usize,
     ahead: *const u8,
 ) {
@@ -247,7 +247,7 @@ fn add<V: Vector, T: Cached, const N: usize, const C: usize>(
         let row = &T::values(row)[at..];
         let piece = C * size_of::<[T; 16]>();
         for line in (0..piece).step_by(64) {
-            V::fetch(ahead.wrapping_add(index * piece + line));
+            V::prefetch(ahead.wrapping_add(index * piece + line));
         }
         let mut values = [V::splat(0.0); C];
         for c in 0..C {
@@ -273,7 +273,7 @@ fn add<V: Vector, T: Cached, const N: usize, const C: usize>(
 
 /// The largest value that is one.
 #[inline(always)]
-fn greatest(x: &[f32]) -> f32 {
+fn max_ignoring_nan(x: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if a > b { a } else { b };
     let mut lanes = [f32::NEG_INFINITY; 16];
     let (chunks, rest) = x.as_chunks::<16>();

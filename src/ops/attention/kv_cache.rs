@@ -5,7 +5,7 @@
 //! which is what decoding over a long context costs, and an error of at most 2e-5 of the row's largest value: less
 //! than bf16's of each.
 
-use super::{AttentionShape, KvFormat, KvWrite, MOST, PAGE, RECENT, kv_quant};
+use super::{AttentionShape, KvFormat, KvWrite, MAX_HEAD_DIM, PAGE, RECENT, kv_quant};
 use crate::{
     device::DeviceError,
     ops::{
@@ -17,12 +17,13 @@ use crate::{
 };
 
 /// A row as 16-bit integers, in the order of its values.
-const FORMAT: quant::Format = quant::Format { group: 1, order: quant::Order::Natural, levels: 32_639 };
+const FORMAT: quant::ActivationFormat =
+    quant::ActivationFormat { group: 1, order: quant::ValueOrder::Natural, levels: 32_639 };
 
 /// A kind of value that a cache holds.
-pub(super) trait Cached: Copy + Default + Sync + bytemuck::Pod {
+pub(super) trait KvElement: Copy + Default + Sync + bytemuck::Pod {
     /// Values of a row that are not its contents.
-    const TAIL: usize;
+    const SCALE_ELEMENTS: usize;
 
     fn load<V: Vector>(x: &[Self; 16]) -> V;
 
@@ -32,12 +33,12 @@ pub(super) trait Cached: Copy + Default + Sync + bytemuck::Pod {
     /// The contents of a row.
     #[inline(always)]
     fn values(row: &[Self]) -> &[Self] {
-        &row[..row.len() - Self::TAIL]
+        &row[..row.len() - Self::SCALE_ELEMENTS]
     }
 }
 
-impl Cached for f32 {
-    const TAIL: usize = 0;
+impl KvElement for f32 {
+    const SCALE_ELEMENTS: usize = 0;
 
     #[inline(always)]
     fn load<V: Vector>(x: &[f32; 16]) -> V {
@@ -50,12 +51,12 @@ impl Cached for f32 {
     }
 }
 
-impl Cached for i16 {
-    const TAIL: usize = 2;
+impl KvElement for i16 {
+    const SCALE_ELEMENTS: usize = 2;
 
     #[inline(always)]
     fn load<V: Vector>(x: &[i16; 16]) -> V {
-        V::widen(x)
+        V::from_i16(x)
     }
 
     #[inline(always)]
@@ -67,7 +68,7 @@ impl Cached for i16 {
 
 /// A cache of keys or values: what is there of it around a position.
 #[derive(Clone, Copy)]
-pub(super) struct CachedHeads<'a, T> {
+pub(super) struct KvView<'a, T> {
     data: &'a [T],
     /// What is wanted when this is done with: the next page.
     next: &'a [T],
@@ -78,12 +79,12 @@ pub(super) struct CachedHeads<'a, T> {
     first: usize,
 }
 
-impl<'a, T: Cached> CachedHeads<'a, T> {
+impl<'a, T: KvElement> KvView<'a, T> {
     /// A ring `[count, room, row]` of rows of `dim` values, or pages `[count, PAGE, row]` each that `table` names in order; to be
     /// looked at from `position` on.
     #[inline(always)]
-    pub fn around(bytes: &'a [u8], table: Option<&[u32]>, [count, room, dim]: [usize; 3], position: usize) -> Self {
-        let (data, width) = (bytemuck::cast_slice(bytes), dim + T::TAIL);
+    pub fn at(bytes: &'a [u8], table: Option<&[u32]>, [count, room, dim]: [usize; 3], position: usize) -> Self {
+        let (data, width) = (bytemuck::cast_slice(bytes), dim + T::SCALE_ELEMENTS);
         let size = count * room * width;
         let page = |index: usize| match table {
             Some(table) => table.get(index).map(|page| &data[*page as usize * size..][..size]),
@@ -97,9 +98,9 @@ impl<'a, T: Cached> CachedHeads<'a, T> {
 
     /// The place of the row `rows` behind `position`, and so many bytes: a hint, it may be beyond the cache.
     #[inline(always)]
-    pub fn ahead(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
+    pub fn prefetch_address(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
         let of = |data: &[T], row: usize| data.as_ptr().cast::<u8>().wrapping_add(row * self.width * size_of::<T>());
-        let (place, beyond) = (self.place(position), self.room * self.width * size_of::<T>());
+        let (place, beyond) = (self.row_index(position), self.room * self.width * size_of::<T>());
         let at = place * self.width * size_of::<T>() + bytes;
         if at < beyond {
             of(self.data, head * self.room).wrapping_add(at)
@@ -110,33 +111,33 @@ impl<'a, T: Cached> CachedHeads<'a, T> {
 
     /// The number of a position's row.
     #[inline(always)]
-    fn place(&self, position: usize) -> usize {
+    fn row_index(&self, position: usize) -> usize {
         let at = position - self.first;
         if at < self.room { at } else { at - self.room }
     }
 
     /// The rows of positions `first..first + count`.
     #[inline(always)]
-    pub fn rows(&self, head: usize, first: usize, count: usize) -> CachedRows<'a, T> {
-        let start = (head * self.room + self.place(first)) * self.width;
-        CachedRows { data: &self.data[start..start + count * self.width], width: self.width }
+    pub fn rows(&self, head: usize, first: usize, count: usize) -> KvRows<'a, T> {
+        let start = (head * self.room + self.row_index(first)) * self.width;
+        KvRows { data: &self.data[start..start + count * self.width], width: self.width }
     }
 
     #[inline(always)]
     pub fn row(&self, head: usize, position: usize) -> &'a [T] {
-        &self.data[(head * self.room + self.place(position)) * self.width..][..self.width]
+        &self.data[(head * self.room + self.row_index(position)) * self.width..][..self.width]
     }
 }
 
 /// Rows of one head that follow each other.
 #[derive(Clone, Copy)]
-pub(super) struct CachedRows<'a, T> {
+pub(super) struct KvRows<'a, T> {
     data: &'a [T],
     /// Values of a row, those included that are not its contents.
     pub width: usize,
 }
 
-impl<'a, T: Cached> CachedRows<'a, T> {
+impl<'a, T: KvElement> KvRows<'a, T> {
     #[inline(always)]
     pub fn iter(&self) -> impl Iterator<Item = &'a [T]> {
         self.data.chunks_exact(self.width)
@@ -155,7 +156,7 @@ impl KvWrite<'_> {
         let proj = memory.floats(self.proj.floats(tokens * width));
         let turn = memory.floats(self.turn.turn.floats(tokens * shape.rope_dim));
         let [q_norm, k_norm] = [self.turn.q_norm, self.turn.k_norm].map(|norm| memory.floats(norm.floats(dim)));
-        let turned = |token: usize, x: &[f32], norm: &[f32], y: &mut [f32]| {
+        let norm_rope = |token: usize, x: &[f32], norm: &[f32], y: &mut [f32]| {
             normalise(x, norm, shape.eps, y);
             let (low, high) = y[..2 * half].split_at_mut(half);
             let pairs = turn[token * 2 * half..].chunks_exact(2);
@@ -166,9 +167,9 @@ impl KvWrite<'_> {
         let q = memory.floats_mut(self.q.floats(tokens * heads * dim));
         cpu.compute.threads.run_pieces(q, heads * dim, &|token, q| {
             for (q, x) in q.chunks_exact_mut(dim).zip(proj[token * width..].chunks_exact(2 * dim)) {
-                turned(token, &x[..dim], q_norm, q);
+                norm_rope(token, &x[..dim], q_norm, q);
                 if rounded.is_some() {
-                    kv_quant::turn(q);
+                    kv_quant::hadamard(q);
                 }
             }
         });
@@ -177,7 +178,7 @@ impl KvWrite<'_> {
         let rings = self.cache.recent.map(|recent| memory.bytes_mut(recent));
         let mut to = caches.into_iter().zip(rings);
         let (Some(keys), Some(values)) = (to.next(), to.next()) else { return Ok(()) };
-        let (mut buffer, scratch) = ([0f32; MOST], &mut [0i32; MOST]);
+        let (mut buffer, scratch) = ([0f32; MAX_HEAD_DIM], &mut [0i32; MAX_HEAD_DIM]);
         let Some(row) = buffer.get_mut(..dim) else { return refuse(format!("heads of {dim}")) };
         for token in 0..tokens {
             let from = &proj[token * width + 2 * heads * dim..][..2 * shape.kv_heads * dim];
@@ -185,10 +186,10 @@ impl KvWrite<'_> {
                 let at = self.start + token;
                 let Some(page) = table.get(at / PAGE) else { return refuse(format!("no page for position {at}")) };
                 let at = (*page as usize, at);
-                turned(token, &from[head * dim..][..dim], k_norm, row);
-                shape.put(row, [&mut *keys.0, &mut *keys.1], head, at, scratch)?;
+                norm_rope(token, &from[head * dim..][..dim], k_norm, row);
+                shape.write_row(row, [&mut *keys.0, &mut *keys.1], head, at, scratch)?;
                 row.copy_from_slice(&from[(shape.kv_heads + head) * dim..][..dim]);
-                shape.put(row, [&mut *values.0, &mut *values.1], head, at, scratch)?;
+                shape.write_row(row, [&mut *values.0, &mut *values.1], head, at, scratch)?;
             }
         }
         Ok(())
@@ -209,43 +210,44 @@ impl AttentionShape {
     /// Refuses heads that `--kv-bits` cannot cut into groups.
     pub(in crate::ops) fn divisible(&self) -> Result<(), DeviceError> {
         match kv_quant::bits(self.format) {
-            Some(bits) if !self.dim.is_multiple_of(64) || self.dim > MOST => {
-                refuse(format!("--kv-bits {bits} is for heads of a multiple of 64 up to {MOST}, not of {}", self.dim))
-            }
+            Some(bits) if !self.dim.is_multiple_of(64) || self.dim > MAX_HEAD_DIM => refuse(format!(
+                "--kv-bits {bits} is for heads of a multiple of 64 up to {MAX_HEAD_DIM}, not of {}",
+                self.dim
+            )),
             _ => Ok(()),
         }
     }
 
     /// Writes a row into the cache, and among the recent.
-    fn put(
+    fn write_row(
         &self,
         row: &mut [f32],
         [cache, recent]: [&mut [u8]; 2],
         head: usize,
         (page, position): (usize, usize),
-        scratch: &mut [i32; MOST],
+        scratch: &mut [i32; MAX_HEAD_DIM],
     ) -> Result<(), DeviceError> {
         let place = |first: usize, room: usize, bytes: usize| ((first + head) * room + position % room) * bytes..;
         let bytes = self.format.row_bytes(self.dim);
         let to = &mut cache[place(page * self.kv_heads, PAGE, bytes)][..bytes];
         let Some((bits, ring)) = kv_quant::bits(self.format).zip(self.recent) else {
-            return put(self.format, row, to, scratch);
+            return store_row(self.format, row, to, scratch);
         };
-        kv_quant::turn(row);
-        kv_quant::write(bits, row, to);
+        kv_quant::hadamard(row);
+        kv_quant::quantize_row(bits, row, to);
         let bytes = ring.format.row_bytes(self.dim);
-        put(ring.format, row, &mut recent[place(0, ring.room, bytes)][..bytes], scratch)
+        store_row(ring.format, row, &mut recent[place(0, ring.room, bytes)][..bytes], scratch)
     }
 }
 
 /// Writes one row of the cache.
-fn put(format: KvFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MOST]) -> Result<(), DeviceError> {
+fn store_row(format: KvFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MAX_HEAD_DIM]) -> Result<(), DeviceError> {
     match format {
         KvFormat::F32 => to.copy_from_slice(bytemuck::cast_slice(row)),
         KvFormat::I16 => {
             let (values, scale) = bytemuck::cast_slice_mut::<u8, i16>(to).split_at_mut(row.len());
             let wide = &mut wide[..row.len()];
-            let (factor, _) = quant::quantise(row, wide, FORMAT);
+            let (factor, _) = quant::quantize(row, wide, FORMAT);
             for (value, wide) in values.iter_mut().zip(&*wide) {
                 *value = *wide as i16;
             }

@@ -36,7 +36,7 @@ pub(super) fn bits(format: KvFormat) -> Option<usize> {
 wide! {
     /// `x = H x / sqrt(n)`, where `H` is the Hadamard matrix of the largest power of two `n` that divides the length, once
     /// for each `n` values. Twice is nothing.
-    pub(super) fn turn(x: &mut [f32]) {
+    pub(super) fn hadamard(x: &mut [f32]) {
         let size = 1 << x.len().trailing_zeros().min(20);
         for x in x.chunks_exact_mut(size) {
             let mut half = 1;
@@ -57,14 +57,14 @@ wide! {
 
 wide! {
     /// Writes `row`, already turned, as `to`. A group with a value that is not finite has the scale NaN.
-    pub(super) fn write(bits: usize, row: &[f32], to: &mut [u8]) {
+    pub(super) fn quantize_row(bits: usize, row: &[f32], to: &mut [u8]) {
         let (codes, scales) = to.split_at_mut(row.len() * bits / 8);
         let groups = row.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP * bits / 8));
         for ((group, codes), scale) in groups.zip(scales.chunks_exact_mut(2)) {
             // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
             let most = group.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
             let most = f32::from_bits(most);
-            // Rounded up, so that no integer is beyond the last.
+            // QuantizedKv up, so that no integer is beyond the last.
             let levels = if bits == 8 { 127.0 } else { 15.0 };
             let up = ((most / levels).to_bits() + 0xffff) >> 16;
             let (half, inverse) = if most.is_nan() || up >= 0x7f80 {
@@ -93,7 +93,7 @@ wide! {
 
 /// The integers of a row and, as f32, the scales of its groups.
 #[inline(always)]
-pub(super) fn read(bits: usize, row: &[u8], integers: &mut [i16], scales: &mut [f32]) {
+pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: &mut [f32]) {
     let (codes, halves) = row.split_at(integers.len() * bits / 8);
     for (scale, half) in scales.iter_mut().zip(halves.as_chunks::<2>().0) {
         *scale = f32::from_bits(u32::from(u16::from_le_bytes(*half)) << 16);
@@ -120,7 +120,7 @@ impl AttentionShape {
         let mut values = Vec::new();
         let (mut integers, mut scales) = (vec![0; self.dim], vec![0.0; self.dim / GROUP]);
         for row in rows.chunks_exact(row_bytes(bits, self.dim)) {
-            read(bits, row, &mut integers, &mut scales);
+            unpack_row(bits, row, &mut integers, &mut scales);
             values.extend(integers.iter().enumerate().map(|(at, value)| f32::from(*value) * scales[at / GROUP]));
         }
         values
@@ -129,7 +129,7 @@ impl AttentionShape {
 
 /// Rows in 8 or 4 bits, in pages `[heads, PAGE, row]` that a table names.
 #[derive(Clone, Copy)]
-pub(super) struct Rounded<'a> {
+pub(super) struct QuantizedKv<'a> {
     pub bits: usize,
     pub dim: usize,
     bytes: &'a [u8],
@@ -139,14 +139,14 @@ pub(super) struct Rounded<'a> {
     pub row: usize,
 }
 
-impl<'a> Rounded<'a> {
+impl<'a> QuantizedKv<'a> {
     pub fn new(bits: usize, bytes: &'a [u8], table: &'a [u32], heads: usize, dim: usize) -> Self {
         Self { bits, dim, bytes, table, heads, row: row_bytes(bits, dim) }
     }
 
     /// As many rows from the page behind that of `first` on, if there is one; else those of this one.
     #[inline(always)]
-    pub fn behind(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
+    pub fn next_page_rows(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
         let next = first / PAGE * PAGE + PAGE;
         self.rows(head, if next / PAGE < self.table.len() { next } else { first }, count)
     }
@@ -169,7 +169,7 @@ mod tests {
 
     fn values(bits: usize, row: &[u8], dim: usize) -> Vec<f32> {
         let (mut integers, mut scales) = (vec![0; dim], vec![0.0; dim / GROUP]);
-        read(bits, row, &mut integers, &mut scales);
+        unpack_row(bits, row, &mut integers, &mut scales);
         integers.iter().enumerate().map(|(at, integer)| f32::from(*integer) * scales[at / GROUP]).collect()
     }
 
@@ -181,13 +181,13 @@ mod tests {
             for one in [0, 5, dim - 1] {
                 let mut turned = x.clone();
                 turned[one] = 3.0;
-                turn(&mut turned);
+                hadamard(&mut turned);
                 for (at, value) in turned.iter().enumerate() {
                     let sign = if ((at % n) & (one % n)).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
                     let expected = if at / n == one / n { sign * 3.0 / (n as f32).sqrt() } else { 0.0 };
                     assert!((value - expected).abs() < 1e-6, "{dim} {one} {at}");
                 }
-                turn(&mut turned);
+                hadamard(&mut turned);
                 assert!(turned.iter().enumerate().all(|(at, v)| (v - if at == one { 3.0 } else { 0.0 }).abs() < 1e-5));
             }
         }
@@ -199,10 +199,10 @@ mod tests {
         for (bits, levels) in [(8, 127.0), (4, 15.0)] {
             let row: Vec<f32> = (0..128).map(|at| random.unit() * [1e-3, 1.0, 50.0, 0.0][at / GROUP]).collect();
             let mut written = vec![0xaa; row_bytes(bits, 128)];
-            write(bits, &row, &mut written);
+            quantize_row(bits, &row, &mut written);
             for isa in Isa::all() {
                 let mut other = vec![0; written.len()];
-                with(isa, || write(bits, &row, &mut other));
+                with(isa, || quantize_row(bits, &row, &mut other));
                 assert_eq!(other, written, "{isa:?}");
             }
             let read = values(bits, &written, 128);
@@ -222,7 +222,7 @@ mod tests {
             let mut row = vec![1.0; 64];
             row[40] = bad;
             let mut written = vec![0; row_bytes(bits, 64)];
-            write(bits, &row, &mut written);
+            quantize_row(bits, &row, &mut written);
             let read = values(bits, &written, 64);
             assert!(read[..32].iter().all(|value| (value - 1.0).abs() < 0.1) && read[32..].iter().all(|v| v.is_nan()));
         }

@@ -1,10 +1,10 @@
 //! [`super::kv_quant_cpu`] with AVX-512 and VNNI, to the same bytes.
 //!
-//! Keys are transposed sixteen at a time, so that lanes are keys and a group's scales are one vector; queries meet them as
-//! broadcasts of four bytes, in two digits. Values are interleaved four positions at a time, so that lanes are dimensions; the
+//! Keys are transpose_quarters sixteen at a time, so that lanes are keys and a group's scales are one vector; queries meet them as
+//! broadcasts of four bytes, in two digits. Values are interleave four positions at a time, so that lanes are dimensions; the
 //! weights of four positions meet them as broadcasts, in two digits as well.
 //!
-//! What comes next is asked for all the while and evenly: a core has sixteen lines under way at most, and what is in the
+//! What comes next is queries for all the while and evenly: a core has sixteen lines under way at most, and what is in the
 //! second-level cache waits for one of their places, too.
 
 // Arrays of registers: counted loops are unrolled, adapters around closures are not compiled for these instructions.
@@ -12,11 +12,11 @@
 
 mod codes;
 
-use self::codes::{bytes, interleaved, nibbles, spread};
+use self::codes::{interleave, signed_bytes, transpose_bytes, transpose_nibbles};
 use super::{
-    BLOCK, GROUP, MOST,
-    kv_quant::Rounded,
-    kv_quant_cpu::{Asked, Factors},
+    BLOCK, GROUP, MAX_HEAD_DIM,
+    kv_quant::QuantizedKv,
+    kv_quant_operands::{QuantizedQueries, ValueScales},
 };
 use std::{arch::x86_64::*, cell::RefCell};
 
@@ -34,51 +34,52 @@ const ROUND: f32 = 12_582_912.0;
 /// The weights of a strip for two groups: of each quad the low digits for the one and the other, then the high ones.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Weights([[[i32; 2]; 2]; STRIP]);
+struct StripWeights([[[i32; 2]; 2]; STRIP]);
 
 /// Two groups of a strip, in the order in which values and weights meet.
-struct Tile {
+struct ValueTile {
     values: [[__m512i; 4]; STRIP],
     /// Of each query.
-    weights: Vec<Weights>,
+    weights: Vec<StripWeights>,
     /// Of each two groups and query the sums with low and high digits, of all strips so far.
     totals: Vec<[[__m512i; 2]; 4]>,
 }
 
 thread_local! {
-    static TILE: RefCell<Option<Box<Tile>>> = const { RefCell::new(None) };
+    static VALUE_TILE: RefCell<Option<Box<ValueTile>>> = const { RefCell::new(None) };
 }
 
-/// See [`super::kv_quant_cpu::compare`].
+/// See [`super::kv_quant_cpu::qk`].
 ///
 /// # Safety
 /// The processor has these features; `rows` are whole rows of `keys`, a multiple of 32 and at most [`BLOCK`]. `next` are the rows
 /// that are wanted afterwards.
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(super) unsafe fn compare<const N: usize>(
-    asked: &Asked,
+pub(super) unsafe fn qk<const N: usize>(
+    queries: &QuantizedQueries,
     first: usize,
-    keys: &Rounded<'_>,
+    keys: &QuantizedKv<'_>,
     [rows, next]: [&[u8]; 2],
     scores: &mut [[f32; BLOCK]; N],
 ) {
     let (dim, groups, bits) = (keys.dim, keys.dim / GROUP, keys.bits);
-    let [high, low] = [&asked.high, &asked.low].map(|digits| digits[first * dim..][..N * dim].as_chunks::<GROUP>().0);
-    let query_scales = &asked.scales[first..first + N];
+    let [high, low] =
+        [&queries.high, &queries.low].map(|digits| digits[first * dim..][..N * dim].as_chunks::<GROUP>().0);
+    let query_scales = &queries.scales[first..first + N];
     // WeightFormat are integers plus 128, or plus 15.
     let bias = if bits == 8 { 128 } else { 15 };
-    let mut starts = [[[0; 2]; N]; MOST / GROUP];
-    for (n, sums) in asked.sums[first * groups..].chunks_exact(groups).enumerate().take(N) {
+    let mut starts = [[[0; 2]; N]; MAX_HEAD_DIM / GROUP];
+    for (n, sums) in queries.sums[first * groups..].chunks_exact(groups).enumerate().take(N) {
         for (starts, sums) in starts.iter_mut().zip(sums) {
             starts[n] = [ROUND.to_bits() as i32 - bias * sums[0], ROUND.to_bits() as i32 - bias * sums[1]];
         }
     }
     let steps = rows.len() / (SETS * 16 * keys.row) * groups * N.div_ceil(4);
     let lines = next.len().div_ceil(64 * steps.max(1));
-    let mut ahead = Ahead::new(next, steps * lines);
+    let mut prefetch = Prefetch::new(next, steps * lines);
     // The compiler would unroll the loop over words, and then take one query after the other: sums that wait for each other.
     let words = std::hint::black_box(WORDS);
-    let mut scales = [[[_mm512_setzero_ps(); 2]; MOST / 64]; SETS];
+    let mut scales = [[[_mm512_setzero_ps(); 2]; MAX_HEAD_DIM / 64]; SETS];
     for (number, rows) in rows.chunks_exact(SETS * 16 * keys.row).enumerate() {
         let set = rows.len() / SETS;
         let mut sums = [[_mm512_setzero_ps(); SETS]; N];
@@ -97,7 +98,7 @@ pub(super) unsafe fn compare<const N: usize>(
                     // SAFETY: sixteen rows, of which this group's codes are read.
                     let codes = unsafe {
                         let at = rows.as_ptr().add(k * set + group * GROUP * bits / 8);
-                        if bits == 8 { bytes(at, keys.row) } else { nibbles(at, keys.row) }
+                        if bits == 8 { transpose_bytes(at, keys.row) } else { transpose_nibbles(at, keys.row) }
                     };
                     for word in 0..WORDS {
                         tile[word][k] = codes[word];
@@ -108,7 +109,7 @@ pub(super) unsafe fn compare<const N: usize>(
                 let mut n = 0;
                 while n < N {
                     for _ in 0..lines {
-                        ahead.fetch();
+                        prefetch.next_line();
                     }
                     n += match N - n {
                         4.. => dots::<4>(tile, scales, n, digits, groups, &starts[group], &mut sums),
@@ -145,7 +146,7 @@ fn dots<const M: usize>(
     let mut digits: [[&[[u8; 4]]; 2]; M] = [[&[]; 2]; M];
     for m in 0..M {
         let at = (n + m) * groups;
-        digits[m] = [&four(&high[at])[..tile.len()], &four(&low[at])[..tile.len()]];
+        digits[m] = [&words(&high[at])[..tile.len()], &words(&low[at])[..tile.len()]];
         for digit in 0..2 {
             dots[m][digit] = [_mm512_set1_epi32(starts[n + m][digit]); SETS];
         }
@@ -174,89 +175,93 @@ fn dots<const M: usize>(
 
 /// Four digits in each word.
 #[inline(always)]
-fn four(digits: &[i8; GROUP]) -> &[[u8; 4]; WORDS] {
+fn words(digits: &[i8; GROUP]) -> &[[u8; 4]; WORDS] {
     bytemuck::cast_ref(digits)
 }
 
-/// Memory that is asked for evenly.
-struct Ahead {
+/// CpuMemory that is queries for evenly.
+struct Prefetch {
     at: *const u8,
     stride: usize,
 }
 
-impl Ahead {
-    /// All of `next` in so many calls; less than a line a call, some of them are asked for twice.
+impl Prefetch {
+    /// All of `next` in so many calls; less than a line a call, some of them are queries for twice.
     fn new(next: &[u8], calls: usize) -> Self {
         Self { at: next.as_ptr(), stride: next.len().div_ceil(calls.max(1)) }
     }
 
     /// Asks for a line more, into the second-level cache.
     #[inline(always)]
-    fn fetch(&mut self) {
+    fn next_line(&mut self) {
         // SAFETY: a hint reads nothing, and every processor with AVX-512 has it.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.cast()) };
         self.at = self.at.wrapping_add(self.stride);
     }
 }
 
-/// See [`super::kv_quant_cpu::collect`].
+/// See [`super::kv_quant_cpu::pv`].
 ///
 /// # Safety
 /// The processor has these features; `rows` are whole rows of `values`, a multiple of 64 and at most [`BLOCK`]; `dim` is a
-/// multiple of 64 and at most [`MOST`]. `next` is wanted afterwards.
+/// multiple of 64 and at most [`MAX_HEAD_DIM`]. `next` is wanted afterwards.
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(super) unsafe fn collect<const N: usize>(
+pub(super) unsafe fn pv<const N: usize>(
     sums: &mut [f32],
     width: usize,
     weights: &[[f32; BLOCK]; N],
-    values: &Rounded<'_>,
+    values: &QuantizedKv<'_>,
     [rows, next]: [&[u8]; 2],
-    factors: &mut Factors,
+    value_scales: &mut ValueScales,
 ) {
-    let (dim, bits, stride) = (values.dim.min(MOST), values.bits, values.row);
+    let (dim, bits, stride) = (values.dim.min(MAX_HEAD_DIM), values.bits, values.row);
     // SAFETY: passed on.
-    unsafe { scales(values, rows, factors) };
-    TILE.with_borrow_mut(|tile| {
+    unsafe { scales(values, rows, value_scales) };
+    VALUE_TILE.with_borrow_mut(|tile| {
         let zero = _mm512_setzero_si512();
         let tile = tile.get_or_insert_with(|| {
-            Box::new(Tile { values: [[zero; 4]; STRIP], weights: Vec::new(), totals: Vec::new() })
+            Box::new(ValueTile { values: [[zero; 4]; STRIP], weights: Vec::new(), totals: Vec::new() })
         });
-        tile.weights.resize(N.max(tile.weights.len()), Weights([[[0; 2]; 2]; STRIP]));
+        tile.weights.resize(N.max(tile.weights.len()), StripWeights([[[0; 2]; 2]; STRIP]));
         tile.totals.clear();
         tile.totals.resize(dim / 64 * N, [[zero; 2]; 4]);
-        // A line a quad is asked for by each two queries and while weights become integers, the rest by the interleaving.
+        // A line a quad is queries for by each two queries and while weights become integers, the rest by the interleaving.
         let quads = dim / 64 * (rows.len() / stride / QUAD);
         let others = quads * (N.div_ceil(2) + 1);
         let early = next.len().div_ceil(64).saturating_sub(others).div_ceil(quads.max(1)).max(1);
-        let mut ahead = Ahead::new(next, quads * early + others);
+        let mut prefetch = Prefetch::new(next, quads * early + others);
         for (strip, rows) in rows.chunks_exact(STRIP * QUAD * stride).enumerate() {
             for pair in 0..dim / 64 {
                 for (rows, values) in rows.chunks_exact(QUAD * stride).zip(&mut tile.values) {
                     for _ in 0..early {
-                        ahead.fetch();
+                        prefetch.next_line();
                     }
                     let mut four = [_mm512_setzero_si512(); QUAD];
                     for row in 0..QUAD {
                         // SAFETY: rows of the block, of which 64 values are read.
-                        four[row] = unsafe { spread(rows.as_ptr().add(row * stride + pair * 8 * bits), bits) };
+                        four[row] = unsafe { signed_bytes(rows.as_ptr().add(row * stride + pair * 8 * bits), bits) };
                     }
-                    *values = interleaved(four);
+                    *values = interleave(four);
                 }
-                let factors = [&factors.each[2 * pair], &factors.each[2 * pair + 1]];
-                whole(weights, STRIP * QUAD * strip, factors, &mut tile.weights, &mut ahead);
+                let value_scales = [&value_scales.each[2 * pair], &value_scales.each[2 * pair + 1]];
+                quantize_weights(weights, STRIP * QUAD * strip, value_scales, &mut tile.weights, &mut prefetch);
                 let mut n = 0;
                 while n < N {
                     let (weights, totals) = (&tile.weights[n..], &mut tile.totals[pair * N + n..]);
                     n += match N - n {
-                        2.. => meet::<2>(&tile.values, weights, totals, &mut ahead),
-                        _ => meet::<1>(&tile.values, weights, totals, &mut ahead),
+                        2.. => accumulate::<2>(&tile.values, weights, totals, &mut prefetch),
+                        _ => accumulate::<1>(&tile.values, weights, totals, &mut prefetch),
                     };
                 }
             }
         }
         for pair in 0..dim / 64 {
             for n in 0..N {
-                results(&tile.totals[pair * N + n], &factors.back[2 * pair..], &mut sums[n * width + 64 * pair..]);
+                store_sums(
+                    &tile.totals[pair * N + n],
+                    &value_scales.back[2 * pair..],
+                    &mut sums[n * width + 64 * pair..],
+                );
             }
         }
     });
@@ -265,16 +270,16 @@ pub(super) unsafe fn collect<const N: usize>(
 /// Adds 64 values of each position of a strip, times their weights, to the totals of `M` queries.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn meet<const M: usize>(
+fn accumulate<const M: usize>(
     values: &[[__m512i; 4]; STRIP],
-    weights: &[Weights],
+    weights: &[StripWeights],
     to: &mut [[[__m512i; 2]; 4]],
-    ahead: &mut Ahead,
+    prefetch: &mut Prefetch,
 ) -> usize {
     let (Some(weights), Some(to)) = (weights.first_chunk::<M>(), to.first_chunk_mut::<M>()) else { return M };
     let mut totals = *to;
     for (quad, values) in values.iter().enumerate() {
-        ahead.fetch();
+        prefetch.next_line();
         for n in 0..M {
             for digit in 0..2 {
                 for group in 0..2 {
@@ -293,7 +298,7 @@ fn meet<const M: usize>(
 /// Writes 64 weighted sums.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn results(totals: &[[__m512i; 2]; 4], back: &[f32], sums: &mut [f32]) {
+fn store_sums(totals: &[[__m512i; 2]; 4], back: &[f32], sums: &mut [f32]) {
     for part in 0..4 {
         let [low, high] = totals[part];
         let total = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), low);
@@ -307,37 +312,37 @@ fn results(totals: &[[__m512i; 2]; 4], back: &[f32], sums: &mut [f32]) {
 /// The scales of a block's values.
 ///
 /// # Safety
-/// As for [`collect`].
+/// As for [`pv`].
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn scales(values: &Rounded<'_>, rows: &[u8], factors: &mut Factors) {
-    let mut some = [[_mm512_setzero_ps(); 2]; MOST / 64];
+unsafe fn scales(values: &QuantizedKv<'_>, rows: &[u8], value_scales: &mut ValueScales) {
+    let mut some = [[_mm512_setzero_ps(); 2]; MAX_HEAD_DIM / 64];
     let some = &mut some[..values.dim / 64];
     for (number, rows) in rows.chunks_exact(16 * values.row).enumerate() {
         // SAFETY: sixteen rows with two bytes of scales a group behind the codes.
         unsafe { codes::scales(rows.as_ptr().add(values.dim * values.bits / 8), values.row, some) };
         for (pair, some) in some.iter().enumerate() {
             for odd in 0..2 {
-                let to = &mut factors.each[2 * pair + odd][16 * number..16 * number + 16];
+                let to = &mut value_scales.each[2 * pair + odd][16 * number..16 * number + 16];
                 // SAFETY: sixteen values.
                 unsafe { _mm512_storeu_ps(to.as_mut_ptr(), some[odd]) };
             }
         }
     }
     for group in 0..values.dim / GROUP {
-        factors.finish(group, rows.len() / values.row);
+        value_scales.finish(group, rows.len() / values.row);
     }
 }
 
-/// Weights of a strip times the factors of two groups, as integers of two digits.
+/// StripWeights of a strip times the value_scales of two groups, as integers of two digits.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn whole<const N: usize>(
+fn quantize_weights<const N: usize>(
     weights: &[[f32; BLOCK]; N],
     first: usize,
-    factors: [&[f32; BLOCK]; 2],
-    to: &mut [Weights],
-    ahead: &mut Ahead,
+    value_scales: [&[f32; BLOCK]; 2],
+    to: &mut [StripWeights],
+    prefetch: &mut Prefetch,
 ) {
     // The low bytes of four integers, then the high ones; behind each is room for the other group's.
     let even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, 1, 5, 9, 13, -1, -1, -1, -1));
@@ -347,9 +352,9 @@ fn whole<const N: usize>(
     for step in 0..STRIP / 4 {
         let at = first + 16 * step;
         for _ in 0..4 {
-            ahead.fetch();
+            prefetch.next_line();
         }
-        let [a, b] = factors;
+        let [a, b] = value_scales;
         let (a, b) = (&a[at..at + 16], &b[at..at + 16]);
         // SAFETY: sixteen values each.
         let (a, b) = unsafe { (_mm512_loadu_ps(a.as_ptr()), _mm512_loadu_ps(b.as_ptr())) };

@@ -11,6 +11,7 @@ mod kv_quant;
 #[cfg(target_arch = "x86_64")]
 mod kv_quant_avx512;
 mod kv_quant_cpu;
+mod kv_quant_operands;
 
 pub(super) use cases::cases;
 pub use gpu::max_splits;
@@ -24,7 +25,7 @@ pub const PAGE: usize = 256;
 /// Positions of a block of the softmax, which is a page.
 const BLOCK: usize = PAGE;
 /// Most values of a head that `--kv-bits` takes.
-const MOST: usize = 1024;
+const MAX_HEAD_DIM: usize = 1024;
 
 /// AttentionShape and sizes. A row of the projection is `(query, gate) of each head | keys | values`.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -12,6 +12,7 @@ use super::{
     linear, norm, router,
 };
 use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Gpu, Launch, Region, Timeline};
+use crate::platform::split_mix64::SplitMix64;
 use std::collections::BTreeMap;
 
 /// The largest difference allowed between results in f32, in parts of the largest value.
@@ -44,7 +45,7 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
             found.insert(name, Err(error.0));
         }
     }
-    type Cases = fn(&mut Bench<'_>) -> Result<(), DeviceError>;
+    type Cases = fn(&mut KernelCheck<'_>) -> Result<(), DeviceError>;
     let parts: [(&str, Cases); 9] = [
         ("products", linear::cases),
         ("norm", norm::cases),
@@ -57,9 +58,14 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
         ("order and memory", order::cases),
     ];
     for (what, part) in parts {
-        // Memory is given back with the bench.
+        // Each check frees its memory at the end.
         let cpu = Cpu::new(CpuDevice::new(1, CpuArithmetic::F32));
-        let mut bench = Bench { cpu, gpu: GpuBackend::waiting_each(&mut *gpu), random: Random(1), found: &mut found };
+        let mut bench = KernelCheck {
+            cpu,
+            gpu: GpuBackend::waiting_each(&mut *gpu),
+            random: RandomInputs(SplitMix64(1)),
+            found: &mut found,
+        };
         if let Err(error) = part(&mut bench) {
             bench.found.insert(format!("({what})"), Err(error.0));
         }
@@ -71,14 +77,14 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
 type Outcome = Result<(f64, f64), String>;
 
 /// The CPU and the GPU under test: buffers have the same number on both, so that one value runs on both.
-pub(super) struct Bench<'a> {
+pub(super) struct KernelCheck<'a> {
     pub cpu: Cpu,
     pub gpu: GpuBackend<&'a mut dyn Gpu>,
-    pub random: Random,
+    pub random: RandomInputs,
     found: &'a mut BTreeMap<String, Outcome>,
 }
 
-impl Bench<'_> {
+impl KernelCheck<'_> {
     pub fn bytes(&mut self, bytes: &[u8]) -> Result<Region, DeviceError> {
         let region = self.cpu.allocate(bytes.len())?;
         self.gpu.allocate(bytes.len())?;
@@ -140,7 +146,7 @@ impl Bench<'_> {
         Ok(self.ran(done))
     }
 
-    /// Runs one launch on the GPU; as [`Bench::run`].
+    /// Runs one launch on the GPU; as [`KernelCheck::run`].
     pub fn launch(&mut self, launch: Launch) -> Vec<&'static str> {
         let done = self.gpu.launch(launch);
         self.ran(done)
@@ -233,20 +239,13 @@ pub(super) fn difference(found: &[f32], expected: &[f32]) -> f64 {
     if found.len() == expected.len() { worst / largest.max(f64::MIN_POSITIVE) } else { f64::NAN }
 }
 
-/// SplitMix64: the same numbers on every machine.
-pub(in crate::ops) struct Random(pub u64);
+/// Random inputs, the same on every machine.
+pub(in crate::ops) struct RandomInputs(pub SplitMix64);
 
-impl Random {
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
+impl RandomInputs {
     /// Between -1 and 1.
     pub fn float(&mut self) -> f32 {
-        ((self.bits() >> 40) as f32 / (1u64 << 23) as f32) - 1.0
+        ((self.0.bits() >> 40) as f32 / (1u64 << 23) as f32) - 1.0
     }
 
     pub fn floats(&mut self, count: usize) -> Vec<f32> {
@@ -266,17 +265,17 @@ impl Random {
                 [(0..rows * cols).flat_map(|_| store(float, self.float())).collect(), vec![], vec![]]
             }
             WeightFormat::Affine { bits, scale, .. } => {
-                let codes = (0..code_bytes).map(|_| self.bits() as u8).collect();
+                let codes = (0..code_bytes).map(|_| self.0.bits() as u8).collect();
                 let step = 1.0 / f32::from(1u16 << bits);
                 let scales = (0..scale_bytes / scale.bytes()).flat_map(|_| store(scale, self.float() * step)).collect();
                 [codes, scales, (0..bias_bytes / scale.bytes()).flat_map(|_| store(scale, self.float())).collect()]
             }
             // 0x7f is not a number, as a code of 8 bits and as a scale of nvfp4.
             WeightFormat::Mxfp4 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 => {
-                let codes = (0..code_bytes).map(|_| (self.bits() as u8) & 0xee).collect();
+                let codes = (0..code_bytes).map(|_| (self.0.bits() as u8) & 0xee).collect();
                 // About 1/4 to 1: as E4M3, or as powers of two.
                 let least = if matches!(format, WeightFormat::Nvfp4) { 40 } else { 125 };
-                [codes, (0..scale_bytes).map(|_| least + (self.bits() % 3) as u8).collect(), vec![]]
+                [codes, (0..scale_bytes).map(|_| least + (self.0.bits() % 3) as u8).collect(), vec![]]
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Checks over several launches: that launches which depend on each other run in order within and across command
 //! buffers, that independent ones may overlap, and that memory of ours is the device's, too.
 
-use super::{Bench, CLOSE, difference};
+use super::{CLOSE, KernelCheck, difference};
 use crate::{
     device::{DeviceError, Region, Slab, Timeline},
     ops::{Backend, Float, Linear, Op, Weight, WeightFormat, norm::rms_norm},
@@ -13,7 +13,7 @@ const STEPS: usize = 40;
 const ORDER: &str = "(order of launches)";
 const SHARED: &str = "(shared memory)";
 
-pub fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+pub fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let weight = b.weight(WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 }, SIDE, SIDE)?;
     order(b, &weight)?;
     shared(b, &weight)
@@ -25,7 +25,7 @@ fn product(x: Region, weight: &Weight, y: Region) -> Op<'_> {
 
 /// Two chains side by side, each product reading what the one before wrote: once with a wait behind every launch, once with
 /// commits only. The bytes are the same.
-fn order(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
+fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
     let begin = [b.random.floats(SIDE), b.random.floats(SIDE)];
     let w = b.random(SIDE)?;
     let mut results = Vec::new();
@@ -61,7 +61,7 @@ fn order(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
 }
 
 /// A product with weights in a slab that the device has adopted before they were written, and after they were written again.
-fn shared(b: &mut Bench<'_>, weight: &Weight) -> Result<(), DeviceError> {
+fn shared(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
     let mut parts = Vec::new();
     for part in weight.parts {
         let mut bytes = vec![0; part.len];

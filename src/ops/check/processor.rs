@@ -1,11 +1,12 @@
 //! The processor's instruction sets against plain Rust: the same bytes, in both kinds of arithmetic.
 
-use super::{Finding, Random, difference};
+use super::{Finding, RandomInputs, difference};
 use crate::ops::{
     Float, WeightFormat, WeightView,
-    quant::{Format, Quantised},
-    simd::{Activations, Isa, Out, product},
+    quant::{ActivationFormat, QuantizedRows},
+    simd::{Activations, Isa, OutPtr, product},
 };
+use crate::platform::split_mix64::SplitMix64;
 
 /// Rows that are no multiple of anything, columns that are no whole number of lanes.
 const ROWS: usize = 37;
@@ -40,7 +41,7 @@ pub fn processor() -> Vec<Finding> {
 }
 
 fn compare(codes: WeightFormat, found: &mut [Finding]) {
-    let mut random = Random(2);
+    let mut random = RandomInputs(SplitMix64(2));
     let parts = random.parts(codes, ROWS, COLS);
     let x = random.floats(TOKENS * COLS);
     let parts = [&parts[0][..], &parts[1][..], &parts[2][..]];
@@ -69,12 +70,12 @@ fn compare(codes: WeightFormat, found: &mut [Finding]) {
 
 /// `x W^T` by one instruction set: `[rows of x, rows of weight]`, computed `together` rows of x at a time.
 pub(in crate::ops) fn run(isa: Isa, integer: bool, weight: &WeightView<'_>, x: &[f32], together: usize) -> Vec<f32> {
-    run_in(&mut Quantised::default(), isa, integer, weight, x, together)
+    run_in(&mut QuantizedRows::default(), isa, integer, weight, x, together)
 }
 
-/// [`run`] with buffers for the quantised rows.
+/// [`run`] with buffers for the quantized rows.
 pub(in crate::ops) fn run_in(
-    quantised: &mut Quantised,
+    quantized: &mut QuantizedRows,
     isa: Isa,
     integer: bool,
     weight: &WeightView<'_>,
@@ -84,13 +85,13 @@ pub(in crate::ops) fn run_in(
     let tokens = x.len() / weight.cols;
     let mut out = vec![f32::NAN; tokens * weight.rows];
     if let (true, WeightFormat::Affine { bits, group, .. }) = (integer, weight.codes) {
-        let writer = quantised.resize(tokens, weight.cols, Format::new(bits, group));
+        let writer = quantized.resize(tokens, weight.cols, ActivationFormat::new(bits, group));
         // SAFETY: one thread, all rows.
         unsafe { writer.rows(x, 0..tokens) };
     }
-    let line = |(token, x)| Activations { x, digits: quantised.row(token) };
+    let line = |(token, x)| Activations { x, digits: quantized.row(token) };
     let lines: Vec<Activations<'_>> = x.chunks_exact(weight.cols).enumerate().map(line).collect();
-    let outs: Vec<Out> = out.chunks_exact_mut(weight.rows).map(|row| Out(row.as_mut_ptr())).collect();
+    let outs: Vec<OutPtr> = out.chunks_exact_mut(weight.rows).map(|row| OutPtr(row.as_mut_ptr())).collect();
     for (lines, outs) in lines.chunks(together).zip(outs.chunks(together)) {
         // SAFETY: each line has its row of `out`, which nobody else sees; the processor has what `Isa::all` lists; the parts
         // are as long as the encoding asks for.

@@ -1,16 +1,16 @@
 use super::Conv;
 use crate::{
     device::DeviceError,
-    ops::{Decay, DeltaRule, DeltaShape, Replay, check::Bench},
+    ops::{Decay, DeltaRule, DeltaShape, Replay, check::KernelCheck},
 };
 
 /// The convolution, and the delta rule behind it.
-pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     case(b, &DeltaShape { key_heads: 1, value_heads: 2, key_dim: 128, value_dim: 32, conv_width: 4, eps: 1e-6 })?;
     case(b, &DeltaShape { key_heads: 1, value_heads: 1, key_dim: 256, value_dim: 16, conv_width: 4, eps: 1e-6 })
 }
 
-fn case(b: &mut Bench<'_>, shape: &DeltaShape) -> Result<(), DeviceError> {
+fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape) -> Result<(), DeviceError> {
     let (tokens, channels, values) = (3, shape.channels(), shape.values());
     let proj = b.random(tokens * shape.width())?;
     let past = Replay { rows: 2, proj: b.random(2 * shape.width())?, mixed: b.random(2 * channels)? };

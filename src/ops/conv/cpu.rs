@@ -4,7 +4,7 @@ use crate::{
     ops::{
         cpu::{Cpu, refuse},
         delta::EPS,
-        simd::{Out, float, math::silu, wide},
+        simd::{OutPtr, float, math::silu, wide},
     },
 };
 use std::ops::Range;
@@ -39,7 +39,7 @@ impl Conv<'_> {
                 unit(head, if at < keys { (shape.key_dim as f32).powf(-0.5) } else { 1.0 });
             }
         };
-        let base = Out(state.as_mut_ptr());
+        let base = OutPtr(state.as_mut_ptr());
         // Row `row` of the state, from channel `first` on.
         let kept_row = |row: usize, first: usize| {
             let base = &base;

@@ -8,7 +8,7 @@ use std::{ops::Range, sync::Arc};
 
 /// The buffers by number: each is a part of a slab.
 #[derive(Default)]
-pub(in crate::ops) struct Memory {
+pub(in crate::ops) struct CpuMemory {
     pub(super) buffers: Vec<(Arc<Slab>, Range<usize>)>,
 }
 
@@ -16,7 +16,7 @@ pub(in crate::ops) fn refuse<T>(why: String) -> Result<T, DeviceError> {
     Err(DeviceError(why))
 }
 
-impl Memory {
+impl CpuMemory {
     pub fn bytes(&self, region: Region) -> &[u8] {
         let Some((slab, range)) = self.buffers.get(region.buffer as usize).filter(|_| region.len > 0) else {
             return &[];

@@ -2,12 +2,12 @@
 
 mod memory;
 
-pub(super) use memory::{Memory, refuse};
+pub(super) use memory::{CpuMemory, refuse};
 
 use super::{
     Backend, BackendLimits, KvFormat, ModelPart, Op, experts,
     op::each,
-    quant::{Quantised, QuantisedRows},
+    quant::{ActivationCache, QuantizedRows},
     simd::Activations,
 };
 use crate::device::{BufferAccess, CpuArithmetic, CpuDevice, DeviceError, Region, Slab, Timeline};
@@ -20,27 +20,27 @@ const MIXER: usize = 256;
 /// Runs operations on the CPU.
 pub struct Cpu {
     pub(super) compute: CpuDevice,
-    pub(super) memory: Memory,
-    /// The rows that weights met last, quantised.
-    pub(super) quantised: QuantisedRows,
-    pub(super) scratch: Scratch,
+    pub(super) memory: CpuMemory,
+    /// The rows that weights met last, quantized.
+    pub(super) quantized: ActivationCache,
+    pub(super) scratch: CpuScratch,
 }
 
 /// Buffers that keep their room from one operation to the next.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct CpuScratch {
     pub normed: Vec<f32>,
     pub product: Vec<f32>,
     /// For each token and key head `q . k`, for each value head its gates.
-    pub same: Vec<f32>,
+    pub qk: Vec<f32>,
     pub gates: Vec<[f32; 2]>,
-    pub experts: experts::Scratch,
+    pub experts: experts::ExpertScratch,
 }
 
 impl Cpu {
     pub fn new(compute: CpuDevice) -> Self {
-        let (memory, quantised, scratch) = Default::default();
-        Self { compute, memory, quantised, scratch }
+        let (memory, quantized, scratch) = Default::default();
+        Self { compute, memory, quantized, scratch }
     }
 
     /// The limits of a CPU that computes with `math`.
@@ -64,19 +64,19 @@ impl Cpu {
     /// is added to it, and its digits, of no more than `widest` values; in a feed-forward its digits in two formats, and the
     /// `inner` values that are projected back, of the `places` that are computed together. A dense one has the first two as well.
     pub fn scratch(hidden: usize, widest: usize, places: usize, inner: usize) -> [usize; 2] {
-        let both = 2 * 4 * hidden + Quantised::row_bytes(widest);
+        let both = 2 * 4 * hidden + QuantizedRows::row_bytes(widest);
         // Twice: tasks that share a slice leave it in f32 first, or the shared expert's have a format of their own.
-        let middle = 2 * Quantised::row_bytes(inner).max(4 * inner);
+        let middle = 2 * QuantizedRows::row_bytes(inner).max(4 * inner);
         // Its places while they are sorted, and a share of the lists of tasks, which end at 128 rows.
         let lists = 2 * size_of::<(u32, u32)>() * places + size_of::<Activations<'_>>();
         if places > 1 {
-            [2 * Quantised::row_bytes(hidden) + middle + lists, MIXER * both + experts::PLACES * middle]
+            [2 * QuantizedRows::row_bytes(hidden) + middle + lists, MIXER * both + experts::PLACES * middle]
         } else {
-            [both + Quantised::row_bytes(hidden) + middle + lists, 0]
+            [both + QuantizedRows::row_bytes(hidden) + middle + lists, 0]
         }
     }
 
-    fn known(&self, region: Region) -> Result<(), DeviceError> {
+    fn check_region(&self, region: Region) -> Result<(), DeviceError> {
         match self.memory.buffers.get(region.buffer as usize) {
             Some((_, range)) if region.offset + region.len <= range.len() => Ok(()),
             _ => refuse(format!("{region:?} is not in this memory")),
@@ -91,7 +91,7 @@ impl Cpu {
             if region.len == 0 || wrong.is_err() {
                 return;
             }
-            wrong = self.known(region);
+            wrong = self.check_region(region);
             let writes = |effect| effect != BufferAccess::Read;
             for (other, before) in &seen[..count] {
                 if (writes(effect) || writes(*before)) && region.overlaps(*other) {
@@ -124,36 +124,36 @@ impl Backend for Cpu {
 
     fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {
         self.check(op)?;
-        let quantised = &mut self.quantised;
+        let quantized = &mut self.quantized;
         op.touches(&mut |region, effect| {
             if effect != BufferAccess::Read {
-                quantised.forget(region);
+                quantized.forget(region);
             }
         });
         each!(op, op => op.on_cpu(self))
     }
 
     fn read(&mut self, from: Region, into: &mut [u8]) -> Result<(), DeviceError> {
-        self.known(from.first(into.len()))?;
+        self.check_region(from.first(into.len()))?;
         into.copy_from_slice(self.memory.bytes(from.first(into.len())));
         Ok(())
     }
 
     fn write(&mut self, to: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         let to = to.first(bytes.len());
-        self.known(to)?;
-        self.quantised.forget(to);
+        self.check_region(to)?;
+        self.quantized.forget(to);
         self.memory.bytes_mut(to).copy_from_slice(bytes);
         Ok(())
     }
 
     fn copy(&mut self, from: Region, to: Region) -> Result<(), DeviceError> {
-        self.known(from)?;
-        self.known(to)?;
+        self.check_region(from)?;
+        self.check_region(to)?;
         if from.len != to.len || from.overlaps(to) {
             return refuse(format!("a copy from {from:?} to {to:?}"));
         }
-        self.quantised.forget(to);
+        self.quantized.forget(to);
         self.memory.bytes_mut(to).copy_from_slice(self.memory.bytes(from));
         Ok(())
     }

@@ -1,11 +1,11 @@
 use super::{Decay, DeltaNet, DeltaRule, DeltaShape, Replay};
 use crate::{
     device::DeviceError,
-    ops::{Conv, Float, Linear, Norm, WeightFormat, check::Bench},
+    ops::{Conv, Float, Linear, Norm, WeightFormat, check::KernelCheck},
 };
 
 /// Whole layers; the rule alone stands behind the convolution's cases.
-pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     let shape = &DeltaShape { key_heads: 2, value_heads: 4, key_dim: 64, value_dim: 32, conv_width: 4, eps: 1e-6 };
     for (codes, tokens) in [(affine(4, 64), 1), (affine(3, 32), 1), (affine(8, 64), 3), (WeightFormat::Mxfp4, 2)] {
@@ -15,7 +15,7 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
 }
 
 /// A whole layer, behind two rows that were a trial.
-fn case(b: &mut Bench<'_>, shape: &DeltaShape, codes: WeightFormat, tokens: usize) -> Result<(), DeviceError> {
+fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens: usize) -> Result<(), DeviceError> {
     let (hidden, channels, values, heads) = (192, shape.channels(), shape.values(), shape.value_heads);
     let mut rows = |rows| b.weight(codes, rows, hidden);
     let matrices = [rows(channels)?, rows(values)?, rows(heads)?, rows(heads)?];

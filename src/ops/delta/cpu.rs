@@ -6,7 +6,7 @@ use crate::{
         cpu::Cpu,
         norm::{multiply, normalise},
         simd::{
-            Out, Vector, float,
+            OutPtr, Vector, float,
             math::{exp, sigmoid},
             wide,
         },
@@ -44,39 +44,39 @@ impl DeltaRule<'_> {
             let row = &rows[at * width + channels + values..][..2 * value_heads];
             [sigmoid(row[head]), exp(rate[head] * softplus(row[value_heads + head] + bias[head]))]
         };
-        let alike = |token: usize, head: usize| {
+        let query_key = |token: usize, head: usize| {
             let (q, k) = mixed[token * channels..][..2 * keys].split_at(keys);
             dot(&q[head * key_dim..][..key_dim], &k[head * key_dim..][..key_dim])
         };
-        let (same, gates) = (&mut scratch.same, &mut scratch.gates);
-        same.resize(key_heads * tokens, 0.0);
+        let (qk, gates) = (&mut scratch.qk, &mut scratch.gates);
+        qk.resize(key_heads * tokens, 0.0);
         gates.resize(value_heads * all, [0.0; 2]);
         if !alone {
             // Several tasks of a head meet them. With one token each computes its own.
             compute.threads.run_pieces(gates, all, &|head, gates| {
                 gates.iter_mut().enumerate().for_each(|(at, gates)| *gates = gate(at, head));
             });
-            compute.threads.run_pieces(same, tokens, &|head, same| {
-                same.iter_mut().enumerate().for_each(|(token, same)| *same = alike(token, head));
+            compute.threads.run_pieces(qk, tokens, &|head, qk| {
+                qk.iter_mut().enumerate().for_each(|(token, qk)| *qk = query_key(token, head));
             });
         }
-        let (same, gates) = (&*same, &*gates);
+        let (qk, gates) = (&*qk, &*gates);
         let norm = memory.floats(self.norm.floats(value_dim));
         let y = memory.floats_mut(self.y.floats(tokens * values));
-        let base_y = Out(y.as_mut_ptr());
+        let base_y = OutPtr(y.as_mut_ptr());
         // Where `y` may be other heads' input, it waits for them.
         let at_once = alone && !self.y.overlaps(self.mixed);
         // What leaves a head, of its whole output.
-        let leave = |token: usize, head: usize, o: &[f32], y: &mut [f32]| {
+        let gated_norm = |token: usize, head: usize, o: &[f32], y: &mut [f32]| {
             normalise(o, norm, shape.eps, y);
             multiply(y, &proj[token * width + channels + head * value_dim..][..value_dim]);
         };
         // Rows of S do not touch each other: a task walks some rows of one head through all tokens.
         let rows = if all == 1 { value_dim } else { value_dim.min(ROWS) };
         let tasks = value_dim.div_ceil(rows);
-        let (state, base) = (Out(state.as_mut_ptr()), Out(out.as_mut_ptr()));
+        let (state, base) = (OutPtr(state.as_mut_ptr()), OutPtr(out.as_mut_ptr()));
         compute.threads.run(value_heads * tasks, &|task| {
-            let (Out(state), Out(out)) = (state, base);
+            let (OutPtr(state), OutPtr(out)) = (state, base);
             let (head, first) = (task / tasks, task % tasks * rows);
             let rows = rows.min(value_dim - first);
             // SAFETY: these rows of this head belong to this task; the state has `value_heads * value_dim` of them.
@@ -84,14 +84,14 @@ impl DeltaRule<'_> {
                 std::slice::from_raw_parts_mut(state.add((head * value_dim + first) * key_dim), rows * key_dim)
             };
             let key_head = head / (value_heads / key_heads);
-            let (own_same, own_gates);
-            let (same, gates) = if alone {
-                (own_same, own_gates) = ([alike(0, key_head)], [gate(0, head)]);
-                (&own_same[..], &own_gates[..])
+            let (own_qk, own_gates);
+            let (qk, gates) = if alone {
+                (own_qk, own_gates) = ([query_key(0, key_head)], [gate(0, head)]);
+                (&own_qk[..], &own_gates[..])
             } else {
-                (&same[key_head * tokens..][..tokens], &gates[head * all..][..all])
+                (&qk[key_head * tokens..][..tokens], &gates[head * all..][..all])
             };
-            let walk = Walk { shape, past: past.rows, old, mixed, same, gates, head, first };
+            let inputs = HeadInputs { shape, past: past.rows, old, mixed, qk, gates, head, first };
             let at = head * value_dim + first;
             // Of a token's outputs, those of these rows.
             // SAFETY: they belong to this task.
@@ -103,7 +103,7 @@ impl DeltaRule<'_> {
             let held = !room.is_empty()
                 && (0..all).step_by(block).all(|from| {
                     let tokens = from..all.min(from + block);
-                    let held = hold(state, &walk, tokens.clone(), stored, room);
+                    let held = step_in_registers(state, &inputs, tokens.clone(), stored, room);
                     for (at, room) in tokens.zip(room.chunks(rows)).filter(|(at, _)| held && *at >= past.rows) {
                         out(at - past.rows).copy_from_slice(room);
                     }
@@ -116,9 +116,9 @@ impl DeltaRule<'_> {
                     ahead = state.to_vec();
                     state = &mut ahead;
                 }
-                let token = walk.token(index);
+                let token = inputs.token(index);
                 let Some(key) = token.read else {
-                    advance(state, token.k, &token.v[..rows], token.gates);
+                    replay(state, token.k, &token.v[..rows], token.gates);
                     continue;
                 };
                 step(state, key, token.k, &token.v[..rows], token.gates, out(index - past.rows));
@@ -126,14 +126,14 @@ impl DeltaRule<'_> {
             if at_once {
                 // SAFETY: this head of the only token belongs to this task.
                 let y = unsafe { std::slice::from_raw_parts_mut(base_y.add(at).0, value_dim) };
-                leave(0, head, out(0), y);
+                gated_norm(0, head, out(0), y);
             }
         });
         if !at_once {
             let out = &*out;
             compute.threads.run_pieces(y, values, &|token, y| {
                 let heads = out[token * values..].chunks_exact(value_dim).zip(y.chunks_exact_mut(value_dim));
-                heads.enumerate().for_each(|(head, (o, y))| leave(token, head, o, y));
+                heads.enumerate().for_each(|(head, (o, y))| gated_norm(token, head, o, y));
             });
         }
         Ok(())
@@ -141,44 +141,44 @@ impl DeltaRule<'_> {
 }
 
 /// What some rows of a head's S meet, from row `first` on: `past` rows of old tokens, then new ones.
-struct Walk<'a> {
+struct HeadInputs<'a> {
     shape: &'a DeltaShape,
     past: usize,
     old: &'a [f32],
     mixed: &'a [f32],
     /// Of this head, for each token.
-    same: &'a [f32],
+    qk: &'a [f32],
     gates: &'a [[f32; 2]],
     head: usize,
     first: usize,
 }
 
 /// A token as one head's rows of S meet it; `v` from the first of these rows on.
-struct Token<'a> {
+struct HeadToken<'a> {
     k: &'a [f32],
     v: &'a [f32],
     gates: [f32; 2],
     /// `None` if what comes of it is not wanted.
-    read: Option<Query<'a>>,
+    read: Option<ReadQuery<'a>>,
 }
 
 /// A query, and its `q . k`.
 #[derive(Clone, Copy)]
-struct Query<'a> {
+struct ReadQuery<'a> {
     q: &'a [f32],
-    same: f32,
+    qk: f32,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> HeadInputs<'a> {
     #[inline(always)]
-    fn token(&self, at: usize) -> Token<'a> {
+    fn token(&self, at: usize) -> HeadToken<'a> {
         let DeltaShape { key_heads, value_heads, key_dim, value_dim, .. } = *self.shape;
         let (channels, keys, key_head) =
             (self.shape.channels(), key_heads * key_dim, self.head / (value_heads / key_heads));
         let (rows, row) = if at < self.past { (self.old, at) } else { (self.mixed, at - self.past) };
         let row = &rows[row * channels..][..channels];
-        let query = |token: usize| Query { q: &row[key_head * key_dim..][..key_dim], same: self.same[token] };
-        Token {
+        let query = |token: usize| ReadQuery { q: &row[key_head * key_dim..][..key_dim], qk: self.qk[token] };
+        HeadToken {
             k: &row[keys + key_head * key_dim..][..key_dim],
             v: &row[2 * keys + self.head * value_dim + self.first..][..value_dim - self.first],
             gates: self.gates[at],
@@ -188,25 +188,25 @@ impl<'a> Walk<'a> {
 }
 
 /// Vectors of a key, where rows of S are held in registers; and rows that are held at once.
-const KEY: usize = 8;
-const HELD: usize = 3;
+const KEY_VECTORS: usize = 8;
+const MAX_ROWS: usize = 3;
 
 wide! {
     /// Rows of S go through the tokens `at`, a few at a time, which stay in registers meanwhile; `state` has them as they are
     /// behind `stored` tokens, or behind the last. `out` gets what [`step`] gives, `[tokens, rows]`. False, and nothing is done,
     /// where there are too few registers.
-    fn hold(state: &mut [f32], walk: &Walk<'_>, at: Range<usize>, stored: usize, out: &mut [f32]) -> bool {
+    fn step_in_registers(state: &mut [f32], inputs: &HeadInputs<'_>, at: Range<usize>, stored: usize, out: &mut [f32]) -> bool {
         let (state, rest) = state.as_chunks_mut::<16>();
-        if !V::MANY || walk.shape.key_dim != 16 * KEY || !rest.is_empty() {
+        if !V::HAS_32_REGISTERS || inputs.shape.key_dim != 16 * KEY_VECTORS || !rest.is_empty() {
             return false;
         }
-        let rows = state.len() / KEY;
-        for (part, state) in state.chunks_mut(HELD * KEY).enumerate() {
-            let (row, at) = (part * HELD, at.clone());
-            match state.len() / KEY {
-                HELD => held::<V, HELD>(state, walk, at, stored, out, row, rows),
-                2 => held::<V, 2>(state, walk, at, stored, out, row, rows),
-                _ => held::<V, 1>(state, walk, at, stored, out, row, rows),
+        let rows = state.len() / KEY_VECTORS;
+        for (part, state) in state.chunks_mut(MAX_ROWS * KEY_VECTORS).enumerate() {
+            let (row, at) = (part * MAX_ROWS, at.clone());
+            match state.len() / KEY_VECTORS {
+                MAX_ROWS => step_rows::<V, MAX_ROWS>(state, inputs, at, stored, out, row, rows),
+                2 => step_rows::<V, 2>(state, inputs, at, stored, out, row, rows),
+                _ => step_rows::<V, 1>(state, inputs, at, stored, out, row, rows),
             }
         }
         true
@@ -215,21 +215,21 @@ wide! {
 
 /// [`hold`] for `R` rows from `row` on of `rows`: [`step`] and [`advance`], operation by operation.
 #[inline(always)]
-fn held<V: Vector, const R: usize>(
+fn step_rows<V: Vector, const R: usize>(
     state: &mut [[f32; 16]],
-    walk: &Walk<'_>,
+    inputs: &HeadInputs<'_>,
     tokens: Range<usize>,
     stored: usize,
     out: &mut [f32],
     row: usize,
     rows: usize,
 ) {
-    let store = |s: &[[V; KEY]; R], state: &mut [[f32; 16]]| {
+    let store = |s: &[[V; KEY_VECTORS]; R], state: &mut [[f32; 16]]| {
         for (s, to) in s.iter().flatten().zip(state) {
             s.store(to);
         }
     };
-    let mut s = [[V::splat(0.0); KEY]; R];
+    let mut s = [[V::splat(0.0); KEY_VECTORS]; R];
     for (s, from) in s.iter_mut().flatten().zip(&*state) {
         *s = V::load(from);
     }
@@ -237,14 +237,14 @@ fn held<V: Vector, const R: usize>(
         if at == stored {
             store(&s, state);
         }
-        let Token { k, v, gates: [beta, g], read } = walk.token(at);
-        let k = &k.as_chunks::<16>().0[..KEY];
+        let HeadToken { k, v, gates: [beta, g], read } = inputs.token(at);
+        let k = &k.as_chunks::<16>().0[..KEY_VECTORS];
         let mut known = [V::splat(0.0); R];
         let mut d = [0.0; R];
-        if let Some(Query { q, same }) = read {
-            let q = &q.as_chunks::<16>().0[..KEY];
+        if let Some(ReadQuery { q, qk }) = read {
+            let q = &q.as_chunks::<16>().0[..KEY_VECTORS];
             let mut seen = [V::splat(0.0); R];
-            for c in 0..KEY {
+            for c in 0..KEY_VECTORS {
                 let (k, q) = (V::load(&k[c]), V::load(&q[c]));
                 for r in 0..R {
                     known[r] = s[r][c].fma(k, known[r]);
@@ -252,22 +252,22 @@ fn held<V: Vector, const R: usize>(
                 }
             }
             for r in 0..R {
-                d[r] = beta * (v[row + r] - g * known[r].fold());
-                out[index * rows + row + r] = d[r].mul_add(same, g * seen[r].fold());
+                d[r] = beta * (v[row + r] - g * known[r].sum());
+                out[index * rows + row + r] = d[r].mul_add(qk, g * seen[r].sum());
             }
         } else {
-            for c in 0..KEY {
+            for c in 0..KEY_VECTORS {
                 let k = V::load(&k[c]);
                 for r in 0..R {
                     known[r] = s[r][c].fma(k, known[r]);
                 }
             }
             for r in 0..R {
-                d[r] = beta * (v[row + r] - g * known[r].fold());
+                d[r] = beta * (v[row + r] - g * known[r].sum());
             }
         }
         let (g, d, none) = (V::splat(g), d.map(V::splat), V::splat(-0.0));
-        for c in 0..KEY {
+        for c in 0..KEY_VECTORS {
             let k = V::load(&k[c]);
             for r in 0..R {
                 // A product rounded on its own, as the sum with nothing is.
@@ -283,22 +283,22 @@ fn held<V: Vector, const R: usize>(
 wide! {
     /// `s = g s + d k` with `d = beta (v - g s . k)` for some rows of S; `out` gets the new `s . q`, for which `q . k` spares
     /// a second pass: it is `g s . q + d q . k`.
-    fn step(state: &mut [f32], key: Query<'_>, k: &[f32], v: &[f32], gates: [f32; 2], out: &mut [f32]) {
-        let ([beta, g], Query { q, same }) = (gates, key);
+    fn step(state: &mut [f32], key: ReadQuery<'_>, k: &[f32], v: &[f32], gates: [f32; 2], out: &mut [f32]) {
+        let ([beta, g], ReadQuery { q, qk }) = (gates, key);
         for ((s, v), out) in state.chunks_exact_mut(k.len()).zip(v).zip(out) {
             let [known, seen] = float::dot::<V, 2>(s, [k, q]);
             let d = beta * (v - g * known);
             for (s, k) in s.iter_mut().zip(k) {
                 *s = g.mul_add(*s, d * k);
             }
-            *out = d.mul_add(same, g * seen);
+            *out = d.mul_add(qk, g * seen);
         }
     }
 }
 
 wide! {
-    /// The same, for a row whose `out` is known.
-    fn advance(state: &mut [f32], k: &[f32], v: &[f32], gates: [f32; 2]) {
+    /// The qk, for a row whose `out` is known.
+    fn replay(state: &mut [f32], k: &[f32], v: &[f32], gates: [f32; 2]) {
         let [beta, g] = gates;
         for (s, v) in state.chunks_exact_mut(k.len()).zip(v) {
             let [known] = float::dot::<V, 1>(s, [k]);

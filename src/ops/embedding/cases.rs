@@ -4,13 +4,13 @@ use crate::{
     ops::{
         Float,
         check::difference,
-        check::{Bench, CLOSE},
+        check::{CLOSE, KernelCheck},
         linear::FORMATS,
     },
 };
 
 /// Rows by number, and all of them as f32 and as f16.
-pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for codes in FORMATS.into_iter().flatten() {
         let table = &b.weight(codes, 37, 256)?;
         let count = table.rows * table.cols;

@@ -6,7 +6,7 @@ use crate::{
     device::{DeviceError, Region},
     ops::{
         Backend, Float, Linear, Weight, WeightFormat,
-        check::{Bench, CLOSE, HALF},
+        check::{CLOSE, HALF, KernelCheck},
         simd::math::silu,
     },
 };
@@ -17,7 +17,7 @@ const SLOTS: usize = 3;
 const TOKENS: usize = 3;
 const K: usize = 2;
 
-pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     case(b, [affine(4, 64); 3], 64)?;
     case(b, [affine(3, 32), affine(6, 64), affine(8, 128)], 128)?;
@@ -25,7 +25,7 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
 }
 
 /// ExpertSlots with random experts, pieces side by side at multiples of 16 bytes, and how they are laid out.
-fn slots(b: &mut Bench<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertStack; 3], ExpertSlots), DeviceError> {
+fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertStack; 3], ExpertSlots), DeviceError> {
     let shapes = [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)];
     let mut stride = 0;
     let stacks = [0, 1, 2].map(|i| {
@@ -49,7 +49,7 @@ fn slots(b: &mut Bench<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertStack; 3
 }
 
 /// One layer's experts for a few rows: by slot number, and grouped by expert.
-fn case(b: &mut Bench<'_>, codes: [WeightFormat; 3], inner: usize) -> Result<(), DeviceError> {
+fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Result<(), DeviceError> {
     let (stacks, slots) = &slots(b, codes)?;
     let any = WeightFormat::Affine { bits: 4, group: 32, scale: Float::Bf16 };
     let gate_up = [b.weight(any, inner, HIDDEN)?, b.weight(any, inner, HIDDEN)?];
@@ -120,7 +120,7 @@ fn case(b: &mut Bench<'_>, codes: [WeightFormat; 3], inner: usize) -> Result<(),
 
 /// `silu(gate) * up` of every row for every slot, and at the end of the shared expert.
 fn activations(
-    b: &mut Bench<'_>,
+    b: &mut KernelCheck<'_>,
     layer: &MoeWeights,
     slots: &ExpertSlots,
     x: Region,

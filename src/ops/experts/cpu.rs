@@ -2,15 +2,15 @@
 
 use super::{
     CombineExperts, ExpertGroup, ExpertSet, Experts,
-    gemm::{ExpertView, Job, Rows, compute},
+    gemm::{ExpertJob, ExpertView, JobRows, compute},
 };
 use crate::{
     device::DeviceError,
     ops::{
         WeightView,
-        cpu::{Cpu, Memory, refuse},
-        linear::emptied,
-        simd::{Out, wide},
+        cpu::{Cpu, CpuMemory, refuse},
+        linear::reuse_empty,
+        simd::{OutPtr, wide},
     },
 };
 
@@ -20,9 +20,9 @@ pub(in crate::ops) const PLACES: usize = 512;
 impl Experts<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (layer, tokens, hidden) = (self.layer, self.tokens, self.layer.hidden());
-        let Cpu { compute: with, memory, quantised, scratch } = cpu;
+        let Cpu { compute: with, memory, quantized, scratch } = cpu;
         let scratch = &mut scratch.experts;
-        let mut jobs: Vec<Job<'_>> = emptied(std::mem::take(&mut scratch.jobs));
+        let mut jobs: Vec<ExpertJob<'_>> = reuse_empty(std::mem::take(&mut scratch.jobs));
         let (mut groups, mut places) = (std::mem::take(&mut scratch.groups), std::mem::take(&mut scratch.order));
         let (groups_of, places_of, shared) = match self.which {
             ExpertSet::Landed { groups, places, shared, .. } => (groups, places, shared),
@@ -43,8 +43,8 @@ impl Experts<'_> {
         };
         if let Some(expert) = layer.shared.as_ref().filter(|_| shared) {
             let [gate, up] = expert.gate_up.each_ref().map(|weight| memory.view(weight));
-            let rows = Rows::Each { first: tokens * layer.k, count: tokens };
-            jobs.push(Job { expert: ExpertView { gate, up, down: memory.view(&expert.down) }, rows });
+            let rows = JobRows::Each { first: tokens * layer.k, count: tokens };
+            jobs.push(ExpertJob { expert: ExpertView { gate, up, down: memory.view(&expert.down) }, rows });
         }
         for group in groups_of {
             let (first, count) = (group.first as usize, group.count as usize);
@@ -52,28 +52,28 @@ impl Experts<'_> {
             else {
                 return refuse(format!("{group:?} of {} places, in {} slots", places_of.len(), self.slots.slabs.len()));
             };
-            jobs.push(Job { expert, rows: Rows::Places(places, layer.k) });
+            jobs.push(ExpertJob { expert, rows: JobRows::Places(places, layer.k) });
         }
         let at = self.x.floats(tokens * hidden);
         let out = memory.floats_mut(self.room.out.floats(layer.places(tokens) * hidden));
         let (x, mut rest, mut done) = (memory.floats(at), &jobs[..], Ok(()));
         while !rest.is_empty() && done.is_ok() {
             let mut rows = 0;
-            let fits = |job: &&Job<'_>| {
+            let fits = |job: &&ExpertJob<'_>| {
                 rows += job.rows.len();
                 rows <= tokens + PLACES
             };
             let (some, behind) = rest.split_at(rest.iter().take_while(fits).count().max(1));
-            done = compute(with, quantised, Some(at), x, hidden, some, out, scratch);
+            done = compute(with, quantized, Some(at), x, hidden, some, out, scratch);
             rest = behind;
         }
-        scratch.jobs = emptied(jobs);
+        scratch.jobs = reuse_empty(jobs);
         (scratch.groups, scratch.order) = (groups, places);
         done
     }
 
     /// An expert where it lies; `None` if there is no such slot.
-    fn expert<'a>(&self, memory: &'a Memory, group: ExpertGroup) -> Option<ExpertView<'a>> {
+    fn expert<'a>(&self, memory: &'a CpuMemory, group: ExpertGroup) -> Option<ExpertView<'a>> {
         let view = |index: usize| {
             let stack = &self.layer.stacks[index];
             let (at, global_scale) =
@@ -97,7 +97,7 @@ impl CombineExperts<'_> {
         let weights = memory.floats(self.room.weights.floats(tokens * (k + 1)));
         let h = memory.floats_mut(self.h.floats(tokens * hidden));
         let (routed, shared) = out.split_at(tokens * k * hidden);
-        let base = Out(h.as_mut_ptr());
+        let base = OutPtr(h.as_mut_ptr());
         cpu.compute.threads.run_split(tokens, 16, &|range| {
             let base = &base;
             for token in range {

@@ -1,6 +1,6 @@
 //! Gate and up in one pass, SwiGLU, down, all experts of the call as one parallel job.
 //!
-//! Rows of a gate and up projection are cut where the groups of the down projection's input end, so the task that has
+//! JobRows of a gate and up projection are cut where the groups of the down projection's input end, so the task that has
 //! computed a run of the intermediate values also quantises them. Nothing depends on which experts share a call, on how
 //! many tokens an expert serves, or on the order in which tasks are claimed.
 
@@ -10,9 +10,9 @@ use crate::{
     ops::{
         WeightFormat, WeightView,
         cpu::refuse,
-        linear::{check, emptied},
-        quant::{Digits, Quantised, QuantisedRows, Writer, format},
-        simd::{self, Activations, Isa, Out, math::silu, wide},
+        linear::{check, reuse_empty},
+        quant::{ActivationCache, QuantizedRow, QuantizedRows, RowWriter, format},
+        simd::{self, Activations, Isa, OutPtr, math::silu, wide},
     },
 };
 use std::{
@@ -38,27 +38,27 @@ pub(in crate::ops) struct ExpertView<'a> {
 
 /// The rows of `x` that an expert serves, and their rows of the result.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::ops) enum Rows<'a> {
+pub(in crate::ops) enum JobRows<'a> {
     /// Row `t` goes to row `first + t`.
     Each { first: usize, count: usize },
     /// Row `place / k` goes to row `place`.
     Places(&'a [u32], usize),
 }
 
-impl Rows<'_> {
+impl JobRows<'_> {
     pub(super) fn len(&self) -> usize {
         match self {
-            Rows::Each { count, .. } => *count,
-            Rows::Places(places, _) => places.len(),
+            JobRows::Each { count, .. } => *count,
+            JobRows::Places(places, _) => places.len(),
         }
     }
 
     /// Row of `x`, row of the result.
     fn get(&self, index: usize) -> (usize, usize) {
         match self {
-            Rows::Each { first, .. } => (index, first + index),
+            JobRows::Each { first, .. } => (index, first + index),
             // In 32 bits, as a prompt divides thousands of times before its tasks begin.
-            Rows::Places(places, k) => ((places[index] / *k as u32) as usize, places[index] as usize),
+            JobRows::Places(places, k) => ((places[index] / *k as u32) as usize, places[index] as usize),
         }
     }
 
@@ -73,21 +73,21 @@ impl Rows<'_> {
 
 /// An expert and all its rows of this call.
 #[derive(Clone, Copy)]
-pub(in crate::ops) struct Job<'a> {
+pub(in crate::ops) struct ExpertJob<'a> {
     pub expert: ExpertView<'a>,
-    pub rows: Rows<'a>,
+    pub rows: JobRows<'a>,
 }
 
 /// Buffers kept from call to call.
 #[derive(Default)]
-pub(in crate::ops) struct Scratch {
-    pub(super) jobs: Vec<Job<'static>>,
+pub(in crate::ops) struct ExpertScratch {
+    pub(super) jobs: Vec<ExpertJob<'static>>,
     pub(super) groups: Vec<ExpertGroup>,
     pub(super) order: Vec<u32>,
     claimed: Vec<bool>,
     /// Intermediate values, one entry for each shape and format among the down projections.
-    middle: Vec<Middle>,
-    /// For each job: its entry of `middle` and its first row there.
+    intermediate: Vec<Intermediate>,
+    /// For each job: its entry of `intermediate` and its first row there.
     places: Vec<(usize, usize)>,
     /// For each job and phase: the number of its first task.
     first: Vec<usize>,
@@ -97,14 +97,14 @@ pub(in crate::ops) struct Scratch {
 
 /// One task's rows for gate and up, or for down; where they go; and products, those of gate first.
 #[derive(Default)]
-struct Lists {
+struct TaskBuffers {
     lines: [Vec<Activations<'static>>; 2],
-    outs: Vec<Out>,
+    outs: Vec<OutPtr>,
     products: Vec<f32>,
 }
 
 thread_local! {
-    static LISTS: RefCell<Lists> = RefCell::default();
+    static TASK_BUFFERS: RefCell<TaskBuffers> = RefCell::default();
 }
 
 /// `out[place] = Down(silu(Gate x[token]) * (Up x[token]))` for every row of every job, unweighted. `x` is `[T, hidden]` and
@@ -112,13 +112,13 @@ thread_local! {
 #[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn compute(
     with: &CpuDevice,
-    quantised: &mut QuantisedRows,
+    quantized: &mut ActivationCache,
     of: Option<Region>,
     x: &[f32],
     hidden: usize,
-    jobs: &[Job<'_>],
+    jobs: &[ExpertJob<'_>],
     out: &mut [f32],
-    scratch: &mut Scratch,
+    scratch: &mut ExpertScratch,
 ) -> Result<(), DeviceError> {
     for job in jobs {
         let ExpertView { gate, up, down } = &job.expert;
@@ -140,48 +140,49 @@ pub(in crate::ops) fn compute(
         }
     }
     let codes = jobs.iter().flat_map(|job| [job.expert.gate.codes, job.expert.up.codes]);
-    quantised.fill(with, of, x, tokens, hidden, codes);
-    forward(with, quantised, x, hidden, jobs, out, scratch);
+    quantized.fill(with, of, x, tokens, hidden, codes);
+    forward(with, quantized, x, hidden, jobs, out, scratch);
     Ok(())
 }
 
 /// `silu(gate) * up` of all rows whose down projections are alike.
 #[derive(Default)]
-struct Middle {
+struct Intermediate {
     cols: usize,
     codes: Option<WeightFormat>,
     rows: usize,
-    quantised: Quantised,
+    quantized: QuantizedRows,
     /// In f32, for down projections that are not computed in integers, or until a slice that tasks share is whole.
     values: Vec<f32>,
 }
 
 #[derive(Clone, Copy)]
-struct MiddleOut {
-    quantised: Option<Writer>,
-    values: Out,
+struct IntermediateOut {
+    quantized: Option<RowWriter>,
+    values: OutPtr,
 }
 
 fn forward(
     compute: &CpuDevice,
-    formats: &QuantisedRows,
+    formats: &ActivationCache,
     x: &[f32],
     hidden: usize,
-    jobs: &[Job<'_>],
+    jobs: &[ExpertJob<'_>],
     out: &mut [f32],
-    scratch: &mut Scratch,
+    scratch: &mut ExpertScratch,
 ) {
     let (math, isa) = (compute.arithmetic, Isa::best());
-    let Scratch { middle, places, first, half, .. } = scratch;
-    arrange(math, jobs, middle, places);
+    let ExpertScratch { intermediate, places, first, half, .. } = scratch;
+    arrange(math, jobs, intermediate, places);
 
-    // Gate and up, quantised as the down projection wants it.
+    // Gate and up, quantized as the down projection wants it.
     let enough = if compute.threads.count() > 1 { 8 * compute.threads.count() } else { 0 };
-    let slice = |job: &Job<'_>| job.expert.down.codes.group().clamp(64, SLICE);
+    let slice = |job: &ExpertJob<'_>| job.expert.down.codes.group().clamp(64, SLICE);
     number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * job.expert.gate.rows.div_ceil(slice(job)));
     // Few slices on many threads: two tasks share each, and the later one quantises it.
     let parts = if total(first) < enough { 2 } else { 1 };
-    let targets: Vec<MiddleOut> = middle.iter_mut().map(|middle| middle.writer(math, parts > 1)).collect();
+    let targets: Vec<IntermediateOut> =
+        intermediate.iter_mut().map(|intermediate| intermediate.writer(math, parts > 1)).collect();
     half.clear();
     half.resize_with(total(first), AtomicBool::default);
     compute.threads.run(parts * total(first), &|task| {
@@ -194,18 +195,18 @@ fn forward(
         let cut = |part: usize| whole.start + whole.len() * part / parts;
         let block = block * BLOCK..((block + 1) * BLOCK).min(job.rows.len());
         let (entry, start) = places[index];
-        let to = Target { to: targets[entry], first: start + block.start, whole: whole.clone() };
-        LISTS.with_borrow_mut(|Lists { lines: [own, others], products, .. }| {
+        let to = SliceTarget { to: targets[entry], first: start + block.start, whole: whole.clone() };
+        TASK_BUFFERS.with_borrow_mut(|TaskBuffers { lines: [own, others], products, .. }| {
             let lines = |codes: WeightFormat| {
                 let rows = formats.of(math, codes);
                 job.rows.some(block.clone()).map(move |(token, _)| Activations {
                     x: &x[token * hidden..(token + 1) * hidden],
-                    digits: rows.map_or_else(Digits::default, |rows| rows.row(token)),
+                    digits: rows.map_or_else(QuantizedRow::default, |rows| rows.row(token)),
                 })
             };
             let [gate, up] = [&job.expert.gate, &job.expert.up];
-            let mut gates: Vec<Activations<'_>> = emptied(std::mem::take(own));
-            let mut ups: Vec<Activations<'_>> = emptied(std::mem::take(others));
+            let mut gates: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
+            let mut ups: Vec<Activations<'_>> = reuse_empty(std::mem::take(others));
             gates.extend(lines(gate.codes));
             let same = format(math, gate.codes) == format(math, up.codes);
             if !same {
@@ -216,14 +217,14 @@ fn forward(
             // SAFETY: checked sizes; each task writes its own rows and columns of the intermediate values, and the last at a
             // slice all of its digits.
             unsafe { swiglu(isa, math, [gate, up], cut(part)..cut(part + 1), lines, &to, products, last) };
-            (*own, *others) = (emptied(gates), emptied(ups));
+            (*own, *others) = (reuse_empty(gates), reuse_empty(ups));
         });
     });
 
     // Down.
-    let base = Out(out.as_mut_ptr());
-    let middle = &*middle;
-    let height = |job: &Job<'_>, bytes: usize| {
+    let base = OutPtr(out.as_mut_ptr());
+    let intermediate = &*intermediate;
+    let height = |job: &ExpertJob<'_>, bytes: usize| {
         let row: usize = job.expert.down.codes.row_bytes(job.expert.down.cols).iter().sum();
         (bytes / row.max(1)).next_multiple_of(32).max(32)
     };
@@ -245,61 +246,68 @@ fn forward(
         let rows = at..(at + height(job, bytes)).min(hidden);
         let (entry, start) = places[index];
         let integer = format(math, job.expert.down.codes).is_some();
-        LISTS.with_borrow_mut(|Lists { lines: [own, _], outs, .. }| {
-            let mut lines: Vec<Activations<'_>> = emptied(std::mem::take(own));
-            lines.extend(block.clone().map(|row| middle[entry].line(integer, start + row)));
+        TASK_BUFFERS.with_borrow_mut(|TaskBuffers { lines: [own, _], outs, .. }| {
+            let mut lines: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
+            lines.extend(block.clone().map(|row| intermediate[entry].line(integer, start + row)));
             outs.clear();
             // SAFETY: places were checked.
             outs.extend(job.rows.some(block).map(|(_, place)| unsafe { base.add(place * hidden) }));
             // SAFETY: checked sizes; each task writes its own rows of `out`, of which no two lines share one.
             unsafe { simd::product(isa, math == CpuArithmetic::Integer, &job.expert.down, rows, &lines, outs) };
-            *own = emptied(lines);
+            *own = reuse_empty(lines);
         });
     });
 }
 
 /// Gives every job its rows among the intermediate values.
-fn arrange(math: CpuArithmetic, jobs: &[Job<'_>], middle: &mut Vec<Middle>, places: &mut Vec<(usize, usize)>) {
-    for entry in middle.iter_mut() {
+fn arrange(
+    math: CpuArithmetic,
+    jobs: &[ExpertJob<'_>],
+    intermediate: &mut Vec<Intermediate>,
+    places: &mut Vec<(usize, usize)>,
+) {
+    for entry in intermediate.iter_mut() {
         entry.rows = 0;
     }
     places.clear();
     for job in jobs {
         let (cols, codes) = (job.expert.gate.rows, job.expert.down.codes);
-        let alike = |entry: &Middle| {
+        let alike = |entry: &Intermediate| {
             entry.cols == cols && entry.codes.is_some_and(|other| format(math, other) == format(math, codes))
         };
-        let entry = middle.iter().position(alike).unwrap_or_else(|| {
-            middle.push(Middle { cols, codes: Some(codes), ..Middle::default() });
-            middle.len() - 1
+        let entry = intermediate.iter().position(alike).unwrap_or_else(|| {
+            intermediate.push(Intermediate { cols, codes: Some(codes), ..Intermediate::default() });
+            intermediate.len() - 1
         });
-        places.push((entry, middle[entry].rows));
-        middle[entry].rows += job.rows.len();
+        places.push((entry, intermediate[entry].rows));
+        intermediate[entry].rows += job.rows.len();
     }
 }
 
-impl Middle {
+impl Intermediate {
     /// Makes room for its rows; in f32, too, if tasks `share` slices.
-    fn writer(&mut self, math: CpuArithmetic, share: bool) -> MiddleOut {
+    fn writer(&mut self, math: CpuArithmetic, share: bool) -> IntermediateOut {
         let format = self.codes.and_then(|codes| format(math, codes));
         if share || format.is_none() {
             self.values.resize((self.rows * self.cols).max(self.values.len()), 0.0);
         }
-        let quantised = format.map(|format| self.quantised.resize(self.rows, self.cols, format));
-        MiddleOut { quantised, values: Out(self.values.as_mut_ptr()) }
+        let quantized = format.map(|format| self.quantized.resize(self.rows, self.cols, format));
+        IntermediateOut { quantized, values: OutPtr(self.values.as_mut_ptr()) }
     }
 
     fn line(&self, integer: bool, row: usize) -> Activations<'_> {
         match integer {
-            true => Activations { x: &[], digits: self.quantised.row(row) },
-            false => Activations { x: &self.values[row * self.cols..(row + 1) * self.cols], digits: Digits::default() },
+            true => Activations { x: &[], digits: self.quantized.row(row) },
+            false => {
+                Activations { x: &self.values[row * self.cols..(row + 1) * self.cols], digits: QuantizedRow::default() }
+            }
         }
     }
 }
 
 /// Where the intermediate values of a slice go: its columns `whole` of the rows from `first` on.
-struct Target {
-    to: MiddleOut,
+struct SliceTarget {
+    to: IntermediateOut,
     first: usize,
     whole: Range<usize>,
 }
@@ -316,12 +324,12 @@ unsafe fn swiglu(
     weights: [&WeightView<'_>; 2],
     rows: Range<usize>,
     lines: [&[Activations<'_>]; 2],
-    target: &Target,
+    target: &SliceTarget,
     products: &mut Vec<f32>,
     last: impl FnOnce() -> bool,
 ) {
     let (count, width, integer) = (lines[0].len(), rows.len(), math == CpuArithmetic::Integer);
-    let Target { to, first, whole } = target;
+    let SliceTarget { to, first, whole } = target;
     if rows.is_empty() {
         return;
     }
@@ -329,9 +337,9 @@ unsafe fn swiglu(
     products.resize(2 * count * width, 0.0);
     for ((weight, lines), products) in weights.iter().zip(lines).zip(products.chunks_exact_mut(count * width)) {
         let view = part(weight, rows.clone());
-        let mut outs = [Out(std::ptr::null_mut()); BLOCK];
+        let mut outs = [OutPtr(std::ptr::null_mut()); BLOCK];
         for (out, products) in outs.iter_mut().zip(products.chunks_exact_mut(width)) {
-            *out = Out(products.as_mut_ptr());
+            *out = OutPtr(products.as_mut_ptr());
         }
         // SAFETY: `outs` are rows of our own buffer, as wide as the view has rows.
         unsafe { simd::product(isa, integer, &view, 0..width, lines, &outs[..count]) };
@@ -342,7 +350,7 @@ unsafe fn swiglu(
     let shared = rows != *whole;
     for (line, values) in gates.chunks_exact(width).enumerate() {
         let row = first + line;
-        match to.quantised.filter(|_| !shared) {
+        match to.quantized.filter(|_| !shared) {
             // SAFETY: ours to write (caller).
             Some(writer) => unsafe { writer.write(row, rows.start, values) },
             // SAFETY: ours to write (caller); a row has as many values as the weights have rows.
@@ -351,7 +359,7 @@ unsafe fn swiglu(
             },
         }
     }
-    let Some(writer) = to.quantised.filter(|_| shared && last()) else { return };
+    let Some(writer) = to.quantized.filter(|_| shared && last()) else { return };
     for row in *first..first + count {
         // SAFETY: all of the slice is written, and nobody else looks at it (caller).
         unsafe {
@@ -378,7 +386,7 @@ fn part<'a>(weight: &WeightView<'a>, rows: Range<usize>) -> WeightView<'a> {
 }
 
 /// Numbers the tasks of all jobs one after the other.
-fn number<'a>(jobs: &[Job<'a>], first: &mut Vec<usize>, tasks: impl Fn(&Job<'a>) -> usize) {
+fn number<'a>(jobs: &[ExpertJob<'a>], first: &mut Vec<usize>, tasks: impl Fn(&ExpertJob<'a>) -> usize) {
     first.clear();
     first.push(0);
     let mut next = 0;

@@ -12,7 +12,7 @@ mod gpu;
 
 pub(super) use cases::cases;
 pub(in crate::ops) use cpu::PLACES;
-pub(in crate::ops) use gemm::{ExpertView, Job, Rows, Scratch, compute};
+pub(in crate::ops) use gemm::{ExpertJob, ExpertScratch, ExpertView, JobRows, compute};
 pub use gpu::{Jobs, swiglu};
 
 use super::{Weight, WeightFormat};

@@ -2,7 +2,7 @@ use crate::{
     device::DeviceError,
     ops::{
         Backend, Float, Linear, Norm, Weight, WeightFormat,
-        check::{Bench, CLOSE, HALF},
+        check::{CLOSE, HALF, KernelCheck},
     },
 };
 
@@ -20,7 +20,7 @@ pub(in crate::ops) const FORMATS: [[WeightFormat; 2]; 6] = [
     [WeightFormat::Dense(Float::F16), WeightFormat::Dense(Float::F32)],
 ];
 
-pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for codes in FORMATS {
         let matrices = [b.weight(codes[0], 37, 256)?, b.weight(codes[1], 18, 256)?];
         for tokens in [1, 6] {
@@ -42,7 +42,13 @@ pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
 }
 
 /// Two matrices at once, with a norm in front or a sum behind.
-fn product(b: &mut Bench<'_>, matrices: &[Weight], tokens: usize, norm: bool, allowed: f64) -> Result<(), DeviceError> {
+fn product(
+    b: &mut KernelCheck<'_>,
+    matrices: &[Weight],
+    tokens: usize,
+    norm: bool,
+    allowed: f64,
+) -> Result<(), DeviceError> {
     let (cols, width) = (matrices[0].cols, matrices.iter().map(|matrix| matrix.rows).sum::<usize>());
     let (x, weight, keep) = (b.random(tokens * cols)?, b.random(cols)?, b.room(tokens * cols)?);
     let y = b.random(tokens * width)?;

@@ -1,5 +1,5 @@
 //! The products of all matrices as one parallel job. A row of the result has the same bytes whatever `tokens` and the number
-//! of threads. With [`CpuArithmetic::Integer`] affine weights meet activations quantised to integers (see [`quant`](crate::ops::quant)),
+//! of threads. With [`CpuArithmetic::Integer`] affine weights meet activations quantized to integers (see [`quant`](crate::ops::quant)),
 //! everything else is f32.
 
 use super::Norm;
@@ -7,10 +7,10 @@ use crate::{
     device::{CpuArithmetic, CpuDevice, DeviceError, Region},
     ops::{
         WeightFormat, WeightView,
-        cpu::{Memory, refuse},
+        cpu::{CpuMemory, refuse},
         norm::normalise,
-        quant::{Digits, QuantisedRows},
-        simd::{self, Activations, Isa, Out, wide},
+        quant::{ActivationCache, QuantizedRow},
+        simd::{self, Activations, Isa, OutPtr, wide},
     },
     platform::Threads,
 };
@@ -18,10 +18,10 @@ use std::{cell::RefCell, ops::Range};
 
 /// Rows of weights are cut in multiples of this, the height of the widest kernel's block; for one row of activations, which
 /// has no blocks, of half of it.
-const HEIGHT: usize = 32;
+const ROW_UNIT: usize = 32;
 /// A task is at least and at most this many bytes of weights: the cost of claiming one must not show, nor must the wait
 /// for the last.
-const TASK: Range<usize> = 16 << 10..96 << 10;
+const TASK_BYTES: Range<usize> = 16 << 10..96 << 10;
 /// Most rows of activations in a task: their digits stay in a core's second-level cache while weights pass by, and many tasks
 /// end together. Tasks are numbered so that neighbours share them.
 const BLOCK: usize = 128;
@@ -37,7 +37,7 @@ wide! {
 /// The rows that meet the weights: `x`, or its norm, kept where the norm says or in `own`. With the buffer they lie in.
 pub(in crate::ops) fn normed<'a>(
     compute: &CpuDevice,
-    memory: &'a Memory,
+    memory: &'a CpuMemory,
     x: Region,
     tokens: usize,
     cols: usize,
@@ -66,7 +66,7 @@ pub(in crate::ops) fn normed<'a>(
 
 /// A weight, and the column of the result that its first row goes to.
 #[derive(Clone, Copy, Default)]
-pub(in crate::ops) struct Column<'a> {
+pub(in crate::ops) struct OutputColumns<'a> {
     pub weight: WeightView<'a>,
     pub at: usize,
 }
@@ -88,42 +88,42 @@ pub(in crate::ops) fn check(view: &WeightView<'_>, cols: usize) -> Result<(), De
 
 thread_local! {
     /// One task's rows, and where they go.
-    static LISTS: RefCell<(Vec<Activations<'static>>, Vec<Out>)> = RefCell::default();
+    static TASK_BUFFERS: RefCell<(Vec<Activations<'static>>, Vec<OutPtr>)> = RefCell::default();
 }
 
 /// An empty list with the room of another, whose elements lived shorter.
-pub(in crate::ops) fn emptied<A, B>(mut list: Vec<A>) -> Vec<B> {
+pub(in crate::ops) fn reuse_empty<A, B>(mut list: Vec<A>) -> Vec<B> {
     list.clear();
     // Collecting nothing from a list of equal layout keeps its memory.
     list.into_iter().filter_map(|_| None).collect()
 }
 
-/// The products of the rows `x`, which are quantised already, at the weights' columns of `out` (`[tokens, width]`). They are
+/// The products of the rows `x`, which are quantized already, at the weights' columns of `out` (`[tokens, width]`). They are
 /// added to `sums`, of the same shape, by the task that has computed them.
 #[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn product(
     compute: &CpuDevice,
-    quantised: &QuantisedRows,
+    quantized: &ActivationCache,
     x: &[f32],
     cols: usize,
-    weights: &[Column<'_>],
+    weights: &[OutputColumns<'_>],
     out: &mut [f32],
     width: usize,
-    sums: Option<Out>,
+    sums: Option<OutPtr>,
 ) {
     let tokens = x.len() / cols.max(1);
-    let base = Out(out.as_mut_ptr());
+    let base = OutPtr(out.as_mut_ptr());
     let mut rows_of = [None; 4];
-    for (rows, Column { weight, .. }) in rows_of.iter_mut().zip(weights) {
-        *rows = quantised.of(compute.arithmetic, weight.codes);
+    for (rows, OutputColumns { weight, .. }) in rows_of.iter_mut().zip(weights) {
+        *rows = quantized.of(compute.arithmetic, weight.codes);
     }
     let line = |weight: usize, token: usize| Activations {
         x: &x[token * cols..(token + 1) * cols],
-        digits: rows_of[weight].map_or_else(Digits::default, |rows| rows.row(token)),
+        digits: rows_of[weight].map_or_else(QuantizedRow::default, |rows| rows.row(token)),
     };
     // SAFETY: inside `out`, which has `width` columns.
     let place = |weight: usize, token: usize| unsafe { base.add(token * width + weights[weight].at) };
-    let height = height(&compute.threads, weights, if tokens > 1 { HEIGHT } else { HEIGHT / 2 });
+    let height = height(&compute.threads, weights, if tokens > 1 { ROW_UNIT } else { ROW_UNIT / 2 });
     let isa = Isa::best();
     let block = tokens.clamp(1, BLOCK);
     let count = tasks(weights, height);
@@ -131,7 +131,7 @@ pub(in crate::ops) fn product(
         let (at, task) = (task / count * block, task % count);
         let (index, rows) = locate(weights, height, task);
         let all = at..(at + block).min(tokens);
-        let meet = |lines: &[Activations<'_>], outs: &[Out]| {
+        let meet = |lines: &[Activations<'_>], outs: &[OutPtr]| {
             let integer = compute.arithmetic == CpuArithmetic::Integer;
             // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
             unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), lines, outs) };
@@ -150,32 +150,32 @@ pub(in crate::ops) fn product(
         if tokens == 1 {
             return meet(&[line(index, 0)], &[place(index, 0)]);
         }
-        LISTS.with_borrow_mut(|(own, outs)| {
-            let mut lines: Vec<Activations<'_>> = emptied(std::mem::take(own));
+        TASK_BUFFERS.with_borrow_mut(|(own, outs)| {
+            let mut lines: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
             lines.extend(all.clone().map(|token| line(index, token)));
             outs.clear();
             outs.extend(all.clone().map(|token| place(index, token)));
             meet(&lines, outs);
-            *own = emptied(lines);
+            *own = reuse_empty(lines);
         });
     });
 }
 
 /// Rows of weights in one task, a multiple of `unit`.
-fn height(threads: &Threads, weights: &[Column<'_>], unit: usize) -> usize {
+fn height(threads: &Threads, weights: &[OutputColumns<'_>], unit: usize) -> usize {
     let bytes: usize = weights.iter().flat_map(|column| column.weight.parts).map(<[u8]>::len).sum();
     let rows: usize = weights.iter().map(|column| column.weight.rows).sum();
-    let task = (bytes / (8 * threads.count())).clamp(TASK.start, TASK.end);
+    let task = (bytes / (8 * threads.count())).clamp(TASK_BYTES.start, TASK_BYTES.end);
     (task * rows / bytes.max(1)).next_multiple_of(unit).max(unit)
 }
 
-fn tasks(weights: &[Column<'_>], height: usize) -> usize {
+fn tasks(weights: &[OutputColumns<'_>], height: usize) -> usize {
     weights.iter().map(|column| column.weight.rows.div_ceil(height)).sum()
 }
 
 /// The weight and the rows that `task` computes.
-fn locate(weights: &[Column<'_>], height: usize, mut task: usize) -> (usize, Range<usize>) {
-    for (index, Column { weight, .. }) in weights.iter().enumerate() {
+fn locate(weights: &[OutputColumns<'_>], height: usize, mut task: usize) -> (usize, Range<usize>) {
+    for (index, OutputColumns { weight, .. }) in weights.iter().enumerate() {
         let here = weight.rows.div_ceil(height);
         if task < here {
             return (index, task * height..((task + 1) * height).min(weight.rows));

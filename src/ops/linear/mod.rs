@@ -8,7 +8,7 @@ mod matmul;
 pub(in crate::ops) use cases::{FORMATS, cases};
 pub use gpu::HalfBuffers;
 pub(in crate::ops) use gpu::HalfRows;
-pub(in crate::ops) use matmul::{Column, check, emptied, normed, product};
+pub(in crate::ops) use matmul::{OutputColumns, check, normed, product, reuse_empty};
 
 use super::Weight;
 use crate::device::{BufferAccess, Region};

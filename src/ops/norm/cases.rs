@@ -1,10 +1,10 @@
 use super::{normalise, rms_norm};
 use crate::{
     device::DeviceError,
-    ops::check::{Bench, CLOSE},
+    ops::check::{CLOSE, KernelCheck},
 };
 
-pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let (rows, cols, eps) = (3, 200, 1e-6);
     let (x, w) = (b.random.floats(rows * cols), b.random.floats(cols));
     let mut expected = vec![0.0; x.len()];

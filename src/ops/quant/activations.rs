@@ -28,7 +28,7 @@ const MAX_GROUP: usize = 128;
 
 /// The order in which the values of a row are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Order {
+pub enum ValueOrder {
     /// As they come.
     Natural,
     /// In each unit of 64 (32 if the group is 32) first the even, then the odd ones: the order in which the low and the
@@ -36,7 +36,7 @@ pub enum Order {
     Nibbles,
 }
 
-impl Order {
+impl ValueOrder {
     /// Values that are permuted among themselves.
     pub fn unit(group: usize) -> usize {
         group.min(64)
@@ -46,37 +46,37 @@ impl Order {
     pub fn place(self, index: usize, group: usize) -> usize {
         let unit = Self::unit(group);
         match self {
-            Order::Natural => index,
-            Order::Nibbles => index / unit * unit + index % 2 * (unit / 2) + index % unit / 2,
+            ValueOrder::Natural => index,
+            ValueOrder::Nibbles => index / unit * unit + index % 2 * (unit / 2) + index % unit / 2,
         }
     }
 }
 
 /// The quantisation of activations for a weight of some width and group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Format {
+pub struct ActivationFormat {
     pub group: usize,
-    pub order: Order,
-    /// Largest magnitude of a quantised value.
+    pub order: ValueOrder,
+    /// Largest magnitude of a quantized value.
     pub levels: u32,
 }
 
-impl Format {
+impl ActivationFormat {
     /// For codes of `bits` (2 to 8) bits with a scale per `group` (at most 128).
     pub fn new(bits: u8, group: u16) -> Self {
         debug_assert!(usize::from(group) <= MAX_GROUP);
         let most = u32::from(group) * ((1 << bits) - 1);
         Self {
             group: group.into(),
-            order: if bits == 4 { Order::Nibbles } else { Order::Natural },
+            order: if bits == 4 { ValueOrder::Nibbles } else { ValueOrder::Natural },
             levels: (i32::MAX as u32 / most).min(MAX_LEVELS),
         }
     }
 }
 
-/// Quantised rows. Buffers keep their capacity, so that a reused one allocates nothing.
+/// QuantizedRows rows. Buffers keep their capacity, so that a reused one allocates nothing.
 #[derive(Debug, Default)]
-pub struct Quantised {
+pub struct QuantizedRows {
     cols: usize,
     groups: usize,
     /// `[rows][3][cols]`, each in whole lines: the high, middle and low digits of a row.
@@ -87,14 +87,14 @@ pub struct Quantised {
 
 /// Rows of activations in every format that weights have asked for, kept until their buffer is written again.
 #[derive(Default)]
-pub struct QuantisedRows {
+pub struct ActivationCache {
     /// The region of the f32 rows; `None` if they are in no buffer.
     of: Option<Region>,
-    formats: Vec<Format>,
-    rows: Vec<Quantised>,
+    formats: Vec<ActivationFormat>,
+    rows: Vec<QuantizedRows>,
 }
 
-impl QuantisedRows {
+impl ActivationCache {
     /// Quantises `x` (`[tokens, cols]`), which lies at `of`, in those formats of `codes` in which it is not yet there.
     pub fn fill(
         &mut self,
@@ -116,7 +116,7 @@ impl QuantisedRows {
             let index = self.formats.len();
             self.formats.push(format);
             if self.rows.len() == index {
-                self.rows.push(Quantised::default());
+                self.rows.push(QuantizedRows::default());
             }
             let writer = self.rows[index].resize(tokens, cols, format);
             compute.threads.run_split(tokens, 8, &|range| {
@@ -127,12 +127,12 @@ impl QuantisedRows {
     }
 
     /// The rows for a weight of `codes`; `None` where the product is f32.
-    pub fn of(&self, math: CpuArithmetic, codes: WeightFormat) -> Option<&Quantised> {
+    pub fn of(&self, math: CpuArithmetic, codes: WeightFormat) -> Option<&QuantizedRows> {
         let wanted = format(math, codes)?;
         self.formats.iter().position(|format| *format == wanted).map(|index| &self.rows[index])
     }
 
-    /// Forgets rows quantised from `region`, whose bytes change.
+    /// Forgets rows quantized from `region`, whose bytes change.
     pub fn forget(&mut self, region: Region) {
         if self.of.is_some_and(|of| of.overlaps(region)) {
             self.of = None;
@@ -140,32 +140,32 @@ impl QuantisedRows {
     }
 }
 
-/// One quantised row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a
+/// One quantized row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a
 /// multiple of eight groups.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Digits<'a> {
+pub struct QuantizedRow<'a> {
     pub planes: [&'a [i8]; 3],
     pub scale: &'a [f32],
     pub sum: &'a [f32],
 }
 
-/// Rows of a [`Quantised`] being written; see [`Quantised::resize`].
+/// Rows of a [`QuantizedRows`] being written; see [`QuantizedRows::resize`].
 #[derive(Clone, Copy)]
-pub struct Writer {
+pub struct RowWriter {
     cols: usize,
     groups: usize,
-    format: Format,
+    format: ActivationFormat,
     planes: *mut i8,
     scale: *mut f32,
     sum: *mut f32,
 }
 
-// SAFETY: a Writer is a set of pointers; whoever writes through it promises disjoint ranges (see `Writer::write`).
-unsafe impl Send for Writer {}
+// SAFETY: a RowWriter is a set of pointers; whoever writes through it promises disjoint ranges (see `RowWriter::write`).
+unsafe impl Send for RowWriter {}
 // SAFETY: as above.
-unsafe impl Sync for Writer {}
+unsafe impl Sync for RowWriter {}
 
-impl Quantised {
+impl QuantizedRows {
     /// Bytes of a row of `cols` values, of groups of 32 or more.
     pub fn row_bytes(cols: usize) -> usize {
         3 * cols.next_multiple_of(64) + 8 * (cols / 32).next_multiple_of(8)
@@ -173,7 +173,7 @@ impl Quantised {
 
     /// Makes room for `rows` rows of `cols` values. Returns a handle through which several threads fill disjoint parts,
     /// valid until the next call. All is written before any of it is read.
-    pub fn resize(&mut self, rows: usize, cols: usize, format: Format) -> Writer {
+    pub fn resize(&mut self, rows: usize, cols: usize, format: ActivationFormat) -> RowWriter {
         debug_assert!(cols.is_multiple_of(format.group));
         self.cols = cols;
         self.groups = (cols / format.group).next_multiple_of(8);
@@ -184,7 +184,7 @@ impl Quantised {
         self.scale.resize(rows * self.groups, 0.0);
         self.sum.clear();
         self.sum.resize(rows * self.groups, 0.0);
-        Writer {
+        RowWriter {
             cols: self.cols,
             groups: self.groups,
             format,
@@ -194,9 +194,9 @@ impl Quantised {
         }
     }
 
-    pub fn row(&self, row: usize) -> Digits<'_> {
+    pub fn row(&self, row: usize) -> QuantizedRow<'_> {
         let groups = row * self.groups..(row + 1) * self.groups;
-        Digits {
+        QuantizedRow {
             planes: [0, 1, 2].map(|digit| {
                 let lines = self.cols.div_ceil(64);
                 let plane = &self.planes[(3 * row + digit) * lines..][..lines];
@@ -209,11 +209,11 @@ impl Quantised {
     }
 }
 
-impl Writer {
+impl RowWriter {
     /// Quantises `values`, which are the columns from `col` on of `row`; both are multiples of the group.
     ///
     /// # Safety
-    /// The [`Quantised`] lives and was not resized; the range lies inside it; no one else reads or writes it meanwhile.
+    /// The [`QuantizedRows`] lives and was not resized; the range lies inside it; no one else reads or writes it meanwhile.
     #[inline(always)]
     pub unsafe fn write(&self, row: usize, col: usize, values: &[f32]) {
         let stride = self.cols.next_multiple_of(64);
@@ -223,7 +223,7 @@ impl Writer {
         for (index, values) in values.chunks_exact(q.len()).enumerate() {
             let at = at + index * q.len();
             let group = row * self.groups + col / q.len() + index;
-            let (scale, sum) = quantise(values, q, self.format);
+            let (scale, sum) = quantize(values, q, self.format);
             // SAFETY: one whole group inside the buffers, exclusively ours (caller).
             unsafe {
                 let plane = |digit| std::slice::from_raw_parts_mut(self.planes.add(at + digit * stride), q.len());
@@ -235,10 +235,10 @@ impl Writer {
         }
     }
 
-    /// Quantises whole rows of `x` (`[.., cols]`). Safety as for [`Writer::write`].
+    /// Quantises whole rows of `x` (`[.., cols]`). Safety as for [`RowWriter::write`].
     ///
     /// # Safety
-    /// As for [`Writer::write`].
+    /// As for [`RowWriter::write`].
     #[inline(always)]
     pub unsafe fn rows(&self, x: &[f32], rows: Range<usize>) {
         for row in rows {
@@ -251,7 +251,7 @@ impl Writer {
 wide! {
     /// One group: fills `q` and returns scale and scaled sum. A group with a value that is not finite has the scale NaN, so
     /// that the damage shows in every product and nowhere else.
-    pub(in crate::ops) fn quantise(values: &[f32], q: &mut [i32], format: Format) -> (f32, f32) {
+    pub(in crate::ops) fn quantize(values: &[f32], q: &mut [i32], format: ActivationFormat) -> (f32, f32) {
         // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
         let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
         let most = f32::from_bits(most);
@@ -264,14 +264,14 @@ wide! {
         let round = |value: f32| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
         let mut sum = 0i32;
         match format.order {
-            Order::Natural => {
+            ValueOrder::Natural => {
                 for (value, q) in values.iter().zip(q.iter_mut()) {
                     *q = round(*value);
                     sum += *q;
                 }
             }
-            Order::Nibbles => {
-                let unit = Order::unit(values.len());
+            ValueOrder::Nibbles => {
+                let unit = ValueOrder::unit(values.len());
                 for (values, q) in values.chunks_exact(unit).zip(q.chunks_exact_mut(unit)) {
                     let (even, odd) = q.split_at_mut(unit / 2);
                     for ((pair, even), odd) in values.chunks_exact(2).zip(even).zip(odd) {
@@ -298,9 +298,9 @@ wide! {
 }
 
 /// The quantisation of the activations for an affine weight; `None` where the product is f32.
-pub(in crate::ops) fn format(math: CpuArithmetic, codes: WeightFormat) -> Option<Format> {
+pub(in crate::ops) fn format(math: CpuArithmetic, codes: WeightFormat) -> Option<ActivationFormat> {
     match (math, codes) {
-        (CpuArithmetic::Integer, WeightFormat::Affine { bits, group, .. }) => Some(Format::new(bits, group)),
+        (CpuArithmetic::Integer, WeightFormat::Affine { bits, group, .. }) => Some(ActivationFormat::new(bits, group)),
         _ => None,
     }
 }

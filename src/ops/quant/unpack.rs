@@ -1,7 +1,7 @@
 //! From packed bits to bytes and floats, in plain Rust that compilers vectorise: small enough to be the reference, too.
 
 use super::{
-    activations::Order,
+    activations::ValueOrder,
     weight::{Float, WeightFormat, WeightView},
 };
 
@@ -69,10 +69,10 @@ pub fn spread(bits: usize) -> impl Fn(u64) -> u64 {
     move |word| (0..8).fold(0, |out, index| out | ((word >> (index * bits)) & mask) << (8 * index))
 }
 
-/// Unpacks a row of 4-bit codes to bytes in the order [`Order::Nibbles`].
+/// Unpacks a row of 4-bit codes to bytes in the order [`ValueOrder::Nibbles`].
 #[inline(always)]
 pub fn nibbles(group: usize, codes: &[u8], out: &mut [u8]) {
-    let unit = Order::unit(group);
+    let unit = ValueOrder::unit(group);
     for (codes, out) in codes.chunks_exact(unit / 2).zip(out.chunks_exact_mut(unit)) {
         let (even, odd) = out.split_at_mut(unit / 2);
         for ((code, even), odd) in codes.iter().zip(even).zip(odd) {

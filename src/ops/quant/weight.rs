@@ -32,7 +32,7 @@ impl Float {
 /// The encoding of a row of `cols` values (spec section 3.2). A row of codes is one little-endian bit stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightFormat {
-    /// Not quantised.
+    /// Not quantized.
     Dense(Float),
     /// `w = scale * q + bias`, unsigned `q` of 2, 3, 4, 5, 6 or 8 bits, one scale and bias per `group` (32, 64, 128).
     Affine { bits: u8, group: u16, scale: Float },

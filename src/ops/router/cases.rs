@@ -1,10 +1,10 @@
 use super::Router;
 use crate::{
     device::DeviceError,
-    ops::{ExpertStack, Float, MoeWeights, Norm, SharedExpert, WeightFormat, check::Bench},
+    ops::{ExpertStack, Float, MoeWeights, Norm, SharedExpert, WeightFormat, check::KernelCheck},
 };
 
-pub(in crate::ops) fn cases(b: &mut Bench<'_>) -> Result<(), DeviceError> {
+pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let (tokens, experts, k, hidden, inner) = (3, 256, 8, 192, 21);
     let affine = |bits| WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
     let shared = SharedExpert {

@@ -6,8 +6,8 @@ use crate::{
     ops::{
         cpu::{Cpu, refuse},
         experts::NONE,
-        linear::{Column, check, normed, product},
-        simd::Out,
+        linear::{OutputColumns, check, normed, product},
+        simd::OutPtr,
     },
 };
 use std::cell::RefCell;
@@ -24,11 +24,11 @@ impl Router<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (tokens, layer, width) = (self.tokens, self.layer, self.width());
         let (k, experts, cols) = (layer.k, layer.router.rows, layer.router.cols);
-        let Cpu { compute, memory, quantised, scratch } = cpu;
-        let router = Column { weight: memory.view(&layer.router), at: 0 };
+        let Cpu { compute, memory, quantized, scratch } = cpu;
+        let router = OutputColumns { weight: memory.view(&layer.router), at: 0 };
         let columns = match self.shared() {
-            Some(shared) => [router, Column { weight: memory.view(&shared.result), at: width - 1 }],
-            None => [router, Column { at: experts, ..Column::default() }],
+            Some(shared) => [router, OutputColumns { weight: memory.view(&shared.result), at: width - 1 }],
+            None => [router, OutputColumns { at: experts, ..OutputColumns::default() }],
         };
         let columns = &columns[..if self.shared().is_some() { 2 } else { 1 }];
         for column in columns {
@@ -38,12 +38,12 @@ impl Router<'_> {
             return refuse(format!("{k} of {experts} experts"));
         }
         let (x, key) = normed(compute, memory, self.x, tokens, cols, self.norm, &mut scratch.normed);
-        quantised.fill(compute, key, x, tokens, cols, columns.iter().map(|column| column.weight.codes));
+        quantized.fill(compute, key, x, tokens, cols, columns.iter().map(|column| column.weight.codes));
         let scores = memory.floats_mut(self.scores.floats(tokens * width));
-        product(compute, quantised, x, cols, columns, scores, width, None);
+        product(compute, quantized, x, cols, columns, scores, width, None);
         let ids = memory.words_mut(self.ids.floats(tokens * k));
         let weights = memory.floats_mut(self.weights.floats(tokens * (k + 1)));
-        let (base, scores, shared) = (Out(weights.as_mut_ptr()), &*scores, self.shared().is_some());
+        let (base, scores, shared) = (OutPtr(weights.as_mut_ptr()), &*scores, self.shared().is_some());
         compute.threads.run_pieces(ids, ROWS * k.max(1), &|task, ids| {
             // SAFETY: each task has weights of its own rows, of which there are as many as of ids.
             let weights = unsafe {

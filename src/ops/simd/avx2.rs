@@ -3,7 +3,9 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
-    Activations, Affine, Out, Scratch, float,
+    float,
+    operands::{Activations, AffineWeight, OutPtr},
+    scratch::SimdScratch,
     x86::{self, load},
 };
 
@@ -15,11 +17,11 @@ struct Avx2;
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2")]
 pub unsafe fn rows(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) {
     // SAFETY: passed on.
     unsafe { x86::rows::<Avx2>(weight, rows, lines, outs, scratch) }
@@ -60,7 +62,7 @@ unsafe fn join(high: __m256i, middle: __m256i, low: __m256i) -> __m256i {
     }
 }
 
-impl x86::Dot for Avx2 {
+impl x86::GroupDot for Avx2 {
     #[inline(always)]
     unsafe fn nibbles<const GROUP: usize>(codes: *const u8, x: [*const i8; 3]) -> __m256i {
         // SAFETY: a group is readable (caller).

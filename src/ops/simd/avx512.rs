@@ -3,19 +3,11 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
-    Activations, Affine, Out, Scratch, float, gemm512, gemv512,
+    float, gemm_avx512, gemv_avx512,
+    operands::{Activations, AffineWeight, OutPtr},
+    scratch::SimdScratch,
     x86::{self, load},
 };
-
-/// From this many lines on, unpacking a tile pays. Short rows are fast one by one (see [`super::short512`]).
-fn many(weight: &Affine<'_>) -> usize {
-    match weight.groups() {
-        1 => 12,
-        2 => 5,
-        4 => 3,
-        _ => 2,
-    }
-}
 
 struct Vnni;
 
@@ -25,27 +17,27 @@ struct Vnni;
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn rows(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) {
     let mut rows = rows;
     // SAFETY: passed on.
     unsafe {
         rows.start += match lines.len() {
-            some if some >= many(weight) => gemm512::rows(weight, rows.clone(), lines, outs, scratch),
+            2.. => gemm_avx512::rows(weight, rows.clone(), lines, outs, scratch),
             _ => 0,
         };
-        rows.start += gemv512::rows(weight, rows.clone(), lines, outs, scratch);
+        rows.start += gemv_avx512::rows(weight, rows.clone(), lines, outs, scratch);
         x86::rows::<Vnni>(weight, rows, lines, outs, scratch);
     }
 }
 
 float::compiled_for!("avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq", super::vector::Avx512);
 
-impl x86::Dot for Vnni {
+impl x86::GroupDot for Vnni {
     #[inline(always)]
     unsafe fn nibbles<const GROUP: usize>(codes: *const u8, x: [*const i8; 3]) -> __m256i {
         // SAFETY: a group is readable (caller).

@@ -1,11 +1,16 @@
 //! Products in f32: dense weights, the float encodings, and the reference beside the integer path.
 //!
-//! Order: value `k` goes to lane `k % 16` by fma, going up in `k`; then [`Vector::fold`].
+//! ValueOrder: value `k` goes to lane `k % 16` by fma, going up in `k`; then [`Vector::fold`].
 
 use std::ops::Range;
 
-use super::{Activations, Out, Scratch, Vector, unpack};
+use super::{
+    operands::{Activations, OutPtr},
+    scratch::SimdScratch,
+    vector::Vector,
+};
 use crate::ops::WeightView;
+use crate::ops::quant::unpack;
 
 /// See [`super::product`].
 ///
@@ -16,8 +21,8 @@ pub unsafe fn rows<V: Vector>(
     weight: &WeightView<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) {
     for row in rows {
         unpack::expand(weight, row, &mut scratch.bytes, &mut scratch.values);
@@ -50,8 +55,8 @@ macro_rules! compiled_for {
             weight: &$crate::ops::WeightView<'_>,
             rows: Range<usize>,
             lines: &[Activations<'_>],
-            outs: &[Out],
-            scratch: &mut Scratch,
+            outs: &[OutPtr],
+            scratch: &mut SimdScratch,
         ) {
             // SAFETY: passed on.
             unsafe { float::rows::<$vector>(weight, rows, lines, outs, scratch) }
@@ -84,7 +89,7 @@ pub fn dot<V: Vector, const N: usize>(a: &[f32], b: [&[f32]; N]) -> [f32; N] {
     }
     let mut sums = [0f32; N];
     for n in 0..N {
-        sums[n] = lanes[n].fold();
+        sums[n] = lanes[n].sum();
     }
     sums
 }

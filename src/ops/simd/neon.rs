@@ -8,19 +8,23 @@ use std::{
     ops::Range,
 };
 
-use super::{Activations, Affine, Out, Scratch, tree};
-use crate::ops::quant::{Digits, Order};
+use super::{
+    operands::{Activations, AffineWeight, OutPtr},
+    scratch::SimdScratch,
+    vector::sum8,
+};
+use crate::ops::quant::{QuantizedRow, ValueOrder};
 
 /// See [`super::product`].
 ///
 /// # Safety
 /// As for [`super::product`].
 pub unsafe fn rows(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) {
     // SAFETY: passed on; every processor of this architecture has NEON.
     unsafe { all_rows::<Smull>(weight, rows, lines, outs, scratch) }
@@ -32,18 +36,18 @@ pub unsafe fn rows(
 /// As for [`super::product`].
 #[target_feature(enable = "dotprod")]
 pub unsafe fn rows_dotprod(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) {
     // SAFETY: passed on.
     unsafe { all_rows::<Sdot>(weight, rows, lines, outs, scratch) }
 }
 
 /// Sixteen byte products.
-trait Dot {
+trait ByteProducts {
     /// `sum` and the products, each added to some lane.
     ///
     /// # Safety
@@ -54,7 +58,7 @@ trait Dot {
 struct Smull;
 struct Sdot;
 
-impl Dot for Smull {
+impl ByteProducts for Smull {
     #[inline(always)]
     unsafe fn add(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
         // SAFETY: every processor of this architecture has NEON.
@@ -65,7 +69,7 @@ impl Dot for Smull {
     }
 }
 
-impl Dot for Sdot {
+impl ByteProducts for Sdot {
     #[inline(always)]
     unsafe fn add(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
         let mut sum = sum;
@@ -84,12 +88,12 @@ impl Dot for Sdot {
 }
 
 #[inline(always)]
-unsafe fn all_rows<D: Dot>(
-    weight: &Affine<'_>,
+unsafe fn all_rows<D: ByteProducts>(
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) {
     let loaded = &mut scratch.rows[0];
     for row in rows {
@@ -116,7 +120,12 @@ unsafe fn all_rows<D: Dot>(
 
 /// `BITS` is 4 for packed nibbles, 8 for any bytes, 0 for bytes of at most 127.
 #[inline(always)]
-unsafe fn dot<D: Dot, const BITS: usize>(codes: &[u8], group: usize, constants: &[f32], x: &Digits<'_>) -> f32 {
+unsafe fn dot<D: ByteProducts, const BITS: usize>(
+    codes: &[u8],
+    group: usize,
+    constants: &[f32],
+    x: &QuantizedRow<'_>,
+) -> f32 {
     let (scales, biases) = constants.split_at(constants.len() / 2);
     let groups = codes.len() / if BITS == 4 { group / 2 } else { group };
     // SAFETY: all reads are of whole groups below `groups`, of which codes and digits have that many; constants, scales
@@ -143,19 +152,24 @@ unsafe fn dot<D: Dot, const BITS: usize>(codes: &[u8], group: usize, constants: 
         let mut all = [0f32; 8];
         vst1q_f32(all.as_mut_ptr(), lanes[0]);
         vst1q_f32(all.as_mut_ptr().add(4), lanes[1]);
-        tree(all)
+        sum8(all)
     }
 }
 
 /// The dot product of the group whose first value is number `at`, as four partial sums.
 #[inline(always)]
-unsafe fn partial<D: Dot, const BITS: usize>(codes: &[u8], group: usize, at: usize, x: &Digits<'_>) -> int32x4_t {
+unsafe fn partial<D: ByteProducts, const BITS: usize>(
+    codes: &[u8],
+    group: usize,
+    at: usize,
+    x: &QuantizedRow<'_>,
+) -> int32x4_t {
     // SAFETY: the group's codes and digits are readable (caller).
     unsafe {
         let mut sums = [vdupq_n_s32(0); 3];
         let digits = |plane: usize, at: usize| vld1q_s8(x.planes[plane].as_ptr().add(at));
         if BITS == 4 {
-            let unit = Order::unit(group);
+            let unit = ValueOrder::unit(group);
             for start in (at..at + group).step_by(unit) {
                 for piece in (0..unit / 2).step_by(16) {
                     let both = vld1q_u8(codes.as_ptr().add(start / 2 + piece));

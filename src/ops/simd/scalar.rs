@@ -2,8 +2,12 @@
 
 use std::ops::Range;
 
-use super::{Activations, Affine, Out, Scratch, tree};
-use crate::ops::quant::Digits;
+use super::{
+    operands::{Activations, AffineWeight, OutPtr},
+    scratch::SimdScratch,
+    vector::sum8,
+};
+use crate::ops::quant::QuantizedRow;
 
 /// See [`super::product`].
 ///
@@ -11,11 +15,11 @@ use crate::ops::quant::Digits;
 /// As for [`super::product`].
 #[inline(always)]
 pub unsafe fn rows(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) {
     for row in rows {
         let loaded = &mut scratch.rows[0];
@@ -31,7 +35,7 @@ pub unsafe fn rows(
 
 /// One unpacked row against one row of activations.
 #[inline(always)]
-fn dot(codes: &[u8], group: usize, constants: &[f32], x: &Digits<'_>) -> f32 {
+fn dot(codes: &[u8], group: usize, constants: &[f32], x: &QuantizedRow<'_>) -> f32 {
     let (scales, biases) = constants.split_at(constants.len() / 2);
     let mut lanes = [0f32; 8];
     for index in 0..scales.len() {
@@ -45,5 +49,5 @@ fn dot(codes: &[u8], group: usize, constants: &[f32], x: &Digits<'_>) -> f32 {
         *lane = (dot as f32).mul_add(scales[index] * x.scale[index], *lane);
         *lane = biases[index].mul_add(x.sum[index], *lane);
     }
-    tree(lanes)
+    sum8(lanes)
 }

@@ -1,9 +1,10 @@
 //! Every instruction set against a naive product, and all of them against each other byte for byte.
 
-use super::*;
+use super::{vector::sum8, *};
 use crate::ops::{
+    Float, WeightFormat,
     check::processor,
-    quant::{Format, Quantised},
+    quant::{ActivationFormat, QuantizedRows, unpack},
 };
 
 thread_local! {
@@ -133,7 +134,7 @@ fn reference(weight: &Owned, x: &[f32]) -> Vec<f32> {
                 *lane = (dot as f32).mul_add(sw * sx, *lane);
                 *lane = bw.mul_add(sx * total as f32, *lane);
             }
-            out.push(tree(lanes));
+            out.push(sum8(lanes));
         }
     }
     out
@@ -154,7 +155,7 @@ fn activations(random: &mut Random, tokens: usize, cols: usize) -> Vec<f32> {
 #[test]
 fn levels_fill_an_i32_and_no_more() {
     for (bits, group, levels) in [(2, 128, 1 << 21), (4, 64, 1 << 21), (4, 128, 1_118_481), (8, 64, 131_586)] {
-        assert_eq!(Format::new(bits, group).levels, levels);
+        assert_eq!(ActivationFormat::new(bits, group).levels, levels);
     }
     for bits in [2, 3, 4, 5, 6, 8] {
         for group in [32, 64, 128] {
@@ -209,14 +210,14 @@ fn every_isa_gives_the_reference_bytes() {
 
 #[test]
 fn rows_quantised_anew_in_the_same_place_are_met_anew() {
-    let (mut random, mut quantised) = (Random(6), Quantised::default());
+    let (mut random, mut quantized) = (Random(6), QuantizedRows::default());
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     let weight = Owned::random(&mut random, codes, 32, 512);
     for _ in 0..3 {
         let x = activations(&mut random, 4, 512);
         let expected = reference(&weight, &x);
         for isa in Isa::all() {
-            let found = processor::run_in(&mut quantised, isa, true, &weight.view(), &x, 4);
+            let found = processor::run_in(&mut quantized, isa, true, &weight.view(), &x, 4);
             same(&found, &expected, &format!("{isa:?}"));
         }
     }
@@ -233,7 +234,7 @@ fn integers_are_close_to_floats() {
         let norm = exact.iter().map(|y| y * y).sum::<f32>().sqrt();
         let error = exact.iter().zip(&fast).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
         // Half a level is the most that one value can be off; the rest is f32 on both sides.
-        let bound = 1.0 / Format::new(bits, 64).levels as f32 + 4e-7;
+        let bound = 1.0 / ActivationFormat::new(bits, 64).levels as f32 + 4e-7;
         assert!(error < bound * norm, "{bits} bits: {error} of {norm}");
     }
 }

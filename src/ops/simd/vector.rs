@@ -4,35 +4,33 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::tree;
-
 /// Sixteen lanes of f32.
 ///
 /// The methods are safe to call only in code compiled for the type's instructions: [`super::wide!`] is the one place
 /// that names the types, and does so in functions that it runs on processors which have them.
 pub(crate) trait Vector: Copy {
     /// True if sixteen of them stay in registers, with some room to work.
-    const MANY: bool = false;
+    const HAS_32_REGISTERS: bool = false;
 
     fn splat(x: f32) -> Self;
     fn load(x: &[f32; 16]) -> Self;
     fn store(self, to: &mut [f32; 16]);
-    fn widen(x: &[i16; 16]) -> Self;
+    fn from_i16(x: &[i16; 16]) -> Self;
     /// `self * b + c` with one rounding.
     fn fma(self, b: Self, c: Self) -> Self;
-    /// The sum of the lanes: 8..16 are added to 0..8, then [`tree`].
-    fn fold(self) -> f32;
+    /// The sum of the lanes: 8..16 are added to 0..8, then [`sum8`].
+    fn sum(self) -> f32;
 
     /// [`Self::fold`] of each.
     #[inline(always)]
-    fn fold_all(all: [Self; 16]) -> [f32; 16] {
-        all.map(Self::fold)
+    fn sum_all(all: [Self; 16]) -> [f32; 16] {
+        all.map(Self::sum)
     }
 
     /// Asks for the cache line at `at`, which may be anywhere. It comes into the second-level cache, of which more can be
     /// under way at once.
     #[inline(always)]
-    fn fetch(_at: *const u8) {}
+    fn prefetch(_at: *const u8) {}
 }
 
 impl Vector for [f32; 16] {
@@ -52,7 +50,7 @@ impl Vector for [f32; 16] {
     }
 
     #[inline(always)]
-    fn widen(x: &[i16; 16]) -> Self {
+    fn from_i16(x: &[i16; 16]) -> Self {
         x.map(f32::from)
     }
 
@@ -62,8 +60,8 @@ impl Vector for [f32; 16] {
     }
 
     #[inline(always)]
-    fn fold(self) -> f32 {
-        tree(std::array::from_fn(|i| self[i] + self[i + 8]))
+    fn sum(self) -> f32 {
+        sum8(std::array::from_fn(|i| self[i] + self[i + 8]))
     }
 }
 
@@ -97,7 +95,7 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
-    fn widen(x: &[i16; 16]) -> Self {
+    fn from_i16(x: &[i16; 16]) -> Self {
         // SAFETY: see above.
         unsafe {
             let half =
@@ -113,13 +111,13 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
-    fn fold(self) -> f32 {
+    fn sum(self) -> f32 {
         // SAFETY: see above.
-        unsafe { super::x86::tree(_mm256_add_ps(self.0, self.1)) }
+        unsafe { sum8_avx(_mm256_add_ps(self.0, self.1)) }
     }
 
     #[inline(always)]
-    fn fetch(at: *const u8) {
+    fn prefetch(at: *const u8) {
         // SAFETY: see above.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
@@ -131,7 +129,7 @@ pub(crate) struct Avx512(__m512);
 
 #[cfg(target_arch = "x86_64")]
 impl Vector for Avx512 {
-    const MANY: bool = true;
+    const HAS_32_REGISTERS: bool = true;
 
     #[inline(always)]
     fn splat(x: f32) -> Self {
@@ -152,7 +150,7 @@ impl Vector for Avx512 {
     }
 
     #[inline(always)]
-    fn widen(x: &[i16; 16]) -> Self {
+    fn from_i16(x: &[i16; 16]) -> Self {
         // SAFETY: see above.
         unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256(x.as_ptr().cast())))) }
     }
@@ -164,22 +162,22 @@ impl Vector for Avx512 {
     }
 
     #[inline(always)]
-    fn fold(self) -> f32 {
+    fn sum(self) -> f32 {
         // SAFETY: see above.
         unsafe {
             let (low, high) = (_mm512_castps512_ps256(self.0), _mm512_extractf32x8_ps::<1>(self.0));
-            super::x86::tree(_mm256_add_ps(low, high))
+            sum8_avx(_mm256_add_ps(low, high))
         }
     }
 
     #[inline(always)]
-    fn fold_all(all: [Self; 16]) -> [f32; 16] {
+    fn sum_all(all: [Self; 16]) -> [f32; 16] {
         // SAFETY: see above.
-        unsafe { fold_all(all) }
+        unsafe { sum_all(all) }
     }
 
     #[inline(always)]
-    fn fetch(at: *const u8) {
+    fn prefetch(at: *const u8) {
         // SAFETY: see above.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
@@ -189,7 +187,7 @@ impl Vector for Avx512 {
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn fold_all(all: [Avx512; 16]) -> [f32; 16] {
+fn sum_all(all: [Avx512; 16]) -> [f32; 16] {
     // The quarters of two registers, upper onto lower halves; then their quarters likewise.
     let halves = |at: usize| {
         let (a, b) = (all[at].0, all[at + 1].0);
@@ -212,4 +210,22 @@ fn fold_all(all: [Avx512; 16]) -> [f32; 16] {
     // SAFETY: sixteen values fit.
     unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_permutexvar_ps(order, sums)) };
     out
+}
+
+/// The sum of eight lanes: halves are added until one is left.
+#[inline(always)]
+pub(crate) fn sum8(l: [f32; 8]) -> f32 {
+    ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
+}
+
+/// [`super::sum8`] in registers.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(super) unsafe fn sum8_avx(lanes: __m256) -> f32 {
+    // SAFETY: the processor has AVX (caller).
+    unsafe {
+        let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
+        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+    }
 }

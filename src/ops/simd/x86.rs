@@ -2,15 +2,20 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Activations, Affine, Loaded, Out, Scratch, unpack};
-use crate::ops::quant::Digits;
+use super::vector::sum8_avx;
+use super::{
+    operands::{Activations, AffineWeight, OutPtr, WeightRow, pdep_mask},
+    scratch::SimdScratch,
+};
+use crate::ops::quant::QuantizedRow;
+use crate::ops::quant::unpack;
 
 /// Prefetch distance ahead of the codes being read, in bytes. Without it the products wait for memory and memory for
 /// the products: 6 GB/s a core instead of 11 of 12.
-pub(super) const AHEAD: usize = 4096;
+pub(super) const PREFETCH_BYTES: usize = 4096;
 
-/// Dot products of one group as eight partial sums, with 32-byte vectors.
-pub(super) trait Dot {
+/// GroupDot products of one group as eight partial sums, with 32-byte vectors.
+pub(super) trait GroupDot {
     /// `GROUP` packed nibbles at `codes` with the three planes of digits at `x` (in the order of nibbles).
     ///
     /// # Safety
@@ -26,12 +31,12 @@ pub(super) trait Dot {
 
 /// See [`super::product`]. Must be inlined into a function that has the instructions of `D`, FMA and BMI2.
 #[inline(always)]
-pub(super) unsafe fn rows<D: Dot>(
-    weight: &Affine<'_>,
+pub(super) unsafe fn rows<D: GroupDot>(
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) {
     // SAFETY: passed on.
     unsafe {
@@ -51,12 +56,12 @@ pub(super) unsafe fn rows<D: Dot>(
 
 /// `BITS` is 4, 8, or 0 for the widths that are unpacked to bytes first.
 #[inline(always)]
-unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
-    weight: &Affine<'_>,
+unsafe fn rows_of<D: GroupDot, const BITS: usize, const GROUP: usize>(
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) {
     for row in rows {
         let loaded = &mut scratch.rows[0];
@@ -75,12 +80,12 @@ unsafe fn rows_of<D: Dot, const BITS: usize, const GROUP: usize>(
 
 /// Loads scales and biases and, if `BITS` is 0, unpacks the codes.
 #[inline(always)]
-pub(super) unsafe fn load_row<const BITS: usize>(weight: &Affine<'_>, row: usize, loaded: &mut Loaded) {
+pub(super) unsafe fn load_row<const BITS: usize>(weight: &AffineWeight<'_>, row: usize, loaded: &mut WeightRow) {
     let (scales, biases) = weight.constants(row);
     // SAFETY: a prefetch may name any address; the processor has BMI2 (caller).
     unsafe {
-        fetch(scales.as_ptr().wrapping_add(AHEAD / 8));
-        fetch(biases.as_ptr().wrapping_add(AHEAD / 8));
+        prefetch(scales.as_ptr().wrapping_add(PREFETCH_BYTES / 8));
+        prefetch(biases.as_ptr().wrapping_add(PREFETCH_BYTES / 8));
         loaded.load(weight, row);
         if BITS == 0 {
             loaded.bytes.resize(weight.cols, 0);
@@ -89,21 +94,20 @@ pub(super) unsafe fn load_row<const BITS: usize>(weight: &Affine<'_>, row: usize
     }
 }
 
-/// The bits of eight bytes that codes of `bits` bits fill.
-pub(super) fn spread(bits: usize) -> u64 {
-    0x0101_0101_0101_0101 * ((1 << bits) - 1)
-}
-
 /// Unpacks the codes of `row` to bytes in natural order.
 #[inline(always)]
-pub(super) unsafe fn unpack_row(weight: &Affine<'_>, row: usize, bytes: &mut [u8]) {
-    let mask = spread(weight.bits);
+pub(super) unsafe fn unpack_row(weight: &AffineWeight<'_>, row: usize, bytes: &mut [u8]) {
+    let mask = pdep_mask(weight.bits);
     // SAFETY: the processor has BMI2 (caller).
     unpack::natural(weight.bits, weight.codes(row), bytes, |word| unsafe { _pdep_u64(word, mask) });
 }
 
 #[inline(always)]
-unsafe fn dot<D: Dot, const BITS: usize, const GROUP: usize>(codes: &[u8], constants: &[f32], x: &Digits<'_>) -> f32 {
+unsafe fn dot<D: GroupDot, const BITS: usize, const GROUP: usize>(
+    codes: &[u8],
+    constants: &[f32],
+    x: &QuantizedRow<'_>,
+) -> f32 {
     let (scales, biases) = constants.split_at(constants.len() / 2);
     let step = if BITS == 4 { GROUP / 2 } else { GROUP };
     let groups = codes.len() / step;
@@ -114,7 +118,7 @@ unsafe fn dot<D: Dot, const BITS: usize, const GROUP: usize>(codes: &[u8], const
         for first in (0..groups).step_by(8) {
             let mut sums = [_mm256_setzero_si256(); 8];
             for line in (0..8 * step).step_by(64) {
-                fetch(codes.as_ptr().wrapping_add(first * step + line + AHEAD));
+                prefetch(codes.as_ptr().wrapping_add(first * step + line + PREFETCH_BYTES));
             }
             if groups - first >= 8 {
                 for (index, sum) in sums.iter_mut().enumerate() {
@@ -125,7 +129,7 @@ unsafe fn dot<D: Dot, const BITS: usize, const GROUP: usize>(codes: &[u8], const
                     *sum = partial::<D, BITS, GROUP>(codes, x, first + index);
                 }
             }
-            let dots = _mm256_cvtepi32_ps(gather(sums));
+            let dots = _mm256_cvtepi32_ps(sum_vectors(sums));
             let scale = _mm256_mul_ps(
                 _mm256_loadu_ps(scales.as_ptr().add(first)),
                 _mm256_loadu_ps(x.scale.as_ptr().add(first)),
@@ -134,15 +138,15 @@ unsafe fn dot<D: Dot, const BITS: usize, const GROUP: usize>(codes: &[u8], const
             let (bias, sum) = (_mm256_loadu_ps(biases.as_ptr().add(first)), _mm256_loadu_ps(x.sum.as_ptr().add(first)));
             lanes = _mm256_fmadd_ps(bias, sum, lanes);
         }
-        tree(lanes)
+        sum8_avx(lanes)
     }
 }
 
 /// The dot product of one group as eight partial sums.
 #[inline(always)]
-unsafe fn partial<D: Dot, const BITS: usize, const GROUP: usize>(
+unsafe fn partial<D: GroupDot, const BITS: usize, const GROUP: usize>(
     codes: &[u8],
-    x: &Digits<'_>,
+    x: &QuantizedRow<'_>,
     group: usize,
 ) -> __m256i {
     // SAFETY: there are that many groups of codes and digits (caller).
@@ -164,29 +168,18 @@ pub(super) unsafe fn load<T>(at: *const T) -> __m256i {
 
 /// Asks for the cache line at `at`, which may be anywhere.
 #[inline(always)]
-pub(super) unsafe fn fetch(at: *const u8) {
+pub(super) unsafe fn prefetch(at: *const u8) {
     // SAFETY: a prefetch of an address that is not mapped does nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
 }
 
 /// Lane `i` of the result is the sum of the lanes of vector `i`.
 #[inline(always)]
-unsafe fn gather(v: [__m256i; 8]) -> __m256i {
+unsafe fn sum_vectors(v: [__m256i; 8]) -> __m256i {
     // SAFETY: the processor has AVX2 (caller).
     unsafe {
         let low = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
         let high = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
         _mm256_add_epi32(_mm256_permute2x128_si256::<0x20>(low, high), _mm256_permute2x128_si256::<0x31>(low, high))
-    }
-}
-
-/// [`super::tree`] in registers.
-#[inline(always)]
-pub(super) unsafe fn tree(lanes: __m256) -> f32 {
-    // SAFETY: the processor has AVX (caller).
-    unsafe {
-        let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
-        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
     }
 }

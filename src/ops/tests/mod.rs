@@ -3,7 +3,7 @@
 use super::{
     Backend, CombineExperts, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, Linear, MoeBuffers,
     MoeWeights, Op, SharedExpert, Weight, WeightFormat,
-    quant::Format,
+    quant::ActivationFormat,
     simd::{
         Isa,
         tests::{Owned, Random, with},
@@ -27,9 +27,9 @@ impl Lab {
         Self { cpu: Cpu::new(CpuDevice::new(1, CpuArithmetic::Integer)) }
     }
 
-    /// From here on with other threads and another arithmetic, and with nothing quantised yet.
+    /// From here on with other threads and another arithmetic, and with nothing quantized yet.
     fn with(&mut self, threads: usize, math: CpuArithmetic) -> &mut Self {
-        (self.cpu.compute, self.cpu.quantised) = (CpuDevice::new(threads, math), Default::default());
+        (self.cpu.compute, self.cpu.quantized) = (CpuDevice::new(threads, math), Default::default());
         self
     }
 
@@ -256,7 +256,7 @@ fn experts_do_what_they_say() {
         // Some levels of each product's activations, which depend on the weight.
         let levels = |weight: &Weight| match weight.codes {
             WeightFormat::Affine { bits, group, .. } if math == CpuArithmetic::Integer => {
-                4.0 / Format::new(bits, group).levels as f32
+                4.0 / ActivationFormat::new(bits, group).levels as f32
             }
             _ => 0.0,
         };

@@ -1,12 +1,10 @@
 //! Random numbers by index: `number(key, i)` is the i-th of a sequence, without the ones before it.
 
-/// The i-th 64 random bits of the sequence `key`: SplitMix64 (Steele, Lea and Flood 2014), which is a counter and a
-/// mixing function.
+use crate::platform::split_mix64::{INCREMENT, mix};
+
+/// The i-th 64 random bits of the SplitMix64 sequence `key`.
 pub fn bits(key: u64, i: u64) -> u64 {
-    let z = key.wrapping_add(i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    mix(key.wrapping_add(i.wrapping_add(1).wrapping_mul(INCREMENT)))
 }
 
 /// The sequence that belongs to a name (FNV-1a, then mixed with the seed).

@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 /// 32 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(super) unsafe fn bytes(at: *const u8, stride: usize) -> [__m512i; 8] {
+pub(super) unsafe fn transpose_bytes(at: *const u8, stride: usize) -> [__m512i; 8] {
     let mut rows = [_mm512_setzero_si512(); 8];
     for row in 0..8 {
         let first = row / 4 * 8 + row % 4;
@@ -23,8 +23,8 @@ pub(super) unsafe fn bytes(at: *const u8, stride: usize) -> [__m512i; 8] {
         rows[row] = _mm512_xor_si512(both, _mm512_set1_epi8(-128));
     }
     // Quarters: values 0..16 and 16..32 of four rows, then of the next four.
-    let a = transposed([rows[0], rows[1], rows[2], rows[3]]);
-    let b = transposed([rows[4], rows[5], rows[6], rows[7]]);
+    let a = transpose_quarters([rows[0], rows[1], rows[2], rows[3]]);
+    let b = transpose_quarters([rows[4], rows[5], rows[6], rows[7]]);
     let mut out = [_mm512_setzero_si512(); 8];
     for word in 0..4 {
         out[word] = _mm512_shuffle_i32x4::<0x88>(a[word], b[word]);
@@ -39,9 +39,9 @@ pub(super) unsafe fn bytes(at: *const u8, stride: usize) -> [__m512i; 8] {
 /// 16 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(super) unsafe fn nibbles(at: *const u8, stride: usize) -> [__m512i; 8] {
+pub(super) unsafe fn transpose_nibbles(at: *const u8, stride: usize) -> [__m512i; 8] {
     // SAFETY: passed on.
-    let words = unsafe { columns(at, stride) };
+    let words = unsafe { transpose_words(at, stride) };
     let mask = _mm512_set1_epi8(30);
     let mut out = [_mm512_setzero_si512(); 8];
     for word in 0..4 {
@@ -57,7 +57,7 @@ pub(super) unsafe fn nibbles(at: *const u8, stride: usize) -> [__m512i; 8] {
 /// 16 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn columns(at: *const u8, stride: usize) -> [__m512i; 4] {
+unsafe fn transpose_words(at: *const u8, stride: usize) -> [__m512i; 4] {
     let mut rows = [_mm512_setzero_si512(); 4];
     for row in 0..4 {
         // SAFETY: passed on.
@@ -69,7 +69,7 @@ unsafe fn columns(at: *const u8, stride: usize) -> [__m512i; 4] {
             rows[row] = _mm512_inserti32x4::<3>(whole, _mm_loadu_si128(at.add(12 * stride).cast()));
         }
     }
-    transposed(rows)
+    transpose_quarters(rows)
 }
 
 /// The scales of sixteen rows, as f32, two for each of `to`.
@@ -89,7 +89,7 @@ pub(super) unsafe fn scales(at: *const u8, stride: usize, to: &mut [[__m512; 2]]
         // SAFETY: passed on: four words a row, or those of `to`.
         unsafe {
             if to.len() == 4 {
-                words = columns(at, stride);
+                words = transpose_words(at, stride);
             } else {
                 for pair in 0..to.len() {
                     words[pair] = _mm512_i32gather_epi32::<1>(index, at.add(4 * pair).cast());
@@ -106,7 +106,7 @@ pub(super) unsafe fn scales(at: *const u8, stride: usize, to: &mut [[__m512; 2]]
 /// In each quarter, word `w` of vector `v` becomes word `v` of vector `w`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn transposed(v: [__m512i; 4]) -> [__m512i; 4] {
+fn transpose_quarters(v: [__m512i; 4]) -> [__m512i; 4] {
     let (a, b) = (_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpacklo_epi32(v[2], v[3]));
     let (c, d) = (_mm512_unpackhi_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[2], v[3]));
     [_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b), _mm512_unpacklo_epi64(c, d), _mm512_unpackhi_epi64(c, d)]
@@ -118,7 +118,7 @@ fn transposed(v: [__m512i; 4]) -> [__m512i; 4] {
 /// `8 * bits` bytes can be read.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(super) unsafe fn spread(at: *const u8, bits: usize) -> __m512i {
+pub(super) unsafe fn signed_bytes(at: *const u8, bits: usize) -> __m512i {
     if bits == 8 {
         // SAFETY: passed on.
         return unsafe { _mm512_loadu_si512(at.cast()) };
@@ -137,7 +137,7 @@ pub(super) unsafe fn spread(at: *const u8, bits: usize) -> __m512i {
 /// are the halves of the first 32 values, in the others of the second.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(super) fn interleaved(mut rows: [__m512i; 4]) -> [__m512i; 4] {
+pub(super) fn interleave(mut rows: [__m512i; 4]) -> [__m512i; 4] {
     // Each quarter: four values of the first group, of the second, and again. What is put together from here on are bytes of
     // two rows, which is why this comes first: processors and compilers have no shorter way.
     let order = _mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);

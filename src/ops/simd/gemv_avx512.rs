@@ -2,8 +2,13 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Activations, Affine, Out, Scratch, short512, x86};
-use crate::ops::quant::Digits;
+use super::vector::sum8_avx;
+use super::{
+    operands::{Activations, AffineWeight, OutPtr},
+    scratch::SimdScratch,
+    x86,
+};
+use crate::ops::quant::QuantizedRow;
 
 /// See [`super::product`]; for as many pairs as `rows` has. Returns how many rows it computed.
 ///
@@ -11,17 +16,14 @@ use crate::ops::quant::Digits;
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn rows(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) -> usize {
     // SAFETY: passed on.
     unsafe {
-        if let Some(done) = short512::rows(weight, rows.clone(), lines, outs) {
-            return done;
-        }
         match (weight.bits, weight.group) {
             // A group of 32 nibbles does not fill half a register.
             (4, 32) => 0,
@@ -41,11 +43,11 @@ pub unsafe fn rows(
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn pairs<const BITS: usize, const GROUP: usize>(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) -> usize {
     let count = rows.len() / 2 * 2;
     for row in (rows.start..rows.start + count).step_by(2) {
@@ -63,8 +65,8 @@ unsafe fn pairs<const BITS: usize, const GROUP: usize>(
             unsafe {
                 let lanes = dot::<BITS, GROUP>(codes, constants, &line.digits);
                 let (a, b) = (_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
-                out.0.add(row).write(x86::tree(a) * weight.global_scale);
-                out.0.add(row + 1).write(x86::tree(b) * weight.global_scale);
+                out.0.add(row).write(sum8_avx(a) * weight.global_scale);
+                out.0.add(row + 1).write(sum8_avx(b) * weight.global_scale);
             }
         }
     }
@@ -77,7 +79,7 @@ unsafe fn pairs<const BITS: usize, const GROUP: usize>(
 unsafe fn dot<const BITS: usize, const GROUP: usize>(
     codes: [&[u8]; 2],
     constants: [&[f32]; 2],
-    x: &Digits<'_>,
+    x: &QuantizedRow<'_>,
 ) -> __m512 {
     let step = if BITS == 4 { GROUP / 2 } else { GROUP };
     let (groups, padded) = (codes[0].len() / step, constants[0].len() / 2);
@@ -90,24 +92,25 @@ unsafe fn dot<const BITS: usize, const GROUP: usize>(
             // The second row's codes follow the first's, so both are asked for as they lie in memory, a little with each group.
             let ahead = |group: usize| {
                 for line in (0..2 * step).step_by(64).take_while(|_| BITS != 0) {
-                    x86::fetch(codes[0].as_ptr().wrapping_add(2 * step * group + line + x86::AHEAD));
+                    x86::prefetch(codes[0].as_ptr().wrapping_add(2 * step * group + line + x86::PREFETCH_BYTES));
                 }
             };
             if groups - first >= 8 {
                 for (index, sum) in sums.iter_mut().enumerate() {
                     ahead(first + index);
-                    *sum = partial::<BITS, GROUP>(codes, first + index, x, first + index);
+                    *sum = partial::<BITS, GROUP>(codes, first + index, x);
                 }
             } else {
                 for (index, sum) in sums.iter_mut().enumerate().take(groups - first) {
                     ahead(first + index);
-                    *sum = partial::<BITS, GROUP>(codes, first + index, x, first + index);
+                    *sum = partial::<BITS, GROUP>(codes, first + index, x);
                 }
             }
-            let both = |at: usize| two(constants[0].as_ptr().add(at).cast(), constants[1].as_ptr().add(at).cast());
+            let both =
+                |at: usize| load_pair(constants[0].as_ptr().add(at).cast(), constants[1].as_ptr().add(at).cast());
             let same = |at: &[f32]| _mm512_broadcast_f32x8(_mm256_loadu_ps(at.as_ptr().add(first)));
             let scale = _mm512_mul_ps(_mm512_castsi512_ps(both(first)), same(x.scale));
-            lanes = _mm512_fmadd_ps(_mm512_cvtepi32_ps(gather(sums)), scale, lanes);
+            lanes = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum_vectors(sums)), scale, lanes);
             lanes = _mm512_fmadd_ps(_mm512_castsi512_ps(both(padded + first)), same(x.sum), lanes);
         }
     }
@@ -117,7 +120,7 @@ unsafe fn dot<const BITS: usize, const GROUP: usize>(
 /// 32 bytes from each address.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
-unsafe fn two(a: *const u8, b: *const u8) -> __m512i {
+unsafe fn load_pair(a: *const u8, b: *const u8) -> __m512i {
     // SAFETY: readable (caller); any alignment.
     unsafe {
         let a = _mm512_castsi256_si512(_mm256_loadu_si256(a.cast()));
@@ -128,21 +131,20 @@ unsafe fn two(a: *const u8, b: *const u8) -> __m512i {
 /// The dot product of one group of codes and one of digits as eight partial sums a row.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub(super) unsafe fn partial<const BITS: usize, const GROUP: usize>(
+unsafe fn partial<const BITS: usize, const GROUP: usize>(
     codes: [&[u8]; 2],
     group: usize,
-    x: &Digits<'_>,
-    met: usize,
+    x: &QuantizedRow<'_>,
 ) -> __m512i {
     let (mask, mut total) = (_mm512_set1_epi8(15), _mm512_setzero_si512());
     // SAFETY: there are that many groups of codes and digits (caller).
     unsafe {
         let digits =
-            |x: &[i8], at: usize| _mm512_broadcast_i64x4(_mm256_loadu_si256(x.as_ptr().add(met * GROUP + at).cast()));
+            |x: &[i8], at: usize| _mm512_broadcast_i64x4(_mm256_loadu_si256(x.as_ptr().add(group * GROUP + at).cast()));
         if BITS == 4 {
             for at in (0..GROUP).step_by(64) {
                 let place = (group * GROUP + at) / 2;
-                let both = two(codes[0].as_ptr().add(place), codes[1].as_ptr().add(place));
+                let both = load_pair(codes[0].as_ptr().add(place), codes[1].as_ptr().add(place));
                 let even = _mm512_and_si512(both, mask);
                 let odd = _mm512_and_si512(_mm512_srli_epi16::<4>(both), mask);
                 let mut sum = _mm512_setzero_si512();
@@ -157,7 +159,7 @@ pub(super) unsafe fn partial<const BITS: usize, const GROUP: usize>(
                 total = _mm512_slli_epi32::<8>(total);
                 for at in (0..GROUP).step_by(32) {
                     let place = group * GROUP + at;
-                    let both = two(codes[0].as_ptr().add(place), codes[1].as_ptr().add(place));
+                    let both = load_pair(codes[0].as_ptr().add(place), codes[1].as_ptr().add(place));
                     total = _mm512_dpbusd_epi32(total, both, digits(plane, at));
                 }
             }
@@ -169,7 +171,7 @@ pub(super) unsafe fn partial<const BITS: usize, const GROUP: usize>(
 /// Lane `i` of either half of the result is the sum of that half of vector `i`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn gather(v: [__m512i; 8]) -> __m512i {
+fn sum_vectors(v: [__m512i; 8]) -> __m512i {
     let halves = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let quarters = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
     // Quarters of registers: groups 0 to 3 and 4 to 7, each a row's sum in two parts.

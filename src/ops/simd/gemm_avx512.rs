@@ -2,7 +2,7 @@
 //! that products need no sums across a register, and then meet every line.
 //!
 //! A tile has for each four columns one vector: 16 rows, four codes each. The digits of a line meet it as a broadcast of
-//! four bytes. Per group the integer sums become f32 and join eight accumulators a row, as everywhere (see [`super`]).
+//! four bytes. Per group the integer sums become f32 and accumulate eight accumulators a row, as broadcast (see [`super`]).
 //!
 //! A few groups are unpacked at a time: they stay in the first-level cache while the lines pass by. The next rows are asked
 //! for between these products: a core keeps few requests to memory under way, and if they come in one go, products wait for
@@ -11,16 +11,18 @@
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
-    Activations, Affine, CacheLine, Out, Scratch,
-    lay512::{ROWS, Tiles, fill_codes, fill_constants, room},
+    cache_line::CacheLine,
+    operands::{Activations, AffineWeight, OutPtr},
+    scratch::SimdScratch,
+    tile_avx512::{ROWS, WeightTiles, fill_codes, fill_constants, room},
 };
-use crate::ops::quant::Digits;
+use crate::ops::quant::QuantizedRow;
 
 /// Accumulators of a row.
 const LANES: usize = 8;
 /// Up to this many lines, half as many groups are unpacked at a time: what products have asked for arrives while it lasts.
 /// More lines meet all groups of a row in one go, since their digits come from a farther cache, in order.
-const FEW: usize = 16;
+const FEW_INPUTS: usize = 16;
 
 /// See [`super::product`]; for as many whole tiles as `rows` has. Returns how many rows it computed.
 ///
@@ -28,11 +30,11 @@ const FEW: usize = 16;
 /// As for [`super::product`].
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn rows(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     rows: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    scratch: &mut Scratch,
+    outs: &[OutPtr],
+    scratch: &mut SimdScratch,
 ) -> usize {
     let mut row = rows.start;
     // SAFETY: the rows exist; everything else is passed on.
@@ -53,14 +55,14 @@ pub unsafe fn rows(
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn block<const M: usize>(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     row: usize,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    tiles: &mut Tiles,
+    outs: &[OutPtr],
+    tiles: &mut WeightTiles,
 ) {
     let groups = weight.groups();
-    let few = lines.len() <= FEW;
+    let few = lines.len() <= FEW_INPUTS;
     let step = if few { LANES / 2 } else { groups };
     room(&mut tiles.lanes, if few { lines.len() } else { 4 } * M * LANES);
     // SAFETY: the rows exist; there is room for the accumulators; everything else is passed on.
@@ -73,7 +75,7 @@ unsafe fn block<const M: usize>(
             for tile in 0..M {
                 fill_codes::<M>(weight, row + tile * ROWS, some.clone(), tiles, tile);
             }
-            all_lines::<M>(weight, row, some, lines, outs, tiles);
+            all_inputs::<M>(weight, row, some, lines, outs, tiles);
         }
     }
 }
@@ -81,7 +83,7 @@ unsafe fn block<const M: usize>(
 /// Asks for the constants of one group of the `rows` rows behind those from `row` on, and for what their codes have over the
 /// four bits that are asked for between products.
 #[inline(always)]
-fn ahead(weight: &Affine<'_>, row: usize, rows: usize, group: usize) {
+fn prefetch_rows(weight: &AffineWeight<'_>, row: usize, rows: usize, group: usize) {
     let (scales, biases) = weight.constants(row);
     let (codes, constant) = (weight.group * weight.bits.saturating_sub(4) / 8, weight.float.bytes());
     for (part, bytes) in [(scales, rows * constant), (biases, rows * constant), (weight.codes(row), rows * codes)] {
@@ -96,16 +98,16 @@ fn ahead(weight: &Affine<'_>, row: usize, rows: usize, group: usize) {
 /// The products of `groups`, whose codes are in tiles, with every line; behind the last group the results.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn all_lines<const M: usize>(
-    weight: &Affine<'_>,
+unsafe fn all_inputs<const M: usize>(
+    weight: &AffineWeight<'_>,
     row: usize,
     groups: Range<usize>,
     lines: &[Activations<'_>],
-    outs: &[Out],
-    tiles: &mut Tiles,
+    outs: &[OutPtr],
+    tiles: &mut WeightTiles,
 ) {
     // The next rows are asked for not long before they are wanted.
-    let asks = (lines.len() / 4).saturating_sub(1);
+    let prefetch_at = (lines.len() / 4).saturating_sub(1);
     let (whole, last) = (groups == (0..weight.groups()), groups.end == weight.groups());
     for (index, (lines, outs)) in lines.chunks(4).zip(outs.chunks(4)).enumerate() {
         // Where all groups are computed in one go, four lines after four have the same accumulators.
@@ -114,19 +116,19 @@ unsafe fn all_lines<const M: usize>(
         unsafe {
             let lanes = tiles.lanes.as_mut_ptr().add(at);
             let groups = groups.clone();
-            match (lines, index == asks) {
-                ([a], _) => some_lines::<M, 1, true>(weight, row, groups, &[*a], lanes, tiles),
-                ([a, b], _) => some_lines::<M, 2, true>(weight, row, groups, &[*a, *b], lanes, tiles),
-                ([a, b, c], _) => some_lines::<M, 3, true>(weight, row, groups, &[*a, *b, *c], lanes, tiles),
-                (lines, asks) => match (lines.as_chunks::<4>().0, asks) {
-                    ([four, ..], true) => some_lines::<M, 4, true>(weight, row, groups, four, lanes, tiles),
-                    ([four, ..], false) => some_lines::<M, 4, false>(weight, row, groups, four, lanes, tiles),
+            match (lines, index == prefetch_at) {
+                ([a], _) => some_inputs::<M, 1, true>(weight, row, groups, &[*a], lanes, tiles),
+                ([a, b], _) => some_inputs::<M, 2, true>(weight, row, groups, &[*a, *b], lanes, tiles),
+                ([a, b, c], _) => some_inputs::<M, 3, true>(weight, row, groups, &[*a, *b, *c], lanes, tiles),
+                (lines, prefetch_at) => match (lines.as_chunks::<4>().0, prefetch_at) {
+                    ([four, ..], true) => some_inputs::<M, 4, true>(weight, row, groups, four, lanes, tiles),
+                    ([four, ..], false) => some_inputs::<M, 4, false>(weight, row, groups, four, lanes, tiles),
                     _ => {}
                 },
             }
             for (index, out) in outs.iter().enumerate().filter(|_| last) {
                 for m in 0..M {
-                    results(lanes.add((index * M + m) * LANES), weight, out.0.add(row + m * ROWS));
+                    store_lanes(lanes.add((index * M + m) * LANES), weight, out.0.add(row + m * ROWS));
                 }
             }
         }
@@ -136,7 +138,7 @@ unsafe fn all_lines<const M: usize>(
 /// Sixteen results at `to` from the accumulators at `from`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn results(from: *const CacheLine, weight: &Affine<'_>, to: *mut f32) {
+unsafe fn store_lanes(from: *const CacheLine, weight: &AffineWeight<'_>, to: *mut f32) {
     let groups = weight.groups();
     let mut lanes = [_mm512_setzero_ps(); LANES];
     // SAFETY: there are accumulators for all groups, and room at `to` (caller).
@@ -153,13 +155,13 @@ unsafe fn results(from: *const CacheLine, weight: &Affine<'_>, to: *mut f32) {
 /// `M` tiles against `N` lines, whose accumulators are at `lanes`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn some_lines<const M: usize, const N: usize, const ASK: bool>(
-    weight: &Affine<'_>,
+unsafe fn some_inputs<const M: usize, const N: usize, const PREFETCH: bool>(
+    weight: &AffineWeight<'_>,
     row: usize,
     groups: Range<usize>,
     lines: &[Activations<'_>; N],
     lanes: *mut CacheLine,
-    tiles: &Tiles,
+    tiles: &WeightTiles,
 ) {
     let words = weight.group / 4;
     let zero = _mm512_setzero_si512();
@@ -175,12 +177,12 @@ unsafe fn some_lines<const M: usize, const N: usize, const ASK: bool>(
         let codes = tiles.codes.as_ptr().wrapping_sub(groups.start * words * M);
         let next = weight.codes(row).as_ptr().wrapping_add(M * ROWS * weight.cols * weight.bits / 8);
         for group in groups {
-            if ASK {
-                ahead(weight, row, M * ROWS, group);
+            if PREFETCH {
+                prefetch_rows(weight, row, M * ROWS, group);
             }
             let mut sums = [[[zero; M]; 3]; N];
             for word in group * words..(group + 1) * words {
-                if ASK {
+                if PREFETCH {
                     _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(word * 64).cast());
                 }
                 let mut four = [zero; M];
@@ -203,7 +205,7 @@ unsafe fn some_lines<const M: usize, const N: usize, const ASK: bool>(
                     let sums = [sums[n][0][m], sums[n][1][m], sums[n][2][m]];
                     let place = lanes.add((n * M + m) * LANES + group % LANES).cast();
                     let mut lane = if group < LANES { _mm512_setzero_ps() } else { _mm512_load_ps(place) };
-                    join(sums, [scale, bias], everywhere(&lines[n].digits, group), &mut lane);
+                    accumulate(sums, [scale, bias], broadcast(&lines[n].digits, group), &mut lane);
                     _mm512_store_ps(place, lane);
                 }
             }
@@ -211,11 +213,11 @@ unsafe fn some_lines<const M: usize, const N: usize, const ASK: bool>(
     }
 }
 
-/// The integer sums of one group, one register for each digit, join their accumulator. `weights` are scale and bias,
+/// The integer sums of one group, one register for each digit, accumulate their accumulator. `weights` are scale and bias,
 /// `lines` scale and sum.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn join(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane: &mut __m512) {
+fn accumulate(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane: &mut __m512) {
     let [high, middle, low] = sums;
     let upper = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), middle);
     let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(upper), low));
@@ -229,7 +231,7 @@ fn join(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane: &mut
 /// The line has that group.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn everywhere(line: &Digits<'_>, group: usize) -> [__m512; 2] {
+unsafe fn broadcast(line: &QuantizedRow<'_>, group: usize) -> [__m512; 2] {
     // SAFETY: the caller's promise.
     unsafe { [_mm512_set1_ps(*line.scale.get_unchecked(group)), _mm512_set1_ps(*line.sum.get_unchecked(group))] }
 }

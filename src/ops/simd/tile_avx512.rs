@@ -2,15 +2,19 @@
 
 use std::{arch::x86_64::*, ops::Range};
 
-use super::{Affine, CacheLine, unpack, x86};
-use crate::ops::{Float, quant::Order};
+use super::{
+    cache_line::CacheLine,
+    operands::{AffineWeight, pdep_mask},
+};
+use crate::ops::quant::unpack;
+use crate::ops::{Float, quant::ValueOrder};
 
 /// Rows of a tile: the 32-bit lanes of a register.
 pub const ROWS: usize = 16;
 
 /// Buffers for tiles of weights with their scales and biases.
 #[derive(Default)]
-pub struct Tiles {
+pub struct WeightTiles {
     pub codes: Vec<CacheLine>,
     pub scales: Vec<CacheLine>,
     pub biases: Vec<CacheLine>,
@@ -29,7 +33,12 @@ pub fn room(vectors: &mut Vec<CacheLine>, count: usize) {
 /// before. Like all here it may overwrite vectors behind its last, up to a multiple of sixteen words of each row.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-pub unsafe fn fill_constants<const STEP: usize>(weight: &Affine<'_>, row: usize, tiles: &mut Tiles, at: usize) {
+pub unsafe fn fill_constants<const STEP: usize>(
+    weight: &AffineWeight<'_>,
+    row: usize,
+    tiles: &mut WeightTiles,
+    at: usize,
+) {
     let (scales, biases) = weight.constants(row);
     for (from, to) in [(scales, &mut tiles.scales), (biases, &mut tiles.biases)] {
         room(to, at + weight.groups().next_multiple_of(ROWS) * STEP);
@@ -41,10 +50,10 @@ pub unsafe fn fill_constants<const STEP: usize>(weight: &Affine<'_>, row: usize,
 /// The scales or biases of sixteen rows of weights, which begin at `from`, for each group.
 #[inline]
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl")]
-unsafe fn constants<const STEP: usize>(weight: &Affine<'_>, from: *const u8, to: *mut CacheLine) {
+unsafe fn constants<const STEP: usize>(weight: &AffineWeight<'_>, from: *const u8, to: *mut CacheLine) {
     let (groups, size) = (weight.groups(), weight.float.bytes());
     for at in (0..groups).step_by(ROWS) {
-        let (mask, mut values) = (first(groups - at), [_mm512_setzero_si512(); ROWS]);
+        let (mask, mut values) = (lane_mask(groups - at), [_mm512_setzero_si512(); ROWS]);
         // SAFETY: sixteen rows are readable, and the mask keeps to them; there is room for all groups (caller).
         unsafe {
             for (row, values) in values.iter_mut().enumerate() {
@@ -57,7 +66,7 @@ unsafe fn constants<const STEP: usize>(weight: &Affine<'_>, from: *const u8, to:
                     }
                 };
             }
-            put::<STEP>(transpose(values), to.add(at * STEP));
+            store_registers::<STEP>(transpose(values), to.add(at * STEP));
         }
     }
 }
@@ -67,10 +76,10 @@ unsafe fn constants<const STEP: usize>(weight: &Affine<'_>, from: *const u8, to:
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn fill_codes<const STEP: usize>(
-    weight: &Affine<'_>,
+    weight: &AffineWeight<'_>,
     row: usize,
     groups: Range<usize>,
-    tiles: &mut Tiles,
+    tiles: &mut WeightTiles,
     at: usize,
 ) {
     let (cols, stride) = (groups.len() * weight.group, weight.cols * weight.bits / 8);
@@ -81,24 +90,24 @@ pub unsafe fn fill_codes<const STEP: usize>(
     unsafe {
         let codes = codes.add(at);
         match weight.bits {
-            4 if Order::unit(weight.group) == 32 => turn_nibbles::<4, STEP>(from, stride, cols / 8, codes),
-            4 => turn_nibbles::<8, STEP>(from, stride, cols / 8, codes),
-            8 => turn::<STEP>(from, stride, cols / 4, codes),
+            4 if ValueOrder::unit(weight.group) == 32 => transpose_nibbles::<4, STEP>(from, stride, cols / 8, codes),
+            4 => transpose_nibbles::<8, STEP>(from, stride, cols / 8, codes),
+            8 => transpose_words::<STEP>(from, stride, cols / 4, codes),
             bits => {
-                let (mask, bytes) = (x86::spread(bits), cols * bits / 8);
+                let (mask, bytes) = (pdep_mask(bits), cols * bits / 8);
                 tiles.bytes.resize(ROWS * cols, 0);
                 for (index, to) in tiles.bytes.chunks_exact_mut(cols).enumerate() {
                     let packed = std::slice::from_raw_parts(from.add(index * stride), bytes);
                     unpack::natural(bits, packed, to, |word| _pdep_u64(word, mask));
                 }
-                turn::<STEP>(tiles.bytes.as_ptr(), cols, cols / 4, codes);
+                transpose_words::<STEP>(tiles.bytes.as_ptr(), cols, cols / 4, codes);
             }
         }
     }
 }
 
 /// A mask of the first `count` lanes.
-fn first(count: usize) -> u16 {
+fn lane_mask(count: usize) -> u16 {
     if count >= ROWS { u16::MAX } else { (1 << count) - 1 }
 }
 
@@ -111,7 +120,7 @@ macro_rules! sixteen {
 /// Stores 16 registers, `STEP` vectors apart.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn put<const STEP: usize>(registers: [__m512i; ROWS], to: *mut CacheLine) {
+unsafe fn store_registers<const STEP: usize>(registers: [__m512i; ROWS], to: *mut CacheLine) {
     // SAFETY: there is room (caller).
     sixteen!(INDEX => unsafe { _mm512_store_si512(to.add(INDEX * STEP).cast(), registers[INDEX]) });
 }
@@ -119,19 +128,19 @@ unsafe fn put<const STEP: usize>(registers: [__m512i; ROWS], to: *mut CacheLine)
 /// Transposes 16 rows of `words` words that lie `stride` bytes apart: vector `i * STEP` of `to` gets word `i` of every row.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn turn<const STEP: usize>(from: *const u8, stride: usize, words: usize, to: *mut CacheLine) {
+unsafe fn transpose_words<const STEP: usize>(from: *const u8, stride: usize, words: usize, to: *mut CacheLine) {
     for at in (0..words).step_by(ROWS) {
         let here = (words - at).min(ROWS);
         // SAFETY: the rows have so many words; the caller has room for as many vectors.
-        unsafe { put::<STEP>(load_block(from.add(4 * at), stride, here), to.add(at * STEP)) };
+        unsafe { store_registers::<STEP>(load_block(from.add(4 * at), stride, here), to.add(at * STEP)) };
     }
 }
 
-/// [`turn`] for packed nibbles: each word becomes its four even codes and its four odd ones, in the order of
-/// [`Order::Nibbles`], whose units are of `2 * HALF` words.
+/// [`transpose_words`] for packed nibbles: each word becomes its four even codes and its four odd ones, in the order of
+/// [`ValueOrder::Nibbles`], whose units are of `2 * HALF` words.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn turn_nibbles<const HALF: usize, const STEP: usize>(
+unsafe fn transpose_nibbles<const HALF: usize, const STEP: usize>(
     from: *const u8,
     stride: usize,
     words: usize,
@@ -140,7 +149,7 @@ unsafe fn turn_nibbles<const HALF: usize, const STEP: usize>(
     let mask = _mm512_set1_epi32(0x0f0f_0f0f);
     for at in (0..words).step_by(ROWS) {
         let here = (words - at).min(ROWS);
-        // SAFETY: as in `turn`.
+        // SAFETY: as in `transpose_words`.
         unsafe {
             let (both, to) = (load_block(from.add(at * 4), stride, here), to.add(2 * at * STEP));
             sixteen!(INDEX => {
@@ -160,7 +169,7 @@ unsafe fn load_block(from: *const u8, stride: usize, words: usize) -> [__m512i; 
     let mut a = [_mm512_setzero_si512(); ROWS];
     for (index, a) in a.iter_mut().enumerate() {
         // SAFETY: the mask keeps the load to words that exist (caller).
-        *a = unsafe { _mm512_maskz_loadu_epi32(first(words), from.add(index * stride).cast()) };
+        *a = unsafe { _mm512_maskz_loadu_epi32(lane_mask(words), from.add(index * stride).cast()) };
     }
     transpose(a)
 }
