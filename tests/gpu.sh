@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, on a machine that has one: doctor, the demo's answers against the CPU's (resident, with few
-# slots, long prompts, few bits of keys and values), and what it costs. Goes on after a failure and prints a summary.
+# Tests and measures a machine's GPU: doctor, the demo's answers compared with the CPU's (resident, with few slots, long prompts,
+# quantised keys and values), and speed. Continues after a failure and prints a summary.
 #
-#   tests/gpu.sh                          builds what it runs
-#   MOESTRO=... KERNELS=... tests/gpu.sh  runs binaries built elsewhere: moestro, and the test program `kernels`
-#   LIKE=35b LAYERS=8 tests/gpu.sh        also writes such a checkpoint (to $TMPDIR) and measures it beside the CPU: resident, after
-#                                         DEEP tokens (none), and streamed within each of LIMITS
-#   SANITIZER=compute-sanitizer tests/gpu.sh  also runs one answer under it (CUDA)
+#   tests/gpu.sh                          builds the programs and runs them
+#   MOESTRO=... KERNELS=... tests/gpu.sh  runs existing programs: moestro, and the test program `kernels`
+#   LIKE=35b LAYERS=8 tests/gpu.sh        also writes a checkpoint of this shape to $TMPDIR and measures GPU and CPU: resident,
+#                                         after DEEP tokens (default: none), and streaming within each of LIMITS
+#   SANITIZER=compute-sanitizer tests/gpu.sh  also runs one answer under compute-sanitizer (CUDA)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -38,7 +38,7 @@ bench() { "$MOESTRO" bench "$@" --prompt-tokens 512 --gen-tokens 128; }
 
 failed=0
 step doctor "$MOESTRO" doctor
-step 'doctor, kernels kept' "$MOESTRO" doctor
+step 'doctor, cached kernels' "$MOESTRO" doctor
 step 'the demo against the CPU' "$KERNELS" card:: --nocapture --test-threads 1
 step 'one answer' same_answers
 for where in "$device" cpu; do step "speed, demo, $where" bench --device "$where"; done

@@ -1,10 +1,10 @@
-"""Bytes a second of the matrix-vector and expert kernels on an NVIDIA GPU, against its own copy bandwidth.
+"""Bandwidth of the matrix-vector and expert kernels on an NVIDIA GPU, relative to its copy bandwidth.
 
     python benches/gpu/cuda.py CUBINS && python benches/gpu/bandwidth.py CUBINS > benches/results/CARD.csv
 
-Every launch has weights of its own, and all together are many times the L2 cache. A graph holds all launches: in one branch
-(each waits for the one before, as layers do) or in several (launches overlap, as they do when one matrix is not enough to
-fill the card). Bytes are those of codes, scales, biases, activations and results, each once.
+Every launch has its own weights, and all weights together are many times the L2 cache. A CUDA graph holds all launches. In one
+branch each launch waits for the previous one, as layers do. In several branches launches overlap. The bytes are those of codes,
+scales, biases, activations and results, counted once each.
 """
 import ctypes
 import struct
@@ -14,7 +14,7 @@ import numpy as np
 
 from cuda import Gpu
 
-POOL = 1 << 29  # bytes of weights a measurement goes through
+POOL = 1 << 29  # bytes of weights per measurement
 random = np.random.default_rng(1)
 
 
@@ -62,7 +62,7 @@ class Bench:
             print(f"{what},{shape},{bytes_each},{branches},{rate / 1e9:.0f},{100 * rate / self.rate:.0f}", flush=True)
 
     def linear(self, bits, rows, cols, norm=False):
-        """`rows` may be several numbers: matrices of one launch."""
+        """Measures one launch with a matrix for each number in `rows`."""
         total = sum(rows)
         sizes = [(r * cols * bits // 8, r * cols // 64 * 2) for r in rows]
         each = sum(c + 2 * s for c, s in sizes) + 4 * (cols + total)

@@ -1,4 +1,4 @@
-"""The few calls of NVIDIA's driver that replaying and timing kernels takes, and NVRTC to compile them. No toolkit needed."""
+"""A minimal interface to NVIDIA's driver and to NVRTC, to compile, replay and time kernels. It needs no CUDA toolkit."""
 import ctypes
 import glob
 import os
@@ -9,7 +9,7 @@ FILES = ["attention", "attention_prefill", "delta_net", "embedding", "kv_quant",
 
 
 def compile(name, out):
-    """kernels/NAME.metal behind the CUDA shim, to a cubin for sm_90."""
+    """Compiles kernels/NAME.metal with the CUDA shim to a cubin for sm_90."""
     paths = [p for d in sys.path for p in glob.glob(d + "/nvidia/*/lib/libnvrtc.so.1*")] + ["libnvrtc.so"]
     nvrtc = ctypes.CDLL(os.environ.get("NVRTC") or paths[0])
     read = lambda file: open(os.path.join(KERNELS, file)).read()
@@ -44,7 +44,7 @@ def file_of(kernel):
 
 
 class Gpu:
-    """The first device, its primary context, and the kernels of a folder of cubins."""
+    """The first GPU, its primary context, and the kernels of a folder of cubins."""
 
     def __init__(self, cubins):
         self.cuda = ctypes.CDLL("libcuda.so.1")
@@ -78,7 +78,7 @@ class Gpu:
         return self.functions[name]
 
     def alloc(self, data):
-        """Memory of exactly these bytes (or this many)."""
+        """Allocates memory with these bytes, or of this size."""
         size = data if isinstance(data, int) else len(data)
         pointer = ctypes.c_uint64()
         self.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(size, 1)))
@@ -99,7 +99,7 @@ class Gpu:
         self.call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
     def launch(self, kernel, args, pointers, grid, threads, stream=None):
-        """`args`: the argument struct as words; `pointers`: buffers 1, 2, ..."""
+        """Launches a kernel. `args` is the argument struct as words, `pointers` are buffers 1, 2, ..."""
         values = [(ctypes.c_uint32 * len(args))(*args)] + [ctypes.c_uint64(p) for p in pointers]
         table = (ctypes.c_void_p * len(values))(*[ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values])
         self.call("cuLaunchKernel", self.function(kernel), *grid, threads, 1, 1, 0, stream, table, None)
@@ -118,7 +118,7 @@ class Gpu:
         return event
 
     def graph(self, launches, streams):
-        """A graph of `launches` (functions of a stream) dealt out to parallel branches."""
+        """Captures `launches` (functions of a stream) in a graph with one branch per stream."""
         head, fork = streams[0], self.event()
         self.call("cuStreamBeginCapture_v2", head, 1)
         self.call("cuEventRecord", fork, head)
@@ -136,7 +136,7 @@ class Gpu:
         return ready
 
     def seconds(self, run, stream, repeats=30):
-        """Median time of `run(stream)`, by events, after three unmeasured runs."""
+        """The median time of `run(stream)`, measured with events, after three warm-up runs."""
         times, begin, end = [], self.event(), self.event()
         for index in range(repeats + 3):
             self.call("cuEventRecord", begin, stream)

@@ -1,11 +1,11 @@
-"""Runs recorded dispatches on an NVIDIA GPU and compares with what the host run wrote.
+"""Replays recorded launches on an NVIDIA GPU and compares the results with those of the host run.
 
     MOESTRO_RECORD=REC cargo test --release --test kernels -- --skip forward --skip faults
     python benches/gpu/cuda.py CUBINS && python benches/gpu/replay.py CUBINS REC
     compute-sanitizer --tool memcheck python benches/gpu/replay.py CUBINS REC    (and --tool racecheck)
 
-Each binding is an allocation of exactly its bytes, so that memcheck sees an overrun. f32 results: largest difference over
-largest value at most 1e-5; bf16: at most one unit in the last place apart; integers and f16: equal.
+Each binding is an allocation of exactly its bytes, so that memcheck finds an overrun. The tolerance of f32 results is 1e-5 of
+the largest value, that of bf16 results one unit in the last place. Integers and f16 results must be equal.
 """
 import glob
 import json
@@ -18,23 +18,23 @@ from cuda import Gpu
 
 
 def compare(kernel, index, args, found, expected):
-    """The largest difference over the largest value; infinity where they must be equal and are not."""
+    """The largest difference divided by the largest value; infinity if results that must be equal differ."""
     if found == expected:
         return 0.0
-    if kernel == "route" and index < 4 or kernel == "dequantise" and args[1] != 0:
+    if kernel == "router" and index < 4 or kernel == "dequantise" and args[1] != 0:
         return float("inf")
     if kernel.endswith("_bf16") and kernel.startswith("qk_norm_rope") and index > 4:
         found, expected = (np.frombuffer(b, np.uint16).astype(np.int64) for b in (found, expected))
         return 0.0 if np.abs(found - expected).max() <= 1 else float("inf")
     f, e = np.frombuffer(found, np.uint32), np.frombuffer(expected, np.uint32)
-    same = f == e  # places nobody writes keep the NaNs they were filled with
+    same = f == e  # bytes that are never written keep their initial NaN
     f, e = f[~same].view(np.float32).astype(np.float64), e.view(np.float32).astype(np.float64)
     worst = np.abs(f - e[~same]).max() / np.nanmax(np.abs(e))
     return float("inf") if np.isnan(worst) else worst
 
 
 def main(cubins, records, short="0"):
-    """With `short`, each buffer that is written lacks so many bytes: memcheck has to object."""
+    """`short` makes each output buffer this many bytes too short, which memcheck must report."""
     gpu, worst = Gpu(cubins), {}
     blob = lambda name: open(os.path.join(records, name), "rb").read()
     for path in sorted(glob.glob(records + "/*.json")):
