@@ -1,4 +1,4 @@
-//! A memory control group (v1 or v2) of the test's own, removed in the end.
+//! A memory control group (v1 or v2) for one test, removed at the end.
 
 use std::{
     fs,
@@ -13,7 +13,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// `None` without the right to make one.
+    /// Returns `None` without the permission to create a group.
     pub fn new() -> Option<Self> {
         static TURN: AtomicUsize = AtomicUsize::new(0);
         let name = format!("moestro-test-{}-{}", std::process::id(), TURN.fetch_add(1, Ordering::Relaxed));
@@ -32,12 +32,12 @@ impl Group {
         self.try_set(bytes).unwrap();
     }
 
-    /// Refused (v1) where the group holds more than that.
+    /// Sets the limit. Version 1 refuses a limit below the group's current use.
     pub fn try_set(&self, bytes: u64) -> std::io::Result<()> {
         fs::write(self.dir.join(self.limit), bytes.to_string())
     }
 
-    /// The number of processes that were killed in it.
+    /// The number of processes that the kernel killed in the group.
     pub fn kills(&self) -> u64 {
         let read = |file: &str| fs::read_to_string(self.dir.join(file)).unwrap_or_default();
         let text = read("memory.oom_control") + &read("memory.events");
@@ -47,7 +47,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Pages in the cache that are charged to the group may keep it for a moment.
+        // Cached pages that are charged to the group may delay its removal.
         for _ in 0..100 {
             if fs::remove_dir(&self.dir).is_ok() || !self.dir.exists() {
                 break;
@@ -57,7 +57,7 @@ impl Drop for Group {
     }
 }
 
-/// The program, to be started in a group.
+/// The program as a command, to be started in a group if one is given.
 pub fn command(group: Option<&Group>) -> Command {
     let enter =
         group.map_or(String::new(), |group| format!("echo $$ > {}/cgroup.procs || exit 9; ", group.dir.display()));

@@ -1,4 +1,4 @@
-//! Changes to bytes and to JSON as accidents and attackers make them; the same seed makes the same changes.
+//! Random changes to bytes and JSON, as accidents and attackers make them. The same seed makes the same changes.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 #[path = "split_mix64.rs"]
@@ -14,7 +14,7 @@ impl Dice {
         split_mix64::next(&mut self.0)
     }
 
-    /// Below `sides`, which is not 0.
+    /// A number below `sides`, which must not be 0.
     pub fn below(&mut self, sides: usize) -> usize {
         (self.roll() % sides as u64) as usize
     }
@@ -24,7 +24,7 @@ impl Dice {
     }
 }
 
-/// Flips bits, cuts, doubles, moves: one to four times.
+/// Flips bits, truncates, removes, repeats or overwrites bytes, one to four times.
 pub fn bytes(dice: &mut Dice, bytes: &mut Vec<u8>) {
     for _ in 0..1 + dice.below(4) {
         if bytes.is_empty() {
@@ -63,7 +63,7 @@ const NUMBERS: &[&str] = &[
     "0.5",
 ];
 
-/// Changes one to three values somewhere in a document.
+/// Changes one to three values of a document.
 pub fn json(dice: &mut Dice, document: &mut Value) {
     for _ in 0..1 + dice.below(3) {
         let here = somewhere(dice, document);
@@ -89,7 +89,7 @@ pub fn json(dice: &mut Dice, document: &mut Value) {
     }
 }
 
-/// A value of the document: itself, or one deep inside.
+/// A random value of the document: itself or a nested one.
 fn somewhere<'a>(dice: &mut Dice, value: &'a mut Value) -> &'a mut Value {
     let len = match value {
         Value::Object(map) => map.len(),

@@ -1,4 +1,4 @@
-//! The server as a process of its own, and what an agent would send to it.
+//! The server as a separate process, and the requests of a coding agent.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 use serde_json::{Value, json};
@@ -8,21 +8,21 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-/// A server of its own, killed when it goes.
+/// A server process. Dropping it kills the process.
 pub struct Process {
     child: Child,
     pub port: u16,
-    /// The line that says that it is ready.
+    /// The server's JSON line that reports readiness.
     pub ready: Value,
 }
 
 impl Process {
-    /// `moestro serve` on the CPU, with these arguments.
+    /// Starts `moestro serve` on the CPU with these arguments.
     pub fn start(args: &[&str]) -> Self {
         Self::spawn(Command::new(env!("CARGO_BIN_EXE_moestro")), args)
     }
 
-    /// The same, through a command that becomes what follows it.
+    /// The same through `command`, which appends and executes the arguments.
     pub fn spawn(mut command: Command, args: &[&str]) -> Self {
         let mut child = command
             .args(["serve", "--port", "0", "--device", "cpu"])
@@ -41,7 +41,7 @@ impl Process {
         self.child.id()
     }
 
-    /// The body of the answer.
+    /// Sends a request and returns the response body.
     pub fn ask(&self, method: &str, path: &str, body: &str) -> String {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         let length = body.len();
@@ -56,7 +56,7 @@ impl Process {
         answer.split_once("\r\n\r\n").unwrap().1.to_owned()
     }
 
-    /// The value of a metric.
+    /// Reads the value of a metric.
     pub fn metric(&self, name: &str) -> u64 {
         let text = self.ask("GET", "/metrics", "");
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
@@ -70,15 +70,15 @@ impl Process {
 }
 
 impl Drop for Process {
-    /// SIGKILL: nothing is written after it.
+    /// SIGKILL, so that the server writes nothing after it.
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// A coding agent's requests, turn by turn: a tool call and its result after each answer; every fourth turn the person
-/// asks something new, where the template drops the reasoning before it.
+/// The requests of a coding agent, turn by turn. Each answer is followed by a tool call's result. Every fourth
+/// turn the user asks something new, and the template drops the earlier reasoning.
 pub fn agent(turns: usize, reasoning: bool) -> Vec<Vec<Value>> {
     let words = |n: usize, count: usize| {
         let word =

@@ -1,4 +1,4 @@
-//! A checkpoint of experts alone, in which every byte says where it is.
+//! A checkpoint that contains only experts. Every byte is determined by its position.
 #![allow(dead_code)] // Each test binary uses a part of it.
 
 use moestro::{
@@ -16,13 +16,13 @@ pub const LAYERS: usize = 2;
 
 pub struct Shard {
     pub map: ExpertMap,
-    /// One file, in a directory of its own.
+    /// One file, in its own directory.
     pub files: [PathBuf; 1],
     pub bytes: Vec<u8>,
 }
 
 impl Shard {
-    /// In `dir/model`; each expert has nine pieces of `len` bytes.
+    /// Creates the checkpoint in `dir/model`. Each expert has nine pieces of `len` bytes.
     pub fn new(dir: &Path, len: usize) -> Self {
         let expert = |layer: usize, expert: usize| {
             std::array::from_fn(|part| {
@@ -39,12 +39,12 @@ impl Shard {
         Self { map, files: [path], bytes }
     }
 
-    /// The directory it lies in.
+    /// The directory of the file.
     pub fn dir(&self) -> &Path {
         self.files[0].parent().unwrap()
     }
 
-    /// Asks `store` for experts, and compares every byte of them. Returns how many came.
+    /// Requests experts from `store` and compares every byte. Returns the number of experts.
     pub fn take(
         &self,
         store: &ExpertStore,
