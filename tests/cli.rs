@@ -302,7 +302,7 @@ fn a_full_disk_leaves_nothing_half_written() {
     let args = ["-c", shell, env!("CARGO_BIN_EXE_moestro"), "generate", "-p", "Hi", "--memory-limit", &limit];
     let output = Command::new("bash").args(args).env("XDG_CACHE_HOME", cache.path()).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(stderr(&output).contains("the list of hot experts could not be kept"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("cannot save the list of hot experts"), "{}", stderr(&output));
     let hot = std::fs::read_dir(cache.path().join("moestro/hot")).unwrap();
     let left: Vec<_> = hot.map(|entry| entry.unwrap().file_name()).collect();
     assert!(left.is_empty(), "{left:?}");

@@ -1,4 +1,4 @@
-//! Packs as a user has them: one of another checkpoint is never used, a damaged record is read from the checkpoint.
+//! Packs through the command line: a pack of another checkpoint is never used, and damaged records are rebuilt.
 
 #[path = "support/process.rs"]
 mod process;
@@ -26,7 +26,7 @@ use std::{
     time::Duration,
 };
 
-/// The demo model in `root/name`.
+/// Copies the demo model to `root/name`.
 fn checkpoint(root: &Path, name: &str) -> PathBuf {
     let dir = root.join(name);
     fs::create_dir(&dir).unwrap();
@@ -50,8 +50,8 @@ fn answer(root: &Path, dir: &str) -> (String, String) {
     (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
 }
 
-/// Turns the signs of most of the experts' scales, away from what a fingerprint samples.
-fn change_scales(model: &Path) {
+/// Flips the signs of most scales of experts, but not in the samples of a fingerprint.
+fn flip_scales(model: &Path) {
     let mut bytes = fs::read(model).unwrap();
     let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header: Value = serde_json::from_slice(&bytes[8..data]).unwrap();
@@ -70,66 +70,66 @@ fn change_scales(model: &Path) {
 }
 
 #[test]
-fn a_pack_of_a_changed_copy_does_not_answer_for_the_original() {
+fn pack_of_changed_copy_is_not_used() {
     let root = tempfile::tempdir().unwrap();
     let (original, copy) = (checkpoint(root.path(), "original"), checkpoint(root.path(), "copy"));
-    change_scales(&copy.join("model.safetensors"));
+    flip_scales(&copy.join("model.safetensors"));
     let shard = |dir: &Path| [dir.join("model.safetensors")];
     assert_eq!(pack::fingerprint(&shard(&original)).unwrap(), pack::fingerprint(&shard(&copy)).unwrap());
     let packed = moestro(root.path(), &["pack", "copy", "--out", "copy.pack"]);
     assert!(packed.status.success(), "{}", String::from_utf8_lossy(&packed.stderr));
-    let (changed, said) = answer(root.path(), "copy");
-    assert!(said.contains("experts are read from their pack"), "{said}");
-    assert_ne!(changed, "12 + 7 = 19.\n", "the change does not show, so this test shows nothing");
+    let (changed, stderr) = answer(root.path(), "copy");
+    assert!(stderr.contains("experts are read from their pack"), "{stderr}");
+    assert_ne!(changed, "12 + 7 = 19.\n", "the change has no effect, so this test is void");
 
-    // The cache has a link to it, which the fingerprint finds; and here it lies beside the original, too.
+    // The fingerprint finds the link in the cache. After the rename the pack is also next to the original.
     fs::rename(root.path().join("copy.pack"), root.path().join("original.pack")).unwrap();
-    let (text, said) = answer(root.path(), "original");
+    let (text, stderr) = answer(root.path(), "original");
     assert_eq!(text, "12 + 7 = 19.\n");
-    assert!(said.contains("made from another checkpoint: layer 0, expert"), "{said}");
+    assert!(stderr.contains("made from another checkpoint: layer 0, expert"), "{stderr}");
     let verified = moestro(root.path(), &["pack", "original", "--verify"]);
-    let said = String::from_utf8_lossy(&verified.stderr).into_owned();
-    assert!(!verified.status.success() && said.contains("layer 0, expert"), "{said}");
+    let stderr = String::from_utf8_lossy(&verified.stderr).into_owned();
+    assert!(!verified.status.success() && stderr.contains("layer 0, expert"), "{stderr}");
 }
 
 #[test]
-fn the_experts_are_hashed_again_only_when_the_files_change() {
+fn experts_are_rehashed_only_after_file_changes() {
     let root = tempfile::tempdir().unwrap();
     let model = checkpoint(root.path(), "model").join("model.safetensors");
-    // From now on its last change is long enough ago to be known by.
+    // Wait until the last change is old enough for an identity.
     std::thread::sleep(Duration::from_millis(3100));
     let packed = moestro(root.path(), &["pack", "model"]);
     assert!(packed.status.success(), "{}", String::from_utf8_lossy(&packed.stderr));
-    let hashed = "their experts are hashed, once";
+    let hashed = "hashing the checkpoint's experts once";
     let used = "experts are read from their pack";
-    let look = || {
-        let (text, said) = answer(root.path(), "model");
+    let load = || {
+        let (text, stderr) = answer(root.path(), "model");
         assert_eq!(text, "12 + 7 = 19.\n");
-        assert!(said.contains(used), "{said}");
-        said.contains(hashed)
+        assert!(stderr.contains(used), "{stderr}");
+        stderr.contains(hashed)
     };
-    assert!(!look(), "these are the files that were packed");
-    // The same bytes in another file.
+    assert!(!load(), "the packed files are known");
+    // Another file with the same bytes.
     let other = root.path().join("other");
     fs::copy(&model, &other).unwrap();
     fs::rename(&other, &model).unwrap();
     std::thread::sleep(Duration::from_millis(3100));
-    assert!(look(), "these may be any");
-    assert!(!look(), "it was remembered");
+    assert!(load(), "the new file is unknown");
+    assert!(!load(), "the comparison was remembered");
     let again = moestro(root.path(), &["pack", "model"]);
     assert!(String::from_utf8_lossy(&again.stdout).contains("packed already"));
     let verified = moestro(root.path(), &["pack", "model", "--verify"]);
-    let said = String::from_utf8_lossy(&verified.stdout).into_owned();
-    assert!(verified.status.success() && said.contains("256 experts, each byte the checkpoint's"), "{said}");
+    let stderr = String::from_utf8_lossy(&verified.stdout).into_owned();
+    assert!(verified.status.success() && stderr.contains("256 experts, each byte the checkpoint's"), "{stderr}");
 }
 
-/// The stride of a pack's records, layer by layer.
+/// The record stride of each layer of a pack.
 fn strides(pack: &Path) -> Vec<u64> {
     let manifest: Value = serde_json::from_slice(&fs::read(pack.join("manifest.json")).unwrap()).unwrap();
     manifest["layers"].as_array().unwrap().iter().map(|layer| layer["stride"].as_u64().unwrap()).collect()
 }
 
-/// Changes `len` bytes of every record of a layer, each at another place.
+/// Changes `len` bytes of every record of a layer, at different offsets.
 fn damage(pack: &Path, layer: usize, len: usize) {
     let stride = strides(pack)[layer];
     let path = pack.join(format!("layer-{layer:03}.experts"));
@@ -144,14 +144,14 @@ fn damage(pack: &Path, layer: usize, len: usize) {
 }
 
 #[test]
-fn a_damaged_record_is_read_from_the_checkpoint() {
+fn damaged_record_is_rebuilt_from_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let shard = Shard::new(dir.path(), 5000);
     let out = dir.path().join("model.pack");
     pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
     damage(&out, 1, 4096);
     let open = |io| {
-        let pack = pack::find(shard.dir(), &shard.map, &shard.files).expect("its sizes and its checkpoint are right");
+        let pack = pack::find(shard.dir(), &shard.map, &shard.files).expect("its sizes and its checkpoint match");
         let options = Options { io, pack_records: Some(pack.records), ..Options::new(4) };
         let metrics = Metrics::new("0", "cpu");
         (ExpertStore::open(pack.files, pack.map, options, metrics.clone()).unwrap(), metrics)
@@ -168,7 +168,7 @@ fn a_damaged_record_is_read_from_the_checkpoint() {
         for round in 0..3 {
             for expert in 0..6 {
                 assert_eq!(shard.take(&store, 1, &[expert, (expert + 2) % 6], phase).unwrap(), 2);
-                assert!(round == 0 || damaged() == (6, 6), "it is tried again: {:?}", damaged());
+                assert!(round == 0 || damaged() == (6, 6), "a damaged record was read again: {:?}", damaged());
             }
         }
     }
@@ -184,13 +184,19 @@ fn a_damaged_record_is_read_from_the_checkpoint() {
         let all = ["layer-001.experts", "checksum", "model.safetensors"];
         assert!(all.iter().all(|part| text.contains(part)), "{text}");
     }
-    assert_eq!(metrics.pack_damaged_records.get(), 1, "those that could not be mended are tried again");
-    assert_eq!(shard.take(&store, 0, &[1, 4], PassKind::Decode).unwrap(), 2, "the store lives on");
+    assert_eq!(metrics.pack_damaged_records.get(), 1, "a record that cannot be rebuilt is not marked");
+    assert_eq!(shard.take(&store, 0, &[1, 4], PassKind::Decode).unwrap(), 2, "the store still works");
 }
 
-/// Asks for experts of a layer until there are no more; returns how many came with the checkpoint's bytes the last time that they
-/// came, and how often one came with others before.
-fn beside(shard: &Shard, store: &ExpertStore, layer: usize, ids: &[u32], phase: PassKind) -> (usize, usize) {
+/// Fetches experts of a layer. Returns how many had the right bytes when they were handed out last, and how often wrong bytes
+/// were handed out.
+fn fetch_counting_wrong(
+    shard: &Shard,
+    store: &ExpertStore,
+    layer: usize,
+    ids: &[u32],
+    phase: PassKind,
+) -> (usize, usize) {
     let choice = ExpertChoice { ids, k: ids.len(), logits: &[] };
     let mut asked = store.fetch(layer, &choice, phase, &mut CpuTimeline).unwrap();
     let (mut right, mut wrong) = (std::collections::HashMap::new(), 0);
@@ -208,9 +214,9 @@ fn beside(shard: &Shard, store: &ExpertStore, layer: usize, ids: &[u32], phase: 
 }
 
 #[test]
-fn a_layer_ends_when_the_sums_of_its_experts_are_right() {
+fn layer_ends_after_all_checksums_match() {
     let dir = tempfile::tempdir().unwrap();
-    // Large enough that one comes before its sum is known.
+    // Large enough that an expert is handed out before its checksum is verified.
     let shard = Shard::new(dir.path(), 300_000);
     let out = dir.path().join("model.pack");
     pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
@@ -226,20 +232,21 @@ fn a_layer_ends_when_the_sums_of_its_experts_are_right() {
             for expert in 0..6u32 {
                 let ids = [expert, (expert + 1) % 6];
                 store.prefetch(0, &[ids[1], (expert + 3) % 6], phase);
-                let (right, wrong) = beside(&shard, &store, 0, &ids, phase);
+                let (right, wrong) = fetch_counting_wrong(&shard, &store, 0, &ids, phase);
                 assert_eq!(right, 2, "{slots} slots, round {round}: {ids:?}");
-                assert!(round == 0 || wrong == 0, "what is damaged is known");
+                assert!(round == 0 || wrong == 0, "damaged records are known");
                 early += wrong;
-                let other = beside(&shard, &store, 1, &ids, phase);
+                let other = fetch_counting_wrong(&shard, &store, 1, &ids, phase);
                 assert_eq!(other, (2, 0), "{slots} slots, round {round}: layer 1, {ids:?}");
             }
         }
         assert_eq!((metrics.pack_damaged_records.get(), metrics.ssd_errors.get()), (6, 6));
     }
-    assert!(early > 0, "none came before its sum was known: this test shows nothing");
+    assert!(early > 0, "no expert was handed out before verification, so this test is void");
 }
 
-/// The logits of a few tokens, the first sixteen together, with room for `slots` experts.
+/// The logits of some tokens with `slots` slots: first a chunk of sixteen, then one at a time. Also returns the number of
+/// damaged records, and whether the model is resident.
 fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
     let store = StoreOptions { slots: Some(slots), ..StoreOptions::default() };
     let options = model::LoadOptions { store, threads: Some(2), ..model::LoadOptions::default() };
@@ -256,10 +263,10 @@ fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
 }
 
 #[test]
-fn what_was_computed_with_a_damaged_record_is_computed_again() {
+fn damaged_records_do_not_change_logits() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
-    // Experts of 1.7 MB, so that they are computed with before their sums are known.
+    // Experts of 1.7 MB, so that they are used before their checksums are verified.
     let dimensions = synth::Dimensions { layers: 4, experts: 12, vocab: 512, ..synth::Dimensions::of_35b() };
     let (eos_token_ids, extras) = (vec![], vec![]);
     let options =
@@ -279,17 +286,17 @@ fn what_was_computed_with_a_damaged_record_is_computed_again() {
 }
 
 #[test]
-fn a_damaged_pack_answers_rightly_and_says_so() {
+fn damaged_pack_answers_correctly_and_is_reported() {
     let root = tempfile::tempdir().unwrap();
     checkpoint(root.path(), "model");
     let packed = moestro(root.path(), &["pack", "model", "--out", "model.pack"]);
     assert!(packed.status.success(), "{}", String::from_utf8_lossy(&packed.stderr));
     let pack = root.path().join("model.pack");
     (0..strides(&pack).len()).for_each(|layer| damage(&pack, layer, 1000));
-    let (text, said) = answer(root.path(), "model");
+    let (text, stderr) = answer(root.path(), "model");
     assert_eq!(text, "12 + 7 = 19.\n");
-    assert!(said.contains("experts are read from their pack"), "{said}");
-    assert_eq!(said.matches("the pack is damaged").count(), 1, "{said}");
+    assert!(stderr.contains("experts are read from their pack"), "{stderr}");
+    assert_eq!(stderr.matches("the pack is damaged").count(), 1, "{stderr}");
 
     let mut command = Command::new(env!("CARGO_BIN_EXE_moestro"));
     command.current_dir(root.path()).env_clear().env("XDG_CACHE_HOME", root.path().join("cache"));

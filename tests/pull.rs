@@ -1,4 +1,4 @@
-//! `moestro pull` as a user runs it, against a hub of our own that `HF_ENDPOINT` names.
+//! The command `moestro pull` against a test hub that `HF_ENDPOINT` names.
 
 #![cfg(feature = "hub")]
 
@@ -33,14 +33,14 @@ fn demo_files() -> Vec<(&'static str, Vec<u8>)> {
     names.iter().map(|&name| (name, demo::file(name).unwrap().to_vec())).collect()
 }
 
-/// Everything below a directory.
-fn below(dir: &Path) -> Vec<PathBuf> {
+/// All files below a directory.
+fn files_below(dir: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    entries.flat_map(|path| if path.is_dir() { below(&path) } else { vec![path] }).collect()
+    entries.flat_map(|path| if path.is_dir() { files_below(&path) } else { vec![path] }).collect()
 }
 
 #[test]
-fn a_hostile_hub_names_no_file_outside_its_place() {
+fn hostile_hub_writes_nothing_outside_cache() {
     for (etag, commit) in [
         (Some("../../../../mine"), None),
         (Some("/HOME/mine"), None),
@@ -50,47 +50,47 @@ fn a_hostile_hub_names_no_file_outside_its_place() {
         let home = tempfile::tempdir().unwrap();
         let mine = home.path().join("mine");
         std::fs::write(&mine, "precious").unwrap();
-        let named = |text: Option<&str>| text.map(|text| text.replace("/HOME", home.path().to_str().unwrap()));
+        let path_in_home = |text: Option<&str>| text.map(|text| text.replace("/HOME", home.path().to_str().unwrap()));
         let hub = TestHub::new(&demo_files());
-        hub.change(|shelf| (shelf.etag, shelf.commit) = (named(etag), named(commit)));
+        hub.change(|state| (state.etag, state.commit) = (path_in_home(etag), path_in_home(commit)));
         let pulled = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
-        let said = String::from_utf8_lossy(&pulled.stderr);
-        assert_eq!(std::fs::read_to_string(&mine).unwrap(), "precious", "{etag:?} {commit:?}: {said}");
+        let stderr = String::from_utf8_lossy(&pulled.stderr);
+        assert_eq!(std::fs::read_to_string(&mine).unwrap(), "precious", "{etag:?} {commit:?}: {stderr}");
         let inside = home.path().join("hf/hub/models--org--name");
         let outside: Vec<_> =
-            below(home.path()).into_iter().filter(|path| !path.starts_with(&inside) && *path != mine).collect();
+            files_below(home.path()).into_iter().filter(|path| !path.starts_with(&inside) && *path != mine).collect();
         assert!(outside.is_empty(), "{outside:?}");
-        // An ETag is not needed; a commit that is none ends it.
-        assert_eq!(pulled.status.success(), commit.is_none(), "{said}");
-        assert!(commit.is_none() || said.contains("is no commit"), "{said}");
+        // The ETag is not used. An invalid commit fails the pull.
+        assert_eq!(pulled.status.success(), commit.is_none(), "{stderr}");
+        assert!(commit.is_none() || stderr.contains("is not a commit"), "{stderr}");
     }
 }
 
 #[test]
-fn the_key_stays_with_the_hub() {
+fn token_is_sent_to_hub_only() {
     let (hub, cdn) = (TestHub::new(&demo_files()), TestHub::new(&demo_files()));
-    hub.change(|shelf| {
-        shelf.elsewhere = Some(cdn.endpoint.clone());
-        shelf.token = Some("key".into());
-        shelf.says_little = true;
+    hub.change(|state| {
+        state.redirect_to = Some(cdn.endpoint.clone());
+        state.token = Some("key".into());
+        state.hides_sizes = true;
     });
     let home = tempfile::tempdir().unwrap();
     let pulled = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
     assert!(pulled.status.success(), "{}", String::from_utf8_lossy(&pulled.stderr));
-    let keys = |hub: &TestHub| hub.shelf.lock().unwrap().keys.clone();
-    assert!(keys(&hub).iter().all(|key| key.as_deref() == Some("Bearer key")));
-    assert!(keys(&cdn).len() >= 5 && keys(&cdn).iter().all(Option::is_none), "{:?}", keys(&cdn));
-    // In circles.
-    cdn.change(|shelf| shelf.elsewhere = Some(hub.endpoint.clone()));
+    let tokens = |hub: &TestHub| hub.state.lock().unwrap().tokens.clone();
+    assert!(tokens(&hub).iter().all(|token| token.as_deref() == Some("Bearer key")));
+    assert!(tokens(&cdn).len() >= 5 && tokens(&cdn).iter().all(Option::is_none), "{:?}", tokens(&cdn));
+    // A redirect loop.
+    cdn.change(|state| state.redirect_to = Some(hub.endpoint.clone()));
     let home = tempfile::tempdir().unwrap();
     let pulled = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
-    let said = String::from_utf8_lossy(&pulled.stderr);
-    assert!(!pulled.status.success() && said.contains("redirects"), "{said}");
+    let stderr = String::from_utf8_lossy(&pulled.stderr);
+    assert!(!pulled.status.success() && stderr.contains("redirects"), "{stderr}");
 }
 
-/// SIGKILL while pieces of a shard come side by side: the next run asks for what is missing.
+/// SIGKILL while pieces of a shard are transferred in parallel: the next run requests only what is missing.
 #[test]
-fn a_killed_pull_is_gone_on_with() {
+fn killed_pull_is_resumed() {
     let index = br#"{"weight_map": {"a": "model-1.safetensors"}}"#;
     let shard: Vec<u8> = (0..100u64 << 20).step_by(8).flat_map(|at| (at * 0x9E37_79B9).to_le_bytes()).collect();
     let files = [
@@ -99,69 +99,69 @@ fn a_killed_pull_is_gone_on_with() {
         ("model-1.safetensors", shard.clone()),
     ];
     let hub = TestHub::new(&files);
-    hub.change(|shelf| shelf.rate = Some(1 << 20));
+    hub.change(|state| state.bytes_per_second = Some(1 << 20));
     let home = tempfile::tempdir().unwrap();
     let mut killed = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
-    // Until what has come was noted once.
+    // Wait until progress was saved once.
     let blob = home.path().join("hf/hub/models--org--name/blobs").join(server::hash(&shard)).with_extension("map");
-    let noted = || {
+    let saved_missing = || {
         let map: serde_json::Value = serde_json::from_slice(&std::fs::read(&blob).ok()?).ok()?;
         let ranges = map["missing"].as_array()?.iter();
         Some(ranges.map(|range| range[1].as_u64().unwrap() - range[0].as_u64().unwrap()).sum::<u64>())
     };
     let began = std::time::Instant::now();
-    while noted().is_none_or(|missing| missing == 100 << 20) {
+    while saved_missing().is_none_or(|missing| missing == 100 << 20) {
         assert!(began.elapsed().as_secs() < 60 && killed.try_wait().unwrap().is_none());
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     killed.kill().unwrap();
     killed.wait().unwrap();
-    let missing = noted().unwrap() as usize;
-    hub.change(|shelf| (shelf.rate, shelf.lengths) = (None, Vec::new()));
+    let missing = saved_missing().unwrap() as usize;
+    hub.change(|state| (state.bytes_per_second, state.lengths) = (None, Vec::new()));
     let again = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
     assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
     let dir = String::from_utf8(again.stdout).unwrap();
     assert!(std::fs::read(Path::new(dir.trim()).join("model-1.safetensors")).unwrap() == shard);
-    let most = hub.shelf.lock().unwrap().most_sending;
-    println!("{missing} bytes were missing; {most} connections");
-    assert!(most > 2 && missing < 99 << 20);
-    assert_eq!(hub.sent("model-1.safetensors"), missing, "what was there was not asked for again");
+    let max = hub.state.lock().unwrap().max_sending;
+    println!("{missing} bytes were missing; {max} connections");
+    assert!(max > 2 && missing < 99 << 20);
+    assert_eq!(hub.sent("model-1.safetensors"), missing, "bytes on disk were not requested again");
 }
 
 #[test]
-fn the_demo_by_way_of_a_hub() {
+fn pulled_demo_works_offline() {
     let files = demo_files();
     let hub = TestHub::new(&files);
-    hub.change(|shelf| {
-        shelf.breaks = vec![("model.safetensors".into(), 5_000_000)];
-        shelf.token = Some("key".into());
+    hub.change(|state| {
+        state.disconnects = vec![("model.safetensors".into(), 5_000_000)];
+        state.token = Some("key".into());
     });
     let home = tempfile::tempdir().unwrap();
 
     let pulled = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
-    let (said, dir) = (String::from_utf8_lossy(&pulled.stderr), String::from_utf8_lossy(&pulled.stdout));
-    assert!(pulled.status.success(), "{said}");
+    let (stderr, dir) = (String::from_utf8_lossy(&pulled.stderr), String::from_utf8_lossy(&pulled.stdout));
+    assert!(pulled.status.success(), "{stderr}");
     assert_eq!(Path::new(dir.trim()), home.path().join("hf/hub/models--org--name/snapshots").join(COMMIT));
-    assert_eq!(hub.starts("model.safetensors"), [0, 5_000_000], "it went on where the connection broke");
+    assert_eq!(hub.starts("model.safetensors"), [0, 5_000_000], "resumed where the connection broke");
     for (name, bytes) in &files {
         assert_eq!(&std::fs::read(Path::new(dir.trim()).join(name)).unwrap(), bytes);
     }
 
-    // From here on nobody answers.
-    let nobody = "http://127.0.0.1:1";
-    let again = moestro(&["pull", "org/name"], nobody, home.path());
+    // From here on the hub is unreachable.
+    let unreachable = "http://127.0.0.1:1";
+    let again = moestro(&["pull", "org/name"], unreachable, home.path());
     assert!(again.status.success() && again.stdout == pulled.stdout);
     assert!(String::from_utf8_lossy(&again.stderr).contains("the hub could not be asked"));
-    let info = moestro(&["info", "org/name", "--json"], nobody, home.path());
+    let info = moestro(&["info", "org/name", "--json"], unreachable, home.path());
     let report: serde_json::Value = serde_json::from_slice(&info.stdout).unwrap();
     assert_eq!((&report["model"], &report["plan"]["strategy"]), (&"org/name".into(), &"resident".into()));
     let other = moestro(&["serve", "org/other"], &hub.endpoint, home.path());
-    let said = String::from_utf8_lossy(&other.stderr);
-    assert!(!other.status.success() && said.contains("org/other: the hub has no such model"), "{said}");
+    let stderr = String::from_utf8_lossy(&other.stderr);
+    assert!(!other.status.success() && stderr.contains("org/other: the hub has no such model"), "{stderr}");
 }
 
-/// `hub` behind TLS, as `localhost`, with a certificate of an authority that no system knows. Returns its endpoint.
-fn encrypted(hub: &TestHub) -> String {
+/// Serves `hub` through TLS as `localhost`, with a certificate of an unknown authority. Returns the endpoint.
+fn serve_tls(hub: &TestHub) -> String {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tls");
     let chain = vec![CertificateDer::from_pem_file(dir.join("localhost.pem")).unwrap()];
     let key = PrivateKeyDer::from_pem_file(dir.join("localhost.key")).unwrap();
@@ -179,7 +179,7 @@ fn encrypted(hub: &TestHub) -> String {
                 let mut tls = rustls::StreamOwned::new(session, stream);
                 let (mut head, mut byte) = (Vec::new(), [0]);
                 while !head.ends_with(b"\r\n\r\n") {
-                    // A client that does not know our authority hangs up here.
+                    // A client that does not know the authority disconnects here.
                     let Ok(1) = tls.read(&mut byte) else { return };
                     head.push(byte[0]);
                 }
@@ -197,9 +197,9 @@ fn encrypted(hub: &TestHub) -> String {
 }
 
 #[test]
-fn the_authorities_are_those_that_the_system_names() {
+fn system_certificate_authorities_are_trusted() {
     let hub = TestHub::new(&demo_files());
-    let endpoint = encrypted(&hub);
+    let endpoint = serve_tls(&hub);
     let authority = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tls/authority.pem");
     for named in [None, Some(authority)] {
         let home = tempfile::tempdir().unwrap();
@@ -208,12 +208,12 @@ fn the_authorities_are_those_that_the_system_names() {
             pull.env("SSL_CERT_FILE", authority);
         }
         let pulled = pull.output().unwrap();
-        let said = String::from_utf8_lossy(&pulled.stderr);
-        assert_eq!(pulled.status.success(), named.is_some(), "{said}");
-        let requests = hub.shelf.lock().unwrap().requests;
+        let stderr = String::from_utf8_lossy(&pulled.stderr);
+        assert_eq!(pulled.status.success(), named.is_some(), "{stderr}");
+        let requests = hub.state.lock().unwrap().requests;
         match named {
             Some(_) => assert!(requests >= 5, "{requests}"),
-            None => assert!(requests == 0 && said.to_lowercase().contains("certificate"), "{said}"),
+            None => assert!(requests == 0 && stderr.to_lowercase().contains("certificate"), "{stderr}"),
         }
     }
 }

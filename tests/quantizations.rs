@@ -119,7 +119,7 @@ fn contradictions_are_refused_by_name() {
     let error = refusal("affine4", |_, config| {
         config["quantization"]["model.layers.0.mlp.gate"] = json!({"bits": 2});
     });
-    assert!(error.contains("says two things of") && error.contains("layers.0.mlp.gate"), "{error}");
+    assert!(error.contains("two contradictory entries for") && error.contains("layers.0.mlp.gate"), "{error}");
     // Scales of one byte, and biases.
     let head = "language_model.lm_head";
     let error = refusal("mxfp4", |tensors, _| {
@@ -146,7 +146,7 @@ fn what_is_not_mlx_is_refused_by_name() {
         config.as_object_mut().unwrap().remove("quantization");
         config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
     });
-    assert!(error.contains("the quantisation method fp8"), "{error}");
+    assert!(error.contains("the quantization method fp8"), "{error}");
     for (outer, inner) in [("qwen4_exp", "qwen4_exp_text"), ("qwen4_exp", "qwen3_5_moe_text")] {
         let error = refusal("affine4", |_, config| {
             config["model_type"] = outer.into();
@@ -158,7 +158,7 @@ fn what_is_not_mlx_is_refused_by_name() {
         let norm = tensors["language_model.model.norm.weight"].clone();
         tensors.insert("model.norm.weight".into(), norm);
     });
-    assert!(error.contains("two names of one tensor"), "{error}");
+    assert!(error.contains("two names of the same tensor"), "{error}");
 }
 
 /// The demo model with something added to the norms of queries and keys.

@@ -1,161 +1,161 @@
-//! Checkpoints from the Hugging Face hub, in the Hugging Face cache, where other programs find them too.
+//! `Hub`: downloads checkpoints from the Hugging Face hub into the Hugging Face cache, which other programs share.
 //!
-//! Only what a model needs is downloaded: the safetensors that its index names (or `model*.safetensors` without one) and
-//! seven small files. All come from one commit, whose sizes are known before the first byte, several at once ([`work`]). A
-//! download that breaks goes on where it stopped, now or at the next run, and every file whose SHA-256 the hub knows is checked. `HF_HOME`,
-//! `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` mean what they mean to other programs.
+//! Only the files that a model needs are downloaded: the safetensors that its index names (or `model*.safetensors` without
+//! an index) and seven small files. All files come from one commit. Their sizes are known before the first byte, and
+//! several are transferred at once ([`transfer`]). An interrupted download is resumed, in the same run or the next one.
+//! The SHA-256 is verified where the hub reports one. `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` have their
+//! usual meaning.
 //!
-//! A hub, or a mirror of it, may be anybody's: what it says is checked before it becomes a path, it cannot make us write
-//! more than it announced, and the token goes to no other host.
+//! A hub or mirror is untrusted. Everything that becomes part of a path is validated, a file never grows beyond its listed
+//! size, and the token goes to no other host.
+//!
+//! The crate `hf-hub` 0.5 uses the same cache layout but cannot guarantee this. It uses the ETag and commit of a response
+//! as path parts unchecked and sends the token to the host of a redirect. It verifies no checksum, limits no body, uses
+//! one connection per file, and does not use the system's certificate authorities. Its listing has neither sizes nor
+//! hashes.
 
 mod cache;
 mod client;
 mod download;
 pub mod listing;
-mod work;
+mod transfer;
 
-use crate::{checkpoint::index::Index, error::StoreError, platform::os, platform::read_small_file};
-use cache::Shelf;
-use client::{Client, Failure};
-use download::Download;
-use listing::{Listed, Listing};
+use crate::{
+    checkpoint::index::Index,
+    error::StoreError,
+    platform::{os, read_small_file},
+};
+use cache::{BRANCH, HubCache};
+use client::{HubClient, MAX_ATTEMPTS, RequestError};
+use download::ModelDownload;
+use listing::{RepoFile, RepoListing};
 use std::{
     env, fs, io,
     path::{Path, PathBuf},
     time::Duration,
 };
-use work::Progress;
+use transfer::{DownloadProgress, download_files};
 
-/// The branch that counts.
-const REVISION: &str = "main";
-/// Attempts at one file in which nothing arrives before it is given up.
-const ATTEMPTS: u32 = 5;
-/// Bytes that a connection is asked for at once.
-const PIECE: u64 = 32 << 20;
+/// Maximum bytes per request.
+const PIECE_BYTES: u64 = 32 << 20;
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// The hub and the cache on this machine.
+/// A hub, and the cache on this machine.
 pub struct Hub {
     endpoint: String,
     token: Option<String>,
     cache: PathBuf,
-    /// Before the second attempt; each further one waits twice as long.
-    wait: Duration,
-    piece: u64,
+    /// Delay before the second attempt. It doubles with each further one.
+    retry_delay: Duration,
+    piece_bytes: u64,
 }
 
 impl Hub {
-    /// As the environment says.
+    /// The hub and cache that the environment selects.
     pub fn from_env() -> Result<Self, StoreError> {
-        let homeless = || StoreError::Other("no place for downloads: neither HF_HOME nor HOME is set".into());
-        let cache = cache::root().ok_or_else(homeless)?;
+        let no_home = || StoreError::Other("no directory for downloads: neither HF_HOME nor HOME is set".into());
+        let cache = cache::root().ok_or_else(no_home)?;
         let set = |name| env::var(name).ok().filter(|value: &String| !value.is_empty());
         let token = set("HF_TOKEN").or_else(|| cache::token(&cache));
         let endpoint = set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
-        Ok(Self { endpoint, token, cache, wait: Duration::from_secs(1), piece: PIECE })
+        Ok(Self { endpoint, token, cache, retry_delay: Duration::from_secs(1), piece_bytes: PIECE_BYTES })
     }
 
-    /// The directory of the model `id` (`org/name`), if all of it is here. Asks nobody.
+    /// The directory of the model `id` (`org/name`) if it is complete. Sends no request.
     pub fn local(&self, id: &str) -> Option<PathBuf> {
-        let shelf = Shelf::new(&self.cache, id);
-        let dir = shelf.snapshot(&shelf.commit()?);
+        let cache = HubCache::new(&self.cache, id);
+        let dir = cache.snapshot(&cache.commit()?);
         (dir.join("config.json").exists() && is_complete(&dir)).then_some(dir)
     }
 
-    /// All models that are here whole, and where.
+    /// The ids and directories of all complete models.
     pub fn all(&self) -> Vec<(String, PathBuf)> {
         cache::ids(&self.cache).into_iter().filter_map(|id| Some((id.clone(), self.local(&id)?))).collect()
     }
 
-    /// Deletes all that was downloaded of a model, older revisions too.
+    /// Deletes everything that was downloaded of a model, older revisions included.
     pub fn remove(&self, id: &str) -> io::Result<()> {
-        fs::remove_dir_all(Shelf::new(&self.cache, id).dir())
+        fs::remove_dir_all(HubCache::new(&self.cache, id).dir())
     }
 
-    /// Downloads what is missing of the model `id` and returns its directory. `progress` gets bytes that are here and
-    /// bytes in all.
+    /// Downloads what is missing of the model `id` and returns its directory. `progress` gets bytes on disk and total
+    /// bytes.
     ///
     /// # Errors
-    /// The hub's, in words; a file that does not have the hub's checksum; disk full.
-    pub fn pull(&self, id: &str, progress: Progress<'_>) -> Result<PathBuf, StoreError> {
-        let client = Client::new(&self.endpoint, self.token.clone());
+    /// The hub's, with a hint; a wrong checksum; a full disk.
+    pub fn pull(&self, id: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
+        let client = HubClient::new(&self.endpoint, self.token.clone());
         let listing = self.list(&client, id)?;
-        let shelf = Shelf::new(&self.cache, id);
-        let (dir, blobs) = (shelf.snapshot(&listing.sha), shelf.blobs());
-        let download = Download { hub: self, client, id, commit: listing.sha.clone(), dir, blobs };
-
-        let small = listing.small();
-        // The index says which shards there are; it is small and comes first.
-        if let Some(index) = small.iter().find(|file| file.name == listing::INDEX) {
-            let size = download.size(index)?;
-            if !download.has(index, size) {
-                work::fetch(&download, &[(index, size)], 0, 0, progress)?;
-            }
+        let cache = HubCache::new(&self.cache, id);
+        let download = ModelDownload {
+            client,
+            id,
+            commit: listing.sha.clone(),
+            snapshot: cache.snapshot(&listing.sha),
+            blobs: cache.blobs(),
+            retry_delay: self.retry_delay,
+            piece_bytes: self.piece_bytes,
+        };
+        let with_size = |file| {
+            let size = download.size(file)?;
+            file.check_size(size).map_err(|why| StoreError::Other(format!("{id}: {why}")))?;
+            Ok((file, size))
+        };
+        let small: Vec<(&RepoFile, u64)> =
+            listing.small_files().into_iter().map(with_size).collect::<Result<_, StoreError>>()?;
+        // The index comes first, because it lists the shards.
+        if let Some(&(index, size)) = small.iter().find(|(file, _)| file.name == listing::INDEX)
+            && !download.has(index, size)
+        {
+            download_files(&download, &[(index, size)], 0, 0, progress)?;
         }
-        let shards = listing.shards(&download.dir)?;
-        let files = small.into_iter().chain(shards).map(|file| Ok((file, download.size(file)?)));
-        let files: Vec<(&Listed, u64)> = files.collect::<Result<_, StoreError>>()?;
-        let sum = |files: &[(&Listed, u64)]| files.iter().try_fold(0u64, |sum, (_, size)| sum.checked_add(*size));
-        let absurd = || StoreError::Other(format!("{id}: the hub lists more bytes than can be counted"));
-        let total = sum(&files).ok_or_else(absurd)?;
-        let lacking: Vec<_> = files.into_iter().filter(|(file, size)| !download.has(file, *size)).collect();
-        let missing = sum(&lacking).ok_or_else(absurd)?;
+        let shards = listing.shards(&download.snapshot)?.into_iter().map(with_size);
+        let files = small.into_iter().map(Ok).chain(shards).collect::<Result<Vec<_>, StoreError>>()?;
+        let sum = |files: &[(&RepoFile, u64)]| files.iter().try_fold(0u64, |sum, (_, size)| sum.checked_add(*size));
+        let overflow = || StoreError::Other(format!("{id}: the sizes in the hub's listing overflow"));
+        let total = sum(&files).ok_or_else(overflow)?;
+        let needed: Vec<_> = files.into_iter().filter(|(file, size)| !download.has(file, *size)).collect();
+        let missing = sum(&needed).ok_or_else(overflow)?;
         if let Some(free) = os::free_space(&self.cache).filter(|&free| free < missing) {
-            let why = format!("{missing} bytes are to be downloaded and {free} are free");
+            let why = format!("the download needs {missing} bytes, but only {free} are free");
             let source = io::Error::new(io::ErrorKind::StorageFull, why);
             return Err(StoreError::Io { path: self.cache.clone(), source });
         }
         progress(total - missing, total);
-        work::fetch(&download, &lacking, total - missing, total, progress)?;
-        // Only now is it the revision that programs find.
-        let at = |source| StoreError::Io { path: download.dir.clone(), source };
-        shelf.set_commit(&listing.sha).map_err(at)?;
-        Ok(download.dir)
+        download_files(&download, &needed, total - missing, total, progress)?;
+        // Written last: programs find the revision only once it is complete.
+        let at = |source| StoreError::Io { path: download.snapshot.clone(), source };
+        cache.set_commit(&listing.sha).map_err(at)?;
+        Ok(download.snapshot)
     }
 
-    fn list(&self, client: &Client, id: &str) -> Result<Listing, StoreError> {
-        let ask = || client.json(&format!("api/models/{id}/revision/{REVISION}?blobs=true"));
-        let mut wait = self.wait;
-        let mut left = ATTEMPTS;
-        let listing: Listing = loop {
-            left -= 1;
-            match ask() {
-                // A hub that is not there is said at once: perhaps the model is here already.
-                Err(error @ Failure::Status(_)) if error.passes() && left > 0 => std::thread::sleep(wait),
-                other => break other.map_err(|error| self.failed(id, "", error))?,
+    fn list(&self, client: &HubClient, id: &str) -> Result<RepoListing, StoreError> {
+        let path = format!("api/models/{id}/revision/{BRANCH}?blobs=true");
+        let (mut delay, mut attempts) = (self.retry_delay, MAX_ATTEMPTS);
+        let listing: RepoListing = loop {
+            attempts -= 1;
+            match client.json(&path) {
+                // An unreachable hub is not retried: the model may already be complete on disk.
+                Err(error @ RequestError::Status(_)) if error.is_temporary() && attempts > 0 => {
+                    std::thread::sleep(delay);
+                }
+                other => break other.map_err(|error| client.describe(id, "", error))?,
             }
-            wait *= 2;
+            delay *= 2;
         };
-        listing.check().map_err(|why| StoreError::Other(format!("{id}: the hub's listing is not sound: {why}")))?;
+        listing.check().map_err(|why| StoreError::Other(format!("{id}: the hub's listing is invalid: {why}")))?;
         Ok(listing)
-    }
-
-    /// An error of the hub, in words that help.
-    fn failed(&self, id: &str, file: &str, error: Failure) -> StoreError {
-        let what = if file.is_empty() { id.to_owned() } else { format!("{id}, {file}") };
-        let key = if self.token.is_some() { "HF_TOKEN must be allowed to read it" } else { "HF_TOKEN opens those" };
-        let why = match error {
-            Failure::Status(401 | 403) => {
-                format!("the hub says no: the model does not exist, or is private or gated; {key}")
-            }
-            Failure::Status(404) => "the hub has no such model or file".into(),
-            Failure::Status(429) => "the hub says that we ask too often; try again later".into(),
-            Failure::Status(status) => format!("the hub answers with status {status}"),
-            Failure::Nonsense(why) => format!("the hub sent {why}"),
-            Failure::Broken(why) => why,
-            Failure::Disk(source) => return StoreError::Io { path: self.cache.clone(), source },
-        };
-        StoreError::Other(format!("{what}: {why}"))
     }
 }
 
-/// True if a snapshot has every file that its own index asks for.
+/// True if a snapshot has every file that its index names.
 fn is_complete(dir: &Path) -> bool {
     let path = dir.join(listing::INDEX);
     if !path.exists() {
         return Index::open(dir).is_ok();
     }
-    let names = read_small_file(&path, listing::MOST_INDEX).ok().and_then(|index| listing::shard_names(&index).ok());
+    let text = read_small_file(&path, listing::MAX_INDEX_BYTES).ok();
+    let names = text.and_then(|index| listing::shard_names(&index).ok());
     names.is_some_and(|names| names.iter().all(|name| dir.join(name).exists()))
 }
 

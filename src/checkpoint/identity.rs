@@ -1,25 +1,36 @@
-//! The identity of files: a cache that was made from a checkpoint is used only while it is the same.
+//! Identities of checkpoint files: a cache made from a checkpoint is used only for the same files.
+//!
+//! * The *identity* is a hash of the files' stamps. It is exact and reads no data, but a copy of the same bytes has another
+//!   identity.
+//! * The *fingerprint* is a hash of sizes, headers and samples of the data. Copies share it, but two files with the same
+//!   fingerprint may differ in a few bytes.
 
-use crate::{error::StoreError, platform::FileStamp};
+use crate::{
+    error::StoreError,
+    platform::{FileStamp, open_regular_file},
+};
 use sha2::{Digest, Sha256};
-use std::path::PathBuf;
+use std::{
+    io,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
 
-/// 32 hexadecimal digits that name these files as they lie on the disk now: a hash of their [`FileStamp`]s, in order.
+/// The identity of files as they are on disk now, 32 hexadecimal digits: a hash of their [`FileStamp`]s, in order.
 ///
-/// It costs one system call a file and reads no data. Whatever is written to a file, copied over it or renamed in its
-/// place makes another identity, and so does a copy of the same bytes: a cache filed under it may be lost for nothing,
-/// but never belongs to other bytes.
+/// It costs one system call per file. Any write, copy or rename to one of the paths changes the identity. So does a copy
+/// of the same bytes: a cache can be lost needlessly, but it never belongs to other bytes.
 ///
 /// # Errors
-/// A file that is not there.
+/// A file that does not exist.
 pub fn file_identity(files: &[PathBuf]) -> Result<String, StoreError> {
-    Ok(name(&stamps(files)?))
+    Ok(hash_stamps(&stamps(files)?))
 }
 
-/// As [`identity`], if the files have been left alone for so long that a later write cannot hide behind the same time.
+/// [`file_identity`] if the last change of every file is old enough that a later one gets another time.
 pub fn settled_identity(files: &[PathBuf]) -> Result<Option<String>, StoreError> {
     let stamps = stamps(files)?;
-    Ok(stamps.iter().all(FileStamp::is_settled).then(|| name(&stamps)))
+    Ok(stamps.iter().all(FileStamp::is_settled).then(|| hash_stamps(&stamps)))
 }
 
 fn stamps(files: &[PathBuf]) -> Result<Vec<FileStamp>, StoreError> {
@@ -27,10 +38,52 @@ fn stamps(files: &[PathBuf]) -> Result<Vec<FileStamp>, StoreError> {
     files.iter().map(stamp).collect()
 }
 
-fn name(stamps: &[FileStamp]) -> String {
+fn hash_stamps(stamps: &[FileStamp]) -> String {
     let mut hash = Sha256::new();
     for stamp in stamps {
         hash.update(format!("{stamp:?}\n"));
     }
     hex::encode(&hash.finalize()[..16])
+}
+
+/// Bytes of one sample.
+const SAMPLE_BYTES: usize = 4096;
+/// Samples per file, evenly spread from its start to its end.
+const SAMPLES: u64 = 16;
+/// Maximum size of a safetensors header in bytes.
+const MAX_HEADER_BYTES: u64 = 100 << 20;
+
+/// The fingerprint of shards, 32 hexadecimal digits: a hash of their sizes, headers (names, shapes and offsets of all
+/// tensors) and samples of the data. Other models and revisions almost always have another one. A copy in which a few
+/// bytes were changed may have the same.
+pub fn fingerprint(shards: &[PathBuf]) -> Result<String, StoreError> {
+    let mut hash = Sha256::new();
+    for path in shards {
+        hash_samples(&mut hash, path).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+    }
+    Ok(hex::encode(&hash.finalize()[..16]))
+}
+
+fn hash_samples(hash: &mut Sha256, path: &Path) -> io::Result<()> {
+    let file = open_regular_file(path)?;
+    let size = file.metadata()?.len();
+    hash.update(size.to_le_bytes());
+    let mut len = [0; 8];
+    file.read_exact_at(&mut len, 0)?;
+    let len = u64::from_le_bytes(len);
+    if len > size.saturating_sub(8).min(MAX_HEADER_BYTES) {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "not a safetensors file"));
+    }
+    let mut header = vec![0; len as usize];
+    file.read_exact_at(&mut header, 8)?;
+    hash.update(&header);
+    let mut sample = [0; SAMPLE_BYTES];
+    for i in 0..SAMPLES {
+        let last = size.saturating_sub(SAMPLE_BYTES as u64);
+        let from = (last as u128 * i as u128 / (SAMPLES - 1) as u128) as u64;
+        let part = &mut sample[..size.min(SAMPLE_BYTES as u64) as usize];
+        file.read_exact_at(part, from)?;
+        hash.update(part);
+    }
+    Ok(())
 }

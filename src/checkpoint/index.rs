@@ -1,4 +1,4 @@
-//! The places of a checkpoint's tensors: the headers of its safetensors files, checked, without reading the data.
+//! `Index`: where each tensor of a checkpoint lies, read from validated safetensors headers. The data is not read.
 
 use crate::{
     error::StoreError,
@@ -16,10 +16,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Bytes of a header, or of an index, at most: what the safetensors library allows.
-const MOST_HEADER: u64 = 100 << 20;
-/// Dimensions of a tensor at most.
-const MOST_SIDES: usize = 8;
+/// Maximum size of a header or an index in bytes, as in the safetensors library.
+const MAX_HEADER_BYTES: u64 = 100 << 20;
+/// Maximum number of dimensions of a tensor.
+const MAX_DIMENSIONS: usize = 8;
 
 /// A tensor's element type, as safetensors names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -58,20 +58,20 @@ impl Dtype {
     }
 }
 
-/// One tensor's place.
+/// Where one tensor lies.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorEntry {
     /// Index into [`Index::files`].
     pub file: usize,
-    /// Bytes from the start of the file; of any alignment.
+    /// Bytes from the start of the file, with any alignment.
     pub offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
     pub dtype: Dtype,
     pub shape: Vec<usize>,
 }
 
-/// All tensors of a checkpoint directory, by the name they have in the files.
+/// All tensors of a checkpoint directory, by their names in the files.
 #[derive(Debug, Clone)]
 pub struct Index {
     pub dir: PathBuf,
@@ -86,7 +86,7 @@ struct TensorHeader {
     data_offsets: [u64; 2],
 }
 
-/// A list of few numbers.
+/// A shape with a bounded number of dimensions.
 struct TensorShape(Vec<usize>);
 
 impl<'de> Deserialize<'de> for TensorShape {
@@ -96,25 +96,25 @@ impl<'de> Deserialize<'de> for TensorShape {
             type Value = TensorShape;
 
             fn expecting(&self, text: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(text, "a shape of at most {MOST_SIDES} dimensions")
+                write!(text, "a shape of at most {MAX_DIMENSIONS} dimensions")
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<TensorShape, A::Error> {
-                let mut sides = Vec::new();
-                while let Some(side) = from.next_element()? {
-                    if sides.len() == MOST_SIDES {
-                        return Err(de::Error::invalid_length(MOST_SIDES + 1, &self));
+                let mut dimensions = Vec::new();
+                while let Some(dimension) = from.next_element()? {
+                    if dimensions.len() == MAX_DIMENSIONS {
+                        return Err(de::Error::invalid_length(MAX_DIMENSIONS + 1, &self));
                     }
-                    sides.push(side);
+                    dimensions.push(dimension);
                 }
-                Ok(TensorShape(sides))
+                Ok(TensorShape(dimensions))
             }
         }
         from.deserialize_seq(ShapeVisitor)
     }
 }
 
-/// A JSON object in which no name comes twice: readers would not agree which of the two counts.
+/// A JSON object without duplicate names. Parsers would disagree about which of two values counts.
 struct UniqueMap<T>(BTreeMap<String, T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
@@ -147,14 +147,14 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
 }
 
 impl Index {
-    /// Reads the headers of the shards that `model.safetensors.index.json` names, or of every `model*.safetensors`.
+    /// Reads the headers of the shards that `model.safetensors.index.json` names, else of all `model*.safetensors`.
     ///
     /// # Errors
-    /// A directory without shards, a shard that is missing, is not safetensors or is shorter than its header says, and a
-    /// tensor that the index promises and no shard has.
+    /// A directory without shards; a shard that is missing, invalid or truncated; a tensor that the index lists and no shard
+    /// has.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
-        let promised = promised(dir)?;
-        let names = match &promised {
+        let listed = listed_tensors(dir)?;
+        let names = match &listed {
             Some(map) => map.values().cloned().collect(),
             None => shards(dir)?,
         };
@@ -166,20 +166,20 @@ impl Index {
             }
             index.add(dir.join(name))?;
         }
-        match promised.unwrap_or_default().into_keys().find(|name| !index.tensors.contains_key(name)) {
+        match listed.unwrap_or_default().into_keys().find(|name| !index.tensors.contains_key(name)) {
             Some(name) => Err(StoreError::Missing { name, dir: dir.to_path_buf() }),
             None => Ok(index),
         }
     }
 
     /// The tensors of one file of the checkpoint in `dir`.
-    pub fn file(dir: &Path, path: PathBuf) -> Result<Self, StoreError> {
+    pub fn open_file(dir: &Path, path: PathBuf) -> Result<Self, StoreError> {
         let mut index = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
         index.add(path)?;
         Ok(index)
     }
 
-    /// The file a tensor lies in.
+    /// The file that holds a tensor.
     pub fn path(&self, entry: &TensorEntry) -> &Path {
         self.files.get(entry.file).unwrap_or(&self.dir)
     }
@@ -192,18 +192,18 @@ impl Index {
         let mut len = [0; 8];
         file.read_exact(&mut len).map_err(|_| bad("too short for a safetensors file".into()))?;
         let len = u64::from_le_bytes(len);
-        if len > MOST_HEADER || len + 8 > size {
+        if len > MAX_HEADER_BYTES || len + 8 > size {
             return Err(bad(format!("a safetensors header of {len} bytes in a file of {size}")));
         }
         let mut header = vec![0; len as usize];
         file.read_exact(&mut header).map_err(io)?;
         let UniqueMap(header): UniqueMap<TensorHeader> = serde_json::from_slice(&header)
-            .map_err(|error| bad(format!("its header is no list of tensors: {error}")))?;
-        let mut places = Vec::with_capacity(header.len());
+            .map_err(|error| bad(format!("its header is not a list of tensors: {error}")))?;
+        let mut ranges = Vec::with_capacity(header.len());
         for (name, TensorHeader { dtype, shape: TensorShape(shape), data_offsets: [start, end] }) in header {
             let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
             let bytes = elements.and_then(|elements| elements.checked_mul(dtype.bytes()));
-            // Offsets that run backwards do not make up for a shape beyond all numbers.
+            // `bytes` is `None` if the shape overflows; descending offsets would then match it.
             if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
                 return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not match bytes {start} to {end}")));
             }
@@ -213,7 +213,7 @@ impl Index {
                     (8 + len).saturating_add(end)
                 )));
             }
-            places.push((start, end, name.clone()));
+            ranges.push((start, end, name.clone()));
             let entry = TensorEntry {
                 file: self.files.len(),
                 offset: 8 + len + start,
@@ -222,13 +222,13 @@ impl Index {
                 shape,
             };
             if self.tensors.insert(name.clone(), entry).is_some() {
-                return Err(bad(format!("tensor {name} is in another shard, too")));
+                return Err(bad(format!("tensor {name} is also in another shard")));
             }
         }
-        places.sort();
-        // An empty tensor lies anywhere.
-        places.retain(|(start, end, _)| start < end);
-        let mut pairs = places.iter().zip(places.iter().skip(1));
+        ranges.sort();
+        // Empty tensors cannot overlap.
+        ranges.retain(|(start, end, _)| start < end);
+        let mut pairs = ranges.iter().zip(ranges.iter().skip(1));
         if let Some(((.., one), (.., two))) = pairs.find(|(one, two)| one.1 > two.0) {
             return Err(bad(format!("tensors {one} and {two} overlap")));
         }
@@ -237,19 +237,19 @@ impl Index {
     }
 }
 
-/// A file of the directory itself: no path leads out of it.
+/// True for the name of a file directly in the directory.
 fn is_plain(name: &str) -> bool {
     name.ends_with(".safetensors") && !name.contains(['/', '\0'])
 }
 
-/// Tensor to shard, if the checkpoint has an index file.
-fn promised(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreError> {
+/// The shard of each tensor, if the checkpoint has an index file.
+fn listed_tensors(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreError> {
     #[derive(Deserialize)]
     struct ShardIndex {
         weight_map: UniqueMap<String>,
     }
     let path = dir.join("model.safetensors.index.json");
-    let text = match read_small_file(&path, MOST_HEADER) {
+    let text = match read_small_file(&path, MAX_HEADER_BYTES) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(StoreError::Io { path, source }),

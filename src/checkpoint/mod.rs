@@ -1,6 +1,10 @@
-//! Checkpoints as files: [`index`] finds tensors in safetensors, [`names`] bends their names to ours, [`trunk`] says how each is
-//! quantised and gathers what stays in memory, [`pack`] writes an expert's bytes side by side, [`hub`] downloads,
-//! [`identity`] says which files these are, [`mtp`] where a head for multi-token prediction lies.
+//! Checkpoints: a model's files on disk.
+//!
+//! * [`index`]: where each tensor lies in the safetensors files. [`names`]: canonical tensor names.
+//! * [`trunk`]: how each matrix is quantized, and loading of the weights that stay in memory.
+//! * [`mtp`]: the head for multi-token prediction.
+//! * [`pack`]: a copy of the experts with one record per expert. [`identity`]: which files a cache was made from.
+//! * `hub`: downloads from the Hugging Face hub.
 
 #[cfg(feature = "hub")]
 pub mod hub;

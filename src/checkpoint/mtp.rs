@@ -1,5 +1,5 @@
-//! The head for multi-token prediction in a checkpoint: its file, its names, and the convention of its norms (`w` or `1 + w`).
-//! Converters do all of it in several ways.
+//! The head for multi-token prediction (MTP) in a checkpoint: its file, its tensor names, and whether its norms store `w` or
+//! `w - 1`. Converters differ in all three.
 
 use super::{Checkpoint, index::Index, names::TensorName};
 use crate::error::{ModelError, StoreError};
@@ -8,12 +8,12 @@ use std::path::Path;
 
 /// Prefix of the head's canonical names.
 pub const PREFIX: &str = "mtp.";
-/// Files that converters write beside the trunk's shards, likeliest first.
-const BESIDE: [&str; 4] =
+/// Files that converters write next to the trunk's shards, most common first.
+const HEAD_FILES: [&str; 4] =
     ["mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"];
 
-/// The canonical name of a head's tensor in a file that also has others.
-fn within(name: &str) -> TensorName {
+/// The canonical name of a head's tensor in a file that also has other tensors.
+fn prefixed_name(name: &str) -> TensorName {
     let prefixes = ["mtp.", "model.mtp.", "language_model.mtp."];
     match prefixes.iter().find_map(|prefix| name.strip_prefix(prefix)) {
         Some(rest) => TensorName::Text(format!("{PREFIX}{rest}")),
@@ -21,32 +21,32 @@ fn within(name: &str) -> TensorName {
     }
 }
 
-/// The head that belongs to the checkpoint in `dir`, whose shards are `index`; `None` if there is none.
+/// The head of the checkpoint in `dir`, whose shards are `index`; `None` if there is none.
 pub fn find(dir: &Path, index: &Index, config: &Value) -> Result<Option<Checkpoint>, ModelError> {
-    let has = |index: &Index| index.tensors.keys().any(|name| within(name) != TensorName::Skipped);
+    let has = |index: &Index| index.tensors.keys().any(|name| prefixed_name(name) != TensorName::Skipped);
     let mut found = has(index).then(|| index.clone());
-    let said = config["mlx_lm_extra_tensors"]["mtp_file"].as_str();
-    let plain = said.filter(|name| !Path::new(name).is_absolute() && !name.split('/').any(|part| part == ".."));
-    for name in plain.into_iter().chain(BESIDE) {
+    let configured = config["mlx_lm_extra_tensors"]["mtp_file"].as_str();
+    let plain = configured.filter(|name| !Path::new(name).is_absolute() && !name.split('/').any(|part| part == ".."));
+    for name in plain.into_iter().chain(HEAD_FILES) {
         let path = dir.join(name);
         if found.is_none() && path.exists() {
-            found = Some(Index::file(dir, path)?);
+            found = Some(Index::open_file(dir, path)?);
         }
     }
     found.map(|index| open(index, config)).transpose()
 }
 
-/// The head that has a directory of its own.
+/// The head in its own directory.
 pub fn open_dir(dir: &Path, config: &Value) -> Result<Checkpoint, ModelError> {
     open(Index::open(dir)?, config)
 }
 
 fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
-    let prefixed = index.tensors.keys().any(|name| within(name) != TensorName::Skipped);
+    let is_prefixed = index.tensors.keys().any(|name| prefixed_name(name) != TensorName::Skipped);
     let bare = |name: &str| TensorName::Text(format!("{PREFIX}{name}"));
-    // It is quantised in its own way, of which the shapes tell.
-    let mut head = if prefixed {
-        Checkpoint::open_as(index, &Value::Null, within)?
+    // The head may be quantized differently from the trunk, so its format is inferred from shapes only.
+    let mut head = if is_prefixed {
+        Checkpoint::open_as(index, &Value::Null, prefixed_name)?
     } else {
         Checkpoint::open_as(index, &Value::Null, bare)?
     };
@@ -54,19 +54,19 @@ fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
     Ok(head)
 }
 
-/// True if the head's norms hold `w - 1`. It is decided for all of them at once: the values of single norms overlap. Trained
-/// norms of queries and keys have means of 1.7 to 1.8 (0.7 to 0.8 zero-centred), those in front of the layer 0.9 and more
-/// (0.3 to 0.4).
+/// True if the head's norms store `w - 1`. All norms are considered together, because the ranges of single norms overlap.
+/// Trained norms of queries and keys have means of 1.7 to 1.8 (0.7 to 0.8 zero-centred). The layer norms have means of at
+/// least 0.9 (0.3 to 0.4 zero-centred).
 fn are_zero_centred(head: &Checkpoint, config: &Value) -> Result<bool, ModelError> {
     let own = &config["mtplx_mtp_quantization"];
-    let said = [
+    let encodings = [
         &config["mtplx_mtp_norm_encoding"],
         &config["mtp_norm_encoding"],
         &own["norm_encoding"],
         &own["norm_weight_encoding"],
     ];
-    if let Some(said) = said.into_iter().find_map(Value::as_str) {
-        return Ok(["delta", "delta_plus_one", "mlx_delta"].contains(&said));
+    if let Some(encoding) = encodings.into_iter().find_map(Value::as_str) {
+        return Ok(["delta", "delta_plus_one", "mlx_delta"].contains(&encoding));
     }
     let means = |names: [&str; 2]| -> Result<(f32, f32), ModelError> {
         let mut both = [0.0; 2];
@@ -85,21 +85,21 @@ fn are_zero_centred(head: &Checkpoint, config: &Value) -> Result<bool, ModelErro
         ((low, _), (least, _)) if low > 1.0 && least > 0.7 => Ok(false),
         _ => {
             let why = format!(
-                "it cannot be told whether the norms of the MTP head hold w or 1 + w: their means are {heads:?} for queries \
-                 and keys, {layer:?} in front of its layer"
+                "cannot tell whether the norms of the MTP head store w or w - 1: their means are {heads:?} for queries and \
+                 keys, {layer:?} for the layer norms"
             );
             Err(StoreError::NotACheckpoint { path: head.index.dir.clone(), why }.into())
         }
     }
 }
 
-/// Layers that `config.json` says the head has.
+/// Number of layers of the head according to `config.json`.
 pub fn declared(config: &Value) -> u64 {
     let text = config.get("text_config").unwrap_or(config);
     text["mtp_num_hidden_layers"].as_u64().unwrap_or(0)
 }
 
-/// True if a directory holds a head and nothing else.
+/// True if a directory holds only a head.
 pub fn is_alone(config: &Value) -> bool {
     config["model_type"].as_str() == Some("qwen3_5_mtp")
 }

@@ -1,15 +1,15 @@
-//! One name for each tensor, whatever converter wrote the checkpoint: MLX's names are ours (spec section 3).
+//! Canonical tensor names. Converters use several naming schemes; MLX's is canonical.
 
-/// A tensor's place in the model, by its name.
+/// What a tensor is, according to its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TensorName {
     /// Part of the text model, under its canonical name.
     Text(String),
-    /// Vision tower or multi-token prediction: known, and not used.
+    /// A tensor of the vision tower or of multi-token prediction, which the text model does not use.
     Skipped,
 }
 
-/// Brings a tensor's (or a quantisation entry's) name to the canonical form.
+/// The canonical form of the name of a tensor or of a quantization entry.
 pub fn canonical_name(name: &str) -> TensorName {
     let skipped = ["vision_tower.", "model.visual.", "visual.", "model.vision_tower."];
     if skipped.iter().any(|prefix| name.starts_with(prefix)) || name.split('.').any(|part| part == "mtp") {

@@ -1,7 +1,7 @@
-//! Packed experts: one page-aligned record per expert, so that a miss is one read instead of nine.
+//! Packs: one page-aligned record per expert, so that a miss is one read instead of nine.
 //!
-//! A pack is a directory of its own; the checkpoint is never written to. It holds one file a layer, `layer-000.experts`
-//! and so on, and a manifest:
+//! A pack is a separate directory; the checkpoint is never modified. It holds one file per layer (`layer-000.experts` and
+//! so on) and a manifest:
 //!
 //! ```text
 //! { "format": "moestro experts", "version": 2, "source": FINGERPRINT, "identity": IDENTITY,
@@ -12,24 +12,23 @@
 //! Expert `e` of a layer is the record at byte `e * stride`: its nine pieces (codes, scales, biases of gate, up, down)
 //! at the manifest's offsets, the rest zero. The stride is a multiple of 16 KiB, the largest page in use.
 //!
-//! A pack may stand in for a checkpoint only if every expert has the SHA-256 that the manifest says; [`fingerprint`]
-//! finds the packs that come into question without reading much. All experts are hashed while packing, when all are
-//! read anyway. Later the checkpoint's [`identity`](super::identity) stands for that: as long as the files are the very ones that were
-//! hashed, nothing is read; if they are not, they are hashed once more. A record's CRC-32 is compared when it is read;
-//! one that is damaged is read from the checkpoint.
+//! A pack replaces a checkpoint's experts only if every expert has the SHA-256 in the manifest. The
+//! [`fingerprint`](super::identity::fingerprint) finds candidate packs without reading much. All experts are hashed while
+//! packing. Later the [identity](super::identity) of the checkpoint's files stands for those hashes: while the files are
+//! the ones that were hashed, nothing is read. If they are not, they are hashed once more. A record's CRC-32 is verified
+//! when it is read. A damaged record is rebuilt from the checkpoint.
 //!
-//! A pack is looked for as `NAME.pack` beside the checkpoint directory `NAME`, then in the cache directory; where `--out`
-//! put it elsewhere, the cache holds a link to it.
+//! A pack is searched as `NAME.pack` next to the checkpoint directory `NAME`, then in the cache directory. If `--out` put
+//! it elsewhere, the cache directory has a link to it.
 
 mod find;
-mod fingerprint;
 mod manifest;
 mod record;
 mod verify;
 mod write;
 
+pub use super::identity::fingerprint;
 pub use find::{Pack, candidates, default_dir, find, link};
-pub use fingerprint::fingerprint;
 pub use verify::verify;
 pub use write::{PackSummary, write};
 

@@ -1,9 +1,9 @@
-//! The quantisation of a matrix. Its shapes and the type of its scales say it; `config.json` is compared with them.
+//! The quantization of a matrix, inferred from its shapes and the type of its scales, and compared with `config.json`.
 //!
-//! Converters write the `quantization` table in many ways, and some write a wrong one (JANG names the least width of
-//! all tensors, others rename tensors afterwards). Bits and group size follow from the shapes without doubt, since the
-//! architecture says how many columns a matrix has: where the table says otherwise, it is out of date. A mode does not
-//! follow from shapes alone, so a contradiction there is an error: the numbers would be read as other numbers.
+//! Converters write the `quantization` table in many ways, and some tables are wrong: JANG gives the smallest width of all
+//! tensors, and other converters rename tensors afterwards. Bits and group size follow from the shapes, because the
+//! architecture defines the number of columns of a matrix. A table that differs is out of date. The mode does not follow
+//! from shapes alone, so a contradiction there is an error: the weights would be decoded wrongly.
 
 use super::{
     index::{Dtype, TensorEntry},
@@ -24,60 +24,62 @@ struct TableEntry {
 /// `config.json`'s `quantization`.
 #[derive(Debug, Default)]
 pub struct QuantizationTable {
-    every: TableEntry,
-    /// By canonical path; `None` is `false`: not quantised.
-    each: BTreeMap<String, Option<TableEntry>>,
-    /// Paths of matrices that are stored otherwise than it says.
+    default: TableEntry,
+    /// By canonical path. `None` stands for `false`: not quantized.
+    by_path: BTreeMap<String, Option<TableEntry>>,
+    /// Paths of matrices whose storage differs from the table.
     differing: RefCell<Vec<String>>,
 }
 
-/// Methods with other tensors than MLX's; a checkpoint of one of them is told by its name.
+/// Methods that use other tensors than MLX. Their checkpoints are recognized by the method's name.
 const FOREIGN: [&str; 10] =
     ["fp8", "awq", "gptq", "compressed-tensors", "modelopt", "bitnet", "bitsandbytes", "hqq", "quark", "mxtq"];
 
 impl QuantizationTable {
     /// # Errors
-    /// A method that is not MLX's, or two entries for one matrix that do not agree.
+    /// A method that is not MLX's; two contradictory entries for one matrix.
     pub fn new(json: &Value) -> Result<Self, String> {
         let said = |table: &Value| TableEntry {
             bits: table.get("bits").and_then(Value::as_u64),
             group: table.get("group_size").and_then(Value::as_u64),
             mode: table.get("mode").and_then(Value::as_str).map(str::to_owned),
         };
-        let every = said(json);
+        let default = said(json);
         let method = json.get("quant_method").and_then(Value::as_str).unwrap_or_default();
-        if every.bits.is_none() && FOREIGN.contains(&method) {
-            return Err(format!("the quantisation method {method} is not supported, only MLX's"));
+        if default.bits.is_none() && FOREIGN.contains(&method) {
+            return Err(format!("the quantization method {method} is not supported; only MLX's methods are"));
         }
-        let mut each = BTreeMap::new();
+        let mut by_path = BTreeMap::new();
         for (path, value) in json.as_object().into_iter().flatten() {
-            let Some(path) = normal(path) else { continue };
+            let Some(path) = canonical_path(path) else { continue };
             let entry = match value {
                 Value::Object(_) => Some(said(value)),
                 Value::Bool(false) => None,
                 _ => continue,
             };
-            if each.insert(path.clone(), entry.clone()).is_some_and(|before| before != entry) {
-                return Err(format!("quantization says two things of {path}"));
+            if by_path.insert(path.clone(), entry.clone()).is_some_and(|before| before != entry) {
+                return Err(format!("quantization has two contradictory entries for {path}"));
             }
         }
-        Ok(Self { every, each, differing: RefCell::default() })
+        Ok(Self { default, by_path, differing: RefCell::default() })
     }
 
-    /// Compares what the table says of the matrix at a canonical path with how it is stored.
+    /// Compares the table's entry for the matrix at a canonical path with its stored format.
     ///
     /// # Errors
-    /// The encoding that is expected instead of `codes`, in words.
+    /// A description of the format that the table requires instead.
     pub fn compare(&self, path: &str, codes: WeightFormat) -> Result<(), String> {
-        let exact = self.each.get(path);
-        let quantised = !matches!(codes, WeightFormat::Dense(_));
+        let exact = self.by_path.get(path);
+        let is_quantized = !matches!(codes, WeightFormat::Dense(_));
         let said = match exact {
-            Some(None) if quantised => return Err("no scales, since config.json says that it is not quantised".into()),
+            Some(None) if is_quantized => {
+                return Err("no scales, because config.json says that it is not quantized".into());
+            }
             Some(None) => return Ok(()),
             Some(Some(said)) => said,
-            // Without an entry a plain matrix is a plain matrix, and mlx-lm infers the rest, too.
-            None if !quantised => return Ok(()),
-            None => &self.every,
+            // A matrix without an entry may be unquantized. mlx-lm infers the format too.
+            None if !is_quantized => return Ok(()),
+            None => &self.default,
         };
         let Some((bits, mode)) = width(codes) else {
             self.differing.borrow_mut().push(path.into());
@@ -85,7 +87,7 @@ impl QuantizationTable {
         };
         let differs = said.mode.as_ref().is_some_and(|said| said != mode);
         if differs && exact.is_some() {
-            return Err(format!("mode {}, as config.json says", said.mode.as_deref().unwrap_or_default()));
+            return Err(format!("mode {} from config.json", said.mode.as_deref().unwrap_or_default()));
         }
         let group = codes.group() as u64;
         if differs || said.bits.is_some_and(|said| said != bits) || said.group.is_some_and(|said| said != group) {
@@ -94,28 +96,28 @@ impl QuantizationTable {
         Ok(())
     }
 
-    /// Says in one line of the log which matrices are stored otherwise than the table says, if any are.
+    /// Logs one line if the storage of matrices differs from the table.
     pub fn report(&self) {
         let differing = self.differing.borrow();
         if let Some(first) = differing.first() {
             tracing::info!(
                 matrices = differing.len(),
                 first,
-                "config.json says otherwise how these are quantised; their shapes decide"
+                "the quantization in config.json is out of date for these matrices; using their shapes"
             );
         }
     }
 }
 
-/// The canonical form of a table's key; `None` if the matrix is none of ours, or it is no matrix.
-fn normal(key: &str) -> Option<String> {
+/// The canonical path of a table's key; `None` if the text model does not use the matrix.
+fn canonical_path(key: &str) -> Option<String> {
     let TensorName::Text(path) = canonical_name(key.strip_suffix(".weight").unwrap_or(key)) else { return None };
     let stacked =
         ["gate_proj", "up_proj", "down_proj"].iter().any(|part| path.ends_with(&format!(".mlp.experts.{part}")));
     Some(if stacked { path.replace(".mlp.experts.", ".mlp.switch_mlp.") } else { path })
 }
 
-/// Bits a code and the mode's name; `None` where nothing is quantised.
+/// Bits per code and name of the mode; `None` for an unquantized format.
 fn width(codes: WeightFormat) -> Option<(u64, &'static str)> {
     match codes {
         WeightFormat::Dense(_) => None,
@@ -126,11 +128,11 @@ fn width(codes: WeightFormat) -> Option<(u64, &'static str)> {
     }
 }
 
-/// The encoding of a matrix of `cols` columns, from its packed codes and their scales. The leading dimensions are the
-/// caller's to compare.
+/// Infers the format of a matrix of `cols` columns from its packed codes and their scales. The caller compares the leading
+/// dimensions.
 ///
 /// # Errors
-/// An encoding that is not known, in words.
+/// A description of the unknown format.
 pub fn infer(
     cols: usize,
     weight: &TensorEntry,
@@ -143,13 +145,11 @@ pub fn infer(
     };
     let packed = words.checked_mul(32).filter(|bits| weight.dtype == Dtype::U32 && bits.is_multiple_of(cols));
     let (Some(packed), true) = (packed, cols.is_multiple_of(groups)) else {
-        return Err(format!("{words} words of codes and {groups} scales a row are no {cols} columns"));
+        return Err(format!("{words} words of codes and {groups} scales per row do not fit {cols} columns"));
     };
     let (bits, group) = (packed / cols, cols / groups);
     match (scales.dtype, bits, group) {
-        (Dtype::U8, ..) if has_biases => {
-            Err("scales of one byte, as mxfp4 has them, and biases, as affine has them".into())
-        }
+        (Dtype::U8, ..) if has_biases => Err("one-byte scales as in mxfp4 together with biases as in affine".into()),
         (Dtype::U8, 4, 32) => Ok(WeightFormat::Mxfp4),
         (Dtype::U8, 4, 16) => Ok(WeightFormat::Nvfp4),
         (Dtype::U8, 8, 32) => Ok(WeightFormat::Mxfp8),
@@ -161,7 +161,7 @@ pub fn infer(
     }
 }
 
-/// The float type of a tensor's elements, if they are floats that we read.
+/// The float type of a tensor's elements; `None` for unsupported types.
 pub fn float(dtype: Dtype) -> Option<Float> {
     match dtype {
         Dtype::F32 => Some(Float::F32),

@@ -1,5 +1,7 @@
-//! From a directory of safetensors to weights: finds each tensor by its canonical name, checks its shape, says how it is
-//! quantised, and gathers the trunk in one slab. A tensor that nobody asked for in the end is an error.
+//! `Checkpoint` and `TrunkLoader`: from safetensors files to weights in memory.
+//!
+//! A [`Checkpoint`] finds tensors by canonical names, checks their shapes and infers their quantization. A [`TrunkLoader`]
+//! gathers the trunk in one slab. A tensor that the model does not use is an error.
 
 use super::{
     names::{TensorName, canonical_name},
@@ -20,26 +22,26 @@ use std::{
     sync::Arc,
 };
 
-/// Above this mean, norms of queries and keys had 1 added twice: halfway from 1.75 to 2.75.
+/// Norms of queries and keys with a larger mean had 1 added twice. The value is halfway between 1.75 and 2.75.
 const SHIFTED_TWICE: f32 = 2.25;
 
 /// Trunk tensors start at multiples of this (bytes): a cache line.
 const ALIGN: usize = 64;
 
-/// A checkpoint whose tensors are being claimed.
+/// A checkpoint that records which tensors are used.
 pub struct Checkpoint {
     pub index: Index,
-    /// Canonical name to the name in the files.
+    /// Names in the files, by canonical name.
     names: BTreeMap<String, String>,
     claimed: RefCell<BTreeSet<String>>,
     table: QuantizationTable,
     /// Means of the effective weights of the norms of queries and keys.
     norms: RefCell<Vec<f32>>,
-    /// Hugging Face's layout: norms hold `w - 1`, the convolution `[C, 1, K]`.
+    /// Hugging Face's layout: norms store `w - 1`, and the convolution has shape `[C, 1, K]`.
     pub hugging_face: bool,
 }
 
-/// The encoding and the place of one matrix, before its bytes are read.
+/// The format and location of one matrix, before its bytes are read.
 #[derive(Debug, Clone)]
 pub struct MatrixLayout {
     pub codes: WeightFormat,
@@ -65,11 +67,11 @@ impl Checkpoint {
         for found in index.tensors.keys() {
             let TensorName::Text(name) = name_of(found) else { continue };
             if let Some(part) = ["tq_packed", "tq_norms", "tq_bits"].iter().find(|part| name.ends_with(**part)) {
-                let why = format!("this is a JANGTQ checkpoint (it has {part} tensors); that method is not supported");
+                let why = format!("JANGTQ checkpoints are not supported (it has {part} tensors)");
                 return Err(ModelError::Config(why));
             }
             if let Some(other) = names.insert(name, found.clone()) {
-                let why = format!("{other} and {found} are two names of one tensor");
+                let why = format!("{other} and {found} are two names of the same tensor");
                 return Err(StoreError::NotACheckpoint { path: index.dir.clone(), why }.into());
             }
         }
@@ -81,32 +83,32 @@ impl Checkpoint {
         Ok(Self { index, names, claimed: RefCell::default(), table, norms: RefCell::default(), hugging_face })
     }
 
-    /// A tensor that may be absent.
+    /// A tensor that may be absent. It counts as used.
     pub fn find(&self, name: &str) -> Option<&TensorEntry> {
         let entry = self.index.tensors.get(self.names.get(name)?)?;
         self.claimed.borrow_mut().insert(name.to_string());
         Some(entry)
     }
 
-    /// True if there is such a tensor; it is not claimed.
+    /// True if there is such a tensor. It does not count as used.
     pub fn has(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
 
-    /// A tensor that must be there.
+    /// A required tensor.
     pub fn get(&self, name: &str) -> Result<&TensorEntry, ModelError> {
         let missing = || StoreError::Missing { name: name.into(), dir: self.index.dir.clone() };
         Ok(self.find(name).ok_or_else(missing)?)
     }
 
-    /// Fails if a tensor of the text model is left that nobody has claimed. Says in the log what is odd, and no error.
+    /// Fails if a tensor of the text model was not used. Logs suspicious values that are not errors.
     pub fn finish(&self) -> Result<(), ModelError> {
         self.table.report();
         if let Some(mean) = self.shifted_twice() {
             tracing::warn!(
                 mean,
-                "the norms of queries and keys are so large that an old converter seems to have added 1 to them twice; \
-                 if the answers are poor, this checkpoint has to be converted anew"
+                "the norms of queries and keys are unusually large: an old converter may have added 1 twice; \
+                 if answers are poor, convert the checkpoint again"
             );
         }
         let claimed = self.claimed.borrow();
@@ -115,14 +117,14 @@ impl Checkpoint {
         Err(StoreError::Unknown { name: found.clone(), file: file.unwrap_or_default() }.into())
     }
 
-    /// The error that tensor `name` is not `expected`.
+    /// The error for a tensor that is not `expected`.
     pub fn mismatch(&self, name: &str, entry: &TensorEntry, expected: String) -> ModelError {
         let found = format!("{:?} {:?}", entry.dtype, entry.shape);
         let file = self.index.path(entry).to_path_buf();
         StoreError::Mismatch { name: name.into(), file, expected, found }.into()
     }
 
-    /// A small tensor of floats, expected to have `len` values in any shape.
+    /// A small tensor of `len` floats in any shape.
     pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let entry = self.get(name)?;
         let Some(float) = float(entry.dtype).filter(|_| entry.shape.iter().product::<usize>() == len) else {
@@ -144,9 +146,9 @@ impl Checkpoint {
         Ok(weight)
     }
 
-    /// The mean weight of the norms of queries and keys, if it can hardly be what was trained. It is 1.7 to 1.8 in
-    /// Qwen3.5's checkpoints (0.7 to 0.8 before 1 is added, as transformers stores them); converters that saw the tensors
-    /// of multi-token prediction added 1 to what had it already.
+    /// The mean weight of the norms of queries and keys if it is implausibly large. It is 1.7 to 1.8 in Qwen3.5's checkpoints
+    /// (0.7 to 0.8 as stored by transformers, without the 1). Some converters added 1 twice if the checkpoint had tensors of
+    /// multi-token prediction.
     fn shifted_twice(&self) -> Option<f32> {
         let norms = self.norms.borrow();
         let mean = norms.iter().sum::<f32>() / norms.len().max(1) as f32;
@@ -165,7 +167,7 @@ impl Checkpoint {
         Ok(read.map_err(|source| StoreError::Io { path: path.to_path_buf(), source })?)
     }
 
-    /// An unquantised tensor `[lead.., rows, cols]` that is called `name`, without `.weight`.
+    /// The unquantized tensor `[lead.., rows, cols]` called `name`, a name without `.weight`.
     pub fn dense(&self, name: &str, shape: &[usize]) -> Result<MatrixLayout, ModelError> {
         let entry = self.get(name)?;
         let (Some(float), [.., rows, cols]) = (float(entry.dtype).filter(|_| entry.shape == shape), shape) else {
@@ -179,8 +181,8 @@ impl Checkpoint {
         })
     }
 
-    /// The encoding of the matrix at `path` (`[lead.., rows, cols]`). Shapes decide; the `quantization` table is checked
-    /// against them, since files exist whose table is out of date.
+    /// The format and location of the matrix at `path` (`[lead.., rows, cols]`). Shapes decide, because the `quantization`
+    /// table of some checkpoints is out of date; it is only compared with them.
     pub fn layout(&self, path: &str, lead: &[usize], rows: usize, cols: usize) -> Result<MatrixLayout, ModelError> {
         let name = format!("{path}.weight");
         let weight = self.get(&name)?;
@@ -217,7 +219,7 @@ impl Checkpoint {
         Ok(MatrixLayout { codes, rows, cols, entries: [Some(weight.clone()), Some(scales.clone()), biases] })
     }
 
-    /// nvfp4's global scale, one a matrix (`count` matrices): `global / (6 * 448)`; else 1.
+    /// The global scale of `count` matrices: `global_scale / (6 * 448)` in nvfp4, else 1.
     pub fn global_scales(&self, path: &str, count: usize) -> Result<Vec<f32>, ModelError> {
         let name = format!("{path}.global_scale");
         if self.find(&name).is_none() {
@@ -227,7 +229,7 @@ impl Checkpoint {
     }
 }
 
-/// The place of matrix `index` of a stack.
+/// The pieces of matrix `index` of a stack.
 pub fn matrix_pieces(layout: &MatrixLayout, index: usize) -> [Piece; 3] {
     let bytes = layout.codes.row_bytes(layout.cols);
     std::array::from_fn(|part| match &layout.entries[part] {
@@ -244,17 +246,17 @@ pub fn expert_pieces(projections: [[Piece; 3]; 3]) -> [Piece; PIECES] {
     std::array::from_fn(|index| projections[index / 3][index % 3])
 }
 
-/// The numbers of the two buffers that weights are in, wherever they are shown to a device: matrices, and small vectors.
+/// Ids of the two buffers that hold weights on a device: matrices, and small vectors.
 pub const BUFFERS: [u32; 2] = [0, 1];
-/// The same for the weights of a draft that computes where the model does.
+/// Ids of the same buffers of a draft on the model's device.
 pub const DRAFT_BUFFERS: [u32; 2] = [2, 3];
 
-/// Gathers the trunk's matrices in one slab, and its vectors in another. Run the same claims twice: first with
-/// [`TrunkLoader::measure`], which reads no matrix and learns the size, then with [`TrunkLoader::read`].
+/// Gathers the trunk's matrices in one slab and its vectors in another. Run the same calls twice: first with
+/// [`TrunkLoader::measure`], which reads no matrix and computes the size, then with [`TrunkLoader::read`].
 pub struct TrunkLoader<'a> {
     pub from: &'a Checkpoint,
     slab: Option<SlabWriter>,
-    /// Bytes taken so far.
+    /// Bytes used so far.
     len: usize,
     vectors: Vec<f32>,
     buffers: [u32; 2],
@@ -262,23 +264,23 @@ pub struct TrunkLoader<'a> {
 }
 
 impl<'a> TrunkLoader<'a> {
-    /// Reads no matrix: what it returns lies nowhere.
+    /// Computes sizes only. The returned weights have no memory.
     pub fn measure(from: &'a Checkpoint, progress: &'a mut dyn FnMut(u64, u64)) -> Self {
         Self { from, slab: None, len: 0, vectors: Vec::new(), buffers: BUFFERS, progress }
     }
 
-    /// Reads into a slab of `len` bytes, as measured.
+    /// Reads into a slab of `len` bytes, the measured size.
     pub fn read(from: &'a Checkpoint, len: usize, progress: &'a mut dyn FnMut(u64, u64)) -> Result<Self, ModelError> {
-        let slab = SlabWriter::new(len).map_err(|error| refused(len, &error))?;
+        let slab = SlabWriter::new(len).map_err(|error| no_memory(len, &error))?;
         Ok(Self { slab: Some(slab), ..Self::measure(from, progress) })
     }
 
-    /// Its tensors will be shown under other numbers.
-    pub fn shown_as(self, buffers: [u32; 2]) -> Self {
+    /// Uses other buffer ids.
+    pub fn with_buffers(self, buffers: [u32; 2]) -> Self {
         Self { buffers, ..self }
     }
 
-    /// Bytes taken so far.
+    /// Bytes used so far.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -290,13 +292,13 @@ impl<'a> TrunkLoader<'a> {
     /// The filled buffers, in the order of [`BUFFERS`].
     pub fn finish(self) -> Result<[Arc<Slab>; 2], ModelError> {
         let bytes = self.vectors.len() * 4;
-        let mut vectors = Slab::new(bytes).map_err(|error| refused(bytes, &error))?;
+        let mut vectors = Slab::new(bytes).map_err(|error| no_memory(bytes, &error))?;
         for (into, value) in vectors.as_mut_slice().chunks_exact_mut(4).zip(&self.vectors) {
             into.copy_from_slice(&value.to_le_bytes());
         }
         let matrices = match self.slab {
             Some(slab) => slab.finish(),
-            None => Arc::new(Slab::new(0).map_err(|error| refused(0, &error))?),
+            None => Arc::new(Slab::new(0).map_err(|error| no_memory(0, &error))?),
         };
         Ok([matrices, Arc::new(vectors)])
     }
@@ -307,7 +309,7 @@ impl<'a> TrunkLoader<'a> {
         self.take(path, &layout)
     }
 
-    /// The unquantised matrix that is called `name`, without `.weight`, `[rows, cols]`.
+    /// The unquantized matrix `[rows, cols]` called `name`, a name without `.weight`.
     pub fn dense(&mut self, name: &str, rows: usize, cols: usize) -> Result<Weight, ModelError> {
         let layout = self.from.dense(name, &[rows, cols])?;
         self.take(name, &layout)
@@ -323,11 +325,11 @@ impl<'a> TrunkLoader<'a> {
         Ok(Weight { codes, rows, cols, global_scale, parts })
     }
 
-    /// The matrix at `path`, `[rows, parts * cols]`, as matrices of `cols` columns that stand side by side in it.
+    /// The matrix at `path`, `[rows, parts * cols]`, split into `parts` matrices of `cols` columns.
     pub fn columns(&mut self, path: &str, rows: usize, cols: usize, parts: usize) -> Result<Vec<Weight>, ModelError> {
         let MatrixLayout { codes, entries, .. } = self.from.layout(path, &[], rows, parts * cols)?;
         if !cols.is_multiple_of(codes.group().max(32)) {
-            return Err(ModelError::Config(format!("{path} cannot be cut every {cols} columns")));
+            return Err(ModelError::Config(format!("cannot split {path} every {cols} columns")));
         }
         let global_scale = self.from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
         let widths = codes.row_bytes(cols);
@@ -359,7 +361,7 @@ impl<'a> TrunkLoader<'a> {
         Ok(self.vector(&values))
     }
 
-    /// Keeps a small vector.
+    /// Stores a small vector.
     pub fn vector(&mut self, values: &[f32]) -> Region {
         let offset = self.vectors.len() * 4;
         self.vectors.extend(values);
@@ -380,6 +382,6 @@ impl<'a> TrunkLoader<'a> {
     }
 }
 
-fn refused(bytes: usize, error: &std::io::Error) -> ModelError {
-    ModelError::Memory(format!("no memory for a trunk of {bytes} bytes: {error}"))
+fn no_memory(bytes: usize, error: &std::io::Error) -> ModelError {
+    ModelError::Memory(format!("cannot allocate {bytes} bytes for the trunk: {error}"))
 }

@@ -1,4 +1,4 @@
-//! A Hugging Face hub of our own: threads that speak as much HTTP as a download asks for. It holds one model, `org/name`.
+//! A test hub: an HTTP server with one model, `org/name`, and configurable faults.
 
 use sha2::{Digest, Sha256};
 use std::{
@@ -10,49 +10,51 @@ use std::{
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// The hub's files and its faults.
+/// The hub's files, faults and recorded requests.
 #[derive(Default)]
-pub struct Shelf {
+pub struct HubState {
     pub files: HashMap<String, Vec<u8>>,
-    /// Sends so many bytes of this file and hangs up, once each.
-    pub breaks: Vec<(String, usize)>,
-    /// Answers so many requests with this status first.
-    pub refuses: Vec<u16>,
-    /// Sends other bytes than those it has the checksum of.
-    pub lies: bool,
-    /// Wants this key.
+    /// Sizes that the listing reports instead of the real ones.
+    pub listed_sizes: HashMap<String, u64>,
+    /// Disconnects after this many bytes of this file, once per entry.
+    pub disconnects: Vec<(String, usize)>,
+    /// Statuses of the next responses, last one first.
+    pub statuses: Vec<u16>,
+    /// Sends bytes that do not match the checksum.
+    pub corrupts: bool,
+    /// The token that requests must have.
     pub token: Option<String>,
-    /// `path from-byte` of every file that was asked for.
-    pub asked: Vec<(String, usize)>,
-    /// `path bytes` of what those were.
+    /// File and start of every requested range.
+    pub requested: Vec<(String, usize)>,
+    /// File and length of every requested range.
     pub lengths: Vec<(String, usize)>,
     pub requests: usize,
-    /// The keys that came with requests.
-    pub keys: Vec<Option<String>>,
-    /// Sends everybody who wants a file to this address.
-    pub elsewhere: Option<String>,
-    /// Calls files, and its commit, by these names.
+    /// The `Authorization` header of each request.
+    pub tokens: Vec<Option<String>>,
+    /// Redirects file requests to this address.
+    pub redirect_to: Option<String>,
+    /// ETag and commit to report instead of the real ones.
     pub etag: Option<String>,
     pub commit: Option<String>,
-    /// Lists neither sizes nor hashes.
-    pub says_little: bool,
-    /// Knows no ranges: sends the whole file whatever is asked for.
-    pub whole: bool,
-    /// Sends so many bytes a second over each connection.
-    pub rate: Option<usize>,
-    /// Files that change behind so many requests: their next bytes.
+    /// Omits sizes and hashes from the listing.
+    pub hides_sizes: bool,
+    /// Ignores ranges and sends whole files.
+    pub ignores_ranges: bool,
+    /// Bandwidth of each connection.
+    pub bytes_per_second: Option<usize>,
+    /// Files that change after a number of requests: name, requests, new bytes.
     pub changes: Vec<(String, usize, Vec<u8>)>,
-    /// Connections that are sending now, and the most there were at a time.
+    /// Number of connections that are sending, now and at most.
     pub sending: usize,
-    pub most_sending: usize,
-    /// Sends a part that begins a byte late, and files that are a byte longer.
-    pub shifts: bool,
-    pub grows: bool,
+    pub max_sending: usize,
+    /// Sends ranges that start a byte late, and files that are a byte longer.
+    pub shifts_ranges: bool,
+    pub grows_files: bool,
 }
 
 #[derive(Clone)]
 pub struct TestHub {
-    pub shelf: Arc<Mutex<Shelf>>,
+    pub state: Arc<Mutex<HubState>>,
     pub endpoint: String,
 }
 
@@ -61,8 +63,8 @@ impl TestHub {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
         let files = files.iter().map(|(name, bytes)| (name.to_string(), bytes.clone())).collect();
-        let shelf = Arc::new(Mutex::new(Shelf { files, ..Shelf::default() }));
-        let hub = Self { shelf, endpoint };
+        let state = Arc::new(Mutex::new(HubState { files, ..HubState::default() }));
+        let hub = Self { state, endpoint };
         let served = hub.clone();
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -73,51 +75,51 @@ impl TestHub {
         hub
     }
 
-    pub fn change(&self, change: impl FnOnce(&mut Shelf)) {
-        change(&mut self.shelf.lock().unwrap());
+    pub fn change(&self, change: impl FnOnce(&mut HubState)) {
+        change(&mut self.state.lock().unwrap());
     }
 
-    /// The bytes asked of a file, by where each request began (those of one byte ask for the size).
+    /// The start of each requested range of a file. Requests of one byte, which ask for the size, are not recorded.
     pub fn starts(&self, file: &str) -> Vec<usize> {
-        self.shelf.lock().unwrap().asked.iter().filter(|(name, _)| name == file).map(|(_, from)| *from).collect()
+        self.state.lock().unwrap().requested.iter().filter(|(name, _)| name == file).map(|(_, from)| *from).collect()
     }
 
-    /// The bytes of all parts of a file that were asked for.
-    #[allow(dead_code)] // One of the two tests that use this file counts them.
+    /// Total length of all requested ranges of a file.
+    #[allow(dead_code)] // Only one of the two users of this file calls it.
     pub fn sent(&self, file: &str) -> usize {
-        self.shelf.lock().unwrap().lengths.iter().filter(|(name, _)| name == file).map(|(_, bytes)| bytes).sum()
+        self.state.lock().unwrap().lengths.iter().filter(|(name, _)| name == file).map(|(_, bytes)| bytes).sum()
     }
 
     fn serve(&self, mut stream: TcpStream) {
         let mut reader = BufReader::new(stream.try_clone().unwrap());
         let mut head = String::new();
         while reader.read_line(&mut head).is_ok_and(|n| n > 2) {}
-        let mut shelf = self.shelf.lock().unwrap();
-        shelf.requests += 1;
+        let mut state = self.state.lock().unwrap();
+        state.requests += 1;
         let field = |name: &str| {
             let line = head.lines().find(|line| line.to_lowercase().starts_with(name));
             line.and_then(|line| line.split_once(':')).map(|(_, value)| value.trim().to_string())
         };
         let path = head.split(' ').nth(1).unwrap_or_default().to_string();
-        shelf.keys.push(field("authorization"));
-        let denied = shelf.token.as_ref().is_some_and(|key| field("authorization") != Some(format!("Bearer {key}")));
-        let status = if denied { Some(401) } else { shelf.refuses.pop() };
+        state.tokens.push(field("authorization"));
+        let is_denied = state.token.as_ref().is_some_and(|key| field("authorization") != Some(format!("Bearer {key}")));
+        let status = if is_denied { Some(401) } else { state.statuses.pop() };
         if let Some(status) = status {
             let _ = write!(stream, "HTTP/1.1 {status} No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
             return;
         }
         if path.starts_with("/api/models/org/name/revision/main") {
             assert!(path.ends_with("?blobs=true"));
-            let siblings = shelf.files.iter().map(|(name, bytes)| {
+            let siblings = state.files.iter().map(|(name, bytes)| {
                 let lfs = name
                     .ends_with(".safetensors")
                     .then(|| serde_json::json!({ "sha256": hash(bytes), "size": bytes.len() }));
-                match shelf.says_little {
+                match state.hides_sizes {
                     true => serde_json::json!({ "rfilename": name }),
-                    false => serde_json::json!({ "rfilename": name, "size": bytes.len(), "blobId": &hash(bytes)[..40], "lfs": lfs }),
+                    false => serde_json::json!({ "rfilename": name, "size": state.listed_sizes.get(name).copied().unwrap_or(bytes.len() as u64), "blobId": &hash(bytes)[..40], "lfs": lfs }),
                 }
             });
-            let commit = shelf.commit.as_deref().unwrap_or(COMMIT);
+            let commit = state.commit.as_deref().unwrap_or(COMMIT);
             let body = serde_json::json!({ "sha": commit, "siblings": siblings.collect::<Vec<_>>() }).to_string();
             let _ = write!(
                 stream,
@@ -126,41 +128,41 @@ impl TestHub {
             );
             return;
         }
-        if let Some(elsewhere) = &shelf.elsewhere {
+        if let Some(redirect_to) = &state.redirect_to {
             let head = "HTTP/1.1 302 Found\r\nContent-Length: 0\r\nConnection: close";
             let etag = hash(&[]);
             let _ = write!(
                 stream,
-                "{head}\r\nX-Repo-Commit: {COMMIT}\r\nETag: \"{etag}\"\r\nLocation: {elsewhere}{path}\r\n\r\n"
+                "{head}\r\nX-Repo-Commit: {COMMIT}\r\nETag: \"{etag}\"\r\nLocation: {redirect_to}{path}\r\n\r\n"
             );
             return;
         }
         let (_, name) = path.split_once("/resolve/").and_then(|(_, rest)| rest.rsplit_once('/')).unwrap_or_default();
         let name = name.to_string();
-        let Some(mut bytes) = shelf.files.get(&name).cloned() else {
+        let Some(mut bytes) = state.files.get(&name).cloned() else {
             let _ = write!(stream, "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
             return;
         };
-        let range = if shelf.whole { String::new() } else { field("range").unwrap_or_default() };
+        let range = if state.ignores_ranges { String::new() } else { field("range").unwrap_or_default() };
         let mut ends = range.trim_start_matches("bytes=").split('-');
         let from: usize = ends.next().and_then(|n| n.parse().ok()).unwrap_or(0);
         let to = ends.next().and_then(|n| n.parse::<usize>().ok()).map_or(bytes.len(), |n| n + 1);
         let etag = if name.ends_with(".safetensors") { hash(&bytes) } else { hash(&bytes)[..40].to_string() };
-        let etag = shelf.etag.clone().unwrap_or(etag);
-        let commit = shelf.commit.clone().unwrap_or(COMMIT.into());
-        let shift = usize::from(shelf.shifts && from > 0);
-        if shelf.grows && name.ends_with("1.safetensors") {
+        let etag = state.etag.clone().unwrap_or(etag);
+        let commit = state.commit.clone().unwrap_or(COMMIT.into());
+        let shift = usize::from(state.shifts_ranges && from > 0);
+        if state.grows_files && name.ends_with("1.safetensors") {
             bytes.push(0);
         }
         let mut part = bytes[from.min(bytes.len())..to.min(bytes.len())].to_vec();
         if to != from + 1 {
-            shelf.asked.push((name.clone(), from));
-            shelf.lengths.push((name.clone(), part.len()));
-            if shelf.lies {
+            state.requested.push((name.clone(), from));
+            state.lengths.push((name.clone(), part.len()));
+            if state.corrupts {
                 part.iter_mut().for_each(|byte| *byte ^= 1);
             }
         }
-        let partial = if shelf.whole { "200 OK" } else { "206 Partial Content" };
+        let partial = if state.ignores_ranges { "200 OK" } else { "206 Partial Content" };
         let _ = write!(
             stream,
             "HTTP/1.1 {partial}\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\nContent-Range: bytes {}-{}/{}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
@@ -169,30 +171,30 @@ impl TestHub {
             bytes.len(),
             part.len()
         );
-        let broken = shelf.breaks.iter().position(|(file, _)| *file == name).filter(|_| to != from + 1);
-        let sent = broken.map_or(part.len(), |i| shelf.breaks.remove(i).1);
-        let due = shelf.changes.iter_mut().find(|(file, ..)| *file == name).filter(|_| to != from + 1);
+        let disconnect = state.disconnects.iter().position(|(file, _)| *file == name).filter(|_| to != from + 1);
+        let sent = disconnect.map_or(part.len(), |i| state.disconnects.remove(i).1);
+        let due = state.changes.iter_mut().find(|(file, ..)| *file == name).filter(|_| to != from + 1);
         if let Some(bytes) = due.and_then(|(_, left, bytes)| {
             *left = left.saturating_sub(1);
             (*left == 0).then(|| bytes.clone())
         }) {
-            shelf.changes.retain(|(file, ..)| *file != name);
-            shelf.files.insert(name, bytes);
+            state.changes.retain(|(file, ..)| *file != name);
+            state.files.insert(name, bytes);
         }
-        let rate = shelf.rate;
-        shelf.sending += 1;
-        shelf.most_sending = shelf.most_sending.max(shelf.sending);
-        drop(shelf);
+        let bytes_per_second = state.bytes_per_second;
+        state.sending += 1;
+        state.max_sending = state.max_sending.max(state.sending);
+        drop(state);
         let part = &part[..sent.min(part.len())];
-        for block in part.chunks(rate.map_or(part.len(), |rate| rate / 50).max(1)) {
+        for block in part.chunks(bytes_per_second.map_or(part.len(), |bytes_per_second| bytes_per_second / 50).max(1)) {
             if stream.write_all(block).is_err() {
                 break;
             }
-            if rate.is_some() {
+            if bytes_per_second.is_some() {
                 std::thread::sleep(std::time::Duration::from_millis(20));
             }
         }
-        self.shelf.lock().unwrap().sending -= 1;
+        self.state.lock().unwrap().sending -= 1;
     }
 }
 

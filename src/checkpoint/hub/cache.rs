@@ -1,29 +1,32 @@
-//! The Hugging Face cache: `models--ORG--NAME` with `blobs`, `snapshots/COMMIT` of links to them, and `refs/BRANCH`.
+//! The Hugging Face cache on disk: `models--ORG--NAME` with `blobs`, `snapshots/COMMIT` of links to them, and
+//! `refs/BRANCH`.
 //!
-//! Every part of a path here has been checked: hubs say how their files are called.
+//! Names from a hub become parts of paths only after validation.
 
-use super::REVISION;
-use crate::platform::{atomic_file, read_small_file};
+use crate::platform::{atomic_file::replace_file, read_small_file};
 use std::{
     env, io,
     path::{Path, PathBuf},
 };
 
-/// `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else `~/.cache/huggingface/hub`.
+/// The branch that is downloaded.
+pub const BRANCH: &str = "main";
+
+/// The cache directory: `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else `~/.cache/huggingface/hub`.
 pub fn root() -> Option<PathBuf> {
     let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let home = || Some(set("HF_HOME").or_else(|| Some(env::home_dir()?.join(".cache/huggingface")))?.join("hub"));
     set("HF_HUB_CACHE").or_else(home)
 }
 
-/// The token that `huggingface-cli login` has left.
+/// The token that `huggingface-cli login` saved next to the cache.
 pub fn token(root: &Path) -> Option<String> {
     let text = read_small_file(&root.parent()?.join("token"), 1 << 16).ok()?;
     let token = String::from_utf8(text).ok()?.trim().to_owned();
     (!token.is_empty()).then_some(token)
 }
 
-/// The ids of all models that something was downloaded of, complete or not.
+/// The ids of all models in the cache, complete or not.
 pub fn ids(root: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(root).into_iter().flatten().flatten();
     let id = |name: &str| Some(name.strip_prefix("models--")?.replacen("--", "/", 1));
@@ -32,14 +35,14 @@ pub fn ids(root: &Path) -> Vec<String> {
     ids
 }
 
-/// One model's part of the cache.
+/// The directory of one model in the cache.
 #[derive(Debug, Clone)]
-pub struct Shelf {
+pub struct HubCache {
     dir: PathBuf,
 }
 
-impl Shelf {
-    /// `id`: `org/name`, of letters, digits, `-`, `_` and `.` alone.
+impl HubCache {
+    /// `id` is `org/name`. It contains only letters, digits, `-`, `_` and `.`.
     pub fn new(root: &Path, id: &str) -> Self {
         Self { dir: root.join(format!("models--{}", id.replace('/', "--"))) }
     }
@@ -56,19 +59,19 @@ impl Shelf {
         self.dir.join("snapshots").join(commit)
     }
 
-    /// The commit that the branch was at when it was last downloaded completely.
+    /// The commit of the branch at its last complete download.
     pub fn commit(&self) -> Option<String> {
-        let text = read_small_file(&self.dir.join("refs").join(REVISION), 1 << 10).ok()?;
+        let text = read_small_file(&self.dir.join("refs").join(BRANCH), 1 << 10).ok()?;
         let commit = String::from_utf8(text).ok()?.trim().to_owned();
         is_hash(&commit).then_some(commit)
     }
 
     pub fn set_commit(&self, commit: &str) -> io::Result<()> {
-        atomic_file::replace_file(&self.dir.join("refs").join(REVISION), commit.as_bytes())
+        replace_file(&self.dir.join("refs").join(BRANCH), commit.as_bytes())
     }
 }
 
-/// A hash as git and SHA-256 have them: nothing else may name a file or a directory of the cache.
+/// True for a git or SHA-256 hash. Files and directories of the cache are named by hashes only.
 pub fn is_hash(text: &str) -> bool {
     matches!(text.len(), 40 | 64) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }

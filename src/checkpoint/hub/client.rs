@@ -1,159 +1,176 @@
-//! HTTP as a hub speaks it, with little trust: an answer may come from anybody's mirror.
+//! `HubClient`: HTTP requests to a hub or a mirror. Responses are untrusted.
 
-use std::{io, io::Read, time::Duration};
+use crate::error::StoreError;
+use std::{io::Read, time::Duration};
 use ureq::{
     Agent, Body,
     http::{HeaderMap, Response},
     tls::{RootCerts, TlsConfig},
 };
 
-/// Redirects that are followed for one answer.
-const HOPS: u32 = 6;
-/// A connection on which nothing arrives for so long is given up.
-const SILENCE: Duration = Duration::from_secs(60);
-/// Bytes of a listing at most; a model of thousands of files takes one million.
-const LISTING: u64 = 32 << 20;
+/// Attempts without progress before a request is given up.
+pub const MAX_ATTEMPTS: u32 = 5;
+/// Maximum number of redirects per request.
+const MAX_REDIRECTS: u32 = 6;
+/// A connection that transfers nothing for this long is closed.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Maximum size of a listing in bytes. A model of thousands of files takes one million.
+const MAX_LISTING_BYTES: u64 = 32 << 20;
 
-/// The reason for which there is no answer.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
-pub enum Failure {
+pub enum RequestError {
     #[error("status {0}")]
     Status(u16),
-    /// The connection; trying again may help.
+    /// The connection failed. A retry may help.
     #[error("{0}")]
-    Broken(String),
-    /// The answer makes no sense; it will not be better next time.
+    Connection(String),
+    /// The response is invalid. A retry does not help.
     #[error("{0}")]
-    Nonsense(String),
-    /// Our own disk.
-    #[error("{0}")]
-    Disk(io::Error),
+    Invalid(String),
 }
 
-impl Failure {
-    /// True if trying again may help.
-    pub fn passes(&self) -> bool {
+impl RequestError {
+    /// True if a retry may help.
+    pub fn is_temporary(&self) -> bool {
         match self {
-            Failure::Status(status) => *status == 429 || *status >= 500,
-            Failure::Broken(_) => true,
-            Failure::Nonsense(_) | Failure::Disk(_) => false,
+            RequestError::Status(status) => *status == 429 || *status >= 500,
+            RequestError::Connection(_) => true,
+            RequestError::Invalid(_) => false,
         }
     }
 }
 
-/// One hub.
-pub struct Client {
+/// A client of one hub.
+pub struct HubClient {
     agent: Agent,
     endpoint: String,
     token: Option<String>,
 }
 
-/// The bytes of a file that an answer brings.
-pub struct Part {
-    /// Bytes of the whole file, if the hub says.
+/// A response to a request for part of a file.
+pub struct FileResponse {
+    /// Size of the whole file, if the hub reports it.
     pub size: Option<u64>,
-    /// These bytes are the part that was asked for; else the file begins.
-    pub ranged: bool,
+    /// True if the body is the requested range; false if it is the whole file.
+    pub is_range: bool,
     /// The file's ETag.
-    pub tag: Option<String>,
+    pub etag: Option<String>,
     pub body: Box<dyn Read>,
 }
 
-impl Client {
-    /// `endpoint`: `https://host[:port]`, perhaps with a path. The certificates are those that the system trusts.
+impl HubClient {
+    /// `endpoint` is `https://host[:port]`, optionally with a path. The system's certificate authorities are trusted.
     pub fn new(endpoint: &str, token: Option<String>) -> Self {
         let config = Agent::config_builder()
             .tls_config(TlsConfig::builder().root_certs(RootCerts::PlatformVerifier).build())
-            // We follow redirects ourselves: the token must not.
+            // `get` follows redirects itself, because the token must not go to another host.
             .max_redirects(0)
             .http_status_as_error(false)
             .user_agent(concat!("moestro/", env!("CARGO_PKG_VERSION")))
             .timeout_connect(Some(Duration::from_secs(30)))
-            .timeout_per_read(Some(SILENCE))
-            .timeout_per_write(Some(SILENCE));
+            .timeout_per_read(Some(IDLE_TIMEOUT))
+            .timeout_per_write(Some(IDLE_TIMEOUT));
         Self { agent: config.build().new_agent(), endpoint: endpoint.trim_end_matches('/').into(), token }
     }
 
-    /// The JSON at `path` below the endpoint.
-    pub fn json<T: serde::de::DeserializeOwned>(&self, path: &str) -> Result<T, Failure> {
-        let answer = self.get(path, None)?;
+    /// The JSON document at `path` below the endpoint.
+    pub fn json<T: serde::de::DeserializeOwned>(&self, path: &str) -> Result<T, RequestError> {
+        let response = self.get(path, None)?;
         let mut text = Vec::new();
-        let read = answer.into_body().into_reader().take(LISTING + 1).read_to_end(&mut text);
-        read.map_err(|error| Failure::Broken(error.to_string()))?;
-        if text.len() as u64 > LISTING {
-            return Err(Failure::Nonsense(format!("an answer of more than {LISTING} bytes")));
+        let read = response.into_body().into_reader().take(MAX_LISTING_BYTES + 1).read_to_end(&mut text);
+        read.map_err(|error| RequestError::Connection(error.to_string()))?;
+        if text.len() as u64 > MAX_LISTING_BYTES {
+            return Err(RequestError::Invalid(format!("a response of more than {MAX_LISTING_BYTES} bytes")));
         }
         serde_json::from_slice(&text)
-            .map_err(|error| Failure::Nonsense(format!("an answer that is no listing: {error}")))
+            .map_err(|error| RequestError::Invalid(format!("a response that is not a listing: {error}")))
     }
 
-    /// The file at `path` from byte `start` on, or from its beginning, if the hub knows nothing else.
-    pub fn part(&self, path: &str, start: u64, end: Option<u64>) -> Result<Part, Failure> {
+    /// The bytes of the file at `path` from `start` to `end`. A hub without range support returns the whole file.
+    pub fn range(&self, path: &str, start: u64, end: Option<u64>) -> Result<FileResponse, RequestError> {
         let end = end.map(|end| end.to_string()).unwrap_or_default();
-        let answer = self.get(path, Some(&format!("bytes={start}-{end}")))?;
-        let (head, body) = answer.into_parts();
+        let response = self.get(path, Some(&format!("bytes={start}-{end}")))?;
+        let (head, body) = response.into_parts();
         let body = Box::new(body.into_reader());
-        let tag = field(&head.headers, "etag").map(str::to_owned);
+        let etag = header(&head.headers, "etag").map(str::to_owned);
         if head.status != 206 {
-            let size = field(&head.headers, "content-length").and_then(|text| text.parse().ok());
-            return Ok(Part { size, ranged: false, tag, body });
+            let size = header(&head.headers, "content-length").and_then(|text| text.parse().ok());
+            return Ok(FileResponse { size, is_range: false, etag, body });
         }
-        // `bytes FIRST-LAST/SIZE`, where SIZE may be `*`.
-        let range = field(&head.headers, "content-range").and_then(|text| text.strip_prefix("bytes "));
+        // `bytes FIRST-LAST/SIZE`. SIZE may be `*`.
+        let range = header(&head.headers, "content-range").and_then(|text| text.strip_prefix("bytes "));
         let (range, size) = range.and_then(|range| range.split_once('/')).unwrap_or_default();
         match range.split_once('-').and_then(|(first, _)| first.parse::<u64>().ok()) {
-            Some(first) if first == start => Ok(Part { size: size.parse().ok(), ranged: true, tag, body }),
-            _ => Err(Failure::Nonsense(format!("bytes from {start} on were asked for, {range:?} came"))),
+            Some(first) if first == start => Ok(FileResponse { size: size.parse().ok(), is_range: true, etag, body }),
+            _ => Err(RequestError::Invalid(format!("range {range:?} instead of bytes from {start} on"))),
         }
     }
 
-    /// Asks, and follows redirects; the token goes to the endpoint's own origin alone.
-    fn get(&self, path: &str, range: Option<&str>) -> Result<Response<Body>, Failure> {
+    /// Sends a GET request and follows redirects. The token goes to the endpoint's origin only.
+    fn get(&self, path: &str, range: Option<&str>) -> Result<Response<Body>, RequestError> {
         let home = origin(&self.endpoint).unwrap_or_default().to_lowercase();
         let mut url = format!("{}/{path}", self.endpoint);
-        for _ in 0..=HOPS {
+        for _ in 0..=MAX_REDIRECTS {
             let mut request = self.agent.get(&url);
             if let Some(range) = range {
-                // Compressed bytes have other places.
+                // Byte offsets refer to the uncompressed file.
                 request = request.header("range", range).header("accept-encoding", "identity");
             }
-            let ours = origin(&url).is_some_and(|origin| origin.to_lowercase() == home);
-            if let Some(token) = self.token.as_ref().filter(|_| ours) {
+            let is_home = origin(&url).is_some_and(|origin| origin.to_lowercase() == home);
+            if let Some(token) = self.token.as_ref().filter(|_| is_home) {
                 request = request.header("authorization", format!("Bearer {token}"));
             }
-            let answer = request.call().map_err(|error| Failure::Broken(error.to_string()))?;
-            let status = answer.status().as_u16();
-            match (status, field(answer.headers(), "location")) {
-                (200..=299, _) => return Ok(answer),
+            let response = request.call().map_err(|error| RequestError::Connection(error.to_string()))?;
+            let status = response.status().as_u16();
+            match (status, header(response.headers(), "location")) {
+                (200..=299, _) => return Ok(response),
                 (301 | 302 | 303 | 307 | 308, Some(to)) => {
                     let next = resolve(&url, to)
-                        .ok_or_else(|| Failure::Nonsense(format!("a redirect to {to:?}, which is no address")))?;
+                        .ok_or_else(|| RequestError::Invalid(format!("a redirect to the invalid address {to:?}")))?;
                     if url.starts_with("https://") && !next.starts_with("https://") {
-                        return Err(Failure::Nonsense(format!("a redirect from https to {next:?}")));
+                        return Err(RequestError::Invalid(format!("a redirect from https to {next:?}")));
                     }
                     url = next;
                 }
-                _ => return Err(Failure::Status(status)),
+                _ => return Err(RequestError::Status(status)),
             }
         }
-        Err(Failure::Nonsense(format!("more than {HOPS} redirects")))
+        Err(RequestError::Invalid(format!("more than {MAX_REDIRECTS} redirects")))
+    }
+
+    /// Describes a failed request for a model, or for one of its files, and what the user can do.
+    pub fn describe(&self, id: &str, file: &str, error: RequestError) -> StoreError {
+        let what = if file.is_empty() { id.to_owned() } else { format!("{id}, {file}") };
+        let hint = if self.token.is_some() { "HF_TOKEN must grant access to it" } else { "set HF_TOKEN to access it" };
+        let why = match error {
+            RequestError::Status(401 | 403) => {
+                format!("the hub denied access: the model does not exist, or it is private or gated; {hint}")
+            }
+            RequestError::Status(404) => "the hub has no such model or file".into(),
+            RequestError::Status(429) => "the hub's rate limit is exceeded; try again later".into(),
+            RequestError::Status(status) => format!("the hub returned status {status}"),
+            RequestError::Invalid(why) => format!("the hub sent {why}"),
+            RequestError::Connection(why) => why,
+        };
+        StoreError::Other(format!("{what}: {why}"))
     }
 }
 
-fn field<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// Scheme, host and port of an address.
+/// Scheme, host and port of a URL.
 fn origin(url: &str) -> Option<&str> {
     let start = url.find("://")? + 3;
     let end = url[start..].find(['/', '?', '#']).map_or(url.len(), |end| start + end);
-    // A name and password before the host would hide which host it is.
+    // A user name and password before the host would disguise the host.
     (matches!(&url[..start], "http://" | "https://") && end > start && !url[start..end].contains('@'))
         .then(|| &url[..end])
 }
 
-/// The target of a redirect at `url` to `to`.
+/// Resolves the target of a redirect at `url` to `to`.
 fn resolve(url: &str, to: &str) -> Option<String> {
     let from = origin(url)?;
     let next = if to.contains("://") {
@@ -174,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_a_redirect_leads() {
+    fn redirects_resolve_to_valid_origins() {
         let from = "https://hub.example:8443/org/name/resolve/main/a?x=/y";
         for (to, next) in [
             ("/cdn/a", Some("https://hub.example:8443/cdn/a")),

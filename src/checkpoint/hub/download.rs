@@ -1,16 +1,16 @@
-//! A model's files on the disk: what has come of them, what is missing, and the end of it.
+//! `ModelDownload`: the files of one model on disk, complete and partial.
 //!
-//! `HASH.part` holds the bytes that have come, each in its place; `HASH.map` says which are still missing, as it was some
-//! seconds ago at most, so a run that is killed is gone on with. Without a map the bytes have come from the start.
+//! `HASH.part` holds the bytes that have arrived, at their final offsets. `HASH.map` lists the ranges that are missing. It
+//! is a few seconds old at most, so a killed run can be resumed. Without a map the bytes in the part are contiguous from
+//! the start.
 
 use super::{
-    Hub,
-    client::{Client, Failure},
-    listing::Listed,
+    client::{HubClient, RequestError},
+    listing::RepoFile,
 };
 use crate::{
     error::StoreError,
-    platform::{atomic_file, read_small_file, sha256_file},
+    platform::{atomic_file::replace_file, read_small_file, sha256_file},
 };
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -18,160 +18,162 @@ use std::{
     fs::{self, File, OpenOptions, TryLockError},
     io,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
-/// Bytes of a map at most.
-const MOST_MAP: u64 = 1 << 20;
+/// Maximum size of a map in bytes.
+const MAX_MAP_BYTES: u64 = 1 << 20;
 
-/// A model's files, and where they go.
-pub struct Download<'a> {
-    pub hub: &'a Hub,
-    pub client: Client,
+/// The files of a model, and where they go.
+pub struct ModelDownload<'a> {
+    pub client: HubClient,
     pub id: &'a str,
     pub commit: String,
-    /// The snapshot.
-    pub dir: PathBuf,
+    pub snapshot: PathBuf,
     pub blobs: PathBuf,
+    /// Delay before the second attempt. It doubles with each further one.
+    pub retry_delay: Duration,
+    /// Maximum bytes per request.
+    pub piece_bytes: u64,
 }
 
-/// The notes on a file that is not whole, for the next run.
+/// The progress of a partial file, saved for the next run.
 #[derive(Serialize, Deserialize)]
-pub struct Map {
+pub struct MissingRanges {
     pub size: u64,
-    /// The ETag that its bytes came with, where there is no checksum to find a mixture out.
-    pub tag: Option<String>,
-    /// From where to where, ascending, with something between that has come.
+    /// The ETag of the bytes that have arrived. It detects a changed file where there is no checksum.
+    #[serde(rename = "tag")]
+    pub etag: Option<String>,
+    /// Start and end of each missing range, ascending. Adjacent ranges are merged.
     pub missing: Vec<(u64, u64)>,
 }
 
-/// A file as it was found.
-pub enum Opened {
-    /// It is here, under its name.
-    Whole,
-    /// Another run is at it.
+/// The state of a file on disk.
+pub enum BlobState {
+    /// Complete and linked.
+    Complete,
+    /// Another process is downloading it.
     Busy,
-    /// Ours to go on with, for as long as `lock` is open.
-    Part { part: File, lock: File, map: Map },
+    /// Partial. Other processes are kept out while `lock` is open.
+    Partial { part: File, lock: File, progress: MissingRanges },
 }
 
-impl Download<'_> {
-    pub fn has(&self, file: &Listed, size: u64) -> bool {
-        fs::metadata(self.dir.join(&file.name)).is_ok_and(|meta| meta.len() == size)
+impl ModelDownload<'_> {
+    pub fn has(&self, file: &RepoFile, size: u64) -> bool {
+        fs::metadata(self.snapshot.join(&file.name)).is_ok_and(|meta| meta.len() == size)
     }
 
-    /// A file's bytes. A mirror that lists no sizes is asked for the first byte.
-    pub fn size(&self, file: &Listed) -> Result<u64, StoreError> {
+    /// The size of a file in bytes. If the listing has none, it requests the first byte.
+    pub fn size(&self, file: &RepoFile) -> Result<u64, StoreError> {
         if let Some(size) = file.size {
             return Ok(size);
         }
-        let part = self.client.part(&self.url(file), 0, Some(0));
-        let unknown = || Failure::Nonsense("no size of it".into());
-        part.and_then(|part| part.size.ok_or_else(unknown)).map_err(|error| self.hub.failed(self.id, &file.name, error))
+        let response = self.client.range(&self.url(file), 0, Some(0));
+        let unknown = || RequestError::Invalid("a response without the file's size".into());
+        let size = response.and_then(|response| response.size.ok_or_else(unknown));
+        size.map_err(|error| self.client.describe(self.id, &file.name, error))
     }
 
-    /// Makes the directories.
-    pub fn prepare(&self) -> Result<(), StoreError> {
-        let make =
+    pub fn create_dirs(&self) -> Result<(), StoreError> {
+        let create =
             |dir: &PathBuf| fs::create_dir_all(dir).map_err(|source| StoreError::Io { path: dir.clone(), source });
-        make(&self.blobs).and_then(|()| make(&self.dir))
+        create(&self.blobs).and_then(|()| create(&self.snapshot))
     }
 
-    pub fn url(&self, file: &Listed) -> String {
+    pub fn url(&self, file: &RepoFile) -> String {
         format!("{}/resolve/{}/{}", self.id, self.commit, file.name)
     }
 
-    /// A file's name among the blobs: the hub's hash, else one of its revision and name.
-    pub fn blob(&self, file: &Listed) -> PathBuf {
-        let made_up = || hex::encode(Sha256::digest(format!("{}/{}", self.commit, file.name)));
-        self.blobs.join(file.hash().map_or_else(made_up, str::to_owned))
+    /// A file's path among the blobs: named by the hub's hash, else by a hash of commit and name.
+    pub fn blob(&self, file: &RepoFile) -> PathBuf {
+        let fallback = || hex::encode(Sha256::digest(format!("{}/{}", self.commit, file.name)));
+        self.blobs.join(file.hash().map_or_else(fallback, str::to_owned))
     }
 
-    /// Opens a file of `size` bytes for what is missing of it.
-    pub fn open(&self, file: &Listed, size: u64) -> io::Result<Opened> {
+    pub fn part(&self, file: &RepoFile) -> PathBuf {
+        self.blob(file).with_extension("part")
+    }
+
+    /// Opens a file of `size` bytes to download what is missing.
+    pub fn open(&self, file: &RepoFile, size: u64) -> io::Result<BlobState> {
         let blob = self.blob(file);
-        let is_whole = || fs::metadata(&blob).is_ok_and(|meta| meta.len() == size);
-        // A blob that another revision has downloaded already is used.
-        if is_whole() {
-            return self.link(file, &blob).map(|()| Opened::Whole);
+        let is_complete = || fs::metadata(&blob).is_ok_and(|meta| meta.len() == size);
+        // Another revision may have downloaded the same blob.
+        if is_complete() {
+            return self.link(file, &blob).map(|()| BlobState::Complete);
         }
         let lock = File::create(blob.with_extension("lock"))?;
         match lock.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Ok(Opened::Busy),
+            Err(TryLockError::WouldBlock) => return Ok(BlobState::Busy),
             Err(TryLockError::Error(error)) => return Err(error),
         }
-        // Another run may have brought it meanwhile.
-        if is_whole() {
-            return self.link(file, &blob).map(|()| Opened::Whole);
+        // Another process may have completed it before this one got the lock.
+        if is_complete() {
+            return self.link(file, &blob).map(|()| BlobState::Complete);
         }
-        let part = OpenOptions::new().create(true).truncate(false).write(true).open(blob.with_extension("part"))?;
-        let (len, noted) = (part.metadata()?.len(), blob.with_extension("map"));
-        let map = read_small_file(&noted, MOST_MAP).ok().and_then(|text| serde_json::from_slice::<Map>(&text).ok());
-        let map = match map.filter(|map| map.is_sound(size, len)) {
-            Some(map) => map,
-            None if len <= size && !noted.exists() => Map { size, tag: None, missing: vec![(len, size)] },
-            None => Map { size, tag: None, missing: vec![(0, size)] },
+        let part = OpenOptions::new().create(true).truncate(false).write(true).open(self.part(file))?;
+        let (len, map) = (part.metadata()?.len(), blob.with_extension("map"));
+        let saved = read_small_file(&map, MAX_MAP_BYTES).ok();
+        let saved = saved.and_then(|text| serde_json::from_slice::<MissingRanges>(&text).ok());
+        let progress = match saved.filter(|saved| saved.is_valid(size, len)) {
+            Some(saved) => saved,
+            None if len <= size && !map.exists() => MissingRanges { size, etag: None, missing: vec![(len, size)] },
+            None => MissingRanges { size, etag: None, missing: vec![(0, size)] },
         };
-        if map.missing == [(0, size)] {
+        if progress.missing == [(0, size)] {
             part.set_len(0)?;
         }
-        if size > self.hub.piece || noted.exists() {
-            // It has a map from its first byte on: what is written first need not be its start.
-            self.save(file, None, &map);
+        if size > self.piece_bytes || map.exists() {
+            // Pieces may arrive in any order, so the map must exist before the first write.
+            self.save_progress(file, None, &progress);
         }
-        Ok(Opened::Part { part, lock, map })
+        Ok(BlobState::Partial { part, lock, progress })
     }
 
-    fn link(&self, file: &Listed, blob: &Path) -> io::Result<()> {
-        let link = self.dir.join(&file.name);
+    fn link(&self, file: &RepoFile, blob: &Path) -> io::Result<()> {
+        let link = self.snapshot.join(&file.name);
         if link.symlink_metadata().is_ok() {
             fs::remove_file(&link)?;
         }
         std::os::unix::fs::symlink(Path::new("../../blobs").join(blob.file_name().unwrap_or_default()), &link)
     }
 
-    /// Writes what is missing, once what is not has reached the disk. Without it the next run asks for more than it must.
-    pub fn save(&self, file: &Listed, part: Option<&File>, map: &Map) {
+    /// Syncs the part, then saves its missing ranges. If that fails, the next run downloads more than necessary.
+    pub fn save_progress(&self, file: &RepoFile, part: Option<&File>, progress: &MissingRanges) {
         let path = self.blob(file).with_extension("map");
         let synced = part.map_or(Ok(()), |part| part.sync_data());
-        let saved = synced.and_then(|()| atomic_file::replace_file(&path, &serde_json::to_vec(map)?));
+        let saved = synced.and_then(|()| replace_file(&path, &serde_json::to_vec(progress)?));
         if let Err(error) = saved {
-            tracing::warn!(file = file.name, %error, "what has come of it could not be noted");
+            tracing::warn!(file = file.name, %error, "cannot save download progress");
         }
     }
 
-    pub fn failed(&self, file: &Listed, failure: Failure) -> StoreError {
-        match failure {
-            Failure::Disk(source) => StoreError::Io { path: self.blob(file).with_extension("part"), source },
-            other => self.hub.failed(self.id, &file.name, other),
-        }
-    }
-
-    /// Compares a file that is all there with what the hub says of it, and gives it its name; a wrong one is removed.
-    pub fn finish(&self, file: &Listed, part: &File) -> Result<(), StoreError> {
-        let blob = self.blob(file);
-        let path = blob.with_extension("part");
+    /// Verifies the checksum of a complete part, renames it to its blob and links it. A file with a wrong checksum is
+    /// removed.
+    pub fn finish(&self, file: &RepoFile, part: &File) -> Result<(), StoreError> {
+        let (blob, path) = (self.blob(file), self.part(file));
         let at = |source| StoreError::Io { path: path.clone(), source };
         part.sync_all().map_err(at)?;
-        let right = file.sha256().map_or(Ok(true), |expected| Ok(sha256_file(&path)? == expected)).map_err(at)?;
+        let is_right = file.sha256().map_or(Ok(true), |expected| Ok(sha256_file(&path)? == expected)).map_err(at)?;
         let _ = fs::remove_file(blob.with_extension("map"));
-        if !right {
+        if !is_right {
             fs::remove_file(&path).map_err(at)?;
-            let why = "damaged on the way (its SHA-256 is not the hub's); pull again";
+            let why = "its SHA-256 differs from the hub's: damaged in transit; pull again";
             return Err(StoreError::Other(format!("{}, {}: {why}", self.id, file.name)));
         }
         fs::rename(&path, &blob).and_then(|()| self.link(file, &blob)).map_err(at)
     }
 }
 
-impl Map {
-    /// True if it can be the map of a file of `size` bytes of which `len` are on the disk, with holes or without.
-    fn is_sound(&self, size: u64, len: u64) -> bool {
-        let ends = self.missing.windows(2).all(|pair| pair[0].1 < pair[1].0);
+impl MissingRanges {
+    /// True if these can be the missing ranges of a file of `size` bytes whose part has `len` bytes.
+    fn is_valid(&self, size: u64, len: u64) -> bool {
+        let ascending = self.missing.windows(2).all(|pair| pair[0].1 < pair[1].0);
         let inside = self.missing.iter().all(|(from, to)| from <= to && *to <= size);
-        // The end of the file, if it has come.
+        // The part reaches at least to the last byte that is not missing.
         let last = self.missing.last().filter(|last| last.1 == size).map_or(size, |last| last.0);
-        self.size == size && ends && inside && last <= len && len <= size
+        self.size == size && ascending && inside && last <= len && len <= size
     }
 }
 
@@ -180,9 +182,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_map_that_cannot_be_is_not_believed() {
-        let map = |missing: &[(u64, u64)]| Map { size: 100, tag: None, missing: missing.into() };
-        for (missing, len, sound) in [
+    fn impossible_missing_ranges_are_invalid() {
+        let ranges = |missing: &[(u64, u64)]| MissingRanges { size: 100, etag: None, missing: missing.into() };
+        for (missing, len, is_valid) in [
             (&[][..], 100, true),
             (&[], 99, false),
             (&[(0, 100)], 0, true),
@@ -196,8 +198,8 @@ mod tests {
             (&[(10, 30), (20, 100)], 100, false),
             (&[(90, 101)], 100, false),
         ] {
-            assert_eq!(map(missing).is_sound(100, len), sound, "{missing:?} {len}");
+            assert_eq!(ranges(missing).is_valid(100, len), is_valid, "{missing:?} {len}");
         }
-        assert!(!map(&[]).is_sound(101, 100));
+        assert!(!ranges(&[]).is_valid(101, 100));
     }
 }

@@ -1,4 +1,4 @@
-//! The files of a repository on the hub, and those that a model needs.
+//! `RepoListing`: the files of a repository on the hub, and the ones that a model needs. Listings are untrusted.
 
 use super::cache::is_hash;
 use crate::{error::StoreError, platform::read_small_file};
@@ -6,11 +6,15 @@ use serde::Deserialize;
 use std::{collections::BTreeSet, path::Path};
 
 pub const INDEX: &str = "model.safetensors.index.json";
-/// Bytes of an index at most; the largest model's has ten millions.
-pub const MOST_INDEX: u64 = 100 << 20;
+/// Maximum size of an index in bytes. That of the largest model has ten million.
+pub const MAX_INDEX_BYTES: u64 = 100 << 20;
+/// Maximum size of any other file that is not weights. Tokenizers have 10 to 30 MB.
+const MAX_SMALL_BYTES: u64 = 256 << 20;
+/// Maximum number of weight files. The largest models have about a hundred.
+const MAX_SHARDS: usize = 1000;
 
-/// Everything but the weights.
-const SMALL: [&str; 7] = [
+/// Files other than weights.
+const SMALL_FILES: [&str; 7] = [
     INDEX,
     "config.json",
     "generation_config.json",
@@ -20,74 +24,83 @@ const SMALL: [&str; 7] = [
     "chat_template.json",
 ];
 
-/// One commit.
+/// The files of one commit.
 #[derive(Debug, Deserialize)]
-pub struct Listing {
+pub struct RepoListing {
     pub sha: String,
-    siblings: Vec<Listed>,
+    siblings: Vec<RepoFile>,
 }
 
-/// One file of it.
+/// One file of a commit.
 #[derive(Debug, Deserialize)]
-pub struct Listed {
+pub struct RepoFile {
     #[serde(rename = "rfilename")]
     pub name: String,
     pub size: Option<u64>,
     #[serde(rename = "blobId")]
     blob: Option<String>,
-    lfs: Option<Lfs>,
+    lfs: Option<LfsInfo>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Lfs {
+struct LfsInfo {
     sha256: Option<String>,
 }
 
-impl Listed {
-    /// The hub knows it of large files.
+impl RepoFile {
+    /// The SHA-256, which the hub reports for large files only.
     pub fn sha256(&self) -> Option<String> {
         self.lfs.as_ref()?.sha256.as_ref().map(|hash| hash.to_lowercase())
     }
 
-    /// The file's name among the cache's blobs, if the hub says.
+    /// The file's name among the cache's blobs, if the hub reports a hash.
     pub fn hash(&self) -> Option<&str> {
         let large = self.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
         large.or(self.blob.as_deref())
     }
+
+    /// Fails if a file that is not weights is larger than any sensible one. A mirror could fill the disk with it.
+    pub fn check_size(&self, size: u64) -> Result<(), String> {
+        let max = if self.name == INDEX { MAX_INDEX_BYTES } else { MAX_SMALL_BYTES };
+        if SMALL_FILES.contains(&self.name.as_str()) && size > max {
+            return Err(format!("{} has {size} bytes; at most {max} are allowed", self.name));
+        }
+        Ok(())
+    }
 }
 
-impl Listing {
-    /// Checks everything that becomes a part of a path.
+impl RepoListing {
+    /// Validates everything that becomes part of a path.
     pub fn check(&self) -> Result<(), String> {
         if !is_hash(&self.sha) {
-            return Err(format!("{:?} is no commit", self.sha));
+            return Err(format!("{:?} is not a commit", self.sha));
         }
         for file in &self.siblings {
             let sha256 = file.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref());
             if let Some(hash) = sha256.iter().chain(&file.blob.as_deref()).find(|hash| !is_hash(hash)) {
-                return Err(format!("{hash:?} is no hash of a file"));
+                return Err(format!("{hash:?} is not a file hash"));
             }
             if sha256.is_some_and(|hash| hash.len() != 64) {
-                return Err(format!("{} has a SHA-256 of another length", file.name));
+                return Err(format!("{} has a SHA-256 of the wrong length", file.name));
             }
         }
         Ok(())
     }
 
-    /// The files beside the weights.
-    pub fn small(&self) -> Vec<&Listed> {
-        SMALL.iter().filter_map(|name| self.find(name)).collect()
+    /// The needed files other than weights.
+    pub fn small_files(&self) -> Vec<&RepoFile> {
+        SMALL_FILES.iter().filter_map(|name| self.find(name)).collect()
     }
 
-    /// The weights: what the index in `dir` names, else `model*.safetensors`; and a draft head's, if there is one.
-    pub fn shards(&self, dir: &Path) -> Result<Vec<&Listed>, StoreError> {
+    /// The weight files: those that the index in `dir` names, else `model*.safetensors`, and those of a draft head.
+    pub fn shards(&self, dir: &Path) -> Result<Vec<&RepoFile>, StoreError> {
         let mut names: BTreeSet<String> = match self.find(INDEX) {
             None => {
                 self.siblings.iter().map(|file| file.name.clone()).filter(|name| name.starts_with("model")).collect()
             }
             Some(_) => {
                 let path = dir.join(INDEX);
-                let text = read_small_file(&path, MOST_INDEX)
+                let text = read_small_file(&path, MAX_INDEX_BYTES)
                     .map_err(|source| StoreError::Io { path: path.clone(), source })?;
                 shard_names(&text).map_err(|error| StoreError::NotACheckpoint { path, why: error.to_string() })?
             }
@@ -95,33 +108,35 @@ impl Listing {
         names.extend(self.siblings.iter().map(|file| file.name.clone()).filter(|name| name.contains("mtp")));
         names.retain(|name| is_weights(name));
         if names.is_empty() {
-            return Err(StoreError::Other(
-                "this repository on the hub has no model.safetensors: not a model we read".into(),
-            ));
+            let why = "the repository has no model.safetensors, so it is not a model in a supported format";
+            return Err(StoreError::Other(why.into()));
         }
-        let missing =
-            |name: &str| StoreError::Other(format!("the hub's index names {name}, which the hub does not have"));
+        if names.len() > MAX_SHARDS {
+            let why = format!("the repository has {} weight files; at most {MAX_SHARDS} are allowed", names.len());
+            return Err(StoreError::Other(why));
+        }
+        let missing = |name: &str| StoreError::Other(format!("the index names {name}, which the hub does not have"));
         names.iter().map(|name| self.find(name).ok_or_else(|| missing(name))).collect()
     }
 
-    fn find(&self, name: &str) -> Option<&Listed> {
+    fn find(&self, name: &str) -> Option<&RepoFile> {
         self.siblings.iter().find(|file| file.name == name)
     }
 }
 
-/// A file that lies directly in the repository, whose name means the same in a URL and in a path.
+/// True for a safetensors file at the top of the repository whose name means the same in a URL and in a path.
 fn is_weights(name: &str) -> bool {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    name.ends_with(".safetensors") && !name.starts_with('.') && name.bytes().all(plain)
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    name.ends_with(".safetensors") && !name.starts_with('.') && name.bytes().all(is_plain)
 }
 
-/// The files an index names.
+/// The files that an index names.
 pub fn shard_names(index: &[u8]) -> Result<BTreeSet<String>, serde_json::Error> {
     #[derive(Deserialize)]
-    struct Names {
+    struct WeightMap {
         weight_map: std::collections::HashMap<String, String>,
     }
-    Ok(serde_json::from_slice::<Names>(index)?.weight_map.into_values().collect())
+    Ok(serde_json::from_slice::<WeightMap>(index)?.weight_map.into_values().collect())
 }
 
 #[cfg(test)]
@@ -129,20 +144,20 @@ mod tests {
     use super::*;
     use std::fs;
 
-    fn listing(names: &[&str]) -> Listing {
-        let file = |name: &&str| Listed { name: name.to_string(), size: Some(1), blob: None, lfs: None };
-        Listing { sha: "c".into(), siblings: names.iter().map(file).collect() }
+    fn listing(names: &[&str]) -> RepoListing {
+        let file = |name: &&str| RepoFile { name: name.to_string(), size: Some(1), blob: None, lfs: None };
+        RepoListing { sha: "c".into(), siblings: names.iter().map(file).collect() }
     }
 
-    fn names(files: Vec<&Listed>) -> Vec<&str> {
+    fn names(files: Vec<&RepoFile>) -> Vec<&str> {
         files.into_iter().map(|file| file.name.as_str()).collect()
     }
 
     #[test]
-    fn what_could_lead_out_of_the_cache_is_refused() {
+    fn names_leading_outside_the_cache_are_rejected() {
         let commit = "0123456789abcdef0123456789abcdef01234567";
         let check = |text: &str| {
-            let listing: Listing = serde_json::from_str(text).unwrap();
+            let listing: RepoListing = serde_json::from_str(text).unwrap();
             listing.check()
         };
         let file =
@@ -167,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_a_model_needs() {
+    fn only_needed_files_are_selected() {
         let dir = tempfile::tempdir().unwrap();
         let all = [
             "README.md",
@@ -184,7 +199,7 @@ mod tests {
             "../evil.safetensors",
         ];
         let hub = listing(&all);
-        assert_eq!(names(hub.small()), ["config.json", "tokenizer.json"]);
+        assert_eq!(names(hub.small_files()), ["config.json", "tokenizer.json"]);
         let shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model-mtp.safetensors"];
         assert_eq!(names(hub.shards(dir.path()).unwrap()), shards);
 

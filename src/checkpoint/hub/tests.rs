@@ -1,7 +1,7 @@
-//! Against a hub of our own.
+//! Downloads from a test hub with faults.
 
 use super::*;
-use server::{COMMIT, Shelf, TestHub, hash};
+use server::{COMMIT, HubState, TestHub, hash};
 use std::sync::Mutex;
 
 #[path = "../../../tests/support/hub.rs"]
@@ -11,12 +11,12 @@ mod server;
 mod mutate;
 
 #[test]
-fn two_thousand_listings_name_nothing_outside_the_cache() {
+fn mutated_listings_name_nothing_outside_cache() {
     let known = serde_json::json!({ "sha": COMMIT, "siblings": model().iter().filter(|(name, _)| *name != listing::INDEX).map(|(name, bytes)| {
         serde_json::json!({ "rfilename": name, "size": bytes.len(), "blobId": COMMIT, "lfs": { "sha256": hash(bytes) } })
     }).collect::<Vec<_>>() });
     let dir = tempfile::tempdir().unwrap();
-    let (mut read, mut sound) = (0, 0);
+    let (mut parsed, mut valid) = (0, 0);
     for seed in 0..2000 {
         let dice = &mut mutate::Dice(seed);
         let mut text = known.to_string().into_bytes();
@@ -27,28 +27,28 @@ fn two_thousand_listings_name_nothing_outside_the_cache() {
             mutate::json(dice, &mut changed);
             text = changed.to_string().into_bytes();
         }
-        let Ok(listing) = serde_json::from_slice::<Listing>(&text) else { continue };
-        read += 1;
+        let Ok(listing) = serde_json::from_slice::<RepoListing>(&text) else { continue };
+        parsed += 1;
         if listing.check().is_err() {
             continue;
         }
-        sound += 1;
+        valid += 1;
         assert!(cache::is_hash(&listing.sha));
-        for file in listing.small().into_iter().chain(listing.shards(dir.path()).unwrap_or_default()) {
+        for file in listing.small_files().into_iter().chain(listing.shards(dir.path()).unwrap_or_default()) {
             assert!(!file.name.contains('/') && !file.name.starts_with('.'), "{}", file.name);
             assert!(file.hash().is_none_or(cache::is_hash));
         }
     }
-    assert!(read > 100 && sound > 50, "{read} read, {sound} sound");
+    assert!(parsed > 100 && valid > 50, "{parsed} parsed, {valid} valid");
 }
 
-fn client_of(hub: &TestHub, home: &Path) -> Hub {
+fn hub_of(hub: &TestHub, home: &Path) -> Hub {
     Hub {
         endpoint: hub.endpoint.clone(),
         token: Some("key".into()),
         cache: home.join("hub"),
-        wait: Duration::from_millis(5),
-        piece: PIECE,
+        retry_delay: Duration::from_millis(5),
+        piece_bytes: PIECE_BYTES,
     }
 }
 
@@ -56,7 +56,7 @@ fn noise(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8).wrapping_add(seed)).collect()
 }
 
-/// A model of two shards, and files that nobody needs.
+/// A model of two shards, and files that are not needed.
 fn model() -> Vec<(&'static str, Vec<u8>)> {
     let index = r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
     vec![
@@ -71,181 +71,181 @@ fn model() -> Vec<(&'static str, Vec<u8>)> {
     ]
 }
 
-fn is_whole(dir: &Path) -> bool {
+fn is_pulled(dir: &Path) -> bool {
     model()[..5].iter().all(|(name, bytes)| fs::read(dir.join(name)).is_ok_and(|found| found == *bytes))
 }
 
 #[test]
-fn a_model_is_pulled_once() {
+fn second_pull_requests_only_the_listing() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    let client = client_of(&hub, home.path());
+    let client = hub_of(&hub, home.path());
     assert!(client.local("org/name").is_none());
     let steps = Mutex::new(Vec::new());
     let dir = client.pull("org/name", &|here, total| steps.lock().unwrap().push((here, total))).unwrap();
-    assert!(is_whole(&dir));
+    assert!(is_pulled(&dir));
     assert_eq!(dir, home.path().join("hub/models--org--name/snapshots").join(COMMIT));
     assert!(!dir.join("README.md").exists() && !dir.join("model-unused.safetensors").exists());
     let steps = steps.into_inner().unwrap();
     let total: usize = model()[..5].iter().map(|(_, bytes)| bytes.len()).sum();
-    assert!(steps.iter().all(|step| step.1 == total as u64), "the total is known and right from the first step");
+    assert!(steps.iter().all(|step| step.1 == total as u64), "the total is right from the first step");
     assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0));
     assert_eq!(steps.last().unwrap().0, total as u64);
     assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
-    // Again: nothing but the listing is asked for.
-    let before = hub.shelf.lock().unwrap().requests;
+    // A second pull requests nothing but the listing.
+    let before = hub.state.lock().unwrap().requests;
     client.pull("org/name", &|_, _| ()).unwrap();
-    assert_eq!(hub.shelf.lock().unwrap().requests, before + 1);
+    assert_eq!(hub.state.lock().unwrap().requests, before + 1);
 }
 
 #[test]
-fn a_broken_connection_is_continued() {
+fn broken_connection_is_resumed() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    hub.change(|shelf| {
-        shelf.breaks = vec![("model-1.safetensors".into(), 100_000), ("model-1.safetensors".into(), 50_000)];
-        shelf.refuses = vec![503, 429];
+    hub.change(|state| {
+        state.disconnects = vec![("model-1.safetensors".into(), 100_000), ("model-1.safetensors".into(), 50_000)];
+        state.statuses = vec![503, 429];
     });
-    let dir = client_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap();
-    assert!(is_whole(&dir));
+    let dir = hub_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap();
+    assert!(is_pulled(&dir));
     assert_eq!(hub.starts("model-1.safetensors"), [0, 100_000, 150_000]);
 }
 
 #[test]
-fn a_later_run_goes_on_where_the_last_one_stopped() {
+fn next_run_resumes_the_download() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    let client = client_of(&hub, home.path());
-    hub.change(|shelf| {
-        shelf.breaks = vec![("model-2.safetensors".into(), 70_000)];
-        shelf.breaks.extend(vec![("model-2.safetensors".to_string(), 0); ATTEMPTS as usize + 1]);
+    let client = hub_of(&hub, home.path());
+    hub.change(|state| {
+        state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
+        state.disconnects.extend(vec![("model-2.safetensors".to_string(), 0); MAX_ATTEMPTS as usize + 1]);
     });
     let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("model-2.safetensors"), "{text}");
-    assert!(client.local("org/name").is_none(), "what is incomplete is not found");
-    hub.change(|shelf| {
-        shelf.breaks.clear();
-        shelf.asked.clear();
+    assert!(client.local("org/name").is_none(), "an incomplete model is not found");
+    hub.change(|state| {
+        state.disconnects.clear();
+        state.requested.clear();
     });
-    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
     assert_eq!(hub.starts("model-2.safetensors"), [70_000]);
     assert_eq!(hub.starts("model-1.safetensors"), [0; 0]);
     assert!(client.local("org/name").is_some());
 }
 
 #[test]
-fn what_other_revisions_have_is_used() {
+fn blobs_of_other_revisions_are_reused() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    let client = client_of(&hub, home.path());
+    let client = hub_of(&hub, home.path());
     let dir = client.pull("org/name", &|_, _| ()).unwrap();
     fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
-    // Complete, but killed before it got its name.
+    // Complete, but the process was killed before the rename.
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     fs::rename(&blob, blob.with_extension("part")).unwrap();
-    hub.change(|shelf| shelf.asked.clear());
-    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
-    assert_eq!(hub.starts("model-1.safetensors"), [0; 0], "it is whole, which its hash shows");
+    hub.change(|state| state.requested.clear());
+    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert_eq!(hub.starts("model-1.safetensors"), [0; 0], "its hash shows that it is complete");
     assert_eq!(hub.starts("model-2.safetensors"), [0; 0]);
 }
 
 #[test]
-fn a_hub_that_says_little_is_enough() {
+fn listing_without_sizes_is_enough() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    hub.change(|shelf| shelf.says_little = true);
-    let client = client_of(&hub, home.path());
-    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
-    let before = hub.shelf.lock().unwrap().asked.len();
-    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
-    assert_eq!(hub.shelf.lock().unwrap().asked.len(), before, "nothing is downloaded twice");
+    hub.change(|state| state.hides_sizes = true);
+    let client = hub_of(&hub, home.path());
+    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    let before = hub.state.lock().unwrap().requested.len();
+    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert_eq!(hub.state.lock().unwrap().requested.len(), before, "no file is downloaded twice");
 }
 
 #[test]
-fn neither_more_nor_other_bytes_than_asked_for_are_kept() {
-    // Ranges that begin elsewhere, and files that are longer than the listing says.
-    for change in [|shelf: &mut Shelf| shelf.shifts = true, |shelf: &mut Shelf| shelf.grows = true] {
+fn wrong_ranges_and_longer_files_fail() {
+    // Ranges that begin redirect_to, and files that are longer than the listing says.
+    for change in [|state: &mut HubState| state.shifts_ranges = true, |state: &mut HubState| state.grows_files = true] {
         let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
         hub.change(change);
-        hub.change(|shelf| shelf.breaks = vec![("model-1.safetensors".into(), 100_000)]);
-        let error = client_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap_err().to_string();
+        hub.change(|state| state.disconnects = vec![("model-1.safetensors".into(), 100_000)]);
+        let error = hub_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap_err().to_string();
         assert!(error.contains("the hub sent"), "{error}");
         let blobs = home.path().join("hub/models--org--name/blobs");
-        let most = fs::read_dir(blobs).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
-        assert!(most.unwrap() <= 300_000);
+        let largest = fs::read_dir(blobs).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
+        assert!(largest.unwrap() <= 300_000);
     }
 }
 
 #[test]
-fn damage_is_noticed() {
+fn wrong_checksum_fails_and_removes_file() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    let client = client_of(&hub, home.path());
+    let client = hub_of(&hub, home.path());
     client.pull("org/name", &|_, _| ()).unwrap();
-    hub.change(|shelf| shelf.lies = true);
+    hub.change(|state| state.corrupts = true);
     let dir = client.local("org/name").unwrap();
     fs::remove_file(fs::canonicalize(dir.join("model-2.safetensors")).unwrap()).unwrap();
     fs::remove_file(dir.join("model-2.safetensors")).unwrap();
     let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("model-2.safetensors") && text.contains("SHA-256"), "{text}");
     assert!(!dir.join("model-2.safetensors").exists());
-    hub.change(|shelf| shelf.lies = false);
-    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
+    hub.change(|state| state.corrupts = false);
+    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
 }
 
 #[test]
-fn refusals_in_words() {
+fn denied_requests_give_hints() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    let mut client = client_of(&hub, home.path());
+    let mut client = hub_of(&hub, home.path());
     let text = client.pull("org/other", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("org/other: the hub has no such model"), "{text}");
-    hub.change(|shelf| shelf.token = Some("another".into()));
+    hub.change(|state| state.token = Some("another".into()));
     let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
-    assert!(text.contains("private or gated; HF_TOKEN must be allowed"), "{text}");
+    assert!(text.contains("private or gated; HF_TOKEN must grant access"), "{text}");
     client.token = None;
     let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
-    assert!(text.contains("HF_TOKEN opens those"), "{text}");
+    assert!(text.contains("set HF_TOKEN to access it"), "{text}");
     client.token = Some("another".into());
-    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
-    // Nobody there: what is complete is found without asking.
+    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
+    // Unreachable hub: a complete model is found without a request.
     client.endpoint = "http://127.0.0.1:1".into();
     assert!(client.pull("org/name", &|_, _| ()).is_err());
     assert!(client.local("org/name").is_some());
 }
 
-/// A hub that cuts files into pieces of 20,000 bytes, which is fifteen for the first shard.
-fn in_pieces(hub: &TestHub, home: &Path) -> Hub {
-    Hub { piece: 20_000, ..client_of(hub, home) }
+/// Uses pieces of 20,000 bytes: fifteen for the first shard.
+fn hub_with_pieces(hub: &TestHub, home: &Path) -> Hub {
+    Hub { piece_bytes: 20_000, ..hub_of(hub, home) }
 }
 
 #[test]
-fn pieces_come_side_by_side() {
+fn pieces_are_transferred_in_parallel() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    hub.change(|shelf| shelf.rate = Some(100_000));
+    hub.change(|state| state.bytes_per_second = Some(100_000));
     let began = std::time::Instant::now();
     let steps = Mutex::new(Vec::new());
-    let dir = in_pieces(&hub, home.path())
+    let dir = hub_with_pieces(&hub, home.path())
         .pull("org/name", &|here, total| steps.lock().unwrap().push((here, total)))
         .unwrap();
     let seconds = began.elapsed().as_secs_f64();
-    assert!(is_whole(&dir));
+    assert!(is_pulled(&dir));
     let mut starts = hub.starts("model-1.safetensors");
     starts.sort_unstable();
     assert_eq!(starts, (0..15).map(|n| n * 20_000).collect::<Vec<_>>(), "each piece once");
-    let most = hub.shelf.lock().unwrap().most_sending;
-    assert!(most >= 6, "{most} at a time");
-    // One connection would need five seconds for these bytes.
+    let max = hub.state.lock().unwrap().max_sending;
+    assert!(max >= 6, "{max} at a time");
+    // One connection would take five seconds.
     assert!(seconds < 4.0, "{seconds} s");
     let steps = steps.into_inner().unwrap();
     assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 == pair[1].1));
     assert_eq!(steps.last().unwrap().0, steps.last().unwrap().1);
     let blobs = fs::read_dir(home.path().join("hub/models--org--name/blobs")).unwrap();
     let left = blobs.map(|entry| entry.unwrap().path()).filter(|path| path.extension().is_some_and(|e| e != "lock"));
-    assert_eq!(left.count(), 0, "neither parts nor maps stay");
+    assert_eq!(left.count(), 0, "parts and maps are removed");
 }
 
 #[test]
-fn pieces_that_break_are_gone_on_with_now_and_later() {
+fn interrupted_pieces_resume_where_they_stopped() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    let client = in_pieces(&hub, home.path());
+    let client = hub_with_pieces(&hub, home.path());
     let one = "model-1.safetensors".to_string();
-    hub.change(|shelf| {
-        shelf.breaks = (0..10).map(|n| (one.clone(), 19_000 - n * 7)).collect();
-        shelf.breaks.extend((0..400).map(|_| (one.clone(), 0)));
+    hub.change(|state| {
+        state.disconnects = (0..10).map(|n| (one.clone(), 19_000 - n * 7)).collect();
+        state.disconnects.extend((0..400).map(|_| (one.clone(), 0)));
     });
     let text = client.pull("org/name", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("model-1.safetensors"), "{text}");
@@ -254,43 +254,43 @@ fn pieces_that_break_are_gone_on_with_now_and_later() {
     let missing: u64 =
         map["missing"].as_array().unwrap().iter().map(|r| r[1].as_u64().unwrap() - r[0].as_u64().unwrap()).sum();
     assert!((1..300_000).contains(&missing), "{map}");
-    hub.change(|shelf| {
-        shelf.breaks.clear();
-        shelf.asked.clear();
+    hub.change(|state| {
+        state.disconnects.clear();
+        state.requested.clear();
     });
-    assert!(is_whole(&client.pull("org/name", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", &|_, _| ()).unwrap()));
     let ranges = map["missing"].as_array().unwrap();
     let starts = hub.starts(&one);
     let inside = |start: &usize| {
         ranges.iter().any(|r| (r[0].as_u64().unwrap()..r[1].as_u64().unwrap()).contains(&(*start as u64)))
     };
-    assert!(!starts.is_empty() && starts.iter().all(inside), "{starts:?} of {map}: only what was missing");
+    assert!(!starts.is_empty() && starts.iter().all(inside), "{starts:?} of {map}: only missing ranges");
 }
 
 #[test]
-fn a_hub_without_ranges_sends_each_file_once() {
+fn hub_without_ranges_sends_whole_files() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    hub.change(|shelf| {
-        shelf.whole = true;
-        shelf.breaks = vec![("model-2.safetensors".into(), 70_000)];
+    hub.change(|state| {
+        state.ignores_ranges = true;
+        state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
     });
-    assert!(is_whole(&in_pieces(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap()));
-    let times = |name| hub.shelf.lock().unwrap().asked.iter().filter(|(file, _)| file == name).count();
-    assert_eq!((times("model-1.safetensors"), times("model-2.safetensors")), (1, 2), "what broke begins anew");
+    assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap()));
+    let times = |name| hub.state.lock().unwrap().requested.iter().filter(|(file, _)| file == name).count();
+    assert_eq!((times("model-1.safetensors"), times("model-2.safetensors")), (1, 2), "an interrupted file restarts");
 }
 
 #[test]
-fn pieces_of_two_versions_are_never_one_file() {
-    // With a checksum it is found at the end; without, by the ETag, and the file begins anew.
-    for says_little in [false, true] {
+fn pieces_of_two_versions_never_mix() {
+    // With a checksum the mixture is found at the end. Without one the ETag shows it, and the file restarts.
+    for hides_sizes in [false, true] {
         let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
         let later = noise(77, 300_000);
-        hub.change(|shelf| {
-            shelf.says_little = says_little;
-            shelf.changes = vec![("model-1.safetensors".into(), 4, later.clone())];
+        hub.change(|state| {
+            state.hides_sizes = hides_sizes;
+            state.changes = vec![("model-1.safetensors".into(), 4, later.clone())];
         });
-        let pulled = in_pieces(&hub, home.path()).pull("org/name", &|_, _| ());
-        match says_little {
+        let pulled = hub_with_pieces(&hub, home.path()).pull("org/name", &|_, _| ());
+        match hides_sizes {
             true => assert!(fs::read(pulled.unwrap().join("model-1.safetensors")).unwrap() == later),
             false => {
                 let text = pulled.unwrap_err().to_string();
@@ -301,16 +301,37 @@ fn pieces_of_two_versions_are_never_one_file() {
 }
 
 #[test]
-fn two_runs_at_once_bring_each_file_once() {
+fn concurrent_runs_download_each_piece_once() {
     let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
-    hub.change(|shelf| shelf.rate = Some(400_000));
+    hub.change(|state| state.bytes_per_second = Some(400_000));
     std::thread::scope(|scope| {
-        let run = || in_pieces(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap();
+        let run = || hub_with_pieces(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap();
         let (one, two) = (scope.spawn(run), scope.spawn(run));
-        assert!(is_whole(&one.join().unwrap()) && is_whole(&two.join().unwrap()));
+        assert!(is_pulled(&one.join().unwrap()) && is_pulled(&two.join().unwrap()));
     });
     let mut starts = hub.starts("model-1.safetensors");
     starts.sort_unstable();
     starts.dedup();
-    assert_eq!(starts.len(), hub.starts("model-1.safetensors").len(), "no piece twice");
+    assert_eq!(starts.len(), hub.starts("model-1.safetensors").len(), "no piece is requested twice");
+}
+
+#[test]
+fn oversized_small_file_is_rejected() {
+    for (name, size) in [("config.json", 40 << 30), ("model.safetensors.index.json", 200 << 20)] {
+        let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+        hub.change(|state| _ = state.listed_sizes.insert(name.into(), size));
+        let text = hub_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap_err().to_string();
+        assert!(text.contains(name) && text.contains("are allowed"), "{text}");
+        assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
+    }
+}
+
+#[test]
+fn too_many_shards_are_rejected() {
+    let names: Vec<String> = (0..1001).map(|n| format!("model-{n}.safetensors")).collect();
+    let files: Vec<(&str, Vec<u8>)> = names.iter().map(|name| (name.as_str(), vec![0])).collect();
+    let (hub, home) = (TestHub::new(&files), tempfile::tempdir().unwrap());
+    let text = hub_of(&hub, home.path()).pull("org/name", &|_, _| ()).unwrap_err().to_string();
+    assert!(text.contains("1001 weight files"), "{text}");
+    assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
 }

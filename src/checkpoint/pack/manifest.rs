@@ -1,4 +1,4 @@
-//! A pack's description of itself, read with care: the files may have been written by anybody.
+//! `PackManifest`: the description of a pack. It is untrusted input.
 
 use crate::{
     error::StoreError,
@@ -15,12 +15,12 @@ use std::{
 pub const MANIFEST: &str = "manifest.json";
 pub const FORMAT: &str = "moestro experts";
 pub const VERSION: u32 = 2;
-/// LayerRecords start at multiples of this: a page of every system, and a block of every disk.
-pub const PAGE: u64 = 16 << 10;
-/// Pieces within a record start at multiples of this: a cache line.
-pub const LINE: u64 = 64;
-/// Bytes of a manifest at most: the largest model's has two millions.
-const MOST: u64 = 64 << 20;
+/// Alignment of records in bytes: the largest page and disk block in use.
+pub const RECORD_ALIGN: u64 = 16 << 10;
+/// Alignment of pieces within a record, in bytes: a cache line.
+pub const PIECE_ALIGN: u64 = 64;
+/// Maximum size of a manifest in bytes. That of the largest model has two million.
+const MAX_BYTES: u64 = 64 << 20;
 
 #[derive(Debug, Serialize, Deserialize)]
 pub struct PackManifest {
@@ -28,7 +28,7 @@ pub struct PackManifest {
     pub version: u32,
     /// The checkpoint's fingerprint.
     pub source: String,
-    /// The identity of the files that were packed; empty if they were too young to have one.
+    /// The identity of the packed files; empty if their last change was too recent.
     #[serde(default)]
     pub identity: String,
     pub layers: Vec<LayerManifest>,
@@ -38,16 +38,16 @@ pub struct PackManifest {
 pub struct LayerManifest {
     pub file: String,
     pub stride: u64,
-    /// Offset in the record and length.
+    /// Offset in the record and length of each piece.
     pub pieces: [(u64, usize); PIECES],
-    /// Of each whole record, first 32 hexadecimal digits.
+    /// SHA-256 of each whole record, first 32 hexadecimal digits.
     pub sha256: Vec<String>,
-    /// Of each record up to the end of its last piece.
+    /// CRC-32 of each record, up to the end of its last piece.
     #[serde(default)]
     pub crc32: Vec<u32>,
 }
 
-/// The version alone: all that can be said of a manifest of another one.
+/// The fields that manifests of all versions have.
 #[derive(Deserialize)]
 struct ManifestVersion {
     format: String,
@@ -55,44 +55,46 @@ struct ManifestVersion {
 }
 
 impl PackManifest {
-    /// Reads the manifest in `dir`, with a hash of its text.
+    /// Reads the manifest in `dir`. Returns it with the SHA-256 of its text.
     ///
     /// # Errors
-    /// It is not there, is not a manifest, or is of another version.
+    /// The file is missing, not a manifest, or of another version.
     pub fn read(dir: &Path) -> Result<(Self, [u8; 32]), StoreError> {
         let path = dir.join(MANIFEST);
         let wrong = |why: String| StoreError::NotAPack { path: dir.to_owned(), why };
-        let text = read_small_file(&path, MOST).map_err(|source| StoreError::Io { path: path.clone(), source })?;
-        let said: ManifestVersion = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
-        match (said.format.as_str(), said.version) {
+        let text = read_small_file(&path, MAX_BYTES).map_err(|source| StoreError::Io { path: path.clone(), source })?;
+        let head: ManifestVersion = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
+        match (head.format.as_str(), head.version) {
             (FORMAT, VERSION) => {}
             (FORMAT, 1) => {
-                return Err(wrong(
-                    "it is of version 1, without checksums: remove it, then `moestro pack` again".into(),
-                ));
+                return Err(wrong("version 1 has no checksums: remove the pack, then run `moestro pack` again".into()));
             }
-            (format, version) => return Err(wrong(format!("it is {format:?} version {version}"))),
+            (format, version) => return Err(wrong(format!("unsupported format {format:?} version {version}"))),
         }
         let manifest = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
         Ok((manifest, Sha256::digest(&text).into()))
     }
 
-    /// Checks that this can be the pack in `dir` of exactly the experts of `map`, without reading them.
+    /// Checks that this pack in `dir` can hold exactly the experts of `map`. It reads no expert.
     pub fn check(&self, dir: &Path, source: &str, map: &ExpertMap) -> Result<(), StoreError> {
         let wrong = |why: String| StoreError::NotAPack { path: dir.to_owned(), why };
         if self.source != source {
-            return Err(wrong("it was made from another checkpoint".into()));
+            return Err(wrong("the pack was made from another checkpoint".into()));
         }
         if self.layers.len() != map.layers.len() {
-            return Err(wrong(format!("it has {} layers, the checkpoint {}", self.layers.len(), map.layers.len())));
+            return Err(wrong(format!(
+                "the pack has {} layers, the checkpoint {}",
+                self.layers.len(),
+                map.layers.len()
+            )));
         }
         for (index, (layer, experts)) in self.layers.iter().zip(&map.layers).enumerate() {
             let lens = layer.pieces.map(|(_, len)| len);
             let sums = [layer.sha256.len(), layer.crc32.len()];
-            if !layer.is_sound() || sums != [experts.len(); 2] || experts.iter().any(|e| e.map(|p| p.len) != lens) {
-                return Err(wrong(format!("layer {index} has other experts than the checkpoint's")));
+            if !layer.is_valid() || sums != [experts.len(); 2] || experts.iter().any(|e| e.map(|p| p.len) != lens) {
+                return Err(wrong(format!("the experts of layer {index} differ from the checkpoint's")));
             }
-            let file = layer.path(dir).ok_or_else(|| wrong(format!("{:?} is no file's name", layer.file)))?;
+            let file = layer.path(dir).ok_or_else(|| wrong(format!("{:?} is not a file name", layer.file)))?;
             let meta = fs::metadata(&file).map_err(|source| StoreError::Io { path: file.clone(), source })?;
             if !meta.is_file() || Some(meta.len()) != layer.stride.checked_mul(experts.len() as u64) {
                 return Err(wrong(format!("{} has {} bytes", layer.file, meta.len())));
@@ -101,7 +103,7 @@ impl PackManifest {
         Ok(())
     }
 
-    /// The experts' places in the layers' files.
+    /// The experts' pieces in the layers' files.
     pub fn map(&self) -> ExpertMap {
         let record = |file: usize, expert: u64, layer: &LayerManifest| {
             layer.pieces.map(|(at, len)| Piece { file: file as u32, offset: expert * layer.stride + at, len })
@@ -112,7 +114,7 @@ impl PackManifest {
         ExpertMap { layers: self.layers.iter().enumerate().map(experts).collect() }
     }
 
-    /// The checksums that records are read against, with the experts' places in the checkpoint.
+    /// The records' checksums, with the experts' pieces in the checkpoint.
     pub fn records(&self, map: &ExpertMap) -> Vec<LayerRecords> {
         let layers = self.layers.iter().zip(&map.layers);
         let records = |(layer, experts): (&LayerManifest, &LayerExperts)| {
@@ -123,27 +125,27 @@ impl PackManifest {
 }
 
 impl LayerManifest {
-    /// The path of its file, directly in `dir`; `None` for a name that leads elsewhere.
+    /// The path of the layer's file in `dir`; `None` for a name that leads elsewhere.
     pub fn path(&self, dir: &Path) -> Option<PathBuf> {
         let mut parts = Path::new(&self.file).components();
-        let plain = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
-        plain.then(|| dir.join(&self.file))
+        let is_plain = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
+        is_plain.then(|| dir.join(&self.file))
     }
 
-    /// The end of the last piece, in bytes from the record's start.
+    /// The end of the last piece, in bytes from the start of the record.
     pub fn end(&self) -> u64 {
         let ends = self.pieces.iter().filter(|(_, len)| *len > 0).map(|&(at, len)| at.saturating_add(len as u64));
         ends.max().unwrap_or(0)
     }
 
-    /// LayerRecords of whole pages, in which the pieces follow one another from the start on.
-    fn is_sound(&self) -> bool {
+    /// True if records are aligned and their pieces follow one another from the start.
+    fn is_valid(&self) -> bool {
         let mut end = 0u64;
         let in_order = self.pieces.iter().all(|&(at, len)| {
-            let fits = at == end.next_multiple_of(LINE);
-            end = at.saturating_add(len as u64).min(u64::MAX - LINE);
+            let fits = at == end.next_multiple_of(PIECE_ALIGN);
+            end = at.saturating_add(len as u64).min(u64::MAX - PIECE_ALIGN);
             fits
         });
-        in_order && end > 0 && self.stride == end.next_multiple_of(PAGE)
+        in_order && end > 0 && self.stride == end.next_multiple_of(RECORD_ALIGN)
     }
 }

@@ -1,4 +1,4 @@
-//! One expert's record: put together from the checkpoint, read from the pack, summed.
+//! Records: one expert gathered from the checkpoint, read from the pack, and its checksums.
 
 use super::manifest::LayerManifest;
 use crate::{
@@ -10,15 +10,15 @@ use crate::{
 use sha2::{Digest, Sha256};
 use std::{io, path::Path};
 
-/// Experts read, hashed and written at the same time.
+/// Number of experts read, hashed and written in parallel.
 const THREADS: usize = 4;
 
 /// The checksums of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordChecksums {
-    /// Of all of it, first 32 hexadecimal digits.
+    /// SHA-256 of the whole record, first 32 hexadecimal digits.
     pub sha256: String,
-    /// Up to the end of its last piece: what is read.
+    /// CRC-32 up to the end of the last piece, which is the part that is read.
     pub crc32: u32,
 }
 
@@ -29,7 +29,7 @@ impl RecordChecksums {
     }
 }
 
-/// Puts a record together from the checkpoint's pieces.
+/// Gathers a record from the checkpoint's pieces.
 pub fn gather(
     source: &ShardFiles,
     pieces: &[Piece; PIECES],
@@ -43,7 +43,7 @@ pub fn gather(
                 source
                     .read(piece.file, piece.offset + done, rest)
                     .map_err(|error| StoreError::Io { path: source.path(piece.file), source: error })
-                    .and_then(|got| if got == 0 { Err(ends(&source.path(piece.file))) } else { Ok(got) })
+                    .and_then(|got| if got == 0 { Err(end_of_file(&source.path(piece.file))) } else { Ok(got) })
             })?;
             source.drop_cached(piece.file, piece.offset, piece.len);
         }
@@ -51,7 +51,7 @@ pub fn gather(
     Ok(())
 }
 
-/// A layer's file, opened so that what is read comes from the disk and not from the page cache, where that can be had.
+/// Opens a layer's file so that reads come from the disk and not from the page cache, if the file system allows it.
 pub fn open(path: &Path) -> Result<DataFile, StoreError> {
     let disk = match DataFile::open(path, Access::Direct) {
         Err(error) if error.kind() == io::ErrorKind::Unsupported => DataFile::open(path, Access::Buffered),
@@ -62,16 +62,16 @@ pub fn open(path: &Path) -> Result<DataFile, StoreError> {
     Ok(disk)
 }
 
-/// Reads record `expert` of the file `disk`.
+/// Reads the record of `expert` from the file `disk`.
 pub fn read(disk: &DataFile, expert: usize, layer: &LayerManifest, record: &mut [u8]) -> Result<(), StoreError> {
     let start = expert as u64 * layer.stride;
     fill(record, |rest, done| match disk.read_at(rest, start + done) {
-        Ok(0) => Err(ends(disk.path())),
+        Ok(0) => Err(end_of_file(disk.path())),
         other => other.map_err(|source| StoreError::Io { path: disk.path().to_owned(), source }),
     })
 }
 
-fn ends(path: &Path) -> StoreError {
+fn end_of_file(path: &Path) -> StoreError {
     let source = io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends inside an expert");
     StoreError::Io { path: path.to_owned(), source }
 }
@@ -84,19 +84,25 @@ fn fill(into: &mut [u8], mut read: impl FnMut(&mut [u8], u64) -> Result<usize, S
     Ok(())
 }
 
-/// Runs `work(expert, buffers)` for every expert of a layer on a few threads, each with two buffers of one record that
-/// start at a page, and returns what it made of them in order; the first error stops all.
-pub fn each<T, W>(experts: usize, record: usize, work: W) -> Result<Vec<T>, StoreError>
+/// Runs `work(expert, buffers)` for every expert of a layer on a few threads. Each thread has two page-aligned buffers of
+/// one record. Returns the results in order. The first error stops the run.
+pub fn for_each_expert<T, W>(experts: usize, record: usize, work: W) -> Result<Vec<T>, StoreError>
 where
     T: Send,
     W: Fn(usize, [&mut [u8]; 2]) -> Result<T, StoreError> + Sync,
 {
-    let room = || {
-        let slab =
-            || Slab::new(record).map_err(|error| StoreError::Other(format!("no memory for two experts: {error}")));
+    let make_buffers = || {
+        let slab = || {
+            Slab::new(record)
+                .map_err(|error| StoreError::Other(format!("cannot allocate buffers for two experts: {error}")))
+        };
         Ok((slab()?, slab()?))
     };
-    platform::run_jobs("pack", THREADS, (0..experts).collect(), room, |expert, (first, second): &mut (Slab, Slab)| {
-        work(expert, [first.as_mut_slice(), second.as_mut_slice()])
-    })
+    platform::run_jobs(
+        "pack",
+        THREADS,
+        (0..experts).collect(),
+        make_buffers,
+        |expert, (first, second): &mut (Slab, Slab)| work(expert, [first.as_mut_slice(), second.as_mut_slice()]),
+    )
 }

@@ -1,6 +1,6 @@
 use super::{
     find::open,
-    manifest::{MANIFEST, PAGE},
+    manifest::{MANIFEST, RECORD_ALIGN},
     *,
 };
 use crate::{
@@ -9,14 +9,14 @@ use crate::{
 };
 use std::{fs, os::unix::fs::FileExt, path::PathBuf};
 
-/// A checkpoint of two shards with 3 layers of 5 experts, at odd offsets and out of order.
-struct Checkpoint {
+/// Two shards with 3 layers of 5 experts, at odd offsets and out of order.
+struct TestCheckpoint {
     root: tempfile::TempDir,
     map: ExpertMap,
     files: Vec<PathBuf>,
 }
 
-impl Checkpoint {
+impl TestCheckpoint {
     fn new() -> Self {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("model");
@@ -43,13 +43,13 @@ impl Checkpoint {
         self.root.path().join("model")
     }
 
-    /// The directory in which `find` looks first.
-    fn beside(&self) -> PathBuf {
+    /// The directory that `find` tries first.
+    fn pack_dir(&self) -> PathBuf {
         self.root.path().join("model.pack")
     }
 
     fn write(&self) -> Result<PackSummary, StoreError> {
-        write(&self.map, &self.files, &self.beside(), &|_| ())
+        write(&self.map, &self.files, &self.pack_dir(), &|_| ())
     }
 }
 
@@ -64,33 +64,33 @@ fn bytes(map: &ExpertMap, files: &[PathBuf]) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn a_pack_holds_the_same_bytes_one_page_aligned_record_an_expert() {
-    let checkpoint = Checkpoint::new();
+fn pack_holds_checkpoint_bytes_in_aligned_records() {
+    let checkpoint = TestCheckpoint::new();
     let before: Vec<_> = checkpoint.files.iter().map(|file| fs::read(file).unwrap()).collect();
     let done = std::sync::atomic::AtomicU64::new(0);
-    let summary = write(&checkpoint.map, &checkpoint.files, &checkpoint.beside(), &|n| {
+    let summary = write(&checkpoint.map, &checkpoint.files, &checkpoint.pack_dir(), &|n| {
         done.fetch_add(n, std::sync::atomic::Ordering::Relaxed);
     })
     .unwrap();
     assert_eq!(summary, PackSummary { bytes: 15 * 32768, experts: 15, written: true });
-    assert_eq!(done.into_inner(), 2 * summary.bytes, "written and verified");
+    assert_eq!(done.into_inner(), 2 * summary.bytes, "bytes written and verified");
     let pack = find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).unwrap();
     assert_eq!(pack.dir.file_name().unwrap(), "model.pack");
     assert_eq!(bytes(&pack.map, &pack.files), bytes(&checkpoint.map, &checkpoint.files));
     for pieces in pack.map.layers.iter().flatten() {
-        assert_eq!(pieces[0].offset % PAGE, 0);
+        assert_eq!(pieces[0].offset % RECORD_ALIGN, 0);
         let plan = crate::experts::read_plan::ReadPlan::new(pieces, 4096);
-        assert_eq!(plan.reads().len(), 1, "a packed expert is one read");
+        assert_eq!(plan.reads().len(), 1, "a packed expert takes one read");
     }
     let after: Vec<_> = checkpoint.files.iter().map(|file| fs::read(file).unwrap()).collect();
-    assert!(before == after, "the checkpoint was written to");
-    // Once more: it is there.
+    assert!(before == after, "the checkpoint was modified");
+    // A second run finds the pack.
     assert!(!checkpoint.write().unwrap().written);
 }
 
 #[test]
-fn a_pack_of_another_revision_is_not_used() {
-    let checkpoint = Checkpoint::new();
+fn pack_of_another_revision_is_rejected() {
+    let checkpoint = TestCheckpoint::new();
     checkpoint.write().unwrap();
     let mut other = fs::read(&checkpoint.files[1]).unwrap();
     other.iter_mut().skip(11).for_each(|byte| *byte ^= 1);
@@ -101,21 +101,21 @@ fn a_pack_of_another_revision_is_not_used() {
 }
 
 #[test]
-fn a_pack_of_a_copy_with_a_few_changed_bytes_is_not_used() {
-    let checkpoint = Checkpoint::new();
+fn pack_of_slightly_changed_copy_is_rejected() {
+    let checkpoint = TestCheckpoint::new();
     checkpoint.write().unwrap();
     let print = fingerprint(&checkpoint.files).unwrap();
-    // Between two samples, inside an expert.
+    // A byte of an expert, between two samples.
     let changed = checkpoint.map.layers[1][3][3];
     let file = fs::File::options().read(true).write(true).open(&checkpoint.files[changed.file as usize]).unwrap();
     let mut byte = [0];
     let at = changed.offset + changed.len as u64 / 2;
     file.read_exact_at(&mut byte, at).unwrap();
     file.write_all_at(&[byte[0] ^ 16], at).unwrap();
-    assert_eq!(fingerprint(&checkpoint.files).unwrap(), print, "the samples do not tell");
-    let why = open(&checkpoint.beside(), &checkpoint.map, &checkpoint.files).unwrap_err().to_string();
+    assert_eq!(fingerprint(&checkpoint.files).unwrap(), print, "the samples do not show it");
+    let why = open(&checkpoint.pack_dir(), &checkpoint.map, &checkpoint.files).unwrap_err().to_string();
     assert!(why.contains("made from another checkpoint: layer 1, expert 3 differs"), "{why}");
-    let why = verify(&checkpoint.beside(), &checkpoint.map, &checkpoint.files, &|_| ()).unwrap_err().to_string();
+    let why = verify(&checkpoint.pack_dir(), &checkpoint.map, &checkpoint.files, &|_| ()).unwrap_err().to_string();
     assert!(why.contains("layer 1, expert 3: byte") && why.contains("layer-001.experts"), "{why}");
     assert!(find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).is_none());
     file.write_all_at(&byte, at).unwrap();
@@ -124,62 +124,66 @@ fn a_pack_of_a_copy_with_a_few_changed_bytes_is_not_used() {
 
 #[test]
 fn verify_compares_every_byte() {
-    let checkpoint = Checkpoint::new();
+    let checkpoint = TestCheckpoint::new();
     checkpoint.write().unwrap();
-    let check = || verify(&checkpoint.beside(), &checkpoint.map, &checkpoint.files, &|_| ()).map_err(|e| e.to_string());
+    let check =
+        || verify(&checkpoint.pack_dir(), &checkpoint.map, &checkpoint.files, &|_| ()).map_err(|e| e.to_string());
     assert_eq!(check(), Ok(15));
-    let layer = fs::File::options().write(true).read(true).open(checkpoint.beside().join("layer-002.experts")).unwrap();
-    // The last byte of the last record is padding, which nobody reads.
+    let layer =
+        fs::File::options().write(true).read(true).open(checkpoint.pack_dir().join("layer-002.experts")).unwrap();
+    // The last byte of the last record is padding, which is never read.
     for at in [0, 4 * 32768 + 5, 5 * 32768 - 1] {
         let mut byte = [0];
         layer.read_exact_at(&mut byte, at).unwrap();
         layer.write_all_at(&[byte[0] ^ 1], at).unwrap();
         let why = check().unwrap_err();
-        assert!(why.contains(&format!("byte {at} of layer-002.experts is not the checkpoint's")), "{why}");
+        assert!(why.contains(&format!("byte {at} of layer-002.experts differs from the checkpoint")), "{why}");
         layer.write_all_at(&byte, at).unwrap();
     }
-    let manifest = checkpoint.beside().join(MANIFEST);
+    let manifest = checkpoint.pack_dir().join(MANIFEST);
     let text = fs::read_to_string(&manifest).unwrap();
     let sum = text.split("\"crc32\":[").nth(2).unwrap().split(',').next().unwrap();
     fs::write(&manifest, text.replace(sum, "77")).unwrap();
-    assert!(check().unwrap_err().contains("layer 1, expert 0: its bytes are the checkpoint's, its checksum is not"));
+    assert!(
+        check().unwrap_err().contains("layer 1, expert 0: its bytes match the checkpoint, but its checksum does not")
+    );
 }
 
 #[test]
-fn a_damaged_pack_is_not_used() {
-    let checkpoint = Checkpoint::new();
+fn damaged_pack_is_rejected() {
+    let checkpoint = TestCheckpoint::new();
     checkpoint.write().unwrap();
-    let why = || open(&checkpoint.beside(), &checkpoint.map, &checkpoint.files).unwrap_err().to_string();
-    let layer = checkpoint.beside().join("layer-001.experts");
+    let why = || open(&checkpoint.pack_dir(), &checkpoint.map, &checkpoint.files).unwrap_err().to_string();
+    let layer = checkpoint.pack_dir().join("layer-001.experts");
     let file = fs::OpenOptions::new().write(true).open(&layer).unwrap();
     file.set_len(1000).unwrap();
     assert!(why().contains("layer-001.experts has 1000 bytes"), "{}", why());
     fs::remove_file(&layer).unwrap();
     assert!(why().contains("layer-001.experts"), "{}", why());
-    let manifest = checkpoint.beside().join(MANIFEST);
+    let manifest = checkpoint.pack_dir().join(MANIFEST);
     let text = fs::read_to_string(&manifest).unwrap();
     fs::write(&manifest, text.replace("\"version\":2", "\"version\":9")).unwrap();
     assert!(why().contains("version 9"), "{}", why());
     fs::write(&manifest, text.replace("\"version\":2", "\"version\":1")).unwrap();
-    assert!(why().contains("version 1, without checksums"), "{}", why());
+    assert!(why().contains("version 1 has no checksums"), "{}", why());
     fs::write(&manifest, text.replace("layer-000.experts", "../model/0.safetensors")).unwrap();
-    assert!(why().contains("no file's name"), "{}", why());
+    assert!(why().contains("is not a file name"), "{}", why());
     fs::write(&manifest, &text[..text.len() / 2]).unwrap();
     assert!(why().contains("not this checkpoint's pack"), "{}", why());
     assert!(find(&checkpoint.dir(), &checkpoint.map, &checkpoint.files).is_none());
 }
 
 #[test]
-fn a_failure_leaves_nothing() {
-    let mut checkpoint = Checkpoint::new();
+fn failed_packing_leaves_nothing() {
+    let mut checkpoint = TestCheckpoint::new();
     checkpoint.map.layers[2][4][3].offset = 1 << 40;
     let text = checkpoint.write().unwrap_err().to_string();
     assert!(text.contains("1.safetensors") && text.contains("ends inside an expert"), "{text}");
     let names: Vec<_> = fs::read_dir(checkpoint.root.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names, ["model"]);
-    // A place that holds something else is left alone.
-    fs::create_dir(checkpoint.beside()).unwrap();
-    fs::write(checkpoint.beside().join("mine"), "x").unwrap();
+    // A directory with other contents is not touched.
+    fs::create_dir(checkpoint.pack_dir()).unwrap();
+    fs::write(checkpoint.pack_dir().join("mine"), "x").unwrap();
     let text = checkpoint.write().unwrap_err().to_string();
     assert!(text.contains("neither empty nor a pack"), "{text}");
     checkpoint.map.layers[1][0][0].len += 1;
@@ -187,8 +191,8 @@ fn a_failure_leaves_nothing() {
 }
 
 #[test]
-fn the_fingerprint_is_of_contents_not_of_places() {
-    let checkpoint = Checkpoint::new();
+fn fingerprint_depends_on_contents_not_paths() {
+    let checkpoint = TestCheckpoint::new();
     let id = fingerprint(&checkpoint.files).unwrap();
     assert_eq!(id.len(), 32);
     let moved = checkpoint.root.path().join("moved");

@@ -1,12 +1,12 @@
-//! Makes a pack, and reads back every record of it.
+//! `write`: creates a pack and reads back every record.
 
 use super::{
-    find, fingerprint,
-    manifest::{FORMAT, LINE, LayerManifest, MANIFEST, PAGE, PackManifest, VERSION},
-    record::{RecordChecksums, each, gather, open, read},
+    find,
+    manifest::{FORMAT, LayerManifest, MANIFEST, PIECE_ALIGN, PackManifest, RECORD_ALIGN, VERSION},
+    record::{RecordChecksums, for_each_expert, gather, open, read},
 };
 use crate::{
-    checkpoint::identity::settled_identity,
+    checkpoint::identity::{fingerprint, settled_identity},
     error::StoreError,
     experts::{ExpertMap, PIECES, Piece, ShardFiles},
     platform::{Access, atomic_file::PartialDir, os},
@@ -18,22 +18,22 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The size of a pack.
+/// The result of packing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackSummary {
     pub bytes: u64,
     pub experts: usize,
-    /// False if the same pack was there already.
+    /// False if the same pack already existed.
     pub written: bool,
 }
 
-/// Packs the experts `map` of the checkpoint files `files` into the directory `out`. It gets its name only when every
-/// record has been read back from the disk and compared; a failure leaves nothing. `progress` gets the bytes written,
-/// then verified, since its last call: twice the pack's size in all.
+/// Packs the experts `map` of the checkpoint files `files` into the directory `out`. The directory appears only after every
+/// record was read back from the disk and verified; a failure leaves nothing. `progress` gets the bytes written or verified
+/// since its last call; their sum is twice the size of the pack.
 ///
 /// # Errors
-/// The file system's, with the file; `out` holds something else; a record that does not read back; the
-/// checkpoint was written to meanwhile.
+/// The file system's, with the file; `out` holds something else; a record that does not read back; the checkpoint was
+/// modified meanwhile.
 pub fn write(
     map: &ExpertMap,
     files: &[PathBuf],
@@ -41,10 +41,10 @@ pub fn write(
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<PackSummary, StoreError> {
     let experts = map.experts();
-    let plans = map.layers.iter().enumerate().map(|(i, layer)| plan(i, layer)).collect::<Result<Vec<_>, _>>()?;
+    let plans = map.layers.iter().enumerate().map(|(i, layer)| plan_layer(i, layer)).collect::<Result<Vec<_>, _>>()?;
     let bytes = plans.iter().zip(&map.layers).map(|(plan, layer)| plan.stride * layer.len() as u64).sum();
     if experts == 0 {
-        return Err(StoreError::Other("this model has no routed experts: there is nothing to pack".into()));
+        return Err(StoreError::Other("the model has no routed experts, so there is nothing to pack".into()));
     }
     let fingerprint = fingerprint(files)?;
     if out.join(MANIFEST).exists() {
@@ -58,11 +58,12 @@ pub fn write(
         return Err(StoreError::Other(format!("{} is neither empty nor a pack", out.display())));
     }
     if let Some(free) = os::free_space(out).filter(|&free| free < bytes + (64 << 20)) {
-        let why = format!("{bytes} bytes are needed and {free} are free; --out takes another place");
+        let why =
+            format!("the pack needs {bytes} bytes, but only {free} are free; choose another directory with --out");
         return Err(failed(out)(io::Error::new(io::ErrorKind::StorageFull, why)));
     }
     let before = settled_identity(files)?;
-    // It reads through handles that notice when a file is written to.
+    // Its reads fail if a file is modified.
     let source = ShardFiles::open(files, Access::Buffered)?;
     let partial = PartialDir::create(out).map_err(failed(out))?;
     let mut layers = Vec::with_capacity(plans.len());
@@ -89,18 +90,18 @@ pub fn write(
 }
 
 /// Lays out the pieces in the records of a layer.
-fn plan(index: usize, experts: &[[Piece; PIECES]]) -> Result<LayerManifest, StoreError> {
+fn plan_layer(index: usize, experts: &[[Piece; PIECES]]) -> Result<LayerManifest, StoreError> {
     let lens = experts.first().map_or([0; PIECES], |pieces| pieces.map(|piece| piece.len));
     if experts.iter().any(|pieces| pieces.map(|piece| piece.len) != lens) {
-        return Err(StoreError::Other(format!("layer {index}: its experts differ in size and cannot be packed")));
+        return Err(StoreError::Other(format!("cannot pack layer {index}: its experts differ in size")));
     }
     let mut end = 0u64;
     let pieces = lens.map(|len| {
-        let at = end.next_multiple_of(LINE);
+        let at = end.next_multiple_of(PIECE_ALIGN);
         end = at + len as u64;
         (at, len)
     });
-    let stride = end.next_multiple_of(PAGE);
+    let stride = end.next_multiple_of(RECORD_ALIGN);
     let file = format!("layer-{index:03}.experts");
     Ok(LayerManifest { file, stride, pieces, sha256: Vec::new(), crc32: Vec::new() })
 }
@@ -114,7 +115,7 @@ fn write_layer(
 ) -> Result<Vec<RecordChecksums>, StoreError> {
     let failed = |error| StoreError::Io { path: path.to_owned(), source: error };
     let file = File::create_new(path).map_err(failed)?;
-    let sums = each(experts.len(), layer.stride as usize, |expert, [record, _]| {
+    let sums = for_each_expert(experts.len(), layer.stride as usize, |expert, [record, _]| {
         if let Some(pieces) = experts.get(expert) {
             gather(source, pieces, layer, record)?;
         }
@@ -133,10 +134,10 @@ fn read_back(
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), StoreError> {
     let disk = open(path)?;
-    each(sums.len(), layer.stride as usize, |expert, [record, _]| {
+    for_each_expert(sums.len(), layer.stride as usize, |expert, [record, _]| {
         read(&disk, expert, layer, record)?;
         if sums.get(expert) != Some(&RecordChecksums::of(record, layer)) {
-            let why = format!("expert {expert} does not read back as it was written: the disk or the memory is faulty");
+            let why = format!("expert {expert} does not read back as written: the disk or the memory is faulty");
             let source = io::Error::new(io::ErrorKind::InvalidData, why);
             return Err(StoreError::Io { path: path.to_owned(), source });
         }

@@ -170,7 +170,7 @@ impl Survey {
     ) -> Result<Head, ModelError> {
         let Self { from, config, map, weights: len, slots } = self;
         let mut ignore = |_, _| ();
-        let mut trunk = TrunkLoader::read(&from, len as usize, &mut ignore)?.shown_as(DRAFT_BUFFERS);
+        let mut trunk = TrunkLoader::read(&from, len as usize, &mut ignore)?.with_buffers(DRAFT_BUFFERS);
         let Weights { fc, norms, layer, norm, .. } = Weights::load(&mut trunk, &config)?;
         let slabs = trunk.finish()?;
         let mut net = Network { embed: model.embed, layers: vec![layer], norm, head: Some(*model.head()) };
