@@ -247,7 +247,7 @@ pub fn load_model(
     let model = chosen.place(model?)?;
     let draft = found.load(&model)?;
     let device = device_choice::name(&model);
-    metrics.runs_on(device);
+    metrics.set_device(device);
     let experts_per_token = match model.config().ffn {
         FfnShape::Moe { k, .. } => Some(k),
         FfnShape::Dense { .. } => None,

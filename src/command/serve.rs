@@ -259,8 +259,8 @@ impl ModelCatalog {
             .spawn(move || warm.warm_up())
             .map_err(|source| failed("starting a thread", source))?;
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        self.budget.plan(model.requests);
-        metrics.serves(id);
+        self.budget.set_plan(model.requests);
+        metrics.set_model(id);
         let app = LoadedModel {
             engine,
             defaults: checkpoint.sampling(),
@@ -282,7 +282,7 @@ impl ModelCatalog {
             let _ = worker.join();
             // Sorting a large vocabulary takes a hundred megabytes, which are free only when its thread has ended.
             let _ = sorting.join();
-            metrics.unloaded();
+            metrics.clear_model();
             os::trim_memory();
         };
         Ok(HostedModel { id: id.into(), model: app, unload: Box::new(unload) })

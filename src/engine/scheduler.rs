@@ -91,7 +91,7 @@ impl<M: Model> Scheduler<M> {
             Ok(false) => {}
             Ok(true) => {
                 tracing::warn!("the GPU was given up: the CPU computes from here on");
-                self.line.metrics.runs_on("cpu");
+                self.line.metrics.set_device("cpu");
                 self.line.metrics.gpu_lost.set(1);
                 self.session = None;
                 self.line.cache.share_pages(self.model.pool());

@@ -241,7 +241,7 @@ impl ExpertFetch<'_> {
         waiting.retain_mut(|wanted| {
             let key = store.key(self.layer, wanted.expert);
             let found = key.and_then(|key| {
-                store.board.asked(key as usize);
+                store.heatmap.count(key as usize);
                 store.find_slot(state, key)
             });
             let Some(slot) = found else {

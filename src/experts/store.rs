@@ -15,7 +15,7 @@ use super::{
 use crate::{
     device::{Slab, SyncPoint, Timeline},
     error::StoreError,
-    metrics::{Board, Metrics},
+    metrics::{ExpertHeatmap, Metrics},
     platform::{
         Access,
         os::{self, MemoryLevel},
@@ -65,8 +65,8 @@ impl Options {
 /// Called with every layer's choice, before it is fetched: layer, choice, phase.
 pub type FetchObserver = Box<dyn FnMut(usize, &ExpertChoice<'_>, PassKind) + Send>;
 
-/// Interval between two updates of the board of experts in memory.
-const BOARD_INTERVAL: Duration = Duration::from_millis(500);
+/// Interval between two updates of the heatmap of experts in memory.
+const HEATMAP_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The experts of one model.
 pub struct ExpertStore {
@@ -79,7 +79,7 @@ pub struct ExpertStore {
     pub(super) slab: Arc<Slab>,
     pub(super) reader: ExpertReader,
     pub(super) metrics: Arc<Metrics>,
-    pub(super) board: Arc<Board>,
+    pub(super) heatmap: Arc<ExpertHeatmap>,
     warm_start: Option<WarmStart>,
     pub(super) state: RefCell<StoreState>,
 }
@@ -95,7 +95,7 @@ pub(super) struct StoreState {
     pub spare_lists: Vec<PendingExperts>,
     /// Time of the last write of the list of hot experts.
     pub saved: Instant,
-    /// Time of the last update of the board.
+    /// Time of the last update of the heatmap.
     board_updated: Option<Instant>,
     pub pressure: MemoryPressure,
 }
@@ -146,7 +146,7 @@ impl ExpertStore {
         );
         let reader = reader.map_err(|error| other("cannot start the expert reader threads", error))?;
         metrics.expert_slots.set(slots as i64);
-        let board = metrics.experts(map.layers.len(), experts);
+        let heatmap = metrics.new_heatmap(map.layers.len(), experts);
         let state = StoreState {
             slots: table,
             scores: EvictionScores::new(map.layers.len(), experts),
@@ -167,7 +167,7 @@ impl ExpertStore {
             slab,
             reader,
             metrics,
-            board,
+            heatmap,
             warm_start: options.warm_start,
             state: RefCell::new(state),
         })
@@ -322,11 +322,11 @@ impl ExpertStore {
         self.metrics.expert_slots_used.set(state.slots.used() as i64);
     }
 
-    /// Updates the board of experts in memory, at most every [`BOARD_INTERVAL`].
+    /// Updates the heatmap of experts in memory, at most every [`HEATMAP_INTERVAL`].
     pub(super) fn update_board(&self, state: &mut StoreState) {
-        if state.board_updated.is_none_or(|updated| updated.elapsed() > BOARD_INTERVAL) {
+        if state.board_updated.is_none_or(|updated| updated.elapsed() > HEATMAP_INTERVAL) {
             state.board_updated = Some(Instant::now());
-            self.board.draw(state.slots.in_state(SlotState::Ready).map(|(key, _)| key as usize));
+            self.heatmap.set_resident(state.slots.in_state(SlotState::Ready).map(|(key, _)| key as usize));
         }
     }
 

@@ -1,8 +1,9 @@
-//! `GET /health`, `/metrics`, `/v1/models` and `/v1/models/{id}`; `DELETE /prompt_cache`,
-//! `GET /experts`, `POST /models/unload`.
+//! Administration: `GET /health`, `/metrics` and `/experts`, `DELETE /prompt_cache`, `POST /models/unload`.
 
-use crate::http::{ServerState, errors::ApiError, layers::auth, request::body};
-use crate::metrics;
+use crate::{
+    http::{ServerState, errors::ApiError, layers::auth, request::body},
+    metrics,
+};
 use axum::{
     Json,
     body::Body,
@@ -14,10 +15,10 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// 200 when a request would be accepted or queued and, as far as is known, answered; else 503. Where there is a key, paths of
-/// this machine are told only to who has it.
+/// 200 if the server accepts requests and its last read of the model's files succeeded, else 503. If an API key is set,
+/// a request without it sees no path of this machine.
 pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> Response {
-    let trusted = auth::is_authorized(&state, &request);
+    let is_authorized = auth::is_authorized(&state, &request);
     let not_ready = |status: &str| (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": status}))).into_response();
     if state.is_shutting_down() {
         return not_ready("shutting_down");
@@ -25,13 +26,13 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
     if state.ensure_ready().is_err() {
         return not_ready("loading");
     }
-    // Between two models, and after one has given its memory back: a request would wait, and be answered.
-    let Some(app) = state.models.model() else {
+    // No model is in memory, but a request would load one.
+    let Some(model) = state.models.model() else {
         let (version, next) = (env!("CARGO_PKG_VERSION"), state.models.current_id());
         return Json(json!({"status": "ok", "model": null, "next": next, "version": version})).into_response();
     };
-    let (running, queued) = app.engine.load();
-    let waiting = app.engine.waiting().into_iter().enumerate();
+    let (running, queued) = model.engine.load();
+    let waiting = model.engine.waiting().into_iter().enumerate();
     let queue: Vec<_> = waiting
         .map(|(index, (prompt, waited))| {
             let seconds = (waited.as_secs_f64() * 1e3).round() / 1e3;
@@ -43,54 +44,54 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
     let status = if degraded.is_some() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
     let mut body = json!({
         "status": if degraded.is_some() { "degraded" } else { "ok" },
-        "model": app.card.id,
+        "model": model.card.id,
         "version": version,
-        "context": app.engine.context(),
+        "context": model.engine.context(),
         "requests": {"running": running, "queued": queued},
         "queue": queue,
-        "plan": app.plan,
-        "prompt_cache": app.engine.prompt_cache(),
+        "plan": model.plan,
+        "prompt_cache": model.engine.prompt_cache(),
     });
-    if let Some(disk) = body["prompt_cache"]["disk"].as_object_mut().filter(|_| !trusted) {
+    if let Some(disk) = body["prompt_cache"]["disk"].as_object_mut().filter(|_| !is_authorized) {
         disk.shift_remove("dir");
     }
     if let Some(reason) = degraded {
-        body["reason"] = if trusted { reason } else { "the model's files cannot be read".into() }.into();
+        body["reason"] = if is_authorized { reason } else { "the model's files cannot be read".into() }.into();
     }
-    // Answers are right all the same, so this is no reason to send requests elsewhere.
+    // The following faults do not change answers, so the status stays 200.
     let damaged = state.metrics.pack_damaged_records.get();
     if damaged > 0 {
-        let note = "damaged records are read from the checkpoint instead; `moestro pack` makes a new one";
+        let note = "damaged records are read from the checkpoint instead; run `moestro pack` to write a new pack";
         body["pack"] = json!({"damaged_records": damaged, "note": note});
     }
     if state.metrics.gpu_lost.get() > 0 {
-        let note = "the GPU was given up after an error, and the CPU computes; a new start may find it well again";
+        let note = "the GPU failed and the CPU computes instead; restart the server to try the GPU again";
         body["gpu"] = json!({"lost": true, "note": note});
     }
     (status, Json(body)).into_response()
 }
 
-/// Empties the prompt cache, on the disk of models that are not loaded, too.
+/// Clears the prompt cache of the loaded model and those of all other models on disk.
 pub async fn clear_prompt_cache(State(state): State<Arc<ServerState>>) -> Result<StatusCode, ApiError> {
     state.ensure_ready()?;
     state.models.clear_prompt_caches().await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// In Prometheus' text format, or in OpenMetrics for whoever asks for it.
+/// Metrics in the Prometheus format, or in OpenMetrics if the client accepts it.
 pub async fn metrics(State(state): State<Arc<ServerState>>, headers: HeaderMap) -> Response {
     let accepts = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
-    let (kind, text) = match accepts.contains("application/openmetrics-text") {
+    let (content_type, text) = match accepts.contains("application/openmetrics-text") {
         true => (metrics::OPENMETRICS, state.metrics.render_openmetrics()),
-        false => (metrics::CONTENT_TYPE, state.metrics.render()),
+        false => (metrics::PROMETHEUS, state.metrics.render()),
     };
-    ([(header::CONTENT_TYPE, kind)], text).into_response()
+    ([(header::CONTENT_TYPE, content_type)], text).into_response()
 }
 
-/// `POST /models/unload` with `{"model": id}`, as llama-server has it: the model gives its memory back after the answers under
-/// way, and is loaded again when it is asked.
+/// `POST /models/unload` with `{"model": id}`, compatible with llama-server. Unloads the model after the requests in
+/// progress. The next request loads it again.
 pub async fn unload(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
-    let (request, _permit) = body::json::<Unload>(&state, body).await?;
+    let (request, _permit) = body::json::<UnloadRequest>(&state, body).await?;
     match state.models.unload(&request.model) {
         true => Ok(Json(json!({"success": true}))),
         false => Err(ApiError::not_in_memory(&request.model, state.models.loaded_id().as_deref())),
@@ -98,11 +99,11 @@ pub async fn unload(State(state): State<Arc<ServerState>>, body: Body) -> Result
 }
 
 #[derive(Deserialize)]
-pub struct Unload {
+pub struct UnloadRequest {
     model: String,
 }
 
-/// Which experts are in memory, and how often each was asked for: a text a layer, see [`crate::metrics::Board::layers`].
+/// Experts in memory and how often each was selected; see [`crate::metrics::ExpertHeatmap::layers`].
 pub async fn experts(State(state): State<Arc<ServerState>>) -> Json<Value> {
-    Json(json!({"layers": state.metrics.board().layers()}))
+    Json(json!({"layers": state.metrics.heatmap().layers()}))
 }

@@ -1,22 +1,22 @@
-//! Errors at the door: each becomes a status and OpenAI's error object, `{"error": {message, type, param, code}}`.
+//! API errors: each has a status and OpenAI's error object, `{"error": {message, type, param, code}}`.
 //!
 //! | status | when |
 //! |---|---|
-//! | 400 | not JSON, a wrong type, a value out of range, something not supported; a prompt longer than the context |
+//! | 400 | not JSON, a wrong type, a value out of range, an unsupported field, a prompt longer than the context |
 //! | 401 | no API key, or a wrong one |
-//! | 403 | a `Host` or an `Origin` that is not allowed |
-//! | 404, 405 | no such path or model; the path exists, but not with this method |
-//! | 408 | the body did not come |
-//! | 413 | a body over the limit, or a request that would take more memory than the plan leaves to requests |
-//! | 415 | a body that does not say that it is JSON |
-//! | 422 | a well-formed conversation that the model's chat template refuses |
+//! | 403 | `Host` or `Origin` is not allowed |
+//! | 404, 405 | no such path or model; the path does not have this method |
+//! | 408 | the body did not arrive in time |
+//! | 413 | the body is over the limit, or the request needs more memory than the plan has for requests |
+//! | 415 | the body is not declared as JSON |
+//! | 422 | the model's chat template refuses the conversation |
 //! | 429 | the queue is full; `Retry-After` says when to try again |
-//! | 500 | the model failed: the message says where |
-//! | 503 | the model is still loading, the server is shutting down, or other requests hold the memory |
+//! | 500 | the model failed; the message says where |
+//! | 503 | no model is loaded yet, the server is shutting down, or other requests hold the memory |
 //! | 504 | the request took longer than `--request-timeout` |
 //!
-//! A stream has sent its 200 by the time the model can fail. It then ends with one `data: {"error": ...}` event, which
-//! the OpenAI SDKs raise as an `APIError`; no `finish_reason` and no `[DONE]` pretend that the answer was complete.
+//! A stream has sent status 200 before the model can fail. It then ends with one `data: {"error": ...}` event, which the
+//! OpenAI SDKs raise as an `APIError`, and without `finish_reason` and `[DONE]`.
 
 use crate::error::{ChatError, EngineError, ModelError};
 use axum::{
@@ -26,7 +26,7 @@ use axum::{
 };
 use serde::Serialize;
 
-/// OpenAI's error object.
+/// JSON of an error.
 #[derive(Debug, Serialize)]
 pub struct ErrorBody<'a> {
     pub error: ErrorObject<'a>,
@@ -41,10 +41,6 @@ pub struct ErrorObject<'a> {
     pub code: Option<&'a str>,
 }
 
-const INVALID: &str = "invalid_request_error";
-const SERVER: &str = "server_error";
-
-/// A refusal, ready to be sent.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ApiError {
     pub status: StatusCode,
@@ -52,6 +48,7 @@ pub struct ApiError {
     code: Option<&'static str>,
     param: Option<String>,
     message: String,
+    /// Seconds.
     retry_after: Option<u32>,
 }
 
@@ -60,36 +57,56 @@ impl ApiError {
         Self { status, kind, code, param: None, message: message.into(), retry_after: None }
     }
 
-    /// A value that is wrong; `param` names it as the client wrote it, such as `messages[0].role`.
+    fn client(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        Self::new(status, "invalid_request_error", Some(code), message)
+    }
+
+    fn bad_request(code: &'static str, message: impl Into<String>) -> Self {
+        Self::client(StatusCode::BAD_REQUEST, code, message)
+    }
+
+    fn server(code: Option<&'static str>, message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", code, message)
+    }
+
+    fn unavailable(code: &'static str, message: impl Into<String>) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", Some(code), message)
+    }
+
+    fn at(self, param: impl Into<String>) -> Self {
+        Self { param: Some(param.into()), ..self }
+    }
+
+    fn retry_after(self, seconds: u32) -> Self {
+        Self { retry_after: Some(seconds), ..self }
+    }
+
+    /// A wrong value. `param` is its path in the request, such as `messages[0].role`.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
-        let error = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("invalid_value"), message);
-        Self { param: Some(param.into()), ..error }
+        Self::bad_request("invalid_value", message).at(param)
     }
 
-    /// A field that nobody knows, and that cannot have been meant.
+    /// An unknown field whose name is close to a known one.
     pub fn unknown(param: &str, message: impl Into<String>) -> Self {
-        let error = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unknown_parameter"), message);
-        Self { param: Some(param.into()), ..error }
+        Self::bad_request("unknown_parameter", message).at(param)
     }
 
-    /// A request that is right in OpenAI's API but that this server cannot serve.
+    /// A request that is valid in OpenAI's API but not supported by this server.
     pub fn unsupported(param: &str, message: impl Into<String>) -> Self {
-        let error = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("unsupported_parameter"), message);
-        Self { param: Some(param.into()), ..error }
+        Self::bad_request("unsupported_parameter", message).at(param)
     }
 
-    /// A body that is not the JSON that was expected. `path` is where, if a field can be named.
+    /// A body that is not JSON (`path` is `None`), or a field of the wrong type.
     pub fn json(path: Option<String>, message: impl Into<String>) -> Self {
         let code = if path.is_some() { "invalid_type" } else { "invalid_json" };
-        Self { param: path, ..Self::new(StatusCode::BAD_REQUEST, INVALID, Some(code), message) }
+        Self { param: path, ..Self::bad_request(code, message) }
     }
 
-    /// The same in the words of another format. `names` are pairs: the name of a field as chat completions have it, or the
-    /// beginning of a path into it, and the client's.
+    /// Replaces a field's path by its path in another API. Each pair has the path in chat completions, or the start of
+    /// one, and the other path. A pattern that starts with a bracket matches after an index.
     pub fn renamed(mut self, names: &[(&str, &str)]) -> Self {
         let Some(param) = &self.param else { return self };
         let rename = |(ours, theirs): &(&str, &str)| {
-            // A name that begins with a bracket stands behind an index.
             let at = param.find(ours).filter(|&at| at == 0 || ours.starts_with(']'))?;
             Some([&param[..at], theirs, &param[at + ours.len()..]].concat())
         };
@@ -104,144 +121,134 @@ impl ApiError {
         Self::over_context(&prompt.to_string(), context, param)
     }
 
-    /// A prompt that was not tokenized to its end: it has `least` tokens or more.
-    pub fn over_context_by(least: usize, context: usize, param: &str) -> Self {
-        Self::over_context(&format!("at least {least}"), context, param)
+    /// A prompt that was not tokenized to its end: it has at least this many tokens.
+    pub fn over_context_by(at_least: usize, context: usize, param: &str) -> Self {
+        Self::over_context(&format!("at least {at_least}"), context, param)
     }
 
     fn over_context(prompt: &str, context: usize, param: &str) -> Self {
         let message = format!(
-            "This model's context length is {context} tokens, and the prompt has {prompt} of them: it leaves no room \
+            "This model's context length is {context} tokens, and the prompt has {prompt} of them, which leaves no room \
              for an answer. Shorten the prompt, or start the server with a larger --ctx-size."
         );
-        let error = Self::new(StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded"), message);
-        Self { param: Some(param.into()), ..error }
+        Self::bad_request("context_length_exceeded", message).at(param)
     }
 
     pub fn unauthorized() -> Self {
         let message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.";
-        Self::new(StatusCode::UNAUTHORIZED, INVALID, Some("invalid_api_key"), message)
+        Self::client(StatusCode::UNAUTHORIZED, "invalid_api_key", message)
     }
 
-    pub fn no_such_model(asked: &str, served: &str) -> Self {
-        let message = format!("The model `{asked}` does not exist here. This server serves `{served}`.");
-        let error = Self::new(StatusCode::NOT_FOUND, INVALID, Some("model_not_found"), message);
-        Self { param: Some("model".into()), ..error }
+    pub fn no_such_model(requested: &str, served: &str) -> Self {
+        let message = format!("The model `{requested}` does not exist here. This server serves `{served}`.");
+        Self::client(StatusCode::NOT_FOUND, "model_not_found", message).at("model")
     }
 
     pub fn no_such_response(id: &str, param: &str) -> Self {
-        let message =
-            format!("The response `{id}` is not kept here. It was asked not to be, or has made room for others.");
-        let error = Self::new(StatusCode::NOT_FOUND, INVALID, Some("response_not_found"), message);
-        Self { param: Some(param.into()), ..error }
+        let message = format!("The response `{id}` is not stored here. It had `store: false`, or was evicted.");
+        Self::client(StatusCode::NOT_FOUND, "response_not_found", message).at(param)
     }
 
     pub fn no_such_item(id: &str, param: &str) -> Self {
-        let message = format!("{param} names the item `{id}`, which no response that is kept here has. Send it whole.");
-        let error = Self::new(StatusCode::NOT_FOUND, INVALID, Some("item_not_found"), message);
-        Self { param: Some(param.into()), ..error }
+        let message = format!("{param} refers to the item `{id}`, which no stored response has. Send the whole item.");
+        Self::client(StatusCode::NOT_FOUND, "item_not_found", message).at(param)
     }
 
     pub fn no_such_path(method: &str, path: &str) -> Self {
-        let message = format!("Unknown path: {method} {path}");
-        Self::new(StatusCode::NOT_FOUND, INVALID, Some("not_found"), message)
+        Self::client(StatusCode::NOT_FOUND, "not_found", format!("Unknown path: {method} {path}"))
     }
 
     pub fn wrong_method(method: &str, path: &str) -> Self {
-        let message = format!("{path} does not take {method}.");
-        Self::new(StatusCode::METHOD_NOT_ALLOWED, INVALID, Some("method_not_allowed"), message)
+        let message = format!("{path} does not support {method}.");
+        Self::client(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
     }
 
     pub fn too_large(limit: usize) -> Self {
         let message = format!("The body is larger than {limit} bytes.");
-        Self::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, Some("request_too_large"), message)
+        Self::client(StatusCode::PAYLOAD_TOO_LARGE, "request_too_large", message)
     }
 
-    /// A request for which `bytes` would be needed, where at most `most` are ever free.
-    pub fn too_much_memory(bytes: usize, most: usize) -> Self {
+    /// A request that needs `bytes` of memory, where at most `limit` are ever free.
+    pub fn too_much_memory(bytes: usize, limit: usize) -> Self {
         let message = format!(
-            "This request would take {} MiB of memory; requests have {} MiB here. Make it smaller, or start the server \
-             with a larger --memory-limit.",
+            "This request needs {} MiB of memory, and the server has {} MiB for requests. Make it smaller, or start the \
+             server with a larger --memory-limit.",
             bytes.div_ceil(1 << 20),
-            most >> 20
+            limit >> 20
         );
-        Self::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, Some("request_too_large"), message)
+        Self::client(StatusCode::PAYLOAD_TOO_LARGE, "request_too_large", message)
     }
 
     pub fn memory_in_use() -> Self {
         let message = "Other requests hold the memory that this one needs. Try again.";
-        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("memory_in_use"), message);
-        Self { retry_after: Some(1), ..error }
+        Self::unavailable("memory_in_use", message).retry_after(1)
     }
 
-    /// Every place for a connection is taken by a request in progress.
-    pub fn no_place() -> Self {
-        let message = "All connections are busy. Try again.";
-        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("connections_busy"), message);
-        Self { retry_after: Some(2), ..error }
+    /// All connection slots have a request in progress.
+    pub fn no_connection_slot() -> Self {
+        Self::unavailable("connections_busy", "All connections are busy. Try again.").retry_after(2)
     }
 
-    /// A `Host` that is no name of this machine: a web page whose own name was made to point here sends that.
+    /// A `Host` that is not a name of this machine. A page that uses DNS rebinding sends its own name.
     pub fn wrong_host(host: &str) -> Self {
         let message = format!(
-            "This server listens on a loopback address and answers to local names only, not to `{host}`. Start it with \
-             --allowed-host {host} if that is meant to be it."
+            "The host `{host}` is not allowed: this server accepts local names only. If it is a name of this server, \
+             start it with --allowed-host {host}."
         );
-        Self::new(StatusCode::FORBIDDEN, INVALID, Some("host_not_allowed"), message)
+        Self::client(StatusCode::FORBIDDEN, "host_not_allowed", message)
     }
 
     /// A web page of another origin.
     pub fn wrong_origin(origin: &str) -> Self {
-        let message =
-            format!("Web pages of {origin} may not use this server. Start it with --cors {origin} if they may.");
-        Self::new(StatusCode::FORBIDDEN, INVALID, Some("origin_not_allowed"), message)
+        let message = format!(
+            "Web pages of {origin} are not allowed to use this server. To allow them, start it with --cors {origin}."
+        );
+        Self::client(StatusCode::FORBIDDEN, "origin_not_allowed", message)
     }
 
-    /// A body that does not say that it is JSON.
+    /// A body that is not declared as JSON.
     pub fn not_json() -> Self {
-        let message = "The body must be JSON and say so: send the header `Content-Type: application/json` (curl does with \
+        let message = "The body must be JSON with the header `Content-Type: application/json` (curl: \
                        -H 'content-type: application/json').";
-        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, Some("unsupported_media_type"), message)
+        Self::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
     }
 
     pub fn unknown_encoding() -> Self {
-        let message = "The body may come as it is or with `Content-Encoding: gzip`, and in no other encoding.";
-        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, Some("unsupported_encoding"), message)
+        let message = "The only supported encoding of a body is `Content-Encoding: gzip`.";
+        Self::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_encoding", message)
     }
 
     pub fn slow_body() -> Self {
-        let message = "The rest of the body did not come in time.";
-        Self::new(StatusCode::REQUEST_TIMEOUT, INVALID, Some("body_timeout"), message)
+        let message = "The rest of the body did not arrive in time.";
+        Self::client(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
     }
 
-    /// A fault of the server's.
+    /// An internal error.
     pub fn failed(message: &str) -> Self {
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, None, message)
+        Self::server(None, message)
     }
 
     pub fn loading() -> Self {
-        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("loading"), "The model is still loading.");
-        Self { retry_after: Some(5), ..error }
+        Self::unavailable("loading", "The model is still loading.").retry_after(5)
     }
 
+    /// A request to unload a model that is not in memory.
     pub fn not_in_memory(id: &str, loaded: Option<&str>) -> Self {
-        let there = loaded.map_or("No model is".into(), |loaded| format!("`{loaded}` is"));
-        let message = format!("The model `{id}` is not loaded. {there} in memory.");
-        let error = Self::new(StatusCode::NOT_FOUND, INVALID, Some("model_not_loaded"), message);
-        Self { param: Some("model".into()), ..error }
+        let loaded = loaded.map_or("No model is".into(), |loaded| format!("`{loaded}` is"));
+        let message = format!("The model `{id}` is not loaded. {loaded} in memory.");
+        Self::client(StatusCode::NOT_FOUND, "model_not_loaded", message).at("model")
     }
 
-    /// A model that is on this machine and cannot be served.
+    /// A model that is on this machine and cannot be loaded.
     pub fn not_loaded(id: &str, why: &str) -> Self {
-        let message = format!("The model `{id}` could not be loaded: {why}");
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, Some("model_not_loaded"), message)
+        Self::server(Some("model_not_loaded"), format!("The model `{id}` could not be loaded: {why}"))
     }
 
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// The JSON that is sent, in a body or in an event of a stream.
+    /// The JSON of a body or of an event in a stream.
     pub fn body(&self) -> ErrorBody<'_> {
         let Self { kind, code, param, message, .. } = self;
         ErrorBody { error: ErrorObject { message, kind, param: param.as_deref(), code: *code } }
@@ -251,35 +258,28 @@ impl ApiError {
 impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
         let message = error.to_string();
-        let failed = |code| Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, code, &*message);
         match error {
             EngineError::QueueFull => {
-                let full = "Too many requests are waiting. Try again, or start the server with a larger --max-queue.";
-                let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("queue_full"), full);
-                Self { retry_after: Some(2), ..error }
+                let message =
+                    "Too many requests are waiting. Try again, or start the server with a larger --max-queue.";
+                let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
+                Self::new(status, kind, Some("queue_full"), message).retry_after(2)
             }
-            EngineError::Draining => Self::new(
-                StatusCode::SERVICE_UNAVAILABLE,
-                SERVER,
-                Some("shutting_down"),
-                "The server is shutting down.",
-            ),
-            EngineError::Unloaded => {
-                Self::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, Some("model_unloaded"), &*message)
-            }
-            EngineError::TimedOut => Self::new(StatusCode::GATEWAY_TIMEOUT, SERVER, Some("timeout"), &*message),
+            EngineError::Draining => Self::unavailable("shutting_down", "The server is shutting down."),
+            EngineError::Unloaded => Self::unavailable("model_unloaded", message),
+            EngineError::TimedOut => Self::new(StatusCode::GATEWAY_TIMEOUT, "server_error", Some("timeout"), message),
             EngineError::Model(ModelError::ContextFull { .. }) | EngineError::PromptTooLong { .. } => {
-                Self::new(StatusCode::BAD_REQUEST, INVALID, Some("context_length_exceeded"), &*message)
+                Self::bad_request("context_length_exceeded", message)
             }
             EngineError::Model(ModelError::TokenOutOfRange { .. }) | EngineError::EmptyPrompt => {
-                Self::new(StatusCode::BAD_REQUEST, INVALID, Some("invalid_value"), &*message)
+                Self::bad_request("invalid_value", message)
             }
-            EngineError::Model(ModelError::Store(_)) => failed(Some("storage_error")),
+            EngineError::Model(ModelError::Store(_)) => Self::server(Some("storage_error"), message),
             EngineError::Model(_)
             | EngineError::Stopped
             | EngineError::NoLogits
             | EngineError::Constraint(_)
-            | EngineError::Panicked(_) => failed(None),
+            | EngineError::Panicked(_) => Self::server(None, message),
         }
     }
 }
@@ -289,15 +289,11 @@ impl From<ChatError> for ApiError {
         let message = error.to_string();
         match error {
             ChatError::Refused(_) => {
-                let code = Some("conversation_refused");
-                let error = Self::new(StatusCode::UNPROCESSABLE_ENTITY, INVALID, code, message);
-                Self { param: Some("messages".into()), ..error }
+                Self::client(StatusCode::UNPROCESSABLE_ENTITY, "conversation_refused", message).at("messages")
             }
             ChatError::Conversation(_) => Self::invalid("messages", message),
             ChatError::Reserved(name) => Self::invalid(format!("chat_template_kwargs.{name}"), message),
-            ChatError::Template(_) | ChatError::Tokenizer(_) => {
-                Self::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, None, message)
-            }
+            ChatError::Template(_) | ChatError::Tokenizer(_) => Self::server(None, message),
         }
     }
 }
@@ -311,7 +307,7 @@ impl IntoResponse for ApiError {
         if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        // For formats that give errors another shape.
+        // The Anthropic API gives the error another shape.
         response.extensions_mut().insert(self);
         response
     }
@@ -323,7 +319,7 @@ mod tests {
     use std::{io, path::PathBuf};
 
     #[test]
-    fn engine_errors_get_the_status_a_client_acts_on() {
+    fn engine_errors_have_their_status() {
         let status = |error: EngineError| ApiError::from(error).status.as_u16();
         assert_eq!(status(EngineError::QueueFull), 429);
         assert_eq!(status(EngineError::Draining), 503);
@@ -333,13 +329,13 @@ mod tests {
     }
 
     #[test]
-    fn what_the_template_refuses_is_a_422() {
+    fn template_refusal_is_422() {
         let error = ApiError::from(ChatError::Refused("No user query.".into()));
         assert_eq!((error.status.as_u16(), error.param.as_deref()), (422, Some("messages")));
     }
 
     #[test]
-    fn a_failed_read_names_expert_file_and_offset() {
+    fn read_error_names_expert_and_offset() {
         let read = crate::error::StoreError::Read {
             layer: 3,
             expert: 17,
@@ -358,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_queue_says_when_to_come_back() {
+    fn full_queue_sets_retry_after() {
         let response = ApiError::from(EngineError::QueueFull).into_response();
         assert_eq!(response.headers()[header::RETRY_AFTER], "2");
     }

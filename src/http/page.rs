@@ -1,5 +1,7 @@
-//! `GET /`: a chat and gauges in one file. It asks this server alone and runs nothing but what is in it: its policy names its
-//! script and its style by their hashes.
+//! `GET /`: the page, a chat and gauges in one HTML file.
+//!
+//! Its content security policy allows requests to this server only, and only the script and the style in the file, by
+//! their hashes.
 
 use axum::{
     http::{HeaderValue, header},
@@ -32,11 +34,12 @@ pub async fn page() -> Response {
     (headers, PAGE).into_response()
 }
 
-/// A policy's name for the text of the page's one element of that name.
+/// Hash of an element of the page, as a content security policy writes it.
 fn hash(element: &str) -> String {
     format!("'sha256-{}'", BASE64_STANDARD.encode(Sha256::digest(text(element))))
 }
 
+/// Text inside the only element of this name.
 fn text(element: &str) -> &'static str {
     let inside = PAGE.split_once(&format!("<{element}>")).map_or("", |(_, rest)| rest);
     inside.split_once(&format!("</{element}>")).map_or("", |(text, _)| text)
@@ -47,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_asks_nobody_else() {
+    fn page_loads_nothing_from_elsewhere() {
         for element in ["script", "style"] {
             assert!(text(element).len() > 1000);
             assert_eq!(PAGE.matches(&format!("<{element}")).count(), 1, "the policy has one hash for each");

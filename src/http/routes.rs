@@ -1,37 +1,92 @@
-//! Paths: their spellings, their labels in the metrics, and what is known of each before it is routed.
+//! Route table: every path with its method, body and meaning.
+//!
+//! The labels of `moestro_requests_total`, the check of content types and `/openapi.json` use it.
 
-/// The label of a path: one of a fixed set, since a client can invent any number of paths.
-pub fn endpoint(path: &str) -> &'static str {
-    const KNOWN: [&str; 15] = [
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/models",
-        "/v1/models/unload",
-        "/openapi.json",
-        "/tokenizer_info",
-        "/tokenize",
-        "/detokenize",
-        "/health",
-        "/metrics",
-        "/experts",
-        "/",
-    ];
-    let bare = |path: &str| path.trim_end_matches('/').trim_start_matches("/v1").to_owned();
-    let path = bare(path);
-    let known = KNOWN.into_iter().find(|known| bare(known) == path);
-    known.unwrap_or(match () {
-        () if path.starts_with("/models/") => "/v1/models/{id}",
-        () if path.starts_with("/responses/") => "/v1/responses/{id}",
-        () => "other",
-    })
+use crate::http::request::fields::{self, FieldTable};
+
+pub struct Route {
+    /// Lower-case method, as in OpenAPI.
+    pub method: &'static str,
+    pub path: &'static str,
+    pub summary: &'static str,
+    pub body: RouteBody,
 }
 
-/// The ways in which clients write a path: with `/v1` or without it, and with a slash at the end.
+pub enum RouteBody {
+    None,
+    /// A generation: its fields, the required ones, and whether the response may be a stream.
+    Generation(FieldTable, &'static [&'static str], bool),
+    Tokenize,
+    Detokenize,
+    Object,
+}
+
+const fn route(method: &'static str, path: &'static str, summary: &'static str) -> Route {
+    Route { method, path, summary, body: RouteBody::None }
+}
+
+const fn post(path: &'static str, summary: &'static str, body: RouteBody) -> Route {
+    Route { method: "post", path, summary, body }
+}
+
+const fn generation(
+    path: &'static str,
+    summary: &'static str,
+    fields: FieldTable,
+    required: &'static [&'static str],
+) -> Route {
+    post(path, summary, RouteBody::Generation(fields, required, true))
+}
+
+pub static ROUTES: &[Route] = &[
+    generation("/v1/chat/completions", "Next message of a conversation", fields::CHAT, &["messages"]),
+    generation("/v1/completions", "Continuation of a prompt", fields::COMPLETIONS, &["prompt"]),
+    generation("/v1/responses", "Next items of a conversation", fields::RESPONSES, &["input"]),
+    generation("/v1/messages", "Next message of a conversation", fields::MESSAGES, &["messages", "max_tokens"]),
+    post(
+        "/v1/messages/count_tokens",
+        "Number of tokens in a prompt",
+        RouteBody::Generation(fields::MESSAGES, &["messages"], false),
+    ),
+    route("get", "/v1/responses/{id}", "Stored response"),
+    route("delete", "/v1/responses/{id}", "Delete a stored response"),
+    route("get", "/", "Chat and gauges in a browser"),
+    route("get", "/v1/models", "Models on this machine, the loaded one first"),
+    route("get", "/v1/models/{id}", "One model"),
+    post("/v1/models/unload", "Unload a model; the next request for it loads it again", RouteBody::Object),
+    post("/tokenize", "Tokens of a prompt or of messages", RouteBody::Tokenize),
+    post("/detokenize", "Text of tokens", RouteBody::Detokenize),
+    route("get", "/health", "Whether requests are answered, and how many wait"),
+    route("get", "/metrics", "Metrics in the Prometheus or OpenMetrics format"),
+    route("get", "/experts", "Experts in memory"),
+    route("get", "/openapi.json", "This document"),
+    route("delete", "/prompt_cache", "Clear the prompt cache"),
+    route("get", "/tokenizer_info", "Special tokens and chat template"),
+];
+
+/// The path of a route without `/v1` and without a slash at the end: clients write it in several ways.
+fn bare(path: &str) -> &str {
+    path.trim_end_matches('/').trim_start_matches("/v1")
+}
+
+/// Label of a path in the metrics. Clients can invent paths, so an unknown one is `other`.
+pub fn endpoint(path: &str) -> &'static str {
+    find(path).map_or("other", |route| route.path)
+}
+
+fn find(path: &str) -> Option<&'static Route> {
+    let path = bare(path);
+    let exact = ROUTES.iter().find(|route| bare(route.path) == path);
+    let has_prefix = |route: &&Route| {
+        let prefix = bare(route.path).strip_suffix("{id}");
+        prefix.is_some_and(|prefix| path.starts_with(prefix))
+    };
+    exact.or_else(|| ROUTES.iter().find(has_prefix))
+}
+
+/// All spellings of a path that are served: with and without `/v1`, with and without a slash at the end.
 pub fn spellings(path: &str) -> [String; 4] {
-    let bare = path.trim_start_matches("/v1");
+    let bare = bare(path);
     [bare.to_owned(), format!("{bare}/"), format!("/v1{bare}"), format!("/v1{bare}/")]
 }
 
@@ -45,17 +100,7 @@ pub fn is_public(path: &str) -> bool {
     is_status(path) || path == "/"
 }
 
-/// Paths that exist and may be posted to.
+/// True for paths whose `POST` takes JSON.
 pub fn takes_json(path: &str) -> bool {
-    const POSTED: [&str; 8] = [
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/tokenize",
-        "/detokenize",
-        "/v1/models/unload",
-    ];
-    POSTED.contains(&endpoint(path))
+    find(path).is_some_and(|route| route.method == "post")
 }

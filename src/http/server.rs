@@ -1,4 +1,4 @@
-//! The server: its routes and layers, and its life from the first connection to the last.
+//! The server: router, layers, start and graceful shutdown.
 
 use crate::http::{
     ServerState, admin,
@@ -20,7 +20,6 @@ use std::{future::Future, io, sync::Arc, time::Duration};
 use tokio::{net::TcpListener, sync::watch};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-/// All routes.
 pub fn router(state: Arc<ServerState>) -> Router {
     let handlers = [
         ("/v1/chat/completions", post(chat::chat)),
@@ -61,16 +60,17 @@ pub fn router(state: Arc<ServerState>) -> Router {
         Some(origin) => router.layer(cors(origin)),
         None => router,
     };
+    // The layer added last runs first.
     router
         .layer(from_fn_with_state(state.clone(), request_log::log_request))
         .layer(from_fn(messages::convert_errors))
         .with_state(state)
 }
 
-/// The time that connections have to send the rest of their answers once the engine is idle.
-const LINGER: Duration = Duration::from_secs(1);
+/// How long connections may take to send their last bytes after the engine is idle.
+const SEND_GRACE: Duration = Duration::from_secs(1);
 
-/// Serves until `shutdown`, then drains: new requests get 503 while the accepted ones end within the engine's grace.
+/// Serves until `shutdown`. Then new requests get 503, and those in progress finish within the engine's grace period.
 pub async fn serve(
     listener: TcpListener,
     state: Arc<ServerState>,
@@ -87,13 +87,13 @@ pub async fn serve(
     };
     tokio::select! {
         () = state.models.run() => {}
-        // Accepting ends by itself only if it panics.
+        // The accept loop ends by itself only if it panics.
         ended = &mut accepting => return ended.map_err(io::Error::other),
         () = drain => {}
     }
     stop.send_replace(true);
-    // The receivers are gone when the connections are.
-    let _ = tokio::time::timeout(LINGER, stop.closed()).await;
+    // Every connection holds a receiver until it is closed.
+    let _ = tokio::time::timeout(SEND_GRACE, stop.closed()).await;
     Ok(())
 }
 

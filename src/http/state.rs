@@ -65,7 +65,7 @@ impl ServerState {
 
     /// Serves this model only and never unloads it.
     pub fn serve_model(&self, model: LoadedModel) {
-        self.metrics.serves(&model.card.id);
+        self.metrics.set_model(&model.card.id);
         self.models.install(HostedModel { id: model.card.id.clone(), model, unload: Box::new(|| ()) });
     }
 

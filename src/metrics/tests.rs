@@ -1,77 +1,102 @@
 use super::*;
+use prometheus::proto::{Metric, MetricFamily, MetricType};
+use std::fmt::Write;
+
+const HEAD: &str = "\
+# Metrics
+
+`GET /metrics` answers in the Prometheus text format, or in OpenMetrics if the `Accept` header asks for it. Units are base units:
+seconds and bytes. The table of `src/metrics/mod.rs` declares all metrics, and a test generates this page from it. On Linux
+the `process_*` metrics of the Prometheus client library are there, too.
+
+| metric | type | labels | meaning |
+|---|---|---|---|
+";
+
+/// The families that have children at the start.
+fn families() -> Vec<MetricFamily> {
+    Metrics::new("1.2.3", "cpu").registry.gather()
+}
+
+/// The label column: each label with the values that exist at the start.
+fn label_column(labels: &[&str], children: &[Metric]) -> String {
+    let mut column = Vec::new();
+    for label in labels {
+        let mut values = Vec::new();
+        for pair in children.iter().flat_map(Metric::get_label).filter(|pair| pair.name() == *label) {
+            let value = format!("`{}`", pair.value());
+            if !values.contains(&value) && *label != "version" && !pair.value().is_empty() {
+                values.push(value);
+            }
+        }
+        column.push(if values.is_empty() { format!("`{label}`") } else { format!("`{label}`: {}", values.join(", ")) });
+    }
+    column.join("; ")
+}
+
+/// `MOESTRO_WRITE_DOCS=1 cargo test` writes the page.
+#[test]
+fn docs_page_matches_table() {
+    let (mut page, families) = (HEAD.to_owned(), families());
+    for (kind, name, labels, help) in FAMILIES {
+        let family = families.iter().find(|family| family.name() == *name);
+        let labels = label_column(labels, family.map_or(&[], MetricFamily::get_metric));
+        let kind = if *kind == "seconds" { "counter" } else { kind };
+        writeln!(page, "| `{name}` | {kind} | {labels} | {help} |").unwrap();
+    }
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md");
+    if std::env::var_os("MOESTRO_WRITE_DOCS").is_some() {
+        std::fs::write(path, &page).unwrap();
+    }
+    assert_eq!(std::fs::read_to_string(path).unwrap(), page, "docs/metrics.md is out of date");
+}
 
 #[test]
-fn every_metric_of_the_contract_is_there_from_the_start() {
+fn labelled_children_exist_from_the_start() {
+    let families = families();
+    for (_, name, _, _) in FAMILIES {
+        let dynamic = [
+            "requests_total",
+            "draft_cycles_total",
+            "draft_tokens_total",
+            "draft_states_total",
+            "process_memory_bytes",
+        ];
+        let is_dynamic = dynamic.iter().any(|suffix| name.strip_prefix("moestro_") == Some(suffix));
+        let family = families.iter().find(|family| family.name() == *name);
+        assert_eq!(family.is_none(), is_dynamic, "{name}");
+        for metric in family.iter().flat_map(|family| family.get_metric()) {
+            let value = match family.unwrap().get_field_type() {
+                MetricType::COUNTER => metric.get_counter().get_value(),
+                MetricType::GAUGE => metric.get_gauge().get_value(),
+                _ => metric.get_histogram().get_sample_count() as f64,
+            };
+            assert_eq!(value, f64::from(u8::from(*name == "moestro_build_info")), "{name}");
+        }
+    }
     let metrics = Metrics::new("1.2.3", "cpu");
-    metrics.request("/v1/chat/completions", 200);
+    metrics.record_request("/v1/chat/completions", 200);
     let text = metrics.render();
     for line in [
         "moestro_requests_total{endpoint=\"/v1/chat/completions\",status=\"200\"} 1",
-        "moestro_requests_running 0",
-        "moestro_requests_queued 0",
-        "moestro_prompt_tokens_total{source=\"computed\"} 0",
-        "moestro_prompt_tokens_total{source=\"cached\"} 0",
-        "moestro_generated_tokens_total 0",
-        "moestro_time_to_first_token_seconds_count 0",
-        "moestro_inter_token_seconds_count 0",
-        "moestro_request_seconds_count 0",
-        "moestro_queue_seconds_count 0",
-        "moestro_expert_lookups_total{phase=\"prefill\",result=\"prefetched\"} 0",
-        "moestro_expert_lookups_total{phase=\"decode\",result=\"hit\"} 0",
-        "moestro_expert_evictions_total 0",
-        "moestro_expert_slots 0",
-        "moestro_expert_slots_used 0",
-        "moestro_expert_prefetches_total{outcome=\"used\"} 0",
-        "moestro_expert_prefetches_total{outcome=\"wasted\"} 0",
-        "moestro_ssd_reads_total 0",
-        "moestro_ssd_read_bytes_total 0",
-        "moestro_ssd_disk_bytes_total 0",
-        "moestro_ssd_read_seconds_count 0",
-        "moestro_ssd_stall_seconds_total 0",
-        "moestro_ssd_errors_total 0",
-        "moestro_pack_check_seconds_total 0",
-        "moestro_memory_bytes{kind=\"workspace\"} 0",
-        "moestro_memory_bytes{kind=\"draft\"} 0",
-        "moestro_memory_bytes{kind=\"requests\"} 0",
-        "moestro_memory_limit_bytes 0",
-        "moestro_memory_pressure_total 0",
-        "moestro_memory_bytes{kind=\"prompt_cache\"} 0",
-        "moestro_prompt_cache_hits_total{source=\"session\"} 0",
-        "moestro_prompt_cache_hits_total{source=\"memory\"} 0",
-        "moestro_prompt_cache_misses_total 0",
-        "moestro_prompt_cache_hits_total{source=\"disk\"} 0",
-        "moestro_prompt_cache_bytes{place=\"disk\"} 0",
-        "moestro_prompt_cache_disk_reads_total 0",
-        "moestro_prompt_cache_disk_read_bytes_total 0",
-        "moestro_prompt_cache_disk_writes_total 0",
-        "moestro_prompt_cache_disk_written_bytes_total 0",
-        "moestro_prompt_cache_hit_tokens_count 0",
-        "moestro_prompt_cache_bytes{place=\"memory\"} 0",
-        "moestro_prompt_cache_checkpoints{place=\"memory\"} 0",
-        "moestro_prompt_cache_evictions_total{place=\"memory\"} 0",
-        "moestro_prefill_seconds_count 0",
-        "moestro_decode_seconds_count 0",
-        "moestro_request_prompt_tokens_count 0",
-        "moestro_request_generated_tokens_count 0",
-        "moestro_answers_total{finish_reason=\"cancelled\"} 0",
         "moestro_build_info{device=\"cpu\",model=\"\",version=\"1.2.3\"} 1",
     ] {
-        assert!(text.lines().any(|l| l == line), "{line} is missing from\n{text}");
+        assert!(text.lines().any(|other| other == line), "{line} is missing from\n{text}");
     }
 }
 
 #[test]
-fn what_runs_is_said_once() {
+fn build_info_has_one_child() {
     let metrics = Metrics::new("1", "cpu");
-    metrics.runs_on("metal");
-    metrics.serves("demo");
+    metrics.set_device("metal");
+    metrics.set_model("demo");
     let text = metrics.render();
-    let told: Vec<_> = text.lines().filter(|line| line.starts_with("moestro_build_info")).collect();
-    assert_eq!(told, ["moestro_build_info{device=\"metal\",model=\"demo\",version=\"1\"} 1"]);
+    let lines: Vec<_> = text.lines().filter(|line| line.starts_with("moestro_build_info")).collect();
+    assert_eq!(lines, ["moestro_build_info{device=\"metal\",model=\"demo\",version=\"1\"} 1"]);
 }
 
 #[test]
-fn two_servers_in_one_process_count_apart() {
+fn two_servers_count_separately() {
     let (a, b) = (Metrics::new("0", "cpu"), Metrics::new("0", "cpu"));
     a.lookups_decode_hit.inc_by(3);
     a.inter_token_seconds.observe(0.012);
@@ -83,9 +108,24 @@ fn two_servers_in_one_process_count_apart() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn the_process_reports_itself() {
+fn process_metrics_exist() {
     let text = Metrics::new("0", "cpu").render();
     for name in ["process_resident_memory_bytes", "process_open_fds", "process_cpu_seconds_total"] {
         assert!(text.contains(name), "{name} is missing");
     }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn process_memory_is_measured() {
+    let metrics = Metrics::new("1", "cpu");
+    let resident = || {
+        let text = metrics.render();
+        let line = text.lines().find_map(|line| line.strip_prefix("moestro_process_memory_bytes{kind=\"resident\"} "));
+        line.unwrap_or_else(|| panic!("{text}")).parse::<u64>().unwrap()
+    };
+    let before = resident();
+    let block = std::hint::black_box(vec![1u8; 64 << 20]);
+    assert!(resident() >= before + (48 << 20));
+    drop(block);
 }

@@ -58,7 +58,7 @@ async fn a_small_body_that_becomes_a_large_one_is_refused() {
 #[tokio::test]
 async fn the_memory_of_requests_holds_for_inflated_bytes() {
     // Within the limit of bytes, beyond what requests may take of memory.
-    let server = Setup { configure: |state| state.memory.plan(12 << 20), ..Setup::default() }.start().await;
+    let server = Setup { configure: |state| state.memory.set_plan(12 << 20), ..Setup::default() }.start().await;
     let body = gzip(&vec![b' '; 8 << 20]);
     assert!(body.len() < 64 << 10);
     let (code, answer) = status(&server, "gzip", &body).await;

@@ -204,7 +204,7 @@ async fn ten_megabytes_are_read_and_twenty_are_not() {
 /// What is looked for in every token of an answer takes more than its text.
 #[tokio::test]
 async fn long_stop_strings_count_as_memory() {
-    let server = Setup { configure: |state| state.memory.plan(12 << 20), ..Setup::default() }.start().await;
+    let server = Setup { configure: |state| state.memory.set_plan(12 << 20), ..Setup::default() }.start().await;
     for (length, status) in [(10_000, 200), (500_000, 413)] {
         let stop = "x".repeat(length);
         let chat = json!({"messages": [{"role": "user", "content": "Hi"}], "stop": stop});
@@ -216,7 +216,7 @@ async fn long_stop_strings_count_as_memory() {
 /// Long texts are tokenized piece by piece. A word is one piece, so a long one takes memory by its length.
 #[tokio::test]
 async fn a_long_word_is_refused_where_as_many_words_are_not() {
-    let server = Setup { configure: |state| state.memory.plan(32 << 20), ..Setup::default() }.start().await;
+    let server = Setup { configure: |state| state.memory.set_plan(32 << 20), ..Setup::default() }.start().await;
     let text = |word: &str, bytes: usize| json!({"prompt": word.repeat(bytes / word.len())}).to_string();
     for text in [text("word ", 200_000), text("a", 30_000)] {
         let answer = server.send("POST", "/tokenize", &[], Some(text.as_bytes())).await;

@@ -300,7 +300,7 @@ async fn a_stream_says_how_far_the_prompt_is_if_asked() {
 #[tokio::test]
 async fn what_is_sent_back_counts_as_memory_again() {
     // Once it fits into the requests' memory; with its translation and the answer that tells it again it does not.
-    let configure = |state: &mut ServerState| state.memory.plan(12 << 20);
+    let configure = |state: &mut ServerState| state.memory.set_plan(12 << 20);
     let server = Setup { says: Some(THINKS), configure, ..Setup::default() }.start().await;
     let body = |bytes: usize| with(question(), json!({"user": "x".repeat(bytes)}));
     let refused = server.post(PATH, &body(1_200_000)).await;

@@ -249,7 +249,7 @@ impl<M: Model> Speculation<M> {
         }
         timings.saved_seconds += saved;
         let kind = self.draft.as_ref().map_or(Kind::Lookup, |draft| draft.kind());
-        self.metrics.drafted(kind.name(), accepted, drafted - accepted, saved);
+        self.metrics.record_draft(kind.name(), accepted, drafted - accepted, saved);
         self.judge(kind, accepted);
         Ok(())
     }

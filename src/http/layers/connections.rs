@@ -1,16 +1,14 @@
-//! Connections: how many there may be, and how long one may be silent.
+//! Connections: how many there may be, and how long a client may be silent.
 //!
-//! Each has a place. When all are taken, the connection that has been idle longest gives its own up; if every one has a
-//! request in progress, a newcomer gets one of a few further places, at which `/health` and `/metrics` are answered and
-//! everything else is a 503. So neither idle sockets nor a full house keep anybody from asking how the server is.
+//! Each connection has a slot. If all slots are taken, the connection that has been idle longest is closed. If all have
+//! a request in progress, a new connection gets a reserved slot, where only `/health` and `/metrics` are answered and
+//! everything else is a 503. So neither idle connections nor a full server hide its status.
 
-use crate::http::{
-    ServerState,
-    errors::ApiError,
-    layers::{body_guard, timeouts::Timeouts},
-    routes,
+use super::{body_guard, timeouts::Timeouts};
+use crate::{
+    http::{errors::ApiError, routes, state::ServerState},
+    platform::os,
 };
-use crate::platform::os;
 use axum::{
     Router,
     response::{IntoResponse, Response},
@@ -22,14 +20,10 @@ use hyper_util::{
 };
 use parking_lot::Mutex;
 use std::{
-    collections::HashMap,
     convert::Infallible,
     io,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
-    },
+    sync::{Arc, Weak},
     task::{Context, Poll},
     time::Duration,
 };
@@ -40,237 +34,190 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// The most connections with ordinary places, if the system allows as many files.
-const MOST: usize = 1024;
-/// Further places, for `/health` and `/metrics`.
-const RESERVED: usize = 8;
-/// Descriptors left to the model's files and everything else, if there are so many.
-const FILES: usize = 256;
-/// The most a connection buffers of a request's head, of its body or of an answer (bytes).
-const BUFFER: usize = 16 << 10;
-/// The most of an answer that the system buffers for a client which does not read (bytes).
-const SEND_BUFFER: usize = 64 << 10;
+/// Most connections in ordinary slots, if the limit on open files allows as many.
+const MAX_SLOTS: usize = 1024;
+/// Further slots, for `/health` and `/metrics`.
+const RESERVED_SLOTS: usize = 8;
+/// File descriptors left for the model's files and everything else, if the limit allows as many.
+const OTHER_FILES: usize = 256;
+/// Most bytes that a connection buffers of a request's head, of its body or of a response.
+const BUFFER_BYTES: usize = 16 << 10;
+/// Most bytes of a response that the operating system buffers for a client that does not read.
+const SEND_BUFFER_BYTES: usize = 64 << 10;
 
-/// Accepts connections until `stop` is told, and closes each after the request in progress then. Whoever holds the other
-/// end of `stop` sees by its receivers when all are closed.
+/// Accepts connections until `stop` is true, and closes each after its request in progress. Every connection holds a
+/// clone of `stop`, so its sender knows when all are closed.
 pub async fn accept(listener: TcpListener, router: Router, state: Arc<ServerState>, mut stop: watch::Receiver<bool>) {
-    let places = Arc::new(Places::new(state.max_connections.unwrap_or_else(places)));
-    let patience = state.timeouts;
+    let slots = ConnectionSlots::new(state.max_connections.unwrap_or_else(max_slots));
     loop {
         let stream = tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => stream,
                 Err(error) => {
-                    // A connection that failed before it was taken, or no descriptor left.
-                    tracing::debug!(%error, "accept");
-                    places.make_room();
+                    // The client has disconnected, or no file descriptor is free.
+                    tracing::debug!(%error, "cannot accept a connection");
+                    slots.evict_idle();
                     sleep(Duration::from_millis(20)).await;
                     continue;
                 }
             },
             _ = stop.changed() => return,
         };
-        let Some(lease) = places.enter().await else { continue };
-        let (router, stop) = (router.clone(), stop.clone());
+        let Some(slot) = slots.take().await else { continue };
+        let (router, timeouts, stop) = (router.clone(), state.timeouts, stop.clone());
         tokio::spawn(async move {
-            if let Err(error) = serve(stream, router, lease, patience, stop).await {
-                tracing::debug!(%error, "connection");
+            if let Err(error) = serve(stream, router, slot, timeouts, stop).await {
+                tracing::debug!(%error, "connection failed");
             }
         });
     }
 }
 
-/// As many connections as leave descriptors for the rest.
-fn places() -> usize {
+/// The number of slots that leaves enough file descriptors for the rest.
+fn max_slots() -> usize {
     let limit = os::raise_descriptor_limit().unwrap_or(1024);
-    limit.saturating_sub(RESERVED + FILES.min(limit / 2)).clamp(1, MOST)
+    limit.saturating_sub(RESERVED_SLOTS + OTHER_FILES.min(limit / 2)).clamp(1, MAX_SLOTS)
 }
 
 async fn serve(
     stream: TcpStream,
     router: Router,
-    lease: Seat,
-    patience: Timeouts,
+    slot: Arc<Slot>,
+    timeouts: Timeouts,
     mut stop: watch::Receiver<bool>,
 ) -> hyper::Result<()> {
-    // Tokens are small packets: collecting them would cost up to 40 ms each.
+    // A token is a small packet, and Nagle's algorithm would delay each by up to 40 ms.
     let socket = socket2::SockRef::from(&stream);
-    if let Err(error) = socket.set_tcp_nodelay(true).and_then(|()| socket.set_send_buffer_size(SEND_BUFFER)) {
-        tracing::debug!(%error, "socket options");
+    if let Err(error) = socket.set_tcp_nodelay(true).and_then(|()| socket.set_send_buffer_size(SEND_BUFFER_BYTES)) {
+        tracing::debug!(%error, "cannot set socket options");
     }
     let router = TowerToHyperService::new(router);
-    let place = &lease.place;
-    let at = place.clone();
-    let answer = hyper::service::service_fn(move |request: Request<Incoming>| {
-        let busy = Busy::new(at.clone());
-        let answer = match at.reserved && !routes::is_status(request.uri().path()) {
-            true => None,
-            false => Some(router.call(request)),
-        };
+    let answer = |request: Request<Incoming>| {
+        let busy = BusyGuard::new(slot.clone());
+        let is_refused = slot.is_reserved && !routes::is_status(request.uri().path());
+        let answer = (!is_refused).then(|| router.call(request));
         async move {
-            let answer = match answer {
+            let response = match answer {
                 Some(answer) => answer.await?,
-                None => ApiError::no_place().into_response(),
+                None => ApiError::no_connection_slot().into_response(),
             };
-            Ok::<Response, Infallible>(body_guard::hold(answer, busy))
+            Ok::<Response, Infallible>(body_guard::hold(response, busy))
         }
-    });
-    let head = if place.reserved { patience.reserved } else { patience.head };
+    };
+    let stream = TokioIo::new(WriteTimeoutStream { stream, limit: timeouts.write, timer: None });
     let mut connection = std::pin::pin!(
         http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(head)
-            .max_buf_size(BUFFER)
-            .keep_alive(!place.reserved)
-            .serve_connection(TokioIo::new(Patient::new(stream, patience.write)), answer)
+            .header_read_timeout(if slot.is_reserved { timeouts.reserved } else { timeouts.head })
+            .max_buf_size(BUFFER_BYTES)
+            .keep_alive(!slot.is_reserved)
+            .serve_connection(stream, hyper::service::service_fn(answer))
     );
-    let mut stopping = *stop.borrow();
-    if stopping {
-        connection.as_mut().graceful_shutdown();
+    tokio::select! {
+        ended = connection.as_mut() => return ended,
+        () = slot.evicted.notified() => return Ok(()),
+        _ = stop.wait_for(|is_stopping| *is_stopping) => connection.as_mut().graceful_shutdown(),
     }
-    loop {
-        tokio::select! {
-            ended = connection.as_mut() => return ended,
-            () = place.leave.notified() => return Ok(()),
-            _ = stop.changed(), if !stopping => {
-                stopping = true;
-                connection.as_mut().graceful_shutdown();
-            }
-        }
+    tokio::select! {
+        ended = connection => ended,
+        () = slot.evicted.notified() => Ok(()),
     }
 }
 
-/// All places, and the connections that have one.
-struct Places {
+struct ConnectionSlots {
     ordinary: Arc<Semaphore>,
     reserved: Arc<Semaphore>,
-    taken: Mutex<HashMap<u64, Arc<Place>>>,
-    count: AtomicU64,
+    /// Slots that can be evicted.
+    taken: Mutex<Vec<Weak<Slot>>>,
 }
 
-/// One connection's place.
-struct Place {
-    number: u64,
-    reserved: bool,
-    /// Since when no request has been in progress; `None` while one is.
-    idle: Mutex<Option<Instant>>,
-    leave: Notify,
+/// One connection's slot, free again when it is dropped.
+struct Slot {
+    is_reserved: bool,
+    /// Start of the pause between two requests; `None` while a request is in progress.
+    idle_since: Mutex<Option<Instant>>,
+    evicted: Notify,
     _permit: OwnedSemaphorePermit,
 }
 
-/// A taken place; dropping it gives the place back.
-struct Seat {
-    place: Arc<Place>,
-    all: Arc<Places>,
-}
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        self.all.taken.lock().remove(&self.place.number);
-    }
-}
-
-impl Places {
+impl ConnectionSlots {
     fn new(ordinary: usize) -> Self {
-        Self {
-            ordinary: Arc::new(Semaphore::new(ordinary)),
-            reserved: Arc::new(Semaphore::new(RESERVED)),
-            taken: Mutex::default(),
-            count: AtomicU64::new(0),
-        }
+        let semaphore = |slots| Arc::new(Semaphore::new(slots));
+        Self { ordinary: semaphore(ordinary), reserved: semaphore(RESERVED_SLOTS), taken: Mutex::default() }
     }
 
-    /// A place, if there is one or room can be made.
-    async fn enter(self: &Arc<Self>) -> Option<Seat> {
+    /// A free slot, an evicted one, or a reserved one.
+    async fn take(&self) -> Option<Arc<Slot>> {
         let mut permit = self.ordinary.clone().try_acquire_owned().ok();
-        if permit.is_none() && self.make_room() {
+        if permit.is_none() && self.evict_idle() {
             let freed = self.ordinary.clone().acquire_owned();
             permit = tokio::time::timeout(Duration::from_millis(100), freed).await.ok().and_then(Result::ok);
         }
-        let reserved = permit.is_none();
+        let is_reserved = permit.is_none();
         let permit = permit.or_else(|| self.reserved.clone().try_acquire_owned().ok())?;
-        let number = self.count.fetch_add(1, Relaxed);
-        let idle = Mutex::new(Some(Instant::now()));
-        let place = Arc::new(Place { number, reserved, idle, leave: Notify::new(), _permit: permit });
-        if !reserved {
-            self.taken.lock().insert(number, place.clone());
+        let idle_since = Mutex::new(Some(Instant::now()));
+        let slot = Arc::new(Slot { is_reserved, idle_since, evicted: Notify::new(), _permit: permit });
+        if !is_reserved {
+            let mut taken = self.taken.lock();
+            taken.retain(|slot| slot.strong_count() > 0);
+            taken.push(Arc::downgrade(&slot));
         }
-        Some(Seat { place, all: self.clone() })
+        Some(slot)
     }
 
-    /// Asks the connection that has been idle longest to leave; false if there is none.
-    fn make_room(&self) -> bool {
+    /// Closes the connection that has been idle longest; false if none is idle.
+    fn evict_idle(&self) -> bool {
         let mut taken = self.taken.lock();
-        let idle = taken.values().filter_map(|place| Some(((*place.idle.lock())?, place.number)));
-        let Some(place) = idle.min().and_then(|(_, number)| taken.remove(&number)) else { return false };
-        place.leave.notify_one();
+        let idle_since = |slot: &Weak<Slot>| *slot.upgrade()?.idle_since.lock();
+        let idle = taken.iter().enumerate().filter_map(|(index, slot)| Some((idle_since(slot)?, index)));
+        let Some((_, longest)) = idle.min() else { return false };
+        if let Some(slot) = taken.swap_remove(longest).upgrade() {
+            slot.evicted.notify_one();
+        }
         true
     }
 }
 
-/// A request in progress, until its answer has been taken whole.
-struct Busy(Arc<Place>);
+/// Marks a slot as busy until the response is sent.
+struct BusyGuard(Arc<Slot>);
 
-impl Busy {
-    fn new(place: Arc<Place>) -> Self {
-        *place.idle.lock() = None;
-        Self(place)
+impl BusyGuard {
+    fn new(slot: Arc<Slot>) -> Self {
+        *slot.idle_since.lock() = None;
+        Self(slot)
     }
 }
 
-impl Drop for Busy {
+impl Drop for BusyGuard {
     fn drop(&mut self) {
-        *self.0.idle.lock() = Some(Instant::now());
+        *self.0.idle_since.lock() = Some(Instant::now());
     }
 }
 
-/// A stream that fails when nothing of what is written is taken for too long.
-struct Patient {
+/// A stream that fails if the client reads nothing of what is written for too long.
+struct WriteTimeoutStream {
     stream: TcpStream,
     limit: Duration,
-    /// Runs while a write waits.
-    alarm: Option<Pin<Box<Sleep>>>,
+    /// Set while a write is pending.
+    timer: Option<Pin<Box<Sleep>>>,
 }
 
-impl Patient {
-    fn new(stream: TcpStream, limit: Duration) -> Self {
-        Self { stream, limit, alarm: None }
-    }
-
-    fn watch<T>(&mut self, context: &mut Context, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if written.is_ready() {
-            self.alarm = None;
-            return written;
-        }
-        let limit = self.limit;
-        let alarm = self.alarm.get_or_insert_with(|| Box::pin(sleep(limit)));
-        alarm.as_mut().poll(context).map(|()| Err(io::ErrorKind::TimedOut.into()))
-    }
-}
-
-impl AsyncRead for Patient {
+impl AsyncRead for WriteTimeoutStream {
     fn poll_read(mut self: Pin<&mut Self>, context: &mut Context, buffer: &mut ReadBuf) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_read(context, buffer)
     }
 }
 
-impl AsyncWrite for Patient {
+impl AsyncWrite for WriteTimeoutStream {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(context, bytes);
-        self.watch(context, written)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context,
-        slices: &[io::IoSlice],
-    ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write_vectored(context, slices);
-        self.watch(context, written)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        if written.is_ready() {
+            self.timer = None;
+            return written;
+        }
+        let limit = self.limit;
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(limit)));
+        timer.as_mut().poll(context).map(|()| Err(io::ErrorKind::TimedOut.into()))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context) -> Poll<io::Result<()>> {
@@ -287,22 +234,21 @@ mod tests {
     use super::*;
     use std::{env, process::Command};
 
-    /// A process cannot raise a limit that it has lowered, so one of its own has each.
+    /// Each limit needs its own process, because a process cannot raise a limit that it has lowered.
     #[test]
-    fn few_descriptors_are_divided_between_connections_and_files() {
-        const WANTED: &str = "MOESTRO_TEST_PLACES";
-        const NAME: &str =
-            "http::layers::connections::tests::few_descriptors_are_divided_between_connections_and_files";
-        if let Ok(wanted) = env::var(WANTED) {
-            assert_eq!(places().to_string(), wanted);
+    fn descriptors_are_shared_with_files() {
+        const EXPECTED: &str = "MOESTRO_TEST_SLOTS";
+        const NAME: &str = "http::layers::connections::tests::descriptors_are_shared_with_files";
+        if let Ok(expected) = env::var(EXPECTED) {
+            assert_eq!(max_slots().to_string(), expected);
             return;
         }
-        let me = env::current_exe().unwrap();
-        for (limit, wanted) in [("100", "42"), ("600", "336")] {
+        let test = env::current_exe().unwrap();
+        for (limit, expected) in [("100", "42"), ("600", "336")] {
             let shell = format!("ulimit -n {limit} && exec \"$0\" --exact {NAME}");
-            let child = Command::new("sh").args(["-c", &shell]).arg(&me).env(WANTED, wanted).output().unwrap();
-            let said = String::from_utf8_lossy(&child.stdout);
-            assert!(child.status.success() && said.contains("1 passed"), "{limit} descriptors: {said}");
+            let child = Command::new("sh").args(["-c", &shell]).arg(&test).env(EXPECTED, expected).output().unwrap();
+            let output = String::from_utf8_lossy(&child.stdout);
+            assert!(child.status.success() && output.contains("1 passed"), "{limit} descriptors: {output}");
         }
     }
 }

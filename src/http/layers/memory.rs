@@ -1,13 +1,12 @@
-//! The memory that requests take: their bodies, these parsed and rendered, their tokens. A request asks for its [`Share`]
-//! before it takes the memory, and is refused if there is none: with 503 if others hold it, with 413 if it is more than
-//! there is. The plan sets the budget aside, as its `requests`.
+//! Memory of requests: bodies, parsed JSON, prompts and tokens, charged to the memory plan.
 //!
-//! Work that takes long or much (parsing, rendering, tokenizing) runs beside the asynchronous threads, a few at a time,
-//! in the order of arrival, and in steps that are short, because a step cannot be interrupted: a client that leaves is
-//! noticed after the step that it waits for.
+//! A request gets memory from its [`MemoryPermit`] before it allocates. It is refused with 503 if other requests hold
+//! the memory, and with 413 if it needs more than there is. All estimates of sizes are in this file.
+//!
+//! Expensive work (parsing, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in order of
+//! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current one.
 
-use crate::http::errors::ApiError;
-use crate::{metrics::Metrics, platform::os};
+use crate::{http::errors::ApiError, metrics::Metrics, platform::os};
 use prometheus::IntGauge;
 use serde_json::Value;
 use std::{
@@ -19,139 +18,140 @@ use std::{
 };
 use tokio::{sync::Semaphore, task::spawn_blocking};
 
-/// The budget until the plan is known, in bytes.
-const UNPLANNED: usize = 128 << 20;
+/// Bytes until the memory plan is known.
+const UNPLANNED_BYTES: usize = 128 << 20;
 
-/// Memory for each byte of text that is being tokenized: 309 bytes were measured for a text of digits, the most.
+/// Bytes per byte of text while it is tokenized. The most measured: 309, for a text of digits.
 pub const TOKENIZING: usize = 400;
 
-/// The bytes of text that one step of tokenizing may take without asking, and the memory set aside for it.
+/// Bytes of text that a step may tokenize without asking for memory.
 pub const PIECE: usize = 20 << 10;
-const STEP: usize = TOKENIZING * PIECE;
 
-/// Steps at a time: one in a small budget.
-const STEPS: [usize; 2] = [1, 2];
+/// Memory set aside for every step.
+const STEP_BYTES: usize = TOKENIZING * PIECE;
 
-/// A share beyond this is large. Large ones leave a quarter of the budget to the small.
-const LARGE: usize = 256 << 10;
+/// Plans from this size on allow two steps at a time instead of one.
+const TWO_STEPS_BYTES: usize = 64 << 20;
 
-/// Memory for each bracket, comma and colon of JSON read into [`Value`]s: 246 bytes were measured for `[[[0]]]` repeated,
-/// the most.
-const MARK: usize = 256;
+/// A permit over this size is large. Large permits together leave a quarter of the memory to small ones.
+const LARGE_BYTES: usize = 256 << 10;
 
-/// Bytes freed before they are returned to the operating system.
-const WORTH_TRIMMING: usize = 1 << 20;
+/// Bytes per bracket, comma and colon of parsed JSON. The most measured: 246, for `[[[0]]]` repeated.
+const JSON_VALUE_BYTES: usize = 256;
 
-/// An answer is freed a little later than the share of its request.
-const TRIM_AFTER: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(400)];
+/// Freed bytes that are worth returning to the operating system.
+const TRIM_BYTES: usize = 1 << 20;
 
-/// The requests' memory, in bytes.
+/// When to trim after memory was freed. Twice, because a response is freed a little after its permit.
+const TRIM_DELAYS: [Duration; 2] = [Duration::from_millis(50), Duration::from_millis(400)];
+
+/// The memory of all requests.
 pub struct RequestMemory {
     total: AtomicUsize,
     used: AtomicUsize,
     gauge: IntGauge,
     steps: Arc<Semaphore>,
-    /// There was room for two steps once.
-    wide: AtomicBool,
-    /// Freed since the last trim, and whether one is due.
+    allows_two_steps: AtomicBool,
+    /// Bytes freed since the last trim.
     freed: AtomicUsize,
-    trimming: AtomicBool,
+    is_trimming: AtomicBool,
 }
 
 impl RequestMemory {
     pub fn new(metrics: &Metrics) -> Arc<Self> {
         Arc::new(Self {
-            total: AtomicUsize::new(UNPLANNED),
+            total: AtomicUsize::new(UNPLANNED_BYTES),
             used: AtomicUsize::new(0),
             gauge: metrics.memory_requests.clone(),
-            steps: Arc::new(Semaphore::new(STEPS[0])),
-            wide: AtomicBool::new(false),
+            steps: Arc::new(Semaphore::new(1)),
+            allows_two_steps: AtomicBool::new(false),
             freed: AtomicUsize::new(0),
-            trimming: AtomicBool::new(false),
+            is_trimming: AtomicBool::new(false),
         })
     }
 
-    /// Sets the budget to what the plan of the model that is loaded says.
-    pub fn plan(&self, bytes: u64) {
+    /// Sets the size that the plan of the loaded model has for requests.
+    pub fn set_plan(&self, bytes: u64) {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        if bytes >= 64 << 20 && !self.wide.swap(true, Relaxed) {
-            self.steps.add_permits(STEPS[1] - STEPS[0]);
+        if bytes >= TWO_STEPS_BYTES && !self.allows_two_steps.swap(true, Relaxed) {
+            self.steps.add_permits(1);
         }
-        let steps = STEPS[usize::from(self.wide.load(Relaxed))];
-        self.total.store(bytes.saturating_sub(steps * STEP), Relaxed);
+        let steps = 1 + usize::from(self.allows_two_steps.load(Relaxed));
+        self.total.store(bytes.saturating_sub(steps * STEP_BYTES), Relaxed);
     }
 
-    /// Bytes that all shares may hold together.
+    /// Most bytes of all permits together.
     pub fn total(&self) -> usize {
         self.total.load(Relaxed)
     }
 
     pub fn permit(self: &Arc<Self>) -> MemoryPermit {
-        MemoryPermit { held: Arc::new(PermitBytes { budget: self.clone(), bytes: AtomicUsize::new(0) }) }
+        MemoryPermit { held: Arc::new(HeldBytes { memory: self.clone(), bytes: AtomicUsize::new(0) }) }
     }
 
-    fn take_back(self: &Arc<Self>, bytes: usize) {
+    fn release(self: &Arc<Self>, bytes: usize) {
         self.used.fetch_sub(bytes, Relaxed);
         self.gauge.sub(signed(bytes));
-        if self.freed.fetch_add(bytes, Relaxed).saturating_add(bytes) > WORTH_TRIMMING {
+        if self.freed.fetch_add(bytes, Relaxed).saturating_add(bytes) > TRIM_BYTES {
             self.trim();
         }
     }
 
+    /// Returns freed memory to the operating system, unless a trim is scheduled already.
     fn trim(self: &Arc<Self>) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        if self.trimming.swap(true, Relaxed) {
+        if self.is_trimming.swap(true, Relaxed) {
             return;
         }
-        let budget = self.clone();
+        let memory = self.clone();
         runtime.spawn(async move {
-            for wait in TRIM_AFTER {
-                tokio::time::sleep(wait).await;
-                budget.freed.store(0, Relaxed);
-                // It may take some milliseconds. That it was done is not waited for.
+            for delay in TRIM_DELAYS {
+                tokio::time::sleep(delay).await;
+                memory.freed.store(0, Relaxed);
+                // It may take some milliseconds, and nothing depends on it.
                 drop(spawn_blocking(os::trim_memory));
             }
-            budget.trimming.store(false, Relaxed);
-            if budget.freed.load(Relaxed) > WORTH_TRIMMING {
-                budget.trim();
+            memory.is_trimming.store(false, Relaxed);
+            if memory.freed.load(Relaxed) > TRIM_BYTES {
+                memory.trim();
             }
         });
     }
 }
 
-/// One request's part of the budget; given back when it and its last step are gone.
+/// Memory that one request may use. It is free again when the permit and its last step are dropped.
 pub struct MemoryPermit {
-    held: Arc<PermitBytes>,
+    held: Arc<HeldBytes>,
 }
 
-struct PermitBytes {
-    budget: Arc<RequestMemory>,
-    /// Changed by the share alone.
+struct HeldBytes {
+    memory: Arc<RequestMemory>,
+    /// Changed only by the permit.
     bytes: AtomicUsize,
 }
 
 impl MemoryPermit {
-    /// Holds `bytes` in all from now on.
+    /// Changes the size of the permit to `bytes`.
     pub fn resize(&mut self, bytes: usize) -> Result<(), ApiError> {
-        let (budget, before) = (&self.held.budget, self.bytes());
+        let (memory, before) = (&self.held.memory, self.bytes());
         let more = bytes.saturating_sub(before);
         if more > 0 {
-            let total = budget.total.load(Relaxed);
-            let most = if bytes > LARGE { total / 4 * 3 } else { total };
-            if bytes > most {
-                return Err(ApiError::too_much_memory(bytes, most));
+            let total = memory.total.load(Relaxed);
+            let limit = if bytes > LARGE_BYTES { total / 4 * 3 } else { total };
+            if bytes > limit {
+                return Err(ApiError::too_much_memory(bytes, limit));
             }
-            let fits = |used: usize| used.checked_add(more).filter(|&used| used <= most);
-            budget.used.fetch_update(Relaxed, Relaxed, fits).map_err(|_| ApiError::memory_in_use())?;
-            budget.gauge.add(signed(more));
+            let fits = |used: usize| used.checked_add(more).filter(|&used| used <= limit);
+            memory.used.fetch_update(Relaxed, Relaxed, fits).map_err(|_| ApiError::memory_in_use())?;
+            memory.gauge.add(signed(more));
         } else {
-            budget.take_back(before - bytes);
+            memory.release(before - bytes);
         }
         self.held.bytes.store(bytes, Relaxed);
         Ok(())
     }
 
-    /// Holds `bytes` more.
+    /// Adds `bytes` to the permit.
     pub fn grow(&mut self, bytes: usize) -> Result<(), ApiError> {
         self.resize(self.bytes().saturating_add(bytes))
     }
@@ -160,27 +160,26 @@ impl MemoryPermit {
         self.held.bytes.load(Relaxed)
     }
 
-    /// Runs one step beside the asynchronous threads, when it is its turn. If nobody waits for it any more, it does not
-    /// begin.
+    /// Runs one step on a blocking thread when its turn comes. A step whose caller is gone by then does not start.
     pub async fn run<T: Send + 'static>(&self, step: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
-        let failed = |_| ApiError::failed("The request could not be worked on.");
-        let turn =
-            self.held.budget.steps.clone().acquire_owned().await.map_err(|_| ApiError::failed("The server stops."))?;
-        // The request of a client that left is dropped before its memory is counted as free.
+        let turn = self.held.memory.steps.clone().acquire_owned().await;
+        let turn = turn.map_err(|_| ApiError::failed("The server stops."))?;
+        // Holds the memory until the step ends, even if the client disconnects.
         let held = self.held.clone();
         let step = move || {
-            let done = step();
+            let output = step();
             drop(turn);
-            (done, held)
+            (output, held)
         };
-        let (done, _) = spawn_blocking(step).await.map_err(failed)?;
-        Ok(done)
+        let (output, _) =
+            spawn_blocking(step).await.map_err(|_| ApiError::failed("The request could not be processed."))?;
+        Ok(output)
     }
 }
 
-impl Drop for PermitBytes {
+impl Drop for HeldBytes {
     fn drop(&mut self) {
-        self.budget.take_back(self.bytes.load(Relaxed));
+        self.memory.release(self.bytes.load(Relaxed));
     }
 }
 
@@ -188,35 +187,36 @@ fn signed(bytes: usize) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// The most memory that `json` takes when it is read into [`Value`]s, its strings included: what it has of brackets,
-/// commas and colons outside of strings bounds how many there can be.
+/// Size of parsed JSON, estimated from its text.
 pub fn parsed(json: &[u8]) -> usize {
-    let (mut marks, mut inside, mut escaped) = (0usize, false, false);
+    let (mut values, mut in_string, mut is_escaped) = (0usize, false, false);
     for byte in json {
         match byte {
-            _ if escaped => escaped = false,
-            b'\\' => escaped = inside,
-            b'"' => inside = !inside,
-            b'[' | b'{' | b',' | b':' if !inside => marks += 1,
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = in_string,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' | b',' | b':' if !in_string => values += 1,
             _ => {}
         }
     }
-    json.len().saturating_add(marks.saturating_mul(MARK))
+    json.len().saturating_add(values.saturating_mul(JSON_VALUE_BYTES))
 }
 
-/// The memory that rendering takes for `values`: a copy, the template's values, what it makes of each text, and the
-/// prompt, which may have room for twice its length.
+/// Memory of rendering `values` with a chat template: a copy, the template's own values, what its filters make of each
+/// text, and the prompt, whose capacity may be twice its length.
 pub fn rendered<'a>(values: impl IntoIterator<Item = &'a Value>) -> usize {
-    values.into_iter().map(rendering).sum()
+    values.into_iter().map(rendered_value).sum()
 }
 
-fn rendering(value: &Value) -> usize {
-    MARK + match value {
-        Value::String(text) => 5 * text.len(),
-        Value::Array(items) => items.iter().map(rendering).sum(),
-        Value::Object(fields) => fields.iter().map(|(name, value)| 5 * name.len() + MARK + rendering(value)).sum(),
-        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
-    }
+fn rendered_value(value: &Value) -> usize {
+    let field = |(name, value): (&String, &Value)| 5 * name.len() + JSON_VALUE_BYTES + rendered_value(value);
+    JSON_VALUE_BYTES
+        + match value {
+            Value::String(text) => 5 * text.len(),
+            Value::Array(items) => items.iter().map(rendered_value).sum(),
+            Value::Object(fields) => fields.iter().map(field).sum(),
+            Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+        }
 }
 
 #[cfg(test)]
@@ -224,73 +224,76 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn budget(bytes: usize) -> Arc<RequestMemory> {
-        let budget = RequestMemory::new(&Metrics::new("0", "cpu"));
-        budget.plan((bytes + STEP) as u64);
-        budget
+    fn memory(bytes: usize) -> Arc<RequestMemory> {
+        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
+        memory.set_plan((bytes + STEP_BYTES) as u64);
+        memory
     }
 
     #[test]
-    fn what_is_held_is_given_back() {
-        let budget = budget(1 << 20);
-        let (mut one, mut other) = (budget.permit(), budget.permit());
+    fn dropped_permit_frees_its_memory() {
+        let memory = memory(1 << 20);
+        let (mut one, mut other) = (memory.permit(), memory.permit());
         one.resize(700 << 10).unwrap();
-        assert_eq!(other.resize(300 << 10).unwrap_err().status, 503, "others hold it");
-        assert_eq!(other.resize(2 << 20).unwrap_err().status, 413, "there never is as much");
+        assert_eq!(other.resize(300 << 10).unwrap_err().status, 503, "another request holds it");
+        assert_eq!(other.resize(2 << 20).unwrap_err().status, 413, "more than the plan has");
         other.resize(200 << 10).unwrap();
         other.grow(50 << 10).unwrap();
-        assert_eq!(budget.gauge.get(), 950 << 10);
+        assert_eq!(memory.gauge.get(), 950 << 10);
         one.resize(1).unwrap();
         other.resize(700 << 10).unwrap();
         drop((one, other));
-        assert_eq!((budget.used.load(Relaxed), budget.gauge.get()), (0, 0));
+        assert_eq!((memory.used.load(Relaxed), memory.gauge.get()), (0, 0));
     }
 
     #[test]
-    fn there_is_a_second_step_at_a_time_once_there_was_room_for_it() {
-        let budget = RequestMemory::new(&Metrics::new("0", "cpu"));
-        let enough: usize = 64 << 20;
+    fn large_plan_adds_second_step_once() {
+        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
+        let enough = TWO_STEPS_BYTES;
         for (bytes, steps) in [(enough - 1, 1), (enough, 2), (2 * enough, 2), (enough / 2, 2), (enough, 2)] {
-            budget.plan(bytes as u64);
-            assert_eq!(budget.steps.available_permits(), steps, "{bytes} bytes");
-            assert_eq!(budget.total(), bytes - steps * STEP, "{bytes} bytes");
+            memory.set_plan(bytes as u64);
+            assert_eq!(memory.steps.available_permits(), steps, "{bytes} bytes");
+            assert_eq!(memory.total(), bytes - steps * STEP_BYTES, "{bytes} bytes");
         }
     }
 
     #[test]
-    fn the_large_leave_room_for_the_small() {
-        let budget = budget(4 << 20);
-        let mut large = [budget.permit(), budget.permit(), budget.permit(), budget.permit()];
-        let held = large.iter_mut().filter_map(|permit| permit.resize(1 << 20).ok()).count();
-        assert_eq!(held, 3);
-        budget.permit().resize(LARGE).unwrap();
+    fn large_permits_leave_room_for_small() {
+        let memory = memory(4 << 20);
+        let mut large = [memory.permit(), memory.permit(), memory.permit(), memory.permit()];
+        let granted = large.iter_mut().filter_map(|permit| permit.resize(1 << 20).ok()).count();
+        assert_eq!(granted, 3);
+        memory.permit().resize(LARGE_BYTES).unwrap();
     }
 
     #[tokio::test]
-    async fn memory_is_trimmed_twice_and_then_left_alone() {
-        let budget = budget(64 << 20);
-        budget.permit().resize(WORTH_TRIMMING).unwrap();
-        assert!(!budget.trimming.load(Relaxed), "that was not worth it");
-        budget.permit().resize(WORTH_TRIMMING).unwrap();
-        assert!(budget.trimming.load(Relaxed));
-        let over = tokio::time::timeout(Duration::from_secs(20), async {
-            while budget.trimming.load(Relaxed) {
+    async fn freed_memory_is_trimmed_twice() {
+        let memory = memory(64 << 20);
+        memory.permit().resize(TRIM_BYTES).unwrap();
+        assert!(!memory.is_trimming.load(Relaxed), "too little to trim");
+        memory.permit().resize(TRIM_BYTES).unwrap();
+        assert!(memory.is_trimming.load(Relaxed));
+        let finished = tokio::time::timeout(Duration::from_secs(20), async {
+            while memory.is_trimming.load(Relaxed) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         });
-        over.await.expect("an end");
-        assert_eq!(budget.freed.load(Relaxed), 0);
+        finished.await.expect("trimming ends");
+        assert_eq!(memory.freed.load(Relaxed), 0);
     }
 
     #[test]
-    fn marks_in_strings_do_not_count() {
-        assert_eq!(parsed(br#"{"a": [0, 0], "b,:[{": "\"[,"}"#), 30 + 6 * MARK);
+    fn punctuation_in_strings_is_not_counted() {
+        assert_eq!(parsed(br#"{"a": [0, 0], "b,:[{": "\"[,"}"#), 30 + 6 * JSON_VALUE_BYTES);
         assert_eq!(parsed(b""), 0);
     }
 
     #[test]
-    fn what_is_rendered_counts_its_texts() {
-        assert_eq!(rendered([&json!("abcd")]), MARK + 20);
-        assert_eq!(rendered([&json!({"ab": [1, null]})]), MARK + 10 + MARK + 3 * MARK);
+    fn rendering_counts_texts_and_names() {
+        assert_eq!(rendered([&json!("abcd")]), JSON_VALUE_BYTES + 20);
+        assert_eq!(
+            rendered([&json!({"ab": [1, null]})]),
+            JSON_VALUE_BYTES + 10 + JSON_VALUE_BYTES + 3 * JSON_VALUE_BYTES
+        );
     }
 }

@@ -30,6 +30,12 @@ pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Status (nginx's) of a request whose client disconnected before the response began.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
+/// Most characters of a path in the log. Clients without a key can send paths of 16 KiB.
+const MAX_LOGGED_PATH: usize = 200;
+
+/// Endpoints whose successful GETs are logged at the debug level.
+const POLLED: [&str; 4] = ["/health", "/metrics", "/experts", "/v1/models"];
+
 pub struct RequestLog {
     metrics: Arc<Metrics>,
     storage_health: Arc<StorageHealth>,
@@ -49,6 +55,25 @@ pub struct RequestLog {
 }
 
 impl RequestLog {
+    fn new(metrics: Arc<Metrics>, storage_health: Arc<StorageHealth>, request: &Request) -> Self {
+        let path = request.uri().path();
+        Self {
+            metrics,
+            storage_health,
+            method: request.method().clone(),
+            path: path.chars().take(MAX_LOGGED_PATH).collect(),
+            endpoint: routes::endpoint(path),
+            id: client_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique_id())),
+            start: Instant::now(),
+            deadline: None,
+            status: OnceLock::new(),
+            is_streaming: AtomicBool::new(false),
+            is_generation: AtomicBool::new(false),
+            prompt_tokens: AtomicUsize::new(0),
+            completion_tokens: AtomicUsize::new(0),
+        }
+    }
+
     pub fn is_late(&self) -> bool {
         self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
@@ -65,7 +90,7 @@ impl RequestLog {
 
     /// Counts a finished or cancelled answer. `reason` is one of the labels of `moestro_answers_total`.
     pub fn record_answer(&self, reason: &'static str, prompt_tokens: usize, generated_tokens: usize) {
-        self.metrics.answered(reason, prompt_tokens, generated_tokens);
+        self.metrics.record_answer(reason, prompt_tokens, generated_tokens);
     }
 
     /// Logs the response as cut short unless [`RequestLog::end_stream`] follows.
@@ -92,43 +117,36 @@ impl Drop for RequestLog {
     fn drop(&mut self) {
         let status = self.status.get().map_or(CLIENT_CLOSED_REQUEST, StatusCode::as_u16);
         let seconds = self.start.elapsed().as_secs_f64();
-        self.metrics.request(self.endpoint, status);
+        self.metrics.record_request(self.endpoint, status);
         if *self.is_generation.get_mut() {
             self.metrics.request_seconds.observe(seconds);
         }
-        tracing::info!(
-            method = %self.method,
-            path = self.path,
-            status,
-            ms = (seconds * 1e4).round() / 10.0,
-            prompt_tokens = *self.prompt_tokens.get_mut(),
-            completion_tokens = *self.completion_tokens.get_mut(),
-            cut_short = *self.is_streaming.get_mut(),
-            id = self.id,
-            "request"
-        );
+        macro_rules! log {
+            ($level:ident) => {
+                tracing::$level!(
+                    method = %self.method,
+                    path = self.path,
+                    status,
+                    ms = (seconds * 1e4).round() / 10.0,
+                    prompt_tokens = *self.prompt_tokens.get_mut(),
+                    completion_tokens = *self.completion_tokens.get_mut(),
+                    cut_short = *self.is_streaming.get_mut(),
+                    id = self.id,
+                    "request"
+                )
+            };
+        }
+        // An open page polls every second, and so do monitoring systems.
+        let is_poll = self.method == Method::GET && POLLED.contains(&self.endpoint) && status < 400;
+        if is_poll { log!(debug) } else { log!(info) }
     }
 }
 
 /// Outermost layer: gives the request an id and a [`RequestLog`].
 pub async fn log_request(State(state): State<Arc<ServerState>>, mut request: Request, next: Next) -> Response {
-    let id = client_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique_id()));
-    let start = Instant::now();
-    let log = Arc::new(RequestLog {
-        metrics: state.metrics.clone(),
-        storage_health: state.storage_health.clone(),
-        method: request.method().clone(),
-        endpoint: routes::endpoint(request.uri().path()),
-        path: request.uri().path().to_owned(),
-        id,
-        start,
-        deadline: state.models.timeouts().request.and_then(|limit| start.checked_add(limit)),
-        status: OnceLock::new(),
-        is_streaming: AtomicBool::new(false),
-        is_generation: AtomicBool::new(false),
-        prompt_tokens: AtomicUsize::new(0),
-        completion_tokens: AtomicUsize::new(0),
-    });
+    let mut log = RequestLog::new(state.metrics.clone(), state.storage_health.clone(), &request);
+    log.deadline = state.models.timeouts().request.and_then(|limit| log.start.checked_add(limit));
+    let log = Arc::new(log);
     request.extensions_mut().insert(log.clone());
     let mut response = next.run(request).await;
     let _ = log.status.set(response.status());
@@ -161,27 +179,20 @@ pub fn unique_id() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use axum::body::Body;
+
+    fn log_line(events: impl FnOnce(&RequestLog)) -> String {
+        log_line_of(Method::POST, "/v1/messages", events)
+    }
 
     /// The log line of a request during which `events` happens.
-    fn log_line(events: impl FnOnce(&RequestLog)) -> String {
+    fn log_line_of(method: Method, path: &str, events: impl FnOnce(&RequestLog)) -> String {
         let file = tempfile::NamedTempFile::new().unwrap();
         let writer = file.reopen().unwrap();
         let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.try_clone().unwrap());
-        let log = RequestLog {
-            metrics: Metrics::new("0", "cpu"),
-            storage_health: Arc::default(),
-            method: Method::POST,
-            path: "/v1/messages".into(),
-            endpoint: "/v1/messages",
-            id: "req_1".into(),
-            start: Instant::now(),
-            deadline: None,
-            status: OnceLock::from(StatusCode::OK),
-            is_streaming: AtomicBool::new(false),
-            is_generation: AtomicBool::new(false),
-            prompt_tokens: AtomicUsize::new(0),
-            completion_tokens: AtomicUsize::new(0),
-        };
+        let request = Request::builder().method(method).uri(path).body(Body::empty()).unwrap();
+        let log = RequestLog::new(Metrics::new("0", "cpu"), Arc::default(), &request);
+        log.status.set(StatusCode::OK).unwrap();
         tracing::subscriber::with_default(subscriber.finish(), || {
             events(&log);
             drop(log);
@@ -200,6 +211,19 @@ mod tests {
         assert!(unfinished.contains("cut_short=true"), "{unfinished}");
         let body = log_line(|_| ());
         assert!(body.contains("cut_short=false"), "{body}");
+    }
+
+    #[test]
+    fn long_path_is_truncated() {
+        let path = format!("/{}", "x".repeat(15_000));
+        assert!(log_line_of(Method::GET, &path, |_| ()).len() < 500);
+    }
+
+    #[test]
+    fn successful_polls_are_debug_lines() {
+        assert_eq!(log_line_of(Method::GET, "/metrics", |_| ()), "");
+        assert!(log_line_of(Method::GET, "/v1/models/x", |_| ()).contains("INFO"));
+        assert!(log_line_of(Method::POST, "/metrics", |_| ()).contains("INFO"));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::http::{
     errors::ApiError,
     layers::memory::{self, MemoryPermit},
     openai::types::CommonFields,
-    request::fields::{self, Field},
+    request::fields::{self, FieldTable},
 };
 use axum::body::{Body, HttpBody};
 use serde::de::{DeserializeOwned, Deserializer};
@@ -75,7 +75,7 @@ where
 }
 
 /// Like [`json`], and checks the field names: see [`fields::check`].
-pub async fn known<T>(state: &ServerState, body: Body, known: &'static [Field]) -> Result<(T, MemoryPermit), ApiError>
+pub async fn known<T>(state: &ServerState, body: Body, known: FieldTable) -> Result<(T, MemoryPermit), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
 {
@@ -86,7 +86,7 @@ where
 pub async fn request<T>(
     state: &ServerState,
     body: Body,
-    known: &'static [Field],
+    known: FieldTable,
 ) -> Result<(CommonFields, T, MemoryPermit), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
@@ -114,7 +114,7 @@ where
 }
 
 /// Parses an object and checks its field names.
-fn checked(bytes: &[u8], known: &[Field]) -> Result<Value, ApiError> {
+fn checked(bytes: &[u8], known: FieldTable) -> Result<Value, ApiError> {
     let object = object(bytes)?;
     if let Value::Object(fields) = &object {
         fields::check(fields, known)?;

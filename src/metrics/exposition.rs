@@ -1,6 +1,24 @@
-//! Prometheus' text format made into OpenMetrics'.
+//! Text formats of `GET /metrics`: Prometheus and OpenMetrics.
 
-/// A counter's family goes without the `_total` of its samples, and the text says where it ends.
+use prometheus::{Encoder, Registry, TextEncoder};
+
+/// Content type of the Prometheus format.
+pub const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Content type of the OpenMetrics format.
+pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+pub(super) fn prometheus(registry: &Registry) -> String {
+    let mut out = Vec::with_capacity(16 << 10);
+    // The encoder fails only for a family without metrics, and `gather` omits those.
+    if let Err(error) = TextEncoder::new().encode(&registry.gather(), &mut out) {
+        tracing::error!(%error, "cannot render metrics");
+    }
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+/// Converts the Prometheus format: a counter's family is named without the `_total` of its samples, and the text ends
+/// with an EOF line.
 pub(super) fn openmetrics(text: &str) -> String {
     let counters: Vec<&str> = text
         .lines()
@@ -24,9 +42,9 @@ mod tests {
     use super::super::Metrics;
 
     #[test]
-    fn a_counter_is_named_without_its_suffix() {
+    fn openmetrics_counter_has_no_suffix() {
         let metrics = Metrics::new("1", "cpu");
-        metrics.answered("stop", 10, 3);
+        metrics.record_answer("stop", 10, 3);
         let text = metrics.render_openmetrics();
         for line in [
             "# TYPE moestro_answers counter",

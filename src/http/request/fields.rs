@@ -1,0 +1,479 @@
+//! Field table: every request field that clients are known to send, and whether it is supported, ignored or rejected.
+//!
+//! `docs/fields.md` and `/openapi.json` are generated from it. An unknown field is ignored and logged, unless its name is
+//! close to a field that changes the answer.
+
+use crate::http::errors::ApiError;
+use Handling::{Ignored, Metadata, Rejected, Supported};
+use serde_json::{Map, Value};
+use strsim::osa_distance;
+
+/// Names of unknown fields in one log line, and characters of each.
+const LOGGED_NAMES: usize = 8;
+const LOGGED_CHARS: usize = 40;
+
+/// OpenAI's limits for `metadata`: pairs, characters of a key, characters of a value.
+pub const METADATA_LIMITS: (usize, usize, usize) = (16, 64, 512);
+
+pub struct Field {
+    pub name: &'static str,
+    /// JSON type of a supported field; `None` if it has several.
+    pub json_type: Option<&'static str>,
+    pub handling: Handling,
+}
+
+pub enum Handling {
+    /// The text says how, if that is not obvious.
+    Supported(&'static str),
+    /// The field cannot change the answer, for this reason.
+    Ignored(&'static str),
+    /// The client's own key-value pairs. The text says what happens to them.
+    Metadata(&'static str),
+    /// The field would change the answer and is not implemented, for this reason. Only these JSON values, which change
+    /// nothing, are accepted.
+    Rejected(&'static [&'static str], &'static str),
+}
+
+/// The fields of one endpoint, in groups that endpoints share.
+pub type FieldTable = &'static [&'static [Field]];
+
+pub static CHAT: FieldTable = &[CHAT_FIELDS, GENERATION_FIELDS];
+pub static COMPLETIONS: FieldTable = &[COMPLETION_FIELDS, GENERATION_FIELDS];
+pub static RESPONSES: FieldTable = &[RESPONSE_FIELDS];
+pub static MESSAGES: FieldTable = &[MESSAGE_FIELDS];
+
+const fn field(name: &'static str, json_type: Option<&'static str>, handling: Handling) -> Field {
+    Field { name, json_type, handling }
+}
+
+const fn any(name: &'static str, note: &'static str) -> Field {
+    field(name, None, Supported(note))
+}
+
+const fn string(name: &'static str, note: &'static str) -> Field {
+    field(name, Some("string"), Supported(note))
+}
+
+const fn boolean(name: &'static str, note: &'static str) -> Field {
+    field(name, Some("boolean"), Supported(note))
+}
+
+const fn integer(name: &'static str, note: &'static str) -> Field {
+    field(name, Some("integer"), Supported(note))
+}
+
+const fn number(name: &'static str, note: &'static str) -> Field {
+    field(name, Some("number"), Supported(note))
+}
+
+const fn array(name: &'static str, note: &'static str) -> Field {
+    field(name, Some("array"), Supported(note))
+}
+
+const fn object(name: &'static str, note: &'static str) -> Field {
+    field(name, Some("object"), Supported(note))
+}
+
+const fn ignored(name: &'static str, why: &'static str) -> Field {
+    field(name, None, Ignored(why))
+}
+
+const fn rejected(name: &'static str, values: &'static [&'static str], why: &'static str) -> Field {
+    field(name, None, Rejected(values, why))
+}
+
+const MODEL: &str = "any name, or a hub id that ends in this model's name";
+const REMAINING_CONTEXT: &str = "at most the rest of the context";
+const NO_BILLING: &str = "there is one user and one service tier";
+const NOT_STORED: &str = "nothing is stored";
+const ALWAYS_CACHED: &str = "prompts are always cached";
+const GUIDED: &str = "vLLM's older name";
+const SAME_BUDGET: &str = "the same as `thinking_budget`";
+const TEXT_ONLY: &str = "the model writes text only.";
+const LENGTH: &str = "the model has no such setting; say in the prompt how long the answer should be.";
+const SAMPLING: &str = "use temperature, top_p, top_k, min_p and the penalties.";
+const CHAT_ONLY: &str = "use /v1/chat/completions.";
+const CHOICES: &str = "every choice is sampled once; none is selected from several.";
+
+/// Fields of chat completions and completions.
+const GENERATION_FIELDS: &[Field] = &[
+    string("model", MODEL),
+    boolean("stream", ""),
+    number("temperature", ""),
+    number("top_p", ""),
+    integer("top_k", ""),
+    number("min_p", ""),
+    number("repetition_penalty", ""),
+    number("repeat_penalty", "the same as `repetition_penalty`"),
+    number("presence_penalty", ""),
+    number("frequency_penalty", ""),
+    object("logit_bias", ""),
+    integer("seed", ""),
+    boolean(
+        "return_progress",
+        "a stream reports in `prompt_progress` how many prompt tokens are done, after every chunk",
+    ),
+    any("cache_prompt", "`false` neither reads nor writes the prompt cache"),
+    ignored("user", NO_BILLING),
+    field("metadata", None, Metadata("ignored: nothing is stored")),
+    ignored("store", NOT_STORED),
+    ignored("skip_special_tokens", "special tokens are never sent"),
+    rejected("min_tokens", &["0"], LENGTH),
+    rejected("ignore_eos", &["false"], "an answer ends where the model ends it."),
+    rejected("stop_token_ids", &["[]"], "give strings in `stop`."),
+    rejected("bad_words", &["[]"], "use `logit_bias` to exclude tokens."),
+    rejected("allowed_token_ids", &["[]"], "use a grammar in `response_format`, or `logit_bias`."),
+    rejected("use_beam_search", &["false"], SAMPLING),
+    rejected("truncate_prompt_tokens", &[], "a prompt that is too long is refused, never truncated."),
+];
+
+const CHAT_FIELDS: &[Field] = &[
+    array(
+        "messages",
+        "text, tool calls and results, `reasoning_content`; roles system, developer, user, assistant, tool",
+    ),
+    object("stream_options", "`include_usage`; `include_obfuscation` is ignored"),
+    integer("max_completion_tokens", REMAINING_CONTEXT),
+    integer("max_tokens", REMAINING_CONTEXT),
+    integer("n", "one after another; choice i is sampled with seed + i"),
+    any("stop", "up to 16 strings; they end the content, not the reasoning"),
+    boolean("logprobs", ""),
+    integer("top_logprobs", "up to 20"),
+    array("tools", "functions"),
+    any("tool_choice", ""),
+    boolean("parallel_tool_calls", ""),
+    array("functions", "the older name of `tools`; the answer then has `function_call`"),
+    any("function_call", "the older name of `tool_choice`"),
+    object("response_format", ""),
+    any("structured_outputs", "vLLM's name for `response_format`"),
+    any("guided_json", GUIDED),
+    any("guided_regex", GUIDED),
+    any("guided_choice", GUIDED),
+    any("guided_grammar", GUIDED),
+    any("json_schema", "llama-server's name"),
+    any("grammar", "llama-server's name"),
+    string("reasoning_effort", "`none` turns reasoning off, other values set a budget"),
+    object("reasoning", "`effort`, `max_tokens`, `enabled`"),
+    object("thinking", "`type`, `budget_tokens`"),
+    integer("thinking_budget", "tokens; reasoning ends when they are used"),
+    integer("max_thinking_tokens", SAME_BUDGET),
+    integer("thinking_token_budget", SAME_BUDGET),
+    boolean("enable_thinking", ""),
+    object("chat_template_kwargs", ""),
+    boolean(
+        "continue_final_message",
+        "continues the content or the reasoning of the last message, which must be the assistant's",
+    ),
+    boolean("add_generation_prompt", "`false` has the same meaning as `continue_final_message`"),
+    ignored("safety_identifier", NO_BILLING),
+    ignored("service_tier", NO_BILLING),
+    ignored("priority", "requests are answered in order of arrival"),
+    ignored("prediction", "it is a hint for speed"),
+    ignored("prompt_cache_key", ALWAYS_CACHED),
+    ignored("prompt_cache_retention", ALWAYS_CACHED),
+    ignored("prompt_cache_options", ALWAYS_CACHED),
+    rejected("modalities", &["[\"text\"]", "[]"], TEXT_ONLY),
+    rejected("audio", &[], TEXT_ONLY),
+    rejected("web_search_options", &[], "this server does not search the web."),
+    rejected("verbosity", &["\"medium\""], LENGTH),
+    rejected("include_stop_str_in_output", &["false"], "the content ends before the stop string."),
+    rejected("best_of", &["1"], CHOICES),
+    rejected("length_penalty", &["1"], SAMPLING),
+    rejected("typical_p", &["1"], SAMPLING),
+    rejected("mirostat", &["0"], SAMPLING),
+    rejected("dry_multiplier", &["0"], SAMPLING),
+    rejected("xtc_probability", &["0"], SAMPLING),
+    rejected("chat_template", &[], "the model's own template renders the conversation."),
+    rejected("documents", &["[]"], "put them into a message."),
+    rejected("echo", &["false"], "use /v1/completions."),
+    rejected("prompt_logprobs", &["0", "false"], "use /v1/completions with `echo` and `logprobs`."),
+];
+
+const COMPLETION_FIELDS: &[Field] = &[
+    any("prompt", "a string, token ids, or several of either"),
+    object("stream_options", "`include_usage`"),
+    integer("max_tokens", "16 by default"),
+    integer("n", "the choices for a prompt are adjacent; choice i is sampled with seed + i"),
+    integer("best_of", "only the same value as `n`, because every choice is sampled once"),
+    any("stop", "up to 16 strings"),
+    boolean("echo", ""),
+    integer("logprobs", "up to 20; with `echo` also for the prompt"),
+    string("suffix", "only an empty string"),
+    rejected("response_format", &["{\"type\": \"text\"}"], CHAT_ONLY),
+    rejected("structured_outputs", &[], CHAT_ONLY),
+    rejected("guided_json", &[], CHAT_ONLY),
+    rejected("guided_regex", &[], CHAT_ONLY),
+    rejected("guided_choice", &[], CHAT_ONLY),
+    rejected("guided_grammar", &[], CHAT_ONLY),
+    rejected("json_schema", &[], CHAT_ONLY),
+    rejected("grammar", &[], CHAT_ONLY),
+    rejected("prompt_logprobs", &["0", "false"], "use `echo` and `logprobs`."),
+];
+
+const RESPONSE_FIELDS: &[Field] = &[
+    string("model", MODEL),
+    any("input", "a string, or items: messages, reasoning, function calls and their outputs, references"),
+    string("instructions", ""),
+    string("previous_response_id", "one of the last 1,000 responses, or of 64 MiB of them"),
+    boolean("store", "in memory only"),
+    boolean("stream", ""),
+    integer("max_output_tokens", REMAINING_CONTEXT),
+    number("temperature", ""),
+    number("top_p", ""),
+    array("tools", "functions; tools that OpenAI's servers run are never called"),
+    any("tool_choice", ""),
+    boolean("parallel_tool_calls", ""),
+    object("text", "`format`; `verbosity` must be `medium`"),
+    object("reasoning", "`effort`; with `summary` the reasoning is sent as its own summary"),
+    array("include", "`reasoning.encrypted_content`, which is the reasoning as plain text"),
+    boolean("return_progress", "a stream reports the progress of the prompt in `response.prompt_progress` events"),
+    field("metadata", None, Metadata("supported: sent back")),
+    ignored("user", NO_BILLING),
+    ignored("safety_identifier", NO_BILLING),
+    ignored("service_tier", NO_BILLING),
+    ignored("stream_options", "streams are not obfuscated"),
+    ignored("max_tool_calls", "it limits calls that OpenAI's servers make"),
+    ignored("prompt_cache_key", ALWAYS_CACHED),
+    ignored("prompt_cache_retention", ALWAYS_CACHED),
+    ignored("prompt_cache_options", ALWAYS_CACHED),
+    ignored("client_metadata", NOT_STORED),
+    rejected("background", &["false"], "use `stream` and keep the connection open."),
+    rejected("conversation", &[], "use `previous_response_id`."),
+    rejected("prompt", &[], "this server has no prompt templates."),
+    rejected("truncation", &["\"disabled\""], "a part of the conversation would be lost."),
+    rejected("top_logprobs", &["0"], "use /v1/chat/completions for log-probabilities."),
+];
+
+const MESSAGE_FIELDS: &[Field] = &[
+    string("model", MODEL),
+    array(
+        "messages",
+        "text, thinking, tool_use, tool_result, plain text documents; the answer continues a last message of the assistant",
+    ),
+    integer("max_tokens", REMAINING_CONTEXT),
+    any("system", "a first block with a billing header is removed"),
+    boolean("stream", ""),
+    array("stop_sequences", "up to 16"),
+    number("temperature", ""),
+    number("top_p", ""),
+    integer("top_k", ""),
+    array("tools", "tools with an `input_schema`"),
+    any("tool_choice", "including `disable_parallel_tool_use`"),
+    object("thinking", "`type`, `budget_tokens`; off by default"),
+    any("output_config", "`format`, `effort`"),
+    any("output_format", "the older name of `output_config.format`"),
+    boolean("return_progress", "a stream reports the progress of the prompt in `prompt_progress` of `ping` events"),
+    ignored("metadata", NOT_STORED),
+    ignored("service_tier", NO_BILLING),
+    ignored("inference_geo", "the answer is computed here"),
+    ignored("speed", "there is one speed"),
+    ignored("cache_control", ALWAYS_CACHED),
+    ignored("context_management", "the conversation is never edited"),
+    rejected("container", &[], "this server runs no code."),
+    rejected("mcp_servers", &["[]"], "connect to them in the client."),
+];
+
+/// Checks the names of a request's fields. A field that is `null` counts as absent.
+pub fn check(fields: &Map<String, Value>, known: FieldTable) -> Result<(), ApiError> {
+    let mut unknown = Vec::new();
+    for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
+        match known.iter().copied().flatten().find(|field| field.name == name) {
+            Some(Field { handling: Rejected(accepted, why), .. }) => {
+                if !accepted.iter().any(|json| equals(value, json)) {
+                    return Err(ApiError::unsupported(name, format!("{name} is not supported: {why}")));
+                }
+            }
+            Some(Field { handling: Metadata(_), .. }) => check_metadata(name, value)?,
+            Some(_) => {}
+            None => match nearest(name, known) {
+                Some(meant) => {
+                    let text = format!("There is no field `{name}`; did you mean `{meant}`?");
+                    return Err(ApiError::unknown(name, text));
+                }
+                None => unknown.push(name),
+            },
+        }
+    }
+    if !unknown.is_empty() {
+        let names = unknown.iter().take(LOGGED_NAMES).map(|name| name.chars().take(LOGGED_CHARS).collect::<String>());
+        tracing::info!(count = unknown.len(), fields = ?names.collect::<Vec<_>>(), "ignoring unknown fields");
+    }
+    Ok(())
+}
+
+fn check_metadata(name: &str, value: &Value) -> Result<(), ApiError> {
+    let (max_pairs, max_key, max_value) = METADATA_LIMITS;
+    let Value::Object(pairs) = value else {
+        return Err(ApiError::json(Some(name.into()), format!("{name} must be an object.")));
+    };
+    if pairs.len() > max_pairs {
+        let text = format!("{name} has {} pairs; the limit is {max_pairs}.", pairs.len());
+        return Err(ApiError::invalid(name, text));
+    }
+    for (key, value) in pairs {
+        let length = key.chars().count();
+        if length > max_key {
+            let text = format!("A key of {name} has {length} characters; the limit is {max_key}.");
+            return Err(ApiError::invalid(name, text));
+        }
+        let at = format!("{name}.{key}");
+        let Some(length) = value.as_str().map(|value| value.chars().count()) else {
+            return Err(ApiError::json(Some(at.clone()), format!("{at} must be a string.")));
+        };
+        if length > max_value {
+            return Err(ApiError::invalid(&at, format!("{at} has {length} characters; the limit is {max_value}.")));
+        }
+    }
+    Ok(())
+}
+
+/// True if `value` equals the JSON text. Numbers are compared by value.
+fn equals(value: &Value, json: &str) -> bool {
+    serde_json::from_str::<Value>(json).is_ok_and(|accepted| match (value.as_f64(), accepted.as_f64()) {
+        (Some(a), Some(b)) => a == b,
+        _ => *value == accepted,
+    })
+}
+
+/// The field that changes an answer and whose name is nearly `name`.
+fn nearest<'a>(name: &str, known: &'a [&'a [Field]]) -> Option<&'a str> {
+    let max_distance = match name.len() {
+        0..5 => return None,
+        5..8 => 1,
+        8..40 => 2,
+        _ => return None,
+    };
+    let matters = known.iter().copied().flatten().filter(|field| !matches!(field.handling, Ignored(_)));
+    // A body may have very many names, and the exact distance is expensive.
+    let candidates = matters.filter(|field| field.name.len().abs_diff(name.len()) <= max_distance);
+    let distances = candidates.map(|field| (osa_distance(name, field.name), field.name));
+    distances.filter(|(distance, _)| *distance <= max_distance).min().map(|(_, name)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::fmt::Write;
+
+    const HEAD: &str = "\
+# Fields of requests
+
+How the server handles every field that clients are known to send. A field that is `null` counts as absent. A field that is in none
+of these tables is ignored and logged, unless its name is one or two letters away from a field that changes the answer
+(`max_tokes`): that is a 400 that names the nearest field. A rejected field is a 400 with the reason. A test generates this page
+from the table in `src/http/request/fields.rs`, which the server itself uses.
+";
+
+    fn refusal(fields: Value, known: FieldTable) -> Option<Value> {
+        let error = check(fields.as_object().unwrap(), known).err()?;
+        Some(serde_json::to_value(error.body()).unwrap()["error"].clone())
+    }
+
+    #[test]
+    fn misspelling_is_refused_with_nearest_name() {
+        for (wrong, meant) in [
+            ("max_tokes", "max_tokens"),
+            ("max_completion_token", "max_completion_tokens"),
+            ("temprature", "temperature"),
+            ("tempreature", "temperature"),
+            ("stops", "stop"),
+            ("tool_choise", "tool_choice"),
+            ("respose_format", "response_format"),
+        ] {
+            let error = refusal(json!({wrong: 1}), CHAT).unwrap();
+            assert_eq!((&error["param"], &error["code"]), (&json!(wrong), &json!("unknown_parameter")));
+            assert!(error["message"].as_str().unwrap().contains(&format!("`{meant}`")), "{error}");
+        }
+        for unknown in ["frobnicate", "cache_prompt", "users", "x", "a_field_of_a_vendor_that_nobody_knows_and_is_long"]
+        {
+            assert_eq!(refusal(json!({unknown: 1}), CHAT), None, "{unknown}");
+        }
+    }
+
+    #[test]
+    fn unsupported_field_accepts_neutral_values() {
+        for (fields, is_accepted) in [
+            (json!({"modalities": ["text"]}), true),
+            (json!({"modalities": ["text", "audio"]}), false),
+            (json!({"verbosity": "medium"}), true),
+            (json!({"verbosity": "low"}), false),
+            (json!({"verbosity": null}), true),
+            (json!({"min_tokens": 0}), true),
+            (json!({"min_tokens": 5}), false),
+            (json!({"bad_words": []}), true),
+            (json!({"bad_words": ["x"]}), false),
+            (json!({"typical_p": 1}), true),
+            (json!({"user": "me", "metadata": {}, "store": true, "service_tier": "flex"}), true),
+        ] {
+            assert_eq!(refusal(fields.clone(), CHAT).is_none(), is_accepted, "{fields}");
+        }
+    }
+
+    #[test]
+    fn many_unknown_names_are_checked_quickly() {
+        let names: Map<_, _> = (0..50_000).map(|number| (format!("{number:039}"), json!(0))).collect();
+        let start = std::time::Instant::now();
+        assert_eq!(refusal(names.into(), CHAT), None);
+        assert!(start.elapsed().as_millis() < 1000, "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn metadata_is_limited() {
+        let pairs = |count: usize| (0..count).map(|i| (i.to_string(), json!("x"))).collect::<Map<_, _>>();
+        let (key, text) = ("é".repeat(64), "é".repeat(512));
+        for (metadata, param) in [
+            (json!({}), None),
+            (pairs(16).into(), None),
+            (json!({key.as_str(): text}), None),
+            (pairs(17).into(), Some("metadata".to_owned())),
+            (json!({key.clone() + "x": "x"}), Some("metadata".to_owned())),
+            (json!({key.as_str(): text + "x"}), Some(format!("metadata.{key}"))),
+            (json!({"a": 1}), Some("metadata.a".to_owned())),
+            (json!(["a"]), Some("metadata".to_owned())),
+        ] {
+            for known in [CHAT, COMPLETIONS, RESPONSES] {
+                let error = refusal(json!({"metadata": metadata}), known);
+                assert_eq!(error.map(|error| error["param"].clone()), param.clone().map(Value::from), "{metadata}");
+            }
+        }
+        // Anthropic's metadata is another field: it is ignored.
+        assert_eq!(refusal(json!({"metadata": {"user_id": "x".repeat(1000)}}), MESSAGES), None);
+    }
+
+    /// `MOESTRO_WRITE_DOCS=1 cargo test` writes the page.
+    #[test]
+    fn docs_page_matches_table() {
+        let mut page = HEAD.to_owned();
+        for (path, known) in [
+            ("/v1/chat/completions", CHAT),
+            ("/v1/completions", COMPLETIONS),
+            ("/v1/responses", RESPONSES),
+            ("/v1/messages", MESSAGES),
+        ] {
+            write!(page, "\n## `POST {path}`\n\n| field | |\n|---|---|\n").unwrap();
+            for Field { name, handling, .. } in known.iter().copied().flatten() {
+                let text = match handling {
+                    Supported("") => "supported".to_owned(),
+                    Supported(note) => format!("supported: {note}"),
+                    Ignored(why) => format!("ignored: {why}"),
+                    Metadata(note) => {
+                        let (pairs, key, text) = METADATA_LIMITS;
+                        format!("{note}; at most {pairs} pairs, keys of {key} characters and strings of {text}")
+                    }
+                    Rejected([], why) => format!("**rejected**: {why}"),
+                    Rejected(values, why) => {
+                        let values: Vec<_> = values.iter().map(|json| format!("`{json}`")).collect();
+                        format!("**rejected** unless {}: {why}", values.join(" or "))
+                    }
+                };
+                writeln!(page, "| `{name}` | {text} |").unwrap();
+            }
+        }
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/fields.md");
+        if std::env::var_os("MOESTRO_WRITE_DOCS").is_some() {
+            std::fs::write(path, &page).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(path).unwrap(), page, "docs/fields.md is out of date");
+    }
+}

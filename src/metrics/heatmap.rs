@@ -1,0 +1,71 @@
+//! Expert heatmap: which experts are in memory and how often the router selected each, for the page in the browser.
+//!
+//! The thread that owns the model writes it; any thread may read it.
+
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+/// Set if the expert has a slot. The other bits count how often it was selected.
+const RESIDENT: u32 = 1 << 31;
+
+/// One cell per expert, layer by layer.
+#[derive(Debug, Default)]
+pub struct ExpertHeatmap {
+    experts_per_layer: usize,
+    cells: Vec<AtomicU32>,
+}
+
+impl ExpertHeatmap {
+    pub fn new(layers: usize, experts_per_layer: usize) -> Self {
+        let cells = (0..layers * experts_per_layer).map(|_| AtomicU32::new(0)).collect();
+        Self { experts_per_layer, cells }
+    }
+
+    /// Marks these experts (`layer * experts_per_layer + expert`) as resident, and no others.
+    pub fn set_resident(&self, experts: impl Iterator<Item = usize>) {
+        for cell in &self.cells {
+            cell.fetch_and(!RESIDENT, Relaxed);
+        }
+        for cell in experts.filter_map(|key| self.cells.get(key)) {
+            cell.fetch_or(RESIDENT, Relaxed);
+        }
+    }
+
+    /// Counts a selection of expert `key`.
+    pub fn count(&self, key: usize) {
+        let Some(cell) = self.cells.get(key) else { return };
+        // Only one thread writes, so the load and the addition need not be one operation.
+        if cell.load(Relaxed) & !RESIDENT < RESIDENT - 1 {
+            cell.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// One string per layer, one character per expert: `.` without a slot, else the logarithm to base 2 of its count
+    /// plus one, from 0 to 9.
+    pub fn layers(&self) -> Vec<String> {
+        let character = |cell: &AtomicU32| {
+            let cell = cell.load(Relaxed);
+            let digit = ((cell & !RESIDENT) + 1).ilog2().min(9);
+            if cell & RESIDENT == 0 { '.' } else { char::from(b'0' + digit as u8) }
+        };
+        self.cells.chunks(self.experts_per_layer.max(1)).map(|layer| layer.iter().map(character).collect()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layer_shows_count_of_resident_experts() {
+        let heatmap = ExpertHeatmap::new(2, 3);
+        assert_eq!(heatmap.layers(), ["...", "..."]);
+        heatmap.set_resident([0, 4].into_iter());
+        (0..7).for_each(|_| heatmap.count(4));
+        (0..5000).for_each(|_| heatmap.count(5));
+        assert_eq!(heatmap.layers(), ["0..", ".3."], "an expert without a slot has no digit");
+        heatmap.set_resident([4, 5, 99].into_iter());
+        heatmap.count(99);
+        assert_eq!(heatmap.layers(), ["...", ".39"]);
+        assert!(ExpertHeatmap::default().layers().is_empty());
+    }
+}

@@ -1,0 +1,266 @@
+//! Metrics: one table declares every family. `docs/metrics.md` is generated from it.
+//!
+//! Rooms hold an `Arc<Metrics>` and count where the event happens; `GET /metrics` renders it. Labelled families are
+//! resolved to their children at start, so that counting on a hot path is one atomic addition. Units are base units
+//! (seconds, bytes). `process_*` comes from the prometheus crate, which reads `/proc` and so supports Linux only.
+
+mod exposition;
+mod families;
+mod heatmap;
+
+use crate::platform::os;
+pub use exposition::{OPENMETRICS, PROMETHEUS};
+use families::{FIRST_TOKEN, Family, INTER_TOKEN, QUEUE, READ, REQUEST, TOKENS};
+pub use heatmap::ExpertHeatmap;
+use parking_lot::Mutex;
+use prometheus::{CounterVec, HistogramVec, IntCounterVec, IntGaugeVec, Registry};
+use std::sync::Arc;
+
+/// Prometheus type of a kind of metric. `seconds` is a counter of fractional seconds.
+macro_rules! kind {
+    (counter) => {
+        IntCounterVec
+    };
+    (seconds) => {
+        CounterVec
+    };
+    (gauge) => {
+        IntGaugeVec
+    };
+    (histogram) => {
+        HistogramVec
+    };
+}
+
+/// Type and value of a field: the whole family if the field is written as `family`, else the child with these values.
+macro_rules! field {
+    ($kind:ident family) => {
+        kind!($kind)
+    };
+    ($kind:ident $values:tt) => {
+        <kind!($kind) as Family>::Child
+    };
+    ($family:ident = family) => {
+        $family.clone()
+    };
+    ($family:ident = $values:tt) => {
+        $family.child(&$values)
+    };
+}
+
+/// `kind "name" [labels] (buckets) "help" => field [label values], ...;`
+macro_rules! metrics {
+    ($($kind:ident $name:literal $labels:tt $(($buckets:ident))? $help:literal => $($field:ident $values:tt),+;)+) => {
+        /// All metrics. A field is named after its metric and the values of its labels.
+        pub struct Metrics {
+            registry: Registry,
+            heatmap: Mutex<Arc<ExpertHeatmap>>,
+            /// Labels of `build_info`: version, device, model.
+            build: Mutex<[String; 3]>,
+            $($(#[doc = $help] pub $field: field!($kind $values),)+)+
+        }
+
+        impl Metrics {
+            fn register(registry: Registry) -> Self {
+                $(
+                    let buckets: &[&[f64]] = &[$($buckets)?];
+                    let family = <kind!($kind)>::register(&registry, $name, $help, &$labels, &buckets.concat());
+                    $(let $field = field!(family = $values);)+
+                )+
+                Self { registry, heatmap: Mutex::default(), build: Mutex::default(), $($($field,)+)+ }
+            }
+        }
+
+        /// Kind, name, labels and help of every family.
+        #[cfg(test)]
+        const FAMILIES: &[(&str, &str, &[&str], &str)] = &[$((stringify!($kind), $name, &$labels, $help)),+];
+    };
+}
+
+metrics! {
+    counter "moestro_requests_total" ["endpoint", "status"] "Finished HTTP requests by endpoint and status" =>
+        requests family;
+    gauge "moestro_requests_running" [] "Requests that the model is working on" => requests_running [];
+    gauge "moestro_requests_queued" [] "Requests that wait for the model" => requests_queued [];
+    counter "moestro_answers_total" ["finish_reason"] "Answers by how they ended" => answers family;
+    counter "moestro_prompt_tokens_total" ["source"] "Prompt tokens, computed or reused from the prompt cache" =>
+        prompt_tokens_computed ["computed"], prompt_tokens_cached ["cached"];
+    counter "moestro_generated_tokens_total" [] "Generated tokens" => generated_tokens [];
+    histogram "moestro_request_prompt_tokens" [] (TOKENS) "Tokens of a prompt, cached tokens included" =>
+        request_prompt_tokens [];
+    histogram "moestro_request_generated_tokens" [] (TOKENS) "Tokens of an answer" => request_generated_tokens [];
+
+    histogram "moestro_queue_seconds" [] (QUEUE) "Time in the queue" => queue_seconds [];
+    histogram "moestro_prefill_seconds" [] (REQUEST)
+        "Time from the start of the prefill to the logits of the last prompt token" =>
+        prefill_seconds [];
+    histogram "moestro_decode_seconds" [] (REQUEST) "Time from the end of the prefill to the end of the answer" =>
+        decode_seconds [];
+    histogram "moestro_time_to_first_token_seconds" [] (FIRST_TOKEN)
+        "Time from arrival in the queue to the first generated token" =>
+        time_to_first_token_seconds [];
+    histogram "moestro_inter_token_seconds" [] (INTER_TOKEN) "Time between two generated tokens of one request" =>
+        inter_token_seconds [];
+    histogram "moestro_request_seconds" [] (REQUEST)
+        "Time from the head of a generation request to the last byte of its answer" => request_seconds [];
+
+    counter "moestro_prompt_cache_hits_total" ["source"] "Prompts that reused a prefix, by where it was stored" =>
+        prompt_cache_hits_session ["session"], prompt_cache_hits_memory ["memory"], prompt_cache_hits_disk ["disk"];
+    counter "moestro_prompt_cache_misses_total" [] "Prompts without a cached prefix" => prompt_cache_misses [];
+    histogram "moestro_prompt_cache_hit_tokens" [] (TOKENS) "Reused tokens of a prompt that reused any" =>
+        prompt_cache_hit_tokens [];
+    gauge "moestro_prompt_cache_bytes" ["place"] "Bytes of snapshots" =>
+        prompt_cache_bytes_memory ["memory"], prompt_cache_bytes_disk ["disk"];
+    gauge "moestro_prompt_cache_checkpoints" ["place"] "Snapshots" =>
+        prompt_cache_checkpoints_memory ["memory"], prompt_cache_checkpoints_disk ["disk"];
+    counter "moestro_prompt_cache_evictions_total" ["place"] "Evicted snapshots" =>
+        prompt_cache_evictions_memory ["memory"], prompt_cache_evictions_disk ["disk"];
+    counter "moestro_prompt_cache_disk_reads_total" [] "Snapshots read from disk" => prompt_cache_disk_reads [];
+    counter "moestro_prompt_cache_disk_read_bytes_total" [] "Bytes of snapshots read from disk" =>
+        prompt_cache_disk_read_bytes [];
+    counter "moestro_prompt_cache_disk_writes_total" [] "Snapshots written to disk" => prompt_cache_disk_writes [];
+    counter "moestro_prompt_cache_disk_written_bytes_total" [] "Bytes of snapshots written to disk" =>
+        prompt_cache_disk_written_bytes [];
+
+    counter "moestro_expert_lookups_total" ["phase", "result"]
+        "Experts that the router selected: in a slot, read on demand, or already requested by a prefetch" =>
+        lookups_prefill_hit ["prefill", "hit"], lookups_prefill_miss ["prefill", "miss"],
+        lookups_prefill_prefetched ["prefill", "prefetched"], lookups_decode_hit ["decode", "hit"],
+        lookups_decode_miss ["decode", "miss"], lookups_decode_prefetched ["decode", "prefetched"];
+    counter "moestro_expert_prefetches_total" ["outcome"] "Prefetched experts: selected later, or evicted unused" =>
+        prefetches_used ["used"], prefetches_wasted ["wasted"];
+    counter "moestro_expert_evictions_total" [] "Evicted experts" => expert_evictions [];
+    gauge "moestro_expert_slots" [] "Expert slots" => expert_slots [];
+    gauge "moestro_expert_slots_used" [] "Expert slots that hold an expert" => expert_slots_used [];
+
+    counter "moestro_ssd_reads_total" [] "Reads of experts" => ssd_reads [];
+    counter "moestro_ssd_read_bytes_total" []
+        "Bytes that reads of experts returned, from the disk or from the page cache" =>
+        ssd_read_bytes [];
+    counter "moestro_ssd_disk_bytes_total" [] "Bytes that the disk delivered, as the operating system counts them" =>
+        ssd_disk_bytes [];
+    histogram "moestro_ssd_read_seconds" [] (READ) "Duration of a read" => ssd_read_seconds [];
+    seconds "moestro_ssd_stall_seconds_total" [] "Time in which the model waited for experts" => ssd_stall_seconds [];
+    counter "moestro_ssd_errors_total" [] "Reads that failed or returned too few bytes" => ssd_errors [];
+    seconds "moestro_pack_check_seconds_total" [] "Time in which a layer waited for checksums of its experts" =>
+        pack_check_seconds [];
+    gauge "moestro_pack_damaged_records" []
+        "Damaged records of the loaded pack; they are read from the checkpoint instead" =>
+        pack_damaged_records [];
+    gauge "moestro_gpu_lost" [] "1 if the GPU failed and the CPU computes instead" => gpu_lost [];
+
+    counter "moestro_draft_cycles_total" ["kind"] "Passes that verified a draft" => draft_cycles family;
+    counter "moestro_draft_tokens_total" ["kind", "outcome"] "Drafted tokens: accepted or rejected" =>
+        draft_tokens family;
+    seconds "moestro_draft_seconds_saved_total" [] "Time saved by cycles that were faster than plain steps" =>
+        draft_seconds_saved [];
+    seconds "moestro_draft_seconds_lost_total" [] "Time lost by cycles that were slower than plain steps" =>
+        draft_seconds_lost [];
+    gauge "moestro_draft_width" [] "Rows of the current pass; 1 is a plain step" => draft_width [];
+    counter "moestro_draft_states_total" ["state"] "Changes of the draft controller's state" => draft_states family;
+
+    gauge "moestro_memory_bytes" ["kind"] "Memory in use" =>
+        memory_trunk ["trunk"], memory_experts ["experts"], memory_kv ["kv"], memory_state ["state"],
+        memory_workspace ["workspace"], memory_draft ["draft"], memory_requests ["requests"],
+        memory_prompt_cache ["prompt_cache"];
+    gauge "moestro_memory_limit_bytes" [] "Limit of the memory plan" => memory_limit_bytes [];
+    gauge "moestro_process_memory_bytes" ["kind"] "Memory of the process, measured for each scrape" =>
+        process_memory family;
+    counter "moestro_memory_pressure_total" [] "Times that expert slots were freed because memory was short" =>
+        memory_pressure [];
+    gauge "moestro_build_info" ["version", "device", "model"] "Always 1; the labels describe what is running" =>
+        build_info family;
+}
+
+impl Metrics {
+    /// Creates metrics with their own registry, so that two servers in one process count separately. `device` is named
+    /// as in `/health`.
+    pub fn new(version: &str, device: &str) -> Arc<Self> {
+        let registry = Registry::new();
+        #[cfg(target_os = "linux")]
+        registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self())).expect("unique name");
+        let metrics = Self::register(registry);
+        for reason in ["stop", "length", "tool_calls", "cancelled", "error"] {
+            metrics.answers.with_label_values(&[reason]);
+        }
+        metrics.update_build(|labels| *labels = [version.into(), device.into(), String::new()]);
+        Arc::new(metrics)
+    }
+
+    /// Changes the device, for example after a GPU failed.
+    pub fn set_device(&self, device: &str) {
+        self.update_build(|labels| labels[1] = device.into());
+    }
+
+    /// Changes the loaded model.
+    pub fn set_model(&self, model: &str) {
+        self.update_build(|labels| labels[2] = model.into());
+    }
+
+    fn update_build(&self, change: impl FnOnce(&mut [String; 3])) {
+        let mut labels = self.build.lock();
+        change(&mut labels);
+        self.build_info.reset();
+        self.build_info.with_label_values(&*labels).set(1);
+    }
+
+    /// Counts a finished answer. `finish_reason` is one of the values that [`Metrics::new`] creates.
+    pub fn record_answer(&self, finish_reason: &str, prompt_tokens: usize, generated_tokens: usize) {
+        self.answers.with_label_values(&[finish_reason]).inc();
+        self.request_prompt_tokens.observe(prompt_tokens as f64);
+        self.request_generated_tokens.observe(generated_tokens as f64);
+    }
+
+    /// Counts a finished request. `endpoint` must be one of a fixed set, never text from the client.
+    pub fn record_request(&self, endpoint: &str, status: u16) {
+        self.requests.with_label_values(&[endpoint, &status.to_string()]).inc();
+    }
+
+    /// Counts a pass that verified a draft. `saved` is in seconds and negative if plain steps would have been faster.
+    pub fn record_draft(&self, kind: &str, accepted: usize, rejected: usize, saved: f64) {
+        self.draft_cycles.with_label_values(&[kind]).inc();
+        self.draft_tokens.with_label_values(&[kind, "accepted"]).inc_by(accepted as u64);
+        self.draft_tokens.with_label_values(&[kind, "rejected"]).inc_by(rejected as u64);
+        if saved > 0.0 {
+            self.draft_seconds_saved.inc_by(saved);
+        } else {
+            self.draft_seconds_lost.inc_by(-saved);
+        }
+    }
+
+    /// Creates the heatmap of a model that is being loaded.
+    pub fn new_heatmap(&self, layers: usize, experts_per_layer: usize) -> Arc<ExpertHeatmap> {
+        let heatmap = Arc::new(ExpertHeatmap::new(layers, experts_per_layer));
+        *self.heatmap.lock() = heatmap.clone();
+        heatmap
+    }
+
+    /// The heatmap of the model that was loaded last.
+    pub fn heatmap(&self) -> Arc<ExpertHeatmap> {
+        self.heatmap.lock().clone()
+    }
+
+    /// Clears what describes a loaded model, after it was unloaded.
+    pub fn clear_model(&self) {
+        self.new_heatmap(0, 0);
+        let memory = [&self.memory_trunk, &self.memory_experts, &self.memory_kv, &self.memory_state];
+        let more = [&self.memory_workspace, &self.memory_prompt_cache, &self.expert_slots, &self.expert_slots_used];
+        memory.into_iter().chain(more).for_each(|gauge| gauge.set(0));
+    }
+
+    /// Renders the Prometheus text format; see [`PROMETHEUS`].
+    pub fn render(&self) -> String {
+        for (kind, bytes) in os::process_memory() {
+            self.process_memory.with_label_values(&[kind]).set(bytes as i64);
+        }
+        exposition::prometheus(&self.registry)
+    }
+
+    /// Renders the OpenMetrics text format; see [`OPENMETRICS`].
+    pub fn render_openmetrics(&self) -> String {
+        exposition::openmetrics(&self.render())
+    }
+}
+
+#[cfg(test)]
+mod tests;
