@@ -39,8 +39,7 @@ async fn mid_stream() {
 
 #[tokio::test]
 async fn while_waiting_for_a_body() {
-    for (path, body) in [(CHAT, question(false)), (TEXT, json!({"prompt": ["Count.", "Again."], "max_tokens": 60}))]
-    {
+    for (path, body) in [(CHAT, question(false)), (TEXT, json!({"prompt": ["Count.", "Again."], "max_tokens": 60}))] {
         let server = Arc::new(slow().await);
         let asking = tokio::spawn({
             let (server, body) = (server.clone(), body.clone());
