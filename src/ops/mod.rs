@@ -1,5 +1,5 @@
-//! The operations of a forward pass: one folder each, with its arguments as a value ([`Op`]), its CPU code and its
-//! launches. A [`Backend`] executes them: [`Cpu`] or [`GpuBackend`].
+//! The operations of a forward pass. Each folder holds one operation: its arguments as a value ([`Op`]), its CPU
+//! code and its GPU launches. A [`Backend`] executes operations: [`Cpu`] immediately, [`GpuBackend`] as launches.
 
 pub mod attention;
 mod backend;

@@ -13,14 +13,14 @@ use super::{
 };
 use crate::device::{BufferAccess, Region};
 
-/// One operation of the forward pass: a value that says what to do with which memory, and not how.
+/// One operation: what to compute and which memory to read and write. The backend decides how.
 #[derive(Debug, Clone, Copy)]
 pub enum Op<'a> {
     Embedding(Embedding<'a>),
     Linear(Linear<'a>),
     Conv(Conv<'a>),
     DeltaRule(DeltaRule<'a>),
-    /// By reference: it is four operations in one.
+    /// Boxed by reference because it holds four operations.
     DeltaNet(&'a DeltaNet<'a>),
     KvWrite(KvWrite<'a>),
     Attention(Attention<'a>),
@@ -50,7 +50,8 @@ macro_rules! each {
 pub(super) use each;
 
 impl Op<'_> {
-    /// Shows every activation and state that the operation touches, and how. Weights are not listed: nothing writes them.
+    /// Calls `see` with every activation and state region of the operation and how it is accessed. Weights are
+    /// read-only and are not listed.
     pub fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         each!(self, op => op.touches(see));
     }
@@ -73,12 +74,12 @@ impl<'a> From<&'a DeltaNet<'a>> for Op<'a> {
     }
 }
 
-/// A part of a model that a device may be unable to compute.
+/// A part of a model that a backend may not support.
 #[derive(Clone, Copy)]
 pub enum ModelPart<'a> {
     Weight(&'a Weight),
     Attention(&'a AttentionShape),
     Delta(&'a DeltaShape),
-    /// Laid out in slots.
+    /// Its experts are stored in slots.
     Moe(&'a MoeWeights),
 }

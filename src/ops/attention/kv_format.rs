@@ -1,14 +1,14 @@
-//! The number formats of keys and values.
+//! The number formats of cached keys and values.
 
-/// The number format of a cache's keys and values.
+/// The number format of cached keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvFormat {
     F32,
     /// The upper half of an f32.
     Bf16,
-    /// 16-bit integers and one f32 a row, times which an integer is the value (see `attend/cache.rs`).
+    /// 16-bit integers and one f32 scale for each row; see `kv_cache.rs`.
     I16,
-    /// Integers of 8 or 4 bits and a bf16 for each 32 (see `attend/rounded.rs`), of rows that have been turned.
+    /// 8-bit or 4-bit integers with a bf16 scale for each 32 values, after a Hadamard transform; see `kv_quant.rs`.
     Eight,
     Four,
 }
@@ -26,7 +26,7 @@ impl KvFormat {
     }
 }
 
-/// Bits for each value of a cache: the device's 16 or more, or fewer.
+/// Bits per cached value, from `--kv-bits`. `Sixteen` means the device's own format of at least 16 bits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum KvBits {
     #[default]
@@ -36,7 +36,7 @@ pub enum KvBits {
 }
 
 impl KvBits {
-    /// The same on every device; `None` where the device chooses.
+    /// The format that `--kv-bits` asks for. `None` if the device chooses.
     pub fn format(self) -> Option<KvFormat> {
         match self {
             KvBits::Sixteen => None,
@@ -49,7 +49,7 @@ impl KvBits {
 /// Values that share a scale.
 pub const GROUP: usize = 32;
 
-/// Bytes of a row of `dim` values.
+/// Bytes of one row of `dim` values and its scales.
 pub(crate) fn row_bytes(bits: usize, dim: usize) -> usize {
     dim * bits / 8 + dim / GROUP * 2
 }

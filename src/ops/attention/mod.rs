@@ -1,5 +1,5 @@
-//! Gated full attention between its projections (spec 2.1), in two operations: [`KvWrite`] norms and turns queries and
-//! keys and puts keys and values into the cache, [`Attention`] looks at the cache and applies the gate.
+//! Gated full attention without its projections. [`KvWrite`] normalises and rotates queries and keys and stores keys
+//! and values in the cache. [`Attention`] reads the cache and applies the output gate.
 
 mod cases;
 mod cpu;
@@ -20,32 +20,32 @@ pub use kv_quant::{RECENT, rounded_until};
 
 use crate::device::{BufferAccess, Region};
 
-/// Positions in a page of keys and values.
+/// Positions in one page of keys and values.
 pub const PAGE: usize = 256;
-/// Positions of a block of the softmax, which is a page.
+/// Positions in one block of the softmax. One block is one page.
 const BLOCK: usize = PAGE;
-/// Most values of a head that `--kv-bits` takes.
+/// Largest head dimension that `--kv-bits` supports.
 const MAX_HEAD_DIM: usize = 1024;
 
-/// AttentionShape and sizes. A row of the projection is `(query, gate) of each head | keys | values`.
+/// Sizes of an attention layer. A projected row is `(query, gate) of each head | keys | values`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionShape {
     pub heads: usize,
     pub kv_heads: usize,
     pub dim: usize,
-    /// Leading dimensions that are rotated.
+    /// Leading dimensions of a head that RoPE rotates.
     pub rope_dim: usize,
-    /// Of the query and key norms.
+    /// Epsilon of the query and key norms.
     pub eps: f32,
-    /// Positions of a sequence at most.
+    /// Most positions of a sequence.
     pub context: usize,
     pub format: KvFormat,
-    /// The recent positions are kept so as well; if, and only if, the cache has fewer than 16 bits.
+    /// Exact copy of the most recent positions. Present exactly if the cache has fewer than 16 bits.
     pub recent: Option<RecentRing>,
 }
 
-/// A ring: position `p` is row `p % room`. The keys and values of `room` positions are looked at before any of them is needed
-/// again if `room` is at least `2 * RECENT` more than the rows written at once.
+/// A ring buffer of recent positions: position `p` is row `p % room`. If `room` is at least `2 * RECENT` plus the
+/// rows of one write, no row is overwritten before its last read.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RecentRing {
     pub room: usize,
@@ -57,40 +57,40 @@ impl AttentionShape {
         (2 * self.heads + 2 * self.kv_heads) * self.dim
     }
 
-    /// Bytes of the keys (or of the values) of one page.
+    /// Bytes of the keys (or of the values) in one page.
     pub fn page_bytes(&self) -> usize {
         self.kv_heads * PAGE * self.format.row_bytes(self.dim)
     }
 
-    /// Pages that a whole context takes.
+    /// Pages that a full context needs.
     pub fn pages(&self) -> usize {
         self.context.div_ceil(PAGE)
     }
 
-    /// Bytes of the keys (or of the values) of a whole context.
+    /// Bytes of the keys (or of the values) of a full context.
     pub fn cache_bytes(&self) -> usize {
         self.pages() * self.page_bytes()
     }
 
-    /// Bytes of the recent keys (or values).
+    /// Bytes of the keys (or of the values) in the ring.
     pub fn recent_bytes(&self) -> usize {
         self.recent.map_or(0, |recent| self.kv_heads * recent.room * recent.format.row_bytes(self.dim))
     }
 }
 
-/// Keys and values in pages `[pages, kv_heads, PAGE, row]`, which sequences share: position `p` is row `p % PAGE` of the page
-/// that the table has at `p / PAGE`.
+/// Keys and values in pages `[pages, kv_heads, PAGE, row]` that several sequences share. Position `p` is row `p %
+/// PAGE` of page `table[p / PAGE]`.
 #[derive(Debug, Clone, Copy)]
 pub struct KvCache {
     pub keys: Region,
     pub values: Region,
-    /// A sequence's pages, one number for each [`PAGE`] positions.
+    /// Page numbers of one sequence, one u32 for each [`PAGE`] positions.
     pub table: Region,
-    /// Keys and values of the recent positions, `[kv_heads, room, row]`; empty if the cache has 16 bits or more.
+    /// Keys and values of the recent positions, `[kv_heads, room, row]`. Empty if the cache has 16 bits or more.
     pub recent: [Region; 2],
 }
 
-/// Weights of the query and key norms `[dim]`, and the rotation of each row `[tokens, rope_dim / 2, (cos, sin)]`.
+/// Weights of the query and key norms, `[dim]`, and the RoPE table, `[tokens, rope_dim / 2, (cos, sin)]`.
 #[derive(Debug, Clone, Copy)]
 pub struct QkNormRope {
     pub q_norm: Region,
@@ -98,36 +98,36 @@ pub struct QkNormRope {
     pub turn: Region,
 }
 
-/// Norms and rotates queries and keys of rows that stand at positions `start..start + tokens`; dimension `j` and
-/// `j + rope_dim / 2` turn by `position * theta^(-2j / rope_dim)`.
+/// Normalises and rotates the queries and keys of positions `start..start + tokens`, and stores keys and values.
+/// RoPE rotates dimensions `j` and `j + rope_dim / 2` by `position * theta^(-2j / rope_dim)`.
 #[derive(Debug, Clone, Copy)]
 pub struct KvWrite<'a> {
     pub shape: &'a AttentionShape,
     pub start: usize,
     pub tokens: usize,
-    /// `[tokens, width]`.
+    /// Projections, `[tokens, width]`.
     pub proj: Region,
     pub turn: QkNormRope,
-    /// `[tokens, heads * dim]`: the queries.
+    /// Receives the queries, `[tokens, heads * dim]`.
     pub q: Region,
     pub cache: KvCache,
 }
 
-/// `softmax(q k^T / sqrt(dim)) v * sigmoid(gate)`; a query sees its own position and those before. Query head `n` uses key and
-/// value head `n / (heads / kv_heads)`.
+/// `softmax(q k^T / sqrt(dim)) v * sigmoid(gate)`, causal. Query head `n` uses key and value head `n / (heads /
+/// kv_heads)`.
 #[derive(Debug, Clone, Copy)]
 pub struct Attention<'a> {
     pub shape: &'a AttentionShape,
     pub start: usize,
     pub tokens: usize,
-    /// [`KvWrite`]'s.
+    /// Queries from [`KvWrite`].
     pub q: Region,
     pub cache: KvCache,
-    /// The gates are the second `dim` of every two.
+    /// Projections. The gate of a head follows its query.
     pub proj: Region,
-    /// MoeBuffers for flash-decode's partial results, if the device wants any.
+    /// Partial results of flash decoding. Empty if the device needs none.
     pub partials: Region,
-    /// `[tokens, heads * dim]`.
+    /// Output, `[tokens, heads * dim]`.
     pub y: Region,
 }
 

@@ -1,9 +1,10 @@
-//! The causal depthwise convolution of a delta layer with SiLU, and the norms of q and k behind it (spec 2.2).
+//! The causal depthwise convolution of a delta-net layer with SiLU, and the L2 norms of q and k after it.
 //!
-//! `c[t] = silu(sum over j < K of taps[j] * full[t + j])`, `full` being the state (`[K - 1, C]`) followed by the tokens' raw
-//! samples: the last tap meets the current one. Then `q = q / sqrt(sum(q^2) + 1e-6) / sqrt(key_dim)` and `k = k / sqrt(sum(k^2) + 1e-6)`.
-//! Replay rows stand between the state and the tokens. Afterwards the state holds the last `K - 1` rows of `full` behind `stored` of
-//! those that follow it.
+//! `c[t] = silu(sum over j < K of taps[j] * full[t + j])`. `full` is the state (`[K - 1, C]`), then the replayed
+//! rows, then the new rows, so the last tap multiplies the current row. Then `q = q / sqrt(sum(q^2) + 1e-6) /
+//! sqrt(key_dim)` and `k = k / sqrt(sum(k^2) + 1e-6)`.
+//!
+//! At the end the state holds the last `K - 1` rows of `full` up to row `stored` after the old state.
 
 mod cases;
 mod cpu;
@@ -18,16 +19,16 @@ use crate::device::{BufferAccess, Region};
 pub struct Conv<'a> {
     pub shape: &'a DeltaShape,
     pub tokens: usize,
-    /// `[tokens, width]`: the samples are its first columns.
+    /// Projections, `[tokens, width]`. The first `channels` columns are the convolution's input.
     pub proj: Region,
-    /// `[K, channels]`.
+    /// Convolution weights, `[K, channels]`.
     pub taps: Region,
     pub past: Replay,
-    /// As for the [`DeltaRule`](super::DeltaRule).
+    /// Replayed and new rows that the state takes in.
     pub stored: usize,
-    /// `[K - 1, channels]`.
+    /// Last `K - 1` inputs, `[K - 1, channels]`.
     pub state: Region,
-    /// `[tokens, channels]`: q, k, v.
+    /// q, k and v, `[tokens, channels]`.
     pub out: Region,
 }
 

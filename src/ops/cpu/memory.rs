@@ -1,4 +1,4 @@
-//! The CPU's buffers: each is a range of a slab.
+//! The CPU's buffers. Each is a range of a slab.
 
 use crate::{
     device::{DeviceError, Region, Slab},
@@ -6,7 +6,7 @@ use crate::{
 };
 use std::{ops::Range, sync::Arc};
 
-/// The buffers by number: each is a part of a slab.
+/// All buffers, indexed by number.
 #[derive(Default)]
 pub(in crate::ops) struct CpuMemory {
     pub(super) buffers: Vec<(Arc<Slab>, Range<usize>)>,
@@ -23,12 +23,12 @@ impl CpuMemory {
         };
         let at = range.start + region.offset;
         assert!(at + region.len <= range.end, "{region:?} of a buffer of {} bytes", range.len());
-        // SAFETY: what an operation writes is touched by nothing else in it (`Cpu::run` refuses it otherwise), operations run
-        // one after the other, and whoever fills an adopted slab keeps away from what was handed out.
+        // SAFETY: `Cpu::execute` refuses operations whose written regions overlap other regions, and runs one
+        // operation at a time. The owner of an adopted slab does not write ranges that are in use.
         unsafe { slab.bytes(at..at + region.len) }
     }
 
-    #[allow(clippy::mut_from_ref)] // Disjoint parts of one memory: see below.
+    #[allow(clippy::mut_from_ref)] // Regions of one operation are disjoint; see below.
     pub fn bytes_mut(&self, region: Region) -> &mut [u8] {
         let Some((slab, range)) = self.buffers.get(region.buffer as usize).filter(|_| region.len > 0) else {
             return &mut [];
@@ -40,7 +40,7 @@ impl CpuMemory {
     }
 
     pub fn floats(&self, region: Region) -> &[f32] {
-        // An empty slice of bytes need not be aligned for a float.
+        // An empty byte slice may be misaligned for f32.
         if region.len == 0 { &[] } else { bytemuck::cast_slice(self.bytes(region)) }
     }
 

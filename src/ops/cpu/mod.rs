@@ -1,4 +1,4 @@
-//! The CPU: computes each operation when it is asked to, on all threads of its pool.
+//! The CPU backend: computes each operation immediately on all threads of its pool.
 
 mod memory;
 
@@ -13,25 +13,25 @@ use super::{
 use crate::device::{BufferAccess, CpuArithmetic, CpuDevice, DeviceError, Region, Slab, Timeline};
 use std::{ops::Range, sync::Arc};
 
-/// Rows of a pass that go through a mixer together: its weights are small beside what they meet, and what it leaves between its
-/// operations need not grow with the chunk.
+/// Most rows in one attention or delta-net call. Their weights are small, so larger blocks would only need larger
+/// buffers.
 const MIXER: usize = 256;
 
-/// Runs operations on the CPU.
+/// Executes operations on the CPU.
 pub struct Cpu {
     pub(super) compute: CpuDevice,
     pub(super) memory: CpuMemory,
-    /// The rows that weights met last, quantized.
+    /// The input rows of the last product, quantized.
     pub(super) quantized: ActivationCache,
     pub(super) scratch: CpuScratch,
 }
 
-/// Buffers that keep their room from one operation to the next.
+/// Buffers that are reused by all operations.
 #[derive(Default)]
 pub(super) struct CpuScratch {
     pub normed: Vec<f32>,
     pub product: Vec<f32>,
-    /// For each token and key head `q . k`, for each value head its gates.
+    /// Delta net: `q . k` of each token and key head, and the gates of each token and value head.
     pub qk: Vec<f32>,
     pub gates: Vec<[f32; 2]>,
     pub experts: experts::ExpertScratch,
@@ -43,7 +43,7 @@ impl Cpu {
         Self { compute, memory, quantized, scratch }
     }
 
-    /// The limits of a CPU that computes with `math`.
+    /// The limits of a CPU with this arithmetic.
     pub fn limits(math: CpuArithmetic) -> BackendLimits {
         BackendLimits {
             by_table: 0,
@@ -60,14 +60,15 @@ impl Cpu {
         }
     }
 
-    /// Bytes of its own that a CPU takes at most for each row of a pass, and in any case. In a mixer that is the row normed, what
-    /// is added to it, and its digits, of no more than `widest` values; in a feed-forward its digits in two formats, and the
-    /// `inner` values that are projected back, of the `places` that are computed together. A dense one has the first two as well.
+    /// Most bytes that the backend allocates for each row of a pass, and independent of the rows. Attention and
+    /// delta nets need the normalised row, the product before the residual sum and a quantized row of up to `widest`
+    /// values. A feed-forward layer needs its input quantized in two formats, and the `inner` intermediate values of
+    /// the `places` that are computed together. A dense one needs both.
     pub fn scratch(hidden: usize, widest: usize, places: usize, inner: usize) -> [usize; 2] {
         let both = 2 * 4 * hidden + QuantizedRows::row_bytes(widest);
-        // Twice: tasks that share a slice leave it in f32 first, or the shared expert's have a format of their own.
+        // Twice: tasks that share a slice store it as f32 first, or the shared expert uses another format.
         let middle = 2 * QuantizedRows::row_bytes(inner).max(4 * inner);
-        // Its places while they are sorted, and a share of the lists of tasks, which end at 128 rows.
+        // The sorted assignments, and a part of the task lists, which hold at most 128 rows.
         let lists = 2 * size_of::<(u32, u32)>() * places + size_of::<Activations<'_>>();
         if places > 1 {
             [2 * QuantizedRows::row_bytes(hidden) + middle + lists, MIXER * both + experts::PLACES * middle]
@@ -83,7 +84,7 @@ impl Cpu {
         }
     }
 
-    /// Refuses an operation that writes what it also touches otherwise, or what there is not.
+    /// Refuses an operation whose written regions overlap other regions, or whose regions do not exist.
     fn check(&self, op: &Op<'_>) -> Result<(), DeviceError> {
         let mut seen = [(Region::default(), BufferAccess::Read); 24];
         let (mut count, mut wrong) = (0, Ok(()));

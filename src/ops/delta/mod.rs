@@ -1,5 +1,5 @@
-//! The gated delta rule (spec 2.2): a matrix per head that forgets by `g`, is corrected towards `v` along `k`, and is
-//! read along `q`. Always token by token, in prefill too: so a row's bytes do not depend on the chunk it came in.
+//! The gated delta rule: each head's state matrix decays by `g`, is corrected towards `v` along `k` and is read
+//! along `q`. Rows are always computed one by one, so that a row's bytes do not depend on its chunk.
 //!
 //! ```text
 //! beta = sigmoid(b);  g = exp(rate * softplus(a + dt_bias));  rate = -exp(A_log)
@@ -17,36 +17,36 @@ use crate::device::{BufferAccess, Region};
 pub(super) use cases::cases;
 pub use shape::{DeltaShape, Replay};
 
-/// Added to a sum of squares before the root.
+/// Added to a sum of squares before the square root.
 pub(super) const EPS: f32 = 1e-6;
 
-/// Parameters of the recurrence's decay, `[value_heads]` each: `rate` is `-exp(A_log)`.
+/// Parameters of the decay, `[value_heads]` each. `rate` is `-exp(A_log)`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Decay {
     pub rate: Region,
     pub dt_bias: Region,
 }
 
-/// The rule over all tokens, and the gated norm of what it gives.
+/// The recurrence over all rows, and the gated norm of its output.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaRule<'a> {
     pub shape: &'a DeltaShape,
     pub tokens: usize,
-    /// `[tokens, width]`: z, b and a are its last columns.
+    /// Projections, `[tokens, width]`. The last columns are z, b and a.
     pub proj: Region,
-    /// [`Conv`](super::conv::Conv)'s output.
+    /// Output of [`Conv`](super::conv::Conv).
     pub mixed: Region,
     pub decay: Decay,
     pub past: Replay,
-    /// The state is written as it is behind so many rows, of the past ones and then of these.
+    /// Replayed and new rows that the state takes in.
     pub stored: usize,
-    /// `[value_heads, value_dim, key_dim]` f32.
+    /// f32, `[value_heads, value_dim, key_dim]`.
     pub state: Region,
     /// `[value_dim]`, shared by all heads.
     pub norm: Region,
-    /// `[tokens, values]`: room for `o`.
+    /// `o` of the recurrence, `[tokens, values]`.
     pub out: Region,
-    /// `[tokens, values]`; where [`BackendLimits::in_place`](super::BackendLimits) says so it may share memory with `mixed`.
+    /// `[tokens, values]`. May overlap `mixed` if [`BackendLimits::in_place`](super::BackendLimits) is set.
     pub y: Region,
 }
 
@@ -60,7 +60,7 @@ impl DeltaRule<'_> {
         see(self.out.floats(tokens * shape.values()), BufferAccess::Write);
     }
 
-    /// The convolution's results, and the rule's, which may share memory.
+    /// The convolution's output and the layer's output, which may share memory.
     fn results(&self, [apart, shared]: [BufferAccess; 2], see: &mut dyn FnMut(Region, BufferAccess)) {
         let mixed = self.mixed.floats(self.tokens * self.shape.channels());
         let y = self.y.floats(self.tokens * self.shape.values());
@@ -73,7 +73,8 @@ impl DeltaRule<'_> {
     }
 }
 
-/// The four in turn, over the same rows. What lies between them is each device's own.
+/// A whole delta-net layer: four operations over the same rows. The device chooses where intermediate results are
+/// stored.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaNet<'a> {
     pub project: Linear<'a>,

@@ -1,17 +1,17 @@
-//! Sizes of a delta net.
+//! Sizes of a delta-net layer, and the rows to replay.
 
 use crate::device::{BufferAccess, Region};
 
-/// AttentionShape and sizes. A row of the projection is `q k v | z | b | a`, `width` floats.
+/// Sizes of a delta-net layer. A projected row is `q k v | z | b | a`, `width` floats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DeltaShape {
     pub key_heads: usize,
     pub value_heads: usize,
     pub key_dim: usize,
     pub value_dim: usize,
-    /// Inputs that one output of the convolution depends on.
+    /// Rows that one output of the convolution depends on.
     pub conv_width: usize,
-    /// Of the norm behind the recurrence.
+    /// Epsilon of the gated norm.
     pub eps: f32,
 }
 
@@ -29,13 +29,14 @@ impl DeltaShape {
     }
 }
 
-/// Rows in front that a layer's states have not taken in: they are walked once more, and what comes of them is not wanted.
+/// Rows before the new ones that the layer's state does not include yet. They update the state; their output is not
+/// computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Replay {
     pub rows: usize,
-    /// `[rows, width]`.
+    /// Projections, `[rows, width]`.
     pub proj: Region,
-    /// `[rows, channels]`: behind the convolution.
+    /// Convolution outputs, `[rows, channels]`.
     pub mixed: Region,
 }
 

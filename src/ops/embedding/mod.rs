@@ -1,4 +1,4 @@
-//! Rows of an embedding table, dequantised as they are gathered.
+//! Embedding lookup: rows of the table, dequantized.
 
 mod cases;
 mod cpu;

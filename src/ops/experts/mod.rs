@@ -1,9 +1,9 @@
-//! The experts in their slots, and the shared one (spec 2.3), in two operations: [`Experts`] computes those that are in memory,
-//! in as many calls as it takes until all are; [`CombineExperts`] sums them up in the router's order, so that it does not matter
-//! what landed first.
+//! The routed experts and the shared expert. [`Experts`] computes the experts that are loaded, in one or more calls.
+//! [`CombineExperts`] sums their results in the router's order, so that the order of arrival does not matter.
 //!
-//! A *place* is a chosen expert of a token: `token * k + rank`. Between the two operations a device keeps what it likes in
-//! [`MoeBuffers`]: the CPU each place's result, a GPU for few rows only `silu(gate) * up`, as `down` is one launch with the sum.
+//! An *assignment* is one chosen expert of one token, numbered `token * k + rank`. Between the two operations each
+//! device stores what it needs in [`MoeBuffers`]: the CPU one result for each assignment, a GPU with few rows only
+//! `silu(gate) * up`, because it computes `down` and the sum in one launch.
 
 mod cases;
 mod cpu;
@@ -18,29 +18,29 @@ pub use gpu::{Jobs, swiglu};
 use super::{Weight, WeightFormat};
 use crate::device::{BufferAccess, Region};
 
-/// As a slot: this place is not part of this call.
+/// Slot number of an assignment that is not part of a call.
 pub const NONE: u32 = u32::MAX;
 
-/// A layer's mixture of experts.
+/// The weights of one layer's mixture of experts.
 #[derive(Debug, Clone)]
 pub struct MoeWeights {
-    /// Experts a token visits.
+    /// Experts per token.
     pub k: usize,
-    /// A token's weights sum to one.
+    /// Scale each token's weights so that they sum to one.
     pub renormalise: bool,
     /// `[experts, hidden]`.
     pub router: Weight,
     pub shared: Option<SharedExpert>,
-    /// Gate, up and down of the routed experts.
+    /// Gate, up and down projections of the routed experts.
     pub stacks: [ExpertStack; 3],
 }
 
-/// The expert that every token visits.
+/// The expert that every token uses.
 #[derive(Debug, Clone, Copy)]
 pub struct SharedExpert {
     pub gate_up: [Weight; 2],
     pub down: Weight,
-    /// `[1, hidden]`: its sigmoid is the weight of the result.
+    /// `[1, hidden]`. Its sigmoid is the weight of the result.
     pub result: Weight,
 }
 
@@ -50,9 +50,9 @@ pub struct ExpertStack {
     pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    /// One an expert.
+    /// One for each expert.
     pub global_scales: Vec<f32>,
-    /// Byte offsets of each expert's codes, scales and biases from the start of its slot.
+    /// For each expert, byte offsets of codes, scales and biases in its slot.
     pub at: Vec<[usize; 3]>,
 }
 
@@ -68,7 +68,7 @@ impl Default for ExpertStack {
     }
 }
 
-/// The memory experts are in: slabs of `per_slab` slots of `stride` bytes.
+/// The memory of the experts: slabs of `per_slab` slots of `stride` bytes.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ExpertSlots {
     pub slabs: Vec<Region>,
@@ -77,30 +77,30 @@ pub struct ExpertSlots {
 }
 
 impl ExpertSlots {
-    /// A slot's bytes.
+    /// The bytes of a slot.
     pub fn of(&self, slot: u32) -> Region {
         let (slab, place) = (slot as usize / self.per_slab, slot as usize % self.per_slab);
         self.slabs[slab].part(place * self.stride, self.stride)
     }
 }
 
-/// MoeBuffers that the layers of a pass share.
+/// Buffers that all layers of a pass share.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MoeBuffers {
-    /// [`Router`](super::route::Router)'s.
+    /// Scores and weights from [`Router`](super::router::Router).
     pub scores: Region,
     pub weights: Region,
-    /// `[tokens * (k + 1), row]` f32, `row` being the larger of the two inner widths: activations. A device that has room of its
-    /// own for them uses none of it.
+    /// Activations, f32 `[tokens * (k + 1), row]`. `row` is the larger of the two intermediate sizes. Unused by a
+    /// device with its own buffer.
     pub act: Region,
-    /// `[tokens * (k + 1), hidden]` f32: results, the shared expert's behind all others.
+    /// Results, f32 `[tokens * (k + 1), hidden]`. Those of the shared expert come last.
     pub out: Region,
-    /// `[tokens * k, 3]` and `[tokens * k]` u32: for a GPU that computes rows by expert.
+    /// u32 `[tokens * k, 3]` and `[tokens * k]`, for a GPU that groups rows by expert.
     pub jobs: Region,
     pub order: Region,
 }
 
-/// An expert that is in memory, and which of the call's places it serves.
+/// A loaded expert and the assignments of this call that use it: `places[first..first + count]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertGroup {
     pub expert: u32,
@@ -109,44 +109,45 @@ pub struct ExpertGroup {
     pub count: u32,
 }
 
-/// The places that a call computes.
+/// The assignments that a call computes.
 #[derive(Debug, Clone, Copy)]
 pub enum ExpertSet<'a> {
-    /// All, and the shared expert: their slots lie where [`Router`](super::route::Router) left them.
+    /// All assignments and the shared expert, with the slots that [`Router`](super::router::Router) stored.
     Table { ids: Region, slots: Region },
-    /// Those of some experts. `places` are the groups' places.
+    /// The assignments of the loaded experts in `groups`.
     Landed {
         groups: &'a [ExpertGroup],
         places: &'a [u32],
-        /// The shared expert, too.
+        /// Compute the shared expert as well.
         shared: bool,
-        /// Place by place and not by expert: room of this call's own for a slot each place (`[tokens * k]` u32).
+        /// If present, compute one assignment at a time and not grouped by expert. Receives the slot of each
+        /// assignment, u32 `[tokens * k]`.
         by_place: Option<Region>,
     },
 }
 
-/// `down(silu(gate x) * up x)` of some places.
+/// `down(silu(gate x) * up x)` of some assignments.
 #[derive(Debug, Clone, Copy)]
 pub struct Experts<'a> {
     pub layer: &'a MoeWeights,
     pub slots: &'a ExpertSlots,
     pub tokens: usize,
-    /// `[tokens, hidden]`, normed.
+    /// Normalised rows, `[tokens, hidden]`.
     pub x: Region,
     pub room: MoeBuffers,
     pub which: ExpertSet<'a>,
 }
 
-/// `h[t] += sum over ranks of weight * result`, in this order, the shared expert's last.
+/// `h[t] += sum over ranks of weight * result`, in rank order, the shared expert last.
 #[derive(Debug, Clone, Copy)]
 pub struct CombineExperts<'a> {
     pub layer: &'a MoeWeights,
     pub slots: &'a ExpertSlots,
     pub tokens: usize,
     pub room: MoeBuffers,
-    /// `[tokens, k]` u32: the slot of each place, if places were computed one by one.
+    /// Slot of each assignment, u32 `[tokens, k]`, if [`Experts`] computed one assignment at a time.
     pub by_place: Option<Region>,
-    /// `[tokens, hidden]`.
+    /// Residual stream, `[tokens, hidden]`.
     pub h: Region,
 }
 
@@ -168,19 +169,19 @@ impl MoeWeights {
         self.inner().max(self.shared_inner())
     }
 
-    /// Floats in a row of scores: `router | shared gate | shared up | gate of the shared result`.
+    /// Floats in a row of scores: `router | shared gate | shared up | weight of the shared result`.
     pub fn width(&self) -> usize {
         self.router.rows + self.shared.map_or(0, |_| 2 * self.shared_inner() + 1)
     }
 
-    /// Places, those of the shared expert included.
+    /// Assignments, including the shared expert's.
     fn places(&self, tokens: usize) -> usize {
         tokens * (self.k + 1)
     }
 }
 
 impl ExpertSlots {
-    /// `len` bytes at `at` in a slot.
+    /// `len` bytes at offset `at` of a slot.
     pub fn part(&self, slot: u32, at: usize, len: usize) -> Option<Region> {
         let (slab, index) = (slot as usize / self.per_slab.max(1), slot as usize % self.per_slab.max(1));
         let (slab, start) = (self.slabs.get(slab)?, index * self.stride + at);

@@ -1,4 +1,5 @@
-//! `y = x W^T` for matrices that share `x`: a norm in front, the residual stream behind.
+//! Linear layers: `y = x W^T` for matrices that share `x`, with an optional norm before and an optional residual sum
+//! after.
 
 mod cases;
 mod cpu;
@@ -13,17 +14,17 @@ pub(in crate::ops) use matmul::{OutputColumns, check, normed, product, reuse_emp
 use super::Weight;
 use crate::device::{BufferAccess, Region};
 
-/// `x / sqrt(mean(x^2) + eps) * weight`, row by row.
+/// RMS norm of each row: `x / sqrt(mean(x^2) + eps) * weight`.
 #[derive(Debug, Clone, Copy)]
 pub struct Norm {
     /// `[cols]` f32.
     pub weight: Region,
     pub eps: f32,
-    /// Receives the normed rows, `[tokens, cols]` f32.
+    /// Receives the normalised rows, f32 `[tokens, cols]`.
     pub keep: Option<Region>,
 }
 
-/// One to four matrices of equal `cols`; their rows follow one another in `y`.
+/// One to four matrices with the same `cols`. Their outputs are concatenated in each row of `y`.
 #[derive(Debug, Clone, Copy)]
 pub struct Linear<'a> {
     /// `[tokens, cols]` f32.

@@ -1,4 +1,4 @@
-//! The dense feed-forward of the small models: `h += Down(silu(Gate x) * Up x)` with `x = rms(h)`.
+//! The dense feed-forward layer: `h += Down(silu(Gate x) * Up x)` with `x = rms(h)`.
 
 mod cpu;
 mod gpu;
@@ -9,16 +9,16 @@ use crate::device::{BufferAccess, Region};
 #[derive(Debug, Clone, Copy)]
 pub struct Mlp<'a> {
     pub tokens: usize,
-    /// The norm in front of gate and up.
+    /// Norm before gate and up.
     pub norm: Norm,
-    /// `[I, H]` both.
+    /// Both `[I, H]`.
     pub gate_up: &'a [Weight; 2],
     /// `[H, I]`.
     pub down: &'a Weight,
-    /// `[tokens, 2 * I]` and `[tokens, I]`: room.
+    /// Buffers, `[tokens, 2 * I]` and `[tokens, I]`.
     pub scores: Region,
     pub act: Region,
-    /// `[tokens, H]`: the residual stream.
+    /// Residual stream, `[tokens, H]`.
     pub h: Region,
 }
 

@@ -1,4 +1,4 @@
-//! RMS norm of one row, and the gate of a delta layer's.
+//! RMS norm, and the gate of a delta-net layer.
 
 mod cases;
 mod cpu;

@@ -1,4 +1,4 @@
-//! QuantizedRows weights and activations.
+//! Quantized weights and activations.
 
 pub mod activations;
 mod gpu;

@@ -1,9 +1,9 @@
-//! A matrix as the checkpoint stores it: packed codes with scales and biases, or plain floats. Nothing here is ever
-//! expanded as a whole; kernels unpack in registers.
+//! Weight matrices as the checkpoint stores them: packed codes with scales and biases, or floats. A matrix is never
+//! dequantized as a whole; kernels unpack it in registers.
 
 use crate::device::Region;
 
-/// The stored format of a float.
+/// A stored float type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Float {
     F32,
@@ -19,7 +19,7 @@ impl Float {
         }
     }
 
-    /// The value at `index` of a packed little-endian array (unaligned).
+    /// The value at `index` of a packed little-endian array of any alignment.
     pub fn get(self, bytes: &[u8], index: usize) -> f32 {
         match self {
             Float::F32 => f32::from_le_bytes(bytes[index * 4..index * 4 + 4].try_into().expect("4 bytes")),
@@ -29,23 +29,24 @@ impl Float {
     }
 }
 
-/// The encoding of a row of `cols` values (spec section 3.2). A row of codes is one little-endian bit stream.
+/// The encoding of a matrix. A row of codes is one little-endian bit stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightFormat {
     /// Not quantized.
     Dense(Float),
-    /// `w = scale * q + bias`, unsigned `q` of 2, 3, 4, 5, 6 or 8 bits, one scale and bias per `group` (32, 64, 128).
+    /// `w = scale * q + bias` with unsigned `q` of 2, 3, 4, 5, 6 or 8 bits, and one scale and bias for each `group`
+    /// of 32, 64 or 128 values.
     Affine { bits: u8, group: u16, scale: Float },
-    /// E2M1 nibbles, one E8M0 scale per 32.
+    /// E2M1 codes of 4 bits, one E8M0 scale for each 32 values.
     Mxfp4,
-    /// E2M1 nibbles, one E4M3 scale per 16.
+    /// E2M1 codes of 4 bits, one E4M3 scale for each 16 values.
     Nvfp4,
-    /// E4M3 bytes, one E8M0 scale per 32.
+    /// E4M3 codes of 8 bits, one E8M0 scale for each 32 values.
     Mxfp8,
 }
 
 impl WeightFormat {
-    /// Values that share a scale (1 for dense).
+    /// Values that share a scale; 1 for dense.
     pub fn group(self) -> usize {
         match self {
             WeightFormat::Dense(_) => 1,
@@ -70,15 +71,16 @@ impl WeightFormat {
     }
 }
 
-/// A weight matrix `[rows, cols]` that stays in memory (trunk). `y = x W^T` always.
+/// A matrix `[rows, cols]` of the trunk, which stays in memory. Products are `y = x W^T`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Weight {
     pub codes: WeightFormat,
     pub rows: usize,
     pub cols: usize,
-    /// Multiplies every value (nvfp4's global scale; else 1).
+    /// Factor of all values: the global scale of nvfp4, otherwise 1.
     pub global_scale: f32,
-    /// WeightFormat, scales, biases; the latter two empty where the encoding has none. A GPU wants them at multiples of 16 bytes.
+    /// Codes, scales and biases. The last two are empty if the encoding has none. GPUs need offsets that are
+    /// multiples of 16 bytes.
     pub parts: [Region; 3],
 }
 
@@ -89,7 +91,7 @@ impl Weight {
     }
 }
 
-/// A weight matrix as bytes: the trunk's, or one expert's projection in a slot. Any byte alignment.
+/// A matrix as bytes of any alignment: a trunk matrix, or one projection of an expert in a slot.
 #[derive(Clone, Copy)]
 pub struct WeightView<'a> {
     pub codes: WeightFormat,
@@ -100,7 +102,7 @@ pub struct WeightView<'a> {
 }
 
 impl Default for WeightView<'_> {
-    /// No rows.
+    /// A matrix without rows.
     fn default() -> Self {
         Self { codes: WeightFormat::Dense(Float::F32), rows: 0, cols: 0, global_scale: 1.0, parts: [&[]; 3] }
     }

@@ -1,5 +1,5 @@
-//! The router's choice (spec 2.3): scores of all experts, softmax, the k likeliest. Of equal scores the expert of lower number
-//! goes first. The shared expert's gate is computed beside it, and on a GPU also its gate and up projection.
+//! The router: scores of all experts, softmax, top-k. Ties go to the lower expert number. The same operation
+//! computes the weight of the shared expert, and on a GPU also its gate and up projections.
 
 mod cases;
 mod cpu;
@@ -13,7 +13,7 @@ use super::{
 };
 use crate::device::{BufferAccess, Region};
 
-/// The experts of each row of `x`, or of its norm.
+/// Chooses the experts of each row of `x`, or of its norm.
 #[derive(Debug, Clone, Copy)]
 pub struct Router<'a> {
     pub layer: &'a MoeWeights,
@@ -21,17 +21,17 @@ pub struct Router<'a> {
     /// `[tokens, hidden]`.
     pub x: Region,
     pub norm: Option<Norm>,
-    /// Only the choice: nothing of the shared expert is computed, and a row of scores is as long as there are experts.
+    /// Skip the shared expert. A row of scores then has one value for each expert.
     pub alone: bool,
-    /// `[experts]` u32: each expert's slot, as far as known.
+    /// Slot of each expert, u32 `[experts]`. Experts that are not loaded have [`NONE`](super::NONE).
     pub table: Region,
-    /// `[tokens, layer.width()]`: room for `router | shared gate | shared up | gate of the shared result`.
+    /// Buffer for `router | shared gate | shared up | weight of the shared result`, `[tokens, layer.width()]`.
     pub scores: Region,
-    /// `[tokens, k]` u32, likeliest first.
+    /// Chosen experts, u32 `[tokens, k]`, most likely first.
     pub ids: Region,
-    /// `[tokens, k]` u32: the table's entry of each.
+    /// Their slots, u32 `[tokens, k]`.
     pub slots: Region,
-    /// `[tokens, k + 1]` f32: a weight for each rank, the shared expert's last.
+    /// Their weights, f32 `[tokens, k + 1]`. The shared expert's weight comes last.
     pub weights: Region,
 }
 
