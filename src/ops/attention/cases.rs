@@ -20,7 +20,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
                 format,
                 recent: None,
             };
-            // The rows lie on both sides of the border of a split.
+            // The rows are on both sides of a split boundary.
             case(b, &shape, 255, 2)?;
         }
         for format in [KvFormat::Eight, KvFormat::Four] {
@@ -30,7 +30,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     Ok(())
 }
 
-/// A cache of few bits has the same form on both. A value between two integers may be rounded to either.
+/// CPU and GPU use the same quantized format. A value halfway between two integers may round to either.
 fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result<(), DeviceError> {
     let recent = Some(RecentRing { room: 320, format: KvFormat::F32 });
     let shape = &AttentionShape { heads: 2, kv_heads: 1, dim, rope_dim: 32, eps: 1e-6, context: 150, format, recent };
@@ -64,14 +64,14 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
         b.enter(&ran, difference(&found, &expected), if format == KvFormat::Eight { 0.01 } else { 0.15 });
         let off = expected.iter().zip(&found).filter(|(a, b)| (*a - *b).abs() > 1e-3).count();
         b.enter(&ran, off as f64 / expected.len() as f64, 1e-3);
-        // Attention is over the GPU's own cache on both.
+        // Both devices attend over the GPU's cache.
         b.cpu.write(region, &bytes[1])?;
     }
     for region in [q, cache.recent[0], cache.recent[1]] {
         let found = b.on_gpu(region)?;
         b.cpu.write(region, bytemuck::cast_slice(&found))?;
     }
-    // The last two rows, which see the recent and a block of the others.
+    // The last two rows, which read the ring and one block of quantized rows.
     let (start, width) = (tokens - 2, shape.heads * dim);
     let (q, proj) = (q.rows(start, 2, width), proj.rows(start, 2, shape.width()));
     let y = y.floats(2 * width);
@@ -88,7 +88,7 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
     Ok(())
 }
 
-/// The CPU keeps its cache in f32, whatever the GPU does.
+/// The CPU stores f32, whatever the GPU's format.
 fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: usize) -> Result<(), DeviceError> {
     let (dim, plain) = (shape.dim, AttentionShape { format: KvFormat::F32, ..*shape });
     let half = shape.format == KvFormat::Bf16;
@@ -104,7 +104,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
         *cache = b.floats(&old)?;
         store(b, *cache, &old, half)?;
     }
-    // Not in order.
+    // Page numbers in descending order.
     let table = b.words(&(0..shape.pages() as u32).rev().collect::<Vec<_>>())?;
     let cache = KvCache { keys: caches[0], values: caches[1], table, recent: Default::default() };
     let op = |shape| KvWrite { shape, start, tokens, proj, turn, q, cache };
@@ -114,9 +114,9 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     b.expect(CLOSE, &ran, q, &expected)?;
     for region in caches {
         let (found, expected) = (load(b, region, half)?, b.on_cpu(region)?);
-        // A unit of bf16's last place where the two round differently.
+        // One unit in the last place of bf16, where the two round differently.
         b.enter(&ran, difference(&found, &expected), if half { 1.0 / 128.0 } else { CLOSE });
-        // Attention is over the GPU's own cache on both.
+        // Both devices attend over the GPU's cache.
         b.cpu.write(region, bytemuck::cast_slice(&found))?;
     }
     let op = |shape| Attention { shape, start, tokens, q, cache, proj, partials, y };
@@ -128,7 +128,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     for launch in op(shape).launches(tokens).flatten() {
         ran.extend(b.launch(launch));
     }
-    // The folded result depends on every partial one, so this checks both kernels.
+    // The merged result depends on every partial result, so this checks both kernels.
     b.expect(CLOSE, &ran, y, &expected)?;
     if b.gpu.limits().half {
         for launch in op(shape).halves() {
@@ -139,7 +139,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     Ok(())
 }
 
-/// Gives the GPU a cache as it keeps it, and the CPU what that means.
+/// Stores `values` in the GPU's cache format, and the rounded values on the CPU.
 fn store(b: &mut KernelCheck<'_>, region: Region, values: &[f32], half: bool) -> Result<(), DeviceError> {
     if !half {
         return Ok(());

@@ -1,9 +1,9 @@
-//! Causal attention over the cache, read in place.
+//! Causal attention on the CPU, in the manner of flash attention.
 //!
-//! The keys are cut in blocks at fixed positions. A query's softmax runs within a block; the blocks' results are folded
-//! in order, each rescaled to the common maximum. So blocks may be computed on different threads or one after the other,
-//! with one query or with many, and the result has the same bytes. Every key and value is widened to f32 once for all
-//! queries that share it.
+//! The keys are split into blocks at fixed positions. The softmax of a query is computed within a block. Block
+//! results are merged in order, each rescaled to the common maximum. The bytes therefore do not depend on which
+//! threads compute the blocks or how many queries are computed together. Each key and value is converted to f32 once
+//! for all queries that share it.
 
 use super::{
     Attention, BLOCK, KvFormat, PAGE,
@@ -28,11 +28,11 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// Floats of a line of the cache.
+/// Floats in one cache line.
 const LINE_FLOATS: usize = 16;
 /// Most queries that one task computes together.
 const MAX_TILE_QUERIES: usize = 64;
-/// Most blocks whose results wait to be folded.
+/// Most block results that are buffered before they are merged.
 const MAX_WAVE_BLOCKS: usize = 64;
 
 impl Attention<'_> {
@@ -54,7 +54,7 @@ impl Attention<'_> {
         }
         let rounded = kv_quant::bits(shape.format);
         let threads = &cpu.compute.threads;
-        // In 16 bits or more is the whole cache, or the recent positions.
+        // The exact cache: the whole cache, or the ring of recent positions.
         let (format, full) = match shape.recent {
             Some(ring) if rounded.is_some() => (ring.format, FullKv { bytes: recent, table: None, room: ring.room }),
             _ => (shape.format, FullKv { bytes: caches, table: Some(table), room: PAGE }),
@@ -77,35 +77,35 @@ wide! {
     }
 }
 
-/// Calls so far, so that a thread knows whose queries it has.
+/// Number of calls so far. Lets a thread detect that its cached queries belong to another call.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-/// Keys and values in 16 bits or more: pages that `table` names, or a ring of `room` positions.
+/// Keys and values of at least 16 bits: pages that `table` names, or a ring of `room` positions.
 struct FullKv<'a> {
     bytes: [&'a [u8]; 2],
     table: Option<&'a [u32]>,
     room: usize,
 }
 
-/// One call's arguments, shared by its tasks.
+/// The arguments of one call, shared by its tasks.
 struct AttentionCall<'a, T> {
-    /// Above 0, and of no other call.
+    /// Number of this call, above 0.
     call: u64,
     q: &'a [f32],
-    /// `[tokens, row]`: of each head a query, and its output's gate.
+    /// `[tokens, row]`: for each head a query and the gate of its output.
     proj: &'a [f32],
     row: usize,
     full: FullKv<'a>,
     values: PhantomData<T>,
-    /// Key and value heads.
+    /// Number of key and value heads.
     shared: usize,
-    /// Parts that the query heads of each are shared out in. What is called a head below is such a part.
+    /// Parts into which the query heads of one key head are split. Below, `head` numbers such parts.
     split: usize,
-    /// Keys and values of all positions in few bits; then the others are a ring of the recent.
+    /// Keys and values of all positions in 8 or 4 bits. `full` is then the ring of recent positions.
     quantized: Option<[QuantizedKv<'a>; 2]>,
     at: usize,
     heads: usize,
-    /// TileQueries heads of a part.
+    /// Query heads of a part.
     group: usize,
     dim: usize,
     /// `dim`, padded to whole vectors.
@@ -120,13 +120,14 @@ struct AttentionScratch {
     query: TileQueries,
 }
 
-/// The queries of a tile times `1 / sqrt(D)`: all that is not done again for each block.
+/// The queries of a tile times `1 / sqrt(D)`, prepared once for all blocks.
 struct TileQueries {
-    /// Padded to whole vectors, from `begin` on, where a line of the cache begins: each is loaded for every few keys.
+    /// Padded to whole vectors. Starts at `begin`, a cache line boundary, because each query is loaded for every few
+    /// keys.
     padded: Vec<f32>,
     begin: usize,
     quantized_queries: QuantizedQueries,
-    /// The call, key head and first token that they are of.
+    /// Call, key head and first token of these queries.
     of: (u64, usize, usize),
     value_scales: ValueScales,
 }
@@ -174,17 +175,17 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
         }
     }
 
-    /// The results of all tokens.
+    /// Computes the output of all tokens.
     fn run(mut self, threads: &Threads, tokens: usize, y: &mut [f32]) {
         let blocks = self.blocks(&(0..tokens));
-        // With fewer tasks than threads each part widens the keys and values for itself.
+        // With fewer tasks than threads, split the query heads. Each part then converts keys and values itself.
         let tasks = self.shared * blocks * tokens.div_ceil((MAX_TILE_QUERIES / self.group).max(1));
         while self.group.is_multiple_of(2) && 2 * self.split * tasks <= threads.count() {
             (self.group, self.split) = (self.group / 2, 2 * self.split);
         }
         let (work, group, width, shared) = (&self, self.group, self.width, self.shared * self.split);
         let out = OutPtr(y.as_mut_ptr());
-        // A tile is some tokens with all query heads of one key head.
+        // A tile is several tokens with all query heads of one key head.
         let height = (MAX_TILE_QUERIES / group).max(1);
         let tiles = tokens.div_ceil(height);
         let tile = |task: usize| (task / tiles, task % tiles * height..(task % tiles * height + height).min(tokens));
@@ -195,11 +196,11 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
             });
             return;
         }
-        // Too few tiles to keep all threads busy: blocks of keys are tasks of their own, as many at a time as there is
-        // room for, which does not grow with the context.
+        // There are too few tiles to keep all threads busy, so blocks of keys become tasks. The buffer for their
+        // results does not grow with the context.
         let size = height.min(tokens) * group * (width + 2);
         let mut parts = PARTIALS.take();
-        // Few enough that they are still in a near cache when they are folded, enough for all threads.
+        // Enough blocks for all threads, but few enough that their results are still cached when they are merged.
         let most = (16 * threads.count()).div_ceil(shared * tiles).clamp(16, MAX_WAVE_BLOCKS);
         let (sums, wave) = (shared * tiles * size, blocks.min(most));
         parts.resize((sums * (1 + wave)).max(parts.len()), 0.0);
@@ -208,7 +209,7 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
             clear(sums, tile(task).1.len() * group);
         }
         let (sums, part) = (OutPtr(sums.as_mut_ptr()), OutPtr(parts_of.as_mut_ptr()));
-        // SAFETY: `size` values for each index, inside its buffer; each belongs to one task at a time.
+        // SAFETY: `size` values for each index, inside its buffer. Each index belongs to one task at a time.
         let slice =
             |base: OutPtr, index: usize| unsafe { std::slice::from_raw_parts_mut(base.0.add(index * size), size) };
         for first in (0..blocks).step_by(wave) {
@@ -235,7 +236,7 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
     }
 }
 
-/// Results of some queries over some keys are kept as all maxima, all sums, then all weighted sums of values.
+/// Resets the results of `queries`: all maxima, then all sums, then all weighted sums of values.
 fn clear(sums: &mut [f32], queries: usize) {
     let (most, rest) = sums.split_at_mut(queries);
     most.fill(f32::NEG_INFINITY);
@@ -243,7 +244,8 @@ fn clear(sums: &mut [f32], queries: usize) {
 }
 
 impl<T: KvElement> AttentionCall<'_, T> {
-    /// Blocks that the last of `tokens` sees. With few bits the first are the recent positions, and the others count from 1.
+    /// Blocks that the last of `tokens` sees. With a quantized cache, block 0 is the ring and the pages count from
+    /// 1.
     fn blocks(&self, tokens: &Range<usize>) -> usize {
         match self.quantized {
             None => (self.at + tokens.end).div_ceil(BLOCK),
@@ -251,7 +253,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         }
     }
 
-    /// The positions that `token` sees of a block.
+    /// The positions of a block that `token` sees.
     fn seen(&self, token: usize, block: usize) -> Range<usize> {
         let position = self.at + token;
         let of = |block: usize, end: usize| block * BLOCK..((block + 1) * BLOCK).min(end);
@@ -262,13 +264,13 @@ impl<T: KvElement> AttentionCall<'_, T> {
         }
     }
 
-    /// The number of queries of `tokens` that come before the block and see nothing of it.
+    /// How many queries of `tokens` come before the block and see none of its keys.
     fn queries_without_keys(&self, tokens: &Range<usize>, block: usize) -> usize {
         let blind = tokens.clone().take_while(|token| self.seen(*token, block).is_empty()).count();
         blind * self.group
     }
 
-    /// The whole result of some tokens, block after block.
+    /// Computes some tokens completely, block after block.
     fn tile(&self, head: usize, tokens: Range<usize>, out: OutPtr, scratch: &mut AttentionScratch) {
         let queries = tokens.len() * self.group;
         let AttentionScratch { sums, part, query } = scratch;
@@ -283,7 +285,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         self.finish(head, tokens, sums, out);
     }
 
-    /// Adds a block's `part` to `sums` for the queries that saw anything of it.
+    /// Merges a block's `part` into `sums` for the queries that saw any of its keys.
     fn fold(&self, tokens: &Range<usize>, block: usize, sums: &mut [f32], part: &[f32]) {
         merge_blocks(sums, part, tokens.len() * self.group, self.queries_without_keys(tokens, block), self.width);
     }
@@ -293,7 +295,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         let queries = tokens.len() * self.group;
         for query in 0..queries {
             let (token, n) = (tokens.start + query / self.group, head * self.group + query % self.group);
-            // SAFETY: inside the output; every row belongs to one tile.
+            // SAFETY: inside the output. Each row belongs to one tile.
             let y = unsafe { std::slice::from_raw_parts_mut(out.0.add((token * self.heads + n) * self.dim), self.dim) };
             let row = &sums[2 * queries + query * self.width..][..self.dim];
             for (y, sum) in y.iter_mut().zip(row) {
@@ -306,7 +308,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         }
     }
 
-    /// Puts the queries of a tile into `query`, if they are not there.
+    /// Loads the queries of a tile into `query`, unless it holds them already.
     fn load_queries(&self, head: usize, tokens: &Range<usize>, query: &mut TileQueries) {
         let of = (self.call, head, tokens.start);
         if std::mem::replace(&mut query.of, of) == of {
@@ -330,7 +332,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
         }
     }
 
-    /// Queries of `tokens` over one block of keys: maxima, sums and weighted values into `part`.
+    /// Queries of `tokens` over one block of keys. Writes maxima, sums and weighted values to `part`.
     fn block(&self, head: usize, tokens: Range<usize>, block: usize, part: &mut [f32], query: &mut TileQueries) {
         self.load_queries(head, &tokens, query);
         let queries = tokens.len() * self.group;
@@ -340,7 +342,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
             if seen.is_empty() {
                 continue;
             }
-            // All queries of a token see the same keys: they are computed together, as many as fit the registers.
+            // All queries of a token see the same keys. As many are computed together as fit into registers.
             let mut n = 0;
             while n < self.group {
                 let at = (index * self.group + n, queries);
@@ -354,7 +356,8 @@ impl<T: KvElement> AttentionCall<'_, T> {
         }
     }
 
-    /// `N` queries, number `at.0` and following of `at.1`, over the keys `seen`, of `quantized` if there is any.
+    /// Computes `N` queries over the keys `seen`. `at` is the number of the first query and the number of all
+    /// queries.
     fn block_queries<const N: usize>(
         &self,
         head: usize,

@@ -1,4 +1,4 @@
-//! The inner loops of attention: a block's scores, their softmax, the weighted values, and the folding of two blocks.
+//! Inner loops of attention over f32 and i16 caches: scores of a block, softmax, weighted values, merging of blocks.
 
 use super::{
     BLOCK,
@@ -11,19 +11,19 @@ use crate::ops::simd::{
 };
 use std::ops::Range;
 
-/// Prefetch distance ahead of the row being read, in bytes.
+/// Distance of the prefetch from the row that is being read, in bytes.
 const PREFETCH_BYTES: usize = 20480;
-/// Weights of less than `e^MIN_EXPONENT` times the block's largest are taken for 0: they are beyond what an f32 can add to it, and
-/// products with them would be subnormal, which processors compute a hundred times slower.
+/// Weights below `e^MIN_EXPONENT` times the block's largest count as 0. They cannot change an f32 sum, and subnormal
+/// products are a hundred times slower.
 const MIN_EXPONENT: f32 = -60.0;
-/// Values that are added up while they are in the first-level cache, in rows.
+/// Rows of values that are accumulated while they are in the L1 cache.
 const STRIP: usize = 32;
-/// Values of the strip behind the next are queries for, line by line in the order of memory: the processor fetches ahead of
-/// such a sequence by itself, and more at once than it can be queries for.
+/// Strips between the one in use and the one that is prefetched. Lines are prefetched in memory order, because the
+/// hardware prefetcher then fetches further ahead than software prefetches can.
 const PREFETCH_STRIPS: usize = 2;
 
 wide! {
-    /// `scores[n][i] = q[n] . key[seen.start + i]`.
+    /// Scores of a block: `scores[n][i] = q[n] . key[seen.start + i]`.
     pub(super) fn qk[T: KvElement, const N: usize](
         q: &[&[f32]; N],
         keys: &KvView<'_, T>,
@@ -33,7 +33,7 @@ wide! {
     ) {
         let mut done = 0;
         if V::HAS_32_REGISTERS {
-            // Sixteen products at a time.
+            // Sixteen dot products at a time.
             done = match N {
                 8 => qk_blocks::<V, T, N, 2>(q, keys, head, seen.clone(), scores),
                 4 => qk_blocks::<V, T, N, 4>(q, keys, head, seen.clone(), scores),
@@ -51,7 +51,7 @@ wide! {
     }
 }
 
-/// [`qk`] for as many sets of `K` keys as there are, `N * K` being 16. Returns how many keys they had.
+/// Computes [`qk`] for whole sets of `K` keys, with `N * K = 16`. Returns the number of keys computed.
 #[inline(always)]
 fn qk_blocks<V: Vector, T: KvElement, const N: usize, const K: usize>(
     q: &[&[f32]; N],
@@ -85,8 +85,8 @@ fn qk_blocks<V: Vector, T: KvElement, const N: usize, const K: usize>(
 }
 
 wide! {
-    /// `sums[n] += sum over i of scores[n][i] * value[seen.start + i]`, in this order; the scores are multiplied by the
-    /// values' scales on the way.
+    /// Adds weighted values: `sums[n] += sum over i of scores[n][i] * value[seen.start + i]`, in order of `i`.
+    /// Multiplies the scores by the values' scales first.
     pub(super) fn pv[T: KvElement, const N: usize](
         sums: &mut [f32],
         width: usize,
@@ -99,7 +99,7 @@ wide! {
         for first in (0..seen.len()).step_by(STRIP) {
             let strip = first..(first + STRIP).min(seen.len());
             let rows = values.rows(head, seen.start + first, strip.len());
-            // Not those of the whole block at once: their lines have not been queries for yet.
+            // Scales are loaded strip by strip, because the lines of later strips are not prefetched yet.
             let mut scales = [0f32; STRIP];
             for (scale, row) in scales.iter_mut().zip(rows.iter()) {
                 *scale = T::scale(row);
@@ -109,7 +109,7 @@ wide! {
                     *score *= scale;
                 }
             }
-            // Each pass over some columns asks for its part.
+            // Each pass over some columns prefetches its part.
             let ahead = values.prefetch_address(head, seen.start + first, PREFETCH_STRIPS * STRIP * rows.width * size_of::<T>());
             let ahead = |at: usize| ahead.wrapping_add(at * STRIP * rows.width / dim * size_of::<T>());
             let mut at = 0;
@@ -126,10 +126,10 @@ wide! {
 }
 
 wide! {
-    /// `e^(score - max)`, or 0 below [`MIN_EXPONENT`], of the first `count` scores of each query; returns their maxima and sums.
+    /// Replaces the first `count` scores of each query by `e^(score - max)`. Returns maxima and sums.
     pub(super) fn softmax[const N: usize](scores: &mut [[f32; BLOCK]; N], count: usize) -> [[f32; 2]; N] {
         let mut results = [[0f32; 2]; N];
-        // All maxima first: each is a chain of its own, so a processor works at several.
+        // Maxima of all queries first. They are independent, so the processor overlaps them.
         for n in 0..N {
             results[n][0] = max_ignoring_nan(&scores[n][..count]);
         }
@@ -152,7 +152,7 @@ wide! {
     }
 }
 
-/// `e^x` of what is not above 0, or 0 below [`MIN_EXPONENT`].
+/// `e^x` for `x <= 0`, or 0 below [`MIN_EXPONENT`].
 #[inline(always)]
 fn softmax_weight(x: f32) -> f32 {
     let power = exp_normal(x);
@@ -160,8 +160,8 @@ fn softmax_weight(x: f32) -> f32 {
 }
 
 wide! {
-    /// Adds a block's `part` to `sums`, for all of the `queries` from number `first` on. Of both there are all maxima, all sums,
-    /// then all weighted sums, `width` of a query.
+    /// Merges a block's `part` into `sums` for the queries from number `first` on. Both hold all maxima, all sums,
+    /// then all weighted sums, `width` floats for each query.
     pub(super) fn merge_blocks(sums: &mut [f32], part: &[f32], queries: usize, first: usize, width: usize) {
         for query in first..queries {
             let (old, new) = (sums[query], part[query]);
@@ -177,8 +177,8 @@ wide! {
     }
 }
 
-/// The lanes of `q . k` for `N` queries, padded to whole vectors, and `K` keys. As much memory is queries for from
-/// `ahead` on, little by little, since only so many lines can be under way.
+/// Lanes of `q . k` for `N` padded queries and `K` keys. Prefetches as much memory as it reads, from `ahead` on, a
+/// few lines at a time, because a core tracks a limited number of misses.
 #[inline(always)]
 fn dot_lanes<V: Vector, T: KvElement, const N: usize, const K: usize>(
     q: &[&[f32]; N],
@@ -220,8 +220,8 @@ fn dot_lanes<V: Vector, T: KvElement, const N: usize, const K: usize>(
     lanes
 }
 
-/// `sums[n] += scores[n][i] * row[i]`, row after row, for values `at..at + 16 * C`. As much memory as is read is queries for
-/// from `ahead` on.
+/// `sums[n] += scores[n][i] * row[i]`, row after row, for columns `at..at + 16 * C`. Prefetches as much memory as it
+/// reads, from `ahead` on.
 #[inline(always)]
 fn accumulate<V: Vector, T: KvElement, const N: usize, const C: usize>(
     sums: &mut [f32],
@@ -271,7 +271,7 @@ fn accumulate<V: Vector, T: KvElement, const N: usize, const C: usize>(
     }
 }
 
-/// The largest value that is one.
+/// The largest value, ignoring NaN.
 #[inline(always)]
 fn max_ignoring_nan(x: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if a > b { a } else { b };

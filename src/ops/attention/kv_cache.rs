@@ -1,9 +1,9 @@
-//! The cache of full attention's keys and values, one row a position, in pages `[KV, PAGE, row]` or a ring `[KV, N, row]`.
+//! Rows of the KV cache, one for each position, in pages `[KV, PAGE, row]` or a ring `[KV, N, row]`.
 //!
-//! As f32 a row is its D values. As I16 it is D integers and then an f32 (as two more, low
-//! half first): the row's largest magnitude over 32639, times which an integer is the value. That is half the bytes,
-//! which is what decoding over a long context costs, and an error of at most 2e-5 of the row's largest value: less
-//! than bf16's of each.
+//! An f32 row is its D values. An i16 row is D integers and one f32 scale, stored as two i16, low half first. The
+//! scale is the row's largest magnitude divided by 32639. Such a row has half the bytes, and reading the cache is
+//! the cost of decoding at long contexts. Its error is at most 2e-5 of the row's largest value, which is less than
+//! bf16's.
 
 use super::{AttentionShape, KvFormat, KvWrite, MAX_HEAD_DIM, PAGE, RECENT, kv_quant};
 use crate::{
@@ -16,21 +16,21 @@ use crate::{
     },
 };
 
-/// A row as 16-bit integers, in the order of its values.
+/// A row as 16-bit integers in natural order.
 const FORMAT: quant::ActivationFormat =
     quant::ActivationFormat { group: 1, order: quant::ValueOrder::Natural, levels: 32_639 };
 
-/// A kind of value that a cache holds.
+/// An element type of cached rows.
 pub(super) trait KvElement: Copy + Default + Sync + bytemuck::Pod {
-    /// Values of a row that are not its contents.
+    /// Elements at the end of a row that hold its scale.
     const SCALE_ELEMENTS: usize;
 
     fn load<V: Vector>(x: &[Self; 16]) -> V;
 
-    /// The factor of the loaded values of `row`.
+    /// Factor of all values of `row`.
     fn scale(row: &[Self]) -> f32;
 
-    /// The contents of a row.
+    /// The values of a row without its scale.
     #[inline(always)]
     fn values(row: &[Self]) -> &[Self] {
         &row[..row.len() - Self::SCALE_ELEMENTS]
@@ -66,22 +66,22 @@ impl KvElement for i16 {
     }
 }
 
-/// A cache of keys or values: what is there of it around a position.
+/// Cached keys or values around one position.
 #[derive(Clone, Copy)]
 pub(super) struct KvView<'a, T> {
     data: &'a [T],
-    /// What is wanted when this is done with: the next page.
+    /// The next page, to prefetch.
     next: &'a [T],
     width: usize,
-    /// Positions.
+    /// Positions in `data`.
     pub room: usize,
-    /// The position of the first row, a multiple of `room`.
+    /// Position of the first row, a multiple of `room`.
     first: usize,
 }
 
 impl<'a, T: KvElement> KvView<'a, T> {
-    /// A ring `[count, room, row]` of rows of `dim` values, or pages `[count, PAGE, row]` each that `table` names in order; to be
-    /// looked at from `position` on.
+    /// Views the cache at `position`: a ring `[count, room, row]`, or the pages `[count, PAGE, row]` that `table`
+    /// lists in order. Rows have `dim` values.
     #[inline(always)]
     pub fn at(bytes: &'a [u8], table: Option<&[u32]>, [count, room, dim]: [usize; 3], position: usize) -> Self {
         let (data, width) = (bytemuck::cast_slice(bytes), dim + T::SCALE_ELEMENTS);
@@ -92,11 +92,12 @@ impl<'a, T: KvElement> KvView<'a, T> {
         };
         let index = position / room;
         let data = page(index).unwrap_or_default();
-        // Where there is none, what is there: asking for memory that is not costs a walk through the system's tables each time.
+        // Without a next page, prefetch this one again: prefetching unmapped memory costs a page-table walk each
+        // time.
         Self { data, next: page(index + 1).unwrap_or(data), width, room, first: index * room }
     }
 
-    /// The place of the row `rows` behind `position`, and so many bytes: a hint, it may be beyond the cache.
+    /// Address `bytes` after the row of `position`, to prefetch. It may be outside the cache.
     #[inline(always)]
     pub fn prefetch_address(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
         let of = |data: &[T], row: usize| data.as_ptr().cast::<u8>().wrapping_add(row * self.width * size_of::<T>());
@@ -109,7 +110,7 @@ impl<'a, T: KvElement> KvView<'a, T> {
         }
     }
 
-    /// The number of a position's row.
+    /// The row number of a position.
     #[inline(always)]
     fn row_index(&self, position: usize) -> usize {
         let at = position - self.first;
@@ -129,11 +130,11 @@ impl<'a, T: KvElement> KvView<'a, T> {
     }
 }
 
-/// Rows of one head that follow each other.
+/// Consecutive rows of one head.
 #[derive(Clone, Copy)]
 pub(super) struct KvRows<'a, T> {
     data: &'a [T],
-    /// Values of a row, those included that are not its contents.
+    /// Elements of a row, including its scale.
     pub width: usize,
 }
 
@@ -197,7 +198,7 @@ impl KvWrite<'_> {
 }
 
 impl AttentionShape {
-    /// Refuses what there is no cache for.
+    /// Checks that the cache can hold rows of this shape.
     pub(super) fn check(&self, tokens: usize) -> Result<(), DeviceError> {
         let Some(bits) = kv_quant::bits(self.format) else { return Ok(()) };
         self.divisible()?;
@@ -207,7 +208,7 @@ impl AttentionShape {
         }
     }
 
-    /// Refuses heads that `--kv-bits` cannot cut into groups.
+    /// Checks that `--kv-bits` can split the heads into groups.
     pub(in crate::ops) fn divisible(&self) -> Result<(), DeviceError> {
         match kv_quant::bits(self.format) {
             Some(bits) if !self.dim.is_multiple_of(64) || self.dim > MAX_HEAD_DIM => refuse(format!(
@@ -218,7 +219,7 @@ impl AttentionShape {
         }
     }
 
-    /// Writes a row into the cache, and among the recent.
+    /// Writes a row into the cache and, if there is one, into the ring.
     fn write_row(
         &self,
         row: &mut [f32],
@@ -240,7 +241,7 @@ impl AttentionShape {
     }
 }
 
-/// Writes one row of the cache.
+/// Stores one row in `format`.
 fn store_row(format: KvFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MAX_HEAD_DIM]) -> Result<(), DeviceError> {
     match format {
         KvFormat::F32 => to.copy_from_slice(bytemuck::cast_slice(row)),

@@ -1,30 +1,32 @@
-//! Keys and values in 8 or 4 bits (`--kv-bits`): the form of a row, and the positions that are seen in it.
+//! Keys and values in 8 or 4 bits (`--kv-bits`): the row format, and which positions a query reads in it.
 //!
-//! A row is turned by a Hadamard matrix first, which spreads large values over all the others. Queries are turned alike, so
-//! that products with keys stay as they were, and the result of attention is turned back before the gate. Then
-//! each group of 32 values becomes integers and a scale: `D * bits / 8` bytes of codes, and behind them `D / 32` scales as
-//! bf16. A value is its integer times its group's scale; the integers are -127 to 127, of 4 bits the odd ones from -15 to 15.
-//! Of 4 bits, byte `j` of a group has value `j` in its low half and value `j + 16` in its high half.
+//! A row is first multiplied by a Hadamard matrix, which spreads outliers over all values. Queries are multiplied by
+//! the same matrix, so products with keys do not change. The output of attention is multiplied again, before the
+//! gate, which undoes the transform.
 //!
-//! The recent positions are kept in 16 bits as well, in a ring: a query at `p` sees those from [`rounded_until`]`(p)` on
-//! there. That depends on `p` alone, so a row's result does not depend on when it was computed.
+//! Then each group of 32 values is stored as integers and one scale: `D * bits / 8` bytes of codes, followed by `D /
+//! 32` bf16 scales. 8-bit integers are -127 to 127. 4-bit integers are the odd numbers from -15 to 15; byte `j` of a
+//! group holds value `j` in its low nibble and value `j + 16` in its high nibble.
+//!
+//! A ring keeps the most recent positions exactly. A query at `p` reads positions from [`rounded_until`]`(p)` on
+//! from the ring. This depends on `p` alone, so a row's result does not depend on when it is computed.
 
 use super::{AttentionShape, GROUP, KvFormat, PAGE, kv_format::row_bytes};
 use crate::ops::simd::wide;
 
-/// At least so many of the recent positions are seen in 16 bits, and less than twice as many.
+/// A query reads at least this many recent positions from the ring, and fewer than twice as many.
 pub const RECENT: usize = 64;
-/// Below this magnitude a group counts as zero: its inverse scale would overflow.
+/// A group whose largest magnitude is below this counts as zero, because its inverse scale would overflow.
 const TINY: f32 = 1e-30;
-/// Adding and subtracting 1.5 * 2^23 rounds an f32 below 2^22 to an integer, half to even.
+/// 1.5 * 2^23. Adding and subtracting it rounds an f32 below 2^22 to an integer, half to even.
 const ROUND: f32 = 12_582_912.0;
 
-/// The first position that a query at `position` sees in 16 bits; a multiple of [`RECENT`].
+/// The first position that a query at `position` reads from the ring. A multiple of [`RECENT`].
 pub fn rounded_until(position: usize) -> usize {
     (position / RECENT * RECENT).saturating_sub(RECENT)
 }
 
-/// The bits of an integer of `format`, if that has groups.
+/// Bits of a quantized format; `None` for the others.
 pub(super) fn bits(format: KvFormat) -> Option<usize> {
     match format {
         KvFormat::Eight => Some(8),
@@ -34,8 +36,8 @@ pub(super) fn bits(format: KvFormat) -> Option<usize> {
 }
 
 wide! {
-    /// `x = H x / sqrt(n)`, where `H` is the Hadamard matrix of the largest power of two `n` that divides the length, once
-    /// for each `n` values. Twice is nothing.
+    /// `x = H x / sqrt(n)` for each `n` values, in place. `H` is the Hadamard matrix of size `n`, the largest power
+    /// of two that divides the length. Applying it twice restores the input.
     pub(super) fn hadamard(x: &mut [f32]) {
         let size = 1 << x.len().trailing_zeros().min(20);
         for x in x.chunks_exact_mut(size) {
@@ -56,15 +58,15 @@ wide! {
 }
 
 wide! {
-    /// Writes `row`, already turned, as `to`. A group with a value that is not finite has the scale NaN.
+    /// Quantizes `row`, already transformed, into `to`. A group with a value that is not finite gets the scale NaN.
     pub(super) fn quantize_row(bits: usize, row: &[f32], to: &mut [u8]) {
         let (codes, scales) = to.split_at_mut(row.len() * bits / 8);
         let groups = row.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP * bits / 8));
         for ((group, codes), scale) in groups.zip(scales.chunks_exact_mut(2)) {
-            // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
+            // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
             let most = group.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
             let most = f32::from_bits(most);
-            // QuantizedKv up, so that no integer is beyond the last.
+            // Rounded up, so that no integer exceeds the largest.
             let levels = if bits == 8 { 127.0 } else { 15.0 };
             let up = ((most / levels).to_bits() + 0xffff) >> 16;
             let (half, inverse) = if most.is_nan() || up >= 0x7f80 {
@@ -91,7 +93,7 @@ wide! {
     }
 }
 
-/// The integers of a row and, as f32, the scales of its groups.
+/// Unpacks the integers of a row, and its scales as f32.
 #[inline(always)]
 pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: &mut [f32]) {
     let (codes, halves) = row.split_at(integers.len() * bits / 8);
@@ -114,7 +116,7 @@ pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: 
 }
 
 impl AttentionShape {
-    /// The values of rows that are kept in 8 or 4 bits, as they were when they had been turned.
+    /// Dequantizes rows. They stay transformed.
     pub(super) fn unrounded(&self, rows: &[u8]) -> Vec<f32> {
         let bits = bits(self.format).unwrap_or(8);
         let mut values = Vec::new();
@@ -127,7 +129,7 @@ impl AttentionShape {
     }
 }
 
-/// Rows in 8 or 4 bits, in pages `[heads, PAGE, row]` that a table names.
+/// Quantized rows in pages `[heads, PAGE, row]` that a table lists.
 #[derive(Clone, Copy)]
 pub(super) struct QuantizedKv<'a> {
     pub bits: usize,
@@ -144,7 +146,7 @@ impl<'a> QuantizedKv<'a> {
         Self { bits, dim, bytes, table, heads, row: row_bytes(bits, dim) }
     }
 
-    /// As many rows from the page behind that of `first` on, if there is one; else those of this one.
+    /// `count` rows at the start of the page after `first`'s, to prefetch. Without a next page, rows of this page.
     #[inline(always)]
     pub fn next_page_rows(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
         let next = first / PAGE * PAGE + PAGE;
@@ -209,7 +211,7 @@ mod tests {
             for (at, (value, read)) in row.iter().zip(&read).enumerate() {
                 let group = &row[at / GROUP * GROUP..][..GROUP];
                 let most = group.iter().fold(0f32, |most, value| most.max(value.abs()));
-                // Integers of 8 bits are 1 apart, of 4 bits 2; the scale is up to 1/128 larger than it had to be.
+                // 8-bit integers are 1 apart, 4-bit ones 2. Rounding makes the scale up to 1/128 larger.
                 let step = most / levels * if bits == 8 { 0.5 } else { 1.0 } * 1.01;
                 assert!((value - read).abs() <= step, "{bits}: {value} {read} of {most}");
             }

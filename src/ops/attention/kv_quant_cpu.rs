@@ -1,6 +1,6 @@
-//! Attention over rows of 8 or 4 bits, in integers: a query is rounded to 16 bits, so are the weights of a block's values, and
-//! what is summed within a group is exact. What follows is f32 in one order, so every processor gives the same bytes. This is
-//! the plain form; AVX-512 has its own ([`super::kv_quant_avx512`]).
+//! Attention over 8-bit and 4-bit rows in integer arithmetic. Queries are rounded to 16 bits, and so are the weights
+//! of a block's values. Sums within a group are exact. The f32 arithmetic after them has one order, so all
+//! processors give the same bytes. This is the portable version; [`super::kv_quant_avx512`] is the other.
 
 use super::{
     BLOCK, GROUP, MAX_HEAD_DIM,
@@ -12,7 +12,8 @@ use std::ops::Range;
 
 const ROUND: f32 = 12_582_912.0;
 
-/// `scores[n][i] = q[first + n] . key[seen.start + i]`. Of `seen` both ends are multiples of 32. The values come next and are queries for.
+/// Scores of a block: `scores[n][i] = q[first + n] . key[seen.start + i]`. Both ends of `seen` are multiples of 32.
+/// Prefetches the values.
 pub(super) fn qk<const N: usize>(
     queries: &QuantizedQueries,
     first: usize,
@@ -24,7 +25,7 @@ pub(super) fn qk<const N: usize>(
     let [rows, next] = [keys, values].map(|cache| cache.rows(head, seen.start, seen.len()));
     match Isa::best() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the processor has AVX-512 with VNNI, and `rows` are whole rows, a multiple of 32.
+        // SAFETY: the processor has AVX-512 with VNNI. `rows` are whole rows, and their number is a multiple of 32.
         Isa::Avx512 if seen.len().is_multiple_of(32) => unsafe {
             super::kv_quant_avx512::qk(queries, first, keys, [rows, next], scores)
         },
@@ -62,8 +63,8 @@ wide! {
     }
 }
 
-/// `sums[n] = sum over i of weights[n][i] * value[seen.start + i]`, `[N, width]`. Of `seen` both ends are multiples of 64. The
-/// keys behind come next and are queries for.
+/// Weighted values of a block: `sums[n] = sum over i of weights[n][i] * value[seen.start + i]`, `[N, width]`. Both
+/// ends of `seen` are multiples of 64. Prefetches the keys of the next page.
 #[allow(clippy::too_many_arguments)] // The shape of a block.
 pub(super) fn pv<const N: usize>(
     sums: &mut [f32],
@@ -80,7 +81,8 @@ pub(super) fn pv<const N: usize>(
     value_scales.back.resize(groups.max(value_scales.back.len()), 0.0);
     match Isa::best() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the processor has AVX-512 with VNNI; `rows` are whole rows, a multiple of 64; `sums` has N rows.
+        // SAFETY: the processor has AVX-512 with VNNI. `rows` are whole rows, and their number is a multiple of 64.
+        // `sums` has N rows.
         Isa::Avx512 if seen.len().is_multiple_of(64) && values.dim.is_multiple_of(64) => unsafe {
             super::kv_quant_avx512::pv(sums, width, weights, values, [rows, next], value_scales);
         },

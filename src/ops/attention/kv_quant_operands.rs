@@ -1,22 +1,22 @@
-//! Integer queries and value scales.
+//! Operands of attention over quantized rows: queries as integers, and the scales of values.
 
 use super::{BLOCK, GROUP, MAX_HEAD_DIM};
 use crate::ops::{quant, simd::wide};
 
-/// A row as two signed bytes a value.
+/// Integers of two signed bytes.
 const FORMAT: quant::ActivationFormat =
     quant::ActivationFormat { group: 1, order: quant::ValueOrder::Natural, levels: 32_639 };
 
-/// The largest integer that stands for a weight: 256 of them times 127 are within an i32.
+/// The largest integer weight. The sum of 256 products with 127 still fits an i32.
 pub(super) const MAX_WEIGHT: f32 = 65_535.0;
 
-/// Some queries in integers of two signed digits, `256 * high + low`.
+/// Queries as integers of two signed digits, `256 * high + low`.
 #[derive(Default)]
 pub(super) struct QuantizedQueries {
     /// `[N, dim]`.
     pub high: Vec<i8>,
     pub low: Vec<i8>,
-    /// Of each group of 32, `[N, dim / 32]`: the sums of its high and its low digits.
+    /// For each group of 32, the sums of its high digits and of its low digits, `[N, dim / 32]`.
     pub sums: Vec<[i32; 2]>,
     /// `[N]`.
     pub scales: Vec<f32>,
@@ -24,7 +24,7 @@ pub(super) struct QuantizedQueries {
 }
 
 impl QuantizedQueries {
-    /// `queries` are rows of `dim` values or more.
+    /// Quantizes `queries`, rows of at least `dim` values.
     pub fn set<'a>(&mut self, queries: impl ExactSizeIterator<Item = &'a [f32]>, dim: usize) {
         let (count, groups) = (queries.len(), dim / GROUP);
         self.dim = dim;
@@ -56,11 +56,11 @@ wide! {
     }
 }
 
-/// The scales of a block's values, group by group, and what the weights are multiplied with to become integers.
+/// Scales of a block's values, group by group, combined with the factors that turn weights into integers.
 pub(super) struct ValueScales {
-    /// `[dim / GROUP][BLOCK]`: the scale by the group's largest, times [`MAX_WEIGHT`].
+    /// Scale divided by the group's largest, times [`MAX_WEIGHT`]; `[dim / GROUP][BLOCK]`.
     pub each: Vec<[f32; BLOCK]>,
-    /// A group's largest scale by [`MAX_WEIGHT`]: times which an integer sum is the result.
+    /// A group's largest scale divided by [`MAX_WEIGHT`]. Converts an integer sum to the result.
     pub back: Vec<f32>,
 }
 
@@ -69,11 +69,11 @@ impl ValueScales {
         Self { each: Vec::new(), back: Vec::new() }
     }
 
-    /// Of a group whose scales are the first `count` of `each[group]`.
+    /// Completes a group whose first `count` entries of `each[group]` are its scales.
     #[inline(always)]
     pub fn finish(&mut self, group: usize, count: usize) {
         let scales = &mut self.each[group][..count];
-        // They are not negative, and NaN is on top.
+        // Scales are not negative, so their bit patterns are ordered, and NaN is the largest.
         let most = f32::from_bits(scales.iter().fold(0, |most, scale| most.max(scale.to_bits())));
         let factor = if most > 0.0 { MAX_WEIGHT / most } else { 0.0 };
         scales.iter_mut().for_each(|scale| *scale *= factor);

@@ -1,6 +1,6 @@
-//! Checks of this machine's arithmetic: each operation on a GPU and on the CPU, with small random inputs, and
-//! each instruction set of the processor against plain Rust. `moestro doctor` prints the findings, and `--device auto`
-//! takes the GPU only if there is nothing to object to. The inputs stand in each operation's `cases.rs`.
+//! Checks this machine's arithmetic: each operation on the GPU against the CPU, and each instruction set of the
+//! processor against portable Rust. `moestro doctor` prints the findings, and `--device auto` uses the GPU only if
+//! all checks pass. The inputs are in each operation's `cases.rs`.
 
 mod order;
 pub(super) mod processor;
@@ -15,10 +15,10 @@ use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Gpu, Launch, Region, 
 use crate::platform::split_mix64::SplitMix64;
 use std::collections::BTreeMap;
 
-/// The largest difference allowed between results in f32, in parts of the largest value.
+/// Largest allowed difference between f32 results, relative to the largest value.
 pub(super) const CLOSE: f64 = 1e-5;
 
-/// The same where products are in half precision: values of 11 bits, so that sums over a few hundred columns are off by a few
+/// The same for half-precision products. With 11 significant bits, sums over a few hundred columns differ by a few
 /// parts in ten thousand.
 pub(super) const HALF: f64 = 2e-3;
 
@@ -26,7 +26,7 @@ pub(super) const HALF: f64 = 2e-3;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finding {
     pub name: String,
-    /// The largest difference in parts of the largest value, and how much is allowed; or what the device said.
+    /// The largest relative difference and the allowed one, or the device's error.
     pub outcome: Result<(f64, f64), String>,
 }
 
@@ -36,8 +36,8 @@ impl Finding {
     }
 }
 
-/// Runs every operation on `gpu` and on the CPU, and compares; products in half precision only if it has matrix units. A kernel
-/// that the device refuses does not keep the others from being tried.
+/// Runs every operation on `gpu` and on the CPU and compares the results. Half-precision products are checked if the
+/// GPU has matrix units. A kernel that the device refuses does not stop the other checks.
 pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
     let mut found: BTreeMap<String, Outcome> = BTreeMap::new();
     for (name, error) in gpu.compile() {
@@ -73,10 +73,11 @@ pub fn kernels(gpu: &mut dyn Gpu) -> Vec<Finding> {
     found.into_iter().map(|(name, outcome)| Finding { name, outcome }).collect()
 }
 
-/// The largest difference and what is allowed, or what the device said.
+/// The largest relative difference and the allowed one, or the device's error.
 type Outcome = Result<(f64, f64), String>;
 
-/// The CPU and the GPU under test: buffers have the same number on both, so that one value runs on both.
+/// The CPU and the GPU under test. A buffer has the same number on both, so that both can execute the same
+/// operation.
 pub(super) struct KernelCheck<'a> {
     pub cpu: Cpu,
     pub gpu: GpuBackend<&'a mut dyn Gpu>,
@@ -92,7 +93,7 @@ impl KernelCheck<'_> {
         Ok(region)
     }
 
-    /// The same bytes on both devices.
+    /// Writes the same bytes on both devices.
     pub fn write(&mut self, region: Region, bytes: &[u8]) -> Result<(), DeviceError> {
         self.cpu.write(region, bytes)?;
         self.gpu.write(region, bytes)
@@ -111,7 +112,7 @@ impl KernelCheck<'_> {
         self.floats(&values)
     }
 
-    /// MoeBuffers for `count` floats, NaN until written.
+    /// Allocates `count` floats, NaN until written.
     pub fn room(&mut self, count: usize) -> Result<Region, DeviceError> {
         self.bytes(&vec![0xff; count * 4])
     }
@@ -138,7 +139,8 @@ impl KernelCheck<'_> {
         Ok(values)
     }
 
-    /// Runs an operation on both devices. Returns the kernels that ran, none if one of them was refused: a finding.
+    /// Executes an operation on both devices. Returns the kernels that ran. If one was refused, records that and
+    /// returns none.
     pub fn run<'o>(&mut self, op: impl Into<Op<'o>>) -> Result<Vec<&'static str>, DeviceError> {
         let op = op.into();
         self.cpu.execute(&op)?;
@@ -146,7 +148,7 @@ impl KernelCheck<'_> {
         Ok(self.ran(done))
     }
 
-    /// Runs one launch on the GPU; as [`KernelCheck::run`].
+    /// Runs one launch on the GPU, as [`KernelCheck::run`] does.
     pub fn launch(&mut self, launch: Launch) -> Vec<&'static str> {
         let done = self.gpu.launch(launch);
         self.ran(done)
@@ -165,12 +167,12 @@ impl KernelCheck<'_> {
         ran
     }
 
-    /// Runs an operation on both devices and compares what each left in some regions, words bit by bit.
+    /// Executes an operation on both devices and compares the `floats` regions, and the `words` regions bit by bit.
     pub fn check<'o>(&mut self, op: impl Into<Op<'o>>, floats: &[Region], words: &[Region]) -> Result<(), DeviceError> {
         self.check_within(CLOSE, op, floats, words)
     }
 
-    /// The same with another difference allowed.
+    /// The same with another allowed difference.
     pub fn check_within<'o>(
         &mut self,
         allowed: f64,
@@ -194,7 +196,7 @@ impl KernelCheck<'_> {
         Ok(())
     }
 
-    /// Compares what the GPU left in a region.
+    /// Compares a region of the GPU with expected values.
     pub fn expect(
         &mut self,
         allowed: f64,
@@ -209,7 +211,7 @@ impl KernelCheck<'_> {
         Ok(())
     }
 
-    /// MoeBuffers for rows of up to `cols` values in half precision.
+    /// Allocates half-precision rows of up to `cols` values.
     pub fn halves(&mut self, rows: usize, cols: usize) -> Result<HalfBuffers, DeviceError> {
         Ok(HalfBuffers {
             x: self.room(rows * HalfBuffers::words(cols))?,
@@ -217,12 +219,12 @@ impl KernelCheck<'_> {
         })
     }
 
-    /// Keeps the worst of what was found of each kernel.
+    /// Records a difference for some kernels. Keeps the worst of each.
     pub fn enter(&mut self, kernels: &[&str], difference: f64, allowed: f64) {
         for kernel in kernels {
             let outcome = self.found.entry((*kernel).into()).or_insert(Ok((0.0, allowed)));
             if let Ok((worst, limit)) = outcome {
-                // Not a number is worse than any.
+                // NaN is worse than any number.
                 if difference.is_nan() || difference / allowed > *worst / *limit {
                     (*worst, *limit) = (difference, allowed);
                 }
@@ -231,7 +233,7 @@ impl KernelCheck<'_> {
     }
 }
 
-/// The largest difference over the largest value.
+/// The largest difference divided by the largest value.
 pub(super) fn difference(found: &[f32], expected: &[f32]) -> f64 {
     let largest = expected.iter().fold(0f64, |most, value| most.max(f64::from(*value).abs()));
     let each = found.iter().zip(expected).map(|(f, e)| (f64::from(*f) - f64::from(*e)).abs());
@@ -252,7 +254,7 @@ impl RandomInputs {
         (0..count).map(|_| self.float()).collect()
     }
 
-    /// WeightFormat, scales and biases of a random matrix whose values are of moderate size.
+    /// Codes, scales and biases of a random matrix with values of moderate size.
     pub fn parts(&mut self, format: WeightFormat, rows: usize, cols: usize) -> [Vec<u8>; 3] {
         let [code_bytes, scale_bytes, bias_bytes] = format.row_bytes(cols).map(|bytes| bytes * rows);
         let store = |float: Float, v: f32| match float {
@@ -270,10 +272,10 @@ impl RandomInputs {
                 let scales = (0..scale_bytes / scale.bytes()).flat_map(|_| store(scale, self.float() * step)).collect();
                 [codes, scales, (0..bias_bytes / scale.bytes()).flat_map(|_| store(scale, self.float())).collect()]
             }
-            // 0x7f is not a number, as a code of 8 bits and as a scale of nvfp4.
+            // 0x7f is NaN, both as an 8-bit code and as a scale of nvfp4.
             WeightFormat::Mxfp4 | WeightFormat::Mxfp8 | WeightFormat::Nvfp4 => {
                 let codes = (0..code_bytes).map(|_| (self.0.bits() as u8) & 0xee).collect();
-                // About 1/4 to 1: as E4M3, or as powers of two.
+                // About 1/4 to 1, as E4M3 or as powers of two.
                 let least = if matches!(format, WeightFormat::Nvfp4) { 40 } else { 125 };
                 [codes, (0..scale_bytes).map(|_| least + (self.0.bits() % 3) as u8).collect(), vec![]]
             }

@@ -1,5 +1,5 @@
-//! Checks over several launches: that launches which depend on each other run in order within and across command
-//! buffers, that independent ones may overlap, and that memory of ours is the device's, too.
+//! Checks of launch order and shared memory: dependent launches run in order within and across command buffers,
+//! independent ones may overlap, and the device sees adopted memory.
 
 use super::{CLOSE, KernelCheck, difference};
 use crate::{
@@ -23,8 +23,8 @@ fn product(x: Region, weight: &Weight, y: Region) -> Op<'_> {
     Linear { x, tokens: 1, norm: None, matrices: std::slice::from_ref(weight), y, add: false }.into()
 }
 
-/// Two chains side by side, each product reading what the one before wrote: once with a wait behind every launch, once with
-/// commits only. The bytes are the same.
+/// Two interleaved chains in which each product reads the previous result. Runs once with a wait after every launch
+/// and once with commits only. The bytes must be equal.
 fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
     let begin = [b.random.floats(SIDE), b.random.floats(SIDE)];
     let w = b.random(SIDE)?;
@@ -38,7 +38,7 @@ fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
         for step in 0..STEPS {
             for [x, y] in &chains {
                 b.gpu.execute(&product(*x, weight, *y))?;
-                // The norm keeps values from growing out of all bounds.
+                // The norm bounds the values.
                 b.gpu.launch(rms_norm(1, SIDE, 1e-6, *y, w, *x))?;
             }
             if step % 7 == 6 {
@@ -55,12 +55,12 @@ fn order(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
         results.push(last);
     }
     b.gpu.take_launched();
-    // A NaN differs from itself and fails here, too.
+    // NaN differs from itself and fails here, too.
     b.enter(&[ORDER], if results[0] == results[1] { 0.0 } else { f64::INFINITY }, CLOSE);
     Ok(())
 }
 
-/// A product with weights in a slab that the device has adopted before they were written, and after they were written again.
+/// A product with weights in an adopted slab, before and after the slab is overwritten.
 fn shared(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
     let mut parts = Vec::new();
     for part in weight.parts {
@@ -82,7 +82,7 @@ fn shared(b: &mut KernelCheck<'_>, weight: &Weight) -> Result<(), DeviceError> {
     let expected = b.on_cpu(y)?;
     for negative in [false, true] {
         for (index, (part, region)) in parts.iter().zip(adopted.parts).enumerate() {
-            // SAFETY: the device has finished what it was given, and nobody else knows this slab.
+            // SAFETY: the device has finished, and no other code uses this slab.
             let into = unsafe { slab.bytes_mut(region.offset..region.offset + region.len) };
             into.copy_from_slice(part);
             if negative && index > 0 {

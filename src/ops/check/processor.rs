@@ -1,4 +1,4 @@
-//! The processor's instruction sets against plain Rust: the same bytes, in both kinds of arithmetic.
+//! Checks the processor's instruction sets against portable Rust: they must give the same bytes in both arithmetics.
 
 use super::{Finding, RandomInputs, difference};
 use crate::ops::{
@@ -8,16 +8,16 @@ use crate::ops::{
 };
 use crate::platform::split_mix64::SplitMix64;
 
-/// Rows that are no multiple of anything, columns that are no whole number of lanes.
+/// Odd numbers of rows and columns, so that every kernel has a remainder.
 const ROWS: usize = 37;
 const COLS: usize = 5 * 128;
 const TOKENS: usize = 3;
-/// The integer arithmetic's allowed difference from plain f32, in parts of the largest value: 8-bit codes in groups of
-/// 128 leave an activation 65,793 levels.
+/// Allowed relative difference of the integer arithmetic from f32. With 8-bit codes in groups of 128 an activation
+/// has 65,793 levels.
 const LEVELS: f64 = 2e-5;
 
-/// A finding for each instruction set that this processor has kernels for. The first is plain Rust, whose integer
-/// arithmetic is held to f32.
+/// One finding for each instruction set of this processor. The first is portable Rust, whose integer arithmetic is
+/// compared with f32.
 pub fn processor() -> Vec<Finding> {
     let mut found: Vec<Finding> = Isa::all()
         .into_iter()
@@ -68,12 +68,12 @@ fn compare(codes: WeightFormat, found: &mut [Finding]) {
     }
 }
 
-/// `x W^T` by one instruction set: `[rows of x, rows of weight]`, computed `together` rows of x at a time.
+/// `x W^T` with one instruction set: `[rows of x, rows of weight]`, `together` rows of x at a time.
 pub(in crate::ops) fn run(isa: Isa, integer: bool, weight: &WeightView<'_>, x: &[f32], together: usize) -> Vec<f32> {
     run_in(&mut QuantizedRows::default(), isa, integer, weight, x, together)
 }
 
-/// [`run`] with buffers for the quantized rows.
+/// [`run`] with a given buffer for the quantized rows.
 pub(in crate::ops) fn run_in(
     quantized: &mut QuantizedRows,
     isa: Isa,
@@ -93,8 +93,8 @@ pub(in crate::ops) fn run_in(
     let lines: Vec<Activations<'_>> = x.chunks_exact(weight.cols).enumerate().map(line).collect();
     let outs: Vec<OutPtr> = out.chunks_exact_mut(weight.rows).map(|row| OutPtr(row.as_mut_ptr())).collect();
     for (lines, outs) in lines.chunks(together).zip(outs.chunks(together)) {
-        // SAFETY: each line has its row of `out`, which nobody else sees; the processor has what `Isa::all` lists; the parts
-        // are as long as the encoding asks for.
+        // SAFETY: each input has its row of `out`, which no other code accesses. The processor has what `Isa::all`
+        // lists. The parts have the lengths of the encoding.
         unsafe { product(isa, integer, weight, 0..weight.rows, lines, outs) };
     }
     drop(outs);

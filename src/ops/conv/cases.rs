@@ -4,7 +4,7 @@ use crate::{
     ops::{Decay, DeltaRule, DeltaShape, Replay, check::KernelCheck},
 };
 
-/// The convolution, and the delta rule behind it.
+/// The convolution, and the delta rule after it.
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     case(b, &DeltaShape { key_heads: 1, value_heads: 2, key_dim: 128, value_dim: 32, conv_width: 4, eps: 1e-6 })?;
     case(b, &DeltaShape { key_heads: 1, value_heads: 1, key_dim: 256, value_dim: 16, conv_width: 4, eps: 1e-6 })
@@ -22,7 +22,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape) -> Result<(), DeviceError> 
     let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(shape.value_heads)? };
     let (state, norm) = (b.random(values * shape.key_dim)?, b.random(shape.value_dim)?);
     let (out, y) = (b.room(tokens * values)?, b.room(tokens * values)?);
-    // The tokens may be taken back: only the past ones go into the state.
+    // Only the replayed rows go into the state.
     let stored = 2;
     b.check(DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }, &[out, state, y], &[])
 }

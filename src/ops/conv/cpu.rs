@@ -9,7 +9,7 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Channels of a task, where tokens are few; more have a task each.
+/// Channels of a task if there are few tokens. Otherwise each token is a task.
 const PIECE: usize = 512;
 const FEW: usize = 8;
 
@@ -27,13 +27,14 @@ impl Conv<'_> {
         let state = memory.floats_mut(self.state.floats((taps - 1) * channels));
         let y = memory.floats_mut(self.out.floats(tokens * channels));
         let kept = taps - 1;
-        // A row behind the state.
+        // A row after the state: replayed rows, then new rows.
         let raw = |row: usize| {
             let (rows, row) = if row < past { (old, row) } else { (x, row - past) };
             &rows[row * width..][..channels]
         };
         let keys = shape.key_heads * shape.key_dim;
-        // Queries and keys among the channels from `first` on, which begin and end with a head.
+        // Normalises the queries and keys among the channels from `first` on. The range starts and ends at a head
+        // boundary.
         let units = |first: usize, y: &mut [f32]| {
             for (at, head) in (first..2 * keys).step_by(shape.key_dim).zip(y.chunks_exact_mut(shape.key_dim)) {
                 unit(head, if at < keys { (shape.key_dim as f32).powf(-0.5) } else { 1.0 });
@@ -43,10 +44,10 @@ impl Conv<'_> {
         // Row `row` of the state, from channel `first` on.
         let kept_row = |row: usize, first: usize| {
             let base = &base;
-            // SAFETY: inside the state; the channels of a task are no other's.
+            // SAFETY: inside the state. The channels of a task belong to no other task.
             unsafe { base.add(row * channels + first) }.0
         };
-        // Rows that stay move up; the rest is raw.
+        // Rows that stay in the state move up; the others are copied from the input.
         let stay = kept.saturating_sub(self.stored);
         let keep = |own: Range<usize>| {
             for row in 0..if stay == kept { 0 } else { kept } {
@@ -54,7 +55,7 @@ impl Conv<'_> {
                     true => kept_row(row + kept - stay, own.start).cast_const(),
                     false => raw(self.stored - (kept - row))[own.clone()].as_ptr(),
                 };
-                // SAFETY: two rows that do not overlap, of which these channels are this task's.
+                // SAFETY: two rows that do not overlap. These channels belong to this task.
                 unsafe { from.copy_to_nonoverlapping(kept_row(row, own.start), own.len()) };
             }
         };
@@ -63,7 +64,7 @@ impl Conv<'_> {
             for tap in 0..taps {
                 let at = past + token + tap;
                 let row = match at < kept {
-                    // SAFETY: nobody writes these channels meanwhile.
+                    // SAFETY: no other task writes these channels.
                     true => unsafe { std::slice::from_raw_parts(kept_row(at, first).cast_const(), y.len()) },
                     false => &raw(at - kept)[first..],
                 };
@@ -71,7 +72,7 @@ impl Conv<'_> {
             }
             activate(y);
         };
-        // Channels do not touch each other, which is all there is to share out among one token's or few.
+        // Channels are independent, so a few tokens are split by channels.
         let cut = tokens <= FEW && channels.is_multiple_of(PIECE) && PIECE.is_multiple_of(shape.key_dim);
         let piece = if cut { PIECE } else { channels };
         threads.run_pieces(y, piece, &|task, y| {
@@ -82,7 +83,7 @@ impl Conv<'_> {
                 keep(first..first + piece);
             }
         });
-        // Without new rows, old ones are taken in.
+        // Without new rows, only replayed rows go into the state.
         if tokens != 1 {
             keep(0..channels);
         }

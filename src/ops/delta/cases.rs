@@ -4,7 +4,7 @@ use crate::{
     ops::{Conv, Float, Linear, Norm, WeightFormat, check::KernelCheck},
 };
 
-/// Whole layers; the rule alone stands behind the convolution's cases.
+/// Whole layers. The checks of the convolution cover the rule alone.
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
     let shape = &DeltaShape { key_heads: 2, value_heads: 4, key_dim: 64, value_dim: 32, conv_width: 4, eps: 1e-6 };
@@ -14,7 +14,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     Ok(())
 }
 
-/// A whole layer, behind two rows that were a trial.
+/// A whole layer, after a verify of two rows.
 fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens: usize) -> Result<(), DeviceError> {
     let (hidden, channels, values, heads) = (192, shape.channels(), shape.values(), shape.value_heads);
     let mut rows = |rows| b.weight(codes, rows, hidden);

@@ -14,8 +14,8 @@ use crate::{
 };
 use std::ops::Range;
 
-/// Rows of S in a task of prefill: with keys of 128 they stay in the first-level cache. And tokens that meet rows in
-/// registers one after the other: their keys and queries stay there, too.
+/// Rows of S in a prefill task, which fit into L1 with keys of 128 values. And tokens that are computed one after
+/// the other while their keys and queries stay in L1.
 const ROWS: usize = 32;
 const TOKENS: usize = 32;
 
@@ -38,7 +38,7 @@ impl DeltaRule<'_> {
 
         let all = past.rows + tokens;
         let alone = all == 1 && tokens == 1;
-        // Of a token and head: what is kept of S, and the part of what is new.
+        // The gates of a token and head: `[beta, g]`.
         let gate = |at: usize, head: usize| {
             let (rows, at) = if at < past.rows { (old_proj, at) } else { (proj, at - past.rows) };
             let row = &rows[at * width + channels + values..][..2 * value_heads];
@@ -52,7 +52,7 @@ impl DeltaRule<'_> {
         qk.resize(key_heads * tokens, 0.0);
         gates.resize(value_heads * all, [0.0; 2]);
         if !alone {
-            // Several tasks of a head meet them. With one token each computes its own.
+            // Several tasks of a head use them. With one token each task computes its own.
             compute.threads.run_pieces(gates, all, &|head, gates| {
                 gates.iter_mut().enumerate().for_each(|(at, gates)| *gates = gate(at, head));
             });
@@ -64,14 +64,14 @@ impl DeltaRule<'_> {
         let norm = memory.floats(self.norm.floats(value_dim));
         let y = memory.floats_mut(self.y.floats(tokens * values));
         let base_y = OutPtr(y.as_mut_ptr());
-        // Where `y` may be other heads' input, it waits for them.
+        // If `y` overlaps the input of other heads, it is written after all heads are done.
         let at_once = alone && !self.y.overlaps(self.mixed);
-        // What leaves a head, of its whole output.
+        // The gated norm of a head's output.
         let gated_norm = |token: usize, head: usize, o: &[f32], y: &mut [f32]| {
             normalise(o, norm, shape.eps, y);
             multiply(y, &proj[token * width + channels + head * value_dim..][..value_dim]);
         };
-        // Rows of S do not touch each other: a task walks some rows of one head through all tokens.
+        // Rows of S are independent: a task computes some rows of one head for all tokens.
         let rows = if all == 1 { value_dim } else { value_dim.min(ROWS) };
         let tasks = value_dim.div_ceil(rows);
         let (state, base) = (OutPtr(state.as_mut_ptr()), OutPtr(out.as_mut_ptr()));
@@ -79,7 +79,7 @@ impl DeltaRule<'_> {
             let (OutPtr(state), OutPtr(out)) = (state, base);
             let (head, first) = (task / tasks, task % tasks * rows);
             let rows = rows.min(value_dim - first);
-            // SAFETY: these rows of this head belong to this task; the state has `value_heads * value_dim` of them.
+            // SAFETY: these rows of this head belong to this task. The state has `value_heads * value_dim` rows.
             let mut state = unsafe {
                 std::slice::from_raw_parts_mut(state.add((head * value_dim + first) * key_dim), rows * key_dim)
             };
@@ -93,10 +93,10 @@ impl DeltaRule<'_> {
             };
             let inputs = HeadInputs { shape, past: past.rows, old, mixed, qk, gates, head, first };
             let at = head * value_dim + first;
-            // Of a token's outputs, those of these rows.
-            // SAFETY: they belong to this task.
+            // The output of these rows for a token.
+            // SAFETY: these outputs belong to this task.
             let out = |token: usize| unsafe { std::slice::from_raw_parts_mut(out.add(token * values + at), rows) };
-            // What may be taken back ends with its block.
+            // Rows that may be rejected are not split into blocks.
             let block = if stored < all { all } else { all.min(TOKENS) };
             let mut room = [0.0; ROWS * TOKENS];
             let room = room.get_mut(..rows * block).unwrap_or_default();
@@ -112,7 +112,7 @@ impl DeltaRule<'_> {
             let mut ahead;
             for index in if held { 0..0 } else { 0..all } {
                 if index == stored {
-                    // What follows may be taken back: it is walked on a copy.
+                    // The following rows may be rejected, so they update a copy.
                     ahead = state.to_vec();
                     state = &mut ahead;
                 }
@@ -140,25 +140,25 @@ impl DeltaRule<'_> {
     }
 }
 
-/// What some rows of a head's S meet, from row `first` on: `past` rows of old tokens, then new ones.
+/// Inputs of some rows of a head's S, from row `first` on: `past` replayed tokens, then new tokens.
 struct HeadInputs<'a> {
     shape: &'a DeltaShape,
     past: usize,
     old: &'a [f32],
     mixed: &'a [f32],
-    /// Of this head, for each token.
+    /// For each token of this head.
     qk: &'a [f32],
     gates: &'a [[f32; 2]],
     head: usize,
     first: usize,
 }
 
-/// A token as one head's rows of S meet it; `v` from the first of these rows on.
+/// One token's inputs for some rows of one head. `v` starts at the first of these rows.
 struct HeadToken<'a> {
     k: &'a [f32],
     v: &'a [f32],
     gates: [f32; 2],
-    /// `None` if what comes of it is not wanted.
+    /// `None` for a replayed token, whose output is not needed.
     read: Option<ReadQuery<'a>>,
 }
 
@@ -187,14 +187,14 @@ impl<'a> HeadInputs<'a> {
     }
 }
 
-/// Vectors of a key, where rows of S are held in registers; and rows that are held at once.
+/// Vectors of a key if rows of S stay in registers, and the most rows that fit.
 const KEY_VECTORS: usize = 8;
 const MAX_ROWS: usize = 3;
 
 wide! {
-    /// Rows of S go through the tokens `at`, a few at a time, which stay in registers meanwhile; `state` has them as they are
-    /// behind `stored` tokens, or behind the last. `out` gets what [`step`] gives, `[tokens, rows]`. False, and nothing is done,
-    /// where there are too few registers.
+    /// Updates rows of S through the tokens `at` while they stay in registers, a few rows at a time. Writes the rows
+    /// back as they are after `stored` tokens, or after the last. `out` receives the results of [`step`], `[tokens,
+    /// rows]`. Returns false and does nothing if there are too few registers.
     fn step_in_registers(state: &mut [f32], inputs: &HeadInputs<'_>, at: Range<usize>, stored: usize, out: &mut [f32]) -> bool {
         let (state, rest) = state.as_chunks_mut::<16>();
         if !V::HAS_32_REGISTERS || inputs.shape.key_dim != 16 * KEY_VECTORS || !rest.is_empty() {
@@ -213,7 +213,8 @@ wide! {
     }
 }
 
-/// [`hold`] for `R` rows from `row` on of `rows`: [`step`] and [`advance`], operation by operation.
+/// [`step_in_registers`] for `R` of `rows` rows, from `row` on. Same operations in the same order as [`step`] and
+/// [`replay`].
 #[inline(always)]
 fn step_rows<V: Vector, const R: usize>(
     state: &mut [[f32; 16]],
@@ -270,7 +271,7 @@ fn step_rows<V: Vector, const R: usize>(
         for c in 0..KEY_VECTORS {
             let k = V::load(&k[c]);
             for r in 0..R {
-                // A product rounded on its own, as the sum with nothing is.
+                // Adding -0 rounds the product by itself, as [`step`] does.
                 s[r][c] = g.fma(s[r][c], d[r].fma(k, none));
             }
         }
@@ -281,8 +282,8 @@ fn step_rows<V: Vector, const R: usize>(
 }
 
 wide! {
-    /// `s = g s + d k` with `d = beta (v - g s . k)` for some rows of S; `out` gets the new `s . q`, for which `q . k` spares
-    /// a second pass: it is `g s . q + d q . k`.
+    /// `s = g s + d k` with `d = beta (v - g s . k)` for some rows of S. `out` receives the new `s . q`, computed as
+    /// `g s . q + d q . k` to save a second pass.
     fn step(state: &mut [f32], key: ReadQuery<'_>, k: &[f32], v: &[f32], gates: [f32; 2], out: &mut [f32]) {
         let ([beta, g], ReadQuery { q, qk }) = (gates, key);
         for ((s, v), out) in state.chunks_exact_mut(k.len()).zip(v).zip(out) {
@@ -297,7 +298,7 @@ wide! {
 }
 
 wide! {
-    /// The qk, for a row whose `out` is known.
+    /// The same update without the output.
     fn replay(state: &mut [f32], k: &[f32], v: &[f32], gates: [f32; 2]) {
         let [beta, g] = gates;
         for (s, v) in state.chunks_exact_mut(k.len()).zip(v) {

@@ -9,7 +9,7 @@ use crate::{
     },
 };
 
-/// Rows by number, and all of them as f32 and as f16.
+/// Looks up all rows of a table, and dequantizes it to f32 and f16.
 pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> {
     for codes in FORMATS.into_iter().flatten() {
         let table = &b.weight(codes, 37, 256)?;
@@ -25,7 +25,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
         let halves = bytemuck::cast_slice::<f32, u16>(&words);
         let found: Vec<f32> = halves[..count].iter().map(|bits| half::f16::from_bits(*bits).to_f32()).collect();
         let rounded: Vec<f32> = expected.iter().map(|v| half::f16::from_f32(*v).to_f32()).collect();
-        // One unit in f16's last place: what is about to be rounded may differ in f32's.
+        // One unit in the last place of f16, because the f32 values before rounding may differ.
         b.enter(&ran, difference(&found, &rounded), 1e-3);
     }
     Ok(())

@@ -24,7 +24,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     case(b, [WeightFormat::Mxfp4; 3], 64)
 }
 
-/// ExpertSlots with random experts, pieces side by side at multiples of 16 bytes, and how they are laid out.
+/// Slots with random experts. The parts of an expert start at multiples of 16 bytes.
 fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertStack; 3], ExpertSlots), DeviceError> {
     let shapes = [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)];
     let mut stride = 0;
@@ -48,7 +48,7 @@ fn slots(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3]) -> Result<([ExpertSt
     Ok((stacks, ExpertSlots { slabs: vec![b.bytes(&slab)?], per_slab: SLOTS, stride }))
 }
 
-/// One layer's experts for a few rows: by slot number, and grouped by expert.
+/// Checks a layer's experts for a few rows, by slot number and grouped by expert.
 fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Result<(), DeviceError> {
     let (stacks, slots) = &slots(b, codes)?;
     let any = WeightFormat::Affine { bits: 4, group: 32, scale: Float::Bf16 };
@@ -62,7 +62,7 @@ fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Resu
     let matrices = [router, gate_up[0], gate_up[1], shared.result];
     let op = Linear { x, tokens: TOKENS, norm: None, matrices: &matrices, y: scores, add: false };
     b.run(op)?;
-    // Both devices go on from the same values.
+    // Both devices continue with the same values.
     let values = b.on_cpu(scores)?;
     b.write(scores, bytemuck::cast_slice(&values))?;
     let acts = activations(b, layer, slots, x, &values)?;
@@ -118,7 +118,7 @@ fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Resu
     b.expect(CLOSE, &ran, act, &acts[SLOTS])
 }
 
-/// `silu(gate) * up` of every row for every slot, and at the end of the shared expert.
+/// `silu(gate) * up` of every row for every slot, followed by those of the shared expert.
 fn activations(
     b: &mut KernelCheck<'_>,
     layer: &MoeWeights,

@@ -1,4 +1,4 @@
-//! The experts of a call as jobs, and the sum of what they gave.
+//! Experts on the CPU: turns a call into jobs, and sums the results.
 
 use super::{
     CombineExperts, ExpertGroup, ExpertSet, Experts,
@@ -14,7 +14,7 @@ use crate::{
     },
 };
 
-/// So many places, and one for each row, are computed at once: what lies between up and down takes no more room.
+/// Most assignments, besides one for each row, that are computed at once. Bounds the buffers between up and down.
 pub(in crate::ops) const PLACES: usize = 512;
 
 impl Experts<'_> {
@@ -72,7 +72,7 @@ impl Experts<'_> {
         done
     }
 
-    /// An expert where it lies; `None` if there is no such slot.
+    /// The weights of a loaded expert; `None` if its slot does not exist.
     fn expert<'a>(&self, memory: &'a CpuMemory, group: ExpertGroup) -> Option<ExpertView<'a>> {
         let view = |index: usize| {
             let stack = &self.layer.stacks[index];
@@ -101,7 +101,7 @@ impl CombineExperts<'_> {
         cpu.compute.threads.run_split(tokens, 16, &|range| {
             let base = &base;
             for token in range {
-                // SAFETY: the ranges of a split are disjoint: this row of `h` is ours.
+                // SAFETY: the ranges of a split are disjoint, so this row of `h` belongs to this task.
                 let h = unsafe { std::slice::from_raw_parts_mut(base.0.add(token * hidden), hidden) };
                 let weights = &weights[token * (k + 1)..][..k + 1];
                 let ranks = &routed[token * k * hidden..][..k * hidden];
@@ -115,11 +115,11 @@ impl CombineExperts<'_> {
     }
 }
 
-/// Columns that are summed up while they are in registers and the first-level cache.
+/// Columns that are summed while they are in registers and L1.
 const COLUMNS: usize = 512;
 
 wide! {
-    /// `h += sum of weights * rows`, the rows in order, the shared one last.
+    /// `h += sum of weights * rows`, in order, the shared expert's row last.
     fn sum(h: &mut [f32], weights: &[f32], ranks: &[f32], shared: Option<&[f32]>, first: usize, hidden: usize) {
         let mut sums = [0f32; COLUMNS];
         let sums = &mut sums[..h.len()];

@@ -1,8 +1,9 @@
-//! Gate and up in one pass, SwiGLU, down, all experts of the call as one parallel job.
+//! Expert feed-forward layers on the CPU: gate, up, SwiGLU and down for all experts of a call in two parallel
+//! phases.
 //!
-//! JobRows of a gate and up projection are cut where the groups of the down projection's input end, so the task that has
-//! computed a run of the intermediate values also quantises them. Nothing depends on which experts share a call, on how
-//! many tokens an expert serves, or on the order in which tasks are claimed.
+//! A task of the first phase computes rows of gate and up that cover whole groups of the down projection's input, so
+//! it can quantize its own output. Results do not depend on which experts share a call, on the tokens of an expert,
+//! or on the order of tasks.
 
 use super::ExpertGroup;
 use crate::{
@@ -21,14 +22,14 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// Tokens that one task computes together: their results fit a core's cache beside the unpacked weights.
+/// Tokens that one task computes together. Their results fit into a core's cache with the unpacked weights.
 const BLOCK: usize = 128;
 /// Most rows of a gate or up projection in one task.
 const SLICE: usize = 128;
 /// Bytes of a down projection in one task.
 const TASK: usize = 64 << 10;
 
-/// One expert: `gate` and `up` are `[I, H]`, `down` is `[H, I]`.
+/// One expert. `gate` and `up` are `[I, H]`, `down` is `[H, I]`.
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct ExpertView<'a> {
     pub gate: WeightView<'a>,
@@ -36,12 +37,12 @@ pub(in crate::ops) struct ExpertView<'a> {
     pub down: WeightView<'a>,
 }
 
-/// The rows of `x` that an expert serves, and their rows of the result.
+/// Maps rows of `x` to rows of the result.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::ops) enum JobRows<'a> {
-    /// Row `t` goes to row `first + t`.
+    /// Row `t` maps to row `first + t`.
     Each { first: usize, count: usize },
-    /// Row `place / k` goes to row `place`.
+    /// For each listed assignment, row `assignment / k` maps to row `assignment`.
     Places(&'a [u32], usize),
 }
 
@@ -53,11 +54,11 @@ impl JobRows<'_> {
         }
     }
 
-    /// Row of `x`, row of the result.
+    /// Row of `x` and row of the result.
     fn get(&self, index: usize) -> (usize, usize) {
         match self {
             JobRows::Each { first, .. } => (index, first + index),
-            // In 32 bits, as a prompt divides thousands of times before its tasks begin.
+            // Divides in 32 bits, because a prompt does this thousands of times before its tasks start.
             JobRows::Places(places, k) => ((places[index] / *k as u32) as usize, places[index] as usize),
         }
     }
@@ -71,14 +72,14 @@ impl JobRows<'_> {
     }
 }
 
-/// An expert and all its rows of this call.
+/// An expert and its rows in this call.
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct ExpertJob<'a> {
     pub expert: ExpertView<'a>,
     pub rows: JobRows<'a>,
 }
 
-/// Buffers kept from call to call.
+/// Buffers that are reused by all calls.
 #[derive(Default)]
 pub(in crate::ops) struct ExpertScratch {
     pub(super) jobs: Vec<ExpertJob<'static>>,
@@ -87,15 +88,15 @@ pub(in crate::ops) struct ExpertScratch {
     claimed: Vec<bool>,
     /// Intermediate values, one entry for each shape and format among the down projections.
     intermediate: Vec<Intermediate>,
-    /// For each job: its entry of `intermediate` and its first row there.
+    /// For each job, its entry of `intermediate` and its first row there.
     places: Vec<(usize, usize)>,
-    /// For each job and phase: the number of its first task.
+    /// For each job, the number of its first task in the current phase.
     first: Vec<usize>,
-    /// For each slice that two tasks share: one of them is done.
+    /// For each slice that two tasks share, whether one of them is done.
     half: Vec<AtomicBool>,
 }
 
-/// One task's rows for gate and up, or for down; where they go; and products, those of gate first.
+/// Buffers of one task: input rows of gate and up, or of down; outputs; and products, gate first.
 #[derive(Default)]
 struct TaskBuffers {
     lines: [Vec<Activations<'static>>; 2],
@@ -107,8 +108,9 @@ thread_local! {
     static TASK_BUFFERS: RefCell<TaskBuffers> = RefCell::default();
 }
 
-/// `out[place] = Down(silu(Gate x[token]) * (Up x[token]))` for every row of every job, unweighted. `x` is `[T, hidden]` and
-/// lies at `of`; `out` is `[places, hidden]`. Refuses jobs of which two share a place.
+/// `out[assignment] = Down(silu(Gate x[token]) * (Up x[token]))` for every row of every job, without the router's
+/// weights. `x` is `[T, hidden]` in region `of`; `out` is `[assignments, hidden]`. Refuses jobs that share an
+/// assignment.
 #[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn compute(
     with: &CpuDevice,
@@ -129,7 +131,7 @@ pub(in crate::ops) fn compute(
             return refuse(format!("gate, up and down have {}, {} and {} rows", gate.rows, up.rows, down.rows));
         }
     }
-    // A place that is written twice would be a race: each must be claimed once.
+    // Two tasks that write the same assignment would race, so each is claimed once.
     let (tokens, places) = (x.len() / hidden, out.len() / hidden);
     scratch.claimed.clear();
     scratch.claimed.resize(places, false);
@@ -145,14 +147,14 @@ pub(in crate::ops) fn compute(
     Ok(())
 }
 
-/// `silu(gate) * up` of all rows whose down projections are alike.
+/// `silu(gate) * up` of all rows whose down projections have the same shape and format.
 #[derive(Default)]
 struct Intermediate {
     cols: usize,
     codes: Option<WeightFormat>,
     rows: usize,
     quantized: QuantizedRows,
-    /// In f32, for down projections that are not computed in integers, or until a slice that tasks share is whole.
+    /// f32 values, for down projections in float arithmetic, or until both tasks of a shared slice are done.
     values: Vec<f32>,
 }
 
@@ -175,11 +177,11 @@ fn forward(
     let ExpertScratch { intermediate, places, first, half, .. } = scratch;
     arrange(math, jobs, intermediate, places);
 
-    // Gate and up, quantized as the down projection wants it.
+    // Gate and up, quantized for the down projection.
     let enough = if compute.threads.count() > 1 { 8 * compute.threads.count() } else { 0 };
     let slice = |job: &ExpertJob<'_>| job.expert.down.codes.group().clamp(64, SLICE);
     number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * job.expert.gate.rows.div_ceil(slice(job)));
-    // Few slices on many threads: two tasks share each, and the later one quantises it.
+    // With few slices for many threads, two tasks share a slice. The later one quantizes it.
     let parts = if total(first) < enough { 2 } else { 1 };
     let targets: Vec<IntermediateOut> =
         intermediate.iter_mut().map(|intermediate| intermediate.writer(math, parts > 1)).collect();
@@ -214,14 +216,14 @@ fn forward(
             }
             let lines = [&gates[..], if same { &gates[..] } else { &ups[..] }];
             let last = || parts == 1 || half[slice_of_all].swap(true, Ordering::AcqRel);
-            // SAFETY: checked sizes; each task writes its own rows and columns of the intermediate values, and the last at a
-            // slice all of its digits.
+            // SAFETY: sizes were checked. Each task writes its own rows and columns of the intermediate values. The
+            // last task of a slice writes all of its quantized values.
             unsafe { swiglu(isa, math, [gate, up], cut(part)..cut(part + 1), lines, &to, products, last) };
             (*own, *others) = (reuse_empty(gates), reuse_empty(ups));
         });
     });
 
-    // Down.
+    // The down projection.
     let base = OutPtr(out.as_mut_ptr());
     let intermediate = &*intermediate;
     let height = |job: &ExpertJob<'_>, bytes: usize| {
@@ -250,16 +252,16 @@ fn forward(
             let mut lines: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
             lines.extend(block.clone().map(|row| intermediate[entry].line(integer, start + row)));
             outs.clear();
-            // SAFETY: places were checked.
+            // SAFETY: assignments were checked.
             outs.extend(job.rows.some(block).map(|(_, place)| unsafe { base.add(place * hidden) }));
-            // SAFETY: checked sizes; each task writes its own rows of `out`, of which no two lines share one.
+            // SAFETY: sizes were checked. Each task writes its own rows of `out`, and no two inputs share one.
             unsafe { simd::product(isa, math == CpuArithmetic::Integer, &job.expert.down, rows, &lines, outs) };
             *own = reuse_empty(lines);
         });
     });
 }
 
-/// Gives every job its rows among the intermediate values.
+/// Assigns rows of the intermediate values to each job.
 fn arrange(
     math: CpuArithmetic,
     jobs: &[ExpertJob<'_>],
@@ -285,7 +287,7 @@ fn arrange(
 }
 
 impl Intermediate {
-    /// Makes room for its rows; in f32, too, if tasks `share` slices.
+    /// Resizes the buffers. Includes f32 values if tasks `share` slices.
     fn writer(&mut self, math: CpuArithmetic, share: bool) -> IntermediateOut {
         let format = self.codes.and_then(|codes| format(math, codes));
         if share || format.is_none() {
@@ -305,18 +307,18 @@ impl Intermediate {
     }
 }
 
-/// Where the intermediate values of a slice go: its columns `whole` of the rows from `first` on.
+/// Destination of a slice's intermediate values: columns `whole` of the rows from `first` on.
 struct SliceTarget {
     to: IntermediateOut,
     first: usize,
     whole: Range<usize>,
 }
 
-/// `silu(gate) * up` at columns `rows` of a slice for some lines. Whoever is `last` at the slice quantises it.
+/// `silu(gate) * up` at columns `rows` of a slice for some inputs. The `last` task of the slice quantizes it.
 ///
 /// # Safety
-/// As for [`simd::product`]; those columns of those rows are exclusively the caller's, and where it is the last one, all of
-/// the slice, which others have written.
+/// As for [`simd::product`]. The caller has exclusive access to these columns and rows; the last task has access to
+/// the whole slice, which the others have finished.
 #[allow(clippy::too_many_arguments)]
 unsafe fn swiglu(
     isa: Isa,
@@ -341,7 +343,7 @@ unsafe fn swiglu(
         for (out, products) in outs.iter_mut().zip(products.chunks_exact_mut(width)) {
             *out = OutPtr(products.as_mut_ptr());
         }
-        // SAFETY: `outs` are rows of our own buffer, as wide as the view has rows.
+        // SAFETY: `outs` are rows of a local buffer that is as wide as the view has rows.
         unsafe { simd::product(isa, integer, &view, 0..width, lines, &outs[..count]) };
     }
     let (gates, ups) = products.split_at_mut(count * width);
@@ -351,9 +353,9 @@ unsafe fn swiglu(
     for (line, values) in gates.chunks_exact(width).enumerate() {
         let row = first + line;
         match to.quantized.filter(|_| !shared) {
-            // SAFETY: ours to write (caller).
+            // SAFETY: exclusive access (caller).
             Some(writer) => unsafe { writer.write(row, rows.start, values) },
-            // SAFETY: ours to write (caller); a row has as many values as the weights have rows.
+            // SAFETY: exclusive access (caller). A row has as many values as the weights have rows.
             None => unsafe {
                 to.values.0.add(row * cols + rows.start).copy_from_nonoverlapping(values.as_ptr(), values.len());
             },
@@ -361,7 +363,7 @@ unsafe fn swiglu(
     }
     let Some(writer) = to.quantized.filter(|_| shared && last()) else { return };
     for row in *first..first + count {
-        // SAFETY: all of the slice is written, and nobody else looks at it (caller).
+        // SAFETY: all of the slice is written, and no other task reads it (caller).
         unsafe {
             let values = std::slice::from_raw_parts(to.values.0.add(row * cols + whole.start), whole.len());
             writer.write(row, whole.start, values);
@@ -370,7 +372,7 @@ unsafe fn swiglu(
 }
 
 wide! {
-    /// `gate = silu(gate) * up`.
+    /// SwiGLU: `gate = silu(gate) * up`.
     fn activate(gate: &mut [f32], up: &[f32]) {
         for (gate, up) in gate.iter_mut().zip(up) {
             *gate = silu(*gate) * up;
@@ -378,14 +380,14 @@ wide! {
     }
 }
 
-/// Some rows of a weight, as a weight.
+/// A view of some rows of a weight.
 fn part<'a>(weight: &WeightView<'a>, rows: Range<usize>) -> WeightView<'a> {
     let sizes = weight.codes.row_bytes(weight.cols);
     let parts = [0, 1, 2].map(|index| &weight.parts[index][rows.start * sizes[index]..rows.end * sizes[index]]);
     WeightView { rows: rows.len(), parts, ..*weight }
 }
 
-/// Numbers the tasks of all jobs one after the other.
+/// Numbers the tasks of all jobs consecutively.
 fn number<'a>(jobs: &[ExpertJob<'a>], first: &mut Vec<usize>, tasks: impl Fn(&ExpertJob<'a>) -> usize) {
     first.clear();
     first.push(0);
@@ -400,7 +402,7 @@ fn total(first: &[usize]) -> usize {
     first.last().copied().unwrap_or(0)
 }
 
-/// The job of `task`, and the task's number within it.
+/// The job of `task`, and the number of the task within the job.
 fn locate(first: &[usize], task: usize) -> (usize, usize) {
     let job = first.partition_point(|first| *first <= task) - 1;
     (job, task - first[job])

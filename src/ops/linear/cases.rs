@@ -10,7 +10,7 @@ const fn affine(bits: u8, group: u16, scale: Float) -> WeightFormat {
     WeightFormat::Affine { bits, group, scale }
 }
 
-/// 4 and 8 bits in groups of 64 have kernels of their own; the rest shares one.
+/// Groups of 64 with 4 or 8 bits have their own kernels. All others share one.
 pub(in crate::ops) const FORMATS: [[WeightFormat; 2]; 6] = [
     [affine(4, 64, Float::Bf16), affine(8, 64, Float::Bf16)],
     [affine(2, 32, Float::F16), affine(3, 64, Float::Bf16)],
@@ -41,7 +41,7 @@ pub(in crate::ops) fn cases(b: &mut KernelCheck<'_>) -> Result<(), DeviceError> 
     Ok(())
 }
 
-/// Two matrices at once, with a norm in front or a sum behind.
+/// Two matrices, with a norm before or a residual sum after.
 fn product(
     b: &mut KernelCheck<'_>,
     matrices: &[Weight],

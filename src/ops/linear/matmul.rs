@@ -1,6 +1,6 @@
-//! The products of all matrices as one parallel job. A row of the result has the same bytes whatever `tokens` and the number
-//! of threads. With [`CpuArithmetic::Integer`] affine weights meet activations quantized to integers (see [`quant`](crate::ops::quant)),
-//! everything else is f32.
+//! Products with several matrices as one parallel job. A row of the result has the same bytes for any number of
+//! tokens and threads. With [`CpuArithmetic::Integer`], affine weights are multiplied with quantized activations
+//! (see [`quant`](crate::ops::quant)). All other products are f32.
 
 use super::Norm;
 use crate::{
@@ -16,14 +16,14 @@ use crate::{
 };
 use std::{cell::RefCell, ops::Range};
 
-/// Rows of weights are cut in multiples of this, the height of the widest kernel's block; for one row of activations, which
-/// has no blocks, of half of it.
+/// Tasks have a multiple of this many rows of weights, the block height of the widest kernel. A single row of
+/// activations uses no blocks, and half as many rows.
 const ROW_UNIT: usize = 32;
-/// A task is at least and at most this many bytes of weights: the cost of claiming one must not show, nor must the wait
-/// for the last.
+/// Least and most bytes of weights in a task. Smaller tasks would cost too much to claim; larger ones would let
+/// threads wait for the last task.
 const TASK_BYTES: Range<usize> = 16 << 10..96 << 10;
-/// Most rows of activations in a task: their digits stay in a core's second-level cache while weights pass by, and many tasks
-/// end together. Tasks are numbered so that neighbours share them.
+/// Most rows of activations in a task. Their quantized values stay in L2 while weights are read, and many tasks end
+/// at the same time. Tasks with neighbouring numbers share them.
 const BLOCK: usize = 128;
 
 wide! {
@@ -34,7 +34,8 @@ wide! {
     }
 }
 
-/// The rows that meet the weights: `x`, or its norm, kept where the norm says or in `own`. With the buffer they lie in.
+/// The input rows of the product: `x`, or its norm, which is stored in `norm.keep` or `own`. Also returns the region
+/// that holds them.
 pub(in crate::ops) fn normed<'a>(
     compute: &CpuDevice,
     memory: &'a CpuMemory,
@@ -64,14 +65,14 @@ pub(in crate::ops) fn normed<'a>(
     (y, keep)
 }
 
-/// A weight, and the column of the result that its first row goes to.
+/// A weight, and the output column of its first row.
 #[derive(Clone, Copy, Default)]
 pub(in crate::ops) struct OutputColumns<'a> {
     pub weight: WeightView<'a>,
     pub at: usize,
 }
 
-/// Checks a weight's sizes, on which the kernels rely.
+/// Checks the sizes that the kernels rely on.
 pub(in crate::ops) fn check(view: &WeightView<'_>, cols: usize) -> Result<(), DeviceError> {
     let known = match view.codes {
         WeightFormat::Affine { bits, group, .. } => matches!(bits, 2..=6 | 8) && matches!(group, 32 | 64 | 128),
@@ -87,19 +88,19 @@ pub(in crate::ops) fn check(view: &WeightView<'_>, cols: usize) -> Result<(), De
 }
 
 thread_local! {
-    /// One task's rows, and where they go.
+    /// Input rows and outputs of one task.
     static TASK_BUFFERS: RefCell<(Vec<Activations<'static>>, Vec<OutPtr>)> = RefCell::default();
 }
 
-/// An empty list with the room of another, whose elements lived shorter.
+/// An empty vector that reuses the memory of another, whose elements had another lifetime.
 pub(in crate::ops) fn reuse_empty<A, B>(mut list: Vec<A>) -> Vec<B> {
     list.clear();
-    // Collecting nothing from a list of equal layout keeps its memory.
+    // Collecting nothing from a vector of the same layout keeps its memory.
     list.into_iter().filter_map(|_| None).collect()
 }
 
-/// The products of the rows `x`, which are quantized already, at the weights' columns of `out` (`[tokens, width]`). They are
-/// added to `sums`, of the same shape, by the task that has computed them.
+/// Products of the rows `x`, already quantized, in the weights' columns of `out` (`[tokens, width]`). Each task also
+/// adds its results to `sums`, of the same shape.
 #[allow(clippy::too_many_arguments)]
 pub(in crate::ops) fn product(
     compute: &CpuDevice,
@@ -133,11 +134,11 @@ pub(in crate::ops) fn product(
         let all = at..(at + block).min(tokens);
         let meet = |lines: &[Activations<'_>], outs: &[OutPtr]| {
             let integer = compute.arithmetic == CpuArithmetic::Integer;
-            // SAFETY: checked sizes; each task writes its own columns of the weight's outputs.
+            // SAFETY: sizes were checked. Each task writes its own columns of the outputs.
             unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), lines, outs) };
             let Some(sums) = sums else { return };
             for (out, token) in outs.iter().zip(all.clone()) {
-                // SAFETY: what this task has just written, and as many sums that are no other task's.
+                // SAFETY: the results of this task, and sums that belong to no other task.
                 unsafe {
                     let sums = sums.add(token * width + weights[index].at + rows.start).0;
                     add(

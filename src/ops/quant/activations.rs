@@ -1,13 +1,14 @@
-//! Activations as integers of up to 22 bits with a scale per weight group.
+//! Activations as integers of up to 22 bits with one scale for each weight group.
 //!
-//! A group of `n` values becomes `q_i = round_half_even(x_i / s)`, `s = max|x| / levels`, together with
-//! `sum = s * (q_0 + ... + q_{n-1})` for the bias of an affine weight. `levels` is as large as the weight's codes allow:
-//! the dot product of a group must fit an i32, so it is `(2^31 - 1) / (n * (2^bits - 1))`, and at most 2^21, up to where
-//! the rounding below is exact. For groups of 64 that is 2^21 with codes of up to 4 bits, where the rounding of a product
-//! is as fine as that of f32 arithmetic (relative error about 2e-7), and 131586 with 8 bits (about 4e-6).
+//! A group of `n` values becomes `q_i = round_half_even(x_i / s)` with `s = max|x| / levels`, together with `sum = s
+//! * (q_0 + ... + q_{n-1})` for the bias of an affine weight. The dot product of a group must fit an i32, so
+//! `levels` is `(2^31 - 1) / (n * (2^bits - 1))`, and at most 2^21, up to which the rounding below is exact.
 //!
-//! A `q` is kept as `65536 * high + 256 * middle + low` in three signed bytes, the form that byte multiply instructions
-//! want. All of it is integer or single-rounded f32 arithmetic, hence the same bytes on every processor.
+//! For groups of 64 and codes of up to 4 bits, `levels` is 2^21 and the error of a product is that of f32 arithmetic
+//! (about 2e-7). With 8 bits it is 131586 (about 4e-6).
+//!
+//! A `q` is stored as `65536 * high + 256 * middle + low` in three signed bytes, for byte multiply instructions. All
+//! arithmetic is integer or f32 with a single rounding, so all processors give the same bytes.
 
 use std::ops::Range;
 
@@ -17,32 +18,32 @@ use crate::{
     ops::simd::{CacheLine, wide},
 };
 
-/// Most levels: a product with the inverse scale then stays below `levels + 1/2` however it is rounded.
+/// Most levels. A product with the inverse scale then stays below `levels + 1/2`, however it is rounded.
 const MAX_LEVELS: u32 = 1 << 21;
-/// Below this maximum a group counts as zero: its reciprocal scale would overflow.
+/// A group whose largest magnitude is below this counts as zero, because its inverse scale would overflow.
 const TINY: f32 = 1e-30;
-/// Adding and subtracting 1.5 * 2^23 rounds an f32 below 2^22 to an integer, half to even.
+/// 1.5 * 2^23. Adding and subtracting it rounds an f32 below 2^22 to an integer, half to even.
 const ROUND: f32 = 12_582_912.0;
 /// Largest group.
 const MAX_GROUP: usize = 128;
 
-/// The order in which the values of a row are kept.
+/// The order in which the values of a row are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ValueOrder {
-    /// As they come.
+    /// Unchanged.
     Natural,
-    /// In each unit of 64 (32 if the group is 32) first the even, then the odd ones: the order in which the low and the
-    /// high nibbles of packed 4-bit codes come out of a mask and a shift.
+    /// In each unit of 64 values (32 if the group is 32), first the even values, then the odd ones. A mask and a
+    /// shift produce packed 4-bit codes in this order.
     Nibbles,
 }
 
 impl ValueOrder {
-    /// Values that are permuted among themselves.
+    /// Values in one unit.
     pub fn unit(group: usize) -> usize {
         group.min(64)
     }
 
-    /// The position of value `index` in a row.
+    /// The stored position of value `index` of a row.
     pub fn place(self, index: usize, group: usize) -> usize {
         let unit = Self::unit(group);
         match self {
@@ -52,7 +53,7 @@ impl ValueOrder {
     }
 }
 
-/// The quantisation of activations for a weight of some width and group.
+/// How activations are quantized for one weight format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActivationFormat {
     pub group: usize,
@@ -62,7 +63,7 @@ pub struct ActivationFormat {
 }
 
 impl ActivationFormat {
-    /// For codes of `bits` (2 to 8) bits with a scale per `group` (at most 128).
+    /// For codes of 2 to 8 bits with one scale for each `group` of at most 128 values.
     pub fn new(bits: u8, group: u16) -> Self {
         debug_assert!(usize::from(group) <= MAX_GROUP);
         let most = u32::from(group) * ((1 << bits) - 1);
@@ -74,28 +75,28 @@ impl ActivationFormat {
     }
 }
 
-/// QuantizedRows rows. Buffers keep their capacity, so that a reused one allocates nothing.
+/// Quantized rows. Buffers keep their capacity for the next call.
 #[derive(Debug, Default)]
 pub struct QuantizedRows {
     cols: usize,
     groups: usize,
-    /// `[rows][3][cols]`, each in whole lines: the high, middle and low digits of a row.
+    /// `[rows][3][cols]`, each row padded to whole cache lines: the high, middle and low digits.
     planes: Vec<CacheLine>,
     scale: Vec<f32>,
     sum: Vec<f32>,
 }
 
-/// Rows of activations in every format that weights have asked for, kept until their buffer is written again.
+/// Activations quantized in every format that weights needed. Valid until their f32 rows are overwritten.
 #[derive(Default)]
 pub struct ActivationCache {
-    /// The region of the f32 rows; `None` if they are in no buffer.
+    /// Region of the f32 rows; `None` if they are in no buffer.
     of: Option<Region>,
     formats: Vec<ActivationFormat>,
     rows: Vec<QuantizedRows>,
 }
 
 impl ActivationCache {
-    /// Quantises `x` (`[tokens, cols]`), which lies at `of`, in those formats of `codes` in which it is not yet there.
+    /// Quantizes `x` (`[tokens, cols]` in region `of`) in the formats that `codes` need and that are missing.
     pub fn fill(
         &mut self,
         compute: &CpuDevice,
@@ -120,19 +121,20 @@ impl ActivationCache {
             }
             let writer = self.rows[index].resize(tokens, cols, format);
             compute.threads.run_split(tokens, 8, &|range| {
-                // SAFETY: the ranges of a split are disjoint and inside `tokens`; the rows are borrowed until all are done.
+                // SAFETY: the ranges of a split are disjoint and inside `tokens`. The rows are borrowed until all
+                // tasks are done.
                 unsafe { writer.rows(x, range) };
             });
         }
     }
 
-    /// The rows for a weight of `codes`; `None` where the product is f32.
+    /// The rows for a weight of format `codes`; `None` if the product is f32.
     pub fn of(&self, math: CpuArithmetic, codes: WeightFormat) -> Option<&QuantizedRows> {
         let wanted = format(math, codes)?;
         self.formats.iter().position(|format| *format == wanted).map(|index| &self.rows[index])
     }
 
-    /// Forgets rows quantized from `region`, whose bytes change.
+    /// Drops rows that were quantized from `region`, whose bytes change.
     pub fn forget(&mut self, region: Region) {
         if self.of.is_some_and(|of| of.overlaps(region)) {
             self.of = None;
@@ -140,8 +142,8 @@ impl ActivationCache {
     }
 }
 
-/// One quantized row. `planes` are the high, middle and low digits. `scale` and `sum` are padded with zeros to a
-/// multiple of eight groups.
+/// One quantized row. `planes` are the high, middle and low digits. `scale` and `sum` are zero-padded to a multiple
+/// of eight groups.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct QuantizedRow<'a> {
     pub planes: [&'a [i8]; 3],
@@ -149,7 +151,7 @@ pub struct QuantizedRow<'a> {
     pub sum: &'a [f32],
 }
 
-/// Rows of a [`QuantizedRows`] being written; see [`QuantizedRows::resize`].
+/// Writes rows of a [`QuantizedRows`]; see [`QuantizedRows::resize`].
 #[derive(Clone, Copy)]
 pub struct RowWriter {
     cols: usize,
@@ -160,26 +162,26 @@ pub struct RowWriter {
     sum: *mut f32,
 }
 
-// SAFETY: a RowWriter is a set of pointers; whoever writes through it promises disjoint ranges (see `RowWriter::write`).
+// SAFETY: a RowWriter is a set of pointers. Callers of `RowWriter::write` guarantee disjoint ranges.
 unsafe impl Send for RowWriter {}
 // SAFETY: as above.
 unsafe impl Sync for RowWriter {}
 
 impl QuantizedRows {
-    /// Bytes of a row of `cols` values, of groups of 32 or more.
+    /// Bytes of a row of `cols` values with groups of 32 or more.
     pub fn row_bytes(cols: usize) -> usize {
         3 * cols.next_multiple_of(64) + 8 * (cols / 32).next_multiple_of(8)
     }
 
-    /// Makes room for `rows` rows of `cols` values. Returns a handle through which several threads fill disjoint parts,
-    /// valid until the next call. All is written before any of it is read.
+    /// Resizes the buffers for `rows` rows of `cols` values. Returns a handle through which several threads fill
+    /// disjoint parts, valid until the next call. Every part must be written before it is read.
     pub fn resize(&mut self, rows: usize, cols: usize, format: ActivationFormat) -> RowWriter {
         debug_assert!(cols.is_multiple_of(format.group));
         self.cols = cols;
         self.groups = (cols / format.group).next_multiple_of(8);
-        // Never shorter, or growing back would fill it once more.
+        // Never shrinks, because growing again would clear the memory.
         self.planes.resize((rows * 3 * cols.div_ceil(64)).max(self.planes.len()), CacheLine::ZERO);
-        // The padding must be zero whatever the buffers held before.
+        // The padding must be zero.
         self.scale.clear();
         self.scale.resize(rows * self.groups, 0.0);
         self.sum.clear();
@@ -200,7 +202,7 @@ impl QuantizedRows {
             planes: [0, 1, 2].map(|digit| {
                 let lines = self.cols.div_ceil(64);
                 let plane = &self.planes[(3 * row + digit) * lines..][..lines];
-                // SAFETY: lines are digits without gaps, and these have `cols` at least.
+                // SAFETY: cache lines are digits without gaps. These lines hold at least `cols` digits.
                 unsafe { std::slice::from_raw_parts(plane.as_ptr().cast(), self.cols) }
             }),
             scale: &self.scale[groups.clone()],
@@ -210,10 +212,10 @@ impl QuantizedRows {
 }
 
 impl RowWriter {
-    /// Quantises `values`, which are the columns from `col` on of `row`; both are multiples of the group.
+    /// Quantizes `values`, the columns from `col` on of `row`. Both are multiples of the group.
     ///
     /// # Safety
-    /// The [`QuantizedRows`] lives and was not resized; the range lies inside it; no one else reads or writes it meanwhile.
+    /// The [`QuantizedRows`] is alive and was not resized. The range is inside it, and no other thread accesses it.
     #[inline(always)]
     pub unsafe fn write(&self, row: usize, col: usize, values: &[f32]) {
         let stride = self.cols.next_multiple_of(64);
@@ -224,7 +226,7 @@ impl RowWriter {
             let at = at + index * q.len();
             let group = row * self.groups + col / q.len() + index;
             let (scale, sum) = quantize(values, q, self.format);
-            // SAFETY: one whole group inside the buffers, exclusively ours (caller).
+            // SAFETY: one whole group inside the buffers, with exclusive access (caller).
             unsafe {
                 let plane = |digit| std::slice::from_raw_parts_mut(self.planes.add(at + digit * stride), q.len());
                 let planes = [0, 1, 2].map(plane);
@@ -235,7 +237,7 @@ impl RowWriter {
         }
     }
 
-    /// Quantises whole rows of `x` (`[.., cols]`). Safety as for [`RowWriter::write`].
+    /// Quantizes whole rows of `x` (`[.., cols]`).
     ///
     /// # Safety
     /// As for [`RowWriter::write`].
@@ -249,10 +251,10 @@ impl RowWriter {
 }
 
 wide! {
-    /// One group: fills `q` and returns scale and scaled sum. A group with a value that is not finite has the scale NaN, so
-    /// that the damage shows in every product and nowhere else.
+    /// Quantizes one group into `q`. Returns the scale and the scaled sum. If a value is not finite, the scale is
+    /// NaN, so that exactly the products with this group become NaN.
     pub(in crate::ops) fn quantize(values: &[f32], q: &mut [i32], format: ActivationFormat) -> (f32, f32) {
-        // Bit patterns of magnitudes are ordered like the magnitudes, with NaN on top.
+        // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
         let most = values.iter().fold(0u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
         let most = f32::from_bits(most);
         if !(TINY..=f32::MAX).contains(&most) {
@@ -286,7 +288,7 @@ wide! {
 }
 
 wide! {
-    /// The digits of every value. The rest behind a digit, which stands for -128 to 127, is a multiple of 256.
+    /// Splits values into three signed digits. Each digit is -128 to 127; the remainder is a multiple of 256.
     fn split(q: &[i32], planes: [&mut [i8]; 3]) {
         let [high, middle, low] = planes;
         for (((q, high), middle), low) in q.iter().zip(high).zip(middle).zip(low) {
@@ -297,7 +299,7 @@ wide! {
     }
 }
 
-/// The quantisation of the activations for an affine weight; `None` where the product is f32.
+/// How activations are quantized for this weight format; `None` if the product is f32.
 pub(in crate::ops) fn format(math: CpuArithmetic, codes: WeightFormat) -> Option<ActivationFormat> {
     match (math, codes) {
         (CpuArithmetic::Integer, WeightFormat::Affine { bits, group, .. }) => Some(ActivationFormat::new(bits, group)),

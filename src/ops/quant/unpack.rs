@@ -1,11 +1,11 @@
-//! From packed bits to bytes and floats, in plain Rust that compilers vectorise: small enough to be the reference, too.
+//! Unpacks packed bits to bytes and floats. Portable code that compilers vectorise; also the reference of the tests.
 
 use super::{
     activations::ValueOrder,
     weight::{Float, WeightFormat, WeightView},
 };
 
-/// Packed floats (any alignment) to f32.
+/// Converts packed floats of any alignment to f32.
 #[inline(always)]
 pub fn widen(float: Float, bytes: &[u8], out: &mut [f32]) {
     match float {
@@ -27,18 +27,18 @@ pub fn widen(float: Float, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// IEEE half to f32, without a branch.
+/// Converts an IEEE half to f32 without a branch.
 #[inline(always)]
 fn half(bits: u16) -> f32 {
     let sign = u32::from(bits & 0x8000) << 16;
     let rest = u32::from(bits & 0x7fff) << 13;
-    // Moves the exponent's bias from 15 to 127; exact, also for subnormals.
+    // Changes the exponent's bias from 15 to 127. Exact, also for subnormals.
     let finite = (f32::from_bits(rest) * f32::from_bits(0x7780_0000)).to_bits();
     let bits = if rest >= 0x0f80_0000 { rest | 0x7f80_0000 } else { finite };
     f32::from_bits(bits | sign)
 }
 
-/// Unpacks a row of codes to bytes in their natural order. `spread` takes eight codes from the low `8 * bits` bits of a
+/// Unpacks a row of codes to bytes in natural order. `spread` moves eight codes from the low `8 * bits` bits of a
 /// word to its eight bytes.
 #[inline(always)]
 pub fn natural(bits: usize, codes: &[u8], out: &mut [u8], spread: impl Fn(u64) -> u64) {
@@ -47,7 +47,7 @@ pub fn natural(bits: usize, codes: &[u8], out: &mut [u8], spread: impl Fn(u64) -
         return;
     }
     let (out, _) = out.as_chunks_mut::<8>();
-    // Whole words may be read as long as eight bytes are left; the rest byte by byte.
+    // Reads whole words while eight bytes are left, then byte by byte.
     let whole = if codes.len() >= 8 { ((codes.len() - 8) / bits + 1).min(out.len()) } else { 0 };
     for (index, out) in out[..whole].iter_mut().enumerate() {
         let at = index * bits;
@@ -62,7 +62,7 @@ pub fn natural(bits: usize, codes: &[u8], out: &mut [u8], spread: impl Fn(u64) -
     }
 }
 
-/// The plain `spread` for [`natural`].
+/// The portable `spread` for [`natural`].
 #[inline(always)]
 pub fn spread(bits: usize) -> impl Fn(u64) -> u64 {
     let mask = (1u64 << bits) - 1;
@@ -82,12 +82,12 @@ pub fn nibbles(group: usize, codes: &[u8], out: &mut [u8]) {
     }
 }
 
-/// E2M1: sign, two bits of exponent, one of mantissa. Like [`e4m3`] without a branch, so that many are computed at once.
+/// E2M1: sign, two exponent bits, one mantissa bit. Without a branch, like [`e4m3`], so that it vectorises.
 #[inline(always)]
 fn e2m1(code: u8) -> f32 {
     const HALF: u32 = 0.5f32.to_bits();
     let magnitude = u32::from(code & 7);
-    // Above 0.5, the only subnormal, exponent and mantissa are an f32's first bits but for the bias.
+    // Above 0.5, the only subnormal, exponent and mantissa are the leading bits of the f32 except for the bias.
     let bits = if magnitude > 1 { HALF + (magnitude << 22) } else { magnitude * HALF };
     f32::from_bits(bits | u32::from(code & 8) << 28)
 }
@@ -103,7 +103,7 @@ fn e4m3(code: u8) -> f32 {
     f32::from_bits(bits | u32::from(code & 0x80) << 24)
 }
 
-/// `2^(biased - 127)`; E8M0's 255 is NaN, its 0 the subnormal 2^-127.
+/// `2^(biased - 127)`. 255 is NaN in E8M0, and 0 is the subnormal 2^-127.
 fn power(biased: i32) -> f32 {
     match biased {
         0 => f32::from_bits(1 << 22),
@@ -112,7 +112,7 @@ fn power(biased: i32) -> f32 {
     }
 }
 
-/// One row of any weight in f32, global_scale not applied. `bytes` is a buffer.
+/// Dequantizes one row of any weight to f32, without its global scale. `bytes` is a buffer.
 #[inline(always)]
 pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut Vec<f32>) {
     let cols = view.cols;
@@ -147,7 +147,7 @@ pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut 
 }
 
 impl WeightView<'_> {
-    /// All values, row after row.
+    /// All values in row order.
     pub fn to_f32(&self) -> Vec<f32> {
         let (mut bytes, mut row, mut all) = (Vec::new(), Vec::new(), Vec::with_capacity(self.rows * self.cols));
         for index in 0..self.rows {
@@ -158,7 +158,7 @@ impl WeightView<'_> {
     }
 }
 
-/// E2M1 codes in groups with a scale each, two in a byte, the low half first.
+/// E2M1 codes in groups with one scale each. The low nibble of a byte comes first.
 #[inline(always)]
 fn fours(group: usize, codes: &[u8], scales: &[u8], scale: impl Fn(u8) -> f32, out: &mut [f32]) {
     for ((codes, code), out) in codes.chunks_exact(group / 2).zip(scales).zip(out.chunks_exact_mut(group)) {

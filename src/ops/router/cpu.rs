@@ -12,11 +12,11 @@ use crate::{
 };
 use std::cell::RefCell;
 
-/// Rows in a task that chooses.
+/// Rows in a task of the top-k.
 const ROWS: usize = 4;
 
 thread_local! {
-    /// The experts of a row, being sorted.
+    /// Expert numbers of a row, sorted by score.
     static ORDER: RefCell<Vec<u32>> = RefCell::default();
 }
 
@@ -45,7 +45,7 @@ impl Router<'_> {
         let weights = memory.floats_mut(self.weights.floats(tokens * (k + 1)));
         let (base, scores, shared) = (OutPtr(weights.as_mut_ptr()), &*scores, self.shared().is_some());
         compute.threads.run_pieces(ids, ROWS * k.max(1), &|task, ids| {
-            // SAFETY: each task has weights of its own rows, of which there are as many as of ids.
+            // SAFETY: each task has the weights of its own rows, one row for each row of ids.
             let weights = unsafe {
                 std::slice::from_raw_parts_mut(base.add(task * ROWS * (k + 1)).0, ids.len() / k.max(1) * (k + 1))
             };
@@ -65,7 +65,7 @@ impl Router<'_> {
     }
 }
 
-/// The k likeliest of one row, and their weights, which sum to one with `renormalise`.
+/// Top-k of one row, and their softmax weights. With `renormalise` the weights sum to one.
 fn choose(row: &[f32], renormalise: bool, order: &mut Vec<u32>, ids: &mut [u32], weights: &mut [f32]) {
     let k = ids.len();
     order.clear();

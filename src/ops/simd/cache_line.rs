@@ -1,6 +1,6 @@
-//! CpuMemory aligned to cache lines.
+//! Cache-line aligned memory.
 
-/// 64 bytes that begin where a line of the cache does: the widest register.
+/// 64 bytes that start at a cache line: the widest register.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct CacheLine([u8; 64]);

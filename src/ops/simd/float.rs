@@ -1,6 +1,6 @@
-//! Products in f32: dense weights, the float encodings, and the reference beside the integer path.
+//! Products in f32: dense weights, float encodings, and the reference of the integer kernels.
 //!
-//! ValueOrder: value `k` goes to lane `k % 16` by fma, going up in `k`; then [`Vector::fold`].
+//! Value `k` is added to lane `k % 16` by fma, in order of `k`. [`Vector::sum`] then adds the lanes.
 
 use std::ops::Range;
 
@@ -30,7 +30,7 @@ pub unsafe fn rows<V: Vector>(
         for (four, outs) in fours.iter().zip(outs.chunks_exact(4)) {
             let sums = dot::<V, 4>(&scratch.values, [four[0].x, four[1].x, four[2].x, four[3].x]);
             for (out, sum) in outs.iter().zip(sums) {
-                // SAFETY: the caller lets us write this output.
+                // SAFETY: the caller allows writes to this output.
                 unsafe { out.0.add(row).write(sum * weight.global_scale) };
             }
         }
@@ -66,7 +66,7 @@ macro_rules! compiled_for {
 #[cfg(target_arch = "x86_64")]
 pub(super) use compiled_for;
 
-/// `a . b` for `N` rows `b` of the same length at once.
+/// Dot products of `a` with `N` rows `b` of the same length.
 #[inline(always)]
 pub fn dot<V: Vector, const N: usize>(a: &[f32], b: [&[f32]; N]) -> [f32; N] {
     let mut lanes = [V::splat(0.0); N];
@@ -94,7 +94,7 @@ pub fn dot<V: Vector, const N: usize>(a: &[f32], b: [&[f32]; N]) -> [f32; N] {
     sums
 }
 
-/// At most sixteen values, then zeros.
+/// At most sixteen values, padded with zeros.
 #[inline(always)]
 pub fn padded<T: Copy + Default>(x: &[T]) -> [T; 16] {
     let mut out = [T::default(); 16];

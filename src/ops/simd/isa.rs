@@ -1,18 +1,18 @@
-//! The instruction sets with kernels of their own.
+//! The instruction sets that have kernels.
 
 use std::sync::OnceLock;
 
-/// An instruction set that has its own kernels.
+/// An instruction set that has kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Isa {
-    /// Plain Rust: the reference, and what processors without any of the others run.
+    /// Portable Rust: the reference, and the fallback on other processors.
     Scalar,
     #[cfg(target_arch = "x86_64")]
     Avx2,
     /// AVX-512 with VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// NEON alone.
+    /// NEON.
     #[cfg(target_arch = "aarch64")]
     Neon,
     /// NEON with `sdot`.
@@ -21,7 +21,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The best that this processor has.
+    /// The best instruction set of this processor.
     pub fn best() -> Self {
         #[cfg(test)]
         if let Some(forced) = super::tests::FORCED.get() {
@@ -31,7 +31,7 @@ impl Isa {
         *BEST.get_or_init(|| *Self::all().last().unwrap_or(&Isa::Scalar))
     }
 
-    /// All that this processor has, the slowest first.
+    /// All instruction sets of this processor, slowest first.
     pub fn all() -> Vec<Self> {
         #[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(unused_mut))]
         let mut all = vec![Isa::Scalar];

@@ -1,18 +1,18 @@
-//! Elementary functions in f32, written so that compilers vectorise them and every processor gives the same bytes.
+//! Elementary functions in f32 that compilers vectorise. All processors give the same bytes.
 
-/// `e^x` to about one unit in the last place; 0 below -104, infinity above 89.
+/// `e^x` with an error of about one unit in the last place; 0 below -104, infinity above 89.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     // A clamp that keeps NaN.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     let (p, n) = parts(x);
-    // 2^n as two factors, so that the result may be subnormal.
+    // 2^n as two factors, because the result may be subnormal.
     let half = n >> 1;
     p * power(half) * power(n.wrapping_sub(half))
 }
 
-/// [`exp`] between -87 and 88 and of NaN, to the same bytes; anything elsewhere.
+/// The same bytes as [`exp`] between -87 and 88 and for NaN. Undefined elsewhere.
 #[inline(always)]
 pub fn exp_normal(x: f32) -> f32 {
     let (p, n) = parts(x);
@@ -22,14 +22,14 @@ pub fn exp_normal(x: f32) -> f32 {
 /// `p` and `n` such that `e^x = p * 2^n`.
 #[inline(always)]
 fn parts(x: f32) -> (f32, i32) {
-    /// Adding and subtracting it rounds to an integer.
+    /// 1.5 * 2^23. Adding and subtracting it rounds to an integer.
     const ROUND: f32 = 12_582_912.0;
     let rounded = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = rounded - ROUND;
-    // ln 2 in two parts, the first exact times any n.
+    // ln 2 in two parts. Products of the first with n are exact.
     let r = n.mul_add(-0.693_359_4, x);
     let r = n.mul_add(2.121_944_4e-4, r);
-    // The Taylor polynomial of degree 7 on |r| <= ln 2 / 2.
+    // Taylor polynomial of degree 7 for |r| <= ln 2 / 2.
     let mut p = 1.0 / 5040.0;
     for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
         p = r.mul_add(p, c);
@@ -37,7 +37,7 @@ fn parts(x: f32) -> (f32, i32) {
     (p, rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i32)
 }
 
-/// `2^n`, where that is normal.
+/// `2^n` if that is normal.
 #[inline(always)]
 fn power(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)

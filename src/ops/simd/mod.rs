@@ -1,11 +1,10 @@
-//! The inner products behind every linear layer, one file an instruction set, all with the same bytes.
+//! Matrix products for each instruction set (gemv and gemm). All give the same bytes.
 //!
-//! An affine weight meets activations quantized by [`super::quant`]. Per group the integer dot product fits an i32 and
-//! is exact in any order; what comes up on the way, as sums of digits are shifted and added, may wrap around. What
-//! follows is f32 and therefore has one order everywhere: the groups of a row are padded with zero groups to a multiple
-//! of eight, group `g` belongs to lane `g % 8`, and going up in `g`
-//! `lane = fma(dot, scale_w * scale_x, lane)`, then `lane = fma(bias_w, sum_x, lane)`; at the end [`sum8`]. So neither
-//! the processor, nor how many rows are computed together, nor the thread can be seen in a result.
+//! An affine weight is multiplied with quantized activations. The dot product of a group fits an i32 and is exact in
+//! any order; partial sums of shifted digits may wrap around. The f32 arithmetic after it has one order everywhere.
+//! Rows are padded with zero groups to a multiple of eight. Group `g` is added to lane `g % 8`, in order of `g`:
+//! `lane = fma(dot, scale_w * scale_x, lane)`, then `lane = fma(bias_w, sum_x, lane)`. [`sum8`](vector::sum8) adds
+//! the lanes. So results do not depend on the processor, the thread, or the rows computed together.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -46,13 +45,13 @@ thread_local! {
     static SCRATCH: RefCell<SimdScratch> = RefCell::default();
 }
 
-/// `outs[i][row] = weight[row] . lines[i].x` for every row in `rows` and every line; with `integer`, affine weights meet
-/// the quantized row instead of the f32 one.
+/// `outs[i][row] = weight[row] . inputs[i].x` for every row in `rows` and every input. With `integer`, affine
+/// weights are multiplied with the quantized input instead of the f32 one.
 ///
 /// # Safety
-/// There are as many `outs` as lines, each valid for writes at `rows`, and nobody else reads or writes there meanwhile.
-/// The processor has `isa`.
-/// The view's parts have the lengths its encoding asks for, and the lines `cols` values (padded groups for digits).
+/// There are as many `outs` as inputs, each valid for writes at `rows`, and no other thread accesses them. The
+/// processor has `isa`. The view's parts have the lengths of their encoding, and the inputs have `cols` values, with
+/// padded groups if quantized.
 pub unsafe fn product(
     isa: Isa,
     integer: bool,
@@ -83,7 +82,7 @@ pub unsafe fn product(
                 Isa::Avx2 => avx2::float_rows(weight, rows, lines, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512 => avx512::float_rows(weight, rows, lines, outs, scratch),
-                // Arm's baseline has NEON and fma: the compiler uses them here, too.
+                // AArch64 always has NEON and fma, so the compiler uses them here.
                 _ => float::rows::<[f32; 16]>(weight, rows, lines, outs, scratch),
             }
         },

@@ -1,4 +1,4 @@
-//! Arguments of the products.
+//! Operands of the products: activations, outputs, weights.
 
 use crate::ops::{
     Float, WeightFormat, WeightView,
@@ -10,16 +10,16 @@ use crate::ops::{
 pub struct Activations<'a> {
     /// The row in f32, for the float kernels.
     pub x: &'a [f32],
-    /// The row quantized in the weight's [`ActivationFormat`](super::quant::ActivationFormat), for the integer kernels.
+    /// The row quantized for the weight, for the integer kernels.
     pub digits: QuantizedRow<'a>,
 }
 
-/// The destination of one line's products: the address for the weight's first row.
+/// Output of one input: the address of the product with the weight's first row.
 #[derive(Clone, Copy)]
 pub struct OutPtr(pub *mut f32);
 
 impl OutPtr {
-    /// The place `count` values further on.
+    /// The address `count` values later.
     ///
     /// # Safety
     /// As for `add` of the pointer.
@@ -29,13 +29,13 @@ impl OutPtr {
     }
 }
 
-// SAFETY: only written through `product`, whose callers promise that no two threads share an output.
+// SAFETY: only `product` writes through it, and its callers guarantee that no two threads share an output.
 unsafe impl Send for OutPtr {}
 
 // SAFETY: as above.
 unsafe impl Sync for OutPtr {}
 
-/// An affine weight, as the integer kernels see it.
+/// An affine weight as the integer kernels use it.
 #[derive(Clone, Copy)]
 pub(crate) struct AffineWeight<'a> {
     pub bits: usize,
@@ -75,7 +75,7 @@ impl<'a> AffineWeight<'a> {
         &self.codes[row * bytes..(row + 1) * bytes]
     }
 
-    /// The scales and biases of `row` as they are stored.
+    /// The stored scales and biases of `row`.
     pub fn constants(&self, row: usize) -> (&'a [u8], &'a [u8]) {
         let bytes = self.groups() * self.float.bytes();
         let range = row * bytes..(row + 1) * bytes;
@@ -83,17 +83,17 @@ impl<'a> AffineWeight<'a> {
     }
 }
 
-/// A row of weights on its way through an integer kernel.
+/// A row of weights, prepared for an integer kernel.
 #[derive(Default)]
 pub(crate) struct WeightRow {
-    /// Scales, then biases, each padded with zeros to a multiple of eight groups.
+    /// Scales, then biases, each zero-padded to a multiple of eight groups.
     pub constants: Vec<f32>,
-    /// Unpacked codes, in the weight's order.
+    /// Unpacked codes in the weight's order.
     pub bytes: Vec<u8>,
 }
 
 impl WeightRow {
-    /// Unpacks the codes of `row` to bytes: 4-bit ones in the order of nibbles, others in their own.
+    /// Unpacks the codes of `row` to bytes: 4-bit codes in nibble order, others in natural order.
     #[inline(always)]
     pub fn unpack(&mut self, weight: &AffineWeight<'_>, row: usize) {
         self.bytes.resize(weight.cols, 0);
@@ -104,7 +104,7 @@ impl WeightRow {
         }
     }
 
-    /// Loads scales and biases of `row` and returns them in padded f32.
+    /// Loads the scales and biases of `row` as padded f32.
     #[inline(always)]
     pub fn load(&mut self, weight: &AffineWeight<'_>, row: usize) {
         let padded = weight.groups().next_multiple_of(8);
@@ -122,7 +122,7 @@ impl WeightRow {
 }
 
 #[cfg(target_arch = "x86_64")]
-/// The bits of eight bytes that codes of `bits` bits fill.
+/// The bits of eight bytes that codes of `bits` bits use, for `pdep`.
 pub(super) fn pdep_mask(bits: usize) -> u64 {
     0x0101_0101_0101_0101 * ((1 << bits) - 1)
 }

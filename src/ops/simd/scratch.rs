@@ -4,12 +4,12 @@ use super::operands::WeightRow;
 #[cfg(target_arch = "x86_64")]
 use super::tile_avx512::WeightTiles;
 
-/// Buffers of one thread, kept from call to call.
+/// Buffers of one thread, reused by all calls.
 #[derive(Default)]
 pub(crate) struct SimdScratch {
-    /// Two rows of weights, loaded for the integer kernels.
+    /// Two rows of weights for the integer kernels.
     pub rows: [WeightRow; 2],
-    /// A row of weights in f32, and its codes before.
+    /// A row of weights in f32, and its unpacked codes.
     pub values: Vec<f32>,
     pub bytes: Vec<u8>,
     #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Sixteen floats, as each instruction set holds them. The operations are lane by lane or in a fixed order, so all give
+//! Vectors of sixteen floats for each instruction set. Operations work lane by lane or in a fixed order, so all give
 //! the same bytes.
 
 #[cfg(target_arch = "x86_64")]
@@ -6,10 +6,10 @@ use std::arch::x86_64::*;
 
 /// Sixteen lanes of f32.
 ///
-/// The methods are safe to call only in code compiled for the type's instructions: [`super::wide!`] is the one place
-/// that names the types, and does so in functions that it runs on processors which have them.
+/// Methods may only be called in code compiled for the type's instructions. Only [`super::wide!`] names the types,
+/// in functions that run on processors that have them.
 pub(crate) trait Vector: Copy {
-    /// True if sixteen of them stay in registers, with some room to work.
+    /// True if sixteen vectors fit into registers with some to spare.
     const HAS_32_REGISTERS: bool = false;
 
     fn splat(x: f32) -> Self;
@@ -18,17 +18,16 @@ pub(crate) trait Vector: Copy {
     fn from_i16(x: &[i16; 16]) -> Self;
     /// `self * b + c` with one rounding.
     fn fma(self, b: Self, c: Self) -> Self;
-    /// The sum of the lanes: 8..16 are added to 0..8, then [`sum8`].
+    /// The sum of the lanes: adds lanes 8..16 to 0..8, then [`sum8`].
     fn sum(self) -> f32;
 
-    /// [`Self::fold`] of each.
+    /// [`Self::sum`] of each vector.
     #[inline(always)]
     fn sum_all(all: [Self; 16]) -> [f32; 16] {
         all.map(Self::sum)
     }
 
-    /// Asks for the cache line at `at`, which may be anywhere. It comes into the second-level cache, of which more can be
-    /// under way at once.
+    /// Prefetches the cache line at `at`, which may be any address, into L2, which tracks more misses than L1.
     #[inline(always)]
     fn prefetch(_at: *const u8) {}
 }
@@ -69,8 +68,8 @@ impl Vector for [f32; 16] {
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(__m256, __m256);
 
-// SAFETY, for every block: the instructions exist where the trait's contract is kept; arrays have the lengths that are
-// read and written, unaligned.
+// SAFETY of every block: the processor has the instructions (contract of the trait). Arrays have the length that is
+// read or written, at any alignment.
 #[cfg(target_arch = "x86_64")]
 impl Vector for Avx2 {
     #[inline(always)]
@@ -183,12 +182,12 @@ impl Vector for Avx512 {
     }
 }
 
-/// Two registers become one at each step, so that no lane is added up for nothing.
+/// Each step combines two registers into one, so that no lane is added without use.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn sum_all(all: [Avx512; 16]) -> [f32; 16] {
-    // The quarters of two registers, upper onto lower halves; then their quarters likewise.
+    // Adds the quarters of two registers, upper to lower half, then again.
     let halves = |at: usize| {
         let (a, b) = (all[at].0, all[at + 1].0);
         _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b))
@@ -197,7 +196,7 @@ fn sum_all(all: [Avx512; 16]) -> [f32; 16] {
         let (a, b) = (halves(at), halves(at + 2));
         _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
     };
-    // Each quarter now has four lanes of one vector: 0 + 2 and 1 + 3, and then these two.
+    // Each quarter now holds four lanes of one vector. Adds 0 + 2 and 1 + 3, then both sums.
     let pairs = |at: usize| {
         let (a, b) = (quarters(at), quarters(at + 4));
         _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)))
@@ -212,13 +211,13 @@ fn sum_all(all: [Avx512; 16]) -> [f32; 16] {
     out
 }
 
-/// The sum of eight lanes: halves are added until one is left.
+/// The sum of eight lanes, by halving.
 #[inline(always)]
 pub(crate) fn sum8(l: [f32; 8]) -> f32 {
     ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
 }
 
-/// [`super::sum8`] in registers.
+/// [`sum8`] in registers.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(super) unsafe fn sum8_avx(lanes: __m256) -> f32 {

@@ -1,11 +1,11 @@
-//! Plain code, compiled once for each instruction set.
+//! A macro that compiles portable code once for each instruction set.
 
-/// Defines a function whose body is compiled for every [`super::Isa`], and which runs the best that the processor has.
+/// Defines a function that is compiled for every [`super::Isa`] and runs the best version for the processor.
 ///
-/// The operations are the same, hence the bytes; there are only more of them at once, and `mul_add` is one instruction
-/// instead of a call. In the body `V` is the instruction set's [`super::Vector`]. All that the body calls should be
-/// `#[inline(always)]`; a closure cannot take the place of such a function, for it is compiled for the plain processor
-/// unless the compiler chooses to inline it. Type parameters stand in brackets: `fn name[T: Bound](...)`.
+/// All versions execute the same operations and give the same bytes. Wider instruction sets execute more of them at
+/// once, and `mul_add` is one instruction instead of a call. In the body, `V` is the instruction set's
+/// [`super::Vector`]. Functions called in the body should be `#[inline(always)]`. A closure is compiled for the
+/// baseline processor unless it is inlined. Type parameters are in brackets: `fn name[T: Bound](...)`.
 macro_rules! wide {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $([$($g:tt)*])? ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
@@ -32,7 +32,7 @@ macro_rules! wide {
 
             match wide_simd::Isa::best() {
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: an `Isa` other than Scalar is one that the processor said it has.
+                // SAFETY: an `Isa` other than Scalar is one that the processor reported.
                 wide_simd::Isa::Avx2 => unsafe { avx2($($arg),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.

@@ -1,13 +1,13 @@
-//! WeightFormat of rows, in the orders in which products want them.
+//! Loads codes of rows in the order that the products need.
 
 #![allow(clippy::needless_range_loop)]
 
 use std::arch::x86_64::*;
 
-/// WeightFormat of 32 values of sixteen rows, plus 128: vector `w` has values `4 w..4 w + 4` of each row.
+/// 32 values of sixteen rows, plus 128. Vector `w` holds values `4 w..4 w + 4` of each row.
 ///
 /// # Safety
-/// 32 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
+/// 32 bytes are readable at `at` and at the next 15 multiples of `stride`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn transpose_bytes(at: *const u8, stride: usize) -> [__m512i; 8] {
@@ -33,10 +33,10 @@ pub(super) unsafe fn transpose_bytes(at: *const u8, stride: usize) -> [__m512i; 
     out
 }
 
-/// As [`bytes`], of halves of bytes, and twice of what they are.
+/// As [`transpose_bytes`], for 4-bit codes, and doubled.
 ///
 /// # Safety
-/// 16 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
+/// 16 bytes are readable at `at` and at the next 15 multiples of `stride`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn transpose_nibbles(at: *const u8, stride: usize) -> [__m512i; 8] {
@@ -51,10 +51,10 @@ pub(super) unsafe fn transpose_nibbles(at: *const u8, stride: usize) -> [__m512i
     out
 }
 
-/// Four words of sixteen rows: vector `w` has word `w` of each row.
+/// Four words of sixteen rows. Vector `w` holds word `w` of each row.
 ///
 /// # Safety
-/// 16 bytes at `at` and at each of the 15 multiples of `stride` behind it can be read.
+/// 16 bytes are readable at `at` and at the next 15 multiples of `stride`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn transpose_words(at: *const u8, stride: usize) -> [__m512i; 4] {
@@ -72,10 +72,10 @@ unsafe fn transpose_words(at: *const u8, stride: usize) -> [__m512i; 4] {
     transpose_quarters(rows)
 }
 
-/// The scales of sixteen rows, as f32, two for each of `to`.
+/// The scales of sixteen rows as f32, two for each entry of `to`.
 ///
 /// # Safety
-/// As many words at `at` and at each of the 15 multiples of `stride` behind it can be read.
+/// One word for each entry of `to` is readable at `at` and at the next 15 multiples of `stride`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn scales(at: *const u8, stride: usize, to: &mut [[__m512; 2]]) {
@@ -86,7 +86,7 @@ pub(super) unsafe fn scales(at: *const u8, stride: usize, to: &mut [[__m512; 2]]
     for (number, to) in to.chunks_mut(4).enumerate() {
         let at = at.wrapping_add(16 * number);
         let mut words = [_mm512_setzero_si512(); 4];
-        // SAFETY: passed on: four words a row, or those of `to`.
+        // SAFETY: passed on. Reads four words of a row, or as many as `to` has entries.
         unsafe {
             if to.len() == 4 {
                 words = transpose_words(at, stride);
@@ -112,10 +112,10 @@ fn transpose_quarters(v: [__m512i; 4]) -> [__m512i; 4] {
     [_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b), _mm512_unpacklo_epi64(c, d), _mm512_unpackhi_epi64(c, d)]
 }
 
-/// 64 values of a row as signed bytes, in their order.
+/// 64 values of a row as signed bytes, in order.
 ///
 /// # Safety
-/// `8 * bits` bytes can be read.
+/// `8 * bits` bytes are readable.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) unsafe fn signed_bytes(at: *const u8, bits: usize) -> __m512i {
@@ -128,18 +128,18 @@ pub(super) unsafe fn signed_bytes(at: *const u8, bits: usize) -> __m512i {
     let (mask, high) = (_mm256_set1_epi8(15), _mm256_srli_epi16::<4>(both));
     let low = _mm512_castsi256_si512(_mm256_and_si256(both, mask));
     let codes = _mm512_inserti64x4::<1>(low, _mm256_and_si256(high, mask));
-    // Each half has sixteen values of the one group, then of the other.
+    // Each half holds sixteen values of the first group, then of the second.
     let codes = _mm512_shuffle_i32x4::<0xd8>(codes, codes);
     _mm512_sub_epi8(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(15))
 }
 
-/// Four rows of 64 values, those of two groups in turn: each lane gets one value of all four. In the first and third vector
-/// are the halves of the first 32 values, in the others of the second.
+/// Interleaves four rows of 64 values: each lane gets one value of all four rows. The first and third vectors hold
+/// the first 32 values, the others the last 32.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(super) fn interleave(mut rows: [__m512i; 4]) -> [__m512i; 4] {
-    // Each quarter: four values of the first group, of the second, and again. What is put together from here on are bytes of
-    // two rows, which is why this comes first: processors and compilers have no shorter way.
+    // Each quarter: four values of the first group, four of the second, and again. This comes first because the
+    // following steps combine bytes of two rows.
     let order = _mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
     for row in 0..4 {
         rows[row] = _mm512_permutexvar_epi32(order, rows[row]);
