@@ -2,7 +2,6 @@
 
 mod cuts;
 
-use super::Decoder;
 use crate::error::ChatError;
 use cuts::{Cuts, MIN_PIECE};
 use std::path::Path;
@@ -107,13 +106,8 @@ impl Tokenizer {
     /// Decodes ids. Drops special tokens and ids outside the vocabulary, keeps other added tokens. Invalid UTF-8 becomes
     /// U+FFFD, as in Python's `bytes.decode(errors="replace")`.
     pub fn decode(&self, ids: &[u32]) -> String {
-        let mut text = String::new();
-        let mut pending = Vec::new();
-        for &id in ids {
-            Decoder::append(&mut text, &mut pending, self.text_bytes(id));
-        }
-        Decoder::flush(&mut text, &mut pending);
-        text
+        let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.text_bytes(id)).copied().collect();
+        String::from_utf8_lossy(&bytes).into_owned()
     }
 
     /// A token in the vocabulary's spelling (`Ġhello` for " hello").

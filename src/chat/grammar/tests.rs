@@ -1,5 +1,6 @@
-use super::{valid, *};
+use super::{test_validator, *};
 use crate::chat::parser::{Delta, Parser};
+use serde_json::json;
 use std::{path::Path, sync::LazyLock};
 
 const EOS: u32 = 2040;
@@ -22,18 +23,18 @@ fn allowed(next: &NextTokens) -> Vec<u32> {
     (0..words.len() as u32 * 32).filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
 }
 
-/// An answer of tokens drawn evenly from those allowed; after a while the ones that close something are preferred, so
-/// that it ends.
-fn wander(mut guide: TokenConstraint, seed: u64) -> Vec<u32> {
+/// An answer of tokens drawn evenly from those allowed. After 60 tokens, those that close something are preferred, so that
+/// the answer ends.
+fn random_answer(mut constraint: TokenConstraint, seed: u64) -> Vec<u32> {
     let mut bits = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut ids = Vec::new();
     loop {
-        let mut allowed = allowed(&guide.allowed().unwrap());
-        // An exponent of a thousand is JSON, but no number to `f64`: none is drawn.
+        let mut allowed = allowed(&constraint.allowed().unwrap());
+        // Exponents are not drawn: JSON allows 1e1000, but an f64 cannot hold it.
         let digit =
             ids.last().is_some_and(|&id| GRAMMARS.tokenizer.token_bytes(id).last().is_some_and(u8::is_ascii_digit));
         allowed.retain(|&id| !(digit && matches!(GRAMMARS.tokenizer.token_bytes(id).first(), Some(b'e' | b'E'))));
-        assert!(!allowed.is_empty(), "no way on after {:?}", text(&ids));
+        assert!(!allowed.is_empty(), "no token is allowed after {:?}", text(&ids));
         let closes = |id: &&u32| {
             let bytes = GRAMMARS.tokenizer.token_bytes(**id);
             **id == EOS || bytes.first().is_some_and(|byte| b"\"]}<n0/".contains(byte))
@@ -41,47 +42,47 @@ fn wander(mut guide: TokenConstraint, seed: u64) -> Vec<u32> {
         bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let draw = (bits >> 33) as usize;
         let closing: Vec<u32> = allowed.iter().filter(closes).copied().collect();
-        let tag = tag(&ids, &allowed).filter(|_| ids.len() > 60 && !draw.is_multiple_of(4));
+        let tag = closing_tag(&ids, &allowed).filter(|_| ids.len() > 60 && !draw.is_multiple_of(4));
         let from = if ids.len() > 60 && !draw.is_multiple_of(8) && !closing.is_empty() { &closing } else { &allowed };
         let drawn = tag.unwrap_or(from[draw / 8 % from.len()]);
         let id = if ids.len() > 90 && allowed.contains(&EOS) { EOS } else { drawn };
         if id == EOS || id == 2038 {
             return ids;
         }
-        guide.accept(id).unwrap();
+        constraint.accept(id).unwrap();
         ids.push(id);
         assert!(ids.len() < 20_000, "does not end: {:?}", &text(&ids)[..400]);
     }
 }
 
-/// The longest token that goes on with the tag that ends a string.
-fn tag(ids: &[u32], allowed: &[u32]) -> Option<u32> {
+/// The longest token that continues the tag that ends a string.
+fn closing_tag(ids: &[u32], allowed: &[u32]) -> Option<u32> {
     const TAG: &[u8] = b"</parameter>";
     let said: Vec<u8> = ids.iter().rev().take(12).rev().flat_map(|&id| GRAMMARS.tokenizer.token_bytes(id)).collect();
     let begun = (0..TAG.len()).rev().find(|&length| said.ends_with(&TAG[..length]))?;
-    let goes_on = |id: &&u32| {
+    let continues = |id: &&u32| {
         let bytes = GRAMMARS.tokenizer.token_bytes(**id);
         !bytes.is_empty() && TAG[begun..].starts_with(&bytes)
     };
-    allowed.iter().filter(goes_on).max_by_key(|id| GRAMMARS.tokenizer.token_bytes(**id).len()).copied()
+    allowed.iter().filter(continues).max_by_key(|id| GRAMMARS.tokenizer.token_bytes(**id).len()).copied()
 }
 
-fn json_form(schema: &Value, strict: bool) -> OutputFormat {
+fn json_format(schema: &Value, strict: bool) -> OutputFormat {
     OutputFormat { content: ContentFormat::Json { schema: schema.clone(), strict }, tools: None }
 }
 
 #[test]
-fn whatever_is_drawn_has_the_schema() {
+fn random_answers_match_their_schema() {
     assert!(SCHEMAS.len() >= 60);
     let mut answers = 0;
     for case in SCHEMAS.iter() {
         let (schema, name) = (&case["schema"], &case["name"]);
-        let guide = GRAMMARS.compile(&json_form(schema, case["strict"] == true), false, None);
-        let guide = guide.unwrap_or_else(|fault| panic!("{name}: {fault:?}"));
+        let constraint = GRAMMARS.compile(&json_format(schema, case["strict"] == true), false, None);
+        let constraint = constraint.unwrap_or_else(|error| panic!("{name}: {error:?}"));
         for seed in 0..17 {
-            let answer = text(&wander(guide.clone(), seed));
+            let answer = text(&random_answer(constraint.clone(), seed));
             let value: Value = serde_json::from_str(&answer).unwrap_or_else(|e| panic!("{name}: {e}: {answer}"));
-            let wrong = valid::errors(schema, &value, schema);
+            let wrong = test_validator::errors(schema, &value, schema);
             assert!(wrong.is_empty() || case["strict"] == false, "{name}: {wrong:?}: {answer}");
             answers += 1;
         }
@@ -90,7 +91,7 @@ fn whatever_is_drawn_has_the_schema() {
 }
 
 #[test]
-fn an_integer_ends() {
+fn integers_have_bounded_length() {
     for schema in [
         json!({"type": "integer"}),
         json!({"type": ["integer", "null"]}),
@@ -100,11 +101,11 @@ fn an_integer_ends() {
         json!({"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}),
     ] {
         for sign in ["", "-"] {
-            let mut guide = GRAMMARS.compile(&json_form(&schema, true), false, None).unwrap();
+            let mut constraint = GRAMMARS.compile(&json_format(&schema, true), false, None).unwrap();
             let mut said = Vec::new();
             loop {
-                let allowed = allowed(&guide.allowed().unwrap());
-                // The sign, then nines: the largest there are.
+                let allowed = allowed(&constraint.allowed().unwrap());
+                // The sign, then nines, which give the longest number.
                 let bytes = |id: u32| GRAMMARS.tokenizer.token_bytes(id);
                 let goes_on = |id: &u32| {
                     let (begins, bytes) = (said.is_empty() && bytes(*id) == sign.as_bytes(), bytes(*id));
@@ -112,7 +113,7 @@ fn an_integer_ends() {
                 };
                 let next = allowed.into_iter().filter(goes_on).max_by_key(|&id| (bytes(id) == b"-", bytes(id)));
                 let Some(id) = next else { break };
-                guide.accept(id).unwrap();
+                constraint.accept(id).unwrap();
                 said.push(id);
                 assert!(said.len() <= 20, "{schema}: {}", text(&said));
             }
@@ -120,7 +121,7 @@ fn an_integer_ends() {
         }
     }
     let far = json!({"type": "integer", "minimum": 2e18, "maximum": 3e18});
-    let answer = text(&wander(GRAMMARS.compile(&json_form(&far, true), false, None).unwrap(), 1));
+    let answer = text(&random_answer(GRAMMARS.compile(&json_format(&far, true), false, None).unwrap(), 1));
     assert!((2_000_000_000_000_000_000..=3_000_000_000_000_000_000i64).contains(&answer.parse().unwrap()), "{answer}");
 }
 
@@ -129,20 +130,20 @@ fn tool(name: &str, parameters: &Value) -> Value {
 }
 
 #[test]
-fn whatever_is_drawn_is_a_call_with_valid_arguments() {
+fn random_calls_have_valid_arguments() {
     let objects: Vec<_> = SCHEMAS.iter().filter(|case| case["schema"]["type"] == "object").collect();
     let mut calls = 0;
     for (at, case) in objects.iter().enumerate() {
         let (schema, name) = (&case["schema"], &case["name"]);
         let tools = [tool("f", schema), tool("other", &json!({"type": "object", "properties": {}}))];
         let choice = tools.iter().cloned().enumerate().collect();
-        let form = OutputFormat {
+        let format = OutputFormat {
             content: ContentFormat::Nothing,
             tools: Some(AllowedTools { tools: choice, parallel: at.is_multiple_of(2) }),
         };
-        let guide = GRAMMARS.compile(&form, false, None).unwrap_or_else(|fault| panic!("{name}: {fault:?}"));
+        let constraint = GRAMMARS.compile(&format, false, None).unwrap_or_else(|error| panic!("{name}: {error:?}"));
         for seed in 0..10 {
-            let answer = text(&wander(guide.clone(), seed));
+            let answer = text(&random_answer(constraint.clone(), seed));
             let mut parser = Parser::new(false, &tools);
             let mut said = Vec::<(String, String)>::new();
             for delta in parser.push(&answer).into_iter().chain(parser.finish(false)) {
@@ -155,7 +156,7 @@ fn whatever_is_drawn_is_a_call_with_valid_arguments() {
             assert!(!said.is_empty() && (at.is_multiple_of(2) || said.len() == 1), "{name}: {answer}");
             for (function, arguments) in said {
                 let value: Value = serde_json::from_str(&arguments).unwrap();
-                let wrong = valid::errors(schema, &value, schema);
+                let wrong = test_validator::errors(schema, &value, schema);
                 assert!(
                     function == "other" || wrong.is_empty() || case["strict"] == false,
                     "{name}: {wrong:?}: {answer}"
@@ -165,4 +166,89 @@ fn whatever_is_drawn_is_a_call_with_valid_arguments() {
         }
     }
     assert!(calls > 400, "{calls}");
+}
+
+fn lark_error(text: String) -> FormatError {
+    let format = OutputFormat { content: ContentFormat::Lark(text), tools: None };
+    GRAMMARS.compile(&format, false, None).err().unwrap()
+}
+
+fn schema_error(schema: Value) -> FormatError {
+    GRAMMARS.compile(&json_format(&schema, false), false, None).err().unwrap()
+}
+
+/// `$defs` that refer to each other, by pointer or by `$id`.
+fn reference_chain(length: usize, reference: impl Fn(usize) -> String) -> Value {
+    let definition = |i: usize| {
+        let next = json!({"type": "object", "properties": {"a": {"$ref": reference(i + 1)}}});
+        let mut next = if i == length { json!({"type": "string"}) } else { next };
+        if !reference(i).starts_with('#') {
+            next["$id"] = reference(i).into();
+        }
+        (format!("d{i}"), next)
+    };
+    let defs: serde_json::Map<String, Value> = (0..=length).rev().map(definition).collect();
+    json!({"$ref": reference(0), "$defs": defs})
+}
+
+#[test]
+fn deep_grammars_do_not_overflow_the_stack() {
+    let rules: String = (0..700).map(|i| format!("r{i}: \"a\" r{}\n", i + 1)).collect();
+    assert!(lark_error(format!("start: r0\n{rules}r700: \"b\"\n")).reason.contains("chain"));
+    assert!(lark_error(format!("start: {}\"a\"{}", "(".repeat(30_000), ")".repeat(30_000))).reason.contains("nest"));
+    assert!(schema_error(reference_chain(1000, |i| format!("#/$defs/d{i}"))).reason.contains("chain"));
+    // llguidance resolves these names against a base, which the check does not follow. The stack holds them.
+    let by_id = reference_chain(1000, |i| format!("http://localhost/d{i}"));
+    let _ = GRAMMARS.compile(&json_format(&by_id, false), false, None);
+}
+
+#[test]
+fn intersected_patterns_do_not_exhaust_memory() {
+    let terminals: Vec<String> = (0..30).map(|i| format!("/(?s:.*)a(?s:.{{{i}}})/")).collect();
+    assert!(lark_error(format!("start: T\nT: {}", terminals.join(" & "))).reason.contains("intersections"));
+    let patterns: Vec<Value> = (0..30).map(|i| json!({"pattern": format!("a.{{{i}}}$")})).collect();
+    assert!(schema_error(json!({"type": "string", "allOf": patterns})).reason.contains("patterns"));
+}
+
+#[test]
+fn format_without_any_text_is_refused() {
+    let regex = |regex: &str| {
+        let format = OutputFormat { content: ContentFormat::Regex(regex.into()), tools: None };
+        GRAMMARS.compile(&format, false, None).err()
+    };
+    assert!(regex("[^\\s\\S]").is_some());
+    assert_eq!(regex("a*"), None);
+    assert!(lark_error("start: a\na: b\nb: a".into()).reason.contains("no text"));
+    assert!(lark_error("start: T\nT: /a/ & /b/".into()).reason.contains("no text"));
+    assert!(
+        schema_error(json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})).reason.contains("itself")
+    );
+    let many: Vec<Value> = (0..6000).map(|i| json!({"type": "object", "properties": {format!("p{i}"): {}}})).collect();
+    let error = schema_error(json!({"anyOf": many}));
+    assert!(error.reason.contains("too complex"), "{error:?}");
+}
+
+#[test]
+fn long_string_parameter_has_bounded_length() {
+    // 100 and more were too complex for the demo's vocabulary.
+    for max in [1, 100, 4000] {
+        let tools = [tool(
+            "f",
+            &json!({"type": "object", "required": ["s"],
+            "properties": {"s": {"type": "string", "maxLength": max}}}),
+        )];
+        let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
+        let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
+        let constraint = GRAMMARS.compile(&format, false, None).unwrap();
+        for seed in 0..20 {
+            let answer = text(&random_answer(constraint.clone(), seed));
+            let mut parser = Parser::new(false, &tools);
+            let deltas = parser.push(&answer).into_iter().chain(parser.finish(false));
+            let json: String = deltas
+                .filter_map(|delta| if let Delta::Arguments { json, .. } = delta { Some(json) } else { None })
+                .collect();
+            let value: Value = serde_json::from_str(&json).unwrap();
+            assert!(value["s"].as_str().unwrap().chars().count() <= max, "{max}: {answer}");
+        }
+    }
 }

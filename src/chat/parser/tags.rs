@@ -1,49 +1,52 @@
-//! The markup of reasoning and tool calls, found in text that may break off anywhere.
+//! Finds the tags of reasoning and tool calls in text that may end anywhere.
 
 pub(super) const THINK: &str = "<think>";
-pub(super) const THOUGHT: &str = "</think>";
-pub(super) const CALL: &str = "<tool_call>";
-pub(super) const CALL_END: &str = "</tool_call>";
+pub(super) const END_THINK: &str = "</think>";
+pub(super) const TOOL_CALL: &str = "<tool_call>";
+pub(super) const END_TOOL_CALL: &str = "</tool_call>";
 pub(super) const FUNCTION: &str = "<function=";
-pub(super) const FUNCTION_END: &str = "</function>";
+pub(super) const END_FUNCTION: &str = "</function>";
 pub(super) const PARAMETER: &str = "<parameter=";
-pub(super) const PARAMETER_END: &str = "</parameter>";
+pub(super) const END_PARAMETER: &str = "</parameter>";
 
-pub(super) enum Header {
-    /// `<tag=NAME>`, and its length.
+/// Result of [`header`].
+pub(super) enum TagHeader {
+    /// The name in `<tag=NAME>`, and the length of the tag.
     Named(String, usize),
-    /// The text so far could become such a tag.
+    /// The text may still become such a tag.
     Unfinished,
     Other,
 }
 
-/// Looks for `<tag=NAME>` (`tag` being `<tag=`) at the beginning of `text`.
-pub(super) fn header(text: &str, tag: &str) -> Header {
+/// Reads `<tag=NAME>` at the start of `text`. `tag` is `<tag=`.
+pub(super) fn header(text: &str, tag: &str) -> TagHeader {
     let Some(after) = text.strip_prefix(tag) else {
-        return if tag.starts_with(text) { Header::Unfinished } else { Header::Other };
+        return if tag.starts_with(text) { TagHeader::Unfinished } else { TagHeader::Other };
     };
-    let Some(end) = after.find(['>', '<', '\n']) else { return Header::Unfinished };
+    let Some(end) = after.find(['>', '<', '\n']) else { return TagHeader::Unfinished };
     let name = after[..end].trim();
     if name.is_empty() || !after[end..].starts_with('>') {
-        return Header::Other;
+        return TagHeader::Other;
     }
-    Header::Named(name.into(), tag.len() + end + 1)
+    TagHeader::Named(name.into(), tag.len() + end + 1)
 }
 
+/// Result of [`find_end`].
 pub(super) enum ValueEnd {
-    /// The value's closing tag is here.
+    /// Offset of the closing tag.
     At(usize),
-    /// There is none before here.
+    /// There is no closing tag before this offset.
     NotBefore(usize),
-    /// There is none, and the text has ended.
-    Cut,
+    /// There is no closing tag, and the text has ended.
+    Missing,
 }
 
-/// Finds a value's end: a `</parameter>` that another tag of the call follows, or the end of the text.
+/// Finds the end of a value: a `</parameter>` before another tag of the call or the end of the text. `last`: no text
+/// follows.
 pub(super) fn find_end(text: &str, last: bool) -> ValueEnd {
-    for (at, _) in text.match_indices(PARAMETER_END) {
-        let after = text[at + PARAMETER_END.len()..].trim_start();
-        let tags = [PARAMETER, FUNCTION_END, CALL_END];
+    for (at, _) in text.match_indices(END_PARAMETER) {
+        let after = text[at + END_PARAMETER.len()..].trim_start();
+        let tags = [PARAMETER, END_FUNCTION, END_TOOL_CALL];
         if tags.iter().any(|tag| after.starts_with(tag)) {
             return ValueEnd::At(at);
         }
@@ -51,10 +54,10 @@ pub(super) fn find_end(text: &str, last: bool) -> ValueEnd {
             return if last { ValueEnd::At(at) } else { ValueEnd::NotBefore(at) };
         }
     }
-    if last { ValueEnd::Cut } else { ValueEnd::NotBefore(text.len() - partial(text, PARAMETER_END)) }
+    if last { ValueEnd::Missing } else { ValueEnd::NotBefore(text.len() - partial(text, END_PARAMETER)) }
 }
 
-/// Length of the longest end of `text` that is a beginning of `tag`, but not all of it.
+/// Length of the longest proper prefix of `tag` that `text` ends with.
 pub(super) fn partial(text: &str, tag: &str) -> usize {
     (1..tag.len()).rev().find(|&length| text.ends_with(&tag[..length])).unwrap_or(0)
 }

@@ -9,7 +9,7 @@ fn tools() -> Vec<Value> {
     }}}})]
 }
 
-/// A parser's deltas for some pieces: those of one kind joined, ids checked and left out.
+/// Deltas of some pieces as text: deltas of one kind are joined, ids are checked and omitted.
 fn pieces<'a>(
     in_reasoning: bool,
     tools: &[Value],
@@ -28,7 +28,7 @@ fn pieces<'a>(
         .iter()
         .filter_map(|delta| if let Delta::Content(text) = delta { Some(text.as_str()) } else { None })
         .collect();
-    assert_eq!(spans, content, "the spans are the content's");
+    assert_eq!(spans, content, "spans cover the content");
     parser.out.clear();
     deltas.into_iter().for_each(|delta| parser.emit(delta));
     let said = parser.out.iter().map(|delta| match delta {
@@ -47,7 +47,7 @@ fn whole(in_reasoning: bool, text: &str) -> Vec<String> {
     ended(in_reasoning, text, false)
 }
 
-/// The same for a model that was stopped there.
+/// The same for an answer that the token limit ended.
 fn cut(in_reasoning: bool, text: &str) -> Vec<String> {
     ended(in_reasoning, text, true)
 }
@@ -101,7 +101,7 @@ fn values_are_raw_text() {
         let arguments = format!("0 {}", json!({"s": value}));
         assert_eq!(whole(false, &call(value)), ["0 f".to_string(), arguments], "{value:?}");
     }
-    // The newlines around a value may be missing.
+    // The line feeds around a value may be missing.
     let bare =
         "<tool_call><function=f><parameter=s>x</parameter><parameter=maybe>nullify</parameter></function></tool_call>";
     assert_eq!(whole(false, bare), ["0 f", r#"0 {"s":"x","maybe":"nullify"}"#]);
@@ -125,7 +125,7 @@ fn strings_are_streamed() {
 }
 
 #[test]
-fn calls_in_a_row_and_text_around_them() {
+fn consecutive_calls_with_text_are_parsed() {
     let call = "<tool_call>\n<function=f>\n</function>\n</tool_call>";
     assert_eq!(
         whole(true, &format!("so</think>\n\n{call}\n{call}\nand then\n")),
@@ -136,7 +136,7 @@ fn calls_in_a_row_and_text_around_them() {
 }
 
 #[test]
-fn what_is_no_call_is_content() {
+fn malformed_call_is_content() {
     for text in [
         "a <tool_call> b",
         "a\n<tool_call>\n{\"name\": \"f\"}\n</tool_call>",
@@ -153,13 +153,13 @@ fn what_is_no_call_is_content() {
 }
 
 #[test]
-fn a_call_inside_the_reasoning_ends_it() {
+fn call_in_reasoning_ends_it() {
     let call = "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>";
     let called = ["R so", "0 f", r#"0 {"n":1}"#];
     assert_eq!(whole(true, &format!("so\n{call}")), called);
     assert_eq!(whole(true, &format!("so\n\n{call}\n</think>\n\n")), called);
     assert_eq!(whole(true, &format!("so\n{call}\n</think>\n\nhi")), ["R so", "0 f", r#"0 {"n":1}"#, "C hi"]);
-    // Thinking about calls is not calling.
+    // A call of an unknown tool is part of the reasoning.
     for thought in ["<tool_call>\n<function=unknown>", "<tool_call> <function", "<tool_call>\n{", "a <tool_ca"] {
         assert_eq!(whole(true, &format!("{thought}\n</think>x")), [format!("R {thought}"), "C x".into()]);
         assert_eq!(whole(true, thought), [format!("R {thought}")]);
@@ -167,7 +167,7 @@ fn a_call_inside_the_reasoning_ends_it() {
 }
 
 #[test]
-fn what_max_tokens_cuts_stays_open() {
+fn truncated_call_stays_open() {
     let start = "<tool_call>\n<function=f>\n";
     for (rest, arguments) in [
         ("", "{"),
@@ -187,7 +187,7 @@ fn what_max_tokens_cuts_stays_open() {
         let arguments: Result<Value, _> = serde_json::from_str(arguments);
         assert!(arguments.is_err());
     }
-    // A complete call stays complete, and of a tag that is cut off nothing is told.
+    // A complete call stays complete, and an incomplete tag is dropped.
     assert_eq!(cut(false, &format!("{start}</function>\n</too")), ["0 f", "0 {}"]);
     assert_eq!(cut(false, &format!("{start}</function>\n</tool_call>\n<tool_ca")), ["0 f", "0 {}"]);
     assert_eq!(cut(false, &format!("{start}</function>\n</tool_call>\n<tool_call>\n<func")), ["0 f", "0 {}"]);
@@ -199,7 +199,7 @@ fn what_max_tokens_cuts_stays_open() {
 }
 
 #[test]
-fn a_call_that_the_model_breaks_off_is_closed() {
+fn incomplete_call_is_closed() {
     let start = "<tool_call>\n<function=f>\n";
     for (rest, arguments) in [
         ("", "{}"),
@@ -221,14 +221,14 @@ fn a_call_that_the_model_breaks_off_is_closed() {
 }
 
 #[test]
-fn stray_text_in_a_call_is_content() {
+fn stray_text_in_call_is_content() {
     let text = "<tool_call>\n<function=f>\n note: <b> \n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>";
     assert_eq!(whole(false, text), ["0 f", "C note: <b> \n", r#"0 {"n":1}"#]);
     let text = "<tool_call>\n<function=f>\n<parameter=>\n</function>\n</tool_call>";
     assert_eq!(whole(false, text), ["0 f", "C <parameter=>\n", "0 {}"]);
 }
 
-/// Text that is mostly markup, in any order.
+/// Markup in random order.
 fn markup() -> impl Strategy<Value = String> {
     let word = prop::sample::select(vec![
         "<think>",
@@ -266,7 +266,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn any_cut_gives_the_same_deltas(text in markup(), in_reasoning: bool, cuts in prop::collection::vec(0usize..12, 0..24)) {
+    fn cuts_do_not_change_deltas(text in markup(), in_reasoning: bool, cuts in prop::collection::vec(0usize..12, 0..24)) {
         let (mut parts, mut rest) = (Vec::new(), text.as_str());
         for cut in cuts {
             let at = rest.char_indices().nth(cut).map_or(rest.len(), |(at, _)| at);
@@ -302,7 +302,7 @@ proptest! {
     }
 
     #[test]
-    fn without_tools_and_reasoning_nothing_changes(text in markup()) {
+    fn text_without_tools_is_unchanged(text in markup()) {
         prop_assume!(!text.trim_start().starts_with("<think>"));
         let said = pieces(false, &[], [text.as_str()], false).concat();
         prop_assert_eq!(said.strip_prefix("C ").unwrap_or(""), text);

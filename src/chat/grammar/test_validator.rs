@@ -1,14 +1,13 @@
-//! A validator for the tests: as plain a reading of JSON Schema as there can be, and not the one that led
-//! the answer there. Formats are not looked at.
+//! A JSON Schema validator for the tests, independent of llguidance. It ignores formats.
 
 use serde_json::{Map, Value};
 
-/// The violations in `value`; none if it is valid.
+/// The violations in `value`. Empty if it is valid.
 pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
     let mut wrong = Vec::new();
     let schema = match schema {
         Value::Bool(true) => return wrong,
-        Value::Bool(false) => return vec![format!("{value} where nothing may be")],
+        Value::Bool(false) => return vec![format!("{value} where no value is allowed")],
         _ => schema,
     };
     let mut must = |holds: bool, what: &str| {

@@ -1,40 +1,40 @@
-//! A tool call: its id, and its arguments, written as JSON while their text comes in.
+//! A tool call while its text streams: its id, and its arguments written as JSON.
 
-use super::schema::Types;
+use super::json_types::JsonTypes;
 use std::{
     hash::{BuildHasher, RandomState},
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// The call whose parameters are coming in.
-pub(super) struct Call {
+/// The call that is being parsed.
+pub(super) struct PendingCall {
     /// The function's name.
     pub name: String,
-    /// Parameters begun so far.
+    /// Parameters so far.
     pub parameters: usize,
 }
 
-/// One argument. A string is written as it comes. A value of another type is written when it is complete: only then is
-/// it known to be valid.
-pub(super) struct Argument {
-    types: Types,
-    /// Text not yet written; `None` once a string is being written.
+/// The argument that is being parsed. A string is written as it streams. A value of another type is written when it is
+/// complete, since only then is it known to be valid.
+pub(super) struct PendingArgument {
+    types: JsonTypes,
+    /// Text not yet written. `None` while a string is being written.
     held: Option<String>,
-    /// The newline after the opening tag has been dealt with.
-    pub begun: bool,
+    /// The line feed after the opening tag was consumed.
+    pub started: bool,
 }
 
-impl Argument {
-    /// An argument, and the beginning of its JSON.
-    pub fn new(types: Types) -> (Self, &'static str) {
+impl PendingArgument {
+    /// Returns the argument and the start of its JSON.
+    pub fn new(types: JsonTypes) -> (Self, &'static str) {
         if types.only_string() {
-            (Self { types, held: None, begun: false }, "\"")
+            (Self { types, held: None, started: false }, "\"")
         } else {
-            (Self { types, held: Some(String::new()), begun: false }, "")
+            (Self { types, held: Some(String::new()), started: false }, "")
         }
     }
 
-    /// Takes the next piece of the value and gives the JSON that can be written.
+    /// Takes the next piece of the value and returns the JSON that can be written.
     pub fn push(&mut self, text: &str) -> String {
         let Some(held) = &mut self.held else { return escaped(text) };
         held.push_str(text);
@@ -46,20 +46,20 @@ impl Argument {
         String::new()
     }
 
-    /// The value is complete: gives the rest of its JSON.
+    /// Ends the value and returns the rest of its JSON.
     pub fn finish(&self) -> String {
         self.held.as_ref().map_or_else(|| "\"".into(), |text| self.types.json(text))
     }
 }
 
-/// The inside of a JSON string. Characters are escaped one by one, so that pieces can be escaped on their own.
+/// The text of a JSON string without its quotes. JSON escapes characters one by one, so pieces can be escaped separately.
 fn escaped(text: &str) -> String {
     let quoted = serde_json::Value::from(text).to_string();
     quoted.get(1..quoted.len() - 1).unwrap_or_default().into()
 }
 
-/// `call_` and 24 letters and digits: unique in this process by a counter, and unlike those of another process by the
-/// random keys of the standard library's hasher.
+/// `call_` and 24 letters and digits. A counter makes ids unique in this process, the random keys of the standard library's
+/// hasher make them differ from those of other processes.
 pub(super) fn call_id() -> String {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
     const ALPHABET: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";

@@ -1,11 +1,11 @@
-//! The types that a tool's JSON schema lets a parameter have, and raw text read as one of them.
+//! The JSON types that a tool's schema allows for a parameter, and raw text read as one of them.
 
 use crate::chat::json_numbers;
 use serde_json::Value;
 
 /// A set of JSON types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Types {
+pub struct JsonTypes {
     pub null: bool,
     pub boolean: bool,
     pub integer: bool,
@@ -15,22 +15,21 @@ pub struct Types {
     pub string: bool,
 }
 
-const STRING: Types =
-    Types { string: true, null: false, boolean: false, integer: false, number: false, object: false, array: false };
+const STRING: JsonTypes =
+    JsonTypes { string: true, null: false, boolean: false, integer: false, number: false, object: false, array: false };
 
-/// Subschemas that are looked at for one parameter at most: a schema may refer to itself, and more than once.
-const MOST: usize = 256;
+/// Most subschemas that are visited for one parameter. A schema may refer to itself, more than once.
+const MAX_SUBSCHEMAS: usize = 256;
 
-impl Types {
-    /// The types of parameter `name` of the function `function`, one of `tools` (OpenAI's definitions). A string, where
-    /// the tools do not say.
+impl JsonTypes {
+    /// Types of parameter `name` of `function`, one of `tools` (OpenAI tool definitions). A string if the tools do not say.
     pub fn of(tools: &[Value], function: &str, name: &str) -> Self {
         let functions = tools.iter().map(|tool| tool.get("function").unwrap_or(tool));
         let schema = functions
             .filter(|f| f.get("name").and_then(Value::as_str) == Some(function))
             .find_map(|f| f.get("parameters").or_else(|| f.get("input_schema")));
         let Some(schema) = schema else { return STRING };
-        let (mut types, mut left) = (Self::default(), MOST);
+        let (mut types, mut left) = (Self::default(), MAX_SUBSCHEMAS);
         types.collect_parameter(schema, schema, name, &mut left);
         let named = schema.get("properties").is_some_and(|properties| properties.get(name).is_some());
         if let (false, true, Some(others)) = (named, types == Self::default(), schema.get("additionalProperties")) {
@@ -39,7 +38,7 @@ impl Types {
         if types == Self::default() { STRING } else { types }
     }
 
-    /// Adds the types of property `name` of an object, wherever the schema speaks of it.
+    /// Adds the types of property `name` of an object, from every part of the schema that mentions it.
     fn collect_parameter(&mut self, schema: &Value, root: &Value, name: &str, left: &mut usize) {
         let Some(fewer) = left.checked_sub(1) else { return };
         *left = fewer;
@@ -55,9 +54,9 @@ impl Types {
         }
     }
 
-    /// The types that `schema`, a part of `root`, allows. A string, where it does not say.
+    /// Types that `schema`, a part of `root`, allows. A string if it does not say.
     pub fn of_schema(schema: &Value, root: &Value) -> Self {
-        let (mut types, mut left) = (Self::default(), MOST);
+        let (mut types, mut left) = (Self::default(), MAX_SUBSCHEMAS);
         types.collect(schema, root, &mut left);
         if types == Self::default() { STRING } else { types }
     }
@@ -117,12 +116,12 @@ impl Types {
         }
     }
 
-    /// A parameter's raw text as JSON.
+    /// Converts a parameter's raw text to JSON.
     ///
-    /// Text that reads as one of the types is kept as the model wrote it (digits and all); anything else is a string. If
-    /// a string is allowed as well, whatever reads as another allowed type is that type. Models write `null` where the
-    /// schema has none, and `True`, `False`, `None` after templates that print Python: those are understood unless the
-    /// parameter may be a string.
+    /// Text that parses as one of the types keeps the model's spelling, such as the digits of a number. Any other text is
+    /// a string. If a string is allowed too, text that parses as another allowed type has that type. Models write `null`
+    /// where the schema has none, and `True`, `False`, `None` after templates that print Python. These are accepted unless
+    /// the parameter may be a string.
     pub fn json(self, text: &str) -> String {
         let word = text.trim();
         if !self.only_string() {
@@ -164,11 +163,11 @@ mod tests {
             "type": "object", "properties": {"p": schema},
             "$defs": {"Point": {"type": "object"}, "Loop": {"$ref": "#/$defs/Loop"}}
         }}})];
-        Types::of(&tools, "f", "p").json(text)
+        JsonTypes::of(&tools, "f", "p").json(text)
     }
 
     #[test]
-    fn values_are_read_by_their_type() {
+    fn values_are_read_by_type() {
         for (kind, text, expected) in [
             ("string", "5", "\"5\""),
             ("string", "null", "\"null\""),
@@ -201,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_of_any_size_is_a_number() {
+    fn huge_number_is_a_number() {
         let digits = "9".repeat(400);
         for (kind, text) in [("integer", &*digits), ("number", &digits), ("integer", "1e999"), ("integer", "0.5e1")] {
             assert_eq!(read(json!({"type": kind}), text), text);
@@ -212,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn unions_prefer_what_is_no_string() {
+    fn unions_prefer_types_other_than_string() {
         assert_eq!(read(json!({"type": ["string", "null"]}), "null"), "null");
         assert_eq!(read(json!({"type": ["string", "null"]}), "5"), "\"5\"");
         assert_eq!(read(json!({"anyOf": [{"type": "integer"}, {"type": "string"}]}), "5"), "5");
@@ -224,11 +223,11 @@ mod tests {
         assert_eq!(read(json!({"items": {}}), "[]"), "[]");
         assert_eq!(read(json!({"$ref": "#/$defs/Loop"}), "1"), "\"1\"");
         assert_eq!(read(json!({}), "1"), "\"1\"");
-        assert_eq!(Types::of(&[], "f", "p"), STRING);
+        assert_eq!(JsonTypes::of(&[], "f", "p"), STRING);
     }
 
     #[test]
-    fn parameters_are_found_wherever_the_schema_speaks_of_them() {
+    fn parameters_are_found_in_nested_schemas() {
         let part = json!({"properties": {"p": {"type": "integer"}}});
         for parameters in [
             json!({"allOf": [{}, part]}),
@@ -237,7 +236,7 @@ mod tests {
             json!({"additionalProperties": {"type": "integer"}}),
         ] {
             let tools = [json!({"function": {"name": "f", "parameters": parameters}})];
-            assert_eq!(Types::of(&tools, "f", "p").json("1"), "1", "{parameters}");
+            assert_eq!(JsonTypes::of(&tools, "f", "p").json("1"), "1", "{parameters}");
         }
     }
 }

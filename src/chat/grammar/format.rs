@@ -1,0 +1,78 @@
+//! The format that an answer must have, and the error of a format that cannot be compiled.
+
+use serde_json::{Value, json};
+use std::fmt;
+
+/// The format of an answer after its reasoning.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct OutputFormat {
+    pub content: ContentFormat,
+    pub tools: Option<AllowedTools>,
+}
+
+/// The format of an answer that calls no tool.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub enum ContentFormat {
+    #[default]
+    Text,
+    /// JSON that matches a schema. `strict`: a keyword that cannot be enforced is an error. Otherwise it is ignored.
+    Json { schema: Value, strict: bool },
+    /// The whole answer matches this regular expression (Rust's syntax).
+    Regex(String),
+    /// A grammar in llguidance's variant of Lark.
+    Lark(String),
+    /// No content: the answer must call a tool.
+    Nothing,
+}
+
+/// The tools that an answer may call.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AllowedTools {
+    /// OpenAI tool definitions, each with its index in the request.
+    pub tools: Vec<(usize, Value)>,
+    /// Allow more than one call in an answer.
+    pub parallel: bool,
+}
+
+/// A part of a format that cannot be compiled.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FormatError {
+    /// Index of the tool whose parameters are at fault.
+    pub tool: Option<usize>,
+    /// Path in the schema, such as `.properties.x`.
+    pub path: String,
+    pub reason: String,
+}
+
+impl FormatError {
+    pub fn new(path: &str, reason: impl Into<String>) -> Self {
+        Self { tool: None, path: path.into(), reason: reason.into() }
+    }
+}
+
+impl fmt::Display for FormatError {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.reason)
+    }
+}
+
+pub(super) const NO_TEXT: &str = "no text can match it";
+
+/// llguidance's error without the names of its internals.
+pub(super) fn plain_reason(error: &str) -> String {
+    let first = error.lines().next().unwrap_or_default();
+    let internal = |words: &[&str]| words.iter().any(|word| first.contains(word));
+    if internal(&["NoExtension"]) {
+        NO_TEXT.into()
+    } else if internal(&["items; max is", "too many expressions", "fuel", "too large", "TooComplex", "precomputation"])
+    {
+        "it is too complex: use fewer alternatives, shorter bounds or simpler patterns".into()
+    } else {
+        first.to_owned()
+    }
+}
+
+/// The schema of any JSON object.
+pub fn any_object() -> Value {
+    json!({"type": "object"})
+}

@@ -1,0 +1,279 @@
+//! A client's JSON schema, prepared for llguidance: bounded, without keywords that do not affect validity, and with errors
+//! that name their path.
+
+use super::{format::FormatError, schema_references};
+use serde_json::{Map, Value, json};
+
+const MAX_BYTES: usize = 512 << 10;
+const MAX_SUBSCHEMAS: usize = 20_000;
+const MAX_DEPTH: usize = 64;
+
+/// White space between the parts of JSON: none, a space, or a new line and its indentation. Without a bound, a model could
+/// write white space until its token limit.
+const WHITESPACE: &str = r" |\n[ \t]{0,40}";
+
+/// Bound of an integer without bounds, on both sides of zero. Readers of JSON hold 64 bits, and a model could write digits
+/// until its token limit.
+const MAX_INTEGER: i64 = 10i64.pow(18);
+
+/// Keywords whose value is copied.
+const COPIED: [&str; 20] = [
+    "$ref",
+    "$id",
+    "$anchor",
+    "$schema",
+    "const",
+    "enum",
+    "type",
+    "minItems",
+    "maxItems",
+    "required",
+    "minProperties",
+    "maxProperties",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+];
+
+/// Keywords whose value is a schema, an array of schemas, or an object of schemas.
+const WITH_SCHEMA: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
+const WITH_ARRAY: [&str; 4] = ["anyOf", "oneOf", "allOf", "prefixItems"];
+const WITH_OBJECT: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+
+/// Keywords that restrict what is valid, but that no token mask can enforce.
+const UNSUPPORTED: [&str; 15] = [
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "maxContains",
+    "uniqueItems",
+    "propertyNames",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+];
+
+/// Formats that can be enforced. Any other is an annotation, as the JSON Schema specification says.
+const FORMATS: [&str; 10] =
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
+
+const TYPES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
+
+/// The schema that is compiled.
+///
+/// # Errors
+/// The schema is malformed or over a limit, or `strict` is set and a keyword cannot be enforced.
+pub fn prepare(schema: &Value, strict: bool) -> Result<Value, FormatError> {
+    let bytes = schema.to_string().len();
+    if bytes > MAX_BYTES {
+        return Err(FormatError::new("", format!("the schema has {bytes} bytes; the limit is {MAX_BYTES}")));
+    }
+    let mut preparation = Preparation { strict, subschemas_left: MAX_SUBSCHEMAS };
+    let mut prepared = preparation.subschema(schema, "", 0)?;
+    if let Value::Object(prepared) = &mut prepared {
+        prepared.insert(
+            "x-guidance".into(),
+            json!({"whitespace_pattern": WHITESPACE, "coerce_one_of": !strict, "lenient": !strict}),
+        );
+    }
+    schema_references::check(&prepared)?;
+    Ok(prepared)
+}
+
+struct Preparation {
+    strict: bool,
+    subschemas_left: usize,
+}
+
+impl Preparation {
+    fn subschema(&mut self, schema: &Value, path: &str, depth: usize) -> Result<Value, FormatError> {
+        let error = |reason: String| Err(FormatError::new(path, reason));
+        let Some(left) = self.subschemas_left.checked_sub(1) else {
+            return error(format!("the schema has more than {MAX_SUBSCHEMAS} parts"));
+        };
+        self.subschemas_left = left;
+        if depth > MAX_DEPTH {
+            return error(format!("the schema is more than {MAX_DEPTH} levels deep"));
+        }
+        let schema = match schema {
+            Value::Bool(_) => return Ok(schema.clone()),
+            Value::Object(schema) => schema,
+            _ => return error("a schema is an object or a boolean".into()),
+        };
+        let mut prepared = Map::new();
+        for (key, value) in schema {
+            let inner = format!("{path}.{key}");
+            let word = key.as_str();
+            if word == "type" {
+                check_type(value, &inner)?;
+            }
+            if word == "required" && !is_string_array(value) {
+                return Err(FormatError::new(&inner, "required must be an array of names"));
+            }
+            if word == "format" && value.as_str().is_none_or(|format| !FORMATS.contains(&format)) {
+                continue;
+            }
+            let value = if COPIED.contains(&word) || word == "format" {
+                value.clone()
+            } else if WITH_OBJECT.contains(&word) {
+                let Value::Object(parts) = value else {
+                    return Err(FormatError::new(&inner, format!("{key} must be an object")));
+                };
+                let part = |(name, part): (&String, &Value)| {
+                    Ok((name.clone(), self.subschema(part, &format!("{inner}.{name}"), depth + 1)?))
+                };
+                Value::Object(parts.iter().map(part).collect::<Result<_, _>>()?)
+            } else if WITH_ARRAY.contains(&word) || (word == "items" && value.is_array()) {
+                let Value::Array(parts) = value else {
+                    return Err(FormatError::new(&inner, format!("{key} must be an array")));
+                };
+                let part =
+                    |(index, part): (usize, &Value)| self.subschema(part, &format!("{inner}[{index}]"), depth + 1);
+                Value::Array(parts.iter().enumerate().map(part).collect::<Result<_, _>>()?)
+            } else if WITH_SCHEMA.contains(&word) {
+                self.subschema(value, &inner, depth + 1)?
+            } else if self.strict && UNSUPPORTED.contains(&word) && *value != Value::Bool(false) {
+                return Err(FormatError::new(&inner, format!("`{key}` cannot be enforced in a strict schema")));
+            } else {
+                // An annotation. It does not affect what is valid.
+                continue;
+            };
+            prepared.insert(key.clone(), value);
+        }
+        bound_integer(&mut prepared);
+        if prepared.get("format").is_some_and(|format| format == "time" || format == "date-time") {
+            // llguidance's expression allows a 61st second in every minute.
+            prepared.entry("pattern").or_insert("^[^:]*:[^:]*:[0-5]".into());
+        }
+        Ok(Value::Object(prepared))
+    }
+}
+
+/// Adds the missing bounds of an integer.
+fn bound_integer(schema: &mut Map<String, Value>) {
+    let is_integer = match schema.get("type") {
+        Some(Value::Array(names)) => names.iter().any(|name| name == "integer") && !names.iter().any(|n| n == "number"),
+        Some(name) => name == "integer",
+        None => false,
+    };
+    if !is_integer || schema.contains_key("enum") || schema.contains_key("const") {
+        return;
+    }
+    let number = |key: &str| schema.get(key).and_then(Value::as_f64);
+    let min = number("minimum").or(number("exclusiveMinimum"));
+    let max = number("maximum").or(number("exclusiveMaximum"));
+    if min.is_none() && max.is_none_or(|max| max > -MAX_INTEGER as f64) {
+        schema.insert("minimum".into(), (-MAX_INTEGER).into());
+    }
+    if max.is_none() && min.is_none_or(|min| min < MAX_INTEGER as f64) {
+        schema.insert("maximum".into(), MAX_INTEGER.into());
+    }
+}
+
+fn check_type(value: &Value, path: &str) -> Result<(), FormatError> {
+    let known = |value: &Value| value.as_str().is_some_and(|name| TYPES.contains(&name));
+    match value {
+        Value::Array(names) if names.iter().all(known) => Ok(()),
+        Value::String(_) if known(value) => Ok(()),
+        _ => Err(FormatError::new(path, format!("type is {value}; the types are {}", TYPES.join(", ")))),
+    }
+}
+
+fn is_string_array(value: &Value) -> bool {
+    value.as_array().is_some_and(|names| names.iter().all(Value::is_string))
+}
+
+/// Finds the smallest part of a prepared schema for which `compile_error` returns an error. Returns the part's path and its
+/// error, or an empty path and `reason`, the error of the whole.
+pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> Option<String>) -> (String, String) {
+    let (mut path, mut reason, mut part) = (String::new(), reason, schema);
+    // Each step compiles the parts of one level, so the work is bounded by the size of the schema.
+    'down: for _ in 0..MAX_DEPTH {
+        for (inner, child) in subschemas(part) {
+            // Booleans always compile. A reference would lead out of the part; its target is checked in its own place.
+            let Value::Object(alone) = child else { continue };
+            let mut alone = alone.clone();
+            for key in ["$defs", "definitions", "x-guidance"] {
+                if let Some(value) = schema.get(key) {
+                    alone.insert(key.into(), value.clone());
+                }
+            }
+            if let Some(cause) = compile_error(&Value::Object(alone)) {
+                path += &inner;
+                (reason, part) = (cause, child);
+                continue 'down;
+            }
+        }
+        break;
+    }
+    (path, reason)
+}
+
+/// The direct subschemas of a prepared schema, with their paths.
+fn subschemas(schema: &Value) -> Vec<(String, &Value)> {
+    let mut parts = Vec::new();
+    for (key, value) in schema.as_object().into_iter().flatten() {
+        match value {
+            Value::Object(named) if WITH_OBJECT.contains(&key.as_str()) => {
+                parts.extend(named.iter().map(|(name, part)| (format!(".{key}.{name}"), part)));
+            }
+            Value::Array(many) if WITH_ARRAY.contains(&key.as_str()) => {
+                parts.extend(many.iter().enumerate().map(|(index, part)| (format!(".{key}[{index}]"), part)));
+            }
+            Value::Object(_) if WITH_SCHEMA.contains(&key.as_str()) => parts.push((format!(".{key}"), value)),
+            _ => {}
+        }
+    }
+    parts
+}
+
+/// A part of `root` as a schema of its own: `root` is added as a definition if the part refers to it.
+pub fn extract(schema: &Value, root: &Value) -> Value {
+    let mut part = redirect_references(schema);
+    if let Value::Object(part) = &mut part {
+        if schema.to_string().contains("\"$ref\"") {
+            part.insert("$defs".into(), json!({ROOT: redirect_references(root)}));
+        }
+        if let Some(options) = root.get("x-guidance") {
+            part.insert("x-guidance".into(), options.clone());
+        }
+    }
+    part
+}
+
+const ROOT: &str = "root";
+
+/// A copy whose references within the document point into `#/$defs/root`.
+fn redirect_references(schema: &Value) -> Value {
+    match schema {
+        Value::Object(fields) => {
+            let field = |(key, value): (&String, &Value)| match (key.as_str(), value.as_str()) {
+                ("x-guidance" | "$id" | "$schema", _) => None,
+                ("$ref", Some(reference)) if reference.starts_with('#') => {
+                    Some((key.clone(), format!("#/$defs/{ROOT}{}", &reference[1..]).into()))
+                }
+                ("enum" | "const", _) => Some((key.clone(), value.clone())),
+                (name, _) if WITH_OBJECT.contains(&name) => {
+                    let parts = value.as_object().into_iter().flatten();
+                    let parts = parts.map(|(name, part)| (name.clone(), redirect_references(part)));
+                    Some((key.clone(), parts.collect()))
+                }
+                _ => Some((key.clone(), redirect_references(value))),
+            };
+            Value::Object(fields.iter().filter_map(field).collect())
+        }
+        Value::Array(items) => Value::Array(items.iter().map(redirect_references).collect()),
+        other => other.clone(),
+    }
+}

@@ -1,0 +1,267 @@
+//! Limits on the references and intersections of a prepared JSON schema.
+//!
+//! llguidance follows `$ref` recursively. Where `allOf`, or a keyword beside a `$ref`, restricts one value several times,
+//! it intersects the patterns, and each one multiplies the size of the automaton.
+
+use super::format::FormatError;
+use serde_json::{Map, Value};
+use std::collections::{HashMap, HashSet};
+
+/// Longest chain of `$ref`.
+const MAX_CHAIN: usize = 64;
+/// Most patterns and formats that one value must match.
+const MAX_INTERSECTED_PATTERNS: usize = 8;
+/// Most parts of a schema that are visited to count patterns.
+const MAX_VISITS: usize = 1_000_000;
+
+/// # Errors
+/// A reference leads only to itself, a chain of references is too long, or too many patterns apply to one value.
+pub fn check(root: &Value) -> Result<(), FormatError> {
+    let mut named = HashMap::new();
+    index_names(root, &mut named);
+    let schema = Schema { root, named };
+    schema.check_references(root, "", 0, &mut HashSet::new())?;
+    let mut visits = MAX_VISITS;
+    schema.check_intersections(root, "", &mut visits)
+}
+
+/// A schema and its parts that references can name.
+struct Schema<'a> {
+    root: &'a Value,
+    /// Parts by `#anchor` and by `$id`.
+    named: HashMap<String, &'a Value>,
+}
+
+fn index_names<'a>(schema: &'a Value, named: &mut HashMap<String, &'a Value>) {
+    match schema {
+        Value::Object(fields) => {
+            if let Some(anchor) = fields.get("$anchor").and_then(Value::as_str) {
+                named.insert(format!("#{anchor}"), schema);
+            }
+            if let Some(id) = fields.get("$id").and_then(Value::as_str) {
+                named.insert(id.to_owned(), schema);
+            }
+            fields.values().for_each(|value| index_names(value, named));
+        }
+        Value::Array(items) => items.iter().for_each(|item| index_names(item, named)),
+        _ => {}
+    }
+}
+
+impl<'a> Schema<'a> {
+    /// The part that `schema` refers to. `None` if it has no reference, or one that does not resolve.
+    fn target(&self, schema: &Value) -> Option<&'a Value> {
+        let reference = schema.get("$ref")?.as_str()?;
+        match reference.strip_prefix('#') {
+            Some(pointer) if pointer.is_empty() || pointer.starts_with('/') => self.root.pointer(pointer),
+            _ => self.named.get(reference).copied(),
+        }
+    }
+
+    /// Follows references depth first, each part once, as the compiler does. Definitions count only where they are used.
+    fn check_references(
+        &self,
+        schema: &'a Value,
+        path: &str,
+        length: usize,
+        visited: &mut HashSet<*const Value>,
+    ) -> Result<(), FormatError> {
+        if !visited.insert(schema) {
+            return Ok(());
+        }
+        if length > MAX_CHAIN {
+            return Err(FormatError::new(path, format!("its references form a chain of more than {MAX_CHAIN}")));
+        }
+        if let Some(target) = self.target(schema) {
+            if self.is_endless(schema) {
+                return Err(FormatError::new(path, "its reference leads only to itself"));
+            }
+            self.check_references(target, path, length + 1, visited)?;
+        }
+        for (key, value) in schema.as_object().into_iter().flatten() {
+            match (key.as_str(), value) {
+                ("$defs" | "definitions" | "enum" | "const" | "x-guidance", _) => {}
+                ("properties" | "patternProperties", Value::Object(parts)) => {
+                    for (name, part) in parts {
+                        self.check_references(part, &format!("{path}.{key}.{name}"), length, visited)?;
+                    }
+                }
+                (_, Value::Array(parts)) => {
+                    for (index, part) in parts.iter().enumerate() {
+                        self.check_references(part, &format!("{path}.{key}[{index}]"), length, visited)?;
+                    }
+                }
+                (_, Value::Object(_)) => {
+                    self.check_references(value, &format!("{path}.{key}"), length, visited)?;
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether following `$ref` from here returns to a part that was passed.
+    fn is_endless(&self, schema: &Value) -> bool {
+        let (mut passed, mut part) = (HashSet::new(), schema);
+        while let Some(target) = self.target(part) {
+            if !passed.insert(part as *const Value) {
+                return true;
+            }
+            part = target;
+        }
+        false
+    }
+
+    fn check_intersections(&self, schema: &'a Value, path: &str, visits: &mut usize) -> Result<(), FormatError> {
+        let Value::Object(fields) = schema else { return Ok(()) };
+        if intersects(fields) {
+            let (mut counts, mut followed) = (HashMap::new(), HashSet::new());
+            self.count_patterns(schema, "", &mut counts, &mut followed, visits);
+            let most = counts.values().max().copied().unwrap_or(0);
+            if most > MAX_INTERSECTED_PATTERNS || *visits == 0 {
+                let reason = format!("one value must match more than {MAX_INTERSECTED_PATTERNS} patterns or formats");
+                return Err(FormatError::new(path, reason));
+            }
+        }
+        for (key, value) in fields {
+            match value {
+                Value::Object(parts)
+                    if ["properties", "patternProperties", "$defs", "definitions"].contains(&&**key) =>
+                {
+                    for (name, part) in parts {
+                        self.check_intersections(part, &format!("{path}.{key}.{name}"), visits)?;
+                    }
+                }
+                Value::Array(parts) if key != "enum" => {
+                    for (index, part) in parts.iter().enumerate() {
+                        self.check_intersections(part, &format!("{path}.{key}[{index}]"), visits)?;
+                    }
+                }
+                Value::Object(_) if key != "const" && key != "x-guidance" => {
+                    self.check_intersections(value, &format!("{path}.{key}"), visits)?;
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts the patterns and formats of `schema` by the name of the property that they apply to. Counts too many rather
+    /// than too few: alternatives add up, and so do properties of one name on different levels.
+    fn count_patterns(
+        &self,
+        schema: &'a Value,
+        property: &'a str,
+        counts: &mut HashMap<&'a str, usize>,
+        followed: &mut HashSet<*const Value>,
+        visits: &mut usize,
+    ) {
+        *visits = visits.saturating_sub(1);
+        let Value::Object(fields) = schema else { return };
+        if *visits == 0 {
+            return;
+        }
+        let patterns = ["pattern", "format"].iter().filter(|key| fields.contains_key(**key)).count();
+        *counts.entry(property).or_default() += patterns;
+        if let Some(target) = self.target(schema)
+            && followed.insert(target)
+        {
+            self.count_patterns(target, property, counts, followed, visits);
+        }
+        for (key, value) in fields {
+            match (key.as_str(), value) {
+                ("properties", Value::Object(parts)) => {
+                    for (name, part) in parts {
+                        self.count_patterns(part, name, counts, followed, visits);
+                    }
+                }
+                ("anyOf" | "oneOf" | "allOf", Value::Array(parts)) => {
+                    for part in parts {
+                        self.count_patterns(part, property, counts, followed, visits);
+                    }
+                }
+                ("patternProperties", Value::Object(parts)) => {
+                    for part in parts.values() {
+                        self.count_patterns(part, "*", counts, followed, visits);
+                    }
+                }
+                ("items" | "prefixItems", Value::Array(parts)) => {
+                    for part in parts {
+                        self.count_patterns(part, "[]", counts, followed, visits);
+                    }
+                }
+                ("items", part) => self.count_patterns(part, "[]", counts, followed, visits),
+                ("additionalProperties", part) => self.count_patterns(part, "*", counts, followed, visits),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Whether several parts of the schema restrict the same value.
+fn intersects(fields: &Map<String, Value>) -> bool {
+    let applicators = ["$ref", "anyOf", "oneOf", "allOf"].iter().filter(|key| fields.contains_key(**key)).count();
+    let all_of = fields.get("allOf").and_then(Value::as_array).map_or(0, Vec::len);
+    let own = ["pattern", "format", "properties", "items", "prefixItems", "additionalProperties"];
+    all_of > 1 || applicators > 1 || applicators == 1 && own.iter().any(|key| fields.contains_key(*key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn reason(schema: Value) -> Option<String> {
+        check(&schema).err().map(|error| error.reason)
+    }
+
+    fn chain(length: usize) -> Value {
+        let definition = |i: usize| {
+            (format!("d{i}"), json!({"type": "object", "properties": {"a": {"$ref": format!("#/$defs/d{}", i + 1)}}}))
+        };
+        // In reverse order, so that no definition comes before those that refer to it.
+        let mut defs: Map<String, Value> = (0..length).rev().map(definition).collect();
+        defs.insert(format!("d{length}"), json!({"type": "string"}));
+        json!({"$ref": "#/$defs/d0", "$defs": defs})
+    }
+
+    #[test]
+    fn long_chains_of_references_are_refused() {
+        assert_eq!(reason(chain(50)), None);
+        assert!(reason(chain(100)).unwrap().contains("chain"));
+        let tree = json!({"properties": {"l": {"$ref": "#"}, "r": {"$ref": "#"}}});
+        assert_eq!(reason(tree), None);
+    }
+
+    #[test]
+    fn reference_to_itself_is_refused() {
+        for schema in [
+            json!({"$ref": "#"}),
+            json!({"properties": {"a": {"$ref": "#/properties/a"}}}),
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
+        ] {
+            assert!(reason(schema).unwrap().contains("itself"));
+        }
+    }
+
+    #[test]
+    fn intersected_patterns_are_bounded() {
+        let patterns = |count| (0..count).map(|i| json!({"pattern": format!("a.{{{i}}}")})).collect::<Vec<_>>();
+        assert_eq!(reason(json!({"allOf": patterns(4)})), None);
+        assert!(reason(json!({"allOf": patterns(30)})).unwrap().contains("patterns"));
+        let objects = |count| {
+            patterns(count).into_iter().map(|pattern| json!({"properties": {"a": pattern}})).collect::<Vec<_>>()
+        };
+        assert!(reason(json!({"properties": {"x": {"allOf": objects(30)}}})).unwrap().contains("patterns"));
+        // Patterns of different properties are not intersected, nor are alternatives alone.
+        let properties: Map<String, Value> =
+            patterns(30).into_iter().enumerate().map(|(i, pattern)| (format!("p{i}"), pattern)).collect();
+        assert_eq!(reason(json!({"allOf": [{"properties": properties}, {"required": ["p1"]}]})), None);
+        assert_eq!(reason(json!({"anyOf": patterns(30)})), None);
+        // A chain of references with patterns beside them.
+        let defs: Map<String, Value> = (0..30)
+            .map(|i| (format!("d{i}"), json!({"pattern": "a", "$ref": format!("#/$defs/d{}", i + 1)})))
+            .collect();
+        assert!(reason(json!({"$ref": "#/$defs/d0", "$defs": defs})).unwrap().contains("patterns"));
+    }
+}

@@ -1,0 +1,297 @@
+//! The grammar of Qwen's tool calls, with each parameter constrained to its schema:
+//!
+//! ```text
+//! <tool_call>
+//! <function=NAME>
+//! <parameter=P>
+//! VALUE
+//! </parameter>
+//! </function>
+//! </tool_call>
+//! ```
+//!
+//! Parameters come in the schema's order. Those that are not required may be left out. The value of a string is raw text up
+//! to the closing tag; any other value is JSON.
+
+use super::{
+    format::{AllowedTools, FormatError},
+    json_schema,
+};
+use crate::chat::parser::JsonTypes;
+use llguidance::{api::GrammarWithLexer, regex_to_lark};
+use serde_json::{Map, Value};
+use std::fmt::Write;
+
+/// Most sets of parameters that the `anyOf` and `oneOf` of one tool may give.
+const MAX_PARAMETER_SETS: usize = 64;
+/// Deepest `$ref`, `allOf` and `anyOf` that are followed to find the parameters of a tool.
+const MAX_DEPTH: usize = 16;
+/// Most parts of a schema that are collected. References that fan out could give exponentially many.
+const MAX_PARTS: usize = 1000;
+
+/// The closing tag of a value, in Lark.
+const END: &str = r#""\n</parameter>\n""#;
+
+/// The rule of any text, which the first closing tag ends.
+const TEXT: &str = "text \"\\n\"";
+const TEXT_RULE: &str = r#"text[suffix="</parameter>"]: /(?s:.*)/"#;
+
+/// A rule named `calls`, and the grammars of JSON values that it refers to.
+#[derive(Default)]
+pub struct CallGrammar {
+    pub lark: String,
+    pub values: Vec<GrammarWithLexer>,
+}
+
+/// Writes the rule of one call, or of several. `call_is_token`: `<tool_call>` is one token. `check` compiles the part of one
+/// tool alone, so that an error names its tool.
+pub fn write(
+    allowed: &AllowedTools,
+    call_is_token: bool,
+    check: impl Fn(Vec<GrammarWithLexer>) -> Result<(), String>,
+) -> Result<CallGrammar, FormatError> {
+    let mut grammar = CallGrammar::default();
+    let [open, close] =
+        if call_is_token { ["<tool_call>", "</tool_call>"] } else { ["\"<tool_call>\"", "\"</tool_call>\""] };
+    let more = if allowed.parallel { " (\"\\n\" call)*" } else { "" };
+    let names: Vec<String> = allowed.tools.iter().map(|(index, _)| format!("tool_{index}")).collect();
+    let _ = writeln!(grammar.lark, "calls: call{more}");
+    let _ = writeln!(grammar.lark, "call: {open} \"\\n<function=\" ({}) \"</function>\\n\" {close}", names.join(" | "));
+    let _ = writeln!(grammar.lark, "{TEXT_RULE}");
+    for (index, tool) in &allowed.tools {
+        let of_tool = |error: FormatError| FormatError { tool: Some(*index), ..error };
+        let rules = ToolGrammar::new(*index, tool).map_err(of_tool)?.write().map_err(of_tool)?;
+        let alone = format!("start: tool_{index}\n{TEXT_RULE}\n{}", rules.lark);
+        let alone = [vec![GrammarWithLexer::from_lark(alone)], rules.values.clone()].concat();
+        check(alone).map_err(|reason| of_tool(FormatError::new("", reason)))?;
+        grammar.lark += &rules.lark;
+        grammar.values.extend(rules.values);
+    }
+    Ok(grammar)
+}
+
+/// The rules of one tool.
+struct ToolGrammar {
+    name: String,
+    index: usize,
+    /// The prepared schema of the parameters.
+    root: Value,
+    grammar: CallGrammar,
+}
+
+/// One set of parameters that a call may have.
+#[derive(Clone, Default)]
+struct ParameterSet {
+    properties: Map<String, Value>,
+    required: Vec<String>,
+    /// The schema names no properties: any may come.
+    is_open: bool,
+}
+
+impl ToolGrammar {
+    fn new(index: usize, tool: &Value) -> Result<Self, FormatError> {
+        let function = tool.get("function").unwrap_or(tool);
+        let name = function.get("name").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let strict = function.get("strict").and_then(Value::as_bool).unwrap_or(false);
+        // A tool without a schema takes any parameters.
+        let parameters = function.get("parameters").filter(|parameters| !parameters.is_null()).cloned();
+        let root = json_schema::prepare(&parameters.unwrap_or_else(|| Map::new().into()), strict)?;
+        Ok(Self { name, index, root, grammar: CallGrammar::default() })
+    }
+
+    fn write(mut self) -> Result<CallGrammar, FormatError> {
+        let mut sets = Vec::new();
+        let open = ParameterSet { is_open: true, ..ParameterSet::default() };
+        self.collect_sets(&self.root, open, &mut sets, 0);
+        if sets.len() > MAX_PARAMETER_SETS {
+            let reason = format!("there are more than {MAX_PARAMETER_SETS} ways to fill in the parameters");
+            return Err(FormatError::new("", reason));
+        }
+        let mut alternatives = Vec::new();
+        for set in sets {
+            let mut alternative = String::new();
+            for (name, property) in &set.properties {
+                if name.trim() != name || name.is_empty() || name.contains(['<', '>', '\n']) {
+                    let reason = "a parameter's name must not contain <, > or white space at its ends";
+                    return Err(FormatError::new(&format!(".properties.{name}"), reason));
+                }
+                let value = self.value(property);
+                let value = format!("{} ({value})", literal(&format!("<parameter={name}>\n")));
+                let _ = if set.required.contains(name) {
+                    write!(alternative, " {value}")
+                } else {
+                    write!(alternative, " ({value})?")
+                };
+            }
+            if set.is_open && set.properties.is_empty() {
+                alternative += &self.any_parameters();
+            }
+            alternatives.push(if alternative.is_empty() { " \"\"".into() } else { alternative });
+        }
+        let (index, name) = (self.index, literal(&format!("{}>\n", self.name)));
+        let _ = writeln!(self.grammar.lark, "tool_{index}: {name} ({})", alternatives.join(" |"));
+        Ok(self.grammar)
+    }
+
+    /// Parameters of any name, where the schema names none.
+    fn any_parameters(&mut self) -> String {
+        let others = self.root.get("additionalProperties").filter(|others| others.is_object()).cloned();
+        let value = others.map_or_else(|| TEXT.to_owned(), |others| self.value(&others));
+        let count = |key: &str| self.root.get(key).and_then(Value::as_u64).map(|count| count.min(1000));
+        let (min, max) = (count("minProperties").unwrap_or(0), count("maxProperties").unwrap_or(1000));
+        format!(" (\"<parameter=\" /[A-Za-z0-9_.-]{{1,64}}/ \">\\n\" ({value})){{{min},{max}}}")
+    }
+
+    /// Collects every set of parameters that `schema` allows, added to those of `base`.
+    fn collect_sets(&self, schema: &Value, base: ParameterSet, sets: &mut Vec<ParameterSet>, depth: usize) {
+        if depth > MAX_DEPTH || sets.len() > MAX_PARAMETER_SETS {
+            return;
+        }
+        let (mut set, mut parts) = (base, Vec::new());
+        self.collect_parts(schema, &mut parts, 0);
+        for part in parts {
+            if let Some(Value::Object(properties)) = part.get("properties") {
+                set.is_open = false;
+                set.properties.extend(properties.clone());
+            }
+            set.is_open &= part.get("additionalProperties") != Some(&Value::Bool(false));
+            let required = part.get("required").and_then(Value::as_array).into_iter().flatten();
+            set.required.extend(required.filter_map(Value::as_str).map(str::to_owned));
+        }
+        match alternatives(schema) {
+            None => sets.push(set),
+            Some(choices) => {
+                choices.iter().for_each(|choice| self.collect_sets(choice, set.clone(), sets, depth + 1));
+            }
+        }
+    }
+
+    /// Collects a schema and what it includes by reference or `allOf`.
+    fn collect_parts<'a>(&'a self, schema: &'a Value, parts: &mut Vec<&'a Value>, depth: usize) {
+        parts.push(schema);
+        if depth < MAX_DEPTH && parts.len() < MAX_PARTS {
+            let all = schema.get("allOf").and_then(Value::as_array).into_iter().flatten();
+            self.target(schema).into_iter().chain(all).for_each(|part| self.collect_parts(part, parts, depth + 1));
+        }
+    }
+
+    /// The part of the root that `schema` refers to.
+    fn target(&self, schema: &Value) -> Option<&Value> {
+        self.root.pointer(schema.get("$ref")?.as_str()?.strip_prefix('#')?)
+    }
+
+    /// The rule of a value and of the tag that ends it.
+    fn value(&mut self, schema: &Value) -> String {
+        let mut branches = Vec::new();
+        self.collect_branches(schema, &mut branches, 0);
+        let mut rules: Vec<String> = branches.iter().map(|branch| self.branch(branch)).collect();
+        rules.dedup();
+        // Any text includes the other alternatives.
+        if rules.iter().any(|rule| rule == TEXT) { TEXT.into() } else { rules.join(" | ") }
+    }
+
+    /// Splits a schema into alternatives of one type each, as far as they can be distinguished.
+    fn collect_branches(&self, schema: &Value, branches: &mut Vec<Value>, depth: usize) {
+        let is_only_keyword = schema.as_object().map_or(0, Map::len) == 1;
+        if is_only_keyword && depth < MAX_DEPTH && branches.len() < MAX_PARTS {
+            if let Some(target) = self.target(schema) {
+                return self.collect_branches(target, branches, depth + 1);
+            }
+            if let Some(choices) = alternatives(schema) {
+                return choices.iter().for_each(|choice| self.collect_branches(choice, branches, depth + 1));
+            }
+        }
+        match schema.get("type").and_then(Value::as_array) {
+            Some(types) if schema.get("enum").is_none() => branches.extend(types.iter().map(|kind| {
+                let mut one = schema.clone();
+                one["type"] = kind.clone();
+                one
+            })),
+            _ => branches.push(schema.clone()),
+        }
+    }
+
+    fn branch(&mut self, schema: &Value) -> String {
+        let types = JsonTypes::of_schema(schema, &self.root);
+        let values = schema.get("enum").and_then(Value::as_array).cloned();
+        if let Some(values) = values.or_else(|| schema.get("const").map(|value| vec![value.clone()])) {
+            // Each value as the model writes it, if the parser reads it back as the same value.
+            let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            let reads_back =
+                |value: &&Value| serde_json::from_str(&types.json(&text(value))).is_ok_and(|v: Value| v == **value);
+            let words: Vec<String> = values.iter().filter(reads_back).map(|value| literal(&text(value))).collect();
+            return format!("({}) {END}", words.join(" | "));
+        }
+        if types.only_string() {
+            return self.string(schema);
+        }
+        let name = format!("value_{}_{}", self.index, self.grammar.values.len());
+        let grammar = GrammarWithLexer::from_json_schema(json_schema::extract(schema, &self.root));
+        self.grammar.values.push(GrammarWithLexer { name: Some(name.clone()), ..grammar });
+        format!("@{name} {END}")
+    }
+
+    fn string(&mut self, schema: &Value) -> String {
+        let number = |key: &str| schema.get(key).and_then(Value::as_u64);
+        let pattern = schema.get("pattern").and_then(Value::as_str);
+        let (min, max) = (number("minLength").unwrap_or(0), number("maxLength"));
+        let at = self.grammar.lark.len();
+        match (pattern, min, max) {
+            (None, 0, None) => TEXT.into(),
+            // The first closing tag ends the text, as in `TEXT`. The last of the characters may be its line feed.
+            (None, 0, Some(max)) => {
+                let name = format!("string_{}_{at}", self.index);
+                let rule = format!("{name}[suffix=\"</parameter>\"]: /(?s:.{{0,{max}}})\\n?/\n");
+                self.grammar.lark += &rule;
+                format!("{name} \"\\n\"")
+            }
+            // A text that is too short or does not match must not contain the tag, so the tag is excluded explicitly.
+            _ => {
+                let name = format!("STRING_{}_{at}", self.index);
+                let max = max.map_or_else(String::new, |max| max.to_string());
+                let mut rule = format!("{name}: (/(?s:.{{{min},{max}}})/");
+                if let Some(pattern) = pattern {
+                    rule += &format!(" & /{}/", regex_to_lark(&match_whole(pattern), "dw"));
+                }
+                rule += &format!(" & ~/(?s:.*)<\\/parameter>(?s:.*)/) {END}\n");
+                self.grammar.lark += &rule;
+                name
+            }
+        }
+    }
+}
+
+fn alternatives(schema: &Value) -> Option<&Vec<Value>> {
+    ["anyOf", "oneOf"].iter().find_map(|key| schema.get(key)?.as_array())
+}
+
+/// An expression that matches a whole text of which `pattern` matches a part.
+fn match_whole(pattern: &str) -> String {
+    let (mut depth, mut in_class, mut escaped, mut has_bar) = (0, false, false, false);
+    for c in pattern.chars() {
+        match c {
+            _ if escaped => escaped = false,
+            '\\' => escaped = true,
+            ']' => in_class = false,
+            '[' => in_class = true,
+            '(' if !in_class => depth += 1,
+            ')' if !in_class => depth -= 1,
+            '|' if !in_class && depth == 0 => has_bar = true,
+            _ => {}
+        }
+    }
+    let (mut inner, mut before, mut after) = (pattern, "(?s:.*)", "(?s:.*)");
+    if !has_bar && let Some(rest) = inner.strip_prefix('^') {
+        (inner, before) = (rest, "");
+    }
+    // An escaped dollar is a literal.
+    if !has_bar && let Some(rest) = inner.strip_suffix('$').filter(|rest| !rest.ends_with('\\')) {
+        (inner, after) = (rest, "");
+    }
+    format!("{before}(?:{inner}){after}")
+}
+
+/// A Lark literal. Lark writes strings as JSON does.
+fn literal(text: &str) -> String {
+    Value::from(text).to_string()
+}
