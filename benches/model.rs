@@ -17,7 +17,7 @@ use moestro::{
     command::device_choice::DeviceChoice,
     device::{self, CpuArithmetic},
     metrics::Metrics,
-    model::{LoadOptions, Model, PAGE, Qwen, QwenState, Rows, Snapshot},
+    model::{LoadOptions, Model, PAGE, Qwen, QwenState, Rows, SequenceState, Snapshot},
     ops::KvBits,
     plan::PlanOptions,
 };
@@ -31,7 +31,7 @@ struct Bench {
 impl Bench {
     fn token(&mut self) -> u32 {
         self.seed = self.seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        ((self.seed >> 33) % self.model.vocab() as u64) as u32
+        ((self.seed >> 33) % self.model.info().vocab as u64) as u32
     }
 
     /// A state after `tokens` tokens.
@@ -42,7 +42,7 @@ impl Bench {
             println!("prefill,{from},{to},{:.2}", (to - from) as f64 / since.elapsed().as_secs_f64());
         };
         while state.len < tokens {
-            let count = self.model.chunk().min(tokens - state.len);
+            let count = self.model.info().chunk.min(tokens - state.len);
             let ids: Vec<u32> = (0..count).map(|_| self.token()).collect();
             let rows = if state.len + count == tokens { Rows::Last } else { Rows::None };
             self.model.forward(&mut state, &ids, rows).expect("a chunk");
@@ -75,7 +75,7 @@ impl Bench {
                 self.model.forward(state, &ids, Rows::Last).expect("a token");
             } else {
                 self.model.verify(state, &ids).expect("rows");
-                self.model.take_back(state, rows - 1).expect("rows to take back");
+                state.reject(rows - 1).expect("rows to take back");
             }
             spent += begin.elapsed().as_secs_f64();
         }

@@ -28,7 +28,7 @@ use moestro::{
     error::ModelError,
     experts::ReadMode,
     metrics::Metrics,
-    model::{LoadOptions, Model, Qwen, QwenState, Rows},
+    model::{LoadOptions, Model, Qwen, QwenState, Rows, SequenceState},
     plan::PlanOptions,
 };
 use parking_lot::Mutex;
@@ -109,7 +109,11 @@ impl Draft<Qwen> for Told {
                         Setting::Oracle { right, .. } => self.roll() < right,
                         _ => false,
                     };
-                    out.push(if right { self.known[place] } else { (self.known[place] + 1) % model.vocab() as u32 });
+                    out.push(if right {
+                        self.known[place]
+                    } else {
+                        (self.known[place] + 1) % model.info().vocab as u32
+                    });
                 }
                 Ok(())
             }
@@ -259,7 +263,7 @@ fn main() {
     let new_metrics = || Metrics::new("bench", "cpu");
     let metrics = new_metrics();
     let mut model = load(dir, &args, &metrics);
-    let vocab = model.vocab() as u32;
+    let vocab = model.info().vocab as u32;
     let ids: Vec<u32> = (0..prompt as u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 7) % vocab).collect();
     if args.has("--rollback") {
         return rollback(&mut model, &ids, rounds);
@@ -382,7 +386,7 @@ fn rollback(model: &mut Qwen, ids: &[u32], rounds: usize) {
             let back = timed(&mut || {
                 drop(model.verify(verify, &rows).expect("rows"));
                 if kept < ROWS {
-                    model.take_back(verify, ROWS - kept).expect("rows to take back");
+                    verify.reject(ROWS - kept).expect("rows to take back");
                 }
             });
             if round > 0 {

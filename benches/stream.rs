@@ -73,7 +73,7 @@ fn main() {
     }
     let mut state = model.start().expect("a state");
     let mut seed = number("--seed", 1) as u64;
-    let vocab = model.vocab() as u64;
+    let vocab = model.info().vocab as u64;
     let ids: Option<Vec<u64>> = flag("--ids").map(|path| {
         let text = std::fs::read_to_string(path).expect("the file of ids");
         text.split_whitespace().map(|id| id.parse().expect("an id")).collect()
@@ -87,12 +87,12 @@ fn main() {
         ((seed >> 33) % vocab) as u32
     };
     let slots = metrics.expert_slots.get();
-    let chunk = model.chunk();
+    let chunk = model.info().chunk;
     println!("MARK start slots {slots} chunk {chunk} loaded {loaded:.2} s");
     let mut phases = Vec::new();
     for phase in flag("--tokens").unwrap_or("64,64").split(',') {
         let tokens: usize = phase.trim_start_matches('p').parse().expect("tokens");
-        let step = if phase.starts_with('p') { model.chunk() } else { 1 };
+        let step = if phase.starts_with('p') { model.info().chunk } else { 1 };
         let count = || {
             let hits = metrics.lookups_decode_hit.get() + metrics.lookups_prefill_hit.get();
             let misses = metrics.lookups_decode_miss.get() + metrics.lookups_prefill_miss.get();

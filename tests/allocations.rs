@@ -101,7 +101,7 @@ fn decode_allocates_little_and_no_more_as_the_context_grows() {
     options.plan.context = Some(6000);
     let mut model = load_with(Path::new(DEMO), options);
     let mut state = model.start().unwrap();
-    let (layers, logits) = (model.config().layers as u64, 4 * model.vocab() as u64);
+    let (layers, logits) = (model.config().layers as u64, 4 * model.info().vocab as u64);
     let mut at = Vec::new();
     for len in [64, 600, 5000] {
         while state.len < len {

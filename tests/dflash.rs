@@ -6,7 +6,7 @@ mod common;
 use common::{distance, fixtures::FIXTURES, load, load_with};
 use moestro::{
     device::{CpuArithmetic, CpuDevice},
-    model::{HiddenTaps, LoadOptions, Model, Rows, dflash},
+    model::{HiddenStates, HiddenTaps, LoadOptions, Model, Rows, SequenceState, dflash},
 };
 use std::{
     collections::HashMap,
@@ -150,7 +150,7 @@ fn states_after_every_number_of_rows_are_the_references() {
             let logits = model.verify(&mut state, &block).unwrap();
             assert!(distance(&logits.data, &expected["verify_logits"]) < 1e-4);
             if rows < block.len() {
-                model.take_back(&mut state, block.len() - rows).unwrap();
+                state.reject(block.len() - rows).unwrap();
             }
         }
         let found = model.snapshot(&mut state).unwrap().state;
@@ -198,10 +198,10 @@ fn every_cycle_of_the_loop_is_the_references() {
         let options =
             LoadOptions { math: CpuArithmetic::F32, threads: Some(2), verify: true, ..LoadOptions::default() };
         let (mut model, mut draft, mut hidden) = (load_with(&path("target"), options), draft("draft"), Vec::new());
-        model.tap(&HiddenTaps { layers: draft.config().taps.clone(), rows: 64 }).unwrap();
+        model.set_taps(&HiddenTaps { layers: draft.config().taps.clone(), rows: 64 }).unwrap();
         let mut state = model.start().unwrap();
         model.forward(&mut state, &trace.prompt, Rows::None).unwrap();
-        model.tapped(trace.prompt.len(), &mut hidden).unwrap();
+        model.tapped_rows(trace.prompt.len(), &mut hidden).unwrap();
         draft.append(0, &hidden).unwrap();
         for Cycle { start, block, posterior, accepted: kept } in
             if scripted { &trace.scripted_cycles } else { &trace.dflash_cycles }
@@ -219,9 +219,9 @@ fn every_cycle_of_the_loop_is_the_references() {
             }
             let logits = model.verify(&mut state, block).unwrap();
             assert_eq!(logits.data.chunks_exact(96).map(common::argmax).collect::<Vec<_>>(), *posterior);
-            model.tapped(kept + 1, &mut hidden).unwrap();
+            model.tapped_rows(kept + 1, &mut hidden).unwrap();
             if kept + 1 < block.len() {
-                model.take_back(&mut state, block.len() - kept - 1).unwrap();
+                state.reject(block.len() - kept - 1).unwrap();
             }
             draft.append(*start, &hidden).unwrap();
         }
@@ -232,5 +232,5 @@ fn every_cycle_of_the_loop_is_the_references() {
 #[test]
 fn the_target_is_one_that_the_fixtures_were_made_with() {
     let model = load(&path("target"), CpuArithmetic::F32);
-    assert_eq!((model.config().layers, model.vocab()), (8, 96));
+    assert_eq!((model.config().layers, model.info().vocab), (8, 96));
 }

@@ -11,7 +11,7 @@ use moestro::{
     config::Switch,
     engine::{self, Companion, Draft, Finish, Mtp, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
-    model::{LoadOptions, Model, MtpSource, Qwen, Rows},
+    model::{HiddenStates, LoadOptions, Model, MtpSource, Qwen, Rows},
 };
 use safetensors::{Dtype, tensor::TensorView};
 use std::{
@@ -277,10 +277,10 @@ fn renamed(head: Tensors, name: impl Fn(&str) -> String) -> Tensors {
 fn predicted(model: &mut Qwen) -> Vec<f32> {
     let ids: Vec<u32> = (0..40).map(|n| 20 + n * 31).collect();
     let mut hidden = Vec::new();
-    model.tap(&moestro::model::HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
+    model.set_taps(&moestro::model::HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
     let mut state = model.start().unwrap();
     model.forward(&mut state, &ids[..39], Rows::None).unwrap();
-    model.tapped(39, &mut hidden).unwrap();
+    model.tapped_rows(39, &mut hidden).unwrap();
     model.mtp(0, &ids[1..], &hidden, false).unwrap().logits
 }
 

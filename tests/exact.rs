@@ -7,7 +7,7 @@ use common::{decode, load_with, prefill};
 use moestro::{
     error::ModelError,
     experts::{Prefetch, ReadMode, ShardFiles},
-    model::{LoadOptions, Model, Rows, StoreOptions},
+    model::{LoadOptions, Model, PassHooks, Rows, StoreOptions},
     platform::Access,
     tools::synth,
 };
@@ -136,7 +136,8 @@ fn a_pass_that_is_given_up_leaves_nothing_behind() {
     for heard in 0..=layers {
         let (mut state, asked) = (model.start().unwrap(), Cell::new(0));
         let go_on = || asked.replace(asked.get() + 1) < heard;
-        let ended = model.forward_marking(&mut state, &prompt, Rows::All, &[20], &mut Vec::new(), &go_on);
+        let mut hooks = PassHooks { snapshot_at: &[20], keep_going: Some(&go_on), ..PassHooks::default() };
+        let ended = model.forward_with(&mut state, &prompt, Rows::All, &mut hooks);
         assert_eq!(matches!(ended, Err(ModelError::GivenUp)), heard < layers, "{heard}");
         assert_eq!(asked.get(), layers.min(heard + 1));
         drop(state);

@@ -11,7 +11,7 @@ use common::{
 };
 use moestro::{
     device::CpuArithmetic,
-    model::{LoadOptions, Model, PAGE, Qwen, Reference, Rows},
+    model::{LoadOptions, Model, PAGE, Qwen, Reference, Rows, SequenceState},
     ops::KvBits,
 };
 use std::path::Path;
@@ -138,7 +138,7 @@ fn chunks_threads_and_verifies_cannot_be_seen() {
             for row in 0..3 {
                 assert!(rows.row(row) == expected.row(at + row), "{kv_bits:?}: row {}", at + row);
             }
-            model.take_back(&mut state, 4).unwrap();
+            state.reject(4).unwrap();
             at += 3;
         }
         let rest = model.forward(&mut state, &ids[at..], Rows::All).unwrap();

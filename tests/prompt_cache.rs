@@ -12,7 +12,7 @@ use moestro::{
     engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Storage, Worker},
     error::ModelError,
     metrics::Metrics,
-    model::{GoOn, LoadOptions, Logits, Model, PagePool, Qwen, Rows, Snapshot, SnapshotSize},
+    model::{HiddenStates, LoadOptions, Logits, Model, ModelInfo, PassHooks, Qwen, Rows, Snapshot},
     ops::KvBits,
 };
 use process::{Process, agent};
@@ -33,69 +33,41 @@ struct Counted {
     tokens: Arc<AtomicUsize>,
 }
 
+impl HiddenStates for Counted {}
+
 impl Model for Counted {
     type State = <Qwen as Model>::State;
+
+    /// Chunks are small, so that marks and the ends of chunks meet in many ways.
+    fn info(&self) -> ModelInfo {
+        ModelInfo { chunk: 96, ..self.qwen.info() }
+    }
 
     fn start(&self) -> Result<Self::State, ModelError> {
         self.qwen.start()
     }
 
-    fn forward_marking(
+    fn forward_with(
         &mut self,
         state: &mut Self::State,
         ids: &[u32],
         rows: Rows,
-        marks: &[usize],
-        taken: &mut Vec<Snapshot>,
-        go_on: &GoOn<'_>,
+        hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
         self.tokens.fetch_add(ids.len(), Ordering::Relaxed);
-        self.qwen.forward_marking(state, ids, rows, marks, taken, go_on)
+        self.qwen.forward_with(state, ids, rows, hooks)
     }
 
     fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError> {
         self.qwen.verify(state, ids)
     }
 
-    fn take_back(&mut self, state: &mut Self::State, rows: usize) -> Result<(), ModelError> {
-        self.qwen.take_back(state, rows)
-    }
-
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError> {
         self.qwen.snapshot(state)
     }
 
-    fn restore(&self, snapshot: &Snapshot, into: Option<Self::State>) -> Result<Self::State, ModelError> {
-        self.qwen.restore(snapshot, into)
-    }
-
-    fn held(&self, state: &Self::State) -> usize {
-        self.qwen.held(state)
-    }
-
-    fn pool(&self) -> Option<Arc<PagePool>> {
-        self.qwen.pool()
-    }
-
-    fn lacks(&self, state: &Self::State, tokens: usize) -> usize {
-        self.qwen.lacks(state, tokens)
-    }
-
-    fn snapshot_size(&self) -> SnapshotSize {
-        self.qwen.snapshot_size()
-    }
-
-    fn vocab(&self) -> usize {
-        self.qwen.vocab()
-    }
-
-    fn context(&self) -> usize {
-        self.qwen.context()
-    }
-
-    /// Small, so that marks and the ends of chunks meet in many ways.
-    fn chunk(&self) -> usize {
-        96
+    fn restore(&self, snapshot: &Snapshot, reuse: Option<Self::State>) -> Result<Self::State, ModelError> {
+        self.qwen.restore(snapshot, reuse)
     }
 }
 
@@ -116,7 +88,7 @@ impl Server {
         let mut options = LoadOptions { threads: Some(2), kv_bits, ..LoadOptions::default() };
         options.plan.context = Some(4096);
         let qwen = load_with(Path::new(DEMO), options);
-        let size = qwen.snapshot_size();
+        let size = qwen.info().snapshot_size;
         let tokens = Arc::new(AtomicUsize::new(0));
         let metrics = Metrics::new("test", "cpu");
         let options = engine::Options {

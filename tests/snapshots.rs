@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::load_with;
+use common::{forward_with_snapshots, load_with};
 use moestro::{
     engine::{self, Boundary, Departure, Request, Sampling},
     metrics::Metrics,
@@ -37,21 +37,21 @@ fn a_sequence_goes_on_from_any_mark() {
 
 fn goes_on_from_any_mark(kv_bits: KvBits) {
     let mut model = demo(kv_bits);
-    let vocab = model.vocab();
+    let vocab = model.info().vocab;
     let ids = prompt(1, PAGE + 60);
     let mut state = model.start().unwrap();
     let whole = bits(&mut model, &mut state, &ids);
 
     // In one pass, in passes that marks cut anywhere, and behind a pass.
     let places = [1, 3, 40, 64, 130, PAGE - 1, PAGE, PAGE + 1, ids.len()];
-    let mut taken = Vec::new();
     let mut state = model.start().unwrap();
-    let marked = model.forward_marking(&mut state, &ids, Rows::All, &places, &mut taken, &|| true).unwrap();
+    let (marked, mut taken) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::All, &places);
     assert!(marked.data.iter().map(|logit| logit.to_bits()).eq(whole.iter().copied()), "marks change the logits");
     let mut state = model.start().unwrap();
     for (from, to) in [(0, 33), (33, 34), (34, 290), (290, ids.len())] {
         let marks: Vec<usize> = places.iter().copied().filter(|mark| (from + 1..=to).contains(mark)).collect();
-        model.forward_marking(&mut state, &ids[from..to], Rows::None, &marks, &mut taken, &|| true).unwrap();
+        let (_, more) = forward_with_snapshots(&mut model, &mut state, &ids[from..to], Rows::None, &marks);
+        taken.extend(more);
     }
     taken.push(model.snapshot(&mut state).unwrap());
     assert_eq!(taken.len(), 2 * places.len() + 1);
@@ -76,7 +76,7 @@ fn goes_on_from_any_mark(kv_bits: KvBits) {
 fn shared_pages_are_written_by_neither() {
     for kv_bits in ALL {
         let mut model = demo(kv_bits);
-        let pool = model.pool().unwrap();
+        let pool = model.info().pages.unwrap();
         let (ids, all) = (prompt(5, PAGE + 20), pool.free());
         let mut state = model.start().unwrap();
         bits(&mut model, &mut state, &ids);
@@ -107,10 +107,10 @@ fn checkpoints_give_way_where_pages_run_short() {
     let run = |states: u64| {
         let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
         options.plan.context = Some(4 * PAGE);
-        options.plan.prompt_cache = Some(states * demo(KvBits::Sixteen).snapshot_size().state);
+        options.plan.prompt_cache = Some(states * demo(KvBits::Sixteen).info().snapshot_size.state);
         let prompt_cache = options.plan.prompt_cache.unwrap();
         let (model, metrics) = (load_with(Path::new(DEMO), options), Metrics::new("test", "cpu"));
-        let pool = model.pool().unwrap();
+        let pool = model.info().pages.unwrap();
         assert_eq!(pool.free(), if states > 0 { 6 } else { 4 });
         let options = engine::Options { prompt_cache, ..engine::Options::default() };
         let (engine, _worker) = engine::spawn(model, options, metrics.clone()).unwrap();
@@ -143,9 +143,9 @@ fn sizes_are(kv_bits: KvBits) {
     let mut model = demo(kv_bits);
     let mut state = model.start().unwrap();
     let ids = prompt(3, 2 * PAGE + 9);
-    let mut taken = Vec::new();
-    model.forward_marking(&mut state, &ids, Rows::None, &[PAGE + 9, 2 * PAGE + 9], &mut taken, &|| true).unwrap();
-    let size = model.snapshot_size();
+    let marks = [PAGE + 9, 2 * PAGE + 9];
+    let (_, taken) = forward_with_snapshots(&mut model, &mut state, &ids, Rows::None, &marks);
+    let size = model.info().snapshot_size;
     let bytes = |snapshot: &Snapshot| {
         (snapshot.state.len() + snapshot.pages.iter().map(|page| page.len()).sum::<usize>()) as u64
     };
@@ -162,6 +162,6 @@ fn a_snapshot_of_another_model_is_refused() {
     let model = demo(KvBits::Sixteen);
     let foreign = Snapshot { len: 5, pages: vec![std::sync::Arc::new(vec![0; 40].into())], state: vec![0; 8].into() };
     assert!(model.restore(&foreign, None).is_err());
-    let long = Snapshot { len: model.context() + 1, ..foreign };
+    let long = Snapshot { len: model.info().context + 1, ..foreign };
     assert!(model.restore(&long, None).is_err());
 }

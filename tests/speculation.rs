@@ -8,7 +8,7 @@ use moestro::{
     engine::{self, Draft, Finish, Handle, Lookup, Request, Sampling, Speculate, Timings, Worker},
     experts::ReadMode,
     metrics::Metrics,
-    model::{HiddenTaps, LoadOptions, Model, Qwen, Rows},
+    model::{HiddenStates, HiddenTaps, LoadOptions, Model, Qwen, Rows, SequenceState},
 };
 use std::path::Path;
 
@@ -41,7 +41,7 @@ fn a_verify_has_the_bytes_of_one_by_one_and_goes_back_to_every_row() {
             let all = model.verify(&mut state, &rows).unwrap();
             assert_eq!(all.data, plain.concat(), "{slots:?}");
             if kept < rows.len() {
-                model.take_back(&mut state, rows.len() - kept).unwrap();
+                state.reject(rows.len() - kept).unwrap();
             }
             // On from there, by other tokens than those taken back, first verified again, then one by one.
             let next: Vec<u32> = (0..40).map(|n| 30 + (n * 13) % 900).collect();
@@ -50,7 +50,7 @@ fn a_verify_has_the_bytes_of_one_by_one_and_goes_back_to_every_row() {
             let expected: Vec<_> =
                 next.iter().map(|&id| model.forward(&mut other, &[id], Rows::Last).unwrap().data).collect();
             let mut found = model.verify(&mut state, &next[..5]).unwrap().data;
-            model.take_back(&mut state, 2).unwrap();
+            state.reject(2).unwrap();
             found.truncate(3 * all.vocab);
             for &id in &next[3..] {
                 found.extend(model.forward(&mut state, &[id], Rows::Last).unwrap().data);
@@ -64,11 +64,11 @@ fn a_verify_has_the_bytes_of_one_by_one_and_goes_back_to_every_row() {
 fn more_rows_than_a_verify_has_cannot_be_taken_back() {
     let mut model = demo(None);
     let mut state = model.start().unwrap();
-    assert!(model.take_back(&mut state, 1).is_err());
+    assert!(state.reject(1).is_err());
     model.verify(&mut state, &[30, 31]).unwrap();
-    assert!(model.take_back(&mut state, 2).is_err(), "the first row stays");
-    model.take_back(&mut state, 1).unwrap();
-    assert!(model.take_back(&mut state, 1).is_err(), "once");
+    assert!(state.reject(2).is_err(), "the first row stays");
+    state.reject(1).unwrap();
+    assert!(state.reject(1).is_err(), "once");
     assert!(model.verify(&mut state, &[30; 17]).is_err());
     assert!(model.verify(&mut state, &[]).is_err());
 }
@@ -157,13 +157,13 @@ fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
 #[test]
 fn hidden_rows_do_not_depend_on_how_a_sequence_is_cut() {
     let mut model = demo(None);
-    model.tap(&HiddenTaps { layers: vec![7, 1], rows: 20 }).unwrap();
+    model.set_taps(&HiddenTaps { layers: vec![7, 1], rows: 20 }).unwrap();
     let (ids, mut found) = (prompt(50), Vec::new());
     let mut state = model.start().unwrap();
     let mut one_by_one = Vec::new();
     for &id in &ids {
         model.forward(&mut state, &[id], Rows::None).unwrap();
-        model.tapped(1, &mut found).unwrap();
+        model.tapped_rows(1, &mut found).unwrap();
         assert_eq!(found.len(), 2 * 256);
         one_by_one.extend_from_slice(&found);
     }
@@ -171,12 +171,12 @@ fn hidden_rows_do_not_depend_on_how_a_sequence_is_cut() {
     // A prompt leaves its last rows, a verify those that stay.
     let mut state = model.start().unwrap();
     model.forward(&mut state, &ids[..42], Rows::None).unwrap();
-    model.tapped(42, &mut found).unwrap();
+    model.tapped_rows(42, &mut found).unwrap();
     assert!(found == one_by_one[22 * 512..42 * 512]);
     model.verify(&mut state, &ids[42..]).unwrap();
-    model.tapped(3, &mut found).unwrap();
+    model.tapped_rows(3, &mut found).unwrap();
     assert!(found == one_by_one[42 * 512..45 * 512]);
-    assert!(model.tap(&HiddenTaps { layers: vec![8], rows: 1 }).is_err(), "there are eight layers");
+    assert!(model.set_taps(&HiddenTaps { layers: vec![8], rows: 1 }).is_err(), "there are eight layers");
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn a_verify_that_goes_on_is_taken_back_as_one() {
         found.push(model.verify_on(&mut state, &rows[1..3]).unwrap().data);
         found.extend(rows[3..].iter().map(|id| model.verify_on(&mut state, &[*id]).unwrap().data));
         assert!(found.concat() == expected.concat());
-        model.take_back(&mut state, rows.len() - kept).unwrap();
+        state.reject(rows.len() - kept).unwrap();
         let on: Vec<_> =
             rows[kept..].iter().map(|id| model.forward(&mut state, &[*id], Rows::Last).unwrap().data).collect();
         assert!(on.concat() == expected[kept..].concat(), "went back to row {kept}");

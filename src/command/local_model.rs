@@ -50,7 +50,7 @@ impl LocalModel {
         let loaded = load_model(&checkpoint, &config.load, chosen, &metrics)?;
         let options = Options {
             eos: checkpoint.generation.eos.clone(),
-            usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.vocab()),
+            usable_vocab: checkpoint.tokenizer.vocab_size().min(loaded.model.info().vocab),
             prompt_cache: loaded.model.plan().prompt_cache,
             ..Options::default()
         };

@@ -244,7 +244,7 @@ impl ModelCatalog {
         let options = Options {
             max_queue: config.max_queue,
             eos: checkpoint.generation.eos.clone(),
-            usable_vocab: checkpoint.tokenizer.vocab_size().min(model.model.vocab()),
+            usable_vocab: checkpoint.tokenizer.vocab_size().min(model.model.info().vocab),
             prompt_cache: model.model.plan().prompt_cache,
             storage: storage(config, &checkpoint, &model),
             ..Options::default()

@@ -72,20 +72,16 @@ pub fn spawn_with<M: Model>(
     options: Options,
     metrics: Arc<Metrics>,
 ) -> io::Result<(Handle, Worker)> {
-    let cache = Arc::new(Cache::new(options.prompt_cache, model.snapshot_size(), metrics.clone()));
-    cache.share_pages(model.pool());
+    let info = model.info();
+    let cache = Arc::new(Cache::new(options.prompt_cache, info.snapshot_size, metrics.clone()));
+    cache.share_pages(info.pages);
     if let Some(storage) = options.storage.as_ref().filter(|_| options.prompt_cache > 0) {
         cache.store_in(storage);
     }
     let line = Arc::new(RequestQueue {
         queue: Mutex::default(),
         changed: Condvar::new(),
-        limits: Limits {
-            vocab: model.vocab(),
-            context: model.context(),
-            max_queue: options.max_queue,
-            grace: options.grace,
-        },
+        limits: Limits { vocab: info.vocab, context: info.context, max_queue: options.max_queue, grace: options.grace },
         cache,
         metrics,
     });

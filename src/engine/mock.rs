@@ -3,7 +3,10 @@
 
 use crate::{
     error::{ModelError, StoreError},
-    model::{CopiedPages, GoOn, HiddenTaps, Logits, Model, Rows, Snapshot, SnapshotSize},
+    model::{
+        CopiedPages, HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, SequenceState, Snapshot,
+        SnapshotSize,
+    },
 };
 use std::{
     sync::{
@@ -78,6 +81,8 @@ pub struct Heard {
     tokens: Vec<u32>,
     prompt: usize,
     said: usize,
+    /// `(prompt, said)` before each token, for [`SequenceState::reject`].
+    before: Vec<(usize, usize)>,
     frozen: CopiedPages,
     _alive: Arc<()>,
 }
@@ -91,6 +96,7 @@ impl MockModel {
 
     fn hear(&self, heard: &mut Heard, id: u32) {
         let expected = heard.prompt > 0 && id == self.next(heard);
+        heard.before.push((heard.prompt, heard.said));
         heard.tokens.push(id);
         if expected {
             heard.said += 1;
@@ -104,29 +110,38 @@ impl MockModel {
 impl Model for MockModel {
     type State = Heard;
 
+    fn info(&self) -> ModelInfo {
+        ModelInfo {
+            vocab: self.vocab,
+            context: self.context,
+            chunk: self.chunk,
+            snapshot_size: SnapshotSize { state: 8, position: 4 },
+            pages: None,
+        }
+    }
+
     fn start(&self) -> Result<Heard, ModelError> {
         Ok(Heard {
             tokens: Vec::new(),
             prompt: 0,
             said: 0,
+            before: Vec::new(),
             frozen: CopiedPages::default(),
             _alive: self.states.clone(),
         })
     }
 
-    fn forward_marking(
+    fn forward_with(
         &mut self,
         heard: &mut Heard,
         ids: &[u32],
         rows: Rows,
-        marks: &[usize],
-        taken: &mut Vec<Snapshot>,
-        go_on: &GoOn<'_>,
+        hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
         let mut logits = Logits { vocab: self.vocab, data: Vec::new() };
         self.last = ids.to_vec();
         for (index, &id) in ids.iter().enumerate() {
-            if !go_on() {
+            if hooks.keep_going.is_some_and(|keep_going| !keep_going()) {
                 return Err(ModelError::GivenUp);
             }
             std::thread::sleep(self.delay);
@@ -139,8 +154,8 @@ impl Model for MockModel {
                 return Err(ModelError::ContextFull { context: self.context });
             }
             self.hear(heard, id);
-            if marks.contains(&heard.tokens.len()) {
-                taken.push(self.snapshot(heard)?);
+            if hooks.snapshot_at.contains(&heard.tokens.len()) {
+                hooks.snapshots.push(self.snapshot(heard)?);
             }
             if rows == Rows::All || (rows == Rows::Last && index + 1 == ids.len()) {
                 self.rows.fetch_add(1, Ordering::Relaxed);
@@ -154,27 +169,7 @@ impl Model for MockModel {
     }
 
     fn verify(&mut self, heard: &mut Heard, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.forward(heard, ids, Rows::All)
-    }
-
-    fn take_back(&mut self, heard: &mut Heard, rows: usize) -> Result<(), ModelError> {
-        let mut tokens = std::mem::take(&mut heard.tokens);
-        tokens.truncate(tokens.len() - rows);
-        (heard.prompt, heard.said) = (0, 0);
-        tokens.into_iter().for_each(|id| self.hear(heard, id));
-        Ok(())
-    }
-
-    fn tap(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
-        self.taps = taps.clone();
-        Ok(())
-    }
-
-    fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
-        let first = self.last.len().saturating_sub(self.taps.rows);
-        let kept = self.last[..rows].get(first..).unwrap_or_default();
-        *into = kept.iter().flat_map(|id| vec![*id as f32; self.taps.layers.len()]).collect();
-        Ok(())
+        self.forward_with(heard, ids, Rows::All, &mut PassHooks::default())
     }
 
     /// The tokens are the keys and values, 4 bytes each; where in them it is, is the state.
@@ -203,32 +198,43 @@ impl Model for MockModel {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
         };
         (heard.prompt, heard.said) = (prompt as usize, said as usize);
+        heard.before = vec![(heard.prompt, heard.said); snapshot.len];
         Ok(heard)
-    }
-
-    fn held(&self, heard: &Heard) -> usize {
-        heard.frozen.held()
     }
 
     fn recover(&mut self) -> Result<bool, ModelError> {
         self.recovered.fetch_add(1, Ordering::Relaxed);
         Ok(false)
     }
+}
 
-    fn snapshot_size(&self) -> SnapshotSize {
-        SnapshotSize { state: 8, position: 4 }
+impl SequenceState for Heard {
+    fn reject(&mut self, rows: usize) -> Result<(), ModelError> {
+        let len = self.tokens.len() - rows;
+        self.tokens.truncate(len);
+        if rows > 0 {
+            (self.prompt, self.said) = self.before[len];
+        }
+        self.before.truncate(len);
+        Ok(())
     }
 
-    fn vocab(&self) -> usize {
-        self.vocab
+    fn shared_positions(&self) -> usize {
+        self.frozen.held()
+    }
+}
+
+impl HiddenStates for MockModel {
+    fn set_taps(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
+        self.taps = taps.clone();
+        Ok(())
     }
 
-    fn context(&self) -> usize {
-        self.context
-    }
-
-    fn chunk(&self) -> usize {
-        self.chunk
+    fn tapped_rows(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
+        let first = self.last.len().saturating_sub(self.taps.rows);
+        let kept = self.last[..rows].get(first..).unwrap_or_default();
+        *into = kept.iter().flat_map(|id| vec![*id as f32; self.taps.layers.len()]).collect();
+        Ok(())
     }
 }
 

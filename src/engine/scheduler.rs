@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     error::{EngineError, ModelError},
-    model::{Logits, Model, Rows, VERIFY_ROWS},
+    model::{Logits, Model, PassHooks, Rows, SequenceState, VERIFY_ROWS},
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -94,7 +94,7 @@ impl<M: Model> Scheduler<M> {
                 self.line.metrics.set_device("cpu");
                 self.line.metrics.gpu_lost.set(1);
                 self.session = None;
-                self.line.cache.share_pages(self.model.pool());
+                self.line.cache.share_pages(self.model.info().pages);
             }
             Err(error) => tracing::error!(%error, "the GPU was given up, and the CPU cannot go on"),
         }
@@ -104,7 +104,7 @@ impl<M: Model> Scheduler<M> {
     fn keep(&mut self) {
         let (model, cache) = (&self.model, &self.line.cache);
         let Some(session) = &mut self.session else { return };
-        let need = || cache.size().bytes(session.len(), model.held(session.state()));
+        let need = || cache.size().bytes(session.len(), session.state().shared_positions());
         if !cache.make_room(session.tokens(), Kind::Answer, &need) {
             return;
         }
@@ -187,13 +187,13 @@ impl<M: Model> Scheduler<M> {
         ids: &[u32],
         to: usize,
     ) -> Vec<(usize, Kind)> {
-        let (model, cache) = (&self.model, &self.line.cache);
+        let cache = &self.line.cache;
         let mut wanted: Vec<_> = places.iter().copied().filter(|&(at, _)| session.len() < at && at <= to).collect();
         wanted.sort_unstable_by_key(|&(_, kind)| kind);
         let mut admitted: Vec<(usize, Kind)> = Vec::new();
         for (at, kind) in wanted {
             let need = || {
-                let mut shared = model.held(session.state());
+                let mut shared = session.state().shared_positions();
                 let mut all: Vec<usize> = admitted.iter().map(|&(at, _)| at).chain([at]).collect();
                 all.sort_unstable();
                 let bytes = |at| {
@@ -217,7 +217,7 @@ impl<M: Model> Scheduler<M> {
         let (line, cache) = (self.line.clone(), self.line.cache.clone());
         let share = if *cache_prompt { cache.share() } else { 0 };
         let places = places::choose(boundaries, session.len(), ids.len(), share);
-        let chunk = self.model.chunk().max(1);
+        let chunk = self.model.info().chunk.max(1);
         let chunk = if wanted.is_some() { chunk.min(PROMPT_ROWS) } else { chunk };
         // Nothing precedes the first token.
         let mut prompt: Vec<Option<Logprobs>> = vec![None];
@@ -234,14 +234,14 @@ impl<M: Model> Scheduler<M> {
             };
             let marks = self.admit(&places, session, ids, to);
             let at: Vec<usize> = marks.iter().map(|mark| mark.0).collect();
-            let mut taken = Vec::with_capacity(at.len());
             self.model.fit_memory();
-            cache.leave_pages(self.model.lacks(session.state(), to - from));
+            cache.leave_pages(session.state().missing_pages(to - from));
             let begin = Instant::now();
-            let go_on = || !line.unwanted(job);
-            last = session.extend(&mut self.model, &ids[from..to], rows, &at, &mut taken, &go_on)?;
+            let keep_going = || !line.unwanted(job);
+            let mut hooks = PassHooks { snapshot_at: &at, keep_going: Some(&keep_going), ..PassHooks::default() };
+            last = session.extend(&mut self.model, &ids[from..to], rows, &mut hooks)?;
             self.speculation.prompted(&mut self.model, session, to - from, begin.elapsed());
-            for ((at, kind), snapshot) in marks.into_iter().zip(taken) {
+            for ((at, kind), snapshot) in marks.into_iter().zip(hooks.snapshots) {
                 cache.insert(&ids[..at], kind, snapshot, self.emptied);
             }
             cache.computed(to - from, begin.elapsed());
@@ -313,12 +313,12 @@ impl<M: Model> Scheduler<M> {
             metrics.generated_tokens.inc();
             timings.generated_tokens += 1;
             let room = *max_tokens - timings.generated_tokens;
-            if room == 0 || session.len() == self.model.context() {
+            if room == 0 || session.len() == self.model.info().context {
                 return Ok(Finish::Length);
             }
             self.line.check(job)?;
             self.model.fit_memory();
-            self.line.cache.leave_pages(self.model.lacks(session.state(), AHEAD));
+            self.line.cache.leave_pages(session.state().missing_pages(AHEAD));
             if let Some(ahead) = &ahead {
                 ahead.drew(id);
             }

@@ -3,7 +3,7 @@
 
 use crate::{
     error::ModelError,
-    model::{GoOn, Logits, Model, Rows, Snapshot},
+    model::{Logits, Model, PassHooks, Rows, SequenceState, Snapshot},
 };
 
 /// Tokens and the state after exactly these tokens.
@@ -16,7 +16,7 @@ pub struct Session<S> {
     goes_on: bool,
 }
 
-impl<S> Session<S> {
+impl<S: SequenceState> Session<S> {
     /// An empty timeline.
     pub fn start<M: Model<State = S>>(model: &M) -> Result<Self, ModelError> {
         Ok(Self { tokens: Vec::new(), state: model.start()?, ahead: 0, goes_on: false })
@@ -50,18 +50,15 @@ impl<S> Session<S> {
         }
     }
 
-    /// Appends `ids`, and adds to `taken` a snapshot at each of `marks` (see [`Model::forward_marking`], which asks `go_on`
-    /// between layers). After an error the state may hold a part of them, so the session must not be used again.
+    /// Appends `ids` and runs `hooks` (see [`Model::forward_with`]). After an error the state may hold a part of them, so the session must not be used again.
     pub fn extend<M: Model<State = S>>(
         &mut self,
         model: &mut M,
         ids: &[u32],
         rows: Rows,
-        marks: &[usize],
-        taken: &mut Vec<Snapshot>,
-        go_on: &GoOn<'_>,
+        hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
-        let logits = model.forward_marking(&mut self.state, ids, rows, marks, taken, go_on)?;
+        let logits = model.forward_with(&mut self.state, ids, rows, hooks)?;
         self.tokens.extend_from_slice(ids);
         Ok(logits)
     }
@@ -88,10 +85,10 @@ impl<S> Session<S> {
     }
 
     /// The state forgets what was not accepted.
-    pub fn settle<M: Model<State = S>>(&mut self, model: &mut M) -> Result<(), ModelError> {
+    pub fn settle(&mut self) -> Result<(), ModelError> {
         match std::mem::take(&mut self.ahead) {
             0 => Ok(()),
-            rows => model.take_back(&mut self.state, rows),
+            rows => self.state.reject(rows),
         }
     }
 
@@ -133,7 +130,7 @@ mod tests {
 
     fn after(mock: &mut MockModel, ids: &[u32]) -> Session<<MockModel as Model>::State> {
         let mut session = Session::start(mock).unwrap();
-        session.extend(mock, ids, Rows::None, &[], &mut Vec::new(), &|| true).unwrap();
+        session.extend(mock, ids, Rows::None, &mut PassHooks::default()).unwrap();
         session
     }
 
@@ -143,10 +140,9 @@ mod tests {
         let previous = after(&mut mock, &[5, 6, 7]);
         let mut session = Session::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], |_| None).unwrap();
         assert_eq!(session.len(), 3);
-        let reused = session.extend(&mut mock, &[8, 9], Rows::Last, &[], &mut Vec::new(), &|| true).unwrap();
-        let fresh = after(&mut mock, &[5, 6, 7])
-            .extend(&mut mock, &[8, 9], Rows::Last, &[], &mut Vec::new(), &|| true)
-            .unwrap();
+        let reused = session.extend(&mut mock, &[8, 9], Rows::Last, &mut PassHooks::default()).unwrap();
+        let fresh =
+            after(&mut mock, &[5, 6, 7]).extend(&mut mock, &[8, 9], Rows::Last, &mut PassHooks::default()).unwrap();
         assert_eq!(reused.data, fresh.data);
     }
 
@@ -173,9 +169,8 @@ mod tests {
             };
             let mut session = Session::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], deepest).unwrap();
             assert_eq!(session.tokens(), [5, 6, 7, 8]);
-            let reused = session.extend(&mut mock, &[9], Rows::Last, &[], &mut Vec::new(), &|| true).unwrap();
-            let fresh =
-                after(&mut mock, &[5, 6, 7, 8]).extend(&mut mock, &[9], Rows::Last, &[], &mut Vec::new(), &|| true);
+            let reused = session.extend(&mut mock, &[9], Rows::Last, &mut PassHooks::default()).unwrap();
+            let fresh = after(&mut mock, &[5, 6, 7, 8]).extend(&mut mock, &[9], Rows::Last, &mut PassHooks::default());
             assert_eq!(reused.data, fresh.unwrap().data);
         }
     }

@@ -1,15 +1,14 @@
 //! A loaded model: from a directory to weights, memory and a device that computes.
 
 use crate::model::{
-    GoOn, Logits, Rows,
+    Logits, PassHooks, RouterObserver, Rows,
     config::Config,
     device_state::DeviceState,
     drafts::mtp,
-    forward::{Batch, Marked, Observe, Pass},
+    forward::{Batch, Marked, Pass},
     inspect::CheckpointInfo,
     state::kv_pages::PagePool,
     state::sequence::{QwenState, append, heads},
-    state::snapshot::Snapshot,
     weights::Network,
 };
 use crate::{
@@ -208,7 +207,7 @@ impl Qwen {
         let cpu = Cpu::new(compute.clone());
         *self.device_state.get_mut() = DeviceState::new(&mut self.parts, Box::new(cpu), Some(kept))?;
         if !taps.layers.is_empty() {
-            self.set_taps(&taps)?;
+            self.choose_taps(&taps)?;
         }
         Ok(true)
     }
@@ -294,9 +293,9 @@ impl Qwen {
         state: &mut QwenState,
         ids: &[u32],
         rows: Rows,
-        observe: &mut Observe<'_>,
+        observe: &mut RouterObserver<'_>,
     ) -> Result<Logits, ModelError> {
-        self.pass(state, ids, rows, (&[], &mut Vec::new()), &|| true, Some(observe))
+        self.pass(state, ids, rows, &mut PassHooks { on_route: Some(observe), ..PassHooks::default() })
     }
 
     /// As many passes as `ids` have chunks.
@@ -305,12 +304,13 @@ impl Qwen {
         state: &mut QwenState,
         ids: &[u32],
         rows: Rows,
-        (mut marks, taken): (&[usize], &mut Vec<Snapshot>),
-        go_on: &GoOn<'_>,
-        mut observe: Option<&mut Observe<'_>>,
+        hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
         self.admit(state.len, ids)?;
         state.tried = 0;
+        let PassHooks { snapshot_at, snapshots: taken, keep_going, on_route: observe } = hooks;
+        let mut marks = *snapshot_at;
+        let go_on = keep_going.unwrap_or(&|| true);
         let device_state = &mut *self.device_state.borrow_mut();
         let mut logits = Logits { vocab: self.parts.config.vocab, data: Vec::new() };
         let (mut chunks, mut rest) = (ids.chunks(device_state.buffers.rows), ids.len());
@@ -322,7 +322,7 @@ impl Qwen {
                 Rows::Last if rest == 0 => tokens - 1..tokens,
                 _ => 0..0,
             };
-            let observe = observe.as_mut().map(|observe| &mut **observe as &mut Observe<'_>);
+            let observe = observe.as_mut().map(|observe| &mut **observe as &mut RouterObserver<'_>);
             let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
             marks = &marks[here.len()..];
             let mut fixed = vec![Vec::new(); here.len()];
@@ -349,7 +349,7 @@ impl Qwen {
         state: &mut QwenState,
         batch: Batch<'a>,
         (marks, mark): (&[usize], &mut Marked<'_>),
-        observe: Option<&'a mut Observe<'a>>,
+        observe: Option<&'a mut RouterObserver<'a>>,
         out: &mut Vec<f32>,
     ) -> Result<(), ModelError> {
         let ModelParts { config, net, store, .. } = &self.parts;

@@ -1,6 +1,17 @@
-//! Qwen3.5 and 3.6 models, dense and mixture of experts.
+//! Qwen3.5 and 3.6 models, dense and mixture of experts, and the [`Model`] trait through which the engine uses them.
 //!
-//! Read [`mod@reference`] first: it is the architecture in plain tensors. [`forward`] computes the same on buffers of any device.
+//! Read [`mod@reference`] first: it is the architecture in plain tensors, one function per formula. [`forward`] computes
+//! the same on the buffers of any device.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `config`, `weights` | `config.json` as shapes; the trunk's tensors by name |
+//! | `inspect`, `load` | what a checkpoint holds and needs, before and after its bytes are read |
+//! | `runtime` | a loaded model: forward, verify, snapshots |
+//! | `device_state` | what a model keeps on one device |
+//! | `forward/` | one pass: attention, delta net, experts, head, activation buffers |
+//! | `state/` | one sequence: KV pages, delta-net state, snapshots, rollback |
+//! | `drafts/` | draft models that read hidden rows: MTP and DFlash |
 
 pub mod config;
 mod device_state;
@@ -20,7 +31,6 @@ pub use drafts::{
     hidden_taps::HiddenTaps,
     mtp::{MtpPrediction, ROWS as MTP_ROWS},
 };
-pub use forward::RouterChoice;
 pub use inspect::CheckpointInfo;
 pub use load::{LoadOptions, MtpSource, Qwen, StoreOptions};
 pub use reference::Reference;
@@ -59,107 +69,140 @@ impl Logits {
     }
 }
 
-/// Asked between the layers of a pass: false gives the pass up, and the sequence with it.
-pub type GoOn<'a> = dyn Fn() -> bool + 'a;
+/// The experts that each token of a layer visits, likeliest first, and their weights.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RouterChoice {
+    /// Experts per token.
+    pub k: usize,
+    /// `T * k` experts.
+    pub ids: Vec<u32>,
+    /// `T * k` weights.
+    pub weights: Vec<f32>,
+}
 
-/// A model as the engine sees it: so the engine and the server also run against a test double.
-pub trait Model: Send + 'static {
-    /// Everything one sequence remembers: KV cache, delta and convolution state.
-    type State: Send;
+impl RouterChoice {
+    /// The chosen experts without repetition, in ascending order.
+    pub fn distinct(&self) -> Vec<u32> {
+        let mut ids = self.ids.clone();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}
 
-    /// An empty state.
-    fn start(&self) -> Result<Self::State, ModelError>;
+/// Sees a layer's number and its router's choice.
+pub type RouterObserver<'a> = dyn FnMut(usize, &RouterChoice) + 'a;
 
-    /// Appends `ids` to the sequence. The bytes of a row of logits do not depend on how `ids` are cut into calls; on a GPU, which
-    /// computes a prompt's rows in half precision, they depend on whether a call has one row or several.
-    fn forward(&mut self, state: &mut Self::State, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
-        self.forward_marking(state, ids, rows, &[], &mut Vec::new(), &|| true)
+/// What a forward pass does besides appending tokens. The default does nothing.
+#[derive(Default)]
+pub struct PassHooks<'a> {
+    /// Positions at which to take a snapshot: ascending, after the first of the pass's tokens, at most after the last.
+    /// Snapshots cost no extra read of the weights.
+    pub snapshot_at: &'a [usize],
+    /// The snapshots taken, one per position of `snapshot_at`.
+    pub snapshots: Vec<Snapshot>,
+    /// Asked before each layer. `false` aborts the pass with [`ModelError::GivenUp`]; the sequence is then unusable.
+    pub keep_going: Option<&'a dyn Fn() -> bool>,
+    /// Sees each layer's router choice. A GPU with all experts resident does not report it.
+    pub on_route: Option<&'a mut RouterObserver<'a>>,
+}
+
+/// What does not depend on a sequence.
+#[derive(Debug, Clone)]
+pub struct ModelInfo {
+    pub vocab: usize,
+    /// Most tokens a sequence can hold.
+    pub context: usize,
+    /// Most tokens worth passing to one forward call.
+    pub chunk: usize,
+    pub snapshot_size: SnapshotSize,
+    /// The KV pages that sequences and snapshots share. `None` if snapshots are copies.
+    pub pages: Option<Arc<PagePool>>,
+}
+
+/// State of one sequence, as the engine sees it.
+pub trait SequenceState: Send {
+    /// Undoes the last `rows` rows of the verify just run: the draft tokens that the sampler rejected. The verify's
+    /// first row always stays.
+    fn reject(&mut self, rows: usize) -> Result<(), ModelError>;
+
+    /// KV pages that `tokens` more tokens need beyond those the sequence holds.
+    fn missing_pages(&self, tokens: usize) -> usize {
+        let _ = tokens;
+        0
     }
 
-    /// [`Model::forward`], adding to `taken` a snapshot at each of `marks`: positions, ascending, behind the
-    /// first of `ids` and at most behind the last. They are taken in passing: the weights are read as often as without.
+    /// Positions from the start whose keys and values a snapshot taken now would share instead of copying.
+    fn shared_positions(&self) -> usize;
+}
+
+/// Hidden rows that passes leave for a draft model. The defaults are for a model that offers none.
+pub trait HiddenStates {
+    /// Chooses the hidden rows that each pass leaves from now on, replacing any earlier choice.
+    fn set_taps(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
+        let _ = taps;
+        Err(ModelError::Config("this model has no hidden rows for a draft".into()))
+    }
+
+    /// Switches the chosen taps on or off. Passes are faster without.
+    fn enable_taps(&mut self, on: bool) {
+        let _ = on;
+    }
+
+    /// Replaces `out` by the rows that the last pass kept of its first `rows` rows: `[kept rows, layers, hidden]`.
+    fn tapped_rows(&mut self, rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        let _ = rows;
+        out.clear();
+        Ok(())
+    }
+}
+
+/// A model as the engine sees it. The engine and the server also run against a test double.
+pub trait Model: HiddenStates + Send + 'static {
+    /// KV cache, delta-net and convolution state of one sequence.
+    type State: SequenceState;
+
+    fn info(&self) -> ModelInfo;
+
+    /// Starts an empty sequence.
+    fn start(&self) -> Result<Self::State, ModelError>;
+
+    /// Appends `ids` to the sequence. The logits do not depend on how `ids` are cut into calls, with one exception: a GPU
+    /// computes prompts in half precision, so there a row's bytes depend on whether a call has one row or several.
     ///
     /// # Errors
-    /// [`ModelError::GivenUp`] once `go_on` says so; like any error it leaves `state` in the middle of something.
-    fn forward_marking(
+    /// Any error, [`ModelError::GivenUp`] included, leaves `state` unusable.
+    fn forward_with(
         &mut self,
         state: &mut Self::State,
         ids: &[u32],
         rows: Rows,
-        marks: &[usize],
-        taken: &mut Vec<Snapshot>,
-        go_on: &GoOn<'_>,
+        hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError>;
 
-    /// [`Model::forward`] of a few rows, with the logits behind each: the bytes of one by one. Until the next call on
-    /// `state`, [`Model::take_back`] may end the sequence before the last of them.
+    /// Appends a few rows and returns the logits after each, with the same bytes as one row at a time. Until the next
+    /// call on `state`, [`SequenceState::reject`] can undo all but the first.
     fn verify(&mut self, state: &mut Self::State, ids: &[u32]) -> Result<Logits, ModelError>;
 
-    /// Directly behind a [`Model::verify`]: the sequence never had its last `rows` tokens. The first one stays.
-    fn take_back(&mut self, state: &mut Self::State, rows: usize) -> Result<(), ModelError>;
-
-    /// From now on each pass leaves these hidden rows, until the next one. Instead of any that were asked for before.
-    fn tap(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
-        let _ = taps;
-        Err(ModelError::Config("this model leaves no hidden rows".into()))
-    }
-
-    /// From now on passes leave the hidden rows that were asked for, or leave out to do so.
-    fn tapping(&mut self, on: bool) {
-        let _ = on;
-    }
-
-    /// The hidden rows that the last pass kept of its first `rows` rows: `[kept rows, layers, hidden]`.
-    fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
-        let _ = rows;
-        into.clear();
-        Ok(())
-    }
-
-    /// The sequence's present state.
+    /// Takes a snapshot of the sequence at its end.
     fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
 
-    /// The sequence that `snapshot` was taken of, by this model or one with the same bytes. The part that `into`
-    /// already holds of it is not copied.
-    fn restore(&self, snapshot: &Snapshot, into: Option<Self::State>) -> Result<Self::State, ModelError>;
+    /// Restores a snapshot taken by this model, or by one with the same weights. Reuses the memory of `reuse` and does
+    /// not copy pages that it already holds.
+    fn restore(&self, snapshot: &Snapshot, reuse: Option<Self::State>) -> Result<Self::State, ModelError>;
 
-    /// Positions from the first on whose keys and values a snapshot of `state` would share with whoever is alive.
-    fn held(&self, state: &Self::State) -> usize;
-
-    /// The pages that its sequences and snapshots share; `None` if its snapshots are copies.
-    fn pool(&self) -> Option<Arc<PagePool>> {
-        None
-    }
-
-    /// Pages that `state` lacks for `tokens` more.
-    fn lacks(&self, state: &Self::State, tokens: usize) -> usize {
-        let _ = (state, tokens);
-        0
-    }
-
-    /// The bytes that its snapshots take.
-    fn snapshot_size(&self) -> SnapshotSize;
-
-    /// Between two passes, and now and then while there are none: gives memory back if the system is short of it, and takes
-    /// it again. The answers stay what they are.
+    /// Returns memory to the system when it is short, and takes it back later. Called between passes and while idle.
+    /// Never changes results.
     fn fit_memory(&mut self) {}
 
-    /// After a request that failed: true if the model's device had been given up, and another one computes from here on. Sequences
-    /// that were started before are of no use any more, nor are the pages of their snapshots.
+    /// Called after a failed request. Returns true if the device was lost and the model now runs on another one: then
+    /// existing sequences and the pages of their snapshots are invalid.
     ///
     /// # Errors
-    /// The device is lost and no other one can take its place.
+    /// The device is lost and no other one can take over.
     fn recover(&mut self) -> Result<bool, ModelError> {
         Ok(false)
     }
-
-    fn vocab(&self) -> usize;
-
-    /// Most tokens a state can hold.
-    fn context(&self) -> usize;
-
-    /// Most tokens worth passing to one `forward`.
-    fn chunk(&self) -> usize;
 }
 
 impl From<DeviceError> for ModelError {

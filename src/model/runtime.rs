@@ -5,55 +5,48 @@ use crate::{
     error::ModelError,
     experts::{ExpertStore, PassKind},
     model::{
-        GoOn, HiddenTaps, Logits, Model, PagePool, Qwen, QwenState, Rows, Snapshot, SnapshotSize,
+        HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Qwen, QwenState, Rows, Snapshot, SnapshotSize,
         device_state::DeviceState,
         drafts::hidden_taps::Tapped,
         forward::Batch,
+        load::ModelParts,
         state::{rollback::ROWS, sequence::LayerState},
         weights::Mixer,
     },
     ops::{Conv, DeltaRule, Embedding, Linear},
 };
-use std::sync::Arc;
 
 impl Model for Qwen {
     type State = QwenState;
+
+    fn info(&self) -> ModelInfo {
+        let ModelParts { config, plan, shape, .. } = &self.parts;
+        ModelInfo {
+            vocab: config.vocab,
+            context: plan.context,
+            chunk: plan.chunk,
+            snapshot_size: SnapshotSize { state: shape.state, position: shape.kv_per_token },
+            pages: Some(self.device_state.borrow().pool.clone()),
+        }
+    }
 
     fn start(&self) -> Result<QwenState, ModelError> {
         let DeviceState { run, arenas, pool, heads, .. } = &mut *self.device_state.borrow_mut();
         Ok(QwenState::new(&self.parts.config, *heads, pool, arenas, &mut **run)?)
     }
 
-    fn forward_marking(
+    fn forward_with(
         &mut self,
         state: &mut QwenState,
         ids: &[u32],
         rows: Rows,
-        marks: &[usize],
-        taken: &mut Vec<Snapshot>,
-        go_on: &GoOn<'_>,
+        hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
-        self.pass(state, ids, rows, (marks, taken), go_on, None)
+        self.pass(state, ids, rows, hooks)
     }
 
     fn verify(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.try_rows(state, ids)
-    }
-
-    fn take_back(&mut self, state: &mut QwenState, rows: usize) -> Result<(), ModelError> {
-        self.forget(state, rows)
-    }
-
-    fn tap(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
-        self.set_taps(taps)
-    }
-
-    fn tapping(&mut self, on: bool) {
-        self.device_state.get_mut().tapped.off = !on;
-    }
-
-    fn tapped(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
-        self.read_taps(rows, into)
     }
 
     fn snapshot(&self, state: &mut QwenState) -> Result<Snapshot, ModelError> {
@@ -78,23 +71,6 @@ impl Model for Qwen {
         Ok(state)
     }
 
-    /// All whole pages are the sequence's own.
-    fn held(&self, _: &QwenState) -> usize {
-        usize::MAX
-    }
-
-    fn pool(&self) -> Option<Arc<PagePool>> {
-        Some(self.device_state.borrow().pool.clone())
-    }
-
-    fn lacks(&self, state: &QwenState, tokens: usize) -> usize {
-        state.lacks(tokens)
-    }
-
-    fn snapshot_size(&self) -> SnapshotSize {
-        SnapshotSize { state: self.parts.shape.state, position: self.parts.shape.kv_per_token }
-    }
-
     fn fit_memory(&mut self) {
         if let Some(store) = &self.parts.store {
             store.adapt_to_memory(&mut *self.device_state.get_mut().run);
@@ -104,21 +80,28 @@ impl Model for Qwen {
     fn recover(&mut self) -> Result<bool, ModelError> {
         self.leave_lost_device()
     }
+}
 
-    fn vocab(&self) -> usize {
-        self.parts.config.vocab
+impl HiddenStates for Qwen {
+    fn set_taps(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
+        self.choose_taps(taps)
     }
 
-    fn context(&self) -> usize {
-        self.parts.plan.context
+    fn enable_taps(&mut self, on: bool) {
+        self.device_state.get_mut().tapped.off = !on;
     }
 
-    fn chunk(&self) -> usize {
-        self.parts.plan.chunk
+    fn tapped_rows(&mut self, rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
+        self.read_taps(rows, out)
     }
 }
 
 impl Qwen {
+    /// Appends `ids` to the sequence.
+    pub fn forward(&mut self, state: &mut QwenState, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
+        self.pass(state, ids, rows, &mut PassHooks::default())
+    }
+
     /// See [`Model::verify`](crate::model::Model::verify).
     pub(in crate::model) fn try_rows(&self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.try_rows_behind(0, state, ids)
@@ -154,17 +137,6 @@ impl Qwen {
         Ok(logits)
     }
 
-    /// See [`Model::take_back`](crate::model::Model::take_back).
-    pub(in crate::model) fn forget(&self, state: &mut QwenState, rows: usize) -> Result<(), ModelError> {
-        if rows >= state.tried {
-            return Err(ModelError::Config(format!("{rows} rows cannot be taken back")));
-        }
-        state.nets().for_each(|net| net.take_back(rows));
-        state.tried = 0;
-        state.len -= rows;
-        Ok(())
-    }
-
     /// Has the delta nets' states take in what is on their tapes.
     pub(in crate::model) fn settle(&self, state: &mut QwenState) -> Result<(), ModelError> {
         let DeviceState { run, buffers: b, .. } = &mut *self.device_state.borrow_mut();
@@ -185,8 +157,8 @@ impl Qwen {
         Ok(())
     }
 
-    /// See [`Model::tap`](crate::model::Model::tap).
-    pub(in crate::model) fn set_taps(&self, taps: &HiddenTaps) -> Result<(), ModelError> {
+    /// See [`HiddenStates::set_taps`](crate::model::HiddenStates::set_taps).
+    pub(in crate::model) fn choose_taps(&self, taps: &HiddenTaps) -> Result<(), ModelError> {
         let config = &self.parts.config;
         if let Some(layer) = taps.layers.iter().find(|layer| **layer >= config.layers) {
             return Err(ModelError::Config(format!("the draft follows layer {layer} of {}", config.layers)));
@@ -203,7 +175,7 @@ impl Qwen {
         Ok(())
     }
 
-    /// See [`Model::tapped`](crate::model::Model::tapped).
+    /// See [`HiddenStates::tapped_rows`].
     pub(in crate::model) fn read_taps(&self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
         let hidden = self.parts.config.hidden;
         let DeviceState { run, buffers, tapped, .. } = &mut *self.device_state.borrow_mut();

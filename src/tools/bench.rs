@@ -51,8 +51,8 @@ pub fn run(typed: cli::BenchArgs) -> Result<(), CommandError> {
         options.gpu = chosen.working_set();
         let model = chosen.place(load_with_bar(&dir, &options, &metrics)?)?;
         let needed = typed.prompt_tokens + typed.gen_tokens;
-        if model.context() < needed {
-            let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.context());
+        if model.info().context < needed {
+            let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.info().context);
             return Err(CommandError::Usage(why));
         }
         setup = Some(Setup::new(device_choice::name(&model), &model, &load));

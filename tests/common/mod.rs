@@ -7,7 +7,7 @@ use moestro::{
     device::CpuArithmetic,
     engine::{Finish, Handle, Request, Timings, hear},
     metrics::Metrics,
-    model::{LoadOptions, Logits, Model, Qwen, QwenState, RouterChoice, Rows},
+    model::{LoadOptions, Logits, Model, PassHooks, Qwen, QwenState, RouterChoice, Rows, Snapshot},
 };
 use std::{collections::HashMap, path::Path};
 
@@ -48,7 +48,7 @@ pub fn tensors(path: &Path) -> HashMap<String, Vec<f32>> {
 /// A prompt's logits in chunks of `chunk` tokens, the state after it, and the routes of every layer in token order.
 pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, QwenState, Vec<RouterChoice>) {
     let mut state = model.start().unwrap();
-    let mut logits = Logits { vocab: model.vocab(), data: Vec::new() };
+    let mut logits = Logits { vocab: model.info().vocab, data: Vec::new() };
     let mut routes: Vec<RouterChoice> = vec![RouterChoice::default(); model.config().layers];
     for ids in ids.chunks(chunk) {
         let part = model
@@ -61,6 +61,19 @@ pub fn prefill(model: &Qwen, ids: &[u32], chunk: usize) -> (Logits, QwenState, V
         logits.data.extend(part.data);
     }
     (logits, state, routes)
+}
+
+/// Runs one pass that takes a snapshot at each of the positions `at`.
+pub fn forward_with_snapshots(
+    model: &mut Qwen,
+    state: &mut QwenState,
+    ids: &[u32],
+    rows: Rows,
+    at: &[usize],
+) -> (Logits, Vec<Snapshot>) {
+    let mut hooks = PassHooks { snapshot_at: at, ..PassHooks::default() };
+    let logits = model.forward_with(state, ids, rows, &mut hooks).unwrap();
+    (logits, hooks.snapshots)
 }
 
 /// Greedy decoding from the last row of `logits`: ids, and the rows they were chosen from.

@@ -59,7 +59,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 /// Greedy ids, and the bits of the logits they were chosen from.
-pub fn answer<M: Model>(model: &mut M, prompt: &[u32], chunks: &[usize], count: usize) -> (Vec<u32>, Vec<Vec<f32>>) {
+pub fn answer(model: &mut Qwen, prompt: &[u32], chunks: &[usize], count: usize) -> (Vec<u32>, Vec<Vec<f32>>) {
     let mut state = model.start().unwrap();
     let mut rest = prompt;
     let mut row = Vec::new();
@@ -132,9 +132,9 @@ fn sequence_continues_from_snapshot() {
     let case = cases().swap_remove(2);
     let mut gpu = resident(fast());
     let (expected, rows) = answer(&mut gpu, &case.prompt_ids, &[], 1);
-    let (mut state, mut taken) = (gpu.start().unwrap(), Vec::new());
+    let mut state = gpu.start().unwrap();
     let marks = [5, case.prompt_ids.len() - 3];
-    let row = gpu.forward_marking(&mut state, &case.prompt_ids, Rows::Last, &marks, &mut taken, &|| true).unwrap();
+    let (row, taken) = common::forward_with_snapshots(&mut gpu, &mut state, &case.prompt_ids, Rows::Last, &marks);
     assert_eq!(row.data, rows[0]);
     let mut into = Some(state);
     for snapshot in taken {
@@ -147,7 +147,7 @@ fn sequence_continues_from_snapshot() {
 #[test]
 fn shared_pages_are_not_written() {
     let mut gpu = place(fast(), false);
-    let (size, pool, len) = (gpu.snapshot_size(), gpu.pool().unwrap(), PAGE + 3);
+    let (size, pool, len) = (gpu.info().snapshot_size, gpu.info().pages.unwrap(), PAGE + 3);
     // All keys and values of the page are between 0 and 1.
     let page = |rows: usize| -> Vec<u8> {
         let values = (0..rows * pool.page_bytes() as usize / PAGE / 4).map(|n| (n * 37 % 101) as f32 / 101.0);

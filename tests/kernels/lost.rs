@@ -51,7 +51,7 @@ fn cpu_takes_over_from_lost_device() {
 
 /// Pages keep the format of the keys and values, so a sequence continues from a snapshot as without one.
 fn check_continues_from_snapshot(model: &mut Qwen) {
-    let (mut state, pool) = (model.start().unwrap(), model.pool().unwrap());
+    let (mut state, pool) = (model.start().unwrap(), model.info().pages.unwrap());
     assert_eq!(pool.page_bytes(), PAGE as u64 * model.kv_bytes());
     model.forward(&mut state, &[5, 90, 33], Rows::None).unwrap();
     let kept = model.snapshot(&mut state).unwrap();

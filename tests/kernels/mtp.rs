@@ -9,7 +9,7 @@ use crate::{
 use moestro::{
     engine::{self, Companion, Dflash, Draft, Lookup, Mtp, Request, Sampling, Speculate, Timings},
     metrics::Metrics,
-    model::{DflashModel, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash},
+    model::{DflashModel, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash},
 };
 use std::path::Path;
 
@@ -46,11 +46,11 @@ fn mtp_head_matches_the_cpu() {
     let width = cpu.config().hidden;
     let followed = |model: &mut Qwen| {
         let mut hidden = Vec::new();
-        model.tap(&HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
+        model.set_taps(&HiddenTaps { layers: vec![7], rows: 64 }).unwrap();
         let mut state = model.start().unwrap();
         // Without logits, so that the model's last norm was not computed when the head needs it.
         model.forward(&mut state, &ids[..39], Rows::None).unwrap();
-        model.tapped(39, &mut hidden).unwrap();
+        model.tapped_rows(39, &mut hidden).unwrap();
         hidden
     };
     let (expected, found) = (followed(&mut cpu), followed(&mut gpu));

@@ -50,7 +50,7 @@ fn double(streaming: bool) -> (Qwen, Shared) {
 }
 
 /// A request: the prompt in two chunks and two generated tokens. Returns all rows of logits.
-pub fn answer<M: Model>(model: &mut M) -> Result<Vec<f32>, ModelError> {
+pub fn answer(model: &mut Qwen) -> Result<Vec<f32>, ModelError> {
     let mut state = model.start()?;
     let mut rows = model.forward(&mut state, &PROMPT[..4], Rows::All)?.data;
     let mut last = model.forward(&mut state, &PROMPT[4..], Rows::Last)?.data;

@@ -34,7 +34,7 @@ fn load(prefetch: Prefetch, trace_file: &Path, gpu: bool) -> (Qwen, Arc<Metrics>
 }
 
 /// Decodes a fixed sequence of tokens.
-fn decode<M: Model>(model: &mut M) {
+fn decode(model: &mut Qwen) {
     let mut state = model.start().unwrap();
     for token in 0..TOKENS as u32 {
         model.forward(&mut state, &[100 + token * 37 % 1500], Rows::None).unwrap();

@@ -157,8 +157,8 @@ fn an_answer_is_worth_only_what_it_adds_to_its_prompt() {
 #[test]
 fn a_page_that_the_writer_reads_is_left_to_a_sequence_all_the_same() {
     let (model, ids, snapshot) = paged();
-    let (pool, read) = (model.pool().unwrap(), snapshot.pages[0].clone());
-    let cache = Cache::new(1 << 30, model.snapshot_size(), Metrics::new("test", "cpu"));
+    let (pool, read) = (model.info().pages.unwrap(), snapshot.pages[0].clone());
+    let cache = Cache::new(1 << 30, model.info().snapshot_size, Metrics::new("test", "cpu"));
     cache.share_pages(Some(pool.clone()));
     cache.insert(&ids, Kind::Message, snapshot, 0);
     let free = pool.free();

@@ -6,7 +6,7 @@
 use super::{Draft, Kind, Outlook, Sequence};
 use crate::{
     error::ModelError,
-    model::{Model, Qwen, QwenState, Rows},
+    model::{Model, Qwen, QwenState, Rows, SequenceState},
 };
 
 /// Tokens that it begins with, and its context: when that is full, it begins anew with the last ones.
@@ -31,13 +31,13 @@ impl Companion {
 
     /// Brings the state to the sequence's tokens as far as they were read; to none if it cannot go back so far.
     fn go_back(&mut self, sequence: Sequence<'_>, most: usize) -> Result<QwenState, ModelError> {
-        let room = self.model.context();
+        let room = self.model.info().context;
         let wrong = wrong(&self.read, self.base, self.tentative, sequence);
         if let (Some(mut state), Some(wrong)) = (self.state.take(), wrong)
             && sequence.end() + most <= self.base + room
         {
             if wrong > 0 {
-                self.model.take_back(&mut state, wrong)?;
+                state.reject(wrong)?;
                 self.read.truncate(self.read.len() - wrong);
             }
             return Ok(state);

@@ -28,7 +28,7 @@ use super::{Options, Sampler, Session, Timings, constraint::Ahead};
 use crate::{
     error::ModelError,
     metrics::Metrics,
-    model::{Logits, Model, Rows},
+    model::{Logits, Model, PassHooks, Rows},
 };
 use std::{
     sync::Arc,
@@ -118,7 +118,7 @@ impl<M: Model> Speculation<M> {
         };
         if let Some(taps) = speculation.draft.as_ref().map(|draft| draft.taps()).filter(|taps| !taps.layers.is_empty())
         {
-            match model.tap(&taps) {
+            match model.set_taps(&taps) {
                 Ok(()) => (speculation.follows, speculation.leaves) = (true, true),
                 Err(error) => speculation.give_up(&error),
             }
@@ -139,7 +139,7 @@ impl<M: Model> Speculation<M> {
     fn listen(&mut self, model: &mut M) {
         let leaves = self.follows && self.controller.follows();
         if leaves != std::mem::replace(&mut self.leaves, leaves) {
-            model.tapping(leaves);
+            model.enable_taps(leaves);
         }
     }
 
@@ -153,7 +153,7 @@ impl<M: Model> Speculation<M> {
     /// The model's last pass made `session` what it is; its first `rows` rows are part of it.
     fn follow(&mut self, model: &mut M, session: &Session<M::State>, rows: usize) {
         let Some(draft) = self.draft.as_mut().filter(|_| self.follows && self.leaves) else { return };
-        match model.tapped(rows, &mut self.hidden) {
+        match model.tapped_rows(rows, &mut self.hidden) {
             Ok(()) => draft.follow(session.len(), &self.hidden),
             Err(error) => self.give_up(&error),
         }
@@ -176,7 +176,7 @@ impl<M: Model> Speculation<M> {
         self.settle(session, model, step, timings)?;
         let begun = (self.now)();
         let state = self.controller.state();
-        let rows = self.controller.rows().min(drawn.room).min(model.context() - session.len());
+        let rows = self.controller.rows().min(drawn.room).min(model.info().context - session.len());
         if state != self.controller.state() {
             self.metrics.draft_states.with_label_values(&[self.controller.state()]).inc();
         }
@@ -192,7 +192,7 @@ impl<M: Model> Speculation<M> {
         }
         self.metrics.draft_width.set(drafted.len() as i64 + 1);
         let logits = match drafted.is_empty() {
-            true => session.extend(model, &[id], Rows::Last, &[], &mut Vec::new(), &|| true)?,
+            true => session.extend(model, &[id], Rows::Last, &mut PassHooks::default())?,
             false => session.verify(model, id, &drafted)?,
         };
         *step = Step { logits, row: 0, drafted, ended: false, begun: Some(begun), drafting };
@@ -230,7 +230,7 @@ impl<M: Model> Speculation<M> {
         timings: &mut Timings,
     ) -> Result<(), ModelError> {
         let (drafted, accepted) = (step.drafted.len(), step.row);
-        session.settle(model)?;
+        session.settle()?;
         let Some(begun) = step.begun else { return Ok(()) };
         let seconds = ((self.now)() - begun).as_secs_f64();
         self.follow(model, session, accepted + 1);

@@ -1,6 +1,6 @@
 use super::*;
 use crate::engine::{Allowed, Event, Finish, Options, Request, Sampling, hear, mock::MockModel, spawn_with};
-use crate::model::HiddenTaps;
+use crate::model::{HiddenTaps, PassHooks};
 
 struct Answer {
     ids: Vec<u32>,
@@ -99,7 +99,7 @@ fn timed(mut mock: MockModel, speculate: Speculate, request: &Request) -> (Vec<u
     speculation.now = || CLOCK.get();
     let mut session = Session::start(&mock).unwrap();
     speculation.start(&mut mock, false);
-    let logits = session.extend(&mut mock, &request.ids, Rows::Last, &[], &mut Vec::new(), &|| true).unwrap();
+    let logits = session.extend(&mut mock, &request.ids, Rows::Last, &mut PassHooks::default()).unwrap();
     let (mut step, mut timings) = (Step::first(logits), Timings::default());
     let mut sampler = Sampler::new(request.sampling.clone(), &request.ids, usize::MAX);
     let (mut told, begun) = (Vec::new(), CLOCK.get());

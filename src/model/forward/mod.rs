@@ -11,7 +11,7 @@ pub mod buffers;
 mod moe;
 
 use crate::model::{
-    GoOn,
+    RouterObserver,
     config::Config,
     drafts::hidden_taps::Tapped,
     forward::buffers::{Buffers, LOGITS},
@@ -29,30 +29,6 @@ use crate::{
     },
 };
 use std::ops::Range;
-
-/// The experts that each token of a layer visits, likeliest first, and their weights.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct RouterChoice {
-    /// Experts a token.
-    pub k: usize,
-    /// `T * k` experts.
-    pub ids: Vec<u32>,
-    /// `T * k` weights.
-    pub weights: Vec<f32>,
-}
-
-impl RouterChoice {
-    /// Every expert once, in order of their numbers.
-    pub fn distinct(&self) -> Vec<u32> {
-        let mut ids = self.ids.clone();
-        ids.sort_unstable();
-        ids.dedup();
-        ids
-    }
-}
-
-/// Called with a layer's number and its routes.
-pub type Observe<'a> = dyn FnMut(usize, &RouterChoice) + 'a;
 
 /// Called at each mark with its number and a delta layer's convolution and delta state.
 pub(in crate::model) type Marked<'a> = dyn FnMut(&mut dyn Backend, usize, [Region; 2]) -> Result<(), ModelError> + 'a;
@@ -75,7 +51,7 @@ pub(in crate::model) struct Batch<'a> {
     pub prompt: bool,
     /// A trial has no marks.
     pub trial: Trial,
-    pub go_on: &'a GoOn<'a>,
+    pub go_on: &'a (dyn Fn() -> bool + 'a),
 }
 
 /// A pass under way: some rows of one sequence.
@@ -96,9 +72,9 @@ pub(in crate::model) struct Pass<'a> {
     /// The delta nets' states do not take these rows in yet.
     pub trial: Trial,
     pub lists: &'a mut Lists,
-    pub go_on: &'a GoOn<'a>,
+    pub go_on: &'a (dyn Fn() -> bool + 'a),
     /// Called with each router's choice that the CPU learns.
-    pub observe: Option<&'a mut Observe<'a>>,
+    pub observe: Option<&'a mut RouterObserver<'a>>,
     /// Gets the rows that a draft follows.
     pub tapped: &'a mut Tapped,
 }

@@ -9,7 +9,7 @@
 //! Each place's result is kept apart until all are there, and the places are summed in the router's order: so it does not
 //! matter what landed first.
 
-use crate::model::forward::{Pass, RouterChoice};
+use crate::model::{RouterChoice, forward::Pass};
 use crate::{
     device::Region,
     error::ModelError,

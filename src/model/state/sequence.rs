@@ -2,6 +2,7 @@
 //! Everything lies on the device and is updated in place.
 
 use crate::model::{
+    SequenceState,
     config::Config,
     state::kv_pages::PagePool,
     state::rollback::DeltaState,
@@ -100,14 +101,9 @@ impl QwenState {
         Ok(Self { len: 0, tried: 0, layers, table, pages, pool, shape, arenas })
     }
 
-    /// Pages that it lacks for `tokens` more.
-    pub fn lacks(&self, tokens: usize) -> usize {
-        (self.len + tokens).min(self.shape.context).div_ceil(PAGE).saturating_sub(self.pages.len())
-    }
-
     /// Sees to it that there are pages for `tokens` more.
     pub fn make_room(&mut self, tokens: usize, run: &mut dyn Backend) -> Result<(), ModelError> {
-        let (had, lacks) = (self.pages.len(), self.lacks(tokens));
+        let (had, lacks) = (self.pages.len(), self.missing_pages(tokens));
         for _ in 0..lacks {
             self.pages.push(self.pool.take()?);
         }
@@ -200,6 +196,27 @@ impl QwenState {
         let d = &config.delta;
         let layer = d.value_heads * d.value_dim * d.key_dim + (d.conv_width - 1) * d.channels();
         ((config.layers - config.full_layers()) * layer * 4) as u64
+    }
+}
+
+impl SequenceState for QwenState {
+    fn reject(&mut self, rows: usize) -> Result<(), ModelError> {
+        if rows >= self.tried {
+            return Err(ModelError::Config(format!("{rows} rows cannot be taken back")));
+        }
+        self.nets().for_each(|net| net.take_back(rows));
+        self.tried = 0;
+        self.len -= rows;
+        Ok(())
+    }
+
+    fn missing_pages(&self, tokens: usize) -> usize {
+        (self.len + tokens).min(self.shape.context).div_ceil(PAGE).saturating_sub(self.pages.len())
+    }
+
+    /// Whole pages are always shared.
+    fn shared_positions(&self) -> usize {
+        usize::MAX
     }
 }
 

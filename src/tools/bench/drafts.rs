@@ -100,8 +100,8 @@ fn answers(
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let model = chosen.place(load_with_bar(dir, &options, &metrics)?)?;
     let needed = prompt.len() + tokens;
-    if model.context() < needed {
-        let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.context());
+    if model.info().context < needed {
+        let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.info().context);
         return Err(CommandError::Usage(why));
     }
     let draft: Box<dyn engine::Draft<_>> = if drafts { found.load(&model)? } else { Box::new(Lookup) };

@@ -60,8 +60,8 @@ pub fn run(dir: &Path, load: &LoadSettings, text: &[u32], answer: usize, json: b
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let mut model = chosen.place(load_with_bar(dir, &options, &metrics)?)?;
     let needed = text.len() + answer;
-    if model.context() < needed {
-        let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.context());
+    if model.info().context < needed {
+        let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.info().context);
         return Err(CommandError::Usage(why));
     }
     let report = Report { tokens: text.len(), rows: compare(&mut model, &asked, text, answer)? };

@@ -70,7 +70,7 @@ impl Session {
         let mut state = self.model.start()?;
         let begin = Moment::now(&self.metrics);
         let mut logits = Logits::default();
-        for chunk in prompt.chunks(self.model.chunk()) {
+        for chunk in prompt.chunks(self.model.info().chunk) {
             logits = self.forward(&mut state, chunk)?;
         }
         let (middle, first) = (Moment::now(&self.metrics), self.asked.len());

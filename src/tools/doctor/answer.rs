@@ -9,7 +9,7 @@ use crate::{
     error::CommandError,
     experts::ReadMode,
     metrics::Metrics,
-    model::{LoadOptions, Model, Qwen, Reference, Rows, StoreOptions},
+    model::{LoadOptions, Model, PassHooks, Qwen, Reference, Rows, StoreOptions},
     plan::PlanOptions,
 };
 use candle_core::{DType, Device};
@@ -116,11 +116,11 @@ impl Demo {
         let mut generate = || {
             let mut state = model.start()?;
             let begin = Instant::now();
-            let mut row = model.forward(&mut state, &self.prompt, Rows::Last)?;
+            let mut row = model.forward_with(&mut state, &self.prompt, Rows::Last, &mut PassHooks::default())?;
             let (prefilled, mut ids) = (Instant::now(), Vec::new());
             while ids.len() < COUNT {
                 ids.push(argmax(row.row(0)).unwrap_or(0));
-                row = model.forward(&mut state, &ids[ids.len() - 1..], Rows::Last)?;
+                row = model.forward_with(&mut state, &ids[ids.len() - 1..], Rows::Last, &mut PassHooks::default())?;
             }
             let rate = |tokens: usize, from: Instant, to: Instant| tokens as f64 / (to - from).as_secs_f64().max(1e-9);
             let end = Instant::now();

@@ -370,7 +370,7 @@ fn a_state_behind_no_tokens_is_of_no_use() {
 fn a_page_whose_device_is_gone_is_no_error_of_the_disk() {
     let dir = tempfile::tempdir().unwrap();
     let (model, ids, snapshot) = super::super::tests::paged();
-    let cache = Arc::new(Cache::new(1 << 30, model.snapshot_size(), Metrics::new("test", "cpu")));
+    let cache = Arc::new(Cache::new(1 << 30, model.info().snapshot_size, Metrics::new("test", "cpu")));
     cache.store_in(&storage(dir.path()));
     drop(model);
     cache.insert(&ids, Kind::Message, snapshot, 0);
