@@ -1,12 +1,14 @@
-//! The price of comparing a packed record's checksum when it is read: processor time of misses with and without.
+//! The cost of checking a packed record's checksum when it is read: processor time of misses with and without the
+//! check.
 //!
 //! ```text
 //! cargo bench --bench checksum -- MODEL [ROUNDS] [ROUTES]
 //! ```
-//! MODEL has a pack. Two stores with room for one route read the same random routes of eight experts (so that all miss), in
-//! turn, of which one compares. A first round reads every record once, which is when each is summed; after it one read of
-//! sixteen is. Prints a line of CSV for each round: experts, microseconds of processor and of time for each, without and
-//! with, and the ratios; then what is more for each expert. Linux only.
+//! MODEL must have a pack. Two stores with slots for one route read the same random routes of eight experts,
+//! alternating. All reads miss. One store checks. The first round reads every record once, and each record is
+//! checked. Later rounds check one read of sixteen. Prints one CSV line for each round: experts, microseconds of
+//! processor time and of wall-clock time for each expert without and with the check, and the ratios. The last line
+//! is the extra processor time for each expert. Linux only.
 
 use moestro::{
     checkpoint::pack,
@@ -25,7 +27,7 @@ fn processor() -> f64 {
     nanoseconds.sum::<u64>() as f64 / 1e9
 }
 
-/// Processor time and time for an expert, in microseconds.
+/// Processor time and wall-clock time for each expert, in microseconds.
 fn read(store: &ExpertStore, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
     let (begin, used) = (Instant::now(), processor());
     let mut experts = 0;
@@ -74,7 +76,7 @@ fn main() {
             })
             .collect();
         let routes = if round == 0 { &all } else { &drawn };
-        // In turn, so that neither always comes first.
+        // Alternating, so that neither store always comes first.
         let (a, b) = match round % 2 {
             0 => {
                 let a = read(&without, routes);

@@ -1,15 +1,15 @@
-//! Every operation of the forward pass alone, with the shapes of a 35B-A3B: time, bytes a second, and the share of what
-//! memory gives when nothing is computed.
+//! Every operation of the forward pass by itself, with the shapes of a 35B-A3B: time, bytes per second, and the
+//! share of the memory bandwidth.
 //!
 //! ```text
 //! cargo bench --bench ops -- [FILTER] [--threads N] [--f32]
 //! ```
-//! `attend pairs` sets attention over 8 and 4 bits beside 16, in turn, in processor time where Linux tells it (a busy machine
-//! changes that little).
+//! `attend pairs` compares attention over 8 and 4 bits with 16, alternating, in processor time on Linux, which other
+//! processes change little.
 //!
-//! Decode reads weights and states from a fresh copy each time, of which there are so many that no cache
-//! holds them all; in prefill weights are read from memory once a task and then met by many rows, so that its bytes a
-//! second say little more than how many rows a second there are.
+//! Decode cases read weights and states from a fresh copy each time, from more copies than any cache holds. In
+//! prefill cases a task reads weights from memory once and multiplies them with many rows, so their bytes per second
+//! mostly measure rows per second.
 
 use criterion::{Criterion, Throughput};
 use moestro::{
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 type Result<T> = std::result::Result<T, DeviceError>;
 
 const HIDDEN: usize = 2048;
-/// Copies of what is read together take this much memory.
+/// All copies of one operand use this much memory.
 const SPREAD: usize = 512 << 20;
 const FOUR: WeightFormat = affine(4);
 
@@ -40,7 +40,7 @@ struct Bench {
     memory: f64,
 }
 
-/// A CPU with buffers of random floats and of weights: codes are anything, scales and biases small.
+/// A CPU with buffers of random floats and weights. Codes are arbitrary, scales and biases small.
 struct Lab {
     cpu: Cpu,
     word: u64,
@@ -58,7 +58,7 @@ impl Lab {
         Ok(region)
     }
 
-    /// Floats of about 1 to 2, of either sign.
+    /// Floats of magnitude 1 to 2 and either sign.
     fn floats(&mut self, count: usize) -> Result<Region> {
         self.fill(count * 4, |word| (word & 0x807f_ffff_807f_ffff) | 0x3f80_0000_3f80_0000)
     }
@@ -70,7 +70,7 @@ impl Lab {
     fn weight(&mut self, codes: WeightFormat, rows: usize, cols: usize) -> Result<Weight> {
         let mut parts = [Region::default(); 3];
         for (index, (part, len)) in parts.iter_mut().zip(codes.row_bytes(cols)).enumerate() {
-            // 0x3c3c is 0.011 as bf16; a dense weight's exponents must not be anything either.
+            // 0x3c3c is 0.011 as bf16. The exponents of a dense weight must not be arbitrary either.
             let small = index > 0 || matches!(codes, WeightFormat::Dense(_));
             let value = move |word: u64| if small { 0x3c3c_3c3c_3c3c_3c3c ^ word >> 63 } else { word ^ word >> 32 };
             *part = self.fill(len * rows, value)?;
@@ -100,7 +100,7 @@ impl Lab {
     }
 }
 
-/// Contexts full of keys and values, and queries at their end.
+/// Full contexts of keys and values, and queries at their end.
 struct Caches {
     shape: AttentionShape,
     proj: Region,
@@ -144,9 +144,9 @@ impl Caches {
     }
 }
 
-/// Processor time of all threads so far; elsewhere than on Linux, time.
+/// Processor time of all threads so far. Wall-clock time on other systems than Linux.
 fn spent() -> Duration {
-    // What this thread spent since the last tick of the clock is counted only when others may have their turn.
+    // The kernel adds a thread's time since the last clock tick only when the thread yields.
     std::thread::yield_now();
     let of = |task: std::io::Result<std::fs::DirEntry>| {
         let text = std::fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
@@ -167,8 +167,8 @@ impl Bench {
         Lab { cpu: Cpu::new(self.compute.clone()), word: 1 }
     }
 
-    /// Times the operations that `op` makes of a running number; each reads and writes `bytes`. The quantised rows of
-    /// `x` are forgotten before each.
+    /// Times the operations that `op` makes from a running number. Each reads and writes `bytes`. Quantized rows of
+    /// `x` are dropped before each.
     fn time<'o>(&mut self, name: &str, bytes: usize, cpu: &mut Cpu, x: Region, op: impl Fn(usize) -> Op<'o>) {
         let (mut number, mut best, keep) = (0, f64::INFINITY, [0; 4]);
         let mut group = self.criterion.benchmark_group("ops");
@@ -216,7 +216,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Eight experts and a shared one of `[512, HIDDEN]`.
+    /// Eight experts and a shared expert of `[512, HIDDEN]`.
     fn experts(&mut self, tokens: usize) -> Result<()> {
         let name = format!("experts, 8 of 4 bits and one of 8, {tokens} tokens each");
         if !self.runs(&name) {
@@ -261,7 +261,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Attention with each number of bits in turn: medians, and of the rounds how often 16 bits take the time of fewer.
+    /// Attention with each number of bits, alternating. Prints medians, and the median ratio of 16 bits to fewer.
     fn pairs(&mut self, context: usize) -> Result<()> {
         let name = format!("attend pairs, 1 query at {context}");
         if !self.runs(&name) {
@@ -298,7 +298,7 @@ impl Bench {
         Ok(())
     }
 
-    /// A delta layer between its projections: 16 key heads, 32 value heads of 128.
+    /// A delta-net layer without its projections: 16 key heads, 32 value heads of 128.
     fn delta(&mut self, tokens: usize) -> Result<()> {
         let shape =
             DeltaShape { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_width: 4, eps: 1e-6 };
@@ -319,7 +319,7 @@ impl Bench {
             let (shape, past, stored) = (&shape, none, tokens);
             DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into()
         });
-        // What going back costs: as many rows again, of which nothing but the state is wanted.
+        // The cost of replay: as many replayed rows, whose output is not computed.
         let past = Replay { rows: tokens, proj, mixed };
         self.time(&format!("delta rule, a token behind {tokens} that stay"), 2 * bytes, &mut lab.cpu, y, |number| {
             let state = states[number % states.len()];
@@ -330,7 +330,7 @@ impl Bench {
         Ok(())
     }
 
-    /// The small ones.
+    /// The small operations.
     fn rest(&mut self, tokens: usize) -> Result<()> {
         let mut lab = self.lab();
         let layer = lab.mixture(8, 256, Default::default())?;

@@ -1,4 +1,4 @@
-//! Keys and values in 8 and 4 bits: against the reference in plain tensors, against 16 bits, and against themselves in other
+//! Keys and values in 8 and 4 bits: against the Candle reference, against 16 bits, and against themselves with other
 //! chunks.
 
 mod common;
@@ -22,7 +22,7 @@ fn demo(kv_bits: KvBits, math: CpuArithmetic) -> Qwen {
     load_with(Path::new(DEMO), LoadOptions { math, threads: Some(2), kv_bits, ..LoadOptions::default() })
 }
 
-/// Questions and answers that the demo was made for, one behind the other.
+/// Concatenated questions and answers that the demo was trained on.
 fn text(count: usize) -> Vec<u32> {
     let (cases, _) = fixtures::demo();
     let all = cases.iter().cycle().flat_map(|case| [&case.prompt_ids[..], &case.greedy_ids].concat());
@@ -59,7 +59,7 @@ fn the_pass_is_the_reference() {
             println!(
                 "{bits} bits, {math:?}: off by {off:.1e}, {mean:.1e}; what rounding does: {effect:.1e}, {all:.1e}"
             );
-            // A value that lies between two integers may be rounded to the other one where f32 is not f64.
+            // A value halfway between two integers may round to the other one, because f32 is not f64.
             assert!(mean < all / 8.0, "{bits} bits, {math:?}: {mean} of {all}");
         }
     }
@@ -71,7 +71,7 @@ fn eight_bits_answer_as_sixteen() {
     let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, CpuArithmetic::Integer));
     let mut worst = [0f64; 2];
     let (mut sum, mut count) = (0.0, 0);
-    // The questions alone, and behind so much other text that most of what is seen is rounded.
+    // The questions alone, and after so much other text that most positions are quantized.
     for (place, before) in [0, 500].into_iter().enumerate() {
         for case in &cases {
             let ids = [&text(before)[..], &case.prompt_ids, &case.greedy_ids].concat();
@@ -87,7 +87,7 @@ fn eight_bits_answer_as_sixteen() {
                 let last = logits.row(logits.rows() - 1).to_vec();
                 decode(model, &mut state, &last, case.greedy_ids.len()).0
             });
-            // Behind unrelated text the demo is unsure of itself, and the likeliest tokens are close to each other.
+            // After unrelated text the demo is uncertain, and the most likely tokens are close to each other.
             assert!(before > 0 || exact == few, "{}", case.question);
         }
     }
@@ -99,7 +99,7 @@ fn eight_bits_answer_as_sixteen() {
     assert!(worst[0] <= BOUND && mean <= BOUND, "{worst:?} {mean}");
 }
 
-/// The largest difference of a log-probability that 8 bits may make.
+/// Largest difference of a log-probability that 8 bits may cause.
 const BOUND: f64 = 2e-3;
 
 #[test]
@@ -129,7 +129,7 @@ fn chunks_threads_and_verifies_cannot_be_seen() {
             let (logits, ..) = prefill(&model, &ids, chunk);
             assert!(logits.data == expected.data, "{kv_bits:?}: chunks of {chunk} on {threads} threads");
         }
-        // Rows that are verified and taken back, over every border of the newest.
+        // Verified and rejected rows at every boundary of the ring.
         let mut model = demo(kv_bits, CpuArithmetic::Integer);
         let mut state = model.start().unwrap();
         let mut at = 0;
@@ -148,7 +148,7 @@ fn chunks_threads_and_verifies_cannot_be_seen() {
 
 #[test]
 fn a_token_takes_half_and_a_quarter() {
-    // Of heads of 256 values, as all models have them that this is for.
+    // Heads of 256 values, as in all supported models.
     use moestro::ops::KvFormat::{Eight, Four, I16};
     let of = |format: moestro::ops::KvFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;
     assert!(of(Eight) <= 0.53 && of(Four) <= 0.28, "{} {}", of(Eight), of(Four));

@@ -1,5 +1,5 @@
-//! Matrices are read as they were meant: converters write the `quantization` table in many ways, and some write a wrong
-//! one.
+//! Converters write the `quantization` table in many ways, and some write a wrong one. Matrices are read correctly
+//! or refused.
 
 mod common;
 
@@ -17,11 +17,11 @@ use std::{
     process::{Command, Output},
 };
 
-/// A case's change to a config.
+/// A change to a config.
 type Change<'a> = dyn Fn(&mut Value) + 'a;
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-/// A small checkpoint's tensors and configuration.
+/// The tensors and configuration of a small checkpoint.
 fn read(file: &[u8]) -> (Tensors, Value) {
     let (_, header) = SafeTensors::read_metadata(file).unwrap();
     let config = header.metadata().as_ref().and_then(|more| serde_json::from_str(more.get("config")?).ok());
@@ -62,7 +62,7 @@ fn refusal(name: &str, damage: impl FnOnce(&mut Tensors, &mut Value)) -> String 
     error
 }
 
-/// The table with every path spelled by `spell`.
+/// The table with every path rewritten by `spell`.
 fn spelled(config: &Value, spell: impl Fn(&str) -> String) -> Value {
     let table = config["quantization"].as_object().unwrap();
     let word = |key: &String| if key.contains('.') { spell(key) } else { key.clone() };
@@ -92,13 +92,13 @@ fn every_way_of_writing_the_table_gives_the_same_logits() {
                 c["text_config"]["quantization_config"] = table;
                 c.as_object_mut().unwrap().remove("quantization");
             }),
-            // UD-MLX: whether each matrix is named is not known.
+            // UD-MLX, whose table may not name every matrix.
             ("no entry", &|c| {
                 let table = c["quantization"].as_object().unwrap();
                 let all = table.iter().filter(|(key, _)| !key.contains('.'));
                 c["quantization"] = all.map(|(k, v)| (k.clone(), v.clone())).collect::<serde_json::Map<_, _>>().into();
             }),
-            // JANG: the least width of all, another group size, or nothing at all.
+            // JANG: the smallest width, another group size, or no entry.
             ("JANG, two bits", &|c| c["quantization"] = json!({"bits": 2, "group_size": 32})),
             ("JANG, eight bits", &|c| c["quantization"] = json!({"bits": 8, "group_size": 128})),
             ("no table", &|c| drop(c.as_object_mut().unwrap().remove("quantization"))),
@@ -120,14 +120,14 @@ fn contradictions_are_refused_by_name() {
         config["quantization"]["model.layers.0.mlp.gate"] = json!({"bits": 2});
     });
     assert!(error.contains("two contradictory entries for") && error.contains("layers.0.mlp.gate"), "{error}");
-    // Scales of one byte, and biases.
+    // One-byte scales together with biases.
     let head = "language_model.lm_head";
     let error = refusal("mxfp4", |tensors, _| {
         let scales = tensors[&format!("{head}.scales")].clone();
         tensors.insert(format!("{head}.biases"), scales);
     });
     assert!(error.contains("lm_head.weight") && error.contains("biases"), "{error}");
-    // Widths that no kernel knows.
+    // Widths that no kernel supports.
     let error = refusal("affine4", |tensors, _| {
         let (_, shape, _) = tensors[&format!("{head}.weight")].clone();
         let shape = vec![shape[0], shape[1] / 4];
@@ -161,7 +161,7 @@ fn what_is_not_mlx_is_refused_by_name() {
     assert!(error.contains("two names of the same tensor"), "{error}");
 }
 
-/// The demo model with something added to the norms of queries and keys.
+/// The demo model with a constant added to the norms of queries and keys.
 fn shifted(by: f32) -> Output {
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str| moestro::demo::file(name).unwrap();
@@ -186,7 +186,7 @@ fn shifted(by: f32) -> Output {
 
 #[test]
 fn norms_that_were_shifted_twice_are_noticed() {
-    // Its own mean is 1.2; Qwen3.5 has 1.7.
+    // The mean of its norms is 1.2, that of Qwen3.5 1.7.
     for (by, noticed) in [(0.0, false), (1.5, true)] {
         let output = shifted(by);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -1,4 +1,4 @@
-//! AVX2: byte products by `maddubs`, whose 16-bit sums cannot overflow for codes of up to six bits and signed digits.
+//! AVX2 kernels. Byte products use `maddubs`, whose 16-bit sums cannot overflow for codes of up to six bits.
 
 use std::{arch::x86_64::*, ops::Range};
 
@@ -29,7 +29,7 @@ pub unsafe fn rows(
 
 float::compiled_for!("avx2,fma,bmi2", super::vector::Avx2);
 
-/// Two vectors of codes (at most 63 each) and their digits at `x` and, for `b`, `x + 32`: eight lanes of sums.
+/// Two vectors of codes, each at most 63, times their digits at `x` and `x + 32`: eight lanes of sums.
 #[inline(always)]
 unsafe fn pair(a: __m256i, b: __m256i, x: [*const i8; 3]) -> __m256i {
     // SAFETY: the processor has AVX2, and 64 digits of each plane are readable (caller).
@@ -41,7 +41,7 @@ unsafe fn pair(a: __m256i, b: __m256i, x: [*const i8; 3]) -> __m256i {
     }
 }
 
-/// As [`pair`], for one vector.
+/// As [`pair`], for one vector of codes.
 #[inline(always)]
 unsafe fn single(a: __m256i, x: [*const i8; 3]) -> __m256i {
     // SAFETY: the processor has AVX2, and 32 digits of each plane are readable (caller).
@@ -51,7 +51,7 @@ unsafe fn single(a: __m256i, x: [*const i8; 3]) -> __m256i {
     }
 }
 
-/// `65536 * high + 256 * middle + low`, neighbours added.
+/// `65536 * high + 256 * middle + low`, neighbouring lanes added.
 #[inline(always)]
 unsafe fn join(high: __m256i, middle: __m256i, low: __m256i) -> __m256i {
     // SAFETY: the processor has AVX2 (caller).
@@ -92,7 +92,7 @@ impl x86::GroupDot for Avx2 {
             for at in (0..GROUP).step_by(32) {
                 let (codes, x) = (load(codes.add(at)), x.map(|x| x.add(at)));
                 if WIDE {
-                    // A byte is two nibbles, sixteen times the upper one.
+                    // A byte is its lower nibble plus sixteen times its upper nibble.
                     let mask = _mm256_set1_epi8(15);
                     let lower = _mm256_and_si256(codes, mask);
                     let upper = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), mask);

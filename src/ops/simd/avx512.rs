@@ -1,4 +1,4 @@
-//! AVX-512 with VNNI: four byte products a lane and instruction, exact in 32 bits.
+//! AVX-512 kernels with VNNI: four byte products for each lane and instruction, exact in 32 bits.
 
 use std::{arch::x86_64::*, ops::Range};
 

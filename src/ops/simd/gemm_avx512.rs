@@ -1,12 +1,12 @@
-//! Several rows of activations with AVX-512: 16 or 32 rows of weights are unpacked once into a tile whose lanes are rows, so
-//! that products need no sums across a register, and then meet every line.
+//! Matrix products with several rows of activations (gemm), with AVX-512.
 //!
-//! A tile has for each four columns one vector: 16 rows, four codes each. The digits of a line meet it as a broadcast of
-//! four bytes. Per group the integer sums become f32 and accumulate eight accumulators a row, as broadcast (see [`super`]).
+//! Unpacks 16 or 32 rows of weights into a tile and multiplies it with all inputs. The lanes of a tile's vectors are
+//! rows of weights, so no sums across a register are needed. A vector holds four columns of 16 rows. The digits of
+//! an input are broadcast four bytes at a time. Each group's integer sums become f32 and are added to one of eight
+//! accumulators, in the order that [`super`] defines.
 //!
-//! A few groups are unpacked at a time: they stay in the first-level cache while the lines pass by. The next rows are asked
-//! for between these products: a core keeps few requests to memory under way, and if they come in one go, products wait for
-//! memory and memory for the products.
+//! A few groups are unpacked at a time, so that they stay in L1 for all inputs. Prefetches of the next rows are
+//! spread over these products, because a core tracks a limited number of misses.
 
 use std::{arch::x86_64::*, ops::Range};
 
@@ -20,8 +20,8 @@ use crate::ops::quant::QuantizedRow;
 
 /// Accumulators of a row.
 const LANES: usize = 8;
-/// Up to this many lines, half as many groups are unpacked at a time: what products have asked for arrives while it lasts.
-/// More lines meet all groups of a row in one go, since their digits come from a farther cache, in order.
+/// Up to this many inputs, only four groups are unpacked at a time, so that prefetched lines arrive in time. With
+/// more inputs all groups of a row are unpacked at once, because the inputs' digits come from L2, in order.
 const FEW_INPUTS: usize = 16;
 
 /// See [`super::product`]; for as many whole tiles as `rows` has. Returns how many rows it computed.
@@ -37,7 +37,7 @@ pub unsafe fn rows(
     scratch: &mut SimdScratch,
 ) -> usize {
     let mut row = rows.start;
-    // SAFETY: the rows exist; everything else is passed on.
+    // SAFETY: the rows exist. The rest is passed on.
     unsafe {
         while rows.end - row >= 2 * ROWS {
             block::<2>(weight, row, lines, outs, &mut scratch.tiles);
@@ -51,7 +51,7 @@ pub unsafe fn rows(
     row - rows.start
 }
 
-/// `M` tiles of weights against all lines.
+/// Multiplies `M` tiles of weights with all inputs.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn block<const M: usize>(
@@ -65,7 +65,7 @@ unsafe fn block<const M: usize>(
     let few = lines.len() <= FEW_INPUTS;
     let step = if few { LANES / 2 } else { groups };
     room(&mut tiles.lanes, if few { lines.len() } else { 4 } * M * LANES);
-    // SAFETY: the rows exist; there is room for the accumulators; everything else is passed on.
+    // SAFETY: the rows exist, and the accumulators have been allocated. The rest is passed on.
     unsafe {
         for tile in 0..M {
             fill_constants::<M>(weight, row + tile * ROWS, tiles, tile);
@@ -80,8 +80,8 @@ unsafe fn block<const M: usize>(
     }
 }
 
-/// Asks for the constants of one group of the `rows` rows behind those from `row` on, and for what their codes have over the
-/// four bits that are asked for between products.
+/// Prefetches, for one group of the `rows` rows after those from `row` on, the constants and the code bytes beyond
+/// four bits. The products prefetch the rest.
 #[inline(always)]
 fn prefetch_rows(weight: &AffineWeight<'_>, row: usize, rows: usize, group: usize) {
     let (scales, biases) = weight.constants(row);
@@ -89,13 +89,13 @@ fn prefetch_rows(weight: &AffineWeight<'_>, row: usize, rows: usize, group: usiz
     for (part, bytes) in [(scales, rows * constant), (biases, rows * constant), (weight.codes(row), rows * codes)] {
         let from = part.as_ptr().wrapping_add(rows * part.len() + bytes * group);
         for line in (0..bytes).step_by(64) {
-            // SAFETY: any address may be asked for.
+            // SAFETY: a prefetch may use any address.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(line).cast()) };
         }
     }
 }
 
-/// The products of `groups`, whose codes are in tiles, with every line; behind the last group the results.
+/// Multiplies `groups`, whose codes are in tiles, with every input. Stores the results after the last group.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn all_inputs<const M: usize>(
@@ -106,13 +106,13 @@ unsafe fn all_inputs<const M: usize>(
     outs: &[OutPtr],
     tiles: &mut WeightTiles,
 ) {
-    // The next rows are asked for not long before they are wanted.
+    // Prefetch the next rows shortly before they are needed.
     let prefetch_at = (lines.len() / 4).saturating_sub(1);
     let (whole, last) = (groups == (0..weight.groups()), groups.end == weight.groups());
     for (index, (lines, outs)) in lines.chunks(4).zip(outs.chunks(4)).enumerate() {
-        // Where all groups are computed in one go, four lines after four have the same accumulators.
+        // If all groups are computed at once, every four inputs reuse the same accumulators.
         let at = if whole { 0 } else { index * 4 * M * LANES };
-        // SAFETY: passed on; there are as many outs as lines, and accumulators for them.
+        // SAFETY: passed on. There are as many outs as inputs, and accumulators for them.
         unsafe {
             let lanes = tiles.lanes.as_mut_ptr().add(at);
             let groups = groups.clone();
@@ -135,13 +135,13 @@ unsafe fn all_inputs<const M: usize>(
     }
 }
 
-/// Sixteen results at `to` from the accumulators at `from`.
+/// Computes sixteen results at `to` from the accumulators at `from`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn store_lanes(from: *const CacheLine, weight: &AffineWeight<'_>, to: *mut f32) {
     let groups = weight.groups();
     let mut lanes = [_mm512_setzero_ps(); LANES];
-    // SAFETY: there are accumulators for all groups, and room at `to` (caller).
+    // SAFETY: the accumulators exist, and `to` has enough space (caller).
     unsafe {
         for (lane, value) in lanes.iter_mut().enumerate() {
             if lane < groups {
@@ -152,7 +152,7 @@ unsafe fn store_lanes(from: *const CacheLine, weight: &AffineWeight<'_>, to: *mu
     }
 }
 
-/// `M` tiles against `N` lines, whose accumulators are at `lanes`.
+/// Multiplies `M` tiles with `N` inputs, whose accumulators are at `lanes`.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn some_inputs<const M: usize, const N: usize, const PREFETCH: bool>(
@@ -165,9 +165,10 @@ unsafe fn some_inputs<const M: usize, const N: usize, const PREFETCH: bool>(
 ) {
     let words = weight.group / 4;
     let zero = _mm512_setzero_si512();
-    // SAFETY: tiles and digits have these groups of `words` words; there are eight accumulators a line and tile (caller).
+    // SAFETY: tiles and digits have these groups of `words` words. Each input and tile has eight accumulators
+    // (caller).
     unsafe {
-        // Not by `map`, whose closure would be called: it has instructions that `map` was not compiled for.
+        // Not `map`, because its closure would not be compiled for these instructions.
         let mut planes = [[std::ptr::null::<i32>(); 3]; N];
         for (planes, line) in planes.iter_mut().zip(lines) {
             for (plane, digits) in planes.iter_mut().zip(&line.digits.planes) {
@@ -213,8 +214,8 @@ unsafe fn some_inputs<const M: usize, const N: usize, const PREFETCH: bool>(
     }
 }
 
-/// The integer sums of one group, one register for each digit, accumulate their accumulator. `weights` are scale and bias,
-/// `lines` scale and sum.
+/// Adds the integer sums of one group, one register for each digit, to an accumulator. `weights` are scale and bias,
+/// `inputs` scale and sum.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn accumulate(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane: &mut __m512) {
@@ -225,10 +226,10 @@ fn accumulate(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane
     *lane = _mm512_fmadd_ps(weights[1], lines[1], *lane);
 }
 
-/// Scale and sum of a group of a line, in all lanes.
+/// Scale and sum of an input's group, broadcast to all lanes.
 ///
 /// # Safety
-/// The line has that group.
+/// The input has that group.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn broadcast(line: &QuantizedRow<'_>, group: usize) -> [__m512; 2] {
@@ -236,16 +237,16 @@ unsafe fn broadcast(line: &QuantizedRow<'_>, group: usize) -> [__m512; 2] {
     unsafe { [_mm512_set1_ps(*line.scale.get_unchecked(group)), _mm512_set1_ps(*line.sum.get_unchecked(group))] }
 }
 
-/// Sixteen results at `to` from the accumulators of `groups` groups.
+/// Adds the accumulators of `groups` groups and stores sixteen results at `to`.
 ///
 /// # Safety
-/// There is room at `to`.
+/// `to` has space for sixteen values.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn finish(mut l: [__m512; LANES], groups: usize, global_scale: f32, to: *mut f32) {
     let rest = groups % LANES;
     if rest != 0 {
-        // The zero groups of the padding: they turn -0 into 0.
+        // The zero groups of the padding turn -0 into 0.
         for (index, lane) in l.iter_mut().enumerate() {
             if index >= rest {
                 *lane = _mm512_add_ps(*lane, _mm512_setzero_ps());

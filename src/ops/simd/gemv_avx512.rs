@@ -1,4 +1,4 @@
-//! One row of activations with AVX-512: two rows of weights at a time, one in each half of a register.
+//! Matrix-vector products (gemv) with AVX-512: two rows of weights at a time, one in each half of a register.
 
 use std::{arch::x86_64::*, ops::Range};
 
@@ -25,7 +25,7 @@ pub unsafe fn rows(
     // SAFETY: passed on.
     unsafe {
         match (weight.bits, weight.group) {
-            // A group of 32 nibbles does not fill half a register.
+            // A group of 32 4-bit codes does not fill half a register.
             (4, 32) => 0,
             (4, 64) => pairs::<4, 64>(weight, rows, lines, outs, scratch),
             (4, _) => pairs::<4, 128>(weight, rows, lines, outs, scratch),
@@ -39,7 +39,7 @@ pub unsafe fn rows(
     }
 }
 
-/// `BITS` is 4, 8, or 0 for the widths that are unpacked to bytes first.
+/// `BITS` is 4 or 8, or 0 for the widths that are unpacked to bytes first.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn pairs<const BITS: usize, const GROUP: usize>(
@@ -61,7 +61,7 @@ unsafe fn pairs<const BITS: usize, const GROUP: usize>(
         }
         let constants = [scratch.rows[0].constants.as_slice(), &scratch.rows[1].constants];
         for (line, out) in lines.iter().zip(outs) {
-            // SAFETY: codes, constants and digits have a row's length; the caller lets us write these outputs.
+            // SAFETY: codes, constants and digits have a row's length. The caller allows writes to these outputs.
             unsafe {
                 let lanes = dot::<BITS, GROUP>(codes, constants, &line.digits);
                 let (a, b) = (_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
@@ -86,10 +86,11 @@ unsafe fn dot<const BITS: usize, const GROUP: usize>(
     let mut lanes = _mm512_setzero_ps();
     for first in (0..groups).step_by(8) {
         let mut sums = [_mm512_setzero_si512(); 8];
-        // SAFETY: all reads are of whole groups below `groups`, of which codes and digits have that many; constants,
-        // scales and sums are padded to a multiple of eight.
+        // SAFETY: reads only whole groups below `groups`, which codes and digits have. Constants, scales and sums
+        // are padded to a multiple of eight.
         unsafe {
-            // The second row's codes follow the first's, so both are asked for as they lie in memory, a little with each group.
+            // The second row's codes follow the first's, so both are prefetched in memory order, some with each
+            // group.
             let ahead = |group: usize| {
                 for line in (0..2 * step).step_by(64).take_while(|_| BITS != 0) {
                     x86::prefetch(codes[0].as_ptr().wrapping_add(2 * step * group + line + x86::PREFETCH_BYTES));
@@ -117,18 +118,18 @@ unsafe fn dot<const BITS: usize, const GROUP: usize>(
     lanes
 }
 
-/// 32 bytes from each address.
+/// Loads 32 bytes from each address.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
 unsafe fn load_pair(a: *const u8, b: *const u8) -> __m512i {
-    // SAFETY: readable (caller); any alignment.
+    // SAFETY: readable at any alignment (caller).
     unsafe {
         let a = _mm512_castsi256_si512(_mm256_loadu_si256(a.cast()));
         _mm512_inserti64x4::<1>(a, _mm256_loadu_si256(b.cast()))
     }
 }
 
-/// The dot product of one group of codes and one of digits as eight partial sums a row.
+/// Dot products of one group of two rows, eight partial sums for each row.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn partial<const BITS: usize, const GROUP: usize>(
@@ -137,7 +138,7 @@ unsafe fn partial<const BITS: usize, const GROUP: usize>(
     x: &QuantizedRow<'_>,
 ) -> __m512i {
     let (mask, mut total) = (_mm512_set1_epi8(15), _mm512_setzero_si512());
-    // SAFETY: there are that many groups of codes and digits (caller).
+    // SAFETY: codes and digits have this group (caller).
     unsafe {
         let digits =
             |x: &[i8], at: usize| _mm512_broadcast_i64x4(_mm256_loadu_si256(x.as_ptr().add(group * GROUP + at).cast()));
@@ -168,13 +169,13 @@ unsafe fn partial<const BITS: usize, const GROUP: usize>(
     total
 }
 
-/// Lane `i` of either half of the result is the sum of that half of vector `i`.
+/// Lane `i` of each half is the sum of that half of vector `i`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn sum_vectors(v: [__m512i; 8]) -> __m512i {
     let halves = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let quarters = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-    // Quarters of registers: groups 0 to 3 and 4 to 7, each a row's sum in two parts.
+    // Quarters: groups 0 to 3 and 4 to 7, each row's sum in two parts.
     let low = quarters(halves(v[0], v[1]), halves(v[2], v[3]));
     let high = quarters(halves(v[4], v[5]), halves(v[6], v[7]));
     let first = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high);

@@ -1,7 +1,8 @@
-//! NEON: byte products by `sdot` where the processor has it (all of Apple's do), else by `smull` and `sadalp`.
+//! NEON kernels. Byte products use `sdot` on processors that have it (all Apple silicon), otherwise `smull` and
+//! `sadalp`.
 //!
-//! Written without an Arm machine at hand. Both ways pass this room's tests (the scalar bytes for all widths, groups and
-//! numbers of lines) under emulation, and so do the golden tests: `tests/neon.sh`. Never timed, so nothing here is tuned.
+//! Never run on real hardware. Both versions pass the tests of `ops` and the golden tests under emulation
+//! (`tests/neon.sh`). Their speed has not been measured.
 
 use std::{
     arch::{aarch64::*, asm},
@@ -26,7 +27,7 @@ pub unsafe fn rows(
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
-    // SAFETY: passed on; every processor of this architecture has NEON.
+    // SAFETY: passed on. Every AArch64 processor has NEON.
     unsafe { all_rows::<Smull>(weight, rows, lines, outs, scratch) }
 }
 
@@ -48,7 +49,7 @@ pub unsafe fn rows_dotprod(
 
 /// Sixteen byte products.
 trait ByteProducts {
-    /// `sum` and the products, each added to some lane.
+    /// Adds each product to one lane of `sum`.
     ///
     /// # Safety
     /// The processor has the instructions.
@@ -61,7 +62,7 @@ struct Sdot;
 impl ByteProducts for Smull {
     #[inline(always)]
     unsafe fn add(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
-        // SAFETY: every processor of this architecture has NEON.
+        // SAFETY: every AArch64 processor has NEON.
         unsafe {
             let low = vmull_s8(vget_low_s8(a), vget_low_s8(b));
             vpadalq_s16(vpadalq_s16(sum, low), vmull_high_s8(a, b))
@@ -73,8 +74,8 @@ impl ByteProducts for Sdot {
     #[inline(always)]
     unsafe fn add(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
         let mut sum = sum;
-        // SAFETY: the processor has the instruction (caller), which touches nothing but these registers. The assembler is
-        // told so, since this may not yet be inlined into a function that has it; the intrinsic is not stable.
+        // SAFETY: the processor has the instruction (caller), which only uses these registers. The directive is
+        // needed until this is inlined into a function with the feature. The intrinsic is not stable.
         unsafe {
             asm!(
                 ".arch_extension dotprod",
@@ -98,14 +99,14 @@ unsafe fn all_rows<D: ByteProducts>(
     let loaded = &mut scratch.rows[0];
     for row in rows {
         loaded.load(weight, row);
-        // One line meets nibbles as they are stored; for several they are unpacked once.
+        // A single input uses packed 4-bit codes. For several inputs they are unpacked once.
         let packed = weight.bits == 4 && lines.len() == 1;
         if weight.bits != 8 && !packed {
             loaded.unpack(weight, row);
         }
         for (line, out) in lines.iter().zip(outs) {
             let (constants, x) = (&loaded.constants, &line.digits);
-            // SAFETY: codes, constants and digits have a row's length; the caller lets us write this output.
+            // SAFETY: codes, constants and digits have a row's length. The caller allows writes to this output.
             unsafe {
                 let sum = match weight.bits {
                     8 => dot::<D, 8>(weight.codes(row), weight.group, constants, x),
@@ -118,7 +119,7 @@ unsafe fn all_rows<D: ByteProducts>(
     }
 }
 
-/// `BITS` is 4 for packed nibbles, 8 for any bytes, 0 for bytes of at most 127.
+/// `BITS` is 4 for packed codes, 8 for any bytes, 0 for bytes of at most 127.
 #[inline(always)]
 unsafe fn dot<D: ByteProducts, const BITS: usize>(
     codes: &[u8],
@@ -128,8 +129,8 @@ unsafe fn dot<D: ByteProducts, const BITS: usize>(
 ) -> f32 {
     let (scales, biases) = constants.split_at(constants.len() / 2);
     let groups = codes.len() / if BITS == 4 { group / 2 } else { group };
-    // SAFETY: all reads are of whole groups below `groups`, of which codes and digits have that many; constants, scales
-    // and sums are padded to a multiple of eight.
+    // SAFETY: reads only whole groups below `groups`, which codes and digits have. Constants, scales and sums are
+    // padded to a multiple of eight.
     unsafe {
         let zero = vdupq_n_s32(0);
         let mut lanes = [vdupq_n_f32(0.0); 2];
@@ -156,7 +157,7 @@ unsafe fn dot<D: ByteProducts, const BITS: usize>(
     }
 }
 
-/// The dot product of the group whose first value is number `at`, as four partial sums.
+/// Dot product, as four partial sums, of the group that starts at value `at`.
 #[inline(always)]
 unsafe fn partial<D: ByteProducts, const BITS: usize>(
     codes: &[u8],
@@ -187,7 +188,7 @@ unsafe fn partial<D: ByteProducts, const BITS: usize>(
                 for (plane, sum) in sums.iter_mut().enumerate() {
                     let digits = digits(plane, start);
                     if BITS == 8 {
-                        // A byte is two nibbles, sixteen times the upper one.
+                        // A byte is its lower nibble plus sixteen times its upper nibble.
                         let lower = vreinterpretq_s8_u8(vandq_u8(codes, vdupq_n_u8(15)));
                         let upper = vreinterpretq_s8_u8(vshrq_n_u8::<4>(codes));
                         *sum = D::add(*sum, lower, digits);

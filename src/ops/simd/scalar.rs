@@ -1,4 +1,4 @@
-//! The integer product in plain Rust.
+//! The integer product in portable Rust.
 
 use std::ops::Range;
 
@@ -27,13 +27,13 @@ pub unsafe fn rows(
         loaded.unpack(weight, row);
         for (line, out) in lines.iter().zip(outs) {
             let sum = dot(&loaded.bytes, weight.group, &loaded.constants, &line.digits);
-            // SAFETY: the caller lets us write this output.
+            // SAFETY: the caller allows writes to this output.
             unsafe { out.0.add(row).write(sum * weight.global_scale) };
         }
     }
 }
 
-/// One unpacked row against one row of activations.
+/// One unpacked row of weights times one row of activations.
 #[inline(always)]
 fn dot(codes: &[u8], group: usize, constants: &[f32], x: &QuantizedRow<'_>) -> f32 {
     let (scales, biases) = constants.split_at(constants.len() / 2);

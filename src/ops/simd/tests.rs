@@ -1,4 +1,4 @@
-//! Every instruction set against a naive product, and all of them against each other byte for byte.
+//! Every instruction set against a naive product, and against each other byte for byte.
 
 use super::{vector::sum8, *};
 use crate::ops::{
@@ -8,7 +8,7 @@ use crate::ops::{
 };
 
 thread_local! {
-    /// The instruction set that this thread takes for the best.
+    /// The instruction set that this thread uses.
     pub(super) static FORCED: std::cell::Cell<Option<Isa>> = const { std::cell::Cell::new(None) };
 }
 
@@ -20,7 +20,7 @@ pub(crate) fn with<R>(isa: Isa, job: impl FnOnce() -> R) -> R {
     result
 }
 
-/// A small generator: the tests must not depend on a crate's random stream.
+/// A small generator, so that the tests do not depend on the random stream of a crate.
 pub(crate) struct Random(pub u64);
 
 impl Random {
@@ -54,7 +54,7 @@ impl Random {
     }
 }
 
-/// Three parts at odd addresses.
+/// A random matrix whose parts start at odd addresses.
 pub(crate) struct Owned {
     pub codes: WeightFormat,
     pub rows: usize,
@@ -104,7 +104,7 @@ fn code(bytes: &[u8], bits: usize, index: usize) -> u32 {
         .fold(0, |code, (bit, at)| code | u32::from(bytes[at / 8] >> (at % 8) & 1) << bit)
 }
 
-/// The contract of this module, word by word.
+/// The arithmetic that this module documents, computed naively.
 fn reference(weight: &Owned, x: &[f32]) -> Vec<f32> {
     let WeightFormat::Affine { bits, group, scale } = weight.codes else { panic!("affine only") };
     let (bits, group, view) = (bits as usize, group as usize, weight.view());
@@ -143,7 +143,7 @@ fn reference(weight: &Owned, x: &[f32]) -> Vec<f32> {
 fn activations(random: &mut Random, tokens: usize, cols: usize) -> Vec<f32> {
     let mut x: Vec<f32> = (0..tokens * cols).map(|_| random.unit() * 3.0).collect();
     for _ in 0..tokens {
-        // A zero group, an outlier, and what stands at either end of the range.
+        // A zero group and an outlier.
         let at = random.below(tokens * cols / 32) * 32;
         x[at..at + 32].fill(0.0);
         let at = random.below(tokens * cols);
@@ -159,7 +159,7 @@ fn levels_fill_an_i32_and_no_more() {
     }
     for bits in [2, 3, 4, 5, 6, 8] {
         for group in [32, 64, 128] {
-            // The largest dot product there is: every code and every activation at its end, of one sign.
+            // The largest possible dot product: all codes and activations are extreme and have one sign.
             let codes = WeightFormat::Affine { bits, group, scale: Float::F32 };
             let mut weight = Owned::random(&mut Random(5), codes, 16, group.into());
             weight.parts[0].fill(0xff);
@@ -233,7 +233,7 @@ fn integers_are_close_to_floats() {
         let (exact, fast) = (run(Isa::best(), false, &weight, &x, 1), run(Isa::best(), true, &weight, &x, 1));
         let norm = exact.iter().map(|y| y * y).sum::<f32>().sqrt();
         let error = exact.iter().zip(&fast).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
-        // Half a level is the most that one value can be off; the rest is f32 on both sides.
+        // The error of one value is at most half a level. The rest is f32 rounding on both sides.
         let bound = 1.0 / ActivationFormat::new(bits, 64).levels as f32 + 4e-7;
         assert!(error < bound * norm, "{bits} bits: {error} of {norm}");
     }

@@ -1,4 +1,4 @@
-//! Rows of weights laid out as tiles for AVX-512: sixteen rows are the lanes of a register.
+//! Tiles of weights for AVX-512: the lanes of a register are sixteen rows.
 
 use std::{arch::x86_64::*, ops::Range};
 
@@ -12,25 +12,26 @@ use crate::ops::{Float, quant::ValueOrder};
 /// Rows of a tile: the 32-bit lanes of a register.
 pub const ROWS: usize = 16;
 
-/// Buffers for tiles of weights with their scales and biases.
+/// Buffers for tiles with their scales and biases.
 #[derive(Default)]
 pub struct WeightTiles {
     pub codes: Vec<CacheLine>,
     pub scales: Vec<CacheLine>,
     pub biases: Vec<CacheLine>,
-    /// Accumulators of each line and tile.
+    /// Accumulators of each input and tile.
     pub lanes: Vec<CacheLine>,
     /// Rows of one tile before they are transposed.
     bytes: Vec<u8>,
 }
 
-/// Makes room for `count` vectors.
+/// Grows `vectors` to at least `count`.
 pub fn room(vectors: &mut Vec<CacheLine>, count: usize) {
     vectors.resize(count.max(vectors.len()), CacheLine::ZERO);
 }
 
-/// The scales and biases of rows `row..row + 16`, a vector for each group, from vector `at` on, each `STEP` behind the one
-/// before. Like all here it may overwrite vectors behind its last, up to a multiple of sixteen words of each row.
+/// Loads the scales and biases of rows `row..row + 16`, one vector for each group. Writes from vector `at` on,
+/// `STEP` vectors apart. Like all functions here, it may also overwrite later vectors, up to a multiple of sixteen
+/// words of each row.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn fill_constants<const STEP: usize>(
@@ -42,19 +43,19 @@ pub unsafe fn fill_constants<const STEP: usize>(
     let (scales, biases) = weight.constants(row);
     for (from, to) in [(scales, &mut tiles.scales), (biases, &mut tiles.biases)] {
         room(to, at + weight.groups().next_multiple_of(ROWS) * STEP);
-        // SAFETY: there is room for all groups.
+        // SAFETY: there is space for all groups.
         unsafe { constants::<STEP>(weight, from.as_ptr(), to.as_mut_ptr().add(at)) };
     }
 }
 
-/// The scales or biases of sixteen rows of weights, which begin at `from`, for each group.
+/// Loads the scales or biases of sixteen rows of weights, starting at `from`, for each group.
 #[inline]
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl")]
 unsafe fn constants<const STEP: usize>(weight: &AffineWeight<'_>, from: *const u8, to: *mut CacheLine) {
     let (groups, size) = (weight.groups(), weight.float.bytes());
     for at in (0..groups).step_by(ROWS) {
         let (mask, mut values) = (lane_mask(groups - at), [_mm512_setzero_si512(); ROWS]);
-        // SAFETY: sixteen rows are readable, and the mask keeps to them; there is room for all groups (caller).
+        // SAFETY: sixteen rows are readable, the mask limits the reads, and there is space for all groups (caller).
         unsafe {
             for (row, values) in values.iter_mut().enumerate() {
                 let from = from.add((row * groups + at) * size);
@@ -71,8 +72,8 @@ unsafe fn constants<const STEP: usize>(weight: &AffineWeight<'_>, from: *const u
     }
 }
 
-/// Unpacks the codes of `groups` of rows `row..row + 16`, a vector for each four columns, from vector `at` on, each `STEP`
-/// behind the one before.
+/// Unpacks the codes of `groups` of rows `row..row + 16`, one vector for each four columns. Writes from vector `at`
+/// on, `STEP` vectors apart.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub unsafe fn fill_codes<const STEP: usize>(
@@ -86,7 +87,8 @@ pub unsafe fn fill_codes<const STEP: usize>(
     room(&mut tiles.codes, at + (cols / 4).next_multiple_of(2 * ROWS) * STEP);
     let codes = tiles.codes.as_mut_ptr();
     let from = weight.codes(row).as_ptr().wrapping_add(groups.start * weight.group * weight.bits / 8);
-    // SAFETY: sixteen rows follow each other; there is room for the vectors of so many columns; the processor has BMI2.
+    // SAFETY: sixteen rows follow each other, there is space for the vectors of these columns, and the processor has
+    // BMI2.
     unsafe {
         let codes = codes.add(at);
         match weight.bits {
@@ -111,7 +113,8 @@ fn lane_mask(count: usize) -> u16 {
     if count >= ROWS { u16::MAX } else { (1 << count) - 1 }
 }
 
-/// A body for each of 16 registers. A loop would keep them in memory, since an index that varies picks no register.
+/// Repeats a body for each of 16 registers. A loop would keep them in memory, because a variable index cannot select
+/// a register.
 macro_rules! sixteen {
     ($index:ident => $body:expr) => { sixteen!($index => $body; 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15) };
     ($index:ident => $body:expr; $($number:literal)*) => { $({ const $index: usize = $number; $body })* };
@@ -121,23 +124,24 @@ macro_rules! sixteen {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn store_registers<const STEP: usize>(registers: [__m512i; ROWS], to: *mut CacheLine) {
-    // SAFETY: there is room (caller).
+    // SAFETY: there is space (caller).
     sixteen!(INDEX => unsafe { _mm512_store_si512(to.add(INDEX * STEP).cast(), registers[INDEX]) });
 }
 
-/// Transposes 16 rows of `words` words that lie `stride` bytes apart: vector `i * STEP` of `to` gets word `i` of every row.
+/// Transposes 16 rows of `words` words that are `stride` bytes apart. Vector `i * STEP` of `to` gets word `i` of
+/// every row.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn transpose_words<const STEP: usize>(from: *const u8, stride: usize, words: usize, to: *mut CacheLine) {
     for at in (0..words).step_by(ROWS) {
         let here = (words - at).min(ROWS);
-        // SAFETY: the rows have so many words; the caller has room for as many vectors.
+        // SAFETY: the rows have these words, and the caller provides space for the vectors.
         unsafe { store_registers::<STEP>(load_block(from.add(4 * at), stride, here), to.add(at * STEP)) };
     }
 }
 
-/// [`transpose_words`] for packed nibbles: each word becomes its four even codes and its four odd ones, in the order of
-/// [`ValueOrder::Nibbles`], whose units are of `2 * HALF` words.
+/// As [`transpose_words`], for packed 4-bit codes. Each word becomes its four even codes and its four odd codes, in
+/// the order of [`ValueOrder::Nibbles`], whose units have `2 * HALF` words.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn transpose_nibbles<const HALF: usize, const STEP: usize>(
@@ -162,19 +166,19 @@ unsafe fn transpose_nibbles<const HALF: usize, const STEP: usize>(
     }
 }
 
-/// The first `words` (at most 16) words of 16 rows that start `stride` bytes apart, transposed.
+/// Loads and transposes the first `words` (at most 16) words of 16 rows that start `stride` bytes apart.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_block(from: *const u8, stride: usize, words: usize) -> [__m512i; ROWS] {
     let mut a = [_mm512_setzero_si512(); ROWS];
     for (index, a) in a.iter_mut().enumerate() {
-        // SAFETY: the mask keeps the load to words that exist (caller).
+        // SAFETY: the mask limits the load to words that exist (caller).
         *a = unsafe { _mm512_maskz_loadu_epi32(lane_mask(words), from.add(index * stride).cast()) };
     }
     transpose(a)
 }
 
-/// Word `i` of register `j` goes to register `i` as word `j`.
+/// Word `i` of register `j` becomes word `j` of register `i`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn transpose(mut a: [__m512i; ROWS]) -> [__m512i; ROWS] {

@@ -1,4 +1,4 @@
-//! Code that AVX2 and AVX-512 share: one row of weights, read once in order, against one row of activations.
+//! Code that AVX2 and AVX-512 share: one row of weights, read once in order, times one row of activations.
 
 use std::{arch::x86_64::*, ops::Range};
 
@@ -10,19 +10,19 @@ use super::{
 use crate::ops::quant::QuantizedRow;
 use crate::ops::quant::unpack;
 
-/// Prefetch distance ahead of the codes being read, in bytes. Without it the products wait for memory and memory for
-/// the products: 6 GB/s a core instead of 11 of 12.
+/// Prefetch distance ahead of the codes that are read, in bytes. Without prefetches a core reads 6 GB/s, with them
+/// 11 of 12.
 pub(super) const PREFETCH_BYTES: usize = 4096;
 
-/// GroupDot products of one group as eight partial sums, with 32-byte vectors.
+/// Dot products of one group as eight partial sums, with 32-byte vectors.
 pub(super) trait GroupDot {
-    /// `GROUP` packed nibbles at `codes` with the three planes of digits at `x` (in the order of nibbles).
+    /// `GROUP` packed 4-bit codes at `codes` times the three planes of digits at `x`, which are in nibble order.
     ///
     /// # Safety
     /// `GROUP / 2` codes and `GROUP` digits are readable.
     unsafe fn nibbles<const GROUP: usize>(codes: *const u8, x: [*const i8; 3]) -> __m256i;
 
-    /// `GROUP` codes of a byte each; with `WIDE` any byte, else at most 63.
+    /// `GROUP` codes of one byte. With `WIDE` they may have any value, otherwise at most 63.
     ///
     /// # Safety
     /// `GROUP` codes and digits are readable.
@@ -54,7 +54,7 @@ pub(super) unsafe fn rows<D: GroupDot>(
     }
 }
 
-/// `BITS` is 4, 8, or 0 for the widths that are unpacked to bytes first.
+/// `BITS` is 4 or 8, or 0 for the widths that are unpacked to bytes first.
 #[inline(always)]
 unsafe fn rows_of<D: GroupDot, const BITS: usize, const GROUP: usize>(
     weight: &AffineWeight<'_>,
@@ -69,7 +69,7 @@ unsafe fn rows_of<D: GroupDot, const BITS: usize, const GROUP: usize>(
         unsafe { load_row::<BITS>(weight, row, loaded) };
         let codes = if BITS == 0 { &loaded.bytes } else { weight.codes(row) };
         for (line, out) in lines.iter().zip(outs) {
-            // SAFETY: codes, constants and digits have a row's length; the caller lets us write this output.
+            // SAFETY: codes, constants and digits have a row's length. The caller allows writes to this output.
             unsafe {
                 let sum = dot::<D, BITS, GROUP>(codes, &loaded.constants, &line.digits);
                 out.0.add(row).write(sum * weight.global_scale);
@@ -78,11 +78,11 @@ unsafe fn rows_of<D: GroupDot, const BITS: usize, const GROUP: usize>(
     }
 }
 
-/// Loads scales and biases and, if `BITS` is 0, unpacks the codes.
+/// Loads scales and biases. If `BITS` is 0, also unpacks the codes.
 #[inline(always)]
 pub(super) unsafe fn load_row<const BITS: usize>(weight: &AffineWeight<'_>, row: usize, loaded: &mut WeightRow) {
     let (scales, biases) = weight.constants(row);
-    // SAFETY: a prefetch may name any address; the processor has BMI2 (caller).
+    // SAFETY: a prefetch may use any address. The processor has BMI2 (caller).
     unsafe {
         prefetch(scales.as_ptr().wrapping_add(PREFETCH_BYTES / 8));
         prefetch(biases.as_ptr().wrapping_add(PREFETCH_BYTES / 8));
@@ -111,8 +111,8 @@ unsafe fn dot<D: GroupDot, const BITS: usize, const GROUP: usize>(
     let (scales, biases) = constants.split_at(constants.len() / 2);
     let step = if BITS == 4 { GROUP / 2 } else { GROUP };
     let groups = codes.len() / step;
-    // SAFETY: all reads are of whole groups below `groups`, of which codes and digits have that many; constants, scales
-    // and sums are padded to a multiple of eight.
+    // SAFETY: reads only whole groups below `groups`, which codes and digits have. Constants, scales and sums are
+    // padded to a multiple of eight.
     unsafe {
         let mut lanes = _mm256_setzero_ps();
         for first in (0..groups).step_by(8) {
@@ -142,14 +142,14 @@ unsafe fn dot<D: GroupDot, const BITS: usize, const GROUP: usize>(
     }
 }
 
-/// The dot product of one group as eight partial sums.
+/// Dot product of one group as eight partial sums.
 #[inline(always)]
 unsafe fn partial<D: GroupDot, const BITS: usize, const GROUP: usize>(
     codes: &[u8],
     x: &QuantizedRow<'_>,
     group: usize,
 ) -> __m256i {
-    // SAFETY: there are that many groups of codes and digits (caller).
+    // SAFETY: codes and digits have this group (caller).
     unsafe {
         let x = x.planes.map(|plane| plane.as_ptr().add(group * GROUP));
         match BITS {
@@ -162,14 +162,14 @@ unsafe fn partial<D: GroupDot, const BITS: usize, const GROUP: usize>(
 
 #[inline(always)]
 pub(super) unsafe fn load<T>(at: *const T) -> __m256i {
-    // SAFETY: 32 bytes are readable (caller); any alignment.
+    // SAFETY: 32 bytes are readable at any alignment (caller).
     unsafe { _mm256_loadu_si256(at.cast()) }
 }
 
-/// Asks for the cache line at `at`, which may be anywhere.
+/// Prefetches the cache line at `at`, which may be any address.
 #[inline(always)]
 pub(super) unsafe fn prefetch(at: *const u8) {
-    // SAFETY: a prefetch of an address that is not mapped does nothing.
+    // SAFETY: a prefetch of an unmapped address does nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
 }
 

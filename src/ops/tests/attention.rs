@@ -1,4 +1,4 @@
-//! Attention over a cache: against plain loops in f64, and against itself with other batches, threads and lengths.
+//! Attention over a cache: against naive f64 loops, and against itself with other batches, threads and lengths.
 
 use super::{Lab, to_bits};
 use crate::{
@@ -14,12 +14,13 @@ use crate::{
 
 const FORMATS: [KvFormat; 2] = [KvFormat::F32, KvFormat::I16];
 
-/// A cache of `count` positions with room for more, what was written there, and queries and gates for each.
+/// A cache of `count` positions with spare capacity, the values written to it, and queries and gates for each
+/// position.
 struct Filled {
     shape: AttentionShape,
     cache: KvCache,
     proj: Region,
-    /// As they were left by the write: `[count, heads * dim]`.
+    /// Queries that the write returned, `[count, heads * dim]`.
     q: Region,
     keys: Vec<f32>,
 }
@@ -35,11 +36,11 @@ impl Filled {
         let ones = lab.floats(&vec![1.0; shape.dim]);
         let turn = lab.room(count * shape.rope_dim);
         let mut filled = Self { shape, cache, proj, q, keys: Vec::new() };
-        // In two calls, as a prompt in chunks would.
+        // Two calls, like a prompt in chunks.
         for (start, tokens) in [(0, count / 3), (count / 3, count - count / 3)] {
             filled.write(lab, start, tokens, [ones, ones], turn);
         }
-        // The keys after their norm.
+        // Normalised keys.
         for row in lab.read(proj).chunks(shape.width()) {
             for key in row[2 * shape.heads * shape.dim..][..shape.kv_heads * shape.dim].chunks(shape.dim) {
                 let mean = key.iter().map(|k| k * k).sum::<f32>() / shape.dim as f32;
@@ -96,7 +97,7 @@ impl Lab {
     }
 }
 
-/// Query heads, key heads, D, positions: one block and several, odd sizes, every number of queries a key head can have.
+/// Query heads, key heads, D, positions: one block and several, odd sizes, every number of queries per key head.
 const SHAPES: [(usize, usize, usize, usize); 7] = [
     (2, 2, 8, 5),
     (4, 2, 40, 300),

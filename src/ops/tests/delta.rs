@@ -1,5 +1,5 @@
-//! The delta rule, its convolution and its gated norm: against plain loops in f64, and against themselves cut into other
-//! chunks and with other thread counts.
+//! The delta rule, its convolution and its gated norm: against naive f64 loops, and against themselves with other
+//! chunks and thread counts.
 
 use super::{Lab, to_bits};
 use crate::{
@@ -40,12 +40,12 @@ impl Layer {
         }
     }
 
-    /// Convolution and rule of some rows; the outputs are q k v, `o` and `y`.
+    /// Convolution and rule of some rows. Returns q k v, `o` and `y`.
     fn run(&self, lab: &mut Lab, proj: Region, tokens: usize) -> [Vec<f32>; 3] {
         self.walk(lab, Replay::default(), proj, tokens, tokens).map(|region| lab.read(region))
     }
 
-    /// The same behind `past` rows; the states take in `stored` of all.
+    /// The same after the rows of `past`. The states take in `stored` rows.
     fn walk(&self, lab: &mut Lab, past: Replay, proj: Region, tokens: usize, stored: usize) -> [Region; 3] {
         let (shape, state) = (&self.shape, self.state);
         let mixed = lab.room(tokens * shape.channels());
@@ -57,7 +57,7 @@ impl Layer {
     }
 }
 
-/// Section 2.2 of the specification, word by word, behind the convolution and the norms of q and k.
+/// The delta rule as `delta/mod.rs` documents it, after the convolution and the norms of q and k.
 fn rule(h: &DeltaShape, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32], state: &mut [f64]) -> Vec<f64> {
     let mut out = Vec::new();
     for (row, proj) in mixed.chunks(h.channels()).zip(proj.chunks(h.width())) {
@@ -104,7 +104,7 @@ fn the_rule_is_right() {
 #[test]
 fn chunks_and_threads_do_not_show() {
     let (mut random, mut lab) = (Random(32), Lab::new());
-    // Keys of 128 stay in registers where there are enough. 1,024 channels of a token are several tasks.
+    // Keys of 128 stay in registers if there are enough. The 1,024 channels of a token are several tasks.
     for (key_dim, value_dim) in [(64, 80), (128, 80), (64, 192)] {
         let shape = DeltaShape { key_heads: 2, value_heads: 4, key_dim, value_dim, conv_width: 4, eps: 1e-6 };
         let layer = Layer::random(&mut lab, &mut random, shape);
@@ -134,7 +134,7 @@ fn chunks_and_threads_do_not_show() {
     }
 }
 
-/// Nine rows at once, and so that some that were walked are kept back: first none is stored, then two of four, then all.
+/// Nine rows at once, and in two verifies: the first stores no row, the second two of four, then all.
 #[test]
 fn rows_that_may_be_taken_back_give_the_same_bytes() {
     let (mut random, mut lab) = (Random(35), Lab::new());
@@ -155,7 +155,7 @@ fn rows_that_may_be_taken_back_give_the_same_bytes() {
             let layer = another(lab);
             let [mixed, _, first] = layer.walk(lab, Replay::default(), proj, 4, 0);
             assert!(lab.read(layer.state).iter().chain(&lab.read(layer.samples)).all(|x| *x == 0.0));
-            // The fourth is taken back.
+            // The fourth row is rejected.
             let past = Replay { rows: 3, proj: proj.floats(3 * width), mixed: mixed.floats(3 * channels) };
             let [again, _, second] = layer.walk(lab, past, proj.rows(3, 2, width), 2, 3);
             let past = Replay { rows: 2, proj: proj.rows(3, 2, width), mixed: again };
@@ -165,7 +165,7 @@ fn rows_that_may_be_taken_back_give_the_same_bytes() {
             assert!(lab.bits(layer.state) == lab.bits(whole.state));
             assert!(lab.bits(layer.samples) == lab.bits(whole.samples));
 
-            // Rows that stay are taken in when no new ones come.
+            // Accepted rows are stored without new rows.
             for rows in 1..=3 {
                 let [at_once, later] = [(); 2].map(|()| another(lab));
                 at_once.run(lab, proj, rows);

@@ -1,5 +1,5 @@
-//! Attention over keys and values of 8 and 4 bits: against plain loops in f64 over what the rows are documented to be, and
-//! against itself with other batches, threads and processors.
+//! Attention over 8-bit and 4-bit keys and values: against naive f64 loops over the documented format, and against
+//! itself with other batches, threads and processors.
 
 use super::Lab;
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
 const SHAPES: [(usize, usize, usize, usize); 6] =
     [(2, 2, 64, 70), (4, 2, 128, 300), (6, 2, 64, 705), (7, 1, 64, 400), (8, 1, 256, 1100), (15, 5, 64, 200)];
 
-/// A cache that was filled in chunks of at most [`CHUNK`] positions, with what was written.
+/// A cache that was filled in chunks of at most [`CHUNK`] positions, and the values written to it.
 struct Filled {
     shape: AttentionShape,
     cache: KvCache,
@@ -63,7 +63,7 @@ impl Filled {
         lab.read(y)
     }
 
-    /// A row as it is documented, in f64.
+    /// A row in the documented format, in f64.
     fn rounded(&self, lab: &mut Lab, region: Region, head: usize, position: usize) -> Vec<f64> {
         let AttentionShape { kv_heads, dim, format, .. } = self.shape;
         let page = self.shape.pages() - 1 - position / PAGE;
@@ -117,7 +117,7 @@ impl Filled {
     }
 }
 
-/// Of a length that is a power of two, by its definition.
+/// The Hadamard transform by its definition, for a length that is a power of two.
 fn hadamard(x: &[f64]) -> Vec<f64> {
     let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
     let row = |i: usize| x.iter().enumerate().map(|(j, x)| sign(i, j) * x).sum::<f64>() / (x.len() as f64).sqrt();
@@ -133,7 +133,7 @@ fn attention_is_right_over_few_bits() {
             let (heads, count, width) = (shape.0, shape.3, shape.0 * shape.2);
             let plain = lab.read(filled.proj);
             for position in [0, 63, 64, 191, 192, count - 1].into_iter().filter(|position| *position < count) {
-                // The ring holds the recent only: an older query is asked while it was new.
+                // The ring holds only recent positions, so an older query runs when it is new.
                 if position + CHUNK < count {
                     continue;
                 }

@@ -1,4 +1,5 @@
-//! Linear layers and experts: against a plain reference, and against themselves with other batches and thread counts.
+//! Linear layers and experts: against a naive reference, and against themselves with other batches and thread
+//! counts.
 
 use super::{
     Backend, CombineExperts, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, Linear, MoeBuffers,
@@ -17,7 +18,7 @@ mod kv_bits;
 
 const AFFINE: WeightFormat = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 
-/// A CPU with buffers on it.
+/// A CPU with buffers.
 struct Lab {
     cpu: Cpu,
 }
@@ -27,7 +28,7 @@ impl Lab {
         Self { cpu: Cpu::new(CpuDevice::new(1, CpuArithmetic::Integer)) }
     }
 
-    /// From here on with other threads and another arithmetic, and with nothing quantized yet.
+    /// Changes the number of threads and the arithmetic, and drops quantized rows.
     fn with(&mut self, threads: usize, math: CpuArithmetic) -> &mut Self {
         (self.cpu.compute, self.cpu.quantized) = (CpuDevice::new(threads, math), Default::default());
         self
@@ -80,8 +81,8 @@ impl Lab {
         self.read(region).into_iter().map(f32::to_bits).collect()
     }
 
-    /// The bytes of a row of `width` values depend neither on the rows beside it, nor on threads, nor on the instruction set.
-    /// `run` computes `len` rows, the first of which is number `from`.
+    /// Asserts that the bytes of a row of `width` values do not depend on other rows, threads or the instruction
+    /// set. `run` computes `len` rows, starting with row `from`.
     fn rows_stand_alone(&mut self, rows: usize, width: usize, run: impl Fn(&mut Self, usize, usize) -> Vec<f32>) {
         let mut run = |threads, from, len| to_bits(run(self.with(threads, CpuArithmetic::Integer), from, len));
         let expected = run(1, 0, rows);
@@ -91,12 +92,12 @@ impl Lab {
         }
         for row in [0, rows / 2, rows - 1] {
             let values = row * width..(row + 1) * width;
-            // So many threads that they share what is one thread's otherwise.
+            // Enough threads to split the work of one task.
             assert!(run(1, row, 1) == expected[values.clone()] && run(16, row, 1) == expected[values], "{row}");
         }
     }
 
-    /// The products of `tokens` rows with weights, side by side.
+    /// Products of `tokens` rows with weights, side by side.
     fn linear(&mut self, x: Region, tokens: usize, matrices: &[Weight]) -> Vec<f32> {
         let y = self.room(tokens * matrices.iter().map(|weight| weight.rows).sum::<usize>());
         self.run(Linear { x, tokens, norm: None, matrices, y, add: false });
@@ -110,7 +111,7 @@ fn to_bits(values: Vec<f32>) -> Vec<u32> {
 
 #[test]
 fn linear_does_not_see_batch_threads_or_neighbours() {
-    // More than one task takes.
+    // More rows than one task computes.
     const ROWS: usize = 130;
     let (mut random, mut lab) = (Random(11), Lab::new());
     let eight = WeightFormat::Affine { bits: 8, group: 64, scale: Float::Bf16 };
@@ -156,12 +157,12 @@ fn linear_refuses_what_does_not_fit() {
     assert!(fails(Weight { cols: 64, ..weight }, x, y));
     assert!(fails(Weight { rows: 9, ..weight }, x, y));
     assert!(fails(Weight { codes: WeightFormat::Affine { bits: 7, group: 64, scale: Float::Bf16 }, ..weight }, x, y));
-    // An operation may not read a region that it writes.
+    // An operation must not read a region that it writes.
     assert!(fails(weight, x, x.first(2 * 9 * 4)));
 }
 
-/// Experts of `[gate and up, down]` codes and their intermediate size, each in a mixture of its own, routed at random to `k`
-/// each of `tokens`.
+/// Experts with `[gate and up, down]` codes and intermediate size, each in its own layer. Each of `tokens` chooses
+/// `k` at random.
 struct Layer {
     experts: Vec<(MoeWeights, ExpertSlots, [Weight; 3])>,
     places: Vec<Vec<u32>>,
@@ -214,7 +215,7 @@ impl Layer {
         Self { experts, places, k }
     }
 
-    /// Runs some places of one expert; `out` is `[tokens * (k + 1), hidden]`.
+    /// Computes some assignments of one expert. `out` is `[tokens * (k + 1), hidden]`.
     fn run(&self, lab: &mut Lab, expert: usize, places: &[u32], x: Region, tokens: usize, out: Region) -> bool {
         let (layer, slots, _) = &self.experts[expert];
         let groups = [ExpertGroup { expert: 0, slot: 0, first: 0, count: places.len() as u32 }];
@@ -224,7 +225,7 @@ impl Layer {
         !lab.fails(Experts { layer, slots, tokens, x, room: MoeBuffers { scores, ..room }, which })
     }
 
-    /// All places of all experts.
+    /// All assignments of all experts.
     fn all(&self, lab: &mut Lab, x: Region, tokens: usize) -> Vec<f32> {
         let out = lab.room(tokens * (self.k + 1) * Self::HIDDEN);
         for (expert, places) in self.places.iter().enumerate() {
@@ -253,7 +254,7 @@ fn experts_do_what_they_say() {
     let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
     let x = lab.random(&mut random, tokens * hidden);
     for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
-        // Some levels of each product's activations, which depend on the weight.
+        // A few quantization levels of each product's activations.
         let levels = |weight: &Weight| match weight.codes {
             WeightFormat::Affine { bits, group, .. } if math == CpuArithmetic::Integer => {
                 4.0 / ActivationFormat::new(bits, group).levels as f32
@@ -309,7 +310,7 @@ fn experts_refuse_what_does_not_fit() {
     let x = lab.random(&mut random, Layer::HIDDEN);
     let out = lab.room(2 * Layer::HIDDEN);
     assert!(layer.run(&mut lab, 0, &[0], x, 1, out));
-    // Another token's place, none at all, and one twice.
+    // An assignment of another token, one that does not exist, and a duplicate.
     for places in [&[1][..], &[2], &[0, 0]] {
         assert!(!layer.run(&mut lab, 0, places, x, 1, out));
     }

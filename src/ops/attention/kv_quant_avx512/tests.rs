@@ -16,7 +16,8 @@ fn scales_of_any_number_of_groups_are_read() {
             })
             .collect();
         assert_eq!(rows.len(), 16 * stride);
-        // SAFETY: the processor has AVX-512; sixteen rows, behind ten bytes of each are its scales; an array of floats each.
+        // SAFETY: the processor has AVX-512. There are sixteen rows with scales after ten bytes. Both types hold 16
+        // floats.
         let read: Vec<[[f32; 16]; 2]> = unsafe {
             let mut scales = vec![[_mm512_setzero_ps(); 2]; pairs];
             codes::scales(rows[10..].as_ptr(), stride, &mut scales);
@@ -31,7 +32,7 @@ fn scales_of_any_number_of_groups_are_read() {
 
 #[test]
 fn a_product_of_two_digits_is_rounded_once() {
-    // As [`dots`] puts it together, against a conversion of the whole integer.
+    // The combination of digits in [`dots`], against a conversion of the whole integer.
     for (high, low) in [(0, 0), (1, -1), (65_537, 3), (65_537, -3), (-300_001, 1_001), (520_192, 520_192)] {
         let beside = |x: i32| f32::from_bits((ROUND.to_bits() as i32 + x) as u32);
         let dot = (beside(high) - (ROUND + ROUND / 256.0)).mul_add(256.0, beside(low));
