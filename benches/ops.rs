@@ -118,7 +118,7 @@ impl Caches {
         let shape =
             AttentionShape { heads: 16, kv_heads: 2, dim: 256, rope_dim: 64, eps: 1e-6, context, format, recent };
         let (proj, q) = (lab.floats(256 * shape.width())?, lab.room(256 * 16 * 256)?);
-        let turn = QkNormRope { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, turn: lab.floats(256 * 64)? };
+        let turn = QkNormRope { q_norm: lab.floats(256)?, k_norm: lab.floats(256)?, rope_table: lab.floats(256 * 64)? };
         let bytes = 2 * shape.cache_bytes();
         let mut caches = Vec::new();
         for _ in 0..(SPREAD / bytes).clamp(1, 64) {
@@ -129,7 +129,8 @@ impl Caches {
             let [keys, values] = [lab.cpu.allocate(bytes / 2)?, lab.cpu.allocate(bytes / 2)?];
             let cache = KvCache { keys, values, table, recent };
             for start in (0..context).step_by(256) {
-                lab.cpu.execute(&KvWrite { shape: &shape, start, tokens: 256, proj, turn, q, cache }.into())?;
+                lab.cpu
+                    .execute(&KvWrite { shape: &shape, start, tokens: 256, proj, norm_rope: turn, q, cache }.into())?;
             }
             caches.push(cache);
         }
@@ -243,7 +244,7 @@ impl Bench {
         let groups: Vec<Vec<ExpertGroup>> = (0..copies as u32).map(|copy| groups(copy).collect()).collect();
         self.time(&name, 8 * stride + layer.shared.map_or(0, |s| s.down.bytes() * 3), &mut lab.cpu, x, |number| {
             let groups = &groups[number % copies];
-            let which = ExpertSet::Landed { groups, places: &places, shared: true, by_place: None };
+            let which = ExpertSet::Landed { groups, assignments: &places, shared: true, per_assignment: None };
             Experts { layer: &layer, slots: &slots, tokens, x, room, which }.into()
         });
         Ok(())
@@ -308,7 +309,8 @@ impl Bench {
         let (taps, samples, mixed) =
             (lab.floats(4 * channels)?, lab.floats(3 * channels)?, lab.room(tokens * channels)?);
         self.time(&format!("conv, {tokens} tokens"), 4 * channels * (2 * tokens + 10), &mut lab.cpu, mixed, |_| {
-            Conv { shape: &shape, tokens, proj, taps, past: none, stored: tokens, state: samples, out: mixed }.into()
+            Conv { shape: &shape, tokens, proj, weight: taps, past: none, stored: tokens, state: samples, out: mixed }
+                .into()
         });
         let decay = Decay { rate: lab.floats(32)?, dt_bias: lab.floats(32)? };
         let (norm, out, y) = (lab.floats(128)?, lab.room(tokens * values)?, lab.room(tokens * values)?);
@@ -344,7 +346,7 @@ impl Bench {
         });
         let none = ExpertSlots::default();
         self.time(&format!("combine, {tokens} tokens"), 4 * 10 * HIDDEN * tokens, &mut lab.cpu, x, |_| {
-            CombineExperts { layer: &layer, slots: &none, tokens, room, by_place: None, h }.into()
+            CombineExperts { layer: &layer, slots: &none, tokens, room, per_assignment: None, h }.into()
         });
         let table = lab.weight(FOUR, 150_000, HIDDEN)?;
         let numbers: Vec<u32> = (0..tokens as u32).map(|index| index * 7919 % 150_000).collect();

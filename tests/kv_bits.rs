@@ -36,7 +36,7 @@ fn log_probability(row: &[f32], id: u32) -> f64 {
 }
 
 #[test]
-fn the_pass_is_the_reference() {
+fn forward_pass_matches_reference() {
     let ids = text(400);
     let compute = |bits: Option<u32>| {
         let reference = Reference::open(Path::new(DEMO), Device::Cpu, DType::F64).unwrap();
@@ -66,7 +66,7 @@ fn the_pass_is_the_reference() {
 }
 
 #[test]
-fn eight_bits_answer_as_sixteen() {
+fn eight_bit_answers_equal_sixteen_bit() {
     let (cases, _) = fixtures::demo();
     let mut models = [KvBits::Sixteen, KvBits::Eight].map(|bits| demo(bits, CpuArithmetic::Integer));
     let mut worst = [0f64; 2];
@@ -103,7 +103,7 @@ fn eight_bits_answer_as_sixteen() {
 const BOUND: f64 = 2e-3;
 
 #[test]
-fn four_bits_cost_less_than_a_hundredth_of_perplexity() {
+fn four_bit_perplexity_rises_under_one_percent() {
     let ids = text(4000);
     let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
     options.plan.context = Some(4096);
@@ -119,7 +119,7 @@ fn four_bits_cost_less_than_a_hundredth_of_perplexity() {
 }
 
 #[test]
-fn chunks_threads_and_verifies_cannot_be_seen() {
+fn logits_ignore_chunks_threads_and_verifies() {
     let ids: Vec<u32> = (0..PAGE as u32 + 150).map(|n| n * 37 % 2000 + 5).collect();
     for (kv_bits, _) in FEW {
         let (expected, ..) = prefill(&demo(kv_bits, CpuArithmetic::Integer), &ids, 400);
@@ -147,7 +147,7 @@ fn chunks_threads_and_verifies_cannot_be_seen() {
 }
 
 #[test]
-fn a_token_takes_half_and_a_quarter() {
+fn cached_token_takes_half_and_quarter() {
     // Heads of 256 values, as in all supported models.
     use moestro::ops::KvFormat::{Eight, Four, I16};
     let of = |format: moestro::ops::KvFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;

@@ -70,7 +70,7 @@ fn spelled(config: &Value, spell: impl Fn(&str) -> String) -> Value {
 }
 
 #[test]
-fn every_way_of_writing_the_table_gives_the_same_logits() {
+fn all_table_spellings_give_same_logits() {
     for name in ["mixed", "affine4", "mxfp4", "mxfp8", "nvfp4"] {
         let (tensors, config) = micro(name);
         let known = logits(&(tensors.clone(), config.clone()));
@@ -110,7 +110,7 @@ fn every_way_of_writing_the_table_gives_the_same_logits() {
 }
 
 #[test]
-fn contradictions_are_refused_by_name() {
+fn contradictory_tables_are_refused_by_name() {
     let gate = "language_model.model.layers.0.mlp.gate";
     let error = refusal("affine4", |_, config| config["quantization"][gate] = json!({"mode": "mxfp8"}));
     assert!(error.contains("layers.0.mlp.gate.weight") && error.contains("mode mxfp8"), "{error}");
@@ -137,7 +137,7 @@ fn contradictions_are_refused_by_name() {
 }
 
 #[test]
-fn what_is_not_mlx_is_refused_by_name() {
+fn non_mlx_formats_are_refused_by_name() {
     let error = refusal("affine4", |tensors, _| {
         tensors.insert("model.layers.0.mlp.experts.0.gate_proj.tq_packed".into(), (Dtype::U8, vec![1], vec![0]));
     });
@@ -185,7 +185,7 @@ fn shifted(by: f32) -> Output {
 }
 
 #[test]
-fn norms_that_were_shifted_twice_are_noticed() {
+fn doubly_shifted_norms_are_detected() {
     // The mean of its norms is 1.2, that of Qwen3.5 1.7.
     for (by, noticed) in [(0.0, false), (1.5, true)] {
         let output = shifted(by);

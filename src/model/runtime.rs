@@ -148,7 +148,7 @@ impl Qwen {
             }
             let (tokens, stored, proj, mixed) = (0, past.rows, b.proj, b.mixed);
             let (taps, state) = (net.taps, memory.conv);
-            run.execute(&Conv { shape, tokens, proj, taps, past, stored, state, out: mixed }.into())?;
+            run.execute(&Conv { shape, tokens, proj, weight: taps, past, stored, state, out: mixed }.into())?;
             let (decay, norm, state, out, y) = (net.decay, net.norm, memory.heads, b.out, b.y(0));
             run.execute(&DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y }.into())?;
             memory.walked(None, 0);

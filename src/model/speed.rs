@@ -91,7 +91,7 @@ pub fn decode_rate(
         let first = (done % calls * at_once) as u32;
         let group = |index: u32| ExpertGroup { expert: 0, slot: first + index, first: index, count: 1 };
         let groups: Vec<_> = places.iter().map(|index| group(*index)).collect();
-        let which = ExpertSet::Landed { groups: &groups, places: &places, shared: false, by_place: None };
+        let which = ExpertSet::Landed { groups: &groups, assignments: &places, shared: false, per_assignment: None };
         cpu.execute(&Experts { layer: &layer, slots: &slots, tokens: 1, x, room, which }.into())?;
         done += 1;
     }

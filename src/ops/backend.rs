@@ -15,7 +15,7 @@ pub struct BackendLimits {
     /// visit the CPU.
     pub by_table: usize,
     /// Most rows for which loaded experts are computed one assignment at a time instead of grouped by expert.
-    pub by_place: usize,
+    pub per_assignment: usize,
     /// Prompts use half-precision matrix products and need [`HalfBuffers`].
     pub half: bool,
     /// The delta rule may write its output over the convolution's output.

@@ -85,7 +85,8 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
         let which = ExpertSet::Table { ids: none, slots: none };
         Experts { layer: mixture, slots: &layer.slots, tokens, x: x_at, room, which }
     };
-    let combine = |room, h| CombineExperts { layer: mixture, slots: &layer.slots, tokens, room, by_place: None, h };
+    let combine =
+        |room, h| CombineExperts { layer: mixture, slots: &layer.slots, tokens, room, per_assignment: None, h };
 
     let x = wide(&x);
     let mut expected = wide(&before);

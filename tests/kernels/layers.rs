@@ -102,7 +102,7 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
             let (shape, tokens, y) = (&op, n, rows(y, values));
             let keep = late && at + n < chunks.iter().sum();
             let stored = past.rows + if keep { 0 } else { n };
-            host.run(&Conv { shape, tokens, proj, taps, past, stored, state: conv_state, out: mixed }.launch());
+            host.run(&Conv { shape, tokens, proj, weight: taps, past, stored, state: conv_state, out: mixed }.launch());
             let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: w, out, y };
             rule.launches().for_each(|launch| host.run(&launch));
             past = if keep { Replay { rows: n, proj, mixed } } else { Replay::default() };
@@ -194,7 +194,7 @@ fn fused_delta_layer_equals_separate_launches() {
                 let stored = if index == 0 { 0 } else { past.rows + tokens };
                 let net = DeltaNet {
                     project: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
-                    conv: Conv { shape, tokens, proj, taps, past, stored, state: samples, out: mixed },
+                    conv: Conv { shape, tokens, proj, weight: taps, past, stored, state: samples, out: mixed },
                     rule: DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y },
                     back: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
                 };
@@ -273,11 +273,11 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
         for t in (0..tokens).step_by(chunk) {
             let rows = |region: moestro::device::Region, width: usize| region.part(t * width * 4, chunk * width * 4);
             let (proj, at) = (rows(proj, width), start + t);
-            let turn = QkNormRope { q_norm: norms.0, k_norm: norms.1, turn: rows(turn, op.rope_dim) };
+            let turn = QkNormRope { q_norm: norms.0, k_norm: norms.1, rope_table: rows(turn, op.rope_dim) };
             let (q, partials) = (host.empty(chunk * op.heads * dim * 4), host.empty(op.partials(at, chunk) * 4));
             let [y, by_half] = [y, by_half].map(|y| rows(y, op.heads * dim));
             let (shape, start, tokens) = (&op, at, chunk);
-            host.run(&KvWrite { shape, start, tokens, proj, turn, q, cache }.launch());
+            host.run(&KvWrite { shape, start, tokens, proj, norm_rope: turn, q, cache }.launch());
             let attend = Attention { shape, start, tokens, q, cache, proj, partials, y };
             attend.launches(16).flatten().for_each(|launch| host.run(&launch));
             Attention { y: by_half, ..attend }.halves().for_each(|launch| host.run(&launch));

@@ -41,7 +41,7 @@ pub struct Buffers {
     pub chosen: Region,
     pub slots: Region,
     /// `[k + 2, k]` u32 for each row that is computed place by place: a call's own slots, at the end all.
-    pub by_place: Region,
+    pub per_assignment: Region,
     /// `[layers, experts]` u32: each expert's slot, looked at where every one has one.
     pub tables: Region,
     /// Rows in half precision, where products take such.
@@ -94,7 +94,7 @@ impl Buffers {
                 half.1 = k * HalfBuffers::words(intermediate);
             }
         }
-        let few = rows.min(limits.by_place.max(1));
+        let few = rows.min(limits.per_assignment.max(1));
         let mut take = |words: usize| take(words * 4);
         // Attention has no use for `mixed`.
         let [mixed, of_y] = if limits.in_place { [mixed.max(values), 0] } else { [mixed, values] };
@@ -132,7 +132,7 @@ impl Buffers {
             },
             chosen: take(rows * k)?,
             slots: take(rows * k)?,
-            by_place: take(few * k * (k + 2))?,
+            per_assignment: take(few * k * (k + 2))?,
             tables: take(config.layers * experts)?,
             half: HalfBuffers { x: take(rows * half.0)?, act: take(rows * half.1)? },
             logits: take(rows.min(LOGITS) * config.vocab)?,

@@ -184,8 +184,8 @@ impl Pass<'_> {
         let (norm, x) = (Some(self.norm(norm)), self.rows(&rows));
         self.run.execute(&Linear { x, tokens, norm, matrices: qkv, y: b.proj, add: false }.into())?;
         let turn = b.turn.rows(rows.start, tokens, self.config.attention.rope_dim);
-        let turn = QkNormRope { q_norm: *q_norm, k_norm: *k_norm, turn };
-        self.run.execute(&KvWrite { shape, start, tokens, proj: b.proj, turn, q: b.out, cache }.into())?;
+        let turn = QkNormRope { q_norm: *q_norm, k_norm: *k_norm, rope_table: turn };
+        self.run.execute(&KvWrite { shape, start, tokens, proj: b.proj, norm_rope: turn, q: b.out, cache }.into())?;
         let (q, proj, partials, y) = (b.out, b.proj, b.partials, b.y(tokens));
         self.run.execute(&Attention { shape, start, tokens, q, cache, proj, partials, y }.into())?;
         Ok(self.run.execute(&self.back(out, &rows).into())?)
@@ -220,7 +220,7 @@ impl Pass<'_> {
             let [out, y] = [b.out, b.y(all)].map(|region| region.rows(from, tokens, shape.values()));
             let (decay, norm, state) = (*decay, *gated, memory.heads);
             (
-                Conv { shape, tokens, proj, taps: *taps, past, stored, state: memory.conv, out: mixed },
+                Conv { shape, tokens, proj, weight: *taps, past, stored, state: memory.conv, out: mixed },
                 DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y },
             )
         };

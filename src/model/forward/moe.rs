@@ -55,11 +55,11 @@ impl Pass<'_> {
         let route =
             Router { layer, tokens, x: b.h, norm, alone: false, table, scores, ids, slots: chosen_slots, weights };
         self.run.execute(&route.into())?;
-        let combine = CombineExperts { layer, slots, tokens, room, by_place: None, h: b.h };
+        let combine = CombineExperts { layer, slots, tokens, room, per_assignment: None, h: b.h };
         if experts.is_resident() && tokens <= limits.by_table && !self.half {
             let which = ExpertSet::Table { ids, slots: chosen_slots };
             self.run.execute(&Experts { layer, slots, tokens, x, room, which }.into())?;
-            return Ok(self.run.execute(&CombineExperts { by_place: Some(chosen_slots), ..combine }.into())?);
+            return Ok(self.run.execute(&CombineExperts { per_assignment: Some(chosen_slots), ..combine }.into())?);
         }
 
         let phase = self.phase;
@@ -107,12 +107,12 @@ impl Pass<'_> {
         let CombineExperts { layer, slots, tokens, mut room, .. } = combine;
         let Lists { groups, places, slots: known, .. } = lists;
         let (x, row) = (b.normed, tokens * layer.k);
-        let by_place = tokens <= limits.by_place && !self.half;
-        let own = |call: usize| by_place.then(|| b.by_place.rows(call.min(layer.k + 1), 1, row));
+        let per_assignment = tokens <= limits.per_assignment && !self.half;
+        let own = |call: usize| per_assignment.then(|| b.per_assignment.rows(call.min(layer.k + 1), 1, row));
         let mut shared = layer.shared.is_some();
         if shared && !resident && !limits.waits {
             // The disk is at work: the shared expert must not wait for it.
-            let which = ExpertSet::Landed { groups: &[], places: &[], shared, by_place: own(0) };
+            let which = ExpertSet::Landed { groups: &[], assignments: &[], shared, per_assignment: own(0) };
             self.run.execute(&Experts { layer, slots, tokens, x, room, which }.into())?;
             shared = false;
         }
@@ -141,14 +141,14 @@ impl Pass<'_> {
                 self.run.wait_for(mark)?;
                 room = combine.room;
             }
-            let which = ExpertSet::Landed { groups, places, shared, by_place: own(call) };
+            let which = ExpertSet::Landed { groups, assignments: places, shared, per_assignment: own(call) };
             self.run.execute(&Experts { layer, slots, tokens, x, room, which }.into())?;
             (shared, call) = (false, call + 1);
             // A part of its own for each batch: the device may still be reading the lists of those before. A job has a place
             // at least.
             let rest = |list: Region, words: usize| list.part(words * 4, list.len - words * 4);
             (room.jobs, room.order) = (rest(room.jobs, places.len() * 3), rest(room.order, places.len()));
-            if !by_place {
+            if !per_assignment {
                 // Place by place, `down` reads the slots once more.
                 batch.release_after(self.run.sync_point());
             }
@@ -156,11 +156,11 @@ impl Pass<'_> {
                 self.run.flush()?;
             }
         }
-        let by_place = own(layer.k + 1);
-        if let Some(at) = by_place {
+        let per_assignment = own(layer.k + 1);
+        if let Some(at) = per_assignment {
             self.run.write_words(at, known)?;
         }
-        Ok(self.run.execute(&CombineExperts { by_place, ..combine }.into())?)
+        Ok(self.run.execute(&CombineExperts { per_assignment, ..combine }.into())?)
     }
 
     /// The guess of the next layer's choice: its router on this layer's input. It is computed in the experts' buffers,

@@ -37,7 +37,7 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
     let tokens = 140;
     let proj = b.random(tokens * shape.width())?;
     let turn: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
+    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&turn)? };
     let (q, y) = (b.room(tokens * shape.heads * dim)?, b.room(tokens * shape.heads * dim)?);
     let partials = b.room(shape.partials(tokens - 2, 2))?;
     let mut empty = |bytes: usize| b.bytes(&vec![0; bytes]);
@@ -49,7 +49,7 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
     };
     let table = b.words(&[0])?;
     let cache = KvCache { table, ..cache };
-    let op = KvWrite { shape, start: 0, tokens, proj, turn, q, cache };
+    let op = KvWrite { shape, start: 0, tokens, proj, norm_rope: turn, q, cache };
     b.cpu.execute(&op.into())?;
     let ran = b.launch(op.launch());
     for region in [q, cache.recent[0], cache.recent[1]] {
@@ -94,7 +94,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     let half = shape.format == KvFormat::Bf16;
     let proj = b.random(tokens * shape.width())?;
     let turn: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
-    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, turn: b.floats(&turn)? };
+    let turn = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&turn)? };
     let queries = tokens * shape.heads * dim;
     let (q, y) = (b.room(queries)?, b.room(queries)?);
     let partials = b.room(shape.partials(start, tokens))?;
@@ -107,7 +107,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &AttentionShape, start: usize, tokens: u
     // Page numbers in descending order.
     let table = b.words(&(0..shape.pages() as u32).rev().collect::<Vec<_>>())?;
     let cache = KvCache { keys: caches[0], values: caches[1], table, recent: Default::default() };
-    let op = |shape| KvWrite { shape, start, tokens, proj, turn, q, cache };
+    let op = |shape| KvWrite { shape, start, tokens, proj, norm_rope: turn, q, cache };
     b.cpu.execute(&op(&plain).into())?;
     let ran = b.launch(op(shape).launch());
     let expected = b.on_cpu(q)?;

@@ -40,7 +40,7 @@ impl Attention<'_> {
         let (shape, tokens, memory) = (self.shape, self.tokens, &cpu.memory);
         let (heads, shared, dim) = (shape.heads, shape.kv_heads, shape.dim);
         if shared == 0 || !heads.is_multiple_of(shared) || self.start + tokens > shape.context {
-            return refuse(format!("{tokens} tokens at {} of {shape:?}", self.start));
+            return refuse(format!("cannot attend with {tokens} tokens at position {}: {shape:?}", self.start));
         }
         let q = memory.floats(self.q.floats(tokens * heads * dim));
         let proj = memory.floats(self.proj.floats(tokens * shape.width()));
@@ -50,7 +50,7 @@ impl Attention<'_> {
         let recent = self.cache.recent.map(|cache| memory.bytes(cache));
         let table = memory.words(self.cache.table);
         if table.len() * PAGE < self.start + tokens {
-            return refuse(format!("{} pages for {tokens} tokens at {}", table.len(), self.start));
+            return refuse(format!("{} pages are too few for {tokens} tokens at position {}", table.len(), self.start));
         }
         let rounded = kv_quant::bits(shape.format);
         let threads = &cpu.compute.threads;
@@ -63,7 +63,7 @@ impl Attention<'_> {
         match format {
             KvFormat::F32 => AttentionCall::<f32>::new(self, [q, proj], full, quantized).run(threads, tokens, y),
             KvFormat::I16 => AttentionCall::<i16>::new(self, [q, proj], full, quantized).run(threads, tokens, y),
-            other => return refuse(format!("the CPU keeps no {other:?}")),
+            other => return refuse(format!("the CPU does not support the cache format {other:?}")),
         }
         Ok(())
     }

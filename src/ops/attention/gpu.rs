@@ -89,15 +89,15 @@ impl AttentionShape {
 
 impl KvWrite<'_> {
     pub fn launch(&self) -> Launch {
-        let Self { shape, start, tokens, proj, turn, q, cache } = *self;
+        let Self { shape, start, tokens, proj, norm_rope, q, cache } = *self;
         let mut launch = Launch {
             kernel: shape.kernel(["qk_norm_rope", "qk_norm_rope_bf16", "qk_norm_rope_q8", "qk_norm_rope_q4"]),
             args: shape.args(start, tokens),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
-                Binding::read(turn.q_norm.floats(shape.dim)),
-                Binding::read(turn.k_norm.floats(shape.dim)),
-                Binding::read(turn.turn.floats(tokens * shape.rope_dim)),
+                Binding::read(norm_rope.q_norm.floats(shape.dim)),
+                Binding::read(norm_rope.k_norm.floats(shape.dim)),
+                Binding::read(norm_rope.rope_table.floats(tokens * shape.rope_dim)),
                 Binding::write(q.floats(tokens * shape.heads * shape.dim)),
                 Binding::read_write(cache.keys),
                 Binding::read_write(cache.values),

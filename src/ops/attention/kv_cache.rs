@@ -150,13 +150,17 @@ impl KvWrite<'_> {
         let (shape, tokens, memory) = (self.shape, self.tokens, &cpu.memory);
         let (dim, width, heads, half) = (shape.dim, shape.width(), shape.heads, shape.rope_dim / 2);
         if self.start + tokens > shape.context {
-            return refuse(format!("{tokens} rows at {} of {}", self.start, shape.context));
+            return refuse(format!(
+                "cannot cache {tokens} rows at position {}: the context has {} positions",
+                self.start, shape.context
+            ));
         }
         shape.check(tokens)?;
         let rounded = kv_quant::bits(shape.format);
         let proj = memory.floats(self.proj.floats(tokens * width));
-        let turn = memory.floats(self.turn.turn.floats(tokens * shape.rope_dim));
-        let [q_norm, k_norm] = [self.turn.q_norm, self.turn.k_norm].map(|norm| memory.floats(norm.floats(dim)));
+        let turn = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
+        let [q_norm, k_norm] =
+            [self.norm_rope.q_norm, self.norm_rope.k_norm].map(|norm| memory.floats(norm.floats(dim)));
         let norm_rope = |token: usize, x: &[f32], norm: &[f32], y: &mut [f32]| {
             normalise(x, norm, shape.eps, y);
             let (low, high) = y[..2 * half].split_at_mut(half);
@@ -180,7 +184,9 @@ impl KvWrite<'_> {
         let mut to = caches.into_iter().zip(rings);
         let (Some(keys), Some(values)) = (to.next(), to.next()) else { return Ok(()) };
         let (mut buffer, scratch) = ([0f32; MAX_HEAD_DIM], &mut [0i32; MAX_HEAD_DIM]);
-        let Some(row) = buffer.get_mut(..dim) else { return refuse(format!("heads of {dim}")) };
+        let Some(row) = buffer.get_mut(..dim) else {
+            return refuse(format!("head dimension {dim} is above {MAX_HEAD_DIM}"));
+        };
         for token in 0..tokens {
             let from = &proj[token * width + 2 * heads * dim..][..2 * shape.kv_heads * dim];
             for head in 0..shape.kv_heads {
@@ -204,7 +210,7 @@ impl AttentionShape {
         self.divisible()?;
         match self.recent {
             Some(recent) if recent.room >= tokens + 2 * RECENT && recent.room.is_multiple_of(RECENT) => Ok(()),
-            other => refuse(format!("{tokens} rows with {bits} bits and {other:?}")),
+            other => refuse(format!("a {bits}-bit cache cannot take {tokens} rows with the ring {other:?}")),
         }
     }
 
@@ -212,7 +218,7 @@ impl AttentionShape {
     pub(in crate::ops) fn divisible(&self) -> Result<(), DeviceError> {
         match kv_quant::bits(self.format) {
             Some(bits) if !self.dim.is_multiple_of(64) || self.dim > MAX_HEAD_DIM => refuse(format!(
-                "--kv-bits {bits} is for heads of a multiple of 64 up to {MAX_HEAD_DIM}, not of {}",
+                "--kv-bits {bits} needs a head dimension that is a multiple of 64 up to {MAX_HEAD_DIM}, not {}",
                 self.dim
             )),
             _ => Ok(()),
@@ -255,7 +261,7 @@ fn store_row(format: KvFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MAX_
             scale.copy_from_slice(&[factor.to_bits() as i16, (factor.to_bits() >> 16) as i16]);
         }
         KvFormat::Bf16 | KvFormat::Eight | KvFormat::Four => {
-            return refuse(format!("the CPU keeps no {format:?} so"));
+            return refuse(format!("the CPU does not support the cache format {format:?}"));
         }
     }
     Ok(())

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn turning_is_the_hadamard_matrix_and_its_own_inverse() {
+    fn hadamard_matches_definition_and_inverts_itself() {
         for dim in [32usize, 64, 96, 256] {
             let n = 1usize << dim.trailing_zeros();
             let x: Vec<f32> = (0..dim).map(|_| 0.0).collect();
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_is_its_values_to_half_a_step() {
+    fn quantized_row_is_within_half_step() {
         let mut random = Random(31);
         for (bits, levels) in [(8, 127.0), (4, 15.0)] {
             let row: Vec<f32> = (0..128).map(|at| random.unit() * [1e-3, 1.0, 50.0, 0.0][at / GROUP]).collect();
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_shows() {
+    fn nonfinite_value_makes_its_group_nan() {
         for (bits, bad) in [(8, f32::NAN), (4, f32::INFINITY), (8, f32::MAX * 2.0)] {
             let mut row = vec![1.0; 64];
             row[40] = bad;
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_counted_by_their_position_alone() {
+    fn recent_start_depends_on_position_only() {
         assert_eq!([0, 63, 64, 127, 128, 191, 192, 1000].map(rounded_until), [0, 0, 0, 0, 64, 64, 128, 896]);
         assert!((0..2000).all(|p| p < 64 || (RECENT..2 * RECENT).contains(&(p - rounded_until(p)))));
     }

@@ -95,7 +95,7 @@ pub struct KvCache {
 pub struct QkNormRope {
     pub q_norm: Region,
     pub k_norm: Region,
-    pub turn: Region,
+    pub rope_table: Region,
 }
 
 /// Normalises and rotates the queries and keys of positions `start..start + tokens`, and stores keys and values.
@@ -107,7 +107,7 @@ pub struct KvWrite<'a> {
     pub tokens: usize,
     /// Projections, `[tokens, width]`.
     pub proj: Region,
-    pub turn: QkNormRope,
+    pub norm_rope: QkNormRope,
     /// Receives the queries, `[tokens, heads * dim]`.
     pub q: Region,
     pub cache: KvCache,
@@ -135,7 +135,7 @@ impl KvWrite<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (tokens, shape) = (self.tokens, self.shape);
         see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);
-        see(self.turn.turn.floats(tokens * shape.rope_dim), BufferAccess::Read);
+        see(self.norm_rope.rope_table.floats(tokens * shape.rope_dim), BufferAccess::Read);
         see(self.q.floats(tokens * shape.heads * shape.dim), BufferAccess::Write);
         see(self.cache.table, BufferAccess::Read);
         see(self.cache.keys, BufferAccess::ReadWrite);

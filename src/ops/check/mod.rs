@@ -288,14 +288,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_processor_computes_what_plain_rust_computes() {
+    fn processor_matches_portable_rust() {
         let found = processor();
         assert_eq!(found[0].name, "scalar");
         assert!(found.iter().all(Finding::agrees), "{found:?}");
     }
 
     #[test]
-    fn what_is_off_or_no_number_does_not_agree() {
+    fn finding_rejects_large_difference_and_nan() {
         let finding = |found: &[f32]| {
             let outcome = Ok((difference(found, &[1.0, -4.0]), CLOSE));
             Finding { name: "k".into(), outcome }.agrees()

@@ -89,13 +89,13 @@ pub(in crate::ops) fn run_in(
         // SAFETY: one thread, all rows.
         unsafe { writer.rows(x, 0..tokens) };
     }
-    let line = |(token, x)| Activations { x, digits: quantized.row(token) };
-    let lines: Vec<Activations<'_>> = x.chunks_exact(weight.cols).enumerate().map(line).collect();
+    let input = |(token, x)| Activations { x, digits: quantized.row(token) };
+    let inputs: Vec<Activations<'_>> = x.chunks_exact(weight.cols).enumerate().map(input).collect();
     let outs: Vec<OutPtr> = out.chunks_exact_mut(weight.rows).map(|row| OutPtr(row.as_mut_ptr())).collect();
-    for (lines, outs) in lines.chunks(together).zip(outs.chunks(together)) {
+    for (inputs, outs) in inputs.chunks(together).zip(outs.chunks(together)) {
         // SAFETY: each input has its row of `out`, which no other code accesses. The processor has what `Isa::all`
         // lists. The parts have the lengths of the encoding.
-        unsafe { product(isa, integer, weight, 0..weight.rows, lines, outs) };
+        unsafe { product(isa, integer, weight, 0..weight.rows, inputs, outs) };
     }
     drop(outs);
     out

@@ -16,7 +16,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape) -> Result<(), DeviceError> 
     let past = Replay { rows: 2, proj: b.random(2 * shape.width())?, mixed: b.random(2 * channels)? };
     let (taps, state, out) = (b.random(4 * channels)?, b.random(3 * channels)?, b.room(tokens * channels)?);
     let stored = 2 + tokens;
-    b.check(Conv { shape, tokens, proj, taps, past, stored, state, out }, &[out, state], &[])?;
+    b.check(Conv { shape, tokens, proj, weight: taps, past, stored, state, out }, &[out, state], &[])?;
     let (mixed, rate) = (out, b.random.floats(shape.value_heads));
     let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
     let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(shape.value_heads)? };

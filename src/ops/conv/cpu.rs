@@ -17,13 +17,13 @@ impl Conv<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (tokens, taps, shape, past) = (self.tokens, self.shape.conv_width, self.shape, self.past.rows);
         let (channels, width) = (shape.channels(), shape.width());
-        if taps < 1 || self.taps.len != taps * channels * 4 {
-            return refuse(format!("conv: {} bytes of taps for {channels} channels", self.taps.len));
+        if taps < 1 || self.weight.len != taps * channels * 4 {
+            return refuse(format!("conv: {} bytes of taps for {channels} channels", self.weight.len));
         }
         let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
         let x = memory.floats(self.proj.floats(tokens * width));
         let old = memory.floats(self.past.proj.floats(past * width));
-        let weight = memory.floats(self.taps);
+        let weight = memory.floats(self.weight);
         let state = memory.floats_mut(self.state.floats((taps - 1) * channels));
         let y = memory.floats_mut(self.out.floats(tokens * channels));
         let kept = taps - 1;

@@ -9,7 +9,7 @@ const CONV: usize = 16;
 impl Conv<'_> {
     /// A launch of `causal_conv`. The convolution width must be 4.
     pub fn launch(&self) -> Launch {
-        let Self { shape, tokens, proj, taps, past, stored, state, out } = *self;
+        let Self { shape, tokens, proj, weight, past, stored, state, out } = *self;
         let (proj, old) = shape.rows(tokens, proj, past);
         let channels = shape.channels();
         Launch {
@@ -18,7 +18,7 @@ impl Conv<'_> {
             bindings: vec![
                 Binding::read(proj),
                 Binding::read(old),
-                Binding::read(taps.floats(channels * 4)),
+                Binding::read(weight.floats(channels * 4)),
                 Binding::read_write(state.floats(channels * 3)),
                 Binding::write(out.floats(tokens.max(1) * channels)),
             ],

@@ -22,7 +22,7 @@ pub struct Conv<'a> {
     /// Projections, `[tokens, width]`. The first `channels` columns are the convolution's input.
     pub proj: Region,
     /// Convolution weights, `[K, channels]`.
-    pub taps: Region,
+    pub weight: Region,
     pub past: Replay,
     /// Replayed and new rows that the state takes in.
     pub stored: usize,

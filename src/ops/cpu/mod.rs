@@ -47,7 +47,7 @@ impl Cpu {
     pub fn limits(math: CpuArithmetic) -> BackendLimits {
         BackendLimits {
             by_table: 0,
-            by_place: 0,
+            per_assignment: 0,
             half: false,
             in_place: true,
             mixer: MIXER,
@@ -63,15 +63,15 @@ impl Cpu {
     /// Most bytes that the backend allocates for each row of a pass, and independent of the rows. Attention and
     /// delta nets need the normalised row, the product before the residual sum and a quantized row of up to `widest`
     /// values. A feed-forward layer needs its input quantized in two formats, and the `inner` intermediate values of
-    /// the `places` that are computed together. A dense one needs both.
-    pub fn scratch(hidden: usize, widest: usize, places: usize, inner: usize) -> [usize; 2] {
+    /// the `assignments` that are computed together. A dense one needs both.
+    pub fn scratch(hidden: usize, widest: usize, assignments: usize, inner: usize) -> [usize; 2] {
         let both = 2 * 4 * hidden + QuantizedRows::row_bytes(widest);
         // Twice: tasks that share a slice store it as f32 first, or the shared expert uses another format.
         let middle = 2 * QuantizedRows::row_bytes(inner).max(4 * inner);
         // The sorted assignments, and a part of the task lists, which hold at most 128 rows.
-        let lists = 2 * size_of::<(u32, u32)>() * places + size_of::<Activations<'_>>();
-        if places > 1 {
-            [2 * QuantizedRows::row_bytes(hidden) + middle + lists, MIXER * both + experts::PLACES * middle]
+        let lists = 2 * size_of::<(u32, u32)>() * assignments + size_of::<Activations<'_>>();
+        if assignments > 1 {
+            [2 * QuantizedRows::row_bytes(hidden) + middle + lists, MIXER * both + experts::MAX_ASSIGNMENTS * middle]
         } else {
             [both + QuantizedRows::row_bytes(hidden) + middle + lists, 0]
         }
@@ -80,7 +80,7 @@ impl Cpu {
     fn check_region(&self, region: Region) -> Result<(), DeviceError> {
         match self.memory.buffers.get(region.buffer as usize) {
             Some((_, range)) if region.offset + region.len <= range.len() => Ok(()),
-            _ => refuse(format!("{region:?} is not in this memory")),
+            _ => refuse(format!("region {region:?} is outside the allocated buffers")),
         }
     }
 
@@ -96,7 +96,7 @@ impl Cpu {
             let writes = |effect| effect != BufferAccess::Read;
             for (other, before) in &seen[..count] {
                 if (writes(effect) || writes(*before)) && region.overlaps(*other) {
-                    wrong = refuse(format!("an operation writes {region:?} and touches {other:?}"));
+                    wrong = refuse(format!("an operation writes {region:?}, which overlaps its {other:?}"));
                 }
             }
             if let Some(entry) = seen.get_mut(count) {
@@ -152,7 +152,7 @@ impl Backend for Cpu {
         self.check_region(from)?;
         self.check_region(to)?;
         if from.len != to.len || from.overlaps(to) {
-            return refuse(format!("a copy from {from:?} to {to:?}"));
+            return refuse(format!("cannot copy {from:?} to {to:?}: the lengths differ or the regions overlap"));
         }
         self.quantized.forget(to);
         self.memory.bytes_mut(to).copy_from_slice(self.memory.bytes(from));
@@ -164,13 +164,13 @@ impl Backend for Cpu {
     }
 
     fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
-        let slab = Slab::new(bytes).map_err(|error| DeviceError(format!("no memory for {bytes} bytes: {error}")))?;
+        let slab = Slab::new(bytes).map_err(|error| DeviceError(format!("cannot allocate {bytes} bytes: {error}")))?;
         self.adopt(&Arc::new(slab), 0..bytes)
     }
 
     fn adopt(&mut self, slab: &Arc<Slab>, range: Range<usize>) -> Result<Region, DeviceError> {
         if range.end > slab.len() || range.start > range.end {
-            return refuse(format!("bytes {range:?} of a slab of {}", slab.len()));
+            return refuse(format!("cannot adopt bytes {range:?} of a slab of {} bytes", slab.len()));
         }
         let (buffer, len) = (self.memory.buffers.len() as u32, range.len());
         self.memory.buffers.push((slab.clone(), range));

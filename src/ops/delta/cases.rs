@@ -31,7 +31,7 @@ fn case(b: &mut KernelCheck<'_>, shape: &DeltaShape, codes: WeightFormat, tokens
             (b.random(tokens * hidden)?, b.room(tokens * shape.width())?, b.room(tokens * channels)?);
         let (out, y) = (b.room(tokens * values)?, b.room(tokens * values)?);
         let project = Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false };
-        let conv = Conv { shape, tokens, proj, taps, past, stored, state: samples, out: mixed };
+        let conv = Conv { shape, tokens, proj, weight: taps, past, stored, state: samples, out: mixed };
         let rule = DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm: gated, out, y };
         let back = Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true };
         b.check(&DeltaNet { project, conv, rule, back }, &[h, samples, state], &[])?;

@@ -129,7 +129,7 @@ impl DeltaNet<'_> {
 
     /// The projection of one row with its convolution.
     fn convolved(&self) -> Launch {
-        let Conv { shape, past, proj, taps, state, out, .. } = self.conv;
+        let Conv { shape, past, proj, weight: taps, state, out, .. } = self.conv;
         let (_, old) = shape.rows(1, proj, past);
         let channels = shape.channels();
         let mut launch = self.project.launch();

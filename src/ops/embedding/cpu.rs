@@ -21,7 +21,7 @@ impl Embedding<'_> {
         let ids = cpu.memory.words(self.ids.floats(self.tokens));
         let into = cpu.memory.floats_mut(self.into.floats(self.tokens * cols));
         if let Some(id) = ids.iter().find(|id| **id as usize >= view.rows) {
-            return refuse(format!("token {id} of {}", view.rows));
+            return refuse(format!("token id {id} is outside the vocabulary of {}", view.rows));
         }
         cpu.compute.threads.run_pieces(into, cols, &|token, row| {
             SCRATCH.with_borrow_mut(|(codes, values)| {

@@ -69,38 +69,38 @@ fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Resu
 
     let chosen: Vec<u32> = (0..TOKENS).flat_map(|t| (0..K).map(move |r| ((t + r) % SLOTS) as u32)).collect();
     let ids = b.words(&chosen)?;
-    let places = TOKENS * (K + 1);
+    let assignments = TOKENS * (K + 1);
     let before = b.random.floats(TOKENS * HIDDEN);
     let mut groups = Vec::new();
     let mut order = Vec::new();
     for slot in 0..SLOTS as u32 {
         let first = order.len() as u32;
-        order.extend((0..chosen.len() as u32).filter(|place| chosen[*place as usize] == slot));
+        order.extend((0..chosen.len() as u32).filter(|assignment| chosen[*assignment as usize] == slot));
         groups.push(ExpertGroup { expert: slot, slot, first, count: order.len() as u32 - first });
     }
-    let landed = ExpertSet::Landed { groups: &groups, places: &order, shared: true, by_place: None };
-    let halves = b.halves(places, HIDDEN)?;
+    let landed = ExpertSet::Landed { groups: &groups, assignments: &order, shared: true, per_assignment: None };
+    let halves = b.halves(assignments, HIDDEN)?;
     let ways =
         [(ExpertSet::Table { ids, slots: ids }, Some(ids), None), (landed, None, None), (landed, None, Some(halves))];
     let halved = b.gpu.limits().half;
-    for (which, by_place, half) in ways.into_iter().filter(|way| way.2.is_none() || halved) {
+    for (which, per_assignment, half) in ways.into_iter().filter(|way| way.2.is_none() || halved) {
         let allowed = if half.is_some() { HALF } else { CLOSE };
         b.gpu.prompt(half);
         let room = MoeBuffers {
             scores,
             weights,
-            act: b.room(places * layer.row())?,
-            out: b.room(places * HIDDEN)?,
+            act: b.room(assignments * layer.row())?,
+            out: b.room(assignments * HIDDEN)?,
             jobs: b.room(TOKENS * K * 3)?,
             order: b.room(TOKENS * K)?,
         };
         let h = b.floats(&before)?;
         let ran = b.run(Experts { layer, slots, tokens: TOKENS, x, room, which })?;
-        for (place, slot) in chosen.iter().enumerate() {
-            let act = room.act.rows(place, 1, layer.row());
-            b.expect(allowed, &ran, act, &acts[*slot as usize][place / K * INNER..][..INNER])?;
+        for (assignment, slot) in chosen.iter().enumerate() {
+            let act = room.act.rows(assignment, 1, layer.row());
+            b.expect(allowed, &ran, act, &acts[*slot as usize][assignment / K * INNER..][..INNER])?;
         }
-        if by_place.is_some() {
+        if per_assignment.is_some() {
             for token in 0..TOKENS {
                 let act = room.act.rows(TOKENS * K + token, 1, layer.row());
                 b.expect(allowed, &ran, act, &acts[SLOTS][token * inner..][..inner])?;
@@ -110,7 +110,7 @@ fn case(b: &mut KernelCheck<'_>, codes: [WeightFormat; 3], inner: usize) -> Resu
             let expected = b.on_cpu(results)?;
             b.expect(allowed, &ran, results, &expected)?;
         }
-        b.check_within(allowed, CombineExperts { layer, slots, tokens: TOKENS, room, by_place, h }, &[h], &[])?;
+        b.check_within(allowed, CombineExperts { layer, slots, tokens: TOKENS, room, per_assignment, h }, &[h], &[])?;
     }
     b.gpu.prompt(None);
     let act = b.room(TOKENS * inner)?;

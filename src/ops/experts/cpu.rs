@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// Most assignments, besides one for each row, that are computed at once. Bounds the buffers between up and down.
-pub(in crate::ops) const PLACES: usize = 512;
+pub(in crate::ops) const MAX_ASSIGNMENTS: usize = 512;
 
 impl Experts<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
@@ -23,22 +23,22 @@ impl Experts<'_> {
         let Cpu { compute: with, memory, quantized, scratch } = cpu;
         let scratch = &mut scratch.experts;
         let mut jobs: Vec<ExpertJob<'_>> = reuse_empty(std::mem::take(&mut scratch.jobs));
-        let (mut groups, mut places) = (std::mem::take(&mut scratch.groups), std::mem::take(&mut scratch.order));
+        let (mut groups, mut assignments) = (std::mem::take(&mut scratch.groups), std::mem::take(&mut scratch.order));
         let (groups_of, places_of, shared) = match self.which {
-            ExpertSet::Landed { groups, places, shared, .. } => (groups, places, shared),
+            ExpertSet::Landed { groups, assignments, shared, .. } => (groups, assignments, shared),
             ExpertSet::Table { ids, slots } => {
                 let count = tokens * layer.k;
                 let entries = memory.words(ids.floats(count)).iter().zip(memory.words(slots.floats(count)));
                 groups.clear();
-                places.clear();
-                places.extend(0..count as u32);
+                assignments.clear();
+                assignments.extend(0..count as u32);
                 groups.extend((0..).zip(entries).map(|(first, (&expert, &slot))| ExpertGroup {
                     expert,
                     slot,
                     first,
                     count: 1,
                 }));
-                (&groups[..], &places[..], true)
+                (&groups[..], &assignments[..], true)
             }
         };
         if let Some(expert) = layer.shared.as_ref().filter(|_| shared) {
@@ -48,27 +48,31 @@ impl Experts<'_> {
         }
         for group in groups_of {
             let (first, count) = (group.first as usize, group.count as usize);
-            let (Some(places), Some(expert)) = (places_of.get(first..first + count), self.expert(memory, *group))
+            let (Some(assignments), Some(expert)) = (places_of.get(first..first + count), self.expert(memory, *group))
             else {
-                return refuse(format!("{group:?} of {} places, in {} slots", places_of.len(), self.slots.slabs.len()));
+                return refuse(format!(
+                    "{group:?} is out of range: {} assignments, {} slabs",
+                    places_of.len(),
+                    self.slots.slabs.len()
+                ));
             };
-            jobs.push(ExpertJob { expert, rows: JobRows::Places(places, layer.k) });
+            jobs.push(ExpertJob { expert, rows: JobRows::Assignments(assignments, layer.k) });
         }
         let at = self.x.floats(tokens * hidden);
-        let out = memory.floats_mut(self.room.out.floats(layer.places(tokens) * hidden));
+        let out = memory.floats_mut(self.room.out.floats(layer.assignments(tokens) * hidden));
         let (x, mut rest, mut done) = (memory.floats(at), &jobs[..], Ok(()));
         while !rest.is_empty() && done.is_ok() {
             let mut rows = 0;
             let fits = |job: &&ExpertJob<'_>| {
                 rows += job.rows.len();
-                rows <= tokens + PLACES
+                rows <= tokens + MAX_ASSIGNMENTS
             };
             let (some, behind) = rest.split_at(rest.iter().take_while(fits).count().max(1));
             done = compute(with, quantized, Some(at), x, hidden, some, out, scratch);
             rest = behind;
         }
         scratch.jobs = reuse_empty(jobs);
-        (scratch.groups, scratch.order) = (groups, places);
+        (scratch.groups, scratch.order) = (groups, assignments);
         done
     }
 
@@ -93,7 +97,7 @@ impl CombineExperts<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let (layer, tokens, hidden, memory) = (self.layer, self.tokens, self.layer.hidden(), &cpu.memory);
         let k = layer.k;
-        let out = memory.floats(self.room.out.floats(layer.places(tokens) * hidden));
+        let out = memory.floats(self.room.out.floats(layer.assignments(tokens) * hidden));
         let weights = memory.floats(self.room.weights.floats(tokens * (k + 1)));
         let h = memory.floats_mut(self.h.floats(tokens * hidden));
         let (routed, shared) = out.split_at(tokens * k * hidden);

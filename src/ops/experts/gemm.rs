@@ -43,14 +43,14 @@ pub(in crate::ops) enum JobRows<'a> {
     /// Row `t` maps to row `first + t`.
     Each { first: usize, count: usize },
     /// For each listed assignment, row `assignment / k` maps to row `assignment`.
-    Places(&'a [u32], usize),
+    Assignments(&'a [u32], usize),
 }
 
 impl JobRows<'_> {
     pub(super) fn len(&self) -> usize {
         match self {
             JobRows::Each { count, .. } => *count,
-            JobRows::Places(places, _) => places.len(),
+            JobRows::Assignments(assignments, _) => assignments.len(),
         }
     }
 
@@ -59,7 +59,9 @@ impl JobRows<'_> {
         match self {
             JobRows::Each { first, .. } => (index, first + index),
             // Divides in 32 bits, because a prompt does this thousands of times before its tasks start.
-            JobRows::Places(places, k) => ((places[index] / *k as u32) as usize, places[index] as usize),
+            JobRows::Assignments(assignments, k) => {
+                ((assignments[index] / *k as u32) as usize, assignments[index] as usize)
+            }
         }
     }
 
@@ -89,7 +91,7 @@ pub(in crate::ops) struct ExpertScratch {
     /// Intermediate values, one entry for each shape and format among the down projections.
     intermediate: Vec<Intermediate>,
     /// For each job, its entry of `intermediate` and its first row there.
-    places: Vec<(usize, usize)>,
+    assignments: Vec<(usize, usize)>,
     /// For each job, the number of its first task in the current phase.
     first: Vec<usize>,
     /// For each slice that two tasks share, whether one of them is done.
@@ -99,7 +101,7 @@ pub(in crate::ops) struct ExpertScratch {
 /// Buffers of one task: input rows of gate and up, or of down; outputs; and products, gate first.
 #[derive(Default)]
 struct TaskBuffers {
-    lines: [Vec<Activations<'static>>; 2],
+    inputs: [Vec<Activations<'static>>; 2],
     outs: Vec<OutPtr>,
     products: Vec<f32>,
 }
@@ -128,17 +130,24 @@ pub(in crate::ops) fn compute(
         check(up, hidden)?;
         check(down, gate.rows)?;
         if up.rows != gate.rows || down.rows != hidden {
-            return refuse(format!("gate, up and down have {}, {} and {} rows", gate.rows, up.rows, down.rows));
+            return refuse(format!(
+                "gate, up and down projections have {}, {} and {} rows",
+                gate.rows, up.rows, down.rows
+            ));
         }
     }
     // Two tasks that write the same assignment would race, so each is claimed once.
-    let (tokens, places) = (x.len() / hidden, out.len() / hidden);
+    let (tokens, assignments) = (x.len() / hidden, out.len() / hidden);
     scratch.claimed.clear();
-    scratch.claimed.resize(places, false);
-    for (token, place) in jobs.iter().flat_map(|job| job.rows.iter()) {
-        match scratch.claimed.get_mut(place) {
+    scratch.claimed.resize(assignments, false);
+    for (token, assignment) in jobs.iter().flat_map(|job| job.rows.iter()) {
+        match scratch.claimed.get_mut(assignment) {
             Some(claimed) if !*claimed && token < tokens => *claimed = true,
-            _ => return refuse(format!("place {place} of token {token}: {tokens} tokens, {places} places, each once")),
+            _ => {
+                return refuse(format!(
+                    "assignment {assignment} of token {token} is a duplicate or out of range ({tokens} tokens, {assignments} assignments)"
+                ));
+            }
         }
     }
     let codes = jobs.iter().flat_map(|job| [job.expert.gate.codes, job.expert.up.codes]);
@@ -174,8 +183,8 @@ fn forward(
     scratch: &mut ExpertScratch,
 ) {
     let (math, isa) = (compute.arithmetic, Isa::best());
-    let ExpertScratch { intermediate, places, first, half, .. } = scratch;
-    arrange(math, jobs, intermediate, places);
+    let ExpertScratch { intermediate, assignments, first, half, .. } = scratch;
+    arrange(math, jobs, intermediate, assignments);
 
     // Gate and up, quantized for the down projection.
     let enough = if compute.threads.count() > 1 { 8 * compute.threads.count() } else { 0 };
@@ -196,10 +205,10 @@ fn forward(
         let whole = at..(at + slice(job)).min(job.expert.gate.rows);
         let cut = |part: usize| whole.start + whole.len() * part / parts;
         let block = block * BLOCK..((block + 1) * BLOCK).min(job.rows.len());
-        let (entry, start) = places[index];
+        let (entry, start) = assignments[index];
         let to = SliceTarget { to: targets[entry], first: start + block.start, whole: whole.clone() };
-        TASK_BUFFERS.with_borrow_mut(|TaskBuffers { lines: [own, others], products, .. }| {
-            let lines = |codes: WeightFormat| {
+        TASK_BUFFERS.with_borrow_mut(|TaskBuffers { inputs: [own, others], products, .. }| {
+            let inputs = |codes: WeightFormat| {
                 let rows = formats.of(math, codes);
                 job.rows.some(block.clone()).map(move |(token, _)| Activations {
                     x: &x[token * hidden..(token + 1) * hidden],
@@ -209,16 +218,16 @@ fn forward(
             let [gate, up] = [&job.expert.gate, &job.expert.up];
             let mut gates: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
             let mut ups: Vec<Activations<'_>> = reuse_empty(std::mem::take(others));
-            gates.extend(lines(gate.codes));
+            gates.extend(inputs(gate.codes));
             let same = format(math, gate.codes) == format(math, up.codes);
             if !same {
-                ups.extend(lines(up.codes));
+                ups.extend(inputs(up.codes));
             }
-            let lines = [&gates[..], if same { &gates[..] } else { &ups[..] }];
+            let inputs = [&gates[..], if same { &gates[..] } else { &ups[..] }];
             let last = || parts == 1 || half[slice_of_all].swap(true, Ordering::AcqRel);
             // SAFETY: sizes were checked. Each task writes its own rows and columns of the intermediate values. The
             // last task of a slice writes all of its quantized values.
-            unsafe { swiglu(isa, math, [gate, up], cut(part)..cut(part + 1), lines, &to, products, last) };
+            unsafe { swiglu(isa, math, [gate, up], cut(part)..cut(part + 1), inputs, &to, products, last) };
             (*own, *others) = (reuse_empty(gates), reuse_empty(ups));
         });
     });
@@ -246,17 +255,17 @@ fn forward(
         let (block, at) = (task / slices, task % slices * height(job, bytes));
         let block = block * BLOCK..((block + 1) * BLOCK).min(job.rows.len());
         let rows = at..(at + height(job, bytes)).min(hidden);
-        let (entry, start) = places[index];
+        let (entry, start) = assignments[index];
         let integer = format(math, job.expert.down.codes).is_some();
-        TASK_BUFFERS.with_borrow_mut(|TaskBuffers { lines: [own, _], outs, .. }| {
-            let mut lines: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
-            lines.extend(block.clone().map(|row| intermediate[entry].line(integer, start + row)));
+        TASK_BUFFERS.with_borrow_mut(|TaskBuffers { inputs: [own, _], outs, .. }| {
+            let mut inputs: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
+            inputs.extend(block.clone().map(|row| intermediate[entry].input(integer, start + row)));
             outs.clear();
             // SAFETY: assignments were checked.
-            outs.extend(job.rows.some(block).map(|(_, place)| unsafe { base.add(place * hidden) }));
+            outs.extend(job.rows.some(block).map(|(_, assignment)| unsafe { base.add(assignment * hidden) }));
             // SAFETY: sizes were checked. Each task writes its own rows of `out`, and no two inputs share one.
-            unsafe { simd::product(isa, math == CpuArithmetic::Integer, &job.expert.down, rows, &lines, outs) };
-            *own = reuse_empty(lines);
+            unsafe { simd::product(isa, math == CpuArithmetic::Integer, &job.expert.down, rows, &inputs, outs) };
+            *own = reuse_empty(inputs);
         });
     });
 }
@@ -266,12 +275,12 @@ fn arrange(
     math: CpuArithmetic,
     jobs: &[ExpertJob<'_>],
     intermediate: &mut Vec<Intermediate>,
-    places: &mut Vec<(usize, usize)>,
+    assignments: &mut Vec<(usize, usize)>,
 ) {
     for entry in intermediate.iter_mut() {
         entry.rows = 0;
     }
-    places.clear();
+    assignments.clear();
     for job in jobs {
         let (cols, codes) = (job.expert.gate.rows, job.expert.down.codes);
         let alike = |entry: &Intermediate| {
@@ -281,7 +290,7 @@ fn arrange(
             intermediate.push(Intermediate { cols, codes: Some(codes), ..Intermediate::default() });
             intermediate.len() - 1
         });
-        places.push((entry, intermediate[entry].rows));
+        assignments.push((entry, intermediate[entry].rows));
         intermediate[entry].rows += job.rows.len();
     }
 }
@@ -297,7 +306,7 @@ impl Intermediate {
         IntermediateOut { quantized, values: OutPtr(self.values.as_mut_ptr()) }
     }
 
-    fn line(&self, integer: bool, row: usize) -> Activations<'_> {
+    fn input(&self, integer: bool, row: usize) -> Activations<'_> {
         match integer {
             true => Activations { x: &[], digits: self.quantized.row(row) },
             false => {
@@ -325,33 +334,33 @@ unsafe fn swiglu(
     math: CpuArithmetic,
     weights: [&WeightView<'_>; 2],
     rows: Range<usize>,
-    lines: [&[Activations<'_>]; 2],
+    inputs: [&[Activations<'_>]; 2],
     target: &SliceTarget,
     products: &mut Vec<f32>,
     last: impl FnOnce() -> bool,
 ) {
-    let (count, width, integer) = (lines[0].len(), rows.len(), math == CpuArithmetic::Integer);
+    let (count, width, integer) = (inputs[0].len(), rows.len(), math == CpuArithmetic::Integer);
     let SliceTarget { to, first, whole } = target;
     if rows.is_empty() {
         return;
     }
     products.clear();
     products.resize(2 * count * width, 0.0);
-    for ((weight, lines), products) in weights.iter().zip(lines).zip(products.chunks_exact_mut(count * width)) {
+    for ((weight, inputs), products) in weights.iter().zip(inputs).zip(products.chunks_exact_mut(count * width)) {
         let view = part(weight, rows.clone());
         let mut outs = [OutPtr(std::ptr::null_mut()); BLOCK];
         for (out, products) in outs.iter_mut().zip(products.chunks_exact_mut(width)) {
             *out = OutPtr(products.as_mut_ptr());
         }
         // SAFETY: `outs` are rows of a local buffer that is as wide as the view has rows.
-        unsafe { simd::product(isa, integer, &view, 0..width, lines, &outs[..count]) };
+        unsafe { simd::product(isa, integer, &view, 0..width, inputs, &outs[..count]) };
     }
     let (gates, ups) = products.split_at_mut(count * width);
     activate(gates, ups);
     let cols = weights[0].rows;
     let shared = rows != *whole;
-    for (line, values) in gates.chunks_exact(width).enumerate() {
-        let row = first + line;
+    for (input, values) in gates.chunks_exact(width).enumerate() {
+        let row = first + input;
         match to.quantized.filter(|_| !shared) {
             // SAFETY: exclusive access (caller).
             Some(writer) => unsafe { writer.write(row, rows.start, values) },

@@ -56,7 +56,7 @@ impl MoeWeights {
     }
 
     fn act(&self, room: &MoeBuffers, tokens: usize) -> Region {
-        room.act.floats(self.places(tokens) * self.row())
+        room.act.floats(self.assignments(tokens) * self.row())
     }
 
     fn launch(
@@ -125,9 +125,9 @@ impl Experts<'_> {
     pub fn halves(&self, jobs: Jobs, room: HalfBuffers) -> [Launch; 4] {
         let (layer, tokens) = (self.layer, self.tokens);
         let (hidden, inner, row) = (layer.hidden(), layer.inner(), layer.row());
-        let (places, count) = (tokens * layer.k, jobs.order.len / 4);
+        let (assignments, count) = (tokens * layer.k, jobs.order.len / 4);
         let x = HalfRows::new(room.x, tokens, hidden);
-        let halves = HalfRows::new(room.act, places, inner);
+        let halves = HalfRows::new(room.act, assignments, inner);
         let act = layer.act(&self.room, tokens);
         let launch = |from: &HalfRows, to: Region, kernel, width: usize| {
             let mut bindings = from.bindings().to_vec();
@@ -142,7 +142,7 @@ impl Experts<'_> {
             x.fill(self.x, hidden, None),
             launch(&x, act, up, inner.div_ceil(32)),
             halves.fill_some(act, row, jobs.order, count),
-            launch(&halves, self.room.out.floats(places * hidden), down, hidden.div_ceil(64)),
+            launch(&halves, self.room.out.floats(assignments * hidden), down, hidden.div_ceil(64)),
         ]
     }
 }

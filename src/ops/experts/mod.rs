@@ -11,7 +11,7 @@ mod gemm;
 mod gpu;
 
 pub(super) use cases::cases;
-pub(in crate::ops) use cpu::PLACES;
+pub(in crate::ops) use cpu::MAX_ASSIGNMENTS;
 pub(in crate::ops) use gemm::{ExpertJob, ExpertScratch, ExpertView, JobRows, compute};
 pub use gpu::{Jobs, swiglu};
 
@@ -79,8 +79,8 @@ pub struct ExpertSlots {
 impl ExpertSlots {
     /// The bytes of a slot.
     pub fn of(&self, slot: u32) -> Region {
-        let (slab, place) = (slot as usize / self.per_slab, slot as usize % self.per_slab);
-        self.slabs[slab].part(place * self.stride, self.stride)
+        let (slab, assignment) = (slot as usize / self.per_slab, slot as usize % self.per_slab);
+        self.slabs[slab].part(assignment * self.stride, self.stride)
     }
 }
 
@@ -100,7 +100,7 @@ pub struct MoeBuffers {
     pub order: Region,
 }
 
-/// A loaded expert and the assignments of this call that use it: `places[first..first + count]`.
+/// A loaded expert and the assignments of this call that use it: `assignments[first..first + count]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertGroup {
     pub expert: u32,
@@ -117,12 +117,12 @@ pub enum ExpertSet<'a> {
     /// The assignments of the loaded experts in `groups`.
     Landed {
         groups: &'a [ExpertGroup],
-        places: &'a [u32],
+        assignments: &'a [u32],
         /// Compute the shared expert as well.
         shared: bool,
         /// If present, compute one assignment at a time and not grouped by expert. Receives the slot of each
         /// assignment, u32 `[tokens * k]`.
-        by_place: Option<Region>,
+        per_assignment: Option<Region>,
     },
 }
 
@@ -146,7 +146,7 @@ pub struct CombineExperts<'a> {
     pub tokens: usize,
     pub room: MoeBuffers,
     /// Slot of each assignment, u32 `[tokens, k]`, if [`Experts`] computed one assignment at a time.
-    pub by_place: Option<Region>,
+    pub per_assignment: Option<Region>,
     /// Residual stream, `[tokens, hidden]`.
     pub h: Region,
 }
@@ -175,7 +175,7 @@ impl MoeWeights {
     }
 
     /// Assignments, including the shared expert's.
-    fn places(&self, tokens: usize) -> usize {
+    fn assignments(&self, tokens: usize) -> usize {
         tokens * (self.k + 1)
     }
 }
@@ -191,10 +191,10 @@ impl ExpertSlots {
 
 impl MoeBuffers {
     fn touches(&self, layer: &MoeWeights, tokens: usize, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let places = layer.places(tokens);
+        let assignments = layer.assignments(tokens);
         see(self.scores.floats(tokens * layer.width()), BufferAccess::Read);
-        see(self.act.floats((places * layer.row()).min(self.act.len / 4)), BufferAccess::ReadWrite);
-        see(self.out.floats(places * layer.hidden()), BufferAccess::ReadWrite);
+        see(self.act.floats((assignments * layer.row()).min(self.act.len / 4)), BufferAccess::ReadWrite);
+        see(self.out.floats(assignments * layer.hidden()), BufferAccess::ReadWrite);
     }
 }
 
@@ -208,8 +208,10 @@ impl Experts<'_> {
                 see(ids.floats(tokens * layer.k), BufferAccess::Read);
                 see(slots.floats(tokens * layer.k), BufferAccess::Read);
             }
-            ExpertSet::Landed { by_place: Some(slots), .. } => see(slots.floats(tokens * layer.k), BufferAccess::Write),
-            ExpertSet::Landed { by_place: None, .. } => {
+            ExpertSet::Landed { per_assignment: Some(slots), .. } => {
+                see(slots.floats(tokens * layer.k), BufferAccess::Write)
+            }
+            ExpertSet::Landed { per_assignment: None, .. } => {
                 see(self.room.jobs, BufferAccess::Write);
                 see(self.room.order, BufferAccess::Write);
             }
@@ -221,8 +223,8 @@ impl CombineExperts<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let (layer, tokens) = (self.layer, self.tokens);
         self.room.touches(layer, tokens, see);
-        see(self.room.weights.floats(layer.places(tokens)), BufferAccess::Read);
-        if let Some(slots) = self.by_place {
+        see(self.room.weights.floats(layer.assignments(tokens)), BufferAccess::Read);
+        if let Some(slots) = self.per_assignment {
             see(slots.floats(tokens * layer.k), BufferAccess::Read);
         }
         see(self.h.floats(tokens * layer.hidden()), BufferAccess::ReadWrite);

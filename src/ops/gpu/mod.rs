@@ -23,7 +23,7 @@ const MAX_PARTIAL_BYTES: usize = 64 << 20;
 pub const fn limits(working_set: Option<u64>) -> BackendLimits {
     BackendLimits {
         by_table: DECODE_ROWS,
-        by_place: 1,
+        per_assignment: 1,
         half: true,
         in_place: false,
         mixer: usize::MAX,
@@ -124,14 +124,14 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
         match op.which {
             ExpertSet::Table { slots, .. } => self.launch(op.up(slots, true)),
             ExpertSet::Landed { groups: [], shared: false, .. }
-            | ExpertSet::Landed { groups: [], by_place: None, .. } => Ok(()),
-            ExpertSet::Landed { groups, places, shared, by_place: Some(at) } => {
+            | ExpertSet::Landed { groups: [], per_assignment: None, .. } => Ok(()),
+            ExpertSet::Landed { groups, assignments, shared, per_assignment: Some(at) } => {
                 let mut slots = std::mem::take(&mut self.slots);
                 slots.clear();
                 slots.resize(op.tokens * op.layer.k, NONE);
                 for group in groups {
-                    for place in &places[group.first as usize..][..group.count as usize] {
-                        slots[*place as usize] = group.slot;
+                    for assignment in &assignments[group.first as usize..][..group.count as usize] {
+                        slots[*assignment as usize] = group.slot;
                     }
                 }
                 let written = self.write_words(at, &slots);
@@ -139,7 +139,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
                 written?;
                 self.launch(op.up(at, shared))
             }
-            ExpertSet::Landed { groups, places, by_place: None, .. } => {
+            ExpertSet::Landed { groups, assignments, per_assignment: None, .. } => {
                 let mut words = std::mem::take(&mut self.slots);
                 words.clear();
                 match self.half {
@@ -150,10 +150,10 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
                 }
                 let count = words.len() / 3;
                 let (jobs, order) = (op.room.jobs, op.room.order);
-                let written = self.write_words(jobs, &words).and_then(|()| self.write_words(order, places));
+                let written = self.write_words(jobs, &words).and_then(|()| self.write_words(order, assignments));
                 self.slots = words;
                 written?;
-                let jobs = Jobs { count, jobs, order: order.floats(places.len()) };
+                let jobs = Jobs { count, jobs, order: order.floats(assignments.len()) };
                 match self.half {
                     Some(half) => self.all(op.halves(jobs, half)),
                     None => self.all(op.by_expert(jobs)),
@@ -254,7 +254,7 @@ impl<P: DerefMut<Target: Gpu> + Send> Backend for GpuBackend<P> {
                 None => self.all(op.launches()),
             },
             Op::Experts(op) => self.experts(op),
-            Op::CombineExperts(op) => match op.by_place {
+            Op::CombineExperts(op) => match op.per_assignment {
                 Some(slots) => self.launch(op.down(slots)),
                 None => self.all(op.sum(self.half)),
             },

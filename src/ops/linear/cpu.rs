@@ -18,7 +18,7 @@ impl Linear<'_> {
         let Cpu { compute, memory, quantized, scratch } = cpu;
         let mut columns = [OutputColumns::default(); 4];
         let Some(columns) = columns.get_mut(..self.matrices.len()) else {
-            return refuse(format!("{} matrices at once", self.matrices.len()));
+            return refuse(format!("a linear layer has at most 4 matrices, not {}", self.matrices.len()));
         };
         let mut at = 0;
         for (column, matrix) in columns.iter_mut().zip(self.matrices) {

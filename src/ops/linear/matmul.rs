@@ -82,7 +82,9 @@ pub(in crate::ops) fn check(view: &WeightView<'_>, cols: usize) -> Result<(), De
     let fits = view.parts.iter().zip(sizes).all(|(part, bytes)| part.len() == bytes * view.rows);
     if !known || view.cols != cols || !cols.is_multiple_of(view.codes.group()) || !fits {
         let (found, WeightView { codes, rows, cols: have, .. }) = (view.parts.map(<[u8]>::len), view);
-        return refuse(format!("weight {codes:?} [{rows}, {have}] with parts of {found:?} bytes, for {cols} values"));
+        return refuse(format!(
+            "weight {codes:?} [{rows}, {have}] with parts of {found:?} bytes does not fit {cols} input columns"
+        ));
     }
     Ok(())
 }
@@ -118,7 +120,7 @@ pub(in crate::ops) fn product(
     for (rows, OutputColumns { weight, .. }) in rows_of.iter_mut().zip(weights) {
         *rows = quantized.of(compute.arithmetic, weight.codes);
     }
-    let line = |weight: usize, token: usize| Activations {
+    let input = |weight: usize, token: usize| Activations {
         x: &x[token * cols..(token + 1) * cols],
         digits: rows_of[weight].map_or_else(QuantizedRow::default, |rows| rows.row(token)),
     };
@@ -132,10 +134,10 @@ pub(in crate::ops) fn product(
         let (at, task) = (task / count * block, task % count);
         let (index, rows) = locate(weights, height, task);
         let all = at..(at + block).min(tokens);
-        let meet = |lines: &[Activations<'_>], outs: &[OutPtr]| {
+        let meet = |inputs: &[Activations<'_>], outs: &[OutPtr]| {
             let integer = compute.arithmetic == CpuArithmetic::Integer;
             // SAFETY: sizes were checked. Each task writes its own columns of the outputs.
-            unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), lines, outs) };
+            unsafe { simd::product(isa, integer, &weights[index].weight, rows.clone(), inputs, outs) };
             let Some(sums) = sums else { return };
             for (out, token) in outs.iter().zip(all.clone()) {
                 // SAFETY: the results of this task, and sums that belong to no other task.
@@ -149,15 +151,15 @@ pub(in crate::ops) fn product(
             }
         };
         if tokens == 1 {
-            return meet(&[line(index, 0)], &[place(index, 0)]);
+            return meet(&[input(index, 0)], &[place(index, 0)]);
         }
         TASK_BUFFERS.with_borrow_mut(|(own, outs)| {
-            let mut lines: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
-            lines.extend(all.clone().map(|token| line(index, token)));
+            let mut inputs: Vec<Activations<'_>> = reuse_empty(std::mem::take(own));
+            inputs.extend(all.clone().map(|token| input(index, token)));
             outs.clear();
             outs.extend(all.clone().map(|token| place(index, token)));
-            meet(&lines, outs);
-            *own = reuse_empty(lines);
+            meet(&inputs, outs);
+            *own = reuse_empty(inputs);
         });
     });
 }

@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn small_floats_are_what_their_bits_say() {
+    fn small_floats_decode_by_definition() {
         let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
         for code in 0..16u8 {
             let sign = if code & 8 == 0 { 1.0 } else { -1.0 };

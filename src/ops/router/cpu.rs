@@ -35,7 +35,7 @@ impl Router<'_> {
             check(&column.weight, cols)?;
         }
         if k > experts {
-            return refuse(format!("{k} of {experts} experts"));
+            return refuse(format!("cannot choose {k} of {experts} experts"));
         }
         let (x, key) = normed(compute, memory, self.x, tokens, cols, self.norm, &mut scratch.normed);
         quantized.fill(compute, key, x, tokens, cols, columns.iter().map(|column| column.weight.codes));

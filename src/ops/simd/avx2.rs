@@ -19,12 +19,12 @@ struct Avx2;
 pub unsafe fn rows(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
     // SAFETY: passed on.
-    unsafe { x86::rows::<Avx2>(weight, rows, lines, outs, scratch) }
+    unsafe { x86::rows::<Avx2>(weight, rows, inputs, outs, scratch) }
 }
 
 float::compiled_for!("avx2,fma,bmi2", super::vector::Avx2);

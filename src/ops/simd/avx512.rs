@@ -19,19 +19,19 @@ struct Vnni;
 pub unsafe fn rows(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
     let mut rows = rows;
     // SAFETY: passed on.
     unsafe {
-        rows.start += match lines.len() {
-            2.. => gemm_avx512::rows(weight, rows.clone(), lines, outs, scratch),
+        rows.start += match inputs.len() {
+            2.. => gemm_avx512::rows(weight, rows.clone(), inputs, outs, scratch),
             _ => 0,
         };
-        rows.start += gemv_avx512::rows(weight, rows.clone(), lines, outs, scratch);
-        x86::rows::<Vnni>(weight, rows, lines, outs, scratch);
+        rows.start += gemv_avx512::rows(weight, rows.clone(), inputs, outs, scratch);
+        x86::rows::<Vnni>(weight, rows, inputs, outs, scratch);
     }
 }
 

@@ -20,13 +20,13 @@ use crate::ops::quant::unpack;
 pub unsafe fn rows<V: Vector>(
     weight: &WeightView<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
     for row in rows {
         unpack::expand(weight, row, &mut scratch.bytes, &mut scratch.values);
-        let (fours, rest) = lines.as_chunks::<4>();
+        let (fours, rest) = inputs.as_chunks::<4>();
         for (four, outs) in fours.iter().zip(outs.chunks_exact(4)) {
             let sums = dot::<V, 4>(&scratch.values, [four[0].x, four[1].x, four[2].x, four[3].x]);
             for (out, sum) in outs.iter().zip(sums) {
@@ -34,8 +34,8 @@ pub unsafe fn rows<V: Vector>(
                 unsafe { out.0.add(row).write(sum * weight.global_scale) };
             }
         }
-        for (line, out) in rest.iter().zip(&outs[fours.len() * 4..]) {
-            let [sum] = dot::<V, 1>(&scratch.values, [line.x]);
+        for (input, out) in rest.iter().zip(&outs[fours.len() * 4..]) {
+            let [sum] = dot::<V, 1>(&scratch.values, [input.x]);
             // SAFETY: as above.
             unsafe { out.0.add(row).write(sum * weight.global_scale) };
         }
@@ -54,12 +54,12 @@ macro_rules! compiled_for {
         pub unsafe fn float_rows(
             weight: &$crate::ops::WeightView<'_>,
             rows: Range<usize>,
-            lines: &[Activations<'_>],
+            inputs: &[Activations<'_>],
             outs: &[OutPtr],
             scratch: &mut SimdScratch,
         ) {
             // SAFETY: passed on.
-            unsafe { float::rows::<$vector>(weight, rows, lines, outs, scratch) }
+            unsafe { float::rows::<$vector>(weight, rows, inputs, outs, scratch) }
         }
     };
 }

@@ -32,7 +32,7 @@ const FEW_INPUTS: usize = 16;
 pub unsafe fn rows(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) -> usize {
@@ -40,11 +40,11 @@ pub unsafe fn rows(
     // SAFETY: the rows exist. The rest is passed on.
     unsafe {
         while rows.end - row >= 2 * ROWS {
-            block::<2>(weight, row, lines, outs, &mut scratch.tiles);
+            block::<2>(weight, row, inputs, outs, &mut scratch.tiles);
             row += 2 * ROWS;
         }
         if rows.end - row >= ROWS {
-            block::<1>(weight, row, lines, outs, &mut scratch.tiles);
+            block::<1>(weight, row, inputs, outs, &mut scratch.tiles);
             row += ROWS;
         }
     }
@@ -57,14 +57,14 @@ pub unsafe fn rows(
 unsafe fn block<const M: usize>(
     weight: &AffineWeight<'_>,
     row: usize,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     tiles: &mut WeightTiles,
 ) {
     let groups = weight.groups();
-    let few = lines.len() <= FEW_INPUTS;
+    let few = inputs.len() <= FEW_INPUTS;
     let step = if few { LANES / 2 } else { groups };
-    room(&mut tiles.lanes, if few { lines.len() } else { 4 } * M * LANES);
+    room(&mut tiles.lanes, if few { inputs.len() } else { 4 } * M * LANES);
     // SAFETY: the rows exist, and the accumulators have been allocated. The rest is passed on.
     unsafe {
         for tile in 0..M {
@@ -75,7 +75,7 @@ unsafe fn block<const M: usize>(
             for tile in 0..M {
                 fill_codes::<M>(weight, row + tile * ROWS, some.clone(), tiles, tile);
             }
-            all_inputs::<M>(weight, row, some, lines, outs, tiles);
+            all_inputs::<M>(weight, row, some, inputs, outs, tiles);
         }
     }
 }
@@ -102,25 +102,25 @@ unsafe fn all_inputs<const M: usize>(
     weight: &AffineWeight<'_>,
     row: usize,
     groups: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     tiles: &mut WeightTiles,
 ) {
     // Prefetch the next rows shortly before they are needed.
-    let prefetch_at = (lines.len() / 4).saturating_sub(1);
+    let prefetch_at = (inputs.len() / 4).saturating_sub(1);
     let (whole, last) = (groups == (0..weight.groups()), groups.end == weight.groups());
-    for (index, (lines, outs)) in lines.chunks(4).zip(outs.chunks(4)).enumerate() {
+    for (index, (inputs, outs)) in inputs.chunks(4).zip(outs.chunks(4)).enumerate() {
         // If all groups are computed at once, every four inputs reuse the same accumulators.
         let at = if whole { 0 } else { index * 4 * M * LANES };
         // SAFETY: passed on. There are as many outs as inputs, and accumulators for them.
         unsafe {
             let lanes = tiles.lanes.as_mut_ptr().add(at);
             let groups = groups.clone();
-            match (lines, index == prefetch_at) {
+            match (inputs, index == prefetch_at) {
                 ([a], _) => some_inputs::<M, 1, true>(weight, row, groups, &[*a], lanes, tiles),
                 ([a, b], _) => some_inputs::<M, 2, true>(weight, row, groups, &[*a, *b], lanes, tiles),
                 ([a, b, c], _) => some_inputs::<M, 3, true>(weight, row, groups, &[*a, *b, *c], lanes, tiles),
-                (lines, prefetch_at) => match (lines.as_chunks::<4>().0, prefetch_at) {
+                (inputs, prefetch_at) => match (inputs.as_chunks::<4>().0, prefetch_at) {
                     ([four, ..], true) => some_inputs::<M, 4, true>(weight, row, groups, four, lanes, tiles),
                     ([four, ..], false) => some_inputs::<M, 4, false>(weight, row, groups, four, lanes, tiles),
                     _ => {}
@@ -159,7 +159,7 @@ unsafe fn some_inputs<const M: usize, const N: usize, const PREFETCH: bool>(
     weight: &AffineWeight<'_>,
     row: usize,
     groups: Range<usize>,
-    lines: &[Activations<'_>; N],
+    inputs: &[Activations<'_>; N],
     lanes: *mut CacheLine,
     tiles: &WeightTiles,
 ) {
@@ -170,8 +170,8 @@ unsafe fn some_inputs<const M: usize, const N: usize, const PREFETCH: bool>(
     unsafe {
         // Not `map`, because its closure would not be compiled for these instructions.
         let mut planes = [[std::ptr::null::<i32>(); 3]; N];
-        for (planes, line) in planes.iter_mut().zip(lines) {
-            for (plane, digits) in planes.iter_mut().zip(&line.digits.planes) {
+        for (planes, input) in planes.iter_mut().zip(inputs) {
+            for (plane, digits) in planes.iter_mut().zip(&input.digits.planes) {
                 *plane = digits.as_ptr().cast();
             }
         }
@@ -206,7 +206,7 @@ unsafe fn some_inputs<const M: usize, const N: usize, const PREFETCH: bool>(
                     let sums = [sums[n][0][m], sums[n][1][m], sums[n][2][m]];
                     let place = lanes.add((n * M + m) * LANES + group % LANES).cast();
                     let mut lane = if group < LANES { _mm512_setzero_ps() } else { _mm512_load_ps(place) };
-                    accumulate(sums, [scale, bias], broadcast(&lines[n].digits, group), &mut lane);
+                    accumulate(sums, [scale, bias], broadcast(&inputs[n].digits, group), &mut lane);
                     _mm512_store_ps(place, lane);
                 }
             }
@@ -218,12 +218,12 @@ unsafe fn some_inputs<const M: usize, const N: usize, const PREFETCH: bool>(
 /// `inputs` scale and sum.
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-fn accumulate(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane: &mut __m512) {
+fn accumulate(sums: [__m512i; 3], weights: [__m512; 2], inputs: [__m512; 2], lane: &mut __m512) {
     let [high, middle, low] = sums;
     let upper = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), middle);
     let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(upper), low));
-    *lane = _mm512_fmadd_ps(dot, _mm512_mul_ps(weights[0], lines[0]), *lane);
-    *lane = _mm512_fmadd_ps(weights[1], lines[1], *lane);
+    *lane = _mm512_fmadd_ps(dot, _mm512_mul_ps(weights[0], inputs[0]), *lane);
+    *lane = _mm512_fmadd_ps(weights[1], inputs[1], *lane);
 }
 
 /// Scale and sum of an input's group, broadcast to all lanes.
@@ -232,9 +232,9 @@ fn accumulate(sums: [__m512i; 3], weights: [__m512; 2], lines: [__m512; 2], lane
 /// The input has that group.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn broadcast(line: &QuantizedRow<'_>, group: usize) -> [__m512; 2] {
+unsafe fn broadcast(input: &QuantizedRow<'_>, group: usize) -> [__m512; 2] {
     // SAFETY: the caller's promise.
-    unsafe { [_mm512_set1_ps(*line.scale.get_unchecked(group)), _mm512_set1_ps(*line.sum.get_unchecked(group))] }
+    unsafe { [_mm512_set1_ps(*input.scale.get_unchecked(group)), _mm512_set1_ps(*input.sum.get_unchecked(group))] }
 }
 
 /// Adds the accumulators of `groups` groups and stores sixteen results at `to`.

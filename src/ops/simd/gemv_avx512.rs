@@ -18,7 +18,7 @@ use crate::ops::quant::QuantizedRow;
 pub unsafe fn rows(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) -> usize {
@@ -27,14 +27,14 @@ pub unsafe fn rows(
         match (weight.bits, weight.group) {
             // A group of 32 4-bit codes does not fill half a register.
             (4, 32) => 0,
-            (4, 64) => pairs::<4, 64>(weight, rows, lines, outs, scratch),
-            (4, _) => pairs::<4, 128>(weight, rows, lines, outs, scratch),
-            (8, 32) => pairs::<8, 32>(weight, rows, lines, outs, scratch),
-            (8, 64) => pairs::<8, 64>(weight, rows, lines, outs, scratch),
-            (8, _) => pairs::<8, 128>(weight, rows, lines, outs, scratch),
-            (_, 32) => pairs::<0, 32>(weight, rows, lines, outs, scratch),
-            (_, 64) => pairs::<0, 64>(weight, rows, lines, outs, scratch),
-            (_, _) => pairs::<0, 128>(weight, rows, lines, outs, scratch),
+            (4, 64) => pairs::<4, 64>(weight, rows, inputs, outs, scratch),
+            (4, _) => pairs::<4, 128>(weight, rows, inputs, outs, scratch),
+            (8, 32) => pairs::<8, 32>(weight, rows, inputs, outs, scratch),
+            (8, 64) => pairs::<8, 64>(weight, rows, inputs, outs, scratch),
+            (8, _) => pairs::<8, 128>(weight, rows, inputs, outs, scratch),
+            (_, 32) => pairs::<0, 32>(weight, rows, inputs, outs, scratch),
+            (_, 64) => pairs::<0, 64>(weight, rows, inputs, outs, scratch),
+            (_, _) => pairs::<0, 128>(weight, rows, inputs, outs, scratch),
         }
     }
 }
@@ -45,7 +45,7 @@ pub unsafe fn rows(
 unsafe fn pairs<const BITS: usize, const GROUP: usize>(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) -> usize {
@@ -60,10 +60,10 @@ unsafe fn pairs<const BITS: usize, const GROUP: usize>(
             codes = [&scratch.rows[0].bytes, &scratch.rows[1].bytes];
         }
         let constants = [scratch.rows[0].constants.as_slice(), &scratch.rows[1].constants];
-        for (line, out) in lines.iter().zip(outs) {
+        for (input, out) in inputs.iter().zip(outs) {
             // SAFETY: codes, constants and digits have a row's length. The caller allows writes to these outputs.
             unsafe {
-                let lanes = dot::<BITS, GROUP>(codes, constants, &line.digits);
+                let lanes = dot::<BITS, GROUP>(codes, constants, &input.digits);
                 let (a, b) = (_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
                 out.0.add(row).write(sum8_avx(a) * weight.global_scale);
                 out.0.add(row + 1).write(sum8_avx(b) * weight.global_scale);

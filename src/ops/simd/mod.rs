@@ -57,33 +57,33 @@ pub unsafe fn product(
     integer: bool,
     weight: &WeightView<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
 ) {
     SCRATCH.with_borrow_mut(|scratch| match AffineWeight::new(weight).filter(|_| integer) {
         // SAFETY: passed on.
         Some(affine) => unsafe {
             match isa {
-                Isa::Scalar => scalar::rows(&affine, rows, lines, outs, scratch),
+                Isa::Scalar => scalar::rows(&affine, rows, inputs, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => avx2::rows(&affine, rows, lines, outs, scratch),
+                Isa::Avx2 => avx2::rows(&affine, rows, inputs, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512::rows(&affine, rows, lines, outs, scratch),
+                Isa::Avx512 => avx512::rows(&affine, rows, inputs, outs, scratch),
                 #[cfg(target_arch = "aarch64")]
-                Isa::Neon => neon::rows(&affine, rows, lines, outs, scratch),
+                Isa::Neon => neon::rows(&affine, rows, inputs, outs, scratch),
                 #[cfg(target_arch = "aarch64")]
-                Isa::Dotprod => neon::rows_dotprod(&affine, rows, lines, outs, scratch),
+                Isa::Dotprod => neon::rows_dotprod(&affine, rows, inputs, outs, scratch),
             }
         },
         // SAFETY: passed on.
         None => unsafe {
             match isa {
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => avx2::float_rows(weight, rows, lines, outs, scratch),
+                Isa::Avx2 => avx2::float_rows(weight, rows, inputs, outs, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512::float_rows(weight, rows, lines, outs, scratch),
+                Isa::Avx512 => avx512::float_rows(weight, rows, inputs, outs, scratch),
                 // AArch64 always has NEON and fma, so the compiler uses them here.
-                _ => float::rows::<[f32; 16]>(weight, rows, lines, outs, scratch),
+                _ => float::rows::<[f32; 16]>(weight, rows, inputs, outs, scratch),
             }
         },
     })

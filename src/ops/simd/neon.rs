@@ -23,12 +23,12 @@ use crate::ops::quant::{QuantizedRow, ValueOrder};
 pub unsafe fn rows(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
     // SAFETY: passed on. Every AArch64 processor has NEON.
-    unsafe { all_rows::<Smull>(weight, rows, lines, outs, scratch) }
+    unsafe { all_rows::<Smull>(weight, rows, inputs, outs, scratch) }
 }
 
 /// See [`super::product`].
@@ -39,12 +39,12 @@ pub unsafe fn rows(
 pub unsafe fn rows_dotprod(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
     // SAFETY: passed on.
-    unsafe { all_rows::<Sdot>(weight, rows, lines, outs, scratch) }
+    unsafe { all_rows::<Sdot>(weight, rows, inputs, outs, scratch) }
 }
 
 /// Sixteen byte products.
@@ -92,7 +92,7 @@ impl ByteProducts for Sdot {
 unsafe fn all_rows<D: ByteProducts>(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
@@ -100,12 +100,12 @@ unsafe fn all_rows<D: ByteProducts>(
     for row in rows {
         loaded.load(weight, row);
         // A single input uses packed 4-bit codes. For several inputs they are unpacked once.
-        let packed = weight.bits == 4 && lines.len() == 1;
+        let packed = weight.bits == 4 && inputs.len() == 1;
         if weight.bits != 8 && !packed {
             loaded.unpack(weight, row);
         }
-        for (line, out) in lines.iter().zip(outs) {
-            let (constants, x) = (&loaded.constants, &line.digits);
+        for (input, out) in inputs.iter().zip(outs) {
+            let (constants, x) = (&loaded.constants, &input.digits);
             // SAFETY: codes, constants and digits have a row's length. The caller allows writes to this output.
             unsafe {
                 let sum = match weight.bits {

@@ -17,7 +17,7 @@ use crate::ops::quant::QuantizedRow;
 pub unsafe fn rows(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
@@ -25,8 +25,8 @@ pub unsafe fn rows(
         let loaded = &mut scratch.rows[0];
         loaded.load(weight, row);
         loaded.unpack(weight, row);
-        for (line, out) in lines.iter().zip(outs) {
-            let sum = dot(&loaded.bytes, weight.group, &loaded.constants, &line.digits);
+        for (input, out) in inputs.iter().zip(outs) {
+            let sum = dot(&loaded.bytes, weight.group, &loaded.constants, &input.digits);
             // SAFETY: the caller allows writes to this output.
             unsafe { out.0.add(row).write(sum * weight.global_scale) };
         }

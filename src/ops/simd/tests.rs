@@ -153,7 +153,7 @@ fn activations(random: &mut Random, tokens: usize, cols: usize) -> Vec<f32> {
 }
 
 #[test]
-fn levels_fill_an_i32_and_no_more() {
+fn largest_dot_product_fits_i32() {
     for (bits, group, levels) in [(2, 128, 1 << 21), (4, 64, 1 << 21), (4, 128, 1_118_481), (8, 64, 131_586)] {
         assert_eq!(ActivationFormat::new(bits, group).levels, levels);
     }
@@ -209,7 +209,7 @@ fn every_isa_gives_the_reference_bytes() {
 }
 
 #[test]
-fn rows_quantised_anew_in_the_same_place_are_met_anew() {
+fn requantized_rows_replace_old_results() {
     let (mut random, mut quantized) = (Random(6), QuantizedRows::default());
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     let weight = Owned::random(&mut random, codes, 32, 512);
@@ -224,7 +224,7 @@ fn rows_quantised_anew_in_the_same_place_are_met_anew() {
 }
 
 #[test]
-fn integers_are_close_to_floats() {
+fn integer_products_are_close_to_float() {
     let mut random = Random(2);
     for bits in [2, 3, 4, 5, 6, 8] {
         let codes = WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
@@ -240,7 +240,7 @@ fn integers_are_close_to_floats() {
 }
 
 #[test]
-fn floats_are_the_same_everywhere_and_right() {
+fn float_products_agree_on_all_isas() {
     let mut random = Random(3);
     let affine = |bits| WeightFormat::Affine { bits, group: 32, scale: Float::F16 };
     let dense = [Float::F32, Float::F16, Float::Bf16].map(WeightFormat::Dense);
@@ -273,7 +273,7 @@ fn floats_are_the_same_everywhere_and_right() {
 }
 
 #[test]
-fn a_value_that_is_not_finite_shows() {
+fn nonfinite_input_makes_outputs_nonfinite() {
     let mut random = Random(4);
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     let weight = Owned::random(&mut random, codes, 3, 128);

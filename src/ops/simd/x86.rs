@@ -34,22 +34,22 @@ pub(super) trait GroupDot {
 pub(super) unsafe fn rows<D: GroupDot>(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
     // SAFETY: passed on.
     unsafe {
         match (weight.bits, weight.group) {
-            (4, 32) => rows_of::<D, 4, 32>(weight, rows, lines, outs, scratch),
-            (4, 64) => rows_of::<D, 4, 64>(weight, rows, lines, outs, scratch),
-            (4, _) => rows_of::<D, 4, 128>(weight, rows, lines, outs, scratch),
-            (8, 32) => rows_of::<D, 8, 32>(weight, rows, lines, outs, scratch),
-            (8, 64) => rows_of::<D, 8, 64>(weight, rows, lines, outs, scratch),
-            (8, _) => rows_of::<D, 8, 128>(weight, rows, lines, outs, scratch),
-            (_, 32) => rows_of::<D, 0, 32>(weight, rows, lines, outs, scratch),
-            (_, 64) => rows_of::<D, 0, 64>(weight, rows, lines, outs, scratch),
-            (_, _) => rows_of::<D, 0, 128>(weight, rows, lines, outs, scratch),
+            (4, 32) => rows_of::<D, 4, 32>(weight, rows, inputs, outs, scratch),
+            (4, 64) => rows_of::<D, 4, 64>(weight, rows, inputs, outs, scratch),
+            (4, _) => rows_of::<D, 4, 128>(weight, rows, inputs, outs, scratch),
+            (8, 32) => rows_of::<D, 8, 32>(weight, rows, inputs, outs, scratch),
+            (8, 64) => rows_of::<D, 8, 64>(weight, rows, inputs, outs, scratch),
+            (8, _) => rows_of::<D, 8, 128>(weight, rows, inputs, outs, scratch),
+            (_, 32) => rows_of::<D, 0, 32>(weight, rows, inputs, outs, scratch),
+            (_, 64) => rows_of::<D, 0, 64>(weight, rows, inputs, outs, scratch),
+            (_, _) => rows_of::<D, 0, 128>(weight, rows, inputs, outs, scratch),
         }
     }
 }
@@ -59,7 +59,7 @@ pub(super) unsafe fn rows<D: GroupDot>(
 unsafe fn rows_of<D: GroupDot, const BITS: usize, const GROUP: usize>(
     weight: &AffineWeight<'_>,
     rows: Range<usize>,
-    lines: &[Activations<'_>],
+    inputs: &[Activations<'_>],
     outs: &[OutPtr],
     scratch: &mut SimdScratch,
 ) {
@@ -68,10 +68,10 @@ unsafe fn rows_of<D: GroupDot, const BITS: usize, const GROUP: usize>(
         // SAFETY: the processor has BMI2.
         unsafe { load_row::<BITS>(weight, row, loaded) };
         let codes = if BITS == 0 { &loaded.bytes } else { weight.codes(row) };
-        for (line, out) in lines.iter().zip(outs) {
+        for (input, out) in inputs.iter().zip(outs) {
             // SAFETY: codes, constants and digits have a row's length. The caller allows writes to this output.
             unsafe {
-                let sum = dot::<D, BITS, GROUP>(codes, &loaded.constants, &line.digits);
+                let sum = dot::<D, BITS, GROUP>(codes, &loaded.constants, &input.digits);
                 out.0.add(row).write(sum * weight.global_scale);
             }
         }

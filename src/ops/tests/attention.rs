@@ -59,7 +59,7 @@ impl Filled {
             start,
             tokens,
             proj,
-            turn: QkNormRope { q_norm, k_norm, turn },
+            norm_rope: QkNormRope { q_norm, k_norm, rope_table: turn },
             q,
             cache: self.cache,
         });
@@ -115,7 +115,7 @@ fn shapes(format: KvFormat) -> impl Iterator<Item = (AttentionShape, usize)> {
 }
 
 #[test]
-fn attention_is_right() {
+fn attention_matches_naive_reference() {
     let (mut random, mut lab) = (Random(21), Lab::new());
     for (format, tolerance) in [(KvFormat::F32, 1e-6), (KvFormat::I16, 5e-5)] {
         for (shape, count) in shapes(format) {
@@ -138,7 +138,7 @@ fn attention_is_right() {
 }
 
 #[test]
-fn attention_does_not_see_batch_or_threads() {
+fn attention_bytes_ignore_batch_and_threads() {
     let (mut random, mut lab) = (Random(22), Lab::new());
     for format in FORMATS {
         for (shape, count) in shapes(format) {
@@ -151,7 +151,7 @@ fn attention_does_not_see_batch_or_threads() {
 }
 
 #[test]
-fn a_cached_row_is_its_values() {
+fn cached_row_reproduces_its_values() {
     let mut plain: Vec<f32> = Vec::new();
     for format in FORMATS {
         let (mut random, mut lab) = (Random(23), Lab::new());
@@ -177,14 +177,14 @@ fn a_cached_row_is_its_values() {
             plain.clone_from(&mean);
         }
         assert!(mean.iter().zip(&plain).all(|(a, b)| (a - b).abs() < 1e-4));
-        let turn = QkNormRope { q_norm: y.floats(64), k_norm: y.floats(64), turn: lab.room(4 * 16) };
-        let write = |start| KvWrite { shape, start, tokens: 4, proj: filled.proj, turn, q: filled.q, cache };
+        let turn = QkNormRope { q_norm: y.floats(64), k_norm: y.floats(64), rope_table: lab.room(4 * 16) };
+        let write = |start| KvWrite { shape, start, tokens: 4, proj: filled.proj, norm_rope: turn, q: filled.q, cache };
         assert!(!lab.fails(write(11)) && lab.fails(write(12)), "no room");
     }
 }
 
 #[test]
-fn what_surrounds_attention_has_the_same_bytes_everywhere() {
+fn kv_write_and_gate_agree_across_isas() {
     let (mut random, mut lab) = (Random(24), Lab::new());
     let format = KvFormat::I16;
     let shape =

@@ -18,7 +18,7 @@ use crate::{
 struct Layer {
     shape: DeltaShape,
     decay: Decay,
-    taps: Region,
+    weight: Region,
     norm: Region,
     samples: Region,
     state: Region,
@@ -33,7 +33,7 @@ impl Layer {
         Self {
             shape,
             decay: Decay { rate: lab.floats(&rate), dt_bias: lab.floats(&bias) },
-            taps: lab.random(random, 4 * shape.channels()),
+            weight: lab.random(random, 4 * shape.channels()),
             norm: lab.random(random, shape.value_dim),
             samples: lab.room(3 * shape.channels()),
             state: lab.room(shape.values() * shape.key_dim),
@@ -50,7 +50,7 @@ impl Layer {
         let (shape, state) = (&self.shape, self.state);
         let mixed = lab.room(tokens * shape.channels());
         let (out, y) = (lab.room(tokens * shape.values()), lab.room(tokens * shape.values()));
-        lab.run(Conv { shape, tokens, proj, taps: self.taps, past, stored, state: self.samples, out: mixed });
+        lab.run(Conv { shape, tokens, proj, weight: self.weight, past, stored, state: self.samples, out: mixed });
         let (decay, norm) = (self.decay, self.norm);
         lab.run(DeltaRule { shape, tokens, proj, mixed, decay, past, stored, state, norm, out, y });
         [mixed, out, y]
@@ -84,7 +84,7 @@ fn rule(h: &DeltaShape, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32],
 }
 
 #[test]
-fn the_rule_is_right() {
+fn delta_rule_matches_naive_reference() {
     let (mut random, mut lab) = (Random(31), Lab::new());
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 32), (1, 2, 128, 128), (3, 3, 20, 48)] {
         let shape = DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width: 4, eps: 1e-6 };
@@ -102,7 +102,7 @@ fn the_rule_is_right() {
 }
 
 #[test]
-fn chunks_and_threads_do_not_show() {
+fn delta_bytes_ignore_chunks_and_threads() {
     let (mut random, mut lab) = (Random(32), Lab::new());
     // Keys of 128 stay in registers if there are enough. The 1,024 channels of a token are several tasks.
     for (key_dim, value_dim) in [(64, 80), (128, 80), (64, 192)] {
@@ -136,7 +136,7 @@ fn chunks_and_threads_do_not_show() {
 
 /// Nine rows at once, and in two verifies: the first stores no row, the second two of four, then all.
 #[test]
-fn rows_that_may_be_taken_back_give_the_same_bytes() {
+fn rejected_rows_leave_state_bytes_unchanged() {
     let (mut random, mut lab) = (Random(35), Lab::new());
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 80), (1, 2, 128, 128), (3, 3, 20, 48)] {
         let shape = DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width: 4, eps: 1e-6 };
@@ -179,7 +179,7 @@ fn rows_that_may_be_taken_back_give_the_same_bytes() {
 }
 
 #[test]
-fn the_convolution_is_right() {
+fn convolution_matches_naive_reference() {
     let (mut random, mut lab) = (Random(33), Lab::new());
     let shape = DeltaShape { key_heads: 4, value_heads: 16, key_dim: 128, value_dim: 192, conv_width: 4, eps: 1e-6 };
     let (tokens, channels, keys) = (6, shape.channels(), 4 * 128);
@@ -189,7 +189,7 @@ fn the_convolution_is_right() {
     let mut full: Vec<Vec<f32>> = lab.read(layer.samples).chunks(channels).map(<[f32]>::to_vec).collect();
     full.extend(lab.read(proj).chunks(shape.width()).map(|row| row[..channels].to_vec()));
     let [y, ..] = layer.run(lab.with(2, CpuArithmetic::Integer), proj, tokens);
-    let taps = lab.read(layer.taps);
+    let taps = lab.read(layer.weight);
     for (token, y) in y.chunks(channels).enumerate() {
         let mut expected: Vec<f64> = (0..channels)
             .map(|c| {

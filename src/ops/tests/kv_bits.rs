@@ -43,13 +43,13 @@ impl Filled {
         let cache = KvCache { keys, values, table: lab.table(shape.pages()), recent };
         let q = lab.room(count * heads * dim);
         let ones = lab.floats(&vec![1.0; dim]);
-        let turn = QkNormRope { q_norm: ones, k_norm: ones, turn: Region::default() };
+        let turn = QkNormRope { q_norm: ones, k_norm: ones, rope_table: Region::default() };
         let filled = Self { shape, cache, proj, q };
         for start in (0..count).step_by(CHUNK) {
             let tokens = CHUNK.min(count - start);
             let proj = filled.proj.rows(start, tokens, shape.width());
             let q = filled.q.rows(start, tokens, heads * dim);
-            lab.run(KvWrite { shape: &filled.shape, start, tokens, proj, turn, q, cache });
+            lab.run(KvWrite { shape: &filled.shape, start, tokens, proj, norm_rope: turn, q, cache });
         }
         filled
     }
@@ -125,7 +125,7 @@ fn hadamard(x: &[f64]) -> Vec<f64> {
 }
 
 #[test]
-fn attention_is_right_over_few_bits() {
+fn quantized_attention_matches_naive_reference() {
     let (mut random, mut lab) = (Random(51), Lab::new());
     for format in [KvFormat::Eight, KvFormat::Four] {
         for shape in SHAPES {
@@ -151,7 +151,7 @@ fn attention_is_right_over_few_bits() {
 }
 
 #[test]
-fn few_bits_cost_little() {
+fn quantized_attention_error_is_small() {
     let (mut lab, shape) = (Lab::new(), (8, 1, 256, 900));
     let of = |lab: &mut Lab, format| {
         let filled = Filled::new(lab, &mut Random(52), shape, format);
@@ -168,7 +168,7 @@ fn few_bits_cost_little() {
 }
 
 #[test]
-fn few_bits_do_not_see_batch_threads_or_processor() {
+fn quantized_attention_bytes_ignore_batch_and_isa() {
     let (mut random, mut lab) = (Random(53), Lab::new());
     for format in [KvFormat::Eight, KvFormat::Four] {
         for shape in SHAPES {
@@ -181,7 +181,7 @@ fn few_bits_do_not_see_batch_threads_or_processor() {
 }
 
 #[test]
-fn what_is_written_is_the_same_on_every_processor() {
+fn quantized_write_agrees_across_isas() {
     for format in [KvFormat::Eight, KvFormat::Four] {
         let bytes = |isa| {
             with(isa, || {
@@ -200,7 +200,7 @@ fn what_is_written_is_the_same_on_every_processor() {
 }
 
 #[test]
-fn heads_that_cannot_be_cut_and_rings_that_are_too_short_are_refused() {
+fn kv_bits_refuse_bad_dims_and_rings() {
     let (mut random, mut lab) = (Random(55), Lab::new());
     let mut filled = Filled::new(&mut lab, &mut random, (2, 2, 64, 70), KvFormat::Eight);
     let op = |filled: &Filled| {

@@ -110,7 +110,7 @@ fn to_bits(values: Vec<f32>) -> Vec<u32> {
 }
 
 #[test]
-fn linear_does_not_see_batch_threads_or_neighbours() {
+fn linear_bytes_ignore_batch_and_threads() {
     // More rows than one task computes.
     const ROWS: usize = 130;
     let (mut random, mut lab) = (Random(11), Lab::new());
@@ -146,7 +146,7 @@ fn linear_does_not_see_batch_threads_or_neighbours() {
 }
 
 #[test]
-fn linear_refuses_what_does_not_fit() {
+fn linear_refuses_mismatched_sizes() {
     let (mut random, mut lab) = (Random(12), Lab::new());
     let weight = lab.weight(&mut random, AFFINE, 8, 128);
     let (x, y) = (lab.random(&mut random, 2 * 128), lab.room(2 * 9));
@@ -165,7 +165,7 @@ fn linear_refuses_what_does_not_fit() {
 /// `k` at random.
 struct Layer {
     experts: Vec<(MoeWeights, ExpertSlots, [Weight; 3])>,
-    places: Vec<Vec<u32>>,
+    assignments: Vec<Vec<u32>>,
     k: usize,
 }
 
@@ -205,21 +205,21 @@ impl Layer {
             let router = Weight { codes, rows: 1, cols: hidden, global_scale: 1.0, parts: Default::default() };
             experts.push((MoeWeights { k, renormalise: true, router, shared: None, stacks }, slots, weights));
         }
-        let mut places = vec![Vec::new(); kinds.len()];
+        let mut assignments = vec![Vec::new(); kinds.len()];
         for token in 0..tokens {
             let first = random.below(kinds.len());
             for rank in 0..k {
-                places[(first + rank) % kinds.len()].push((token * k + rank) as u32);
+                assignments[(first + rank) % kinds.len()].push((token * k + rank) as u32);
             }
         }
-        Self { experts, places, k }
+        Self { experts, assignments, k }
     }
 
     /// Computes some assignments of one expert. `out` is `[tokens * (k + 1), hidden]`.
-    fn run(&self, lab: &mut Lab, expert: usize, places: &[u32], x: Region, tokens: usize, out: Region) -> bool {
+    fn run(&self, lab: &mut Lab, expert: usize, assignments: &[u32], x: Region, tokens: usize, out: Region) -> bool {
         let (layer, slots, _) = &self.experts[expert];
-        let groups = [ExpertGroup { expert: 0, slot: 0, first: 0, count: places.len() as u32 }];
-        let which = ExpertSet::Landed { groups: &groups, places, shared: false, by_place: None };
+        let groups = [ExpertGroup { expert: 0, slot: 0, first: 0, count: assignments.len() as u32 }];
+        let which = ExpertSet::Landed { groups: &groups, assignments, shared: false, per_assignment: None };
         let act = lab.room(tokens * (self.k + 1) * layer.row());
         let (scores, room) = (lab.room(tokens), MoeBuffers { out, act, ..MoeBuffers::default() });
         !lab.fails(Experts { layer, slots, tokens, x, room: MoeBuffers { scores, ..room }, which })
@@ -228,8 +228,8 @@ impl Layer {
     /// All assignments of all experts.
     fn all(&self, lab: &mut Lab, x: Region, tokens: usize) -> Vec<f32> {
         let out = lab.room(tokens * (self.k + 1) * Self::HIDDEN);
-        for (expert, places) in self.places.iter().enumerate() {
-            assert!(self.run(lab, expert, places, x, tokens, out));
+        for (expert, assignments) in self.assignments.iter().enumerate() {
+            assert!(self.run(lab, expert, assignments, x, tokens, out));
         }
         lab.read(out.floats(tokens * self.k * Self::HIDDEN))
     }
@@ -248,7 +248,7 @@ fn kinds() -> Vec<(WeightFormat, WeightFormat, usize)> {
 }
 
 #[test]
-fn experts_do_what_they_say() {
+fn experts_match_naive_reference() {
     let (mut random, mut lab) = (Random(13), Lab::new());
     let (tokens, k, hidden) = (40, 3, Layer::HIDDEN);
     let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
@@ -263,16 +263,16 @@ fn experts_do_what_they_say() {
         };
         let out = layer.all(lab.with(3, math), x, tokens);
         lab.with(1, CpuArithmetic::F32);
-        for ((_, _, [gate, up, down]), places) in layer.experts.iter().zip(&layer.places) {
+        for ((_, _, [gate, up, down]), assignments) in layer.experts.iter().zip(&layer.assignments) {
             let tolerance = 1e-6 + levels(gate) + levels(up) + levels(down);
-            for place in places {
-                let x = x.rows(*place as usize / k, 1, hidden);
+            for assignment in assignments {
+                let x = x.rows(*assignment as usize / k, 1, hidden);
                 let (gate, up) = (lab.linear(x, 1, &[*gate]), lab.linear(x, 1, &[*up]));
                 let act: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
                 let act = lab.floats(&act);
                 let expected = lab.linear(act, 1, &[*down]);
                 let size = expected.iter().fold(0f32, |most, y| most.max(y.abs()));
-                for (got, expected) in out[*place as usize * hidden..][..hidden].iter().zip(&expected) {
+                for (got, expected) in out[*assignment as usize * hidden..][..hidden].iter().zip(&expected) {
                     assert!((got - expected).abs() <= tolerance * size, "{got} {expected} of {size}");
                 }
             }
@@ -281,7 +281,7 @@ fn experts_do_what_they_say() {
 }
 
 #[test]
-fn experts_do_not_see_batch_threads_or_each_other() {
+fn expert_bytes_ignore_batch_and_threads() {
     let (mut random, mut lab) = (Random(14), Lab::new());
     let (tokens, k, hidden) = (300, 4, Layer::HIDDEN);
     let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
@@ -290,11 +290,11 @@ fn experts_do_not_see_batch_threads_or_each_other() {
         let expected = to_bits(layer.all(lab.with(1, math), x, tokens));
         assert!(to_bits(layer.all(lab.with(4, math), x, tokens)) == expected);
         let single = lab.room(tokens * (k + 1) * hidden);
-        for (expert, places) in layer.places.iter().enumerate().rev() {
-            for place in places.iter().step_by(7) {
-                assert!(layer.run(&mut lab, expert, &[*place], x, tokens, single));
-                let row = single.rows(*place as usize, 1, hidden);
-                assert!(lab.bits(row) == expected[*place as usize * hidden..][..hidden]);
+        for (expert, assignments) in layer.assignments.iter().enumerate().rev() {
+            for assignment in assignments.iter().step_by(7) {
+                assert!(layer.run(&mut lab, expert, &[*assignment], x, tokens, single));
+                let row = single.rows(*assignment as usize, 1, hidden);
+                assert!(lab.bits(row) == expected[*assignment as usize * hidden..][..hidden]);
             }
         }
         for isa in Isa::all() {
@@ -304,15 +304,15 @@ fn experts_do_not_see_batch_threads_or_each_other() {
 }
 
 #[test]
-fn experts_refuse_what_does_not_fit() {
+fn experts_refuse_invalid_assignments() {
     let (mut random, mut lab) = (Random(15), Lab::new());
     let mut layer = Layer::random(&mut lab, &mut random, &kinds()[..1], 1, 1);
     let x = lab.random(&mut random, Layer::HIDDEN);
     let out = lab.room(2 * Layer::HIDDEN);
     assert!(layer.run(&mut lab, 0, &[0], x, 1, out));
     // An assignment of another token, one that does not exist, and a duplicate.
-    for places in [&[1][..], &[2], &[0, 0]] {
-        assert!(!layer.run(&mut lab, 0, places, x, 1, out));
+    for assignments in [&[1][..], &[2], &[0, 0]] {
+        assert!(!layer.run(&mut lab, 0, assignments, x, 1, out));
     }
     layer.experts[0].0.stacks[2] = layer.experts[0].0.stacks[1].clone();
     assert!(!layer.run(&mut lab, 0, &[0], x, 1, out));
@@ -333,12 +333,12 @@ fn combine_adds_in_rank_order() -> Result<(), DeviceError> {
     let room = MoeBuffers { scores, act, out, weights, ..MoeBuffers::default() };
     let before = lab.read(h);
     let slots = &ExpertSlots::default();
-    lab.with(2, CpuArithmetic::Integer).run(CombineExperts { layer, slots, tokens, room, by_place: None, h });
+    lab.with(2, CpuArithmetic::Integer).run(CombineExperts { layer, slots, tokens, room, per_assignment: None, h });
     let (got, rows, weights) = (lab.read(h), lab.read(out), lab.read(weights));
     for token in 0..tokens {
         for col in 0..hidden {
-            let add = |y: f32, place: usize, rank: usize| {
-                weights[token * (k + 1) + rank].mul_add(rows[place * hidden + col], y)
+            let add = |y: f32, assignment: usize, rank: usize| {
+                weights[token * (k + 1) + rank].mul_add(rows[assignment * hidden + col], y)
             };
             let routed = (0..k).fold(0f32, |y, rank| add(y, token * k + rank, rank));
             let sum = before[token * hidden + col] + add(routed, tokens * k + token, k);

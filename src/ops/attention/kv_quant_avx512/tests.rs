@@ -2,7 +2,7 @@ use super::*;
 use crate::ops::simd::Isa;
 
 #[test]
-fn scales_of_any_number_of_groups_are_read() {
+fn scales_load_for_any_group_count() {
     if !Isa::all().contains(&Isa::Avx512) {
         return;
     }
@@ -31,7 +31,7 @@ fn scales_of_any_number_of_groups_are_read() {
 }
 
 #[test]
-fn a_product_of_two_digits_is_rounded_once() {
+fn two_digit_product_is_rounded_once() {
     // The combination of digits in [`dots`], against a conversion of the whole integer.
     for (high, low) in [(0, 0), (1, -1), (65_537, 3), (65_537, -3), (-300_001, 1_001), (520_192, 520_192)] {
         let beside = |x: i32| f32::from_bits((ROUND.to_bits() as i32 + x) as u32);
