@@ -145,7 +145,7 @@ impl Slab {
 
 /// Fills a slab once, range by range from the start: a trunk that is being loaded.
 pub struct SlabWriter {
-    slab: Arc<Slab>,
+    slab: Slab,
     /// Bytes written so far.
     written: usize,
 }
@@ -153,7 +153,7 @@ pub struct SlabWriter {
 impl SlabWriter {
     /// Allocates a slab of `len` bytes.
     pub fn new(len: usize) -> std::io::Result<Self> {
-        Ok(Self { slab: Arc::new(Slab::new(len)?), written: 0 })
+        Ok(Self { slab: Slab::new(len)?, written: 0 })
     }
 
     /// Calls `fill` to write the next `len` bytes, at a multiple of `align`. Panics if the slab is too small.
@@ -162,68 +162,20 @@ impl SlabWriter {
         len: usize,
         align: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
-    ) -> Result<SlabRange, E> {
+    ) -> Result<(), E> {
         let start = self.written.next_multiple_of(align);
         self.written = start + len;
-        // SAFETY: each range is written once, in order, and no `SlabRange` of this one exists yet.
-        fill(unsafe { self.slab.bytes_mut(start..self.written) })?;
-        // SAFETY: this range has just been written and is never written again.
-        Ok(unsafe { SlabRange::new(self.slab.clone(), start..self.written) })
+        fill(&mut self.slab.as_mut_slice()[start..self.written])
     }
 
     /// Returns the slab. It is not written any more.
     pub fn finish(self) -> Arc<Slab> {
-        self.slab
+        Arc::new(self.slab)
     }
 
     /// Bytes written so far, and the slab's length.
     pub fn progress(&self) -> (usize, usize) {
         (self.written, self.slab.len())
-    }
-}
-
-/// A read-only range of a slab that is never written again: one tensor of the trunk.
-#[derive(Clone)]
-pub struct SlabRange {
-    slab: Arc<Slab>,
-    range: Range<usize>,
-}
-
-impl SlabRange {
-    /// # Safety
-    /// The range must not be written while this value or a clone of it lives.
-    pub unsafe fn new(slab: Arc<Slab>, range: Range<usize>) -> Self {
-        assert!(range.start <= range.end && range.end <= slab.len());
-        Self { slab, range }
-    }
-
-    /// Copies `bytes` into a new slab: for small tensors and tests.
-    pub fn from_bytes(bytes: &[u8]) -> std::io::Result<Self> {
-        let slab = Slab::new(bytes.len())?;
-        // SAFETY: the slab is not shared yet.
-        unsafe { slab.bytes_mut(0..bytes.len()) }.copy_from_slice(bytes);
-        Ok(Self { slab: Arc::new(slab), range: 0..bytes.len() })
-    }
-
-    pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the caller of `new` promised that this range is not written.
-        unsafe { self.slab.bytes(self.range.clone()) }
-    }
-
-    pub fn slab(&self) -> &Arc<Slab> {
-        &self.slab
-    }
-
-    pub fn offset(&self) -> usize {
-        self.range.start
-    }
-
-    pub fn len(&self) -> usize {
-        self.range.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.range.is_empty()
     }
 }
 

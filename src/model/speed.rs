@@ -1,14 +1,17 @@
 //! This machine's speed at a model's feed-forward, measured with the model's own kernels on made-up bytes.
 
 use crate::{
-    device::{CpuDevice, Region, SlabWriter},
+    device::{CpuDevice, Region, Slab},
     error::{ModelError, StoreError},
     ops::{
         Backend, Cpu, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, MoeBuffers, MoeWeights, Weight,
         WeightFormat,
     },
 };
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// The encoding and shape of one projection.
 #[derive(Debug, Clone, Copy)]
@@ -59,13 +62,9 @@ pub fn decode_rate(
     let (size, at_once) = (bytes(kinds).max(1), at_once.max(1));
     let calls = (room / size / at_once).max(1);
     let len = calls * at_once * size;
-    let span = SlabWriter::new(len).and_then(|mut slab| {
-        slab.append(len, 1, |bytes| {
-            compute.threads.run_pieces(bytes, 1 << 20, &|_, piece| piece.fill(FILL));
-            Ok(())
-        })
-    });
-    let span = span.map_err(|error| StoreError::Other(format!("measuring the kernels: {error}")))?;
+    let mut slab = Slab::new(len).map_err(|error| StoreError::Other(format!("cannot measure the kernels: {error}")))?;
+    compute.threads.run_pieces(slab.as_mut_slice(), 1 << 20, &|_, piece| piece.fill(FILL));
+    let slab = Arc::new(slab);
 
     let hidden = kinds[0].cols;
     let mut at = 0;
@@ -79,7 +78,7 @@ pub fn decode_rate(
     };
     let layer = MoeWeights { k: at_once, renormalise: true, router, shared: None, stacks };
     let mut cpu = Cpu::new(compute.clone());
-    let slots = ExpertSlots { slabs: vec![cpu.adopt(span.slab(), 0..len)?], per_slab: usize::MAX, stride: size };
+    let slots = ExpertSlots { slabs: vec![cpu.adopt(&slab, 0..len)?], per_slab: usize::MAX, stride: size };
     let (x, out) = (cpu.allocate(hidden * 4)?, cpu.allocate((at_once + 1) * hidden * 4)?);
     let values: Vec<f32> = (0..hidden).map(|index| index as f32 / hidden as f32 - 0.5).collect();
     cpu.write(x, bytemuck::cast_slice(&values))?;
