@@ -232,7 +232,7 @@ fn doctor_report_of_a_faulty_gpu() {
     let text = report.to_string();
     println!("{text}");
     assert!(
-        text.contains("WRONG after ") && text.contains(&format!("WRONG: experts_down, the demo's answer ({GPU_KIND})")),
+        text.contains("WRONG after ") && text.contains(&format!("WRONG: moe_down, the demo's answer ({GPU_KIND})")),
         "{text}"
     );
 }
