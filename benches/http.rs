@@ -1,8 +1,7 @@
-//! The cost of HTTP, JSON and streaming: the same tokens of the demo model, once straight from the engine and once
-//! through the server as a chat stream, in turn. Prints the time of one token either way and their ratio. The client
-//! runs on the same processor and counts as part of the cost.
+//! HTTP overhead: time per token of the demo model from the engine directly, and through the server as a chat stream.
 //!
-//! Not a criterion bench: the two have to alternate, so that whatever else the machine does meets both.
+//! Prints both times and their ratio. The client runs on the same machine, so its cost is included. The two alternate,
+//! so that other load affects both; criterion cannot do that.
 
 use moestro::{
     chat::{Conversation, Template, Tokenizer, grammar::GrammarCompiler},
@@ -45,18 +44,18 @@ fn main() {
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
     let address = runtime.block_on(serve(engine.clone(), tokenizer, template, metrics));
 
-    let (mut alone, mut served, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut direct, mut served, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..=ROUNDS {
-        let (engine, server) = (straight(&engine, &ids), stream(address, &body));
+        let (engine, server) = (time_engine(&engine, &ids), time_stream(address, &body));
         // The first round fills caches.
         if round > 0 {
-            alone.push(engine);
+            direct.push(engine);
             served.push(server);
             ratios.push(server / engine);
         }
     }
-    println!("engine alone      {:>8.3} ms a token", median(&mut alone) * 1e3);
-    println!("as a chat stream  {:>8.3} ms a token", median(&mut served) * 1e3);
+    println!("engine alone      {:>8.3} ms per token", median(&mut direct) * 1e3);
+    println!("as a chat stream  {:>8.3} ms per token", median(&mut served) * 1e3);
     println!("ratio             {:>8.3} (median of {ROUNDS} pairs)", median(&mut ratios));
 }
 
@@ -78,8 +77,8 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
     address
 }
 
-/// Seconds a token from the first to the last, as the engine tells them.
-fn straight(engine: &Handle, ids: &[u32]) -> f64 {
+/// Seconds per token from the first to the last, without HTTP.
+fn time_engine(engine: &Handle, ids: &[u32]) -> f64 {
     let request = Request { cache_prompt: false, ..Request::new(ids.to_vec(), 400, Sampling::greedy()) };
     let mut events = engine.submit(request).expect("a place in the queue");
     let (mut first, mut tokens) = (None, 0u32);
@@ -97,8 +96,8 @@ fn straight(engine: &Handle, ids: &[u32]) -> f64 {
     first.expect("a token").elapsed().as_secs_f64() / f64::from(tokens)
 }
 
-/// The same, as a client sees it.
-fn stream(address: SocketAddr, body: &str) -> f64 {
+/// Seconds per token as a client of the server sees them.
+fn time_stream(address: SocketAddr, body: &str) -> f64 {
     let mut connection = TcpStream::connect(address).expect("a connection");
     let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\
                 content-type: application/json\r\ncontent-length:";
@@ -106,7 +105,7 @@ fn stream(address: SocketAddr, body: &str) -> f64 {
     let (mut first, mut last, mut usage) = (None, None, String::new());
     for line in BufReader::new(connection).lines().map_while(Result::ok) {
         if line.starts_with("data: {") {
-            // The role comes with the first token.
+            // The first chunk arrives with the first token.
             first.get_or_insert_with(Instant::now);
             usage = line;
         } else if line == "data: [DONE]" {

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What a crowd costs those who behave: python3 benches/load.py target/release/moestro [ROUNDS]
+"""Effect of slow clients on others: python3 benches/load.py target/release/moestro [ROUNDS]
 
-Ten clients ask a short question of the demo model, one after the other each, first alone, then beside 500 idle connections,
-50 half-sent bodies and 50 clients that read one byte a second, then alone again. Prints the time to the first token of each
-round, and the medians of the rounds' ratios: a busy machine disturbs both halves of a round alike, and a few rounds not at all.
+Ten clients send short requests to the demo model: first alone, then next to 500 idle connections, 50 incomplete bodies and
+50 clients that read one byte per second, then alone again. Prints the time to the first token of each round, and the median
+of the ratios over all rounds. Other load on the machine affects both parts of a round alike.
 """
 import asyncio, json, resource, statistics, subprocess, sys, time, urllib.request
 
@@ -19,34 +19,34 @@ def head(path, length):
 
 async def ask(port):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     writer.write(head("/v1/chat/completions", len(BODY)) + BODY)
     status = await reader.readline()
     assert b" 200 " in status, status
     await reader.readuntil(b"data: ")
-    first = time.perf_counter() - begun
+    first = time.perf_counter() - start
     await reader.read()
     writer.close()
     return first
 
 
-async def honest(port):
+async def measure(port):
     async def one():
         return [await ask(port) for _ in range(QUESTIONS)]
     return sum(await asyncio.gather(*(one() for _ in range(CLIENTS))), [])
 
 
-async def crowd(port):
-    """The connections, and the tasks that read from some of them."""
+async def open_slow_clients(port):
+    """The slow connections, and the tasks that read from some of them."""
     slow, rest = [], []
     for _ in range(50):
         slow.append(await asyncio.open_connection("127.0.0.1", port, limit=1024))
         slow[-1][1].write(head("/v1/completions", len(LONG)) + LONG)
-    async def sip(reader):
+    async def read_slowly(reader):
         while await reader.read(1):
             await asyncio.sleep(1)
-    tasks = [asyncio.ensure_future(sip(reader)) for reader, _ in slow]
-    # Their answers are generated first: a queue is no concern of this measurement.
+    tasks = [asyncio.ensure_future(read_slowly(reader)) for reader, _ in slow]
+    # Wait until their answers are generated: this benchmark does not measure the queue.
     await asyncio.sleep(1)
     while await asyncio.to_thread(waiting, port):
         await asyncio.sleep(0.2)
@@ -57,7 +57,7 @@ async def crowd(port):
     return slow + rest, tasks
 
 
-def part(times, of):
+def quantile(times, of):
     return sorted(times)[int(len(times) * of)] * 1e3
 
 
@@ -67,29 +67,29 @@ def waiting(port):
 
 
 async def main(port):
-    await honest(port)
+    await measure(port)
     ratios = {0.5: [], 0.99: []}
     for number in range(ROUNDS):
-        before = await honest(port)
-        connections, tasks = await crowd(port)
-        beside = await honest(port)
-        there = sum(not reader.at_eof() for reader, _ in connections)
+        before = await measure(port)
+        connections, tasks = await open_slow_clients(port)
+        loaded = await measure(port)
+        connected = sum(not reader.at_eof() for reader, _ in connections)
         for task in tasks:
             task.cancel()
         for _, writer in connections:
             writer.close()
         await asyncio.sleep(1)
-        after = await honest(port)
-        line = [f"{there} of 600 still there"]
+        after = await measure(port)
+        line = [f"{connected} of 600 still connected"]
         for of in ratios:
-            alone = (part(before, of) + part(after, of)) / 2
-            ratios[of].append(part(beside, of) / alone)
-            line.append(f"p{of * 100:.0f} {part(before, of):.1f} {part(beside, of):.1f} {part(after, of):.1f} ms "
+            alone = (quantile(before, of) + quantile(after, of)) / 2
+            ratios[of].append(quantile(loaded, of) / alone)
+            line.append(f"p{of * 100:.0f} {quantile(before, of):.1f} {quantile(loaded, of):.1f} {quantile(after, of):.1f} ms "
                         f"{ratios[of][-1]:.3f}")
         print(number, *line, sep="  ", flush=True)
     for of, all in ratios.items():
         quarters = statistics.quantiles(all, n=4)
-        print(f"p{of * 100:.0f} beside a crowd over alone: median {quarters[1]:.3f}, quarters {quarters[0]:.3f} {quarters[2]:.3f}")
+        print(f"p{of * 100:.0f} with slow clients over alone: median {quarters[1]:.3f}, quarters {quarters[0]:.3f} {quarters[2]:.3f}")
 
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -1,4 +1,4 @@
-//! The server as its clients see it: every endpoint over a real port, in front of a model that repeats what it was told.
+//! API tests: every endpoint over a real port, with a mock model that repeats its prompt or says a fixed answer.
 
 #[path = "api/admin.rs"]
 mod admin;

@@ -1,7 +1,7 @@
-//! Memory: the peak stays under every limit given, and a control group of that limit plus 10 % kills nothing.
+//! Memory limits: the peak stays under every limit, and a control group of that limit plus 10 % kills no process.
 //!
-//! Needs the right to make a memory control group (v1 or v2), which an ordinary user has not; without it the limits are
-//! only measured, not enforced, and the test says so.
+//! Creating a memory control group (v1 or v2) needs privileges. Without them the test prints a note, and the limits are
+//! measured but not enforced.
 
 #![cfg(target_os = "linux")]
 
@@ -39,7 +39,7 @@ fn model(dir: &Path) {
         vocab: 2048,
         ..Dimensions::of_35b()
     };
-    let lent = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+    let tokenizer_files = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
     let options = synth::Options {
         dimensions,
         seed: 1,
@@ -47,7 +47,7 @@ fn model(dir: &Path) {
         eos_token_ids: vec![2040],
         shard: 50 << 20,
         threads: 2,
-        extras: lent.map(|name| (name.to_owned(), demo::file(name).unwrap().to_vec())).into(),
+        extras: tokenizer_files.map(|name| (name.to_owned(), demo::file(name).unwrap().to_vec())).into(),
     };
     synth::write(dir, &options, &|_| ()).unwrap();
 }
@@ -63,13 +63,13 @@ fn bench(model: &Path, group: Option<&Group>, limit: u64, io: &str) -> Output {
 }
 
 #[test]
-fn the_peak_stays_under_the_limit_and_nothing_is_killed() {
+fn peak_memory_stays_under_the_limit() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     model(&dir);
     let group = Group::new();
     if group.is_none() {
-        eprintln!("no right to make a memory control group: the limits are measured, not enforced");
+        eprintln!("cannot create a memory control group: limits are measured, not enforced");
     }
     let mut residencies = Vec::new();
     for limit in [100, 130, 180, 300].map(|mib| mib * MIB) {
@@ -78,12 +78,12 @@ fn the_peak_stays_under_the_limit_and_nothing_is_killed() {
                 group.set(limit + limit / 10 + 4096);
             }
             let output = bench(&dir, group.as_ref(), limit, io);
-            let said = String::from_utf8_lossy(&output.stderr);
-            if io == "direct" && said.contains("does not support direct reads") {
-                eprintln!("this file system knows no direct reads");
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            if io == "direct" && stderr.contains("does not support direct reads") {
+                eprintln!("this file system does not support direct reads");
                 continue;
             }
-            assert!(output.status.success(), "{limit} {io}: {:?} {said}", output.status);
+            assert!(output.status.success(), "{limit} {io}: {:?} {stderr}", output.status);
             let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
             let peak = report["peak_memory"].as_u64().unwrap();
             assert!(peak <= limit, "{io}: {peak} bytes at the peak, the limit is {limit}");
@@ -96,15 +96,15 @@ fn the_peak_stays_under_the_limit_and_nothing_is_killed() {
     assert!(residencies.windows(2).all(|pair| pair[0] <= pair[1]), "{residencies:?}");
     assert!(residencies.first() < Some(&0.7) && residencies.last() == Some(&1.0), "{residencies:?}");
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
-    // A limit that is too small is refused in words, not tried.
+    // A limit that is too small is refused with a message.
     let output = bench(&dir, None, 40 * MIB, "auto");
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("the model does not fit in 40.0 MiB (--memory-limit)"), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("the model does not fit in 40.0 MiB (--memory-limit)"), "{stderr}");
 }
 
 #[test]
-fn a_full_prompt_cache_stays_in_the_plan() {
+fn full_prompt_cache_stays_in_plan() {
     let root = tempfile::tempdir().unwrap();
     let (dir, checkpoints) = (root.path().join("model"), root.path().join("checkpoints"));
     model(&dir);
@@ -156,16 +156,16 @@ fn a_full_prompt_cache_stays_in_the_plan() {
     assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
 }
 
-/// A limit that is lowered while the server answers: slots go, nothing is killed, every answer stays what it was; and they come
-/// back when there is room again. Once with all experts in memory at the start, once with a part of them.
+/// Lowers the group's limit while the server answers: it frees slots, is not killed, and answers do not change. The slots
+/// return when the limit rises. The test starts once with all experts in memory and once with a part of them.
 #[test]
-fn slots_are_given_back_when_the_limit_is_lowered() {
+fn lower_limit_frees_expert_slots() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("model");
     model(&dir);
     for start in [300, 170].map(|mib| mib * MIB) {
         let Some(group) = Group::new() else {
-            eprintln!("no right to make a memory control group");
+            eprintln!("cannot create a memory control group");
             return;
         };
         group.set(start);
@@ -190,7 +190,7 @@ fn slots_are_given_back_when_the_limit_is_lowered() {
         let (all, before) = (slots(), resident());
         assert_eq!((all == 512, pressure()), (start > 200 * MIB, 0), "{all} slots");
 
-        // A quarter of the experts and what is to be left free: more than that goes.
+        // A quarter of the experts, plus the margin that must stay free.
         let end = before - all * (230 << 10) / 4;
         let asking = std::sync::atomic::AtomicBool::new(true);
         thread::scope(|scope| {
@@ -216,7 +216,7 @@ fn slots_are_given_back_when_the_limit_is_lowered() {
             assert_eq!(limit, end, "the limit could not be lowered");
         });
         let (left, now) = (slots(), resident());
-        println!("{all} slots, then {left}; {before} bytes, then {now}; given back {} times", pressure());
+        println!("{all} slots, then {left}; {before} bytes, then {now}; freed slots {} times", pressure());
         assert!(left < all && pressure() > 0, "{left} of {all}");
         assert!(before - now > (all - left) * (170 << 10), "{before} bytes, then {now}");
         assert_eq!(group.kills(), 0);
@@ -227,7 +227,7 @@ fn slots_are_given_back_when_the_limit_is_lowered() {
             (0..6).for_each(|number| assert_eq!(ask(number), expected[number]));
         }
         println!("{} slots after {:?}", slots(), began.elapsed());
-        assert!(slots() > left, "none came back");
+        assert!(slots() > left, "no slot came back");
         drop(server);
         assert_eq!(group.kills(), 0);
     }

@@ -1,4 +1,4 @@
-//! SIGHUP: the configuration is read again while the server goes on.
+//! SIGHUP: the server reloads its configuration while it runs.
 
 #![cfg(unix)]
 
@@ -9,41 +9,44 @@ use process::Process;
 use std::{fs, process::Command, thread, time::Duration};
 
 #[test]
-fn a_hangup_reads_the_configuration_again() {
+fn hangup_reloads_the_configuration() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("moestro.toml");
     fs::write(&file, "api-key = \"old\"\nmemory-limit = \"512M\"\n").unwrap();
     let (file, prompts) = (file.to_str().unwrap(), dir.path().to_str().unwrap());
     let server = Process::start(&["--config", file, "--prompt-cache-dir", prompts]);
-    let opens = |key: &str| server.ask("GET", &format!("/v1/models?key={key}"), "").contains("moestro-demo");
+    let accepts = |key: &str| server.ask("GET", &format!("/v1/models?key={key}"), "").contains("moestro-demo");
     let hang_up = || {
         let sent = Command::new("kill").args(["-HUP", &server.id().to_string()]).status();
         assert!(sent.unwrap().success());
     };
-    assert!(opens("old") && !opens("new"));
+    assert!(accepts("old") && !accepts("new"));
 
     fs::write(file, "api-key = \"new\"\nkeep-alive = \"200ms\"\n").unwrap();
     hang_up();
     thread::sleep(Duration::from_millis(500));
-    assert!(opens("old") && !opens("new"), "a file with a mistake changes nothing");
+    assert!(accepts("old") && !accepts("new"), "an invalid file changes nothing");
 
     fs::write(file, "api-key = \"new\"\nkeep-alive = \"0.2\"\n").unwrap();
     hang_up();
-    let soon = |what: &dyn Fn() -> bool| {
+    let eventually = |condition: &dyn Fn() -> bool| {
         (0..100).any(|_| {
-            what() || {
+            condition() || {
                 thread::sleep(Duration::from_millis(50));
                 false
             }
         })
     };
-    assert!(soon(&|| opens("new")));
-    assert!(!opens("old"));
-    assert!(soon(&|| server.ask("GET", "/health", "").contains("\"model\":null")), "its memory is given back, too");
+    assert!(eventually(&|| accepts("new")));
+    assert!(!accepts("old"));
+    assert!(
+        eventually(&|| server.ask("GET", "/health", "").contains("\"model\":null")),
+        "the new keep-alive unloads the model"
+    );
 }
 
 #[test]
-fn a_model_that_was_typed_is_found_again_after_another_one() {
+fn model_directory_is_found_after_another_model() {
     let dir = tempfile::tempdir().unwrap();
     let mine = dir.path().join("mine");
     fs::create_dir(&mine).unwrap();
@@ -63,7 +66,7 @@ fn a_model_that_was_typed_is_found_again_after_another_one() {
 }
 
 #[test]
-fn a_draft_that_does_not_fit_another_model_is_left_out_there() {
+fn draft_is_used_with_its_model_only() {
     let dir = tempfile::tempdir().unwrap();
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let demo = root.join("models/demo/moestro-demo");
@@ -75,7 +78,7 @@ fn a_draft_that_does_not_fit_another_model_is_left_out_there() {
             fs::copy(file.path(), place.join(file.file_name())).unwrap();
         }
     }
-    // Another architecture with the same tokens.
+    // Another architecture with the same tokenizer.
     for name in ["config.json", "model.safetensors"] {
         fs::copy(root.join("tests/fixtures/drafts/model").join(name), other.join(name)).unwrap();
     }

@@ -1,4 +1,4 @@
-//! Health, models, metrics, the tokenizer's endpoints; keys, origins, paths and methods; loading and shutting down.
+//! Administration: health, models, metrics, tokenizer; API keys, origins, paths and methods; loading and shutdown.
 
 use super::{
     client::stable,
@@ -14,7 +14,7 @@ fn question() -> Value {
 }
 
 #[tokio::test]
-async fn health() {
+async fn health_describes_model_and_queue() {
     let server = Server::saying("Hello.").await;
     let answer = server.get("/health").await;
     assert_eq!(answer.status, 200);
@@ -28,7 +28,7 @@ async fn health() {
 }
 
 #[tokio::test]
-async fn a_server_without_its_model_yet() {
+async fn server_without_model_answers_loading() {
     let server = Setup { loading: true, ..Setup::default() }.start().await;
     let answer = server.get("/health").await;
     assert_eq!((answer.status, answer.json().await["status"].clone()), (503, json!("loading")));
@@ -43,7 +43,7 @@ async fn a_server_without_its_model_yet() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_was_given_up_is_told_and_keeps_nobody_away() {
+async fn lost_gpu_is_reported_with_status_200() {
     let server = Server::saying("Hello.").await;
     assert!(server.get("/health").await.json().await["gpu"].is_null());
     server.metrics.gpu_lost.set(1);
@@ -74,7 +74,7 @@ async fn tokenize_and_detokenize() {
     assert_eq!(answer["max_model_len"], 512);
     assert_eq!(answer["token_strs"].as_array().unwrap().len(), tokens.len());
     assert_eq!(answer["token_strs"].as_array().unwrap().last().unwrap(), "<|im_end|>");
-    // vLLM's name for the text and llama-server's, either way.
+    // Both vLLM's and llama-server's name of the text work.
     assert_eq!(server.ask("/detokenize", &json!({"tokens": tokens})).await, json!({"prompt": text, "content": text}));
     assert_eq!(server.ask("/tokenize", &json!({"content": text})).await["tokens"], answer["tokens"]);
 
@@ -84,7 +84,7 @@ async fn tokenize_and_detokenize() {
     let rendered = server.ask("/detokenize", &json!({"tokens": answer["tokens"]})).await;
     assert_eq!(rendered["prompt"], "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n");
     let asked = server.ask(CHAT, &chat).await;
-    assert_eq!(asked["usage"]["prompt_tokens"], answer["count"], "what the chat endpoint renders");
+    assert_eq!(asked["usage"]["prompt_tokens"], answer["count"], "the prompt of the chat endpoint");
 
     let mut quiet = chat.clone();
     quiet["chat_template_kwargs"] = json!({"enable_thinking": false});
@@ -97,7 +97,7 @@ async fn tokenize_and_detokenize() {
 }
 
 #[tokio::test]
-async fn the_tokenizer_and_the_api_describe_themselves() {
+async fn every_documented_operation_is_served() {
     let server = Server::saying("Hello.").await;
     let info = server.get("/tokenizer_info").await.json().await;
     assert_eq!(info["eos_token"], "<|im_end|>");
@@ -109,7 +109,7 @@ async fn the_tokenizer_and_the_api_describe_themselves() {
             let path = path.replace("{id}", "none");
             let answer = server.send(&method.to_uppercase(), &path, &[], Some(b"{}")).await;
             let status = answer.status;
-            // An answer without content has no body to wait for.
+            // Status 204 has no body.
             let text = if status == 204 { String::new() } else { answer.text().await };
             assert!(
                 !text.contains("Unknown path") && status != 405 && status < 500,
@@ -120,12 +120,12 @@ async fn the_tokenizer_and_the_api_describe_themselves() {
 }
 
 #[tokio::test]
-async fn metrics_tell_what_happened() {
+async fn metrics_count_requests_and_tokens() {
     let server = Server::saying("</think>\n\nHello, you.").await;
     let usage = server.ask(CHAT, &question()).await["usage"].clone();
     server.post(CHAT, &json!({"messages": []})).await;
     server.get("/nowhere").await;
-    // An account is written when the last byte of its answer is on its way.
+    // A request is counted after its last byte was sent.
     tokio::time::sleep(Duration::from_millis(100)).await;
     let answer = server.get("/metrics").await;
     assert_eq!(answer.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
@@ -156,7 +156,7 @@ async fn metrics_tell_what_happened() {
 }
 
 #[tokio::test]
-async fn openmetrics_is_for_whoever_asks_for_it() {
+async fn openmetrics_needs_accept_header() {
     let server = Server::saying("Hello.").await;
     let accept = [("accept", "application/openmetrics-text;version=1.0.0,text/plain;q=0.5")];
     let answer = server.send("GET", "/metrics", &accept, None).await;
@@ -168,7 +168,7 @@ async fn openmetrics_is_for_whoever_asks_for_it() {
 }
 
 #[tokio::test]
-async fn a_key_opens_everything_but_health_and_metrics() {
+async fn api_key_protects_all_other_paths() {
     let server = Setup { says: Some("Hello."), api_key: Some("secret"), ..Setup::default() }.start().await;
     assert_eq!(server.get("/health").await.status, 200);
     assert_eq!(server.get("/metrics").await.status, 200);
@@ -189,37 +189,37 @@ async fn a_key_opens_everything_but_health_and_metrics() {
 }
 
 #[tokio::test]
-async fn paths_of_the_machine_are_told_to_who_has_the_key() {
+async fn health_hides_paths_without_the_key() {
     let dir = tempfile::tempdir().unwrap();
-    for (api_key, headers, told) in [
+    for (api_key, headers, is_shown) in [
         (None, &[][..], true),
         (Some("secret"), &[], false),
         (Some("secret"), &[("x-api-key", "wrong")], false),
         (Some("secret"), &[("x-api-key", "secret")], true),
     ] {
-        let server = Setup { api_key, prompts: Some(dir.path().into()), ..Setup::default() }.start().await;
+        let server = Setup { api_key, prompt_cache_dir: Some(dir.path().into()), ..Setup::default() }.start().await;
         let answer = server.send("GET", "/health", headers, None).await;
         assert_eq!(answer.status, 200);
         let health = answer.text().await;
-        assert_eq!(health.contains(dir.path().to_str().unwrap()), told, "{health}");
+        assert_eq!(health.contains(dir.path().to_str().unwrap()), is_shown, "{health}");
         assert!(health.contains("\"checkpoints\""), "{health}");
     }
     let says = Some("</think>\n\nHello to you.");
     let server = Setup { says, api_key: Some("secret"), fails_on: Some(" you"), ..Setup::default() }.start().await;
     let key = ("x-api-key", "secret");
     assert_eq!(server.send("POST", CHAT, &[key], Some(question().to_string().as_bytes())).await.status, 500);
-    for (headers, told) in [(&[][..], false), (&[key], true)] {
+    for (headers, is_shown) in [(&[][..], false), (&[key], true)] {
         let health = server.send("GET", "/health", headers, None).await.json().await;
         assert_eq!(health["status"], "degraded");
-        assert_eq!(health["reason"].as_str().unwrap().contains("told to fail"), told, "{health}");
+        assert_eq!(health["reason"].as_str().unwrap().contains("told to fail"), is_shown, "{health}");
     }
 }
 
 #[tokio::test]
-async fn browsers_are_answered_if_they_may_call() {
-    let closed = Server::saying("Hello.").await;
+async fn cors_headers_follow_configuration() {
+    let without_cors = Server::saying("Hello.").await;
     let origin = ("origin", "http://app.example");
-    assert_eq!(closed.send("GET", "/health", &[origin], None).await.header("access-control-allow-origin"), None);
+    assert_eq!(without_cors.send("GET", "/health", &[origin], None).await.header("access-control-allow-origin"), None);
 
     let setup = Setup { api_key: Some("secret"), cors: Some("http://app.example"), ..Setup::default() };
     let server = setup.start().await;
@@ -235,14 +235,18 @@ async fn browsers_are_answered_if_they_may_call() {
     assert!(preflight.header("access-control-allow-methods").unwrap().contains("POST"));
     let refused = server.send("POST", CHAT, &[origin], Some(b"{}")).await;
     assert_eq!(refused.status, 401);
-    assert_eq!(refused.header("access-control-allow-origin"), Some("http://app.example"), "so that the error is read");
+    assert_eq!(
+        refused.header("access-control-allow-origin"),
+        Some("http://app.example"),
+        "so that the page can read the error"
+    );
 
     let any = Setup { cors: Some("*"), ..Setup::default() }.start().await;
     assert_eq!(any.send("GET", "/health", &[origin], None).await.header("access-control-allow-origin"), Some("*"));
 }
 
 #[tokio::test]
-async fn unknown_paths_and_wrong_methods() {
+async fn unknown_paths_and_methods_are_refused() {
     let server = Server::saying("Hello.").await;
     insta::assert_json_snapshot!("unknown_path", server.get("/nowhere").await.json().await);
     for (method, path) in [("GET", CHAT), ("PUT", "/v1/completions"), ("POST", "/health"), ("DELETE", "/v1/models")] {
@@ -257,7 +261,7 @@ async fn unknown_paths_and_wrong_methods() {
 }
 
 #[tokio::test]
-async fn a_path_may_be_written_without_v1_and_with_a_slash_at_the_end() {
+async fn path_spellings_are_equivalent() {
     let server = Server::saying("</think>\n\nHello.").await;
     for path in ["/chat/completions", "/chat/completions/", "/v1/chat/completions/"] {
         let answer = server.ask(path, &question()).await;
@@ -272,7 +276,7 @@ async fn a_path_may_be_written_without_v1_and_with_a_slash_at_the_end() {
 }
 
 #[tokio::test]
-async fn every_answer_has_a_request_id() {
+async fn every_response_has_a_request_id() {
     let server = Server::saying("Hello.").await;
     let id = |answer: &super::client::Answer| answer.header("x-request-id").unwrap().to_owned();
     let (first, second) = (id(&server.get("/health").await), id(&server.get("/nowhere").await));
@@ -282,7 +286,7 @@ async fn every_answer_has_a_request_id() {
 }
 
 #[tokio::test]
-async fn a_model_may_go_by_any_word_but_not_by_another_hub_id() {
+async fn model_name_may_be_any_word() {
     let server = Server::saying("</think>\n\nHello.").await;
     for (name, status) in [("default", 200), ("org/Mock", 200), ("org/macaw", 404)] {
         let mut body = question();
@@ -298,7 +302,7 @@ async fn a_model_may_go_by_any_word_but_not_by_another_hub_id() {
 }
 
 #[tokio::test]
-async fn a_full_queue_says_so() {
+async fn full_queue_answers_429() {
     let setup = Setup { says: Some("x"), max_queue: 1, delay: Duration::from_millis(50), ..Setup::default() };
     let server = setup.start().await;
     let mut body = question();
@@ -320,7 +324,7 @@ async fn a_full_queue_says_so() {
 }
 
 #[tokio::test]
-async fn a_server_that_shuts_down_ends_what_it_began() {
+async fn shutdown_finishes_running_requests() {
     const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
     let mut server = Setup { says: Some(SAYS), delay: Duration::from_millis(20), ..Setup::default() }.start().await;
     let mut body = question();
@@ -334,11 +338,11 @@ async fn a_server_that_shuts_down_ends_what_it_began() {
     assert_eq!(refused.json().await["error"]["code"], "shutting_down");
     assert_eq!(server.get("/health").await.status, 503);
     assert!(running.text().await.ends_with("data: [DONE]\n\n"));
-    server.ended().await;
+    server.wait_for_end().await;
 }
 
 #[tokio::test]
-async fn what_outlasts_the_grace_ends_with_an_error() {
+async fn request_after_grace_period_fails() {
     const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
     let grace = Duration::from_millis(200);
     let setup = Setup { says: Some(SAYS), delay: Duration::from_millis(100), grace, ..Setup::default() };
@@ -350,5 +354,5 @@ async fn what_outlasts_the_grace_ends_with_an_error() {
     server.shut_down();
     let text = running.text().await;
     assert!(text.contains("\"code\":\"shutting_down\"") && !text.contains("[DONE]"), "{text}");
-    server.ended().await;
+    server.wait_for_end().await;
 }

@@ -1,6 +1,6 @@
-//! The least of an HTTP/1.1 client: it shows the bytes as they come and can hang up anywhere.
+//! Minimal HTTP/1.1 client: it can read a response chunk by chunk and disconnect anywhere.
 
-// Shared by two test binaries, neither of which uses all of it.
+// Two test binaries share this file, and neither uses all of it.
 #![allow(dead_code)]
 
 use super::server::Server;
@@ -8,10 +8,10 @@ use serde_json::Value;
 use std::{io, time::Duration};
 use tokio::net::TcpStream;
 
-/// No answer of these tests takes longer.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Limit of every response and chunk.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// An answer, or its head and a body still to come.
+/// A response whose body may not have arrived yet.
 pub struct Answer {
     pub status: u16,
     pub headers: Vec<(String, String)>,
@@ -27,7 +27,7 @@ impl Server {
         self.send("POST", path, &[], Some(body.to_string().as_bytes())).await
     }
 
-    /// Posts and reads a body that must be a 200.
+    /// Posts, expects status 200 and reads the body.
     pub async fn ask(&self, path: &str, body: &Value) -> Value {
         let answer = self.post(path, body).await;
         let status = answer.status;
@@ -36,7 +36,7 @@ impl Server {
         body
     }
 
-    /// Posts and reads the events of a stream, `[DONE]` not among them.
+    /// Posts and reads the events of a stream, without the final `[DONE]`.
     pub async fn stream(&self, path: &str, body: &Value) -> Vec<Value> {
         let text = self.post(path, body).await.text().await;
         let text = text.strip_suffix("data: [DONE]\n\n").expect("[DONE] at the end");
@@ -44,7 +44,7 @@ impl Server {
     }
 
     pub async fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Option<&[u8]>) -> Answer {
-        tokio::time::timeout(PATIENCE, self.open(method, path, headers, body)).await.expect("an answer in time")
+        tokio::time::timeout(TIMEOUT, self.open(method, path, headers, body)).await.expect("an answer in time")
     }
 
     async fn open(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Option<&[u8]>) -> Answer {
@@ -59,7 +59,7 @@ impl Server {
         self.bare(method, path, &all, body.unwrap_or_default()).await
     }
 
-    /// Sends these headers and this body, and nothing else but the host.
+    /// Sends exactly these headers, a host and this body.
     pub async fn bare(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
         let stream = TcpStream::connect(self.address).await.unwrap();
         let mut wire = Wire { stream, read: Vec::new() };
@@ -112,16 +112,16 @@ impl Answer {
     pub async fn chunk(&mut self) -> Option<Vec<u8>> {
         assert_eq!(self.header("transfer-encoding"), Some("chunked"));
         let read = async {
-            let size = usize::from_str_radix(&self.wire.line().await, 16).expect("the body broke off");
+            let size = usize::from_str_radix(&self.wire.line().await, 16).expect("the body is complete");
             let mut chunk = self.wire.exactly(size + 2).await;
             chunk.truncate(size);
             (size > 0).then_some(chunk)
         };
-        tokio::time::timeout(PATIENCE, read).await.expect("a chunk in time")
+        tokio::time::timeout(TIMEOUT, read).await.expect("a chunk in time")
     }
 }
 
-/// A connection and what was read of it ahead.
+/// A connection and the bytes read ahead from it.
 struct Wire {
     stream: TcpStream,
     read: Vec<u8>,
@@ -138,7 +138,7 @@ impl Wire {
         }
     }
 
-    /// Reads some more; false at the end.
+    /// Reads more bytes; false at the end of the stream.
     async fn more(&mut self) -> bool {
         loop {
             self.stream.readable().await.unwrap();
@@ -153,7 +153,7 @@ impl Wire {
         }
     }
 
-    /// A line without its end; what is there, if the connection ends before.
+    /// A line without its end, or the rest of the stream.
     async fn line(&mut self) -> String {
         loop {
             if let Some(end) = self.read.windows(2).position(|pair| pair == b"\r\n") {
@@ -168,7 +168,7 @@ impl Wire {
 
     async fn exactly(&mut self, count: usize) -> Vec<u8> {
         while self.read.len() < count {
-            assert!(self.more().await, "the body broke off");
+            assert!(self.more().await, "the body ended early");
         }
         self.read.drain(..count).collect()
     }
@@ -182,7 +182,7 @@ pub fn events(text: &str) -> Vec<Value> {
         .collect()
 }
 
-/// The same body with the parts that change from run to run blanked out.
+/// Replaces the values that differ between runs.
 pub fn stable(mut body: Value) -> Value {
     for name in ["id", "created", "system_fingerprint"] {
         if let Some(value) = body.get_mut(name) {

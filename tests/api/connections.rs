@@ -1,4 +1,4 @@
-//! Connections that are idle, slow, half-sent or many, and what the others notice of them.
+//! Idle, slow, incomplete and many connections, and their effect on other clients.
 
 use super::server::{Server, Setup};
 use moestro::http::{ServerState, Timeouts};
@@ -32,8 +32,8 @@ pub async fn write(stream: &TcpStream, mut bytes: &[u8]) {
     }
 }
 
-/// The bytes that still come until the other side closes.
-async fn rest(stream: &TcpStream) -> Vec<u8> {
+/// Reads until the server closes the connection.
+async fn read_to_end(stream: &TcpStream) -> Vec<u8> {
     let mut all = Vec::new();
     loop {
         stream.readable().await.unwrap();
@@ -42,14 +42,14 @@ async fn rest(stream: &TcpStream) -> Vec<u8> {
             Ok(0) => return all,
             Ok(count) => all.extend_from_slice(&buffer[..count]),
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-            // It was reset: what was on its way is lost.
+            // The connection was reset; bytes in flight are lost.
             Err(_) => return all,
         }
     }
 }
 
-async fn closed(stream: &TcpStream) -> Vec<u8> {
-    timeout(Duration::from_secs(10), rest(stream)).await.expect("the server closes the connection")
+async fn wait_for_close(stream: &TcpStream) -> Vec<u8> {
+    timeout(Duration::from_secs(10), read_to_end(stream)).await.expect("the server closes the connection")
 }
 
 pub fn head(path: &str, length: usize) -> String {
@@ -57,7 +57,7 @@ pub fn head(path: &str, length: usize) -> String {
 }
 
 #[tokio::test]
-async fn idle_connections_give_up_their_places() {
+async fn idle_connections_are_evicted() {
     let configure = |state: &mut ServerState| state.max_connections = Some(4);
     let server = Setup { says: Some(LONG), configure, ..Setup::default() }.start().await;
     let mut idle = Vec::new();
@@ -72,11 +72,11 @@ async fn idle_connections_give_up_their_places() {
         assert_eq!(server.get("/health").await.status, 200);
         server.ask(CHAT, &question(false)).await;
     }
-    closed(&idle[0]).await;
+    wait_for_close(&idle[0]).await;
 }
 
 #[tokio::test]
-async fn when_all_are_busy_health_is_still_told() {
+async fn health_answers_when_all_slots_are_busy() {
     let configure = |state: &mut ServerState| state.max_connections = Some(2);
     let delay = Duration::from_millis(20);
     let server = Setup { says: Some(LONG), delay, configure, ..Setup::default() }.start().await;
@@ -95,7 +95,7 @@ async fn when_all_are_busy_health_is_still_told() {
 }
 
 #[tokio::test]
-async fn heads_and_bodies_must_come() {
+async fn slow_heads_and_bodies_time_out() {
     let configure = |state: &mut ServerState| {
         let short = Duration::from_millis(150);
         state.timeouts = Timeouts { head: short, body: short, ..Timeouts::default() };
@@ -106,11 +106,11 @@ async fn heads_and_bodies_must_come() {
     write(&half, b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-slow: ").await;
     write(&body, head(CHAT, 100).as_bytes()).await;
     write(&body, b"{\"messages\": ").await;
-    assert_eq!(closed(&silent).await, b"");
-    closed(&half).await;
-    let refused = closed(&body).await;
+    assert_eq!(wait_for_close(&silent).await, b"");
+    wait_for_close(&half).await;
+    let refused = wait_for_close(&body).await;
     assert!(refused.starts_with(b"HTTP/1.1 408 "), "{}", String::from_utf8_lossy(&refused));
-    // A drop now and then does not keep it open for ever.
+    // A byte now and then does not keep the connection open.
     let drops = open().await;
     write(&drops, head(CHAT, 10_000).as_bytes()).await;
     let since = Instant::now();
@@ -125,7 +125,7 @@ async fn heads_and_bodies_must_come() {
 }
 
 #[tokio::test]
-async fn who_does_not_read_is_gone_after_a_while() {
+async fn client_that_does_not_read_is_disconnected() {
     let configure = |state: &mut ServerState| {
         state.timeouts = Timeouts { write: Duration::from_millis(300), ..Timeouts::default() }
     };
@@ -141,11 +141,11 @@ async fn who_does_not_read_is_gone_after_a_while() {
     server.load(1, 0).await;
     server.idle().await;
     let evaluated = server.evaluated();
-    assert!(evaluated < 2900, "{evaluated} tokens were evaluated for nobody");
+    assert!(evaluated < 2900, "{evaluated} tokens were evaluated after the client had stopped reading");
 }
 
 #[tokio::test]
-async fn what_a_slow_client_has_not_taken_of_a_response_is_counted() {
+async fn unread_response_counts_as_request_memory() {
     let server = Server::saying(LONG).await;
     let body = json!({"input": "Hi", "user": "x".repeat(1 << 20), "store": false}).to_string();
     let socket = TcpSocket::new_v4().unwrap();
@@ -159,18 +159,18 @@ async fn what_a_slow_client_has_not_taken_of_a_response_is_counted() {
     let held = || server.metrics.memory_requests.get();
     assert!(held() > 1 << 20, "{} bytes", held());
     drop(slow);
-    let gone = async {
+    let freed = async {
         while held() > 0 {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(Duration::from_secs(5), gone).await.expect("it is given back");
+    timeout(Duration::from_secs(5), freed).await.expect("the memory is free again");
 }
 
-/// 200 idle connections, 20 half-sent bodies and 20 clients that read a byte now and then, beside 10 that behave: these
-/// see their first token about as early as alone. `benches/load.py` has the figures of more.
+/// 200 idle connections, 20 incomplete bodies and 20 clients that hardly read do not delay the first token of 10 other
+/// clients. `benches/load.py` measures larger numbers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_crowd_does_not_keep_the_honest_waiting() {
+async fn slow_clients_do_not_delay_others() {
     let setup = Setup { says: Some(LONG), delay: Duration::from_millis(1), max_queue: 64, ..Setup::default() };
     let server = Arc::new(setup.start().await);
     let alone = first_tokens(&server).await;
@@ -194,12 +194,12 @@ async fn a_crowd_does_not_keep_the_honest_waiting() {
     sleep(Duration::from_millis(100)).await;
     server.idle().await;
     let beside = first_tokens(&server).await;
-    // Generous, for machines that do much else; the tail would be seconds, or none, without places and limits.
-    assert!(beside < 2 * alone + Duration::from_millis(200), "{alone:?} alone, {beside:?} beside a crowd");
+    // Generous, for busy machines. Without slots and timeouts it would be seconds.
+    assert!(beside < 2 * alone + Duration::from_millis(200), "{alone:?} alone, {beside:?} with slow clients");
     drop(crowd);
 }
 
-/// The longest wait for a first token among ten clients that ask five times each.
+/// The longest time to a first token among ten clients with five requests each.
 async fn first_tokens(server: &Arc<Server>) -> Duration {
     let clients: Vec<_> = (0..10)
         .map(|_| {
@@ -207,11 +207,11 @@ async fn first_tokens(server: &Arc<Server>) -> Duration {
             tokio::spawn(async move {
                 let mut longest = Duration::ZERO;
                 for _ in 0..5 {
-                    let asked = Instant::now();
+                    let start = Instant::now();
                     let mut answer = server.post(CHAT, &question(true)).await;
                     assert_eq!(answer.status, 200);
                     answer.chunk().await.unwrap();
-                    longest = longest.max(asked.elapsed());
+                    longest = longest.max(start.elapsed());
                     while answer.chunk().await.is_some() {}
                 }
                 longest

@@ -1,4 +1,4 @@
-//! `--request-timeout`: one deadline for all of a request.
+//! `--request-timeout`: one deadline for the whole request.
 
 use super::server::{Server, Setup};
 use moestro::http::HostTimeouts;
@@ -17,7 +17,7 @@ async fn server() -> Server {
     Setup { says, delay, configure, ..Setup::default() }.start().await
 }
 
-fn asked(n: usize, stream: bool) -> [(&'static str, Value); 2] {
+fn requests(n: usize, stream: bool) -> [(&'static str, Value); 2] {
     let messages = json!([{"role": "user", "content": "Count."}]);
     [
         ("/v1/chat/completions", json!({"messages": messages, "n": n, "stream": stream})),
@@ -26,22 +26,22 @@ fn asked(n: usize, stream: bool) -> [(&'static str, Value); 2] {
 }
 
 #[tokio::test]
-async fn all_answers_to_a_request_have_one_deadline() {
+async fn choices_of_a_request_share_one_deadline() {
     let server = server().await;
-    for (path, body) in asked(1, false) {
+    for (path, body) in requests(1, false) {
         server.ask(path, &body).await;
     }
-    for (path, body) in asked(30, false) {
-        let begun = Instant::now();
+    for (path, body) in requests(30, false) {
+        let start = Instant::now();
         let answer = server.post(path, &body).await;
         assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (504, json!("timeout")), "{path}");
-        assert!(begun.elapsed() >= LIMIT && begun.elapsed() < 6 * LIMIT, "{path}: {:?}", begun.elapsed());
+        assert!(start.elapsed() >= LIMIT && start.elapsed() < 6 * LIMIT, "{path}: {:?}", start.elapsed());
     }
-    for (path, body) in asked(30, true) {
-        let begun = Instant::now();
+    for (path, body) in requests(30, true) {
+        let start = Instant::now();
         let text = server.post(path, &body).await.text().await;
         assert!(text.contains("\"timeout\"") && !text.contains("[DONE]"), "{path}: {text}");
-        assert!(begun.elapsed() >= LIMIT && begun.elapsed() < 6 * LIMIT, "{path}: {:?}", begun.elapsed());
+        assert!(start.elapsed() >= LIMIT && start.elapsed() < 6 * LIMIT, "{path}: {:?}", start.elapsed());
     }
     server.idle().await;
     let metrics = server.metrics.render();
@@ -49,11 +49,11 @@ async fn all_answers_to_a_request_have_one_deadline() {
 }
 
 #[tokio::test]
-async fn a_body_that_is_late_is_late_for_everything() {
+async fn slow_body_exceeds_the_deadline() {
     let server = server().await;
-    let begun = Instant::now();
+    let start = Instant::now();
     let length = [("content-type", "application/json"), ("content-length", "100")];
     let answer = server.bare("POST", "/v1/chat/completions", &length, b"{").await;
     assert_eq!(answer.status, 504);
-    assert!(begun.elapsed() < 6 * LIMIT, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < 6 * LIMIT, "{:?}", start.elapsed());
 }

@@ -1,5 +1,4 @@
-//! Clients that leave: mid-stream, in the queue, while they wait for a body. The engine is free within a token, and
-//! nothing is left behind.
+//! Clients that disconnect: in a stream, in the queue, or while they wait for a body. The engine is free within one token.
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
@@ -20,7 +19,7 @@ fn question(stream: bool) -> Value {
 }
 
 #[tokio::test]
-async fn mid_stream() {
+async fn disconnect_in_stream_stops_generation() {
     let server = slow().await;
     let mut answer = server.post(CHAT, &question(true)).await;
     for _ in 0..3 {
@@ -31,14 +30,14 @@ async fn mid_stream() {
     server.idle().await;
     let evaluated = server.evaluated();
     tokio::time::sleep(Duration::from_millis(100)).await;
-    assert_eq!(server.evaluated(), evaluated, "nothing is computed for nobody");
+    assert_eq!(server.evaluated(), evaluated, "the model still runs after the client has disconnected");
     assert!(evaluated < 40, "{evaluated} tokens were evaluated");
     tokio::time::sleep(Duration::from_millis(50)).await;
-    assert!(server.metrics.render().contains("moestro_request_seconds_count 1"), "it is accounted for");
+    assert!(server.metrics.render().contains("moestro_request_seconds_count 1"), "the request is counted");
 }
 
 #[tokio::test]
-async fn while_waiting_for_a_body() {
+async fn disconnect_before_body_stops_generation() {
     for (path, body) in [(CHAT, question(false)), (TEXT, json!({"prompt": ["Count.", "Again."], "max_tokens": 60}))] {
         let server = Arc::new(slow().await);
         let asking = tokio::spawn({
@@ -57,8 +56,8 @@ async fn while_waiting_for_a_body() {
 }
 
 #[tokio::test]
-async fn during_the_prefill() {
-    // Chunks are of 32 tokens, which take 160 ms; the prompt has a dozen of them.
+async fn disconnect_in_prefill_stops_it() {
+    // A chunk has 32 tokens and takes 160 ms; the prompt has 13 chunks.
     for stream in [true, false] {
         let server = Setup { says: Some(LONG), delay: Duration::from_millis(5), ..Setup::default() }.start().await;
         let server = Arc::new(server);
@@ -74,13 +73,13 @@ async fn during_the_prefill() {
         let before = server.evaluated();
         asking.abort();
         server.idle().await;
-        // The chunk that it was in, and one more if leaving fell between two.
+        // The current chunk, and one more if the client disconnects between two.
         assert!(server.evaluated() <= before + 2 * 32, "{} of {tokens} after {before}", server.evaluated());
     }
 }
 
 #[tokio::test]
-async fn in_the_queue() {
+async fn disconnect_in_queue_removes_request() {
     let server = slow().await;
     let mut running = server.post(CHAT, &question(true)).await;
     running.chunk().await.unwrap();
@@ -88,5 +87,5 @@ async fn in_the_queue() {
     server.load(1, 1).await;
     drop(waiting);
     server.load(1, 0).await;
-    assert!(running.text().await.ends_with("data: [DONE]\n\n"), "the one that runs does not notice");
+    assert!(running.text().await.ends_with("data: [DONE]\n\n"), "the running request is not affected");
 }

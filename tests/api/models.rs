@@ -1,5 +1,4 @@
-//! Several models on one machine, one of them in memory: who waits for whom, what clients are told meanwhile, and what is
-//! let go when.
+//! Several models on one machine, one in memory: which request waits, what clients see, and when a model is unloaded.
 
 use super::{
     connections::{head, write},
@@ -25,20 +24,20 @@ fn milliseconds(count: u64) -> Duration {
     Duration::from_millis(count)
 }
 
-/// Mock models that say which of them they are. `broken` cannot be loaded.
+/// Mock models that answer with their own id. `broken` cannot be loaded.
 #[derive(Default)]
-struct Aviary {
+struct MockModels {
     /// Loads and unloads, in order.
     log: Mutex<Vec<String>>,
-    /// The time that a load takes, but that of `first`.
-    slow: Duration,
-    /// The time that an unload takes.
-    lingering: Duration,
+    /// Duration of a load, except of `first`.
+    load_time: Duration,
+    /// Duration of an unload.
+    unload_time: Duration,
 }
 
-impl Aviary {
-    fn note(&self, what: String) {
-        self.log.lock().unwrap().push(what);
+impl MockModels {
+    fn record(&self, event: String) {
+        self.log.lock().unwrap().push(event);
     }
 
     fn log(&self) -> Vec<String> {
@@ -46,28 +45,28 @@ impl Aviary {
     }
 }
 
-/// `self` in an `Arc`, which goes on in the closures that unload.
-struct Keeper(Arc<Aviary>);
+/// Loads the mocks. The closures that unload share them.
+struct MockLoader(Arc<MockModels>);
 
-impl ModelLoader for Keeper {
+impl ModelLoader for MockLoader {
     fn list(&self) -> Vec<ModelEntry> {
         let listed = |id: &str| ModelEntry { id: id.into(), created: SystemTime::UNIX_EPOCH };
         ["first", "org/second", "broken"].map(listed).into()
     }
 
     fn load(&self, id: &str) -> Result<HostedModel, String> {
-        thread::sleep(if id == "first" { Duration::ZERO } else { self.0.slow });
+        thread::sleep(if id == "first" { Duration::ZERO } else { self.0.load_time });
         if id == "broken" {
             return Err("its shards do not fit together".into());
         }
-        self.0.note(format!("load {id}"));
+        self.0.record(format!("load {id}"));
         let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
         let answer = Some(tokenizer.encode(&format!("</think>\n\nI am {id}.")).unwrap());
         let delay = milliseconds(2);
         let mock = MockModel { vocab: VOCAB, context: 512, chunk: 32, eos: EOS, answer, delay, ..MockModel::default() };
         let options = Options { eos: vec![EOS], ..Options::default() };
         let (engine, worker) = engine::spawn(mock, options, Metrics::new("0", "cpu")).unwrap();
-        let app = LoadedModel {
+        let model = LoadedModel {
             engine,
             grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[EOS])),
             tokenizer,
@@ -77,35 +76,35 @@ impl ModelLoader for Keeper {
             thinking: None,
             plan: json!({}),
         };
-        let (aviary, name) = (self.0.clone(), id.to_owned());
+        let (mocks, name) = (self.0.clone(), id.to_owned());
         let unload = move || {
             worker.join().unwrap();
-            thread::sleep(aviary.lingering);
-            aviary.note(format!("unload {name}"));
+            thread::sleep(mocks.unload_time);
+            mocks.record(format!("unload {name}"));
         };
-        Ok(HostedModel { id: id.into(), model: app, unload: Box::new(unload) })
+        Ok(HostedModel { id: id.into(), model, unload: Box::new(unload) })
     }
 
     fn clear_prompt_caches(&self) -> Result<(), String> {
-        self.0.note("forget".into());
+        self.0.record("clear".into());
         Ok(())
     }
 }
 
-/// A server with the aviary, `first` loaded.
-async fn server(aviary: Aviary, times: HostTimeouts) -> (Arc<Aviary>, Server) {
-    let aviary = Arc::new(aviary);
-    let keeper = Arc::new(Keeper(aviary.clone()));
-    let first = keeper.load("first").unwrap();
+/// A server with the mock models, `first` loaded.
+async fn server(mocks: MockModels, timeouts: HostTimeouts) -> (Arc<MockModels>, Server) {
+    let mocks = Arc::new(mocks);
+    let loader = Arc::new(MockLoader(mocks.clone()));
+    let first = loader.load("first").unwrap();
     let configure = move |state: &mut ServerState| {
-        state.models = ModelHost::new(keeper, times, 8);
+        state.models = ModelHost::new(loader, timeouts, 8);
         state.models.install(first);
     };
     let setup = Setup { loading: true, ..Setup::default() };
-    (aviary, setup.start_with(configure).await)
+    (mocks, setup.start_with(configure).await)
 }
 
-fn times() -> HostTimeouts {
+fn timeouts() -> HostTimeouts {
     HostTimeouts { linger: milliseconds(50), ..HostTimeouts::default() }
 }
 
@@ -113,14 +112,14 @@ fn ask(model: &str) -> Value {
     json!({"model": model, "messages": [{"role": "user", "content": "Who?"}]})
 }
 
-async fn told(server: &Server, model: &str) -> String {
+async fn answer_of(server: &Server, model: &str) -> String {
     let answer = server.ask(CHAT, &ask(model)).await;
     answer["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_has_the_model_that_it_names() {
-    let (aviary, server) = server(Aviary::default(), times()).await;
+async fn request_gets_the_model_it_names() {
+    let (mocks, server) = server(MockModels::default(), timeouts()).await;
     let states = |list: Value| {
         let state = |model: &Value| format!("{} {}", model["id"].as_str().unwrap(), model["loaded"]);
         list["data"].as_array().unwrap().iter().map(state).collect::<Vec<_>>()
@@ -128,69 +127,73 @@ async fn a_request_has_the_model_that_it_names() {
     let list = server.get("/v1/models").await.json().await;
     assert_eq!(states(list), ["first true", "org/second false", "broken false"]);
     assert_eq!(server.get("/v1/models/org/second").await.json().await["id"], "org/second");
-    for (asked, meant) in [("first", "first"), ("second", "org/second"), ("gpt-4o", "org/second"), ("first", "first")] {
-        assert_eq!(told(&server, asked).await, format!("I am {meant}."), "{asked}");
+    for (requested, id) in [("first", "first"), ("second", "org/second"), ("gpt-4o", "org/second"), ("first", "first")]
+    {
+        assert_eq!(answer_of(&server, requested).await, format!("I am {id}."), "{requested}");
     }
-    // The one before is gone before the next one comes.
-    let done = ["load first", "unload first", "load org/second", "unload org/second", "load first"];
-    assert_eq!(aviary.log(), done);
+    // A model is unloaded before the next one is loaded.
+    let expected = ["load first", "unload first", "load org/second", "unload org/second", "load first"];
+    assert_eq!(mocks.log(), expected);
     assert_eq!(server.post(CHAT, &ask("org/third")).await.status, 404);
     let list = server.get("/v1/models").await.json().await;
     assert_eq!(states(list), ["first true", "org/second false", "broken false"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_format_waits_for_its_model() {
-    let (aviary, server) = server(Aviary::default(), times()).await;
+async fn every_api_waits_for_its_model() {
+    let (mocks, server) = server(MockModels::default(), timeouts()).await;
     let messages = json!({"model": "second", "max_tokens": 20, "messages": [{"role": "user", "content": "Who?"}]});
     assert_eq!(server.ask("/v1/messages", &messages).await["content"][0]["text"], "I am org/second.");
     let responses = server.ask("/v1/responses", &json!({"model": "first", "input": "Who?"})).await;
     assert_eq!(responses["model"], "first");
     assert_eq!(server.ask("/v1/completions", &json!({"model": "second", "prompt": "x"})).await["model"], "org/second");
     server.ask("/tokenize", &json!({"model": "first", "prompt": "x"})).await;
-    assert_eq!(aviary.log().len(), 9, "{:?}", aviary.log());
+    assert_eq!(mocks.log().len(), 9, "{:?}", mocks.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stream_that_waits_is_kept_alive_and_one_that_leaves_loads_nothing() {
-    let slow = Duration::from_millis(5500);
-    let (aviary, server) = server(Aviary { slow, ..Aviary::default() }, times()).await;
+async fn waiting_stream_is_kept_alive() {
+    let load_time = Duration::from_millis(5500);
+    let (mocks, server) = server(MockModels { load_time, ..MockModels::default() }, timeouts()).await;
     let mut body = ask("second");
     body["stream"] = true.into();
-    let begun = Instant::now();
+    let start = Instant::now();
     let answer = server.post(CHAT, &body).await;
     assert_eq!(answer.status, 200);
-    assert!(begun.elapsed() < Duration::from_secs(2), "the head comes before the model");
-    // The first one is gone by then; somebody asks for it again and does not wait.
+    assert!(start.elapsed() < Duration::from_secs(2), "the head arrives before the model is loaded");
+    // `first` is unloaded by now. A request for it disconnects and causes no load.
     tokio::time::sleep(milliseconds(500)).await;
-    let left = tokio::time::timeout(milliseconds(100), server.post(CHAT, &ask("first"))).await;
-    assert!(left.is_err());
+    let disconnected = tokio::time::timeout(milliseconds(100), server.post(CHAT, &ask("first"))).await;
+    assert!(disconnected.is_err());
     let text = answer.text().await;
     assert!(text.starts_with(": keep-alive\n\n"), "{text}");
     assert!(text.contains("second") && text.ends_with("data: [DONE]\n\n"), "{text}");
     tokio::time::sleep(milliseconds(300)).await;
-    assert_eq!(aviary.log(), ["load first", "unload first", "load org/second"]);
+    assert_eq!(mocks.log(), ["load first", "unload first", "load org/second"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn waiting_for_a_model_is_part_of_a_requests_time() {
+async fn deadline_includes_wait_for_model() {
     let request = Some(milliseconds(200));
-    let (_, server) =
-        server(Aviary { slow: milliseconds(900), ..Aviary::default() }, HostTimeouts { request, ..times() }).await;
-    let begun = Instant::now();
+    let (_, server) = server(
+        MockModels { load_time: milliseconds(900), ..MockModels::default() },
+        HostTimeouts { request, ..timeouts() },
+    )
+    .await;
+    let start = Instant::now();
     let answer = server.post(CHAT, &ask("second")).await;
     assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (504, json!("timeout")));
     let mut stream = ask("second");
     stream["stream"] = true.into();
     let text = server.post(CHAT, &stream).await.text().await;
     assert!(text.contains("\"timeout\"") && !text.contains("[DONE]"), "{text}");
-    assert!(begun.elapsed() >= milliseconds(400), "{:?}", begun.elapsed());
+    assert!(start.elapsed() >= milliseconds(400), "{:?}", start.elapsed());
 }
 
-/// Asks `first` for `n` answers of 150 KB and hardly reads until `second` has been heard, which must not take long. Returns
-/// the rest up to `end`.
-async fn reads_slowly(n: usize, patience: Duration, end: &str) -> String {
-    let (aviary, server) = server(Aviary::default(), HostTimeouts { patience, ..times() }).await;
+/// Requests `n` answers of 150 KB from `first` and does not read until `second` has answered, which must not take long.
+/// Returns the rest of the stream up to `end`.
+async fn read_slowly(n: usize, patience: Duration, end: &str) -> String {
+    let (mocks, server) = server(MockModels::default(), HostTimeouts { patience, ..timeouts() }).await;
     let prompt: Vec<u32> = (5..355).collect();
     let body = json!({"model": "first", "prompt": prompt, "echo": true, "logprobs": 20, "max_tokens": 4, "n": n,
                       "stream": true})
@@ -203,9 +206,9 @@ async fn reads_slowly(n: usize, patience: Duration, end: &str) -> String {
     while server.state.models.model().unwrap().engine.load() == (0, 0) {
         tokio::time::sleep(milliseconds(5)).await;
     }
-    let told = tokio::time::timeout(Duration::from_secs(5), told(&server, "second"));
-    assert_eq!(told.await.expect("it has not to wait for who reads slowly"), "I am org/second.");
-    assert_eq!(aviary.log(), ["load first", "unload first", "load org/second"]);
+    let answer = tokio::time::timeout(Duration::from_secs(5), answer_of(&server, "second"));
+    assert_eq!(answer.await.expect("it does not wait for the slow client"), "I am org/second.");
+    assert_eq!(mocks.log(), ["load first", "unload first", "load org/second"]);
     let (mut text, mut buffer) = (String::new(), vec![0; 1 << 16]);
     let rest = async {
         while !text.contains(end) {
@@ -222,19 +225,19 @@ async fn reads_slowly(n: usize, patience: Duration, end: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_reads_slowly_has_the_answer_and_not_the_model() {
-    reads_slowly(1, Duration::from_secs(30), "data: [DONE]").await;
+async fn slow_client_does_not_hold_the_model() {
+    read_slowly(1, Duration::from_secs(30), "data: [DONE]").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_next_answer_of_who_reads_slowly_is_waited_for_with_patience() {
-    let text = reads_slowly(3, milliseconds(300), "model_unloaded").await;
+async fn slow_client_loses_model_between_choices() {
+    let text = read_slowly(3, milliseconds(300), "model_unloaded").await;
     assert!(!text.contains("[DONE]"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_loaded_is_said_and_the_next_one_is_loaded() {
-    let (_, server) = server(Aviary::default(), times()).await;
+async fn failed_load_is_reported() {
+    let (_, server) = server(MockModels::default(), timeouts()).await;
     let answer = server.post(CHAT, &ask("broken")).await;
     assert_eq!(answer.status, 500);
     let error = answer.json().await["error"].clone();
@@ -246,20 +249,20 @@ async fn what_cannot_be_loaded_is_said_and_the_next_one_is_loaded() {
     assert!(text.contains("model_not_loaded") && !text.contains("[DONE]"), "{text}");
     let health = server.get("/health").await;
     assert_eq!((health.status, health.json().await["model"].clone()), (200, Value::Null));
-    assert_eq!(told(&server, "anything").await, "I am first.", "by another name the one before is meant");
+    assert_eq!(answer_of(&server, "anything").await, "I am first.", "an unknown name gets the last loaded model");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_clients_in_turn_do_not_reload_each_time() {
+async fn alternating_clients_do_not_reload_each_time() {
     let (patience, linger) = (milliseconds(600), milliseconds(200));
-    let (aviary, server) = server(Aviary::default(), HostTimeouts { patience, linger, ..times() }).await;
+    let (mocks, server) = server(MockModels::default(), HostTimeouts { patience, linger, ..timeouts() }).await;
     let server = Arc::new(server);
-    let begun = Instant::now();
+    let start = Instant::now();
     let client = |model: &'static str, count: usize| {
         let server = server.clone();
         tokio::spawn(async move {
             for _ in 0..count {
-                assert_eq!(told(&server, model).await, format!("I am {model}."));
+                assert_eq!(answer_of(&server, model).await, format!("I am {model}."));
                 tokio::time::sleep(milliseconds(10)).await;
             }
         })
@@ -267,76 +270,78 @@ async fn two_clients_in_turn_do_not_reload_each_time() {
     let (one, other) = (client("first", 60), client("org/second", 60));
     one.await.unwrap();
     other.await.unwrap();
-    // A model comes back once the other one has lingered, or its own client has waited: after 200 ms at the soonest. On a
-    // machine that takes its time this happens more often.
-    let most = 2 + 2 * begun.elapsed().as_millis() / linger.as_millis();
-    let loads = aviary.log().iter().filter(|what| what.starts_with("load")).count() as u128;
-    assert!((2..=most).contains(&loads), "{loads} loads for 120 requests, not {most}: {:?}", aviary.log());
+    // A model is replaced after it was idle for `linger` or a request has waited for `patience`, so at most every 200 ms.
+    // On a slow machine this happens more often.
+    let most = 2 + 2 * start.elapsed().as_millis() / linger.as_millis();
+    let loads = mocks.log().iter().filter(|event| event.starts_with("load")).count() as u128;
+    assert!((2..=most).contains(&loads), "{loads} loads for 120 requests, not {most}: {:?}", mocks.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn somebody_who_has_waited_long_enough_comes_next() {
-    let (_, server) = server(Aviary::default(), HostTimeouts { patience: milliseconds(300), ..times() }).await;
+async fn request_is_served_after_patience() {
+    let (_, server) = server(MockModels::default(), HostTimeouts { patience: milliseconds(300), ..timeouts() }).await;
     let server = Arc::new(server);
     let busy = {
         let server = server.clone();
-        // Never idle for as long as a model lingers.
+        // The model is never idle for as long as `linger`.
         tokio::spawn(async move {
             loop {
-                told(&server, "first").await;
+                answer_of(&server, "first").await;
             }
         })
     };
     tokio::time::sleep(milliseconds(100)).await;
-    let begun = Instant::now();
-    assert_eq!(told(&server, "second").await, "I am org/second.");
-    assert!(begun.elapsed() > milliseconds(250) && begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    let start = Instant::now();
+    assert_eq!(answer_of(&server, "second").await, "I am org/second.");
+    assert!(start.elapsed() > milliseconds(250) && start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     busy.abort();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_asks_and_it_goes() {
+async fn idle_model_is_unloaded() {
     let keep_alive = Some(milliseconds(300));
-    let (aviary, server) = server(Aviary::default(), HostTimeouts { keep_alive, ..times() }).await;
-    assert_eq!(told(&server, "first").await, "I am first.");
+    let (mocks, server) = server(MockModels::default(), HostTimeouts { keep_alive, ..timeouts() }).await;
+    assert_eq!(answer_of(&server, "first").await, "I am first.");
     tokio::time::sleep(milliseconds(100)).await;
-    assert_eq!(aviary.log(), ["load first"]);
+    assert_eq!(mocks.log(), ["load first"]);
     for _ in 0..100 {
-        if aviary.log().len() > 1 {
+        if mocks.log().len() > 1 {
             break;
         }
         tokio::time::sleep(milliseconds(30)).await;
     }
-    assert_eq!(aviary.log(), ["load first", "unload first"]);
+    assert_eq!(mocks.log(), ["load first", "unload first"]);
     let health = server.get("/health").await.json().await;
     assert_eq!((health["status"].clone(), health["next"].clone()), (json!("ok"), json!("first")));
-    assert_eq!(told(&server, "whatever").await, "I am first.");
+    assert_eq!(answer_of(&server, "whatever").await, "I am first.");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_model_can_be_told_to_go() {
-    let (aviary, server) = server(Aviary::default(), times()).await;
+async fn unload_request_unloads_model() {
+    let (mocks, server) = server(MockModels::default(), timeouts()).await;
     assert_eq!(server.post("/models/unload", &json!({"model": "second"})).await.status, 404);
     assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
-    assert_eq!(told(&server, "first").await, "I am first.");
-    assert_eq!(aviary.log(), ["load first", "unload first", "load first"]);
+    assert_eq!(answer_of(&server, "first").await, "I am first.");
+    assert_eq!(mocks.log(), ["load first", "unload first", "load first"]);
 }
 
-/// A model that goes writes down what it remembers.
+/// A model writes its prompt cache as it unloads. Clearing waits for that.
 #[tokio::test(flavor = "multi_thread")]
-async fn prompts_are_forgotten_when_the_model_that_goes_is_gone() {
-    let (aviary, server) = server(Aviary { lingering: milliseconds(200), ..Aviary::default() }, times()).await;
+async fn cache_is_cleared_after_unload() {
+    let (mocks, server) =
+        server(MockModels { unload_time: milliseconds(200), ..MockModels::default() }, timeouts()).await;
     assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
     while server.state.models.model().is_some() {
         tokio::time::sleep(milliseconds(5)).await;
     }
     assert_eq!(server.send("DELETE", "/prompt_cache", &[], None).await.status, 204);
-    assert_eq!(aviary.log(), ["load first", "unload first", "forget"]);
+    assert_eq!(mocks.log(), ["load first", "unload first", "clear"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_waits_for_a_model_when_the_server_goes_is_told() {
-    let (_, mut server) = server(Aviary { slow: milliseconds(500), ..Aviary::default() }, times()).await;
+async fn shutdown_refuses_waiting_request() {
+    let (_, mut server) =
+        server(MockModels { load_time: milliseconds(500), ..MockModels::default() }, timeouts()).await;
     let body = ask("second");
     let waiting = server.post(CHAT, &body);
     let stop = async {
@@ -347,5 +352,5 @@ async fn who_waits_for_a_model_when_the_server_goes_is_told() {
     assert_eq!(answer.status, 503);
     assert_eq!(answer.json().await["error"]["code"], "shutting_down");
     server.shut_down();
-    server.ended().await;
+    server.wait_for_end().await;
 }

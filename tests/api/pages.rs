@@ -1,4 +1,4 @@
-//! Web pages: what one of another origin sends to a server on a loopback address, and a name that was made to point there.
+//! Web pages: requests of another origin, and of a host name that resolves to a loopback address (DNS rebinding).
 
 use super::server::{Server, Setup};
 use moestro::http::OriginPolicy;
@@ -6,7 +6,7 @@ use moestro::http::OriginPolicy;
 const CHAT: &str = "/v1/chat/completions";
 const BODY: &[u8] = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
 
-async fn guarded() -> Server {
+async fn loopback_server() -> Server {
     let says = Some("</think>\n\nHello.");
     let configure =
         |state: &mut moestro::http::ServerState| state.origins = OriginPolicy::new([127, 0, 0, 1].into(), &[], None);
@@ -24,8 +24,8 @@ async fn status(server: &Server, path: &str, headers: &[(&str, &str)]) -> (u16, 
 }
 
 #[tokio::test]
-async fn a_name_that_was_made_to_point_here_is_refused() {
-    let server = guarded().await;
+async fn rebound_host_name_is_refused() {
+    let server = loopback_server().await;
     for path in [CHAT, "/v1/models", "/metrics"] {
         let (code, text) = status(&server, path, &[("host", "rebound.evil.com:5413")]).await;
         assert_eq!(code, 403, "{path}");
@@ -38,8 +38,8 @@ async fn a_name_that_was_made_to_point_here_is_refused() {
 }
 
 #[tokio::test]
-async fn a_page_of_another_origin_is_refused() {
-    let server = guarded().await;
+async fn page_of_another_origin_is_refused() {
+    let server = loopback_server().await;
     for origin in ["https://evil.com", "null", "http://localhost.evil.com"] {
         let (code, text) = status(&server, CHAT, &[("host", "localhost"), ("origin", origin)]).await;
         assert_eq!(code, 403, "{origin}");

@@ -1,6 +1,6 @@
-//! A server on a port of its own, with the demo model's tokenizer and template and a mock behind them.
+//! Test server: a mock model with the demo model's tokenizer and template, on its own port.
 
-// Shared by two test binaries, neither of which uses all of it.
+// Two test binaries share this file, and neither uses all of it.
 #![allow(dead_code)]
 
 use moestro::{
@@ -22,9 +22,9 @@ use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
 pub const EOS: u32 = 2040;
 pub const VOCAB: usize = 2048;
 
-/// Options of a test's server.
+/// Options of a test server.
 pub struct Setup {
-    /// The model's answer to everything; `None` repeats the prompt.
+    /// The model's answer to every prompt; `None` repeats the prompt.
     pub says: Option<&'static str>,
     pub delay: Duration,
     pub speculate: Speculate,
@@ -33,14 +33,14 @@ pub struct Setup {
     pub api_key: Option<&'static str>,
     pub cors: Option<&'static str>,
     pub thinking: Option<bool>,
-    /// The model fails when it meets this text's last token.
+    /// The model fails at the last token of this text.
     pub fails_on: Option<&'static str>,
     pub grace: Duration,
-    /// The directory in which the prompt cache keeps checkpoints; without one there is no cache.
-    pub prompts: Option<PathBuf>,
-    /// Leave the door without a model.
+    /// Directory of the prompt cache; `None` disables the cache.
+    pub prompt_cache_dir: Option<PathBuf>,
+    /// Start without a model.
     pub loading: bool,
-    /// Further changes to the door.
+    /// Further changes to the server's state.
     pub configure: fn(&mut ServerState),
 }
 
@@ -57,7 +57,7 @@ impl Default for Setup {
             thinking: None,
             fails_on: None,
             grace: Duration::from_secs(5),
-            prompts: None,
+            prompt_cache_dir: None,
             loading: false,
             configure: |_| (),
         }
@@ -80,17 +80,17 @@ pub fn demo() -> PathBuf {
 }
 
 impl Server {
-    /// A model that says `says` to everything.
+    /// A server whose model answers every prompt with `says`.
     pub async fn saying(says: &'static str) -> Self {
         Setup { says: Some(says), ..Setup::default() }.start().await
     }
 
-    /// The number of tokens that the model has evaluated so far.
+    /// Tokens that the model has evaluated so far.
     pub fn evaluated(&self) -> usize {
         self.mock.evaluated.load(Ordering::Relaxed)
     }
 
-    /// Waits until nothing runs and nothing waits.
+    /// Waits until no request runs or waits.
     pub async fn idle(&self) {
         for _ in 0..500 {
             if self.engine.load() == (0, 0) {
@@ -116,7 +116,7 @@ impl Server {
         drop(self.shutdown.take());
     }
 
-    pub async fn ended(self) {
+    pub async fn wait_for_end(self) {
         self.serving.await.unwrap().unwrap();
     }
 }
@@ -126,7 +126,7 @@ impl Setup {
         self.start_with(|_| ()).await
     }
 
-    /// The same, with something done to the door before anybody comes.
+    /// Like [`Setup::start`], with a further change to the state before the server starts.
     pub async fn start_with(self, prepare: impl FnOnce(&mut ServerState)) -> Server {
         let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
         let ids = |text: &str| tokenizer.encode(text).unwrap();
@@ -146,8 +146,8 @@ impl Setup {
             eos: vec![EOS],
             grace: self.grace,
             speculate: self.speculate,
-            prompt_cache: if self.prompts.is_some() { 1 << 20 } else { 0 },
-            storage: self.prompts.map(|dir| Storage { dir, limit: 1 << 20, key: "mock".into() }),
+            prompt_cache: if self.prompt_cache_dir.is_some() { 1 << 20 } else { 0 },
+            storage: self.prompt_cache_dir.map(|dir| Storage { dir, limit: 1 << 20, key: "mock".into() }),
             ..Options::default()
         };
         let (engine, _worker) = engine::spawn(mock.clone(), options, metrics.clone()).unwrap();

@@ -1,14 +1,14 @@
-// The page as a person uses it: a chat that streams, reasons, calls a tool and is stopped; gauges that move; a small screen.
+// Tests the page like a user: a streamed chat with reasoning, a tool call, a stopped answer, gauges, a small screen.
 import assert from "node:assert/strict";
 import puppeteer from "puppeteer-core";
 
 const [chromium, url, shots] = process.argv.slice(2);
 const browser = await puppeteer.launch({ executablePath: chromium, args: ["--no-sandbox"] });
 const page = await browser.newPage();
-const wrong = [], asked = new Set();
-page.on("console", message => { if (["error", "warn"].includes(message.type())) wrong.push(message.text()); });
-page.on("pageerror", error => wrong.push(String(error)));
-page.on("request", request => { if (!request.url().startsWith("data:")) asked.add(new URL(request.url()).origin); });
+const errors = [], origins = new Set();
+page.on("console", message => { if (["error", "warn"].includes(message.type())) errors.push(message.text()); });
+page.on("pageerror", error => errors.push(String(error)));
+page.on("request", request => { if (!request.url().startsWith("data:")) origins.add(new URL(request.url()).origin); });
 
 const text = selector => page.$eval(selector, element => element.textContent);
 const gauge = name => page.$$eval("#now dt", (all, name) => all.find(term => term.textContent === name).nextSibling.textContent, name);
@@ -27,8 +27,8 @@ try {
   await until(() => document.querySelector(".reasoning div"));
   await answers(1);
   assert.match(await text(".turn.assistant .text"), /12 \+ 7 = 19/);
-  assert.ok((await text(".reasoning div")).length > 10, "it shows what it reasoned");
-  assert.equal(await page.$eval(".reasoning", details => details.open), false, "and folds it away when it answers");
+  assert.ok((await text(".reasoning div")).length > 10, "the reasoning is shown");
+  assert.equal(await page.$eval(".reasoning", details => details.open), false, "and folded when the answer begins");
   assert.match(await text(".turn.assistant .foot"), /\d+ tokens, [\d.]+ a second, the first after/);
   console.log("ok      a chat that streams, with reasoning");
 
@@ -63,11 +63,11 @@ try {
   assert.match(await gauge("Experts found in memory"), /%/);
   assert.match(await text("#memory"), /limit/);
   await until(() => !document.querySelector("#slots").hidden && document.querySelector("#slots").height > 3);
-  // The picture is drawn every two seconds: the one of now is there in three.
+  // The heatmap is drawn every two seconds.
   await new Promise(done => setTimeout(done, 3000));
   const colours = await page.$eval("#slots", canvas => new Set(new Uint32Array(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size);
-  assert.ok(colours > 1, "experts that are asked for differ from others");
-  console.log("ok      gauges move, and the experts are drawn");
+  assert.ok(colours > 1, "selected experts have another colour");
+  console.log("ok      gauges change, and the experts are drawn");
 
   await page.setViewport({ width: 360, height: 640 });
   const wide = () => page.evaluate(() => document.documentElement.scrollWidth);
@@ -85,8 +85,8 @@ try {
   }
   console.log("ok      360 pixels, dark and light");
 
-  assert.deepEqual([...asked], [new URL(url).origin], "it asks nobody else");
-  assert.deepEqual(wrong, [], "nothing on the console");
+  assert.deepEqual([...origins], [new URL(url).origin], "no request to another origin");
+  assert.deepEqual(errors, [], "nothing on the console");
   console.log("ok      no other origin, nothing on the console");
 } finally {
   await browser.close();

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The page in headless Chromium, in front of the demo: tests/page/run.sh BINARY [DIRECTORY FOR SCREENSHOTS]
+# Tests the page in headless Chromium with the demo model: tests/page/run.sh BINARY [DIRECTORY FOR SCREENSHOTS]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 chromium=$(command -v chromium || command -v chromium-browser || command -v google-chrome)
@@ -11,7 +11,7 @@ if ! cmp -s "$here/package.json" "$node/package.json" || [ ! -d "$node/node_modu
   cp "$here/package.json" "$node/package.json"
   (cd "$node" && npm install --no-audit --no-fund --loglevel=error)
 fi
-# Node looks for packages beside the file that names them.
+# Node searches for packages next to the file that imports them.
 cp "$here/check.mjs" "$node/"
 
 mkfifo "$work/ready"

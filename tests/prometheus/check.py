@@ -1,4 +1,4 @@
-"""Scrapes the demo with Prometheus and runs the board's queries and the alerts' expressions."""
+"""Scrapes the demo with Prometheus and runs the queries of the dashboard and the alerts."""
 
 import json
 import pathlib
@@ -36,17 +36,17 @@ def wait_for(url):
 
 
 def queries():
-    """Every expression, with what Grafana would put in its variables."""
-    board = json.loads((DEPLOY / "grafana.json").read_text())
-    for panel in board["panels"]:
+    """Every query as (name, expression, whether it must return data), with Grafana's variables replaced."""
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    for panel in dashboard["panels"]:
         for target in panel.get("targets", []):
             expr = target["expr"].replace("$instance", ".+").replace("$__rate_interval", "1m")
-            yield f"board: {panel['title']}", expr, True
+            yield f"dashboard: {panel['title']}", expr, True
     for expr in re.findall(r"^ +expr: (.*)$", (DEPLOY / "alerts.yml").read_text(), re.M):
-        # An alert is silent when all is well: what it looks at must be there all the same.
+        # A healthy server fires no alert, but the metrics in its expression must exist.
         yield f"alert: {expr}", expr, False
         for name in re.findall(r"\b(moestro_\w+|process_\w+)", expr):
-            yield f"alert's metric: {name}", name, name != "moestro_requests_total"
+            yield f"metric of an alert: {name}", name, name != "moestro_requests_total"
 
 
 def main():
@@ -67,21 +67,21 @@ def main():
             body = {"messages": [{"role": "user", "content": f"What is {n} + 7?"}], "max_tokens": 16}
             get(f"http://127.0.0.1:{port}/v1/chat/completions", body)
             time.sleep(0.5)
-        # A rate needs samples from before and after.
+        # A rate needs at least two samples.
         ask = urllib.parse.urlencode({"query": "count_over_time(moestro_build_info[1m]) >= 8"})
         for _ in range(60):
             if get(f"http://127.0.0.1:{own}/api/v1/query?{ask}")["data"]["result"]:
                 break
             time.sleep(0.5)
-        count, wrong = 0, []
-        for what, expr, some in queries():
+        count, failures = 0, []
+        for name, expr, must_return_data in queries():
             query = urllib.parse.urlencode({"query": expr})
             answer = get(f"http://127.0.0.1:{own}/api/v1/query?{query}")
             count += 1
-            if answer["status"] != "success" or some and not answer["data"]["result"]:
-                wrong.append(f"{what}: {expr}: {answer}")
-        assert not wrong, "\n".join(wrong)
-        print(f"prometheus: {count} queries of the board and the alerts answered")
+            if answer["status"] != "success" or must_return_data and not answer["data"]["result"]:
+                failures.append(f"{name}: {expr}: {answer}")
+        assert not failures, "\n".join(failures)
+        print(f"prometheus: {count} queries of the dashboard and the alerts answered")
     finally:
         server.kill()
         prometheus.kill()

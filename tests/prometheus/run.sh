@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real Prometheus scrapes the demo; every query of deploy/grafana.json and deploy/alerts.yml is run against it.
+# Scrapes the demo with Prometheus and runs every query of deploy/grafana.json and deploy/alerts.yml.
 # tests/prometheus/run.sh BINARY
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,4 +1,4 @@
-"""Two replicas behind a router: who gets a conversation, and what is lost when one replica goes."""
+"""Two replicas and a router: which replica gets a conversation, and which requests fail when one replica stops."""
 
 import collections
 import http.client
@@ -25,7 +25,7 @@ def free_port():
 
 
 def ask(port, topic, turn=0, stream=False, timeout=60):
-    """One turn of a conversation: the answer and its usage, or the events of a stream, whole."""
+    """One turn of a conversation: the answer with its usage, or all events of a stream."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is {topic} + 7?"}]
     for n in range(turn):
         messages += [{"role": "assistant", "content": "It is so."}, {"role": "user", "content": f"And {n} + {topic}?"}]
@@ -40,7 +40,7 @@ def ask(port, topic, turn=0, stream=False, timeout=60):
             return json.load(answer)
         events = answer.read().decode()
         if not events.endswith("data: [DONE]\n\n"):
-            raise ConnectionResetError("an answer that had begun was cut off")
+            raise ConnectionResetError("a stream ended early")
         return events
 
 
@@ -95,14 +95,14 @@ class Replica:
         wait_for(self.port)
 
     def processor_seconds(self):
-        """What it has used of the processor so far."""
+        """Processor time used so far."""
         fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def load(router, seconds, event):
-    """Eight clients that ask all the time, half of them for streams; `event` happens in the middle. What failed, by cause,
-    and how many were right."""
+    """Eight clients send requests without pause, half of them for streams. `event` happens after a third of the time.
+    Returns the failures by cause and the number of correct answers."""
     lost, right, end = collections.Counter(), [0], time.time() + seconds
     lock = threading.Lock()
 
@@ -140,7 +140,7 @@ def main():
     haproxy = subprocess.Popen(["haproxy", "-q", "-f", str(WORK / "haproxy.cfg")])
     wait_for(router)
 
-    # A conversation stays where it began; many of them use both replicas.
+    # A conversation stays on one replica, and many conversations use both.
     spread = set()
     for topic in range(12):
         before = answered(one.port), answered(two.port)
@@ -156,15 +156,14 @@ def main():
     right, wrong = cost_of_the_wrong_one(one, two)
     assert right * 10 < wrong, (right, wrong)
 
-    # Killed: of what it was answering or had in line, streams that had begun are lost, at most one of a client, and nothing
-    # after that.
+    # Killed replica: at most one request per client fails, a stream that had begun, and none after that.
     lost, right = load(router, 9, lambda: one.process.kill())
     print(f"killed: {lost.total()} lost of {right + lost.total()}: {dict(lost)}")
     assert lost.total() <= 8 and right > 20, (lost, right)
     one.start()
     time.sleep(1.5)
 
-    # Drained: nothing is lost.
+    # Drained replica: no request fails.
     lost, right = load(router, 9, lambda: two.process.send_signal(signal.SIGTERM))
     print(f"drained: {lost.total()} lost of {right + lost.total()}: {dict(lost)}")
     assert not lost and right > 20, (lost, right)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Two replicas of the demo behind HAProxy with deploy/haproxy.cfg: one is killed under load, one drained. tests/router/run.sh BINARY
+# Runs two replicas of the demo and HAProxy with deploy/haproxy.cfg; kills one under load and drains one.
+# tests/router/run.sh BINARY
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
