@@ -1,13 +1,13 @@
 //! The HTTP server: the OpenAI and Anthropic APIs over HTTP/1.1. This room sees no tensor.
 //!
-//! * [`server`] has the routes, the layers and the life of the server; [`state`] is what all handlers share.
+//! * [`server`] has the router, the layers, start and shutdown; [`state`] is shared by all handlers.
 //! * `layers` wraps every request: log, key, origin, connections, timeouts, gzip, memory.
 //! * `request` turns a body of any API into an engine request.
 //! * `output` turns engine events into text, reasoning and tool calls.
 //! * `openai` and `anthropic` are the wire formats; [`sse`] writes their streams.
-//! * `models` says which model is in memory and who waits for one.
+//! * `models` loads one model at a time and queues requests for others.
 //!
-//! A server can answer before there is a model: `/health` and `/metrics` work, everything else gets 503.
+//! The server answers before a model is loaded: `/health` and `/metrics` work, everything else gets 503.
 
 mod admin;
 mod anthropic;

@@ -67,7 +67,7 @@ pub fn router(state: Arc<ServerState>) -> Router {
         .with_state(state)
 }
 
-/// How long connections may take to send their last bytes after the engine is idle.
+/// Time for connections to send their last bytes after the engine is idle.
 const SEND_GRACE: Duration = Duration::from_secs(1);
 
 /// Serves until `shutdown`. Then new requests get 503, and those in progress finish within the engine's grace period.

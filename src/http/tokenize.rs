@@ -3,6 +3,7 @@
 use crate::http::{
     ServerState,
     errors::ApiError,
+    layers::memory,
     output::completion_logprobs,
     request::{ChatPrompt, body, continue_final::EndMarker, messages, sampling_params as params, tools},
 };
@@ -10,13 +11,6 @@ use axum::{Json, body::Body, extract::State};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-
-/// Memory per token of a response in bytes: its digits and a comma, and the spare capacity of the growing JSON text.
-const ID_BYTES: usize = 24;
-/// The same with the token's text, as a string and in JSON.
-const TEXT_BYTES: usize = 160;
-/// Memory per byte of decoded text: the bytes, the text, and up to six characters in JSON.
-const DECODED_BYTES: usize = 16;
 
 /// `POST /tokenize`: a `prompt`, or `messages` for the model's chat template.
 #[derive(Debug, Deserialize)]
@@ -83,7 +77,7 @@ pub async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) -> Resu
     // The text may be longer than the context. Only memory limits it.
     let (tokens, _) = model.tokenize(&mut permit, text, usize::MAX).await?;
     let has_strings = request.return_token_strs.unwrap_or(false);
-    permit.grow(tokens.len() * if has_strings { TEXT_BYTES } else { ID_BYTES })?;
+    permit.grow(memory::token_list_bytes(tokens.len(), has_strings))?;
     let texts = || tokens.iter().map(|&id| model.tokenizer.token(id).unwrap_or_default()).collect();
     let token_strs = has_strings.then(texts);
     Ok(Json(Tokenized { count: tokens.len(), max_model_len: model.engine.context(), tokens, token_strs }))
@@ -105,7 +99,7 @@ pub async fn detokenize(State(state): State<Arc<ServerState>>, body: Body) -> Re
     let model = state.model(request.model.as_deref()).await?;
     params::check_model(request.model.as_deref(), &model.card)?;
     let ids = params::token_ids("tokens", &request.tokens, model.engine.vocab())?;
-    permit.grow(ids.iter().map(|&id| model.tokenizer.token_bytes(id).len() * DECODED_BYTES).sum())?;
+    permit.grow(memory::decoded_bytes(ids.iter().map(|&id| model.tokenizer.token_bytes(id).len()).sum()))?;
     let text = completion_logprobs::text(&model.tokenizer, &ids);
     Ok(Json(Detokenized { content: text.clone(), prompt: text }))
 }

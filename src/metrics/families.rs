@@ -1,11 +1,10 @@
-//! Metric families: their Prometheus types, their labelled children and their histogram buckets.
+//! Metric families: constructors by kind, and histogram buckets. A family has one child for each value of its labels.
 //!
 //! Names, labels and buckets are literals and no input can change them, so a mistake in one fails every test. Hence
 //! `expect`.
 
 use prometheus::{
-    Counter, CounterVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
-    Opts, Registry,
+    CounterVec, Error, HistogramOpts, HistogramVec, IntCounterVec, IntGaugeVec, Opts, Registry, core::Collector,
 };
 
 /// From a small model's first token to a long prompt streamed from disk.
@@ -23,40 +22,25 @@ pub const TOKENS: &[f64] =
 pub const READ: &[f64] =
     &[25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0];
 
-/// A metric with its labels. A child is the metric for one value of each label; a family without labels has one child.
-pub trait Family: Sized {
-    type Child;
-
-    fn register(registry: &Registry, name: &str, help: &str, labels: &[&str], buckets: &[f64]) -> Self;
-
-    fn child(&self, values: &[&str]) -> Self::Child;
+pub fn counter(registry: &Registry, name: &str, help: &str, labels: &[&str], _: &[f64]) -> IntCounterVec {
+    register(registry, IntCounterVec::new(Opts::new(name, help), labels))
 }
 
-macro_rules! family {
-    ($vec:ident, $child:ident, |$name:ident, $help:ident, $buckets:ident| $options:expr) => {
-        impl Family for $vec {
-            type Child = $child;
-
-            fn register(
-                registry: &Registry,
-                $name: &str,
-                $help: &str,
-                labels: &[&str],
-                #[allow(unused)] $buckets: &[f64],
-            ) -> Self {
-                let family = $vec::new($options, labels).expect("valid name, labels and buckets");
-                registry.register(Box::new(family.clone())).expect("unique name");
-                family
-            }
-
-            fn child(&self, values: &[&str]) -> $child {
-                self.with_label_values(values)
-            }
-        }
-    };
+/// A counter of fractional seconds.
+pub fn seconds(registry: &Registry, name: &str, help: &str, labels: &[&str], _: &[f64]) -> CounterVec {
+    register(registry, CounterVec::new(Opts::new(name, help), labels))
 }
 
-family!(IntCounterVec, IntCounter, |name, help, buckets| Opts::new(name, help));
-family!(CounterVec, Counter, |name, help, buckets| Opts::new(name, help));
-family!(IntGaugeVec, IntGauge, |name, help, buckets| Opts::new(name, help));
-family!(HistogramVec, Histogram, |name, help, buckets| HistogramOpts::new(name, help).buckets(buckets.to_vec()));
+pub fn gauge(registry: &Registry, name: &str, help: &str, labels: &[&str], _: &[f64]) -> IntGaugeVec {
+    register(registry, IntGaugeVec::new(Opts::new(name, help), labels))
+}
+
+pub fn histogram(registry: &Registry, name: &str, help: &str, labels: &[&str], buckets: &[f64]) -> HistogramVec {
+    register(registry, HistogramVec::new(HistogramOpts::new(name, help).buckets(buckets.to_vec()), labels))
+}
+
+fn register<C: Collector + Clone + 'static>(registry: &Registry, family: Result<C, Error>) -> C {
+    let family = family.expect("valid name, labels and buckets");
+    registry.register(Box::new(family.clone())).expect("unique name");
+    family
+}

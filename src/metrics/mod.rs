@@ -10,42 +10,42 @@ mod heatmap;
 
 use crate::platform::os;
 pub use exposition::{OPENMETRICS, PROMETHEUS};
-use families::{FIRST_TOKEN, Family, INTER_TOKEN, QUEUE, READ, REQUEST, TOKENS};
+use families::{FIRST_TOKEN, INTER_TOKEN, QUEUE, READ, REQUEST, TOKENS};
 pub use heatmap::ExpertHeatmap;
 use parking_lot::Mutex;
-use prometheus::{CounterVec, HistogramVec, IntCounterVec, IntGaugeVec, Registry};
+use prometheus::{Counter, Histogram, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Registry};
 use std::sync::Arc;
 
-/// Prometheus type of a kind of metric. `seconds` is a counter of fractional seconds.
-macro_rules! kind {
-    (counter) => {
+/// Type of a field: the whole family if it is written as `family`, else the child with these label values.
+macro_rules! field_type {
+    (counter family) => {
         IntCounterVec
     };
-    (seconds) => {
-        CounterVec
+    (counter $values:tt) => {
+        IntCounter
     };
-    (gauge) => {
+    (seconds $values:tt) => {
+        Counter
+    };
+    (gauge family) => {
         IntGaugeVec
     };
-    (histogram) => {
-        HistogramVec
+    (gauge $values:tt) => {
+        IntGauge
+    };
+    (histogram $values:tt) => {
+        Histogram
     };
 }
 
-/// Type and value of a field: the whole family if the field is written as `family`, else the child with these values.
-macro_rules! field {
-    ($kind:ident family) => {
-        kind!($kind)
-    };
-    ($kind:ident $values:tt) => {
-        <kind!($kind) as Family>::Child
-    };
-    ($family:ident = family) => {
+macro_rules! field_value {
+    ($family:ident family) => {
         $family.clone()
     };
-    ($family:ident = $values:tt) => {
-        $family.child(&$values)
-    };
+    ($family:ident $values:tt) => {{
+        let values: &[&str] = &$values;
+        $family.with_label_values(values)
+    }};
 }
 
 /// `kind "name" [labels] (buckets) "help" => field [label values], ...;`
@@ -57,15 +57,15 @@ macro_rules! metrics {
             heatmap: Mutex<Arc<ExpertHeatmap>>,
             /// Labels of `build_info`: version, device, model.
             build: Mutex<[String; 3]>,
-            $($(#[doc = $help] pub $field: field!($kind $values),)+)+
+            $($(#[doc = $help] pub $field: field_type!($kind $values),)+)+
         }
 
         impl Metrics {
             fn register(registry: Registry) -> Self {
                 $(
                     let buckets: &[&[f64]] = &[$($buckets)?];
-                    let family = <kind!($kind)>::register(&registry, $name, $help, &$labels, &buckets.concat());
-                    $(let $field = field!(family = $values);)+
+                    let family = families::$kind(&registry, $name, $help, &$labels, &buckets.concat());
+                    $(let $field = field_value!(family $values);)+
                 )+
                 Self { registry, heatmap: Mutex::default(), build: Mutex::default(), $($($field,)+)+ }
             }

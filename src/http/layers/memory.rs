@@ -22,13 +22,13 @@ use tokio::{sync::Semaphore, task::spawn_blocking};
 const UNPLANNED_BYTES: usize = 128 << 20;
 
 /// Bytes per byte of text while it is tokenized. The most measured: 309, for a text of digits.
-pub const TOKENIZING: usize = 400;
+const TOKENIZE_FACTOR: usize = 400;
 
 /// Bytes of text that a step may tokenize without asking for memory.
-pub const PIECE: usize = 20 << 10;
+const TOKENIZE_PIECE: usize = 20 << 10;
 
 /// Memory set aside for every step.
-const STEP_BYTES: usize = TOKENIZING * PIECE;
+const STEP_BYTES: usize = TOKENIZE_FACTOR * TOKENIZE_PIECE;
 
 /// Plans from this size on allow two steps at a time instead of one.
 const TWO_STEPS_BYTES: usize = 64 << 20;
@@ -38,6 +38,18 @@ const LARGE_BYTES: usize = 256 << 10;
 
 /// Bytes per bracket, comma and colon of parsed JSON. The most measured: 246, for `[[[0]]]` repeated.
 const JSON_VALUE_BYTES: usize = 256;
+
+/// Bytes per node of a stored JSON value.
+const STORED_NODE_BYTES: usize = 128;
+
+/// Bytes per token in a JSON list: its digits and a comma, and the spare capacity of the growing text.
+const TOKEN_ID_BYTES: usize = 24;
+
+/// The same with the token's text, which is in memory and in the JSON.
+const TOKEN_TEXT_BYTES: usize = 160;
+
+/// Bytes per byte of decoded text: the bytes, the text, and up to six characters in JSON.
+const DECODED_FACTOR: usize = 16;
 
 /// Freed bytes that are worth returning to the operating system.
 const TRIM_BYTES: usize = 1 << 20;
@@ -175,6 +187,20 @@ impl MemoryPermit {
             spawn_blocking(step).await.map_err(|_| ApiError::failed("The request could not be processed."))?;
         Ok(output)
     }
+
+    /// Runs one step that needs `working` bytes; afterwards the permit has grown by `kept` bytes of its output.
+    pub async fn run_with<T: Send + 'static>(
+        &mut self,
+        working: usize,
+        step: impl FnOnce() -> T + Send + 'static,
+        kept: impl FnOnce(&T) -> usize,
+    ) -> Result<T, ApiError> {
+        let before = self.bytes();
+        self.grow(working)?;
+        let output = self.run(step).await?;
+        self.resize(before + kept(&output))?;
+        Ok(output)
+    }
 }
 
 impl Drop for HeldBytes {
@@ -187,8 +213,8 @@ fn signed(bytes: usize) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// Size of parsed JSON, estimated from its text.
-pub fn parsed(json: &[u8]) -> usize {
+/// Memory of parsed JSON, estimated from its text.
+pub fn parsed_bytes(json: &[u8]) -> usize {
     let (mut values, mut in_string, mut is_escaped) = (0usize, false, false);
     for byte in json {
         match byte {
@@ -204,18 +230,50 @@ pub fn parsed(json: &[u8]) -> usize {
 
 /// Memory of rendering `values` with a chat template: a copy, the template's own values, what its filters make of each
 /// text, and the prompt, whose capacity may be twice its length.
-pub fn rendered<'a>(values: impl IntoIterator<Item = &'a Value>) -> usize {
-    values.into_iter().map(rendered_value).sum()
+pub fn rendering_bytes<'a>(values: impl IntoIterator<Item = &'a Value>) -> usize {
+    values.into_iter().map(rendering_value_bytes).sum()
 }
 
-fn rendered_value(value: &Value) -> usize {
-    let field = |(name, value): (&String, &Value)| 5 * name.len() + JSON_VALUE_BYTES + rendered_value(value);
+fn rendering_value_bytes(value: &Value) -> usize {
+    let field = |(name, value): (&String, &Value)| 5 * name.len() + JSON_VALUE_BYTES + rendering_value_bytes(value);
     JSON_VALUE_BYTES
         + match value {
             Value::String(text) => 5 * text.len(),
-            Value::Array(items) => items.iter().map(rendered_value).sum(),
+            Value::Array(items) => items.iter().map(rendering_value_bytes).sum(),
             Value::Object(fields) => fields.iter().map(field).sum(),
             Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+        }
+}
+
+/// Memory of tokenizing one piece of text, beyond what is set aside for every step.
+pub fn tokenizing_bytes(text_len: usize) -> usize {
+    text_len.saturating_sub(TOKENIZE_PIECE) * TOKENIZE_FACTOR
+}
+
+/// Memory of token ids: one copy here and one in the engine.
+pub fn token_bytes(tokens: usize) -> usize {
+    2 * tokens * size_of::<u32>()
+}
+
+/// Memory of a response that lists tokens.
+pub fn token_list_bytes(tokens: usize, has_text: bool) -> usize {
+    tokens * if has_text { TOKEN_TEXT_BYTES } else { TOKEN_ID_BYTES }
+}
+
+/// Memory of a response with decoded text.
+pub fn decoded_bytes(text_len: usize) -> usize {
+    text_len * DECODED_FACTOR
+}
+
+/// Memory of a stored JSON value: its texts and names, and an estimate for each node.
+pub fn value_bytes(value: &Value) -> usize {
+    let field = |(name, value): (&String, &Value)| STORED_NODE_BYTES + name.len() + value_bytes(value);
+    STORED_NODE_BYTES
+        + match value {
+            Value::String(text) => text.len(),
+            Value::Array(values) => values.iter().map(value_bytes).sum(),
+            Value::Object(fields) => fields.iter().map(field).sum(),
+            _ => 0,
         }
 }
 
@@ -284,15 +342,15 @@ mod tests {
 
     #[test]
     fn punctuation_in_strings_is_not_counted() {
-        assert_eq!(parsed(br#"{"a": [0, 0], "b,:[{": "\"[,"}"#), 30 + 6 * JSON_VALUE_BYTES);
-        assert_eq!(parsed(b""), 0);
+        assert_eq!(parsed_bytes(br#"{"a": [0, 0], "b,:[{": "\"[,"}"#), 30 + 6 * JSON_VALUE_BYTES);
+        assert_eq!(parsed_bytes(b""), 0);
     }
 
     #[test]
     fn rendering_counts_texts_and_names() {
-        assert_eq!(rendered([&json!("abcd")]), JSON_VALUE_BYTES + 20);
+        assert_eq!(rendering_bytes([&json!("abcd")]), JSON_VALUE_BYTES + 20);
         assert_eq!(
-            rendered([&json!({"ab": [1, null]})]),
+            rendering_bytes([&json!({"ab": [1, null]})]),
             JSON_VALUE_BYTES + 10 + JSON_VALUE_BYTES + 3 * JSON_VALUE_BYTES
         );
     }

@@ -1,4 +1,4 @@
-//! `GET /v1/models` and `/v1/models/{id}`: the models on this machine.
+//! `GET /v1/models` and `/v1/models/{id}`: models on this machine.
 
 use crate::http::{ServerState, errors::ApiError};
 use axum::{
@@ -7,31 +7,34 @@ use axum::{
 };
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::{sync::Arc, time::UNIX_EPOCH};
+use std::{
+    sync::Arc,
+    time::{Duration, UNIX_EPOCH},
+};
 
-#[derive(Debug, Serialize)]
-pub struct Model {
+/// A model as OpenAI's and Anthropic's APIs describe it. Optional fields are known for the loaded model only.
+#[derive(Debug, Default, Serialize)]
+pub struct ModelObject {
     pub id: String,
     pub object: &'static str,
     pub created: u64,
     pub owned_by: &'static str,
-    /// Context length in tokens, under vLLM's name; like most of the rest only known of a model that is loaded.
+    /// Context length in tokens, as vLLM names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_model_len: Option<usize>,
-    /// The same under OpenRouter's.
+    /// The same, as OpenRouter names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_length: Option<usize>,
-    /// Experts that each token visits, if the model has any.
+    /// Experts per token, unless the model is dense.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts_per_token: Option<usize>,
-    /// The encoding of the weights, in words.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantization: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capabilities: Option<Capabilities>,
-    /// Its weights are in memory, or its experts on the way there as they are asked for.
+    /// The model is in memory. Its experts may still be read on demand.
     pub loaded: bool,
-    /// The last three are what Anthropic says of a model.
+    /// Anthropic's name of `object`.
     #[serde(rename = "type")]
     pub kind: &'static str,
     pub display_name: String,
@@ -40,75 +43,67 @@ pub struct Model {
 
 #[derive(Debug, Serialize)]
 pub struct Capabilities {
-    /// It has a template for conversations, and so for tools.
+    /// The model has a chat template.
     pub chat: bool,
     pub tools: bool,
-    /// It has tags for reasoning.
+    /// The model has reasoning tags.
     pub reasoning: bool,
     pub vision: bool,
 }
 
+impl ModelObject {
+    /// `created` is Unix time in seconds.
+    fn new(id: String, created: u64) -> Self {
+        let display_name = id.clone();
+        let (object, created_at) = ("model", timestamp(created));
+        Self { id, object, created, owned_by: "moestro", kind: "model", display_name, created_at, ..Self::default() }
+    }
+}
+
 pub async fn models(State(state): State<Arc<ServerState>>) -> Result<Json<Value>, ApiError> {
-    let cards = cards(&state).await?;
-    // OpenAI's list and Anthropic's page have different names for what is around it.
-    let [first, last] = [cards.first(), cards.last()].map(|card| card.map(|card| card.id.clone()));
-    Ok(Json(json!({"object": "list", "has_more": false, "first_id": first, "last_id": last, "data": cards})))
+    let models = list(&state).await?;
+    // `object` is OpenAI's, the other fields of a page are Anthropic's.
+    let [first, last] = [models.first(), models.last()].map(|model| model.map(|model| model.id.clone()));
+    Ok(Json(json!({"object": "list", "has_more": false, "first_id": first, "last_id": last, "data": models})))
 }
 
-/// Unlike a request's `model`, this must be the model's very id: a client asks what there is.
-pub async fn model(State(state): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<Json<Model>, ApiError> {
+/// One model by its exact id. Unlike the `model` of a request, other names do not stand for it.
+pub async fn model(
+    State(state): State<Arc<ServerState>>,
+    Path(id): Path<String>,
+) -> Result<Json<ModelObject>, ApiError> {
     let served = state.models.current_id().unwrap_or_default();
-    let mut cards = cards(&state).await?.into_iter();
-    cards.find(|card| card.id == id).map(Json).ok_or_else(|| ApiError::no_such_model(&id, &served))
+    let mut models = list(&state).await?.into_iter();
+    models.find(|model| model.id == id).map(Json).ok_or_else(|| ApiError::no_such_model(&id, &served))
 }
 
-/// The model that is loaded, then the others on this machine.
-async fn cards(state: &ServerState) -> Result<Vec<Model>, ApiError> {
+/// The loaded model, then the others.
+async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
     state.ensure_ready()?;
-    let (loaded, app) = (state.models.loaded_id(), state.models.model());
-    let here = app.zip(loaded.clone()).map(|(app, id)| Model {
-        id,
-        object: "model",
-        created: app.card.created,
-        owned_by: "moestro",
-        max_model_len: Some(app.engine.context()),
-        context_length: Some(app.engine.context()),
-        experts_per_token: app.card.experts_per_token,
-        quantization: app.card.quantisation.clone(),
+    let (loaded_id, model) = (state.models.loaded_id(), state.models.model());
+    let loaded = model.zip(loaded_id.clone()).map(|(model, id)| ModelObject {
+        max_model_len: Some(model.engine.context()),
+        context_length: Some(model.engine.context()),
+        experts_per_token: model.card.experts_per_token,
+        quantization: model.card.quantisation.clone(),
         capabilities: Some(Capabilities {
-            chat: app.template.is_some(),
-            tools: app.template.is_some(),
-            reasoning: app.tokenizer.id("</think>").is_some(),
+            chat: model.template.is_some(),
+            tools: model.template.is_some(),
+            reasoning: model.tokenizer.id("</think>").is_some(),
             vision: false,
         }),
         loaded: true,
-        kind: "model",
-        display_name: app.card.id.clone(),
-        created_at: timestamp(app.card.created),
+        ..ModelObject::new(id, model.card.created)
     });
-    let listed = state.models.list().await;
-    let others = listed.iter().filter(|model| loaded.as_ref() != Some(&model.id)).map(|model| {
-        let created = model.created.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        Model {
-            id: model.id.clone(),
-            object: "model",
-            created,
-            owned_by: "moestro",
-            max_model_len: None,
-            context_length: None,
-            experts_per_token: None,
-            quantization: None,
-            capabilities: None,
-            loaded: false,
-            kind: "model",
-            display_name: model.id.clone(),
-            created_at: timestamp(created),
-        }
+    let entries = state.models.list().await;
+    let others = entries.iter().filter(|entry| loaded_id.as_ref() != Some(&entry.id)).map(|entry| {
+        let created = entry.created.duration_since(UNIX_EPOCH).as_ref().map_or(0, Duration::as_secs);
+        ModelObject::new(entry.id.clone(), created)
     });
-    Ok(here.into_iter().chain(others).collect())
+    Ok(loaded.into_iter().chain(others).collect())
 }
 
-/// Seconds since 1970 as RFC 3339 has them.
+/// Unix time in the format of RFC 3339.
 fn timestamp(seconds: u64) -> String {
     let seconds = i64::try_from(seconds).ok();
     seconds.and_then(|seconds| jiff::Timestamp::from_second(seconds).ok()).unwrap_or_default().to_string()

@@ -107,7 +107,7 @@ where
     let mut permit = state.memory.permit();
     let bytes = read(body, state.body_limit, state.timeouts.body, &mut permit).await?;
     let length = bytes.capacity();
-    permit.grow(memory::parsed(&bytes))?;
+    permit.grow(memory::parsed_bytes(&bytes))?;
     let read = if length < SMALL_BODY { parse(&bytes)? } else { permit.run(move || parse(&bytes)).await?? };
     permit.resize(permit.bytes() - length)?;
     Ok((read, permit))
@@ -231,7 +231,7 @@ mod tests {
         let state = ServerState::new(Metrics::new("0", "cpu"), None, None);
         for words in [3, 30_000] {
             let text = serde_json::json!({"prompt": "word ".repeat(words)}).to_string();
-            let held = memory::parsed(text.as_bytes());
+            let held = memory::parsed_bytes(text.as_bytes());
             let (_, permit) = json::<CompletionRequest>(&state, Body::from(text)).await.unwrap();
             assert_eq!(permit.bytes(), held);
         }

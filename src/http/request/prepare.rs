@@ -51,9 +51,8 @@ impl GenerationRequest {
             }
         };
         let (tools, in_reasoning) = chat.as_ref().map_or((&[][..], false), |chat| (&*chat.tools, chat.in_reasoning));
-        // Two copies of the tokens: one here, one in the engine.
-        let tokens = prompts.iter().map(|ids| size_of_val(ids) + 2 * size_of_val(&**ids)).sum::<usize>();
-        permit.resize(tokens + memory::rendered(tools) + common.bytes())?;
+        let tokens = prompts.iter().map(|ids| size_of_val(ids) + memory::token_bytes(ids.len())).sum::<usize>();
+        permit.resize(tokens + memory::rendering_bytes(tools) + common.bytes())?;
         for ids in &prompts {
             params::check_context(param, ids.len(), max_tokens, model.engine.context())?;
         }

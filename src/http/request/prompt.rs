@@ -23,12 +23,11 @@ impl LoadedModel {
         permit: &mut MemoryPermit,
         chat: ChatPrompt,
     ) -> Result<(String, ChatPrompt), ApiError> {
-        let before = permit.bytes();
-        permit.grow(memory::rendered(chat.messages.iter().chain(&chat.tools).chain(chat.kwargs.values())))?;
+        let working = memory::rendering_bytes(chat.messages.iter().chain(&chat.tools).chain(chat.kwargs.values()));
         let model = self.clone();
-        let (prompt, chat) = permit.run(move || model.render_now(chat)).await??;
-        permit.resize(before + prompt.capacity())?;
-        Ok((prompt, chat))
+        let prompt_bytes =
+            |rendered: &Result<(String, _), _>| rendered.as_ref().map_or(0, |(prompt, _)| prompt.capacity());
+        permit.run_with(working, move || model.render_now(chat), prompt_bytes).await?
     }
 
     fn render_now(&self, mut chat: ChatPrompt) -> Result<(String, ChatPrompt), ApiError> {
@@ -106,12 +105,11 @@ impl LoadedModel {
         while start < text.len() && ids.len() <= limit {
             let (tokenizer, text) = (self.tokenizer.clone(), text.clone());
             let end = start + tokenizer.piece_len(&text[start..]);
-            // A long word needs more memory than what is reserved for each step.
-            let before = permit.bytes();
-            permit.grow((end - start).saturating_sub(memory::PIECE) * memory::TOKENIZING)?;
-            let more = permit.run(move || tokenizer.encode_piece(&text[start..end])).await??;
-            permit.resize(before + more.len() * size_of::<u32>() * 2)?;
-            ids.extend(more);
+            // A long word needs more memory than what is set aside for each step.
+            let working = memory::tokenizing_bytes(end - start);
+            let encode = move || tokenizer.encode_piece(&text[start..end]);
+            let kept = |more: &Result<Vec<u32>, _>| more.as_ref().map_or(0, |more| memory::token_bytes(more.len()));
+            ids.extend(permit.run_with(working, encode, kept).await??);
             start = end;
         }
         Ok((ids, start == text.len()))

@@ -6,11 +6,11 @@ use crate::{
     http::{
         ServerState,
         errors::ApiError,
-        layers::request_log::unique_id,
+        layers::{memory::value_bytes, request_log::unique_id},
         models::LoadedModel,
         openai::{
             chunks::unix_seconds,
-            responses::{items::ENCRYPTED_PREFIX, request::ResponsesRequest, store::value_bytes},
+            responses::{items::ENCRYPTED_PREFIX, request::ResponsesRequest},
         },
         output::{
             generation::{Finished, Output},

@@ -2,12 +2,9 @@
 
 use crate::http::{
     errors::ApiError,
-    layers::memory::MemoryPermit,
+    layers::memory::{MemoryPermit, value_bytes},
     openai::{
-        responses::{
-            items,
-            store::{ResponseStore, value_bytes},
-        },
+        responses::{items, store::ResponseStore},
         types::{ChatRequest, CommonFields, ResponseFormat},
     },
     request::{GenerationRequest, body},

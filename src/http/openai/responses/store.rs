@@ -72,7 +72,8 @@ impl ResponseStore {
         let Ok(mut text) = serde_json::to_vec(response) else { return };
         text.shrink_to_fit();
         let output = response["output"].as_array();
-        let bytes = text.capacity() + output.into_iter().chain([&input]).flatten().map(value_bytes).sum::<usize>();
+        let bytes =
+            text.capacity() + output.into_iter().chain([&input]).flatten().map(memory::value_bytes).sum::<usize>();
         let limit = self.memory.as_ref().map_or(usize::MAX, |memory| memory.total() / 4).min(self.max_bytes);
         let mut entries = self.entries.lock();
         while entries.responses.len() >= self.max_responses || entries.bytes.saturating_add(bytes) > limit {
@@ -128,7 +129,7 @@ impl ResponseStore {
         // Appended in order of age: the newest response is what the next turn names, so it is evicted last.
         chain.reverse();
         let items = || chain.iter().flat_map(|response| response.input.iter().chain(&response.output));
-        let reserved = if is_whole { reserve(memory::rendered(items())) } else { Ok(()) };
+        let reserved = if is_whole { reserve(memory::rendering_bytes(items())) } else { Ok(()) };
         let history = (is_whole && reserved.is_ok()).then(|| items().cloned().collect());
         entries.responses.extend(chain);
         reserved.map(|()| history)
@@ -139,17 +140,6 @@ impl ResponseStore {
         let entries = self.entries.lock();
         let mut outputs = entries.responses.iter().rev().flat_map(|response| &response.output);
         outputs.find(|item| item["id"] == id).cloned()
-    }
-}
-
-/// Memory of a value in bytes: its text and names, and an estimate for each node.
-pub fn value_bytes(value: &Value) -> usize {
-    const NODE: usize = 128;
-    NODE + match value {
-        Value::String(text) => text.len(),
-        Value::Array(values) => values.iter().map(value_bytes).sum(),
-        Value::Object(fields) => fields.iter().map(|(name, value)| NODE + name.len() + value_bytes(value)).sum(),
-        _ => 0,
     }
 }
 
@@ -178,7 +168,7 @@ mod tests {
         let refused = store.history("b", |bytes| Err(ApiError::too_large(bytes))).unwrap_err();
         assert_eq!(
             refused.message(),
-            ApiError::too_large(memory::rendered(&expected)).message(),
+            ApiError::too_large(memory::rendering_bytes(&expected)).message(),
             "all items are counted"
         );
         assert_eq!(store.item("item-a"), Some(json!({"id": "item-a"})));
