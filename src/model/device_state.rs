@@ -14,7 +14,7 @@ use crate::{
     checkpoint::{BUFFERS, DRAFT_BUFFERS},
     error::ModelError,
     experts::ExpertStore,
-    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, KvFormat, ModelPart, NONE},
+    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, KvFormat, ModelPart, NO_SLOT},
 };
 use std::sync::Arc;
 
@@ -142,7 +142,7 @@ pub(in crate::model) fn tables(net: &Network, store: &ExpertStore) -> Vec<u32> {
     let mut words = Vec::new();
     for (index, layer) in net.layers.iter().enumerate() {
         let Ffn::Moe(moe) = &layer.ffn else { continue };
-        let slot = |expert: usize| store.slot_of(index, expert as u32).map_or(NONE, |slot| slot.index() as u32);
+        let slot = |expert: usize| store.slot_of(index, expert as u32).map_or(NO_SLOT, |slot| slot.index() as u32);
         words.extend((0..moe.router.rows).map(slot));
     }
     words

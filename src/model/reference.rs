@@ -25,7 +25,7 @@ use crate::{
     experts::Piece,
     ops::{
         AttentionShape, DeltaShape, WeightView,
-        attention::{GROUP, rounded_until},
+        attention::{GROUP, recent_start},
     },
 };
 use candle_core::{D, DType, Device, Shape, Tensor};
@@ -302,7 +302,7 @@ pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor>
 }
 
 /// [`attend`] over keys and values that have been turned by a Hadamard matrix and, but for the newest, rounded. A
-/// query at `t` sees those from `rounded_until(t)` on as they are. All `[T, heads, dim]`; `dim` is a power of two.
+/// query at `t` sees those from `recent_start(t)` on as they are. All `[T, heads, dim]`; `dim` is a power of two.
 fn attend_quantised(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = q.dims3()?;
     let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
@@ -314,7 +314,7 @@ fn attend_quantised(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_cor
     let scores = |k: &Tensor| by_head(&q)?.matmul(&by_head(k)?.t()?)? * (dim as f64).powf(-0.5);
 
     let pairs = (0..tokens).flat_map(|t| (0..tokens).map(move |s| (t, s)));
-    let newest = pairs.clone().map(|(t, s)| if s >= rounded_until(t) { 1.0 } else { 0.0 });
+    let newest = pairs.clone().map(|(t, s)| if s >= recent_start(t) { 1.0 } else { 0.0 });
     let newest = constant(newest.collect(), (1, tokens, tokens), &q)?;
     let older = newest.affine(-1.0, 1.0)?;
     let seen = pairs.map(|(t, s)| if s <= t { 0.0 } else { f64::NEG_INFINITY });

@@ -25,7 +25,7 @@ pub use cpu::Cpu;
 pub use delta::{Decay, DeltaNet, DeltaRule, DeltaShape, Replay};
 pub use embedding::Embedding;
 pub use experts::{
-    CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, NONE,
+    CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, NO_SLOT,
     SharedExpert,
 };
 pub use gpu::{GpuBackend, limits as gpu_limits};

@@ -2,7 +2,7 @@ use crate::{check::*, host::Host};
 use moestro::{
     device::Region,
     ops::{
-        CombineExperts, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, MoeBuffers, MoeWeights, NONE, Router,
+        CombineExperts, ExpertSet, ExpertSlots, ExpertStack, Experts, Float, MoeBuffers, MoeWeights, NO_SLOT, Router,
         SharedExpert, Weight, WeightFormat, experts::Jobs,
     },
 };
@@ -118,7 +118,7 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
 
     // Resident experts first, then the others: the same bytes.
     let part = |odd: bool| -> Vec<u32> {
-        chosen.iter().enumerate().map(|(i, &s)| if (i % 3 == 1) == odd { s } else { NONE }).collect()
+        chosen.iter().enumerate().map(|(i, &s)| if (i % 3 == 1) == odd { s } else { NO_SLOT }).collect()
     };
     let (hits, misses) = (host.words(&part(false)), host.words(&part(true)));
     let room = MoeBuffers { act: host.empty(act), ..room };

@@ -14,7 +14,7 @@ use crate::{
     device::Region,
     error::ModelError,
     experts::{ExpertChoice, ExpertFetch},
-    ops::{CombineExperts, ExpertGroup, ExpertSet, Experts, MoeWeights, NONE, Norm, Router},
+    ops::{CombineExperts, ExpertGroup, ExpertSet, Experts, MoeWeights, NO_SLOT, Norm, Router},
 };
 
 /// Rows of a prompt whose choice the next layer's is guessed from: they want the same experts most as all rows do.
@@ -117,7 +117,7 @@ impl Pass<'_> {
             shared = false;
         }
         known.clear();
-        known.resize(row, NONE);
+        known.resize(row, NO_SLOT);
         let mut call = 0;
         while let Some(batch) = asked.next(&mut *self.run)? {
             groups.clear();

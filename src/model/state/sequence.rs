@@ -13,7 +13,7 @@ use crate::{
     error::ModelError,
     ops::{
         AttentionShape, Backend, KvBits, KvCache, KvFormat, RecentRing,
-        attention::{RECENT, rounded_until},
+        attention::{RECENT, recent_start},
     },
 };
 use parking_lot::Mutex;
@@ -130,7 +130,7 @@ impl QwenState {
         let Self { layers, shape, .. } = self;
         // As many bytes wherever it is taken.
         let whole = fixed.len() + recent_bytes(layers, shape);
-        recent(layers, shape, rounded_until(len)..len).try_for_each(|region| append(run, region, &mut fixed))?;
+        recent(layers, shape, recent_start(len)..len).try_for_each(|region| append(run, region, &mut fixed))?;
         fixed.resize(whole, 0);
         let mut pages = self.pages[..len / PAGE].to_vec();
         if let Some(last) = self.pages.get(len / PAGE).filter(|_| !len.is_multiple_of(PAGE)) {
@@ -173,7 +173,7 @@ impl QwenState {
         self.show(0, run)?;
         let Self { layers, shape, .. } = self;
         let mut bytes = &snapshot.state[..];
-        let recent = recent(layers, shape, rounded_until(snapshot.len)..snapshot.len);
+        let recent = recent(layers, shape, recent_start(snapshot.len)..snapshot.len);
         fixed(layers).chain(recent).try_for_each(|region| take(run, region, &mut bytes))?;
         self.nets().for_each(DeltaState::clear);
         (self.len, self.tried) = (snapshot.len, 0);

@@ -1,4 +1,7 @@
-use super::{Attention, AttentionShape, KvCache, KvFormat, KvWrite, PAGE, QkNormRope, RecentRing};
+use super::{
+    Attention, AttentionShape, KvCache, KvFormat, KvWrite, PAGE, QkNormRope, RecentRing,
+    kv_quant::{bits, dequantize_rows},
+};
 use crate::{
     device::{DeviceError, Region},
     ops::{
@@ -60,7 +63,7 @@ fn quantized_kv(b: &mut KernelCheck<'_>, dim: usize, format: KvFormat) -> Result
         let mut bytes = [vec![0; region.len], vec![0; region.len]];
         b.cpu.read(region, &mut bytes[0])?;
         b.gpu.read(region, &mut bytes[1])?;
-        let [expected, found] = bytes.each_ref().map(|bytes| shape.unrounded(bytes));
+        let [expected, found] = bytes.each_ref().map(|bytes| dequantize_rows(bits(format).unwrap_or(8), bytes, dim));
         b.enter(&ran, difference(&found, &expected), if format == KvFormat::Eight { 0.01 } else { 0.15 });
         let off = expected.iter().zip(&found).filter(|(a, b)| (*a - *b).abs() > 1e-3).count();
         b.enter(&ran, off as f64 / expected.len() as f64, 1e-3);

@@ -9,7 +9,7 @@ use super::{
     Attention, BLOCK, KvFormat, PAGE,
     float_kernels::{merge_blocks, pv, qk, softmax},
     kv_cache::{KvElement, KvView},
-    kv_quant::{self, QuantizedKv, rounded_until},
+    kv_quant::{self, QuantizedKv, recent_start},
     kv_quant_cpu,
     kv_quant_operands::{QuantizedQueries, ValueScales},
 };
@@ -249,7 +249,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
     fn blocks(&self, tokens: &Range<usize>) -> usize {
         match self.quantized {
             None => (self.at + tokens.end).div_ceil(BLOCK),
-            Some(_) => 1 + rounded_until((self.at + tokens.end).saturating_sub(1)).div_ceil(BLOCK),
+            Some(_) => 1 + recent_start((self.at + tokens.end).saturating_sub(1)).div_ceil(BLOCK),
         }
     }
 
@@ -259,8 +259,8 @@ impl<T: KvElement> AttentionCall<'_, T> {
         let of = |block: usize, end: usize| block * BLOCK..((block + 1) * BLOCK).min(end);
         match (self.quantized, block) {
             (None, _) => of(block, position + 1),
-            (Some(_), 0) => rounded_until(position)..position + 1,
-            (Some(_), _) => of(block - 1, rounded_until(position)),
+            (Some(_), 0) => recent_start(position)..position + 1,
+            (Some(_), _) => of(block - 1, recent_start(position)),
         }
     }
 

@@ -2,7 +2,7 @@
 //! (`kernels/attention.metal`, `kernels/kv_quant.metal`), and attention of a prompt on matrix units
 //! (`kernels/attention_prefill.metal`).
 
-use super::{Attention, AttentionShape, KvFormat, KvWrite, RECENT, rounded_until};
+use super::{Attention, AttentionShape, KvFormat, KvWrite, RECENT, recent_start};
 use crate::device::{Binding, Launch};
 
 /// Fewest positions in a split. Small splits fill the device when it computes one row.
@@ -33,7 +33,7 @@ fn splits_at(position: usize) -> (usize, usize) {
 
 /// The same for the quantised positions of a quantised cache.
 fn quant_splits_at(position: usize) -> (usize, usize) {
-    let until = rounded_until(position);
+    let until = recent_start(position);
     let size = split_size(until, MAX_QUANT_SPLITS);
     (until.div_ceil(size), size)
 }
@@ -54,7 +54,7 @@ impl AttentionShape {
             // The number of splits is largest just before their size doubles.
             Some(_) if quant_splits_at(start).1 < quant_splits_at(last).1 => MAX_RECENT_SPLITS + MAX_QUANT_SPLITS,
             Some(_) if start / RECENT < last / RECENT => MAX_RECENT_SPLITS + quant_splits_at(last).0,
-            Some(_) => (last - rounded_until(last)) / MIN_SPLIT + 1 + quant_splits_at(last).0,
+            Some(_) => (last - recent_start(last)) / MIN_SPLIT + 1 + quant_splits_at(last).0,
             None if splits_at(start).1 < splits_at(last).1 => MAX_SPLITS,
             None => splits_at(last).0,
         }

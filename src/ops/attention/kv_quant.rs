@@ -8,10 +8,10 @@
 //! 32` bf16 scales. 8-bit integers are -127 to 127. 4-bit integers are the odd numbers from -15 to 15; byte `j` of a
 //! group holds value `j` in its low nibble and value `j + 16` in its high nibble.
 //!
-//! A ring keeps the most recent positions exactly. A query at `p` reads positions from [`rounded_until`]`(p)` on
+//! A ring keeps the most recent positions exactly. A query at `p` reads positions from [`recent_start`]`(p)` on
 //! from the ring. This depends on `p` alone, so a row's result does not depend on when it is computed.
 
-use super::{AttentionShape, GROUP, KvFormat, PAGE, kv_format::row_bytes};
+use super::{GROUP, KvFormat, PAGE, kv_format::row_bytes};
 use crate::ops::simd::wide;
 
 /// A query reads at least this many recent positions from the ring, and fewer than twice as many.
@@ -22,7 +22,7 @@ const TINY: f32 = 1e-30;
 const ROUND: f32 = 12_582_912.0;
 
 /// The first position that a query at `position` reads from the ring. A multiple of [`RECENT`].
-pub fn rounded_until(position: usize) -> usize {
+pub fn recent_start(position: usize) -> usize {
     (position / RECENT * RECENT).saturating_sub(RECENT)
 }
 
@@ -115,18 +115,15 @@ pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: 
     }
 }
 
-impl AttentionShape {
-    /// Dequantizes rows. They stay transformed.
-    pub(super) fn unrounded(&self, rows: &[u8]) -> Vec<f32> {
-        let bits = bits(self.format).unwrap_or(8);
-        let mut values = Vec::new();
-        let (mut integers, mut scales) = (vec![0; self.dim], vec![0.0; self.dim / GROUP]);
-        for row in rows.chunks_exact(row_bytes(bits, self.dim)) {
-            unpack_row(bits, row, &mut integers, &mut scales);
-            values.extend(integers.iter().enumerate().map(|(at, value)| f32::from(*value) * scales[at / GROUP]));
-        }
-        values
+/// Dequantizes rows of `dim` values. They stay transformed.
+pub(super) fn dequantize_rows(bits: usize, rows: &[u8], dim: usize) -> Vec<f32> {
+    let mut values = Vec::new();
+    let (mut integers, mut scales) = (vec![0; dim], vec![0.0; dim / GROUP]);
+    for row in rows.chunks_exact(row_bytes(bits, dim)) {
+        unpack_row(bits, row, &mut integers, &mut scales);
+        values.extend(integers.iter().enumerate().map(|(at, value)| f32::from(*value) * scales[at / GROUP]));
     }
+    values
 }
 
 /// Quantized rows in pages `[heads, PAGE, row]` that a table lists.
@@ -169,12 +166,6 @@ mod tests {
         tests::{Random, with},
     };
 
-    fn values(bits: usize, row: &[u8], dim: usize) -> Vec<f32> {
-        let (mut integers, mut scales) = (vec![0; dim], vec![0.0; dim / GROUP]);
-        unpack_row(bits, row, &mut integers, &mut scales);
-        integers.iter().enumerate().map(|(at, integer)| f32::from(*integer) * scales[at / GROUP]).collect()
-    }
-
     #[test]
     fn hadamard_matches_definition_and_inverts_itself() {
         for dim in [32usize, 64, 96, 256] {
@@ -207,7 +198,7 @@ mod tests {
                 with(isa, || quantize_row(bits, &row, &mut other));
                 assert_eq!(other, written, "{isa:?}");
             }
-            let read = values(bits, &written, 128);
+            let read = dequantize_rows(bits, &written, 128);
             for (at, (value, read)) in row.iter().zip(&read).enumerate() {
                 let group = &row[at / GROUP * GROUP..][..GROUP];
                 let most = group.iter().fold(0f32, |most, value| most.max(value.abs()));
@@ -225,14 +216,14 @@ mod tests {
             row[40] = bad;
             let mut written = vec![0; row_bytes(bits, 64)];
             quantize_row(bits, &row, &mut written);
-            let read = values(bits, &written, 64);
+            let read = dequantize_rows(bits, &written, 64);
             assert!(read[..32].iter().all(|value| (value - 1.0).abs() < 0.1) && read[32..].iter().all(|v| v.is_nan()));
         }
     }
 
     #[test]
     fn recent_start_depends_on_position_only() {
-        assert_eq!([0, 63, 64, 127, 128, 191, 192, 1000].map(rounded_until), [0, 0, 0, 0, 64, 64, 128, 896]);
-        assert!((0..2000).all(|p| p < 64 || (RECENT..2 * RECENT).contains(&(p - rounded_until(p)))));
+        assert_eq!([0, 63, 64, 127, 128, 191, 192, 1000].map(recent_start), [0, 0, 0, 0, 64, 64, 128, 896]);
+        assert!((0..2000).all(|p| p < 64 || (RECENT..2 * RECENT).contains(&(p - recent_start(p)))));
     }
 }

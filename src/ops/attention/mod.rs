@@ -16,7 +16,7 @@ mod kv_quant_operands;
 pub(super) use cases::cases;
 pub use gpu::max_splits;
 pub use kv_format::{GROUP, KvBits, KvFormat};
-pub use kv_quant::{RECENT, rounded_until};
+pub use kv_quant::{RECENT, recent_start};
 
 use crate::device::{BufferAccess, Region};
 

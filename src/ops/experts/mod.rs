@@ -19,7 +19,7 @@ use super::{Weight, WeightFormat};
 use crate::device::{BufferAccess, Region};
 
 /// Slot number of an assignment that is not part of a call.
-pub const NONE: u32 = u32::MAX;
+pub const NO_SLOT: u32 = u32::MAX;
 
 /// The weights of one layer's mixture of experts.
 #[derive(Debug, Clone)]

@@ -1,7 +1,8 @@
 //! The GPU backend: turns operations into launches, in order.
 
 use super::{
-    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NONE, Op, experts::Jobs,
+    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, KvFormat, ModelPart, MoeWeights, NO_SLOT, Op,
+    experts::Jobs,
 };
 use crate::device::{BufferAccess, DeviceError, Gpu, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{
@@ -128,7 +129,7 @@ impl<P: DerefMut<Target: Gpu> + Send> GpuBackend<P> {
             ExpertSet::Landed { groups, assignments, shared, per_assignment: Some(at) } => {
                 let mut slots = std::mem::take(&mut self.slots);
                 slots.clear();
-                slots.resize(op.tokens * op.layer.k, NONE);
+                slots.resize(op.tokens * op.layer.k, NO_SLOT);
                 for group in groups {
                     for assignment in &assignments[group.first as usize..][..group.count as usize] {
                         slots[*assignment as usize] = group.slot;

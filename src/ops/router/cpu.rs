@@ -5,7 +5,7 @@ use crate::{
     device::DeviceError,
     ops::{
         cpu::{Cpu, refuse},
-        experts::NONE,
+        experts::NO_SLOT,
         linear::{OutputColumns, check, normed, product},
         simd::OutPtr,
     },
@@ -59,7 +59,7 @@ impl Router<'_> {
         });
         let table = memory.words(self.table);
         for (slot, id) in memory.words_mut(self.slots.floats(tokens * k)).iter_mut().zip(&*ids) {
-            *slot = table.get(*id as usize).copied().unwrap_or(NONE);
+            *slot = table.get(*id as usize).copied().unwrap_or(NO_SLOT);
         }
         Ok(())
     }

@@ -23,7 +23,7 @@ pub struct Router<'a> {
     pub norm: Option<Norm>,
     /// Skip the shared expert. A row of scores then has one value for each expert.
     pub alone: bool,
-    /// Slot of each expert, u32 `[experts]`. Experts that are not loaded have [`NONE`](super::NONE).
+    /// Slot of each expert, u32 `[experts]`. Experts that are not loaded have [`NO_SLOT`](super::NO_SLOT).
     pub table: Region,
     /// Buffer for `router | shared gate | shared up | weight of the shared result`, `[tokens, layer.width()]`.
     pub scores: Region,

@@ -6,7 +6,7 @@ use crate::{
     device::Region,
     ops::{
         Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing,
-        attention::{GROUP, PAGE, RECENT, rounded_until},
+        attention::{GROUP, PAGE, RECENT, recent_start},
         simd::{
             Isa,
             tests::{Random, with},
@@ -95,7 +95,7 @@ impl Filled {
         let (mut scores, mut values) = (Vec::new(), Vec::new());
         for at in 0..=position {
             let row = &plain[at * width + 2 * heads * dim..];
-            let (key, value) = if at < rounded_until(position) {
+            let (key, value) = if at < recent_start(position) {
                 (self.rounded(lab, self.cache.keys, kv, at), self.rounded(lab, self.cache.values, kv, at))
             } else {
                 let key = &row[kv * dim..][..dim];
