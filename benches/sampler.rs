@@ -2,7 +2,7 @@
 //! next to nothing beside one.
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use moestro::engine::{Allowed, Sampler, Sampling};
+use moestro::engine::{Sampler, Sampling, TokenMask};
 use std::hint::black_box;
 
 const VOCAB: usize = 248_320;
@@ -31,11 +31,11 @@ fn draw(criterion: &mut Criterion) {
     ];
     for (name, sampling) in cases {
         let mut sampler = Sampler::new(sampling, &prompt, VOCAB);
-        criterion.bench_function(name, |bench| bench.iter(|| sampler.draw(black_box(&logits), &Allowed::Any)));
+        criterion.bench_function(name, |bench| bench.iter(|| sampler.draw(black_box(&logits), &TokenMask::Any)));
     }
     // A third of all tokens may come, strewn over the vocabulary as those of a JSON string are.
     let allowed =
-        Allowed::Only((0..VOCAB as u32 / 32).map(|word| word.wrapping_mul(0x9E37_79B1) & 0x5555_9249).collect());
+        TokenMask::Only((0..VOCAB as u32 / 32).map(|word| word.wrapping_mul(0x9E37_79B1) & 0x5555_9249).collect());
     let mut sampler = Sampler::new(Sampling { top_k: 20, top_p: 0.95, ..neutral }, &prompt, VOCAB);
     criterion.bench_function("top_k 20, top_p 0.95, a third of all tokens allowed", |bench| {
         bench.iter(|| sampler.draw(black_box(&logits), &allowed));

@@ -22,8 +22,8 @@ use moestro::{
     command::device_choice::DeviceChoice,
     device,
     engine::{
-        self, Allowed, Draft, Event, Finish, Handle, Kind, Lookup, Outlook, Request, Sampler, Sampling, Sequence,
-        Speculate, Timings,
+        self, Draft, DraftKind, DraftPolicy, DraftSampler, Event, Finish, Handle, LookupDraft, Request, Sampler,
+        Sampling, Timings, TokenHistory, TokenMask,
     },
     error::ModelError,
     experts::ReadMode,
@@ -83,27 +83,27 @@ impl Told {
 }
 
 impl Draft<Qwen> for Told {
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> DraftKind {
         // Of this kind none is switched off for being wrong: the controller alone is measured.
-        Kind::Lookup
+        DraftKind::Lookup
     }
 
     fn propose(
         &mut self,
         model: &mut Qwen,
         state: &mut QwenState,
-        sequence: Sequence<'_>,
-        most: usize,
-        outlook: &mut Outlook<'_>,
+        history: TokenHistory<'_>,
+        max: usize,
+        sampler: &mut DraftSampler<'_>,
         out: &mut Vec<u32>,
     ) -> Result<(), ModelError> {
         let setting = *self.setting.lock();
-        let most = most.min(setting.rows() - 1);
+        let max = max.min(setting.rows() - 1);
         match setting {
             Setting::Plain => Ok(()),
-            Setting::Lookup(_) => Lookup.propose(model, state, sequence, most, outlook, out),
+            Setting::Lookup(_) => LookupDraft.propose(model, state, history, max, sampler, out),
             Setting::Oracle { .. } | Setting::Every(_) => {
-                for place in sequence.end()..(sequence.end() + most).min(self.known.len()) {
+                for place in history.end()..(history.end() + max).min(self.known.len()) {
                     let right = match setting {
                         Setting::Every(n) => (place - self.prompt).is_multiple_of(n),
                         Setting::Oracle { right, .. } => self.roll() < right,
@@ -169,7 +169,7 @@ fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> 
     let mut logits = model.forward(&mut state, ids, Rows::Last).expect("a prompt").data;
     let (mut told, mut routes) = (Vec::new(), Vec::<Vec<Vec<u32>>>::new());
     while told.len() < tokens {
-        let id = sampler.draw(&logits, &Allowed::Any).expect("a token");
+        let id = sampler.draw(&logits, &TokenMask::Any).expect("a token");
         told.push(id);
         let mut row = Vec::new();
         let observe = &mut |_: usize, routes: &moestro::model::RouterChoice| row.push(routes.ids.clone());
@@ -280,12 +280,12 @@ fn main() {
     let names: Vec<&str> = ["plain", "again"].into_iter().take(1 + usize::from(auto)).chain(names).collect();
     let settings: Vec<Setting> = names.iter().map(|text| Setting::new(text).unwrap_or(Setting::Plain)).collect();
     let known: Arc<Vec<u32>> = Arc::new([&ids[..], &told[..]].concat());
-    let spawn = |model: Qwen, speculate: Speculate, metrics: Arc<Metrics>| {
+    let spawn = |model: Qwen, speculate: DraftPolicy, metrics: Arc<Metrics>| {
         let setting = Arc::new(Mutex::new(Setting::Plain));
         let draft = Told { setting: setting.clone(), known: known.clone(), prompt, dice: 1 };
         let options = engine::Options {
             speculate,
-            draft_tokens: if speculate == Speculate::Auto { 7 } else { 15 },
+            draft_tokens: if speculate == DraftPolicy::Auto { 7 } else { 15 },
             ..Default::default()
         };
         let (handle, _) = engine::spawn_with(model, Box::new(draft), options, metrics.clone()).expect("a thread");
@@ -295,12 +295,12 @@ fn main() {
     if auto {
         drop(model);
         for setting in &settings {
-            let speculate = if *setting == Setting::Plain { Speculate::Off } else { Speculate::Auto };
+            let speculate = if *setting == Setting::Plain { DraftPolicy::Off } else { DraftPolicy::Auto };
             let metrics = new_metrics();
             engines.push(spawn(load(dir, &args, &metrics), speculate, metrics));
         }
     } else {
-        engines.push(spawn(model, Speculate::Force, metrics));
+        engines.push(spawn(model, DraftPolicy::Force, metrics));
     }
     let engine = |index: usize| &engines[if auto { index } else { 0 }];
     println!("round,setting,seconds,processor_seconds,drafted,accepted,cycles,saved_seconds,misses,bytes_read");

@@ -42,3 +42,7 @@ pub mod ops;
 pub mod plan;
 pub mod platform;
 pub mod tools;
+
+// Unit tests share helpers with the integration tests, which name this crate.
+#[cfg(test)]
+extern crate self as moestro;

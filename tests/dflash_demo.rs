@@ -9,7 +9,7 @@ use common::{
     load_with,
 };
 use moestro::{
-    engine::{self, Dflash, Draft, Finish, Request, Sampling, Speculate, Timings},
+    engine::{self, DflashDraft, Draft, DraftPolicy, Finish, Request, Sampling, Timings},
     metrics::Metrics,
     model::{Config, DflashModel, LoadOptions, Qwen, dflash},
 };
@@ -30,7 +30,7 @@ fn demo(slots: Option<usize>) -> Qwen {
 
 fn draft(dir: &Path, model: &Qwen) -> Box<dyn Draft<Qwen>> {
     let surveyed = dflash::DflashCheckpoint::new(dir, &Config::read(Path::new(DEMO)).unwrap()).unwrap();
-    Box::new(Dflash::new(DflashModel::load(&surveyed, 2048, model.compute()).unwrap()))
+    Box::new(DflashDraft::new(DflashModel::load(&surveyed, 2048, model.compute()).unwrap()))
 }
 
 struct Engine {
@@ -40,7 +40,7 @@ struct Engine {
 }
 
 impl Engine {
-    fn new(slots: Option<usize>, dir: &Path, speculate: Speculate) -> Self {
+    fn new(slots: Option<usize>, dir: &Path, speculate: DraftPolicy) -> Self {
         let metrics = Metrics::new("test", "cpu");
         let model = demo(slots);
         let draft = draft(dir, &model);
@@ -68,7 +68,7 @@ impl Engine {
 /// The reference accepts 5.44 of 7 in the mean.
 #[test]
 fn as_many_are_accepted_as_in_the_reference() {
-    let engine = Engine::new(None, Path::new(DRAFT), Speculate::Force);
+    let engine = Engine::new(None, Path::new(DRAFT), DraftPolicy::Force);
     let mut accepted = 0;
     for case in fixtures::demo().0 {
         let (told, _, timings) = engine.answer(&case.prompt_ids, 110, &Sampling::greedy());
@@ -88,11 +88,11 @@ fn answers_have_the_same_tokens_resident_and_streamed() {
     // Away from what it would say.
     let first = &fixtures::demo().0[0];
     let biased = Sampling { logit_bias: vec![(first.greedy_ids[5], -50.0), (300, 2.0)], ..seeded(0.0) };
-    let plain = Engine::new(None, Path::new(DRAFT), Speculate::Off);
+    let plain = Engine::new(None, Path::new(DRAFT), DraftPolicy::Off);
     let answers = [&biased, &Sampling::greedy()].map(|sampling| plain.answer(&first.prompt_ids, 60, sampling).0);
     assert_ne!(answers[0], answers[1]);
     for slots in [None, Some(64)] {
-        let forced = Engine::new(slots, Path::new(DRAFT), Speculate::Force);
+        let forced = Engine::new(slots, Path::new(DRAFT), DraftPolicy::Force);
         for sampling in [seeded(0.0), seeded(0.7), seeded(1.3), penal.clone(), biased.clone()] {
             let (mut accepted, mut refused) = (0, 0);
             // One after the other in one engine: some go on from the last one's session, most do not.
@@ -138,9 +138,9 @@ fn a_draft_that_does_not_fit_changes_no_answer() {
         let from = weights.len() / 8;
         weights[from..].as_chunks_mut::<2>().0.iter_mut().for_each(|bf16| bf16[1] ^= 0x80);
     });
-    let plain = Engine::new(None, Path::new(DRAFT), Speculate::Off);
+    let plain = Engine::new(None, Path::new(DRAFT), DraftPolicy::Off);
     for (what, dir, at_most) in [("taps", taps, 0.5), ("mask", mask, 0.2), ("weights", other, 0.2)] {
-        let forced = Engine::new(None, dir.path(), Speculate::Force);
+        let forced = Engine::new(None, dir.path(), DraftPolicy::Force);
         let mut counted = [0, 0];
         for case in fixtures::demo().0 {
             let expected = plain.answer(&case.prompt_ids, 110, &Sampling::greedy()).0;

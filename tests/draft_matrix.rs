@@ -8,7 +8,9 @@ use common::{
     load_with,
 };
 use moestro::{
-    engine::{self, Companion, Dflash, Draft, Finish, Lookup, Mtp, Request, Sampling, Speculate, Timings},
+    engine::{
+        self, DflashDraft, Draft, DraftPolicy, Finish, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings,
+    },
     metrics::Metrics,
     model::{Config, DflashModel, LoadOptions, MtpSource, Qwen, dflash},
 };
@@ -32,21 +34,21 @@ struct Engine {
 
 impl Engine {
     /// `kind` of draft from `dir`, for a model whose experts are streamed through so many slots.
-    fn new(kind: &'static str, dir: &Path, slots: Option<usize>, speculate: Speculate) -> Self {
+    fn new(kind: &'static str, dir: &Path, slots: Option<usize>, speculate: DraftPolicy) -> Self {
         let drafter = if kind == "mtp" { MtpSource::Directory(dir.into()) } else { MtpSource::None };
         let mut options = LoadOptions { threads: Some(2), verify: true, drafter, ..LoadOptions::default() };
         options.store.slots = slots;
         let model = load_with(Path::new(DEMO), options);
         let draft: Box<dyn Draft<Qwen>> = match kind {
-            "mtp" => Box::new(Mtp::new(&model).unwrap()),
-            "lookup" => Box::new(Lookup),
+            "mtp" => Box::new(MtpDraft::new(&model).unwrap()),
+            "lookup" => Box::new(LookupDraft),
             "model" => {
                 let options = LoadOptions { threads: Some(2), verify: true, ..LoadOptions::default() };
-                Box::new(Companion::new(load_with(dir, options)))
+                Box::new(ModelDraft::new(load_with(dir, options)))
             }
             _ => {
                 let surveyed = dflash::DflashCheckpoint::new(dir, &Config::read(Path::new(DEMO)).unwrap()).unwrap();
-                Box::new(Dflash::new(DflashModel::load(&surveyed, 2048, model.compute()).unwrap()))
+                Box::new(DflashDraft::new(DflashModel::load(&surveyed, 2048, model.compute()).unwrap()))
             }
         };
         let draft_tokens = if kind == "dflash" { 7 } else { 4 };
@@ -74,7 +76,7 @@ fn samplings() -> [Sampling; 5] {
 fn every_kind_with_every_way_of_drawing_on_every_prompt() {
     let alone = head();
     let (cases, none) = (fixtures::demo().0, Path::new(""));
-    let plain = Engine::new("lookup", none, None, Speculate::Off);
+    let plain = Engine::new("lookup", none, None, DraftPolicy::Off);
     let all = |engine: &Engine| -> Vec<(Vec<u32>, Finish, Timings)> {
         let each = |sampling: Sampling| {
             let answer = |(index, case): (usize, &fixtures::Case)| {
@@ -88,7 +90,7 @@ fn every_kind_with_every_way_of_drawing_on_every_prompt() {
     let kinds = [("lookup", none), ("mtp", alone.path()), ("model", Path::new(SMALL)), ("dflash", Path::new(DFLASH))];
     for (kind, dir) in kinds {
         for slots in [None, Some(64)] {
-            let found = all(&Engine::new(kind, dir, slots, Speculate::Force));
+            let found = all(&Engine::new(kind, dir, slots, DraftPolicy::Force));
             let mut counts = vec![[0, 0]; samplings().len()];
             for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
                 let (way, case) = (index / cases.len(), index % cases.len());

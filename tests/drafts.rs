@@ -9,7 +9,7 @@ use common::{
 };
 use moestro::{
     config::Switch,
-    engine::{self, Companion, Draft, Finish, Mtp, Request, Sampling, Speculate, Timings},
+    engine::{self, Draft, DraftPolicy, Finish, ModelDraft, MtpDraft, Request, Sampling, Timings},
     metrics::Metrics,
     model::{HiddenStates, LoadOptions, Model, MtpSource, Qwen, Rows},
 };
@@ -62,11 +62,11 @@ fn answers(
 ) -> Vec<Answer> {
     let options = engine::Options {
         eos: vec![2040, 2038],
-        speculate: if draft.is_some() { Speculate::Force } else { Speculate::Off },
+        speculate: if draft.is_some() { DraftPolicy::Force } else { DraftPolicy::Off },
         draft_tokens: width,
         ..engine::Options::default()
     };
-    let draft = draft.unwrap_or_else(|| Box::new(engine::Lookup));
+    let draft = draft.unwrap_or_else(|| Box::new(engine::LookupDraft));
     let (kind, metrics) = (draft.kind().name(), Metrics::new("test", "cpu"));
     let (handle, worker) = engine::spawn_with(model, draft, options, metrics.clone()).unwrap();
     let mut cycles = 0;
@@ -83,7 +83,7 @@ fn answers(
 }
 
 fn mtp(model: &Qwen) -> Option<Box<dyn Draft<Qwen>>> {
-    Some(Box::new(Mtp::new(model).expect("the model has a head")))
+    Some(Box::new(MtpDraft::new(model).expect("the model has a head")))
 }
 
 /// Tokens accepted a cycle in the mean, over the golden prompts; the answers must be mlx-lm's.
@@ -113,7 +113,7 @@ fn the_mtp_head_is_as_good_as_its_reference() {
 }
 
 fn small() -> Option<Box<dyn Draft<Qwen>>> {
-    Some(Box::new(Companion::new(load_with(Path::new(SMALL), options(MtpSource::None)))))
+    Some(Box::new(ModelDraft::new(load_with(Path::new(SMALL), options(MtpSource::None)))))
 }
 
 #[test]
@@ -333,7 +333,7 @@ fn a_head_that_is_of_no_use_is_left_alone_or_refused() {
     let root = tempfile::tempdir().unwrap();
     let dir = demo(root.path());
     // Declared and absent: config.json says that there is one.
-    assert!(Mtp::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none());
+    assert!(MtpDraft::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none());
     let file = dir.join("mtp.safetensors");
     let mut strange = head();
     strange.insert("mtp.layers.0.mlp.extra.weight".into(), (Dtype::BF16, vec![2], vec![0; 4]));
@@ -348,7 +348,7 @@ fn a_head_that_is_of_no_use_is_left_alone_or_refused() {
     }
     for (what, tensors) in [("strange", strange), ("missing", missing), ("unclear", unclear)] {
         write(&tensors, &file);
-        assert!(Mtp::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none(), "{what}");
+        assert!(MtpDraft::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none(), "{what}");
         // Asked for outright, it is an error.
         let alone = root.path().join(what);
         std::fs::create_dir(&alone).unwrap();
@@ -361,5 +361,5 @@ fn a_head_that_is_of_no_use_is_left_alone_or_refused() {
     // Cut off in the middle of a tensor.
     let whole = std::fs::read(HEAD).unwrap();
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
-    assert!(Mtp::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none());
+    assert!(MtpDraft::new(&load_with(&dir, options(MtpSource::Checkpoint))).is_none());
 }

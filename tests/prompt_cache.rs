@@ -9,7 +9,7 @@ mod process;
 use common::load_with;
 use moestro::{
     chat::{Conversation, Speaker, Template, Tokenizer, message_ends},
-    engine::{self, Boundary, Departure, Event, Handle, Request, Sampling, Storage, Worker},
+    engine::{self, Boundary, BoundaryKind, DiskCacheOptions, Event, Handle, Request, Sampling, Worker},
     error::ModelError,
     metrics::Metrics,
     model::{HiddenStates, LoadOptions, Logits, Model, ModelInfo, PassHooks, Qwen, Rows, Snapshot},
@@ -94,7 +94,11 @@ impl Server {
         let options = engine::Options {
             eos: vec![2040],
             prompt_cache: states * size.bytes(400, 0),
-            storage: dir.map(|dir| Storage { dir: dir.to_owned(), limit: 64 << 20, key: "the demo".into() }),
+            disk_cache: dir.map(|dir| DiskCacheOptions {
+                dir: dir.to_owned(),
+                limit: 64 << 20,
+                key: "the demo".into(),
+            }),
             ..engine::Options::default()
         };
         let (engine, worker) =
@@ -159,9 +163,9 @@ struct Talk {
 }
 
 impl Talk {
-    fn say(&mut self, ids: &[u32], departure: Departure) {
+    fn say(&mut self, ids: &[u32], kind: BoundaryKind) {
         self.ids.extend_from_slice(ids);
-        self.ends.push(Boundary { at: self.ids.len(), departure });
+        self.ends.push(Boundary { at: self.ids.len(), kind });
     }
 
     /// The conversation up to the end of a message.
@@ -184,7 +188,7 @@ fn walk(seed: u64, mut cached: Server, fresh: &Server, again: &dyn Fn(Server) ->
         let mut talk = match talks.get(number) {
             None => {
                 let mut talk = Talk::default();
-                talk.say(&system, Departure::System);
+                talk.say(&system, BoundaryKind::System);
                 talk
             }
             Some(talk) => match dice.roll(4) {
@@ -196,9 +200,9 @@ fn walk(seed: u64, mut cached: Server, fresh: &Server, again: &dyn Fn(Server) ->
         let retry = talks.get(number).is_some() && dice.roll(4) == 0;
         if !retry {
             let count = 1 + dice.roll(60);
-            let departure = if dice.roll(2) == 0 { Departure::Query } else { Departure::Message };
+            let kind = if dice.roll(2) == 0 { BoundaryKind::Query } else { BoundaryKind::Message };
             let message = dice.tokens(count);
-            talk.say(&message, departure);
+            talk.say(&message, kind);
         }
         // The opening of the answer.
         let prompt = [&talk.ids[..], &[2039, 77]].concat();
@@ -210,7 +214,7 @@ fn walk(seed: u64, mut cached: Server, fresh: &Server, again: &dyn Fn(Server) ->
         if dice.roll(2) == 0 {
             // The client sends the answer back as it was.
             let answer: Vec<u32> = answer.iter().map(|token| token.0).collect();
-            talk.say(&[&[2039, 77], &answer[..]].concat(), Departure::Message);
+            talk.say(&[&[2039, 77], &answer[..]].concat(), BoundaryKind::Message);
         }
         match talks.get_mut(number) {
             Some(old) if dice.roll(3) > 0 => *old = talk,
@@ -282,14 +286,14 @@ fn an_agent_computes_what_is_new() {
                 })
                 .unwrap();
             let ids = tokenizer.encode(&text).unwrap();
-            let departure = |speaker| match speaker {
-                Speaker::System => Departure::System,
-                Speaker::User => Departure::Query,
-                Speaker::Other => Departure::Message,
+            let kind = |speaker| match speaker {
+                Speaker::System => BoundaryKind::System,
+                Speaker::User => BoundaryKind::Query,
+                Speaker::Other => BoundaryKind::Message,
             };
             let ends: Vec<Boundary> = message_ends(&tokenizer, &ids)
                 .into_iter()
-                .map(|(at, speaker)| Boundary { at, departure: departure(speaker) })
+                .map(|(at, speaker)| Boundary { at, kind: kind(speaker) })
                 .collect();
             let shared = |other: &Vec<u32>| ids.iter().zip(other).take_while(|(a, b)| a == b).count();
             new += ids.len() - earlier.iter().map(shared).max().unwrap_or(0);

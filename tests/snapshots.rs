@@ -5,7 +5,7 @@ mod common;
 
 use common::{forward_with_snapshots, load_with};
 use moestro::{
-    engine::{self, Boundary, Departure, Request, Sampling},
+    engine::{self, Boundary, BoundaryKind, Request, Sampling},
     metrics::Metrics,
     model::{LoadOptions, Model, PAGE, Qwen, Rows, Snapshot},
     ops::KvBits,
@@ -118,7 +118,7 @@ fn checkpoints_give_way_where_pages_run_short() {
         for (seed, len) in
             [(11, 2 * PAGE + 10), (12, 2 * PAGE + 9), (13, 2 * PAGE), (13, 2 * PAGE + 40), (14, 4 * PAGE - 4)]
         {
-            let ends = [Boundary { at: 2 * PAGE - 3, departure: Departure::Message }].to_vec();
+            let ends = [Boundary { at: 2 * PAGE - 3, kind: BoundaryKind::Message }].to_vec();
             let request = Request { boundaries: ends, ..Request::new(prompt(seed, len), 4, Sampling::greedy()) };
             let (told, end) = common::ask(&engine, request);
             answers.push((told, end.unwrap().1.cached_tokens));

@@ -5,7 +5,7 @@ mod common;
 
 use common::{fixtures::DEMO, load_with};
 use moestro::{
-    engine::{self, Draft, Finish, Handle, Lookup, Request, Sampling, Speculate, Timings, Worker},
+    engine::{self, Draft, DraftPolicy, Finish, Handle, LookupDraft, Request, Sampling, Timings, Worker},
     experts::ReadMode,
     metrics::Metrics,
     model::{HiddenStates, HiddenTaps, LoadOptions, Model, Qwen, Rows, SequenceState},
@@ -73,7 +73,7 @@ fn more_rows_than_a_verify_has_cannot_be_taken_back() {
     assert!(model.verify(&mut state, &[]).is_err());
 }
 
-fn start(model: Qwen, draft: Box<dyn Draft<Qwen>>, speculate: Speculate) -> (Handle, Worker) {
+fn start(model: Qwen, draft: Box<dyn Draft<Qwen>>, speculate: DraftPolicy) -> (Handle, Worker) {
     let options = engine::Options { eos: vec![2], speculate, draft_tokens: 5, ..engine::Options::default() };
     engine::spawn_with(model, draft, options, Metrics::new("test", "cpu")).unwrap()
 }
@@ -86,11 +86,11 @@ fn ask(handle: &Handle, ids: &[u32], sampling: &Sampling) -> (Vec<u32>, Result<(
 /// The answer's tokens, how it ended, and how many drafted tokens were accepted and refused.
 fn answer(
     slots: Option<usize>,
-    speculate: Speculate,
+    speculate: DraftPolicy,
     ids: &[u32],
     sampling: &Sampling,
 ) -> (Vec<u32>, Finish, [usize; 2]) {
-    let (handle, worker) = start(demo(slots), Box::new(Lookup), speculate);
+    let (handle, worker) = start(demo(slots), Box::new(LookupDraft), speculate);
     let (told, done) = ask(&handle, ids, sampling);
     let (finish, timings) = done.unwrap();
     drop(handle);
@@ -105,9 +105,9 @@ fn the_demo_answers_alike_with_drafts_and_without() {
         // Twice the same, so that there is something to look up.
         let ids = prompt(length).repeat(2);
         let sampling = Sampling { temperature, frequency_penalty: penalty, seed: Some(5), ..Sampling::default() };
-        let (plain, finish, _) = answer(None, Speculate::Off, &ids, &sampling);
+        let (plain, finish, _) = answer(None, DraftPolicy::Off, &ids, &sampling);
         for slots in [None, Some(64)] {
-            let (found, end, drafted) = answer(slots, Speculate::Force, &ids, &sampling);
+            let (found, end, drafted) = answer(slots, DraftPolicy::Force, &ids, &sampling);
             assert_eq!((found, end), (plain.clone(), finish), "{length} tokens at {temperature}, {slots:?}");
             counts = [counts[0] + drafted[0], counts[1] + drafted[1]];
         }
@@ -126,10 +126,10 @@ fn a_disk_that_fails_a_verify_fails_the_answer_and_not_its_words() {
     let path = dir.path().join("model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     let (sampling, ids) = (Sampling::greedy(), prompt(30).repeat(2));
-    let whole = answer(None, Speculate::Off, &ids, &sampling).0;
+    let whole = answer(None, DraftPolicy::Off, &ids, &sampling).0;
     let mut options = LoadOptions { threads: Some(2), verify: true, ..LoadOptions::default() };
     (options.store.slots, options.store.io) = (Some(64), ReadMode::Buffered);
-    let (handle, worker) = start(load_with(dir.path(), options), Box::new(Lookup), Speculate::Force);
+    let (handle, worker) = start(load_with(dir.path(), options), Box::new(LookupDraft), DraftPolicy::Force);
     assert_eq!(ask(&handle, &ids, &sampling).0, whole);
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     let modified = file.metadata().unwrap().modified().unwrap();

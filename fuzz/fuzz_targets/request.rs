@@ -1,10 +1,14 @@
 //! What a client sends: the first byte chooses the path, the rest is the body. Behind it is a model that repeats its prompt.
 #![no_main]
 
+#[path = "../../tests/support/mock_model.rs"]
+mod mock_model;
+
 use libfuzzer_sys::fuzz_target;
+use mock_model::MockModel;
 use moestro::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
-    engine::{self, Options, Sampling, mock::MockModel},
+    engine::{self, Options, Sampling},
     http::{self, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
 };

@@ -5,7 +5,7 @@ use crate::{
     chat::Tokenizer,
     checkpoint::mtp,
     config::{DraftModel, LoadSettings, ModelSource, Switch},
-    engine::{self, Companion, DRAFT_ROOM, Dflash, Lookup, Mtp},
+    engine::{self, DRAFT_CONTEXT, DflashDraft, LookupDraft, ModelDraft, MtpDraft},
     error::CommandError,
     metrics::Metrics,
     model::{self, CheckpointInfo, DflashModel, MtpSource, Qwen, config::json, dflash},
@@ -75,24 +75,24 @@ impl DraftSource {
     /// Loads it for `model`, whose plan has room for it.
     pub fn load(&self, model: &Qwen) -> Result<Box<dyn engine::Draft<Qwen>>, CommandError> {
         Ok(match self {
-            DraftSource::Lookup => Box::new(Lookup),
-            DraftSource::Mtp { asked, .. } => match Mtp::new(model) {
+            DraftSource::Lookup => Box::new(LookupDraft),
+            DraftSource::Mtp { asked, .. } => match MtpDraft::new(model) {
                 Some(mtp) => Box::new(mtp),
                 None => {
                     if *asked {
                         tracing::warn!("there is no MTP head to draft with: drafts are looked up");
                     }
-                    Box::new(Lookup)
+                    Box::new(LookupDraft)
                 }
             },
             DraftSource::Dflash(surveyed) => {
-                Box::new(Dflash::new(DflashModel::load(surveyed, model.plan().context, model.compute())?))
+                Box::new(DflashDraft::new(DflashModel::load(surveyed, model.plan().context, model.compute())?))
             }
             DraftSource::Model(dir, options, _) => {
                 let options = model::LoadOptions { compute: Some(model.compute()), ..(**options).clone() };
                 // Its reads are not the model's: they are counted apart.
                 let draft = Qwen::load(dir, &options, &Metrics::new("", ""), &mut |_, _| ())?;
-                Box::new(Companion::new(draft))
+                Box::new(ModelDraft::new(draft))
             }
         })
     }
@@ -103,7 +103,7 @@ fn companion(load: &LoadSettings) -> model::LoadOptions {
     let plan = PlanOptions {
         limit: Some(u64::MAX / 2),
         stream: Switch::Off,
-        context: Some(DRAFT_ROOM),
+        context: Some(DRAFT_CONTEXT),
         chunk: Some(256),
         prompt_cache: Some(0),
         ..PlanOptions::default()

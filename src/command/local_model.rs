@@ -7,7 +7,7 @@ use crate::{
         parser::{Delta, Parser},
     },
     config::GenerateConfig,
-    engine::{self, Boundary, Departure, Event, Finish, Handle, Options, Request, Sampling, Timings, Worker},
+    engine::{self, Boundary, BoundaryKind, Event, Finish, Handle, Options, Request, Sampling, Timings, Worker},
     error::{CommandError, EngineError},
     metrics::Metrics,
     model::Model,
@@ -90,12 +90,12 @@ impl LocalModel {
         let ids = self.checkpoint.tokenizer.encode(&prompt)?;
         let ends = message_ends(&self.checkpoint.tokenizer, &ids).into_iter();
         let boundary = |(at, voice)| {
-            let departure = match voice {
-                Speaker::System => Departure::System,
-                Speaker::User => Departure::Query,
-                Speaker::Other => Departure::Message,
+            let kind = match voice {
+                Speaker::System => BoundaryKind::System,
+                Speaker::User => BoundaryKind::Query,
+                Speaker::Other => BoundaryKind::Message,
             };
-            Boundary { at, departure }
+            Boundary { at, kind }
         };
         let mut events = self.engine.submit(Request {
             boundaries: ends.map(boundary).collect(),

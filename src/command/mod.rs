@@ -154,9 +154,9 @@ pub fn speculation(drafts: Option<&DraftOptions>, options: engine::Options) -> e
     let Some(drafts) = drafts.filter(|drafts| drafts.are_used()) else { return options };
     engine::Options {
         speculate: match drafts.speculation {
-            config::SpeculationMode::Off => engine::Speculate::Off,
-            config::SpeculationMode::Auto => engine::Speculate::Auto,
-            config::SpeculationMode::Force => engine::Speculate::Force,
+            config::SpeculationMode::Off => engine::DraftPolicy::Off,
+            config::SpeculationMode::Auto => engine::DraftPolicy::Auto,
+            config::SpeculationMode::Force => engine::DraftPolicy::Force,
         },
         draft_tokens: drafts.tokens,
         ..options

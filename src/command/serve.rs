@@ -14,7 +14,7 @@ use crate::{
         DraftModel, DraftOptions, LoadSettings, ModelSource, PromptCacheDir, ServeConfig,
         config_file::{self, Settings},
     },
-    engine::{self, Options, Storage},
+    engine::{self, DiskCacheOptions, Options},
     error::CommandError,
     http::{
         self, HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, OriginPolicy,
@@ -160,7 +160,7 @@ impl ModelLoader for ModelCatalog {
         let others = self.entries().into_iter().filter_map(|entry| self.config_of(&entry.id).ok());
         let dirs: BTreeSet<PathBuf> = others.chain([self.config()]).filter_map(|config| prompts(&config)).collect();
         for dir in dirs {
-            engine::forget_prompts(&dir).map_err(|error| {
+            engine::clear_prompt_dir(&dir).map_err(|error| {
                 tracing::warn!(dir = %dir.display(), %error, "prompts could not be removed");
                 format!("prompts on the disk could not be removed: {error}")
             })?;
@@ -246,7 +246,7 @@ impl ModelCatalog {
             eos: checkpoint.generation.eos.clone(),
             usable_vocab: checkpoint.tokenizer.vocab_size().min(model.model.info().vocab),
             prompt_cache: model.model.plan().prompt_cache,
-            storage: storage(config, &checkpoint, &model),
+            disk_cache: storage(config, &checkpoint, &model),
             ..Options::default()
         };
         let options = super::speculation(config.load.drafts.as_ref(), options);
@@ -340,7 +340,7 @@ fn prompts(config: &ServeConfig) -> Option<PathBuf> {
 
 /// The disk's store of prompts' checkpoints, under a key that names what their bytes depend on beside the tokens. This
 /// very program is part of it: another build may round otherwise.
-fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::ReadyModel) -> Option<Storage> {
+fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::ReadyModel) -> Option<DiskCacheOptions> {
     let dir = prompts(config)?;
     let identity = Index::open(&checkpoint.dir).and_then(|index| file_identity(&index.files));
     let program = std::env::current_exe().and_then(std::fs::metadata).map(|meta| (meta.len(), meta.modified().ok()));
@@ -350,7 +350,7 @@ fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::Re
     };
     let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.config());
     let key = format!("{version} {program:?} {device} {model:?} {:?} {identity}", config.load.kv_bits);
-    Some(Storage { dir, limit: config.prompt_cache_disk, key })
+    Some(DiskCacheOptions { dir, limit: config.prompt_cache_disk, key })
 }
 
 async fn bind(host: &str, port: u16) -> Result<TcpListener, CommandError> {

@@ -1,8 +1,7 @@
-//! The seam through which an answer is held to a form: before each token is drawn, a [`Constraint`] says which ones may
-//! come. The engine knows neither grammars nor JSON.
+//! Constrained decoding: a [`Constraint`] says which tokens may come next. The engine knows neither grammars nor JSON.
 //!
-//! [`Ahead`] gives a constraint a thread of its own: the tokens that may follow are worked out while the forward pass
-//! runs, so the engine rarely waits for them.
+//! [`MaskWorker`] runs a constraint on its own thread. The thread computes the mask of the next token while the forward
+//! pass runs, so the engine rarely waits for it.
 
 use crate::error::EngineError;
 use std::{
@@ -11,35 +10,35 @@ use std::{
     sync::mpsc::{Receiver, Sender, channel},
 };
 
-/// Tokens that may come next.
+/// The tokens that may come next.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Allowed {
+pub enum TokenMask {
     Any,
-    /// Token `id` may come if bit `id % 32` of word `id / 32` is set. Ids beyond the last word may not.
+    /// A bitmask: token `id` may come if bit `id % 32` of word `id / 32` is set. Ids beyond the last word may not.
     Only(Vec<u32>),
 }
 
-impl Allowed {
+impl TokenMask {
     pub fn contains(&self, id: u32) -> bool {
         match self {
-            Allowed::Any => true,
-            Allowed::Only(words) => words.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1),
+            TokenMask::Any => true,
+            TokenMask::Only(words) => words.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1),
         }
     }
 }
 
-/// Holds one answer to a form, token by token, from the first token after the prompt.
+/// Restricts the tokens of one answer, from the first token after the prompt.
 ///
-/// An end-of-sequence token is a token like others: it may come where [`Constraint::allowed`] has it. `Err` ends the
-/// request with what it says.
+/// An end-of-sequence token is a token like any other: it may come where [`Constraint::allowed`] includes it. An `Err`
+/// ends the request with that message.
 pub trait Constraint: Send {
-    /// Tokens that may come next.
-    fn allowed(&mut self) -> Result<Allowed, String>;
+    /// The tokens that may come next.
+    fn allowed(&mut self) -> Result<TokenMask, String>;
 
-    /// `id`, one of the allowed tokens, came.
+    /// Appends `id`, which is one of the allowed tokens.
     fn accept(&mut self, id: u32) -> Result<(), String>;
 
-    /// A copy that goes its own way from here: to start an answer anew, or to look at tokens that may be taken back.
+    /// An independent copy in the current state. Drafts use it to try tokens that may be rejected.
     fn fork(&self) -> Box<dyn Constraint>;
 }
 
@@ -55,68 +54,69 @@ impl fmt::Debug for dyn Constraint {
     }
 }
 
-/// A constraint that works one token ahead, on a thread that ends with it.
-pub(super) struct Ahead {
-    drawn: Sender<Word>,
-    allowed: Receiver<Result<Allowed, String>>,
+/// A constraint that computes masks on its own thread. The thread ends when this value is dropped.
+pub(super) struct MaskWorker {
+    commands: Sender<MaskCommand>,
+    masks: Receiver<Result<TokenMask, String>>,
 }
 
-/// A message to its thread.
-enum Word {
-    Drew(u32),
-    /// A copy is wanted, as the constraint is behind what was drawn.
+enum MaskCommand {
+    /// Append this token and compute the next mask.
+    Append(u32),
+    /// Send a copy of the constraint.
     Fork(Sender<Box<dyn Constraint>>),
 }
 
-impl Ahead {
-    /// Begins to work out what may come first.
+impl MaskWorker {
+    /// Starts the thread, which computes the mask of the first token at once.
     pub fn start(mut constraint: Box<dyn Constraint>) -> Result<Self, EngineError> {
-        let (drawn, words) = channel();
-        let (masks, allowed) = channel();
+        let (commands, received) = channel();
+        let (sender, masks) = channel();
         let work = move || {
-            let next = |constraint: &mut Box<dyn Constraint>, id: Option<u32>| {
+            let next_mask = |constraint: &mut Box<dyn Constraint>, id: Option<u32>| {
                 let step = AssertUnwindSafe(|| {
                     id.map_or(Ok(()), |id| constraint.accept(id))?;
                     constraint.allowed()
                 });
-                catch_unwind(step).unwrap_or_else(|_| Err("it panicked".into()))
+                catch_unwind(step).unwrap_or_else(|_| Err("the grammar thread panicked".into()))
             };
-            let mut mask = Some(next(&mut constraint, None));
+            let mut mask = Some(next_mask(&mut constraint, None));
             loop {
-                if mask.take().is_some_and(|mask| masks.send(mask).is_err()) {
+                if mask.take().is_some_and(|mask| sender.send(mask).is_err()) {
                     break;
                 }
-                match words.recv() {
-                    Ok(Word::Drew(id)) => mask = Some(next(&mut constraint, Some(id))),
-                    Ok(Word::Fork(to)) => drop(to.send(constraint.fork())),
+                match received.recv() {
+                    Ok(MaskCommand::Append(id)) => mask = Some(next_mask(&mut constraint, Some(id))),
+                    Ok(MaskCommand::Fork(reply)) => drop(reply.send(constraint.fork())),
                     Err(_) => break,
                 }
             }
         };
         let thread = std::thread::Builder::new().name("grammar".into()).spawn(work);
         thread.map_err(|error| EngineError::Constraint(error.to_string()))?;
-        Ok(Self { drawn, allowed })
+        Ok(Self { commands, masks })
     }
 
-    /// Tokens that may come next; waits for them if need be. One call a token.
-    pub fn allowed(&self) -> Result<Allowed, EngineError> {
-        let mask = self.allowed.recv().unwrap_or_else(|_| Err("its thread ended".into()));
+    /// Waits for the mask of the next token. Call it once per token.
+    pub fn next_mask(&self) -> Result<TokenMask, EngineError> {
+        let mask = self.masks.recv().unwrap_or_else(|_| Err("the grammar thread ended".into()));
         mask.map_err(EngineError::Constraint)
     }
 
-    /// `id` was drawn: begins to work out what may follow.
-    pub fn drew(&self, id: u32) {
-        // A thread that has ended is noticed by the next `allowed`.
-        let _ = self.drawn.send(Word::Drew(id));
+    /// Appends a sampled token and starts to compute the next mask.
+    pub fn append(&self, id: u32) {
+        // If the thread has ended, the next `next_mask` reports it.
+        let _ = self.commands.send(MaskCommand::Append(id));
     }
 
-    /// A copy behind all that was drawn; `None` if its thread has ended.
+    /// A copy of the constraint in its current state. `None` if the thread has ended.
     pub fn fork(&self) -> Option<Box<dyn Constraint>> {
-        let (to, copy) = channel();
-        self.drawn.send(Word::Fork(to)).ok()?;
+        let (reply, copy) = channel();
+        self.commands.send(MaskCommand::Fork(reply)).ok()?;
         copy.recv().ok()
     }
 }
 
 #[cfg(test)]
+#[path = "constraint_tests.rs"]
 mod tests;

@@ -1,19 +1,22 @@
-//! Logits to a token. The order is that of the field, with min-p last as in Hugging Face's `generate`:
+//! Sampling: from logits to a token. The steps run in the usual order, with min-p last as in Hugging Face's `generate`:
 //!
-//! 1. `logit_bias` is added;
-//! 2. repetition penalty (tokens of the prompt and of the answer: a positive logit is divided, a negative one
-//!    multiplied), then frequency and presence penalty (tokens of the answer only; both are subtracted);
-//! 3. tokens that a [`super::Constraint`] does not allow become impossible;
-//! 4. temperature divides; 0 ends here with the largest logit;
-//! 5. top-k keeps the `k` likeliest;
-//! 6. top-p keeps, of what is left and renormalised, the fewest likeliest whose probabilities reach `p`;
-//! 7. min-p keeps what has at least `min_p` times the probability of the likeliest.
+//! 1. add `logit_bias`;
+//! 2. apply the repetition penalty to tokens of the prompt and the answer (divide positive logits, multiply negative ones),
+//!    then subtract the frequency and presence penalties for tokens of the answer;
+//! 3. mask tokens that the request's [`Constraint`](super::Constraint) does not allow;
+//! 4. divide by the temperature; a temperature of 0 returns the largest logit here;
+//! 5. top-k keeps the `k` most likely tokens;
+//! 6. top-p keeps the fewest most likely tokens whose renormalised probabilities sum to at least `p`;
+//! 7. min-p keeps tokens with at least `min_p` times the probability of the most likely one.
 //!
-//! Among equals the lower id counts as likelier, everywhere. A logit that is not a number counts as impossible. One
-//! random number is used a token, a function of the seed and the token's place in the sequence only: what was drawn
-//! before, or beside, does not matter.
+//! Of equally likely tokens, the one with the lower id counts as more likely. NaN counts as impossible. Each token uses one
+//! random number, which depends only on the seed and the token's position. A result therefore does not depend on earlier
+//! draws or on other requests.
 
-use super::{Allowed, Logprobs, Sampling};
+use super::{
+    constraint::TokenMask,
+    request::{Logprobs, Sampling},
+};
 use crate::platform::split_mix64::{INCREMENT, mix};
 use std::{
     cmp::Ordering,
@@ -21,23 +24,24 @@ use std::{
     hash::{BuildHasher, RandomState},
 };
 
-/// Draws the tokens of one answer.
+/// Samples the tokens of one answer.
 #[derive(Clone)]
 pub struct Sampler {
     sampling: Sampling,
     seed: u64,
+    /// Ids from here on are never sampled.
     usable: usize,
-    /// Tokens so far, the prompt's included: the place of the next one.
-    place: u64,
-    /// The count of each token in the answer; 0 for a token of the prompt alone. Empty where no penalty asks.
-    seen: HashMap<u32, u32>,
-    /// The logits of steps 1 to 3.
+    /// Position of the next token, counted from the start of the prompt.
+    position: u64,
+    /// How often each token occurs in the answer. 0 for tokens that occur only in the prompt. Empty without penalties.
+    counts: HashMap<u32, u32>,
+    /// Buffer for the logits of steps 1 to 3.
     row: Vec<f32>,
-    /// Tokens that are still in the draw.
+    /// Buffer for the tokens that steps 5 to 7 keep.
     pool: Vec<Candidate>,
 }
 
-/// A token and its logit, later its weight (its probability times something common to all).
+/// A token and its logit, later its weight: its probability times a factor common to all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Candidate {
     id: u32,
@@ -45,63 +49,63 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// Likelier first.
+    /// Sorts the most likely candidate first.
     fn order(&self, other: &Self) -> Ordering {
         other.value.total_cmp(&self.value).then(self.id.cmp(&other.id))
     }
 }
 
 impl Sampler {
-    /// For an answer to `prompt`. Ids from `usable` on are never drawn.
+    /// A sampler for an answer to `prompt`. Ids from `usable` on are never sampled.
     pub fn new(sampling: Sampling, prompt: &[u32], usable: usize) -> Self {
         let seed = sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(prompt.len()));
-        let place = prompt.len() as u64;
+        let position = prompt.len() as u64;
         let mut sampler =
-            Self { sampling, seed, usable, place, seen: HashMap::new(), row: Vec::new(), pool: Vec::new() };
-        if sampler.penalises() {
-            sampler.seen.extend(prompt.iter().map(|&id| (id, 0)));
+            Self { sampling, seed, usable, position, counts: HashMap::new(), row: Vec::new(), pool: Vec::new() };
+        if sampler.has_penalties() {
+            sampler.counts.extend(prompt.iter().map(|&id| (id, 0)));
         }
         sampler
     }
 
-    /// The next token after `logits`; `None` if no token is possible. Counts it as part of the answer.
-    pub fn draw(&mut self, logits: &[f32], allowed: &Allowed) -> Option<u32> {
+    /// Samples the token after `logits` and counts it as part of the answer. `None` if no token is possible.
+    pub fn draw(&mut self, logits: &[f32], mask: &TokenMask) -> Option<u32> {
         let logits = &logits[..logits.len().min(self.usable)];
         let mut row = std::mem::take(&mut self.row);
-        let adjusts = self.penalises() || !self.sampling.logit_bias.is_empty();
-        let logits = if adjusts || *allowed != Allowed::Any {
+        let adjusts = self.has_penalties() || !self.sampling.logit_bias.is_empty();
+        let logits = if adjusts || *mask != TokenMask::Any {
             row.clear();
             row.extend_from_slice(logits);
             if adjusts {
                 self.adjust(&mut row);
             }
-            if let Allowed::Only(words) = allowed {
-                forbid(&mut row, words);
+            if let TokenMask::Only(words) = mask {
+                apply_mask(&mut row, words);
             }
             &row[..]
         } else {
             logits
         };
-        let drawn = if self.sampling.temperature > 0.0 { self.pick(logits) } else { argmax(logits) };
+        let drawn = if self.sampling.temperature > 0.0 { self.sample(logits) } else { argmax(logits) };
         self.row = row;
-        self.place += 1;
+        self.position += 1;
         if let Some(id) = drawn
-            && self.penalises()
+            && self.has_penalties()
         {
-            *self.seen.entry(id).or_default() += 1;
+            *self.counts.entry(id).or_default() += 1;
         }
         drawn
     }
 
-    /// Becomes a copy of `other`, a sampler of the same answer.
+    /// Copies the progress of `other`, a sampler of the same answer.
     pub fn catch_up(&mut self, other: &Self) {
-        self.place = other.place;
-        if self.penalises() {
-            self.seen.clone_from(&other.seen);
+        self.position = other.position;
+        if self.has_penalties() {
+            self.counts.clone_from(&other.counts);
         }
     }
 
-    fn penalises(&self) -> bool {
+    fn has_penalties(&self) -> bool {
         let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = self.sampling;
         (repetition_penalty, presence_penalty, frequency_penalty) != (1.0, 0.0, 0.0)
     }
@@ -114,7 +118,7 @@ impl Sampler {
             }
         }
         let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = self.sampling;
-        for (&id, &count) in &self.seen {
+        for (&id, &count) in &self.counts {
             let Some(logit) = row.get_mut(id as usize) else { continue };
             *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
             if count > 0 {
@@ -123,8 +127,8 @@ impl Sampler {
         }
     }
 
-    /// Steps 4 to 7 and the draw.
-    fn pick(&mut self, logits: &[f32]) -> Option<u32> {
+    /// Steps 4 to 7, and the draw.
+    fn sample(&mut self, logits: &[f32]) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let best = argmax(logits)?;
         let top = finite(logits[best as usize]);
@@ -142,24 +146,24 @@ impl Sampler {
             keep_top_p(pool, top_p);
         }
         if min_p > 0.0 {
-            // The likeliest has the weight 1 and stays, whatever is asked.
+            // The most likely token has weight 1 and always stays.
             pool.retain(|candidate| candidate.value >= min_p.min(1.0));
         }
         let total: f64 = pool.iter().map(|candidate| f64::from(candidate.value)).sum();
-        let mut left = uniform(self.seed, self.place) * total;
+        let mut left = uniform(self.seed, self.position) * total;
         for candidate in pool.iter() {
             left -= f64::from(candidate.value);
             if left < 0.0 {
                 return Some(candidate.id);
             }
         }
-        // Rounding used the whole sum up.
+        // Rounding errors can leave nothing of the sum.
         pool.iter().rev().find(|candidate| candidate.value > 0.0).map(|candidate| candidate.id)
     }
 }
 
-/// Step 3: what has no bit in `words` becomes impossible.
-fn forbid(row: &mut [f32], words: &[u32]) {
+/// Step 3: masks tokens whose bit in `words` is not set.
+fn apply_mask(row: &mut [f32], words: &[u32]) {
     for (block, word) in row.chunks_mut(32).zip(words.iter().copied().chain(std::iter::repeat(0))) {
         match word {
             0 => block.fill(f32::NEG_INFINITY),
@@ -173,12 +177,12 @@ fn forbid(row: &mut [f32], words: &[u32]) {
     }
 }
 
-/// The log-probability of `id` and the `top` likeliest of the usable tokens, under the softmax of `logits` as they are.
+/// The log-probability of `id` and of the `top` most likely usable tokens, from the softmax of the unmodified `logits`.
 pub(super) fn logprobs(logits: &[f32], id: u32, top: usize, usable: usize) -> Logprobs {
     let peak = finite(peak(logits)).max(f32::MIN);
     let sum: f64 = logits.iter().map(|&logit| f64::from((finite(logit) - peak).exp())).sum();
-    let normal = f64::from(peak) + sum.ln();
-    let logprob = |logit: f32| (f64::from(finite(logit)) - normal) as f32;
+    let log_sum = f64::from(peak) + sum.ln();
+    let logprob = |logit: f32| (f64::from(finite(logit)) - log_sum) as f32;
     let mut likely = Vec::new();
     largest(&logits[..logits.len().min(usable)], top, &mut likely);
     Logprobs {
@@ -187,14 +191,15 @@ pub(super) fn logprobs(logits: &[f32], id: u32, top: usize, usable: usize) -> Lo
     }
 }
 
-/// A number to compute with: what is not a number is impossible, infinity is the largest there is, and there is one zero.
+/// Maps a logit to a number that is safe to compute with: NaN to negative infinity, infinity to the largest finite number,
+/// negative zero to zero.
 fn finite(logit: f32) -> f32 {
     if logit.is_nan() { f32::NEG_INFINITY } else { logit.min(f32::MAX) + 0.0 }
 }
 
-/// The largest logit, negative infinity if all are impossible.
+/// The largest logit. Negative infinity if no token is possible.
 fn peak(logits: &[f32]) -> f32 {
-    // Sixteen at a time, in registers. A comparison with NaN is false.
+    // Sixteen lanes stay in registers. A comparison with NaN is false.
     let mut lanes = [f32::NEG_INFINITY; 16];
     let (blocks, rest) = logits.as_chunks::<16>();
     for block in blocks {
@@ -205,25 +210,25 @@ fn peak(logits: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |peak, &logit| if logit > peak { logit } else { peak })
 }
 
-/// The largest logit's id, the lowest of several; `None` if all are impossible.
+/// The id of the largest logit, the lowest id of several. `None` if no token is possible.
 pub fn argmax(logits: &[f32]) -> Option<u32> {
     let peak = peak(logits);
-    // A block at a time, in registers, then within it.
+    // Finds the block first, which is a loop in registers, then the position within it.
     let has = |block: &[f32]| block.iter().fold(false, |any, &logit| any | (logit == peak));
     let block = logits.chunks(64).position(has)? * 64;
-    let place = block + logits[block..].iter().position(|&logit| logit == peak)?;
-    (peak > f32::NEG_INFINITY).then_some(place as u32)
+    let id = block + logits[block..].iter().position(|&logit| logit == peak)?;
+    (peak > f32::NEG_INFINITY).then_some(id as u32)
 }
 
-/// The `count` largest, sorted.
+/// Fills `pool` with the `count` largest logits, sorted.
 fn largest(logits: &[f32], count: usize, pool: &mut Vec<Candidate>) {
     pool.clear();
     let count = count.min(logits.len());
     if count == 0 {
         return;
     }
-    // Sorting again when twice as many have come costs less than keeping a heap in order. Later tokens must be
-    // larger than the last that is kept, not equal to it: equals have a higher id. Most blocks have nothing to offer.
+    // Sorting whenever the pool has twice `count` entries costs less than a heap. A later token must be larger than the
+    // last one that is kept: an equal one has a higher id. Most blocks have no such token and are skipped.
     let mut bar = f32::NEG_INFINITY;
     for (block, from) in logits.chunks(64).zip((0..).step_by(64)) {
         if pool.len() >= count && !block.iter().fold(false, |any, &logit| any | (logit > bar)) {
@@ -245,13 +250,14 @@ fn largest(logits: &[f32], count: usize, pool: &mut Vec<Candidate>) {
     pool.truncate(count);
 }
 
-/// Keeps the fewest likeliest candidates whose weights reach `share` of the whole; at least one. The largest weight is 1.
+/// Keeps the fewest most likely candidates whose weights sum to at least `share` of the total. Keeps at least one. The
+/// largest weight is 1.
 fn keep_top_p(pool: &mut Vec<Candidate>, share: f32) {
     let mass = |bar: f32| -> f64 {
         pool.iter().map(|candidate| f64::from(if candidate.value >= bar { candidate.value } else { 0.0 })).sum()
     };
     let goal = mass(0.0) * f64::from(share.max(0.0));
-    // Few tokens are kept of most rows, so only those above a bar that is low enough are sorted.
+    // Most rows keep few tokens, so only candidates above a sufficiently low bar are sorted.
     let bar = (0..).map(|step| 32f32.powi(-step)).find(|&bar| bar == 0.0 || mass(bar) >= goal).unwrap_or(0.0);
     pool.retain(|candidate| candidate.value >= bar);
     pool.sort_unstable_by(Candidate::order);
@@ -263,12 +269,13 @@ fn keep_top_p(pool: &mut Vec<Candidate>, share: f32) {
     pool.truncate(kept.map_or(pool.len(), |last| last + 1));
 }
 
-/// A number in `0..1` from the key alone: two rounds of SplitMix64's finaliser (Steele, Lea, Flood 2014), the second
-/// over the place.
-fn uniform(seed: u64, place: u64) -> f64 {
-    let bits = mix(mix(seed.wrapping_add(INCREMENT)).wrapping_add(place.wrapping_mul(INCREMENT)));
+/// A number in `0..1` that depends only on the seed and the position: two rounds of SplitMix64's finaliser (Steele, Lea,
+/// Flood 2014), the second over the position.
+fn uniform(seed: u64, position: u64) -> f64 {
+    let bits = mix(mix(seed.wrapping_add(INCREMENT)).wrapping_add(position.wrapping_mul(INCREMENT)));
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
 #[cfg(test)]
+#[path = "sampler_tests.rs"]
 mod tests;

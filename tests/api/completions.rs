@@ -4,7 +4,7 @@ use super::{
     client::stable,
     server::{Server, Setup, VOCAB},
 };
-use moestro::engine::Speculate;
+use moestro::engine::DraftPolicy;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -84,7 +84,7 @@ async fn a_stream() {
 
 #[tokio::test]
 async fn speculation_is_told_beside_the_usage() {
-    let server = Setup { speculate: Speculate::Force, ..Setup::default() }.start().await;
+    let server = Setup { speculate: DraftPolicy::Force, ..Setup::default() }.start().await;
     let text = TEXT.repeat(3);
     let answer = server.ask(PATH, &json!({"prompt": [&text, &text], "max_tokens": 50})).await;
     assert_eq!(answer["choices"][0]["text"], text);

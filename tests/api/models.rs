@@ -2,11 +2,11 @@
 
 use super::{
     connections::{head, write},
-    server::{EOS, Server, Setup, VOCAB, demo},
+    server::{EOS, Server, Setup, VOCAB, demo, mock_model::MockModel},
 };
 use moestro::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
-    engine::{self, Options, Sampling, mock::MockModel},
+    engine::{self, Options, Sampling},
     http::{HostTimeouts, HostedModel, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, ServerState},
     metrics::Metrics,
 };

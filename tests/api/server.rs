@@ -3,9 +3,13 @@
 // Two test binaries share this file, and neither uses all of it.
 #![allow(dead_code)]
 
+#[path = "../support/mock_model.rs"]
+pub mod mock_model;
+
+use mock_model::MockModel;
 use moestro::{
     chat::{Template, Tokenizer, grammar::GrammarCompiler},
-    engine::{self, Handle, Options, Sampling, Speculate, Storage, mock::MockModel},
+    engine::{self, DiskCacheOptions, DraftPolicy, Handle, Options, Sampling},
     http::{self, LoadedModel, ModelCard, ServerState},
     metrics::Metrics,
 };
@@ -27,7 +31,7 @@ pub struct Setup {
     /// The model's answer to every prompt; `None` repeats the prompt.
     pub says: Option<&'static str>,
     pub delay: Duration,
-    pub speculate: Speculate,
+    pub speculate: DraftPolicy,
     pub context: usize,
     pub max_queue: usize,
     pub api_key: Option<&'static str>,
@@ -49,7 +53,7 @@ impl Default for Setup {
         Self {
             says: None,
             delay: Duration::ZERO,
-            speculate: Speculate::Off,
+            speculate: DraftPolicy::Off,
             context: 512,
             max_queue: 16,
             api_key: None,
@@ -147,7 +151,7 @@ impl Setup {
             grace: self.grace,
             speculate: self.speculate,
             prompt_cache: if self.prompt_cache_dir.is_some() { 1 << 20 } else { 0 },
-            storage: self.prompt_cache_dir.map(|dir| Storage { dir, limit: 1 << 20, key: "mock".into() }),
+            disk_cache: self.prompt_cache_dir.map(|dir| DiskCacheOptions { dir, limit: 1 << 20, key: "mock".into() }),
             ..Options::default()
         };
         let (engine, _worker) = engine::spawn(mock.clone(), options, metrics.clone()).unwrap();

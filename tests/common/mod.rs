@@ -5,7 +5,7 @@ pub mod fixtures;
 
 use moestro::{
     device::CpuArithmetic,
-    engine::{Finish, Handle, Request, Timings, hear},
+    engine::{Finish, Handle, Request, Timings, collect},
     metrics::Metrics,
     model::{LoadOptions, Logits, Model, PassHooks, Qwen, QwenState, RouterChoice, Rows, Snapshot},
 };
@@ -89,7 +89,7 @@ pub fn decode(model: &mut Qwen, state: &mut QwenState, last: &[f32], count: usiz
 
 /// The tokens of an answer, and how it ended.
 pub fn ask(handle: &Handle, request: Request) -> (Vec<u32>, Result<(Finish, Timings), String>) {
-    let (told, end) = hear(handle.submit(request).unwrap());
+    let (told, end) = collect(handle.submit(request).unwrap());
     (told, end.map_err(|error| error.to_string()))
 }
 

@@ -7,7 +7,7 @@ use crate::{
     mtp::{SMALL, answers},
 };
 use moestro::{
-    engine::{Companion, Draft, Lookup, Sampling, Speculate},
+    engine::{Draft, DraftPolicy, LookupDraft, ModelDraft, Sampling},
     model::{LoadOptions, Qwen},
 };
 use std::path::Path;
@@ -40,12 +40,12 @@ fn dense_model_answers_ignore_drafts() {
     // A repeated text, so that prompt lookup finds drafts.
     let twice = [&story[..], &answer(&mut cpu, story, &[], 20).0, story].concat();
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
-    let plain = answers(on_kernels(), Box::new(Lookup), Speculate::Off, &asked);
+    let plain = answers(on_kernels(), Box::new(LookupDraft), DraftPolicy::Off, &asked);
     let mixture = || common::load_with(Path::new(DEMO), LoadOptions { verify: true, ..options(false) });
     let drafts: [(&str, Box<dyn Draft<Qwen>>, usize); 2] =
-        [("lookup", Box::new(Lookup), 0), ("a mixture", Box::new(Companion::new(mixture())), 1)];
+        [("lookup", Box::new(LookupDraft), 0), ("a mixture", Box::new(ModelDraft::new(mixture())), 1)];
     for (kind, draft, first) in drafts {
-        let found = answers(on_kernels(), draft, Speculate::Force, &asked[first..]);
+        let found = answers(on_kernels(), draft, DraftPolicy::Force, &asked[first..]);
         let (mut drafted, mut accepted) = (0, 0);
         for ((found, timings), (plain, _)) in found.iter().zip(&plain[first..]) {
             assert_eq!(found, plain, "{kind}");

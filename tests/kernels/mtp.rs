@@ -7,7 +7,7 @@ use crate::{
     host::Host,
 };
 use moestro::{
-    engine::{self, Companion, Dflash, Draft, Lookup, Mtp, Request, Sampling, Speculate, Timings},
+    engine::{self, DflashDraft, Draft, DraftPolicy, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings},
     metrics::Metrics,
     model::{DflashModel, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash},
 };
@@ -72,7 +72,7 @@ fn mtp_head_matches_the_cpu() {
 pub fn answers(
     model: Qwen,
     draft: Box<dyn Draft<Qwen>>,
-    speculate: Speculate,
+    speculate: DraftPolicy,
     asked: &[(Vec<u32>, Sampling)],
 ) -> Vec<(Vec<u32>, Timings)> {
     let options = engine::Options { eos: vec![2040, 2038], speculate, draft_tokens: 2, ..engine::Options::default() };
@@ -87,14 +87,14 @@ pub fn answers(
     answers
 }
 
-fn small() -> Companion {
-    Companion::new(common::load_with(Path::new(SMALL), LoadOptions { verify: true, ..options(false) }))
+fn small() -> ModelDraft {
+    ModelDraft::new(common::load_with(Path::new(SMALL), LoadOptions { verify: true, ..options(false) }))
 }
 
-fn block(model: &Qwen) -> Dflash {
+fn block(model: &Qwen) -> DflashDraft {
     const DFLASH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo-dflash");
     let surveyed = dflash::DflashCheckpoint::new(Path::new(DFLASH), model.config()).unwrap();
-    Dflash::new(DflashModel::load(&surveyed, 2048, model.compute()).unwrap())
+    DflashDraft::new(DflashModel::load(&surveyed, 2048, model.compute()).unwrap())
 }
 
 #[test]
@@ -108,18 +108,18 @@ fn answers_ignore_every_draft_kind() {
     // A repeated text, so that prompt lookup finds drafts.
     let twice = [&sum.prompt_ids[..], &sum.greedy_ids[..], &sum.prompt_ids].concat();
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
-    let plain = answers(on_kernels(dir.path(), false), Box::new(Lookup), Speculate::Off, &asked);
+    let plain = answers(on_kernels(dir.path(), false), Box::new(LookupDraft), DraftPolicy::Off, &asked);
     // The CPU tests run every kind both ways. Here each takes seconds.
     let kinds = [("mtp", false), ("mtp", true), ("model", false), ("dflash", false), ("lookup", true)];
     for (kind, streaming) in kinds {
         let model = on_kernels(dir.path(), streaming);
         let draft: Box<dyn Draft<Qwen>> = match kind {
-            "mtp" => Box::new(Mtp::new(&model).expect("the model has a head")),
+            "mtp" => Box::new(MtpDraft::new(&model).expect("the model has a head")),
             "model" => Box::new(small()),
             "dflash" => Box::new(block(&model)),
-            _ => Box::new(Lookup),
+            _ => Box::new(LookupDraft),
         };
-        let found = answers(model, draft, Speculate::Force, &asked);
+        let found = answers(model, draft, DraftPolicy::Force, &asked);
         let (mut drafted, mut accepted) = (0, 0);
         for ((found, timings), (plain, _)) in found.iter().zip(&plain) {
             assert_eq!(found, plain, "{kind}, streaming {streaming}");

@@ -1,61 +1,65 @@
-//! Decides whether to speculate, and how wide, from measured times, so that a wrong guess costs at most 2 % of the time
-//! and one probe.
+//! Decides whether to speculate, and how many rows to verify, from measured times.
+//!
+//! A wrong decision costs at most 2 % of the time plus one probe.
 //!
 //! ```text
-//! WARM (8 plain steps) -> PLAIN <-> PROBE (3 cycles) -> SPECULATE
-//!                           ^                              |  gain below 1, or the ledger in the red
-//!                           +------------------------------+
+//! CALIBRATE (8 plain steps) -> PLAIN <-> PROBE (3 cycles) -> SPECULATE
+//!                                ^                              |  gain below 1, or the loss budget is used up
+//!                                +------------------------------+
 //! ```
-//! A cycle of `n` rows verifies `n - 1` drafted tokens. With `a[j]` the share of drafts in place `j` that were accepted when
-//! all before them were, it commits `E(n) = 1 + sum over r of (a[1] .. a[r])` tokens in the mean, and pays if that takes less
-//! time than as many plain steps: `gain(n) = E(n) * t1 / t(n)`. Times are measured with the expert reads in them; a width that
-//! has not been tried is taken to cost a little more than the nearest narrower one, or to lie between the two beside it.
 //!
-//! The ledger has everything that plain decoding would not have spent: cycles, steps that are slower behind them, and hidden
-//! rows that are copied for a draft. So nothing is copied either, as long as no probe is near. A probe begins when the ledger
-//! could bear what the last one cost, and half of what may be lost would still be there: for what no ledger sees.
+//! A cycle of `n` rows verifies `n - 1` drafted tokens. Let `a[j]` be the share of drafts whose position `j` was accepted,
+//! given that all earlier positions were. A cycle then yields `E(n) = 1 + sum over r < n of (a[1] .. a[r])` tokens on
+//! average. It pays if it takes less time than as many plain steps: `gain(n) = E(n) * t1 / t(n)`. Times include expert reads.
+//! The time of a width that was never tried is estimated from its neighbours.
+//!
+//! The balance of time saved contains every cost that plain decoding does not have: cycles, slower steps after them, and
+//! copying hidden rows for a draft. Hidden rows are therefore copied only when a probe is near. A probe starts when the
+//! budget covers the cost of the last one and half of the allowed loss remains. That half is for costs that are not measured.
 
-/// Widths that are tried: rows of a verify, the token that is certain among them.
+/// Widths to try: rows per verify, including the row of the last sampled token.
 const WIDTHS: [usize; 8] = [2, 3, 4, 5, 6, 8, 12, 16];
-/// The share of the time that may be lost, and the part of it that may be lost to probes.
-const ALLOWANCE: f64 = 0.02;
-const PROBES: f64 = 0.01;
-/// The gain from which on speculating is worth going on with.
-const MARGIN: f64 = 1.05;
-/// Plain steps before the first decision, and to measure a plain step anew.
-const CALIBRATION: u32 = 8;
-/// Right and tried in each place, before anything is known: hopeful enough to be tried.
-const HOPE: [f64; 2] = [1.4, 2.0];
-/// Cycles of a probe. In the first the draft reads what it has missed, so only the verify's time is a measure.
-const PROBE: u32 = 3;
-/// A probe is over when two cycles gained no more than this, or the first would not have with a draft that takes no time.
-const HOPELESS: f64 = 0.75;
-/// Plain steps behind a cycle that are held against those before it: caches are turning over.
-const BEHIND: u32 = 8;
-/// Tokens before a probe from which on the draft follows the model: enough to know where it is.
-const LEAD: u64 = 64;
-/// A row more than measured costs this share of a plain step, until it is measured.
-const ROW: f64 = 0.15;
-/// Tokens between probes: the least, the most.
+/// Share of the time that speculation may lose.
+const MAX_LOSS: f64 = 0.02;
+/// Share of the time that probes may lose.
+const MAX_PROBE_LOSS: f64 = 0.01;
+/// A probe must reach this gain for speculation to start.
+const MIN_START_GAIN: f64 = 1.05;
+/// Plain steps to measure, before the first decision and again later.
+const CALIBRATION_STEPS: u32 = 8;
+/// Accepted and verified drafts per position before any measurement: optimistic enough to start a probe.
+const PRIOR: [f64; 2] = [1.4, 2.0];
+/// Cycles per probe. In the first one the draft catches up with the sequence, so only its verify is measured.
+const PROBE_CYCLES: u32 = 3;
+/// A probe ends early if two cycles gain no more than this, or if the first would not even with a draft that takes no time.
+const HOPELESS_GAIN: f64 = 0.75;
+/// Plain steps after a cycle whose extra time counts as its cost, since the cycle has displaced cached experts.
+const AFTERMATH_STEPS: u32 = 8;
+/// Tokens before a probe during which hidden rows are copied, so that the draft has context.
+const OBSERVE_LEAD: u64 = 64;
+/// Estimated cost of an additional row, as a share of a plain step.
+const ROW_COST: f64 = 0.15;
+/// Fewest and most tokens between probes.
 const BACKOFF: [u64; 2] = [32, 2048];
-/// After so many cycles plain steps are measured again; after so many a neighbouring width is tried.
-const RECALIBRATE: u32 = 64;
-const NEIGHBOUR: u32 = 16;
+/// Cycles after which plain steps are measured again.
+const RECALIBRATE_CYCLES: u32 = 64;
+/// Cycles after which a neighbouring width is tried.
+const NEIGHBOUR_CYCLES: u32 = 16;
 
-/// The operator's choice.
+/// When to use drafts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Speculate {
-    /// As long as it pays.
+pub enum DraftPolicy {
+    /// While it saves time.
     #[default]
     Auto,
     Off,
-    /// At the full width whatever it costs, for tests and measurements.
+    /// Always, with the most rows. For tests and measurements.
     Force,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
-    /// Plain steps are measured; then on to this.
+enum ControllerState {
+    /// Measures plain steps, then continues as before.
     Calibrate {
         left: u32,
         speculating: bool,
@@ -70,276 +74,295 @@ enum Mode {
     },
 }
 
-/// Decides each step's width. Knows times and counts, no clock and no model.
+/// Decides how many rows each step has. It is given times and counts, and uses no clock and no model.
 #[derive(Debug, Clone)]
-pub struct Controller {
-    setting: Speculate,
-    /// The most rows.
-    cap: usize,
-    mode: Mode,
-    /// Seconds of a plain step; of the first two after a cycle nothing is learned. And what they were before that.
-    plain: Option<f64>,
-    before: Option<f64>,
-    fresh: u32,
-    /// Seconds of a cycle, by the index of its width; of the last one without its draft.
-    cycles: [Option<f64>; WIDTHS.len()],
-    verify: f64,
-    /// Accepted and tried, by place, older cycles counting less.
-    accepted: [[f64; 2]; 15],
-    /// Seconds saved and seconds in all.
+pub struct SpeculationController {
+    mode: DraftPolicy,
+    /// Most rows per verify.
+    max_rows: usize,
+    state: ControllerState,
+    /// Mean seconds of a plain step. The first two steps after a cycle do not count.
+    plain_seconds: Option<f64>,
+    /// The same before the last cycle.
+    plain_before_cycle: Option<f64>,
+    steps_since_cycle: u32,
+    /// Mean seconds of a cycle, by index into [`WIDTHS`].
+    cycle_seconds: [Option<f64>; WIDTHS.len()],
+    /// Seconds of the last cycle without its draft.
+    verify_seconds: f64,
+    /// Accepted and verified drafts, by position. Older cycles count less.
+    acceptance: [[f64; 2]; 15],
+    /// Balance of seconds saved. Negative if speculation has cost time.
     saved: f64,
+    /// All seconds.
     total: f64,
-    /// What had been saved when a probe began, until it is known what it cost; and what the last one cost.
-    probed: Option<f64>,
-    dear: f64,
+    /// `saved` when the last probe started, until the probe's cost is known.
+    saved_before_probe: Option<f64>,
+    /// Seconds that the last failed probe cost.
+    last_probe_cost: f64,
     tokens: u64,
     next_probe: u64,
     backoff: u64,
-    /// Alternates where a neighbouring width is looked for.
-    wider: bool,
+    /// Whether the next neighbouring width to try is the wider one. Alternates.
+    try_wider: bool,
 }
 
-impl Controller {
-    /// At most `drafts` tokens are drafted at a time.
-    pub fn new(setting: Speculate, drafts: usize) -> Self {
+impl SpeculationController {
+    /// A controller for drafts of at most `drafts` tokens.
+    pub fn new(mode: DraftPolicy, drafts: usize) -> Self {
         Self {
-            setting,
-            cap: (drafts + 1).clamp(1, WIDTHS[WIDTHS.len() - 1]),
-            mode: Mode::Calibrate { left: CALIBRATION, speculating: false },
-            plain: None,
-            before: None,
-            fresh: 0,
-            cycles: [None; WIDTHS.len()],
-            verify: 0.0,
-            accepted: [HOPE; 15],
+            mode,
+            max_rows: (drafts + 1).clamp(1, WIDTHS[WIDTHS.len() - 1]),
+            state: ControllerState::Calibrate { left: CALIBRATION_STEPS, speculating: false },
+            plain_seconds: None,
+            plain_before_cycle: None,
+            steps_since_cycle: 0,
+            cycle_seconds: [None; WIDTHS.len()],
+            verify_seconds: 0.0,
+            acceptance: [PRIOR; 15],
             saved: 0.0,
             total: 0.0,
-            probed: None,
-            dear: 0.0,
+            saved_before_probe: None,
+            last_probe_cost: 0.0,
             tokens: 0,
             next_probe: 16,
             backoff: BACKOFF[0],
-            wider: false,
+            try_wider: false,
         }
     }
 
-    /// Rows of the next step: 1 is a plain one.
-    pub fn rows(&mut self) -> usize {
-        match self.setting {
-            Speculate::Off => return 1,
-            Speculate::Force => return self.cap,
-            Speculate::Auto if self.cap < 2 => return 1,
-            Speculate::Auto => {}
+    /// Rows of the next step. 1 is a plain step.
+    pub fn next_rows(&mut self) -> usize {
+        match self.mode {
+            DraftPolicy::Off => return 1,
+            DraftPolicy::Force => return self.max_rows,
+            DraftPolicy::Auto if self.max_rows < 2 => return 1,
+            DraftPolicy::Auto => {}
         }
-        if let Mode::Calibrate { left: 0, speculating } = self.mode {
-            self.mode = if speculating { Mode::Speculating { cycles: 1 } } else { Mode::Plain };
+        if let ControllerState::Calibrate { left: 0, speculating } = self.state {
+            self.state = if speculating { ControllerState::Speculating { cycles: 1 } } else { ControllerState::Plain };
         }
-        let mode = self.mode;
-        match mode {
-            Mode::Calibrate { .. } => 1,
-            Mode::Plain => self.probe(),
-            Mode::Probe { left, rows } if left == 0 || self.is_hopeless(left, rows) => match self.best(true) {
-                Some((gain, rows)) if gain > MARGIN => {
-                    self.mode = Mode::Speculating { cycles: 0 };
-                    (self.probed, self.dear) = (None, 0.0);
-                    self.backoff = BACKOFF[0];
-                    rows
+        let state = self.state;
+        match state {
+            ControllerState::Calibrate { .. } => 1,
+            ControllerState::Plain => self.start_probe(),
+            ControllerState::Probe { left, rows } if left == 0 || self.is_hopeless(left, rows) => {
+                match self.best_width(true) {
+                    Some((gain, rows)) if gain > MIN_START_GAIN => {
+                        self.state = ControllerState::Speculating { cycles: 0 };
+                        (self.saved_before_probe, self.last_probe_cost) = (None, 0.0);
+                        self.backoff = BACKOFF[0];
+                        rows
+                    }
+                    _ => self.stop(2 * self.backoff),
                 }
-                _ => self.rest(2 * self.backoff),
-            },
-            Mode::Probe { rows, .. } => rows,
-            Mode::Speculating { cycles } => match self.best(true) {
-                Some((gain, rows)) if gain >= 1.0 && self.allowed(ALLOWANCE) >= 0.0 => {
-                    if cycles > 0 && cycles.is_multiple_of(RECALIBRATE) {
-                        self.mode = Mode::Calibrate { left: CALIBRATION, speculating: true };
+            }
+            ControllerState::Probe { rows, .. } => rows,
+            ControllerState::Speculating { cycles } => match self.best_width(true) {
+                Some((gain, rows)) if gain >= 1.0 && self.budget(MAX_LOSS) >= 0.0 => {
+                    if cycles > 0 && cycles.is_multiple_of(RECALIBRATE_CYCLES) {
+                        self.state = ControllerState::Calibrate { left: CALIBRATION_STEPS, speculating: true };
                         return 1;
                     }
-                    if cycles > 0 && cycles.is_multiple_of(NEIGHBOUR) { self.neighbour(rows) } else { rows }
+                    if cycles > 0 && cycles.is_multiple_of(NEIGHBOUR_CYCLES) {
+                        self.neighbour_width(rows)
+                    } else {
+                        rows
+                    }
                 }
-                _ => self.rest(2 * BACKOFF[0]),
+                _ => self.stop(2 * BACKOFF[0]),
             },
         }
     }
 
-    /// The name of the mode, as metrics have it.
-    pub fn state(&self) -> &'static str {
-        match self.mode {
-            Mode::Calibrate { .. } => "calibrate",
-            Mode::Plain => "plain",
-            Mode::Probe { .. } => "probe",
-            Mode::Speculating { .. } => "speculate",
+    /// The name of the state, as metrics have it.
+    pub fn state_name(&self) -> &'static str {
+        match self.state {
+            ControllerState::Calibrate { .. } => "calibrate",
+            ControllerState::Plain => "plain",
+            ControllerState::Probe { .. } => "probe",
+            ControllerState::Speculating { .. } => "speculate",
         }
     }
 
-    /// True if a draft should follow the model: it may be asked soon.
-    pub fn follows(&self) -> bool {
-        match self.setting {
-            Speculate::Off => false,
-            Speculate::Force => true,
-            Speculate::Auto => {
-                self.mode != Mode::Plain || self.tokens + LEAD >= self.next_probe && self.allowed(PROBES) > 0.0
+    /// Whether to copy hidden rows for the draft, because it may be used soon.
+    pub fn wants_hidden_rows(&self) -> bool {
+        match self.mode {
+            DraftPolicy::Off => false,
+            DraftPolicy::Force => true,
+            DraftPolicy::Auto => {
+                self.state != ControllerState::Plain
+                    || self.tokens + OBSERVE_LEAD >= self.next_probe && self.budget(MAX_PROBE_LOSS) > 0.0
             }
         }
     }
 
-    /// A part of a prompt took so long, and following it for a draft that much more: free as far as the prompt's time allows.
-    pub fn prompted(&mut self, seconds: f64, following: f64) {
-        self.saved -= (following - ALLOWANCE * seconds).max(0.0);
+    /// Records a chunk of a prompt, and the seconds spent on its hidden rows. They are free up to [`MAX_LOSS`] of the chunk.
+    pub fn record_prompt(&mut self, seconds: f64, observing: f64) {
+        self.saved -= (observing - MAX_LOSS * seconds).max(0.0);
     }
 
-    /// A plain step took so long, and following it for a draft that much more.
-    pub fn plain(&mut self, seconds: f64, following: f64) {
-        self.total += seconds + following;
-        self.saved -= following;
+    /// Records a plain step, and the seconds spent on its hidden rows.
+    pub fn record_plain(&mut self, seconds: f64, observing: f64) {
+        self.total += seconds + observing;
+        self.saved -= observing;
         self.tokens += 1;
-        self.fresh += 1;
-        // A step that waited for something else is no measure.
-        let beyond = |mean: f64| seconds.min(3.0 * mean) - mean;
-        // The first behind a cycle pay for it.
-        if let Some(mean) = self.before.filter(|_| self.fresh <= BEHIND) {
-            self.saved -= beyond(mean);
+        self.steps_since_cycle += 1;
+        // Limits outliers: such a step waited for something else.
+        let excess = |mean: f64| seconds.min(3.0 * mean) - mean;
+        // The cycle pays for slower steps after it.
+        if let Some(mean) = self.plain_before_cycle.filter(|_| self.steps_since_cycle <= AFTERMATH_STEPS) {
+            self.saved -= excess(mean);
         }
-        if self.fresh > 2 {
-            self.plain = Some(self.plain.map_or(seconds, |mean| mean + 0.1 * beyond(mean)));
+        if self.steps_since_cycle > 2 {
+            self.plain_seconds = Some(self.plain_seconds.map_or(seconds, |mean| mean + 0.1 * excess(mean)));
         }
-        if let Some(saved) = self.probed.take_if(|_| self.mode == Mode::Plain && self.fresh >= BEHIND) {
-            self.dear = saved - self.saved;
+        if let Some(saved) = self
+            .saved_before_probe
+            .take_if(|_| self.state == ControllerState::Plain && self.steps_since_cycle >= AFTERMATH_STEPS)
+        {
+            self.last_probe_cost = saved - self.saved;
         }
-        if let Mode::Calibrate { left, .. } = &mut self.mode {
+        if let ControllerState::Calibrate { left, .. } = &mut self.state {
             *left = left.saturating_sub(1);
         }
     }
 
-    /// A cycle verified `drafted` tokens, of which the first `accepted` were right, in so long, of which `drafting` until they
-    /// were drafted. Returns the seconds that it saved, or, below zero, lost.
-    pub fn cycle(&mut self, drafted: usize, accepted: usize, seconds: f64, drafting: f64) -> f64 {
+    /// Records a cycle: the drafted and accepted tokens, its seconds, and how many of those the draft took. Returns the seconds
+    /// saved, which are negative for a loss.
+    pub fn record_cycle(&mut self, drafted: usize, accepted: usize, seconds: f64, drafting: f64) -> f64 {
         let committed = accepted as u64 + 1;
         self.total += seconds;
         self.tokens += committed;
-        (self.fresh, self.before, self.verify) = (0, self.plain, seconds - drafting);
-        let saved = self.plain.map_or(0.0, |plain| committed as f64 * plain - seconds);
+        (self.steps_since_cycle, self.plain_before_cycle, self.verify_seconds) =
+            (0, self.plain_seconds, seconds - drafting);
+        let saved = self.plain_seconds.map_or(0.0, |plain| committed as f64 * plain - seconds);
         self.saved += saved;
-        let first = matches!(self.mode, Mode::Probe { left: PROBE, .. });
+        let first = matches!(self.state, ControllerState::Probe { left: PROBE_CYCLES, .. });
         if let Some(index) = WIDTHS.iter().position(|&rows| rows > drafted).filter(|_| !first) {
-            let mean = &mut self.cycles[index];
+            let mean = &mut self.cycle_seconds[index];
             *mean = Some(mean.map_or(seconds, |mean| mean + 0.2 * (seconds - mean)));
         }
-        for (place, [right, tried]) in self.accepted.iter_mut().enumerate().take(drafted.min(accepted + 1)) {
-            *right = *right * 0.95 + f64::from(u8::from(place < accepted));
+        for (position, [right, tried]) in self.acceptance.iter_mut().enumerate().take(drafted.min(accepted + 1)) {
+            *right = *right * 0.95 + f64::from(u8::from(position < accepted));
             *tried = *tried * 0.95 + 1.0;
         }
-        match &mut self.mode {
-            Mode::Probe { left, .. } => *left = left.saturating_sub(1),
-            Mode::Speculating { cycles } => *cycles += 1,
-            Mode::Calibrate { .. } | Mode::Plain => {}
+        match &mut self.state {
+            ControllerState::Probe { left, .. } => *left = left.saturating_sub(1),
+            ControllerState::Speculating { cycles } => *cycles += 1,
+            ControllerState::Calibrate { .. } | ControllerState::Plain => {}
         }
         saved
     }
 
-    /// Tokens that a cycle commits in the mean.
-    fn expected(&self, rows: usize) -> f64 {
+    /// Mean tokens per cycle.
+    fn expected_tokens(&self, rows: usize) -> f64 {
         let mut all = 1.0;
-        self.accepted.iter().take(rows - 1).fold(1.0, |sum, [right, tried]| {
+        self.acceptance.iter().take(rows - 1).fold(1.0, |sum, [right, tried]| {
             all *= right / tried;
             sum + all
         })
     }
 
-    /// Seconds of a cycle, measured or guessed.
-    fn seconds(&self, index: usize) -> Option<f64> {
-        if let Some(measured) = self.cycles[index] {
+    /// Seconds of a cycle, measured or estimated from its neighbours.
+    fn estimate_seconds(&self, index: usize) -> Option<f64> {
+        if let Some(measured) = self.cycle_seconds[index] {
             return Some(measured);
         }
-        let plain = self.plain?;
-        let tried = |index: usize| Some((WIDTHS[index], self.cycles[index]?));
+        let plain = self.plain_seconds?;
+        let tried = |index: usize| Some((WIDTHS[index], self.cycle_seconds[index]?));
         let (rows, seconds) = (0..index).rev().find_map(tried).unwrap_or((1, plain));
         let row = match (index + 1..WIDTHS.len()).find_map(tried) {
             Some((wider, dearer)) => (dearer - seconds).max(0.0) / (wider - rows) as f64,
-            None => ROW * plain,
+            None => ROW_COST * plain,
         };
         Some(seconds + row * (WIDTHS[index] - rows) as f64)
     }
 
-    /// The best gain and its width, of those that were measured or of all.
-    fn best(&self, measured: bool) -> Option<(f64, usize)> {
-        let plain = self.plain?;
+    /// The best gain and its width, of the measured widths or of all.
+    fn best_width(&self, measured: bool) -> Option<(f64, usize)> {
+        let plain = self.plain_seconds?;
         let widths = WIDTHS
             .iter()
             .enumerate()
-            .filter(|&(index, &rows)| rows <= self.cap && (!measured || self.cycles[index].is_some()));
+            .filter(|&(index, &rows)| rows <= self.max_rows && (!measured || self.cycle_seconds[index].is_some()));
         widths
-            .filter_map(|(index, &rows)| Some((self.expected(rows) * plain / self.seconds(index)?, rows)))
+            .filter_map(|(index, &rows)| {
+                Some((self.expected_tokens(rows) * plain / self.estimate_seconds(index)?, rows))
+            })
             .max_by(|a, b| a.0.total_cmp(&b.0))
     }
 
-    /// Begins a probe if one is due, promises something, and can be paid for.
-    fn probe(&mut self) -> usize {
+    /// Starts a probe if one is due, its expected gain is at least 1, and the budget covers it.
+    fn start_probe(&mut self) -> usize {
         if self.tokens < self.next_probe {
             return 1;
         }
-        let (Some(plain), Some((gain, rows))) = (self.plain, self.best(false)) else { return 1 };
+        let (Some(plain), Some((gain, rows))) = (self.plain_seconds, self.best_width(false)) else { return 1 };
         let index = WIDTHS.iter().position(|&width| width == rows).unwrap_or(0);
-        let cost = self.seconds(index).map_or(f64::INFINITY, |seconds| 2.0 * (seconds - plain));
-        let missing = cost.max(self.dear) - self.allowed(PROBES);
+        let cost = self.estimate_seconds(index).map_or(f64::INFINITY, |seconds| 2.0 * (seconds - plain));
+        let missing = cost.max(self.last_probe_cost) - self.budget(MAX_PROBE_LOSS);
         if gain < 1.0 || missing > 0.0 {
             if gain < 1.0 {
-                // Old counts fade, and old times: texts change, and caches.
+                // Old measurements fade towards the prior, since texts and cache contents change.
                 self.backoff = (2 * self.backoff).min(BACKOFF[1]);
-                self.accepted.iter_mut().for_each(|[right, tried]| {
-                    (*right, *tried) = (0.75 * *right + 0.25 * HOPE[0], 0.75 * *tried + 0.25 * HOPE[1]);
+                self.acceptance.iter_mut().for_each(|[right, tried]| {
+                    (*right, *tried) = (0.75 * *right + 0.25 * PRIOR[0], 0.75 * *tried + 0.25 * PRIOR[1]);
                 });
-                for (seconds, rows) in self.cycles.iter_mut().zip(WIDTHS) {
-                    let hope = plain * (1.0 + ROW * (rows - 1) as f64);
-                    *seconds = seconds.map(|seconds| 0.75 * seconds + 0.25 * hope);
+                for (seconds, rows) in self.cycle_seconds.iter_mut().zip(WIDTHS) {
+                    let prior = plain * (1.0 + ROW_COST * (rows - 1) as f64);
+                    *seconds = seconds.map(|seconds| 0.75 * seconds + 0.25 * prior);
                 }
             }
-            // Plain steps earn what is missing.
-            let tokens = missing.max(0.0) / (PROBES * plain);
+            // Waits until plain steps have earned the missing budget.
+            let tokens = missing.max(0.0) / (MAX_PROBE_LOSS * plain);
             self.next_probe = self.tokens + self.backoff.max(tokens.min(BACKOFF[1] as f64) as u64);
             return 1;
         }
-        self.mode = Mode::Probe { left: PROBE, rows };
-        self.probed = Some(self.saved);
+        self.state = ControllerState::Probe { left: PROBE_CYCLES, rows };
+        self.saved_before_probe = Some(self.saved);
         rows
     }
 
-    /// Seconds that may be lost now: a share of what plain decoding would have taken so far.
-    fn allowed(&self, share: f64) -> f64 {
+    /// Seconds that may be lost now: `share` of what plain decoding would have taken so far, plus the balance.
+    fn budget(&self, share: f64) -> f64 {
         self.saved + share * (self.total + self.saved)
     }
 
-    /// One or two cycles of a probe are enough to see that it does not pay, if they cost so much.
+    /// Whether the first one or two cycles of a probe already show that speculation does not pay.
     fn is_hopeless(&mut self, left: u32, rows: usize) -> bool {
-        match PROBE - left {
+        match PROBE_CYCLES - left {
             1 => {
-                let gain = self.plain.map_or(0.0, |plain| self.expected(rows) * plain / self.verify);
-                if let Some(index) = WIDTHS.iter().position(|&width| width == rows).filter(|_| gain < HOPELESS) {
-                    // It takes as long at least.
-                    self.cycles[index].get_or_insert(self.verify);
+                let gain =
+                    self.plain_seconds.map_or(0.0, |plain| self.expected_tokens(rows) * plain / self.verify_seconds);
+                if let Some(index) = WIDTHS.iter().position(|&width| width == rows).filter(|_| gain < HOPELESS_GAIN) {
+                    // A lower bound, since the draft's time is missing.
+                    self.cycle_seconds[index].get_or_insert(self.verify_seconds);
                 }
-                gain < HOPELESS
+                gain < HOPELESS_GAIN
             }
-            2 => self.best(true).is_none_or(|(gain, _)| gain < HOPELESS),
+            2 => self.best_width(true).is_none_or(|(gain, _)| gain < HOPELESS_GAIN),
             _ => false,
         }
     }
 
-    /// Goes on without speculating, for so many tokens at least.
-    fn rest(&mut self, tokens: u64) -> usize {
+    /// Stops speculating for at least `tokens` tokens. Returns the rows of a plain step.
+    fn stop(&mut self, tokens: u64) -> usize {
         self.backoff = tokens.min(BACKOFF[1]);
         self.next_probe = self.tokens + self.backoff;
-        self.mode = Mode::Plain;
+        self.state = ControllerState::Plain;
         1
     }
 
-    /// A width beside this one.
-    fn neighbour(&mut self, rows: usize) -> usize {
-        self.wider = !self.wider;
+    /// The next wider or narrower width, in turn.
+    fn neighbour_width(&mut self, rows: usize) -> usize {
+        self.try_wider = !self.try_wider;
         let index = WIDTHS.iter().position(|&width| width == rows).unwrap_or(0);
-        let other = if self.wider { index + 1 } else { index.saturating_sub(1) };
-        WIDTHS.get(other).copied().filter(|&width| width <= self.cap).unwrap_or(rows)
+        let other = if self.try_wider { index + 1 } else { index.saturating_sub(1) };
+        WIDTHS.get(other).copied().filter(|&width| width <= self.max_rows).unwrap_or(rows)
     }
 }
 
 #[cfg(test)]
+#[path = "controller_tests.rs"]
 mod tests;

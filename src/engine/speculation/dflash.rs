@@ -1,131 +1,135 @@
-//! DFlash as a draft: it follows the model's hidden rows, and proposes a block at a time.
+//! DflashModel drafts: a small network reads the model's hidden rows and proposes a block of tokens in one pass.
 
-use super::{Draft, Kind, Outlook, Sequence, trail::Trail};
+use super::{
+    draft::{Draft, DraftKind, TokenHistory},
+    draft_sampler::DraftSampler,
+    hidden_history::HiddenHistory,
+};
 use crate::{
     error::ModelError,
     model::{DflashModel, HiddenTaps, Qwen, QwenState, VERIFY_ROWS},
 };
 
-/// Positions whose hidden rows wait to become context, at most. A model that answers without drafts leaves them behind with
-/// every token; of a long answer only the last are worth the time.
-const WAITING: usize = 64;
+/// Most decoded positions whose hidden rows wait to be appended to the draft's context. A model that decodes without drafts
+/// adds one per token; of a long answer only the last ones are worth the time.
+const MAX_WAITING: usize = 64;
 
-pub struct Dflash {
-    draft: DflashModel,
-    /// Hidden rows of the last positions, not yet context.
-    waiting: Trail,
-    /// The tokens of the sequence that drafts were last proposed for. Conversations go back to a checkpoint at every turn:
-    /// the context in front of it is still the draft's, as far as the tokens are the same.
+pub struct DflashDraft {
+    network: DflashModel,
+    /// Hidden rows of the last positions, not yet appended to the draft's context.
+    waiting: HiddenHistory,
+    /// The tokens of the sequence that the last draft was for. A conversation returns to a snapshot at every turn. The
+    /// draft's context before it stays valid as far as the tokens are the same.
     known: Vec<u32>,
-    begun: Begun,
-    /// An error of [`Draft::follow`], which cannot report it.
-    failed: Option<ModelError>,
+    unverified: Unverified,
+    /// An error of [`Draft::observe`], which cannot return it.
+    error: Option<ModelError>,
 }
 
-/// A sequence that is not known to go on from the last one.
+/// Whether the draft's context may belong to another sequence, because a new one has started since the last draft.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Begun {
+enum Unverified {
     No,
-    /// Nothing of it has been followed.
-    Now,
-    /// It has been followed from this position on.
-    At(usize),
+    /// A sequence has started, and no row of it was observed.
+    Started,
+    /// Rows from this position on are the sequence's. Earlier context may belong to another one.
+    Before(usize),
 }
 
-impl Dflash {
-    pub fn new(draft: DflashModel) -> Self {
-        let waiting = Trail::new(draft.config().features(), WAITING);
-        Self { draft, waiting, known: Vec::new(), begun: Begun::No, failed: None }
+impl DflashDraft {
+    pub fn new(network: DflashModel) -> Self {
+        let waiting = HiddenHistory::new(network.config().features(), MAX_WAITING);
+        Self { network, waiting, known: Vec::new(), unverified: Unverified::No, error: None }
     }
 
-    /// Forgets context in front of a sequence's beginning that turns out to be another's.
-    fn recognise(&mut self, seen: &[u32]) {
-        let same = self.known.iter().zip(seen).take_while(|(a, b)| a == b).count();
-        match std::mem::replace(&mut self.begun, Begun::No) {
-            Begun::At(first) if same < first => self.draft.forget(same..first),
+    /// Compares the sequence with the one before, and removes context that belongs to other tokens.
+    fn drop_foreign_context(&mut self, evaluated: &[u32]) {
+        let same = self.known.iter().zip(evaluated).take_while(|(a, b)| a == b).count();
+        match std::mem::replace(&mut self.unverified, Unverified::No) {
+            Unverified::Before(first) if same < first => self.network.forget(same..first),
             _ => {}
         }
         self.known.truncate(same);
-        self.known.extend_from_slice(&seen[same..]);
+        self.known.extend_from_slice(&evaluated[same..]);
     }
 
-    /// Makes the waiting rows context.
+    /// Appends the waiting rows to the draft's context.
     fn flush(&mut self) -> Result<(), ModelError> {
         let first = self.waiting.first();
         if first < self.waiting.end() {
-            self.draft.append(first, self.waiting.since(first))?;
+            self.network.append(first, self.waiting.since(first))?;
             self.waiting.clear();
         }
         Ok(())
     }
 }
 
-impl Draft<Qwen> for Dflash {
-    fn kind(&self) -> Kind {
-        Kind::Dflash
+impl Draft<Qwen> for DflashDraft {
+    fn kind(&self) -> DraftKind {
+        DraftKind::Dflash
     }
 
     fn taps(&self) -> HiddenTaps {
-        // A prompt's every row is context.
-        HiddenTaps { layers: self.draft.config().taps.clone(), rows: usize::MAX }
+        // Every row of a prompt is context.
+        HiddenTaps { layers: self.network.config().taps.clone(), rows: usize::MAX }
     }
 
     fn start(&mut self) {
-        // Of a sequence that nothing was proposed for, the tokens are not known.
-        if let Begun::At(first) = self.begun {
-            self.draft.truncate(first);
+        // No draft was made since the last start, so the tokens of these rows are unknown.
+        if let Unverified::Before(first) = self.unverified {
+            self.network.truncate(first);
         }
         self.waiting.clear();
-        self.begun = Begun::Now;
+        self.unverified = Unverified::Started;
     }
 
-    fn follow(&mut self, len: usize, hidden: &[f32]) {
-        let rows = hidden.len() / self.draft.config().features();
+    fn observe(&mut self, len: usize, hidden: &[f32]) {
+        let rows = hidden.len() / self.network.config().features();
         let first = len - rows;
-        if self.begun == Begun::Now {
-            self.begun = Begun::At(first);
-            self.draft.truncate(first);
+        if self.unverified == Unverified::Started {
+            self.unverified = Unverified::Before(first);
+            self.network.truncate(first);
         }
         let mut done = Ok(());
         if first != self.waiting.end() || rows > VERIFY_ROWS {
             done = self.flush();
         }
         if rows > VERIFY_ROWS {
-            // A prompt's rows are too many to keep.
-            done = done.and_then(|()| self.draft.append(first, hidden));
+            // The rows of a prompt are too many to keep.
+            done = done.and_then(|()| self.network.append(first, hidden));
         } else {
-            self.waiting.follow(len, hidden);
+            self.waiting.append(len, hidden);
         }
-        self.failed = self.failed.take().or(done.err());
+        self.error = self.error.take().or(done.err());
     }
 
     fn propose(
         &mut self,
         model: &mut Qwen,
         _: &mut QwenState,
-        sequence: Sequence<'_>,
-        most: usize,
-        outlook: &mut Outlook<'_>,
+        history: TokenHistory<'_>,
+        max: usize,
+        sampler: &mut DraftSampler<'_>,
         out: &mut Vec<u32>,
     ) -> Result<(), ModelError> {
-        if let Some(error) = self.failed.take() {
+        if let Some(error) = self.error.take() {
             return Err(error);
         }
         self.flush()?;
-        self.recognise(sequence.seen);
-        let (hidden, config) = (model.config().hidden, self.draft.config());
-        let rows = (most + 1).min(config.block).min(VERIFY_ROWS);
-        if self.draft.len() != sequence.seen.len() || rows < 2 {
+        self.drop_foreign_context(history.evaluated);
+        let (hidden, config) = (model.config().hidden, self.network.config());
+        let rows = (max + 1).min(config.block).min(VERIFY_ROWS);
+        if self.network.len() != history.evaluated.len() || rows < 2 {
             return Ok(());
         }
         let mut block = vec![config.mask; rows];
-        block[0] = sequence.last;
-        let block = self.draft.block(&model.embedding(&block)?)?;
+        block[0] = history.last;
+        let block = self.network.block(&model.embedding(&block)?)?;
         let mut logits = model.score(&block[hidden..])?;
-        let mut before = sequence.last;
+        let mut before = history.last;
         for (row, logits) in block[hidden..].chunks_exact(hidden).zip(logits.data.chunks_exact_mut(logits.vocab)) {
-            self.draft.score(before, row, logits)?;
-            let Some(id) = outlook.draw(logits) else { break };
+            self.network.score(before, row, logits)?;
+            let Some(id) = sampler.draw(logits) else { break };
             out.push(id);
             before = id;
         }
@@ -151,39 +155,39 @@ mod tests {
         Qwen::load(&dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap()
     }
 
-    fn draft(target: &Qwen) -> Dflash {
+    fn draft(target: &Qwen) -> DflashDraft {
         let surveyed = DflashCheckpoint::new(&Path::new(FIXTURES).join("draft"), target.config()).unwrap();
-        Dflash::new(DflashModel::load(&surveyed, 64, target.compute()).unwrap())
+        DflashDraft::new(DflashModel::load(&surveyed, 64, target.compute()).unwrap())
     }
 
     #[test]
-    fn context_that_is_another_sequences_is_forgotten() {
+    fn context_of_another_sequence_is_dropped() {
         let target = target();
         let embedded = target.embedding(&[7, 90, 90, 90]).unwrap();
-        let width = draft(&target).draft.config().features();
+        let width = draft(&target).network.config().features();
         let hidden: Vec<f32> = (0..30 * width).map(|at| (at as f32 * 0.37).sin()).collect();
         let rows = |positions: Range<usize>| &hidden[positions.start * width..positions.end * width];
         let ids: Vec<u32> = (0..30).collect();
         let mut blocks = Vec::new();
-        // As many tokens of the two sequences are the same.
+        // The first `same` tokens of the two sequences are equal.
         for same in [5, 20] {
             let first: Vec<u32> = (0..20).map(|at| if at < same { at } else { 90 }).collect();
             let mut dflash = draft(&target);
-            // The second one goes on from a checkpoint, so its first twenty positions leave no rows.
+            // The second sequence starts from a snapshot, so its first twenty positions have no rows.
             for (ids, from) in [(&first, 0), (&ids, 20)] {
                 Draft::<Qwen>::start(&mut dflash);
-                Draft::<Qwen>::follow(&mut dflash, ids.len(), rows(from..ids.len()));
+                Draft::<Qwen>::observe(&mut dflash, ids.len(), rows(from..ids.len()));
                 dflash.flush().unwrap();
-                dflash.recognise(ids);
+                dflash.drop_foreign_context(ids);
             }
-            let mut expected = draft(&target).draft;
+            let mut expected = draft(&target).network;
             expected.append(0, rows(0..20)).unwrap();
             expected.truncate(same as usize);
             expected.append(20, rows(20..30)).unwrap();
-            let block = dflash.draft.block(&embedded).unwrap();
-            assert_eq!(block, expected.block(&embedded).unwrap(), "{same} tokens are the same");
+            let block = dflash.network.block(&embedded).unwrap();
+            assert_eq!(block, expected.block(&embedded).unwrap(), "{same} tokens are equal");
             blocks.push(block);
         }
-        assert_ne!(blocks[0], blocks[1], "the positions between are seen");
+        assert_ne!(blocks[0], blocks[1], "the positions between 5 and 20 matter");
     }
 }

@@ -1,79 +1,83 @@
-//! The seam for drafts: the trait of everything that proposes tokens.
+//! The [`Draft`] trait: a source of proposed tokens.
 
-use super::Outlook;
+use super::draft_sampler::DraftSampler;
 use crate::{
     error::ModelError,
     model::{HiddenTaps, Model},
 };
 
-/// A draft's kind, as metrics name it.
+/// The kind of a draft, as metrics name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum DraftKind {
     Lookup,
     Mtp,
     Model,
     Dflash,
 }
 
-impl Kind {
+impl DraftKind {
     pub fn name(self) -> &'static str {
         match self {
-            Kind::Lookup => "lookup",
-            Kind::Mtp => "mtp",
-            Kind::Model => "model",
-            Kind::Dflash => "dflash",
+            DraftKind::Lookup => "lookup",
+            DraftKind::Mtp => "mtp",
+            DraftKind::Model => "model",
+            DraftKind::Dflash => "dflash",
         }
     }
 }
 
-/// A sequence: the tokens that went through the model, and the one drawn from its last logits.
+/// The tokens of a sequence: those that the model has evaluated, and the one sampled from its last logits.
 #[derive(Debug, Clone, Copy)]
-pub struct Sequence<'a> {
-    pub seen: &'a [u32],
+pub struct TokenHistory<'a> {
+    pub evaluated: &'a [u32],
     pub last: u32,
 }
 
-impl Sequence<'_> {
-    /// The position behind the last token.
+impl TokenHistory<'_> {
+    /// The position after the last token.
     pub fn end(&self) -> usize {
-        self.seen.len() + 1
+        self.evaluated.len() + 1
     }
 
-    /// The token at a position; `None` behind the last.
+    /// The token at a position. `None` after the last one.
     pub fn get(&self, position: usize) -> Option<u32> {
-        self.seen.get(position).copied().or((position == self.seen.len()).then_some(self.last))
+        self.evaluated.get(position).copied().or((position == self.evaluated.len()).then_some(self.last))
     }
 }
 
-/// Proposes what a model `M` may say next. The model verifies each proposal, so a draft can be wrong, and never do harm; one
-/// that fails is not asked again.
+/// Proposes the tokens that model `M` may generate next.
+///
+/// The model verifies every proposal, so a wrong draft costs time but never changes an answer. A draft that returns an error
+/// is not used again.
 pub trait Draft<M: Model>: Send {
-    fn kind(&self) -> Kind;
+    fn kind(&self) -> DraftKind;
 
-    /// The hidden rows that it wants to follow.
+    /// The hidden rows of the model that this draft needs.
     fn taps(&self) -> HiddenTaps {
         HiddenTaps::default()
     }
 
-    /// A sequence begins that does not go on from the last one.
+    /// A new sequence starts that does not extend the last one.
     fn start(&mut self) {}
 
-    /// The sequence now has `len` tokens, and its last ones left the rows `hidden`: `[rows, layers, hidden]`, as
-    /// [`Draft::taps`] asked. Rows that were taken back are not shown. There may be a gap in front of them: what came out of
-    /// the prompt cache left none. Called after every pass, so it must cost next to nothing.
-    fn follow(&mut self, len: usize, hidden: &[f32]) {
+    /// Receives hidden rows of the model, `[rows, layers, hidden]` as [`Draft::taps`] requested.
+    ///
+    /// They belong to the last tokens of the sequence, which now has `len` tokens. Rows of rejected tokens are not included.
+    /// There can be a gap before them: tokens restored from the prompt cache have no rows. This runs after every forward
+    /// pass, so it must be cheap.
+    fn observe(&mut self, len: usize, hidden: &[f32]) {
         let _ = (len, hidden);
     }
 
-    /// Writes to `out` at most `most` tokens that may come behind `sequence`, whose state in `model` is afterwards what it was
-    /// before. `outlook` draws from a draft's logits as the sampler will from the model's.
+    /// Appends at most `max` proposed tokens to `out`. It must leave `state` as it found it. `sampler` samples from the
+    /// draft's logits the way the answer's sampler will sample from the model's.
     fn propose(
         &mut self,
         model: &mut M,
         state: &mut M::State,
-        sequence: Sequence<'_>,
-        most: usize,
-        outlook: &mut Outlook<'_>,
+        history: TokenHistory<'_>,
+        max: usize,
+        sampler: &mut DraftSampler<'_>,
         out: &mut Vec<u32>,
     ) -> Result<(), ModelError>;
 }
@@ -83,10 +87,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_token_stands_behind_those_that_were_seen() {
-        let sequence = Sequence { seen: &[7, 8, 9], last: 5 };
-        assert_eq!(sequence.end(), 4);
-        assert_eq!([0, 2, 3, 4, 5].map(|at| sequence.get(at)), [Some(7), Some(9), Some(5), None, None]);
-        assert_eq!((Sequence { seen: &[], last: 1 }.get(0), Sequence { seen: &[], last: 1 }.end()), (Some(1), 1));
+    fn history_ends_with_the_last_token() {
+        let history = TokenHistory { evaluated: &[7, 8, 9], last: 5 };
+        assert_eq!(history.end(), 4);
+        assert_eq!([0, 2, 3, 4, 5].map(|at| history.get(at)), [Some(7), Some(9), Some(5), None, None]);
+        let first = TokenHistory { evaluated: &[], last: 1 };
+        assert_eq!((first.get(0), first.end()), (Some(1), 1));
     }
 }

@@ -1,59 +1,64 @@
-//! Prompt lookup: what followed the last few tokens when they occurred before. Drafting costs nothing, so only the verify
-//! counts; it pays where an answer repeats its prompt, as edits of code and quotations do.
+//! Prompt-lookup drafts: the tokens that followed an earlier occurrence of the last few tokens.
+//!
+//! The draft itself costs nothing, only the verify does. It pays when an answer repeats its prompt, as code edits and
+//! quotations do.
 
-use super::{Draft, Kind, Outlook, Sequence};
+use super::{
+    draft::{Draft, DraftKind, TokenHistory},
+    draft_sampler::DraftSampler,
+};
 use crate::{error::ModelError, model::Model};
 
-/// The longest and the shortest run of tokens that is looked for.
-const LONGEST: usize = 4;
-const SHORTEST: usize = 2;
+/// Longest and shortest run of tokens to search for.
+const MAX_RUN: usize = 4;
+const MIN_RUN: usize = 2;
 
-/// Keeps nothing: a backward search of 100,000 tokens takes a tenth of a millisecond, and only when a draft is wanted.
+/// Has no index: a backward search of 100,000 tokens takes 0.1 ms, and runs only when a draft is wanted.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Lookup;
+pub struct LookupDraft;
 
-impl<M: Model> Draft<M> for Lookup {
-    fn kind(&self) -> Kind {
-        Kind::Lookup
+impl<M: Model> Draft<M> for LookupDraft {
+    fn kind(&self) -> DraftKind {
+        DraftKind::Lookup
     }
 
     fn propose(
         &mut self,
         _: &mut M,
         _: &mut M::State,
-        sequence: Sequence<'_>,
-        most: usize,
-        outlook: &mut Outlook<'_>,
+        history: TokenHistory<'_>,
+        max: usize,
+        sampler: &mut DraftSampler<'_>,
         out: &mut Vec<u32>,
     ) -> Result<(), ModelError> {
-        propose(sequence, most, out);
-        let possible = out.iter().take_while(|id| outlook.admits(**id)).count();
+        look_up(history, max, out);
+        let possible = out.iter().take_while(|id| sampler.admits(**id)).count();
         out.truncate(possible);
         Ok(())
     }
 }
 
-/// At most `most` tokens that followed the longest run that the sequence ends with and that it had before; of several
-/// occurrences, the last.
-fn propose(Sequence { seen, last }: Sequence<'_>, most: usize, out: &mut Vec<u32>) {
+/// Appends at most `max` tokens that followed an earlier occurrence of the longest run that `history` ends with. Of several
+/// occurrences, the latest counts.
+fn look_up(TokenHistory { evaluated, last }: TokenHistory<'_>, max: usize, out: &mut Vec<u32>) {
     let mut found = None;
-    let mut longest = SHORTEST - 1;
-    for (end, _) in seen.iter().enumerate().rev().filter(|(_, id)| **id == last) {
-        // `seen[..end]` and `seen` end alike in so many tokens, `last` comes behind both.
-        let alike = seen[..end].iter().rev().zip(seen.iter().rev()).take(LONGEST - 1).take_while(|(a, b)| a == b);
-        let run = 1 + alike.count();
+    let mut longest = MIN_RUN - 1;
+    for (end, _) in evaluated.iter().enumerate().rev().filter(|(_, id)| **id == last) {
+        // Compares the tokens before this occurrence of `last` with the tokens before the real one.
+        let pairs = evaluated[..end].iter().rev().zip(evaluated.iter().rev());
+        let run = 1 + pairs.take(MAX_RUN - 1).take_while(|(a, b)| a == b).count();
         if run > longest {
             (found, longest) = (Some(end + 1), run);
-            if run == LONGEST {
+            if run == MAX_RUN {
                 break;
             }
         }
     }
-    let Some(place) = found else { return };
-    // The tokens that followed may reach up to the present: then they repeat.
-    let period = seen.len() + 1 - place;
-    let at = |place: usize| seen.get(place).copied().unwrap_or(last);
-    out.extend((0..most).map(|index| at(place + index % period)));
+    let Some(start) = found else { return };
+    // If fewer than `max` tokens followed, they are repeated.
+    let period = evaluated.len() + 1 - start;
+    let token = |position: usize| evaluated.get(position).copied().unwrap_or(last);
+    out.extend((0..max).map(|index| token(start + index % period)));
 }
 
 #[cfg(test)]
@@ -61,18 +66,18 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn proposed(tokens: &[u32], most: usize) -> Vec<u32> {
+    fn proposed(tokens: &[u32], max: usize) -> Vec<u32> {
         let mut out = Vec::new();
-        if let Some((&last, seen)) = tokens.split_last() {
-            propose(Sequence { seen, last }, most, &mut out);
+        if let Some((&last, evaluated)) = tokens.split_last() {
+            look_up(TokenHistory { evaluated, last }, max, &mut out);
         }
         out
     }
 
     #[test]
-    fn what_followed_before_is_proposed() {
+    fn lookup_proposes_what_followed_before() {
         assert_eq!(proposed(&[1, 2, 3, 4, 5, 6, 2, 3], 3), [4, 5, 6]);
-        // The longer run counts, and of several occurrences the last.
+        // The longer run wins, then the later occurrence.
         assert_eq!(proposed(&[1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1), [7]);
         assert_eq!(proposed(&[2, 3, 7, 2, 3, 8, 2, 3], 1), [8]);
         assert!(proposed(&[1, 2, 3, 4], 4).is_empty());
@@ -80,20 +85,20 @@ mod tests {
     }
 
     #[test]
-    fn a_repetition_goes_round() {
+    fn lookup_repeats_a_short_continuation() {
         assert_eq!(proposed(&[5, 6, 5, 6, 5, 6], 4), [5, 6, 5, 6]);
         assert_eq!(proposed(&[7, 7, 7], 3), [7, 7, 7]);
     }
 
     proptest! {
         #[test]
-        fn it_is_the_longest_run_and_the_last(tokens in prop::collection::vec(0u32..4, 0..60)) {
+        fn lookup_finds_longest_latest_run(tokens in prop::collection::vec(0u32..4, 0..60)) {
             let runs = |length: usize| -> Option<usize> {
                 let from = tokens.len().checked_sub(length)?;
                 (0..from).rev().find(|&at| tokens[at..at + length] == tokens[from..]).map(|at| at + length)
             };
-            let place = (SHORTEST..=LONGEST).rev().find_map(runs);
-            let expected = place.map_or(Vec::new(), |place| tokens[place..].iter().copied().cycle().take(5).collect());
+            let start = (MIN_RUN..=MAX_RUN).rev().find_map(runs);
+            let expected = start.map_or(Vec::new(), |start| tokens[start..].iter().copied().cycle().take(5).collect());
             prop_assert_eq!(proposed(&tokens, 5), expected);
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::{
     chat::{Conversation, Speaker, message_ends},
-    engine::{Boundary, Departure},
+    engine::{Boundary, BoundaryKind},
     http::{
         errors::ApiError,
         layers::memory::{self, MemoryPermit},
@@ -118,11 +118,11 @@ impl LoadedModel {
     /// Positions where other prompts are likely to branch off from this one.
     pub fn boundaries(&self, ids: &[u32]) -> Vec<Boundary> {
         let ends = message_ends(&self.tokenizer, ids).into_iter();
-        let departure = |speaker| match speaker {
-            Speaker::System => Departure::System,
-            Speaker::User => Departure::Query,
-            Speaker::Other => Departure::Message,
+        let kind = |speaker| match speaker {
+            Speaker::System => BoundaryKind::System,
+            Speaker::User => BoundaryKind::Query,
+            Speaker::Other => BoundaryKind::Message,
         };
-        ends.map(|(at, speaker)| Boundary { at, departure: departure(speaker) }).collect()
+        ends.map(|(at, speaker)| Boundary { at, kind: kind(speaker) }).collect()
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::{
     chat::grammar::{AllowedTools, ContentFormat, FormatError, NextTokens, OutputFormat, TokenConstraint, any_object},
-    engine::{Allowed, Constraint},
+    engine::{Constraint, TokenMask},
     http::{
         errors::ApiError,
         layers::memory::MemoryPermit,
@@ -191,10 +191,10 @@ fn refuse(field: &str, error: FormatError) -> ApiError {
 struct GrammarConstraint(TokenConstraint);
 
 impl Constraint for GrammarConstraint {
-    fn allowed(&mut self) -> Result<Allowed, String> {
+    fn allowed(&mut self) -> Result<TokenMask, String> {
         Ok(match self.0.allowed()? {
-            NextTokens::Any => Allowed::Any,
-            NextTokens::Only(words) => Allowed::Only(words),
+            NextTokens::Any => TokenMask::Any,
+            NextTokens::Only(words) => TokenMask::Only(words),
         })
     }
 

@@ -5,7 +5,7 @@ use super::load_with_bar;
 use crate::{
     command::{device_choice::DeviceChoice, draft_source::DraftSource, options, show, speculation},
     config::LoadSettings,
-    engine::{self, Lookup, Request, Sampling, Timings},
+    engine::{self, LookupDraft, Request, Sampling, Timings},
     error::CommandError,
     metrics::Metrics,
     model::{self, Model},
@@ -57,9 +57,9 @@ pub fn run(
         return Err(CommandError::Unsound(format!("answer {} with drafts is not that without", run + 1)));
     }
     let sum = |count: fn(&Timings) -> usize| drafted.all.iter().map(|run| count(&run.1)).sum();
-    let mut places = [[0; 2]; engine::PLACES];
+    let mut places = [[0; 2]; engine::MAX_DRAFT_POSITIONS];
     for (_, timings) in &drafted.all {
-        for (all, one) in places.iter_mut().zip(&timings.places) {
+        for (all, one) in places.iter_mut().zip(&timings.draft_positions) {
             *all = [all[0] + one[0], all[1] + one[1]];
         }
     }
@@ -104,7 +104,7 @@ fn answers(
         let why = format!("the context is {} tokens; --ctx-size {needed} would do", model.info().context);
         return Err(CommandError::Usage(why));
     }
-    let draft: Box<dyn engine::Draft<_>> = if drafts { found.load(&model)? } else { Box::new(Lookup) };
+    let draft: Box<dyn engine::Draft<_>> = if drafts { found.load(&model)? } else { Box::new(LookupDraft) };
     let kind = draft.kind().name();
     let said = load.drafts.as_ref().filter(|_| drafts);
     let options = speculation(said, engine::Options::default());
@@ -114,7 +114,7 @@ fn answers(
         Request { ignore_eos: true, cache_prompt: false, ..Request::new(prompt.to_vec(), tokens, Sampling::greedy()) };
     let mut all = Vec::with_capacity(repeat);
     for _ in 0..repeat {
-        let (ids, end) = engine::hear(handle.submit(request.clone())?);
+        let (ids, end) = engine::collect(handle.submit(request.clone())?);
         all.push((ids, end?.1));
     }
     drop(handle);

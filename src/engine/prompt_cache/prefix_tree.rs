@@ -1,37 +1,38 @@
-//! A tree of token sequences: a node is one that is worth remembering, its parent the longest remembered one that it
-//! begins with. Of two siblings neither begins with the other, so the way down along a prompt never forks.
+//! A tree of token sequences. The parent of a sequence is its longest proper prefix in the tree.
+//!
+//! No sequence is a prefix of its sibling, so a prompt matches at most one child of each node.
 
 use std::ops::{Index, IndexMut};
 
-/// A node's place. It is given out again after [`Tree::remove`].
-pub type Id = usize;
+/// The index of a node. It is reused after [`PrefixTree::remove`].
+pub type NodeId = usize;
 
-pub struct Tree<T> {
-    nodes: Vec<Option<Node<T>>>,
-    free: Vec<Id>,
+pub struct PrefixTree<T> {
+    nodes: Vec<Option<TreeNode<T>>>,
+    free: Vec<NodeId>,
     /// Nodes without a parent.
-    roots: Vec<Id>,
+    roots: Vec<NodeId>,
 }
 
-struct Node<T> {
-    parent: Option<Id>,
-    children: Vec<Id>,
-    /// The tokens behind the parent's.
+struct TreeNode<T> {
+    parent: Option<NodeId>,
+    children: Vec<NodeId>,
+    /// The tokens after the parent's.
     edge: Vec<u32>,
-    /// All tokens, the parent's included.
+    /// Number of tokens, including the parent's.
     len: usize,
     value: T,
 }
 
-impl<T> Default for Tree<T> {
+impl<T> Default for PrefixTree<T> {
     fn default() -> Self {
         Self { nodes: Vec::new(), free: Vec::new(), roots: Vec::new() }
     }
 }
 
-impl<T> Tree<T> {
-    /// The nodes that `ids` begin with, the shortest first.
-    pub fn path(&self, ids: &[u32]) -> Vec<Id> {
+impl<T> PrefixTree<T> {
+    /// The nodes that are prefixes of `ids`, shortest first.
+    pub fn path(&self, ids: &[u32]) -> Vec<NodeId> {
         let (mut path, mut rest, mut children) = (Vec::new(), ids, &self.roots);
         while let Some(&id) = children.iter().find(|&&id| rest.starts_with(&self.node(id).edge)) {
             path.push(id);
@@ -41,21 +42,21 @@ impl<T> Tree<T> {
         path
     }
 
-    /// The node of exactly `ids`, made if there is none; `ids` are not empty.
-    pub fn entry(&mut self, ids: &[u32], value: impl FnOnce() -> T) -> Id {
+    /// The node of exactly `ids`, which must not be empty. Adds it if there is none.
+    pub fn entry(&mut self, ids: &[u32], value: impl FnOnce() -> T) -> NodeId {
         let parent = self.path(ids).last().copied();
         let start = parent.map_or(0, |id| self.node(id).len);
         if let Some(id) = parent.filter(|_| start == ids.len()) {
             return id;
         }
         let edge = ids[start..].to_vec();
-        // Children of the parent that begin with the new node come below it.
-        let (below, beside): (Vec<Id>, Vec<Id>) =
+        // Siblings that start with the new node become its children.
+        let (below, beside): (Vec<NodeId>, Vec<NodeId>) =
             self.siblings(parent).iter().partition(|&&id| self.node(id).edge.starts_with(&edge));
         for &id in &below {
             self.node_mut(id).edge.drain(..edge.len());
         }
-        let node = Node { parent, children: below.clone(), edge, len: ids.len(), value: value() };
+        let node = TreeNode { parent, children: below.clone(), edge, len: ids.len(), value: value() };
         let id = match self.free.pop() {
             Some(id) => {
                 self.nodes[id] = Some(node);
@@ -73,9 +74,9 @@ impl<T> Tree<T> {
         id
     }
 
-    /// Takes a node out; its children become its parent's.
-    pub fn remove(&mut self, id: Id) -> Option<T> {
-        let Node { parent, children, edge, value, .. } = self.nodes.get_mut(id)?.take()?;
+    /// Removes a node. Its children become children of its parent.
+    pub fn remove(&mut self, id: NodeId) -> Option<T> {
+        let TreeNode { parent, children, edge, value, .. } = self.nodes.get_mut(id)?.take()?;
         self.free.push(id);
         self.siblings_mut(parent).retain(|&sibling| sibling != id);
         for child in children {
@@ -87,17 +88,17 @@ impl<T> Tree<T> {
         Some(value)
     }
 
-    /// Tokens up to a node.
-    pub fn len(&self, id: Id) -> usize {
+    /// Number of tokens of a node's sequence.
+    pub fn len(&self, id: NodeId) -> usize {
         self.node(id).len
     }
 
-    pub fn parent(&self, id: Id) -> Option<Id> {
+    pub fn parent(&self, id: NodeId) -> Option<NodeId> {
         self.node(id).parent
     }
 
-    /// A node's whole sequence.
-    pub fn tokens(&self, id: Id) -> Vec<u32> {
+    /// The tokens of a node's sequence.
+    pub fn tokens(&self, id: NodeId) -> Vec<u32> {
         let mut parts = vec![&self.node(id).edge];
         let mut at = id;
         while let Some(parent) = self.node(at).parent {
@@ -107,40 +108,40 @@ impl<T> Tree<T> {
         parts.into_iter().rev().flatten().copied().collect()
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = (Id, &T)> {
+    pub fn iter(&self) -> impl Iterator<Item = (NodeId, &T)> {
         self.nodes.iter().enumerate().filter_map(|(id, node)| Some((id, &node.as_ref()?.value)))
     }
 
-    fn siblings(&self, parent: Option<Id>) -> &[Id] {
+    fn siblings(&self, parent: Option<NodeId>) -> &[NodeId] {
         parent.map_or(&self.roots, |id| &self.node(id).children)
     }
 
-    fn siblings_mut(&mut self, parent: Option<Id>) -> &mut Vec<Id> {
+    fn siblings_mut(&mut self, parent: Option<NodeId>) -> &mut Vec<NodeId> {
         match parent {
             Some(id) => &mut self.node_mut(id).children,
             None => &mut self.roots,
         }
     }
 
-    fn node(&self, id: Id) -> &Node<T> {
-        self.nodes[id].as_ref().expect("ids of removed nodes are not kept")
+    fn node(&self, id: NodeId) -> &TreeNode<T> {
+        self.nodes[id].as_ref().expect("the ids of removed nodes are not used")
     }
 
-    fn node_mut(&mut self, id: Id) -> &mut Node<T> {
-        self.nodes[id].as_mut().expect("ids of removed nodes are not kept")
+    fn node_mut(&mut self, id: NodeId) -> &mut TreeNode<T> {
+        self.nodes[id].as_mut().expect("the ids of removed nodes are not used")
     }
 }
 
-impl<T> Index<Id> for Tree<T> {
+impl<T> Index<NodeId> for PrefixTree<T> {
     type Output = T;
 
-    fn index(&self, id: Id) -> &T {
+    fn index(&self, id: NodeId) -> &T {
         &self.node(id).value
     }
 }
 
-impl<T> IndexMut<Id> for Tree<T> {
-    fn index_mut(&mut self, id: Id) -> &mut T {
+impl<T> IndexMut<NodeId> for PrefixTree<T> {
+    fn index_mut(&mut self, id: NodeId) -> &mut T {
         &mut self.node_mut(id).value
     }
 }
@@ -152,8 +153,8 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[test]
-    fn a_node_comes_between_two_others() {
-        let mut tree = Tree::default();
+    fn node_is_inserted_between_others() {
+        let mut tree = PrefixTree::default();
         let long = tree.entry(&[1, 2, 3, 4], || "long");
         let other = tree.entry(&[1, 2, 5], || "other");
         let short = tree.entry(&[1, 2], || "short");
@@ -169,10 +170,10 @@ mod tests {
     }
 
     proptest! {
-        /// Against a map from sequences: what is in, what a prompt begins with, who is whose parent.
+        /// Compares contents, prefixes and parents with a map from sequences.
         #[test]
-        fn it_is_a_map_by_prefix(steps in prop::collection::vec((prop::collection::vec(0u32..3, 1..7), any::<bool>()), 1..60)) {
-            let (mut tree, mut map) = (Tree::default(), BTreeMap::new());
+        fn tree_matches_a_map_of_sequences(steps in prop::collection::vec((prop::collection::vec(0u32..3, 1..7), any::<bool>()), 1..60)) {
+            let (mut tree, mut map) = (PrefixTree::default(), BTreeMap::new());
             for (number, (ids, put)) in steps.into_iter().enumerate() {
                 if put {
                     let id = tree.entry(&ids, || number);
@@ -184,9 +185,9 @@ mod tests {
                 for (ids, (id, number)) in &map {
                     prop_assert_eq!(&tree.tokens(*id), ids);
                     prop_assert_eq!((tree[*id], tree.len(*id)), (*number, ids.len()));
-                    let wanted: Vec<Id> = (1..=ids.len()).filter_map(|end| Some(map.get(&ids[..end])?.0)).collect();
-                    prop_assert_eq!(tree.path(ids), wanted.clone());
-                    prop_assert_eq!(tree.parent(*id), wanted.iter().rev().nth(1).copied());
+                    let expected: Vec<NodeId> = (1..=ids.len()).filter_map(|end| Some(map.get(&ids[..end])?.0)).collect();
+                    prop_assert_eq!(tree.path(ids), expected.clone());
+                    prop_assert_eq!(tree.parent(*id), expected.iter().rev().nth(1).copied());
                 }
             }
         }

@@ -1,5 +1,8 @@
-use crate::{
-    engine::{Event, Events, Finish, Handle, Options, Request, Sampling, Worker, hear, mock::MockModel, spawn},
+//! The queue and the scheduler: order, ends of answers, cancellation, deadlines, draining, errors.
+
+use super::mock_model::MockModel;
+use moestro::{
+    engine::{Event, Events, Finish, Handle, Options, Request, Sampling, Worker, collect, spawn},
     error::EngineError,
     metrics::Metrics,
 };
@@ -8,84 +11,82 @@ use std::{
     time::{Duration, Instant},
 };
 
-mod kept;
+pub const MS: Duration = Duration::from_millis(1);
 
-const MS: Duration = Duration::from_millis(1);
-
-fn options() -> Options {
+pub fn options() -> Options {
     Options { eos: vec![2], ..Options::default() }
 }
 
-fn engine(mock: &MockModel, options: Options) -> (Handle, Worker, Arc<Metrics>) {
+pub fn engine(mock: &MockModel, options: Options) -> (Handle, Worker, Arc<Metrics>) {
     let metrics = Metrics::new("test", "cpu");
     let (handle, worker) = spawn(mock.clone(), options, metrics.clone()).unwrap();
     (handle, worker, metrics)
 }
 
-fn ask(ids: &[u32], max_tokens: usize) -> Request {
+pub fn request(ids: &[u32], max_tokens: usize) -> Request {
     Request::new(ids.to_vec(), max_tokens, Sampling::greedy())
 }
 
-fn says(handle: &Handle, ids: &[u32]) -> Vec<u32> {
-    let (tokens, end) = hear(handle.submit(ask(ids, 100)).unwrap());
+pub fn answer(handle: &Handle, ids: &[u32]) -> Vec<u32> {
+    let (tokens, end) = collect(handle.submit(request(ids, 100)).unwrap());
     assert_eq!(end.unwrap().0, Finish::Stop);
     tokens
 }
 
-/// Waits for the first token.
-fn begun(events: &mut Events) {
+/// Waits for the next token.
+fn wait_for_token(events: &mut Events) {
     while !matches!(events.blocking_recv(), Some(Event::Token { .. })) {}
 }
 
-fn idle(handle: &Handle) {
-    let patience = Instant::now() + Duration::from_secs(10);
+pub fn wait_until_idle(handle: &Handle) {
+    let deadline = Instant::now() + Duration::from_secs(10);
     while handle.load() != (0, 0) {
-        assert!(Instant::now() < patience, "still busy: {:?}", handle.load());
+        assert!(Instant::now() < deadline, "still busy: {:?}", handle.load());
         std::thread::sleep(MS);
     }
 }
 
-/// A prompt too long to be through with before the test is, at a millisecond a token.
-fn slow() -> MockModel {
+/// A model whose answers take longer than any test, at a millisecond per token.
+fn slow_model() -> MockModel {
     MockModel { delay: MS, context: 100_000, answer: Some(vec![5; 90_000]), ..MockModel::default() }
 }
 
 #[test]
-fn the_mock_repeats_its_prompt() {
+fn mock_model_repeats_its_prompt() {
     let (handle, ..) = engine(&MockModel::default(), options());
-    let (tokens, end) = hear(handle.submit(ask(&[9, 5, 6], 100)).unwrap());
+    let (tokens, end) = collect(handle.submit(request(&[9, 5, 6], 100)).unwrap());
     let (finish, timings) = end.unwrap();
     assert_eq!((tokens, finish), (vec![9, 5, 6], Finish::Stop));
     assert_eq!((timings.prompt_tokens, timings.cached_tokens, timings.generated_tokens), (3, 0, 3));
 }
 
 #[test]
-fn each_end_of_sequence_ends() {
+fn every_eos_token_ends_the_answer() {
     let mock = MockModel { answer: Some(vec![5, 6, 7, 8]), ..MockModel::default() };
     for (eos, tokens) in [(vec![2, 7], vec![5, 6]), (vec![6, 2], vec![5]), (vec![2], vec![5, 6, 7, 8])] {
         let (handle, ..) = engine(&mock, Options { eos, ..options() });
-        assert_eq!(says(&handle, &[9]), tokens);
+        assert_eq!(answer(&handle, &[9]), tokens);
     }
 }
 
 #[test]
-fn benchmarks_go_on_past_the_end() {
+fn ignore_eos_continues_after_eos() {
     let (handle, ..) = engine(&MockModel::default(), options());
-    let (tokens, end) = hear(handle.submit(Request { ignore_eos: true, ..ask(&[9, 5], 6) }).unwrap());
+    let (tokens, end) = collect(handle.submit(Request { ignore_eos: true, ..request(&[9, 5], 6) }).unwrap());
     assert_eq!(tokens, [9, 5, 2, 2, 2, 2]);
     assert_eq!(end.unwrap().0, Finish::Length);
 }
 
 #[test]
-fn length_is_max_tokens_or_the_end_of_the_context() {
+fn length_limit_is_max_tokens_or_context() {
     let (handle, ..) = engine(&MockModel { context: 6, ..MockModel::default() }, options());
     let run = |ids: &[u32], max| {
-        let (tokens, end) = hear(handle.submit(ask(ids, max)).unwrap());
+        let (tokens, end) = collect(handle.submit(request(ids, max)).unwrap());
         (tokens.len(), end.unwrap().0)
     };
     assert_eq!(run(&[9, 5, 6, 7], 0), (0, Finish::Length));
     assert_eq!(run(&[9, 5, 6, 7], 2), (2, Finish::Length));
-    // Three more fit, the last of which need not be evaluated.
+    // Three more tokens fit. The last one need not be evaluated.
     assert_eq!(run(&[9, 5, 6, 7], 100), (3, Finish::Length));
     assert_eq!(run(&[9, 5, 6, 7, 8, 3], 100), (1, Finish::Length));
     // The end of the sequence comes first.
@@ -93,182 +94,185 @@ fn length_is_max_tokens_or_the_end_of_the_context() {
 }
 
 #[test]
-fn a_prompt_that_cannot_be_evaluated_is_refused() {
+fn invalid_prompt_is_refused() {
     let (handle, ..) = engine(&MockModel { context: 3, ..MockModel::default() }, options());
-    assert!(matches!(handle.submit(ask(&[], 1)), Err(EngineError::EmptyPrompt)));
-    let long = handle.submit(ask(&[9; 4], 1));
+    assert!(matches!(handle.submit(request(&[], 1)), Err(EngineError::EmptyPrompt)));
+    let long = handle.submit(request(&[9; 4], 1));
     assert!(matches!(long, Err(EngineError::PromptTooLong { prompt: 4, context: 3 })));
-    assert_eq!(handle.submit(ask(&[64], 1)).unwrap_err().to_string(), "token id 64 is outside the vocabulary of 64");
-    assert_eq!(says(&handle, &[9]), [9]);
+    assert_eq!(
+        handle.submit(request(&[64], 1)).unwrap_err().to_string(),
+        "token id 64 is outside the vocabulary of 64"
+    );
+    assert_eq!(answer(&handle, &[9]), [9]);
 }
 
 #[test]
-fn first_in_first_out() {
+fn requests_run_in_order() {
     let (handle, ..) = engine(&MockModel { delay: MS, ..MockModel::default() }, options());
-    let mut receivers: Vec<_> = (10..16).map(|id| handle.submit(ask(&[id, 5], 100)).unwrap()).collect();
+    let mut receivers: Vec<_> = (10..16).map(|id| handle.submit(request(&[id, 5], 100)).unwrap()).collect();
     while let [first, second, ..] = &mut receivers[..] {
-        // By the time one begins, the one before it has been answered.
+        // When a request starts, the one before it is finished.
         assert!(matches!(second.blocking_recv(), Some(Event::Started { .. })));
         let answer: Vec<_> = std::iter::from_fn(|| first.try_recv().ok()).collect();
         assert!(matches!(answer.last(), Some(Event::Done { finish: Finish::Stop, .. })));
         receivers.remove(0);
     }
-    assert_eq!(hear(receivers.remove(0)).0, [15, 5]);
+    assert_eq!(collect(receivers.remove(0)).0, [15, 5]);
 }
 
 #[test]
-fn a_full_line_refuses_until_someone_leaves() {
-    let (handle, ..) = engine(&slow(), Options { max_queue: 2, ..options() });
-    let mut running = handle.submit(ask(&[9], 90_000)).unwrap();
-    begun(&mut running);
-    let mut waiting: Vec<_> = (0..2).map(|_| handle.submit(ask(&[9], 90_000)).unwrap()).collect();
-    assert!(matches!(handle.submit(ask(&[9], 1)), Err(EngineError::QueueFull)));
+fn full_queue_refuses_until_client_disconnects() {
+    let (handle, ..) = engine(&slow_model(), Options { max_queue: 2, ..options() });
+    let mut running = handle.submit(request(&[9], 90_000)).unwrap();
+    wait_for_token(&mut running);
+    let mut waiting: Vec<_> = (0..2).map(|_| handle.submit(request(&[9], 90_000)).unwrap()).collect();
+    assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::QueueFull)));
     assert_eq!(handle.load(), (1, 2));
-    // A client that gives up in line makes room at once, although the engine is busy.
+    // A client that disconnects while queued frees its place at once, although the engine is busy.
     waiting.pop();
-    assert!(handle.submit(ask(&[9], 1)).is_ok());
+    assert!(handle.submit(request(&[9], 1)).is_ok());
 }
 
 #[test]
-fn a_closed_receiver_ends_within_one_token() {
-    let mock = slow();
+fn disconnect_ends_decode_within_a_token() {
+    let mock = slow_model();
     let (handle, _, metrics) = engine(&mock, options());
-    let mut events = handle.submit(ask(&[9], 90_000)).unwrap();
-    begun(&mut events);
+    let mut events = handle.submit(request(&[9], 90_000)).unwrap();
+    wait_for_token(&mut events);
     drop(events);
     let before = mock.evaluated.load(Ordering::Relaxed);
-    idle(&handle);
-    // One was perhaps being evaluated, and one more had been checked before the receiver closed.
+    wait_until_idle(&handle);
+    // One token may have been in evaluation, and one more may have passed its check.
     assert!(mock.evaluated.load(Ordering::Relaxed) <= before + 2);
     assert_eq!(metrics.requests_running.get(), 0);
 }
 
 #[test]
-fn a_closed_receiver_ends_a_prefill_within_one_chunk() {
-    let mock = slow();
+fn disconnect_ends_prefill_within_a_chunk() {
+    let mock = slow_model();
     let (handle, ..) = engine(&mock, options());
-    let mut events = handle.submit(ask(&[9; 10_000], 1)).unwrap();
+    let mut events = handle.submit(request(&[9; 10_000], 1)).unwrap();
     assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
     drop(events);
-    idle(&handle);
+    wait_until_idle(&handle);
     assert!(mock.evaluated.load(Ordering::Relaxed) < 1000);
 }
 
 #[test]
-fn a_chunk_that_nobody_waits_for_is_given_up_for_another_request() {
-    let mock = MockModel { chunk: 100_000, ..slow() };
+fn abandoned_chunk_is_cancelled_for_others() {
+    let mock = MockModel { chunk: 100_000, ..slow_model() };
     let (handle, ..) = engine(&mock, options());
-    let mut events = handle.submit(ask(&[9; 60_000], 1)).unwrap();
+    let mut events = handle.submit(request(&[9; 60_000], 1)).unwrap();
     assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
     drop(events);
-    let (_, end) = hear(handle.submit(ask(&[8], 1)).unwrap());
+    let (_, end) = collect(handle.submit(request(&[8], 1)).unwrap());
     assert_eq!(end.unwrap().1.cached_tokens, 0);
     assert!(mock.evaluated.load(Ordering::Relaxed) < 10_000);
 }
 
 #[test]
-fn a_chunk_that_nobody_waits_for_is_of_use_to_who_asks_again() {
-    let mock = MockModel { chunk: 100_000, ..slow() };
+fn abandoned_chunk_is_kept_without_others() {
+    let mock = MockModel { chunk: 100_000, ..slow_model() };
     let (handle, ..) = engine(&mock, options());
-    let mut events = handle.submit(ask(&[9; 100], 1)).unwrap();
+    let mut events = handle.submit(request(&[9; 100], 1)).unwrap();
     assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
     drop(events);
-    idle(&handle);
-    let (_, end) = hear(handle.submit(ask(&[9; 101], 1)).unwrap());
+    wait_until_idle(&handle);
+    let (_, end) = collect(handle.submit(request(&[9; 101], 1)).unwrap());
     assert_eq!(end.unwrap().1.cached_tokens, 100);
 }
 
 #[test]
-fn closed_in_line_is_no_work() {
-    let mock = slow();
+fn disconnected_queued_request_is_skipped() {
+    let mock = slow_model();
     let (handle, ..) = engine(&mock, options());
-    let mut running = handle.submit(ask(&[9], 20)).unwrap();
-    begun(&mut running);
-    drop(handle.submit(ask(&[9; 5000], 1)).unwrap());
-    assert_eq!(hear(running).0.len(), 19);
-    idle(&handle);
+    let mut running = handle.submit(request(&[9], 20)).unwrap();
+    wait_for_token(&mut running);
+    drop(handle.submit(request(&[9; 5000], 1)).unwrap());
+    assert_eq!(collect(running).0.len(), 19);
+    wait_until_idle(&handle);
     assert!(mock.evaluated.load(Ordering::Relaxed) < 100);
 }
 
 #[test]
-fn time_is_up_running_and_waiting() {
-    let (handle, ..) = engine(&slow(), options());
+fn deadline_ends_running_and_waiting_requests() {
+    let (handle, ..) = engine(&slow_model(), options());
     let begin = Instant::now();
-    let ask = || Request { deadline: Some(begin + 60 * MS), ..ask(&[9], 90_000) };
-    let running = handle.submit(ask()).unwrap();
-    let waiting = handle.submit(ask()).unwrap();
-    assert!(matches!(hear(running).1, Err(EngineError::TimedOut)));
-    assert!(matches!(hear(waiting).1, Err(EngineError::TimedOut)));
+    let new_request = || Request { deadline: Some(begin + 60 * MS), ..request(&[9], 90_000) };
+    let running = handle.submit(new_request()).unwrap();
+    let waiting = handle.submit(new_request()).unwrap();
+    assert!(matches!(collect(running).1, Err(EngineError::TimedOut)));
+    assert!(matches!(collect(waiting).1, Err(EngineError::TimedOut)));
     assert!(begin.elapsed() >= 60 * MS);
-    assert!(matches!(handle.submit(ask()), Err(EngineError::TimedOut)));
+    assert!(matches!(handle.submit(new_request()), Err(EngineError::TimedOut)));
 }
 
 #[test]
-fn draining_finishes_what_was_accepted() {
+fn drain_finishes_accepted_requests() {
     let mock = MockModel { delay: MS, ..MockModel::default() };
     let (handle, worker, _) = engine(&mock, options());
-    let receivers: Vec<_> = (10..14).map(|id| handle.submit(ask(&[id], 100)).unwrap()).collect();
+    let receivers: Vec<_> = (10..14).map(|id| handle.submit(request(&[id], 100)).unwrap()).collect();
     handle.drain();
-    assert!(matches!(handle.submit(ask(&[9], 1)), Err(EngineError::Draining)));
+    assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::Draining)));
     for (id, events) in (10..14).zip(receivers) {
-        assert_eq!(hear(events).0, [id]);
+        assert_eq!(collect(events).0, [id]);
     }
     worker.join().unwrap();
-    assert_eq!(Arc::strong_count(&mock.states), 1, "the model and every state are freed");
-    // A router sends that again, elsewhere; a server that had failed would be another matter.
-    assert!(matches!(handle.submit(ask(&[9], 1)), Err(EngineError::Draining)));
+    assert_eq!(Arc::strong_count(&mock.states), 1, "the model and all states are freed");
+    // A router sends a draining server's requests to another server. `Stopped` would look like a failure.
+    assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::Draining)));
 }
 
 #[test]
-fn draining_ends_when_the_grace_does() {
-    let (handle, worker, _) = engine(&slow(), Options { grace: 50 * MS, ..options() });
-    let running = handle.submit(ask(&[9], 90_000)).unwrap();
-    let waiting = handle.submit(ask(&[9], 90_000)).unwrap();
+fn drain_ends_after_the_grace_period() {
+    let (handle, worker, _) = engine(&slow_model(), Options { grace: 50 * MS, ..options() });
+    let running = handle.submit(request(&[9], 90_000)).unwrap();
+    let waiting = handle.submit(request(&[9], 90_000)).unwrap();
     handle.drain();
-    assert!(matches!(hear(running).1, Err(EngineError::Draining)));
-    assert!(matches!(hear(waiting).1, Err(EngineError::Draining)));
+    assert!(matches!(collect(running).1, Err(EngineError::Draining)));
+    assert!(matches!(collect(waiting).1, Err(EngineError::Draining)));
     worker.join().unwrap();
 }
 
 #[test]
-fn the_engine_stops_with_its_last_handle() {
+fn engine_stops_with_its_last_handle() {
     let (handle, worker, _) = engine(&MockModel::default(), options());
-    let events = handle.clone().submit(ask(&[9], 100)).unwrap();
+    let events = handle.clone().submit(request(&[9], 100)).unwrap();
     assert!(!worker.is_finished() && handle.context() == MockModel::default().context);
     drop(handle);
-    assert_eq!(hear(events).0, [9]);
+    assert_eq!(collect(events).0, [9]);
     worker.join().unwrap();
 }
 
 #[test]
-fn an_error_and_a_panic_end_one_request() {
+fn error_or_panic_ends_one_request() {
     let mock = MockModel { fails_on: Some(40), panics_on: Some(41), ..MockModel::default() };
     let (handle, ..) = engine(&mock, options());
     for _ in 0..3 {
-        let (_, failed) = hear(handle.submit(ask(&[9, 40], 5)).unwrap());
-        assert_eq!(failed.unwrap_err().to_string(), "the mock was told to fail on token 40");
-        assert_eq!(says(&handle, &[9, 5]), [9, 5]);
-        let (_, panicked) = hear(handle.submit(ask(&[9, 5, 2, 41], 5)).unwrap());
+        let (_, failed) = collect(handle.submit(request(&[9, 40], 5)).unwrap());
+        assert_eq!(failed.unwrap_err().to_string(), "test error on token 40");
+        assert_eq!(answer(&handle, &[9, 5]), [9, 5]);
+        let (_, panicked) = collect(handle.submit(request(&[9, 5, 2, 41], 5)).unwrap());
         assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
-        assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
+        assert_eq!(answer(&handle, &[9, 5, 6]), [9, 5, 6]);
     }
-    // The last request's session is all that lives beside the two mocks.
-    idle(&handle);
+    // Besides the two mocks, only the last request's sequence is alive.
+    wait_until_idle(&handle);
     assert_eq!(Arc::strong_count(&mock.states), 3);
 }
 
 #[test]
-fn a_model_without_numbers_fails_the_request() {
+fn missing_logits_fail_the_request() {
     let (handle, ..) = engine(&MockModel::default(), Options { usable_vocab: 0, ..options() });
-    assert!(matches!(hear(handle.submit(ask(&[9], 5)).unwrap()).1, Err(EngineError::NoLogits)));
+    assert!(matches!(collect(handle.submit(request(&[9], 5)).unwrap()).1, Err(EngineError::NoLogits)));
 }
 
 #[test]
-fn a_prompt_that_goes_on_is_cached() {
+fn extended_prompt_is_cached() {
     let (handle, _, metrics) = engine(&MockModel::default(), options());
-    assert_eq!(says(&handle, &[9, 5, 6]), [9, 5, 6]);
-    // The state holds the prompt and the answer.
-    let (tokens, end) = hear(handle.submit(ask(&[9, 5, 6, 9, 5, 6, 2, 30], 100)).unwrap());
+    assert_eq!(answer(&handle, &[9, 5, 6]), [9, 5, 6]);
+    // The state contains the prompt and the answer.
+    let (tokens, end) = collect(handle.submit(request(&[9, 5, 6, 9, 5, 6, 2, 30], 100)).unwrap());
     assert_eq!(tokens, [9, 5, 6, 9, 5, 6, 2, 30][..6]);
     assert_eq!(end.unwrap().1.cached_tokens, 6);
     assert_eq!((metrics.prompt_tokens_computed.get(), metrics.prompt_tokens_cached.get()), (5, 6));
@@ -283,8 +287,9 @@ fn prompt_logprobs_do_not_depend_on_the_chunk() {
     let ids: Vec<u32> = (0..77).map(|place| 3 + place * 7 % 60).collect();
     let run = |chunk, max_tokens| {
         let (handle, ..) = engine(&MockModel { chunk, margin: 2.0, ..MockModel::default() }, options());
-        let mut events =
-            handle.submit(Request { prompt_logprobs: Some(3), logprobs: Some(2), ..ask(&ids, max_tokens) }).unwrap();
+        let mut events = handle
+            .submit(Request { prompt_logprobs: Some(3), logprobs: Some(2), ..request(&ids, max_tokens) })
+            .unwrap();
         let mut next = || loop {
             match events.blocking_recv() {
                 Some(Event::Prefilled { .. }) => {}
@@ -310,28 +315,28 @@ fn prompt_logprobs_do_not_depend_on_the_chunk() {
 }
 
 #[test]
-fn logits_are_computed_for_the_rows_that_are_looked_at() {
+fn only_needed_logits_are_computed() {
     let ids: Vec<u32> = (3..23).collect();
     for (max_tokens, prompt_logprobs, rows) in
         [(0, None, 0), (1, None, 1), (3, None, 3), (0, Some(0), 20), (3, Some(0), 22)]
     {
         let mock = MockModel::default();
         let (handle, ..) = engine(&mock, options());
-        let (tokens, end) = hear(handle.submit(Request { prompt_logprobs, ..ask(&ids, max_tokens) }).unwrap());
+        let (tokens, end) = collect(handle.submit(Request { prompt_logprobs, ..request(&ids, max_tokens) }).unwrap());
         assert_eq!((tokens.len(), end.unwrap().0), (max_tokens, Finish::Length));
         assert_eq!(mock.rows.load(Ordering::Relaxed), rows, "{max_tokens} tokens");
     }
 }
 
 #[test]
-fn a_seed_reproduces_whatever_ran_before() {
+fn seed_reproduces_regardless_of_history() {
     let warm = Sampling { temperature: 30.0, seed: Some(11), ..Sampling::default() };
     let run = |before: &[&[u32]], chunk| {
         let (handle, ..) = engine(&MockModel { chunk, ..MockModel::default() }, Options { eos: vec![], ..options() });
         for prompt in before {
-            let _ = hear(handle.submit(ask(prompt, 5)).unwrap());
+            let _ = collect(handle.submit(request(prompt, 5)).unwrap());
         }
-        hear(handle.submit(Request { sampling: warm.clone(), ..ask(&[9, 5, 6, 7], 30) }).unwrap()).0
+        collect(handle.submit(Request { sampling: warm.clone(), ..request(&[9, 5, 6, 7], 30) }).unwrap()).0
     };
     let tokens = run(&[], 8);
     assert_eq!(tokens.len(), 30);
@@ -340,21 +345,21 @@ fn a_seed_reproduces_whatever_ran_before() {
 }
 
 #[test]
-fn many_requests_of_which_a_third_leave() {
+fn many_requests_with_disconnects_complete() {
     let mock = MockModel { delay: Duration::from_micros(20), chunk: 3, ..MockModel::default() };
     let (handle, worker, metrics) = engine(&mock, Options { max_queue: 64, ..options() });
-    // A fixed course of pseudo-random numbers.
+    // Deterministic pseudo-random numbers.
     let dice = |n: u32| n.wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) >> 8;
     let one = |n: u32| {
         let prompt: Vec<u32> =
             std::iter::once(3 + n % 40).chain((0..dice(n) % 12).map(|k| 44 + dice(n + k) % 20)).collect();
-        let mut events = handle.submit(ask(&prompt, 100)).unwrap();
+        let mut events = handle.submit(request(&prompt, 100)).unwrap();
         if dice(n ^ 0x5555).is_multiple_of(3) {
             for _ in 0..dice(n) % 9 {
                 let _ = events.blocking_recv();
             }
         } else {
-            let (tokens, end) = hear(events);
+            let (tokens, end) = collect(events);
             assert_eq!(tokens, prompt, "request {n}");
             assert_eq!(end.unwrap().0, Finish::Stop);
         }
@@ -365,9 +370,9 @@ fn many_requests_of_which_a_third_leave() {
             scope.spawn(move || one(n));
         }
     });
-    idle(&handle);
+    wait_until_idle(&handle);
     assert_eq!((metrics.requests_running.get(), metrics.requests_queued.get()), (0, 0));
-    assert!(Arc::strong_count(&mock.states) <= 3, "at most the last session is kept");
+    assert!(Arc::strong_count(&mock.states) <= 3, "at most the last sequence is kept");
     handle.drain();
     worker.join().unwrap();
     assert_eq!(Arc::strong_count(&mock.states), 1);

@@ -1,16 +1,16 @@
-//! A checkpoint of a long context, of a 35B-A3B's sizes: read back from the disk, beside `fio`.
+//! Reads a prompt snapshot of a long context from disk, with the sizes of a 35B-A3B, and compares the speed with `fio`.
 //!
 //! ```text
-//! cargo bench --bench checkpoints -- DIR [--tokens 32768] [--rounds 7]
+//! cargo bench --bench snapshot_io -- DIR [--tokens 32768] [--rounds 7]
 //! ```
-//! DIR is a directory on the disk, for 1.5 GB. In each round the checkpoint is read as a server that was started again reads it,
-//! and `fio` (if it is installed) reads a file of as many bytes past the page cache, 1 MiB at a time, sixteen at once; the page
-//! cache has nothing of either. Prints CSV: the round, MB/s of both, their ratio.
+//! DIR needs 1.5 GB of free space. Each round reads the snapshot as a restarted server does. Then `fio`, if it is installed,
+//! reads a file of the same size with direct I/O: 1 MiB per read, 16 reads at a time. Neither is in the page cache. Prints
+//! CSV: the round, MB/s of both, their ratio.
 
 use moestro::{
     engine::{
-        Storage,
-        cache::{Cache, places::Kind},
+        DiskCacheOptions,
+        prompt_cache::{PromptCache, SnapshotKind},
     },
     metrics::Metrics,
     model::{PAGE, Snapshot, SnapshotSize},
@@ -24,11 +24,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// 30 delta layers of 32 heads of 128 by 128 and three inputs of a convolution over 8,192; 10 attention layers of 2 key heads.
+/// 30 delta-net layers with 32 heads of 128 by 128 and the last 3 inputs of a convolution over 8,192 channels; 10 attention
+/// layers with 2 key heads.
 const SIZE: SnapshotSize =
     SnapshotSize { state: 30 * 4 * (32 * 128 * 128 + 3 * 8192), position: 10 * 2 * 2 * (256 * 2 + 4) };
 
-/// Bytes that nothing could compress.
+/// Incompressible bytes.
 fn noise(bytes: usize, word: &mut u64) -> Vec<u8> {
     let next = |_| {
         *word = word.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -45,7 +46,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
 }
 
-/// Takes files out of the page cache.
+/// Evicts the files from the page cache.
 #[cfg(target_os = "linux")]
 fn forget(dir: &Path) {
     for path in files(dir) {
@@ -62,7 +63,7 @@ fn forget(dir: &Path) {
     }
 }
 
-/// MB/s of `fio` over a file of so many bytes, which is written first if it is not there.
+/// MB/s of `fio` on a file of this size. Writes the file first if it is missing.
 fn fio(file: &Path, bytes: u64) -> Option<f64> {
     let run = |how: &[&str]| {
         let output = Command::new("fio")
@@ -84,7 +85,7 @@ fn fio(file: &Path, bytes: u64) -> Option<f64> {
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
     let Some(dir) = args.first() else {
-        println!("checkpoints: no directory given, nothing measured");
+        println!("snapshot_io: no directory given, nothing measured");
         return;
     };
     let number = |name: &str, default: usize| {
@@ -92,11 +93,11 @@ fn main() {
         at.and_then(|at| args.get(at + 1)).map_or(default, |text| text.parse().expect("a number"))
     };
     let (tokens, rounds) = (number("--tokens", 32_768), number("--rounds", 7));
-    let root = Path::new(dir).join("moestro-checkpoints");
-    let storage = Storage { dir: root.clone(), limit: 8 << 30, key: "a bench".into() };
+    let root = Path::new(dir).join("moestro-snapshots");
+    let storage = DiskCacheOptions { dir: root.clone(), limit: 8 << 30, key: "a bench".into() };
     let open = || {
-        let cache = Arc::new(Cache::new(4 << 30, SIZE, Metrics::new("bench", "cpu")));
-        cache.store_in(&storage);
+        let cache = Arc::new(PromptCache::new(4 << 30, SIZE, Metrics::new("bench", "cpu")));
+        cache.open_disk(storage.clone(), tokens);
         cache
     };
     let ids: Vec<u32> = (0..tokens as u32).collect();
@@ -106,10 +107,10 @@ fn main() {
     let snapshot = Snapshot { len: tokens, pages, state: Arc::new(noise(SIZE.state as usize, &mut 2)) };
     let bytes = SIZE.bytes(tokens, 0);
     let cache = open();
-    cache.insert(&ids, Kind::Message, snapshot, cache.emptied());
+    cache.insert(&ids, SnapshotKind::Message, snapshot, cache.clear_count());
     let begin = Instant::now();
-    while cache.status().disk.is_none_or(|disk| disk.checkpoints == 0) {
-        assert!(begin.elapsed() < Duration::from_secs(300), "it was not written in five minutes");
+    while cache.status().disk.is_none_or(|disk| disk.snapshots == 0) {
+        assert!(begin.elapsed() < Duration::from_secs(300), "the snapshot was not written within five minutes");
         std::thread::sleep(Duration::from_millis(20));
     }
     println!("# {tokens} tokens, {bytes} bytes; written in {:.2} s", begin.elapsed().as_secs_f64());
@@ -122,7 +123,7 @@ fn main() {
         forget(&root);
         let cache = open();
         let begin = Instant::now();
-        let found = cache.deepest(&prompt, 0).expect("the checkpoint").0;
+        let found = cache.longest_prefix(&prompt, 0).expect("the snapshot").0;
         let rate = bytes as f64 / begin.elapsed().as_secs_f64() / 1e6;
         assert_eq!(found.len, tokens);
         cache.close();

@@ -8,11 +8,11 @@ fn sampling(change: impl FnOnce(&mut Sampling)) -> Sampling {
 }
 
 fn draw(sampling: Sampling, prompt: &[u32], logits: &[f32]) -> Option<u32> {
-    Sampler::new(sampling, prompt, usize::MAX).draw(logits, &Allowed::Any)
+    Sampler::new(sampling, prompt, usize::MAX).draw(logits, &TokenMask::Any)
 }
 
-/// The header's six steps, word for word, in f64 and with full sorts: the probability of every id. `None` where a
-/// threshold is too close to call.
+/// The steps of the module's documentation in f64, with full sorts: the probability of every id. `None` if a value is too
+/// close to a threshold.
 fn reference(sampling: &Sampling, prompt: &[u32], answer: &[u32], logits: &[f32]) -> Option<Vec<f64>> {
     const CLOSE: f64 = 1e-5;
     let mut row: Vec<f64> = logits.iter().map(|&l| if l.is_nan() { f64::NEG_INFINITY } else { f64::from(l) }).collect();
@@ -71,7 +71,7 @@ fn reference(sampling: &Sampling, prompt: &[u32], answer: &[u32], logits: &[f32]
 }
 
 fn any_logits() -> impl Strategy<Value = Vec<f32>> {
-    // Some equal, some impossible, more than one block of `keep_top_p`.
+    // Some logits are equal and some are NaN. Long rows need several bars in `keep_top_p`.
     let logit = prop_oneof![8 => -6.0..6.0f32, 2 => (-3..3i32).prop_map(|l| l as f32), 1 => Just(f32::NAN)];
     prop::collection::vec(logit, 4..300)
 }
@@ -98,7 +98,7 @@ fn any_sampling() -> impl Strategy<Value = Sampling> {
 }
 
 #[test]
-fn there_is_one_zero() {
+fn negative_zero_equals_zero() {
     let mut pool = Vec::new();
     largest(&[-1.0, -0.0, 0.0], 2, &mut pool);
     assert_eq!(pool.iter().map(|candidate| candidate.id).collect::<Vec<_>>(), [1, 2]);
@@ -108,7 +108,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn every_filter_is_what_the_header_says(
+    fn filters_match_their_documentation(
         sampling in any_sampling(),
         logits in any_logits(),
         prompt in prop::collection::vec(0..8u32, 0..6),
@@ -119,13 +119,13 @@ proptest! {
         prop_assume!(expected.is_some());
         let expected = expected.unwrap();
         let mut sampler = Sampler::new(sampling, &prompt, usize::MAX);
-        if sampler.penalises() {
+        if sampler.has_penalties() {
             for &id in &answer {
-                *sampler.seen.entry(id).or_default() += 1;
+                *sampler.counts.entry(id).or_default() += 1;
             }
         }
-        let drawn = sampler.draw(&logits, &Allowed::Any).unwrap();
-        prop_assert!(expected[drawn as usize] > 0.0, "drew {drawn}, which is out");
+        let drawn = sampler.draw(&logits, &TokenMask::Any).unwrap();
+        prop_assert!(expected[drawn as usize] > 0.0, "drew {drawn}, which is filtered out");
         let whole: f64 = sampler.pool.iter().map(|c| f64::from(c.value)).sum();
         let mut found = vec![0.0; logits.len()];
         for candidate in &sampler.pool {
@@ -137,12 +137,12 @@ proptest! {
     }
 
     #[test]
-    fn what_is_not_allowed_is_as_good_as_impossible(
+    fn masked_tokens_are_impossible(
         sampling in any_sampling(),
         logits in any_logits(),
         words in prop::collection::vec(prop_oneof![Just(0u32), Just(u32::MAX), any::<u32>()], 0..10),
     ) {
-        let allowed = Allowed::Only(words);
+        let allowed = TokenMask::Only(words);
         let masked: Vec<f32> =
             logits.iter().zip(0..).map(|(&l, id)| if allowed.contains(id) { l } else { f32::NAN }).collect();
         for temperature in [0.0, sampling.temperature] {
@@ -154,7 +154,7 @@ proptest! {
     }
 
     #[test]
-    fn the_largest_are_those_of_a_full_sort(logits in any_logits(), count in 0..400usize) {
+    fn largest_matches_a_full_sort(logits in any_logits(), count in 0..400usize) {
         let mut pool = Vec::new();
         largest(&logits, count, &mut pool);
         let mut all: Vec<_> =
@@ -165,7 +165,7 @@ proptest! {
     }
 
     #[test]
-    fn logprobs_are_the_raw_softmax(logits in prop::collection::vec(-20.0..20.0f32, 2..200), id in 0..200usize) {
+    fn logprobs_use_the_raw_softmax(logits in prop::collection::vec(-20.0..20.0f32, 2..200), id in 0..200usize) {
         let id = id % logits.len();
         let found = logprobs(&logits, id as u32, 5, usize::MAX);
         let whole: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
@@ -180,13 +180,13 @@ proptest! {
 }
 
 #[test]
-fn draws_have_the_probabilities() {
+fn draws_follow_the_probabilities() {
     let logits = [0.0, 1.0, 2.0, -1.0, 0.5];
     let mut sampler = Sampler::new(sampling(|_| {}), &[], usize::MAX);
     let mut counts = [0u32; 5];
     let rounds = 50_000;
     for _ in 0..rounds {
-        counts[sampler.draw(&logits, &Allowed::Any).unwrap() as usize] += 1;
+        counts[sampler.draw(&logits, &TokenMask::Any).unwrap() as usize] += 1;
     }
     let expected = reference(&sampling(|_| {}), &[], &[], &logits).unwrap();
     for (id, &count) in counts.iter().enumerate() {
@@ -198,7 +198,7 @@ fn draws_have_the_probabilities() {
 }
 
 #[test]
-fn greedy_takes_the_lowest_of_equals() {
+fn greedy_prefers_lowest_equal_id() {
     let greedy = |logits: &[f32]| draw(sampling(|s| s.temperature = 0.0), &[], logits);
     assert_eq!(greedy(&[1.0, 3.0, 3.0, 2.0]), Some(1));
     assert_eq!(greedy(&[f32::NAN, 1.0, f32::NAN, 4.0, f32::NEG_INFINITY]), Some(3));
@@ -207,7 +207,7 @@ fn greedy_takes_the_lowest_of_equals() {
 }
 
 #[test]
-fn nothing_possible_is_nothing_drawn() {
+fn impossible_logits_draw_nothing() {
     for temperature in [0.0, 1.0] {
         for logits in [&[][..], &[f32::NAN, f32::NAN], &[f32::NEG_INFINITY]] {
             assert_eq!(draw(sampling(|s| s.temperature = temperature), &[], logits), None);
@@ -216,7 +216,7 @@ fn nothing_possible_is_nothing_drawn() {
 }
 
 #[test]
-fn odd_numbers_still_draw_something_possible() {
+fn extreme_parameters_draw_a_possible_token() {
     let logits = [f32::INFINITY, f32::NAN, f32::MIN, f32::INFINITY, 0.0];
     for temperature in [1e-30, 1.0, f32::MAX] {
         for (top_p, min_p) in [(0.0, 0.0), (f32::NAN, 0.0), (1.0, 9.0), (0.5, f32::NAN)] {
@@ -225,61 +225,61 @@ fn odd_numbers_still_draw_something_possible() {
             assert_ne!(drawn, 1, "temperature {temperature}, top_p {top_p}, min_p {min_p}");
         }
     }
-    // A temperature that is not one is greedy.
+    // A NaN temperature is greedy.
     assert_eq!(draw(sampling(|s| s.temperature = f32::NAN), &[], &[0.0, 1.0]), Some(1));
 }
 
 #[test]
-fn padding_is_never_drawn_nor_shown() {
+fn padding_is_never_drawn_or_reported() {
     let logits = [1.0, 2.0, 90.0, 80.0];
     for temperature in [0.0, 1.0] {
         let mut sampler = Sampler::new(sampling(|s| s.temperature = temperature), &[], 2);
-        assert!((0..200).all(|_| sampler.draw(&logits, &Allowed::Any).unwrap() < 2));
+        assert!((0..200).all(|_| sampler.draw(&logits, &TokenMask::Any).unwrap() < 2));
     }
     let shown: Vec<u32> = logprobs(&logits, 1, 4, 2).top.iter().map(|&(id, _)| id).collect();
     assert_eq!(shown, [1, 0]);
 }
 
 #[test]
-fn a_seed_and_a_place_make_a_number() {
+fn draw_depends_on_seed_and_position() {
     let logits: Vec<f32> = (0..50).map(|id| (id % 7) as f32 * 0.1).collect();
     let run = |seed, prompt: &[u32], count| {
         let mut sampler = Sampler::new(sampling(|s| s.seed = Some(seed)), prompt, usize::MAX);
-        (0..count).map(|_| sampler.draw(&logits, &Allowed::Any).unwrap()).collect::<Vec<_>>()
+        (0..count).map(|_| sampler.draw(&logits, &TokenMask::Any).unwrap()).collect::<Vec<_>>()
     };
     let whole = run(3, &[1, 2], 40);
     assert_eq!(whole, run(3, &[1, 2], 40));
     assert_ne!(whole, run(4, &[1, 2], 40));
-    // An answer taken up in its middle goes on as it would have.
+    // A sampler that starts in the middle of an answer continues it.
     assert_eq!(whole[10..], run(3, &[9; 12], 30));
 }
 
 #[test]
-fn no_seed_is_a_fresh_one() {
+fn missing_seed_is_random() {
     let fresh = || Sampler::new(Sampling::default(), &[], usize::MAX).seed;
     assert_ne!(fresh(), fresh());
 }
 
 #[test]
-fn penalties_count_what_was_said() {
+fn penalties_count_tokens_of_the_answer() {
     let logits = [2.0, 1.9, -1.0];
     let greedy = |change: fn(&mut Sampling)| {
         let mut sampler = Sampler::new(sampling(|s| s.temperature = 0.0), &[0], usize::MAX);
         change(&mut sampler.sampling);
-        (0..4).map(|_| sampler.draw(&logits, &Allowed::Any).unwrap()).collect::<Vec<_>>()
+        (0..4).map(|_| sampler.draw(&logits, &TokenMask::Any).unwrap()).collect::<Vec<_>>()
     };
     assert_eq!(greedy(|_| {}), [0, 0, 0, 0]);
-    // Counts from the first token of the answer on, and grows.
+    // The frequency penalty grows with each occurrence in the answer.
     assert_eq!(greedy(|s| s.frequency_penalty = 0.2), [0, 1, 0, 1]);
-    // Counts once.
+    // The presence penalty does not grow.
     assert_eq!(greedy(|s| s.presence_penalty = 0.2), [0, 1, 0, 0]);
     let mut sampler = Sampler::new(sampling(|s| (s.temperature, s.repetition_penalty) = (0.0, 1.5)), &[0], usize::MAX);
-    assert_eq!(sampler.draw(&logits, &Allowed::Any), Some(1), "the prompt's tokens count for the repetition penalty");
+    assert_eq!(sampler.draw(&logits, &TokenMask::Any), Some(1), "the repetition penalty includes the prompt");
 }
 
-/// The first numbers of SplitMix64 from seed 0, as published with it.
+/// The published first numbers of SplitMix64 with seed 0.
 #[test]
-fn the_mixer_is_splitmix64s() {
+fn mix_matches_splitmix64() {
     let numbers = [1u64, 2, 3].map(|n| mix(INCREMENT.wrapping_mul(n)));
     assert_eq!(numbers, [0xE220_A839_7B1D_CDAF, 0x6E78_9E6A_A1B9_65F4, 0x06C4_5D18_8009_454F]);
 }

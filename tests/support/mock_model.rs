@@ -1,7 +1,7 @@
-//! A test double: a model that repeats what it was told, and then ends. It ships with the library, so that the tests of
-//! the engine and of the server run without a checkpoint; no command uses it.
+//! [`MockModel`]: a test double that repeats its prompt. Tests of the engine and of the server use it instead of a checkpoint.
+#![allow(dead_code)] // Each test binary uses a part of it.
 
-use crate::{
+use moestro::{
     error::{ModelError, StoreError},
     model::{
         CopiedPages, HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, SequenceState, Snapshot,
@@ -18,38 +18,38 @@ use std::{
 
 /// Repeats its prompt, or says [`MockModel::answer`], and then [`MockModel::eos`].
 ///
-/// The likeliest next token follows from the sequence alone: as long as the tokens continue the answer it is in the
-/// middle of answering; any other token belongs to a prompt, which ends where the answer begins. So a prompt must not
-/// end in what its own answer begins with.
+/// The most likely next token depends only on the sequence. While the tokens match the answer, the model is in the middle of
+/// it. Any other token belongs to a prompt, and the answer starts after it. A prompt must therefore not end with the beginning
+/// of its own answer.
 #[derive(Debug, Clone)]
 pub struct MockModel {
     pub vocab: usize,
     pub context: usize,
     pub chunk: usize,
     pub eos: u32,
-    /// Said after any prompt; `None` repeats the prompt.
+    /// The answer to every prompt. `None` repeats the prompt.
     pub answer: Option<Vec<u32>>,
-    /// The likeliest logit's lead over the others, which lie between 0 and 1.
+    /// The most likely token's logit. The other logits lie between 0 and 1.
     pub margin: f32,
-    /// Time that one token takes.
+    /// Time to evaluate one token.
     pub delay: Duration,
-    /// Evaluating this token is an error.
+    /// Evaluating this token fails.
     pub fails_on: Option<u32>,
-    /// Evaluating this token is a panic.
+    /// Evaluating this token panics.
     pub panics_on: Option<u32>,
-    /// Taking a snapshot behind an answer is an error.
-    pub no_answers_kept: bool,
-    /// Calls of [`Model::recover`]; clones share it.
+    /// Taking a snapshot within or after an answer fails.
+    pub answer_snapshots_fail: bool,
+    /// Calls of [`Model::recover`]. Clones share the counters.
     pub recovered: Arc<AtomicUsize>,
-    /// Tokens evaluated so far; clones share it, so a test can watch.
+    /// Tokens evaluated.
     pub evaluated: Arc<AtomicUsize>,
-    /// Rows of logits so far; clones share it.
+    /// Rows of logits computed.
     pub rows: Arc<AtomicUsize>,
-    /// Hidden rows that are wanted; each is its token, once a layer.
+    /// The requested hidden rows. Each contains its token, once per layer.
     pub taps: HiddenTaps,
     /// The tokens of the last pass.
     pub last: Vec<u32>,
-    /// Each state that is alive owns it, beside the mocks.
+    /// Each living state holds a reference, and so does each clone of the mock.
     pub states: Arc<()>,
 }
 
@@ -65,7 +65,7 @@ impl Default for MockModel {
             delay: Duration::ZERO,
             fails_on: None,
             panics_on: None,
-            no_answers_kept: false,
+            answer_snapshots_fail: false,
             recovered: Arc::default(),
             evaluated: Arc::default(),
             rows: Arc::default(),
@@ -76,39 +76,39 @@ impl Default for MockModel {
     }
 }
 
-/// All tokens so far, how many of them are prompt, and how many of the answer have been said.
-pub struct Heard {
+/// The state of a sequence: all tokens, how many of them are prompt, and how many tokens of the answer came after it.
+pub struct MockState {
     tokens: Vec<u32>,
     prompt: usize,
-    said: usize,
-    /// `(prompt, said)` before each token, for [`SequenceState::reject`].
+    answered: usize,
+    /// `(prompt, answered)` before each token, for [`SequenceState::reject`].
     before: Vec<(usize, usize)>,
     frozen: CopiedPages,
     _alive: Arc<()>,
 }
 
 impl MockModel {
-    /// The likeliest token after `heard`.
-    fn next(&self, heard: &Heard) -> u32 {
-        let answer = self.answer.as_deref().unwrap_or(&heard.tokens[..heard.prompt]);
-        answer.get(heard.said).copied().unwrap_or(self.eos)
+    /// The most likely token after `state`.
+    fn next(&self, state: &MockState) -> u32 {
+        let answer = self.answer.as_deref().unwrap_or(&state.tokens[..state.prompt]);
+        answer.get(state.answered).copied().unwrap_or(self.eos)
     }
 
-    fn hear(&self, heard: &mut Heard, id: u32) {
-        let expected = heard.prompt > 0 && id == self.next(heard);
-        heard.before.push((heard.prompt, heard.said));
-        heard.tokens.push(id);
-        if expected {
-            heard.said += 1;
+    fn append(&self, state: &mut MockState, id: u32) {
+        let is_answer = state.prompt > 0 && id == self.next(state);
+        state.before.push((state.prompt, state.answered));
+        state.tokens.push(id);
+        if is_answer {
+            state.answered += 1;
         } else {
-            heard.prompt = heard.tokens.len();
-            heard.said = 0;
+            state.prompt = state.tokens.len();
+            state.answered = 0;
         }
     }
 }
 
 impl Model for MockModel {
-    type State = Heard;
+    type State = MockState;
 
     fn info(&self) -> ModelInfo {
         ModelInfo {
@@ -120,20 +120,14 @@ impl Model for MockModel {
         }
     }
 
-    fn start(&self) -> Result<Heard, ModelError> {
-        Ok(Heard {
-            tokens: Vec::new(),
-            prompt: 0,
-            said: 0,
-            before: Vec::new(),
-            frozen: CopiedPages::default(),
-            _alive: self.states.clone(),
-        })
+    fn start(&self) -> Result<MockState, ModelError> {
+        let (frozen, _alive) = (CopiedPages::default(), self.states.clone());
+        Ok(MockState { tokens: Vec::new(), prompt: 0, answered: 0, before: Vec::new(), frozen, _alive })
     }
 
     fn forward_with(
         &mut self,
-        heard: &mut Heard,
+        state: &mut MockState,
         ids: &[u32],
         rows: Rows,
         hooks: &mut PassHooks<'_>,
@@ -146,20 +140,20 @@ impl Model for MockModel {
             }
             std::thread::sleep(self.delay);
             self.evaluated.fetch_add(1, Ordering::Relaxed);
-            assert!(Some(id) != self.panics_on, "the mock was told to panic on token {id}");
+            assert!(Some(id) != self.panics_on, "test panic on token {id}");
             if Some(id) == self.fails_on {
-                return Err(StoreError::Other(format!("the mock was told to fail on token {id}")).into());
+                return Err(StoreError::Other(format!("test error on token {id}")).into());
             }
-            if heard.tokens.len() == self.context {
+            if state.tokens.len() == self.context {
                 return Err(ModelError::ContextFull { context: self.context });
             }
-            self.hear(heard, id);
-            if hooks.snapshot_at.contains(&heard.tokens.len()) {
-                hooks.snapshots.push(self.snapshot(heard)?);
+            self.append(state, id);
+            if hooks.snapshot_at.contains(&state.tokens.len()) {
+                hooks.snapshots.push(self.snapshot(state)?);
             }
             if rows == Rows::All || (rows == Rows::Last && index + 1 == ids.len()) {
                 self.rows.fetch_add(1, Ordering::Relaxed);
-                let (next, length) = (self.next(heard) as usize, heard.tokens.len() as u32);
+                let (next, length) = (self.next(state) as usize, state.tokens.len() as u32);
                 logits.data.extend((0..self.vocab as u32).map(|token| noise(token, length)));
                 let row = logits.data.len() - self.vocab;
                 logits.data[row + next] = self.margin;
@@ -168,38 +162,38 @@ impl Model for MockModel {
         Ok(logits)
     }
 
-    fn verify(&mut self, heard: &mut Heard, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.forward_with(heard, ids, Rows::All, &mut PassHooks::default())
+    fn verify(&mut self, state: &mut MockState, ids: &[u32]) -> Result<Logits, ModelError> {
+        self.forward_with(state, ids, Rows::All, &mut PassHooks::default())
     }
 
-    /// The tokens are the keys and values, 4 bytes each; where in them it is, is the state.
-    fn snapshot(&self, heard: &mut Heard) -> Result<Snapshot, ModelError> {
-        if self.no_answers_kept && heard.said > 0 {
-            return Err(ModelError::Memory("the mock was told to keep no answers".into()));
+    /// The tokens stand for keys and values, with 4 bytes per position. The two counts are the recurrent state.
+    fn snapshot(&self, state: &mut MockState) -> Result<Snapshot, ModelError> {
+        if self.answer_snapshots_fail && state.answered > 0 {
+            return Err(ModelError::Memory("test error: no snapshot of an answer".into()));
         }
-        let Heard { tokens, prompt, said, frozen, .. } = heard;
-        let state = [*prompt, *said].into_iter().flat_map(|count| (count as u32).to_le_bytes()).collect();
-        frozen.snapshot(tokens.len(), state, |range| {
+        let MockState { tokens, prompt, answered, frozen, .. } = state;
+        let counts = [*prompt, *answered].into_iter().flat_map(|count| (count as u32).to_le_bytes()).collect();
+        frozen.snapshot(tokens.len(), counts, |range| {
             Ok(tokens[range].iter().flat_map(|token| token.to_le_bytes()).collect())
         })
     }
 
-    fn restore(&self, snapshot: &Snapshot, into: Option<Heard>) -> Result<Heard, ModelError> {
-        let mut heard = into.map_or_else(|| self.start(), Ok)?;
+    fn restore(&self, snapshot: &Snapshot, into: Option<MockState>) -> Result<MockState, ModelError> {
+        let mut state = into.map_or_else(|| self.start(), Ok)?;
         let words = |bytes: &[u8]| bytes.as_chunks::<4>().0.iter().map(|w| u32::from_le_bytes(*w)).collect::<Vec<_>>();
-        let Heard { tokens, frozen, .. } = &mut heard;
+        let MockState { tokens, frozen, .. } = &mut state;
         tokens.truncate(snapshot.len);
         tokens.resize(snapshot.len, 0);
         frozen.restore(snapshot, |range, page| {
             tokens[range].copy_from_slice(&words(page));
             Ok::<_, ModelError>(())
         })?;
-        let [prompt, said] = words(&snapshot.state)[..] else {
+        let [prompt, answered] = words(&snapshot.state)[..] else {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
         };
-        (heard.prompt, heard.said) = (prompt as usize, said as usize);
-        heard.before = vec![(heard.prompt, heard.said); snapshot.len];
-        Ok(heard)
+        (state.prompt, state.answered) = (prompt as usize, answered as usize);
+        state.before = vec![(state.prompt, state.answered); snapshot.len];
+        Ok(state)
     }
 
     fn recover(&mut self) -> Result<bool, ModelError> {
@@ -208,12 +202,12 @@ impl Model for MockModel {
     }
 }
 
-impl SequenceState for Heard {
+impl SequenceState for MockState {
     fn reject(&mut self, rows: usize) -> Result<(), ModelError> {
         let len = self.tokens.len() - rows;
         self.tokens.truncate(len);
         if rows > 0 {
-            (self.prompt, self.said) = self.before[len];
+            (self.prompt, self.answered) = self.before[len];
         }
         self.before.truncate(len);
         Ok(())
@@ -230,15 +224,15 @@ impl HiddenStates for MockModel {
         Ok(())
     }
 
-    fn tapped_rows(&mut self, rows: usize, into: &mut Vec<f32>) -> Result<(), ModelError> {
+    fn tapped_rows(&mut self, rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
         let first = self.last.len().saturating_sub(self.taps.rows);
         let kept = self.last[..rows].get(first..).unwrap_or_default();
-        *into = kept.iter().flat_map(|id| vec![*id as f32; self.taps.layers.len()]).collect();
+        *out = kept.iter().flat_map(|id| vec![*id as f32; self.taps.layers.len()]).collect();
         Ok(())
     }
 }
 
-/// Something in 0..1 that differs from token to token and from place to place.
+/// A number in `0..1` that differs between tokens and positions.
 fn noise(token: u32, length: u32) -> f32 {
     let mixed = (token.wrapping_mul(0x9E37_79B1) ^ length.wrapping_mul(0x85EB_CA77)).wrapping_mul(0xC2B2_AE3D);
     (mixed >> 8) as f32 / (1 << 24) as f32

@@ -1,0 +1,38 @@
+use super::*;
+
+/// Allows only these tokens, one after another.
+#[derive(Clone)]
+struct Script {
+    tokens: Vec<u32>,
+    at: usize,
+}
+
+impl Constraint for Script {
+    fn allowed(&mut self) -> Result<TokenMask, String> {
+        let id = self.tokens.get(self.at).ok_or("the script is over")?;
+        Ok(TokenMask::Only(vec![1 << id]))
+    }
+
+    fn accept(&mut self, _: u32) -> Result<(), String> {
+        self.at += 1;
+        Ok(())
+    }
+
+    fn fork(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
+
+#[test]
+fn fork_advances_independently() {
+    let worker = MaskWorker::start(Box::new(Script { tokens: vec![5, 6, 7, 8], at: 0 })).unwrap();
+    assert!(worker.next_mask().unwrap().contains(5));
+    worker.append(5);
+    let mut copy = worker.fork().unwrap();
+    assert!(copy.allowed().unwrap().contains(6));
+    copy.accept(6).unwrap();
+    assert!(copy.allowed().unwrap().contains(7));
+    assert!(worker.next_mask().unwrap().contains(6) && !TokenMask::Only(vec![0]).contains(6));
+    worker.append(6);
+    assert!(worker.next_mask().unwrap().contains(7));
+}

@@ -1,0 +1,366 @@
+//! [`PromptCache`]: snapshots in memory, their lookup and their eviction.
+
+use super::{
+    dir_lock::DirLock,
+    disk::{DiskEntry, DiskIndex},
+    memory_use::MemoryUse,
+    prefix_tree::{NodeId, PrefixTree},
+    snapshot_policy::SnapshotKind,
+};
+use crate::{
+    metrics::Metrics,
+    model::{PagePool, Snapshot, SnapshotSize},
+};
+use parking_lot::{Condvar, Mutex};
+use serde::Serialize;
+use std::{path::PathBuf, sync::Arc, thread::JoinHandle};
+
+/// Shared by the engine's thread, which looks up and adds snapshots, and by handles, which report and clear. The lock is
+/// never held while bytes are copied.
+pub struct PromptCache {
+    pub(super) state: Mutex<CacheState>,
+    /// Notified when there is something to write to disk, and when the cache closes.
+    pub(super) changed: Condvar,
+    pub(super) size: SnapshotSize,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) writer: Mutex<Option<JoinHandle<()>>>,
+    /// Held while this server owns the cache directory.
+    pub(super) dir_lock: Mutex<Option<DirLock>>,
+}
+
+pub(super) struct CacheState {
+    pub tree: PrefixTree<CacheEntry>,
+    pub memory_use: MemoryUse,
+    /// Most bytes of memory.
+    limit: u64,
+    /// The page pool that snapshots share with sequences. Without one, snapshots are copies.
+    pub pool: Option<Arc<PagePool>>,
+    /// The clock of GreedyDual-Size.
+    pub clock: f64,
+    /// How often the cache was cleared.
+    pub clear_count: u64,
+    pub disk: Option<DiskIndex>,
+    /// Another server holds the cache directory.
+    pub is_disk_locked: bool,
+    pub is_closed: bool,
+}
+
+/// A snapshot in memory, on disk, or both.
+pub(super) struct CacheEntry {
+    pub kind: SnapshotKind,
+    pub memory: Option<Snapshot>,
+    pub disk: Option<DiskEntry>,
+    /// The snapshot has been on disk, so it is not written again.
+    pub was_written: bool,
+    /// The cache's clock when the snapshot was last used.
+    pub last_used: f64,
+}
+
+/// The prompt cache as `GET /health` reports it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PromptCacheStatus {
+    /// Most bytes of memory.
+    pub limit: u64,
+    /// Bytes in memory. Pages count only beyond those of the longest sequence.
+    pub bytes: u64,
+    /// Snapshots in memory.
+    #[serde(rename = "checkpoints")]
+    pub snapshots: usize,
+    /// `None` if the disk cache is off or not usable.
+    pub disk: Option<DiskCacheStatus>,
+    /// Another server owns the cache directory, so this one runs without a disk cache.
+    pub disk_locked: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DiskCacheStatus {
+    pub dir: PathBuf,
+    pub limit: u64,
+    pub bytes: u64,
+    #[serde(rename = "checkpoints")]
+    pub snapshots: usize,
+}
+
+/// Where a snapshot was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SnapshotSource {
+    Memory,
+    Disk,
+}
+
+impl PromptCache {
+    /// A cache of at most `limit` bytes, for snapshots of this `size`.
+    pub fn new(limit: u64, size: SnapshotSize, metrics: Arc<Metrics>) -> Self {
+        metrics.memory_prompt_cache.set(limit as i64);
+        let state = CacheState {
+            tree: PrefixTree::default(),
+            memory_use: MemoryUse::default(),
+            limit,
+            pool: None,
+            clock: 0.0,
+            clear_count: 0,
+            disk: None,
+            is_disk_locked: false,
+            is_closed: false,
+        };
+        Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            size,
+            metrics,
+            writer: Mutex::default(),
+            dir_lock: Mutex::default(),
+        }
+    }
+
+    /// Makes snapshots share the pages of `pool` from now on. Evicts the snapshots in memory, since the device that holds
+    /// their pages may be gone.
+    pub fn set_page_pool(&self, pool: Option<Arc<PagePool>>) {
+        let mut state = self.state.lock();
+        let held: Vec<NodeId> =
+            state.tree.iter().filter(|(_, entry)| entry.memory.is_some()).map(|(id, _)| id).collect();
+        held.into_iter().for_each(|id| self.evict(&mut state, id));
+        state.pool = pool;
+    }
+
+    /// Evicts snapshots until `pages` pages are free for a sequence.
+    pub fn evict_for_pages(&self, pages: usize) {
+        if pages == 0 {
+            return;
+        }
+        let mut state = self.state.lock();
+        while state.is_short_of_pages(pages) {
+            let frees_page =
+                |(id, snapshot): &(NodeId, &Snapshot)| state.memory_use.holds_last_reference(snapshot).then_some(*id);
+            // The disk writer may hold a page while it reads it, so a snapshot can have pages and free none of them now.
+            let has_pages = |(id, snapshot): &(NodeId, &Snapshot)| MemoryUse::pool_pages(snapshot).next().map(|_| *id);
+            let victim = state.least_valuable(frees_page, &self.size);
+            let Some((value, id)) = victim.or_else(|| state.least_valuable(has_pages, &self.size)) else { return };
+            state.clock = state.clock.max(value);
+            self.evict(&mut state, id);
+        }
+    }
+
+    /// The longest snapshot that `ids` start with, if it is longer than `min_len` and leaves at least one token to compute.
+    ///
+    /// A snapshot that is only on disk is read if that is faster than computing its additional tokens.
+    pub fn longest_prefix(&self, ids: &[u32], min_len: usize) -> Option<(Snapshot, SnapshotSource)> {
+        loop {
+            let mut state = self.state.lock();
+            let CacheState { tree, clock, .. } = &mut *state;
+            let path = tree.path(ids);
+            // A prompt that passes a position where conversations diverge shows that it is still in use.
+            for &id in &path {
+                if matches!(tree[id].kind, SnapshotKind::System | SnapshotKind::Query) {
+                    tree[id].last_used = *clock;
+                }
+            }
+            let in_memory = path.iter().copied().rfind(|&id| tree.len(id) < ids.len() && tree[id].memory.is_some());
+            let known = in_memory.and_then(|id| tree[id].memory.clone());
+            let in_memory = in_memory.filter(|&id| tree.len(id) > min_len);
+            if let Some(id) = in_memory {
+                tree[id].last_used = *clock;
+            }
+            let len = in_memory.map_or(min_len, |id| tree.len(id));
+            let found = in_memory.and(known.clone()).map(|snapshot| (snapshot, SnapshotSource::Memory));
+            let Some(len) = state.find_on_disk(&path, len, ids.len(), &self.size) else { return found };
+            drop(state);
+            match self.read_from_disk(&ids[..len], known.map_or(Vec::new(), |known| known.pages)) {
+                Ok(Some(snapshot)) => return Some((snapshot, SnapshotSource::Disk)),
+                // The memory has no room for it.
+                Ok(None) => return found,
+                // The file was not readable and is gone from the index. Another snapshot may be.
+                Err(()) => {}
+            }
+        }
+    }
+
+    /// How many snapshots one prompt may take: half of those that fit, between 1 and 8. 0 if none fits.
+    pub fn max_snapshots_per_prompt(&self) -> usize {
+        let fitting = self.state.lock().copy_limit().checked_div(self.size.state).unwrap_or(0) as usize;
+        if fitting == 0 { 0 } else { (fitting / 2).clamp(1, 8) }
+    }
+
+    /// Evicts snapshots to make room for a snapshot of all of `ids`. `needed` is the bytes that it will take, given the
+    /// current content of the cache. Returns false if the snapshot exists already or is not worth the room.
+    pub fn make_room(&self, ids: &[u32], kind: SnapshotKind, needed: &dyn Fn() -> u64) -> bool {
+        let mut state = self.state.lock();
+        if let Some(id) = state.find_exact(ids).filter(|&id| state.tree[id].memory.is_some()) {
+            let (clock, entry) = (state.clock, &mut state.tree[id]);
+            entry.last_used = clock;
+            entry.kind = entry.kind.min(kind);
+            return false;
+        }
+        self.make_room_locked(&mut state, ids, kind, 0, &|_| needed())
+    }
+
+    /// Evicts snapshots until `needed` more bytes fit into the limit and `pages` more pages are free.
+    pub(super) fn make_room_locked(
+        &self,
+        state: &mut CacheState,
+        ids: &[u32],
+        kind: SnapshotKind,
+        pages: usize,
+        needed: &dyn Fn(&MemoryUse) -> u64,
+    ) -> bool {
+        let shared = if state.pool.is_some() { ids.len() } else { 0 };
+        if self.size.bytes(ids.len(), shared) > state.copy_limit() {
+            return false;
+        }
+        let path = state.tree.path(ids);
+        let prefix = path.iter().rfind(|&&id| state.tree[id].memory.is_some()).map_or(0, |&id| state.tree.len(id));
+        let new_tokens = ids.len() - prefix;
+        let is_short = |state: &CacheState| {
+            let bytes = state.memory_use.bytes() + needed(&state.memory_use);
+            bytes > state.copy_limit()
+                || bytes + state.excess_page_bytes(pages) > state.limit
+                || state.is_short_of_pages(pages)
+        };
+        while is_short(state) {
+            let Some((value, id)) = state.least_valuable(|(id, _)| Some(*id), &self.size) else { return false };
+            let new_value = state.clock + value_of(kind, new_tokens, &self.size);
+            if matches!(kind, SnapshotKind::Answer | SnapshotKind::Between) && value > new_value {
+                return false;
+            }
+            state.clock = state.clock.max(value);
+            self.evict(state, id);
+        }
+        true
+    }
+
+    /// Adds a snapshot for which [`PromptCache::make_room`] made room. Does nothing if the cache was cleared since
+    /// `clear_count`: a cleared cache must not contain earlier prompts.
+    pub fn insert(&self, ids: &[u32], kind: SnapshotKind, snapshot: Snapshot, clear_count: u64) {
+        let mut state = self.state.lock();
+        if state.clear_count != clear_count {
+            return;
+        }
+        let CacheState { tree, memory_use, clock, .. } = &mut *state;
+        let new = || CacheEntry { kind, memory: None, disk: None, was_written: false, last_used: 0.0 };
+        let id = tree.entry(ids, new);
+        tree[id].last_used = *clock;
+        if tree[id].memory.is_none() {
+            memory_use.add(&snapshot);
+            tree[id].memory = Some(snapshot);
+        }
+        self.update_metrics(&state);
+        self.changed.notify_all();
+    }
+
+    /// Removes all snapshots from memory and disk.
+    pub fn clear(&self) {
+        let mut state = self.state.lock();
+        self.clear_disk(&mut state);
+        state.tree = PrefixTree::default();
+        state.memory_use = MemoryUse::default();
+        state.clear_count += 1;
+        self.update_metrics(&state);
+    }
+
+    /// How often the cache was cleared. The owner of state from before the last clear must drop it, too.
+    pub fn clear_count(&self) -> u64 {
+        self.state.lock().clear_count
+    }
+
+    pub fn snapshot_size(&self) -> &SnapshotSize {
+        &self.size
+    }
+
+    pub fn status(&self) -> PromptCacheStatus {
+        let state = self.state.lock();
+        let (snapshots, on_disk) = state.count_snapshots();
+        let disk = state.disk.as_ref().map(|disk| DiskCacheStatus {
+            dir: disk.files.dir().to_owned(),
+            limit: disk.limit,
+            bytes: disk.bytes,
+            snapshots: on_disk,
+        });
+        let disk_locked = state.is_disk_locked;
+        PromptCacheStatus { limit: state.limit, bytes: state.bytes(), snapshots, disk, disk_locked }
+    }
+
+    /// Removes a snapshot from memory.
+    pub(super) fn evict(&self, state: &mut CacheState, id: NodeId) {
+        let entry = &mut state.tree[id];
+        let (kind, on_disk) = (entry.kind, entry.disk.is_some());
+        if let Some(snapshot) = entry.memory.take() {
+            state.memory_use.remove(&snapshot);
+        }
+        self.metrics.prompt_cache_evictions_memory.inc();
+        tracing::debug!(tokens = state.tree.len(id), ?kind, "evicted a prompt snapshot from memory");
+        if !on_disk {
+            state.tree.remove(id);
+        }
+        self.update_metrics(state);
+    }
+
+    pub(super) fn update_metrics(&self, state: &CacheState) {
+        let (in_memory, on_disk) = state.count_snapshots();
+        self.metrics.prompt_cache_bytes_memory.set(state.bytes() as i64);
+        self.metrics.prompt_cache_checkpoints_memory.set(in_memory as i64);
+        self.metrics.prompt_cache_bytes_disk.set(state.disk.as_ref().map_or(0, |disk| disk.bytes) as i64);
+        self.metrics.prompt_cache_checkpoints_disk.set(on_disk as i64);
+    }
+}
+
+impl CacheState {
+    /// The node of exactly `ids`.
+    pub fn find_exact(&self, ids: &[u32]) -> Option<NodeId> {
+        self.tree.path(ids).last().copied().filter(|&id| self.tree.len(id) == ids.len())
+    }
+
+    /// Snapshots in memory and on disk.
+    fn count_snapshots(&self) -> (usize, usize) {
+        let count = |is_there: fn(&CacheEntry) -> bool| self.tree.iter().filter(|(_, entry)| is_there(entry)).count();
+        (count(|entry| entry.memory.is_some()), count(|entry| entry.disk.is_some()))
+    }
+
+    /// Most bytes of copies: the limit less the pages that the plan reserved in it.
+    fn copy_limit(&self) -> u64 {
+        let reserved = self.pool.as_ref().map_or(0, |pool| pool.beyond());
+        self.limit.checked_sub(reserved).unwrap_or(self.limit)
+    }
+
+    /// Bytes of pages beyond those of the longest sequence, if `more` pages come into use.
+    fn excess_page_bytes(&self, more: usize) -> u64 {
+        self.pool.as_ref().map_or(0, |pool| pool.over(more))
+    }
+
+    fn bytes(&self) -> u64 {
+        self.memory_use.bytes() + self.excess_page_bytes(0)
+    }
+
+    /// Whether fewer than `pages` pages are free, or using them would exceed the limit.
+    fn is_short_of_pages(&self, pages: usize) -> bool {
+        let free = self.pool.as_ref().map_or(usize::MAX, |pool| pool.free());
+        let excess = self.excess_page_bytes(pages);
+        pages > free || (excess > 0 && self.memory_use.bytes() + excess > self.limit)
+    }
+
+    /// The least valuable snapshot in memory of those that `select` accepts.
+    fn least_valuable(
+        &self,
+        select: impl Fn(&(NodeId, &Snapshot)) -> Option<NodeId>,
+        size: &SnapshotSize,
+    ) -> Option<(f64, NodeId)> {
+        let in_memory = self.tree.iter().filter_map(|(id, entry)| Some((id, entry.memory.as_ref()?)));
+        let values = in_memory.filter_map(|one| select(&one)).map(|id| (self.value(id, size), id));
+        values.min_by(|a, b| a.0.total_cmp(&b.0))
+    }
+
+    pub fn value(&self, id: NodeId, size: &SnapshotSize) -> f64 {
+        let mut ancestors = std::iter::successors(self.tree.parent(id), |&id| self.tree.parent(id));
+        let prefix = ancestors.find(|&id| self.tree[id].memory.is_some());
+        let new_tokens = self.tree.len(id) - prefix.map_or(0, |prefix| self.tree.len(prefix));
+        self.tree[id].last_used + value_of(self.tree[id].kind, new_tokens, size)
+    }
+}
+
+/// The value per byte of a snapshot that saves computing `tokens` tokens.
+fn value_of(kind: SnapshotKind, tokens: usize, size: &SnapshotSize) -> f64 {
+    kind.weight() * tokens as f64 / (size.state + tokens as u64 * size.position).max(1) as f64
+}
+
+#[cfg(test)]
+#[path = "cache_tests.rs"]
+pub(super) mod tests;

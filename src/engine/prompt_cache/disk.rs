@@ -1,0 +1,115 @@
+//! The index of the snapshots on disk: which files are there, how much was written lately, and how fast the disk is.
+
+use super::snapshot_files::{SnapshotFiles, TokenDigest};
+use std::{
+    collections::{HashMap, VecDeque},
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
+};
+
+/// Most bytes to write per hour, since SSDs wear out.
+const MAX_BYTES_PER_HOUR: u64 = 16 << 30;
+const HOUR: Duration = Duration::from_secs(3600);
+/// Weight of earlier measurements in [`Throughput`] when a new one is added.
+const DECAY: f64 = 0.8;
+
+/// Where to keep snapshots across restarts.
+#[derive(Debug, Clone)]
+pub struct DiskCacheOptions {
+    pub dir: PathBuf,
+    /// Most bytes on disk.
+    pub limit: u64,
+    /// Identifies everything besides the tokens that a state depends on: checkpoint, arithmetic, device, version.
+    pub key: String,
+}
+
+/// The snapshots on disk.
+pub struct DiskIndex {
+    pub files: Arc<SnapshotFiles>,
+    pub limit: u64,
+    /// Bytes of all files.
+    pub bytes: u64,
+    /// For each page on disk, the number of snapshots that start with it.
+    pub pages: HashMap<TokenDigest, usize>,
+    /// Time and bytes of each write in the last hour.
+    recent_writes: VecDeque<(Instant, u64)>,
+    /// Tokens computed per second.
+    pub prefill_speed: Throughput,
+    /// Bytes read per second.
+    pub read_speed: Throughput,
+}
+
+/// A snapshot's own file on disk.
+#[derive(Debug, Clone, Copy)]
+pub struct DiskEntry {
+    pub bytes: u64,
+    pub last_used: SystemTime,
+}
+
+impl DiskIndex {
+    pub fn new(files: Arc<SnapshotFiles>, limit: u64) -> Self {
+        Self {
+            files,
+            limit,
+            bytes: 0,
+            pages: HashMap::new(),
+            recent_writes: VecDeque::new(),
+            prefill_speed: Throughput::default(),
+            read_speed: Throughput::default(),
+        }
+    }
+
+    pub fn record_write(&mut self, bytes: u64) {
+        self.recent_writes.push_back((Instant::now(), bytes));
+    }
+
+    /// Bytes that may be written now.
+    pub fn write_allowance(&mut self) -> u64 {
+        while self.recent_writes.front().is_some_and(|(at, _)| at.elapsed() > HOUR) {
+            self.recent_writes.pop_front();
+        }
+        MAX_BYTES_PER_HOUR.saturating_sub(self.recent_writes.iter().map(|(_, bytes)| bytes).sum())
+    }
+
+    /// For each page of `ids`, whether it is missing on disk; and the bytes to write for those pages and the snapshot.
+    pub fn missing_pages(&self, ids: &[u32]) -> (Vec<bool>, u64) {
+        let (pages, _) = self.files.digests(ids);
+        let missing: Vec<bool> = pages.iter().map(|page| !self.pages.contains_key(page)).collect();
+        let (state, page) = self.files.bytes(ids.len());
+        let bytes = state + page * missing.iter().filter(|missing| **missing).count() as u64;
+        (missing, bytes)
+    }
+}
+
+/// A running mean of a speed, in which older measurements count less.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Throughput {
+    pub amount: f64,
+    pub seconds: f64,
+}
+
+impl Throughput {
+    pub fn record(&mut self, amount: f64, time: Duration) {
+        self.amount = DECAY * self.amount + amount;
+        self.seconds = DECAY * self.seconds + time.as_secs_f64();
+    }
+
+    /// Estimated seconds for `amount`. NaN before the first measurement.
+    pub fn seconds_for(&self, amount: f64) -> f64 {
+        amount * self.seconds / self.amount
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn older_measurements_count_less() {
+        let mut speed = Throughput::default();
+        speed.record(100.0, Duration::from_secs(10));
+        speed.record(20.0, Duration::from_secs(4));
+        assert_eq!(speed, Throughput { amount: 100.0, seconds: 12.0 });
+    }
+}

@@ -1,0 +1,379 @@
+//! Snapshots on disk: opening the directory, the thread that writes, and reading back.
+//!
+//! Every snapshot is written once, by a background thread. A disk that fails is not used again until the next start.
+
+use super::{
+    cache::{CacheEntry, CacheState, PromptCache},
+    dir_lock::DirLock,
+    disk::{DiskCacheOptions, DiskEntry, DiskIndex},
+    prefix_tree::NodeId,
+    snapshot_files::{SnapshotFiles, page_name},
+    snapshot_policy::SnapshotKind,
+};
+use crate::{
+    model::{KvPage, PAGE, Snapshot, SnapshotSize},
+    platform::os,
+};
+use parking_lot::MutexGuard;
+use std::{
+    collections::HashSet,
+    io,
+    sync::{Arc, Weak},
+    time::{Duration, Instant, SystemTime},
+};
+
+/// How long to wait for the directory if another server holds it. A server that is being replaced finishes in this time.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(20);
+const LOCK_INTERVAL: Duration = Duration::from_millis(100);
+/// How often to retry snapshots that the hourly write limit held back.
+const WRITE_RETRY_INTERVAL: Duration = Duration::from_secs(60);
+/// How long a closing cache may write its remaining snapshots.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A snapshot to write: its tokens, the snapshot, and which of its pages are not on disk yet.
+struct PendingWrite {
+    ids: Vec<u32>,
+    snapshot: Snapshot,
+    files: Arc<SnapshotFiles>,
+    missing_pages: Vec<bool>,
+}
+
+impl PromptCache {
+    /// Starts to keep snapshots of at most `max_tokens` tokens on disk, and loads the index of those that are there.
+    ///
+    /// If another server holds the directory, retries in the background for [`LOCK_TIMEOUT`]. The cache works without a disk
+    /// meanwhile, and afterwards if it fails.
+    pub fn open_disk(self: &Arc<Self>, options: DiskCacheOptions, max_tokens: usize) {
+        self.open_disk_within(options, max_tokens, LOCK_TIMEOUT);
+    }
+
+    pub(super) fn open_disk_within(self: &Arc<Self>, options: DiskCacheOptions, max_tokens: usize, timeout: Duration) {
+        let opened = self.try_open_disk(&options, max_tokens);
+        if let Err(error) = &opened {
+            return warn_disk_unused(&options, error);
+        }
+        let cache = self.clone();
+        let dir = options.dir.clone();
+        let work = move || {
+            os::background_thread();
+            if cache.wait_for_disk(&options, max_tokens, timeout) {
+                cache.run_writer();
+            }
+        };
+        match std::thread::Builder::new().name("prompt cache".into()).spawn(work) {
+            Ok(writer) => *self.writer.lock() = Some(writer),
+            Err(error) => tracing::warn!(dir = %dir.display(), %error, "cannot start the disk cache's thread"),
+        }
+    }
+
+    /// Locks the directory and loads its index. Returns false if another server holds the lock.
+    fn try_open_disk(&self, options: &DiskCacheOptions, max_tokens: usize) -> io::Result<bool> {
+        let Some(lock) = DirLock::try_create(&options.dir)? else {
+            self.state.lock().is_disk_locked = true;
+            return Ok(false);
+        };
+        let loaded = self.load_index(options, max_tokens);
+        self.state.lock().is_disk_locked = false;
+        *self.dir_lock.lock() = Some(lock);
+        loaded.map(|()| true)
+    }
+
+    fn load_index(&self, options: &DiskCacheOptions, max_tokens: usize) -> io::Result<()> {
+        let (files, found) = SnapshotFiles::open(&options.dir, &options.key, self.size, max_tokens)?;
+        let other_models = files.evict_other_models(&options.dir, options.limit / 2)?;
+        let mut state = self.state.lock();
+        state.disk = Some(DiskIndex::new(Arc::new(files), options.limit.saturating_sub(other_models)));
+        for stored in found {
+            let entry = DiskEntry { bytes: stored.bytes, last_used: stored.last_used };
+            state.add_disk_entry(&stored.tokens, SnapshotKind::Message, entry);
+        }
+        if let Some(disk) = &state.disk {
+            let needed: HashSet<String> = disk.pages.keys().map(page_name).collect();
+            disk.files.remove_unused_pages(|name| needed.contains(name))?;
+        }
+        self.enforce_disk_limit(&mut state);
+        self.update_metrics(&state);
+        Ok(())
+    }
+
+    /// Waits until this server owns the directory. Returns false if that fails or the cache closes.
+    fn wait_for_disk(&self, options: &DiskCacheOptions, max_tokens: usize, timeout: Duration) -> bool {
+        let begun = Instant::now();
+        let mut state = self.state.lock();
+        while state.is_disk_locked && !state.is_closed {
+            if begun.elapsed() >= timeout {
+                let dir = options.dir.display();
+                tracing::warn!(%dir, "another server uses the prompt cache directory; running without a disk cache");
+                return false;
+            }
+            self.changed.wait_for(&mut state, LOCK_INTERVAL);
+            let opened = MutexGuard::unlocked(&mut state, || self.try_open_disk(options, max_tokens));
+            if let Err(error) = opened {
+                warn_disk_unused(options, &error);
+                return false;
+            }
+        }
+        !state.is_closed
+    }
+
+    /// Records the time to compute `tokens` prompt tokens, to decide whether reading a snapshot is faster.
+    pub fn record_prefill_speed(&self, tokens: usize, time: Duration) {
+        if let Some(disk) = &mut self.state.lock().disk {
+            disk.prefill_speed.record(tokens as f64, time);
+        }
+    }
+
+    /// Writes the remaining snapshots for at most [`CLOSE_TIMEOUT`], then releases the directory.
+    ///
+    /// The writer's thread ends after its current file. The caller writes the rest, because that thread has a low priority and
+    /// the server is waiting.
+    pub fn close(&self) {
+        self.state.lock().is_closed = true;
+        self.changed.notify_all();
+        if let Some(writer) = self.writer.lock().take() {
+            // The thread has reported its panic, if there was one.
+            let _ = writer.join();
+        }
+        let begun = Instant::now();
+        let mut state = self.state.lock();
+        while begun.elapsed() <= CLOSE_TIMEOUT && self.write_next(&mut state) {}
+        *self.dir_lock.lock() = None;
+    }
+
+    /// Reads the snapshot of `ids`, whose first pages are `known`. Returns `None` if memory has no room for it. An error is
+    /// logged, and the snapshot is removed from the index.
+    pub(super) fn read_from_disk(&self, ids: &[u32], known: Vec<Arc<KvPage>>) -> Result<Option<Snapshot>, ()> {
+        let mut state = self.state.lock();
+        let Some(files) = state.disk.as_ref().map(|disk| disk.files.clone()) else { return Ok(None) };
+        // If the cache is cleared during the read, `insert` ignores the snapshot.
+        let clear_count = state.clear_count;
+        let known = &known[..known.len().min(ids.len() / PAGE)];
+        let is_whole = |page: &&Arc<KvPage>| page.len() as u64 == PAGE as u64 * self.size.position;
+        let known: Vec<Arc<KvPage>> = known.iter().filter(is_whole).cloned().collect();
+        let pool = state.pool.clone();
+        let copied = self.size.bytes(ids.len(), if pool.is_some() { ids.len() } else { 0 });
+        // One more page is for the tokens after the snapshot.
+        let pages = if pool.is_some() { ids.len() / PAGE - known.len() + 1 } else { 0 };
+        let needed = |memory_use: &super::memory_use::MemoryUse| copied - memory_use.bytes_of(&known);
+        if !self.make_room_locked(&mut state, ids, SnapshotKind::Message, pages, &needed) {
+            return Ok(None);
+        }
+        drop(state);
+
+        let begun = Instant::now();
+        let make_page = |bytes: Vec<u8>| match &pool {
+            Some(pool) => pool.put(&bytes).map_err(io::Error::other),
+            None => Ok(Arc::new(bytes.into())),
+        };
+        let read = files.read(ids, &known, &make_page);
+        let mut state = self.state.lock();
+        match read {
+            Ok(snapshot) => {
+                let known_bytes: u64 = known.iter().map(|page| page.len() as u64).sum();
+                let bytes = self.size.bytes(ids.len(), 0) - known_bytes;
+                self.metrics.prompt_cache_disk_reads.inc();
+                self.metrics.prompt_cache_disk_read_bytes.inc_by(bytes);
+                if let Some(disk) = &mut state.disk {
+                    disk.read_speed.record(bytes as f64, begun.elapsed());
+                }
+                let node = state.find_exact(ids);
+                if let Some(entry) = node.and_then(|id| state.tree[id].disk.as_mut()) {
+                    entry.last_used = SystemTime::now();
+                }
+                let kind = node.map_or(SnapshotKind::Message, |id| state.tree[id].kind);
+                drop(state);
+                self.insert(ids, kind, snapshot.clone(), clear_count);
+                Ok(Some(snapshot))
+            }
+            Err(error) => {
+                let dir = files.dir().display();
+                tracing::warn!(%dir, tokens = ids.len(), %error, "cannot read a prompt snapshot; computing the prompt");
+                if let Some(id) = state.find_exact(ids) {
+                    state.remove_from_disk(id);
+                }
+                self.update_metrics(&state);
+                Err(())
+            }
+        }
+    }
+
+    /// Removes all snapshots of this model from the disk.
+    pub(super) fn clear_disk(&self, state: &mut CacheState) {
+        let on_disk: Vec<NodeId> =
+            state.tree.iter().filter(|(_, entry)| entry.disk.is_some()).map(|(id, _)| id).collect();
+        on_disk.into_iter().for_each(|id| state.remove_from_disk(id));
+    }
+
+    /// Removes the least recently used snapshots until the files fit into the limit.
+    fn enforce_disk_limit(&self, state: &mut CacheState) {
+        let is_over = |state: &CacheState| state.disk.as_ref().is_some_and(|disk| disk.bytes > disk.limit);
+        if !is_over(state) {
+            return;
+        }
+        let last_used = |(id, entry): (NodeId, &CacheEntry)| Some((entry.disk?.last_used, id));
+        let mut oldest: Vec<_> = state.tree.iter().filter_map(last_used).collect();
+        oldest.sort_unstable();
+        for (_, id) in oldest {
+            if !is_over(state) {
+                break;
+            }
+            tracing::debug!(tokens = state.tree.len(id), "evicted a prompt snapshot from disk");
+            state.remove_from_disk(id);
+            self.metrics.prompt_cache_evictions_disk.inc();
+        }
+    }
+
+    /// The writer's thread. Ends when the cache is closed or its disk fails.
+    fn run_writer(&self) {
+        let mut state = self.state.lock();
+        while !state.is_closed && state.disk.is_some() {
+            if !self.write_next(&mut state) && !state.is_closed {
+                self.changed.wait_for(&mut state, WRITE_RETRY_INTERVAL);
+            }
+        }
+    }
+
+    /// Writes the most valuable snapshot that is not on disk. Returns false if there is none, or if the disk failed.
+    fn write_next(&self, state: &mut MutexGuard<'_, CacheState>) -> bool {
+        let Some(PendingWrite { ids, mut snapshot, files, missing_pages }) = state.next_to_write(&self.size) else {
+            return false;
+        };
+        // Holds no pages of the pool: a sequence may need them. The write stops if a page is gone.
+        let pages: Vec<Weak<KvPage>> = snapshot.pages.iter().map(Arc::downgrade).collect();
+        snapshot.pages.retain(|page| matches!(**page, KvPage::Copied(_)));
+        // The copies count as memory during the write, even if the cache evicts the snapshot.
+        state.memory_use.add(&snapshot);
+        let clear_count = state.clear_count;
+        let mut bytes = 0;
+        let written =
+            MutexGuard::unlocked(state, || files.write(&ids, &snapshot.state, &pages, &missing_pages, &mut bytes));
+        self.metrics.prompt_cache_disk_written_bytes.inc_by(bytes);
+        if let Some(disk) = &mut state.disk {
+            disk.record_write(bytes);
+        }
+        if state.clear_count == clear_count {
+            state.memory_use.remove(&snapshot);
+        }
+        match written {
+            Ok(true) => {}
+            Ok(false) => {
+                // Its pages are gone or not readable, so the snapshot in memory is useless, too.
+                let is_same = |other: &Snapshot| Arc::ptr_eq(&other.state, &snapshot.state);
+                let node = state.find_exact(&ids).filter(|&id| state.tree[id].memory.as_ref().is_some_and(is_same));
+                node.into_iter().for_each(|id| self.evict(state, id));
+                return true;
+            }
+            Err(error) => {
+                let dir = files.dir().display();
+                tracing::warn!(%dir, %error, "cannot write a prompt snapshot; running without a disk cache");
+                state.disable_disk();
+                self.update_metrics(state);
+                return false;
+            }
+        }
+        drop(snapshot);
+        self.metrics.prompt_cache_disk_writes.inc();
+        let entry = DiskEntry { bytes: files.bytes(ids.len()).0, last_used: SystemTime::now() };
+        state.add_disk_entry(&ids, SnapshotKind::Message, entry);
+        if state.clear_count != clear_count {
+            self.clear_disk(state);
+        }
+        self.enforce_disk_limit(state);
+        self.update_metrics(state);
+        true
+    }
+}
+
+impl CacheState {
+    /// Adds a file on disk, and the pages that it needs, to the index.
+    fn add_disk_entry(&mut self, ids: &[u32], kind: SnapshotKind, entry: DiskEntry) {
+        let Some(disk) = &mut self.disk else { return };
+        let last_used = self.clock;
+        let new = || CacheEntry { kind, memory: None, disk: None, was_written: true, last_used };
+        let id = self.tree.entry(ids, new);
+        self.tree[id].was_written = true;
+        if self.tree[id].disk.replace(entry).is_some() {
+            return;
+        }
+        disk.bytes += entry.bytes;
+        let (_, page) = disk.files.bytes(0);
+        for digest in disk.files.digests(ids).0 {
+            let snapshots = disk.pages.entry(digest).or_default();
+            disk.bytes += if *snapshots == 0 { page } else { 0 };
+            *snapshots += 1;
+        }
+    }
+
+    /// Removes a snapshot from the disk, and the pages that no other snapshot needs.
+    pub fn remove_from_disk(&mut self, id: NodeId) {
+        let ids = self.tree.tokens(id);
+        let (Some(entry), Some(disk)) = (self.tree[id].disk.take(), &mut self.disk) else { return };
+        disk.files.remove_snapshot(&ids);
+        disk.bytes -= entry.bytes;
+        let (_, page) = disk.files.bytes(0);
+        for digest in disk.files.digests(&ids).0 {
+            let Some(snapshots) = disk.pages.get_mut(&digest) else { continue };
+            *snapshots -= 1;
+            if *snapshots == 0 {
+                disk.pages.remove(&digest);
+                disk.files.remove_page(&digest);
+                disk.bytes -= page;
+            }
+        }
+        if self.tree[id].memory.is_none() {
+            self.tree.remove(id);
+        }
+    }
+
+    /// The length of the longest snapshot of `path` that is on disk, if it has between `min_len` and `max_len` tokens
+    /// (exclusive) and reading it is faster than computing its additional tokens. Reads without comparing as long as a speed is
+    /// unknown, which measures it.
+    pub fn find_on_disk(&self, path: &[NodeId], min_len: usize, max_len: usize, size: &SnapshotSize) -> Option<usize> {
+        let disk = self.disk.as_ref()?;
+        let on_disk = |&id: &NodeId| self.tree.len(id) < max_len && self.tree[id].disk.is_some();
+        let len = path.iter().copied().rfind(on_disk).map(|id| self.tree.len(id))?;
+        let additional = len.checked_sub(min_len).filter(|additional| *additional > 0)?;
+        let compute = disk.prefill_speed.seconds_for(additional as f64);
+        let read = disk.read_speed.seconds_for(size.bytes(len, min_len) as f64);
+        // An unknown speed is NaN, which makes the comparison false.
+        if read > compute { None } else { Some(len) }
+    }
+
+    /// The most valuable snapshot in memory that must be written and fits into the disk's limits.
+    fn next_to_write(&mut self, size: &SnapshotSize) -> Option<PendingWrite> {
+        let allowance = self.disk.as_mut()?.write_allowance();
+        let disk = self.disk.as_ref()?;
+        let is_unwritten = |entry: &CacheEntry| {
+            let in_memory = entry.memory.is_some() && entry.disk.is_none();
+            in_memory && !entry.was_written && entry.kind != SnapshotKind::Between
+        };
+        let unwritten = self.tree.iter().filter(|(_, entry)| is_unwritten(entry));
+        let mut waiting: Vec<(f64, NodeId)> = unwritten.map(|(id, _)| (self.value(id, size), id)).collect();
+        waiting.sort_by(|a, b| b.0.total_cmp(&a.0));
+        waiting.into_iter().find_map(|(_, id)| {
+            let (ids, snapshot) = (self.tree.tokens(id), self.tree[id].memory.clone()?);
+            let (missing_pages, bytes) = disk.missing_pages(&ids);
+            let files = disk.files.clone();
+            (bytes <= allowance.min(disk.limit)).then_some(PendingWrite { ids, snapshot, files, missing_pages })
+        })
+    }
+
+    fn disable_disk(&mut self) {
+        self.disk = None;
+        let all: Vec<NodeId> = self.tree.iter().map(|(id, _)| id).collect();
+        for id in all {
+            self.tree[id].disk = None;
+            if self.tree[id].memory.is_none() {
+                self.tree.remove(id);
+            }
+        }
+    }
+}
+
+fn warn_disk_unused(options: &DiskCacheOptions, error: &io::Error) {
+    tracing::warn!(dir = %options.dir.display(), %error, "cannot open the prompt cache directory; running without a disk cache");
+}
+
+#[cfg(test)]
+#[path = "disk_tests.rs"]
+mod tests;

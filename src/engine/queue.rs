@@ -1,0 +1,263 @@
+//! The request queue between the handles and the engine's thread: bounded, first in, first out.
+//!
+//! A queued request whose client disconnects, or whose deadline passes, leaves the queue without being worked on.
+
+use super::request::{Event, Events, Request};
+use crate::{
+    error::{EngineError, ModelError},
+    metrics::Metrics,
+};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::sync::mpsc;
+
+/// How often an idle engine checks whether the system is short of memory.
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// A request in the queue or being worked on.
+pub(super) struct QueuedRequest {
+    pub request: Request,
+    pub events: mpsc::UnboundedSender<Event>,
+    pub arrived: Instant,
+}
+
+impl QueuedRequest {
+    /// The reason to end the request now, if there is one. `drain_deadline` is when a draining engine stops.
+    fn abort_reason(&self, drain_deadline: Option<Instant>) -> Option<Abort> {
+        if self.events.is_closed() {
+            return Some(Abort::Disconnected);
+        }
+        let now = Instant::now();
+        let passed = |deadline: Option<Instant>| deadline.is_some_and(|deadline| now >= deadline);
+        if passed(drain_deadline) {
+            return Some(Abort::Failed(EngineError::Draining));
+        }
+        passed(self.request.deadline).then_some(Abort::Failed(EngineError::TimedOut))
+    }
+}
+
+/// The reason why a request ends before its answer is complete.
+#[derive(Debug)]
+pub(super) enum Abort {
+    /// The client disconnected between two steps. The sequence can be reused.
+    Disconnected,
+    /// The client disconnected during a step while other requests waited. The sequence is incomplete.
+    StepCancelled,
+    Failed(EngineError),
+}
+
+impl From<EngineError> for Abort {
+    fn from(error: EngineError) -> Self {
+        Abort::Failed(error)
+    }
+}
+
+impl From<ModelError> for Abort {
+    fn from(error: ModelError) -> Self {
+        match error {
+            ModelError::GivenUp => Abort::StepCancelled,
+            error => Abort::Failed(error.into()),
+        }
+    }
+}
+
+/// Checks a request against the model and the queue before it is queued.
+pub(super) struct AdmissionLimits {
+    pub vocab: usize,
+    pub context: usize,
+    /// Requests that may wait while one is running.
+    pub max_queue: usize,
+    /// How long accepted requests may continue after [`RequestQueue::drain`].
+    pub grace: Duration,
+}
+
+impl AdmissionLimits {
+    fn check(&self, request: &Request) -> Result<(), EngineError> {
+        let prompt = request.ids.len();
+        if prompt == 0 {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if prompt > self.context {
+            return Err(EngineError::PromptTooLong { prompt, context: self.context });
+        }
+        match request.ids.iter().find(|&&id| id as usize >= self.vocab) {
+            Some(&id) => Err(ModelError::TokenOutOfRange { id, vocab: self.vocab }.into()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The queue. Its lock is never held across a forward pass.
+pub(super) struct RequestQueue {
+    queue: Mutex<QueueState>,
+    changed: Condvar,
+    pub limits: AdmissionLimits,
+    metrics: Arc<Metrics>,
+}
+
+#[derive(Default)]
+struct QueueState {
+    waiting: VecDeque<QueuedRequest>,
+    is_running: bool,
+    phase: QueuePhase,
+}
+
+#[derive(Default, Clone, Copy)]
+enum QueuePhase {
+    #[default]
+    Open,
+    /// The queue accepts nothing more. The remaining requests fail at `deadline`, if there is one.
+    Draining {
+        deadline: Option<Instant>,
+    },
+    Stopped,
+}
+
+impl RequestQueue {
+    pub fn new(limits: AdmissionLimits, metrics: Arc<Metrics>) -> Self {
+        Self { queue: Mutex::default(), changed: Condvar::new(), limits, metrics }
+    }
+
+    /// Appends a request. Its events arrive on the returned receiver.
+    pub fn push(&self, request: Request) -> Result<Events, EngineError> {
+        self.limits.check(&request)?;
+        let arrived = Instant::now();
+        if request.deadline.is_some_and(|deadline| arrived >= deadline) {
+            return Err(EngineError::TimedOut);
+        }
+        let (sender, events) = mpsc::unbounded_channel();
+        let mut queue = self.queue.lock();
+        match queue.phase {
+            QueuePhase::Open => {}
+            QueuePhase::Draining { .. } => return Err(EngineError::Draining),
+            QueuePhase::Stopped => return Err(EngineError::Stopped),
+        }
+        self.remove_aborted(&mut queue);
+        if queue.waiting.len() + usize::from(queue.is_running) > self.limits.max_queue {
+            return Err(EngineError::QueueFull);
+        }
+        queue.waiting.push_back(QueuedRequest { request, events: sender, arrived });
+        self.update_metrics(&queue);
+        self.changed.notify_one();
+        Ok(events)
+    }
+
+    /// Waits for the next request. Returns `None` once no further request can arrive. Calls `idle` once per
+    /// [`IDLE_INTERVAL`] while it waits.
+    pub fn next(&self, idle: &mut dyn FnMut()) -> Option<QueuedRequest> {
+        let mut queue = self.queue.lock();
+        loop {
+            queue.is_running = false;
+            self.remove_aborted(&mut queue);
+            if let Some(request) = queue.waiting.pop_front() {
+                queue.is_running = true;
+                self.update_metrics(&queue);
+                return Some(request);
+            }
+            self.update_metrics(&queue);
+            if !matches!(queue.phase, QueuePhase::Open) {
+                return None;
+            }
+            if self.changed.wait_for(&mut queue, IDLE_INTERVAL).timed_out() {
+                MutexGuard::unlocked(&mut queue, &mut *idle);
+            }
+        }
+    }
+
+    /// Marks the running request as finished.
+    pub fn finish_running(&self) {
+        let mut queue = self.queue.lock();
+        queue.is_running = false;
+        self.update_metrics(&queue);
+    }
+
+    /// Removes aborted requests from the queue, then checks whether `running` must end, too. Called between steps.
+    pub fn check(&self, running: &QueuedRequest) -> Result<(), Abort> {
+        let mut queue = self.queue.lock();
+        self.remove_aborted(&mut queue);
+        self.update_metrics(&queue);
+        running.abort_reason(queue.deadline()).map_or(Ok(()), Err)
+    }
+
+    /// Whether to cancel a step that is under way: its client has disconnected and another client waits. If no client
+    /// waits, finishing the step is worthwhile, since the same client may repeat the request and reuse the state.
+    pub fn should_cancel_step(&self, running: &QueuedRequest) -> bool {
+        running.events.is_closed() && self.queue.lock().waiting.iter().any(|other| !other.events.is_closed())
+    }
+
+    /// The number of running requests (0 or 1) and of waiting requests.
+    pub fn load(&self) -> (usize, usize) {
+        let queue = self.queue.lock();
+        (usize::from(queue.is_running), queue.waiting.len())
+    }
+
+    /// For each waiting request, in order: its prompt's tokens and its time in the queue.
+    pub fn waiting(&self) -> Vec<(usize, Duration)> {
+        let queue = self.queue.lock();
+        queue.waiting.iter().map(|waiting| (waiting.request.ids.len(), waiting.arrived.elapsed())).collect()
+    }
+
+    /// Accepts no more requests. Accepted ones fail once the grace period is over.
+    pub fn drain(&self) {
+        let mut queue = self.queue.lock();
+        if !matches!(queue.phase, QueuePhase::Draining { deadline: Some(_) } | QueuePhase::Stopped) {
+            queue.phase = QueuePhase::Draining { deadline: Some(Instant::now() + self.limits.grace) };
+        }
+        self.changed.notify_all();
+    }
+
+    /// Accepts no more requests. Accepted ones may take as long as they need.
+    pub fn close(&self) {
+        let mut queue = self.queue.lock();
+        if matches!(queue.phase, QueuePhase::Open) {
+            queue.phase = QueuePhase::Draining { deadline: None };
+        }
+        self.changed.notify_all();
+    }
+
+    /// Fails all waiting requests because the engine's thread ends. A drained queue keeps reporting `Draining`: a router
+    /// then sends the request to another server.
+    pub fn stop(&self) {
+        let mut queue = self.queue.lock();
+        let drained = matches!(queue.phase, QueuePhase::Draining { .. });
+        if !drained {
+            queue.phase = QueuePhase::Stopped;
+        }
+        queue.is_running = false;
+        for waiting in queue.waiting.drain(..) {
+            let error = if drained { EngineError::Draining } else { EngineError::Stopped };
+            let _ = waiting.events.send(Event::Failed(error));
+        }
+        self.update_metrics(&queue);
+    }
+
+    fn remove_aborted(&self, queue: &mut QueueState) {
+        let deadline = queue.deadline();
+        queue.waiting.retain(|waiting| match waiting.abort_reason(deadline) {
+            None => true,
+            Some(Abort::Disconnected | Abort::StepCancelled) => false,
+            Some(Abort::Failed(error)) => {
+                let _ = waiting.events.send(Event::Failed(error));
+                false
+            }
+        });
+    }
+
+    fn update_metrics(&self, queue: &QueueState) {
+        self.metrics.requests_running.set(i64::from(queue.is_running));
+        self.metrics.requests_queued.set(queue.waiting.len() as i64);
+    }
+}
+
+impl QueueState {
+    fn deadline(&self) -> Option<Instant> {
+        match self.phase {
+            QueuePhase::Draining { deadline } => deadline,
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Requests to the engine, and the events that answer them.
+
+use super::constraint::Constraint;
+use crate::error::EngineError;
+use std::time::{Duration, Instant};
+
+/// Sampling parameters.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sampling {
+    /// 0 is greedy: the most likely token, and of equally likely ones the lowest id.
+    pub temperature: f32,
+    pub top_p: f32,
+    /// 0 disables it.
+    pub top_k: usize,
+    pub min_p: f32,
+    /// 1 disables it.
+    pub repetition_penalty: f32,
+    pub presence_penalty: f32,
+    pub frequency_penalty: f32,
+    /// Added to the logits before any other step.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// `None` uses a random seed.
+    pub seed: Option<u64>,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            seed: None,
+        }
+    }
+}
+
+impl Sampling {
+    /// Always selects the most likely token.
+    pub fn greedy() -> Self {
+        Self { temperature: 0.0, ..Self::default() }
+    }
+}
+
+/// One generation, in tokens.
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub ids: Vec<u32>,
+    /// Most tokens to generate. 0 evaluates the prompt only.
+    pub max_tokens: usize,
+    pub sampling: Sampling,
+    /// Return the log-probability of each generated token, with this many alternatives.
+    pub logprobs: Option<usize>,
+    /// Return the log-probabilities of the prompt's tokens (for `echo`), with this many alternatives.
+    pub prompt_logprobs: Option<usize>,
+    /// Continue after end-of-sequence tokens (for benchmarks). A constrained answer still ends at one.
+    pub ignore_eos: bool,
+    /// Restricts which tokens the answer may contain.
+    pub constraint: Option<Box<dyn Constraint>>,
+    /// Ends of the prompt's messages, ascending. Other prompts are likely to diverge from this one there.
+    pub boundaries: Vec<Boundary>,
+    /// Reuse state from earlier requests and keep state for later ones.
+    pub cache_prompt: bool,
+    /// The request fails with `TimedOut` at this time, whether it is queued or running.
+    pub deadline: Option<Instant>,
+}
+
+impl Request {
+    /// An unconstrained answer to `ids` that ends at an end-of-sequence token and returns no log-probabilities.
+    pub fn new(ids: Vec<u32>, max_tokens: usize, sampling: Sampling) -> Self {
+        Self {
+            ids,
+            max_tokens,
+            sampling,
+            logprobs: None,
+            prompt_logprobs: None,
+            ignore_eos: false,
+            constraint: None,
+            boundaries: Vec::new(),
+            cache_prompt: true,
+            deadline: None,
+        }
+    }
+}
+
+/// The end of a message in a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Boundary {
+    /// Number of prompt tokens up to the end of the message.
+    pub at: usize,
+    pub kind: BoundaryKind,
+}
+
+/// The kind of message that ends at a [`Boundary`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BoundaryKind {
+    /// The system prompt and the tool definitions.
+    System,
+    /// A question from a person, not the result of a tool.
+    Query,
+    /// Any other message.
+    Message,
+}
+
+/// The log-probability of a token and of the most likely tokens at its position, before temperature and penalties.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Logprobs {
+    pub logprob: f32,
+    pub top: Vec<(u32, f32)>,
+}
+
+/// The reason why an answer is complete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    /// An end-of-sequence token was sampled. It is not sent as an [`Event::Token`].
+    Stop,
+    /// `max_tokens` or the end of the context was reached.
+    Length,
+}
+
+/// An event of a request. The last one is `Done` or `Failed`, unless the receiver was dropped.
+#[derive(Debug)]
+pub enum Event {
+    /// The engine starts to evaluate the prompt. `cached_tokens` of it need no computation.
+    Started {
+        cached_tokens: usize,
+        queued: Duration,
+    },
+    /// `tokens` of the prompt are evaluated or were cached, `seconds` after the prompt's evaluation began. Sent after
+    /// every chunk.
+    Prefilled {
+        tokens: usize,
+        seconds: f64,
+    },
+    /// Log-probabilities of the prompt, one entry per token. The first token has none, since nothing precedes it. Sent
+    /// before any `Token`.
+    Prompt(Vec<Option<Logprobs>>),
+    Token {
+        id: u32,
+        logprobs: Option<Logprobs>,
+    },
+    Done {
+        finish: Finish,
+        timings: Timings,
+    },
+    Failed(EngineError),
+}
+
+/// Token counts and times of one request.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Timings {
+    pub prompt_tokens: usize,
+    pub cached_tokens: usize,
+    pub generated_tokens: usize,
+    pub prompt_seconds: f64,
+    pub decode_seconds: f64,
+    /// Tokens that drafts proposed.
+    pub drafted_tokens: usize,
+    /// Drafted tokens that the sampler confirmed.
+    pub accepted_tokens: usize,
+    /// For each position in a draft: how often it was verified with all earlier positions accepted, and how often it was
+    /// accepted.
+    pub draft_positions: [[u32; 2]; MAX_DRAFT_POSITIONS],
+    /// Time that speculation saved. Negative if it cost time.
+    pub saved_seconds: f64,
+}
+
+/// Most tokens in a draft.
+pub const MAX_DRAFT_POSITIONS: usize = 15;
+
+pub type Events = tokio::sync::mpsc::UnboundedReceiver<Event>;
+
+/// Blocks until the request ends. Returns the generated tokens and the outcome.
+pub fn collect(mut events: Events) -> (Vec<u32>, Result<(Finish, Timings), EngineError>) {
+    let mut tokens = Vec::new();
+    loop {
+        match events.blocking_recv() {
+            Some(Event::Token { id, .. }) => tokens.push(id),
+            Some(Event::Done { finish, timings }) => return (tokens, Ok((finish, timings))),
+            Some(Event::Failed(error)) => return (tokens, Err(error)),
+            Some(Event::Started { .. } | Event::Prefilled { .. } | Event::Prompt(_)) => {}
+            None => return (tokens, Err(EngineError::Stopped)),
+        }
+    }
+}

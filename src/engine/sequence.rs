@@ -1,0 +1,197 @@
+//! A sequence: the tokens that went through the model, and the state they left.
+//!
+//! The recurrent state of a delta net cannot be rewound. A new prompt therefore extends the previous sequence, restores a
+//! snapshot, or starts an empty sequence.
+
+use crate::{
+    error::ModelError,
+    model::{Logits, Model, PassHooks, Rows, SequenceState, Snapshot},
+};
+
+/// Tokens, and the model's state after exactly these tokens.
+pub struct Sequence<S> {
+    tokens: Vec<u32>,
+    state: S,
+    /// Rows of a verify that are in `state` and not (yet) in `tokens`.
+    unconfirmed: usize,
+    /// Whether [`Sequence::sync`] extended the previous sequence, so that the model's hidden rows still belong to it.
+    is_continuation: bool,
+}
+
+impl<S: SequenceState> Sequence<S> {
+    /// An empty sequence.
+    pub fn start<M: Model<State = S>>(model: &M) -> Result<Self, ModelError> {
+        Ok(Self { tokens: Vec::new(), state: model.start()?, unconfirmed: 0, is_continuation: false })
+    }
+
+    /// The longest known beginning of `prompt`: a snapshot, the previous sequence, or nothing.
+    ///
+    /// At least one token of the prompt is left to evaluate, since its logits are needed. `find_snapshot` gets the length
+    /// that the previous sequence offers and returns a longer snapshot if there is one. At most one state is alive at a
+    /// time: the previous one is reused or freed first.
+    pub fn sync<M: Model<State = S>>(
+        previous: Option<Self>,
+        model: &M,
+        prompt: &[u32],
+        find_snapshot: impl FnOnce(usize) -> Option<Snapshot>,
+    ) -> Result<Self, ModelError> {
+        let is_prefix = |sequence: &Self| sequence.tokens.len() < prompt.len() && prompt.starts_with(&sequence.tokens);
+        // A sequence that is no prefix is dropped here, so that a snapshot can use its memory.
+        let previous = previous.filter(is_prefix);
+        if let Some(snapshot) = find_snapshot(previous.as_ref().map_or(0, Self::len)) {
+            return match model.restore(&snapshot, previous.map(|sequence| sequence.state)) {
+                Ok(state) => {
+                    let tokens = prompt[..snapshot.len].to_vec();
+                    Ok(Self { tokens, state, unconfirmed: 0, is_continuation: false })
+                }
+                Err(error) => {
+                    tracing::warn!(%error, tokens = snapshot.len, "cannot restore a prompt snapshot; computing the prompt");
+                    Self::start(model)
+                }
+            };
+        }
+        match previous {
+            Some(sequence) => Ok(Self { is_continuation: true, ..sequence }),
+            None => Self::start(model),
+        }
+    }
+
+    /// Appends `ids` and runs `hooks`.
+    ///
+    /// After an error the state may contain some of the rows, so the sequence must be dropped.
+    pub fn extend<M: Model<State = S>>(
+        &mut self,
+        model: &mut M,
+        ids: &[u32],
+        rows: Rows,
+        hooks: &mut PassHooks<'_>,
+    ) -> Result<Logits, ModelError> {
+        let logits = model.forward_with(&mut self.state, ids, rows, hooks)?;
+        self.tokens.extend_from_slice(ids);
+        Ok(logits)
+    }
+
+    /// Evaluates `id`, which is final, and `drafted`, which may be rejected. Returns the logits after each of them.
+    ///
+    /// [`Sequence::accept`] confirms drafted tokens in order. [`Sequence::settle`] discards the others.
+    pub fn verify<M: Model<State = S>>(
+        &mut self,
+        model: &mut M,
+        id: u32,
+        drafted: &[u32],
+    ) -> Result<Logits, ModelError> {
+        let rows: Vec<u32> = [&[id], drafted].concat();
+        let logits = model.verify(&mut self.state, &rows)?;
+        self.tokens.push(id);
+        self.unconfirmed = drafted.len();
+        Ok(logits)
+    }
+
+    /// Confirms the next drafted token, which is `id`.
+    pub fn accept(&mut self, id: u32) {
+        self.tokens.push(id);
+        self.unconfirmed -= 1;
+    }
+
+    /// Removes the drafted tokens that were not accepted from the state.
+    pub fn settle(&mut self) -> Result<(), ModelError> {
+        match std::mem::take(&mut self.unconfirmed) {
+            0 => Ok(()),
+            rows => self.state.reject(rows),
+        }
+    }
+
+    pub fn snapshot<M: Model<State = S>>(&mut self, model: &M) -> Result<Snapshot, ModelError> {
+        model.snapshot(&mut self.state)
+    }
+
+    /// Tokens and state, for a draft.
+    pub fn parts(&mut self) -> (&[u32], &mut S) {
+        (&self.tokens, &mut self.state)
+    }
+
+    pub fn state(&self) -> &S {
+        &self.state
+    }
+
+    /// Whether [`Sequence::sync`] extended the previous sequence as it was.
+    pub fn is_continuation(&self) -> bool {
+        self.is_continuation
+    }
+
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::mock_model::MockModel;
+
+    fn evaluated(mock: &mut MockModel, ids: &[u32]) -> Sequence<<MockModel as Model>::State> {
+        let mut sequence = Sequence::start(mock).unwrap();
+        append(&mut sequence, mock, ids);
+        sequence
+    }
+
+    fn append(sequence: &mut Sequence<<MockModel as Model>::State>, mock: &mut MockModel, ids: &[u32]) -> Vec<f32> {
+        sequence.extend(mock, ids, Rows::Last, &mut PassHooks::default()).unwrap().data
+    }
+
+    #[test]
+    fn prompt_that_extends_the_sequence_reuses_it() {
+        let mut mock = MockModel::default();
+        let previous = evaluated(&mut mock, &[5, 6, 7]);
+        let mut sequence = Sequence::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], |_| None).unwrap();
+        assert_eq!(sequence.len(), 3);
+        let reused = append(&mut sequence, &mut mock, &[8, 9]);
+        let mut fresh = evaluated(&mut mock, &[5, 6, 7]);
+        assert_eq!(reused, append(&mut fresh, &mut mock, &[8, 9]));
+    }
+
+    #[test]
+    fn other_prompts_start_empty() {
+        for prompt in [&[5, 6, 7][..], &[5, 6], &[5, 9, 7, 8], &[9]] {
+            let mut mock = MockModel::default();
+            let previous = evaluated(&mut mock, &[5, 6, 7]);
+            let sequence = Sequence::sync(Some(previous), &mock, prompt, |_| None).unwrap();
+            assert!(sequence.is_empty(), "{prompt:?}");
+        }
+    }
+
+    #[test]
+    fn snapshot_wins_over_shorter_sequence() {
+        let mut mock = MockModel::default();
+        let mut long = evaluated(&mut mock, &[5, 6, 7, 8]);
+        let snapshot = long.snapshot(&mock).unwrap();
+        for (previous, offered) in [(&[5, 6][..], 2), (&[9], 0), (&[5, 6, 7, 8, 9, 9, 9], 0)] {
+            let previous = evaluated(&mut mock, previous);
+            let find_snapshot = |length| {
+                assert_eq!(length, offered);
+                Some(snapshot.clone())
+            };
+            let mut sequence = Sequence::sync(Some(previous), &mock, &[5, 6, 7, 8, 9], find_snapshot).unwrap();
+            assert_eq!(sequence.tokens(), [5, 6, 7, 8]);
+            let reused = append(&mut sequence, &mut mock, &[9]);
+            let mut fresh = evaluated(&mut mock, &[5, 6, 7, 8]);
+            assert_eq!(reused, append(&mut fresh, &mut mock, &[9]));
+        }
+    }
+
+    #[test]
+    fn only_one_state_is_alive() {
+        let mut mock = MockModel::default();
+        let previous = evaluated(&mut mock, &[5, 6, 7]);
+        let _sequence = Sequence::sync(Some(previous), &mock, &[9], |_| None).unwrap();
+        assert_eq!(std::sync::Arc::strong_count(&mock.states), 2);
+    }
+}

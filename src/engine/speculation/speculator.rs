@@ -1,0 +1,279 @@
+//! Runs the decode steps of an answer, with drafts where they pay.
+
+use super::{
+    acceptance_monitor::AcceptanceMonitor,
+    controller::{DraftPolicy, SpeculationController},
+    draft::{Draft, DraftKind, TokenHistory},
+    draft_sampler::DraftSampler,
+};
+use crate::{
+    engine::{constraint::MaskWorker, request::Timings, sampler::Sampler, sequence::Sequence},
+    error::ModelError,
+    metrics::Metrics,
+    model::{Logits, Model, PassHooks, Rows},
+};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// The engine's draft and what is known about its use.
+pub struct Speculator<M> {
+    /// `None` if speculation is off or the draft has failed.
+    draft: Option<Box<dyn Draft<M>>>,
+    /// Whether the draft uses hidden rows.
+    uses_hidden_rows: bool,
+    /// Whether forward passes copy hidden rows now.
+    copies_hidden_rows: bool,
+    /// Buffer for hidden rows.
+    hidden: Vec<f32>,
+    controller: SpeculationController,
+    monitor: AcceptanceMonitor,
+    /// Keep a draft whose tokens are rarely accepted.
+    is_forced: bool,
+    /// A copy of the answer's sampler that drafts run ahead.
+    sampler: Option<Sampler>,
+    metrics: Arc<Metrics>,
+    /// The clock that measures steps. Tests replace it.
+    now: fn() -> Instant,
+}
+
+/// The rows of logits of one forward pass, sampled one after another.
+pub struct PendingRows {
+    logits: Logits,
+    /// The row to sample next.
+    current: usize,
+    /// The drafted token after each row but the last.
+    drafted: Vec<u32>,
+    /// Whether the draft contained the token that ended the answer.
+    drafted_end: bool,
+    /// When the pass began. `None` for a prompt's.
+    begun: Option<Instant>,
+    /// The part of the pass's time that the draft took.
+    drafting: Duration,
+}
+
+impl PendingRows {
+    /// The last row of a prompt's logits.
+    pub fn last_of(logits: Logits) -> Self {
+        let current = logits.rows().saturating_sub(1);
+        Self { logits, current, drafted: Vec::new(), drafted_end: false, begun: None, drafting: Duration::ZERO }
+    }
+
+    /// The logits from which to sample the next token.
+    pub fn current(&self) -> Option<&[f32]> {
+        (self.current < self.logits.rows()).then(|| self.logits.row(self.current))
+    }
+
+    /// Records that `id` was sampled from the current row and ends the answer.
+    pub fn end_answer(&mut self, id: u32) {
+        self.drafted_end = self.drafted.get(self.current) == Some(&id);
+    }
+
+    /// Moves on to the next row if the draft contains `id`, the token sampled from the current one.
+    fn accept(&mut self, id: u32) -> bool {
+        let is_drafted = self.drafted.get(self.current) == Some(&id);
+        self.current += usize::from(is_drafted);
+        is_drafted
+    }
+}
+
+/// A token that was sampled and sent, and what is needed to sample the next one.
+pub struct SampledToken<'a> {
+    pub id: u32,
+    pub sampler: &'a Sampler,
+    pub masks: Option<&'a MaskWorker>,
+    /// How many tokens the answer may still get.
+    pub remaining: usize,
+}
+
+impl<M: Model> Speculator<M> {
+    pub fn new(
+        model: &mut M,
+        draft: Box<dyn Draft<M>>,
+        mode: DraftPolicy,
+        draft_tokens: usize,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let mut speculator = Self {
+            draft: Some(draft).filter(|_| mode != DraftPolicy::Off),
+            uses_hidden_rows: false,
+            copies_hidden_rows: false,
+            hidden: Vec::new(),
+            controller: SpeculationController::new(mode, draft_tokens),
+            monitor: AcceptanceMonitor::default(),
+            is_forced: mode == DraftPolicy::Force,
+            sampler: None,
+            metrics,
+            now: Instant::now,
+        };
+        let taps = speculator.draft.as_ref().map(|draft| draft.taps()).filter(|taps| !taps.layers.is_empty());
+        if let Some(taps) = taps {
+            match model.set_taps(&taps) {
+                Ok(()) => (speculator.uses_hidden_rows, speculator.copies_hidden_rows) = (true, true),
+                Err(error) => speculator.disable_draft(&error),
+            }
+        }
+        speculator
+    }
+
+    /// Starts an answer. `is_continuation` says that its sequence extends the last one.
+    pub fn start(&mut self, model: &mut M, is_continuation: bool) {
+        self.sampler = None;
+        self.update_hidden_rows(model);
+        if let Some(draft) = self.draft.as_mut().filter(|_| !is_continuation) {
+            draft.start();
+        }
+    }
+
+    /// Lets forward passes copy hidden rows only if the draft uses them and may run soon.
+    fn update_hidden_rows(&mut self, model: &mut M) {
+        let copies = self.uses_hidden_rows && self.controller.wants_hidden_rows();
+        if copies != std::mem::replace(&mut self.copies_hidden_rows, copies) {
+            model.enable_taps(copies);
+        }
+    }
+
+    /// Records that the model evaluated `rows` tokens of a prompt in this time.
+    pub fn prompt_evaluated(&mut self, model: &mut M, sequence: &Sequence<M::State>, rows: usize, took: Duration) {
+        let begun = (self.now)();
+        self.observe(model, sequence, rows);
+        self.controller.record_prompt(took.as_secs_f64(), ((self.now)() - begun).as_secs_f64());
+    }
+
+    /// Passes the hidden rows of the last forward pass to the draft. Its first `rows` rows are part of `sequence`.
+    fn observe(&mut self, model: &mut M, sequence: &Sequence<M::State>, rows: usize) {
+        let Some(draft) = self.draft.as_mut().filter(|_| self.uses_hidden_rows && self.copies_hidden_rows) else {
+            return;
+        };
+        match model.tapped_rows(rows, &mut self.hidden) {
+            Ok(()) => draft.observe(sequence.len(), &self.hidden),
+            Err(error) => self.disable_draft(&error),
+        }
+    }
+
+    /// Moves `rows` on to the logits after `token`: the next row of the same pass if the draft contained the token, else the
+    /// first row of a new pass.
+    pub fn advance(
+        &mut self,
+        sequence: &mut Sequence<M::State>,
+        model: &mut M,
+        rows: &mut PendingRows,
+        token: &SampledToken<'_>,
+        timings: &mut Timings,
+    ) -> Result<(), ModelError> {
+        let id = token.id;
+        if rows.accept(id) {
+            sequence.accept(id);
+            return Ok(());
+        }
+        self.settle(sequence, model, rows, timings)?;
+        let begun = (self.now)();
+        let state = self.controller.state_name();
+        let info = model.info();
+        // A verify has no more rows than a chunk of a prompt.
+        let width = self.controller.next_rows().min(token.remaining).min(info.context - sequence.len()).min(info.chunk);
+        if state != self.controller.state_name() {
+            self.metrics.draft_states.with_label_values(&[self.controller.state_name()]).inc();
+        }
+        self.update_hidden_rows(model);
+        // Until the new pass has succeeded, there is no row to sample from.
+        let mut drafted = std::mem::take(&mut rows.drafted);
+        (rows.current, rows.begun) = (rows.logits.rows(), None);
+        drafted.clear();
+        let mut drafting = Duration::ZERO;
+        if width > 1 {
+            self.propose(sequence, model, token, width - 1, &mut drafted);
+            drafting = (self.now)() - begun;
+        }
+        self.metrics.draft_width.set(drafted.len() as i64 + 1);
+        let logits = match drafted.is_empty() {
+            true => sequence.extend(model, &[id], Rows::Last, &mut PassHooks::default())?,
+            false => sequence.verify(model, id, &drafted)?,
+        };
+        *rows = PendingRows { logits, current: 0, drafted, drafted_end: false, begun: Some(begun), drafting };
+        Ok(())
+    }
+
+    fn propose(
+        &mut self,
+        sequence: &mut Sequence<M::State>,
+        model: &mut M,
+        token: &SampledToken<'_>,
+        max: usize,
+        out: &mut Vec<u32>,
+    ) {
+        let Some(draft) = &mut self.draft else { return };
+        let sampler = self.sampler.get_or_insert_with(|| token.sampler.clone());
+        sampler.catch_up(token.sampler);
+        let mut sampler = DraftSampler::new(sampler, token.masks);
+        let (evaluated, state) = sequence.parts();
+        let history = TokenHistory { evaluated, last: token.id };
+        let done = draft.propose(model, state, history, max, &mut sampler, out);
+        out.truncate(max);
+        if let Err(error) = done {
+            out.clear();
+            self.disable_draft(&error);
+        }
+    }
+
+    /// Ends the pass of `rows`: removes rejected tokens from the sequence and records the result.
+    pub fn settle(
+        &mut self,
+        sequence: &mut Sequence<M::State>,
+        model: &mut M,
+        rows: &PendingRows,
+        timings: &mut Timings,
+    ) -> Result<(), ModelError> {
+        let (drafted, accepted) = (rows.drafted.len(), rows.current);
+        sequence.settle()?;
+        let Some(begun) = rows.begun else { return Ok(()) };
+        let seconds = ((self.now)() - begun).as_secs_f64();
+        self.observe(model, sequence, accepted + 1);
+        let total = ((self.now)() - begun).as_secs_f64();
+        let drafting = rows.drafting.as_secs_f64();
+        if drafted == 0 {
+            self.controller.record_plain(seconds - drafting, total - seconds + drafting);
+            return Ok(());
+        }
+        let saved = self.controller.record_cycle(drafted, accepted, total, drafting);
+        timings.drafted_tokens += drafted;
+        let accepted = accepted + usize::from(rows.drafted_end);
+        timings.accepted_tokens += accepted;
+        for (position, [tried, right]) in timings.draft_positions.iter_mut().enumerate().take(drafted.min(accepted + 1))
+        {
+            (*tried, *right) = (*tried + 1, *right + u32::from(position < accepted));
+        }
+        timings.saved_seconds += saved;
+        let kind = self.draft.as_ref().map_or(DraftKind::Lookup, |draft| draft.kind());
+        self.metrics.record_draft(kind.name(), accepted, drafted - accepted, saved);
+        self.check_acceptance(kind, accepted);
+        Ok(())
+    }
+
+    /// Disables a draft whose tokens are almost never accepted. Lookup drafts are exempt: they can find nothing for long, and
+    /// cost nothing then.
+    fn check_acceptance(&mut self, kind: DraftKind, accepted: usize) {
+        if kind == DraftKind::Lookup || !self.monitor.record(accepted) {
+            return;
+        }
+        tracing::warn!(
+            draft = kind.name(),
+            disabled = !self.is_forced,
+            "almost no drafted token is accepted: the draft may be for another model, read other layers, or use another norm \
+             convention; answers are not affected"
+        );
+        if !self.is_forced {
+            (self.draft, self.uses_hidden_rows) = (None, false);
+        }
+    }
+
+    fn disable_draft(&mut self, error: &ModelError) {
+        tracing::warn!(%error, "draft failed; continuing without drafts");
+        (self.draft, self.uses_hidden_rows) = (None, false);
+    }
+}
+
+#[cfg(test)]
+#[path = "speculator_tests.rs"]
+mod tests;

@@ -1,0 +1,85 @@
+//! Constrained answers, and constraints that fail.
+
+use super::mock_model::MockModel;
+use moestro::{
+    engine::{Constraint, Finish, Handle, Options, Request, Sampling, TokenMask, collect, spawn},
+    error::EngineError,
+    metrics::Metrics,
+};
+use std::sync::{Arc, Mutex};
+
+/// Allows only these tokens, one after another. Panics before token 60.
+#[derive(Clone, Default)]
+struct Script {
+    tokens: Vec<u32>,
+    accepted: Arc<Mutex<Vec<u32>>>,
+    at: usize,
+}
+
+impl Constraint for Script {
+    fn allowed(&mut self) -> Result<TokenMask, String> {
+        assert!(self.tokens.get(self.at) != Some(&60), "test panic");
+        let id = self.tokens.get(self.at).ok_or("the script is over")?;
+        let mut words = vec![0; 2];
+        words[*id as usize / 32] |= 1 << (id % 32);
+        Ok(TokenMask::Only(words))
+    }
+
+    fn accept(&mut self, id: u32) -> Result<(), String> {
+        self.accepted.lock().unwrap().push(id);
+        self.at += 1;
+        Ok(())
+    }
+
+    fn fork(&self) -> Box<dyn Constraint> {
+        Box::new(self.clone())
+    }
+}
+
+fn engine() -> Handle {
+    spawn(MockModel::default(), Options { eos: vec![2], ..Options::default() }, Metrics::new("test", "cpu")).unwrap().0
+}
+
+fn answer(engine: &Handle, script: &Script, ignore_eos: bool) -> (Vec<u32>, Result<Finish, String>) {
+    let request = Request {
+        ignore_eos,
+        constraint: Some(Box::new(script.clone())),
+        ..Request::new(vec![9, 8, 7], 20, Sampling::greedy())
+    };
+    let (tokens, end) = collect(engine.submit(request).unwrap());
+    let reason = |error| match error {
+        EngineError::Constraint(reason) => reason,
+        other => panic!("{other}"),
+    };
+    (tokens, end.map(|(finish, _)| finish).map_err(reason))
+}
+
+#[test]
+fn constrained_answer_ends_where_allowed() {
+    let engine = engine();
+    for ignore_eos in [false, true] {
+        let script = Script { tokens: vec![40, 41, 9, 63, 2], ..Script::default() };
+        assert_eq!(answer(&engine, &script, ignore_eos), (vec![40, 41, 9, 63], Ok(Finish::Stop)));
+        let accepted = script.accepted.lock().unwrap();
+        assert_eq!(*accepted, [40, 41, 9, 63], "every token but the end-of-sequence token");
+    }
+}
+
+#[test]
+fn failing_constraint_ends_only_its_request() {
+    let engine = engine();
+    let script = Script { tokens: vec![40, 41], ..Script::default() };
+    let (tokens, end) = answer(&engine, &script, false);
+    assert_eq!((tokens.len(), end), (2, Err("the script is over".into())));
+    let script = Script { tokens: vec![40, 60], ..Script::default() };
+    assert_eq!(answer(&engine, &script, false).1.unwrap_err(), "the grammar thread panicked");
+    let script = Script { tokens: vec![5, 2], ..Script::default() };
+    assert_eq!(answer(&engine, &script, false), (vec![5], Ok(Finish::Stop)));
+}
+
+#[test]
+fn token_mask_has_one_bit_per_token() {
+    let mask = TokenMask::Only(vec![1 << 31, 1]);
+    assert_eq!((0..100).filter(|&id| mask.contains(id)).collect::<Vec<_>>(), [31, 32]);
+    assert!(TokenMask::Any.contains(7));
+}

@@ -1,0 +1,7 @@
+//! The engine through its public interface, with a mock model.
+
+mod constraint;
+mod kept_sequences;
+#[path = "../support/mock_model.rs"]
+mod mock_model;
+mod scheduler;
